@@ -1,0 +1,119 @@
+# The commands of this project. `make help` lists them.
+#
+# make demo   on a fresh machine with Go, gcc and Python: the main job on real weights
+# make test   on the same machine: everything that must pass; .ci/run calls it
+
+PYTHON    ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.10 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo y),$(p))))
+VENV      := .venv
+PY        := $(VENV)/bin/python
+BIN       := build/bin
+FUZZTIME  ?= 30s
+JOBS      ?= 2
+
+STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
+
+# Rooms where several goroutines meet, for the race detector.
+RACE := ./gosrc/bind/face/... ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/load/... \
+        ./gosrc/pipeline/... ./gosrc/preload/... ./gosrc/ring/... ./gosrc/save/... ./gosrc/source/...
+
+# Tests that go through the engine in processes of their own, for AddressSanitizer.
+# libstdc++ comes with it: libasan must find the C++ exceptions that torch throws.
+ASAN_TESTS ?= tests/test_process.py tests/test_process_handles.py
+ASAN_LIBS   = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libstdc++.so.6)
+
+export GOEXPERIMENT ?= simd
+export FUZZTIME JOBS
+
+.PHONY: help venv build gen test lint gotest fuzz pytest wheel asan demo bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.ready ## .venv with what the tests need
+
+$(VENV)/.ready: requirements-test.txt
+	@test -n "$(PYTHON)" || { echo "overwire needs Python 3.10 to 3.13 on PATH"; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
+	@touch $@
+
+build: venv ## compile the engine and install the package into .venv (editable)
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps -e .
+
+gen: venv $(BIN)/gopy ## rewrite the generated glue in gosrc/bind/core
+	$(PY) gosrc/bind/gen.py $(BIN)
+
+$(BIN)/gopy: go.mod
+	@mkdir -p $(BIN)
+	GOEXPERIMENT= go build -o $(BIN)/ tool
+	@touch $@
+
+$(BIN)/staticcheck:
+	@mkdir -p $(BIN)
+	GOBIN=$(CURDIR)/$(BIN) GOEXPERIMENT= go install $(STATICCHECK)
+
+test: ## all of it: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
+	@$(MAKE) --no-print-directory build $(BIN)/staticcheck $(BIN)/gopy
+	@for step in lint gotest fuzz wheel asan pytest; do \
+		start=$$(date +%s); \
+		$(MAKE) --no-print-directory $$step || { echo "make $$step failed"; exit 1; }; \
+		[ $$step = pytest ] || echo "-- $$step: $$(($$(date +%s) - start)) s"; \
+	done
+
+lint: venv $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
+	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }
+	go vet ./gosrc/...
+	$(BIN)/staticcheck ./gosrc/...
+	GOEXPERIMENT= CGO_ENABLED=0 go vet ./gosrc/...
+	$(PY) -m ruff check --quiet .
+	$(PY) -m mypy --strict python/overwire setup.py wheels
+
+gotest: ## Go tests: with SIMD, without, without cgo, and under the race detector
+	go test ./gosrc/...
+	GOEXPERIMENT= go test ./gosrc/...
+	GOEXPERIMENT= CGO_ENABLED=0 go build ./gosrc/...
+	@$(MAKE) --no-print-directory fakegpu
+	go test -race -short $(RACE)
+
+fuzz: ## every fuzz target for FUZZTIME (30s), JOBS (2) at a time
+	.ci/fuzz
+
+pytest: build ## the Python tests
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup
+
+wheel: venv ## dist/: the wheel and the sdist, audited, the wheel imported by every Python here
+	$(PY) wheels/build.py dist
+	$(PY) wheels/check.py dist/*.whl
+
+asan: build ## Python tests of the engine under AddressSanitizer
+	@rm -rf build/asan && mkdir -p build/asan
+	@cp -r python/overwire build/asan/
+	$(PY) setup.py asan build/asan/overwire/_core.abi3.so
+	LD_PRELOAD=$(ASAN_LIBS) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/asan OVERWIRE_TEST_ASAN=1 \
+		$(PY) -m pytest -p no:cacheprovider -n 0 $(ASAN_TESTS)
+
+demo: build ## the main job on real weights, with figures and proof
+	$(PY) examples/demo.py
+
+bench: build ## every figure beside the floor of this machine
+	$(VENV)/bin/overwire bench
+	$(PY) tests/bench_binding.py
+
+clean: ## remove what was built and installed
+	rm -rf $(VENV) build dist python/overwire/_core.abi3.so
+
+# The GPU engine. Both run without a GPU.
+.PHONY: kernels fakegpu
+NVCC := build/nvcc/nvidia/cu13/bin/nvcc
+
+kernels: $(NVCC) ## compile cuda/built/x16.fatbin anew, byte for byte, by the pinned compiler
+	sh cuda/built/build.sh $(CURDIR)/$(NVCC)
+
+$(NVCC):
+	$(PYTHON) -m pip install -q --disable-pip-version-check --target build/nvcc "cuda-toolkit[nvcc,cudart]==13.0.*"
+
+# Go does not see that a file of cuda/ has changed: their hash among the flags
+# tells it.
+fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
+	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
+		go test -tags owfake ./gosrc/device/cuda

@@ -1,0 +1,54 @@
+/* Job structs shared by the X16 kernels, their host twin and the launcher.
+ *
+ * Plain C, fixed sizes, little-endian, no padding: the launcher may build them
+ * in any language. Everything in them comes from the file's index
+ * (docs/format.md 2); no stored byte is read to fill them.
+ *
+ * A launch decodes `n` segment jobs of one transform. Before it, the host has
+ * compared the checksum of every chunk; the kernels are nevertheless safe for
+ * any stored bytes: they read only [src, src + stored) and write only
+ * [dst, dst + logical), and say what was wrong in status[chunk.status].
+ */
+#ifndef OVERWIRE_ABI_H
+#define OVERWIRE_ABI_H
+
+#include <stdint.h>
+
+/* One stored chunk and where its logical bytes go. */
+typedef struct ow_x16_chunk {
+    uint64_t src;      /* device address of the stored bytes, multiple of 16 */
+    uint64_t dst;      /* device address of the logical bytes, multiple of 16 */
+    uint32_t stored;   /* bytes at src; at least 96, else OW_X16_LAYOUT */
+    uint32_t logical;  /* bytes at dst */
+    uint16_t tiles;    /* tiles per segment, 1..256 (index: chunk record at 24) */
+    uint16_t zero;
+    uint32_t status;   /* which status word takes this chunk's errors */
+} ow_x16_chunk;        /* 32 bytes */
+
+/* One warp's work. A chunk of T tiles has max(1, ceil(T / tiles)) of them, one
+ * for each segment number; the last one also copies the tail. */
+typedef struct ow_x16_seg {
+    uint32_t chunk; /* index into the chunk array */
+    uint32_t seg;   /* segment number inside the chunk */
+} ow_x16_seg;       /* 8 bytes */
+
+/* Transforms, docs/format.md 3.1. */
+enum {
+    OW_BF16 = 1, OW_FP16 = 2, OW_FP32 = 3, OW_E4M3 = 4,
+    OW_E5M2 = 5, OW_INT8 = 6, OW_NIBBLES = 7, OW_BYTES = 8
+};
+
+/* Bits of a status word; 0 is good. The host sets the words to 0 before a
+ * launch; the kernels only ever set bits. */
+enum {
+    OW_X16_LAYOUT = 1, /* header, directory or planes do not fit the chunk */
+    OW_X16_STATE = 2,  /* a lane did not end at 2^16 */
+    OW_X16_WORDS = 4,  /* words and escapes do not end where the segment does */
+    OW_X16_ESCAPE = 8  /* an escape outside its segment, or not rising */
+};
+
+/* Warps of a block and bytes of dynamic shared memory of the production
+ * kernels: grid = ceil(n / OW_X16_WARPS), block = 32 * OW_X16_WARPS. */
+enum { OW_X16_WARPS = 8, OW_X16_SHARED = OW_X16_WARPS * (1024 + 1024 + 256) };
+
+#endif

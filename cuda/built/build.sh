@@ -1,0 +1,25 @@
+#!/bin/sh
+# Compiles kernels.cu into x16.fatbin beside this script, and notes the hash of
+# the sources. The same sources and compiler give the same bytes in any folder.
+#
+#   cuda/built/build.sh NVCC [OUT]
+#
+# NVCC is that of the wheels cuda-toolkit[nvcc,cudart]==13.0.*: another one
+# writes other code, or PTX that a driver 13.0 refuses.
+set -eu
+cd "$(dirname "$0")/.."
+nvcc=$1
+out=${2:-built}
+# -O3 as in the measured ladder. No -lineinfo: it writes paths.
+set -- -std=c++17 -O3 --compress-mode=size
+for arch in 80 86 89 90 100 120; do
+	set -- "$@" -gencode "arch=compute_$arch,code=sm_$arch"
+done
+"$nvcc" -fatbin "$@" -gencode arch=compute_80,code=compute_80 -o "$out/x16.fatbin" kernels.cu
+"$nvcc" -ptx -std=c++17 -O3 -arch=compute_80 -o "$out/x16.ptx.tmp" kernels.cu
+version=$(grep -m1 '^\.version' "$out/x16.ptx.tmp")
+rm "$out/x16.ptx.tmp"
+[ "$version" = ".version 9.0" ] || { echo "PTX $version, not 9.0: use the pinned compiler" >&2; exit 1; }
+# What the module is made of; tests/test_kernels.py compares it.
+sha256sum abi.h abi_move.h kernels.cu move.cu move.cuh warp.cuh x16_decode.cu x16_decode.cuh x16_transform.cuh >"$out/sources.sha256"
+(cd "$out" && sha256sum x16.fatbin >>sources.sha256)

@@ -1,0 +1,19 @@
+// The kernels of move.cuh: ow_move and ow_cast. Launch: block
+// 32 * OW_X16_WARPS, grid ceil(n / OW_X16_WARPS), no shared memory. Arguments as
+// for X16: jobs, parts, their number, status words (not used).
+#include "abi.h"
+#include "move.cuh"
+
+static_assert(sizeof(ow_move) == 40 && sizeof(ow_cast) == 32 && sizeof(ow_part) == 8, "abi_move.h must have no padding");
+
+extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
+    ow_move_kernel(const ow_move* moves, const ow_part* parts, uint32_t n, uint32_t*) {
+    uint32_t job = blockIdx.x * OW_X16_WARPS + threadIdx.x / 32;
+    if (job < n) ow::move_job(moves, parts, job);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
+    ow_cast_kernel(const ow_cast* casts, const ow_part* parts, uint32_t n, uint32_t*) {
+    uint32_t job = blockIdx.x * OW_X16_WARPS + threadIdx.x / 32;
+    if (job < n) ow::cast_job(casts, parts, job);
+}

@@ -1,0 +1,136 @@
+// Copies and casts on the device: many small raw chunks to their aligned places
+// in one launch, column slices gathered out of decoded chunks, element types
+// changed. Bodies over warp.cuh, so that the host twin runs the same text.
+//
+// A move reads whole 32-bit words that hold wanted bytes, so up to 3 bytes on
+// either side of a run; both ends of any allocation are aligned to that.
+#ifndef OVERWIRE_MOVE_CUH
+#define OVERWIRE_MOVE_CUH
+
+#include "abi_move.h"
+#include "warp.cuh"
+
+namespace ow {
+
+// move_unit copies unit u of a run: the bytes that fall into the u-th aligned
+// 16 bytes of the destination, counted from the first that the run touches.
+OW_DEV void move_unit(u8* dst, const u8* src, u32 n, u32 u) {
+    u32 pad = (u32)((uintptr_t)dst & 15);
+    u32 lo = u == 0 ? 0 : 16 * u - pad, hi = umin(16 * u + 16 - pad, n);
+    const u8* from = src + lo;
+    if (hi - lo < 16) {
+        for (u32 i = lo; i < hi; i++) stg8(dst + i, ldg8(src + i));
+        return;
+    }
+    u32 off = (u32)((uintptr_t)from & 3);
+    if (((uintptr_t)from & 15) == 0) {
+        stg128(dst + lo, ldg128(from));
+    } else if (off == 0) {
+        stg128(dst + lo, {ldg32(from), ldg32(from + 4), ldg32(from + 8), ldg32(from + 12)});
+    } else {
+        const u8* w = from - off;
+        u32 a = ldg32(w), b = ldg32(w + 4), c = ldg32(w + 8), d = ldg32(w + 12), e = ldg32(w + 16);
+        u32 sel = 0x3210 + 0x1111 * off;
+        stg128(dst + lo, {prmt(a, b, sel), prmt(b, c, sel), prmt(c, d, sel), prmt(d, e, sel)});
+    }
+}
+
+// move_units is how many units a run of n bytes at dst has.
+OW_DEV u32 move_units(const u8* dst, u32 n) { return (((u32)((uintptr_t)dst & 15) + n + 15) / 16); }
+
+OW_DEV void move_job(const ow_move* moves, const ow_part* parts, u32 job) {
+    ow_part p = parts[job];
+    ow_move m = moves[p.job];
+    u32 each = OW_MOVE_PART / m.width;
+    u8* dst = (u8*)(uintptr_t)m.dst;
+    const u8* src = (const u8*)(uintptr_t)m.src;
+    if (each == 0) {  // a part of a row
+        u32 split = (m.width + OW_MOVE_PART - 1) / OW_MOVE_PART, row = p.part / split;
+        u32 at = p.part % split * OW_MOVE_PART, n = umin((u32)OW_MOVE_PART, m.width - at);
+        if (row >= m.rows) return;
+        dst += row * m.dst_pitch + at;
+        src += row * m.src_pitch + at;
+        u32 units = move_units(dst, n);
+        for (u32 u = lane(); u < units; u += 32) move_unit(dst, src, n, u);
+        return;
+    }
+    // Whole rows: as many lanes to a row as it has units, at most 32.
+    u32 width = 1;
+    while (width < 32 && width * 16 < m.width + 15) width *= 2;
+    u32 first = p.part * each, last = umin(first + each, m.rows);
+    for (u32 r = first + lane() / width; r < last; r += 32 / width) {
+        u8* to = dst + r * m.dst_pitch;
+        u32 units = move_units(to, m.width);
+        for (u32 u = lane() % width; u < units; u += width) move_unit(to, src + r * m.src_pitch, m.width, u);
+    }
+}
+
+// Casts go through the bits of a float32, which holds every value of the other
+// types. Rounding is to nearest, ties to even; a NaN stays a NaN.
+
+// widen gives the float32 of a small float with E exponent and M mantissa bits
+// and the usual infinities, which also rounds nothing.
+OW_DEV u32 widen(u32 v, u32 E, u32 M) {
+    u32 sign = v >> (E + M) << 31, exp = v >> M & ((1u << E) - 1), man = v & ((1u << M) - 1);
+    u32 bias = (1u << (E - 1)) - 1;
+    if (exp == (1u << E) - 1) return sign | 0x7f800000 | man << (23 - M) | (man ? 0x400000 : 0);
+    if (exp == 0) {
+        if (man == 0) return sign;
+        exp = 1;
+        while (!(man >> M)) man <<= 1, exp--;  // wraps below 0 and comes back in the sum
+        man &= (1u << M) - 1;
+    }
+    return sign | (exp + 127 - bias) << 23 | man << (23 - M);
+}
+
+OW_DEV u32 cast_in(u32 from, const u8* p) {
+    switch (from) {
+        case OW_CAST_F32: return ldg32(p);
+        case OW_CAST_BF16: return ldg16(p) << 16;
+        case OW_CAST_F16: return widen(ldg16(p), 5, 10);
+        case OW_CAST_E5M2: return widen(ldg8(p), 5, 2);
+    }
+    u32 v = ldg8(p);  // E4M3: no infinities, one NaN a sign
+    if ((v & 127) == 127) return (v & 128) << 24 | 0x7fc00000;
+    if ((v & 0x78) == 0x78) return (v & 128) << 24 | (15 + 120) << 23 | (v & 7) << 20;
+    return widen(v, 4, 3);
+}
+
+OW_DEV u32 to_bf16(u32 f) {
+    if ((f & 0x7fffffff) > 0x7f800000) return (f >> 16 & 0x8000) | 0x7fc0 | (f >> 16 & 0x3f);
+    return (f + 0x7fff + (f >> 16 & 1)) >> 16;
+}
+
+OW_DEV u32 to_f16(u32 f) {
+    u32 sign = f >> 16 & 0x8000, a = f & 0x7fffffff;
+    if (a > 0x7f800000) return sign | 0x7e00 | (a >> 13 & 0x1ff);
+    if (a >= 0x47800000) return sign | 0x7c00;  // 65536 and more
+    if (a >= 0x38800000) {                      // normal; rounding may carry into infinity
+        return sign | ((a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13);
+    }
+    if (a < 0x33000000) return sign;  // below half of the smallest
+    u32 man = (a & 0x7fffff) | 0x800000, shift = 126 - (a >> 23), rest = man & ((1u << shift) - 1);
+    u32 half = 1u << (shift - 1), v = man >> shift;
+    return sign | (v + (rest > half || (rest == half && (v & 1))));
+}
+
+OW_DEV u32 cast_size(u32 t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST_BF16 || t == OW_CAST_F16 ? 2 : 1; }
+
+OW_DEV void cast_job(const ow_cast* casts, const ow_part* parts, u32 job) {
+    ow_part p = parts[job];
+    ow_cast c = casts[p.job];
+    u64 first = (u64)p.part * OW_CAST_PART;
+    if (first >= c.n || c.from > OW_CAST_E5M2) return;
+    u64 rest = c.n - first;
+    u32 n = rest < OW_CAST_PART ? (u32)rest : (u32)OW_CAST_PART;
+    const u8* src = (const u8*)(uintptr_t)c.src + first * cast_size(c.from);
+    u8* dst = (u8*)(uintptr_t)c.dst + first * cast_size(c.to);
+    for (u32 i = lane(); i < n; i += 32) {
+        u32 f = cast_in(c.from, src + i * cast_size(c.from));
+        if (c.to == OW_CAST_F32) stg32(dst + 4 * i, f);
+        else stg16(dst + 2 * i, c.to == OW_CAST_BF16 ? to_bf16(f) : to_f16(f));
+    }
+}
+
+}  // namespace ow
+#endif

@@ -1,0 +1,148 @@
+// What a warp can do, once for the device and once for the host.
+//
+// Kernel bodies are written against this file alone. nvcc compiles the device
+// side to single instructions. Any C++17 compiler without CUDA compiles the
+// host side: 32 fibers on one thread, every warp operation a rendezvous, shared
+// memory a bounds-checked array, asynchronous copies held back until they are
+// waited for. So one text is the GPU's decoder and its own host twin.
+//
+// Rules for bodies: all lanes execute the same sequence of warp operations
+// (the host side aborts when they do not); shared memory is addressed by 32-bit
+// byte addresses through lds/sts; no block-wide operation.
+#ifndef OVERWIRE_WARP_CUH
+#define OVERWIRE_WARP_CUH
+
+#include <stdint.h>
+#include <string.h>
+
+namespace ow {
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+struct alignas(8) u32x2 { u32 x, y; };
+struct alignas(16) u32x4 { u32 x, y, z, w; };
+}  // namespace ow
+
+#ifdef __CUDACC__
+
+#define OW_DEV static __device__ __forceinline__
+#define OW_PRAGMA(x) _Pragma(#x)
+#define OW_UNROLL(n) OW_PRAGMA(unroll n)  // for nvcc only
+
+namespace ow {
+
+OW_DEV u32 lane() { return threadIdx.x & 31; }
+OW_DEV u32 lanes_below() {
+    u32 m;
+    asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(m));
+    return m;
+}
+OW_DEV u32 ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
+OW_DEV u32 shfl(u32 v, u32 from) { return __shfl_sync(0xffffffffu, v, (int)from); }
+OW_DEV void syncwarp() { __syncwarp(); }
+OW_DEV u32 popc(u32 v) { return (u32)__popc((int)v); }
+// Products the compiler must not turn into shifts: they go to another pipe.
+OW_DEV u32 mulhi(u32 a, u32 b) {
+    u32 r;
+    asm("mul.hi.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+// x = x << 16 | w where x < 2^16.
+OW_DEV void append16(u32& x, u32 w) {
+    asm("{\n.reg .pred p;\nsetp.lt.u32 p, %0, 65536;\n@p mad.lo.u32 %0, %0, 65536, %1;\n}" : "+r"(x) : "r"(w));
+}
+OW_DEV u32 umin(u32 a, u32 b) { return a < b ? a : b; }
+// prmt picks four bytes of {b, a}; selector bit 3 of a nibble spreads the sign.
+OW_DEV u32 prmt(u32 a, u32 b, u32 sel) {
+    u32 r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sel));
+    return r;
+}
+// pick returns a where mask has ones and b where it has zeros.
+// Said in assembly, or the compiler splits it in two.
+template <u32 MASK> OW_DEV u32 pick(u32 a, u32 b) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "n"(MASK), "r"(a), "r"(b));
+    return r;
+}
+
+// Shared memory. `volatile` keeps the order of source text; ptxas still
+// schedules the loads freely.
+OW_DEV u32 lds32(u32 a) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a)); return v; }
+OW_DEV u32 lds16(u32 a) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
+    return v;
+}
+OW_DEV u32x2 lds64(u32 a) {
+    u32x2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
+    return v;
+}
+OW_DEV void sts32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
+OW_DEV void sts64(u32 a, u32x2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(a), "r"(v.x), "r"(v.y) : "memory");
+}
+OW_DEV void sts128(u32 a, u32x4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Global memory: each byte is read once and written once, so nothing asks for
+// a place in the caches. Addresses are multiples of the access size.
+OW_DEV u32 ldg8(const u8* p) { return __ldcs(p); }
+OW_DEV u32 ldg16(const u8* p) { return __ldcs((const u16*)p); }
+OW_DEV u32 ldg32(const u8* p) { return __ldcs((const u32*)p); }
+OW_DEV u32x2 ldg64(const u8* p) { uint2 v = __ldcs((const uint2*)p); return {v.x, v.y}; }
+OW_DEV u32x4 ldg128(const u8* p) { uint4 v = __ldcs((const uint4*)p); return {v.x, v.y, v.z, v.w}; }
+OW_DEV void stg8(u8* p, u32 v) { *p = (u8)v; }
+OW_DEV void stg16(u8* p, u32 v) { *(u16*)p = (u16)v; }
+OW_DEV void stg32(u8* p, u32 v) { __stcs((u32*)p, v); }
+OW_DEV void stg64(u8* p, u32x2 v) { __stcs((uint2*)p, make_uint2(v.x, v.y)); }
+OW_DEV void stg128(u8* p, u32x4 v) { __stcs((uint4*)p, make_uint4(v.x, v.y, v.z, v.w)); }
+OW_DEV void raise(u32* word, u32 bits) { atomicOr(word, bits); }
+
+// Asynchronous copies of 16 bytes a lane. After copy_wait and a syncwarp every
+// lane sees what every lane copied.
+OW_DEV void copy16(u32 to, const u8* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+OW_DEV void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Bulk copies by the copy engine (sm_90 and later): one lane asks, all wait on
+// an 8-byte barrier in shared memory. `phase` alternates 0, 1, 0, ...
+#define OW_BULK (__CUDA_ARCH__ >= 900)
+OW_DEV void bulk_init(u32 bar) {
+#if OW_BULK
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+OW_DEV void bulk_expect(u32 bar, u32 bytes) {
+#if OW_BULK
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+#endif
+}
+OW_DEV void bulk_copy(u32 to, const u8* from, u32 bytes, u32 bar) {
+#if OW_BULK
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar)
+                 : "memory");
+#endif
+}
+OW_DEV void bulk_wait(u32 bar, u32 phase) {
+#if OW_BULK
+    asm volatile(
+        "{\n.reg .pred p;\nAGAIN:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra AGAIN;\n}" ::"r"(bar),
+        "r"(phase)
+        : "memory");
+#endif
+}
+
+}  // namespace ow
+
+#else
+#include "warp_host.h"
+#endif
+#endif

@@ -1,0 +1,250 @@
+// The host side of warp.cuh: a warp of 32 fibers on the calling thread.
+//
+// run_warp runs a body once for each lane. Lanes take turns at every warp
+// operation, in rising or falling order (`falling` finds missing syncwarps: a
+// body that is right only in one order shares memory without a barrier).
+// Shared memory is checked against its bounds; lanes that disagree on the
+// sequence of warp operations abort the process with a message.
+#ifndef OVERWIRE_WARP_HOST_H
+#define OVERWIRE_WARP_HOST_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+#define OW_DEV static inline
+#define OW_UNROLL(n)
+
+namespace ow {
+namespace host {
+
+constexpr u32 kSharedBytes = 64 << 10;
+constexpr size_t kStack = 256 << 10;
+
+struct Copy { u32 to, bytes, bar; const u8* from; };
+
+struct Warp {
+    u32 now = 0;            // lane that runs
+    u32 next = 1;           // 1: rising turns, 31: falling
+    u32 live = 0;           // lanes not yet returned
+    u64 ops[32] = {};       // warp operations so far, for each lane
+    u32 slot[2][32] = {};   // operands, by parity of the operation
+    bool done[32] = {};
+    void* sp[33] = {};      // saved stacks; 32 is the caller's
+    void (*body)(void*) = nullptr;
+    void* arg = nullptr;
+    u8* stacks = nullptr;
+    alignas(16) u8 shared[kSharedBytes] = {};
+    Copy copies[32][64] = {};
+    u32 ncopies[32] = {};
+#if !defined(__x86_64__)
+    ucontext_t ctx[33];
+#endif
+};
+
+inline Warp*& self() {
+    static thread_local Warp* w = nullptr;
+    return w;
+}
+
+[[noreturn]] inline void die(const char* what) {
+    fprintf(stderr, "warp: %s\n", what);
+    abort();
+}
+
+#if defined(__x86_64__)
+// Saves the callee-saved registers and the stack, takes up the other stack.
+__attribute__((naked, noinline)) static void hop(void** /*save*/, void* /*load*/) {
+    asm volatile(
+        "pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15\n"
+        "movq %rsp, (%rdi); movq %rsi, %rsp\n"
+        "popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; ret");
+}
+inline void go(Warp* w, u32 from, u32 to) { hop(&w->sp[from], w->sp[to]); }
+#else
+inline void go(Warp* w, u32 from, u32 to) { swapcontext(&w->ctx[from], &w->ctx[to]); }
+#endif
+
+inline void turn(Warp* w) {
+    u32 from = w->now, to = (from + w->next) & 31;
+    if (w->done[to]) die("lanes disagree on their warp operations");
+    w->now = to;
+    go(w, from, to);
+}
+
+// Waits until every lane has come to this operation, and returns its operands.
+inline const u32* meet(u32 v) {
+    Warp* w = self();
+    u32 l = w->now;
+    u32* slot = w->slot[w->ops[l] & 1];
+    slot[l] = v;
+    u64 op = ++w->ops[l];
+    turn(w);
+    for (u32 i = 0; i < 32; i++) {
+        if (w->ops[i] < op || w->ops[i] > op + 1) die("lanes disagree on their warp operations");
+    }
+    return slot;
+}
+
+inline void lane_main() {
+    Warp* w = self();
+    w->body(w->arg);
+    w = self();
+    u32 l = w->now;
+    if (w->ncopies[l]) die("copies left in flight");
+    w->done[l] = true;
+    if (--w->live == 0) {
+        go(w, l, 32);
+    } else {
+        turn(w);
+    }
+    die("a finished lane was called");
+}
+
+// run calls body(arg) once for each of 32 lanes.
+inline void run(void (*body)(void*), void* arg, bool falling) {
+    static thread_local Warp* w = nullptr;
+    if (!w) {
+        w = new Warp;
+        w->stacks = (u8*)mmap(nullptr, 32 * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (w->stacks == MAP_FAILED) die("no memory for stacks");
+    }
+    Warp* before = self();
+    if (before) die("warps do not nest");
+    self() = w;
+    w->body = body;
+    w->arg = arg;
+    w->live = 32;
+    w->next = falling ? 31 : 1;
+    memset(w->ops, 0, sizeof w->ops);
+    memset(w->done, 0, sizeof w->done);
+    memset(w->ncopies, 0, sizeof w->ncopies);
+    memset(w->shared, 0xdb, sizeof w->shared);  // nothing may count on zeros
+    for (u32 l = 0; l < 32; l++) {
+        u8* top = w->stacks + (l + 1) * kStack;
+#if defined(__x86_64__)
+        void** s = (void**)top;
+        *--s = nullptr;             // keeps the stack 16-byte aligned at entry
+        *--s = (void*)lane_main;
+        s -= 6;
+        memset(s, 0, 6 * sizeof *s);
+        w->sp[l] = s;
+#else
+        getcontext(&w->ctx[l]);
+        w->ctx[l].uc_stack.ss_sp = top - kStack;
+        w->ctx[l].uc_stack.ss_size = kStack;
+        w->ctx[l].uc_link = nullptr;
+        makecontext(&w->ctx[l], lane_main, 0);
+#endif
+    }
+    w->now = falling ? 31 : 0;
+    go(w, 32, w->now);
+    self() = nullptr;
+}
+
+inline u8* at(u32 a, u32 bytes) {
+    if (a % (bytes < 16 ? bytes : 16) || a > kSharedBytes - bytes) die("bad shared address");
+    return self()->shared + a;
+}
+
+// Global accesses are aligned on the device or they fault there.
+inline void aligned(const void* p, u32 n) {
+    if ((uintptr_t)p % n) die("misaligned global access");
+}
+
+inline void later(Copy c) {
+    Warp* w = self();
+    u32 l = w->now;
+    if (w->ncopies[l] == 64) die("too many copies in flight");
+    w->copies[l][w->ncopies[l]++] = c;
+}
+
+inline void land(u32 l) {
+    Warp* w = self();
+    for (u32 i = 0; i < w->ncopies[l]; i++) {
+        const Copy& c = w->copies[l][i];
+        memcpy(w->shared + c.to, c.from, c.bytes);
+    }
+    w->ncopies[l] = 0;
+}
+
+}  // namespace host
+
+// run_warp(f): f() is called once for each lane of one warp.
+template <class F>
+void run_warp(F f, bool falling = false) {
+    host::run([](void* p) { (*(F*)p)(); }, &f, falling);
+}
+
+OW_DEV u32 lane() { return host::self()->now; }
+OW_DEV u32 lanes_below() { return (1u << lane()) - 1; }
+OW_DEV u32 ballot(bool p) {
+    const u32* s = host::meet(p);
+    u32 r = 0;
+    for (u32 i = 0; i < 32; i++) r |= s[i] << i;
+    return r;
+}
+OW_DEV u32 shfl(u32 v, u32 from) { return host::meet(v)[from & 31]; }
+OW_DEV void syncwarp() { host::meet(0); }
+OW_DEV u32 popc(u32 v) { return (u32)__builtin_popcount(v); }
+OW_DEV u32 mulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+OW_DEV void append16(u32& x, u32 w) { if (x < 0x10000) x = x << 16 | w; }
+OW_DEV u32 umin(u32 a, u32 b) { return a < b ? a : b; }
+OW_DEV u32 prmt(u32 a, u32 b, u32 sel) {
+    u64 v = (u64)b << 32 | a;
+    u32 r = 0;
+    for (u32 i = 0; i < 4; i++) {
+        u32 s = sel >> (4 * i) & 15;
+        u32 byte = (u32)(v >> (8 * (s & 7))) & 255;
+        if (s & 8) byte = byte & 128 ? 255 : 0;
+        r |= byte << (8 * i);
+    }
+    return r;
+}
+template <u32 MASK> u32 pick(u32 a, u32 b) { return (a & MASK) | (b & ~MASK); }
+
+template <class T> T load_as(const u8* p) { T v; memcpy(&v, p, sizeof v); return v; }
+OW_DEV u32 lds32(u32 a) { return load_as<u32>(host::at(a, 4)); }
+OW_DEV u32 lds16(u32 a) { return load_as<u16>(host::at(a, 2)); }
+OW_DEV u32x2 lds64(u32 a) { return load_as<u32x2>(host::at(a, 8)); }
+OW_DEV void sts32(u32 a, u32 v) { memcpy(host::at(a, 4), &v, 4); }
+OW_DEV void sts64(u32 a, u32x2 v) { memcpy(host::at(a, 8), &v, 8); }
+OW_DEV void sts128(u32 a, u32x4 v) { memcpy(host::at(a, 16), &v, 16); }
+
+OW_DEV u32 ldg8(const u8* p) { return *p; }
+OW_DEV u32 ldg16(const u8* p) { host::aligned(p, 2); return load_as<u16>(p); }
+OW_DEV u32 ldg32(const u8* p) { host::aligned(p, 4); return load_as<u32>(p); }
+OW_DEV u32x2 ldg64(const u8* p) { host::aligned(p, 8); return load_as<u32x2>(p); }
+OW_DEV u32x4 ldg128(const u8* p) { host::aligned(p, 16); return load_as<u32x4>(p); }
+OW_DEV void stg8(u8* p, u32 v) { *p = (u8)v; }
+OW_DEV void stg16(u8* p, u32 v) { host::aligned(p, 2); u16 h = (u16)v; memcpy(p, &h, 2); }
+OW_DEV void stg32(u8* p, u32 v) { host::aligned(p, 4); memcpy(p, &v, 4); }
+OW_DEV void stg64(u8* p, u32x2 v) { host::aligned(p, 8); memcpy(p, &v, 8); }
+OW_DEV void stg128(u8* p, u32x4 v) { host::aligned(p, 16); memcpy(p, &v, 16); }
+OW_DEV void raise(u32* word, u32 bits) { __atomic_fetch_or(word, bits, __ATOMIC_RELAXED); }
+
+OW_DEV void copy16(u32 to, const u8* from) {
+    host::aligned(from, 16);
+    host::at(to, 16);
+    host::later({to, 16, 0, from});
+}
+OW_DEV void copy_wait() { host::land(lane()); }
+
+// Barriers are played by lane 0's list: what it asked for lands when any lane
+// waits. Phases are not modelled.
+OW_DEV void bulk_init(u32 bar) { host::at(bar, 8); }
+OW_DEV void bulk_expect(u32 bar, u32) { host::at(bar, 8); }
+OW_DEV void bulk_copy(u32 to, const u8* from, u32 bytes, u32 bar) {
+    host::aligned(from, 16);
+    if (bytes % 16 || to % 16 || to + bytes > host::kSharedBytes) host::die("bad bulk copy");
+    host::later({to, bytes, bar, from});
+}
+OW_DEV void bulk_wait(u32, u32) {
+    for (u32 l = 0; l < 32; l++) host::land(l);
+}
+
+}  // namespace ow
+#endif

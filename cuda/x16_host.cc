@@ -1,0 +1,35 @@
+// The host twin of x16_decode.cu: the same bodies, run by the warp of
+// warp_host.h. A fake driver "launches" this where there is no GPU; tests hold
+// it against the Go decoder. Slow (some 10 MB/s) and exact, not for users.
+#include "x16_decode.cuh"
+
+namespace {
+
+template <int TR>
+void all(const ow_x16_chunk* chunks, const ow_x16_seg* segs, uint32_t n, uint32_t* status) {
+    for (uint32_t job = 0; job < n; job++) {
+        ow::run_warp([&] {
+            ow::u32 phase = 0, warp = job % OW_X16_WARPS;
+            ow::X16Place place = ow::x16_place<ow::X16Best>(0, warp, OW_X16_WARPS);
+            ow::x16_job<TR, ow::X16Best>(chunks, segs, job, status, place, phase);
+        });
+    }
+}
+
+}  // namespace
+
+// ow_x16_host decodes n segment jobs on the calling thread; addresses in the
+// chunks are host addresses. Returns 0, or -1 for an unknown transform.
+extern "C" int ow_x16_host(int transform, const ow_x16_chunk* chunks, const ow_x16_seg* segs, uint32_t n, uint32_t* status) {
+    switch (transform) {
+        case OW_BF16: all<OW_BF16>(chunks, segs, n, status); return 0;
+        case OW_FP16: all<OW_FP16>(chunks, segs, n, status); return 0;
+        case OW_FP32: all<OW_FP32>(chunks, segs, n, status); return 0;
+        case OW_E4M3: all<OW_E4M3>(chunks, segs, n, status); return 0;
+        case OW_E5M2: all<OW_E5M2>(chunks, segs, n, status); return 0;
+        case OW_INT8: all<OW_INT8>(chunks, segs, n, status); return 0;
+        case OW_NIBBLES: all<OW_NIBBLES>(chunks, segs, n, status); return 0;
+        case OW_BYTES: all<OW_BYTES>(chunks, segs, n, status); return 0;
+    }
+    return -1;
+}

@@ -1,0 +1,22 @@
+"""Any Python object with tensors in it: a small pickle, its tensors compressed beside it."""
+
+import overwire as ow
+import torch
+
+model = torch.nn.Sequential(torch.nn.Embedding(500, 64), torch.nn.Linear(64, 500, bias=False))
+model[1].weight = model[0].weight  # a tie, stored once and tied again when loaded
+
+ratio = ow.compress(model, "boneless_model.pth")  # stored / original
+again = ow.load_compressed("boneless_model.pth")
+assert again[0].weight is again[1].weight and torch.equal(again[0].weight, model[0].weight)
+
+bundle = {"model": model, "step": 7, "rows": model[0].weight.detach()[:10]}
+ow.compress_pickle(bundle, "bundle.pkl")
+assert ow.load_compressed_pickle("bundle.pkl")["step"] == 7
+
+ow.compress_pickle({"check": print}, "odd.pkl")
+try:
+    ow.load_compressed_pickle("odd.pkl")  # tensors, containers, numpy and torch.nn only
+except ow.UntrustedPickleError as error:
+    print(error)
+assert ow.load_compressed_pickle("odd.pkl", trust=True) == {"check": print}

@@ -1,0 +1,22 @@
+"""Load while Python imports: by hand, or by a variable that is set outside."""
+
+import os
+import subprocess
+import sys
+
+import overwire as ow
+import torch
+
+ow.save_file({"w": torch.randn(2000, 500)}, "model.safetensors")
+
+job = ow.preload("model.safetensors")  # returns at once, needs no GIL
+import json  # noqa: E402  # heavy imports go here
+
+done, total, *_ = job.progress()
+print(f"{done} of {total} bytes while importing {json.__name__}")
+tensors = ow.load_file("model.safetensors")  # joins it
+assert tensors["w"].shape == (2000, 500)
+
+# The same without a line of code: OVERWIRE_PRELOAD (or PRELOAD_PATH) starts it at `import overwire`.
+program = "import overwire as ow, torch; print(ow.load_file('model.safetensors')['w'].shape)"
+subprocess.run([sys.executable, "-c", program], env=os.environ | {"OVERWIRE_PRELOAD": "model.safetensors"}, check=True)

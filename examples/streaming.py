@@ -1,0 +1,14 @@
+"""Use each tensor as soon as it has landed; or let them land in a module."""
+
+import overwire as ow
+import torch
+
+source = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+ow.save_model(source, "model.safetensors")
+
+for name, tensor in ow.stream("model.safetensors"):  # in the order of arrival
+    print(name, tuple(tensor.shape))
+
+module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+missing, unexpected = ow.load_model(module, "model.safetensors")  # straight into its parameters
+assert not missing and not unexpected and torch.equal(module[1].weight, source[1].weight)

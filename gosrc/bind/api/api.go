@@ -1,0 +1,93 @@
+// Package api is the part of the face towards Python that gopy binds: free
+// functions of integers and strings, each with one result and an error. What
+// they mean is told in the room face; overwire/_engine.py calls them.
+package api
+
+import (
+	"time"
+
+	"github.com/overwire/overwire/gosrc/bind/face"
+)
+
+// done runs a verb that returns nothing: results that are only an error leak
+// in gopy's glue, so such functions return 1.
+func done(name string, fn func() error) (int, error) {
+	return face.Call(name, func() (int, error) { return 1, fn() })
+}
+
+func Setup(env string) (string, error) {
+	return face.Call("setup", func() (string, error) { return face.Setup(env) })
+}
+
+func Knobs() (string, error) { return face.Call("knobs", face.Knobs) }
+
+func Doctor(program string) (string, error) {
+	return face.Call("doctor", func() (string, error) { return face.Doctor(program) })
+}
+
+func Inspect(uri string) (string, error) {
+	return face.Call("inspect", func() (string, error) { return face.Inspect(uri) })
+}
+
+func OpenModel(spec string) (uint64, error) {
+	return face.Call("open", func() (uint64, error) { return face.OpenModel(spec) })
+}
+
+func CloseModel(model uint64) (int, error) {
+	return done("close", func() error { face.CloseModel(model); return nil })
+}
+
+func ModelInfo(model uint64) (string, error) {
+	return face.Call("info", func() (string, error) { return face.ModelInfo(model) })
+}
+
+func JobProgress(job uint64) (string, error) {
+	return face.Call("progress", func() (string, error) { return face.Progress(job) })
+}
+
+func JobReport(job uint64) (string, error) {
+	return face.Call("report", func() (string, error) { return face.Report(job) })
+}
+
+func JobCancel(job uint64) (int, error) {
+	return done("cancel", func() error { return face.Cancel(job) })
+}
+
+func JobFree(job uint64) (int, error) {
+	return done("free", func() error { face.Free(job); return nil })
+}
+
+func ConvertStart(spec string) (uint64, error) {
+	return face.Call("convert", func() (uint64, error) { return face.ConvertStart(spec) })
+}
+
+func VerifyStart(spec string) (uint64, error) {
+	return face.Call("verify", func() (uint64, error) { return face.VerifyStart(spec) })
+}
+
+func CliStart(program string) (uint64, error) {
+	return face.Call("cli", func() (uint64, error) { return face.CliStart(program) })
+}
+
+func PreloadStart(spec string) (uint64, error) {
+	return face.Call("preload", func() (uint64, error) { return face.PreloadStart(spec) })
+}
+
+func PreloadFind(uris string) (uint64, error) {
+	return face.Call("preload", func() (uint64, error) { return face.PreloadFind(uris) })
+}
+
+func PreloadModel(job uint64, ms int) (uint64, error) {
+	return face.Call("preload", func() (uint64, error) {
+		return face.PreloadModel(job, time.Duration(ms)*time.Millisecond)
+	})
+}
+
+func Shutdown(ms int) (bool, error) {
+	return face.Call("shutdown", func() (bool, error) {
+		return face.Shutdown(time.Duration(ms) * time.Millisecond), nil
+	})
+}
+
+// Panic panics: tests show with it that the guard holds.
+func Panic() (int, error) { return done("panic", func() error { panic("asked for") }) }

@@ -1,0 +1,68 @@
+// Waiting for jobs: asleep in slices without the GIL, so that other threads
+// run and Ctrl-C is obeyed after at most one slice.
+#include "_cgo_export.h"
+#include "ow.h"
+
+#include <math.h>
+#include <time.h>
+
+static const int64_t slice = 50 * 1000 * 1000, never = INT64_MAX;
+
+static int64_t now(void)
+{
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+int ow_deadline(PyObject *timeout, int64_t *deadline)
+{
+	*deadline = never;
+	if (timeout == Py_None)
+		return 0;
+	double s = PyFloat_AsDouble(timeout);
+	if (s == -1.0 && PyErr_Occurred())
+		return -1;
+	if (isnan(s)) {
+		PyErr_SetString(PyExc_ValueError, "timeout is not a number");
+		return -1;
+	}
+	if (s < 1e9) // longer than 31 years is for ever
+		*deadline = now() + (s > 0 ? (int64_t)(s * 1e9) : 0);
+	return 0;
+}
+
+int64_t ow_slice(int64_t deadline)
+{
+	int64_t left = deadline == never ? slice : deadline - now();
+	return left < 0 ? 0 : left < slice ? left : slice;
+}
+
+// job_wait(job, timeout): True when the job has ended, False when time is up.
+PyObject *ow_job_wait(PyObject *self, PyObject *args)
+{
+	PyObject *job, *timeout;
+	uint64_t h;
+	int64_t deadline;
+
+	(void)self;
+	if (ow_child() || !PyArg_UnpackTuple(args, "job_wait", 2, 2, &job, &timeout) || ow_handle(job, &h) ||
+	    ow_deadline(timeout, &deadline))
+		return NULL;
+	for (;;) {
+		int64_t ns = ow_slice(deadline);
+		int done = 0;
+		char *err;
+		Py_BEGIN_ALLOW_THREADS
+		err = ow_go_wait(h, ns, &done);
+		Py_END_ALLOW_THREADS
+		if (err != NULL)
+			return ow_raise(err);
+		if (done)
+			Py_RETURN_TRUE;
+		if (PyErr_CheckSignals())
+			return NULL;
+		if (ow_slice(deadline) == 0)
+			Py_RETURN_FALSE;
+	}
+}

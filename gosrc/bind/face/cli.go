@@ -1,0 +1,39 @@
+package face
+
+import (
+	"context"
+	"os"
+
+	"github.com/overwire/overwire/gosrc/cli"
+	"github.com/overwire/overwire/gosrc/job"
+)
+
+// A program is what Python tells about itself, and its command line.
+type program struct {
+	Argv    []string `json:"argv"`
+	Python  string   `json:"python"`
+	Version string   `json:"version"`
+}
+
+func (p program) env() cli.Env { return cli.Env{Python: p.Python, PythonVersion: p.Version} }
+
+// CliStart runs a command line as a job whose report is the exit status.
+func CliStart(text string) (uint64, error) {
+	p, err := parse[program]("command line", text)
+	if err != nil {
+		return 0, err
+	}
+	return start(job.Start("cli", func(ctx context.Context, j *job.Job) error {
+		j.SetReport(cli.Main(ctx, j, p.Argv, os.Stdout, os.Stderr, p.env()))
+		return nil
+	})), nil
+}
+
+// Doctor describes the machine as JSON.
+func Doctor(text string) (string, error) {
+	p, err := parse[program]("program", text)
+	if err != nil {
+		return "", err
+	}
+	return encode(cli.Diagnose(p.env()))
+}

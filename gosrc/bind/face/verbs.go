@@ -1,0 +1,261 @@
+package face
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/preload"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+var models = newTable[*load.Model]("model")
+
+// parse reads a JSON text of Python's.
+func parse[T any](what, text string) (v T, err error) {
+	if err := json.Unmarshal([]byte(text), &v); err != nil {
+		return v, fault.New(fault.ErrArgument, "%s: %v", what, err)
+	}
+	return v, nil
+}
+
+// encode makes a JSON text for Python.
+func encode(v any) (string, error) {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return "", fault.New(fault.ErrEngine, "result: %v", err)
+	}
+	return string(b), nil
+}
+
+// Setup takes the environment as Python sees it, a JSON object, and returns
+// warnings for people as a JSON list.
+func Setup(env string) (string, error) {
+	vars, err := parse[map[string]string]("environment", env)
+	if err != nil {
+		return "", err
+	}
+	warnings := knob.Load(vars)
+	codec.Use(knob.CPU.Get())
+	if warnings == nil {
+		warnings = []string{}
+	}
+	return encode(warnings)
+}
+
+// Knobs returns the table of settings as JSON.
+func Knobs() (string, error) { return encode(knob.Table()) }
+
+// OpenModel opens what the JSON of a load.Spec names.
+func OpenModel(spec string) (uint64, error) {
+	s, err := parse[load.Spec]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	m, err := load.Open(context.Background(), s)
+	if err != nil {
+		return 0, err
+	}
+	return models.put(m), nil
+}
+
+// CloseModel ends a model; a handle that is not there is no mistake.
+func CloseModel(h uint64) {
+	if m, ok := models.take(h); ok {
+		m.Close()
+	}
+}
+
+// Index returns the index of an open model.
+func Index(h uint64) (*tensor.Index, error) {
+	m, err := models.get(h)
+	if err != nil {
+		return nil, err
+	}
+	return m.Index(), nil
+}
+
+// ModelInfo describes a model's sources as JSON.
+func ModelInfo(h uint64) (string, error) {
+	ix, err := Index(h)
+	if err != nil {
+		return "", err
+	}
+	type source struct {
+		URI      string            `json:"uri"`
+		Size     int64             `json:"size"`
+		Metadata map[string]string `json:"metadata"`
+		Overwire bool              `json:"overwire"`
+	}
+	info := struct {
+		Sources []source `json:"sources"`
+	}{make([]source, len(ix.Sources))}
+	for i, s := range ix.Sources {
+		info.Sources[i] = source{fault.Redact(s.URI), s.Size, s.Metadata, s.Overwire}
+	}
+	return encode(info)
+}
+
+// requestWords is how many int64 a packed request has, in the order of the
+// fields of load.Request.
+const requestWords = 6
+
+// Requests unpacks what Python packed. The numbers are copied.
+func Requests(packed []byte) ([]load.Request, error) {
+	const size = requestWords * 8
+	if len(packed)%size != 0 {
+		return nil, fault.New(fault.ErrArgument, "requests: %d bytes are no whole number of requests", len(packed))
+	}
+	reqs := make([]load.Request, len(packed)/size)
+	for i := range reqs {
+		var w [requestWords]int64
+		for k := range w {
+			w[k] = int64(binary.LittleEndian.Uint64(packed[i*size+k*8:]))
+		}
+		reqs[i] = load.Request{Tensor: w[0], Dest: uintptr(w[1]), Lo0: w[2], Hi0: w[3], Lo1: w[4], Hi1: w[5]}
+	}
+	return reqs, nil
+}
+
+// LoadStart begins to load; nil asks for every tensor.
+func LoadStart(h uint64, reqs []load.Request, options string) (uint64, error) {
+	opt, err := parse[load.Options]("options", options)
+	if err != nil {
+		return 0, err
+	}
+	m, err := models.get(h)
+	if err != nil {
+		return 0, err
+	}
+	l, err := m.Start(reqs, opt)
+	if err != nil {
+		return 0, err
+	}
+	return jobs.put(&entry{job: l.Job(), load: l}), nil
+}
+
+// Input describes one tensor to be saved; data stays as it is until the save
+// has ended.
+func Input(name, dtype string, shape []int64, data unsafe.Pointer, n int64) (save.Input, error) {
+	d, ok := tensor.ParseDType(dtype)
+	if !ok {
+		return save.Input{}, fault.New(fault.ErrArgument, "tensor %q: no such dtype: %q", name, dtype)
+	}
+	if n < 0 || n > 0 && data == nil {
+		return save.Input{}, fault.New(fault.ErrArgument, "tensor %q: %d bytes at %p", name, n, data)
+	}
+	return save.Input{
+		Name: name, DType: d, Shape: append([]int64(nil), shape...), Data: unsafe.Slice((*byte)(data), n),
+	}, nil
+}
+
+// SaveStart begins to write tensors to what the JSON of a save.Spec names.
+func SaveStart(spec string, in []save.Input) (uint64, error) {
+	s, err := parse[save.Spec]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	return start(job.Start("save", func(ctx context.Context, j *job.Job) error {
+		r, err := save.Write(ctx, j, s, in)
+		j.SetReport(r)
+		return err
+	})), nil
+}
+
+// ConvertStart begins to rewrite the files "uris" of the JSON as what its
+// other fields, those of save.Spec, describe.
+func ConvertStart(spec string) (uint64, error) {
+	from, err := parse[load.Spec]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	to, err := parse[save.Spec]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	return start(job.Start("convert", func(ctx context.Context, j *job.Job) error {
+		r, err := save.Convert(ctx, j, from.URIs, to.Path, to)
+		j.SetReport(r)
+		return err
+	})), nil
+}
+
+// VerifyStart begins to prove every byte of the files "uris" of the JSON.
+func VerifyStart(spec string) (uint64, error) {
+	s, err := parse[load.Spec]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	return start(job.Start("verify", func(ctx context.Context, j *job.Job) error {
+		r, err := save.Verify(ctx, j, s.URIs)
+		j.SetReport(r)
+		return err
+	})), nil
+}
+
+// Inspect describes a model by its headers alone, as JSON.
+func Inspect(uri string) (string, error) {
+	r, err := save.Inspect(context.Background(), []string{uri})
+	if err != nil {
+		return "", err
+	}
+	return encode(r)
+}
+
+// PreloadStart begins a preload of what the JSON names: the fields of
+// load.Spec and load.Options in one object.
+func PreloadStart(spec string) (uint64, error) {
+	s, err := parse[load.Spec]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	opt, err := parse[load.Options]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	return jobs.put(&entry{pre: preload.Start(s, opt)}), nil
+}
+
+// PreloadFind takes over the preload of the files that a JSON list names, and
+// returns its job, or 0 if there is none.
+func PreloadFind(uris string) (uint64, error) {
+	list, err := parse[[]string]("uris", uris)
+	if err != nil {
+		return 0, err
+	}
+	p := preload.Take(list)
+	if p == nil {
+		return 0, nil
+	}
+	return jobs.put(&entry{pre: p, mine: true}), nil
+}
+
+// PreloadModel waits, at most for d, until the preload behind a job has opened
+// its files, and gives its model a handle: 0 if time is up.
+func PreloadModel(h uint64, d time.Duration) (uint64, error) {
+	e, err := jobs.get(h)
+	if err != nil {
+		return 0, err
+	}
+	if !e.mine {
+		return 0, fault.New(fault.ErrArgument, "job %d is no preload that was taken over", h)
+	}
+	m, l, opened, err := e.pre.Opened(d)
+	if err != nil || !opened {
+		return 0, err
+	}
+	// The model has a handle of its own from here on; only the tensors are
+	// still the job's.
+	if _, ok := jobs.swap(h, &entry{job: l.Job(), load: l}); !ok {
+		return 0, fault.New(fault.ErrArgument, "job %d was freed", h)
+	}
+	return models.put(m), nil
+}

@@ -1,0 +1,175 @@
+package cli
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/dustin/go-humanize"
+
+	"github.com/overwire/overwire/gosrc/knob"
+)
+
+// An option of a verb. One without a value's name is a switch.
+type option struct {
+	name  string // --name
+	short string // -n, or ""
+	value string // what stands for its value in help: "N", "" for a switch
+	doc   string
+}
+
+// A verb is one word after overwire.
+type verb struct {
+	name    string
+	args    string // how its arguments are written: "SRC... -o OUT"
+	least   int    // arguments at least
+	most    int    // at most; -1: any number
+	short   string // one line
+	long    string // a paragraph, for --help
+	example string
+	options []option
+	run     func(*call) error
+}
+
+var jsonOption = option{name: "json", doc: "print one JSON document for machines"}
+
+var threadsOption = option{name: "threads", short: "j", value: "N", doc: "cores to use (default: all)"}
+
+// verbs lists them in the order of help. It is filled by a function because
+// the verbs' code reaches this list again through help.
+func verbs() []*verb {
+	return []*verb{
+		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, benchVerb, doctorVerb, versionVerb,
+	}
+}
+
+func find(name string) *verb {
+	for _, v := range verbs() {
+		if v.name == name {
+			return v
+		}
+	}
+	return nil
+}
+
+// Help is the text of `overwire --help`.
+func Help() string {
+	var b strings.Builder
+	b.WriteString("overwire compresses model weights without loss and loads them back fast.\n\nusage: overwire VERB ...\n\n")
+	for _, v := range verbs() {
+		fmt.Fprintf(&b, "  %-11s %s\n", v.name, v.short)
+	}
+	b.WriteString("\n`overwire VERB --help` tells more, with an example. Paths that begin with - go after --.\n\n")
+	return b.String() + exitText
+}
+
+func (v *verb) help() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "usage: overwire %s %s\n\n%s\n", v.name, v.args, strings.TrimSpace(v.long))
+	b.WriteString("\noptions:\n")
+	for _, o := range append(v.options, jsonOption, option{name: "help", short: "h", doc: "print this"}) {
+		left := "--" + o.name
+		if o.value != "" {
+			left += " " + o.value
+		}
+		if o.short != "" {
+			left = "-" + o.short + ", " + left
+		}
+		fmt.Fprintf(&b, "  %-22s %s\n", left, o.doc)
+	}
+	fmt.Fprintf(&b, "\nexample:\n%s\n\n%s", indent(v.example), exitText)
+	return b.String()
+}
+
+func indent(text string) string {
+	return "  " + strings.ReplaceAll(strings.TrimSpace(text), "\n", "\n  ")
+}
+
+// parse sorts argv into options and arguments. Options may stand anywhere
+// before "--"; a value is the next word or follows "=".
+func (c *call) parse(argv []string) error {
+	c.opts = map[string]string{}
+	known := append([]option{jsonOption}, c.verb.options...)
+	for i := 0; i < len(argv); i++ {
+		word := argv[i]
+		switch {
+		case word == "--":
+			c.args = append(c.args, argv[i+1:]...)
+			i = len(argv)
+			continue
+		case word == "-h" || word == "--help":
+			return errHelp
+		case len(word) < 2 || word[0] != '-':
+			c.args = append(c.args, word)
+			continue
+		}
+		name, value, given := strings.Cut(word, "=")
+		o := match(known, name)
+		switch {
+		case o == nil:
+			return usage("%s has no option %s; see: overwire %s --help (paths that begin with - go after --)", c.verb.name, name, c.verb.name)
+		case o.value == "" && given:
+			return usage("--%s takes no value", o.name)
+		case o.value == "":
+			value = "yes"
+		case !given:
+			if i++; i == len(argv) || len(argv[i]) > 1 && argv[i][0] == '-' {
+				return usage("--%s needs a value: --%s %s (one that begins with - is written --%s=VALUE)", o.name, o.name, o.value, o.name)
+			}
+			value = argv[i]
+		}
+		if _, twice := c.opts[o.name]; twice {
+			return usage("--%s is given twice", o.name)
+		}
+		c.opts[o.name] = value
+	}
+	if n := len(c.args); n < c.verb.least || c.verb.most >= 0 && n > c.verb.most {
+		return usage("wrong number of arguments; write: overwire %s %s", c.verb.name, c.verb.args)
+	}
+	for _, a := range c.args {
+		if a == "" || strings.ContainsRune(a, 0) {
+			return usage("an argument is empty or holds a NUL")
+		}
+	}
+	return nil
+}
+
+func match(known []option, word string) *option {
+	for i := range known {
+		if o := &known[i]; word == "--"+o.name || o.short != "" && word == "-"+o.short {
+			return o
+		}
+	}
+	return nil
+}
+
+func (c *call) is(name string) bool { return c.opts[name] == "yes" }
+
+// number reads an option that is a whole number, def if it is not given.
+func (c *call) number(name string, def, lo, hi int) (int, error) {
+	text, ok := c.opts[name]
+	if !ok {
+		return def, nil
+	}
+	n, err := strconv.Atoi(text)
+	if err != nil || n < lo || n > hi {
+		return 0, usage("--%s %s: not a number from %d to %d", name, text, lo, hi)
+	}
+	return n, nil
+}
+
+// size reads an option in bytes: 4GB, 512MiB, 1000.
+func (c *call) size(name string) (int64, error) {
+	text, ok := c.opts[name]
+	if !ok {
+		return 0, nil
+	}
+	n, err := humanize.ParseBytes(text)
+	if err != nil || n == 0 || n > 1<<50 {
+		return 0, usage("--%s %s: not a size like 4GB or 512MiB", name, text)
+	}
+	return int64(n), nil
+}
+
+// threads is --threads, or what the environment says; 0: all cores.
+func (c *call) threads() (int, error) { return c.number("threads", knob.Threads.Get(), 1, 4096) }

@@ -1,0 +1,212 @@
+// Package cli turns an argument list into verbs: what `overwire` does on a
+// command line. It needs no Python; the console script of the Python package
+// and tests call Main.
+//
+// Results go to stdout, for people or, with --json, as one JSON document;
+// everything else goes to stderr. The exit status tells what kind of thing
+// went wrong (see Help).
+package cli
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
+)
+
+// Version is the version of the engine and of the Python package; a test
+// compares the two.
+const Version = "0.1.0"
+
+// The exit statuses.
+const (
+	ExitOK           = 0
+	ExitBad          = 1   // the data is corrupt, or not a file of this kind
+	ExitUsage        = 2   // the command line is wrong
+	ExitNotFound     = 3   // no such file or tensor, or no permission
+	ExitIO           = 4   // reading or writing failed: disk full, timed out, out of memory
+	ExitNotSupported = 5   // valid, but not something this build or machine can do
+	ExitEngine       = 6   // a bug of ours
+	ExitInterrupted  = 130 // cancelled, by Ctrl-C
+)
+
+const exitText = `exit status:
+  0  done
+  1  the data is corrupt, or not a file of this kind
+  2  the command line is wrong
+  3  no such file or tensor, or no permission
+  4  reading or writing failed: disk full, timed out, out of memory
+  5  not supported by this build or machine
+  6  a bug in overwire
+  130  interrupted
+`
+
+// Env is what the caller knows and the engine cannot: all of it may be empty.
+type Env struct {
+	Python        string // sys.executable, for the rows of bench that need one
+	PythonVersion string
+}
+
+// A call is one run of one verb.
+type call struct {
+	ctx            context.Context
+	job            *job.Job
+	env            Env
+	stdout, stderr io.Writer
+	verb           *verb
+	args           []string // that are no options
+	opts           map[string]string
+}
+
+// errHelp asks for the verb's help text.
+var errHelp = errors.New("help")
+
+// Main runs one command line (without the program's name) and returns the exit
+// status. The job's counters show how far it is; j may be nil. It returns soon
+// after ctx is cancelled. knob.Load must have run before.
+func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writer, env Env) int {
+	if j == nil {
+		j = job.New("cli")
+	}
+	if env.Python == "" {
+		env.Python = knob.Python.Get()
+	}
+	if len(argv) == 0 {
+		fmt.Fprint(stderr, Help())
+		return ExitUsage
+	}
+	switch argv[0] {
+	case "-h", "--help", "help":
+		return help(argv[1:], stdout, stderr)
+	case "-V", "--version":
+		argv = append([]string{"version"}, argv[1:]...)
+	}
+	v := find(argv[0])
+	if v == nil {
+		return failed(stderr, stdout, false, usage("no verb is called %q; see: overwire --help", argv[0]))
+	}
+	c := &call{ctx: ctx, job: j, env: env, stdout: stdout, stderr: stderr, verb: v}
+	err := c.parse(argv[1:])
+	if errors.Is(err, errHelp) {
+		fmt.Fprint(stdout, v.help())
+		return ExitOK
+	}
+	if err == nil {
+		stop := c.progress()
+		err = v.run(c)
+		stop()
+	}
+	return failed(stderr, stdout, c.is("json"), err)
+}
+
+func help(about []string, stdout, stderr io.Writer) int {
+	if len(about) == 0 {
+		fmt.Fprint(stdout, Help())
+		return ExitOK
+	}
+	v := find(about[0])
+	if v == nil {
+		return failed(stderr, stdout, false, usage("no verb is called %q", about[0]))
+	}
+	fmt.Fprint(stdout, v.help())
+	return ExitOK
+}
+
+// A wrong command line is a usageError; its text says what to write instead.
+type usageError struct{ text string }
+
+func (e *usageError) Error() string { return e.text }
+
+func (e *usageError) Unwrap() error { return fault.ErrArgument }
+
+func usage(format string, args ...any) error { return &usageError{fmt.Sprintf(format, args...)} }
+
+// failed shows an error and returns its exit status.
+func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
+	if err == nil {
+		return ExitOK
+	}
+	text := fault.Redact(err.Error())
+	fmt.Fprintf(stderr, "overwire: %s\n", text)
+	if asJSON {
+		_ = writeJSON(stdout, map[string]any{"error": failure(err, text)})
+	}
+	return status(err)
+}
+
+// failure is an error for machines.
+func failure(err error, text string) map[string]any {
+	f := map[string]any{"class": fault.Class(err), "message": text, "status": status(err)}
+	var at *fault.At
+	if errors.As(err, &at) {
+		f["source"] = fault.Redact(at.Source)
+		if at.Tensor != "" {
+			f["tensor"] = at.Tensor
+		}
+		if at.Chunk >= 0 {
+			f["chunk"] = at.Chunk
+		}
+		if at.Offset >= 0 {
+			f["offset"] = at.Offset
+		}
+	}
+	return f
+}
+
+// statuses gives each class its exit status, the first that fits.
+var statuses = []struct {
+	err    error
+	status int
+}{
+	{fault.ErrCancelled, ExitInterrupted},
+	{context.Canceled, ExitInterrupted},
+	{fault.ErrCorrupt, ExitBad},
+	{fault.ErrFormat, ExitBad},
+	{fault.ErrNotFound, ExitNotFound},
+	{fault.ErrPermission, ExitNotFound},
+	{fault.ErrKey, ExitNotFound},
+	{fault.ErrIO, ExitIO},
+	{fault.ErrTimeout, ExitIO},
+	{fault.ErrMemory, ExitIO},
+	{fault.ErrNotSupported, ExitNotSupported},
+	{fault.ErrDevice, ExitNotSupported},
+	{fault.ErrArgument, ExitUsage},
+}
+
+func status(err error) int {
+	for _, s := range statuses {
+		if errors.Is(err, s.err) {
+			return s.status
+		}
+	}
+	return ExitEngine
+}
+
+// show prints a result: as JSON if asked for, else by text.
+func (c *call) show(v any, text func(w io.Writer)) error {
+	if c.is("json") {
+		return writeJSON(c.stdout, v)
+	}
+	b := &strings.Builder{}
+	text(b)
+	if _, err := io.WriteString(c.stdout, b.String()); err != nil {
+		return fault.New(fault.ErrIO, "standard output: %v", err)
+	}
+	return nil
+}
+
+func writeJSON(w io.Writer, v any) error {
+	e := json.NewEncoder(w)
+	e.SetEscapeHTML(false)
+	e.SetIndent("", "  ")
+	if err := e.Encode(v); err != nil {
+		return fault.New(fault.ErrIO, "standard output: %v", err)
+	}
+	return nil
+}

@@ -1,0 +1,260 @@
+package cli
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/knob"
+)
+
+// overwire runs one command line.
+func overwire(argv ...string) (status int, stdout, stderr string) {
+	var out, errs bytes.Buffer
+	status = Main(context.Background(), nil, argv, &out, &errs, Env{})
+	return status, out.String(), errs.String()
+}
+
+// must runs one that has to succeed.
+func must(t *testing.T, argv ...string) string {
+	t.Helper()
+	status, out, errs := overwire(argv...)
+	if status != ExitOK {
+		t.Fatalf("overwire %q: status %d: %s", argv, status, errs)
+	}
+	return out
+}
+
+// made writes generated weights and returns their path.
+func made(t *testing.T, kind string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "plain.safetensors")
+	must(t, "bench", "gen", kind, path, "--size", "2MB", "--seed", "7")
+	return path
+}
+
+// What every wrong command line gets: status, and a text that helps.
+func TestUsage(t *testing.T) {
+	dir := t.TempDir()
+	file := filepath.Join(dir, "x.safetensors")
+	if err := os.WriteFile(file, []byte("not a model"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		argv   []string
+		status int
+		says   string
+	}{
+		{nil, ExitUsage, "usage: overwire VERB"},
+		{[]string{"squash"}, ExitUsage, `no verb is called "squash"`},
+		{[]string{"help", "squash"}, ExitUsage, "no verb"},
+		{[]string{"compress"}, ExitUsage, "write: overwire compress SRC... -o OUT"},
+		{[]string{"compress", file}, ExitUsage, "needs -o OUT"},
+		{[]string{"compress", file, "-o"}, ExitUsage, "--output needs a value"},
+		{[]string{"compress", file, "-o", "--json"}, ExitUsage, "--output needs a value"},
+		{[]string{"compress", file, "-o", file}, ExitUsage, "--force"},
+		{[]string{"compress", file, "-o", "y", "-o", "z"}, ExitUsage, "given twice"},
+		{[]string{"compress", file, "-o", "y", "--threads", "none"}, ExitUsage, "not a number"},
+		{[]string{"compress", file, "-o", "y", "--shard", "large"}, ExitUsage, "not a size"},
+		{[]string{"compress", "-x", file}, ExitUsage, "no option -x"},
+		{[]string{"convert", file, "-o", "y", "--to", "zip"}, ExitUsage, "overwire or safetensors"},
+		{[]string{"inspect", "--json=yes", file}, ExitUsage, "takes no value"},
+		{[]string{"inspect", ""}, ExitUsage, "empty"},
+		{[]string{"bench", "speed"}, ExitUsage, "not one of"},
+		{[]string{"bench", "gen", "gpt", "out"}, ExitUsage, "llama-bf16"},
+		{[]string{"bench", "gen"}, ExitUsage, "moe-bf16"},
+		{[]string{"version", "please"}, ExitUsage, "wrong number"},
+		{[]string{"inspect", filepath.Join(dir, "none")}, ExitNotFound, "none"},
+		{[]string{"inspect", file}, ExitBad, "x.safetensors"},
+		{[]string{"verify", file}, ExitBad, "x.safetensors"},
+		{[]string{"verify", "--", "-x"}, ExitNotFound, "-x"},
+	} {
+		status, out, errs := overwire(c.argv...)
+		if status != c.status || !strings.Contains(errs, c.says) || out != "" {
+			t.Errorf("overwire %q: status %d, want %d; stdout %q; stderr %q, want %q", c.argv, status, c.status, out, errs, c.says)
+		}
+	}
+}
+
+// Every verb has a help text with an example and the exit statuses, by --help
+// and by help VERB, on stdout.
+func TestHelp(t *testing.T) {
+	all := must(t, "--help")
+	for _, v := range verbs() {
+		if !strings.Contains(all, "\n  "+v.name+" ") {
+			t.Errorf("help does not name %s", v.name)
+		}
+		one := must(t, v.name, "--help")
+		if one != must(t, "help", v.name) {
+			t.Errorf("%s: two help texts", v.name)
+		}
+		for _, want := range []string{"usage: overwire " + v.name, "example:", "overwire " + v.name, "--json", "exit status"} {
+			if !strings.Contains(one, want) {
+				t.Errorf("help of %s lacks %q:\n%s", v.name, want, one)
+			}
+		}
+		for _, o := range v.options {
+			if !strings.Contains(one, "--"+o.name) || o.doc == "" {
+				t.Errorf("%s: option %s", v.name, o.name)
+			}
+		}
+	}
+}
+
+// Compress, verify, inspect and decompress bring back the very file.
+func TestRoundTrip(t *testing.T) {
+	for _, kind := range []string{"llama-bf16", "hostile", "tied"} {
+		plain := made(t, kind)
+		dir := filepath.Dir(plain)
+		small, back := filepath.Join(dir, "-small.safetensors"), filepath.Join(dir, "back.safetensors")
+		must(t, "compress", "--output="+small, plain)
+		if out := must(t, "verify", "--", small); !strings.Contains(out, "contents verified") {
+			t.Errorf("%s: verify says %q", kind, out)
+		}
+		if out := must(t, "inspect", small, plain); !strings.Contains(out, "X16/") || !strings.Contains(out, "plain") {
+			t.Errorf("%s: inspect says %q", kind, out)
+		}
+		must(t, "decompress", small, "-o", back)
+		a, err := os.ReadFile(plain)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := os.ReadFile(back)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(a, b) {
+			t.Errorf("%s: another file came back", kind)
+		}
+		// Asked for again it is refused, and forced it is the same.
+		if status, _, _ := overwire("decompress", small, "-o", back); status != ExitUsage {
+			t.Errorf("%s: written over without --force: %d", kind, status)
+		}
+		must(t, "convert", plain, "-o", back, "--force", "--to", "overwire", "--threads", "1")
+		a, _ = os.ReadFile(small)
+		b, _ = os.ReadFile(back)
+		if !bytes.Equal(a, b) {
+			t.Errorf("%s: threads or paths change the bytes", kind)
+		}
+	}
+}
+
+// Damage is status 1 and names tensor and chunk, for machines too.
+func TestDamage(t *testing.T) {
+	small := filepath.Join(t.TempDir(), "small.safetensors")
+	must(t, "compress", made(t, "llama-bf16"), "-o", small)
+	b, err := os.ReadFile(small)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b[len(b)/2] ^= 4
+	if err := os.WriteFile(small, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	status, out, errs := overwire("verify", small, "--json")
+	var doc struct {
+		Error struct {
+			Class, Message, Source, Tensor string
+			Chunk, Offset                  *int64
+			Status                         int
+		}
+	}
+	if err := json.Unmarshal([]byte(out), &doc); err != nil {
+		t.Fatalf("%v: %q", err, out)
+	}
+	e := doc.Error
+	if status != ExitBad || e.Status != ExitBad || e.Class != "CorruptError" || e.Tensor == "" || e.Chunk == nil || e.Offset == nil {
+		t.Errorf("status %d, %+v", status, e)
+	}
+	if !strings.Contains(errs, e.Tensor) {
+		t.Errorf("stderr %q", errs)
+	}
+}
+
+// With --json every verb prints exactly one JSON document.
+func TestJSON(t *testing.T) {
+	plain := made(t, "llama-bf16")
+	small := filepath.Join(filepath.Dir(plain), "small.safetensors")
+	for _, argv := range [][]string{
+		{"compress", plain, "-o", small}, {"inspect", small}, {"inspect", "-s", plain}, {"verify", small, plain},
+		{"decompress", small, "-o", small + "2"}, {"convert", plain, "-o", small + "3"},
+		{"doctor"}, {"doctor", "--env"}, {"version"}, {"bench", "gen", "int4", "--size", "1MB", small + "4"},
+	} {
+		out := must(t, append(argv, "--json")...)
+		dec := json.NewDecoder(strings.NewReader(out))
+		var v map[string]any
+		if err := dec.Decode(&v); err != nil || len(v) == 0 || dec.More() {
+			t.Errorf("overwire %q --json: %v: %q", argv, err, out)
+		}
+	}
+}
+
+// A cancelled command ends soon with 130 and leaves nothing behind.
+func TestInterrupted(t *testing.T) {
+	plain := made(t, "llama-bf16")
+	out := filepath.Join(filepath.Dir(plain), "out.safetensors")
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	var stdout, stderr bytes.Buffer
+	start := time.Now()
+	if status := Main(ctx, nil, []string{"compress", plain, "-o", out}, &stdout, &stderr, Env{}); status != ExitInterrupted {
+		t.Errorf("status %d: %s", status, &stderr)
+	}
+	if d := time.Since(start); d > 2*time.Second {
+		t.Errorf("took %v", d)
+	}
+	list, _ := os.ReadDir(filepath.Dir(plain))
+	if len(list) != 1 {
+		t.Errorf("left behind: %v", list)
+	}
+}
+
+// Doctor shows every setting and where it came from, and warns of a preload
+// that is not there.
+func TestDoctor(t *testing.T) {
+	t.Cleanup(func() { knob.Load(nil) })
+	knob.Load(map[string]string{"PRELOAD_PATH": "/no/such/file", "NUM_THREADS": "3"})
+	out := must(t, "doctor", "--env")
+	for _, r := range knob.Table() {
+		if !strings.Contains(out, r.Name) || !strings.Contains(out, r.Doc) {
+			t.Errorf("doctor --env lacks %s", r.Name)
+		}
+	}
+	for _, want := range []string{"decoder", "set by NUM_THREADS", "PRELOAD_PATH names /no/such/file, which is not there"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("doctor lacks %q:\n%s", want, out)
+		}
+	}
+}
+
+// Text out of a file cannot steer the terminal.
+func TestSafe(t *testing.T) {
+	if got := safe("a\x1b[31m\u009bb\nc"); strings.ContainsAny(got, "\x1b\u009b\n") {
+		t.Errorf("%q", got)
+	}
+	if got := safe(strings.Repeat("é", 300)); len([]rune(got)) != 203 {
+		t.Errorf("%d runes", len([]rune(got)))
+	}
+}
+
+// The progress line at its stages.
+func TestProgressLine(t *testing.T) {
+	for _, c := range []struct {
+		done, total int64
+		d           time.Duration
+		want        string
+	}{
+		{0, 0, time.Second, ""},
+		{1e9, 4e9, 2 * time.Second, "load  1.0 GB of 4.0 GB  0.50 GB/s  6s left"},
+		{4e9, 4e9, 2 * time.Second, "load  4.0 GB of 4.0 GB  2.00 GB/s"},
+	} {
+		if got := progressLine("load", c.done, c.total, c.d); got != c.want {
+			t.Errorf("%q, want %q", got, c.want)
+		}
+	}
+}

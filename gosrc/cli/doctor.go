@@ -1,0 +1,195 @@
+package cli
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/cpu"
+
+	"github.com/overwire/overwire/gosrc/bench"
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/knob"
+)
+
+var versionVerb = &verb{
+	name: "version", args: "", most: 0,
+	short:   "print the version",
+	long:    "Prints the version of overwire.",
+	example: "overwire version --json",
+	run: func(c *call) error {
+		return c.show(map[string]string{"version": Version, "go": runtime.Version()}, func(w io.Writer) {
+			fmt.Fprintf(w, "overwire %s\n", Version)
+		})
+	},
+}
+
+var doctorVerb = &verb{
+	name: "doctor", args: "", most: 0,
+	short: "show what the machine has and what overwire makes of it",
+	long: `
+Shows versions, the CPU's features and the decoder chosen, cores, huge pages,
+memory and its limit, the preload, and settings that are not at their default.
+With --env, every setting: the environment variable, its value, what it means.`,
+	example: "overwire doctor --env",
+	options: []option{{name: "env", doc: "every environment variable that is honoured"}},
+	run: func(c *call) error {
+		d := Diagnose(c.env)
+		return c.show(d, func(w io.Writer) { d.text(w, c.is("env")) })
+	},
+}
+
+// A Diagnosis is what doctor found.
+type Diagnosis struct {
+	Version  string        `json:"version"`
+	Python   string        `json:"python,omitempty"`
+	Machine  bench.Machine `json:"machine"`
+	Features []string      `json:"cpu_features"`
+	Memory   Memory        `json:"memory"`
+	Preload  Preload       `json:"preload"`
+	Engine   string        `json:"engine"` // "ok", or the panic that poisoned it
+	Workers  int           `json:"goroutines"`
+	Settings []knob.Row    `json:"settings"`
+	Advice   []string      `json:"advice"`
+}
+
+// Memory is in bytes; Limit is the control group's, 0 without one.
+type Memory struct {
+	Total     int64 `json:"total"`
+	Available int64 `json:"available"`
+	Limit     int64 `json:"limit"`
+}
+
+// Preload says what a new process would load at import.
+type Preload struct {
+	Path   string `json:"path"`
+	From   string `json:"from"` // the variable that names it
+	Device string `json:"device"`
+	Off    bool   `json:"off"` // by OVERWIRE_NO_PRELOAD
+	Found  bool   `json:"found"`
+}
+
+// Diagnose looks at the machine. It starts nothing and loads nothing.
+func Diagnose(env Env) Diagnosis {
+	d := Diagnosis{
+		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python), Machine: bench.ThisMachine(),
+		Features: features(), Memory: memory(), Engine: "ok", Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
+	}
+	if err := spawn.Poisoned(); err != nil {
+		d.Engine = err.Error()
+	}
+	d.Preload = Preload{Path: knob.Preload.Get(), Device: knob.PreloadDevice.Get(), Off: knob.NoPreload.Get()}
+	for _, r := range d.Settings {
+		if r.Name == knob.Preload.Name() {
+			d.Preload.From = r.From
+		}
+	}
+	if d.Preload.Path != "" {
+		_, err := os.Stat(d.Preload.Path)
+		d.Preload.Found = err == nil
+	}
+	d.advise()
+	return d
+}
+
+func (d *Diagnosis) advise() {
+	add := func(format string, args ...any) { d.Advice = append(d.Advice, fmt.Sprintf(format, args...)) }
+	if x16.Using() == x16.Scalar {
+		add("the scalar decoder is in use: this CPU or build has no AVX2 (built without GOEXPERIMENT=simd?)")
+	}
+	if d.Machine.THP == "never" {
+		add("transparent huge pages are off: fresh memory costs several times more to touch (set them to madvise)")
+	}
+	if p := d.Preload; p.Path != "" && !p.Off && !p.Found {
+		add("%s names %s, which is not there", p.From, p.Path)
+	}
+	if d.Machine.Cores == 1 {
+		add("one core: reading and decoding take turns")
+	}
+}
+
+// features lists those of the CPU's that matter here.
+func features() []string {
+	out := []string{}
+	for _, f := range []struct {
+		has  bool
+		name string
+	}{
+		{cpu.X86.HasSSE42, "sse4.2"}, {cpu.X86.HasAVX2, "avx2"}, {cpu.X86.HasBMI2, "bmi2"},
+		{cpu.X86.HasAVX512F, "avx512f"}, {cpu.X86.HasAVX512BW, "avx512bw"}, {cpu.X86.HasAVX512VBMI, "avx512vbmi"},
+		{cpu.X86.HasAVX512VBMI2, "avx512vbmi2"}, {cpu.X86.HasAVX512GFNI, "gfni"},
+		{cpu.ARM64.HasASIMD, "neon"}, {cpu.ARM64.HasCRC32, "crc32"},
+	} {
+		if f.has {
+			out = append(out, f.name)
+		}
+	}
+	return out
+}
+
+func memory() (m Memory) {
+	b, _ := os.ReadFile("/proc/meminfo")
+	for line := range strings.Lines(string(b)) {
+		name, rest, _ := strings.Cut(line, ":")
+		kb, _ := strconv.ParseInt(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 10, 64)
+		switch name {
+		case "MemTotal":
+			m.Total = kb << 10
+		case "MemAvailable":
+			m.Available = kb << 10
+		}
+	}
+	for _, p := range []string{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"} {
+		b, err := os.ReadFile(p)
+		if n, bad := strconv.ParseInt(strings.TrimSpace(string(b)), 10, 64); err == nil && bad == nil && n < m.Total {
+			m.Limit = n
+		}
+	}
+	return m
+}
+
+func (d *Diagnosis) text(w io.Writer, env bool) {
+	t := table(w)
+	line := func(name, format string, args ...any) { fmt.Fprintf(t, "%s\t%s\n", name, fmt.Sprintf(format, args...)) }
+	line("overwire", "%s, %s", d.Version, d.Machine.Go)
+	if d.Python != "" {
+		line("python", "%s", d.Python)
+	}
+	line("machine", "%s, %d cores, %s/%s", d.Machine.CPU, d.Machine.Cores, d.Machine.OS, d.Machine.Arch)
+	line("features", "%s", strings.Join(d.Features, " "))
+	line("decoder", "%s", d.Machine.Decoder)
+	line("huge pages", "%s", d.Machine.THP)
+	limit := "no limit"
+	if d.Memory.Limit > 0 {
+		limit = "limit " + bytesText(d.Memory.Limit)
+	}
+	line("memory", "%s, %s available, %s", bytesText(d.Memory.Total), bytesText(d.Memory.Available), limit)
+	switch p := d.Preload; {
+	case p.Path == "":
+		line("preload", "none")
+	case p.Off:
+		line("preload", "off, by a setting; %s names %s", p.From, p.Path)
+	default:
+		line("preload", "%s to %s, by %s, found: %v", p.Path, p.Device, p.From, p.Found)
+	}
+	line("engine", "%s, %d workers", d.Engine, d.Workers)
+	t.Flush()
+	for _, a := range d.Advice {
+		fmt.Fprintf(w, "advice: %s\n", a)
+	}
+	for _, s := range d.Settings {
+		if !env && s.From == "" {
+			continue
+		}
+		names := strings.Join(append([]string{s.Name}, s.Aliases...), ", ")
+		from := ""
+		if s.From != "" {
+			from = ", set by " + s.From
+		}
+		fmt.Fprintf(w, "\n%s = %s%s\n    %s (%s; default %s)\n", names, safe(s.Value), from, s.Doc, s.Type, s.Default)
+	}
+}

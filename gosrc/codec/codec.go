@@ -1,0 +1,68 @@
+// Package codec turns stored chunks into logical bytes and back. Each codec is
+// a room below this one with a Decode and an Encode over byte slices, chosen
+// by the explicit table here: nothing registers itself.
+package codec
+
+import (
+	"hash/crc32"
+
+	"github.com/overwire/overwire/gosrc/codec/raw"
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// Sum is the checksum of stored chunks: CRC-32C (Castagnoli).
+func Sum(p []byte) uint32 { return sum(p) }
+
+// Known reports whether this build decodes chunks of a codec and transform,
+// and whether the format allows them for a tensor of type d.
+func Known(c tensor.Codec, transform uint8, d tensor.DType) bool {
+	switch c {
+	case tensor.CodecRaw:
+		return transform == 0 && d.Valid()
+	case tensor.CodecX16:
+		for _, t := range x16.TransformsFor(d) {
+			if t == transform {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// Decode fills dst with the logical bytes of one stored chunk.
+//
+// len(dst) must be c.Logical and len(src) c.Stored. Bad bytes are
+// fault.ErrCorrupt, and dst then holds nothing of use; nothing is ever written
+// outside dst. The checksum is the caller's to compare first (Sum). Safe for
+// concurrent use.
+func Decode(dst, src []byte, c tensor.Chunk) error {
+	if uint64(len(dst)) != uint64(c.Logical) || uint64(len(src)) != uint64(c.Stored) {
+		return fault.New(fault.ErrArgument, "chunk of %d -> %d bytes given buffers of %d -> %d",
+			c.Stored, c.Logical, len(src), len(dst))
+	}
+	switch c.Codec {
+	case tensor.CodecRaw:
+		if c.Transform != 0 {
+			return fault.New(fault.ErrCorrupt, "raw chunk with transform %d", c.Transform)
+		}
+		return raw.Decode(dst, src)
+	case tensor.CodecX16:
+		return x16.Decode(dst, src, c.Transform, c.SegTiles)
+	}
+	return fault.New(fault.ErrNotSupported, "codec %d", uint8(c.Codec))
+}
+
+// Use chooses the decoder by name: "scalar", "avx2", "avx512"; any other name,
+// and one above what the machine has, is the best there is. It is for the
+// start of a process: not safe beside Decode.
+func Use(name string) {
+	level, ok := map[string]x16.Level{"scalar": x16.Scalar, "avx2": x16.AVX2, "avx512": x16.AVX512}[name]
+	if !ok {
+		level = x16.Best()
+	}
+	x16.Use(level)
+}

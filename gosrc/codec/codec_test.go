@@ -1,0 +1,73 @@
+package codec
+
+import (
+	"bytes"
+	"errors"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Decode goes by the chunk record, and refuses one that does not fit its
+// buffers or this build.
+func TestDecode(t *testing.T) {
+	src := bytes.Repeat([]byte{0x12, 0x3f, 0x80, 0x3e}, 1<<12)
+	var e x16.Encoder
+	packed, st, ok := e.Encode(nil, src, x16.BF16)
+	if !ok {
+		t.Fatal("nothing to gain from two values")
+	}
+	n, m := uint32(len(src)), uint32(len(packed))
+	for _, c := range []struct {
+		name string
+		src  []byte
+		rec  tensor.Chunk
+		want error
+	}{
+		{"raw", src, tensor.Chunk{Stored: n, Logical: n}, nil},
+		{"X16", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 1, SegTiles: st}, nil},
+		{"raw with a transform", src, tensor.Chunk{Stored: n, Logical: n, Transform: 1}, fault.ErrCorrupt},
+		{"X16 without one", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, SegTiles: st}, fault.ErrCorrupt},
+		{"X16 with an unknown one", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 9, SegTiles: st}, fault.ErrCorrupt},
+		{"no tiles per segment", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 1}, fault.ErrCorrupt},
+		{"a reserved codec", src, tensor.Chunk{Stored: n, Logical: n, Codec: 2}, fault.ErrNotSupported},
+		{"a record of another size", src, tensor.Chunk{Stored: n, Logical: n - 1}, fault.ErrArgument},
+	} {
+		dst := make([]byte, len(src))
+		if err := Decode(dst, c.src, c.rec); !errors.Is(err, c.want) || c.want == nil && !bytes.Equal(dst, src) {
+			t.Errorf("%s: %v, want %v", c.name, err, c.want)
+		}
+	}
+	if err := Decode(nil, nil, tensor.Chunk{}); err != nil {
+		t.Error("an empty chunk:", err)
+	}
+}
+
+// Known is the table of docs/format.md 3.1: raw for everything, X16 only for
+// the listed pairs.
+func TestKnown(t *testing.T) {
+	want := map[tensor.DType][]uint8{
+		tensor.BF16: {1}, tensor.F16: {2}, tensor.F32: {3}, tensor.C64: {3},
+		tensor.F8E4M3: {4}, tensor.F8E4M3FNUZ: {4}, tensor.F8E5M2: {5}, tensor.F8E5M2FNUZ: {5},
+		tensor.I8: {6, 7, 8}, tensor.U8: {6, 7, 8}, tensor.F4: {7}, tensor.F8E8M0: {8}, tensor.Bool: {8},
+	}
+	for d := tensor.DType(0); int(d) <= tensor.NumDTypes+1; d++ {
+		if Known(tensor.CodecRaw, 0, d) != d.Valid() || Known(tensor.CodecRaw, 1, d) || Known(2, 0, d) {
+			t.Errorf("%v: raw is not known as it should be", d)
+		}
+		for tr := range uint8(12) {
+			if got := Known(tensor.CodecX16, tr, d); got != bytes.Contains(want[d], []byte{tr}) {
+				t.Errorf("%v, transform %d: known %v", d, tr, got)
+			}
+		}
+	}
+}
+
+// The checksum is CRC-32C, by the check value that RFC 3720 implies.
+func TestSum(t *testing.T) {
+	if got := Sum([]byte("123456789")); got != 0xe3069283 {
+		t.Errorf("%#x", got)
+	}
+}

@@ -1,0 +1,131 @@
+// Package codectest is the one suite that every codec passes: what comes out
+// is what went in, nothing outside the destination is touched, and bad bytes
+// give an error of class Corrupt, never a panic.
+package codectest
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// guard is how many bytes around every buffer must stay as they were.
+const guard = 128
+
+// A Codec is one codec, or one twin of a codec, with one set of parameters.
+type Codec struct {
+	// Encode appends the chunk of src to dst; ok false means not worth it.
+	// note is what the index would remember for Decode.
+	Encode func(dst, src []byte) (out []byte, note uint16, ok bool)
+	Decode func(dst, src []byte, note uint16) error
+}
+
+// A Sample is one input by name.
+type Sample struct {
+	Name string
+	Data []byte
+}
+
+// Run passes the samples through the suite. Random choices come from seed,
+// which is printed.
+func Run(t *testing.T, c Codec, samples []Sample, seed uint64) {
+	t.Helper()
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	for _, s := range samples {
+		t.Run(s.Name, func(t *testing.T) {
+			before := bytes.Clone(s.Data)
+			head := []byte("head")
+			out, note, ok := c.Encode(head, s.Data)
+			if !bytes.Equal(before, s.Data) {
+				t.Fatal("Encode changed its input")
+			}
+			if !bytes.HasPrefix(out, head) || !ok && len(out) != len(head) {
+				t.Fatal("Encode changed what it appends to")
+			}
+			if !ok {
+				return
+			}
+			chunk := bytes.Clone(out[len(head):])
+			again, note2, _ := c.Encode(nil, s.Data)
+			if !bytes.Equal(again, chunk) || note != note2 {
+				t.Fatal("Encode is not deterministic")
+			}
+			got, err := Decode(c, chunk, len(s.Data), note)
+			if err != nil || !bytes.Equal(got, s.Data) {
+				t.Fatalf("round trip of %d bytes through %d: error %v, equal %v",
+					len(s.Data), len(chunk), err, bytes.Equal(got, s.Data))
+			}
+			mutate(t, c, r, chunk, len(s.Data), note)
+		})
+	}
+}
+
+// Decode runs c.Decode with guard bytes around dst and src, and fails on any
+// write outside dst, any write to src, and any error but Corrupt.
+func Decode(c Codec, chunk []byte, size int, note uint16) ([]byte, error) {
+	room := bytes.Repeat([]byte{0xa5}, size+2*guard)
+	dst := room[guard : guard+size : guard+size]
+	// src ends with its backing array, so that the race detector and
+	// sanitizers see reads beyond it.
+	src := append(make([]byte, 0, len(chunk)), chunk...)
+	err := c.Decode(dst, src, note)
+	for i, b := range room {
+		if (i < guard || i >= guard+size) && b != 0xa5 {
+			return nil, fmt.Errorf("byte %d of a destination of %d was written", i-guard, size)
+		}
+	}
+	if !bytes.Equal(src, chunk) {
+		return nil, errors.New("Decode changed its source")
+	}
+	if err != nil && !errors.Is(err, fault.ErrCorrupt) {
+		return nil, fmt.Errorf("not of class Corrupt: %w", err)
+	}
+	return dst, err
+}
+
+// mutate breaks a chunk in many ways. Some give other bytes, most give an
+// error; none may do anything else.
+func mutate(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, note uint16) {
+	t.Helper()
+	check := func(what string, p []byte, size int, note uint16, mayPass bool) {
+		t.Helper()
+		_, err := Decode(c, p, size, note)
+		if err != nil && !errors.Is(err, fault.ErrCorrupt) {
+			t.Fatalf("%s: %v", what, err)
+		}
+		if err == nil && !mayPass {
+			t.Fatalf("%s: accepted", what)
+		}
+	}
+	for range 60 {
+		p := bytes.Clone(chunk)
+		for range 1 + r.IntN(3) {
+			i := r.IntN(len(p))
+			if r.IntN(2) == 0 { // most of the structure is in front
+				i = r.IntN(min(len(p), 256))
+			}
+			p[i] ^= byte(1 << r.IntN(8))
+		}
+		check("flipped bits", p, size, note, true)
+	}
+	for range 20 {
+		check("cut short", chunk[:r.IntN(len(chunk))], size, note, false)
+	}
+	check("a byte too long", append(bytes.Clone(chunk), 0), size, note, false)
+	check("a byte too few to fill", chunk, size-1, note, false)
+	check("a byte too many to fill", chunk, size+1, note, false)
+	check("nothing to fill", chunk, 0, note, false)
+	check("other parameters", chunk, size, note^1, true)
+	noise := make([]byte, len(chunk))
+	for i := range noise {
+		noise[i] = byte(r.Uint32())
+	}
+	check("noise", noise, size, note, true)
+	copy(noise, chunk[:min(len(chunk), 96+r.IntN(64))])
+	check("noise behind a header", noise, size, note, true)
+}

@@ -1,0 +1,57 @@
+package x16
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Check accepts every good chunk, and refuses nothing that Decode accepts; it
+// counts the segments that the directory has.
+func TestCheck(t *testing.T) {
+	const seed = 7
+	r := rand.New(rand.NewPCG(seed, 0))
+	var e Encoder
+	refused := 0
+	for _, n := range []int{1 << 14, 3000} {
+		for _, s := range samples(r, n) {
+			chunk, st, ok := e.Encode(nil, s.data, s.transform)
+			if !ok {
+				continue
+			}
+			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: s.transform, SegTiles: st, Logical: uint32(len(s.data)), Stored: uint32(len(chunk))}
+			if err := Check(chunk, c); err != nil {
+				t.Fatalf("%s: %v", s.name, err)
+			}
+			d := decoders.Get().(*decoder)
+			if err := d.parse(make([]byte, len(s.data)), chunk, c.Transform, st); err != nil || Segments(c) != max(1, d.segs) && !d.one {
+				t.Errorf("%s: %d segments, the directory has %d: %v", s.name, Segments(c), d.segs, err)
+			}
+			d.src, d.dst = nil, nil
+			decoders.Put(d)
+			for range 30 {
+				p := bytes.Clone(chunk)
+				hurt(r, p)
+				if Check(p, c) == nil {
+					continue
+				}
+				refused++
+				if err := Decode(make([]byte, len(s.data)), p, s.transform, st); err == nil {
+					t.Fatalf("%s: refused, and decodes", s.name)
+				}
+			}
+			c.Stored--
+			if Check(chunk, c) == nil {
+				t.Errorf("%s: accepted with another size", s.name)
+			}
+		}
+	}
+	if refused == 0 {
+		t.Error("nothing was refused")
+	}
+	if Check(nil, tensor.Chunk{Logical: tensor.MaxChunkBytes + 1}) == nil {
+		t.Error("a chunk larger than any was accepted")
+	}
+}

@@ -1,0 +1,163 @@
+package x16
+
+import (
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// A Level is an instruction set that a decoder is written for.
+type Level uint8
+
+// The levels, in rising order of speed.
+const (
+	Scalar Level = iota
+	AVX2
+	AVX512
+)
+
+// String returns the level's name for people ("AVX-512").
+func (l Level) String() string { return [...]string{"scalar", "AVX2", "AVX-512"}[l] }
+
+// best is what this machine and build can do; level is what is used.
+var (
+	best  = detect()
+	level = best
+)
+
+// Best returns the highest level of this machine and build.
+func Best() Level { return best }
+
+// Using returns the level that Decode and Encode use.
+func Using() Level { return level }
+
+// Use sets the level that Decode and Encode use, at most Best. It is for the
+// start of a process: not safe beside Decode and Encode.
+func Use(l Level) { level = min(l, best) }
+
+var decoders = sync.Pool{New: func() any { return &decoder{lanes: new(laneMemory)} }}
+
+// Decode fills dst with the logical bytes of the chunk src, whose transform
+// and tiles per segment stand in the index.
+//
+// Any error is fault.ErrCorrupt: dst then holds nothing of use. It reads
+// nothing outside src, writes nothing outside dst, and is safe for concurrent
+// use.
+func Decode(dst, src []byte, transform uint8, segTiles uint16) error {
+	return DecodeAt(level, dst, src, transform, segTiles)
+}
+
+// DecodeAt is Decode by one of the twins, for tests and benchmarks; a level
+// above Best is fault.ErrNotSupported.
+func DecodeAt(level Level, dst, src []byte, transform uint8, segTiles uint16) error {
+	if level > best {
+		return fault.New(fault.ErrNotSupported, "%v on this machine", level)
+	}
+	d := decoders.Get().(*decoder)
+	d.level = level
+	err := d.decode(dst, src, transform, segTiles)
+	d.src, d.dst = nil, nil
+	decoders.Put(d)
+	return err
+}
+
+func (d *decoder) decode(dst, src []byte, transform uint8, segTiles uint16) error {
+	if err := d.parse(dst, src, transform, segTiles); err != nil {
+		return err
+	}
+	copy(dst[d.tiles*d.tileBytes():], src[d.tailAt:])
+	if d.one {
+		d.decodeOne()
+		return nil
+	}
+	d.buildSlots()
+	if d.level > Scalar {
+		d.fast.build(d)
+	}
+	// Segments are decoded some at a time, so that one's latencies hide behind
+	// the others' work.
+	for seg := 0; seg < d.segs; {
+		n := min(len(d.run), d.segs-seg)
+		run := d.run[:n]
+		for i := range run {
+			run[i].vals = &d.vals[i]
+			if err := d.begin(&run[i], seg+i); err != nil {
+				return err
+			}
+		}
+		if err := d.segments(run); err != nil {
+			return err
+		}
+		for i := range run {
+			if err := d.finish(&run[i]); err != nil {
+				return err
+			}
+		}
+		seg += n
+	}
+	return nil
+}
+
+// segments decodes all tiles of the segments of run, batch by batch.
+func (d *decoder) segments(run []segment) error {
+	for left := run[0].tiles; left > 0; left -= batch {
+		for i := range run {
+			run[i].want, run[i].got = min(batch, run[i].tiles), 0
+		}
+		d.kernel(run) // leaves to the scalar twin what it cannot do safely
+		for i := range run {
+			s := &run[i]
+			if !d.scalar(s, s.vals[s.got*tileSyms:s.want*tileSyms]) {
+				return corrupt("segment at %d: words run past %d", s.begin, s.end)
+			}
+			d.merge(s.vals[:s.want*tileSyms], s.tile)
+			s.tile += s.want
+			s.tiles -= s.want
+		}
+	}
+	return nil
+}
+
+// decodeOne puts together a chunk whose symbols are all the same.
+func (d *decoder) decodeOne() {
+	v := d.palette[d.symbol]
+	vals := d.vals[0][:fillTiles*tileSyms]
+	for i := range vals {
+		vals[i] = v
+	}
+	for t := 0; t < d.tiles; t += fillTiles {
+		d.merge(vals[:min(fillTiles, d.tiles-t)*tileSyms], t)
+	}
+}
+
+// planes gives the bytes of every plane from tile on, for n tiles.
+func (d *decoder) planes(tile, n int) (p [maxPlanes][]byte) {
+	for i, bits := range d.form.planes {
+		size := n * tileSyms / 8 * bits
+		if d.constant[i] {
+			p[i] = d.fills[i][:size]
+		} else {
+			at := d.planeAt[i] + tile*tileSyms/8*bits
+			p[i] = d.src[at : at+size]
+		}
+	}
+	return
+}
+
+// merge puts the values of whole tiles together with their planes, in dst.
+func (d *decoder) merge(vals []byte, tile int) {
+	size := d.tileBytes()
+	for len(vals) > 0 {
+		n := len(vals) / tileSyms
+		if d.constant != [maxPlanes]bool{} {
+			n = min(n, fillTiles)
+		}
+		dst := d.dst[tile*size : (tile+n)*size]
+		p := d.planes(tile, n)
+		if d.level == Scalar || !mergeFast(d.level, d.transform, dst, vals[:n*tileSyms], &p) {
+			mergeScalar(d.transform, dst, vals[:n*tileSyms], &p)
+		}
+		tile += n
+		vals = vals[n*tileSyms:]
+	}
+}

@@ -1,0 +1,174 @@
+package x16
+
+import "math"
+
+// escapeBits is what one escape costs beside its symbol: u16 + u8.
+const escapeBits = 24
+
+// A model is how an encoder will code a chunk: which values get symbols and
+// what share of the slots each has.
+type model struct {
+	palette [16]byte
+	freq    [16]uint8
+	escape  int // symbol, or -1
+	one     int // the only symbol, or -1
+	// bits is what the symbols and escapes of the histogram will take.
+	bits float64
+}
+
+// fit finds the cheapest model for a histogram of n > 0 values.
+//
+// The best m values to keep are the m most frequent, so that trying every m
+// is exact; a value is kept only if that is cheaper than escaping it, which
+// counts the slot that it takes from the others.
+func fit(hist *[256]int, n int, identity bool) (best model) {
+	var order [256]uint8
+	kinds := 0
+	if identity {
+		m := model{escape: -1, one: -1}
+		var counts [16]int
+		for k := range 16 {
+			m.palette[k] = byte(k)
+			counts[k] = hist[k]
+			if hist[k] == n {
+				m.one = k
+			}
+		}
+		if m.one >= 0 {
+			return m
+		}
+		m.freq, m.bits = fitFreq(&counts, n)
+		return m
+	}
+	for v, c := range hist {
+		if c > 0 {
+			order[kinds] = uint8(v)
+			kinds++
+		}
+	}
+	top := min(kinds, 16)
+	selectTop(order[:kinds], hist, top)
+	if kinds == 1 {
+		best = model{escape: -1, one: 0}
+		best.palette[0] = order[0]
+		return best
+	}
+	best.bits = math.Inf(1)
+	if kinds <= 16 {
+		best = modelOf(order[:kinds], hist, n, 0)
+	}
+	escaped := n
+	for _, v := range order[:min(15, kinds-1)] {
+		escaped -= hist[v]
+	}
+	for m := min(15, kinds-1); m >= 1; m-- {
+		if float64(escaped)*escapeBits >= best.bits {
+			break // and fewer values only escape more
+		}
+		if c := modelOf(order[:m], hist, n, escaped); c.bits < best.bits {
+			best = c
+		}
+		escaped += hist[order[m-1]]
+	}
+	return best
+}
+
+// selectTop sorts the top most frequent values to the front, ties by value.
+func selectTop(order []uint8, hist *[256]int, top int) {
+	for i := range top {
+		b := i
+		for j := i + 1; j < len(order); j++ {
+			if c := hist[order[j]]; c > hist[order[b]] || c == hist[order[b]] && order[j] < order[b] {
+				b = j
+			}
+		}
+		order[i], order[b] = order[b], order[i]
+	}
+}
+
+// modelOf fits frequencies to a palette. The escape, if any, is the last
+// symbol.
+func modelOf(values []uint8, hist *[256]int, n, escaped int) model {
+	m := model{escape: -1, one: -1}
+	var counts [16]int
+	for k, v := range values {
+		m.palette[k] = v
+		counts[k] = hist[v]
+	}
+	if escaped > 0 {
+		m.escape = len(values)
+		counts[m.escape] = escaped
+	}
+	m.freq, m.bits = fitFreq(&counts, n)
+	m.bits += float64(escaped) * escapeBits
+	return m
+}
+
+// log2 of 1..256: frequencies are never larger.
+var log2 = func() (t [257]float64) {
+	for i := 1; i < len(t); i++ {
+		t[i] = math.Log2(float64(i))
+	}
+	return
+}()
+
+// fitFreq shares 256 slots among counts that sum to n, at least two of them
+// not zero, so that the coded size is the smallest there is; it gives that
+// size in bits.
+//
+// The size is a sum of convex functions of each share, so that moving single
+// slots while that helps ends at the optimum.
+func fitFreq(counts *[16]int, n int) (freq [16]uint8, bits float64) {
+	var f [16]int
+	var c [16]float64
+	sum := 0
+	for k, cnt := range counts {
+		if cnt > 0 {
+			c[k] = float64(cnt)
+			f[k] = min(255, max(1, (cnt*512+n)/(2*n)))
+			sum += f[k]
+		}
+	}
+	more := func() (at int) { // where one more slot gains most
+		at, best := -1, -1.0
+		for k := range f {
+			if c[k] > 0 && f[k] < 255 {
+				if g := c[k] * (log2[f[k]+1] - log2[f[k]]); g > best {
+					at, best = k, g
+				}
+			}
+		}
+		return at
+	}
+	less := func() (at int) { // where one slot less costs least
+		at, best := -1, math.Inf(1)
+		for k := range f {
+			if f[k] > 1 {
+				if g := c[k] * (log2[f[k]] - log2[f[k]-1]); g < best {
+					at, best = k, g
+				}
+			}
+		}
+		return at
+	}
+	for ; sum < 256; sum++ {
+		f[more()]++
+	}
+	for ; sum > 256; sum-- {
+		f[less()]--
+	}
+	for {
+		up, down := more(), less()
+		if up < 0 || down < 0 || up == down ||
+			c[up]*(log2[f[up]+1]-log2[f[up]]) <= c[down]*(log2[f[down]]-log2[f[down]-1]) {
+			break
+		}
+		f[up]++
+		f[down]--
+	}
+	for k := range f {
+		freq[k] = uint8(f[k])
+		bits += c[k] * (8 - log2[f[k]])
+	}
+	return freq, bits
+}

@@ -1,0 +1,129 @@
+// Package x16 is codec 1, the weight codec: static rANS over 16 symbols (the
+// frequent exponents of floats and an escape, or nibbles) with 32 interleaved
+// lanes, 8-bit probabilities in an alias layout, and the other bits of each
+// element stored raw in planes beside it.
+//
+// A chunk is
+//
+//	header 96 bytes | segment directory | segments | planes | tail
+//
+// as docs/format.md section 3 lays down to the bit; nothing else writes this
+// layout. Sources: J. Duda, "Asymmetric numeral systems" (2013); F. Giesen,
+// "Interleaved entropy coders" (2014) and the public-domain ryg_rans.
+//
+// There are three decoders, scalar, AVX2 and AVX-512, which accept and reject
+// exactly the same input and give the same bytes. What they share is here and
+// in parse.go, so that a kernel has only states, words and symbols to get
+// right.
+package x16
+
+import (
+	"fmt"
+
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const (
+	tileSyms    = 256
+	lanes       = 32
+	start       = 1 << 16 // the state that encoders begin with and decoders end with
+	headerBytes = 96
+	stateBytes  = 4 * lanes
+	maxSegTiles = 256
+	maxPlanes   = 4
+)
+
+// The transforms of docs/format.md 3.1.
+const (
+	BF16    = 1
+	FP16    = 2
+	FP32    = 3
+	E4M3    = 4
+	E5M2    = 5
+	Int8    = 6
+	Nibbles = 7
+	Bytes   = 8
+)
+
+// A form is one row of the table of transforms.
+type form struct {
+	name     string
+	bits     int   // of one element
+	values   int   // symbol values are below this
+	identity bool  // the palette is 0..15 and nothing escapes
+	planes   []int // bits per element of each plane: 8, 4 or 1
+}
+
+var forms = [9]form{
+	BF16:    {"bf16", 16, 256, false, []int{8}},
+	FP16:    {"fp16", 16, 32, false, []int{8, 1, 1, 1}},
+	FP32:    {"fp32", 32, 256, false, []int{8, 8, 8}},
+	E4M3:    {"e4m3", 8, 16, true, []int{4}},
+	E5M2:    {"e5m2", 8, 32, false, []int{1, 1, 1}},
+	Int8:    {"int8", 8, 16, true, []int{4}},
+	Nibbles: {"nibbles", 4, 16, true, nil},
+	Bytes:   {"bytes", 8, 256, false, nil},
+}
+
+// known reports whether t is a transform of this codec.
+func known(t uint8) bool { return t >= BF16 && t <= Bytes }
+
+// Name returns a transform's name for people ("bf16").
+func Name(transform uint8) string {
+	if !known(transform) {
+		return fmt.Sprintf("transform %d", transform)
+	}
+	return forms[transform].name
+}
+
+// TransformsFor lists the transforms that the format allows for a type, the
+// likeliest first; nil means store raw. The result must not be changed.
+func TransformsFor(d tensor.DType) []uint8 {
+	switch d {
+	case tensor.BF16:
+		return listBF16
+	case tensor.F16:
+		return listFP16
+	case tensor.F32, tensor.C64:
+		return listFP32
+	case tensor.F8E4M3, tensor.F8E4M3FNUZ:
+		return listE4M3
+	case tensor.F8E5M2, tensor.F8E5M2FNUZ:
+		return listE5M2
+	case tensor.I8, tensor.U8:
+		return listInt8
+	case tensor.F4:
+		return listF4
+	case tensor.F8E8M0, tensor.Bool:
+		return listBytes
+	}
+	return nil
+}
+
+var (
+	listBF16  = []uint8{BF16}
+	listFP16  = []uint8{FP16}
+	listFP32  = []uint8{FP32}
+	listE4M3  = []uint8{E4M3}
+	listE5M2  = []uint8{E5M2}
+	listInt8  = []uint8{Int8, Nibbles, Bytes}
+	listF4    = []uint8{Nibbles}
+	listBytes = []uint8{Bytes}
+)
+
+// unit is the first symbol, inside its tile, of the 8 that lane l owns.
+func unit(l int) int {
+	h, g, q := l/16, l%16/4, l%4
+	return 128*h + 8*(4*q+g)
+}
+
+// units is unit as a table, in the order of lanes.
+var units = func() (u [lanes]uint8) {
+	for l := range u {
+		u[l] = uint8(unit(l))
+	}
+	return
+}()
+
+// up16 rounds up to a multiple of 16.
+func up16(n int) int { return (n + 15) &^ 15 }

@@ -1,0 +1,196 @@
+//go:build goexperiment.simd && amd64
+
+package x16
+
+import (
+	"simd/archsimd"
+	"unsafe"
+)
+
+// mergeFast is mergeScalar in vectors: 256 bits for both vector levels, except
+// for bf16, which is most of what there is. It handles every transform whose
+// elements need putting together; false leaves the work to mergeScalar.
+func mergeFast(l Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte) bool {
+	n := len(vals)
+	f := &forms[transform]
+	if n == 0 || n%tileSyms != 0 || len(dst) != n/8*f.bits {
+		return false
+	}
+	for i, bits := range f.planes {
+		if len(p[i]) != n/8*bits {
+			return false
+		}
+	}
+	v, o := unsafe.Pointer(unsafe.SliceData(vals)), unsafe.Pointer(unsafe.SliceData(dst))
+	var q [maxPlanes]unsafe.Pointer
+	for i := range q {
+		q[i] = unsafe.Pointer(unsafe.SliceData(p[i]))
+	}
+	switch transform {
+	case BF16:
+		if l == AVX512 {
+			mergeBF16x512(o, v, q[0], n)
+		} else {
+			mergeBF16(o, v, q[0], n)
+		}
+	case FP16:
+		mergeFP16(o, v, &q, n)
+	case FP32:
+		mergeFP32(o, v, &q, n)
+	case E4M3:
+		mergeE4M3(o, v, q[0], n)
+	case E5M2:
+		mergeE5M2(o, v, &q, n)
+	case Int8:
+		mergeInt8(o, v, q[0], n)
+	case Nibbles:
+		mergeNibbles(o, v, n)
+	default:
+		return false
+	}
+	return true
+}
+
+// In all of these n is a multiple of 256, and the pointers are to as many
+// bytes as n symbols have there.
+
+// zip512 interleaves 64 bytes of two registers: index 64 + i takes from the
+// second.
+var zip512 = func() (z [2][64]uint8) {
+	for i := range 128 {
+		z[i/64][i%64] = uint8(i/2 + (1-i%2)*64)
+	}
+	return
+}()
+
+// mergeBF16x512 makes (value << 8 | plane) rotated right by 1, in 16 bits.
+func mergeBF16x512(o, v, p unsafe.Pointer, n int) {
+	z0, z1 := archsimd.LoadUint8x64(&zip512[0]), archsimd.LoadUint8x64(&zip512[1])
+	for i := 0; i < n; i += 64 {
+		a := archsimd.LoadUint8x64(at[[64]uint8](v, i))
+		b := archsimd.LoadUint8x64(at[[64]uint8](p, i))
+		w0 := a.ConcatPermute(b, z0).AsUint16x32()
+		w1 := a.ConcatPermute(b, z1).AsUint16x32()
+		w0.ShiftAllRightConcat(1, w0).AsUint8x64().Store(at[[64]uint8](o, 2*i))
+		w1.ShiftAllRightConcat(1, w1).AsUint8x64().Store(at[[64]uint8](o, 2*i+64))
+	}
+}
+
+// wide loads 16 bytes as 16 words.
+func wide(p unsafe.Pointer, i int) archsimd.Uint16x16 {
+	return archsimd.LoadUint8x16(at[[16]uint8](p, i)).ExtendToUint16()
+}
+
+// join16 makes (v << 8 | p) rotated right by 1; half is 1 << 15, by which a
+// high multiplication shifts right by 1.
+func join16(v, p, half archsimd.Uint16x16) archsimd.Uint16x16 {
+	return v.ShiftAllLeft(7).Or(p.MulHigh(half)).Or(p.ShiftAllLeft(15))
+}
+
+func mergeBF16(o, v, p unsafe.Pointer, n int) {
+	half := archsimd.BroadcastUint16x16(1 << 15)
+	for i := 0; i < n; i += 16 {
+		join16(wide(v, i), wide(p, i), half).Store(at[[16]uint16](o, 2*i))
+	}
+}
+
+func mergeFP32(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
+	half := archsimd.BroadcastUint16x16(1 << 15)
+	for i := 0; i < n; i += 16 {
+		hi := join16(wide(v, i), wide(p[0], i), half)
+		lo := wide(p[1], i).ShiftAllLeft(8).Or(wide(p[2], i))
+		a, b := lo.InterleaveLoGrouped(hi).AsUint8x32(), lo.InterleaveHiGrouped(hi).AsUint8x32()
+		a.Select128FromPair(0, 2, b).Store(at[[32]uint8](o, 4*i))
+		a.Select128FromPair(1, 3, b).Store(at[[32]uint8](o, 4*i+32))
+	}
+}
+
+var bits16 = func() (b [16]uint16) {
+	for i := range b {
+		b[i] = 1 << i
+	}
+	return
+}()
+
+// spread16 sets bit in each of 16 words whose bit is set in the 16 bits at p.
+func spread16(p unsafe.Pointer, i int, each archsimd.Uint16x16, bit uint16) archsimd.Uint16x16 {
+	m := archsimd.BroadcastUint16x16(*at[uint16](p, i/8)).And(each).Equal(each)
+	return archsimd.BroadcastUint16x16(bit).Masked(m)
+}
+
+func mergeFP16(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
+	each := archsimd.LoadUint16x16(&bits16)
+	for i := 0; i < n; i += 16 {
+		w := wide(v, i).ShiftAllLeft(10).Or(wide(p[0], i))
+		w = w.Or(spread16(p[1], i, each, 1<<8)).Or(spread16(p[2], i, each, 1<<9))
+		w.Or(spread16(p[3], i, each, 1<<15)).Store(at[[16]uint16](o, 2*i))
+	}
+}
+
+var bits8, byteOfBit = func() (b [32]uint8, at [32]int8) {
+	for i := range b {
+		b[i], at[i] = 1<<(i%8), int8(i/8)
+	}
+	return
+}()
+
+// spread8 sets bit in each of 32 bytes whose bit is set in the 32 bits at p.
+func spread8(p unsafe.Pointer, i int, each archsimd.Uint8x32, of archsimd.Int8x32, bit uint8) archsimd.Uint8x32 {
+	m := archsimd.BroadcastUint32x8(*at[uint32](p, i/8)).AsUint8x32().PermuteOrZeroGrouped(of)
+	return archsimd.BroadcastUint8x32(bit).Masked(m.And(each).Equal(each))
+}
+
+func mergeE5M2(o, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
+	each, of := archsimd.LoadUint8x32(&bits8), archsimd.LoadInt8x32(&byteOfBit)
+	for i := 0; i < n; i += 32 {
+		w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(2).AsUint8x32()
+		w = w.Or(spread8(p[0], i, each, of, 1)).Or(spread8(p[1], i, each, of, 2))
+		w.Or(spread8(p[2], i, each, of, 0x80)).Store(at[[32]uint8](o, i))
+	}
+}
+
+// nibbles gives 32 nibbles of a plane as bytes.
+func nibbles(p unsafe.Pointer, i int, low archsimd.Uint16x16) archsimd.Uint16x16 {
+	w := wide(p, i/2)
+	return w.Or(w.ShiftAllLeft(4)).And(low)
+}
+
+func mergeE4M3(o, v, p unsafe.Pointer, n int) {
+	low, low3 := archsimd.BroadcastUint16x16(0x0f0f), archsimd.BroadcastUint16x16(0x0707)
+	top := archsimd.BroadcastUint16x16(0x8080)
+	for i := 0; i < n; i += 32 {
+		m := nibbles(p, i, low)
+		w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(3).Or(m.And(low3))
+		w.Or(m.ShiftAllLeft(4).And(top)).Store(at[[16]uint16](o, i))
+	}
+}
+
+func mergeInt8(o, v, p unsafe.Pointer, n int) {
+	low := archsimd.BroadcastUint16x16(0x0f0f)
+	for i := 0; i < n; i += 32 {
+		w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(4)
+		w.Or(nibbles(p, i, low)).Store(at[[16]uint16](o, i))
+	}
+}
+
+// pairWeights makes VPMADDUBSW join two nibbles; evenBytes packs words that
+// are bytes.
+var pairWeights, evenBytes = func() (w, e [32]int8) {
+	for i := range w {
+		w[i] = int8(1 + i%2*15)
+		e[i] = int8(uint8(i%16*2 | i&8<<4))
+	}
+	return
+}()
+
+func mergeNibbles(o, v unsafe.Pointer, n int) {
+	weights, even := archsimd.LoadInt8x32(&pairWeights), archsimd.LoadInt8x32(&evenBytes)
+	order := archsimd.LoadUint32x8(&order256)
+	for i := 0; i < n; i += 64 {
+		a := archsimd.LoadUint8x32(at[[32]uint8](v, i)).DotProductPairsSaturated(weights)
+		b := archsimd.LoadUint8x32(at[[32]uint8](v, i+32)).DotProductPairsSaturated(weights)
+		a8 := a.AsUint16x16().AsUint8x32().PermuteOrZeroGrouped(even).AsUint64x4()
+		b8 := b.AsUint16x16().AsUint8x32().PermuteOrZeroGrouped(even).AsUint64x4()
+		a8.InterleaveLoGrouped(b8).AsUint32x8().Permute(order).AsUint8x32().Store(at[[32]uint8](o, i/2))
+	}
+}

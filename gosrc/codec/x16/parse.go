@@ -1,0 +1,332 @@
+package x16
+
+import (
+	"encoding/binary"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// batch is how many tiles of a segment are decoded into symbol values before
+// they are put together with their planes: a whole segment as encoders make
+// them. Long runs let the processor prefetch planes and destination; with 8
+// tiles, decoding to memory that is not in the cache took half as long again.
+const batch = defaultSegTiles
+
+// fillTiles is how many tiles are put together at once where a plane is
+// constant, and so has to be made.
+const fillTiles = 8
+
+// A segment is one run of tiles while it is decoded.
+type segment struct {
+	x      [lanes]uint32
+	vals   *[batch * tileSyms]byte // what a batch is decoded into
+	cur    int                     // in the chunk, of the next word
+	escs   int                     // escape symbols seen
+	tile   int                     // in the chunk, of the next tile to merge
+	tiles  int                     // that are left to merge
+	want   int                     // tiles of this batch
+	got    int                     // of them decoded
+	first  int                     // tile
+	total  int                     // tiles
+	begin  int                     // in the chunk
+	end    int
+	listed int // escapes that the directory announces
+}
+
+// A laneMemory is what the vector kernels keep in memory. It has no pointers,
+// so that the allocator puts it on a cache line's boundary: a state that
+// crosses one costs twice.
+type laneMemory struct {
+	states  [4][lanes]uint32
+	labels  [4][lanes]uint32    // AVX-512: 8 nibbles a lane
+	symbols [4][4][lanes]uint32 // AVX2: two bytes a lane for each pair of steps
+}
+
+// A decoder is all that is known of one chunk while it is decoded. Decoders
+// are pooled: at some 150 KB they are too large for every goroutine's stack.
+type decoder struct {
+	form      *form
+	transform uint8
+	level     Level
+	src, dst  []byte
+	tiles     int // T
+	segTiles  int // S
+	segs      int // G
+	one       bool
+	symbol    uint8 // mode 1
+	escape    int   // symbol, or -1
+	sentinel  byte  // value that stands for an escape: no other symbol has it
+	palette   [16]byte
+	values    [16]byte // palette with the sentinel
+	table     table
+	planeAt   [maxPlanes]int // in src; constant planes have their own copy
+	constant  [maxPlanes]bool
+	tailAt    int
+
+	fills  [maxPlanes][fillTiles * tileSyms]byte // what a constant plane reads as
+	vals   [4][batch * tileSyms]byte             // symbol values, in natural order
+	run    [4]segment
+	lanes  *laneMemory
+	active [4]*segment
+	fast   fastTables
+	slots  scalarSlots
+}
+
+func corrupt(format string, args ...any) error {
+	return fault.New(fault.ErrCorrupt, format, args...)
+}
+
+// parse checks everything that can be checked before a word is decoded.
+// Afterwards every offset in d lies inside src and every count inside dst.
+func (d *decoder) parse(dst, src []byte, transform uint8, segTiles uint16) error {
+	if !known(transform) {
+		return corrupt("X16 transform %d", transform)
+	}
+	f := &forms[transform]
+	d.form, d.transform, d.src, d.dst = f, transform, src, dst
+	if len(src) < headerBytes {
+		return corrupt("X16 chunk of %d bytes", len(src))
+	}
+	if segTiles < 1 || segTiles > maxSegTiles {
+		return corrupt("%d tiles per segment", segTiles)
+	}
+	d.tiles = len(dst) * 8 / f.bits / tileSyms
+	if t := binary.LittleEndian.Uint32(src[4:]); t == 0 || uint64(t) != uint64(d.tiles) {
+		return corrupt("%d tiles where %d bytes have %d", t, len(dst), d.tiles)
+	}
+	d.segTiles = int(segTiles)
+	if err := d.parseHeader(); err != nil {
+		return err
+	}
+	at := headerBytes
+	d.segs = 0
+	if !d.one {
+		d.segs = (d.tiles + d.segTiles - 1) / d.segTiles
+		var err error
+		if at, err = d.parseDirectory(); err != nil {
+			return err
+		}
+	}
+	for i, bits := range f.planes {
+		d.planeAt[i] = at
+		if !d.constant[i] {
+			at += d.tiles * tileSyms / 8 * bits
+		}
+	}
+	d.tailAt = at
+	if rest := len(dst) - d.tiles*d.tileBytes(); len(src)-at != rest {
+		return corrupt("%d stored bytes, not %d", len(src), at+rest)
+	}
+	return nil
+}
+
+func (d *decoder) tileBytes() int { return d.form.bits * (tileSyms / 8) }
+
+// parseHeader reads the 96 bytes but for the tile count.
+func (d *decoder) parseHeader() error {
+	h, f := d.src[:headerBytes], d.form
+	if h[0] > 1 {
+		return corrupt("mode %d", h[0])
+	}
+	d.one, d.symbol = h[0] == 1, h[1]
+	if d.symbol > 15 || !d.one && d.symbol != 0 {
+		return corrupt("symbol %d in mode %d", d.symbol, h[0])
+	}
+	if int(h[2])>>len(f.planes) != 0 {
+		return corrupt("constant planes %#x of %d", h[2], len(f.planes))
+	}
+	for i, v := range h[8:16] {
+		is := h[2]>>i&1 != 0
+		limit := 0
+		if is {
+			limit = 1<<f.planes[i] - 1
+		}
+		if int(v) > limit {
+			return corrupt("constant plane %d of value %d", i, v)
+		}
+		if is {
+			d.fill(i, v)
+		}
+		if i < maxPlanes {
+			d.constant[i] = is
+		}
+	}
+	d.escape = int(h[3]) - 1
+	if d.escape > 15 || d.escape >= 0 && (d.one || f.identity) {
+		return corrupt("escape symbol %d", d.escape)
+	}
+	copy(d.table.freq[:], h[32:48])
+	copy(d.table.divider[:], h[48:64])
+	copy(d.table.alias[:], h[64:80])
+	if d.escape >= 0 && d.table.freq[d.escape] == 0 {
+		return corrupt("escape symbol %d does not occur", d.escape)
+	}
+	copy(d.palette[:], h[16:32])
+	for k, v := range d.palette {
+		limit := 0 // what does not occur has no value
+		switch {
+		case f.identity && int(v) != k:
+			limit = -1
+		case f.identity, k != d.escape && (d.table.freq[k] > 0 || d.one && k == int(d.symbol)):
+			limit = f.values - 1
+		}
+		if int(v) > limit {
+			return corrupt("palette: symbol %d has value %d", k, v)
+		}
+	}
+	d.values = d.palette
+	if d.escape >= 0 {
+		d.sentinel = unused(&d.palette, d.escape)
+		d.values[d.escape] = d.sentinel
+	}
+	if !zero(h[80:]) || d.one && !zero(h[32:80]) {
+		return corrupt("header bytes that must be zero are not")
+	}
+	if !d.one {
+		return d.table.check()
+	}
+	return nil
+}
+
+// unused finds a value that no symbol but k has; 16 of at least 32 are taken.
+func unused(palette *[16]byte, k int) byte {
+	var taken [32]bool
+	for i, v := range palette {
+		if i != k && v < 32 {
+			taken[v] = true
+		}
+	}
+	for v, t := range taken {
+		if !t {
+			return byte(v)
+		}
+	}
+	return 0
+}
+
+// fill makes the bytes that constant plane i reads as.
+func (d *decoder) fill(i int, v byte) {
+	switch d.form.planes[i] {
+	case 4:
+		v |= v << 4
+	case 1:
+		v = -v
+	}
+	p := &d.fills[i]
+	if p[0] == v && p[len(p)-1] == v && uniform(p[:], v) {
+		return
+	}
+	for j := range p {
+		p[j] = v
+	}
+}
+
+func uniform(p []byte, v byte) bool {
+	w := uint64(v) * 0x0101010101010101
+	for len(p) >= 8 {
+		if binary.LittleEndian.Uint64(p) != w {
+			return false
+		}
+		p = p[8:]
+	}
+	for _, b := range p {
+		if b != v {
+			return false
+		}
+	}
+	return true
+}
+
+func zero(p []byte) bool { return uniform(p, 0) }
+
+// parseDirectory checks the segments' places and gives the end of the last.
+func (d *decoder) parseDirectory() (end int, err error) {
+	first := up16(headerBytes + 8*(d.segs+1))
+	if first > len(d.src) {
+		return 0, corrupt("%d bytes are too few for a directory of %d segments", len(d.src), d.segs)
+	}
+	last := 0
+	for i := range d.segs + 1 {
+		off := binary.LittleEndian.Uint32(d.src[headerBytes+8*i:])
+		escs := binary.LittleEndian.Uint32(d.src[headerBytes+8*i+4:])
+		if off%16 != 0 || uint64(off) > uint64(len(d.src)) || i == 0 && int(off) != first {
+			return 0, corrupt("segment %d at %d", i, off)
+		}
+		if i > 0 && int(off)-last < stateBytes+3*d.escapes(i-1) {
+			return 0, corrupt("segment %d of %d bytes", i-1, int(off)-last)
+		}
+		most := uint64(d.tilesOf(i) * tileSyms)
+		if uint64(escs) > most || escs > 0 && d.escape < 0 {
+			return 0, corrupt("segment %d with %d escapes", i, escs)
+		}
+		last = int(off)
+	}
+	if !zero(d.src[headerBytes+8*(d.segs+1) : first]) {
+		return 0, corrupt("directory padding is not zero")
+	}
+	return last, nil
+}
+
+// escapes and offset read the directory, which parseDirectory has checked.
+func (d *decoder) escapes(seg int) int {
+	return int(binary.LittleEndian.Uint32(d.src[headerBytes+8*seg+4:]))
+}
+
+func (d *decoder) offset(seg int) int {
+	return int(binary.LittleEndian.Uint32(d.src[headerBytes+8*seg:]))
+}
+
+// tilesOf is the number of tiles of a segment; 0 for the one past the last.
+func (d *decoder) tilesOf(seg int) int {
+	return max(0, min(d.segTiles, d.tiles-seg*d.segTiles))
+}
+
+// begin reads a segment's states.
+func (d *decoder) begin(s *segment, seg int) error {
+	s.begin, s.end = d.offset(seg), d.offset(seg+1)
+	s.first, s.total = seg*d.segTiles, d.tilesOf(seg)
+	s.tile, s.tiles = s.first, s.total
+	s.listed, s.escs = d.escapes(seg), 0
+	s.cur = s.begin + stateBytes
+	low := ^uint32(0)
+	for l := range s.x {
+		s.x[l] = binary.LittleEndian.Uint32(d.src[s.begin+4*l:])
+		low = min(low, s.x[l])
+	}
+	if low < start {
+		return corrupt("segment %d begins with state %d", seg, low)
+	}
+	return nil
+}
+
+// finish checks what a decoded segment must end with, and puts the escapes'
+// values where sentinels stand.
+func (d *decoder) finish(s *segment) error {
+	for l, x := range s.x {
+		if x != start {
+			return corrupt("lane %d ends in state %#x", l, x)
+		}
+	}
+	list := s.cur
+	pad := list + 3*s.listed
+	if pad > s.end || s.end-pad >= 16 || !zero(d.src[pad:s.end]) {
+		return corrupt("segment at %d: words and escapes end at %d of %d", s.begin, pad, s.end)
+	}
+	if s.escs != s.listed {
+		return corrupt("segment at %d: %d escapes, %d listed", s.begin, s.escs, s.listed)
+	}
+	values := list + 2*s.listed
+	last, base := -1, s.first*tileSyms
+	for i := range s.listed {
+		at := int(binary.LittleEndian.Uint16(d.src[list+2*i:]))
+		v := d.src[values+i]
+		if at <= last || at >= s.total*tileSyms || int(v) >= d.form.values {
+			return corrupt("escape %d: value %d at %d", i, v, at)
+		}
+		last = at
+		if !d.patch(base+at, v) {
+			return corrupt("escape %d: no escape symbol at %d", i, at)
+		}
+	}
+	return nil
+}

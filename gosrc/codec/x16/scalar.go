@@ -1,0 +1,74 @@
+package x16
+
+import (
+	"bytes"
+	"encoding/binary"
+)
+
+// scalarSlots are all that the scalar twin needs of each slot.
+type scalarSlots struct {
+	freq, rank [256]uint16
+	value      [256]uint8
+}
+
+func (d *decoder) buildSlots() {
+	t := &d.slots
+	for s, e := range d.table.slots() {
+		t.freq[s], t.rank[s], t.value[s] = uint16(d.table.freq[e.symbol]), uint16(e.rank), d.values[e.symbol]
+	}
+}
+
+// scalar decodes len(vals)/256 tiles of s; false means that a word would lie
+// past the segment. It is the reference that the other twins are held to.
+func (d *decoder) scalar(s *segment, vals []byte) bool {
+	src := d.src[:s.end]
+	all := vals
+	cur := s.cur
+	var spare [2 * lanes]byte
+	for ; len(vals) >= tileSyms; vals = vals[tileSyms:] {
+		tile := (*[tileSyms]byte)(vals)
+		for pair := 0; pair < 8; pair += 2 {
+			// A pair of steps reads at most one word a lane. The last ones of
+			// a segment are read from a copy with room behind it.
+			words := src[min(cur, len(src)):]
+			if len(words) < 2*lanes {
+				spare = [2 * lanes]byte{}
+				copy(spare[:], words)
+				words = spare[:]
+			}
+			cur += steps(&s.x, &d.slots, (*[2 * lanes]byte)(words), tile, pair)
+			if cur > len(src) {
+				return false
+			}
+		}
+	}
+	if d.escape >= 0 {
+		s.escs += bytes.Count(all, []byte{d.sentinel})
+	}
+	s.cur = cur
+	return true
+}
+
+// steps decodes a pair of steps in all lanes and gives the bytes of words
+// used. A function of its own has the registers that the loop needs. It does
+// not branch: whether a lane needs a word is a coin toss.
+func steps(states *[lanes]uint32, t *scalarSlots, w *[2 * lanes]byte, tile *[tileSyms]byte, pair int) (used int) {
+	for l := range states {
+		x := states[l]
+		i := uint8(x)
+		out := (*[2]byte)(tile[(int(units[l])+pair)&254:])
+		x = uint32(t.freq[i])*(x>>8) + uint32(t.rank[i])
+		out[0] = t.value[i]
+		i = uint8(x)
+		x = uint32(t.freq[i])*(x>>8) + uint32(t.rank[i])
+		out[1] = t.value[i]
+		with := x<<16 | uint32(binary.LittleEndian.Uint16(w[used&62:]))
+		need := (uint64(x) - start) >> 63
+		if need != 0 {
+			x = with
+		}
+		states[l] = x
+		used += int(2 * need)
+	}
+	return used
+}

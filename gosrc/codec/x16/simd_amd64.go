@@ -1,0 +1,114 @@
+//go:build goexperiment.simd && amd64
+
+package x16
+
+import (
+	"simd/archsimd"
+	"unsafe"
+)
+
+// slack is how many bytes of the chunk must lie ahead of the cursor for the
+// vector kernels to decode one tile without looking: 4 pairs of steps read at
+// most 256 bytes, and the last load of 16 words reaches 32 bytes on.
+const slack = 320
+
+// escapeLabel is the nibble that kernels give the escape symbol: the largest,
+// so that one unsigned maximum finds it.
+const escapeLabel = 15
+
+// fastTables are a chunk's tables as the vector twins want them. A kernel
+// emits labels, which are symbols renumbered so that the escape has the
+// largest; values turns labels into symbol values.
+type fastTables struct {
+	// entry holds two dwords a bucket: what positions below the divider are,
+	// then what the others are:
+	// freq | bias + 16 << 8 | label << 28, where rank = position + bias.
+	entry [32]uint32
+	// above is (bucket << 5) + 32 - divider: position - 16 added to it carries
+	// into bit 4 if the position is the alias's, so that bits 4..8 are an index
+	// into entry.
+	above  [16]uint32
+	values [64]byte // by label, four times
+	limit  uint8    // labels from here on are escapes; 255: there are none
+	narrow tables256
+}
+
+// detect gives the best level of this machine. AVX512 is asked beside VBMI2,
+// which stays true under GODEBUG=cpu.avx512f=off, when the kernel of Go does
+// not save ZMM registers.
+func detect() Level {
+	x := archsimd.X86
+	switch {
+	case x.AVX512() && x.AVX512VBMI() && x.AVX512VBMI2():
+		return AVX512
+	case x.AVX2():
+		return AVX2
+	}
+	return Scalar
+}
+
+func (t *fastTables) build(d *decoder) {
+	if d.level == AVX2 {
+		t.narrow.build(d)
+		return
+	}
+	label := func(k int) int { // swaps the escape symbol with 15
+		switch {
+		case d.escape < 0:
+			return k
+		case k == d.escape:
+			return escapeLabel
+		case k == escapeLabel:
+			return d.escape
+		}
+		return k
+	}
+	pack := func(k, bias int) uint32 {
+		// bias is in [-15, 239]: an alias's last rank is below 255.
+		return uint32(d.table.freq[k]) | uint32(bias+16)<<8 | uint32(label(k))<<28
+	}
+	bias := d.table.bias()
+	for b := range 16 {
+		t.entry[2*b] = pack(b, 0)
+		t.entry[2*b+1] = pack(int(d.table.alias[b]), bias[b])
+		t.above[b] = uint32(b<<5 + 32 - int(d.table.divider[b]))
+	}
+	for k, v := range d.values {
+		for i := 0; i < 64; i += 16 {
+			t.values[i+label(k)] = v
+		}
+	}
+	t.limit = 255
+	if d.escape >= 0 {
+		t.limit = escapeLabel
+	}
+}
+
+// kernel decodes as many of the wanted tiles of each segment as it safely can.
+// Each call of a vector kernel does at least one tile of each segment that it
+// is given; those that are done, or too near the end of the chunk, drop out.
+func (d *decoder) kernel(run []segment) {
+	if d.level < AVX2 {
+		return
+	}
+	most := len(d.src) - slack
+	for {
+		active := d.active[:0]
+		for i := range run {
+			if s := &run[i]; s.got < s.want && s.cur <= most {
+				active = append(active, s)
+			}
+		}
+		switch {
+		case len(active) == 0:
+			return
+		case d.level == AVX512:
+			d.kernel512(active)
+		default:
+			d.kernel256(active)
+		}
+	}
+}
+
+// at is a pointer to byte i of a chunk: the caller has checked slack.
+func at[T any](base unsafe.Pointer, i int) *T { return (*T)(unsafe.Add(base, i)) }

@@ -1,0 +1,115 @@
+package x16
+
+import "github.com/overwire/overwire/gosrc/fault"
+
+// A table is the probability model of a chunk as it is stored: what each of
+// the 16 buckets of 16 slots holds (docs/format.md 3.4).
+type table struct {
+	freq    [16]uint8
+	divider [16]uint8 // positions of bucket b below this are symbol b
+	alias   [16]uint8 // the others are this symbol
+}
+
+// A slot is what a decoder does with the low 8 bits of a state.
+type slot struct{ symbol, rank uint8 }
+
+// check says whether the three parts agree: every symbol gets exactly freq
+// slots, and a bucket that is all its symbol's own is written in one way only.
+// Nothing may be expanded before this has passed.
+func (t *table) check() error {
+	sum := 0
+	var given [16]int
+	for b := range 16 {
+		d, a := int(t.divider[b]), t.alias[b]
+		if d > 16 || a > 15 || (d == 16) != (int(a) == b) {
+			return fault.New(fault.ErrCorrupt, "bucket %d: divider %d, alias %d", b, d, a)
+		}
+		sum += int(t.freq[b])
+		given[b] += d
+		given[a] += 16 - d
+	}
+	if sum != 256 {
+		return fault.New(fault.ErrCorrupt, "frequencies sum to %d", sum)
+	}
+	for k, n := range given {
+		if n != int(t.freq[k]) {
+			return fault.New(fault.ErrCorrupt, "symbol %d has frequency %d and %d slots", k, t.freq[k], n)
+		}
+	}
+	return nil
+}
+
+// bias gives, for each bucket, the rank of its alias at position 0 (which is
+// negative when position 0 is not the alias's). The table must have passed
+// check.
+func (t *table) bias() (out [16]int) {
+	next := [16]int{}
+	for k, d := range t.divider {
+		next[k] = int(d)
+	}
+	for b := range 16 {
+		d, a := int(t.divider[b]), t.alias[b]
+		out[b] = next[a] - d
+		if d < 16 {
+			next[a] += 16 - d
+		}
+	}
+	return
+}
+
+// slots expands a checked table.
+func (t *table) slots() (out [256]slot) {
+	bias := t.bias()
+	for s := range out {
+		b, r := s/16, s%16
+		if r < int(t.divider[b]) {
+			out[s] = slot{uint8(b), uint8(r)}
+		} else {
+			out[s] = slot{t.alias[b], uint8(r + bias[b])}
+		}
+	}
+	return
+}
+
+// newTable lays frequencies out as 16 buckets of two symbols, as A. J. Walker
+// and M. Vose do: each bucket that its own symbol does not fill takes the rest
+// from the lowest-numbered symbol that still has more than it can hold.
+func newTable(freq [16]uint8) (t table) {
+	t.freq = freq
+	left := [16]int{}
+	for k, f := range freq {
+		left[k] = int(f)
+	}
+	// Buckets are closed one at a time; whoever gives may fall below 16 and
+	// is then closed in its turn, so somebody above 16 exists while any is
+	// below (their mean is 16).
+	var closed [16]bool
+	for range 16 {
+		b := -1
+		for k := range left {
+			if !closed[k] && left[k] < 16 {
+				b = k
+				break
+			}
+		}
+		if b < 0 {
+			break // all that are left hold exactly 16
+		}
+		giver := b
+		for k := range left {
+			if !closed[k] && left[k] > 16 {
+				giver = k
+				break
+			}
+		}
+		t.divider[b], t.alias[b] = uint8(left[b]), uint8(giver)
+		left[giver] -= 16 - left[b]
+		closed[b] = true
+	}
+	for b := range left {
+		if !closed[b] {
+			t.divider[b], t.alias[b] = 16, uint8(b)
+		}
+	}
+	return
+}

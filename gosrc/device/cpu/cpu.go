@@ -1,0 +1,176 @@
+// Package cpu is the host as a device: tensors land in anonymous memory of
+// their own, on huge pages, and chunks are decoded by the calling goroutine.
+package cpu
+
+import (
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+const (
+	// Align is the alignment of every tensor: a cache line.
+	Align = 64
+
+	huge = 2 << 20
+	page = 4096
+	// Fresh memory costs eight times as much by 4 KiB pages as by huge ones, so
+	// tensors share regions big enough for huge pages; each gives its own pages
+	// back when it is freed. Tensors too small for that share small slabs, so
+	// that a forgotten one holds little.
+	regionBytes = 1 << 30
+	small       = 256 << 10
+	slabBytes   = 4 << 20
+)
+
+// Alloc returns zeroed memory for tensors of the given sizes, each aligned to
+// Align and with one holder, the caller. All or nothing.
+func Alloc(sizes []int64) ([]device.Memory, error) {
+	mem := make([]device.Memory, len(sizes))
+	var big, little packer
+	big.limit, little.limit = regionBytes, slabBytes
+	for i, n := range sizes {
+		var err error
+		switch {
+		case n < 0:
+			err = fault.New(fault.ErrArgument, "size %d", n)
+		case n == 0:
+			continue
+		case n < small:
+			err = little.add(mem, sizes, i)
+		default:
+			err = big.add(mem, sizes, i)
+		}
+		if err != nil {
+			big.drop(mem)
+			little.drop(mem)
+			Release(mem)
+			return nil, err
+		}
+	}
+	for _, p := range []*packer{&big, &little} {
+		if err := p.flush(mem, sizes); err != nil {
+			big.drop(mem)
+			little.drop(mem)
+			Release(mem)
+			return nil, err
+		}
+	}
+	return mem, nil
+}
+
+// Release gives up every piece of memory in mem.
+func Release(mem []device.Memory) {
+	for i := range mem {
+		mem[i].Release()
+		mem[i] = device.Memory{}
+	}
+}
+
+// A packer collects tensors until a region is full.
+type packer struct {
+	limit, used int64
+	pending     []int
+}
+
+func (p *packer) add(mem []device.Memory, sizes []int64, i int) error {
+	n := (sizes[i] + Align - 1) &^ (Align - 1)
+	if n < sizes[i] {
+		return fault.New(fault.ErrMemory, "a tensor of %d bytes", sizes[i])
+	}
+	if p.used > 0 && p.used+n > p.limit {
+		if err := p.flush(mem, sizes); err != nil {
+			return err
+		}
+	}
+	p.used += n
+	p.pending = append(p.pending, i)
+	return nil
+}
+
+// flush maps one region for what is pending and hands it out.
+func (p *packer) flush(mem []device.Memory, sizes []int64) error {
+	if len(p.pending) == 0 {
+		return nil
+	}
+	base, length, err := Map(p.used + Align)
+	if err != nil {
+		return err
+	}
+	// The block lies behind the tensors, so that these start on a huge page.
+	kind := int64(device.KindRegion)
+	if p.limit == slabBytes {
+		kind = device.KindMap
+	}
+	block := device.NewBlock(unsafe.Add(base, p.used), int64(len(p.pending)), base, uint64(length), kind)
+	var off int64
+	for _, i := range p.pending {
+		mem[i] = device.Memory{Ptr: unsafe.Add(base, off), Bytes: sizes[i], Block: block}
+		off += (sizes[i] + Align - 1) &^ (Align - 1)
+	}
+	p.pending, p.used = p.pending[:0], 0
+	return nil
+}
+
+// drop forgets what is pending: it has no memory yet.
+func (p *packer) drop([]device.Memory) { p.pending, p.used = nil, 0 }
+
+// Map returns fresh anonymous memory of at least n bytes and its true length,
+// on huge pages where it is large enough. Give it back with Unmap, or make it
+// a Block.
+func Map(n int64) (unsafe.Pointer, int64, error) {
+	if n <= 0 || n > 1<<46 {
+		return nil, 0, fault.New(fault.ErrMemory, "%d bytes of host memory", n)
+	}
+	length := (n + page - 1) &^ (page - 1)
+	slack := int64(0)
+	if length >= huge {
+		slack = huge
+	}
+	p, err := unix.MmapPtr(-1, 0, nil, uintptr(length+slack), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	if err != nil {
+		return nil, 0, fault.New(fault.ErrMemory, "%d bytes of host memory: %v", n, err)
+	}
+	if slack > 0 {
+		head := (huge - int64(uintptr(p)&(huge-1))) & (huge - 1)
+		if head > 0 {
+			_ = unix.MunmapPtr(p, uintptr(head))
+		}
+		p = unsafe.Add(p, head)
+		if slack > head {
+			_ = unix.MunmapPtr(unsafe.Add(p, length), uintptr(slack-head))
+		}
+		_ = unix.Madvise(unsafe.Slice((*byte)(p), length), unix.MADV_HUGEPAGE)
+	}
+	return p, length, nil
+}
+
+// Unmap gives memory of Map back.
+func Unmap(p unsafe.Pointer, length int64) { _ = unix.MunmapPtr(p, uintptr(length)) }
+
+// A Decoder runs jobs for one goroutine. The zero value is ready; it keeps
+// scratch for chunks that do not land in a row.
+type Decoder struct{ scratch []byte }
+
+// Run decodes the chunk of one job out of its stored bytes.
+func (d *Decoder) Run(j *device.Job, stored []byte) error {
+	n := int64(j.Chunk.Logical)
+	if j.View == nil {
+		return codec.Decode(unsafe.Slice((*byte)(j.Dst), n), stored, j.Chunk)
+	}
+	if int64(cap(d.scratch)) < n {
+		d.scratch = make([]byte, n)
+	}
+	whole := d.scratch[:n]
+	if err := codec.Decode(whole, stored, j.Chunk); err != nil {
+		return err
+	}
+	j.View.Runs(n, func(dst, src, n int64) {
+		copy(unsafe.Slice((*byte)(unsafe.Add(j.Dst, dst)), n), whole[src:src+n])
+	})
+	return nil
+}

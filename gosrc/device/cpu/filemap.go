@@ -1,0 +1,59 @@
+package cpu
+
+import (
+	"errors"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// MapFile maps a whole file of the given size, private and writable: writes
+// stay in memory and never reach the file. The mapping has n holders; Memory
+// of parts of it is made with the returned block. It survives the closing and
+// the unlinking of the file, not its truncation by another program, which
+// makes reads of the lost pages fatal (SIGBUS): that is what mapping means.
+func MapFile(fd int, size int64, n int64) (unsafe.Pointer, *device.Block, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, nil, fault.FromOS(err)
+	}
+	if st.Size < size {
+		return nil, nil, fault.New(fault.ErrCorrupt, "truncated: the file had %d bytes when it was opened, now %d", size, st.Size)
+	}
+	length := (size + page - 1) &^ (page - 1)
+	// Reserve one page more, for the block, then lay the file over the front.
+	base, err := unix.MmapPtr(-1, 0, nil, uintptr(length+page), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	if err != nil {
+		return nil, nil, fault.New(fault.ErrMemory, "mapping %d bytes: %v", size, err)
+	}
+	if _, err := unix.MmapPtr(fd, 0, base, uintptr(length), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_FIXED); err != nil {
+		_ = unix.MunmapPtr(base, uintptr(length+page))
+		return nil, nil, fault.FromOS(err)
+	}
+	block := device.NewBlock(unsafe.Add(base, length), n, base, uint64(length+page), device.KindMap)
+	return base, block, nil
+}
+
+// Populate reads the pages of [p, p+n) of a mapped file in; a disk that fails
+// does so here, as an error. On kernels before 5.14 it does nothing: pages then
+// come in when they are first touched.
+func Populate(p unsafe.Pointer, n int64) error {
+	const populateRead = 22 // MADV_POPULATE_READ
+	head := int64(uintptr(p) & (page - 1))
+	b := unsafe.Slice((*byte)(unsafe.Add(p, -head)), n+head)
+	for {
+		err := unix.Madvise(b, populateRead)
+		switch {
+		case err == nil, errors.Is(err, unix.EINVAL):
+			return nil
+		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
+		case errors.Is(err, unix.EFAULT):
+			return fault.New(fault.ErrIO, "the file cannot be read, or has been truncated")
+		default:
+			return fault.FromOS(err)
+		}
+	}
+}

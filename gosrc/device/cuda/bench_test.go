@@ -1,0 +1,386 @@
+//go:build cgo
+
+package cuda
+
+import (
+	"bytes"
+	"context"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+)
+
+var (
+	benchFlag = flag.Bool("cuda.bench", false, "measure; alone: -test.run TestBench")
+	benchDir  = flag.String("cuda.dir", os.TempDir(), "where the bench writes its file")
+	benchMB   = flag.Int("cuda.mb", 16000, "MB of tensor bytes a measured run moves")
+	benchRuns = flag.Int("cuda.runs", 5, "measured runs of each; the median is told")
+	fuzzFlag  = flag.Int("cuda.corrupt", 0, "how many corrupt chunks TestManyCorrupt decodes")
+)
+
+// gb is bytes in a time as GB/s.
+func gb(n int64, d time.Duration) float64 { return float64(n) / 1e9 / d.Seconds() }
+
+// repeat measures fn some times and tells the median and the range.
+func repeat(t *testing.T, what string, fn func() (int64, time.Duration)) {
+	var all []float64
+	for range *benchRuns {
+		n, d := fn()
+		all = append(all, gb(n, d))
+	}
+	slices.Sort(all)
+	t.Logf("%-64s %7.2f GB/s (%.2f to %.2f)", what, all[len(all)/2], all[0], all[len(all)-1])
+}
+
+// full is a piece of about n stored bytes of bf16 weights in chunks of 1 MiB.
+func full(r *rand.Rand, n int) *piece {
+	var p piece
+	data := weights(r, x16.BF16, 1<<20)
+	var one piece
+	one.coded(data, x16.BF16)
+	for len(p.bytes)+len(one.bytes)+16 <= n {
+		p.add(one.bytes, one.jobs[0].Chunk, nil, data)
+	}
+	for i := range p.jobs {
+		j := &p.jobs[i]
+		j.Chunk.Sum = codec.Sum(p.bytes[j.Src : j.Src+j.Chunk.Stored])
+	}
+	return &p
+}
+
+// flood submits a piece until total logical bytes went to memory of dst, with
+// so many workers; before is what a worker does with its slot first.
+func flood(t *testing.T, l *Lane, p *piece, dst device.Memory, total int64, workers int, before func(i int64, s *Slot)) (int64, time.Duration) {
+	each := int64(0)
+	for i := range p.jobs {
+		each += int64(p.jobs[i].Chunk.Logical)
+	}
+	pieces, room := max(1, total/each), dst.Bytes/each
+	var next, bad atomic.Int64
+	var wg sync.WaitGroup
+	start := time.Now()
+	for range workers {
+		wg.Go(func() {
+			for {
+				i := next.Add(1) - 1
+				if i >= pieces {
+					return
+				}
+				s, err := l.Get(context.Background())
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if before != nil {
+					before(i, s)
+				}
+				jobs := slices.Clone(p.jobs)
+				at := i % room * each
+				for k := range jobs {
+					jobs[k].Dst = unsafe.Add(dst.Ptr, at)
+					at += int64(jobs[k].Chunk.Logical)
+				}
+				if err := l.Submit(s, int64(len(p.bytes)), jobs, func(_ int, err error) {
+					if err != nil {
+						bad.Add(1)
+					}
+				}); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if err := l.Drain(context.Background()); err != nil || bad.Load() > 0 {
+		t.Fatalf("%v, %d bad jobs", err, bad.Load())
+	}
+	took := time.Since(start)
+	// The last bytes that landed, before the figure is believed.
+	n := min(room, pieces)
+	got := make([]byte, n*each)
+	if err := l.dev.Read(got, device.Memory{Ptr: dst.Ptr, Bytes: n * each}); err != nil {
+		t.Fatal(err)
+	}
+	for at := int64(0); at < n*each; {
+		for k := range p.want {
+			if !bytes.Equal(got[at:at+int64(len(p.want[k]))], p.want[k]) {
+				t.Fatal("what landed is not what was sent")
+			}
+			at += int64(len(p.want[k]))
+		}
+	}
+	return pieces * each, took
+}
+
+// fill puts a piece into every slot of a lane.
+func fill(t *testing.T, l *Lane, p *piece) {
+	var all []*Slot
+	for range l.slots {
+		s, err := l.Get(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		copy(s.Bytes, p.bytes)
+		all = append(all, s)
+	}
+	for _, s := range all {
+		l.Put(s)
+	}
+}
+
+// TestBench measures the lane beside the floor of the same run.
+func TestBench(t *testing.T) {
+	if !*benchFlag {
+		t.Skip("-cuda.bench")
+	}
+	r := rand.New(rand.NewPCG(1, 2))
+	total := int64(*benchMB) * 1_000_000
+	start := time.Now()
+	d := begun(t)
+	opened := time.Since(start)
+	info, _ := Info()
+	t.Logf("%+v, %d cores, opened in %v", info, runtime.GOMAXPROCS(0), opened)
+	for i := range 3 {
+		start := time.Now()
+		l, err := d.Lane(DefaultSlots, DefaultSlotBytes)
+		if err != nil {
+			t.Fatal(err)
+		}
+		took := time.Since(start)
+		l.Close()
+		t.Logf("lane %d ready in %v", i+1, took)
+		if i == 1 {
+			start = time.Now()
+			if err := d.Trim(); err != nil {
+				t.Fatal(err)
+			}
+			t.Logf("trimmed in %v; the next is made anew", time.Since(start))
+		}
+	}
+	benchAlloc(t, d, total)
+	mem, err := d.Alloc([]int64{min(total, 1<<30)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mem[0].Release()
+	cores := runtime.GOMAXPROCS(0)
+	for _, g := range []struct {
+		slots int
+		bytes int64
+	}{{DefaultSlots, DefaultSlotBytes}, {7, 15 << 20}, {26, 4 << 20}} {
+		l, err := d.Lane(g.slots, g.bytes)
+		if err != nil {
+			t.Fatal(err)
+		}
+		name := fmt.Sprintf("%d x %.1f MiB: ", g.slots, float64(g.bytes)/(1<<20))
+		repeat(t, name+"floor, pinned copies", func() (int64, time.Duration) {
+			count := max(1, int(total/g.bytes/2))
+			took, err := l.Floor(g.bytes, count)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return int64(count) * g.bytes, took
+		})
+		p := full(r, int(g.bytes))
+		ratio := float64(len(p.bytes)) / float64(len(p.jobs)<<20)
+		fill(t, l, p)
+		for _, w := range []int{1, 2} {
+			repeat(t, fmt.Sprintf("%scoded, ratio %.3f, no reading, %d workers", name, ratio, w), func() (int64, time.Duration) {
+				return flood(t, l, p, mem[0], total, w, nil)
+			})
+		}
+		var rawp, smalls piece
+		rawp.raw(weights(r, x16.BF16, int(g.bytes)))
+		fill(t, l, &rawp)
+		repeat(t, name+"raw, no reading, 1 worker", func() (int64, time.Duration) { return flood(t, l, &rawp, mem[0], total, 1, nil) })
+		for len(smalls.bytes)+20_000 < int(g.bytes) {
+			smalls.raw(rawp.bytes[len(smalls.bytes) : len(smalls.bytes)+1_000+2*r.IntN(9_000)])
+		}
+		fill(t, l, &smalls)
+		repeat(t, fmt.Sprintf("%s%d small raw a piece, 2 workers", name, len(smalls.jobs)), func() (int64, time.Duration) {
+			return flood(t, l, &smalls, mem[0], total/4, 2, nil)
+		})
+		benchRead(t, l, p, mem[0], total, name, min(4, cores), min(8, cores), min(12, cores), cores)
+		l.Close()
+	}
+}
+
+// benchRead adds what a loader does: pieces come out of the page cache, and
+// their checksums are compared.
+func benchRead(t *testing.T, l *Lane, p *piece, dst device.Memory, total int64, name string, workers ...int) {
+	const copies = 64
+	f, err := os.Create(filepath.Join(*benchDir, "overwire-cuda-bench"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.Remove(f.Name())
+	defer f.Close()
+	n := int64(len(p.bytes))
+	workers = slices.Compact(workers)
+	for range copies {
+		if _, err := f.Write(p.bytes); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, check := range []bool{false, true} {
+		for _, w := range workers {
+			what := fmt.Sprintf("%sread from cache, check %v, %d workers", name, check, w)
+			repeat(t, what, func() (int64, time.Duration) {
+				return flood(t, l, p, dst, total, w, func(i int64, s *Slot) {
+					if _, err := f.ReadAt(s.Bytes[:n], i%copies*n); err != nil {
+						t.Error(err)
+					}
+					for k := range p.jobs {
+						j := &p.jobs[k]
+						if check && codec.Sum(s.Bytes[j.Src:j.Src+j.Chunk.Stored]) != j.Chunk.Sum {
+							t.Error("checksum")
+						}
+					}
+				})
+			})
+		}
+	}
+}
+
+// benchAlloc times the allocation of models.
+func benchAlloc(t *testing.T, d *Device, total int64) {
+	models := map[string][]int64{"291 tensors": nil, "18867 tensors": nil}
+	for i := range 291 {
+		n := int64(58_720_256) * 2
+		if i%3 == 0 {
+			n = 8192
+		}
+		models["291 tensors"] = append(models["291 tensors"], min(n, total/200))
+	}
+	r := rand.New(rand.NewPCG(3, 4))
+	for range 18867 {
+		models["18867 tensors"] = append(models["18867 tensors"], min(1+r.Int64N(1_350_000), total/40_000))
+	}
+	for name, sizes := range models {
+		for range 2 {
+			sum := int64(0)
+			for _, n := range sizes {
+				sum += n
+			}
+			before, _, _ := d.Free()
+			start := time.Now()
+			mem, err := d.Alloc(sizes)
+			if err != nil {
+				t.Fatal(err)
+			}
+			took := time.Since(start)
+			after, _, _ := d.Free()
+			for _, m := range mem {
+				m.Release()
+			}
+			start = time.Now()
+			if err := d.reap(); err != nil {
+				t.Fatal(err)
+			}
+			t.Logf("%s, %.2f GB: allocated in %v, %.1f MB more than they hold; freed in %v", name, float64(sum)/1e9, took,
+				float64(before-after-sum)/1e6, time.Since(start))
+		}
+	}
+}
+
+// TestManyCorrupt decodes very many corrupt chunks, several to a piece, each
+// between good ones whose bytes must stay.
+func TestManyCorrupt(t *testing.T) {
+	if *fuzzFlag == 0 {
+		t.Skip("-cuda.corrupt N")
+	}
+	r := random(t)
+	d, l := open(t, 2, 4<<20)
+	var chunks []piece
+	for tr := uint8(x16.BF16); tr <= x16.Bytes; tr++ {
+		var p piece
+		if p.coded(weights(r, tr, 3000), tr) {
+			chunks = append(chunks, p)
+		}
+	}
+	refused, passed := 0, 0
+	for done := 0; done < *fuzzFlag; {
+		var p piece
+		for range 512 {
+			one := chunks[r.IntN(len(chunks))]
+			b := bytes.Clone(one.bytes)
+			for range 1 + r.IntN(3) {
+				i := r.IntN(len(b))
+				b[i] ^= byte(1 << r.IntN(8))
+			}
+			p.add(b, one.jobs[0].Chunk, nil, nil)
+			done++
+			if done%16 == 0 {
+				p.add(one.bytes, one.jobs[0].Chunk, nil, one.want[0])
+			}
+		}
+		for _, err := range p.run(t, d, l, 0) {
+			if err != nil {
+				refused++
+			} else {
+				passed++
+			}
+		}
+		if t.Failed() {
+			return
+		}
+	}
+	t.Logf("%d refused, %d passed (good ones, or bits that only the checksum covers)", refused, passed)
+}
+
+// TestManyLoads opens and closes lanes and memory a thousand times; what the
+// device has free at the end is what it had after the first.
+func TestManyLoads(t *testing.T) {
+	r := random(t)
+	d := begun(t)
+	var p piece
+	p.coded(weights(r, x16.BF16, 20_000), x16.BF16)
+	p.raw(weights(r, x16.BF16, 20_000))
+	rounds := 1000
+	if testing.Short() || fakes {
+		rounds = 50
+	}
+	var first int64
+	for i := range rounds {
+		l, err := d.Lane(2, 1<<20)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.run(t, d, l, int64(i%2))
+		l.Close()
+		if i%100 == 99 {
+			if err := d.Trim(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if i != 9 && i != rounds-1 {
+			continue
+		}
+		if err := d.Trim(); err != nil {
+			t.Fatal(err)
+		}
+		unused, _, err := d.Free()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i == 9 {
+			first = unused
+		} else if first-unused > 8<<20 { // the device may serve others too
+			t.Errorf("%d bytes were free after 10 loads, %d after %d", first, unused, rounds)
+		}
+	}
+}

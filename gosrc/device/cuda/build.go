@@ -1,0 +1,349 @@
+//go:build cgo
+
+package cuda
+
+/*
+#include "lane.h"
+#include "../../../cuda/abi.h"
+#include "../../../cuda/abi_move.h"
+*/
+import "C"
+
+import (
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const (
+	smallRaw = 64 << 10 // raw chunks below this are many or none
+	fewRaw   = 16       // that many copies cost less than one through staging
+	nearby   = 64 << 10 // bytes worth copying with the tables rather than apart
+
+	chunkSize = int(unsafe.Sizeof(C.ow_x16_chunk{}))
+	segSize   = int(unsafe.Sizeof(C.ow_x16_seg{}))
+	moveSize  = int(unsafe.Sizeof(C.ow_move{}))
+	partSize  = int(unsafe.Sizeof(C.ow_part{}))
+)
+
+// A build turns the jobs of a piece into copies, tables and launches, in one
+// round or several. It keeps its memory between pieces.
+type build struct {
+	s        *Slot
+	jobs     []device.Job
+	at       int  // the next job
+	begun    bool // a round was filled
+	lo, hi   int64
+	staged   bool // the bytes [lo, hi) were sent to the staging
+	around   bool // the piece needs scratch
+	scratch  bool // this round uses it
+	used     int  // bytes of tables
+	inScr    int64
+	chunks   []C.ow_x16_chunk
+	owner    []int // job of each chunk
+	moves    []C.ow_move
+	segs     []C.ow_x16_seg
+	parts    []C.ow_part
+	copies   []C.struct_owcu_copy
+	launches []launch
+
+	// Of the batch that is being filled: launches whose chunks fit in scratch.
+	batch [8][]C.ow_x16_seg
+	moved []C.ow_part
+}
+
+// A launch is a kernel and its items, in segs or, for moves, in parts.
+type launch struct{ kernel, first, n int }
+
+// begin checks a piece's jobs and decides which bytes go to the staging: those
+// of chunks that a kernel reads. Other raw chunks are copied to their places.
+func (b *build) begin(s *Slot, n int64, jobs []device.Job) {
+	b.s, b.jobs, b.at, b.begun, b.staged, b.around = s, jobs, 0, false, false, false
+	b.lo, b.hi = n, 0
+	small, smallLo, smallHi := 0, n, int64(0)
+	for i := range jobs {
+		j := &jobs[i]
+		if err := check(s, n, j); err != nil {
+			s.errs[i] = err
+			continue
+		}
+		b.around = b.around || around(j)
+		lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
+		switch {
+		case j.Chunk.Codec == tensor.CodecX16 || j.View != nil:
+			b.lo, b.hi = min(b.lo, lo), max(b.hi, hi)
+		case hi-lo < smallRaw:
+			small++
+			smallLo, smallHi = min(smallLo, lo), max(smallHi, hi)
+		}
+	}
+	if small > fewRaw {
+		b.lo, b.hi = min(b.lo, smallLo), max(b.hi, smallHi)
+	}
+	b.lo &^= 15
+}
+
+// check says whether a job can be run. Words in a chunk that only decoding can
+// check are left to the kernel.
+func check(s *Slot, n int64, j *device.Job) error {
+	c := &j.Chunk
+	lo, hi := int64(j.Src), int64(j.Src)+int64(c.Stored)
+	if hi > n || j.Dst == nil && c.Logical > 0 {
+		return fault.New(fault.ErrArgument, "a job on bytes [%d, %d) of %d, to %p", lo, hi, n, j.Dst)
+	}
+	switch c.Codec {
+	case tensor.CodecRaw:
+		if c.Transform != 0 || c.Stored != c.Logical {
+			return fault.New(fault.ErrCorrupt, "raw chunk with transform %d, %d bytes of %d", c.Transform, c.Stored, c.Logical)
+		}
+		return nil
+	case tensor.CodecX16:
+		if lo%16 != 0 {
+			return fault.New(fault.ErrCorrupt, "X16 chunk at %d, which is not a multiple of 16", lo)
+		}
+		return x16.Check(s.Bytes[lo:hi], *c)
+	}
+	return fault.New(fault.ErrNotSupported, "codec %d on a GPU", uint8(c.Codec))
+}
+
+// finished says whether every job is in a round.
+func (b *build) finished() bool { return b.begun && b.at == len(b.jobs) }
+
+// fill takes the next jobs, as many as the tables hold. scratch is the address
+// of scratch memory, if the piece needs it.
+func (b *build) fill(scratch uint64) {
+	b.scratch, b.used, b.inScr = false, 0, 0
+	b.chunks, b.owner, b.moves, b.segs, b.parts = b.chunks[:0], b.owner[:0], b.moves[:0], b.segs[:0], b.parts[:0]
+	b.copies, b.launches = b.copies[:0], b.launches[:0]
+	for ; b.at < len(b.jobs); b.at++ {
+		j := &b.jobs[b.at]
+		if b.s.errs[b.at] != nil || j.Chunk.Logical == 0 {
+			continue
+		}
+		var fits bool
+		if j.Chunk.Codec == tensor.CodecX16 {
+			fits = b.coded(j, scratch)
+		} else {
+			fits = b.raw(j)
+		}
+		if !fits {
+			break
+		}
+	}
+	b.begun = true
+	b.flushBatch()
+}
+
+// around says that a coded chunk goes through scratch: kernels write whole
+// chunks, to multiples of 16.
+func around(j *device.Job) bool {
+	return j.Chunk.Codec == tensor.CodecX16 && (j.View != nil || uintptr(j.Dst)%16 != 0)
+}
+
+// coded adds an X16 chunk.
+func (b *build) coded(j *device.Job, scratch uint64) bool {
+	through := around(j)
+	n := x16.Segments(j.Chunk)
+	need := chunkSize + n*segSize
+	dst := uint64(uintptr(j.Dst))
+	var moves []C.ow_move
+	if through {
+		if b.inScr+int64(j.Chunk.Logical) > scratchBytes {
+			b.flushBatch()
+			b.inScr = 0
+		}
+		at := scratch + uint64(b.inScr)
+		if moves = b.scattered(j, at, dst); len(moves) == 0 {
+			return true // a view that keeps nothing of it
+		}
+		dst = at
+		need += tablesOf(moves)
+	}
+	if !b.room(need) || len(b.chunks) == maxChunks {
+		return false
+	}
+	if through {
+		b.scratch = true
+		b.inScr += (int64(j.Chunk.Logical) + 255) &^ 255
+		b.move(moves)
+	}
+	k := len(b.chunks)
+	b.chunks = append(b.chunks, C.ow_x16_chunk{
+		src: C.uint64_t(b.s.dev + uint64(j.Src)), dst: C.uint64_t(dst), stored: C.uint32_t(j.Chunk.Stored),
+		logical: C.uint32_t(j.Chunk.Logical), tiles: C.uint16_t(j.Chunk.SegTiles), status: C.uint32_t(k),
+	})
+	b.owner = append(b.owner, b.at)
+	segs := &b.batch[j.Chunk.Transform-1]
+	for i := range n {
+		*segs = append(*segs, C.ow_x16_seg{chunk: C.uint32_t(k), seg: C.uint32_t(i)})
+	}
+	b.used += need
+	return true
+}
+
+// raw adds a raw chunk: from the staging if it is there, else by a copy of its
+// own.
+func (b *build) raw(j *device.Job) bool {
+	lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
+	if lo < b.lo || hi > b.hi {
+		if len(b.copies)+3 > C.OWCU_COPIES {
+			return false
+		}
+		b.copies = append(b.copies, C.struct_owcu_copy{dst: address(j.Dst), src: unsafe.Add(b.s.host, lo), n: C.uint64_t(hi - lo)})
+		return true
+	}
+	moves := b.scattered(j, b.s.dev+uint64(lo), uint64(uintptr(j.Dst)))
+	need := tablesOf(moves)
+	if !b.room(need) {
+		return false
+	}
+	b.move(moves)
+	b.used += need
+	return true
+}
+
+// scattered is a job's bytes as moves: one, or for a view whole rows and a
+// partial row at either end.
+func (b *build) scattered(j *device.Job, src, dst uint64) (out []C.ow_move) {
+	if j.View == nil {
+		return []C.ow_move{{src: C.uint64_t(src), dst: C.uint64_t(dst), width: C.uint32_t(j.Chunk.Logical), rows: 1}}
+	}
+	j.View.Runs(int64(j.Chunk.Logical), func(to, from, n int64) {
+		if k := len(out) - 1; k >= 0 && out[k].width == C.uint32_t(n) {
+			m := &out[k]
+			end := func(base, pitch C.uint64_t) uint64 { return uint64(base) + uint64(m.rows)*uint64(pitch) }
+			if m.rows == 1 {
+				m.src_pitch, m.dst_pitch = C.uint64_t(src+uint64(from))-m.src, C.uint64_t(dst+uint64(to))-m.dst
+			}
+			if end(m.src, m.src_pitch) == src+uint64(from) && end(m.dst, m.dst_pitch) == dst+uint64(to) {
+				m.rows++
+				return
+			}
+		}
+		out = append(out, C.ow_move{src: C.uint64_t(src + uint64(from)), dst: C.uint64_t(dst + uint64(to)), width: C.uint32_t(n), rows: 1})
+	})
+	return out
+}
+
+func tablesOf(moves []C.ow_move) (n int) {
+	for i := range moves {
+		n += moveSize + int(C.ow_move_parts(moves[i].width, moves[i].rows))*partSize
+	}
+	return n
+}
+
+// room says whether so many bytes of tables fit beside those there are.
+func (b *build) room(n int) bool {
+	// The launches of this batch and the next, and the tables' rounding.
+	return b.used+n+64 <= tableBytes && len(b.launches)+2*(len(b.batch)+1) <= C.OWCU_LAUNCHES
+}
+
+func (b *build) move(moves []C.ow_move) {
+	for i := range moves {
+		k := C.uint32_t(len(b.moves))
+		b.moves = append(b.moves, moves[i])
+		for p := range C.uint32_t(C.ow_move_parts(moves[i].width, moves[i].rows)) {
+			b.moved = append(b.moved, C.ow_part{job: k, part: p})
+		}
+	}
+}
+
+// flushBatch makes launches of a batch: decode, then move.
+func (b *build) flushBatch() {
+	for t := range b.batch {
+		if n := len(b.batch[t]); n > 0 {
+			b.launches = append(b.launches, launch{t, len(b.segs), n})
+			b.segs = append(b.segs, b.batch[t]...)
+			b.batch[t] = b.batch[t][:0]
+		}
+	}
+	if n := len(b.moved); n > 0 {
+		b.launches = append(b.launches, launch{kernelMove, len(b.parts), n})
+		b.parts = append(b.parts, b.moved...)
+		b.moved = b.moved[:0]
+	}
+}
+
+// write puts the round into the slot's pinned memory and its C side.
+func (b *build) write() {
+	s := b.s
+	head := unsafe.Add(s.host, -headBytes)
+	size := len(b.chunks)*chunkSize + len(b.moves)*moveSize + len(b.segs)*segSize + len(b.parts)*partSize
+	size = (size + 15) &^ 15
+	table := unsafe.Add(s.host, -size)
+	device := s.dev - uint64(size)
+	var at [4]int
+	n := 0
+	at[0], n = n, n+put(table, n, b.chunks)
+	at[1], n = n, n+put(table, n, b.moves)
+	at[2], n = n, n+put(table, n, b.segs)
+	at[3], _ = n, n+put(table, n, b.parts)
+	clear(unsafe.Slice((*uint32)(head), len(b.chunks)))
+
+	copies := s.c.copies[:0]
+	if size > 0 {
+		upto := int64(0)
+		if !b.staged && b.lo <= nearby && b.hi > b.lo {
+			upto, b.staged = b.hi, true
+		}
+		copies = append(copies, C.struct_owcu_copy{dst: C.owcu_ptr(device), src: table, n: C.uint64_t(int64(size) + upto)})
+		if !b.staged && b.hi > b.lo {
+			b.staged = true
+			copies = append(copies, C.struct_owcu_copy{
+				dst: C.owcu_ptr(s.dev + uint64(b.lo)), src: unsafe.Add(s.host, b.lo), n: C.uint64_t(b.hi - b.lo),
+			})
+		}
+	}
+	copies = append(copies, b.copies...)
+	s.c.ncopies = C.uint32_t(len(copies))
+	s.c.nlaunches = C.uint32_t(len(b.launches))
+	for i, l := range b.launches {
+		c := C.struct_owcu_launch{kernel: C.uint32_t(l.kernel), n: C.uint32_t(l.n)}
+		if l.kernel == kernelMove {
+			c.a, c.b = C.owcu_ptr(device+uint64(at[1])), C.owcu_ptr(device+uint64(at[3]+l.first*partSize))
+		} else {
+			c.a, c.b = C.owcu_ptr(device+uint64(at[0])), C.owcu_ptr(device+uint64(at[2]+l.first*segSize))
+		}
+		s.c.launches[i] = c
+	}
+}
+
+// put copies a table to off behind p and returns its bytes.
+func put[T any](p unsafe.Pointer, off int, table []T) int {
+	copy(unsafe.Slice((*T)(unsafe.Add(p, off)), len(table)), table)
+	return len(table) * int(unsafe.Sizeof(*new(T)))
+}
+
+// harvest turns the status words of a round that has ended into errors.
+func (b *build) harvest() {
+	words := unsafe.Slice((*uint32)(unsafe.Add(b.s.host, -headBytes)), len(b.chunks))
+	for i, w := range words {
+		if w != 0 {
+			b.s.errs[b.owner[i]] = fault.New(fault.ErrCorrupt, "X16: %s", meaning(w))
+		}
+	}
+}
+
+// meaning says what a status word means.
+func meaning(w uint32) (text string) {
+	for _, m := range []struct {
+		bit  uint32
+		text string
+	}{
+		{C.OW_X16_LAYOUT, "the parts do not fit the chunk"},
+		{C.OW_X16_STATE, "a lane ends in a wrong state"},
+		{C.OW_X16_WORDS, "words and escapes do not end with their segment"},
+		{C.OW_X16_ESCAPE, "an escape out of order"},
+	} {
+		if w&m.bit != 0 {
+			if text != "" {
+				text += "; "
+			}
+			text += m.text
+		}
+	}
+	return text
+}

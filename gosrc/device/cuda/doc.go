@@ -1,0 +1,36 @@
+// Package cuda is the GPU as a device: stored chunks are copied to it as they
+// are, decoded there, and land in its memory. It speaks to NVIDIA's driver alone,
+// through a table filled at first use, so that the engine builds, imports and
+// runs where there is none.
+//
+// A Device is one GPU's primary context, retained once per process, its flags
+// untouched. A Lane is what one load needs there: pinned slots, staging of the
+// same size on the device, streams. Chunks are validated on the host before a
+// kernel sees them, and the kernels are safe for any bytes: a corrupt chunk is
+// an error of its job, and the context lives on.
+//
+// Everything is safe for concurrent use unless it says otherwise, and nothing
+// works in a forked child: the driver does not.
+package cuda
+
+// A DeviceInfo describes one GPU.
+type DeviceInfo struct {
+	Index      int    `json:"index"`
+	Name       string `json:"name"`
+	Memory     int64  `json:"memory"`  // bytes
+	Compute    string `json:"compute"` // capability: "9.0"
+	Processors int    `json:"processors"`
+	PCI        string `json:"pci"`        // "0000:01:00.0"
+	LinkWidth  int    `json:"link_width"` // lanes; 0: not readable
+	LinkGen    int    `json:"link_gen"`   // PCI Express generation; 0: not readable
+	Driver     string `json:"driver"`     // CUDA version of the driver: "13.0"
+}
+
+// The default geometry of a lane: enough slots that readers, copies and decoders
+// all have some in hand, each large enough for the copy engine. With their
+// tables they take 112 MiB, pinned and on the device, where 16 MiB of scratch
+// may join them.
+const (
+	DefaultSlots     = 26
+	DefaultSlotBytes = 4 << 20
+)

@@ -1,0 +1,145 @@
+//go:build cgo
+
+package cuda
+
+/*
+#cgo CFLAGS: -std=gnu11 -Wall -Wextra -O2
+#cgo LDFLAGS: -ldl -lpthread
+#include <stdlib.h>
+#include "lane.h"
+*/
+import "C"
+
+import (
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+const (
+	library   = "libcuda.so.1"
+	minDriver = 12000
+)
+
+// driver is the state of the one driver of this process.
+var driver struct {
+	mu             sync.Mutex
+	ready          bool // loaded and initialised
+	version, count int
+	devices        map[int]*Device
+}
+
+// begin loads and initialises the driver, once; it may be tried again after a
+// failure. driver.mu is held.
+func begin() error {
+	if C.owcu_forked() != 0 {
+		return errForked()
+	}
+	if driver.ready {
+		return nil
+	}
+	if C.owcu == nil {
+		why := make([]C.char, 256)
+		name := C.CString(library)
+		defer C.free(unsafe.Pointer(name))
+		if C.owcu_load(name, &why[0], C.size_t(len(why))) != 0 {
+			return fault.New(fault.ErrDevice, "no NVIDIA driver: %s", C.GoString(&why[0]))
+		}
+	}
+	var e C.struct_owcu_error
+	var version, count C.int
+	if C.owcu_begin(&version, &count, &e) != 0 {
+		if e.code == 100 { // CUDA_ERROR_NO_DEVICE
+			return fault.New(fault.ErrDevice, "the NVIDIA driver sees no GPU (hidden by CUDA_VISIBLE_DEVICES?)")
+		}
+		return failure(-1, &e)
+	}
+	if version < minDriver {
+		return fault.New(fault.ErrDevice, "the NVIDIA driver is for CUDA %s; 12.0 or later is needed", versionText(int(version)))
+	}
+	if count == 0 {
+		return fault.New(fault.ErrDevice, "the NVIDIA driver sees no GPU")
+	}
+	driver.ready, driver.version, driver.count = true, int(version), int(count)
+	return nil
+}
+
+// Available says whether there is a GPU to load to: nil, or a fault.ErrDevice
+// with the reason in words.
+func Available() error {
+	driver.mu.Lock()
+	defer driver.mu.Unlock()
+	return begin()
+}
+
+// Info describes the GPUs of this machine.
+func Info() ([]DeviceInfo, error) {
+	driver.mu.Lock()
+	defer driver.mu.Unlock()
+	if err := begin(); err != nil {
+		return nil, err
+	}
+	all := make([]DeviceInfo, driver.count)
+	for i := range all {
+		var c C.struct_owcu_info
+		var e C.struct_owcu_error
+		if C.owcu_info_get(C.int(i), &c, &e) != 0 {
+			return nil, failure(i, &e)
+		}
+		bus := strings.ToLower(C.GoString(&c.bus[0]))
+		all[i] = DeviceInfo{
+			Index: i, Name: C.GoString(&c.name[0]), Memory: int64(c.memory), Processors: int(c.sms),
+			Compute: fmt.Sprintf("%d.%d", c.major, c.minor), PCI: bus, Driver: versionText(driver.version),
+		}
+		all[i].LinkWidth, all[i].LinkGen = link(bus)
+	}
+	return all, nil
+}
+
+// link reads a device's PCI Express link from the system: the widest it can do,
+// because an idle GPU turns its link down.
+func link(bus string) (width, gen int) {
+	dir := "/sys/bus/pci/devices/" + bus
+	read := func(name string) string {
+		b, err := os.ReadFile(dir + "/" + name)
+		if err != nil {
+			return ""
+		}
+		return strings.TrimSpace(string(b))
+	}
+	width, _ = strconv.Atoi(read("max_link_width"))
+	speed, _, _ := strings.Cut(read("max_link_speed"), " ")
+	for i, s := range []string{"2.5", "5.0", "8.0", "16.0", "32.0", "64.0"} {
+		if speed == s {
+			gen = i + 1
+		}
+	}
+	return width, gen
+}
+
+func versionText(v int) string { return fmt.Sprintf("%d.%d", v/1000, v%1000/10) }
+
+func errForked() error {
+	return fault.New(fault.ErrForked, "CUDA cannot be used in a forked child: start processes with spawn, or load before forking to the host only")
+}
+
+// failure turns what C noted into an error: out of memory, forked, or a device
+// error with the call and the driver's words. device -1: none in particular.
+func failure(device int, e *C.struct_owcu_error) error {
+	where := "CUDA"
+	if device >= 0 {
+		where = fmt.Sprintf("cuda:%d", device)
+	}
+	switch e.code {
+	case C.OWCU_FORKED:
+		return errForked()
+	case C.OWCU_OUT_OF_MEMORY:
+		return fault.New(fault.ErrMemory, "%s: %s: %s", where, C.GoString(e.call), C.GoString(&e.text[0]))
+	}
+	return fault.New(fault.ErrDevice, "%s: %s failed: %s (%d)", where, C.GoString(e.call), C.GoString(&e.text[0]), int(e.code))
+}

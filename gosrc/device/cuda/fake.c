@@ -1,0 +1,456 @@
+//go:build cgo && owfake
+
+#include "fake.h"
+#include "fake_state.h"
+#include "lane.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+static int f_init(unsigned flags)
+{
+	int rc = begin(0);
+	(void)flags;
+	if (rc == NOT_INITIALIZED)
+		rc = devices ? 0 : 100;
+	if (rc == 0)
+		initialized = 1;
+	return end(rc);
+}
+static int f_driver_version(int *v)
+{
+	int rc = begin(0);
+	*v = version;
+	return end(rc);
+}
+static int f_device_count(int *n)
+{
+	int rc = begin(0);
+	*n = devices;
+	return end(rc);
+}
+static int f_device_get(int *d, int i)
+{
+	int rc = begin(0);
+	*d = i;
+	return end(rc ? rc : i < 0 || i >= devices ? 101 : 0);
+}
+static int f_device_name(char *s, int n, int d)
+{
+	int rc = begin(0);
+	snprintf(s, (size_t)n, "Fake GPU %d", d);
+	return end(rc);
+}
+static int f_device_attribute(int *v, int a, int d)
+{
+	int rc = begin(0);
+	(void)d;
+	*v = a == 75 ? 9 : a == 76 ? 0 : 132;
+	return end(rc);
+}
+static int f_device_memory(size_t *n, int d)
+{
+	int rc = begin(0);
+	(void)d;
+	*n = total;
+	return end(rc);
+}
+static int f_device_bus(char *s, int n, int d)
+{
+	int rc = begin(0);
+	snprintf(s, (size_t)n, "FFFF:%02X:00.0", d);
+	return end(rc);
+}
+static int f_ctx_retain(owcu_handle *c, int d)
+{
+	int rc = begin(0);
+	if (rc == 0) {
+		*c = &contexts_mark[d];
+		st.contexts++;
+	}
+	return end(rc);
+}
+static int f_ctx_release(int d)
+{
+	int rc = begin(0);
+	(void)d;
+	st.contexts--;
+	return end(rc);
+}
+static int f_ctx_get(owcu_handle *c)
+{
+	int rc = begin(0);
+	*c = current;
+	return end(rc);
+}
+static int f_ctx_set(owcu_handle c)
+{
+	int rc = begin(0);
+	// Putting NULL back is part of cleaning up.
+	if (rc == 0 || c == NULL)
+		current = c;
+	return end(rc);
+}
+static int f_ctx_sync(void)
+{
+	int rc = begin(1);
+	drain_all();
+	return end(rc);
+}
+static int f_mem_alloc(owcu_ptr *p, size_t n)
+{
+	int rc = begin(1);
+	if (rc)
+		return end(rc);
+	if (n == 0)
+		return end(INVALID);
+	if (st.bytes + n > total)
+		return end(OOM);
+	struct block *b = malloc(sizeof *b);
+	b->raw = aligned_alloc(ALIGN, (n + 2 * GUARD + ALIGN - 1) / ALIGN * ALIGN);
+	b->p = b->raw + GUARD;
+	b->n = n;
+	memset(b->raw, 0xa5, n + 2 * GUARD);
+	b->next = blocks;
+	blocks = b;
+	st.blocks++;
+	st.bytes += (int64_t)n;
+	*p = (owcu_ptr)(uintptr_t)b->p;
+	return end(0);
+}
+static int f_mem_free(owcu_ptr p)
+{
+	int rc = begin(1);
+	drain_all();
+	for (struct block **at = &blocks; *at; at = &(*at)->next) {
+		struct block *b = *at;
+		if ((owcu_ptr)(uintptr_t)b->p != p)
+			continue;
+		for (int i = 0; i < GUARD; i++)
+			if (b->raw[i] != 0xa5 || b->p[b->n + (size_t)i] != 0xa5) {
+				broke("a guard zone was overwritten");
+				break;
+			}
+		memset(b->p, 0xdd, b->n);
+		*at = b->next;
+		st.blocks--;
+		st.bytes -= (int64_t)b->n;
+		free(b->raw);
+		free(b);
+		return end(rc);
+	}
+	broke("freed what was not allocated");
+	return end(INVALID);
+}
+static int f_mem_info(size_t *unused, size_t *all)
+{
+	int rc = begin(1);
+	*all = total;
+	*unused = total - (size_t)st.bytes;
+	return end(rc);
+}
+static int f_host_register(void *p, size_t n, unsigned flags)
+{
+	int rc = begin(1);
+	(void)flags;
+	if (rc)
+		return end(rc);
+	struct pin *b = malloc(sizeof *b);
+	*b = (struct pin){pins, p, n};
+	pins = b;
+	st.pins++;
+	return end(0);
+}
+static int f_host_unregister(void *p)
+{
+	int rc = begin(1);
+	drain_all();
+	for (struct pin **at = &pins; *at; at = &(*at)->next)
+		if ((*at)->p == p) {
+			struct pin *b = *at;
+			*at = b->next;
+			free(b);
+			st.pins--;
+			return end(rc);
+		}
+	broke("unregistered what was not registered");
+	return end(INVALID);
+}
+static int f_host_pointer(owcu_ptr *p, void *host, unsigned flags)
+{
+	int rc = begin(1);
+	(void)flags;
+	*p = (owcu_ptr)(uintptr_t)host;
+	return end(rc);
+}
+static int f_copy_in(owcu_ptr dst, const void *src, size_t n, owcu_handle s)
+{
+	int rc = begin(1);
+	if (rc == 0 && covers((void *)(uintptr_t)dst, n) != 1) {
+		broke("a copy outside device memory");
+		rc = INVALID;
+	}
+	if (rc == 0 && covers(src, n) != 2) {
+		broke("a copy from memory that is not pinned");
+		rc = INVALID;
+	}
+	if (rc == 0)
+		push(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = src, .n = n});
+	return end(rc);
+}
+static int f_copy_out(void *dst, owcu_ptr src, size_t n)
+{
+	int rc = begin(1);
+	drain(stream_of(NULL), NULL, 0);
+	if (rc == 0 && covers((void *)(uintptr_t)src, n) != 1)
+		rc = INVALID;
+	if (rc == 0)
+		memcpy(dst, (void *)(uintptr_t)src, n);
+	return end(rc);
+}
+static int f_copy_out_async(void *dst, owcu_ptr src, size_t n, owcu_handle s)
+{
+	int rc = begin(1);
+	if (rc == 0)
+		push(s, (struct op){.kind = COPY, .dst = dst, .src = (void *)(uintptr_t)src, .n = n});
+	return end(rc);
+}
+static int f_fill(owcu_ptr dst, unsigned char v, size_t n, owcu_handle s)
+{
+	int rc = begin(1);
+	if (rc == 0)
+		push(s, (struct op){.kind = FILL, .dst = (void *)(uintptr_t)dst, .value = v, .n = n});
+	return end(rc);
+}
+static int f_stream_create(owcu_handle *s, unsigned flags)
+{
+	int rc = begin(1);
+	(void)flags;
+	if (rc)
+		return end(rc);
+	struct stream *t = calloc(1, sizeof *t);
+	t->last = &t->first;
+	for (int i = 0; i < 256; i++)
+		if (streams[i] == NULL) {
+			streams[i] = t;
+			break;
+		}
+	st.streams++;
+	*s = t;
+	return end(0);
+}
+static int f_stream_destroy(owcu_handle s)
+{
+	int rc = begin(1);
+	drain(s, NULL, 0);
+	for (int i = 0; i < 256; i++)
+		if (streams[i] == s)
+			streams[i] = NULL;
+	free(s);
+	st.streams--;
+	return end(rc);
+}
+static int f_stream_sync(owcu_handle s)
+{
+	int rc = begin(1);
+	drain(stream_of(s), NULL, 0);
+	return end(rc);
+}
+static int f_stream_wait(owcu_handle s, owcu_handle e, unsigned flags)
+{
+	int rc = begin(1);
+	struct event *ev = e;
+	(void)flags;
+	// An event that was never recorded is no wait at all.
+	if (rc == 0 && ev->recorded)
+		push(s, (struct op){.kind = WAIT, .event = ev, .recorder = ev->stream, .at = ev->recorded});
+	return end(rc);
+}
+static int f_stream_query(owcu_handle s)
+{
+	int rc = begin(1);
+	return end(rc ? rc : stream_of(s)->first ? OWCU_NOT_READY : 0);
+}
+static int f_event_create(owcu_handle *e, unsigned flags)
+{
+	int rc = begin(1);
+	(void)flags;
+	if (rc)
+		return end(rc);
+	*e = calloc(1, sizeof(struct event));
+	st.events++;
+	return end(0);
+}
+static int f_event_record(owcu_handle e, owcu_handle s)
+{
+	int rc = begin(1);
+	struct event *ev = e;
+	if (rc == 0) {
+		ev->stream = stream_of(s);
+		push(s, (struct op){.kind = RECORD, .event = ev, .at = ++ev->recorded});
+	}
+	return end(rc);
+}
+static int f_event_query(owcu_handle e)
+{
+	int rc = begin(1);
+	struct event *ev = e;
+	return end(rc ? rc : ev->done < ev->recorded ? OWCU_NOT_READY : 0);
+}
+static int f_event_sync(owcu_handle e)
+{
+	int rc = begin(1);
+	struct event *ev = e;
+	if (rc == 0 && ev->done < ev->recorded)
+		drain(ev->stream, ev, ev->recorded);
+	return end(rc);
+}
+static int f_event_destroy(owcu_handle e)
+{
+	int rc = begin(1);
+	drain_all(); // nothing queued may name it any more
+	free(e);
+	st.events--;
+	return end(rc);
+}
+
+static const char *const kernel_names[] = {"ow_x16_bf16", "ow_x16_fp16",    "ow_x16_fp32",  "ow_x16_e4m3",    "ow_x16_e5m2",
+                                           "ow_x16_int8", "ow_x16_nibbles", "ow_x16_bytes", "ow_move_kernel", "ow_cast_kernel"};
+
+static int f_module_load(owcu_handle *m, const void *image)
+{
+	int rc = begin(1);
+	uint32_t magic;
+	if (rc)
+		return end(rc);
+	memcpy(&magic, image, 4);
+	if (magic != 0xba55ed50)
+		return end(200); // CUDA_ERROR_INVALID_IMAGE
+	*m = malloc(1);
+	st.modules++;
+	return end(0);
+}
+static int f_module_unload(owcu_handle m)
+{
+	int rc = begin(1);
+	free(m);
+	st.modules--;
+	return end(rc);
+}
+static int f_module_function(owcu_handle *f, owcu_handle m, const char *name)
+{
+	int rc = begin(1);
+	(void)m;
+	if (rc)
+		return end(rc);
+	for (size_t i = 0; i < sizeof kernel_names / sizeof *kernel_names; i++)
+		if (strcmp(name, kernel_names[i]) == 0) {
+			*f = (owcu_handle)(i + 1);
+			return end(0);
+		}
+	return end(500); // CUDA_ERROR_NOT_FOUND
+}
+static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                    unsigned shared, owcu_handle s, void **args, void **extra)
+{
+	int rc = begin(1);
+	int kernel = (int)(uintptr_t)f - 1;
+	uint32_t n;
+	(void)extra;
+	if (rc)
+		return end(rc);
+	memcpy(&n, args[2], 4);
+	if (n == 0 || gx != (n + OW_X16_WARPS - 1) / OW_X16_WARPS || gy != 1 || gz != 1 || bx != 32 * OW_X16_WARPS || by != 1 ||
+	    bz != 1 || shared != (kernel < OW_BYTES ? OW_X16_SHARED : 0)) {
+		broke("a launch of the wrong shape");
+		return end(INVALID);
+	}
+	struct op o = {.kind = LAUNCH, .kernel = kernel, .n = n};
+	memcpy(&o.a, args[0], 8);
+	memcpy(&o.b, args[1], 8);
+	memcpy(&o.status, args[3], 8);
+	push(s, o);
+	return end(0);
+}
+static int f_error_name(owcu_result r, const char **s)
+{
+	*s = r == OOM ? "CUDA_ERROR_OUT_OF_MEMORY" : r == 999 ? "CUDA_ERROR_UNKNOWN" : "CUDA_ERROR_FAKE";
+	return 0;
+}
+static int f_error_text(owcu_result r, const char **s)
+{
+	*s = r == OOM ? "out of memory" : "the fake driver was told to";
+	return 0;
+}
+
+const struct owcu_api *owcu_fake_api(void)
+{
+	static const struct owcu_api api = {
+#define OWCU_FAKE(field, symbol, args) .field = f_##field,
+	    OWCU_FUNCTIONS(OWCU_FAKE)
+#undef OWCU_FAKE
+	};
+	return &api;
+}
+
+void owcu_fake_reset(uint64_t memory)
+{
+	pthread_mutex_lock(&lock);
+	st.calls = st.broken = 0;
+	st.what[0] = 0;
+	fail_in = 0;
+	lost = 0;
+	total = memory;
+	version = 13000;
+	devices = 2;
+	pthread_mutex_unlock(&lock);
+}
+void owcu_fake_fail(int64_t nth, int code, int sticky)
+{
+	pthread_mutex_lock(&lock);
+	fail_in = nth;
+	fail_code = code;
+	fail_sticky = sticky;
+	lost = 0;
+	pthread_mutex_unlock(&lock);
+}
+void owcu_fake_get(struct owcu_fake_state *s)
+{
+	pthread_mutex_lock(&lock);
+	*s = st;
+	pthread_mutex_unlock(&lock);
+}
+void owcu_fake_version(int v, int n)
+{
+	pthread_mutex_lock(&lock);
+	version = v;
+	devices = n;
+	initialized = 0;
+	pthread_mutex_unlock(&lock);
+}
+
+void owcu_fake_fill(owcu_ptr p, int v, uint64_t n, uint64_t stream)
+{
+	pthread_mutex_lock(&lock);
+	push((owcu_handle)(uintptr_t)stream, (struct op){.kind = FILL, .dst = (void *)(uintptr_t)p, .value = v, .n = n});
+	pthread_mutex_unlock(&lock);
+}
+
+int owcu_fake_fork(owcu_handle ctx)
+{
+	int status = -1;
+	pid_t child = fork();
+
+	if (child == 0) {
+		struct owcu_error e = {0}, f = {0};
+		uint64_t n = 4096;
+		owcu_ptr p = 0;
+		int64_t before = st.calls;
+		int good = owcu_forked() && owcu_alloc(ctx, 1, &n, &p, &e) != 0 && e.code == OWCU_FORKED &&
+		           owcu_free(ctx, 1, &p, &f) != 0 && f.code == OWCU_FORKED && st.calls == before;
+		_exit(good ? 0 : 1);
+	}
+	if (child > 0)
+		waitpid(child, &status, 0);
+	return status;
+}

@@ -1,0 +1,99 @@
+//go:build cgo && owfake
+
+package cuda
+
+/*
+#include "fake.h"
+*/
+import "C"
+
+import (
+	"fmt"
+
+	"github.com/overwire/overwire/gosrc/device"
+)
+
+// What tests need of the fake driver; C is out of reach of test files.
+
+// Fake puts the fake driver, with so much memory, in place of the real one, for
+// tests of other rooms. end closes its devices and says what was left behind or
+// which rule of the driver's was broken: "" is good.
+func Fake(memory int64) (end func() string) {
+	useFake(memory)
+	return func() string {
+		fakeFail(0, 0, false)
+		driver.mu.Lock()
+		var open []*Device
+		for _, d := range driver.devices {
+			open = append(open, d)
+		}
+		driver.mu.Unlock()
+		text := ""
+		for _, d := range open {
+			if err := d.close(); err != nil {
+				text += err.Error() + "; "
+			}
+		}
+		if s := fakeGet(); s.broken > 0 || s.blocks+s.bytes+s.pins+s.streams+s.events+s.modules+s.contexts+s.pending != 0 {
+			text += fmt.Sprintf("%+v", s)
+		}
+		return text
+	}
+}
+
+// FakeFail makes the nth call of the driver from now fail with a code; with
+// sticky, all later ones too. 0: none.
+func FakeFail(nth int64, code int, sticky bool) { fakeFail(nth, code, sticky) }
+
+// FakeCalls counts the calls since Fake.
+func FakeCalls() int64 { return fakeGet().calls }
+
+type fakeState struct {
+	calls, blocks, bytes, pins, streams, events, modules, contexts, broken, pending int64
+	what                                                                            string
+}
+
+// useFake puts the fake driver, with so much memory, in place of the real one.
+func useFake(memory int64) {
+	driver.mu.Lock()
+	defer driver.mu.Unlock()
+	C.owcu_fake_reset(C.uint64_t(memory))
+	C.owcu_fake_version(13000, 2)
+	C.owcu_use(C.owcu_fake_api())
+	driver.ready, driver.devices = false, nil
+}
+
+func fakeFail(nth int64, code int, sticky bool) {
+	s := C.int(0)
+	if sticky {
+		s = 1
+	}
+	C.owcu_fake_fail(C.int64_t(nth), C.int(code), s)
+}
+
+func fakeVersion(version, devices int) {
+	driver.mu.Lock()
+	defer driver.mu.Unlock()
+	driver.ready = false
+	C.owcu_fake_version(C.int(version), C.int(devices))
+}
+
+func fakeGet() fakeState {
+	var s C.struct_owcu_fake_state
+	C.owcu_fake_get(&s)
+	return fakeState{
+		int64(s.calls), int64(s.blocks), int64(s.bytes), int64(s.pins), int64(s.streams), int64(s.events),
+		int64(s.modules), int64(s.contexts), int64(s.broken), int64(s.pending), C.GoString(&s.what[0]),
+	}
+}
+
+// fakeFork says whether a forked child is refused, without a call.
+func fakeFork(d *Device) bool { return C.owcu_fake_fork(C.owcu_handle(d.ctx)) == 0 }
+
+// fakeFill queues a fill of m on a stream that is not the lane's.
+func fakeFill(m device.Memory, v byte, stream uintptr) {
+	C.owcu_fake_fill(address(m.Ptr), C.int(v), C.uint64_t(m.Bytes), C.uint64_t(stream))
+}
+
+// fakes tells that this build has the fake driver.
+const fakes = true

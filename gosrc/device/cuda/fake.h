@@ -1,0 +1,42 @@
+// A driver without a GPU, for tests (build tag owfake).
+//
+// "Device" memory is host memory between guard zones, poisoned when it is
+// freed. Work on a stream is done as late as the rules allow: when somebody
+// waits for it, or when another stream's wait asks for it; so an order that
+// was never asked for shows as wrong bytes. Kernels are the host twins.
+#ifndef OWCU_FAKE_H
+#define OWCU_FAKE_H
+
+#include "driver.h"
+
+// owcu_fake_api is the table for owcu_use.
+const struct owcu_api *owcu_fake_api(void);
+
+// owcu_fake_reset forgets counts and failures; memory is set to so many bytes.
+void owcu_fake_reset(uint64_t memory);
+
+// owcu_fake_fail makes the nth call from now (1: the next) return code. With
+// sticky, every later call but those that free does too, as after a lost
+// device. 0: never.
+void owcu_fake_fail(int64_t nth, int code, int sticky);
+
+struct owcu_fake_state {
+	int64_t calls; // since the last reset
+	int64_t blocks, bytes, pins, streams, events, modules, contexts;
+	int64_t broken;  // guard zones overwritten, and rules broken
+	int64_t pending; // operations not done
+	char what[160];  // the first broken rule
+};
+void owcu_fake_get(struct owcu_fake_state *s);
+
+// owcu_fake_version is what the driver claims to be: 13000 after a reset.
+void owcu_fake_version(int version, int devices);
+
+// owcu_fake_fill queues a fill on a stream, as another user of the device would.
+void owcu_fake_fill(owcu_ptr p, int v, uint64_t n, uint64_t stream);
+
+// owcu_fake_fork forks, calls the driver in the child as owcu_alloc and
+// owcu_free do, and returns 0 if the child was refused without a single call.
+int owcu_fake_fork(owcu_handle ctx);
+
+#endif

@@ -1,0 +1,5 @@
+//go:build cgo && owfake
+
+// The host twins of the kernels, for the fake driver.
+#include "../../../cuda/move_host.cc"
+#include "../../../cuda/x16_host.cc"

@@ -1,0 +1,221 @@
+// What the fake driver keeps: memory, pins, streams and what is queued on them.
+// One lock guards it all. Included by fake.c alone.
+#ifndef OWCU_FAKE_STATE_H
+#define OWCU_FAKE_STATE_H
+
+#include "fake.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../../cuda/abi.h"
+#include "../../../cuda/abi_move.h"
+
+int ow_x16_host(int transform, const ow_x16_chunk *chunks, const ow_x16_seg *segs, uint32_t n, uint32_t *status);
+void ow_move_host(const ow_move *moves, const ow_part *parts, uint32_t n);
+void ow_cast_host(const ow_cast *casts, const ow_part *parts, uint32_t n);
+
+enum { GUARD = 4096, ALIGN = 512, OOM = 2, INVALID = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct owcu_fake_state st;
+static int64_t fail_in;
+static int fail_code, fail_sticky, lost, initialized;
+static uint64_t total = 1 << 30;
+static int version = 13000, devices = 2;
+
+struct block {
+	struct block *next;
+	uint8_t *raw, *p;
+	size_t n;
+};
+static struct block *blocks;
+
+struct pin {
+	struct pin *next;
+	uint8_t *p;
+	size_t n;
+};
+static struct pin *pins;
+
+struct event {
+	int64_t recorded, done; // counts of records asked for and reached
+	struct stream *stream;  // of the last record
+};
+
+enum op_kind { COPY, FILL, LAUNCH, RECORD, WAIT };
+struct op {
+	struct op *next;
+	enum op_kind kind;
+	void *dst;
+	const void *src;
+	size_t n;
+	int value, kernel;
+	struct event *event;
+	struct stream *recorder; // a wait means the record that was last when it was asked for
+	int64_t at;
+	uint64_t a, b, status;
+};
+
+struct stream {
+	struct op *first, **last;
+	int running;
+};
+// Handles below 16 are not pointers: 0 and 1 are the legacy stream, 2 is the
+// thread's. They are one here.
+static struct stream shared_stream;
+
+static __thread void *current;
+static int contexts_mark[8];
+
+static void broke(const char *what)
+{
+	if (st.broken++ == 0)
+		snprintf(st.what, sizeof st.what, "%s", what);
+}
+
+// begin counts a call and tells whether it fails.
+static int begin(int needs_context)
+{
+	pthread_mutex_lock(&lock);
+	st.calls++;
+	if (lost)
+		return lost;
+	if (fail_in > 0 && --fail_in == 0) {
+		if (fail_sticky)
+			lost = fail_code;
+		return fail_code;
+	}
+	if (!initialized)
+		return NOT_INITIALIZED;
+	if (needs_context && current == NULL)
+		return INVALID_CONTEXT;
+	return 0;
+}
+static int end(int rc)
+{
+	pthread_mutex_unlock(&lock);
+	return rc;
+}
+
+// covers tells whether [p, p+n) is one allocation's, or pinned memory's.
+static int covers(const void *q, size_t n)
+{
+	const uint8_t *p = q;
+	for (struct block *b = blocks; b; b = b->next)
+		if (p >= b->p && n <= b->n && (size_t)(p - b->p) <= b->n - n)
+			return 1;
+	for (struct pin *b = pins; b; b = b->next)
+		if (p >= b->p && n <= b->n && (size_t)(p - b->p) <= b->n - n)
+			return 2;
+	return 0;
+}
+
+static struct stream *stream_of(owcu_handle h)
+{
+	if (shared_stream.last == NULL)
+		shared_stream.last = &shared_stream.first;
+	return (uintptr_t)h < 16 ? &shared_stream : h;
+}
+
+static void drain(struct stream *s, struct event *until, int64_t at);
+
+static void launch_now(const struct op *o)
+{
+	if (o->kernel < OW_BYTES) {
+		const ow_x16_seg *segs = (const void *)(uintptr_t)o->b;
+		const ow_x16_chunk *chunks = (const void *)(uintptr_t)o->a;
+		for (size_t i = 0; i < o->n; i++) {
+			const ow_x16_chunk *c = &chunks[segs[i].chunk];
+			if (covers((void *)(uintptr_t)c->src, c->stored) != 1 || covers((void *)(uintptr_t)c->dst, c->logical) != 1) {
+				broke("a chunk outside device memory");
+				return;
+			}
+		}
+		ow_x16_host(o->kernel + 1, chunks, segs, (uint32_t)o->n, (uint32_t *)(uintptr_t)o->status);
+	} else if (o->kernel == OW_BYTES) {
+		const ow_move *moves = (const void *)(uintptr_t)o->a;
+		const ow_part *parts = (const void *)(uintptr_t)o->b;
+		for (size_t i = 0; i < o->n; i++) {
+			const ow_move *m = &moves[parts[i].job];
+			if (!covers((void *)(uintptr_t)m->src, m->width + (m->rows - 1) * m->src_pitch) ||
+			    covers((void *)(uintptr_t)m->dst, m->width + (m->rows - 1) * m->dst_pitch) != 1) {
+				broke("a move outside device memory");
+				return;
+			}
+		}
+		ow_move_host(moves, parts, (uint32_t)o->n);
+	} else {
+		ow_cast_host((const void *)(uintptr_t)o->a, (const void *)(uintptr_t)o->b, (uint32_t)o->n);
+	}
+}
+
+static void do_op(struct op *o)
+{
+	switch (o->kind) {
+	case COPY:
+		if (!covers(o->dst, o->n) && !covers(o->src, o->n))
+			broke("a copy to nowhere");
+		else
+			memcpy(o->dst, o->src, o->n);
+		break;
+	case FILL:
+		memset(o->dst, o->value, o->n);
+		break;
+	case LAUNCH:
+		launch_now(o);
+		break;
+	case RECORD:
+		if (o->event->done < o->at)
+			o->event->done = o->at;
+		break;
+	case WAIT:
+		if (o->event->done < o->at)
+			drain(o->recorder, o->event, o->at);
+		break;
+	}
+}
+
+// drain does a stream's work, all of it or until an event is reached.
+static void drain(struct stream *s, struct event *until, int64_t at)
+{
+	if (s->running)
+		return;
+	s->running = 1;
+	while (s->first && !(until && until->done >= at)) {
+		struct op *o = s->first;
+		do_op(o);
+		s->first = o->next;
+		if (s->first == NULL)
+			s->last = &s->first;
+		free(o);
+		st.pending--;
+	}
+	s->running = 0;
+}
+
+static void push(owcu_handle h, struct op o)
+{
+	struct stream *s = stream_of(h);
+	struct op *p = malloc(sizeof *p);
+	*p = o;
+	p->next = NULL;
+	*s->last = p;
+	s->last = &p->next;
+	st.pending++;
+}
+
+// All streams, so that a synchronise can drain them.
+static struct stream *streams[256];
+
+static void drain_all(void)
+{
+	drain(stream_of(NULL), NULL, 0);
+	for (int i = 0; i < 256; i++)
+		if (streams[i])
+			drain(streams[i], NULL, 0);
+}
+
+#endif

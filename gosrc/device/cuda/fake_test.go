@@ -1,0 +1,217 @@
+//go:build cgo && owfake
+
+package cuda
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+func (s fakeState) left() bool {
+	return s.blocks+s.bytes+s.pins+s.streams+s.events+s.modules+s.contexts+s.pending != 0
+}
+
+// begun opens a device of the fake driver, and holds the test to leaving
+// nothing behind and breaking no rule of the driver's.
+func begun(t testing.TB) *Device {
+	t.Helper()
+	before := fakeGet()
+	if before.left() {
+		t.Fatalf("left by another test: %+v", before)
+	}
+	useFake(256 << 20)
+	firstRing = huge
+	d, err := Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := d.close(); err != nil {
+			t.Error(err)
+		}
+		if s := fakeGet(); s.left() || s.broken > 0 {
+			t.Errorf("left behind or broken: %+v", s)
+		}
+	})
+	return d
+}
+
+func TestAvailable(t *testing.T) {
+	useFake(1 << 20)
+	if err := Available(); err != nil {
+		t.Error(err)
+	}
+	for _, c := range []struct {
+		version, devices int
+		says             string
+	}{{11080, 1, "12.0 or later"}, {13000, 0, "no GPU"}} {
+		fakeVersion(c.version, c.devices)
+		err := Available()
+		if !errors.Is(err, fault.ErrDevice) || !strings.Contains(err.Error(), c.says) {
+			t.Errorf("%+v: %v", c, err)
+		}
+	}
+	useFake(1 << 20)
+}
+
+// In a forked child no call reaches the driver.
+func TestFork(t *testing.T) {
+	d := begun(t)
+	if !fakeFork(d) {
+		t.Error("a forked child used the driver")
+	}
+}
+
+// What the consumer's stream had queued on the memory comes before the load's
+// bytes, whatever stream they take.
+func TestWaitFor(t *testing.T) {
+	d, l := open(t, 2, 1<<20)
+	r := random(t)
+	var p piece
+	p.coded(weights(r, x16.BF16, 8000), x16.BF16)
+	p.raw(weights(r, x16.BF16, 80_000))
+	for range 8 { // every compute stream in turn
+		mem, err := d.Alloc([]int64{8000, 80_000})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, m := range mem {
+			fakeFill(m, 0xee, 1)
+			p.jobs[i].Dst = m.Ptr
+		}
+		if err := l.WaitFor(1); err != nil {
+			t.Fatal(err)
+		}
+		s, err := l.Get(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		copy(s.Bytes, p.bytes)
+		if err := l.Submit(s, int64(len(p.bytes)), p.jobs, func(_ int, err error) {
+			if err != nil {
+				t.Error(err)
+			}
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(l.SignalTo(2), l.Drain(t.Context())); err != nil {
+			t.Fatal(err)
+		}
+		for i, m := range mem {
+			got := make([]byte, m.Bytes)
+			if err := d.Read(got, m); err != nil || !bytes.Equal(got, p.want[i]) {
+				t.Errorf("job %d: %v, or the fill came last", i, err)
+			}
+			m.Release()
+		}
+	}
+}
+
+// life is all that one load does with a device, and what it left is reported
+// by the fake driver.
+func life(p *piece) error {
+	d, err := Open(1)
+	if err != nil {
+		return err
+	}
+	first := func(e error) {
+		if err == nil {
+			err = e
+		}
+	}
+	sizes := make([]int64, len(p.jobs))
+	for i := range sizes {
+		sizes[i] = size(&p.jobs[i]) + int64(i%2)
+	}
+	mem, e := d.Alloc(sizes)
+	first(e)
+	l, e := d.Lane(2, 64<<10)
+	first(e)
+	if err == nil {
+		first(l.WaitFor(1))
+		for range 3 {
+			s, _ := l.Get(context.Background())
+			copy(s.Bytes, p.bytes)
+			for i := range p.jobs {
+				p.jobs[i].Dst = unsafe.Add(mem[i].Ptr, i%2)
+			}
+			ch := make(chan error, len(p.jobs))
+			if e := l.Submit(s, int64(len(p.bytes)), p.jobs, func(_ int, err error) { ch <- err }); e != nil {
+				first(e)
+				continue
+			}
+			for range p.jobs {
+				first(<-ch)
+			}
+		}
+		first(l.SignalTo(2))
+		first(l.Drain(context.Background()))
+	}
+	if l != nil {
+		l.Close()
+	}
+	for _, m := range mem {
+		m.Release()
+	}
+	first(d.close())
+	return err
+}
+
+// Whichever call to the driver fails, and whether or not it recovers, a load
+// ends with an error of the right class and nothing is left behind.
+func TestEveryCallFails(t *testing.T) {
+	firstRing = huge
+	r := rand.New(rand.NewPCG(1, 0))
+	var p piece
+	p.coded(weights(r, x16.BF16, 6000), x16.BF16)
+	p.coded(weights(r, x16.E4M3, 6000), x16.E4M3)
+	p.raw(weights(r, x16.BF16, 3000))
+	data := weights(r, x16.BF16, 4096)
+	p.add(data, tensor.Chunk{Codec: tensor.CodecRaw, Logical: 4096}, &device.View{Row: 64, Row1: 64, Col1: 30}, nil)
+	for _, c := range []struct {
+		code   int
+		sticky bool
+		class  error
+	}{{999, false, fault.ErrDevice}, {999, true, fault.ErrDevice}, {2, false, fault.ErrMemory}} {
+		failed, swallowed := 0, 0
+		for nth := int64(1); ; nth++ {
+			useFake(64 << 20)
+			fakeFail(nth, c.code, c.sticky)
+			err := life(&p)
+			fakeFail(0, 0, false)
+			s := fakeGet()
+			if s.left() || s.broken > 0 {
+				t.Fatalf("call %d fails with %d: %v; left behind: %+v", nth, c.code, err, s)
+			}
+			if s.calls < nth {
+				break
+			}
+			switch {
+			case err == nil:
+				swallowed++
+			case !errors.Is(err, c.class):
+				t.Fatalf("call %d fails with %d: %v", nth, c.code, err)
+			default:
+				failed++
+			}
+		}
+		t.Logf("code %d, sticky %v: %d lives ended in an error, %d went on", c.code, c.sticky, failed, swallowed)
+		if failed < 50 {
+			t.Error("too few calls were seen to fail")
+		}
+	}
+	useFake(64 << 20)
+	if err := life(&p); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,403 @@
+//go:build cgo
+
+#include "lane.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../../cuda/abi.h"
+
+enum {
+	NON_BLOCKING = 1,        // CU_STREAM_NON_BLOCKING
+	BLOCKING_SYNC = 1,       // CU_EVENT_BLOCKING_SYNC: waiters sleep
+	NO_TIMING = 2,           // CU_EVENT_DISABLE_TIMING
+	PORTABLE_MAPPED = 1 | 2, // CU_MEMHOSTREGISTER_PORTABLE | DEVICEMAP
+	ATTRIBUTE_SMS = 16,
+	ATTRIBUTE_MAJOR = 75,
+	ATTRIBUTE_MINOR = 76,
+};
+
+// failed notes the first error of a function.
+static int failed(struct owcu_error *e, const char *call, int code)
+{
+	const char *name = NULL, *text = NULL;
+
+	if (code == 0)
+		return 0;
+	if (e->call == NULL) {
+		e->call = call;
+		e->code = code;
+		if (code != OWCU_FORKED && owcu != NULL) {
+			owcu->error_name(code, &name);
+			owcu->error_text(code, &text);
+		}
+		snprintf(e->text, sizeof e->text, "%s: %s", name ? name : "unknown error", text ? text : "");
+	}
+	return -1;
+}
+
+// The symbol's name, for messages.
+#define OWCU_NAME(field, symbol, args) static const char name_##field[] __attribute__((unused)) = symbol;
+OWCU_FUNCTIONS(OWCU_NAME)
+
+#define TRY(field, args) (failed(e, name_##field, owcu->field args))
+
+// A guard keeps the thread's context.
+struct guard {
+	owcu_handle before, ctx;
+};
+
+static int enter(struct guard *g, owcu_handle ctx, struct owcu_error *e)
+{
+	g->ctx = ctx;
+	g->before = ctx;
+	if (owcu_forked())
+		return failed(e, "fork", OWCU_FORKED);
+	if (TRY(ctx_get, (&g->before))) {
+		g->before = ctx;
+		return -1;
+	}
+	if (g->before != ctx && TRY(ctx_set, (ctx))) {
+		g->before = ctx;
+		return -1;
+	}
+	return 0;
+}
+
+static int leave(struct guard *g, int rc)
+{
+	if (g->before != g->ctx && !owcu_forked())
+		owcu->ctx_set(g->before);
+	return rc;
+}
+
+int owcu_begin(int *version, int *count, struct owcu_error *e)
+{
+	if (owcu_forked())
+		return failed(e, "fork", OWCU_FORKED);
+	if (TRY(init, (0)) || TRY(driver_version, (version)) || TRY(device_count, (count)))
+		return -1;
+	return 0;
+}
+
+int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e)
+{
+	int d;
+	size_t n = 0;
+
+	if (owcu_forked())
+		return failed(e, "fork", OWCU_FORKED);
+	if (TRY(device_get, (&d, ordinal)) || TRY(device_name, (info->name, sizeof info->name, d)) ||
+	    TRY(device_bus, (info->bus, sizeof info->bus, d)) || TRY(device_memory, (&n, d)) ||
+	    TRY(device_attribute, (&info->major, ATTRIBUTE_MAJOR, d)) ||
+	    TRY(device_attribute, (&info->minor, ATTRIBUTE_MINOR, d)) || TRY(device_attribute, (&info->sms, ATTRIBUTE_SMS, d)))
+		return -1;
+	info->memory = n;
+	return 0;
+}
+
+int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, struct owcu_error *e)
+{
+	if (owcu_forked())
+		return failed(e, "fork", OWCU_FORKED);
+	return TRY(device_get, (device, ordinal)) || TRY(ctx_retain, (ctx, *device)) ? -1 : 0;
+}
+
+int owcu_ctx_close(int device, struct owcu_error *e)
+{
+	if (owcu_forked())
+		return failed(e, "fork", OWCU_FORKED);
+	return TRY(ctx_release, (device));
+}
+
+int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out, struct owcu_error *e)
+{
+	struct guard g;
+	int64_t i = 0;
+	int rc = enter(&g, ctx, e);
+
+	for (; rc == 0 && i < n; i++) {
+		rc = TRY(mem_alloc, (&out[i], sizes[i]));
+		if (rc)
+			break;
+	}
+	if (rc)
+		while (i-- > 0)
+			owcu->mem_free(out[i]);
+	return leave(&g, rc);
+}
+
+int owcu_free(owcu_handle ctx, int64_t n, const owcu_ptr *p, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (owcu_forked())
+		return rc;
+	// Work on the memory may still be queued on a stream that we never saw.
+	rc |= TRY(ctx_sync, ());
+	for (int64_t i = 0; i < n; i++)
+		rc |= TRY(mem_free, (p[i]));
+	return leave(&g, rc);
+}
+
+int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e)
+{
+	struct guard g;
+	size_t a = 0, b = 0;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(mem_info, (&a, &b));
+	*unused = a;
+	*total = b;
+	return leave(&g, rc);
+}
+
+int owcu_read(owcu_handle ctx, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(copy_out, (dst, src, n));
+	return leave(&g, rc);
+}
+
+int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char *names, int count, struct owcu_module *m,
+                     owcu_handle *kernels, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	m->module = m->image = NULL;
+	// The driver wants an aligned image and may look at it again when a kernel
+	// is first launched.
+	if (rc == 0 && posix_memalign(&m->image, 64, n))
+		rc = failed(e, "posix_memalign", OWCU_OUT_OF_MEMORY);
+	if (rc == 0) {
+		memcpy(m->image, image, n);
+		rc = TRY(module_load, (&m->module, m->image));
+	}
+	for (int i = 0; rc == 0 && i < count; i++, names += strlen(names) + 1)
+		rc = TRY(module_function, (&kernels[i], m->module, names));
+	if (rc) {
+		if (m->module != NULL)
+			owcu->module_unload(m->module);
+		free(m->image);
+		m->module = m->image = NULL;
+	}
+	return leave(&g, rc);
+}
+
+int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (owcu_forked() || m->module == NULL)
+		return leave(&g, rc);
+	rc |= TRY(module_unload, (m->module));
+	free(m->image);
+	m->module = m->image = NULL;
+	return leave(&g, rc);
+}
+
+// unmake undoes whatever part of a lane was made.
+static int unmake(struct owcu_lane *l, struct owcu_error *e)
+{
+	int rc = 0;
+
+	for (int i = 0; i < OWCU_STREAMS; i++)
+		if (l->streams[i])
+			rc |= TRY(stream_sync, (l->streams[i]));
+	for (int i = 0; l->slots && i < l->nslots; i++) {
+		struct owcu_slot *s = l->slots[i];
+		if (s && s->copied)
+			rc |= TRY(event_destroy, (s->copied));
+		if (s && s->done)
+			rc |= TRY(event_destroy, (s->done));
+		free(s);
+	}
+	free(l->slots);
+	if (l->join)
+		rc |= TRY(event_destroy, (l->join));
+	for (int i = 0; i < OWCU_STREAMS; i++)
+		if (l->streams[i])
+			rc |= TRY(stream_destroy, (l->streams[i]));
+	if (l->scratch)
+		rc |= TRY(mem_free, (l->scratch));
+	if (l->staging)
+		rc |= TRY(mem_free, (l->staging));
+	if (l->pinned)
+		rc |= TRY(host_unregister, (l->pinned));
+	free(l);
+	return rc;
+}
+
+static int make(struct owcu_lane *l, void *pinned, uint64_t bytes, int nslots, uint64_t stride, struct owcu_error *e)
+{
+	const unsigned quiet = BLOCKING_SYNC | NO_TIMING;
+
+	if (TRY(host_register, (pinned, bytes, PORTABLE_MAPPED)))
+		return -1;
+	l->pinned = pinned;
+	if (TRY(host_pointer, (&l->mapped, pinned, 0)) || TRY(mem_alloc, (&l->staging, bytes)))
+		return -1;
+	for (int i = 0; i < OWCU_STREAMS; i++)
+		if (TRY(stream_create, (&l->streams[i], NON_BLOCKING)))
+			return -1;
+	if (TRY(event_create, (&l->join, NO_TIMING)))
+		return -1;
+	l->slots = calloc((size_t)nslots, sizeof *l->slots);
+	if (l->slots == NULL)
+		return failed(e, "calloc", OWCU_OUT_OF_MEMORY);
+	l->nslots = nslots;
+	for (int i = 0; i < nslots; i++) {
+		struct owcu_slot *s = l->slots[i] = calloc(1, sizeof *s);
+		if (s == NULL)
+			return failed(e, "calloc", OWCU_OUT_OF_MEMORY);
+		s->status = l->mapped + (uint64_t)i * stride;
+		if (TRY(event_create, (&s->copied, NO_TIMING)) || TRY(event_create, (&s->done, quiet)))
+			return -1;
+	}
+	return 0;
+}
+
+struct owcu_lane *owcu_lane_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, uint64_t status_stride,
+                                const owcu_handle *kernels, struct owcu_error *e)
+{
+	struct guard g;
+	struct owcu_error ignored = {0};
+	struct owcu_lane *l = NULL;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0) {
+		l = calloc(1, sizeof *l);
+		if (l == NULL)
+			rc = failed(e, "calloc", OWCU_OUT_OF_MEMORY);
+	}
+	if (rc == 0) {
+		l->ctx = ctx;
+		memcpy(l->kernels, kernels, sizeof l->kernels);
+		rc = make(l, pinned, bytes, nslots, status_stride, e);
+	}
+	if (rc && l) {
+		unmake(l, &ignored);
+		l = NULL;
+	}
+	leave(&g, rc);
+	return l;
+}
+
+int owcu_lane_free(struct owcu_lane *l, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	if (owcu_forked())
+		return rc;
+	rc |= unmake(l, e);
+	return leave(&g, rc);
+}
+
+int owcu_scratch(struct owcu_lane *l, uint64_t n, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	if (rc == 0)
+		rc = TRY(mem_alloc, (&l->scratch, n));
+	return leave(&g, rc);
+}
+
+static int queue(struct owcu_lane *l, struct owcu_slot *s, struct owcu_error *e)
+{
+	owcu_handle copy = l->streams[0], last = copy;
+
+	for (uint32_t i = 0; i < s->ncopies; i++)
+		if (TRY(copy_in, (s->copies[i].dst, s->copies[i].src, s->copies[i].n, copy)))
+			return -1;
+	if (s->nlaunches > 0) {
+		last = l->streams[1 + s->stream];
+		if (TRY(event_record, (s->copied, copy)) || TRY(stream_wait, (last, s->copied, 0)))
+			return -1;
+	}
+	for (uint32_t i = 0; i < s->nlaunches; i++) {
+		struct owcu_launch *k = &s->launches[i];
+		void *args[] = {&k->a, &k->b, &k->n, &s->status};
+		// The kernels of X16 come first and use the tables in shared memory.
+		unsigned shared = k->kernel < OW_BYTES ? OW_X16_SHARED : 0;
+		unsigned grid = (k->n + OW_X16_WARPS - 1) / OW_X16_WARPS;
+		if (TRY(launch, (l->kernels[k->kernel], grid, 1, 1, 32 * OW_X16_WARPS, 1, 1, shared, last, args, NULL)))
+			return -1;
+	}
+	return TRY(event_record, (s->done, last));
+}
+
+int owcu_submit(struct owcu_lane *l, int slot, struct owcu_error *e)
+{
+	struct guard g;
+	struct owcu_slot *s = l->slots[slot];
+	int rc = enter(&g, l->ctx, e);
+
+	if (rc == 0)
+		rc = queue(l, s, e);
+	if (rc && !owcu_forked()) {
+		// Half of it may run, on memory that the caller is about to reuse.
+		owcu->stream_sync(l->streams[0]);
+		owcu->stream_sync(l->streams[1 + s->stream]);
+	} else if (rc == 0 && s->wait) {
+		rc = TRY(event_sync, (s->done));
+	}
+	return leave(&g, rc);
+}
+
+int owcu_wait(struct owcu_lane *l, int slot, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	if (rc == 0)
+		rc = TRY(event_sync, (l->slots[slot]->done));
+	if (rc && !owcu_forked())
+		owcu->ctx_sync(); // whatever the event's fault, the memory must be at rest
+	return leave(&g, rc);
+}
+
+int owcu_join(struct owcu_lane *l, uint64_t stream, int lane_waits, struct owcu_error *e)
+{
+	struct guard g;
+	owcu_handle other = (owcu_handle)(uintptr_t)stream;
+	int rc = enter(&g, l->ctx, e);
+
+	if (rc == 0 && lane_waits)
+		rc = TRY(event_record, (l->join, other));
+	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++) {
+		// A wait takes the event as it is now, so one event serves them all.
+		if (lane_waits)
+			rc = TRY(stream_wait, (l->streams[i], l->join, 0));
+		else
+			rc = TRY(event_record, (l->join, l->streams[i])) || TRY(stream_wait, (other, l->join, 0)) ? -1 : 0;
+	}
+	return leave(&g, rc);
+}
+
+int owcu_floor(struct owcu_lane *l, uint64_t stride, uint64_t head, uint64_t n, int count, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	for (int i = 0; rc == 0 && i < count; i++) {
+		uint64_t at = (uint64_t)(i % l->nslots) * stride + head;
+		rc = TRY(copy_in, (l->staging + at, (char *)l->pinned + at, n, l->streams[0]));
+	}
+	if (!owcu_forked())
+		rc |= TRY(stream_sync, (l->streams[0]));
+	return leave(&g, rc);
+}
+
+void **owcu_list_new(void) { return calloc(1, sizeof(void *)); }
+
+void *owcu_list_take(void **list) { return __atomic_exchange_n(list, NULL, __ATOMIC_ACQ_REL); }

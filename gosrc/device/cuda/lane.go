@@ -1,0 +1,358 @@
+//go:build cgo
+
+package cuda
+
+/*
+#include "lane.h"
+#include "../../../cuda/abi.h"
+*/
+import "C"
+
+import (
+	"context"
+	"sync"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// A slot in pinned memory is its status words, its tables and its bytes; its
+// twin in the staging on the device has the same layout. Tables are written
+// right before the bytes, so that both mostly go in one copy.
+const (
+	statusBytes = 16 << 10
+	maxChunks   = statusBytes / 4 // of one round
+	// The tables of any one chunk fit: at most 64 Ki segments of 8 bytes.
+	headBytes  = 576 << 10 // status and tables
+	tableBytes = headBytes - statusBytes
+	// Chunks that do not land in a row or aligned are decoded into scratch
+	// first; any chunk fits.
+	scratchBytes = 16 << 20
+)
+
+// stride is the room of a slot of n bytes.
+func stride(n int64) int64 { return headBytes + (n+4095)&^4095 }
+
+// A Lane is what one load needs of a device. Any number of workers may use it
+// at once.
+type Lane struct {
+	dev   *Device
+	c     *C.struct_owcu_lane
+	pages pages
+	size  int64
+	slots []*Slot
+	free  chan *Slot
+	queue chan *Slot    // submitted, in order, for the completer
+	ended chan struct{} // the completer has
+
+	mu       sync.Mutex // also orders submits: pieces that use scratch must not mix
+	inflight int
+	moved    chan struct{} // closed and renewed when inflight falls to 0
+	broken   error         // the first device error: nothing can be submitted any more
+	closed   bool
+	next     uint32 // compute stream
+}
+
+// A Slot is one piece's place. Bytes is pinned memory; whoever got the slot
+// owns it until Submit or Put.
+type Slot struct {
+	Bytes []byte
+
+	c     *C.struct_owcu_slot
+	index int
+	host  unsafe.Pointer // of Bytes
+	dev   uint64         // its twin in the staging
+	owned bool
+	count int // jobs of the piece
+	done  func(job int, err error)
+	errs  map[int]error // by job
+	build build
+}
+
+// Lane gives a lane with so many slots of so many bytes; not positive numbers
+// mean the defaults. The device keeps one closed lane for the next who asks for
+// the same, so a second load pins and allocates nothing.
+func (d *Device) Lane(slots int, slotBytes int64) (*Lane, error) {
+	if slots <= 0 {
+		slots = DefaultSlots
+	}
+	if slotBytes <= 0 {
+		slotBytes = DefaultSlotBytes
+	}
+	if slots > 1024 || slotBytes > 1<<31 {
+		return nil, fault.New(fault.ErrArgument, "a ring of %d slots of %d bytes", slots, slotBytes)
+	}
+	d.mu.Lock()
+	if l := d.idle; l != nil {
+		d.idle = nil
+		if len(l.slots) == slots && l.size >= slotBytes && l.size <= 2*slotBytes+4096 {
+			l.closed = false
+			d.mu.Unlock()
+			return l, nil
+		}
+		d.mu.Unlock()
+		if err := l.destroy(); err != nil {
+			return nil, err
+		}
+	} else {
+		d.mu.Unlock()
+	}
+	fns, err := d.functions()
+	if err != nil {
+		return nil, err
+	}
+	n := int64(slots) * stride(slotBytes)
+	p := d.takeSpare()
+	if p.n < n || p.n > n+huge {
+		p.free()
+		if p, err = newPages(n); err != nil {
+			return nil, err
+		}
+	}
+	l, err := d.newLane(p, slots, stride(slotBytes), fns)
+	if err != nil {
+		p.free()
+	}
+	return l, err
+}
+
+func (d *Device) newLane(p pages, slots int, room int64, fns *[kernels]C.owcu_handle) (*Lane, error) {
+	var e C.struct_owcu_error
+	c := C.owcu_lane_new(d.ctx, p.p, C.uint64_t(int64(slots)*room), C.int(slots), C.uint64_t(room), &fns[0], &e)
+	if c == nil {
+		return nil, failure(d.index, &e)
+	}
+	l := &Lane{
+		dev: d, c: c, pages: p, size: room - headBytes, free: make(chan *Slot, slots), queue: make(chan *Slot, slots),
+		ended: make(chan struct{}), moved: make(chan struct{}),
+	}
+	cs := unsafe.Slice(c.slots, slots)
+	for i := range slots {
+		host := unsafe.Add(p.p, int64(i)*room+headBytes)
+		s := &Slot{
+			Bytes: unsafe.Slice((*byte)(host), l.size), c: cs[i], index: i, host: host,
+			dev: uint64(c.staging) + uint64(int64(i)*room) + headBytes, errs: map[int]error{},
+		}
+		l.slots = append(l.slots, s)
+		l.free <- s
+	}
+	spawn.Go("cuda completer", l.complete)
+	return l, nil
+}
+
+// Get waits for a free slot, or for the end of ctx.
+func (l *Lane) Get(ctx context.Context) (*Slot, error) {
+	select {
+	case s := <-l.free:
+		s.owned = true
+		return s, nil
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+}
+
+// Put gives a slot back that was not submitted. Giving one back twice is a bug,
+// and panics.
+func (l *Lane) Put(s *Slot) {
+	if !s.owned {
+		panic("cuda: slot given back twice")
+	}
+	s.owned = false
+	l.free <- s
+}
+
+// Submit sends the first n bytes of a slot on their way: each job's chunk is
+// copied to the device, decoded there and laid down at its Dst, in device
+// memory. It takes the slot over, whatever it returns. The checksums of the
+// chunks have been compared; everything else about them is checked here.
+//
+// done is called once for each job, by another goroutine, when the job's bytes
+// are in place or its error is known; it must not wait for this lane. If Submit
+// returns an error, done is not called, and nothing is being written any more.
+func (l *Lane) Submit(s *Slot, n int64, jobs []device.Job, done func(job int, err error)) error {
+	if !s.owned || n < 0 || n > int64(len(s.Bytes)) {
+		panic("cuda: a slot that is not the caller's, or a piece larger than it")
+	}
+	s.owned = false
+	s.count, s.done = len(jobs), done
+	clear(s.errs)
+	b := &s.build
+	b.begin(s, n, jobs)
+
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	err := l.broken
+	for err == nil && !b.finished() {
+		err = l.round(s, b)
+	}
+	b.jobs = nil
+	if err != nil {
+		s.done = nil
+		l.free <- s
+		return err
+	}
+	l.inflight++
+	l.queue <- s
+	return nil
+}
+
+// round queues as many of a piece's jobs as the tables hold. All rounds but the
+// last are waited for, since the next one writes the same tables; pieces that
+// need more than one are rare. l.mu is held.
+func (l *Lane) round(s *Slot, b *build) error {
+	if b.around && l.c.scratch == 0 {
+		var e C.struct_owcu_error
+		if C.owcu_scratch(l.c, scratchBytes, &e) != 0 {
+			return l.fail(&e)
+		}
+	}
+	b.fill(uint64(l.c.scratch))
+	c := s.c
+	c.wait = 0
+	if !b.finished() {
+		c.wait = 1
+	}
+	c.stream = 0
+	if !b.scratch { // chunks in scratch wait for each other on the first stream
+		c.stream = C.uint32_t(l.next % (C.OWCU_STREAMS - 1))
+		l.next++
+	}
+	b.write()
+	var e C.struct_owcu_error
+	if C.owcu_submit(l.c, C.int(s.index), &e) != 0 {
+		return l.fail(&e)
+	}
+	if c.wait != 0 {
+		b.harvest()
+	}
+	return nil
+}
+
+// fail notes a device error. Out of memory is not one: the next call may do.
+func (l *Lane) fail(e *C.struct_owcu_error) error {
+	err := failure(l.dev.index, e)
+	if e.code != C.OWCU_OUT_OF_MEMORY && l.broken == nil {
+		l.broken = err
+	}
+	return err
+}
+
+// complete hands out what has landed, piece by piece in the order of their
+// submission.
+func (l *Lane) complete() {
+	defer close(l.ended)
+	for s := range l.queue {
+		var e C.struct_owcu_error
+		rc := C.owcu_wait(l.c, C.int(s.index), &e)
+		l.mu.Lock()
+		var err error
+		if rc != 0 {
+			err = l.fail(&e)
+		}
+		l.mu.Unlock()
+		if err == nil {
+			s.build.harvest()
+		}
+		done, n := s.done, s.count
+		s.done = nil
+		_ = spawn.Guard("cuda completer", func() error {
+			for i := range n {
+				each := s.errs[i]
+				if err != nil {
+					each = err
+				}
+				done(i, each)
+			}
+			return nil
+		})
+		l.free <- s
+		l.mu.Lock()
+		if l.inflight--; l.inflight == 0 {
+			close(l.moved)
+			l.moved = make(chan struct{})
+		}
+		l.mu.Unlock()
+	}
+}
+
+// Drain waits until everything that was submitted has landed and its done calls
+// have returned, or for the end of ctx: then work is still under way, and Close
+// waits for it. It returns the device error that broke the lane, if one did.
+func (l *Lane) Drain(ctx context.Context) error {
+	for {
+		l.mu.Lock()
+		n, moved, err := l.inflight, l.moved, l.broken
+		l.mu.Unlock()
+		if n == 0 {
+			return err
+		}
+		select {
+		case <-moved:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// WaitFor makes everything submitted from now on wait for the work that is
+// queued now on a stream of the same device: memory of torch's allocator may
+// still be in use there. The number is DLPack's: 1 the legacy default stream, 2
+// the thread's, else a handle.
+func (l *Lane) WaitFor(stream uintptr) error { return l.join(stream, 1) }
+
+// SignalTo makes that stream wait for everything submitted until now. Jobs
+// whose done was called need it no more: they have landed for every stream.
+func (l *Lane) SignalTo(stream uintptr) error { return l.join(stream, 0) }
+
+func (l *Lane) join(stream uintptr, laneWaits C.int) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.broken != nil {
+		return l.broken
+	}
+	var e C.struct_owcu_error
+	if C.owcu_join(l.c, C.uint64_t(stream), laneWaits, &e) != 0 {
+		return l.fail(&e)
+	}
+	return nil
+}
+
+// Close waits for what is under way and until every slot is back, and gives the
+// lane back to its device. It may be called once.
+func (l *Lane) Close() {
+	for range l.slots {
+		<-l.free
+	}
+	for _, s := range l.slots {
+		l.free <- s
+	}
+	_ = l.Drain(context.Background()) // the completer's last steps
+	l.mu.Lock()
+	healthy := l.broken == nil && !l.closed
+	l.closed = true
+	l.mu.Unlock()
+	d := l.dev
+	d.mu.Lock()
+	if healthy && d.idle == nil {
+		d.idle = l
+		d.mu.Unlock()
+		return
+	}
+	d.mu.Unlock()
+	_ = l.destroy() // what cannot be given back to a lost device is lost with it
+}
+
+// destroy frees the lane; nothing is under way.
+func (l *Lane) destroy() error {
+	close(l.queue)
+	<-l.ended
+	var e C.struct_owcu_error
+	rc := C.owcu_lane_free(l.c, &e)
+	l.pages.free()
+	if rc != 0 {
+		return failure(l.dev.index, &e)
+	}
+	return nil
+}

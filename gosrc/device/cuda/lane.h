@@ -1,0 +1,114 @@
+// What Go asks of the driver, several driver calls to one crossing.
+//
+// Every function makes the device's context current for its own duration and
+// puts back what was current before: it may run on a thread of Python's, where
+// torch has a device of its own chosen. On an error the rest of the calls is
+// left out, and e says which call failed and how.
+#ifndef OWCU_LANE_H
+#define OWCU_LANE_H
+
+#include "driver.h"
+
+struct owcu_error {
+	const char *call; // NULL: none
+	int code;
+	char text[120]; // the driver's name and words for the code
+};
+
+// Streams of a lane: one copies, the others compute. A piece decodes in a few
+// blocks whose latency is longer than its copy, so several are under way.
+enum { OWCU_STREAMS = 6 };
+
+struct owcu_copy {
+	owcu_ptr dst;
+	const void *src;
+	uint64_t n;
+};
+
+// One launch of a kernel of ours: they all take two tables, a number of items,
+// eight warps a block and an item a warp, and the status words.
+struct owcu_launch {
+	uint32_t kernel, n;
+	owcu_ptr a, b;
+};
+
+enum { OWCU_COPIES = 4096, OWCU_LAUNCHES = 128, OWCU_KERNELS = 10 };
+
+// What a slot is to do next. Go fills it while it owns the slot.
+struct owcu_slot {
+	owcu_handle copied, done; // events
+	owcu_ptr status;
+	uint32_t ncopies, nlaunches, stream, wait; // wait: return when all of it is done
+	struct owcu_copy copies[OWCU_COPIES];
+	struct owcu_launch launches[OWCU_LAUNCHES];
+};
+
+struct owcu_lane {
+	owcu_handle ctx;
+	owcu_handle streams[OWCU_STREAMS]; // 0 copies
+	owcu_handle kernels[OWCU_KERNELS];
+	owcu_handle join; // event for WaitFor and SignalTo
+	void *pinned;     // registered
+	owcu_ptr mapped;  // the same, for the device
+	owcu_ptr staging, scratch;
+	struct owcu_slot **slots;
+	int nslots;
+};
+
+struct owcu_info {
+	char name[128], bus[32];
+	int major, minor, sms;
+	uint64_t memory;
+};
+
+int owcu_begin(int *version, int *count, struct owcu_error *e);
+int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e);
+int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, struct owcu_error *e);
+int owcu_ctx_close(int device, struct owcu_error *e);
+
+// owcu_alloc gets all n pieces or none.
+int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out, struct owcu_error *e);
+// owcu_free waits for everything queued on the device and frees n pieces; it
+// goes on after an error and reports the first.
+int owcu_free(owcu_handle ctx, int64_t n, const owcu_ptr *p, struct owcu_error *e);
+int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
+int owcu_read(owcu_handle ctx, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
+
+// owcu_module loads an image, of which it keeps a copy until it is closed, and
+// looks up kernels by names, which are separated by NUL.
+struct owcu_module {
+	owcu_handle module;
+	void *image;
+};
+int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char *names, int count, struct owcu_module *m,
+                     owcu_handle *kernels, struct owcu_error *e);
+int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e);
+
+// owcu_lane_new registers [pinned, pinned+bytes) and makes the streams, events
+// and staging of a lane; NULL with nothing left behind on an error. Unregister
+// goes with owcu_lane_free; the memory itself stays the caller's.
+struct owcu_lane *owcu_lane_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, uint64_t status_stride,
+                                const owcu_handle *kernels, struct owcu_error *e);
+int owcu_lane_free(struct owcu_lane *l, struct owcu_error *e);
+int owcu_scratch(struct owcu_lane *l, uint64_t n, struct owcu_error *e);
+
+// owcu_submit queues what stands in a slot. If it fails, nothing of the slot is
+// still running when it returns.
+int owcu_submit(struct owcu_lane *l, int slot, struct owcu_error *e);
+// owcu_wait waits for the slot's last submit.
+int owcu_wait(struct owcu_lane *l, int slot, struct owcu_error *e);
+// owcu_join orders a stream of someone else and the lane: with lane_waits the
+// lane goes on after what is queued there now, else the other way round.
+int owcu_join(struct owcu_lane *l, uint64_t stream, int lane_waits, struct owcu_error *e);
+
+// owcu_floor copies the first n bytes of the slots to their staging, count
+// times in turn, and waits: what the wire can do, with nothing else. The slots
+// are the caller's.
+int owcu_floor(struct owcu_lane *l, uint64_t stride, uint64_t head, uint64_t n, int count, struct owcu_error *e);
+
+// owcu_list_new makes the head of a list of blocks that nobody holds any more;
+// owcu_list_take empties it.
+void **owcu_list_new(void);
+void *owcu_list_take(void **list);
+
+#endif

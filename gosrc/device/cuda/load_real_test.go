@@ -1,0 +1,17 @@
+//go:build cgo && !owfake
+
+package cuda_test
+
+import (
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+)
+
+// engine skips the test where there is no GPU.
+func engine(t *testing.T) {
+	t.Helper()
+	if err := cuda.Available(); err != nil {
+		t.Skip(err)
+	}
+}

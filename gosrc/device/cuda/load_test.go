@@ -1,0 +1,181 @@
+//go:build cgo
+
+package cuda_test
+
+import (
+	"bytes"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// inputs are tensors that pack, that do not, and that are hardly there.
+func inputs() []save.Input {
+	r := rand.New(rand.NewPCG(1, 1))
+	var in []save.Input
+	add := func(name string, d tensor.DType, shape ...int64) {
+		n := int64(d.Bits() / 8)
+		for _, x := range shape {
+			n *= x
+		}
+		b := make([]byte, n)
+		for i := 0; i+1 < len(b); i += 2 {
+			b[i], b[i+1] = byte(r.Uint32()), byte(60+int(1.5*r.NormFloat64())/2)
+		}
+		in = append(in, save.Input{Name: name, DType: d, Shape: shape, Data: b})
+	}
+	add("a.weight", tensor.BF16, 300, 512)
+	add("b.weight", tensor.BF16, 128, 1000)
+	add("c.weight", tensor.F16, 64, 512)
+	for i := range 40 {
+		add("norm."+string(rune('a'+i)), tensor.F32, int64(i))
+	}
+	add("ids", tensor.I64, 777)
+	add("none", tensor.BF16, 0, 4)
+	add("one", tensor.U8, 1)
+	return in
+}
+
+// take waits for a load and gives its tensors' bytes, read back from the GPU.
+func take(t *testing.T, l *load.Loading, index int) [][]byte {
+	t.Helper()
+	d, err := cuda.Open(index)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all [][]byte
+	for i := range l.Len() {
+		mem, _, _, ok := l.Take(i)
+		if !ok {
+			t.Fatalf("tensor %d was not there to take", i)
+		}
+		b := make([]byte, mem.Bytes)
+		if err := d.Read(b, mem); err != nil {
+			t.Fatal(err)
+		}
+		mem.Release()
+		all = append(all, b)
+	}
+	return all
+}
+
+// finish waits for a load's end.
+func finish(t *testing.T, l *load.Loading) error {
+	t.Helper()
+	done, err := l.Job().Wait(2 * time.Minute)
+	if !done {
+		t.Fatal("the load does not end")
+	}
+	return err
+}
+
+// Files, compressed in one or several column parts and plain, arrive on the GPU
+// as they were, whole and in slices.
+func TestLoad(t *testing.T) {
+	engine(t)
+	in := inputs()
+	for _, spec := range []save.Spec{{Compress: true}, {Compress: true, Parts: 4, ChunkBytes: 64 << 10}, {}} {
+		spec.Path = filepath.Join(t.TempDir(), "model.safetensors")
+		if _, err := save.Write(t.Context(), job.New("save"), spec, in); err != nil {
+			t.Fatal(err)
+		}
+		m, err := load.Open(t.Context(), load.Spec{URIs: []string{spec.Path}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		l, err := m.Start(nil, load.Options{Device: "cuda", Stream: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := finish(t, l); err != nil {
+			t.Fatalf("%+v: %v", spec, err)
+		}
+		got := take(t, l, 0)
+		l.Close()
+		byName := map[string][]byte{}
+		for i := range m.Index().Tensors {
+			byName[m.Index().Tensors[i].Name] = got[i]
+		}
+		for _, x := range in {
+			if !bytes.Equal(byName[x.Name], x.Data) {
+				t.Errorf("%+v: %s differs", spec, x.Name)
+			}
+		}
+		// Rows 17 to 201 and columns 33 to 400 of the first.
+		var reqs []load.Request
+		for i := range m.Index().Tensors {
+			if m.Index().Tensors[i].Name == "a.weight" {
+				reqs = []load.Request{{Tensor: int64(i), Lo0: 17, Hi0: 201, Lo1: 33, Hi1: 400}, {Tensor: int64(i), Lo0: 5, Hi0: 299, Hi1: plan.Whole}}
+			}
+		}
+		l, err = m.Start(reqs, load.Options{Device: "cuda:0"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := finish(t, l); err != nil {
+			t.Fatalf("%+v: %v", spec, err)
+		}
+		got = take(t, l, 0)
+		var want []byte
+		for r := 17; r < 201; r++ {
+			want = append(want, in[0].Data[r*1024+66:r*1024+800]...)
+		}
+		if !bytes.Equal(got[0], want) || !bytes.Equal(got[1], in[0].Data[5*1024:299*1024]) {
+			t.Errorf("%+v: a slice differs", spec)
+		}
+		l.Close()
+		m.Close()
+	}
+}
+
+// A changed byte of a file is a corrupt chunk, and the next load is good.
+func TestLoadCorrupt(t *testing.T) {
+	engine(t)
+	path := filepath.Join(t.TempDir(), "model.safetensors")
+	if _, err := save.Write(t.Context(), job.New("save"), save.Spec{Path: path, Compress: true}, inputs()); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, hurt := range []bool{true, false} {
+		b[len(b)/2] ^= 1 // the second time it is as it was
+		if err := os.WriteFile(path, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		for _, unchecked := range []bool{false, true} {
+			m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			l, err := m.Start(nil, load.Options{Device: "cuda", NoCheck: unchecked})
+			if err != nil {
+				t.Fatal(err)
+			}
+			err = finish(t, l)
+			if hurt && !unchecked && !errors.Is(err, fault.ErrCorrupt) {
+				t.Errorf("a changed byte: %v", err)
+			}
+			if hurt && unchecked && err != nil && !errors.Is(err, fault.ErrCorrupt) {
+				t.Errorf("a changed byte, unchecked: %v", err)
+			}
+			if !hurt && err != nil {
+				t.Error(err)
+			}
+			l.Close()
+			m.Close()
+		}
+	}
+}

@@ -1,0 +1,82 @@
+//go:build !cgo
+
+package cuda
+
+import (
+	"context"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+var errNone = fault.New(fault.ErrNotSupported, "CUDA: this build has no cgo")
+
+// A Device is one GPU.
+type Device struct{}
+
+// A Lane is what one load needs of a device.
+type Lane struct{}
+
+// A Slot is one piece's staging memory.
+type Slot struct{ Bytes []byte }
+
+// Available says why there is no GPU.
+func Available() error { return errNone }
+
+// Info describes the GPUs.
+func Info() ([]DeviceInfo, error) { return nil, errNone }
+
+// Open opens a GPU.
+func Open(int) (*Device, error) { return nil, errNone }
+
+// Shutdown gives everything back that is kept between loads.
+func Shutdown() {}
+
+// Index is the number of the device.
+func (d *Device) Index() int { return 0 }
+
+// Alloc allocates tensors.
+func (d *Device) Alloc([]int64) ([]device.Memory, error) { return nil, errNone }
+
+// Trim gives back what is kept between loads.
+func (d *Device) Trim() error { return errNone }
+
+// Free and total memory of the device.
+func (d *Device) Free() (unused, total int64, err error) { return 0, 0, errNone }
+
+// Read copies device memory to dst.
+func (d *Device) Read([]byte, device.Memory) error { return errNone }
+
+// Lane makes a lane.
+func (d *Device) Lane(int, int64) (*Lane, error) { return nil, errNone }
+
+// Get waits for a slot.
+func (l *Lane) Get(context.Context) (*Slot, error) { return nil, errNone }
+
+// Put gives a slot back.
+func (l *Lane) Put(*Slot) {}
+
+// Submit sends a slot's bytes on their way.
+func (l *Lane) Submit(*Slot, int64, []device.Job, func(int, error)) error { return errNone }
+
+// Drain waits for all that was submitted.
+func (l *Lane) Drain(context.Context) error { return errNone }
+
+// WaitFor lets the lane wait for a stream.
+func (l *Lane) WaitFor(uintptr) error { return errNone }
+
+// SignalTo lets a stream wait for the lane.
+func (l *Lane) SignalTo(uintptr) error { return errNone }
+
+// Close gives the lane back.
+func (l *Lane) Close() {}
+
+// Cast casts on the device.
+func (l *Lane) Cast(context.Context, device.Memory, device.Memory, tensor.DType, tensor.DType) error {
+	return errNone
+}
+
+// Floor measures the wire.
+func (l *Lane) Floor(int64, int) (time.Duration, error) { return 0, errNone }

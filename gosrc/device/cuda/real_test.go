@@ -1,0 +1,22 @@
+//go:build cgo && !owfake
+
+package cuda
+
+import "testing"
+
+// begun opens the first GPU; without one the test is skipped, and the same
+// suite runs on the fake driver under the tag owfake.
+func begun(t testing.TB) *Device {
+	t.Helper()
+	if err := Available(); err != nil {
+		t.Skip(err)
+	}
+	d, err := Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+// fakes tells that this build has the fake driver.
+const fakes = false

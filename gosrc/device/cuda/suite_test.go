@@ -1,0 +1,562 @@
+//go:build cgo
+
+package cuda
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+var seedFlag = flag.Uint64("cuda.seed", 0, "seed of random tests; 0: the clock")
+
+func random(t testing.TB) *rand.Rand {
+	seed := *seedFlag
+	if seed == 0 {
+		seed = uint64(time.Now().UnixNano())
+	}
+	t.Logf("seed %d", seed)
+	return rand.New(rand.NewPCG(seed, 0))
+}
+
+// A piece is a slot's content in the making: chunks, and what they must give.
+type piece struct {
+	bytes []byte
+	jobs  []device.Job
+	want  [][]byte // of each job's destination; nil: an error
+}
+
+func (p *piece) add(stored []byte, c tensor.Chunk, v *device.View, want []byte) {
+	for c.Codec == tensor.CodecX16 && len(p.bytes)%16 != 0 {
+		p.bytes = append(p.bytes, 0xee)
+	}
+	c.Stored = uint32(len(stored))
+	p.jobs = append(p.jobs, device.Job{Chunk: c, Src: uint32(len(p.bytes)), View: v})
+	p.bytes = append(p.bytes, stored...)
+	p.want = append(p.want, want)
+}
+
+func (p *piece) raw(b []byte) {
+	p.add(b, tensor.Chunk{Codec: tensor.CodecRaw, Logical: uint32(len(b))}, nil, b)
+}
+
+// coded adds data as an X16 chunk, and says whether it could be one.
+func (p *piece) coded(data []byte, transform uint8) bool {
+	var e x16.Encoder
+	stored, tiles, ok := e.Encode(nil, data, transform)
+	if ok {
+		p.add(stored, tensor.Chunk{Codec: tensor.CodecX16, Transform: transform, SegTiles: tiles, Logical: uint32(len(data))}, nil, data)
+	}
+	return ok
+}
+
+// weights are n bytes that compress under a transform.
+func weights(r *rand.Rand, transform uint8, n int) []byte {
+	b := make([]byte, n)
+	le := binary.LittleEndian
+	for i := 0; i < n; i++ {
+		switch transform {
+		case x16.BF16, x16.FP16:
+			shift := 7
+			if transform == x16.FP16 {
+				shift = 10
+			}
+			if i+2 <= n {
+				exp := 12 + int(1.5*r.NormFloat64())
+				le.PutUint16(b[i:], uint16(exp&31)<<shift|uint16(r.Uint32())&(1<<shift-1)|uint16(r.Uint32())&0x8000)
+				i++
+			}
+		case x16.FP32:
+			if i+4 <= n {
+				exp := uint32(120+int(2*r.NormFloat64())) & 255
+				le.PutUint32(b[i:], exp<<23|r.Uint32()&0x807fffff)
+				i += 3
+			}
+		case x16.E4M3:
+			b[i] = byte(7+int(r.NormFloat64()))&15<<3 | byte(r.Uint32())&0x87
+		case x16.E5M2:
+			b[i] = byte(15+int(r.NormFloat64()))&31<<2 | byte(r.Uint32())&0x83
+		case x16.Int8:
+			b[i] = byte(int8(10 * r.NormFloat64()))
+		case x16.Nibbles:
+			b[i] = byte(int(r.NormFloat64()))&15 | byte(int(r.NormFloat64()))&15<<4
+		default:
+			b[i] = byte(r.IntN(3) * r.IntN(3))
+		}
+	}
+	return b
+}
+
+// size is the bytes of a job's destination.
+func size(j *device.Job) int64 {
+	if v := j.View; v != nil {
+		return (v.Row1 - v.Row0) * (v.Col1 - v.Col0)
+	}
+	return int64(j.Chunk.Logical)
+}
+
+// run sends a piece through a lane into fresh memory and compares what landed;
+// shift moves every destination off its alignment. It returns the errors.
+func (p *piece) run(t testing.TB, d *Device, l *Lane, shift int64) []error {
+	t.Helper()
+	sizes := make([]int64, len(p.jobs))
+	for i := range p.jobs {
+		sizes[i] = size(&p.jobs[i]) + shift
+	}
+	mem, err := d.Alloc(sizes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		for _, m := range mem {
+			m.Release()
+		}
+	}()
+	for i := range p.jobs {
+		p.jobs[i].Dst = unsafe.Add(mem[i].Ptr, shift)
+	}
+	s, err := l.Get(context.Background())
+	if err != nil {
+		t.Fatal(err)
+	}
+	copy(s.Bytes, p.bytes)
+	errs := make([]error, len(p.jobs))
+	calls := make([]int, len(p.jobs))
+	if err := l.Submit(s, int64(len(p.bytes)), p.jobs, func(i int, err error) { errs[i] = err; calls[i]++ }); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Drain(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	for i := range p.jobs {
+		if calls[i] != 1 {
+			t.Fatalf("job %d: done was called %d times", i, calls[i])
+		}
+		if p.want[i] == nil {
+			continue
+		}
+		if errs[i] != nil {
+			t.Errorf("job %d %+v: %v", i, p.jobs[i].Chunk, errs[i])
+			continue
+		}
+		got := make([]byte, mem[i].Bytes)
+		if err := d.Read(got, mem[i]); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(got[shift:], p.want[i]) {
+			t.Errorf("job %d %+v %+v: other bytes", i, p.jobs[i].Chunk, p.jobs[i].View)
+		}
+	}
+	return errs
+}
+
+// open gives a device and a small lane, both ended with the test.
+func open(t testing.TB, slots int, slotBytes int64) (*Device, *Lane) {
+	t.Helper()
+	d := begun(t)
+	l, err := d.Lane(slots, slotBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(l.Close)
+	return d, l
+}
+
+// Goldens of every version give the bytes that their index says, in one piece.
+func TestGoldens(t *testing.T) {
+	const dir = "../../../tests/goldens/x16"
+	index, err := os.ReadFile(filepath.Join(dir, "index.txt"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var p piece
+	for _, line := range strings.Split(string(index), "\n") {
+		if line == "" || line[0] == '#' {
+			continue
+		}
+		var name, sum string
+		var c tensor.Chunk
+		if _, err := fmt.Sscan(line, &name, &c.Transform, &c.SegTiles, &c.Logical, &sum); err != nil {
+			t.Fatal(err)
+		}
+		chunk, err := os.ReadFile(filepath.Join(dir, name+".chunk"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Codec = tensor.CodecX16
+		want := make([]byte, c.Logical) // the Go decoder is held to the sums by its own tests
+		if err := x16.Decode(want, chunk, c.Transform, c.SegTiles); err != nil {
+			t.Fatal(err)
+		}
+		p.add(chunk, c, nil, want)
+	}
+	d, l := open(t, 2, 1<<20)
+	p.run(t, d, l, 0)
+	p.run(t, d, l, 1) // nothing is aligned: all go through scratch
+}
+
+// Every transform, sizes with and without tails, and raw chunks large, small
+// and many between them.
+func TestRoundTrips(t *testing.T) {
+	r := random(t)
+	d, l := open(t, 2, 2<<20)
+	for _, n := range []int{70_000, 16_384, 4099, 1024} {
+		var p piece
+		for tr := uint8(x16.BF16); tr <= x16.Bytes; tr++ {
+			p.coded(weights(r, tr, n), tr)
+			p.raw(weights(r, x16.Bytes, r.IntN(200)))
+		}
+		p.raw(weights(r, x16.Bytes, 100_000))
+		p.run(t, d, l, 0)
+		p.run(t, d, l, int64(1+r.IntN(20)))
+	}
+	var few, many piece
+	few.raw(weights(r, x16.BF16, 300_001))
+	few.raw(weights(r, x16.BF16, 5))
+	few.run(t, d, l, 0)
+	for range 300 {
+		many.raw(weights(r, x16.BF16, r.IntN(3000)))
+	}
+	many.raw(weights(r, x16.BF16, 90_000))
+	many.run(t, d, l, 0)
+	many.run(t, d, l, 3)
+}
+
+// Slices of rows and columns, of coded and of raw chunks, land packed.
+func TestViews(t *testing.T) {
+	r := random(t)
+	d, l := open(t, 2, 1<<20)
+	rounds := 40
+	if testing.Short() {
+		rounds = 8
+	}
+	for range rounds {
+		row := int64(2 * (1 + r.IntN(1500)))
+		if r.IntN(4) == 0 {
+			row = int64(2 * (9000 + r.IntN(9000))) // longer than a part
+		}
+		rows := 1 + r.Int64N(1+150_000/row)
+		part := weights(r, x16.BF16, int(row*rows))
+		col := r.Int64N(3) * row // of this column part in the tensor's rows
+		var p piece
+		for range 3 {
+			at := r.Int64N(int64(len(part)))
+			n := 1 + r.Int64N(int64(len(part))-at)
+			r0 := r.Int64N(rows)
+			c0 := col + r.Int64N(row)
+			v := &device.View{At: at, Row: row, Col: col, Row0: r0, Row1: r0 + 1 + r.Int64N(rows-r0), Col0: c0, Col1: c0 + 1 + r.Int64N(col+row-c0)}
+			data := part[at : at+n]
+			kept := 0
+			v.Runs(n, func(_, _, n int64) { kept += int(n) })
+			want := make([]byte, (v.Row1-v.Row0)*(v.Col1-v.Col0))
+			if kept != len(want) {
+				want = nil // other chunks would fill the rest; only the run counts
+			}
+			v.Runs(n, func(dst, src, n int64) {
+				if want != nil {
+					copy(want[dst:dst+n], data[src:src+n])
+				}
+			})
+			if p.coded(data, x16.BF16) {
+				k := len(p.jobs) - 1
+				p.jobs[k].View, p.want[k] = v, want
+			}
+			p.add(data, tensor.Chunk{Codec: tensor.CodecRaw, Logical: uint32(n)}, v, want)
+		}
+		for i, err := range p.run(t, d, l, r.Int64N(2)*r.Int64N(40)) {
+			if err != nil {
+				t.Errorf("job %d: %v", i, err)
+			}
+		}
+	}
+}
+
+// A piece with more jobs than the tables hold goes in rounds; a chunk of a few
+// bytes that asks for very many work items is one of them.
+func TestRounds(t *testing.T) {
+	r := random(t)
+	d, l := open(t, 2, 1<<20)
+	var p piece
+	for range 25_000 {
+		p.raw(weights(r, x16.Bytes, 1+r.IntN(9)))
+	}
+	p.coded(weights(r, x16.BF16, 10_000), x16.BF16)
+	// One symbol only: 1 MiB out of 96 bytes, a segment for each tile.
+	var e x16.Encoder
+	zeros := make([]byte, 1<<20)
+	stored, _, ok := e.Encode(nil, zeros, x16.E5M2)
+	if !ok || len(stored) > 200 {
+		t.Fatal("zeros do not compress")
+	}
+	for range 5 {
+		p.add(stored, tensor.Chunk{Codec: tensor.CodecX16, Transform: x16.E5M2, SegTiles: 1, Logical: 1 << 20}, nil, zeros)
+	}
+	// Thousands of chunks.
+	var small piece
+	small.coded(weights(r, x16.BF16, 4096), x16.BF16)
+	for range maxChunks + 5 {
+		p.add(small.bytes, small.jobs[0].Chunk, nil, small.want[0])
+		if len(p.bytes) > 1<<20-8192 {
+			break
+		}
+	}
+	p.run(t, d, l, 0)
+}
+
+// Corrupt chunks are errors of their jobs alone; what is good beside them is
+// exact, and so is the next piece.
+func TestCorrupt(t *testing.T) {
+	r := random(t)
+	d, l := open(t, 2, 1<<20)
+	good := weights(r, x16.BF16, 30_000)
+	rounds, found := 60, 0
+	if testing.Short() {
+		rounds = 10
+	}
+	for range rounds {
+		var p piece
+		for tr := uint8(x16.BF16); tr <= x16.Bytes; tr++ {
+			data := weights(r, tr, 2000+r.IntN(12_000))
+			if !p.coded(data, tr) {
+				continue
+			}
+			j := &p.jobs[len(p.jobs)-1]
+			b := p.bytes[j.Src:]
+			for range 1 + r.IntN(3) {
+				i := r.IntN(len(b))
+				if r.IntN(2) == 0 {
+					i = r.IntN(min(len(b), 256))
+				}
+				b[i] ^= byte(1 << r.IntN(8))
+			}
+			want := make([]byte, len(data))
+			if x16.Decode(want, b, tr, j.Chunk.SegTiles) != nil {
+				want = nil // the kernel finds it, or gives other bytes: the checksum's business
+			}
+			p.want[len(p.want)-1] = want
+		}
+		p.coded(good, x16.BF16)
+		for _, err := range p.run(t, d, l, 0) {
+			if err != nil && !errors.Is(err, fault.ErrCorrupt) {
+				t.Fatal(err)
+			}
+			if err != nil {
+				found++
+			}
+		}
+	}
+	if found == 0 {
+		t.Error("no corruption was found")
+	}
+	var p piece
+	p.coded(good, x16.BF16)
+	p.run(t, d, l, 0)
+}
+
+// Jobs that make no sense are refused one by one.
+func TestRefused(t *testing.T) {
+	r := random(t)
+	d, l := open(t, 1, 1<<20)
+	var p piece
+	b := weights(r, x16.BF16, 4096)
+	p.coded(b, x16.BF16)
+	p.coded(b, x16.BF16)
+	p.raw(b)
+	p.raw(b)
+	p.raw(b)
+	p.raw(b)
+	p.raw(nil)
+	for _, i := range []int{1, 2, 3, 4} {
+		p.want[i] = nil
+	}
+	p.jobs[1].Src += 8 // misaligned
+	p.jobs[2].Chunk.Stored = 1 << 30
+	p.jobs[3].Chunk.Codec = 7
+	p.jobs[4].Chunk.Logical++
+	errs := p.run(t, d, l, 0)
+	for i, class := range []error{nil, fault.ErrCorrupt, fault.ErrArgument, fault.ErrNotSupported, fault.ErrCorrupt, nil, nil} {
+		if !errors.Is(errs[i], class) {
+			t.Errorf("job %d: %v, want %v", i, errs[i], class)
+		}
+	}
+}
+
+// Many workers share a lane; everything lands, and every slot comes back.
+func TestWorkers(t *testing.T) {
+	r := random(t)
+	d, l := open(t, 3, 256<<10)
+	var p piece
+	for tr := uint8(x16.BF16); tr <= x16.Bytes; tr++ {
+		p.coded(weights(r, tr, 9000), tr)
+	}
+	p.raw(weights(r, x16.Bytes, 70_000))
+	var wg sync.WaitGroup
+	for w := range 5 {
+		wg.Go(func() {
+			for range 4 {
+				mine := piece{bytes: p.bytes, jobs: append([]device.Job(nil), p.jobs...)}
+				sizes := make([]int64, len(mine.jobs))
+				for i := range sizes {
+					sizes[i] = size(&mine.jobs[i])
+				}
+				mem, err := d.Alloc(sizes)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				for i := range mem {
+					mine.jobs[i].Dst = mem[i].Ptr
+				}
+				s, err := l.Get(t.Context())
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				copy(s.Bytes, mine.bytes)
+				landed := make(chan error, len(mine.jobs))
+				if err := l.Submit(s, int64(len(mine.bytes)), mine.jobs, func(_ int, err error) { landed <- err }); err != nil {
+					t.Error(err)
+					return
+				}
+				for range mine.jobs {
+					if err := <-landed; err != nil {
+						t.Error(err)
+					}
+				}
+				for i, m := range mem {
+					got := make([]byte, m.Bytes)
+					if err := d.Read(got, m); err != nil || !bytes.Equal(got, p.want[i]) {
+						t.Errorf("worker %d, job %d: error %v, or other bytes", w, i, err)
+					}
+					m.Release()
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// A cancelled wait for a slot ends; Drain with a dead context says so, and
+// Close waits for the rest.
+func TestCancel(t *testing.T) {
+	d := begun(t)
+	l, err := d.Lane(1, 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := l.Get(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(fault.ErrCancelled)
+	if _, err := l.Get(ctx); !errors.Is(err, fault.ErrCancelled) {
+		t.Errorf("Get: %v", err)
+	}
+	mem, err := d.Alloc([]int64{1000})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mem[0].Release()
+	gate, called := make(chan struct{}), false
+	job := []device.Job{{Chunk: tensor.Chunk{Stored: 1000, Logical: 1000}, Dst: mem[0].Ptr}}
+	if err := l.Submit(s, 1000, job, func(int, error) { <-gate; called = true }); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Drain(ctx); !errors.Is(err, fault.ErrCancelled) {
+		t.Errorf("Drain: %v", err)
+	}
+	close(gate)
+	l.Close()
+	if !called {
+		t.Error("Close did not wait")
+	}
+	again, err := d.Lane(1, 1<<20)
+	if err != nil || again != l {
+		t.Errorf("the idle lane was not used again: %v", err)
+	}
+	again.Close()
+}
+
+// Memory is exact, aligned and apart, tensors that would waste it share slabs,
+// and what is released comes back to the device.
+func TestAlloc(t *testing.T) {
+	r := random(t)
+	d := begun(t)
+	sizes := []int64{0, 1, 255, 256, 1<<20 - 1, 1 << 20, 1<<20 + 1, 2 << 20, 5<<20 - 3}
+	for range 300 {
+		sizes = append(sizes, r.Int64N(60_000))
+	}
+	mem, err := d.Alloc(sizes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := map[uintptr]int64{}
+	for i, m := range mem {
+		if m.Bytes != sizes[i] || uintptr(m.Ptr)%Align != 0 || (m.Ptr == nil) != (sizes[i] == 0) || m.CUDA != 1 {
+			t.Fatalf("size %d: %+v", sizes[i], m)
+		}
+		seen[uintptr(m.Ptr)] += sizes[i]
+	}
+	if len(seen) != len(mem) && len(seen) < 300 {
+		t.Error("tensors share addresses")
+	}
+	for _, i := range r.Perm(len(mem)) {
+		mem[i].Release()
+	}
+	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+		d.mu.Lock()
+		n := d.live
+		d.mu.Unlock()
+		if n == 0 {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%d blocks were never freed", n)
+		}
+	}
+	for _, bad := range [][]int64{{-1}, {1 << 50}} {
+		if _, err := d.Alloc(bad); !errors.Is(err, fault.ErrArgument) {
+			t.Errorf("%v: %v", bad, err)
+		}
+	}
+	_, total, err := d.Free()
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = d.Alloc([]int64{5 << 20, total + 1<<20, 7})
+	if !errors.Is(err, fault.ErrMemory) || !strings.Contains(err.Error(), "are free of") {
+		t.Errorf("more than there is: %v", err)
+	}
+}
+
+// Indexes out of range are device errors in words.
+func TestOpenRefuses(t *testing.T) {
+	begun(t)
+	for _, i := range []int{-1, 1000} {
+		if _, err := Open(i); !errors.Is(err, fault.ErrDevice) || !strings.Contains(err.Error(), "CUDA devices") {
+			t.Errorf("cuda:%d: %v", i, err)
+		}
+	}
+	info, err := Info()
+	if err != nil || len(info) == 0 || info[0].Name == "" || info[0].Memory == 0 {
+		t.Errorf("%+v: %v", info, err)
+	}
+	t.Logf("%+v", info)
+}

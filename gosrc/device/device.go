@@ -1,0 +1,162 @@
+// Package device is where tensors land and chunks are decoded. It knows
+// memory, and decode jobs by codec id; it knows nothing of files.
+package device
+
+import (
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A Block is the shared ownership of one piece of memory: the last of its
+// holders gives it back. It lies in memory that Go's collector does not own,
+// because the last holder is often a tensor of Python's, released by the C
+// deleter in gosrc/dlpack, which reads this very layout.
+type Block struct {
+	refs   int64
+	base   unsafe.Pointer
+	length uint64
+	kind   int64
+}
+
+// The kinds of Block.
+const (
+	KindMap    = 0 // munmap(base, length) when the last holder is gone
+	KindRegion = 1 // besides, a holder that goes returns its own whole pages at once
+	KindCUDA   = 2 // a Listed: put on its list, and freed by whoever looks after that
+)
+
+// Hold adds a holder. The caller is one already.
+func (b *Block) Hold() { atomic.AddInt64(&b.refs, 1) }
+
+// A Listed is a Block of memory that cannot be freed on any thread at any time:
+// the last holder puts it on a list, without a lock, and goes on. Its header
+// does not lie in the memory that it stands for. The C deleter knows the layout.
+type Listed struct {
+	Block
+	next *Listed
+	list **Listed
+}
+
+// NewListed writes a Listed with n holders at p, which is C memory of
+// unsafe.Sizeof(Listed{}) bytes, as is the head of the list.
+func NewListed(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, list unsafe.Pointer) *Listed {
+	b := (*Listed)(p)
+	*b = Listed{Block: Block{refs: n, base: base, length: length, kind: KindCUDA}, list: (**Listed)(list)}
+	return b
+}
+
+// Next is the block below this one in a list that was taken.
+func (b *Listed) Next() *Listed { return b.next }
+
+// Base is the memory that a Listed stands for.
+func (b *Listed) Base() (unsafe.Pointer, uint64) { return b.base, b.length }
+
+func (b *Listed) push() {
+	head := (*unsafe.Pointer)(unsafe.Pointer(b.list))
+	for {
+		old := atomic.LoadPointer(head)
+		b.next = (*Listed)(old)
+		if atomic.CompareAndSwapPointer(head, old, unsafe.Pointer(b)) {
+			return
+		}
+	}
+}
+
+// NewBlock writes a Block with n holders at p, which lies inside
+// [base, base+length).
+func NewBlock(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, kind int64) *Block {
+	b := (*Block)(p)
+	*b = Block{refs: n, base: base, length: length, kind: kind}
+	return b
+}
+
+// Memory is one tensor's bytes and the Block that keeps them. The zero value
+// is the memory of a tensor without bytes.
+type Memory struct {
+	Ptr   unsafe.Pointer
+	Bytes int64
+	Block *Block
+	CUDA  int32 // 1 + the CUDA device whose address Ptr is; 0: host memory
+}
+
+// Slice is host memory as bytes. It is valid until Release.
+func (m Memory) Slice() []byte { return unsafe.Slice((*byte)(m.Ptr), m.Bytes) }
+
+// Release gives up one hold. The C deleter does the same for tensors that
+// were handed to Python.
+func (m Memory) Release() {
+	b := m.Block
+	if b == nil {
+		return
+	}
+	if b.kind == KindRegion {
+		ReturnPages(m.Ptr, m.Bytes)
+	}
+	if atomic.AddInt64(&b.refs, -1) == 0 {
+		if b.kind == KindCUDA {
+			(*Listed)(unsafe.Pointer(b)).push()
+			return
+		}
+		base, length := b.base, uintptr(b.length)
+		_ = unix.MunmapPtr(base, length)
+	}
+}
+
+// minReturn is the smallest run of pages worth a system call.
+const minReturn = 64 << 10
+
+// ReturnPages gives the whole pages inside [p, p+n) back to the system; their
+// contents are lost.
+func ReturnPages(p unsafe.Pointer, n int64) {
+	const page = 4096
+	up := (page - int64(uintptr(p)&(page-1))) & (page - 1)
+	whole := (n - up) &^ (page - 1)
+	if whole < minReturn {
+		return
+	}
+	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, up)), whole), unix.MADV_DONTNEED)
+}
+
+// A View says which bytes of a chunk land where, when that is not simply all
+// of them in a row: the chunk holds bytes [At, At+logical) of a matrix with
+// rows of Row bytes (its column part), whose first column is column Col of the
+// tensor's rows; wanted are rows [Row0, Row1) and byte columns [Col0, Col1) of
+// the tensor, packed.
+type View struct {
+	At, Row, Col           int64
+	Row0, Row1, Col0, Col1 int64
+}
+
+// Runs calls fn for each run of bytes that the view keeps of a chunk of the
+// given logical size: n bytes from offset src of the chunk go to offset dst of
+// the destination.
+func (v *View) Runs(logical int64, fn func(dst, src, n int64)) {
+	lo, hi := max(v.At, v.Row0*v.Row), min(v.At+logical, v.Row1*v.Row)
+	c0, c1 := max(v.Col0, v.Col)-v.Col, min(v.Col1, v.Col+v.Row)-v.Col
+	if lo >= hi || c0 >= c1 {
+		return
+	}
+	pitch := v.Col1 - v.Col0
+	if c0 == 0 && c1 == v.Row && pitch == v.Row { // whole rows, one run
+		fn(lo-v.Row0*v.Row, lo-v.At, hi-lo)
+		return
+	}
+	for r := lo / v.Row; r*v.Row < hi; r++ {
+		a, b := max(lo, r*v.Row+c0), min(hi, r*v.Row+c1)
+		if a < b {
+			fn((r-v.Row0)*pitch+a-r*v.Row+v.Col-v.Col0, a-v.At, b-a)
+		}
+	}
+}
+
+// A Job is one stored chunk in a staged piece and where its bytes go.
+type Job struct {
+	Chunk tensor.Chunk
+	Src   uint32         // offset in the piece
+	Dst   unsafe.Pointer // the destination: of the chunk's first byte, or of the View's
+	View  *View          // nil: all of the chunk, in a row
+}

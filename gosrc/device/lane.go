@@ -1,0 +1,30 @@
+package device
+
+import "context"
+
+// A Slot is one piece of staging memory. Whoever got it from a Lane owns it
+// until Submit or Put.
+type Slot interface {
+	// Memory is the slot's bytes: pinned, where the device needs that.
+	Memory() []byte
+}
+
+// A Lane is a device at work for one load: it takes staged pieces and lands
+// their chunks. Any number of workers may use it at once.
+type Lane interface {
+	// Get waits for a free slot, or for the end of ctx.
+	Get(ctx context.Context) (Slot, error)
+	// Put gives a slot back that was not submitted.
+	Put(s Slot)
+	// Submit decodes the jobs, whose Src lie in the first n bytes of the slot,
+	// to where they belong, and gives the slot back by itself. done is called
+	// once for each job, perhaps later and by another goroutine, when the job's
+	// bytes are in place or its error is known; it must not wait for the lane.
+	// After an error of Submit itself, done is not called.
+	Submit(s Slot, n int64, jobs []Job, done func(job int, err error)) error
+	// Drain waits until every done call has returned, or for the end of ctx. It
+	// returns the error that broke the device, if one did.
+	Drain(ctx context.Context) error
+	// Close waits for what is under way and releases the lane.
+	Close()
+}

@@ -1,0 +1,61 @@
+//go:build cgo
+
+package dlpack
+
+import (
+	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A tensor on a GPU is described as such, and its deleter only lists its block,
+// as Memory.Release does: the last holder of each is who puts it there.
+func TestCUDA(t *testing.T) {
+	page, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Munmap(page) }()
+	list := unsafe.Pointer(&page[0])
+	base := unsafe.Pointer(&page[1024]) // stands for device memory
+	var want []*device.Listed
+	for i := range 2 {
+		b := device.NewListed(unsafe.Pointer(&page[128*(i+1)]), 2, base, 512, list)
+		mem := device.Memory{Ptr: base, Bytes: 512, Block: &b.Block, CUDA: 4}
+		typ, dims := Describe(tensor.BF16, []int64{256}, 512, false)
+		m, err := New(mem, typ, dims)
+		if err != nil {
+			t.Fatal(err)
+		}
+		where := *(*[2]int32)(unsafe.Add(m, unsafe.Sizeof(uintptr(0)))) // DLTensor.device
+		if where != [2]int32{2, 3} {
+			t.Errorf("device %v, want kDLCUDA 3", where)
+		}
+		Delete(m)
+		if taken := *(**device.Listed)(list); i == 0 && taken != nil {
+			t.Error("listed while somebody holds it")
+		}
+		mem.Release()
+		want = append(want, b)
+	}
+	first := *(**device.Listed)(list)
+	if first != want[1] || first.Next() != want[0] || want[0].Next() != nil {
+		t.Error("the list is not what was let go, the last first")
+	}
+	// The other way round: Go lets go first, the deleter lists it.
+	b := device.NewListed(unsafe.Pointer(&page[512]), 2, base, 512, list)
+	mem := device.Memory{Ptr: base, Bytes: 512, Block: &b.Block, CUDA: 1}
+	mem.Release()
+	m, err := New(mem, Type{codeUInt, 8, 1}, []int64{512})
+	if err != nil {
+		t.Fatal(err)
+	}
+	Delete(m)
+	if first := *(**device.Listed)(list); first != b || first.Next() != want[1] {
+		t.Error("the deleter did not list the block")
+	}
+}

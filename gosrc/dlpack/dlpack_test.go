@@ -1,0 +1,148 @@
+//go:build cgo
+
+package dlpack
+
+import (
+	"slices"
+	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Every dtype is described, with as many bytes as it has, under the dtype that
+// torch knows it by and under the unsigned integer of its width.
+func TestDescribe(t *testing.T) {
+	for d := tensor.Bool; d.Valid(); d++ {
+		shape := []int64{3, 8}
+		n := int64(24 * d.Bits() / 8)
+		for _, raw := range []bool{false, true} {
+			typ, dims := Describe(d, shape, n, raw)
+			bits := int64(typ.Bits) * int64(typ.Lanes)
+			for _, x := range dims {
+				bits *= x
+			}
+			if bits != n*8 {
+				t.Errorf("%v raw=%v: %v %v is %d bits, want %d", d, raw, typ, dims, bits, n*8)
+			}
+			if raw && (typ.Code != codeUInt || typ.Lanes != 1) {
+				t.Errorf("%v raw: %v", d, typ)
+			}
+		}
+	}
+}
+
+func TestDescribeSubByte(t *testing.T) {
+	for _, c := range []struct {
+		d     tensor.DType
+		shape []int64
+		n     int64
+		raw   bool
+		typ   Type
+		dims  []int64
+	}{
+		{tensor.F4, []int64{3, 4}, 6, false, Type{codeF4E2M1FN, 4, 2}, []int64{3, 2}},
+		{tensor.F4, []int64{3, 4}, 6, true, Type{codeUInt, 8, 1}, []int64{3, 2}},
+		{tensor.F4, []int64{4, 3}, 6, false, Type{codeUInt, 8, 1}, []int64{6}}, // rows of a byte and a half
+		{tensor.F4, []int64{3, 0}, 0, false, Type{codeF4E2M1FN, 4, 2}, []int64{3, 0}},
+		{tensor.F6E2M3, []int64{4, 4}, 12, false, Type{codeUInt, 8, 1}, []int64{12}},
+		{tensor.BF16, nil, 2, false, Type{codeBFloat, 16, 1}, nil},
+		{tensor.C64, []int64{1}, 8, true, Type{codeUInt, 64, 1}, []int64{1}},
+	} {
+		typ, dims := Describe(c.d, c.shape, c.n, c.raw)
+		if typ != c.typ || !slices.Equal(dims, c.dims) {
+			t.Errorf("%v %v raw=%v: %v %v, want %v %v", c.d, c.shape, c.raw, typ, dims, c.typ, c.dims)
+		}
+	}
+}
+
+// mapped maps pages and puts a Block with n holders at their end.
+func mapped(t *testing.T, pages int, n int64, kind int64) (unsafe.Pointer, *device.Block) {
+	t.Helper()
+	size := uintptr(pages * 4096)
+	p, err := unix.MmapPtr(-1, 0, nil, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p, device.NewBlock(unsafe.Add(p, size-64), n, p, uint64(size), kind)
+}
+
+// isMapped asks the system whether a page is there.
+func isMapped(p unsafe.Pointer) bool {
+	return unix.Madvise(unsafe.Slice((*byte)(p), 4096), unix.MADV_NORMAL) == nil
+}
+
+// The memory goes when the last of its holders does, whether that is C or Go.
+func TestLastHolderUnmaps(t *testing.T) {
+	for last := range 3 {
+		base, block := mapped(t, 4, 3, device.KindMap)
+		mem := func(i int) device.Memory {
+			return device.Memory{Ptr: unsafe.Add(base, i*4096), Bytes: 4096, Block: block}
+		}
+		var drop [3]func()
+		for i := range 2 {
+			m, err := New(mem(i), Type{codeUInt, 8, 1}, []int64{4096})
+			if err != nil {
+				t.Fatal(err)
+			}
+			drop[i] = func() { Delete(m) }
+		}
+		drop[2] = mem(2).Release
+		for i := range 3 {
+			if i != last {
+				drop[i]()
+			}
+		}
+		if !isMapped(base) {
+			t.Fatalf("last=%d: unmapped while held", last)
+		}
+		drop[last]()
+		if isMapped(base) {
+			t.Errorf("last=%d: still mapped", last)
+		}
+	}
+}
+
+// A tensor of a shared region gives its own whole pages back at once, and
+// nothing of its neighbours'.
+func TestRegionGivesPagesBack(t *testing.T) {
+	const pages = 64
+	base, block := mapped(t, pages, 2, device.KindRegion)
+	all := unsafe.Slice((*byte)(base), pages*4096-64)
+	for i := range all {
+		all[i] = 7
+	}
+	// From the middle of page 1 to the middle of page 40: pages 2..39 are whole.
+	m, err := New(device.Memory{Ptr: unsafe.Add(base, 4096+100), Bytes: 39 * 4096, Block: block}, Type{codeUInt, 8, 1}, []int64{39 * 4096})
+	if err != nil {
+		t.Fatal(err)
+	}
+	Delete(m)
+	for i, b := range all {
+		want := byte(7)
+		if i >= 2*4096 && i < 40*4096 {
+			want = 0
+		}
+		if b != want {
+			t.Fatalf("byte %d of page %d is %d, want %d", i%4096, i/4096, b, want)
+		}
+	}
+	device.Memory{Ptr: base, Bytes: 4096, Block: block}.Release()
+	if isMapped(base) {
+		t.Error("still mapped")
+	}
+}
+
+// Memory without a Block and tensors without elements are fine.
+func TestNothingToFree(t *testing.T) {
+	for _, shape := range [][]int64{nil, {0}, {1 << 62, 0, 1 << 62}} {
+		m, err := New(device.Memory{}, Type{codeFloat, 32, 1}, shape)
+		if err != nil {
+			t.Fatal(err)
+		}
+		Delete(m)
+	}
+}

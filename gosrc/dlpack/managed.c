@@ -1,0 +1,94 @@
+// Tensors in C memory: made in one allocation, freed by whoever holds them
+// last, on any thread, without Go and without Python. In a forked child
+// nothing is freed: the pages are shared with the parent, and the child must
+// be able to exit without touching anything of ours.
+#include "managed.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+static volatile int forked;
+
+static void in_child(void) { forked = 1; }
+
+static int watched;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static void watch(void) { watched = pthread_atfork(NULL, NULL, in_child); }
+
+int ow_fork_watch(void)
+{
+	pthread_once(&once, watch);
+	return watched;
+}
+
+int ow_fork_flag(void) { return forked; }
+
+void ow_block_release(struct ow_block *block, void *data, int64_t n)
+{
+	// Twins of Memory.Release and ReturnPages in the room device.
+	const uintptr_t page = 4096, least = 64 << 10;
+
+	if (block == NULL || forked)
+		return;
+	if (block->kind == OW_KIND_REGION) {
+		uintptr_t lo = ((uintptr_t)data + page - 1) & ~(page - 1);
+		uintptr_t hi = ((uintptr_t)data + (uintptr_t)n) & ~(page - 1);
+		if (hi > lo && hi - lo >= least)
+			madvise((void *)lo, hi - lo, MADV_DONTNEED);
+	}
+	// Release, so that writes through the tensor are over before the unmap;
+	// acquire, so that the unmap comes after those of the other holders.
+	if (__atomic_sub_fetch(&block->refs, 1, __ATOMIC_ACQ_REL) == 0) {
+		if (block->kind == OW_KIND_CUDA) { // work on it may be queued still: only listed
+			struct ow_listed *l = (struct ow_listed *)block;
+			l->next = __atomic_load_n(l->list, __ATOMIC_RELAXED);
+			while (!__atomic_compare_exchange_n(l->list, &l->next, l, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
+				;
+			return;
+		}
+		void *base = block->base; // the block lies inside what goes away
+		uint64_t length = block->length;
+		munmap(base, length);
+	}
+}
+
+// A managed tensor and what follows it in the same allocation.
+struct whole {
+	struct ow_managed m;
+	int64_t bytes;
+	int64_t dims[]; // shape, then strides
+};
+
+static void deleter(struct ow_managed *m)
+{
+	if (forked)
+		return;
+	struct whole *w = (struct whole *)m;
+	ow_block_release(m->context, m->t.data, w->bytes);
+	free(w);
+}
+
+struct ow_managed *ow_managed_new(void *data, int64_t n, struct ow_block *block, struct ow_type type, int32_t ndim,
+                                  const int64_t *shape, int32_t cuda)
+{
+	struct whole *w = malloc(sizeof *w + 2 * sizeof(int64_t) * (size_t)ndim);
+	if (w == NULL)
+		return NULL;
+	int64_t *strides = w->dims + ndim;
+	uint64_t step = 1; // unsigned: a tensor without elements may have huge other dimensions
+	for (int32_t i = ndim - 1; i >= 0; i--) {
+		w->dims[i] = shape[i];
+		strides[i] = (int64_t)step;
+		step *= shape[i] > 0 ? (uint64_t)shape[i] : 1;
+	}
+	w->bytes = n;
+	w->m = (struct ow_managed){
+		.t = {.data = data, .device = {cuda > 0 ? 2 : 1, cuda > 0 ? cuda - 1 : 0}, .ndim = ndim, .type = type, .shape = w->dims, .strides = strides},
+		.context = block,
+		.deleter = deleter,
+	};
+	return &w->m;
+}
+
+void ow_managed_delete(void *m) { ((struct ow_managed *)m)->deleter(m); }

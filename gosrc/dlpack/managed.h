@@ -1,0 +1,66 @@
+// The C side of this room. Structures are DLPack's own (dmlc/dlpack, ABI of
+// version 0.x, which every consumer reads), under names of ours.
+#ifndef OW_MANAGED_H
+#define OW_MANAGED_H
+
+#include <stdint.h>
+
+struct ow_device {
+	int32_t type; // 1: CPU, 2: CUDA
+	int32_t id;
+};
+
+struct ow_type {
+	uint8_t code, bits;
+	uint16_t lanes;
+};
+
+struct ow_tensor {
+	void *data;
+	struct ow_device device;
+	int32_t ndim;
+	struct ow_type type;
+	int64_t *shape, *strides;
+	uint64_t byte_offset;
+};
+
+struct ow_managed { // DLManagedTensor
+	struct ow_tensor t;
+	void *context;
+	void (*deleter)(struct ow_managed *);
+};
+
+// Layout of device.Block; the two are compared in a test.
+struct ow_block {
+	int64_t refs;
+	void *base;
+	uint64_t length;
+	int64_t kind;
+};
+
+enum { OW_KIND_MAP = 0, OW_KIND_REGION = 1, OW_KIND_CUDA = 2 };
+
+// Layout of device.Listed: a block of OW_KIND_CUDA.
+struct ow_listed {
+	struct ow_block block;
+	struct ow_listed *next, **list;
+};
+
+// ow_managed_new describes n bytes at data, dense in C order, on the CPU or,
+// with cuda > 0, on CUDA device cuda - 1, and takes over one hold of block (NULL: memory that nobody frees). NULL: out of memory,
+// and the hold is still the caller's.
+struct ow_managed *ow_managed_new(void *data, int64_t n, struct ow_block *block, struct ow_type type, int32_t ndim,
+                                  const int64_t *shape, int32_t cuda);
+
+// ow_managed_delete calls the deleter, as a consumer does.
+void ow_managed_delete(void *m);
+
+// ow_block_release gives up one hold of block; [data, data+n) was the holder's.
+void ow_block_release(struct ow_block *block, void *data, int64_t n);
+
+// ow_fork_watch registers, once, the handler that sets the flag in children of
+// this process. ow_fork_flag is that flag.
+int ow_fork_watch(void);
+int ow_fork_flag(void);
+
+#endif

@@ -1,0 +1,130 @@
+// Package format turns sources into an Index: it sees which kind of file each
+// source is, reads what it says of itself, and holds all of it to the rules
+// before a byte of data is read. Each kind is a room below this one.
+package format
+
+import (
+	"context"
+	"math"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Options of Open. The zero value is strict and takes any codec that
+// docs/format.md has.
+type Options struct {
+	// Lenient is for plain safetensors files; see safetensors.Options.
+	Lenient bool
+	// Known tells the codecs that can be decoded: codec.Known.
+	Known tensor.Known
+}
+
+// Open reads the index of every source and joins them into one, in the order
+// given: source i of the result is srcs[i]. Each costs one read, or two when
+// header and index are over 256 KiB, three when both are.
+//
+// The error is a fault.At: fault.ErrFormat for bytes that are no such file,
+// fault.ErrCorrupt for a file that has changed or was cut short,
+// fault.ErrNotSupported for one of a newer version, and whatever the source
+// gives. Two sources may have tensors of one name; Index.Find tells.
+func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
+	parts := make([]*tensor.Index, len(srcs))
+	for i, src := range srcs {
+		ix, err := One(ctx, src, opt)
+		if err != nil {
+			return nil, err
+		}
+		parts[i] = ix
+	}
+	return Join(parts)
+}
+
+// One reads the index of one source. Callers that open many, far away, run
+// several at once and Join them.
+func One(ctx context.Context, src source.Source, opt Options) (*tensor.Index, error) {
+	uri := src.URI()
+	h, err := safetensors.Read(ctx, src, safetensors.Options{Lenient: opt.Lenient})
+	if err != nil {
+		return nil, err
+	}
+	ours, err := overwire.Is(&h)
+	if err != nil {
+		return nil, &fault.At{Verb: "index", Source: uri, Chunk: -1, Offset: 0, Err: err}
+	}
+	if ours {
+		blob, err := index(ctx, src, &h)
+		if err != nil {
+			return nil, err
+		}
+		return overwire.Decode(blob, &h, uri, src.Size(), opt.Known)
+	}
+	ix := &tensor.Index{
+		Sources: []tensor.Source{{URI: uri, Size: src.Size(), Data: h.Data, Metadata: h.Metadata}},
+		Tensors: h.Tensors,
+	}
+	if err := ix.Validate(opt.Known); err != nil {
+		return nil, err
+	}
+	return ix, nil
+}
+
+// index returns the bytes of a container's index, which is the first tensor,
+// from what came with the header when they are there.
+func index(ctx context.Context, src source.Source, h *safetensors.Header) ([]byte, error) {
+	t := &h.Tensors[0]
+	if t.Name != overwire.IndexName {
+		return nil, &fault.At{Verb: "index", Source: src.URI(), Tensor: overwire.IndexName, Chunk: -1, Offset: -1,
+			Err: fault.New(fault.ErrCorrupt, "the index is not the first tensor")}
+	}
+	if t.Bytes <= int64(len(h.Ahead)) {
+		return h.Ahead[:t.Bytes], nil
+	}
+	if t.Bytes > tensor.MaxIndex {
+		return nil, &fault.At{Verb: "index", Source: src.URI(), Tensor: t.Name, Chunk: -1, Offset: t.Off,
+			Err: fault.New(fault.ErrFormat, "an index of %d bytes is over %d", t.Bytes, tensor.MaxIndex)}
+	}
+	blob := make([]byte, t.Bytes)
+	had := copy(blob, h.Ahead)
+	if err := src.ReadAt(ctx, blob[had:], t.Off+int64(had)); err != nil {
+		return nil, err
+	}
+	return blob, nil
+}
+
+// Join makes one Index of several, each valid, and takes them over: source
+// numbers, chunk numbers and aliases are moved along. One comes back as it is.
+func Join(parts []*tensor.Index) (*tensor.Index, error) {
+	if len(parts) == 1 {
+		return parts[0], nil
+	}
+	var sources, tensors, chunks int
+	for _, p := range parts {
+		sources, tensors, chunks = sources+len(p.Sources), tensors+len(p.Tensors), chunks+len(p.Chunks)
+	}
+	if max(sources, tensors, chunks) >= math.MaxInt32 {
+		return nil, fault.New(fault.ErrNotSupported, "%d files with %d tensors and %d chunks", sources, tensors, chunks)
+	}
+	out := &tensor.Index{
+		Sources: make([]tensor.Source, 0, sources),
+		Tensors: make([]tensor.Tensor, 0, tensors),
+		Chunks:  make([]tensor.Chunk, 0, chunks),
+	}
+	for _, p := range parts {
+		source, first, base := int32(len(out.Sources)), int32(len(out.Chunks)), int32(len(out.Tensors))
+		for _, t := range p.Tensors {
+			t.Source += source
+			t.First += first
+			if t.Alias >= 0 {
+				t.Alias += base
+			}
+			out.Tensors = append(out.Tensors, t)
+		}
+		out.Sources = append(out.Sources, p.Sources...)
+		out.Chunks = append(out.Chunks, p.Chunks...)
+	}
+	return out, nil
+}

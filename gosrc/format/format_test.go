@@ -1,0 +1,386 @@
+package format
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"maps"
+	"math"
+	"reflect"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Every single flipped bit of header and index is refused, and every
+// truncation and extension of the file: as corrupt in the index, as corrupt or
+// no such format in the JSON, where "upgrade" is the answer to a changed
+// version.
+func TestFlips(t *testing.T) {
+	for name, b := range golden(t) {
+		ix, err := open(b)
+		if err != nil {
+			t.Fatal(err)
+		}
+		data := ix.Sources[0].Data
+		front := data
+		if len(ix.Tensors) > 0 {
+			front = ix.Tensors[0].Off
+		} else {
+			front = int64(len(b))
+		}
+		b = slices.Clone(b)
+		for bit := range front * 8 {
+			if thin && bit%61 != 0 {
+				continue
+			}
+			b[bit/8] ^= 1 << (bit % 8)
+			_, err := open(b)
+			ok := errors.Is(err, fault.ErrCorrupt)
+			if bit/8 < data {
+				ok = ok || errors.Is(err, fault.ErrFormat) || errors.Is(err, fault.ErrNotSupported)
+			}
+			var at *fault.At
+			if !ok || !errors.As(err, &at) || at.Source != "model.safetensors" {
+				t.Errorf("%s: bit %d of byte %d: %v", name, bit%8, bit/8, err)
+			}
+			b[bit/8] ^= 1 << (bit % 8)
+		}
+		for n := range b {
+			if thin && n%61 != 0 {
+				continue
+			}
+			if _, err := open(b[:n]); !errors.Is(err, fault.ErrCorrupt) && !(n <= 8 && errors.Is(err, fault.ErrFormat)) {
+				t.Errorf("%s: cut to %d bytes: %v", name, n, err)
+			}
+		}
+		if _, err := open(append(b, 0)); !errors.Is(err, fault.ErrFormat) {
+			t.Errorf("%s: a byte more: %v", name, err)
+		}
+	}
+}
+
+// attack is a container whose checksums are right and whose words are not.
+type attack struct {
+	name  string
+	spoil func(blob []byte) // the index
+	class error
+	words string
+}
+
+// The index of the file "kinds": header 64, 18 dims, 11 tensors, 30-odd chunks.
+func attacks(ix *tensor.Index) []attack {
+	dims := 0
+	for i := range ix.Tensors {
+		dims += len(ix.Tensors[i].Shape)
+	}
+	records := 64 + 8*dims
+	rec := func(i int) int { return records + 64*i }
+	chunk := func(i int) int { return records + 64*len(ix.Tensors) + 32*i }
+	le := binary.LittleEndian
+	u8 := func(at int, v byte) func([]byte) { return func(b []byte) { b[at] = v } }
+	u16 := func(at int, v uint16) func([]byte) { return func(b []byte) { le.PutUint16(b[at:], v) } }
+	u32 := func(at int, v uint32) func([]byte) { return func(b []byte) { le.PutUint32(b[at:], v) } }
+	u64 := func(at int, v uint64) func([]byte) { return func(b []byte) { le.PutUint64(b[at:], v) } }
+	find := func(name string) int { i, _ := ix.Find(name); return i }
+	whole, long, tied, two, none := find("whole"), find("long"), find("tied"), find("two"), find("none")
+	first := func(i int) int { return int(ix.Tensors[i].First) }
+	f, ns, c := fault.ErrFormat, fault.ErrNotSupported, fault.ErrCorrupt
+	return []attack{
+		{"major", u16(4, 1), ns, "upgrade"},
+		{"critical feature", u64(8, 1), ns, "features 0x1"},
+		{"tensor record size", u16(28, 72), ns, "upgrade"},
+		{"chunk record size", u16(30, 40), ns, "upgrade"},
+		{"magic", u8(0, 'X'), c, "no index"},
+		{"size", u64(32, 1<<40), c, "says it has"},
+		{"tensors", u32(16, math.MaxUint32), c, "says it has"},
+		{"chunks", u32(20, math.MaxUint32), c, "says it has"},
+		{"dims", u32(24, math.MaxUint32), c, "says it has"},
+		{"a tensor for two chunks", func(b []byte) { le.PutUint32(b[16:], le.Uint32(b[16:])-1); le.PutUint32(b[20:], le.Uint32(b[20:])+2) }, f, "tensors in the index"},
+		{"a dim less, padding", func(b []byte) { le.PutUint32(b[24:], le.Uint32(b[24:])-1) }, nil, ""},
+		{"reserved", u8(63, 1), f, "reserved"},
+		{"negative dimension", u64(64, 1<<63), f, "negative"},
+		{"huge dimension", u64(64, 1<<62), f, ""},
+		{"dtype 0", u8(rec(whole), 0), f, "dtype code 0"},
+		{"dtype 23", u8(rec(whole), 23), f, "dtype code 23"},
+		{"another dtype", u8(rec(whole), byte(tensor.I8)), nil, ""}, // as sound as the first: nothing else says it
+		{"another dtype of a plain tensor", u8(rec(long), byte(tensor.U64)), f, "in the header"},
+		{"rank 65", u8(rec(whole)+1, 65), f, "rank 65"},
+		{"rank 255", u8(rec(whole)+1, 255), f, "rank 255"},
+		{"a rank more", u8(rec(whole)+1, 2), f, ""},
+		{"a rank less", u8(rec(tied)+1, 0), f, "dims belong to no tensor"},
+		{"layout 3", u8(rec(whole)+2, 3), ns, "layout 3"},
+		{"plain, but is not", u8(rec(whole)+2, 1), f, "in the header"},
+		{"chunks, but is plain", u8(rec(long)+2, 0), f, "not a row of U8"},
+		{"an alias to nobody", u8(rec(whole)+2, 2), f, "layout 2"},
+		{"alias far", u32(rec(tied)+48, 1000), f, "alias of tensor 1000"},
+		{"alias of an alias", u32(rec(tied)+48, uint32(find("a tie of bytes"))), f, "no bytes itself"},
+		{"alias of itself", u32(rec(tied)+48, uint32(tied)), f, "no bytes itself"},
+		{"alias of another", u32(rec(tied)+48, uint32(whole)), f, "differs"},
+		{"alias from chunks", u32(rec(whole)+48, 0), f, "with alias"},
+		{"hash of an alias", u8(rec(tied)+32, 99), f, "differs"},
+		{"parts 0", u8(rec(whole)+3, 0), f, "0 parts"},
+		{"parts 3", u8(rec(whole)+3, 3), f, "3 column parts"},
+		{"parts 4", u8(rec(two)+3, 4), f, "chunks"},
+		{"parts of nothing", u8(rec(none)+3, 2), f, "2 parts"},
+		{"chunk bytes 0", u32(rec(whole)+4, 0), f, "chunks of 0"},
+		{"chunk bytes 1", u32(rec(whole)+4, 1), f, "chunks of 1"},
+		{"chunk bytes 32 MiB", u32(rec(whole)+4, 32<<20), f, "chunks of"},
+		{"bytes", u64(rec(whole)+8, 8999), f, "TensorInvalidInfo"},
+		{"bytes 2^64-1", u64(rec(whole)+8, math.MaxUint64), f, "bytes"},
+		{"stored", u64(rec(whole)+16, 64), f, "in the header"},
+		{"stored 2^63", u64(rec(whole)+16, 1<<63), f, "stored"},
+		{"first", u32(rec(whole)+24, 0), f, "chunks 0"},
+		{"first of nothing", u32(rec(none)+24, 1<<31-1), f, "first chunk"},
+		{"count", u32(rec(whole)+28, 2), f, "chunks"},
+		{"count 2^32-1", u32(rec(whole)+28, math.MaxUint32), f, "chunks"},
+		{"count of an alias", u32(rec(tied)+28, 1), f, ""},
+		{"reserved of a tensor", u8(rec(whole)+63, 1), f, "reserved"},
+		{"offset 0", u64(chunk(first(whole)), 0), f, "outside"},
+		{"offset far", u64(chunk(first(whole)), 1<<40), f, "outside"},
+		{"offset 2^63", u64(chunk(first(whole)), 1<<63), f, "2^63"},
+		{"offset off by one", u64(chunk(first(whole)), uint64(ix.Chunks[first(whole)].Off)+1), f, ""},
+		{"chunks swapped", func(b []byte) {
+			x, y := b[chunk(first(whole)):], b[chunk(first(whole)+1):]
+			for i := range 8 {
+				x[i], y[i] = y[i], x[i]
+			}
+		}, f, "outside"},
+		{"stored 0", u32(chunk(first(whole))+8, 0), f, "0 of 4096"},
+		{"stored far", u32(chunk(first(whole))+8, math.MaxUint32), f, ""},
+		{"logical", u32(chunk(first(whole))+12, 4095), f, "4095 logical"},
+		{"logical 4 GiB", u32(chunk(first(whole))+12, math.MaxUint32), f, "logical"},
+		{"codec", u8(chunk(first(whole))+20, 2), ns, "codec 2"},
+		{"codec of a plain tensor", u8(chunk(first(long))+20, 1), f, "back to back"},
+		{"transform of raw", u8(chunk(first(whole))+21, 1), f, ""},
+		{"chunk feature", u16(chunk(first(whole))+22, 1), ns, "features 0x1"},
+		{"segment tiles of raw", u16(chunk(first(whole))+24, 1), f, ""},
+		{"reserved of a chunk", u8(chunk(first(whole))+31, 1), f, "reserved"},
+	}
+}
+
+// An index whose checksum is right is refused for each thing that it may not
+// say, by class, naming the file, and without allocating for it.
+func TestAttacks(t *testing.T) {
+	good := golden(t)["kinds"]
+	ix, err := open(good)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range attacks(ix) {
+		b := slices.Clone(good)
+		a.spoil(b[4096:])
+		b = restamp(b)
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		_, err := open(b)
+		runtime.ReadMemStats(&after)
+		if heap := after.TotalAlloc - before.TotalAlloc; heap > 4*uint64(len(b))+1<<20 {
+			t.Errorf("%s: %d bytes of heap for %d", a.name, heap, len(b))
+		}
+		if a.class == nil {
+			continue // whatever is said of it, nothing may break
+		}
+		if !errors.Is(err, a.class) || !strings.Contains(err.Error(), a.words) || !strings.Contains(err.Error(), "model.safetensors") {
+			t.Errorf("%s: got %v, want %v saying %q", a.name, err, a.class, a.words)
+		}
+	}
+}
+
+// A newer minor may use the reserved bytes; an older reader ignores them.
+func TestNewerMinor(t *testing.T) {
+	b := slices.Clone(golden(t)["kinds"])
+	binary.LittleEndian.PutUint16(b[4096+6:], overwire.Minor+1)
+	b[4096+60] = 1
+	if _, err := open(restamp(b)); err != nil {
+		t.Error(err)
+	}
+}
+
+// The mark and the index belong together: one alone is never read as plain.
+func TestHalfAContainer(t *testing.T) {
+	header := func(metadata, name string) []byte {
+		head, err := safetensors.AppendHeader(nil, map[string]string{"k": "v", overwire.MetadataKey: metadata},
+			[]safetensors.Entry{{Name: name, DType: tensor.U8, Shape: []int64{0}}}, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return head
+	}
+	for _, c := range []struct {
+		metadata, name string
+		class          error
+	}{
+		{`{"format":"0.1","index":"overwire.index"}`, "x", fault.ErrCorrupt},
+		{`{"format":"0.1","index":"x"}`, "overwire.index", fault.ErrCorrupt},
+		{`{"format":"1.0","index":"overwire.index"}`, "overwire.index", fault.ErrNotSupported},
+		{`{"format":"1.0","index":"other"}`, "x", fault.ErrNotSupported},
+		{`{"format":"0","index":"overwire.index"}`, "overwire.index", fault.ErrCorrupt},
+		{`{"format":"x.y","index":"overwire.index"}`, "overwire.index", fault.ErrCorrupt},
+		{`{}`, "overwire.index", fault.ErrCorrupt},
+		{`yes`, "overwire.index", fault.ErrCorrupt},
+		{`{"format":"0.1","index":"overwire.index"}`, "overwire.index", fault.ErrCorrupt}, // of no bytes
+		{`yes`, "x", nil}, // somebody else's entry in a plain file
+	} {
+		_, err := open(header(c.metadata, c.name))
+		if c.class == nil && err != nil || c.class != nil && !errors.Is(err, c.class) {
+			t.Errorf("%s with %q: %v", c.metadata, c.name, err)
+		}
+	}
+	head, _ := safetensors.AppendHeader(nil, nil, []safetensors.Entry{{Name: overwire.IndexName, DType: tensor.U8, Shape: []int64{0}}}, 0)
+	if _, err := open(head); !errors.Is(err, fault.ErrCorrupt) {
+		t.Errorf("an index without the mark: %v", err)
+	}
+}
+
+// Several sources become one index whose numbers fit, plain and container mixed.
+func TestOpenMany(t *testing.T) {
+	gs := golden(t)
+	plain, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"},
+		[]safetensors.Entry{{Name: "plain", DType: tensor.U8, Shape: []int64{4}, End: 4}}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	files := [][]byte{gs["kinds"], append(plain, "abcd"...), gs["empty"], gs["dtypes"], gs["zeros"]}
+	var srcs []source.Source
+	for i, b := range files {
+		srcs = append(srcs, &memory{name: string(rune('a' + i)), b: b})
+	}
+	ix, err := Open(context.Background(), srcs, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := ix.Validate(nil); err != nil {
+		t.Fatal(err)
+	}
+	if len(ix.Sources) != 5 || ix.Sources[1].Metadata["a"] != "b" || ix.Sources[1].Overwire || !ix.Sources[4].Overwire || ix.Sources[3].URI != "d" {
+		t.Errorf("sources %+v", ix.Sources)
+	}
+	for _, name := range []string{"tied", "plain", "t.BF16", "a"} {
+		i, err := ix.Find(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if a := ix.Tensors[i].Alias; a >= 0 && ix.Tensors[a].Bytes != ix.Tensors[i].Bytes {
+			t.Errorf("%s is an alias of %s", name, ix.Tensors[a].Name)
+		}
+	}
+	for _, s := range srcs {
+		if m := s.(*memory); m.reads != 1 {
+			t.Errorf("%s: %d reads", m.name, m.reads)
+		}
+	}
+	files[1] = files[1][:len(files[1])-1]
+	srcs[1] = &memory{name: "b", b: files[1]}
+	var at *fault.At
+	if _, err := Open(context.Background(), srcs, Options{}); !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Source != "b" {
+		t.Errorf("a bad second source: %v", err)
+	}
+	if ix, err := Open(context.Background(), nil, Options{}); err != nil || len(ix.Tensors) != 0 {
+		t.Errorf("no source: %v", err)
+	}
+}
+
+// An index over the first read costs one more, and one over the limit none.
+func TestLargeIndex(t *testing.T) {
+	items := make([]overwire.Item, 5000)
+	for i := range items {
+		items[i] = overwire.Item{Name: strings.Repeat("n", i%7) + string(rune('a'+i%26)) + strings.Repeat("x", i/26), DType: tensor.U8,
+			Shape: []int64{1}, Plain: true, ChunkBytes: 4096}
+	}
+	b := build(t, nil, items)
+	src := &memory{name: "x", b: b}
+	ix, err := One(context.Background(), src, Options{})
+	if err != nil || len(ix.Tensors) != len(items) || src.reads != 3 {
+		t.Errorf("%d reads, %v", src.reads, err)
+	}
+	size := int64(tensor.MaxIndex) + 64
+	head, err := safetensors.AppendHeader(nil, map[string]string{overwire.MetadataKey: `{"format":"0.1","index":"overwire.index"}`},
+		[]safetensors.Entry{{Name: overwire.IndexName, DType: tensor.U8, Shape: []int64{size}, End: size}}, 4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := One(context.Background(), &sparse{memory{b: head}, 4096 + size}, Options{}); !errors.Is(err, fault.ErrFormat) {
+		t.Errorf("an index of a gigabyte: %v", err)
+	}
+}
+
+// sparse is a source that is larger than what it holds.
+type sparse struct {
+	memory
+	size int64
+}
+
+func (s *sparse) Size() int64 { return s.size }
+
+func (s *sparse) ReadAt(_ context.Context, p []byte, off int64) error {
+	if off < int64(len(s.b)) {
+		copy(p, s.b[off:])
+	}
+	return nil
+}
+
+// FuzzIndex changes containers behind their checksums: the JSON, the index, and
+// how many bytes follow. Whatever is accepted writes again to a file that reads
+// equal, and no input breaks anything or costs more memory than a small
+// multiple of its size. Run it with -fuzzminimizetime 1x: the inputs are large.
+func FuzzIndex(f *testing.F) {
+	for _, b := range golden(f) {
+		n := 8 + binary.LittleEndian.Uint64(b)
+		h, err := safetensors.Parse("x", b[:n], int64(len(b)), safetensors.Options{})
+		if err != nil {
+			f.Fatal(err)
+		}
+		end := h.Tensors[0].Off + h.Tensors[0].Bytes
+		for _, stamp := range []bool{true, false} {
+			f.Add(bytes.TrimRight(b[8:n], " "), b[n:end], uint16(len(b)-int(end)), stamp)
+		}
+	}
+	f.Fuzz(func(t *testing.T, head, blob []byte, tail uint16, stamp bool) {
+		pad := 4096 - (8+len(head))%4096
+		b := binary.LittleEndian.AppendUint64(nil, uint64(len(head)+pad))
+		b = append(append(b, head...), strings.Repeat(" ", pad)...)
+		b = append(append(b, blob...), make([]byte, tail)...)
+		if stamp {
+			b = restamp(b)
+		}
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		ix, err := open(b)
+		runtime.ReadMemStats(&after)
+		if heap := after.TotalAlloc - before.TotalAlloc; heap > 8*uint64(len(b))+2<<20 {
+			t.Errorf("%d bytes of heap for %d", heap, len(b))
+		}
+		if err != nil {
+			var at *fault.At
+			if !errors.As(err, &at) || !fault.Classed(err) {
+				t.Errorf("an error without class or place: %v", err)
+			}
+			return
+		}
+		if !ix.Sources[0].Overwire {
+			return
+		}
+		front := b[:ix.Sources[0].Data]
+		again := append(slices.Clone(front), overwire.Append(nil, ix.Tensors, ix.Chunks, front)...)
+		if len(again) > len(b) {
+			t.Fatalf("written again: %d bytes of %d", len(again), len(b))
+		}
+		again = append(again, b[len(again):]...)
+		ix2, err := open(again)
+		if err != nil {
+			t.Fatalf("written again: %v", err)
+		}
+		if !reflect.DeepEqual(ix.Tensors, ix2.Tensors) || !slices.Equal(ix.Chunks, ix2.Chunks) || !maps.Equal(ix.Sources[0].Metadata, ix2.Sources[0].Metadata) {
+			t.Error("written again, it reads differently")
+		}
+	})
+}

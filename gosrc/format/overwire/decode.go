@@ -1,0 +1,201 @@
+package overwire
+
+import (
+	"hash/crc32"
+	"math"
+	"slices"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Decode reads the index of one file and returns everything known of it,
+// validated; its Metadata is the user's, without our mark. h is the file's
+// header, which Is found to be ours, and blob the bytes of IndexName.
+//
+// The checksum comes first: bytes that have changed are fault.ErrCorrupt and
+// nothing in them is believed. Sound bytes that say something impossible are
+// fault.ErrFormat, and something new fault.ErrNotSupported.
+func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known tensor.Known) (*tensor.Index, error) {
+	d := decoder{blob: blob, h: h}
+	if err := d.frame(); err != nil {
+		return nil, &fault.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: -1, Offset: h.Data + d.at, Err: err}
+	}
+	metadata := make(map[string]string, len(h.Metadata))
+	for k, v := range h.Metadata {
+		if k != MetadataKey {
+			metadata[k] = v
+		}
+	}
+	ix := &tensor.Index{
+		Sources: []tensor.Source{{URI: uri, Size: size, Data: h.Data, Metadata: metadata, Overwire: true}},
+		Tensors: make([]tensor.Tensor, d.tensors),
+		Chunks:  make([]tensor.Chunk, d.chunks),
+	}
+	shapes := make([]int64, d.dims)
+	for i := range shapes {
+		shapes[i] = int64(le.Uint64(d.blob[headerSize+8*i:])) // negative ones are for Validate to find
+	}
+	for i := range ix.Tensors {
+		name := h.Tensors[i+1].Name
+		if err := d.tensor(i, &ix.Tensors[i], &shapes); err != nil {
+			return nil, &fault.At{Verb: "index", Source: uri, Tensor: name, Chunk: -1, Offset: h.Data + d.at, Err: err}
+		}
+	}
+	if len(shapes) != 0 {
+		return nil, &fault.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: -1, Offset: h.Data,
+			Err: fault.New(fault.ErrFormat, "%d dims belong to no tensor", len(shapes))}
+	}
+	for i := range ix.Chunks {
+		if err := d.chunk(i, &ix.Chunks[i]); err != nil {
+			return nil, &fault.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: int64(i), Offset: h.Data + d.at, Err: err}
+		}
+	}
+	if err := ix.Validate(known); err != nil {
+		return nil, err
+	}
+	return ix, nil
+}
+
+// A decoder knows where the parts of a blob lie; counts are believed once
+// frame has held them to the blob's size and its checksum.
+type decoder struct {
+	blob                  []byte
+	h                     *safetensors.Header
+	at                    int64 // what is looked at, for errors
+	tensors, chunks, dims int
+	records, chunkRecords int // offsets
+	newer                 bool
+}
+
+func (d *decoder) frame() error {
+	b := d.blob
+	corrupt := func(at int, format string, args ...any) error {
+		d.at = int64(at)
+		return fault.New(fault.ErrCorrupt, format, args...)
+	}
+	// Nothing that the checksum does not cover, and nothing before it, is more
+	// than a reason to refuse.
+	if h := d.h; len(h.Tensors) == 0 || h.Tensors[0].Name != IndexName || h.Tensors[0].DType != tensor.U8 ||
+		len(h.Tensors[0].Shape) != 1 || h.Tensors[0].Bytes != int64(len(b)) {
+		return corrupt(0, "the index is not the first tensor, or not a row of U8")
+	}
+	if len(b) < headerSize+trailerSize || string(b[:4]) != magic {
+		return corrupt(0, "no index: %d bytes", len(b))
+	}
+	tensors, chunks, dims := le.Uint32(b[16:]), le.Uint32(b[20:]), le.Uint32(b[24:])
+	total := blobSize(uint64(tensors), uint64(chunks), uint64(dims))
+	if total != uint64(len(b)) || le.Uint64(b[32:]) != total {
+		return corrupt(16, "an index of %d bytes says it has %d: %d tensors, %d chunks, %d dims",
+			len(b), le.Uint64(b[32:]), tensors, chunks, dims)
+	}
+	d.tensors, d.chunks, d.dims = int(tensors), int(chunks), int(dims)
+	d.records = headerSize + 8*d.dims
+	d.chunkRecords = d.records + tensorSize*d.tensors
+	end := d.chunkRecords + chunkSize*d.chunks
+	if sum := crc32.Checksum(b[:end], castagnoli); sum != le.Uint32(b[end:]) {
+		return corrupt(end, "checksum mismatch of the index: %08x, not %08x", le.Uint32(b[end:]), sum)
+	}
+	if !allZero(b[end+4:]) {
+		return corrupt(end+4, "the padding of the index is not zero")
+	}
+	// From here on the bytes are what a writer wrote.
+	major, minor := le.Uint16(b[4:]), le.Uint16(b[6:])
+	d.newer = minor > Minor
+	if major > Major || le.Uint64(b[8:]) != 0 || le.Uint16(b[28:]) != tensorSize || le.Uint16(b[30:]) != chunkSize {
+		d.at = 4
+		return fault.New(fault.ErrNotSupported, "index version %d.%d with features %#x: upgrade overwire", major, minor, le.Uint64(b[8:]))
+	}
+	if sum := le.Uint32(b[40:]); sum != d.h.Sum {
+		return corrupt(40, "checksum mismatch of the header before the data: %08x, not %08x", d.h.Sum, sum)
+	}
+	if !d.newer && !allZero(b[44:headerSize]) {
+		d.at = 44
+		return fault.New(fault.ErrFormat, "reserved bytes of the index are not zero")
+	}
+	if d.h.Data%DataAlign != 0 {
+		return fault.New(fault.ErrFormat, "the data section begins at %d, not on a multiple of %d", d.h.Data, DataAlign)
+	}
+	if d.tensors != len(d.h.Tensors)-1 {
+		d.at = 16
+		return fault.New(fault.ErrFormat, "%d tensors in the index, %d in the header", d.tensors, len(d.h.Tensors)-1)
+	}
+	if d.tensors > math.MaxInt32-1 || d.chunks > math.MaxInt32 {
+		return fault.New(fault.ErrFormat, "too many tensors or chunks")
+	}
+	return nil
+}
+
+// tensor puts record i and what the header says of the same tensor together;
+// both have to agree. It takes the tensor's dims off shapes.
+func (d *decoder) tensor(i int, t *tensor.Tensor, shapes *[]int64) error {
+	off := d.records + tensorSize*i
+	d.at = int64(off)
+	b := d.blob[off : off+tensorSize]
+	bad := func(format string, args ...any) error { return fault.New(fault.ErrFormat, format, args...) }
+	var r record
+	r.read(b)
+	if !d.newer && !allZero(b[52:]) {
+		return bad("reserved bytes are not zero")
+	}
+	if !r.dtype.Valid() || r.rank > tensor.MaxRank || r.rank > len(*shapes) {
+		return bad("dtype code %d, rank %d", r.dtype, r.rank)
+	}
+	if r.bytes > math.MaxInt64 || r.stored > math.MaxInt64 || r.first > math.MaxInt32 || r.count > math.MaxInt32 ||
+		r.parts == 0 || r.count == 0 && (r.parts != 1 || r.chunkBytes != 0) {
+		return bad("%d bytes, %d stored, chunks %d + %d of %d in %d parts", r.bytes, r.stored, r.first, r.count, r.chunkBytes, r.parts)
+	}
+	shape := (*shapes)[:r.rank:r.rank]
+	*shapes = (*shapes)[r.rank:]
+	in := &d.h.Tensors[i+1]
+	*t = tensor.Tensor{Name: in.Name, Shape: shape, Bytes: int64(r.bytes), Off: in.Off, Stored: int64(r.stored), Hash: r.hash,
+		ChunkBytes: r.chunkBytes, First: int32(r.first), Count: int32(r.count), Alias: -1, DType: r.dtype, Parts: r.parts,
+		Plain: r.layout == layoutPlain}
+	if r.count == 0 {
+		t.Parts = 0
+	}
+	if t.Stored != in.Stored {
+		return bad("%d bytes stored, %d in the header", t.Stored, in.Stored)
+	}
+	if (r.layout == layoutAlias) != (r.alias != noAlias) {
+		return bad("layout %d with alias %d", r.layout, r.alias)
+	}
+	switch r.layout {
+	case layoutPlain:
+		if in.DType != t.DType || !slices.Equal(in.Shape, t.Shape) {
+			return bad("%v %v in the index, %v %v in the header", t.DType, t.Shape, in.DType, in.Shape)
+		}
+		return nil
+	case layoutAlias:
+		if int64(r.alias) >= int64(d.tensors) {
+			return bad("alias of tensor %d of %d", r.alias, d.tensors)
+		}
+		t.Alias = int32(r.alias)
+	case layoutChunks:
+		if t.Count == 0 {
+			return bad("no chunks")
+		}
+	default:
+		return fault.New(fault.ErrNotSupported, "layout %d: upgrade overwire", r.layout)
+	}
+	if in.DType != tensor.U8 || len(in.Shape) != 1 {
+		return bad("%v %v in the header, not a row of U8", in.DType, in.Shape)
+	}
+	return nil
+}
+
+func (d *decoder) chunk(i int, c *tensor.Chunk) error {
+	off := d.chunkRecords + chunkSize*i
+	d.at = int64(off)
+	b := d.blob[off : off+chunkSize]
+	if le.Uint16(b[22:]) != 0 {
+		return fault.New(fault.ErrNotSupported, "features %#x of a chunk: upgrade overwire", le.Uint16(b[22:]))
+	}
+	if le.Uint64(b) > math.MaxInt64 || !d.newer && !allZero(b[26:]) {
+		return fault.New(fault.ErrFormat, "an offset over 2^63, or reserved bytes that are not zero")
+	}
+	*c = tensor.Chunk{Off: int64(le.Uint64(b)), Stored: le.Uint32(b[8:]), Logical: le.Uint32(b[12:]), Sum: le.Uint32(b[16:]),
+		Codec: tensor.Codec(b[20]), Transform: b[21], SegTiles: le.Uint16(b[24:])}
+	return nil
+}

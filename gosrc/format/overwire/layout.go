@@ -1,0 +1,321 @@
+package overwire
+
+import (
+	"cmp"
+	"math"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// An Item is a tensor that a container shall hold, before it is known how many
+// bytes it will take.
+type Item struct {
+	Name  string
+	DType tensor.DType
+	Shape []int64
+	// Plain: stored as it is, readable by any safetensors reader. Tensors
+	// without bytes are plain whatever this says.
+	Plain bool
+	// Alias is 1 + the number of the item that holds the same bytes, 0: none.
+	Alias int
+	// Parts are the column parts, 0 and 1: none. Plain tensors have none.
+	Parts int
+	// ChunkBytes is the logical size of a chunk; 0 for aliases and tensors
+	// without bytes, where it means nothing.
+	ChunkBytes int64
+}
+
+// A Layout is a container being written. All counts are fixed from the start,
+// and with them the size of the index and room enough for the header: so the
+// chunks are written first, one behind the other from Start on, and the two
+// that describe them last.
+//
+//	l, err := NewLayout(metadata, items)
+//	for c := range l.Chunks {        // in this order; encode in any
+//		... encode the chunk, set Sum, Codec, Transform, SegTiles ...
+//		off, err := l.Place(c, stored)
+//		... write it at off; what lies between chunks is zero ...
+//	}
+//	... set Hash of every l.Tensors that is no alias ...
+//	front, size, err := l.Seal(known) // write front at 0; the file has size bytes
+//
+// The same items and chunks give the same bytes. Not safe for concurrent use,
+// except that the fields of different chunks may be set by different
+// goroutines.
+type Layout struct {
+	// Tensors in file order. Hash is for the writer to set, Off and Stored
+	// come from Place, the rest is fixed.
+	Tensors []tensor.Tensor
+	// Chunks in file order. Logical is fixed, Off and Stored come from Place,
+	// the rest is for the writer to set.
+	Chunks []tensor.Chunk
+	// Items[i] is the item that Tensors[i] is.
+	Items []int
+
+	metadata map[string]string
+	header   int64 // bytes left for the header
+	index    int64
+	pos      int64 // where the next byte goes
+	placed   int   // chunks
+	at       int   // the tensor that the next chunk belongs to, or one before it
+}
+
+// NewLayout plans a container. Items that cannot be, and metadata that has our
+// own entry, are fault.ErrArgument.
+func NewLayout(metadata map[string]string, items []Item) (*Layout, error) {
+	l := &Layout{metadata: make(map[string]string, len(metadata)+1)}
+	for k, v := range metadata {
+		if k == MetadataKey {
+			return nil, fault.New(fault.ErrArgument, "metadata entry %q is reserved", k)
+		}
+		l.metadata[k] = v
+	}
+	l.metadata[MetadataKey] = mark()
+	sizes, err := sizes(items)
+	if err != nil {
+		return nil, err
+	}
+	l.order(items, sizes)
+	if err := l.grid(items, sizes); err != nil {
+		return nil, err
+	}
+	// Upper bounds: every chunk stored raw.
+	dims, end := 0, uint64(0)
+	for i := range l.Tensors {
+		t := &l.Tensors[i]
+		dims += len(t.Shape)
+		switch {
+		case t.Plain:
+			t.Stored = t.Bytes
+		case t.Alias < 0:
+			t.Stored = int64(roundUp(uint64(t.Bytes)+tensor.StoredAlign*uint64(t.Count), tensor.BlobAlign))
+		}
+		end += uint64(t.Stored)
+	}
+	l.index = int64(blobSize(uint64(len(l.Tensors)), uint64(len(l.Chunks)), uint64(dims)))
+	end += uint64(l.index)
+	if end > math.MaxInt64/2 || l.index > tensor.MaxIndex {
+		return nil, fault.New(fault.ErrArgument, "%d bytes of tensors, %d of index: write shards or larger chunks", end, l.index)
+	}
+	bound := safetensors.HeaderBound(l.metadata, l.entries(), int64(end))
+	l.header = int64(roundUp(uint64(bound), DataAlign))
+	if l.header-8 > tensor.MaxHeader {
+		return nil, fault.New(fault.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards", l.header, tensor.MaxHeader)
+	}
+	// A trial, so that names and metadata that cannot be are told now.
+	if _, err := safetensors.AppendHeader(nil, l.metadata, l.entries(), DataAlign); err != nil {
+		return nil, err
+	}
+	for i := range l.Tensors {
+		l.Tensors[i].Stored = 0
+	}
+	l.pos = l.Start()
+	l.skip()
+	return l, nil
+}
+
+// sizes checks each item for itself and returns the bytes of each.
+func sizes(items []Item) ([]int64, error) {
+	out := make([]int64, len(items))
+	if len(items) >= math.MaxInt32 {
+		return nil, fault.New(fault.ErrArgument, "%d tensors", len(items))
+	}
+	for i := range items {
+		it := &items[i]
+		n, err := tensor.Size(it.DType, it.Shape)
+		switch {
+		case err != nil:
+			return nil, refuse(it, "%v", err)
+		case it.Name == IndexName:
+			return nil, refuse(it, "the name is reserved")
+		case len(it.Shape) > tensor.MaxRank:
+			return nil, refuse(it, "rank %d is over %d", len(it.Shape), tensor.MaxRank)
+		case it.Alias < 0 || it.Alias > len(items):
+			return nil, refuse(it, "alias of item %d of %d", it.Alias-1, len(items))
+		}
+		out[i] = n
+	}
+	for i := range items {
+		it := &items[i]
+		if it.Alias == 0 {
+			continue
+		}
+		if to := &items[it.Alias-1]; to.Alias != 0 || to.DType != it.DType || out[it.Alias-1] != out[i] || out[i] == 0 {
+			return nil, refuse(it, "alias of %q, which differs or holds no bytes itself", to.Name)
+		}
+	}
+	return out, nil
+}
+
+func refuse(it *Item, format string, args ...any) error {
+	return &fault.At{Verb: "save", Tensor: it.Name, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrArgument, format, args...)}
+}
+
+// order puts items into the groups of docs/format.md section 1.
+func (l *Layout) order(items []Item, sizes []int64) {
+	l.Items = make([]int, len(items))
+	for i := range items {
+		l.Items[i] = i
+	}
+	group := func(i int) int {
+		it := &items[i]
+		switch {
+		case it.Alias != 0:
+			return 64
+		case !it.Plain && sizes[i] > 0:
+			return 0
+		case sizes[i]%tensor.BlobAlign == 0:
+			return 1
+		}
+		return 16 - it.DType.Align() // 8..15
+	}
+	slices.SortFunc(l.Items, func(a, b int) int {
+		if ga, gb := group(a), group(b); ga != gb {
+			return ga - gb
+		}
+		return strings.Compare(items[a].Name, items[b].Name)
+	})
+	// What has no bytes in the file and stands at its end has the same
+	// data_offsets whatever its group: by name, as readers sort it.
+	tail := len(l.Items)
+	for tail > 0 && (sizes[l.Items[tail-1]] == 0 || items[l.Items[tail-1]].Alias != 0) {
+		tail--
+	}
+	slices.SortFunc(l.Items[tail:], func(a, b int) int { return cmp.Compare(items[a].Name, items[b].Name) })
+}
+
+// grid fills Tensors and Chunks with all that is fixed.
+func (l *Layout) grid(items []Item, sizes []int64) error {
+	place := make([]int32, len(items))
+	for i, item := range l.Items {
+		place[item] = int32(i)
+	}
+	l.Tensors = make([]tensor.Tensor, len(items))
+	chunks := int64(0)
+	for i, item := range l.Items {
+		it := &items[item]
+		t := &l.Tensors[i]
+		*t = tensor.Tensor{Name: it.Name, Shape: it.Shape, DType: it.DType, Bytes: sizes[item], First: int32(chunks), Alias: -1}
+		if it.Alias != 0 {
+			t.Alias = place[it.Alias-1]
+			continue
+		}
+		t.Plain = it.Plain || t.Bytes == 0
+		if t.Bytes == 0 {
+			continue
+		}
+		parts := max(1, it.Parts)
+		if it.ChunkBytes <= 0 || it.ChunkBytes > tensor.MaxChunkBytes || it.ChunkBytes%tensor.ChunkAlign != 0 {
+			return refuse(it, "chunks of %d bytes", it.ChunkBytes)
+		}
+		if parts > tensor.MaxColParts || parts&(parts-1) != 0 || !t.Splits(parts) || t.Plain && parts != 1 {
+			return refuse(it, "%d column parts of shape %v", parts, it.Shape)
+		}
+		t.Parts, t.ChunkBytes = uint8(parts), uint32(it.ChunkBytes)
+		n := t.Grid().Chunks()
+		if chunks += n; chunks > math.MaxInt32 {
+			return refuse(it, "more than 2^31 chunks")
+		}
+		t.Count = int32(n)
+	}
+	l.Chunks = make([]tensor.Chunk, chunks)
+	for i := range l.Tensors {
+		t := &l.Tensors[i]
+		g := t.Grid()
+		for k := range int64(t.Count) {
+			_, lo, hi := g.Chunk(k)
+			l.Chunks[int64(t.First)+k].Logical = uint32(hi - lo)
+		}
+	}
+	return nil
+}
+
+// Start returns the offset of the first chunk.
+func (l *Layout) Start() int64 { return l.header + l.index }
+
+// Place says where chunk c goes, which takes stored bytes, and notes both.
+// Chunks are placed in their order.
+func (l *Layout) Place(c int, stored uint32) (off int64, err error) {
+	if c != l.placed || c >= len(l.Chunks) {
+		return 0, fault.New(fault.ErrEngine, "chunk %d placed after %d of %d", c, l.placed, len(l.Chunks))
+	}
+	ch := &l.Chunks[c]
+	if stored == 0 || stored > ch.Logical {
+		return 0, fault.New(fault.ErrEngine, "%d bytes for a chunk of %d", stored, ch.Logical)
+	}
+	t := &l.Tensors[l.at]
+	if !t.Plain {
+		l.pos = int64(roundUp(uint64(l.pos), tensor.StoredAlign))
+	}
+	ch.Off, ch.Stored = l.pos, stored
+	l.pos += int64(stored)
+	if l.placed++; l.placed == int(t.First+t.Count) {
+		if !t.Plain {
+			l.pos = int64(roundUp(uint64(l.pos), tensor.BlobAlign))
+		}
+		t.Stored = l.pos - t.Off
+		l.at++
+		l.skip()
+	}
+	return ch.Off, nil
+}
+
+// skip gives the tensors without chunks before the next chunk their place, and
+// the one of the next chunk its beginning.
+func (l *Layout) skip() {
+	for ; l.at < len(l.Tensors); l.at++ {
+		l.Tensors[l.at].Off = l.pos
+		if l.Tensors[l.at].Count > 0 {
+			return
+		}
+	}
+}
+
+// entries are the tensors as the safetensors header shows them, with the
+// stored sizes known so far.
+func (l *Layout) entries() []safetensors.Entry {
+	out := make([]safetensors.Entry, 0, len(l.Tensors)+1)
+	out = append(out, safetensors.Entry{Name: IndexName, DType: tensor.U8, Shape: []int64{l.index}, End: l.index})
+	end := l.index
+	for i := range l.Tensors {
+		t := &l.Tensors[i]
+		e := safetensors.Entry{Name: t.Name, DType: t.DType, Shape: t.Shape, Begin: end}
+		if !t.Plain {
+			e.DType, e.Shape = tensor.U8, []int64{t.Stored}
+		}
+		end += t.Stored
+		e.End = end
+		out = append(out, e)
+	}
+	return out
+}
+
+// Seal returns the bytes before the first chunk, header and index, and the
+// size of the file. Every chunk has been placed. It runs the validator that
+// readers run: no file leaves that they would refuse. known is as there.
+func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) {
+	if l.placed != len(l.Chunks) {
+		return nil, 0, fault.New(fault.ErrEngine, "%d of %d chunks placed", l.placed, len(l.Chunks))
+	}
+	for i := range l.Tensors {
+		if a := l.Tensors[i].Alias; a >= 0 {
+			l.Tensors[i].Hash = l.Tensors[a].Hash
+		}
+	}
+	front, err = safetensors.AppendHeader(make([]byte, 0, l.Start()), l.metadata, l.entries(), int(l.header))
+	if err != nil {
+		return nil, 0, err
+	}
+	if int64(len(front)) != l.header {
+		return nil, 0, fault.New(fault.ErrEngine, "header of %d bytes in room for %d", len(front), l.header)
+	}
+	ix := tensor.Index{Sources: []tensor.Source{{Size: l.pos, Data: l.header, Overwire: true}}, Tensors: l.Tensors, Chunks: l.Chunks}
+	if err := ix.Validate(known); err != nil {
+		return nil, 0, fault.New(fault.ErrEngine, "about to write what no reader takes: %v", err)
+	}
+	return Append(front, l.Tensors, l.Chunks, front), l.pos, nil
+}

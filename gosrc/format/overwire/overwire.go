@@ -1,0 +1,205 @@
+// Package overwire reads and writes the index of the overwire container, which
+// is a safetensors file whose first tensor, "overwire.index", says how the
+// others are stored:
+//
+//	u64 N | N bytes of JSON | index | compressed tensors | plain tensors
+//	                          |
+//	                          header 64 | dims u64 each | tensors 64 each | chunks 32 each | CRC32C, padding
+//
+// Specification: docs/format.md sections 1, 2 and 4; nothing else writes it.
+// This room knows the bytes of the index; what they may say is the business of
+// tensor.Index.Validate, which Decode calls.
+package overwire
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/json"
+	"hash/crc32"
+	"math"
+	"strconv"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const (
+	// IndexName is the tensor that holds the index; no other may be called so.
+	IndexName = "overwire.index"
+	// MetadataKey is the entry of the metadata that marks a file as ours.
+	MetadataKey = "overwire"
+
+	// Major and Minor are the version that is written. A reader refuses a
+	// larger major and ignores a larger minor.
+	Major, Minor = 0, 1
+
+	// DataAlign divides the offset of the data section.
+	DataAlign = 4096
+
+	magic       = "OWIX"
+	headerSize  = 64
+	tensorSize  = 64
+	chunkSize   = 32
+	trailerSize = 8
+	noAlias     = math.MaxUint32
+)
+
+// What a tensor record's layout says.
+const (
+	layoutChunks = iota
+	layoutPlain
+	layoutAlias
+)
+
+var (
+	le         = binary.LittleEndian
+	castagnoli = crc32.MakeTable(crc32.Castagnoli)
+)
+
+// mark is the value of the metadata entry.
+func mark() string {
+	return `{"format":"` + strconv.Itoa(Major) + "." + strconv.Itoa(Minor) + `","index":"` + IndexName + `"}`
+}
+
+// Is reports whether a file is an overwire container, and refuses one that
+// only half is: a lost mark or index means that the header has changed, and
+// its blobs must not be taken for tensors of bytes.
+func Is(h *safetensors.Header) (bool, error) {
+	value, marked := h.Metadata[MetadataKey]
+	indexed := false
+	for i := range h.Tensors {
+		if h.Tensors[i].Name == IndexName {
+			indexed = true
+			break
+		}
+	}
+	switch {
+	case !marked && !indexed:
+		return false, nil
+	case !marked:
+		return false, fault.New(fault.ErrCorrupt, "%s without the metadata entry %q", IndexName, MetadataKey)
+	}
+	var m struct {
+		Format string `json:"format"`
+		Index  string `json:"index"`
+	}
+	if err := json.Unmarshal([]byte(value), &m); err != nil {
+		if !indexed {
+			return false, nil // somebody else's entry
+		}
+		return false, fault.New(fault.ErrCorrupt, "metadata entry %q: %v", MetadataKey, err)
+	}
+	major, minor, _ := strings.Cut(m.Format, ".")
+	major64, err := strconv.ParseUint(major, 10, 16)
+	if _, err2 := strconv.ParseUint(minor, 10, 16); err != nil || err2 != nil {
+		return false, fault.New(fault.ErrCorrupt, "metadata entry %q: format %q", MetadataKey, m.Format)
+	}
+	if major64 > Major {
+		return false, fault.New(fault.ErrNotSupported, "format %s, this overwire reads up to %d: upgrade it", m.Format, Major)
+	}
+	if m.Index != IndexName || !indexed {
+		return false, fault.New(fault.ErrCorrupt, "the index %q is not there", m.Index)
+	}
+	return true, nil
+}
+
+// blobSize returns the bytes of an index, without overflow for any counts.
+func blobSize(tensors, chunks, dims uint64) uint64 {
+	return roundUp(headerSize+8*dims+tensorSize*tensors+chunkSize*chunks+trailerSize, tensor.BlobAlign)
+}
+
+func roundUp(n, to uint64) uint64 { return (n + to - 1) / to * to }
+
+// A record is a tensor of the index as its bytes say it.
+type record struct {
+	dtype      tensor.DType
+	rank       int
+	layout     uint8
+	parts      uint8
+	chunkBytes uint32
+	bytes      uint64
+	stored     uint64
+	first      uint32
+	count      uint32
+	hash       [16]byte
+	alias      uint32
+}
+
+func (r *record) append(dst []byte) []byte {
+	dst = append(dst, byte(r.dtype), byte(r.rank), r.layout, r.parts)
+	dst = le.AppendUint32(dst, r.chunkBytes)
+	dst = le.AppendUint64(dst, r.bytes)
+	dst = le.AppendUint64(dst, r.stored)
+	dst = le.AppendUint32(dst, r.first)
+	dst = le.AppendUint32(dst, r.count)
+	dst = append(dst, r.hash[:]...)
+	dst = le.AppendUint32(dst, r.alias)
+	return append(dst, make([]byte, 12)...)
+}
+
+func (r *record) read(b []byte) {
+	*r = record{
+		dtype: tensor.DType(b[0]), rank: int(b[1]), layout: b[2], parts: b[3],
+		chunkBytes: le.Uint32(b[4:]), bytes: le.Uint64(b[8:]), stored: le.Uint64(b[16:]),
+		first: le.Uint32(b[24:]), count: le.Uint32(b[28:]), hash: [16]byte(b[32:]), alias: le.Uint32(b[48:]),
+	}
+}
+
+// Append appends the index of a file to dst: ts and chunks are those of one
+// source, valid, their numbers from 0. head is everything before the data
+// section, which the index has a checksum of.
+func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte) []byte {
+	dims := 0
+	for i := range ts {
+		dims += len(ts[i].Shape)
+	}
+	start := len(dst)
+	size := blobSize(uint64(len(ts)), uint64(len(chunks)), uint64(dims))
+	dst = append(dst, magic...)
+	dst = le.AppendUint16(dst, Major)
+	dst = le.AppendUint16(dst, Minor)
+	dst = le.AppendUint64(dst, 0) // critical features
+	dst = le.AppendUint32(dst, uint32(len(ts)))
+	dst = le.AppendUint32(dst, uint32(len(chunks)))
+	dst = le.AppendUint32(dst, uint32(dims))
+	dst = le.AppendUint16(dst, tensorSize)
+	dst = le.AppendUint16(dst, chunkSize)
+	dst = le.AppendUint64(dst, size)
+	dst = le.AppendUint32(dst, crc32.Checksum(head, castagnoli))
+	dst = append(dst, make([]byte, 20)...)
+	for i := range ts {
+		for _, d := range ts[i].Shape {
+			dst = le.AppendUint64(dst, uint64(d))
+		}
+	}
+	for i := range ts {
+		t := &ts[i]
+		r := record{dtype: t.DType, rank: len(t.Shape), layout: layoutChunks, parts: max(1, t.Parts), chunkBytes: t.ChunkBytes,
+			bytes: uint64(t.Bytes), stored: uint64(t.Stored), first: uint32(t.First), count: uint32(t.Count),
+			hash: t.Hash, alias: noAlias}
+		switch {
+		case t.Alias >= 0:
+			r.layout, r.alias = layoutAlias, uint32(t.Alias)
+		case t.Plain:
+			r.layout = layoutPlain
+		}
+		dst = r.append(dst)
+	}
+	for i := range chunks {
+		c := &chunks[i]
+		dst = le.AppendUint64(dst, uint64(c.Off))
+		dst = le.AppendUint32(dst, c.Stored)
+		dst = le.AppendUint32(dst, c.Logical)
+		dst = le.AppendUint32(dst, c.Sum)
+		dst = append(dst, byte(c.Codec), c.Transform, 0, 0)
+		dst = le.AppendUint16(dst, c.SegTiles)
+		dst = append(dst, 0, 0, 0, 0, 0, 0)
+	}
+	dst = le.AppendUint32(dst, crc32.Checksum(dst[start:], castagnoli))
+	return append(dst, make([]byte, start+int(size)-len(dst))...)
+}
+
+// allZero is for reserved bytes, which mean nothing to this version.
+func allZero(b []byte) bool { return len(bytes.Trim(b, "\x00")) == 0 }

@@ -1,0 +1,87 @@
+package safetensors
+
+import (
+	"cmp"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// check holds the parsed tensors to the rules of the format, in the order in
+// which the original does, and gives them their final order and offsets.
+func (h *Header) check(uri string, size int64, opt Options) error {
+	if err := h.unique(uri, opt); err != nil {
+		return err
+	}
+	order := func(a, b *tensor.Tensor) int {
+		if a.Off != b.Off {
+			return cmp.Compare(a.Off, b.Off)
+		}
+		if a.Stored != b.Stored {
+			return cmp.Compare(a.Stored, b.Stored)
+		}
+		return strings.Compare(a.Name, b.Name)
+	}
+	ts := h.Tensors
+	for i := 1; i < len(ts); i++ {
+		if order(&ts[i-1], &ts[i]) > 0 { // writers sort; the sort is for those that do not
+			slices.SortFunc(ts, func(a, b tensor.Tensor) int { return order(&a, &b) })
+			break
+		}
+	}
+	end := int64(0)
+	for i := range ts {
+		t := &ts[i] // Off is the begin, Stored the end minus begin, as the header says
+		at := h.Data + t.Off
+		if t.Off != end || t.Stored < 0 {
+			return located(uri, t.Name, at, fault.New(fault.ErrFormat,
+				"InvalidOffset: bytes [%d, %d) of the data section, expected to begin at %d", t.Off, t.Off+t.Stored, end))
+		}
+		end += t.Stored
+		bytes, err := tensor.Size(t.DType, t.Shape)
+		if err != nil {
+			return located(uri, t.Name, at, err)
+		}
+		if bytes != t.Stored {
+			return located(uri, t.Name, at, fault.New(fault.ErrFormat,
+				"TensorInvalidInfo: %d bytes for shape %v of %v, which take %d", t.Stored, t.Shape, t.DType, bytes))
+		}
+		t.Off, t.Bytes = at, bytes
+	}
+	have := size - h.Data // not negative: Length saw to it
+	if end > have {
+		return located(uri, "", size, fault.New(fault.ErrCorrupt,
+			"MetadataIncompleteBuffer: truncated, the file has %d bytes of %d", size, uint64(h.Data)+uint64(end)))
+	}
+	if end < have && !opt.Lenient {
+		return located(uri, "", h.Data+end, fault.New(fault.ErrFormat,
+			"MetadataIncompleteBuffer: %d bytes after the last tensor", have-end))
+	}
+	return nil
+}
+
+// unique refuses two tensors of one name, or keeps the last of each.
+func (h *Header) unique(uri string, opt Options) error {
+	i := tensor.Duplicate(h.Tensors)
+	if i < 0 {
+		return nil
+	}
+	if !opt.Lenient {
+		return located(uri, h.Tensors[i].Name, -1, fault.New(fault.ErrFormat,
+			"InvalidHeaderDeserialization: two tensors have this name"))
+	}
+	last := make(map[string]int, len(h.Tensors))
+	for i := range h.Tensors {
+		last[h.Tensors[i].Name] = i
+	}
+	kept := h.Tensors[:0]
+	for i, t := range h.Tensors {
+		if last[t.Name] == i {
+			kept = append(kept, t)
+		}
+	}
+	h.Tensors = kept
+	return nil
+}

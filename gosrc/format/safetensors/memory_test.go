@@ -1,0 +1,47 @@
+package safetensors
+
+import (
+	"context"
+	"encoding/binary"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// memory is a source that lies in memory and counts its reads.
+type memory struct {
+	b     []byte
+	size  int64 // what it claims; -1: len(b)
+	reads int
+	bytes int64
+}
+
+func inMemory(b []byte) *memory { return &memory{b: b, size: -1} }
+
+func (m *memory) URI() string  { return "model.safetensors" }
+func (m *memory) Close() error { return nil }
+
+func (m *memory) Size() int64 {
+	if m.size >= 0 {
+		return m.size
+	}
+	return int64(len(m.b))
+}
+
+func (m *memory) ReadAt(ctx context.Context, p []byte, off int64) error {
+	m.reads++
+	m.bytes += int64(len(p))
+	if err := ctx.Err(); err != nil {
+		return fault.New(fault.ErrCancelled, "%v", err)
+	}
+	if off < 0 || off+int64(len(p)) > int64(len(m.b)) {
+		return fault.New(fault.ErrCorrupt, "truncated")
+	}
+	copy(p, m.b[off:])
+	return nil
+}
+
+// file puts N before a header and data after it.
+func file(header, data string) []byte {
+	b := binary.LittleEndian.AppendUint64(nil, uint64(len(header)))
+	return append(append(b, header...), data...)
+}

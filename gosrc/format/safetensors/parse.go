@@ -1,0 +1,271 @@
+package safetensors
+
+import (
+	"bytes"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A parser reads exactly the grammar of the header. Names and shapes lie in
+// blocks that many tensors share, and no block grows: the heap stays within a
+// small multiple of the header, and a tensor costs no allocation of its own.
+type parser struct {
+	scanner
+	data     int64
+	tensor   string // being read
+	tensors  []tensor.Tensor
+	metadata map[string]string
+	said     bool // "__metadata__" was there
+	names    strings.Builder
+	dims     []int64
+}
+
+func (p *parser) header() error {
+	if i := invalidUTF8(p.b[p.p:]); i >= 0 {
+		p.bad = p.p + i
+		return fault.New(fault.ErrFormat, "InvalidHeader: not UTF-8")
+	}
+	// A closing brace a tensor, and never more than fit.
+	body := p.b[p.p:]
+	p.tensors = make([]tensor.Tensor, 0, min(bytes.Count(body, []byte{'}'}), len(body)/minEntry+1))
+	for more := p.open('{', '}'); more; more = p.more('}') {
+		if !p.member() {
+			break
+		}
+	}
+	if p.err == nil && (p.space() != 0 || p.p < len(p.b)) {
+		p.fail("bytes after the header's object")
+	}
+	return p.err
+}
+
+func invalidUTF8(b []byte) int {
+	if utf8.Valid(b) {
+		return -1
+	}
+	for i := 0; i < len(b); {
+		r, n := utf8.DecodeRune(b[i:])
+		if r == utf8.RuneError && n <= 1 {
+			return i
+		}
+		i += n
+	}
+	return -1
+}
+
+// member reads a name and what belongs to it.
+func (p *parser) member() bool {
+	name, ok := p.string()
+	if !ok {
+		return false
+	}
+	if string(name) == MetadataKey {
+		return p.take(':') && p.meta()
+	}
+	p.tensor = p.intern(name)
+	if !p.take(':') || !p.entry() {
+		return false
+	}
+	p.tensor = ""
+	return true
+}
+
+// intern copies a name into a block.
+func (p *parser) intern(name []byte) string {
+	if p.names.Cap()-p.names.Len() < len(name) {
+		// What is left of the header bounds what is left of the names.
+		p.names = strings.Builder{}
+		p.names.Grow(max(len(name), min(64<<10, len(p.b)-p.p)))
+	}
+	from := p.names.Len()
+	p.names.Write(name)
+	return p.names.String()[from:] // stays: the block never moves
+}
+
+// shape copies dims into a block.
+func (p *parser) shape(dims []int64) []int64 {
+	if len(dims) == 0 {
+		return []int64{}
+	}
+	if cap(p.dims)-len(p.dims) < len(dims) {
+		p.dims = make([]int64, 0, max(len(dims), min(4096, (len(p.b)-p.p)/32)))
+	}
+	from := len(p.dims)
+	p.dims = append(p.dims, dims...)
+	return p.dims[from:len(p.dims):len(p.dims)]
+}
+
+// meta reads the value of "__metadata__": an object of strings, or null, which
+// the original reads as none.
+func (p *parser) meta() bool {
+	if p.said && !p.lenient {
+		return p.fail("duplicate field `%s`", MetadataKey)
+	}
+	p.said, p.metadata = true, nil
+	if c := p.space(); c == 'n' || c != '{' && p.lenient {
+		from := p.p
+		if !p.skip(2) {
+			return false
+		}
+		if p.lenient || string(p.b[from:p.p]) == "null" {
+			return true
+		}
+		return p.fail("metadata is no object")
+	}
+	p.metadata = map[string]string{}
+	for more := p.open('{', '}'); more; more = p.more('}') {
+		raw, ok := p.string()
+		if !ok {
+			return false
+		}
+		key := string(raw)
+		if _, twice := p.metadata[key]; twice && !p.lenient {
+			return p.fail("duplicate metadata key %q", key)
+		}
+		if !p.take(':') {
+			return false
+		}
+		switch c := p.space(); {
+		case c == '"':
+			if raw, ok = p.string(); !ok {
+				return false
+			}
+			p.metadata[key] = string(raw)
+		case p.lenient:
+			from := p.p
+			if !p.skip(3) {
+				return false
+			}
+			p.metadata[key] = string(p.b[from:p.p])
+		default:
+			return p.fail("metadata %q is no string", key)
+		}
+		if len(p.metadata) > maxMetadata {
+			return p.fail("more than %d entries of metadata", maxMetadata)
+		}
+	}
+	return p.err == nil
+}
+
+// Fields of an entry, as bits of those seen.
+const (
+	hasDType = 1 << iota
+	hasShape
+	hasOffsets
+)
+
+// entry reads one tensor. Off and Stored are what data_offsets says, relative
+// to the data section, for check to judge.
+func (p *parser) entry() bool {
+	t := tensor.Tensor{Name: p.tensor, Alias: -1, Plain: true}
+	seen, base := 0, len(p.keys)
+	for more := p.open('{', '}'); more; more = p.more('}') {
+		p.space()
+		lo := p.p
+		key, ok := p.string()
+		if !ok {
+			return false
+		}
+		field := 0
+		switch string(key) {
+		case "dtype":
+			field = hasDType
+		case "shape":
+			field = hasShape
+		case "data_offsets":
+			field = hasOffsets
+		default:
+			p.keys = append(p.keys, span{uint32(lo), uint32(p.p)})
+		}
+		if seen&field != 0 && !p.lenient {
+			return p.fail("duplicate field `%s`", key)
+		}
+		seen |= field
+		if !p.take(':') {
+			return false
+		}
+		switch field {
+		case hasDType:
+			ok = p.dtype(&t)
+		case hasShape:
+			ok = p.readShape(&t)
+		case hasOffsets:
+			ok = p.offsets(&t)
+		default:
+			ok = p.skip(3)
+		}
+		if !ok {
+			return false
+		}
+	}
+	if p.err != nil || !p.distinct(base) {
+		return false
+	}
+	if seen != hasDType|hasShape|hasOffsets {
+		for i, name := range []string{"dtype", "shape", "data_offsets"} {
+			if seen&(1<<i) == 0 {
+				return p.fail("missing field `%s`", name)
+			}
+		}
+	}
+	p.tensors = append(p.tensors, t)
+	return true
+}
+
+func (p *parser) dtype(t *tensor.Tensor) bool {
+	name, ok := p.string()
+	if !ok {
+		return false
+	}
+	if t.DType, ok = tensor.ParseDType(string(name)); !ok {
+		return p.fail("unknown dtype %q", name)
+	}
+	return true
+}
+
+func (p *parser) readShape(t *tensor.Tensor) bool {
+	var dims [tensor.MaxRank]int64
+	n := 0
+	for more := p.open('[', ']'); more; more = p.more(']') {
+		d, over, ok := p.unsigned()
+		if !ok {
+			return false
+		}
+		if over {
+			p.fail("a dimension over 2^63")
+			p.err = fault.New(fault.ErrFormat, "ValidationOverflow: a dimension over 2^63")
+			return false
+		}
+		if n == len(dims) {
+			return p.fail("rank over %d", len(dims))
+		}
+		dims[n] = d
+		n++
+	}
+	t.Shape = p.shape(dims[:n])
+	return p.err == nil
+}
+
+func (p *parser) offsets(t *tensor.Tensor) bool {
+	if !p.take('[') {
+		return false
+	}
+	begin, over1, ok := p.unsigned()
+	if !ok || !p.take(',') {
+		return false
+	}
+	end, over2, ok := p.unsigned()
+	if !ok || !p.take(']') {
+		return false
+	}
+	if over1 || over2 {
+		p.fail("an offset over 2^63")
+		p.err = fault.New(fault.ErrFormat, "InvalidOffset: an offset over 2^63")
+		return false
+	}
+	t.Off, t.Stored = begin, end-begin
+	return true
+}

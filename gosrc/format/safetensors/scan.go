@@ -1,0 +1,327 @@
+package safetensors
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"math/bits"
+	"slices"
+	"strconv"
+	"unicode/utf16"
+	"unicode/utf8"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// A scanner walks JSON that is known to be UTF-8. Every method that returns
+// false has left the reason in err; nothing is read after that.
+type scanner struct {
+	b       []byte
+	p       int // next byte
+	bad     int // where it went wrong
+	err     error
+	lenient bool
+	scratch []byte // the last string that had escapes
+	keys    []span // keys of the ignored objects that are open
+}
+
+type span struct{ lo, hi uint32 } // in b; headers are under 2^32
+
+// fail notes the first reason and returns false.
+func (s *scanner) fail(format string, args ...any) bool {
+	if s.err == nil {
+		s.bad = min(s.p, len(s.b))
+		s.err = fault.New(fault.ErrFormat, "InvalidHeaderDeserialization: %s", fmt.Sprintf(format, args...))
+	}
+	return false
+}
+
+func isSpace(c byte) bool { return c == ' ' || c == '\n' || c == '\t' || c == '\r' }
+
+// space skips white space and returns the byte after it, 0 at the end.
+func (s *scanner) space() byte {
+	for s.p < len(s.b) {
+		if c := s.b[s.p]; !isSpace(c) {
+			return c
+		}
+		s.p++
+	}
+	return 0
+}
+
+// take skips white space and then c.
+func (s *scanner) take(c byte) bool {
+	if s.p < len(s.b) && s.b[s.p] == c { // no white space: every writer we know
+		s.p++
+		return true
+	}
+	if s.space() != c || s.p == len(s.b) {
+		return s.fail("expected %q", c)
+	}
+	s.p++
+	return true
+}
+
+// more stands after a member of a list that ends with end: true when another
+// one follows, false at the end, and false with err set on anything else.
+func (s *scanner) more(end byte) bool {
+	switch c := s.space(); {
+	case c == ',' && s.p < len(s.b):
+		s.p++
+		if s.space() == end {
+			return s.fail("trailing comma")
+		}
+		return true
+	case c == end && s.p < len(s.b):
+		s.p++
+		return false
+	}
+	return s.fail("expected ',' or %q", end)
+}
+
+// open takes the byte that begins a list, and says whether it has members.
+func (s *scanner) open(begin, end byte) bool {
+	if !s.take(begin) {
+		return false
+	}
+	if s.space() == end && s.p < len(s.b) {
+		s.p++
+		return false
+	}
+	return true
+}
+
+// string reads a string. The result is valid until the next call.
+func (s *scanner) string() ([]byte, bool) {
+	if !s.take('"') {
+		return nil, false
+	}
+	start := s.p
+	s.plain()
+	if s.p < len(s.b) && s.b[s.p] == '"' {
+		s.p++
+		return s.b[start : s.p-1], true
+	}
+	s.scratch = append(s.scratch[:0], s.b[start:s.p]...)
+	for s.p < len(s.b) {
+		switch c := s.b[s.p]; {
+		case c == '"':
+			s.p++
+			return s.scratch, true
+		case c != '\\':
+			return nil, s.fail("control character in a string")
+		}
+		if !s.escape() {
+			return nil, false
+		}
+		from := s.p
+		s.plain()
+		s.scratch = append(s.scratch, s.b[from:s.p]...)
+	}
+	return nil, s.fail("string without end")
+}
+
+// plain skips to the next quote, backslash or control character, eight bytes
+// at a time.
+func (s *scanner) plain() {
+	const ones, highs = 0x0101010101010101, 0x8080808080808080
+	for s.p+8 <= len(s.b) {
+		x := binary.LittleEndian.Uint64(s.b[s.p:])
+		q, e := x^(ones*'"'), x^(ones*'\\')
+		// The lowest bit set is right: borrows only spoil bytes above a hit.
+		hit := ((q - ones) & ^q) | ((e - ones) & ^e) | ((x - ones*0x20) & ^x)
+		if hit &= highs; hit != 0 {
+			s.p += bits.TrailingZeros64(hit) / 8
+			return
+		}
+		s.p += 8
+	}
+	for s.p < len(s.b) && s.b[s.p] != '"' && s.b[s.p] != '\\' && s.b[s.p] >= 0x20 {
+		s.p++
+	}
+}
+
+// escape reads one escape, which begins with the backslash at p.
+func (s *scanner) escape() bool {
+	if s.p+2 > len(s.b) {
+		return s.fail("string without end")
+	}
+	s.p += 2
+	const from, to = `"\/bfnrt`, "\"\\/\b\f\n\r\t"
+	c := s.b[s.p-1]
+	if i := bytes.IndexByte([]byte(from), c); i >= 0 {
+		s.scratch = append(s.scratch, to[i])
+		return true
+	}
+	if c != 'u' {
+		return s.fail("bad escape")
+	}
+	r, ok := s.hex4()
+	if !ok {
+		return false
+	}
+	if utf16.IsSurrogate(r) {
+		if s.p+2 > len(s.b) || s.b[s.p] != '\\' || s.b[s.p+1] != 'u' {
+			return s.fail("lone surrogate")
+		}
+		s.p += 2
+		low, ok := s.hex4()
+		if !ok {
+			return false
+		}
+		if r = utf16.DecodeRune(r, low); r == utf8.RuneError {
+			return s.fail("lone surrogate")
+		}
+	}
+	s.scratch = utf8.AppendRune(s.scratch, r)
+	return true
+}
+
+func (s *scanner) hex4() (rune, bool) {
+	if s.p+4 > len(s.b) {
+		return 0, s.fail("string without end")
+	}
+	v, err := strconv.ParseUint(string(s.b[s.p:s.p+4]), 16, 16)
+	if err != nil || s.b[s.p] == '+' {
+		return 0, s.fail("bad escape")
+	}
+	s.p += 4
+	return rune(v), true
+}
+
+// unsigned reads a whole number without sign, point or exponent that fits into
+// an int64. over tells numbers that are whole but larger.
+func (s *scanner) unsigned() (v int64, over, ok bool) {
+	s.space()
+	start := s.p
+	for s.p < len(s.b) {
+		d := s.b[s.p] - '0'
+		if d > 9 {
+			break
+		}
+		if v > (1<<63-10)/10 { // the next digit might not fit
+			over = true
+		}
+		v = v*10 + int64(d)
+		s.p++
+	}
+	if s.p == start {
+		return 0, false, s.fail("expected an unsigned integer")
+	}
+	if s.b[start] == '0' && s.p > start+1 {
+		return 0, false, s.fail("number with a leading zero")
+	}
+	if s.p < len(s.b) && (s.b[s.p] == '.' || s.b[s.p]|0x20 == 'e') {
+		return 0, false, s.fail("expected an unsigned integer, not a float")
+	}
+	return v, over, true
+}
+
+// skip reads any value at the given depth and forgets it; it is checked all
+// the same, for duplicate keys too (by their text, escapes unresolved).
+func (s *scanner) skip(depth int) bool {
+	c := s.space()
+	switch {
+	case c == '{' || c == '[':
+		if depth > maxDepth {
+			return s.fail("nested too deeply")
+		}
+		if c == '[' {
+			for more := s.open('[', ']'); more; more = s.more(']') {
+				if !s.skip(depth + 1) {
+					return false
+				}
+			}
+			return s.err == nil
+		}
+		base := len(s.keys)
+		for more := s.open('{', '}'); more; more = s.more('}') {
+			if !s.key() || !s.take(':') || !s.skip(depth+1) {
+				return false
+			}
+		}
+		return s.err == nil && s.distinct(base)
+	case c == '"':
+		_, ok := s.string()
+		return ok
+	case c == '-' || c-'0' <= 9:
+		return s.number()
+	}
+	for _, word := range []string{"true", "false", "null"} {
+		if bytes.HasPrefix(s.b[s.p:], []byte(word)) {
+			s.p += len(word)
+			return true
+		}
+	}
+	return s.fail("expected a value")
+}
+
+// key reads the key of an ignored member and remembers it.
+func (s *scanner) key() bool {
+	s.space()
+	lo := s.p
+	if _, ok := s.string(); !ok {
+		return false
+	}
+	s.keys = append(s.keys, span{uint32(lo), uint32(s.p)})
+	return true
+}
+
+// distinct closes an ignored object, whose keys are those from base on.
+func (s *scanner) distinct(base int) bool {
+	keys := s.keys[base:]
+	s.keys = s.keys[:base]
+	if len(keys) < 2 || s.lenient {
+		return true
+	}
+	text := func(k span) []byte { return s.b[k.lo:k.hi] }
+	slices.SortFunc(keys, func(a, b span) int { return bytes.Compare(text(a), text(b)) })
+	for i := 1; i < len(keys); i++ {
+		if bytes.Equal(text(keys[i-1]), text(keys[i])) {
+			return s.fail("duplicate key %s", text(keys[i]))
+		}
+	}
+	return true
+}
+
+// number skips any JSON number that a float64 can hold.
+func (s *scanner) number() bool {
+	start := s.p
+	digits := func() bool {
+		from := s.p
+		for s.p < len(s.b) && s.b[s.p]-'0' <= 9 {
+			s.p++
+		}
+		return s.p > from
+	}
+	at := func(c byte) bool { return s.p < len(s.b) && s.b[s.p]|0x20 == c|0x20 }
+	if at('-') {
+		s.p++
+	}
+	first := s.p
+	if !digits() || s.b[first] == '0' && s.p > first+1 {
+		return s.fail("invalid number")
+	}
+	plain := s.p-start < 300
+	if at('.') {
+		if s.p++; !digits() {
+			return s.fail("invalid number")
+		}
+	}
+	if at('e') {
+		plain = false
+		if s.p++; at('+') || at('-') {
+			s.p++
+		}
+		if !digits() {
+			return s.fail("invalid number")
+		}
+	}
+	if plain {
+		return true
+	}
+	if _, err := strconv.ParseFloat(string(s.b[start:s.p]), 64); err != nil {
+		return s.fail("number out of range")
+	}
+	return true
+}

@@ -1,0 +1,266 @@
+package safetensors
+
+import (
+	"cmp"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Shards is a model.safetensors.index.json: which file of a sharded model has
+// which tensor.
+type Shards struct {
+	Files     []string // sorted; each a plain name beside the index
+	Weights   []Weight // in the order of the index
+	TotalSize int64    // bytes of all tensors, -1 when the index does not say
+	// Metadata is everything else that stands beside total_size, each value as
+	// its JSON text.
+	Metadata map[string]string
+}
+
+// A Weight says that tensor Name is in Files[File].
+type Weight struct {
+	Name string
+	File int
+}
+
+// ReadIndexJSON reads an index. Nothing it names is opened before all of it is
+// sound: a file name has to be a sibling of the index, without folders, "..",
+// drive, scheme or NUL; no name comes twice. Bad input is fault.ErrFormat.
+func ReadIndexJSON(uri string, b []byte) (Shards, error) {
+	if len(b) > tensor.MaxHeader {
+		return Shards{}, located(uri, "", 0, fault.New(fault.ErrFormat, "an index of %d bytes", len(b)))
+	}
+	r := shardReader{parser: parser{scanner: scanner{b: b}}, files: map[string]int{}, out: Shards{TotalSize: -1}}
+	if i := invalidUTF8(b); i >= 0 {
+		return Shards{}, located(uri, "", int64(i), fault.New(fault.ErrFormat, "not UTF-8"))
+	}
+	if !r.index() {
+		return Shards{}, located(uri, r.tensor, int64(r.bad), r.err)
+	}
+	out := r.out
+	// Name order, so that the number of a source never depends on the JSON's.
+	sorted := slices.Clone(out.Files)
+	slices.Sort(sorted)
+	place := make([]int, len(sorted))
+	for i, name := range sorted {
+		place[r.files[name]] = i
+	}
+	for i := range out.Weights {
+		out.Weights[i].File = place[out.Weights[i].File]
+	}
+	out.Files = sorted
+	return out, nil
+}
+
+type shardReader struct {
+	parser
+	files map[string]int
+	out   Shards
+	seen  map[string]struct{}
+}
+
+func (r *shardReader) index() bool {
+	weights := false
+	base := len(r.keys)
+	for more := r.open('{', '}'); more; more = r.more('}') {
+		r.space()
+		lo := r.p
+		key, ok := r.string()
+		if !ok {
+			return false
+		}
+		r.keys = append(r.keys, span{uint32(lo), uint32(r.p)})
+		name := string(key)
+		if !r.take(':') {
+			return false
+		}
+		switch name {
+		case "metadata":
+			ok = r.about()
+		case "weight_map":
+			if weights {
+				return r.fail("duplicate key %q", name)
+			}
+			weights, ok = true, r.weights()
+		default:
+			ok = r.skip(2)
+		}
+		if !ok {
+			return false
+		}
+	}
+	if r.err != nil || !r.distinct(base) {
+		return false
+	}
+	if r.space() != 0 || r.p < len(r.b) {
+		return r.fail("bytes after the index's object")
+	}
+	if !weights {
+		return r.fail("missing field `weight_map`")
+	}
+	return true
+}
+
+// about reads "metadata".
+func (r *shardReader) about() bool {
+	if r.space() != '{' {
+		return r.skip(2) // null, as some exporters write
+	}
+	if r.out.Metadata != nil {
+		return r.fail("duplicate key \"metadata\"")
+	}
+	r.out.Metadata = map[string]string{}
+	said := false
+	for more := r.open('{', '}'); more; more = r.more('}') {
+		key, ok := r.string()
+		if !ok {
+			return false
+		}
+		name := string(key)
+		if _, twice := r.out.Metadata[name]; twice || said && name == "total_size" {
+			return r.fail("duplicate key %q", name)
+		}
+		if !r.take(':') {
+			return false
+		}
+		r.space()
+		from := r.p
+		if !r.skip(3) {
+			return false
+		}
+		text := string(r.b[from:r.p])
+		if name == "total_size" {
+			said, r.out.TotalSize = true, total(text)
+		} else {
+			r.out.Metadata[name] = text
+		}
+		if len(r.out.Metadata) > maxMetadata {
+			return r.fail("more than %d entries of metadata", maxMetadata)
+		}
+	}
+	return r.err == nil
+}
+
+// total reads total_size, which some writers give as a float. It is a note for
+// people; nothing is allocated by it.
+func total(text string) int64 {
+	if n, err := strconv.ParseInt(text, 10, 64); err == nil && n >= 0 {
+		return n
+	}
+	if f, err := strconv.ParseFloat(text, 64); err == nil && f >= 0 && f < 1<<62 {
+		return int64(f)
+	}
+	return -1
+}
+
+func (r *shardReader) weights() bool {
+	r.seen = map[string]struct{}{}
+	for more := r.open('{', '}'); more; more = r.more('}') {
+		key, ok := r.string()
+		if !ok {
+			return false
+		}
+		r.tensor = r.intern(key)
+		r.seen[r.tensor] = struct{}{}
+		if len(r.seen) != len(r.out.Weights)+1 {
+			return r.fail("tensor named twice")
+		}
+		if !r.take(':') {
+			return false
+		}
+		file, ok := r.string()
+		if !ok {
+			return false
+		}
+		n, known := r.files[string(file)]
+		if !known {
+			if why := notSibling(string(file)); why != "" {
+				return r.fail("file name %q %s", file, why)
+			}
+			n = len(r.out.Files)
+			r.files[string(file)] = n
+			r.out.Files = append(r.out.Files, string(file))
+		}
+		r.out.Weights = append(r.out.Weights, Weight{r.tensor, n})
+	}
+	r.tensor, r.seen = "", nil
+	return r.err == nil
+}
+
+// notSibling says why a name is no plain name of a file beside the index.
+func notSibling(name string) string {
+	switch {
+	case name == "" || name == ".":
+		return "is empty"
+	case strings.ContainsAny(name, `/\`):
+		return "leads out of the index's folder"
+	case strings.ContainsAny(name, "\x00:"):
+		return "has a NUL or a colon"
+	case !filepath.IsLocal(name):
+		return "is not local"
+	}
+	return ""
+}
+
+// Check holds an index against the files it names: Files[i] is source i of ix.
+// Every tensor has to be where the index says; what else the files have stays.
+func (s *Shards) Check(ix *tensor.Index) error {
+	if len(ix.Sources) != len(s.Files) {
+		return fault.New(fault.ErrArgument, "%d files for an index that names %d", len(ix.Sources), len(s.Files))
+	}
+	for _, w := range s.Weights {
+		if ix.FindIn(w.File, w.Name) < 0 {
+			return located(ix.Sources[w.File].URI, w.Name, -1,
+				fault.New(fault.ErrFormat, "the shards' index names a tensor that this file does not have"))
+		}
+	}
+	return nil
+}
+
+// AppendIndexJSON appends an index as transformers writes it: two spaces of
+// indent, names sorted, a newline at the end. Names are UTF-8.
+func AppendIndexJSON(dst []byte, s Shards) []byte {
+	type line struct{ key, value string }
+	var about []line
+	if s.TotalSize >= 0 {
+		about = append(about, line{"total_size", strconv.FormatInt(s.TotalSize, 10)})
+	}
+	for k, v := range s.Metadata {
+		about = append(about, line{k, v})
+	}
+	slices.SortFunc(about, func(a, b line) int { return cmp.Compare(a.key, b.key) })
+	dst = append(dst, "{\n  \"metadata\": {"...)
+	for i, l := range about {
+		dst = appendLine(dst, i, l.key)
+		dst = append(dst, l.value...)
+	}
+	dst = closeLines(dst, len(about))
+	dst = append(dst, ",\n  \"weight_map\": {"...)
+	sorted := slices.Clone(s.Weights)
+	slices.SortFunc(sorted, func(a, b Weight) int { return cmp.Compare(a.Name, b.Name) })
+	for i, w := range sorted {
+		dst = appendLine(dst, i, w.Name)
+		dst = AppendString(dst, s.Files[w.File])
+	}
+	return append(closeLines(dst, len(sorted)), "\n}\n"...)
+}
+
+func appendLine(dst []byte, i int, key string) []byte {
+	if i > 0 {
+		dst = append(dst, ',')
+	}
+	dst = append(dst, "\n    "...)
+	return append(AppendString(dst, key), ": "...)
+}
+
+func closeLines(dst []byte, n int) []byte {
+	if n > 0 {
+		dst = append(dst, "\n  "...)
+	}
+	return append(dst, '}')
+}

@@ -1,0 +1,178 @@
+package safetensors
+
+import (
+	"errors"
+	"maps"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// An index that transformers writes is read, and written again byte for byte.
+func TestIndexJSON(t *testing.T) {
+	const text = `{
+  "metadata": {
+    "total_parameters": 12,
+    "total_size": 24
+  },
+  "weight_map": {
+    "a.weight": "model-00001-of-00002.safetensors",
+    "b.weight": "model-00002-of-00002.safetensors",
+    "lm_head.weight": "model-00001-of-00002.safetensors"
+  }
+}
+`
+	s, err := ReadIndexJSON("model.safetensors.index.json", []byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := Shards{
+		Files:     []string{"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"},
+		Weights:   []Weight{{"a.weight", 0}, {"b.weight", 1}, {"lm_head.weight", 0}},
+		TotalSize: 24, Metadata: map[string]string{"total_parameters": "12"},
+	}
+	if !reflect.DeepEqual(s, want) {
+		t.Errorf("got  %+v\nwant %+v", s, want)
+	}
+	if out := string(AppendIndexJSON(nil, s)); out != text {
+		t.Errorf("written again:\n%s", out)
+	}
+	if out := string(AppendIndexJSON(nil, Shards{TotalSize: -1})); out != "{\n  \"metadata\": {},\n  \"weight_map\": {}\n}\n" {
+		t.Errorf("empty: %q", out)
+	}
+}
+
+// Files are numbered by name whatever the order of the JSON, and total_size is
+// only a note.
+func TestIndexJSONOrder(t *testing.T) {
+	for text, total := range map[string]int64{
+		`{"weight_map":{"x":"b","y":"a","z":"b"},"metadata":{"total_size":1.5e3}}`:    1500,
+		` {"other":[1],"weight_map":{"x":"b","y":"a","z":"b"},"metadata":null} `:      -1,
+		`{"weight_map":{"x":"b","y":"a","z":"b"},"metadata":{"total_size":"many"}}`:   -1,
+		`{"weight_map":{"x":"b","y":"a","z":"b"},"metadata":{"total_size":-5}}`:       -1,
+		`{"weight_map":{"x":"\u0062","y":"a","z":"b"}}`:                               -1,
+		`{"metadata":{"total_size":7,"k":{}},"weight_map":{"x":"b","y":"a","z":"b"}}`: 7,
+	} {
+		s, err := ReadIndexJSON("x", []byte(text))
+		if err != nil || s.TotalSize != total || !slices.Equal(s.Files, []string{"a", "b"}) ||
+			!slices.Equal(s.Weights, []Weight{{"x", 1}, {"y", 0}, {"z", 1}}) {
+			t.Errorf("%s: %+v, %v", text, s, err)
+		}
+	}
+}
+
+// A hostile index is refused before anything that it names is opened.
+func TestIndexJSONRefuses(t *testing.T) {
+	for _, file := range []string{
+		"", ".", "..", "../x", "a/../../x", "/etc/passwd", "sub/x", `..\\x`, `sub\\x`, `c:x`, `c:\\x`, "file:///etc/passwd",
+		"http://169.254.169.254/x", "s3://bucket/x", `x\u0000.safetensors`, `\u002e\u002e/x`, `..\u002fx`,
+	} {
+		_, err := ReadIndexJSON("model.safetensors.index.json", []byte(`{"weight_map":{"w":"`+file+`"}}`))
+		if !errors.Is(err, fault.ErrFormat) || !strings.Contains(err.Error(), "file name") || !strings.Contains(err.Error(), "model.safetensors.index.json") {
+			t.Errorf("%q: %v", file, err)
+		}
+	}
+	for _, text := range []string{
+		"", "{}", "[]", "null", "\xff", `{"weight_map":[]}`, `{"weight_map":{"a":1}}`, `{"weight_map":{"a":null}}`,
+		`{"weight_map":{"a":"x","a":"y"}}`, `{"weight_map":{"a":"x","\u0061":"x"}}`, `{"weight_map":{},"weight_map":{}}`,
+		`{"weight_map":{}}x`, `{"weight_map":{},}`, `{"weight_map":{}`, `{"weight_map":{},"x":1,"x":2}`,
+		`{"weight_map":{},"metadata":{"a":1,"a":2}}`, `{"weight_map":{},"metadata":{"total_size":1,"total_size":2}}`,
+		`{"weight_map":{},"metadata":{},"metadata":{}}`, `{"weight_map":{},"x":NaN}`, `{"weight_map":{},"x":` + strings.Repeat("[", 1000),
+	} {
+		if _, err := ReadIndexJSON("x", []byte(text)); !errors.Is(err, fault.ErrFormat) {
+			t.Errorf("%.60q: %v", text, err)
+		}
+	}
+}
+
+// Every named tensor has to be in its file; what else is there stays.
+func TestShardsCheck(t *testing.T) {
+	ix := &tensor.Index{
+		Sources: []tensor.Source{{URI: "a"}, {URI: "b"}},
+		Tensors: []tensor.Tensor{{Name: "x"}, {Name: "more"}, {Name: "y", Source: 1}, {Name: "more", Source: 1}},
+	}
+	s := Shards{Files: []string{"a", "b"}, Weights: []Weight{{"x", 0}, {"y", 1}, {"more", 1}}}
+	if err := s.Check(ix); err != nil {
+		t.Error(err)
+	}
+	s.Weights[0].File = 1
+	if err := s.Check(ix); !errors.Is(err, fault.ErrFormat) || !strings.Contains(err.Error(), `b tensor "x"`) {
+		t.Errorf("a tensor in the wrong file: %v", err)
+	}
+	s.Files = s.Files[:1]
+	if err := s.Check(ix); !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("a file too few: %v", err)
+	}
+}
+
+// FuzzHeader parses anything. What is accepted is written again to a header
+// that parses equal; what is not has a class and a place; strict accepts
+// nothing that lenient refuses.
+func FuzzHeader(f *testing.F) {
+	for _, v := range vectors() {
+		if len(v.file) < 4096 {
+			f.Add(v.file, int64(len(v.file)))
+		}
+	}
+	f.Fuzz(func(t *testing.T, b []byte, size int64) {
+		if size < int64(len(b)) {
+			size = int64(len(b))
+		}
+		n, err := Length(b, size)
+		if err != nil || 8+n > int64(len(b)) {
+			return
+		}
+		loose, err2 := Parse("x", b[:8+n], size, Options{Lenient: true})
+		h, err := Parse("x", b[:8+n], size, Options{})
+		if err != nil {
+			var at *fault.At
+			if !errors.As(err, &at) || !fault.Classed(err) {
+				t.Errorf("an error without class or place: %v", err)
+			}
+			return
+		}
+		if err2 != nil || len(loose.Tensors) != len(h.Tensors) || !maps.Equal(loose.Metadata, h.Metadata) {
+			t.Fatalf("lenient reads less than strict: %v", err2)
+		}
+		entries := make([]Entry, len(h.Tensors))
+		for i, ten := range h.Tensors {
+			entries[i] = Entry{ten.Name, ten.DType, ten.Shape, ten.Off - h.Data, ten.Off - h.Data + ten.Bytes}
+		}
+		head, err := AppendHeader(nil, h.Metadata, entries, 0)
+		if err != nil {
+			t.Fatalf("cannot be written again: %v", err)
+		}
+		if bound := HeaderBound(h.Metadata, entries, size); int64(len(strings.TrimRight(string(head), " "))) > bound {
+			t.Fatalf("%d bytes over the bound of %d", len(head), bound)
+		}
+		again, err := Parse("x", head, int64(len(head))+size-h.Data, Options{})
+		if err != nil || len(again.Tensors) != len(h.Tensors) || !maps.Equal(again.Metadata, h.Metadata) {
+			t.Fatalf("written again: %v", err)
+		}
+		for i := range again.Tensors {
+			again.Tensors[i].Off += h.Data - again.Data
+		}
+		if !reflect.DeepEqual(again.Tensors, h.Tensors) {
+			t.Fatal("written again, it reads differently")
+		}
+	})
+}
+
+// FuzzShards parses anything as an index.json.
+func FuzzShards(f *testing.F) {
+	f.Add([]byte(`{"metadata":{"total_size":24,"x":[1]},"weight_map":{"a":"x.safetensors","b":"y.safetensors"}}`))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		s, err := ReadIndexJSON("x", b)
+		if err != nil {
+			return
+		}
+		again, err := ReadIndexJSON("x", AppendIndexJSON(nil, s))
+		if err != nil || !slices.Equal(again.Files, s.Files) || len(again.Weights) != len(s.Weights) || again.TotalSize != s.TotalSize {
+			t.Fatalf("written again: %v", err)
+		}
+	})
+}

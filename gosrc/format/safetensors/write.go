@@ -1,0 +1,207 @@
+package safetensors
+
+import (
+	"cmp"
+	"encoding/binary"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// An Entry is one tensor of a header to be written. Begin and End are relative
+// to the data section.
+type Entry struct {
+	Name       string
+	DType      tensor.DType
+	Shape      []int64
+	Begin, End int64
+}
+
+// Order sorts entries as safetensors writes them: larger dtypes first, in each
+// dtype by name. A dtype's code is its place in that order, so that every
+// tensor is aligned to its element if the data section is.
+func Order(entries []Entry) {
+	slices.SortFunc(entries, func(a, b Entry) int {
+		if a.DType != b.DType {
+			return cmp.Compare(b.DType, a.DType)
+		}
+		return strings.Compare(a.Name, b.Name)
+	})
+}
+
+// Place sets Begin and End of the entries back to back and returns the size of
+// the data section. A shape that no file can hold is fault.ErrArgument.
+func Place(entries []Entry) (int64, error) {
+	end := int64(0)
+	for i := range entries {
+		e := &entries[i]
+		n, err := tensor.Size(e.DType, e.Shape)
+		if err != nil || n > 1<<62-end {
+			return 0, refuse(e.Name, "shape %v of %v: %v", e.Shape, e.DType, err)
+		}
+		e.Begin, end = end, end+n
+		e.End = end
+	}
+	return end, nil
+}
+
+// AppendHeader appends N and the header's JSON to dst, padded with spaces so
+// that 8 + N is a multiple of padTo (0: 8, as safetensors does). Metadata comes
+// first, sorted by key; entries stand in the order given, which is the order
+// of their bytes. The same input gives the same bytes.
+//
+// What Parse would refuse is refused here, with fault.ErrArgument.
+func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo int) ([]byte, error) {
+	if err := writable(metadata, entries); err != nil {
+		return dst, err
+	}
+	start := len(dst)
+	dst = append(dst, 0, 0, 0, 0, 0, 0, 0, 0, '{')
+	dst = appendMetadata(dst, metadata)
+	for i := range entries {
+		dst = appendEntry(dst, &entries[i])
+	}
+	if dst[len(dst)-1] == ',' {
+		dst = dst[:len(dst)-1]
+	}
+	dst = append(dst, '}')
+	if padTo <= 0 {
+		padTo = 8
+	}
+	if over := (len(dst) - start) % padTo; over != 0 {
+		dst = append(dst, strings.Repeat(" ", padTo-over)...)
+	}
+	n := len(dst) - start - 8
+	if n > tensor.MaxHeader {
+		return dst[:start], fault.New(fault.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards", n, tensor.MaxHeader)
+	}
+	binary.LittleEndian.PutUint64(dst[start:], uint64(n))
+	return dst, nil
+}
+
+// HeaderBound returns the most bytes that AppendHeader appends for these
+// entries before padding, whatever their offsets turn out to be, as long as
+// none is over limit. A shape that is not known yet is given as large as it
+// may become. So a writer can leave room for the header and write it last.
+func HeaderBound(metadata map[string]string, entries []Entry, limit int64) int64 {
+	scratch := appendMetadata(nil, metadata)
+	n := int64(8+len("{}")) + int64(len(scratch))
+	for _, e := range entries {
+		e.Begin, e.End = limit, limit
+		scratch = appendEntry(scratch[:0], &e)
+		n += int64(len(scratch))
+	}
+	return n
+}
+
+func writable(metadata map[string]string, entries []Entry) error {
+	for k, v := range metadata {
+		if !utf8.ValidString(k) || !utf8.ValidString(v) {
+			return fault.New(fault.ErrArgument, "metadata %q is not UTF-8", k)
+		}
+	}
+	if len(metadata) > maxMetadata {
+		return fault.New(fault.ErrArgument, "%d entries of metadata, at most %d", len(metadata), maxMetadata)
+	}
+	seen := make(map[string]struct{}, len(entries))
+	end := int64(0)
+	for i := range entries {
+		e := &entries[i]
+		if !utf8.ValidString(e.Name) || e.Name == MetadataKey {
+			return refuse(e.Name, "not a name that a tensor can have")
+		}
+		seen[e.Name] = struct{}{}
+		if len(seen) != i+1 {
+			return refuse(e.Name, "two tensors have this name")
+		}
+		if len(e.Shape) > tensor.MaxRank {
+			return refuse(e.Name, "rank %d is over %d", len(e.Shape), tensor.MaxRank)
+		}
+		n, err := tensor.Size(e.DType, e.Shape)
+		if err != nil {
+			return refuse(e.Name, "%v", err)
+		}
+		if e.Begin != end || e.End < e.Begin || e.End-e.Begin != n {
+			return refuse(e.Name, "bytes [%d, %d) after %d for shape %v of %v", e.Begin, e.End, end, e.Shape, e.DType)
+		}
+		end = e.End
+	}
+	return nil
+}
+
+func refuse(name, format string, args ...any) error {
+	return &fault.At{Verb: "save", Tensor: name, Chunk: -1, Offset: -1,
+		Err: fault.New(fault.ErrArgument, format, args...)}
+}
+
+func appendMetadata(dst []byte, metadata map[string]string) []byte {
+	if len(metadata) == 0 {
+		return dst
+	}
+	dst = append(dst, `"`+MetadataKey+`":{`...)
+	for i, key := range slices.Sorted(maps.Keys(metadata)) {
+		if i > 0 {
+			dst = append(dst, ',')
+		}
+		dst = AppendString(dst, key)
+		dst = append(dst, ':')
+		dst = AppendString(dst, metadata[key])
+	}
+	return append(dst, '}', ',')
+}
+
+func appendEntry(dst []byte, e *Entry) []byte {
+	dst = AppendString(dst, e.Name)
+	dst = append(dst, `:{"dtype":"`...)
+	dst = append(dst, e.DType.String()...)
+	dst = append(dst, `","shape":[`...)
+	for i, d := range e.Shape {
+		if i > 0 {
+			dst = append(dst, ',')
+		}
+		dst = strconv.AppendInt(dst, d, 10)
+	}
+	dst = append(dst, `],"data_offsets":[`...)
+	dst = strconv.AppendInt(dst, e.Begin, 10)
+	dst = append(dst, ',')
+	dst = strconv.AppendInt(dst, e.End, 10)
+	return append(dst, ']', '}', ',')
+}
+
+// AppendString appends s as a JSON string, escaping only what JSON demands,
+// exactly as serde_json does. s is UTF-8.
+func AppendString(dst []byte, s string) []byte {
+	const hex = "0123456789abcdef"
+	dst = append(dst, '"')
+	from := 0
+	for i := 0; i < len(s); i++ {
+		c := s[i]
+		if c >= 0x20 && c != '"' && c != '\\' {
+			continue
+		}
+		dst = append(dst, s[from:i]...)
+		from = i + 1
+		switch c {
+		case '"', '\\':
+			dst = append(dst, '\\', c)
+		case '\b':
+			dst = append(dst, '\\', 'b')
+		case '\f':
+			dst = append(dst, '\\', 'f')
+		case '\n':
+			dst = append(dst, '\\', 'n')
+		case '\r':
+			dst = append(dst, '\\', 'r')
+		case '\t':
+			dst = append(dst, '\\', 't')
+		default:
+			dst = append(dst, '\\', 'u', '0', '0', hex[c>>4], hex[c&15])
+		}
+	}
+	return append(append(dst, s[from:]...), '"')
+}

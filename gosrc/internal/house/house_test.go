@@ -1,0 +1,111 @@
+package house
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// The repository keeps every rule of the house.
+func TestHouse(t *testing.T) {
+	tree := read(t, filepath.Join("..", "..", ".."))
+	if len(tree.Rooms) < 5 {
+		t.Fatalf("only %d rooms found: is this the repository?", len(tree.Rooms))
+	}
+	for name, rule := range Rules {
+		t.Run(name, func(t *testing.T) {
+			for _, f := range rule(tree) {
+				t.Error(f)
+			}
+		})
+	}
+}
+
+// Every rule finds what is wrong in the bad tree, where it is, and nothing
+// else; and says why.
+func TestBadTree(t *testing.T) {
+	tree := read(t, filepath.Join("testdata", "bad"))
+	want := map[string][]string{
+		"imports":          {"gosrc/codec/codec.go:4", "gosrc/codec/codec.go:5", "gosrc/util"},
+		"cgo":              {"gosrc/codec/codec.go:3"},
+		"package comments": {"gosrc/codec", "gosrc/util"},
+		"package names":    {"gosrc/util"},
+		"go statements":    {"gosrc/codec/codec.go:15"},
+		"environment":      {"gosrc/codec/codec.go:16"},
+		"init functions":   {"gosrc/codec/codec.go:13"},
+		"printing":         {"gosrc/codec/codec.go:17"},
+		"healing":          {"gosrc/codec/codec.go:18"},
+		"file lengths":     {"python/overwire/long.py"},
+		"room lengths":     {"gosrc/tensor"},
+		"architecture":     {"ARCHITECTURE.md", "ARCHITECTURE.md", "ARCHITECTURE.md"},
+		"python compat":    {"python/overwire/compat/nyacomp.py:1", "python/overwire/compat/nyacomp.py:2", "python/overwire/compat/nyacomp.py:3"},
+		"python printing":  {"python/overwire/compat/nyacomp.py:4"},
+		"machine paths":    {"README.md:2"},
+	}
+	for name, rule := range Rules {
+		t.Run(name, func(t *testing.T) {
+			var got []string
+			for _, f := range rule(tree) {
+				got = append(got, f.Where)
+				if f.What == "" || len(f.Why) < 20 {
+					t.Errorf("%v does not say what and why", f)
+				}
+			}
+			slices.Sort(got)
+			if !slices.Equal(got, want[name]) {
+				t.Errorf("found %q, want %q", got, want[name])
+			}
+		})
+	}
+}
+
+// The table of rooms names only rooms that it also lists, and has no circle
+// that would let two rooms become one.
+func TestTableIsWhole(t *testing.T) {
+	for room, list := range mayImport {
+		for _, p := range list {
+			stem := strings.TrimSuffix(p, "/...")
+			_, known := mayImport[stem]
+			if !known && stem != "internal" {
+				t.Errorf("%s may import %s, which is not in the table", room, stem)
+			}
+		}
+	}
+	for _, room := range append(slices.Clone(cgoRooms), vague...) {
+		if strings.Contains(room, " ") {
+			t.Errorf("%q is no room", room)
+		}
+	}
+}
+
+// read reads a tree. The bad one is copied and its long files are made on the
+// way, so that testdata need not hold them.
+func read(t *testing.T, root string) *Tree {
+	t.Helper()
+	if filepath.Base(root) == "bad" {
+		tmp := t.TempDir()
+		if err := os.CopyFS(tmp, os.DirFS(root)); err != nil {
+			t.Fatal(err)
+		}
+		write := func(name, first string, n int) {
+			body := first + strings.Repeat("\n", n-1)
+			if err := os.WriteFile(filepath.Join(tmp, name), []byte(body), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+		write("python/overwire/long.py", "x = 1\n", 601)
+		write("python/overwire/right.py", "x = 1\n", 600)
+		for _, f := range []string{"a", "b", "c", "d", "e", "f"} {
+			write("gosrc/tensor/"+f+".go", "package tensor\n", 600)
+		}
+		write("gosrc/tensor/doc.go", "// Package tensor is too long.\npackage tensor\n", 2)
+		root = tmp
+	}
+	tree, err := Read(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tree
+}

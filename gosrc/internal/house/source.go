@@ -1,0 +1,35 @@
+package house
+
+import (
+	"bytes"
+	"io"
+	"path"
+	"slices"
+	"strings"
+)
+
+type readCloser = io.ReadCloser
+
+func newReader(b []byte) io.ReadCloser { return io.NopCloser(bytes.NewReader(b)) }
+
+// lines counts lines as an editor does: a last line without its newline is one.
+func lines(b []byte) int {
+	n := bytes.Count(b, []byte("\n"))
+	if len(b) > 0 && b[len(b)-1] != '\n' {
+		n++
+	}
+	return n
+}
+
+// head is what stands before the code: where generators sign.
+func head(b []byte) string { return string(b[:min(len(b), 2048)]) }
+
+// texty says by its name whether people wrote a file.
+func texty(rel string) bool {
+	base := path.Base(rel)
+	if slices.Contains([]string{"Makefile", "LICENSE", "NOTICE", "go.mod", "go.sum", "run", ".gitignore"}, base) {
+		return true
+	}
+	return slices.Contains([]string{".go", ".py", ".pyi", ".md", ".c", ".h", ".cu", ".cuh", ".toml", ".sh",
+		".txt", ".map", ".json", ".yml", ".yaml", ".cfg", ".ini", ".mod"}, strings.ToLower(path.Ext(base)))
+}

@@ -1,0 +1,19 @@
+package codec
+
+import "C"
+import "github.com/overwire/overwire/gosrc/load"
+import "github.com/aws/aws-sdk-go-v2/aws"
+import (
+	"fmt"
+	env "os"
+
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+func init() { _ = load.Spec{}; _ = aws.String("") }
+func bad() {
+	go bad()
+	env.Getenv("X")
+	fmt.Println()
+	spawn.Heal()
+}

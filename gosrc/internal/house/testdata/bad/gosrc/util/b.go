@@ -1,0 +1,2 @@
+// Package util is a second drawer.
+package util

@@ -1,0 +1,111 @@
+// Package spawn starts every goroutine of the engine and guards every call
+// into it: a Go panic that nobody recovers would end the Python process that
+// we live in.
+//
+// A recovered panic prints its stack once to standard error and poisons the
+// engine: state that a panic left half-changed is not to be trusted, so the
+// face towards Python asks Poisoned first and refuses. Panics that Go cannot
+// recover (concurrent map writes, a fault inside C) still end the process.
+package spawn
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"runtime/debug"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+var (
+	poison  atomic.Pointer[poisoned]
+	running atomic.Int64
+
+	mu    sync.Mutex
+	names = map[string]int{} // goroutines now running, by name
+
+	out io.Writer = os.Stderr // replaced by tests
+)
+
+type poisoned struct{ err error }
+
+// Go runs fn in a goroutine of its own. A panic in fn poisons the engine and
+// ends that goroutine only: whoever waits for its result must be released by
+// a defer inside fn.
+func Go(name string, fn func()) {
+	enter(name)
+	go func() {
+		defer leave(name)
+		_ = Guard(name, func() error { fn(); return nil })
+	}()
+}
+
+// Guard runs fn in the calling goroutine and returns its error. A panic in fn
+// becomes a fault.ErrEngine and poisons the engine.
+func Guard(name string, fn func() error) (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = caught(name, v)
+		}
+	}()
+	return fn()
+}
+
+// Poisoned returns nil, or the fault.ErrEngine of the first panic: what every
+// later call into the engine should return.
+func Poisoned() error {
+	if p := poison.Load(); p != nil {
+		return p.err
+	}
+	return nil
+}
+
+// Running counts the goroutines that Go has started and that have not ended.
+// A leak test compares it before and after.
+func Running() int { return int(running.Load()) }
+
+// Names lists what Running counts, sorted, a name once for each goroutine.
+func Names() []string {
+	mu.Lock()
+	defer mu.Unlock()
+	var all []string
+	for n, k := range names {
+		for range k {
+			all = append(all, n)
+		}
+	}
+	slices.Sort(all)
+	return all
+}
+
+// Heal forgets a panic. Only tests that provoke one may call it (the house
+// tests hold everyone to that).
+func Heal() { poison.Store(nil) }
+
+func caught(name string, v any) error {
+	err := fault.New(fault.ErrEngine,
+		"panic in %s: %v (a bug in overwire: please report the stack on stderr; this process must be restarted)", name, v)
+	if poison.CompareAndSwap(nil, &poisoned{err}) {
+		fmt.Fprintf(out, "overwire: panic in %s: %v\n\n%s\n", name, v, debug.Stack())
+	}
+	return err
+}
+
+func enter(name string) {
+	running.Add(1)
+	mu.Lock()
+	names[name]++
+	mu.Unlock()
+}
+
+func leave(name string) {
+	mu.Lock()
+	if names[name]--; names[name] == 0 {
+		delete(names, name)
+	}
+	mu.Unlock()
+	running.Add(-1)
+}

@@ -1,0 +1,84 @@
+package spawn
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// quiet catches what would go to stderr and heals the engine afterwards.
+func quiet(t *testing.T) *bytes.Buffer {
+	t.Helper()
+	b := new(bytes.Buffer)
+	out = b
+	t.Cleanup(func() { out = os.Stderr; Heal() })
+	return b
+}
+
+// A panic becomes an ErrEngine that names the goroutine, the stack is printed
+// once however many panics follow, and the first one stays the poison.
+func TestPanicPoisonsOnce(t *testing.T) {
+	b := quiet(t)
+	if err := Poisoned(); err != nil {
+		t.Fatalf("poisoned before anything: %v", err)
+	}
+	first := Guard("load", func() error { panic("first") })
+	second := Guard("save", func() error { var p *int; _ = *p; return nil })
+	for _, err := range []error{first, second} {
+		if !errors.Is(err, fault.ErrEngine) {
+			t.Errorf("%v is not ErrEngine", err)
+		}
+	}
+	if Poisoned() != first {
+		t.Errorf("poison is %v, not the first panic", Poisoned())
+	}
+	if n := strings.Count(b.String(), "[running]:"); n != 1 {
+		t.Errorf("%d stacks printed:\n%s", n, b)
+	}
+	if !strings.Contains(b.String(), "TestPanicPoisonsOnce") {
+		t.Errorf("the stack does not show where:\n%s", b)
+	}
+}
+
+// Errors and success pass through Guard unchanged.
+func TestGuardPassesErrors(t *testing.T) {
+	if err := Guard("x", func() error { return nil }); err != nil {
+		t.Error(err)
+	}
+	if err := Guard("x", func() error { return fault.ErrKey }); err != fault.ErrKey {
+		t.Errorf("got %v", err)
+	}
+}
+
+// Running and Names follow goroutines from start to end, whether they return,
+// panic or leave by Goexit.
+func TestCounter(t *testing.T) {
+	quiet(t)
+	hold := make(chan struct{})
+	var wg sync.WaitGroup
+	for _, end := range []func(){func() {}, func() { panic("x") }, runtime.Goexit} {
+		wg.Add(1)
+		Go("worker", func() { defer wg.Done(); <-hold; end() })
+	}
+	if Running() != 3 || strings.Join(Names(), " ") != "worker worker worker" {
+		t.Errorf("running %d: %v", Running(), Names())
+	}
+	close(hold)
+	wg.Wait()
+	for i := 0; Running() != 0; i++ {
+		if i > 1000 {
+			t.Fatalf("still running: %v", Names())
+		}
+		time.Sleep(time.Millisecond)
+	}
+	if len(Names()) != 0 {
+		t.Errorf("names left: %v", Names())
+	}
+}

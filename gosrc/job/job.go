@@ -1,0 +1,163 @@
+// Package job is a verb that is running: it can be watched, waited for and
+// cancelled, and keeps its result until it is fetched.
+//
+// A Job is safe for concurrent use. Its counters only rise.
+package job
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// A Job is one running verb.
+type Job struct {
+	Name string
+
+	// What progress shows: bytes and tensors done, and how many there are.
+	// Bytes are tensor bytes, not stored ones.
+	Bytes, TotalBytes     atomic.Int64
+	Tensors, TotalTensors atomic.Int64
+
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	done   chan struct{}
+	err    error // set before done is closed
+
+	mu     sync.Mutex
+	report any
+}
+
+// errCancelled is the cause that Cancel gives to the job's context.
+var errCancelled = fault.New(fault.ErrCancelled, "by the caller")
+
+// New returns a job that has not begun; Go begins it.
+func New(name string) *Job {
+	j := &Job{Name: name, done: make(chan struct{})}
+	j.ctx, j.cancel = context.WithCancelCause(context.Background())
+	return j
+}
+
+// Go runs the verb in the background, once. The context that run gets ends
+// when the job is cancelled; run must then return soon, having released what
+// it holds. A panic in run becomes the job's error (fault.ErrEngine).
+func (j *Job) Go(run func(ctx context.Context, j *Job) error) {
+	live.add(j)
+	spawn.Go(j.Name, func() {
+		defer func() {
+			j.cancel(nil)
+			live.remove(j)
+			close(j.done)
+		}()
+		err := spawn.Guard(j.Name, func() error { return run(j.ctx, j) })
+		// A cancelled job says so, whichever of its parts noticed first.
+		if err != nil && errors.Is(err, context.Canceled) {
+			err = errCancelled
+		}
+		j.err = err
+	})
+}
+
+// Start is New and Go.
+func Start(name string, run func(ctx context.Context, j *Job) error) *Job {
+	j := New(name)
+	j.Go(run)
+	return j
+}
+
+// Cancel asks the job to stop. It does not wait, and does nothing to a job
+// that has ended.
+func (j *Job) Cancel() { j.cancel(errCancelled) }
+
+// Wait waits for the end of the job, at most for d (for ever if d is
+// negative). It reports whether the job has ended, and if so its error.
+func (j *Job) Wait(d time.Duration) (bool, error) {
+	if d < 0 {
+		<-j.done
+		return true, j.err
+	}
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-j.done:
+		return true, j.err
+	case <-t.C:
+		return false, nil
+	}
+}
+
+// Done is closed when the job has ended.
+func (j *Job) Done() <-chan struct{} { return j.done }
+
+// Err is the job's error; it is valid once Done is closed.
+func (j *Job) Err() error { return j.err }
+
+// Progress returns the four counters.
+func (j *Job) Progress() (bytes, totalBytes, tensors, totalTensors int64) {
+	return j.Bytes.Load(), j.TotalBytes.Load(), j.Tensors.Load(), j.TotalTensors.Load()
+}
+
+// SetReport keeps a value for Report; the last one stays.
+func (j *Job) SetReport(v any) {
+	j.mu.Lock()
+	j.report = v
+	j.mu.Unlock()
+}
+
+// Report returns the last value given to SetReport as JSON, or "null".
+func (j *Job) Report() ([]byte, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	b, err := json.Marshal(j.report)
+	if err != nil {
+		return nil, fault.New(fault.ErrEngine, "report of %s: %v", j.Name, err)
+	}
+	return b, nil
+}
+
+// set holds the jobs that are running, for CancelAll.
+type set struct {
+	mu   sync.Mutex
+	jobs map[*Job]struct{}
+}
+
+var live = set{jobs: map[*Job]struct{}{}}
+
+func (s *set) add(j *Job) {
+	s.mu.Lock()
+	s.jobs[j] = struct{}{}
+	s.mu.Unlock()
+}
+
+func (s *set) remove(j *Job) {
+	s.mu.Lock()
+	delete(s.jobs, j)
+	s.mu.Unlock()
+}
+
+// CancelAll cancels every running job and waits for them, at most for d. It is
+// what a process does before it exits. It reports whether all have ended.
+func CancelAll(d time.Duration) bool {
+	live.mu.Lock()
+	jobs := make([]*Job, 0, len(live.jobs))
+	for j := range live.jobs {
+		jobs = append(jobs, j)
+	}
+	live.mu.Unlock()
+	for _, j := range jobs {
+		j.Cancel()
+	}
+	end := time.Now().Add(d)
+	for _, j := range jobs {
+		if done, _ := j.Wait(max(0, time.Until(end))); !done {
+			return false
+		}
+	}
+	return true
+}

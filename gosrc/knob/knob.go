@@ -1,0 +1,232 @@
+// Package knob has every environment variable of overwire in one table: name,
+// type, default, one sentence, and the older names that are honoured.
+//
+// Nothing else reads the environment. Inside Python, Go never sees changes of
+// os.environ, so Python passes its own variables to Load; the command line and
+// tests of Go pass Environ. Arguments of a call win over every knob. A bad
+// value gives a warning and the default, never an abort.
+//
+// Load and the getters are safe for concurrent use.
+package knob
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+)
+
+// A Knob is one setting. T is string, int or bool.
+type Knob[T any] struct {
+	entry
+	def   T
+	parse func(string) (T, error)
+	val   atomic.Pointer[setting[T]]
+}
+
+type setting[T any] struct {
+	val  T
+	from string // the variable that set it, "" for the default
+}
+
+// entry is what a knob's line of the table says.
+type entry struct {
+	name, kind, doc string
+	aliases         []alias
+}
+
+// An alias is another name. to translates its value to the knob's ("" means
+// not set); nil takes it as it is. Names that unrelated programs use too
+// (DEBUG) are shared: their odd values are not ours to warn about.
+type alias struct {
+	name   string
+	to     func(string) string
+	shared bool
+}
+
+// Get returns the value: of the last Load, or the default.
+func (k *Knob[T]) Get() T {
+	if s := k.val.Load(); s != nil {
+		return s.val
+	}
+	return k.def
+}
+
+// Set reports whether the environment of the last Load decided the value.
+func (k *Knob[T]) Set() bool {
+	s := k.val.Load()
+	return s != nil && s.from != ""
+}
+
+// Name returns the variable's first name.
+func (k *Knob[T]) Name() string { return k.name }
+
+// load takes the knob's value out of env. An empty variable is not set.
+func (k *Knob[T]) load(env map[string]string) (warning string) {
+	k.val.Store(nil)
+	for _, a := range append([]alias{{name: k.name}}, k.aliases...) {
+		text := strings.TrimSpace(env[a.name])
+		raw := text
+		if a.to != nil && text != "" {
+			text = a.to(text)
+		}
+		if text == "" {
+			continue
+		}
+		v, err := k.parse(text)
+		if err == nil {
+			k.val.Store(&setting[T]{v, a.name})
+			return ""
+		}
+		if !a.shared {
+			return fmt.Sprintf("%s=%q ignored: %v; using %s", a.name, raw, err, shown(k.def))
+		}
+	}
+	return ""
+}
+
+func (k *Knob[T]) row() Row {
+	r := Row{Name: k.name, Type: k.kind, Default: shown(k.def), Value: shown(k.Get()), Doc: k.doc}
+	if s := k.val.Load(); s != nil {
+		r.From = s.from
+	}
+	for _, a := range k.aliases {
+		r.Aliases = append(r.Aliases, a.name)
+	}
+	return r
+}
+
+// A Row is one knob as `overwire doctor --env` shows it.
+type Row struct {
+	Name    string   `json:"name"`
+	Type    string   `json:"type"`
+	Default string   `json:"default"`
+	Value   string   `json:"value"`
+	From    string   `json:"from,omitempty"` // the variable that set the value
+	Aliases []string `json:"aliases,omitempty"`
+	Doc     string   `json:"doc"`
+}
+
+// Load replaces every knob's value by what env says and returns warnings for
+// people: values that were ignored, and OVERWIRE_ names that mean nothing.
+func Load(env map[string]string) []string {
+	var warnings []string
+	known := map[string]bool{}
+	for _, k := range table {
+		if w := k.load(env); w != "" {
+			warnings = append(warnings, w)
+		}
+		known[k.row().Name] = true
+	}
+	for name := range env {
+		if strings.HasPrefix(name, prefix) && !known[name] && !strings.HasPrefix(name, prefix+"TEST_") {
+			warnings = append(warnings, name+" is not a setting of this version (see: overwire doctor --env)")
+		}
+	}
+	slices.Sort(warnings)
+	return warnings
+}
+
+// Environ returns the environment that this process started with.
+func Environ() map[string]string {
+	env := map[string]string{}
+	for _, kv := range os.Environ() {
+		if name, value, ok := strings.Cut(kv, "="); ok {
+			env[name] = value
+		}
+	}
+	return env
+}
+
+// Table returns every knob with its present value.
+func Table() []Row {
+	rows := make([]Row, len(table))
+	for i, k := range table {
+		rows[i] = k.row()
+	}
+	return rows
+}
+
+func text(name, def, doc string, aliases ...alias) *Knob[string] {
+	return &Knob[string]{
+		entry: entry{name, "text", doc, aliases}, def: def,
+		parse: func(s string) (string, error) { return s, nil },
+	}
+}
+
+func choice(name, doc string, choices []string, aliases ...alias) *Knob[string] {
+	return &Knob[string]{
+		entry: entry{name, strings.Join(choices, "|"), doc, aliases}, def: choices[0],
+		parse: func(s string) (string, error) {
+			s = strings.ToLower(s)
+			if !slices.Contains(choices, s) {
+				return "", fmt.Errorf("not one of %s", strings.Join(choices, ", "))
+			}
+			return s, nil
+		},
+	}
+}
+
+func number(name string, lo, hi, def int, doc string, aliases ...alias) *Knob[int] {
+	return &Knob[int]{
+		entry: entry{name, fmt.Sprintf("number %d..%d", lo, hi), doc, aliases}, def: def,
+		parse: func(s string) (int, error) {
+			n, err := strconv.Atoi(s)
+			if err != nil || n < lo || n > hi {
+				return 0, fmt.Errorf("not a number from %d to %d", lo, hi)
+			}
+			return n, nil
+		},
+	}
+}
+
+func flag(name, doc string, aliases ...alias) *Knob[bool] {
+	return &Knob[bool]{
+		entry: entry{name, "yes|no", doc, aliases},
+		parse: truth,
+	}
+}
+
+// truth reads the spellings of yes and no that people use.
+func truth(s string) (bool, error) {
+	switch strings.ToLower(s) {
+	case "1", "true", "yes", "on", "y", "t":
+		return true, nil
+	case "0", "false", "no", "off", "n", "f":
+		return false, nil
+	}
+	return false, fmt.Errorf("neither yes nor no")
+}
+
+// whenTrue gives value when a variable says yes and nothing when it says no;
+// other texts stand, to be refused or passed over.
+func whenTrue(value string) func(string) string {
+	return func(s string) string {
+		yes, err := truth(s)
+		switch {
+		case err != nil:
+			return s
+		case yes:
+			return value
+		}
+		return ""
+	}
+}
+
+func shown(v any) string {
+	switch v := v.(type) {
+	case bool:
+		if v {
+			return "yes"
+		}
+		return "no"
+	case string:
+		if v == "" {
+			return "(none)"
+		}
+		return v
+	}
+	return fmt.Sprint(v)
+}

@@ -1,0 +1,43 @@
+package knob
+
+const prefix = "OVERWIRE_"
+
+// The settings. Aliases are names of nyacomp's, kept so that its scripts and
+// images go on working; ours win when both are set.
+var (
+	Preload = text("OVERWIRE_PRELOAD", "",
+		"File, folder, index.json, pickle or meta.csv whose tensors start loading when overwire is imported.",
+		alias{name: "PRELOAD_PATH"})
+	PreloadDevice = text("OVERWIRE_PRELOAD_DEVICE", "cpu",
+		"Device that the preload loads to; cpu leaves CUDA untouched, for programs that fork.")
+	NoPreload = flag("OVERWIRE_NO_PRELOAD",
+		"Do not preload, whatever names a file.",
+		alias{name: "NO_PRELOAD"}, alias{name: "LOAD_UNCOMPRESSED"})
+	Threads = number("OVERWIRE_THREADS", 0, 1024, 0,
+		"Worker threads for reading, coding and decoding; 0 is one for each CPU that the process may use.",
+		alias{name: "NUM_THREADS"})
+	MMap = choice("OVERWIRE_MMAP",
+		"Whether plain tensors are mapped instead of read: auto maps local plain files for the CPU.",
+		[]string{"auto", "on", "off"})
+	CPU = choice("OVERWIRE_CPU",
+		"Decoder to use; one that this CPU lacks falls back to the best it has.",
+		[]string{"auto", "scalar", "avx2", "avx512"})
+	Log = choice("OVERWIRE_LOG",
+		"Least severe messages that reach Python's logger \"overwire\".",
+		[]string{"warning", "debug", "info", "error", "silent"},
+		alias{name: "DEBUG", to: whenTrue("debug"), shared: true},
+		alias{name: "SILENT", to: whenTrue("silent"), shared: true})
+	Trace = text("OVERWIRE_TRACE", "",
+		"File that gets a Chrome trace of the last load, for Perfetto.")
+	Python = text("OVERWIRE_PYTHON", "",
+		"Interpreter for the rows of `overwire bench` that need Python; the overwire command passes its own.")
+)
+
+// table lists them all, in the order in which they are shown. A test compares
+// it with the declarations above.
+var table = []interface {
+	load(map[string]string) string
+	row() Row
+}{
+	Preload, PreloadDevice, NoPreload, Threads, MMap, CPU, Log, Trace, Python,
+}

@@ -1,0 +1,104 @@
+package load
+
+import (
+	"context"
+	"strconv"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/plan"
+)
+
+// A target is the device that a load lands on.
+type target struct {
+	gpu *cuda.Device // nil: the host
+}
+
+// targetOf opens a device by torch's name for it: "cpu", "cuda", "cuda:1".
+func targetOf(name string) (target, error) {
+	kind, number, numbered := strings.Cut(name, ":")
+	index := 0
+	if numbered {
+		n, err := strconv.ParseUint(number, 10, 16)
+		if err != nil {
+			return target{}, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
+		}
+		index = int(n)
+	}
+	switch kind {
+	case "", "cpu":
+		return target{}, nil
+	case "cuda":
+		gpu, err := cuda.Open(index)
+		return target{gpu}, err
+	}
+	return target{}, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
+}
+
+// readers is how many workers a load has at least, unless the caller says: those
+// that feed a GPU wait for the disk and for free slots more than they work.
+func (t target) readers() int {
+	if t.gpu != nil {
+		return 16
+	}
+	return 1
+}
+
+func (t target) alloc(sizes []int64) ([]device.Memory, error) {
+	if t.gpu != nil {
+		return t.gpu.Alloc(sizes)
+	}
+	return cpu.Alloc(sizes)
+}
+
+// limits is what the pipeline reads at once: on the host about one compressed
+// chunk, so that it is still in the second-level cache when it is decoded; for
+// a GPU what fills a slot.
+func (t target) limits() plan.Limits {
+	if t.gpu != nil {
+		return plan.Limits{Piece: cuda.DefaultSlotBytes, Gap: 256 << 10}
+	}
+	return plan.Limits{Piece: 1 << 20, Gap: 64 << 10, Direct: true}
+}
+
+// lane makes the device's lane for a plan; nil lets the pipeline make its own,
+// on the host.
+func (t target) lane(largest int64) (device.Lane, error) {
+	if t.gpu == nil {
+		return nil, nil
+	}
+	const ring = cuda.DefaultSlots * cuda.DefaultSlotBytes
+	slots, size := cuda.DefaultSlots, int64(cuda.DefaultSlotBytes)
+	if largest > size {
+		slots, size = int(max(2, ring/largest)), largest
+	}
+	l, err := t.gpu.Lane(slots, size)
+	if err != nil {
+		return nil, err
+	}
+	return gpuLane{l}, nil
+}
+
+// gpuLane is a cuda.Lane as a device.Lane.
+type gpuLane struct{ *cuda.Lane }
+
+func (l gpuLane) Get(ctx context.Context) (device.Slot, error) {
+	s, err := l.Lane.Get(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return gpuSlot{s}, nil
+}
+
+func (l gpuLane) Put(s device.Slot) { l.Lane.Put(s.(gpuSlot).Slot) }
+
+func (l gpuLane) Submit(s device.Slot, n int64, jobs []device.Job, done func(job int, err error)) error {
+	return l.Lane.Submit(s.(gpuSlot).Slot, n, jobs, done)
+}
+
+type gpuSlot struct{ *cuda.Slot }
+
+func (s gpuSlot) Memory() []byte { return s.Bytes }

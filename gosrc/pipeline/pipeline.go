@@ -1,0 +1,306 @@
+// Package pipeline runs a plan: it reads pieces, checks and decodes their
+// chunks, and lands the bytes in the tensors. It is the only room that starts
+// workers. The first error wins and cancels the rest; when Run returns, no
+// worker is left and every slot is back.
+package pipeline
+
+import (
+	"context"
+	"errors"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// ahead is how many bytes the prefetcher keeps announced before the readers.
+const ahead = 64 << 20
+
+// A Task is one plan with what it needs to run.
+type Task struct {
+	Index   *tensor.Index
+	Sources []source.Source // by Tensor.Source
+	Wants   []plan.Want
+	Plan    *plan.Plan
+	// Lane is the device; nil: the host. The pipeline does not close it.
+	Lane    device.Lane
+	Workers int  // 0: one a core
+	NoCheck bool // for benchmarks only: leave the checksums out
+	Trace   *Trace
+
+	// Landed is called once for each want whose last byte is in place, by any
+	// worker. Progress gets the logical bytes of each finished job.
+	Landed   func(want int32)
+	Progress func(bytes int64)
+}
+
+// Stages is what a run cost, summed over its workers, in nanoseconds and bytes.
+type Stages struct {
+	Pieces    int64 `json:"pieces"`
+	ReadBytes int64 `json:"read_bytes"` // stored bytes, gaps between them included
+	LandBytes int64 `json:"land_bytes"`
+	WaitNS    int64 `json:"wait_ns"` // for a free slot
+	ReadNS    int64 `json:"read_ns"`
+	CheckNS   int64 `json:"check_ns"`
+	DecodeNS  int64 `json:"decode_ns"`
+	WallNS    int64 `json:"wall_ns"`
+	Workers   int64 `json:"workers"`
+	SlotBytes int64 `json:"slot_bytes"`
+	RingBytes int64 `json:"ring_bytes"`
+}
+
+// Run runs the task to its end.
+func Run(ctx context.Context, t *Task) (Stages, error) {
+	start := time.Now()
+	workers := t.Workers
+	if workers <= 0 {
+		workers = runtime.GOMAXPROCS(0)
+	}
+	workers = max(1, min(workers, len(t.Plan.Pieces)))
+	st := Stages{Workers: int64(workers), Pieces: int64(len(t.Plan.Pieces)), ReadBytes: t.Plan.Read}
+	if len(t.Plan.Pieces) == 0 {
+		return st, nil
+	}
+	lane := t.Lane
+	if lane == nil {
+		host, err := NewHost(workers, t.Plan.Slot)
+		if err != nil {
+			return st, err
+		}
+		defer host.Close()
+		lane = host
+		st.SlotBytes, st.RingBytes = t.Plan.Slot, t.Plan.Slot*int64(workers)
+	}
+
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	r := &run{Task: t, ctx: ctx, cancel: cancel, lane: lane}
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	for n := range workers {
+		wg.Add(1)
+		spawn.Go("pipeline worker", func() {
+			defer wg.Done()
+			w := worker{run: r, n: n}
+			if err := spawn.Guard("pipeline worker", w.loop); err != nil {
+				cancel(err) // only the first cause stays
+			}
+			if t.Trace != nil {
+				t.Trace.add(w.spans)
+			}
+			mu.Lock()
+			st.WaitNS += w.st.WaitNS
+			st.ReadNS += w.st.ReadNS
+			st.CheckNS += w.st.CheckNS
+			st.DecodeNS += w.st.DecodeNS
+			mu.Unlock()
+		})
+	}
+	wg.Wait()
+	// What was submitted is waited for even after an error: nothing may write
+	// to the tensors once Run has returned.
+	if err := lane.Drain(context.WithoutCancel(ctx)); err != nil {
+		cancel(err)
+	}
+	st.LandBytes = r.landed.Load()
+	st.WallNS = time.Since(start).Nanoseconds()
+	if ctx.Err() != nil {
+		return st, context.Cause(ctx)
+	}
+	return st, nil
+}
+
+// run is what the workers of one Run share.
+type run struct {
+	*Task
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	lane   device.Lane
+	next   atomic.Int64 // the next piece
+	landed atomic.Int64 // bytes
+
+	prefetch  sync.Mutex
+	announced int64 // pieces that prefetchers were told of; prefetch guards it
+}
+
+// A prefetcher is a source that can be told what will be read soon.
+type prefetcher interface{ Prefetch(off, n int64) }
+
+// announce keeps the sources told of the next pieces. One worker does it at a
+// time; the others pass by.
+func (r *run) announce(piece int64) {
+	if !r.prefetch.TryLock() {
+		return
+	}
+	defer r.prefetch.Unlock()
+	var n int64
+	i := max(r.announced, piece+1)
+	for j := piece + 1; j < i; j++ {
+		n += r.Plan.Pieces[j].Len
+	}
+	if n > ahead/2 {
+		return
+	}
+	for ; i < int64(len(r.Plan.Pieces)) && n < ahead; i++ {
+		p := &r.Plan.Pieces[i]
+		if f, ok := r.Sources[p.Source].(prefetcher); ok {
+			f.Prefetch(p.Off, p.Len)
+		}
+		n += p.Len
+	}
+	r.announced = i
+}
+
+// A worker takes pieces one after the other: each passes through all stages
+// in one pair of hands, while its bytes are in that core's cache.
+type worker struct {
+	*run
+	n     int // of this worker
+	st    Stages
+	spans []span
+}
+
+func (w *worker) loop() error {
+	for {
+		i := w.next.Add(1) - 1
+		if i >= int64(len(w.Plan.Pieces)) {
+			return nil
+		}
+		if w.ctx.Err() != nil {
+			return context.Cause(w.ctx)
+		}
+		w.announce(i)
+		if err := w.piece(&w.Plan.Pieces[i]); err != nil {
+			return err
+		}
+	}
+}
+
+func (w *worker) piece(p *plan.Piece) error {
+	src := w.Sources[p.Source]
+	t0 := time.Now()
+	if p.Direct != nil {
+		b := unsafe.Slice((*byte)(p.Direct), p.Len)
+		if err := src.ReadAt(w.ctx, b, p.Off); err != nil {
+			return w.where("read", p.First, err)
+		}
+		w.st.ReadNS += w.lap("read", &t0, p.Len)
+		if err := w.check(p.First, b); err != nil {
+			return err
+		}
+		w.st.CheckNS += w.lap("check", &t0, p.Len)
+		w.land(p.First)
+		return nil
+	}
+	slot, err := w.lane.Get(w.ctx)
+	if err != nil {
+		return err
+	}
+	w.st.WaitNS += w.lap("stage", &t0, 0)
+	if err := w.fill(src, p, slot.Memory()[:p.Len], &t0); err != nil {
+		w.lane.Put(slot)
+		return err
+	}
+	err = w.lane.Submit(slot, p.Len, w.Plan.Jobs[p.First:p.First+p.Count], func(i int, err error) {
+		if err != nil {
+			w.cancel(w.where("decode", p.First+int32(i), err)) // only the first cause stays
+			return
+		}
+		w.land(p.First + int32(i))
+	})
+	w.st.DecodeNS += w.lap("decode", &t0, p.Len)
+	return err
+}
+
+// fill reads a piece into a slot and compares its checksums. What is near is
+// read in steps, so that a chunk is summed while it is in the core's cache;
+// what is far away is asked for at once.
+func (w *worker) fill(src source.Source, p *plan.Piece, b []byte, t0 *time.Time) error {
+	const near = 1 << 20
+	step := int64(len(b))
+	if _, ok := src.(prefetcher); ok {
+		step = near
+	}
+	have := int64(0)
+	for i := p.First; i < p.First+p.Count; i++ {
+		j := &w.Plan.Jobs[i]
+		end := int64(j.Src) + int64(j.Chunk.Stored)
+		if end > have {
+			to := min(max(end, have+step), int64(len(b)))
+			if err := src.ReadAt(w.ctx, b[have:to], p.Off+have); err != nil {
+				return w.where("read", i, err)
+			}
+			w.st.ReadNS += w.lap("read", t0, to-have)
+			have = to
+		}
+		if err := w.check(i, b[j.Src:end]); err != nil {
+			return err
+		}
+		w.st.CheckNS += w.lap("check", t0, int64(j.Chunk.Stored))
+	}
+	return nil
+}
+
+// check compares the checksum of a chunk's stored bytes. Bytes of a plain
+// safetensors file have none.
+func (w *worker) check(job int32, stored []byte) error {
+	j := &w.Plan.Jobs[job]
+	if w.NoCheck || w.Plan.Refs[job].N < 0 {
+		return nil
+	}
+	if sum := codec.Sum(stored); sum != j.Chunk.Sum {
+		return w.where("check", job, fault.New(fault.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", j.Chunk.Sum, sum))
+	}
+	return nil
+}
+
+// land counts a job as done. Any goroutine calls it.
+func (r *run) land(job int32) {
+	n := int64(r.Plan.Jobs[job].Chunk.Logical)
+	want := r.Plan.Refs[job].Want
+	r.landed.Add(n)
+	if r.Progress != nil {
+		r.Progress(n)
+	}
+	if atomic.AddInt32(&r.Plan.Left[want], -1) == 0 && r.Landed != nil {
+		r.Landed(want)
+	}
+}
+
+// where says at which tensor, chunk and offset an error happened; one that
+// another error or the caller caused stays as it is.
+func (r *run) where(verb string, job int32, err error) error {
+	if r.ctx.Err() != nil {
+		return context.Cause(r.ctx)
+	}
+	ref := r.Plan.Refs[job]
+	t := &r.Index.Tensors[r.Wants[ref.Want].Tensor]
+	at := &fault.At{Verb: verb, Source: r.Index.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(ref.N), Offset: r.Plan.Jobs[job].Chunk.Off, Err: err}
+	var inner *fault.At
+	if errors.As(err, &inner) { // a source names itself and the exact offset
+		at.Source, at.Err = inner.Source, inner.Err
+		if inner.Offset >= 0 {
+			at.Offset = inner.Offset
+		}
+	}
+	return at
+}
+
+// lap returns the nanoseconds since *t, moves it to now, and records the stage.
+func (w *worker) lap(verb string, t *time.Time, bytes int64) int64 {
+	begin, now := *t, time.Now()
+	*t = now
+	if w.Trace != nil {
+		w.spans = append(w.spans, span{verb, w.n, begin, now, bytes})
+	}
+	return now.Sub(begin).Nanoseconds()
+}

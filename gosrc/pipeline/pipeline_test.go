@@ -1,0 +1,329 @@
+package pipeline
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// model is a made-up index with its bytes: tensors plain and in raw chunks,
+// with column parts, spread over sources, some aliases.
+type model struct {
+	ix      *tensor.Index
+	srcs    []source.Source
+	logical [][]byte // by tensor
+}
+
+func build(r *rand.Rand) *model {
+	m := &model{ix: &tensor.Index{}}
+	nsrc := 1 + r.IntN(2)
+	for s := range nsrc {
+		var file []byte
+		overwire := r.IntN(2) == 0
+		n := 1 + r.IntN(6)
+		first := len(m.ix.Tensors)
+		for range n {
+			t := tensor.Tensor{Name: "t", Source: int32(s), Alias: -1, DType: tensor.U8, Parts: 1, Off: int64(len(file))}
+			rank := r.IntN(4)
+			t.Bytes = 1
+			for range rank {
+				d := int64(r.IntN(40))
+				if r.IntN(8) > 0 {
+					d = 1 + 8*int64(r.IntN(12))
+				}
+				t.Shape = append(t.Shape, d)
+				t.Bytes *= d
+			}
+			if overwire && r.IntN(5) == 0 && len(m.ix.Tensors) > first {
+				k := first + r.IntN(len(m.ix.Tensors)-first)
+				for m.ix.Tensors[k].Alias >= 0 {
+					k = int(m.ix.Tensors[k].Alias)
+				}
+				t.Shape, t.Bytes, t.Alias = m.ix.Tensors[k].Shape, m.ix.Tensors[k].Bytes, int32(k)
+				m.ix.Tensors = append(m.ix.Tensors, t)
+				m.logical = append(m.logical, m.logical[k])
+				continue
+			}
+			data := make([]byte, t.Bytes)
+			for i := range data {
+				data[i] = byte(r.Uint32())
+			}
+			if overwire && t.Bytes > 0 {
+				rows := int64(1)
+				if rank > 0 {
+					rows = t.Shape[0]
+				}
+				if row := t.Bytes / rows; rank > 1 && row%4 == 0 {
+					t.Parts = []uint8{1, 2, 4}[r.IntN(3)]
+				}
+				t.ChunkBytes = uint32(1 + r.IntN(700))
+				t.First = int32(len(m.ix.Chunks))
+				row := t.Bytes / rows / int64(t.Parts)
+				for p := range int64(t.Parts) {
+					var part []byte
+					for q := range rows {
+						at := q*(t.Bytes/rows) + p*row
+						part = append(part, data[at:at+row]...)
+					}
+					for len(part) > 0 {
+						n := min(len(part), int(t.ChunkBytes))
+						m.ix.Chunks = append(m.ix.Chunks, tensor.Chunk{Off: int64(len(file)), Stored: uint32(n), Logical: uint32(n), Sum: codec.Sum(part[:n])})
+						file = append(file, part[:n]...)
+						part = part[n:]
+						for r.IntN(3) == 0 {
+							file = append(file, 0)
+						}
+						t.Count++
+					}
+				}
+			} else {
+				file = append(file, data...)
+			}
+			m.ix.Tensors = append(m.ix.Tensors, t)
+			m.logical = append(m.logical, data)
+		}
+		m.ix.Sources = append(m.ix.Sources, tensor.Source{URI: "mem", Size: int64(len(file)), Overwire: overwire})
+		m.srcs = append(m.srcs, &sourcetest.Mem{Name: "mem", Data: file})
+	}
+	return m
+}
+
+// slice is the slow twin of a request: element by element.
+func (m *model) slice(q plan.Request) []byte {
+	t := m.ix.Tensors[q.Tensor]
+	d := []int64{1, 1, 1}
+	copy(d, t.Shape)
+	if len(t.Shape) > 2 {
+		d[2] = t.Shape[2]
+	}
+	if q.Hi0 < 0 {
+		q.Hi0 = d[0]
+	}
+	if q.Hi1 < 0 {
+		q.Hi1 = d[1]
+	}
+	var out []byte
+	for a := q.Lo0; a < q.Hi0; a++ {
+		for b := q.Lo1; b < q.Hi1; b++ {
+			at := (a*d[1] + b) * d[2]
+			out = append(out, m.logical[q.Tensor][at:at+d[2]]...)
+		}
+	}
+	return out
+}
+
+func (m *model) requests(r *rand.Rand) []plan.Request {
+	var reqs []plan.Request
+	for range 1 + r.IntN(2*len(m.ix.Tensors)) {
+		q := plan.Request{Tensor: int64(r.IntN(len(m.ix.Tensors))), Hi0: plan.Whole, Hi1: plan.Whole}
+		t := m.ix.Tensors[q.Tensor]
+		if len(t.Shape) > 0 && r.IntN(2) == 0 {
+			q.Lo0 = r.Int64N(t.Shape[0] + 1)
+			q.Hi0 = q.Lo0 + r.Int64N(t.Shape[0]-q.Lo0+1)
+		}
+		if len(t.Shape) > 1 && r.IntN(2) == 0 {
+			q.Lo1 = r.Int64N(t.Shape[1] + 1)
+			q.Hi1 = q.Lo1 + r.Int64N(t.Shape[1]-q.Lo1+1)
+		}
+		reqs = append(reqs, q)
+	}
+	return reqs
+}
+
+func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, workers int) ([][]byte, []int, error) {
+	wants, err := plan.Check(m.ix, reqs)
+	if err != nil {
+		return nil, nil, err
+	}
+	sizes := make([]int64, len(wants))
+	for i := range wants {
+		sizes[i] = wants[i].Bytes
+	}
+	mem, err := cpu.Alloc(sizes)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer cpu.Release(mem)
+	dest := make([]unsafe.Pointer, len(mem))
+	for i := range mem {
+		dest[i] = mem[i].Ptr
+	}
+	landed := make(chan int32, len(wants))
+	_, err = Run(ctx, &Task{Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
+		Workers: workers, Landed: func(i int32) { landed <- i }})
+	close(landed)
+	var got [][]byte
+	for i := range mem {
+		got = append(got, bytes.Clone(mem[i].Slice()))
+	}
+	var order []int
+	for i := range landed {
+		order = append(order, int(i))
+	}
+	return got, order, err
+}
+
+// Whatever is asked for, in whatever layout it is stored, arrives as slicing
+// element by element would give it, for every piece size and worker count.
+func TestRunMatchesSlicing(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	for range 500 {
+		m := build(r)
+		reqs := m.requests(r)
+		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Direct: r.IntN(2) == 0}
+		got, landed, err := m.run(context.Background(), reqs, lim, 1+r.IntN(4))
+		if err != nil {
+			t.Fatal(err)
+		}
+		full := 0
+		for i, q := range reqs {
+			want := m.slice(q)
+			if !bytes.Equal(got[i], want) {
+				t.Fatalf("request %+v of %+v: wrong bytes (%d, want %d)", q, m.ix.Tensors[q.Tensor], len(got[i]), len(want))
+			}
+			if len(want) > 0 {
+				full++
+			}
+		}
+		if len(landed) != full {
+			t.Fatalf("%d wants landed, want %d", len(landed), full)
+		}
+	}
+}
+
+// Every read that fails ends the run with that error, at its place, and leaves
+// no worker behind.
+func TestRunEndsWithTheFirstError(t *testing.T) {
+	r := rand.New(rand.NewPCG(5, 5))
+	m := build(r)
+	for len(m.ix.Chunks) < 8 {
+		m = build(r)
+	}
+	var reqs []plan.Request
+	for i := range m.ix.Tensors {
+		reqs = append(reqs, plan.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole})
+	}
+	good := m.srcs
+	before := spawn.Running()
+	for n := int64(1); ; n += 1 + n/8 {
+		var f []*sourcetest.Faulty
+		m.srcs = nil
+		for _, s := range good {
+			f = append(f, &sourcetest.Faulty{Source: s, N: n, Err: fault.New(fault.ErrIO, "planted")})
+			m.srcs = append(m.srcs, f[len(f)-1])
+		}
+		_, _, err := m.run(context.Background(), reqs, plan.Limits{Piece: 500}, 3)
+		hit := false
+		for i := range f {
+			hit = hit || f[i].Reads() >= n
+		}
+		if !hit {
+			if err != nil {
+				t.Fatal(err)
+			}
+			break
+		}
+		var at *fault.At
+		if !errors.Is(err, fault.ErrIO) || !errors.As(err, &at) || at.Source == "" || at.Offset < 0 {
+			t.Fatalf("read %d fails: %v", n, err)
+		}
+	}
+	for range 200 { // the last ones may be on their way out
+		if spawn.Running() == before {
+			return
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+	t.Errorf("left running: %v", spawn.Names())
+}
+
+// A changed byte in any chunk is found before it is decoded, and named.
+func TestRunChecksEveryChunk(t *testing.T) {
+	r := rand.New(rand.NewPCG(9, 9))
+	m := build(r)
+	for len(m.ix.Chunks) < 8 {
+		m = build(r)
+	}
+	for i := range m.ix.Tensors {
+		tn := m.ix.Tensors[i]
+		for k := range tn.Count {
+			c := m.ix.Chunks[tn.First+k]
+			data := m.srcs[tn.Source].(*sourcetest.Mem).Data
+			data[c.Off] ^= 4
+			_, _, err := m.run(context.Background(), []plan.Request{{Tensor: int64(i), Hi0: -1, Hi1: -1}}, plan.Limits{Piece: 1000}, 2)
+			var at *fault.At
+			if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Chunk != int64(k) || at.Offset != c.Off || at.Tensor != tn.Name {
+				t.Fatalf("chunk %d: %v", k, err)
+			}
+			data[c.Off] ^= 4
+		}
+	}
+}
+
+// A cancelled run ends at once, even while a read blocks, with the cause.
+func TestRunCancel(t *testing.T) {
+	r := rand.New(rand.NewPCG(6, 6))
+	m := build(r)
+	for len(m.ix.Chunks) < 4 {
+		m = build(r)
+	}
+	for i, s := range m.srcs {
+		m.srcs[i] = &sourcetest.Faulty{Source: s, N: 1}
+	}
+	var reqs []plan.Request
+	for i := range m.ix.Tensors {
+		reqs = append(reqs, plan.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole})
+	}
+	ctx, cancel := context.WithCancelCause(context.Background())
+	time.AfterFunc(20*time.Millisecond, func() { cancel(fault.ErrCancelled) })
+	start := time.Now()
+	_, _, err := m.run(ctx, reqs, plan.Limits{Piece: 500}, 2)
+	if !errors.Is(err, fault.ErrCancelled) || time.Since(start) > 5*time.Second {
+		t.Fatalf("%v after %v", err, time.Since(start))
+	}
+}
+
+// A trace has a span for every stage of every piece, and is valid JSON.
+func TestTrace(t *testing.T) {
+	tr := NewTrace()
+	now := time.Now()
+	tr.add([]span{{"read", 0, now, now.Add(time.Millisecond), 5}, {"check", 1, now, now, 0}})
+	path := filepath.Join(t.TempDir(), "trace.json")
+	if err := tr.WriteFile(path); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var v struct {
+		TraceEvents []struct {
+			Name string
+			Dur  float64
+		}
+	}
+	if err := json.Unmarshal(b, &v); err != nil || len(v.TraceEvents) != 2 || v.TraceEvents[0].Dur != 1000 {
+		t.Errorf("%v: %s", err, b)
+	}
+	if err := tr.WriteFile(filepath.Join(path, "no")); err == nil {
+		t.Error("written below a file")
+	}
+}

@@ -1,0 +1,339 @@
+// Package plan turns an index and a list of wanted tensors into read pieces
+// and decode jobs, in the order in which they should be read. It is pure: no
+// I/O, no clock, no goroutine, no randomness.
+package plan
+
+import (
+	"cmp"
+	"math"
+	"slices"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Whole as Hi0 or Hi1 of a Request means: to the end.
+const Whole = -1
+
+// A Request asks for a tensor, or for rows [Lo0, Hi0) of dim 0 and
+// [Lo1, Hi1) of dim 1 of it. Dest, if not 0, is memory of the caller's for
+// exactly the bytes asked for; it must stay valid until the load has ended.
+// The layout is part of the face towards Python: six int64.
+type Request struct {
+	Tensor             int64
+	Dest               uintptr
+	Lo0, Hi0, Lo1, Hi1 int64
+}
+
+// A Want is a checked Request.
+type Want struct {
+	Tensor int32   // as asked for
+	Data   int32   // the tensor that holds the bytes (Alias followed)
+	Shape  []int64 // of what lands
+	Bytes  int64
+
+	rowBytes               int64 // of the whole tensor's matrix of dim 0 x rest
+	row0, row1, col0, col1 int64 // rows and byte columns wanted
+}
+
+// Limits are what the machine and the user allow.
+type Limits struct {
+	Piece int64 // bytes of a piece worth reading at once
+	Gap   int64 // bytes between two wanted runs that are cheaper to read than to skip
+	// Direct lets raw runs be read straight to their place: on the host, where
+	// a destination can be read into.
+	Direct bool
+}
+
+// A Piece is one contiguous read. Jobs[First:First+Count] lie in it. If Direct
+// is set, the bytes go straight to their place: there is one job or none, and
+// it is raw.
+type Piece struct {
+	Source       int32
+	First, Count int32
+	Off, Len     int64
+	Direct       unsafe.Pointer
+}
+
+// A Ref says which want a job serves. N is the chunk's number in its tensor, or
+// -1: bytes of a plain tensor, which have no checksum.
+type Ref struct{ Want, N int32 }
+
+// A Plan is what a pipeline runs.
+type Plan struct {
+	Pieces []Piece
+	Jobs   []device.Job
+	Refs   []Ref   // of each job
+	Left   []int32 // per want: its jobs; a want with none has no bytes to wait for
+	Slot   int64   // bytes of the largest piece that needs a slot
+	Read   int64   // bytes read in all
+}
+
+// Check validates requests against an index and works out what each gives.
+func Check(ix *tensor.Index, reqs []Request) ([]Want, error) {
+	wants := make([]Want, len(reqs))
+	for i, r := range reqs {
+		if r.Tensor < 0 || r.Tensor >= int64(len(ix.Tensors)) {
+			return nil, fault.New(fault.ErrArgument, "request %d: tensor number %d of %d", i, r.Tensor, len(ix.Tensors))
+		}
+		if err := wants[i].set(ix, int32(r.Tensor), r); err != nil {
+			return nil, &fault.At{Verb: "plan", Source: ix.Sources[ix.Tensors[r.Tensor].Source].URI,
+				Tensor: ix.Tensors[r.Tensor].Name, Chunk: -1, Offset: -1, Err: err}
+		}
+	}
+	return wants, nil
+}
+
+func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
+	t := &ix.Tensors[n]
+	w.Tensor, w.Data = n, n
+	if t.Alias >= 0 {
+		w.Data = t.Alias
+	}
+	d0, d1 := int64(1), int64(1)
+	if len(t.Shape) > 0 {
+		d0 = t.Shape[0]
+	}
+	if len(t.Shape) > 1 {
+		d1 = t.Shape[1]
+	}
+	lo0, hi0, ok0 := span(r.Lo0, r.Hi0, d0)
+	lo1, hi1, ok1 := span(r.Lo1, r.Hi1, d1)
+	if !ok0 || !ok1 {
+		return fault.New(fault.ErrArgument, "slice [%d:%d, %d:%d] of shape %v", r.Lo0, r.Hi0, r.Lo1, r.Hi1, t.Shape)
+	}
+	w.Shape = t.Shape
+	w.Bytes = t.Bytes
+	if d0 == 0 || t.Bytes == 0 { // no bytes, but perhaps a slice of a dim
+		w.Shape = sliced(t.Shape, hi0-lo0, hi1-lo1)
+		w.Bytes = 0
+		return nil
+	}
+	if lo0 == 0 && hi0 == d0 && lo1 == 0 && hi1 == d1 {
+		w.rowBytes, w.row1, w.col1 = t.Bytes, 1, t.Bytes
+		if ix.Tensors[w.Data].Parts > 1 {
+			w.rowBytes, w.row1, w.col1 = t.Bytes/d0, d0, t.Bytes/d0
+		}
+		return nil
+	}
+	if len(t.Shape) == 0 {
+		return fault.New(fault.ErrArgument, "a slice of a tensor of rank 0")
+	}
+	w.Shape = sliced(t.Shape, hi0-lo0, hi1-lo1)
+	bits := int64(t.DType.Bits())
+	cell := int64(1) // elements of one (dim 0, dim 1) cell
+	for _, d := range t.Shape[min(2, len(t.Shape)):] {
+		cell *= d
+	}
+	rowBits, cellBits := d1*cell*bits, cell*bits
+	switch {
+	case rowBits%8 == 0 && lo1*cellBits%8 == 0 && hi1*cellBits%8 == 0:
+		w.rowBytes, w.row0, w.row1 = rowBits/8, lo0, hi0
+		w.col0, w.col1 = lo1*cellBits/8, hi1*cellBits/8
+	case lo1 == 0 && hi1 == d1 && lo0*rowBits%8 == 0 && hi0*rowBits%8 == 0:
+		// Rows that end inside a byte: a run of bytes all the same.
+		w.rowBytes, w.row0, w.row1, w.col1 = 1, lo0*rowBits/8, hi0*rowBits/8, 1
+	default:
+		return fault.New(fault.ErrArgument, "slice [%d:%d, %d:%d] of %v %v does not begin and end on whole bytes", lo0, hi0, lo1, hi1, t.DType, t.Shape)
+	}
+	w.Bytes = (w.row1 - w.row0) * (w.col1 - w.col0)
+	return nil
+}
+
+// span checks one range of a dim.
+func span(lo, hi, dim int64) (int64, int64, bool) {
+	if hi == Whole {
+		hi = dim
+	}
+	return lo, hi, 0 <= lo && lo <= hi && hi <= dim
+}
+
+func sliced(shape []int64, n0, n1 int64) []int64 {
+	s := slices.Clone(shape)
+	if len(s) > 0 {
+		s[0] = n0
+	}
+	if len(s) > 1 {
+		s[1] = n1
+	}
+	return s
+}
+
+// Run is the byte range [Off, Off+Bytes) of the tensor's source that holds a
+// want of a plain tensor in a row; ok is false if it is scattered or stored
+// in chunks.
+func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
+	t := &ix.Tensors[w.Data]
+	if t.Count != 0 || (w.col1-w.col0 != w.rowBytes && w.row1-w.row0 > 1) {
+		return 0, false
+	}
+	return t.Off + w.row0*w.rowBytes + w.col0, true
+}
+
+// Make plans the reading of wants into their destinations. A nil destination
+// leaves its want out.
+func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
+	m := maker{ix: ix, lim: lim, p: &Plan{Left: make([]int32, len(wants))}}
+	for i := range wants {
+		if dest[i] == nil || wants[i].Bytes == 0 {
+			continue
+		}
+		t := &ix.Tensors[wants[i].Data]
+		if t.Count == 0 {
+			m.plain(int32(i), &wants[i], t, dest[i])
+		} else {
+			m.chunks(int32(i), &wants[i], t, dest[i])
+		}
+	}
+	m.order()
+	m.cut()
+	return m.p
+}
+
+type maker struct {
+	ix  *tensor.Index
+	lim Limits
+	p   *Plan
+	pos []place // of each job, sorted with it
+}
+
+// A place is where the stored bytes of a job lie.
+type place struct {
+	source   int32
+	job      int32
+	off, len int64
+	direct   bool
+}
+
+func (m *maker) add(want, n, source int32, off int64, direct bool, j device.Job) {
+	m.pos = append(m.pos, place{source, int32(len(m.p.Jobs)), off, int64(j.Chunk.Stored), direct})
+	m.p.Jobs = append(m.p.Jobs, j)
+	m.p.Refs = append(m.p.Refs, Ref{want, n})
+	m.p.Left[want]++
+}
+
+// chunks adds the jobs of a tensor that is stored in chunks: only those chunks
+// that hold wanted bytes.
+func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
+	parts := int64(max(1, t.Parts))
+	partBytes := t.Bytes / parts
+	perPart := int64(t.Count) / parts
+	partRow := w.rowBytes / parts
+	for part := range parts {
+		col := part * partRow
+		if parts > 1 && (col >= w.col1 || col+partRow <= w.col0) {
+			continue
+		}
+		first := w.row0 * partRow / int64(t.ChunkBytes)
+		last := (w.row1*partRow - 1) / int64(t.ChunkBytes)
+		for k := first; k <= last; k++ {
+			c := &m.ix.Chunks[int64(t.First)+part*perPart+k]
+			at := k * int64(t.ChunkBytes)
+			n := min(int64(t.ChunkBytes), partBytes-at)
+			j := device.Job{Chunk: *c, Dst: dest}
+			whole := w.col0 == col && w.col1 == col+partRow && at >= w.row0*partRow && at+n <= w.row1*partRow
+			if whole {
+				j.Dst = unsafe.Add(dest, at-w.row0*partRow)
+			} else {
+				j.View = &device.View{At: at, Row: partRow, Col: col, Row0: w.row0, Row1: w.row1, Col0: w.col0, Col1: w.col1}
+				if !wants(j.View, n) {
+					continue
+				}
+			}
+			m.add(want, int32(part*perPart+k), t.Source, c.Off, whole && c.Codec == tensor.CodecRaw && n >= directMin, j)
+		}
+	}
+}
+
+// wants reports whether a view keeps any byte of its chunk.
+func wants(v *device.View, n int64) (any bool) {
+	v.Runs(n, func(_, _, _ int64) { any = true })
+	return any
+}
+
+// directMin is the size from which a raw run is read straight to its place
+// rather than through a slot.
+const directMin = 128 << 10
+
+// plain adds the jobs of a tensor that lies in the file as it is. A run in a
+// row is cut at the piece size; scattered columns are read row by row where
+// rows are long, and by whole bands of rows where they are short.
+func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
+	raw := func(off, n int64) tensor.Chunk {
+		return tensor.Chunk{Off: off, Stored: uint32(n), Logical: uint32(n), Codec: tensor.CodecRaw}
+	}
+	if off, ok := w.Run(m.ix); ok {
+		for at := int64(0); at < w.Bytes; at += m.lim.Piece {
+			n := min(m.lim.Piece, w.Bytes-at)
+			m.add(want, -1, t.Source, off+at, n >= directMin, device.Job{Chunk: raw(off+at, n), Dst: unsafe.Add(dest, at)})
+		}
+		return
+	}
+	width := w.col1 - w.col0
+	if width >= directMin || w.rowBytes-width > m.lim.Gap {
+		for r := w.row0; r < w.row1; r++ {
+			for at := int64(0); at < width; at += m.lim.Piece {
+				n := min(m.lim.Piece, width-at)
+				off := t.Off + r*w.rowBytes + w.col0 + at
+				m.add(want, -1, t.Source, off, n >= directMin, device.Job{Chunk: raw(off, n), Dst: unsafe.Add(dest, (r-w.row0)*width+at)})
+			}
+		}
+		return
+	}
+	band := max(1, m.lim.Piece/w.rowBytes)
+	for r := w.row0; r < w.row1; r += band {
+		rows := min(band, w.row1-r)
+		at := r * w.rowBytes
+		m.add(want, -1, t.Source, t.Off+at, false, device.Job{Chunk: raw(t.Off+at, rows*w.rowBytes), Dst: dest,
+			View: &device.View{At: at, Row: w.rowBytes, Row0: w.row0, Row1: w.row1, Col0: w.col0, Col1: w.col1}})
+	}
+}
+
+// order sorts the jobs by where they lie, unless they are in order already.
+func (m *maker) order() {
+	byPlace := func(a, b place) int {
+		return cmp.Or(cmp.Compare(a.source, b.source), cmp.Compare(a.off, b.off), cmp.Compare(a.job, b.job))
+	}
+	if slices.IsSortedFunc(m.pos, byPlace) {
+		return
+	}
+	slices.SortFunc(m.pos, byPlace)
+	jobs, refs := make([]device.Job, len(m.p.Jobs)), make([]Ref, len(m.p.Refs))
+	for i := range m.pos {
+		jobs[i], refs[i] = m.p.Jobs[m.pos[i].job], m.p.Refs[m.pos[i].job]
+	}
+	m.p.Jobs, m.p.Refs = jobs, refs
+}
+
+// cut joins neighbouring jobs into pieces. Jobs on the same bytes (tied
+// tensors) share a piece.
+func (m *maker) cut() {
+	p := m.p
+	var cur *Piece
+	for i := range m.pos {
+		at := &m.pos[i]
+		end := at.off + at.len
+		alone := m.lim.Direct && at.direct && !(i > 0 && m.pos[i-1].off == at.off && m.pos[i-1].source == at.source) &&
+			!(i+1 < len(m.pos) && m.pos[i+1].off == at.off && m.pos[i+1].source == at.source)
+		if alone {
+			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: at.off, Len: at.len, Direct: p.Jobs[i].Dst})
+			p.Read += at.len
+			cur = nil
+			continue
+		}
+		if cur != nil && cur.Source == at.source && at.off-(cur.Off+cur.Len) <= m.lim.Gap &&
+			max(end, cur.Off+cur.Len)-cur.Off <= max(m.lim.Piece, cur.Len) {
+			p.Read -= cur.Len
+			cur.Len = max(cur.Len, end-cur.Off)
+			cur.Count++
+		} else {
+			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: at.off, Len: at.len})
+			cur = &p.Pieces[len(p.Pieces)-1]
+		}
+		p.Jobs[i].Src = uint32(min(at.off-cur.Off, math.MaxUint32))
+		p.Read += cur.Len
+		p.Slot = max(p.Slot, cur.Len)
+	}
+}

@@ -1,0 +1,132 @@
+// Package preload is the load that starts by itself, when overwire is imported
+// with a preload variable set. It needs neither Python nor its lock: it opens,
+// reads and decodes while the interpreter imports other things. What it has
+// loaded is handed over once, to the first load of the same files.
+package preload
+
+import (
+	"context"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/source/open"
+)
+
+// A Preload is one background load, from its opening on.
+type Preload struct {
+	key     string
+	opened  chan struct{} // closed when the three below are set
+	model   *load.Model
+	loading *load.Loading
+	err     error
+}
+
+var (
+	mu    sync.Mutex
+	ready = map[string]*Preload{}
+)
+
+// Start begins to load everything that spec names. A second Start of the same
+// files returns the first, unless that was handed over already.
+func Start(spec load.Spec, opt load.Options) *Preload {
+	key := keyOf(spec.URIs)
+	mu.Lock()
+	defer mu.Unlock()
+	if p := ready[key]; p != nil {
+		return p
+	}
+	p := &Preload{key: key, opened: make(chan struct{})}
+	ready[key] = p
+	spawn.Go("preload", func() {
+		defer close(p.opened)
+		p.err = spawn.Guard("preload", func() (err error) {
+			if p.model, err = load.Open(context.Background(), spec); err != nil {
+				return err
+			}
+			p.loading, err = p.model.Start(nil, opt)
+			return err
+		})
+	})
+	return p
+}
+
+// Take finds the preload of the files and hands it over: the caller owns it,
+// and no later Take gets it. It returns nil if there is none.
+func Take(uris []string) *Preload {
+	key := keyOf(uris)
+	mu.Lock()
+	defer mu.Unlock()
+	p := ready[key]
+	delete(ready, key)
+	return p
+}
+
+// Drop forgets the preload, unless it was handed over, and cancels it.
+func (p *Preload) Drop() {
+	mu.Lock()
+	mine := ready[p.key] == p
+	if mine {
+		delete(ready, p.key)
+	}
+	mu.Unlock()
+	if !mine {
+		return
+	}
+	spawn.Go("preload drop", func() {
+		<-p.opened
+		if p.loading != nil {
+			p.loading.Close()
+		}
+		if p.model != nil {
+			p.model.Close()
+		}
+	})
+}
+
+// Opened waits, at most for d (for ever if negative), until the files are open
+// and the load runs, and returns both. done is false when d has passed first.
+func (p *Preload) Opened(d time.Duration) (m *load.Model, l *load.Loading, done bool, err error) {
+	if d >= 0 {
+		t := time.NewTimer(d)
+		defer t.Stop()
+		select {
+		case <-p.opened:
+		case <-t.C:
+			return nil, nil, false, nil
+		}
+	}
+	<-p.opened
+	return p.model, p.loading, true, p.err
+}
+
+// keyOf names a list of files however their paths were written.
+func keyOf(uris []string) string {
+	keys := make([]string, len(uris))
+	for i, u := range uris {
+		keys[i] = u
+		path := u
+		switch open.Scheme(u) {
+		case "":
+		case "file":
+			p, err := open.FilePath(u)
+			if err != nil {
+				continue
+			}
+			path = p
+		default:
+			continue
+		}
+		if abs, err := filepath.Abs(path); err == nil {
+			path = abs
+		}
+		if real, err := filepath.EvalSymlinks(path); err == nil {
+			path = real
+		}
+		keys[i] = path
+	}
+	return strings.Join(keys, "\x00")
+}

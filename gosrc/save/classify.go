@@ -1,0 +1,332 @@
+package save
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/binary"
+	"slices"
+	"sync"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/zeebo/xxh3"
+)
+
+const (
+	// minAlias: smaller tensors are not looked at for equal bytes; a record
+	// saved is worth less than the question.
+	minAlias = 1024
+	// minGain: a tensor that does not become smaller than this share of itself
+	// is stored plain, where any safetensors reader can read it.
+	minGain = 0.99
+
+	sampleRuns  = 16
+	sampleBytes = 16 << 10 // of one run; a multiple of every element size and of a tile
+	wholeSample = sampleRuns * sampleBytes
+)
+
+// classify says of every item whether it is stored compressed, plain or as an
+// alias. It reads samples; whole tensors only where two may be equal.
+func (w *writer) classify(ctx context.Context, items []*item) error {
+	for _, t := range items {
+		t.parts = t.chooseParts(w.spec.Parts)
+	}
+	if err := w.findAliases(ctx, items); err != nil {
+		return err
+	}
+	encoders := sync.Pool{New: func() any { return new(x16.Encoder) }}
+	return each(ctx, "save.classify", w.threads, len(items), func(k int) error {
+		t := items[k]
+		if t.form == alias {
+			return nil
+		}
+		e := encoders.Get().(*x16.Encoder)
+		defer encoders.Put(e)
+		if err := t.choose(ctx, e, w.spec.ChunkBytes); err != nil {
+			return wrap("save", w.spec.Path, t.name, -1, err)
+		}
+		if t.form != compressed {
+			t.parts = 1
+		}
+		return nil
+	})
+}
+
+// choose takes the best transform for a tensor and decides whether it is worth
+// it. Tensors up to the size of a sample are tried out whole, so that small
+// ones pay for their tables; of larger ones 16 runs, evenly spread, are judged.
+func (t *item) choose(ctx context.Context, e *x16.Encoder, chunkBytes int64) error {
+	t.form, t.expect = plain, 1
+	var candidates []uint8
+	for _, c := range x16.TransformsFor(t.dtype) {
+		if c != 0 {
+			candidates = append(candidates, c)
+		}
+	}
+	if t.bytes == 0 || len(candidates) == 0 {
+		return nil
+	}
+	best := minGain
+	take := func(c uint8, ratio float64) {
+		if ratio < best {
+			best = ratio
+			t.form, t.transform, t.expect = compressed, c, ratio
+		}
+	}
+	if t.bytes <= wholeSample {
+		for _, c := range candidates {
+			stored, err := t.try(ctx, e, c, chunkBytes)
+			if err != nil {
+				return err
+			}
+			take(c, float64(stored)/float64(t.bytes))
+		}
+		return nil
+	}
+	if t.known != nil { // what the source's writer decided stands
+		if t.knownTransform != 0 {
+			take(t.knownTransform, float64(t.known.Stored)/float64(t.known.Bytes))
+		}
+		return nil
+	}
+	sample, err := t.sample(ctx)
+	if err != nil {
+		return err
+	}
+	for _, c := range candidates {
+		take(c, x16.Estimate(sample, c))
+	}
+	return nil
+}
+
+// try encodes the whole of a small tensor and returns what it would take.
+func (t *item) try(ctx context.Context, e *x16.Encoder, transform uint8, chunkBytes int64) (int64, error) {
+	var total int64
+	buf := make([]byte, min(chunkBytes, t.bytes/t.parts))
+	var out []byte
+	for p := range t.parts {
+		for off := int64(0); off < t.bytes/t.parts; off += chunkBytes {
+			n := min(chunkBytes, t.bytes/t.parts-off)
+			data, err := t.gather(ctx, buf[:n], p, off)
+			if err != nil {
+				return 0, err
+			}
+			size := n
+			if enc, _, ok := e.Encode(out[:0], data, transform); ok {
+				size, out = int64(len(enc)), enc
+			}
+			total = roundUp(total, 16) + size
+		}
+	}
+	return roundUp(total, 64), nil
+}
+
+// sample returns evenly spread runs of a tensor that is larger than that.
+func (t *item) sample(ctx context.Context) ([]byte, error) {
+	out := make([]byte, wholeSample)
+	for i := range int64(sampleRuns) {
+		off := (t.bytes - sampleBytes) / (sampleRuns - 1) * i
+		off -= off % 256 // whole elements of any size
+		run := out[i*sampleBytes : (i+1)*sampleBytes]
+		got, err := t.body.bytes(ctx, run, off)
+		if err != nil {
+			return nil, err
+		}
+		if &got[0] != &run[0] {
+			copy(run, got)
+		}
+	}
+	return out, nil
+}
+
+// sameKey groups tensors that may be equal. mark is the address of the bytes,
+// a hash of a few of them, or a hash of all, from one step to the next.
+type sameKey struct {
+	dtype tensor.DType
+	bytes int64
+	mark  [16]byte
+}
+
+// findAliases marks tensors whose dtype and bytes are those of another: the
+// first of them by name keeps the bytes. Shapes may differ. Tensors of equal
+// size are told apart by a few samples; only those that agree there are
+// hashed whole, and only those of equal hash compared.
+func (w *writer) findAliases(ctx context.Context, items []*item) error {
+	sorted := slices.Clone(items)
+	slices.SortFunc(sorted, func(a, b *item) int { return cmp.Compare(a.name, b.name) })
+	none := func(*item) ([16]byte, error) { return [16]byte{}, nil }
+
+	// The same memory: no question of size, nothing to read.
+	at := map[sameKey]*item{}
+	for _, t := range sorted {
+		m, ok := t.body.(memory)
+		if !ok || len(m) == 0 {
+			continue
+		}
+		k := sameKey{dtype: t.dtype, bytes: t.bytes}
+		binary.LittleEndian.PutUint64(k.mark[:], uint64(uintptr(unsafe.Pointer(&m[0]))))
+		if first := at[k]; first != nil {
+			t.form, t.of = alias, first
+		} else {
+			at[k] = t
+		}
+	}
+
+	pool := slices.DeleteFunc(slices.Clone(sorted), func(t *item) bool {
+		return t.form == alias || t.bytes < minAlias
+	})
+	for _, mark := range []func(*item) ([16]byte, error){
+		none,
+		func(t *item) ([16]byte, error) { return t.glance(ctx) },
+		func(t *item) ([16]byte, error) { return t.hashAll(ctx) },
+	} {
+		keys := make([]sameKey, len(pool))
+		err := each(ctx, "save.alias", w.threads, len(pool), func(k int) error {
+			m, err := mark(pool[k])
+			keys[k] = sameKey{pool[k].dtype, pool[k].bytes, m}
+			return wrap("save", w.spec.Path, pool[k].name, -1, err)
+		})
+		if err != nil {
+			return err
+		}
+		count := map[sameKey]int{}
+		for _, k := range keys {
+			count[k]++
+		}
+		kept := pool[:0]
+		for i, t := range pool {
+			if count[keys[i]] > 1 {
+				kept = append(kept, t)
+			}
+		}
+		pool = kept
+	}
+
+	first := map[sameKey]*item{}
+	for _, t := range pool {
+		k := sameKey{t.dtype, t.bytes, t.hash}
+		f := first[k]
+		if f == nil {
+			first[k] = t
+			continue
+		}
+		same, err := equal(ctx, t, f)
+		if err != nil {
+			return wrap("save", w.spec.Path, t.name, -1, err)
+		}
+		if same {
+			t.form, t.of = alias, f
+		}
+	}
+	for _, t := range sorted { // tensors of shared memory whose first is now an alias
+		if t.form == alias && t.of.form == alias {
+			t.of = t.of.of
+		}
+	}
+	return nil
+}
+
+// glance hashes three small pieces of a tensor; for an overwire source its
+// whole hash, which is known.
+func (t *item) glance(ctx context.Context) ([16]byte, error) {
+	if t.known != nil {
+		return t.known.Hash, nil
+	}
+	var h xxh3.Hasher
+	var buf [512]byte
+	for _, off := range []int64{0, t.bytes / 2, t.bytes - int64(len(buf))} {
+		got, err := t.body.bytes(ctx, buf[:min(int64(len(buf)), t.bytes-off)], off)
+		if err != nil {
+			return [16]byte{}, err
+		}
+		_, _ = h.Write(got)
+	}
+	return sum128(&h), nil
+}
+
+// hashAll is XXH3-128 over the logical bytes, once for each tensor.
+func (t *item) hashAll(ctx context.Context) ([16]byte, error) {
+	if t.hashed {
+		return t.hash, nil
+	}
+	if t.known != nil {
+		// Checked against the bytes when they are read: see fileWriter.turn.
+		t.hash, t.hashed = t.known.Hash, t.parts > 1
+		return t.hash, nil
+	}
+	var h xxh3.Hasher
+	err := t.walk(ctx, func(p []byte) error { _, _ = h.Write(p); return nil })
+	t.hash, t.hashed = sum128(&h), err == nil
+	return t.hash, err
+}
+
+// walk gives all bytes of a tensor, in plain order.
+func (t *item) walk(ctx context.Context, f func(p []byte) error) error {
+	var buf []byte
+	const piece = 1 << 20
+	if !t.body.direct() {
+		buf = make([]byte, min(piece, t.bytes))
+	}
+	for off := int64(0); off < t.bytes; off += piece {
+		if ctx.Err() != nil {
+			return cancelled(ctx)
+		}
+		p, err := t.piece(ctx, buf, off, min(piece, t.bytes-off))
+		if err != nil {
+			return err
+		}
+		if err := f(p); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// piece is body.bytes for bodies that may be direct: buf is then not needed.
+func (t *item) piece(ctx context.Context, buf []byte, off, n int64) ([]byte, error) {
+	if m, ok := t.body.(memory); ok {
+		return m[off : off+n], nil
+	}
+	return t.body.bytes(ctx, buf[:n], off)
+}
+
+// equal compares the bytes of two tensors of one size.
+func equal(ctx context.Context, a, b *item) (bool, error) {
+	if x, ok := a.body.(*stored); ok && b.body == body(x) {
+		return true, nil
+	}
+	same := true
+	var off int64
+	var buf []byte
+	if !b.body.direct() {
+		buf = make([]byte, 1<<20)
+	}
+	err := a.walk(ctx, func(p []byte) error {
+		if !same {
+			return nil
+		}
+		q, err := b.piece(ctx, buf, off, int64(len(p)))
+		off += int64(len(p))
+		same = err == nil && bytes.Equal(p, q)
+		return err
+	})
+	return same && err == nil, err
+}
+
+// sum128 has the byte order of docs/format.md: the high half first, each half
+// little-endian.
+func sum128(h *xxh3.Hasher) (out [16]byte) {
+	s := h.Sum128()
+	binary.LittleEndian.PutUint64(out[:], s.Hi)
+	binary.LittleEndian.PutUint64(out[8:], s.Lo)
+	return out
+}
+
+func hashOfNothing() [16]byte {
+	var h xxh3.Hasher
+	return sum128(&h)
+}
+
+func roundUp(n, to int64) int64 { return (n + to - 1) / to * to }

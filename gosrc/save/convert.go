@@ -1,0 +1,295 @@
+package save
+
+import (
+	"context"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source/open"
+)
+
+// maxCompanion is the size up to which other files of a folder (config.json,
+// a tokenizer) are copied along.
+const maxCompanion = 64 << 20
+
+// Convert reads tensors from anything that can be opened (files, folders, an
+// index.json; plain or compressed) and writes them as spec says, a window of
+// chunks at a time: never the whole model in memory.
+//
+// When dst is a folder, every file keeps its name, its tensors and its
+// metadata; an index.json is rewritten, and the other files of a source folder
+// are copied, up to 64 MiB each; other weights must not be there. Otherwise all tensors go into the file dst
+// (or its shards, if spec says so), with the metadata of all sources, the
+// first one's where they differ. dst is a folder if it is one, if it ends in a
+// slash, or if the source has several files and dst does not end in
+// .safetensors. spec.Path is ignored; spec.Metadata are set over the sources'.
+//
+// Converting a file onto itself is safe: it is read until the new one stands.
+func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec Spec) (Report, error) {
+	start := time.Now()
+	rep, err := convertAll(ctx, j, src, dst, spec)
+	if err != nil {
+		return Report{}, classed(ctx, err)
+	}
+	rep.Seconds = time.Since(start).Seconds()
+	return rep, nil
+}
+
+func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec Spec) (Report, error) {
+	spec.Path = dst
+	if err := spec.check(); err != nil {
+		return Report{}, err
+	}
+	dst = spec.Path // without its scheme
+	m, err := openModel(ctx, src)
+	if err != nil {
+		return Report{}, err
+	}
+	defer m.close()
+	w := newWriter(spec, j)
+	items := m.items(w.threads)
+	folder := isFolder(dst, len(m.srcs))
+	groups := [][]*item{items}
+	if folder && spec.Shard == 0 {
+		// Files stay what they are: aliases must not reach from one to another.
+		groups = nil
+		for k := range m.srcs {
+			groups = append(groups, m.of(k, items))
+		}
+	}
+	for _, g := range groups {
+		if err := checkItems(dst, g); err != nil {
+			return Report{}, err
+		}
+		if err := w.prepare(ctx, g); err != nil {
+			return Report{}, err
+		}
+	}
+	made := ""
+	if folder {
+		if made, err = makeFolder(dst); err != nil {
+			return Report{}, err
+		}
+	}
+	w.spec.Path = pathIn(folder, w.spec)
+	parts, err := m.parts(w.spec, dst, src, folder, items)
+	if err == nil && folder {
+		err = alone(src, dst, w.spec, parts)
+	}
+	var rep Report
+	if err == nil {
+		rep, err = w.save(ctx, parts)
+	}
+	if err != nil && made != "" {
+		_ = os.Remove(made)
+	}
+	return rep, err
+}
+
+func (w *writer) prepare(ctx context.Context, items []*item) error {
+	if !w.spec.Compress {
+		return nil
+	}
+	return w.classify(ctx, items)
+}
+
+// of returns the tensors of source k.
+func (m *model) of(k int, items []*item) []*item {
+	var out []*item
+	for i, t := range items {
+		if int(m.ix.Tensors[i].Source) == k {
+			out = append(out, t)
+		}
+	}
+	return out
+}
+
+// parts is what Convert writes.
+func (m *model) parts(spec Spec, dst string, src []string, folder bool, items []*item) ([]part, error) {
+	all := map[string]string{}
+	for k := range m.srcs {
+		for key, v := range m.metadata(k) {
+			if _, ok := all[key]; !ok {
+				all[key] = v
+			}
+		}
+	}
+	var parts []part
+	switch {
+	case !folder || spec.Shard > 0:
+		maps.Copy(all, spec.Metadata)
+		spec.Metadata = all
+		parts = shards(spec, items)
+	default:
+		seen := map[string]bool{}
+		for k, s := range m.srcs {
+			name := filepath.Base(localPath(s.URI()))
+			if seen[name] {
+				return nil, badArgument(dst, "", "two sources are called %q", name)
+			}
+			seen[name] = true
+			meta := m.metadata(k)
+			if meta == nil {
+				meta = map[string]string{}
+			}
+			maps.Copy(meta, spec.Metadata)
+			parts = append(parts, part{path: filepath.Join(dst, name), metadata: meta, items: m.of(k, items)})
+		}
+		if name, meta := indexOf(src); name != "" {
+			parts = append(parts, part{path: filepath.Join(dst, name), blob: shardIndex(parts, meta)})
+		}
+	}
+	if !folder {
+		return parts, nil
+	}
+	others, err := companions(src, dst, parts)
+	// What is beside the model comes first, what names it last.
+	return append(others, parts...), err
+}
+
+// pathIn is the file that is written, or that shards have their names from.
+func pathIn(folder bool, spec Spec) string {
+	if folder {
+		return filepath.Join(spec.Path, "model"+extension)
+	}
+	return spec.Path
+}
+
+// alone refuses a folder that holds other weights: whoever opened it later
+// would find two models in one. Files of a source folder that is converted
+// onto itself were there before.
+func alone(src []string, dst string, spec Spec, parts []part) error {
+	ours := map[string]bool{}
+	for _, p := range parts {
+		ours[filepath.Base(p.path)] = true
+	}
+	here, err := os.Stat(dst)
+	if err != nil {
+		return ioError(dst, -1, err)
+	}
+	for _, s := range src {
+		if st, err := os.Stat(localPath(s)); err == nil && os.SameFile(st, here) && spec.Shard == 0 {
+			return nil
+		}
+	}
+	names, err := os.ReadDir(dst)
+	if err != nil {
+		return ioError(dst, -1, err)
+	}
+	for _, n := range names {
+		if name := n.Name(); !ours[name] && !strings.HasPrefix(name, ".") &&
+			(strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")) {
+			return badArgument(dst, "", "the folder holds other weights (%s): choose an empty one", name)
+		}
+	}
+	return nil
+}
+
+// indexOf finds the index.json that a single source was opened by, and what
+// its metadata say.
+func indexOf(src []string) (name string, metadata map[string]string) {
+	if len(src) != 1 {
+		return "", nil
+	}
+	path := localPath(src[0])
+	if st, err := os.Stat(path); err == nil && st.IsDir() {
+		found, _ := filepath.Glob(filepath.Join(escapeGlob(path), "*"+extension+".index.json"))
+		if len(found) != 1 {
+			return "", nil
+		}
+		path = found[0]
+	}
+	if !strings.HasSuffix(path, ".index.json") {
+		return "", nil
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return "", nil
+	}
+	s, _ := safetensors.ReadIndexJSON(path, b) // sound: the weights were opened by it
+	return filepath.Base(path), s.Metadata
+}
+
+// companions reads the small other files of source folders. Hidden files,
+// links that lead nowhere, and weights in any form stay behind.
+func companions(src []string, dst string, parts []part) ([]part, error) {
+	var out []part
+	taken := map[string]bool{}
+	for _, p := range parts {
+		taken[filepath.Base(p.path)] = true
+	}
+	here, _ := os.Stat(dst)
+	for _, s := range src {
+		dir := localPath(s)
+		st, err := os.Stat(dir)
+		if err != nil || !st.IsDir() || (here != nil && os.SameFile(st, here)) {
+			continue
+		}
+		names, err := os.ReadDir(dir)
+		if err != nil {
+			return nil, ioError(dir, -1, err)
+		}
+		for _, n := range names {
+			path := filepath.Join(dir, n.Name())
+			st, err := os.Stat(path)
+			if err != nil || !st.Mode().IsRegular() || st.Size() > maxCompanion || taken[n.Name()] ||
+				strings.HasPrefix(n.Name(), ".") || strings.HasSuffix(n.Name(), extension) ||
+				strings.HasSuffix(n.Name(), extension+".index.json") {
+				continue
+			}
+			b, err := os.ReadFile(path)
+			if err != nil {
+				return nil, ioError(path, -1, err)
+			}
+			taken[n.Name()] = true
+			out = append(out, part{path: filepath.Join(dst, n.Name()), blob: slices.Clip(append([]byte{}, b...))})
+		}
+	}
+	return out, nil
+}
+
+func isFolder(dst string, files int) bool {
+	if strings.HasSuffix(dst, string(filepath.Separator)) {
+		return true
+	}
+	if st, err := os.Stat(dst); err == nil {
+		return st.IsDir()
+	}
+	return files > 1 && !strings.HasSuffix(dst, extension)
+}
+
+// makeFolder makes dst if it is not there, and returns it if it was made.
+func makeFolder(dst string) (made string, err error) {
+	err = os.Mkdir(dst, 0o777)
+	if err == nil {
+		return dst, nil
+	}
+	if st, serr := os.Stat(dst); serr == nil && st.IsDir() {
+		return "", nil
+	}
+	if os.IsExist(err) {
+		err = &fs.PathError{Op: "mkdir", Path: dst, Err: fs.ErrExist}
+	}
+	return "", ioError(dst, -1, err)
+}
+
+func localPath(uri string) string {
+	if open.Scheme(uri) == "file" {
+		if p, err := open.FilePath(uri); err == nil {
+			return p
+		}
+	}
+	return uri
+}
+
+// escapeGlob keeps a folder's name from being read as a pattern.
+func escapeGlob(path string) string {
+	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
+}

@@ -1,0 +1,193 @@
+package save
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+func convert(t testing.TB, src []string, dst string, spec Spec) Report {
+	t.Helper()
+	rep, err := Convert(bg, nil, src, dst, spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return rep
+}
+
+// some is a model of every kind of tensor that conversion treats differently.
+func some(r *rand.Rand) []Input {
+	in := append(ugly(r), bf16("big", r, 700, 1024), bf16("wide", r, 16, 40000))
+	return append(in, Input{"tied", in[len(in)-2].DType, in[len(in)-2].Shape, in[len(in)-2].Data})
+}
+
+func TestConvertThereAndBack(t *testing.T) {
+	// Promise: compressing and decompressing gives the same tensors and
+	// metadata, through any chunk grid; a decompressed file has exactly the
+	// bytes of a plain one written from the same tensors.
+	r := newRand(t)
+	in := some(r)
+	dir := t.TempDir()
+	at := func(n string) string { return filepath.Join(dir, n) }
+	meta := map[string]string{"format": "pt"}
+	write(t, Spec{Path: at("plain"), Metadata: meta}, in)
+	want := digest(t, at("plain"))
+	write(t, Spec{Path: at("direct"), Metadata: meta, Compress: true}, in)
+	convert(t, []string{at("plain")}, at("packed"), Spec{Compress: true})
+	if digest(t, at("packed")) != digest(t, at("direct")) {
+		t.Error("converting a plain file and saving its tensors give different containers")
+	}
+	for _, spec := range []Spec{
+		{Compress: true},
+		{Compress: true, Parts: 8, ChunkBytes: 4096},
+		{Compress: true, Parts: 2, ChunkBytes: 12288},
+		{Compress: true, Parts: 4, Threads: 1},
+	} {
+		convert(t, []string{at("packed")}, at("packed"), spec) // onto itself
+		if _, err := Verify(bg, nil, []string{at("packed")}); err != nil {
+			t.Fatalf("%+v: %v", spec, err)
+		}
+		same(t, in, read(t, at("packed")))
+		convert(t, []string{at("packed")}, at("back"), Spec{Threads: spec.Threads})
+		if digest(t, at("back")) != want {
+			t.Fatalf("%+v: the plain file differs", spec)
+		}
+	}
+	noTemps(t, dir)
+}
+
+func TestConvertFolder(t *testing.T) {
+	// Promise: a folder stays the folder it was: names, shards, index.json and
+	// the small files beside them; weights in other forms stay behind.
+	r := newRand(t)
+	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
+	in := some(r)
+	rep := write(t, Spec{Path: filepath.Join(src, "model.safetensors"), Shard: 700000}, in)
+	if len(rep.Files) < 4 {
+		t.Fatal(rep.Files)
+	}
+	os.WriteFile(filepath.Join(src, "config.json"), []byte("{}"), 0o600)
+	os.WriteFile(filepath.Join(src, ".hidden"), []byte("{}"), 0o600)
+	os.Mkdir(filepath.Join(src, "sub"), 0o700)
+	convert(t, []string{src}, dst, Spec{Compress: true})
+	same(t, in, read(t, dst))
+	noTemps(t, dst)
+	if _, err := Verify(bg, nil, []string{dst}); err != nil {
+		t.Fatal(err)
+	}
+	back := filepath.Join(t.TempDir(), "back")
+	convert(t, []string{dst}, back, Spec{})
+	for _, f := range append(rep.Files, "config.json") {
+		n := filepath.Base(f)
+		if digest(t, filepath.Join(src, n)) != digest(t, filepath.Join(back, n)) {
+			t.Errorf("%s differs", n)
+		}
+	}
+	es, _ := os.ReadDir(back)
+	if len(es) != len(rep.Files)+1 {
+		t.Errorf("%v", es)
+	}
+	// Onto itself, then into one file, then into other shards.
+	convert(t, []string{src}, src, Spec{Compress: true})
+	same(t, in, read(t, src))
+	one := filepath.Join(t.TempDir(), "one.safetensors")
+	convert(t, []string{src}, one, Spec{Compress: true})
+	same(t, in, read(t, one))
+	again := filepath.Join(t.TempDir(), "m.safetensors")
+	convert(t, []string{one}, again, Spec{Shard: 1 << 20})
+	same(t, in, read(t, again+".index.json"))
+}
+
+func TestShards(t *testing.T) {
+	// Promise: shards have huggingface's names and index; none is larger than
+	// asked unless one tensor is; a single shard is a plain file.
+	r := fixedRand()
+	dir := t.TempDir()
+	p := filepath.Join(dir, "model.safetensors")
+	in := []Input{bf16("a", r, 10, 100), bf16("b", r, 10, 100), bf16("c", r, 10, 300), bf16("d", r, 10, 10)}
+	write(t, Spec{Path: p}, in) // the old model, in one file
+	rep := write(t, Spec{Path: p, Shard: 4000}, in)
+	var names []string
+	for _, f := range rep.Files {
+		names = append(names, filepath.Base(f))
+	}
+	if got := strings.Join(names, " "); got != "model-00001-of-00003.safetensors model-00002-of-00003.safetensors model-00003-of-00003.safetensors model.safetensors.index.json" {
+		t.Fatal(got)
+	}
+	if _, err := os.Stat(p); err == nil {
+		t.Error("the old model is still there under the very path that was saved to")
+	}
+	b, _ := os.ReadFile(p + ".index.json")
+	var ix struct {
+		Metadata  map[string]int64
+		WeightMap map[string]string `json:"weight_map"`
+	}
+	if err := json.Unmarshal(b, &ix); err != nil || ix.Metadata["total_size"] != 10200 ||
+		!reflect.DeepEqual(ix.WeightMap, map[string]string{"a": names[0], "b": names[0], "c": names[1], "d": names[2]}) {
+		t.Fatalf("%s %v", b, err)
+	}
+	same(t, in, read(t, p+".index.json"))
+	rep = write(t, Spec{Path: p, Shard: 8000}, in)
+	if es, _ := os.ReadDir(dir); len(rep.Files) != 3 || len(es) != 3 {
+		t.Fatalf("%v, and in the folder %v", rep.Files, es)
+	}
+	rep = write(t, Spec{Path: p, Shard: 1 << 20}, in)
+	if es, _ := os.ReadDir(dir); len(es) != 1 {
+		t.Fatalf("in the folder %v", es)
+	}
+	if len(rep.Files) != 1 || rep.Files[0] != p {
+		t.Fatal(rep.Files)
+	}
+}
+
+func TestConvertRefuses(t *testing.T) {
+	// Promise: a conversion that cannot be done leaves nothing, not even a
+	// folder, and says why by class.
+	r := fixedRand()
+	dir := t.TempDir()
+	at := func(n string) string { return filepath.Join(dir, n) }
+	write(t, Spec{Path: at("a")}, []Input{bf16("w", r, 10, 100)})
+	write(t, Spec{Path: at("b")}, []Input{bf16("w", r, 10, 100)})
+	_ = os.Mkdir(at("f"), 0o700)
+	write(t, Spec{Path: at("f/a")}, []Input{bf16("w", r, 10, 100)})
+	write(t, Spec{Path: at("f/z.safetensors")}, nil)
+	packed := at("packed")
+	write(t, Spec{Path: packed, Compress: true}, []Input{bf16("w", r, 100, 100)})
+	b, _ := os.ReadFile(packed)
+	b[len(b)-300] ^= 1
+	_ = os.WriteFile(packed, b, 0o600)
+	for name, c := range map[string]struct {
+		src   []string
+		dst   string
+		class error
+	}{
+		"twice the name": {[]string{at("a"), at("b")}, at("x.safetensors"), fault.ErrArgument},
+		"twice the file": {[]string{at("a"), at("f/a")}, at("x") + "/", fault.ErrArgument},
+		"no source":      {nil, at("x"), fault.ErrArgument},
+		"missing":        {[]string{at("none")}, at("x"), fault.ErrNotFound},
+		"corrupt":        {[]string{packed}, at("x") + "/", fault.ErrCorrupt},
+		"other weights":  {[]string{at("a")}, at("f") + "/", fault.ErrArgument},
+		"no folder":      {[]string{at("a")}, at("no/x") + "/", fault.ErrNotFound},
+	} {
+		if _, err := Convert(bg, nil, c.src, c.dst, Spec{Compress: true}); !errors.Is(err, c.class) {
+			t.Errorf("%s: %v", name, err)
+		}
+		if _, err := os.Stat(at("x")); err == nil {
+			t.Errorf("%s: something was made", name)
+		}
+	}
+	ctx, cancel := context.WithCancel(bg)
+	cancel()
+	if _, err := Convert(ctx, nil, []string{at("a")}, at("x"), Spec{}); !errors.Is(err, fault.ErrCancelled) {
+		t.Error(err)
+	}
+	noTemps(t, dir)
+}

@@ -1,0 +1,113 @@
+package save
+
+import (
+	"context"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// An Inspection is what Inspect returns: everything headers and indexes say.
+type Inspection struct {
+	Sources []InspectedFile `json:"sources"`
+	// Totals are by dtype name, and "" for all together.
+	Totals map[string]*Total `json:"totals"`
+}
+
+// A Total sums tensors up. Aliases count in Tensors and Bytes.
+type Total struct {
+	Tensors int     `json:"tensors"`
+	Bytes   int64   `json:"bytes"`
+	Stored  int64   `json:"stored"`
+	Ratio   float64 `json:"ratio"`
+}
+
+// An InspectedFile is one source.
+type InspectedFile struct {
+	URI      string            `json:"uri"`
+	Format   string            `json:"format"` // "overwire" or "safetensors"
+	Size     int64             `json:"size"`
+	Header   int64             `json:"header"` // bytes before the data section
+	Metadata map[string]string `json:"metadata"`
+	Tensors  []InspectedTensor `json:"tensors"`
+}
+
+// An InspectedTensor is one tensor. Coding is how its bytes are stored:
+// "plain", "alias", or the codec and transform of its chunks ("X16/bf16";
+// with "+raw" when some chunks had nothing to gain).
+type InspectedTensor struct {
+	Name    string  `json:"name"`
+	DType   string  `json:"dtype"`
+	Shape   []int64 `json:"shape"`
+	Bytes   int64   `json:"bytes"`
+	Stored  int64   `json:"stored"`
+	Ratio   float64 `json:"ratio"`
+	Coding  string  `json:"coding"`
+	Chunks  int     `json:"chunks"`
+	Parts   int     `json:"parts,omitempty"`
+	AliasOf string  `json:"alias_of,omitempty"`
+}
+
+// Inspect reads headers and indexes, and no tensor bytes.
+func Inspect(ctx context.Context, uris []string) (any, error) {
+	m, err := openModel(ctx, uris)
+	if err != nil {
+		return nil, classed(ctx, err)
+	}
+	defer m.close()
+	out := &Inspection{Totals: map[string]*Total{"": {}}}
+	for k := range m.ix.Sources {
+		s := &m.ix.Sources[k]
+		out.Sources = append(out.Sources, InspectedFile{URI: s.URI, Format: formatName(s), Size: s.Size,
+			Header: s.Data, Metadata: m.metadata(k), Tensors: []InspectedTensor{}})
+	}
+	for i := range m.ix.Tensors {
+		t := &m.ix.Tensors[i]
+		f := &out.Sources[t.Source]
+		it := InspectedTensor{Name: t.Name, DType: t.DType.String(), Shape: t.Shape, Bytes: t.Bytes,
+			Stored: t.Stored, Ratio: ratio(t.Stored, t.Bytes), Coding: m.coding(t), Chunks: int(t.Count), Parts: int(t.Parts)}
+		if it.Shape == nil {
+			it.Shape = []int64{}
+		}
+		if t.Alias >= 0 {
+			it.AliasOf = m.ix.Tensors[t.Alias].Name
+		}
+		f.Tensors = append(f.Tensors, it)
+		name := t.DType.String()
+		if out.Totals[name] == nil {
+			out.Totals[name] = &Total{}
+		}
+		for _, sum := range []*Total{out.Totals[""], out.Totals[name]} {
+			sum.Tensors++
+			sum.Bytes += t.Bytes
+			sum.Stored += t.Stored
+			sum.Ratio = ratio(sum.Stored, sum.Bytes)
+		}
+	}
+	return out, nil
+}
+
+func (m *model) coding(t *tensor.Tensor) string {
+	if t.Alias >= 0 {
+		return "alias"
+	}
+	name, raw := "plain", false
+	for _, c := range m.ix.Chunks[t.First : t.First+t.Count] {
+		if c.Codec == tensor.CodecRaw {
+			raw = true
+			continue
+		}
+		name = c.Codec.String() + "/" + x16.Name(c.Transform)
+	}
+	if raw && name != "plain" {
+		name += "+raw"
+	}
+	return name
+}
+
+func ratio(stored, bytes int64) float64 {
+	if bytes == 0 {
+		return 1
+	}
+	return float64(stored) / float64(bytes)
+}

@@ -1,0 +1,147 @@
+package save
+
+import (
+	"context"
+	"math"
+	"unicode/utf8"
+
+	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A body gives the logical bytes of a tensor. It is safe in parallel.
+type body interface {
+	// bytes returns bytes [off, off+len(buf)) in plain order: either buf,
+	// filled, or memory of the body's own that stays until the job ends.
+	bytes(ctx context.Context, buf []byte, off int64) ([]byte, error)
+	// direct says that bytes costs nothing: no buffer is needed.
+	direct() bool
+}
+
+// memory is a body in the caller's memory.
+type memory []byte
+
+func (m memory) bytes(_ context.Context, buf []byte, off int64) ([]byte, error) {
+	return m[off : off+int64(len(buf))], nil
+}
+
+func (memory) direct() bool { return true }
+
+// form is how a tensor is stored.
+type form uint8
+
+const (
+	plain form = iota
+	compressed
+	alias
+)
+
+// An item is one tensor on its way into a file.
+type item struct {
+	name  string
+	dtype tensor.DType
+	shape []int64
+	bytes int64
+	body  body
+
+	// Convert: what an overwire source says of the tensor, else nil, and how it
+	// is coded there (0: not).
+	known          *tensor.Tensor
+	knownTransform uint8
+
+	// Set by classify.
+	form      form
+	transform uint8
+	expect    float64 // stored / logical, for the free-space check
+	of        *item   // alias: where its bytes are; never itself an alias
+	parts     int64
+
+	// Set while it is written.
+	hash   [16]byte
+	hashed bool // hash is known before the tensor is written
+}
+
+// checkItems refuses what no file could hold, before anything is written.
+func checkItems(path string, items []*item) error {
+	seen := make(map[string]struct{}, len(items))
+	if int64(len(items)) > math.MaxInt32-1 {
+		return badArgument(path, "", "%d tensors are too many", len(items))
+	}
+	for _, t := range items {
+		bad := func(format string, args ...any) error { return badArgument(path, t.name, format, args...) }
+		switch {
+		case t.name == "__metadata__" || t.name == overwire.IndexName:
+			return bad("the name is reserved")
+		case !utf8.ValidString(t.name):
+			return bad("the name is not UTF-8")
+		case !t.dtype.Valid():
+			return bad("dtype code %d is unknown", t.dtype)
+		case len(t.shape) > tensor.MaxRank:
+			return bad("rank %d is larger than %d", len(t.shape), tensor.MaxRank)
+		}
+		if _, dup := seen[t.name]; dup {
+			return bad("the name comes twice")
+		}
+		seen[t.name] = struct{}{}
+		size, err := tensor.Size(t.dtype, t.shape)
+		if err != nil {
+			return bad("%v", err)
+		}
+		if size != t.bytes {
+			return bad("shape %v as %v is %d bytes, but %d were given", t.shape, t.dtype, size, t.bytes)
+		}
+	}
+	return nil
+}
+
+func checkMetadata(path string, m map[string]string) error {
+	for k, v := range m {
+		switch {
+		case k == overwire.MetadataKey:
+			return badArgument(path, "", "metadata key %q is reserved", k)
+		case !utf8.ValidString(k) || !utf8.ValidString(v):
+			return badArgument(path, "", "metadata %q is not UTF-8", k)
+		}
+	}
+	return nil
+}
+
+// minPart is the least size of a column part: below it the parts cost more
+// in tables and records than a slice could save.
+const minPart = 4096
+
+// chooseParts is the largest of asked, asked/2 … 1 whose parts hold whole
+// elements of every row.
+func (t *item) chooseParts(asked int) int64 {
+	as := tensor.Tensor{DType: t.dtype, Shape: t.shape, Bytes: t.bytes}
+	for p := asked; p > 1; p /= 2 {
+		if as.Splits(p) && t.bytes/int64(p) >= minPart {
+			return int64(p)
+		}
+	}
+	return 1
+}
+
+// gather returns bytes [off, off+len(buf)) of column part p, row after row: in
+// buf, or as bytes does when there is one part.
+func (t *item) gather(ctx context.Context, buf []byte, p, off int64) ([]byte, error) {
+	if t.parts <= 1 {
+		return t.body.bytes(ctx, buf, off)
+	}
+	row := t.bytes / t.shape[0] // tensors of several parts have rows
+	width := row / t.parts
+	for done := int64(0); done < int64(len(buf)); {
+		r, c := (off+done)/width, (off+done)%width
+		n := min(width-c, int64(len(buf))-done)
+		piece := buf[done : done+n]
+		got, err := t.body.bytes(ctx, piece, r*row+p*width+c)
+		if err != nil {
+			return nil, err
+		}
+		if &got[0] != &piece[0] {
+			copy(piece, got)
+		}
+		done += n
+	}
+	return buf, nil
+}

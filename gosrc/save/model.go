@@ -1,0 +1,74 @@
+package save
+
+import (
+	"context"
+	"maps"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A model is what Convert, Verify and Inspect read.
+type model struct {
+	ix   *tensor.Index
+	srcs []source.Source
+}
+
+func openModel(ctx context.Context, uris []string) (*model, error) {
+	ix, srcs, err := format.OpenAll(ctx, uris, open.Source, format.Options{Known: codec.Known})
+	if err != nil {
+		return nil, err
+	}
+	return &model{ix, srcs}, nil
+}
+
+func (m *model) close() {
+	for _, s := range m.srcs {
+		_ = s.Close()
+	}
+}
+
+// metadata is what the user wrote into source k.
+func (m *model) metadata(k int) map[string]string {
+	out := maps.Clone(m.ix.Sources[k].Metadata)
+	delete(out, overwire.MetadataKey)
+	return out
+}
+
+// items makes the tensors of a model ready to be read, in the model's order.
+func (m *model) items(threads int) []*item {
+	c := newCache(threads)
+	bodies := make([]*stored, len(m.ix.Tensors))
+	at := func(i int) *stored {
+		if bodies[i] == nil {
+			t := &m.ix.Tensors[i]
+			bodies[i] = newStored(m.srcs[t.Source], m.ix, t, c)
+		}
+		return bodies[i]
+	}
+	items := make([]*item, len(bodies))
+	for i := range items {
+		t := &m.ix.Tensors[i]
+		holder := i
+		if t.Alias >= 0 {
+			holder = int(t.Alias)
+		}
+		it := &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: t.Bytes, body: at(holder), parts: 1}
+		if m.ix.Sources[t.Source].Overwire {
+			it.known = t
+			h := &m.ix.Tensors[holder]
+			for _, ch := range m.ix.Chunks[h.First : h.First+h.Count] {
+				if ch.Codec == tensor.CodecX16 {
+					it.knownTransform = ch.Transform
+					break
+				}
+			}
+		}
+		items[i] = it
+	}
+	return items
+}

@@ -1,0 +1,166 @@
+// Package save has the verbs that write and prove files: Write, Convert,
+// Verify, Inspect. Saving is loading walked backwards: classify, lay out,
+// encode on all cores, write, publish.
+//
+// Every file is written under a temporary name in its own folder, brought to
+// the disk, and only then renamed: whatever stops a save (an error, a full
+// disk, a cancel, a kill), readers find the old file or the new one. The bytes
+// of a file depend on its tensors, its metadata and the Spec only, never on
+// the number of threads or on time.
+//
+// Memory: the caller's tensors are read in place, and nothing more is held
+// than a window of chunks (two or three per thread). Convert and Verify hold the
+// index of their sources and the same window.
+package save
+
+import (
+	"context"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// An Input is one tensor to be saved. Data are its bytes, contiguous, of
+// exactly the size that shape and dtype give; they stay alive and unchanged
+// until the job ends.
+type Input struct {
+	Name  string
+	DType tensor.DType
+	Shape []int64
+	Data  []byte
+}
+
+// A Spec says what to write. Its zero value, with a Path, writes one plain
+// safetensors file with all cores.
+type Spec struct {
+	// Path is the file to write: "model.safetensors". A symbolic link is
+	// followed.
+	Path string `json:"path"`
+	// Metadata becomes `__metadata__`. The key "overwire" is ours.
+	Metadata map[string]string `json:"metadata,omitempty"`
+	// Compress writes the container of docs/format.md instead of plain
+	// safetensors. It is lossless, and still a safetensors file.
+	Compress bool `json:"compress,omitempty"`
+	// Parts cuts compressed tensors into 1, 2, 4 or 8 column parts, so that a
+	// slice of dimension 1 is read alone. Tensors whose rows do not divide get
+	// the most parts that do. 0 means 1.
+	Parts int `json:"parts,omitempty"`
+	// Threads is how many cores to use at once; 0: all.
+	Threads int `json:"threads,omitempty"`
+	// Shard is the most tensor bytes in one file; 0: no limit. When the tensors
+	// do not fit in one, files are named as huggingface names them, with an
+	// index beside them: model-00001-of-00002.safetensors and
+	// model.safetensors.index.json. A larger tensor gets a file of its own. What
+	// an earlier save of the path left and this one does not replace (shards of
+	// a longer set, the single file, the index) is removed at the end.
+	Shard int64 `json:"shard,omitempty"`
+	// ChunkBytes is the size of a chunk: a multiple of 4096, at most 16 MiB.
+	// 0 means 1 MiB, which fits in a core's second-level cache with its
+	// compressed form.
+	ChunkBytes int64 `json:"chunk_bytes,omitempty"`
+
+	fs fsys // nil: the disk; tests put a failing one here
+}
+
+// A Report says what was written. Bytes are logical on the way in and of
+// whole files on the way out; Ratio is out / in (1 when nothing came in).
+type Report struct {
+	BytesIn    int64    `json:"bytes_in"`
+	BytesOut   int64    `json:"bytes_out"`
+	Ratio      float64  `json:"ratio"`
+	Seconds    float64  `json:"seconds"`
+	Tensors    int      `json:"tensors"`
+	Compressed int      `json:"compressed"` // tensors stored compressed
+	Aliases    int      `json:"aliases"`    // tensors stored as another's bytes
+	Files      []string `json:"files"`      // written, in order; an index.json last
+}
+
+// Write saves tensors. Every argument is checked before the target's folder is
+// touched. The job's counters rise as chunks are written; j may be nil.
+func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, error) {
+	start := time.Now()
+	if err := spec.check(); err != nil {
+		return Report{}, err
+	}
+	items := make([]*item, len(in))
+	for i := range in {
+		t := &in[i]
+		items[i] = &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: int64(len(t.Data)), body: memory(t.Data)}
+	}
+	if err := checkItems(spec.Path, items); err != nil {
+		return Report{}, err
+	}
+	w := newWriter(spec, j)
+	if spec.Compress {
+		if err := w.classify(ctx, items); err != nil {
+			return Report{}, classed(ctx, err)
+		}
+	}
+	rep, err := w.save(ctx, shards(spec, items))
+	rep.Seconds = time.Since(start).Seconds()
+	return rep, classed(ctx, err)
+}
+
+// check validates what does not depend on the tensors, and fills in defaults.
+func (s *Spec) check() error {
+	bad := func(format string, args ...any) error {
+		return badArgument(s.Path, "", format, args...)
+	}
+	if s.Parts == 0 {
+		s.Parts = 1
+	}
+	if s.ChunkBytes == 0 {
+		s.ChunkBytes = 1 << 20
+	}
+	if s.fs == nil {
+		s.fs = disk{}
+	}
+	switch scheme := open.Scheme(s.Path); {
+	case s.Path == "":
+		return bad("no path to write to")
+	case scheme == "file":
+		path, err := open.FilePath(s.Path)
+		if err != nil {
+			return err
+		}
+		s.Path = path
+	case scheme != "":
+		return &fault.At{Verb: "save", Source: s.Path, Chunk: -1, Offset: -1,
+			Err: fault.New(fault.ErrNotSupported, "writing to %s://; only local files can be written", scheme)}
+	}
+	switch {
+	case s.Parts != 1 && s.Parts != 2 && s.Parts != 4 && s.Parts != 8:
+		return bad("parts must be 1, 2, 4 or 8, not %d", s.Parts)
+	case s.ChunkBytes < 4096 || s.ChunkBytes%4096 != 0 || s.ChunkBytes > tensor.MaxChunkBytes:
+		return bad("chunk_bytes must be a multiple of 4096 up to %d, not %d", tensor.MaxChunkBytes, s.ChunkBytes)
+	case s.Threads < 0:
+		return bad("threads must not be negative")
+	case s.Shard < 0:
+		return bad("shard must not be negative")
+	}
+	return checkMetadata(s.Path, s.Metadata)
+}
+
+// wrap puts the place around an error that has none yet.
+func wrap(verb, source, name string, chunk int64, err error) error {
+	if err == nil {
+		return nil
+	}
+	if at, ok := err.(*fault.At); ok {
+		c := *at
+		if c.Tensor == "" {
+			c.Tensor = name
+		}
+		if c.Chunk < 0 {
+			c.Chunk = chunk
+		}
+		if c.Source == "" {
+			c.Source = source
+		}
+		return &c
+	}
+	return &fault.At{Verb: verb, Source: source, Tensor: name, Chunk: chunk, Offset: -1, Err: err}
+}

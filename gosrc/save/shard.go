@@ -1,0 +1,125 @@
+package save
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+)
+
+// extension is what shard names keep at their end; a path without it gets it
+// appended to its shards' names.
+const extension = ".safetensors"
+
+// shards cuts tensors, in their given order, into files of at most spec.Shard
+// bytes. Aliases go where their bytes are. What fits in one file is one file,
+// under the path itself.
+func shards(spec Spec, items []*item) []part {
+	one := []part{{path: spec.Path, metadata: spec.Metadata, items: items}}
+	if spec.Shard == 0 {
+		return one
+	}
+	in := map[*item]int{} // shard of each tensor with bytes of its own
+	n, size := 0, int64(0)
+	for _, t := range items {
+		if t.form == alias {
+			continue
+		}
+		if size > 0 && t.bytes > spec.Shard-size {
+			n, size = n+1, 0
+		}
+		in[t] = n
+		size += t.bytes
+	}
+	if n == 0 {
+		return one
+	}
+	n++
+	dir, stem := stemOf(spec.Path)
+	parts := make([]part, n, n+1)
+	for k := range parts {
+		parts[k].path = filepath.Join(dir, fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, n, extension))
+		parts[k].metadata = spec.Metadata
+	}
+	for _, t := range items {
+		k := in[t]
+		if t.form == alias {
+			k = in[t.of]
+		}
+		parts[k].items = append(parts[k].items, t)
+	}
+	return append(parts, part{
+		path: indexPath(spec.Path),
+		blob: shardIndex(parts, nil),
+	})
+}
+
+func stemOf(path string) (dir, stem string) {
+	dir, name := filepath.Split(path)
+	return dir, strings.TrimSuffix(name, extension)
+}
+
+// indexPath is where the index of the shards of a path stands.
+func indexPath(path string) string {
+	dir, stem := stemOf(path)
+	return filepath.Join(dir, stem+extension+".index.json")
+}
+
+// replaced lists what a save in shards makes stale beside the files that it
+// replaces, so that nobody opens the old model by another name: the file under
+// the very path (when there are several now), the index (when there is one
+// file now), and shards of the old index that bear our names.
+func (w *writer) replaced(targets []*target) []string {
+	path, err := follow(w.spec.Path)
+	if err != nil || w.spec.Shard == 0 {
+		return nil
+	}
+	kept := map[string]bool{}
+	for _, t := range targets {
+		kept[t.path] = true
+	}
+	dir, stem := stemOf(path)
+	old := []string{path, indexPath(path)}
+	if b, err := os.ReadFile(indexPath(path)); err == nil {
+		s, _ := safetensors.ReadIndexJSON(indexPath(path), b) // a broken one names nothing
+		name := regexp.MustCompile("^" + regexp.QuoteMeta(stem) + `-\d{5}-of-\d{5}` + regexp.QuoteMeta(extension) + "$")
+		for _, f := range s.Files {
+			if name.MatchString(f) {
+				old = append(old, filepath.Join(dir, f))
+			}
+		}
+	}
+	return slices.DeleteFunc(old, func(p string) bool {
+		st, err := os.Lstat(p)
+		return kept[p] || err != nil || !st.Mode().IsRegular()
+	})
+}
+
+// retire removes what replaced has listed, now that the new model stands.
+func (w *writer) retire(old []string) error {
+	var first error
+	for _, p := range old {
+		if err := w.spec.fs.remove(p); err != nil && first == nil {
+			first = ioError(p, -1, err)
+		}
+	}
+	return first
+}
+
+// shardIndex is the index.json of some files; metadata are what a rewritten
+// one said beside its total_size.
+func shardIndex(parts []part, metadata map[string]string) []byte {
+	s := safetensors.Shards{Metadata: metadata}
+	for k, p := range parts {
+		s.Files = append(s.Files, filepath.Base(p.path))
+		for _, t := range p.items {
+			s.TotalSize += t.bytes
+			s.Weights = append(s.Weights, safetensors.Weight{Name: t.name, File: k})
+		}
+	}
+	return safetensors.AppendIndexJSON(nil, s)
+}

@@ -1,0 +1,265 @@
+package save
+
+import (
+	"container/list"
+	"context"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// plainBlock is the piece in which tensors without chunks are read.
+const plainBlock = 1 << 20
+
+// stored is the body of a tensor in a source: its chunks are read, checked and
+// decoded when their bytes are asked for. A request for exactly one whole
+// chunk, the common case, is decoded where it is wanted; others go through a
+// cache of decoded chunks, so that bytes asked for in small pieces (column
+// parts, another chunk size) are decoded about once.
+type stored struct {
+	src   source.Source
+	idx   *tensor.Index
+	t     *tensor.Tensor // never an alias
+	cache *cache
+	row   int64 // bytes of a row, and of a row in one part
+	width int64
+}
+
+func newStored(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *cache) *stored {
+	s := &stored{src: src, idx: idx, t: t, cache: c}
+	s.row = t.Bytes
+	if len(t.Shape) > 0 && t.Bytes > 0 {
+		s.row = t.Bytes / t.Shape[0]
+	}
+	s.width = s.row / s.parts()
+	c.need(3 * s.parts() * s.block())
+	return s
+}
+
+func (*stored) direct() bool { return false }
+
+func (s *stored) parts() int64 { return max(1, int64(s.t.Parts)) }
+
+// block is the size of a chunk, for plain files of what we read as one.
+func (s *stored) block() int64 {
+	if s.t.Count == 0 {
+		return plainBlock
+	}
+	return int64(s.t.ChunkBytes)
+}
+
+func (s *stored) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {
+	if s.parts() == 1 {
+		return buf, s.flat(ctx, buf, off)
+	}
+	for p := range s.parts() {
+		if err := s.spread(ctx, buf, p, off); err != nil {
+			return nil, err
+		}
+	}
+	return buf, nil
+}
+
+// spread puts into buf, which stands for plain bytes from off, those that
+// belong to part p: block by block of the part, and in each row by row.
+func (s *stored) spread(ctx context.Context, buf []byte, p, off int64) error {
+	end := off + int64(len(buf))
+	// The part's bytes of every row that is touched, also of those that end
+	// before its columns begin: they are clipped below.
+	lo, hi := off/s.row*s.width, (end+s.row-1)/s.row*s.width
+	for b := lo / s.block(); b*s.block() < hi; b++ {
+		from, to := max(lo, b*s.block()), min(hi, (b+1)*s.block())
+		// plain is where byte i of the part is in plain order.
+		plain := func(i int64) int64 { return i/s.width*s.row + p*s.width + i%s.width }
+		if plain(from) >= end || plain(to-1) < off {
+			continue
+		}
+		e, err := s.hold(ctx, p, b)
+		if err != nil {
+			return err
+		}
+		for i := from; i < to; {
+			n := min(s.width-i%s.width, to-i)
+			at, data := plain(i)-off, e.data[i-b*s.block():][:n]
+			i += n
+			if at < 0 {
+				data = data[min(n, -at):]
+				at = 0
+			}
+			if at < int64(len(buf)) {
+				copy(buf[at:], data)
+			}
+		}
+		s.cache.put(e)
+	}
+	return nil
+}
+
+// hold gets a block of a part from the cache.
+func (s *stored) hold(ctx context.Context, p, b int64) (*cached, error) {
+	size := s.t.Bytes / s.parts()
+	per := (size + s.block() - 1) / s.block()
+	return s.cache.get(cacheKey{s, p*per + b}, func() ([]byte, error) {
+		d := make([]byte, min(s.block(), size-b*s.block()))
+		return d, s.read(ctx, d, p*per+b, int64(len(d)))
+	})
+}
+
+// flat fills buf with bytes from off of a tensor in one part.
+func (s *stored) flat(ctx context.Context, buf []byte, off int64) error {
+	for len(buf) > 0 {
+		b := off / s.block()
+		from := off - b*s.block()
+		whole := min(s.block(), s.t.Bytes-b*s.block())
+		n := min(whole-from, int64(len(buf)))
+		if n == whole {
+			if err := s.read(ctx, buf[:n], b, whole); err != nil {
+				return err
+			}
+		} else {
+			e, err := s.hold(ctx, 0, b)
+			if err != nil {
+				return err
+			}
+			copy(buf[:n], e.data[from:])
+			s.cache.put(e)
+		}
+		buf, off = buf[n:], off+n
+	}
+	return nil
+}
+
+var storedBuffers = sync.Pool{New: func() any { return new([]byte) }}
+
+// read fills dst with one whole block: read, check, decode.
+func (s *stored) read(ctx context.Context, dst []byte, k, whole int64) error {
+	t := s.t
+	if t.Count == 0 {
+		off := t.Off + k*plainBlock
+		return wrap("read", s.src.URI(), t.Name, -1, s.src.ReadAt(ctx, dst, off))
+	}
+	c := s.idx.Chunks[int64(t.First)+k]
+	fail := func(verb string, err error) error {
+		return &fault.At{Verb: verb, Source: s.src.URI(), Tensor: t.Name, Chunk: k, Offset: c.Off, Err: err}
+	}
+	if int64(c.Logical) != whole {
+		return fail("decode", fault.New(fault.ErrCorrupt, "chunk of %d bytes where %d belong", c.Logical, whole))
+	}
+	in := dst
+	if c.Codec != tensor.CodecRaw || c.Stored != c.Logical {
+		p := storedBuffers.Get().(*[]byte)
+		defer storedBuffers.Put(p)
+		if cap(*p) < int(c.Stored) {
+			*p = make([]byte, c.Stored)
+		}
+		in = (*p)[:c.Stored]
+	}
+	if err := s.src.ReadAt(ctx, in, c.Off); err != nil {
+		return wrap("read", s.src.URI(), t.Name, k, err)
+	}
+	if sum := codec.Sum(in); sum != c.Sum {
+		return fail("check", fault.New(fault.ErrCorrupt, "checksum mismatch: %08x, not %08x", sum, c.Sum))
+	}
+	if len(dst) > 0 && &in[0] == &dst[0] {
+		return nil
+	}
+	if err := codec.Decode(dst, in, c); err != nil {
+		return fail("decode", err)
+	}
+	return nil
+}
+
+// A cache holds decoded blocks, each made once however many ask for it at the
+// same time; the least recently used go when there are too many bytes.
+type cache struct {
+	most int64
+	mu   sync.Mutex
+	size int64
+	by   map[cacheKey]*cached
+	lru  list.List // of *cached that nobody uses, oldest first
+}
+
+type cacheKey struct {
+	s *stored
+	k int64
+}
+
+type cached struct {
+	key   cacheKey
+	ready chan struct{}
+	data  []byte
+	err   error
+	users int
+	place *list.Element // in lru
+}
+
+// newCache makes room for the parts that some threads walk through at once.
+func newCache(threads int) *cache {
+	return &cache{most: int64(threads+2) * (16 << 20), by: map[cacheKey]*cached{}}
+}
+
+// need makes room for at least n bytes: a few rows of the parts of one tensor.
+func (c *cache) need(n int64) {
+	c.mu.Lock()
+	c.most = max(c.most, n)
+	c.mu.Unlock()
+}
+
+// get returns a block, made by fill if it is not there; put gives it back.
+func (c *cache) get(key cacheKey, fill func() ([]byte, error)) (*cached, error) {
+	c.mu.Lock()
+	e := c.by[key]
+	if e != nil {
+		e.users++
+		if e.place != nil {
+			c.lru.Remove(e.place)
+			e.place = nil
+		}
+		c.mu.Unlock()
+		<-e.ready // whoever makes it is held to ctx
+		if e.err != nil {
+			c.put(e)
+			return nil, e.err
+		}
+		return e, nil
+	}
+	e = &cached{key: key, ready: make(chan struct{}), users: 1}
+	c.by[key] = e
+	c.mu.Unlock()
+
+	e.err = fault.New(fault.ErrEngine, "a block was not made") // should fill panic
+	defer close(e.ready)
+	data, err := fill()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if e.data, e.err = data, err; err != nil {
+		delete(c.by, key) // the next one tries again
+		return nil, err
+	}
+	c.size += int64(len(data))
+	c.trim()
+	return e, nil
+}
+
+func (c *cache) put(e *cached) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	e.users--
+	if e.users == 0 && c.by[e.key] == e {
+		e.place = c.lru.PushBack(e)
+		c.trim()
+	}
+}
+
+// trim is called with mu held.
+func (c *cache) trim() {
+	for c.size > c.most && c.lru.Len() > 0 {
+		e := c.lru.Remove(c.lru.Front()).(*cached)
+		e.place = nil
+		c.size -= int64(len(e.data))
+		delete(c.by, e.key)
+	}
+}

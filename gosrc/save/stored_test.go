@@ -1,0 +1,121 @@
+package save
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"path/filepath"
+	"sync/atomic"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+func TestStoredRanges(t *testing.T) {
+	// Promise: any range of a stored tensor is the same range of its bytes, and
+	// any range of a column part is what gathering it in memory gives: for
+	// every number of parts, on several threads, through a cache too small for
+	// anything.
+	r := newRand(t)
+	in := some(r)
+	for _, parts := range []int{1, 2, 8} {
+		p := filepath.Join(t.TempDir(), "m")
+		write(t, Spec{Path: p, Compress: true, Parts: parts, ChunkBytes: 4096 << r.IntN(6)}, in)
+		m, err := openModel(bg, []string{p})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.close()
+		want := read(t, p)
+		items := m.items(1)
+		for _, it := range items {
+			it.body.(*stored).cache.most = 1 << 15
+			it.parts = it.chooseParts(1 << r.IntN(4))
+		}
+		type job struct {
+			it          *item
+			p, off, len int64
+		}
+		var jobs []job
+		for range 3000 {
+			it := items[r.IntN(len(items))]
+			if it.bytes == 0 {
+				continue
+			}
+			size := it.bytes / it.parts
+			off := r.Int64N(size)
+			jobs = append(jobs, job{it, r.Int64N(it.parts), off, 1 + r.Int64N(min(size-off, 1<<r.IntN(18)))})
+		}
+		err = each(bg, "test", 4, len(jobs), func(k int) error {
+			j := jobs[k]
+			mem := *j.it
+			mem.body = memory(want[j.it.name].Data)
+			a, err := mem.gather(bg, make([]byte, j.len), j.p, j.off)
+			if err != nil {
+				return err
+			}
+			b, err := j.it.gather(bg, make([]byte, j.len), j.p, j.off)
+			if err == nil && !bytes.Equal(a, b) {
+				t.Errorf("%q stored in %d parts: bytes [%d, +%d) of part %d of %d differ", j.it.name, parts, j.off, j.len, j.p, j.it.parts)
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestCache(t *testing.T) {
+	// Promise: a block is made once for all who ask at the same time; an error
+	// is not kept; what nobody uses goes when there is too much.
+	c := newCache(1)
+	c.most = 100
+	var made atomic.Int64
+	bad := errors.New("bad")
+	get := func(k int64, n int, err error) error {
+		e, err := c.get(cacheKey{nil, k}, func() ([]byte, error) {
+			made.Add(1)
+			return make([]byte, n), err
+		})
+		if err == nil {
+			c.put(e)
+		}
+		return err
+	}
+	if err := get(1, 10, bad); err != bad {
+		t.Fatal(err)
+	}
+	if err := each(bg, "test", 8, 100, func(int) error { return get(1, 10, nil) }); err != nil {
+		t.Fatal(err)
+	}
+	if made.Load() != 2 {
+		t.Fatalf("made %d times", made.Load())
+	}
+	for k := range int64(50) {
+		if err := get(k, 30, nil); err != nil {
+			t.Fatal(err)
+		}
+		if c.size > 130 {
+			t.Fatalf("%d bytes are held", c.size)
+		}
+	}
+}
+
+func TestClassed(t *testing.T) {
+	// Promise: however a context ends, the error has one of our classes.
+	ctx, cancel := context.WithCancel(bg)
+	cancel()
+	if err := classed(ctx, context.Canceled); !errors.Is(err, fault.ErrCancelled) {
+		t.Fatal(err)
+	}
+	ctx, cancel = context.WithTimeout(bg, 0)
+	defer cancel()
+	<-ctx.Done()
+	if err := classed(ctx, ctx.Err()); !errors.Is(err, fault.ErrTimeout) {
+		t.Fatal(err)
+	}
+	if classed(bg, nil) != nil {
+		t.Fatal("an error out of nothing")
+	}
+}

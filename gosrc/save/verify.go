@@ -1,0 +1,239 @@
+package save
+
+import (
+	"context"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/zeebo/xxh3"
+)
+
+// A VerifyReport says what was proven. With an error, its counts say how far
+// verification came.
+type VerifyReport struct {
+	OK      bool           `json:"ok"`
+	Tensors int            `json:"tensors"` // proven, aliases included
+	Bytes   int64          `json:"bytes"`   // of tensors, decoded and hashed
+	Stored  int64          `json:"stored"`  // bytes of the files
+	Seconds float64        `json:"seconds"`
+	Files   []VerifiedFile `json:"files"`
+	Note    string         `json:"note,omitempty"` // what could not be proven
+}
+
+// A VerifiedFile is one file of a VerifyReport.
+type VerifiedFile struct {
+	URI     string `json:"uri"`
+	Format  string `json:"format"`  // "overwire" or "safetensors"
+	Checked string `json:"checked"` // "contents": every byte; "structure": header and sizes
+	Tensors int    `json:"tensors"`
+	Bytes   int64  `json:"bytes"`
+	Stored  int64  `json:"stored"`
+}
+
+// Verify proves files: of an overwire file every byte is looked at (header and
+// index are exactly what the writer makes of what they say, every chunk has
+// its CRC and decodes, every tensor has its XXH3-128, padding is zero); of a
+// plain safetensors file only the structure can be, since it holds no sums,
+// and the report says so. The first error ends it, with file, tensor, chunk
+// and offset where they are known.
+func Verify(ctx context.Context, j *job.Job, uris []string) (VerifyReport, error) {
+	start := time.Now()
+	var rep VerifyReport
+	m, err := openModel(ctx, uris)
+	if err != nil {
+		return rep, classed(ctx, err)
+	}
+	defer m.close()
+	if j == nil {
+		j = job.New("verify")
+	}
+	err = m.verify(ctx, j, &rep)
+	rep.OK = err == nil
+	rep.Seconds = time.Since(start).Seconds()
+	return rep, classed(ctx, err)
+}
+
+func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error {
+	plainFiles := 0
+	for k := range m.ix.Sources {
+		s := &m.ix.Sources[k]
+		f := VerifiedFile{URI: s.URI, Format: formatName(s), Checked: "contents", Stored: s.Size}
+		if !s.Overwire {
+			f.Checked = "structure"
+			plainFiles++
+		}
+		rep.Files = append(rep.Files, f)
+		rep.Stored += s.Size
+	}
+	if plainFiles > 0 {
+		rep.Note = "plain safetensors files hold no checksums: only their structure was verified"
+	}
+	items := m.items(threads(0))
+	var total int64
+	for i, t := range items {
+		f := &rep.Files[m.ix.Tensors[i].Source]
+		f.Tensors++
+		f.Bytes += t.bytes
+		if t.known != nil {
+			total += t.bytes
+		}
+	}
+	j.TotalBytes.Store(total)
+	j.TotalTensors.Store(int64(len(items)))
+	for k := range m.ix.Sources {
+		if m.ix.Sources[k].Overwire {
+			if err := m.zeros(ctx, k); err != nil {
+				return err
+			}
+		}
+	}
+	return m.contents(ctx, j, items, rep)
+}
+
+// zeros holds the bytes of source k that belong to nothing, between the chunks
+// and after them, to what the writer leaves there. Header and index have sums
+// of their own that format.Open has checked.
+func (m *model) zeros(ctx context.Context, k int) error {
+	var pad [64]byte
+	gap := func(i int, from, to int64) error {
+		for from < to {
+			if ctx.Err() != nil {
+				return cancelled(ctx)
+			}
+			p := pad[:min(int64(len(pad)), to-from)]
+			if err := m.srcs[k].ReadAt(ctx, p, from); err != nil {
+				return err
+			}
+			for n, b := range p {
+				if b != 0 {
+					return wrap("verify", m.ix.Sources[k].URI, m.ix.Tensors[i].Name, -1, &fault.At{Verb: "verify", Chunk: -1,
+						Offset: from + int64(n), Err: fault.New(fault.ErrCorrupt, "padding that is not zero")})
+				}
+			}
+			from += int64(len(p))
+		}
+		return nil
+	}
+	for i := range m.ix.Tensors {
+		t := &m.ix.Tensors[i]
+		if int(t.Source) != k || t.Count == 0 {
+			continue
+		}
+		at := t.Off
+		for _, c := range m.ix.Chunks[t.First : t.First+t.Count] {
+			if err := gap(i, at, c.Off); err != nil {
+				return err
+			}
+			at = c.Off + int64(c.Stored)
+		}
+		if err := gap(i, at, t.Off+t.Stored); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// A span is a run of a tensor's bytes in plain order.
+type span struct {
+	t    *item
+	k    int // number of the tensor
+	off  int64
+	n    int64
+	last bool
+}
+
+// contents decodes and hashes every tensor that holds bytes of its own, in
+// pieces on all cores.
+func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *VerifyReport) error {
+	var spans []span
+	for i, t := range items {
+		rt := &m.ix.Tensors[i]
+		if t.known == nil || rt.Alias >= 0 || t.bytes == 0 {
+			continue
+		}
+		step := int64(plainBlock)
+		if rt.Parts <= 1 {
+			step = int64(rt.ChunkBytes)
+		}
+		for off := int64(0); off < t.bytes; off += step {
+			n := min(step, t.bytes-off)
+			spans = append(spans, span{t, i, off, n, off+n == t.bytes})
+		}
+	}
+	n := threads(0)
+	window := 3*n + 2
+	bufs := make([][]byte, window)
+	var h xxh3.Hasher
+	o := ordered{n: len(spans), window: window, workers: n,
+		work: func(_, k int) error {
+			s := &spans[k]
+			b := &bufs[k%window]
+			if int64(cap(*b)) < s.n {
+				*b = make([]byte, s.n)
+			}
+			*b = (*b)[:s.n]
+			_, err := s.t.body.bytes(ctx, *b, s.off)
+			return err
+		},
+		turn: func(k int) error {
+			s := &spans[k]
+			if s.off == 0 {
+				h.Reset()
+			}
+			_, _ = h.Write(bufs[k%window])
+			j.Bytes.Add(s.n)
+			rep.Bytes += s.n
+			if !s.last {
+				return nil
+			}
+			if sum128(&h) != s.t.known.Hash {
+				return m.corrupt(s.k, "the decoded bytes are not those that were saved (XXH3-128 differs)")
+			}
+			rep.Tensors++
+			j.Tensors.Add(1)
+			return nil
+		},
+	}
+	if err := o.run(ctx, "save.verify"); err != nil {
+		return err
+	}
+	// What has no bytes of its own is proven with what it stands for.
+	for i, t := range items {
+		rt := &m.ix.Tensors[i]
+		switch {
+		case t.known == nil:
+			rep.Tensors++
+		case rt.Alias >= 0:
+			if rt.Hash != m.ix.Tensors[rt.Alias].Hash {
+				return m.corrupt(i, "an alias whose hash is not that of the tensor that holds its bytes")
+			}
+			rep.Tensors++
+			rep.Bytes += t.bytes
+			j.Bytes.Add(t.bytes)
+		case t.bytes == 0:
+			if rt.Hash != hashOfNothing() {
+				return m.corrupt(i, "a tensor without bytes whose hash is not that of nothing")
+			}
+			rep.Tensors++
+		default:
+			continue
+		}
+		j.Tensors.Add(1)
+	}
+	return nil
+}
+
+func (m *model) corrupt(i int, format string, args ...any) error {
+	t := &m.ix.Tensors[i]
+	return &fault.At{Verb: "verify", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: t.Off,
+		Err: fault.New(fault.ErrCorrupt, format, args...)}
+}
+
+func formatName(s *tensor.Source) string {
+	if s.Overwire {
+		return "overwire"
+	}
+	return "safetensors"
+}

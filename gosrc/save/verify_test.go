@@ -1,0 +1,215 @@
+package save
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const goldens = "../../tests/goldens/save"
+
+// goldenTensors are what the golden files hold; they never change. See
+// tests/goldens/save/README.md.
+func goldenTensors() []Input {
+	r := fixedRand()
+	w := bf16("layer.weight", r, 24, 128)
+	return []Input{
+		w,
+		{"layer.tied", tensor.BF16, []int64{128, 24}, w.Data},
+		{"scale", tensor.F32, []int64{5}, noise(r, 20)},
+		{"flat", tensor.U8, []int64{640}, bytes.Repeat([]byte{7}, 640)},
+		{"empty", tensor.F16, []int64{0, 4}, nil},
+		{"step", tensor.I64, nil, []byte{42, 0, 0, 0, 0, 0, 0, 0}},
+	}
+}
+
+var goldenSpecs = map[string]Spec{
+	"plain.safetensors":     {Metadata: map[string]string{"format": "pt"}},
+	"container.safetensors": {Metadata: map[string]string{"format": "pt"}, Compress: true},
+	"parts.safetensors":     {Compress: true, Parts: 2, ChunkBytes: 4096},
+}
+
+// goldenVersion is the folder of the writer that is current. Its files are made
+// once, by go test ./gosrc/save -run TestGoldens -args write-goldens; those of
+// a released version never change again.
+const goldenVersion = "v0.1"
+
+func TestGoldens(t *testing.T) {
+	// Promise: files of every writer version load, and today's writer still
+	// writes its own version's bytes.
+	if slices.Contains(os.Args, "write-goldens") {
+		for name, spec := range goldenSpecs {
+			spec.Path = filepath.Join(goldens, goldenVersion, name)
+			write(t, spec, goldenTensors())
+		}
+	}
+	versions, err := filepath.Glob(filepath.Join(goldens, "v*"))
+	if err != nil || len(versions) == 0 {
+		t.Fatal("no goldens", err)
+	}
+	for _, dir := range versions {
+		for name := range goldenSpecs {
+			p := filepath.Join(dir, name)
+			same(t, goldenTensors(), read(t, p))
+			if v, err := Verify(bg, nil, []string{p}); err != nil || !v.OK {
+				t.Errorf("%s: %v", p, err)
+			}
+		}
+	}
+	for name, spec := range goldenSpecs {
+		spec.Path = filepath.Join(t.TempDir(), name)
+		write(t, spec, goldenTensors())
+		p := filepath.Join(goldens, goldenVersion, name)
+		if digest(t, spec.Path) != digest(t, p) {
+			t.Errorf("the writer has changed: %s differs; a change of format needs a new version folder", p)
+		}
+	}
+}
+
+// bytesSource is a file in memory.
+type bytesSource []byte
+
+func (bytesSource) URI() string   { return "memory" }
+func (s bytesSource) Size() int64 { return int64(len(s)) }
+func (bytesSource) Close() error  { return nil }
+
+func (s bytesSource) ReadAt(ctx context.Context, p []byte, off int64) error {
+	if off < 0 || off+int64(len(p)) > s.Size() {
+		return &fault.At{Verb: "read", Source: "memory", Chunk: -1, Offset: off, Err: fault.New(fault.ErrCorrupt, "truncated")}
+	}
+	copy(p, s[off:])
+	return nil
+}
+
+// refused verifies bytes and says whether they were refused in the right way.
+func refused(b []byte) error {
+	srcs := []source.Source{bytesSource(b)}
+	ix, err := format.Open(bg, srcs, format.Options{Known: codec.Known})
+	if err == nil {
+		err = (&model{ix, srcs}).verify(bg, job.New("verify"), &VerifyReport{})
+	}
+	var at *fault.At
+	switch {
+	case err == nil:
+		return errors.New("not refused")
+	case !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrFormat) && !errors.Is(err, fault.ErrNotSupported):
+		return fmt.Errorf("wrong class: %w", err)
+	case !errors.As(err, &at) || at.Source != "memory":
+		return fmt.Errorf("no source: %w", err)
+	}
+	return nil
+}
+
+func TestEveryBitFlip(t *testing.T) {
+	// Promise: every single-bit flip of a container is refused by Verify as
+	// corrupt or as a bad format (or, in a version or codec number, as not
+	// supported), with the file's name: header, spaces, index, padding, chunks.
+	// Inside runs of the header's padding one bit of every byte is tried: one
+	// checksum covers them all.
+	for _, name := range []string{"container.safetensors", "parts.safetensors"} {
+		t.Run(name, func(t *testing.T) { t.Parallel(); everyFlip(t, name) })
+	}
+}
+
+func everyFlip(t *testing.T, name string) {
+	b, err := os.ReadFile(filepath.Join(goldens, goldenVersion, name))
+	if err != nil {
+		t.Fatal(err)
+	}
+	flips := 0
+	for i := range b {
+		inSpaces := i > 64 && i < 4095 && b[i] == ' ' && b[i-1] == ' ' && b[i+1] == ' '
+		for bit := range 8 {
+			if inSpaces && bit != i%8 || testing.Short() && (i+bit)%7 != 0 {
+				continue
+			}
+			flips++
+			b[i] ^= 1 << bit
+			if err := refused(b); err != nil {
+				t.Fatalf("%s: bit %d of byte %d flipped: %v", name, bit, i, err)
+			}
+			b[i] ^= 1 << bit
+		}
+	}
+	t.Logf("%s: %d flips refused", name, flips)
+}
+
+func TestEveryTruncation(t *testing.T) {
+	// Promise: every truncation is refused, of plain files too; so are bytes
+	// after the end.
+	for name := range goldenSpecs {
+		b, err := os.ReadFile(filepath.Join(goldens, goldenVersion, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for n := range b {
+			if err := refused(b[:n]); err != nil {
+				t.Fatalf("%s cut to %d bytes: %v", name, n, err)
+			}
+		}
+		if err := refused(append(b, 0)); err != nil {
+			t.Fatalf("%s and a byte after the end: %v", name, err)
+		}
+	}
+}
+
+func TestVerifyPlain(t *testing.T) {
+	// Promise: a plain file's structure is verified, and the report says that
+	// its contents were not.
+	v, err := Verify(bg, nil, []string{filepath.Join(goldens, goldenVersion, "plain.safetensors")})
+	if err != nil || v.Note == "" || v.Files[0].Checked != "structure" || v.Bytes != 0 {
+		t.Fatalf("%+v %v", v, err)
+	}
+}
+
+func TestVerifyPlace(t *testing.T) {
+	// Promise: an error says which tensor, chunk and offset.
+	p := filepath.Join(t.TempDir(), "m")
+	r := fixedRand()
+	write(t, Spec{Path: p, Compress: true, ChunkBytes: 4096}, []Input{bf16("a", r, 64, 64), bf16("b", r, 64, 64)})
+	m, err := openModel(bg, []string{p})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := m.ix.Chunks[m.ix.Tensors[1].First+1]
+	m.close()
+	b, _ := os.ReadFile(p)
+	b[c.Off+200] ^= 4
+	_ = os.WriteFile(p, b, 0o600)
+	_, err = Verify(bg, nil, []string{p})
+	var at *fault.At
+	if !errors.As(err, &at) || at.Tensor != "b" || at.Chunk != 1 || at.Offset != c.Off || !strings.Contains(err.Error(), "checksum") {
+		t.Fatal(err)
+	}
+}
+
+func TestInspect(t *testing.T) {
+	// Promise: Inspect tells dtype, shape, sizes and coding of every tensor.
+	got, err := Inspect(bg, []string{filepath.Join(goldens, goldenVersion, "container.safetensors")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	in := got.(*Inspection)
+	coding := map[string]string{}
+	for _, it := range in.Sources[0].Tensors {
+		coding[it.Name] = it.Coding
+	}
+	if coding["layer.tied"] != "X16/bf16" || coding["layer.weight"] != "alias" || coding["scale"] != "plain" ||
+		in.Sources[0].Format != "overwire" || in.Sources[0].Metadata["format"] != "pt" || len(in.Sources[0].Metadata) != 1 ||
+		in.Totals[""].Tensors != 6 || in.Totals["BF16"].Bytes != 2*24*128*2 {
+		t.Fatalf("%v %+v", coding, in)
+	}
+}

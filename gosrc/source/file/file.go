@@ -1,0 +1,158 @@
+// Package file is the source of local files: parallel pread on one descriptor.
+//
+// A file that shrinks while it is open gives fault.ErrCorrupt at the missing
+// bytes; one that is replaced by rename stays the file that was opened.
+package file
+
+import (
+	"context"
+	"errors"
+	"os"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// step is the most that one pread is asked for: small enough that a cancelled
+// read returns within a few milliseconds from any disk that works.
+const step = 4 << 20
+
+// A File is an open local file. It implements source.Source.
+type File struct {
+	uri  string
+	size int64
+
+	mu   sync.RWMutex // held for reading by every call that uses fd
+	fd   int
+	shut bool
+}
+
+// Open opens a regular file for reading. Directories and special files are
+// refused, since their size says nothing.
+func Open(path string) (*File, error) {
+	fail := func(err error) (*File, error) {
+		return nil, &fault.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: err}
+	}
+	var fd int
+	err := again(func() (err error) {
+		fd, err = unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
+		return err
+	})
+	if err != nil {
+		return fail(fault.FromOS(&os.PathError{Op: "open", Path: path, Err: err}))
+	}
+	var st unix.Stat_t
+	if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
+		_ = unix.Close(fd)
+		return fail(fault.FromOS(&os.PathError{Op: "stat", Path: path, Err: err}))
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		_ = unix.Close(fd)
+		return fail(fault.New(fault.ErrArgument, "not a regular file"))
+	}
+	return &File{uri: path, size: st.Size, fd: fd}, nil
+}
+
+// FromFD makes a source of a duplicate of a descriptor that the caller keeps;
+// uri names it in errors.
+func FromFD(fd int, uri string) (*File, error) {
+	fail := func(err error) (*File, error) {
+		return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
+	}
+	var st unix.Stat_t
+	if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
+		return fail(fault.FromOS(err))
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return fail(fault.New(fault.ErrArgument, "not a regular file"))
+	}
+	own, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)
+	if err != nil {
+		return fail(fault.FromOS(err))
+	}
+	return &File{uri: uri, size: st.Size, fd: own}, nil
+}
+
+// URI is the path as it was given.
+func (f *File) URI() string { return f.uri }
+
+// Size is the file's size when it was opened.
+func (f *File) Size() int64 { return f.size }
+
+// ReadAt fills p from off; see source.Source.
+func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
+	if off < 0 || off > f.size || int64(len(p)) > f.size-off {
+		return f.at(off, fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, the file has %d", len(p), f.size))
+	}
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	if f.shut {
+		return f.at(off, fault.New(fault.ErrArgument, "the source is closed"))
+	}
+	for len(p) > 0 {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		n, err := unix.Pread(f.fd, p[:min(len(p), step)], off)
+		switch {
+		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
+			continue
+		case err != nil:
+			return f.at(off, fault.FromOS(&os.PathError{Op: "read", Path: f.uri, Err: err}))
+		case n == 0:
+			return f.at(off, fault.New(fault.ErrCorrupt, "truncated: the file had %d bytes when it was opened", f.size))
+		}
+		p = p[n:]
+		off += int64(n)
+	}
+	return nil
+}
+
+// Prefetch tells the kernel that a range will be read soon. It never blocks
+// for the disk and never fails: it is advice.
+func (f *File) Prefetch(off, n int64) {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	if !f.shut {
+		_ = unix.Fadvise(f.fd, off, n, unix.FADV_WILLNEED)
+	}
+}
+
+// WithFD calls fn with the open descriptor, which stays open meanwhile.
+func (f *File) WithFD(fn func(fd int) error) error {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	if f.shut {
+		return f.at(-1, fault.New(fault.ErrArgument, "the source is closed"))
+	}
+	return fn(f.fd)
+}
+
+// Close closes the descriptor after the reads in flight.
+func (f *File) Close() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.shut {
+		return nil
+	}
+	f.shut = true
+	if err := unix.Close(f.fd); err != nil {
+		return f.at(-1, fault.FromOS(err))
+	}
+	return nil
+}
+
+func (f *File) at(off int64, err error) error {
+	return &fault.At{Verb: "read", Source: f.uri, Chunk: -1, Offset: off, Err: err}
+}
+
+// again repeats fn while a signal interrupts it.
+func again(fn func() error) error {
+	for {
+		if err := fn(); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}

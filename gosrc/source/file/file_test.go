@@ -1,0 +1,94 @@
+package file
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+func write(t *testing.T, data []byte) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "x")
+	if err := os.WriteFile(path, data, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestSuite(t *testing.T) {
+	t.Run("path", func(t *testing.T) {
+		sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+			f, err := Open(write(t, data))
+			if err != nil {
+				t.Fatal(err)
+			}
+			return f
+		})
+	})
+	t.Run("descriptor", func(t *testing.T) {
+		sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+			o, err := os.Open(write(t, data))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer o.Close()
+			f, err := FromFD(int(o.Fd()), "fd")
+			if err != nil {
+				t.Fatal(err)
+			}
+			return f
+		})
+	})
+}
+
+func TestOpenRefuses(t *testing.T) {
+	dir := t.TempDir()
+	fifo := filepath.Join(dir, "fifo")
+	if err := unix.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		path string
+		want error
+	}{
+		{filepath.Join(dir, "missing"), fault.ErrNotFound},
+		{dir, fault.ErrArgument},
+		{fifo, fault.ErrArgument},
+		{"/dev/zero", fault.ErrArgument},
+		{"a\x00b", fault.ErrArgument},
+	} {
+		if _, err := Open(c.path); !errors.Is(err, c.want) {
+			t.Errorf("%q: %v, want %v", c.path, err, c.want)
+		}
+	}
+}
+
+// A file that another program cuts off gives an error at the missing bytes,
+// and what is still there reads on.
+func TestShrinkingFile(t *testing.T) {
+	path := write(t, make([]byte, 10_000))
+	f, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := os.Truncate(path, 5_000); err != nil {
+		t.Fatal(err)
+	}
+	err = f.ReadAt(context.Background(), make([]byte, 10_000), 0)
+	var at *fault.At
+	if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Offset != 5_000 {
+		t.Errorf("%v, want ErrCorrupt at 5000", err)
+	}
+	if err := f.ReadAt(context.Background(), make([]byte, 5_000), 0); err != nil {
+		t.Error(err)
+	}
+}

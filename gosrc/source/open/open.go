@@ -1,0 +1,60 @@
+// Package open turns a URI into a Source, by one explicit table of schemes.
+package open
+
+import (
+	"context"
+	"net/url"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/file"
+)
+
+// schemes says who opens what. A name without a scheme is a local path.
+var schemes = map[string]func(ctx context.Context, uri string) (source.Source, error){
+	"": func(_ context.Context, path string) (source.Source, error) { return wrap(file.Open(path)) },
+	"file": func(_ context.Context, uri string) (source.Source, error) {
+		path, err := FilePath(uri)
+		if err != nil {
+			return nil, err
+		}
+		return wrap(file.Open(path))
+	},
+}
+
+// wrap keeps a nil *file.File from becoming a Source that is not nil.
+func wrap(f *file.File, err error) (source.Source, error) {
+	if err != nil {
+		return nil, err
+	}
+	return f, nil
+}
+
+// Source opens one URI.
+func Source(ctx context.Context, uri string) (source.Source, error) {
+	fn, ok := schemes[Scheme(uri)]
+	if !ok {
+		return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
+			Err: fault.New(fault.ErrNotSupported, "scheme %q; a local path is meant by ./%s", Scheme(uri), uri)}
+	}
+	return fn(ctx, uri)
+}
+
+// Scheme is the scheme of a URI in lower case, or "" for a local path.
+func Scheme(uri string) string {
+	s, _, ok := strings.Cut(uri, "://")
+	if !ok || s == "" || strings.ContainsAny(s, "/\\.") {
+		return ""
+	}
+	return strings.ToLower(s)
+}
+
+// FilePath is the path of a file:// URI, which must name no other host.
+func FilePath(uri string) (string, error) {
+	u, err := url.Parse(uri)
+	if err != nil || (u.Host != "" && u.Host != "localhost") || u.Path == "" {
+		return "", &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrArgument, "not the URI of a local file")}
+	}
+	return u.Path, nil
+}

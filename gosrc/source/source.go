@@ -1,0 +1,25 @@
+// Package source is where bytes come from: a Source gives bytes by offset and
+// never hears of tensors. Each kind of source is a room below this one.
+package source
+
+import "context"
+
+// A Source is one file or object of a fixed size, read by offset.
+//
+// Implementations are safe for concurrent use; ReadAt calls run in parallel.
+type Source interface {
+	// URI names the source as the user wrote it; secrets are redacted by
+	// whoever shows it.
+	URI() string
+	// Size is the number of bytes, fixed when the source was opened.
+	Size() int64
+	// ReadAt fills p from offset off, all of it, or returns an error: never a
+	// partial result. Reading past Size, or a medium that gives fewer bytes
+	// than Size promised, is fault.ErrCorrupt ("truncated"); a failing medium
+	// is fault.ErrIO with the system's words. It returns soon after ctx is
+	// cancelled, with fault.ErrCancelled.
+	ReadAt(ctx context.Context, p []byte, off int64) error
+	// Close releases what the source holds. ReadAt calls in flight finish or
+	// fail; later ones fail. Close may be called more than once.
+	Close() error
+}

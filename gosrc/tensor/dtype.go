@@ -1,0 +1,90 @@
+// Package tensor holds the words that every other room speaks: DType, Tensor,
+// Chunk, Index; the one validator of them; and every limit.
+//
+// It does no I/O and imports only the standard library.
+package tensor
+
+// A DType is an element type of the safetensors format. The values are the
+// codes of docs/format.md section 5 and never change.
+type DType uint8
+
+// The 22 element types of safetensors 0.8.
+const (
+	Invalid DType = iota
+	Bool
+	F4
+	F6E2M3
+	F6E3M2
+	U8
+	I8
+	F8E5M2
+	F8E4M3
+	F8E8M0
+	F8E4M3FNUZ
+	F8E5M2FNUZ
+	I16
+	U16
+	F16
+	BF16
+	I32
+	U32
+	F32
+	C64
+	F64
+	I64
+	U64
+	dtypeEnd
+)
+
+// NumDTypes counts the valid types; their codes are 1..NumDTypes.
+const NumDTypes = int(dtypeEnd) - 1
+
+var dtypes = [dtypeEnd]struct {
+	name string
+	bits uint8
+}{
+	Bool: {"BOOL", 8}, F4: {"F4", 4}, F6E2M3: {"F6_E2M3", 6}, F6E3M2: {"F6_E3M2", 6},
+	U8: {"U8", 8}, I8: {"I8", 8},
+	F8E5M2: {"F8_E5M2", 8}, F8E4M3: {"F8_E4M3", 8}, F8E8M0: {"F8_E8M0", 8},
+	F8E4M3FNUZ: {"F8_E4M3FNUZ", 8}, F8E5M2FNUZ: {"F8_E5M2FNUZ", 8},
+	I16: {"I16", 16}, U16: {"U16", 16}, F16: {"F16", 16}, BF16: {"BF16", 16},
+	I32: {"I32", 32}, U32: {"U32", 32}, F32: {"F32", 32},
+	C64: {"C64", 64}, F64: {"F64", 64}, I64: {"I64", 64}, U64: {"U64", 64},
+}
+
+// Valid reports whether d is one of the 22 types.
+func (d DType) Valid() bool { return d > Invalid && d < dtypeEnd }
+
+// String returns the safetensors name ("BF16").
+func (d DType) String() string {
+	if !d.Valid() {
+		return "invalid"
+	}
+	return dtypes[d].name
+}
+
+// Bits returns the size of one element in bits, 0 for an invalid type.
+func (d DType) Bits() int {
+	if d >= dtypeEnd {
+		return 0
+	}
+	return int(dtypes[d].bits)
+}
+
+// Align returns the natural alignment in bytes: the element size, at least 1.
+// C64 is two F32 and aligned to 8, as safetensors writers order it.
+func (d DType) Align() int { return max(1, d.Bits()/8) }
+
+// ParseDType returns the type of a safetensors name.
+func ParseDType(name string) (DType, bool) {
+	d, ok := byName[name]
+	return d, ok
+}
+
+var byName = func() map[string]DType {
+	m := make(map[string]DType, NumDTypes)
+	for d := Bool; d < dtypeEnd; d++ {
+		m[dtypes[d].name] = d
+	}
+	return m
+}()

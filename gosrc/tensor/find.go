@@ -1,0 +1,98 @@
+package tensor
+
+import (
+	"hash/maphash"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// names is an open-addressing table from name to tensor number. It takes 8
+// bytes a tensor where a map takes 50, and its seed is random, so that no file
+// can choose names that collide.
+type names struct {
+	seed  maphash.Seed
+	slots []int32 // tensor number + 1; 0 is free; a power of two, at most half full
+}
+
+func newNames(n int) names {
+	size := 4
+	for size < 2*n {
+		size *= 2
+	}
+	return names{maphash.MakeSeed(), make([]int32, size)}
+}
+
+// put adds tensor i and returns the tensor of the same source that has its
+// name already, or -1. Tensors of other sources may share the name.
+func (n *names) put(ts []Tensor, i int) int {
+	mask := uint64(len(n.slots) - 1)
+	h := maphash.String(n.seed, ts[i].Name) & mask
+	for ; n.slots[h] != 0; h = (h + 1) & mask {
+		j := int(n.slots[h] - 1)
+		if ts[j].Source == ts[i].Source && ts[j].Name == ts[i].Name {
+			return j
+		}
+	}
+	n.slots[h] = int32(i + 1)
+	return -1
+}
+
+// Find returns the number of the tensor of that name. No such tensor is
+// fault.ErrKey; a name that several sources have is fault.ErrArgument naming
+// two of them. The table is built by the first call; Find is safe for
+// concurrent use.
+func (ix *Index) Find(name string) (int, error) {
+	ix.build()
+	n, found := &ix.names, -1
+	mask := uint64(len(n.slots) - 1)
+	for h := maphash.String(n.seed, name) & mask; n.slots[h] != 0; h = (h + 1) & mask {
+		i := int(n.slots[h] - 1)
+		if ix.Tensors[i].Name != name {
+			continue
+		}
+		if found >= 0 {
+			a, b := ix.Tensors[min(i, found)].Source, ix.Tensors[max(i, found)].Source
+			return -1, fault.New(fault.ErrArgument, "tensor %q is in both %s and %s",
+				name, fault.Redact(ix.Sources[a].URI), fault.Redact(ix.Sources[b].URI))
+		}
+		found = i
+	}
+	if found < 0 {
+		return -1, fault.New(fault.ErrKey, "%q", name)
+	}
+	return found, nil
+}
+
+func (ix *Index) build() {
+	ix.once.Do(func() {
+		ix.names = newNames(len(ix.Tensors))
+		for i := range ix.Tensors {
+			ix.names.put(ix.Tensors, i)
+		}
+	})
+}
+
+// FindIn returns the number of the tensor of that name in one source, or -1.
+func (ix *Index) FindIn(source int, name string) int {
+	ix.build()
+	n := &ix.names
+	mask := uint64(len(n.slots) - 1)
+	for h := maphash.String(n.seed, name) & mask; n.slots[h] != 0; h = (h + 1) & mask {
+		if i := int(n.slots[h] - 1); int(ix.Tensors[i].Source) == source && ix.Tensors[i].Name == name {
+			return i
+		}
+	}
+	return -1
+}
+
+// Duplicate returns the number of the first tensor whose name another one of
+// its source has already, or -1.
+func Duplicate(ts []Tensor) int {
+	n := newNames(len(ts))
+	for i := range ts {
+		if n.put(ts, i) >= 0 {
+			return i
+		}
+	}
+	return -1
+}

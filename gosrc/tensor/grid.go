@@ -1,0 +1,120 @@
+package tensor
+
+import (
+	"math/bits"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// Size returns the bytes of a tensor: the product of its shape times the bits
+// of an element, every step checked. The words are those of safetensors.
+func Size(d DType, shape []int64) (int64, error) {
+	if !d.Valid() {
+		return 0, fault.New(fault.ErrFormat, "unknown dtype code %d", uint8(d))
+	}
+	n := uint64(1)
+	for _, dim := range shape {
+		if dim < 0 {
+			return 0, fault.New(fault.ErrFormat, "negative dimension %d", dim)
+		}
+		hi, lo := bits.Mul64(n, uint64(dim))
+		if hi != 0 {
+			return 0, fault.New(fault.ErrFormat, "ValidationOverflow: shape %v", shape)
+		}
+		n = lo
+	}
+	hi, total := bits.Mul64(n, uint64(d.Bits()))
+	if hi != 0 {
+		return 0, fault.New(fault.ErrFormat, "ValidationOverflow: shape %v of %v", shape, d)
+	}
+	if total%8 != 0 {
+		return 0, fault.New(fault.ErrFormat, "MisalignedSlice: shape %v of %v ends inside a byte", shape, d)
+	}
+	return int64(total / 8), nil // at most 2^61
+}
+
+// Rows returns the rows of the matrix that a tensor is seen as: dim 0, or 1
+// for rank 0.
+func (t *Tensor) Rows() int64 {
+	if len(t.Shape) == 0 {
+		return 1
+	}
+	return t.Shape[0]
+}
+
+// RowBits returns the bits of one row. Sub-byte dtypes may have rows that end
+// inside a byte; then the tensor can neither be cut into column parts nor be
+// sliced by rows. A tensor without bytes has 0.
+func (t *Tensor) RowBits() int64 {
+	rows := t.Rows()
+	if rows == 0 || t.Bytes == 0 {
+		return 0
+	}
+	return t.Bytes/rows*8 + t.Bytes%rows*8/rows // = Bytes * 8 / rows, without overflow
+}
+
+// Elements returns how many elements a tensor of valid shape has.
+func (t *Tensor) Elements() int64 {
+	n := int64(1)
+	for _, d := range t.Shape {
+		if d == 0 {
+			return 0
+		}
+	}
+	for _, d := range t.Shape {
+		n *= d
+	}
+	return n
+}
+
+// Splits reports whether the tensor's rows can be cut into p column parts:
+// every part whole elements and whole bytes.
+func (t *Tensor) Splits(p int) bool {
+	if p == 1 {
+		return true
+	}
+	row := t.RowBits()
+	return row > 0 && row%int64(p*t.DType.Bits()) == 0 && row/int64(p)%8 == 0
+}
+
+// A Grid is how a tensor's bytes are cut into chunks (docs/format.md 2). Part p
+// holds columns [p, p+1) x RowBytes / Parts of every row, gathered row after
+// row; its bytes are cut into chunks of ChunkBytes, the last one shorter.
+// Chunks are numbered part by part. With one part, a part is the tensor's
+// bytes in their natural order.
+type Grid struct {
+	Parts      int64
+	PartBytes  int64 // of one part
+	PartRow    int64 // bytes of one row in one part; 0 with one part
+	ChunkBytes int64
+	PerPart    int64 // chunks of one part
+}
+
+// Grid returns the tensor's chunk grid; the zero Grid for a tensor without
+// chunks. The tensor is valid, or its Shape, Bytes, Parts and ChunkBytes are.
+func (t *Tensor) Grid() Grid {
+	if t.ChunkBytes == 0 || t.Parts == 0 {
+		return Grid{}
+	}
+	g := Grid{Parts: int64(t.Parts), ChunkBytes: int64(t.ChunkBytes)}
+	g.PartBytes = t.Bytes / g.Parts
+	if g.Parts > 1 {
+		g.PartRow = t.RowBits() / 8 / g.Parts
+	}
+	g.PerPart = (g.PartBytes + g.ChunkBytes - 1) / g.ChunkBytes
+	return g
+}
+
+// Chunks returns how many chunks there are.
+func (g Grid) Chunks() int64 { return g.Parts * g.PerPart }
+
+// Chunk returns where chunk i of the tensor lies: its part, and the bytes
+// [lo, hi) of that part. i is in [0, Chunks()).
+func (g Grid) Chunk(i int64) (part, lo, hi int64) {
+	part = i / g.PerPart
+	lo = i % g.PerPart * g.ChunkBytes
+	return part, lo, min(lo+g.ChunkBytes, g.PartBytes)
+}
+
+// Find returns the chunk that holds byte off of a part.
+func (g Grid) Find(part, off int64) int64 { return part*g.PerPart + off/g.ChunkBytes }

@@ -1,0 +1,217 @@
+package tensor
+
+import (
+	"fmt"
+	"math"
+	"unicode/utf8"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// Limits of the container's grid and chunks.
+const (
+	ChunkAlign   = 4096 // chunk bytes are a multiple of it
+	StoredAlign  = 16   // stored chunks of a tensor that is not plain start on it
+	BlobAlign    = 64   // so many bytes divide what such a tensor stores
+	MaxSegTiles  = 256
+	maxTransform = 8
+)
+
+// A Known func tells whether a reader can decode chunks of a codec and a
+// transform for a dtype.
+type Known func(c Codec, transform uint8, d DType) bool
+
+// Validate is the one validator of an Index. It holds for every source:
+//
+//   - tensors stand source by source, in the order of their bytes, back to back
+//     from the data section, without holes or overlaps, inside the file;
+//   - names are unique in their source and valid UTF-8; dtype, rank and shape
+//     are sound and give exactly the bytes that are said;
+//   - the chunk grid fits the tensor and its chunks fit the grid, in order,
+//     each inside its tensor's stored bytes, none larger than its logical bytes;
+//   - aliases lead to a tensor of the same source, dtype, size and content that
+//     is no alias itself;
+//   - codec and transform are known (nil: they are in docs/format.md).
+//
+// What a file ends with after its last tensor is the format's business. The
+// error is a fault.At of class fault.ErrFormat, or fault.ErrNotSupported for an
+// unknown codec. Nothing is allocated but one table of names.
+func (ix *Index) Validate(known Known) error {
+	if known == nil {
+		known = documented
+	}
+	v := validator{ix: ix, known: known, names: newNames(len(ix.Tensors))}
+	if len(ix.Tensors) >= math.MaxInt32 || len(ix.Chunks) > math.MaxInt32 {
+		return v.bad(0, -1, -1, "too many tensors or chunks")
+	}
+	for i := range ix.Tensors {
+		if err := v.tensor(i); err != nil {
+			return err
+		}
+	}
+	if v.chunk != len(ix.Chunks) {
+		return v.bad(-1, -1, -1, "%d chunks belong to no tensor", len(ix.Chunks)-v.chunk)
+	}
+	return nil
+}
+
+// documented knows whatever docs/format.md does.
+func documented(c Codec, transform uint8, _ DType) bool {
+	switch c {
+	case CodecRaw:
+		return transform == 0
+	case CodecX16:
+		return transform >= 1 && transform <= maxTransform
+	}
+	return false
+}
+
+type validator struct {
+	ix    *Index
+	known Known
+	names names
+	src   int   // the source of the tensor before
+	began bool  // it had one
+	next  int64 // where the next tensor's bytes begin
+	chunk int   // the next chunk that belongs to no tensor yet
+}
+
+func (v *validator) bad(i, chunk int, off int64, format string, args ...any) error {
+	return v.wrap(i, chunk, off, fault.New(fault.ErrFormat, format, args...))
+}
+
+func (v *validator) wrap(i, chunk int, off int64, err error) error {
+	at := &fault.At{Verb: "index", Chunk: int64(chunk), Offset: off, Err: err}
+	if i >= 0 && i < len(v.ix.Tensors) {
+		t := &v.ix.Tensors[i]
+		at.Tensor = t.Name
+		if t.Source >= 0 && int(t.Source) < len(v.ix.Sources) {
+			at.Source = v.ix.Sources[t.Source].URI
+		}
+	}
+	return at
+}
+
+func (v *validator) tensor(i int) error {
+	t := &v.ix.Tensors[i]
+	s := int(t.Source)
+	if s < 0 || s >= len(v.ix.Sources) || v.began && s < v.src {
+		return v.bad(i, -1, -1, "source %d out of order", s)
+	}
+	src := &v.ix.Sources[s]
+	if !v.began || s != v.src {
+		if src.Data < 0 || src.Data > src.Size {
+			return v.bad(i, -1, -1, "data section outside the file")
+		}
+		v.began, v.src, v.next = true, s, src.Data
+		if src.Overwire && t.Off > src.Data {
+			v.next = t.Off // the index itself lies before the first tensor
+		}
+	}
+	if !utf8.ValidString(t.Name) {
+		return v.bad(i, -1, -1, "name is not UTF-8")
+	}
+	if v.names.put(v.ix.Tensors, i) >= 0 {
+		return v.bad(i, -1, t.Off, "two tensors have this name")
+	}
+	if len(t.Shape) > MaxRank {
+		return v.bad(i, -1, t.Off, "rank %d is over %d", len(t.Shape), MaxRank)
+	}
+	size, err := Size(t.DType, t.Shape)
+	if err != nil {
+		return v.wrap(i, -1, t.Off, err)
+	}
+	if size != t.Bytes {
+		return v.bad(i, -1, t.Off, "TensorInvalidInfo: %d bytes for shape %v of %v, which take %d", t.Bytes, t.Shape, t.DType, size)
+	}
+	if t.Off != v.next || t.Stored < 0 {
+		return v.bad(i, -1, t.Off, "InvalidOffset: bytes begin at %d, not at %d", t.Off, v.next)
+	}
+	if t.Stored > src.Size-t.Off {
+		return v.bad(i, -1, t.Off, "bytes end after the file's %d", src.Size)
+	}
+	v.next = t.Off + t.Stored
+	if t.Count == 0 && (t.First < 0 || int(t.First) > v.chunk) {
+		return v.bad(i, -1, t.Off, "first chunk %d after %d", t.First, v.chunk)
+	}
+	if t.Alias != -1 {
+		return v.alias(i)
+	}
+	if !src.Overwire || t.Bytes == 0 {
+		if t.Stored != t.Bytes || !t.Plain || t.Count != 0 || t.Parts != 0 || t.ChunkBytes != 0 {
+			return v.bad(i, -1, t.Off, "a tensor without chunks has to be plain")
+		}
+		return nil
+	}
+	return v.chunks(i)
+}
+
+func (v *validator) alias(i int) error {
+	t := &v.ix.Tensors[i]
+	if t.Alias < 0 || int(t.Alias) >= len(v.ix.Tensors) || !v.ix.Sources[t.Source].Overwire {
+		return v.bad(i, -1, -1, "alias of tensor %d, which is not there", t.Alias)
+	}
+	to := &v.ix.Tensors[t.Alias]
+	switch {
+	case to.Alias != -1 || to.Source != t.Source:
+		return v.bad(i, -1, -1, "alias of %q, which holds no bytes itself", to.Name)
+	case to.DType != t.DType || to.Bytes != t.Bytes || to.Hash != t.Hash:
+		return v.bad(i, -1, -1, "alias of %q, which differs", to.Name)
+	case t.Bytes == 0 || t.Stored != 0 || t.Count != 0 || t.Plain || t.Parts != 0 || t.ChunkBytes != 0:
+		return v.bad(i, -1, -1, "alias with bytes or chunks of its own, or of nothing")
+	}
+	return nil
+}
+
+func (v *validator) chunks(i int) error {
+	t := &v.ix.Tensors[i]
+	switch t.Parts {
+	case 1, 2, 4, MaxColParts:
+	default:
+		return v.bad(i, -1, t.Off, "%d column parts", t.Parts)
+	}
+	if t.ChunkBytes == 0 || t.ChunkBytes%ChunkAlign != 0 || t.ChunkBytes > MaxChunkBytes {
+		return v.bad(i, -1, t.Off, "chunks of %d bytes", t.ChunkBytes)
+	}
+	if !t.Splits(int(t.Parts)) || t.Plain && t.Parts != 1 {
+		return v.bad(i, -1, t.Off, "rows of shape %v do not split into %d parts", t.Shape, t.Parts)
+	}
+	if t.Plain && t.Stored != t.Bytes || !t.Plain && t.Stored%BlobAlign != 0 {
+		return v.bad(i, -1, t.Off, "%d bytes stored", t.Stored)
+	}
+	g := t.Grid()
+	n := g.Chunks()
+	if int64(t.Count) != n || int(t.First) != v.chunk || n > int64(len(v.ix.Chunks)-v.chunk) {
+		return v.bad(i, -1, t.Off, "chunks %d + %d, not %d + %d", t.First, t.Count, v.chunk, n)
+	}
+	cs := v.ix.Chunks[v.chunk : v.chunk+int(n)]
+	v.chunk += int(n)
+	pos, end := t.Off, t.Off+t.Stored
+	for k := range cs {
+		c := &cs[k]
+		_, lo, hi := g.Chunk(int64(k))
+		var why string
+		switch {
+		case int64(c.Logical) != hi-lo:
+			why = fmt.Sprintf("%d logical bytes, not %d", c.Logical, hi-lo)
+		case c.Off < pos || c.Off > end || int64(c.Stored) > end-c.Off:
+			why = fmt.Sprintf("stored at %d + %d, outside [%d, %d)", c.Off, c.Stored, pos, end)
+		case c.Stored == 0 || c.Stored > c.Logical || c.SegTiles > MaxSegTiles,
+			c.Codec == CodecRaw && (c.Stored != c.Logical || c.SegTiles != 0 || c.Transform != 0):
+			why = fmt.Sprintf("%d of %d bytes stored as %v %d/%d", c.Stored, c.Logical, c.Codec, c.Transform, c.SegTiles)
+		case t.Plain && (c.Off != pos || c.Codec != CodecRaw):
+			why = "a plain tensor's chunk is not raw and back to back"
+		case !t.Plain && c.Off%StoredAlign != 0:
+			why = fmt.Sprintf("stored at %d, not on a multiple of %d", c.Off, StoredAlign)
+		}
+		if why != "" {
+			return v.bad(i, k, c.Off, "%s", why)
+		}
+		if !v.known(c.Codec, c.Transform, t.DType) {
+			return v.wrap(i, k, c.Off, fault.New(fault.ErrNotSupported,
+				"codec %d with transform %d for %v: a newer overwire may know it", c.Codec, c.Transform, t.DType))
+		}
+		pos = c.Off + int64(c.Stored)
+	}
+	return nil
+}

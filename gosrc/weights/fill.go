@@ -1,0 +1,236 @@
+package weights
+
+import (
+	"encoding/binary"
+	"math"
+	"math/bits"
+
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// spread is the standard deviation of log2 of the rows' scales. A normal
+// distribution alone has 2.545 bits of exponent entropy; this much spread
+// makes 2.60 of it.
+const spread = 0.32
+
+// A rng is wyrand: 64 good bits for one multiplication.
+type rng uint64
+
+func (r *rng) next() uint64 {
+	*r += 0xa0761d6478bd642f
+	hi, lo := bits.Mul64(uint64(*r), uint64(*r)^0xe7037ed1a0b428db)
+	return hi ^ lo
+}
+
+// seeded mixes numbers into a generator's start, so that neighbouring blocks
+// have nothing in common.
+func seeded(words ...uint64) rng {
+	r := rng(0x9e3779b97f4a7c15)
+	for _, w := range words {
+		r = rng(r.next() ^ w)
+		r = rng(r.next())
+	}
+	return r
+}
+
+// normal is the upper half of the normal distribution in cells of equal
+// probability: a value is a cell's start plus a uniform part of its width, so
+// that two table reads make a sample whose low bits are random too. The last
+// cell ends at 5.
+const cells = 2048
+
+var normal = func() (t [cells][2]float32) {
+	at := func(i int) float64 {
+		if i == cells {
+			return 5
+		}
+		return math.Sqrt2 * math.Erfinv(float64(i)/cells)
+	}
+	for i := range t {
+		t[i] = [2]float32{float32(at(i)), float32(at(i+1) - at(i))}
+	}
+	return t
+}()
+
+// gauss makes a normal value of 32 random bits: sign, cell, 20 bits inside it.
+func gauss(u uint32) float32 {
+	c := &normal[u>>20&(cells-1)]
+	v := c[0] + c[1]*(float32(u&(1<<20-1))*(1.0/(1<<20)))
+	return math.Float32frombits(math.Float32bits(v) | u&(1<<31))
+}
+
+// fill makes one block of a part: values into scratch, then the dtype's bits
+// into dst (the whole tensor).
+func fill(k Kind, p part, seed uint64, b block, dst []byte, scratch []float32) {
+	r := seeded(seed, uint64(b.part), uint64(b.first))
+	width := int64(p.dtype.Bits()) / 8
+	dst = dst[b.first*width : (b.first+b.n)*width]
+	switch {
+	case k.Name == "uniform" && p.role == matrix:
+		noise(&r, dst)
+		return
+	case p.role == norm:
+		for i := range scratch {
+			scratch[i] = 0.45 + 0.06*gauss(uint32(r.next()))
+		}
+	case p.role == scale:
+		for i := range scratch {
+			scratch[i] = p.sigma / 28 * rowScale(seed, b.part-1, b.first+int64(i))
+		}
+	default:
+		rows(p, seed, b, &r, scratch)
+	}
+	if k.change != nil {
+		for i := range scratch {
+			k.change(&scratch[i])
+		}
+	}
+	if k.Name == "pruned" && p.role == matrix {
+		for i, v := range scratch {
+			if abs(v) < 0.674*p.sigma {
+				scratch[i] = 0
+			}
+		}
+	}
+	put(p, &r, dst, scratch)
+}
+
+// rows fills scratch with normal values times their row's scale. Quantised
+// dtypes come out in units of their own range instead.
+func rows(p part, seed uint64, b block, r *rng, scratch []float32) {
+	cols := p.cols()
+	for i := int64(0); i < b.n; {
+		row := (b.first + i) / cols
+		n := min(b.n-i, (row+1)*cols-(b.first+i))
+		s := p.sigma * rowScale(seed, b.part, row)
+		switch p.dtype {
+		case tensor.F8E4M3, tensor.F8E5M2:
+			s *= 90 / p.sigma // one scale for the tensor: the largest weights end near 448
+		case tensor.I8:
+			s = 28 // each row has its own scale: 127 is 4.5 sigma
+		case tensor.U8:
+			s = 2.2
+		}
+		part := scratch[i : i+n]
+		for len(part) >= 2 {
+			u := r.next()
+			part[0], part[1] = s*gauss(uint32(u)), s*gauss(uint32(u>>32))
+			part = part[2:]
+		}
+		if len(part) > 0 {
+			part[0] = s * gauss(uint32(r.next()))
+		}
+		i += n
+	}
+}
+
+// rowScale is the scale of one row, around 1.
+func rowScale(seed uint64, part int, row int64) float32 {
+	r := seeded(seed, 0x5ca1e, uint64(part), uint64(row))
+	return float32(math.Exp2(spread * float64(gauss(uint32(r.next())))))
+}
+
+// put writes values in a dtype. U8 stands for two 4-bit integers; the second
+// of each pair is made here.
+func put(p part, r *rng, dst []byte, vals []float32) {
+	switch p.dtype {
+	case tensor.BF16:
+		for i, v := range vals {
+			u := math.Float32bits(v)
+			binary.LittleEndian.PutUint16(dst[2*i:], uint16((u+0x7fff+u>>16&1)>>16))
+		}
+	case tensor.F16:
+		for i, v := range vals {
+			binary.LittleEndian.PutUint16(dst[2*i:], half(v))
+		}
+	case tensor.F32:
+		for i, v := range vals {
+			binary.LittleEndian.PutUint32(dst[4*i:], math.Float32bits(v))
+		}
+	case tensor.F8E4M3:
+		for i, v := range vals {
+			dst[i] = small(v, 4, 3)
+		}
+	case tensor.F8E5M2:
+		for i, v := range vals {
+			dst[i] = small(v, 5, 2)
+		}
+	case tensor.I8:
+		for i, v := range vals {
+			dst[i] = byte(int8(rounded(v, 127)))
+		}
+	case tensor.U8:
+		for i, v := range vals {
+			w := 2.2 * gauss(uint32(r.next()))
+			dst[i] = byte(rounded(v, 7)&15 | rounded(w, 7)&15<<4)
+		}
+	}
+}
+
+func rounded(v float32, most int) int {
+	return min(most, max(-most, int(math.RoundToEven(float64(v)))))
+}
+
+func noise(r *rng, dst []byte) {
+	for len(dst) >= 8 {
+		binary.LittleEndian.PutUint64(dst, r.next())
+		dst = dst[8:]
+	}
+	for u := r.next(); len(dst) > 0; u >>= 8 {
+		dst[0] = byte(u)
+		dst = dst[1:]
+	}
+}
+
+func throughBF16(v *float32) {
+	u := math.Float32bits(*v)
+	*v = math.Float32frombits((u + 0x7fff + u>>16&1) &^ 0xffff)
+}
+
+func abs(v float32) float32 { return math.Float32frombits(math.Float32bits(v) &^ (1 << 31)) }
+
+// half rounds to the nearest F16; what is too large becomes infinite.
+func half(v float32) uint16 {
+	u := math.Float32bits(v)
+	sign := uint16(u >> 16 & 0x8000)
+	e := int(u>>23&255) - 127
+	switch {
+	case e > 15:
+		return sign | 0x7c00
+	case e >= -14:
+		u -= 112 << 23
+		return sign | uint16(u&0x7fffffff>>13) + uint16((u>>12&1)&(u>>13|boolBit(u&0xfff != 0))&1)
+	}
+	return sign | uint16(math.RoundToEven(float64(abs(v))*(1<<24)))
+}
+
+func boolBit(b bool) uint32 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+// small rounds to an 8-bit float with so many bits of exponent and mantissa,
+// and saturates at the largest finite value that E4M3FN and E5M2 have.
+func small(v float32, ebits, mbits int) byte {
+	u := math.Float32bits(v)
+	sign := byte(u >> 24 & 0x80)
+	bias := 1<<(ebits-1) - 1
+	most := byte(0x7e) // E4M3FN: 448
+	if ebits == 5 {
+		most = 0x7b // 57344
+	}
+	e := int(u>>23&255) - 127 + bias
+	if e <= 0 { // subnormal: multiples of 2^(1-bias-mbits)
+		return sign | byte(min(float64(most), math.RoundToEven(math.Ldexp(float64(abs(v)), bias-1+mbits))))
+	}
+	m := u & 0x7fffff
+	shift := 23 - mbits
+	code := uint32(e)<<mbits | m>>shift
+	rest, halfway := m&(1<<shift-1), uint32(1)<<(shift-1)
+	if rest > halfway || rest == halfway && code&1 == 1 {
+		code++
+	}
+	return sign | byte(min(code, uint32(most)))
+}

@@ -1,0 +1,175 @@
+package weights
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A part is a tensor to be made.
+type part struct {
+	name  string
+	dtype tensor.DType
+	shape []int64
+	role  role
+	sigma float32 // of a matrix: the middle of its rows' scales
+	same  int     // 1 + the number of the part whose bytes these are, 0 for none
+}
+
+type role uint8
+
+const (
+	matrix role = iota // rows of normal values
+	norm               // a vector of gains around a half
+	scale              // what a quantised matrix is multiplied by
+)
+
+func (p part) elements() int64 {
+	n := int64(1)
+	for _, d := range p.shape {
+		n *= d
+	}
+	return n
+}
+
+// cols is the length of one row: what shares a scale.
+func (p part) cols() int64 {
+	if len(p.shape) < 2 {
+		return max(1, p.elements())
+	}
+	return max(1, p.shape[len(p.shape)-1])
+}
+
+// A builder lists parts in the dtype of a kind.
+type builder struct {
+	k     Kind
+	parts []part
+	bytes int64
+}
+
+func (b *builder) add(p part) {
+	b.parts = append(b.parts, p)
+	b.bytes += p.elements() * int64(p.dtype.Bits()) / 8
+}
+
+// matrix adds a weight and, for quantised kinds, its scales. The spread of
+// the scales over a model (by depth, by kind of projection) is a factor of two
+// to four in real checkpoints.
+func (b *builder) matrix(name string, sigma float32, rows, cols int64) {
+	p := part{name: name, dtype: b.k.dtype, shape: []int64{rows, cols}, sigma: sigma}
+	if b.k.Name == "int4" {
+		p.shape[1] = (cols + 1) / 2 // two in a byte
+	}
+	b.add(p)
+	switch b.k.dtype {
+	case tensor.F8E4M3, tensor.F8E5M2:
+		b.add(part{name: name + "_scale", dtype: tensor.F32, shape: []int64{}, role: scale, sigma: sigma})
+	case tensor.I8, tensor.U8:
+		b.add(part{name: name + "_scale", dtype: tensor.F32, shape: []int64{rows}, role: scale, sigma: sigma})
+	}
+}
+
+func (b *builder) norm(name string, n int64) {
+	d := b.k.dtype
+	if d.Bits() < 16 {
+		d = tensor.BF16 // nobody quantises a norm
+	}
+	b.add(part{name: name, dtype: d, shape: []int64{n}, role: norm})
+}
+
+// llama lists the tensors of Llama 3 8B at about so many bytes: first with
+// fewer layers, then with everything narrower, and the vocabulary makes up
+// the rest.
+func llama(k Kind, size int64) []part {
+	const layers, hidden, vocab = 32, 4096, 128256
+	list := func(layers, hidden, vocab int64) *builder {
+		b := &builder{k: k}
+		b.matrix("model.embed_tokens.weight", 0.012, vocab, hidden)
+		for i := range layers {
+			at := fmt.Sprintf("model.layers.%d.", i)
+			deep := 1 + 0.5*float32(i)/float32(layers)
+			b.norm(at+"input_layernorm.weight", hidden)
+			b.matrix(at+"mlp.down_proj.weight", 0.017*deep, hidden, hidden*7/2)
+			b.matrix(at+"mlp.gate_proj.weight", 0.021*deep, hidden*7/2, hidden)
+			b.matrix(at+"mlp.up_proj.weight", 0.018*deep, hidden*7/2, hidden)
+			b.norm(at+"post_attention_layernorm.weight", hidden)
+			b.matrix(at+"self_attn.k_proj.weight", 0.033*deep, hidden/4, hidden)
+			b.matrix(at+"self_attn.o_proj.weight", 0.014*deep, hidden, hidden)
+			b.matrix(at+"self_attn.q_proj.weight", 0.027*deep, hidden, hidden)
+			b.matrix(at+"self_attn.v_proj.weight", 0.011*deep, hidden/4, hidden)
+		}
+		b.norm("model.norm.weight", hidden)
+		b.matrix("lm_head.weight", 0.015, vocab, hidden)
+		return b
+	}
+	l, h, v := int64(layers), int64(hidden), int64(vocab)
+	// The vocabulary is about an eighth of the whole model's bytes.
+	for l > 2 && list(l, h, 64).bytes > size*7/8 {
+		l--
+	}
+	for h > 64 && list(l, h, 64).bytes > size*7/8 {
+		h -= 64
+	}
+	return rest(func(v int64) *builder { return list(l, h, v) }, size, v).parts
+}
+
+// tied is llama with one matrix under two names.
+func tied(k Kind, size int64) []part {
+	parts := llama(k, size)
+	last := &parts[len(parts)-1]
+	last.same, last.sigma = 1, parts[0].sigma
+	return parts
+}
+
+// moe lists the tensors of Qwen3-30B-A3B, all 18,867 of them at any size:
+// rows and columns shrink, the number of tensors does not.
+func moe(k Kind, size int64) []part {
+	const layers, experts, hidden, inner, vocab = 48, 128, 2048, 768, 151936
+	list := func(shrink float64, vocab int64) *builder {
+		dim := func(n float64) int64 { return max(8, int64(math.Round(n*shrink/8))*8) }
+		h, in, head := dim(hidden), dim(inner), dim(128)
+		b := &builder{k: k}
+		b.matrix("model.embed_tokens.weight", 0.02, vocab, h)
+		for i := range layers {
+			at := fmt.Sprintf("model.layers.%d.", i)
+			b.norm(at+"input_layernorm.weight", h)
+			for e := range experts {
+				of := fmt.Sprintf("%smlp.experts.%d.", at, e)
+				b.matrix(of+"down_proj.weight", 0.019, h, in)
+				b.matrix(of+"gate_proj.weight", 0.022, in, h)
+				b.matrix(of+"up_proj.weight", 0.02, in, h)
+			}
+			b.matrix(at+"mlp.gate.weight", 0.03, experts, h)
+			b.norm(at+"post_attention_layernorm.weight", h)
+			b.norm(at+"self_attn.k_norm.weight", head)
+			b.matrix(at+"self_attn.k_proj.weight", 0.03, 4*head, h)
+			b.matrix(at+"self_attn.o_proj.weight", 0.02, h, 32*head)
+			b.norm(at+"self_attn.q_norm.weight", head)
+			b.matrix(at+"self_attn.q_proj.weight", 0.03, 32*head, h)
+			b.matrix(at+"self_attn.v_proj.weight", 0.02, 4*head, h)
+		}
+		b.norm("model.norm.weight", h)
+		b.matrix("lm_head.weight", 0.02, vocab, h)
+		return b
+	}
+	// Widths are multiples of 8: the widest hidden size that fits.
+	lo, hi := 1, hidden/8
+	for lo < hi {
+		mid := (lo + hi + 1) / 2
+		if list(float64(mid*8)/hidden, 64).bytes > size*15/16 {
+			hi = mid - 1
+		} else {
+			lo = mid
+		}
+	}
+	shrink := float64(lo*8) / hidden
+	return rest(func(v int64) *builder { return list(shrink, v) }, size, vocab).parts
+}
+
+// rest chooses the vocabulary so that the bytes come out at size.
+func rest(list func(vocab int64) *builder, size, most int64) *builder {
+	low := list(64)
+	perRow := (list(128).bytes - low.bytes) / 64
+	return list(min(most, 64+max(0, size-low.bytes)/max(1, perRow)))
+}

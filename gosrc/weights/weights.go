@@ -1,0 +1,157 @@
+// Package weights makes realistic model weights out of a seed: the input of
+// demos, benchmarks and tests that have no gigabytes to download.
+//
+// The same kind, size and seed give the same bytes on every machine and for
+// any number of threads. What makes weights realistic for a codec is the
+// spread of their exponents: values are normal around zero with a scale for
+// every row, which gives the 2.55 to 2.65 bits of exponent entropy that real
+// checkpoints show.
+package weights
+
+import (
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A Tensor is one made tensor: Data holds exactly its logical bytes.
+type Tensor struct {
+	Name  string
+	DType tensor.DType
+	Shape []int64
+	Data  []byte
+}
+
+// Options choose what Make makes. The zero value is the smallest set of the
+// first kind.
+type Options struct {
+	Kind    string // a Kind's name; "" is the first
+	Size    int64  // bytes of all tensors together, met to about 1 %; 0 is the kind's default
+	Seed    uint64
+	Threads int // 0: one for each CPU
+}
+
+// A Kind is one sort of model.
+type Kind struct {
+	Name string
+	Doc  string
+	Size int64 // the default, in bytes
+	// layout lists the tensors of about so many bytes; hostile has none.
+	layout func(k Kind, size int64) []part
+	dtype  tensor.DType
+	change func(*float32) // what the kind does to a value, nil for nothing
+}
+
+// Kinds lists every kind, for --help and for tests that take them all.
+func Kinds() []Kind { return slices.Clone(kinds) }
+
+var kinds = []Kind{
+	{Name: "llama-bf16", Doc: "Llama-3-8B names and proportions, BF16", Size: 1 << 30, layout: llama, dtype: tensor.BF16},
+	{Name: "moe-bf16", Doc: "Qwen3-30B-A3B names: 18,867 tensors, most of them small, BF16", Size: 256 << 20, layout: moe, dtype: tensor.BF16},
+	{Name: "fp16", Doc: "the Llama shape in F16", Size: 256 << 20, layout: llama, dtype: tensor.F16},
+	{Name: "fp32", Doc: "the Llama shape in F32", Size: 256 << 20, layout: llama, dtype: tensor.F32},
+	{Name: "fp32-bf16", Doc: "F32 that holds BF16 values: the low half of every element is zero", Size: 256 << 20, layout: llama, dtype: tensor.F32, change: throughBF16},
+	{Name: "fp8-e4m3", Doc: "F8_E4M3 with an F32 scale for each tensor", Size: 256 << 20, layout: llama, dtype: tensor.F8E4M3},
+	{Name: "fp8-e5m2", Doc: "F8_E5M2 with an F32 scale for each tensor", Size: 256 << 20, layout: llama, dtype: tensor.F8E5M2},
+	{Name: "int8", Doc: "I8 quantised row by row, with F32 scales", Size: 256 << 20, layout: llama, dtype: tensor.I8},
+	{Name: "int4", Doc: "4-bit integers, two in a U8, with F32 scales", Size: 256 << 20, layout: llama, dtype: tensor.U8},
+	{Name: "tied", Doc: "llama-bf16 whose lm_head is its embedding", Size: 256 << 20, layout: tied, dtype: tensor.BF16},
+	{Name: "pruned", Doc: "llama-bf16 with the smaller half of its weights set to zero", Size: 256 << 20, layout: llama, dtype: tensor.BF16},
+	{Name: "uniform", Doc: "uniformly random bits, BF16: nothing to gain", Size: 256 << 20, layout: llama, dtype: tensor.BF16},
+	{Name: "hostile", Doc: "every dtype, NaN payloads, subnormals, odd, empty and 0-dim shapes; its size is fixed"},
+}
+
+// Find returns the kind of a name.
+func Find(name string) (Kind, error) {
+	if name == "" {
+		return kinds[0], nil
+	}
+	i := slices.IndexFunc(kinds, func(k Kind) bool { return k.Name == name })
+	if i < 0 {
+		return Kind{}, fault.New(fault.ErrArgument, "no kind of weights is called %q", name)
+	}
+	return kinds[i], nil
+}
+
+// MaxSize bounds what Make holds in memory at once.
+const MaxSize = 1 << 40
+
+// Make makes the tensors, in file order. Tied tensors share their Data.
+func Make(o Options) ([]Tensor, error) {
+	k, err := Find(o.Kind)
+	if err != nil {
+		return nil, err
+	}
+	if k.layout == nil {
+		return hostile(o.Seed), nil
+	}
+	size := o.Size
+	if size == 0 {
+		size = k.Size
+	}
+	if size < 0 || size > MaxSize {
+		return nil, fault.New(fault.ErrArgument, "%d bytes of weights", size)
+	}
+	parts := k.layout(k, size)
+	out := make([]Tensor, len(parts))
+	var jobs []block
+	for i, p := range parts {
+		out[i] = Tensor{Name: p.name, DType: p.dtype, Shape: p.shape}
+		if p.same > 0 {
+			continue
+		}
+		n := p.elements()
+		out[i].Data = make([]byte, n*int64(p.dtype.Bits())/8)
+		for first := int64(0); first < n; first += blockElements {
+			jobs = append(jobs, block{i, first, min(blockElements, n-first)})
+		}
+	}
+	fillAll(k, o, parts, out, jobs)
+	for i, p := range parts {
+		if p.same > 0 {
+			out[i].Data = out[p.same-1].Data
+		}
+	}
+	return out, nil
+}
+
+// A block is a run of elements of one tensor, made alone from its own seed:
+// that is what makes the bytes independent of the threads.
+type block struct {
+	part     int
+	first, n int64
+}
+
+const blockElements = 16384
+
+func fillAll(k Kind, o Options, parts []part, out []Tensor, jobs []block) {
+	threads := o.Threads
+	if threads <= 0 {
+		threads = runtime.GOMAXPROCS(0)
+	}
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	for range min(threads, len(jobs)) {
+		wg.Add(1)
+		spawn.Go("weights", func() {
+			defer wg.Done()
+			var scratch [blockElements]float32
+			const batch = 16 // blocks taken at once
+			for {
+				at := int(next.Add(batch)) - batch
+				if at >= len(jobs) {
+					return
+				}
+				for _, b := range jobs[at:min(at+batch, len(jobs))] {
+					fill(k, parts[b.part], o.Seed, b, out[b.part].Data, scratch[:b.n])
+				}
+			}
+		})
+	}
+	wg.Wait()
+}

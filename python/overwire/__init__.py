@@ -1,0 +1,145 @@
+"""overwire: compresses model weights without loss and loads them back fast.
+
+Importing this does no work: no engine, no thread, no torch, no numpy. Each name
+below is fetched from its module when it is first used. The one exception is a
+preload that an environment variable asks for (`OVERWIRE_PRELOAD` or nyacomp's
+`PRELOAD_PATH`): it starts here, in the engine's own threads.
+"""
+
+import os as _os
+
+__version__ = "0.1.0"
+
+# A name of our own instead of typing's: importing typing would cost more than
+# everything else here. Type checkers take both.
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from . import compat, errors
+    from .bundles import (
+        compress,
+        compress_pickle,
+        load_compressed,
+        load_compressed_pickle,
+    )
+    from .errors import (
+        AccessError,
+        ArgumentError,
+        CancelledError,
+        CorruptError,
+        DeadlineError,
+        DeviceError,
+        EngineError,
+        ForkedError,
+        FormatError,
+        IOFailure,
+        MissingPackageError,
+        ModelMismatchError,
+        NotFoundError,
+        NotSupportedError,
+        OutOfMemoryError,
+        OverwireError,
+        SliceError,
+        TensorNotFoundError,
+        UntrustedPickleError,
+    )
+    from .jobs import last_report
+    from .loading import load_file, stream
+    from .looking import convert, doctor, inspect, verify
+    from .modules import load_model, save_model
+    from .opening import TensorSlice, safe_open
+    from .preloading import Preload, preload
+    from .progress import Progress
+    from .saving import Report, save_file
+
+__all__ = [
+    "AccessError",
+    "ArgumentError",
+    "CancelledError",
+    "CorruptError",
+    "DeadlineError",
+    "DeviceError",
+    "EngineError",
+    "ForkedError",
+    "FormatError",
+    "IOFailure",
+    "MissingPackageError",
+    "ModelMismatchError",
+    "NotFoundError",
+    "NotSupportedError",
+    "OutOfMemoryError",
+    "OverwireError",
+    "Preload",
+    "Progress",
+    "Report",
+    "SliceError",
+    "TensorNotFoundError",
+    "TensorSlice",
+    "UntrustedPickleError",
+    "__version__",
+    "compat",
+    "compress",
+    "compress_pickle",
+    "convert",
+    "doctor",
+    "errors",
+    "inspect",
+    "last_report",
+    "load_compressed",
+    "load_compressed_pickle",
+    "load_file",
+    "load_model",
+    "preload",
+    "safe_open",
+    "save_file",
+    "save_model",
+    "stream",
+    "verify",
+]
+
+# Where the functions and plain classes live; every other name of __all__ is an
+# exception, or a module of its own.
+_HOMES = {
+    "Preload": "preloading",
+    "Progress": "progress",
+    "Report": "saving",
+    "TensorSlice": "opening",
+    "compress": "bundles",
+    "compress_pickle": "bundles",
+    "convert": "looking",
+    "doctor": "looking",
+    "inspect": "looking",
+    "last_report": "jobs",
+    "load_compressed": "bundles",
+    "load_compressed_pickle": "bundles",
+    "load_file": "loading",
+    "load_model": "modules",
+    "preload": "preloading",
+    "safe_open": "opening",
+    "save_file": "saving",
+    "save_model": "modules",
+    "stream": "loading",
+    "verify": "looking",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name not in __all__:
+            raise AttributeError(f"module 'overwire' has no attribute {name!r}")
+        from importlib import import_module
+
+        if name in ("compat", "errors"):
+            return import_module(f"overwire.{name}")
+        home = import_module("overwire." + _HOMES.get(name, "errors"))
+        value = globals()[name] = getattr(home, name)
+        return value
+
+    def __dir__():
+        return sorted(__all__)
+
+
+if _os.environ.get("OVERWIRE_PRELOAD") or _os.environ.get("PRELOAD_PATH"):
+    from .preloading import start_from_environment as _start
+
+    _start()

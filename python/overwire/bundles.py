@@ -1,0 +1,353 @@
+"""nyacomp's four verbs: any Python object with tensors in it, as a small
+pickle and one compressed container beside it.
+
+A bundle at `D/x.pkl` is the pickle, `D/nya/x.safetensors` and `D/nya/meta.csv`
+(see `layout`). The container is written first and the pickle last. Each knows
+the other by the pickle's digest, and the container before it is kept until the
+pickle is in place: whoever reads while a bundle is replaced, or after a save
+was killed half-way, gets the old object or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any, Union
+
+from . import layout
+from .dtypes import nbytes
+from .errors import (
+    AccessError,
+    ArgumentError,
+    CorruptError,
+    FormatError,
+    IOFailure,
+    NotFoundError,
+    OverwireError,
+)
+from .frames import check_device, frame_for
+from .jobs import Job
+from .models import Model
+from .progress import ProgressLike, watch
+from .saving import save_bytes
+from .sources import local
+
+__all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
+
+_DIGEST = "overwire.pickle"
+_PathLike = Union[str, "os.PathLike[str]"]
+
+
+def compress_pickle(obj: Any, path: _PathLike, *, progress: ProgressLike = None) -> float:
+    """Saves any Python object, its tensors compressed beside its pickle.
+
+    Everything that pickles is kept, bit for bit: torch tensors with their ties,
+    views of one storage, strides, memory format, requires_grad and subclass;
+    parameters, buffers, modules; bool, complex, fp8, sub-byte, quantised and
+    sparse tensors; numpy arrays with their views and strides. As with
+    torch.save, a view brings the whole of its storage along, and `.grad` and
+    hooks are not kept. The object is not changed.
+
+    Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
+    each atomically, the pickle last.
+
+    Returns stored / original tensor bytes, as nyacomp does: 0.67 means that a
+    third was gained; 1.0 if there are no tensors.
+
+    Raises what pickle raises for objects that do not pickle, AccessError,
+    IOFailure, NotSupportedError for storages without bytes (meta).
+    """
+    return _save(obj, path, {}, progress)
+
+
+def compress(model: Any, path: _PathLike = "./boneless_model.pth", *, progress: ProgressLike = None) -> float:
+    """`compress_pickle` for a torch module, a diffusers-like pipeline (an object
+    with `.config` that names its modules) or a state dict, nested in any way.
+
+    The same as `compress_pickle`, but tensors in the container have the names
+    that they have in the model ("unet.conv_in.weight"), so that `safe_open` and
+    `inspect` show them. Returns stored / original.
+    """
+    return _save(model, path, _names(model), progress)
+
+
+def load_compressed_pickle(
+    path: _PathLike,
+    *,
+    trust: bool = False,
+    device: Any = "cpu",
+    progress: ProgressLike = None,
+) -> Any:
+    """Loads what `compress_pickle` saved; reading and decoding go on while the
+    pickle imports and builds. Joins a preload of the same bundle.
+
+    trust: a pickle can run any code. False allows containers, plain data,
+        tensors, parameters, numpy arrays and torch.nn's own modules, and raises
+        UntrustedPickleError naming the first other global; True allows all.
+    device: where tensors shall be, wherever they were when saved. "cpu" only.
+
+    Returns the object; its tensors own their memory. Raises UntrustedPickleError,
+    NotFoundError if one of the files is missing, CorruptError, FormatError.
+    """
+    return _load(path, trust, device, progress)
+
+
+def load_compressed(
+    path: _PathLike = "./boneless_model.pth",
+    *,
+    trust: bool = False,
+    device: Any = "cpu",
+    progress: ProgressLike = None,
+) -> Any:
+    """Loads what `compress` saved: see `load_compressed_pickle`."""
+    return _load(path, trust, device, progress)
+
+
+# -- saving
+
+
+def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: ProgressLike) -> float:
+    from .pickling import described, dump
+
+    target = local(path)
+    if "://" in target:
+        raise ArgumentError(f"overwire: compress {target}: only local paths can be written")
+    data, blobs = dump(obj, names)
+    container = layout.container_of(target)
+    if container == target:
+        raise ArgumentError(f"overwire: compress {target}: the path is that of its container")
+    tensors = [(blob.name, described(blob)) for blob in blobs]
+    digest = hashlib.sha256(data).hexdigest()
+    # The blob's number is its place in this list; the container sorts by name.
+    order = "\n".join(blob.name for blob in blobs)
+    metadata = {_DIGEST: digest, _ORDER: order} if blobs else {_DIGEST: digest}
+    with _os_errors("save", target):
+        os.makedirs(os.path.dirname(container), exist_ok=True)
+        if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
+            container = layout.second_container_of(target)
+        _keep_previous(target, container)
+        report = save_bytes(tensors, container, metadata, progress=progress)
+        size = os.stat(container).st_size
+        text = layout.meta_text(container, size)
+        _replace(layout.meta_of(target), text.encode())
+        _replace(target, data)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(layout.previous_of(container))
+    stored = size if report.bytes_in else 0
+    return stored / report.bytes_in if report.bytes_in else 1.0
+
+
+_ORDER = "overwire.blobs"
+
+
+def _keep_previous(target: str, container: str) -> None:
+    # A second name for the old container, as long as the old pickle stands. If
+    # an earlier save was killed, the older copy may be the one that fits.
+    previous = layout.previous_of(container)
+    try:
+        if os.path.exists(previous) and not _fits(container, _digest(target)):
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(previous)
+        os.link(container, previous)
+    except OSError:
+        return  # no old bundle, or a file system without links
+
+
+def _digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+def _fits(container: str, digest: str) -> bool:
+    try:
+        with Model(container, preloaded=False) as model:
+            return (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest
+    except OverwireError:
+        return False
+
+
+def _replace(path: str, data: bytes) -> None:
+    """Writes a small file atomically and brings it to the disk."""
+    folder, name = os.path.split(path)
+    number, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.", suffix=".tmp")
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(number, 0o666 & ~_umask())
+            os.fsync(number)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    folder_number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(folder_number)
+    finally:
+        os.close(folder_number)
+
+
+def _umask() -> int:
+    mask = os.umask(0o77)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def _os_errors(verb: str, path: str) -> Iterator[None]:
+    """Our classes for what the operating system says."""
+    try:
+        yield
+    except OverwireError:
+        raise
+    except OSError as error:
+        kinds = {FileNotFoundError: NotFoundError, PermissionError: AccessError}
+        kind = kinds.get(type(error), IOFailure)
+        place = error.filename or path
+        raise kind(f"overwire: {verb} {place}: {error.strerror}", source=path) from error
+
+
+def _names(model: Any) -> dict[int, str]:
+    """What tensors are called in a model: id -> name. The first name counts."""
+    names: dict[int, str] = {}
+    torch = sys.modules.get("torch")
+    numpy = sys.modules.get("numpy")
+
+    def walk(value: Any, prefix: str, depth: int) -> None:
+        if torch is not None and isinstance(value, torch.nn.Module):
+            for kind in (value.named_parameters, value.named_buffers):
+                for name, tensor in kind():
+                    names.setdefault(id(tensor), prefix + name)
+                    # A parameter is pickled through its `.data`: another object,
+                    # which only its storage ties to this one.
+        elif (torch is not None and isinstance(value, torch.Tensor)) or (numpy is not None and isinstance(value, numpy.ndarray)):
+            names.setdefault(id(value), prefix.rstrip("."))
+        elif isinstance(value, Mapping) and depth < 8:
+            for key, part in value.items():
+                walk(part, f"{prefix}{key}.", depth + 1)
+        elif isinstance(value, (list, tuple)) and depth < 8:
+            for at, part in enumerate(value):
+                walk(part, f"{prefix}{at}.", depth + 1)
+        elif isinstance(getattr(value, "config", None), Mapping) and depth < 8:
+            for key in value.config:
+                if not str(key).startswith("_"):
+                    walk(getattr(value, key, None), f"{prefix}{key}.", depth + 1)
+
+    walk(model, "", 0)
+    return names
+
+
+# -- loading
+
+
+def _load(path: _PathLike, trust: bool, device: Any, progress: ProgressLike) -> Any:
+    from . import unpickling
+
+    check_device(device)
+    target = local(path)
+    with _os_errors("open", target), open(target, "rb") as file:
+        data = file.read()
+    digest = hashlib.sha256(data).hexdigest()
+    with _open(target, digest) as model:
+        blobs = _Landing(model, target, watch(progress, "load"))
+        with blobs.job:
+            made = unpickling.load(data, blobs, target, trust)
+            blobs.job.wait()  # an error in a blob that nothing asked for
+    return made
+
+
+def _open(target: str, digest: str) -> Model:
+    """The container that belongs to this very pickle."""
+    container = layout.container_of(target)
+    for candidate in (container, layout.previous_of(container)):
+        try:
+            model = Model(candidate)
+        except NotFoundError:
+            if candidate == container:
+                raise NotFoundError(
+                    f"overwire: open {target}: its tensors are not at {container}; copy the folder beside the pickle with it",
+                    source=target,
+                ) from None
+            break
+        metadata = model.info()[0].get("metadata") or {}
+        if metadata.get(_DIGEST) == digest:
+            return model
+        model.close()
+        if _DIGEST not in metadata:
+            break
+    raise CorruptError(
+        f"overwire: open {target}: the pickle and {container} are not of one save",
+        source=target,
+    )
+
+
+class _Landing:
+    """The blobs of a bundle while they land: `unpickling.Blobs`."""
+
+    def __init__(self, model: Model, source: str, watcher: Any) -> None:
+        metadata = model.info()[0].get("metadata") or {}
+        names = metadata.get(_ORDER, "").split("\n") if model.table else []
+        try:
+            self._places = [model.places[name] for name in names]
+        except KeyError as error:
+            raise FormatError(f"overwire: open {source}: its container lacks a tensor", source=source) from error
+        self._source = source
+        self._rows = model.table
+        self._landed: dict[int, tuple[Any, int]] = {}
+        self._made: dict[int, Any] = {}
+        if model.preload is not None:
+            number, model.preload = model.preload, None
+            self.job = Job(number, "load", watcher)
+        else:
+            self.job = model.start(None, watcher)
+
+    def _get(self, blob: int, size: int) -> tuple[Any, int]:
+        if blob < 0 or blob >= len(self._places):
+            raise self._malformed()
+        at = self._places[blob]
+        if nbytes(self._rows[at][1], self._rows[at][2]) != size:
+            raise self._malformed()
+        while at not in self._landed:
+            news = self.job.next(None, True)
+            if not news:
+                self.job.wait()
+                raise self._malformed()  # taken already: under another number
+            for place, capsule, pointer in news:
+                self._landed[place] = (capsule, pointer)
+        return self._landed.pop(at)
+
+    def storage(self, blob: int, size: int) -> Any:
+        found = self._made.get(blob)
+        if found is None:
+            from torch.utils.dlpack import from_dlpack
+
+            capsule, _ = self._get(blob, size)
+            found = from_dlpack(capsule).untyped_storage()
+            self._made[blob] = found
+        elif not hasattr(found, "untyped") or found.nbytes() != size:
+            raise self._malformed()
+        return found
+
+    def base(self, blob: int, size: int) -> Any:
+        found = self._made.get(blob)
+        if found is None:
+            frame_for("np")
+            from .frame_numpy import hold
+
+            capsule, pointer = self._get(blob, size)
+            found = self._made[blob] = hold(capsule, pointer, size)
+        elif hasattr(found, "untyped") or found.nbytes != size:
+            raise self._malformed()
+        return found
+
+    def _malformed(self) -> FormatError:
+        return FormatError(
+            f"overwire: unpickle {self._source}: a reference to a tensor does not fit its container",
+            source=self._source,
+        )

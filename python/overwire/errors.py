@@ -1,0 +1,144 @@
+"""The exceptions of overwire: one class for each error class of the engine.
+
+Every one derives from `OverwireError` and from the built-in that a user would
+catch without knowing us (`FileNotFoundError`, `TimeoutError`, `KeyError` ...).
+All carry `source`, `tensor`, `chunk` and `offset`, None where it is not known,
+and survive pickling. Messages are made by the engine, with secrets redacted.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+__all__ = [
+    "AccessError",
+    "ArgumentError",
+    "CancelledError",
+    "CorruptError",
+    "DeadlineError",
+    "DeviceError",
+    "EngineError",
+    "ForkedError",
+    "FormatError",
+    "IOFailure",
+    "MissingPackageError",
+    "ModelMismatchError",
+    "NotFoundError",
+    "NotSupportedError",
+    "OutOfMemoryError",
+    "OverwireError",
+    "SliceError",
+    "TensorNotFoundError",
+    "UntrustedPickleError",
+]
+
+
+class OverwireError(Exception):
+    """The base of every error that overwire raises on purpose.
+
+    `source` is the file or URI, `tensor` the name, `chunk` its number in the
+    tensor, `offset` the byte offset in the source.
+    """
+
+    source: str | None
+    tensor: str | None
+    chunk: int | None
+    offset: int | None
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        source: str | None = None,
+        tensor: str | None = None,
+        chunk: int | None = None,
+        offset: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.source = source
+        self.tensor = tensor
+        self.chunk = chunk
+        self.offset = offset
+
+    def __str__(self) -> str:
+        # KeyError would show its argument in quotes, OSError an errno tuple.
+        return str(self.args[0]) if self.args else ""
+
+
+# One class for each row of the table in gosrc/fault; a test compares the two.
+
+
+class CancelledError(OverwireError, RuntimeError):
+    """The work was cancelled: by the caller, or because the process ends."""
+
+
+class ForkedError(OverwireError, RuntimeError):
+    """The engine was started before `fork`, and this is the child."""
+
+
+class EngineError(OverwireError, RuntimeError):
+    """A bug of ours. The engine refuses further work; please report it."""
+
+
+class CorruptError(OverwireError, ValueError):
+    """A valid file whose bytes have changed."""
+
+
+class FormatError(OverwireError, ValueError):
+    """Bytes that were never a valid file of this kind."""
+
+
+class NotFoundError(OverwireError, FileNotFoundError):
+    """No such file or object."""
+
+
+class AccessError(OverwireError, PermissionError):
+    """The file is there, but may not be read or written."""
+
+
+class DeadlineError(OverwireError, TimeoutError):
+    """The time given was not enough."""
+
+
+class OutOfMemoryError(OverwireError, MemoryError):
+    """Host or device memory was not enough."""
+
+
+class ArgumentError(OverwireError, ValueError):
+    """The caller's mistake: the message says which argument."""
+
+
+class TensorNotFoundError(OverwireError, KeyError):
+    """No tensor of that name."""
+
+
+class NotSupportedError(OverwireError, NotImplementedError):
+    """Valid, but not something this build can do."""
+
+
+class DeviceError(OverwireError, RuntimeError):
+    """The device or its driver failed."""
+
+
+class IOFailure(OverwireError, OSError):
+    """The medium failed: an I/O error, a full disk, a short read."""
+
+
+# Classes of the Python side alone.
+
+
+class SliceError(ArgumentError, IndexError):
+    """An index out of range, or of a kind that slices do not take."""
+
+
+class ModelMismatchError(OverwireError, RuntimeError):
+    """A module and a file that do not fit: missing, unexpected or misshapen
+    tensors, all of them named."""
+
+
+class MissingPackageError(OverwireError, ImportError):
+    """A Python package that this needs is not installed; the text names it."""
+
+
+class UntrustedPickleError(OverwireError, pickle.UnpicklingError):
+    """A pickle asks for something outside the allow-list: see `trust=True`."""

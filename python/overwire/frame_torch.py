@@ -1,0 +1,215 @@
+"""torch tensors. Importing this module imports torch.
+
+The engine's capsules become tensors without a copy: each has a storage of
+exactly its own bytes, which the engine's memory backs until the storage dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from .dtypes import FLOATS, PACKED, packed_shape
+from .errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError
+from .frames import Bytes
+
+__all__ = ["SAVED", "TorchFrame"]
+
+_NAMES = {
+    "BOOL": "bool",
+    "F4": "float4_e2m1fn_x2",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+# What this torch has; an older one lacks some of the names.
+_TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)}
+SAVED = {dtype: name for name, dtype in _TYPES.items()}
+
+
+def _native(name: str) -> bool:
+    # Whether this torch takes such a capsule as it is. Asked of torch itself,
+    # because its DLPack grew type by type.
+    if name in PACKED or name not in _TYPES:
+        return False
+    try:
+        probe = torch.empty(0, dtype=torch.uint8).view(_TYPES[name])
+        return bool(from_dlpack(probe.__dlpack__()).dtype == _TYPES[name])
+    except (RuntimeError, BufferError, TypeError):
+        return False
+
+
+@contextlib.contextmanager
+def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
+    # torch's errors on a GPU as ours.
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"overwire: {wanted} bytes of tensors on {device}: {error}") from error
+    except (RuntimeError, AssertionError) as error:  # no driver, no such device
+        raise DeviceError(f"overwire: device {device!r}: {error}") from error
+
+
+def stream_of(device: str) -> int:
+    """torch's current stream, as DLPack numbers it: 1 is the default one.
+
+    The engine waits for what is queued there before it writes into memory of
+    torch's allocator, which may be in use by it.
+    """
+    with _errors_of(device):
+        return torch.cuda.current_stream(torch.device(device)).cuda_stream or 1
+
+
+class TorchFrame:
+    """The frame of torch; see `frames.Frame`."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._native: dict[str, bool] = {}
+
+    def _is_native(self, name: str) -> bool:
+        known = self._native.get(name)
+        if known is None:
+            known = self._native[name] = _native(name)
+        return known
+
+    def raw(self, dtypes: Iterable[str]) -> bool:
+        return not all(self._is_native(name) for name in dtypes)
+
+    def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
+        if capsule is None or 0 in shape:
+            return self.empty(dtype, shape, device)
+        tensor = from_dlpack(capsule)
+        if dtype in PACKED:
+            return self._packed(tensor, dtype, shape)
+        wanted = self._type(dtype)
+        return tensor if tensor.dtype == wanted else tensor.view(wanted)
+
+    def adopt_all(
+        self,
+        landed: Sequence[tuple[Any, int]],
+        rows: Sequence[tuple[Any, ...]],
+        raw: bool,
+    ) -> list[Any]:
+        # The quick way is one C call a tensor; whatever is special goes through
+        # adopt. Null pointers are tensors without elements.
+        if raw or not all(pointer for _, pointer in landed):
+            return [
+                self.adopt(capsule, pointer, dtype, shape) for (capsule, pointer), (_, dtype, shape, *_) in zip(landed, rows, strict=True)
+            ]
+        return [from_dlpack(capsule) for capsule, _ in landed]
+
+    def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
+        if dtype in PACKED:
+            shape = packed_shape(dtype, shape)
+        return torch.empty(shape, dtype=self._type(dtype), device=device)
+
+    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
+        with _errors_of(device, sum(row[3] for row in rows)):
+            return [self.empty(row[1], row[2], device) for row in rows]
+
+    def _type(self, name: str) -> torch.dtype:
+        if name.startswith("F6_"):
+            return torch.uint8
+        try:
+            return _TYPES[name]
+        except KeyError:
+            raise NotSupportedError(
+                f"overwire: torch {torch.__version__} has no dtype for {name}; a newer torch has, or load with framework='np'"
+            ) from None
+
+    def _packed(self, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> Any:
+        # F4 becomes torch's pairs, its last dimension halved; what torch has no
+        # type for stays bytes.
+        flat = tensor.view(torch.uint8).reshape(-1)
+        target = packed_shape(dtype, shape)
+        return flat.view(self._type(dtype)).view(target)
+
+    def dtype(self, wanted: Any) -> Any:
+        if isinstance(wanted, torch.dtype):
+            return wanted
+        if isinstance(wanted, str):
+            found = _TYPES.get(wanted) or getattr(torch, wanted, None)
+            if isinstance(found, torch.dtype):
+                return found
+        raise ArgumentError(f"overwire: dtype {wanted!r}: expected a torch.dtype, 'bfloat16' or 'BF16'")
+
+    def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
+        return tensor.to(wanted) if dtype in FLOATS else tensor
+
+    def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
+        if dtype == "F4":
+            # torch cannot index pairs; as bytes it can, if the pairs stay whole.
+            pairs = self.index(tensor.view(torch.uint8), index, "U8")
+            return pairs.view(_TYPES["F4"])
+        flips, forward, at = [], [], 0
+        for entry in index:
+            if isinstance(entry, slice) and (entry.step or 1) < 0:
+                entry, flip = _forward(entry)
+                if flip:
+                    flips.append(at)
+            if not isinstance(entry, int):
+                at += 1
+            forward.append(entry)
+        result = tensor[tuple(forward)]
+        if flips:
+            result = result.flip(flips)
+        elif result.numel() == tensor.numel() and result.is_contiguous():
+            return tensor.view(result.shape)  # only its dimensions were changed
+        if result.numel() != tensor.numel() or not result.is_contiguous():
+            # A view would keep the whole block that was read.
+            result = result.clone(memory_format=torch.contiguous_format)
+        return result
+
+    def describe(self, tensor: Any) -> Bytes:
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"overwire: expected a torch tensor, got {type(tensor).__name__}")
+        name = SAVED.get(tensor.dtype)
+        if name is None or tensor.layout != torch.strided or tensor.is_quantized:
+            kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
+            raise NotSupportedError(f"overwire: safetensors cannot hold {kind} tensors; compress_pickle keeps them")
+        if tensor.device.type == "meta":
+            raise ArgumentError("overwire: a tensor on the meta device has no bytes")
+        dense = tensor.detach()
+        if dense.is_conj():
+            dense = dense.resolve_conj()
+        if dense.is_neg():
+            dense = dense.resolve_neg()
+        dense = dense.to("cpu").contiguous()
+        shape = tuple(dense.shape)
+        if name == "F4":
+            if not shape:
+                raise ArgumentError("overwire: a pair of F4 needs a last dimension")
+            shape = (*shape[:-1], shape[-1] * 2)
+        size = dense.numel() * dense.element_size()
+        return Bytes(name, shape, dense.data_ptr() if size else 0, size, dense)
+
+
+def _forward(entry: slice) -> tuple[slice, bool]:
+    """The rising slice of the same elements as a falling, normalised one, and
+    whether the order must be turned round after it."""
+    count = len(range(entry.start, -1 if entry.stop is None else entry.stop, entry.step))
+    if count == 0:
+        return slice(0, 0, 1), False
+    last = entry.start + (count - 1) * entry.step
+    return slice(last, entry.start + 1, -entry.step), count > 1

@@ -1,0 +1,166 @@
+"""load_file and stream: whole tensors, in a dict or as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from .frames import check_device, frame_for
+from .jobs import Job
+from .models import Model
+from .progress import ProgressLike, watch
+from .sources import SourceLike
+
+__all__ = ["load_file", "stream"]
+
+
+def load_file(
+    source: SourceLike,
+    *,
+    device: Any = "cpu",
+    dtype: Any = None,
+    keys: Iterable[str] | None = None,
+    filter: Callable[[str], bool] | None = None,
+    framework: str | None = None,
+    progress: ProgressLike = None,
+    mmap: bool | None = None,
+) -> dict[str, Any]:
+    """Loads tensors from plain or compressed safetensors files.
+
+    source: a path of a file, a folder or an index.json; a list of paths; or a
+        file open for reading in binary mode. A name that stands in two files
+        is an error.
+    device: where the tensors shall be: "cpu", "cuda", "cuda:1", a torch.device.
+        On a GPU they are torch tensors out of torch's own allocator, and
+        compressed ones are decoded there.
+    dtype: casts every floating tensor (F16, BF16, F32, F64 and the fp8 kinds)
+        after it has landed; a torch or numpy dtype, or a name ("bfloat16",
+        "BF16"). Integers, BOOL and packed types stay as they are.
+    keys, filter: read only these names; only names for which filter is true.
+    framework: "pt" or "np"; None: torch if it is installed, else numpy.
+    progress: True for a bar, or a callable that gets a `Progress`.
+    mmap: whether plain tensors of local files are mapped copy-on-write instead
+        of read; None: yes. Compressed tensors are never mapped. A file that is
+        mapped must not be truncated while its tensors live.
+
+    Returns name -> tensor, in the order of the files (with keys: of keys).
+    The tensors are the caller's: writable, each in a storage of its own, valid
+    after the file is closed or deleted; freeing one frees its memory. F4 comes
+    as torch.float4_e2m1fn_x2 with the last dimension halved, or unpacked in
+    numpy; F6 comes as its bytes, U8.
+
+    Raises NotFoundError, FormatError, CorruptError (which tensor, chunk and
+    offset), TensorNotFoundError for keys, OutOfMemoryError, NotSupportedError,
+    ArgumentError. Ctrl-C cancels the load and frees what had landed.
+    """
+    frame = frame_for(framework)
+    where = check_device(device, frame)
+    if dtype is not None:
+        frame.dtype(dtype)  # a wrong one is refused before anything is read
+    with Model(source, mmap, where) as model:
+        return model.load(model.choose(keys, filter), frame, dtype, watch(progress, "load"))
+
+
+def stream(
+    source: SourceLike,
+    *,
+    device: Any = "cpu",
+    dtype: Any = None,
+    keys: Iterable[str] | None = None,
+    filter: Callable[[str], bool] | None = None,
+    framework: str | None = None,
+    progress: ProgressLike = None,
+    mmap: bool | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Yields (name, tensor) in the order of arrival; arguments and tensors as
+    for `load_file`.
+
+    The file is opened, and the load begins, with this call; each tensor is
+    complete when it is yielded. Closing the iterator early (`break`, `close`,
+    an exception in the loop) cancels the rest and frees it.
+    An error of the load is raised after the tensors that had landed before it.
+    """
+    frame = frame_for(framework)
+    where = check_device(device, frame)
+    wanted = None if dtype is None else frame.dtype(dtype)
+    with Model(source, mmap, where) as model:
+        chosen = model.choose(keys, filter)
+        rows = model.table if chosen is None else [model.table[at] for at in chosen]
+        raw = frame.raw({row[1] for row in rows})
+        watcher = watch(progress, "stream")
+        keep: set[int] | None = None
+        if model.preload is not None:
+            number, model.preload = model.preload, None
+            job = Job(number, "load", watcher)
+            rows, keep = model.table, None if chosen is None else set(chosen)
+        else:
+            places, requests = model.places_for(chosen, rows, frame)
+            job = model.start(requests, watcher)
+            return _Stream(job, rows, keep, frame, wanted, raw, places, where)
+    return _Stream(job, rows, keep, frame, wanted, raw, None, where)
+
+
+class _Stream(Iterator[tuple[str, Any]]):
+    # A class and not a generator: a generator that was never started would not
+    # run its `finally`, and the load has begun.
+
+    def __init__(
+        self,
+        job: Job,
+        rows: Any,
+        keep: set[int] | None,
+        frame: Any,
+        wanted: Any,
+        raw: bool,
+        places: list[Any] | None,
+        device: str,
+    ) -> None:
+        self._device = device
+        self._places = places  # tensors that were made before the load, None once yielded
+        self._job: Job | None = job
+        self._rows, self._keep = rows, keep
+        self._frame, self._wanted, self._raw = frame, wanted, raw
+        self._landed: list[tuple[int, Any, int]] = []
+
+    def __next__(self) -> tuple[str, Any]:
+        while True:
+            if not self._landed:
+                if self._job is None:
+                    raise StopIteration
+                try:
+                    self._landed = self._job.next(None, self._raw)
+                    if not self._landed:
+                        self._job.wait()  # an error of the load
+                except BaseException:
+                    self.close()
+                    raise
+                if not self._landed:
+                    job, self._job = self._job, None
+                    job.done()
+                    raise StopIteration
+                self._landed.reverse()
+            at, capsule, pointer = self._landed.pop()
+            if self._keep is None or at in self._keep:
+                break
+        row = self._rows[at]
+        tensor = None
+        if self._places is not None:
+            tensor, self._places[at] = self._places[at], None
+        if tensor is None:
+            tensor = self._frame.adopt(capsule, pointer, row[1], row[2], self._device)
+        if self._wanted is not None:
+            tensor = self._frame.cast(tensor, row[1], self._wanted)
+        return row[0], tensor
+
+    def close(self) -> None:
+        """Ends the stream; the rest is cancelled and freed."""
+        job, self._job = self._job, None
+        self._landed = []
+        if job is not None:
+            if self._places is not None:
+                job.cancel()  # the engine writes to them until it has stopped
+            job.free()
+        self._places = None
+
+    def __del__(self) -> None:
+        self.close()

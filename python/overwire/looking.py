@@ -1,0 +1,106 @@
+"""inspect, verify, convert, doctor: the verbs about files and the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Union
+
+from . import _engine
+from .errors import ArgumentError
+from .jobs import Job
+from .layout import preload_uris
+from .progress import ProgressLike, watch
+from .saving import Report, parse_size
+from .sources import SourceLike, local, resolve
+
+__all__ = ["convert", "doctor", "inspect", "verify"]
+
+_PathLike = Union[str, "os.PathLike[str]"]
+
+
+def _uris(source: SourceLike) -> tuple[list[str], Any]:
+    uris, keep = resolve(source)
+    if keep is None:
+        uris = [uri for path in uris for uri in preload_uris(path)]
+    return uris, keep
+
+
+def inspect(source: _PathLike) -> dict[str, Any]:
+    """What a model holds, by its headers alone; no tensor byte is read.
+
+    source: a file, folder, index.json, or a bundle's pickle or meta.csv; plain
+        or compressed.
+
+    Returns a dict: "sources", each with uri, format ("safetensors" or
+    "overwire"), size, metadata and "tensors" (name, dtype, shape, bytes,
+    stored, ratio, coding, chunks), and "totals" over all of them.
+    Raises NotFoundError, FormatError, CorruptError.
+    """
+    uris, _ = _uris(local(source))
+    if len(uris) != 1:
+        raise ArgumentError(f"overwire: inspect {source}: it lists {len(uris)} files; inspect each")
+    found: dict[str, Any] = json.loads(_engine.inspect(uris[0]))
+    return found
+
+
+def verify(source: SourceLike, *, progress: ProgressLike = None) -> dict[str, Any]:
+    """Proves every byte: checksums of stored bytes, every decode, and the hash
+    of every tensor.
+
+    source: what `inspect` takes, or a list of files.
+
+    Returns a dict: ok (always True: anything wrong raises), tensors, bytes,
+    stored, seconds, and "files", each with what was "checked": "contents", or
+    only "structure" for plain safetensors, which has no checksums.
+    Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError.
+    """
+    uris, keep = _uris(source)
+    number = _engine.verify_start(json.dumps({"uris": uris}))
+    with Job(number, "verify", watch(progress, "verify")) as job:
+        job.wait()
+        found: dict[str, Any] = job.report()
+    del keep
+    return found
+
+
+def convert(
+    source: SourceLike,
+    path: _PathLike,
+    *,
+    compress: bool = True,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    progress: ProgressLike = None,
+) -> Report:
+    """Rewrites a model: plain to compressed, compressed to plain
+    (compress=False), other shards. Memory does not grow with the model.
+
+    source: what `inspect` takes, or a list of files.
+    path, metadata, max_shard_size: as for `save_file`; metadata None keeps that
+        of the source.
+
+    Returns a Report; raises what loading and saving raise.
+    """
+    uris, keep = _uris(source)
+    spec: dict[str, Any] = {
+        "uris": uris,
+        "path": local(path),
+        "compress": bool(compress),
+        "shard": parse_size(max_shard_size),
+    }
+    if metadata is not None:
+        spec["metadata"] = dict(metadata)
+    with Job(_engine.convert_start(json.dumps(spec)), "convert", watch(progress, "convert")) as job:
+        job.wait()
+        report = job.report()
+    del keep
+    return Report.of(report)
+
+
+def doctor() -> dict[str, Any]:
+    """What the engine finds on this machine: CPU, decoder, memory, versions,
+    and the settings with the environment variables that made them."""
+    found: dict[str, Any] = json.loads(_engine.doctor())
+    return found

@@ -1,0 +1,253 @@
+"""An opened model on the Python side: its table of tensors, and loads of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from . import _engine
+from .errors import ArgumentError, TensorNotFoundError
+from .frames import Frame
+from .jobs import Job, log
+from .progress import Watcher
+from .sources import SourceLike, resolve
+
+__all__ = ["Model", "Row", "WHOLE"]
+
+#: The end of a range that means "all of it".
+WHOLE = -1
+
+# Bytes from which a tensor on a GPU comes from torch's own allocator.
+_LARGE = 1 << 20
+
+
+@contextlib.contextmanager
+def many_objects() -> Iterator[None]:
+    """Keeps the cycle collector still while thousands of objects are made.
+
+    None of them is garbage, yet their number alone would start full
+    collections, which cost more than the objects.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Row(NamedTuple):
+    """One tensor of the table, as the engine gives it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stored: int
+    source: int
+    alias: int
+
+
+class Model:
+    """An open model. Not more than a handle and its table; `close` ends it,
+    tensors and running loads live on."""
+
+    def __init__(self, source: SourceLike, mmap: bool | None = None, device: str = "cpu", preloaded: bool = True):
+        self.device = device
+        if mmap is not None and not isinstance(mmap, bool):
+            raise ArgumentError("overwire: mmap: expected True, False or None")
+        uris, keep = resolve(source)
+        self.uris = uris
+        self.preload: int | None = None  # the running job of a preload, once
+        found = _preloaded(uris, device) if preloaded else None
+        if found is not None:
+            self._handle, self.preload = found
+            log.debug("load %s: joins its preload", uris[0])
+        else:
+            self._handle = _engine.open_model(json.dumps({"uris": uris, "map": mmap}))
+        del keep  # the engine has its own descriptors now
+        self._open = True
+        self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]]
+        try:
+            with many_objects():
+                self.table = _engine.model_table(self._handle)
+            self._places: dict[str, int] | None = None
+            if self.table and self.table[-1][5] > 0:  # several files
+                self._refuse_twins()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the handle, and drops a preload that nobody took."""
+        if self._open:
+            self._open = False
+            if self.preload is not None:
+                _engine.job_free(self.preload)
+                self.preload = None
+            _engine.close_model(self._handle)
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _refuse_twins(self) -> None:
+        seen: dict[str, int] = {}
+        for name, *_, source, _alias in self.table:
+            first = seen.setdefault(name, source)
+            if first != source:
+                uris = [part["uri"] for part in self.info()]
+                raise ArgumentError(
+                    f'overwire: open {uris[source]} tensor "{name}": it is in {uris[first]} too; open one of the files, or each by itself',
+                    source=uris[source],
+                    tensor=name,
+                )
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Name to position in the table."""
+        if self._places is None:
+            self._places = {row[0]: at for at, row in enumerate(self.table)}
+        return self._places
+
+    def place(self, name: str) -> int:
+        """The position of a tensor; TensorNotFoundError if it is not there."""
+        at = self.places.get(name) if isinstance(name, str) else None
+        if at is None:
+            raise TensorNotFoundError(
+                f"overwire: no tensor {name!r} in {', '.join(self.uris)}",
+                source=self.uris[0],
+                tensor=str(name),
+            )
+        return at
+
+    def row(self, at: int) -> Row:
+        """One row of the table, with names."""
+        return Row(*self.table[at])
+
+    def info(self) -> list[dict[str, Any]]:
+        """For each source: uri, size, metadata, overwire."""
+        sources: list[dict[str, Any]] = json.loads(_engine.model_info(self._handle))["sources"]
+        return sources
+
+    def choose(
+        self,
+        keys: Iterable[str] | None,
+        filter: Callable[[str], bool] | None,
+    ) -> list[int] | None:
+        """The positions that `keys=` and `filter=` leave, None for all."""
+        if keys is None and filter is None:
+            return None
+        if isinstance(keys, str):
+            raise ArgumentError("overwire: keys: expected several names, got one str")
+        chosen = list(range(len(self.table))) if keys is None else list(dict.fromkeys(self.place(key) for key in keys))
+        if filter is not None:
+            if not callable(filter):
+                raise ArgumentError("overwire: filter: expected a callable of a name")
+            chosen = [at for at in chosen if filter(self.table[at][0])]
+        return chosen
+
+    def start(
+        self,
+        requests: Sequence[tuple[int, int, int, int, int, int]] | None,
+        watcher: Watcher | None = None,
+    ) -> Job:
+        """Starts a load: (tensor, destination, lo0, hi0, lo1, hi1) each, None
+        for every tensor, whole. A destination of 0 lets the engine allocate."""
+        packed = None
+        if requests is not None:
+            flat = [number for request in requests for number in request]
+            packed = struct.pack(f"={len(flat)}q", *flat)
+        options: dict[str, Any] = {"device": self.device}
+        if self.device != "cpu" and requests is not None:
+            from .frame_torch import stream_of
+
+            options["stream"] = stream_of(self.device)
+        number = _engine.load_start(self._handle, packed, json.dumps(options))
+        return Job(number, "load", watcher)
+
+    def places_for(
+        self, chosen: list[int] | None, rows: Sequence[Any], frame: Frame
+    ) -> tuple[list[Any] | None, list[tuple[int, int, int, int, int, int]] | None]:
+        """Where whole tensors land, and the requests for it. Large ones on a
+        GPU land in tensors of torch's allocator; None stands for those that land
+        in memory of the engine's: small ones, which torch makes more slowly than
+        the engine loads them, and all on the host (None instead of a list)."""
+        if self.device == "cpu":
+            return None, None if chosen is None else [whole(at) for at in chosen]
+        numbers = range(len(rows)) if chosen is None else chosen
+        places: list[Any] = [None] * len(rows)
+        large = [at for at, row in enumerate(rows) if row[3] >= _LARGE]
+        for at, place in zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True):
+            places[at] = place
+        return places, [
+            (at, 0 if place is None else place.data_ptr(), 0, WHOLE, 0, WHOLE)
+            for at, place in zip(numbers, places, strict=True)
+        ]
+
+    def load(
+        self,
+        chosen: list[int] | None,
+        frame: Frame,
+        dtype: Any,
+        watcher: Watcher | None,
+    ) -> dict[str, Any]:
+        """The chosen tensors, whole, in a dict in the order of `chosen`."""
+        rows = self.table if chosen is None else [self.table[at] for at in chosen]
+        if not rows:
+            return {}
+        raw = frame.raw({row[1] for row in rows})
+        if self.preload is not None:
+            number, self.preload = self.preload, None
+            job = Job(number, "load", watcher)
+            mine = chosen  # the preload loads everything
+            places = None
+        else:
+            places, requests = self.places_for(chosen, rows, frame)
+            job = self.start(requests, watcher)
+            mine = None
+        with job:
+            job.wait()
+            with many_objects():
+                landed = job.take(raw)
+                if mine is not None:
+                    landed = [landed[at] for at in mine]
+                if places is None:
+                    tensors = frame.adopt_all(landed, rows, raw)
+                else:
+                    tensors = [
+                        frame.adopt(*landed[at], rows[at][1], rows[at][2], self.device) if place is None else place
+                        for at, place in enumerate(places)
+                    ]
+        if places is None and self.device != "cpu":
+            for at, tensor in enumerate(tensors):  # a preload may have gone to the host
+                tensors[at] = tensor.to(self.device)
+        if dtype is not None:
+            wanted = frame.dtype(dtype)
+            # One at a time, so that only one is held twice.
+            for at, row in enumerate(rows):
+                tensors[at] = frame.cast(tensors[at], row[1], wanted)
+        return dict(zip([row[0] for row in rows], tensors, strict=True))
+
+
+def whole(at: int) -> tuple[int, int, int, int, int, int]:
+    """The request for all of a tensor in memory of the engine's."""
+    return (at, 0, 0, WHOLE, 0, WHOLE)
+
+
+def _preloaded(uris: list[str], device: str) -> tuple[int, int] | None:
+    # Nothing can have been preloaded before that module was imported.
+    preloading = sys.modules.get("overwire.preloading")
+    if preloading is None:
+        return None
+    found: tuple[int, int] | None = preloading.find(uris, device)
+    return found

@@ -1,0 +1,201 @@
+"""load_model and save_model: a torch module's tensors, in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import ArgumentError, ModelMismatchError
+from .frames import check_device, frame_for
+from .jobs import Job
+from .models import WHOLE, Model, whole
+from .progress import ProgressLike, watch
+from .saving import Report, save_file
+from .sources import SourceLike
+
+__all__ = ["load_model", "save_model"]
+
+
+def load_model(
+    module: Any,
+    source: SourceLike,
+    strict: bool = True,
+    device: Any = "cpu",
+    *,
+    progress: ProgressLike = None,
+    mmap: bool | None = None,
+) -> tuple[list[str], list[str]]:
+    """Loads a file into a torch module's own parameters and buffers.
+
+    Bytes land directly in the module's tensors where these are dense, on
+    `device` and of the file's dtype: no second copy of the model. Others are loaded
+    and copied (cast) into place one by one; those on the meta device are
+    replaced by what was loaded. Tied tensors are loaded once.
+
+    strict: raise if tensors are missing in the file, or unexpected in it.
+
+    Returns (missing, unexpected) names, as safetensors.torch.load_model. Names
+    tied to a loaded one are neither.
+
+    Raises ModelMismatchError before anything is changed, also for shapes that
+    differ, and what `load_file` raises. After an error during the load itself
+    the module's values are partly old and partly new.
+
+    `load_state_dict` hooks of the module are not run.
+    """
+    frame = frame_for("torch")
+    where = check_device(device, frame)
+    import torch
+
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
+    targets: dict[str, Any] = module.state_dict(keep_vars=True)
+    with Model(source, mmap, where) as model:
+        missing, unexpected, wanted = _match(module, targets, model, strict)
+        names = list(wanted)
+        requests, direct = [], []
+        done: dict[int, str] = {}
+        for name in names:
+            at, target = wanted[name], targets[name]
+            lands = _lands(target, model.table[at][1], where)
+            # Two names of one tensor: the second landing would race the first.
+            if lands and target.data_ptr() in done:
+                lands = False
+            if lands and target.numel():
+                done[target.data_ptr()] = name
+            direct.append(lands)
+            requests.append((at, target.data_ptr() if lands else 0, 0, WHOLE, 0, WHOLE))
+        if model.preload is not None:
+            # What is in memory already is copied from there.
+            number, model.preload = model.preload, None
+            job = Job(number, "load", watch(progress, "load"))
+            requests, direct = [whole(wanted[name]) for name in names], [False] * len(names)
+            every = True
+        else:
+            job = model.start(requests, watch(progress, "load"))
+            every = False
+        raw = frame.raw({model.table[wanted[name]][1] for name in names})
+        with job:
+            job.wait()
+            landed = job.take(raw)
+            if every:
+                landed = [landed[wanted[name]] for name in names]
+        with torch.no_grad():
+            for at, name in enumerate(names):
+                if direct[at]:
+                    continue
+                capsule, pointer = landed[at]
+                landed[at] = (None, 0)
+                row = model.table[wanted[name]]
+                _put(module, name, targets[name], frame.adopt(capsule, pointer, row[1], row[2]))
+    return missing, unexpected
+
+
+def _match(module: Any, targets: Mapping[str, Any], model: Model, strict: bool) -> tuple[list[str], list[str], dict[str, int]]:
+    """Missing and unexpected names, and the place of each tensor to load."""
+    wanted = {name: model.places[name] for name in targets if name in model.places}
+    loaded = {_identity(targets[name]) for name in wanted}
+    missing = [name for name, target in targets.items() if name not in wanted and _identity(target) not in loaded]
+    unexpected = [row[0] for row in model.table if row[0] not in targets]
+    problems = []
+    if strict and missing:
+        problems.append("missing in the file: " + ", ".join(map(repr, sorted(missing))))
+    if strict and unexpected:
+        problems.append("unexpected in the file: " + ", ".join(map(repr, sorted(unexpected))))
+    for name, at in wanted.items():
+        target, (_, dtype, shape, *_rest) = targets[name], model.table[at]
+        if not hasattr(target, "shape"):
+            problems.append(f"{name!r} is not a tensor in the module")
+            continue
+        here = tuple(target.shape)
+        if dtype == "F4" and shape:
+            shape = (*shape[:-1], shape[-1] // 2)
+        if here != shape:
+            problems.append(f"{name!r} has shape {here} in the module, {shape} in the file")
+    if problems:
+        raise ModelMismatchError(
+            f"overwire: load {model.uris[0]} into {type(module).__name__}: " + "; ".join(problems),
+            source=model.uris[0],
+        )
+    return missing, unexpected, wanted
+
+
+def _identity(target: Any) -> Any:
+    if not hasattr(target, "data_ptr") or target.device.type == "meta" or not target.numel():
+        return id(target)
+    return (target.data_ptr(), tuple(target.shape), target.stride(), target.dtype)
+
+
+def _lands(target: Any, dtype: str, where: str) -> bool:
+    """Whether the engine can write the tensor's own bytes."""
+    from .frame_torch import SAVED
+
+    return (
+        str(target.device) == where
+        and not target.is_sparse
+        and SAVED.get(target.dtype) == dtype
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def _put(module: Any, name: str, target: Any, loaded: Any) -> None:
+    import torch
+
+    if target.device.type != "meta":
+        target.copy_(loaded)
+        return
+    # A module made on the meta device: the loaded tensor takes the place,
+    # under every name that the placeholder has.
+    if isinstance(target, torch.nn.Parameter):
+        loaded = torch.nn.Parameter(loaded.to(target.dtype), requires_grad=target.requires_grad)
+    else:
+        loaded = loaded.to(target.dtype)
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for key, value in table.items():
+                if value is target:
+                    table[key] = loaded
+
+
+def save_model(
+    module: Any,
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    compress: bool = True,
+    max_shard_size: int | str | None = None,
+    progress: ProgressLike = None,
+) -> Report:
+    """Saves a torch module's parameters and persistent buffers by name.
+
+    Tied tensors are stored once. A plain file (compress=False) has only the
+    first of their names, with {dropped name: kept name} in its metadata, as
+    safetensors.torch.save_model writes it; a compressed one has all of them.
+
+    Other arguments, the report and errors are those of `save_file`.
+    """
+    frame_for("torch")
+    import torch
+
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
+    tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    notes = dict(metadata or {})
+    notes.setdefault("format", "pt")
+    if not compress:
+        kept: dict[Any, str] = {}
+        for name in sorted(tensors):
+            first = kept.setdefault(_identity(tensors[name]), name)
+            if first != name:
+                notes.setdefault(name, first)
+                del tensors[name]
+    return save_file(
+        tensors,
+        path,
+        notes,
+        compress=compress,
+        max_shard_size=max_shard_size,
+        progress=progress,
+    )

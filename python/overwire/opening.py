@@ -1,0 +1,187 @@
+"""safe_open: tensors and slices of open files, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .dtypes import BITS, PACKED
+from .errors import ArgumentError, NotSupportedError
+from .frames import check_device, frame_for
+from .models import WHOLE, Model, whole
+from .slices import plan
+from .sources import SourceLike
+
+__all__ = ["TensorSlice", "safe_open"]
+
+
+class safe_open:
+    """Opens plain or compressed safetensors files for reading by name.
+
+    source: as for `load_file`: a path, a folder, an index.json, a list of
+        paths, an open file.
+    framework: "pt" or "np"; None: torch if it is installed, else numpy.
+    device, dtype, mmap: as for `load_file`.
+
+    A context manager; `close` may be called by hand. Tensors are the caller's
+    and outlive it. Threads may share one object.
+
+    Raises what `load_file` raises; ArgumentError after it was closed.
+    """
+
+    def __init__(
+        self,
+        source: SourceLike,
+        framework: str | None = None,
+        device: Any = "cpu",
+        *,
+        dtype: Any = None,
+        mmap: bool | None = None,
+    ) -> None:
+        self._frame = frame_for(framework)
+        where = check_device(device, self._frame)
+        self._dtype = None if dtype is None else self._frame.dtype(dtype)
+        self._model: Model | None = Model(source, mmap, where, preloaded=False)
+
+    def __enter__(self) -> safe_open:
+        self._live()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # `getattr`: the constructor may have failed.
+        if getattr(self, "_model", None) is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the files. Does nothing the second time."""
+        model, self._model = self._model, None
+        if model is not None:
+            model.close()
+
+    def _live(self) -> Model:
+        if self._model is None:
+            raise ArgumentError("overwire: the file is closed")
+        return self._model
+
+    def keys(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self.offset_keys())
+
+    def offset_keys(self) -> list[str]:
+        """The names of all tensors, in the order of their bytes in the files."""
+        return [row[0] for row in self._live().table]
+
+    def __len__(self) -> int:
+        return len(self._live().table)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._live().places
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the writer noted in `__metadata__`, without our own entry.
+
+        None if there is nothing. Of several files all entries together; where
+        two differ the first file's counts.
+        """
+        merged: dict[str, str] = {}
+        for source in self._live().info():
+            for key, value in (source.get("metadata") or {}).items():
+                if key != "overwire":
+                    merged.setdefault(key, value)
+        return merged or None
+
+    def get_tensor(self, name: str) -> Any:
+        """One tensor, the caller's own. TensorNotFoundError if it is not there."""
+        return self.get_tensors([name])[name]
+
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Several tensors, read together; None for all. In the order of names."""
+        model = self._live()
+        chosen = model.choose(names, None)
+        return model.load(chosen, self._frame, self._dtype, None)
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """The tensor as something to index; nothing is read yet."""
+        self._live().place(name)
+        return TensorSlice(self, name)
+
+
+class TensorSlice:
+    """A tensor of an open file that is read as it is indexed.
+
+    `s[3]`, `s[:, ::2]`, `s[..., -1]`, `s[5:2:-1, None]`: ints, slices with any
+    step, Ellipsis and None, as numpy has them. Read is the smallest block of
+    dims 0 and 1 that holds the result. The result is the caller's own tensor
+    and holds only its own bytes. Lists and masks are not indices here.
+    """
+
+    def __init__(self, file: safe_open, name: str) -> None:
+        self._file = file
+        self._name = name
+        model = file._live()
+        self._at = model.place(name)
+        self._row = model.row(self._at)
+
+    def get_shape(self) -> list[int]:
+        """The whole tensor's shape, in elements, as the file's header has it."""
+        return list(self._row.shape)
+
+    def get_dtype(self) -> str:
+        """The dtype's name in the file: "F32", "BF16", "F8_E4M3" ..."""
+        return self._row.dtype
+
+    def __repr__(self) -> str:
+        return f"TensorSlice({self._name!r}, {self._row.dtype}, {self.get_shape()})"
+
+    def __getitem__(self, index: Any) -> Any:
+        file, row = self._file, self._row
+        model, frame = file._live(), file._frame
+        if row.dtype in PACKED:
+            return self._packed(index)
+        planned = plan(index, row.shape)
+        if planned.empty:
+            tensor = frame.empty(row.dtype, planned.shape, model.device)
+        else:
+            (lo0, hi0), (lo1, hi1) = planned.block
+            request = (self._at, 0, lo0, hi0, lo1, hi1)
+            if planned.shape == row.shape:
+                request = whole(self._at)
+            elif len(row.shape) == 1:
+                request = (self._at, 0, lo0, hi0, 0, WHOLE)
+            if model.device != "cpu":
+                tensor = frame.empty(row.dtype, planned.shape, model.device)
+                with model.start([(request[0], tensor.data_ptr(), *request[2:])]) as job:
+                    job.wait()
+            else:
+                raw = frame.raw((row.dtype,))
+                with model.start([request]) as job:
+                    job.wait()
+                    capsule, pointer = job.take(raw)[0]
+                tensor = frame.adopt(capsule, pointer, row.dtype, planned.shape)
+        if planned.cut:
+            tensor = frame.index(tensor, planned.cut, row.dtype)
+        if file._dtype is not None:
+            tensor = frame.cast(tensor, row.dtype, file._dtype)
+        return tensor
+
+    def _packed(self, index: Any) -> Any:
+        # Elements share bytes, so the tensor is read whole. Where the framework
+        # keeps them packed, the last dimension cannot be cut.
+        frame, row = self._file._frame, self._row
+        tensor = self._file.get_tensor(self._name)
+        planned = plan(index, row.shape, dims=0)
+        if tuple(tensor.shape) == row.shape:
+            return frame.index(tensor, planned.cut, row.dtype) if planned.cut else tensor
+        entries = [entry for entry in planned.cut if entry is not None]
+        whole_last = not entries or entries[-1] == slice(0, row.shape[-1], 1)
+        if len(tensor.shape) != len(row.shape) or not whole_last:
+            raise NotSupportedError(
+                f"overwire: {row.dtype} has {8 / BITS[row.dtype]:g} elements a byte: its last "
+                "dimension cannot be sliced here; load it, or use framework='np' for F4",
+                tensor=self._name,
+            )
+        cut = plan(index, tuple(tensor.shape), dims=0).cut
+        return frame.index(tensor, cut, row.dtype) if cut else tensor

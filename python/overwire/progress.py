@@ -1,0 +1,95 @@
+"""How far a verb has come, shown to people or handed to a callable."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .errors import ArgumentError
+
+__all__ = ["Progress", "ProgressLike", "Watcher", "watch"]
+
+
+class Progress(NamedTuple):
+    """One reading: tensor bytes (not stored ones) and tensors, done and total.
+
+    The totals are 0 until the work is planned.
+    """
+
+    bytes: int
+    total_bytes: int
+    tensors: int
+    total_tensors: int
+
+
+#: What `progress=` takes: None or False for nothing, True for a bar, or a
+#: callable that gets a `Progress` about ten times a second and once at the end.
+ProgressLike = None | bool | Callable[[Progress], Any]
+
+
+class Watcher:
+    """Turns readings into calls; `close` is called once, after the last."""
+
+    def __init__(self, call: Callable[[Progress], Any]) -> None:
+        self._call = call
+
+    def update(self, now: Progress) -> None:
+        """Shows one reading."""
+        self._call(now)
+
+    def close(self) -> None:
+        """Ends the display."""
+
+
+class _Bar(Watcher):
+    """tqdm's bar, in tensor bytes: its rate is then in bytes a second."""
+
+    def __init__(self, verb: str, tqdm: Any) -> None:
+        self._bar = tqdm(desc=verb, unit="B", unit_scale=True, leave=False)
+
+    def update(self, now: Progress) -> None:
+        self._bar.total = now.total_bytes or None
+        self._bar.update(now.bytes - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Line(Watcher):
+    """One line on stderr, rewritten in place on a terminal, else at the end."""
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+        self._start = time.monotonic()
+        self._text = ""
+        self._live = sys.stderr.isatty()
+
+    def update(self, now: Progress) -> None:
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        total = f"/{now.total_bytes / 1e9:.2f}" if now.total_bytes else ""
+        self._text = f"{self._verb}: {now.bytes / 1e9:.2f}{total} GB, {now.tensors} tensors, {now.bytes / 1e9 / seconds:.2f} GB/s"
+        if self._live:
+            sys.stderr.write("\r" + self._text)
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        if self._text:
+            sys.stderr.write("\n" if self._live else self._text + "\n")
+            sys.stderr.flush()
+
+
+def watch(progress: ProgressLike, verb: str) -> Watcher | None:
+    """The watcher for a `progress=` argument, None if nobody looks."""
+    if progress is None or progress is False:
+        return None
+    if progress is True:
+        try:
+            from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+        except ImportError:
+            return _Line(verb)
+        return _Bar(verb, tqdm)
+    if callable(progress):
+        return Watcher(progress)
+    raise ArgumentError(f"overwire: progress: expected True, False, None or a callable, got {type(progress).__name__}")

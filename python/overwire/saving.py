@@ -1,0 +1,150 @@
+"""save_file: a dict of tensors becomes one file, or several shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import _engine
+from .errors import ArgumentError, NotSupportedError
+from .frames import Bytes, frame_of
+from .jobs import Job
+from .progress import ProgressLike, watch
+from .sources import local
+
+__all__ = ["Report", "parse_size", "save_bytes", "save_file"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written.
+
+    bytes_in: tensor bytes. bytes_out: bytes of the files. ratio: out / in, 1.0
+    when nothing came in. seconds: wall time. compressed: tensors stored
+    compressed; aliases: tensors stored as another's bytes (tied or identical).
+    files: absolute paths in the order written, an index.json last.
+    """
+
+    bytes_in: int
+    bytes_out: int
+    ratio: float
+    seconds: float
+    tensors: int
+    compressed: int
+    aliases: int
+    files: tuple[str, ...]
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> Report:
+        """The report in the engine's words."""
+        return cls(
+            bytes_in=int(report["bytes_in"]),
+            bytes_out=int(report["bytes_out"]),
+            ratio=float(report["ratio"]),
+            seconds=float(report["seconds"]),
+            tensors=int(report["tensors"]),
+            compressed=int(report["compressed"]),
+            aliases=int(report["aliases"]),
+            files=tuple(report.get("files") or ()),
+        )
+
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
+    _UNITS[_letter + "IB"] = 1024**_power
+
+
+def parse_size(size: int | str | None) -> int:
+    """Bytes of "5GB" (10^9), "512MiB" (2^20) or a number; 0 for None."""
+    if size is None:
+        return 0
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match and unit and float(match[1]) * unit >= 1:
+            return int(float(match[1]) * unit)
+    raise ArgumentError(f"overwire: max_shard_size {size!r}: expected bytes, or a text as '5GB' or '512MiB'")
+
+
+def save_file(
+    tensors: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    compress: bool = True,
+    max_shard_size: int | str | None = None,
+    progress: ProgressLike = None,
+) -> Report:
+    """Saves torch tensors or numpy arrays (also both) by name.
+
+    path: the file to write, replaced atomically: whatever stops a save, readers
+        find the old file or the new one.
+    metadata: texts for `__metadata__`; safetensors' own loaders look for
+        {"format": "pt"}.
+    compress: writes overwire's container, a safetensors file whose tensors are
+        losslessly compressed where that gains at least 1 %. False writes a
+        plain file that every safetensors reader reads.
+    max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int);
+        more goes to model-00001-of-00002.safetensors and so on, with
+        model.safetensors.index.json beside them.
+
+    Tensors are read in place; those that are not dense, or not on the host, are
+    copied first. They must not change before this returns. Tied tensors are
+    stored once when compressing. Only logical values are stored: strides,
+    gradients and subclasses are not (see `compress_pickle`).
+
+    Raises ArgumentError, NotSupportedError for types that safetensors lacks,
+    AccessError, IOFailure (a full disk).
+    """
+    if not isinstance(tensors, Mapping):
+        raise ArgumentError(f"overwire: tensors: expected a dict of tensors, got {type(tensors).__name__}")
+    described: list[tuple[str, Bytes]] = []
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise ArgumentError(f"overwire: tensors: the name {name!r} is not a str")
+        try:
+            described.append((name, frame_of(tensor).describe(tensor)))
+        except (ArgumentError, NotSupportedError) as error:
+            error.tensor = name
+            error.args = (f"{error} (tensor {name!r})",)
+            raise
+    return save_bytes(
+        described,
+        local(path),
+        metadata,
+        compress=compress,
+        shard=parse_size(max_shard_size),
+        progress=progress,
+    )
+
+
+def save_bytes(
+    described: list[tuple[str, Bytes]],
+    path: str,
+    metadata: Mapping[str, str] | None,
+    *,
+    compress: bool = True,
+    shard: int = 0,
+    progress: ProgressLike = None,
+) -> Report:
+    """Saves what is described already, and keeps it alive until that is done."""
+    if "://" in path:
+        raise ArgumentError(f"overwire: save {path}: only local paths can be written")
+    spec: dict[str, Any] = {"path": path, "compress": bool(compress), "shard": shard}
+    if metadata is not None:
+        for key, value in metadata.items():
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise ArgumentError(f"overwire: metadata: keys and values must be str ({key!r}: {value!r})")
+        spec["metadata"] = dict(metadata)
+    number = _engine.save_start(json.dumps(spec), [(name, b.dtype, b.shape, b.pointer, b.nbytes) for name, b in described])
+    with Job(number, "save", watch(progress, "save")) as job:
+        job.wait()
+        report = job.report()
+    return Report.of(report)

@@ -1,0 +1,272 @@
+"""The build backend of overwire (PEP 517 and 660), from the standard library alone.
+
+    pip install .          needs Go 1.26, a C compiler and the headers of this Python
+    pip install -e .       the same; rerun it after a change of Go or C
+    python setup.py ext    only compile python/overwire/_core.abi3.so
+    python setup.py asan FILE.so    the same for AddressSanitizer, into FILE.so
+
+Nothing is downloaded but Go modules, by Go itself (GOPROXY, GOMODCACHE as
+usual); with a filled module cache, or after `go mod vendor`, no network is
+needed. One wheel serves CPython 3.10 and later. Its tag comes from the
+library's own symbol versions, and a library that needs a newer glibc than
+FLOOR is refused. The same tree and tools give the same bytes in any folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import io
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+PACKAGE = ROOT / "python" / "overwire"
+LIBRARY = PACKAGE / "_core.abi3.so"
+CORE = ROOT / "gosrc" / "bind" / "core"
+GO = (1, 26)
+FLOOR = (2, 17)  # glibc, of manylinux2014
+EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
+
+# What an sdist has: the tree without what is built, cached or hidden.
+SDIST = ("cuda", "docs", "examples", "gosrc", "python", "tests", "vendor", "wheels")
+LEFT_OUT = re.compile(r"(^|/)(__pycache__|\.[^/]*)(/|$)|\.(so|pyc|whl)$|(^|/)testdata/fuzz/")
+
+
+# Metadata. pyproject.toml is the source; a few lines read what stands there,
+# since Python 3.10 has no TOML reader.
+
+
+def project() -> dict[str, str]:
+    """Return the plain `key = "value"` lines of [project] in pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = re.search(r"^\[project\]\n(.*?)(?=^\[)", text, re.M | re.S)
+    assert section is not None
+    return dict(re.findall(r'^([\w-]+) = "(.*)"$', section[1], re.M))
+
+
+def items(section: str, key: str) -> list[str]:
+    """Return the strings of one list, or the `name = "value"` lines of a table."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    if key:
+        found = re.search(rf"^\[{re.escape(section)}\]\n(?:(?!^\[).*\n)*?{key} = \[(.*?)\]\n", text, re.M | re.S)
+        return re.findall(r'"([^"]*)"', found[1]) if found else []
+    found = re.search(rf"^\[{re.escape(section)}\]\n(.*?)(?=^\[|\Z)", text, re.M | re.S)
+    return [f"{k} = {v}" for k, v in re.findall(r'^([\w-]+) = "(.*)"$', found[1], re.M)] if found else []
+
+
+def metadata() -> str:
+    p = project()
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {p['name']}",
+        f"Version: {p['version']}",
+        f"Summary: {p['description']}",
+        f"License: {p['license']}",
+        f"Requires-Python: {p['requires-python']}",
+    ]
+    lines += [f"Classifier: {c}" for c in items("project", "classifiers")]
+    for extra in ("torch", "numpy", "progress"):
+        requires = items("project.optional-dependencies", extra)
+        if requires:
+            lines.append(f"Provides-Extra: {extra}")
+            lines += [f'Requires-Dist: {r}; extra == "{extra}"' for r in requires]
+    readme = ROOT / p["readme"]
+    if readme.exists():
+        lines += ["Description-Content-Type: text/markdown", "", readme.read_text(encoding="utf-8")]
+    return "\n".join(lines) + "\n"
+
+
+def name_version() -> str:
+    p = project()
+    return f"{p['name']}-{p['version']}"
+
+
+# The library.
+
+
+def go_command() -> str:
+    go = shutil.which("go")
+    if not go:
+        sys.exit("overwire: building needs Go %d.%d or later on PATH (https://go.dev/dl)" % GO)
+    said = subprocess.run([go, "env", "GOVERSION"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False).stdout
+    found = re.match(r"go(\d+)\.(\d+)", said)
+    if not found or (int(found[1]), int(found[2])) < GO:
+        sys.exit(f"overwire: building needs Go {GO[0]}.{GO[1]} or later; {go} says {said.strip() or 'nothing'}")
+    return go
+
+
+def build_library(out: Path = LIBRARY, asan: bool = False) -> None:
+    """Compile gosrc/bind/core into the extension module at out."""
+    if sys.platform != "linux" or platform.machine() != "x86_64" or platform.python_implementation() != "CPython":
+        sys.exit("overwire: only CPython on Linux x86-64 is supported so far")
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").exists():
+        sys.exit(f"overwire: the C headers of this Python are missing in {include} (install python3-dev)")
+    cflags = ["-O2", "-g0", "-I", str(CORE / "shim"), "-I", include, "-Wno-implicit-function-declaration", "-Wno-int-conversion"]
+    ldflags = f"""-s -w -B none -buildid= '-extldflags="-Wl,--version-script={CORE / "exports.map"}"'"""
+    if not asan:
+        cflags += ["-include", str(CORE / "symver.h")]
+    env = dict(os.environ)
+    env.update(
+        CGO_ENABLED="1",
+        CGO_CFLAGS=shlex.join(cflags),
+        CGO_LDFLAGS="-O2 -g0",
+        GOEXPERIMENT=os.environ.get("GOEXPERIMENT", "simd"),
+        GOFLAGS=(env.get("GOFLAGS", "") + " -buildvcs=false").strip(),
+        GOAMD64="v1",
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".build", dir=out.parent) as t:
+        made = Path(t) / out.name
+        command = [go_command(), "build", "-trimpath", "-tags=pyext", "-buildmode=c-shared"]
+        command += ["-asan"] if asan else []
+        command += [f"-ldflags={ldflags}", "-o", str(made), "./gosrc/bind/core"]
+        done = subprocess.run(command, cwd=ROOT, env=env, check=False)
+        if done.returncode:
+            sys.exit(f"overwire: go build failed (exit code {done.returncode}); its messages stand above")
+        if not asan:
+            symbol_floor(made)
+        os.replace(made, out)  # processes that have the old file mapped keep it
+
+
+def symbol_floor(library: Path) -> tuple[int, int]:
+    """Return the newest glibc version that a library asks for; exit if that is above FLOOR."""
+    sys.path.insert(0, str(ROOT / "wheels"))
+    try:
+        from elf import Elf
+    finally:
+        sys.path.pop(0)
+    versions = Elf(library.read_bytes()).needed_versions()
+    glibc = [(int(m[1]), int(m[2])) for v in versions if (m := re.fullmatch(r"GLIBC_(\d+)\.(\d+)(?:\.\d+)?", v.version))]
+    newest = max(glibc, default=(2, 5))
+    if newest > FLOOR:
+        above = sorted(f"{v.library} {v.version}" for v in versions if f"GLIBC_{newest[0]}.{newest[1]}" in v.version)
+        sys.exit(f"overwire: {library.name} needs {', '.join(above)}, above the floor of glibc {FLOOR[0]}.{FLOOR[1]}")
+    return max(newest, FLOOR)
+
+
+def tag(library: Path) -> str:
+    """The wheel's tag. It names the floor, which is never below what the library asks for."""
+    return "cp310-abi3-manylinux_%d_%d_x86_64" % symbol_floor(library)
+
+
+# Archives.
+
+
+class Wheel:
+    """A deterministic wheel: files in order, one time, modes of two kinds, RECORD last."""
+
+    def __init__(self, directory: str, label: str) -> None:
+        self.info = f"{name_version()}.dist-info"
+        self.name = f"{name_version()}-{label}.whl"
+        self.path = Path(directory) / self.name
+        self.label = label
+        self.files: dict[str, bytes] = {}
+
+    def write(self) -> str:
+        scripts = items("project.scripts", "")
+        self.files[f"{self.info}/METADATA"] = metadata().encode()
+        self.files[f"{self.info}/WHEEL"] = (
+            f"Wheel-Version: 1.0\nGenerator: overwire-setup\nRoot-Is-Purelib: false\nTag: {self.label}\n".encode()
+        )
+        self.files[f"{self.info}/entry_points.txt"] = ("[console_scripts]\n" + "\n".join(scripts) + "\n").encode()
+        if (ROOT / "LICENSE").exists():
+            self.files[f"{self.info}/LICENSE"] = (ROOT / "LICENSE").read_bytes()
+        record = []
+        for name, data in sorted(self.files.items()):
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            record.append(f"{name},sha256={digest},{len(data)}\n")
+        record.append(f"{self.info}/RECORD,,\n")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(self.path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as z:
+            for name, data in [*sorted(self.files.items()), (f"{self.info}/RECORD", "".join(record).encode())]:
+                entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+                entry.create_system = 3
+                entry.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                z.writestr(entry, data)
+        return self.name
+
+
+def tree(folder: Path) -> list[Path]:
+    """The files below a folder that belong into archives, in order."""
+    files = (p for p in folder.rglob("*") if p.is_file())
+    return sorted(p for p in files if not LEFT_OUT.search(p.relative_to(ROOT).as_posix()))
+
+
+# The hooks of PEP 517 and 660. None needs a package at build time.
+
+
+def get_requires_for_build_wheel(config_settings: object = None) -> list[str]:
+    return []
+
+
+def get_requires_for_build_editable(config_settings: object = None) -> list[str]:
+    return []
+
+
+def get_requires_for_build_sdist(config_settings: object = None) -> list[str]:
+    return []
+
+
+def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:
+    with tempfile.TemporaryDirectory() as t:  # the tree stays as it is
+        library = Path(t) / LIBRARY.name
+        build_library(library)
+        wheel = Wheel(wheel_directory, tag(library))
+        wheel.files[f"overwire/{LIBRARY.name}"] = library.read_bytes()
+    for path in tree(PACKAGE):
+        wheel.files[path.relative_to(PACKAGE.parent).as_posix()] = path.read_bytes()
+    return wheel.write()
+
+
+def build_editable(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:
+    build_library()
+    wheel = Wheel(wheel_directory, tag(LIBRARY))
+    wheel.files["_overwire_editable.pth"] = f"{PACKAGE.parent}\n".encode()
+    return wheel.write()
+
+
+def build_sdist(sdist_directory: str, config_settings: object = None) -> str:
+    top = [p for p in sorted(ROOT.iterdir()) if p.is_file() and not p.name.startswith(".") and not LEFT_OUT.search(p.name)]
+    files = top + [f for d in SDIST if (ROOT / d).is_dir() for f in tree(ROOT / d)]
+    name = f"{name_version()}.tar.gz"
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
+
+        def add(path: str, data: bytes, mode: int) -> None:
+            entry = tarfile.TarInfo(f"{name_version()}/{path}")
+            entry.size, entry.mode, entry.mtime = len(data), mode, EPOCH
+            tar.addfile(entry, io.BytesIO(data))
+
+        add("PKG-INFO", metadata().encode(), 0o644)
+        for f in sorted(files):
+            rel = f.relative_to(ROOT).as_posix()
+            if rel != "PKG-INFO":
+                add(rel, f.read_bytes(), 0o755 if os.access(f, os.X_OK) else 0o644)
+    out = Path(sdist_directory) / name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=EPOCH) as z:
+        z.write(raw.getvalue())
+    return name
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["ext"]:
+        build_library()
+    elif len(sys.argv) == 3 and sys.argv[1] == "asan":
+        build_library(Path(sys.argv[2]).resolve(), asan=True)
+    else:
+        sys.exit("usage: python setup.py ext | python setup.py asan FILE.so   (everything else: pip)")

@@ -1,0 +1,100 @@
+"""What the tests of the Python face share."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A new seed each run, printed when the test fails; OVERWIRE_TEST_SEED sets it."""
+    value = int(os.environ.get("OVERWIRE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"seed {value} (OVERWIRE_TEST_SEED={value} repeats it)")
+    yield value
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs Python source in a fresh interpreter, in tmp_path."""
+
+    def run(source: str, *, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD"))}
+        done = subprocess.run(
+            [sys.executable, "-c", source],
+            cwd=tmp_path,
+            env=clean | env,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        if check:
+            assert done.returncode == 0, done.stderr + done.stdout
+        return done
+
+    return run
+
+
+def every_dtype() -> dict[str, Any]:
+    """A torch tensor of each dtype that torch has, with every byte value in it."""
+    import torch
+    from overwire.frame_torch import _TYPES
+
+    every = torch.arange(256, dtype=torch.uint8).repeat(3)
+    made = {name: every.clone().view(dtype).reshape(3, -1) for name, dtype in _TYPES.items() if name != "BOOL"}
+    made["BOOL"] = torch.arange(15).reshape(3, 5) % 2 == 0
+    return made
+
+
+def ugly() -> dict[str, Any]:
+    """Shapes and values that loaders get wrong."""
+    import torch
+
+    torch.manual_seed(7)
+    big = torch.randn(64, 48)
+    return {
+        "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
+        "one": torch.tensor([1], dtype=torch.int8),
+        "empty": torch.empty(0, dtype=torch.float16),
+        "empty.many": torch.empty(3, 0, 5),
+        "odd": torch.randn(17, 13, 7).half(),
+        "prime": torch.randn(65537).bfloat16(),
+        "transposed": big.t(),
+        "strided": big[::3, 1::5],
+        "expanded": torch.randn(5, 1).expand(5, 9),
+        "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "conj": torch.randn(4, dtype=torch.complex64).conj(),
+        "nan": torch.tensor([0x7FC1, 0xFF81, 0x0001, 0x8000], dtype=torch.uint16).view(torch.bfloat16),
+        "same": torch.full((40000,), 0.125),
+        "noise": torch.randint(0, 256, (30001,), dtype=torch.uint8),
+        "näme/with.dots and spaces": torch.arange(3),
+        "": torch.arange(4),
+    }
+
+
+def raw(tensor: Any) -> bytes:
+    """The logical bytes of a torch tensor or numpy array."""
+    if hasattr(tensor, "detach"):
+        import torch
+
+        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        # as_strided: a single element may keep any stride, which view refuses.
+        flat = dense.as_strided((dense.numel(),), (1,))
+        return flat.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+    return tensor.tobytes()
+
+
+def same(a: Any, b: Any) -> None:
+    """Asserts equal dtype, shape and bytes."""
+    assert a.dtype == b.dtype
+    assert tuple(a.shape) == tuple(b.shape)
+    assert raw(a) == raw(b)

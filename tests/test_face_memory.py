@@ -1,0 +1,131 @@
+"""Ownership: tensors outlive everything else, and memory goes back."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import overwire as ow
+import pytest
+import torch
+from conftest import raw, same, ugly
+
+
+def resident() -> int:
+    """Private and anonymous bytes of this process: what it could not give back."""
+    with open("/proc/self/smaps_rollup") as file:
+        for line in file:
+            if line.startswith(("Pss_Anon:", "Anonymous:")):
+                return int(line.split()[1]) * 1024
+    raise AssertionError("no line for anonymous memory")
+
+
+@pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_tensors_outlive_the_file(tmp_path: Path, compress: bool, framework: str) -> None:
+    tensors = ugly()
+    path = tmp_path / "m"
+    ow.save_file(tensors, path, compress=compress)
+    loaded = ow.load_file(path, framework=framework)
+    with ow.safe_open(path, framework) as file:
+        loaded |= {"slice": file.get_slice("prime")[5:50]}
+    path.unlink()
+    gc.collect()
+    for _ in range(20):  # reuse whatever was freed
+        torch.full((100_000,), 7.0)
+    for name, tensor in tensors.items():
+        assert raw(loaded[name]) == raw(tensor), name
+    assert raw(loaded["slice"]) == raw(tensors["prime"][5:50])
+
+
+@pytest.mark.parametrize("mmap", [None, True, False])
+def test_writing_changes_neither_file_nor_neighbour(tmp_path: Path, mmap: bool | None) -> None:
+    tensors = {"a": torch.arange(5000.0), "b": torch.arange(5000.0)}
+    path = tmp_path / "m"
+    ow.save_file(tensors, path, compress=False)
+    before = path.read_bytes()
+    loaded = ow.load_file(path, mmap=mmap)
+    again = ow.load_file(path, framework="np", mmap=mmap)
+    loaded["a"].fill_(-1)
+    again["a"][:] = -2
+    assert path.read_bytes() == before
+    same(loaded["b"], tensors["b"])
+    same(ow.load_file(path, mmap=mmap)["a"], tensors["a"])
+
+
+def test_freeing_one_tensor_frees_its_memory(tmp_path: Path) -> None:
+    each = 8 << 20
+    ow.save_file({f"t{i}": torch.randint(0, 256, (each,), dtype=torch.uint8) for i in range(8)}, tmp_path / "m")
+    loaded = ow.load_file(tmp_path / "m", mmap=False)
+    gc.collect()
+    full = resident()
+    for name in list(loaded)[:7]:
+        del loaded[name]
+    gc.collect()
+    assert full - resident() > 6 * each
+    assert loaded["t7"].sum() > 0
+
+
+def test_a_view_keeps_what_it_needs(tmp_path: Path) -> None:
+    ow.save_file({"a": np.arange(1000)}, tmp_path / "m")
+    view = ow.load_file(tmp_path / "m", framework="np")["a"][3:9]
+    tensor = ow.load_file(tmp_path / "m", framework="pt")["a"][3:9]
+    gc.collect()
+    assert view.tolist() == tensor.tolist() == list(range(3, 9))
+
+
+def test_a_thousand_loads_leave_nothing(script) -> None:
+    script(
+        """
+import gc, os, random
+import numpy as np, torch, overwire as ow
+tensors = {f"t{i}": torch.randn(1 + i * 37).bfloat16() for i in range(30)} | {"big": torch.randn(600, 512)}
+ow.save_file(tensors, "m")
+ow.save_file(tensors, "plain", compress=False)
+ow.compress_pickle(tensors, "p.pkl")
+def count(kind):
+    return len(os.listdir(f"/proc/self/{kind}"))
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+def one(i):
+    path = ("m", "plain")[i % 2]
+    kind = i % 7
+    if kind == 0: ow.load_file(path)
+    elif kind == 1: ow.load_file(path, framework="np")
+    elif kind == 2: next(iter(ow.stream(path)))
+    elif kind == 3:
+        with ow.safe_open(path) as f: f.get_slice("big")[3:9]; f.get_tensor("t3")
+    elif kind == 4: ow.load_compressed_pickle("p.pkl")
+    elif kind == 5:
+        try: ow.load_file(path, keys=["nope"])
+        except KeyError: pass
+    else:
+        ow.preload(path).wait(); ow.load_file(path)
+for i in range(200): one(i)
+gc.collect()
+base, fds, tasks = resident(), count("fd"), count("task")
+for i in range(1000): one(i)
+gc.collect()
+grown = resident() - base
+assert grown <= 16 << 20, grown
+assert count("fd") <= fds + 1, (count("fd"), fds)
+assert count("task") <= tasks + 4, (count("task"), tasks)
+"""
+    )
+
+
+def test_exit_while_tensors_and_loads_live(script) -> None:
+    for tail in (
+        "stream = ow.stream('m'); next(stream)",
+        "f = ow.safe_open('m')",
+        "p = ow.preload('m')",
+        "x = ow.load_file('m')",
+    ):
+        script(f"import torch, overwire as ow\now.save_file({{'a': torch.randn(2000, 500)}}, 'm')\n{tail}")
+
+
+def test_smaps_is_there() -> None:
+    assert os.path.exists("/proc/self/smaps_rollup") and resident() > 0

@@ -1,0 +1,115 @@
+"""load_model and save_model: a module's own tensors, in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import overwire as ow
+import pytest
+import safetensors.torch
+import torch
+from conftest import raw, same
+from torch import nn
+
+MODES = pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def fill(module: nn.Module, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            tensor.copy_(torch.randn(tensor.shape) * 9)
+    return module
+
+
+def equal(a: nn.Module, b: nn.Module) -> None:
+    for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        assert raw(x) == raw(y) and x.dtype == y.dtype, name
+
+
+@MODES
+def test_lands_in_the_modules_own_memory(tmp_path: Path, compress: bool) -> None:
+    source, target = fill(Tied(), 1), fill(Tied(), 2)
+    ow.save_model(source, tmp_path / "m", compress=compress)
+    before = {n: (p, p.data_ptr()) for n, p in target.named_parameters()}
+    assert ow.load_model(target, tmp_path / "m") == ([], [])
+    equal(source, target)
+    for name, parameter in target.named_parameters():
+        assert (parameter, parameter.data_ptr()) == before[name] or torch.equal(parameter, before[name][0])
+        assert parameter.data_ptr() == before[name][1] and parameter.requires_grad
+    assert target.head.weight is target.embed.weight
+
+
+def test_files_are_safetensors_own(tmp_path: Path) -> None:
+    source = fill(Tied(), 1)
+    ow.save_model(source, tmp_path / "ours", {"who": "me"}, compress=False)
+    safetensors.torch.save_model(source, str(tmp_path / "theirs"))
+    target = fill(Tied(), 2)
+    assert safetensors.torch.load_model(target, tmp_path / "ours") == (set(), [])
+    equal(source, target)
+    target = fill(Tied(), 3)
+    ow.load_model(target, tmp_path / "theirs")
+    equal(source, target)
+    with safetensors.safe_open(tmp_path / "ours", "pt") as ours, safetensors.safe_open(tmp_path / "theirs", "pt") as theirs:
+        assert list(ours.keys()) == list(theirs.keys())
+        assert ours.metadata()["head.weight"] == theirs.metadata()["head.weight"] == "embed.weight"
+        assert ours.metadata()["who"] == "me" and ours.metadata()["format"] == "pt"
+
+
+def test_other_dtypes_and_layouts_are_cast_into_place(tmp_path: Path) -> None:
+    source = fill(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(4, 4)), 1)
+    ow.save_model(source, tmp_path / "m")
+    target = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(4, 4)).to(memory_format=torch.channels_last)
+    target[1].bfloat16()
+    ow.load_model(target, tmp_path / "m")
+    assert target[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(target[0].weight, source[0].weight)
+    assert torch.equal(target[1].weight, source[1].weight.bfloat16())
+
+
+def test_meta_modules_get_what_was_loaded(tmp_path: Path) -> None:
+    source = fill(Tied(), 1)
+    ow.save_model(source, tmp_path / "m")
+    with torch.device("meta"):
+        target = Tied()
+    ow.load_model(target, tmp_path / "m")
+    equal(source, target)
+    assert isinstance(target.embed.weight, nn.Parameter) and target.head.weight is target.embed.weight
+    assert target.embed.weight.requires_grad
+
+
+def test_mismatches_are_all_named_and_change_nothing(tmp_path: Path) -> None:
+    ow.save_file({"weight": torch.ones(4, 3), "bias": torch.ones(4), "extra": torch.ones(1)}, tmp_path / "m")
+    module = fill(nn.Linear(3, 4), 5)
+    before = raw(module.weight)
+    with pytest.raises(ow.ModelMismatchError, match="unexpected in the file: 'extra'") as caught:
+        ow.load_model(module, tmp_path / "m")
+    assert isinstance(caught.value, RuntimeError) and raw(module.weight) == before
+    assert ow.load_model(module, tmp_path / "m", strict=False) == ([], ["extra"])
+    same(module.weight.detach(), torch.ones(4, 3))
+    wide = nn.Sequential(nn.Linear(3, 4))
+    with pytest.raises(ow.ModelMismatchError, match="missing in the file: '0.bias', '0.weight'"):
+        ow.load_model(wide, tmp_path / "m")
+    with pytest.raises(ow.ModelMismatchError, match=r"shape \(5,\) in the module, \(4,\) in the file"):
+        ow.load_model(nn.Linear(3, 5), tmp_path / "m", strict=False)
+    with pytest.raises(ow.ArgumentError):
+        ow.load_model({}, tmp_path / "m")
+    with pytest.raises(ow.ArgumentError):
+        ow.save_model({}, tmp_path / "n")
+
+
+def test_joins_a_preload(tmp_path: Path) -> None:
+    source, target = fill(Tied(), 1), fill(Tied(), 2)
+    ow.save_model(source, tmp_path / "m")
+    ow.preload(tmp_path / "m").wait()
+    ow.load_model(target, tmp_path / "m")
+    equal(source, target)

@@ -1,0 +1,172 @@
+"""stream, progress, reports, threads: the same tensors in any order of events."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import overwire as ow
+import pytest
+import torch
+from conftest import every_dtype, same, ugly
+
+
+@pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_stream_yields_what_load_file_loads(tmp_path: Path, compress: bool, framework: str) -> None:
+    tensors = ugly() | {f"d.{k}": v for k, v in every_dtype().items()}
+    ow.save_file(tensors, tmp_path / "m", compress=compress)
+    loaded = ow.load_file(tmp_path / "m", framework=framework)
+    streamed = dict(ow.stream(tmp_path / "m", framework=framework))
+    assert set(streamed) == set(loaded) == set(tensors)
+    for name in loaded:
+        same(streamed[name], loaded[name])
+
+
+def test_stream_takes_the_arguments_of_load_file(tmp_path: Path) -> None:
+    ow.save_file({"a": torch.ones(4), "b": torch.arange(3), "c": torch.ones(2)}, tmp_path / "m")
+    got = dict(ow.stream(tmp_path / "m", keys=["a", "b"], dtype="bfloat16", filter=lambda n: n != "c"))
+    assert set(got) == {"a", "b"} and got["a"].dtype == torch.bfloat16 and got["b"].dtype == torch.int64
+    assert list(ow.stream(tmp_path / "m", keys=[])) == []
+
+
+def test_stream_closed_early_ends_its_load(tmp_path: Path) -> None:
+    ow.save_file({f"t{i}": torch.randn(200, 200) for i in range(40)}, tmp_path / "m")
+    for taken in (0, 1, 7):
+        stream = ow.stream(tmp_path / "m")
+        kept = [next(stream) for _ in range(taken)]
+        stream.close()
+        assert list(stream) == []
+        assert all(t.isfinite().all() for _, t in kept)
+    ow.stream(tmp_path / "m")  # never used
+    gc.collect()
+    for _name, _tensor in ow.stream(tmp_path / "m"):
+        break
+
+
+def test_stream_errors_come_after_what_landed(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    ow.save_file({f"t{i}": torch.randn(400, 400).bfloat16() for i in range(9)}, path)
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+    stream = ow.stream(path)
+    with pytest.raises(ow.CorruptError):
+        for _name, tensor in stream:
+            assert tensor.isfinite().all()
+    assert list(stream) == []
+
+
+def test_progress_and_reports(tmp_path: Path, capsys) -> None:
+    tensors = {f"t{i}": torch.randn(300, 300) for i in range(5)}
+    size = 5 * 300 * 300 * 4
+    seen: list[ow.Progress] = []
+    ow.save_file(tensors, tmp_path / "m", progress=seen.append)
+    assert seen[-1] == (size, size, 5, 5) and seen == sorted(seen)
+    seen.clear()
+    ow.load_file(tmp_path / "m", progress=seen.append)
+    assert seen[-1].bytes == seen[-1].total_bytes == size and seen[-1].tensors == 5
+    report = ow.last_report()
+    assert isinstance(report, dict) and report
+    ow.load_file(tmp_path / "m", progress=True)
+    ow.verify(tmp_path / "m", progress=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_progress_callable_that_raises_cancels(tmp_path: Path) -> None:
+    ow.save_file({"t": torch.randn(300, 300)}, tmp_path / "m")
+
+    def broken(_: ow.Progress) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        ow.load_file(tmp_path / "m", progress=broken)
+    with pytest.raises(ZeroDivisionError):
+        ow.save_file({"t": torch.randn(300, 300)}, tmp_path / "n", progress=broken)
+    assert not list(tmp_path.glob(".*")) and not list(tmp_path.glob("*tmp*"))
+
+
+def test_threads_share_files(tmp_path: Path) -> None:
+    tensors = ugly()
+    ow.save_file(tensors, tmp_path / "m")
+    file = ow.safe_open(tmp_path / "m", "pt")
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for round_ in range(10):
+                if number % 3 == 0:
+                    got = ow.load_file(tmp_path / "m")
+                elif number % 3 == 1:
+                    got = dict(ow.stream(tmp_path / "m"))
+                else:
+                    got = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                    ow.save_file(got, tmp_path / f"copy{number}.{round_ % 2}")
+                for name, tensor in tensors.items():
+                    same(got[name], tensor)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_ctrl_c_stops_a_load_and_a_save(script) -> None:
+    done = script(
+        """
+import os, signal, threading, time
+import torch, overwire as ow
+big = {f"t{i}": torch.randn(1000, 1000) for i in range(24)}
+ow.save_file(big, "m")
+old = os.path.getsize("m")
+def interrupted(call):
+    for delay in (0.0, 0.002, 0.01, 0.03):
+        hit = False
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-4))
+            call()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            hit = True
+        yield hit
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+hits = [hit for call in (lambda: ow.load_file("m"), lambda: ow.save_file(big, "m"),
+                         lambda: ow.compress_pickle(big, "d.pkl"),
+                         lambda: sum(t.sum() for _, t in ow.stream("m"))) for hit in interrupted(call)]
+assert any(hits), hits
+assert os.path.getsize("m") == old
+assert torch.equal(ow.load_file("m")["t3"], big["t3"])
+left = [n for root, _, names in os.walk(".") for n in names if "tmp" in n]
+assert not left, left
+print("interrupted", sum(hits), "of", len(hits))
+"""
+    )
+    assert "interrupted" in done.stdout
+
+
+def test_a_forked_child_is_told(tmp_path: Path, script) -> None:
+    script(
+        """
+import os, sys, torch, overwire as ow
+ow.save_file({"a": torch.arange(5)}, "m")
+kept = ow.load_file("m")["a"]
+pid = os.fork()
+if pid == 0:
+    try:
+        assert kept.sum() == 10
+        try:
+            ow.load_file("m")
+        except ow.ForkedError as error:
+            assert "spawn" in str(error)
+            os._exit(7)
+    finally:
+        os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+assert ow.load_file("m")["a"].sum() == 10
+"""
+    )

@@ -1,0 +1,89 @@
+"""The committed GPU kernels are what their sources say: no GPU is needed.
+
+cuda/built holds the compiled module and the hashes of what it was made of. The
+compiler comes from wheels; where it is neither here nor can be fetched, only
+the hashes are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CUDA = ROOT / "cuda"
+BUILT = CUDA / "built"
+WHEELS = "cuda-toolkit[nvcc,cudart]==13.0.*"
+
+
+def noted() -> dict[str, str]:
+    lines = (BUILT / "sources.sha256").read_text(encoding="utf-8").splitlines()
+    return {name: digest for digest, name in (line.split("  ") for line in lines)}
+
+
+def included(name: str, seen: set[str]) -> set[str]:
+    """Return the files that nvcc reads for one: those that only the host twin includes are left out."""
+    if name not in seen:
+        seen.add(name)
+        for other in re.findall(r'^#include "([^"]+)"', (CUDA / name).read_text(encoding="utf-8"), re.M):
+            if other != "warp_host.h":
+                included(other, seen)
+    return seen
+
+
+def test_hashes() -> None:
+    hashes = noted()
+    assert set(hashes) == included("kernels.cu", set()) | {"x16.fatbin"}
+    for name, digest in hashes.items():
+        path = BUILT / name if name == "x16.fatbin" else CUDA / name
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert found == digest, f"{name} has changed: run `make kernels` and commit cuda/built"
+
+
+def test_every_kernel_is_in_the_module() -> None:
+    # Compressed, but the names that Go asks for stand in its source.
+    names = set(re.findall(r"ow_\w+", (ROOT / "gosrc/device/cuda/device.go").read_text(encoding="utf-8")))
+    text = "".join((CUDA / f).read_text(encoding="utf-8") for f in ("x16_decode.cu", "move.cu"))
+    kernels = {f"ow_x16_{n}" for n in re.findall(r"^OW_X16_KERNEL\((\w+),", text, re.M)}
+    kernels |= set(re.findall(r"^\s*(ow_\w+_kernel)\(", text, re.M))
+    assert {n for n in names if n.startswith("ow_x16_") or n.endswith("_kernel")} == kernels
+
+
+@pytest.fixture(scope="module")
+def nvcc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the pinned compiler: the one of `make kernels`, or a fresh one from the wheels."""
+    if shutil.which("g++") is None:
+        pytest.skip("nvcc needs g++")
+    kept = ROOT / "build" / "nvcc" / "nvidia" / "cu13" / "bin" / "nvcc"
+    if kept.exists():
+        return kept
+    if os.environ.get("OVERWIRE_TEST_NVCC") != "1":
+        pytest.skip("no build/nvcc (make kernels), and OVERWIRE_TEST_NVCC=1 is not set, which fetches 100 MB")
+    folder = tmp_path_factory.mktemp("nvcc")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--target", str(folder), WHEELS]
+    got = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if got.returncode != 0:
+        pytest.skip(f"the compiler's wheels cannot be installed: {got.stderr[-200:]}")
+    return folder / "nvidia" / "cu13" / "bin" / "nvcc"
+
+
+def test_rebuild_gives_the_same_bytes(nvcc: Path, tmp_path: Path) -> None:
+    # build.sh refuses PTX other than version 9.0, which newer drivers alone read.
+    subprocess.run(["sh", str(BUILT / "build.sh"), str(nvcc), str(tmp_path)], check=True, timeout=600)
+    assert (tmp_path / "sources.sha256").read_text() == (BUILT / "sources.sha256").read_text()
+    assert (tmp_path / "x16.fatbin").read_bytes() == (BUILT / "x16.fatbin").read_bytes()
+
+
+def test_ptx_version(nvcc: Path, tmp_path: Path) -> None:
+    out = tmp_path / "kernels.ptx"
+    subprocess.run(
+        [str(nvcc), "-ptx", "-std=c++17", "-O3", "-arch=compute_80", "-o", str(out), str(CUDA / "kernels.cu")], check=True, timeout=600
+    )
+    assert ".version 9.0\n" in out.read_text()

@@ -1,0 +1,201 @@
+"""A bundle's files: names, meta.csv, replacing, preloading, nyacomp's names."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import overwire as ow
+import pytest
+import torch
+from conftest import same
+from overwire import bundles, layout
+from overwire.compat import nyacomp
+from torch import nn
+
+
+class Pipeline:
+    """What diffusers' pipelines look like from outside."""
+
+    def __init__(self) -> None:
+        self.config = {"_class_name": "P", "unet": ("x", "y"), "vae": ("x", "y"), "scheduler": ("x", "y"), "safety": None}
+        self.unet, self.vae, self.scheduler, self.safety = nn.Linear(300, 30), nn.Linear(4, 4), {"steps": 5}, None
+
+
+def test_files_and_meta_csv(tmp_path: Path) -> None:
+    ratio = ow.compress_pickle({"w": torch.randn(400, 300).bfloat16()}, tmp_path / "boneless_bundle.pkl")
+    found = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    assert found == ["boneless_bundle.pkl", "nya/boneless_bundle.safetensors", "nya/meta.csv"]
+    container = tmp_path / "nya/boneless_bundle.safetensors"
+    size = container.stat().st_size
+    assert ratio == size / (400 * 300 * 2)
+    first, line = (tmp_path / "nya/meta.csv").read_text().split("\n")
+    name, shape, dtype, plain, stored = line.split(" ")
+    assert first == "0" and os.path.samefile(name, container)
+    assert (shape, dtype, plain, stored) == (str(size), "uint8", str(size), str(size))
+    assert (tmp_path / "boneless_bundle.pkl").stat().st_size < 2000
+
+
+def test_compress_names_the_tensors(tmp_path: Path) -> None:
+    pipeline = Pipeline()
+    ratio = ow.compress(pipeline, tmp_path / "boneless_model.pth")
+    assert ratio > 0
+    with ow.safe_open(tmp_path / "nya/boneless_model.safetensors") as file:
+        assert file.keys() == ["unet.bias", "unet.weight", "vae.bias", "vae.weight"]
+        same(file.get_tensor("unet.weight"), pipeline.unet.weight.detach())
+        assert file.get_slice("unet.weight")[3:5].shape == (2, 300)
+    got = ow.load_compressed(tmp_path / "boneless_model.pth", trust=True)
+    assert type(got) is Pipeline and torch.equal(got.unet.weight, pipeline.unet.weight) and got.scheduler == {"steps": 5}
+
+
+@pytest.mark.parametrize("what", ["module", "state dict", "nested"])
+def test_compress_takes_modules_and_state_dicts(tmp_path: Path, what: str) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Embedding(5, 8))
+    obj = {"module": module, "state dict": module.state_dict(), "nested": {"a": [module, {"b": module.state_dict()}]}}[what]
+    ow.compress(obj, tmp_path / "m.pth")
+    got = ow.load_compressed(tmp_path / "m.pth")
+    if what == "module":
+        got = got.state_dict()
+    elif what == "nested":
+        assert got["a"][0][0].weight.data_ptr() == got["a"][1]["b"]["0.weight"].data_ptr()
+        got = got["a"][1]["b"]
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(got[name], tensor)
+    with ow.safe_open(tmp_path / "nya/m.safetensors") as file:
+        assert any(key.endswith("0.weight") for key in file.keys())  # noqa: SIM118
+
+
+def test_a_bundle_can_be_moved(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    ow.compress_pickle({"w": torch.arange(9)}, tmp_path / "a/x.pkl")
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    same(ow.load_compressed_pickle(tmp_path / "b/x.pkl")["w"], torch.arange(9))
+    assert layout.preload_uris(str(tmp_path / "b/nya/meta.csv")) == [str(tmp_path / "b/nya/x.safetensors")]
+    assert layout.preload_uris(str(tmp_path / "b/meta.csv")) == [str(tmp_path / "b/nya/x.safetensors")]
+    assert layout.preload_uris(str(tmp_path / "b/x.pkl")) == [str(tmp_path / "b/nya/x.safetensors")]
+    for verb in (ow.inspect, ow.verify):
+        verb(tmp_path / "b/x.pkl")
+        verb(tmp_path / "b/nya/meta.csv")
+
+
+def test_two_bundles_share_a_folder(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        ow.compress_pickle({name: torch.arange(9)}, tmp_path / f"{name}.pkl")
+    for name in ("x", "y"):
+        assert list(ow.load_compressed_pickle(tmp_path / f"{name}.pkl")) == [name]
+
+
+def test_names_that_differ_in_their_ending_only(tmp_path: Path) -> None:
+    for round_ in range(2):
+        for name in ("x.pkl", "x.pth", "x", "x.bin"):
+            ow.compress_pickle({name: torch.full((9,), round_)}, tmp_path / name)
+    for name in ("x.pkl", "x.pth", "x", "x.bin"):
+        same(ow.load_compressed_pickle(tmp_path / name)[name], torch.full((9,), 1))
+        ow.preload(tmp_path / name).wait()
+        assert list(ow.load_compressed_pickle(tmp_path / name)) == [name]
+    assert (tmp_path / "nya/x.safetensors").exists()
+
+
+def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatch) -> None:
+    old, new = {"v": "old", "w": torch.zeros(999)}, {"v": "new", "w": torch.ones(999)}
+    path = tmp_path / "x.pkl"
+
+    class Killed(Exception):
+        pass
+
+    for stop in range(5):
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        ow.compress_pickle(old, path)
+        for again in range(2):  # killed twice at the same place
+            steps = iter(range(99))
+
+            def step(name: str, real=None, steps=steps, stop=stop):
+                def call(*args, **kw):
+                    if next(steps) == stop:
+                        raise Killed
+                    return real(*args, **kw)
+
+                return call
+
+            with monkeypatch.context() as patch:
+                for name in ("save_bytes", "_replace", "_keep_previous"):
+                    patch.setattr(bundles, name, step(name, getattr(bundles, name)))
+                try:
+                    ow.compress_pickle(new, path)
+                    complete = True
+                except Killed:
+                    complete = False
+            got = ow.load_compressed_pickle(path)
+            assert got["v"] == ("new" if complete else "old"), (stop, again)
+            same(got["w"], (new if complete else old)["w"])
+        ow.compress_pickle(new, path)
+        assert ow.load_compressed_pickle(path)["v"] == "new"
+        assert not (tmp_path / "nya/x.safetensors.old").exists()
+
+
+def test_pieces_that_do_not_belong_together(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        ow.compress_pickle({name: torch.ones(9)}, tmp_path / f"{name}.pkl")
+    shutil.copy(tmp_path / "nya/a.safetensors", tmp_path / "nya/b.safetensors")
+    with pytest.raises(ow.CorruptError, match="not of one save"):
+        ow.load_compressed_pickle(tmp_path / "b.pkl")
+    (tmp_path / "nya/a.safetensors").unlink()
+    with pytest.raises(ow.NotFoundError, match="nya/a.safetensors"):
+        ow.load_compressed_pickle(tmp_path / "a.pkl")
+    with pytest.raises(FileNotFoundError):
+        ow.load_compressed_pickle(tmp_path / "none.pkl")
+    with pytest.raises(ow.OverwireError):
+        ow.load_compressed_pickle(tmp_path)
+    with pytest.raises((ow.ArgumentError, ow.OverwireError)):
+        ow.compress_pickle({}, tmp_path / "no/such/folder\0/x.pkl")
+
+
+def test_an_unpicklable_object_writes_nothing(tmp_path: Path) -> None:
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        ow.compress_pickle({"w": torch.ones(3), "f": lambda: 0}, tmp_path / "x.pkl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_joins_a_preload(tmp_path: Path) -> None:
+    obj = {"w": torch.randn(500, 300), "n": np.arange(10)}
+    ow.compress_pickle(obj, tmp_path / "x.pkl")
+    for what in ("x.pkl", "nya/meta.csv", "meta.csv", "nya/x.safetensors"):
+        job = ow.preload(tmp_path / what)
+        assert job.uris == [str(tmp_path / "nya/x.safetensors")]
+        same(ow.load_compressed_pickle(tmp_path / "x.pkl")["w"], obj["w"])
+
+
+def test_nyacomps_names(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pipeline = Pipeline()
+    assert 0 < nyacomp.compress(pipeline) < 2
+    assert torch.equal(nyacomp.load_compressed().unet.weight, pipeline.unet.weight)
+    for algo in (0, 1, 2):
+        assert nyacomp.compress_pickle({"p": pipeline}, "x.pkl", algo) > 0
+    assert type(nyacomp.load_compressed_pickle("x.pkl")["p"]) is Pipeline
+    with pytest.raises(ValueError):
+        nyacomp.compress_pickle({}, "x.pkl", 3)
+
+
+def test_nyacomps_own_files_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "nya").mkdir()
+    (tmp_path / "nya/meta.csv").write_text("0,1\n/model/nya/0.gz 4;4 float16 32 20\n/model/nya/1.raw 2 uint8 2 2")
+    with pytest.raises(ow.NotSupportedError, match="nyacomp itself"):
+        ow.preload(tmp_path / "nya/meta.csv")
+    rows = layout.read_meta(str(tmp_path / "nya/meta.csv"))
+    assert rows[0] == ("/model/nya/0.gz", (4, 4), "float16", 32, 20)
+
+
+def test_meta_csv_with_spaces_and_nonsense(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    ow.compress_pickle({"w": torch.arange(3)}, folder / "my x.pkl")
+    assert layout.preload_uris(str(folder / "nya/meta.csv")) == [str(folder / "nya/my x.safetensors")]
+    for text in ("", "0", "0\nfile", "0\nf x uint8 1 1", "0\nf 1 uint8 a 1"):
+        (tmp_path / "meta.csv").write_text(text)
+        with pytest.raises(ow.FormatError):
+            layout.preload_uris(str(tmp_path / "meta.csv"))

@@ -1,0 +1,192 @@
+"""preload: by hand and at import, joined, watched, cancelled, and gone wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+import overwire as ow
+import pytest
+import torch
+from conftest import same
+
+SAVE = """
+import torch, overwire as ow
+ow.save_file({"a": torch.arange(1000), "b": torch.ones(300, 300)}, "m.safetensors")
+ow.save_file({"a": torch.arange(1000)}, "plain.safetensors", compress=False)
+ow.compress_pickle({"w": torch.arange(9)}, "x.pkl")
+import json; json.dump({"metadata": {}, "weight_map": {"a": "m.safetensors", "b": "m.safetensors"}}, open("i.index.json", "w"))
+import os, shutil; os.makedirs("repo"); shutil.copy("m.safetensors", "repo/model.safetensors")
+"""
+
+
+@pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
+def test_a_load_joins_its_preload(tmp_path: Path, compress: bool) -> None:
+    tensors = {"a": torch.randn(500, 400), "e": torch.empty(0), "s": torch.tensor(3)}
+    path = tmp_path / "m"
+    ow.save_file(tensors, path, compress=compress)
+    job = ow.preload(path)
+    assert job.wait(60) and job.path == str(path) and str(path) in repr(job)
+    progress = job.progress()
+    assert progress.bytes == progress.total_bytes == 500 * 400 * 4 + 8 and progress.tensors == 3
+    path.rename(tmp_path / "gone")  # what is in memory is not read again
+    (tmp_path / "m").symlink_to(tmp_path / "gone")
+    loaded = ow.load_file(path)
+    for name, tensor in tensors.items():
+        same(loaded[name], tensor)
+    again = ow.load_file(path)
+    again["a"].zero_()
+    same(loaded["a"], tensors["a"])
+
+
+def test_every_verb_joins(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.randn(50, 40) for i in range(9)}
+    path = tmp_path / "m"
+    ow.save_file(tensors, path)
+    verbs = [
+        lambda: ow.load_file(path),
+        lambda: ow.load_file([path]),
+        lambda: ow.load_file(path, keys=["t5", "t1"]),
+        lambda: dict(ow.stream(path)),
+        lambda: dict(ow.stream(path, keys=["t3"])),
+        lambda: {k: torch.from_numpy(v) for k, v in ow.load_file(path, framework="np").items()},
+    ]
+    for verb in verbs:
+        for wait in (True, False):
+            job = ow.preload(path)
+            if wait:
+                job.wait()
+            for name, tensor in verb().items():
+                same(tensor, tensors[name])
+
+
+def test_it_is_handed_over_once_and_threads_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    ow.save_file({"a": torch.arange(100_000)}, path)
+    ow.preload(path)
+    loaded = []
+    threads = [threading.Thread(target=lambda: loaded.append(ow.load_file(path)["a"])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({t.data_ptr() for t in loaded}) == 8
+    for tensor in loaded:
+        same(tensor, torch.arange(100_000))
+
+
+def test_cancel_and_load_anyway(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    ow.save_file({"a": torch.randn(3000, 1000)}, path)
+    job = ow.preload(path)
+    job.cancel()
+    with contextlib.suppress(ow.CancelledError):
+        job.wait(60)
+    assert ow.load_file(path)["a"].shape == (3000, 1000)
+    job.cancel()
+
+
+def test_result_has_a_deadline(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    ow.save_file({"a": torch.randn(10)}, path)
+    assert ow.preload(path).result(60) is None
+
+
+def test_errors_show_in_wait_and_in_the_load(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    job = ow.preload(path)
+    with pytest.raises(FileNotFoundError):
+        job.wait(60)
+    with pytest.raises(FileNotFoundError):
+        ow.load_file(path)
+    path.write_bytes(b"nonsense" * 99)
+    job = ow.preload(path)
+    with pytest.raises(ow.FormatError):
+        job.wait(60)
+    with pytest.raises(ow.FormatError):
+        ow.load_file(path)
+    ow.save_file({"a": torch.arange(3)}, path)
+    same(ow.load_file(path)["a"], torch.arange(3))
+    job = ow.preload(path, device="cuda:63")  # a GPU that no machine has
+    with pytest.raises(ow.DeviceError):
+        job.wait(60)
+    same(ow.load_file(path)["a"], torch.arange(3))  # not joined: another device
+    with pytest.raises(ow.NotSupportedError):
+        ow.preload(path.with_suffix(".pkl"), device="cuda")
+    with pytest.raises(ow.ArgumentError), open(path, "rb") as file:
+        ow.preload(file)
+
+
+@pytest.mark.parametrize("name", ["OVERWIRE_PRELOAD", "PRELOAD_PATH"])
+@pytest.mark.parametrize("what", ["m.safetensors", "plain.safetensors", "repo", "i.index.json", "x.pkl", "nya/meta.csv", "meta.csv"])
+def test_at_import(tmp_path: Path, script, name: str, what: str) -> None:
+    script(SAVE)
+    script(
+        f"""
+import os, sys
+import overwire as ow
+assert "overwire._engine" in sys.modules and "torch" not in sys.modules and "numpy" not in sys.modules
+os.chdir("/")
+if {what!r} in ("x.pkl", "nya/meta.csv", "meta.csv"):
+    assert ow.load_compressed_pickle({str(tmp_path)!r} + "/x.pkl")["w"].sum() == 36
+else:
+    assert ow.load_file({str(tmp_path / what)!r})["a"].sum() == 499500
+""",
+        **{name: what},
+    )
+
+
+@pytest.mark.parametrize("stop", ["NO_PRELOAD", "LOAD_UNCOMPRESSED", "OVERWIRE_NO_PRELOAD"])
+def test_what_stops_it(script, stop: str) -> None:
+    script(SAVE)
+    source = "import sys, overwire\nprint('overwire._core' in sys.modules)"
+    assert script(source, PRELOAD_PATH="m.safetensors", **{stop: "1"}).stdout == "False\n"
+    assert script(source, PRELOAD_PATH="m.safetensors", **{stop: "0"}).stdout == "True\n"
+    assert script(source).stdout == "False\n"
+
+
+@pytest.mark.parametrize("what", ["nope.safetensors", "nope/meta.csv", "bad.pkl", "bad.csv", "scheme://x"])
+def test_a_wrong_path_warns_at_import_and_fails_at_the_load(tmp_path: Path, script, what: str) -> None:
+    (tmp_path / "bad.pkl").write_bytes(b"\x80\x05N.")
+    (tmp_path / "bad.csv").write_text("0\nnonsense")
+    done = script(
+        f"""
+import logging
+logging.basicConfig()
+import overwire as ow
+try:
+    ow.load_file({what!r})
+except ow.OverwireError as error:
+    print(type(error).__name__, error)
+""",
+        OVERWIRE_PRELOAD=what,
+    )
+    assert "OverwireError" not in done.stderr and "Traceback" not in done.stderr
+    assert "Error" in done.stdout
+    if "://" not in what:
+        assert f"OVERWIRE_PRELOAD={what}: nothing is preloaded" in done.stderr
+
+
+def test_it_needs_no_gil(script) -> None:
+    script(
+        """
+import os
+import torch, overwire as ow
+ow.save_file({f"t{i}": torch.randn(512, 512) for i in range(16)}, "m")
+job = ow.preload("m")
+before = job.progress()
+# One C call that holds the GIL all along.
+sum(range(60_000_000))
+after = job.progress()
+assert after.bytes == after.total_bytes > 0, (before, after)
+assert job.wait(0)
+"""
+    )
+
+
+def test_exit_while_it_runs(script) -> None:
+    script("import torch, overwire as ow\now.save_file({f't{i}': torch.randn(700, 700) for i in range(9)}, 'm')")
+    for _ in range(5):
+        script("import overwire as ow", OVERWIRE_PRELOAD="m")
+        script("import overwire as ow\ntry:\n    ow.load_file('nope')\nexcept OSError: pass", OVERWIRE_PRELOAD="m")

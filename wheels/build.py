@@ -1,0 +1,46 @@
+"""Build the sdist, and the wheel from the unpacked sdist: python wheels/build.py DIR
+
+So the wheel shows that the sdist is whole. It is built twice, in folders of
+different names, and has to have the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def hook(tree: Path, name: str, out: Path) -> Path:
+    """Run one hook of the build backend in a process of its own, as pip does."""
+    code = f"import sys, setup; print(setup.{name}(sys.argv[1]))"
+    env = dict(os.environ, PYTHONPATH=str(tree))
+    done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=tree, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return out / done.stdout.split()[-1]
+
+
+def main(out: Path) -> None:
+    for old in [*out.glob("overwire-*.whl"), *out.glob("overwire-*.tar.gz")]:
+        old.unlink()
+    sdist = hook(ROOT, "build_sdist", out)
+    with tempfile.TemporaryDirectory() as t:
+        wheels = []
+        for folder, into in (("one", out), ("an other", Path(t))):
+            shutil.unpack_archive(sdist, Path(t, folder))
+            wheels.append(hook(Path(t, folder, sdist.name.removesuffix(".tar.gz")), "build_wheel", into))
+        wheel, again = wheels
+        if again.name != wheel.name or again.read_bytes() != wheel.read_bytes():
+            sys.exit(f"{wheel.name}: built twice in different folders, and not the same")
+    for path in (sdist, wheel):
+        print(f"{path.name}  {path.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())

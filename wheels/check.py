@@ -1,0 +1,124 @@
+"""Audit wheels and import them in every CPython of this machine: python wheels/check.py FILE...
+
+Read from the library's own symbols: it exports PyInit__core alone, needs libc
+alone, no newer glibc than its tag says, and of Python only the stable ABI of
+3.10. RECORD has to be right. Then each interpreter found on PATH or by pyenv
+unpacks the wheel, imports it and asks the engine something.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from elf import Elf
+
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+
+# Names outside the stable ABI of 3.10 that a mistake in the shim would let in.
+NOT_STABLE = re.compile(
+    r"^_Py(?!Arg_\w+_SizeT$|_(Dealloc|IncRef|DecRef|NoneStruct|TrueStruct|FalseStruct|BuildValue_SizeT)$)"
+    r"|^Py(Complex_AsC|Run_|Object_GetBuffer|Buffer_)"
+)
+
+SMOKE = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+from overwire import _engine
+assert _engine._loaded is None
+assert "OVERWIRE_" in _engine.knobs()
+try:
+    _engine.open_model("{}")
+except ValueError as error:
+    assert type(error).__name__ == "ArgumentError", error
+else:
+    raise SystemExit("opened nothing")
+"""
+
+
+def pythons() -> dict[str, str | None]:
+    """For each version its interpreter, or None."""
+    found: dict[str, str | None] = {}
+    for version in PYTHONS:
+        roots = sorted(Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser().glob(f"versions/{version}.*/bin/python"))
+        candidates = [str(p) for p in roots] + [p for p in [shutil.which(f"python{version}")] if p]
+        found[version] = next((p for p in candidates if works(p, version)), None)
+    return found
+
+
+def works(python: str, version: str) -> bool:
+    ask = "import sys; print('%d.%d' % sys.version_info[:2])"
+    said = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
+    return said.stdout.strip() == version
+
+
+def audit(wheel: Path) -> list[str]:
+    """What is wrong with a wheel."""
+    wrong = []
+    tag = re.fullmatch(r"overwire-[^-]+-cp310-abi3-manylinux_(\d+)_(\d+)_x86_64\.whl", wheel.name)
+    if not tag:
+        return [f"the name {wheel.name}"]
+    floor = (int(tag[1]), int(tag[2]))
+    with zipfile.ZipFile(wheel) as z:
+        files = {name: z.read(name) for name in z.namelist()}
+    elf = Elf(files["overwire/_core.abi3.so"])
+    if elf.exports() != ["PyInit__core"]:
+        wrong.append(f"exports {elf.exports()}")
+    if set(elf.needed()) - {"libc.so.6", "libpthread.so.0", "libdl.so.2"}:
+        wrong.append(f"needs {elf.needed()}")
+    if elf.dynamic(15) or elf.dynamic(29):
+        wrong.append("has a run path")
+    for v in elf.needed_versions():
+        found = re.fullmatch(r"GLIBC_(\d+)\.(\d+)(\.\d+)?", v.version)
+        if not found or (int(found[1]), int(found[2])) > floor:
+            wrong.append(f"needs {v.library} {v.version}, above the tag")
+    wrong += [f"uses {s.name}" for s in elf.symbols() if not s.defined and NOT_STABLE.match(s.name)]
+
+    record = next(name for name in files if name.endswith(".dist-info/RECORD"))
+    listed = {row[0]: row[1:] for row in csv.reader(io.StringIO(files[record].decode()))}
+    if set(listed) != set(files):
+        wrong.append(f"RECORD and contents differ: {set(listed) ^ set(files)}")
+    for name, data in files.items():
+        digest = "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        if name != record and listed.get(name) != [digest, str(len(data))]:
+            wrong.append(f"RECORD is wrong about {name}")
+    return wrong
+
+
+def smoke(wheel: Path, python: str) -> str:
+    """Import a wheel; return what went wrong, or nothing."""
+    with tempfile.TemporaryDirectory() as t:
+        with zipfile.ZipFile(wheel) as z:
+            z.extractall(t)
+        done = subprocess.run([python, "-I", "-c", SMOKE, t], capture_output=True, text=True, timeout=60, check=False)
+        return done.stderr if done.returncode else ""
+
+
+def main(wheels: list[Path]) -> None:
+    bad = False
+    for wheel in wheels:
+        for fault in audit(wheel):
+            bad = True
+            print(f"FAIL {wheel.name}: {fault}")
+        for version, python in pythons().items():
+            if python is None:
+                print(f"skip CPython {version}: not on this machine")
+                continue
+            fault = smoke(wheel, python)
+            bad = bad or bool(fault)
+            print(f"{'FAIL' if fault else 'ok  '} CPython {version} {fault}")
+    sys.exit(bad)
+
+
+if __name__ == "__main__":
+    main([Path(a) for a in sys.argv[1:]])
