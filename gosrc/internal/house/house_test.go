@@ -91,6 +91,9 @@ func read(t *testing.T, root string) *Tree {
 		}
 		write := func(name, first string, n int) {
 			body := first + strings.Repeat("\n", n-1)
+			if err := os.MkdirAll(filepath.Dir(filepath.Join(tmp, name)), 0o755); err != nil {
+				t.Fatal(err)
+			}
 			if err := os.WriteFile(filepath.Join(tmp, name), []byte(body), 0o644); err != nil {
 				t.Fatal(err)
 			}
