@@ -45,7 +45,7 @@ var goldenSpecs = map[string]Spec{
 // goldenVersion is the folder of the writer that is current. Its files are made
 // once, by go test ./gosrc/save -run TestGoldens -args write-goldens; those of
 // a released version never change again.
-const goldenVersion = "v0.1"
+const goldenVersion = "v1.0"
 
 func TestGoldens(t *testing.T) {
 	// Promise: files of every writer version load, and today's writer still
