@@ -65,7 +65,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	if workers <= 0 {
 		workers = runtime.GOMAXPROCS(0)
 	}
-	workers = max(1, min(workers, len(t.Plan.Pieces)))
+	workers = max(1, min(workers, len(t.Plan.Parts)))
 	st := Stages{Workers: int64(workers), Pieces: int64(len(t.Plan.Pieces)), ReadBytes: t.Plan.Read}
 	if len(t.Plan.Pieces) == 0 {
 		return st, nil
@@ -83,7 +83,10 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	r := &run{Task: t, ctx: ctx, cancel: cancel, lane: lane}
+	r := &run{Task: t, ctx: ctx, cancel: cancel, lane: lane, staged: make([]staged, len(t.Plan.Pieces))}
+	for i := range t.Plan.Parts {
+		r.staged[t.Plan.Parts[i].Piece].left++
+	}
 	var wg sync.WaitGroup
 	var mu sync.Mutex
 	for n := range workers {
@@ -106,6 +109,11 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		})
 	}
 	wg.Wait()
+	for i := range r.staged { // what an error left half filled
+		if s := &r.staged[i]; s.slot != nil {
+			lane.Put(s.slot)
+		}
+	}
 	// What was submitted is waited for even after an error: nothing may write
 	// to the tensors once Run has returned.
 	if err := lane.Drain(context.WithoutCancel(ctx)); err != nil {
@@ -125,11 +133,20 @@ type run struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	lane   device.Lane
-	next   atomic.Int64 // the next piece
+	next   atomic.Int64 // the next part
+	staged []staged     // by piece
 	landed atomic.Int64 // bytes
 
 	prefetch  sync.Mutex
 	announced int64 // pieces that prefetchers were told of; prefetch guards it
+}
+
+// A staged piece is one that workers fill together: the first of them gets the
+// slot, the last submits it.
+type staged struct {
+	mu   sync.Mutex
+	slot device.Slot // nil before it is there, and again once it is given away
+	left int         // parts to come
 }
 
 // A prefetcher is a source that can be told what will be read soon.
@@ -160,8 +177,8 @@ func (r *run) announce(piece int64) {
 	r.announced = i
 }
 
-// A worker takes pieces one after the other: each passes through all stages
-// in one pair of hands, while its bytes are in that core's cache.
+// A worker takes parts one after the other: each passes through all stages in
+// one pair of hands, while its bytes are in that core's cache.
 type worker struct {
 	*run
 	n     int // of this worker
@@ -172,20 +189,21 @@ type worker struct {
 func (w *worker) loop() error {
 	for {
 		i := w.next.Add(1) - 1
-		if i >= int64(len(w.Plan.Pieces)) {
+		if i >= int64(len(w.Plan.Parts)) {
 			return nil
 		}
 		if w.ctx.Err() != nil {
 			return context.Cause(w.ctx)
 		}
-		w.announce(i)
-		if err := w.piece(&w.Plan.Pieces[i]); err != nil {
+		part := &w.Plan.Parts[i]
+		w.announce(int64(part.Piece))
+		if err := w.part(part, &w.Plan.Pieces[part.Piece]); err != nil {
 			return err
 		}
 	}
 }
 
-func (w *worker) piece(p *plan.Piece) error {
+func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 	src := w.Sources[p.Source]
 	t0 := time.Now()
 	if p.Direct != nil {
@@ -201,14 +219,17 @@ func (w *worker) piece(p *plan.Piece) error {
 		w.land(p.First)
 		return nil
 	}
-	slot, err := w.lane.Get(w.ctx)
+	s := &w.staged[part.Piece]
+	slot, err := w.stage(s)
 	if err != nil {
 		return err
 	}
 	w.st.WaitNS += w.lap("stage", &t0, 0)
-	if err := w.fill(src, p, slot.Memory()[:p.Len], &t0); err != nil {
-		w.lane.Put(slot)
+	if err := w.fill(src, p, part, slot.Memory()[:p.Len], &t0); err != nil {
 		return err
+	}
+	if !s.last() {
+		return nil
 	}
 	err = w.lane.Submit(slot, p.Len, w.Plan.Jobs[p.First:p.First+p.Count], func(i int, err error) {
 		if err != nil {
@@ -221,33 +242,66 @@ func (w *worker) piece(p *plan.Piece) error {
 	return err
 }
 
-// fill reads a piece into a slot and compares its checksums. What is near is
-// read in steps, so that a chunk is summed while it is in the core's cache;
-// what is far away is asked for at once.
-func (w *worker) fill(src source.Source, p *plan.Piece, b []byte, t0 *time.Time) error {
+// stage gives the slot of a piece; whoever comes first waits for a free one,
+// and the others for him.
+func (r *run) stage(s *staged) (device.Slot, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.slot == nil {
+		slot, err := r.lane.Get(r.ctx)
+		if err != nil {
+			return nil, err
+		}
+		s.slot = slot
+	}
+	return s.slot, nil
+}
+
+// last counts a part as filled. To the last one the slot belongs.
+func (s *staged) last() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.left--; s.left > 0 {
+		return false
+	}
+	s.slot = nil
+	return true
+}
+
+// fill reads a part of a piece into its slot and compares its checksums. What
+// is near is read in steps, so that a chunk is summed while it is in the core's
+// cache; what is far away is asked for at once.
+func (w *worker) fill(src source.Source, p *plan.Piece, part *plan.Part, b []byte, t0 *time.Time) error {
 	const near = 1 << 20
-	step := int64(len(b))
+	step := part.To - part.From
 	if _, ok := src.(prefetcher); ok {
 		step = near
 	}
-	have := int64(0)
-	for i := p.First; i < p.First+p.Count; i++ {
-		j := &w.Plan.Jobs[i]
-		end := int64(j.Src) + int64(j.Chunk.Stored)
-		if end > have {
-			to := min(max(end, have+step), int64(len(b)))
+	have := part.From
+	read := func(job int32, end int64) error {
+		for have < end {
+			to := min(have+step, part.To)
 			if err := src.ReadAt(w.ctx, b[have:to], p.Off+have); err != nil {
-				return w.where("read", i, err)
+				return w.where("read", job, err)
 			}
 			w.st.ReadNS += w.lap("read", t0, to-have)
 			have = to
+		}
+		return nil
+	}
+	for i := part.First; i < part.First+part.Count; i++ {
+		j := &w.Plan.Jobs[i]
+		end := int64(j.Src) + int64(j.Chunk.Stored)
+		if err := read(i, min(end, part.To)); err != nil {
+			return err
 		}
 		if err := w.check(i, b[j.Src:end]); err != nil {
 			return err
 		}
 		w.st.CheckNS += w.lap("check", t0, int64(j.Chunk.Stored))
 	}
-	return nil
+	// Bytes of a job that began in an earlier part.
+	return read(max(p.First, part.First-1), part.To)
 }
 
 // check compares the checksum of a chunk's stored bytes. Bytes of a plain

@@ -42,6 +42,7 @@ type Want struct {
 type Limits struct {
 	Piece int64 // bytes of a piece worth reading at once
 	Gap   int64 // bytes between two wanted runs that are cheaper to read than to skip
+	Part  int64 // bytes of a piece worth a worker of their own; 0: a piece is one worker's
 	// Direct lets raw runs be read straight to their place: on the host, where
 	// a destination can be read into.
 	Direct bool
@@ -57,6 +58,14 @@ type Piece struct {
 	Direct       unsafe.Pointer
 }
 
+// A Part is what one worker does of a piece: it reads bytes [From, To) of it and
+// compares the checksums of Jobs[First:First+Count], which lie in them whole.
+type Part struct {
+	Piece        int32
+	First, Count int32
+	From, To     int64
+}
+
 // A Ref says which want a job serves. N is the chunk's number in its tensor, or
 // -1: bytes of a plain tensor, which have no checksum.
 type Ref struct{ Want, N int32 }
@@ -64,6 +73,7 @@ type Ref struct{ Want, N int32 }
 // A Plan is what a pipeline runs.
 type Plan struct {
 	Pieces []Piece
+	Parts  []Part // in the order of the pieces; every byte of a piece is in one
 	Jobs   []device.Job
 	Refs   []Ref   // of each job
 	Left   []int32 // per want: its jobs; a want with none has no bytes to wait for
@@ -189,6 +199,7 @@ func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Pl
 	}
 	m.order()
 	m.cut()
+	m.split()
 	return m.p
 }
 
@@ -335,5 +346,37 @@ func (m *maker) cut() {
 		p.Jobs[i].Src = uint32(min(at.off-cur.Off, math.MaxUint32))
 		p.Read += cur.Len
 		p.Slot = max(p.Slot, cur.Len)
+	}
+}
+
+// split shares pieces out among workers. A part begins with a job, so that each
+// checksum is one worker's; only bytes without one are cut anywhere.
+func (m *maker) split() {
+	p := m.p
+	p.Parts = make([]Part, 0, len(p.Pieces))
+	for k := range p.Pieces {
+		piece := &p.Pieces[k]
+		cur := Part{Piece: int32(k), First: piece.First}
+		next := func(at int64, first int32) {
+			cur.To, cur.Count = at, first-cur.First
+			p.Parts = append(p.Parts, cur)
+			cur = Part{Piece: int32(k), First: first, From: at}
+		}
+		have := int64(0) // bytes that the jobs so far reach to
+		for i := piece.First; m.lim.Part > 0 && piece.Direct == nil && i < piece.First+piece.Count; i++ {
+			j := &p.Jobs[i]
+			at := int64(j.Src)
+			if at >= have && at-cur.From >= m.lim.Part {
+				next(at, i)
+			}
+			end := at + int64(j.Chunk.Stored)
+			if p.Refs[i].N < 0 && at >= have {
+				for end-cur.From >= 2*m.lim.Part {
+					next(cur.From+m.lim.Part, i+1)
+				}
+			}
+			have = max(have, end)
+		}
+		next(piece.Len, piece.First+piece.Count)
 	}
 }
