@@ -56,10 +56,11 @@ func (t target) alloc(sizes []int64) ([]device.Memory, error) {
 
 // limits is what the pipeline reads at once: on the host about one compressed
 // chunk, so that it is still in the second-level cache when it is decoded; for
-// a GPU what fills a slot.
+// a GPU what fills a slot, by several workers, so that few slots are being
+// filled and most are on their way.
 func (t target) limits() plan.Limits {
 	if t.gpu != nil {
-		return plan.Limits{Piece: cuda.DefaultSlotBytes, Gap: 256 << 10}
+		return plan.Limits{Piece: cuda.DefaultSlotBytes, Gap: 256 << 10, Part: 1 << 20}
 	}
 	return plan.Limits{Piece: 1 << 20, Gap: 64 << 10, Direct: true}
 }

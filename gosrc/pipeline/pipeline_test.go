@@ -180,7 +180,8 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 }
 
 // Whatever is asked for, in whatever layout it is stored, arrives as slicing
-// element by element would give it, for every piece size and worker count.
+// element by element would give it, for every size of piece and part and every worker
+// count.
 func TestRunMatchesSlicing(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -188,7 +189,7 @@ func TestRunMatchesSlicing(t *testing.T) {
 	for range 500 {
 		m := build(r)
 		reqs := m.requests(r)
-		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Direct: r.IntN(2) == 0}
+		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Part: int64(r.IntN(2) * r.IntN(900)), Direct: r.IntN(2) == 0}
 		got, landed, err := m.run(context.Background(), reqs, lim, 1+r.IntN(4))
 		if err != nil {
 			t.Fatal(err)
@@ -230,7 +231,7 @@ func TestRunEndsWithTheFirstError(t *testing.T) {
 			f = append(f, &sourcetest.Faulty{Source: s, N: n, Err: fault.New(fault.ErrIO, "planted")})
 			m.srcs = append(m.srcs, f[len(f)-1])
 		}
-		_, _, err := m.run(context.Background(), reqs, plan.Limits{Piece: 500}, 3)
+		_, _, err := m.run(context.Background(), reqs, plan.Limits{Piece: 500, Part: 100}, 3)
 		hit := false
 		for i := range f {
 			hit = hit || f[i].Reads() >= n
@@ -268,7 +269,7 @@ func TestRunChecksEveryChunk(t *testing.T) {
 			c := m.ix.Chunks[tn.First+k]
 			data := m.srcs[tn.Source].(*sourcetest.Mem).Data
 			data[c.Off] ^= 4
-			_, _, err := m.run(context.Background(), []plan.Request{{Tensor: int64(i), Hi0: -1, Hi1: -1}}, plan.Limits{Piece: 1000}, 2)
+			_, _, err := m.run(context.Background(), []plan.Request{{Tensor: int64(i), Hi0: -1, Hi1: -1}}, plan.Limits{Piece: 1000, Part: 200}, 2)
 			var at *fault.At
 			if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Chunk != int64(k) || at.Offset != c.Off || at.Tensor != tn.Name {
 				t.Fatalf("chunk %d: %v", k, err)
@@ -295,7 +296,7 @@ func TestRunCancel(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	time.AfterFunc(20*time.Millisecond, func() { cancel(fault.ErrCancelled) })
 	start := time.Now()
-	_, _, err := m.run(ctx, reqs, plan.Limits{Piece: 500}, 2)
+	_, _, err := m.run(ctx, reqs, plan.Limits{Piece: 500, Part: 100}, 2)
 	if !errors.Is(err, fault.ErrCancelled) || time.Since(start) > 5*time.Second {
 		t.Fatalf("%v after %v", err, time.Since(start))
 	}

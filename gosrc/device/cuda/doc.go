@@ -31,6 +31,6 @@ type DeviceInfo struct {
 // tables they take 112 MiB, pinned and on the device, where 16 MiB of scratch
 // may join them.
 const (
-	DefaultSlots     = 26
-	DefaultSlotBytes = 4 << 20
+	DefaultSlots     = 13
+	DefaultSlotBytes = 8 << 20
 )
