@@ -19,6 +19,9 @@ var (
 	MMap = choice("OVERWIRE_MMAP",
 		"Whether plain tensors are mapped instead of read: auto maps local plain files for the CPU.",
 		[]string{"auto", "on", "off"})
+	Read = choice("OVERWIRE_READ",
+		"How loads read local files: auto goes past the page cache for what is cold in a load larger than half of the memory left.",
+		[]string{"auto", "buffered", "direct"})
 	CPU = choice("OVERWIRE_CPU",
 		"Decoder to use; one that this CPU lacks falls back to the best it has.",
 		[]string{"auto", "scalar", "avx2", "avx512"})
@@ -39,5 +42,5 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Threads, MMap, CPU, Log, Trace, Python,
+	Preload, PreloadDevice, NoPreload, Threads, MMap, Read, CPU, Log, Trace, Python,
 }

@@ -3,6 +3,7 @@ package load
 import (
 	"context"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 	"unsafe"
@@ -15,6 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -183,10 +185,14 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	if threads <= 0 {
 		threads = knob.Threads.Get()
 	}
-	if threads <= 0 {
-		threads = max(runtime.GOMAXPROCS(0), l.target.readers())
+	lim := l.target.limits()
+	if l.model.planned() {
+		lim.Align = readAlign
 	}
-	p := plan.Make(l.model.ix, l.wants, dest, l.target.limits())
+	p := plan.Make(l.model.ix, l.wants, dest, lim)
+	if depth := expect(l.model.srcs, p); threads <= 0 {
+		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth)
+	}
 	for i, n := range p.Left {
 		if n == 0 && !mapped[i] {
 			l.land(int32(i))
@@ -224,6 +230,29 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		err = trace.WriteFile(traceFile)
 	}
 	return err
+}
+
+// planned says whether a source of the model reads in ways that depend on the
+// load.
+func (m *Model) planned() bool {
+	return slices.ContainsFunc(m.srcs, func(s source.Source) bool { _, ok := s.(source.Planned); return ok })
+}
+
+// expect tells the sources of a plan what is coming, and returns how many reads
+// at once serve them best.
+func expect(srcs []source.Source, p *plan.Plan) (depth int) {
+	last := int32(-1)
+	for i := range p.Pieces { // in the order of the sources
+		s := p.Pieces[i].Source
+		if s == last {
+			continue
+		}
+		last = s
+		if planned, ok := srcs[s].(source.Planned); ok {
+			depth = max(depth, planned.Expect(p.Read))
+		}
+	}
+	return depth
 }
 
 // destination turns an address from the caller into a pointer. The memory is

@@ -225,7 +225,7 @@ func (w *worker) piece(p *plan.Piece) error {
 // read in steps, so that a chunk is summed while it is in the core's cache;
 // what is far away is asked for at once.
 func (w *worker) fill(src source.Source, p *plan.Piece, b []byte, t0 *time.Time) error {
-	const near = 1 << 20
+	const near, block = 1 << 20, 4096
 	step := int64(len(b))
 	if _, ok := src.(prefetcher); ok {
 		step = near
@@ -235,7 +235,7 @@ func (w *worker) fill(src source.Source, p *plan.Piece, b []byte, t0 *time.Time)
 		j := &w.Plan.Jobs[i]
 		end := int64(j.Src) + int64(j.Chunk.Stored)
 		if end > have {
-			to := min(max(end, have+step), int64(len(b)))
+			to := min((max(end, have+step)+block-1)&^(block-1), int64(len(b)))
 			if err := src.ReadAt(w.ctx, b[have:to], p.Off+have); err != nil {
 				return w.where("read", i, err)
 			}
