@@ -1,6 +1,7 @@
 package load
 
 import (
+	"cmp"
 	"context"
 	"runtime"
 	"slices"
@@ -29,6 +30,7 @@ type Options struct {
 	Stream  uint64 `json:"stream"`   // CUDA: the caller's, whose queued work precedes the load; 0: none
 	Threads int    `json:"threads"`  // 0: one a core
 	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
+	Read    string `json:"read"`     // as OVERWIRE_READ, which "" means
 }
 
 // A Report is what a load cost.
@@ -190,7 +192,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		lim.Align = readAlign
 	}
 	p := plan.Make(l.model.ix, l.wants, dest, lim)
-	if depth := expect(l.model.srcs, p); threads <= 0 {
+	if depth := expect(l.model.srcs, p, cmp.Or(opt.Read, knob.Read.Get())); threads <= 0 {
 		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth)
 	}
 	for i, n := range p.Left {
@@ -240,7 +242,7 @@ func (m *Model) planned() bool {
 
 // expect tells the sources of a plan what is coming, and returns how many reads
 // at once serve them best.
-func expect(srcs []source.Source, p *plan.Plan) (depth int) {
+func expect(srcs []source.Source, p *plan.Plan, how string) (depth int) {
 	last := int32(-1)
 	for i := range p.Pieces { // in the order of the sources
 		s := p.Pieces[i].Source
@@ -249,7 +251,7 @@ func expect(srcs []source.Source, p *plan.Plan) (depth int) {
 		}
 		last = s
 		if planned, ok := srcs[s].(source.Planned); ok {
-			depth = max(depth, planned.Expect(p.Read))
+			depth = max(depth, planned.Expect(p.Read, how))
 		}
 	}
 	return depth
@@ -284,8 +286,15 @@ func (l *Loading) prefault(maps []int) {
 		return
 	}
 	spawn.Go("prefault", func() {
-		for _, r := range runs {
+		for i, r := range runs {
 			for at := int64(0); at < r.Bytes; at += step {
+				// The disk works on the next step while this one is mapped.
+				switch next := at + step; {
+				case next < r.Bytes:
+					cpu.Announce(unsafe.Add(r.Ptr, next), min(step, r.Bytes-next))
+				case i+1 < len(runs):
+					cpu.Announce(runs[i+1].Ptr, min(step, runs[i+1].Bytes))
+				}
 				// An error here shows when the page is touched, as it does in
 				// any mapped file.
 				_ = cpu.Populate(unsafe.Add(r.Ptr, at), min(step, r.Bytes-at))

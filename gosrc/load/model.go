@@ -38,10 +38,13 @@ type Model struct {
 	shut bool
 }
 
+// headers are those of the files that were opened last.
+var headers format.Cache
+
 // Open opens and indexes a model. Everything its headers say has been
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
-	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.Source, format.Options{Lenient: spec.Lenient, Known: codec.Known})
+	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.Source, format.Options{Lenient: spec.Lenient, Known: codec.Known, Cache: &headers})
 	if err != nil {
 		return nil, err
 	}

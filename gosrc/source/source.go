@@ -27,9 +27,9 @@ type Source interface {
 // A Planned source reads better when it knows what is coming.
 type Planned interface {
 	// Expect says that a load begins which reads total bytes, of this source
-	// and others. It returns how many ReadAt calls in flight serve this one
-	// best; 0: whatever the caller has.
-	Expect(total int64) (depth int)
+	// and others, and how: a value of OVERWIRE_READ. It returns how many ReadAt
+	// calls in flight serve this source best; 0: whatever the caller has.
+	Expect(total int64, how string) (depth int)
 }
 
 // An Identity tells one state of a file from every other: while it is the

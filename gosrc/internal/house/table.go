@@ -55,7 +55,7 @@ var mayImport = map[string][]string{
 	"preload": {"load", "source/open", "job", "device", "knob", "tensor", "fault", "internal/..."},
 	"weights": {"tensor", "fault", "internal/..."},
 	"bench": {"weights", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
-		"internal/..."},
+		"source/file", "internal/..."},
 	"cli": {"load", "save", "preload", "bench", "weights", "codec/...", "job", "knob", "tensor", "fault",
 		"internal/..."},
 

@@ -8,8 +8,6 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/overwire/overwire/gosrc/knob"
 )
 
 const (
@@ -55,10 +53,9 @@ const (
 )
 
 // Expect decides how the coming load reads; see source.Planned.
-func (f *File) Expect(total int64) int {
+func (f *File) Expect(total int64, how string) int {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
-	how := knob.Read.Get()
 	f.past.load.Store(nil)
 	if f.shut || how == "buffered" {
 		return 0

@@ -15,19 +15,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
-
-// reading sets OVERWIRE_READ for a test.
-func reading(t *testing.T, how string) {
-	t.Helper()
-	if w := knob.Load(map[string]string{"OVERWIRE_READ": how}); len(w) > 0 {
-		t.Fatal(w)
-	}
-	t.Cleanup(func() { knob.Load(nil) })
-}
 
 // noise is a file of n random bytes, on the disk and not only in memory.
 func noise(t *testing.T, n int, seed uint64) (string, []byte) {
@@ -51,14 +41,14 @@ func noise(t *testing.T, n int, seed uint64) (string, []byte) {
 }
 
 // opened is an open file that expects a load of total bytes.
-func opened(t *testing.T, path string, total int64) *File {
+func opened(t *testing.T, path string, total int64, how string) *File {
 	t.Helper()
 	f, err := Open(path)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = f.Close() })
-	f.Expect(total)
+	f.Expect(total, how)
 	return f
 }
 
@@ -74,9 +64,8 @@ func evict(t *testing.T, f *File, off, n int64) {
 
 // Past the cache, a file is the source that it is through it.
 func TestSuiteDirect(t *testing.T) {
-	reading(t, "direct")
 	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
-		return opened(t, write(t, data), int64(len(data)))
+		return opened(t, write(t, data), int64(len(data)), "direct")
 	})
 }
 
@@ -89,8 +78,7 @@ func TestAnyAlignment(t *testing.T) {
 	path, data := noise(t, 5<<20+777, seed)
 	for _, how := range []string{"direct", "buffered", "auto"} {
 		t.Run(how, func(t *testing.T) {
-			reading(t, how)
-			f := opened(t, path, 1<<50)
+			f := opened(t, path, 1<<50, how)
 			t.Logf("O_DIRECT aligned to %d", f.past.align)
 			var wg sync.WaitGroup
 			for g := range 4 {
@@ -136,14 +124,13 @@ func TestAnyAlignment(t *testing.T) {
 // In a load that does not fit into memory, what is cold is read past the cache
 // and stays cold, and what is resident is taken from there.
 func TestColdStaysCold(t *testing.T) {
-	reading(t, "auto")
 	path, data := noise(t, 3*window+100_000, 7)
-	f := opened(t, path, 1)
+	f := opened(t, path, 1, "auto")
 	if kindOf(f.fd) != local || dioAlign(f.fd) == 0 {
 		t.Skip("no O_DIRECT here")
 	}
 	evict(t, f, window, window)
-	if d := f.Expect(1 << 50); d != depth {
+	if d := f.Expect(1<<50, "auto"); d != depth {
 		t.Fatalf("depth %d of a load that is cold in part", d)
 	}
 	if f.past.load.Load() == nil {
@@ -167,14 +154,14 @@ func TestColdStaysCold(t *testing.T) {
 		}
 	}
 	// The same load, small enough to stay: everything is resident afterwards.
-	f.Expect(int64(len(data)))
+	f.Expect(int64(len(data)), "auto")
 	if err := f.ReadAt(context.Background(), got, 0); err != nil {
 		t.Fatal(err)
 	}
 	if share, _ := resident(f.fd, 0, f.size); share < 1 {
 		t.Errorf("%.2f resident after a load that fits", share)
 	}
-	if d := f.Expect(1 << 50); d != 0 {
+	if d := f.Expect(1<<50, "auto"); d != 0 {
 		t.Errorf("depth %d of a file that is resident", d)
 	}
 }
@@ -182,7 +169,7 @@ func TestColdStaysCold(t *testing.T) {
 // Both ways of asking for residency agree.
 func TestResident(t *testing.T) {
 	path, _ := noise(t, 8<<20, 3)
-	f := opened(t, path, 1)
+	f := opened(t, path, 1, "auto")
 	evict(t, f, 4<<20, 4<<20)
 	for _, c := range []struct {
 		off, n int64
@@ -205,9 +192,8 @@ func TestResident(t *testing.T) {
 // A kernel that refuses a direct read in the middle of a range does not fail
 // the load: the rest is read through the cache.
 func TestRefusedDirect(t *testing.T) {
-	reading(t, "direct")
 	path, data := noise(t, 3<<20+5, 4)
-	f := opened(t, path, 1)
+	f := opened(t, path, 1, "direct")
 	if f.past.align < 2 {
 		t.Skip("no O_DIRECT here")
 	}
@@ -229,11 +215,10 @@ func TestRefusedDirect(t *testing.T) {
 func TestReadErrors(t *testing.T) {
 	for _, how := range []string{"buffered", "direct"} {
 		t.Run(how, func(t *testing.T) {
-			reading(t, how)
 			const n = 3 << 20
 			for _, left := range []int64{0, 1, 4096, 1_000_001, 2<<20 + 512, n - 1} {
 				path := write(t, make([]byte, n))
-				f := opened(t, path, n)
+				f := opened(t, path, n, how)
 				if err := os.Truncate(path, left); err != nil {
 					t.Fatal(err)
 				}
