@@ -87,7 +87,8 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if err := m.hold(); err != nil {
 		return nil, err
 	}
-	l := &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)), wake: make(chan struct{})}
+	l := &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)),
+		ready: make([]int, 0, len(wants)), wake: make(chan struct{})}
 	mapped, err := l.allocate(reqs)
 	if err != nil {
 		cpu.Release(l.mem)

@@ -180,6 +180,13 @@ func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
 // leaves its want out.
 func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
 	m := maker{ix: ix, lim: lim, p: &Plan{Left: make([]int32, len(wants))}}
+	jobs := 0 // at least so many, unless slices leave some out
+	for i := range wants {
+		if dest[i] != nil {
+			jobs += max(1, int(ix.Tensors[wants[i].Data].Count))
+		}
+	}
+	m.pos, m.p.Jobs, m.p.Refs = make([]place, 0, jobs), make([]device.Job, 0, jobs), make([]Ref, 0, jobs)
 	for i := range wants {
 		if dest[i] == nil || wants[i].Bytes == 0 {
 			continue
