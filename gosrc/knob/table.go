@@ -17,7 +17,7 @@ var (
 		"Worker threads for reading, coding and decoding; 0 is one for each CPU that the process may use.",
 		alias{name: "NUM_THREADS"})
 	MMap = choice("OVERWIRE_MMAP",
-		"Whether plain tensors are mapped instead of read: auto maps local plain files for the CPU.",
+		"Whether plain tensors are mapped instead of read: auto maps plain files for the CPU, unless they lie on a network.",
 		[]string{"auto", "on", "off"})
 	Read = choice("OVERWIRE_READ",
 		"How loads read local files: auto goes past the page cache for what is cold in a load larger than half of the memory left.",

@@ -109,14 +109,17 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	ix := l.model.ix
 	mapped := make([]bool, len(reqs))
 	sizes := make([]int64, len(reqs))
-	holders := make([]int64, len(ix.Sources))
+	holders, maps := make([]int64, len(ix.Sources)), make([]bool, len(ix.Sources))
+	for i, s := range l.model.srcs {
+		maps[i] = l.model.maps(s)
+	}
 	for i := range reqs {
 		if reqs[i].Dest != 0 || l.wants[i].Bytes == 0 {
 			continue
 		}
 		t := &ix.Tensors[l.wants[i].Data]
 		off, row := l.wants[i].Run(ix)
-		if _, local := l.model.srcs[t.Source].(mappable); local && l.target.gpu == nil && l.model.mapp && row && !ix.Sources[t.Source].Overwire && off%int64(t.DType.Align()) == 0 {
+		if l.target.gpu == nil && row && maps[t.Source] && !ix.Sources[t.Source].Overwire && off%int64(t.DType.Align()) == 0 {
 			mapped[i] = true
 			holders[t.Source]++
 			continue
@@ -146,8 +149,9 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	return mapped, nil
 }
 
-// A mappable source is a local file.
+// A mappable source is a file; Remote says that it lies on a network.
 type mappable interface {
+	Remote() bool
 	WithFD(fn func(fd int) error) error
 }
 

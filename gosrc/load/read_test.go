@@ -2,12 +2,15 @@ package load
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"os"
 	"testing"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/source/file"
 )
 
 var ways = []string{"auto", "buffered", "direct"}
@@ -140,5 +143,55 @@ func TestChangedDuringALoad(t *testing.T) {
 		m.Close()
 	}
 	t.Logf("%d of 6 truncations came in time", failed)
+	settled(t)
+}
+
+// remote is a file as if it lay on a network.
+type remote struct{ *file.File }
+
+func (remote) Remote() bool { return true }
+
+// Plain files are mapped unless somebody says no, on a network only if
+// somebody says yes, and the argument goes before the setting.
+func TestWhatIsMapped(t *testing.T) {
+	path, want := write(t, "a", []int64{3000, 100})
+	yes, no := true, false
+	defer knob.Load(nil)
+	for _, c := range []struct {
+		word          *bool
+		knob          string
+		local, remote bool
+	}{
+		{nil, "", true, false}, {nil, "auto", true, false}, {nil, "on", true, true}, {nil, "off", false, false},
+		{&yes, "off", true, true}, {&no, "on", false, false}, {&yes, "", true, true}, {&no, "", false, false},
+	} {
+		knob.Load(map[string]string{"OVERWIRE_MMAP": c.knob})
+		for _, far := range []bool{false, true} {
+			m := opened(t, Spec{URIs: []string{path}, Map: c.word})
+			if far {
+				m.srcs[0] = remote{m.srcs[0].(*file.File)}
+			}
+			l, err := m.Start(nil, Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := l.Job().Wait(-1); err != nil {
+				t.Fatal(err)
+			}
+			var rep Report
+			if b, err := l.Job().Report(); err != nil || json.Unmarshal(b, &rep) != nil {
+				t.Fatal(err)
+			}
+			mem, _, _, _ := l.Take(0)
+			if !bytes.Equal(mem.Slice(), want[0]) {
+				t.Error("wrong bytes")
+			}
+			mem.Release()
+			l.Close()
+			if mapped := c.local && !far || c.remote && far; (rep.Mapped > 0) != mapped {
+				t.Errorf("argument %v, setting %q, on a network: %v: %d bytes mapped", c.word != nil, c.knob, far, rep.Mapped)
+			}
+		}
+	}
 	settled(t)
 }

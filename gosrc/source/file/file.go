@@ -169,6 +169,14 @@ func (f *File) Prefetch(off, n int64) {
 	}
 }
 
+// Remote says that the file lies on a network file system, or on one that
+// keeps a cache of its own.
+func (f *File) Remote() bool {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	return !f.shut && kindOf(f.fd) == network
+}
+
 // WithFD calls fn with the open descriptor, which stays open meanwhile.
 func (f *File) WithFD(fn func(fd int) error) error {
 	f.mu.RLock()

@@ -62,17 +62,11 @@ func (f *File) Expect(total int64, how string) int {
 	}
 	forced := how == "direct"
 	if !forced {
-		switch kindOf(f.fd) {
-		case inMemory:
-			return 0
-		case network:
-			return depth
-		case local:
-		}
-		if !f.anyCold() {
+		kind := kindOf(f.fd)
+		if kind == inMemory || !f.anyCold() {
 			return 0
 		}
-		if total <= available()/2 {
+		if kind == network || total <= available()/2 {
 			return depth
 		}
 	}
