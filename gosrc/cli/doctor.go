@@ -12,6 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/bench"
 	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 )
@@ -33,7 +34,7 @@ var doctorVerb = &verb{
 	short: "show what the machine has and what overwire makes of it",
 	long: `
 Shows versions, the CPU's features and the decoder chosen, cores, huge pages,
-memory and its limit, the preload, and settings that are not at their default.
+memory and its limit, the preload, whether GPUDirect Storage is real here, and settings that are not at their default.
 With --env, every setting: the environment variable, its value, what it means.`,
 	example: "overwire doctor --env",
 	options: []option{{name: "env", doc: "every environment variable that is honoured"}},
@@ -51,6 +52,7 @@ type Diagnosis struct {
 	Features []string      `json:"cpu_features"`
 	Memory   Memory        `json:"memory"`
 	Preload  Preload       `json:"preload"`
+	GDS      gds.Report    `json:"gpudirect_storage"`
 	Engine   string        `json:"engine"` // "ok", or the panic that poisoned it
 	Workers  int           `json:"goroutines"`
 	Settings []knob.Row    `json:"settings"`
@@ -77,7 +79,7 @@ type Preload struct {
 func Diagnose(env Env) Diagnosis {
 	d := Diagnosis{
 		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python), Machine: bench.ThisMachine(),
-		Features: features(), Memory: memory(), Engine: "ok", Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
+		Features: features(), Memory: memory(), GDS: gds.Probe(), Engine: "ok", Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
 	}
 	if err := spawn.Poisoned(); err != nil {
 		d.Engine = err.Error()
@@ -176,6 +178,11 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 	default:
 		line("preload", "%s to %s, by %s, found: %v", p.Path, p.Device, p.From, p.Found)
 	}
+	real := "not here"
+	if d.GDS.Real {
+		real = "libcufile " + d.GDS.Version + ", nvidia-fs " + d.GDS.Module
+	}
+	line("direct storage", "%s: %s", real, d.GDS.Why)
 	line("engine", "%s, %d workers", d.Engine, d.Workers)
 	t.Flush()
 	for _, a := range d.Advice {

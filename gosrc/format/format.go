@@ -6,10 +6,13 @@ package format
 import (
 	"context"
 	"math"
+	"sync"
+	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -21,31 +24,71 @@ type Options struct {
 	Lenient bool
 	// Known tells the codecs that can be decoded: codec.Known.
 	Known tensor.Known
+	// Cache, if not nil, is asked for indexes first and keeps those that are
+	// read. It must always be used with the same Known.
+	Cache *Cache
 }
 
 // Open reads the index of every source and joins them into one, in the order
 // given: source i of the result is srcs[i]. Each costs one read, or two when
-// header and index are over 256 KiB, three when both are.
+// header and index are over 256 KiB, three when both are, and none if the
+// cache has it. Several are read at once.
 //
 // The error is a fault.At: fault.ErrFormat for bytes that are no such file,
 // fault.ErrCorrupt for a file that has changed or was cut short,
 // fault.ErrNotSupported for one of a newer version, and whatever the source
 // gives. Two sources may have tensors of one name; Index.Find tells.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
-	parts := make([]*tensor.Index, len(srcs))
-	for i, src := range srcs {
-		ix, err := One(ctx, src, opt)
+	const readers = 8
+	parts, errs := make([]*tensor.Index, len(srcs)), make([]error, len(srcs))
+	var next atomic.Int64
+	var failed atomic.Bool
+	read := func() {
+		for !failed.Load() {
+			i := next.Add(1) - 1
+			if i >= int64(len(srcs)) {
+				return
+			}
+			errs[i] = spawn.Guard("index", func() (err error) {
+				parts[i], err = One(ctx, srcs[i], opt)
+				return err
+			})
+			if errs[i] != nil {
+				failed.Store(true)
+			}
+		}
+	}
+	var wg sync.WaitGroup
+	for range min(readers, len(srcs)) - 1 {
+		wg.Add(1)
+		spawn.Go("index", func() { defer wg.Done(); read() })
+	}
+	read()
+	wg.Wait()
+	for _, err := range errs { // the first source's, whoever was faster
 		if err != nil {
 			return nil, err
 		}
-		parts[i] = ix
 	}
 	return Join(parts)
 }
 
-// One reads the index of one source. Callers that open many, far away, run
-// several at once and Join them.
+// One reads the index of one source.
 func One(ctx context.Context, src source.Source, opt Options) (*tensor.Index, error) {
+	key, keep := opt.Cache.key(src, opt.Lenient)
+	if keep {
+		if ix := opt.Cache.get(key, src.URI()); ix != nil {
+			return ix, nil
+		}
+	}
+	ix, err := one(ctx, src, opt)
+	if err == nil && keep {
+		opt.Cache.put(key, ix)
+	}
+	return ix, err
+}
+
+func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, error) {
 	uri := src.URI()
 	h, err := safetensors.Read(ctx, src, safetensors.Options{Lenient: opt.Lenient})
 	if err != nil {

@@ -1,8 +1,10 @@
 package load
 
 import (
+	"cmp"
 	"context"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 	"unsafe"
@@ -15,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -27,6 +30,7 @@ type Options struct {
 	Stream  uint64 `json:"stream"`   // CUDA: the caller's, whose queued work precedes the load; 0: none
 	Threads int    `json:"threads"`  // 0: one a core
 	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
+	Read    string `json:"read"`     // as OVERWIRE_READ, which "" means
 }
 
 // A Report is what a load cost.
@@ -83,7 +87,8 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if err := m.hold(); err != nil {
 		return nil, err
 	}
-	l := &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)), wake: make(chan struct{})}
+	l := &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)),
+		ready: make([]int, 0, len(wants)), wake: make(chan struct{})}
 	mapped, err := l.allocate(reqs)
 	if err != nil {
 		cpu.Release(l.mem)
@@ -104,14 +109,17 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	ix := l.model.ix
 	mapped := make([]bool, len(reqs))
 	sizes := make([]int64, len(reqs))
-	holders := make([]int64, len(ix.Sources))
+	holders, maps := make([]int64, len(ix.Sources)), make([]bool, len(ix.Sources))
+	for i, s := range l.model.srcs {
+		maps[i] = l.model.maps(s)
+	}
 	for i := range reqs {
 		if reqs[i].Dest != 0 || l.wants[i].Bytes == 0 {
 			continue
 		}
 		t := &ix.Tensors[l.wants[i].Data]
 		off, row := l.wants[i].Run(ix)
-		if _, local := l.model.srcs[t.Source].(mappable); local && l.target.gpu == nil && l.model.mapp && row && !ix.Sources[t.Source].Overwire && off%int64(t.DType.Align()) == 0 {
+		if l.target.gpu == nil && row && maps[t.Source] && !ix.Sources[t.Source].Overwire && off%int64(t.DType.Align()) == 0 {
 			mapped[i] = true
 			holders[t.Source]++
 			continue
@@ -141,8 +149,9 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	return mapped, nil
 }
 
-// A mappable source is a local file.
+// A mappable source is a file; Remote says that it lies on a network.
 type mappable interface {
+	Remote() bool
 	WithFD(fn func(fd int) error) error
 }
 
@@ -183,10 +192,14 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	if threads <= 0 {
 		threads = knob.Threads.Get()
 	}
-	if threads <= 0 {
-		threads = max(runtime.GOMAXPROCS(0), l.target.readers())
+	lim := l.target.limits()
+	if l.model.planned() {
+		lim.Align = readAlign
 	}
-	p := plan.Make(l.model.ix, l.wants, dest, l.target.limits())
+	p := plan.Make(l.model.ix, l.wants, dest, lim)
+	if depth := expect(l.model.srcs, p, cmp.Or(opt.Read, knob.Read.Get())); threads <= 0 {
+		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth)
+	}
 	for i, n := range p.Left {
 		if n == 0 && !mapped[i] {
 			l.land(int32(i))
@@ -226,6 +239,29 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	return err
 }
 
+// planned says whether a source of the model reads in ways that depend on the
+// load.
+func (m *Model) planned() bool {
+	return slices.ContainsFunc(m.srcs, func(s source.Source) bool { _, ok := s.(source.Planned); return ok })
+}
+
+// expect tells the sources of a plan what is coming, and returns how many reads
+// at once serve them best.
+func expect(srcs []source.Source, p *plan.Plan, how string) (depth int) {
+	last := int32(-1)
+	for i := range p.Pieces { // in the order of the sources
+		s := p.Pieces[i].Source
+		if s == last {
+			continue
+		}
+		last = s
+		if planned, ok := srcs[s].(source.Planned); ok {
+			depth = max(depth, planned.Expect(p.Read, how))
+		}
+	}
+	return depth
+}
+
 // destination turns an address from the caller into a pointer. The memory is
 // the caller's, outside Go's heap.
 func (l *Loading) destination(addr uintptr) unsafe.Pointer {
@@ -255,8 +291,15 @@ func (l *Loading) prefault(maps []int) {
 		return
 	}
 	spawn.Go("prefault", func() {
-		for _, r := range runs {
+		for i, r := range runs {
 			for at := int64(0); at < r.Bytes; at += step {
+				// The disk works on the next step while this one is mapped.
+				switch next := at + step; {
+				case next < r.Bytes:
+					cpu.Announce(unsafe.Add(r.Ptr, next), min(step, r.Bytes-next))
+				case i+1 < len(runs):
+					cpu.Announce(runs[i+1].Ptr, min(step, runs[i+1].Bytes))
+				}
 				// An error here shows when the page is touched, as it does in
 				// any mapped file.
 				_ = cpu.Populate(unsafe.Add(r.Ptr, at), min(step, r.Bytes-at))

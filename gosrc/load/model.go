@@ -19,8 +19,8 @@ import (
 type Spec struct {
 	// URIs are files, folders or index.json files, one or many shards.
 	URIs []string `json:"uris"`
-	// Map says whether plain tensors of local files are mapped instead of
-	// read; nil: yes.
+	// Map says whether plain tensors of files are mapped instead of read; nil:
+	// where the file system is no network's.
 	Map *bool `json:"map"`
 	// Lenient accepts what other parsers of safetensors let pass.
 	Lenient bool `json:"lenient"`
@@ -31,17 +31,20 @@ type Spec struct {
 type Model struct {
 	ix   *tensor.Index
 	srcs []source.Source
-	mapp bool
+	mapp string // a value of OVERWIRE_MMAP
 
 	mu   sync.Mutex
 	refs int // 1 for the handle, 1 for each running load
 	shut bool
 }
 
+// headers are those of the files that were opened last.
+var headers format.Cache
+
 // Open opens and indexes a model. Everything its headers say has been
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
-	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.Source, format.Options{Lenient: spec.Lenient, Known: codec.Known})
+	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.Source, format.Options{Lenient: spec.Lenient, Known: codec.Known, Cache: &headers})
 	if err != nil {
 		return nil, err
 	}
@@ -87,10 +90,21 @@ func (m *Model) drop() {
 }
 
 // mapping decides whether plain tensors are mapped: the caller's word, then
-// the knob, then yes.
-func mapping(word *bool) bool {
-	if word != nil {
-		return *word
+// the knob.
+func mapping(word *bool) string {
+	switch {
+	case word == nil:
+		return knob.MMap.Get()
+	case *word:
+		return "on"
 	}
-	return knob.MMap.Get() != "off"
+	return "off"
+}
+
+// maps says whether plain tensors of a source are mapped. Files on a network
+// are not, unless somebody asks for it: a page at a time is the slowest way to
+// read them, and a server that goes away would end the process.
+func (m *Model) maps(s source.Source) bool {
+	f, ok := s.(mappable)
+	return ok && (m.mapp == "on" || m.mapp == "auto" && !f.Remote())
 }

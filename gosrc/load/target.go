@@ -54,6 +54,10 @@ func (t target) alloc(sizes []int64) ([]device.Memory, error) {
 	return cpu.Alloc(sizes)
 }
 
+// readAlign is the block that reads past the page cache begin and end at; other
+// sources are asked for just what is wanted.
+const readAlign = 4096
+
 // limits is what the pipeline reads at once: on the host about one compressed
 // chunk, so that it is still in the second-level cache when it is decoded; for
 // a GPU what fills a slot, by several workers, so that few slots are being

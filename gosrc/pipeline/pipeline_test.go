@@ -189,7 +189,8 @@ func TestRunMatchesSlicing(t *testing.T) {
 	for range 500 {
 		m := build(r)
 		reqs := m.requests(r)
-		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Part: int64(r.IntN(2) * r.IntN(900)), Direct: r.IntN(2) == 0}
+		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Part: int64(r.IntN(2) * r.IntN(900)),
+			Direct: r.IntN(2) == 0, Align: []int64{0, 1, 16, 256, 4096}[r.IntN(5)]}
 		got, landed, err := m.run(context.Background(), reqs, lim, 1+r.IntN(4))
 		if err != nil {
 			t.Fatal(err)

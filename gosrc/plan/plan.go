@@ -43,6 +43,10 @@ type Limits struct {
 	Piece int64 // bytes of a piece worth reading at once
 	Gap   int64 // bytes between two wanted runs that are cheaper to read than to skip
 	Part  int64 // bytes of a piece worth a worker of their own; 0: a piece is one worker's
+	// Align, if over 1, is what pieces begin and end at multiples of, in files
+	// that have so many bytes: sources that read whole blocks into place need no
+	// copy then. A power of two.
+	Align int64
 	// Direct lets raw runs be read straight to their place: on the host, where
 	// a destination can be read into.
 	Direct bool
@@ -186,6 +190,13 @@ func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
 // leaves its want out.
 func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
 	m := maker{ix: ix, lim: lim, p: &Plan{Left: make([]int32, len(wants))}}
+	jobs := 0 // at least so many, unless slices leave some out
+	for i := range wants {
+		if dest[i] != nil {
+			jobs += max(1, int(ix.Tensors[wants[i].Data].Count))
+		}
+	}
+	m.pos, m.p.Jobs, m.p.Refs = make([]place, 0, jobs), make([]device.Job, 0, jobs), make([]Ref, 0, jobs)
 	for i := range wants {
 		if dest[i] == nil || wants[i].Bytes == 0 {
 			continue
@@ -276,8 +287,8 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 		return tensor.Chunk{Off: off, Stored: uint32(n), Logical: uint32(n), Codec: tensor.CodecRaw}
 	}
 	if off, ok := w.Run(m.ix); ok {
-		for at := int64(0); at < w.Bytes; at += m.lim.Piece {
-			n := min(m.lim.Piece, w.Bytes-at)
+		for at, n := int64(0), int64(0); at < w.Bytes; at += n {
+			n = min(m.upTo(off+at), w.Bytes-at)
 			m.add(want, -1, t.Source, off+at, n >= directMin, device.Job{Chunk: raw(off+at, n), Dst: unsafe.Add(dest, at)})
 		}
 		return
@@ -285,9 +296,9 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 	width := w.col1 - w.col0
 	if width >= directMin || w.rowBytes-width > m.lim.Gap {
 		for r := w.row0; r < w.row1; r++ {
-			for at := int64(0); at < width; at += m.lim.Piece {
-				n := min(m.lim.Piece, width-at)
+			for at, n := int64(0), int64(0); at < width; at += n {
 				off := t.Off + r*w.rowBytes + w.col0 + at
+				n = min(m.upTo(off), width-at)
 				m.add(want, -1, t.Source, off, n >= directMin, device.Job{Chunk: raw(off, n), Dst: unsafe.Add(dest, (r-w.row0)*width+at)})
 			}
 		}
@@ -300,6 +311,24 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 		m.add(want, -1, t.Source, t.Off+at, false, device.Job{Chunk: raw(t.Off+at, rows*w.rowBytes), Dst: dest,
 			View: &device.View{At: at, Row: w.rowBytes, Row0: w.row0, Row1: w.row1, Col0: w.col0, Col1: w.col1}})
 	}
+}
+
+// upTo is how many bytes from off on one piece takes, ending at a multiple of
+// Align.
+func (m *maker) upTo(off int64) int64 {
+	if m.lim.Align > 1 {
+		if n := m.lim.Piece - off&(m.lim.Align-1); n > 0 {
+			return n
+		}
+	}
+	return m.lim.Piece
+}
+
+// down and up are the multiples of Align around off, which is in source s.
+func (m *maker) down(off int64) int64 { return off &^ (max(1, m.lim.Align) - 1) }
+
+func (m *maker) up(off int64, s int32) int64 {
+	return max(off, min(m.down(off+max(1, m.lim.Align)-1), m.ix.Sources[s].Size))
 }
 
 // order sorts the jobs by where they lie, unless they are in order already.
@@ -325,7 +354,10 @@ func (m *maker) cut() {
 	var cur *Piece
 	for i := range m.pos {
 		at := &m.pos[i]
-		end := at.off + at.len
+		begin, end := m.down(at.off), m.up(at.off+at.len, at.source)
+		if end-begin > m.lim.Piece { // no larger a slot for the sake of it
+			begin, end = at.off, at.off+at.len
+		}
 		alone := m.lim.Direct && at.direct && !(i > 0 && m.pos[i-1].off == at.off && m.pos[i-1].source == at.source) &&
 			!(i+1 < len(m.pos) && m.pos[i+1].off == at.off && m.pos[i+1].source == at.source)
 		if alone {
@@ -340,7 +372,7 @@ func (m *maker) cut() {
 			cur.Len = max(cur.Len, end-cur.Off)
 			cur.Count++
 		} else {
-			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: at.off, Len: at.len})
+			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: begin, Len: end - begin})
 			cur = &p.Pieces[len(p.Pieces)-1]
 		}
 		p.Jobs[i].Src = uint32(min(at.off-cur.Off, math.MaxUint32))

@@ -37,6 +37,13 @@ func MapFile(fd int, size int64, n int64) (unsafe.Pointer, *device.Block, error)
 	return base, block, nil
 }
 
+// Announce tells the kernel that the pages of [p, p+n) of a mapped file will be
+// wanted soon; it starts to read them and does not wait. It is advice.
+func Announce(p unsafe.Pointer, n int64) {
+	head := int64(uintptr(p) & (page - 1))
+	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, -head)), n+head), unix.MADV_WILLNEED)
+}
+
 // Populate reads the pages of [p, p+n) of a mapped file in; a disk that fails
 // does so here, as an error. On kernels before 5.14 it does nothing: pages then
 // come in when they are first touched.

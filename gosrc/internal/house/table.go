@@ -34,6 +34,7 @@ var mayImport = map[string][]string{
 	"device":            {"tensor", "fault", "internal/..."},
 	"device/cpu":        {"device", "codec", "tensor", "fault", "knob", "internal/..."},
 	"device/cuda":       {"device", "codec/x16", "tensor", "fault", "knob", "internal/..."},
+	"device/gds":        {"internal/..."},
 	"format":            {"format/...", "tensor", "source", "fault", "internal/..."},
 	"format/safetensors": {"tensor", "source", "fault",
 		"internal/..."},
@@ -55,8 +56,8 @@ var mayImport = map[string][]string{
 	"preload": {"load", "source/open", "job", "device", "knob", "tensor", "fault", "internal/..."},
 	"weights": {"tensor", "fault", "internal/..."},
 	"bench": {"weights", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
-		"internal/..."},
-	"cli": {"load", "save", "preload", "bench", "weights", "codec/...", "job", "knob", "tensor", "fault",
+		"source/file", "internal/..."},
+	"cli": {"load", "save", "preload", "bench", "weights", "codec/...", "device/gds", "job", "knob", "tensor", "fault",
 		"internal/..."},
 
 	// The face towards Python.
@@ -78,7 +79,7 @@ var modules = map[string][]string{
 
 // cgoRooms may say import "C". Everything else builds and tests with
 // CGO_ENABLED=0.
-var cgoRooms = []string{"bind", "bind/...", "dlpack", "device/cuda", "source/file", "internal/dlopen"}
+var cgoRooms = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/gds", "source/file", "internal/dlopen"}
 
 // longFiles and longRooms are over the limit, each with its reason. An entry
 // that is no longer needed fails too.
