@@ -18,6 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // Version is the version of the engine and of the Python package; a test
@@ -51,6 +52,7 @@ const exitText = `exit status:
 type Env struct {
 	Python        string // sys.executable, for the rows of bench that need one
 	PythonVersion string
+	Storage       source.Options // the environment of stores; options of --storage are added
 }
 
 // A call is one run of one verb.

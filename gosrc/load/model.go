@@ -24,6 +24,8 @@ type Spec struct {
 	Map *bool `json:"map"`
 	// Lenient accepts what other parsers of safetensors let pass.
 	Lenient bool `json:"lenient"`
+	// Storage says how to reach what is no local file.
+	Storage source.Options `json:"storage"`
 }
 
 // A Model is an opened model: its index is in memory, its sources are open.
@@ -44,7 +46,7 @@ var headers format.Cache
 // Open opens and indexes a model. Everything its headers say has been
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
-	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.Source, format.Options{Lenient: spec.Lenient, Known: codec.Known, Cache: &headers})
+	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{Lenient: spec.Lenient, Known: codec.Known, Cache: &headers})
 	if err != nil {
 		return nil, err
 	}

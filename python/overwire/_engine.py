@@ -195,7 +195,7 @@ def _handle(number: int) -> int:
 
 
 def open_model(spec: str) -> int:
-    """Open and index files: JSON {"uris": [...], "map": true | false | null}."""
+    """Open and index files: JSON {"uris": [...], "map": true | false | null, "storage": {...}}."""
     number: int = _call(_core().api_OpenModel, spec)
     return number
 
@@ -326,16 +326,14 @@ def preload_start(spec: str) -> int:
     return number
 
 
-def preload_find(uris: str | Sequence[str]) -> tuple[int, int] | None:
-    """Take over the preload of these files: (model, job) as if just started.
+def preload_find(spec: str) -> tuple[int, int] | None:
+    """Take over the preload of JSON {"uris": [...], "storage": {...}}: (model, job) as if just started.
 
     None if there is none. It is found once; model and job are the caller's to
     close and free. Raises what the opening of the files raised.
     """
-    import json
-
     core = _core()
-    job: int = _call(core.api_PreloadFind, json.dumps([uris] if isinstance(uris, str) else list(uris)))
+    job: int = _call(core.api_PreloadFind, spec)
     if job == 0:
         return None
     try:
@@ -351,9 +349,9 @@ def preload_find(uris: str | Sequence[str]) -> tuple[int, int] | None:
 # The rest.
 
 
-def inspect(uri: str) -> str:
-    """Describe files by their headers alone, as JSON."""
-    text: str = _call(_core().api_Inspect, uri)
+def inspect(spec: str) -> str:
+    """Describe files by their headers alone, as JSON: JSON {"uris": [...], "storage": {...}}."""
+    text: str = _call(_core().api_Inspect, spec)
     return text
 
 
@@ -374,7 +372,12 @@ def _program(argv: Sequence[str]) -> str:
     import json
 
     version = "%d.%d.%d" % sys.version_info[:3]
-    return json.dumps({"argv": list(argv), "python": sys.executable or "", "version": version})
+    about: dict[str, Any] = {"argv": list(argv), "python": sys.executable or "", "version": version}
+    if any("://" in word for word in argv):
+        from .storage import environment
+
+        about["storage"] = {"env": environment()}
+    return json.dumps(about)
 
 
 def cli(argv: Sequence[str]) -> int:

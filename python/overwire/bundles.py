@@ -35,6 +35,7 @@ from .models import Model
 from .progress import ProgressLike, watch
 from .saving import save_bytes
 from .sources import local
+from .storage import StorageOptions, storage
 
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
 
@@ -42,7 +43,13 @@ _DIGEST = "overwire.pickle"
 _PathLike = Union[str, "os.PathLike[str]"]
 
 
-def compress_pickle(obj: Any, path: _PathLike, *, progress: ProgressLike = None) -> float:
+def compress_pickle(
+    obj: Any,
+    path: _PathLike,
+    *,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> float:
     """Saves any Python object, its tensors compressed beside its pickle.
 
     Everything that pickles is kept, bit for bit: torch tensors with their ties,
@@ -55,16 +62,24 @@ def compress_pickle(obj: Any, path: _PathLike, *, progress: ProgressLike = None)
     Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
     each atomically, the pickle last.
 
+    storage_options: as for `load_file`, for a path that is a URI.
+
     Returns stored / original tensor bytes, as nyacomp does: 0.67 means that a
     third was gained; 1.0 if there are no tensors.
 
     Raises what pickle raises for objects that do not pickle, AccessError,
     IOFailure, NotSupportedError for storages without bytes (meta).
     """
-    return _save(obj, path, {}, progress)
+    return _save(obj, path, {}, progress, storage_options)
 
 
-def compress(model: Any, path: _PathLike = "./boneless_model.pth", *, progress: ProgressLike = None) -> float:
+def compress(
+    model: Any,
+    path: _PathLike = "./boneless_model.pth",
+    *,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> float:
     """`compress_pickle` for a torch module, a diffusers-like pipeline (an object
     with `.config` that names its modules) or a state dict, nested in any way.
 
@@ -72,7 +87,7 @@ def compress(model: Any, path: _PathLike = "./boneless_model.pth", *, progress: 
     that they have in the model ("unet.conv_in.weight"), so that `safe_open` and
     `inspect` show them. Returns stored / original.
     """
-    return _save(model, path, _names(model), progress)
+    return _save(model, path, _names(model), progress, storage_options)
 
 
 def load_compressed_pickle(
@@ -81,6 +96,7 @@ def load_compressed_pickle(
     trust: bool = False,
     device: Any = "cpu",
     progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Any:
     """Loads what `compress_pickle` saved; reading and decoding go on while the
     pickle imports and builds. Joins a preload of the same bundle.
@@ -89,11 +105,12 @@ def load_compressed_pickle(
         tensors, parameters, numpy arrays and torch.nn's own modules, and raises
         UntrustedPickleError naming the first other global; True allows all.
     device: where tensors shall be, wherever they were when saved. "cpu" only.
+    storage_options: as for `load_file`, for a path that is a URI.
 
     Returns the object; its tensors own their memory. Raises UntrustedPickleError,
     NotFoundError if one of the files is missing, CorruptError, FormatError.
     """
-    return _load(path, trust, device, progress)
+    return _load(path, trust, device, progress, storage_options)
 
 
 def load_compressed(
@@ -102,18 +119,20 @@ def load_compressed(
     trust: bool = False,
     device: Any = "cpu",
     progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Any:
     """Loads what `compress` saved: see `load_compressed_pickle`."""
-    return _load(path, trust, device, progress)
+    return _load(path, trust, device, progress, storage_options)
 
 
 # -- saving
 
 
-def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: ProgressLike) -> float:
+def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: ProgressLike, options: StorageOptions | None) -> float:
     from .pickling import described, dump
 
     target = local(path)
+    storage(options, [target])  # wrong ones are refused before anything is done
     if "://" in target:
         raise ArgumentError(f"overwire: compress {target}: only local paths can be written")
     data, blobs = dump(obj, names)
@@ -246,11 +265,12 @@ def _names(model: Any) -> dict[int, str]:
 # -- loading
 
 
-def _load(path: _PathLike, trust: bool, device: Any, progress: ProgressLike) -> Any:
+def _load(path: _PathLike, trust: bool, device: Any, progress: ProgressLike, options: StorageOptions | None) -> Any:
     from . import unpickling
 
     check_device(device)
     target = local(path)
+    storage(options, [target])
     with _os_errors("open", target), open(target, "rb") as file:
         data = file.read()
     digest = hashlib.sha256(data).hexdigest()

@@ -10,6 +10,7 @@ from .jobs import Job
 from .models import Model
 from .progress import ProgressLike, watch
 from .sources import SourceLike
+from .storage import StorageOptions
 
 __all__ = ["load_file", "stream"]
 
@@ -24,6 +25,7 @@ def load_file(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> dict[str, Any]:
     """Loads tensors from plain or compressed safetensors files.
 
@@ -42,6 +44,8 @@ def load_file(
     mmap: whether plain tensors of local files are mapped copy-on-write instead
         of read; None: yes. Compressed tensors are never mapped. A file that is
         mapped must not be truncated while its tensors live.
+    storage_options: how to reach URIs that are no local files, by names of the
+        scheme. Values are texts, numbers or bools; None is as if not given.
 
     Returns name -> tensor, in the order of the files (with keys: of keys).
     The tensors are the caller's: writable, each in a storage of its own, valid
@@ -57,7 +61,7 @@ def load_file(
     where = check_device(device, frame)
     if dtype is not None:
         frame.dtype(dtype)  # a wrong one is refused before anything is read
-    with Model(source, mmap, where) as model:
+    with Model(source, mmap, where, storage_options=storage_options) as model:
         return model.load(model.choose(keys, filter), frame, dtype, watch(progress, "load"))
 
 
@@ -71,6 +75,7 @@ def stream(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yields (name, tensor) in the order of arrival; arguments and tensors as
     for `load_file`.
@@ -83,7 +88,7 @@ def stream(
     frame = frame_for(framework)
     where = check_device(device, frame)
     wanted = None if dtype is None else frame.dtype(dtype)
-    with Model(source, mmap, where) as model:
+    with Model(source, mmap, where, storage_options=storage_options) as model:
         chosen = model.choose(keys, filter)
         rows = model.table if chosen is None else [model.table[at] for at in chosen]
         raw = frame.raw({row[1] for row in rows})

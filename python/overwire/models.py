@@ -16,6 +16,7 @@ from .frames import Frame
 from .jobs import Job, log
 from .progress import Watcher
 from .sources import SourceLike, resolve
+from .storage import StorageOptions, storage
 
 __all__ = ["Model", "Row", "WHOLE"]
 
@@ -59,19 +60,27 @@ class Model:
     """An open model. Not more than a handle and its table; `close` ends it,
     tensors and running loads live on."""
 
-    def __init__(self, source: SourceLike, mmap: bool | None = None, device: str = "cpu", preloaded: bool = True):
+    def __init__(
+        self,
+        source: SourceLike,
+        mmap: bool | None = None,
+        device: str = "cpu",
+        preloaded: bool = True,
+        storage_options: StorageOptions | None = None,
+    ):
         self.device = device
         if mmap is not None and not isinstance(mmap, bool):
             raise ArgumentError("overwire: mmap: expected True, False or None")
         uris, keep = resolve(source)
         self.uris = uris
         self.preload: int | None = None  # the running job of a preload, once
-        found = _preloaded(uris, device) if preloaded else None
+        reach = storage(storage_options, uris)
+        found = _preloaded(uris, device, reach) if preloaded else None
         if found is not None:
             self._handle, self.preload = found
             log.debug("load %s: joins its preload", uris[0])
         else:
-            self._handle = _engine.open_model(json.dumps({"uris": uris, "map": mmap}))
+            self._handle = _engine.open_model(json.dumps({"uris": uris, "map": mmap, **reach}))
         del keep  # the engine has its own descriptors now
         self._open = True
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]]
@@ -244,10 +253,10 @@ def whole(at: int) -> tuple[int, int, int, int, int, int]:
     return (at, 0, 0, WHOLE, 0, WHOLE)
 
 
-def _preloaded(uris: list[str], device: str) -> tuple[int, int] | None:
+def _preloaded(uris: list[str], device: str, reach: dict[str, Any]) -> tuple[int, int] | None:
     # Nothing can have been preloaded before that module was imported.
     preloading = sys.modules.get("overwire.preloading")
     if preloading is None:
         return None
-    found: tuple[int, int] | None = preloading.find(uris, device)
+    found: tuple[int, int] | None = preloading.find(uris, device, reach)
     return found

@@ -15,6 +15,7 @@ from .frames import Bytes, frame_of
 from .jobs import Job
 from .progress import ProgressLike, watch
 from .sources import local
+from .storage import StorageOptions, storage
 
 __all__ = ["Report", "parse_size", "save_bytes", "save_file"]
 
@@ -81,6 +82,7 @@ def save_file(
     compress: bool = True,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Report:
     """Saves torch tensors or numpy arrays (also both) by name.
 
@@ -94,6 +96,7 @@ def save_file(
     max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int);
         more goes to model-00001-of-00002.safetensors and so on, with
         model.safetensors.index.json beside them.
+    storage_options: as for `load_file`, for a path that is a URI.
 
     Tensors are read in place; those that are not dense, or not on the host, are
     copied first. They must not change before this returns. Tied tensors are
@@ -122,6 +125,7 @@ def save_file(
         compress=compress,
         shard=parse_size(max_shard_size),
         progress=progress,
+        storage_options=storage_options,
     )
 
 
@@ -133,11 +137,10 @@ def save_bytes(
     compress: bool = True,
     shard: int = 0,
     progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Report:
     """Saves what is described already, and keeps it alive until that is done."""
-    if "://" in path:
-        raise ArgumentError(f"overwire: save {path}: only local paths can be written")
-    spec: dict[str, Any] = {"path": path, "compress": bool(compress), "shard": shard}
+    spec: dict[str, Any] = {"path": path, "compress": bool(compress), "shard": shard, **storage(storage_options, [path])}
     if metadata is not None:
         for key, value in metadata.items():
             if not isinstance(key, str) or not isinstance(value, str):

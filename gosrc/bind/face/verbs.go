@@ -195,15 +195,20 @@ func VerifyStart(spec string) (uint64, error) {
 		return 0, err
 	}
 	return start(job.Start("verify", func(ctx context.Context, j *job.Job) error {
-		r, err := save.Verify(ctx, j, s.URIs)
+		r, err := save.Verify(ctx, j, s.URIs, s.Storage)
 		j.SetReport(r)
 		return err
 	})), nil
 }
 
-// Inspect describes a model by its headers alone, as JSON.
-func Inspect(uri string) (string, error) {
-	r, err := save.Inspect(context.Background(), []string{uri})
+// Inspect describes the files of the JSON of a load.Spec by their headers
+// alone, as JSON.
+func Inspect(spec string) (string, error) {
+	s, err := parse[load.Spec]("spec", spec)
+	if err != nil {
+		return "", err
+	}
+	r, err := save.Inspect(context.Background(), s.URIs, s.Storage)
 	if err != nil {
 		return "", err
 	}
@@ -224,14 +229,14 @@ func PreloadStart(spec string) (uint64, error) {
 	return jobs.put(&entry{pre: preload.Start(s, opt)}), nil
 }
 
-// PreloadFind takes over the preload of the files that a JSON list names, and
-// returns its job, or 0 if there is none.
-func PreloadFind(uris string) (uint64, error) {
-	list, err := parse[[]string]("uris", uris)
+// PreloadFind takes over the preload of the files that the JSON of a load.Spec
+// names, reached in the same way, and returns its job, or 0 if there is none.
+func PreloadFind(spec string) (uint64, error) {
+	s, err := parse[load.Spec]("spec", spec)
 	if err != nil {
 		return 0, err
 	}
-	p := preload.Take(list)
+	p := preload.Take(s)
 	if p == nil {
 		return 0, nil
 	}

@@ -57,12 +57,12 @@ var mayImport = map[string][]string{
 	"weights": {"tensor", "fault", "internal/..."},
 	"bench": {"weights", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
 		"source/file", "internal/..."},
-	"cli": {"load", "save", "preload", "bench", "weights", "codec/...", "device/gds", "job", "knob", "tensor", "fault",
+	"cli": {"load", "save", "preload", "bench", "weights", "source", "codec/...", "device/gds", "job", "knob", "tensor", "fault",
 		"internal/..."},
 
 	// The face towards Python.
 	"bind/api": {"bind/face"},
-	"bind/face": {"load", "save", "cli", "preload", "codec/...", "device/...", "dlpack", "job", "knob",
+	"bind/face": {"load", "save", "cli", "preload", "source", "codec/...", "device/...", "dlpack", "job", "knob",
 		"tensor", "fault", "internal/..."},
 	"bind/core": {"bind/api", "bind/face", "dlpack", "device", "save", "load", "tensor", "internal/..."},
 }
