@@ -59,7 +59,8 @@ func (t target) alloc(sizes []int64) ([]device.Memory, error) {
 // a GPU what fills a slot.
 func (t target) limits() plan.Limits {
 	if t.gpu != nil {
-		return plan.Limits{Piece: cuda.DefaultSlotBytes, Gap: 256 << 10}
+		_, size := cuda.Ring()
+		return plan.Limits{Piece: size, Gap: 256 << 10}
 	}
 	return plan.Limits{Piece: 1 << 20, Gap: 64 << 10, Direct: true}
 }
@@ -70,10 +71,9 @@ func (t target) lane(largest int64) (device.Lane, error) {
 	if t.gpu == nil {
 		return nil, nil
 	}
-	const ring = cuda.DefaultSlots * cuda.DefaultSlotBytes
-	slots, size := cuda.DefaultSlots, int64(cuda.DefaultSlotBytes)
+	slots, size := cuda.Ring()
 	if largest > size {
-		slots, size = int(max(2, ring/largest)), largest
+		slots, size = int(max(2, int64(slots)*size/largest)), largest
 	}
 	l, err := t.gpu.Lane(slots, size)
 	if err != nil {

@@ -218,7 +218,10 @@ func (w *worker) piece(p *plan.Piece) error {
 		w.land(p.First + int32(i))
 	})
 	w.st.DecodeNS += w.lap("decode", &t0, p.Len)
-	return err
+	if err != nil { // of the device: no job of the piece was begun
+		return w.where("copy", p.First, err)
+	}
+	return nil
 }
 
 // fill reads a piece into a slot and compares its checksums. What is near is

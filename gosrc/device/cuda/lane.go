@@ -76,10 +76,10 @@ type Slot struct {
 // the same, so a second load pins and allocates nothing.
 func (d *Device) Lane(slots int, slotBytes int64) (*Lane, error) {
 	if slots <= 0 {
-		slots = DefaultSlots
+		slots = ring.slots
 	}
 	if slotBytes <= 0 {
-		slotBytes = DefaultSlotBytes
+		slotBytes = ring.bytes
 	}
 	if slots > 1024 || slotBytes > 1<<31 {
 		return nil, fault.New(fault.ErrArgument, "a ring of %d slots of %d bytes", slots, slotBytes)

@@ -4,15 +4,15 @@ package cuda_test
 
 import (
 	"errors"
-	"path/filepath"
+	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
-	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // engine gives the test a driver and holds it to leaving nothing behind.
@@ -23,54 +23,79 @@ func engine(t *testing.T) {
 		if left := end(); left != "" {
 			t.Error(left)
 		}
+		quiet(t)
 	})
 }
 
-// Whichever call of the driver fails during a load, the load ends with a typed
-// error or goes on, and nothing is left behind.
+// Whichever call of the driver fails during a load, whether or not the device
+// recovers, the load goes on or ends with a typed error that names the file and
+// the call, and the tensor if one was on its way; nothing is left behind.
 func TestLoadEveryCallFails(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "model.safetensors")
-	small := make([]byte, 6000)
-	for i := range small {
-		small[i] = byte(i % 3)
+	path, m, want := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "hostile", 0)
+	// A few tensors of each way to land: coded, raw, in part, without bytes.
+	var reqs []load.Request
+	for i := range m.Index().Tensors {
+		x := &m.Index().Tensors[i]
+		q := load.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
+		switch {
+		case strings.HasPrefix(x.Name, "hostile.BF16.") && x.Bytes < 20_000, strings.HasPrefix(x.Name, "hostile.F8_E4M3.r"):
+		case x.Name == "hostile.F32.random":
+			q.Lo1, q.Hi1 = 2, 5
+		default:
+			continue
+		}
+		reqs = append(reqs, q)
 	}
-	in := []save.Input{{Name: "w", DType: tensor.BF16, Shape: []int64{3000}, Data: small}, {Name: "x", DType: tensor.I64, Shape: []int64{2}, Data: small[:16]}}
-	if _, err := save.Write(t.Context(), job.New("save"), save.Spec{Path: path, Compress: true}, in); err != nil {
-		t.Fatal(err)
-	}
+	t.Logf("%d of %d tensors", len(reqs), len(want))
 	step := int64(1)
 	if testing.Short() {
 		step = 7
 	}
-	failed := 0
-	for nth := int64(1); ; nth += step {
-		end := cuda.Fake(512 << 20)
-		cuda.FakeFail(nth, 999, false)
-		m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
-		if err != nil {
-			t.Fatal(err)
+	for _, c := range []struct {
+		code   int
+		sticky bool
+		class  error
+	}{{999, false, fault.ErrDevice}, {999, true, fault.ErrDevice}, {2, false, fault.ErrMemory}} {
+		failed, moving := 0, 0
+		for nth := int64(1); ; nth += step {
+			end := cuda.Fake(512 << 20)
+			cuda.FakeFail(nth, c.code, c.sticky)
+			l, err := m.Start(reqs, load.Options{Device: "cuda:1", Stream: 1})
+			if err == nil {
+				err = finish(t, l)
+				l.Close()
+			}
+			calls := cuda.FakeCalls()
+			what := fmt.Sprintf("call %d fails with %d: %v", nth, c.code, err)
+			if left := end(); left != "" {
+				t.Fatalf("%s; left: %s", what, left)
+			}
+			if err != nil {
+				failed++
+				var at *fault.At
+				if !errors.Is(err, c.class) || !errors.As(err, &at) || at.Source != path {
+					t.Fatal(what)
+				}
+				if at.Tensor != "" {
+					moving++
+				}
+				if (at.Verb == "copy" || at.Verb == "decode") != (at.Tensor != "") {
+					t.Fatalf("%s: which tensor?", what)
+				}
+				if !strings.Contains(err.Error(), "cu") {
+					t.Fatalf("%s: which call?", what)
+				}
+			}
+			if calls < nth {
+				break
+			}
 		}
-		l, err := m.Start(nil, load.Options{Device: "cuda:1"})
-		if err == nil {
-			err = finish(t, l)
-			l.Close()
-		}
-		m.Close()
-		calls := cuda.FakeCalls()
-		if left := end(); left != "" {
-			t.Fatalf("call %d fails: %v; left: %s", nth, err, left)
-		}
-		if err != nil && !errors.Is(err, fault.ErrDevice) {
-			t.Fatalf("call %d fails: %v", nth, err)
-		}
-		if err != nil {
-			failed++
-		}
-		if calls < nth {
-			break
+		t.Logf("code %d, sticky %v: %d loads failed, %d of them on the way of a tensor", c.code, c.sticky, failed, moving)
+		if failed < 100/int(step) || moving == 0 {
+			t.Error("too few loads were seen to fail")
 		}
 	}
-	if failed < 10 {
-		t.Errorf("only %d loads failed", failed)
-	}
+	quiet(t)
+	engine(t)
+	whole(t, m, want, 1)
 }
