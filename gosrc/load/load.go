@@ -82,7 +82,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	tgt, err := targetOf(opt.Device)
 	if err != nil {
-		return nil, err
+		return nil, m.where("open", err)
 	}
 	if err := m.hold(); err != nil {
 		return nil, err
@@ -128,7 +128,7 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	}
 	mem, err := l.target.alloc(sizes)
 	if err != nil {
-		return nil, err
+		return nil, l.model.where("land", err)
 	}
 	copy(l.mem, mem)
 	for s, n := range holders {
@@ -212,13 +212,13 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	}
 	lane, err := l.target.lane(p.Slot)
 	if err != nil {
-		return err
+		return l.model.where("stage", err)
 	}
 	if lane != nil {
 		defer lane.Close()
 		if opt.Stream != 0 {
 			if err := lane.(gpuLane).WaitFor(uintptr(opt.Stream)); err != nil {
-				return err
+				return l.model.where("stage", err)
 			}
 		}
 	}

@@ -68,6 +68,15 @@ func (m *Model) Close() {
 	}
 }
 
+// where names the model, by its first source, in an error that is of no tensor.
+func (m *Model) where(verb string, err error) error {
+	at := &fault.At{Verb: verb, Chunk: -1, Offset: -1, Err: err}
+	if len(m.ix.Sources) > 0 {
+		at.Source = m.ix.Sources[0].URI
+	}
+	return at
+}
+
 // hold keeps the sources open until drop; it fails on a closed model.
 func (m *Model) hold() error {
 	m.mu.Lock()

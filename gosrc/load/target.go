@@ -64,7 +64,8 @@ const readAlign = 4096
 // filled and most are on their way.
 func (t target) limits() plan.Limits {
 	if t.gpu != nil {
-		return plan.Limits{Piece: cuda.DefaultSlotBytes, Gap: 256 << 10, Part: 1 << 20}
+		_, size := cuda.Ring()
+		return plan.Limits{Piece: size, Gap: 256 << 10, Part: 1 << 20}
 	}
 	return plan.Limits{Piece: 1 << 20, Gap: 64 << 10, Direct: true}
 }
@@ -75,10 +76,9 @@ func (t target) lane(largest int64) (device.Lane, error) {
 	if t.gpu == nil {
 		return nil, nil
 	}
-	const ring = cuda.DefaultSlots * cuda.DefaultSlotBytes
-	slots, size := cuda.DefaultSlots, int64(cuda.DefaultSlotBytes)
+	slots, size := cuda.Ring()
 	if largest > size {
-		slots, size = int(max(2, ring/largest)), largest
+		slots, size = int(max(2, int64(slots)*size/largest)), largest
 	}
 	l, err := t.gpu.Lane(slots, size)
 	if err != nil {

@@ -239,7 +239,10 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		w.land(p.First + int32(i))
 	})
 	w.st.DecodeNS += w.lap("decode", &t0, p.Len)
-	return err
+	if err != nil { // of the device: no job of the piece was begun
+		return w.where("copy", p.First, err)
+	}
+	return nil
 }
 
 // stage gives the slot of a piece; whoever comes first waits for a free one,

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .jobs import last_report
     from .loading import load_file, stream
     from .looking import convert, doctor, inspect, verify
+    from .memory import empty_cache
     from .modules import load_model, save_model
     from .opening import TensorSlice, safe_open
     from .preloading import Preload, preload
@@ -82,6 +83,7 @@ __all__ = [
     "compress_pickle",
     "convert",
     "doctor",
+    "empty_cache",
     "errors",
     "inspect",
     "last_report",
@@ -108,6 +110,7 @@ _HOMES = {
     "compress_pickle": "bundles",
     "convert": "looking",
     "doctor": "looking",
+    "empty_cache": "memory",
     "inspect": "looking",
     "last_report": "jobs",
     "load_compressed": "bundles",

@@ -33,6 +33,7 @@ __all__ = [
     "close_model",
     "convert_start",
     "doctor",
+    "empty_cache",
     "forked",
     "inspect",
     "job_cancel",
@@ -168,6 +169,7 @@ def _fault(error: RuntimeError) -> BaseException:
         tensor=fields.get("tensor"),
         chunk=fields.get("chunk"),
         offset=fields.get("offset"),
+        **{name: fields[name] for name in ("asked", "free", "total") if name in fields},
     )
     return made
 
@@ -347,6 +349,11 @@ def preload_find(spec: str) -> tuple[int, int] | None:
 
 
 # The rest.
+
+
+def empty_cache() -> None:
+    """Give back device and pinned memory that is only kept for the next load."""
+    _call(_core().api_EmptyCache)
 
 
 def inspect(spec: str) -> str:

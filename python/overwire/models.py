@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import _engine
-from .errors import ArgumentError, TensorNotFoundError
+from .errors import ArgumentError, OutOfMemoryError, TensorNotFoundError
 from .frames import Frame
 from .jobs import Job, log
 from .progress import Watcher
@@ -181,7 +181,17 @@ class Model:
             from .frame_torch import stream_of
 
             options["stream"] = stream_of(self.device)
-        number = _engine.load_start(self._handle, packed, json.dumps(options))
+        text = json.dumps(options)
+        try:
+            number = _engine.load_start(self._handle, packed, text)
+        except OutOfMemoryError:
+            if self.device == "cpu" or "torch" not in sys.modules:
+                raise
+            from .frame_torch import give_back
+
+            # Memory that torch only keeps is no reason to fail.
+            give_back(self.device)
+            number = _engine.load_start(self._handle, packed, text)
         return Job(number, "load", watcher)
 
     def places_for(

@@ -83,6 +83,8 @@ func PreloadModel(job uint64, ms int) (uint64, error) {
 	})
 }
 
+func EmptyCache() (int, error) { return done("empty cache", face.EmptyCache) }
+
 func Shutdown(ms int) (bool, error) {
 	return face.Call("shutdown", func() (bool, error) {
 		return face.Shutdown(time.Duration(ms) * time.Millisecond), nil

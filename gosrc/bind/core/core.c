@@ -106,6 +106,24 @@ PyObject * _wrap__core_api_ConvertStart(PyObject * PYBINDGEN_UNUSED(dummy), PyOb
 
 
 PyObject *
+_wrap__core_api_EmptyCache(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs))
+{
+    PyObject *py_retval;
+    int64_t retval;
+
+    if (ow_child())
+        return NULL;
+    retval = api_EmptyCache();
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_EmptyCache(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs));
+
+
+PyObject *
 _wrap__core_api_JobCancel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -453,6 +471,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_CliStart", (PyCFunction) _wrap__core_api_CliStart, METH_KEYWORDS|METH_VARARGS, "api_CliStart(program)\n\ntype: program: char *" },
     {(char *) "api_CloseModel", (PyCFunction) _wrap__core_api_CloseModel, METH_KEYWORDS|METH_VARARGS, "api_CloseModel(model)\n\ntype: model: uint64_t" },
     {(char *) "api_ConvertStart", (PyCFunction) _wrap__core_api_ConvertStart, METH_KEYWORDS|METH_VARARGS, "api_ConvertStart(spec)\n\ntype: spec: char *" },
+    {(char *) "api_EmptyCache", (PyCFunction) _wrap__core_api_EmptyCache, METH_NOARGS, "api_EmptyCache()\n\n" },
     {(char *) "api_JobCancel", (PyCFunction) _wrap__core_api_JobCancel, METH_KEYWORDS|METH_VARARGS, "api_JobCancel(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobFree", (PyCFunction) _wrap__core_api_JobFree, METH_KEYWORDS|METH_VARARGS, "api_JobFree(job)\n\ntype: job: uint64_t" },
     {(char *) "api_OpenModel", (PyCFunction) _wrap__core_api_OpenModel, METH_KEYWORDS|METH_VARARGS, "api_OpenModel(spec)\n\ntype: spec: char *" },

@@ -34,3 +34,13 @@ const (
 	DefaultSlots     = 13
 	DefaultSlotBytes = 8 << 20
 )
+
+// ring is the geometry of a lane that is not asked for another; tests on the
+// fake driver make it smaller.
+var ring = struct {
+	slots int
+	bytes int64
+}{DefaultSlots, DefaultSlotBytes}
+
+// Ring is the slots of a lane, and their bytes, for loads of no special size.
+func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }

@@ -10,6 +10,7 @@ import "C"
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"unsafe"
 
@@ -76,10 +77,10 @@ type Slot struct {
 // the same, so a second load pins and allocates nothing.
 func (d *Device) Lane(slots int, slotBytes int64) (*Lane, error) {
 	if slots <= 0 {
-		slots = DefaultSlots
+		slots = ring.slots
 	}
 	if slotBytes <= 0 {
-		slotBytes = DefaultSlotBytes
+		slotBytes = ring.bytes
 	}
 	if slots > 1024 || slotBytes > 1<<31 {
 		return nil, fault.New(fault.ErrArgument, "a ring of %d slots of %d bytes", slots, slotBytes)
@@ -112,10 +113,17 @@ func (d *Device) Lane(slots int, slotBytes int64) (*Lane, error) {
 		}
 	}
 	l, err := d.newLane(p, slots, stride(slotBytes), fns)
+	if errors.Is(err, fault.ErrMemory) {
+		// Tensors that nobody holds any more may lie where the staging could.
+		if e := d.reap(); e == nil {
+			l, err = d.newLane(p, slots, stride(slotBytes), fns)
+		}
+	}
 	if err != nil {
 		p.free()
+		return nil, d.sized(err, n, "the staging of a load")
 	}
-	return l, err
+	return l, nil
 }
 
 func (d *Device) newLane(p pages, slots int, room int64, fns *[kernels]C.owcu_handle) (*Lane, error) {
@@ -205,7 +213,7 @@ func (l *Lane) round(s *Slot, b *build) error {
 	if b.around && l.c.scratch == 0 {
 		var e C.struct_owcu_error
 		if C.owcu_scratch(l.c, scratchBytes, &e) != 0 {
-			return l.fail(&e)
+			return l.dev.sized(l.fail(&e), scratchBytes, "scratch")
 		}
 	}
 	b.fill(uint64(l.c.scratch))
