@@ -11,6 +11,7 @@ import "C"
 import (
 	"context"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -53,6 +54,8 @@ type Lane struct {
 	broken   error         // the first device error: nothing can be submitted any more
 	closed   bool
 	next     uint32 // compute stream
+	span     Span   // nil: not timed
+	origin   time.Time
 }
 
 // A Slot is one piece's place. Bytes is pinned memory; whoever got the slot
@@ -65,7 +68,8 @@ type Slot struct {
 	host  unsafe.Pointer // of Bytes
 	dev   uint64         // its twin in the staging
 	owned bool
-	count int // jobs of the piece
+	count int      // jobs of the piece
+	taken [2]int64 // bytes copied and decoded, while the lane is timed
 	done  func(job int, err error)
 	errs  map[int]error // by job
 	build build
@@ -183,6 +187,12 @@ func (l *Lane) Submit(s *Slot, n int64, jobs []device.Job, done func(job int, er
 
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.span != nil {
+		s.taken = [2]int64{n, 0}
+		for i := range jobs {
+			s.taken[1] += int64(jobs[i].Chunk.Logical)
+		}
+	}
 	err := l.broken
 	for err == nil && !b.finished() {
 		err = l.round(s, b)
@@ -254,6 +264,7 @@ func (l *Lane) complete() {
 		l.mu.Unlock()
 		if err == nil {
 			s.build.harvest()
+			l.told(s)
 		}
 		done, n := s.done, s.count
 		s.done = nil
