@@ -39,7 +39,7 @@ var threadsOption = option{name: "threads", short: "j", value: "N", doc: "cores 
 // the verbs' code reaches this list again through help.
 func verbs() []*verb {
 	return []*verb{
-		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, benchVerb, doctorVerb, versionVerb,
+		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, loadVerb, benchVerb, doctorVerb, versionVerb,
 	}
 }
 

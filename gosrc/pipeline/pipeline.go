@@ -81,9 +81,19 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		st.SlotBytes, st.RingBytes = t.Plan.Slot, t.Plan.Slot*int64(workers)
 	}
 
+	r := &run{Task: t, lane: lane, handOver: "decode"}
+	if dev, ok := lane.(timer); ok {
+		r.handOver = "submit"
+		if t.Trace != nil {
+			if err := dev.Time(t.Trace.device); err != nil {
+				return st, err
+			}
+			defer func() { _ = dev.Time(nil) }() // only a broken lane refuses
+		}
+	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	r := &run{Task: t, ctx: ctx, cancel: cancel, lane: lane}
+	r.ctx, r.cancel = ctx, cancel
 	var wg sync.WaitGroup
 	var mu sync.Mutex
 	for n := range workers {
@@ -127,6 +137,8 @@ type run struct {
 	lane   device.Lane
 	next   atomic.Int64 // the next piece
 	landed atomic.Int64 // bytes
+	// handOver is what a worker's part in the decoding is called in a trace.
+	handOver string
 
 	prefetch  sync.Mutex
 	announced int64 // pieces that prefetchers were told of; prefetch guards it
@@ -217,7 +229,7 @@ func (w *worker) piece(p *plan.Piece) error {
 		}
 		w.land(p.First + int32(i))
 	})
-	w.st.DecodeNS += w.lap("decode", &t0, p.Len)
+	w.st.DecodeNS += w.lap(w.handOver, &t0, p.Len)
 	return err
 }
 
@@ -271,8 +283,14 @@ func (r *run) land(job int32) {
 	if r.Progress != nil {
 		r.Progress(n)
 	}
-	if atomic.AddInt32(&r.Plan.Left[want], -1) == 0 && r.Landed != nil {
-		r.Landed(want)
+	if atomic.AddInt32(&r.Plan.Left[want], -1) == 0 {
+		if r.Trace != nil {
+			now := time.Now()
+			r.Trace.Verb("land", now, now, r.Wants[want].Bytes)
+		}
+		if r.Landed != nil {
+			r.Landed(want)
+		}
 	}
 }
 
@@ -300,7 +318,7 @@ func (w *worker) lap(verb string, t *time.Time, bytes int64) int64 {
 	begin, now := *t, time.Now()
 	*t = now
 	if w.Trace != nil {
-		w.spans = append(w.spans, span{verb, w.n, begin, now, bytes})
+		w.spans = append(w.spans, span{verb, onWorker, w.n, begin, now, bytes})
 	}
 	return now.Sub(begin).Nanoseconds()
 }

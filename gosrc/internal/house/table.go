@@ -56,8 +56,8 @@ var mayImport = map[string][]string{
 	"weights": {"tensor", "fault", "internal/..."},
 	"bench": {"weights", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
 		"internal/..."},
-	"cli": {"load", "save", "preload", "bench", "weights", "codec/...", "job", "knob", "tensor", "fault",
-		"internal/..."},
+	"cli": {"load", "save", "preload", "bench", "weights", "pipeline", "device/...", "codec/...", "job", "knob", "tensor",
+		"fault", "internal/..."},
 
 	// The face towards Python.
 	"bind/api": {"bind/face"},
