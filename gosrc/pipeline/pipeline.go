@@ -81,6 +81,9 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		st.SlotBytes, st.RingBytes = t.Plan.Slot, t.Plan.Slot*int64(workers)
 	}
 
+	if p, ok := lane.(interface{ Pinned() int64 }); ok {
+		st.RingBytes = p.Pinned()
+	}
 	r := &run{Task: t, lane: lane, handOver: "decode"}
 	if dev, ok := lane.(timer); ok {
 		r.handOver = "submit"

@@ -27,6 +27,10 @@ func (l *Lane) Floor(n int64, count int) (time.Duration, error) {
 	return time.Since(start), nil
 }
 
+// Pinned is how many bytes of host memory are registered for the lane, and as
+// many lie on the device for them.
+func (l *Lane) Pinned() int64 { return int64(len(l.slots)) * (l.size + headBytes) }
+
 // Across measures the device's memory: count copies of n bytes from one half of
 // the staging to the other. No slot is in use meanwhile.
 func (l *Lane) Across(n int64, count int) (time.Duration, error) {

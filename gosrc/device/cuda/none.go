@@ -78,6 +78,9 @@ func (l *Lane) Cast(context.Context, device.Memory, device.Memory, tensor.DType,
 	return errNone
 }
 
+// Pinned is the lane's pinned memory.
+func (l *Lane) Pinned() int64 { return 0 }
+
 // Across measures the device's memory.
 func (l *Lane) Across(int64, int) (time.Duration, error) { return 0, errNone }
 
