@@ -139,6 +139,11 @@ func (r *run) load() error {
 	}
 	r.add(Row{Group: "load", Name: "the same on one core", Value: one, Unit: "GB/s",
 		Floor: r.report.Floors.CopyOne, FloorName: "memcpy one core"})
+	if r.opt.Trace != "" {
+		if err := loaded(r, r.path(bigCompressed), load.Options{Threads: r.opt.Threads, Trace: r.opt.Trace}, nil); err != nil {
+			return err
+		}
+	}
 	if err := r.pythonLoad(total, gb); err != nil {
 		return err
 	}

@@ -127,6 +127,12 @@ func (e *usageError) Error() string { return e.text }
 
 func (e *usageError) Unwrap() error { return fault.ErrArgument }
 
+// A shownError came after the result, which was shown with what went wrong in
+// it: with --json that stays the one document.
+type shownError struct{ error }
+
+func (e *shownError) Unwrap() error { return e.error }
+
 func usage(format string, args ...any) error { return &usageError{fmt.Sprintf(format, args...)} }
 
 // failed shows an error and returns its exit status.
@@ -136,7 +142,8 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 	}
 	text := fault.Redact(err.Error())
 	fmt.Fprintf(stderr, "overwire: %s\n", text)
-	if asJSON {
+	var shown *shownError
+	if asJSON && !errors.As(err, &shown) {
 		_ = writeJSON(stdout, map[string]any{"error": failure(err, text)})
 	}
 	return status(err)

@@ -31,6 +31,7 @@ type Options struct {
 	Threads int    `json:"threads"`  // 0: one a core
 	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
 	Read    string `json:"read"`     // as OVERWIRE_READ, which "" means
+	Trace   string `json:"trace"`    // file that gets a Chrome trace; "": what the knob says
 }
 
 // A Report is what a load cost.
@@ -40,6 +41,8 @@ type Report struct {
 	Mapped  int64           `json:"mapped"` // bytes that are mapped, not read
 	Seconds float64         `json:"seconds"`
 	Stages  pipeline.Stages `json:"stages"`
+	// Trace sums up the trace, if one was asked for.
+	Trace *pipeline.Summary `json:"trace,omitempty"`
 }
 
 // A Loading is a load that runs or has ended. Tensors can be taken as soon as
@@ -196,9 +199,18 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	if l.model.planned() {
 		lim.Align = readAlign
 	}
+	planning := time.Now()
 	p := plan.Make(l.model.ix, l.wants, dest, lim)
+	planned := time.Now()
 	if depth := expect(l.model.srcs, p, cmp.Or(opt.Read, knob.Read.Get())); threads <= 0 {
 		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth)
+	}
+	traceFile := cmp.Or(opt.Trace, knob.Trace.Get())
+	var trace *pipeline.Trace
+	if traceFile != "" {
+		trace = pipeline.NewTrace()
+		trace.Verb("open", l.model.opened[0], l.model.opened[1], 0)
+		trace.Verb("plan", planning, planned, total)
 	}
 	for i, n := range p.Left {
 		if n == 0 && !mapped[i] {
@@ -222,20 +234,18 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 			}
 		}
 	}
-	var trace *pipeline.Trace
-	traceFile := knob.Trace.Get()
-	if traceFile != "" {
-		trace = pipeline.NewTrace()
-	}
 	st, err := pipeline.Run(ctx, &pipeline.Task{
 		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Workers: threads, NoCheck: opt.NoCheck, Trace: trace,
 		Landed: l.land, Progress: func(n int64) { j.Bytes.Add(n) },
 	})
 	seconds := time.Since(start).Seconds()
-	j.SetReport(Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Seconds: seconds, Stages: st})
+	rep := Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Seconds: seconds, Stages: st}
 	if trace != nil && err == nil {
 		err = trace.WriteFile(traceFile)
+		sum := trace.Summary()
+		rep.Trace = &sum
 	}
+	j.SetReport(rep)
 	return err
 }
 

@@ -5,6 +5,7 @@ package load
 import (
 	"context"
 	"sync"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/fault"
@@ -34,6 +35,8 @@ type Model struct {
 	ix   *tensor.Index
 	srcs []source.Source
 	mapp string // a value of OVERWIRE_MMAP
+	// When Open began and ended, for traces.
+	opened [2]time.Time
 
 	mu   sync.Mutex
 	refs int // 1 for the handle, 1 for each running load
@@ -46,11 +49,12 @@ var headers format.Cache
 // Open opens and indexes a model. Everything its headers say has been
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
+	began := time.Now()
 	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{Lenient: spec.Lenient, Known: codec.Known, Cache: &headers})
 	if err != nil {
 		return nil, err
 	}
-	return &Model{ix: ix, srcs: srcs, mapp: mapping(spec.Map), refs: 1}, nil
+	return &Model{ix: ix, srcs: srcs, mapp: mapping(spec.Map), opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
 }
 
 // Index is what the model holds.

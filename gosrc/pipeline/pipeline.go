@@ -81,9 +81,22 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		st.SlotBytes, st.RingBytes = t.Plan.Slot, t.Plan.Slot*int64(workers)
 	}
 
+	if p, ok := lane.(interface{ Pinned() int64 }); ok {
+		st.RingBytes = p.Pinned()
+	}
+	r := &run{Task: t, lane: lane, handOver: "decode"}
+	if dev, ok := lane.(timer); ok {
+		r.handOver = "submit"
+		if t.Trace != nil {
+			if err := dev.Time(t.Trace.device); err != nil {
+				return st, err
+			}
+			defer func() { _ = dev.Time(nil) }() // only a broken lane refuses
+		}
+	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	r := &run{Task: t, ctx: ctx, cancel: cancel, lane: lane, staged: make([]staged, len(t.Plan.Pieces))}
+	r.ctx, r.cancel, r.staged = ctx, cancel, make([]staged, len(t.Plan.Pieces))
 	for i := range t.Plan.Parts {
 		r.staged[t.Plan.Parts[i].Piece].left++
 	}
@@ -136,6 +149,8 @@ type run struct {
 	next   atomic.Int64 // the next part
 	staged []staged     // by piece
 	landed atomic.Int64 // bytes
+	// handOver is what a worker's part in the decoding is called in a trace.
+	handOver string
 
 	prefetch  sync.Mutex
 	announced int64 // pieces that prefetchers were told of; prefetch guards it
@@ -238,7 +253,7 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		}
 		w.land(p.First + int32(i))
 	})
-	w.st.DecodeNS += w.lap("decode", &t0, p.Len)
+	w.st.DecodeNS += w.lap(w.handOver, &t0, p.Len)
 	if err != nil { // of the device: no job of the piece was begun
 		return w.where("copy", p.First, err)
 	}
@@ -334,8 +349,14 @@ func (r *run) land(job int32) {
 	if r.Progress != nil {
 		r.Progress(n)
 	}
-	if atomic.AddInt32(&r.Plan.Left[want], -1) == 0 && r.Landed != nil {
-		r.Landed(want)
+	if atomic.AddInt32(&r.Plan.Left[want], -1) == 0 {
+		if r.Trace != nil {
+			now := time.Now()
+			r.Trace.Verb("land", now, now, r.Wants[want].Bytes)
+		}
+		if r.Landed != nil {
+			r.Landed(want)
+		}
 	}
 }
 
@@ -363,7 +384,7 @@ func (w *worker) lap(verb string, t *time.Time, bytes int64) int64 {
 	begin, now := *t, time.Now()
 	*t = now
 	if w.Trace != nil {
-		w.spans = append(w.spans, span{verb, w.n, begin, now, bytes})
+		w.spans = append(w.spans, span{verb, onWorker, w.n, begin, now, bytes})
 	}
 	return now.Sub(begin).Nanoseconds()
 }

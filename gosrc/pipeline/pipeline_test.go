@@ -3,11 +3,8 @@ package pipeline
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"math/rand/v2"
-	"os"
-	"path/filepath"
 	"testing"
 	"time"
 	"unsafe"
@@ -28,6 +25,8 @@ type model struct {
 	ix      *tensor.Index
 	srcs    []source.Source
 	logical [][]byte // by tensor
+	trace   *Trace   // of the next run
+	stages  Stages   // of the last
 }
 
 func build(r *rand.Rand) *model {
@@ -165,7 +164,7 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 		dest[i] = mem[i].Ptr
 	}
 	landed := make(chan int32, len(wants))
-	_, err = Run(ctx, &Task{Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
+	m.stages, err = Run(ctx, &Task{Trace: m.trace, Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
 		Workers: workers, Landed: func(i int32) { landed <- i }})
 	close(landed)
 	var got [][]byte
@@ -300,32 +299,5 @@ func TestRunCancel(t *testing.T) {
 	_, _, err := m.run(ctx, reqs, plan.Limits{Piece: 500, Part: 100}, 2)
 	if !errors.Is(err, fault.ErrCancelled) || time.Since(start) > 5*time.Second {
 		t.Fatalf("%v after %v", err, time.Since(start))
-	}
-}
-
-// A trace has a span for every stage of every piece, and is valid JSON.
-func TestTrace(t *testing.T) {
-	tr := NewTrace()
-	now := time.Now()
-	tr.add([]span{{"read", 0, now, now.Add(time.Millisecond), 5}, {"check", 1, now, now, 0}})
-	path := filepath.Join(t.TempDir(), "trace.json")
-	if err := tr.WriteFile(path); err != nil {
-		t.Fatal(err)
-	}
-	b, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var v struct {
-		TraceEvents []struct {
-			Name string
-			Dur  float64
-		}
-	}
-	if err := json.Unmarshal(b, &v); err != nil || len(v.TraceEvents) != 2 || v.TraceEvents[0].Dur != 1000 {
-		t.Errorf("%v: %s", err, b)
-	}
-	if err := tr.WriteFile(filepath.Join(path, "no")); err == nil {
-		t.Error("written below a file")
 	}
 }

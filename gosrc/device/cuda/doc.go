@@ -13,6 +13,8 @@
 // works in a forked child: the driver does not.
 package cuda
 
+import "time"
+
 // A DeviceInfo describes one GPU.
 type DeviceInfo struct {
 	Index      int    `json:"index"`
@@ -25,6 +27,10 @@ type DeviceInfo struct {
 	LinkGen    int    `json:"link_gen"`   // PCI Express generation; 0: not readable
 	Driver     string `json:"driver"`     // CUDA version of the driver: "13.0"
 }
+
+// A Span is told what the device did when: "copy" or "decode", on which of a
+// lane's streams, and how many bytes were copied or made.
+type Span = func(verb string, stream int, begin, end time.Time, bytes int64)
 
 // The default geometry of a lane: enough slots that readers, copies and decoders
 // all have some in hand, each large enough for the copy engine. With their

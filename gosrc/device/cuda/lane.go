@@ -12,6 +12,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -54,6 +55,8 @@ type Lane struct {
 	broken   error         // the first device error: nothing can be submitted any more
 	closed   bool
 	next     uint32 // compute stream
+	span     Span   // nil: not timed
+	origin   time.Time
 }
 
 // A Slot is one piece's place. Bytes is pinned memory; whoever got the slot
@@ -66,7 +69,8 @@ type Slot struct {
 	host  unsafe.Pointer // of Bytes
 	dev   uint64         // its twin in the staging
 	owned bool
-	count int // jobs of the piece
+	count int      // jobs of the piece
+	taken [2]int64 // bytes copied and decoded, while the lane is timed
 	done  func(job int, err error)
 	errs  map[int]error // by job
 	build build
@@ -191,6 +195,12 @@ func (l *Lane) Submit(s *Slot, n int64, jobs []device.Job, done func(job int, er
 
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.span != nil {
+		s.taken = [2]int64{n, 0}
+		for i := range jobs {
+			s.taken[1] += int64(jobs[i].Chunk.Logical)
+		}
+	}
 	err := l.broken
 	for err == nil && !b.finished() {
 		err = l.round(s, b)
@@ -262,6 +272,7 @@ func (l *Lane) complete() {
 		l.mu.Unlock()
 		if err == nil {
 			s.build.harvest()
+			l.told(s)
 		}
 		done, n := s.done, s.count
 		s.done = nil

@@ -81,5 +81,17 @@ func (l *Lane) Cast(context.Context, device.Memory, device.Memory, tensor.DType,
 	return errNone
 }
 
+// Pinned is the lane's pinned memory.
+func (l *Lane) Pinned() int64 { return 0 }
+
+// Across measures the device's memory.
+func (l *Lane) Across(int64, int) (time.Duration, error) { return 0, errNone }
+
+// Again measures the kernels.
+func (l *Lane) Again(int) (time.Duration, error) { return 0, errNone }
+
+// Time has pieces tell when they were copied and decoded.
+func (l *Lane) Time(Span) error { return errNone }
+
 // Floor measures the wire.
 func (l *Lane) Floor(int64, int) (time.Duration, error) { return 0, errNone }

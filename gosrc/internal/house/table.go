@@ -57,8 +57,8 @@ var mayImport = map[string][]string{
 	"weights": {"tensor", "fault", "internal/..."},
 	"bench": {"weights", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
 		"source/file", "internal/..."},
-	"cli": {"load", "save", "preload", "bench", "weights", "source", "codec/...", "device/gds", "job", "knob", "tensor", "fault",
-		"internal/..."},
+	"cli": {"load", "save", "preload", "bench", "weights", "pipeline", "source", "device/...", "codec/...", "job", "knob", "tensor",
+		"fault", "internal/..."},
 
 	// The face towards Python.
 	"bind/api": {"bind/face"},
