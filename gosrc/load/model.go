@@ -24,6 +24,9 @@ type Spec struct {
 	Map *bool `json:"map"`
 	// Lenient accepts what other parsers of safetensors let pass.
 	Lenient bool `json:"lenient"`
+	// Keys are the names that will be asked for; nil: all. Of a model with an
+	// index.json only the shards that have one of them are opened.
+	Keys []string `json:"keys"`
 }
 
 // A Model is an opened model: its index is in memory, its sources are open.
@@ -41,12 +44,16 @@ type Model struct {
 // Open opens and indexes a model. Everything its headers say has been
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
-	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.Source, format.Options{Lenient: spec.Lenient, Known: codec.Known})
+	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.Source, format.Options{Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known})
 	if err != nil {
 		return nil, err
 	}
 	return &Model{ix: ix, srcs: srcs, mapp: mapping(spec.Map), refs: 1}, nil
 }
+
+// Names returns the tensors that index.json files promise, without opening a
+// shard; ok is false when some of the files have no index.
+func Names(spec Spec) (names []string, ok bool, err error) { return format.Names(spec.URIs) }
 
 // Index is what the model holds.
 func (m *Model) Index() *tensor.Index { return m.ix }

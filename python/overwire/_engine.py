@@ -34,6 +34,7 @@ __all__ = [
     "convert_start",
     "doctor",
     "forked",
+    "index_names",
     "inspect",
     "job_cancel",
     "job_free",
@@ -195,9 +196,19 @@ def _handle(number: int) -> int:
 
 
 def open_model(spec: str) -> int:
-    """Open and index files: JSON {"uris": [...], "map": true | false | null}."""
+    """Open and index files: JSON {"uris": [...], "map": true | false | null,
+    "lenient": bool, "keys": [...]}."""
     number: int = _call(_core().api_OpenModel, spec)
     return number
+
+
+def index_names(spec: str) -> str:
+    """The names that index.json files promise: JSON, "null" where files have none.
+
+    The spec is that of `open_model`; no shard is opened.
+    """
+    text: str = _call(_core().api_IndexNames, spec)
+    return text
 
 
 def close_model(model: int) -> None:

@@ -20,8 +20,8 @@ class safe_open:
 
     source: as for `load_file`: a path, a folder, an index.json, a list of
         paths, an open file.
-    framework: "pt" or "np"; None: torch if it is installed, else numpy.
-    device, dtype, mmap: as for `load_file`.
+    framework: "pt", "np" or "bytes"; None: torch if it is installed, else numpy.
+    device, dtype, mmap, lenient: as for `load_file`.
 
     A context manager; `close` may be called by hand. Tensors are the caller's
     and outlive it. Threads may share one object.
@@ -37,11 +37,12 @@ class safe_open:
         *,
         dtype: Any = None,
         mmap: bool | None = None,
+        lenient: bool = False,
     ) -> None:
         self._frame = frame_for(framework)
         where = check_device(device, self._frame)
         self._dtype = None if dtype is None else self._frame.dtype(dtype)
-        self._model: Model | None = Model(source, mmap, where, preloaded=False)
+        self._model: Model | None = Model(source, mmap, where, preloaded=False, lenient=lenient)
 
     def __enter__(self) -> safe_open:
         self._live()
