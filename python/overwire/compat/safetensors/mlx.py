@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core  # noqa: F401 (to be refused here where it is missing)
+
 from . import numpy, safe_open
 from ._frameworks import from_mlx, to_mlx
 
