@@ -5,8 +5,11 @@ package load
 import (
 	"context"
 	"sync"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -39,6 +42,17 @@ type Model struct {
 	mu   sync.Mutex
 	refs int // 1 for the handle, 1 for each running load
 	shut bool
+	// One mapping of each source serves all loads: a process may have only some
+	// 65,000 mappings, and a model more tensors. Its bytes go to one owner each;
+	// who asks for a tensor again gets a mapping of the load's own.
+	maps  []mapped
+	given []bool // by tensor: its bytes in the mapping have, or had, an owner
+}
+
+// mapped is a source in memory, held by the model.
+type mapped struct {
+	base  unsafe.Pointer
+	block *device.Block
 }
 
 // Open opens and indexes a model. Everything its headers say has been
@@ -90,7 +104,66 @@ func (m *Model) drop() {
 		for _, s := range m.srcs {
 			_ = s.Close()
 		}
+		for _, mp := range m.maps {
+			device.Memory{Block: mp.block}.Release()
+		}
 	}
+}
+
+// claim makes the caller the owner of a tensor's bytes in the mapping that all
+// loads share; false if it has had one. The caller has a hold on the model.
+func (m *Model) claim(tensor int32) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.given == nil {
+		m.given = make([]bool, len(m.ix.Tensors))
+	}
+	had := m.given[tensor]
+	m.given[tensor] = true
+	return !had
+}
+
+// shared returns the mapping of a source, with n holders more.
+func (m *Model) shared(source int, n int64) (mapped, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.maps == nil {
+		m.maps = make([]mapped, len(m.srcs))
+	}
+	mp := &m.maps[source]
+	if mp.block == nil {
+		got, err := mapSource(m.srcs[source], 1, true)
+		if err != nil {
+			return mapped{}, err
+		}
+		*mp = got
+	} else if err := withFD(m.srcs[source], func(fd int) error { return cpu.StillHas(fd, m.srcs[source].Size()) }); err != nil {
+		return mapped{}, err
+	}
+	for range n {
+		mp.block.Hold()
+	}
+	return *mp, nil
+}
+
+// A mappable source is a local file.
+type mappable interface {
+	WithFD(fn func(fd int) error) error
+}
+
+func mapSource(src source.Source, holders int64, alone bool) (mp mapped, err error) {
+	err = withFD(src, func(fd int) (err error) {
+		mp.base, mp.block, err = cpu.MapFile(fd, src.Size(), holders, alone)
+		return err
+	})
+	return mp, err
+}
+
+func withFD(src source.Source, fn func(fd int) error) error {
+	if err := src.(mappable).WithFD(fn); err != nil {
+		return &fault.At{Verb: "map", Source: src.URI(), Chunk: -1, Offset: -1, Err: err}
+	}
+	return nil
 }
 
 // mapping decides whether plain tensors are mapped: the caller's word, then
