@@ -22,6 +22,9 @@ import (
 type Options struct {
 	// Lenient is for plain safetensors files; see safetensors.Options.
 	Lenient bool
+	// Keys are the tensors that will be asked for; nil: all. OpenAll leaves
+	// shards alone that have none of them by the word of an index.json.
+	Keys []string
 	// Known tells the codecs that can be decoded: codec.Known.
 	Known tensor.Known
 	// Cache, if not nil, is asked for indexes first and keeps those that are

@@ -107,6 +107,16 @@ func OpenAll(ctx context.Context, uris []string, open func(ctx context.Context, 
 		if err != nil {
 			return nil, srcs, err
 		}
+		if shards != nil && opt.Keys != nil {
+			few := shards.Only(opt.Keys)
+			kept := files[:0]
+			for i, name := range shards.Files { // files[i] is where name lies
+				if len(kept) < len(few.Files) && few.Files[len(kept)] == name {
+					kept = append(kept, files[i])
+				}
+			}
+			files, shards = kept, &few
+		}
 		first := len(srcs)
 		for _, name := range files {
 			s, err := open(ctx, name)
@@ -128,6 +138,23 @@ func OpenAll(ctx context.Context, uris []string, open func(ctx context.Context, 
 	}
 	ix, err = Join(parts)
 	return ix, srcs, err
+}
+
+// Names returns the tensors that the index.json of every one of the uris
+// promises, without opening a shard; ok is false when one of them has no index,
+// so that only its files know.
+func Names(uris []string) (names []string, ok bool, err error) {
+	names = []string{}
+	for _, uri := range uris {
+		_, shards, err := Resolve(uri)
+		if err != nil || shards == nil {
+			return nil, false, err
+		}
+		for _, w := range shards.Weights {
+			names = append(names, w.Name)
+		}
+	}
+	return names, true, nil
 }
 
 func at(uri string, err error) error {

@@ -11,7 +11,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -110,12 +109,16 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 // requests are mapped.
 func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	ix := l.model.ix
-	mapped := make([]bool, len(reqs))
+	isMapped := make([]bool, len(reqs))
 	sizes := make([]int64, len(reqs))
-	holders, maps := make([]int64, len(ix.Sources)), make([]bool, len(ix.Sources))
+	maps := make([]bool, len(ix.Sources))
 	for i, s := range l.model.srcs {
 		maps[i] = l.model.maps(s)
 	}
+	// By source: requests in the mapping that all loads share, and in one of
+	// this load's own.
+	holders := make([][2]int64, len(ix.Sources))
+	own := make([]int8, len(reqs))
 	for i := range reqs {
 		if reqs[i].Dest != 0 || l.wants[i].Bytes == 0 {
 			continue
@@ -123,8 +126,11 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 		t := &ix.Tensors[l.wants[i].Data]
 		off, row := l.wants[i].Run(ix)
 		if l.target.gpu == nil && row && maps[t.Source] && !ix.Sources[t.Source].Overwire && off%int64(t.DType.Align()) == 0 {
-			mapped[i] = true
-			holders[t.Source]++
+			isMapped[i] = true
+			if !l.model.claim(int32(l.wants[i].Data)) {
+				own[i] = 1
+			}
+			holders[t.Source][own[i]]++
 			continue
 		}
 		sizes[i] = l.wants[i].Bytes
@@ -134,40 +140,29 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 		return nil, l.model.where("land", err)
 	}
 	copy(l.mem, mem)
-	for s, n := range holders {
-		if n == 0 {
-			continue
-		}
-		base, block, err := l.mapSource(s, n)
-		if err != nil {
-			return nil, err
-		}
-		for i := range reqs {
-			if t := &ix.Tensors[l.wants[i].Data]; mapped[i] && int(t.Source) == s {
-				off, _ := l.wants[i].Run(ix)
-				l.mem[i] = device.Memory{Ptr: unsafe.Add(base, off), Bytes: l.wants[i].Bytes, Block: block}
+	for s := range holders {
+		for k, n := range holders[s] {
+			if n == 0 {
+				continue
+			}
+			var mp mapped
+			if k == 0 {
+				mp, err = l.model.shared(s, n)
+			} else {
+				mp, err = mapSource(l.model.srcs[s], n, false)
+			}
+			if err != nil {
+				return nil, err
+			}
+			for i := range reqs {
+				if t := &ix.Tensors[l.wants[i].Data]; isMapped[i] && int(t.Source) == s && int(own[i]) == k {
+					off, _ := l.wants[i].Run(ix)
+					l.mem[i] = device.Memory{Ptr: unsafe.Add(mp.base, off), Bytes: l.wants[i].Bytes, Block: mp.block}
+				}
 			}
 		}
 	}
-	return mapped, nil
-}
-
-// A mappable source is a file; Remote says that it lies on a network.
-type mappable interface {
-	Remote() bool
-	WithFD(fn func(fd int) error) error
-}
-
-func (l *Loading) mapSource(s int, holders int64) (base unsafe.Pointer, block *device.Block, err error) {
-	src := l.model.srcs[s]
-	err = src.(mappable).WithFD(func(fd int) (err error) {
-		base, block, err = cpu.MapFile(fd, src.Size(), holders)
-		return err
-	})
-	if err != nil {
-		err = &fault.At{Verb: "map", Source: src.URI(), Chunk: -1, Offset: -1, Err: err}
-	}
-	return base, block, err
+	return isMapped, nil
 }
 
 // run is the job: it populates what is mapped and runs the pipeline for the
@@ -314,7 +309,7 @@ func (l *Loading) prefault(maps []int) {
 				// any mapped file.
 				_ = cpu.Populate(unsafe.Add(r.Ptr, at), min(step, r.Bytes-at))
 			}
-			r.Release()
+			device.Memory{Block: r.Block}.Release() // the hold, not the owner's pages
 		}
 	})
 }

@@ -6,8 +6,11 @@ import (
 	"context"
 	"sync"
 	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -27,6 +30,9 @@ type Spec struct {
 	Lenient bool `json:"lenient"`
 	// Storage says how to reach what is no local file.
 	Storage source.Options `json:"storage"`
+	// Keys are the names that will be asked for; nil: all. Of a model with an
+	// index.json only the shards that have one of them are opened.
+	Keys []string `json:"keys"`
 }
 
 // A Model is an opened model: its index is in memory, its sources are open.
@@ -41,6 +47,17 @@ type Model struct {
 	mu   sync.Mutex
 	refs int // 1 for the handle, 1 for each running load
 	shut bool
+	// One mapping of each source serves all loads: a process may have only some
+	// 65,000 mappings, and a model more tensors. Its bytes go to one owner each;
+	// who asks for a tensor again gets a mapping of the load's own.
+	mappings []mapped
+	given    []bool // by tensor: its bytes in the mapping have, or had, an owner
+}
+
+// mapped is a source in memory, held by the model.
+type mapped struct {
+	base  unsafe.Pointer
+	block *device.Block
 }
 
 // headers are those of the files that were opened last.
@@ -50,12 +67,16 @@ var headers format.Cache
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
-	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{Lenient: spec.Lenient, Known: codec.Known, Cache: &headers})
+	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers})
 	if err != nil {
 		return nil, err
 	}
 	return &Model{ix: ix, srcs: srcs, mapp: mapping(spec.Map), opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
 }
+
+// Names returns the tensors that index.json files promise, without opening a
+// shard; ok is false when some of the files have no index.
+func Names(spec Spec) (names []string, ok bool, err error) { return format.Names(spec.URIs) }
 
 // Index is what the model holds.
 func (m *Model) Index() *tensor.Index { return m.ix }
@@ -101,7 +122,67 @@ func (m *Model) drop() {
 		for _, s := range m.srcs {
 			_ = s.Close()
 		}
+		for _, mp := range m.mappings {
+			device.Memory{Block: mp.block}.Release()
+		}
 	}
+}
+
+// claim makes the caller the owner of a tensor's bytes in the mapping that all
+// loads share; false if it has had one. The caller has a hold on the model.
+func (m *Model) claim(tensor int32) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.given == nil {
+		m.given = make([]bool, len(m.ix.Tensors))
+	}
+	had := m.given[tensor]
+	m.given[tensor] = true
+	return !had
+}
+
+// shared returns the mapping of a source, with n holders more.
+func (m *Model) shared(source int, n int64) (mapped, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.mappings == nil {
+		m.mappings = make([]mapped, len(m.srcs))
+	}
+	mp := &m.mappings[source]
+	if mp.block == nil {
+		got, err := mapSource(m.srcs[source], 1, true)
+		if err != nil {
+			return mapped{}, err
+		}
+		*mp = got
+	} else if err := withFD(m.srcs[source], func(fd int) error { return cpu.StillHas(fd, m.srcs[source].Size()) }); err != nil {
+		return mapped{}, err
+	}
+	for range n {
+		mp.block.Hold()
+	}
+	return *mp, nil
+}
+
+// A mappable source is a file; Remote says that it lies on a network.
+type mappable interface {
+	Remote() bool
+	WithFD(fn func(fd int) error) error
+}
+
+func mapSource(src source.Source, holders int64, alone bool) (mp mapped, err error) {
+	err = withFD(src, func(fd int) (err error) {
+		mp.base, mp.block, err = cpu.MapFile(fd, src.Size(), holders, alone)
+		return err
+	})
+	return mp, err
+}
+
+func withFD(src source.Source, fn func(fd int) error) error {
+	if err := src.(mappable).WithFD(fn); err != nil {
+		return &fault.At{Verb: "map", Source: src.URI(), Chunk: -1, Offset: -1, Err: err}
+	}
+	return nil
 }
 
 // mapping decides whether plain tensors are mapped: the caller's word, then

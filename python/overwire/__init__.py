@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         load_compressed,
         load_compressed_pickle,
     )
+    from .compat.safetensors.patching import SafetensorsPatch, patch_safetensors
     from .errors import (
         AccessError,
         ArgumentError,
@@ -49,9 +50,12 @@ if TYPE_CHECKING:
     from .memory import empty_cache
     from .modules import load_model, save_model
     from .opening import TensorSlice, safe_open
+    from .planning import LoadPlan, PlannedFile, PlannedTensor, plan
     from .preloading import Preload, preload
     from .progress import Progress
     from .saving import Report, save_file
+    from .selecting import experts
+    from .specs import TensorSpec
 
 __all__ = [
     "AccessError",
@@ -64,18 +68,23 @@ __all__ = [
     "ForkedError",
     "FormatError",
     "IOFailure",
+    "LoadPlan",
     "MissingPackageError",
     "ModelMismatchError",
     "NotFoundError",
     "NotSupportedError",
     "OutOfMemoryError",
     "OverwireError",
+    "PlannedFile",
+    "PlannedTensor",
     "Preload",
     "Progress",
     "Report",
+    "SafetensorsPatch",
     "SliceError",
     "TensorNotFoundError",
     "TensorSlice",
+    "TensorSpec",
     "UntrustedPickleError",
     "__version__",
     "compat",
@@ -85,12 +94,15 @@ __all__ = [
     "doctor",
     "empty_cache",
     "errors",
+    "experts",
     "inspect",
     "last_report",
     "load_compressed",
     "load_compressed_pickle",
     "load_file",
     "load_model",
+    "patch_safetensors",
+    "plan",
     "preload",
     "safe_open",
     "save_file",
@@ -102,21 +114,29 @@ __all__ = [
 # Where the functions and plain classes live; every other name of __all__ is an
 # exception, or a module of its own.
 _HOMES = {
+    "LoadPlan": "planning",
+    "PlannedFile": "planning",
+    "PlannedTensor": "planning",
     "Preload": "preloading",
     "Progress": "progress",
     "Report": "saving",
+    "SafetensorsPatch": "compat.safetensors.patching",
     "TensorSlice": "opening",
+    "TensorSpec": "specs",
     "compress": "bundles",
     "compress_pickle": "bundles",
     "convert": "looking",
     "doctor": "looking",
     "empty_cache": "memory",
+    "experts": "selecting",
     "inspect": "looking",
     "last_report": "jobs",
     "load_compressed": "bundles",
     "load_compressed_pickle": "bundles",
     "load_file": "loading",
     "load_model": "modules",
+    "patch_safetensors": "compat.safetensors.patching",
+    "plan": "planning",
     "preload": "preloading",
     "safe_open": "opening",
     "save_file": "saving",

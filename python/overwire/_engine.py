@@ -35,6 +35,7 @@ __all__ = [
     "doctor",
     "empty_cache",
     "forked",
+    "index_names",
     "inspect",
     "job_cancel",
     "job_free",
@@ -197,9 +198,19 @@ def _handle(number: int) -> int:
 
 
 def open_model(spec: str) -> int:
-    """Open and index files: JSON {"uris": [...], "map": true | false | null, "storage": {...}}."""
+    """Open and index files: JSON {"uris": [...], "map": true | false | null,
+    "lenient": bool, "keys": [...], "storage": {...}}."""
     number: int = _call(_core().api_OpenModel, spec)
     return number
+
+
+def index_names(spec: str) -> str:
+    """The names that index.json files promise: JSON, "null" where files have none.
+
+    The spec is that of `open_model`; no shard is opened.
+    """
+    text: str = _call(_core().api_IndexNames, spec)
+    return text
 
 
 def close_model(model: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from .frames import check_device, frame_for
 from .jobs import Job
 from .models import Model
+from .planning import fit
 from .progress import ProgressLike, watch
 from .sources import SourceLike
 from .storage import StorageOptions
@@ -26,6 +27,8 @@ def load_file(
     progress: ProgressLike = None,
     mmap: bool | None = None,
     storage_options: StorageOptions | None = None,
+    lenient: bool = False,
+    max_memory: int | str | None = None,
 ) -> dict[str, Any]:
     """Loads tensors from plain or compressed safetensors files.
 
@@ -38,14 +41,23 @@ def load_file(
     dtype: casts every floating tensor (F16, BF16, F32, F64 and the fp8 kinds)
         after it has landed; a torch or numpy dtype, or a name ("bfloat16",
         "BF16"). Integers, BOOL and packed types stay as they are.
-    keys, filter: read only these names; only names for which filter is true.
-    framework: "pt" or "np"; None: torch if it is installed, else numpy.
+    keys, filter: read only these names; only names for which filter is true
+        (see `experts`). Of a model with an index.json only the shards that hold
+        some of them are opened, and filter chooses among the names of the index.
+    framework: "pt", "np", or "bytes" for writable memoryviews of the bytes;
+        None: torch if it is installed, else numpy.
     progress: True for a bar, or a callable that gets a `Progress`.
     mmap: whether plain tensors of local files are mapped copy-on-write instead
         of read; None: yes. Compressed tensors are never mapped. A file that is
         mapped must not be truncated while its tensors live.
     storage_options: how to reach URIs that are no local files, by names of the
         scheme. Values are texts, numbers or bools; None is as if not given.
+    lenient: accepts plain files that other readers let pass: bytes after the
+        last tensor, a name or key twice (the last one counts), metadata that is
+        not strings (kept as its JSON text). False holds the format's rules.
+    max_memory: the most bytes that tensors may take on the device (int,
+        "20GB", "512MiB"); a load that would take more is refused with the
+        numbers before anything is allocated. `plan` tells them in advance.
 
     Returns name -> tensor, in the order of the files (with keys: of keys).
     The tensors are the caller's: writable, each in a storage of its own, valid
@@ -59,10 +71,10 @@ def load_file(
     """
     frame = frame_for(framework)
     where = check_device(device, frame)
-    if dtype is not None:
-        frame.dtype(dtype)  # a wrong one is refused before anything is read
-    with Model(source, mmap, where, storage_options=storage_options) as model:
-        return model.load(model.choose(keys, filter), frame, dtype, watch(progress, "load"))
+    wanted = None if dtype is None else frame.dtype(dtype)  # a wrong one is refused before anything is read
+    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
+        fit(model, frame, wanted, max_memory)
+        return model.load(model.chosen, frame, dtype, watch(progress, "load"))
 
 
 def stream(
@@ -76,6 +88,7 @@ def stream(
     progress: ProgressLike = None,
     mmap: bool | None = None,
     storage_options: StorageOptions | None = None,
+    lenient: bool = False,
 ) -> Iterator[tuple[str, Any]]:
     """Yields (name, tensor) in the order of arrival; arguments and tensors as
     for `load_file`.
@@ -88,8 +101,8 @@ def stream(
     frame = frame_for(framework)
     where = check_device(device, frame)
     wanted = None if dtype is None else frame.dtype(dtype)
-    with Model(source, mmap, where, storage_options=storage_options) as model:
-        chosen = model.choose(keys, filter)
+    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
+        chosen = model.chosen
         rows = model.table if chosen is None else [model.table[at] for at in chosen]
         raw = frame.raw({row[1] for row in rows})
         watcher = watch(progress, "stream")

@@ -15,6 +15,7 @@ from .errors import ArgumentError, OutOfMemoryError, TensorNotFoundError
 from .frames import Frame
 from .jobs import Job, log
 from .progress import Watcher
+from .selecting import Experts
 from .sources import SourceLike, resolve
 from .storage import StorageOptions, storage
 
@@ -66,9 +67,21 @@ class Model:
         mmap: bool | None = None,
         device: str = "cpu",
         preloaded: bool = True,
+        lenient: bool = False,
+        keys: Iterable[str] | None = None,
+        filter: Callable[[str], bool] | None = None,
         storage_options: StorageOptions | None = None,
     ):
+        """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
+        with an index.json only the shards that hold some of it are opened."""
         self.device = device
+        self.chosen: list[int] | None = None  # what keys and filter leave, None for all
+        if keys is not None:
+            if isinstance(keys, str):
+                raise ArgumentError("overwire: keys: expected several names, got one str")
+            keys = list(keys)
+        if filter is not None and not callable(filter):
+            raise ArgumentError("overwire: filter: expected a callable of a name")
         if mmap is not None and not isinstance(mmap, bool):
             raise ArgumentError("overwire: mmap: expected True, False or None")
         uris, keep = resolve(source)
@@ -80,7 +93,16 @@ class Model:
             self._handle, self.preload = found
             log.debug("load %s: joins its preload", uris[0])
         else:
-            self._handle = _engine.open_model(json.dumps({"uris": uris, "map": mmap, **reach}))
+            spec: dict[str, Any] = {"uris": uris, "map": mmap, "lenient": bool(lenient), **reach}
+            if keys is None and filter is not None:
+                names: list[str] | None = json.loads(_engine.index_names(json.dumps(spec)))
+                if names is not None:
+                    filter = _over(filter, names)
+                    spec["keys"] = keys = [name for name in names if filter(name)]
+                    filter = None  # it has spoken
+            elif keys is not None:
+                spec["keys"] = [key for key in keys if isinstance(key, str)]
+            self._handle = _engine.open_model(json.dumps(spec))
         del keep  # the engine has its own descriptors now
         self._open = True
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]]
@@ -90,6 +112,7 @@ class Model:
             self._places: dict[str, int] | None = None
             if self.table and self.table[-1][5] > 0:  # several files
                 self._refuse_twins()
+            self.chosen = self.choose(keys, filter)
         except BaseException:
             self.close()
             raise
@@ -156,12 +179,9 @@ class Model:
         """The positions that `keys=` and `filter=` leave, None for all."""
         if keys is None and filter is None:
             return None
-        if isinstance(keys, str):
-            raise ArgumentError("overwire: keys: expected several names, got one str")
         chosen = list(range(len(self.table))) if keys is None else list(dict.fromkeys(self.place(key) for key in keys))
         if filter is not None:
-            if not callable(filter):
-                raise ArgumentError("overwire: filter: expected a callable of a name")
+            filter = _over(filter, (row[0] for row in self.table))
             chosen = [at for at in chosen if filter(self.table[at][0])]
         return chosen
 
@@ -256,6 +276,10 @@ class Model:
             for at, row in enumerate(rows):
                 tensors[at] = frame.cast(tensors[at], row[1], wanted)
         return dict(zip([row[0] for row in rows], tensors, strict=True))
+
+
+def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:
+    return filter.over(names) if isinstance(filter, Experts) else filter
 
 
 def whole(at: int) -> tuple[int, int, int, int, int, int]:

@@ -21,8 +21,8 @@ class safe_open:
 
     source: as for `load_file`: a path, a folder, an index.json, a list of
         paths, an open file.
-    framework: "pt" or "np"; None: torch if it is installed, else numpy.
-    device, dtype, mmap, storage_options: as for `load_file`.
+    framework: "pt", "np" or "bytes"; None: torch if it is installed, else numpy.
+    device, dtype, mmap, lenient, storage_options: as for `load_file`.
 
     A context manager; `close` may be called by hand. Tensors are the caller's
     and outlive it. Threads may share one object.
@@ -39,11 +39,12 @@ class safe_open:
         dtype: Any = None,
         mmap: bool | None = None,
         storage_options: StorageOptions | None = None,
+        lenient: bool = False,
     ) -> None:
         self._frame = frame_for(framework)
         where = check_device(device, self._frame)
         self._dtype = None if dtype is None else self._frame.dtype(dtype)
-        self._model: Model | None = Model(source, mmap, where, False, storage_options)
+        self._model: Model | None = Model(source, mmap, where, preloaded=False, lenient=lenient, storage_options=storage_options)
 
     def __enter__(self) -> safe_open:
         self._live()

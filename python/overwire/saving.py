@@ -15,6 +15,7 @@ from .frames import Bytes, frame_of
 from .jobs import Job
 from .progress import ProgressLike, watch
 from .sources import local
+from .specs import TensorSpec
 from .storage import StorageOptions, storage
 
 __all__ = ["Report", "parse_size", "save_bytes", "save_file"]
@@ -60,7 +61,7 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[_letter + "IB"] = 1024**_power
 
 
-def parse_size(size: int | str | None) -> int:
+def parse_size(size: int | str | None, what: str = "max_shard_size") -> int:
     """Bytes of "5GB" (10^9), "512MiB" (2^20) or a number; 0 for None."""
     if size is None:
         return 0
@@ -71,7 +72,7 @@ def parse_size(size: int | str | None) -> int:
         unit = _UNITS.get(match[2].upper()) if match else None
         if match and unit and float(match[1]) * unit >= 1:
             return int(float(match[1]) * unit)
-    raise ArgumentError(f"overwire: max_shard_size {size!r}: expected bytes, or a text as '5GB' or '512MiB'")
+    raise ArgumentError(f"overwire: {what} {size!r}: expected bytes, or a text as '5GB' or '512MiB'")
 
 
 def save_file(
@@ -84,7 +85,7 @@ def save_file(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Report:
-    """Saves torch tensors or numpy arrays (also both) by name.
+    """Saves torch tensors, numpy arrays or `TensorSpec`s (also mixed) by name.
 
     path: the file to write, replaced atomically: whatever stops a save, readers
         find the old file or the new one.
@@ -113,7 +114,7 @@ def save_file(
         if not isinstance(name, str):
             raise ArgumentError(f"overwire: tensors: the name {name!r} is not a str")
         try:
-            described.append((name, frame_of(tensor).describe(tensor)))
+            described.append((name, tensor.describe() if isinstance(tensor, TensorSpec) else frame_of(tensor).describe(tensor)))
         except (ArgumentError, NotSupportedError) as error:
             error.tensor = name
             error.args = (f"{error} (tensor {name!r})",)

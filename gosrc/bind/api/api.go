@@ -33,6 +33,10 @@ func OpenModel(spec string) (uint64, error) {
 	return face.Call("open", func() (uint64, error) { return face.OpenModel(spec) })
 }
 
+func IndexNames(spec string) (string, error) {
+	return face.Call("open", func() (string, error) { return face.IndexNames(spec) })
+}
+
 func CloseModel(model uint64) (int, error) {
 	return done("close", func() error { face.CloseModel(model); return nil })
 }

@@ -334,6 +334,29 @@ PyObject * _wrap__core_api_Doctor(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *
 
 
 PyObject *
+_wrap__core_api_IndexNames(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    char *spec;
+    const char *keywords[] = {"spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
+        return NULL;
+    }
+    retval = api_IndexNames(spec);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_IndexNames(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_Inspect(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -482,6 +505,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_Shutdown", (PyCFunction) _wrap__core_api_Shutdown, METH_KEYWORDS|METH_VARARGS, "api_Shutdown(ms)\n\ntype: ms: int64_t" },
     {(char *) "api_VerifyStart", (PyCFunction) _wrap__core_api_VerifyStart, METH_KEYWORDS|METH_VARARGS, "api_VerifyStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_Doctor", (PyCFunction) _wrap__core_api_Doctor, METH_KEYWORDS|METH_VARARGS, "api_Doctor(program)\n\ntype: program: char *" },
+    {(char *) "api_IndexNames", (PyCFunction) _wrap__core_api_IndexNames, METH_KEYWORDS|METH_VARARGS, "api_IndexNames(spec)\n\ntype: spec: char *" },
     {(char *) "api_Inspect", (PyCFunction) _wrap__core_api_Inspect, METH_KEYWORDS|METH_VARARGS, "api_Inspect(uri)\n\ntype: uri: char *" },
     {(char *) "api_JobProgress", (PyCFunction) _wrap__core_api_JobProgress, METH_KEYWORDS|METH_VARARGS, "api_JobProgress(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobReport", (PyCFunction) _wrap__core_api_JobReport, METH_KEYWORDS|METH_VARARGS, "api_JobReport(job)\n\ntype: job: uint64_t" },

@@ -67,6 +67,23 @@ func OpenModel(spec string) (uint64, error) {
 	return models.put(m), nil
 }
 
+// IndexNames returns the tensors that the index.json files of a load.Spec
+// promise, as a JSON list, or null when some of its files have no index.
+func IndexNames(spec string) (string, error) {
+	s, err := parse[load.Spec]("spec", spec)
+	if err != nil {
+		return "", err
+	}
+	names, ok, err := load.Names(s)
+	if err != nil {
+		return "", err
+	}
+	if !ok {
+		return "null", nil
+	}
+	return encode(names)
+}
+
 // CloseModel ends a model; a handle that is not there is no mistake.
 func CloseModel(h uint64) {
 	if m, ok := models.take(h); ok {
