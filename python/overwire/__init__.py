@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .preloading import Preload, preload
     from .progress import Progress
     from .saving import Report, save_file
+    from .sources import read_bytes
 
 __all__ = [
     "AccessError",
@@ -90,6 +91,7 @@ __all__ = [
     "load_file",
     "load_model",
     "preload",
+    "read_bytes",
     "safe_open",
     "save_file",
     "save_model",
@@ -115,6 +117,7 @@ _HOMES = {
     "load_file": "loading",
     "load_model": "modules",
     "preload": "preloading",
+    "read_bytes": "sources",
     "safe_open": "opening",
     "save_file": "saving",
     "save_model": "modules",
