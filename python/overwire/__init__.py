@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .progress import Progress
     from .saving import Report, save_file
     from .selecting import experts
+    from .sources import read_bytes
     from .specs import TensorSpec
 
 __all__ = [
@@ -104,6 +105,7 @@ __all__ = [
     "patch_safetensors",
     "plan",
     "preload",
+    "read_bytes",
     "safe_open",
     "save_file",
     "save_model",
@@ -138,6 +140,7 @@ _HOMES = {
     "patch_safetensors": "compat.safetensors.patching",
     "plan": "planning",
     "preload": "preloading",
+    "read_bytes": "sources",
     "safe_open": "opening",
     "save_file": "saving",
     "save_model": "modules",

@@ -34,7 +34,7 @@ from .jobs import Job
 from .models import Model
 from .progress import ProgressLike, watch
 from .saving import save_bytes
-from .sources import local
+from .sources import SourceLike, local
 from .storage import StorageOptions, storage
 
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
@@ -47,6 +47,7 @@ def compress_pickle(
     obj: Any,
     path: _PathLike,
     *,
+    compress: bool = True,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> float:
@@ -62,6 +63,8 @@ def compress_pickle(
     Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
     each atomically, the pickle last.
 
+    compress: False stores the tensors' bytes as they are, in a container that
+        every safetensors reader reads.
     storage_options: as for `load_file`, for a path that is a URI.
 
     Returns stored / original tensor bytes, as nyacomp does: 0.67 means that a
@@ -70,13 +73,14 @@ def compress_pickle(
     Raises what pickle raises for objects that do not pickle, AccessError,
     IOFailure, NotSupportedError for storages without bytes (meta).
     """
-    return _save(obj, path, {}, progress, storage_options)
+    return _save(obj, path, {}, compress, progress, storage_options)
 
 
 def compress(
     model: Any,
     path: _PathLike = "./boneless_model.pth",
     *,
+    compress: bool = True,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> float:
@@ -87,7 +91,7 @@ def compress(
     that they have in the model ("unet.conv_in.weight"), so that `safe_open` and
     `inspect` show them. Returns stored / original.
     """
-    return _save(model, path, _names(model), progress, storage_options)
+    return _save(model, path, _names(model), compress, progress, storage_options)
 
 
 def load_compressed_pickle(
@@ -95,6 +99,7 @@ def load_compressed_pickle(
     *,
     trust: bool = False,
     device: Any = "cpu",
+    tensors: SourceLike | None = None,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Any:
@@ -105,12 +110,14 @@ def load_compressed_pickle(
         tensors, parameters, numpy arrays and torch.nn's own modules, and raises
         UntrustedPickleError naming the first other global; True allows all.
     device: where tensors shall be, wherever they were when saved. "cpu" only.
+    tensors: the container, where it is not in its place beside the pickle: a
+        path or URI.
     storage_options: as for `load_file`, for a path that is a URI.
 
     Returns the object; its tensors own their memory. Raises UntrustedPickleError,
     NotFoundError if one of the files is missing, CorruptError, FormatError.
     """
-    return _load(path, trust, device, progress, storage_options)
+    return _load(path, trust, device, tensors, progress, storage_options)
 
 
 def load_compressed(
@@ -118,17 +125,25 @@ def load_compressed(
     *,
     trust: bool = False,
     device: Any = "cpu",
+    tensors: SourceLike | None = None,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Any:
     """Loads what `compress` saved: see `load_compressed_pickle`."""
-    return _load(path, trust, device, progress, storage_options)
+    return _load(path, trust, device, tensors, progress, storage_options)
 
 
 # -- saving
 
 
-def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: ProgressLike, options: StorageOptions | None) -> float:
+def _save(
+    obj: Any,
+    path: _PathLike,
+    names: Mapping[int, str],
+    compress: bool,
+    progress: ProgressLike,
+    options: StorageOptions | None,
+) -> float:
     from .pickling import described, dump
 
     target = local(path)
@@ -149,7 +164,7 @@ def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: Progres
         if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
             container = layout.second_container_of(target)
         _keep_previous(target, container)
-        report = save_bytes(tensors, container, metadata, progress=progress)
+        report = save_bytes(tensors, container, metadata, compress=compress, progress=progress)
         size = os.stat(container).st_size
         text = layout.meta_text(container, size)
         _replace(layout.meta_of(target), text.encode())
@@ -265,7 +280,14 @@ def _names(model: Any) -> dict[int, str]:
 # -- loading
 
 
-def _load(path: _PathLike, trust: bool, device: Any, progress: ProgressLike, options: StorageOptions | None) -> Any:
+def _load(
+    path: _PathLike,
+    trust: bool,
+    device: Any,
+    tensors: SourceLike | None,
+    progress: ProgressLike,
+    options: StorageOptions | None,
+) -> Any:
     from . import unpickling
 
     check_device(device)
@@ -274,7 +296,7 @@ def _load(path: _PathLike, trust: bool, device: Any, progress: ProgressLike, opt
     with _os_errors("open", target), open(target, "rb") as file:
         data = file.read()
     digest = hashlib.sha256(data).hexdigest()
-    with _open(target, digest) as model:
+    with _open(target, digest, tensors) as model:
         blobs = _Landing(model, target, watch(progress, "load"))
         with blobs.job:
             made = unpickling.load(data, blobs, target, trust)
@@ -282,14 +304,17 @@ def _load(path: _PathLike, trust: bool, device: Any, progress: ProgressLike, opt
     return made
 
 
-def _open(target: str, digest: str) -> Model:
+def _open(target: str, digest: str, tensors: SourceLike | None) -> Model:
     """The container that belongs to this very pickle."""
     container = layout.container_of(target)
-    for candidate in (container, layout.previous_of(container)):
+    candidates: list[SourceLike] = [container, layout.previous_of(container)]
+    if tensors is not None:
+        container, candidates = str(tensors), [tensors]
+    for candidate in candidates:
         try:
             model = Model(candidate)
         except NotFoundError:
-            if candidate == container:
+            if candidate is candidates[0]:
                 raise NotFoundError(
                     f"overwire: open {target}: its tensors are not at {container}; copy the folder beside the pickle with it",
                     source=target,
