@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .frames import check_device, frame_for
 from .jobs import Job
 from .models import Model
 from .progress import ProgressLike, watch
 from .sources import SourceLike
+
+if TYPE_CHECKING:
+    from .distributed import ShardLike
 
 __all__ = ["load_file", "stream"]
 
@@ -24,6 +27,8 @@ def load_file(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    group: Any = None,
+    shard: ShardLike = None,
 ) -> dict[str, Any]:
     """Loads tensors from plain or compressed safetensors files.
 
@@ -42,6 +47,11 @@ def load_file(
     mmap: whether plain tensors of local files are mapped copy-on-write instead
         of read; None: yes. Compressed tensors are never mapped. A file that is
         mapped must not be truncated while its tensors live.
+    group: a torch.distributed process group whose ranks all make this call:
+        they share the reading, and what fails on one raises on all. None: no
+        collective.
+    shard: with group: name -> dimension to cut a tensor along; this rank gets
+        its block of ceil(size / ranks). See `distributed`.
 
     Returns name -> tensor, in the order of the files (with keys: of keys).
     The tensors are the caller's: writable, each in a storage of its own, valid
@@ -53,6 +63,13 @@ def load_file(
     offset), TensorNotFoundError for keys, OutOfMemoryError, NotSupportedError,
     ArgumentError. Ctrl-C cancels the load and frees what had landed.
     """
+    if group is not None or shard is not None:
+        from .distributed import load
+
+        return load(
+            source, group, shard, device=device, dtype=dtype, keys=keys, filter=filter,
+            framework=framework, progress=progress, mmap=mmap,
+        )  # fmt: skip
     frame = frame_for(framework)
     where = check_device(device, frame)
     if dtype is not None:
