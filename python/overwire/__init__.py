@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from . import compat, errors
+    from . import compat, distributed, errors
     from .bundles import (
         compress,
         compress_pickle,
@@ -92,6 +92,7 @@ __all__ = [
     "compress",
     "compress_pickle",
     "convert",
+    "distributed",
     "doctor",
     "empty_cache",
     "errors",
@@ -155,7 +156,7 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module 'overwire' has no attribute {name!r}")
         from importlib import import_module
 
-        if name in ("compat", "errors"):
+        if name in ("compat", "distributed", "errors"):
             return import_module(f"overwire.{name}")
         home = import_module("overwire." + _HOMES.get(name, "errors"))
         value = globals()[name] = getattr(home, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .frames import check_device, frame_for
 from .jobs import Job
@@ -12,6 +12,9 @@ from .planning import fit
 from .progress import ProgressLike, watch
 from .sources import SourceLike
 from .storage import StorageOptions
+
+if TYPE_CHECKING:
+    from .distributed import ShardLike
 
 __all__ = ["load_file", "stream"]
 
@@ -29,6 +32,8 @@ def load_file(
     storage_options: StorageOptions | None = None,
     lenient: bool = False,
     max_memory: int | str | None = None,
+    group: Any = None,
+    shard: ShardLike = None,
 ) -> dict[str, Any]:
     """Loads tensors from plain or compressed safetensors files.
 
@@ -58,6 +63,11 @@ def load_file(
     max_memory: the most bytes that tensors may take on the device (int,
         "20GB", "512MiB"); a load that would take more is refused with the
         numbers before anything is allocated. `plan` tells them in advance.
+    group: a torch.distributed process group whose ranks all make this call:
+        they share the reading, and what fails on one raises on all. None: no
+        collective.
+    shard: with group: name -> dimension to cut a tensor along; this rank gets
+        its block of ceil(size / ranks). See `distributed`.
 
     Returns name -> tensor, in the order of the files (with keys: of keys).
     The tensors are the caller's: writable, each in a storage of its own, valid
@@ -69,6 +79,13 @@ def load_file(
     offset), TensorNotFoundError for keys, OutOfMemoryError, NotSupportedError,
     ArgumentError. Ctrl-C cancels the load and frees what had landed.
     """
+    if group is not None or shard is not None:
+        from .distributed import load
+
+        return load(
+            source, group, shard, device=device, dtype=dtype, keys=keys, filter=filter,
+            framework=framework, progress=progress, mmap=mmap,
+        )  # fmt: skip
     frame = frame_for(framework)
     where = check_device(device, frame)
     wanted = None if dtype is None else frame.dtype(dtype)  # a wrong one is refused before anything is read

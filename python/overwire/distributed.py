@@ -1,0 +1,316 @@
+"""Loads by the ranks of a process group together: whole or in shards.
+
+    tensors = ow.load_file(path, device="cuda:0", group=pg, shard={"up.weight": 0, "down.weight": 1})
+
+Each rank gets every tensor; one that `shard` names is cut along that dimension
+into blocks of ceil(size / ranks), of which rank r gets the r-th (the last ones
+may be shorter, or empty). There are several ways there:
+
+    whole tensors    each       every rank reads it
+                     broadcast  one rank of each host reads it, and sends it
+                     gather     each rank of a host reads an equal part of it,
+                                and gets the others' parts from the others
+    sharded tensors  own        every rank reads what holds its block
+                     scatter    one rank of each host reads it, and sends blocks
+
+Which is fastest depends on disk, page cache, links and cores, so it is measured:
+the load goes in batches, each batch goes one way, and `teams.Rates` has the rule.
+With broadcast, gather and scatter a host reads each byte once; nothing but a few
+flags crosses between hosts.
+
+What travels is decoded tensor bytes. Stored (compressed) bytes are shared by the
+ranks of a host where they read the same file: in its page cache.
+
+Failure: whatever fails on one rank is raised on all, before the batch is sent;
+what had been loaded is freed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from . import teams
+from .dtypes import PACKED, packed_shape
+from .errors import ArgumentError, NotSupportedError
+from .frames import check_device, frame_for
+from .models import Model
+from .progress import Progress, ProgressLike, watch
+from .senders import Batch, Room, Task, shard_range
+from .sources import SourceLike
+from .teams import Team, team_of
+
+__all__ = ["ShardLike", "load", "rates", "shard_range"]
+
+#: Which dimension each tensor is cut along: a mapping by name, or a callable of
+#: (name, shape) that returns it, or None for a tensor that stays whole.
+ShardLike = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None] | None
+
+# Tensor bytes of a batch: enough for rates to be those of large loads, and
+# little beside a model. Two batches are in memory beside what has been loaded.
+_BATCH = 256 << 20
+
+# Below this a tensor costs more by its number than by its bytes.
+_SMALL = 256 << 10
+
+
+def rates(group: Any) -> dict[str, dict[str, float]]:
+    """What loads over this group have measured: kind of tensor to way to bytes
+    a second of tensors, all ranks together counted once. No collective."""
+    return team_of(group).rates.table()
+
+
+def load(
+    source: SourceLike,
+    group: Any,
+    shard: ShardLike = None,
+    *,
+    device: Any = "cpu",
+    dtype: Any = None,
+    keys: Iterable[str] | None = None,
+    filter: Callable[[str], bool] | None = None,
+    framework: str | None = None,
+    progress: ProgressLike = None,
+    mmap: bool | None = None,
+) -> dict[str, Any]:
+    """`load_file` over a process group; all ranks of it must call this.
+
+    source: must hold the same tensors on every rank. keys, filter: may differ
+        from rank to rank (experts); a tensor that not every rank wants is read
+        by those that do. shard: as `ShardLike`, the same on every rank;
+        dimensions are those of the loaded tensor, negative ones count from the
+        end. Other arguments are those of `load_file`.
+
+    Returns name -> tensor, this rank's. Raises, on every rank, what any rank's
+    load raises; ArgumentError where the ranks ask for different things.
+    """
+    if group is None:
+        raise ArgumentError("overwire: shard: needs the group whose ranks share the tensors")
+    team = team_of(group)
+    opened: list[_Load] = []
+
+    def begin() -> dict[str, Any]:
+        opened.append(_Load(source, team, shard, device, dtype, keys, filter, framework, progress, mmap))
+        return opened[0].describe()
+
+    try:
+        told = team.exchange(begin)
+        return opened[0].run(told)
+    finally:
+        for one in opened:
+            one.close()
+
+
+class _Load:
+    # One load on one rank. Construction is local; `run` is collective.
+
+    def __init__(
+        self,
+        source: SourceLike,
+        team: Team,
+        shard: ShardLike,
+        device: Any,
+        dtype: Any,
+        keys: Iterable[str] | None,
+        filter: Callable[[str], bool] | None,
+        framework: str | None,
+        progress: ProgressLike,
+        mmap: bool | None,
+    ) -> None:
+        self._team = team
+        self._late: BaseException | None = None
+        self._frame = frame_for(framework)
+        if self._frame.name != "torch":
+            raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
+        where = check_device(device, self._frame)
+        self._dtype = None if dtype is None else self._frame.dtype(dtype)
+        self._watcher = watch(progress, "load")
+        wire = team.wire(where)
+        self._model = Model(source, mmap, where, preloaded=False)
+        self._wired = self._model
+        try:
+            if wire and wire != where:
+                self._wired = Model(source, mmap, wire, preloaded=False)
+            self._room = Room(team, self._frame, self._model, self._wired)
+            chosen = self._model.choose(keys, filter)
+            self._chosen = list(range(len(self._model.table))) if chosen is None else chosen
+            self._dims = self._cuts(shard)
+            self._may_send = bool(wire)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
+        self._model.close()
+        if self._wired is not self._model:
+            self._wired.close()
+
+    def _cuts(self, shard: ShardLike) -> dict[int, int]:
+        # Position to dimension. Of all tensors, not of those chosen here alone:
+        # the ranks compare it.
+        model, dims = self._model, {}
+        if shard is None:
+            return {}
+        if isinstance(shard, Mapping):
+            asked: list[tuple[int, int | None]] = [(model.place(name), dim) for name, dim in shard.items()]
+        elif callable(shard):
+            asked = [(at, shard(row[0], _shape(row))) for at, row in enumerate(model.table)]
+        else:
+            raise ArgumentError(f"overwire: shard: expected a dict of name to dimension, or a callable, got {type(shard).__name__}")
+        for at, dim in asked:
+            if dim is None:
+                continue
+            row = model.row(at)
+            rank = len(_shape(row))
+            if not isinstance(dim, int) or isinstance(dim, bool) or not -rank <= dim < rank:
+                text = f"overwire: shard {row.name!r}: dimension {dim!r} of a tensor with {rank}"
+                raise ArgumentError(text, tensor=row.name)
+            if row.dtype.startswith("F6_"):
+                raise NotSupportedError(f"overwire: shard {row.name!r}: {row.dtype} is loaded as bytes, without dimensions", tensor=row.name)
+            dims[at] = dim % rank
+        return dims
+
+    def describe(self) -> dict[str, Any]:
+        """What the ranks compare and must know of each other."""
+        table = hashlib.sha256()
+        for name, dtype, shape, nbytes, stored, *_ in self._model.table:
+            table.update(repr((name, dtype, shape, nbytes, stored)).encode())
+        wanted = bytearray(-(-len(self._model.table) // 8))
+        for at in self._chosen:
+            wanted[at >> 3] |= 1 << (at & 7)
+        return {
+            "host": teams.host_name(),
+            "tensors": table.digest(),
+            "shard": hashlib.sha256(repr(sorted(self._dims.items())).encode()).digest(),
+            "dtype": str(self._dtype),
+            "wanted": bytes(wanted),
+            "device": self._model.device.partition(":")[0],
+            "place": _place(self._model.uris[0]),
+        }
+
+    def run(self, told: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collective. All ranks see the same `told`, so all decide alike."""
+        team, table = self._team, self._model.table
+        for what in ("tensors", "shard", "dtype", "device"):
+            for rank, one in enumerate(told):
+                if one[what] != told[0][what]:
+                    raise ArgumentError(f"overwire: group: {what} differs between ranks 0 and {rank}", source=self._model.uris[0])
+        team.settle([one["host"] for one in told])
+        shared = told[0]["wanted"]
+        for one in told[1:]:
+            shared = bytes(a & b for a, b in zip(shared, one["wanted"], strict=True))
+        common = [at for at in range(len(table)) if shared[at >> 3] >> (at & 7) & 1]
+        apart = [at for at in self._chosen if not shared[at >> 3] >> (at & 7) & 1]
+        mixed = any(one["wanted"] != shared for one in told)
+
+        wire = self._wired.device
+        if self._may_send and team.most_near > 1 and common:
+            team.warm_up(wire)
+        loaded: dict[int, Any] = {}
+        waiting: Batch | None = None
+        try:
+            for kind, tasks in self._batches(common, told[0]["place"]):
+                way, trying = team.rates.choose(kind, self._ways(kind))
+                if trying and waiting is not None:
+                    last, waiting = waiting, None
+                    self._finish(last, loaded)
+                batch = Batch(self._room, way, tasks)
+                before, waiting = waiting, batch
+                if before is not None:
+                    self._finish(before, loaded)  # the next one is being read meanwhile
+                if trying:
+                    waiting = None
+                    self._finish(batch, loaded)
+                    self._room.drain()
+                    seconds = self._agree(time.perf_counter() - batch.begun)
+                    team.rates.note(kind, way, batch.nbytes, seconds)
+            if waiting is not None:
+                last, waiting = waiting, None
+                self._finish(last, loaded)
+            if mixed:  # also on ranks that have none of these: they may have to raise
+                self._finish(Batch(self._room, "own", [self._task(at) for at in apart]), loaded)
+            self._agree()
+        finally:
+            if waiting is not None:
+                waiting.abandon()
+        return {table[at][0]: loaded[at] for at in self._chosen}
+
+    def _agree(self, seconds: float = 0.0) -> float:
+        late, self._late = self._late, None
+        return self._team.agree(late, seconds)
+
+    def _ways(self, kind: tuple[Any, ...]) -> tuple[str, ...]:
+        whole = kind[0] == "whole"
+        if not self._may_send or self._team.most_near == 1:
+            return ("each",) if whole else ("own",)
+        return ("each", "broadcast", "gather") if whole else ("own", "scatter")
+
+    def _task(self, at: int) -> Task:
+        row = self._model.row(at)
+        return Task(at, row, _shape(row), self._dims.get(at))
+
+    def _batches(self, positions: list[int], place: str) -> Iterable[tuple[tuple[Any, ...], list[Task]]]:
+        # Tensors of a kind go together, in the order of the file.
+        kinds: dict[tuple[Any, ...], list[Task]] = {}
+        for at in positions:
+            task = self._task(at)
+            layout = "whole" if task.dim is None else "rows" if task.dim == 0 else "columns"
+            size = "small" if task.row.nbytes < _SMALL else "large"
+            coding = "compressed" if task.row.stored < task.row.nbytes else "plain"
+            target = self._model.device.partition(":")[0]
+            kinds.setdefault((layout, size, coding, target, place), []).append(task)
+        for kind, tasks in kinds.items():
+            batch: list[Task] = []
+            room = _BATCH
+            for task in tasks:
+                if batch and task.row.nbytes > room:
+                    yield kind, batch
+                    batch, room = [], _BATCH
+                batch.append(task)
+                room -= task.row.nbytes
+            yield kind, batch
+
+    def _finish(self, batch: Batch, loaded: dict[int, Any]) -> None:
+        # Collective: reading, agreeing that all have read, sending. What fails
+        # after that fails here alone, and is said when the ranks next agree.
+        try:
+            try:
+                batch.read()
+            except BaseException as caught:
+                self._late = self._late or caught
+            self._agree()
+            tensors = batch.send()
+        finally:
+            batch.abandon()
+        try:
+            wanted = self._dtype
+            for task, tensor in zip(batch.tasks, tensors, strict=True):
+                loaded[task.at] = tensor if wanted is None else self._frame.cast(tensor, task.row.dtype, wanted)
+            if self._watcher is not None:
+                done = sum(self._model.table[at][3] for at in loaded)
+                total = sum(self._model.table[at][3] for at in self._chosen)
+                self._watcher.update(Progress(done, total, len(loaded), len(self._chosen)))
+        except BaseException as caught:
+            self._late = caught
+
+
+def _shape(row: Any) -> tuple[int, ...]:
+    # As the loaded torch tensor has it.
+    shape: tuple[int, ...] = row[2]
+    return packed_shape(row[1], shape) if row[1] in PACKED else shape
+
+
+def _place(uri: str) -> str:
+    # What rates depend on: one file system, or one kind of store.
+    if "://" in uri:
+        return uri.partition("://")[0]
+    try:
+        return f"dev{os.stat(uri).st_dev}"
+    except OSError:
+        return "file"

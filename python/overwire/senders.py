@@ -1,0 +1,377 @@
+"""Batches of a group's load: what each rank reads, and how it reaches the rest.
+
+A batch is built (its reading begins), `read` (the reading is waited for and
+everything that sending needs is allocated), and after all ranks have agreed
+that theirs succeeded, sent. Only `send` is collective, and only among the ranks
+of one host, from rank to rank. The ways are named in `distributed`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from .dtypes import PACKED
+from .frames import Frame
+from .jobs import Job
+from .models import WHOLE, Model, Row
+from .teams import Team
+
+__all__ = ["Batch", "Room", "Task", "shard_range"]
+
+# Tensors below _LARGE are sent in runs of at most _RUN bytes.
+_LARGE = 1 << 20
+_RUN = 16 << 20
+
+# Sends that are started together.
+_TOGETHER = 32
+
+
+def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The block [lo, hi) of a dimension of `size` that `rank` of `ranks` gets:
+    ceil(size / ranks) each, as torch.chunk and DTensor cut; the last may be
+    shorter or empty."""
+    block = -(-size // ranks)
+    return min(rank * block, size), min((rank + 1) * block, size)
+
+
+class Task(NamedTuple):
+    """One tensor: its position and row, its shape as loaded, and the dimension
+    it is cut along, None for whole."""
+
+    at: int
+    row: Row
+    shape: tuple[int, ...]
+    dim: int | None
+
+
+class Room:
+    """What the batches of one load share: the ranks, torch, and the model,
+    opened for the device and (often the same) for where tensors are sent."""
+
+    def __init__(self, team: Team, frame: Frame, model: Model, wired: Model) -> None:
+        self.team, self.frame, self.model, self.wired = team, frame, model, wired
+
+    def drain(self) -> None:
+        """Waits for what is queued on the GPU, for the sake of a clock."""
+        if self.model.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize(self.model.device)
+
+    def block(self, task: Task, rank: int) -> tuple[int, int]:
+        """The part of the task's dimension that a rank of the group gets."""
+        assert task.dim is not None
+        return shard_range(task.shape[task.dim], self.team.size, rank)
+
+    def part_shape(self, task: Task, rank: int) -> tuple[int, ...]:
+        """The shape of what a rank gets of a task."""
+        if task.dim is None:
+            return task.shape
+        lo, hi = self.block(task, rank)
+        return (*task.shape[: task.dim], hi - lo, *task.shape[task.dim + 1 :])
+
+
+class _Want(NamedTuple):
+    # One request to the engine: dims 0 and 1 of a row, into `into`, or into
+    # memory of the engine's.
+    slot: int
+    row: Row
+    at: int
+    block: tuple[int, int, int, int]
+    shape: tuple[int, ...]  # of the block, in elements
+    into: Any
+
+
+class _Reading:
+    """A load that is running. `finish` once, or `abandon`."""
+
+    def __init__(self, model: Model, frame: Frame, wants: list[_Want]) -> None:
+        self._model, self._frame = model, frame
+        self._wants = wants
+        self._job: Job | None = None
+        self._places = [self._place(want) for want in wants]
+        busy = [(w, p) for w, p in zip(wants, self._places, strict=True) if 0 not in w.shape]
+        if busy:
+            self._job = model.start([(w.at, 0 if p is None else p.data_ptr(), *w.block) for w, p in busy])
+
+    def _place(self, want: _Want) -> Any:
+        # On a GPU the large ones land in memory of torch's allocator.
+        small = want.row.nbytes < _LARGE and want.block[1] == WHOLE
+        if want.into is not None or self._model.device == "cpu" or small:
+            return want.into
+        return self._empty(want)
+
+    def _empty(self, want: _Want) -> Any:
+        return self._frame.empty(want.row.dtype, want.shape, self._model.device)
+
+    def finish(self) -> Iterator[tuple[int, Any]]:
+        """(slot, tensor) of each want, in any order."""
+        job, self._job = self._job, None
+        landed: list[tuple[Any, int]] = []
+        raw = self._frame.raw({want.row.dtype for want in self._wants})
+        if job is not None:
+            with job:
+                job.wait()
+                landed = job.take(raw)
+        at = 0
+        for want, place in zip(self._wants, self._places, strict=True):
+            if 0 in want.shape:
+                yield want.slot, self._empty(want) if place is None else place
+                continue
+            capsule, pointer = landed[at]
+            at += 1
+            if place is None:
+                place = self._frame.adopt(capsule, pointer, want.row.dtype, want.shape, self._model.device)
+            yield want.slot, place
+
+    def abandon(self) -> None:
+        """Cancels what still runs; then nobody writes to its memory."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.cancel()
+            job.free()
+
+
+class Batch:
+    """Tensors that go one way together. nbytes: of the whole tensors.
+    begun: when its reading began, by time.perf_counter."""
+
+    def __init__(self, room: Room, way: str, tasks: list[Task]) -> None:
+        self.begun = time.perf_counter()
+        self.tasks = tasks
+        self.nbytes = sum(task.row.nbytes for task in tasks)
+        self._room, self._way = room, way
+        self._reading: _Reading | None = None
+        self._error: BaseException | None = None
+        self._tensors: list[Any] = [None] * len(tasks)  # what this rank has read, then its result
+        self._sends: list[_Send] = []
+        team = room.team
+        self._me = team.near.index(team.rank)
+        self._count = len(team.near)
+        self._model = room.model if way in ("each", "own") or self._count == 1 else room.wired
+        self._owners = self._owned()
+        try:
+            self._reading = _Reading(self._model, room.frame, [w for slot in range(len(tasks)) for w in self._wants(slot)])
+        except BaseException as error:  # said by `read`, when the others can hear it
+            self._error = error
+
+    def _owned(self) -> list[int]:
+        # The rank on this host that reads each task: the one with the fewest
+        # stored bytes so far. -1: all of them.
+        if self._way in ("each", "own") or self._count == 1:
+            return [-1] * len(self.tasks)
+        load = [0] * self._count
+        owners = []
+        for task in self.tasks:
+            if task.row.nbytes == 0 or self._way == "gather" and self._gathers(task):
+                owners.append(-1)
+                continue
+            owner = load.index(min(load))
+            load[owner] += task.row.stored + 1
+            owners.append(owner)
+        return owners
+
+    def _gathers(self, task: Task) -> bool:
+        # Equal parts of whole rows, worth a collective of their own.
+        rows = task.shape[0] if task.shape else 0
+        return rows > 0 and rows % self._count == 0 and task.row.dtype not in PACKED and task.row.nbytes >= _LARGE
+
+    def _wants(self, slot: int) -> list[_Want]:
+        task, owner = self.tasks[slot], self._owners[slot]
+        row, whole = task.row, (0, WHOLE, 0, WHOLE)
+        if owner not in (-1, self._me):
+            return []
+        if owner == self._me:
+            return [_Want(slot, row, task.at, whole, row.shape, None)]
+        if self._way == "gather" and self._count > 1 and row.nbytes:
+            rows = row.shape[0] // self._count
+            into = self._room.frame.empty(row.dtype, row.shape, self._model.device)
+            self._tensors[slot] = into
+            lo = self._me * rows
+            return [_Want(slot, row, task.at, (lo, lo + rows, 0, WHOLE), (rows, *row.shape[1:]), into[lo : lo + rows])]
+        # A block of its own. Deeper dimensions and packed types are read whole
+        # and cut afterwards.
+        if task.dim is None or task.dim > 1 or row.dtype in PACKED:
+            return [_Want(slot, row, task.at, whole, row.shape, None)]
+        lo, hi = self._room.block(task, self._room.team.rank)
+        block = (lo, hi, 0, WHOLE) if task.dim == 0 else (0, row.shape[0], lo, hi)
+        shape = self._room.part_shape(task, self._room.team.rank)
+        if shape == row.shape:
+            block = whole
+        return [_Want(slot, row, task.at, block, shape, None)]
+
+    def read(self) -> None:
+        """Waits for the reading, and makes ready what is sent."""
+        if self._error is not None:
+            raise self._error
+        assert self._reading is not None
+        for slot, tensor in self._reading.finish():
+            if self._tensors[slot] is None:  # else it landed in its place
+                self._tensors[slot] = tensor
+        sent: list[int] = []
+        for slot, (task, owner) in enumerate(zip(self.tasks, self._owners, strict=True)):
+            if owner >= 0:
+                sent.append(slot)
+            elif self._way == "gather" and self._count > 1 and task.row.nbytes:
+                self._sends.append(_Gather(self, slot))
+            elif task.dim is not None:
+                self._tensors[slot] = self._cut(task, self._tensors[slot])
+        kind = _Scatter if self._way == "scatter" else _Broadcast
+        for owner in range(self._count):
+            run: list[int] = []
+            size = 0
+            for slot in (slot for slot in sent if self._owners[slot] == owner):
+                nbytes = self.tasks[slot].row.nbytes
+                if run and (nbytes >= _LARGE or size + nbytes > _RUN):
+                    self._sends.append(kind(self, run, owner))
+                    run, size = [], 0
+                run.append(slot)
+                size += nbytes if nbytes < _LARGE else _RUN
+            if run:
+                self._sends.append(kind(self, run, owner))
+
+    def _cut(self, task: Task, tensor: Any) -> Any:
+        # The rank's block of a tensor that may have been read whole.
+        team = self._room.team
+        if tuple(tensor.shape) == self._room.part_shape(task, team.rank):
+            return tensor
+        return self.block_of(task, tensor, team.rank)
+
+    def block_of(self, task: Task, tensor: Any, rank: int) -> Any:
+        """A rank's block of a whole tensor, contiguous, its own memory."""
+        lo, hi = self._room.block(task, rank)
+        assert task.dim is not None
+        index = tuple(slice(lo, hi, 1) if dim == task.dim else slice(0, size, 1) for dim, size in enumerate(task.shape))
+        if hi <= lo:
+            return self.empty(task, rank)
+        return self._room.frame.index(tensor, index, task.row.dtype)
+
+    def empty(self, task: Task, rank: int | None = None) -> Any:
+        """Memory for a task, or for a rank's block of it, where it is sent."""
+        shape = task.shape if rank is None else self._room.part_shape(task, rank)
+        # `frame.empty` counts elements as the file does; these are torch's.
+        if task.row.dtype in PACKED:
+            flat = self._room.frame.empty("U8", (math.prod(shape),), self._model.device)
+            typed = self._room.frame.empty(task.row.dtype, (0,), "cpu").dtype
+            return flat.view(typed).view(shape)
+        return self._room.frame.empty(task.row.dtype, shape, self._model.device)
+
+    def send(self) -> list[Any]:
+        """Collective. Sends, and returns this rank's tensors."""
+        team = self._room.team
+        for first in range(0, len(self._sends), _TOGETHER):
+            # NCCL runs what is started together at the same time.
+            team.trade(
+                [(team.near[peer], flat) for send in self._sends[first : first + _TOGETHER] for peer, flat in send.outgoing],
+                [(team.near[peer], flat) for send in self._sends[first : first + _TOGETHER] for peer, flat in send.incoming],
+            )
+        for send in self._sends:
+            send.finish()
+        tensors = self._tensors
+        if self._model is not self._room.model:
+            tensors = [tensor.to(self._room.model.device) for tensor in tensors]
+        self._sends, self._tensors = [], []
+        return tensors
+
+    def abandon(self) -> None:
+        """Ends reading that nobody waits for. Does nothing after `read`."""
+        if self._reading is not None:
+            self._reading.abandon()
+            self._reading = None
+
+
+class _Send:
+    # One tensor, or a run of small ones, on its way between the ranks of a
+    # host: what to send and receive, as (rank on this host, bytes). The
+    # constructor allocates; `finish` puts what arrived where it belongs.
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.outgoing: list[tuple[int, Any]] = []
+        self.incoming: list[tuple[int, Any]] = []
+
+    def finish(self) -> None:
+        """After all has arrived."""
+
+
+class _Broadcast(_Send):
+    def __init__(self, batch: Batch, run: list[int], owner: int) -> None:
+        super().__init__(batch)
+        mine = owner == batch._me
+        if not mine:
+            for slot in run:
+                batch._tensors[slot] = batch.empty(batch.tasks[slot])
+        self.parts = [_bytes(batch._tensors[slot]) for slot in run]
+        self.flat = _join(self.parts, mine)
+        if mine:
+            self.outgoing = [(peer, self.flat) for peer in range(batch._count) if peer != owner]
+        else:
+            self.incoming = [(owner, self.flat)]
+
+    def finish(self) -> None:
+        if self.incoming:
+            _split(self.flat, self.parts)
+
+
+class _Scatter(_Send):
+    def __init__(self, batch: Batch, run: list[int], owner: int) -> None:
+        super().__init__(batch)
+        team = batch._room.team
+        tasks = [batch.tasks[slot] for slot in run]
+        if owner == batch._me:
+            whole = [batch._tensors[slot] for slot in run]
+            for peer, rank in enumerate(team.near):
+                blocks = [batch.block_of(task, tensor, rank) for task, tensor in zip(tasks, whole, strict=True)]
+                if peer == owner:
+                    mine = blocks
+                else:
+                    self.outgoing.append((peer, _join([_bytes(block) for block in blocks], True)))
+        else:
+            mine = [batch.empty(task, team.rank) for task in tasks]
+        for slot, tensor in zip(run, mine, strict=True):
+            batch._tensors[slot] = tensor
+        self.parts = [_bytes(tensor) for tensor in mine]
+        if owner != batch._me:
+            self.incoming = [(owner, _join(self.parts, False))]
+
+    def finish(self) -> None:
+        for _, flat in self.incoming:
+            _split(flat, self.parts)
+
+
+class _Gather(_Send):
+    def __init__(self, batch: Batch, slot: int) -> None:
+        super().__init__(batch)
+        out = _bytes(batch._tensors[slot])
+        parts = out.split(out.numel() // batch._count)
+        for peer in range(batch._count):
+            if peer != batch._me:
+                self.outgoing.append((peer, parts[batch._me]))
+                self.incoming.append((peer, parts[peer]))
+
+
+def _bytes(tensor: Any) -> Any:
+    # A view of the bytes of a contiguous tensor: collectives know few dtypes.
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _join(parts: list[Any], fill: bool) -> Any:
+    # One buffer for the parts behind each other; a single part is its own.
+    if len(parts) == 1:
+        return parts[0]
+    flat = parts[0].new_empty(sum(part.numel() for part in parts))
+    if fill:
+        for part, place in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            place.copy_(part)
+    return flat
+
+
+def _split(flat: Any, parts: list[Any]) -> None:
+    if len(parts) > 1:
+        for part, place in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(place)

@@ -1,0 +1,172 @@
+"""One rank of tests/test_distributed.py: what it does is named on its command line."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import torch
+import torch.distributed as dist
+from overwire import distributed, teams
+
+
+def expected(path: Path, shard: dict[str, int], rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """By one rank's plain load and slicing."""
+    whole = ow.load_file(path)
+    out = {}
+    for name, tensor in whole.items():
+        dim = shard.get(name)
+        if dim is not None:
+            lo, hi = distributed.shard_range(tensor.shape[dim], ranks, rank)
+            raw = tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
+            tensor = raw.narrow(dim, lo, hi - lo).contiguous().view(tensor.dtype)
+        out[name] = tensor
+    return out
+
+
+def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert list(got) == list(want), (list(got), list(want))
+    for name, tensor in want.items():
+        mine = got[name]
+        assert mine.dtype == tensor.dtype and mine.shape == tensor.shape, (name, mine.shape, tensor.shape)
+        assert mine.is_contiguous(), name
+        assert mine.untyped_storage().nbytes() <= max(tensor.numel() * tensor.element_size(), 64) + 64, name
+        assert torch.equal(mine.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+SHARD = {"rows": 0, "uneven": 0, "columns": 1, "deep": 2, "few": 0, "bytes8": -1, "small.0": 0, "small.1": 1, "pairs": 1}
+
+
+class Forced(teams.Rates):
+    """Every batch goes one way."""
+
+    way = ""
+
+    def choose(self, kind: tuple[Any, ...], ways: tuple[str, ...]) -> tuple[str, bool]:
+        return (self.way if self.way in ways else ways[0]), False
+
+
+def every_way(folder: Path, group: Any) -> None:
+    team = teams.team_of(group)
+    distributed._BATCH = 3 << 20
+    shard = {name: dim for name, dim in SHARD.items()}
+    for file in ("plain.safetensors", "compressed.safetensors"):
+        want = expected(folder / file, shard, dist.get_rank(group), dist.get_world_size(group))
+        for way in ("each", "broadcast", "gather", "own", "scatter"):
+            team.rates = Forced()
+            team.rates.way = way
+            same(ow.load_file(folder / file, group=group, shard=shard), want)
+        # Chosen by measuring: every way is tried, then one is kept.
+        team.rates = teams.Rates()
+        for _ in range(3):
+            same(ow.load_file(folder / file, group=group, shard=shard), want)
+    measured = distributed.rates(group)
+    large = next(ways for kind, ways in measured.items() if kind.startswith("whole large"))
+    assert set(large) == {"each", "broadcast", "gather"} and all(rate > 0 for rate in large.values()), measured
+
+
+def hosts(folder: Path) -> None:
+    """Two hosts of two ranks: nothing is sent between them."""
+    rank = dist.get_rank()
+    world = dist.new_group()  # a team that has not been settled yet
+    teams.host_name = lambda: f"host{rank // 2}"
+    sent: list[Any] = []
+    trade = teams.Team.trade
+    teams.Team.trade = lambda self, out, come: (sent.extend(peer for peer, _ in out + come), trade(self, out, come))[1]  # type: ignore
+    team = teams.team_of(world)
+    team.rates = Forced()
+    team.rates.way = "broadcast"
+    path = folder / "plain.safetensors"
+    same(ow.load_file(path, group=world, shard={"rows": 0}), expected(path, {"rows": 0}, rank, 4))
+    assert team.near == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert set(sent) == set(team.near) - {rank}
+
+
+def subgroup(folder: Path) -> None:
+    """Ranks 1 and 3 alone; the others make no call."""
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        every_way(folder, group)
+    else:
+        try:
+            ow.load_file(folder / "plain.safetensors", group=group)
+        except ow.ArgumentError as error:
+            assert "not in it" in str(error)
+        else:
+            raise AssertionError("a group this process is not in was taken")
+
+
+def wanted(folder: Path) -> None:
+    """keys and filter of each rank's own: experts."""
+    rank = dist.get_rank()
+    path = folder / "compressed.safetensors"
+    whole = ow.load_file(path)
+    got = ow.load_file(path, group=dist.group.WORLD, filter=lambda name: not name.startswith("small.") or int(name[6:]) % 2 == rank, dtype=torch.float64)
+    names = [n for n in whole if not n.startswith("small.") or int(n[6:]) % 2 == rank]
+    assert list(got) == names
+    for name in names:
+        want = whole[name].to(torch.float64) if whole[name].dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn) else whole[name]
+        assert got[name].dtype == want.dtype and torch.equal(got[name].reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
+    got = ow.load_file(path, group=dist.group.WORLD, keys=["rows", "few"] if rank else ["few"])
+    assert list(got) == (["rows", "few"] if rank else ["few"])
+
+
+def failing(folder: Path) -> None:
+    """What fails on one rank is raised on all, soon, and the group goes on."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    good = folder / "compressed.safetensors"
+    bad = folder / "damaged.safetensors" if rank == 1 else good
+    for way in ("each", "broadcast", "gather", "own", "scatter"):
+        team = teams.team_of(world)
+        team.rates = Forced()
+        team.rates.way = way
+        start = time.monotonic()
+        try:
+            got = ow.load_file(bad, group=world, shard={"rows": 0})
+        except ow.CorruptError as error:
+            assert error.tensor and error.offset and "damaged" in str(error.source), vars(error)
+            assert rank == 1 or "on rank 1" in str(error), error
+        else:
+            # Rank 1 may not have to read the damaged tensor when others do.
+            assert way in ("broadcast", "gather", "scatter"), (way, list(got))
+        assert time.monotonic() - start < 10
+
+    def raises(kind: type[Exception], text: str, *args: Any, **named: Any) -> None:
+        try:
+            ow.load_file(*args, group=world, **named)
+        except kind as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"no {kind.__name__}")
+
+    raises(ow.NotFoundError, "absent", folder / ("absent" if rank == 0 else "plain.safetensors"))
+    raises(ow.ArgumentError, "tensors differs", folder / ("other.safetensors" if rank == 0 else "plain.safetensors"))
+    raises(ow.ArgumentError, "shard differs", good, shard={"rows": 0} if rank else {})
+    raises(ow.ArgumentError, "dimension 7", good, shard={"rows": 7} if rank else {})
+    raises(ow.TensorNotFoundError, "nothing", good, shard={"nothing": 0})
+
+    def break_late(now: Any) -> None:
+        if rank == 0:
+            raise ValueError("the callable broke")
+
+    raises(Exception, "the callable broke", good, progress=break_late)
+    same(ow.load_file(good, group=world), expected(good, {}, rank, 2))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=60),
+        store=dist.FileStore(str(folder / sys.argv[2]), int(os.environ["WORLD_SIZE"])),
+    )  # fmt: skip
+    for step in sys.argv[3:]:
+        {"every_way": lambda: every_way(folder, dist.group.WORLD)}.get(step, lambda step=step: globals()[step](folder))()
+        dist.barrier()
+        print("done", step, flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,109 @@
+"""Loads over a process group: every rank gets what slicing on one rank gives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+torch = pytest.importorskip("torch")
+
+import overwire as ow  # noqa: E402
+from overwire import distributed, teams  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files with all that a cut can meet: uneven, short, deep, empty, packed."""
+    at = tmp_path_factory.mktemp("group")
+    torch.manual_seed(3)
+    tensors = {
+        "whole": torch.randn(1024, 1024).bfloat16(),
+        "whole.b": torch.randn(1024, 1024),
+        "rows": torch.randn(1024, 512).bfloat16(),
+        "uneven": torch.randn(1021, 257).bfloat16(),
+        "columns": torch.randn(300, 1001),
+        "deep": torch.randn(4, 33, 50, 7),
+        "few": torch.randn(3, 5),  # fewer rows than ranks
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 7),
+        "bytes8": torch.randint(0, 255, (64, 100), dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "flags": torch.arange(1001) % 3 == 0,
+        "pairs": torch.randint(0, 255, (6, 22), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "odd": torch.randn(1 << 20)[: (1 << 20) - 3].half(),
+        **{f"small.{i}": torch.randn(7, 11) for i in range(40)},
+    }
+    ow.save_file(tensors, at / "plain.safetensors", compress=False)
+    ow.save_file(tensors, at / "compressed.safetensors")
+    ow.save_file({"other": torch.zeros(3)}, at / "other.safetensors")
+    damaged = bytearray((at / "compressed.safetensors").read_bytes())
+    damaged[-len(damaged) // 3] ^= 0x40
+    (at / "damaged.safetensors").write_bytes(damaged)
+    with pytest.raises(ow.CorruptError):
+        ow.verify(at / "damaged.safetensors")
+    return at
+
+
+def ranks(folder: Path, count: int, *steps: str) -> None:
+    """Runs the steps of group_worker on that many ranks; all must succeed."""
+    store = f"store-{count}-{'-'.join(steps)}"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD"))}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "group_worker.py"), str(folder), store, *steps],
+            env=clean | {"RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    try:
+        said = [one.communicate(timeout=60)[0] for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    for rank, (one, text) in enumerate(zip(started, said, strict=True)):
+        assert one.returncode == 0, f"rank {rank} of {count}:\n{text}"
+        assert text.count("done ") == len(steps)
+
+
+def test_two_ranks(folder: Path) -> None:
+    ranks(folder, 2, "every_way", "wanted", "failing")
+
+
+def test_four_ranks_a_subgroup_and_two_hosts(folder: Path) -> None:
+    ranks(folder, 4, "every_way", "subgroup", "hosts")
+
+
+def test_blocks_cover_a_dimension_once() -> None:
+    for size in range(40):
+        for count in range(1, 9):
+            blocks = [distributed.shard_range(size, count, rank) for rank in range(count)]
+            assert [at for lo, hi in blocks for at in range(lo, hi)] == list(range(size))
+            want = [len(part) for part in torch.arange(size).chunk(count)] if size else []
+            assert [hi - lo for lo, hi in blocks if hi > lo] == want
+
+
+def test_the_rule_tries_each_way_twice_and_keeps_the_fastest() -> None:
+    rates, speed = teams.Rates(), {"each": 3.0, "broadcast": 1.0, "gather": 2.0}
+    took = []
+    for _ in range(8):
+        way, trying = rates.choose(("kind",), tuple(speed))
+        took.append((way, trying))
+        # The first try of each also pays for connections.
+        rates.note(("kind",), way, 1 << 30, speed[way] + (100 if len(took) <= 3 else 0))
+    assert took[:6] == [(way, True) for way in speed] * 2
+    assert took[6:] == [("broadcast", False)] * 2
+    rates.note(("other",), "each", 100, 1.0)
+    assert rates.choose(("other",), tuple(speed)) == ("each", True), "100 bytes say nothing of a rate"
+
+
+def test_without_a_group_there_is_nothing_to_share(folder: Path) -> None:
+    path = folder / "plain.safetensors"
+    with pytest.raises(ow.ArgumentError, match="group"):
+        ow.load_file(path, shard={"rows": 0})
+    with pytest.raises(ow.ArgumentError, match="process group"):
+        ow.load_file(path, group=3)
