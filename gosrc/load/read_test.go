@@ -105,7 +105,7 @@ func TestChangedDuringALoad(t *testing.T) {
 	off := false
 	failed := 0
 	for i := range 12 {
-		path, want := write(t, "a", []int64{8 << 20}, []int64{8 << 20})
+		path, want := write(t, "a", []int64{2 << 20}, []int64{2 << 20})
 		m := opened(t, Spec{URIs: []string{path}, Map: &off})
 		l, err := m.Start(nil, Options{Read: ways[i%len(ways)], Threads: 2})
 		if err != nil {
@@ -118,8 +118,8 @@ func TestChangedDuringALoad(t *testing.T) {
 			}
 			err = os.Rename(path+".new", path)
 		} else {
-			time.Sleep(time.Duration(i) * 100 * time.Microsecond)
-			err = os.Truncate(path, 12<<20)
+			time.Sleep(time.Duration(i) * 50 * time.Microsecond)
+			err = os.Truncate(path, 3<<20)
 		}
 		if err != nil {
 			t.Fatal(err)

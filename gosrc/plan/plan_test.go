@@ -6,41 +6,37 @@ import (
 	"time"
 	"unsafe"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Parts cover each piece once and in order, hold each of its jobs once, and cut
-// no bytes that have a checksum.
-func TestParts(t *testing.T) {
+// With Align, every piece begins and ends at a block or the end of its file, no
+// staged piece outgrows a slot for that, and every job lies inside its piece;
+// what is read to its place begins at a block from a tensor's second piece on.
+func TestAlign(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
-	memory := make([]byte, 4096) // nothing is written to it
+	const block, piece = 4096, 1 << 20
+	// Addresses that nobody reads or writes, outside of Go's heap.
+	place, err := unix.Mmap(-1, 0, 8<<20, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Munmap(place) }()
 	for range 300 {
-		ix := &tensor.Index{Sources: []tensor.Source{{URI: "a"}}}
-		at := int64(0)
-		for range 1 + r.IntN(8) {
-			x := tensor.Tensor{DType: tensor.U8, Alias: -1, Off: at}
-			if r.IntN(2) == 0 { // plain
-				x.Bytes = r.Int64N(3000)
-			} else {
-				x.First, x.Count, x.ChunkBytes, x.Parts = int32(len(ix.Chunks)), int32(1+r.IntN(5)), 256, 1
-				x.Bytes = int64(x.Count) * 256
-				for range x.Count {
-					n := uint32(1 + r.IntN(256))
-					ix.Chunks = append(ix.Chunks, tensor.Chunk{Off: at, Stored: n, Logical: 256, Codec: tensor.CodecX16})
-					at += int64(n)
-				}
-			}
-			at += x.Bytes + r.Int64N(3)*50
-			x.Shape = []int64{x.Bytes}
-			ix.Tensors = append(ix.Tensors, x)
-		}
+		ix := &tensor.Index{}
 		var reqs []Request
-		for i := range ix.Tensors {
-			for range 1 + r.IntN(2) { // twice: jobs on the same bytes
-				reqs = append(reqs, Request{Tensor: int64(i), Hi0: Whole, Hi1: Whole})
+		for s := range int32(1 + r.IntN(3)) {
+			off := int64(8 + r.IntN(20_000))
+			for range 1 + r.IntN(40) {
+				n := []int64{r.Int64N(100), r.Int64N(50_000), r.Int64N(300_000), r.Int64N(4 << 20), piece, directMin}[r.IntN(6)]
+				reqs = append(reqs, Request{Tensor: int64(len(ix.Tensors)), Hi0: Whole, Hi1: Whole})
+				ix.Tensors = append(ix.Tensors, tensor.Tensor{Name: "t", Source: s, Alias: -1, DType: tensor.U8, Shape: []int64{n}, Bytes: n, Off: off})
+				off += n
 			}
+			ix.Sources = append(ix.Sources, tensor.Source{URI: "file", Size: off})
 		}
 		wants, err := Check(ix, reqs)
 		if err != nil {
@@ -48,32 +44,44 @@ func TestParts(t *testing.T) {
 		}
 		dest := make([]unsafe.Pointer, len(wants))
 		for i := range dest {
-			dest[i] = unsafe.Pointer(&memory[0])
+			dest[i] = unsafe.Pointer(&place[0])
 		}
-		lim := Limits{Piece: 1 + r.Int64N(2000), Gap: r.Int64N(100), Part: r.Int64N(2) * r.Int64N(600)}
+		lim := Limits{Piece: piece, Gap: 64 << 10, Align: block, Direct: r.IntN(2) == 0}
 		p := Make(ix, wants, dest, lim)
-		k := 0
-		for i, piece := range p.Pieces {
-			at, job := int64(0), piece.First
-			for ; k < len(p.Parts) && p.Parts[k].Piece == int32(i); k++ {
-				part := p.Parts[k]
-				if part.From != at || part.To < at || part.First != job || part.Count < 0 {
-					t.Fatalf("%+v of %+v after %d, job %d", part, piece, at, job)
-				}
-				at, job = part.To, job+part.Count
-				for j := part.First; j < job; j++ {
-					lo, hi := int64(p.Jobs[j].Src), int64(p.Jobs[j].Src)+int64(p.Jobs[j].Chunk.Stored)
-					if p.Refs[j].N >= 0 && (lo < part.From || hi > part.To) {
-						t.Fatalf("job [%d, %d) in %+v", lo, hi, part)
-					}
-				}
+		var read int64
+		landed := make([]int64, len(wants))
+		for _, c := range p.Pieces {
+			read += c.Len
+			size := ix.Sources[c.Source].Size
+			if c.Off < 0 || c.Len <= 0 || c.Off+c.Len > size || c.Len > piece {
+				t.Fatalf("piece %+v of a file of %d", c, size)
 			}
-			if at != piece.Len || job != piece.First+piece.Count {
-				t.Fatalf("parts of %+v end at %d, job %d", piece, at, job)
+			if c.Direct != nil {
+				job := p.Jobs[c.First]
+				landed[p.Refs[c.First].Want] += c.Len
+				if first := job.Dst == dest[0]; c.Count != 1 || c.Off%block != 0 && !first {
+					t.Fatalf("read to its place: %+v", c)
+				}
+				continue
+			}
+			if end := c.Off + c.Len; c.Off%block != 0 || end%block != 0 && end != size {
+				t.Fatalf("staged piece %+v of a file of %d", c, size)
+			}
+			for i := c.First; i < c.First+c.Count; i++ {
+				j := &p.Jobs[i]
+				if c.Off+int64(j.Src) != j.Chunk.Off || int64(j.Src)+int64(j.Chunk.Stored) > c.Len {
+					t.Fatalf("job %+v outside of piece %+v", j, c)
+				}
+				landed[p.Refs[i].Want] += int64(j.Chunk.Logical)
 			}
 		}
-		if k != len(p.Parts) {
-			t.Fatalf("%d parts, %d of pieces", len(p.Parts), k)
+		for i := range wants {
+			if landed[i] != wants[i].Bytes {
+				t.Fatalf("want %d: %d of %d bytes", i, landed[i], wants[i].Bytes)
+			}
+		}
+		if p.Slot > piece || read != p.Read {
+			t.Fatalf("slot %d, read %d of %d", p.Slot, p.Read, read)
 		}
 	}
 }
