@@ -33,12 +33,17 @@ var doctorVerb = &verb{
 	short: "show what the machine has and what overwire makes of it",
 	long: `
 Shows versions, the CPU's features and the decoder chosen, cores, huge pages,
-memory and its limit, the preload, and settings that are not at their default.
-With --env, every setting: the environment variable, its value, what it means.`,
+memory and its limit, GPUs and what they run, or why there are none, the
+preload, and settings that are not at their default. With --env, every setting:
+the environment variable, its value, what it means. With --measure, the rate of
+pinned copies to each GPU.`,
 	example: "overwire doctor --env",
-	options: []option{{name: "env", doc: "every environment variable that is honoured"}},
+	options: []option{
+		{name: "env", doc: "every environment variable that is honoured"},
+		{name: "measure", doc: "measure the wire of each GPU, a second or less for each"},
+	},
 	run: func(c *call) error {
-		d := Diagnose(c.env)
+		d := Diagnose(c.env, c.is("measure"))
 		return c.show(d, func(w io.Writer) { d.text(w, c.is("env")) })
 	},
 }
@@ -50,6 +55,7 @@ type Diagnosis struct {
 	Machine  bench.Machine `json:"machine"`
 	Features []string      `json:"cpu_features"`
 	Memory   Memory        `json:"memory"`
+	GPU      GPU           `json:"gpu"`
 	Preload  Preload       `json:"preload"`
 	Engine   string        `json:"engine"` // "ok", or the panic that poisoned it
 	Workers  int           `json:"goroutines"`
@@ -73,11 +79,13 @@ type Preload struct {
 	Found  bool   `json:"found"`
 }
 
-// Diagnose looks at the machine. It starts nothing and loads nothing.
-func Diagnose(env Env) Diagnosis {
+// Diagnose looks at the machine and asks NVIDIA's driver, if there is one, for
+// its GPUs. Only with measure it makes contexts there, and copies.
+func Diagnose(env Env, measure bool) Diagnosis {
 	d := Diagnosis{
 		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python), Machine: bench.ThisMachine(),
 		Features: features(), Memory: memory(), Engine: "ok", Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
+		GPU: diagnoseGPU(measure),
 	}
 	if err := spawn.Poisoned(); err != nil {
 		d.Engine = err.Error()
@@ -107,6 +115,7 @@ func (d *Diagnosis) advise() {
 	if p := d.Preload; p.Path != "" && !p.Off && !p.Found {
 		add("%s names %s, which is not there", p.From, p.Path)
 	}
+	d.adviseGPU(add)
 	if d.Machine.Cores == 1 {
 		add("one core: reading and decoding take turns")
 	}
@@ -168,6 +177,7 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 		limit = "limit " + bytesText(d.Memory.Limit)
 	}
 	line("memory", "%s, %s available, %s", bytesText(d.Memory.Total), bytesText(d.Memory.Available), limit)
+	d.GPU.text(line)
 	switch p := d.Preload; {
 	case p.Path == "":
 		line("preload", "none")
