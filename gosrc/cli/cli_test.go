@@ -249,7 +249,7 @@ func TestDoctor(t *testing.T) {
 			t.Errorf("doctor --env lacks %s", r.Name)
 		}
 	}
-	for _, want := range []string{"decoder", "set by NUM_THREADS", "PRELOAD_PATH names /no/such/file, which is not there"} {
+	for _, want := range []string{"decoder", "gpu ", "set by NUM_THREADS", "PRELOAD_PATH names /no/such/file, which is not there"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("doctor lacks %q:\n%s", want, out)
 		}

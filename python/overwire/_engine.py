@@ -373,9 +373,9 @@ def inspect(spec: str) -> str:
     return text
 
 
-def doctor() -> str:
+def doctor(measure: bool = False) -> str:
     """What the engine finds on this machine, as JSON."""
-    text: str = _call(_core().api_Doctor, _program([]))
+    text: str = _call(_core().api_Doctor, _program(["--measure"] if measure else []))
     return text
 
 

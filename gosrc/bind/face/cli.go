@@ -3,6 +3,7 @@ package face
 import (
 	"context"
 	"os"
+	"slices"
 
 	"github.com/overwire/overwire/gosrc/cli"
 	"github.com/overwire/overwire/gosrc/job"
@@ -33,11 +34,12 @@ func CliStart(text string) (uint64, error) {
 	})), nil
 }
 
-// Doctor describes the machine as JSON.
+// Doctor describes the machine as JSON; the argument --measure measures the
+// wires of its GPUs too.
 func Doctor(text string) (string, error) {
 	p, err := parse[program]("program", text)
 	if err != nil {
 		return "", err
 	}
-	return encode(cli.Diagnose(p.env()))
+	return encode(cli.Diagnose(p.env(), slices.Contains(p.Argv, "--measure")))
 }

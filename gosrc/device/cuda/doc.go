@@ -13,7 +13,10 @@
 // works in a forked child: the driver does not.
 package cuda
 
-import "time"
+import (
+	"fmt"
+	"time"
+)
 
 // A DeviceInfo describes one GPU.
 type DeviceInfo struct {
@@ -50,3 +53,30 @@ var ring = struct {
 
 // Ring is the slots of a lane, and their bytes, for loads of no special size.
 func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
+
+// architectures are those that cuda/built has machine code for, in the order of
+// compute capability times ten; PTX for the first serves the rest.
+var architectures = []int{80, 86, 89, 90, 100, 120}
+
+// Kernels says which code of ours a GPU of a compute capability ("8.7") runs:
+// machine code of its own generation that is not newer than itself ("sm_86"),
+// "PTX", which the driver compiles at first use, or "" for none.
+func Kernels(compute string) string {
+	major, minor := 0, 0
+	if _, err := fmt.Sscanf(compute, "%d.%d", &major, &minor); err != nil {
+		return ""
+	}
+	best := 0
+	for _, a := range architectures {
+		if a/10 == major && a%10 <= minor {
+			best = a
+		}
+	}
+	switch {
+	case best > 0:
+		return fmt.Sprintf("sm_%d", best)
+	case 10*major+minor >= architectures[0]:
+		return "PTX"
+	}
+	return ""
+}
