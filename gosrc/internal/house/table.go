@@ -25,6 +25,7 @@ var mayImport = map[string][]string{
 	"source":            {"fault", "knob", "internal/..."},
 	"source/file":       {"source", "fault", "knob", "internal/..."},
 	"source/retry":      {"source", "fault", "knob", "internal/..."},
+	"source/http":       {"source", "source/retry", "fault", "knob", "internal/..."},
 	"source/open":       {"source/...", "fault", "knob", "internal/..."},
 	"source/sourcetest": {"source/...", "fault", "internal/..."},
 	"codec":             {"codec/...", "tensor", "fault", "knob", "internal/..."},
@@ -54,9 +55,10 @@ var mayImport = map[string][]string{
 		"internal/..."},
 	"preload": {"load", "source/open", "job", "device", "knob", "tensor", "fault", "internal/..."},
 	"weights": {"tensor", "fault", "internal/..."},
+	"serve":   {"fault", "internal/..."},
 	"bench": {"weights", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
 		"internal/..."},
-	"cli": {"load", "save", "preload", "bench", "weights", "source", "codec/...", "job", "knob", "tensor", "fault",
+	"cli": {"load", "save", "preload", "bench", "weights", "source", "serve", "codec/...", "job", "knob", "tensor", "fault",
 		"internal/..."},
 
 	// The face towards Python.
@@ -73,6 +75,7 @@ var modules = map[string][]string{
 	"github.com/dustin/go-humanize":           {"cli"},
 	"github.com/go-python/gopy":               {"bind"},
 	"go.uber.org/goleak":                      {""},
+	"golang.org/x/net/http/httpproxy":         {"source/http"},
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
 }
 
