@@ -183,10 +183,11 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	if threads <= 0 {
 		threads = knob.Threads.Get()
 	}
+	far := l.model.far()
 	if threads <= 0 {
-		threads = max(runtime.GOMAXPROCS(0), l.target.readers())
+		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), far)
 	}
-	p := plan.Make(l.model.ix, l.wants, dest, l.target.limits())
+	p := plan.Make(l.model.ix, l.wants, dest, l.target.limits(far > 1))
 	for i, n := range p.Left {
 		if n == 0 && !mapped[i] {
 			l.land(int32(i))

@@ -53,6 +53,18 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 // Index is what the model holds.
 func (m *Model) Index() *tensor.Index { return m.ix }
 
+// far is how many reads at once the model's sources can make use of: 0 if all
+// are local files.
+func (m *Model) far() int {
+	n := 0
+	for _, s := range m.srcs {
+		if f, ok := s.(interface{ Far() int }); ok {
+			n = max(n, f.Far())
+		}
+	}
+	return n
+}
+
 // Close ends the handle. Loads that run go on; the sources are closed after
 // the last of them. Close may be called more than once.
 func (m *Model) Close() {

@@ -56,13 +56,20 @@ func (t target) alloc(sizes []int64) ([]device.Memory, error) {
 
 // limits is what the pipeline reads at once: on the host about one compressed
 // chunk, so that it is still in the second-level cache when it is decoded; for
-// a GPU what fills a slot.
-func (t target) limits() plan.Limits {
+// a GPU what fills a slot. From far away it is as much as hides a round trip,
+// and a gap costs less than another one.
+func (t target) limits(far bool) plan.Limits {
 	if t.gpu != nil {
 		return plan.Limits{Piece: cuda.DefaultSlotBytes, Gap: 256 << 10}
 	}
+	if far {
+		return plan.Limits{Piece: farPiece, Gap: 512 << 10, Direct: true}
+	}
 	return plan.Limits{Piece: 1 << 20, Gap: 64 << 10, Direct: true}
 }
+
+// farPiece: see docs/benchmarks.md, net.
+const farPiece = 4 << 20
 
 // lane makes the device's lane for a plan; nil lets the pipeline make its own,
 // on the host.

@@ -56,7 +56,7 @@ var mayImport = map[string][]string{
 	"preload": {"load", "source/open", "job", "device", "knob", "tensor", "fault", "internal/..."},
 	"weights": {"tensor", "fault", "internal/..."},
 	"serve":   {"fault", "internal/..."},
-	"bench": {"weights", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
+	"bench": {"weights", "serve", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
 		"internal/..."},
 	"cli": {"load", "save", "preload", "bench", "weights", "source", "serve", "codec/...", "job", "knob", "tensor", "fault",
 		"internal/..."},
