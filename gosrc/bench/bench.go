@@ -26,7 +26,7 @@ import (
 // Options choose what is measured. The zero value measures everything at the
 // sizes of docs/benchmarks.md.
 type Options struct {
-	What    string // "codec", "load", "cold", "import", "many"; "" or "all": each
+	What    string // "codec", "load", "cold", "import", "many", "net"; "" or "all": each
 	Size    int64  // tensor bytes of the load rows; 0: 4 GB
 	File    string // real F32 weights for the codec rows, "" for none
 	Repeat  int    // runs of each measurement; 0: 5
@@ -50,7 +50,7 @@ type Options struct {
 }
 
 // Whats are the values of Options.What.
-var Whats = []string{"all", "codec", "load", "cold", "many", "import"}
+var Whats = []string{"all", "codec", "load", "cold", "many", "net", "import"}
 
 // A Row is one line of the table.
 type Row struct {
@@ -172,7 +172,8 @@ func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 		name string
 		run  func() error
 	}{
-		{"floors", r.floors}, {"codec", r.codec}, {"load", r.load}, {"cold", r.cold}, {"many", r.many}, {"import", r.imports},
+		{"floors", r.floors}, {"codec", r.codec}, {"load", r.load}, {"cold", r.cold}, {"many", r.many}, {"net", r.net},
+		{"import", r.imports},
 	} {
 		if g.name != "floors" && opt.What != "all" && opt.What != g.name || g.name == "floors" && opt.What == "import" {
 			continue

@@ -6,13 +6,10 @@ package format
 import (
 	"context"
 	"math"
-	"sync"
-	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -42,36 +39,13 @@ type Options struct {
 // fault.ErrNotSupported for one of a newer version, and whatever the source
 // gives. Two sources may have tensors of one name; Index.Find tells.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
-	const readers = 8
-	parts, errs := make([]*tensor.Index, len(srcs)), make([]error, len(srcs))
-	var next atomic.Int64
-	var failed atomic.Bool
-	read := func() {
-		for !failed.Load() {
-			i := next.Add(1) - 1
-			if i >= int64(len(srcs)) {
-				return
-			}
-			errs[i] = spawn.Guard("index", func() (err error) {
-				parts[i], err = One(ctx, srcs[i], opt)
-				return err
-			})
-			if errs[i] != nil {
-				failed.Store(true)
-			}
-		}
-	}
-	var wg sync.WaitGroup
-	for range min(readers, len(srcs)) - 1 {
-		wg.Add(1)
-		spawn.Go("index", func() { defer wg.Done(); read() })
-	}
-	read()
-	wg.Wait()
-	for _, err := range errs { // the first source's, whoever was faster
-		if err != nil {
-			return nil, err
-		}
+	parts := make([]*tensor.Index, len(srcs))
+	err := each(len(srcs), func(i int) (err error) {
+		parts[i], err = One(ctx, srcs[i], opt)
+		return err
+	})
+	if err != nil {
+		return nil, err
 	}
 	return Join(parts)
 }

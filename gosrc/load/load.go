@@ -190,7 +190,8 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	if threads <= 0 {
 		threads = knob.Threads.Get()
 	}
-	lim := l.target.limits()
+	far := l.model.far()
+	lim := l.target.limits(far > 1)
 	if l.model.planned() {
 		lim.Align = readAlign
 	}
@@ -198,7 +199,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	p := plan.Make(l.model.ix, l.wants, dest, lim)
 	planned := time.Now()
 	if depth := expect(l.model.srcs, p, cmp.Or(opt.Read, knob.Read.Get())); threads <= 0 {
-		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth)
+		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth, far)
 	}
 	traceFile := cmp.Or(opt.Trace, knob.Trace.Get())
 	var trace *pipeline.Trace

@@ -76,10 +76,24 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 
 // Names returns the tensors that index.json files promise, without opening a
 // shard; ok is false when some of the files have no index.
-func Names(spec Spec) (names []string, ok bool, err error) { return format.Names(spec.URIs) }
+func Names(spec Spec) (names []string, ok bool, err error) {
+	return format.Names(context.Background(), spec.URIs, open.With(spec.Storage))
+}
 
 // Index is what the model holds.
 func (m *Model) Index() *tensor.Index { return m.ix }
+
+// far is how many reads at once the model's sources can make use of: 0 if all
+// are local files.
+func (m *Model) far() int {
+	n := 0
+	for _, s := range m.srcs {
+		if f, ok := s.(interface{ Far() int }); ok {
+			n = max(n, f.Far())
+		}
+	}
+	return n
+}
 
 // Close ends the handle. Loads that run go on; the sources are closed after
 // the last of them. Close may be called more than once.

@@ -61,14 +61,24 @@ const readAlign = 4096
 // limits is what the pipeline reads at once: on the host about one compressed
 // chunk, so that it is still in the second-level cache when it is decoded; for
 // a GPU what fills a slot, by several workers, so that few slots are being
-// filled and most are on their way.
-func (t target) limits() plan.Limits {
+// filled and most are on their way. From far away it is as much as hides a round
+// trip, and a gap costs less than another one.
+func (t target) limits(far bool) plan.Limits {
 	if t.gpu != nil {
 		_, size := cuda.Ring()
+		if far {
+			return plan.Limits{Piece: size, Gap: 512 << 10, Part: farPiece}
+		}
 		return plan.Limits{Piece: size, Gap: 256 << 10, Part: 1 << 20}
+	}
+	if far {
+		return plan.Limits{Piece: farPiece, Gap: 512 << 10, Direct: true}
 	}
 	return plan.Limits{Piece: 1 << 20, Gap: 64 << 10, Direct: true}
 }
+
+// farPiece: see docs/benchmarks.md, net.
+const farPiece = 4 << 20
 
 // lane makes the device's lane for a plan; nil lets the pipeline make its own,
 // on the host.

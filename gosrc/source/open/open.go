@@ -9,6 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
+	"github.com/overwire/overwire/gosrc/source/http"
 )
 
 // schemes says who opens what. A name without a scheme is a local path.
@@ -23,6 +24,13 @@ var schemes = map[string]func(ctx context.Context, uri string, opt source.Option
 		}
 		return wrap(file.Open(path))
 	},
+	"http":  overHTTP,
+	"https": overHTTP,
+	"hf":    overHTTP,
+}
+
+func overHTTP(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
+	return wrap(http.Open(ctx, uri, opt))
 }
 
 // wrap keeps a nil *file.File from becoming a Source that is not nil.

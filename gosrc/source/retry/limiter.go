@@ -29,6 +29,7 @@ type limiter struct {
 	last      float64   // bytes a second of the window before
 	before    int       // limit to go back to; 0: the last step was none
 	resting   int
+	halved    time.Time
 }
 
 const (
@@ -36,6 +37,7 @@ const (
 	window = 150 * time.Millisecond
 	gain   = 1.05
 	rest   = 16
+	calm   = time.Second
 )
 
 var (
@@ -142,11 +144,16 @@ func (l *limiter) climb(rate float64) {
 	}
 }
 
-// overloaded halves the number of open ranges.
+// overloaded halves the number of open ranges: once for all the answers that
+// tell of the same crowd.
 func (l *limiter) overloaded() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.limit, l.before, l.resting = max(1, l.limit/2), 0, rest
+	if time.Since(l.halved) < calm {
+		return
+	}
+	l.halved = time.Now()
+	l.limit, l.before, l.resting = max(1, l.limit/2), 0, rest/4
 }
 
 func (l *limiter) admit() {
