@@ -36,6 +36,9 @@ type Model struct {
 	mu   sync.Mutex
 	refs int // 1 for the handle, 1 for each running load
 	shut bool
+
+	pinning bool    // a Pin runs: no load may
+	pin     *pinned // nil: not pinned
 }
 
 // Open opens and indexes a model. Everything its headers say has been
@@ -79,6 +82,9 @@ func (m *Model) hold() error {
 	if m.shut {
 		return fault.New(fault.ErrArgument, "the model is closed")
 	}
+	if m.pinning {
+		return fault.New(fault.ErrArgument, "the model is being pinned")
+	}
 	m.refs++
 	return nil
 }
@@ -89,6 +95,9 @@ func (m *Model) drop() {
 	last := m.refs == 0
 	m.mu.Unlock()
 	if last {
+		if m.pin != nil {
+			m.pin.unregister()
+		}
 		for _, s := range m.srcs {
 			_ = s.Close()
 		}

@@ -187,6 +187,7 @@ func (w *worker) loop() error {
 
 func (w *worker) piece(p *plan.Piece) error {
 	src := w.Sources[p.Source]
+	lender, lends := src.(source.Lender)
 	t0 := time.Now()
 	if p.Direct != nil {
 		b := unsafe.Slice((*byte)(p.Direct), p.Len)
@@ -194,10 +195,12 @@ func (w *worker) piece(p *plan.Piece) error {
 			return w.where("read", p.First, err)
 		}
 		w.st.ReadNS += w.lap("read", &t0, p.Len)
-		if err := w.check(p.First, b); err != nil {
-			return err
+		if !lends {
+			if err := w.check(p.First, b); err != nil {
+				return err
+			}
+			w.st.CheckNS += w.lap("check", &t0, p.Len)
 		}
-		w.st.CheckNS += w.lap("check", &t0, p.Len)
 		w.land(p.First)
 		return nil
 	}
@@ -206,7 +209,17 @@ func (w *worker) piece(p *plan.Piece) error {
 		return err
 	}
 	w.st.WaitNS += w.lap("stage", &t0, 0)
-	if err := w.fill(src, p, slot.Memory()[:p.Len], &t0); err != nil {
+	if lends {
+		b, e := lender.Lend(p.Off, p.Len)
+		if err = e; err != nil {
+			err = w.where("read", p.First, err)
+		} else {
+			slot.Borrow(b)
+		}
+	} else {
+		err = w.fill(src, p, slot.Memory()[:p.Len], &t0)
+	}
+	if err != nil {
 		w.lane.Put(slot)
 		return err
 	}

@@ -23,3 +23,12 @@ type Source interface {
 	// fail; later ones fail. Close may be called more than once.
 	Close() error
 }
+
+// A Lender is a source whose bytes lie in memory, where their checksums have
+// been compared: there is nothing to read and nothing to check.
+type Lender interface {
+	Source
+	// Lend gives n bytes from off. They belong to the source, are not written
+	// to, and stay until Close.
+	Lend(off, n int64) ([]byte, error)
+}

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .jobs import last_report
     from .loading import load_file, stream
     from .looking import convert, doctor, inspect, verify
-    from .memory import empty_cache
+    from .memory import Pinned, empty_cache, pin
     from .modules import load_model, save_model
     from .opening import TensorSlice, safe_open
     from .preloading import Preload, preload
@@ -70,6 +70,7 @@ __all__ = [
     "NotSupportedError",
     "OutOfMemoryError",
     "OverwireError",
+    "Pinned",
     "Preload",
     "Progress",
     "Report",
@@ -91,6 +92,7 @@ __all__ = [
     "load_compressed_pickle",
     "load_file",
     "load_model",
+    "pin",
     "preload",
     "safe_open",
     "save_file",
@@ -102,6 +104,7 @@ __all__ = [
 # Where the functions and plain classes live; every other name of __all__ is an
 # exception, or a module of its own.
 _HOMES = {
+    "Pinned": "memory",
     "Preload": "preloading",
     "Progress": "progress",
     "Report": "saving",
@@ -117,6 +120,7 @@ _HOMES = {
     "load_compressed_pickle": "bundles",
     "load_file": "loading",
     "load_model": "modules",
+    "pin": "memory",
     "preload": "preloading",
     "safe_open": "opening",
     "save_file": "saving",

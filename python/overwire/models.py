@@ -61,6 +61,10 @@ class Model:
 
     def __init__(self, source: SourceLike, mmap: bool | None = None, device: str = "cpu", preloaded: bool = True):
         self.device = device
+        shared = getattr(source, "shared_model", None)
+        if shared is not None:  # a model that somebody else keeps open
+            self.__dict__.update(shared().__dict__, device=device, _open=False)
+            return
         if mmap is not None and not isinstance(mmap, bool):
             raise ArgumentError("overwire: mmap: expected True, False or None")
         uris, keep = resolve(source)
@@ -93,6 +97,11 @@ class Model:
                 _engine.job_free(self.preload)
                 self.preload = None
             _engine.close_model(self._handle)
+
+    @property
+    def handle(self) -> int:
+        """The engine's number of it."""
+        return self._handle
 
     def __enter__(self) -> Model:
         return self
