@@ -154,3 +154,16 @@ def test_empty_cache(tmp_path: Path) -> None:
     assert torch.cuda.mem_get_info()[0] >= before + (100 << 20)
     assert kept["a"].tolist() == list(range(1000))
     equal(ow.load_file(tmp_path / "m", device="cuda"), ow.load_file(tmp_path / "m"))
+
+
+def test_pinned(model: Path) -> None:
+    for file in ("plain.safetensors", "packed.safetensors"):
+        on_cpu = ow.load_file(model / file)
+        for device in (None, "cuda"):
+            with ow.pin(model / file, device=device) as pinned:
+                for _ in range(2):
+                    equal(pinned.load_file(device="cuda"), on_cpu)
+                equal(pinned.load_file(), on_cpu)
+                streamed = dict(pinned.stream(device="cuda"))
+                equal({name: streamed[name] for name in on_cpu}, on_cpu)
+            equal(streamed, {name: on_cpu[name] for name in streamed})

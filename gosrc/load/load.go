@@ -218,6 +218,11 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		j.Bytes.Add(l.mem[i].Bytes)
 		l.land(int32(i))
 	}
+	if pin := l.model.pin; pin != nil && l.target.gpu != nil {
+		if err := l.model.register(pin, l.target.gpu); err != nil {
+			return err
+		}
+	}
 	lane, err := l.target.lane(p.Slot)
 	if err != nil {
 		return l.model.where("stage", err)

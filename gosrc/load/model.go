@@ -52,6 +52,9 @@ type Model struct {
 	// who asks for a tensor again gets a mapping of the load's own.
 	mappings []mapped
 	given    []bool // by tensor: its bytes in the mapping have, or had, an owner
+
+	pinning bool    // a Pin runs: no load may
+	pin     *pinned // nil: not pinned
 }
 
 // mapped is a source in memory, held by the model.
@@ -123,6 +126,9 @@ func (m *Model) hold() error {
 	if m.shut {
 		return fault.New(fault.ErrArgument, "the model is closed")
 	}
+	if m.pinning {
+		return fault.New(fault.ErrArgument, "the model is being pinned")
+	}
 	m.refs++
 	return nil
 }
@@ -133,6 +139,9 @@ func (m *Model) drop() {
 	last := m.refs == 0
 	m.mu.Unlock()
 	if last {
+		if m.pin != nil {
+			m.pin.unregister()
+		}
 		for _, s := range m.srcs {
 			_ = s.Close()
 		}

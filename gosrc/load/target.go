@@ -38,11 +38,14 @@ func targetOf(name string) (target, error) {
 	return target{}, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
 }
 
+// feeders is how many readers keep a fast disk, or a GPU, busy.
+const feeders = 16
+
 // readers is how many workers a load has at least, unless the caller says: those
 // that feed a GPU wait for the disk and for free slots more than they work.
 func (t target) readers() int {
 	if t.gpu != nil {
-		return 16
+		return feeders
 	}
 	return 1
 }
@@ -117,3 +120,5 @@ func (l gpuLane) Submit(s device.Slot, n int64, jobs []device.Job, done func(job
 type gpuSlot struct{ *cuda.Slot }
 
 func (s gpuSlot) Memory() []byte { return s.Bytes }
+
+func (s gpuSlot) Borrow(b []byte) { s.Lend(b) }

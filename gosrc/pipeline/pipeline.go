@@ -220,6 +220,7 @@ func (w *worker) loop() error {
 
 func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 	src := w.Sources[p.Source]
+	lender, lends := src.(source.Lender)
 	t0 := time.Now()
 	if p.Direct != nil {
 		b := unsafe.Slice((*byte)(p.Direct), p.Len)
@@ -227,10 +228,12 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 			return w.where("read", p.First, err)
 		}
 		w.st.ReadNS += w.lap("read", &t0, p.Len)
-		if err := w.check(p.First, b); err != nil {
-			return err
+		if !lends {
+			if err := w.check(p.First, b); err != nil {
+				return err
+			}
+			w.st.CheckNS += w.lap("check", &t0, p.Len)
 		}
-		w.st.CheckNS += w.lap("check", &t0, p.Len)
 		w.land(p.First)
 		return nil
 	}
@@ -240,11 +243,21 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		return err
 	}
 	w.st.WaitNS += w.lap("stage", &t0, 0)
-	if err := w.fill(src, p, part, slot.Memory()[:p.Len], &t0); err != nil {
-		return err
+	if !lends {
+		if err := w.fill(src, p, part, slot.Memory()[:p.Len], &t0); err != nil {
+			return err
+		}
 	}
 	if !s.last() {
 		return nil
+	}
+	if lends {
+		b, err := lender.Lend(p.Off, p.Len)
+		if err != nil {
+			w.lane.Put(slot)
+			return w.where("read", p.First, err)
+		}
+		slot.Borrow(b)
 	}
 	err = w.lane.Submit(slot, p.Len, w.Plan.Jobs[p.First:p.First+p.Count], func(i int, err error) {
 		if err != nil {

@@ -46,3 +46,12 @@ type Identity struct {
 type Identified interface {
 	Identity() (id Identity, ok bool)
 }
+
+// A Lender is a source whose bytes lie in memory, where their checksums have
+// been compared: there is nothing to read and nothing to check.
+type Lender interface {
+	Source
+	// Lend gives n bytes from off. They belong to the source, are not written
+	// to, and stay until Close.
+	Lend(off, n int64) ([]byte, error)
+}

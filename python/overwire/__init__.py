@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .jobs import last_report
     from .loading import load_file, stream
     from .looking import convert, doctor, inspect, verify
-    from .memory import empty_cache
+    from .memory import Pinned, empty_cache, pin
     from .modules import load_model, save_model
     from .opening import TensorSlice, safe_open
     from .planning import LoadPlan, PlannedFile, PlannedTensor, plan
@@ -76,6 +76,7 @@ __all__ = [
     "NotSupportedError",
     "OutOfMemoryError",
     "OverwireError",
+    "Pinned",
     "PlannedFile",
     "PlannedTensor",
     "Preload",
@@ -104,6 +105,7 @@ __all__ = [
     "load_file",
     "load_model",
     "patch_safetensors",
+    "pin",
     "plan",
     "preload",
     "read_bytes",
@@ -118,6 +120,7 @@ __all__ = [
 # exception, or a module of its own.
 _HOMES = {
     "LoadPlan": "planning",
+    "Pinned": "memory",
     "PlannedFile": "planning",
     "PlannedTensor": "planning",
     "Preload": "preloading",
@@ -139,6 +142,7 @@ _HOMES = {
     "load_file": "loading",
     "load_model": "modules",
     "patch_safetensors": "compat.safetensors.patching",
+    "pin": "memory",
     "plan": "planning",
     "preload": "preloading",
     "read_bytes": "sources",

@@ -48,6 +48,7 @@ __all__ = [
     "load_start",
     "main",
     "model_info",
+    "model_pin",
     "model_table",
     "open_model",
     "preload_find",
@@ -228,6 +229,13 @@ def model_info(model: int) -> str:
     """JSON {"sources": [{"uri", "size", "metadata", "overwire"}]}."""
     text: str = _call(_core().api_ModelInfo, _handle(model))
     return text
+
+
+def model_pin(model: int, options: str) -> int:
+    """Start to bring a model's files into memory, where later loads find them;
+    return the job. Fails while loads of the model run. JSON {"device", "threads"}."""
+    number: int = _call(_core().api_ModelPin, _handle(model), options)
+    return number
 
 
 # Jobs.

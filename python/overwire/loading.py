@@ -37,8 +37,8 @@ def load_file(
 ) -> dict[str, Any]:
     """Loads tensors from plain or compressed safetensors files.
 
-    source: a path of a file, a folder or an index.json; a list of paths; or a
-        file open for reading in binary mode. A name that stands in two files
+    source: a path of a file, a folder or an index.json; a list of paths; a file
+        open for reading in binary mode; or a `Pinned` model. A name that stands in two files
         is an error.
     device: where the tensors shall be: "cpu", "cuda", "cuda:1", a torch.device.
         On a GPU they are torch tensors out of torch's own allocator, and

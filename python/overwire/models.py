@@ -82,6 +82,11 @@ class Model:
             keys = list(keys)
         if filter is not None and not callable(filter):
             raise ArgumentError("overwire: filter: expected a callable of a name")
+        shared = getattr(source, "shared_model", None)
+        if shared is not None:  # a model that somebody else keeps open
+            self.__dict__.update(shared().__dict__, device=device, _open=False)
+            self.chosen = self.choose(keys, filter)
+            return
         if mmap is not None and not isinstance(mmap, bool):
             raise ArgumentError("overwire: mmap: expected True, False or None")
         uris, keep = resolve(source)
@@ -125,6 +130,11 @@ class Model:
                 _engine.job_free(self.preload)
                 self.preload = None
             _engine.close_model(self._handle)
+
+    @property
+    def handle(self) -> int:
+        """The engine's number of it."""
+        return self._handle
 
     def __enter__(self) -> Model:
         return self

@@ -45,6 +45,10 @@ func ModelInfo(model uint64) (string, error) {
 	return face.Call("info", func() (string, error) { return face.ModelInfo(model) })
 }
 
+func ModelPin(model uint64, options string) (uint64, error) {
+	return face.Call("pin", func() (uint64, error) { return face.ModelPin(model, options) })
+}
+
 func JobProgress(job uint64) (string, error) {
 	return face.Call("progress", func() (string, error) { return face.Progress(job) })
 }

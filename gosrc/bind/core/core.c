@@ -166,6 +166,28 @@ PyObject * _wrap__core_api_JobFree(PyObject * PYBINDGEN_UNUSED(dummy), PyObject 
 
 
 PyObject *
+_wrap__core_api_ModelPin(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    uint64_t retval;
+    uint64_t model;
+    char *options;
+    const char *keywords[] = {"model", "options", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "Ks", (char **) keywords, &model, &options)) {
+        return NULL;
+    }
+    retval = api_ModelPin(model, options);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "K", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_ModelPin(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_OpenModel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -497,6 +519,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_EmptyCache", (PyCFunction) _wrap__core_api_EmptyCache, METH_NOARGS, "api_EmptyCache()\n\n" },
     {(char *) "api_JobCancel", (PyCFunction) _wrap__core_api_JobCancel, METH_KEYWORDS|METH_VARARGS, "api_JobCancel(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobFree", (PyCFunction) _wrap__core_api_JobFree, METH_KEYWORDS|METH_VARARGS, "api_JobFree(job)\n\ntype: job: uint64_t" },
+    {(char *) "api_ModelPin", (PyCFunction) _wrap__core_api_ModelPin, METH_KEYWORDS|METH_VARARGS, "api_ModelPin(model, options)\n\ntype: model: uint64_t\ntype: options: char *" },
     {(char *) "api_OpenModel", (PyCFunction) _wrap__core_api_OpenModel, METH_KEYWORDS|METH_VARARGS, "api_OpenModel(spec)\n\ntype: spec: char *" },
     {(char *) "api_Panic", (PyCFunction) _wrap__core_api_Panic, METH_NOARGS, "api_Panic()\n\n" },
     {(char *) "api_PreloadFind", (PyCFunction) _wrap__core_api_PreloadFind, METH_KEYWORDS|METH_VARARGS, "api_PreloadFind(uris)\n\ntype: uris: char *" },

@@ -220,6 +220,21 @@ func api_ModelInfo(model C.ulonglong) *C.char {
 	return C.CString(cret)
 }
 
+//export api_ModelPin
+func api_ModelPin(model C.ulonglong, options *C.char) C.ulonglong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.ModelPin(uint64(model), C.GoString(options))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.ulonglong(0)
+	}
+	return C.ulonglong(cret)
+}
+
 //export api_OpenModel
 func api_OpenModel(spec *C.char) C.ulonglong {
 	_saved_thread := C.PyEval_SaveThread()

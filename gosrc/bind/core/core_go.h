@@ -88,6 +88,7 @@ extern char* api_JobProgress(long long unsigned int job);
 extern char* api_JobReport(long long unsigned int job);
 extern char* api_Knobs(void);
 extern char* api_ModelInfo(long long unsigned int model);
+extern long long unsigned int api_ModelPin(long long unsigned int model, char* options);
 extern long long unsigned int api_OpenModel(char* spec);
 extern long long int api_Panic(void);
 extern long long unsigned int api_PreloadFind(char* uris);

@@ -121,6 +121,23 @@ func ModelInfo(h uint64) (string, error) {
 	return encode(info)
 }
 
+// ModelPin begins to pin a model; options are the JSON of load.Options.
+func ModelPin(h uint64, options string) (uint64, error) {
+	opt, err := parse[load.Options]("options", options)
+	if err != nil {
+		return 0, err
+	}
+	m, err := models.get(h)
+	if err != nil {
+		return 0, err
+	}
+	j, err := m.Pin(opt)
+	if err != nil {
+		return 0, err
+	}
+	return start(j), nil
+}
+
 // requestWords is how many int64 a packed request has, in the order of the
 // fields of load.Request.
 const requestWords = 6

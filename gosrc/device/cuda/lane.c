@@ -142,6 +142,27 @@ int owcu_free(owcu_handle ctx, int64_t n, const owcu_ptr *p, struct owcu_error *
 	return leave(&g, rc);
 }
 
+int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(host_register, (p, n, PORTABLE_MAPPED));
+	return leave(&g, rc);
+}
+
+int owcu_unregister(owcu_handle ctx, void *p, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (owcu_forked())
+		return rc;
+	rc |= TRY(host_unregister, (p));
+	return leave(&g, rc);
+}
+
 int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e)
 {
 	struct guard g;

@@ -67,6 +67,7 @@ type Slot struct {
 	c     *C.struct_owcu_slot
 	index int
 	host  unsafe.Pointer // of Bytes
+	lent  []byte         // registered memory that stands for Bytes; nil: none
 	dev   uint64         // its twin in the staging
 	owned bool
 	count int      // jobs of the piece
@@ -158,11 +159,28 @@ func (d *Device) newLane(p pages, slots int, room int64, fns *[kernels]C.owcu_ha
 func (l *Lane) Get(ctx context.Context) (*Slot, error) {
 	select {
 	case s := <-l.free:
-		s.owned = true
+		s.owned, s.lent = true, nil
 		return s, nil
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
+}
+
+// Lend lets b take the place of the slot's bytes until it is back: memory that
+// was registered (Device.Register), from which the device then copies.
+func (s *Slot) Lend(b []byte) {
+	if !s.owned || len(b) > len(s.Bytes) {
+		panic("cuda: a slot that is not the caller's, or more memory than it has")
+	}
+	s.lent = b
+}
+
+// staged is what the piece's bytes are, in host memory.
+func (s *Slot) staged() []byte {
+	if s.lent != nil {
+		return s.lent
+	}
+	return s.Bytes
 }
 
 // Put gives a slot back that was not submitted. Giving one back twice is a bug,
@@ -184,7 +202,7 @@ func (l *Lane) Put(s *Slot) {
 // are in place or its error is known; it must not wait for this lane. If Submit
 // returns an error, done is not called, and nothing is being written any more.
 func (l *Lane) Submit(s *Slot, n int64, jobs []device.Job, done func(job int, err error)) error {
-	if !s.owned || n < 0 || n > int64(len(s.Bytes)) {
+	if !s.owned || n < 0 || n > int64(len(s.staged())) {
 		panic("cuda: a slot that is not the caller's, or a piece larger than it")
 	}
 	s.owned = false

@@ -77,6 +77,9 @@ int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out,
 // owcu_free waits for everything queued on the device and frees n pieces; it
 // goes on after an error and reports the first.
 int owcu_free(owcu_handle ctx, int64_t n, const owcu_ptr *p, struct owcu_error *e);
+// owcu_register pins [p, p+n) for every context of the process.
+int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e);
+int owcu_unregister(owcu_handle ctx, void *p, struct owcu_error *e);
 int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
 int owcu_read(owcu_handle ctx, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
 

@@ -55,20 +55,35 @@ func TestLoadEveryCallFails(t *testing.T) {
 	if testing.Short() {
 		step = 7
 	}
+	m.Close()
 	for _, c := range []struct {
 		code   int
 		sticky bool
+		pin    bool
 		class  error
-	}{{999, false, fault.ErrDevice}, {999, true, fault.ErrDevice}, {2, false, fault.ErrMemory}} {
+	}{{999, false, false, fault.ErrDevice}, {999, true, false, fault.ErrDevice}, {2, false, false, fault.ErrMemory}, {999, false, true, fault.ErrDevice}} {
 		failed, moving := 0, 0
 		for nth := int64(1); ; nth += step {
 			end := cuda.Fake(512 << 20)
 			cuda.FakeFail(nth, c.code, c.sticky)
-			l, err := m.Start(reqs, load.Options{Device: "cuda:1", Stream: 1})
-			if err == nil {
-				err = finish(t, l)
-				l.Close()
+			m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
+			if err != nil {
+				t.Fatal(err)
 			}
+			if c.pin {
+				j, e := m.Pin(load.Options{Device: "cuda:0"})
+				if err = e; err == nil {
+					_, err = j.Wait(-1)
+				}
+			}
+			if err == nil {
+				l, e := m.Start(reqs, load.Options{Device: "cuda:1", Stream: 1})
+				if err = e; err == nil {
+					err = finish(t, l)
+					l.Close()
+				}
+			}
+			m.Close()
 			calls := cuda.FakeCalls()
 			what := fmt.Sprintf("call %d fails with %d: %v", nth, c.code, err)
 			if left := end(); left != "" {
@@ -94,14 +109,14 @@ func TestLoadEveryCallFails(t *testing.T) {
 				break
 			}
 		}
-		t.Logf("code %d, sticky %v: %d loads failed, %d of them on the way of a tensor", c.code, c.sticky, failed, moving)
+		t.Logf("code %d, sticky %v, pinned %v: %d loads failed, %d of them on the way of a tensor", c.code, c.sticky, c.pin, failed, moving)
 		if failed < 60/int(step) || moving == 0 {
 			t.Error("too few loads were seen to fail")
 		}
 	}
 	quiet(t)
 	engine(t)
-	whole(t, m, want, 1)
+	whole(t, reopened(t, path), want, 1)
 }
 
 // A load that the device has no room for says how much it wanted and how much

@@ -268,6 +268,41 @@ func TestTwoDevicesAtOnce(t *testing.T) {
 	}
 }
 
+// A pinned model lands on the devices without its file, over memory that was
+// registered once, by the pinning or by the first load; closed, it lets go.
+func TestPinned(t *testing.T) {
+	engine(t)
+	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
+		for _, at := range []string{"", "cuda:0"} {
+			for _, kind := range []string{"", "fp8-e4m3", "hostile"} {
+				path, m, want := written(t, spec, kind, 2<<20)
+				j, err := m.Pin(load.Options{Device: at})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if _, err := j.Wait(-1); err != nil {
+					t.Fatal(err)
+				}
+				if err := os.Remove(path); err != nil {
+					t.Fatal(err)
+				}
+				for range 2 {
+					whole(t, m, want, 0)
+				}
+				l, err := m.Start([]load.Request{{Tensor: 0, Hi0: plan.Whole, Hi1: plan.Whole}}, load.Options{Device: "cuda"})
+				if err != nil {
+					t.Fatal(err)
+				}
+				m.Close() // the load goes on
+				if err := finish(t, l); err != nil {
+					t.Fatal(err)
+				}
+				l.Close()
+			}
+		}
+	}
+}
+
 // quiet waits until no goroutine of a load is left; the reapers of devices with
 // live memory are none.
 func quiet(t *testing.T) {

@@ -26,6 +26,7 @@ var mayImport = map[string][]string{
 	"source/file":       {"source", "fault", "knob", "internal/..."},
 	"source/retry":      {"source", "fault", "knob", "internal/..."},
 	"source/http":       {"source", "source/retry", "fault", "knob", "internal/..."},
+	"source/memory":     {"source", "fault"},
 	"source/open":       {"source/...", "fault", "knob", "internal/..."},
 	"source/sourcetest": {"source/...", "fault", "internal/..."},
 	"codec":             {"codec/...", "tensor", "fault", "knob", "internal/..."},
@@ -50,7 +51,7 @@ var mayImport = map[string][]string{
 	"dlpack":   {"tensor", "device", "fault"},
 
 	// The verbs.
-	"load": {"format/...", "plan", "pipeline", "codec", "source", "source/open", "device/...", "ring", "job",
+	"load": {"format/...", "plan", "pipeline", "codec", "source", "source/open", "source/memory", "device/...", "ring", "job",
 		"knob", "tensor", "fault", "internal/..."},
 	"save": {"format/...", "codec/...", "source", "source/open", "job", "knob", "tensor", "fault",
 		"internal/..."},
