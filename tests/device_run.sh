@@ -61,7 +61,7 @@ for name in ${*:-doctor tests sanitizer nvcomp bench}; do
     sanitizer) sanitizer ;;
     nvcomp) step nvcomp 120 "$PYTHON" cuda/lab/nvcomp_row.py ${WHEELS:+--wheels "$WHEELS"} ;;
     # shellcheck disable=SC2086 # BENCH are several words
-    bench) step bench 570 "$PYTHON" -m overwire bench --device cuda --dir "$DIR" --limit 450 --out "$OUT/bench.json" --trace "$OUT/trace.json" ${BENCH:-} ;;
+    bench) step bench 570 "$PYTHON" -m overwire bench --device cuda --dir "$DIR" --out "$OUT/bench.json" --trace "$OUT/trace.json" ${BENCH:-} ;;
     *) echo "no step is called $name" && failed="$failed $name" ;;
     esac
 done
