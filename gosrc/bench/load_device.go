@@ -83,12 +83,12 @@ func (r *run) pairs(group string, m *model, variants []variant, peers int) {
 			}
 			r.loadRows(group, m, v, all[string(v)])
 		}
-		for label, name := range map[string]string{"peer": "safetensors load_file(device)", "peer-cpu": "safetensors load_file, then .to(device)"} {
-			o := all[label]
+		for _, p := range [][2]string{{"peer", "safetensors load_file(device)"}, {"peer-cpu", "safetensors load_file, then .to(device)"}} {
+			o := all[p[0]]
 			if o == nil {
 				continue
 			}
-			name = fmt.Sprintf("%s, %.1f GB plain", name, float64(m.bytes)/1e9)
+			name := fmt.Sprintf("%s, %.1f GB plain", p[1], float64(m.bytes)/1e9)
 			if len(o.results) == 0 {
 				r.step(group, name, func() error { return o.err })
 				continue
