@@ -75,9 +75,11 @@ def get_pipeline_params(pipeline: Any) -> list[Any]:
     import torch
 
     found = []
+    held = getattr(pipeline, "__dict__", {})
     for name in pipeline.config:
-        part = None if name in ("_class_name", "_diffusers_version", "_module") else getattr(pipeline, name, None)
-        if isinstance(part, torch.nn.Module):
+        # diffusers warns when it is asked for a key that is no component.
+        part = held.get(name) or (getattr(pipeline, name, None) if hasattr(type(pipeline), name) else None)
+        if isinstance(part, torch.nn.Module) and not name.startswith("_"):
             found += list(part.parameters())
     return found
 
