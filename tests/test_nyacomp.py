@@ -323,6 +323,12 @@ def test_pickles_in_nyacomps_layout(tmp_path: Path, monkeypatch, anchored: bool)
             got = nyacomp.load_compressed_pickle("model/x.pkl")
         for a, b in zip([*got["w"], got["n"], got["s"]], [*obj["w"], obj["n"], obj["s"]], strict=True):
             same(a, b)
+    # Out of a preload, each load has tensors of its own.
+    monkeypatch.setattr(bundles, "decompressor", _nyacomp.AsyncDecompressor("model/nya/meta.csv"))
+    first, second = (nyacomp.load_compressed_pickle("model/x.pkl") for _ in range(2))
+    first["n"].zero_()
+    same(second["n"], obj["n"])
+    monkeypatch.setattr(bundles, "decompressor", None)
     monkeypatch.chdir("/")
     folder.rename(tmp_path / "moved")
     same(nyacomp.load_compressed_pickle(tmp_path / "moved/x.pkl")["w"][3], obj["w"][3])

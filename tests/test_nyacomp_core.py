@@ -83,7 +83,7 @@ def test_any_number_of_bins(tmp_path: Path, bins: str) -> None:
     same(_nyacomp.batch_decompress(files, [[], [0], []])[0], _some()[0])
     assert _nyacomp.batch_decompress([], [[]]) == []
     for wrong in ([[1]], [[0], [0]], [[-1]]):
-        with pytest.raises(ow.FormatError):
+        with pytest.raises(ow.ArgumentError):
             _nyacomp.batch_decompress(files, wrong)
 
 

@@ -108,8 +108,10 @@ def test_the_readme(tmp_path: Path, script, parts: str) -> None:
     found = {str(p.relative_to(tmp_path / "model")) for p in (tmp_path / "model").rglob("*") if p.is_file()}
     assert found >= {"nya/boneless_bundle.safetensors", "meta.csv", "nya/meta.csv", "merged_tensors.csv", "metadata.pkl"}
     ow.verify(tmp_path / "model/boneless_model.pth")
-    # PRELOAD_PATH is the location of meta.csv, either one, or its URL.
-    for place in ("model/meta.csv", f"file://{tmp_path}/model/nya/meta.csv")[: 2 if parts == DUCK else 1]:
+    if parts == REAL:
+        return  # importing diffusers a second time would show nothing else
+    # PRELOAD_PATH is the location of meta.csv, or its URL.
+    for place in ("model/meta.csv", f"file://{tmp_path}/model/nya/meta.csv"):
         done = script(
             LOAD, PYTHONPATH=path, PRELOAD_PATH=place, OVERWIRE_LOG="debug", NUM_THREADS="2", NUM_STREAMS="4", DEBUG="0", SILENT="0"
         )

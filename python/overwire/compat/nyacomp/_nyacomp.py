@@ -122,10 +122,11 @@ def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequ
     assignments: positions in files for each thread, in any number of bins. They
         are checked and otherwise passed over: every worker takes what is next.
 
-    Raises FormatError for sizes that do not fit before anything is allocated,
+    Raises ArgumentError for assignments that do not fit, FormatError for sizes that do not fit before anything is allocated,
     NotFoundError, CorruptError, NotSupportedError for what nvCOMP wrote.
     """
-    manifests.check_bins(assignments, len(files), "batch_decompress")
+    if not manifests.bins_fit(assignments, len(files)):
+        raise overwire.ArgumentError(f"overwire: assignments: they do not fit {len(files)} files: {assignments!r:.100}")
     return _read([_Entry(file, _place(file.filename, "")) for file in files], None)
 
 
@@ -169,6 +170,13 @@ class AsyncDecompressor:
             if self._tensors is None:
                 self._tensors = _read(_entries(self.path), self._preload)
             return list(self._tensors)
+
+    def take(self) -> list[Any]:
+        """`get`, for whom the tensors shall be his alone: they are not kept, and a
+        later call loads anew."""
+        with self._lock:
+            tensors, self._tensors = self._tensors, None
+            return _read(_entries(self.path), self._preload) if tensors is None else tensors
 
 
 class _Entry:
