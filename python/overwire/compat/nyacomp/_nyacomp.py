@@ -26,7 +26,7 @@ from . import hlif, manifests, settings
 
 __all__ = ["AsyncDecompressor", "CompressedFile", "batch_decompress", "compress", "decompress", "decompress_from_meta"]
 
-__version__ = "0.2.0"
+__version__ = overwire.__version__
 
 _SAMPLE = 1 << 16  # bytes of one of 16 samples
 
