@@ -25,7 +25,9 @@ var mayImport = map[string][]string{
 	"source":            {"fault", "knob", "internal/..."},
 	"source/file":       {"source", "fault", "knob", "internal/..."},
 	"source/retry":      {"source", "fault", "knob", "internal/..."},
-	"source/http":       {"source", "source/retry", "fault", "knob", "internal/..."},
+	"source/spool":      {"source", "fault", "internal/..."},
+	"source/pipe":       {"source", "source/spool", "fault", "knob", "internal/..."},
+	"source/http":       {"source", "source/retry", "source/spool", "fault", "knob", "internal/..."},
 	"source/open":       {"source/...", "fault", "knob", "internal/..."},
 	"source/sourcetest": {"source/...", "fault", "internal/..."},
 	"codec":             {"codec/...", "tensor", "fault", "knob", "internal/..."},
@@ -56,14 +58,15 @@ var mayImport = map[string][]string{
 	"preload": {"load", "source/open", "job", "device", "knob", "tensor", "fault", "internal/..."},
 	"weights": {"tensor", "fault", "internal/..."},
 	"serve":   {"fault", "internal/..."},
+	"fetch":   {"source", "source/open", "job", "fault", "internal/..."},
 	"bench": {"weights", "serve", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
 		"internal/..."},
-	"cli": {"load", "save", "preload", "bench", "weights", "source", "serve", "codec/...", "job", "knob", "tensor", "fault",
+	"cli": {"load", "save", "preload", "bench", "weights", "source", "serve", "fetch", "codec/...", "job", "knob", "tensor", "fault",
 		"internal/..."},
 
 	// The face towards Python.
 	"bind/api": {"bind/face"},
-	"bind/face": {"load", "save", "cli", "preload", "source", "codec/...", "device/...", "dlpack", "job", "knob",
+	"bind/face": {"load", "save", "cli", "preload", "source", "fetch", "codec/...", "device/...", "dlpack", "job", "knob",
 		"tensor", "fault", "internal/..."},
 	"bind/core": {"bind/api", "bind/face", "dlpack", "device", "save", "load", "tensor", "internal/..."},
 }

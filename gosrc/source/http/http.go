@@ -52,7 +52,7 @@ var options = append([]string{"headers", "token", "cacert", "capath", "insecure"
 
 // A Source is an open object. It implements source.Source.
 type Source struct {
-	source.Source        // *retry.Source or *spool
+	source.Source        // *retry.Source or *stream
 	head          []byte // the object's first bytes
 	shut          atomic.Bool
 }

@@ -7,9 +7,11 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
 	"github.com/overwire/overwire/gosrc/source/http"
+	"github.com/overwire/overwire/gosrc/source/pipe"
 )
 
 // schemes says who opens what. A name without a scheme is a local path.
@@ -42,8 +44,20 @@ func wrap[S source.Source](s S, err error) (source.Source, error) {
 }
 
 // With returns what opens one URI as the caller said; local files need no
-// options and take no notice of them.
+// options and take no notice of them. http and https are left to an external
+// downloader where a setting names one.
 func With(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
+	own := Own(opt)
+	return func(ctx context.Context, uri string) (source.Source, error) {
+		if program := knob.Downloader.Get(); program != "" && (Scheme(uri) == "http" || Scheme(uri) == "https") {
+			return wrap(pipe.Open(ctx, program, uri, opt))
+		}
+		return own(ctx, uri)
+	}
+}
+
+// Own is With, without any other program: a downloader may be overwire.
+func Own(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
 	return func(ctx context.Context, uri string) (source.Source, error) {
 		fn, ok := schemes[Scheme(uri)]
 		if !ok {
