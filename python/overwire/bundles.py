@@ -35,7 +35,7 @@ from .models import Model
 from .progress import ProgressLike, watch
 from .saving import save_bytes
 from .sources import local
-from .storage import StorageOptions, storage
+from .storage import StorageOptions, shown, storage
 
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
 
@@ -134,7 +134,7 @@ def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: Progres
     target = local(path)
     storage(options, [target])  # wrong ones are refused before anything is done
     if "://" in target:
-        raise ArgumentError(f"overwire: compress {target}: only local paths can be written")
+        raise ArgumentError(f"overwire: compress {shown(target)}: only local paths can be written")
     data, blobs = dump(obj, names)
     container = layout.container_of(target)
     if container == target:

@@ -14,7 +14,7 @@ from .layout import preload_uris
 from .progress import ProgressLike, watch
 from .saving import Report, parse_size
 from .sources import SourceLike, local, resolve
-from .storage import StorageOptions, storage
+from .storage import StorageOptions, shown, storage
 
 __all__ = ["convert", "doctor", "inspect", "verify"]
 
@@ -42,7 +42,7 @@ def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None)
     """
     uris, _ = _uris(local(source))
     if len(uris) != 1:
-        raise ArgumentError(f"overwire: inspect {source}: it lists {len(uris)} files; inspect each")
+        raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
     found: dict[str, Any] = json.loads(_engine.inspect(json.dumps({"uris": uris, **storage(storage_options, uris)})))
     return found
 

@@ -16,7 +16,7 @@ from .frames import Frame
 from .jobs import Job, log
 from .progress import Watcher
 from .sources import SourceLike, resolve
-from .storage import StorageOptions, storage
+from .storage import StorageOptions, shown, storage
 
 __all__ = ["Model", "Row", "WHOLE"]
 
@@ -72,13 +72,14 @@ class Model:
         if mmap is not None and not isinstance(mmap, bool):
             raise ArgumentError("overwire: mmap: expected True, False or None")
         uris, keep = resolve(source)
-        self.uris = uris
+        #: As people may see them.
+        self.uris = [shown(uri) for uri in uris]
         self.preload: int | None = None  # the running job of a preload, once
         reach = storage(storage_options, uris)
         found = _preloaded(uris, device, reach) if preloaded else None
         if found is not None:
             self._handle, self.preload = found
-            log.debug("load %s: joins its preload", uris[0])
+            log.debug("load %s: joins its preload", self.uris[0])
         else:
             self._handle = _engine.open_model(json.dumps({"uris": uris, "map": mmap, **reach}))
         del keep  # the engine has its own descriptors now

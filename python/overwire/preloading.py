@@ -20,7 +20,7 @@ from .frames import check_device, frame_for
 from .layout import preload_uris
 from .progress import Progress
 from .sources import SourceLike, resolve
-from .storage import StorageOptions, storage
+from .storage import StorageOptions, shown, storage
 
 __all__ = ["Preload", "find", "preload", "start_from_environment"]
 
@@ -112,8 +112,8 @@ def preload(
         for path in paths:
             _failed.pop(path, None)
     if where != "cpu" and any(path.endswith((".pkl", ".pth", ".csv")) for path in paths):
-        raise NotSupportedError(f"overwire: preload {', '.join(paths)}: bundles are preloaded to the host only")
-    return Preload(", ".join(paths), uris, where, storage(storage_options, uris))
+        raise NotSupportedError(f"overwire: preload {', '.join(map(shown, paths))}: bundles are preloaded to the host only")
+    return Preload(", ".join(map(shown, paths)), uris, where, storage(storage_options, uris))
 
 
 def _device(device: Any) -> str:
@@ -168,6 +168,6 @@ def start_from_environment() -> None:
     except OverwireError as error:
         with _lock:
             _failed[path] = error
-        log.warning("%s=%s: nothing is preloaded: %s", name, os.environ[name], error)
+        log.warning("%s=%s: nothing is preloaded: %s", name, shown(path), error)
     except Exception as error:  # an import must not fail for this
-        log.warning("%s=%s: nothing is preloaded: %s", name, os.environ[name], error)
+        log.warning("%s=%s: nothing is preloaded: %s", name, shown(path), error)

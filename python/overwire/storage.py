@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import ArgumentError
 
-__all__ = ["StorageOptions", "environment", "is_remote", "storage"]
+__all__ = ["StorageOptions", "environment", "is_remote", "shown", "storage"]
 
 #: Options of a store by name; see `storage`.
 StorageOptions = Mapping[str, object]
@@ -43,6 +43,19 @@ def is_remote(uri: str) -> bool:
     """Whether a path has a scheme that is not file://."""
     scheme, found, _ = uri.partition("://")
     return bool(found) and scheme.lower() != "file" and not set(scheme) & set("/\\.")
+
+
+def shown(uri: str) -> str:
+    """A URI as people may see it: without user, password, query and fragment.
+    Local paths stay as they are."""
+    if not is_remote(uri):
+        return uri
+    scheme, _, rest = uri.partition("://")
+    plain, cut, _ = rest.partition("?")
+    plain, cut2, _ = plain.partition("#")
+    host, slash, path = plain.partition("/")
+    user, at, host = host.rpartition("@")
+    return f"{scheme}://{'***@' if at else ''}{host}{slash}{path}{'?***' if cut or cut2 else ''}"
 
 
 def storage(options: StorageOptions | None, uris: Iterable[str]) -> dict[str, Any]:

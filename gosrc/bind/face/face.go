@@ -45,7 +45,7 @@ func Text(err error) string {
 		Tensor  string `json:"tensor,omitempty"`
 		Chunk   *int64 `json:"chunk,omitempty"`
 		Offset  *int64 `json:"offset,omitempty"`
-	}{Class: fault.Class(err), Message: "overwire: " + err.Error()}
+	}{Class: fault.Class(err), Message: "overwire: " + fault.Redact(err.Error())}
 	var at *fault.At
 	if errors.As(err, &at) {
 		f.Source, f.Tensor = fault.Redact(at.Source), at.Tensor
