@@ -120,7 +120,9 @@ def test_changed(serve: Callable[..., str], tmp_path: Path) -> None:
             f.get_tensors()
 
 
-def test_errors_keep_secrets(serve: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_keep_secrets(
+    serve: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Planted in the URL, the headers, the token and the environment, secrets come out nowhere."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("HF_TOKEN", SECRET)
@@ -220,3 +222,38 @@ def test_fetch_statuses(serve: Callable[..., str], tmp_path: Path) -> None:
     assert not out.exists() and not list(tmp_path.glob(".overwire*"))
     assert fetch("-o", str(out), url + "a").returncode == 0
     assert out.read_bytes() == b"x" * 100_000
+
+
+def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
+    """load_compressed_pickle takes the URL of a bundle, joins its preload, and a meta.csv behind a URL stands for its containers."""
+    made = {"weights": weights(n=4), "step": 7}
+    ow.compress_pickle(made, tmp_path / "b/x.pkl")
+    url = serve()
+    for uri in (url + "b/x.pkl", url + "b/x.pkl?sig=a/b"):
+        got = ow.load_compressed_pickle(uri)
+        assert got["step"] == 7
+        same(got["weights"], made["weights"])
+    assert ow.verify(url + "b/nya/meta.csv")["ok"] and ow.verify(url + "b/x.pkl")["ok"]
+    assert ow.preload(url + "b/nya/meta.csv").wait(30)
+    same(ow.load_compressed_pickle(url + "b/x.pkl")["weights"], made["weights"])
+    os.unlink(tmp_path / "b/nya/x.safetensors")
+    with pytest.raises(ow.NotFoundError, match="upload"):
+        ow.load_compressed_pickle(url + "b/x.pkl")
+    with pytest.raises(ow.NotFoundError):
+        ow.load_compressed_pickle(url + "none.pkl")
+
+
+@pytest.mark.parametrize(
+    "uri, first",
+    [
+        ("https://u:p@h/a/x.pkl?s=/1", "https://u:p@h/a/nya/x.safetensors?s=/1"),
+        ("https://u:p?@h/a/x.pkl", "https://u:p?@h/a/nya/x.safetensors"),
+        ("hf://org/name/a/x.pkl@v1", "hf://org/name/a/nya/x.safetensors@v1"),
+        ("s3://b/a?/x.pkl", "s3://b/a?/nya/x.safetensors"),
+    ],
+)
+def test_container_beside_a_uri(uri: str, first: str) -> None:
+    """The folder nya is beside the pickle, whatever follows its name."""
+    from overwire import layout
+
+    assert layout.remote_containers_of(uri)[0] == first

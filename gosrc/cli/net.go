@@ -42,7 +42,7 @@ With -o OUT the file is complete or absent.`,
 		if c.is("json") && out == "" {
 			return usage("--json needs -o OUT: standard output is for the bytes")
 		}
-		spec := fetch.Spec{URIs: c.args, Storage: storage}
+		spec := fetch.Spec{URIs: c.args, Storage: storage, Own: true}
 		if out == "" {
 			rep, err := fetch.Fetch(c.ctx, c.job, spec, c.stdout)
 			if err == nil && c.is("verbose") {

@@ -25,6 +25,10 @@ const (
 type Spec struct {
 	URIs    []string       `json:"uris"`
 	Storage source.Options `json:"storage"`
+	// Own leaves nothing to an external downloader, which this may be.
+	Own bool `json:"own"`
+	// Most is the most bytes that all of them may have; 0: any number.
+	Most int64 `json:"most"`
 }
 
 // A Report is what was fetched.
@@ -95,13 +99,22 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 
 // ahead opens the sources and starts the reads, as far as there are buffers.
 func ahead(ctx context.Context, j *job.Job, spec Spec, pieces chan<- *piece, free <-chan []byte, wg *sync.WaitGroup) error {
-	dial := open.Own(spec.Storage)
+	dial := open.With(spec.Storage)
+	if spec.Own {
+		dial = open.Own(spec.Storage)
+	}
+	total := int64(0)
 	for _, uri := range spec.URIs {
 		s, err := dial(ctx, uri)
 		if err != nil {
 			return err
 		}
 		size := s.Size()
+		if total += size; spec.Most > 0 && total > spec.Most {
+			_ = s.Close()
+			return &fault.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
+				Err: fault.New(fault.ErrFormat, "%d bytes, which is more than the %d that such a file may have", total, spec.Most)}
+		}
 		if j != nil {
 			j.TotalBytes.Add(size)
 		}

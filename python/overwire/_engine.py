@@ -33,6 +33,7 @@ __all__ = [
     "close_model",
     "convert_start",
     "doctor",
+    "fetch_start",
     "forked",
     "inspect",
     "job_cancel",
@@ -309,6 +310,12 @@ def convert_start(spec: str) -> int:
 def verify_start(spec: str) -> int:
     """Start to prove files: JSON {"uris": [...]}; see `job_report`."""
     number: int = _call(_core().api_VerifyStart, spec)
+    return number
+
+
+def fetch_start(spec: str) -> int:
+    """Start to write the bytes of JSON {"uris": [...], "storage": {...}, "most": n} to its open file "fd"."""
+    number: int = _call(_core().api_FetchStart, spec)
     return number
 
 

@@ -33,9 +33,10 @@ from .frames import check_device, frame_for
 from .jobs import Job
 from .models import Model
 from .progress import ProgressLike, watch
+from .remote import read
 from .saving import save_bytes
 from .sources import local
-from .storage import StorageOptions, shown, storage
+from .storage import StorageOptions, is_remote, shown, storage
 
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
 
@@ -161,6 +162,8 @@ def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: Progres
 
 
 _ORDER = "overwire.blobs"
+# What is left of an object without its tensors, when it comes from far away.
+_MOST = 1 << 30
 
 
 def _keep_previous(target: str, container: str) -> None:
@@ -270,11 +273,15 @@ def _load(path: _PathLike, trust: bool, device: Any, progress: ProgressLike, opt
 
     check_device(device)
     target = local(path)
-    storage(options, [target])
-    with _os_errors("open", target), open(target, "rb") as file:
-        data = file.read()
+    storage(options, [target])  # refused for a local path
+    if is_remote(target):
+        data = read(target, options, _MOST)
+    else:
+        with _os_errors("open", target), open(target, "rb") as file:
+            data = file.read()
     digest = hashlib.sha256(data).hexdigest()
-    with _open(target, digest) as model:
+    with _open_remote(target, digest, options) if is_remote(target) else _open(target, digest) as model:
+        target = shown(target)
         blobs = _Landing(model, target, watch(progress, "load"))
         with blobs.job:
             made = unpickling.load(data, blobs, target, trust)
@@ -305,6 +312,27 @@ def _open(target: str, digest: str) -> Model:
         f"overwire: open {target}: the pickle and {container} are not of one save",
         source=target,
     )
+
+
+def _open_remote(target: str, digest: str, options: StorageOptions | None) -> Model:
+    """`_open` for a URI; there is no container of before."""
+    found = False
+    for candidate in layout.remote_containers_of(target):
+        try:
+            model = Model(candidate, storage_options=options)
+        except NotFoundError:
+            continue
+        found = True
+        if (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest:
+            return model
+        model.close()
+    target, container = shown(target), shown(layout.remote_containers_of(target)[0])
+    if not found:
+        raise NotFoundError(
+            f"overwire: open {target}: its tensors are not at {container}; upload the folder beside the pickle with it",
+            source=target,
+        )
+    raise CorruptError(f"overwire: open {target}: the pickle and {container} are not of one save", source=target)
 
 
 class _Landing:

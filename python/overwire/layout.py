@@ -17,8 +17,20 @@ import os
 from typing import NamedTuple
 
 from .errors import FormatError, NotFoundError, NotSupportedError
+from .storage import shown
 
-__all__ = ["MetaRow", "container_of", "rivals_of", "second_container_of", "meta_of", "previous_of", "preload_uris", "read_meta"]
+__all__ = [
+    "MetaRow",
+    "container_of",
+    "rivals_of",
+    "second_container_of",
+    "meta_of",
+    "previous_of",
+    "preload_uris",
+    "read_meta",
+    "remote_containers_in",
+    "remote_containers_of",
+]
 
 FOLDER = "nya"
 META = "meta.csv"
@@ -86,6 +98,10 @@ def read_meta(path: str) -> list[MetaRow]:
         raise NotFoundError(f"overwire: open {path}: not found", source=path) from error
     except (UnicodeDecodeError, IsADirectoryError) as error:
         raise FormatError(f"overwire: open {path}: not a meta.csv", source=path) from error
+    return _rows(path, lines)
+
+
+def _rows(path: str, lines: list[str]) -> list[MetaRow]:
     rows = []
     for number, line in enumerate(lines[1:], start=2):
         if not line.strip():
@@ -97,7 +113,7 @@ def read_meta(path: str) -> list[MetaRow]:
             rows.append(MetaRow(filename, dims, dtype, int(plain), int(stored)))
         except ValueError as error:
             raise FormatError(
-                f"overwire: open {path} line {number}: expected 'filename shape dtype decompressed_size compressed_size'",
+                f"overwire: open {shown(path)} line {number}: expected 'filename shape dtype decompressed_size compressed_size'",
                 source=path,
             ) from error
     return rows
@@ -112,19 +128,54 @@ def containers_in(path: str) -> list[str]:
         path = newer if os.path.exists(newer) else path
     folder = os.path.dirname(path)
     found = []
-    for row in read_meta(path):
+    for name in _containers(path, read_meta(path)):
+        beside = os.path.join(folder, os.path.basename(name))
+        standing = os.path.join(folder, name)
+        found.append(beside if os.path.exists(beside) else standing)
+    return found
+
+
+def _containers(path: str, rows: list[MetaRow]) -> list[str]:
+    path = shown(path)
+    for row in rows:
         if not row.filename.endswith(".safetensors"):
             raise NotSupportedError(
                 f"overwire: open {path}: {os.path.basename(row.filename)!r} was written by "
                 "nyacomp itself; compress the model again with overwire",
                 source=path,
             )
-        beside = os.path.join(folder, os.path.basename(row.filename))
-        standing = os.path.join(folder, row.filename)
-        found.append(beside if os.path.exists(beside) else standing)
-    if not found:
+    if not rows:
         raise FormatError(f"overwire: open {path}: it lists no file", source=path)
-    return found
+    return [row.filename for row in rows]
+
+
+def _cut(uri: str) -> tuple[str, str, str]:
+    """A URI's folder with its slash, its last name, and what follows that: a
+    query, or the revision of hf://."""
+    marks = "@" if uri.startswith("hf://") else "?#" if uri.startswith(("http://", "https://")) else ""
+    start = uri.index("://") + 3
+    end = min((at for at in (uri.find(mark, start) for mark in marks) if at >= 0), default=len(uri))
+    if marks == "?#":
+        # A user's password may have any of these; it ends before the host.
+        host = uri.find("/", start)
+        end = min((at for at in (uri.find(mark, max(host, start)) for mark in marks) if at >= 0), default=len(uri))
+    slash = uri.rfind("/", start, end) + 1
+    return uri[:slash], uri[slash:end], uri[end:]
+
+
+def remote_containers_of(uri: str) -> list[str]:
+    """Where the container of a pickle behind a URI may be: as `container_of`,
+    which of the two names it has only opening tells."""
+    folder, name, rest = _cut(uri)
+    stem = os.path.splitext(name)[0] or name
+    return [f"{folder}{FOLDER}/{stem}.safetensors{rest}", f"{folder}{FOLDER}/{name}.safetensors{rest}"]
+
+
+def remote_containers_in(uri: str, text: str) -> list[str]:
+    """The containers that a meta.csv behind a URI lists: each is beside it."""
+    folder, _, rest = _cut(uri)
+    names = [os.path.basename(name) for name in _containers(uri, _rows(uri, text.splitlines()))]
+    return [f"{folder}{name}{rest}" for name in names]
 
 
 def preload_uris(path: str) -> list[str]:

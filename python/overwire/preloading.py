@@ -17,8 +17,8 @@ from typing import Any
 from . import _engine
 from .errors import ArgumentError, DeadlineError, NotSupportedError, OverwireError
 from .frames import check_device, frame_for
-from .layout import preload_uris
 from .progress import Progress
+from .remote import uris_of
 from .sources import SourceLike, resolve
 from .storage import StorageOptions, shown, storage
 
@@ -107,7 +107,7 @@ def preload(
     if hasattr(source, "read"):
         raise ArgumentError("overwire: preload: an open file cannot be preloaded; give its path")
     paths, _ = resolve(source)
-    uris = [uri for path in paths for uri in preload_uris(path)]
+    uris = [uri for path in paths for uri in uris_of(path, storage_options)]
     with _lock:
         for path in paths:
             _failed.pop(path, None)
@@ -168,6 +168,6 @@ def start_from_environment() -> None:
     except OverwireError as error:
         with _lock:
             _failed[path] = error
-        log.warning("%s=%s: nothing is preloaded: %s", name, shown(path), error)
+        log.warning("%s=%s: nothing is preloaded: %s", name, shown(os.environ[name]), error)
     except Exception as error:  # an import must not fail for this
-        log.warning("%s=%s: nothing is preloaded: %s", name, shown(path), error)
+        log.warning("%s=%s: nothing is preloaded: %s", name, shown(os.environ[name]), error)

@@ -81,7 +81,21 @@ def storage(options: StorageOptions | None, uris: Iterable[str]) -> dict[str, An
             texts.update({f"header.{key}": _text("headers", part) for key, part in value.items()})
         elif value is not None:
             texts[name] = _text(name, value)
+    if texts.get("insecure") == "true":
+        _warn_once()
     return {"storage": {"storage": texts, "env": environment()}}
+
+
+_warned = False
+
+
+def _warn_once() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        from .jobs import log
+
+        log.warning("storage_options: insecure: certificates are not checked; whoever is on the way can change the weights")
 
 
 def _text(name: str, value: object) -> str:

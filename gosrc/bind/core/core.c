@@ -106,6 +106,27 @@ PyObject * _wrap__core_api_ConvertStart(PyObject * PYBINDGEN_UNUSED(dummy), PyOb
 
 
 PyObject *
+_wrap__core_api_FetchStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    uint64_t retval;
+    char *spec;
+    const char *keywords[] = {"spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
+        return NULL;
+    }
+    retval = api_FetchStart(spec);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "K", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_FetchStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_JobCancel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -453,6 +474,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_CliStart", (PyCFunction) _wrap__core_api_CliStart, METH_KEYWORDS|METH_VARARGS, "api_CliStart(program)\n\ntype: program: char *" },
     {(char *) "api_CloseModel", (PyCFunction) _wrap__core_api_CloseModel, METH_KEYWORDS|METH_VARARGS, "api_CloseModel(model)\n\ntype: model: uint64_t" },
     {(char *) "api_ConvertStart", (PyCFunction) _wrap__core_api_ConvertStart, METH_KEYWORDS|METH_VARARGS, "api_ConvertStart(spec)\n\ntype: spec: char *" },
+    {(char *) "api_FetchStart", (PyCFunction) _wrap__core_api_FetchStart, METH_KEYWORDS|METH_VARARGS, "api_FetchStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_JobCancel", (PyCFunction) _wrap__core_api_JobCancel, METH_KEYWORDS|METH_VARARGS, "api_JobCancel(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobFree", (PyCFunction) _wrap__core_api_JobFree, METH_KEYWORDS|METH_VARARGS, "api_JobFree(job)\n\ntype: job: uint64_t" },
     {(char *) "api_OpenModel", (PyCFunction) _wrap__core_api_OpenModel, METH_KEYWORDS|METH_VARARGS, "api_OpenModel(spec)\n\ntype: spec: char *" },

@@ -85,6 +85,21 @@ func api_Doctor(program *C.char) *C.char {
 	return C.CString(cret)
 }
 
+//export api_FetchStart
+func api_FetchStart(spec *C.char) C.ulonglong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.FetchStart(C.GoString(spec))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.ulonglong(0)
+	}
+	return C.ulonglong(cret)
+}
+
 //export api_Inspect
 func api_Inspect(uri *C.char) *C.char {
 	_saved_thread := C.PyEval_SaveThread()
