@@ -257,3 +257,19 @@ def test_container_beside_a_uri(uri: str, first: str) -> None:
     from overwire import layout
 
     assert layout.remote_containers_of(uri)[0] == first
+
+
+def test_cache(serve: Callable[..., str], tmp_path: Path) -> None:
+    """cache= keeps the file; another process loads it from there, and a new version is fetched anew."""
+    want = weights(n=4)
+    ow.save_file(want, tmp_path / "m.safetensors")
+    url = serve() + "m.safetensors"
+    folder = tmp_path / "cache"
+    for _ in range(2):
+        same(ow.load_file(url, framework="np", storage_options={"cache": folder}), want)
+    (kept,) = [p for p in folder.iterdir() if p.suffix != ".lock"]
+    assert kept.read_bytes() == (tmp_path / "m.safetensors").read_bytes()
+    again = weights(2, n=4)
+    ow.save_file(again, tmp_path / "m.safetensors")
+    same(ow.load_file(url, framework="np", storage_options={"cache": folder}), again)
+    assert len([p for p in folder.iterdir() if p.suffix != ".lock"]) == 2

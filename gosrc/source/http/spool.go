@@ -57,7 +57,7 @@ func (o *object) spooled(ctx context.Context, far retry.Options) (*Source, error
 		_ = f.Close()
 		return nil, err
 	}
-	return &Source{Source: s}, nil
+	return &Source{Source: s, o: o}, nil
 }
 
 // Close ends the GET.
