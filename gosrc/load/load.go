@@ -241,6 +241,9 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Workers: threads, NoCheck: opt.NoCheck, Trace: trace,
 		Landed: l.land, Progress: func(n int64) { j.Bytes.Add(n) },
 	})
+	if err == nil {
+		err = l.model.uncut()
+	}
 	seconds := time.Since(start).Seconds()
 	var past int64
 	for _, s := range told {

@@ -187,6 +187,20 @@ func (m *Model) shared(source int, n int64) (mapped, error) {
 	return *mp, nil
 }
 
+// uncut refuses files that have become shorter since they were opened: a read
+// that meets a truncation may give zeros and no error.
+func (m *Model) uncut() error {
+	for _, s := range m.srcs {
+		if _, ok := s.(mappable); !ok {
+			continue
+		}
+		if err := withFD(s, func(fd int) error { return cpu.StillHas(fd, s.Size()) }); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // A mappable source is a file; Remote says that it lies on a network.
 type mappable interface {
 	Remote() bool
