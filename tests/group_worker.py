@@ -106,11 +106,17 @@ def wanted(folder: Path) -> None:
     rank = dist.get_rank()
     path = folder / "compressed.safetensors"
     whole = ow.load_file(path)
-    got = ow.load_file(path, group=dist.group.WORLD, filter=lambda name: not name.startswith("small.") or int(name[6:]) % 2 == rank, dtype=torch.float64)
-    names = [n for n in whole if not n.startswith("small.") or int(n[6:]) % 2 == rank]
+
+
+    def mine(name: str) -> bool:
+        return not name.startswith("small.") or int(name[6:]) % 2 == rank
+
+    got = ow.load_file(path, group=dist.group.WORLD, filter=mine, dtype=torch.float64)
+    names = [name for name in whole if mine(name)]
+    floats = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
     assert list(got) == names
     for name in names:
-        want = whole[name].to(torch.float64) if whole[name].dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn) else whole[name]
+        want = whole[name].to(torch.float64) if whole[name].dtype in floats else whole[name]
         assert got[name].dtype == want.dtype and torch.equal(got[name].reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
     got = ow.load_file(path, group=dist.group.WORLD, keys=["rows", "few"] if rank else ["few"])
     assert list(got) == (["rows", "few"] if rank else ["few"])

@@ -43,7 +43,7 @@ from .senders import Batch, Room, Task, shard_range
 from .sources import SourceLike
 from .teams import Team, team_of
 
-__all__ = ["ShardLike", "load", "rates", "shard_range"]
+__all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]
 
 #: Which dimension each tensor is cut along: a mapping by name, or a callable of
 #: (name, shape) that returns it, or None for a tensor that stays whole.
@@ -61,6 +61,12 @@ def rates(group: Any) -> dict[str, dict[str, float]]:
     """What loads over this group have measured: kind of tensor to way to bytes
     a second of tensors, all ranks together counted once. No collective."""
     return team_of(group).rates.table()
+
+
+def agree(group: Any, error: BaseException | None) -> None:
+    """Collective: raises on every rank of the group if one brings an error: that
+    rank its own, the others one of the same class that names the rank."""
+    team_of(group).agree(error)
 
 
 def load(
@@ -172,7 +178,8 @@ class _Load:
                 text = f"overwire: shard {row.name!r}: dimension {dim!r} of a tensor with {rank}"
                 raise ArgumentError(text, tensor=row.name)
             if row.dtype.startswith("F6_"):
-                raise NotSupportedError(f"overwire: shard {row.name!r}: {row.dtype} is loaded as bytes, without dimensions", tensor=row.name)
+                text = f"overwire: shard {row.name!r}: {row.dtype} is loaded as bytes, without dimensions"
+                raise NotSupportedError(text, tensor=row.name)
             dims[at] = dim % rank
         return dims
 
