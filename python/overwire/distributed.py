@@ -292,10 +292,11 @@ class _Load:
             except BaseException as caught:
                 self._late = self._late or caught
             self._agree()
-            tensors = batch.send()
-        finally:
+        except BaseException:
             batch.abandon()
+            raise
         try:
+            tensors = batch.send()
             wanted = self._dtype
             for task, tensor in zip(batch.tasks, tensors, strict=True):
                 loaded[task.at] = tensor if wanted is None else self._frame.cast(tensor, task.row.dtype, wanted)
