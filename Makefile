@@ -117,3 +117,5 @@ $(NVCC):
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
 		go test -tags owfake ./gosrc/device/cuda
+	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
+		go test -tags owfake -run Fake ./gosrc/bench ./gosrc/cli

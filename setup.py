@@ -130,7 +130,7 @@ def build_library(out: Path = LIBRARY, asan: bool = False) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build", dir=out.parent) as t:
         made = Path(t) / out.name
-        command = [go_command(), "build", "-trimpath", "-tags=pyext", "-buildmode=c-shared"]
+        command = [go_command(), "build", "-trimpath", "-tags=pyext,netgo,osusergo", "-buildmode=c-shared"]
         command += ["-asan"] if asan else []
         command += [f"-ldflags={ldflags}", "-o", str(made), "./gosrc/bind/core"]
         done = subprocess.run(command, cwd=ROOT, env=env, check=False)

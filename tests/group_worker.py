@@ -159,6 +159,7 @@ def failing(folder: Path) -> None:
     raises(ow.ArgumentError, "tensors differs", folder / ("other.safetensors" if rank == 0 else "plain.safetensors"))
     raises(ow.ArgumentError, "shard differs", good, shard={"rows": 0} if rank else {})
     raises(ow.ArgumentError, "dimension 7", good, shard={"rows": 7} if rank else {})
+    raises(ow.OutOfMemoryError, "max_memory", good, max_memory=1000 if rank else None)
     raises(ow.TensorNotFoundError, "nothing", good, shard={"nothing": 0})
 
     def break_late(now: Any) -> None:

@@ -130,6 +130,16 @@ def test_doctor_names_every_setting():
     assert "PRELOAD_PATH" in text
 
 
+def test_doctor_says_why_there_is_no_gpu_or_what_there_is():
+    gpu = overwire.doctor(measure=True)["gpu"]
+    if gpu["devices"]:
+        for device in gpu["devices"]:
+            assert device["unusable"] if not device.get("kernels") else device["wire"] > 0
+    else:
+        assert "driver" in gpu["reason"]
+        assert gpu["reason"] in must("doctor")
+
+
 def test_settings_come_from_the_environment():
     done = run("doctor", "--json", env={**os.environ, "OVERWIRE_THREADS": "1", "OVERWIRE_LOG": "loud"})
     assert done.returncode == 0
@@ -142,7 +152,7 @@ def test_settings_come_from_the_environment():
 def test_bench_runs_small():
     report = json.loads(must("bench", "all", "--size", "8MB", "--repeat", "1", "--json"))
     groups = {row["group"] for row in report["rows"]}
-    assert groups == {"codec", "load", "many", "import"}
+    assert groups == {"codec", "load", "cold", "many", "import"}
     for row in report["rows"]:
         # A row that needs Python must have found it.
         assert "needs Python" not in row.get("missing", ""), row

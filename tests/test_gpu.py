@@ -114,3 +114,56 @@ def test_thousand_loads_give_everything_back(tmp_path: Path) -> None:
     for _ in range(1000):
         ow.load_file(tmp_path / "m", device="cuda")
     assert used() <= before + (8 << 20)
+
+
+def test_out_of_memory_says_how_much_and_gives_everything_back(tmp_path: Path) -> None:
+    big = {"big": torch.zeros(64 << 20, dtype=torch.uint8)}
+    small = {f"s{i}": torch.zeros(900_000, dtype=torch.uint8) for i in range(80)}
+    ow.save_file(big, tmp_path / "big")
+    ow.save_file(small, tmp_path / "small")
+    for name in ("big", "small"):  # the lane is there, and torch's context
+        ow.load_file(tmp_path / name, device="cuda")
+    ow.empty_cache()
+    torch.cuda.empty_cache()
+    # Leave less than either needs; the first lands in torch's memory, the second
+    # in the engine's.
+    hog = []
+    for step in (1 << 30, 32 << 20, 4 << 20):
+        while torch.cuda.mem_get_info()[0] > step + (24 << 20):
+            hog.append(torch.empty(step, dtype=torch.uint8, device="cuda"))
+    left = torch.cuda.mem_get_info()[0]
+    for name, asked in (("big", 64 << 20), ("small", 80 * 900_000)):
+        for _ in range(3):
+            with pytest.raises(ow.OutOfMemoryError) as caught:
+                ow.load_file(tmp_path / name, device="cuda")
+            error = caught.value
+            assert isinstance(error, MemoryError)
+            assert error.asked >= asked and error.free < error.asked and error.total == torch.cuda.mem_get_info()[1]
+            del caught, error
+        assert torch.cuda.mem_get_info()[0] >= left - (4 << 20)
+    del hog
+    for name in ("big", "small"):  # torch's allocator keeps the memory; a load gets it all the same
+        equal(ow.load_file(tmp_path / name, device="cuda"), ow.load_file(tmp_path / name))
+
+
+def test_empty_cache(tmp_path: Path) -> None:
+    ow.save_file({"a": torch.arange(1000)}, tmp_path / "m")
+    kept = ow.load_file(tmp_path / "m", device="cuda")
+    before = torch.cuda.mem_get_info()[0]
+    ow.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= before + (100 << 20)
+    assert kept["a"].tolist() == list(range(1000))
+    equal(ow.load_file(tmp_path / "m", device="cuda"), ow.load_file(tmp_path / "m"))
+
+
+def test_pinned(model: Path) -> None:
+    for file in ("plain.safetensors", "packed.safetensors"):
+        on_cpu = ow.load_file(model / file)
+        for device in (None, "cuda"):
+            with ow.pin(model / file, device=device) as pinned:
+                for _ in range(2):
+                    equal(pinned.load_file(device="cuda"), on_cpu)
+                equal(pinned.load_file(), on_cpu)
+                streamed = dict(pinned.stream(device="cuda"))
+                equal({name: streamed[name] for name in on_cpu}, on_cpu)
+            equal(streamed, {name: on_cpu[name] for name in streamed})

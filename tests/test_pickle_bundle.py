@@ -184,6 +184,7 @@ def test_nyacomps_names(tmp_path: Path, monkeypatch) -> None:
 def test_nyacomps_own_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "nya").mkdir()
     (tmp_path / "nya/meta.csv").write_text("0,1\n/model/nya/0.gz 4;4 float16 32 20\n/model/nya/1.raw 2 uint8 2 2")
+    (tmp_path / "nya/0.gz").write_bytes(bytes(20))
     with pytest.raises(ow.NotSupportedError, match="nyacomp itself"):
         ow.preload(tmp_path / "nya/meta.csv")
     rows = layout.read_meta(str(tmp_path / "nya/meta.csv"))

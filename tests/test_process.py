@@ -316,8 +316,8 @@ except errors.ArgumentError:
     pass
 else:
     sys.exit("a preload's tensors belong to its finder")
-model, found = e.preload_find([path])
-assert e.preload_find(path) is None
+model, found = e.preload_find(json.dumps({"uris": [path]}))
+assert e.preload_find(json.dumps({"uris": [path]})) is None
 assert [row[0] for row in e.model_table(model)] == ["x"]
 assert e.job_wait(found, None)
 (capsule, address), = e.job_take(found)
@@ -325,18 +325,18 @@ e.job_free(found); e.close_model(model); e.job_free(job)
 assert ctypes.string_at(address, 256) == bytes(range(256))
 
 job = e.preload_start(json.dumps({"uris": [missing]}))
-for call in (lambda: e.job_wait(job, None), lambda: e.preload_find(missing)):
+for call in (lambda: e.job_wait(job, None), lambda: e.preload_find(json.dumps({"uris": [missing]}))):
     try:
         call()
     except errors.NotFoundError as error:
         assert "missing" in str(error)
     else:
         sys.exit("no error")
-assert e.preload_find(missing) is None
+assert e.preload_find(json.dumps({"uris": [missing]})) is None
 
 job = e.preload_start(json.dumps({"uris": [path]}))
 e.job_cancel(job)  # dropped, not found any more
-assert e.preload_find(path) is None
+assert e.preload_find(json.dumps({"uris": [path]})) is None
 """, small, tmp_path / "missing.safetensors")
 
 

@@ -10,6 +10,7 @@ package bench
 
 import (
 	"context"
+	"encoding/json"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -17,6 +18,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/job"
 )
@@ -24,21 +26,31 @@ import (
 // Options choose what is measured. The zero value measures everything at the
 // sizes of docs/benchmarks.md.
 type Options struct {
-	What    string // "codec", "load", "import", "many"; "" or "all": each
+	What    string // "codec", "load", "cold", "import", "many", "net"; "" or "all": each
 	Size    int64  // tensor bytes of the load rows; 0: 4 GB
 	File    string // real F32 weights for the codec rows, "" for none
 	Repeat  int    // runs of each measurement; 0: 5
 	Dir     string // for files of up to twice Size; "": the system's temporary folder
 	Python  string // interpreter with overwire in it; "": rows that need one are not measured
 	Threads int    // 0: all cores
-	// Begin, if not nil, gets the floors before the first row, and Row gets
-	// every row as soon as it is measured.
-	Begin func(Machine, Floors)
+	// Device, if not "", asks for the rows of loads to that device ("cuda",
+	// "cuda:1", "cpu") and for no others: those of Parts, or of all.
+	Device string
+	Only   []string
+	// Limit ends them: what has not begun by then is not measured. 0: 510 s.
+	Limit time.Duration
+	Trace string // file that gets the Chrome trace of one load of compressed bf16
+	// Out, if not "", is a file that gets the report as JSON, anew after every
+	// row: nothing is lost if the run is cut off.
+	Out string
+	// Begin, if not nil, gets the report when its machine and floors are known,
+	// and Row gets every row as soon as it is measured.
+	Begin func(*Report)
 	Row   func(Row)
 }
 
 // Whats are the values of Options.What.
-var Whats = []string{"all", "codec", "load", "many", "import"}
+var Whats = []string{"all", "codec", "load", "cold", "many", "net", "import"}
 
 // A Row is one line of the table.
 type Row struct {
@@ -51,6 +63,10 @@ type Row struct {
 	Floor     float64 `json:"floor,omitempty"`
 	FloorName string  `json:"floor_name,omitempty"`
 	Share     float64 `json:"share,omitempty"`
+	// Runs is how many processes Value is the median of, Low and High their range.
+	Runs int     `json:"runs,omitempty"`
+	Low  float64 `json:"low,omitempty"`
+	High float64 `json:"high,omitempty"`
 	// Goal says what the project wants of this row; Reached is nil when it
 	// wants nothing or nothing was measured.
 	Goal    string `json:"goal,omitempty"`
@@ -66,6 +82,10 @@ type Report struct {
 	Floors  Floors  `json:"floors"`
 	Rows    []Row   `json:"rows"`
 	Seconds float64 `json:"seconds"`
+	// Device is what Options.Device named, and Failures are the steps of its
+	// rows that went wrong; the others were measured all the same.
+	Device   *Device  `json:"device,omitempty"`
+	Failures []string `json:"failures,omitempty"`
 }
 
 // Machine is what the figures were measured on.
@@ -89,11 +109,18 @@ func ThisMachine() Machine {
 
 // run is one run of the benchmark.
 type run struct {
+	began  time.Time
 	ctx    context.Context
 	job    *job.Job
 	opt    Options
 	dir    string
 	report Report
+	// Of the rows of a device: the GPU, nil for the host, the threads that
+	// loads get (0: as many as they want), and rates by group and variant.
+	gpu     *cuda.Device
+	threads int
+	rates   map[string]float64
+	out     error // of writing Options.Out
 }
 
 // Run measures. Its files are gone when it returns.
@@ -105,12 +132,27 @@ func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 	if !slices.Contains(Whats, opt.What) {
 		return Report{}, fault.New(fault.ErrArgument, "nothing to measure is called %q", opt.What)
 	}
+	if opt.Device != "" && opt.What != "all" {
+		return Report{}, fault.New(fault.ErrArgument, "the rows of a device are measured by themselves, not with %q", opt.What)
+	}
+	for _, part := range opt.Only {
+		if !slices.Contains(Parts, part) {
+			return Report{}, fault.New(fault.ErrArgument, "no part is called %q", part)
+		}
+	}
+	if opt.Size == 0 && opt.Device != "" {
+		opt.Size = 16_060_000_000
+	}
 	if opt.Size == 0 {
 		opt.Size = 4e9
+	}
+	if opt.Limit <= 0 {
+		opt.Limit = 510 * time.Second
 	}
 	if opt.Repeat <= 0 {
 		opt.Repeat = 5
 	}
+	threads := opt.Threads
 	if opt.Threads <= 0 {
 		opt.Threads = runtime.GOMAXPROCS(0)
 	}
@@ -119,13 +161,19 @@ func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 		return Report{}, fault.New(fault.ErrIO, "%v", err)
 	}
 	defer os.RemoveAll(dir)
-	r := &run{ctx: ctx, job: j, opt: opt, dir: dir}
+	r := &run{began: start, ctx: ctx, job: j, opt: opt, dir: dir, threads: threads, rates: map[string]float64{}}
 	r.report.Machine = ThisMachine()
+	if opt.Device != "" {
+		err := r.device()
+		r.report.Seconds = time.Since(start).Seconds()
+		return r.report, err
+	}
 	for _, g := range []struct {
 		name string
 		run  func() error
 	}{
-		{"floors", r.floors}, {"codec", r.codec}, {"load", r.load}, {"many", r.many}, {"import", r.imports},
+		{"floors", r.floors}, {"codec", r.codec}, {"load", r.load}, {"cold", r.cold}, {"many", r.many}, {"net", r.net},
+		{"import", r.imports},
 	} {
 		if g.name != "floors" && opt.What != "all" && opt.What != g.name || g.name == "floors" && opt.What == "import" {
 			continue
@@ -134,7 +182,7 @@ func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 			return r.report, err
 		}
 		if g.name == "floors" && opt.Begin != nil {
-			opt.Begin(r.report.Machine, r.report.Floors)
+			opt.Begin(&r.report)
 		}
 	}
 	r.report.Seconds = time.Since(start).Seconds()
@@ -147,9 +195,28 @@ func (r *run) add(row Row) {
 		row.Share = row.Value / row.Floor
 	}
 	r.report.Rows = append(r.report.Rows, row)
+	r.report.Seconds = time.Since(r.began).Seconds()
 	if r.opt.Row != nil {
 		r.opt.Row(row)
 	}
+	if r.opt.Out != "" && r.out == nil {
+		r.out = r.writeOut()
+	}
+}
+
+// writeOut replaces the report's file. Its first error ends the run.
+func (r *run) writeOut() error {
+	b, err := json.MarshalIndent(r.report, "", "  ")
+	if err == nil {
+		err = os.WriteFile(r.opt.Out+".tmp", append(b, '\n'), 0o600)
+	}
+	if err == nil {
+		err = os.Rename(r.opt.Out+".tmp", r.opt.Out)
+	}
+	if err != nil {
+		return fault.New(fault.ErrIO, "%v", err)
+	}
+	return nil
 }
 
 // missing adds a row that could not be measured.
@@ -162,7 +229,7 @@ func (r *run) stopped() error {
 	if r.ctx.Err() != nil {
 		return fault.New(fault.ErrCancelled, "bench")
 	}
-	return nil
+	return r.out
 }
 
 // median runs fn so many times and returns the median of its seconds.

@@ -118,12 +118,15 @@ func (r *run) ratio(name string, in []save.Input, goal float64, near bool) error
 }
 
 // same loads a file and compares it with what was saved.
-func (r *run) same(path string, in []save.Input) error {
+func (r *run) same(path string, in []save.Input) error { return r.sameRead(path, in, "") }
+
+// sameRead is same in one way of reading.
+func (r *run) sameRead(path string, in []save.Input, how string) error {
 	want := map[string]*save.Input{}
 	for i := range in {
 		want[in[i].Name] = &in[i]
 	}
-	return loaded(r, path, load.Options{}, func(m *load.Model, data [][]byte) error {
+	return loaded(r, path, load.Options{Read: how}, func(m *load.Model, data [][]byte) error {
 		if len(data) != len(in) {
 			return fault.New(fault.ErrEngine, "%s: %d tensors came back of %d", path, len(data), len(in))
 		}

@@ -139,6 +139,11 @@ func (r *run) load() error {
 	}
 	r.add(Row{Group: "load", Name: "the same on one core", Value: one, Unit: "GB/s",
 		Floor: r.report.Floors.CopyOne, FloorName: "memcpy one core"})
+	if r.opt.Trace != "" {
+		if err := loaded(r, r.path(bigCompressed), load.Options{Threads: r.opt.Threads, Trace: r.opt.Trace}, nil); err != nil {
+			return err
+		}
+	}
 	if err := r.pythonLoad(total, gb); err != nil {
 		return err
 	}
@@ -149,6 +154,9 @@ const (
 	manyFile = "many.safetensors"
 	oneFile  = "one.safetensors"
 	manySums = "many-sums.json"
+
+	manyPlain = "many-plain.safetensors"
+	onePlain  = "one-plain.safetensors"
 )
 
 // many measures what a tensor costs beside its bytes: a model of 18,867 small
@@ -165,10 +173,11 @@ func (r *run) many() error {
 	}
 	one := []save.Input{{Name: "all", DType: tensor.BF16, Shape: []int64{int64(len(joined) / 2)}, Data: joined}}
 	for _, w := range []struct {
-		name string
-		in   []save.Input
-	}{{manyFile, in}, {oneFile, one}} {
-		spec := save.Spec{Path: r.path(w.name), Compress: true, Threads: r.opt.Threads}
+		name     string
+		in       []save.Input
+		compress bool
+	}{{manyFile, in, true}, {oneFile, one, true}, {manyPlain, in, false}, {onePlain, one, false}} {
+		spec := save.Spec{Path: r.path(w.name), Compress: w.compress, Threads: r.opt.Threads}
 		if _, err := save.Write(r.ctx, nil, spec, w.in); err != nil {
 			return err
 		}
@@ -179,13 +188,15 @@ func (r *run) many() error {
 	if err := r.writeSums(manySums, in); err != nil {
 		return err
 	}
-	var seconds [2]float64
-	for i, name := range []string{manyFile, oneFile} {
-		if seconds[i], err = r.median(func() error { return loaded(r, r.path(name), load.Options{Threads: r.opt.Threads}, nil) }); err != nil {
-			return err
+	for _, c := range []struct{ what, many, one string }{{"compressed", manyFile, oneFile}, {"plain, not mapped", manyPlain, onePlain}} {
+		var seconds [2]float64
+		for i, name := range []string{c.many, c.one} {
+			if seconds[i], err = r.median(func() error { return loaded(r, r.path(name), load.Options{Threads: r.opt.Threads}, nil) }); err != nil {
+				return err
+			}
 		}
+		r.add(Row{Group: "many", Name: fmt.Sprintf("%d tensors, %s: each beside its bytes, Go alone", len(in), c.what),
+			Value: 1e6 * (seconds[0] - seconds[1]) / float64(len(in)), Unit: "us"})
 	}
-	r.add(Row{Group: "many", Name: fmt.Sprintf("%d tensors: each beside its bytes, Go alone", len(in)),
-		Value: 1e6 * (seconds[0] - seconds[1]) / float64(len(in)), Unit: "us"})
 	return r.pythonMany(len(in))
 }

@@ -30,10 +30,27 @@ func (row Row) Text(w io.Writer) {
 		verdict += "  goal " + row.Goal
 	}
 	line := fmt.Sprintf("  %-62s %s  %-42s %s", row.Name, value, beside, verdict)
-	if row.Note != "" {
-		line += "  [" + row.Note + "]"
+	note := row.Note
+	if row.Runs > 0 {
+		note = strings.TrimSuffix(fmt.Sprintf("%s to %s in %d; %s", number(row.Low), number(row.High), row.Runs, note), "; ")
+	}
+	if note != "" {
+		line += "  [" + note + "]"
 	}
 	fmt.Fprintln(w, strings.TrimRight(line, " "))
+}
+
+// Text writes the machine, its floors and the device.
+func (rep *Report) Text(w io.Writer) {
+	rep.Floors.Text(w, rep.Machine)
+	d := rep.Device
+	if d == nil {
+		return
+	}
+	for _, g := range d.Info {
+		fmt.Fprintf(w, "cuda:%d is %s, compute %s, %.0f GB, PCIe %d x%d, driver for CUDA %s\n", g.Index, g.Name, g.Compute, float64(g.Memory)/1e9, g.LinkGen, g.LinkWidth, g.Driver)
+	}
+	fmt.Fprintf(w, "loads to %s, files on %s\n", d.Name, d.Files)
 }
 
 // Text writes the machine and its floors.

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"encoding/json"
 	"fmt"
 	"strconv"
 	"strings"
@@ -8,6 +9,7 @@ import (
 	"github.com/dustin/go-humanize"
 
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // An option of a verb. One without a value's name is a switch.
@@ -35,11 +37,26 @@ var jsonOption = option{name: "json", doc: "print one JSON document for machines
 
 var threadsOption = option{name: "threads", short: "j", value: "N", doc: "cores to use (default: all)"}
 
+var storageOption = option{name: "storage", value: "JSON", doc: "how to reach URIs: storage_options of Python, as a JSON object"}
+
+// storage is how URIs are reached: --storage, and the environment.
+func (c *call) storage() (source.Options, error) {
+	opt := c.env.Storage
+	text, ok := c.opts["storage"]
+	if !ok {
+		return opt, nil
+	}
+	if err := json.Unmarshal([]byte(text), &opt.Storage); err != nil {
+		return opt, usage(`--storage: expected a JSON object of texts, as {"timeout": "10"}`)
+	}
+	return opt, nil
+}
+
 // verbs lists them in the order of help. It is filled by a function because
 // the verbs' code reaches this list again through help.
 func verbs() []*verb {
 	return []*verb{
-		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, benchVerb, doctorVerb, versionVerb,
+		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, loadVerb, benchVerb, doctorVerb, versionVerb,
 	}
 }
 

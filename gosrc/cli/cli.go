@@ -18,6 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // Version is the version of the engine and of the Python package; a test
@@ -51,6 +52,7 @@ const exitText = `exit status:
 type Env struct {
 	Python        string // sys.executable, for the rows of bench that need one
 	PythonVersion string
+	Storage       source.Options // the environment of stores; options of --storage are added
 }
 
 // A call is one run of one verb.
@@ -125,6 +127,12 @@ func (e *usageError) Error() string { return e.text }
 
 func (e *usageError) Unwrap() error { return fault.ErrArgument }
 
+// A shownError came after the result, which was shown with what went wrong in
+// it: with --json that stays the one document.
+type shownError struct{ error }
+
+func (e *shownError) Unwrap() error { return e.error }
+
 func usage(format string, args ...any) error { return &usageError{fmt.Sprintf(format, args...)} }
 
 // failed shows an error and returns its exit status.
@@ -134,7 +142,8 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 	}
 	text := fault.Redact(err.Error())
 	fmt.Fprintf(stderr, "overwire: %s\n", text)
-	if asJSON {
+	var shown *shownError
+	if asJSON && !errors.As(err, &shown) {
 		_ = writeJSON(stdout, map[string]any{"error": failure(err, text)})
 	}
 	return status(err)

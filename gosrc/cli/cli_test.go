@@ -183,6 +183,7 @@ func TestJSON(t *testing.T) {
 	for _, argv := range [][]string{
 		{"compress", plain, "-o", small}, {"inspect", small}, {"inspect", "-s", plain}, {"verify", small, plain},
 		{"decompress", small, "-o", small + "2"}, {"convert", plain, "-o", small + "3"},
+		{"load", small, "--repeat", "2", "--trace", small + ".trace"}, {"load", plain, "--device", "cpu"},
 		{"doctor"}, {"doctor", "--env"}, {"version"}, {"bench", "gen", "int4", "--size", "1MB", small + "4"},
 	} {
 		out := must(t, append(argv, "--json")...)
@@ -190,6 +191,29 @@ func TestJSON(t *testing.T) {
 		var v map[string]any
 		if err := dec.Decode(&v); err != nil || len(v) == 0 || dec.More() {
 			t.Errorf("overwire %q --json: %v: %q", argv, err, out)
+		}
+	}
+}
+
+// load tells rate and, with a trace, every stage; what is no device is refused.
+func TestLoad(t *testing.T) {
+	plain := made(t, "llama-bf16")
+	small := filepath.Join(filepath.Dir(plain), "small.safetensors")
+	must(t, "compress", plain, "-o", small)
+	trace := small + ".json"
+	out := must(t, "load", small, "--trace", trace, "--repeat", "2", "-j", "2")
+	for _, want := range []string{"tensors, ", " GB/s", "read", "check", "decode", "stage: wait for a slot", "2 workers"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("load lacks %q:\n%s", want, out)
+		}
+	}
+	if b, err := os.ReadFile(trace); err != nil || !json.Valid(b) {
+		t.Errorf("the trace: %v", err)
+	}
+	for _, argv := range [][]string{{"load", small, "--device", "tpu"}, {"load", small, "--trace"}, {"load"}} {
+		var stdout, stderr bytes.Buffer
+		if status := Main(t.Context(), nil, argv, &stdout, &stderr, Env{}); status != ExitUsage {
+			t.Errorf("%q: status %d, %s", argv, status, &stderr)
 		}
 	}
 }
@@ -225,7 +249,7 @@ func TestDoctor(t *testing.T) {
 			t.Errorf("doctor --env lacks %s", r.Name)
 		}
 	}
-	for _, want := range []string{"decoder", "set by NUM_THREADS", "PRELOAD_PATH names /no/such/file, which is not there"} {
+	for _, want := range []string{"decoder", "gpu ", "set by NUM_THREADS", "PRELOAD_PATH names /no/such/file, which is not there"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("doctor lacks %q:\n%s", want, out)
 		}

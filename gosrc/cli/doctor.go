@@ -12,6 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/bench"
 	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 )
@@ -33,12 +34,17 @@ var doctorVerb = &verb{
 	short: "show what the machine has and what overwire makes of it",
 	long: `
 Shows versions, the CPU's features and the decoder chosen, cores, huge pages,
-memory and its limit, the preload, and settings that are not at their default.
-With --env, every setting: the environment variable, its value, what it means.`,
+memory and its limit, GPUs and what they run, or why there are none, whether
+GPUDirect Storage is real here, the preload, and settings that are not at their
+default. With --env, every setting: the environment variable, its value, what it
+means. With --measure, the rate of pinned copies to each GPU.`,
 	example: "overwire doctor --env",
-	options: []option{{name: "env", doc: "every environment variable that is honoured"}},
+	options: []option{
+		{name: "env", doc: "every environment variable that is honoured"},
+		{name: "measure", doc: "measure the wire of each GPU, a second or less for each"},
+	},
 	run: func(c *call) error {
-		d := Diagnose(c.env)
+		d := Diagnose(c.env, c.is("measure"))
 		return c.show(d, func(w io.Writer) { d.text(w, c.is("env")) })
 	},
 }
@@ -50,7 +56,9 @@ type Diagnosis struct {
 	Machine  bench.Machine `json:"machine"`
 	Features []string      `json:"cpu_features"`
 	Memory   Memory        `json:"memory"`
+	GPU      GPU           `json:"gpu"`
 	Preload  Preload       `json:"preload"`
+	GDS      gds.Report    `json:"gpudirect_storage"`
 	Engine   string        `json:"engine"` // "ok", or the panic that poisoned it
 	Workers  int           `json:"goroutines"`
 	Settings []knob.Row    `json:"settings"`
@@ -73,11 +81,13 @@ type Preload struct {
 	Found  bool   `json:"found"`
 }
 
-// Diagnose looks at the machine. It starts nothing and loads nothing.
-func Diagnose(env Env) Diagnosis {
+// Diagnose looks at the machine and asks NVIDIA's driver, if there is one, for
+// its GPUs. Only with measure it makes contexts there, and copies.
+func Diagnose(env Env, measure bool) Diagnosis {
 	d := Diagnosis{
 		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python), Machine: bench.ThisMachine(),
-		Features: features(), Memory: memory(), Engine: "ok", Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
+		Features: features(), Memory: memory(), GDS: gds.Probe(), Engine: "ok", Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
+		GPU: diagnoseGPU(measure),
 	}
 	if err := spawn.Poisoned(); err != nil {
 		d.Engine = err.Error()
@@ -107,6 +117,7 @@ func (d *Diagnosis) advise() {
 	if p := d.Preload; p.Path != "" && !p.Off && !p.Found {
 		add("%s names %s, which is not there", p.From, p.Path)
 	}
+	d.adviseGPU(add)
 	if d.Machine.Cores == 1 {
 		add("one core: reading and decoding take turns")
 	}
@@ -168,6 +179,7 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 		limit = "limit " + bytesText(d.Memory.Limit)
 	}
 	line("memory", "%s, %s available, %s", bytesText(d.Memory.Total), bytesText(d.Memory.Available), limit)
+	d.GPU.text(line)
 	switch p := d.Preload; {
 	case p.Path == "":
 		line("preload", "none")
@@ -176,6 +188,11 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 	default:
 		line("preload", "%s to %s, by %s, found: %v", p.Path, p.Device, p.From, p.Found)
 	}
+	real := "not here"
+	if d.GDS.Real {
+		real = "libcufile " + d.GDS.Version + ", nvidia-fs " + d.GDS.Module
+	}
+	line("direct storage", "%s: %s", real, d.GDS.Why)
 	line("engine", "%s, %d workers", d.Engine, d.Workers)
 	t.Flush()
 	for _, a := range d.Advice {

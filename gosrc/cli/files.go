@@ -18,6 +18,7 @@ var writeOptions = []option{
 	{name: "output", short: "o", value: "OUT", doc: "file or folder to write"},
 	{name: "force", short: "f", doc: "write over what is there"},
 	{name: "shard", value: "SIZE", doc: "most tensor bytes in one file, e.g. 5GB (default: as the source)"},
+	storageOption,
 	threadsOption,
 }
 
@@ -75,8 +76,11 @@ func (c *call) convert(compress bool) error {
 	if out == "" {
 		return usage("%s needs -o OUT", c.verb.name)
 	}
-	spec := save.Spec{Path: out, Compress: compress}
-	var err error
+	storage, err := c.storage()
+	if err != nil {
+		return err
+	}
+	spec := save.Spec{Path: out, Compress: compress, Storage: storage}
 	if spec.Threads, err = c.threads(); err != nil {
 		return err
 	}
@@ -126,9 +130,13 @@ var inspectVerb = &verb{
 Reads headers and indexes only, of plain safetensors files too. The ratio is
 stored / original; the coding is "plain", "alias" or codec/transform.`,
 	example: "overwire inspect model.ow.safetensors --summary",
-	options: []option{{name: "summary", short: "s", doc: "totals only, no line for each tensor"}},
+	options: []option{{name: "summary", short: "s", doc: "totals only, no line for each tensor"}, storageOption},
 	run: func(c *call) error {
-		result, err := save.Inspect(c.ctx, c.args)
+		storage, err := c.storage()
+		if err != nil {
+			return err
+		}
+		result, err := save.Inspect(c.ctx, c.args, storage)
 		if err != nil {
 			return err
 		}
@@ -188,8 +196,13 @@ the hash of every tensor. Plain safetensors files hold no checksums, so only
 their structure can be proven, and the report says so. The first damage ends
 it with status 1 and names file, tensor, chunk and offset.`,
 	example: "overwire verify model.ow.safetensors && echo whole",
+	options: []option{storageOption},
 	run: func(c *call) error {
-		rep, err := save.Verify(c.ctx, c.job, c.args)
+		storage, err := c.storage()
+		if err != nil {
+			return err
+		}
+		rep, err := save.Verify(c.ctx, c.job, c.args, storage)
 		if err != nil {
 			return err
 		}

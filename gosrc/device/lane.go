@@ -7,6 +7,10 @@ import "context"
 type Slot interface {
 	// Memory is the slot's bytes: pinned, where the device needs that.
 	Memory() []byte
+	// Borrow lets b take the place of the slot's own bytes until the slot is
+	// back: memory of the caller's that is not longer, stays as it is, and was
+	// registered with the device, where that needs it.
+	Borrow(b []byte)
 }
 
 // A Lane is a device at work for one load: it takes staged pieces and lands

@@ -19,13 +19,20 @@ import (
 type Options struct {
 	// Lenient is for plain safetensors files; see safetensors.Options.
 	Lenient bool
+	// Keys are the tensors that will be asked for; nil: all. OpenAll leaves
+	// shards alone that have none of them by the word of an index.json.
+	Keys []string
 	// Known tells the codecs that can be decoded: codec.Known.
 	Known tensor.Known
+	// Cache, if not nil, is asked for indexes first and keeps those that are
+	// read. It must always be used with the same Known.
+	Cache *Cache
 }
 
 // Open reads the index of every source and joins them into one, in the order
 // given: source i of the result is srcs[i]. Each costs one read, or two when
-// header and index are over 256 KiB, three when both are.
+// header and index are over 256 KiB, three when both are, and none if the
+// cache has it. Several are read at once.
 //
 // The error is a fault.At: fault.ErrFormat for bytes that are no such file,
 // fault.ErrCorrupt for a file that has changed or was cut short,
@@ -33,19 +40,32 @@ type Options struct {
 // gives. Two sources may have tensors of one name; Index.Find tells.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
 	parts := make([]*tensor.Index, len(srcs))
-	for i, src := range srcs {
-		ix, err := One(ctx, src, opt)
-		if err != nil {
-			return nil, err
-		}
-		parts[i] = ix
+	err := each(len(srcs), func(i int) (err error) {
+		parts[i], err = One(ctx, srcs[i], opt)
+		return err
+	})
+	if err != nil {
+		return nil, err
 	}
 	return Join(parts)
 }
 
-// One reads the index of one source. Callers that open many, far away, run
-// several at once and Join them.
+// One reads the index of one source.
 func One(ctx context.Context, src source.Source, opt Options) (*tensor.Index, error) {
+	key, keep := opt.Cache.key(src, opt.Lenient)
+	if keep {
+		if ix := opt.Cache.get(key, src.URI()); ix != nil {
+			return ix, nil
+		}
+	}
+	ix, err := one(ctx, src, opt)
+	if err == nil && keep {
+		opt.Cache.put(key, ix)
+	}
+	return ix, err
+}
+
+func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, error) {
 	uri := src.URI()
 	h, err := safetensors.Read(ctx, src, safetensors.Options{Lenient: opt.Lenient})
 	if err != nil {

@@ -95,7 +95,8 @@ func attacks(ix *tensor.Index) []attack {
 	first := func(i int) int { return int(ix.Tensors[i].First) }
 	f, ns, c := fault.ErrFormat, fault.ErrNotSupported, fault.ErrCorrupt
 	return []attack{
-		{"major", u16(4, 1), ns, "upgrade"},
+		{"major", u16(4, 2), ns, "upgrade"},
+		{"major of a draft", u16(4, 0), ns, "draft"},
 		{"critical feature", u64(8, 1), ns, "features 0x1"},
 		{"tensor record size", u16(28, 72), ns, "upgrade"},
 		{"chunk record size", u16(30, 40), ns, "upgrade"},
@@ -219,15 +220,16 @@ func TestHalfAContainer(t *testing.T) {
 		metadata, name string
 		class          error
 	}{
-		{`{"format":"0.1","index":"overwire.index"}`, "x", fault.ErrCorrupt},
-		{`{"format":"0.1","index":"x"}`, "overwire.index", fault.ErrCorrupt},
-		{`{"format":"1.0","index":"overwire.index"}`, "overwire.index", fault.ErrNotSupported},
-		{`{"format":"1.0","index":"other"}`, "x", fault.ErrNotSupported},
+		{`{"format":"1.0","index":"overwire.index"}`, "x", fault.ErrCorrupt},
+		{`{"format":"1.0","index":"x"}`, "overwire.index", fault.ErrCorrupt},
+		{`{"format":"2.0","index":"overwire.index"}`, "overwire.index", fault.ErrNotSupported},
+		{`{"format":"2.0","index":"other"}`, "x", fault.ErrNotSupported},
+		{`{"format":"0.1","index":"overwire.index"}`, "overwire.index", fault.ErrNotSupported}, // a draft
 		{`{"format":"0","index":"overwire.index"}`, "overwire.index", fault.ErrCorrupt},
 		{`{"format":"x.y","index":"overwire.index"}`, "overwire.index", fault.ErrCorrupt},
 		{`{}`, "overwire.index", fault.ErrCorrupt},
 		{`yes`, "overwire.index", fault.ErrCorrupt},
-		{`{"format":"0.1","index":"overwire.index"}`, "overwire.index", fault.ErrCorrupt}, // of no bytes
+		{`{"format":"1.0","index":"overwire.index"}`, "overwire.index", fault.ErrCorrupt}, // of no bytes
 		{`yes`, "x", nil}, // somebody else's entry in a plain file
 	} {
 		_, err := open(header(c.metadata, c.name))
@@ -303,7 +305,7 @@ func TestLargeIndex(t *testing.T) {
 		t.Errorf("%d reads, %v", src.reads, err)
 	}
 	size := int64(tensor.MaxIndex) + 64
-	head, err := safetensors.AppendHeader(nil, map[string]string{overwire.MetadataKey: `{"format":"0.1","index":"overwire.index"}`},
+	head, err := safetensors.AppendHeader(nil, map[string]string{overwire.MetadataKey: `{"format":"1.0","index":"overwire.index"}`},
 		[]safetensors.Entry{{Name: overwire.IndexName, DType: tensor.U8, Shape: []int64{size}, End: size}}, 4096)
 	if err != nil {
 		t.Fatal(err)

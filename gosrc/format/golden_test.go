@@ -143,7 +143,7 @@ func golden(t testing.TB) map[string][]byte {
 }
 
 func goldenPath(name string) string {
-	return filepath.Join(goldens, "overwire-0.1", name+".safetensors")
+	return filepath.Join(goldens, "overwire-1.0", name+".safetensors")
 }
 
 // The writer still makes the golden files, byte for byte, and they still read.

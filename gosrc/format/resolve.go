@@ -2,13 +2,17 @@ package format
 
 import (
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -18,11 +22,20 @@ const (
 	indexSuffix = ".index.json"
 )
 
+// An Opener opens one URI.
+type Opener = func(ctx context.Context, uri string) (source.Source, error)
+
 // Resolve turns what a user names into the files to open, in order: a file is
 // itself; an index.json is its shards; a folder is the shards of its
 // *.safetensors.index.json, or else its *.safetensors files by name. shards is
 // set where an index decided.
-func Resolve(uri string) (files []string, shards *safetensors.Shards, err error) {
+//
+// What is far away is not listed: a folder there, a URI that ends in a slash,
+// or a repository of hf://, is what one of the usual names gives.
+func Resolve(ctx context.Context, uri string, open Opener) (files []string, shards *safetensors.Shards, err error) {
+	if source.Remote(uri) {
+		return remote(ctx, uri, open)
+	}
 	if strings.Contains(uri, "://") {
 		return []string{uri}, nil, nil
 	}
@@ -33,6 +46,64 @@ func Resolve(uri string) (files []string, shards *safetensors.Shards, err error)
 		return fromIndex(uri)
 	}
 	return []string{uri}, nil, nil
+}
+
+// usual are the names of models in folders that cannot be listed.
+var usual = []string{
+	"model" + suffix + indexSuffix, "model" + suffix,
+	"diffusion_pytorch_model" + suffix + indexSuffix, "diffusion_pytorch_model" + suffix,
+}
+
+func remote(ctx context.Context, uri string, open Opener) ([]string, *safetensors.Shards, error) {
+	if !source.Folder(uri) {
+		if strings.HasSuffix(source.Path(uri), indexSuffix) {
+			return fromRemoteIndex(ctx, uri, open)
+		}
+		return []string{uri}, nil, nil
+	}
+	for _, name := range usual {
+		file := source.Beside(uri, name)
+		if strings.HasSuffix(name, indexSuffix) {
+			files, shards, err := fromRemoteIndex(ctx, file, open)
+			if err == nil || !errors.Is(err, fault.ErrNotFound) {
+				return files, shards, err
+			}
+			continue
+		}
+		s, err := open(ctx, file)
+		if err == nil {
+			_ = s.Close()
+			return []string{file}, nil, nil
+		}
+		if !errors.Is(err, fault.ErrNotFound) {
+			return nil, nil, err
+		}
+	}
+	return nil, nil, at(uri, fault.New(fault.ErrNotFound, "none of %s in this folder", strings.Join(usual, ", ")))
+}
+
+func fromRemoteIndex(ctx context.Context, uri string, open Opener) ([]string, *safetensors.Shards, error) {
+	s, err := open(ctx, uri)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer s.Close()
+	if s.Size() > tensor.MaxHeader {
+		return nil, nil, at(uri, fault.New(fault.ErrFormat, "an index of %d bytes", s.Size()))
+	}
+	b := make([]byte, s.Size())
+	if err := s.ReadAt(ctx, b, 0); err != nil {
+		return nil, nil, err
+	}
+	shards, err := safetensors.ReadIndexJSON(uri, b)
+	if err != nil {
+		return nil, nil, err
+	}
+	files := slices.Clone(shards.Files)
+	for i, name := range files {
+		files[i] = source.Beside(uri, name)
+	}
+	return files, &shards, nil
 }
 
 func folder(dir string) ([]string, *safetensors.Shards, error) {
@@ -89,7 +160,7 @@ func fromIndex(path string) ([]string, *safetensors.Shards, error) {
 // OpenAll resolves names, opens every file with open, and indexes them. A
 // tensor that an index.json promises has to be in the file that it names.
 // The caller owns the sources; after an error there are none.
-func OpenAll(ctx context.Context, uris []string, open func(ctx context.Context, uri string) (source.Source, error), opt Options) (ix *tensor.Index, srcs []source.Source, err error) {
+func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source, err error) {
 	defer func() {
 		if err != nil {
 			for _, s := range srcs {
@@ -103,19 +174,26 @@ func OpenAll(ctx context.Context, uris []string, open func(ctx context.Context, 
 	}
 	var parts []*tensor.Index
 	for _, uri := range uris {
-		files, shards, err := Resolve(uri)
+		files, shards, err := Resolve(ctx, uri, open)
 		if err != nil {
 			return nil, srcs, err
 		}
-		first := len(srcs)
-		for _, name := range files {
-			s, err := open(ctx, name)
-			if err != nil {
-				return nil, srcs, err
+		if shards != nil && opt.Keys != nil {
+			few := shards.Only(opt.Keys)
+			kept := files[:0]
+			for i, name := range shards.Files { // files[i] is where name lies
+				if len(kept) < len(few.Files) && few.Files[len(kept)] == name {
+					kept = append(kept, files[i])
+				}
 			}
-			srcs = append(srcs, s)
+			files, shards = kept, &few
 		}
-		part, err := Open(ctx, srcs[first:], opt)
+		opened, err := sources(ctx, files, open)
+		srcs = append(srcs, opened...)
+		if err != nil {
+			return nil, srcs, err
+		}
+		part, err := Open(ctx, opened, opt)
 		if err != nil {
 			return nil, srcs, err
 		}
@@ -128,6 +206,79 @@ func OpenAll(ctx context.Context, uris []string, open func(ctx context.Context, 
 	}
 	ix, err = Join(parts)
 	return ix, srcs, err
+}
+
+// Names returns the tensors that the index.json of every one of the uris
+// promises, without opening a shard; ok is false when one of them has no index,
+// so that only its files know.
+func Names(ctx context.Context, uris []string, open Opener) (names []string, ok bool, err error) {
+	names = []string{}
+	for _, uri := range uris {
+		_, shards, err := Resolve(ctx, uri, open)
+		if err != nil || shards == nil {
+			return nil, false, err
+		}
+		for _, w := range shards.Weights {
+			names = append(names, w.Name)
+		}
+	}
+	return names, true, nil
+}
+
+// together is how many files are opened, or indexed, at once: far away each
+// costs round trips, near by a core.
+const together = 16
+
+// sources opens files. What it has opened is the caller's, error or not.
+func sources(ctx context.Context, files []string, open Opener) ([]source.Source, error) {
+	srcs := make([]source.Source, len(files))
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	_ = each(len(files), func(i int) error {
+		s, err := open(ctx, files[i])
+		if err != nil {
+			cancel(err) // only the first cause stays
+			return err
+		}
+		srcs[i] = s
+		return nil
+	})
+	if ctx.Err() != nil {
+		return slices.DeleteFunc(srcs, func(s source.Source) bool { return s == nil }), context.Cause(ctx)
+	}
+	return srcs, nil
+}
+
+// each calls fn for 0 to n-1, several at once, until one fails. It returns the
+// error of the first, whoever was faster.
+func each(n int, fn func(i int) error) error {
+	errs := make([]error, n)
+	var next atomic.Int64
+	var failed atomic.Bool
+	work := func() {
+		for !failed.Load() {
+			i := int(next.Add(1)) - 1
+			if i >= n {
+				return
+			}
+			if errs[i] = spawn.Guard("open", func() error { return fn(i) }); errs[i] != nil {
+				failed.Store(true)
+			}
+		}
+	}
+	var wg sync.WaitGroup
+	for range min(together, n) - 1 {
+		wg.Add(1)
+		spawn.Go("open", func() { defer wg.Done(); work() })
+	}
+	work()
+	wg.Wait()
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func at(uri string, err error) error {

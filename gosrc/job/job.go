@@ -110,6 +110,13 @@ func (j *Job) SetReport(v any) {
 	j.mu.Unlock()
 }
 
+// Value returns the last value given to SetReport.
+func (j *Job) Value() any {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.report
+}
+
 // Report returns the last value given to SetReport as JSON, or "null".
 func (j *Job) Report() ([]byte, error) {
 	j.mu.Lock()

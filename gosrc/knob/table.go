@@ -17,8 +17,11 @@ var (
 		"Worker threads for reading, coding and decoding; 0 is one for each CPU that the process may use.",
 		alias{name: "NUM_THREADS"})
 	MMap = choice("OVERWIRE_MMAP",
-		"Whether plain tensors are mapped instead of read: auto maps local plain files for the CPU.",
+		"Whether plain tensors are mapped instead of read: auto maps plain files for the CPU, unless they lie on a network.",
 		[]string{"auto", "on", "off"})
+	Read = choice("OVERWIRE_READ",
+		"How loads read local files: auto goes past the page cache for what is cold in a load larger than half of the memory left.",
+		[]string{"auto", "buffered", "direct"})
 	CPU = choice("OVERWIRE_CPU",
 		"Decoder to use; one that this CPU lacks falls back to the best it has.",
 		[]string{"auto", "scalar", "avx2", "avx512"})
@@ -39,5 +42,5 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Threads, MMap, CPU, Log, Trace, Python,
+	Preload, PreloadDevice, NoPreload, Threads, MMap, Read, CPU, Log, Trace, Python,
 }

@@ -1,20 +1,22 @@
 package load
 
 import (
+	"cmp"
 	"context"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -27,6 +29,8 @@ type Options struct {
 	Stream  uint64 `json:"stream"`   // CUDA: the caller's, whose queued work precedes the load; 0: none
 	Threads int    `json:"threads"`  // 0: one a core
 	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
+	Read    string `json:"read"`     // as OVERWIRE_READ, which "" means
+	Trace   string `json:"trace"`    // file that gets a Chrome trace; "": what the knob says
 }
 
 // A Report is what a load cost.
@@ -36,6 +40,8 @@ type Report struct {
 	Mapped  int64           `json:"mapped"` // bytes that are mapped, not read
 	Seconds float64         `json:"seconds"`
 	Stages  pipeline.Stages `json:"stages"`
+	// Trace sums up the trace, if one was asked for.
+	Trace *pipeline.Summary `json:"trace,omitempty"`
 }
 
 // A Loading is a load that runs or has ended. Tensors can be taken as soon as
@@ -78,12 +84,13 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	tgt, err := targetOf(opt.Device)
 	if err != nil {
-		return nil, err
+		return nil, m.where("open", err)
 	}
 	if err := m.hold(); err != nil {
 		return nil, err
 	}
-	l := &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)), wake: make(chan struct{})}
+	l := &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)),
+		ready: make([]int, 0, len(wants)), wake: make(chan struct{})}
 	mapped, err := l.allocate(reqs)
 	if err != nil {
 		cpu.Release(l.mem)
@@ -102,60 +109,60 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 // requests are mapped.
 func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	ix := l.model.ix
-	mapped := make([]bool, len(reqs))
+	isMapped := make([]bool, len(reqs))
 	sizes := make([]int64, len(reqs))
-	holders := make([]int64, len(ix.Sources))
+	maps := make([]bool, len(ix.Sources))
+	for i, s := range l.model.srcs {
+		maps[i] = l.model.maps(s)
+	}
+	// By source: requests in the mapping that all loads share, and in one of
+	// this load's own.
+	holders := make([][2]int64, len(ix.Sources))
+	own := make([]int8, len(reqs))
 	for i := range reqs {
 		if reqs[i].Dest != 0 || l.wants[i].Bytes == 0 {
 			continue
 		}
 		t := &ix.Tensors[l.wants[i].Data]
 		off, row := l.wants[i].Run(ix)
-		if _, local := l.model.srcs[t.Source].(mappable); local && l.target.gpu == nil && l.model.mapp && row && !ix.Sources[t.Source].Overwire && off%int64(t.DType.Align()) == 0 {
-			mapped[i] = true
-			holders[t.Source]++
+		if l.target.gpu == nil && row && maps[t.Source] && !ix.Sources[t.Source].Overwire && off%int64(t.DType.Align()) == 0 {
+			isMapped[i] = true
+			if !l.model.claim(int32(l.wants[i].Data)) {
+				own[i] = 1
+			}
+			holders[t.Source][own[i]]++
 			continue
 		}
 		sizes[i] = l.wants[i].Bytes
 	}
 	mem, err := l.target.alloc(sizes)
 	if err != nil {
-		return nil, err
+		return nil, l.model.where("land", err)
 	}
 	copy(l.mem, mem)
-	for s, n := range holders {
-		if n == 0 {
-			continue
-		}
-		base, block, err := l.mapSource(s, n)
-		if err != nil {
-			return nil, err
-		}
-		for i := range reqs {
-			if t := &ix.Tensors[l.wants[i].Data]; mapped[i] && int(t.Source) == s {
-				off, _ := l.wants[i].Run(ix)
-				l.mem[i] = device.Memory{Ptr: unsafe.Add(base, off), Bytes: l.wants[i].Bytes, Block: block}
+	for s := range holders {
+		for k, n := range holders[s] {
+			if n == 0 {
+				continue
+			}
+			var mp mapped
+			if k == 0 {
+				mp, err = l.model.shared(s, n)
+			} else {
+				mp, err = mapSource(l.model.srcs[s], n, false)
+			}
+			if err != nil {
+				return nil, err
+			}
+			for i := range reqs {
+				if t := &ix.Tensors[l.wants[i].Data]; isMapped[i] && int(t.Source) == s && int(own[i]) == k {
+					off, _ := l.wants[i].Run(ix)
+					l.mem[i] = device.Memory{Ptr: unsafe.Add(mp.base, off), Bytes: l.wants[i].Bytes, Block: mp.block}
+				}
 			}
 		}
 	}
-	return mapped, nil
-}
-
-// A mappable source is a local file.
-type mappable interface {
-	WithFD(fn func(fd int) error) error
-}
-
-func (l *Loading) mapSource(s int, holders int64) (base unsafe.Pointer, block *device.Block, err error) {
-	src := l.model.srcs[s]
-	err = src.(mappable).WithFD(func(fd int) (err error) {
-		base, block, err = cpu.MapFile(fd, src.Size(), holders)
-		return err
-	})
-	if err != nil {
-		err = &fault.At{Verb: "map", Source: src.URI(), Chunk: -1, Offset: -1, Err: err}
-	}
-	return base, block, err
+	return isMapped, nil
 }
 
 // run is the job: it populates what is mapped and runs the pipeline for the
@@ -183,10 +190,24 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	if threads <= 0 {
 		threads = knob.Threads.Get()
 	}
-	if threads <= 0 {
-		threads = max(runtime.GOMAXPROCS(0), l.target.readers())
+	far := l.model.far()
+	lim := l.target.limits(far > 1)
+	if l.model.planned() {
+		lim.Align = readAlign
 	}
-	p := plan.Make(l.model.ix, l.wants, dest, l.target.limits())
+	planning := time.Now()
+	p := plan.Make(l.model.ix, l.wants, dest, lim)
+	planned := time.Now()
+	if depth := expect(l.model.srcs, p, cmp.Or(opt.Read, knob.Read.Get())); threads <= 0 {
+		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth, far)
+	}
+	traceFile := cmp.Or(opt.Trace, knob.Trace.Get())
+	var trace *pipeline.Trace
+	if traceFile != "" {
+		trace = pipeline.NewTrace()
+		trace.Verb("open", l.model.opened[0], l.model.opened[1], 0)
+		trace.Verb("plan", planning, planned, total)
+	}
 	for i, n := range p.Left {
 		if n == 0 && !mapped[i] {
 			l.land(int32(i))
@@ -197,33 +218,59 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		j.Bytes.Add(l.mem[i].Bytes)
 		l.land(int32(i))
 	}
+	if pin := l.model.pin; pin != nil && l.target.gpu != nil {
+		if err := l.model.register(pin, l.target.gpu); err != nil {
+			return err
+		}
+	}
 	lane, err := l.target.lane(p.Slot)
 	if err != nil {
-		return err
+		return l.model.where("stage", err)
 	}
 	if lane != nil {
 		defer lane.Close()
 		if opt.Stream != 0 {
 			if err := lane.(gpuLane).WaitFor(uintptr(opt.Stream)); err != nil {
-				return err
+				return l.model.where("stage", err)
 			}
 		}
-	}
-	var trace *pipeline.Trace
-	traceFile := knob.Trace.Get()
-	if traceFile != "" {
-		trace = pipeline.NewTrace()
 	}
 	st, err := pipeline.Run(ctx, &pipeline.Task{
 		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Workers: threads, NoCheck: opt.NoCheck, Trace: trace,
 		Landed: l.land, Progress: func(n int64) { j.Bytes.Add(n) },
 	})
 	seconds := time.Since(start).Seconds()
-	j.SetReport(Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Seconds: seconds, Stages: st})
+	rep := Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Seconds: seconds, Stages: st}
 	if trace != nil && err == nil {
 		err = trace.WriteFile(traceFile)
+		sum := trace.Summary()
+		rep.Trace = &sum
 	}
+	j.SetReport(rep)
 	return err
+}
+
+// planned says whether a source of the model reads in ways that depend on the
+// load.
+func (m *Model) planned() bool {
+	return slices.ContainsFunc(m.srcs, func(s source.Source) bool { _, ok := s.(source.Planned); return ok })
+}
+
+// expect tells the sources of a plan what is coming, and returns how many reads
+// at once serve them best.
+func expect(srcs []source.Source, p *plan.Plan, how string) (depth int) {
+	last := int32(-1)
+	for i := range p.Pieces { // in the order of the sources
+		s := p.Pieces[i].Source
+		if s == last {
+			continue
+		}
+		last = s
+		if planned, ok := srcs[s].(source.Planned); ok {
+			depth = max(depth, planned.Expect(p.Read, how))
+		}
+	}
+	return depth
 }
 
 // destination turns an address from the caller into a pointer. The memory is
@@ -255,13 +302,20 @@ func (l *Loading) prefault(maps []int) {
 		return
 	}
 	spawn.Go("prefault", func() {
-		for _, r := range runs {
+		for i, r := range runs {
 			for at := int64(0); at < r.Bytes; at += step {
+				// The disk works on the next step while this one is mapped.
+				switch next := at + step; {
+				case next < r.Bytes:
+					cpu.Announce(unsafe.Add(r.Ptr, next), min(step, r.Bytes-next))
+				case i+1 < len(runs):
+					cpu.Announce(runs[i+1].Ptr, min(step, runs[i+1].Bytes))
+				}
 				// An error here shows when the page is touched, as it does in
 				// any mapped file.
 				_ = cpu.Populate(unsafe.Add(r.Ptr, at), min(step, r.Bytes-at))
 			}
-			r.Release()
+			device.Memory{Block: r.Block}.Release() // the hold, not the owner's pages
 		}
 	})
 }

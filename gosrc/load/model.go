@@ -5,8 +5,12 @@ package load
 import (
 	"context"
 	"sync"
+	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -19,11 +23,16 @@ import (
 type Spec struct {
 	// URIs are files, folders or index.json files, one or many shards.
 	URIs []string `json:"uris"`
-	// Map says whether plain tensors of local files are mapped instead of
-	// read; nil: yes.
+	// Map says whether plain tensors of files are mapped instead of read; nil:
+	// where the file system is no network's.
 	Map *bool `json:"map"`
 	// Lenient accepts what other parsers of safetensors let pass.
 	Lenient bool `json:"lenient"`
+	// Storage says how to reach what is no local file.
+	Storage source.Options `json:"storage"`
+	// Keys are the names that will be asked for; nil: all. Of a model with an
+	// index.json only the shards that have one of them are opened.
+	Keys []string `json:"keys"`
 }
 
 // A Model is an opened model: its index is in memory, its sources are open.
@@ -31,25 +40,63 @@ type Spec struct {
 type Model struct {
 	ix   *tensor.Index
 	srcs []source.Source
-	mapp bool
+	mapp string // a value of OVERWIRE_MMAP
+	// When Open began and ended, for traces.
+	opened [2]time.Time
 
 	mu   sync.Mutex
 	refs int // 1 for the handle, 1 for each running load
 	shut bool
+	// One mapping of each source serves all loads: a process may have only some
+	// 65,000 mappings, and a model more tensors. Its bytes go to one owner each;
+	// who asks for a tensor again gets a mapping of the load's own.
+	mappings []mapped
+	given    []bool // by tensor: its bytes in the mapping have, or had, an owner
+
+	pinning bool    // a Pin runs: no load may
+	pin     *pinned // nil: not pinned
 }
+
+// mapped is a source in memory, held by the model.
+type mapped struct {
+	base  unsafe.Pointer
+	block *device.Block
+}
+
+// headers are those of the files that were opened last.
+var headers format.Cache
 
 // Open opens and indexes a model. Everything its headers say has been
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
-	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.Source, format.Options{Lenient: spec.Lenient, Known: codec.Known})
+	began := time.Now()
+	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers})
 	if err != nil {
 		return nil, err
 	}
-	return &Model{ix: ix, srcs: srcs, mapp: mapping(spec.Map), refs: 1}, nil
+	return &Model{ix: ix, srcs: srcs, mapp: mapping(spec.Map), opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
+}
+
+// Names returns the tensors that index.json files promise, without opening a
+// shard; ok is false when some of the files have no index.
+func Names(spec Spec) (names []string, ok bool, err error) {
+	return format.Names(context.Background(), spec.URIs, open.With(spec.Storage))
 }
 
 // Index is what the model holds.
 func (m *Model) Index() *tensor.Index { return m.ix }
+
+// far is how many reads at once the model's sources can make use of: 0 if all
+// are local files.
+func (m *Model) far() int {
+	n := 0
+	for _, s := range m.srcs {
+		if f, ok := s.(interface{ Far() int }); ok {
+			n = max(n, f.Far())
+		}
+	}
+	return n
+}
 
 // Close ends the handle. Loads that run go on; the sources are closed after
 // the last of them. Close may be called more than once.
@@ -63,12 +110,24 @@ func (m *Model) Close() {
 	}
 }
 
+// where names the model, by its first source, in an error that is of no tensor.
+func (m *Model) where(verb string, err error) error {
+	at := &fault.At{Verb: verb, Chunk: -1, Offset: -1, Err: err}
+	if len(m.ix.Sources) > 0 {
+		at.Source = m.ix.Sources[0].URI
+	}
+	return at
+}
+
 // hold keeps the sources open until drop; it fails on a closed model.
 func (m *Model) hold() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.shut {
 		return fault.New(fault.ErrArgument, "the model is closed")
+	}
+	if m.pinning {
+		return fault.New(fault.ErrArgument, "the model is being pinned")
 	}
 	m.refs++
 	return nil
@@ -80,17 +139,91 @@ func (m *Model) drop() {
 	last := m.refs == 0
 	m.mu.Unlock()
 	if last {
+		if m.pin != nil {
+			m.pin.unregister()
+		}
 		for _, s := range m.srcs {
 			_ = s.Close()
+		}
+		for _, mp := range m.mappings {
+			device.Memory{Block: mp.block}.Release()
 		}
 	}
 }
 
-// mapping decides whether plain tensors are mapped: the caller's word, then
-// the knob, then yes.
-func mapping(word *bool) bool {
-	if word != nil {
-		return *word
+// claim makes the caller the owner of a tensor's bytes in the mapping that all
+// loads share; false if it has had one. The caller has a hold on the model.
+func (m *Model) claim(tensor int32) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.given == nil {
+		m.given = make([]bool, len(m.ix.Tensors))
 	}
-	return knob.MMap.Get() != "off"
+	had := m.given[tensor]
+	m.given[tensor] = true
+	return !had
+}
+
+// shared returns the mapping of a source, with n holders more.
+func (m *Model) shared(source int, n int64) (mapped, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.mappings == nil {
+		m.mappings = make([]mapped, len(m.srcs))
+	}
+	mp := &m.mappings[source]
+	if mp.block == nil {
+		got, err := mapSource(m.srcs[source], 1, true)
+		if err != nil {
+			return mapped{}, err
+		}
+		*mp = got
+	} else if err := withFD(m.srcs[source], func(fd int) error { return cpu.StillHas(fd, m.srcs[source].Size()) }); err != nil {
+		return mapped{}, err
+	}
+	for range n {
+		mp.block.Hold()
+	}
+	return *mp, nil
+}
+
+// A mappable source is a file; Remote says that it lies on a network.
+type mappable interface {
+	Remote() bool
+	WithFD(fn func(fd int) error) error
+}
+
+func mapSource(src source.Source, holders int64, alone bool) (mp mapped, err error) {
+	err = withFD(src, func(fd int) (err error) {
+		mp.base, mp.block, err = cpu.MapFile(fd, src.Size(), holders, alone)
+		return err
+	})
+	return mp, err
+}
+
+func withFD(src source.Source, fn func(fd int) error) error {
+	if err := src.(mappable).WithFD(fn); err != nil {
+		return &fault.At{Verb: "map", Source: src.URI(), Chunk: -1, Offset: -1, Err: err}
+	}
+	return nil
+}
+
+// mapping decides whether plain tensors are mapped: the caller's word, then
+// the knob.
+func mapping(word *bool) string {
+	switch {
+	case word == nil:
+		return knob.MMap.Get()
+	case *word:
+		return "on"
+	}
+	return "off"
+}
+
+// maps says whether plain tensors of a source are mapped. Files on a network
+// are not, unless somebody asks for it: a page at a time is the slowest way to
+// read them, and a server that goes away would end the process.
+func (m *Model) maps(s source.Source) bool {
+	f, ok := s.(mappable)
+	return ok && (m.mapp == "on" || m.mapp == "auto" && !f.Remote())
 }

@@ -38,11 +38,14 @@ func targetOf(name string) (target, error) {
 	return target{}, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
 }
 
+// feeders is how many readers keep a fast disk, or a GPU, busy.
+const feeders = 16
+
 // readers is how many workers a load has at least, unless the caller says: those
 // that feed a GPU wait for the disk and for free slots more than they work.
 func (t target) readers() int {
 	if t.gpu != nil {
-		return 16
+		return feeders
 	}
 	return 1
 }
@@ -54,15 +57,31 @@ func (t target) alloc(sizes []int64) ([]device.Memory, error) {
 	return cpu.Alloc(sizes)
 }
 
+// readAlign is the block that reads past the page cache begin and end at; other
+// sources are asked for just what is wanted.
+const readAlign = 4096
+
 // limits is what the pipeline reads at once: on the host about one compressed
 // chunk, so that it is still in the second-level cache when it is decoded; for
-// a GPU what fills a slot.
-func (t target) limits() plan.Limits {
+// a GPU what fills a slot, by several workers, so that few slots are being
+// filled and most are on their way. From far away it is as much as hides a round
+// trip, and a gap costs less than another one.
+func (t target) limits(far bool) plan.Limits {
 	if t.gpu != nil {
-		return plan.Limits{Piece: cuda.DefaultSlotBytes, Gap: 256 << 10}
+		_, size := cuda.Ring()
+		if far {
+			return plan.Limits{Piece: size, Gap: 512 << 10, Part: farPiece}
+		}
+		return plan.Limits{Piece: size, Gap: 256 << 10, Part: 1 << 20}
+	}
+	if far {
+		return plan.Limits{Piece: farPiece, Gap: 512 << 10, Direct: true}
 	}
 	return plan.Limits{Piece: 1 << 20, Gap: 64 << 10, Direct: true}
 }
+
+// farPiece: see docs/benchmarks.md, net.
+const farPiece = 4 << 20
 
 // lane makes the device's lane for a plan; nil lets the pipeline make its own,
 // on the host.
@@ -70,10 +89,9 @@ func (t target) lane(largest int64) (device.Lane, error) {
 	if t.gpu == nil {
 		return nil, nil
 	}
-	const ring = cuda.DefaultSlots * cuda.DefaultSlotBytes
-	slots, size := cuda.DefaultSlots, int64(cuda.DefaultSlotBytes)
+	slots, size := cuda.Ring()
 	if largest > size {
-		slots, size = int(max(2, ring/largest)), largest
+		slots, size = int(max(2, int64(slots)*size/largest)), largest
 	}
 	l, err := t.gpu.Lane(slots, size)
 	if err != nil {
@@ -102,3 +120,5 @@ func (l gpuLane) Submit(s device.Slot, n int64, jobs []device.Job, done func(job
 type gpuSlot struct{ *cuda.Slot }
 
 func (s gpuSlot) Memory() []byte { return s.Bytes }
+
+func (s gpuSlot) Borrow(b []byte) { s.Lend(b) }

@@ -65,7 +65,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	if workers <= 0 {
 		workers = runtime.GOMAXPROCS(0)
 	}
-	workers = max(1, min(workers, len(t.Plan.Pieces)))
+	workers = max(1, min(workers, len(t.Plan.Parts)))
 	st := Stages{Workers: int64(workers), Pieces: int64(len(t.Plan.Pieces)), ReadBytes: t.Plan.Read}
 	if len(t.Plan.Pieces) == 0 {
 		return st, nil
@@ -81,9 +81,25 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		st.SlotBytes, st.RingBytes = t.Plan.Slot, t.Plan.Slot*int64(workers)
 	}
 
+	if p, ok := lane.(interface{ Pinned() int64 }); ok {
+		st.RingBytes = p.Pinned()
+	}
+	r := &run{Task: t, lane: lane, handOver: "decode"}
+	if dev, ok := lane.(timer); ok {
+		r.handOver = "submit"
+		if t.Trace != nil {
+			if err := dev.Time(t.Trace.device); err != nil {
+				return st, err
+			}
+			defer func() { _ = dev.Time(nil) }() // only a broken lane refuses
+		}
+	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	r := &run{Task: t, ctx: ctx, cancel: cancel, lane: lane}
+	r.ctx, r.cancel, r.staged = ctx, cancel, make([]staged, len(t.Plan.Pieces))
+	for i := range t.Plan.Parts {
+		r.staged[t.Plan.Parts[i].Piece].left++
+	}
 	var wg sync.WaitGroup
 	var mu sync.Mutex
 	for n := range workers {
@@ -106,6 +122,11 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		})
 	}
 	wg.Wait()
+	for i := range r.staged { // what an error left half filled
+		if s := &r.staged[i]; s.slot != nil {
+			lane.Put(s.slot)
+		}
+	}
 	// What was submitted is waited for even after an error: nothing may write
 	// to the tensors once Run has returned.
 	if err := lane.Drain(context.WithoutCancel(ctx)); err != nil {
@@ -125,11 +146,22 @@ type run struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	lane   device.Lane
-	next   atomic.Int64 // the next piece
+	next   atomic.Int64 // the next part
+	staged []staged     // by piece
 	landed atomic.Int64 // bytes
+	// handOver is what a worker's part in the decoding is called in a trace.
+	handOver string
 
 	prefetch  sync.Mutex
 	announced int64 // pieces that prefetchers were told of; prefetch guards it
+}
+
+// A staged piece is one that workers fill together: the first of them gets the
+// slot, the last submits it.
+type staged struct {
+	mu   sync.Mutex
+	slot device.Slot // nil before it is there, and again once it is given away
+	left int         // parts to come
 }
 
 // A prefetcher is a source that can be told what will be read soon.
@@ -160,8 +192,8 @@ func (r *run) announce(piece int64) {
 	r.announced = i
 }
 
-// A worker takes pieces one after the other: each passes through all stages
-// in one pair of hands, while its bytes are in that core's cache.
+// A worker takes parts one after the other: each passes through all stages in
+// one pair of hands, while its bytes are in that core's cache.
 type worker struct {
 	*run
 	n     int // of this worker
@@ -172,21 +204,23 @@ type worker struct {
 func (w *worker) loop() error {
 	for {
 		i := w.next.Add(1) - 1
-		if i >= int64(len(w.Plan.Pieces)) {
+		if i >= int64(len(w.Plan.Parts)) {
 			return nil
 		}
 		if w.ctx.Err() != nil {
 			return context.Cause(w.ctx)
 		}
-		w.announce(i)
-		if err := w.piece(&w.Plan.Pieces[i]); err != nil {
+		part := &w.Plan.Parts[i]
+		w.announce(int64(part.Piece))
+		if err := w.part(part, &w.Plan.Pieces[part.Piece]); err != nil {
 			return err
 		}
 	}
 }
 
-func (w *worker) piece(p *plan.Piece) error {
+func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 	src := w.Sources[p.Source]
+	lender, lends := src.(source.Lender)
 	t0 := time.Now()
 	if p.Direct != nil {
 		b := unsafe.Slice((*byte)(p.Direct), p.Len)
@@ -194,21 +228,36 @@ func (w *worker) piece(p *plan.Piece) error {
 			return w.where("read", p.First, err)
 		}
 		w.st.ReadNS += w.lap("read", &t0, p.Len)
-		if err := w.check(p.First, b); err != nil {
-			return err
+		if !lends {
+			if err := w.check(p.First, b); err != nil {
+				return err
+			}
+			w.st.CheckNS += w.lap("check", &t0, p.Len)
 		}
-		w.st.CheckNS += w.lap("check", &t0, p.Len)
 		w.land(p.First)
 		return nil
 	}
-	slot, err := w.lane.Get(w.ctx)
+	s := &w.staged[part.Piece]
+	slot, err := w.stage(s)
 	if err != nil {
 		return err
 	}
 	w.st.WaitNS += w.lap("stage", &t0, 0)
-	if err := w.fill(src, p, slot.Memory()[:p.Len], &t0); err != nil {
-		w.lane.Put(slot)
-		return err
+	if !lends {
+		if err := w.fill(src, p, part, slot.Memory()[:p.Len], &t0); err != nil {
+			return err
+		}
+	}
+	if !s.last() {
+		return nil
+	}
+	if lends {
+		b, err := lender.Lend(p.Off, p.Len)
+		if err != nil {
+			w.lane.Put(slot)
+			return w.where("read", p.First, err)
+		}
+		slot.Borrow(b)
 	}
 	err = w.lane.Submit(slot, p.Len, w.Plan.Jobs[p.First:p.First+p.Count], func(i int, err error) {
 		if err != nil {
@@ -217,46 +266,88 @@ func (w *worker) piece(p *plan.Piece) error {
 		}
 		w.land(p.First + int32(i))
 	})
-	w.st.DecodeNS += w.lap("decode", &t0, p.Len)
-	return err
+	w.st.DecodeNS += w.lap(w.handOver, &t0, p.Len)
+	if err != nil { // of the device: no job of the piece was begun
+		return w.where("copy", p.First, err)
+	}
+	return nil
 }
 
-// fill reads a piece into a slot and compares its checksums. What is near is
-// read in steps, so that a chunk is summed while it is in the core's cache;
-// what is far away is asked for at once.
-func (w *worker) fill(src source.Source, p *plan.Piece, b []byte, t0 *time.Time) error {
-	const near = 1 << 20
-	step := int64(len(b))
+// stage gives the slot of a piece; whoever comes first waits for a free one,
+// and the others for him.
+func (r *run) stage(s *staged) (device.Slot, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.slot == nil {
+		slot, err := r.lane.Get(r.ctx)
+		if err != nil {
+			return nil, err
+		}
+		s.slot = slot
+	}
+	return s.slot, nil
+}
+
+// last counts a part as filled. To the last one the slot belongs.
+func (s *staged) last() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.left--; s.left > 0 {
+		return false
+	}
+	s.slot = nil
+	return true
+}
+
+// fill reads a part of a piece into its slot and compares its checksums. What
+// is near is read in steps, so that a chunk is summed while it is in the core's
+// cache; what is far away is asked for at once.
+func (w *worker) fill(src source.Source, p *plan.Piece, part *plan.Part, b []byte, t0 *time.Time) error {
+	const near, block = 1 << 20, 4096
+	step := part.To - part.From
 	if _, ok := src.(prefetcher); ok {
 		step = near
 	}
-	have := int64(0)
-	for i := p.First; i < p.First+p.Count; i++ {
-		j := &w.Plan.Jobs[i]
-		end := int64(j.Src) + int64(j.Chunk.Stored)
-		if end > have {
-			to := min(max(end, have+step), int64(len(b)))
+	have := part.From
+	read := func(job int32, end int64) error {
+		for have < end {
+			to := min((have+step+block-1)&^(block-1), part.To)
 			if err := src.ReadAt(w.ctx, b[have:to], p.Off+have); err != nil {
-				return w.where("read", i, err)
+				return w.where("read", job, err)
 			}
 			w.st.ReadNS += w.lap("read", t0, to-have)
 			have = to
+		}
+		return nil
+	}
+	for i := part.First; i < part.First+part.Count; i++ {
+		j := &w.Plan.Jobs[i]
+		end := int64(j.Src) + int64(j.Chunk.Stored)
+		if err := read(i, min(end, part.To)); err != nil {
+			return err
+		}
+		if !w.checked(i) { // nor timed: there may be thousands in a piece
+			continue
 		}
 		if err := w.check(i, b[j.Src:end]); err != nil {
 			return err
 		}
 		w.st.CheckNS += w.lap("check", t0, int64(j.Chunk.Stored))
 	}
-	return nil
+	// Bytes of a job that began in an earlier part.
+	return read(max(p.First, part.First-1), part.To)
 }
 
-// check compares the checksum of a chunk's stored bytes. Bytes of a plain
+// checked says whether a job has a checksum to compare. Bytes of a plain
 // safetensors file have none.
+func (w *worker) checked(job int32) bool { return !w.NoCheck && w.Plan.Refs[job].N >= 0 }
+
+// check compares the checksum of a chunk's stored bytes, if it has one.
 func (w *worker) check(job int32, stored []byte) error {
-	j := &w.Plan.Jobs[job]
-	if w.NoCheck || w.Plan.Refs[job].N < 0 {
+	if !w.checked(job) {
 		return nil
 	}
+	j := &w.Plan.Jobs[job]
 	if sum := codec.Sum(stored); sum != j.Chunk.Sum {
 		return w.where("check", job, fault.New(fault.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", j.Chunk.Sum, sum))
 	}
@@ -271,8 +362,14 @@ func (r *run) land(job int32) {
 	if r.Progress != nil {
 		r.Progress(n)
 	}
-	if atomic.AddInt32(&r.Plan.Left[want], -1) == 0 && r.Landed != nil {
-		r.Landed(want)
+	if atomic.AddInt32(&r.Plan.Left[want], -1) == 0 {
+		if r.Trace != nil {
+			now := time.Now()
+			r.Trace.Verb("land", now, now, r.Wants[want].Bytes)
+		}
+		if r.Landed != nil {
+			r.Landed(want)
+		}
 	}
 }
 
@@ -300,7 +397,7 @@ func (w *worker) lap(verb string, t *time.Time, bytes int64) int64 {
 	begin, now := *t, time.Now()
 	*t = now
 	if w.Trace != nil {
-		w.spans = append(w.spans, span{verb, w.n, begin, now, bytes})
+		w.spans = append(w.spans, span{verb, onWorker, w.n, begin, now, bytes})
 	}
 	return now.Sub(begin).Nanoseconds()
 }

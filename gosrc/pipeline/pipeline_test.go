@@ -3,11 +3,8 @@ package pipeline
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"math/rand/v2"
-	"os"
-	"path/filepath"
 	"testing"
 	"time"
 	"unsafe"
@@ -28,6 +25,8 @@ type model struct {
 	ix      *tensor.Index
 	srcs    []source.Source
 	logical [][]byte // by tensor
+	trace   *Trace   // of the next run
+	stages  Stages   // of the last
 }
 
 func build(r *rand.Rand) *model {
@@ -165,7 +164,7 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 		dest[i] = mem[i].Ptr
 	}
 	landed := make(chan int32, len(wants))
-	_, err = Run(ctx, &Task{Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
+	m.stages, err = Run(ctx, &Task{Trace: m.trace, Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
 		Workers: workers, Landed: func(i int32) { landed <- i }})
 	close(landed)
 	var got [][]byte
@@ -180,7 +179,8 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 }
 
 // Whatever is asked for, in whatever layout it is stored, arrives as slicing
-// element by element would give it, for every piece size and worker count.
+// element by element would give it, for every size of piece and part and every worker
+// count.
 func TestRunMatchesSlicing(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -188,7 +188,8 @@ func TestRunMatchesSlicing(t *testing.T) {
 	for range 500 {
 		m := build(r)
 		reqs := m.requests(r)
-		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Direct: r.IntN(2) == 0}
+		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Part: int64(r.IntN(2) * r.IntN(900)),
+			Direct: r.IntN(2) == 0, Align: []int64{0, 1, 16, 256, 4096}[r.IntN(5)]}
 		got, landed, err := m.run(context.Background(), reqs, lim, 1+r.IntN(4))
 		if err != nil {
 			t.Fatal(err)
@@ -230,7 +231,7 @@ func TestRunEndsWithTheFirstError(t *testing.T) {
 			f = append(f, &sourcetest.Faulty{Source: s, N: n, Err: fault.New(fault.ErrIO, "planted")})
 			m.srcs = append(m.srcs, f[len(f)-1])
 		}
-		_, _, err := m.run(context.Background(), reqs, plan.Limits{Piece: 500}, 3)
+		_, _, err := m.run(context.Background(), reqs, plan.Limits{Piece: 500, Part: 100}, 3)
 		hit := false
 		for i := range f {
 			hit = hit || f[i].Reads() >= n
@@ -268,7 +269,7 @@ func TestRunChecksEveryChunk(t *testing.T) {
 			c := m.ix.Chunks[tn.First+k]
 			data := m.srcs[tn.Source].(*sourcetest.Mem).Data
 			data[c.Off] ^= 4
-			_, _, err := m.run(context.Background(), []plan.Request{{Tensor: int64(i), Hi0: -1, Hi1: -1}}, plan.Limits{Piece: 1000}, 2)
+			_, _, err := m.run(context.Background(), []plan.Request{{Tensor: int64(i), Hi0: -1, Hi1: -1}}, plan.Limits{Piece: 1000, Part: 200}, 2)
 			var at *fault.At
 			if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Chunk != int64(k) || at.Offset != c.Off || at.Tensor != tn.Name {
 				t.Fatalf("chunk %d: %v", k, err)
@@ -295,35 +296,8 @@ func TestRunCancel(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	time.AfterFunc(20*time.Millisecond, func() { cancel(fault.ErrCancelled) })
 	start := time.Now()
-	_, _, err := m.run(ctx, reqs, plan.Limits{Piece: 500}, 2)
+	_, _, err := m.run(ctx, reqs, plan.Limits{Piece: 500, Part: 100}, 2)
 	if !errors.Is(err, fault.ErrCancelled) || time.Since(start) > 5*time.Second {
 		t.Fatalf("%v after %v", err, time.Since(start))
-	}
-}
-
-// A trace has a span for every stage of every piece, and is valid JSON.
-func TestTrace(t *testing.T) {
-	tr := NewTrace()
-	now := time.Now()
-	tr.add([]span{{"read", 0, now, now.Add(time.Millisecond), 5}, {"check", 1, now, now, 0}})
-	path := filepath.Join(t.TempDir(), "trace.json")
-	if err := tr.WriteFile(path); err != nil {
-		t.Fatal(err)
-	}
-	b, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var v struct {
-		TraceEvents []struct {
-			Name string
-			Dur  float64
-		}
-	}
-	if err := json.Unmarshal(b, &v); err != nil || len(v.TraceEvents) != 2 || v.TraceEvents[0].Dur != 1000 {
-		t.Errorf("%v: %s", err, b)
-	}
-	if err := tr.WriteFile(filepath.Join(path, "no")); err == nil {
-		t.Error("written below a file")
 	}
 }

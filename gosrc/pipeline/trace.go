@@ -2,31 +2,64 @@ package pipeline
 
 import (
 	"bufio"
+	"cmp"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// A Trace records what every worker did when: one span for each stage of each
+// A Trace records what everybody did when: one span for each stage of each
 // piece. A nil *Trace records nothing.
+//
+// On a host lane "decode" is a worker's own time. On a device that tells its
+// times, "copy" and "decode" are the device's, and "submit" is what a worker
+// spends on handing a piece over.
 type Trace struct {
 	start time.Time
 	mu    sync.Mutex
 	spans []span
 }
 
+// Where a span happened: on a worker by its number, on a stream of the device,
+// or in the verb itself.
+type place uint8
+
+const (
+	onWorker place = iota
+	onStream
+	inVerb
+)
+
 type span struct {
 	verb       string
-	worker     int
+	at         place
+	n          int // of the worker or stream
 	begin, end time.Time
 	bytes      int64
 }
 
+// A timer is a lane that can tell what its device did when.
+type timer interface {
+	Time(span func(verb string, stream int, begin, end time.Time, bytes int64)) error
+}
+
 // NewTrace starts a trace now.
 func NewTrace() *Trace { return &Trace{start: time.Now()} }
+
+// Verb records a stage that the verb itself went through, like its plan.
+func (t *Trace) Verb(verb string, begin, end time.Time, bytes int64) {
+	if t != nil {
+		t.add([]span{{verb, inVerb, 0, begin, end, bytes}})
+	}
+}
+
+func (t *Trace) device(verb string, stream int, begin, end time.Time, bytes int64) {
+	t.add([]span{{verb, onStream, stream, begin, end, bytes}})
+}
 
 func (t *Trace) add(spans []span) {
 	t.mu.Lock()
@@ -34,22 +67,149 @@ func (t *Trace) add(spans []span) {
 	t.mu.Unlock()
 }
 
+// A Summary is a trace in a few numbers. Seconds of a stage are summed over
+// all who were at it: 16 workers can read for 16 seconds in one.
+type Summary struct {
+	Seconds float64    `json:"seconds"` // from the start of the load to its last span
+	Stages  []StageSum `json:"stages"`  // in the order of a byte's way
+	Copy    *Gaps      `json:"copy_stream,omitempty"`
+}
+
+// A StageSum is what all spans of one stage have together. "stage" is the wait
+// for a free slot.
+type StageSum struct {
+	Verb    string  `json:"verb"`
+	Spans   int     `json:"spans"`
+	Seconds float64 `json:"seconds"`
+	Longest float64 `json:"longest"`
+	Bytes   int64   `json:"bytes"`
+}
+
+// Gaps are the times when the device's copy stream had nothing to do between
+// its first copy and its last. Lead and Tail are before the first and after the
+// last: what the wire lost to the beginning and the end of the load.
+type Gaps struct {
+	Busy    float64 `json:"busy"`
+	Gaps    int     `json:"gaps"`
+	Idle    float64 `json:"idle"`
+	Longest float64 `json:"longest"`
+	Lead    float64 `json:"lead"`
+	Tail    float64 `json:"tail"`
+}
+
+var order = []string{"open", "plan", "stage", "read", "check", "submit", "copy", "decode", "land"}
+
+// Summary sums the trace up.
+func (t *Trace) Summary() Summary {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	var s Summary
+	var copies []span
+	last := t.start
+	sums := map[string]*StageSum{}
+	for _, p := range t.spans {
+		last = later(last, p.end)
+		if p.at == onStream && p.verb == "copy" {
+			copies = append(copies, p)
+		}
+		sum := sums[p.verb]
+		if sum == nil {
+			sum = &StageSum{Verb: p.verb}
+			sums[p.verb] = sum
+		}
+		took := p.end.Sub(p.begin).Seconds()
+		sum.Spans++
+		sum.Seconds += took
+		sum.Longest = max(sum.Longest, took)
+		sum.Bytes += p.bytes
+	}
+	s.Seconds = last.Sub(t.start).Seconds()
+	for _, sum := range sums {
+		s.Stages = append(s.Stages, *sum)
+	}
+	slices.SortFunc(s.Stages, func(a, b StageSum) int {
+		return cmp.Compare(slices.Index(order, a.Verb), slices.Index(order, b.Verb))
+	})
+	s.Copy = gaps(copies, t.start, last)
+	return s
+}
+
+// gaps looks at the copies of one stream, which run one after the other.
+func gaps(copies []span, first, last time.Time) *Gaps {
+	if len(copies) == 0 {
+		return nil
+	}
+	slices.SortFunc(copies, func(a, b span) int { return a.begin.Compare(b.begin) })
+	g := &Gaps{Lead: copies[0].begin.Sub(first).Seconds()}
+	end := copies[0].begin
+	for _, c := range copies {
+		if gap := c.begin.Sub(end).Seconds(); gap > 0 {
+			g.Gaps++
+			g.Idle += gap
+			g.Longest = max(g.Longest, gap)
+		}
+		if c.end.After(end) {
+			g.Busy += c.end.Sub(later(c.begin, end)).Seconds()
+			end = c.end
+		}
+	}
+	g.Tail = last.Sub(end).Seconds()
+	return g
+}
+
+func later(a, b time.Time) time.Time {
+	if a.After(b) {
+		return a
+	}
+	return b
+}
+
 // WriteFile writes the trace in Chrome's trace event format, which Perfetto
-// opens, replacing the file.
+// opens, replacing the file: the host's workers are one process there, the
+// device's streams another.
 func (t *Trace) WriteFile(path string) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	f, err := os.Create(path)
 	if err != nil {
 		return &fault.At{Verb: "trace", Source: path, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
 	}
 	w := bufio.NewWriter(f)
-	fmt.Fprint(w, `{"traceEvents":[`)
 	us := func(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1e3 }
-	for i, s := range t.spans {
-		if i > 0 {
-			fmt.Fprint(w, ",")
+	type line struct{ pid, tid int }
+	named := map[line]bool{}
+	zero := t.start
+	for _, s := range t.spans {
+		if s.begin.Before(zero) { // the model was opened before
+			zero = s.begin
 		}
-		fmt.Fprintf(w, "\n"+`{"name":%q,"ph":"X","pid":1,"tid":%d,"ts":%.3f,"dur":%.3f,"args":{"bytes":%d}}`,
-			s.verb, s.worker, us(s.begin.Sub(t.start)), us(s.end.Sub(s.begin)), s.bytes)
+	}
+	comma := `{"traceEvents":[`
+	event := func(format string, args ...any) {
+		fmt.Fprintf(w, comma+"\n"+format, args...)
+		comma = ","
+	}
+	for pid, name := range []string{1: "host", 2: "device"} {
+		if pid > 0 {
+			event(`{"name":"process_name","ph":"M","pid":%d,"args":{"name":%q}}`, pid, name)
+		}
+	}
+	for _, s := range t.spans {
+		at, name := line{1, s.n + 1}, fmt.Sprintf("worker %d", s.n)
+		switch {
+		case s.at == inVerb:
+			at, name = line{1, 0}, "load"
+		case s.at == onStream && s.n == 0:
+			at, name = line{2, 0}, "copies"
+		case s.at == onStream:
+			at, name = line{2, s.n}, fmt.Sprintf("kernels %d", s.n)
+		}
+		if !named[at] {
+			named[at] = true
+			event(`{"name":"thread_name","ph":"M","pid":%d,"tid":%d,"args":{"name":%q}}`, at.pid, at.tid, name)
+		}
+		event(`{"name":%q,"ph":"X","pid":%d,"tid":%d,"ts":%.3f,"dur":%.3f,"args":{"bytes":%d}}`,
+			s.verb, at.pid, at.tid, us(s.begin.Sub(zero)), us(s.end.Sub(s.begin)), s.bytes)
 	}
 	fmt.Fprint(w, "\n]}\n")
 	err = w.Flush()

@@ -42,6 +42,11 @@ type Want struct {
 type Limits struct {
 	Piece int64 // bytes of a piece worth reading at once
 	Gap   int64 // bytes between two wanted runs that are cheaper to read than to skip
+	Part  int64 // bytes of a piece worth a worker of their own; 0: a piece is one worker's
+	// Align, if over 1, is what pieces begin and end at multiples of, in files
+	// that have so many bytes: sources that read whole blocks into place need no
+	// copy then. A power of two.
+	Align int64
 	// Direct lets raw runs be read straight to their place: on the host, where
 	// a destination can be read into.
 	Direct bool
@@ -57,6 +62,14 @@ type Piece struct {
 	Direct       unsafe.Pointer
 }
 
+// A Part is what one worker does of a piece: it reads bytes [From, To) of it and
+// compares the checksums of Jobs[First:First+Count], which lie in them whole.
+type Part struct {
+	Piece        int32
+	First, Count int32
+	From, To     int64
+}
+
 // A Ref says which want a job serves. N is the chunk's number in its tensor, or
 // -1: bytes of a plain tensor, which have no checksum.
 type Ref struct{ Want, N int32 }
@@ -64,6 +77,7 @@ type Ref struct{ Want, N int32 }
 // A Plan is what a pipeline runs.
 type Plan struct {
 	Pieces []Piece
+	Parts  []Part // in the order of the pieces; every byte of a piece is in one
 	Jobs   []device.Job
 	Refs   []Ref   // of each job
 	Left   []int32 // per want: its jobs; a want with none has no bytes to wait for
@@ -176,6 +190,13 @@ func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
 // leaves its want out.
 func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
 	m := maker{ix: ix, lim: lim, p: &Plan{Left: make([]int32, len(wants))}}
+	jobs := 0 // at least so many, unless slices leave some out
+	for i := range wants {
+		if dest[i] != nil {
+			jobs += max(1, int(ix.Tensors[wants[i].Data].Count))
+		}
+	}
+	m.pos, m.p.Jobs, m.p.Refs = make([]place, 0, jobs), make([]device.Job, 0, jobs), make([]Ref, 0, jobs)
 	for i := range wants {
 		if dest[i] == nil || wants[i].Bytes == 0 {
 			continue
@@ -189,6 +210,7 @@ func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Pl
 	}
 	m.order()
 	m.cut()
+	m.split()
 	return m.p
 }
 
@@ -265,8 +287,8 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 		return tensor.Chunk{Off: off, Stored: uint32(n), Logical: uint32(n), Codec: tensor.CodecRaw}
 	}
 	if off, ok := w.Run(m.ix); ok {
-		for at := int64(0); at < w.Bytes; at += m.lim.Piece {
-			n := min(m.lim.Piece, w.Bytes-at)
+		for at, n := int64(0), int64(0); at < w.Bytes; at += n {
+			n = min(m.upTo(off+at), w.Bytes-at)
 			m.add(want, -1, t.Source, off+at, n >= directMin, device.Job{Chunk: raw(off+at, n), Dst: unsafe.Add(dest, at)})
 		}
 		return
@@ -274,9 +296,9 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 	width := w.col1 - w.col0
 	if width >= directMin || w.rowBytes-width > m.lim.Gap {
 		for r := w.row0; r < w.row1; r++ {
-			for at := int64(0); at < width; at += m.lim.Piece {
-				n := min(m.lim.Piece, width-at)
+			for at, n := int64(0), int64(0); at < width; at += n {
 				off := t.Off + r*w.rowBytes + w.col0 + at
+				n = min(m.upTo(off), width-at)
 				m.add(want, -1, t.Source, off, n >= directMin, device.Job{Chunk: raw(off, n), Dst: unsafe.Add(dest, (r-w.row0)*width+at)})
 			}
 		}
@@ -289,6 +311,24 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 		m.add(want, -1, t.Source, t.Off+at, false, device.Job{Chunk: raw(t.Off+at, rows*w.rowBytes), Dst: dest,
 			View: &device.View{At: at, Row: w.rowBytes, Row0: w.row0, Row1: w.row1, Col0: w.col0, Col1: w.col1}})
 	}
+}
+
+// upTo is how many bytes from off on one piece takes, ending at a multiple of
+// Align.
+func (m *maker) upTo(off int64) int64 {
+	if m.lim.Align > 1 {
+		if n := m.lim.Piece - off&(m.lim.Align-1); n > 0 {
+			return n
+		}
+	}
+	return m.lim.Piece
+}
+
+// down and up are the multiples of Align around off, which is in source s.
+func (m *maker) down(off int64) int64 { return off &^ (max(1, m.lim.Align) - 1) }
+
+func (m *maker) up(off int64, s int32) int64 {
+	return max(off, min(m.down(off+max(1, m.lim.Align)-1), m.ix.Sources[s].Size))
 }
 
 // order sorts the jobs by where they lie, unless they are in order already.
@@ -314,7 +354,10 @@ func (m *maker) cut() {
 	var cur *Piece
 	for i := range m.pos {
 		at := &m.pos[i]
-		end := at.off + at.len
+		begin, end := m.down(at.off), m.up(at.off+at.len, at.source)
+		if end-begin > m.lim.Piece { // no larger a slot for the sake of it
+			begin, end = at.off, at.off+at.len
+		}
 		alone := m.lim.Direct && at.direct && !(i > 0 && m.pos[i-1].off == at.off && m.pos[i-1].source == at.source) &&
 			!(i+1 < len(m.pos) && m.pos[i+1].off == at.off && m.pos[i+1].source == at.source)
 		if alone {
@@ -329,11 +372,43 @@ func (m *maker) cut() {
 			cur.Len = max(cur.Len, end-cur.Off)
 			cur.Count++
 		} else {
-			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: at.off, Len: at.len})
+			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: begin, Len: end - begin})
 			cur = &p.Pieces[len(p.Pieces)-1]
 		}
 		p.Jobs[i].Src = uint32(min(at.off-cur.Off, math.MaxUint32))
 		p.Read += cur.Len
 		p.Slot = max(p.Slot, cur.Len)
+	}
+}
+
+// split shares pieces out among workers. A part begins with a job, so that each
+// checksum is one worker's; only bytes without one are cut anywhere.
+func (m *maker) split() {
+	p := m.p
+	p.Parts = make([]Part, 0, len(p.Pieces))
+	for k := range p.Pieces {
+		piece := &p.Pieces[k]
+		cur := Part{Piece: int32(k), First: piece.First}
+		next := func(at int64, first int32) {
+			cur.To, cur.Count = at, first-cur.First
+			p.Parts = append(p.Parts, cur)
+			cur = Part{Piece: int32(k), First: first, From: at}
+		}
+		have := int64(0) // bytes that the jobs so far reach to
+		for i := piece.First; m.lim.Part > 0 && piece.Direct == nil && i < piece.First+piece.Count; i++ {
+			j := &p.Jobs[i]
+			at := int64(j.Src)
+			if at >= have && at-cur.From >= m.lim.Part {
+				next(at, i)
+			}
+			end := at + int64(j.Chunk.Stored)
+			if p.Refs[i].N < 0 && at >= have {
+				for end-cur.From >= 2*m.lim.Part {
+					next(cur.From+m.lim.Part, i+1)
+				}
+			}
+			have = max(have, end)
+		}
+		next(piece.Len, piece.First+piece.Count)
 	}
 }

@@ -33,7 +33,7 @@ var (
 // Start begins to load everything that spec names. A second Start of the same
 // files returns the first, unless that was handed over already.
 func Start(spec load.Spec, opt load.Options) *Preload {
-	key := keyOf(spec.URIs)
+	key := keyOf(spec)
 	mu.Lock()
 	defer mu.Unlock()
 	if p := ready[key]; p != nil {
@@ -54,10 +54,10 @@ func Start(spec load.Spec, opt load.Options) *Preload {
 	return p
 }
 
-// Take finds the preload of the files and hands it over: the caller owns it,
+// Take finds the preload of what spec names and hands it over: the caller owns it,
 // and no later Take gets it. It returns nil if there is none.
-func Take(uris []string) *Preload {
-	key := keyOf(uris)
+func Take(spec load.Spec) *Preload {
+	key := keyOf(spec)
 	mu.Lock()
 	defer mu.Unlock()
 	p := ready[key]
@@ -103,10 +103,11 @@ func (p *Preload) Opened(d time.Duration) (m *load.Model, l *load.Loading, done 
 	return p.model, p.loading, true, p.err
 }
 
-// keyOf names a list of files however their paths were written.
-func keyOf(uris []string) string {
-	keys := make([]string, len(uris))
-	for i, u := range uris {
+// keyOf names a list of files however their paths were written, and how they
+// are reached: nobody gets what another's credentials have fetched.
+func keyOf(spec load.Spec) string {
+	keys := make([]string, len(spec.URIs))
+	for i, u := range spec.URIs {
 		keys[i] = u
 		path := u
 		switch open.Scheme(u) {
@@ -128,5 +129,5 @@ func keyOf(uris []string) string {
 		}
 		keys[i] = path
 	}
-	return strings.Join(keys, "\x00")
+	return strings.Join(keys, "\x00") + spec.Storage.Key()
 }

@@ -34,10 +34,10 @@ func TestTakeOnce(t *testing.T) {
 	if err := os.Symlink(path, link); err != nil {
 		t.Fatal(err)
 	}
-	if Take([]string{link}) != p {
+	if Take(load.Spec{URIs: []string{link}}) != p {
 		t.Fatal("not found by another name")
 	}
-	if Take([]string{path}) != nil {
+	if Take(load.Spec{URIs: []string{path}}) != nil {
 		t.Error("handed over twice")
 	}
 	m, l, done, err := p.Opened(-1)
@@ -60,7 +60,7 @@ func TestTakeOnce(t *testing.T) {
 func TestMissing(t *testing.T) {
 	uris := []string{filepath.Join(t.TempDir(), "none")}
 	Start(load.Spec{URIs: uris}, load.Options{})
-	if _, _, done, err := Take(uris).Opened(-1); !done || !errors.Is(err, fault.ErrNotFound) {
+	if _, _, done, err := Take(load.Spec{URIs: uris}).Opened(-1); !done || !errors.Is(err, fault.ErrNotFound) {
 		t.Errorf("%v, want ErrNotFound", err)
 	}
 }
@@ -69,7 +69,7 @@ func TestMissing(t *testing.T) {
 func TestDrop(t *testing.T) {
 	path := plainFile(t)
 	Start(load.Spec{URIs: []string{path}}, load.Options{}).Drop()
-	if Take([]string{path}) != nil {
+	if Take(load.Spec{URIs: []string{path}}) != nil {
 		t.Error("a dropped preload is handed over")
 	}
 }

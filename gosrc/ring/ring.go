@@ -11,11 +11,20 @@ import (
 // Put.
 type Slot struct {
 	Bytes []byte
+	lent  []byte // not nil: stands for Bytes
 	owned bool
 }
 
-// Memory is the slot's bytes.
-func (s *Slot) Memory() []byte { return s.Bytes }
+// Memory is the slot's bytes, or what it borrowed.
+func (s *Slot) Memory() []byte {
+	if s.lent != nil {
+		return s.lent
+	}
+	return s.Bytes
+}
+
+// Borrow lets b take the place of the slot's bytes until Put.
+func (s *Slot) Borrow(b []byte) { s.lent = b }
 
 // A Ring hands out slots. It is safe for concurrent use.
 type Ring struct {
@@ -57,7 +66,7 @@ func (r *Ring) Put(s *Slot) {
 	if !s.owned {
 		panic("ring: slot given back twice")
 	}
-	s.owned = false
+	s.owned, s.lent = false, nil
 	r.mu.Unlock()
 	r.free <- s
 }

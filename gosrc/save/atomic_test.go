@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"github.com/overwire/overwire/gosrc/source"
 	"io/fs"
 	"os"
 	"os/exec"
@@ -320,7 +321,7 @@ func TestKill(t *testing.T) {
 			}
 			got := read(t, main)
 			same(t, version(got["a"].Data[0]), got)
-			if _, err := Verify(bg, nil, []string{main}); err != nil {
+			if _, err := Verify(bg, nil, []string{main}, source.Options{}); err != nil {
 				t.Fatal(err)
 			}
 			kept++

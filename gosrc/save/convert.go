@@ -48,7 +48,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		return Report{}, err
 	}
 	dst = spec.Path // without its scheme
-	m, err := openModel(ctx, src)
+	m, err := openModel(ctx, src, spec.Storage)
 	if err != nil {
 		return Report{}, err
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -49,8 +50,8 @@ type InspectedTensor struct {
 }
 
 // Inspect reads headers and indexes, and no tensor bytes.
-func Inspect(ctx context.Context, uris []string) (any, error) {
-	m, err := openModel(ctx, uris)
+func Inspect(ctx context.Context, uris []string, storage source.Options) (any, error) {
+	m, err := openModel(ctx, uris, storage)
 	if err != nil {
 		return nil, classed(ctx, err)
 	}

@@ -18,8 +18,8 @@ type model struct {
 	srcs []source.Source
 }
 
-func openModel(ctx context.Context, uris []string) (*model, error) {
-	ix, srcs, err := format.OpenAll(ctx, uris, open.Source, format.Options{Known: codec.Known})
+func openModel(ctx context.Context, uris []string, storage source.Options) (*model, error) {
+	ix, srcs, err := format.OpenAll(ctx, uris, open.With(storage), format.Options{Known: codec.Known})
 	if err != nil {
 		return nil, err
 	}

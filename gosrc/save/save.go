@@ -19,6 +19,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -61,6 +62,10 @@ type Spec struct {
 	// 0 means 1 MiB, which fits in a core's second-level cache with its
 	// compressed form.
 	ChunkBytes int64 `json:"chunk_bytes,omitempty"`
+
+	// Storage says how to reach what is no local file: the target, and what
+	// Convert reads.
+	Storage source.Options `json:"storage,omitzero"`
 
 	fs fsys // nil: the disk; tests put a failing one here
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"github.com/overwire/overwire/gosrc/source"
 	"path/filepath"
 	"sync/atomic"
 	"testing"
@@ -21,7 +22,7 @@ func TestStoredRanges(t *testing.T) {
 	for _, parts := range []int{1, 2, 8} {
 		p := filepath.Join(t.TempDir(), "m")
 		write(t, Spec{Path: p, Compress: true, Parts: parts, ChunkBytes: 4096 << r.IntN(6)}, in)
-		m, err := openModel(bg, []string{p})
+		m, err := openModel(bg, []string{p}, source.Options{})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -6,6 +6,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
 )
@@ -38,10 +39,10 @@ type VerifiedFile struct {
 // plain safetensors file only the structure can be, since it holds no sums,
 // and the report says so. The first error ends it, with file, tensor, chunk
 // and offset where they are known.
-func Verify(ctx context.Context, j *job.Job, uris []string) (VerifyReport, error) {
+func Verify(ctx context.Context, j *job.Job, uris []string, storage source.Options) (VerifyReport, error) {
 	start := time.Now()
 	var rep VerifyReport
-	m, err := openModel(ctx, uris)
+	m, err := openModel(ctx, uris, storage)
 	if err != nil {
 		return rep, classed(ctx, err)
 	}

@@ -23,3 +23,35 @@ type Source interface {
 	// fail; later ones fail. Close may be called more than once.
 	Close() error
 }
+
+// A Planned source reads better when it knows what is coming.
+type Planned interface {
+	// Expect says that a load begins which reads total bytes, of this source
+	// and others, and how: a value of OVERWIRE_READ. It returns how many ReadAt
+	// calls in flight serve this source best; 0: whatever the caller has.
+	Expect(total int64, how string) (depth int)
+}
+
+// An Identity tells one state of a file from every other: while it is the
+// same, so are the bytes.
+type Identity struct {
+	Device, Inode uint64
+	Size          int64
+	Modified      int64 // ns since 1970
+	Changed       int64 // ns since 1970
+}
+
+// An Identified source has an Identity; ok is false as long as a change of the
+// bytes might not show in it.
+type Identified interface {
+	Identity() (id Identity, ok bool)
+}
+
+// A Lender is a source whose bytes lie in memory, where their checksums have
+// been compared: there is nothing to read and nothing to check.
+type Lender interface {
+	Source
+	// Lend gives n bytes from off. They belong to the source, are not written
+	// to, and stay until Close.
+	Lend(off, n int64) ([]byte, error)
+}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         load_compressed,
         load_compressed_pickle,
     )
+    from .compat.safetensors.patching import SafetensorsPatch, patch_safetensors
     from .errors import (
         AccessError,
         ArgumentError,
@@ -46,11 +47,16 @@ if TYPE_CHECKING:
     from .jobs import last_report
     from .loading import load_file, stream
     from .looking import convert, doctor, inspect, verify
+    from .memory import Pinned, empty_cache, pin
     from .modules import load_model, save_model
     from .opening import TensorSlice, safe_open
+    from .planning import LoadPlan, PlannedFile, PlannedTensor, plan
     from .preloading import Preload, preload
     from .progress import Progress
     from .saving import Report, save_file
+    from .selecting import experts
+    from .sources import read_bytes
+    from .specs import TensorSpec
 
 __all__ = [
     "AccessError",
@@ -63,18 +69,24 @@ __all__ = [
     "ForkedError",
     "FormatError",
     "IOFailure",
+    "LoadPlan",
     "MissingPackageError",
     "ModelMismatchError",
     "NotFoundError",
     "NotSupportedError",
     "OutOfMemoryError",
     "OverwireError",
+    "Pinned",
+    "PlannedFile",
+    "PlannedTensor",
     "Preload",
     "Progress",
     "Report",
+    "SafetensorsPatch",
     "SliceError",
     "TensorNotFoundError",
     "TensorSlice",
+    "TensorSpec",
     "UntrustedPickleError",
     "__version__",
     "compat",
@@ -83,14 +95,20 @@ __all__ = [
     "convert",
     "distributed",
     "doctor",
+    "empty_cache",
     "errors",
+    "experts",
     "inspect",
     "last_report",
     "load_compressed",
     "load_compressed_pickle",
     "load_file",
     "load_model",
+    "patch_safetensors",
+    "pin",
+    "plan",
     "preload",
+    "read_bytes",
     "safe_open",
     "save_file",
     "save_model",
@@ -101,21 +119,33 @@ __all__ = [
 # Where the functions and plain classes live; every other name of __all__ is an
 # exception, or a module of its own.
 _HOMES = {
+    "LoadPlan": "planning",
+    "Pinned": "memory",
+    "PlannedFile": "planning",
+    "PlannedTensor": "planning",
     "Preload": "preloading",
     "Progress": "progress",
     "Report": "saving",
+    "SafetensorsPatch": "compat.safetensors.patching",
     "TensorSlice": "opening",
+    "TensorSpec": "specs",
     "compress": "bundles",
     "compress_pickle": "bundles",
     "convert": "looking",
     "doctor": "looking",
+    "empty_cache": "memory",
+    "experts": "selecting",
     "inspect": "looking",
     "last_report": "jobs",
     "load_compressed": "bundles",
     "load_compressed_pickle": "bundles",
     "load_file": "loading",
     "load_model": "modules",
+    "patch_safetensors": "compat.safetensors.patching",
+    "pin": "memory",
+    "plan": "planning",
     "preload": "preloading",
+    "read_bytes": "sources",
     "safe_open": "opening",
     "save_file": "saving",
     "save_model": "modules",

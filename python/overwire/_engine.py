@@ -33,7 +33,9 @@ __all__ = [
     "close_model",
     "convert_start",
     "doctor",
+    "empty_cache",
     "forked",
+    "index_names",
     "inspect",
     "job_cancel",
     "job_free",
@@ -46,6 +48,7 @@ __all__ = [
     "load_start",
     "main",
     "model_info",
+    "model_pin",
     "model_table",
     "open_model",
     "preload_find",
@@ -168,6 +171,7 @@ def _fault(error: RuntimeError) -> BaseException:
         tensor=fields.get("tensor"),
         chunk=fields.get("chunk"),
         offset=fields.get("offset"),
+        **{name: fields[name] for name in ("asked", "free", "total") if name in fields},
     )
     return made
 
@@ -195,9 +199,19 @@ def _handle(number: int) -> int:
 
 
 def open_model(spec: str) -> int:
-    """Open and index files: JSON {"uris": [...], "map": true | false | null}."""
+    """Open and index files: JSON {"uris": [...], "map": true | false | null,
+    "lenient": bool, "keys": [...], "storage": {...}}."""
     number: int = _call(_core().api_OpenModel, spec)
     return number
+
+
+def index_names(spec: str) -> str:
+    """The names that index.json files promise: JSON, "null" where files have none.
+
+    The spec is that of `open_model`; no shard is opened.
+    """
+    text: str = _call(_core().api_IndexNames, spec)
+    return text
 
 
 def close_model(model: int) -> None:
@@ -215,6 +229,13 @@ def model_info(model: int) -> str:
     """JSON {"sources": [{"uri", "size", "metadata", "overwire"}]}."""
     text: str = _call(_core().api_ModelInfo, _handle(model))
     return text
+
+
+def model_pin(model: int, options: str) -> int:
+    """Start to bring a model's files into memory, where later loads find them;
+    return the job. Fails while loads of the model run. JSON {"device", "threads"}."""
+    number: int = _call(_core().api_ModelPin, _handle(model), options)
+    return number
 
 
 # Jobs.
@@ -326,16 +347,14 @@ def preload_start(spec: str) -> int:
     return number
 
 
-def preload_find(uris: str | Sequence[str]) -> tuple[int, int] | None:
-    """Take over the preload of these files: (model, job) as if just started.
+def preload_find(spec: str) -> tuple[int, int] | None:
+    """Take over the preload of JSON {"uris": [...], "storage": {...}}: (model, job) as if just started.
 
     None if there is none. It is found once; model and job are the caller's to
     close and free. Raises what the opening of the files raised.
     """
-    import json
-
     core = _core()
-    job: int = _call(core.api_PreloadFind, json.dumps([uris] if isinstance(uris, str) else list(uris)))
+    job: int = _call(core.api_PreloadFind, spec)
     if job == 0:
         return None
     try:
@@ -351,15 +370,20 @@ def preload_find(uris: str | Sequence[str]) -> tuple[int, int] | None:
 # The rest.
 
 
-def inspect(uri: str) -> str:
-    """Describe files by their headers alone, as JSON."""
-    text: str = _call(_core().api_Inspect, uri)
+def empty_cache() -> None:
+    """Give back device and pinned memory that is only kept for the next load."""
+    _call(_core().api_EmptyCache)
+
+
+def inspect(spec: str) -> str:
+    """Describe files by their headers alone, as JSON: JSON {"uris": [...], "storage": {...}}."""
+    text: str = _call(_core().api_Inspect, spec)
     return text
 
 
-def doctor() -> str:
+def doctor(measure: bool = False) -> str:
     """What the engine finds on this machine, as JSON."""
-    text: str = _call(_core().api_Doctor, _program([]))
+    text: str = _call(_core().api_Doctor, _program(["--measure"] if measure else []))
     return text
 
 
@@ -374,7 +398,12 @@ def _program(argv: Sequence[str]) -> str:
     import json
 
     version = "%d.%d.%d" % sys.version_info[:3]
-    return json.dumps({"argv": list(argv), "python": sys.executable or "", "version": version})
+    about: dict[str, Any] = {"argv": list(argv), "python": sys.executable or "", "version": version}
+    if any("://" in word for word in argv):
+        from .storage import environment
+
+        about["storage"] = {"env": environment()}
+    return json.dumps(about)
 
 
 def cli(argv: Sequence[str]) -> int:

@@ -34,7 +34,8 @@ from .jobs import Job
 from .models import Model
 from .progress import ProgressLike, watch
 from .saving import save_bytes
-from .sources import local
+from .sources import SourceLike, local
+from .storage import StorageOptions, storage
 
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
 
@@ -42,7 +43,14 @@ _DIGEST = "overwire.pickle"
 _PathLike = Union[str, "os.PathLike[str]"]
 
 
-def compress_pickle(obj: Any, path: _PathLike, *, progress: ProgressLike = None) -> float:
+def compress_pickle(
+    obj: Any,
+    path: _PathLike,
+    *,
+    compress: bool = True,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> float:
     """Saves any Python object, its tensors compressed beside its pickle.
 
     Everything that pickles is kept, bit for bit: torch tensors with their ties,
@@ -55,16 +63,27 @@ def compress_pickle(obj: Any, path: _PathLike, *, progress: ProgressLike = None)
     Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
     each atomically, the pickle last.
 
+    compress: False stores the tensors' bytes as they are, in a container that
+        every safetensors reader reads.
+    storage_options: as for `load_file`, for a path that is a URI.
+
     Returns stored / original tensor bytes, as nyacomp does: 0.67 means that a
     third was gained; 1.0 if there are no tensors.
 
     Raises what pickle raises for objects that do not pickle, AccessError,
     IOFailure, NotSupportedError for storages without bytes (meta).
     """
-    return _save(obj, path, {}, progress)
+    return _save(obj, path, {}, compress, progress, storage_options)
 
 
-def compress(model: Any, path: _PathLike = "./boneless_model.pth", *, progress: ProgressLike = None) -> float:
+def compress(
+    model: Any,
+    path: _PathLike = "./boneless_model.pth",
+    *,
+    compress: bool = True,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> float:
     """`compress_pickle` for a torch module, a diffusers-like pipeline (an object
     with `.config` that names its modules) or a state dict, nested in any way.
 
@@ -72,7 +91,7 @@ def compress(model: Any, path: _PathLike = "./boneless_model.pth", *, progress: 
     that they have in the model ("unet.conv_in.weight"), so that `safe_open` and
     `inspect` show them. Returns stored / original.
     """
-    return _save(model, path, _names(model), progress)
+    return _save(model, path, _names(model), compress, progress, storage_options)
 
 
 def load_compressed_pickle(
@@ -80,7 +99,9 @@ def load_compressed_pickle(
     *,
     trust: bool = False,
     device: Any = "cpu",
+    tensors: SourceLike | None = None,
     progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Any:
     """Loads what `compress_pickle` saved; reading and decoding go on while the
     pickle imports and builds. Joins a preload of the same bundle.
@@ -89,11 +110,14 @@ def load_compressed_pickle(
         tensors, parameters, numpy arrays and torch.nn's own modules, and raises
         UntrustedPickleError naming the first other global; True allows all.
     device: where tensors shall be, wherever they were when saved. "cpu" only.
+    tensors: the container, where it is not in its place beside the pickle: a
+        path or URI.
+    storage_options: as for `load_file`, for a path that is a URI.
 
     Returns the object; its tensors own their memory. Raises UntrustedPickleError,
     NotFoundError if one of the files is missing, CorruptError, FormatError.
     """
-    return _load(path, trust, device, progress)
+    return _load(path, trust, device, tensors, progress, storage_options)
 
 
 def load_compressed(
@@ -101,19 +125,29 @@ def load_compressed(
     *,
     trust: bool = False,
     device: Any = "cpu",
+    tensors: SourceLike | None = None,
     progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Any:
     """Loads what `compress` saved: see `load_compressed_pickle`."""
-    return _load(path, trust, device, progress)
+    return _load(path, trust, device, tensors, progress, storage_options)
 
 
 # -- saving
 
 
-def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: ProgressLike) -> float:
+def _save(
+    obj: Any,
+    path: _PathLike,
+    names: Mapping[int, str],
+    compress: bool,
+    progress: ProgressLike,
+    options: StorageOptions | None,
+) -> float:
     from .pickling import described, dump
 
     target = local(path)
+    storage(options, [target])  # wrong ones are refused before anything is done
     if "://" in target:
         raise ArgumentError(f"overwire: compress {target}: only local paths can be written")
     data, blobs = dump(obj, names)
@@ -130,7 +164,7 @@ def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: Progres
         if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
             container = layout.second_container_of(target)
         _keep_previous(target, container)
-        report = save_bytes(tensors, container, metadata, progress=progress)
+        report = save_bytes(tensors, container, metadata, compress=compress, progress=progress)
         size = os.stat(container).st_size
         text = layout.meta_text(container, size)
         _replace(layout.meta_of(target), text.encode())
@@ -246,15 +280,23 @@ def _names(model: Any) -> dict[int, str]:
 # -- loading
 
 
-def _load(path: _PathLike, trust: bool, device: Any, progress: ProgressLike) -> Any:
+def _load(
+    path: _PathLike,
+    trust: bool,
+    device: Any,
+    tensors: SourceLike | None,
+    progress: ProgressLike,
+    options: StorageOptions | None,
+) -> Any:
     from . import unpickling
 
     check_device(device)
     target = local(path)
+    storage(options, [target])
     with _os_errors("open", target), open(target, "rb") as file:
         data = file.read()
     digest = hashlib.sha256(data).hexdigest()
-    with _open(target, digest) as model:
+    with _open(target, digest, tensors) as model:
         blobs = _Landing(model, target, watch(progress, "load"))
         with blobs.job:
             made = unpickling.load(data, blobs, target, trust)
@@ -262,14 +304,17 @@ def _load(path: _PathLike, trust: bool, device: Any, progress: ProgressLike) -> 
     return made
 
 
-def _open(target: str, digest: str) -> Model:
+def _open(target: str, digest: str, tensors: SourceLike | None) -> Model:
     """The container that belongs to this very pickle."""
     container = layout.container_of(target)
-    for candidate in (container, layout.previous_of(container)):
+    candidates: list[SourceLike] = [container, layout.previous_of(container)]
+    if tensors is not None:
+        container, candidates = str(tensors), [tensors]
+    for candidate in candidates:
         try:
             model = Model(candidate)
         except NotFoundError:
-            if candidate == container:
+            if candidate is candidates[0]:
                 raise NotFoundError(
                     f"overwire: open {target}: its tensors are not at {container}; copy the folder beside the pickle with it",
                     source=target,

@@ -28,6 +28,7 @@ what had been loaded is freed.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -37,10 +38,12 @@ from . import teams
 from .dtypes import PACKED, packed_shape
 from .errors import ArgumentError, NotSupportedError
 from .frames import check_device, frame_for
-from .models import Model
+from .models import Model, Row
+from .planning import fit
 from .progress import Progress, ProgressLike, watch
 from .senders import Batch, Room, Task, shard_range
 from .sources import SourceLike
+from .storage import StorageOptions
 from .teams import Team, team_of
 
 __all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]
@@ -81,6 +84,9 @@ def load(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    storage_options: StorageOptions | None = None,
+    lenient: bool = False,
+    max_memory: int | str | None = None,
 ) -> dict[str, Any]:
     """`load_file` over a process group; all ranks of it must call this.
 
@@ -88,7 +94,8 @@ def load(
         from rank to rank (experts); a tensor that not every rank wants is read
         by those that do. shard: as `ShardLike`, the same on every rank;
         dimensions are those of the loaded tensor, negative ones count from the
-        end. Other arguments are those of `load_file`.
+        end. max_memory: of this rank's tensors; the two batches on their way
+        are beside. Other arguments are those of `load_file`.
 
     Returns name -> tensor, this rank's. Raises, on every rank, what any rank's
     load raises; ArgumentError where the ranks ask for different things.
@@ -99,7 +106,12 @@ def load(
     opened: list[_Load] = []
 
     def begin() -> dict[str, Any]:
-        opened.append(_Load(source, team, shard, device, dtype, keys, filter, framework, progress, mmap))
+        opened.append(
+            _Load(
+                team, shard, device, dtype, keys, filter, framework, progress, max_memory,
+                lambda where: Model(source, mmap, where, preloaded=False, lenient=lenient, storage_options=storage_options),
+            )
+        )  # fmt: skip
         return opened[0].describe()
 
     try:
@@ -115,7 +127,6 @@ class _Load:
 
     def __init__(
         self,
-        source: SourceLike,
         team: Team,
         shard: ShardLike,
         device: Any,
@@ -124,7 +135,8 @@ class _Load:
         filter: Callable[[str], bool] | None,
         framework: str | None,
         progress: ProgressLike,
-        mmap: bool | None,
+        max_memory: int | str | None,
+        open_on: Callable[[str], Model],
     ) -> None:
         self._team = team
         self._late: BaseException | None = None
@@ -135,16 +147,17 @@ class _Load:
         self._dtype = None if dtype is None else self._frame.dtype(dtype)
         self._watcher = watch(progress, "load")
         wire = team.wire(where)
-        self._model = Model(source, mmap, where, preloaded=False)
+        self._model = open_on(where)
         self._wired = self._model
         try:
             if wire and wire != where:
-                self._wired = Model(source, mmap, wire, preloaded=False)
+                self._wired = open_on(wire)
             self._room = Room(team, self._frame, self._model, self._wired)
             chosen = self._model.choose(keys, filter)
             self._chosen = list(range(len(self._model.table))) if chosen is None else chosen
             self._dims = self._cuts(shard)
             self._may_send = bool(wire)
+            fit(self._model, self._frame, self._dtype, max_memory, [self._row(at) for at in self._chosen])
         except BaseException:
             self.close()
             raise
@@ -182,6 +195,12 @@ class _Load:
                 raise NotSupportedError(text, tensor=row.name)
             dims[at] = dim % rank
         return dims
+
+    def _row(self, at: int) -> Row:
+        # The row of what this rank gets of a tensor.
+        task = self._task(at)
+        whole, part = math.prod(task.shape), math.prod(self._room.part_shape(task, self._team.rank))
+        return task.row._replace(nbytes=task.row.nbytes * part // whole if whole else 0)
 
     def describe(self) -> dict[str, Any]:
         """What the ranks compare and must know of each other."""

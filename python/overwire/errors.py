@@ -101,7 +101,32 @@ class DeadlineError(OverwireError, TimeoutError):
 
 
 class OutOfMemoryError(OverwireError, MemoryError):
-    """Host or device memory was not enough."""
+    """Host or device memory was not enough. What had been taken is given back.
+
+    `asked`, `free`, `total` are bytes: what was wanted, and how much of the
+    device's memory was unused then; None where it is not known.
+    """
+
+    asked: int | None
+    free: int | None
+    total: int | None
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        asked: int | None = None,
+        free: int | None = None,
+        total: int | None = None,
+        source: str | None = None,
+        tensor: str | None = None,
+        chunk: int | None = None,
+        offset: int | None = None,
+    ) -> None:
+        super().__init__(message, source=source, tensor=tensor, chunk=chunk, offset=offset)
+        self.asked = asked
+        self.free = free
+        self.total = total
 
 
 class ArgumentError(OverwireError, ValueError):

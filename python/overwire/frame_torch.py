@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from . import _engine
 from .dtypes import FLOATS, PACKED, packed_shape
 from .errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError
 from .frames import Bytes
@@ -64,9 +65,27 @@ def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(f"overwire: {wanted} bytes of tensors on {device}: {error}") from error
+        free, total = _room(device)
+        room = "" if free is None else f"{free} are free of {total}: "
+        raise OutOfMemoryError(
+            f"overwire: {wanted} bytes of tensors on {device}: {room}{error}", asked=wanted, free=free, total=total
+        ) from error
     except (RuntimeError, AssertionError) as error:  # no driver, no such device
         raise DeviceError(f"overwire: device {device!r}: {error}") from error
+
+
+def _room(device: str) -> tuple[int | None, int | None]:
+    try:
+        free, total = torch.cuda.mem_get_info(torch.device(device))
+        return free, total
+    except (RuntimeError, AssertionError):
+        return None, None
+
+
+def give_back(device: str) -> None:
+    """Lets torch's allocator give its unused memory back to the device."""
+    with _errors_of(device):
+        torch.cuda.empty_cache()
 
 
 def stream_of(device: str) -> int:
@@ -126,6 +145,11 @@ class TorchFrame:
 
     def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
         with _errors_of(device, sum(row[3] for row in rows)):
+            try:
+                return [self.empty(row[1], row[2], device) for row in rows]
+            except torch.OutOfMemoryError:
+                pass  # what was made is gone, now that the handler has ended
+            _engine.empty_cache()  # the engine's staging may lie where they could
             return [self.empty(row[1], row[2], device) for row in rows]
 
     def _type(self, name: str) -> torch.dtype:

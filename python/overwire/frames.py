@@ -78,6 +78,7 @@ _NAMES = {
     "pytorch": "torch",
     "np": "numpy",
     "numpy": "numpy",
+    "bytes": "bytes",
 }
 _frames: dict[str, Frame] = {}
 
@@ -90,7 +91,7 @@ def frame_for(framework: str | None) -> Frame:
     else:
         name = _NAMES.get(framework, "") if isinstance(framework, str) else ""
         if not name:
-            raise ArgumentError(f"overwire: framework {framework!r}: expected 'pt' (torch) or 'np' (numpy)")
+            raise ArgumentError(f"overwire: framework {framework!r}: expected 'pt' (torch), 'np' (numpy) or 'bytes'")
     frame = _frames.get(name)
     if frame is None:
         try:
@@ -98,6 +99,10 @@ def frame_for(framework: str | None) -> Frame:
                 from .frame_torch import TorchFrame
 
                 frame = TorchFrame()
+            elif name == "bytes":
+                from .frame_bytes import BytesFrame
+
+                frame = BytesFrame()
             else:
                 from .frame_numpy import NumpyFrame
 

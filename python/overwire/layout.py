@@ -17,6 +17,7 @@ import os
 from typing import NamedTuple
 
 from .errors import FormatError, NotFoundError, NotSupportedError
+from .sources import read_bytes
 
 __all__ = ["MetaRow", "container_of", "rivals_of", "second_container_of", "meta_of", "previous_of", "preload_uris", "read_meta"]
 
@@ -78,13 +79,11 @@ def meta_text(container: str, size: int) -> str:
 
 
 def read_meta(path: str) -> list[MetaRow]:
-    """The rows of a meta.csv, ours or nyacomp's. FormatError if it is none."""
+    """The rows of a meta.csv (a path or a URI), ours or nyacomp's. FormatError
+    if it is none."""
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read(1 << 24).splitlines()
-    except FileNotFoundError as error:
-        raise NotFoundError(f"overwire: open {path}: not found", source=path) from error
-    except (UnicodeDecodeError, IsADirectoryError) as error:
+        lines = read_bytes(path, 1 << 24).decode().splitlines()
+    except UnicodeDecodeError as error:
         raise FormatError(f"overwire: open {path}: not a meta.csv", source=path) from error
     rows = []
     for number, line in enumerate(lines[1:], start=2):
@@ -104,36 +103,48 @@ def read_meta(path: str) -> list[MetaRow]:
 
 
 def containers_in(path: str) -> list[str]:
-    """The containers that a meta.csv lists, wherever the folder has gone since:
-    a name is looked for beside the csv first, then as it stands."""
+    """The containers that a meta.csv (a path or a URI) lists, wherever its
+    folder has gone since. Raw entries are none: whoever wants them reads them."""
     # D/meta.csv is nyacomp's older place of D/nya/meta.csv.
     if not os.path.exists(path) and os.path.basename(path) == META:
         newer = os.path.join(os.path.dirname(path), FOLDER, META)
         path = newer if os.path.exists(newer) else path
-    folder = os.path.dirname(path)
     found = []
     for row in read_meta(path):
-        if not row.filename.endswith(".safetensors"):
+        if row.filename.endswith("raw"):
+            continue
+        place = _place_of(path, row.filename)
+        if not row.filename.endswith(".safetensors") and os.path.exists(place) and not is_container(place):
             raise NotSupportedError(
                 f"overwire: open {path}: {os.path.basename(row.filename)!r} was written by "
                 "nyacomp itself; compress the model again with overwire",
                 source=path,
             )
-        beside = os.path.join(folder, os.path.basename(row.filename))
-        standing = os.path.join(folder, row.filename)
-        found.append(beside if os.path.exists(beside) else standing)
+        found.append(place)
     if not found:
-        raise FormatError(f"overwire: open {path}: it lists no file", source=path)
+        raise FormatError(f"overwire: open {path}: it lists no container", source=path)
     return found
+
+
+def _place_of(meta: str, filename: str) -> str:
+    """Where a file that a meta.csv lists is now: beside the csv, or as its name
+    stands. Names of nyacomp's begin with a slash that is not always meant."""
+    folder, name = os.path.split(meta)[0], os.path.basename(filename)
+    standing = filename if "://" in filename else os.path.join(folder, filename)
+    tried = [os.path.join(folder, name), os.path.join(folder, FOLDER, name), standing, filename.lstrip("/")]
+    for place in tried:
+        if os.path.exists(place):
+            return place
+    return tried[0] if "://" in meta and "://" not in filename else standing
 
 
 def preload_uris(path: str) -> list[str]:
     """What a preload of this path reads: a container, folder or index.json is
     read itself; a pickle or a meta.csv stands for its containers."""
-    if "://" in path:
-        return [path]
     if path.endswith(".csv"):
         return containers_in(path)
+    if "://" in path:
+        return [path]
     if not path.endswith(_MODEL_ENDINGS) and not os.path.isdir(path):
         container = container_of(path)
         if os.path.exists(container):
@@ -147,9 +158,24 @@ def preload_uris(path: str) -> list[str]:
 
 
 def is_pickle(path: str) -> bool:
-    # Protocol 2 and later begin with this opcode.
+    """Whether a file begins as pickles of protocol 2 and later do."""
+    head = _head(path)
+    return head[:1] == b"\x80" and not _is_header(head)
+
+
+def is_container(path: str) -> bool:
+    """Whether a file begins as safetensors files do, whatever its name."""
+    return _is_header(_head(path))
+
+
+def _is_header(head: bytes) -> bool:
+    # The length of a header has 8 bytes, of which it needs fewer than 4.
+    return head[4:9] == b"\0\0\0\0{"
+
+
+def _head(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            return file.read(1) == b"\x80"
+            return file.read(9)
     except OSError:
-        return False  # whoever opens it says why
+        return b""  # whoever opens it says why

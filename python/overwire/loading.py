@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from .frames import check_device, frame_for
 from .jobs import Job
 from .models import Model
+from .planning import fit
 from .progress import ProgressLike, watch
 from .sources import SourceLike
+from .storage import StorageOptions
 
 if TYPE_CHECKING:
     from .distributed import ShardLike
@@ -27,13 +29,16 @@ def load_file(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    storage_options: StorageOptions | None = None,
+    lenient: bool = False,
+    max_memory: int | str | None = None,
     group: Any = None,
     shard: ShardLike = None,
 ) -> dict[str, Any]:
     """Loads tensors from plain or compressed safetensors files.
 
-    source: a path of a file, a folder or an index.json; a list of paths; or a
-        file open for reading in binary mode. A name that stands in two files
+    source: a path of a file, a folder or an index.json; a list of paths; a file
+        open for reading in binary mode; or a `Pinned` model. A name that stands in two files
         is an error.
     device: where the tensors shall be: "cpu", "cuda", "cuda:1", a torch.device.
         On a GPU they are torch tensors out of torch's own allocator, and
@@ -41,12 +46,23 @@ def load_file(
     dtype: casts every floating tensor (F16, BF16, F32, F64 and the fp8 kinds)
         after it has landed; a torch or numpy dtype, or a name ("bfloat16",
         "BF16"). Integers, BOOL and packed types stay as they are.
-    keys, filter: read only these names; only names for which filter is true.
-    framework: "pt" or "np"; None: torch if it is installed, else numpy.
+    keys, filter: read only these names; only names for which filter is true
+        (see `experts`). Of a model with an index.json only the shards that hold
+        some of them are opened, and filter chooses among the names of the index.
+    framework: "pt", "np", or "bytes" for writable memoryviews of the bytes;
+        None: torch if it is installed, else numpy.
     progress: True for a bar, or a callable that gets a `Progress`.
     mmap: whether plain tensors of local files are mapped copy-on-write instead
         of read; None: yes. Compressed tensors are never mapped. A file that is
         mapped must not be truncated while its tensors live.
+    storage_options: how to reach URIs that are no local files, by names of the
+        scheme. Values are texts, numbers or bools; None is as if not given.
+    lenient: accepts plain files that other readers let pass: bytes after the
+        last tensor, a name or key twice (the last one counts), metadata that is
+        not strings (kept as its JSON text). False holds the format's rules.
+    max_memory: the most bytes that tensors may take on the device (int,
+        "20GB", "512MiB"); a load that would take more is refused with the
+        numbers before anything is allocated. `plan` tells them in advance.
     group: a torch.distributed process group whose ranks all make this call:
         they share the reading, and what fails on one raises on all. None: no
         collective.
@@ -67,15 +83,15 @@ def load_file(
         from .distributed import load
 
         return load(
-            source, group, shard, device=device, dtype=dtype, keys=keys, filter=filter,
-            framework=framework, progress=progress, mmap=mmap,
+            source, group, shard, device=device, dtype=dtype, keys=keys, filter=filter, framework=framework, progress=progress,
+            mmap=mmap, storage_options=storage_options, lenient=lenient, max_memory=max_memory,
         )  # fmt: skip
     frame = frame_for(framework)
     where = check_device(device, frame)
-    if dtype is not None:
-        frame.dtype(dtype)  # a wrong one is refused before anything is read
-    with Model(source, mmap, where) as model:
-        return model.load(model.choose(keys, filter), frame, dtype, watch(progress, "load"))
+    wanted = None if dtype is None else frame.dtype(dtype)  # a wrong one is refused before anything is read
+    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
+        fit(model, frame, wanted, max_memory)
+        return model.load(model.chosen, frame, dtype, watch(progress, "load"))
 
 
 def stream(
@@ -88,6 +104,8 @@ def stream(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    storage_options: StorageOptions | None = None,
+    lenient: bool = False,
 ) -> Iterator[tuple[str, Any]]:
     """Yields (name, tensor) in the order of arrival; arguments and tensors as
     for `load_file`.
@@ -100,8 +118,8 @@ def stream(
     frame = frame_for(framework)
     where = check_device(device, frame)
     wanted = None if dtype is None else frame.dtype(dtype)
-    with Model(source, mmap, where) as model:
-        chosen = model.choose(keys, filter)
+    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
+        chosen = model.chosen
         rows = model.table if chosen is None else [model.table[at] for at in chosen]
         raw = frame.raw({row[1] for row in rows})
         watcher = watch(progress, "stream")

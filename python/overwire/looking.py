@@ -14,6 +14,7 @@ from .layout import preload_uris
 from .progress import ProgressLike, watch
 from .saving import Report, parse_size
 from .sources import SourceLike, local, resolve
+from .storage import StorageOptions, storage
 
 __all__ = ["convert", "doctor", "inspect", "verify"]
 
@@ -27,11 +28,12 @@ def _uris(source: SourceLike) -> tuple[list[str], Any]:
     return uris, keep
 
 
-def inspect(source: _PathLike) -> dict[str, Any]:
+def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None) -> dict[str, Any]:
     """What a model holds, by its headers alone; no tensor byte is read.
 
     source: a file, folder, index.json, or a bundle's pickle or meta.csv; plain
         or compressed.
+    storage_options: as for `load_file`.
 
     Returns a dict: "sources", each with uri, format ("safetensors" or
     "overwire"), size, metadata and "tensors" (name, dtype, shape, bytes,
@@ -41,15 +43,16 @@ def inspect(source: _PathLike) -> dict[str, Any]:
     uris, _ = _uris(local(source))
     if len(uris) != 1:
         raise ArgumentError(f"overwire: inspect {source}: it lists {len(uris)} files; inspect each")
-    found: dict[str, Any] = json.loads(_engine.inspect(uris[0]))
+    found: dict[str, Any] = json.loads(_engine.inspect(json.dumps({"uris": uris, **storage(storage_options, uris)})))
     return found
 
 
-def verify(source: SourceLike, *, progress: ProgressLike = None) -> dict[str, Any]:
+def verify(source: SourceLike, *, progress: ProgressLike = None, storage_options: StorageOptions | None = None) -> dict[str, Any]:
     """Proves every byte: checksums of stored bytes, every decode, and the hash
     of every tensor.
 
     source: what `inspect` takes, or a list of files.
+    storage_options: as for `load_file`.
 
     Returns a dict: ok (always True: anything wrong raises), tensors, bytes,
     stored, seconds, and "files", each with what was "checked": "contents", or
@@ -57,7 +60,7 @@ def verify(source: SourceLike, *, progress: ProgressLike = None) -> dict[str, An
     Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError.
     """
     uris, keep = _uris(source)
-    number = _engine.verify_start(json.dumps({"uris": uris}))
+    number = _engine.verify_start(json.dumps({"uris": uris, **storage(storage_options, uris)}))
     with Job(number, "verify", watch(progress, "verify")) as job:
         job.wait()
         found: dict[str, Any] = job.report()
@@ -73,6 +76,7 @@ def convert(
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Report:
     """Rewrites a model: plain to compressed, compressed to plain
     (compress=False), other shards. Memory does not grow with the model.
@@ -80,15 +84,18 @@ def convert(
     source: what `inspect` takes, or a list of files.
     path, metadata, max_shard_size: as for `save_file`; metadata None keeps that
         of the source.
+    storage_options: as for `load_file`, for source and path.
 
     Returns a Report; raises what loading and saving raise.
     """
     uris, keep = _uris(source)
+    target = local(path)
     spec: dict[str, Any] = {
         "uris": uris,
-        "path": local(path),
+        "path": target,
         "compress": bool(compress),
         "shard": parse_size(max_shard_size),
+        **storage(storage_options, [*uris, target]),
     }
     if metadata is not None:
         spec["metadata"] = dict(metadata)
@@ -99,8 +106,16 @@ def convert(
     return Report.of(report)
 
 
-def doctor() -> dict[str, Any]:
+def doctor(*, measure: bool = False) -> dict[str, Any]:
     """What the engine finds on this machine: CPU, decoder, memory, versions,
-    and the settings with the environment variables that made them."""
-    found: dict[str, Any] = json.loads(_engine.doctor())
+    and the settings with the environment variables that made them.
+
+    "gpu" holds the versions of NVIDIA's driver and "devices", each with name,
+    memory (bytes), compute capability, PCI link (0 where the system does not
+    tell), and the kernels that it would run; or the "reason" why there is none.
+    Asking loads the driver if there is one, without a context on any GPU.
+    measure: copies to each GPU for about 0.2 s and adds "wire", in GB/s; that
+        makes a context there, after which the process must not fork for CUDA.
+    """
+    found: dict[str, Any] = json.loads(_engine.doctor(measure))
     return found

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import _engine
-from .errors import ArgumentError, TensorNotFoundError
+from .errors import ArgumentError, OutOfMemoryError, TensorNotFoundError
 from .frames import Frame
 from .jobs import Job, log
 from .progress import Watcher
+from .selecting import Experts
 from .sources import SourceLike, resolve
+from .storage import StorageOptions, storage
 
 __all__ = ["Model", "Row", "WHOLE"]
 
@@ -59,19 +61,53 @@ class Model:
     """An open model. Not more than a handle and its table; `close` ends it,
     tensors and running loads live on."""
 
-    def __init__(self, source: SourceLike, mmap: bool | None = None, device: str = "cpu", preloaded: bool = True):
+    def __init__(
+        self,
+        source: SourceLike,
+        mmap: bool | None = None,
+        device: str = "cpu",
+        preloaded: bool = True,
+        lenient: bool = False,
+        keys: Iterable[str] | None = None,
+        filter: Callable[[str], bool] | None = None,
+        storage_options: StorageOptions | None = None,
+    ):
+        """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
+        with an index.json only the shards that hold some of it are opened."""
         self.device = device
+        self.chosen: list[int] | None = None  # what keys and filter leave, None for all
+        if keys is not None:
+            if isinstance(keys, str):
+                raise ArgumentError("overwire: keys: expected several names, got one str")
+            keys = list(keys)
+        if filter is not None and not callable(filter):
+            raise ArgumentError("overwire: filter: expected a callable of a name")
+        shared = getattr(source, "shared_model", None)
+        if shared is not None:  # a model that somebody else keeps open
+            self.__dict__.update(shared().__dict__, device=device, _open=False)
+            self.chosen = self.choose(keys, filter)
+            return
         if mmap is not None and not isinstance(mmap, bool):
             raise ArgumentError("overwire: mmap: expected True, False or None")
         uris, keep = resolve(source)
         self.uris = uris
         self.preload: int | None = None  # the running job of a preload, once
-        found = _preloaded(uris, device) if preloaded else None
+        reach = storage(storage_options, uris)
+        found = _preloaded(uris, device, reach) if preloaded else None
         if found is not None:
             self._handle, self.preload = found
             log.debug("load %s: joins its preload", uris[0])
         else:
-            self._handle = _engine.open_model(json.dumps({"uris": uris, "map": mmap}))
+            spec: dict[str, Any] = {"uris": uris, "map": mmap, "lenient": bool(lenient), **reach}
+            if keys is None and filter is not None:
+                names: list[str] | None = json.loads(_engine.index_names(json.dumps(spec)))
+                if names is not None:
+                    filter = _over(filter, names)
+                    spec["keys"] = keys = [name for name in names if filter(name)]
+                    filter = None  # it has spoken
+            elif keys is not None:
+                spec["keys"] = [key for key in keys if isinstance(key, str)]
+            self._handle = _engine.open_model(json.dumps(spec))
         del keep  # the engine has its own descriptors now
         self._open = True
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]]
@@ -81,6 +117,7 @@ class Model:
             self._places: dict[str, int] | None = None
             if self.table and self.table[-1][5] > 0:  # several files
                 self._refuse_twins()
+            self.chosen = self.choose(keys, filter)
         except BaseException:
             self.close()
             raise
@@ -93,6 +130,11 @@ class Model:
                 _engine.job_free(self.preload)
                 self.preload = None
             _engine.close_model(self._handle)
+
+    @property
+    def handle(self) -> int:
+        """The engine's number of it."""
+        return self._handle
 
     def __enter__(self) -> Model:
         return self
@@ -147,12 +189,9 @@ class Model:
         """The positions that `keys=` and `filter=` leave, None for all."""
         if keys is None and filter is None:
             return None
-        if isinstance(keys, str):
-            raise ArgumentError("overwire: keys: expected several names, got one str")
         chosen = list(range(len(self.table))) if keys is None else list(dict.fromkeys(self.place(key) for key in keys))
         if filter is not None:
-            if not callable(filter):
-                raise ArgumentError("overwire: filter: expected a callable of a name")
+            filter = _over(filter, (row[0] for row in self.table))
             chosen = [at for at in chosen if filter(self.table[at][0])]
         return chosen
 
@@ -172,7 +211,17 @@ class Model:
             from .frame_torch import stream_of
 
             options["stream"] = stream_of(self.device)
-        number = _engine.load_start(self._handle, packed, json.dumps(options))
+        text = json.dumps(options)
+        try:
+            number = _engine.load_start(self._handle, packed, text)
+        except OutOfMemoryError:
+            if self.device == "cpu" or "torch" not in sys.modules:
+                raise
+            from .frame_torch import give_back
+
+            # Memory that torch only keeps is no reason to fail.
+            give_back(self.device)
+            number = _engine.load_start(self._handle, packed, text)
         return Job(number, "load", watcher)
 
     def places_for(
@@ -239,15 +288,19 @@ class Model:
         return dict(zip([row[0] for row in rows], tensors, strict=True))
 
 
+def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:
+    return filter.over(names) if isinstance(filter, Experts) else filter
+
+
 def whole(at: int) -> tuple[int, int, int, int, int, int]:
     """The request for all of a tensor in memory of the engine's."""
     return (at, 0, 0, WHOLE, 0, WHOLE)
 
 
-def _preloaded(uris: list[str], device: str) -> tuple[int, int] | None:
+def _preloaded(uris: list[str], device: str, reach: dict[str, Any]) -> tuple[int, int] | None:
     # Nothing can have been preloaded before that module was imported.
     preloading = sys.modules.get("overwire.preloading")
     if preloading is None:
         return None
-    found: tuple[int, int] | None = preloading.find(uris, device)
+    found: tuple[int, int] | None = preloading.find(uris, device, reach)
     return found

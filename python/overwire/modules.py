@@ -13,6 +13,7 @@ from .models import WHOLE, Model, whole
 from .progress import ProgressLike, watch
 from .saving import Report, save_file
 from .sources import SourceLike
+from .storage import StorageOptions
 
 __all__ = ["load_model", "save_model"]
 
@@ -25,6 +26,7 @@ def load_model(
     *,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> tuple[list[str], list[str]]:
     """Loads a file into a torch module's own parameters and buffers.
 
@@ -33,6 +35,7 @@ def load_model(
     and copied (cast) into place one by one; those on the meta device are
     replaced by what was loaded. Tied tensors are loaded once.
 
+    storage_options: as for `load_file`.
     strict: raise if tensors are missing in the file, or unexpected in it.
 
     Returns (missing, unexpected) names, as safetensors.torch.load_model. Names
@@ -51,7 +54,7 @@ def load_model(
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
     targets: dict[str, Any] = module.state_dict(keep_vars=True)
-    with Model(source, mmap, where) as model:
+    with Model(source, mmap, where, storage_options=storage_options) as model:
         missing, unexpected, wanted = _match(module, targets, model, strict)
         names = list(wanted)
         requests, direct = [], []
@@ -167,6 +170,7 @@ def save_model(
     compress: bool = True,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Report:
     """Saves a torch module's parameters and persistent buffers by name.
 
@@ -198,4 +202,5 @@ def save_model(
         compress=compress,
         max_shard_size=max_shard_size,
         progress=progress,
+        storage_options=storage_options,
     )

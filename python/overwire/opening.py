@@ -11,6 +11,7 @@ from .frames import check_device, frame_for
 from .models import WHOLE, Model, whole
 from .slices import plan
 from .sources import SourceLike
+from .storage import StorageOptions
 
 __all__ = ["TensorSlice", "safe_open"]
 
@@ -20,8 +21,8 @@ class safe_open:
 
     source: as for `load_file`: a path, a folder, an index.json, a list of
         paths, an open file.
-    framework: "pt" or "np"; None: torch if it is installed, else numpy.
-    device, dtype, mmap: as for `load_file`.
+    framework: "pt", "np" or "bytes"; None: torch if it is installed, else numpy.
+    device, dtype, mmap, lenient, storage_options: as for `load_file`.
 
     A context manager; `close` may be called by hand. Tensors are the caller's
     and outlive it. Threads may share one object.
@@ -37,11 +38,13 @@ class safe_open:
         *,
         dtype: Any = None,
         mmap: bool | None = None,
+        storage_options: StorageOptions | None = None,
+        lenient: bool = False,
     ) -> None:
         self._frame = frame_for(framework)
         where = check_device(device, self._frame)
         self._dtype = None if dtype is None else self._frame.dtype(dtype)
-        self._model: Model | None = Model(source, mmap, where, preloaded=False)
+        self._model: Model | None = Model(source, mmap, where, preloaded=False, lenient=lenient, storage_options=storage_options)
 
     def __enter__(self) -> safe_open:
         self._live()

@@ -20,6 +20,7 @@ from .frames import check_device, frame_for
 from .layout import preload_uris
 from .progress import Progress
 from .sources import SourceLike, resolve
+from .storage import StorageOptions, storage
 
 __all__ = ["Preload", "find", "preload", "start_from_environment"]
 
@@ -41,7 +42,7 @@ _YES = frozenset({"1", "true", "yes", "on", "y", "t"})
 class Preload:
     """A running preload. Dropping the object does not stop it."""
 
-    def __init__(self, path: str, uris: list[str], device: str) -> None:
+    def __init__(self, path: str, uris: list[str], device: str, reach: dict[str, Any] | None = None) -> None:
         global _started
         #: What was asked for.
         self.path = path
@@ -49,7 +50,7 @@ class Preload:
         self.uris = uris
         #: Where the tensors go: "cpu" or "cuda:N".
         self.device = device
-        self._job = _engine.preload_start(json.dumps({"uris": uris, "device": device}))
+        self._job = _engine.preload_start(json.dumps({"uris": uris, "device": device, **(reach or {})}))
         with _lock:
             _devices[_key(uris)] = device
         _started = True
@@ -84,6 +85,7 @@ def preload(
     source: SourceLike,
     *,
     device: Any = "cpu",
+    storage_options: StorageOptions | None = None,
 ) -> Preload:
     """Starts to load, in the engine's own threads, without the GIL. Returns at
     once; torch need not be imported.
@@ -95,6 +97,7 @@ def preload(
         programs that fork; a load to a GPU moves the tensors on. "cuda",
         "cuda:1": to that GPU; loads to the same one join it. Bundles go to the
         host only.
+    storage_options: as for `load_file`; a load joins with the same options only.
 
     Errors of the files show in `wait`, and in the load that joins. Raises
     NotFoundError, FormatError, NotSupportedError for a pickle or meta.csv that
@@ -110,7 +113,7 @@ def preload(
             _failed.pop(path, None)
     if where != "cpu" and any(path.endswith((".pkl", ".pth", ".csv")) for path in paths):
         raise NotSupportedError(f"overwire: preload {', '.join(paths)}: bundles are preloaded to the host only")
-    return Preload(", ".join(paths), uris, where)
+    return Preload(", ".join(paths), uris, where, storage(storage_options, uris))
 
 
 def _device(device: Any) -> str:
@@ -128,7 +131,7 @@ def _key(uris: list[str]) -> tuple[str, ...]:
     return tuple(uri if "://" in uri else os.path.realpath(uri) for uri in uris)
 
 
-def find(uris: list[str], device: str) -> tuple[int, int] | None:
+def find(uris: list[str], device: str, reach: dict[str, Any]) -> tuple[int, int] | None:
     """Takes over the preload of these files: (model, job), None if there is
     none for this device. Raises what went wrong when it was started."""
     with _lock:
@@ -137,7 +140,7 @@ def find(uris: list[str], device: str) -> tuple[int, int] | None:
                 raise _failed.pop(uri)
         if not _started or _devices.get(_key(uris), "cpu") not in ("cpu", device):
             return None
-    return _engine.preload_find(uris)
+    return _engine.preload_find(json.dumps({"uris": uris, **reach}))
 
 
 def _flag(name: str) -> bool:

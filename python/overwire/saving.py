@@ -15,6 +15,8 @@ from .frames import Bytes, frame_of
 from .jobs import Job
 from .progress import ProgressLike, watch
 from .sources import local
+from .specs import TensorSpec
+from .storage import StorageOptions, storage
 
 __all__ = ["Report", "parse_size", "save_bytes", "save_file"]
 
@@ -59,7 +61,7 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[_letter + "IB"] = 1024**_power
 
 
-def parse_size(size: int | str | None) -> int:
+def parse_size(size: int | str | None, what: str = "max_shard_size") -> int:
     """Bytes of "5GB" (10^9), "512MiB" (2^20) or a number; 0 for None."""
     if size is None:
         return 0
@@ -70,7 +72,7 @@ def parse_size(size: int | str | None) -> int:
         unit = _UNITS.get(match[2].upper()) if match else None
         if match and unit and float(match[1]) * unit >= 1:
             return int(float(match[1]) * unit)
-    raise ArgumentError(f"overwire: max_shard_size {size!r}: expected bytes, or a text as '5GB' or '512MiB'")
+    raise ArgumentError(f"overwire: {what} {size!r}: expected bytes, or a text as '5GB' or '512MiB'")
 
 
 def save_file(
@@ -81,8 +83,9 @@ def save_file(
     compress: bool = True,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Report:
-    """Saves torch tensors or numpy arrays (also both) by name.
+    """Saves torch tensors, numpy arrays or `TensorSpec`s (also mixed) by name.
 
     path: the file to write, replaced atomically: whatever stops a save, readers
         find the old file or the new one.
@@ -94,6 +97,7 @@ def save_file(
     max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int);
         more goes to model-00001-of-00002.safetensors and so on, with
         model.safetensors.index.json beside them.
+    storage_options: as for `load_file`, for a path that is a URI.
 
     Tensors are read in place; those that are not dense, or not on the host, are
     copied first. They must not change before this returns. Tied tensors are
@@ -110,7 +114,7 @@ def save_file(
         if not isinstance(name, str):
             raise ArgumentError(f"overwire: tensors: the name {name!r} is not a str")
         try:
-            described.append((name, frame_of(tensor).describe(tensor)))
+            described.append((name, tensor.describe() if isinstance(tensor, TensorSpec) else frame_of(tensor).describe(tensor)))
         except (ArgumentError, NotSupportedError) as error:
             error.tensor = name
             error.args = (f"{error} (tensor {name!r})",)
@@ -122,6 +126,7 @@ def save_file(
         compress=compress,
         shard=parse_size(max_shard_size),
         progress=progress,
+        storage_options=storage_options,
     )
 
 
@@ -133,11 +138,10 @@ def save_bytes(
     compress: bool = True,
     shard: int = 0,
     progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
 ) -> Report:
     """Saves what is described already, and keeps it alive until that is done."""
-    if "://" in path:
-        raise ArgumentError(f"overwire: save {path}: only local paths can be written")
-    spec: dict[str, Any] = {"path": path, "compress": bool(compress), "shard": shard}
+    spec: dict[str, Any] = {"path": path, "compress": bool(compress), "shard": shard, **storage(storage_options, [path])}
     if metadata is not None:
         for key, value in metadata.items():
             if not isinstance(key, str) or not isinstance(value, str):

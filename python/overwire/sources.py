@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterable
 from typing import Any, Union
 
-from .errors import ArgumentError
+from .errors import AccessError, ArgumentError, FormatError, IOFailure, NotFoundError, NotSupportedError
 
-__all__ = ["SourceLike", "local", "resolve"]
+__all__ = ["SourceLike", "local", "read_bytes", "resolve"]
 
 #: A path or URI of a file, a folder or an index.json; several of them; or a
 #: binary file open for reading.
@@ -44,6 +44,43 @@ def resolve(source: SourceLike) -> tuple[list[str], Any]:
     if not uris:
         raise ArgumentError("overwire: source: the list of files is empty")
     return uris, None
+
+
+def read_bytes(source: str | os.PathLike[str], limit: int | None = None) -> bytes:
+    """The bytes of one whole file: a path or a file:// URI.
+
+    For what stands beside models: manifests, indexes, raw tensors.
+
+    limit: the most bytes that are read; a file that has more is refused.
+    Raises NotFoundError, AccessError, IOFailure, FormatError above the limit,
+    NotSupportedError for other schemes.
+    """
+    uri = local(source)
+    scheme, _, rest = uri.partition("://")
+    path = uri
+    if rest:
+        if scheme.lower() != "file":
+            raise NotSupportedError(f"overwire: open {uri}: scheme {scheme!r}", source=uri)
+        host, slash, rest = rest.partition("/")
+        if host not in ("", "localhost"):
+            raise ArgumentError(f"overwire: open {uri}: not the URI of a local file")
+        from urllib.parse import unquote
+
+        path = slash + unquote(rest)
+    try:
+        with open(path, "rb") as file:
+            found = file.read() if limit is None else file.read(limit + 1)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"overwire: open {uri}: not found", source=uri) from error
+    except IsADirectoryError as error:
+        raise FormatError(f"overwire: open {uri}: it is a folder", source=uri) from error
+    except PermissionError as error:
+        raise AccessError(f"overwire: open {uri}: permission denied", source=uri) from error
+    except OSError as error:
+        raise IOFailure(f"overwire: read {uri}: {error.strerror}", source=uri) from error
+    if limit is not None and len(found) > limit:
+        raise FormatError(f"overwire: read {uri}: more than {limit} bytes", source=uri)
+    return found
 
 
 def _open_file(file: Any) -> tuple[list[str], Any]:

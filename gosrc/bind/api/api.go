@@ -33,12 +33,20 @@ func OpenModel(spec string) (uint64, error) {
 	return face.Call("open", func() (uint64, error) { return face.OpenModel(spec) })
 }
 
+func IndexNames(spec string) (string, error) {
+	return face.Call("open", func() (string, error) { return face.IndexNames(spec) })
+}
+
 func CloseModel(model uint64) (int, error) {
 	return done("close", func() error { face.CloseModel(model); return nil })
 }
 
 func ModelInfo(model uint64) (string, error) {
 	return face.Call("info", func() (string, error) { return face.ModelInfo(model) })
+}
+
+func ModelPin(model uint64, options string) (uint64, error) {
+	return face.Call("pin", func() (uint64, error) { return face.ModelPin(model, options) })
 }
 
 func JobProgress(job uint64) (string, error) {
@@ -82,6 +90,8 @@ func PreloadModel(job uint64, ms int) (uint64, error) {
 		return face.PreloadModel(job, time.Duration(ms)*time.Millisecond)
 	})
 }
+
+func EmptyCache() (int, error) { return done("empty cache", face.EmptyCache) }
 
 func Shutdown(ms int) (bool, error) {
 	return face.Call("shutdown", func() (bool, error) {

@@ -106,6 +106,24 @@ PyObject * _wrap__core_api_ConvertStart(PyObject * PYBINDGEN_UNUSED(dummy), PyOb
 
 
 PyObject *
+_wrap__core_api_EmptyCache(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs))
+{
+    PyObject *py_retval;
+    int64_t retval;
+
+    if (ow_child())
+        return NULL;
+    retval = api_EmptyCache();
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_EmptyCache(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs));
+
+
+PyObject *
 _wrap__core_api_JobCancel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -145,6 +163,28 @@ _wrap__core_api_JobFree(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyOb
     return py_retval;
 }
 PyObject * _wrap__core_api_JobFree(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_ModelPin(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    uint64_t retval;
+    uint64_t model;
+    char *options;
+    const char *keywords[] = {"model", "options", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "Ks", (char **) keywords, &model, &options)) {
+        return NULL;
+    }
+    retval = api_ModelPin(model, options);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "K", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_ModelPin(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -316,6 +356,29 @@ PyObject * _wrap__core_api_Doctor(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *
 
 
 PyObject *
+_wrap__core_api_IndexNames(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    char *spec;
+    const char *keywords[] = {"spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
+        return NULL;
+    }
+    retval = api_IndexNames(spec);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_IndexNames(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_Inspect(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -453,8 +516,10 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_CliStart", (PyCFunction) _wrap__core_api_CliStart, METH_KEYWORDS|METH_VARARGS, "api_CliStart(program)\n\ntype: program: char *" },
     {(char *) "api_CloseModel", (PyCFunction) _wrap__core_api_CloseModel, METH_KEYWORDS|METH_VARARGS, "api_CloseModel(model)\n\ntype: model: uint64_t" },
     {(char *) "api_ConvertStart", (PyCFunction) _wrap__core_api_ConvertStart, METH_KEYWORDS|METH_VARARGS, "api_ConvertStart(spec)\n\ntype: spec: char *" },
+    {(char *) "api_EmptyCache", (PyCFunction) _wrap__core_api_EmptyCache, METH_NOARGS, "api_EmptyCache()\n\n" },
     {(char *) "api_JobCancel", (PyCFunction) _wrap__core_api_JobCancel, METH_KEYWORDS|METH_VARARGS, "api_JobCancel(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobFree", (PyCFunction) _wrap__core_api_JobFree, METH_KEYWORDS|METH_VARARGS, "api_JobFree(job)\n\ntype: job: uint64_t" },
+    {(char *) "api_ModelPin", (PyCFunction) _wrap__core_api_ModelPin, METH_KEYWORDS|METH_VARARGS, "api_ModelPin(model, options)\n\ntype: model: uint64_t\ntype: options: char *" },
     {(char *) "api_OpenModel", (PyCFunction) _wrap__core_api_OpenModel, METH_KEYWORDS|METH_VARARGS, "api_OpenModel(spec)\n\ntype: spec: char *" },
     {(char *) "api_Panic", (PyCFunction) _wrap__core_api_Panic, METH_NOARGS, "api_Panic()\n\n" },
     {(char *) "api_PreloadFind", (PyCFunction) _wrap__core_api_PreloadFind, METH_KEYWORDS|METH_VARARGS, "api_PreloadFind(uris)\n\ntype: uris: char *" },
@@ -463,6 +528,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_Shutdown", (PyCFunction) _wrap__core_api_Shutdown, METH_KEYWORDS|METH_VARARGS, "api_Shutdown(ms)\n\ntype: ms: int64_t" },
     {(char *) "api_VerifyStart", (PyCFunction) _wrap__core_api_VerifyStart, METH_KEYWORDS|METH_VARARGS, "api_VerifyStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_Doctor", (PyCFunction) _wrap__core_api_Doctor, METH_KEYWORDS|METH_VARARGS, "api_Doctor(program)\n\ntype: program: char *" },
+    {(char *) "api_IndexNames", (PyCFunction) _wrap__core_api_IndexNames, METH_KEYWORDS|METH_VARARGS, "api_IndexNames(spec)\n\ntype: spec: char *" },
     {(char *) "api_Inspect", (PyCFunction) _wrap__core_api_Inspect, METH_KEYWORDS|METH_VARARGS, "api_Inspect(uri)\n\ntype: uri: char *" },
     {(char *) "api_JobProgress", (PyCFunction) _wrap__core_api_JobProgress, METH_KEYWORDS|METH_VARARGS, "api_JobProgress(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobReport", (PyCFunction) _wrap__core_api_JobReport, METH_KEYWORDS|METH_VARARGS, "api_JobReport(job)\n\ntype: job: uint64_t" },

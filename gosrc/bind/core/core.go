@@ -85,6 +85,36 @@ func api_Doctor(program *C.char) *C.char {
 	return C.CString(cret)
 }
 
+//export api_EmptyCache
+func api_EmptyCache() C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.EmptyCache()
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export api_IndexNames
+func api_IndexNames(spec *C.char) *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.IndexNames(C.GoString(spec))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
 //export api_Inspect
 func api_Inspect(uri *C.char) *C.char {
 	_saved_thread := C.PyEval_SaveThread()
@@ -188,6 +218,21 @@ func api_ModelInfo(model C.ulonglong) *C.char {
 		return C.CString("")
 	}
 	return C.CString(cret)
+}
+
+//export api_ModelPin
+func api_ModelPin(model C.ulonglong, options *C.char) C.ulonglong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.ModelPin(uint64(model), C.GoString(options))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.ulonglong(0)
+	}
+	return C.ulonglong(cret)
 }
 
 //export api_OpenModel

@@ -3,19 +3,24 @@ package face
 import (
 	"context"
 	"os"
+	"slices"
 
 	"github.com/overwire/overwire/gosrc/cli"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // A program is what Python tells about itself, and its command line.
 type program struct {
-	Argv    []string `json:"argv"`
-	Python  string   `json:"python"`
-	Version string   `json:"version"`
+	Argv    []string       `json:"argv"`
+	Python  string         `json:"python"`
+	Version string         `json:"version"`
+	Storage source.Options `json:"storage"` // the environment of stores
 }
 
-func (p program) env() cli.Env { return cli.Env{Python: p.Python, PythonVersion: p.Version} }
+func (p program) env() cli.Env {
+	return cli.Env{Python: p.Python, PythonVersion: p.Version, Storage: p.Storage}
+}
 
 // CliStart runs a command line as a job whose report is the exit status.
 func CliStart(text string) (uint64, error) {
@@ -29,11 +34,12 @@ func CliStart(text string) (uint64, error) {
 	})), nil
 }
 
-// Doctor describes the machine as JSON.
+// Doctor describes the machine as JSON; the argument --measure measures the
+// wires of its GPUs too.
 func Doctor(text string) (string, error) {
 	p, err := parse[program]("program", text)
 	if err != nil {
 		return "", err
 	}
-	return encode(cli.Diagnose(p.env()))
+	return encode(cli.Diagnose(p.env(), slices.Contains(p.Argv, "--measure")))
 }

@@ -45,6 +45,9 @@ func Text(err error) string {
 		Tensor  string `json:"tensor,omitempty"`
 		Chunk   *int64 `json:"chunk,omitempty"`
 		Offset  *int64 `json:"offset,omitempty"`
+		Asked   *int64 `json:"asked,omitempty"` // these three: out of memory, where they are known
+		Free    *int64 `json:"free,omitempty"`
+		Total   *int64 `json:"total,omitempty"`
 	}{Class: fault.Class(err), Message: "overwire: " + err.Error()}
 	var at *fault.At
 	if errors.As(err, &at) {
@@ -54,6 +57,14 @@ func Text(err error) string {
 		}
 		if at.Offset >= 0 {
 			f.Offset = &at.Offset
+		}
+	}
+	var mem *fault.Memory
+	if errors.As(err, &mem) {
+		for from, to := range map[*int64]**int64{&mem.Asked: &f.Asked, &mem.Free: &f.Free, &mem.Total: &f.Total} {
+			if *from >= 0 {
+				*to = from
+			}
 		}
 	}
 	b, jsonErr := json.Marshal(f)

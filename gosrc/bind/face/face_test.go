@@ -214,7 +214,6 @@ func TestWaitOfNoTime(t *testing.T) {
 // Preloads: handed over once, also when they fail, and forgotten when dropped.
 func TestPreloadHandOver(t *testing.T) {
 	path := plain(t, 1<<20)
-	uris, _ := json.Marshal([]string{path})
 	missing := path + ".missing"
 	for round := range 50 {
 		h, err := PreloadStart(spec(t, path))
@@ -224,11 +223,11 @@ func TestPreloadHandOver(t *testing.T) {
 		if _, err := TakeAll(h); !errors.Is(err, fault.ErrArgument) {
 			t.Fatal("tensors for one who has not found it:", err)
 		}
-		found, err := PreloadFind(string(uris))
+		found, err := PreloadFind(spec(t, path))
 		if err != nil || found == 0 {
 			t.Fatal(found, err)
 		}
-		if again, err := PreloadFind(string(uris)); again != 0 || err != nil {
+		if again, err := PreloadFind(spec(t, path)); again != 0 || err != nil {
 			t.Fatal("found twice:", again, err)
 		}
 		if round%2 == 1 { // the finder changes its mind, at any moment

@@ -207,6 +207,10 @@ func Shutdown(d time.Duration) bool {
 	return ended
 }
 
+// EmptyCache gives back the device and pinned memory that is only kept for the
+// next load. It starts no driver.
+func EmptyCache() error { return cuda.Trim() }
+
 // discard gives up a preload that was handed over.
 func (e *entry) discard() {
 	spawn.Go("preload discard", func() {

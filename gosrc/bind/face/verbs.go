@@ -67,6 +67,23 @@ func OpenModel(spec string) (uint64, error) {
 	return models.put(m), nil
 }
 
+// IndexNames returns the tensors that the index.json files of a load.Spec
+// promise, as a JSON list, or null when some of its files have no index.
+func IndexNames(spec string) (string, error) {
+	s, err := parse[load.Spec]("spec", spec)
+	if err != nil {
+		return "", err
+	}
+	names, ok, err := load.Names(s)
+	if err != nil {
+		return "", err
+	}
+	if !ok {
+		return "null", nil
+	}
+	return encode(names)
+}
+
 // CloseModel ends a model; a handle that is not there is no mistake.
 func CloseModel(h uint64) {
 	if m, ok := models.take(h); ok {
@@ -102,6 +119,23 @@ func ModelInfo(h uint64) (string, error) {
 		info.Sources[i] = source{fault.Redact(s.URI), s.Size, s.Metadata, s.Overwire}
 	}
 	return encode(info)
+}
+
+// ModelPin begins to pin a model; options are the JSON of load.Options.
+func ModelPin(h uint64, options string) (uint64, error) {
+	opt, err := parse[load.Options]("options", options)
+	if err != nil {
+		return 0, err
+	}
+	m, err := models.get(h)
+	if err != nil {
+		return 0, err
+	}
+	j, err := m.Pin(opt)
+	if err != nil {
+		return 0, err
+	}
+	return start(j), nil
 }
 
 // requestWords is how many int64 a packed request has, in the order of the
@@ -195,15 +229,20 @@ func VerifyStart(spec string) (uint64, error) {
 		return 0, err
 	}
 	return start(job.Start("verify", func(ctx context.Context, j *job.Job) error {
-		r, err := save.Verify(ctx, j, s.URIs)
+		r, err := save.Verify(ctx, j, s.URIs, s.Storage)
 		j.SetReport(r)
 		return err
 	})), nil
 }
 
-// Inspect describes a model by its headers alone, as JSON.
-func Inspect(uri string) (string, error) {
-	r, err := save.Inspect(context.Background(), []string{uri})
+// Inspect describes the files of the JSON of a load.Spec by their headers
+// alone, as JSON.
+func Inspect(spec string) (string, error) {
+	s, err := parse[load.Spec]("spec", spec)
+	if err != nil {
+		return "", err
+	}
+	r, err := save.Inspect(context.Background(), s.URIs, s.Storage)
 	if err != nil {
 		return "", err
 	}
@@ -224,14 +263,14 @@ func PreloadStart(spec string) (uint64, error) {
 	return jobs.put(&entry{pre: preload.Start(s, opt)}), nil
 }
 
-// PreloadFind takes over the preload of the files that a JSON list names, and
-// returns its job, or 0 if there is none.
-func PreloadFind(uris string) (uint64, error) {
-	list, err := parse[[]string]("uris", uris)
+// PreloadFind takes over the preload of the files that the JSON of a load.Spec
+// names, reached in the same way, and returns its job, or 0 if there is none.
+func PreloadFind(spec string) (uint64, error) {
+	s, err := parse[load.Spec]("spec", spec)
 	if err != nil {
 		return 0, err
 	}
-	p := preload.Take(list)
+	p := preload.Take(s)
 	if p == nil {
 		return 0, nil
 	}

@@ -65,7 +65,7 @@ func TestUpdateGoldens(t *testing.T) {
 	if err := os.MkdirAll(goldens, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	index := "# overwire format 0.1 draft 0: name, transform, tiles per segment, logical bytes, SHA-256 of them\n"
+	index := "# overwire format 1.0: name, transform, tiles per segment, logical bytes, SHA-256 of them\n"
 	e := Encoder{segTiles: goldenSegTiles}
 	for _, s := range samples(rand.New(rand.NewPCG(2025, 0)), 5300) {
 		if strings.Contains(s.name, "uniform") || strings.Contains(s.name, "read as") {

@@ -124,7 +124,7 @@ func (p *packer) drop([]device.Memory) { p.pending, p.used = nil, 0 }
 // a Block.
 func Map(n int64) (unsafe.Pointer, int64, error) {
 	if n <= 0 || n > 1<<46 {
-		return nil, 0, fault.New(fault.ErrMemory, "%d bytes of host memory", n)
+		return nil, 0, &fault.Memory{Where: "host", Asked: n, Free: -1, Total: -1}
 	}
 	length := (n + page - 1) &^ (page - 1)
 	slack := int64(0)
@@ -133,7 +133,7 @@ func Map(n int64) (unsafe.Pointer, int64, error) {
 	}
 	p, err := unix.MmapPtr(-1, 0, nil, uintptr(length+slack), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
-		return nil, 0, fault.New(fault.ErrMemory, "%d bytes of host memory: %v", n, err)
+		return nil, 0, &fault.Memory{Where: "host", Asked: n, Free: -1, Total: -1, Err: err.Error()}
 	}
 	if slack > 0 {
 		head := (huge - int64(uintptr(p)&(huge-1))) & (huge - 1)

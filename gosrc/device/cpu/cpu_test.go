@@ -115,7 +115,7 @@ func TestMapFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	base, block, err := MapFile(int(f.Fd()), int64(len(want)), 2)
+	base, block, err := MapFile(int(f.Fd()), int64(len(want)), 2, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -148,7 +148,7 @@ func TestPopulateTruncated(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	base, block, err := MapFile(int(f.Fd()), 100_000, 1)
+	base, block, err := MapFile(int(f.Fd()), 100_000, 1, false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,13 +15,12 @@ import (
 // of parts of it is made with the returned block. It survives the closing and
 // the unlinking of the file, not its truncation by another program, which
 // makes reads of the lost pages fatal (SIGBUS): that is what mapping means.
-func MapFile(fd int, size int64, n int64) (unsafe.Pointer, *device.Block, error) {
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, nil, fault.FromOS(err)
-	}
-	if st.Size < size {
-		return nil, nil, fault.New(fault.ErrCorrupt, "truncated: the file had %d bytes when it was opened, now %d", size, st.Size)
+//
+// With alone, every byte has one holder at most, and one that goes drops its
+// pages, changed ones too.
+func MapFile(fd int, size int64, n int64, alone bool) (unsafe.Pointer, *device.Block, error) {
+	if err := StillHas(fd, size); err != nil {
+		return nil, nil, err
 	}
 	length := (size + page - 1) &^ (page - 1)
 	// Reserve one page more, for the block, then lay the file over the front.
@@ -33,8 +32,31 @@ func MapFile(fd int, size int64, n int64) (unsafe.Pointer, *device.Block, error)
 		_ = unix.MunmapPtr(base, uintptr(length+page))
 		return nil, nil, fault.FromOS(err)
 	}
-	block := device.NewBlock(unsafe.Add(base, length), n, base, uint64(length+page), device.KindMap)
+	kind := int64(device.KindMap)
+	if alone {
+		kind = device.KindRegion
+	}
+	block := device.NewBlock(unsafe.Add(base, length), n, base, uint64(length+page), kind)
 	return base, block, nil
+}
+
+// Announce tells the kernel that the pages of [p, p+n) of a mapped file will be
+// wanted soon; it starts to read them and does not wait. It is advice.
+func Announce(p unsafe.Pointer, n int64) {
+	head := int64(uintptr(p) & (page - 1))
+	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, -head)), n+head), unix.MADV_WILLNEED)
+}
+
+// StillHas refuses a file that has become shorter than size.
+func StillHas(fd int, size int64) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return fault.FromOS(err)
+	}
+	if st.Size < size {
+		return fault.New(fault.ErrCorrupt, "truncated: the file had %d bytes when it was opened, now %d", size, st.Size)
+	}
+	return nil
 }
 
 // Populate reads the pages of [p, p+n) of a mapped file in; a disk that fails

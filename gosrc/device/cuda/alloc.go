@@ -10,6 +10,7 @@ import "C"
 
 import (
 	"errors"
+	"fmt"
 	"time"
 	"unsafe"
 
@@ -139,12 +140,22 @@ func (d *Device) allocate(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) er
 		all += n
 		most = max(most, n)
 	}
-	unused, total, e := d.Free()
-	if e != nil {
+	return d.sized(err, all, fmt.Sprintf("%d tensors, the largest of %d", len(sizes), most))
+}
+
+// sized says in an error of memory how much was asked for, for what, and how
+// much there was. Other errors stay as they are.
+func (d *Device) sized(err error, asked int64, what string) error {
+	var mem *fault.Memory
+	if !errors.As(err, &mem) {
 		return err
 	}
-	return fault.New(fault.ErrMemory, "cuda:%d: %d bytes for %d tensors, the largest of %d: %d bytes are free of %d",
-		d.index, all, len(sizes), most, unused, total)
+	full := *mem
+	full.Asked, full.For = asked, what
+	if unused, total, e := d.Free(); e == nil {
+		full.Free, full.Total = unused, total
+	}
+	return &full
 }
 
 // reap frees the memory of blocks that nobody holds any more.

@@ -104,7 +104,7 @@ func check(s *Slot, n int64, j *device.Job) error {
 		if lo%16 != 0 {
 			return fault.New(fault.ErrCorrupt, "X16 chunk at %d, which is not a multiple of 16", lo)
 		}
-		return x16.Check(s.Bytes[lo:hi], *c)
+		return x16.Check(s.staged()[lo:hi], *c)
 	}
 	return fault.New(fault.ErrNotSupported, "codec %d on a GPU", uint8(c.Codec))
 }
@@ -192,7 +192,7 @@ func (b *build) raw(j *device.Job) bool {
 		if len(b.copies)+3 > C.OWCU_COPIES {
 			return false
 		}
-		b.copies = append(b.copies, C.struct_owcu_copy{dst: address(j.Dst), src: unsafe.Add(b.s.host, lo), n: C.uint64_t(hi - lo)})
+		b.copies = append(b.copies, C.struct_owcu_copy{dst: address(j.Dst), src: unsafe.Pointer(&b.s.staged()[lo]), n: C.uint64_t(hi - lo)})
 		return true
 	}
 	moves := b.scattered(j, b.s.dev+uint64(lo), uint64(uintptr(j.Dst)))
@@ -286,14 +286,14 @@ func (b *build) write() {
 	copies := s.c.copies[:0]
 	if size > 0 {
 		upto := int64(0)
-		if !b.staged && b.lo <= nearby && b.hi > b.lo {
+		if !b.staged && b.lo <= nearby && b.hi > b.lo && s.lent == nil {
 			upto, b.staged = b.hi, true
 		}
 		copies = append(copies, C.struct_owcu_copy{dst: C.owcu_ptr(device), src: table, n: C.uint64_t(int64(size) + upto)})
 		if !b.staged && b.hi > b.lo {
 			b.staged = true
 			copies = append(copies, C.struct_owcu_copy{
-				dst: C.owcu_ptr(s.dev + uint64(b.lo)), src: unsafe.Add(s.host, b.lo), n: C.uint64_t(b.hi - b.lo),
+				dst: C.owcu_ptr(s.dev + uint64(b.lo)), src: unsafe.Pointer(&s.staged()[b.lo]), n: C.uint64_t(b.hi - b.lo),
 			})
 		}
 	}

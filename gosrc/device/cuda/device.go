@@ -90,12 +90,19 @@ func Open(index int) (*Device, error) {
 // Shutdown gives back what all devices keep between loads. It is for the end of
 // the process, before the driver's own exit handlers; the memory of tensors
 // that somebody holds stays.
-func Shutdown() {
+func Shutdown() { _ = Trim() }
+
+// Trim gives back what the devices that were opened keep between loads, as
+// Device.Trim does for one. It goes on after an error and returns the first.
+func Trim() (err error) {
 	driver.mu.Lock()
 	defer driver.mu.Unlock()
 	for _, d := range driver.devices {
-		_ = d.Trim()
+		if e := d.Trim(); err == nil {
+			err = e
+		}
 	}
+	return err
 }
 
 // Index is the number of the device.
@@ -175,8 +182,13 @@ func (d *Device) functions() (*[kernels]C.owcu_handle, error) {
 // close ends a device whose memory nobody holds any more; only tests do that.
 func (d *Device) close() error {
 	err := d.Trim()
+	end := time.Now().Add(5 * time.Second)
 	for d.mu.Lock(); d.reaping; d.mu.Lock() {
+		live := d.live
 		d.mu.Unlock()
+		if time.Now().After(end) {
+			return fault.New(fault.ErrEngine, "cuda:%d: %d blocks are still held", d.index, live)
+		}
 		time.Sleep(time.Millisecond)
 	}
 	d.mu.Unlock()

@@ -13,6 +13,11 @@
 // works in a forked child: the driver does not.
 package cuda
 
+import (
+	"fmt"
+	"time"
+)
+
 // A DeviceInfo describes one GPU.
 type DeviceInfo struct {
 	Index      int    `json:"index"`
@@ -26,11 +31,52 @@ type DeviceInfo struct {
 	Driver     string `json:"driver"`     // CUDA version of the driver: "13.0"
 }
 
+// A Span is told what the device did when: "copy" or "decode", on which of a
+// lane's streams, and how many bytes were copied or made.
+type Span = func(verb string, stream int, begin, end time.Time, bytes int64)
+
 // The default geometry of a lane: enough slots that readers, copies and decoders
 // all have some in hand, each large enough for the copy engine. With their
 // tables they take 112 MiB, pinned and on the device, where 16 MiB of scratch
 // may join them.
 const (
-	DefaultSlots     = 26
-	DefaultSlotBytes = 4 << 20
+	DefaultSlots     = 13
+	DefaultSlotBytes = 8 << 20
 )
+
+// ring is the geometry of a lane that is not asked for another; tests on the
+// fake driver make it smaller.
+var ring = struct {
+	slots int
+	bytes int64
+}{DefaultSlots, DefaultSlotBytes}
+
+// Ring is the slots of a lane, and their bytes, for loads of no special size.
+func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
+
+// architectures are those that cuda/built has machine code for, in the order of
+// compute capability times ten; PTX for the first serves the rest.
+var architectures = []int{80, 86, 89, 90, 100, 120}
+
+// Kernels says which code of ours a GPU of a compute capability ("8.7") runs:
+// machine code of its own generation that is not newer than itself ("sm_86"),
+// "PTX", which the driver compiles at first use, or "" for none.
+func Kernels(compute string) string {
+	major, minor := 0, 0
+	if _, err := fmt.Sscanf(compute, "%d.%d", &major, &minor); err != nil {
+		return ""
+	}
+	best := 0
+	for _, a := range architectures {
+		if a/10 == major && a%10 <= minor {
+			best = a
+		}
+	}
+	switch {
+	case best > 0:
+		return fmt.Sprintf("sm_%d", best)
+	case 10*major+minor >= architectures[0]:
+		return "PTX"
+	}
+	return ""
+}

@@ -139,7 +139,7 @@ func failure(device int, e *C.struct_owcu_error) error {
 	case C.OWCU_FORKED:
 		return errForked()
 	case C.OWCU_OUT_OF_MEMORY:
-		return fault.New(fault.ErrMemory, "%s: %s: %s", where, C.GoString(e.call), C.GoString(&e.text[0]))
+		return &fault.Memory{Where: where, Asked: -1, Free: -1, Total: -1, Err: C.GoString(e.call) + ": " + C.GoString(&e.text[0])}
 	}
 	return fault.New(fault.ErrDevice, "%s: %s failed: %s (%d)", where, C.GoString(e.call), C.GoString(&e.text[0]), int(e.code))
 }

@@ -45,6 +45,7 @@ enum {
 	X(copy_in, "cuMemcpyHtoDAsync_v2", (owcu_ptr dst, const void *src, size_t n, owcu_handle stream))              \
 	X(copy_out, "cuMemcpyDtoH_v2", (void *dst, owcu_ptr src, size_t n))                                            \
 	X(copy_out_async, "cuMemcpyDtoHAsync_v2", (void *dst, owcu_ptr src, size_t n, owcu_handle stream))             \
+	X(copy_across, "cuMemcpyDtoDAsync_v2", (owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle stream))             \
 	X(fill, "cuMemsetD8Async", (owcu_ptr dst, unsigned char v, size_t n, owcu_handle stream))                      \
 	X(stream_create, "cuStreamCreate", (owcu_handle *stream, unsigned flags))                                      \
 	X(stream_destroy, "cuStreamDestroy_v2", (owcu_handle stream))                                                  \
@@ -55,6 +56,7 @@ enum {
 	X(event_record, "cuEventRecord", (owcu_handle event, owcu_handle stream))                                      \
 	X(event_query, "cuEventQuery", (owcu_handle event))                                                            \
 	X(event_sync, "cuEventSynchronize", (owcu_handle event))                                                       \
+	X(event_elapsed, "cuEventElapsedTime", (float *ms, owcu_handle begin, owcu_handle end))                        \
 	X(event_destroy, "cuEventDestroy_v2", (owcu_handle event))                                                     \
 	X(module_load, "cuModuleLoadData", (owcu_handle *module, const void *image))                                   \
 	X(module_unload, "cuModuleUnload", (owcu_handle module))                                                       \

@@ -10,7 +10,6 @@ import "C"
 
 import (
 	"context"
-	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -82,18 +81,4 @@ func (l *Lane) cast(s *Slot, c C.ow_cast) error {
 		return l.fail(&e)
 	}
 	return nil
-}
-
-// Floor measures the wire: count copies of n bytes from the lane's slots to
-// their staging, and nothing else. No slot is in use meanwhile.
-func (l *Lane) Floor(n int64, count int) (time.Duration, error) {
-	if n <= 0 || n > l.size || count <= 0 {
-		return 0, fault.New(fault.ErrArgument, "%d copies of %d bytes", count, n)
-	}
-	start := time.Now()
-	var e C.struct_owcu_error
-	if C.owcu_floor(l.c, C.uint64_t(l.size+headBytes), headBytes, C.uint64_t(n), C.int(count), &e) != 0 {
-		return 0, failure(l.dev.index, &e)
-	}
-	return time.Since(start), nil
 }

@@ -215,6 +215,17 @@ static int f_copy_out_async(void *dst, owcu_ptr src, size_t n, owcu_handle s)
 		push(s, (struct op){.kind = COPY, .dst = dst, .src = (void *)(uintptr_t)src, .n = n});
 	return end(rc);
 }
+static int f_copy_across(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
+{
+	int rc = begin(1);
+	if (rc == 0 && (covers((void *)(uintptr_t)dst, n) != 1 || covers((void *)(uintptr_t)src, n) != 1)) {
+		broke("a copy outside device memory");
+		rc = INVALID;
+	}
+	if (rc == 0)
+		push(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = (void *)(uintptr_t)src, .n = n});
+	return end(rc);
+}
 static int f_fill(owcu_ptr dst, unsigned char v, size_t n, owcu_handle s)
 {
 	int rc = begin(1);
@@ -274,10 +285,11 @@ static int f_stream_query(owcu_handle s)
 static int f_event_create(owcu_handle *e, unsigned flags)
 {
 	int rc = begin(1);
-	(void)flags;
 	if (rc)
 		return end(rc);
-	*e = calloc(1, sizeof(struct event));
+	struct event *ev = calloc(1, sizeof *ev);
+	ev->untimed = flags & 2; // CU_EVENT_DISABLE_TIMING
+	*e = ev;
 	st.events++;
 	return end(0);
 }
@@ -303,6 +315,19 @@ static int f_event_sync(owcu_handle e)
 	struct event *ev = e;
 	if (rc == 0 && ev->done < ev->recorded)
 		drain(ev->stream, ev, ev->recorded);
+	return end(rc);
+}
+static int f_event_elapsed(float *ms, owcu_handle b, owcu_handle a)
+{
+	int rc = begin(1);
+	struct event *from = b, *to = a;
+	if (rc == 0 && (from->untimed || to->untimed || !from->recorded || !to->recorded)) {
+		broke("the time between events that have none");
+		rc = INVALID_HANDLE;
+	}
+	if (rc == 0 && (from->done < from->recorded || to->done < to->recorded))
+		rc = OWCU_NOT_READY;
+	*ms = rc ? 0 : (float)((double)(to->when - from->when) / 1e6);
 	return end(rc);
 }
 static int f_event_destroy(owcu_handle e)

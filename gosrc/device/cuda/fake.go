@@ -16,11 +16,14 @@ import (
 // What tests need of the fake driver; C is out of reach of test files.
 
 // Fake puts the fake driver, with so much memory, in place of the real one, for
-// tests of other rooms. end closes its devices and says what was left behind or
+// tests of other rooms; lanes are small. end closes its devices and says what was left behind or
 // which rule of the driver's was broken: "" is good.
 func Fake(memory int64) (end func() string) {
 	useFake(memory)
+	usual, first := ring, firstRing
+	ring.slots, ring.bytes, firstRing = 6, 256<<10, 8<<20
 	return func() string {
+		defer func() { ring, firstRing = usual, first }()
 		fakeFail(0, 0, false)
 		driver.mu.Lock()
 		var open []*Device

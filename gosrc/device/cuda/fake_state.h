@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "../../../cuda/abi.h"
 #include "../../../cuda/abi_move.h"
@@ -42,6 +43,8 @@ static struct pin *pins;
 
 struct event {
 	int64_t recorded, done; // counts of records asked for and reached
+	int64_t when;           // the last was reached, in nanoseconds
+	unsigned untimed;
 	struct stream *stream;  // of the last record
 };
 
@@ -168,8 +171,12 @@ static void do_op(struct op *o)
 		launch_now(o);
 		break;
 	case RECORD:
-		if (o->event->done < o->at)
+		if (o->event->done < o->at) {
+			struct timespec now;
+			clock_gettime(CLOCK_MONOTONIC, &now);
+			o->event->when = now.tv_sec * 1000000000LL + now.tv_nsec;
 			o->event->done = o->at;
+		}
 		break;
 	case WAIT:
 		if (o->event->done < o->at)

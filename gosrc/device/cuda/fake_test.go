@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"strings"
 	"testing"
+	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
@@ -139,6 +140,7 @@ func life(p *piece) error {
 	first(e)
 	if err == nil {
 		first(l.WaitFor(1))
+		first(l.Time(func(string, int, time.Time, time.Time, int64) {}))
 		for range 3 {
 			s, _ := l.Get(context.Background())
 			copy(s.Bytes, p.bytes)
@@ -156,6 +158,9 @@ func life(p *piece) error {
 		}
 		first(l.SignalTo(2))
 		first(l.Drain(context.Background()))
+		_, e := l.Across(4096, 1)
+		first(e)
+		first(l.Time(nil))
 	}
 	if l != nil {
 		l.Close()

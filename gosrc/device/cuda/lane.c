@@ -142,6 +142,27 @@ int owcu_free(owcu_handle ctx, int64_t n, const owcu_ptr *p, struct owcu_error *
 	return leave(&g, rc);
 }
 
+int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(host_register, (p, n, PORTABLE_MAPPED));
+	return leave(&g, rc);
+}
+
+int owcu_unregister(owcu_handle ctx, void *p, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (owcu_forked())
+		return rc;
+	rc |= TRY(host_unregister, (p));
+	return leave(&g, rc);
+}
+
 int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e)
 {
 	struct guard g;
@@ -218,11 +239,16 @@ static int unmake(struct owcu_lane *l, struct owcu_error *e)
 			rc |= TRY(event_destroy, (s->copied));
 		if (s && s->done)
 			rc |= TRY(event_destroy, (s->done));
+		for (int k = 0; s && k < 4; k++)
+			if (s->marks[k])
+				rc |= TRY(event_destroy, (s->marks[k]));
 		free(s);
 	}
 	free(l->slots);
 	if (l->join)
 		rc |= TRY(event_destroy, (l->join));
+	if (l->origin)
+		rc |= TRY(event_destroy, (l->origin));
 	for (int i = 0; i < OWCU_STREAMS; i++)
 		if (l->streams[i])
 			rc |= TRY(stream_destroy, (l->streams[i]));
@@ -312,27 +338,44 @@ int owcu_scratch(struct owcu_lane *l, uint64_t n, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-static int queue(struct owcu_lane *l, struct owcu_slot *s, struct owcu_error *e)
+static int launch_all(struct owcu_lane *l, struct owcu_slot *s, owcu_handle stream, struct owcu_error *e)
 {
-	owcu_handle copy = l->streams[0], last = copy;
-
-	for (uint32_t i = 0; i < s->ncopies; i++)
-		if (TRY(copy_in, (s->copies[i].dst, s->copies[i].src, s->copies[i].n, copy)))
-			return -1;
-	if (s->nlaunches > 0) {
-		last = l->streams[1 + s->stream];
-		if (TRY(event_record, (s->copied, copy)) || TRY(stream_wait, (last, s->copied, 0)))
-			return -1;
-	}
 	for (uint32_t i = 0; i < s->nlaunches; i++) {
 		struct owcu_launch *k = &s->launches[i];
 		void *args[] = {&k->a, &k->b, &k->n, &s->status};
 		// The kernels of X16 come first and use the tables in shared memory.
 		unsigned shared = k->kernel < OW_BYTES ? OW_X16_SHARED : 0;
 		unsigned grid = (k->n + OW_X16_WARPS - 1) / OW_X16_WARPS;
-		if (TRY(launch, (l->kernels[k->kernel], grid, 1, 1, 32 * OW_X16_WARPS, 1, 1, shared, last, args, NULL)))
+		if (TRY(launch, (l->kernels[k->kernel], grid, 1, 1, 32 * OW_X16_WARPS, 1, 1, shared, stream, args, NULL)))
 			return -1;
 	}
+	return 0;
+}
+
+// mark records one of a slot's events for the trace, if there is one.
+static int mark(struct owcu_lane *l, struct owcu_slot *s, int k, owcu_handle stream, struct owcu_error *e)
+{
+	return l->timed ? TRY(event_record, (s->marks[k], stream)) : 0;
+}
+
+static int queue(struct owcu_lane *l, struct owcu_slot *s, struct owcu_error *e)
+{
+	owcu_handle copy = l->streams[0], last = copy;
+
+	if (mark(l, s, 0, copy, e))
+		return -1;
+	for (uint32_t i = 0; i < s->ncopies; i++)
+		if (TRY(copy_in, (s->copies[i].dst, s->copies[i].src, s->copies[i].n, copy)))
+			return -1;
+	if (mark(l, s, 1, copy, e))
+		return -1;
+	if (s->nlaunches > 0) {
+		last = l->streams[1 + s->stream];
+		if (TRY(event_record, (s->copied, copy)) || TRY(stream_wait, (last, s->copied, 0)))
+			return -1;
+	}
+	if (mark(l, s, 2, last, e) || launch_all(l, s, last, e) || mark(l, s, 3, last, e))
+		return -1;
 	return TRY(event_record, (s->done, last));
 }
 
@@ -361,6 +404,8 @@ int owcu_wait(struct owcu_lane *l, int slot, struct owcu_error *e)
 
 	if (rc == 0)
 		rc = TRY(event_sync, (l->slots[slot]->done));
+	for (int k = 0; rc == 0 && l->timed && k < 4; k++)
+		rc = TRY(event_elapsed, (&l->slots[slot]->at[k], l->origin, l->slots[slot]->marks[k]));
 	if (rc && !owcu_forked())
 		owcu->ctx_sync(); // whatever the event's fault, the memory must be at rest
 	return leave(&g, rc);
@@ -395,6 +440,50 @@ int owcu_floor(struct owcu_lane *l, uint64_t stride, uint64_t head, uint64_t n, 
 	}
 	if (!owcu_forked())
 		rc |= TRY(stream_sync, (l->streams[0]));
+	return leave(&g, rc);
+}
+
+int owcu_across(struct owcu_lane *l, uint64_t dst, uint64_t n, int count, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	for (int i = 0; rc == 0 && i < count; i++)
+		rc = TRY(copy_across, (l->staging + dst, l->staging, n, l->streams[0]));
+	if (!owcu_forked())
+		rc |= TRY(stream_sync, (l->streams[0]));
+	return leave(&g, rc);
+}
+
+int owcu_again(struct owcu_lane *l, int count, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	for (int i = 0; rc == 0 && i < count; i++)
+		for (int k = 0; rc == 0 && k < l->nslots; k++)
+			rc = launch_all(l, l->slots[k], l->streams[1], e);
+	if (!owcu_forked())
+		rc |= TRY(stream_sync, (l->streams[1]));
+	return leave(&g, rc);
+}
+
+int owcu_timing(struct owcu_lane *l, int on, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	l->timed = 0;
+	if (rc == 0 && on) {
+		if (l->origin == NULL)
+			rc = TRY(event_create, (&l->origin, 0));
+		for (int i = 0; rc == 0 && i < 4 * l->nslots; i++)
+			if (l->slots[i / 4]->marks[i % 4] == NULL)
+				rc = TRY(event_create, (&l->slots[i / 4]->marks[i % 4], 0));
+		if (rc == 0)
+			rc = TRY(event_record, (l->origin, l->streams[0])) || TRY(stream_sync, (l->streams[0])) ? -1 : 0;
+		l->timed = rc == 0;
+	}
 	return leave(&g, rc);
 }
 

@@ -10,7 +10,9 @@ import "C"
 
 import (
 	"context"
+	"errors"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -53,6 +55,8 @@ type Lane struct {
 	broken   error         // the first device error: nothing can be submitted any more
 	closed   bool
 	next     uint32 // compute stream
+	span     Span   // nil: not timed
+	origin   time.Time
 }
 
 // A Slot is one piece's place. Bytes is pinned memory; whoever got the slot
@@ -63,9 +67,11 @@ type Slot struct {
 	c     *C.struct_owcu_slot
 	index int
 	host  unsafe.Pointer // of Bytes
+	lent  []byte         // registered memory that stands for Bytes; nil: none
 	dev   uint64         // its twin in the staging
 	owned bool
-	count int // jobs of the piece
+	count int      // jobs of the piece
+	taken [2]int64 // bytes copied and decoded, while the lane is timed
 	done  func(job int, err error)
 	errs  map[int]error // by job
 	build build
@@ -76,10 +82,10 @@ type Slot struct {
 // the same, so a second load pins and allocates nothing.
 func (d *Device) Lane(slots int, slotBytes int64) (*Lane, error) {
 	if slots <= 0 {
-		slots = DefaultSlots
+		slots = ring.slots
 	}
 	if slotBytes <= 0 {
-		slotBytes = DefaultSlotBytes
+		slotBytes = ring.bytes
 	}
 	if slots > 1024 || slotBytes > 1<<31 {
 		return nil, fault.New(fault.ErrArgument, "a ring of %d slots of %d bytes", slots, slotBytes)
@@ -112,10 +118,17 @@ func (d *Device) Lane(slots int, slotBytes int64) (*Lane, error) {
 		}
 	}
 	l, err := d.newLane(p, slots, stride(slotBytes), fns)
+	if errors.Is(err, fault.ErrMemory) {
+		// Tensors that nobody holds any more may lie where the staging could.
+		if e := d.reap(); e == nil {
+			l, err = d.newLane(p, slots, stride(slotBytes), fns)
+		}
+	}
 	if err != nil {
 		p.free()
+		return nil, d.sized(err, n, "the staging of a load")
 	}
-	return l, err
+	return l, nil
 }
 
 func (d *Device) newLane(p pages, slots int, room int64, fns *[kernels]C.owcu_handle) (*Lane, error) {
@@ -146,11 +159,28 @@ func (d *Device) newLane(p pages, slots int, room int64, fns *[kernels]C.owcu_ha
 func (l *Lane) Get(ctx context.Context) (*Slot, error) {
 	select {
 	case s := <-l.free:
-		s.owned = true
+		s.owned, s.lent = true, nil
 		return s, nil
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
+}
+
+// Lend lets b take the place of the slot's bytes until it is back: memory that
+// was registered (Device.Register), from which the device then copies.
+func (s *Slot) Lend(b []byte) {
+	if !s.owned || len(b) > len(s.Bytes) {
+		panic("cuda: a slot that is not the caller's, or more memory than it has")
+	}
+	s.lent = b
+}
+
+// staged is what the piece's bytes are, in host memory.
+func (s *Slot) staged() []byte {
+	if s.lent != nil {
+		return s.lent
+	}
+	return s.Bytes
 }
 
 // Put gives a slot back that was not submitted. Giving one back twice is a bug,
@@ -172,7 +202,7 @@ func (l *Lane) Put(s *Slot) {
 // are in place or its error is known; it must not wait for this lane. If Submit
 // returns an error, done is not called, and nothing is being written any more.
 func (l *Lane) Submit(s *Slot, n int64, jobs []device.Job, done func(job int, err error)) error {
-	if !s.owned || n < 0 || n > int64(len(s.Bytes)) {
+	if !s.owned || n < 0 || n > int64(len(s.staged())) {
 		panic("cuda: a slot that is not the caller's, or a piece larger than it")
 	}
 	s.owned = false
@@ -183,6 +213,12 @@ func (l *Lane) Submit(s *Slot, n int64, jobs []device.Job, done func(job int, er
 
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.span != nil {
+		s.taken = [2]int64{n, 0}
+		for i := range jobs {
+			s.taken[1] += int64(jobs[i].Chunk.Logical)
+		}
+	}
 	err := l.broken
 	for err == nil && !b.finished() {
 		err = l.round(s, b)
@@ -205,7 +241,7 @@ func (l *Lane) round(s *Slot, b *build) error {
 	if b.around && l.c.scratch == 0 {
 		var e C.struct_owcu_error
 		if C.owcu_scratch(l.c, scratchBytes, &e) != 0 {
-			return l.fail(&e)
+			return l.dev.sized(l.fail(&e), scratchBytes, "scratch")
 		}
 	}
 	b.fill(uint64(l.c.scratch))
@@ -254,6 +290,7 @@ func (l *Lane) complete() {
 		l.mu.Unlock()
 		if err == nil {
 			s.build.harvest()
+			l.told(s)
 		}
 		done, n := s.done, s.count
 		s.done = nil

@@ -39,6 +39,10 @@ struct owcu_slot {
 	owcu_handle copied, done; // events
 	owcu_ptr status;
 	uint32_t ncopies, nlaunches, stream, wait; // wait: return when all of it is done
+	// While the lane is timed: events before and after the copies and the
+	// launches, and their milliseconds since the origin once it was waited for.
+	owcu_handle marks[4];
+	float at[4];
 	struct owcu_copy copies[OWCU_COPIES];
 	struct owcu_launch launches[OWCU_LAUNCHES];
 };
@@ -53,6 +57,8 @@ struct owcu_lane {
 	owcu_ptr staging, scratch;
 	struct owcu_slot **slots;
 	int nslots;
+	owcu_handle origin; // event from which the slots' marks are counted
+	int timed;
 };
 
 struct owcu_info {
@@ -71,6 +77,9 @@ int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out,
 // owcu_free waits for everything queued on the device and frees n pieces; it
 // goes on after an error and reports the first.
 int owcu_free(owcu_handle ctx, int64_t n, const owcu_ptr *p, struct owcu_error *e);
+// owcu_register pins [p, p+n) for every context of the process.
+int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e);
+int owcu_unregister(owcu_handle ctx, void *p, struct owcu_error *e);
 int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
 int owcu_read(owcu_handle ctx, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
 
@@ -105,6 +114,19 @@ int owcu_join(struct owcu_lane *l, uint64_t stream, int lane_waits, struct owcu_
 // times in turn, and waits: what the wire can do, with nothing else. The slots
 // are the caller's.
 int owcu_floor(struct owcu_lane *l, uint64_t stride, uint64_t head, uint64_t n, int count, struct owcu_error *e);
+
+// owcu_across copies n bytes inside the staging, from its start to dst, count
+// times, and waits: what the device's memory can do.
+int owcu_across(struct owcu_lane *l, uint64_t dst, uint64_t n, int count, struct owcu_error *e);
+
+// owcu_again launches the kernels of every slot's last submit again, count
+// times, and waits: nothing is copied. The slots are the caller's, and what
+// they decoded to is still there.
+int owcu_again(struct owcu_lane *l, int count, struct owcu_error *e);
+
+// owcu_timing switches the marks of the slots on, with the origin now, or off.
+// Nothing is under way. Off, they cost a comparison.
+int owcu_timing(struct owcu_lane *l, int on, struct owcu_error *e);
 
 // owcu_list_new makes the head of a list of blocks that nobody holds any more;
 // owcu_list_take empties it.

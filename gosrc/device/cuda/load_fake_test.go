@@ -4,15 +4,16 @@ package cuda_test
 
 import (
 	"errors"
-	"path/filepath"
+	"fmt"
+	"regexp"
+	"strings"
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
-	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // engine gives the test a driver and holds it to leaving nothing behind.
@@ -23,54 +24,147 @@ func engine(t *testing.T) {
 		if left := end(); left != "" {
 			t.Error(left)
 		}
+		quiet(t)
 	})
 }
 
-// Whichever call of the driver fails during a load, the load ends with a typed
-// error or goes on, and nothing is left behind.
+// named finds the driver's name of a call.
+var named = regexp.MustCompile(`\bcu[A-Z]`)
+
+// Whichever call of the driver fails during a load, whether or not the device
+// recovers, the load goes on or ends with a typed error that names the file and
+// the call, and the tensor if one was on its way; nothing is left behind.
 func TestLoadEveryCallFails(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "model.safetensors")
-	small := make([]byte, 6000)
-	for i := range small {
-		small[i] = byte(i % 3)
+	path, m, want := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "hostile", 0)
+	// A few tensors of each way to land: coded, raw, in part, without bytes.
+	var reqs []load.Request
+	for i := range m.Index().Tensors {
+		x := &m.Index().Tensors[i]
+		q := load.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
+		switch {
+		case strings.HasPrefix(x.Name, "hostile.BF16.") && x.Bytes < 20_000, strings.HasPrefix(x.Name, "hostile.F8_E4M3.r"):
+		case x.Name == "hostile.F32.random":
+			q.Lo1, q.Hi1 = 2, 5
+		default:
+			continue
+		}
+		reqs = append(reqs, q)
 	}
-	in := []save.Input{{Name: "w", DType: tensor.BF16, Shape: []int64{3000}, Data: small}, {Name: "x", DType: tensor.I64, Shape: []int64{2}, Data: small[:16]}}
-	if _, err := save.Write(t.Context(), job.New("save"), save.Spec{Path: path, Compress: true}, in); err != nil {
-		t.Fatal(err)
-	}
+	t.Logf("%d of %d tensors", len(reqs), len(want))
 	step := int64(1)
 	if testing.Short() {
 		step = 7
 	}
-	failed := 0
-	for nth := int64(1); ; nth += step {
-		end := cuda.Fake(512 << 20)
-		cuda.FakeFail(nth, 999, false)
-		m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
-		if err != nil {
-			t.Fatal(err)
+	m.Close()
+	for _, c := range []struct {
+		code   int
+		sticky bool
+		pin    bool
+		class  error
+	}{{999, false, false, fault.ErrDevice}, {999, true, false, fault.ErrDevice}, {2, false, false, fault.ErrMemory}, {999, false, true, fault.ErrDevice}} {
+		failed, moving := 0, 0
+		for nth := int64(1); ; nth += step {
+			end := cuda.Fake(512 << 20)
+			cuda.FakeFail(nth, c.code, c.sticky)
+			m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if c.pin {
+				j, e := m.Pin(load.Options{Device: "cuda:0"})
+				if err = e; err == nil {
+					_, err = j.Wait(-1)
+				}
+			}
+			if err == nil {
+				l, e := m.Start(reqs, load.Options{Device: "cuda:1", Stream: 1})
+				if err = e; err == nil {
+					err = finish(t, l)
+					l.Close()
+				}
+			}
+			m.Close()
+			calls := cuda.FakeCalls()
+			what := fmt.Sprintf("call %d fails with %d: %v", nth, c.code, err)
+			if left := end(); left != "" {
+				t.Fatalf("%s; left: %s", what, left)
+			}
+			if err != nil {
+				failed++
+				var at *fault.At
+				if !errors.Is(err, c.class) || !errors.As(err, &at) || at.Source != path {
+					t.Fatal(what)
+				}
+				if at.Tensor != "" {
+					moving++
+				}
+				if (at.Verb == "copy" || at.Verb == "decode") != (at.Tensor != "") {
+					t.Fatalf("%s: which tensor?", what)
+				}
+				if !named.MatchString(err.Error()) {
+					t.Fatalf("%s: which call?", what)
+				}
+			}
+			if calls < nth {
+				break
+			}
 		}
-		l, err := m.Start(nil, load.Options{Device: "cuda:1"})
-		if err == nil {
-			err = finish(t, l)
-			l.Close()
-		}
-		m.Close()
-		calls := cuda.FakeCalls()
-		if left := end(); left != "" {
-			t.Fatalf("call %d fails: %v; left: %s", nth, err, left)
-		}
-		if err != nil && !errors.Is(err, fault.ErrDevice) {
-			t.Fatalf("call %d fails: %v", nth, err)
-		}
-		if err != nil {
-			failed++
-		}
-		if calls < nth {
-			break
+		t.Logf("code %d, sticky %v, pinned %v: %d loads failed, %d of them on the way of a tensor", c.code, c.sticky, c.pin, failed, moving)
+		if failed < 60/int(step) || moving == 0 {
+			t.Error("too few loads were seen to fail")
 		}
 	}
-	if failed < 10 {
-		t.Errorf("only %d loads failed", failed)
+	quiet(t)
+	engine(t)
+	whole(t, reopened(t, path), want, 1)
+}
+
+// A load that the device has no room for says how much it wanted and how much
+// there was, and what did fit is given back: the next load works. So does one
+// whose room is taken by what is only kept.
+func TestOutOfMemory(t *testing.T) {
+	_, m, want := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
+	var bytes int64
+	for i := range m.Index().Tensors {
+		bytes += m.Index().Tensors[i].Bytes
+	}
+	const lane = 8 << 20 // of a small ring
+	for _, c := range []struct {
+		name  string
+		room  int64
+		asked int64
+	}{{"tensors", bytes / 2, bytes}, {"staging", bytes + bytes/8 + 1<<20, 0}} {
+		end := cuda.Fake(c.room)
+		for range 3 {
+			l, err := m.Start(nil, load.Options{Device: "cuda"})
+			if err == nil {
+				err = finish(t, l)
+				l.Close()
+			}
+			var mem *fault.Memory
+			if !errors.As(err, &mem) || mem.Asked < c.asked || mem.Asked <= mem.Free || mem.Free > mem.Total || mem.Total != c.room {
+				t.Errorf("%s: %v", c.name, err)
+			}
+		}
+		if left := end(); left != "" {
+			t.Fatalf("%s: %s", c.name, left)
+		}
+	}
+	end := cuda.Fake(bytes + lane + 4<<20)
+	for range 3 { // the second finds the tensors of the first let go, but not yet freed
+		whole(t, m, want, 0)
+	}
+	if err := cuda.Trim(); err != nil {
+		t.Fatal(err)
+	}
+	d, err := cuda.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if unused, total, err := d.Free(); err != nil || unused != total {
+		t.Errorf("after Trim %d bytes are free of %d, %v", unused, total, err)
+	}
+	if left := end(); left != "" {
+		t.Error(left)
 	}
 }

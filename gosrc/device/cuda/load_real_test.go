@@ -14,4 +14,8 @@ func engine(t *testing.T) {
 	if err := cuda.Available(); err != nil {
 		t.Skip(err)
 	}
+	t.Cleanup(func() {
+		cuda.Shutdown() // the idle lanes, with their goroutines
+		quiet(t)
+	})
 }

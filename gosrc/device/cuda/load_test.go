@@ -179,3 +179,49 @@ func TestLoadCorrupt(t *testing.T) {
 		}
 	}
 }
+
+// A traced load tells when the device copied and decoded, and the next load on
+// the same lane is not timed any more.
+func TestLoadTrace(t *testing.T) {
+	engine(t)
+	dir := t.TempDir()
+	path, trace := filepath.Join(dir, "model.safetensors"), filepath.Join(dir, "trace.json")
+	if _, err := save.Write(t.Context(), job.New("save"), save.Spec{Path: path, Compress: true}, inputs()); err != nil {
+		t.Fatal(err)
+	}
+	m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	for _, file := range []string{trace, ""} {
+		l, err := m.Start(nil, load.Options{Device: "cuda", Trace: file})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := finish(t, l); err != nil {
+			t.Fatal(err)
+		}
+		rep := l.Job().Value().(load.Report)
+		l.Close()
+		if (rep.Trace != nil) != (file != "") {
+			t.Fatalf("trace %q: %+v", file, rep.Trace)
+		}
+		if rep.Trace == nil {
+			continue
+		}
+		spans := map[string]int64{}
+		for _, s := range rep.Trace.Stages {
+			spans[s.Verb] = int64(s.Spans)
+		}
+		if spans["copy"] != rep.Stages.Pieces || spans["submit"] != rep.Stages.Pieces || spans["decode"] == 0 || spans["land"] == 0 {
+			t.Errorf("%v of %d pieces", spans, rep.Stages.Pieces)
+		}
+		if c := rep.Trace.Copy; c == nil || c.Busy <= 0 || c.Lead < 0 || c.Tail < 0 {
+			t.Errorf("%+v", c)
+		}
+	}
+	if b, err := os.ReadFile(trace); err != nil || !bytes.Contains(b, []byte(`"copies"`)) {
+		t.Errorf("the file has no line for the copies: %v", err)
+	}
+}

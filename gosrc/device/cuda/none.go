@@ -34,6 +34,9 @@ func Open(int) (*Device, error) { return nil, errNone }
 // Shutdown gives everything back that is kept between loads.
 func Shutdown() {}
 
+// Trim gives everything back that is kept between loads: nothing.
+func Trim() error { return nil }
+
 // Index is the number of the device.
 func (d *Device) Index() int { return 0 }
 
@@ -49,11 +52,20 @@ func (d *Device) Free() (unused, total int64, err error) { return 0, 0, errNone 
 // Read copies device memory to dst.
 func (d *Device) Read([]byte, device.Memory) error { return errNone }
 
+// Register pins memory.
+func (d *Device) Register([]byte) error { return errNone }
+
+// Unregister undoes it.
+func (d *Device) Unregister([]byte) error { return errNone }
+
 // Lane makes a lane.
 func (d *Device) Lane(int, int64) (*Lane, error) { return nil, errNone }
 
 // Get waits for a slot.
 func (l *Lane) Get(context.Context) (*Slot, error) { return nil, errNone }
+
+// Lend lets registered memory take the place of the slot's.
+func (s *Slot) Lend([]byte) {}
 
 // Put gives a slot back.
 func (l *Lane) Put(*Slot) {}
@@ -77,6 +89,18 @@ func (l *Lane) Close() {}
 func (l *Lane) Cast(context.Context, device.Memory, device.Memory, tensor.DType, tensor.DType) error {
 	return errNone
 }
+
+// Pinned is the lane's pinned memory.
+func (l *Lane) Pinned() int64 { return 0 }
+
+// Across measures the device's memory.
+func (l *Lane) Across(int64, int) (time.Duration, error) { return 0, errNone }
+
+// Again measures the kernels.
+func (l *Lane) Again(int) (time.Duration, error) { return 0, errNone }
+
+// Time has pieces tell when they were copied and decoded.
+func (l *Lane) Time(Span) error { return errNone }
 
 // Floor measures the wire.
 func (l *Lane) Floor(int64, int) (time.Duration, error) { return 0, errNone }

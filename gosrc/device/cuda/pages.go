@@ -2,6 +2,11 @@
 
 package cuda
 
+/*
+#include "lane.h"
+*/
+import "C"
+
 import (
 	"runtime"
 	"sync"
@@ -32,7 +37,7 @@ func newPages(n int64) (pages, error) {
 	mapped := uintptr(n + huge)
 	raw, err := unix.MmapPtr(-1, 0, nil, mapped, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
-		return pages{}, fault.New(fault.ErrMemory, "%d bytes of host memory to pin: %v", n, err)
+		return pages{}, &fault.Memory{Where: "host", Asked: n, Free: -1, Total: -1, For: "a pinned ring", Err: err.Error()}
 	}
 	up := (huge - int64(uintptr(raw)&(huge-1))) & (huge - 1)
 	m := pages{raw: raw, mapped: mapped, p: unsafe.Add(raw, up), n: n}
@@ -54,6 +59,28 @@ func newPages(n int64) (pages, error) {
 	}
 	wg.Wait()
 	return m, nil
+}
+
+// Register pins memory of the caller's, which begins on a page: the device then
+// copies from it without a step between. It holds for every device of the
+// process, until Unregister; the memory is not the child's after a fork.
+func (d *Device) Register(b []byte) error {
+	_ = unix.Madvise(b, unix.MADV_DONTFORK)
+	var e C.struct_owcu_error
+	if C.owcu_register(d.ctx, unsafe.Pointer(&b[0]), C.uint64_t(len(b)), &e) != 0 {
+		_ = unix.Madvise(b, unix.MADV_DOFORK)
+		return d.sized(failure(d.index, &e), int64(len(b)), "pinned memory")
+	}
+	return nil
+}
+
+// Unregister undoes Register, when no copy is under way.
+func (d *Device) Unregister(b []byte) error {
+	var e C.struct_owcu_error
+	if C.owcu_unregister(d.ctx, unsafe.Pointer(&b[0]), &e) != 0 {
+		return failure(d.index, &e)
+	}
+	return nil
 }
 
 func (m pages) free() {

@@ -103,9 +103,9 @@ func (d *decoder) frame() error {
 	// From here on the bytes are what a writer wrote.
 	major, minor := le.Uint16(b[4:]), le.Uint16(b[6:])
 	d.newer = minor > Minor
-	if major > Major || le.Uint64(b[8:]) != 0 || le.Uint16(b[28:]) != tensorSize || le.Uint16(b[30:]) != chunkSize {
+	if major != Major || le.Uint64(b[8:]) != 0 || le.Uint16(b[28:]) != tensorSize || le.Uint16(b[30:]) != chunkSize {
 		d.at = 4
-		return fault.New(fault.ErrNotSupported, "index version %d.%d with features %#x: upgrade overwire", major, minor, le.Uint64(b[8:]))
+		return fault.New(fault.ErrNotSupported, "index version %d.%d with features %#x: %s", major, minor, le.Uint64(b[8:]), remedy(uint64(major)))
 	}
 	if sum := le.Uint32(b[40:]); sum != d.h.Sum {
 		return corrupt(40, "checksum mismatch of the header before the data: %08x, not %08x", d.h.Sum, sum)

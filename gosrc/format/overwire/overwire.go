@@ -31,9 +31,10 @@ const (
 	// MetadataKey is the entry of the metadata that marks a file as ours.
 	MetadataKey = "overwire"
 
-	// Major and Minor are the version that is written. A reader refuses a
-	// larger major and ignores a larger minor.
-	Major, Minor = 0, 1
+	// Major and Minor are the version that is written. A reader refuses another
+	// major and ignores a larger minor. Major 0 was drafts, which no release
+	// has written.
+	Major, Minor = 1, 0
 
 	// DataAlign divides the offset of the data section.
 	DataAlign = 4096
@@ -96,13 +97,21 @@ func Is(h *safetensors.Header) (bool, error) {
 	if _, err2 := strconv.ParseUint(minor, 10, 16); err != nil || err2 != nil {
 		return false, fault.New(fault.ErrCorrupt, "metadata entry %q: format %q", MetadataKey, m.Format)
 	}
-	if major64 > Major {
-		return false, fault.New(fault.ErrNotSupported, "format %s, this overwire reads up to %d: upgrade it", m.Format, Major)
+	if major64 != Major {
+		return false, fault.New(fault.ErrNotSupported, "format %s, this overwire reads %d: %s", m.Format, Major, remedy(major64))
 	}
 	if m.Index != IndexName || !indexed {
 		return false, fault.New(fault.ErrCorrupt, "the index %q is not there", m.Index)
 	}
 	return true, nil
+}
+
+// remedy is what to do about a file of another major version.
+func remedy(major uint64) string {
+	if major < Major {
+		return "it is a draft of before the first release; compress the model again"
+	}
+	return "upgrade overwire"
 }
 
 // blobSize returns the bytes of an index, without overflow for any counts.

@@ -222,6 +222,44 @@ func (s *Shards) Check(ix *tensor.Index) error {
 	return nil
 }
 
+// Only returns the index of the files that have one of the tensors, with all
+// that is in them. A name that the index does not have may be in any file, so
+// then it is all of them.
+func (s *Shards) Only(names []string) Shards {
+	wanted := make(map[string]bool, len(names)) // and whether it was met
+	for _, name := range names {
+		wanted[name] = false
+	}
+	missing := len(wanted)
+	has := make([]bool, len(s.Files))
+	for _, w := range s.Weights {
+		if met, ok := wanted[w.Name]; ok {
+			has[w.File] = true
+			if !met {
+				wanted[w.Name] = true
+				missing--
+			}
+		}
+	}
+	if missing > 0 {
+		return *s
+	}
+	few := Shards{TotalSize: s.TotalSize, Metadata: s.Metadata}
+	place := make([]int, len(s.Files))
+	for i, name := range s.Files {
+		if has[i] {
+			place[i] = len(few.Files)
+			few.Files = append(few.Files, name)
+		}
+	}
+	for _, w := range s.Weights {
+		if has[w.File] {
+			few.Weights = append(few.Weights, Weight{w.Name, place[w.File]})
+		}
+	}
+	return few
+}
+
 // AppendIndexJSON appends an index as transformers writes it: two spaces of
 // indent, names sorted, a newline at the end. Names are UTF-8.
 func AppendIndexJSON(dst []byte, s Shards) []byte {

@@ -25,6 +25,8 @@ var mayImport = map[string][]string{
 	"source":            {"fault", "knob", "internal/..."},
 	"source/file":       {"source", "fault", "knob", "internal/..."},
 	"source/retry":      {"source", "fault", "knob", "internal/..."},
+	"source/http":       {"source", "source/retry", "fault", "knob", "internal/..."},
+	"source/memory":     {"source", "fault"},
 	"source/open":       {"source/...", "fault", "knob", "internal/..."},
 	"source/sourcetest": {"source/...", "fault", "internal/..."},
 	"codec":             {"codec/...", "tensor", "fault", "knob", "internal/..."},
@@ -34,6 +36,7 @@ var mayImport = map[string][]string{
 	"device":            {"tensor", "fault", "internal/..."},
 	"device/cpu":        {"device", "codec", "tensor", "fault", "knob", "internal/..."},
 	"device/cuda":       {"device", "codec/x16", "tensor", "fault", "knob", "internal/..."},
+	"device/gds":        {"internal/..."},
 	"format":            {"format/...", "tensor", "source", "fault", "internal/..."},
 	"format/safetensors": {"tensor", "source", "fault",
 		"internal/..."},
@@ -48,20 +51,21 @@ var mayImport = map[string][]string{
 	"dlpack":   {"tensor", "device", "fault"},
 
 	// The verbs.
-	"load": {"format/...", "plan", "pipeline", "codec", "source", "source/open", "device/...", "ring", "job",
+	"load": {"format/...", "plan", "pipeline", "codec", "source", "source/open", "source/memory", "device/...", "ring", "job",
 		"knob", "tensor", "fault", "internal/..."},
 	"save": {"format/...", "codec/...", "source", "source/open", "job", "knob", "tensor", "fault",
 		"internal/..."},
 	"preload": {"load", "source/open", "job", "device", "knob", "tensor", "fault", "internal/..."},
 	"weights": {"tensor", "fault", "internal/..."},
-	"bench": {"weights", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
-		"internal/..."},
-	"cli": {"load", "save", "preload", "bench", "weights", "codec/...", "job", "knob", "tensor", "fault",
-		"internal/..."},
+	"serve":   {"fault", "internal/..."},
+	"bench": {"weights", "serve", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
+		"source/file", "internal/..."},
+	"cli": {"load", "save", "preload", "bench", "weights", "pipeline", "source", "serve", "device/...", "codec/...", "job", "knob",
+		"tensor", "fault", "internal/..."},
 
 	// The face towards Python.
 	"bind/api": {"bind/face"},
-	"bind/face": {"load", "save", "cli", "preload", "codec/...", "device/...", "dlpack", "job", "knob",
+	"bind/face": {"load", "save", "cli", "preload", "source", "codec/...", "device/...", "dlpack", "job", "knob",
 		"tensor", "fault", "internal/..."},
 	"bind/core": {"bind/api", "bind/face", "dlpack", "device", "save", "load", "tensor", "internal/..."},
 }
@@ -73,18 +77,21 @@ var modules = map[string][]string{
 	"github.com/dustin/go-humanize":           {"cli"},
 	"github.com/go-python/gopy":               {"bind"},
 	"go.uber.org/goleak":                      {""},
+	"golang.org/x/net/http/httpproxy":         {"source/http"},
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
 }
 
 // cgoRooms may say import "C". Everything else builds and tests with
 // CGO_ENABLED=0.
-var cgoRooms = []string{"bind", "bind/...", "dlpack", "device/cuda", "source/file", "internal/dlopen"}
+var cgoRooms = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/gds", "source/file", "internal/dlopen"}
 
 // longFiles and longRooms are over the limit, each with its reason. An entry
 // that is no longer needed fails too.
 var (
 	longFiles = map[string]string{}
-	longRooms = map[string]string{}
+	longRooms = map[string]string{
+		"bench": "a group of rows for each thing that is promised; they share floors, rows and the table",
+	}
 )
 
 const (

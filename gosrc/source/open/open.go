@@ -9,36 +9,54 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
+	"github.com/overwire/overwire/gosrc/source/http"
 )
 
 // schemes says who opens what. A name without a scheme is a local path.
-var schemes = map[string]func(ctx context.Context, uri string) (source.Source, error){
-	"": func(_ context.Context, path string) (source.Source, error) { return wrap(file.Open(path)) },
-	"file": func(_ context.Context, uri string) (source.Source, error) {
+var schemes = map[string]func(ctx context.Context, uri string, opt source.Options) (source.Source, error){
+	"": func(_ context.Context, path string, _ source.Options) (source.Source, error) {
+		return wrap(file.Open(path))
+	},
+	"file": func(_ context.Context, uri string, _ source.Options) (source.Source, error) {
 		path, err := FilePath(uri)
 		if err != nil {
 			return nil, err
 		}
 		return wrap(file.Open(path))
 	},
+	"http":  overHTTP,
+	"https": overHTTP,
+	"hf":    overHTTP,
+}
+
+func overHTTP(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
+	return wrap(http.Open(ctx, uri, opt))
 }
 
 // wrap keeps a nil *file.File from becoming a Source that is not nil.
-func wrap(f *file.File, err error) (source.Source, error) {
+func wrap[S source.Source](s S, err error) (source.Source, error) {
 	if err != nil {
 		return nil, err
 	}
-	return f, nil
+	return s, nil
 }
 
-// Source opens one URI.
-func Source(ctx context.Context, uri string) (source.Source, error) {
-	fn, ok := schemes[Scheme(uri)]
-	if !ok {
-		return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrNotSupported, "scheme %q; a local path is meant by ./%s", Scheme(uri), uri)}
+// With returns what opens one URI as the caller said; local files need no
+// options and take no notice of them.
+func With(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
+	return func(ctx context.Context, uri string) (source.Source, error) {
+		fn, ok := schemes[Scheme(uri)]
+		if !ok {
+			return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
+				Err: fault.New(fault.ErrNotSupported, "scheme %q; a local path is meant by ./%s", Scheme(uri), uri)}
+		}
+		return fn(ctx, uri, opt)
 	}
-	return fn(ctx, uri)
+}
+
+// Source opens one URI without options.
+func Source(ctx context.Context, uri string) (source.Source, error) {
+	return With(source.Options{})(ctx, uri)
 }
 
 // Scheme is the scheme of a URI in lower case, or "" for a local path.

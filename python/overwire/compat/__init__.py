@@ -1,4 +1,73 @@
 """Other libraries' names over overwire's verbs, one module each.
 
-Each translates names and nothing more: `overwire.compat.nyacomp`.
+Each translates names and nothing more. Importable as it stands:
+
+    import overwire.compat.nyacomp as nyacomp
+
+or under its own name, for the rest of the process:
+
+    overwire.compat.install("nyacomp")
+    import nyacomp
+
+or, for a program that is not to be changed, by a folder on PYTHONPATH:
+
+    PYTHONPATH=$(python -m overwire.compat path nyacomp) python program.py
 """
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from ..errors import ArgumentError
+
+__all__ = ["install", "names", "path"]
+
+# What each name stands for: original module -> ours. Parents come first.
+_FST = (
+    "allocation auto_loader common config copier copier.base copier.gds copier.nogds copier.registry copier.threefs copier.unified "
+    "cpp dlpack ep_slice file_buffer frameworks loader parallel_loader saver st_types tensor_factory threefs_loader"
+)
+_MODULES: dict[str, dict[str, str]] = {
+    # Without frameworks._torch and ._paddle, which import theirs.
+    "fastsafetensors": {"fastsafetensors": "fastsafetensors"}
+    | {f"fastsafetensors.{name}": f"fastsafetensors.{name}" for name in _FST.split()},
+    "nyacomp": {
+        "_nyacomp": "nyacomp._nyacomp",
+        "nyacomp": "nyacomp",
+        "nyacomp.hf": "nyacomp.hf",
+        "nyacomp.partition": "nyacomp.partition",
+    },
+    "nyacomp_core": {"_nyacomp": "nyacomp._nyacomp"},
+}
+
+
+def names() -> list[str]:
+    """The names that `install` and `path` take."""
+    return sorted(_MODULES)
+
+
+def install(name: str) -> None:
+    """Puts a library's modules into sys.modules under their original names:
+    "fastsafetensors", "nyacomp", or "nyacomp_core" for its extension `_nyacomp` alone.
+
+    Whoever imported the original before keeps it. Raises ArgumentError for
+    other names.
+    """
+    for original, ours in _table(name).items():
+        sys.modules[original] = import_module(f"{__name__}.{ours}")
+
+
+def path(name: str) -> str:
+    """The folder that, on PYTHONPATH, gives unmodified programs a library under
+    its original name. Raises ArgumentError as `install`."""
+    _table(name)
+    return str(Path(__file__).resolve().parent / "_path" / name)
+
+
+def _table(name: str) -> dict[str, str]:
+    try:
+        return _MODULES[name]
+    except KeyError:
+        raise ArgumentError(f"overwire: compat {name!r}: expected one of {', '.join(names())}") from None

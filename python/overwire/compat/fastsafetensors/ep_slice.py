@@ -9,9 +9,13 @@ from re import Pattern
 
 __all__ = ["DEFAULT_EXPERT_PATTERN", "expert_parallel_filter", "expert_parallel_filter_from_env", "owned_expert_range"]
 
-#: Finds the expert's number. What follows it does not matter: `.weight`,
-#: `.weight_packed`, `.qweight`, `.weight_scale` and so on all are the expert's.
+#: Finds the expert's number.
 DEFAULT_EXPERT_PATTERN: Pattern[str] = re.compile(r"\.experts\.(\d+)\.")
+
+# What is left out of other ranks' experts. All else that bears a number
+# (scales, zero points, g_idx) is small, and what computes a common scale needs
+# those of every expert.
+_WEIGHTS = frozenset({"weight", "weight_packed", "qweight", "bias"})
 
 
 def owned_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int, int]:
@@ -29,16 +33,17 @@ def owned_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[in
 def expert_parallel_filter(
     num_experts: int, ep_size: int, ep_rank: int, pattern: Pattern[str] = DEFAULT_EXPERT_PATTERN
 ) -> Callable[[str], bool]:
-    """A filter of names: false only for other ranks' experts.
+    """A filter of names: false only for the weights of other ranks' experts
+    (names that end in weight, weight_packed, qweight or bias).
 
-    Whatever has no expert's number in its name (shared experts, routers, scales
-    of the layer) is kept, and so is a number beyond num_experts.
+    Scales, shared experts and routers are kept, and so is a number beyond
+    num_experts. The original drops other experts' scales.
     """
     first, end = owned_expert_range(num_experts, ep_size, ep_rank)
 
     def keep(name: str) -> bool:
         found = pattern.search(name)
-        expert = int(found.group(1)) if found else -1
+        expert = int(found.group(1)) if found and name.rpartition(".")[2] in _WEIGHTS else -1
         return not 0 <= expert < num_experts or first <= expert < end
 
     return keep

@@ -1,0 +1,194 @@
+package bench
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/serve"
+	"github.com/overwire/overwire/gosrc/weights"
+)
+
+const (
+	netPlain      = "net-plain.safetensors"
+	netCompressed = "net.safetensors"
+	netMost       = 1 << 30 // tensor bytes: a slow link takes its time
+)
+
+// net measures loads over HTTP from a server in this very process, so that
+// both ends share the cores: over shaped links, and over the bare loopback
+// beside what TCP alone carries there.
+func (r *run) net() error {
+	all, err := weights.Make(weights.Options{Kind: "llama-bf16", Size: min(r.opt.Size, netMost), Seed: 2, Threads: r.opt.Threads})
+	if err != nil {
+		return err
+	}
+	in := inputs(all)
+	var total int64
+	for _, t := range in {
+		total += int64(len(t.Data))
+	}
+	for name, compress := range map[string]bool{netPlain: false, netCompressed: true} {
+		if _, err := save.Write(r.ctx, r.job, save.Spec{Path: r.path(name), Compress: compress, Threads: r.opt.Threads}, in); err != nil {
+			return err
+		}
+	}
+	for _, link := range []struct {
+		name string
+		rate float64 // GB/s; 0: what TCP carries
+	}{{"link of 0.3 GB/s", 0.3}, {"link of 1.25 GB/s", 1.25}, {"bare loopback", 0}} {
+		err := func() error {
+			s, err := serve.New(r.dir, serve.Options{Rate: int64(link.rate * 1e9)})
+			if err != nil {
+				return err
+			}
+			defer s.Close()
+			floor, floorName := link.rate, "the link"
+			if floor == 0 {
+				floorName = "raw TCP into fresh memory, plain bytes"
+				if floor, err = r.rawTCP(r.path(netPlain)); err != nil {
+					return err
+				}
+			}
+			for _, x := range []struct {
+				what, file string
+				goal       float64
+			}{{"plain", netPlain, 0.97}, {"compressed bf16", netCompressed, 1.45}} {
+				row := Row{Group: "net", Name: fmt.Sprintf("%s over HTTP, %s", x.what, link.name), Unit: "GB/s", Floor: floor, FloorName: floorName}
+				if link.rate == 0 {
+					x.goal = 0.85
+				}
+				if err := r.same(s.URL()+x.file, in); err != nil {
+					return err
+				}
+				seconds, err := r.median(func() error { return loaded(r, s.URL()+x.file, load.Options{}, nil) })
+				if err != nil {
+					return err
+				}
+				row.Value = rate(total, seconds)
+				if link.rate != 0 || x.file == netPlain {
+					row.Goal, row.Reached = fmt.Sprintf("%.2f of it", x.goal), atLeast(row.Value/floor, x.goal)
+				}
+				r.add(row)
+			}
+			return nil
+		}()
+		if err != nil {
+			return err
+		}
+	}
+	return r.firstTensor()
+}
+
+// firstTensor measures how long the first tensor takes where an answer takes
+// its time.
+func (r *run) firstTensor() error {
+	const latency = 20 * time.Millisecond
+	s, err := serve.New(r.dir, serve.Options{Latency: latency})
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	seconds, err := r.median(func() error {
+		m, err := load.Open(r.ctx, load.Spec{URIs: []string{s.URL() + netCompressed}})
+		if err != nil {
+			return err
+		}
+		defer m.Close()
+		l, err := m.Start(nil, load.Options{})
+		if err != nil {
+			return err
+		}
+		defer l.Close()
+		if got, _ := l.Ready(1, time.Minute); len(got) == 0 {
+			_, err = l.Job().Wait(-1)
+		}
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	r.add(Row{Group: "net", Name: "open over HTTP and the first tensor, 20 ms an answer", Value: seconds * 1e3, Unit: "ms",
+		Floor: 2 * latency.Seconds() * 1e3, FloorName: "two answers", Note: "a header, then a range"})
+	return nil
+}
+
+// rawTCP is what connections bring of a file when nobody looks at the bytes:
+// sendfile at one end, reads into fresh memory at the other. The best of a few
+// numbers of connections.
+func (r *run) rawTCP(path string) (float64, error) {
+	st, err := os.Stat(path)
+	if err != nil {
+		return 0, fault.FromOS(err)
+	}
+	size := st.Size()
+	best := 0.0
+	for _, conns := range []int{1, 2, 4, 8} {
+		seconds, err := r.medianOf(func() (s float64, err error) {
+			err = fresh(size, func(m []byte) error {
+				s, err = timed(func() error { return rawOnce(path, m, size, conns) })
+				return err
+			})
+			return s, err
+		})
+		if err != nil {
+			return 0, err
+		}
+		best = max(best, rate(size, seconds))
+	}
+	return best, nil
+}
+
+func rawOnce(path string, m []byte, size int64, conns int) error {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return fault.New(fault.ErrIO, "%v", err)
+	}
+	defer l.Close()
+	part := (size + int64(conns) - 1) / int64(conns)
+	spawn.Go("bench tcp", func() {
+		for n := range conns {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			spawn.Go("bench tcp", func() {
+				defer c.Close()
+				f, err := os.Open(path)
+				if err != nil {
+					return
+				}
+				defer f.Close()
+				if _, err := f.Seek(int64(n)*part, io.SeekStart); err == nil {
+					_, _ = io.CopyN(c, f, min(part, size-int64(n)*part))
+				}
+			})
+		}
+	})
+	return parallel(conns, size, part, func(_ int, lo, hi int64) error {
+		c, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			return fault.New(fault.ErrIO, "%v", err)
+		}
+		defer c.Close()
+		// Which part this connection brings is of no matter: all are alike.
+		b := m[lo:hi]
+		for len(b) > 0 {
+			n, err := c.Read(b[:min(len(b), 4<<20)])
+			b = b[n:]
+			if err == io.EOF {
+				return nil
+			}
+			if err != nil {
+				return fault.New(fault.ErrIO, "%v", err)
+			}
+		}
+		return nil
+	})
+}

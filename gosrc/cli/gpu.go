@@ -1,0 +1,134 @@
+package cli
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// GPU is what doctor found of CUDA.
+type GPU struct {
+	// Reason says in words why nothing can be loaded to a GPU; "" when it can.
+	Reason  string      `json:"reason,omitempty"`
+	Driver  string      `json:"driver,omitempty"` // the kernel module's: "580.159.03"
+	CUDA    string      `json:"cuda,omitempty"`   // what the driver is for: "13.0"
+	Devices []GPUDevice `json:"devices"`
+}
+
+// A GPUDevice is one GPU, with what overwire makes of it.
+type GPUDevice struct {
+	cuda.DeviceInfo
+	// Kernels is the code that it runs: "sm_90", or "PTX", compiled by the
+	// driver at first use. "": none, and Unusable says why.
+	Kernels  string `json:"kernels,omitempty"`
+	Unusable string `json:"unusable,omitempty"`
+	// Wire is the measured rate of pinned copies to it in GB/s, 0 if nobody asked.
+	Wire float64 `json:"wire,omitempty"`
+}
+
+// wireTime is about how long one device's wire is measured.
+const wireTime = 200 * time.Millisecond
+
+// diagnoseGPU asks the driver; with measure, each wire too, which makes a
+// context on each GPU.
+func diagnoseGPU(measure bool) GPU {
+	g := GPU{Driver: moduleVersion(), Devices: []GPUDevice{}}
+	info, err := cuda.Info()
+	if err != nil {
+		g.Reason = words(err)
+		return g
+	}
+	for _, d := range info {
+		g.CUDA = d.Driver
+		one := GPUDevice{DeviceInfo: d, Kernels: cuda.Kernels(d.Compute)}
+		if one.Kernels == "" {
+			one.Unusable = fmt.Sprintf("compute capability %s, and 8.0 is the least", d.Compute)
+		} else if measure {
+			if one.Wire, err = wire(d.Index); err != nil {
+				one.Unusable = words(err)
+			}
+		}
+		g.Devices = append(g.Devices, one)
+	}
+	return g
+}
+
+// words are an error's without its class, which the place already tells.
+func words(err error) string {
+	return strings.TrimPrefix(fault.Redact(err.Error()), fault.ErrDevice.Error()+": ")
+}
+
+// wire measures pinned copies of a slot's size.
+func wire(index int) (float64, error) {
+	d, err := cuda.Open(index)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = d.Trim() }() // the figure is there; a lost device says so later
+	l, err := d.Lane(cuda.DefaultSlots, cuda.DefaultSlotBytes)
+	if err != nil {
+		return 0, err
+	}
+	defer l.Close()
+	count := cuda.DefaultSlots
+	for {
+		took, err := l.Floor(cuda.DefaultSlotBytes, count)
+		if err != nil {
+			return 0, err
+		}
+		if took >= wireTime/2 {
+			return float64(count) * cuda.DefaultSlotBytes / took.Seconds() / 1e9, nil
+		}
+		count *= 4
+	}
+}
+
+// moduleVersion is the version of the driver's part in the system's kernel.
+func moduleVersion() string {
+	b, err := os.ReadFile("/sys/module/nvidia/version")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(b))
+}
+
+func (d *Diagnosis) adviseGPU(add func(format string, args ...any)) {
+	if d.GPU.Reason != "" && d.GPU.Driver != "" {
+		add("the system has NVIDIA's driver %s, but this process cannot use it: a container needs the GPU handed in (--gpus all, or NVIDIA's runtime)", d.GPU.Driver)
+	}
+	for _, g := range d.GPU.Devices {
+		if g.LinkWidth > 0 && g.LinkWidth < 16 {
+			add("cuda:%d has a link of %d lanes: the wire is what loads wait for", g.Index, g.LinkWidth)
+		}
+	}
+}
+
+func (g *GPU) text(line func(name, format string, args ...any)) {
+	driver := "driver " + g.Driver
+	if g.Driver == "" {
+		driver = "driver of a version that the system does not tell"
+	}
+	if g.Reason != "" {
+		line("gpu", "none: %s", g.Reason)
+		return
+	}
+	line("gpu", "%s, for CUDA %s", driver, g.CUDA)
+	for _, d := range g.Devices {
+		link := "link not readable"
+		if d.LinkWidth > 0 && d.LinkGen > 0 {
+			link = fmt.Sprintf("PCIe %d x%d", d.LinkGen, d.LinkWidth)
+		}
+		usable := "kernels " + d.Kernels
+		switch {
+		case d.Unusable != "":
+			usable = "UNUSABLE: " + d.Unusable
+		case d.Wire > 0:
+			usable += fmt.Sprintf(", measured wire %.1f GB/s", d.Wire)
+		}
+		line(fmt.Sprintf("cuda:%d", d.Index), "%s, %s, compute %s, %d processors, %s at %s, %s", d.Name, bytesText(d.Memory), d.Compute, d.Processors, link, d.PCI, usable)
+	}
+}

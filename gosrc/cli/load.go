@@ -1,0 +1,116 @@
+package cli
+
+import (
+	"fmt"
+	"io"
+	"slices"
+
+	"github.com/dustin/go-humanize"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/pipeline"
+)
+
+var traceOption = option{name: "trace", value: "FILE", doc: "write a Chrome trace of the (last) load, for ui.perfetto.dev"}
+
+var loadVerb = &verb{
+	name: "load", args: "SRC...", least: 1, most: -1,
+	short: "load a model, say what it cost, and let it go",
+	long: `
+Loads every tensor of files, a folder or an index.json, as load_file does, into
+memory of the host or of a GPU, and says how fast. With --trace it also says
+what each stage took and, on a GPU, when the wire had nothing to do. Plain
+files for the CPU are mapped, which costs nothing, unless OVERWIRE_MMAP=off.`,
+	example: "overwire load model.ow.safetensors --device cuda --repeat 3 --trace trace.json",
+	options: []option{
+		{name: "device", value: "DEVICE", doc: "cpu (default), cuda, cuda:1"},
+		{name: "repeat", value: "N", doc: "loads, one after the other (default 1)"},
+		traceOption, threadsOption,
+	},
+	run: (*call).load,
+}
+
+// load is the verb. Its report is a list: one load.Report each time.
+func (c *call) load() error {
+	threads, err := c.threads()
+	if err != nil {
+		return err
+	}
+	repeat, err := c.number("repeat", 1, 1, 1000)
+	if err != nil {
+		return err
+	}
+	device := c.opts["device"]
+	reports := make([]load.Report, 0, repeat)
+	for n := range repeat {
+		opt := load.Options{Device: device, Threads: threads}
+		if n == repeat-1 {
+			opt.Trace = c.opts["trace"]
+		}
+		rep, err := c.loadOnce(opt)
+		if err != nil {
+			return err
+		}
+		reports = append(reports, rep)
+	}
+	return c.show(map[string]any{"loads": reports}, func(w io.Writer) {
+		for _, r := range reports {
+			mapped := ""
+			if r.Mapped > 0 {
+				mapped = fmt.Sprintf(", %s of them mapped", bytesText(r.Mapped))
+			}
+			fmt.Fprintf(w, "%s tensors, %s%s, %.4f s  %s\n", humanize.Comma(r.Tensors), bytesText(r.Bytes), mapped, r.Seconds, rateText(r.Bytes, r.Seconds))
+		}
+		if sum := reports[repeat-1].Trace; sum != nil {
+			traced(w, sum, reports[repeat-1].Stages.Workers)
+		}
+	})
+}
+
+func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
+	m, err := load.Open(c.ctx, load.Spec{URIs: c.args})
+	if err != nil {
+		return rep, err
+	}
+	defer m.Close()
+	l, err := m.Start(nil, opt)
+	if err != nil {
+		return rep, err
+	}
+	defer l.Close()
+	select {
+	case <-l.Job().Done():
+	case <-c.ctx.Done():
+		l.Job().Cancel()
+		<-l.Job().Done()
+		return rep, fault.New(fault.ErrCancelled, "load")
+	}
+	if err := l.Job().Err(); err != nil {
+		return rep, err
+	}
+	rep, _ = l.Job().Value().(load.Report)
+	return rep, nil
+}
+
+// traced prints what a trace comes to.
+func traced(w io.Writer, s *pipeline.Summary, workers int64) {
+	what := map[string]string{
+		"open": "open and index", "stage": "wait for a slot", "submit": "hand to the device", "land": "tensors complete",
+	}
+	t := table(w)
+	fmt.Fprintf(t, "stage\ttimes\tseconds\tlongest\tbytes\t(%.4f s, %d workers; seconds are summed over all of them)\n", s.Seconds, workers)
+	for _, g := range s.Stages {
+		name := g.Verb
+		if text, ok := what[name]; ok {
+			name += ": " + text
+		}
+		fmt.Fprintf(t, "%s\t%s\t%.4f\t%.4f\t%s\t\n", name, humanize.Comma(int64(g.Spans)), g.Seconds, g.Longest, bytesText(g.Bytes))
+	}
+	t.Flush()
+	if g := s.Copy; g != nil {
+		copied := slices.IndexFunc(s.Stages, func(x pipeline.StageSum) bool { return x.Verb == "copy" })
+		fmt.Fprintf(w, "copy stream: busy %.4f s at %s; idle %.4f s in %d gaps, the longest %.4f s; %.4f s before the first copy, %.4f s after the last\n",
+			g.Busy, rateText(s.Stages[copied].Bytes, g.Busy), g.Idle, g.Gaps, g.Longest, g.Lead, g.Tail)
+	}
+}

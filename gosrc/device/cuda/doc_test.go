@@ -1,0 +1,29 @@
+package cuda
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+)
+
+// The list of architectures is that of the build, and a GPU runs the code of
+// its own generation, or PTX.
+func TestKernels(t *testing.T) {
+	b, err := os.ReadFile("../../../cuda/built/build.sh")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := "for arch in " + strings.Trim(fmt.Sprint(architectures), "[]") + "; do"
+	if !strings.Contains(string(b), want) {
+		t.Errorf("build.sh has no %q", want)
+	}
+	for compute, want := range map[string]string{
+		"7.5": "", "8.0": "sm_80", "8.6": "sm_86", "8.7": "sm_86", "8.9": "sm_89", "9.0": "sm_90", "10.0": "sm_100", "10.3": "sm_100",
+		"11.0": "PTX", "12.0": "sm_120", "12.1": "sm_120", "13.0": "PTX", "": "", "x": "",
+	} {
+		if got := Kernels(compute); got != want {
+			t.Errorf("%q: %q, want %q", compute, got, want)
+		}
+	}
+}

@@ -1,0 +1,150 @@
+//go:build cgo
+
+package cuda
+
+import (
+	"bytes"
+	"errors"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// sent submits a piece and waits until it has landed in fresh memory, which the
+// caller releases.
+func sent(t *testing.T, d *Device, l *Lane, p *piece) []device.Memory {
+	t.Helper()
+	sizes := make([]int64, len(p.jobs))
+	for i := range p.jobs {
+		sizes[i] = size(&p.jobs[i])
+	}
+	mem, err := d.Alloc(sizes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range p.jobs {
+		p.jobs[i].Dst = mem[i].Ptr
+	}
+	s, err := l.Get(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	copy(s.Bytes, p.bytes)
+	if err := l.Submit(s, int64(len(p.bytes)), p.jobs, func(_ int, err error) {
+		if err != nil {
+			t.Error(err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Drain(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return mem
+}
+
+// The kernels that are launched again write what they wrote before, over what
+// lies there now; the copies across leave the tensors alone.
+func TestMeasure(t *testing.T) {
+	d, l := open(t, 2, 1<<20)
+	r := random(t)
+	var p piece
+	p.coded(weights(r, x16.BF16, 200_000), x16.BF16)
+	p.coded(weights(r, x16.E4M3, 30_000), x16.E4M3)
+	mem := sent(t, d, l, &p)
+	if fakes {
+		wipe(mem)
+	}
+	if took, err := l.Again(3); err != nil || took <= 0 {
+		t.Fatal(took, err)
+	}
+	for i, m := range mem {
+		got := make([]byte, m.Bytes)
+		if err := d.Read(got, m); err != nil || !bytes.Equal(got, p.want[i]) {
+			t.Errorf("job %d: %v, or other bytes", i, err)
+		}
+		m.Release()
+	}
+	for name, fn := range map[string]func(int64, int) (time.Duration, error){"Floor": l.Floor, "Across": l.Across} {
+		if took, err := fn(1<<20, 5); err != nil || took <= 0 {
+			t.Error(name, took, err)
+		}
+		for _, c := range []struct {
+			n     int64
+			count int
+		}{{0, 1}, {1, 0}, {1 << 40, 1}} {
+			if _, err := fn(c.n, c.count); !errors.Is(err, fault.ErrArgument) {
+				t.Errorf("%s %+v: %v", name, c, err)
+			}
+		}
+	}
+	if _, err := l.Again(0); !errors.Is(err, fault.ErrArgument) {
+		t.Error(err)
+	}
+}
+
+// A timed lane tells of each piece's copy and then its decoding, in order and
+// with their bytes; one that is not timed any more tells nothing.
+func TestTime(t *testing.T) {
+	d, l := open(t, 2, 1<<20)
+	r := random(t)
+	var coded, raw piece
+	coded.coded(weights(r, x16.BF16, 100_000), x16.BF16)
+	raw.raw(weights(r, x16.BF16, 100_000))
+	type told struct {
+		verb       string
+		stream     int
+		begin, end time.Time
+		bytes      int64
+	}
+	var mu sync.Mutex
+	var all []told
+	before := time.Now()
+	if err := l.Time(func(verb string, stream int, begin, end time.Time, n int64) {
+		mu.Lock()
+		defer mu.Unlock()
+		all = append(all, told{verb, stream, begin, end, n})
+	}); err != nil {
+		t.Fatal(err)
+	}
+	send := func(p *piece) {
+		for _, m := range sent(t, d, l, p) {
+			m.Release()
+		}
+	}
+	send(&coded)
+	send(&raw)
+	if err := l.Time(nil); err != nil {
+		t.Fatal(err)
+	}
+	send(&coded)
+	mu.Lock()
+	defer mu.Unlock()
+	if len(all) != 3 || all[0].verb != "copy" || all[1].verb != "decode" || all[2].verb != "copy" {
+		t.Fatalf("told %+v", all)
+	}
+	if all[0].bytes != int64(len(coded.bytes)) || all[1].bytes != 100_000 || all[2].bytes != 100_000 {
+		t.Errorf("bytes: %+v", all)
+	}
+	if all[0].stream != 0 || all[1].stream < 1 || all[1].begin.Before(all[0].end) {
+		t.Errorf("the decoding on stream %d begins before its copy ends: %+v", all[1].stream, all)
+	}
+	last := before.Add(-50 * time.Millisecond) // two clocks meet here
+	for _, s := range all {
+		if s.end.Before(s.begin) || s.begin.Before(last) || s.end.After(time.Now().Add(50*time.Millisecond)) {
+			t.Errorf("%+v lies outside of its time", s)
+		}
+	}
+}
+
+// wipe spoils memory of the fake driver's, which is the host's.
+func wipe(mem []device.Memory) {
+	for _, m := range mem {
+		clear(unsafe.Slice((*byte)(m.Ptr), m.Bytes))
+	}
+}

@@ -1,0 +1,317 @@
+//go:build cgo
+
+package cuda_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/dlpack"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/weights"
+)
+
+// written saves made weights and opens the file.
+func written(t testing.TB, spec save.Spec, kind string, size int64) (string, *load.Model, map[string]weights.Tensor) {
+	t.Helper()
+	made, err := weights.Make(weights.Options{Kind: kind, Size: size, Seed: 3})
+	if err != nil {
+		t.Fatal(err)
+	}
+	in := make([]save.Input, len(made))
+	byName := map[string]weights.Tensor{}
+	for i, w := range made {
+		in[i] = save.Input{Name: w.Name, DType: w.DType, Shape: w.Shape, Data: w.Data}
+		byName[w.Name] = w
+	}
+	spec.Path = filepath.Join(t.TempDir(), "model.safetensors")
+	if _, err := save.Write(t.Context(), job.New("save"), spec, in); err != nil {
+		t.Fatal(err)
+	}
+	return spec.Path, reopened(t, spec.Path), byName
+}
+
+func reopened(t testing.TB, path string) *load.Model {
+	t.Helper()
+	m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(m.Close)
+	return m
+}
+
+// handed takes a tensor as Python does, through DLPack, whose deleter ends it.
+func handed(t *testing.T, d *cuda.Device, l *load.Loading, i int) []byte {
+	t.Helper()
+	mem, shape, dtype, ok := l.Take(i)
+	if !ok {
+		t.Fatalf("tensor %d was not there to take", i)
+	}
+	if mem.Bytes > 0 && (uintptr(mem.Ptr)%cuda.Align != 0 || mem.CUDA != int32(d.Index()+1)) {
+		t.Errorf("tensor %d at %p of device %d", i, mem.Ptr, mem.CUDA-1)
+	}
+	b := make([]byte, mem.Bytes)
+	if err := d.Read(b, mem); err != nil {
+		t.Fatal(err)
+	}
+	typ, dims := dlpack.Describe(dtype, shape, mem.Bytes, false)
+	m, err := dlpack.New(mem, typ, dims)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dlpack.Delete(m)
+	return b
+}
+
+// whole loads every tensor and compares it.
+func whole(t *testing.T, m *load.Model, want map[string]weights.Tensor, index int) {
+	t.Helper()
+	d, err := cuda.Open(index)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := m.Start(nil, load.Options{Device: fmt.Sprint("cuda:", index)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if err := finish(t, l); err != nil {
+		t.Fatal(err)
+	}
+	if l.Len() != len(want) {
+		t.Fatalf("%d tensors of %d", l.Len(), len(want))
+	}
+	for i := range l.Len() {
+		name := m.Index().Tensors[i].Name
+		if !bytes.Equal(handed(t, d, l, i), want[name].Data) {
+			t.Errorf("%s differs", name)
+		}
+	}
+}
+
+// Weights of every kind and dtype, packed and plain, go the whole way: into the
+// engine's memory and out by DLPack, and into the caller's, wherever it begins.
+func TestWholeWay(t *testing.T) {
+	engine(t)
+	for _, kind := range weights.Kinds() {
+		if kind.Name == "moe-bf16" {
+			continue // as many tensors as a real one: bf16 like the first
+		}
+		for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
+			t.Run(fmt.Sprintf("%s/%v", kind.Name, spec.Compress), func(t *testing.T) {
+				_, m, want := written(t, spec, kind.Name, 1<<20)
+				whole(t, m, want, 0)
+				d, err := cuda.Open(0)
+				if err != nil {
+					t.Fatal(err)
+				}
+				// One memory of the caller's, tensors at odd places in it.
+				var reqs []load.Request
+				var total int64
+				for i := range m.Index().Tensors {
+					total += m.Index().Tensors[i].Bytes + int64(i%5)
+				}
+				mem, err := d.Alloc([]int64{total})
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer mem[0].Release()
+				var at int64
+				for i := range m.Index().Tensors {
+					at += int64(i % 5)
+					reqs = append(reqs, load.Request{Tensor: int64(i), Dest: uintptr(mem[0].Ptr) + uintptr(at), Hi0: plan.Whole, Hi1: plan.Whole})
+					at += m.Index().Tensors[i].Bytes
+				}
+				l, err := m.Start(reqs, load.Options{Device: "cuda:0", Stream: 1})
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer l.Close()
+				if err := finish(t, l); err != nil {
+					t.Fatal(err)
+				}
+				for i, q := range reqs {
+					x := &m.Index().Tensors[i]
+					got := make([]byte, x.Bytes)
+					if err := d.Read(got, device.Memory{Ptr: unsafe.Add(mem[0].Ptr, int64(q.Dest)-int64(uintptr(mem[0].Ptr))), Bytes: x.Bytes}); err != nil {
+						t.Fatal(err)
+					}
+					if !bytes.Equal(got, want[x.Name].Data) {
+						t.Errorf("%s differs in the caller's memory", x.Name)
+					}
+					if _, _, _, ok := l.Take(i); ok && x.Bytes > 0 {
+						t.Errorf("%s: a request with a destination gives memory", x.Name)
+					}
+				}
+			})
+		}
+	}
+}
+
+// A chunk that changed is named, whatever notices it, and the device serves the
+// next load.
+func TestCorruptChunkIsNamed(t *testing.T) {
+	engine(t)
+	path, good, want := written(t, save.Spec{Compress: true, ChunkBytes: 32 << 10}, "", 4<<20)
+	data, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ix := good.Index()
+	tested := 0
+	for i := range ix.Tensors {
+		x := &ix.Tensors[i]
+		if x.Count < 3 || tested == 3 {
+			continue
+		}
+		tested++
+		c := ix.Chunks[x.First+1]
+		hurt := bytes.Clone(data)
+		hurt[c.Off+int64(c.Stored)/2] ^= 4
+		other := filepath.Join(t.TempDir(), "hurt.safetensors")
+		if err := os.WriteFile(other, hurt, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		l, err := reopened(t, other).Start(nil, load.Options{Device: "cuda"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = finish(t, l)
+		var at *fault.At
+		if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Source != other || at.Tensor != x.Name || at.Chunk != 1 || at.Offset != c.Off {
+			t.Errorf("%s: %v", x.Name, err)
+		}
+		l.Close()
+		whole(t, good, want, 0)
+	}
+	if tested == 0 {
+		t.Fatal("no tensor has three chunks")
+	}
+}
+
+// A load that is closed at any moment ends, and the next one is exact.
+func TestCancelAtAnyMoment(t *testing.T) {
+	engine(t)
+	_, m, want := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
+	cancelled := 0
+	for i := range 30 {
+		l, err := m.Start(nil, load.Options{Device: "cuda"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Duration(i*i*20) * time.Microsecond)
+		l.Close()
+		switch err := finish(t, l); {
+		case errors.Is(err, fault.ErrCancelled):
+			cancelled++
+		case err != nil:
+			t.Fatal(err)
+		}
+		if _, _, _, ok := l.Take(0); ok {
+			t.Fatal("a closed load gives memory")
+		}
+	}
+	whole(t, m, want, 0)
+	t.Logf("%d of 30 were cancelled on their way", cancelled)
+	if cancelled == 0 {
+		t.Error("none was cancelled on its way")
+	}
+}
+
+// Loads to two devices at once do not meet.
+func TestTwoDevicesAtOnce(t *testing.T) {
+	engine(t)
+	all, err := cuda.Info()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(all) < 2 {
+		t.Skip("one device")
+	}
+	_, m, want := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "fp16", 2<<20)
+	var loads []*load.Loading
+	for i := range 6 {
+		l, err := m.Start(nil, load.Options{Device: fmt.Sprint("cuda:", i%2)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		loads = append(loads, l)
+	}
+	for i, l := range loads {
+		if err := finish(t, l); err != nil {
+			t.Fatal(err)
+		}
+		d, err := cuda.Open(i % 2)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for k := range l.Len() {
+			if !bytes.Equal(handed(t, d, l, k), want[m.Index().Tensors[k].Name].Data) {
+				t.Errorf("load %d: %s differs", i, m.Index().Tensors[k].Name)
+			}
+		}
+		l.Close()
+	}
+}
+
+// A pinned model lands on the devices without its file, over memory that was
+// registered once, by the pinning or by the first load; closed, it lets go.
+func TestPinned(t *testing.T) {
+	engine(t)
+	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
+		for _, at := range []string{"", "cuda:0"} {
+			for _, kind := range []string{"", "fp8-e4m3", "hostile"} {
+				path, m, want := written(t, spec, kind, 2<<20)
+				j, err := m.Pin(load.Options{Device: at})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if _, err := j.Wait(-1); err != nil {
+					t.Fatal(err)
+				}
+				if err := os.Remove(path); err != nil {
+					t.Fatal(err)
+				}
+				for range 2 {
+					whole(t, m, want, 0)
+				}
+				l, err := m.Start([]load.Request{{Tensor: 0, Hi0: plan.Whole, Hi1: plan.Whole}}, load.Options{Device: "cuda"})
+				if err != nil {
+					t.Fatal(err)
+				}
+				m.Close() // the load goes on
+				if err := finish(t, l); err != nil {
+					t.Fatal(err)
+				}
+				l.Close()
+			}
+		}
+	}
+}
+
+// quiet waits until no goroutine of a load is left; the reapers of devices with
+// live memory are none.
+func quiet(t *testing.T) {
+	t.Helper()
+	for range 500 {
+		if spawn.Running() == 0 {
+			return
+		}
+		time.Sleep(2 * time.Millisecond)
+	}
+	t.Errorf("still running: %v", spawn.Names())
+}

@@ -1,0 +1,33 @@
+package fault
+
+import "fmt"
+
+// A Memory is an ErrMemory with its sizes in bytes, each -1 where it is not
+// known: what was asked for, and how much of the whole was free.
+type Memory struct {
+	Where              string // "cuda:0", "host"
+	Asked, Free, Total int64
+	For                string // what it was for: "3 tensors"
+	Err                string // the words of the system or the driver
+}
+
+// Error reads: out of memory: cuda:0: 4096 bytes for 3 tensors: 100 are free of 9000 (cuMemAlloc_v2: ...)
+func (m *Memory) Error() string {
+	s := ErrMemory.Error() + ": " + m.Where
+	if m.Asked >= 0 {
+		s += fmt.Sprintf(": %d bytes", m.Asked)
+	}
+	if m.For != "" {
+		s += " for " + m.For
+	}
+	if m.Total >= 0 {
+		s += fmt.Sprintf(": %d are free of %d", m.Free, m.Total)
+	}
+	if m.Err != "" {
+		s += " (" + m.Err + ")"
+	}
+	return s
+}
+
+// Unwrap is its class.
+func (m *Memory) Unwrap() error { return ErrMemory }

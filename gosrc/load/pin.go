@@ -1,0 +1,213 @@
+package load
+
+import (
+	"context"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/source/memory"
+)
+
+// pinned is the memory of a pinned model, by source.
+type pinned struct {
+	bytes [][]byte
+
+	mu  sync.Mutex
+	gpu *cuda.Device // that the memory was registered through; nil: not yet
+}
+
+// A PinReport is what pinning a model cost.
+type PinReport struct {
+	Bytes   int64   `json:"bytes"` // of host memory
+	Seconds float64 `json:"seconds"`
+}
+
+// Pin brings the files of a model, as they are stored, into memory of the
+// engine's, compares every checksum there, and lets the files go: later loads
+// read nothing, and a GPU copies straight out of that memory, which is
+// registered with the driver for opt.Device, or else by the first load to a
+// GPU. The memory is freed after Close and the last load.
+//
+// The job's bytes are those of the files. No load of the model may run, and
+// none may start, before it has ended; if it fails, the model is what it was.
+func (m *Model) Pin(opt Options) (*job.Job, error) {
+	tgt, err := targetOf(opt.Device)
+	if err != nil {
+		return nil, m.where("open", err)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	switch {
+	case m.shut:
+		return nil, fault.New(fault.ErrArgument, "the model is closed")
+	case m.pinning || m.pin != nil:
+		return nil, fault.New(fault.ErrArgument, "the model is pinned already")
+	case m.refs != 1:
+		return nil, fault.New(fault.ErrArgument, "loads of the model run")
+	}
+	m.pinning = true
+	m.refs++
+	return job.Start("pin", func(ctx context.Context, j *job.Job) error {
+		defer m.drop()
+		start := time.Now()
+		p := &pinned{}
+		err := m.readAll(ctx, j, p, opt.Threads)
+		if err == nil && tgt.gpu != nil {
+			err = m.register(p, tgt.gpu)
+		}
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		m.pinning = false
+		if err != nil {
+			for _, b := range p.bytes {
+				unmap(b)
+			}
+			return err
+		}
+		m.pin = p
+		for i, b := range p.bytes {
+			_ = m.srcs[i].Close()
+			m.srcs[i] = memory.New(m.ix.Sources[i].URI, b, func() { unmap(b) })
+		}
+		j.SetReport(PinReport{j.TotalBytes.Load(), time.Since(start).Seconds()})
+		return nil
+	}), nil
+}
+
+// readAll brings every source into memory and compares the checksums of all
+// chunks.
+func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int) error {
+	type part struct {
+		source int
+		off, n int64
+	}
+	var parts []part
+	const step = 4 << 20
+	for i, s := range m.srcs {
+		size := s.Size()
+		base, length, err := cpu.Map(size)
+		if err != nil {
+			return m.where("stage", err)
+		}
+		p.bytes = append(p.bytes, unsafe.Slice((*byte)(base), length)[:size])
+		for off := int64(0); off < size; off += step {
+			parts = append(parts, part{i, off, min(step, size-off)})
+		}
+		j.TotalBytes.Add(size)
+	}
+	j.TotalTensors.Store(int64(len(m.ix.Tensors)))
+	if threads <= 0 {
+		threads = knob.Threads.Get()
+	}
+	readers, cores := threads, threads
+	if threads <= 0 {
+		cores = runtime.GOMAXPROCS(0)
+		readers = max(cores, feeders)
+	}
+	err := together(ctx, readers, len(parts), func(ctx context.Context, i int) error {
+		x := parts[i]
+		if err := m.srcs[x.source].ReadAt(ctx, p.bytes[x.source][x.off:x.off+x.n], x.off); err != nil {
+			return err
+		}
+		j.Bytes.Add(x.n)
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	return together(ctx, cores, len(m.ix.Tensors), func(_ context.Context, i int) error {
+		j.Tensors.Add(1)
+		return m.compare(p, i)
+	})
+}
+
+// compare holds a tensor's chunks to their checksums.
+func (m *Model) compare(p *pinned, i int) error {
+	t := &m.ix.Tensors[i]
+	for k, c := range m.ix.Chunks[t.First : t.First+t.Count] {
+		if sum := codec.Sum(p.bytes[t.Source][c.Off : c.Off+int64(c.Stored)]); sum != c.Sum {
+			return &fault.At{Verb: "check", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(k), Offset: c.Off,
+				Err: fault.New(fault.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", c.Sum, sum)}
+		}
+	}
+	return nil
+}
+
+// together runs fn for 0 to n-1 on several workers; the first error ends it.
+func together(ctx context.Context, workers, n int, fn func(ctx context.Context, i int) error) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	for range min(workers, n) {
+		wg.Add(1)
+		spawn.Go("pin", func() {
+			defer wg.Done()
+			err := spawn.Guard("pin", func() error {
+				for i := next.Add(1) - 1; i < int64(n) && ctx.Err() == nil; i = next.Add(1) - 1 {
+					if err := fn(ctx, int(i)); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+			if err != nil {
+				cancel(err) // only the first cause stays
+			}
+		})
+	}
+	wg.Wait()
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return nil
+}
+
+// register pins the memory for all GPUs, through the first that asks.
+func (m *Model) register(p *pinned, gpu *cuda.Device) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.gpu != nil {
+		return nil
+	}
+	for i, b := range p.bytes {
+		if err := gpu.Register(b); err != nil {
+			for _, b := range p.bytes[:i] {
+				_ = gpu.Unregister(b)
+			}
+			return m.where("stage", err)
+		}
+	}
+	p.gpu = gpu
+	return nil
+}
+
+// unregister lets the driver go of the memory; nothing copies from it any more.
+func (p *pinned) unregister() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, b := range p.bytes {
+		if p.gpu != nil {
+			_ = p.gpu.Unregister(b) // a lost device has let go already
+		}
+	}
+	p.gpu = nil
+}
+
+// unmap gives memory of cpu.Map back; its length is that of its pages.
+func unmap(b []byte) {
+	page := int64(unix.Getpagesize())
+	cpu.Unmap(unsafe.Pointer(unsafe.SliceData(b)), (int64(len(b))+page-1)&^(page-1))
+}

@@ -1,0 +1,197 @@
+package load
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/source/file"
+)
+
+var ways = []string{"auto", "buffered", "direct"}
+
+// In every way of reading, whole and sliced, all bytes are the file's: small
+// tensors that share pieces, large ones that are read to their place, none of
+// them aligned.
+func TestReadWays(t *testing.T) {
+	p1, b1 := write(t, "a", []int64{3, 5}, []int64{1_300_001}, []int64{7}, []int64{130, 10_001}, []int64{200_000})
+	p2, b2 := write(t, "b", []int64{2, 2, 2}, []int64{2_500_000})
+	want := append(append([][]byte{}, b1...), b2...)
+	off := false
+	for _, how := range ways {
+		m := opened(t, Spec{URIs: []string{p1, p2}, Map: &off})
+		l, err := m.Start(nil, Options{Read: how})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := l.Job().Wait(-1); err != nil {
+			t.Fatalf("%s: %v", how, err)
+		}
+		for i := range want {
+			mem, _, _, ok := l.Take(i)
+			if !ok || !bytes.Equal(mem.Slice(), want[i]) {
+				t.Errorf("%s: tensor %d: %v, or wrong bytes", how, i, ok)
+			}
+			mem.Release()
+		}
+		l.Close()
+		s, err := m.Start([]Request{{Tensor: 3, Lo0: 17, Hi0: 113, Hi1: -1}, {Tensor: 3, Hi0: -1, Lo1: 5000, Hi1: 9999}}, Options{Read: how})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := s.Job().Wait(-1); err != nil {
+			t.Fatalf("%s: %v", how, err)
+		}
+		rows, _, _, _ := s.Take(0)
+		cols, _, _, _ := s.Take(1)
+		if !bytes.Equal(rows.Slice(), b1[3][17*10_001:113*10_001]) {
+			t.Errorf("%s: wrong rows", how)
+		}
+		for r := range 130 {
+			if !bytes.Equal(cols.Slice()[r*4999:(r+1)*4999], b1[3][r*10_001+5000:r*10_001+9999]) {
+				t.Errorf("%s: wrong columns in row %d", how, r)
+				break
+			}
+		}
+		rows.Release()
+		cols.Release()
+		s.Close()
+	}
+	settled(t)
+}
+
+// A file that is cut off after it was opened fails the load with the tensor
+// and the place of the first byte that is missing, in every way of reading,
+// and when it would have been mapped; nothing is left running.
+func TestTruncatedUnderALoad(t *testing.T) {
+	for _, how := range append(ways, "mapped") {
+		path, _ := write(t, "a", []int64{1 << 20}, []int64{3 << 20}, []int64{100})
+		mapped := how == "mapped"
+		m := opened(t, Spec{URIs: []string{path}, Map: &mapped})
+		cut := m.Index().Tensors[1].Off + 1_234_567
+		if err := os.Truncate(path, cut); err != nil {
+			t.Fatal(err)
+		}
+		way := how
+		if mapped {
+			way = ""
+		}
+		l, err := m.Start(nil, Options{Read: way})
+		if err == nil {
+			_, err = l.Job().Wait(-1)
+			l.Close()
+		}
+		var at *fault.At
+		if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Source != path {
+			t.Errorf("%s: %v, want ErrCorrupt", how, err)
+			continue
+		}
+		// Which of the reads that miss bytes is first is a matter of luck.
+		if !mapped && (at.Offset < cut || at.Tensor == "" || at.Tensor == "a.t0") {
+			t.Errorf("%s: %v, cut at %d", how, err, cut)
+		}
+	}
+	settled(t)
+}
+
+// A file that is cut off while it is read gives its old bytes or an error,
+// never others; one that is replaced gives its old bytes.
+func TestChangedDuringALoad(t *testing.T) {
+	off := false
+	failed := 0
+	for i := range 12 {
+		path, want := write(t, "a", []int64{2 << 20}, []int64{2 << 20})
+		m := opened(t, Spec{URIs: []string{path}, Map: &off})
+		l, err := m.Start(nil, Options{Read: ways[i%len(ways)], Threads: 2})
+		if err != nil {
+			t.Fatal(err)
+		}
+		replaced := i%2 == 0
+		if replaced {
+			if err := os.WriteFile(path+".new", make([]byte, 1000), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			err = os.Rename(path+".new", path)
+		} else {
+			time.Sleep(time.Duration(i) * 50 * time.Microsecond)
+			err = os.Truncate(path, 3<<20)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = l.Job().Wait(-1)
+		switch {
+		case err == nil:
+			for k := range want {
+				mem, _, _, ok := l.Take(k)
+				if !ok || !bytes.Equal(mem.Slice(), want[k]) {
+					t.Errorf("run %d: tensor %d has bytes that were never in the file", i, k)
+				}
+				mem.Release()
+			}
+		case replaced || !errors.Is(err, fault.ErrCorrupt):
+			t.Errorf("run %d: %v", i, err)
+		default:
+			failed++
+		}
+		l.Close()
+		m.Close()
+	}
+	t.Logf("%d of 6 truncations came in time", failed)
+	settled(t)
+}
+
+// remote is a file as if it lay on a network.
+type remote struct{ *file.File }
+
+func (remote) Remote() bool { return true }
+
+// Plain files are mapped unless somebody says no, on a network only if
+// somebody says yes, and the argument goes before the setting.
+func TestWhatIsMapped(t *testing.T) {
+	path, want := write(t, "a", []int64{3000, 100})
+	yes, no := true, false
+	defer knob.Load(nil)
+	for _, c := range []struct {
+		word          *bool
+		knob          string
+		local, remote bool
+	}{
+		{nil, "", true, false}, {nil, "auto", true, false}, {nil, "on", true, true}, {nil, "off", false, false},
+		{&yes, "off", true, true}, {&no, "on", false, false}, {&yes, "", true, true}, {&no, "", false, false},
+	} {
+		knob.Load(map[string]string{"OVERWIRE_MMAP": c.knob})
+		for _, far := range []bool{false, true} {
+			m := opened(t, Spec{URIs: []string{path}, Map: c.word})
+			if far {
+				m.srcs[0] = remote{m.srcs[0].(*file.File)}
+			}
+			l, err := m.Start(nil, Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := l.Job().Wait(-1); err != nil {
+				t.Fatal(err)
+			}
+			var rep Report
+			if b, err := l.Job().Report(); err != nil || json.Unmarshal(b, &rep) != nil {
+				t.Fatal(err)
+			}
+			mem, _, _, _ := l.Take(0)
+			if !bytes.Equal(mem.Slice(), want[0]) {
+				t.Error("wrong bytes")
+			}
+			mem.Release()
+			l.Close()
+			if mapped := c.local && !far || c.remote && far; (rep.Mapped > 0) != mapped {
+				t.Errorf("argument %v, setting %q, on a network: %v: %d bytes mapped", c.word != nil, c.knob, far, rep.Mapped)
+			}
+		}
+	}
+	settled(t)
+}

@@ -1,0 +1,79 @@
+package plan
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Parts cover each piece once and in order, hold each of its jobs once, and cut
+// no bytes that have a checksum.
+func TestParts(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	memory := make([]byte, 4096) // nothing is written to it
+	for range 300 {
+		ix := &tensor.Index{Sources: []tensor.Source{{URI: "a"}}}
+		at := int64(0)
+		for range 1 + r.IntN(8) {
+			x := tensor.Tensor{DType: tensor.U8, Alias: -1, Off: at}
+			if r.IntN(2) == 0 { // plain
+				x.Bytes = r.Int64N(3000)
+			} else {
+				x.First, x.Count, x.ChunkBytes, x.Parts = int32(len(ix.Chunks)), int32(1+r.IntN(5)), 256, 1
+				x.Bytes = int64(x.Count) * 256
+				for range x.Count {
+					n := uint32(1 + r.IntN(256))
+					ix.Chunks = append(ix.Chunks, tensor.Chunk{Off: at, Stored: n, Logical: 256, Codec: tensor.CodecX16})
+					at += int64(n)
+				}
+			}
+			at += x.Bytes + r.Int64N(3)*50
+			x.Shape = []int64{x.Bytes}
+			ix.Tensors = append(ix.Tensors, x)
+		}
+		var reqs []Request
+		for i := range ix.Tensors {
+			for range 1 + r.IntN(2) { // twice: jobs on the same bytes
+				reqs = append(reqs, Request{Tensor: int64(i), Hi0: Whole, Hi1: Whole})
+			}
+		}
+		wants, err := Check(ix, reqs)
+		if err != nil {
+			t.Fatal(err)
+		}
+		dest := make([]unsafe.Pointer, len(wants))
+		for i := range dest {
+			dest[i] = unsafe.Pointer(&memory[0])
+		}
+		lim := Limits{Piece: 1 + r.Int64N(2000), Gap: r.Int64N(100), Part: r.Int64N(2) * r.Int64N(600)}
+		p := Make(ix, wants, dest, lim)
+		k := 0
+		for i, piece := range p.Pieces {
+			at, job := int64(0), piece.First
+			for ; k < len(p.Parts) && p.Parts[k].Piece == int32(i); k++ {
+				part := p.Parts[k]
+				if part.From != at || part.To < at || part.First != job || part.Count < 0 {
+					t.Fatalf("%+v of %+v after %d, job %d", part, piece, at, job)
+				}
+				at, job = part.To, job+part.Count
+				for j := part.First; j < job; j++ {
+					lo, hi := int64(p.Jobs[j].Src), int64(p.Jobs[j].Src)+int64(p.Jobs[j].Chunk.Stored)
+					if p.Refs[j].N >= 0 && (lo < part.From || hi > part.To) {
+						t.Fatalf("job [%d, %d) in %+v", lo, hi, part)
+					}
+				}
+			}
+			if at != piece.Len || job != piece.First+piece.Count {
+				t.Fatalf("parts of %+v end at %d, job %d", piece, at, job)
+			}
+		}
+		if k != len(p.Parts) {
+			t.Fatalf("%d parts, %d of pieces", len(p.Parts), k)
+		}
+	}
+}

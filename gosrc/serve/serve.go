@@ -1,0 +1,251 @@
+// Package serve is a small HTTP server of the files below one folder: ranges,
+// strong ETags, If-Match; a link of any speed and latency; and, by probability
+// and seed, the faults that networks and stores have. It is for tests and
+// experiments, not for the internet: it has no passwords, and binds to this
+// machine unless told otherwise.
+package serve
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// Options of New. The zero value serves as fast as it can, without faults, on
+// a free port of 127.0.0.1.
+type Options struct {
+	Address string        // "127.0.0.1:0"
+	Rate    int64         // bytes a second, all connections together; 0: no limit
+	Latency time.Duration // before every answer
+	// NoRanges takes no notice of ranges, as HTTP/1.0 servers do; Chunked
+	// names no length either.
+	NoRanges, Chunked bool
+	Cert, Key         string // PEM files; both for TLS
+	// Faults are probabilities of one answer, by the names of Kinds.
+	Faults map[string]float64
+	Seed   uint64
+	// RetryAfter is what 429 and 503 ask for.
+	RetryAfter time.Duration
+	// Header, if not nil, is asked before each answer; false refuses with 401.
+	Header func(http.Header) bool
+}
+
+// A Server is a running server.
+type Server struct {
+	opt  Options
+	root *os.Root
+	http *http.Server
+	link link
+	dice *dice
+	addr string
+	done chan struct{}
+	end  chan struct{} // closed by Close: ends answers that stall
+
+	once sync.Once
+	Sent atomic.Int64 // bytes of bodies, and of headers, that the kernel took
+}
+
+// New starts to serve a folder.
+func New(dir string, opt Options) (*Server, error) {
+	if opt.Address == "" {
+		opt.Address = "127.0.0.1:0"
+	}
+	dice, err := newDice(opt.Faults, opt.Seed)
+	if err != nil {
+		return nil, err
+	}
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		return nil, &fault.At{Verb: "serve", Source: dir, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
+	}
+	s := &Server{opt: opt, root: root, dice: dice, done: make(chan struct{}), end: make(chan struct{}), link: link{rate: opt.Rate}}
+	l, err := net.Listen("tcp", opt.Address)
+	if err != nil {
+		_ = root.Close()
+		return nil, fault.New(fault.ErrIO, "serve: %v", err)
+	}
+	s.addr = l.Addr().String()
+	l = &listener{l, s}
+	if opt.Cert != "" || opt.Key != "" {
+		pair, err := tls.LoadX509KeyPair(opt.Cert, opt.Key)
+		if err != nil {
+			_, _ = l.Close(), root.Close()
+			return nil, fault.New(fault.ErrArgument, "serve: certificate: %v", err)
+		}
+		l = tls.NewListener(l, &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}})
+	}
+	s.http = &http.Server{Handler: http.HandlerFunc(s.answer), ReadHeaderTimeout: time.Minute, ErrorLog: log.New(io.Discard, "", 0)}
+	spawn.Go("serve", func() {
+		defer close(s.done)
+		_ = s.http.Serve(l) // ends with Close
+	})
+	return s, nil
+}
+
+// URL is the address of the folder, with a slash at its end.
+func (s *Server) URL() string {
+	if s.opt.Cert != "" {
+		return "https://" + s.addr + "/"
+	}
+	return "http://" + s.addr + "/"
+}
+
+// Faults counts the faults so far, by kind.
+func (s *Server) Faults() map[string]int64 { return s.dice.counts() }
+
+// Close ends the server and every connection.
+func (s *Server) Close() error {
+	var err error
+	s.once.Do(func() {
+		close(s.end)
+		err = errors.Join(s.http.Close(), s.root.Close())
+		<-s.done
+	})
+	return err
+}
+
+// Wait serves until ctx ends.
+func (s *Server) Wait(ctx context.Context) error {
+	<-ctx.Done()
+	return s.Close()
+}
+
+func (s *Server) answer(w http.ResponseWriter, r *http.Request) {
+	if s.opt.Latency > 0 {
+		time.Sleep(s.opt.Latency)
+	}
+	if r.Method != http.MethodGet && r.Method != http.MethodHead {
+		http.Error(w, "only GET and HEAD", http.StatusMethodNotAllowed)
+		return
+	}
+	if s.opt.Header != nil && !s.opt.Header(r.Header) {
+		http.Error(w, "no", http.StatusUnauthorized)
+		return
+	}
+	name := strings.TrimPrefix(r.URL.Path, "/")
+	f, err := s.root.Open(name) // never out of the folder, links included
+	if err != nil {
+		http.NotFound(w, r)
+		return
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil || !st.Mode().IsRegular() {
+		http.NotFound(w, r)
+		return
+	}
+	tag := fmt.Sprintf(`"%x-%x"`, st.Size(), st.ModTime().UnixNano())
+	w.Header().Set("ETag", tag)
+	w.Header().Set("Content-Type", "application/octet-stream")
+	if kind := s.dice.roll(); kind != "" && r.Method == http.MethodGet {
+		if s.fail(kind, w, r, f, st.Size(), tag) {
+			s.dice.count(kind)
+			return
+		}
+	}
+	switch {
+	case s.opt.Chunked:
+		w.Header().Set("Accept-Ranges", "none")
+		_ = http.NewResponseController(w).Flush() // before the length is known
+		_, _ = io.Copy(struct{ io.Writer }{w}, f)
+	case s.opt.NoRanges:
+		w.Header().Set("Accept-Ranges", "none")
+		w.Header().Set("Content-Length", fmt.Sprint(st.Size()))
+		if r.Method == http.MethodGet {
+			_, _ = io.Copy(w, f)
+		}
+	default:
+		http.ServeContent(w, r, "", st.ModTime(), f)
+	}
+}
+
+// A link is the wire that all connections share.
+type link struct {
+	rate int64
+	mu   sync.Mutex
+	free time.Time // when it has sent what it was given
+}
+
+// step is how much is put on a shaped link at once.
+const step = 256 << 10
+
+// send waits until the link has room for n bytes.
+func (l *link) send(n int) {
+	if l.rate <= 0 {
+		return
+	}
+	l.mu.Lock()
+	now := time.Now()
+	if l.free.Before(now) {
+		l.free = now
+	}
+	l.free = l.free.Add(time.Duration(float64(n) / float64(l.rate) * 1e9))
+	wait := l.free.Sub(now)
+	l.mu.Unlock()
+	if wait > 2*time.Millisecond { // shorter sleeps are longer than they say
+		time.Sleep(wait - time.Millisecond)
+	}
+}
+
+type listener struct {
+	net.Listener
+	s *Server
+}
+
+func (l *listener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &conn{c.(*net.TCPConn), l.s}, nil
+}
+
+// A conn counts and shapes what is written. sendfile goes on working.
+type conn struct {
+	*net.TCPConn
+	s *Server
+}
+
+func (c *conn) Write(p []byte) (done int, err error) {
+	for len(p) > 0 && err == nil {
+		part := p[:min(len(p), step)]
+		c.s.link.send(len(part))
+		var n int
+		n, err = c.TCPConn.Write(part)
+		c.s.Sent.Add(int64(n))
+		done, p = done+n, p[n:]
+	}
+	return done, err
+}
+
+func (c *conn) ReadFrom(r io.Reader) (done int64, err error) {
+	from, ok := r.(*io.LimitedReader)
+	if !ok {
+		return io.Copy(struct{ io.Writer }{c}, r)
+	}
+	for from.N > 0 {
+		part := &io.LimitedReader{R: from.R, N: min(from.N, step)}
+		c.s.link.send(int(part.N))
+		n, err := c.TCPConn.ReadFrom(part)
+		c.s.Sent.Add(n)
+		done += n
+		from.N -= n
+		if err != nil || n == 0 {
+			return done, err
+		}
+	}
+	return done, nil
+}

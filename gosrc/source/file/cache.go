@@ -1,0 +1,137 @@
+package file
+
+import (
+	"errors"
+	"math"
+	"os"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// The kinds of file system that are read in different ways.
+const (
+	local = iota
+	network
+	inMemory
+)
+
+// kindOf says what a file lies on. Those that are not known are local.
+func kindOf(fd int) int {
+	var st unix.Statfs_t
+	if err := again(func() error { return unix.Fstatfs(fd, &st) }); err != nil {
+		return network // nothing is sure here: leave it to the cache
+	}
+	return kindOfMagic(uint32(st.Type))
+}
+
+func kindOfMagic(magic uint32) int {
+	const ( // not in x/sys
+		beegfs   = 0x19830326
+		gpfs     = 0x47504653
+		lustre   = 0x0BD00BD0
+		orangefs = 0x20030528
+		panfs    = 0xAAD7AAEA
+		zfs      = 0x2FC12FC1
+	)
+	switch magic {
+	case unix.TMPFS_MAGIC, unix.RAMFS_MAGIC, unix.HUGETLBFS_MAGIC:
+		return inMemory
+	case unix.NFS_SUPER_MAGIC, unix.SMB_SUPER_MAGIC, unix.SMB2_SUPER_MAGIC, unix.CIFS_SUPER_MAGIC, unix.CEPH_SUPER_MAGIC,
+		unix.AFS_SUPER_MAGIC, unix.AFS_FS_MAGIC, unix.CODA_SUPER_MAGIC, unix.NCP_SUPER_MAGIC, unix.V9FS_MAGIC,
+		unix.FUSE_SUPER_MAGIC, // virtiofs, too
+		beegfs, gpfs, lustre, orangefs, panfs,
+		zfs: // its cache is its own, and past it there is nothing to gain
+		return network
+	}
+	return local
+}
+
+// noCachestat is set when the kernel turned out to have none (before 6.5).
+var noCachestat atomic.Bool
+
+// resident is the share of the pages of [off, off+n) of a file that are in the
+// page cache; known is false where the kernel does not tell. To a user who may
+// not write the file it says that all of it is.
+func resident(fd int, off, n int64) (share float64, known bool) {
+	if n <= 0 {
+		return 1, true
+	}
+	first, last := off/page, (off+n-1)/page
+	pages := float64(last - first + 1)
+	if !noCachestat.Load() {
+		const sysCachestat = 451
+		span := struct{ off, n uint64 }{uint64(off), uint64(n)}
+		var st struct{ cached, dirty, writeback, evicted, recently uint64 }
+		_, _, e := unix.Syscall6(sysCachestat, uintptr(fd), uintptr(unsafe.Pointer(&span)), uintptr(unsafe.Pointer(&st)), 0, 0, 0)
+		if e == 0 {
+			return min(1, float64(st.cached)/pages), true
+		}
+		if errors.Is(e, unix.ENOSYS) {
+			noCachestat.Store(true)
+		}
+	}
+	return mincore(fd, first*page, int(last-first+1))
+}
+
+// mincore is resident by mincore(2) on a mapping.
+func mincore(fd int, off int64, pages int) (float64, bool) {
+	m, err := unix.MmapPtr(fd, off, nil, uintptr(pages)*page, unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		return 0, false
+	}
+	defer func() { _ = unix.MunmapPtr(m, uintptr(pages)*page) }()
+	vec := make([]byte, pages)
+	if _, _, e := unix.Syscall(unix.SYS_MINCORE, uintptr(m), uintptr(pages)*page, uintptr(unsafe.Pointer(&vec[0]))); e != 0 {
+		return 0, false
+	}
+	in := 0
+	for _, v := range vec {
+		in += int(v & 1)
+	}
+	return float64(in) / float64(pages), true
+}
+
+// Resident is the share of a file that is in the page cache, for measurements;
+// ok is false where the kernel does not tell.
+func Resident(f *os.File) (share float64, ok bool) {
+	st, err := f.Stat()
+	if err != nil {
+		return 0, false
+	}
+	return resident(int(f.Fd()), 0, st.Size())
+}
+
+// available is how many bytes of memory could be used for the page cache: what
+// the system says, or less in a control group.
+func available() int64 {
+	n := int64(math.MaxInt64)
+	if v, ok := field("/proc/meminfo", "MemAvailable:"); ok {
+		n = v << 10
+	}
+	const group = "/sys/fs/cgroup/"
+	b, err := os.ReadFile(group + "memory.max")
+	if limit, bad := strconv.ParseInt(strings.TrimSpace(string(b)), 10, 64); err == nil && bad == nil {
+		used, _ := field(group+"memory.stat", "anon ")
+		n = min(n, max(0, limit-used))
+	}
+	return n
+}
+
+// field is the number after a word at the beginning of a line.
+func field(path, word string) (int64, bool) {
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return 0, false
+	}
+	for line := range strings.Lines(string(b)) {
+		if rest, ok := strings.CutPrefix(line, word); ok {
+			n, err := strconv.ParseInt(strings.Fields(rest + " 0")[0], 10, 64)
+			return n, err == nil
+		}
+	}
+	return 0, false
+}

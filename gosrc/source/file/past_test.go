@@ -1,0 +1,326 @@
+package file
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+// noise is a file of n random bytes, on the disk and not only in memory.
+func noise(t *testing.T, n int, seed uint64) (string, []byte) {
+	t.Helper()
+	data := make([]byte, n)
+	r := rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8)})
+	_, _ = r.Read(data)
+	path := filepath.Join(t.TempDir(), "x")
+	o, err := os.Create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer o.Close()
+	if _, err := o.Write(data); err != nil {
+		t.Fatal(err)
+	}
+	if err := o.Sync(); err != nil {
+		t.Fatal(err)
+	}
+	return path, data
+}
+
+// opened is an open file that expects a load of total bytes.
+func opened(t *testing.T, path string, total int64, how string) *File {
+	t.Helper()
+	f, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	f.Expect(total, how)
+	return f
+}
+
+// evict drops a range from the page cache, and skips the test where that does
+// not work.
+func evict(t *testing.T, f *File, off, n int64) {
+	t.Helper()
+	_ = unix.Fadvise(f.fd, off, n, unix.FADV_DONTNEED)
+	if share, known := resident(f.fd, off, n); !known || share > 0.1 {
+		t.Skipf("the page cache here cannot be emptied: %.2f resident, %v", share, known)
+	}
+}
+
+// Past the cache, a file is the source that it is through it.
+func TestSuiteDirect(t *testing.T) {
+	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+		return opened(t, write(t, data), int64(len(data)), "direct")
+	})
+}
+
+// Any offset, length and address gives the bytes of the file, in every way of
+// reading, by several readers at once, and nothing beside the destination is
+// written.
+func TestAnyAlignment(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	path, data := noise(t, 5<<20+777, seed)
+	for _, how := range []string{"direct", "buffered", "auto"} {
+		t.Run(how, func(t *testing.T) {
+			f := opened(t, path, 1<<50, how)
+			t.Logf("O_DIRECT aligned to %d", f.past.align)
+			var wg sync.WaitGroup
+			for g := range 4 {
+				r := rand.New(rand.NewPCG(seed, uint64(g)))
+				mem, err := unix.Mmap(-1, 0, 6<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer func() { _ = unix.Munmap(mem) }()
+				wg.Add(1)
+				go func() {
+					defer wg.Done()
+					for range 60 {
+						off := r.IntN(len(data))
+						n := r.IntN(len(data) - off + 1)
+						at := 1 + r.IntN(len(mem)-n-2)
+						switch r.IntN(4) { // as the pipeline has it: all in blocks
+						case 0:
+							off, at = off&^4095, at&^4095
+						case 1:
+							off, at, n = off&^511, at&^4095, n&^511
+						}
+						if at == 0 {
+							at = 4096
+						}
+						mem[at-1], mem[at+n] = 0xa5, 0x5a
+						if err := f.ReadAt(context.Background(), mem[at:at+n], int64(off)); err != nil {
+							t.Errorf("%d bytes at %d to %d: %v", n, off, at, err)
+							return
+						}
+						if !bytes.Equal(mem[at:at+n], data[off:off+n]) || mem[at-1] != 0xa5 || mem[at+n] != 0x5a {
+							t.Errorf("%d bytes at %d to address %d: wrong bytes", n, off, at)
+							return
+						}
+					}
+				}()
+			}
+			wg.Wait()
+		})
+	}
+}
+
+// In a load that does not fit into memory, what is cold is read past the cache
+// and stays cold, and what is resident is taken from there.
+func TestColdStaysCold(t *testing.T) {
+	path, data := noise(t, 3*window+100_000, 7)
+	f := opened(t, path, 1, "auto")
+	if kindOf(f.fd) != local || dioAlign(f.fd) == 0 {
+		t.Skip("no O_DIRECT here")
+	}
+	evict(t, f, window, window)
+	if d := f.Expect(1<<50, "auto"); d != depth {
+		t.Fatalf("depth %d of a load that is cold in part", d)
+	}
+	if f.past.load.Load() == nil {
+		t.Skip("no O_DIRECT here")
+	}
+	got := make([]byte, len(data))
+	const piece = 1 << 20
+	for at := 0; at < len(data); at += piece {
+		end := min(len(data), at+piece)
+		f.Prefetch(int64(at), int64(end-at)) // must not bring in what is read past the cache
+		if err := f.ReadAt(context.Background(), got[at:end], int64(at)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if !bytes.Equal(got, data) {
+		t.Fatal("wrong bytes")
+	}
+	for i, want := range []float64{1, 0, 1} {
+		if share, _ := resident(f.fd, int64(i)*window, window); share < want-0.1 || share > want+0.1 {
+			t.Errorf("window %d: %.2f resident, want %.0f", i, share, want)
+		}
+	}
+	// The same load, small enough to stay: everything is resident afterwards.
+	f.Expect(int64(len(data)), "auto")
+	if err := f.ReadAt(context.Background(), got, 0); err != nil {
+		t.Fatal(err)
+	}
+	if share, _ := resident(f.fd, 0, f.size); share < 1 {
+		t.Errorf("%.2f resident after a load that fits", share)
+	}
+	if d := f.Expect(1<<50, "auto"); d != 0 {
+		t.Errorf("depth %d of a file that is resident", d)
+	}
+}
+
+// Both ways of asking for residency agree.
+func TestResident(t *testing.T) {
+	path, _ := noise(t, 8<<20, 3)
+	f := opened(t, path, 1, "auto")
+	evict(t, f, 4<<20, 4<<20)
+	for _, c := range []struct {
+		off, n int64
+		want   float64
+	}{{0, 4 << 20, 1}, {4 << 20, 4 << 20, 0}, {2 << 20, 4 << 20, 0.5}, {10, 0, 1}, {4095, 2, 1}} {
+		a, okA := resident(f.fd, c.off, c.n)
+		if !okA || a != c.want {
+			t.Errorf("%d bytes at %d: %v, %v, want %v", c.n, c.off, a, okA, c.want)
+		}
+		if c.n == 0 {
+			continue
+		}
+		first, last := c.off/page, (c.off+c.n-1)/page
+		if b, ok := mincore(f.fd, first*page, int(last-first+1)); !ok || a != b {
+			t.Errorf("%d bytes at %d: cachestat %v, mincore %v", c.n, c.off, a, b)
+		}
+	}
+}
+
+// A kernel that refuses a direct read in the middle of a range does not fail
+// the load: the rest is read through the cache.
+func TestRefusedDirect(t *testing.T) {
+	path, data := noise(t, 3<<20+5, 4)
+	f := opened(t, path, 1, "direct")
+	if f.past.align < 2 {
+		t.Skip("no O_DIRECT here")
+	}
+	f.past.align = 1 // what the kernel will not take
+	got := make([]byte, len(data)-1)
+	if err := f.ReadAt(context.Background(), got, 1); err != nil || !bytes.Equal(got, data[1:]) {
+		t.Fatalf("%v, or wrong bytes", err)
+	}
+	if !f.past.stopped.Load() {
+		t.Skip("this file system takes any offset")
+	}
+	if f.past.wants(f, 0, 1<<20) {
+		t.Error("tried again after it was refused")
+	}
+}
+
+// Whatever way a file is read, one that shrinks gives an error at the first
+// missing byte, and a medium that fails gives its own.
+func TestReadErrors(t *testing.T) {
+	for _, how := range []string{"buffered", "direct"} {
+		t.Run(how, func(t *testing.T) {
+			const n = 3 << 20
+			for _, left := range []int64{0, 1, 4096, 1_000_001, 2<<20 + 512, n - 1} {
+				path := write(t, make([]byte, n))
+				f := opened(t, path, n, how)
+				if err := os.Truncate(path, left); err != nil {
+					t.Fatal(err)
+				}
+				var at *fault.At
+				err := f.ReadAt(context.Background(), make([]byte, n), 0)
+				if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Offset != left {
+					t.Errorf("cut to %d: %v", left, err)
+				}
+			}
+		})
+	}
+	t.Run("EIO", func(t *testing.T) {
+		// The kernel's own EIO: memory of this process that is not there.
+		fd, err := unix.Open("/proc/self/mem", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		if err != nil {
+			t.Skip(err)
+		}
+		f := &File{uri: "failing disk", size: 1 << 20, fd: fd}
+		defer f.Close()
+		var at *fault.At
+		err = f.ReadAt(context.Background(), make([]byte, 1<<20), 0)
+		if !errors.Is(err, fault.ErrIO) || !errors.As(err, &at) || at.Offset != 0 || at.Source != "failing disk" {
+			t.Errorf("%v, want ErrIO at 0", err)
+		}
+	})
+	t.Run("short read", func(t *testing.T) {
+		// The kernel's own short read: what can be read of this process's memory
+		// ends in the middle of what is asked for.
+		mem, err := unix.Mmap(-1, 0, 3*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+		if err != nil {
+			t.Fatal(err)
+		}
+		base, have := uintptr(unsafe.Pointer(&mem[0])), int64(2*page)
+		for i := range mem {
+			mem[i] = byte(i * 11)
+		}
+		if err := unix.MunmapPtr(unsafe.Pointer(&mem[have]), page); err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = unix.MunmapPtr(unsafe.Pointer(&mem[0]), uintptr(have)) }()
+		fd, err := unix.Open("/proc/self/mem", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		if err != nil {
+			t.Skip(err)
+		}
+		f := &File{uri: "failing disk", size: 1 << 62, fd: fd}
+		defer f.Close()
+		got := make([]byte, 3*page)
+		var at *fault.At
+		err = f.ReadAt(context.Background(), got, int64(base))
+		if !errors.Is(err, fault.ErrIO) || !errors.As(err, &at) || at.Offset != int64(base)+have {
+			t.Errorf("%v, want ErrIO after %d bytes", err, have)
+		}
+		if !bytes.Equal(got[:have], mem[:have]) {
+			t.Error("wrong bytes before the error")
+		}
+	})
+}
+
+// The state of a file changes with its bytes, and counts only once it has
+// settled.
+func TestIdentity(t *testing.T) {
+	path := write(t, make([]byte, 1000))
+	state := func() (source.Identity, bool) {
+		f, err := Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		return f.Identity()
+	}
+	a, ok := state()
+	if ok {
+		t.Error("a file that was written just now has settled")
+	}
+	old := time.Now().Add(-time.Hour)
+	if err := os.Chtimes(path, old, old); err != nil {
+		t.Fatal(err)
+	}
+	b, _ := state()
+	if a == b || b.Size != 1000 {
+		t.Errorf("%+v and %+v", a, b)
+	}
+	if err := os.WriteFile(path, make([]byte, 1000), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chtimes(path, old, old); err != nil {
+		t.Fatal(err)
+	}
+	c, _ := state()
+	if b == c {
+		t.Error("written anew with the old time: the same state")
+	}
+}
+
+// Where files lie decides how they are read.
+func TestKindOf(t *testing.T) {
+	for magic, want := range map[uint32]int{0x6969: network, 0x65735546: network, 0xef53: local, 0x01021994: inMemory, 0xff534d42: network} {
+		if got := kindOfMagic(magic); got != want {
+			t.Errorf("%#x: %d, want %d", magic, got, want)
+		}
+	}
+	if m := available(); m < 1<<20 || m > 1<<50 {
+		t.Errorf("%d bytes available", m)
+	}
+}

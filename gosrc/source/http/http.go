@@ -1,0 +1,511 @@
+// Package http is the source of objects behind http://, https:// and hf://.
+//
+// Opening asks for the first bytes of the object: the answer tells its size,
+// pins its ETag, and usually has all that a format's header needs. Each read is
+// a ranged GET whose body goes from the socket straight into the caller's
+// memory; retry resumes what breaks. An answer that is not about that range of
+// the pinned object is never used: wrong Content-Range, another ETag or size,
+// an encoding. What has changed meanwhile is fault.ErrCorrupt.
+//
+// Servers without ranges are read by one GET in order; see spool.go.
+//
+// At most 5 redirects are followed, never from https to http nor from a server
+// further out to a network further in, and what the caller gave to be sent
+// (headers, token, password) goes to the first server only.
+package http
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptrace"
+	"net/netip"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/retry"
+)
+
+const (
+	// firstBytes come with the opening: what safetensors.Read asks for first.
+	firstBytes = 256 << 10
+	redirects  = 5
+	// openTries is how often an object is asked for at first, unless the server
+	// itself says that it is busy: a wrong name, or a server that is down,
+	// should be told soon.
+	openTries = 3
+)
+
+// options are what storage_options= may name.
+var options = append([]string{"headers", "token", "cacert", "capath", "insecure"}, retry.Names...)
+
+// A Source is an open object. It implements source.Source.
+type Source struct {
+	source.Source        // *retry.Source or *spool
+	head          []byte // the object's first bytes
+	shut          atomic.Bool
+}
+
+// Open asks for the first bytes of an object.
+func Open(ctx context.Context, uri string, opt source.Options) (*Source, error) {
+	s, err := open(ctx, uri, opt)
+	if err != nil {
+		var at *fault.At
+		if errors.As(err, &at) || ctx.Err() != nil {
+			return nil, err
+		}
+		return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
+	}
+	return s, nil
+}
+
+func open(ctx context.Context, uri string, opt source.Options) (*Source, error) {
+	scheme, _, _ := strings.Cut(strings.ToLower(uri), "://")
+	if err := opt.Check(scheme, options...); err != nil {
+		return nil, err
+	}
+	far, err := retry.Parse(opt)
+	if err != nil {
+		return nil, err
+	}
+	o := &object{uri: uri}
+	address := uri
+	if scheme == "hf" {
+		if address, opt, err = hub(uri, opt); err != nil {
+			return nil, err
+		}
+	}
+	if o.url, err = url.Parse(address); err != nil || o.url.Host == "" || o.url.Scheme != "http" && o.url.Scheme != "https" {
+		return nil, fault.New(fault.ErrArgument, "not a valid URL")
+	}
+	o.url.Fragment = ""
+	if o.headers, err = headers(opt); err != nil {
+		return nil, err
+	}
+	if o.client, err = hold(opt); err != nil {
+		return nil, err
+	}
+	strikes := 0
+	judge := func(err error) (retry.Verdict, time.Duration) {
+		var busy *failed
+		verdict, after := o.Judge(err)
+		if !errors.As(err, &busy) {
+			strikes++
+		}
+		if strikes >= openTries {
+			verdict = retry.Never
+		}
+		return verdict, after
+	}
+	var s *Source
+	err = retry.Do(ctx, max(0, far.Retries)+1, far.Timeout, judge, func(ctx context.Context) (err error) {
+		s, err = o.first(ctx, far)
+		return err
+	})
+	if err == nil && s == nil { // no ranges, or no use for them
+		s, err = o.spooled(ctx, far)
+	}
+	if err != nil {
+		o.client.drop()
+		return nil, err
+	}
+	return s, nil
+}
+
+// ReadAt answers from the first bytes where it can.
+func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
+	if off >= 0 && off+int64(len(p)) <= int64(len(s.head)) && off+int64(len(p)) >= off && ctx.Err() == nil && !s.shut.Load() {
+		copy(p, s.head[off:])
+		return nil
+	}
+	return s.Source.ReadAt(ctx, p, off)
+}
+
+// Close closes the source; later reads fail.
+func (s *Source) Close() error {
+	s.shut.Store(true)
+	return s.Source.Close()
+}
+
+// Far says how many reads at once are useful, as retry.Source does; 1 for a
+// server without ranges.
+func (s *Source) Far() int {
+	if f, ok := s.Source.(*retry.Source); ok {
+		return f.Far()
+	}
+	return 1
+}
+
+// Counts is what was asked of the server; zero for one without ranges.
+func (s *Source) Counts() retry.Counts {
+	if f, ok := s.Source.(*retry.Source); ok {
+		return f.Counts()
+	}
+	return retry.Counts{}
+}
+
+// An object is what a URL was when it was opened. It implements retry.Fetcher.
+type object struct {
+	uri     string
+	url     *url.URL // where the user sent us
+	headers http.Header
+	client  *client
+
+	size     int64
+	etag     string // as the server writes it, "" if it has none
+	modified string // Last-Modified
+
+	mu    sync.Mutex
+	moved *url.URL // where url led
+}
+
+func (o *object) URI() string  { return o.uri }
+func (o *object) Size() int64  { return o.size }
+func (o *object) Close() error { o.client.drop(); return nil }
+
+// first asks for the first bytes. It returns nil, and no error, if the server
+// gives no ranges of this object.
+func (o *object) first(ctx context.Context, far retry.Options) (*Source, error) {
+	resp, err := o.get(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", firstBytes-1)}})
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	from, to, total, ranged := contentRange(resp)
+	switch {
+	case resp.StatusCode == http.StatusRequestedRangeNotSatisfiable && ranged && total == 0:
+		return nil, nil // empty: a plain GET says what it is
+	case resp.StatusCode == http.StatusOK:
+		if err := plain(resp); err != nil {
+			return nil, err
+		}
+		return nil, nil
+	case resp.StatusCode != http.StatusPartialContent:
+		return nil, o.status(resp)
+	}
+	if err := plain(resp); err != nil {
+		return nil, err
+	}
+	if !ranged || total < 1 || from != 0 || to != min(total, firstBytes)-1 {
+		return nil, &wrong{"the server gives another range than it was asked for"}
+	}
+	head := make([]byte, to+1)
+	if _, err := io.ReadFull(resp.Body, head); err != nil {
+		return nil, err
+	}
+	if n, _ := resp.Body.Read(make([]byte, 1)); n > 0 {
+		return nil, &wrong{"the body is longer than its range"}
+	}
+	o.size, o.etag, o.modified = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified")
+	far.Host = o.url.Scheme + "://" + o.url.Host
+	return &Source{Source: retry.New(o, far), head: head}, nil
+}
+
+// Fetch opens a range; see retry.Fetcher.
+func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
+	h := http.Header{"Range": {fmt.Sprintf("bytes=%d-%d", off, off+n-1)}}
+	o.pin(h)
+	resp, err := o.get(ctx, h)
+	if err != nil {
+		return nil, err
+	}
+	if err := o.about(resp, off, n); err != nil {
+		_ = resp.Body.Close()
+		return nil, err
+	}
+	return resp.Body, nil
+}
+
+// pin asks for the object that was opened or none. A weak ETag may not be
+// asked for; about compares it.
+func (o *object) pin(h http.Header) {
+	switch {
+	case o.etag != "" && !strings.HasPrefix(o.etag, "W/"):
+		h.Set("If-Match", o.etag)
+	case o.etag == "" && o.modified != "":
+		h.Set("If-Unmodified-Since", o.modified)
+	}
+}
+
+// about checks that an answer is about this range of the pinned object.
+func (o *object) about(resp *http.Response, off, n int64) error {
+	from, to, total, ranged := contentRange(resp)
+	switch resp.StatusCode {
+	case http.StatusPartialContent:
+	case http.StatusOK:
+		if err := o.same(resp); err != nil {
+			return err
+		}
+		return &wrong{"the server gives the whole object for a range"}
+	case http.StatusRequestedRangeNotSatisfiable:
+		return &changed{"it is shorter now"}
+	default:
+		return o.status(resp)
+	}
+	if err := plain(resp); err != nil {
+		return err
+	}
+	if err := o.same(resp); err != nil {
+		return err
+	}
+	switch {
+	case ranged && total >= 0 && total != o.size:
+		return &changed{fmt.Sprintf("it had %d bytes and has %d", o.size, total)}
+	case !ranged || from != off || to != off+n-1:
+		return &wrong{"the server gives another range than it was asked for"}
+	case resp.ContentLength >= 0 && resp.ContentLength != n:
+		return &wrong{fmt.Sprintf("a body of %d bytes for a range of %d", resp.ContentLength, n)}
+	}
+	return nil
+}
+
+// same compares what pins the object.
+func (o *object) same(resp *http.Response) error {
+	if tag := resp.Header.Get("ETag"); tag != o.etag {
+		return &changed{"its ETag is another one"}
+	}
+	if m := resp.Header.Get("Last-Modified"); o.etag == "" && m != o.modified {
+		return &changed{"its date is another one"}
+	}
+	return nil
+}
+
+// plain refuses encoded bodies and ranges in parts.
+func plain(resp *http.Response) error {
+	if e := resp.Header.Get("Content-Encoding"); e != "" && !strings.EqualFold(e, "identity") {
+		return &wrong{fmt.Sprintf("the server sends it encoded as %.20q, which was not asked for", e)}
+	}
+	if resp.StatusCode == http.StatusPartialContent && strings.HasPrefix(resp.Header.Get("Content-Type"), "multipart/byteranges") {
+		return &wrong{"the server answers one range in several parts"}
+	}
+	return nil
+}
+
+// contentRange reads "bytes 0-9/100"; total is -1 if the server does not say.
+func contentRange(resp *http.Response) (from, to, total int64, ok bool) {
+	unit, rest, _ := strings.Cut(resp.Header.Get("Content-Range"), " ")
+	span, all, found := strings.Cut(rest, "/")
+	if !strings.EqualFold(unit, "bytes") || !found {
+		return 0, 0, 0, false
+	}
+	number := func(s string) int64 {
+		n, err := strconv.ParseUint(s, 10, 63)
+		if err != nil || s[0] == '+' {
+			ok = false
+		}
+		return int64(n)
+	}
+	ok, total = true, -1
+	if all != "*" {
+		total = number(all)
+	}
+	if span == "*" {
+		return 0, -1, total, ok
+	}
+	a, b, found := strings.Cut(span, "-")
+	if !found {
+		return 0, 0, 0, false
+	}
+	from, to = number(a), number(b)
+	return from, to, total, ok && from <= to && (total < 0 || to < total)
+}
+
+// get sends a request to where the object is, following redirects.
+func (o *object) get(ctx context.Context, extra http.Header) (*http.Response, error) {
+	o.mu.Lock()
+	at := o.moved
+	o.mu.Unlock()
+	if at != nil {
+		resp, err := o.follow(ctx, at, extra, &route{})
+		if err != nil {
+			return nil, err
+		}
+		switch resp.StatusCode {
+		case http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound, http.StatusGone:
+			// A signed address runs out: the first one gives another.
+			_ = resp.Body.Close()
+			o.mu.Lock()
+			o.moved = nil
+			o.mu.Unlock()
+		default:
+			return resp, nil
+		}
+	}
+	return o.follow(ctx, o.url, extra, &route{})
+}
+
+func (o *object) follow(ctx context.Context, u *url.URL, extra http.Header, r *route) (*http.Response, error) {
+	for hop := 0; ; hop++ {
+		resp, err := o.send(ctx, u, extra, r)
+		if err != nil {
+			return nil, err
+		}
+		switch resp.StatusCode {
+		case http.StatusMovedPermanently, http.StatusFound, http.StatusSeeOther, http.StatusTemporaryRedirect, http.StatusPermanentRedirect:
+		default:
+			if hop > 0 && resp.StatusCode == http.StatusPartialContent {
+				o.mu.Lock()
+				o.moved = u
+				o.mu.Unlock()
+			}
+			return resp, nil
+		}
+		to, err := u.Parse(resp.Header.Get("Location"))
+		_, _ = io.CopyN(io.Discard, resp.Body, 4<<10) // short: its connection serves again
+		_ = resp.Body.Close()
+		switch {
+		case err != nil || resp.Header.Get("Location") == "":
+			return nil, &wrong{"a redirect to nowhere"}
+		case to.Scheme != "http" && to.Scheme != "https":
+			return nil, &refused{"a redirect to another scheme"}
+		case to.Host == "":
+			return nil, &wrong{"a redirect to nowhere"}
+		case u.Scheme == "https" && to.Scheme == "http":
+			return nil, &refused{"a redirect from https to http"}
+		case hop+1 > redirects:
+			return nil, &wrong{fmt.Sprintf("more than %d redirects", redirects)}
+		}
+		to.User, to.Fragment = nil, ""
+		u = to
+	}
+}
+
+// send asks one server, once.
+func (o *object) send(ctx context.Context, u *url.URL, extra http.Header, r *route) (*http.Response, error) {
+	home := u.Scheme == o.url.Scheme && u.Host == o.url.Host
+	r.mu.Lock()
+	r.redirected = !home
+	r.mu.Unlock()
+	req := (&http.Request{Method: http.MethodGet, URL: u, Host: u.Host, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Header: http.Header{}})
+	if home {
+		for k, v := range o.headers {
+			req.Header[k] = v
+		}
+		if host := req.Header.Get("Host"); host != "" {
+			req.Host = host
+			req.Header.Del("Host")
+		}
+		if p := o.url.User; p != nil && req.Header.Get("Authorization") == "" {
+			word, _ := p.Password()
+			req.SetBasicAuth(p.Username(), word)
+		}
+	}
+	for k, v := range extra {
+		req.Header[k] = v
+	}
+	req.Header.Set("Accept-Encoding", "identity")
+	if req.Header.Get("User-Agent") == "" {
+		req.Header.Set("User-Agent", "overwire")
+	}
+	proxy, err := o.client.transport.Proxy(req)
+	if err != nil {
+		return nil, err
+	}
+	if proxy == nil { // a proxy decides itself where it connects to
+		ctx = context.WithValue(ctx, routeKey{}, r)
+		ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(i httptrace.GotConnInfo) {
+			at, err := netip.ParseAddrPort(i.Conn.RemoteAddr().String())
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			if err == nil && !r.redirected {
+				r.origin = at.Addr()
+			}
+		}})
+	}
+	return o.client.transport.RoundTrip(req.WithContext(ctx))
+}
+
+// wrong is an answer that does not fit the question: perhaps the next one does.
+type wrong struct{ what string }
+
+func (w *wrong) Error() string { return w.what }
+
+// changed says that the object is another one by now.
+type changed struct{ what string }
+
+func (c *changed) Error() string { return c.what }
+
+// A failed is an answer with a status that is no success.
+type failed struct {
+	code  int
+	after time.Duration
+}
+
+func (f *failed) Error() string { return fmt.Sprintf("HTTP %d %s", f.code, http.StatusText(f.code)) }
+
+func (f *failed) again() bool {
+	switch f.code {
+	case http.StatusRequestTimeout, http.StatusTooEarly, http.StatusTooManyRequests:
+		return true
+	case http.StatusNotImplemented, http.StatusHTTPVersionNotSupported:
+		return false
+	}
+	return f.code >= 500
+}
+
+func (o *object) status(resp *http.Response) error {
+	f := &failed{code: resp.StatusCode}
+	text := resp.Header.Get("Retry-After")
+	if n, err := strconv.Atoi(text); err == nil && n > 0 {
+		f.after = time.Duration(min(n, 3600)) * time.Second
+	} else if t, err := http.ParseTime(text); err == nil {
+		f.after = max(0, time.Until(t))
+	}
+	if f.code == http.StatusServiceUnavailable || f.code == http.StatusTooManyRequests {
+		f.after = max(f.after, time.Millisecond) // it has too much to do
+	}
+	switch f.code {
+	case http.StatusPreconditionFailed:
+		return &changed{"the server has no longer what was opened"}
+	case http.StatusNotFound, http.StatusGone:
+		return fault.New(fault.ErrNotFound, "%v", f)
+	case http.StatusUnauthorized, http.StatusForbidden, http.StatusProxyAuthRequired:
+		return fault.New(fault.ErrPermission, "%v", f)
+	}
+	if !f.again() {
+		return fault.New(fault.ErrIO, "%v", f)
+	}
+	return f
+}
+
+// Judge says what an error means; see retry.Fetcher.
+func (o *object) Judge(err error) (retry.Verdict, time.Duration) {
+	var (
+		gone *changed
+		busy *failed
+		name *net.DNSError
+	)
+	switch {
+	case errors.As(err, &gone):
+		return retry.Changed, 0
+	case errors.As(err, &busy):
+		return retry.Again, busy.after
+	case errors.As(err, &name) && name.IsNotFound, fault.Classed(err), badTLS(err):
+		return retry.Never, 0
+	}
+	return retry.Again, 0
+}
+
+// badTLS tells a server that is not trusted, or does not speak TLS as we do,
+// from a connection that broke.
+func badTLS(err error) bool {
+	var (
+		verify *tls.CertificateVerificationError
+		header tls.RecordHeaderError
+		alert  tls.AlertError
+		name   x509.HostnameError
+		who    x509.UnknownAuthorityError
+	)
+	return errors.As(err, &verify) || errors.As(err, &header) || errors.As(err, &alert) || errors.As(err, &name) || errors.As(err, &who)
+}

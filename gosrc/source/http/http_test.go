@@ -1,0 +1,543 @@
+package http
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/serve"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/retry"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+var faults = flag.Int("faults", 200, "how many faults TestFaults injects")
+
+const secret = "planted-s3cr3t"
+
+func random(n int) []byte {
+	b := make([]byte, n)
+	r := rand.New(rand.NewPCG(3, uint64(n)))
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+	return b
+}
+
+// started serves data as /x of a server of ours.
+func started(t *testing.T, data []byte, opt serve.Options) (*serve.Server, string) {
+	t.Helper()
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "x"), data, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s, err := serve.New(dir, opt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s, s.URL() + "x"
+}
+
+func opened(t *testing.T, uri string, storage map[string]string) *Source {
+	t.Helper()
+	s, err := Open(context.Background(), uri, source.Options{Storage: storage})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+func settled(t *testing.T) {
+	t.Helper()
+	for range 300 {
+		left := slices.DeleteFunc(spawn.Names(), func(n string) bool { return n == "serve" }) // those end with the test
+		if len(left) == 0 && len(clients) == 0 {
+			return
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	t.Errorf("still there: %v, %d clients", spawn.Names(), len(clients))
+}
+
+// A server with ranges, one without, and one that names no length are sources
+// like any other.
+func TestSuite(t *testing.T) {
+	for name, opt := range map[string]serve.Options{"ranges": {}, "plain": {NoRanges: true}, "chunked": {Chunked: true}} {
+		t.Run(name, func(t *testing.T) {
+			sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+				_, uri := started(t, data, opt)
+				return opened(t, uri, nil)
+			})
+		})
+	}
+	settled(t)
+}
+
+// A server that knows nothing but HTTP/1.0: no length, the end of the
+// connection is the end of the body.
+func TestOldServer(t *testing.T) {
+	data := random(700_000)
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		c, b, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer c.Close()
+		fmt.Fprint(b, "HTTP/1.0 200 OK\r\n\r\n")
+		_, _ = b.Write(data)
+		_ = b.Flush()
+	}))
+	defer s.Close()
+	src := opened(t, s.URL+"/x", nil)
+	p := make([]byte, len(data)-5)
+	if src.Size() != int64(len(data)) || src.ReadAt(context.Background(), p, 5) != nil || !bytes.Equal(p, data[5:]) {
+		t.Errorf("%d bytes of %d, or other ones", src.Size(), len(data))
+	}
+}
+
+// Whatever a server and the network do to answers, the bytes are right, what
+// broke goes on where it broke, and next to nothing comes twice. With
+// -faults 10000 this is the soak.
+func TestFaults(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	kinds := map[string]float64{"reset": 0.03, "short": 0.03, "stall": 0.005, "trickle": 0.005, "range": 0.015, "whole": 0.005,
+		"length": 0.015, "gzip": 0.01, "loop": 0.005, "500": 0.015, "503": 0.01, "429": 0.01}
+	data := random(64 << 20)
+	for _, mode := range []string{"http", "https"} {
+		opt := serve.Options{Faults: kinds, Seed: seed}
+		storage := map[string]string{"timeout": "0.2", "retries": "60"}
+		if mode == "https" {
+			c := makeCerts(t)
+			opt.Cert, opt.Key, storage["cacert"] = c.good, c.key, c.ca
+		}
+		s, uri := started(t, data, opt)
+		src, err := Open(context.Background(), uri, source.Options{Storage: storage})
+		for range 50 { // opening gives up sooner than reading
+			if err == nil {
+				break
+			}
+			src, err = Open(context.Background(), uri, source.Options{Storage: storage})
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		begun := time.Now()
+		var reads, wanted, wrong atomic.Int64
+		var wg sync.WaitGroup
+		injected := func() (n int64) {
+			for _, v := range s.Faults() {
+				n += v
+			}
+			return n
+		}
+		for g := range 8 {
+			wg.Add(1)
+			go func() {
+				defer wg.Done()
+				r := rand.New(rand.NewPCG(seed, uint64(g)))
+				p := make([]byte, 1<<20)
+				for injected() < int64(*faults)/2 {
+					n := 1 + r.IntN(len(p))
+					off := r.Int64N(int64(len(data) - n))
+					if err := src.ReadAt(context.Background(), p[:n], off); err != nil {
+						t.Errorf("seed %d: %v", seed, err)
+						return
+					}
+					reads.Add(1)
+					wanted.Add(int64(n))
+					if !bytes.Equal(p[:n], data[off:off+int64(n)]) {
+						wrong.Add(1)
+					}
+				}
+			}()
+		}
+		wg.Wait()
+		c := src.Counts()
+		sent := s.Sent.Load()
+		t.Logf("%s, seed %d: %d reads, %d faults %v, %d wrong, %d requests, %d resumed, %d bytes wanted, thrown away by us %.3f%%, sent above it %.2f%%, %.1f s",
+			mode, seed, reads.Load(), injected(), s.Faults(), wrong.Load(), c.Requests, c.Resumed, wanted.Load(),
+			100*float64(c.Extra)/float64(wanted.Load()), 100*(float64(sent)/float64(wanted.Load())-1), time.Since(begun).Seconds())
+		if wrong.Load() != 0 {
+			t.Errorf("%d reads gave wrong bytes", wrong.Load())
+		}
+		if float64(c.Extra) > 0.01*float64(wanted.Load()) {
+			t.Errorf("%d bytes came for nothing, %d were wanted", c.Extra, wanted.Load())
+		}
+		src.Close()
+		s.Close()
+	}
+	settled(t)
+}
+
+// Servers without ranges: a GET that breaks begins again, and what comes twice
+// is compared.
+func TestSpoolFaults(t *testing.T) {
+	t.Cleanup(func() { settled(t) })
+	data := random(2 << 20)
+	for seed := range uint64(4) {
+		_, uri := started(t, data, serve.Options{NoRanges: true, Seed: seed, Faults: map[string]float64{"reset": 0.3, "short": 0.3, "503": 0.1}})
+		src := opened(t, uri, map[string]string{"timeout": "1", "retries": "50"})
+		p := make([]byte, len(data))
+		if err := src.ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, data) {
+			t.Errorf("seed %d: %v, or other bytes", seed, err)
+		}
+	}
+}
+
+// An object that changes after it was opened is CorruptError, however the
+// server shows it.
+func TestChanged(t *testing.T) {
+	data := random(1 << 20)
+	ctx := context.Background()
+	t.Run("file replaced", func(t *testing.T) {
+		dir := t.TempDir()
+		path := filepath.Join(dir, "x")
+		if err := os.WriteFile(path, data, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s, err := serve.New(dir, serve.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer s.Close()
+		src := opened(t, s.URL()+"x", nil)
+		if err := os.WriteFile(path+"2", random(1<<20), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(path+"2", path); err != nil {
+			t.Fatal(err)
+		}
+		err = src.ReadAt(ctx, make([]byte, 100), 500_000)
+		if !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "changed while it was read") {
+			t.Errorf("%v", err)
+		}
+		if n := src.Counts().Resumed; n != 0 {
+			t.Errorf("tried %d times", n)
+		}
+	})
+	t.Run("another ETag", func(t *testing.T) {
+		s, uri := started(t, data, serve.Options{})
+		src := opened(t, uri, nil)
+		s.Close()
+		// The same address, a server that takes no notice of If-Match.
+		_, uri2 := started(t, data, serve.Options{Address: strings.TrimSuffix(strings.TrimPrefix(s.URL(), "http://"), "/"), Faults: map[string]float64{"etag": 1}})
+		if uri2 != uri {
+			t.Fatal(uri2)
+		}
+		if err := src.ReadAt(ctx, make([]byte, 100), 500_000); !errors.Is(err, fault.ErrCorrupt) {
+			t.Errorf("%v", err)
+		}
+	})
+	t.Run("by date and size alone", func(t *testing.T) {
+		var n atomic.Int64
+		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			d := data
+			if n.Add(1) > 2 {
+				d = data[:len(data)-1]
+			}
+			http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(d))
+		}))
+		defer s.Close()
+		src := opened(t, s.URL+"/x", nil)
+		if err := src.ReadAt(ctx, make([]byte, 100), 500_000); err != nil {
+			t.Fatal(err)
+		}
+		if err := src.ReadAt(ctx, make([]byte, 100), 500_000); !errors.Is(err, fault.ErrCorrupt) {
+			t.Errorf("%v", err)
+		}
+	})
+}
+
+// What a server answers becomes the class that a user would catch, and no
+// secret of the caller's is in any text.
+func TestClasses(t *testing.T) {
+	var requests atomic.Int64
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		requests.Add(1)
+		var code int
+		switch path := strings.TrimPrefix(r.URL.Path, "/"); path {
+		case "gzip":
+			w.Header().Set("Content-Encoding", "gzip")
+			_, _ = w.Write(make([]byte, 1000))
+		case "shifted":
+			w.Header().Set("Content-Range", "bytes 1-5/1000")
+			w.WriteHeader(206)
+			_, _ = w.Write(make([]byte, 5))
+		case "huge":
+			w.Header().Set("Content-Range", "bytes 0-262143/9223372036854775808")
+			w.WriteHeader(206)
+		case "endless":
+			w.Header().Set("Content-Range", "bytes 0-9/10")
+			w.WriteHeader(206)
+			_, _ = w.Write(make([]byte, 100))
+		case "scheme":
+			w.Header().Set("Location", "file:///etc/passwd")
+			w.WriteHeader(302)
+		case "link":
+			w.Header().Set("Location", "http://169.254.169.254/latest/meta-data/")
+			w.WriteHeader(302)
+		case "loop":
+			http.Redirect(w, r, "/loop", 307)
+		default:
+			fmt.Sscan(path, &code)
+			w.WriteHeader(code)
+		}
+	}))
+	defer s.Close()
+	for path, c := range map[string]struct {
+		class error
+		most  int64
+	}{
+		"404": {fault.ErrNotFound, 1}, "410": {fault.ErrNotFound, 1}, "401": {fault.ErrPermission, 1}, "403": {fault.ErrPermission, 1},
+		"400": {fault.ErrIO, 1}, "501": {fault.ErrIO, 1}, "500": {fault.ErrIO, 3}, "429": {fault.ErrIO, 3},
+		"gzip": {fault.ErrIO, 3}, "shifted": {fault.ErrIO, 3}, "huge": {fault.ErrIO, 3}, "endless": {fault.ErrIO, 3},
+		"scheme": {fault.ErrPermission, 1}, "link": {fault.ErrPermission, 1}, "loop": {fault.ErrIO, 18},
+	} {
+		requests.Store(0)
+		uri := strings.Replace(s.URL, "://", "://user:"+secret+"@", 1) + "/" + path + "?sig=" + secret
+		_, err := Open(context.Background(), uri, source.Options{Storage: map[string]string{"token": secret, "header.X-Key": secret, "retries": "2"}})
+		if !errors.Is(err, c.class) {
+			t.Errorf("%s: %v, want %v", path, err, c.class)
+			continue
+		}
+		if strings.Contains(err.Error(), secret) || !strings.Contains(err.Error(), path) {
+			t.Errorf("%s: %v", path, err)
+		}
+		if n := requests.Load(); n > c.most {
+			t.Errorf("%s: %d requests", path, n)
+		}
+	}
+	for uri, class := range map[string]error{
+		"http://": fault.ErrArgument, "http://[::1": fault.ErrArgument, "hf://x": fault.ErrArgument, "hf://a/b/../c": fault.ErrArgument,
+		"http://127.0.0.1:1/x": fault.ErrIO, "http://no.such.host.invalid/": fault.ErrIO,
+	} {
+		if _, err := Open(context.Background(), uri, source.Options{}); !errors.Is(err, class) {
+			t.Errorf("%s: %v, want %v", uri, err, class)
+		}
+	}
+	for _, storage := range []map[string]string{
+		{"key": secret}, {"timeout": secret}, {"connections": "0"}, {"insecure": "perhaps"}, {"header.a b": "x"}, {"header.X": "a\nb"},
+		{"header.Range": "bytes=0-1"}, {"token": "a\nb"}, {"cacert": "/dev/null"},
+	} {
+		_, err := Open(context.Background(), s.URL, source.Options{Storage: storage})
+		if !errors.Is(err, fault.ErrArgument) || strings.Contains(err.Error(), secret) {
+			t.Errorf("%v: %v", storage, err)
+		}
+	}
+	settled(t)
+}
+
+// Redirects are followed, 5 of them; what the caller gave goes to the first
+// server alone; a signed address that has run out is asked for again.
+func TestRedirects(t *testing.T) {
+	data := random(1 << 20)
+	var leaked, expired, signed atomic.Int64
+	store := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Authorization") != "" || r.Header.Get("X-Key") != "" {
+			leaked.Add(1)
+		}
+		if r.URL.Query().Get("n") != fmt.Sprint(signed.Load()) {
+			expired.Add(1)
+			w.WriteHeader(403)
+			return
+		}
+		w.Header().Set("ETag", `"e"`)
+		http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(data))
+	}))
+	defer store.Close()
+	var asked atomic.Int64
+	hub := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Authorization") != "Bearer "+secret || r.Header.Get("X-Key") != secret {
+			w.WriteHeader(401)
+			return
+		}
+		asked.Add(1)
+		var hops int
+		fmt.Sscan(strings.TrimPrefix(r.URL.Path, "/"), &hops)
+		if hops > 1 {
+			http.Redirect(w, r, fmt.Sprintf("/%d", hops-1), 302)
+			return
+		}
+		http.Redirect(w, r, fmt.Sprintf("%s/blob?n=%d", store.URL, signed.Load()), 302)
+	}))
+	defer hub.Close()
+	storage := map[string]string{"token": secret, "header.X-Key": secret}
+	src := opened(t, hub.URL+"/5", storage)
+	p := make([]byte, 300_000)
+	for range 3 {
+		if err := src.ReadAt(context.Background(), p, 400_000); err != nil || !bytes.Equal(p, data[400_000:700_000]) {
+			t.Fatal(err)
+		}
+	}
+	if asked.Load() != 5 {
+		t.Errorf("the first server was asked %d times", asked.Load())
+	}
+	signed.Add(1)
+	if err := src.ReadAt(context.Background(), p, 400_000); err != nil || expired.Load() != 1 {
+		t.Errorf("%v after %d answers of 403", err, expired.Load())
+	}
+	if leaked.Load() != 0 {
+		t.Error("credentials went to another server")
+	}
+	if _, err := Open(context.Background(), hub.URL+"/6", source.Options{Storage: storage}); err == nil {
+		t.Error("6 redirects")
+	}
+}
+
+func TestInward(t *testing.T) {
+	for _, c := range []struct {
+		from, to string
+		ok       bool
+	}{
+		{"93.184.216.34", "1.1.1.1", true}, {"93.184.216.34", "127.0.0.1", false}, {"93.184.216.34", "10.0.0.1", false},
+		{"93.184.216.34", "::ffff:192.168.1.1", false}, {"93.184.216.34", "fd00::1", false}, {"93.184.216.34", "100.64.0.1", false},
+		{"93.184.216.34", "169.254.169.254", false}, {"93.184.216.34", "0.0.0.0", false}, {"2606::1", "::1", false},
+		{"10.0.0.1", "127.0.0.1", true}, {"10.0.0.1", "169.254.169.254", false}, {"127.0.0.1", "fe80::1", false}, {"127.0.0.1", "8.8.8.8", true},
+	} {
+		if err := inward(netip.MustParseAddr(c.from), netip.MustParseAddr(c.to)); (err == nil) != c.ok {
+			t.Errorf("%s to %s: %v", c.from, c.to, err)
+		}
+	}
+}
+
+// hf:// asks the endpoint for the file at the revision, with the user's token.
+func TestHub(t *testing.T) {
+	data := random(1000)
+	var seen sync.Map
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		seen.Store(r.URL.EscapedPath(), r.Header.Get("Authorization"))
+		_, _ = w.Write(data)
+	}))
+	defer s.Close()
+	home := t.TempDir()
+	if err := os.WriteFile(filepath.Join(home, "token"), []byte("from-file\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for uri, c := range map[string]struct {
+		path, auth string
+		env        map[string]string
+		token      string
+	}{
+		"hf://org/name/a b.safetensors":      {"/org/name/resolve/main/a%20b.safetensors", "", nil, ""},
+		"hf://org/name/d/x.json@refs/pr/1":   {"/org/name/resolve/refs%2Fpr%2F1/d/x.json", "Bearer from-env", map[string]string{"HF_TOKEN": "from-env"}, ""},
+		"hf://gpt2/model.safetensors@abc":    {"/gpt2/resolve/abc/model.safetensors", "Bearer from-file", map[string]string{"HF_HOME": home}, ""},
+		"hf://datasets/org/name/x.json@main": {"/datasets/org/name/resolve/main/x.json", "Bearer given", map[string]string{"HF_TOKEN": "from-env"}, "given"},
+	} {
+		env := map[string]string{"HF_ENDPOINT": s.URL + "/"}
+		maps.Copy(env, c.env)
+		storage := map[string]string{}
+		if c.token != "" {
+			storage["token"] = c.token
+		}
+		src, err := Open(context.Background(), uri, source.Options{Env: env, Storage: storage})
+		if err != nil {
+			t.Errorf("%s: %v", uri, err)
+			continue
+		}
+		src.Close()
+		if auth, ok := seen.Load(c.path); !ok || auth != c.auth {
+			t.Errorf("%s: %v with %v", uri, ok, auth)
+		}
+	}
+}
+
+// A proxy of the environment is used, with its password, and NO_PROXY obeyed.
+func TestProxy(t *testing.T) {
+	data := random(1000)
+	var through atomic.Int64
+	proxy := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Proxy-Authorization") == "" || r.URL.Host != "weights.example" {
+			w.WriteHeader(407)
+			return
+		}
+		through.Add(1)
+		http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(data))
+	}))
+	defer proxy.Close()
+	address := strings.Replace(proxy.URL, "://", "://user:"+secret+"@", 1)
+	for _, env := range []map[string]string{{"http_proxy": address}, {"HTTP_PROXY": address}, {"ALL_PROXY": address}} {
+		src, err := Open(context.Background(), "http://weights.example/x", source.Options{Env: env})
+		if err != nil {
+			t.Fatal(err)
+		}
+		src.Close()
+	}
+	if through.Load() != 3 {
+		t.Errorf("%d requests through the proxy", through.Load())
+	}
+	_, err := Open(context.Background(), "http://weights.invalid/x", source.Options{Env: map[string]string{"http_proxy": address, "NO_PROXY": "weights.invalid"}})
+	if err == nil || through.Load() != 3 || strings.Contains(err.Error(), secret) {
+		t.Errorf("NO_PROXY: %v", err)
+	}
+	_, err = Open(context.Background(), "http://x.example/", source.Options{Env: map[string]string{"http_proxy": "http://user:" + secret + "@[bad"}})
+	if err == nil || strings.Contains(err.Error(), secret) {
+		t.Errorf("%v", err)
+	}
+}
+
+// Cancel ends a read that hangs, soon, and leaves nothing behind.
+func TestCancel(t *testing.T) {
+	data := random(1 << 20)
+	var n atomic.Int64
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if n.Add(1) > 1 {
+			<-r.Context().Done()
+			return
+		}
+		http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(data))
+	}))
+	defer s.Close()
+	src := opened(t, s.URL+"/x", nil)
+	ctx, cancel := context.WithCancelCause(context.Background())
+	time.AfterFunc(50*time.Millisecond, func() { cancel(fault.ErrCancelled) })
+	begun := time.Now()
+	if err := src.ReadAt(ctx, make([]byte, 500_000), 300_000); !errors.Is(err, fault.ErrCancelled) || time.Since(begun) > 2*time.Second {
+		t.Errorf("%v after %v", err, time.Since(begun))
+	}
+	src.Close()
+}
+
+// Shards of one model share their connections.
+func TestShared(t *testing.T) {
+	_, uri := started(t, random(1000), serve.Options{})
+	a, b := opened(t, uri, nil), opened(t, uri, nil)
+	if len(clients) != 1 {
+		t.Errorf("%d clients", len(clients))
+	}
+	c := opened(t, uri, map[string]string{"token": "x"})
+	if len(clients) != 2 {
+		t.Errorf("%d clients", len(clients))
+	}
+	for _, s := range []*Source{a, b, c} {
+		s.Close()
+	}
+	settled(t)
+}
+
+func TestNames(t *testing.T) {
+	for _, n := range retry.Names {
+		if !slices.Contains(options, n) {
+			t.Errorf("%s is no option", n)
+		}
+	}
+}

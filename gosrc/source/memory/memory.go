@@ -1,0 +1,79 @@
+// Package memory is the source of bytes that lie in memory already: a file that
+// was read whole. It lends them, so that nobody copies what is there.
+package memory
+
+import (
+	"context"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// A Memory is such a source. It implements source.Source and source.Lender.
+type Memory struct {
+	uri   string
+	bytes []byte
+	close sync.Once
+	free  func()
+
+	mu   sync.RWMutex // held for reading by every copy
+	shut bool
+}
+
+// New makes a source of bytes that are valid until free, which Close calls
+// once; uri names it in errors.
+func New(uri string, bytes []byte, free func()) *Memory {
+	return &Memory{uri: uri, bytes: bytes, free: free}
+}
+
+// URI is the name of what was read.
+func (m *Memory) URI() string { return m.uri }
+
+// Size is the number of bytes.
+func (m *Memory) Size() int64 { return int64(len(m.bytes)) }
+
+// ReadAt copies; see source.Source.
+func (m *Memory) ReadAt(ctx context.Context, p []byte, off int64) error {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	b, err := m.part(off, int64(len(p)))
+	if err == nil {
+		copy(p, b)
+	}
+	return err
+}
+
+// Lend gives the bytes themselves; see source.Lender.
+func (m *Memory) Lend(off, n int64) ([]byte, error) {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	return m.part(off, n)
+}
+
+// part is a range of the bytes. m.mu is held.
+func (m *Memory) part(off, n int64) ([]byte, error) {
+	if m.shut {
+		return nil, m.at(off, fault.New(fault.ErrArgument, "the source is closed"))
+	}
+	if off < 0 || n < 0 || off > m.Size() || n > m.Size()-off {
+		return nil, m.at(off, fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, there are %d", n, m.Size()))
+	}
+	return m.bytes[off : off+n : off+n], nil
+}
+
+// Close frees the bytes after the copies in flight; nothing of them is lent any
+// more.
+func (m *Memory) Close() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.shut = true
+	m.close.Do(m.free)
+	return nil
+}
+
+func (m *Memory) at(off int64, err error) error {
+	return &fault.At{Verb: "read", Source: m.uri, Chunk: -1, Offset: off, Err: err}
+}

@@ -1,0 +1,168 @@
+package retry
+
+import (
+	"context"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// A limiter decides how many ranges of one host are open at once. It climbs:
+// while every permit is in use it compares the throughput of a window with the
+// one before. One step more that brings at least gain is kept and followed by
+// another; one that does not is taken back, and the next is tried after rest
+// windows. A store that says it has too much to do halves the number.
+type limiter struct {
+	host string
+	refs int
+
+	bytes atomic.Int64 // of this window, counted as they come
+
+	mu      sync.Mutex
+	most    int
+	limit   int
+	open    int
+	waiting []chan struct{} // closed when its turn has come
+
+	begin     time.Time // of the window
+	saturated bool      // somebody waited in this window
+	last      float64   // bytes a second of the window before
+	before    int       // limit to go back to; 0: the last step was none
+	resting   int
+	halved    time.Time
+}
+
+const (
+	first  = 8 // open at the start: measured, most links need no more
+	window = 150 * time.Millisecond
+	gain   = 1.05
+	rest   = 16
+	calm   = time.Second
+)
+
+var (
+	limitersMu sync.Mutex
+	limiters   = map[string]*limiter{}
+)
+
+// hold finds the limiter of a host, or makes one; "" is always one of its own.
+func hold(host string, most int) *limiter {
+	limitersMu.Lock()
+	defer limitersMu.Unlock()
+	l := limiters[host]
+	if l == nil || host == "" {
+		l = &limiter{host: host, most: most, limit: min(first, most)}
+		if host != "" {
+			limiters[host] = l
+		}
+	}
+	l.mu.Lock()
+	l.most = max(l.most, most)
+	l.mu.Unlock()
+	l.refs++
+	return l
+}
+
+// drop forgets the host after its last source.
+func (l *limiter) drop() {
+	limitersMu.Lock()
+	defer limitersMu.Unlock()
+	if l.refs--; l.refs == 0 && limiters[l.host] == l {
+		delete(limiters, l.host)
+	}
+}
+
+// acquire waits for a permit, first come, first served.
+func (l *limiter) acquire(ctx context.Context) error {
+	l.mu.Lock()
+	if l.open == 0 { // nothing was measured meanwhile
+		l.measure()
+	}
+	if l.open < l.limit && len(l.waiting) == 0 {
+		l.open++
+		l.mu.Unlock()
+		return nil
+	}
+	turn := make(chan struct{})
+	l.waiting = append(l.waiting, turn)
+	l.saturated = true
+	l.mu.Unlock()
+	select {
+	case <-turn:
+		return nil
+	case <-ctx.Done():
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for i, w := range l.waiting {
+		if w == turn {
+			l.waiting = append(l.waiting[:i], l.waiting[i+1:]...)
+			return context.Cause(ctx)
+		}
+	}
+	l.open-- // its turn had come
+	l.admit()
+	return context.Cause(ctx)
+}
+
+// measure begins a window.
+func (l *limiter) measure() {
+	l.begin, l.saturated = time.Now(), false
+	l.bytes.Store(0)
+}
+
+// release gives a permit back.
+func (l *limiter) release() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.open--
+	if d := time.Since(l.begin); d >= window {
+		if l.saturated {
+			l.climb(float64(l.bytes.Load()) / d.Seconds())
+		}
+		l.measure()
+	}
+	l.admit()
+}
+
+// climb judges the last step by the throughput of a window, and takes another.
+func (l *limiter) climb(rate float64) {
+	switch {
+	case l.before != 0 && rate < l.last*gain: // the step brought nothing
+		l.limit, l.before, l.resting = l.before, 0, rest
+	case l.resting > 0:
+		l.resting--
+		l.last = rate
+	default:
+		l.last = rate
+		if l.limit < l.most {
+			l.before = l.limit
+			l.limit = min(l.most, l.limit+max(1, l.limit/2))
+		} else {
+			l.before = 0
+		}
+	}
+}
+
+// overloaded halves the number of open ranges: once for all the answers that
+// tell of the same crowd.
+func (l *limiter) overloaded() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if time.Since(l.halved) < calm {
+		return
+	}
+	l.halved = time.Now()
+	l.limit, l.before, l.resting = max(1, l.limit/2), 0, rest/4
+}
+
+func (l *limiter) admit() {
+	for l.open < l.limit && len(l.waiting) > 0 {
+		close(l.waiting[0])
+		l.waiting = l.waiting[1:]
+		l.open++
+	}
+	if len(l.waiting) > 0 {
+		l.saturated = true
+	}
+}

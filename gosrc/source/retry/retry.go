@@ -1,0 +1,400 @@
+// Package retry makes a source of something that opens ranges of an object far
+// away: every failure costs a resume at the byte reached, never a restart and
+// never a wrong byte.
+//
+// A range that breaks is asked for again from its first missing byte, after a
+// pause with full jitter that doubles while nothing arrives. A body that brings
+// less than Options.Floor bytes within Options.Timeout is given up and asked
+// for again. How many ranges of one host are open at once is found by
+// measuring; see limiter.go. What may be tried again is the Fetcher's to judge.
+package retry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// A Verdict says what a failure means.
+type Verdict int
+
+// The verdicts.
+const (
+	Never   Verdict = iota // asking again cannot help
+	Again                  // the network, or the store for the moment
+	Changed                // the object is another one by now
+)
+
+// A Fetcher opens ranges of one object. It is safe for concurrent use.
+type Fetcher interface {
+	// URI names the object as the user wrote it.
+	URI() string
+	// Size is the object's size, fixed when it was opened.
+	Size() int64
+	// Fetch opens n bytes (1 or more, within Size) from off. The body ends with
+	// io.EOF after exactly these; one that is shorter or longer is a failure,
+	// and so is an answer that is not about this very range of this very
+	// object. The body is closed by the caller, and ctx ends it.
+	Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
+	// Judge says what an error of Fetch or of reading a body means, and how
+	// long the store asks to wait, 0 if it does not. It is not asked about the
+	// caller's own cancellation, nor about a body that is cut or stalls.
+	Judge(err error) (Verdict, time.Duration)
+	// Close releases what the fetcher holds.
+	Close() error
+}
+
+// Options of New. Zero fields are the defaults.
+type Options struct {
+	// Host names what shares one limit: sources of one host measure together.
+	Host string
+	// Connections is the most ranges open at once, 16 if 0.
+	Connections int
+	// Retries is how often in a row a range may fail without bringing Floor
+	// bytes; 8 if 0, none if negative.
+	Retries int
+	// Timeout is how long a range may bring less than Floor bytes: 30 s if 0.
+	Timeout time.Duration
+	// Floor is what counts as progress: 64 KiB if 0.
+	Floor int64
+
+	base time.Duration // of the pauses; tests make it short
+}
+
+// Names are the options of Parse.
+var Names = []string{"timeout", "connections", "retries"}
+
+// Parse reads the options that every store has.
+func Parse(o source.Options) (Options, error) {
+	timeout, err := o.Number("timeout", 30, 0.01, 86400)
+	if err != nil {
+		return Options{}, err
+	}
+	connections, err := o.Number("connections", 0, 1, 1024)
+	if err != nil {
+		return Options{}, err
+	}
+	retries, err := o.Number("retries", 8, 0, 1000)
+	if err != nil {
+		return Options{}, err
+	}
+	out := Options{Timeout: time.Duration(timeout * float64(time.Second)), Connections: int(connections), Retries: int(retries)}
+	if out.Retries == 0 {
+		out.Retries = -1
+	}
+	return out, nil
+}
+
+func (o *Options) defaults() {
+	if o.Connections == 0 {
+		o.Connections = 16
+	}
+	if o.Retries == 0 {
+		o.Retries = 8
+	}
+	o.Retries = max(0, o.Retries)
+	if o.Timeout == 0 {
+		o.Timeout = 30 * time.Second
+	}
+	if o.Floor == 0 {
+		o.Floor = 64 << 10
+	}
+	if o.base == 0 {
+		o.base = base
+	}
+}
+
+// A Source reads a Fetcher's object. It implements source.Source.
+type Source struct {
+	f     Fetcher
+	opt   Options
+	limit *limiter
+
+	ctx    context.Context // ends with Close
+	cancel context.CancelCauseFunc
+	once   sync.Once
+	shut   error
+
+	counts [4]atomic.Int64
+}
+
+// Counts is what a source has done so far.
+type Counts struct {
+	Requests int64 // ranges asked for
+	Resumed  int64 // of them, those that went on where another broke
+	Bytes    int64 // wanted and arrived
+	Extra    int64 // arrived and thrown away
+}
+
+// New makes a source of a fetcher, which it closes.
+func New(f Fetcher, opt Options) *Source {
+	opt.defaults()
+	s := &Source{f: f, opt: opt, limit: hold(opt.Host, opt.Connections)}
+	s.ctx, s.cancel = context.WithCancelCause(context.Background())
+	return s
+}
+
+// URI is the fetcher's.
+func (s *Source) URI() string { return s.f.URI() }
+
+// Size is the fetcher's.
+func (s *Source) Size() int64 { return s.f.Size() }
+
+// Far is how many reads at once this source can make use of: it says, too,
+// that a read costs a round trip, so that few large ones are better than many.
+func (s *Source) Far() int { return s.opt.Connections }
+
+// Counts says what was done so far.
+func (s *Source) Counts() Counts {
+	return Counts{s.counts[0].Load(), s.counts[1].Load(), s.counts[2].Load(), s.counts[3].Load()}
+}
+
+// Wasted counts bytes that a fetcher had to throw away.
+func (s *Source) Wasted(n int64) { s.counts[3].Add(n) }
+
+// Close ends reads in flight and releases the fetcher.
+func (s *Source) Close() error {
+	s.once.Do(func() {
+		s.cancel(fault.New(fault.ErrArgument, "the source is closed"))
+		s.shut = s.f.Close()
+		s.limit.drop()
+	})
+	return s.shut
+}
+
+// ReadAt fills p from off; see source.Source. Bytes go from the connection
+// straight into p.
+func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
+	if off < 0 || off > s.Size() || int64(len(p)) > s.Size()-off {
+		return s.at(off, fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", len(p), s.Size()))
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	if s.ctx.Err() != nil {
+		return s.at(off, context.Cause(s.ctx))
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	defer context.AfterFunc(s.ctx, func() { cancel(s.at(off, context.Cause(s.ctx))) })()
+	for failed := 0; len(p) > 0; {
+		n, err := s.attempt(ctx, p, off)
+		p, off = p[n:], off+int64(n)
+		s.counts[2].Add(int64(n))
+		if err == nil {
+			continue
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if len(p) == 0 {
+			return nil // every byte is here: what ails the connection is nobody's trouble
+		}
+		verdict, after := s.judge(err)
+		switch {
+		case verdict == Changed:
+			return s.at(off, fault.New(fault.ErrCorrupt, "changed while it was read: %v", err))
+		case verdict == Never:
+			return s.at(off, classed(err))
+		case int64(n) >= s.opt.Floor:
+			failed = 0
+		}
+		if failed++; failed > s.opt.Retries {
+			return s.at(off, fmt.Errorf("%w (after %d attempts)", classed(err), failed))
+		}
+		if after > 0 {
+			s.limit.overloaded()
+		}
+		if err := pause(ctx, s.opt.base, failed, after); err != nil {
+			return err
+		}
+		s.counts[1].Add(1)
+	}
+	return nil
+}
+
+// attempt opens the range and reads it until it is whole or breaks.
+func (s *Source) attempt(ctx context.Context, p []byte, off int64) (int, error) {
+	if err := s.limit.acquire(ctx); err != nil {
+		return 0, err
+	}
+	got := 0
+	defer s.limit.release()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	watchdog := time.AfterFunc(s.opt.Timeout, func() { cancel(errStalled) })
+	defer watchdog.Stop()
+	s.counts[0].Add(1)
+	body, err := s.f.Fetch(ctx, off, int64(len(p)))
+	if err != nil {
+		return 0, stalled(ctx, err)
+	}
+	defer body.Close()
+	watchdog.Reset(s.opt.Timeout)
+	mark := 0
+	for got < len(p) {
+		n, err := body.Read(p[got:])
+		got += n
+		s.limit.bytes.Add(int64(n))
+		if err == io.EOF {
+			if got < len(p) {
+				return got, fmt.Errorf("%w: %d of %d bytes", errShort, got, len(p))
+			}
+			return got, nil
+		}
+		if err != nil {
+			return got, stalled(ctx, &broken{err})
+		}
+		if int64(got-mark) >= s.opt.Floor {
+			mark = got
+			watchdog.Reset(s.opt.Timeout)
+		}
+	}
+	// A body says that it ends, so that its connection can serve again.
+	var more [1]byte
+	switch n, err := body.Read(more[:]); {
+	case n > 0:
+		s.Wasted(1)
+		return 0, errLong
+	case err != nil && err != io.EOF:
+		return got, nil
+	}
+	return got, nil
+}
+
+var (
+	errStalled = errors.New("no progress")
+	errShort   = errors.New("the body ended early")
+	errLong    = errors.New("the body has more bytes than were asked for")
+)
+
+// broken is an error of reading a body: always worth another try.
+type broken struct{ err error }
+
+func (b *broken) Error() string { return b.err.Error() }
+func (b *broken) Unwrap() error { return b.err }
+
+// stalled names the watchdog when it was what ended a request.
+func stalled(ctx context.Context, err error) error {
+	if context.Cause(ctx) == errStalled {
+		return errStalled
+	}
+	return err
+}
+
+func (s *Source) judge(err error) (Verdict, time.Duration) {
+	var b *broken
+	switch {
+	case errors.Is(err, errStalled), errors.Is(err, errShort), errors.Is(err, errLong):
+		return Again, 0
+	case errors.As(err, &b):
+		if v, after := s.f.Judge(b.err); v != Never {
+			return v, after
+		}
+		return Again, 0
+	}
+	return s.f.Judge(err)
+}
+
+// classed gives an error that has none the class that fits.
+func classed(err error) error {
+	switch {
+	case fault.Classed(err):
+		return err
+	case errors.Is(err, errStalled), errors.Is(err, context.DeadlineExceeded):
+		return fault.New(fault.ErrTimeout, "%v", err)
+	}
+	return fault.New(fault.ErrIO, "%v", err)
+}
+
+func (s *Source) at(off int64, err error) error {
+	return &fault.At{Verb: "read", Source: s.URI(), Chunk: -1, Offset: off, Err: err}
+}
+
+// The pause before try n is anything up to base x 2^n, at most most.
+const (
+	base = 50 * time.Millisecond
+	most = 10 * time.Second
+)
+
+// Pause waits before a try after so many failures in a row, with full jitter;
+// after is how long the store asked for, which is obeyed up to a minute.
+func Pause(ctx context.Context, failed int, after time.Duration) error {
+	return pause(ctx, base, failed, after)
+}
+
+func pause(ctx context.Context, base time.Duration, failed int, after time.Duration) error {
+	span := min(most, base<<min(failed, 10))
+	d := max(min(after, time.Minute), rand.N(span))
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// Do runs a single request, as opening an object is, until it succeeds: at
+// most tries times, with the pauses and the watchdog of a range.
+func Do(ctx context.Context, tries int, timeout time.Duration, judge func(error) (Verdict, time.Duration), fn func(ctx context.Context) error) error {
+	for failed := 0; ; {
+		err := func() error {
+			ctx, cancel := context.WithCancelCause(ctx)
+			defer cancel(nil)
+			defer time.AfterFunc(timeout, func() { cancel(errStalled) }).Stop()
+			return stalled(ctx, fn(ctx))
+		}()
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		verdict, after := Again, time.Duration(0)
+		if !errors.Is(err, errStalled) {
+			verdict, after = judge(err)
+		}
+		if failed++; verdict != Again || failed >= tries {
+			return classed(err)
+		}
+		if err := Pause(ctx, failed, after); err != nil {
+			return err
+		}
+	}
+}
+
+// Fill reads a range of a source in parts at once: for those who want much and
+// read alone.
+func Fill(ctx context.Context, s source.Source, p []byte, off int64, part int64) error {
+	if int64(len(p)) <= part {
+		return s.ReadAt(ctx, p, off)
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var wg sync.WaitGroup
+	for at := int64(0); at < int64(len(p)); at += part {
+		wg.Add(1)
+		spawn.Go("read part", func() {
+			defer wg.Done()
+			if err := s.ReadAt(ctx, p[at:min(at+part, int64(len(p)))], off+at); err != nil {
+				cancel(err)
+			}
+		})
+	}
+	wg.Wait()
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return nil
+}

@@ -1,0 +1,309 @@
+package retry
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+var (
+	errNever   = errors.New("never")
+	errAgain   = errors.New("again")
+	errChanged = errors.New("changed")
+)
+
+// store is a fetcher of bytes in memory; fault, if set, makes what a body of
+// the nth request does.
+type store struct {
+	data  []byte
+	n     atomic.Int64
+	fault func(n int64, off int64, body []byte) (io.Reader, error)
+	open  atomic.Int64
+	peak  atomic.Int64
+}
+
+func (s *store) URI() string  { return "mem://x?secret" }
+func (s *store) Size() int64  { return int64(len(s.data)) }
+func (s *store) Close() error { return nil }
+
+func (s *store) Judge(err error) (Verdict, time.Duration) {
+	switch {
+	case errors.Is(err, errNever):
+		return Never, 0
+	case errors.Is(err, errChanged):
+		return Changed, 0
+	}
+	return Again, 0
+}
+
+func (s *store) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
+	var r io.Reader = bytes.NewReader(s.data[off : off+n])
+	if s.fault != nil {
+		var err error
+		if r, err = s.fault(s.n.Add(1), off, s.data[off:off+n]); err != nil {
+			return nil, err
+		}
+	}
+	now := s.open.Add(1)
+	for p := s.peak.Load(); now > p && !s.peak.CompareAndSwap(p, now); p = s.peak.Load() {
+	}
+	return &body{ctx, r, s, sync.Once{}}, nil
+}
+
+type body struct {
+	ctx  context.Context
+	r    io.Reader
+	s    *store
+	once sync.Once
+}
+
+func (b *body) Read(p []byte) (int, error) {
+	if b.ctx.Err() != nil {
+		return 0, b.ctx.Err()
+	}
+	return b.r.Read(p)
+}
+
+func (b *body) Close() error {
+	b.once.Do(func() { b.s.open.Add(-1) })
+	return nil
+}
+
+// hang is a reader that waits for the end of its request.
+type hang struct{ ctx context.Context }
+
+func (h hang) Read([]byte) (int, error) {
+	<-h.ctx.Done()
+	return 0, h.ctx.Err()
+}
+
+type failing struct{ err error }
+
+func (f failing) Read([]byte) (int, error) { return 0, f.err }
+
+func random(n int) []byte {
+	b := make([]byte, n)
+	r := rand.New(rand.NewPCG(3, 4))
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+	return b
+}
+
+func TestSuite(t *testing.T) {
+	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source { return New(&store{data: data}, Options{}) })
+	if n := spawn.Running(); n != 0 {
+		t.Errorf("left: %v", spawn.Names())
+	}
+}
+
+// Whatever breaks, and wherever, the bytes are right and none is asked for
+// twice.
+func TestResumes(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	var mu sync.Mutex
+	s := &store{data: random(1 << 20)}
+	var asked atomic.Int64
+	s.fault = func(n, off int64, b []byte) (io.Reader, error) {
+		mu.Lock()
+		kind, cut := r.IntN(5), r.IntN(len(b)+1)
+		mu.Unlock()
+		switch kind {
+		case 0:
+			return nil, errAgain
+		case 1: // cut
+			asked.Add(int64(cut))
+			return io.MultiReader(bytes.NewReader(b[:cut]), failing{io.ErrUnexpectedEOF}), nil
+		case 2: // ends early, and says so
+			asked.Add(int64(cut))
+			return bytes.NewReader(b[:cut]), nil
+		}
+		asked.Add(int64(len(b)))
+		return bytes.NewReader(b), nil
+	}
+	src := New(s, Options{Floor: 1, Retries: 40, base: time.Millisecond})
+	defer src.Close()
+	total := int64(0)
+	for range 40 {
+		n := 1 + r.IntN(60_000)
+		off := r.IntN(len(s.data) - n)
+		p := make([]byte, n)
+		if err := src.ReadAt(context.Background(), p, int64(off)); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(p, s.data[off:off+n]) {
+			t.Fatalf("%d bytes at %d differ", n, off)
+		}
+		total += int64(n)
+	}
+	if asked.Load() != total || src.Counts().Extra != 0 {
+		t.Errorf("%d bytes came for %d that were wanted", asked.Load(), total)
+	}
+}
+
+// A body that stops, or brings next to nothing, is given up after Timeout and
+// goes on elsewhere; one that never moves ends in ErrTimeout.
+func TestStall(t *testing.T) {
+	s := &store{data: random(500_000)}
+	var first sync.Once
+	src := New(s, Options{Timeout: 30 * time.Millisecond})
+	ctx := context.Background()
+	s.fault = func(n, off int64, b []byte) (io.Reader, error) {
+		out := io.Reader(bytes.NewReader(b))
+		first.Do(func() { out = io.MultiReader(bytes.NewReader(b[:100_000]), slow{}) })
+		return out, nil
+	}
+	p := make([]byte, len(s.data))
+	if err := src.ReadAt(ctx, p, 0); err != nil || !bytes.Equal(p, s.data) {
+		t.Fatal(err)
+	}
+	src.Close()
+
+	src = New(s, Options{Timeout: 10 * time.Millisecond, Retries: 2, base: time.Millisecond})
+	s.fault = func(n, off int64, b []byte) (io.Reader, error) { return slow{}, nil }
+	if err := src.ReadAt(ctx, p, 0); !errors.Is(err, fault.ErrTimeout) || strings.Contains(err.Error(), "secret") {
+		t.Errorf("%v, want ErrTimeout", err)
+	}
+	src.Close()
+}
+
+// slow brings a zero now and then.
+type slow struct{}
+
+func (slow) Read(p []byte) (int, error) {
+	time.Sleep(2 * time.Millisecond)
+	return 0, nil
+}
+
+func TestVerdicts(t *testing.T) {
+	for _, c := range []struct {
+		err      error
+		class    error
+		requests int64
+	}{
+		{errNever, fault.ErrIO, 1},
+		{fault.New(fault.ErrPermission, "no"), fault.ErrPermission, 3},
+		{errChanged, fault.ErrCorrupt, 1},
+		{errAgain, fault.ErrIO, 3},
+	} {
+		s := &store{data: random(100)}
+		s.fault = func(n, off int64, b []byte) (io.Reader, error) { return nil, c.err }
+		src := New(s, Options{Retries: 2, base: time.Millisecond})
+		if err := src.ReadAt(context.Background(), make([]byte, 10), 5); !errors.Is(err, c.class) {
+			t.Errorf("%v: %v, want %v", c.err, err, c.class)
+		}
+		if n := src.Counts().Requests; n != c.requests {
+			t.Errorf("%v: %d requests, want %d", c.err, n, c.requests)
+		}
+		src.Close()
+	}
+	// One byte too many is no answer.
+	s := &store{data: random(100)}
+	s.fault = func(n, off int64, b []byte) (io.Reader, error) {
+		return bytes.NewReader(append(b[:len(b):len(b)], 1)), nil
+	}
+	src := New(s, Options{Retries: -1})
+	if err := src.ReadAt(context.Background(), make([]byte, 10), 5); !errors.Is(err, fault.ErrIO) {
+		t.Errorf("%v, want ErrIO", err)
+	}
+	src.Close()
+}
+
+// Cancel and Close end a read that hangs, at once.
+func TestEnds(t *testing.T) {
+	s := &store{data: random(100)}
+	s.fault = func(n, off int64, b []byte) (io.Reader, error) { return nil, nil }
+	for _, end := range []string{"cancel", "close"} {
+		hung := &hangs{store: s, in: make(chan struct{})}
+		src := New(hung, Options{})
+		ctx, cancel := context.WithCancelCause(context.Background())
+		got := make(chan error, 1)
+		go func() { got <- src.ReadAt(ctx, make([]byte, 10), 0) }()
+		<-hung.in
+		want := fault.ErrCancelled
+		if end == "close" {
+			want = fault.ErrArgument
+			src.Close()
+		} else {
+			cancel(fault.ErrCancelled)
+		}
+		select {
+		case err := <-got:
+			if !errors.Is(err, want) {
+				t.Errorf("%s: %v, want %v", end, err, want)
+			}
+		case <-time.After(5 * time.Second):
+			t.Fatal(end, "hangs")
+		}
+		src.Close()
+		cancel(nil)
+	}
+}
+
+type hangs struct {
+	*store
+	in chan struct{}
+}
+
+func (h *hangs) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
+	close(h.in)
+	return io.NopCloser(hang{ctx}), nil
+}
+
+// No more ranges are open than allowed; a store that is overloaded gets fewer;
+// and a permit is never lost.
+func TestLimiter(t *testing.T) {
+	s := &store{data: random(1 << 20)}
+	src := New(s, Options{Connections: 3})
+	if err := Fill(context.Background(), src, make([]byte, 1<<20), 0, 10_000); err != nil {
+		t.Fatal(err)
+	}
+	if p := s.peak.Load(); p > 3 || p < 1 {
+		t.Errorf("%d ranges at once", p)
+	}
+	src.limit.overloaded()
+	if src.limit.limit != 1 || src.limit.open != 0 {
+		t.Errorf("%d of %d open", src.limit.open, src.limit.limit)
+	}
+	// Waiters that give up leave their place.
+	if err := src.limit.acquire(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Millisecond)
+	defer cancel()
+	if err := src.limit.acquire(ctx); err == nil {
+		t.Error("two permits of one")
+	}
+	src.limit.release()
+	if err := src.limit.acquire(context.Background()); err != nil {
+		t.Error(err)
+	}
+	src.limit.release()
+	src.Close()
+}
+
+// The limit climbs while throughput follows and comes back when it does not.
+func TestClimb(t *testing.T) {
+	l := hold("", 64)
+	rate := func() float64 { return float64(min(l.limit, 20)) } // 20 saturate the link
+	for range 200 {
+		l.climb(rate())
+	}
+	if l.limit < 18 || l.limit > 30 {
+		t.Errorf("%d open where 20 are enough", l.limit)
+	}
+}

@@ -1,0 +1,127 @@
+package source
+
+import (
+	"net/url"
+	"strings"
+)
+
+// A URI of something far away is taken apart here, so that formats can find
+// the shards beside an index without knowing any store.
+
+// Remote reports whether a name is a URI of anything but a local file.
+func Remote(uri string) bool {
+	scheme, _, ok := strings.Cut(uri, "://")
+	return ok && scheme != "" && !strings.ContainsAny(scheme, "/\\.") && !strings.EqualFold(scheme, "file")
+}
+
+// Path is the part of a URI that ends in the object's name: without query,
+// fragment and, of hf://, the revision.
+func Path(uri string) string {
+	head, _ := split(uri)
+	return head
+}
+
+// Folder reports whether a URI names a folder: it ends in a slash, or is a
+// whole repository of hf://.
+func Folder(uri string) bool {
+	if r, ok := ParseHF(uri); ok {
+		return r.File == "" || strings.HasSuffix(r.File, "/")
+	}
+	return strings.HasSuffix(Path(uri), "/")
+}
+
+// Beside is the URI of another name in the folder of uri, or in uri itself if
+// that is a folder. A query stays: signatures of a whole folder live there.
+func Beside(uri, name string) string {
+	if r, ok := ParseHF(uri); ok {
+		r.File = r.File[:strings.LastIndexByte(r.File, '/')+1] + name
+		return r.String()
+	}
+	head, tail := split(uri)
+	if web(uri) {
+		name = url.PathEscape(name)
+	}
+	return head[:strings.LastIndexByte(head, '/')+1] + name + tail
+}
+
+func web(uri string) bool {
+	scheme, _, _ := strings.Cut(strings.ToLower(uri), "://")
+	return scheme == "http" || scheme == "https"
+}
+
+// split cuts what follows the path of http:// and https://. Keys of other
+// stores may hold ? and #.
+func split(uri string) (head, tail string) {
+	if r, ok := ParseHF(uri); ok {
+		r.Rev = ""
+		return r.String(), ""
+	}
+	if i := strings.IndexAny(uri, "?#"); i >= 0 && web(uri) {
+		return uri[:i], uri[i:]
+	}
+	return uri, ""
+}
+
+// HF is a file, or a whole repository, of the Hugging Face hub.
+type HF struct {
+	Repo string // "org/name", "name", "datasets/org/name"
+	Rev  string // "" is main
+	File string // "" is the repository
+}
+
+// ParseHF reads hf://org/name/file@rev, hf://org/name@rev/file and
+// hf://org/name@rev. A repository without an organisation is written
+// hf://name@rev, or with a file that ends in .safetensors or .json.
+func ParseHF(uri string) (HF, bool) {
+	scheme, rest, ok := strings.Cut(uri, "://")
+	if !ok || !strings.EqualFold(scheme, "hf") {
+		return HF{}, false
+	}
+	var r HF
+	path, rev, pinned := strings.Cut(rest, "@")
+	parts := strings.SplitN(path, "/", 2)
+	names := 2
+	if parts[0] == "datasets" || parts[0] == "spaces" {
+		names = 3
+	}
+	all := strings.Split(path, "/")
+	last := all[len(all)-1]
+	if len(all) == 2 && names == 2 && (strings.HasSuffix(last, ".safetensors") || strings.HasSuffix(last, ".json")) {
+		names = 1
+	}
+	names = min(names, len(all))
+	r.Repo, r.File = strings.Join(all[:names], "/"), strings.Join(all[names:], "/")
+	if !pinned {
+		return r, true
+	}
+	// After the file everything is the revision; after the repository, up to
+	// the next slash, but for refs/pr/1 and refs/convert/parquet.
+	r.Rev = rev
+	if len(all) <= names {
+		words := 1
+		if strings.HasPrefix(rev, "refs/") {
+			words = 3
+		}
+		p := strings.SplitN(rev, "/", words+1)
+		if len(p) > words {
+			r.File = p[words]
+			r.Rev = strings.Join(p[:words], "/")
+		}
+	}
+	return r, true
+}
+
+// String is the URI, with the revision at its end.
+func (r HF) String() string {
+	s := "hf://" + r.Repo
+	if r.Rev != "" && r.File == "" {
+		return s + "@" + r.Rev
+	}
+	if r.File != "" {
+		s += "/" + r.File
+	}
+	if r.Rev != "" {
+		s += "@" + r.Rev
+	}
+	return s
+}

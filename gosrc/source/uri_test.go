@@ -1,0 +1,36 @@
+package source
+
+import "testing"
+
+func TestURIs(t *testing.T) {
+	for _, c := range []struct {
+		uri    string
+		folder bool
+		beside string // of "b c"
+	}{
+		{"https://h/x/a.json", false, "https://h/x/b%20c"},
+		{"https://h/x/?sig=1/2", true, "https://h/x/b%20c?sig=1/2"},
+		{"https://h/x/a.json?sig=1/2#f", false, "https://h/x/b%20c?sig=1/2#f"},
+		{"s3://bucket/p?q/", true, "s3://bucket/p?q/b c"},
+		{"s3://bucket/p/a#1", false, "s3://bucket/p/b c"},
+		{"hf://org/name", true, "hf://org/name/b c"},
+		{"hf://org/name@v1", true, "hf://org/name/b c@v1"},
+		{"hf://org/name/dir/a.json@refs/pr/3", false, "hf://org/name/dir/b c@refs/pr/3"},
+		{"hf://org/name@refs/pr/3/dir/a.json", false, "hf://org/name/dir/b c@refs/pr/3"},
+		{"hf://gpt2/model.safetensors", false, "hf://gpt2/b c"},
+		{"hf://gpt2@main", true, "hf://gpt2/b c@main"},
+		{"hf://datasets/org/name/x/", true, "hf://datasets/org/name/x/b c"},
+	} {
+		if got := Folder(c.uri); got != c.folder {
+			t.Errorf("%s: folder %v", c.uri, got)
+		}
+		if got := Beside(c.uri, "b c"); got != c.beside {
+			t.Errorf("beside %s: %s, want %s", c.uri, got, c.beside)
+		}
+	}
+	for uri, want := range map[string]bool{"/x": false, "x.y": false, "file:///x": false, "FILE://x": false, "http://x": true, "./a://b": false} {
+		if Remote(uri) != want {
+			t.Errorf("%s: %v", uri, !want)
+		}
+	}
+}

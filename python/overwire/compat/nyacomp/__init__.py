@@ -1,0 +1,165 @@
+"""nyacomp under its own names: `import overwire.compat.nyacomp as nyacomp`, or,
+for programs that are not to be changed, see `overwire.compat`.
+
+Differences that are meant: **pickles are trusted, as nyacomp trusts them: load
+only files that you made**; tied tensors, views, strides, parameters and every
+dtype survive; `compress` leaves the caller's model as it is; a stale file in
+nya/ is never taken for a new one; nothing is printed, hidden from import or
+written outside the bundle's folder; bad values of variables are warnings.
+Bundles are overwire's own: one container, with manifests in nyacomp's form.
+Bundles in nyacomp's layout load if their files are plain (".raw") or were
+compressed by this `_nyacomp`; files of nvCOMP's are refused by name.
+
+Modules: `_nyacomp` (its extension), `hf`, `partition`. What each environment
+variable means here stands in `settings`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import _nyacomp, bundles, hf, partition, settings
+from .bundles import (
+    PathLike,
+    compress,
+    compress_parameter,
+    compress_pickle,
+    get_args,
+    get_pipeline_params,
+    get_tensors,
+    load_compressed,
+    load_compressed_pickle,
+    tensor_bytes,
+)
+from .manifests import MERGE_INFO as MERGE_INFO_FNAME
+from .manifests import ints, to_csv
+from .merging import (
+    calculate_makespan,
+    iterative_merge_tensors,
+    merge_tensors,
+    split_into_bins,
+    split_tensors,
+    tensor_size,
+)
+
+try:
+    from nvtx import annotate  # type: ignore[import-not-found]
+except ImportError:
+
+    class annotate(contextlib.ContextDecorator):  # type: ignore[no-redef]
+        """Marks a range for NVIDIA's profiler: of nvtx where that is installed;
+        this one does nothing."""
+
+        def __init__(self, message: str = "") -> None:
+            self.message = message
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            return None
+
+
+try:
+    from humanize.filesize import naturalsize as natsize  # type: ignore[import-not-found]
+except ImportError:
+    natsize = str
+
+__all__ = [
+    "HOST",
+    "MERGE_INFO_FNAME",
+    "NUM_THREADS",
+    "_nyacomp",
+    "annotate",
+    "calculate_makespan",
+    "cleanup",
+    "compress",
+    "compress_parameter",
+    "compress_pickle",
+    "decompressor",
+    "default_path",
+    "empty_cache",
+    "get_args",
+    "get_pipeline_params",
+    "get_tensors",
+    "hf",
+    "ints",
+    "iterative_merge_tensors",
+    "load_compressed",
+    "load_compressed_pickle",
+    "merge_tensors",
+    "natsize",
+    "partition",
+    "split_into_bins",
+    "split_tensors",
+    "stats",
+    "tensor_bytes",
+    "tensor_size",
+    "timer",
+    "to_csv",
+    "with_cleanup",
+]
+
+log = logging.getLogger("overwire")
+
+default_path = bundles.DEFAULT
+NUM_THREADS = settings.num_threads()
+HOST = settings.host()
+
+settings.check()
+bundles.start_preload()
+decompressor = bundles.decompressor
+
+
+@contextlib.contextmanager
+def timer(msg: str) -> Iterator[None]:
+    """Logs how long its block took, at DEBUG."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        log.debug("%s took %.3f s", msg, time.perf_counter() - start)
+
+
+def empty_cache() -> None:
+    """Collects garbage and gives torch's unused GPU memory back, where there is any."""
+    import gc
+
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def cleanup() -> Iterator[None]:
+    """Frees what its block left behind (`empty_cache`); logs torch's GPU memory
+    before and after, at DEBUG."""
+    before = _reserved()
+    try:
+        yield
+    finally:
+        used = _reserved()
+        empty_cache()
+        log.debug("GPU memory of torch: %s before, %s used, %s after", *map(natsize, (before, used, _reserved())))
+
+
+def _reserved() -> int:
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.memory_reserved()) if torch is not None and torch.cuda.is_initialized() else 0
+
+
+def with_cleanup(path: PathLike) -> None:
+    """Loads a bundle and frees it again: for timing."""
+    with cleanup():
+        load_compressed_pickle(path)
+
+
+def stats(times: Sequence[float]) -> str:
+    """Mean, standard deviation and minimum in one line, rounded to 4 digits."""
+    return hf.stats(times)

@@ -1,0 +1,325 @@
+"""nyacomp's extension module `_nyacomp` over overwire: tensors in files, by
+their bytes.
+
+A compressed file is one of overwire's containers with one tensor in it,
+whatever its name ends in; a file whose name ends in "raw" is plain bytes.
+Results are torch tensors, writable, each in memory of its own: on the first GPU
+if torch sees one, as nyacomp has it, else on the host. Importing this imports
+no torch and starts nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import overwire
+
+from . import hlif, manifests, settings
+
+__all__ = ["AsyncDecompressor", "CompressedFile", "batch_decompress", "compress", "decompress", "decompress_from_meta"]
+
+__version__ = "0.2.0"
+
+_SAMPLE = 1 << 16  # bytes of one of 16 samples
+
+
+def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
+    """Compresses bytes into a file, which is replaced atomically.
+
+    What the bytes are elements of is not said, so it is judged by samples. `algo`
+    (0, 1 or 2) chose one of nvCOMP's settings; all mean the same here.
+
+    Returns the file's size, which may be above that of the data.
+    """
+    import torch
+
+    if algo not in (0, 1, 2):
+        raise overwire.ArgumentError(f"overwire: algo: expected 0, 1 or 2, got {algo!r}")
+    view = memoryview(data).cast("B")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that bytes are not writable: they are only read
+        tensor = torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
+    return write_tensor(tensor.view(_kind(tensor)), filename)
+
+
+def write_tensor(tensor: Any, filename: str | os.PathLike[str]) -> int:
+    """Compresses a tensor into a file; returns the file's size."""
+    name = os.path.basename(os.fspath(filename)).rsplit(".", 1)[0]
+    overwire.save_file({name or "tensor": tensor}, filename)
+    return os.stat(filename).st_size
+
+
+def _kind(data: Any) -> Any:
+    """The float type that makes these bytes (a flat uint8 tensor) smallest, uint8
+    if none does: estimated by the entropy of what would be the exponents."""
+    import torch
+
+    size = data.numel()
+    if size > 16 * _SAMPLE:
+        step = size // 16 // 8 * 8
+        data = torch.cat([data[at * step : at * step + _SAMPLE] for at in range(16)])
+    best, kind = _entropy(data) / 8, torch.uint8
+    for dtype, bits, low in ((torch.bfloat16, 16, 7), (torch.float16, 16, 10), (torch.float32, 32, 23), (torch.float64, 64, 52)):
+        if size == 0 or size % (bits // 8):
+            continue
+        words = data.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[bits])
+        exponents = (words >> low) & ((1 << (bits - 1 - low)) - 1)
+        mantissa = 1 + (low if bool(words.bitwise_and((1 << 16) - 1).any()) or bits != 32 else 7)
+        share = (_entropy(exponents) + mantissa) / bits
+        if share < best * 0.99:
+            best, kind = share, dtype
+    return kind
+
+
+def _entropy(values: Any) -> float:
+    # Bits a value.
+    counts = values.flatten().long().bincount().double()
+    shares = counts[counts > 0] / max(values.numel(), 1)
+    return float(-(shares * shares.log2()).sum())
+
+
+class CompressedFile:
+    """A tensor file and what is in it; the five arguments go by position.
+
+    Nothing is opened before it is decompressed."""
+
+    __slots__ = ("compressed_size", "decompressed_size", "dtype", "filename", "shape")
+
+    def __init__(self, filename: str, shape: Sequence[int], dtype: str, decompressed_size: int, compressed_size: int) -> None:
+        self.filename = os.fspath(filename)
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.decompressed_size = decompressed_size
+        self.compressed_size = compressed_size
+
+    def __repr__(self) -> str:
+        return f"CompressedFile({self.filename!r}, {list(self.shape)}, {self.dtype!r}, {self.decompressed_size}, {self.compressed_size})"
+
+    @property
+    def raw(self) -> bool:
+        """Whether the file is plain bytes: its name ends in "raw"."""
+        return self.filename.endswith("raw")
+
+
+def decompress(filename: str | os.PathLike[str], shape: Sequence[int], dtype: str) -> Any:
+    """The tensor in one file."""
+    size = math.prod(shape) * _dtype(dtype, os.fspath(filename)).itemsize
+    return batch_decompress([CompressedFile(os.fspath(filename), shape, dtype, size, size)], [[0]])[0]
+
+
+def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequence[int]]) -> list[Any]:
+    """The tensors of all files, in the order of files.
+
+    assignments: positions in files for each thread, in any number of bins. They
+        are checked and otherwise passed over: every worker takes what is next.
+
+    Raises FormatError for sizes that do not fit before anything is allocated,
+    NotFoundError, CorruptError, NotSupportedError for what nvCOMP wrote.
+    """
+    manifests.check_bins(assignments, len(files), "batch_decompress")
+    return _read([_Entry(file, _place(file.filename, "")) for file in files], None)
+
+
+def decompress_from_meta(csv_path: str | os.PathLike[str]) -> list[Any]:
+    """The tensors of all files of a meta.csv (a path or URI), in its order. Of a
+    bundle of overwire's own: all tensors in it, in the order of its pickle."""
+    return _read(_entries(os.fspath(csv_path)), None)
+
+
+class AsyncDecompressor:
+    """`decompress_from_meta` in the background.
+
+    Loading begins with this call, in the engine's own threads, without the GIL
+    and without torch. Nothing is raised before `get`."""
+
+    _preload: overwire.Preload | None
+
+    def __init__(self, csv_path: str | os.PathLike[str]) -> None:
+        self._set(csv_path, None)
+        with contextlib.suppress(overwire.OverwireError):  # get() meets it again
+            self._preload = overwire.preload(self.path)
+
+    def _set(self, csv_path: str | os.PathLike[str], preload: overwire.Preload | None) -> None:
+        #: The meta.csv, absolute.
+        self.path = os.fspath(csv_path) if "://" in os.fspath(csv_path) else os.path.abspath(csv_path)
+        self._lock = threading.Lock()
+        self._tensors: list[Any] | None = None
+        self._preload = preload
+
+    @classmethod
+    def joining(cls, csv_path: str | os.PathLike[str]) -> AsyncDecompressor:
+        """For a meta.csv whose preload runs already: starts nothing."""
+        made = cls.__new__(cls)
+        made._set(csv_path, None)
+        return made
+
+    def get(self) -> list[Any]:
+        """Waits and returns all tensors; the same ones each time. Raises what
+        `decompress_from_meta` does, and starts anew when called again after that."""
+        with self._lock:
+            if self._tensors is None:
+                self._tensors = _read(_entries(self.path), self._preload)
+            return list(self._tensors)
+
+
+class _Entry:
+    """A file and where it lies."""
+
+    __slots__ = ("file", "place")
+
+    def __init__(self, file: CompressedFile, place: str) -> None:
+        self.file = file
+        self.place = place
+
+
+def _entries(csv_path: str) -> list[_Entry]:
+    manifest = manifests.read_csv(csv_path)
+    return [_Entry(CompressedFile(*row), _place(row.filename, csv_path)) for row in manifest.rows]
+
+
+def _place(filename: str, csv_path: str) -> str:
+    """Where a listed file is now: as overwire finds containers (beside the csv
+    first), except that DOWNLOAD insists on the URL."""
+    if "://" in filename and (settings.flag("DOWNLOAD") or not csv_path):
+        return filename
+    folder, name = os.path.split(csv_path)[0], os.path.basename(filename)
+    standing = filename if "://" in filename else os.path.join(folder, filename) if csv_path else filename
+    tried = [standing, filename.lstrip("/")]
+    if csv_path:
+        tried = [os.path.join(folder, name), os.path.join(folder, manifests.FOLDER, name), *tried]
+    for place in tried:
+        if os.path.exists(place):
+            return place
+    return tried[0] if "://" in csv_path and "://" not in filename else standing
+
+
+def device() -> str:
+    """Where tensors go: the first GPU if torch sees one, else the host."""
+    torch = sys.modules.get("torch")
+    return "cuda:0" if torch is not None and torch.cuda.is_available() else "cpu"
+
+
+def _dtype(name: str, place: str) -> Any:
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise overwire.FormatError(f"overwire: open {place}: {name!r} is no dtype of torch", source=place)
+    return found
+
+
+def _read(entries: list[_Entry], preload: overwire.Preload | None) -> list[Any]:
+    """The tensors of all entries: headers and sizes first, then all containers
+    in one load, which joins the preload if it is of the same files."""
+    import torch
+
+    names: list[list[str] | None] = []  # in each container, None: no container
+    for entry in entries:
+        names.append(_check(entry))
+    places = [entry.place for entry, inside in zip(entries, names, strict=True) if inside is not None]
+    flat = [name for inside in names if inside is not None for name in inside]
+    loaded: dict[str, Any] = {}
+    if preload is not None and len(preload.uris) == len(places) and len(set(flat)) == len(flat):
+        places = preload.uris
+    if flat and len(set(flat)) == len(flat):
+        loaded = overwire.load_file(places, framework="pt", device=device())
+    tensors: list[Any] = []
+    for entry, inside in zip(entries, names, strict=True):
+        if inside is None:
+            tensors.append(_shaped(_raw(entry), entry))
+            continue
+        # Files that were copied or gathered may hold equal names: one by one.
+        mine = loaded or overwire.load_file(entry.place, framework="pt", device=device())
+        if _is_bundle(entry):
+            tensors += [mine.pop(name) for name in inside]
+        else:
+            tensors.append(_shaped(mine.pop(inside[0]), entry))
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+    return tensors
+
+
+def _is_bundle(entry: _Entry) -> bool:
+    # A container of a whole bundle is listed as the bytes that it is.
+    return entry.place.endswith(".safetensors")
+
+
+def _check(entry: _Entry) -> list[str] | None:
+    """The names in a container; None for raw bytes. Reads headers only."""
+    file, place = entry.file, entry.place
+    if _is_bundle(entry):
+        (source,) = overwire.inspect(place)["sources"]
+        order = (source.get("metadata") or {}).get("overwire.blobs", "")
+        return order.split("\n") if order else [row["name"] for row in source["tensors"]]
+    size = math.prod(file.shape) * _dtype(file.dtype, place).itemsize
+    if size != file.decompressed_size:
+        raise _misfit(place, f"shape {list(file.shape)} of {file.dtype} has {size} bytes, listed are {file.decompressed_size}")
+    if file.raw:
+        if "://" not in place:
+            found = _size_of(place)
+            if found != size:
+                raise overwire.CorruptError(f"overwire: open {place}: {found} bytes, {size} wanted", source=place)
+        return None
+    if "://" not in place:
+        _size_of(place)
+        hlif.refuse(place)
+    (source,) = overwire.inspect(place)["sources"]
+    rows = source["tensors"]
+    if len(rows) != 1 or rows[0]["bytes"] != size:
+        raise _misfit(place, f"{sum(row['bytes'] for row in rows)} bytes in {len(rows)} tensors, {size} in one wanted")
+    return [rows[0]["name"]]
+
+
+def _misfit(place: str, why: str) -> overwire.FormatError:
+    return overwire.FormatError(f"overwire: open {place}: {why}", source=place)
+
+
+def _size_of(place: str) -> int:
+    try:
+        return os.stat(place).st_size
+    except FileNotFoundError as error:
+        raise overwire.NotFoundError(f"overwire: open {place}: not found", source=place) from error
+    except PermissionError as error:
+        raise overwire.AccessError(f"overwire: open {place}: permission denied", source=place) from error
+    except OSError as error:
+        raise overwire.IOFailure(f"overwire: open {place}: {error.strerror}", source=place) from error
+
+
+def _raw(entry: _Entry) -> Any:
+    """The bytes of a raw file, flat."""
+    import torch
+
+    place, size = entry.place, entry.file.decompressed_size
+    if place.startswith("file://"):
+        place = unquote(urlsplit(place).path)
+    if "://" in place:
+        data = bytearray(overwire.read_bytes(place, size))
+    else:
+        data = bytearray(size)
+        with open(place, "rb", buffering=0) as file:
+            view, at = memoryview(data), 0
+            while at < size and (count := file.readinto(view[at:])):
+                at += count
+            if at < size or file.read(1):
+                raise overwire.CorruptError(f"overwire: read {place}: its size is not {size} bytes (any more)", source=place)
+    if len(data) != size:
+        raise overwire.CorruptError(f"overwire: read {place}: {len(data)} bytes, {size} wanted", source=place)
+    flat = torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+    return flat.to(device())
+
+
+def _shaped(tensor: Any, entry: _Entry) -> Any:
+    import torch
+
+    flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+    wanted = _dtype(entry.file.dtype, entry.place)
+    if not flat.numel():
+        return torch.empty(entry.file.shape, dtype=wanted, device=tensor.device)
+    return flat.view(wanted).reshape(entry.file.shape)

@@ -1,0 +1,248 @@
+"""nyacomp's four verbs, and what its loading is made of."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Union
+
+import overwire
+
+from . import _nyacomp, manifests, partition, settings
+from .merging import split_tensors, tensor_size
+
+PathLike = Union[str, "os.PathLike[str]"]
+DEFAULT = Path("./boneless_model.pth")
+DEFAULT_META = "data/nya/meta.csv"
+
+# -- saving
+
+
+def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> float:
+    """Saves a module, a pipeline or a state dict; returns stored / original.
+
+    Writes the pickle at `path`, its tensors in nya/, and meta.csv, metadata.pkl
+    and merged_tensors.csv in both places. UNCOMPRESSED stores plain bytes.
+    empty: take the parameters out of the model afterwards, as nyacomp does.
+    """
+    ratio = overwire.compress(model, path, compress=not settings.flag("UNCOMPRESSED"))
+    _write_manifests(path)
+    if empty:
+        import torch
+
+        for param in _parameters(model):
+            param.data = torch.empty(0, dtype=param.dtype)
+    return ratio
+
+
+def compress_pickle(obj: Any, path: PathLike = DEFAULT, algo: int = 0) -> float:
+    """Saves any object, otherwise as `compress`. `algo` (0, 1 or 2) chose one of
+    nvCOMP's settings; all mean the same here."""
+    if algo not in (0, 1, 2):
+        raise overwire.ArgumentError(f"overwire: algo: expected 0, 1 or 2, got {algo!r}")
+    ratio = overwire.compress_pickle(obj, path, compress=not settings.flag("UNCOMPRESSED"))
+    _write_manifests(path)
+    return ratio
+
+
+def _write_manifests(path: PathLike) -> None:
+    # A bundle of ours has one tensor file: the container, listed as its bytes.
+    folder = Path(path).parent
+    (row,) = manifests.read_csv(folder / manifests.FOLDER / manifests.META).rows
+    count = sum(len(source["tensors"]) for source in overwire.inspect(row.filename)["sources"])
+    name = row.filename
+    if settings.host():
+        name = manifests.host_name(folder / manifests.FOLDER / os.path.basename(name))
+    meta = {**row._asdict(), "filename": name, "shape": list(row.shape)}
+    manifests.write(folder, [meta], [[0]], ",".join(map(str, range(count))))
+
+
+def _parameters(model: Any) -> list[Any]:
+    import torch
+
+    if isinstance(model, torch.nn.Module):
+        return list(model.parameters())
+    if isinstance(model, Mapping):
+        return [value for value in model.values() if isinstance(value, torch.Tensor)]
+    return get_pipeline_params(model)
+
+
+def get_pipeline_params(pipeline: Any) -> list[Any]:
+    """The parameters of every module that a pipeline's `config` names, in its order."""
+    import torch
+
+    found = []
+    for name in pipeline.config:
+        part = None if name in ("_class_name", "_diffusers_version", "_module") else getattr(pipeline, name, None)
+        if isinstance(part, torch.nn.Module):
+            found += list(part.parameters())
+    return found
+
+
+def tensor_bytes(tensor: Any) -> bytes:
+    """A copy of a tensor's elements as bytes, in row-major order."""
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return ctypes.string_at(dense.data_ptr(), tensor_size(dense)) if dense.numel() else b""
+
+
+def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[str, Any], int, int]:
+    """Writes one tensor to `path` (".gz"), or to ".raw" beside it where that is
+    smaller, UNCOMPRESSED is set, or containers lack its dtype. A file that is
+    there is replaced, RECOMPRESS or not; the tensor stays as it is.
+
+    Returns the dict for `to_csv`, the tensor's bytes, and the file's.
+    """
+    if algo not in (0, 1, 2):
+        raise overwire.ArgumentError(f"overwire: algo: expected 0, 1 or 2, got {algo!r}")
+    target, raw = Path(path), Path(path).with_suffix(".raw")
+    tensor = param.detach()
+    size = stored = tensor_size(tensor)
+    compressed = size > 1 and not settings.flag("UNCOMPRESSED")
+    if compressed:
+        try:
+            stored = _nyacomp.write_tensor(tensor, target)
+        except overwire.NotSupportedError:
+            stored = size
+        compressed = stored < size
+    if not compressed:
+        stored = size
+        manifests.write_file(raw, tensor_bytes(tensor))
+    (raw if compressed else target).unlink(missing_ok=True)
+    meta = {
+        "filename": manifests.host_name(target if compressed else raw),
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "decompressed_size": size,
+        "compressed_size": stored,
+    }
+    return meta, size, stored
+
+
+# -- loading
+
+#: The load that PRELOAD_PATH began when this was imported; None without it.
+decompressor: _nyacomp.AsyncDecompressor | None = None
+
+
+def start_preload() -> None:
+    """What the import of this package does. Without PRELOAD_PATH, and without a
+    file at its default, nothing."""
+    global decompressor
+    if any(map(settings.flag, ("OVERWIRE_NO_PRELOAD", "NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
+        return
+    path = settings.text("PRELOAD_PATH")
+    if path.endswith(".csv"):
+        # The import of overwire has started it; get() joins that.
+        decompressor = _nyacomp.AsyncDecompressor.joining(path)
+    elif not path and os.path.exists(DEFAULT_META):
+        decompressor = _nyacomp.AsyncDecompressor(DEFAULT_META)
+
+
+def load_compressed(path: PathLike = DEFAULT) -> Any:
+    """Loads what `compress` saved, or nyacomp itself, trusting it. Joins the
+    preload of the same bundle."""
+    return _load(path, overwire.load_compressed)
+
+
+def load_compressed_pickle(path: PathLike = DEFAULT) -> Any:
+    """Loads what `compress_pickle` saved, or nyacomp itself, trusting it."""
+    return _load(path, overwire.load_compressed_pickle)
+
+
+def _load(path: PathLike, verb: Any) -> Any:
+    try:
+        return verb(path, trust=True, tensors=_remote(path))
+    except overwire.NotFoundError:
+        if not os.path.exists(path) or manifests.find(path, manifests.MERGE_INFO) is None or not _foreign(path):
+            raise
+    tensors = split_tensors(get_tensors(path), manifests.read_merge_info(path))
+    with open(path, "rb") as file:
+        if file.read(2) == b"PK":
+            return _filled(path, tensors)
+        file.seek(0)
+        return _References(file, tensors, os.fspath(path)).load()
+
+
+def _remote(path: PathLike) -> str | None:
+    """With DOWNLOAD, the URL of a bundle's container; else None: it lies there."""
+    if not settings.flag("DOWNLOAD"):
+        return None
+    meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
+    rows = manifests.read_csv(meta).rows if meta else []
+    urls = [row.filename for row in rows if "://" in row.filename and row.filename.endswith(".safetensors")]
+    return urls[0] if len(urls) == len(rows) == 1 else None
+
+
+def _foreign(path: PathLike) -> bool:
+    """Whether the manifest lists nyacomp's files, not a container of ours."""
+    meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
+    return bool(meta) and not any(row.filename.endswith(".safetensors") for row in manifests.read_csv(meta).rows)
+
+
+class _References(pickle.Unpickler):
+    # nyacomp's pickles: persistent ids are numbers of tensors.
+
+    def __init__(self, file: Any, tensors: list[Any], path: str) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+        self._path = path
+
+    def persistent_load(self, pid: Any) -> Any:
+        if type(pid) is not int or not 0 <= pid < len(self._tensors):
+            raise overwire.FormatError(f"overwire: unpickle {self._path}: no tensor {pid!r}", source=self._path)
+        return self._tensors[pid]
+
+
+def _filled(path: PathLike, tensors: list[Any]) -> Any:
+    """A model that nyacomp took the parameters out of, with these for them."""
+    import torch
+
+    model = torch.load(path, map_location="cpu", weights_only=False)
+    empty = [param for param in _parameters(model) if param.shape == (0,)]
+    if len(empty) != len(tensors):
+        raise overwire.FormatError(
+            f"overwire: load {os.fspath(path)}: {len(empty)} empty parameters for {len(tensors)} tensors", source=os.fspath(path)
+        )
+    for param, tensor in zip(empty, tensors, strict=True):
+        param.data = tensor
+    return model
+
+
+def get_args(path: PathLike) -> tuple[list[_nyacomp.CompressedFile], list[list[int]]]:
+    """The arguments of `batch_decompress` out of metadata.pkl of the bundle at
+    `path`, partitioned anew if it is for another number of threads, or if
+    REDO_PARTITION is set."""
+    rows, bins = manifests.read_metadata(path)
+    meta = [row for row in rows if row]
+    folder = Path(path).absolute().parent
+    files = []
+    for row in meta:
+        name = row["filename"]
+        beside = folder / manifests.FOLDER / os.path.basename(name)
+        if "://" not in name and beside.exists():
+            name = str(beside)
+        files.append(_nyacomp.CompressedFile(name, row["shape"], row["dtype"], row["decompressed_size"], row["compressed_size"]))
+    if len(bins) != settings.num_threads() or settings.flag("REDO_PARTITION"):
+        bins = partition.massage([row["compressed_size"] for row in meta], settings.num_threads())
+    return files, bins
+
+
+def get_tensors(path: PathLike) -> list[Any]:
+    """The tensors of the bundle at `path` as they are stored (merged): of the
+    preload if that is of this bundle, else read now, by its meta.csv (with
+    PYTHON_ARGS by its metadata.pkl), else by PRELOAD_PATH."""
+    meta = manifests.find(path, manifests.META)
+    if decompressor is not None and (meta is None or _same(decompressor.path, path)):
+        return decompressor.get()
+    if settings.flag("PYTHON_ARGS"):
+        return _nyacomp.batch_decompress(*get_args(path))
+    return _nyacomp.decompress_from_meta(meta or settings.text("PRELOAD_PATH", DEFAULT_META))
+
+
+def _same(csv: str, path: PathLike) -> bool:
+    folder = Path(path).absolute().parent
+    here = {os.path.realpath(folder / manifests.META), os.path.realpath(folder / manifests.FOLDER / manifests.META)}
+    return os.path.realpath(csv) in here

@@ -1,0 +1,215 @@
+"""Checkpoints of Hugging Face's libraries, each tensor in a file of its own.
+
+For D/x.bin: D/nya/boneless_x.bin, a torch file with the state dict, in which a
+large tensor is {"shape", "dtype", "len", "len_compressed"} and "meta" holds the
+bins; and D/nya/KEY.gz for each of these. The checkpoint itself stays.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Union
+from urllib.parse import quote
+
+import overwire
+
+from . import _nyacomp, partition, settings
+from .merging import tensor_size
+
+__all__ = [
+    "compress_components",
+    "compress_model",
+    "compress_state_dict",
+    "dry_load",
+    "good_load",
+    "stats",
+    "toggle_diffusers",
+    "toggle_patch",
+    "toggle_transformers",
+]
+
+_PathLike = Union[str, "os.PathLike[str]"]
+
+
+def compress_model(model: str | None = None) -> float:
+    """`compress_components` for every "*.bin" of a diffusers model in the cache of
+    its user ("runwayml/..." or the name of its folder), None: of all models.
+    Returns stored / original."""
+    cache = Path("~/.cache/huggingface").expanduser()
+    names = ["*"] if model is None else [model, "models--" + model.replace("/", "--")]
+    folders = [folder for top in ("diffusers", "hub") for name in names for folder in (cache / top).glob(f"{name}/snapshots")]
+    return compress_components(path for folder in folders for path in sorted(folder.glob("**/*bin")))
+
+
+def compress_components(components: Iterable[_PathLike]) -> float:
+    """`compress_state_dict` for several checkpoints, without those that it made
+    itself. Returns stored / original, 1.0 if there are none."""
+    size = stored = 0
+    for component in map(Path, components):
+        if component.parent.name == "nya" or component.name.startswith("boneless"):
+            continue
+        plain, small = compress_state_dict(component)
+        size, stored = size + plain, stored + small
+    return stored / size if size else 1.0
+
+
+def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, int]:
+    """Compresses the tensors of a checkpoint (torch's, or safetensors) that have
+    more than `treshold` bytes, into nya/ beside it. Files of an earlier run are
+    replaced.
+
+    Returns the bytes of all tensors, and what they take now.
+    """
+    import torch
+
+    place = Path(path)
+    folder = place.parent / "nya"
+    folder.mkdir(exist_ok=True)
+    state: dict[str, Any] = dict(_read(place))
+    total = stored = 0
+    sizes, keys = [], []
+    for key, value in list(state.items()):
+        if not isinstance(value, torch.Tensor):
+            continue
+        size = small = tensor_size(value)
+        if size > treshold:
+            file = _file(folder, key)
+            small = _nyacomp.write_tensor(value, file)
+            if small < size:
+                keys.append(key)
+                sizes.append(small)
+                state[key] = {"shape": value.shape, "dtype": value.dtype, "len": size, "len_compressed": small}
+            else:
+                small = size
+                file.unlink()
+        total, stored = total + size, stored + small
+    bins = partition.massage(sizes, settings.num_threads())
+    state["meta"] = [[keys[at] for at in part] for part in bins]
+    boneless = _boneless(place)
+    temporary = boneless.with_name(f".{boneless.name}.{os.getpid()}.tmp")
+    try:
+        torch.save(state, temporary)
+        os.replace(temporary, boneless)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return total, stored
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    import torch
+
+    if path.suffix == ".safetensors":
+        return overwire.load_file(path, framework="pt")
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(found, Mapping):
+        raise overwire.FormatError(f"overwire: open {path}: it holds a {type(found).__name__}, no state dict", source=str(path))
+    return found
+
+
+def _boneless(path: _PathLike) -> Path:
+    return Path(path).parent / "nya" / f"boneless_{Path(path).name}"
+
+
+def _file(folder: Path, key: str) -> Path:
+    # Keys are dotted names; whatever else they have must not leave the folder.
+    return folder / f"{quote(key, safe=' ')}.gz"
+
+
+def _entries(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.CompressedFile]]:
+    """The state dict without its bins, and the keys and files of its large
+    tensors, largest first."""
+    import torch
+
+    boneless = _boneless(path)
+    if not boneless.exists():
+        raise overwire.NotFoundError(f"overwire: open {boneless}: not found; compress_state_dict makes it", source=str(boneless))
+    with torch.serialization.safe_globals([torch.Size]):
+        state = torch.load(boneless, map_location="cpu", weights_only=True)
+    state.pop("meta", None)
+    keys = [key for key, value in state.items() if isinstance(value, dict) and "len_compressed" in value]
+    keys.sort(key=lambda key: state[key]["len"], reverse=True)
+    files = []
+    for key in keys:
+        row = state[key]
+        shape, dtype = list(row["shape"]), str(row["dtype"]).removeprefix("torch.")
+        if math.prod(shape) * row["dtype"].itemsize != row["len"]:
+            raise overwire.FormatError(f"overwire: open {boneless}: sizes of {key!r} do not fit", source=str(boneless), tensor=key)
+        files.append(_nyacomp.CompressedFile(str(_file(boneless.parent, key)), shape, dtype, row["len"], row["len_compressed"]))
+    return state, keys, files
+
+
+def dry_load(path: _PathLike) -> list[list[Any]]:
+    """What `good_load` would read: names of files, shapes, dtypes."""
+    _, _, files = _entries(path)
+    return [[file.filename for file in files], [list(file.shape) for file in files], [file.dtype for file in files]]
+
+
+def good_load(path: _PathLike) -> dict[str, Any]:
+    """The state dict of a checkpoint that `compress_state_dict` has been given:
+    the same keys in the same order, whether `path` itself is still there or not."""
+    state, keys, files = _entries(path)
+    assignments = partition.massage([file.compressed_size for file in files], settings.num_threads())
+    state.update(zip(keys, _nyacomp.batch_decompress(files, assignments), strict=True))
+    return state
+
+
+def toggle_patch(module: Any) -> None:
+    """Gives a module (diffusers' or transformers' modeling_utils) a
+    `load_state_dict` that takes what `compress_state_dict` made where that is
+    there, and reads all else as before; called again, takes it away."""
+    current = module.load_state_dict
+    original = getattr(current, "__wrapped__", None)
+    if original is not None and getattr(current, "_overwire", False):
+        module.load_state_dict = original
+        return
+
+    from functools import wraps
+
+    @wraps(current)
+    def load_state_dict(checkpoint_file: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(checkpoint_file, (str, os.PathLike)) or not _fresh(Path(checkpoint_file)):
+            return current(checkpoint_file, *args, **kwargs)
+        state = good_load(checkpoint_file)
+        where = kwargs.get("map_location")
+        if where is None:
+            where = "cpu"
+        return {key: value.to(where) if hasattr(value, "to") else value for key, value in state.items()}
+
+    load_state_dict._overwire = True  # type: ignore[attr-defined]
+    module.load_state_dict = load_state_dict
+
+
+def _fresh(path: Path) -> bool:
+    # A checkpoint that was written anew has other tensors than nya/ has.
+    boneless = _boneless(path)
+    try:
+        return boneless.stat().st_mtime_ns >= path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return boneless.exists()
+
+
+def toggle_diffusers() -> None:
+    """`toggle_patch` for diffusers."""
+    import diffusers.models.model_loading_utils as utils
+    import diffusers.models.modeling_utils as modeling
+
+    for module in (modeling, utils):
+        toggle_patch(module)
+
+
+def toggle_transformers() -> None:
+    """`toggle_patch` for transformers."""
+    import transformers.modeling_utils as modeling
+
+    toggle_patch(modeling)
+
+
+def stats(times: Sequence[float]) -> str:
+    """Mean, standard deviation and minimum in one line, rounded to 4 digits."""
+    import statistics
+
+    found = {"mean": statistics.mean(times), "stdev": statistics.stdev(times), "min": min(times)}
+    return " ".join(f"{name}: {round(value, 4)}" for name, value in found.items())

@@ -1,0 +1,194 @@
+"""What lies around the tensor files: meta.csv, metadata.pkl, merged_tensors.csv.
+
+meta.csv is described in docs/nyacomp.md. metadata.pkl is a pickled list of one
+dict for each row (filename, shape, dtype, decompressed_size, compressed_size; {}
+for a tensor that was not stored), the bins last. All three are looked for in
+both of nyacomp's places: its README's (beside the pickle) and its code's (nya/).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import overwire
+
+from . import settings
+
+__all__ = [
+    "FOLDER",
+    "MERGE_INFO",
+    "META",
+    "Manifest",
+    "Row",
+    "check_bins",
+    "find",
+    "host_name",
+    "ints",
+    "parse_csv",
+    "read_csv",
+    "read_merge_info",
+    "read_metadata",
+    "to_csv",
+    "write",
+    "write_file",
+]
+
+FOLDER = "nya"
+META = "meta.csv"
+METADATA = "metadata.pkl"
+MERGE_INFO = "merged_tensors.csv"
+_LIMIT = 1 << 26  # bytes of a manifest
+
+
+class Row(NamedTuple):
+    """One tensor file."""
+
+    filename: str
+    shape: tuple[int, ...]
+    dtype: str
+    decompressed_size: int
+    compressed_size: int
+
+
+class Manifest(NamedTuple):
+    """A meta.csv: where it is, the files' positions by thread, the files."""
+
+    path: str
+    bins: list[list[int]]
+    rows: list[Row]
+
+
+def parse_csv(text: str, path: str) -> Manifest:
+    """The manifest in a text; `path` is for messages, and for names beside it.
+
+    Any number of bins, empty ones too. Raises FormatError."""
+    lines = text.split("\n")
+    try:
+        bins = [[int(at) for at in part.split(";") if at] for part in lines[0].strip().split(",")]
+    except ValueError as error:
+        raise overwire.FormatError(f"overwire: open {path} line 1: expected bins such as '0;2,1'", source=path) from error
+    rows = []
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        try:
+            # From the right: a name may have blanks.
+            filename, shape, dtype, plain, stored = line.rstrip("\r").rsplit(" ", 4)
+            row = Row(filename, tuple(int(d) for d in shape.split(";") if d), dtype, int(plain), int(stored))
+            if min((*row.shape, row.decompressed_size, row.compressed_size)) < 0:
+                raise ValueError
+        except ValueError as error:
+            raise overwire.FormatError(
+                f"overwire: open {path} line {number}: expected 'filename shape dtype decompressed_size compressed_size'",
+                source=path,
+            ) from error
+        rows.append(row)
+    check_bins(bins, len(rows), path)
+    return Manifest(path, bins, rows)
+
+
+def check_bins(bins: Sequence[Sequence[int]], count: int, path: str) -> None:
+    """FormatError unless bins name files that are there, none twice."""
+    listed = [at for part in bins for at in part]
+    if len(set(listed)) != len(listed) or any(at < 0 or at >= count for at in listed):
+        raise overwire.FormatError(f"overwire: open {path}: its bins do not fit its {count} files", source=path)
+
+
+def read_csv(path: str | os.PathLike[str]) -> Manifest:
+    """The meta.csv at a path or URI. NotFoundError, FormatError."""
+    place = os.fspath(path)
+    try:
+        return parse_csv(overwire.read_bytes(place, _LIMIT).decode(), place)
+    except UnicodeDecodeError as error:
+        raise overwire.FormatError(f"overwire: open {place}: not a meta.csv", source=place) from error
+
+
+def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: str | os.PathLike[str]) -> None:
+    """Writes a meta.csv of the dicts that `compress_parameter` returns ({} are
+    passed over) and of bins of positions among the others."""
+    rows = [
+        f"{row['filename']} {ints(row['shape'])} {row['dtype']} {row['decompressed_size']} {row['compressed_size']}" for row in meta if row
+    ]
+    write_file(Path(f), "\n".join([",".join(map(ints, bins)), *rows]).encode())
+
+
+def ints(i: Sequence[int]) -> str:
+    """Numbers with semicolons between; "" for none."""
+    return ";".join(map(str, i))
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file as a whole: readers see the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def host_name(path: str | os.PathLike[str]) -> str:
+    """How a manifest names a file: HOST before it if DOWNLOAD is set."""
+    name = os.fspath(path)
+    prefix = settings.host()
+    return f"{prefix}/{name.lstrip('/')}" if prefix else name
+
+
+def write(folder: Path, meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], merge_info: str) -> None:
+    """Writes the manifests of the tensor files in folder/nya, in both places."""
+    rows = [*meta, [list(part) for part in bins]]
+    for place in (folder / FOLDER, folder):
+        write_file(place / METADATA, pickle.dumps(rows, protocol=4))
+        write_file(place / MERGE_INFO, merge_info.encode())
+        to_csv(meta, bins, place / META)
+
+
+def find(path: str | os.PathLike[str], name: str) -> Path | None:
+    """A manifest of the bundle at `path`, in either place; None if in neither."""
+    folder = Path(path).absolute().parent
+    for place in (folder / FOLDER / name, folder / name):
+        if place.exists():
+            return place
+    return None
+
+
+def read_merge_info(path: str | os.PathLike[str]) -> str:
+    """merged_tensors.csv of the bundle at `path`, as text for `split_tensors`."""
+    place = find(path, MERGE_INFO)
+    if place is None:
+        raise overwire.NotFoundError(f"overwire: open {path}: {MERGE_INFO} is not beside it", source=os.fspath(path))
+    return place.read_text()
+
+
+class _Plain(pickle.Unpickler):
+    # Dicts, lists, numbers and texts need no global; what does is no metadata.
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise overwire.UntrustedPickleError(f"overwire: unpickle {METADATA}: it asks for {module}.{name}")
+
+
+def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """metadata.pkl of the bundle at `path`: the dicts, {} included, and the bins.
+
+    Nothing in it is called. NotFoundError, FormatError, UntrustedPickleError."""
+    place = find(path, METADATA)
+    if place is None:
+        raise overwire.NotFoundError(f"overwire: open {path}: {METADATA} is not beside it", source=os.fspath(path))
+    try:
+        *rows, bins = _Plain(io.BytesIO(overwire.read_bytes(place, _LIMIT))).load()
+        bins = [[int(at) for at in part] for part in bins]
+        wanted = {*Row._fields}
+        if any(not isinstance(row, dict) or row and not wanted <= row.keys() for row in rows):
+            raise ValueError("a row is not of the five fields")
+    except overwire.OverwireError:
+        raise
+    except Exception as error:  # a broken pickle fails in any way it likes
+        raise overwire.FormatError(f"overwire: open {place}: not a {METADATA}: {error}", source=str(place)) from error
+    check_bins(bins, sum(bool(row) for row in rows), str(place))
+    return rows, bins

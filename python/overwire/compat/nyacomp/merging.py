@@ -1,0 +1,121 @@
+"""Tensors of one shape and type, stacked for storage, and taken apart again.
+
+overwire's own bundles need none of this: small tensors share chunks there. It
+is here for programs that call it and for bundles in nyacomp's layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import overwire
+
+from . import partition, settings
+
+__all__ = ["calculate_makespan", "iterative_merge_tensors", "merge_tensors", "split_into_bins", "split_tensors", "tensor_size"]
+
+#: What a merged tensor may have unless it is said otherwise: servers of uploads
+#: commonly take no more.
+LIMIT = 500 << 20
+
+
+def tensor_size(tensor: Any) -> int:
+    """The bytes of a tensor's elements."""
+    return int(tensor.nelement() * tensor.element_size())
+
+
+def split_into_bins(group: Sequence[Any], n_splits: int) -> list[list[Any]]:
+    """Contiguous runs of nearly equal length, the longer ones first: 7 in 3 are
+    3, 2, 2. Runs beyond the members' number are empty."""
+    size, longer = divmod(len(group), n_splits)
+    ends = [size * at + min(at, longer) for at in range(n_splits + 1)]
+    return [list(group[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def _groups(tensors: Sequence[Any], limit: float) -> list[list[int]]:
+    """Positions of the tensors to stack, by shape, then type and device, each
+    group at most `limit` bytes unless one tensor has more."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        alike.setdefault((tuple(tensor.shape), str(tensor.dtype), str(tensor.device)), []).append(at)
+    found = []
+    for _, members in sorted(alike.items()):
+        total = tensor_size(tensors[members[0]]) * len(members)
+        runs = 1 if total < limit else min(math.ceil(total / limit), len(members))
+        found += split_into_bins(members, runs)
+    return found
+
+
+def merge_tensors(tensors: Sequence[Any], maxsize: float = 0) -> tuple[list[Any], str]:
+    """Stacks tensors of equal shape and dtype along a new first dimension.
+
+    maxsize: the most bytes of a stack of several tensors; 0: an equal share for
+        each of NUM_THREADS threads, at least 500 MiB.
+
+    Returns the stacks, on their tensors' device, and for each a line with its
+    tensors' positions: what merged_tensors.csv holds and `split_tensors` takes.
+    """
+    import torch
+
+    limit = maxsize or max(LIMIT, sum(map(tensor_size, tensors)) / settings.num_threads())
+    groups = _groups(tensors, limit)
+    merged = [torch.stack([tensors[at].detach() for at in group]) for group in groups]
+    return merged, "\n".join(",".join(map(str, group)) for group in groups)
+
+
+def calculate_makespan(tensors: Sequence[Any]) -> int:
+    """The bytes of the fullest of NUM_THREADS bins with these tensors."""
+    return _makespan([tensor_size(tensor) for tensor in tensors])
+
+
+def _makespan(sizes: list[int]) -> int:
+    return partition.makespan(partition.multifit_partition(sorted(sizes, reverse=True), settings.num_threads()))
+
+
+def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
+    """`merge_tensors` with the limit that gives the smallest makespan, found by
+    bisection between an equal share for each thread and twice that. Only sizes
+    are looked at; tensors are copied once."""
+    if not tensors:
+        return [], ""
+    sizes = [tensor_size(tensor) for tensor in tensors]
+    share = sum(sizes) / settings.num_threads()
+    low, high = math.ceil(max(share, *sizes, 1)), math.ceil(max(2 * share, *sizes, 1))
+
+    def cost(limit: int) -> tuple[int, int]:
+        groups = _groups(tensors, limit)
+        return _makespan([sizes[group[0]] * len(group) for group in groups]), len(groups)
+
+    best, least = high, cost(high)
+    while low <= high:
+        middle = (low + high) // 2
+        found = cost(middle)
+        if found < least:
+            best, least, low = middle, found, middle + 1
+        else:
+            high = middle - 1
+    return merge_tensors(tensors, best)
+
+
+def split_tensors(tensors: Sequence[Any], info: str) -> list[Any]:
+    """The tensors in stacks, in the order of their positions: each without the
+    stack's first dimension and in memory of its own.
+
+    info: the text of merged_tensors.csv. Raises FormatError if it does not fit.
+    """
+    lines = [line for line in info.strip().splitlines() if line.strip()]
+    if len(lines) != len(tensors):
+        raise overwire.FormatError(f"overwire: merged tensors: {len(lines)} lines for {len(tensors)} tensors")
+    found: dict[int, Any] = {}
+    for line, tensor in zip(lines, tensors, strict=True):
+        try:
+            positions = [int(at) for at in line.split(",")]
+        except ValueError as error:
+            raise overwire.FormatError(f"overwire: merged tensors: {line!r} is no list of positions") from error
+        if tensor.ndim == 0 or tensor.shape[0] != len(positions) or found.keys() & set(positions) or len(set(positions)) != len(positions):
+            raise overwire.FormatError(f"overwire: merged tensors: {line!r} does not fit a tensor of shape {tuple(tensor.shape)}")
+        parts = [tensor[0]] if len(positions) == 1 else [part.clone() for part in tensor]
+        found.update(zip(positions, parts, strict=True))
+    return [found[at] for at in sorted(found)]

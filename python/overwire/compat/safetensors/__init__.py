@@ -1,0 +1,31 @@
+"""safetensors' own face, name by name, over overwire's reader and writer.
+
+    from overwire.compat.safetensors import safe_open
+    from overwire.compat.safetensors.torch import load_file, save_file
+
+Compressed files are read like plain ones; what is written is plain, for every
+safetensors reader. Modules: `torch`, `numpy`, `flax`, `mlx`, `tensorflow` and
+`paddle`, each there if its framework is.
+
+Differences that are meant: files are held to the format's rules, duplicate
+names included; tensors are the caller's own, never views of one storage;
+saving replaces a file atomically; a TensorSpec at address 0 is refused where
+the original crashes; numpy slices take what numpy takes (negative bounds, empty
+ranges) where the original raises; bfloat16 and the fp8 kinds come as ml_dtypes'
+types in numpy; `device` may be a torch.device, `load` takes any bytes-like
+object, and a file name may be whatever `overwire.load_file` takes as one path.
+
+Errors are the original's classes and begin with its words; `__cause__` is
+overwire's own error, with file, tensor, chunk and offset. Where the package
+safetensors is installed, `SafetensorError` is a subclass of its own.
+"""
+
+from __future__ import annotations
+
+from ._bytes import TensorSpec, deserialize, serialize, serialize_file
+from ._errors import SafetensorError
+from ._files import _safe_open_handle, safe_open
+
+__version__ = "0.8.0"
+
+__all__ = ["SafetensorError", "TensorSpec", "__version__", "_safe_open_handle", "deserialize", "safe_open", "serialize", "serialize_file"]

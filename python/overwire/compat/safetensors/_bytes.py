@@ -1,0 +1,93 @@
+"""TensorSpec, serialize, serialize_file, deserialize: no framework at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import overwire
+
+from ._errors import SafetensorError, reading, writing
+
+__all__ = ["TensorSpec", "deserialize", "serialize", "serialize_file"]
+
+
+class TensorSpec(overwire.TensorSpec):
+    """A dense tensor in host memory, by its address; see `overwire.TensorSpec`.
+
+    The memory is the caller's and stays valid until the call that is given the
+    spec has returned. Raises SafetensorError for an unknown dtype.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
+        try:
+            super().__init__(dtype=dtype, shape=shape, data_ptr=data_ptr, data_len=data_len)
+        except overwire.NotSupportedError as error:
+            raise SafetensorError(str(error)) from error
+
+
+def _check(tensor_dict: Any, metadata: Any) -> None:
+    if not isinstance(tensor_dict, dict):
+        raise TypeError(f"argument 'tensor_dict': {type(tensor_dict).__name__!r} object is not an instance of 'dict'")
+    for name, spec in tensor_dict.items():
+        if not isinstance(name, str):
+            raise TypeError(f"argument 'tensor_dict': {type(name).__name__!r} object is not an instance of 'str'")
+        if not isinstance(spec, overwire.TensorSpec):
+            raise TypeError(f"argument 'tensor_dict': {type(spec).__name__!r} object is not an instance of 'TensorSpec'")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise TypeError(f"argument 'metadata': {type(metadata).__name__!r} object is not an instance of 'dict'")
+    for text in (*(metadata or {}), *(metadata or {}).values()):
+        if not isinstance(text, str):
+            raise TypeError(f"argument 'metadata': {type(text).__name__!r} object is not an instance of 'str'")
+
+
+def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: dict[str, str] | None = None) -> None:
+    """Writes a plain safetensors file, which is complete or absent.
+
+    Raises SafetensorError, also for what the system refuses.
+    """
+    _check(tensor_dict, metadata)
+    path = os.fspath(filename)
+    with writing():
+        overwire.save_file(tensor_dict, path, metadata, compress=False)
+
+
+def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | None = None) -> bytes:
+    """A plain safetensors file as bytes. Raises SafetensorError."""
+    _check(tensor_dict, metadata)
+    # One writer for all: it writes files, so this one lies in memory.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="overwire-", dir=memory) as folder:
+        path = os.path.join(folder, "model.safetensors")
+        with writing():
+            overwire.save_file(tensor_dict, path, metadata, compress=False)
+        with open(path, "rb") as file:
+            return file.read()
+
+
+def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """The tensors of a file's bytes, plain or compressed: (name, {"dtype",
+    "shape", "data"}), data a bytearray. In the order of the file.
+
+    Raises SafetensorError.
+    """
+    source = bytes_file(bytes)
+    with reading("<bytes>", "Error while deserializing"), overwire.safe_open(source, "bytes") as file:
+        found = []
+        for name, data in file.get_tensors().items():
+            about = file.get_slice(name)
+            found.append((name, {"dtype": about.get_dtype(), "shape": about.get_shape(), "data": bytearray(data)}))
+        return found
+
+
+def bytes_file(data: Any) -> io.BytesIO:
+    """The bytes as a file. TypeError for what has none."""
+    try:
+        return io.BytesIO(data)
+    except TypeError:
+        raise TypeError(f"argument 'bytes': {type(data).__name__!r} object is not an instance of 'bytes'") from None

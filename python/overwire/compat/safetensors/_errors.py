@@ -1,0 +1,70 @@
+"""overwire's errors as safetensors' own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import overwire
+
+__all__ = ["SafetensorError", "header_error", "reading", "writing"]
+
+_Base: Any = Exception
+with contextlib.suppress(ImportError):
+    # `except` clauses on the package's class catch ours, too.
+    from safetensors import SafetensorError as _Base
+
+
+class SafetensorError(_Base):  # type: ignore[misc]
+    """A file that is no valid safetensors file, an unknown name, a bad slice."""
+
+    __module__ = "overwire.compat.safetensors"
+
+
+# Each rule's name in overwire's messages, and what the original says.
+_WORDS = {
+    "HeaderTooSmall": "header too small",
+    "HeaderTooLarge": "header too large",
+    "InvalidHeaderLength": "invalid header length",
+    "InvalidHeaderDeserialization": "invalid JSON in header",
+    "InvalidHeader": "invalid UTF-8 in header",
+    "MetadataIncompleteBuffer": "incomplete metadata, file not fully covered",
+    "InvalidOffset": "invalid offset for tensor",
+    "TensorInvalidInfo": "invalid shape, data type, or offset for tensor",
+    "ValidationOverflow": "overflow computing buffer size from shape and/or element type",
+    "MisalignedSlice": "The slice is slicing for subbytes dtypes, and the slice does not end up at a byte boundary, this is invalid.",
+}
+
+
+def header_error(error: overwire.OverwireError, begin: str) -> SafetensorError:
+    """The original's words for a bad header, and ours behind them."""
+    text = str(error)
+    for name, words in _WORDS.items():
+        if f"{name}:" in text:
+            if name == "InvalidOffset":
+                words += f" `{error.tensor}`"
+            return SafetensorError(f"{begin}: {words} ({text})")
+    return SafetensorError(f"{begin}: {text}")
+
+
+@contextlib.contextmanager
+def reading(filename: Any, begin: str = "Error while deserializing header") -> Iterator[None]:
+    """Around everything that opens or reads."""
+    try:
+        yield
+    except overwire.NotFoundError as error:
+        raise FileNotFoundError(f"No such file or directory: {filename}") from error
+    except overwire.TensorNotFoundError as error:
+        raise SafetensorError(f"File does not contain tensor {error.tensor}") from error
+    except (overwire.FormatError, overwire.CorruptError, overwire.NotSupportedError) as error:
+        raise header_error(error, begin) from error
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Around everything that writes."""
+    try:
+        yield
+    except (overwire.ArgumentError, overwire.NotSupportedError, OSError) as error:
+        raise SafetensorError(f"Error while serializing: {error}") from error

@@ -1,0 +1,233 @@
+"""safe_open and its slices."""
+
+from __future__ import annotations
+
+import operator
+import os
+from typing import Any
+
+import overwire
+
+from ._errors import SafetensorError, reading
+from ._frameworks import Framework, framework_of
+
+__all__ = ["PySafeSlice", "_safe_open_handle", "safe_open"]
+
+_DEVICES = ("cuda", "npu", "xpu", "xla", "mlu", "musa", "hpu")
+
+
+def _device(device: Any) -> str:
+    """The device in the original's spelling: "cpu", "mps", "cuda:0" ..."""
+    if device is None:
+        return "cpu"
+    if isinstance(device, int) and device >= 0:
+        return f"cuda:{int(device)}"
+    text = str(device) if isinstance(device, str) or type(device).__module__ == "torch" else ""
+    if text in ("cpu", "mps"):
+        return text
+    kind, colon, number = text.partition(":")
+    if kind in _DEVICES:
+        if not colon:
+            return f"{kind}:0"
+        if number.isdecimal():
+            return text
+        raise ValueError("invalid digit found in string" if number else "cannot parse integer from empty string")
+    raise SafetensorError(f"device {device if isinstance(device, str) else repr(device)} is invalid")
+
+
+class safe_open:
+    """Opens a file lazily and returns tensors as asked.
+
+    filename: a path. framework: "pt", "np", "tf", "flax", "mlx" or "paddle", or
+    a longer name of these. device: where the tensors shall be; other than "cpu"
+    for "pt" and "paddle" only. backend: "mmap" or "pread".
+
+    A context manager. Raises FileNotFoundError, SafetensorError.
+    """
+
+    __slots__ = ("_device", "_file", "_framework", "_name")
+
+    def __init__(self, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> None:
+        self._open(os.fspath(filename), filename, framework, device, backend)
+
+    def _open(self, source: Any, name: Any, framework: str, device: Any, backend: str) -> None:
+        for what, value in (("framework", framework), ("backend", backend)):
+            if not isinstance(value, str):
+                raise TypeError(f"argument '{what}': {value!r} is not an instance of 'str'")
+        self._framework: Framework = framework_of(framework)
+        self._device = _device(device)
+        if backend not in ("mmap", "pread"):
+            raise SafetensorError(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
+        lands = self._device if self._framework.native == "pt" and self._device.startswith("cuda") else "cpu"
+        self._name = name
+        with reading(name):
+            self._file: overwire.safe_open | None = overwire.safe_open(
+                source, self._framework.native, lands, mmap=None if backend == "mmap" else False
+            )
+
+    def _live(self) -> overwire.safe_open:
+        if self._file is None:
+            raise SafetensorError("File is closed")
+        return self._file
+
+    def __enter__(self) -> safe_open:
+        return self
+
+    def __exit__(self, _exc_type: Any, _exc_value: Any, _traceback: Any) -> None:
+        # Slices go on: the last of them closes the file.
+        self._file = None
+
+    def keys(self) -> list[str]:
+        """The names of the tensors, sorted."""
+        return self._live().keys()
+
+    def offset_keys(self) -> list[str]:
+        """The names of the tensors, in the order of their bytes."""
+        return self._live().offset_keys()
+
+    def metadata(self) -> dict[str, str] | None:
+        """The texts of `__metadata__`, None if there is none."""
+        return self._live().metadata()
+
+    def get_tensor(self, name: str) -> Any:
+        """One tensor, whole."""
+        file = self._live()
+        _check_name(name)
+        with reading(self._name, "Error while reading"):
+            tensor = file.get_tensor(name)
+        return self._framework.finish(tensor, file, name, self._device)
+
+    def get_tensors(self) -> dict[str, Any]:
+        """Every tensor, by name, in the order of `offset_keys`."""
+        file = self._live()
+        with reading(self._name, "Error while reading"):
+            tensors = file.get_tensors()
+        return {name: self._framework.finish(tensor, file, name, self._device) for name, tensor in tensors.items()}
+
+    def get_slice(self, name: str) -> PySafeSlice:
+        """The tensor as something to index; nothing is read yet."""
+        file = self._live()
+        _check_name(name)
+        with reading(self._name):
+            inner = file.get_slice(name)
+        return PySafeSlice(file, inner, name, self._framework, self._device)
+
+
+class _safe_open_handle(safe_open):
+    """`safe_open` of a binary file that is open for reading."""
+
+    __slots__ = ()
+
+    def __init__(self, f: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> None:
+        self._open(f, f.name, framework, device, backend)
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"argument 'name': {type(name).__name__!r} object is not an instance of 'str'")
+
+
+class PySafeSlice:
+    """A tensor of an open file that is read as it is indexed.
+
+    For "pt" an index means what it means to a torch tensor, lists, masks and
+    errors included; of ints, slices, `...` and None only the block that they
+    need is read. Elsewhere indices are ints, slices with a rising step and one
+    `...`; all else is SafetensorError.
+    """
+
+    __slots__ = ("_device", "_file", "_framework", "_inner", "_name")
+
+    def __init__(self, file: overwire.safe_open, inner: overwire.TensorSlice, name: str, framework: Framework, device: str) -> None:
+        self._file, self._inner, self._name = file, inner, name
+        self._framework, self._device = framework, device
+
+    def get_shape(self) -> list[int]:
+        """The whole tensor's shape, in elements, as the file's header has it."""
+        return self._inner.get_shape()
+
+    def get_dtype(self) -> str:
+        """The dtype's name in the file: "F32", "BF16" ..."""
+        return self._inner.get_dtype()
+
+    def __getitem__(self, index: Any) -> Any:
+        torch = self._framework.native == "pt"
+        if not torch:
+            index = _checked(index, self.get_shape())
+        with reading(self._name, "Error while reading"):
+            if not torch or (_basic(index) and self.get_shape()):
+                try:
+                    tensor = self._inner[index]
+                except (overwire.SliceError, overwire.NotSupportedError):
+                    if not torch:
+                        raise
+                    tensor = self._file.get_tensor(self._name)[index]  # torch's own answer, or error
+            else:
+                tensor = self._file.get_tensor(self._name)[index]
+        return self._framework.finish(tensor, self._file, self._name, self._device)
+
+
+def _basic(index: Any) -> bool:
+    """Whether this is what overwire cuts as torch does."""
+    for entry in index if isinstance(index, tuple) else (index,):
+        if entry is None or entry is Ellipsis or type(entry) is int:
+            continue
+        if not isinstance(entry, slice) or any(p is not None and type(p) is not int for p in (entry.start, entry.stop, entry.step)):
+            return False
+        if entry.step is not None and entry.step <= 0:
+            return False
+    return True
+
+
+def _checked(index: Any, shape: list[int]) -> Any:
+    """The index as overwire takes it, or the original's error."""
+    if isinstance(index, list):
+        if index:
+            raise SafetensorError("Non empty lists are not implemented")
+        index = slice(0, 0)
+    entries = []
+    for at, entry in enumerate(index if isinstance(index, tuple) else (index,)):
+        if isinstance(entry, slice):
+            step = 1 if entry.step is None else operator.index(entry.step)
+            if step <= 0:
+                raise SafetensorError(f"Slice step must be a positive integer, got {step}")
+            for bound in (entry.start, entry.stop):
+                if bound is not None:
+                    operator.index(bound)
+        elif entry is not Ellipsis:
+            try:
+                entry = int(operator.index(entry))
+            except TypeError:
+                raise SafetensorError(f"Unsupported slice index at position {at}: expected slice, int, or ellipsis") from None
+        entries.append(entry)
+    if entries.count(Ellipsis) > 1:
+        raise SafetensorError("Only one ellipsis (...) is allowed in slice index")
+    if Ellipsis in entries:
+        at = entries.index(Ellipsis)
+        entries[at : at + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
+    for dim, entry in enumerate(entries):
+        size = shape[dim] if dim < len(shape) else 0
+        if isinstance(entry, int) and entry < 0:
+            if entry < -size:
+                raise SafetensorError(f"Invalid index {entry} for dimension {dim} of size {size}")
+            entries[dim] = entry + size
+    if len(entries) > len(shape):
+        raise SafetensorError(f"Error during slicing {_text(entries)} with shape {shape}: more slicing indexes than dimensions in tensor")
+    for dim, entry in enumerate(entries):
+        if isinstance(entry, int) and entry >= shape[dim]:
+            raise SafetensorError(
+                f"Error during slicing {_text(entries)} with shape {shape}: "
+                f"index {entry} out of bounds for tensor dimension #{dim} of size {shape[dim]}"
+            )
+    return tuple(entries)
+
+
+def _text(entries: list[Any]) -> str:
+    parts = []
+    for entry in entries:
+        if isinstance(entry, slice):
+            bounds = (entry.start, entry.stop, *(() if entry.step is None else (entry.step,)))
+            parts.append(":".join("" if p is None else str(p) for p in bounds))
+        else:
+            parts.append(str(entry))
+    return f"[{', '.join(parts)}]"

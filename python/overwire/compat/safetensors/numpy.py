@@ -1,0 +1,86 @@
+"""safetensors.numpy: dicts of numpy arrays as files and bytes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+import overwire
+
+from . import TensorSpec, deserialize, safe_open, serialize, serialize_file
+from ._bytes import bytes_file
+from ._errors import reading
+
+__all__ = ["TensorSpec", "deserialize", "load", "load_file", "safe_open", "save", "save_file", "serialize", "serialize_file"]
+
+
+def save(tensor_dict: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
+    """A plain safetensors file as bytes. Arrays that are not dense are copied."""
+    keep: list[Any] = []
+    return serialize(_flatten(tensor_dict, keep), metadata=metadata)
+
+
+def save_file(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None) -> None:
+    """Writes a plain safetensors file. Arrays that are not dense are copied."""
+    keep: list[Any] = []
+    serialize_file(_flatten(tensor_dict, keep), filename, metadata=metadata)
+
+
+def load(data: bytes) -> dict[str, Any]:
+    """The arrays in a file's bytes, plain or compressed."""
+    source = bytes_file(data)
+    with reading("<bytes>", "Error while deserializing"):
+        return overwire.load_file(source, framework="np")
+
+
+def load_file(filename: Any, *, backend: str = "mmap") -> dict[str, Any]:
+    """The arrays of a file, plain or compressed. backend: "mmap" or "pread"."""
+    with safe_open(filename, framework="np", backend=backend) as f:
+        return f.get_tensors()
+
+
+def _flatten(tensor_dict: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
+    flat = {}
+    for name, array in tensor_dict.items():
+        if not _is_little_endian(array):
+            array = array.byteswap(inplace=False)
+        array = np.asarray(array, order="C")
+        keep_alive_buffer.append(array)
+        flat[name] = TensorSpec(dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
+    return flat
+
+
+_TYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "I64": np.int64,
+    "U64": np.uint64,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": bool,
+    "C64": np.complex64,
+}
+
+
+def _getdtype(dtype_str: str) -> Any:
+    return _TYPES[dtype_str]
+
+
+def _view2np(safeview: Any) -> dict[str, Any]:
+    return {name: np.frombuffer(view["data"], dtype=_getdtype(view["dtype"])).reshape(view["shape"]) for name, view in safeview}
+
+
+def _is_little_endian(tensor: Any) -> bool:
+    order = tensor.dtype.byteorder
+    if order not in "=|<>":
+        raise ValueError(f"Unexpected byte order {order}")
+    return order != ">" and (order != "=" or sys.byteorder == "little")
+
+

@@ -1,0 +1,69 @@
+"""safetensors.paddle: dicts of paddle tensors as files and bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from . import TensorSpec, deserialize, numpy, safe_open, serialize, serialize_file
+from ._frameworks import to_paddle
+
+__all__ = ["TensorSpec", "deserialize", "load", "load_file", "safe_open", "save", "save_file", "serialize", "serialize_file"]
+
+
+def save(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
+    """A plain safetensors file as bytes. ValueError for tensors that are not dense."""
+    keep: list[Any] = []
+    return serialize(_flatten(tensors, keep), metadata=metadata)
+
+
+def save_file(tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None) -> None:
+    """Writes a plain safetensors file, which is complete or absent.
+
+    ValueError for tensors that are not dense.
+    """
+    keep: list[Any] = []
+    serialize_file(_flatten(tensors, keep), filename, metadata=metadata)
+
+
+def load(data: bytes, device: str = "cpu") -> dict[str, Any]:
+    """The tensors in a file's bytes, plain or compressed, on a device."""
+    return _np2paddle(numpy.load(data), device)
+
+
+def load_file(filename: Any, device: Any = "cpu", *, backend: str = "mmap") -> dict[str, Any]:
+    """The tensors of a file, plain or compressed, on a device.
+
+    backend: "mmap" or "pread".
+    """
+    with safe_open(filename, framework="paddle", device=device, backend=backend) as f:
+        return f.get_tensors()
+
+
+def _np2paddle(numpy_dict: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+    return {name: to_paddle(array, device) for name, array in numpy_dict.items()}
+
+
+def _flatten(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
+    if not isinstance(tensors, dict):
+        raise ValueError(f"Expected a dict of [str, paddle.Tensor] but received {type(tensors)}")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, paddle.Tensor):
+            raise ValueError(f"Key `{name}` is invalid, expected paddle.Tensor but received {type(tensor)}")
+    flat = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. It either means you"
+                " are trying to save tensors which are reference of each other in which case it's recommended to save"
+                " only the full tensors, and reslice at load time, or simply call `.contiguous()` on your tensor to"
+                " pack it before saving."
+            )
+        dense = tensor if tensor.place.is_cpu_place() else tensor.cpu()
+        keep_alive_buffer.append(dense)
+        size = dense.size * dense.element_size()
+        flat[name] = TensorSpec(
+            dtype=str(dense.dtype).split(".")[-1], shape=dense.shape, data_ptr=dense.data_ptr() if size else 0, data_len=size
+        )
+    return flat

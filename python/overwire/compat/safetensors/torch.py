@@ -1,0 +1,310 @@
+"""safetensors.torch: dicts of torch tensors, and modules, as files and bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import overwire
+
+from . import TensorSpec, deserialize, safe_open, serialize, serialize_file
+from ._bytes import bytes_file
+from ._errors import reading
+
+__all__ = [
+    "TensorSpec",
+    "deserialize",
+    "load",
+    "load_file",
+    "load_model",
+    "safe_open",
+    "save",
+    "save_file",
+    "save_model",
+    "serialize",
+    "serialize_file",
+    "storage_ptr",
+    "storage_size",
+]
+
+_HELP = "https://huggingface.co/docs/safetensors/torch_shared_tensors"
+
+
+# Files and bytes.
+
+
+def load_file(filename: Any, device: Any = "cpu", *, backend: str = "mmap") -> dict[str, torch.Tensor]:
+    """The tensors of a file, plain or compressed, on a device.
+
+    backend: "mmap" or "pread". Raises FileNotFoundError, SafetensorError.
+    """
+    with safe_open(filename, framework="pt", device=device, backend=backend) as f:
+        return f.get_tensors()
+
+
+def load(data: bytes) -> dict[str, torch.Tensor]:
+    """The tensors in a file's bytes, plain or compressed, on the CPU."""
+    source = bytes_file(data)
+    with reading("<bytes>", "Error while deserializing"):
+        return overwire.load_file(source, framework="pt")
+
+
+def save_file(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
+    """Writes a plain safetensors file, which is complete or absent.
+
+    Raises ValueError for tensors that are not dense, RuntimeError where two
+    share memory (see `save_model`), SafetensorError.
+    """
+    keep: list[Any] = []
+    serialize_file(_flatten_as_ptr(tensors, keep), filename, metadata=metadata)
+
+
+def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """A plain safetensors file as bytes; raises what `save_file` raises."""
+    keep: list[Any] = []
+    return serialize(_flatten_as_ptr(tensors, keep), metadata=metadata)
+
+
+# Modules.
+
+
+def save_model(model: torch.nn.Module, filename: Any, metadata: dict[str, str] | None = None, force_contiguous: bool = True) -> None:
+    """Writes a module's state dict. Of tensors that share memory one is kept;
+    the metadata names it for each that was dropped, where it has no such entry.
+
+    force_contiguous: copies tensors that are not dense instead of refusing them.
+    """
+    state = model.state_dict()
+    for kept, dropped in _remove_duplicate_names(state).items():
+        for name in dropped:
+            metadata = {} if metadata is None else metadata
+            metadata.setdefault(name, kept)
+            del state[name]
+    if force_contiguous:
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
+    try:
+        save_file(state, filename, metadata=metadata)
+    except ValueError as error:
+        hint = " Or use save_model(..., force_contiguous=True), read the docs for potential caveats."
+        raise ValueError(f"{error}{hint}") from error
+
+
+def load_model(
+    model: torch.nn.Module, filename: Any, strict: bool = True, device: Any = "cpu", *, backend: str = "mmap"
+) -> tuple[set[str], list[str]]:
+    """Loads a file into a module, by its own `load_state_dict`.
+
+    strict: RuntimeError where names are missing or unexpected; the module is
+    loaded nevertheless. Returns (missing, unexpected); names that share memory
+    with a loaded one are neither.
+    """
+    loaded = load_file(filename, device=device, backend=backend)
+    groups = _remove_duplicate_names(model.state_dict(), preferred_names=list(loaded))
+    absent, unexpected = model.load_state_dict(loaded, strict=False)
+    missing = set(absent)
+    for name in [name for dropped in groups.values() for name in dropped]:
+        if name in missing:
+            missing.remove(name)
+        else:
+            unexpected.append(name)
+    if strict and (missing or unexpected):
+        text = f"Error(s) in loading state_dict for {type(model).__name__}:"
+        for what, names in (("Missing", missing), ("Unexpected", unexpected)):
+            if names:
+                quoted = ", ".join(f'"{name}"' for name in sorted(names))
+                text += f"\n    {what} key(s) in state_dict: {quoted}"
+        raise RuntimeError(text)
+    return missing, unexpected
+
+
+# Tensors that share memory.
+
+
+def storage_ptr(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage, 0 on the meta device."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def storage_size(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's storage."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return tensor.nelement() * _SIZE[tensor.dtype]
+
+
+def _end_ptr(tensor: torch.Tensor) -> int:
+    if tensor.nelement() == 0:
+        return tensor.data_ptr()
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * _SIZE[tensor.dtype]
+
+
+def _filter_shared_not_shared(tensors: list[set[str]], state_dict: dict[str, torch.Tensor]) -> list[set[str]]:
+    """Splits names of one storage where their bytes do not touch."""
+    groups: list[set[str]] = []
+    for shared in tensors:
+        end = None
+        for start, stop, name in sorted((state_dict[n].data_ptr(), _end_ptr(state_dict[n]), n) for n in shared):
+            if end is None or start >= end:
+                groups.append({name})
+            else:
+                groups[-1].add(name)
+            end = stop  # of the last one, as the original has it: files depend on it
+    return groups
+
+
+def _find_shared_tensors(state_dict: dict[str, torch.Tensor]) -> list[set[str]]:
+    """The names in groups: those of a group share memory."""
+    storages: dict[Any, set[str]] = defaultdict(set)
+    for name, tensor in state_dict.items():
+        if tensor.device.type != "meta" and storage_ptr(tensor) != 0 and storage_size(tensor) != 0:
+            storages[(tensor.device, storage_ptr(tensor), storage_size(tensor))].add(name)
+    return _filter_shared_not_shared(list(storages.values()), state_dict)
+
+
+def _is_complete(tensor: torch.Tensor) -> bool:
+    """Whether a tensor covers its storage."""
+    return tensor.data_ptr() == storage_ptr(tensor) and tensor.nelement() * _SIZE[tensor.dtype] == storage_size(tensor)
+
+
+def _remove_duplicate_names(
+    state_dict: dict[str, torch.Tensor],
+    *,
+    preferred_names: Iterable[str] | None = None,
+    discard_names: Iterable[str] | None = None,
+) -> dict[str, list[str]]:
+    """Of each group that shares memory the name to keep, and those to drop.
+
+    Kept is the first name, by the alphabet, that covers the whole storage; of
+    several a preferred one, else one that is not to be discarded.
+    """
+    preferred, discard = set(preferred_names or ()), set(discard_names or ())
+    drop: dict[str, list[str]] = defaultdict(list)
+    for shared in _find_shared_tensors(state_dict):
+        complete = {name for name in shared if _is_complete(state_dict[name])}
+        if not complete:
+            raise RuntimeError(
+                "Error while trying to find names to remove to save state dict, but found no suitable name to keep"
+                f" for saving amongst: {shared}. None is covering the entire storage.Refusing to save/load the model"
+                f" since you could be storing much more memory than needed. Please refer to {_HELP} for more information."
+                " Or open an issue."
+            )
+        keep = min(complete & preferred or complete - discard or complete)
+        for name in sorted(shared - {keep}):
+            drop[keep].append(name)
+    return drop
+
+
+# Bytes of tensors.
+
+_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "C64": "complex64",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+}
+_TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)}
+_float8_e4m3fn = getattr(torch, "float8_e4m3fn", None)
+_float8_e4m3fnuz = getattr(torch, "float8_e4m3fnuz", None)
+_float8_e5m2 = getattr(torch, "float8_e5m2", None)
+_float8_e5m2fnuz = getattr(torch, "float8_e5m2fnuz", None)
+_float8_e8m0 = getattr(torch, "float8_e8m0fnu", None)
+_float4_e2m1_x2 = getattr(torch, "float4_e2m1fn_x2", None)
+_SIZE: dict[Any, int] = {kind: kind.itemsize for kind in (*_TYPES.values(), _float8_e8m0, _float4_e2m1_x2) if kind is not None}
+
+
+def _getdtype(dtype_str: str) -> torch.dtype:
+    return _TYPES[dtype_str]
+
+
+def _view2torch(safeview: Any) -> dict[str, torch.Tensor]:
+    """What `deserialize` returned as tensors over its bytes."""
+    made = {}
+    for name, view in safeview:
+        kind = _getdtype(view["dtype"])
+        if len(view["data"]) == 0:
+            made[name] = torch.empty(view["shape"], dtype=kind)
+        else:
+            made[name] = torch.frombuffer(view["data"], dtype=kind).reshape(view["shape"])
+    return made
+
+
+def _to_ndarray(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """A tensor's bytes as a numpy array, and what keeps them alive."""
+    import numpy as np
+
+    tensor = tensor.to("cpu")
+    size = tensor.nelement() * _SIZE[tensor.dtype]
+    pointer = tensor.data_ptr()
+    if pointer == 0:
+        return np.empty(0, np.uint8), tensor
+    return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_ubyte)), (size,)), tensor
+
+
+def _evaluate_tensors_for_save(tensors: dict[str, torch.Tensor]) -> None:
+    """Raises for what a safetensors file of torch's cannot hold."""
+    if not isinstance(tensors, dict):
+        raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}")
+    sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
+    if sparse:
+        raise ValueError(
+            f"You are trying to save a sparse tensors: `{sparse}` which this library does not support."
+            " You can make it a dense tensor before saving with `.to_dense()` but be aware this might"
+            " make a much larger file than needed."
+        )
+    failing = [names for names in _find_shared_tensors(tensors) if len(names) > 1]
+    if failing:
+        pad = "\n" + " " * 12
+        raise RuntimeError(
+            f"{pad}Some tensors share memory, this will lead to duplicate memory on disk and potential differences when loading"
+            f" them again: {failing}.{pad}A potential way to correctly save your model is to use `save_model`."
+            f"{pad}More information at {_HELP}{pad}"
+        )
+
+
+def _flatten_as_ptr(tensors: dict[str, torch.Tensor], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
+    """The tensors as specs; what is appended to the list keeps them alive."""
+    _evaluate_tensors_for_save(tensors)
+    flat = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. It either means you"
+                " are trying to save tensors which are reference of each other in which case it's recommended to save"
+                " only the full tensors, and reslice at load time, or simply call `.contiguous()` on your tensor to"
+                " pack it before saving."
+            )
+        size = tensor.nelement() * _SIZE[tensor.dtype]
+        dense = tensor.detach().to("cpu")
+        if dense.is_conj() or dense.is_neg():
+            dense = dense.resolve_conj().resolve_neg()
+        keep_alive_buffer.append(dense)
+        flat[name] = TensorSpec(
+            dtype=str(tensor.dtype).split(".")[-1], shape=tensor.shape, data_ptr=dense.data_ptr() if size else 0, data_len=size
+        )
+    return flat

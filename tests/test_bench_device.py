@@ -1,0 +1,92 @@
+"""`overwire bench --device`, on the device that every machine has: the CPU.
+
+What needs a driver is tested on the fake one (`make fakegpu`); the very same
+rows on a GPU come out of tests/device_run.sh.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import overwire as ow
+import pytest
+from overwire import _bench_device
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compressed file and the sums of its tensors; the word has been given."""
+    torch.manual_seed(1)
+    tensors = {"a": torch.randn(300, 400).bfloat16(), "b": torch.arange(7), "c": torch.tensor(2.5)}
+    ow.save_file(tensors, tmp_path / "m.safetensors")
+    ow.save_file(tensors, tmp_path / "plain.safetensors", compress=False)
+    sums = {name: zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items()}
+    (tmp_path / "sums.json").write_text(json.dumps(sums))
+    monkeypatch.setattr(_bench_device, "ready", lambda: None)
+    return tmp_path
+
+
+SIZE = 300 * 400 * 2 + 7 * 8 + 4
+
+
+@pytest.mark.parametrize("mode", ["load", "peer", "peer-cpu"])
+def test_first_and_second_load(model: Path, mode: str) -> None:
+    if mode.startswith("peer"):
+        pytest.importorskip("safetensors")
+    found = _bench_device.answer(["0", mode, "cpu", str(model / "plain.safetensors")])
+    assert found.get("bytes") == SIZE, found
+    assert found["first"] > 0
+    assert found["second"] > 0
+
+
+def test_verify_sees_every_wrong_byte(model: Path) -> None:
+    argv = ["0", "verify", "cpu", str(model / "sums.json"), str(model / "m.safetensors")]
+    assert _bench_device.answer(argv) == {"bytes": SIZE, "tensors": 3}
+    sums = json.loads((model / "sums.json").read_text())
+    for name in sums:
+        (model / "sums.json").write_text(json.dumps({**sums, name: sums[name] ^ 1}))
+        assert repr(name) in _bench_device.answer(argv)["error"]
+    (model / "sums.json").write_text(json.dumps({**sums, "d": 0}))
+    assert "other tensors" in _bench_device.answer(argv)["error"]
+
+
+def test_memory_counts_what_is_beside_the_tensors(model: Path) -> None:
+    found = _bench_device.answer(["0", "memory", "cpu", str(model / "m.safetensors")])
+    assert found["bytes"] == SIZE
+    assert -SIZE <= found["host"] < 200 << 20  # the ring, and what else the process did meanwhile
+
+
+def test_an_error_is_told(model: Path) -> None:
+    assert "NotFoundError" in _bench_device.answer(["0", "load", "cpu", str(model / "none")])["error"]
+
+
+def test_rows_through_the_command_line(tmp_path: Path) -> None:
+    """Start-up and a cold disk, with real processes: figures or a reason, a
+    report in the file as on the screen, and nothing left behind."""
+    folder, out = tmp_path / "dir", tmp_path / "report.json"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "overwire", "bench", "--device", "cpu", "--only", "start,cold", "--size", "4MB", "--repeat", "1"]
+        + ["--dir", str(folder), "--out", str(out), "--json"],
+        capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    rows = {row["name"]: row for row in report["rows"]}
+    assert [row["name"] for row in json.loads(out.read_text())["rows"]] == list(rows)
+    first = next(row for name, row in rows.items() if "first tensor" in name)
+    usable = next(row for name, row in rows.items() if "usable in torch" in name)
+    assert first["value"] > 0
+    assert usable["floor"] > 0
+    assert usable["value"] > usable["floor"] / 2  # both import torch
+    assert not any("FAILED" in row.get("missing", "") for row in rows.values()), rows
+    cold = next(row for name, row in rows.items() if "cold disk" in name)
+    assert cold.get("value", 0) > 0 or "resident" in cold["missing"] or "O_DIRECT" in cold["missing"]
+    assert os.listdir(folder) == []

@@ -1,0 +1,113 @@
+"""Memory that the engine keeps, as far as it shows without a GPU."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import numpy
+import overwire as ow
+import pytest
+import torch
+from conftest import same
+from overwire import frame_torch
+
+
+def test_empty_cache_starts_no_driver(script) -> None:
+    script("""
+import numpy
+import overwire as ow
+ow.empty_cache()
+ow.empty_cache()
+assert "libcuda" not in open("/proc/self/maps").read()
+""")
+
+
+def test_what_torch_lacks_memory_for_is_our_error_with_sizes() -> None:
+    with pytest.raises(ow.OutOfMemoryError) as caught, frame_torch._errors_of("cuda:0", 123):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    error = caught.value
+    assert isinstance(error, MemoryError) and error.asked == 123 and "123 bytes" in str(error)
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(twin) is ow.OutOfMemoryError and twin.asked == 123 and str(twin) == str(error)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    return {"a": torch.randn(700, 300).bfloat16(), "b": torch.arange(100_000), "e": torch.empty(0, 3), "s": torch.tensor(2.5)}
+
+
+@pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
+def test_a_pinned_model_loads_without_its_file(tmp_path: Path, compress: bool) -> None:
+    want = weights()
+    path = tmp_path / "m.safetensors"
+    ow.save_file(want, path, {"k": "v"}, compress=compress)
+    seen = []
+    pinned = ow.pin(path, progress=seen.append)
+    assert pinned.nbytes == path.stat().st_size and seen[-1].bytes == seen[-1].total_bytes == pinned.nbytes
+    assert str(path) in repr(pinned)
+    path.unlink()
+    for _ in range(3):
+        got = pinned.load_file()
+        assert list(got) == list(ow.load_file(pinned, keys=None)) and set(got) == set(want)
+        for name, tensor in want.items():
+            same(got[name], tensor)
+        got["a"].zero_()  # the caller's own
+    for name, tensor in pinned.stream(keys=["b", "a"]):
+        same(tensor, want[name])
+    same(pinned.load_file(dtype="float32", filter=lambda name: name == "a")["a"], want["a"].float())
+    assert isinstance(pinned.load_file(framework="np", keys=["b"])["b"], numpy.ndarray)
+    with ow.safe_open(pinned, "pt") as f:
+        assert f.metadata() == {"k": "v"} and len(f) == 4
+        same(f.get_slice("a")[10:20, 5:9], want["a"][10:20, 5:9].contiguous())
+    module = torch.nn.Module()
+    module.b = torch.nn.Buffer(torch.zeros(100_000, dtype=torch.int64))
+    ow.load_model(module, pinned, strict=False)
+    same(module.b, want["b"])
+    kept = pinned.load_file()["a"]
+    running = pinned.stream()
+    with pinned:
+        pass
+    assert {name for name, _ in running} == set(want)  # what ran goes on
+    pinned.release()
+    same(kept, want["a"])
+    for verb in (pinned.load_file, pinned.stream, pinned.__enter__, lambda: ow.safe_open(pinned, "pt")):
+        with pytest.raises(ow.ArgumentError, match="released"):
+            verb()
+
+
+def test_pinning_what_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ow.pin(tmp_path / "no")
+    path = tmp_path / "m"
+    ow.save_file(weights(), path)
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ow.CorruptError) as caught:
+        ow.pin(path)
+    assert caught.value.tensor and caught.value.chunk is not None and caught.value.source == str(path)
+    with pytest.raises(ow.NotSupportedError):
+        ow.pin(path, device="mps")
+    if not torch.cuda.is_available():
+        with pytest.raises(ow.DeviceError):
+            ow.pin(path, device="cuda")
+
+
+def test_pinned_memory_is_given_back(tmp_path: Path, script) -> None:
+    script("""
+import overwire as ow, os, numpy as np
+rng = np.random.default_rng(0)
+ow.save_file({"a": rng.integers(0, 255, 20_000_000, dtype=np.uint8)}, "m")
+def rss(): return int(open("/proc/self/statm").read().split()[1]) * 4096
+def files(): return len(os.listdir("/proc/self/fd"))
+ow.pin("m").release()
+before, open_files = rss(), files()
+for _ in range(20):
+    with ow.pin("m") as pinned:
+        assert files() == open_files and rss() > before + 15_000_000
+    ow.pin("m")  # dropped
+assert rss() < before + 10_000_000, (before, rss())
+assert files() == open_files
+""")

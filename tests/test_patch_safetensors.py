@@ -1,0 +1,285 @@
+"""patch_safetensors with the libraries it is for: transformers, diffusers and
+accelerate load compressed files by their own names for it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import overwire.compat.safetensors as compat
+import overwire.compat.safetensors.torch as compat_torch
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from conftest import same
+
+
+def compress(folder: Path) -> int:
+    """Every safetensors file below becomes compressed, in its place."""
+    files = list(folder.rglob("*.safetensors"))
+    for path in files:
+        ow.convert(path, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.safe_open(path, "pt").get_tensor("x")
+        assert ow.inspect(path)["sources"][0]["format"] == "overwire"
+    return len(files)
+
+
+def equal(a: torch.nn.Module, b: torch.nn.Module) -> None:
+    states = a.state_dict(), b.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for name in states[0]:
+        same(states[0][name], states[1][name])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: Any) -> tuple[Any, Path, Path]:
+    """A tiny random model, as one file and as several shards, compressed."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=True
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    one, many = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("many")
+    model.save_pretrained(one)
+    model.save_pretrained(many, max_shard_size="100KB")
+    assert compress(one) == 1
+    assert compress(many) > 1 and (many / "model.safetensors.index.json").exists()
+    return model, one, many
+
+
+def test_transformers(llama: Any) -> None:
+    import transformers
+
+    model, one, many = llama
+    for folder in (one, many):
+        with ow.patch_safetensors():
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        equal(model, loaded)
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert loaded.dtype == torch.bfloat16
+    # Tensors outlive the patch and the files' handles, and can be written.
+    loaded.model.embed_tokens.weight.data.zero_()
+    with pytest.raises(Exception) as caught:
+        transformers.AutoModelForCausalLM.from_pretrained(one)
+    assert caught.value is not None  # unpatched, nothing of ours is left
+
+
+def test_transformers_while_it_saves(llama: Any, tmp_path: Path) -> None:
+    """Saving goes on as ever, plain."""
+    import transformers
+
+    model, one, _ = llama
+    with ow.patch_safetensors():
+        model.save_pretrained(tmp_path)
+        equal(model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"))
+    assert safetensors.safe_open(tmp_path / "model.safetensors", "pt").metadata() == {"format": "pt"}
+
+
+def test_damage_is_told(llama: Any, tmp_path: Path) -> None:
+    """A flipped byte is an error of safetensors' class that names the tensor."""
+    _, one, _ = llama
+    data = bytearray((one / "model.safetensors").read_bytes())
+    data[len(data) // 2] ^= 1
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    with ow.patch_safetensors(), pytest.raises(safetensors.SafetensorError, match=r"model\.safetensors") as caught:
+        safetensors.torch.load_file(path)
+    assert isinstance(caught.value.__cause__, ow.CorruptError) and caught.value.__cause__.tensor
+
+
+def test_diffusers(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(6)
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(8, 8),
+        norm_num_groups=2,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler(num_train_timesteps=4)).save_pretrained(tmp_path)
+    assert compress(tmp_path) == 1
+    with ow.patch_safetensors():
+        pipe = diffusers.DDPMPipeline.from_pretrained(tmp_path, low_cpu_mem_usage=False)
+        again = diffusers.UNet2DModel.from_pretrained(tmp_path / "unet", low_cpu_mem_usage=True)
+        mapped = diffusers.UNet2DModel.from_pretrained(tmp_path / "unet", disable_mmap=True)
+    for loaded in (pipe.unet, again, mapped):
+        equal(unet, loaded)
+
+
+def test_accelerate(llama: Any, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    import transformers
+
+    model, one, many = llama
+    for folder in (one / "model.safetensors", many):
+        with accelerate.init_empty_weights():
+            empty = transformers.LlamaForCausalLM(model.config)
+        empty.tie_weights()
+        with ow.patch_safetensors():
+            empty = accelerate.load_checkpoint_and_dispatch(empty, str(folder), device_map={"": "cpu"}, dtype=torch.bfloat16)
+        equal(model, empty)
+    # Offloaded to disk: the weights are read from the file when they are used.
+    tokens, plain = torch.arange(6)[None], tmp_path / "plain"
+    model.save_pretrained(plain, max_shard_size="100KB")
+    where = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    logits = []
+    for folder, patch in ((plain, contextlib.nullcontext), (many, ow.patch_safetensors)):
+        with accelerate.init_empty_weights():
+            empty = transformers.LlamaForCausalLM(model.config)
+        empty.tie_weights()
+        with patch(), torch.no_grad():
+            empty = accelerate.load_checkpoint_and_dispatch(
+                empty, str(folder), device_map=where, offload_folder=tmp_path / "o", dtype=torch.bfloat16
+            )
+            logits.append(empty(tokens).logits)
+    same(*logits)
+
+
+def test_patched_before_they_are_imported(llama: Any, script: Any) -> None:
+    """The patch holds whether it comes before the libraries or after them."""
+    _, one, _ = llama
+    script(f"""
+import overwire as ow
+patch = ow.patch_safetensors()
+from transformers import AutoModelForCausalLM
+import safetensors, safetensors.torch, sys
+model = AutoModelForCausalLM.from_pretrained({str(one)!r}, dtype="auto")
+assert model.dtype.itemsize == 2
+patch.undo()
+left = [(m.__name__, k) for m in list(sys.modules.values()) for k, v in list(getattr(m, "__dict__", {{}}).items())
+        if k in ("safe_open", "safe_load_file", "load_file") and not m.__name__.startswith("overwire")
+        and getattr(v, "__module__", "").startswith("overwire")]
+assert not left, left
+assert safetensors.torch.safe_open is safetensors.safe_open is sys.modules["transformers.modeling_utils"].safe_open
+assert safetensors.safe_open.__module__ == "builtins"
+""")
+
+
+# The patch itself.
+
+
+def module(name: str) -> types.ModuleType:
+    """A module that has bound what it reads with, as libraries do."""
+    made = types.ModuleType(name)
+    source = "import safetensors\nfrom safetensors import safe_open\nfrom safetensors.torch import load_file as read, save_file\n"
+    sys.modules[name] = made
+    exec(source, made.__dict__)
+    return made
+
+
+def bound(m: types.ModuleType) -> bool:
+    """Whether a module reads through overwire."""
+    mine = issubclass(m.safe_open, compat.safe_open)
+    assert mine == hasattr(m.read, "__wrapped__")
+    assert m.save_file is safetensors.torch.save_file
+    return mine
+
+
+def test_names_that_were_bound_before_and_meanwhile(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(999).bfloat16()}
+    ow.save_file(tensors, tmp_path / "a.safetensors")
+    early = module("bound_early")
+    ours = types.ModuleType("bound_to_ours")
+    sys.modules["bound_to_ours"] = ours
+    ours.load_file, ours.safe_open = compat_torch.load_file, compat.safe_open  # type: ignore[attr-defined]
+    try:
+        with ow.patch_safetensors() as patch:
+            late = module("bound_late")
+            for m in (early, late):
+                assert bound(m)
+                same(m.read(tmp_path / "a.safetensors")["a"], tensors["a"])
+                with m.safe_open(tmp_path / "a.safetensors", framework="pt") as f:
+                    same(f.get_tensor("a"), tensors["a"])
+            data = (tmp_path / "a.safetensors").read_bytes()
+            same(safetensors.torch.load(data)["a"], tensors["a"])
+            assert [name for name, _ in safetensors.deserialize(data)] == ["a"]
+        assert not bound(early) and not bound(late)
+        # Those who chose our names keep them.
+        assert ours.load_file is compat_torch.load_file and ours.safe_open is compat.safe_open
+        patch.undo()  # a second time does nothing
+        assert not bound(early)
+    finally:
+        for name in ("bound_early", "bound_late", "bound_to_ours"):
+            sys.modules.pop(name, None)
+
+
+def test_nested_and_overlapping() -> None:
+    m = module("bound_nested")
+    try:
+        a = ow.patch_safetensors()
+        first = m.safe_open
+        with ow.patch_safetensors():
+            assert m.safe_open is first
+            b = ow.patch_safetensors()
+            a.undo()
+            a.undo()
+            assert bound(m)
+        assert bound(m)
+        b.undo()
+        assert not bound(m)
+        with pytest.raises(KeyError), ow.patch_safetensors():
+            assert bound(m)
+            raise KeyError
+        assert not bound(m)
+    finally:
+        sys.modules.pop("bound_nested")
+
+
+def test_threads(tmp_path: Path) -> None:
+    """Patches that threads begin and end at any time: in force for each while
+    its own lasts, and gone at the end."""
+    ow.save_file({"a": torch.arange(100)}, tmp_path / "a.safetensors")
+    m = module("bound_threads")
+    wrong: list[Any] = []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                with ow.patch_safetensors():
+                    assert bound(m)
+                    assert m.read(tmp_path / "a.safetensors")["a"][7] == 7
+        except BaseException as error:
+            wrong.append(error)
+
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert not wrong
+        assert not bound(m)
+    finally:
+        sys.modules.pop("bound_threads")
+
+
+def test_without_safetensors(script: Any) -> None:
+    script("""
+import sys
+sys.modules["safetensors"] = None
+import overwire as ow
+try:
+    ow.patch_safetensors()
+except ow.MissingPackageError as error:
+    assert "safetensors" in str(error)
+else:
+    raise AssertionError
+import overwire.compat.safetensors as compat  # it needs no other package
+assert compat.SafetensorError.__mro__[1] is Exception
+spec = compat.TensorSpec(dtype="uint8", shape=[0], data_ptr=0, data_len=0)
+assert compat.deserialize(compat.serialize({"a": spec})) == [("a", {"dtype": "U8", "shape": [0], "data": bytearray()})]
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+""")

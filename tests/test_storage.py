@@ -1,0 +1,55 @@
+"""storage_options: what a caller says about reaching a store arrives whole, and is refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import overwire as ow
+import pytest
+from overwire import storage
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_environment_names_are_those_of_the_engine() -> None:
+    """Python sends the variables that the engine lists, proxies in both cases, and no others."""
+    text = (ROOT / "gosrc/source/options.go").read_text()
+    listed = re.findall(r'"([A-Z_*]+)"', text[text.index("var EnvNames") : text.index("// Check refuses")])
+    assert set(listed) == {*storage._NAMES, storage._PREFIX + "*"}
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read at each call."""
+    monkeypatch.setenv("AWS_REGION", "one")
+    monkeypatch.setenv("https_proxy", "http://p")
+    monkeypatch.setenv("OTHER_SECRET", "x")
+    found = storage.environment()
+    assert found["AWS_REGION"] == "one" and found["https_proxy"] == "http://p" and "OTHER_SECRET" not in found
+    monkeypatch.setenv("AWS_REGION", "two")
+    assert storage.environment()["AWS_REGION"] == "two"
+
+
+def test_values_become_text() -> None:
+    """bool, numbers, paths and headers are texts; None is left out."""
+    made = storage.storage({"anon": True, "timeout": 2.5, "cacert": Path("/x"), "key": None, "headers": {"A": 1}}, ["s3://b/k"])
+    assert made["storage"]["storage"] == {"anon": "true", "timeout": "2.5", "cacert": "/x", "header.A": "1"}
+    assert storage.storage(None, ["/x", "file:///y"]) == {}
+
+
+@pytest.mark.parametrize("options", [[("a", 1)], {"a": object()}, {1: "a"}, {"headers": "x"}])
+def test_wrong_kinds(options: object) -> None:
+    """What is no option is refused before anything is opened."""
+    with pytest.raises(ow.ArgumentError, match="storage_options"):
+        ow.load_file("s3://bucket/key", storage_options=options)
+
+
+def test_local_paths_take_none(tmp_path: Path) -> None:
+    """Options beside a local path alone are a mistake; none or empty ones are not."""
+    path = tmp_path / "a.safetensors"
+    numpy = pytest.importorskip("numpy")
+    ow.save_file({"x": numpy.zeros(3)}, path, storage_options={})
+    for call in (ow.load_file, ow.stream, ow.safe_open, ow.inspect, ow.verify, ow.preload):
+        with pytest.raises(ow.ArgumentError, match="local path"):
+            call(path, storage_options={"token": "x"})
+    assert list(ow.load_file(path, framework="np", storage_options=None)) == ["x"]
