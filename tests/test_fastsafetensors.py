@@ -488,6 +488,36 @@ def test_capsules_of_addresses() -> None:
     assert wrapped.view(DType.F8_E4M3).get_raw().dtype == torch.float8_e4m3fn
 
 
+def test_headers_come_from_memory_and_in_short_reads(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    op = get_framework_op("pt")
+    whole = fst.SafeTensorsMetadata.from_file(files[0], op)
+    data = Path(files[0]).read_bytes()
+    memory = ctypes.create_string_buffer(data, len(data))
+    asked: list[int] = []
+    copy = cpp.read_buffer
+    monkeypatch.setattr(cpp, "read_buffer", lambda address, size: (asked.append(size), copy(address, size))[1])
+    again = fst.SafeTensorsMetadata.from_buffer(ctypes.addressof(memory), len(data), files[0], op)
+    assert again.tensors == whole.tensors and sum(asked) == whole.header_length
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda fd, size: read(fd, min(size, 7)))
+    assert fst.SafeTensorsMetadata.from_file(files[0], op).tensors == whole.tensors
+    monkeypatch.setattr(os, "read", lambda fd, size: read(fd, 0))
+    with pytest.raises(ValueError, match="InvalidHeaderLength"):
+        fst.SafeTensorsMetadata.from_file(files[0], op)
+
+
+def test_there_is_one_set_of_classes_under_both_names(script: Any) -> None:
+    done = script(
+        "import sys, overwire.compat; overwire.compat.install('fastsafetensors'); import fastsafetensors\n"
+        "print('torch' in sys.modules)\n"
+        "from fastsafetensors.frameworks._torch import TorchOp, TorchProcessGroup\n"
+        "loader = fastsafetensors.SafeTensorsFileLoader(None)\n"
+        "print(isinstance(loader.framework, TorchOp), isinstance(loader.pg, TorchProcessGroup))\n"
+        "print(fastsafetensors is overwire.compat.fastsafetensors)"
+    )
+    assert done.stdout.split() == ["False", "True", "True", "True"]
+
+
 def test_importing_it_imports_no_torch(script: Any) -> None:
     done = script(
         "import sys, overwire.compat.fastsafetensors as f; print('torch' in sys.modules, 'numpy' in sys.modules, f.SingleGroup().size())"

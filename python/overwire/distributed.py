@@ -32,6 +32,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from . import teams
@@ -114,12 +115,13 @@ def load(
         )  # fmt: skip
         return opened[0].describe()
 
-    try:
-        told = team.exchange(begin)
-        return opened[0].run(told)
-    finally:
-        for one in opened:
-            one.close()
+    with _current(device):
+        try:
+            told = team.exchange(begin)
+            return opened[0].run(told)
+        finally:
+            for one in opened:
+                one.close()
 
 
 class _Load:
@@ -325,6 +327,17 @@ class _Load:
                 self._watcher.update(Progress(done, total, len(loaded), len(self._chosen)))
         except BaseException as caught:
             self._late = caught
+
+
+def _current(device: Any) -> AbstractContextManager[Any]:
+    # NCCL sends flags and objects from the current GPU, which must be this
+    # rank's own. A wrong device is refused later, where all ranks hear of it.
+    import torch
+
+    kind, _, number = f"cuda:{device}".partition(":") if type(device) is int else str(device).partition(":")
+    if kind == "cuda" and number.isdecimal() and int(number) < torch.cuda.device_count():
+        return torch.cuda.device(int(number))
+    return nullcontext()
 
 
 def _shape(row: Any) -> tuple[int, ...]:

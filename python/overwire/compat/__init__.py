@@ -30,7 +30,7 @@ _FST = (
     "cpp dlpack ep_slice file_buffer frameworks loader parallel_loader saver st_types tensor_factory threefs_loader"
 )
 _MODULES: dict[str, dict[str, str]] = {
-    # Without frameworks._torch and ._paddle, which import theirs.
+    # Without frameworks._torch and ._paddle, which import torch and paddle.
     "fastsafetensors": {"fastsafetensors": "fastsafetensors"}
     | {f"fastsafetensors.{name}": f"fastsafetensors.{name}" for name in _FST.split()},
     "nyacomp": {

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
 __all__ = ["live_allocation_bytes", "live_allocation_count", "track"]
 
-_lock = threading.Lock()
-_count = 0
-_bytes = 0
+
+class _Held(weakref.ref[Any]):
+    # A reference to what backs memory; it knows how much.
+    __slots__ = ("nbytes",)
+    nbytes: int
+
+
+# By identity: what they refer to need not be hashable. No lock: memory may be
+# freed by a collection in the middle of anything, and each step here is one.
+_live: dict[int, _Held] = {}
 
 
 def track(owner: Any, nbytes: int) -> None:
     """Counts `nbytes` until `owner`, the object that backs the memory, is freed."""
-    global _count, _bytes
-    with _lock:
-        _count += 1
-        _bytes += nbytes
-    weakref.finalize(owner, _forget, nbytes).atexit = False
+    held = _Held(owner, _forget)
+    held.nbytes = nbytes
+    _live[id(held)] = held
 
 
-def _forget(nbytes: int) -> None:
-    global _count, _bytes
-    with _lock:
-        _count -= 1
-        _bytes -= nbytes
+def _forget(held: Any) -> None:
+    _live.pop(id(held), None)
 
 
 def live_allocation_count() -> int:
     """Memories of loaded tensors that somebody holds: one a tensor."""
-    return _count
+    return len(_live)
 
 
 def live_allocation_bytes() -> int:
     """Their bytes."""
-    return _bytes
+    return sum(held.nbytes for held in list(_live.values()))

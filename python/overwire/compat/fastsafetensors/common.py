@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +140,7 @@ class SafeTensorsMetadata:
     ) -> None:
         self.src, self.framework = src, framework
         self.header_length, self.size_bytes = header_length, size_bytes
-        ser = json.loads(string, object_pairs_hook=OrderedDict)
+        ser = json.loads(string)
         self.metadata: Any = ser.pop("__metadata__", "")
         self.compressed = isinstance(self.metadata, dict) and "overwire" in self.metadata and os.path.exists(src)
         if self.compressed:
@@ -167,8 +166,8 @@ class SafeTensorsMetadata:
         # as it stands see its alignment.
         self.aligned = header_length % framework.get_device_ptr_align() == 0
 
-    def _compressed(self) -> OrderedDict[str, Any]:
-        ser: OrderedDict[str, Any] = OrderedDict()
+    def _compressed(self) -> dict[str, Any]:
+        ser: dict[str, Any] = {}
         at = 0
         with overwire.safe_open(self.src, framework=_numeric(self.framework)) as file:
             self.metadata = file.metadata() or ""

@@ -72,14 +72,9 @@ class DType(Enum):
     F6_E3M2 = "F6_E3M2"
     AUTO = "AUTO"
 
-    @property
-    def bits(self) -> int:
-        """Bits of one element; 0 for AUTO."""
-        return _BITS.get(self.value) or (0 if self is DType.AUTO else int(self.value[1:3].rstrip("_")))
+    #: Bits of one element; 0 for AUTO.
+    bits: int
 
-
-# Where the name does not say.
-_BITS = {
-    "BOOL": 8, "I8": 8, "U8": 8, "BF16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8,
-}  # fmt: skip
+    def __init__(self, name: str) -> None:
+        digits = name.lstrip("BFIUC").partition("_")[0]
+        self.bits = 8 if name == "BOOL" else int(digits) if digits.isdecimal() else 0

@@ -41,8 +41,9 @@ class DummyDeviceBuffer(cpp.gds_device_buffer):
 def converts(own: DType, wanted: DType) -> bool:
     """Whether dtype= changes such a tensor. Packed types and bare exponents are
     parts of a scheme, and complex numbers would lose a half: they stay."""
-    kept = own.bits < 8 or own in (DType.F8_E8M0, DType.C64)
-    return wanted not in (DType.AUTO, own) and not kept
+    if wanted is DType.AUTO or wanted is own:
+        return False
+    return own.bits >= 8 and own not in (DType.F8_E8M0, DType.C64)
 
 
 class EngineCopier(CopierInterface):
@@ -68,9 +69,8 @@ class EngineCopier(CopierInterface):
         torch = self.framework.get_name() == "pytorch"
         where = self.device.as_str().replace("gpu", "cuda") if torch else "cpu"
         self._stream = overwire.stream(self.metadata.src, device=where, framework="pt" if torch else "np", keys=self.names)
-        self.framework.lease(nbytes)
         # Stands for the tensors, each of which has memory of its own.
-        return cpp.gds_device_buffer(0, nbytes, is_cuda(self.device), self)
+        return self.framework.lease(cpp.gds_device_buffer(0, nbytes, is_cuda(self.device), self))
 
     def wait_io(self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False) -> dict[str, TensorBase]:
         assert self._stream is not None, "wait_io comes after submit_io"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -84,20 +83,20 @@ class ProcessGroupBase(ABC):
 
 
 class FrameworkOpBase(ABC):
-    """A framework. Leases are the bytes that open buffers count."""
+    """A framework. Leases are the buffers that are open."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._leased = 0
+        # No lock: a collection may free a buffer in the middle of anything.
+        self._leases: dict[int, int] = {}
 
-    def lease(self, nbytes: int) -> None:
-        """Counts bytes of an open buffer; a negative number gives them back."""
-        with self._lock:
-            self._leased += nbytes
+    def lease(self, gbuf: cpp.gds_device_buffer) -> cpp.gds_device_buffer:
+        """Counts a buffer, and returns it, until `free_tensor_memory`."""
+        self._leases[id(gbuf)] = gbuf.get_length()
+        return gbuf
 
     def get_mem_used(self) -> int:
         """Bytes that open buffers hold, whoever else holds their tensors."""
-        return self._leased
+        return sum(list(self._leases.values()))
 
     @abstractmethod
     def get_name(self) -> str: ...
@@ -118,9 +117,8 @@ class FrameworkOpBase(ABC):
 
     def free_tensor_memory(self, gbuf: cpp.gds_device_buffer, dev: Device) -> None:
         """Gives a buffer back. Tensors in it live on."""
-        if gbuf.owner is not None:
-            gbuf.owner = None
-            self.lease(-gbuf.get_length())
+        gbuf.owner = None
+        self._leases.pop(id(gbuf), None)
 
     @abstractmethod
     def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device) -> Any:
@@ -206,13 +204,13 @@ def get_framework_op(name: str) -> FrameworkOpBase:
     """Of "pt", "pytorch", "torch" or "paddle"; ValueError for other names."""
     if name in ("pt", "pytorch", "torch"):
         if "torch" not in _ops:
-            from ._torch import TorchOp
+            from .torch_op import TorchOp
 
             _ops["torch"] = TorchOp()
         return _ops["torch"]
     if name == "paddle":
         if "paddle" not in _ops:
-            from ._paddle import PaddleOp
+            from .paddle_op import PaddleOp
 
             _ops["paddle"] = PaddleOp()
         return _ops["paddle"]
