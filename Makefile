@@ -102,8 +102,8 @@ bench: build ## every figure beside the floor of this machine
 clean: ## remove what was built and installed
 	rm -rf $(VENV) build dist python/overwire/_core.abi3.so
 
-# The GPU engine. Both run without a GPU.
-.PHONY: kernels fakegpu
+# The GPU engine. The first two run without a GPU.
+.PHONY: kernels fakegpu gpubench
 NVCC := build/nvcc/nvidia/cu13/bin/nvcc
 
 kernels: $(NVCC) ## compile cuda/built/x16.fatbin anew, byte for byte, by the pinned compiler
@@ -119,3 +119,6 @@ fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels'
 		go test -tags owfake ./gosrc/device/cuda
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
 		go test -tags owfake -run Fake ./gosrc/bench ./gosrc/cli
+
+gpubench: build ## on a machine with a GPU: its tests, the memory checkers, every figure
+	PYTHON=$(PY) tests/device_run.sh

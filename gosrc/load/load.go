@@ -37,7 +37,8 @@ type Options struct {
 type Report struct {
 	Bytes   int64           `json:"bytes"` // of tensors
 	Tensors int64           `json:"tensors"`
-	Mapped  int64           `json:"mapped"` // bytes that are mapped, not read
+	Mapped  int64           `json:"mapped"`     // bytes that are mapped, not read
+	Past    int64           `json:"past_cache"` // bytes that were read past the page cache
 	Seconds float64         `json:"seconds"`
 	Stages  pipeline.Stages `json:"stages"`
 	// Trace sums up the trace, if one was asked for.
@@ -198,7 +199,8 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	planning := time.Now()
 	p := plan.Make(l.model.ix, l.wants, dest, lim)
 	planned := time.Now()
-	if depth := expect(l.model.srcs, p, cmp.Or(opt.Read, knob.Read.Get())); threads <= 0 {
+	told, depth := expect(l.model.srcs, p, cmp.Or(opt.Read, knob.Read.Get()))
+	if threads <= 0 {
 		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth, far)
 	}
 	traceFile := cmp.Or(opt.Trace, knob.Trace.Get())
@@ -240,7 +242,11 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		Landed: l.land, Progress: func(n int64) { j.Bytes.Add(n) },
 	})
 	seconds := time.Since(start).Seconds()
-	rep := Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Seconds: seconds, Stages: st}
+	var past int64
+	for _, s := range told {
+		past += s.Past()
+	}
+	rep := Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Past: past, Seconds: seconds, Stages: st}
 	if trace != nil && err == nil {
 		err = trace.WriteFile(traceFile)
 		sum := trace.Summary()
@@ -256,9 +262,9 @@ func (m *Model) planned() bool {
 	return slices.ContainsFunc(m.srcs, func(s source.Source) bool { _, ok := s.(source.Planned); return ok })
 }
 
-// expect tells the sources of a plan what is coming, and returns how many reads
-// at once serve them best.
-func expect(srcs []source.Source, p *plan.Plan, how string) (depth int) {
+// expect tells the sources of a plan what is coming, and returns those that it
+// told and how many reads at once serve them best.
+func expect(srcs []source.Source, p *plan.Plan, how string) (told []source.Planned, depth int) {
 	last := int32(-1)
 	for i := range p.Pieces { // in the order of the sources
 		s := p.Pieces[i].Source
@@ -267,10 +273,11 @@ func expect(srcs []source.Source, p *plan.Plan, how string) (depth int) {
 		}
 		last = s
 		if planned, ok := srcs[s].(source.Planned); ok {
+			told = append(told, planned)
 			depth = max(depth, planned.Expect(p.Read, how))
 		}
 	}
-	return depth
+	return told, depth
 }
 
 // destination turns an address from the caller into a pointer. The memory is

@@ -269,9 +269,11 @@ def _names(model: Any) -> dict[int, str]:
             for at, part in enumerate(value):
                 walk(part, f"{prefix}{at}.", depth + 1)
         elif isinstance(getattr(value, "config", None), Mapping) and depth < 8:
+            # Its own attributes only: diffusers warns of other keys.
+            held = getattr(value, "__dict__", {})
             for key in value.config:
                 if not str(key).startswith("_"):
-                    walk(getattr(value, key, None), f"{prefix}{key}.", depth + 1)
+                    walk(held.get(key), f"{prefix}{key}.", depth + 1)
 
     walk(model, "", 0)
     return names

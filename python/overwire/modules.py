@@ -27,6 +27,7 @@ def load_model(
     progress: ProgressLike = None,
     mmap: bool | None = None,
     storage_options: StorageOptions | None = None,
+    lenient: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Loads a file into a torch module's own parameters and buffers.
 
@@ -37,6 +38,7 @@ def load_model(
 
     storage_options: as for `load_file`.
     strict: raise if tensors are missing in the file, or unexpected in it.
+    lenient: as for `load_file`.
 
     Returns (missing, unexpected) names, as safetensors.torch.load_model. Names
     tied to a loaded one are neither.
@@ -54,7 +56,7 @@ def load_model(
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
     targets: dict[str, Any] = module.state_dict(keep_vars=True)
-    with Model(source, mmap, where, storage_options=storage_options) as model:
+    with Model(source, mmap, where, lenient=lenient, storage_options=storage_options) as model:
         missing, unexpected, wanted = _match(module, targets, model, strict)
         names = list(wanted)
         requests, direct = [], []

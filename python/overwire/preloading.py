@@ -58,6 +58,13 @@ class Preload:
     def __repr__(self) -> str:
         return f"Preload({self.path!r})"
 
+    def __del__(self) -> None:
+        # The handle alone: the preload goes on. `getattr`: the constructor may
+        # have failed.
+        job = getattr(self, "_job", None)
+        if job is not None:
+            _engine.job_free(job)
+
     def progress(self) -> Progress:
         """How far it is: tensor bytes and tensors, done and total (0 before the
         files are open)."""
