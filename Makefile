@@ -24,7 +24,7 @@ ASAN_LIBS   = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-n
 export GOEXPERIMENT ?= simd
 export FUZZTIME JOBS
 
-.PHONY: help venv build gen test lint gotest fuzz pytest wheel asan demo bench clean
+.PHONY: help venv build gen test servers lint gotest fuzz pytest wheel asan demo bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,11 +54,17 @@ $(BIN)/staticcheck:
 
 test: ## all of it: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
 	@$(MAKE) --no-print-directory build $(BIN)/staticcheck $(BIN)/gopy
+	@$(MAKE) --no-print-directory servers
 	@for step in lint gotest fuzz wheel asan pytest; do \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory $$step || { echo "make $$step failed"; exit 1; }; \
 		[ $$step = pytest ] || echo "-- $$step: $$(($$(date +%s) - start)) s"; \
 	done
+
+servers: ## real servers that tests start, where they can be installed; tests skip what is not there
+	@test -x /usr/sbin/nginx || command -v nginx >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		{ apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nginx-light; } >/dev/null 2>&1; } || \
+		echo "nginx is not here and cannot be installed: its tests are skipped"
 
 lint: venv $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
 	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }

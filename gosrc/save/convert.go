@@ -12,7 +12,9 @@ import (
 
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // maxCompanion is the size up to which other files of a folder (config.json,
@@ -79,7 +81,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		}
 	}
 	w.spec.Path = pathIn(folder, w.spec)
-	parts, err := m.parts(w.spec, dst, src, folder, items)
+	parts, err := m.parts(ctx, w.spec, dst, src, folder, items)
 	if err == nil && folder {
 		err = alone(src, dst, w.spec, parts)
 	}
@@ -112,7 +114,7 @@ func (m *model) of(k int, items []*item) []*item {
 }
 
 // parts is what Convert writes.
-func (m *model) parts(spec Spec, dst string, src []string, folder bool, items []*item) ([]part, error) {
+func (m *model) parts(ctx context.Context, spec Spec, dst string, src []string, folder bool, items []*item) ([]part, error) {
 	all := map[string]string{}
 	for k := range m.srcs {
 		for key, v := range m.metadata(k) {
@@ -130,7 +132,7 @@ func (m *model) parts(spec Spec, dst string, src []string, folder bool, items []
 	default:
 		seen := map[string]bool{}
 		for k, s := range m.srcs {
-			name := filepath.Base(localPath(s.URI()))
+			name := filepath.Base(source.Path(localPath(s.URI())))
 			if seen[name] {
 				return nil, badArgument(dst, "", "two sources are called %q", name)
 			}
@@ -142,7 +144,7 @@ func (m *model) parts(spec Spec, dst string, src []string, folder bool, items []
 			maps.Copy(meta, spec.Metadata)
 			parts = append(parts, part{path: filepath.Join(dst, name), metadata: meta, items: m.of(k, items)})
 		}
-		if name, meta := indexOf(src); name != "" {
+		if name, meta := indexOf(ctx, src, spec.Storage); name != "" {
 			parts = append(parts, part{path: filepath.Join(dst, name), blob: shardIndex(parts, meta)})
 		}
 	}
@@ -194,11 +196,14 @@ func alone(src []string, dst string, spec Spec, parts []part) error {
 
 // indexOf finds the index.json that a single source was opened by, and what
 // its metadata say.
-func indexOf(src []string) (name string, metadata map[string]string) {
+func indexOf(ctx context.Context, src []string, storage source.Options) (name string, metadata map[string]string) {
 	if len(src) != 1 {
 		return "", nil
 	}
 	path := localPath(src[0])
+	if source.Remote(path) {
+		return remoteIndexOf(ctx, path, storage)
+	}
 	if st, err := os.Stat(path); err == nil && st.IsDir() {
 		found, _ := filepath.Glob(filepath.Join(escapeGlob(path), "*"+extension+".index.json"))
 		if len(found) != 1 {
@@ -219,6 +224,29 @@ func indexOf(src []string) (name string, metadata map[string]string) {
 
 // companions reads the small other files of source folders. Hidden files,
 // links that lead nowhere, and weights in any form stay behind.
+// remoteIndexOf is indexOf for a URI; a folder that cannot be listed has the
+// usual name.
+func remoteIndexOf(ctx context.Context, uri string, storage source.Options) (name string, metadata map[string]string) {
+	if source.Folder(uri) {
+		uri = source.Beside(uri, "model"+extension+".index.json")
+	}
+	name = filepath.Base(source.Path(uri))
+	if !strings.HasSuffix(name, ".index.json") {
+		return "", nil
+	}
+	s, err := open.With(storage)(ctx, uri)
+	if err != nil {
+		return "", nil
+	}
+	defer s.Close()
+	b := make([]byte, min(s.Size(), tensor.MaxHeader))
+	if err := s.ReadAt(ctx, b, 0); err != nil {
+		return "", nil
+	}
+	x, _ := safetensors.ReadIndexJSON(uri, b) // sound: the weights were opened by it
+	return name, x.Metadata
+}
+
 func companions(src []string, dst string, parts []part) ([]part, error) {
 	var out []part
 	taken := map[string]bool{}

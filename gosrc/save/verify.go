@@ -60,7 +60,7 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 	plainFiles := 0
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
-		f := VerifiedFile{URI: s.URI, Format: formatName(s), Checked: "contents", Stored: s.Size}
+		f := VerifiedFile{URI: fault.Redact(s.URI), Format: formatName(s), Checked: "contents", Stored: s.Size}
 		if !s.Overwire {
 			f.Checked = "structure"
 			plainFiles++

@@ -34,6 +34,7 @@ __all__ = [
     "convert_start",
     "doctor",
     "empty_cache",
+    "fetch_start",
     "forked",
     "index_names",
     "inspect",
@@ -330,6 +331,12 @@ def convert_start(spec: str) -> int:
 def verify_start(spec: str) -> int:
     """Start to prove files: JSON {"uris": [...]}; see `job_report`."""
     number: int = _call(_core().api_VerifyStart, spec)
+    return number
+
+
+def fetch_start(spec: str) -> int:
+    """Start to write the bytes of JSON {"uris": [...], "storage": {...}, "most": n} to its open file "fd"."""
+    number: int = _call(_core().api_FetchStart, spec)
     return number
 
 

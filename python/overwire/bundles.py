@@ -33,9 +33,10 @@ from .frames import check_device, frame_for
 from .jobs import Job
 from .models import Model
 from .progress import ProgressLike, watch
+from .remote import read
 from .saving import save_bytes
 from .sources import SourceLike, local
-from .storage import StorageOptions, storage
+from .storage import StorageOptions, is_remote, shown, storage
 
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
 
@@ -149,7 +150,7 @@ def _save(
     target = local(path)
     storage(options, [target])  # wrong ones are refused before anything is done
     if "://" in target:
-        raise ArgumentError(f"overwire: compress {target}: only local paths can be written")
+        raise ArgumentError(f"overwire: compress {shown(target)}: only local paths can be written")
     data, blobs = dump(obj, names)
     container = layout.container_of(target)
     if container == target:
@@ -176,6 +177,8 @@ def _save(
 
 
 _ORDER = "overwire.blobs"
+# What is left of an object without its tensors, when it comes from far away.
+_MOST = 1 << 30
 
 
 def _keep_previous(target: str, container: str) -> None:
@@ -294,11 +297,16 @@ def _load(
 
     check_device(device)
     target = local(path)
-    storage(options, [target])
-    with _os_errors("open", target), open(target, "rb") as file:
-        data = file.read()
+    storage(options, [target])  # refused for a local path
+    if is_remote(target):
+        data = read(target, options, _MOST)
+    else:
+        with _os_errors("open", target), open(target, "rb") as file:
+            data = file.read()
     digest = hashlib.sha256(data).hexdigest()
-    with _open(target, digest, tensors) as model:
+    beside = is_remote(target) and tensors is None
+    with _open_remote(target, digest, options) if beside else _open(target, digest, tensors, options) as model:
+        target = shown(target)
         blobs = _Landing(model, target, watch(progress, "load"))
         with blobs.job:
             made = unpickling.load(data, blobs, target, trust)
@@ -306,7 +314,7 @@ def _load(
     return made
 
 
-def _open(target: str, digest: str, tensors: SourceLike | None) -> Model:
+def _open(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:
     """The container that belongs to this very pickle."""
     container = layout.container_of(target)
     candidates: list[SourceLike] = [container, layout.previous_of(container)]
@@ -314,7 +322,7 @@ def _open(target: str, digest: str, tensors: SourceLike | None) -> Model:
         container, candidates = str(tensors), [tensors]
     for candidate in candidates:
         try:
-            model = Model(candidate)
+            model = Model(candidate, storage_options=None if tensors is None else options)
         except NotFoundError:
             if candidate is candidates[0]:
                 raise NotFoundError(
@@ -332,6 +340,27 @@ def _open(target: str, digest: str, tensors: SourceLike | None) -> Model:
         f"overwire: open {target}: the pickle and {container} are not of one save",
         source=target,
     )
+
+
+def _open_remote(target: str, digest: str, options: StorageOptions | None) -> Model:
+    """`_open` for a URI; there is no container of before."""
+    found = False
+    for candidate in layout.remote_containers_of(target):
+        try:
+            model = Model(candidate, storage_options=options)
+        except NotFoundError:
+            continue
+        found = True
+        if (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest:
+            return model
+        model.close()
+    target, container = shown(target), shown(layout.remote_containers_of(target)[0])
+    if not found:
+        raise NotFoundError(
+            f"overwire: open {target}: its tensors are not at {container}; upload the folder beside the pickle with it",
+            source=target,
+        )
+    raise CorruptError(f"overwire: open {target}: the pickle and {container} are not of one save", source=target)
 
 
 class _Landing:

@@ -57,6 +57,11 @@ def load_file(
         mapped must not be truncated while its tensors live.
     storage_options: how to reach URIs that are no local files, by names of the
         scheme. Values are texts, numbers or bools; None is as if not given.
+        http, https, hf: headers (a mapping), token (bearer), cacert, capath,
+        insecure; timeout (seconds without progress, 30), connections (at most,
+        16), retries (8). Headers and token go to that server alone. `cache`, a
+        folder, keeps whole files: they are fetched once, and compared with
+        their hash on every use; nothing is evicted.
     lenient: accepts plain files that other readers let pass: bytes after the
         last tensor, a name or key twice (the last one counts), metadata that is
         not strings (kept as its JSON text). False holds the format's rules.

@@ -17,7 +17,7 @@ from .jobs import Job, log
 from .progress import Watcher
 from .selecting import Experts
 from .sources import SourceLike, resolve
-from .storage import StorageOptions, storage
+from .storage import StorageOptions, shown, storage
 
 __all__ = ["Model", "Row", "WHOLE"]
 
@@ -90,13 +90,14 @@ class Model:
         if mmap is not None and not isinstance(mmap, bool):
             raise ArgumentError("overwire: mmap: expected True, False or None")
         uris, keep = resolve(source)
-        self.uris = uris
+        #: As people may see them.
+        self.uris = [shown(uri) for uri in uris]
         self.preload: int | None = None  # the running job of a preload, once
         reach = storage(storage_options, uris)
         found = _preloaded(uris, device, reach) if preloaded else None
         if found is not None:
             self._handle, self.preload = found
-            log.debug("load %s: joins its preload", uris[0])
+            log.debug("load %s: joins its preload", self.uris[0])
         else:
             spec: dict[str, Any] = {"uris": uris, "map": mmap, "lenient": bool(lenient), **reach}
             if keys is None and filter is not None:

@@ -4,11 +4,15 @@ import (
 	"context"
 	"encoding/binary"
 	"encoding/json"
+	"os"
 	"time"
 	"unsafe"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/fetch"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
@@ -230,6 +234,32 @@ func VerifyStart(spec string) (uint64, error) {
 	}
 	return start(job.Start("verify", func(ctx context.Context, j *job.Job) error {
 		r, err := save.Verify(ctx, j, s.URIs, s.Storage)
+		j.SetReport(r)
+		return err
+	})), nil
+}
+
+// FetchStart begins to write the bytes of the URIs of the JSON of a fetch.Spec
+// to the open file whose descriptor "fd" is: a duplicate is used.
+func FetchStart(spec string) (uint64, error) {
+	s, err := parse[fetch.Spec]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	to, err := parse[struct {
+		FD uintptr `json:"fd"`
+	}]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	own, err := unix.FcntlInt(to.FD, unix.F_DUPFD_CLOEXEC, 3)
+	if err != nil {
+		return 0, fault.FromOS(err)
+	}
+	return start(job.Start("fetch", func(ctx context.Context, j *job.Job) error {
+		f := os.NewFile(uintptr(own), "fetch")
+		defer f.Close()
+		r, err := fetch.Fetch(ctx, j, s, f)
 		j.SetReport(r)
 		return err
 	})), nil
