@@ -88,8 +88,8 @@ def load_file(
         from .distributed import load
 
         return load(
-            source, group, shard, device=device, dtype=dtype, keys=keys, filter=filter,
-            framework=framework, progress=progress, mmap=mmap,
+            source, group, shard, device=device, dtype=dtype, keys=keys, filter=filter, framework=framework, progress=progress,
+            mmap=mmap, storage_options=storage_options, lenient=lenient, max_memory=max_memory,
         )  # fmt: skip
     frame = frame_for(framework)
     where = check_device(device, frame)

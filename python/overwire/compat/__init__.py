@@ -25,7 +25,14 @@ from ..errors import ArgumentError
 __all__ = ["install", "names", "path"]
 
 # What each name stands for: original module -> ours. Parents come first.
+_FST = (
+    "allocation auto_loader common config copier copier.base copier.gds copier.nogds copier.registry copier.threefs copier.unified "
+    "cpp dlpack ep_slice file_buffer frameworks loader parallel_loader saver st_types tensor_factory threefs_loader"
+)
 _MODULES: dict[str, dict[str, str]] = {
+    # Without frameworks._torch and ._paddle, which import torch and paddle.
+    "fastsafetensors": {"fastsafetensors": "fastsafetensors"}
+    | {f"fastsafetensors.{name}": f"fastsafetensors.{name}" for name in _FST.split()},
     "nyacomp": {
         "_nyacomp": "nyacomp._nyacomp",
         "nyacomp": "nyacomp",
@@ -43,7 +50,7 @@ def names() -> list[str]:
 
 def install(name: str) -> None:
     """Puts a library's modules into sys.modules under their original names:
-    "nyacomp", or "nyacomp_core" for its extension `_nyacomp` alone.
+    "fastsafetensors", "nyacomp", or "nyacomp_core" for its extension `_nyacomp` alone.
 
     Whoever imported the original before keeps it. Raises ArgumentError for
     other names.
