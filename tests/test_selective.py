@@ -156,7 +156,7 @@ def test_experts_leave_shards_closed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_rows_read_their_bytes(tmp_path: Path, compress: bool) -> None:
-    """A slice of dimension 0 reads its rows, whole chunks of them if compressed."""
+    """A slice of dimension 0 reads the pages of its rows, whole chunks of them if compressed."""
     rows, row = 8192, 512 * 2
     tensor = torch.randn(rows, row // 2).bfloat16()
     path = tmp_path / "a.safetensors"
@@ -171,7 +171,7 @@ def test_rows_read_their_bytes(tmp_path: Path, compress: bool) -> None:
                 assert 0 < read <= wanted + 2 * chunk
                 assert hi - lo == rows or read < rows * row / 4
             else:
-                assert read == wanted
+                assert wanted <= read < wanted + 2 * 4096  # whole pages
 
 
 def test_budget(tmp_path: Path) -> None:
