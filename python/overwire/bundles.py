@@ -19,18 +19,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Union
 
 from . import layout
-from .dtypes import nbytes
 from .errors import (
     AccessError,
     ArgumentError,
     CorruptError,
-    FormatError,
     IOFailure,
     NotFoundError,
     OverwireError,
 )
 from .frames import check_device, frame_for
-from .jobs import Job
+from .landing import DEVICES, ORDER, Landing, devices_of
 from .models import Model
 from .progress import ProgressLike, watch
 from .saving import save_bytes
@@ -50,7 +48,8 @@ def compress_pickle(obj: Any, path: _PathLike, *, progress: ProgressLike = None)
     parameters, buffers, modules; bool, complex, fp8, sub-byte, quantised and
     sparse tensors; numpy arrays with their views and strides. As with
     torch.save, a view brings the whole of its storage along, and `.grad` and
-    hooks are not kept. The object is not changed.
+    hooks are not kept. The object is not changed. Tensors on a GPU are copied
+    down chunk by chunk, and remember their device.
 
     Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
     each atomically, the pickle last.
@@ -79,7 +78,7 @@ def load_compressed_pickle(
     path: _PathLike,
     *,
     trust: bool = False,
-    device: Any = "cpu",
+    device: Any = None,
     progress: ProgressLike = None,
 ) -> Any:
     """Loads what `compress_pickle` saved; reading and decoding go on while the
@@ -88,7 +87,9 @@ def load_compressed_pickle(
     trust: a pickle can run any code. False allows containers, plain data,
         tensors, parameters, numpy arrays and torch.nn's own modules, and raises
         UntrustedPickleError naming the first other global; True allows all.
-    device: where tensors shall be, wherever they were when saved. "cpu" only.
+    device: where torch's tensors shall be, wherever they were when saved: "cpu",
+        "cuda", "cuda:1". None: where each was; DeviceError if that is not here.
+        numpy arrays stay on the host. On a GPU they are decoded there.
 
     Returns the object; its tensors own their memory. Raises UntrustedPickleError,
     NotFoundError if one of the files is missing, CorruptError, FormatError.
@@ -100,7 +101,7 @@ def load_compressed(
     path: _PathLike = "./boneless_model.pth",
     *,
     trust: bool = False,
-    device: Any = "cpu",
+    device: Any = None,
     progress: ProgressLike = None,
 ) -> Any:
     """Loads what `compress` saved: see `load_compressed_pickle`."""
@@ -124,7 +125,7 @@ def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: Progres
     digest = hashlib.sha256(data).hexdigest()
     # The blob's number is its place in this list; the container sorts by name.
     order = "\n".join(blob.name for blob in blobs)
-    metadata = {_DIGEST: digest, _ORDER: order} if blobs else {_DIGEST: digest}
+    metadata = {_DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {_DIGEST: digest}
     with _os_errors("save", target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
         if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
@@ -139,9 +140,6 @@ def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: Progres
             os.unlink(layout.previous_of(container))
     stored = size if report.bytes_in else 0
     return stored / report.bytes_in if report.bytes_in else 1.0
-
-
-_ORDER = "overwire.blobs"
 
 
 def _keep_previous(target: str, container: str) -> None:
@@ -249,16 +247,14 @@ def _names(model: Any) -> dict[int, str]:
 def _load(path: _PathLike, trust: bool, device: Any, progress: ProgressLike) -> Any:
     from . import unpickling
 
-    check_device(device)
+    where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     target = local(path)
     with _os_errors("open", target), open(target, "rb") as file:
         data = file.read()
     digest = hashlib.sha256(data).hexdigest()
-    with _open(target, digest) as model:
-        blobs = _Landing(model, target, watch(progress, "load"))
-        with blobs.job:
-            made = unpickling.load(data, blobs, target, trust)
-            blobs.job.wait()  # an error in a blob that nothing asked for
+    with _open(target, digest) as model, Landing(model, target, where, watch(progress, "load")) as blobs:
+        made = unpickling.load(data, blobs, target, trust)
+        blobs.wait()  # an error in a blob that nothing asked for
     return made
 
 
@@ -285,69 +281,3 @@ def _open(target: str, digest: str) -> Model:
         f"overwire: open {target}: the pickle and {container} are not of one save",
         source=target,
     )
-
-
-class _Landing:
-    """The blobs of a bundle while they land: `unpickling.Blobs`."""
-
-    def __init__(self, model: Model, source: str, watcher: Any) -> None:
-        metadata = model.info()[0].get("metadata") or {}
-        names = metadata.get(_ORDER, "").split("\n") if model.table else []
-        try:
-            self._places = [model.places[name] for name in names]
-        except KeyError as error:
-            raise FormatError(f"overwire: open {source}: its container lacks a tensor", source=source) from error
-        self._source = source
-        self._rows = model.table
-        self._landed: dict[int, tuple[Any, int]] = {}
-        self._made: dict[int, Any] = {}
-        if model.preload is not None:
-            number, model.preload = model.preload, None
-            self.job = Job(number, "load", watcher)
-        else:
-            self.job = model.start(None, watcher)
-
-    def _get(self, blob: int, size: int) -> tuple[Any, int]:
-        if blob < 0 or blob >= len(self._places):
-            raise self._malformed()
-        at = self._places[blob]
-        if nbytes(self._rows[at][1], self._rows[at][2]) != size:
-            raise self._malformed()
-        while at not in self._landed:
-            news = self.job.next(None, True)
-            if not news:
-                self.job.wait()
-                raise self._malformed()  # taken already: under another number
-            for place, capsule, pointer in news:
-                self._landed[place] = (capsule, pointer)
-        return self._landed.pop(at)
-
-    def storage(self, blob: int, size: int) -> Any:
-        found = self._made.get(blob)
-        if found is None:
-            from torch.utils.dlpack import from_dlpack
-
-            capsule, _ = self._get(blob, size)
-            found = from_dlpack(capsule).untyped_storage()
-            self._made[blob] = found
-        elif not hasattr(found, "untyped") or found.nbytes() != size:
-            raise self._malformed()
-        return found
-
-    def base(self, blob: int, size: int) -> Any:
-        found = self._made.get(blob)
-        if found is None:
-            frame_for("np")
-            from .frame_numpy import hold
-
-            capsule, pointer = self._get(blob, size)
-            found = self._made[blob] = hold(capsule, pointer, size)
-        elif hasattr(found, "untyped") or found.nbytes != size:
-            raise self._malformed()
-        return found
-
-    def _malformed(self) -> FormatError:
-        return FormatError(
-            f"overwire: unpickle {self._source}: a reference to a tensor does not fit its container",
-            source=self._source,
-        )

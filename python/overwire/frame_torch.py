@@ -98,6 +98,21 @@ def stream_of(device: str) -> int:
         return torch.cuda.current_stream(torch.device(device)).cuda_stream or 1
 
 
+def on_gpu(data: Any) -> bool:
+    """Whether the engine can read a tensor or storage where it lies, on a GPU."""
+    return data.device.type == "cuda" and torch.version.cuda is not None
+
+
+def settled(data: Any) -> int:
+    """0 for memory of the host; for a GPU's 1 + its number, after the work that
+    is queued there now: the engine's reads wait for no stream."""
+    if data.device.type != "cuda":
+        return 0
+    with _errors_of(str(data.device)):
+        torch.cuda.synchronize(data.device)
+    return int(data.device.index) + 1
+
+
 class TorchFrame:
     """The frame of torch; see `frames.Frame`."""
 
@@ -219,14 +234,15 @@ class TorchFrame:
             dense = dense.resolve_conj()
         if dense.is_neg():
             dense = dense.resolve_neg()
-        dense = dense.to("cpu").contiguous()
+        if not on_gpu(dense) or not dense.is_contiguous():
+            dense = dense.to("cpu").contiguous()
         shape = tuple(dense.shape)
         if name == "F4":
             if not shape:
                 raise ArgumentError("overwire: a pair of F4 needs a last dimension")
             shape = (*shape[:-1], shape[-1] * 2)
         size = dense.numel() * dense.element_size()
-        return Bytes(name, shape, dense.data_ptr() if size else 0, size, dense)
+        return Bytes(name, shape, dense.data_ptr() if size else 0, size, dense, settled(dense))
 
 
 def _forward(entry: slice) -> tuple[slice, bool]:

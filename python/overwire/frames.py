@@ -18,7 +18,8 @@ __all__ = ["Bytes", "Frame", "check_device", "frame_for", "frame_of"]
 
 
 class Bytes(NamedTuple):
-    """A tensor's bytes as they are saved: contiguous, on the host.
+    """A tensor's bytes as they are saved: contiguous, on the host, or on the
+    CUDA device `cuda` - 1, where all work on them has ended.
 
     `keep` holds the memory at `pointer` and must outlive its use.
     """
@@ -28,6 +29,7 @@ class Bytes(NamedTuple):
     pointer: int
     nbytes: int
     keep: Any
+    cuda: int = 0
 
 
 class Frame(Protocol):

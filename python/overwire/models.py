@@ -63,7 +63,7 @@ class Model:
         self.device = device
         shared = getattr(source, "shared_model", None)
         if shared is not None:  # a model that somebody else keeps open
-            self.__dict__.update(shared().__dict__, device=device, _open=False)
+            self.__dict__.update(shared().on(device).__dict__)
             return
         if mmap is not None and not isinstance(mmap, bool):
             raise ArgumentError("overwire: mmap: expected True, False or None")
@@ -97,6 +97,12 @@ class Model:
                 _engine.job_free(self.preload)
                 self.preload = None
             _engine.close_model(self._handle)
+
+    def on(self, device: str) -> Model:
+        """The same model, as long as it is open, for loads to another device."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__, device=device, _open=False)
+        return view
 
     @property
     def handle(self) -> int:
