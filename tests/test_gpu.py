@@ -242,3 +242,25 @@ def test_load_model_finds_where_its_tensors_are(tmp_path: Path) -> None:
     ow.load_model(two.cuda(), tmp_path / "m")
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b.cpu())
+
+
+def test_preload_to_the_host_goes_on_to_the_gpu(tmp_path: Path) -> None:
+    ow.save_file({"a": torch.randn(1 << 20).bfloat16(), "b": torch.arange(5)}, tmp_path / "m")
+    want = ow.load_file(tmp_path / "m")
+    for verb in (ow.load_file, lambda path, device: dict(ow.stream(path, device=device))):
+        assert ow.preload(tmp_path / "m", device="host").wait()
+        got = verb(tmp_path / "m", device="cuda")
+        assert all(tensor.is_cuda for tensor in got.values())
+        equal({name: got[name] for name in want}, want)
+
+
+def test_threads_load_to_every_gpu_at_once(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    ow.save_file({f"w{i}": torch.randn(1 << 20).bfloat16() for i in range(8)}, tmp_path / "m")
+    want = ow.load_file(tmp_path / "m")
+    with ThreadPoolExecutor(8) as pool:
+        devices = [f"cuda:{i % torch.cuda.device_count()}" for i in range(8)]
+        for device, got in zip(devices, pool.map(lambda device: ow.load_file(tmp_path / "m", device=device), devices), strict=True):
+            assert all(str(tensor.device) == device for tensor in got.values())
+            equal(got, want)

@@ -8,7 +8,7 @@ and numpy are both optional; neither is imported before it is needed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
@@ -52,8 +52,11 @@ class Frame(Protocol):
         landed: Sequence[tuple[Any, int]],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
+        places: Mapping[int, Any],
+        device: str,
     ) -> list[Any]:
-        """`adopt` for many at once: rows are those of the model's table."""
+        """`adopt` for many at once: rows are those of the model's table. places
+        are tensors that landed where they are, by position."""
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         """A new tensor; what is in it is undefined."""

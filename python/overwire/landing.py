@@ -109,8 +109,7 @@ class Landing:
             for device, order in groups.items():
                 view = model.on(device)
                 tensors, requests = view.places_for(order, [self._rows[at] for at in order], frame_for("torch"))
-                if tensors is not None:
-                    self._tensors.update((at, tensor) for at, tensor in zip(order, tensors, strict=True) if tensor is not None)
+                self._tensors.update((order[at], tensor) for at, tensor in tensors.items())
                 begin(view.start(requests, watcher), order)
                 watcher = None
 

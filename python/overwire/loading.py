@@ -97,7 +97,7 @@ def stream(
             places, requests = model.places_for(chosen, rows, frame)
             job = model.start(requests, watcher)
             return _Stream(job, rows, keep, frame, wanted, raw, places, where)
-    return _Stream(job, rows, keep, frame, wanted, raw, None, where)
+    return _Stream(job, rows, keep, frame, wanted, raw, {}, where, where != "cpu")
 
 
 class _Stream(Iterator[tuple[str, Any]]):
@@ -112,11 +112,13 @@ class _Stream(Iterator[tuple[str, Any]]):
         frame: Any,
         wanted: Any,
         raw: bool,
-        places: list[Any] | None,
+        places: dict[int, Any],
         device: str,
+        moved: bool = False,
     ) -> None:
         self._device = device
-        self._places = places  # tensors that were made before the load, None once yielded
+        self._moved = moved  # what lands may be elsewhere: a preload's on the host
+        self._places = places  # tensors that were made before the load, and not yet yielded
         self._job: Job | None = job
         self._rows, self._keep = rows, keep
         self._frame, self._wanted, self._raw = frame, wanted, raw
@@ -143,11 +145,11 @@ class _Stream(Iterator[tuple[str, Any]]):
             if self._keep is None or at in self._keep:
                 break
         row = self._rows[at]
-        tensor = None
-        if self._places is not None:
-            tensor, self._places[at] = self._places[at], None
+        tensor = self._places.pop(at, None)
         if tensor is None:
             tensor = self._frame.adopt(capsule, pointer, row[1], row[2], self._device)
+            if self._moved:
+                tensor = tensor.to(self._device)
         if self._wanted is not None:
             tensor = self._frame.cast(tensor, row[1], self._wanted)
         return row[0], tensor
@@ -157,10 +159,10 @@ class _Stream(Iterator[tuple[str, Any]]):
         job, self._job = self._job, None
         self._landed = []
         if job is not None:
-            if self._places is not None:
+            if self._places:
                 job.cancel()  # the engine writes to them until it has stopped
             job.free()
-        self._places = None
+        self._places = {}
 
     def __del__(self) -> None:
         self.close()
