@@ -12,10 +12,13 @@ from pathlib import Path
 
 import overwire as ow
 import pytest
+from overwire.dtypes import FLOATS
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
+
+from overwire.frame_torch import SAVED  # noqa: E402
 
 KINDS = ["llama-bf16", "fp16", "fp32", "fp32-bf16", "fp8-e4m3", "fp8-e5m2", "int8", "int4", "tied", "pruned", "uniform", "hostile"]
 
@@ -56,6 +59,29 @@ def test_same_bytes_as_on_the_cpu(model: Path, file: str) -> None:
             if tensor.dim() >= 2 and min(tensor.shape[:2]) > 8 and not packed:
                 for index in ((slice(1, 7),), (slice(None), slice(3, 8))):
                     assert torch.equal(bits(f.get_slice(name)[index]), bits(tensor[index])), (name, index)
+
+
+CASTS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", CASTS, ids=str)
+def test_cast_while_landing_is_torchs(model: Path, dtype: torch.dtype) -> None:
+    for file in ("plain.safetensors", "packed.safetensors"):
+        stored = ow.load_file(model / file)
+        cast = {name for name, tensor in stored.items() if SAVED.get(tensor.dtype) in FLOATS}
+        slow = {name: tensor.to(dtype) if name in cast else tensor for name, tensor in stored.items()}
+        fast = ow.load_file(model / file, device="cuda", dtype=dtype)
+        streamed = dict(ow.stream(model / file, device="cuda", dtype=dtype))
+        assert list(fast) == list(slow)
+        for name, want in slow.items():
+            for got in (fast[name], streamed[name]):
+                assert got.is_cuda and got.dtype == want.dtype and got.shape == want.shape, name
+                assert got.untyped_storage().nbytes() == want.untyped_storage().nbytes(), name
+                if name in cast:
+                    a, b = got.cpu().double(), want.double()
+                    assert torch.equal(a.nan_to_num(7, 8, 9), b.nan_to_num(7, 8, 9)), name
+                elif want.numel():
+                    assert torch.equal(bits(got), bits(want)), name
 
 
 def test_corrupt_chunk_leaves_the_context_alive(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ type Request = plan.Request
 type Options struct {
 	Device  string `json:"device"`   // "" or "cpu", "cuda", "cuda:1"
 	Stream  uint64 `json:"stream"`   // CUDA: the caller's, whose queued work precedes the load; 0: none
+	Cast    string `json:"cast"`     // CUDA: a dtype that floats become as they land, where there is a kernel; "": none
 	Threads int    `json:"threads"`  // 0: one a core
 	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
 }
@@ -45,6 +46,7 @@ type Loading struct {
 	model  *Model
 	target target
 	wants  []plan.Want
+	casts  []device.Cast // by request; nil: none
 
 	mu     sync.Mutex
 	mem    []device.Memory // by request; zero once taken
@@ -84,6 +86,10 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 		return nil, err
 	}
 	l := &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)), wake: make(chan struct{})}
+	if l.casts, err = castsOf(m.ix, wants, tgt, opt.Cast); err != nil {
+		m.drop()
+		return nil, err
+	}
 	mapped, err := l.allocate(reqs)
 	if err != nil {
 		cpu.Release(l.mem)
@@ -116,7 +122,7 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 			holders[t.Source]++
 			continue
 		}
-		sizes[i] = l.wants[i].Bytes
+		sizes[i] = l.landing(i)
 	}
 	mem, err := l.target.alloc(sizes)
 	if err != nil {
@@ -187,6 +193,11 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		threads = max(runtime.GOMAXPROCS(0), l.target.readers())
 	}
 	p := plan.Make(l.model.ix, l.wants, dest, l.target.limits())
+	late, err := l.plantCasts(p, dest)
+	if err != nil {
+		return err
+	}
+	defer late.free()
 	for i, n := range p.Left {
 		if n == 0 && !mapped[i] {
 			l.land(int32(i))
@@ -221,8 +232,11 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	}
 	st, err := pipeline.Run(ctx, &pipeline.Task{
 		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Workers: threads, NoCheck: opt.NoCheck, Trace: trace,
-		Landed: l.land, Progress: func(n int64) { j.Bytes.Add(n) },
+		Landed: late.or(l.land), Progress: func(n int64) { j.Bytes.Add(n) },
 	})
+	if err == nil {
+		err = late.cast(ctx, lane, l.land)
+	}
 	seconds := time.Since(start).Seconds()
 	j.SetReport(Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Seconds: seconds, Stages: st})
 	if trace != nil && err == nil {
@@ -347,6 +361,9 @@ func (l *Loading) Take(i int) (mem device.Memory, shape []int64, dtype tensor.DT
 	}
 	w := &l.wants[i]
 	dtype = l.model.ix.Tensors[w.Tensor].DType
+	if l.casts != nil && l.casts[i].To != 0 {
+		dtype = l.casts[i].To
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.taken[i] || l.shut || (w.Bytes > 0 && l.mem[i].Block == nil) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .frames import check_device, frame_for
@@ -33,8 +33,9 @@ def load_file(
     device: where the tensors shall be: "cpu", "cuda", "cuda:1", a torch.device.
         On a GPU they are torch tensors out of torch's own allocator, and
         compressed ones are decoded there.
-    dtype: casts every floating tensor (F16, BF16, F32, F64 and the fp8 kinds)
-        after it has landed; a torch or numpy dtype, or a name ("bfloat16",
+    dtype: casts every floating tensor (F16, BF16, F32, F64 and the fp8 kinds):
+        on a GPU as it lands, where source and target are of the usual kinds,
+        else after it; a torch or numpy dtype, or a name ("bfloat16",
         "BF16"). Integers, BOOL and packed types stay as they are.
     keys, filter: read only these names; only names for which filter is true.
     framework: "pt" or "np"; None: torch if it is installed, else numpy.
@@ -85,7 +86,10 @@ def stream(
     wanted = None if dtype is None else frame.dtype(dtype)
     with Model(source, mmap, where) as model:
         chosen = model.choose(keys, filter)
-        rows = model.table if chosen is None else [model.table[at] for at in chosen]
+        rows: Sequence[Any] = model.table if chosen is None else [model.table[at] for at in chosen]
+        cast = ""
+        if model.preload is None:
+            rows, cast = model.casting(rows, wanted)
         raw = frame.raw({row[1] for row in rows})
         watcher = watch(progress, "stream")
         keep: set[int] | None = None
@@ -95,7 +99,7 @@ def stream(
             rows, keep = model.table, None if chosen is None else set(chosen)
         else:
             places, requests = model.places_for(chosen, rows, frame)
-            job = model.start(requests, watcher)
+            job = model.start(requests, watcher, cast)
             return _Stream(job, rows, keep, frame, wanted, raw, places, where)
     return _Stream(job, rows, keep, frame, wanted, raw, {}, where, where != "cpu")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import _engine
+from .dtypes import CAST_FROM, CAST_TO, nbytes
 from .errors import ArgumentError, OutOfMemoryError, TensorNotFoundError
 from .frames import Frame
 from .jobs import Job, log
@@ -179,13 +180,14 @@ class Model:
         self,
         requests: bytes | Sequence[Request] | None,
         watcher: Watcher | None = None,
+        cast: str = "",
     ) -> Job:
         """Starts a load of requests, as they are or packed by `wholes`; None for
-        every tensor, whole."""
+        every tensor, whole. cast: as `casting` has it."""
         packed = None
         if requests is not None:
             packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
-        options: dict[str, Any] = {"device": self.device}
+        options: dict[str, Any] = {"device": self.device, "cast": cast}
         if self.device != "cpu" and requests is not None:
             from .frame_torch import stream_of
 
@@ -219,6 +221,18 @@ class Model:
             pointers[at] = place.data_ptr()
         return places, wholes(range(len(rows)) if chosen is None else chosen, pointers)
 
+    def casting(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
+        """The rows as they land when the engine casts to a torch dtype on the way,
+        and its name for that; "" where it does not: on the host, for other types."""
+        if wanted is None or self.device == "cpu":
+            return rows, ""
+        from .frame_torch import SAVED
+
+        name = SAVED.get(wanted, "")
+        if name not in CAST_TO:
+            return rows, ""
+        return [(row[0], name, row[2], nbytes(name, row[2]), *row[4:]) if row[1] in CAST_FROM else row for row in rows], name
+
     def load(
         self,
         chosen: list[int] | None,
@@ -227,9 +241,13 @@ class Model:
         watcher: Watcher | None,
     ) -> dict[str, Any]:
         """The chosen tensors, whole, in a dict in the order of `chosen`."""
-        rows = self.table if chosen is None else [self.table[at] for at in chosen]
+        rows: Sequence[Any] = self.table if chosen is None else [self.table[at] for at in chosen]
         if not rows:
             return {}
+        wanted = None if dtype is None else frame.dtype(dtype)
+        cast = ""
+        if self.preload is None:
+            rows, cast = self.casting(rows, wanted)
         raw = frame.raw({row[1] for row in rows})
         if self.preload is not None:
             number, self.preload = self.preload, None
@@ -239,7 +257,7 @@ class Model:
             moved = self.device != "cpu"  # it may have gone to the host
         else:
             places, requests = self.places_for(chosen, rows, frame)
-            job = self.start(requests, watcher)
+            job = self.start(requests, watcher, cast)
             mine = None
             moved = False
         with job:
@@ -252,8 +270,7 @@ class Model:
         if moved:
             for at, tensor in enumerate(tensors):  # one at a time: only one is held twice
                 tensors[at] = tensor.to(self.device)
-        if dtype is not None:
-            wanted = frame.dtype(dtype)
+        if wanted is not None:
             # One at a time, so that only one is held twice.
             for at, row in enumerate(rows):
                 tensors[at] = frame.cast(tensors[at], row[1], wanted)

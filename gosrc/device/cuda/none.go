@@ -90,5 +90,8 @@ func (l *Lane) Cast(context.Context, device.Memory, device.Memory, tensor.DType,
 	return errNone
 }
 
+// CanCast says whether there is a kernel for a cast.
+func CanCast(device.Cast) bool { return false }
+
 // Floor measures the wire.
 func (l *Lane) Floor(int64, int) (time.Duration, error) { return 0, errNone }
