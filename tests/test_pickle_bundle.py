@@ -253,3 +253,30 @@ def test_meta_csv_with_spaces_and_nonsense(tmp_path: Path) -> None:
         (tmp_path / "meta.csv").write_text(text)
         with pytest.raises(ow.FormatError):
             layout.preload_uris(str(tmp_path / "meta.csv"))
+
+
+def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> None:
+    obj = {"w": torch.randn(50, 30), "n": np.arange(10), "e": torch.empty(0)}
+    path = tmp_path / "x.pkl"
+    ow.compress_pickle(obj, path)
+    with ow.safe_open(tmp_path / "nya/x.safetensors", "np") as f:
+        assert f.metadata()["overwire.devices"] == "cpu\nnumpy"
+    # As a machine with more GPUs than any has writes it.
+    monkeypatch.setattr("overwire.bundles.devices_of", lambda blobs: "cuda:99\nnumpy")
+    ow.compress_pickle(obj, path)
+    for _ in range(2):
+        with pytest.raises(ow.DeviceError, match="cuda:99.*device=") as caught:
+            ow.load_compressed_pickle(path)
+        assert caught.value.source == str(path)
+    got = ow.load_compressed_pickle(path, device="cpu")
+    same(got["w"], obj["w"])
+    assert got["n"].tolist() == obj["n"].tolist()
+    for note in ("cpu", "", "cpu\ncpu"):  # of old files, and of no use
+        monkeypatch.setattr("overwire.bundles.devices_of", lambda blobs, note=note: note)
+        ow.compress_pickle(obj, path)
+        same(ow.load_compressed_pickle(path)["w"], obj["w"])
+    for note in ("cpu\ncpu\ncpu", "nonsense"):
+        monkeypatch.setattr("overwire.bundles.devices_of", lambda blobs, note=note: note)
+        ow.compress_pickle(obj, path)
+        with pytest.raises((ow.FormatError, ow.DeviceError)):
+            ow.load_compressed_pickle(path)

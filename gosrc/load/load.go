@@ -27,6 +27,7 @@ type Request = plan.Request
 type Options struct {
 	Device  string `json:"device"`   // "" or "cpu", "cuda", "cuda:1"
 	Stream  uint64 `json:"stream"`   // CUDA: the caller's, whose queued work precedes the load; 0: none
+	Cast    string `json:"cast"`     // CUDA: a dtype that floats become as they land, where there is a kernel; "": none
 	Threads int    `json:"threads"`  // 0: one a core
 	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
 	Read    string `json:"read"`     // as OVERWIRE_READ, which "" means
@@ -52,6 +53,7 @@ type Loading struct {
 	model  *Model
 	target target
 	wants  []plan.Want
+	casts  []device.Cast // by request; nil: none
 
 	mu     sync.Mutex
 	mem    []device.Memory // by request; zero once taken
@@ -92,6 +94,10 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	l := &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)),
 		ready: make([]int, 0, len(wants)), wake: make(chan struct{})}
+	if l.casts, err = castsOf(m.ix, wants, tgt, opt.Cast); err != nil {
+		m.drop()
+		return nil, err
+	}
 	mapped, err := l.allocate(reqs)
 	if err != nil {
 		cpu.Release(l.mem)
@@ -134,7 +140,7 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 			holders[t.Source][own[i]]++
 			continue
 		}
-		sizes[i] = l.wants[i].Bytes
+		sizes[i] = l.landing(i)
 	}
 	mem, err := l.target.alloc(sizes)
 	if err != nil {
@@ -210,6 +216,11 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		trace.Verb("open", l.model.opened[0], l.model.opened[1], 0)
 		trace.Verb("plan", planning, planned, total)
 	}
+	late, err := l.plantCasts(p, dest)
+	if err != nil {
+		return err
+	}
+	defer late.free()
 	for i, n := range p.Left {
 		if n == 0 && !mapped[i] {
 			l.land(int32(i))
@@ -239,8 +250,11 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	}
 	st, err := pipeline.Run(ctx, &pipeline.Task{
 		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Workers: threads, NoCheck: opt.NoCheck, Trace: trace,
-		Landed: l.land, Progress: func(n int64) { j.Bytes.Add(n) },
+		Landed: late.or(l.land), Progress: func(n int64) { j.Bytes.Add(n) },
 	})
+	if err == nil {
+		err = late.cast(ctx, lane, l.land)
+	}
 	if err == nil {
 		err = l.model.uncut()
 	}
@@ -406,6 +420,9 @@ func (l *Loading) Take(i int) (mem device.Memory, shape []int64, dtype tensor.DT
 	}
 	w := &l.wants[i]
 	dtype = l.model.ix.Tensors[w.Tensor].DType
+	if l.casts != nil && l.casts[i].To != 0 {
+		dtype = l.casts[i].To
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.taken[i] || l.shut || (w.Bytes > 0 && l.mem[i].Block == nil) {

@@ -2,6 +2,7 @@ package load
 
 import (
 	"context"
+	"fmt"
 	"strconv"
 	"strings"
 
@@ -33,6 +34,9 @@ func targetOf(name string) (target, error) {
 		return target{}, nil
 	case "cuda":
 		gpu, err := cuda.Open(index)
+		if err != nil {
+			err = fmt.Errorf("device %q: %w", name, err)
+		}
 		return target{gpu}, err
 	}
 	return target{}, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)

@@ -161,12 +161,18 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 	// The same memory: no question of size, nothing to read.
 	at := map[sameKey]*item{}
 	for _, t := range sorted {
-		m, ok := t.body.(memory)
-		if !ok || len(m) == 0 {
+		var addr uintptr
+		switch m := t.body.(type) {
+		case memory:
+			addr = uintptr(unsafe.Pointer(unsafe.SliceData(m)))
+		case *away:
+			addr = m.Addr
+		}
+		if addr == 0 || t.bytes == 0 {
 			continue
 		}
 		k := sameKey{dtype: t.dtype, bytes: t.bytes}
-		binary.LittleEndian.PutUint64(k.mark[:], uint64(uintptr(unsafe.Pointer(&m[0]))))
+		binary.LittleEndian.PutUint64(k.mark[:], uint64(addr))
 		if first := at[k]; first != nil {
 			t.form, t.of = alias, first
 		} else {

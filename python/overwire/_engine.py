@@ -316,7 +316,8 @@ def save_start(spec: str, tensors: list[tuple[str, str, tuple[int, ...], int, in
     """Start to write tensors (name, dtype, shape, address, bytes), return the job.
 
     The memory stays alive and unchanged until the job has ended. `spec` is the
-    JSON of save.Spec: {"path", "metadata", "compress", "parts", "shard", ...}.
+    JSON of save.Spec: {"path", "metadata", "compress", "parts", "shard", ...}, and
+    "cuda": for each tensor 1 + the GPU that its address is of, or 0.
     """
     number: int = _call(_core().save_start, spec, tensors)
     return number

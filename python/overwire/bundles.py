@@ -19,18 +19,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Union
 
 from . import layout
-from .dtypes import nbytes
 from .errors import (
     AccessError,
     ArgumentError,
     CorruptError,
-    FormatError,
     IOFailure,
     NotFoundError,
     OverwireError,
 )
 from .frames import check_device, frame_for
-from .jobs import Job
+from .landing import DEVICES, ORDER, Landing, devices_of
 from .models import Model
 from .progress import ProgressLike, watch
 from .remote import read
@@ -59,7 +57,8 @@ def compress_pickle(
     parameters, buffers, modules; bool, complex, fp8, sub-byte, quantised and
     sparse tensors; numpy arrays with their views and strides. As with
     torch.save, a view brings the whole of its storage along, and `.grad` and
-    hooks are not kept. The object is not changed.
+    hooks are not kept. The object is not changed. Tensors on a GPU are copied
+    down chunk by chunk, and remember their device.
 
     Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
     each atomically, the pickle last.
@@ -99,7 +98,7 @@ def load_compressed_pickle(
     path: _PathLike,
     *,
     trust: bool = False,
-    device: Any = "cpu",
+    device: Any = None,
     tensors: SourceLike | None = None,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
@@ -110,7 +109,9 @@ def load_compressed_pickle(
     trust: a pickle can run any code. False allows containers, plain data,
         tensors, parameters, numpy arrays and torch.nn's own modules, and raises
         UntrustedPickleError naming the first other global; True allows all.
-    device: where tensors shall be, wherever they were when saved. "cpu" only.
+    device: where torch's tensors shall be, wherever they were when saved: "cpu",
+        "cuda", "cuda:1". None: where each was; DeviceError if that is not here.
+        numpy arrays stay on the host. On a GPU they are decoded there.
     tensors: the container, where it is not in its place beside the pickle: a
         path or URI.
     storage_options: as for `load_file`, for a path that is a URI.
@@ -125,7 +126,7 @@ def load_compressed(
     path: _PathLike = "./boneless_model.pth",
     *,
     trust: bool = False,
-    device: Any = "cpu",
+    device: Any = None,
     tensors: SourceLike | None = None,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
@@ -159,7 +160,7 @@ def _save(
     digest = hashlib.sha256(data).hexdigest()
     # The blob's number is its place in this list; the container sorts by name.
     order = "\n".join(blob.name for blob in blobs)
-    metadata = {_DIGEST: digest, _ORDER: order} if blobs else {_DIGEST: digest}
+    metadata = {_DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {_DIGEST: digest}
     with _os_errors("save", target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
         if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
@@ -176,7 +177,6 @@ def _save(
     return stored / report.bytes_in if report.bytes_in else 1.0
 
 
-_ORDER = "overwire.blobs"
 # What is left of an object without its tensors, when it comes from far away.
 _MOST = 1 << 30
 
@@ -295,7 +295,7 @@ def _load(
 ) -> Any:
     from . import unpickling
 
-    check_device(device)
+    where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     target = local(path)
     storage(options, [target])  # refused for a local path
     if is_remote(target):
@@ -305,12 +305,12 @@ def _load(
             data = file.read()
     digest = hashlib.sha256(data).hexdigest()
     beside = is_remote(target) and tensors is None
-    with _open_remote(target, digest, options) if beside else _open(target, digest, tensors, options) as model:
-        target = shown(target)
-        blobs = _Landing(model, target, watch(progress, "load"))
-        with blobs.job:
-            made = unpickling.load(data, blobs, target, trust)
-            blobs.job.wait()  # an error in a blob that nothing asked for
+    with (
+        _open_remote(target, digest, options) if beside else _open(target, digest, tensors, options) as model,
+        Landing(model, shown(target), where, watch(progress, "load")) as blobs,
+    ):
+        made = unpickling.load(data, blobs, shown(target), trust)
+        blobs.wait()  # an error in a blob that nothing asked for
     return made
 
 
@@ -361,69 +361,3 @@ def _open_remote(target: str, digest: str, options: StorageOptions | None) -> Mo
             source=target,
         )
     raise CorruptError(f"overwire: open {target}: the pickle and {container} are not of one save", source=target)
-
-
-class _Landing:
-    """The blobs of a bundle while they land: `unpickling.Blobs`."""
-
-    def __init__(self, model: Model, source: str, watcher: Any) -> None:
-        metadata = model.info()[0].get("metadata") or {}
-        names = metadata.get(_ORDER, "").split("\n") if model.table else []
-        try:
-            self._places = [model.places[name] for name in names]
-        except KeyError as error:
-            raise FormatError(f"overwire: open {source}: its container lacks a tensor", source=source) from error
-        self._source = source
-        self._rows = model.table
-        self._landed: dict[int, tuple[Any, int]] = {}
-        self._made: dict[int, Any] = {}
-        if model.preload is not None:
-            number, model.preload = model.preload, None
-            self.job = Job(number, "load", watcher)
-        else:
-            self.job = model.start(None, watcher)
-
-    def _get(self, blob: int, size: int) -> tuple[Any, int]:
-        if blob < 0 or blob >= len(self._places):
-            raise self._malformed()
-        at = self._places[blob]
-        if nbytes(self._rows[at][1], self._rows[at][2]) != size:
-            raise self._malformed()
-        while at not in self._landed:
-            news = self.job.next(None, True)
-            if not news:
-                self.job.wait()
-                raise self._malformed()  # taken already: under another number
-            for place, capsule, pointer in news:
-                self._landed[place] = (capsule, pointer)
-        return self._landed.pop(at)
-
-    def storage(self, blob: int, size: int) -> Any:
-        found = self._made.get(blob)
-        if found is None:
-            from torch.utils.dlpack import from_dlpack
-
-            capsule, _ = self._get(blob, size)
-            found = from_dlpack(capsule).untyped_storage()
-            self._made[blob] = found
-        elif not hasattr(found, "untyped") or found.nbytes() != size:
-            raise self._malformed()
-        return found
-
-    def base(self, blob: int, size: int) -> Any:
-        found = self._made.get(blob)
-        if found is None:
-            frame_for("np")
-            from .frame_numpy import hold
-
-            capsule, pointer = self._get(blob, size)
-            found = self._made[blob] = hold(capsule, pointer, size)
-        elif hasattr(found, "untyped") or found.nbytes != size:
-            raise self._malformed()
-        return found
-
-    def _malformed(self) -> FormatError:
-        return FormatError(
-            f"overwire: unpickle {self._source}: a reference to a tensor does not fit its container",
-            source=self._source,
-        )

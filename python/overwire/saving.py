@@ -99,8 +99,8 @@ def save_file(
         model.safetensors.index.json beside them.
     storage_options: as for `load_file`, for a path that is a URI.
 
-    Tensors are read in place; those that are not dense, or not on the host, are
-    copied first. They must not change before this returns. Tied tensors are
+    Tensors are read in place, those on a GPU chunk by chunk as they are written;
+    those that are not dense are copied to the host first. They must not change before this returns. Tied tensors are
     stored once when compressing. Only logical values are stored: strides,
     gradients and subclasses are not (see `compress_pickle`).
 
@@ -147,6 +147,8 @@ def save_bytes(
             if not isinstance(key, str) or not isinstance(value, str):
                 raise ArgumentError(f"overwire: metadata: keys and values must be str ({key!r}: {value!r})")
         spec["metadata"] = dict(metadata)
+    if any(b.cuda for _, b in described):
+        spec["cuda"] = [b.cuda for _, b in described]
     number = _engine.save_start(json.dumps(spec), [(name, b.dtype, b.shape, b.pointer, b.nbytes) for name, b in described])
     with Job(number, "save", watch(progress, "save")) as job:
         job.wait()

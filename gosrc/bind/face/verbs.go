@@ -11,6 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/fetch"
 	"github.com/overwire/overwire/gosrc/job"
@@ -195,10 +197,14 @@ func Input(name, dtype string, shape []int64, data unsafe.Pointer, n int64) (sav
 	}, nil
 }
 
-// SaveStart begins to write tensors to what the JSON of a save.Spec names.
+// SaveStart begins to write tensors to what the JSON of a save.Spec names; see
+// onGPUs for those that are not in host memory.
 func SaveStart(spec string, in []save.Input) (uint64, error) {
 	s, err := parse[save.Spec]("spec", spec)
 	if err != nil {
+		return 0, err
+	}
+	if s.Away, err = onGPUs(spec, in); err != nil {
 		return 0, err
 	}
 	return start(job.Start("save", func(ctx context.Context, j *job.Job) error {
@@ -206,6 +212,36 @@ func SaveStart(spec string, in []save.Input) (uint64, error) {
 		j.SetReport(r)
 		return err
 	})), nil
+}
+
+// onGPUs lets the tensors that lie on a GPU be fetched from there: "cuda" of the
+// spec has for each tensor 1 + its device, 0 for the host, or is not there.
+func onGPUs(spec string, in []save.Input) (map[int]*save.Away, error) {
+	where, err := parse[struct {
+		CUDA []int `json:"cuda"`
+	}]("spec", spec)
+	if err != nil || len(where.CUDA) == 0 {
+		return nil, err
+	}
+	if len(where.CUDA) != len(in) {
+		return nil, fault.New(fault.ErrArgument, "devices of %d tensors, and %d tensors", len(where.CUDA), len(in))
+	}
+	away := map[int]*save.Away{}
+	for i, n := range where.CUDA {
+		if n <= 0 || len(in[i].Data) == 0 {
+			continue
+		}
+		gpu, err := cuda.Open(n - 1)
+		if err != nil {
+			return nil, err
+		}
+		base, bytes := unsafe.Pointer(unsafe.SliceData(in[i].Data)), int64(len(in[i].Data))
+		in[i].Data = nil
+		away[i] = &save.Away{Addr: uintptr(base), Bytes: bytes, Read: func(dst []byte, off int64) error {
+			return gpu.Read(dst, device.Memory{Ptr: unsafe.Add(base, off), Bytes: int64(len(dst))})
+		}}
+	}
+	return away, nil
 }
 
 // ConvertStart begins to rewrite the files "uris" of the JSON as what its
