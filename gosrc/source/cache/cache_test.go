@@ -37,10 +37,7 @@ func (t *tagged) ReadAt(ctx context.Context, p []byte, off int64) error {
 
 func random(n int, seed uint64) []byte {
 	b := make([]byte, n)
-	r := rand.New(rand.NewPCG(seed, 4))
-	for i := range b {
-		b[i] = byte(r.Uint32())
-	}
+	_, _ = rand.NewChaCha8([32]byte{byte(seed)}).Read(b)
 	return b
 }
 
