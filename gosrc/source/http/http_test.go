@@ -297,7 +297,7 @@ func TestClasses(t *testing.T) {
 			w.Header().Set("Location", "http://169.254.169.254/latest/meta-data/")
 			w.WriteHeader(302)
 		case "loop":
-			http.Redirect(w, r, "/loop", 307)
+			http.Redirect(w, r, "/loop", http.StatusTemporaryRedirect)
 		default:
 			fmt.Sscan(path, &code)
 			w.WriteHeader(code)
@@ -375,10 +375,10 @@ func TestRedirects(t *testing.T) {
 		var hops int
 		fmt.Sscan(strings.TrimPrefix(r.URL.Path, "/"), &hops)
 		if hops > 1 {
-			http.Redirect(w, r, fmt.Sprintf("/%d", hops-1), 302)
+			http.Redirect(w, r, fmt.Sprintf("/%d", hops-1), http.StatusFound)
 			return
 		}
-		http.Redirect(w, r, fmt.Sprintf("%s/blob?n=%d", store.URL, signed.Load()), 302)
+		http.Redirect(w, r, fmt.Sprintf("%s/blob?n=%d", store.URL, signed.Load()), http.StatusFound)
 	}))
 	defer hub.Close()
 	storage := map[string]string{"token": secret, "header.X-Key": secret}
