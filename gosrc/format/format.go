@@ -21,6 +21,9 @@ type Options struct {
 	Lenient bool
 	// Known tells the codecs that can be decoded: codec.Known.
 	Known tensor.Known
+	// List gives the files in a folder far away, sorted; fault.ErrNotSupported
+	// where the store cannot tell. nil: none can.
+	List func(ctx context.Context, uri string) ([]string, error)
 }
 
 // Open reads the index of every source and joins them into one, in the order

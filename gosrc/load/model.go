@@ -43,7 +43,7 @@ type Model struct {
 // Open opens and indexes a model. Everything its headers say has been
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
-	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{Lenient: spec.Lenient, Known: codec.Known})
+	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{Lenient: spec.Lenient, Known: codec.Known, List: open.Lister(spec.Storage)})
 	if err != nil {
 		return nil, err
 	}
