@@ -29,7 +29,7 @@ from .errors import (
     NotFoundError,
     OverwireError,
 )
-from .frames import check_device, frame_for
+from .frames import Bytes, check_device, frame_for
 from .jobs import Job
 from .models import Model
 from .progress import ProgressLike, watch
@@ -37,6 +37,7 @@ from .remote import read
 from .saving import save_bytes
 from .sources import local
 from .storage import StorageOptions, is_remote, shown, storage
+from .stores import write_bytes
 
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
 
@@ -61,7 +62,9 @@ def compress_pickle(
     hooks are not kept. The object is not changed.
 
     Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
-    each atomically, the pickle last.
+    each atomically, the pickle last. In a store (s3://, redis://) the container
+    is `nya/<name>.safetensors` or `nya/<name>.b.safetensors` in turn, so that
+    the old object stays whole until the new one takes its place.
 
     storage_options: as for `load_file`, for a path that is a URI.
 
@@ -134,17 +137,18 @@ def _save(obj: Any, path: _PathLike, names: Mapping[int, str], progress: Progres
 
     target = local(path)
     storage(options, [target])  # wrong ones are refused before anything is done
-    if "://" in target:
-        raise ArgumentError(f"overwire: compress {shown(target)}: only local paths can be written")
     data, blobs = dump(obj, names)
-    container = layout.container_of(target)
+    far = is_remote(target)
+    container = layout.far_containers_of(target)[0] if far else layout.container_of(target)
     if container == target:
-        raise ArgumentError(f"overwire: compress {target}: the path is that of its container")
+        raise ArgumentError(f"overwire: compress {shown(target)}: the path is that of its container")
     tensors = [(blob.name, described(blob)) for blob in blobs]
     digest = hashlib.sha256(data).hexdigest()
     # The blob's number is its place in this list; the container sorts by name.
     order = "\n".join(blob.name for blob in blobs)
     metadata = {_DIGEST: digest, _ORDER: order} if blobs else {_DIGEST: digest}
+    if far:
+        return _save_far(target, data, tensors, metadata, progress, options)
     with _os_errors("save", target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
         if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
@@ -166,6 +170,27 @@ _ORDER = "overwire.blobs"
 _MOST = 1 << 30
 
 
+def _save_far(
+    target: str,
+    data: bytes,
+    tensors: list[tuple[str, Bytes]],
+    metadata: Mapping[str, str],
+    progress: ProgressLike,
+    options: StorageOptions | None,
+) -> float:
+    # Two names take turns: the container of the pickle that stands is not
+    # touched until the new pickle has taken its place.
+    new, old = layout.far_containers_of(target)
+    with contextlib.suppress(NotFoundError):
+        if _fits(new, hashlib.sha256(read(target, options, _MOST)).hexdigest(), options):
+            new, old = old, new
+    report = save_bytes(tensors, new, metadata, progress=progress, storage_options=options)
+    text = layout.meta_text(layout.far_name(new), report.bytes_out)
+    write_bytes(layout.meta_of(target), text.encode(), options)
+    write_bytes(target, data, options, stale=[old])
+    return report.bytes_out / report.bytes_in if report.bytes_in else 1.0
+
+
 def _keep_previous(target: str, container: str) -> None:
     # A second name for the old container, as long as the old pickle stands. If
     # an earlier save was killed, the older copy may be the one that fits.
@@ -185,11 +210,15 @@ def _digest(path: str) -> str:
         return hashlib.sha256(file.read()).hexdigest()
 
 
-def _fits(container: str, digest: str) -> bool:
+def _fits(container: str, digest: str, options: StorageOptions | None = None) -> bool:
     try:
-        with Model(container, preloaded=False) as model:
+        with Model(container, preloaded=False, storage_options=options) as model:
             return (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest
+    except (FormatError, CorruptError, NotFoundError):
+        return False
     except OverwireError:
+        if options is not None or is_remote(container):
+            raise  # a store that is out of reach says nothing about what it holds
         return False
 
 
