@@ -11,6 +11,7 @@ FUZZTIME  ?= 30s
 JOBS      ?= 2
 
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
+VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 # Rooms where several goroutines meet, for the race detector.
 RACE := ./gosrc/bind/face/... ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/load/... \
@@ -24,7 +25,7 @@ ASAN_LIBS   = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-n
 export GOEXPERIMENT ?= simd
 export FUZZTIME JOBS
 
-.PHONY: help venv build gen test servers lint gotest fuzz pytest wheel asan demo bench clean
+.PHONY: help venv build gen servers test lint gotest fuzz pytest wheel asan demo bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,19 +53,26 @@ $(BIN)/staticcheck:
 	@mkdir -p $(BIN)
 	GOBIN=$(CURDIR)/$(BIN) GOEXPERIMENT= go install $(STATICCHECK)
 
+$(BIN)/versitygw: # the S3 server of the tests
+	@mkdir -p $(BIN)
+	GOBIN=$(CURDIR)/$(BIN) GOEXPERIMENT= CGO_ENABLED=0 go install -ldflags="-s -w" $(VERSITYGW)
+
 test: ## all of it: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
-	@$(MAKE) --no-print-directory build $(BIN)/staticcheck $(BIN)/gopy
-	@$(MAKE) --no-print-directory servers
+	@$(MAKE) --no-print-directory -j2 build $(BIN)/staticcheck $(BIN)/gopy servers
 	@for step in lint gotest fuzz wheel asan pytest; do \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory $$step || { echo "make $$step failed"; exit 1; }; \
 		[ $$step = pytest ] || echo "-- $$step: $$(($$(date +%s) - start)) s"; \
 	done
 
+servers: export DEBIAN_FRONTEND = noninteractive
 servers: ## real servers that tests start, where they can be installed; tests skip what is not there
-	@test -x /usr/sbin/nginx || command -v nginx >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-		{ apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nginx-light; } >/dev/null 2>&1; } || \
-		echo "nginx is not here and cannot be installed: its tests are skipped"
+	@export PATH="$$PATH:/usr/sbin"; for s in nginx:nginx-light redis-server:redis-server; do \
+		command -v $${s%%:*} >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		{ apt-get update -qq; apt-get install -y -qq --no-install-recommends $${s##*:}; } >/dev/null 2>&1; } || \
+		echo "$${s%%:*} is not here and cannot be installed: its tests are skipped"; \
+	done
+	@$(MAKE) --no-print-directory $(BIN)/versitygw || echo "versitygw cannot be built: the tests of S3 are skipped"
 
 lint: venv $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
 	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }

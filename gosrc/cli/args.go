@@ -59,7 +59,8 @@ func (c *call) storage() (source.Options, error) {
 // the verbs' code reaches this list again through help.
 func verbs() []*verb {
 	return []*verb{
-		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, loadVerb, fetchVerb, serveVerb, benchVerb, doctorVerb, versionVerb,
+		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, loadVerb, fetchVerb, serveVerb, presignVerb, benchVerb,
+		doctorVerb, versionVerb,
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -54,6 +55,7 @@ type Loading struct {
 	target target
 	wants  []plan.Want
 	casts  []device.Cast // by request; nil: none
+	lane   device.Lane   // nil: the host
 
 	mu     sync.Mutex
 	mem    []device.Memory // by request; zero once taken
@@ -103,6 +105,13 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 		cpu.Release(l.mem)
 		m.drop()
 		return nil, err
+	}
+	// Here and not in the job: a caller who is out of memory may be able to give
+	// some back, and try again.
+	if l.lane, err = tgt.lane(0); err != nil {
+		cpu.Release(l.mem)
+		m.drop()
+		return nil, m.where("stage", err)
 	}
 	l.job.Go(func(ctx context.Context, j *job.Job) error {
 		defer l.ended()
@@ -236,12 +245,14 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 			return err
 		}
 	}
-	lane, err := l.target.lane(p.Slot)
-	if err != nil {
-		return l.model.where("stage", err)
+	if _, size := cuda.Ring(); l.lane != nil && p.Slot > size {
+		l.lane.Close()
+		if l.lane, err = l.target.lane(p.Slot); err != nil {
+			return l.model.where("stage", err)
+		}
 	}
+	lane := l.lane
 	if lane != nil {
-		defer lane.Close()
 		if opt.Stream != 0 {
 			if err := lane.(gpuLane).WaitFor(uintptr(opt.Stream)); err != nil {
 				return l.model.where("stage", err)
@@ -359,6 +370,9 @@ func (l *Loading) land(i int32) {
 // ended runs when the last worker has gone: nothing writes to the memory any
 // more.
 func (l *Loading) ended() {
+	if l.lane != nil {
+		l.lane.Close()
+	}
 	l.model.drop()
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -10,6 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
 )
@@ -37,7 +38,7 @@ func (w *writer) classify(ctx context.Context, items []*item) error {
 		return err
 	}
 	encoders := sync.Pool{New: func() any { return new(x16.Encoder) }}
-	return each(ctx, "save.classify", w.threads, len(items), func(k int) error {
+	return ordered.Each(ctx, "save.classify", w.threads, len(items), func(k int) error {
 		t := items[k]
 		if t.form == alias {
 			return nil
@@ -189,7 +190,7 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 		func(t *item) ([16]byte, error) { return t.hashAll(ctx) },
 	} {
 		keys := make([]sameKey, len(pool))
-		err := each(ctx, "save.alias", w.threads, len(pool), func(k int) error {
+		err := ordered.Each(ctx, "save.alias", w.threads, len(pool), func(k int) error {
 			m, err := mark(pool[k])
 			keys[k] = sameKey{pool[k].dtype, pool[k].bytes, m}
 			return wrap("save", w.spec.Path, pool[k].name, -1, err)

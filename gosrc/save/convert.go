@@ -2,6 +2,7 @@ package save
 
 import (
 	"context"
+	"errors"
 	"io/fs"
 	"maps"
 	"os"
@@ -10,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
@@ -83,7 +85,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	w.spec.Path = pathIn(folder, w.spec)
 	parts, err := m.parts(ctx, w.spec, dst, src, folder, items)
 	if err == nil && folder {
-		err = alone(src, dst, w.spec, parts)
+		err = alone(ctx, src, dst, w.spec, parts)
 	}
 	var rep Report
 	if err == nil {
@@ -142,10 +144,10 @@ func (m *model) parts(ctx context.Context, spec Spec, dst string, src []string, 
 				meta = map[string]string{}
 			}
 			maps.Copy(meta, spec.Metadata)
-			parts = append(parts, part{path: filepath.Join(dst, name), metadata: meta, items: m.of(k, items)})
+			parts = append(parts, part{path: join(dst, name), metadata: meta, items: m.of(k, items)})
 		}
 		if name, meta := indexOf(ctx, src, spec.Storage); name != "" {
-			parts = append(parts, part{path: filepath.Join(dst, name), blob: shardIndex(parts, meta)})
+			parts = append(parts, part{path: join(dst, name), blob: shardIndex(parts, meta)})
 		}
 	}
 	if !folder {
@@ -159,7 +161,7 @@ func (m *model) parts(ctx context.Context, spec Spec, dst string, src []string, 
 // pathIn is the file that is written, or that shards have their names from.
 func pathIn(folder bool, spec Spec) string {
 	if folder {
-		return filepath.Join(spec.Path, "model"+extension)
+		return join(spec.Path, "model"+extension)
 	}
 	return spec.Path
 }
@@ -167,10 +169,29 @@ func pathIn(folder bool, spec Spec) string {
 // alone refuses a folder that holds other weights: whoever opened it later
 // would find two models in one. Files of a source folder that is converted
 // onto itself were there before.
-func alone(src []string, dst string, spec Spec, parts []part) error {
+func alone(ctx context.Context, src []string, dst string, spec Spec, parts []part) error {
 	ours := map[string]bool{}
 	for _, p := range parts {
 		ours[filepath.Base(p.path)] = true
+	}
+	others := func(name string) error {
+		if !ours[name] && !strings.HasPrefix(name, ".") &&
+			(strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")) {
+			return badArgument(dst, "", "the folder holds other weights (%s): choose an empty one", name)
+		}
+		return nil
+	}
+	if remote(dst) {
+		names, err := open.List(ctx, dst, spec.Storage)
+		if errors.Is(err, fault.ErrNotFound) || errors.Is(err, fault.ErrNotSupported) {
+			return nil
+		}
+		for i := 0; i < len(names) && err == nil; i++ {
+			if err = others(filepath.Base(names[i])); slices.Contains(src, dst) {
+				err = nil // converted onto itself
+			}
+		}
+		return err
 	}
 	here, err := os.Stat(dst)
 	if err != nil {
@@ -186,9 +207,8 @@ func alone(src []string, dst string, spec Spec, parts []part) error {
 		return ioError(dst, -1, err)
 	}
 	for _, n := range names {
-		if name := n.Name(); !ours[name] && !strings.HasPrefix(name, ".") &&
-			(strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")) {
-			return badArgument(dst, "", "the folder holds other weights (%s): choose an empty one", name)
+		if err := others(n.Name()); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -277,7 +297,7 @@ func companions(src []string, dst string, parts []part) ([]part, error) {
 				return nil, ioError(path, -1, err)
 			}
 			taken[n.Name()] = true
-			out = append(out, part{path: filepath.Join(dst, n.Name()), blob: slices.Clip(append([]byte{}, b...))})
+			out = append(out, part{path: join(dst, n.Name()), blob: slices.Clip(append([]byte{}, b...))})
 		}
 	}
 	return out, nil
@@ -287,6 +307,9 @@ func isFolder(dst string, files int) bool {
 	if strings.HasSuffix(dst, string(filepath.Separator)) {
 		return true
 	}
+	if remote(dst) {
+		return files > 1 && !strings.HasSuffix(dst, extension)
+	}
 	if st, err := os.Stat(dst); err == nil {
 		return st.IsDir()
 	}
@@ -294,7 +317,11 @@ func isFolder(dst string, files int) bool {
 }
 
 // makeFolder makes dst if it is not there, and returns it if it was made.
+// Stores need no folders.
 func makeFolder(dst string) (made string, err error) {
+	if remote(dst) {
+		return "", nil
+	}
 	err = os.Mkdir(dst, 0o777)
 	if err == nil {
 		return dst, nil

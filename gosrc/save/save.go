@@ -47,7 +47,10 @@ type Away struct {
 // safetensors file with all cores.
 type Spec struct {
 	// Path is the file to write: "model.safetensors". A symbolic link is
-	// followed.
+	// followed. s3:// and redis:// are written without a file in between: the
+	// object streams in parts and becomes visible in one step. Of several files
+	// the index comes last; where shards of the old model bear the names of new
+	// ones, its index goes first, and there is no model until the new one stands.
 	Path string `json:"path"`
 	// Metadata becomes `__metadata__`. The key "overwire" is ours.
 	Metadata map[string]string `json:"metadata,omitempty"`
@@ -147,9 +150,10 @@ func (s *Spec) check() error {
 			return err
 		}
 		s.Path = path
+	case scheme != "" && open.Writable(s.Path):
 	case scheme != "":
 		return &fault.At{Verb: "save", Source: s.Path, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrNotSupported, "writing to %s://; only local files can be written", scheme)}
+			Err: fault.New(fault.ErrNotSupported, "writing to %s://", scheme)}
 	}
 	switch {
 	case s.Parts != 1 && s.Parts != 2 && s.Parts != 4 && s.Parts != 8:

@@ -23,11 +23,12 @@ from .errors import (
     AccessError,
     ArgumentError,
     CorruptError,
+    FormatError,
     IOFailure,
     NotFoundError,
     OverwireError,
 )
-from .frames import check_device, frame_for
+from .frames import Bytes, check_device, frame_for
 from .landing import DEVICES, ORDER, Landing, devices_of
 from .models import Model
 from .progress import ProgressLike, watch
@@ -35,6 +36,7 @@ from .remote import read
 from .saving import save_bytes
 from .sources import SourceLike, local
 from .storage import StorageOptions, is_remote, shown, storage
+from .stores import write_bytes
 
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
 
@@ -61,7 +63,9 @@ def compress_pickle(
     down chunk by chunk, and remember their device.
 
     Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
-    each atomically, the pickle last.
+    each atomically, the pickle last. In a store (s3://, redis://) the container
+    is `nya/<name>.safetensors` or `nya/<name>.b.safetensors` in turn, so that
+    the old object stays whole until the new one takes its place.
 
     compress: False stores the tensors' bytes as they are, in a container that
         every safetensors reader reads.
@@ -150,17 +154,18 @@ def _save(
 
     target = local(path)
     storage(options, [target])  # wrong ones are refused before anything is done
-    if "://" in target:
-        raise ArgumentError(f"overwire: compress {shown(target)}: only local paths can be written")
     data, blobs = dump(obj, names)
-    container = layout.container_of(target)
+    far = is_remote(target)
+    container = layout.far_containers_of(target)[0] if far else layout.container_of(target)
     if container == target:
-        raise ArgumentError(f"overwire: compress {target}: the path is that of its container")
+        raise ArgumentError(f"overwire: compress {shown(target)}: the path is that of its container")
     tensors = [(blob.name, described(blob)) for blob in blobs]
     digest = hashlib.sha256(data).hexdigest()
     # The blob's number is its place in this list; the container sorts by name.
     order = "\n".join(blob.name for blob in blobs)
     metadata = {_DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {_DIGEST: digest}
+    if far:
+        return _save_far(target, data, tensors, metadata, progress, options, compress)
     with _os_errors("save", target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
         if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
@@ -179,6 +184,28 @@ def _save(
 
 # What is left of an object without its tensors, when it comes from far away.
 _MOST = 1 << 30
+
+
+def _save_far(
+    target: str,
+    data: bytes,
+    tensors: list[tuple[str, Bytes]],
+    metadata: Mapping[str, str],
+    progress: ProgressLike,
+    options: StorageOptions | None,
+    compress: bool,
+) -> float:
+    # Two names take turns: the container of the pickle that stands is not
+    # touched until the new pickle has taken its place.
+    new, old = layout.far_containers_of(target)
+    with contextlib.suppress(NotFoundError):
+        if _fits(new, hashlib.sha256(read(target, options, _MOST)).hexdigest(), options):
+            new, old = old, new
+    report = save_bytes(tensors, new, metadata, compress=compress, progress=progress, storage_options=options)
+    text = layout.meta_text(layout.far_name(new), report.bytes_out)
+    write_bytes(layout.meta_of(target), text.encode(), options)
+    write_bytes(target, data, options, stale=[old])
+    return report.bytes_out / report.bytes_in if report.bytes_in else 1.0
 
 
 def _keep_previous(target: str, container: str) -> None:
@@ -200,11 +227,15 @@ def _digest(path: str) -> str:
         return hashlib.sha256(file.read()).hexdigest()
 
 
-def _fits(container: str, digest: str) -> bool:
+def _fits(container: str, digest: str, options: StorageOptions | None = None) -> bool:
     try:
-        with Model(container, preloaded=False) as model:
+        with Model(container, preloaded=False, storage_options=options) as model:
             return (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest
+    except (FormatError, CorruptError, NotFoundError):
+        return False
     except OverwireError:
+        if options is not None or is_remote(container):
+            raise  # a store that is out of reach says nothing about what it holds
         return False
 
 

@@ -23,14 +23,16 @@ from .storage import shown
 __all__ = [
     "MetaRow",
     "container_of",
-    "rivals_of",
-    "second_container_of",
+    "far_containers_of",
+    "far_name",
     "meta_of",
     "previous_of",
     "preload_uris",
     "read_meta",
     "remote_containers_in",
     "remote_containers_of",
+    "rivals_of",
+    "second_container_of",
 ]
 
 FOLDER = "nya"
@@ -51,9 +53,9 @@ class MetaRow(NamedTuple):
 def container_of(pickle_path: str) -> str:
     """The container of a pickle: D/x.pkl -> D/nya/x.safetensors; or, where that
     is another's (D/x.pth), D/nya/x.pkl.safetensors."""
-    second = second_container_of(pickle_path)
-    if os.path.exists(second):
-        return second
+    for other in far_containers_of(pickle_path):  # the second choice, or a copy out of a store
+        if os.path.exists(other):
+            return other
     folder, name = os.path.split(pickle_path)
     stem = os.path.splitext(name)[0] or name
     return os.path.join(folder, FOLDER, stem + ".safetensors")
@@ -76,6 +78,18 @@ def rivals_of(pickle_path: str) -> list[str]:
 def previous_of(container: str) -> str:
     """Where the container before it is kept while a bundle is replaced."""
     return container + ".old"
+
+
+def far_containers_of(uri: str) -> tuple[str, str]:
+    """The two names that the container of a pickle in a store takes in turn.
+    Neither is that of a pickle with another ending."""
+    first = second_container_of(uri)
+    return first, first.removesuffix(".safetensors") + ".b.safetensors"
+
+
+def far_name(uri: str) -> str:
+    """The last name of a URI."""
+    return uri.rpartition("/")[2]
 
 
 def meta_of(pickle_path: str) -> str:
@@ -172,10 +186,10 @@ def _cut(uri: str) -> tuple[str, str, str]:
 
 def remote_containers_of(uri: str) -> list[str]:
     """Where the container of a pickle behind a URI may be: as `container_of`,
-    which of the two names it has only opening tells."""
+    which of the names it has only opening tells."""
     folder, name, rest = _cut(uri)
     stem = os.path.splitext(name)[0] or name
-    return [f"{folder}{FOLDER}/{stem}.safetensors{rest}", f"{folder}{FOLDER}/{name}.safetensors{rest}"]
+    return [f"{folder}{FOLDER}/{part}.safetensors{rest}" for part in (stem, name, name + ".b")]
 
 
 def remote_containers_in(uri: str, text: str) -> list[str]:

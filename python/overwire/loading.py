@@ -63,6 +63,15 @@ def load_file(
         16), retries (8). Headers and token go to that server alone. `cache`, a
         folder, keeps whole files: they are fetched once, and compared with
         their hash on every use; nothing is evicted.
+        s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile;
+        anon (unsigned); region, endpoint_url, path_style, sse_customer_key (32
+        bytes or their base64), cacert, timeout, connections, retries. Without
+        them credentials, region and endpoint are found as AWS's own tools find
+        them: AWS_* of os.environ, shared files, web identity, SSO, processes,
+        containers, machines. redis, rediss (redis://host:port/key): username,
+        password (else REDISCLI_AUTH), db, cacert, timeout, connections, retries;
+        one value, or tensorizer's keys `key:...:offset`. What is replaced in a
+        store while it is read is a CorruptError, never a mixture.
     lenient: accepts plain files that other readers let pass: bytes after the
         last tensor, a name or key twice (the last one counts), metadata that is
         not strings (kept as its JSON text). False holds the format's rules.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 
 from . import _engine, layout
-from .errors import FormatError
+from .errors import FormatError, NotFoundError
 from .jobs import Job
+from .models import Model
 from .storage import StorageOptions, is_remote, shown, storage
 
 __all__ = ["read", "uris_of"]
@@ -40,5 +42,10 @@ def uris_of(path: str, options: StorageOptions | None) -> list[str]:
             raise FormatError(f"overwire: open {shown(path)}: not a meta.csv", source=shown(path)) from error
         return layout.remote_containers_in(path, text)
     if name.endswith(_PICKLE_ENDINGS):
-        return layout.remote_containers_of(path)[:1]
+        candidates = layout.remote_containers_of(path)
+        for candidate in candidates:
+            with contextlib.suppress(NotFoundError):
+                Model(candidate, preloaded=False, storage_options=options).close()
+                return [candidate]
+        return candidates[:1]  # whoever opens it says so
     return [path]

@@ -20,6 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -198,7 +199,9 @@ func Input(name, dtype string, shape []int64, data unsafe.Pointer, n int64) (sav
 }
 
 // SaveStart begins to write tensors to what the JSON of a save.Spec names; see
-// onGPUs for those that are not in host memory.
+// onGPUs for those that are not in host memory. With "raw" it writes the bytes
+// of the one tensor as they are to an object of a store, after which the URIs of
+// "stale" are removed.
 func SaveStart(spec string, in []save.Input) (uint64, error) {
 	s, err := parse[save.Spec]("spec", spec)
 	if err != nil {
@@ -206,6 +209,23 @@ func SaveStart(spec string, in []save.Input) (uint64, error) {
 	}
 	if s.Away, err = onGPUs(spec, in); err != nil {
 		return 0, err
+	}
+	put, err := parse[struct {
+		Raw   bool     `json:"raw"`
+		Stale []string `json:"stale"`
+	}]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	if put.Raw {
+		if len(in) != 1 {
+			return 0, fault.New(fault.ErrArgument, "raw: one tensor of bytes was expected")
+		}
+		return start(job.Start("save", func(ctx context.Context, j *job.Job) error {
+			err := open.Put(ctx, s.Path, s.Storage, in[0].Data, put.Stale)
+			j.SetReport(save.Report{})
+			return err
+		})), nil
 	}
 	return start(job.Start("save", func(ctx context.Context, j *job.Job) error {
 		r, err := save.Write(ctx, j, s, in)

@@ -15,9 +15,10 @@ var mayImport = map[string][]string{
 	"fault":  {},
 	"knob":   {},
 
-	"internal/spawn":  {"fault"},
-	"internal/dlopen": {"fault"},
-	"internal/house":  {},
+	"internal/spawn":   {"fault"},
+	"internal/ordered": {"fault", "internal/spawn"},
+	"internal/dlopen":  {"fault"},
+	"internal/house":   {},
 
 	"job": {"fault", "internal/spawn"},
 
@@ -30,6 +31,9 @@ var mayImport = map[string][]string{
 	"source/cache":      {"source", "source/file", "source/retry", "fault", "internal/..."},
 	"source/pipe":       {"source", "source/spool", "fault", "knob", "internal/..."},
 	"source/http":       {"source", "source/retry", "source/spool", "fault", "knob", "internal/..."},
+	"source/parts":      {"source", "fault", "knob", "internal/..."},
+	"source/s3":         {"source", "source/retry", "source/parts", "fault", "knob", "internal/..."},
+	"source/redis":      {"source", "source/retry", "source/parts", "fault", "knob", "internal/..."},
 	"source/open":       {"source/...", "fault", "knob", "internal/..."},
 	"source/sourcetest": {"source/...", "fault", "internal/..."},
 	"codec":             {"codec/...", "tensor", "fault", "knob", "internal/..."},
@@ -64,12 +68,12 @@ var mayImport = map[string][]string{
 	"fetch":   {"source", "source/open", "job", "fault", "internal/..."},
 	"bench": {"weights", "serve", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
 		"source/file", "internal/..."},
-	"cli": {"load", "save", "preload", "bench", "weights", "pipeline", "source", "serve", "fetch", "device/...", "codec/...", "job",
-		"knob", "tensor", "fault", "internal/..."},
+	"cli": {"load", "save", "preload", "bench", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
+		"codec/...", "job", "knob", "tensor", "fault", "internal/..."},
 
 	// The face towards Python.
 	"bind/api": {"bind/face"},
-	"bind/face": {"load", "save", "cli", "preload", "source", "fetch", "codec/...", "device/...", "dlpack", "job", "knob",
+	"bind/face": {"load", "save", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job", "knob",
 		"tensor", "fault", "internal/..."},
 	"bind/core": {"bind/api", "bind/face", "dlpack", "device", "save", "load", "tensor", "internal/..."},
 }
@@ -81,7 +85,10 @@ var modules = map[string][]string{
 	"github.com/dustin/go-humanize":           {"cli"},
 	"github.com/go-python/gopy":               {"bind"},
 	"go.uber.org/goleak":                      {""},
-	"golang.org/x/net/http/httpproxy":         {"source/http"},
+	"golang.org/x/net/http/httpproxy":         {"source/http", "source/s3"},
+	"github.com/aws/aws-sdk-go-v2":            {"source/s3"},
+	"github.com/aws/smithy-go":                {"source/s3"}, // the SDK's errors
+	"github.com/redis/go-redis":               {"source/redis"},
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
 }
 

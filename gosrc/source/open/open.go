@@ -14,6 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 	"github.com/overwire/overwire/gosrc/source/http"
 	"github.com/overwire/overwire/gosrc/source/pipe"
+	"github.com/overwire/overwire/gosrc/source/redis"
+	"github.com/overwire/overwire/gosrc/source/s3"
 )
 
 // schemes says who opens what. A name without a scheme is a local path.
@@ -31,10 +33,19 @@ var schemes = map[string]func(ctx context.Context, uri string, opt source.Option
 	"http":  overHTTP,
 	"https": overHTTP,
 	"hf":    overHTTP,
+	"s3": func(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
+		return wrap(s3.Open(ctx, uri, opt))
+	},
+	"redis":  inRedis,
+	"rediss": inRedis,
 }
 
 func overHTTP(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
 	return wrap(http.Open(ctx, uri, opt))
+}
+
+func inRedis(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
+	return wrap(redis.Open(ctx, uri, opt))
 }
 
 // wrap keeps a nil *file.File from becoming a Source that is not nil.
