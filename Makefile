@@ -17,6 +17,9 @@ VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 RACE := ./gosrc/bind/face/... ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/load/... \
         ./gosrc/pipeline/... ./gosrc/preload/... ./gosrc/ring/... ./gosrc/save/... ./gosrc/source/...
 
+# Rooms that are other code without SIMD.
+TWINS := ./gosrc/codec/... ./gosrc/device/cpu ./gosrc/pipeline
+
 # Tests that go through the engine in processes of their own, for AddressSanitizer.
 # libstdc++ comes with it: libasan must find the C++ exceptions that torch throws.
 ASAN_TESTS ?= tests/test_process.py tests/test_process_handles.py
@@ -82,10 +85,9 @@ lint: venv $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
 	$(PY) -m ruff check --quiet .
 	$(PY) -m mypy --strict python/overwire setup.py wheels
 
-gotest: ## Go tests: with SIMD, without, without cgo, and under the race detector
+gotest: ## Go tests: with SIMD, the decoders' without, the GPU's on a fake driver, and under the race detector
 	go test ./gosrc/...
-	GOEXPERIMENT= go test ./gosrc/...
-	GOEXPERIMENT= CGO_ENABLED=0 go build ./gosrc/...
+	GOEXPERIMENT= go test $(TWINS)
 	@$(MAKE) --no-print-directory fakegpu
 	go test -race -short $(RACE)
 
