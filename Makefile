@@ -26,6 +26,8 @@ ASAN_TESTS ?= tests/test_process.py tests/test_process_handles.py
 ASAN_LIBS   = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libstdc++.so.6)
 
 export GOEXPERIMENT ?= simd
+# As the library has it; and so what is built with cgo and without is mostly one.
+export GOFLAGS ?= -tags=netgo,osusergo
 export FUZZTIME JOBS
 
 .PHONY: help venv build gen servers test lint gotest fuzz pytest wheel asan demo bench clean
@@ -81,7 +83,8 @@ lint: venv $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
 	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }
 	go vet ./gosrc/...
 	$(BIN)/staticcheck ./gosrc/...
-	GOEXPERIMENT= CGO_ENABLED=0 go vet ./gosrc/...
+	CGO_ENABLED=0 go vet ./gosrc/...
+	GOEXPERIMENT= go vet $(TWINS)
 	$(PY) -m ruff check --quiet .
 	$(PY) -m mypy --strict python/overwire setup.py wheels
 
@@ -132,9 +135,9 @@ $(NVCC):
 # tells it.
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test -tags owfake ./gosrc/device/cuda
+		go test -tags owfake,netgo,osusergo ./gosrc/device/cuda
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test -tags owfake -run Fake ./gosrc/bench ./gosrc/cli
+		go test -tags owfake,netgo,osusergo -run Fake ./gosrc/bench ./gosrc/cli
 
 gpubench: build ## on a machine with a GPU: its tests, the memory checkers, every figure
 	PYTHON=$(PY) tests/device_run.sh
