@@ -194,6 +194,7 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 			return nil, srcs, err
 		}
 		part, err := Open(ctx, opened, opt)
+		copy(srcs[len(srcs)-len(opened):], opened) // those to read by
 		if err != nil {
 			return nil, srcs, err
 		}

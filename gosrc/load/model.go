@@ -70,7 +70,8 @@ var headers format.Cache
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
-	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers})
+	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers,
+		Decrypt: spec.Storage.Decrypt})
 	if err != nil {
 		return nil, err
 	}

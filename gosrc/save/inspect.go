@@ -26,7 +26,7 @@ type Total struct {
 // An InspectedFile is one source.
 type InspectedFile struct {
 	URI      string            `json:"uri"`
-	Format   string            `json:"format"` // "overwire" or "safetensors"
+	Format   string            `json:"format"` // "overwire", "safetensors" or "tensors"
 	Size     int64             `json:"size"`
 	Header   int64             `json:"header"` // bytes before the data section
 	Metadata map[string]string `json:"metadata"`

@@ -38,7 +38,8 @@ type Input struct {
 // safetensors file with all cores.
 type Spec struct {
 	// Path is the file to write: "model.safetensors". A symbolic link is
-	// followed.
+	// followed. One that ends in .tensors becomes a file of tensorizer's, which
+	// knows neither compression nor metadata.
 	Path string `json:"path"`
 	// Metadata becomes `__metadata__`. The key "overwire" is ours.
 	Metadata map[string]string `json:"metadata,omitempty"`
@@ -99,7 +100,7 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 		return Report{}, err
 	}
 	w := newWriter(spec, j)
-	if spec.Compress {
+	if spec.Compress && !tensorizer(spec.Path) {
 		if err := w.classify(ctx, items); err != nil {
 			return Report{}, classed(ctx, err)
 		}
@@ -145,6 +146,10 @@ func (s *Spec) check() error {
 		return bad("threads must not be negative")
 	case s.Shard < 0:
 		return bad("shard must not be negative")
+	case tensorizer(s.Path) && s.Shard > 0:
+		return bad(".tensors files are not sharded")
+	case tensorizer(s.Path) && len(s.Metadata) > 0:
+		return bad(".tensors files hold no metadata")
 	}
 	return checkMetadata(s.Path, s.Metadata)
 }

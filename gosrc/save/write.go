@@ -42,6 +42,13 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 	if len(parts) == 0 {
 		return rep, nil
 	}
+	for _, p := range parts {
+		if tensorizer(p.path) {
+			for _, t := range p.items {
+				t.form, t.of = plain, nil
+			}
+		}
+	}
 	w.count(parts, &rep)
 	if err := w.room(parts); err != nil {
 		return Report{}, err
@@ -64,6 +71,8 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		size := int64(len(p.blob))
 		if p.blob != nil {
 			err = t.write(p.blob, 0)
+		} else if tensorizer(p.path) {
+			size, err = w.tensors(ctx, t, p.items)
 		} else {
 			f := &fileWriter{writer: w, target: t, part: p}
 			size, err = f.write(ctx)

@@ -48,12 +48,20 @@ def is_remote(uri: str) -> bool:
 def storage(options: StorageOptions | None, uris: Iterable[str]) -> dict[str, Any]:
     """The entries of a spec that say how to reach its URIs: {} for local paths.
 
+    `decryption_key` (32 bytes, or their hex digits) and `decryption_password`
+    (a text or bytes) are for encrypted .tensors files, wherever they lie.
     Values become text; None is dropped; `headers`, a mapping, becomes one entry
     a header. Which names a scheme has the engine says. ArgumentError for
     options of another kind, or beside local paths alone.
     """
     if options is not None and not isinstance(options, Mapping):
         raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(options).__name__}")
+    decrypt = _decrypt(options or {})
+    if decrypt:
+        options = {name: value for name, value in (options or {}).items() if name not in ("decryption_key", "decryption_password")}
+        found = storage(options or None, uris)
+        found.setdefault("storage", {})["decrypt"] = decrypt
+        return found
     if not any(map(is_remote, uris)):
         if options:
             raise ArgumentError("overwire: storage_options: they are for URIs; a local path takes none")
@@ -69,6 +77,26 @@ def storage(options: StorageOptions | None, uris: Iterable[str]) -> dict[str, An
         elif value is not None:
             texts[name] = _text(name, value)
     return {"storage": {"storage": texts, "env": environment()}}
+
+
+def _decrypt(options: StorageOptions) -> dict[str, str]:
+    """The key or the password of encrypted files, as hex digits."""
+    key, password = options.get("decryption_key"), options.get("decryption_password")
+    if key is not None and password is not None:
+        raise ArgumentError("overwire: storage_options: decryption_key and decryption_password exclude each other")
+    if key is not None:
+        if isinstance(key, (bytes, bytearray, memoryview)):
+            key = bytes(key).hex()
+        if not isinstance(key, str) or len(key) != 64 or not set(key.lower()) <= set("0123456789abcdef"):
+            raise ArgumentError("overwire: storage_options: decryption_key: expected 32 bytes, or 64 hex digits")
+        return {"key": key}
+    if password is not None:
+        if isinstance(password, str):
+            password = password.encode()
+        if not isinstance(password, (bytes, bytearray, memoryview)) or not len(password):
+            raise ArgumentError("overwire: storage_options: decryption_password: expected a text or bytes, not empty")
+        return {"password": bytes(password).hex()}
+    return {}
 
 
 def _text(name: str, value: object) -> str:

@@ -40,6 +40,7 @@ var mayImport = map[string][]string{
 	"format":            {"format/...", "tensor", "source", "fault", "internal/..."},
 	"format/safetensors": {"tensor", "source", "fault",
 		"internal/..."},
+	"format/tensors": {"tensor", "source", "fault", "internal/..."},
 	// The container is a safetensors file (docs/format.md 1): one parser and
 	// one validator serve both, so this one step sideways is meant.
 	"format/overwire": {"format/safetensors", "tensor", "source", "fault", "codec",
@@ -78,6 +79,7 @@ var modules = map[string][]string{
 	"github.com/go-python/gopy":               {"bind"},
 	"go.uber.org/goleak":                      {""},
 	"golang.org/x/net/http/httpproxy":         {"source/http"},
+	"golang.org/x/crypto":                     {"format/tensors"},
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
 }
 
