@@ -66,7 +66,7 @@ var mayImport = map[string][]string{
 
 	// The face towards Python.
 	"bind/api": {"bind/face"},
-	"bind/face": {"load", "save", "cli", "preload", "source", "codec/...", "device/...", "dlpack", "job", "knob",
+	"bind/face": {"format/tensors", "load", "save", "cli", "preload", "source", "codec/...", "device/...", "dlpack", "job", "knob",
 		"tensor", "fault", "internal/..."},
 	"bind/core": {"bind/api", "bind/face", "dlpack", "device", "save", "load", "tensor", "internal/..."},
 }

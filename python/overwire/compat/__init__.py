@@ -33,6 +33,13 @@ _MODULES: dict[str, dict[str, str]] = {
         "nyacomp.partition": "nyacomp.partition",
     },
     "nyacomp_core": {"_nyacomp": "nyacomp._nyacomp"},
+    "tensorizer": {
+        "tensorizer": "tensorizer",
+        "tensorizer.serialization": "tensorizer.serialization",
+        "tensorizer.stream_io": "tensorizer.stream_io",
+        "tensorizer.torch_compat": "tensorizer.torch_compat",
+        "tensorizer.utils": "tensorizer.utils",
+    },
 }
 
 
@@ -43,7 +50,7 @@ def names() -> list[str]:
 
 def install(name: str) -> None:
     """Puts a library's modules into sys.modules under their original names:
-    "nyacomp", or "nyacomp_core" for its extension `_nyacomp` alone.
+    "nyacomp", "nyacomp_core" for its extension `_nyacomp` alone, or "tensorizer".
 
     Whoever imported the original before keeps it. Raises ArgumentError for
     other names.
