@@ -9,12 +9,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import overwire as ow
 import pytest
 import tensorizer
 import torch
 from tensorizer.serialization import TensorType
-
-import overwire as ow
 
 GOLDENS = Path(__file__).parent / "goldens/tensorizer/2.12.1"
 

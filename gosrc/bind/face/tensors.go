@@ -8,11 +8,10 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/tensors"
 	"github.com/overwire/overwire/gosrc/load"
-	"github.com/overwire/overwire/gosrc/save"
 )
 
 // TensorsRecords tells of the one .tensors file of the JSON of a load.Spec,
-// whose field "records" asks for the records too: the JSON of save.TensorsFile.
+// whose field "records" asks for the records too: the JSON of load.TensorsFile.
 func TensorsRecords(spec string) (string, error) {
 	s, err := parse[load.Spec]("spec", spec)
 	if err != nil {
@@ -27,7 +26,7 @@ func TensorsRecords(spec string) (string, error) {
 	if len(s.URIs) != 1 {
 		return "", fault.New(fault.ErrArgument, "%d files", len(s.URIs))
 	}
-	f, err := save.Records(context.Background(), s.URIs[0], s.Storage, more.Records)
+	f, err := load.Records(context.Background(), s.URIs[0], s.Storage, more.Records)
 	if err != nil {
 		return "", err
 	}

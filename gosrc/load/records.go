@@ -1,4 +1,4 @@
-package save
+package load
 
 import (
 	"context"
@@ -45,12 +45,12 @@ type TensorsRecord struct {
 func Records(ctx context.Context, uri string, storage source.Options, records bool) (*TensorsFile, error) {
 	src, err := open.With(storage)(ctx, uri)
 	if err != nil {
-		return nil, classed(ctx, err)
+		return nil, err
 	}
 	defer src.Close()
 	head, err := safetensors.Head(ctx, src)
 	if err != nil {
-		return nil, classed(ctx, err)
+		return nil, err
 	}
 	if !tensors.Is(head) {
 		return nil, &fault.At{Verb: "index", Source: uri, Chunk: -1, Offset: 0, Err: fault.New(fault.ErrFormat, "not a .tensors file")}
@@ -60,7 +60,7 @@ func Records(ctx context.Context, uri string, storage source.Options, records bo
 		err = f.ReadRecords(ctx, src)
 	}
 	if err != nil {
-		return nil, classed(ctx, err)
+		return nil, err
 	}
 	out := &TensorsFile{URI: fault.Redact(uri), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total, Size: f.Size,
 		Entries: make([]TensorsRecord, len(f.Entries))}
