@@ -4,7 +4,6 @@ import (
 	"crypto/rand"
 
 	"golang.org/x/crypto/argon2"
-	"golang.org/x/crypto/nacl/secretbox"
 
 	"github.com/overwire/overwire/gosrc/fault"
 )
@@ -16,7 +15,7 @@ const ChunkBytes = 2 << 20
 const (
 	keyBytes   = 32
 	nonceBytes = 24
-	macBytes   = secretbox.Overhead
+	macBytes   = 16
 	saltBytes  = 16
 
 	chunkKey, chunkParallel, chunkSequential = 1, 2, 3
@@ -143,11 +142,9 @@ func (c *Crypt) nonce(i int64) *[nonceBytes]byte {
 	return &n
 }
 
-// open decrypts box i of the data into dst, which has its size. boxed is the
-// MAC's place, 16 bytes, and the encrypted bytes; it does not overlap dst.
-func (c *Crypt) open(dst, boxed []byte, i int64, key *[keyBytes]byte) error {
-	copy(boxed, c.MACs[i][:])
-	if _, ok := secretbox.Open(dst[:0:len(dst)], boxed, c.nonce(i), key); !ok {
+// open decrypts box i of the data in place.
+func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
+	if !openBox(p, &c.MACs[i], c.nonce(i), key) {
 		return fault.New(fault.ErrCrypto, "decryption failed: another key, or the data have changed")
 	}
 	return nil
@@ -160,12 +157,10 @@ func Seal(dst, data []byte, key *[keyBytes]byte) *Crypt {
 	_, _ = rand.Read(c.Nonce[:]) // cannot fail
 	n := (len(data) + ChunkBytes - 1) / ChunkBytes
 	c.MACs = make([][macBytes]byte, n)
-	var box []byte
 	for i := range n {
-		from, to := i*ChunkBytes, min((i+1)*ChunkBytes, len(data))
-		box = secretbox.Seal(box[:0], data[from:to], c.nonce(int64(i)), key)
-		copy(c.MACs[i][:], box)
-		copy(dst[from:to], box[macBytes:])
+		box := dst[i*ChunkBytes : min((i+1)*ChunkBytes, len(data))]
+		copy(box, data[i*ChunkBytes:])
+		c.MACs[i] = sealBox(box, c.nonce(int64(i)), key)
 	}
 	return c
 }

@@ -221,8 +221,6 @@ func (s *sealed) open(ctx context.Context, p []byte, i int, off int64) error {
 	return nil
 }
 
-var boxed = sync.Pool{New: func() any { return new([]byte) }}
-
 // decrypt reads one whole box into dst.
 func (s *sealed) decrypt(ctx context.Context, dst []byte, i int, k int64) error {
 	sp := &s.spans[i]
@@ -233,16 +231,11 @@ func (s *sealed) decrypt(ctx context.Context, dst []byte, i int, k int64) error 
 	if sp.key == nil {
 		return fail(fault.New(fault.ErrCrypto, "the tensor is encrypted, and no key was given"))
 	}
-	b := boxed.Get().(*[]byte)
-	defer boxed.Put(b)
-	if need := macBytes + len(dst); cap(*b) < need {
-		*b = make([]byte, need)
-	}
-	in := (*b)[:macBytes+len(dst)]
-	if err := s.Source.ReadAt(ctx, in[macBytes:], at); err != nil {
+	if err := s.Source.ReadAt(ctx, dst, at); err != nil {
 		return err
 	}
-	if err := sp.crypt.open(dst, in, k, sp.key); err != nil {
+	if err := sp.crypt.open(dst, k, sp.key); err != nil {
+		clear(dst) // not what it seems
 		return fail(err)
 	}
 	return nil
