@@ -216,6 +216,24 @@ def test_filters_trees_and_dtypes(tmp_path: Path) -> None:
     assert look(ours) == look(theirs)
 
 
+def test_dtypes_that_safetensors_lacks(tmp_path: Path) -> None:
+    """complex128 and complex32 go both ways; overwire's own verbs refuse them by name."""
+    tensors = {
+        "z": torch.randn(3, 2, dtype=torch.complex128),
+        "h": torch.randn(5, dtype=torch.complex64).to(torch.complex32),
+        "s": torch.tensor(1j, dtype=torch.complex128),
+        "b": torch.ones(2, dtype=torch.uint8),
+    }
+    for writer, reader in ((ours, theirs), (theirs, ours)):
+        path = tmp_path / f"{writer.__name__}.tensors"
+        fill(writer, path, tensors)
+        for lazy in (False, True):
+            de = reader.TensorDeserializer(path, device="cpu", verify_hash=True, lazy_load=lazy)
+            assert all(same(de[name], t) for name, t in tensors.items())
+        with pytest.raises(overwire.NotSupportedError, match="c16"):
+            overwire.load_file(path, framework="pt")
+
+
 def test_damage(tmp_path: Path) -> None:
     """verify_hash finds a flipped bit; verify_module says which tensor differs."""
     path = tmp_path / "x.tensors"

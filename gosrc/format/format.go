@@ -69,7 +69,7 @@ func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, so
 	}
 	if tensors.Is(head) {
 		ix, plain, err := tensorizer(ctx, src, head, opt)
-		if err == nil && keep && plain == src {
+		if err == nil && keep && plain == src && len(opt.Decrypt) == 0 {
 			opt.Cache.put(key, ix)
 		}
 		return ix, plain, err
@@ -87,7 +87,10 @@ func tensorizer(ctx context.Context, src source.Source, head []byte, opt Options
 	if err != nil {
 		return nil, src, err
 	}
-	ix := f.Index()
+	ix, err := f.Index(opt.Decrypt)
+	if err != nil {
+		return nil, src, err
+	}
 	if err := ix.Validate(opt.Known); err != nil {
 		return nil, src, err
 	}

@@ -19,8 +19,8 @@ type Options struct {
 	// Env is the process's environment as Python sees it, the names of EnvNames
 	// only. Go's own view of it is that of the process's start.
 	Env map[string]string `json:"env"`
-	// Decrypt has the key or the password of encrypted files: see the room
-	// format/tensors.
+	// Decrypt has the key or the password of encrypted files, and what else is
+	// to be said of .tensors files: see the room format/tensors.
 	Decrypt map[string]string `json:"decrypt"`
 }
 

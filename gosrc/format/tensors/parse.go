@@ -25,6 +25,7 @@ type Entry struct {
 	dtype tensor.DType
 	shape []int64
 	full  int64 // bytes that dtype and shape take
+	other error // no dtype of ours: dtype and shape are those of its bytes
 }
 
 // A Record is what stands before a tensor's data.
@@ -170,7 +171,12 @@ func (f *File) index(r *reader, count int) error {
 			}
 		}
 		if e.dtype, e.shape, err = dtypeOf(e.Text, e.Dims); err != nil {
-			return f.at(e.Name, at, err)
+			size, ok := itemSize(e.Text)
+			if !ok || !errors.Is(err, fault.ErrNotSupported) {
+				return f.at(e.Name, at, err)
+			}
+			e.other = f.at(e.Name, at, err)
+			e.dtype, e.shape = tensor.U8, append(e.Dims[:rank:rank], size)
 		}
 		if e.full, err = tensor.Size(e.dtype, e.shape); err != nil {
 			return f.at(e.Name, at, err)

@@ -14,7 +14,16 @@ import (
 
 // Index is the file as every other room sees it: plain tensors at the offsets
 // of the Source that File.Source gives. Tensors without data come last there.
-func (f *File) Index() *tensor.Index {
+// A tensor of a dtype that safetensors lacks is fault.ErrNotSupported, unless
+// opt has OptionBytes: then it is one of bytes, with one dimension more.
+func (f *File) Index(opt map[string]string) (*tensor.Index, error) {
+	if _, ok := opt[OptionBytes]; !ok {
+		for i := range f.Entries {
+			if err := f.Entries[i].other; err != nil {
+				return nil, err
+			}
+		}
+	}
 	ix := &tensor.Index{Sources: []tensor.Source{{URI: f.URI, Size: f.Size, Tensorizer: true}}}
 	at := f.Size
 	if len(f.Entries) > 0 {
@@ -34,13 +43,14 @@ func (f *File) Index() *tensor.Index {
 		}
 	}
 	ix.Sources[0].Size = at
-	return ix
+	return ix, nil
 }
 
-// The options that say how to decrypt; see source.Options.Decrypt.
+// The options of .tensors files; see source.Options.Decrypt.
 const (
 	OptionKey      = "key"      // 64 hex digits
 	OptionPassword = "password" // hex digits of the password's bytes
+	OptionBytes    = "bytes"    // that other dtypes are read as bytes; see Index
 )
 
 // Source gives the bytes that Index speaks of: src itself where the file has
@@ -53,7 +63,9 @@ func (f *File) Source(src source.Source, decrypt map[string]string) (source.Sour
 	wrong := func(format string, args ...any) error {
 		return f.at("", -1, fault.New(fault.ErrCrypto, format, args...))
 	}
-	if len(decrypt) > 0 && !f.Encrypted {
+	_, key := decrypt[OptionKey]
+	_, password := decrypt[OptionPassword]
+	if (key || password) && !f.Encrypted {
 		return nil, wrong("a key was given, and the file is not encrypted")
 	}
 	s := &sealed{Source: src, size: f.Size, most: int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes), boxes: map[boxKey]*box{}}

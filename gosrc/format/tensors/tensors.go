@@ -27,6 +27,7 @@ package tensors
 import (
 	"encoding/binary"
 	"encoding/json"
+	"strconv"
 	"strings"
 	"unicode/utf8"
 
@@ -108,6 +109,16 @@ func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
 		}
 	}
 	return 0, nil, fault.New(fault.ErrNotSupported, "dtype %q, which safetensors has no name for", text)
+}
+
+// itemSize is the bytes of an element of a dtype that only numpy or torch has.
+func itemSize(text string) (int64, bool) {
+	form, _, _ := strings.Cut(text, "\x00")
+	if len(form) < 3 || form[0] != '<' && form[0] != '|' || !strings.Contains("Vc", form[1:2]) {
+		return 0, false
+	}
+	n, err := strconv.ParseUint(form[2:], 10, 8)
+	return int64(n), err == nil && n > 0
 }
 
 func opaqueForm(d tensor.DType) string {

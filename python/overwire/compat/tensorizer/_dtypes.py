@@ -33,6 +33,20 @@ def written(dtype: Any) -> str:
     return f"{'|' if size == 1 else '<'}V{size}\0{dtype}"
 
 
+def typed(tensor: Any, record: Any) -> Any:
+    """A tensor as its record says it: of dtypes that safetensors lacks it came as
+    bytes, with one dimension more."""
+    import torch
+
+    if tensor.dtype != torch.uint8 or tensor.dim() == len(record.shape):
+        return tensor
+    _, _, name = record.dtype.partition("\0")
+    dtype = torch.complex128 if record.dtype == "<c16" else getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or tensor.shape[-1] != dtype.itemsize:
+        raise ValueError(f"dtype {record.dtype!r} of {record.name}: this torch has none such")
+    return tensor.view(dtype).reshape(record.shape)
+
+
 def opaque(text: str) -> tuple[str, str | None]:
     """numpy's dtype for raw bytes of a dtype in a file, and torch's name if numpy
     has no such type."""

@@ -82,7 +82,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self._verify_hash = bool(verify_hash)
         self._dtype = dtype
         self._lazy_load = lazy_load
-        self._storage: dict[str, Any] | None = None
+        self._storage: dict[str, Any] = {"other_dtypes_as_bytes": True}
         self._source = self._resolve(file_obj)
         if num_readers is not None and num_readers > 1 and not isinstance(self._source, str):
             raise ValueError(
@@ -139,7 +139,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             raise ValueError(f'TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{told})')
         self._own = file_obj
         if isinstance(file_obj, stream_io.CURLStreamFile) and file_obj.whole:
-            self._storage = file_obj.storage_options
+            self._storage.update(file_obj.storage_options or {})
             return file_obj.uri
         with contextlib.suppress(AttributeError, OSError, ValueError):
             number = file_obj.fileno()
@@ -198,13 +198,13 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     " (e.g. EncryptionParams.from_string())."
                 )
             if len(ways) > 1:
-                self._storage = {**(self._storage or {}), "decryption_password": encryption.source}
+                self._storage["decryption_password"] = encryption.source
                 return
             for way in ways:
                 if way is not None:
                     key = derive_key(encryption.source, way)
         if key is not None:
-            self._storage = {**(self._storage or {}), "decryption_key": key}
+            self._storage["decryption_key"] = key
 
     def _file(self) -> safe_open:
         if self._source is None:
@@ -218,7 +218,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             self._open.close()
         self._open = None
         self._source = None
-        self._storage = None
+        self._storage = {}
         if getattr(self._own, "close", None) is not None:
             self._own.close()
 
@@ -269,6 +269,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 framework="pt",
                 storage_options=self._storage,
             )
+        for path in wanted:
+            record = self._records[path]
+            found[record.name] = _dtypes.typed(found[record.name], record)
         if verify:
             self._compare({path: found[self._records[path].name] for path in wanted})
         for path in wanted:
