@@ -94,7 +94,8 @@ def test_reads_the_reference(tmp_path: Path, encrypted: bool) -> None:
         assert same(f.get_slice("big")[70:3_000_000], tensors["big"][70:3_000_000])
         assert same(f.get_tensor("t.7"), tensors["t.7"])
     assert {name for name, _ in ow.stream(path, framework="np", storage_options=options, keys=["big", "scalar"])} == {"big", "scalar"}
-    assert ow.inspect(path)["sources"][0]["format"] == "tensors"
+    source = ow.inspect(path)["sources"][0]
+    assert source["format"] == "tensors" and {t["coding"] for t in source["tensors"]} == {"encrypted" if encrypted else "plain"}
     if encrypted:
         assert params is not None
         assert same(ow.load_file(path, framework="pt", storage_options={"decryption_key": params.key})["big"], tensors["big"])

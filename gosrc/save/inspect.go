@@ -34,7 +34,8 @@ type InspectedFile struct {
 }
 
 // An InspectedTensor is one tensor. Coding is how its bytes are stored:
-// "plain", "alias", or the codec and transform of its chunks ("X16/bf16";
+// "plain", "alias", of .tensors files "encrypted" or "zeros" (there are no data),
+// or the codec and transform of its chunks ("X16/bf16";
 // with "+raw" when some chunks had nothing to gain).
 type InspectedTensor struct {
 	Name    string  `json:"name"`
@@ -91,6 +92,9 @@ func Inspect(ctx context.Context, uris []string, storage source.Options) (any, e
 func (m *model) coding(t *tensor.Tensor) string {
 	if t.Alias >= 0 {
 		return "alias"
+	}
+	if c, ok := m.srcs[t.Source].(interface{ Coding(off int64) string }); ok {
+		return c.Coding(t.Off)
 	}
 	name, raw := "plain", false
 	for _, c := range m.ix.Chunks[t.First : t.First+t.Count] {

@@ -178,6 +178,18 @@ func (s *sealed) Prefetch(off, n int64) {
 	}
 }
 
+// Coding says how the data at an offset are stored; see save.Inspect.
+func (s *sealed) Coding(off int64) string {
+	i := sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
+	switch {
+	case off >= s.size:
+		return "zeros"
+	case i < len(s.spans) && s.spans[i].off <= off:
+		return "encrypted"
+	}
+	return "plain"
+}
+
 // ReadAt gives plain bytes; see source.Source.
 func (s *sealed) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if off < 0 || int64(len(p)) > s.Size()-off {
