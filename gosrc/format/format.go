@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/format/tensors"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -45,7 +46,7 @@ type Options struct {
 // gives. Two sources may have tensors of one name; Index.Find tells.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
 	parts := make([]*tensor.Index, len(srcs))
-	err := each(len(srcs), func(i int) (err error) {
+	err := spawn.Each("open", together, len(srcs), func(i int) (err error) {
 		parts[i], srcs[i], err = one(ctx, srcs[i], opt)
 		return err
 	})

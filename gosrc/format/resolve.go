@@ -7,8 +7,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
-	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
@@ -235,7 +233,7 @@ func sources(ctx context.Context, files []string, open Opener) ([]source.Source,
 	srcs := make([]source.Source, len(files))
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	_ = each(len(files), func(i int) error {
+	_ = spawn.Each("open", together, len(files), func(i int) error {
 		s, err := open(ctx, files[i])
 		if err != nil {
 			cancel(err) // only the first cause stays
@@ -248,38 +246,6 @@ func sources(ctx context.Context, files []string, open Opener) ([]source.Source,
 		return slices.DeleteFunc(srcs, func(s source.Source) bool { return s == nil }), context.Cause(ctx)
 	}
 	return srcs, nil
-}
-
-// each calls fn for 0 to n-1, several at once, until one fails. It returns the
-// error of the first, whoever was faster.
-func each(n int, fn func(i int) error) error {
-	errs := make([]error, n)
-	var next atomic.Int64
-	var failed atomic.Bool
-	work := func() {
-		for !failed.Load() {
-			i := int(next.Add(1)) - 1
-			if i >= n {
-				return
-			}
-			if errs[i] = spawn.Guard("open", func() error { return fn(i) }); errs[i] != nil {
-				failed.Store(true)
-			}
-		}
-	}
-	var wg sync.WaitGroup
-	for range min(together, n) - 1 {
-		wg.Add(1)
-		spawn.Go("open", func() { defer wg.Done(); work() })
-	}
-	work()
-	wg.Wait()
-	for _, err := range errs {
-		if err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 func at(uri string, err error) error {
