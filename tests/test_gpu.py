@@ -290,3 +290,23 @@ def test_threads_load_to_every_gpu_at_once(tmp_path: Path) -> None:
         for device, got in zip(devices, pool.map(lambda device: ow.load_file(tmp_path / "m", device=device), devices), strict=True):
             assert all(str(tensor.device) == device for tensor in got.values())
             equal(got, want)
+
+
+def test_tensors_files(tmp_path: Path) -> None:
+    """tensorizer's files, as tensorizer's own class and as ours loads them."""
+    from overwire.compat import tensorizer
+
+    torch.manual_seed(2)
+    tensors = {"a": torch.randn(3 << 20), "b": torch.randn(5, 7).bfloat16(), "c": torch.arange(9)}
+    key = tensorizer.EncryptionParams.random()
+    for encryption in (None, key):
+        path = tmp_path / "x.tensors"
+        serializer = tensorizer.TensorSerializer(path, encryption=encryption)
+        serializer.write_state_dict({name: tensor.cuda() for name, tensor in tensors.items()})
+        serializer.close()
+        options = None if encryption is None else {"decryption_key": key.key}
+        equal(ow.load_file(path, device="cuda", storage_options=options), tensors)
+        params = None if encryption is None else tensorizer.DecryptionParams.from_key(key.key)
+        for verify in (False, True):
+            with tensorizer.TensorDeserializer(path, device="cuda", encryption=params, verify_hash=verify) as de:
+                assert all(tensor.is_cuda and torch.equal(bits(tensor.detach()), bits(tensors[name])) for name, tensor in de.items())

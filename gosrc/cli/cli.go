@@ -185,6 +185,7 @@ var statuses = []struct {
 	{fault.ErrMemory, ExitIO},
 	{fault.ErrNotSupported, ExitNotSupported},
 	{fault.ErrDevice, ExitNotSupported},
+	{fault.ErrCrypto, ExitBad},
 	{fault.ErrArgument, ExitUsage},
 }
 

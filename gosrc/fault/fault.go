@@ -23,6 +23,7 @@ var (
 	ErrKey          = errors.New("no such tensor")    //
 	ErrNotSupported = errors.New("not supported")     // valid, but not something this build can do
 	ErrDevice       = errors.New("device error")      //
+	ErrCrypto       = errors.New("cryptography")      // a key that is missing or another, encrypted bytes that have changed
 	ErrCancelled    = errors.New("cancelled")         // by the caller or by another error
 	ErrForked       = errors.New("engine forked")     // used in a child of the process that started it
 	ErrEngine       = errors.New("engine failure")    // a bug of ours: a recovered panic
@@ -47,6 +48,7 @@ var classes = []struct {
 	{ErrKey, "TensorNotFoundError"},
 	{ErrNotSupported, "NotSupportedError"},
 	{ErrDevice, "DeviceError"},
+	{ErrCrypto, "CryptographyError"},
 	{ErrIO, "IOFailure"},
 }
 

@@ -167,7 +167,7 @@ func TestCacheBound(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	ix, err := One(context.Background(), f, Options{})
+	ix, _, err := one(context.Background(), f, Options{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,6 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/format/tensors"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -30,12 +32,16 @@ type Options struct {
 	// List gives the files in a folder far away, sorted; fault.ErrNotSupported
 	// where the store cannot tell. nil: none can.
 	List func(ctx context.Context, uri string) ([]string, error)
+	// Decrypt is source.Options.Decrypt. Only .tensors files may be encrypted;
+	// others take no notice of it.
+	Decrypt map[string]string
 }
 
 // Open reads the index of every source and joins them into one, in the order
 // given: source i of the result is srcs[i]. Each costs one read, or two when
 // header and index are over 256 KiB, three when both are, and none if the
-// cache has it. Several are read at once.
+// cache has it. Several are read at once. Sources that have to be decrypted are
+// replaced in srcs by those that do it.
 //
 // The error is a fault.At: fault.ErrFormat for bytes that are no such file,
 // fault.ErrCorrupt for a file that has changed or was cut short,
@@ -43,8 +49,8 @@ type Options struct {
 // gives. Two sources may have tensors of one name; Index.Find tells.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
 	parts := make([]*tensor.Index, len(srcs))
-	err := each(len(srcs), func(i int) (err error) {
-		parts[i], err = One(ctx, srcs[i], opt)
+	err := spawn.Each("open", together, len(srcs), func(i int) (err error) {
+		parts[i], srcs[i], err = one(ctx, srcs[i], opt)
 		return err
 	})
 	if err != nil {
@@ -53,32 +59,64 @@ func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index
 	return Join(parts)
 }
 
-// One reads the index of one source.
-func One(ctx context.Context, src source.Source, opt Options) (*tensor.Index, error) {
+// one reads the index of one source, and gives the source to read it by.
+func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, source.Source, error) {
 	key, keep := opt.Cache.key(src, opt.Lenient)
-	if keep {
+	if keep && len(opt.Decrypt) == 0 {
 		if ix := opt.Cache.get(key, src.URI()); ix != nil {
-			return ix, nil
+			return ix, src, nil
 		}
 	}
-	ix, err := one(ctx, src, opt)
+	head, err := safetensors.Head(ctx, src)
+	if err != nil {
+		return nil, src, err
+	}
+	if tensors.Is(head) {
+		ix, plain, err := tensorizer(ctx, src, head, opt)
+		if err == nil && keep && plain == src && len(opt.Decrypt) == 0 {
+			opt.Cache.put(key, ix)
+		}
+		return ix, plain, err
+	}
+	ix, err := ours(ctx, src, head, opt)
 	if err == nil && keep {
 		opt.Cache.put(key, ix)
 	}
-	return ix, err
+	return ix, src, err
 }
 
-func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, error) {
+// tensorizer reads a .tensors file.
+func tensorizer(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error) {
+	f, err := tensors.Read(ctx, src, head)
+	if err != nil {
+		return nil, src, err
+	}
+	ix, err := f.Index(opt.Decrypt)
+	if err != nil {
+		return nil, src, err
+	}
+	if err := ix.Validate(opt.Known); err != nil {
+		return nil, src, err
+	}
+	plain, err := f.Source(src, opt.Decrypt)
+	if err != nil {
+		return nil, src, err
+	}
+	return ix, plain, nil
+}
+
+// ours reads a safetensors file or an overwire container.
+func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, error) {
 	uri := src.URI()
-	h, err := safetensors.Read(ctx, src, safetensors.Options{Lenient: opt.Lenient})
+	h, err := safetensors.ReadOn(ctx, src, head, safetensors.Options{Lenient: opt.Lenient})
 	if err != nil {
 		return nil, err
 	}
-	ours, err := overwire.Is(&h)
+	marked, err := overwire.Is(&h)
 	if err != nil {
 		return nil, &fault.At{Verb: "index", Source: uri, Chunk: -1, Offset: 0, Err: err}
 	}
-	if ours {
+	if marked {
 		blob, err := index(ctx, src, &h)
 		if err != nil {
 			return nil, err

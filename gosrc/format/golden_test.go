@@ -43,7 +43,8 @@ func (m *memory) ReadAt(_ context.Context, p []byte, off int64) error {
 }
 
 func open(b []byte) (*tensor.Index, error) {
-	return One(context.Background(), &memory{name: "model.safetensors", b: b}, Options{})
+	ix, _, err := one(context.Background(), &memory{name: "model.safetensors", b: b}, Options{})
+	return ix, err
 }
 
 // bytesOf are the bytes that item i of a golden file has.

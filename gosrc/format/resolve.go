@@ -7,8 +7,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
-	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
@@ -214,6 +212,7 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 			return nil, srcs, err
 		}
 		part, err := Open(ctx, opened, opt)
+		copy(srcs[len(srcs)-len(opened):], opened) // those to read by
 		if err != nil {
 			return nil, srcs, err
 		}
@@ -254,7 +253,7 @@ func sources(ctx context.Context, files []string, open Opener) ([]source.Source,
 	srcs := make([]source.Source, len(files))
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	_ = each(len(files), func(i int) error {
+	_ = spawn.Each("open", together, len(files), func(i int) error {
 		s, err := open(ctx, files[i])
 		if err != nil {
 			cancel(err) // only the first cause stays
@@ -267,38 +266,6 @@ func sources(ctx context.Context, files []string, open Opener) ([]source.Source,
 		return slices.DeleteFunc(srcs, func(s source.Source) bool { return s == nil }), context.Cause(ctx)
 	}
 	return srcs, nil
-}
-
-// each calls fn for 0 to n-1, several at once, until one fails. It returns the
-// error of the first, whoever was faster.
-func each(n int, fn func(i int) error) error {
-	errs := make([]error, n)
-	var next atomic.Int64
-	var failed atomic.Bool
-	work := func() {
-		for !failed.Load() {
-			i := int(next.Add(1)) - 1
-			if i >= n {
-				return
-			}
-			if errs[i] = spawn.Guard("open", func() error { return fn(i) }); errs[i] != nil {
-				failed.Store(true)
-			}
-		}
-	}
-	var wg sync.WaitGroup
-	for range min(together, n) - 1 {
-		wg.Add(1)
-		spawn.Go("open", func() { defer wg.Done(); work() })
-	}
-	work()
-	wg.Wait()
-	for _, err := range errs {
-		if err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 func at(uri string, err error) error {

@@ -72,6 +72,7 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
 	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{
 		Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers, List: open.Lister(spec.Storage),
+		Decrypt: spec.Storage.Decrypt,
 	})
 	if err != nil {
 		return nil, err

@@ -33,7 +33,7 @@ const maxCompanion = 64 << 20
 // (or its shards, if spec says so), with the metadata of all sources, the
 // first one's where they differ. dst is a folder if it is one, if it ends in a
 // slash, or if the source has several files and dst does not end in
-// .safetensors. spec.Path is ignored; spec.Metadata are set over the sources'.
+// .safetensors or .tensors. spec.Path is ignored; spec.Metadata are set over the sources'.
 //
 // Converting a file onto itself is safe: it is read until the new one stands.
 func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec Spec) (Report, error) {
@@ -98,7 +98,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 }
 
 func (w *writer) prepare(ctx context.Context, items []*item) error {
-	if !w.spec.Compress {
+	if !w.spec.Compress || tensorizer(w.spec.Path) {
 		return nil
 	}
 	return w.classify(ctx, items)
@@ -313,7 +313,7 @@ func isFolder(dst string, files int) bool {
 	if st, err := os.Stat(dst); err == nil {
 		return st.IsDir()
 	}
-	return files > 1 && !strings.HasSuffix(dst, extension)
+	return files > 1 && !strings.HasSuffix(dst, extension) && !tensorizer(dst)
 }
 
 // makeFolder makes dst if it is not there, and returns it if it was made.

@@ -27,7 +27,7 @@ type Total struct {
 // An InspectedFile is one source.
 type InspectedFile struct {
 	URI      string            `json:"uri"`
-	Format   string            `json:"format"` // "overwire" or "safetensors"
+	Format   string            `json:"format"` // "overwire", "safetensors" or "tensors"
 	Size     int64             `json:"size"`
 	Header   int64             `json:"header"` // bytes before the data section
 	Metadata map[string]string `json:"metadata"`
@@ -35,7 +35,8 @@ type InspectedFile struct {
 }
 
 // An InspectedTensor is one tensor. Coding is how its bytes are stored:
-// "plain", "alias", or the codec and transform of its chunks ("X16/bf16";
+// "plain", "alias", of .tensors files "encrypted" or "zeros" (there are no data),
+// or the codec and transform of its chunks ("X16/bf16";
 // with "+raw" when some chunks had nothing to gain).
 type InspectedTensor struct {
 	Name    string  `json:"name"`
@@ -92,6 +93,9 @@ func Inspect(ctx context.Context, uris []string, storage source.Options) (any, e
 func (m *model) coding(t *tensor.Tensor) string {
 	if t.Alias >= 0 {
 		return "alias"
+	}
+	if c, ok := m.srcs[t.Source].(interface{ Coding(off int64) string }); ok {
+		return c.Coding(t.Off)
 	}
 	name, raw := "plain", false
 	for _, c := range m.ix.Chunks[t.First : t.First+t.Count] {

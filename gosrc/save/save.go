@@ -51,6 +51,8 @@ type Spec struct {
 	// object streams in parts and becomes visible in one step. Of several files
 	// the index comes last; where shards of the old model bear the names of new
 	// ones, its index goes first, and there is no model until the new one stands.
+	// A path that ends in .tensors becomes a file of tensorizer's, which knows
+	// neither compression nor metadata.
 	Path string `json:"path"`
 	// Metadata becomes `__metadata__`. The key "overwire" is ours.
 	Metadata map[string]string `json:"metadata,omitempty"`
@@ -117,7 +119,7 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 		return Report{}, err
 	}
 	w := newWriter(spec, j)
-	if spec.Compress {
+	if spec.Compress && !tensorizer(spec.Path) {
 		if err := w.classify(ctx, items); err != nil {
 			return Report{}, classed(ctx, err)
 		}
@@ -164,6 +166,10 @@ func (s *Spec) check() error {
 		return bad("threads must not be negative")
 	case s.Shard < 0:
 		return bad("shard must not be negative")
+	case tensorizer(s.Path) && s.Shard > 0:
+		return bad(".tensors files are not sharded")
+	case tensorizer(s.Path) && len(s.Metadata) > 0:
+		return bad(".tensors files hold no metadata")
 	}
 	return checkMetadata(s.Path, s.Metadata)
 }

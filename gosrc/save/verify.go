@@ -27,7 +27,7 @@ type VerifyReport struct {
 // A VerifiedFile is one file of a VerifyReport.
 type VerifiedFile struct {
 	URI     string `json:"uri"`
-	Format  string `json:"format"`  // "overwire" or "safetensors"
+	Format  string `json:"format"`  // "overwire", "safetensors" or "tensors"
 	Checked string `json:"checked"` // "contents": every byte; "structure": header and sizes
 	Tensors int    `json:"tensors"`
 	Bytes   int64  `json:"bytes"`
@@ -38,7 +38,8 @@ type VerifiedFile struct {
 // index are exactly what the writer makes of what they say, every chunk has
 // its CRC and decodes, every tensor has its XXH3-128, padding is zero); of a
 // plain safetensors file only the structure can be, since it holds no sums,
-// and the report says so. The first error ends it, with file, tensor, chunk
+// and the report says so; of a .tensors file every tensor has its sums, and the
+// tags of encrypted ones are held to the key. The first error ends it, with file, tensor, chunk
 // and offset where they are known.
 func Verify(ctx context.Context, j *job.Job, uris []string, storage source.Options) (VerifyReport, error) {
 	start := time.Now()
@@ -62,7 +63,7 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
 		f := VerifiedFile{URI: fault.Redact(s.URI), Format: formatName(s), Checked: "contents", Stored: s.Size}
-		if !s.Overwire {
+		if !s.Overwire && !s.Tensorizer {
 			f.Checked = "structure"
 			plainFiles++
 		}
@@ -78,7 +79,7 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 		f := &rep.Files[m.ix.Tensors[i].Source]
 		f.Tensors++
 		f.Bytes += t.bytes
-		if t.known != nil {
+		if t.known != nil || m.ix.Sources[m.ix.Tensors[i].Source].Tensorizer {
 			total += t.bytes
 		}
 	}
@@ -87,6 +88,13 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 	for k := range m.ix.Sources {
 		if m.ix.Sources[k].Overwire {
 			if err := m.zeros(ctx, k); err != nil {
+				return err
+			}
+		}
+	}
+	for k := range m.ix.Sources {
+		if m.ix.Sources[k].Tensorizer {
+			if err := m.sums(ctx, j, k, rep); err != nil {
 				return err
 			}
 		}
@@ -205,6 +213,8 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 	for i, t := range items {
 		rt := &m.ix.Tensors[i]
 		switch {
+		case m.ix.Sources[rt.Source].Tensorizer:
+			continue // m.sums has counted it
 		case t.known == nil:
 			rep.Tensors++
 		case rt.Alias >= 0:
@@ -236,6 +246,9 @@ func (m *model) corrupt(i int, format string, args ...any) error {
 func formatName(s *tensor.Source) string {
 	if s.Overwire {
 		return "overwire"
+	}
+	if s.Tensorizer {
+		return "tensors"
 	}
 	return "safetensors"
 }

@@ -43,6 +43,13 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 	if len(parts) == 0 {
 		return rep, nil
 	}
+	for _, p := range parts {
+		if tensorizer(p.path) {
+			for _, t := range p.items {
+				t.form, t.of = plain, nil
+			}
+		}
+	}
 	w.count(parts, &rep)
 	if remote(w.spec.Path) {
 		return w.saveFar(ctx, parts, rep)
@@ -68,6 +75,8 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		size := int64(len(p.blob))
 		if p.blob != nil {
 			err = t.write(p.blob, 0)
+		} else if tensorizer(p.path) {
+			size, err = w.tensors(ctx, t, p.items)
 		} else {
 			f := &fileWriter{writer: w, output: t, path: t.path, part: p}
 			size, err = f.write(ctx)

@@ -76,6 +76,9 @@ type Source struct {
 	Data     int64 // offset of the data section
 	Metadata map[string]string
 	Overwire bool // has an overwire index
+	// Tensorizer: a .tensors file, in which a record stands before each tensor's
+	// bytes. Its tensors are plain, with gaps between them.
+	Tensorizer bool
 }
 
 // An Index is everything known of a model before a data byte is read: all

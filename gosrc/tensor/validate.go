@@ -24,7 +24,8 @@ type Known func(c Codec, transform uint8, d DType) bool
 // Validate is the one validator of an Index. It holds for every source:
 //
 //   - tensors stand source by source, in the order of their bytes, back to back
-//     from the data section, without holes or overlaps, inside the file;
+//     from the data section, without holes (but those of .tensors files) or
+//     overlaps, inside the file;
 //   - names are unique in their source and valid UTF-8; dtype, rank and shape
 //     are sound and give exactly the bytes that are said;
 //   - the chunk grid fits the tensor and its chunks fit the grid, in order,
@@ -124,7 +125,7 @@ func (v *validator) tensor(i int) error {
 	if size != t.Bytes {
 		return v.bad(i, -1, t.Off, "TensorInvalidInfo: %d bytes for shape %v of %v, which take %d", t.Bytes, t.Shape, t.DType, size)
 	}
-	if t.Off != v.next || t.Stored < 0 {
+	if t.Off != v.next && !(src.Tensorizer && t.Off > v.next) || t.Stored < 0 {
 		return v.bad(i, -1, t.Off, "InvalidOffset: bytes begin at %d, not at %d", t.Off, v.next)
 	}
 	if t.Stored > src.Size-t.Off {

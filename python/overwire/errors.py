@@ -16,6 +16,7 @@ __all__ = [
     "CancelledError",
     "CorruptError",
     "DeadlineError",
+    "CryptographyError",
     "DeviceError",
     "EngineError",
     "ForkedError",
@@ -143,6 +144,10 @@ class NotSupportedError(OverwireError, NotImplementedError):
 
 class DeviceError(OverwireError, RuntimeError):
     """The device or its driver failed."""
+
+
+class CryptographyError(OverwireError, ValueError):
+    """A key is missing, or is another, or encrypted bytes have changed."""
 
 
 class IOFailure(OverwireError, OSError):

@@ -13,6 +13,9 @@ __all__ = ["StorageOptions", "environment", "is_remote", "shown", "storage"]
 #: Options of a store by name; see `storage`.
 StorageOptions = Mapping[str, object]
 
+# Options of .tensors files, wherever they lie.
+_OF_TENSORS = ("decryption_key", "decryption_password", "other_dtypes_as_bytes")
+
 # Environment variables that a store may need: gosrc/source/options.go, EnvNames.
 _PREFIX = "AWS_"
 _NAMES = (
@@ -61,12 +64,22 @@ def shown(uri: str) -> str:
 def storage(options: StorageOptions | None, uris: Iterable[str]) -> dict[str, Any]:
     """The entries of a spec that say how to reach its URIs: {} for local paths.
 
+    `decryption_key` (32 bytes, or their hex digits) and `decryption_password`
+    (a text or bytes) are for encrypted .tensors files, wherever they lie;
+    `other_dtypes_as_bytes` takes tensors of theirs whose dtype safetensors lacks
+    as "U8" with one dimension more.
     Values become text; None is dropped; `headers`, a mapping, becomes one entry
     a header. Which names a scheme has the engine says. ArgumentError for
     options of another kind, or beside local paths alone.
     """
     if options is not None and not isinstance(options, Mapping):
         raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(options).__name__}")
+    decrypt = _decrypt(options or {})
+    if decrypt:
+        options = {name: value for name, value in (options or {}).items() if name not in _OF_TENSORS}
+        found = storage(options or None, uris)
+        found.setdefault("storage", {})["decrypt"] = decrypt
+        return found
     if not any(map(is_remote, uris)):
         if options:
             raise ArgumentError("overwire: storage_options: they are for URIs; a local path takes none")
@@ -96,6 +109,27 @@ def _warn_once() -> None:
         from .jobs import log
 
         log.warning("storage_options: insecure: certificates are not checked; whoever is on the way can change the weights")
+
+
+def _decrypt(options: StorageOptions) -> dict[str, str]:
+    """What is said of .tensors files, as the engine has it; keys in hex digits."""
+    more = {"bytes": "true"} if options.get("other_dtypes_as_bytes") else {}
+    key, password = options.get("decryption_key"), options.get("decryption_password")
+    if key is not None and password is not None:
+        raise ArgumentError("overwire: storage_options: decryption_key and decryption_password exclude each other")
+    if key is not None:
+        if isinstance(key, (bytes, bytearray, memoryview)):
+            key = bytes(key).hex()
+        if not isinstance(key, str) or len(key) != 64 or not set(key.lower()) <= set("0123456789abcdef"):
+            raise ArgumentError("overwire: storage_options: decryption_key: expected 32 bytes, or 64 hex digits")
+        return {"key": key, **more}
+    if password is not None:
+        if isinstance(password, str):
+            password = password.encode()
+        if not isinstance(password, (bytes, bytearray, memoryview)) or not len(password):
+            raise ArgumentError("overwire: storage_options: decryption_password: expected a text or bytes, not empty")
+        return {"password": bytes(password).hex(), **more}
+    return more
 
 
 def _text(name: str, value: object) -> str:

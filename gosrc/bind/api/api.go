@@ -95,6 +95,26 @@ func PreloadModel(job uint64, ms int) (uint64, error) {
 	})
 }
 
+func TensorsRecords(spec string) (string, error) {
+	return face.Call("records", func() (string, error) { return face.TensorsRecords(spec) })
+}
+
+func TensorsRecord(spec string, data, sealed uint64) (string, error) {
+	return face.Call("record", func() (string, error) { return face.TensorsRecord(spec, data, sealed) })
+}
+
+func TensorsFront(spec string) (string, error) {
+	return face.Call("front", func() (string, error) { return face.TensorsFront(spec) })
+}
+
+func TensorsSums(prefix string, data uint64, n int64) (string, error) {
+	return face.Call("sums", func() (string, error) { return face.TensorsSums(prefix, data, n) })
+}
+
+func TensorsKey(spec string) (string, error) {
+	return face.Call("key", func() (string, error) { return face.TensorsKey(spec) })
+}
+
 func EmptyCache() (int, error) { return done("empty cache", face.EmptyCache) }
 
 func Shutdown(ms int) (bool, error) {

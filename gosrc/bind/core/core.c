@@ -533,6 +533,125 @@ _wrap__core_api_Setup(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObje
 }
 PyObject * _wrap__core_api_Setup(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
+
+PyObject *
+_wrap__core_api_TensorsFront(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    char *spec;
+    const char *keywords[] = {"spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
+        return NULL;
+    }
+    retval = api_TensorsFront(spec);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_TensorsFront(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_TensorsKey(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    char *spec;
+    const char *keywords[] = {"spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
+        return NULL;
+    }
+    retval = api_TensorsKey(spec);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_TensorsKey(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_TensorsRecord(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    char *spec;
+    uint64_t data;
+    uint64_t sealed;
+    const char *keywords[] = {"spec", "data", "sealed", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sKK", (char **) keywords, &spec, &data, &sealed)) {
+        return NULL;
+    }
+    retval = api_TensorsRecord(spec, data, sealed);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_TensorsRecord(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_TensorsRecords(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    char *spec;
+    const char *keywords[] = {"spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
+        return NULL;
+    }
+    retval = api_TensorsRecords(spec);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_TensorsRecords(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_TensorsSums(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    char *prefix;
+    uint64_t data;
+    int64_t n;
+    const char *keywords[] = {"prefix", "data", "n", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sKL", (char **) keywords, &prefix, &data, &n)) {
+        return NULL;
+    }
+    retval = api_TensorsSums(prefix, data, n);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_TensorsSums(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
 static PyMethodDef _core_functions[] = {
     {(char *) "api_CliStart", (PyCFunction) _wrap__core_api_CliStart, METH_KEYWORDS|METH_VARARGS, "api_CliStart(program)\n\ntype: program: char *" },
     {(char *) "api_CloseModel", (PyCFunction) _wrap__core_api_CloseModel, METH_KEYWORDS|METH_VARARGS, "api_CloseModel(model)\n\ntype: model: uint64_t" },
@@ -557,6 +676,11 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_Knobs", (PyCFunction) _wrap__core_api_Knobs, METH_NOARGS, "api_Knobs()\n\n" },
     {(char *) "api_ModelInfo", (PyCFunction) _wrap__core_api_ModelInfo, METH_KEYWORDS|METH_VARARGS, "api_ModelInfo(model)\n\ntype: model: uint64_t" },
     {(char *) "api_Setup", (PyCFunction) _wrap__core_api_Setup, METH_KEYWORDS|METH_VARARGS, "api_Setup(env)\n\ntype: env: char *" },
+    {(char *) "api_TensorsFront", (PyCFunction) _wrap__core_api_TensorsFront, METH_KEYWORDS|METH_VARARGS, "api_TensorsFront(spec)\n\ntype: spec: char *" },
+    {(char *) "api_TensorsKey", (PyCFunction) _wrap__core_api_TensorsKey, METH_KEYWORDS|METH_VARARGS, "api_TensorsKey(spec)\n\ntype: spec: char *" },
+    {(char *) "api_TensorsRecord", (PyCFunction) _wrap__core_api_TensorsRecord, METH_KEYWORDS|METH_VARARGS, "api_TensorsRecord(spec, data, sealed)\n\ntype: spec: char *\ntype: data: uint64_t\ntype: sealed: uint64_t" },
+    {(char *) "api_TensorsRecords", (PyCFunction) _wrap__core_api_TensorsRecords, METH_KEYWORDS|METH_VARARGS, "api_TensorsRecords(spec)\n\ntype: spec: char *" },
+    {(char *) "api_TensorsSums", (PyCFunction) _wrap__core_api_TensorsSums, METH_KEYWORDS|METH_VARARGS, "api_TensorsSums(prefix, data, n)\n\ntype: prefix: char *\ntype: data: uint64_t\ntype: n: int64_t" },
     {NULL, NULL, 0, NULL}
 };
 #if PY_VERSION_HEX >= 0x03000000

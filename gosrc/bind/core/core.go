@@ -355,6 +355,81 @@ func api_Shutdown(ms C.longlong) C.char {
 	return boolGoToPy(cret)
 }
 
+//export api_TensorsFront
+func api_TensorsFront(spec *C.char) *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.TensorsFront(C.GoString(spec))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
+//export api_TensorsKey
+func api_TensorsKey(spec *C.char) *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.TensorsKey(C.GoString(spec))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
+//export api_TensorsRecord
+func api_TensorsRecord(spec *C.char, data C.ulonglong, sealed C.ulonglong) *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.TensorsRecord(C.GoString(spec), uint64(data), uint64(sealed))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
+//export api_TensorsRecords
+func api_TensorsRecords(spec *C.char) *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.TensorsRecords(C.GoString(spec))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
+//export api_TensorsSums
+func api_TensorsSums(prefix *C.char, data C.ulonglong, n C.longlong) *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.TensorsSums(C.GoString(prefix), uint64(data), int64(n))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
 //export api_VerifyStart
 func api_VerifyStart(spec *C.char) C.ulonglong {
 	_saved_thread := C.PyEval_SaveThread()

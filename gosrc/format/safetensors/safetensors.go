@@ -73,11 +73,25 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // Bad bytes are fault.ErrFormat, a file cut short fault.ErrCorrupt; the error
 // is a fault.At and has the original's word for it ("HeaderTooLarge").
 func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
-	size := src.Size()
-	buf := make([]byte, max(0, min(size, firstRead)))
-	if err := src.ReadAt(ctx, buf, 0); err != nil {
-		return Header{}, located(src.URI(), "", 0, err)
+	buf, err := Head(ctx, src)
+	if err != nil {
+		return Header{}, err
 	}
+	return ReadOn(ctx, src, buf, opt)
+}
+
+// Head reads what Read looks at first.
+func Head(ctx context.Context, src source.Source) ([]byte, error) {
+	buf := make([]byte, max(0, min(src.Size(), firstRead)))
+	if err := src.ReadAt(ctx, buf, 0); err != nil {
+		return nil, located(src.URI(), "", 0, err)
+	}
+	return buf, nil
+}
+
+// ReadOn is Read for who has what Head gives.
+func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (Header, error) {
+	size := src.Size()
 	n, err := Length(buf, size)
 	if err != nil {
 		return Header{}, located(src.URI(), "", 0, err)

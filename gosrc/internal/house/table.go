@@ -47,6 +47,7 @@ var mayImport = map[string][]string{
 	"format":            {"format/...", "tensor", "source", "fault", "internal/..."},
 	"format/safetensors": {"tensor", "source", "fault",
 		"internal/..."},
+	"format/tensors": {"tensor", "source", "fault", "internal/..."},
 	// The container is a safetensors file (docs/format.md 1): one parser and
 	// one validator serve both, so this one step sideways is meant.
 	"format/overwire": {"format/safetensors", "tensor", "source", "fault", "codec",
@@ -73,7 +74,7 @@ var mayImport = map[string][]string{
 
 	// The face towards Python.
 	"bind/api": {"bind/face"},
-	"bind/face": {"load", "save", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job", "knob",
+	"bind/face": {"format/tensors", "load", "save", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job", "knob",
 		"tensor", "fault", "internal/..."},
 	"bind/core": {"bind/api", "bind/face", "dlpack", "device", "save", "load", "tensor", "internal/..."},
 }
@@ -89,6 +90,7 @@ var modules = map[string][]string{
 	"github.com/aws/aws-sdk-go-v2":            {"source/s3"},
 	"github.com/aws/smithy-go":                {"source/s3"}, // the SDK's errors
 	"github.com/redis/go-redis":               {"source/redis"},
+	"golang.org/x/crypto":                     {"format/tensors"},
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
 }
 

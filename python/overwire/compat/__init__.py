@@ -40,6 +40,13 @@ _MODULES: dict[str, dict[str, str]] = {
         "nyacomp.partition": "nyacomp.partition",
     },
     "nyacomp_core": {"_nyacomp": "nyacomp._nyacomp"},
+    "tensorizer": {
+        "tensorizer": "tensorizer",
+        "tensorizer.serialization": "tensorizer.serialization",
+        "tensorizer.stream_io": "tensorizer.stream_io",
+        "tensorizer.torch_compat": "tensorizer.torch_compat",
+        "tensorizer.utils": "tensorizer.utils",
+    },
 }
 
 
@@ -50,7 +57,8 @@ def names() -> list[str]:
 
 def install(name: str) -> None:
     """Puts a library's modules into sys.modules under their original names:
-    "fastsafetensors", "nyacomp", or "nyacomp_core" for its extension `_nyacomp` alone.
+    "fastsafetensors", "tensorizer", "nyacomp", or "nyacomp_core" for its extension
+    `_nyacomp` alone.
 
     Whoever imported the original before keeps it. Raises ArgumentError for
     other names.

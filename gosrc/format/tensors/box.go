@@ -1,0 +1,66 @@
+package tensors
+
+import (
+	"crypto/subtle"
+
+	//lint:ignore SA1019 the format's own authenticator, with a key for each box
+	"golang.org/x/crypto/poly1305"
+	//lint:ignore SA1019 the format's own cipher
+	"golang.org/x/crypto/salsa20/salsa"
+)
+
+// A box is libsodium's secretbox: XSalsa20-Poly1305, the MAC apart. It is put
+// together here from x/crypto's parts, because that lets boxes be opened in
+// place and their key stream be made sixteen blocks at a time.
+
+// keystream is a box's: its first 32 bytes are the authenticator's key.
+type keystream struct {
+	key     [32]byte
+	counter [16]byte // nonce, number of the block
+	first   [64]byte
+}
+
+func newKeystream(nonce *[nonceBytes]byte, key *[keyBytes]byte) *keystream {
+	var k keystream
+	salsa.HSalsa20(&k.key, (*[16]byte)(nonce[:16]), key, &salsa.Sigma)
+	copy(k.counter[:8], nonce[16:])
+	salsa.XORKeyStream(k.first[:], k.first[:], &k.counter, &k.key)
+	return &k
+}
+
+// xor crypts p in place, which begins behind the authenticator's key.
+func (k *keystream) xor(p []byte) {
+	n := subtle.XORBytes(p, p, k.first[32:])
+	p = p[n:]
+	le.PutUint64(k.counter[8:], 1)
+	if done := xorBlocks(p, &k.counter, &k.key); done > 0 {
+		p = p[done:]
+		le.PutUint64(k.counter[8:], 1+uint64(done)/64)
+	}
+	if len(p) > 0 {
+		xorKeyStream(p, &k.counter, &k.key)
+	}
+}
+
+// xorKeyStream crypts p in place, block by block.
+func xorKeyStream(p []byte, counter *[16]byte, key *[32]byte) { salsa.XORKeyStream(p, p, counter, key) }
+
+func (k *keystream) authKey() *[32]byte { return (*[32]byte)(k.first[:32]) }
+
+// sealBox encrypts p in place and returns the MAC.
+func sealBox(p []byte, nonce *[nonceBytes]byte, key *[keyBytes]byte) (mac [macBytes]byte) {
+	k := newKeystream(nonce, key)
+	k.xor(p)
+	poly1305.Sum(&mac, p, k.authKey())
+	return mac
+}
+
+// openBox decrypts p in place, if the MAC is that of its bytes.
+func openBox(p []byte, mac *[macBytes]byte, nonce *[nonceBytes]byte, key *[keyBytes]byte) bool {
+	k := newKeystream(nonce, key)
+	if !poly1305.Verify(mac, p, k.authKey()) {
+		return false
+	}
+	k.xor(p)
+	return true
+}

@@ -1,0 +1,135 @@
+package save
+
+import (
+	"bytes"
+	"context"
+	"strings"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/format/tensors"
+	"github.com/overwire/overwire/gosrc/internal/ordered"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/zeebo/xxh3"
+)
+
+// tensorizer says whether a path names a file of tensorizer's.
+func tensorizer(path string) bool { return strings.HasSuffix(path, ".tensors") }
+
+// tensors writes a .tensors file, as of a state dict: the index as long as it
+// needs, the data of each tensor on a page. Each tensor is summed up and written
+// by one worker. It returns the size of the file.
+func (w *writer) tensors(ctx context.Context, to *target, items []*item) (int64, error) {
+	out := make([]tensors.Item, len(items))
+	for i, t := range items {
+		it, err := tensors.NewItem(t.name, t.dtype, t.shape, t.bytes)
+		if err != nil {
+			return 0, wrap("save", to.path, t.name, -1, err)
+		}
+		out[i] = it
+	}
+	length := tensors.IndexBytes(out)
+	at := tensors.Start(length)
+	for i := range out {
+		out[i].Record = at
+		if out[i].Bytes > 0 {
+			out[i].PadTo(tensors.Align)
+		}
+		at = out[i].Data() + out[i].Bytes
+	}
+	front, err := tensors.Front(out, 1, length)
+	if err != nil {
+		return 0, wrap("save", to.path, "", -1, err)
+	}
+	if err := to.write(front, 0); err != nil {
+		return 0, err
+	}
+	err = ordered.Each(ctx, "save.tensors", w.threads, len(items), func(i int) error {
+		t, it := items[i], &out[i]
+		sum, data, whole := it.Summer(), it.Data(), xxh3.New()
+		err := t.walk(ctx, func(p []byte) error {
+			sum.Write(p)
+			if t.known != nil {
+				_, _ = whole.Write(p)
+			}
+			if err := to.write(p, data); err != nil {
+				return err
+			}
+			data += int64(len(p))
+			w.job.Bytes.Add(int64(len(p)))
+			return nil
+		})
+		if err == nil && t.known != nil && t.bytes > 0 && sum128(whole) != t.known.Hash {
+			err = fault.New(fault.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)")
+		}
+		if err == nil {
+			err = to.write(it.Finish(sum), it.Record)
+		}
+		w.job.Tensors.Add(1)
+		return wrap("save", to.path, t.name, -1, err)
+	})
+	if err != nil {
+		return 0, err
+	}
+	return at + tensors.Tail, to.write(make([]byte, tensors.Tail), at)
+}
+
+// sums proves source k, a .tensors file: every record says what the index says,
+// and the sums of every tensor are those of its bytes.
+func (m *model) sums(ctx context.Context, j *job.Job, k int, rep *VerifyReport) error {
+	src := m.srcs[k]
+	head, err := safetensors.Head(ctx, src)
+	if err != nil {
+		return err
+	}
+	f, err := tensors.Read(ctx, src, head)
+	if err != nil {
+		return err
+	}
+	if err := f.ReadRecords(ctx, src); err != nil {
+		return err
+	}
+	number := make(map[string]int, len(f.Entries))
+	for i := range m.ix.Tensors {
+		if t := &m.ix.Tensors[i]; int(t.Source) == k {
+			number[t.Name] = i
+		}
+	}
+	var mu sync.Mutex
+	c := newCache(threads(0))
+	return ordered.Each(ctx, "save.verify", threads(0), len(f.Entries), func(i int) error {
+		e, r := &f.Entries[i], &f.Records[i]
+		bad := func(class error, format string, args ...any) error {
+			return &fault.At{Verb: "verify", Source: src.URI(), Tensor: e.Name, Chunk: -1, Offset: e.Record, Err: fault.New(class, format, args...)}
+		}
+		sum := tensors.NewSummer(r.Prefix)
+		if e.Bytes > 0 {
+			t := &m.ix.Tensors[number[e.Name]]
+			it := item{bytes: t.Bytes, body: newStored(src, m.ix, t, c)}
+			err := it.walk(ctx, func(p []byte) error {
+				sum.Write(p)
+				j.Bytes.Add(int64(len(p)))
+				return nil
+			})
+			if err != nil {
+				return wrap("verify", src.URI(), e.Name, -1, err)
+			}
+		}
+		crc, sha := sum.Sums()
+		switch {
+		case r.CRC32 == nil && r.SHA256 == nil:
+			return bad(fault.ErrNotSupported, "the tensor has no sum that could be compared")
+		case r.CRC32 != nil && !bytes.Equal(crc, r.CRC32):
+			return bad(fault.ErrCorrupt, "checksum mismatch: CRC32 %x, not %x", crc, r.CRC32)
+		case r.SHA256 != nil && !bytes.Equal(sha, r.SHA256):
+			return bad(fault.ErrCorrupt, "checksum mismatch: SHA-256 %x, not %x", sha, r.SHA256)
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		rep.Tensors++
+		rep.Bytes += e.Bytes
+		j.Tensors.Add(1)
+		return nil
+	})
+}

@@ -1,0 +1,5 @@
+"""tensorizer's name, on PYTHONPATH: overwire takes its place in sys.modules."""
+
+import overwire.compat
+
+overwire.compat.install("tensorizer")

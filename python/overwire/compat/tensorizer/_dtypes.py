@@ -1,0 +1,56 @@
+"""torch's dtypes in the words of .tensors files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NUMPY = {
+    "bool": "|b1",
+    "uint8": "|u1",
+    "int8": "|i1",
+    "int16": "<i2",
+    "uint16": "<u2",
+    "float16": "<f2",
+    "int32": "<i4",
+    "uint32": "<u4",
+    "float32": "<f4",
+    "int64": "<i8",
+    "uint64": "<u8",
+    "float64": "<f8",
+    "complex64": "<c8",
+    "complex128": "<c16",
+}
+
+
+def written(dtype: Any) -> str:
+    """A torch dtype as it is written; NotImplementedError for quantised ones."""
+    name = str(dtype).removeprefix("torch.")
+    if name in _NUMPY:
+        return _NUMPY[name]
+    if name.startswith(("qint", "quint")):
+        raise NotImplementedError(f"Serialization for {dtype} is not implemented.")
+    size = int(dtype.itemsize)
+    return f"{'|' if size == 1 else '<'}V{size}\0{dtype}"
+
+
+def typed(tensor: Any, record: Any) -> Any:
+    """A tensor as its record says it: of dtypes that safetensors lacks it came as
+    bytes, with one dimension more."""
+    import torch
+
+    if tensor.dtype != torch.uint8 or tensor.dim() == len(record.shape):
+        return tensor
+    _, _, name = record.dtype.partition("\0")
+    dtype = torch.complex128 if record.dtype == "<c16" else getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or tensor.shape[-1] != dtype.itemsize:
+        raise ValueError(f"dtype {record.dtype!r} of {record.name}: this torch has none such")
+    return tensor.view(dtype).reshape(record.shape)
+
+
+def opaque(text: str) -> tuple[str, str | None]:
+    """numpy's dtype for raw bytes of a dtype in a file, and torch's name if numpy
+    has no such type."""
+    form, _, name = text.partition("\0")
+    if not name:
+        return form, None
+    return {"1": "|i1", "2": "<i2", "4": "<i4", "8": "<i8"}[form[2:]], name

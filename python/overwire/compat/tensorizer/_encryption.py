@@ -1,0 +1,139 @@
+"""EncryptionParams, DecryptionParams: keys, and passwords that become keys."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+
+from ...errors import CryptographyError
+from ...records import KeyDerivation, derive_key
+
+__all__ = ["CryptographyError", "DecryptionParams", "EncryptionParams"]
+
+_KEY_BYTES = 32
+_SALT_BYTES = 16
+
+
+class _OpsLimit(enum.IntEnum):
+    MIN = 1
+    INTERACTIVE = 2
+    MODERATE = 3
+    SENSITIVE = 4
+
+
+class _MemLimit(enum.IntEnum):
+    MIN = 8 << 10
+    INTERACTIVE = 64 << 20
+    MODERATE = 256 << 20
+    SENSITIVE = 1 << 30
+
+
+class EncryptionParams:
+    """How a TensorSerializer encrypts: by a key of 32 bytes.
+
+    Make one with `random`, with `from_string`, or of a key of your own. ValueError
+    for a key of another length.
+    """
+
+    OpsLimit = _OpsLimit
+    MemLimit = _MemLimit
+
+    key: bytes
+
+    def __init__(self, key: bytes) -> None:
+        if not key:
+            raise ValueError("Invalid encryption key: cannot be empty")
+        if len(key) != _KEY_BYTES:
+            raise ValueError(f"Invalid encryption key length, must be {_KEY_BYTES} bytes; got {len(key)} bytes instead.")
+        self.key = bytes(key)
+        self._derivation: KeyDerivation | None = None
+
+    @classmethod
+    def random(cls) -> EncryptionParams:
+        """A key that nobody has; save `.key`, or nothing can be decrypted."""
+        return cls(key=secrets.token_bytes(_KEY_BYTES))
+
+    @classmethod
+    def from_string(
+        cls,
+        source: str | bytes,
+        opslimit: int | None = None,
+        memlimit: int | None = None,
+        salt: str | bytes | None = None,
+        *,
+        encoding: str = "utf-8",
+    ) -> EncryptionParams:
+        """The key of a password, by Argon2id.
+
+        opslimit, memlimit: passes, and bytes of memory; None: MODERATE, 256 MiB and
+        half a second. salt: 16 bytes; None: random. All of them are stored in the
+        file. ValueError for an empty password or another salt, TypeError for an
+        OpsLimit as memlimit or the other way round.
+        """
+        if not source:
+            raise ValueError("Source cannot be empty")
+        for name, value, right, wrong in (("opslimit", opslimit, _OpsLimit, _MemLimit), ("memlimit", memlimit, _MemLimit, _OpsLimit)):
+            if isinstance(value, wrong) or not isinstance(value, (int, type(None))):
+                raise TypeError(
+                    f"{name} parameter: expected EncryptionParams.{right.__name__[1:]}, int, or None; {value.__class__.__name__} found"
+                )
+        if isinstance(source, str):
+            source = source.encode(encoding)
+        if isinstance(salt, str):
+            salt = salt.encode(encoding)
+        salt = secrets.token_bytes(_SALT_BYTES) if salt is None else bytes(salt)
+        if len(salt) != _SALT_BYTES:
+            raise ValueError(f"Invalid salt length, must be {_SALT_BYTES} bytes; got {len(salt)} bytes instead.")
+        derivation = KeyDerivation(
+            int(_OpsLimit.MODERATE if opslimit is None else opslimit), int(_MemLimit.MODERATE if memlimit is None else memlimit), salt
+        )
+        made = cls(key=derive_key(bytes(source), derivation))
+        made._derivation = derivation
+        return made
+
+    @property
+    def salt(self) -> bytes:
+        """The salt of `from_string`; ValueError for other keys."""
+        if self._derivation is None:
+            raise ValueError(
+                "An exact binary key is being used. Exact binary keys do not use key derivation algorithms, and thus have no salt."
+            )
+        return self._derivation.salt
+
+    def __repr__(self) -> str:
+        return "EncryptionParams(key=...)"
+
+
+class DecryptionParams:
+    """How a TensorDeserializer decrypts: make one with `from_string` or `from_key`."""
+
+    key: bytes | None
+    source: bytes | None
+
+    def __init__(self) -> None:
+        self.key = None
+        self.source = None
+
+    @classmethod
+    def from_string(cls, source: str | bytes, *, encoding: str = "utf-8") -> DecryptionParams:
+        """By the password that `EncryptionParams.from_string` was given; salt and
+        limits are in the file. ValueError for an empty one."""
+        if not source:
+            raise ValueError("Source cannot be empty")
+        params = cls()
+        params.source = source.encode(encoding) if isinstance(source, str) else bytes(source)
+        return params
+
+    @classmethod
+    def from_key(cls, key: bytes) -> DecryptionParams:
+        """By the key itself, whatever it was made of. ValueError unless it has 32 bytes."""
+        if not key:
+            raise ValueError("Key cannot be empty")
+        if len(key) != _KEY_BYTES:
+            raise ValueError(f"Invalid decryption key length, must be {_KEY_BYTES} bytes; got {len(key)} bytes instead.")
+        params = cls()
+        params.key = bytes(key)
+        return params
+
+    def __repr__(self) -> str:
+        return "DecryptionParams(...)"

@@ -1,0 +1,116 @@
+"""Names of tensors: a text, or a path of texts and numbers through a structure."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+Path = tuple[str | int, ...]
+
+_MARK = "\x1e"
+
+
+def parse(name: str) -> Path:
+    """The path that a name in a file stands for."""
+    if not name.startswith(_MARK):
+        return (name,)
+    path = tuple(json.loads(name[1:]))
+    if not path or not all(isinstance(part, (str, int)) and not isinstance(part, bool) for part in path):
+        raise ValueError(f"Invalid tensor path: {name!r}")
+    return path
+
+
+def text(path: Path) -> str:
+    """The name in the file."""
+    if len(path) == 1 and isinstance(path[0], str):
+        return path[0]
+    return _MARK + json.dumps(list(path), ensure_ascii=True, separators=(",", ":"))
+
+
+def plain(path: Path) -> Any:
+    """What users see: a text, or the path as a tuple."""
+    return path[0] if len(path) == 1 and isinstance(path[0], str) else path
+
+
+class Tree:
+    """Paths as nested dicts whose leaves are the paths themselves. Of one level
+    all keys are texts, or all are numbers, and no path continues another."""
+
+    def __init__(self) -> None:
+        self.root: dict[Any, Any] = {}
+
+    def add(self, path: Path) -> None:
+        """Adds a path; ValueError if it is there, or in conflict with another."""
+        level = self.root
+        for depth, part in enumerate(path):
+            if level and type(next(iter(level))) is not type(part):
+                raise ValueError(
+                    f"Conflicting tensor paths: {plain(path)} has a different key type ({type(part).__name__!r}) than existing keys at the"
+                    f" prefix {path[: depth + 1]} ({type(next(iter(level))).__name__!r})"
+                )
+            if depth == len(path) - 1:
+                if part in level:
+                    how = "is both a leaf and a prefix of another path" if isinstance(level[part], dict) else "is used multiple times"
+                    raise ValueError(f"Conflicting tensor paths: {plain(path)} {how}")
+                level[part] = path
+                return
+            level = level.setdefault(part, {})
+            if not isinstance(level, dict):
+                raise ValueError(f"Conflicting tensor paths: {path}, {level}")
+
+    def remove(self, path: Path) -> None:
+        """Takes a leaf away; the levels above it stay."""
+        level = self.root
+        for part in path[:-1]:
+            level = level[part]
+        del level[path[-1]]
+
+
+def leaves(level: Any) -> Iterator[Path]:
+    """The paths at or below a level of a Tree."""
+    if isinstance(level, tuple):
+        yield level
+    else:
+        for below in level.values():
+            yield from leaves(below)
+
+
+def build(level: Any, values: Mapping[Path, Any], proxies: bool) -> Any:
+    """A level of a Tree with values for its leaves; leaves without one, and
+    levels without any, are left out. Levels of numbers are lists, by number;
+    with proxies every level is a read-only mapping."""
+    if isinstance(level, tuple):
+        return values[level]
+    made = {}
+    for key, below in level.items():
+        if isinstance(below, tuple) and below not in values:
+            continue
+        if isinstance(below, dict) and not any(path in values for path in leaves(below)):
+            continue
+        made[key] = build(below, values, proxies)
+    if proxies:
+        return types.MappingProxyType(made)
+    if made and isinstance(next(iter(made)), int):
+        return [made[key] for key in sorted(made)]
+    return made
+
+
+def flatten(obj: Any, leaf: Callable[[Any], bool], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every leaf of nested mappings and sequences, with its path."""
+    if isinstance(obj, Mapping):
+        for key in obj:
+            if not isinstance(key, str):
+                raise TypeError(f"Invalid key type for state_dict: expected str, got {key.__class__.__name__!r}")
+        items: Any = obj.items()
+    elif isinstance(obj, Sequence) and not isinstance(obj, (str, bytes)):
+        items = enumerate(obj)
+    else:
+        raise TypeError(f"Cannot serialize type as part of a state_dict: {obj.__class__.__name__!r}")
+    for key, value in items:
+        path = (*prefix, key)
+        if leaf(value):
+            yield path, value
+        else:
+            yield from flatten(value, leaf, path)

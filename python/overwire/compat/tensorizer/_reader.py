@@ -1,0 +1,463 @@
+"""TensorDeserializer: a .tensors file as a mapping of parameters."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import CorruptError, FormatError, NotSupportedError
+from ...loading import load_file
+from ...opening import safe_open
+from ...records import Record, RecordFile, derive_key, read_records, sums
+from . import _dtypes, _paths
+from ._encryption import CryptographyError, DecryptionParams
+from ._types import HashMismatchError, TensorType
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+__all__ = ["TensorDeserializer"]
+
+# Tensors that read_tensors brings in at once, in bytes.
+_BATCH = 256 << 20
+
+
+class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["TensorDeserializer"]):
+    """The tensors of a .tensors file, as a read-only mapping of their names to
+    `torch.nn.Parameter`s; levels of nested files are read-only mappings.
+
+    file_obj: a path, a URI, a descriptor, or a binary file open for reading.
+    device: where to; None: "cuda" if there is one, else the CPU.
+    filter_func: called with each name (a tuple for a path); false leaves it out.
+    dtype: every tensor but those of bools is cast to it.
+    lazy_load: tensors are read when they are asked for, and kept.
+    verify_hash: every sum that a record has is compared, on the host.
+    encryption: how to decrypt; None: the file is not encrypted.
+    num_readers: is checked and otherwise ignored: the engine reads with what the
+        machine has. plaid_mode, plaid_mode_buffers: have no effect.
+
+    Raises ValueError for what is no such file or of a version that is not known,
+    CryptographyError for a missing, superfluous or wrong key, HashMismatchError,
+    and what `overwire.load_file` raises.
+    """
+
+    def __init__(
+        self,
+        file_obj: Any,
+        device: Any = None,
+        filter_func: Callable[[Any], Any] | None = None,
+        dtype: Any = None,
+        *,
+        lazy_load: bool = False,
+        plaid_mode: bool | None = None,
+        plaid_mode_buffers: int | None = None,
+        num_readers: int | None = None,
+        verify_hash: bool = False,
+        encryption: DecryptionParams | None = None,
+    ) -> None:
+        import torch
+
+        from . import utils
+
+        self._open: safe_open | None = None
+        self._own: Any = None
+        self._device = utils.get_device() if device is None else torch.device(device)
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("Cannot deserialize to CUDA device because CUDA is not available")
+        self._dynamic = self._device.type == "cuda" and self._device.index is None
+        if self._dynamic:
+            self._device = _current_cuda()
+            self._dynamic = lazy_load
+        if encryption is not None and not isinstance(encryption, DecryptionParams):
+            raise TypeError(f"encryption parameter: expected DecryptionParams instance or None, {encryption.__class__.__name__} found")
+        if num_readers is not None and not isinstance(num_readers, int):
+            raise TypeError(f"num_readers: expected int or None, got {num_readers.__class__.__name__}")
+        if num_readers is not None and num_readers < 1:
+            raise ValueError("num_readers must be positive")
+        self._verify_hash = bool(verify_hash)
+        self._dtype = dtype
+        self._lazy_load = lazy_load
+        self._storage: dict[str, Any] = {"other_dtypes_as_bytes": True}
+        self._source = self._resolve(file_obj)
+        if num_readers is not None and num_readers > 1 and not isinstance(self._source, str):
+            raise ValueError(
+                "Cannot reopen this type of file to enable parallel reading with num_readers > 1. File paths, URIs, and HTTP(S) or S3"
+                " streams returned from tensorizer.stream_io.open_stream, plus some open files are capable of being reopened."
+                " Other file-like objects and special files (e.g. BytesIO, pipes, sockets) are not supported."
+            )
+        self._file_info = self._read()
+        self._prepare_key(encryption)
+        self._records: dict[_paths.Path, Record] = {}
+        tree = _paths.Tree()
+        for record in self._file_info.records:
+            path = _paths.parse(record.name)
+            tree.add(path)
+            if filter_func is None or filter_func(_paths.plain(path)):
+                self._records[path] = record
+        if not self._file_info.records:
+            raise ValueError("Tensor index in the file is empty")
+        for path in list(_paths.leaves(tree.root)):
+            if path not in self._records:
+                tree.remove(path)
+        self._structure = tree.root
+        self._cache: dict[_paths.Path, Any] = {}
+        self._order = {path: i for i, path in enumerate(self._records)}
+        self._last = -1
+        self.total_tensor_bytes = sum(r.nbytes for r in self._records.values())
+        self.total_file_bytes = self._file_info.total
+        self.total_compressed_tensor_bytes = 0
+        self.read_bytes = 0
+        if not lazy_load:
+            self._load(list(self._records), self._verify_hash)
+            if self._device.type == "cuda":
+                self._shut()
+
+    # Opening and closing.
+
+    def _resolve(self, file_obj: Any) -> Any:
+        """What overwire opens: a path or URI where that is possible."""
+        from . import stream_io
+
+        if isinstance(file_obj, bool):
+            raise TypeError("file_obj: expected a path or a file, got bool")
+        if isinstance(file_obj, int):
+            return f"/proc/self/fd/{file_obj}"
+        if isinstance(file_obj, (str, bytes, os.PathLike)):
+            return os.fsdecode(file_obj)
+        try:
+            readable = file_obj.readable()
+        except AttributeError:
+            readable = True
+        if isinstance(file_obj, io.TextIOBase) or not readable:
+            mode = getattr(file_obj, "mode", "")
+            told = f', current mode="{mode}"' if mode else ""
+            raise ValueError(f'TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{told})')
+        self._own = file_obj
+        if isinstance(file_obj, stream_io.CURLStreamFile) and file_obj.whole:
+            self._storage.update(file_obj.storage_options or {})
+            return file_obj.uri
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            number = file_obj.fileno()
+            if number >= 0:
+                if hasattr(file_obj, "flush") and file_obj.writable():
+                    file_obj.flush()
+                if os.path.isfile(f"/proc/self/fd/{number}") or os.fstat(number).st_nlink == 0:
+                    return f"/proc/self/fd/{number}"
+        # Read whole into memory that has a name.
+        memory = os.fdopen(os.memfd_create("tensors"), "w+b")
+        while block := file_obj.read(1 << 20):
+            memory.write(block)
+        memory.flush()
+        return memory
+
+    def _read(self) -> RecordFile:
+        try:
+            return read_records(self._source, storage_options=self._storage)
+        except FormatError as error:
+            if "not a .tensors file" in str(error):
+                raise ValueError("Not a tensorizer file") from error
+            raise
+        except CorruptError as error:
+            if "a .tensors file of" in str(error):
+                raise ValueError("Not a tensorizer file") from error
+            raise
+        except NotSupportedError as error:
+            raise ValueError(str(error)) from error
+
+    def _prepare_key(self, encryption: DecryptionParams | None) -> None:
+        """The key of the file, derived once, as an option of every later call."""
+        if encryption is None:
+            if self._file_info.encrypted:
+                raise CryptographyError("Tensor is encrypted, but decryption was not requested")
+            return
+        if encryption.key is None and encryption.source is None:
+            raise ValueError("Invalid DecryptionParams, no key or source string provided")
+        if not self._file_info.encrypted:
+            if self._file_info.version < 3:
+                raise CryptographyError(
+                    "Tensor decryption was requested, but the file provided comes from a tensorizer version predating encryption,"
+                    " so it must not be encrypted. Either set encryption=None on the TensorDeserializer,"
+                    " or ensure that the correct file was provided."
+                )
+            raise CryptographyError(
+                "Tensor decryption was requested, but the file provided is not flagged as encrypted. Either set encryption=None on the"
+                " TensorDeserializer, or ensure that the correct file was provided."
+            )
+        key: bytes | str | None = encryption.key
+        if key is None and encryption.source is not None:
+            sealed = [r for r in self._file_info.records if r.encrypted]
+            ways = {r.derivation for r in sealed}
+            if sealed and None in ways:
+                raise CryptographyError(
+                    "Source string was provided, but the tensor was not originally encrypted using a source string"
+                    " (e.g. EncryptionParams.from_string())."
+                )
+            if len(ways) > 1:
+                self._storage["decryption_password"] = encryption.source
+                return
+            for way in ways:
+                if way is not None:
+                    key = derive_key(encryption.source, way)
+        if key is not None:
+            self._storage["decryption_key"] = key
+
+    def _file(self) -> safe_open:
+        if self._source is None:
+            raise ValueError("I/O operation on closed file")
+        if self._open is None:
+            self._open = safe_open(self._source, framework="pt", device="cpu", storage_options=self._storage)
+        return self._open
+
+    def _shut(self) -> None:
+        if getattr(self, "_open", None) is not None and self._open is not None:
+            self._open.close()
+        self._open = None
+        self._source = None
+        self._storage = {}
+        if getattr(self._own, "close", None) is not None:
+            self._own.close()
+
+    def close(self) -> None:
+        """Closes the file. Tensors that were read stay. Does nothing the second time."""
+        self._shut()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_source", None) is not None:
+            self.close()
+
+    @property
+    def total_bytes_read(self) -> int:
+        """Bytes of the tensors that were read so far."""
+        return sum(self._records[path].nbytes for path in self._cache)
+
+    @property
+    def cache_status(self) -> str | None:
+        """The header x-cache-status of an HTTP response, if there was one."""
+        headers = getattr(self._own, "response_headers", None)
+        return None if headers is None else headers.get("x-cache-status")
+
+    # Loading.
+
+    def _target(self) -> Any:
+        return _current_cuda() if self._dynamic else self._device
+
+    def _load(self, paths: Sequence[_paths.Path], verify: bool) -> None:
+        """Brings tensors into the cache."""
+        wanted = [path for path in paths if path not in self._cache]
+        if not wanted:
+            return
+        if self._source is None:
+            raise ValueError("I/O operation on closed file")
+        names = [self._records[path].name for path in wanted]
+        device = self._target()
+        through_host = verify or device.type not in ("cpu", "cuda")
+        if len(wanted) == 1:
+            found = {names[0]: self._file().get_tensor(names[0])}
+        else:
+            found = load_file(
+                self._source,
+                device="cpu" if through_host else device,
+                keys=names,
+                framework="pt",
+                storage_options=self._storage,
+            )
+        for path in wanted:
+            record = self._records[path]
+            found[record.name] = _dtypes.typed(found[record.name], record)
+        if verify:
+            self._compare({path: found[self._records[path].name] for path in wanted})
+        for path in wanted:
+            self._cache[path] = self._parameter(found.pop(self._records[path].name), device)
+
+    def _compare(self, tensors: Mapping[_paths.Path, torch.Tensor]) -> None:
+        """Holds tensors on the host to the sums of their records, several at once."""
+        with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="overwire-sums") as pool:
+            for path, same in pool.map(lambda item: (item[0], self._same(self._records[item[0]], item[1])), tensors.items()):
+                if not same:
+                    raise HashMismatchError(f"Hash mismatch for tensor '{_paths.plain(path)}'")
+
+    @staticmethod
+    def _same(record: Record, tensor: torch.Tensor) -> bool:
+        if record.crc32 is None and record.sha256 is None:
+            raise RuntimeError(f"No hashes found in metadata for {record.name}")
+        tensor = tensor.detach().cpu().contiguous()
+        size = tensor.numel() * tensor.element_size()
+        if record.nbytes not in (0, size):
+            return False
+        crc, sha = sums(record.prefix, tensor.data_ptr() if record.nbytes else 0, record.nbytes)
+        return record.crc32 in (None, crc) and record.sha256 in (None, sha)
+
+    def _parameter(self, tensor: torch.Tensor, device: Any) -> Any:
+        import torch
+
+        gradient = tensor.dtype.is_complex or tensor.dtype.is_floating_point
+        dtype = self._dtype if self._dtype is not None and tensor.dtype not in (torch.bool, self._dtype) else None
+        return torch.nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=gradient)
+
+    # The mapping.
+
+    def __getitem__(self, name: Any) -> Any:
+        if name not in self._structure:
+            raise KeyError(f"Tensor {name} not found")
+        level = self._structure[name]
+        paths = list(_paths.leaves(level))
+        self._load(paths, self._verify_hash)
+        return _paths.build(level, self._cache, proxies=True)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._structure
+
+    def __len__(self) -> int:
+        return len(self._structure)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._structure
+
+    def keys(self) -> Any:
+        """The names of the first level; nothing is read."""
+        return self._structure.keys()
+
+    def tree(self, prefix: Sequence[Any] | None = None, *, default: Any = None, filter_func: Callable[[Any], Any] | None = None) -> Any:
+        """What was saved, with its dicts and lists, from a prefix on.
+
+        default is returned where nothing is left. TypeError for a prefix that is
+        a text or a number.
+        """
+        if isinstance(prefix, (str, int)):
+            raise TypeError(
+                f"Invalid prefix: expected sequence, got {prefix.__class__.__name__!r}"
+                " (for a single-element prefix, use a single-element sequence)"
+            )
+        level: Any = self._structure
+        for part in prefix or ():
+            if not isinstance(level, dict) or part not in level:
+                return default
+            level = level[part]
+        paths = [path for path in _paths.leaves(level) if filter_func is None or filter_func(_paths.plain(path))]
+        if not paths:
+            return default
+        self._load(paths, self._verify_hash)
+        return _paths.build(level, {path: self._cache[path] for path in paths}, proxies=False)
+
+    # In the order of the file.
+
+    def _next(
+        self, filter_func: Callable[[Any], Any] | None, num_tensors: int, verify_hash: bool | None
+    ) -> Iterator[tuple[Record, Any, Any]]:
+        if num_tensors < -1:
+            raise ValueError("num_tensors must be -1 or non-negative")
+        paths = [p for p in list(self._records)[self._last + 1 :] if filter_func is None or filter_func(_paths.plain(p))]
+        if num_tensors >= 0:
+            paths = paths[:num_tensors]
+        verify = self._verify_hash if verify_hash is None else verify_hash
+        for batch in self._batches(paths):
+            self._load(batch, verify)
+            for path in batch:
+                self._last = self._order[path]
+                yield self._records[path], _paths.plain(path), self._cache[path]
+
+    def _batches(self, paths: Iterable[_paths.Path]) -> Iterator[list[_paths.Path]]:
+        batch: list[_paths.Path] = []
+        size = 0
+        for path in paths:
+            batch.append(path)
+            size += self._records[path].nbytes
+            if size >= _BATCH:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def read_tensors(
+        self, filter_func: Callable[[Any], Any] | None = None, num_tensors: int = -1, verify_hash: bool | None = None
+    ) -> Iterator[tuple[int, int, Any, torch.nn.Parameter]]:
+        """(module number, TensorType, name, parameter) of the next num_tensors
+        tensors of the file that the filter keeps, -1: of all; a later call goes on
+        behind the last one that was given."""
+        for record, name, parameter in self._next(filter_func, num_tensors, verify_hash):
+            yield record.module, TensorType(record.type), name, parameter
+
+    def read_numpy_arrays(
+        self,
+        filter_func: Callable[[Any], Any] | None = None,
+        num_tensors: int = -1,
+        allow_raw_data: bool = False,
+        verify_hash: bool | None = None,
+    ) -> Iterator[tuple[int, int, Any, numpy.ndarray[Any, Any], bool, str | None]]:
+        """As `read_tensors`, with numpy arrays, and whether numpy lacks the dtype
+        and what torch calls it; such tensors come as signed integers of the same
+        size. ValueError for them without allow_raw_data, RuntimeError unless the
+        device is the CPU."""
+        if self._device.type != "cpu":
+            raise RuntimeError("read_numpy_arrays is only valid when deserializing to the CPU")
+        import torch
+
+        for record, name, parameter in self._next(filter_func, num_tensors, verify_hash):
+            form, true = _dtypes.opaque(record.dtype)
+            if true is not None and not allow_raw_data:
+                raise ValueError(
+                    f"{name} has an opaque datatype: (Torch: {true}, Numpy: {form}). Set `allow_raw_data=True` to return as a numpy array"
+                    f" with a datatype of {form}"
+                )
+            tensor = parameter.detach()
+            if true is not None and self._dtype is None:
+                tensor = tensor.view({1: torch.int8, 2: torch.int16}[tensor.element_size()])
+            yield record.module, TensorType(record.type), name, tensor.numpy(), true is not None, true
+
+    # Modules.
+
+    def load_into_module(self, m: torch.nn.Module, filter_func: Callable[[Any], Any] | None = None, verify_hash: bool | None = None) -> int:
+        """Puts parameters and buffers where `TensorSerializer.write_module` took
+        them from, closes the file, and returns how many. NotImplementedError for
+        files of state dicts."""
+        modules = dict(m.named_modules())
+        paths = [path for path in self._records if filter_func is None or filter_func(_paths.plain(path))]
+        for path in paths:
+            if self._records[path].type == TensorType.STATE_DICT:
+                raise NotImplementedError(
+                    "This was serialized using TensorSerializer.write_state_dict(), so it cannot be loaded using"
+                    " TensorDeserializer.load_into_module(). Use the TensorDeserializer object directly as a state_dict mapping instead."
+                )
+        self._load(paths, self._verify_hash if verify_hash is None else verify_hash)
+        for path in paths:
+            where, attribute = str(path[0]).rsplit(".", 1)
+            if self._records[path].type == TensorType.PARAM:
+                modules[where].register_parameter(attribute, self._cache[path])
+            else:
+                modules[where].register_buffer(attribute, self._cache[path])
+        self._shut()
+        return len(paths)
+
+    def verify_module(self, m: torch.nn.Module) -> tuple[bool, list[tuple[str, bool]]]:
+        """Whether a module's tensors are those of the file, by the sums of the
+        file, and for each name."""
+        there: dict[str, Any] = dict(m.state_dict())
+        there.update(m.named_buffers())
+        # write_module puts the module's name and a dot before every attribute.
+        there.update({f".{name}": tensor for name, tensor in list(there.items()) if "." not in name})
+        results = []
+        for path, record in self._records.items():
+            name = _paths.plain(path)
+            results.append((name, name in there and self._same(record, there[name])))
+        return all(same for _, same in results), results
+
+
+def _current_cuda() -> Any:
+    """The CUDA device that "cuda" means here: that of torch's own contexts."""
+    import torch
+
+    with contextlib.suppress(AttributeError):
+        chosen = torch.get_default_device()
+        if chosen.type == "cuda" and chosen.index is not None:
+            return chosen
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", 0)

@@ -1,0 +1,317 @@
+"""TensorSerializer: writes .tensors files, byte for byte as tensorizer does."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import io
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...records import Record, make_front, make_record
+from . import _dtypes, _paths
+from ._encryption import EncryptionParams
+from ._types import TensorType
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TensorSerializer"]
+
+# What tensorizer leaves for the index. One that needs more gets more, where
+# that is known before the first tensor is written.
+_INDEX_BYTES = 256 * 1024
+_HEAD_BYTES = 73
+_ENTRY_BYTES = 33  # beside name, dtype and dims
+_TAIL = bytes(8)
+
+
+class _Spec(NamedTuple):
+    idx: int
+    path: _paths.Path
+    type: TensorType
+    tensor: Any
+    done: Callable[[], None] | None
+
+
+class _Bytes(NamedTuple):
+    """A tensor as bytes in host memory; `keep` holds them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pointer: int
+    nbytes: int
+    keep: Any
+
+
+class TensorSerializer:
+    """Writes tensors into a .tensors file, one after the other.
+
+    file_obj: a path (its folders are made), a descriptor, or a binary file open
+        for reading and writing, which can seek. It is closed by `close`.
+    compress_tensors: has no effect, as in tensorizer.
+    encryption: how to encrypt; the caller's tensors are not touched.
+    limit_cpu_concurrency: the most cores to hash and encrypt with; None: all.
+
+    Raises ValueError for files of another kind, TypeError and ValueError for
+    arguments of another.
+    """
+
+    def __init__(
+        self,
+        file_obj: Any,
+        compress_tensors: bool = False,
+        *,
+        encryption: EncryptionParams | None = None,
+        limit_cpu_concurrency: int | None = None,
+    ) -> None:
+        from . import stream_io
+
+        self._file: Any = None
+        if limit_cpu_concurrency is not None:
+            if not isinstance(limit_cpu_concurrency, int):
+                raise TypeError(f"limit_cpu_concurrency parameter: expected int or None, {limit_cpu_concurrency.__class__.__name__} found")
+            if limit_cpu_concurrency < 1:
+                raise ValueError(f"limit_cpu_concurrency parameter: must be positive (or None for unbound), got {limit_cpu_concurrency}")
+        self.cpu_limit = limit_cpu_concurrency or len(os.sched_getaffinity(0))
+        if encryption is not None and not isinstance(encryption, EncryptionParams):
+            raise TypeError(f"encryption parameter: expected EncryptionParams instance or None, {encryption.__class__.__name__} found")
+        if isinstance(file_obj, int):
+            file_obj = os.fdopen(file_obj, "wb+")
+        if isinstance(file_obj, (str, bytes, os.PathLike)):
+            self._file = stream_io.open_stream(file_obj, "wb+")
+        else:
+            self._check(file_obj)
+            self._file = file_obj
+        seekable = getattr(self._file, "seekable", None)
+        if callable(seekable) and not seekable():
+            raise ValueError("file_obj must support seeking for serialization")
+        self._encryption = encryption
+        self.compress_tensors = compress_tensors
+        self.total_compressed_tensor_bytes = 0
+        self._tree = _paths.Tree()
+        self._records: list[Record] = []
+        self._room = _INDEX_BYTES
+        self._index_used = 0
+        self._lock = threading.RLock()
+        self._at = _HEAD_BYTES + self._room
+        self._begun = False
+        self._finish()
+
+    @staticmethod
+    def _check(file_obj: Any) -> None:
+        try:
+            both = file_obj.writable() and file_obj.readable()
+        except AttributeError:
+            both = True
+        if isinstance(file_obj, io.TextIOBase) or not both:
+            mode = getattr(file_obj, "mode", "")
+            told = f', current mode="{mode}"' if mode else ""
+            raise ValueError(f'TensorSerializer\'s file_obj must be readable, writable, and in binary mode (mode="wb+"{told})')
+
+    @property
+    def total_tensor_bytes(self) -> int:
+        """Bytes of data written so far."""
+        return sum(r.nbytes for r in self._records)
+
+    # Writing.
+
+    def write_tensor(self, idx: int, name: str, tensor_type: TensorType, tensor: Any) -> None:
+        """Writes one torch tensor or numpy array; the file is complete when this
+        returns. ValueError for a name that is there."""
+        self._write([_Spec(idx, (name,), TensorType(tensor_type), tensor, None)])
+
+    def write_module(self, m: torch.nn.Module, remove_tensors: bool = False, *, include_non_persistent_buffers: bool = True) -> None:
+        """Writes the parameters and buffers of every submodule, under the module's
+        name, a dot, and theirs.
+
+        remove_tensors: each becomes None in the module once it is written.
+        include_non_persistent_buffers: False leaves out what is in no state_dict.
+        """
+        specs = []
+        for idx, (where, module) in enumerate(m.named_modules()):
+            hidden: set[str] = getattr(module, "_non_persistent_buffers_set", set())
+            parameters = [(n, t, TensorType.PARAM) for n, t in module.named_parameters(recurse=False)]
+            if include_non_persistent_buffers:
+                hidden = set()
+            buffers = [(n, t, TensorType.BUFFER) for n, t in module.named_buffers(recurse=False) if n not in hidden]
+            for name, tensor, kind in parameters + buffers:
+                done = None
+                if remove_tensors:
+
+                    def done(module: Any = module, name: str = name) -> None:
+                        setattr(module, name, None)
+
+                specs.append(_Spec(idx, (f"{where}.{name}",), kind, tensor, done))
+        self._write(specs)
+
+    def write_state_dict(self, state_dict: Any) -> None:
+        """Writes tensors in dicts with str keys, lists and tuples, nested as they
+        are; see `TensorDeserializer.tree`. TypeError for other keys and leaves."""
+        import torch
+
+        specs = [
+            _Spec(0, path, TensorType.STATE_DICT, tensor, None)
+            for path, tensor in _paths.flatten(state_dict, lambda value: isinstance(value, torch.Tensor))
+        ]
+        self._write(specs)
+
+    def _write(self, specs: list[_Spec]) -> None:
+        """Hashes and encrypts on several cores, and writes in order."""
+        if self._file is None:
+            raise ValueError("I/O operation on closed file")
+        with self._lock:
+            for spec in specs:
+                self._tree.add(spec.path)
+            self._make_room(specs)
+            specs.reverse()  # taken from the end, so that what is done can be freed
+            window: collections.deque[tuple[_Spec, concurrent.futures.Future[tuple[Record, bytes, Any]]]] = collections.deque()
+            with concurrent.futures.ThreadPoolExecutor(self.cpu_limit, thread_name_prefix="overwire-tensors") as pool:
+                try:
+                    while specs or window:
+                        while specs and len(window) < 2 * self.cpu_limit:
+                            spec = specs.pop()
+                            window.append((spec, pool.submit(self._make, spec)))
+                        spec, made = window.popleft()
+                        self._put(*made.result())
+                        if spec.done is not None:
+                            spec.done()
+                finally:
+                    for _, left in window:
+                        left.cancel()
+            self._finish()
+
+    def _make_room(self, specs: list[_Spec]) -> None:
+        for spec in specs:
+            size = _ENTRY_BYTES + len(_paths.text(spec.path).encode()) + len(_text_of(spec.tensor)) + 4 * len(spec.tensor.shape)
+            if any(d >= 1 << 32 for d in spec.tensor.shape):
+                size += 4 * len(spec.tensor.shape)
+            self._index_used += size
+        if self._index_used > self._room:
+            if self._records:
+                raise RuntimeError("Metadata overflow")
+            self._room = -(-self._index_used // 4096) * 4096
+            self._at = _HEAD_BYTES + self._room
+
+    def _make(self, spec: _Spec) -> tuple[Record, bytes, Any]:
+        """The record, its bytes and the data as they are stored. In a thread."""
+        data = _bytes_of(spec.tensor)
+        sealed: Any = None
+        key = derivation = None
+        encryption = self._encryption
+        if encryption is not None and data.nbytes:
+            key, derivation = encryption.key, encryption._derivation
+            sealed = _Memory(data.nbytes)
+        name = _paths.text(spec.path)
+        front = make_record(
+            name=name,
+            type=int(spec.type),
+            module=spec.idx,
+            dtype=data.dtype,
+            shape=data.shape,
+            pointer=data.pointer,
+            nbytes=data.nbytes,
+            encrypted=encryption is not None,
+            key=key,
+            derivation=derivation,
+            sealed=0 if sealed is None else sealed.pointer,
+        )
+        words = (name, int(spec.type), spec.idx, data.dtype, data.shape)
+        record = Record(*words, 0, 0, data.nbytes, b"", None, None, sealed is not None, derivation)
+        stored = sealed.view if sealed is not None else _view(data.pointer, data.nbytes)
+        return record, front, (stored, data.keep, sealed)
+
+    def _put(self, record: Record, front: bytes, data: Any) -> None:
+        stored, _keep, _sealed = data
+        self._file.seek(self._at)
+        _all(self._file, front)
+        _all(self._file, stored)
+        at = self._at + len(front)
+        self._records.append(Record(**{**vars(record), "record": self._at, "data": at}))
+        self._at = at + record.nbytes
+
+    def _finish(self) -> None:
+        """Makes the file complete, as far as it goes."""
+        front = make_front(self._records, self._room, encrypted=self._encryption is not None)
+        # All of the index the first time, later as much as it has grown to.
+        front = front if not self._begun else front[: _HEAD_BYTES + self._index_used + 64]
+        self._begun = True
+        self._file.seek(0)
+        _all(self._file, front)
+        self._file.seek(self._at)
+        _all(self._file, _TAIL)
+        flush = getattr(self._file, "flush", None)
+        if callable(flush):
+            flush()
+
+    def close(self) -> None:
+        """Closes the file. Does nothing the second time."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def __enter__(self) -> TensorSerializer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:
+            self.close()
+
+
+class _Memory:
+    """Memory for encrypted bytes."""
+
+    def __init__(self, size: int) -> None:
+        import ctypes
+
+        self.view = memoryview(bytearray(size))
+        self.pointer = ctypes.addressof((ctypes.c_char * size).from_buffer(self.view))
+
+
+def _view(pointer: int, size: int) -> memoryview:
+    if not size:
+        return memoryview(b"")
+    import ctypes
+
+    return memoryview((ctypes.c_char * size).from_address(pointer)).cast("B")
+
+
+def _all(file: Any, data: Any) -> None:
+    """Writes all of it: raw files may take less, and none more than 2 GiB, at once."""
+    view = memoryview(data)
+    while len(view):
+        n = file.write(view[: 1 << 30])
+        if n is None:
+            n = min(len(view), 1 << 30)
+        if n <= 0:
+            raise OSError(f"Could not write {len(view)} bytes")
+        view = view[n:]
+
+
+def _text_of(tensor: Any) -> str:
+    if hasattr(tensor, "is_meta"):
+        return _dtypes.written(tensor.dtype)
+    return str(tensor.dtype.str)
+
+
+def _bytes_of(tensor: Any) -> _Bytes:
+    """A torch tensor or a numpy array on the host, in one piece."""
+    text = _text_of(tensor)
+    shape = tuple(int(d) for d in tensor.shape)
+    if not hasattr(tensor, "is_meta"):
+        import numpy
+
+        array = numpy.ascontiguousarray(tensor)
+        return _Bytes(text, shape, array.ctypes.data if array.nbytes else 0, array.nbytes, array)
+    if tensor.is_meta:
+        return _Bytes(text, shape, 0, 0, None)
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    size = dense.numel() * dense.element_size()
+    return _Bytes(text, shape, dense.data_ptr() if size else 0, size, dense)
+
+

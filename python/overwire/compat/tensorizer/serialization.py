@@ -1,0 +1,37 @@
+"""tensorizer.serialization by its names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ._encryption import CryptographyError, DecryptionParams, EncryptionParams
+from ._reader import TensorDeserializer
+from ._types import HashMismatchError, HashType, TensorType
+from ._writer import TensorSerializer
+
+__all__ = [
+    "TensorSerializer",
+    "TensorDeserializer",
+    "TensorType",
+    "CryptographyError",
+    "EncryptionParams",
+    "DecryptionParams",
+    "FilterFuncType",
+]
+
+#: What filters are: called with a name, or with the tuple of a path.
+FilterFuncType = Callable[[Any], Any]
+
+TENSORIZER_MAGIC = b"|TZR|"
+NON_OPAQUE_TENSORIZER_VERSION = 1
+OPAQUE_TENSORIZER_VERSION = 2
+ENCRYPTION_TENSORIZER_VERSION = 3
+META_TENSOR_TENSORIZER_VERSION = 4
+LONG_TENSOR_TENSORIZER_VERSION = 5
+TENSORIZER_VERSION = 5
+
+cpu_count: int = len(os.sched_getaffinity(0))
+
+_MORE = (HashMismatchError, HashType)

@@ -1,0 +1,254 @@
+"""tensorizer.torch_compat: torch.save and torch.load with the tensors beside.
+
+Inside `tensorizer_saving`, torch.save writes every storage into a .tensors file
+next to the .pt file, once however many tensors view it; inside
+`tensorizer_loading`, torch.load takes them from there. Each of them holds for
+the thread or task that entered it, and others see torch's own functions at work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import os
+import pickle
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from ._reader import TensorDeserializer
+from ._writer import TensorSerializer
+
+__all__ = ["tensorizer_loading", "tensorizer_saving"]
+
+logger = logging.getLogger(__name__)
+
+_MARK = "TensorizerPickler"
+
+
+class _Scope:
+    """What one context says: where, by what function, with which arguments."""
+
+    def __init__(self, file_obj: Any, function: Any, kwargs: dict[str, Any], suppress: bool = False) -> None:
+        self.file_obj, self.function, self.kwargs, self.suppress = file_obj, function, kwargs, suppress
+
+    def place(self, f: Any) -> Any:
+        """Where the tensors of a .pt file lie; None: in it."""
+        if self.file_obj is not None:
+            return self.file_obj(f) if callable(self.file_obj) else self.file_obj
+        if isinstance(f, io.BytesIO):
+            logger.warning(
+                "Cannot infer .tensors location from io.BytesIO; not using tensorizer backend"
+                " (set the file_obj parameter to choose a location instead)"
+            )
+            return None
+        try:
+            return os.fsdecode(f) + ".tensors"
+        except TypeError:
+            return os.fsdecode(f.name) + ".tensors"
+
+
+_saving: ContextVar[_Scope | None] = ContextVar("overwire_tensorizer_saving", default=None)
+_loading: ContextVar[_Scope | None] = ContextVar("overwire_tensorizer_loading", default=None)
+
+# Where the tensors of the call that runs lie.
+_save_place: ContextVar[Any] = ContextVar("overwire_tensorizer_save_place", default=None)
+_load_place: ContextVar[Any] = ContextVar("overwire_tensorizer_load_place", default=None)
+
+
+class _TensorizerPickler(pickle.Pickler):
+    """torch makes a subclass of this, whose persistent_id is asked second."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tensors: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        theirs = cls.__dict__.get("persistent_id")
+        if theirs is not None:
+
+            def persistent_id(self: _TensorizerPickler, obj: Any) -> Any:
+                ours = self._storage_id(obj)
+                return ours if ours is not None else theirs(self, obj)
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+    def _storage_id(self, obj: Any) -> Any:
+        import torch
+
+        if _save_place.get() is None or not torch.is_storage(obj):
+            return None
+        storage = getattr(obj, "_untyped_storage", obj)
+        if storage.device.type == "meta" or storage.data_ptr() == 0:
+            return None
+        key = (storage.device, storage.data_ptr(), storage.nbytes())
+        if key not in self._numbers:
+            self._numbers[key] = len(self._tensors)
+            self._tensors.append(torch.empty((0,), dtype=torch.uint8, device=storage.device).set_(storage))
+        return _MARK, 0, "storage", self._numbers[key], getattr(obj, "dtype", None)
+
+    def persistent_id(self, obj: Any) -> Any:
+        """For pickle: what a storage is saved as."""
+        return self._storage_id(obj)
+
+    def dump(self, obj: Any) -> None:
+        """Pickles, and then writes the tensors."""
+        super().dump(obj)
+        scope, place, tensors = _saving.get(), _save_place.get(), self._tensors
+        if scope is None or place is None or not tensors:
+            return
+        self._tensors, self._numbers = [], {}
+        if scope.function is not None:
+            scope.function(place, tensors, scope.kwargs)
+            return
+        serializer = TensorSerializer(place, **scope.kwargs)
+        serializer.write_state_dict(tensors)
+        serializer.close()
+
+
+class _TensorizerUnpickler(pickle.Unpickler):
+    """torch makes a subclass of this and sets persistent_load, which is asked second."""
+
+    _tensors: Any = None
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key == "persistent_load":
+            value = functools.partial(self._storage, value)
+        super().__setattr__(key, value)
+
+    def _storage(self, theirs: Callable[[Any], Any], pid: Any) -> Any:
+        import torch
+
+        place, scope = _load_place.get(), _loading.get()
+        if place is None or scope is None or not (isinstance(pid, tuple) and len(pid) >= 3 and pid[0] == _MARK):
+            return theirs(pid)
+        if pid[1] > 0:
+            raise pickle.UnpicklingError(f"Unsupported TensorizerPickler data version ({pid[1]:d})")
+        if pid[2] != "storage":
+            raise pickle.UnpicklingError(f"Unsupported TensorizerPickler object type ({pid[2]})")
+        if self._tensors is None:  # only files of ours have a .tensors file
+            if scope.function is not None:
+                self._tensors = list(scope.function(place, scope.kwargs))
+            else:
+                with TensorDeserializer(place, **scope.kwargs) as deserializer:
+                    self._tensors = deserializer.tree()
+        tensor, dtype = self._tensors[pid[3]], pid[4]
+        return torch.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=tensor.untyped_storage(), dtype=torch.uint8 if dtype is None else dtype, _internal=True
+        )
+
+    def load(self) -> Any:
+        """Unpickles, and lets the tensors go that nothing holds."""
+        try:
+            return super().load()
+        finally:
+            self._tensors = None
+
+
+_pickle_module: Any = types.ModuleType("tensorizer_pickle")
+_pickle_module.__getattr__ = lambda name: getattr(pickle, name)
+_pickle_module.Pickler = _TensorizerPickler
+_pickle_module.Unpickler = _TensorizerUnpickler
+
+_LOAD_WRAPPER_DEFAULT_MODULE: Any = None
+
+_lock = threading.Lock()
+_users = {"save": 0, "load": 0}
+_originals: dict[str, Any] = {}
+
+
+def _refuse(pickle_module: Any) -> None:
+    if pickle_module is not None and pickle_module is not pickle:
+        raise ValueError("Tensorizer-based torch serialization is incompatible with using a pickle_module other than the default")
+
+
+def _wrapped_save(original: Any) -> Any:
+    @functools.wraps(original)
+    def save(obj: object, f: Any, pickle_module: Any = pickle, *args: Any, **kwargs: Any) -> Any:
+        scope = _saving.get()
+        if scope is None:
+            return original(obj, f, pickle_module, *args, **kwargs)
+        _refuse(pickle_module)
+        token = _save_place.set(scope.place(f))
+        try:
+            return original(obj, f, _pickle_module, *args, **kwargs)
+        finally:
+            _save_place.reset(token)
+
+    return save
+
+
+def _wrapped_load(original: Any) -> Any:
+    @functools.wraps(original)
+    def load(
+        f: Any,
+        map_location: Any = None,
+        pickle_module: Any = _LOAD_WRAPPER_DEFAULT_MODULE,
+        *,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        scope = _loading.get()
+        if scope is None:
+            return original(f, map_location, pickle_module, weights_only=weights_only, **kwargs)
+        _refuse(pickle_module)
+        token = _load_place.set(scope.place(f))
+        try:
+            return original(f, map_location, _pickle_module, weights_only=False if scope.suppress else weights_only, **kwargs)
+        finally:
+            _load_place.reset(token)
+
+    return load
+
+
+@contextlib.contextmanager
+def _within(name: str, wrap: Callable[[Any], Any], variable: ContextVar[_Scope | None], scope: _Scope) -> Iterator[None]:
+    import torch
+
+    with _lock:
+        _users[name] += 1
+        if _users[name] == 1:
+            _originals[name] = getattr(torch, name)
+            setattr(torch, name, wrap(_originals[name]))
+    token = variable.set(scope)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+        with _lock:
+            _users[name] -= 1
+            if _users[name] == 0:
+                setattr(torch, name, _originals.pop(name))
+
+
+def tensorizer_saving(file_obj: Any = None, *, save_func: Any = None, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    """A context in which torch.save(obj, f) writes storages to f + ".tensors".
+
+    file_obj: what a TensorSerializer takes, instead; or a function of f that
+        returns it, or None for a plain save.
+    save_func: called with (file, tensors, kwargs) in the place of a serializer.
+    kwargs: for the TensorSerializer.
+
+    An io.BytesIO has no name: it is saved plainly, with a warning. torch.save
+    raises ValueError for a pickle_module of the caller's.
+    """
+    return _within("save", _wrapped_save, _saving, _Scope(file_obj, save_func, kwargs))
+
+
+def tensorizer_loading(
+    file_obj: Any = None, *, load_func: Any = None, suppress_weights_only: bool = False, **kwargs: Any
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which torch.load(f) takes storages from f + ".tensors", if f was
+    saved so; other files load as always.
+
+    file_obj, kwargs: as for `tensorizer_saving`, for a TensorDeserializer.
+    load_func: called with (file, kwargs), returns the tensors.
+    suppress_weights_only: weights_only=True, which torch refuses here, is False.
+    """
+    return _within("load", _wrapped_load, _loading, _Scope(file_obj, load_func, kwargs, suppress_weights_only))

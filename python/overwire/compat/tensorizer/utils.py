@@ -1,0 +1,211 @@
+"""tensorizer.utils: sizes as texts, memory in use, and modules without weights."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CPUMemoryUsage",
+    "GlobalGPUMemoryUsage",
+    "MemoryUsage",
+    "TorchGPUMemoryUsage",
+    "convert_bytes",
+    "get_device",
+    "get_gpu_name",
+    "get_mem_usage",
+    "no_init_or_tensor",
+]
+
+
+def convert_bytes(num: float, decimal: bool = True) -> str:
+    """Bytes as a text: "123.4 MB", or with decimal=False "117.7 MiB"."""
+    step, letter = (1000.0, "B") if decimal else (1024.0, "iB")
+    unit = "bytes"
+    for prefix in "KMGTP":
+        if num < step:
+            break
+        num /= step
+        unit = prefix + letter
+    return f"{num:3.1f} {unit}"
+
+
+def get_device() -> torch.device:
+    """"cuda" where there is a GPU, else the CPU."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def get_gpu_name() -> str:
+    """The name of the current GPU, "N/A" without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "N/A"
+
+
+class GlobalGPUMemoryUsage(NamedTuple):
+    """Bytes of one GPU's memory, by all processes."""
+
+    total: int
+    free: int
+    used: int
+
+    @classmethod
+    def now(cls, device: Any = None) -> GlobalGPUMemoryUsage | None:
+        """At this moment; None without a GPU."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free, total - free)
+
+    def __str__(self) -> str:
+        return f"GPU: (U: {self.used >> 20:,}MiB F: {self.free >> 20:,}MiB T: {self.total >> 20:,}MiB)"
+
+
+class TorchGPUMemoryUsage(NamedTuple):
+    """Bytes of one GPU's memory that torch holds and uses."""
+
+    reserved: int
+    reserved_max: int
+    used: int
+    used_max: int
+
+    @classmethod
+    def now(cls, device: Any = None) -> TorchGPUMemoryUsage | None:
+        """At this moment; None without a GPU."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        stats = torch.cuda.memory_stats(device)
+        return cls(*(stats.get(f"{kind}_bytes.all.{when}", 0) for kind in ("reserved", "allocated") for when in ("current", "peak")))
+
+    def __str__(self) -> str:
+        return (
+            f"TORCH: (R: {self.reserved >> 20:,}MiB/{self.reserved_max >> 20:,}MiB,"
+            f" A: {self.used >> 20:,}MiB/{self.used_max >> 20:,}MiB)"
+        )
+
+
+class CPUMemoryUsage(NamedTuple):
+    """Bytes of host memory: the most that this process and its children have
+    held, and what is available."""
+
+    maxrss: int
+    free: int
+
+    @classmethod
+    def now(cls) -> CPUMemoryUsage:
+        """At this moment."""
+        most = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) << 10
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    free = int(line.split()[1]) << 10
+        return cls(most, free)
+
+    def __str__(self) -> str:
+        return f"CPU: (maxrss: {self.maxrss >> 20:,}MiB F: {self.free >> 20:,}MiB)"
+
+
+class MemoryUsage(NamedTuple):
+    """All of them; gpu and torch are None without a GPU."""
+
+    cpu: CPUMemoryUsage
+    gpu: GlobalGPUMemoryUsage | None
+    torch: TorchGPUMemoryUsage | None
+
+    @classmethod
+    def now(cls, device: Any = None) -> MemoryUsage:
+        """At this moment."""
+        return cls(CPUMemoryUsage.now(), GlobalGPUMemoryUsage.now(device), TorchGPUMemoryUsage.now(device))
+
+    def __str__(self) -> str:
+        return " ".join(str(part) for part in self if part)
+
+
+def get_mem_usage() -> str:
+    """`MemoryUsage.now()` as a text."""
+    return str(MemoryUsage.now())
+
+
+_without = contextvars.ContextVar("overwire_no_init_or_tensor", default=False)
+_lock = threading.Lock()
+_active = 0
+_undo: list[Callable[[], None]] = []
+
+
+def no_init_or_tensor(loading_code: Callable[[], Any] | None = None) -> Any:
+    """Makes modules without weights: inside, and only in this thread or task,
+    `torch.empty` makes meta tensors and `reset_parameters` of Linear, Embedding
+    and LayerNorm does nothing.
+
+    Returns a context manager, or what loading_code, called inside, returns.
+    TypeError for what cannot be called.
+    """
+    if loading_code is None:
+        return _suppressed()
+    if not callable(loading_code):
+        raise TypeError(
+            "no_init_or_tensor() expected a callable to evaluate, or None if being used as a context manager;"
+            f' got an object of type "{type(loading_code).__name__}" instead.'
+        )
+    with _suppressed():
+        return loading_code()
+
+
+@contextlib.contextmanager
+def _suppressed() -> Iterator[None]:
+    global _active
+    if _without.get():
+        yield
+        return
+    with _lock:
+        _active += 1
+        if _active == 1:
+            _patch()
+    token = _without.set(True)
+    try:
+        yield
+    finally:
+        _without.reset(token)
+        with _lock:
+            _active -= 1
+            if _active == 0:
+                while _undo:
+                    _undo.pop()()
+
+
+def _patch() -> None:
+    import torch
+
+    empty = torch.empty
+
+    def meta_empty(*args: Any, **kwargs: Any) -> Any:
+        if _without.get():
+            kwargs["device"] = "meta"
+        return empty(*args, **kwargs)
+
+    torch.empty = meta_empty
+    _undo.append(lambda: setattr(torch, "empty", empty))
+    for module in (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm):
+        reset: Callable[..., None] = module.reset_parameters
+
+        def quiet(*args: Any, _reset: Callable[..., None] = reset, **kwargs: Any) -> None:
+            if not _without.get():
+                _reset(*args, **kwargs)
+
+        module.reset_parameters = quiet  # type: ignore[method-assign]
+        _undo.append(lambda module=module, reset=reset: setattr(module, "reset_parameters", reset))  # type: ignore[misc]

@@ -1,0 +1,188 @@
+"""The records of tensorizer's .tensors files: what they say of themselves, and
+what it takes to write one a tensor at a time.
+
+`load_file`, `safe_open`, `stream`, `verify`, `convert` and `save_file` take
+.tensors files as they are; this is for who must know more: the modules that
+tensors belong to, their sums, how they are encrypted. No torch is needed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import _engine
+from .errors import ArgumentError
+from .sources import SourceLike, resolve
+from .storage import StorageOptions, storage
+
+__all__ = ["KeyDerivation", "Record", "RecordFile", "derive_key", "make_front", "make_record", "read_records", "sums"]
+
+
+@dataclass(frozen=True)
+class KeyDerivation:
+    """How a key is made of a password: Argon2id, version 1.3, with one lane.
+
+    passes: libsodium's opslimit. memory: its memlimit, in bytes. salt: 16 bytes.
+    """
+
+    passes: int
+    memory: int
+    salt: bytes
+
+    def spec(self) -> dict[str, Any]:
+        """In the engine's words."""
+        return {"passes": self.passes, "memory": self.memory, "salt": base64.b64encode(self.salt).decode()}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tensor of a .tensors file.
+
+    name: as the file has it; a path begins with "\\x1e" and is a JSON list then.
+    type: 0 parameter, 1 buffer, 2 of a state dict. module: number of its module.
+    dtype: numpy's name, or for torch's own types one of the same size, NUL, and
+    torch's name. shape: as it is written. record, data: offsets in the file.
+    nbytes: of the data; 0 although the shape has elements: they are all zero.
+    prefix: what is summed up before the data. crc32, sha256: the sums, None where
+    there are none. encrypted, derivation: how the data are stored.
+    """
+
+    name: str
+    type: int
+    module: int
+    dtype: str
+    shape: tuple[int, ...]
+    record: int
+    data: int
+    nbytes: int
+    prefix: bytes
+    crc32: bytes | None
+    sha256: bytes | None
+    encrypted: bool
+    derivation: KeyDerivation | None
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """What a .tensors file says of itself. total: bytes of data, by its word;
+    size: bytes of the file; records: in the order of the file."""
+
+    version: int
+    encrypted: bool
+    total: int
+    size: int
+    records: tuple[Record, ...]
+
+
+def read_records(source: SourceLike, *, storage_options: StorageOptions | None = None) -> RecordFile:
+    """Reads the index and the records of a .tensors file, and none of its data.
+
+    source: a path, a URI, or a binary file open for reading.
+    storage_options: as for `load_file`.
+
+    Raises FormatError for other files, NotSupportedError for versions, flags and
+    dtypes that are not known, CorruptError, NotFoundError.
+    """
+    uris, keep = resolve(source)
+    spec = {"uris": uris, "records": True, **storage(storage_options, uris)}
+    found = json.loads(_engine.tensors_records(json.dumps(spec)))
+    del keep
+    return RecordFile(found["version"], found["encrypted"], found["total"], found["size"], tuple(map(_record, found["entries"])))
+
+
+def _record(entry: Mapping[str, Any]) -> Record:
+    derive = entry.get("derive")
+    return Record(
+        name=entry["name"],
+        type=entry["type"],
+        module=entry["module"],
+        dtype=entry["dtype"],
+        shape=tuple(entry["dims"] or ()),
+        record=entry["record"],
+        data=entry["data"],
+        nbytes=entry["bytes"],
+        prefix=base64.b64decode(entry.get("prefix", "")),
+        crc32=bytes.fromhex(entry["crc32"]) if entry.get("crc32") else None,
+        sha256=bytes.fromhex(entry["sha256"]) if entry.get("sha256") else None,
+        encrypted=entry["sealed"],
+        derivation=None if derive is None else KeyDerivation(derive["passes"], derive["memory"], base64.b64decode(derive["salt"])),
+    )
+
+
+def derive_key(password: bytes, derivation: KeyDerivation) -> bytes:
+    """The 32 bytes of a key. Takes `derivation.memory` bytes, and about a second
+    where that is 256 MiB. CryptographyError for parameters that libsodium would
+    refuse, NotSupportedError above 4 GiB or 1,024 passes."""
+    return bytes.fromhex(_engine.tensors_key(json.dumps({"password": password.hex(), **derivation.spec()})))
+
+
+def sums(prefix: bytes, pointer: int, nbytes: int) -> tuple[bytes, bytes]:
+    """CRC32 and SHA-256 of a prefix and of memory that does not change meanwhile,
+    as records have them. Without the GIL."""
+    crc, sha = _engine.tensors_sums(prefix.hex(), pointer, nbytes).split()
+    return bytes.fromhex(crc), bytes.fromhex(sha)
+
+
+def make_record(
+    *,
+    name: str,
+    type: int,
+    module: int,
+    dtype: str,
+    shape: Iterable[int],
+    pointer: int,
+    nbytes: int,
+    encrypted: bool = False,
+    key: bytes | None = None,
+    derivation: KeyDerivation | None = None,
+    sealed: int = 0,
+) -> bytes:
+    """The bytes that stand before a tensor's data, the sums among them.
+
+    Fields as in `Record`; pointer: where the nbytes of data lie, which do not
+    change meanwhile. encrypted: the file is. key: 32 bytes; then the data are
+    encrypted into nbytes of memory at `sealed`, with a nonce never used before,
+    and `derivation` says what the key was made of. Without the GIL.
+    """
+    spec = {
+        "name": name,
+        "type": type,
+        "module": module,
+        "dtype": dtype,
+        "dims": list(shape),
+        "bytes": nbytes,
+        "sealed": encrypted,
+        "key": "" if key is None else key.hex(),
+        "derive": None if derivation is None else derivation.spec(),
+    }
+    return bytes.fromhex(_engine.tensors_record(json.dumps(spec), pointer, sealed))
+
+
+def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, version: int = 1) -> bytes:
+    """The first bytes of a file: head and index, the latter of `index_bytes`.
+
+    Of each record, name, type, dtype, shape, offsets and nbytes count. version:
+    the least; it is raised to what the records need. ArgumentError when they do
+    not fit.
+    """
+    items = [
+        {
+            "name": r.name,
+            "type": r.type,
+            "dtype": r.dtype,
+            "dims": list(r.shape),
+            "bytes": r.nbytes,
+            "record": r.record,
+            "data": r.data,
+            "sealed": encrypted,
+        }
+        for r in records
+    ]
+    if not 0 <= index_bytes <= 1 << 30:
+        raise ArgumentError(f"overwire: an index of {index_bytes} bytes")
+    spec = {"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)}
+    return bytes.fromhex(_engine.tensors_front(json.dumps(spec)))
