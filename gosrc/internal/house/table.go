@@ -32,6 +32,10 @@ var mayImport = map[string][]string{
 	"codec":             {"codec/...", "tensor", "fault", "knob", "internal/..."},
 	"codec/raw":         {"tensor", "fault", "internal/..."},
 	"codec/x16":         {"tensor", "fault", "knob", "internal/..."},
+	"codec/lz4":         {"fault"},
+	"codec/snappy":      {"fault"},
+	"codec/zstd":        {"fault"},
+	"codec/deflate":     {"fault"},
 	"codec/codectest":   {"codec/...", "tensor", "fault", "knob", "internal/..."},
 	"device":            {"tensor", "fault", "internal/..."},
 	"device/cpu":        {"device", "codec", "tensor", "fault", "knob", "internal/..."},
@@ -51,6 +55,7 @@ var mayImport = map[string][]string{
 	"dlpack":   {"tensor", "device", "fault"},
 
 	// The verbs.
+	"bitstream": {"codec/lz4", "codec/snappy", "codec/zstd", "codec/deflate", "codec/x16", "device", "device/cpu", "knob", "tensor", "fault", "internal/..."},
 	"load": {"format/...", "plan", "pipeline", "codec", "source", "source/open", "source/memory", "device/...", "ring", "job",
 		"knob", "tensor", "fault", "internal/..."},
 	"save": {"format/...", "codec/...", "source", "source/open", "job", "knob", "tensor", "fault",
@@ -75,6 +80,8 @@ var modules = map[string][]string{
 	"golang.org/x/sys":                        {""},
 	"github.com/zeebo/xxh3":                   {"codec", "save", "format", "load"},
 	"github.com/dustin/go-humanize":           {"cli"},
+	"github.com/pierrec/lz4/v4":               {"codec/lz4"},
+	"github.com/klauspost/compress":           {"codec/snappy", "codec/zstd", "codec/deflate"},
 	"github.com/go-python/gopy":               {"bind"},
 	"go.uber.org/goleak":                      {""},
 	"golang.org/x/net/http/httpproxy":         {"source/http"},
