@@ -26,9 +26,10 @@ import (
 //	u8         32    52  offsets of chunks are there
 //	u8     44, 45 53, 54  checksums of stored chunks, of contents are there
 //
-// Written is 5.3's, which 6 reads too. nvCOMP does not say how it computes its
+// nvCOMP 5 refuses streams of 6, and 6 those of 5. Read are both, written is
+// the one that the Spec asks for. nvCOMP does not say how it computes its
 // checksums. Ours are CRC-32 (IEEE), u32 for each stored chunk and then for
-// each content, behind the table of sizes; such a stream has "ow" at 46, where
+// each content, behind the table of sizes; such a stream has "ow" at 62, where
 // nvCOMP has zeros.
 const (
 	headBytes = 64
@@ -60,13 +61,13 @@ func parseHeader(src []byte) (h header, err error) {
 	case magic5:
 		h.chunk, h.offset = le.Uint64(src[48:]), le.Uint32(src[56:])
 		h.starts, h.stored, h.conten = src[32] != 0, src[44] != 0, src[45] != 0
-		h.mine = [2]byte(src[46:48]) == ours
 	case magic6:
 		h.chunk, h.offset = le.Uint64(src[32:]), le.Uint32(src[40:])
 		h.starts, h.stored, h.conten = src[52] != 0, src[53] != 0, src[54] != 0
 	default:
 		return h, fault.New(fault.ErrFormat, "no native stream: it begins with %#x", magic)
 	}
+	h.mine = [2]byte(src[62:64]) == ours
 	return h, nil
 }
 
@@ -162,7 +163,7 @@ func nativeTables(chunks int64, sums bool) int64 {
 // putNative writes header and tables into dst, which has nativeTables bytes
 // of zeros, for chunks of these stored sizes and sums. It returns where each
 // chunk goes, and the length of it all.
-func putNative(dst []byte, algo *algorithm, size, chunk int64, stored [][]byte, sums [][2]uint32) (at []int64, total int64) {
+func putNative(dst []byte, version int, algo *algorithm, size, chunk int64, stored [][]byte, sums [][2]uint32) (at []int64, total int64) {
 	le := binary.LittleEndian
 	head := int64(len(dst))
 	at = make([]int64, len(stored))
@@ -178,17 +179,28 @@ func putNative(dst []byte, algo *algorithm, size, chunk int64, stored [][]byte, 
 		}
 		off += (int64(len(s)) + 7) &^ 7
 	}
-	le.PutUint32(dst, magic5)
-	dst[4], dst[5], dst[6] = 5, 3, byte(algo.id)
 	le.PutUint64(dst[8:], uint64(off))
 	le.PutUint64(dst[16:], uint64(size))
 	le.PutUint64(dst[24:], uint64(len(stored)))
-	dst[32] = 1
-	if sums != nil {
-		dst[44], dst[45] = 1, 1
-		copy(dst[46:], ours[:])
+	flags := dst[44:]
+	dst[6] = byte(algo.id)
+	if version == 5 {
+		le.PutUint32(dst, magic5)
+		dst[4], dst[5] = 5, 3
+		le.PutUint64(dst[48:], uint64(chunk))
+		le.PutUint32(dst[56:], uint32(head))
+		dst[32] = 1
+	} else {
+		le.PutUint32(dst, magic6)
+		dst[4] = 6
+		le.PutUint64(dst[32:], uint64(chunk))
+		le.PutUint32(dst[40:], uint32(head))
+		dst[52] = 1
+		flags = dst[53:]
 	}
-	le.PutUint64(dst[48:], uint64(chunk))
-	le.PutUint32(dst[56:], uint32(head))
+	if sums != nil {
+		flags[0], flags[1] = 1, 1
+		copy(dst[62:], ours[:])
+	}
 	return at, head + off
 }

@@ -38,14 +38,16 @@ const (
 
 // A Spec says what to do. The zero value of each field but Op is a good default.
 type Spec struct {
-	Op        string `json:"op"`
-	Algorithm string `json:"algorithm"` // "": what a Native stream says
-	Kind      Kind   `json:"kind"`
-	Chunk     int64  `json:"chunk"` // content bytes of a Native chunk; 0: the algorithm's own
-	Level     int    `json:"level"` // Deflate, Gzip: nvCOMP's algorithm_type
-	DType     string `json:"dtype"` // X16: what the bytes are, as safetensors has it; "": found out
-	Sums      bool   `json:"sums"`  // encode: Native streams get checksums
-	Verify    string `json:"verify"`
+	Op        string  `json:"op"`
+	Algorithm string  `json:"algorithm"` // "": what a Native stream says
+	Kind      Kind    `json:"kind"`
+	Chunk     int64   `json:"chunk"`   // content bytes of a Native chunk; 0: the algorithm's own
+	Version   int     `json:"version"` // of Native streams that are written: 5 or 6 (also 0)
+	Level     int     `json:"level"`   // Deflate, Gzip: nvCOMP's algorithm_type
+	DType     string  `json:"dtype"`   // X16: what the bytes are, as safetensors has it; "": found out
+	Sums      bool    `json:"sums"`    // encode: Native streams get checksums
+	Verify    string  `json:"verify"`
+	Sizes     []int64 `json:"sizes"` // OpBound: lengths of contents, instead of buffers
 
 	transform uint8
 }
@@ -98,6 +100,12 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 		if s.Chunk < 1 || s.Chunk > algo.maxChunk {
 			return nil, fault.New(fault.ErrArgument, "chunks of %d bytes: %s takes 1 to %d", s.Chunk, algo.name, algo.maxChunk)
 		}
+		if s.Version == 0 {
+			s.Version = 6
+		}
+		if s.Version != 5 && s.Version != 6 {
+			return nil, fault.New(fault.ErrArgument, "native streams of version %d: 5 and 6 are known", s.Version)
+		}
 		if s.Sums && s.Kind != Native {
 			return nil, fault.New(fault.ErrArgument, "only native streams have checksums")
 		}
@@ -119,9 +127,12 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 		})
 		return out, err
 	case OpBound:
-		out := make([]Result, len(in))
-		for i := range in {
-			out[i].Bytes = bound(&s, algo, int64(len(in[i].Src)))
+		out := make([]Result, len(s.Sizes))
+		for i, n := range s.Sizes {
+			if n < 0 || n > 1<<50 {
+				return nil, fault.New(fault.ErrArgument, "a content of %d bytes", n)
+			}
+			out[i].Bytes = bound(&s, algo, n)
 		}
 		return out, nil
 	}
@@ -415,7 +426,7 @@ func join(dst []byte, s *Spec, algo *algorithm, size int64, parts [][]byte, sums
 	switch s.Kind {
 	case Native:
 		clear(dst[:nativeTables(int64(len(parts)), s.Sums)])
-		at, _ := putNative(dst[:nativeTables(int64(len(parts)), s.Sums)], algo, size, s.Chunk, parts, sums)
+		at, _ := putNative(dst[:nativeTables(int64(len(parts)), s.Sums)], s.Version, algo, size, s.Chunk, parts, sums)
 		for i, p := range parts {
 			n := at[i] + int64(copy(dst[at[i]:], p))
 			clear(dst[n : (n+7)&^7])

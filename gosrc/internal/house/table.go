@@ -70,9 +70,9 @@ var mayImport = map[string][]string{
 
 	// The face towards Python.
 	"bind/api": {"bind/face"},
-	"bind/face": {"load", "save", "cli", "preload", "source", "codec/...", "device/...", "dlpack", "job", "knob",
+	"bind/face": {"load", "save", "bitstream", "cli", "preload", "source", "codec/...", "device/...", "dlpack", "job", "knob",
 		"tensor", "fault", "internal/..."},
-	"bind/core": {"bind/api", "bind/face", "dlpack", "device", "save", "load", "tensor", "internal/..."},
+	"bind/core": {"bind/api", "bind/face", "bitstream", "dlpack", "device", "save", "load", "tensor", "internal/..."},
 }
 
 // modules says which rooms may import a module that is not ours; "" is all.
