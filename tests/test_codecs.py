@@ -204,3 +204,36 @@ def test_other_threads_run_meanwhile() -> None:
     stop.set()
     thread.join()
     assert took > 0.05 and ticks[0] > 5, (took, ticks)
+
+
+def test_foreign_memory_works_in_a_forked_child() -> None:
+    """Buffers and DLPack enter no Go: a child of a process that has used the engine has them."""
+    import torch
+
+    codecs.encode(b"abc")
+    tensor = torch.arange(4)
+    child = os.fork()
+    if child == 0:
+        try:
+            ok = codecs.span(tensor).nbytes == 32 and torch.from_dlpack(_Holder(codecs.lent(tensor))).sum() == 6
+            try:
+                codecs.encode(b"abc")
+            except ow.ForkedError:
+                os._exit(0 if ok else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class _Holder:
+    """A Lent, handed on."""
+
+    def __init__(self, lent: codecs.Lent) -> None:
+        self.lent = lent
+
+    def __dlpack__(self, **kwargs: object) -> object:
+        t = self.lent
+        return codecs.dlpack(t, t.address, t.shape, t.strides or (1,), t.kind, t.device)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.lent.device

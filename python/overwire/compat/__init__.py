@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from ..errors import ArgumentError
 
@@ -26,6 +27,11 @@ __all__ = ["install", "names", "path"]
 
 # What each name stands for: original module -> ours. Parents come first.
 _MODULES: dict[str, dict[str, str]] = {
+    "nvcomp": {
+        "nvidia.nvcomp": "nvcomp",
+        "nvidia.nvcomp.nvcomp_impl": "nvcomp",
+        "nvidia.nvcomp.external_memory": "nvcomp.external_memory",
+    },
     "nyacomp": {
         "_nyacomp": "nyacomp._nyacomp",
         "nyacomp": "nyacomp",
@@ -43,13 +49,27 @@ def names() -> list[str]:
 
 def install(name: str) -> None:
     """Puts a library's modules into sys.modules under their original names:
-    "nyacomp", or "nyacomp_core" for its extension `_nyacomp` alone.
+    "nvcomp" (as nvidia.nvcomp), "nyacomp", or "nyacomp_core" for its extension
+    `_nyacomp` alone.
 
     Whoever imported the original before keeps it. Raises ArgumentError for
     other names.
     """
     for original, ours in _table(name).items():
-        sys.modules[original] = import_module(f"{__name__}.{ours}")
+        module = sys.modules[original] = import_module(f"{__name__}.{ours}")
+        parent, _, child = original.rpartition(".")
+        if parent == "nvidia":
+            setattr(_namespace(parent), child, module)
+
+
+def _namespace(name: str) -> ModuleType:
+    """A namespace package, made where nobody has installed a part of it."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        made = sys.modules[name] = ModuleType(name)
+        made.__path__ = []
+        return made
 
 
 def path(name: str) -> str:
