@@ -11,10 +11,14 @@ FUZZTIME  ?= 30s
 JOBS      ?= 2
 
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
+VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 # Rooms where several goroutines meet, for the race detector.
 RACE := ./gosrc/bind/face/... ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/load/... \
         ./gosrc/pipeline/... ./gosrc/preload/... ./gosrc/ring/... ./gosrc/save/... ./gosrc/source/...
+
+# Rooms that are other code without SIMD.
+TWINS := ./gosrc/codec/... ./gosrc/device/cpu ./gosrc/pipeline
 
 # Tests that go through the engine in processes of their own, for AddressSanitizer.
 # libstdc++ comes with it: libasan must find the C++ exceptions that torch throws.
@@ -22,9 +26,11 @@ ASAN_TESTS ?= tests/test_process.py tests/test_process_handles.py
 ASAN_LIBS   = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libstdc++.so.6)
 
 export GOEXPERIMENT ?= simd
+# As the library has it; and so what is built with cgo and without is mostly one.
+export GOFLAGS ?= -tags=netgo,osusergo
 export FUZZTIME JOBS
 
-.PHONY: help venv build gen test lint gotest fuzz pytest wheel asan demo bench clean
+.PHONY: help venv build gen servers test lint gotest fuzz pytest wheel asan demo bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,26 +58,39 @@ $(BIN)/staticcheck:
 	@mkdir -p $(BIN)
 	GOBIN=$(CURDIR)/$(BIN) GOEXPERIMENT= go install $(STATICCHECK)
 
+$(BIN)/versitygw: # the S3 server of the tests
+	@mkdir -p $(BIN)
+	GOBIN=$(CURDIR)/$(BIN) GOEXPERIMENT= CGO_ENABLED=0 go install -ldflags="-s -w" $(VERSITYGW)
+
 test: ## all of it: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
-	@$(MAKE) --no-print-directory build $(BIN)/staticcheck $(BIN)/gopy
+	@$(MAKE) --no-print-directory -j2 build $(BIN)/staticcheck $(BIN)/gopy servers
 	@for step in lint gotest fuzz wheel asan pytest; do \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory $$step || { echo "make $$step failed"; exit 1; }; \
 		[ $$step = pytest ] || echo "-- $$step: $$(($$(date +%s) - start)) s"; \
 	done
 
+servers: export DEBIAN_FRONTEND = noninteractive
+servers: ## real servers that tests start, where they can be installed; tests skip what is not there
+	@export PATH="$$PATH:/usr/sbin"; for s in nginx:nginx-light redis-server:redis-server; do \
+		command -v $${s%%:*} >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		{ apt-get update -qq; apt-get install -y -qq --no-install-recommends $${s##*:}; } >/dev/null 2>&1; } || \
+		echo "$${s%%:*} is not here and cannot be installed: its tests are skipped"; \
+	done
+	@$(MAKE) --no-print-directory $(BIN)/versitygw || echo "versitygw cannot be built: the tests of S3 are skipped"
+
 lint: venv $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
 	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }
 	go vet ./gosrc/...
 	$(BIN)/staticcheck ./gosrc/...
-	GOEXPERIMENT= CGO_ENABLED=0 go vet ./gosrc/...
+	CGO_ENABLED=0 go vet ./gosrc/...
+	GOEXPERIMENT= go vet $(TWINS)
 	$(PY) -m ruff check --quiet .
 	$(PY) -m mypy --strict python/overwire setup.py wheels
 
-gotest: ## Go tests: with SIMD, without, without cgo, and under the race detector
+gotest: ## Go tests: with SIMD, the decoders' without, the GPU's on a fake driver, and under the race detector
 	go test ./gosrc/...
-	GOEXPERIMENT= go test ./gosrc/...
-	GOEXPERIMENT= CGO_ENABLED=0 go build ./gosrc/...
+	GOEXPERIMENT= go test $(TWINS)
 	@$(MAKE) --no-print-directory fakegpu
 	go test -race -short $(RACE)
 
@@ -102,8 +121,8 @@ bench: build ## every figure beside the floor of this machine
 clean: ## remove what was built and installed
 	rm -rf $(VENV) build dist python/overwire/_core.abi3.so
 
-# The GPU engine. Both run without a GPU.
-.PHONY: kernels fakegpu
+# The GPU engine. The first two run without a GPU.
+.PHONY: kernels fakegpu gpubench
 NVCC := build/nvcc/nvidia/cu13/bin/nvcc
 
 kernels: $(NVCC) ## compile cuda/built/x16.fatbin anew, byte for byte, by the pinned compiler
@@ -116,6 +135,9 @@ $(NVCC):
 # tells it.
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test -tags owfake ./gosrc/device/cuda
+		go test -tags owfake,netgo,osusergo ./gosrc/device/cuda
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test -tags owfake -run Fake ./gosrc/bench ./gosrc/cli
+		go test -tags owfake,netgo,osusergo -run Fake ./gosrc/bench ./gosrc/cli
+
+gpubench: build ## on a machine with a GPU: its tests, the memory checkers, every figure
+	PYTHON=$(PY) tests/device_run.sh

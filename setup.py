@@ -59,11 +59,13 @@ def project() -> dict[str, str]:
 def items(section: str, key: str) -> list[str]:
     """Return the strings of one list, or the `name = "value"` lines of a table."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    if key:
-        found = re.search(rf"^\[{re.escape(section)}\]\n(?:(?!^\[).*\n)*?{key} = \[(.*?)\]\n", text, re.M | re.S)
-        return re.findall(r'"([^"]*)"', found[1]) if found else []
     found = re.search(rf"^\[{re.escape(section)}\]\n(.*?)(?=^\[|\Z)", text, re.M | re.S)
-    return [f"{k} = {v}" for k, v in re.findall(r'^([\w-]+) = "(.*)"$', found[1], re.M)] if found else []
+    if not found:
+        return []
+    if not key:
+        return [f"{k} = {v}" for k, v in re.findall(r'^([\w-]+) = "(.*)"$', found[1], re.M)]
+    listed = re.search(rf"^{re.escape(key)} = \[(.*?)\]$", found[1], re.M | re.S)
+    return re.findall(r'"([^"]*)"', listed[1]) if listed else []
 
 
 def metadata() -> str:

@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 from overwire import distributed, teams
 
+# Where tensors are loaded to, one device a rank.
+BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
+DEVICE = os.environ.get("GROUP_DEVICE", "cpu")
+
 
 def expected(path: Path, shard: dict[str, int], rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """By one rank's plain load and slicing."""
@@ -32,10 +36,11 @@ def expected(path: Path, shard: dict[str, int], rank: int, ranks: int) -> dict[s
 def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert list(got) == list(want), (list(got), list(want))
     for name, tensor in want.items():
-        mine = got[name]
+        assert got[name].device.type == DEVICE.partition(":")[0]
+        mine = got[name].cpu()
         assert mine.dtype == tensor.dtype and mine.shape == tensor.shape, (name, mine.shape, tensor.shape)
         assert mine.is_contiguous(), name
-        assert mine.untyped_storage().nbytes() <= max(tensor.numel() * tensor.element_size(), 64) + 64, name
+        assert DEVICE != "cpu" or mine.untyped_storage().nbytes() <= max(tensor.numel() * tensor.element_size(), 64) + 64, name
         assert torch.equal(mine.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
@@ -51,20 +56,20 @@ class Forced(teams.Rates):
         return (self.way if self.way in ways else ways[0]), False
 
 
-def every_way(folder: Path, group: Any) -> None:
+def every_way(folder: Path, group: Any, *files: str) -> None:
     team = teams.team_of(group)
     distributed._BATCH = 3 << 20
     shard = {name: dim for name, dim in SHARD.items()}
-    for file in ("plain.safetensors", "compressed.safetensors"):
+    for file in files or ("plain.safetensors", "compressed.safetensors"):
         want = expected(folder / file, shard, dist.get_rank(group), dist.get_world_size(group))
         for way in ("each", "broadcast", "gather", "own", "scatter"):
             team.rates = Forced()
             team.rates.way = way
-            same(ow.load_file(folder / file, group=group, shard=shard), want)
+            same(ow.load_file(folder / file, group=group, shard=shard, device=DEVICE), want)
         # Chosen by measuring: every way is tried, then one is kept.
         team.rates = teams.Rates()
         for _ in range(3):
-            same(ow.load_file(folder / file, group=group, shard=shard), want)
+            same(ow.load_file(folder / file, group=group, shard=shard, device=DEVICE), want)
     measured = distributed.rates(group)
     large = next(ways for kind, ways in measured.items() if kind.startswith("whole large"))
     assert set(large) == {"each", "broadcast", "gather"} and all(rate > 0 for rate in large.values()), measured
@@ -91,7 +96,7 @@ def subgroup(folder: Path) -> None:
     """Ranks 1 and 3 alone; the others make no call."""
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
-        every_way(folder, group)
+        every_way(folder, group, "compressed.safetensors")
     else:
         try:
             ow.load_file(folder / "plain.safetensors", group=group)
@@ -106,11 +111,17 @@ def wanted(folder: Path) -> None:
     rank = dist.get_rank()
     path = folder / "compressed.safetensors"
     whole = ow.load_file(path)
-    got = ow.load_file(path, group=dist.group.WORLD, filter=lambda name: not name.startswith("small.") or int(name[6:]) % 2 == rank, dtype=torch.float64)
-    names = [n for n in whole if not n.startswith("small.") or int(n[6:]) % 2 == rank]
+
+
+    def mine(name: str) -> bool:
+        return not name.startswith("small.") or int(name[6:]) % 2 == rank
+
+    got = ow.load_file(path, group=dist.group.WORLD, filter=mine, dtype=torch.float64)
+    names = [name for name in whole if mine(name)]
+    floats = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
     assert list(got) == names
     for name in names:
-        want = whole[name].to(torch.float64) if whole[name].dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn) else whole[name]
+        want = whole[name].to(torch.float64) if whole[name].dtype in floats else whole[name]
         assert got[name].dtype == want.dtype and torch.equal(got[name].reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
     got = ow.load_file(path, group=dist.group.WORLD, keys=["rows", "few"] if rank else ["few"])
     assert list(got) == (["rows", "few"] if rank else ["few"])
@@ -148,6 +159,7 @@ def failing(folder: Path) -> None:
     raises(ow.ArgumentError, "tensors differs", folder / ("other.safetensors" if rank == 0 else "plain.safetensors"))
     raises(ow.ArgumentError, "shard differs", good, shard={"rows": 0} if rank else {})
     raises(ow.ArgumentError, "dimension 7", good, shard={"rows": 7} if rank else {})
+    raises(ow.OutOfMemoryError, "max_memory", good, max_memory=1000 if rank else None)
     raises(ow.TensorNotFoundError, "nothing", good, shard={"nothing": 0})
 
     def break_late(now: Any) -> None:
@@ -161,8 +173,10 @@ def failing(folder: Path) -> None:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
+    if DEVICE != "cpu":
+        torch.cuda.set_device(DEVICE)
     dist.init_process_group(
-        "gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=60),
+        BACKEND, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), timeout=datetime.timedelta(seconds=60),
         store=dist.FileStore(str(folder / sys.argv[2]), int(os.environ["WORLD_SIZE"])),
     )  # fmt: skip
     for step in sys.argv[3:]:

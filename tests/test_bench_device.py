@@ -90,3 +90,11 @@ def test_rows_through_the_command_line(tmp_path: Path) -> None:
     cold = next(row for name, row in rows.items() if "cold disk" in name)
     assert cold.get("value", 0) > 0 or "resident" in cold["missing"] or "O_DIRECT" in cold["missing"]
     assert os.listdir(folder) == []
+
+
+def test_nvcomp_has_a_row_or_a_reason() -> None:
+    script = Path(__file__).parents[1] / "cuda/lab/nvcomp_row.py"
+    done = subprocess.run([sys.executable, script, "--json", "--size", "64MiB"], capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.get("missing") or all(0.6 < row["ratio"] < 0.75 and row["gb_s"] > 0 for row in found["rows"])

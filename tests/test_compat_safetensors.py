@@ -138,6 +138,34 @@ def test_other_frameworks(name: str, tmp_path: pathlib.Path) -> None:
     assert type(part) is type(half["a"]) and np.array_equal(np.asarray(part), arrays["a"][1:])
 
 
+def test_the_compiled_module() -> None:
+    theirs = importlib.import_module("safetensors._safetensors_rust")
+    mine = importlib.import_module("overwire.compat.safetensors._safetensors_rust")
+    assert set(theirs.__all__) <= set(vars(mine))
+
+
+def test_under_its_original_name(script: Any) -> None:
+    """In the place of the package its modules are found by their names."""
+    script("""
+import sys
+sys.modules["safetensors"] = None  # the original is not there
+import overwire.compat.safetensors as ours
+sys.modules["safetensors"] = ours
+import safetensors, torch
+from safetensors.torch import load, load_file, save, save_file
+from safetensors.numpy import load_file as load_np
+save_file({"a": torch.arange(3)}, "x.safetensors")
+assert load_file("x.safetensors")["a"].tolist() == load_np("x.safetensors")["a"].tolist() == [0, 1, 2]
+for call in (lambda: load(b"x"), lambda: load_file("y"), lambda: safetensors.safe_open("x.safetensors", "pt").get_tensor("b")):
+    try:
+        call()
+    except (safetensors.SafetensorError, FileNotFoundError) as error:
+        assert type(error) in (ours.SafetensorError, FileNotFoundError)
+    else:
+        raise AssertionError
+""")
+
+
 # Reading.
 
 

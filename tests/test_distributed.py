@@ -48,14 +48,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-def ranks(folder: Path, count: int, *steps: str) -> None:
+def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices: tuple[str, ...] = ()) -> None:
     """Runs the steps of group_worker on that many ranks; all must succeed."""
-    store = f"store-{count}-{'-'.join(steps)}"
+    store = f"store-{count}-{backend}-{'-'.join(steps)}"
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD"))}
     started = [
         subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "group_worker.py"), str(folder), store, *steps],
-            env=clean | {"RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"},
+            env=clean | {
+                "RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
+                "GROUP_BACKEND": backend, "GROUP_DEVICE": devices[rank] if devices else "cpu",
+            },
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(count)
@@ -76,6 +79,17 @@ def test_two_ranks(folder: Path) -> None:
 
 def test_four_ranks_a_subgroup_and_two_hosts(folder: Path) -> None:
     ranks(folder, 4, "every_way", "subgroup", "hosts")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_two_ranks_of_one_gpu_send_through_the_host(folder: Path) -> None:
+    ranks(folder, 2, "every_way", devices=("cuda:0", "cuda:0"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_two_gpus(folder: Path, backend: str) -> None:
+    ranks(folder, 2, "every_way", backend=backend, devices=("cuda:0", "cuda:1"))
 
 
 def test_blocks_cover_a_dimension_once() -> None:

@@ -110,7 +110,7 @@ base, fds, tasks = resident(), count("fd"), count("task")
 for i in range(1000): one(i)
 gc.collect()
 grown = resident() - base
-assert grown <= 16 << 20, grown
+assert grown <= 4 << 20, grown
 assert count("fd") <= fds + 1, (count("fd"), fds)
 assert count("task") <= tasks + 4, (count("task"), tasks)
 """

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import overwire as ow
 import pytest
+from overwire.dtypes import FLOATS
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
+
+from overwire.frame_torch import SAVED  # noqa: E402
 
 KINDS = ["llama-bf16", "fp16", "fp32", "fp32-bf16", "fp8-e4m3", "fp8-e5m2", "int8", "int4", "tied", "pruned", "uniform", "hostile"]
 
@@ -56,6 +59,29 @@ def test_same_bytes_as_on_the_cpu(model: Path, file: str) -> None:
             if tensor.dim() >= 2 and min(tensor.shape[:2]) > 8 and not packed:
                 for index in ((slice(1, 7),), (slice(None), slice(3, 8))):
                     assert torch.equal(bits(f.get_slice(name)[index]), bits(tensor[index])), (name, index)
+
+
+CASTS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", CASTS, ids=str)
+def test_cast_while_landing_is_torchs(model: Path, dtype: torch.dtype) -> None:
+    for file in ("plain.safetensors", "packed.safetensors"):
+        stored = ow.load_file(model / file)
+        cast = {name for name, tensor in stored.items() if SAVED.get(tensor.dtype) in FLOATS}
+        slow = {name: tensor.to(dtype) if name in cast else tensor for name, tensor in stored.items()}
+        fast = ow.load_file(model / file, device="cuda", dtype=dtype)
+        streamed = dict(ow.stream(model / file, device="cuda", dtype=dtype))
+        assert list(fast) == list(slow)
+        for name, want in slow.items():
+            for got in (fast[name], streamed[name]):
+                assert got.is_cuda and got.dtype == want.dtype and got.shape == want.shape, name
+                assert got.untyped_storage().nbytes() == want.untyped_storage().nbytes(), name
+                if name in cast:
+                    a, b = got.cpu().double(), want.double()
+                    assert torch.equal(a.nan_to_num(7, 8, 9), b.nan_to_num(7, 8, 9)), name
+                elif want.numel():
+                    assert torch.equal(bits(got), bits(want)), name
 
 
 def test_corrupt_chunk_leaves_the_context_alive(tmp_path: Path) -> None:
@@ -167,3 +193,100 @@ def test_pinned(model: Path) -> None:
                 streamed = dict(pinned.stream(device="cuda"))
                 equal({name: streamed[name] for name in on_cpu}, on_cpu)
             equal(streamed, {name: on_cpu[name] for name in streamed})
+
+
+def used_host() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_saving_from_the_gpu_gives_the_file_of_the_host(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    host = {"a": torch.randn(3000, 1000).bfloat16(), "b": torch.arange(7), "e": torch.empty(0, 2), "t": torch.randn(500, 30).t()}
+    host["tied"] = host["a"]
+    gpu = {name: tensor.cuda() for name, tensor in host.items() if name != "tied"}
+    gpu["tied"] = gpu["a"]
+    for compress in (True, False):
+        ow.save_file(host, tmp_path / "host", compress=compress)
+        gpu["a"].neg_().neg_()  # work that is queued
+        report = ow.save_file(gpu, tmp_path / "gpu", compress=compress)
+        assert (tmp_path / "host").read_bytes() == (tmp_path / "gpu").read_bytes()
+        assert report.aliases == (1 if compress else 0)
+    big = {f"w{i}": torch.randn(32 << 20, device="cuda", dtype=torch.bfloat16) for i in range(16)}  # 1 GiB
+    before = used_host()
+    ow.save_file(big, tmp_path / "big")
+    assert used_host() < before + (400 << 20)
+    equal(ow.load_file(tmp_path / "big", device="cuda"), {name: big[name] for name in sorted(big)})
+
+
+def test_bundles_come_back_to_where_they_were(tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    import numpy
+
+    module = torch.nn.Sequential(torch.nn.Linear(700, 900), torch.nn.LayerNorm(900)).cuda()
+    module[0].weight.data = module[0].weight.data.bfloat16()
+    obj = {"m": module, "view": module[0].weight.data[3:5], "host": torch.arange(5), "n": numpy.arange(6)}
+    obj["none"] = torch.empty(0, device="cuda")
+    assert 0 < ow.compress_pickle(obj, tmp_path / "x.pkl") < 1
+    assert module[0].weight.is_cuda
+
+    def check(got, device: str) -> None:
+        for a, b in zip(got["m"].parameters(), module.parameters(), strict=True):
+            assert type(a) is torch.nn.Parameter and a.device.type == device and torch.equal(a.cpu(), b.cpu())
+        assert got["view"].data_ptr() == got["m"][0].weight[3:5].data_ptr()
+        assert got["n"].tolist() == list(range(6)) and got["host"].tolist() == list(range(5))
+
+    for trust in (False, True):
+        got = ow.load_compressed_pickle(tmp_path / "x.pkl", trust=trust)
+        check(got, "cuda")
+        assert got["host"].device.type == "cpu"
+        check(ow.load_compressed_pickle(tmp_path / "x.pkl", trust=trust, device="cpu"), "cpu")
+        got = ow.load_compressed_pickle(tmp_path / "x.pkl", trust=trust, device="cuda")
+        check(got, "cuda")
+        assert got["host"].is_cuda
+    ow.preload(tmp_path / "x.pkl").wait()
+    check(ow.load_compressed_pickle(tmp_path / "x.pkl"), "cuda")
+    ow.compress(module.cpu(), tmp_path / "y.pth")
+    assert next(ow.load_compressed(tmp_path / "y.pth", device="cuda").parameters()).is_cuda
+    assert not next(ow.load_compressed(tmp_path / "y.pth").parameters()).is_cuda
+
+
+def test_load_model_finds_where_its_tensors_are(tmp_path: Path) -> None:
+    torch.manual_seed(8)
+    one = torch.nn.Sequential(torch.nn.Linear(512, 600), torch.nn.Linear(600, 512))
+    ow.save_model(one, tmp_path / "m")
+    two = torch.nn.Sequential(torch.nn.Linear(512, 600).cuda(), torch.nn.Linear(600, 512))
+    places = [p.data_ptr() for p in two.parameters()]
+    ow.load_model(two, tmp_path / "m")
+    assert [p.data_ptr() for p in two.parameters()] == places
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b.cpu())
+    with torch.no_grad():
+        for p in two.parameters():
+            p.zero_()
+    ow.load_model(two, tmp_path / "m", device="cuda")
+    ow.preload(tmp_path / "m", device="cuda").wait()
+    ow.load_model(two.cuda(), tmp_path / "m")
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b.cpu())
+
+
+def test_preload_to_the_host_goes_on_to_the_gpu(tmp_path: Path) -> None:
+    ow.save_file({"a": torch.randn(1 << 20).bfloat16(), "b": torch.arange(5)}, tmp_path / "m")
+    want = ow.load_file(tmp_path / "m")
+    for verb in (ow.load_file, lambda path, device: dict(ow.stream(path, device=device))):
+        assert ow.preload(tmp_path / "m", device="host").wait()
+        got = verb(tmp_path / "m", device="cuda")
+        assert all(tensor.is_cuda for tensor in got.values())
+        equal({name: got[name] for name in want}, want)
+
+
+def test_threads_load_to_every_gpu_at_once(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    ow.save_file({f"w{i}": torch.randn(1 << 20).bfloat16() for i in range(8)}, tmp_path / "m")
+    want = ow.load_file(tmp_path / "m")
+    with ThreadPoolExecutor(8) as pool:
+        devices = [f"cuda:{i % torch.cuda.device_count()}" for i in range(8)]
+        for device, got in zip(devices, pool.map(lambda device: ow.load_file(tmp_path / "m", device=device), devices), strict=True):
+            assert all(str(tensor.device) == device for tensor in got.values())
+            equal(got, want)

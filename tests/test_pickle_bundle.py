@@ -160,6 +160,59 @@ def test_an_unpicklable_object_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_container_may_be_elsewhere(tmp_path: Path) -> None:
+    obj = {"w": torch.randn(99, 99)}
+    ow.compress_pickle(obj, tmp_path / "x.pkl")
+    (tmp_path / "nya/x.safetensors").rename(tmp_path / "far.ow")
+    for place in (tmp_path / "far.ow", f"file://{tmp_path}/far.ow"):
+        same(ow.load_compressed_pickle(tmp_path / "x.pkl", tensors=place)["w"], obj["w"])
+    ow.compress_pickle({"other": torch.randn(99, 99)}, tmp_path / "x.pkl")
+    with pytest.raises(ow.CorruptError, match="not of one save"):
+        ow.load_compressed_pickle(tmp_path / "x.pkl", tensors=tmp_path / "far.ow")
+    with pytest.raises(ow.NotFoundError, match="nope"):
+        ow.load_compressed_pickle(tmp_path / "x.pkl", tensors=tmp_path / "nope")
+
+
+def test_plain_containers(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    module = nn.Linear(300, 40).half()
+    for verb, load in ((ow.compress, ow.load_compressed), (ow.compress_pickle, ow.load_compressed_pickle)):
+        assert verb(module, tmp_path / "m.pth", compress=False) > 1
+        assert torch.equal(load(tmp_path / "m.pth").weight, module.weight)
+        assert any(torch.equal(tensor, module.weight) for tensor in load_file(tmp_path / "nya/m.safetensors").values())
+
+
+def test_a_header_that_begins_as_pickles_do_is_a_container(tmp_path: Path) -> None:
+    # Its length is 128 or 640: 0x80, and 0x80 0x02.
+    path = tmp_path / "c.gz"
+    for length in (128, 640):
+        header = b'{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'.ljust(length)
+        path.write_bytes(length.to_bytes(8, "little") + header + b"abc")
+        assert layout.is_container(str(path)) and not layout.is_pickle(str(path))
+        assert ow.inspect(path)["sources"][0]["tensors"][0]["name"] == "w"
+    path.write_bytes(pickle.dumps({}))
+    assert layout.is_pickle(str(path)) and not layout.is_container(str(path))
+
+
+def test_read_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a file%.csv"
+    path.write_bytes(b"abc")
+    assert ow.read_bytes(path) == ow.read_bytes(str(path), 3) == ow.read_bytes(f"file://{tmp_path}/a%20file%25.csv") == b"abc"
+    wrong = [
+        (tmp_path / "nope", ow.NotFoundError),
+        (tmp_path, ow.FormatError),
+        ("", ow.ArgumentError),
+        (f"file://elsewhere{path}", ow.ArgumentError),
+        ("gopher://host/x", ow.NotSupportedError),
+    ]
+    for place, kind in wrong:
+        with pytest.raises(kind):
+            ow.read_bytes(place)
+    with pytest.raises(ow.FormatError, match="more than 2 bytes"):
+        ow.read_bytes(path, 2)
+
+
 def test_joins_a_preload(tmp_path: Path) -> None:
     obj = {"w": torch.randn(500, 300), "n": np.arange(10)}
     ow.compress_pickle(obj, tmp_path / "x.pkl")
@@ -200,3 +253,30 @@ def test_meta_csv_with_spaces_and_nonsense(tmp_path: Path) -> None:
         (tmp_path / "meta.csv").write_text(text)
         with pytest.raises(ow.FormatError):
             layout.preload_uris(str(tmp_path / "meta.csv"))
+
+
+def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> None:
+    obj = {"w": torch.randn(50, 30), "n": np.arange(10), "e": torch.empty(0)}
+    path = tmp_path / "x.pkl"
+    ow.compress_pickle(obj, path)
+    with ow.safe_open(tmp_path / "nya/x.safetensors", "np") as f:
+        assert f.metadata()["overwire.devices"] == "cpu\nnumpy"
+    # As a machine with more GPUs than any has writes it.
+    monkeypatch.setattr("overwire.bundles.devices_of", lambda blobs: "cuda:99\nnumpy")
+    ow.compress_pickle(obj, path)
+    for _ in range(2):
+        with pytest.raises(ow.DeviceError, match="cuda:99.*device=") as caught:
+            ow.load_compressed_pickle(path)
+        assert caught.value.source == str(path)
+    got = ow.load_compressed_pickle(path, device="cpu")
+    same(got["w"], obj["w"])
+    assert got["n"].tolist() == obj["n"].tolist()
+    for note in ("cpu", "", "cpu\ncpu"):  # of old files, and of no use
+        monkeypatch.setattr("overwire.bundles.devices_of", lambda blobs, note=note: note)
+        ow.compress_pickle(obj, path)
+        same(ow.load_compressed_pickle(path)["w"], obj["w"])
+    for note in ("cpu\ncpu\ncpu", "nonsense"):
+        monkeypatch.setattr("overwire.bundles.devices_of", lambda blobs, note=note: note)
+        ow.compress_pickle(obj, path)
+        with pytest.raises((ow.FormatError, ow.DeviceError)):
+            ow.load_compressed_pickle(path)

@@ -190,3 +190,20 @@ def test_exit_while_it_runs(script) -> None:
     for _ in range(5):
         script("import overwire as ow", OVERWIRE_PRELOAD="m")
         script("import overwire as ow\ntry:\n    ow.load_file('nope')\nexcept OSError: pass", OVERWIRE_PRELOAD="m")
+
+
+def test_a_preload_to_the_host_touches_no_gpu(script) -> None:
+    script("import overwire as ow, numpy as np; ow.save_file({'a': np.arange(1000)}, 'm')")
+    script(
+        """
+import os, overwire as ow
+assert ow.preload("m").wait(60)  # joins the one of the environment
+assert "libcuda" not in open("/proc/self/maps").read()
+if os.fork() == 0:  # what a program with workers does
+    os._exit(0)
+assert os.wait()[1] == 0
+assert ow.load_file("m", framework="np")["a"][-1] == 999
+""",
+        OVERWIRE_PRELOAD="m",
+        OVERWIRE_PRELOAD_DEVICE="host",
+    )

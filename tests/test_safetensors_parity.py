@@ -81,6 +81,31 @@ def test_ours(vector, tmp_path):
     assert "model.safetensors" in str(caught.value)
 
 
+@pytest.mark.parametrize("vector", VECTORS, ids=ids)
+def test_switch(vector, tmp_path):
+    """Each rule through the public face: strict by default, and `lenient=True`
+    lets pass what the vectors say and nothing else."""
+    engine()
+    import overwire as ow
+
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(base64.b64decode(vector["file"]))
+    for lenient, reads in ((False, vector["ours"] == ""), (True, vector["lenient"])):
+        if reads:
+            names = list(ow.load_file(path, framework="bytes", lenient=lenient))
+            with ow.safe_open(path, "bytes", lenient=lenient) as f:
+                assert f.offset_keys() == names
+                meta = f.metadata() or {}
+                assert all(isinstance(text, str) for text in (*meta, *meta.values()))
+            assert [t.name for t in ow.plan(path, framework="bytes", lenient=lenient).tensors] == names
+            continue
+        with pytest.raises((ow.FormatError, ow.CorruptError)) as caught:
+            ow.load_file(path, framework="bytes", lenient=lenient)
+        assert "model.safetensors" in str(caught.value)
+    if vector["lenient"] and vector["name"] == "a name twice":
+        assert bytes(ow.load_file(path, framework="bytes", lenient=True)["a"]) == b"abcd"
+
+
 def test_writers_order():
     """Both writers put tensors in the same order, so that ours are aligned too.
 

@@ -53,3 +53,11 @@ def test_local_paths_take_none(tmp_path: Path) -> None:
         with pytest.raises(ow.ArgumentError, match="local path"):
             call(path, storage_options={"token": "x"})
     assert list(ow.load_file(path, framework="np", storage_options=None)) == ["x"]
+
+
+def test_insecure_warns_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turning certificates off is said, once a process."""
+    monkeypatch.setattr(storage, "_warned", False)
+    for _ in range(3):
+        storage.storage({"insecure": True}, ["https://h/x"])
+    assert len([r for r in caplog.records if "insecure" in r.message]) == 1

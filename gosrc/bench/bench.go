@@ -37,7 +37,7 @@ type Options struct {
 	// "cuda:1", "cpu") and for no others: those of Parts, or of all.
 	Device string
 	Only   []string
-	// Limit ends them: what has not begun by then is not measured. 0: 510 s.
+	// Limit ends them: what has not begun by then is not measured. 0: 450 s.
 	Limit time.Duration
 	Trace string // file that gets the Chrome trace of one load of compressed bf16
 	// Out, if not "", is a file that gets the report as JSON, anew after every
@@ -147,7 +147,7 @@ func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 		opt.Size = 4e9
 	}
 	if opt.Limit <= 0 {
-		opt.Limit = 510 * time.Second
+		opt.Limit = 450 * time.Second
 	}
 	if opt.Repeat <= 0 {
 		opt.Repeat = 5

@@ -72,6 +72,13 @@ func (r *run) net() error {
 					return err
 				}
 				row.Value = rate(total, seconds)
+				if link.rate == 0 && x.file == netCompressed {
+					seconds, err := r.median(func() error { return loaded(r, r.path(x.file), load.Options{}, nil) })
+					if err != nil {
+						return err
+					}
+					row.Floor, row.FloorName = rate(total, seconds), "the same file from the page cache"
+				}
 				if link.rate != 0 || x.file == netPlain {
 					row.Goal, row.Reached = fmt.Sprintf("%.2f of it", x.goal), atLeast(row.Value/floor, x.goal)
 				}
@@ -86,7 +93,7 @@ func (r *run) net() error {
 	return r.firstTensor()
 }
 
-// firstTensor measures how long the first tensor takes where an answer takes
+// firstTensor measures how long one small tensor takes where an answer takes
 // its time.
 func (r *run) firstTensor() error {
 	const latency = 20 * time.Millisecond
@@ -101,20 +108,24 @@ func (r *run) firstTensor() error {
 			return err
 		}
 		defer m.Close()
-		l, err := m.Start(nil, load.Options{})
+		small := int64(0)
+		for i, t := range m.Index().Tensors {
+			if b := m.Index().Tensors[small].Bytes; t.Bytes > 0 && (t.Bytes < b || b == 0) {
+				small = int64(i)
+			}
+		}
+		l, err := m.Start([]load.Request{{Tensor: small, Hi0: -1, Hi1: -1}}, load.Options{})
 		if err != nil {
 			return err
 		}
 		defer l.Close()
-		if got, _ := l.Ready(1, time.Minute); len(got) == 0 {
-			_, err = l.Job().Wait(-1)
-		}
+		_, err = l.Job().Wait(-1)
 		return err
 	})
 	if err != nil {
 		return err
 	}
-	r.add(Row{Group: "net", Name: "open over HTTP and the first tensor, 20 ms an answer", Value: seconds * 1e3, Unit: "ms",
+	r.add(Row{Group: "net", Name: "open over HTTP and load one small tensor, 20 ms an answer", Value: seconds * 1e3, Unit: "ms",
 		Floor: 2 * latency.Seconds() * 1e3, FloorName: "two answers", Note: "a header, then a range"})
 	return nil
 }

@@ -49,6 +49,9 @@ func (c *call) storage() (source.Options, error) {
 	if err := json.Unmarshal([]byte(text), &opt.Storage); err != nil {
 		return opt, usage(`--storage: expected a JSON object of texts, as {"timeout": "10"}`)
 	}
+	if on, _ := opt.Flag("insecure"); on {
+		fmt.Fprintln(c.stderr, "overwire: insecure: certificates are not checked; whoever is on the way can change the weights")
+	}
 	return opt, nil
 }
 
@@ -56,7 +59,8 @@ func (c *call) storage() (source.Options, error) {
 // the verbs' code reaches this list again through help.
 func verbs() []*verb {
 	return []*verb{
-		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, loadVerb, benchVerb, doctorVerb, versionVerb,
+		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, loadVerb, fetchVerb, serveVerb, presignVerb, benchVerb,
+		doctorVerb, versionVerb,
 	}
 }
 

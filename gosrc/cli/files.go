@@ -12,6 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/source/open"
 )
 
 var writeOptions = []option{
@@ -91,7 +92,11 @@ func (c *call) convert(compress bool) error {
 		return err
 	}
 	if !c.is("force") {
-		if err := free(out); err != nil {
+		check := free
+		if open.Writable(out) {
+			check = func(out string) error { return c.freeFar(out, storage) }
+		}
+		if err := check(out); err != nil {
 			return err
 		}
 	}

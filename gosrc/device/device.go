@@ -159,4 +159,10 @@ type Job struct {
 	Src   uint32         // offset in the piece
 	Dst   unsafe.Pointer // the destination: of the chunk's first byte, or of the View's
 	View  *View          // nil: all of the chunk, in a row
+	// Cast, where the device can, turns the chunk's elements, all of them, into
+	// those of another type on their way to Dst; the zero value does not.
+	Cast Cast
 }
+
+// A Cast is between the element types of a chunk and of its destination.
+type Cast struct{ From, To tensor.DType }

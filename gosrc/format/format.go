@@ -27,6 +27,9 @@ type Options struct {
 	// Cache, if not nil, is asked for indexes first and keeps those that are
 	// read. It must always be used with the same Known.
 	Cache *Cache
+	// List gives the files in a folder far away, sorted; fault.ErrNotSupported
+	// where the store cannot tell. nil: none can.
+	List func(ctx context.Context, uri string) ([]string, error)
 }
 
 // Open reads the index of every source and joins them into one, in the order

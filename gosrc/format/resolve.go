@@ -30,17 +30,17 @@ type Opener = func(ctx context.Context, uri string) (source.Source, error)
 // *.safetensors.index.json, or else its *.safetensors files by name. shards is
 // set where an index decided.
 //
-// What is far away is not listed: a folder there, a URI that ends in a slash,
-// or a repository of hf://, is what one of the usual names gives.
-func Resolve(ctx context.Context, uri string, open Opener) (files []string, shards *safetensors.Shards, err error) {
+// A folder far away is a URI that ends in a slash, or a repository of hf://.
+// Where the store does not list it, it is what one of the usual names gives.
+func Resolve(ctx context.Context, uri string, open Opener, opt Options) (files []string, shards *safetensors.Shards, err error) {
 	if source.Remote(uri) {
-		return remote(ctx, uri, open)
+		return remote(ctx, uri, open, opt)
 	}
 	if strings.Contains(uri, "://") {
 		return []string{uri}, nil, nil
 	}
 	if st, err := os.Stat(uri); err == nil && st.IsDir() {
-		return folder(uri)
+		return folder(ctx, uri, open)
 	}
 	if strings.HasSuffix(uri, indexSuffix) {
 		return fromIndex(uri)
@@ -54,12 +54,21 @@ var usual = []string{
 	"diffusion_pytorch_model" + suffix + indexSuffix, "diffusion_pytorch_model" + suffix,
 }
 
-func remote(ctx context.Context, uri string, open Opener) ([]string, *safetensors.Shards, error) {
+func remote(ctx context.Context, uri string, open Opener, opt Options) ([]string, *safetensors.Shards, error) {
 	if !source.Folder(uri) {
 		if strings.HasSuffix(source.Path(uri), indexSuffix) {
 			return fromRemoteIndex(ctx, uri, open)
 		}
 		return []string{uri}, nil, nil
+	}
+	if opt.List != nil {
+		names, err := opt.List(ctx, uri)
+		if err == nil {
+			return listed(ctx, uri, names, open)
+		}
+		if !errors.Is(err, fault.ErrNotSupported) {
+			return nil, nil, err
+		}
 	}
 	for _, name := range usual {
 		file := source.Beside(uri, name)
@@ -106,22 +115,33 @@ func fromRemoteIndex(ctx context.Context, uri string, open Opener) ([]string, *s
 	return files, &shards, nil
 }
 
-func folder(dir string) ([]string, *safetensors.Shards, error) {
+func folder(ctx context.Context, dir string, open Opener) ([]string, *safetensors.Shards, error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return nil, nil, at(dir, fault.FromOS(err))
 	}
-	var files, indexes []string
+	var names []string
 	for _, e := range entries { // sorted by name
-		switch name := e.Name(); {
+		names = append(names, filepath.Join(dir, e.Name()))
+	}
+	return listed(ctx, dir, names, open)
+}
+
+// listed chooses the model among the files of a folder.
+func listed(ctx context.Context, dir string, names []string, open Opener) ([]string, *safetensors.Shards, error) {
+	var files, indexes []string
+	for _, path := range names {
+		switch name := filepath.Base(path); {
 		case strings.HasPrefix(name, "."):
 		case strings.HasSuffix(name, suffix+indexSuffix):
-			indexes = append(indexes, filepath.Join(dir, name))
+			indexes = append(indexes, path)
 		case strings.HasSuffix(name, suffix):
-			files = append(files, filepath.Join(dir, name))
+			files = append(files, path)
 		}
 	}
 	switch {
+	case len(indexes) == 1 && source.Remote(dir):
+		return fromRemoteIndex(ctx, indexes[0], open)
 	case len(indexes) == 1:
 		return fromIndex(indexes[0])
 	case len(indexes) > 1:
@@ -174,7 +194,7 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 	}
 	var parts []*tensor.Index
 	for _, uri := range uris {
-		files, shards, err := Resolve(ctx, uri, open)
+		files, shards, err := Resolve(ctx, uri, open, opt)
 		if err != nil {
 			return nil, srcs, err
 		}
@@ -211,10 +231,10 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 // Names returns the tensors that the index.json of every one of the uris
 // promises, without opening a shard; ok is false when one of them has no index,
 // so that only its files know.
-func Names(ctx context.Context, uris []string, open Opener) (names []string, ok bool, err error) {
+func Names(ctx context.Context, uris []string, open Opener, opt Options) (names []string, ok bool, err error) {
 	names = []string{}
 	for _, uri := range uris {
-		_, shards, err := Resolve(ctx, uri, open)
+		_, shards, err := Resolve(ctx, uri, open, opt)
 		if err != nil || shards == nil {
 			return nil, false, err
 		}

@@ -82,6 +82,11 @@ func (j *Job) Wait(d time.Duration) (bool, error) {
 		<-j.done
 		return true, j.err
 	}
+	select {
+	case <-j.done: // also when d is 0: a timer might win against it
+		return true, j.err
+	default:
+	}
 	t := time.NewTimer(d)
 	defer t.Stop()
 	select {

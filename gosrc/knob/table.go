@@ -16,6 +16,9 @@ var (
 	Threads = number("OVERWIRE_THREADS", 0, 1024, 0,
 		"Worker threads for reading, coding and decoding; 0 is one for each CPU that the process may use.",
 		alias{name: "NUM_THREADS"})
+	Downloader = text("OVERWIRE_DOWNLOADER", "",
+		"Program that downloads http and https instead of overwire itself: it gets URLs as arguments and writes their bodies to its output.",
+		alias{name: "DOWNLOADER_PATH"})
 	MMap = choice("OVERWIRE_MMAP",
 		"Whether plain tensors are mapped instead of read: auto maps plain files for the CPU, unless they lie on a network.",
 		[]string{"auto", "on", "off"})
@@ -42,5 +45,5 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Threads, MMap, Read, CPU, Log, Trace, Python,
+	Preload, PreloadDevice, NoPreload, Threads, Downloader, MMap, Read, CPU, Log, Trace, Python,
 }

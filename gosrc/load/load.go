@@ -11,6 +11,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -27,6 +28,7 @@ type Request = plan.Request
 type Options struct {
 	Device  string `json:"device"`   // "" or "cpu", "cuda", "cuda:1"
 	Stream  uint64 `json:"stream"`   // CUDA: the caller's, whose queued work precedes the load; 0: none
+	Cast    string `json:"cast"`     // CUDA: a dtype that floats become as they land, where there is a kernel; "": none
 	Threads int    `json:"threads"`  // 0: one a core
 	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
 	Read    string `json:"read"`     // as OVERWIRE_READ, which "" means
@@ -37,7 +39,8 @@ type Options struct {
 type Report struct {
 	Bytes   int64           `json:"bytes"` // of tensors
 	Tensors int64           `json:"tensors"`
-	Mapped  int64           `json:"mapped"` // bytes that are mapped, not read
+	Mapped  int64           `json:"mapped"`     // bytes that are mapped, not read
+	Past    int64           `json:"past_cache"` // bytes that were read past the page cache
 	Seconds float64         `json:"seconds"`
 	Stages  pipeline.Stages `json:"stages"`
 	// Trace sums up the trace, if one was asked for.
@@ -51,6 +54,8 @@ type Loading struct {
 	model  *Model
 	target target
 	wants  []plan.Want
+	casts  []device.Cast // by request; nil: none
+	lane   device.Lane   // nil: the host
 
 	mu     sync.Mutex
 	mem    []device.Memory // by request; zero once taken
@@ -91,11 +96,22 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	l := &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)),
 		ready: make([]int, 0, len(wants)), wake: make(chan struct{})}
+	if l.casts, err = castsOf(m.ix, wants, tgt, opt.Cast); err != nil {
+		m.drop()
+		return nil, err
+	}
 	mapped, err := l.allocate(reqs)
 	if err != nil {
 		cpu.Release(l.mem)
 		m.drop()
 		return nil, err
+	}
+	// Here and not in the job: a caller who is out of memory may be able to give
+	// some back, and try again.
+	if l.lane, err = tgt.lane(0); err != nil {
+		cpu.Release(l.mem)
+		m.drop()
+		return nil, m.where("stage", err)
 	}
 	l.job.Go(func(ctx context.Context, j *job.Job) error {
 		defer l.ended()
@@ -133,7 +149,7 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 			holders[t.Source][own[i]]++
 			continue
 		}
-		sizes[i] = l.wants[i].Bytes
+		sizes[i] = l.landing(i)
 	}
 	mem, err := l.target.alloc(sizes)
 	if err != nil {
@@ -198,7 +214,8 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	planning := time.Now()
 	p := plan.Make(l.model.ix, l.wants, dest, lim)
 	planned := time.Now()
-	if depth := expect(l.model.srcs, p, cmp.Or(opt.Read, knob.Read.Get())); threads <= 0 {
+	told, depth := expect(l.model.srcs, p, cmp.Or(opt.Read, knob.Read.Get()))
+	if threads <= 0 {
 		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth, far)
 	}
 	traceFile := cmp.Or(opt.Trace, knob.Trace.Get())
@@ -208,6 +225,11 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		trace.Verb("open", l.model.opened[0], l.model.opened[1], 0)
 		trace.Verb("plan", planning, planned, total)
 	}
+	late, err := l.plantCasts(p, dest)
+	if err != nil {
+		return err
+	}
+	defer late.free()
 	for i, n := range p.Left {
 		if n == 0 && !mapped[i] {
 			l.land(int32(i))
@@ -223,12 +245,14 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 			return err
 		}
 	}
-	lane, err := l.target.lane(p.Slot)
-	if err != nil {
-		return l.model.where("stage", err)
+	if _, size := cuda.Ring(); l.lane != nil && p.Slot > size {
+		l.lane.Close()
+		if l.lane, err = l.target.lane(p.Slot); err != nil {
+			return l.model.where("stage", err)
+		}
 	}
+	lane := l.lane
 	if lane != nil {
-		defer lane.Close()
 		if opt.Stream != 0 {
 			if err := lane.(gpuLane).WaitFor(uintptr(opt.Stream)); err != nil {
 				return l.model.where("stage", err)
@@ -237,10 +261,20 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	}
 	st, err := pipeline.Run(ctx, &pipeline.Task{
 		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Workers: threads, NoCheck: opt.NoCheck, Trace: trace,
-		Landed: l.land, Progress: func(n int64) { j.Bytes.Add(n) },
+		Landed: late.or(l.land), Progress: func(n int64) { j.Bytes.Add(n) },
 	})
+	if err == nil {
+		err = late.cast(ctx, lane, l.land)
+	}
+	if err == nil {
+		err = l.model.uncut()
+	}
 	seconds := time.Since(start).Seconds()
-	rep := Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Seconds: seconds, Stages: st}
+	var past int64
+	for _, s := range told {
+		past += s.Past()
+	}
+	rep := Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Past: past, Seconds: seconds, Stages: st}
 	if trace != nil && err == nil {
 		err = trace.WriteFile(traceFile)
 		sum := trace.Summary()
@@ -256,9 +290,9 @@ func (m *Model) planned() bool {
 	return slices.ContainsFunc(m.srcs, func(s source.Source) bool { _, ok := s.(source.Planned); return ok })
 }
 
-// expect tells the sources of a plan what is coming, and returns how many reads
-// at once serve them best.
-func expect(srcs []source.Source, p *plan.Plan, how string) (depth int) {
+// expect tells the sources of a plan what is coming, and returns those that it
+// told and how many reads at once serve them best.
+func expect(srcs []source.Source, p *plan.Plan, how string) (told []source.Planned, depth int) {
 	last := int32(-1)
 	for i := range p.Pieces { // in the order of the sources
 		s := p.Pieces[i].Source
@@ -267,10 +301,11 @@ func expect(srcs []source.Source, p *plan.Plan, how string) (depth int) {
 		}
 		last = s
 		if planned, ok := srcs[s].(source.Planned); ok {
+			told = append(told, planned)
 			depth = max(depth, planned.Expect(p.Read, how))
 		}
 	}
-	return depth
+	return told, depth
 }
 
 // destination turns an address from the caller into a pointer. The memory is
@@ -335,6 +370,9 @@ func (l *Loading) land(i int32) {
 // ended runs when the last worker has gone: nothing writes to the memory any
 // more.
 func (l *Loading) ended() {
+	if l.lane != nil {
+		l.lane.Close()
+	}
 	l.model.drop()
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -396,6 +434,9 @@ func (l *Loading) Take(i int) (mem device.Memory, shape []int64, dtype tensor.DT
 	}
 	w := &l.wants[i]
 	dtype = l.model.ix.Tensors[w.Tensor].DType
+	if l.casts != nil && l.casts[i].To != 0 {
+		dtype = l.casts[i].To
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.taken[i] || l.shut || (w.Bytes > 0 && l.mem[i].Block == nil) {

@@ -70,7 +70,9 @@ var headers format.Cache
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
-	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers})
+	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{
+		Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers, List: open.Lister(spec.Storage),
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -80,7 +82,7 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 // Names returns the tensors that index.json files promise, without opening a
 // shard; ok is false when some of the files have no index.
 func Names(spec Spec) (names []string, ok bool, err error) {
-	return format.Names(context.Background(), spec.URIs, open.With(spec.Storage))
+	return format.Names(context.Background(), spec.URIs, open.With(spec.Storage), format.Options{List: open.Lister(spec.Storage)})
 }
 
 // Index is what the model holds.
@@ -185,6 +187,20 @@ func (m *Model) shared(source int, n int64) (mapped, error) {
 		mp.block.Hold()
 	}
 	return *mp, nil
+}
+
+// uncut refuses files that have become shorter since they were opened: a read
+// that meets a truncation may give zeros and no error.
+func (m *Model) uncut() error {
+	for _, s := range m.srcs {
+		if _, ok := s.(mappable); !ok {
+			continue
+		}
+		if err := withFD(s, func(fd int) error { return cpu.StillHas(fd, s.Size()) }); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // A mappable source is a file; Remote says that it lies on a network.

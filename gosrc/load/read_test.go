@@ -39,6 +39,14 @@ func TestReadWays(t *testing.T) {
 			}
 			mem.Release()
 		}
+		var rep Report
+		if b, err := l.Job().Report(); err != nil || json.Unmarshal(b, &rep) != nil {
+			t.Fatal(err)
+		}
+		t.Logf("%s: %d of %d bytes past the cache", how, rep.Past, rep.Bytes)
+		if how != "direct" && rep.Past != 0 || rep.Past > rep.Stages.ReadBytes {
+			t.Errorf("%s: %d bytes past the cache", how, rep.Past)
+		}
 		l.Close()
 		s, err := m.Start([]Request{{Tensor: 3, Lo0: 17, Hi0: 113, Hi1: -1}, {Tensor: 3, Hi0: -1, Lo1: 5000, Hi1: 9999}}, Options{Read: how})
 		if err != nil {

@@ -2,6 +2,7 @@ package load
 
 import (
 	"context"
+	"fmt"
 	"strconv"
 	"strings"
 
@@ -33,6 +34,9 @@ func targetOf(name string) (target, error) {
 		return target{}, nil
 	case "cuda":
 		gpu, err := cuda.Open(index)
+		if err != nil {
+			err = fmt.Errorf("device %q: %w", name, err)
+		}
 		return target{gpu}, err
 	}
 	return target{}, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
@@ -80,7 +84,8 @@ func (t target) limits(far bool) plan.Limits {
 	return plan.Limits{Piece: 1 << 20, Gap: 64 << 10, Direct: true}
 }
 
-// farPiece: see docs/benchmarks.md, net.
+// farPiece takes 3 ms on a link of 10 Gbit/s: an answer's overhead is lost in
+// it, and sixteen of them are all the memory that a load needs.
 const farPiece = 4 << 20
 
 // lane makes the device's lane for a plan; nil lets the pipeline make its own,

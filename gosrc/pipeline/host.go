@@ -12,15 +12,16 @@ import (
 
 // hostLane is the host as a device: a piece is decoded by the worker that read
 // it, while its bytes are in that core's cache.
-type hostLane struct {
-	ring *ring.Ring
-	decs sync.Pool // *cpu.Decoder
-}
+type hostLane struct{ ring *ring.Ring }
+
+// decoders serve all lanes: a pool of each would keep theirs until the garbage
+// collector has run twice.
+var decoders = sync.Pool{New: func() any { return new(cpu.Decoder) }}
 
 // NewHost gives a lane with so many slots of so many bytes in host memory;
 // none if nothing needs a slot.
 func NewHost(slots int, size int64) (device.Lane, error) {
-	l := &hostLane{decs: sync.Pool{New: func() any { return new(cpu.Decoder) }}}
+	l := &hostLane{}
 	if size == 0 {
 		l.ring = ring.New(nil, 0, 0, func() {})
 		return l, nil
@@ -47,8 +48,8 @@ func (l *hostLane) Put(s device.Slot) { l.ring.Put(s.(*ring.Slot)) }
 
 func (l *hostLane) Submit(s device.Slot, _ int64, jobs []device.Job, done func(job int, err error)) error {
 	defer l.Put(s)
-	dec := l.decs.Get().(*cpu.Decoder)
-	defer l.decs.Put(dec)
+	dec := decoders.Get().(*cpu.Decoder)
+	defer decoders.Put(dec)
 	staged := s.Memory()
 	for i := range jobs {
 		j := &jobs[i]

@@ -90,17 +90,23 @@ func (p *Preload) Drop() {
 // Opened waits, at most for d (for ever if negative), until the files are open
 // and the load runs, and returns both. done is false when d has passed first.
 func (p *Preload) Opened(d time.Duration) (m *load.Model, l *load.Loading, done bool, err error) {
+	select {
+	case <-p.opened: // also when d is 0: a timer might win against it
+		return p.model, p.loading, true, p.err
+	default:
+	}
+	var late <-chan time.Time // never
 	if d >= 0 {
 		t := time.NewTimer(d)
 		defer t.Stop()
-		select {
-		case <-p.opened:
-		case <-t.C:
-			return nil, nil, false, nil
-		}
+		late = t.C
 	}
-	<-p.opened
-	return p.model, p.loading, true, p.err
+	select {
+	case <-p.opened:
+		return p.model, p.loading, true, p.err
+	case <-late:
+		return nil, nil, false, nil
+	}
 }
 
 // keyOf names a list of files however their paths were written, and how they

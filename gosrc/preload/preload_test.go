@@ -44,6 +44,11 @@ func TestTakeOnce(t *testing.T) {
 	if err != nil || !done {
 		t.Fatal(done, err)
 	}
+	for i := range 2000 { // what is open is open, however short the wait
+		if _, _, done, err := p.Opened(0); !done || err != nil {
+			t.Fatalf("wait %d: %v %v", i, done, err)
+		}
+	}
 	defer m.Close()
 	defer l.Close()
 	if _, err := l.Job().Wait(5 * time.Second); err != nil {

@@ -10,6 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
 )
@@ -37,7 +38,7 @@ func (w *writer) classify(ctx context.Context, items []*item) error {
 		return err
 	}
 	encoders := sync.Pool{New: func() any { return new(x16.Encoder) }}
-	return each(ctx, "save.classify", w.threads, len(items), func(k int) error {
+	return ordered.Each(ctx, "save.classify", w.threads, len(items), func(k int) error {
 		t := items[k]
 		if t.form == alias {
 			return nil
@@ -161,12 +162,18 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 	// The same memory: no question of size, nothing to read.
 	at := map[sameKey]*item{}
 	for _, t := range sorted {
-		m, ok := t.body.(memory)
-		if !ok || len(m) == 0 {
+		var addr uintptr
+		switch m := t.body.(type) {
+		case memory:
+			addr = uintptr(unsafe.Pointer(unsafe.SliceData(m)))
+		case *away:
+			addr = m.Addr
+		}
+		if addr == 0 || t.bytes == 0 {
 			continue
 		}
 		k := sameKey{dtype: t.dtype, bytes: t.bytes}
-		binary.LittleEndian.PutUint64(k.mark[:], uint64(uintptr(unsafe.Pointer(&m[0]))))
+		binary.LittleEndian.PutUint64(k.mark[:], uint64(addr))
 		if first := at[k]; first != nil {
 			t.form, t.of = alias, first
 		} else {
@@ -183,7 +190,7 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 		func(t *item) ([16]byte, error) { return t.hashAll(ctx) },
 	} {
 		keys := make([]sameKey, len(pool))
-		err := each(ctx, "save.alias", w.threads, len(pool), func(k int) error {
+		err := ordered.Each(ctx, "save.alias", w.threads, len(pool), func(k int) error {
 			m, err := mark(pool[k])
 			keys[k] = sameKey{pool[k].dtype, pool[k].bytes, m}
 			return wrap("save", w.spec.Path, pool[k].name, -1, err)

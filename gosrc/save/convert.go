@@ -2,6 +2,7 @@ package save
 
 import (
 	"context"
+	"errors"
 	"io/fs"
 	"maps"
 	"os"
@@ -10,9 +11,12 @@ import (
 	"strings"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // maxCompanion is the size up to which other files of a folder (config.json,
@@ -79,9 +83,9 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		}
 	}
 	w.spec.Path = pathIn(folder, w.spec)
-	parts, err := m.parts(w.spec, dst, src, folder, items)
+	parts, err := m.parts(ctx, w.spec, dst, src, folder, items)
 	if err == nil && folder {
-		err = alone(src, dst, w.spec, parts)
+		err = alone(ctx, src, dst, w.spec, parts)
 	}
 	var rep Report
 	if err == nil {
@@ -112,7 +116,7 @@ func (m *model) of(k int, items []*item) []*item {
 }
 
 // parts is what Convert writes.
-func (m *model) parts(spec Spec, dst string, src []string, folder bool, items []*item) ([]part, error) {
+func (m *model) parts(ctx context.Context, spec Spec, dst string, src []string, folder bool, items []*item) ([]part, error) {
 	all := map[string]string{}
 	for k := range m.srcs {
 		for key, v := range m.metadata(k) {
@@ -130,7 +134,7 @@ func (m *model) parts(spec Spec, dst string, src []string, folder bool, items []
 	default:
 		seen := map[string]bool{}
 		for k, s := range m.srcs {
-			name := filepath.Base(localPath(s.URI()))
+			name := filepath.Base(source.Path(localPath(s.URI())))
 			if seen[name] {
 				return nil, badArgument(dst, "", "two sources are called %q", name)
 			}
@@ -140,10 +144,10 @@ func (m *model) parts(spec Spec, dst string, src []string, folder bool, items []
 				meta = map[string]string{}
 			}
 			maps.Copy(meta, spec.Metadata)
-			parts = append(parts, part{path: filepath.Join(dst, name), metadata: meta, items: m.of(k, items)})
+			parts = append(parts, part{path: join(dst, name), metadata: meta, items: m.of(k, items)})
 		}
-		if name, meta := indexOf(src); name != "" {
-			parts = append(parts, part{path: filepath.Join(dst, name), blob: shardIndex(parts, meta)})
+		if name, meta := indexOf(ctx, src, spec.Storage); name != "" {
+			parts = append(parts, part{path: join(dst, name), blob: shardIndex(parts, meta)})
 		}
 	}
 	if !folder {
@@ -157,7 +161,7 @@ func (m *model) parts(spec Spec, dst string, src []string, folder bool, items []
 // pathIn is the file that is written, or that shards have their names from.
 func pathIn(folder bool, spec Spec) string {
 	if folder {
-		return filepath.Join(spec.Path, "model"+extension)
+		return join(spec.Path, "model"+extension)
 	}
 	return spec.Path
 }
@@ -165,10 +169,29 @@ func pathIn(folder bool, spec Spec) string {
 // alone refuses a folder that holds other weights: whoever opened it later
 // would find two models in one. Files of a source folder that is converted
 // onto itself were there before.
-func alone(src []string, dst string, spec Spec, parts []part) error {
+func alone(ctx context.Context, src []string, dst string, spec Spec, parts []part) error {
 	ours := map[string]bool{}
 	for _, p := range parts {
 		ours[filepath.Base(p.path)] = true
+	}
+	others := func(name string) error {
+		if !ours[name] && !strings.HasPrefix(name, ".") &&
+			(strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")) {
+			return badArgument(dst, "", "the folder holds other weights (%s): choose an empty one", name)
+		}
+		return nil
+	}
+	if remote(dst) {
+		names, err := open.List(ctx, dst, spec.Storage)
+		if errors.Is(err, fault.ErrNotFound) || errors.Is(err, fault.ErrNotSupported) {
+			return nil
+		}
+		for i := 0; i < len(names) && err == nil; i++ {
+			if err = others(filepath.Base(names[i])); slices.Contains(src, dst) {
+				err = nil // converted onto itself
+			}
+		}
+		return err
 	}
 	here, err := os.Stat(dst)
 	if err != nil {
@@ -184,9 +207,8 @@ func alone(src []string, dst string, spec Spec, parts []part) error {
 		return ioError(dst, -1, err)
 	}
 	for _, n := range names {
-		if name := n.Name(); !ours[name] && !strings.HasPrefix(name, ".") &&
-			(strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")) {
-			return badArgument(dst, "", "the folder holds other weights (%s): choose an empty one", name)
+		if err := others(n.Name()); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -194,11 +216,14 @@ func alone(src []string, dst string, spec Spec, parts []part) error {
 
 // indexOf finds the index.json that a single source was opened by, and what
 // its metadata say.
-func indexOf(src []string) (name string, metadata map[string]string) {
+func indexOf(ctx context.Context, src []string, storage source.Options) (name string, metadata map[string]string) {
 	if len(src) != 1 {
 		return "", nil
 	}
 	path := localPath(src[0])
+	if source.Remote(path) {
+		return remoteIndexOf(ctx, path, storage)
+	}
 	if st, err := os.Stat(path); err == nil && st.IsDir() {
 		found, _ := filepath.Glob(filepath.Join(escapeGlob(path), "*"+extension+".index.json"))
 		if len(found) != 1 {
@@ -219,6 +244,29 @@ func indexOf(src []string) (name string, metadata map[string]string) {
 
 // companions reads the small other files of source folders. Hidden files,
 // links that lead nowhere, and weights in any form stay behind.
+// remoteIndexOf is indexOf for a URI; a folder that cannot be listed has the
+// usual name.
+func remoteIndexOf(ctx context.Context, uri string, storage source.Options) (name string, metadata map[string]string) {
+	if source.Folder(uri) {
+		uri = source.Beside(uri, "model"+extension+".index.json")
+	}
+	name = filepath.Base(source.Path(uri))
+	if !strings.HasSuffix(name, ".index.json") {
+		return "", nil
+	}
+	s, err := open.With(storage)(ctx, uri)
+	if err != nil {
+		return "", nil
+	}
+	defer s.Close()
+	b := make([]byte, min(s.Size(), tensor.MaxHeader))
+	if err := s.ReadAt(ctx, b, 0); err != nil {
+		return "", nil
+	}
+	x, _ := safetensors.ReadIndexJSON(uri, b) // sound: the weights were opened by it
+	return name, x.Metadata
+}
+
 func companions(src []string, dst string, parts []part) ([]part, error) {
 	var out []part
 	taken := map[string]bool{}
@@ -249,7 +297,7 @@ func companions(src []string, dst string, parts []part) ([]part, error) {
 				return nil, ioError(path, -1, err)
 			}
 			taken[n.Name()] = true
-			out = append(out, part{path: filepath.Join(dst, n.Name()), blob: slices.Clip(append([]byte{}, b...))})
+			out = append(out, part{path: join(dst, n.Name()), blob: slices.Clip(append([]byte{}, b...))})
 		}
 	}
 	return out, nil
@@ -259,6 +307,9 @@ func isFolder(dst string, files int) bool {
 	if strings.HasSuffix(dst, string(filepath.Separator)) {
 		return true
 	}
+	if remote(dst) {
+		return files > 1 && !strings.HasSuffix(dst, extension)
+	}
 	if st, err := os.Stat(dst); err == nil {
 		return st.IsDir()
 	}
@@ -266,7 +317,11 @@ func isFolder(dst string, files int) bool {
 }
 
 // makeFolder makes dst if it is not there, and returns it if it was made.
+// Stores need no folders.
 func makeFolder(dst string) (made string, err error) {
+	if remote(dst) {
+		return "", nil
+	}
 	err = os.Mkdir(dst, 0o777)
 	if err == nil {
 		return dst, nil

@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -59,7 +60,7 @@ func Inspect(ctx context.Context, uris []string, storage source.Options) (any, e
 	out := &Inspection{Totals: map[string]*Total{"": {}}}
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
-		out.Sources = append(out.Sources, InspectedFile{URI: s.URI, Format: formatName(s), Size: s.Size,
+		out.Sources = append(out.Sources, InspectedFile{URI: fault.Redact(s.URI), Format: formatName(s), Size: s.Size,
 			Header: s.Data, Metadata: m.metadata(k), Tensors: []InspectedTensor{}})
 	}
 	for i := range m.ix.Tensors {

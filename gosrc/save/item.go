@@ -27,6 +27,21 @@ func (m memory) bytes(_ context.Context, buf []byte, off int64) ([]byte, error) 
 
 func (memory) direct() bool { return true }
 
+// away is a body in memory that is not the host's.
+type away Away
+
+func (a *away) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {
+	if len(buf) == 0 {
+		return buf, nil
+	}
+	if err := cancelled(ctx); err != nil {
+		return nil, err
+	}
+	return buf, a.Read(buf, off)
+}
+
+func (*away) direct() bool { return false }
+
 // form is how a tensor is stored.
 type form uint8
 

@@ -19,7 +19,7 @@ type model struct {
 }
 
 func openModel(ctx context.Context, uris []string, storage source.Options) (*model, error) {
-	ix, srcs, err := format.OpenAll(ctx, uris, open.With(storage), format.Options{Known: codec.Known})
+	ix, srcs, err := format.OpenAll(ctx, uris, open.With(storage), format.Options{Known: codec.Known, List: open.Lister(storage)})
 	if err != nil {
 		return nil, err
 	}

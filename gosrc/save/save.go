@@ -8,8 +8,9 @@
 // of a file depend on its tensors, its metadata and the Spec only, never on
 // the number of threads or on time.
 //
-// Memory: the caller's tensors are read in place, and nothing more is held
-// than a window of chunks (two or three per thread). Convert and Verify hold the
+// Memory: the caller's tensors are read in place (those on a GPU chunk by
+// chunk), and nothing more is held than a window of chunks (two or three per
+// thread). Convert and Verify hold the
 // index of their sources and the same window.
 package save
 
@@ -34,11 +35,22 @@ type Input struct {
 	Data  []byte
 }
 
+// Away is a tensor's memory that has to be fetched: a GPU's.
+type Away struct {
+	Addr  uintptr // tells which tensors are the same memory
+	Bytes int64
+	// Read fills dst from off, or fails. It is called in parallel.
+	Read func(dst []byte, off int64) error
+}
+
 // A Spec says what to write. Its zero value, with a Path, writes one plain
 // safetensors file with all cores.
 type Spec struct {
 	// Path is the file to write: "model.safetensors". A symbolic link is
-	// followed.
+	// followed. s3:// and redis:// are written without a file in between: the
+	// object streams in parts and becomes visible in one step. Of several files
+	// the index comes last; where shards of the old model bear the names of new
+	// ones, its index goes first, and there is no model until the new one stands.
 	Path string `json:"path"`
 	// Metadata becomes `__metadata__`. The key "overwire" is ours.
 	Metadata map[string]string `json:"metadata,omitempty"`
@@ -66,6 +78,9 @@ type Spec struct {
 	// Storage says how to reach what is no local file: the target, and what
 	// Convert reads.
 	Storage source.Options `json:"storage,omitzero"`
+	// Away has, by position, the tensors whose bytes are not in host memory:
+	// their Input has no Data.
+	Away map[int]*Away `json:"-"`
 
 	fs fsys // nil: the disk; tests put a failing one here
 }
@@ -94,6 +109,9 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 	for i := range in {
 		t := &in[i]
 		items[i] = &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: int64(len(t.Data)), body: memory(t.Data)}
+		if a := spec.Away[i]; a != nil {
+			items[i].bytes, items[i].body = a.Bytes, (*away)(a)
+		}
 	}
 	if err := checkItems(spec.Path, items); err != nil {
 		return Report{}, err
@@ -132,9 +150,10 @@ func (s *Spec) check() error {
 			return err
 		}
 		s.Path = path
+	case scheme != "" && open.Writable(s.Path):
 	case scheme != "":
 		return &fault.At{Verb: "save", Source: s.Path, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrNotSupported, "writing to %s://; only local files can be written", scheme)}
+			Err: fault.New(fault.ErrNotSupported, "writing to %s://", scheme)}
 	}
 	switch {
 	case s.Parts != 1 && s.Parts != 2 && s.Parts != 4 && s.Parts != 8:

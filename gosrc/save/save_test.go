@@ -366,7 +366,7 @@ func TestSchemes(t *testing.T) {
 	if len(read(t, p)) != 0 {
 		t.Fatal("not empty")
 	}
-	if _, err := Write(bg, nil, Spec{Path: "s3://bucket/m"}, nil); !errors.Is(err, fault.ErrNotSupported) {
+	if _, err := Write(bg, nil, Spec{Path: "ftp://bucket/m"}, nil); !errors.Is(err, fault.ErrNotSupported) {
 		t.Fatal(err)
 	}
 }

@@ -1,10 +1,10 @@
 package save
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 
@@ -42,7 +42,7 @@ func shards(spec Spec, items []*item) []part {
 	dir, stem := stemOf(spec.Path)
 	parts := make([]part, n, n+1)
 	for k := range parts {
-		parts[k].path = filepath.Join(dir, fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, n, extension))
+		parts[k].path = join(dir, fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, n, extension))
 		parts[k].metadata = spec.Metadata
 	}
 	for _, t := range items {
@@ -66,7 +66,7 @@ func stemOf(path string) (dir, stem string) {
 // indexPath is where the index of the shards of a path stands.
 func indexPath(path string) string {
 	dir, stem := stemOf(path)
-	return filepath.Join(dir, stem+extension+".index.json")
+	return join(dir, stem+extension+".index.json")
 }
 
 // replaced lists what a save in shards makes stale beside the files that it
@@ -82,17 +82,8 @@ func (w *writer) replaced(targets []*target) []string {
 	for _, t := range targets {
 		kept[t.path] = true
 	}
-	dir, stem := stemOf(path)
-	old := []string{path, indexPath(path)}
-	if b, err := os.ReadFile(indexPath(path)); err == nil {
-		s, _ := safetensors.ReadIndexJSON(indexPath(path), b) // a broken one names nothing
-		name := regexp.MustCompile("^" + regexp.QuoteMeta(stem) + `-\d{5}-of-\d{5}` + regexp.QuoteMeta(extension) + "$")
-		for _, f := range s.Files {
-			if name.MatchString(f) {
-				old = append(old, filepath.Join(dir, f))
-			}
-		}
-	}
+	shards, _ := w.oldShards(context.Background(), indexPath(path)) // one that cannot be read names nothing
+	old := append([]string{path, indexPath(path)}, shards...)
 	return slices.DeleteFunc(old, func(p string) bool {
 		st, err := os.Lstat(p)
 		return kept[p] || err != nil || !st.Mode().IsRegular()

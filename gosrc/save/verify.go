@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -60,7 +61,7 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 	plainFiles := 0
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
-		f := VerifiedFile{URI: s.URI, Format: formatName(s), Checked: "contents", Stored: s.Size}
+		f := VerifiedFile{URI: fault.Redact(s.URI), Format: formatName(s), Checked: "contents", Stored: s.Size}
 		if !s.Overwire {
 			f.Checked = "structure"
 			plainFiles++
@@ -167,8 +168,8 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 	window := 3*n + 2
 	bufs := make([][]byte, window)
 	var h xxh3.Hasher
-	o := ordered{n: len(spans), window: window, workers: n,
-		work: func(_, k int) error {
+	o := ordered.Tasks{N: len(spans), Window: window, Workers: n,
+		Work: func(_, k int) error {
 			s := &spans[k]
 			b := &bufs[k%window]
 			if int64(cap(*b)) < s.n {
@@ -178,7 +179,7 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 			_, err := s.t.body.bytes(ctx, *b, s.off)
 			return err
 		},
-		turn: func(k int) error {
+		Turn: func(k int) error {
 			s := &spans[k]
 			if s.off == 0 {
 				h.Reset()
@@ -197,7 +198,7 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 			return nil
 		},
 	}
-	if err := o.run(ctx, "save.verify"); err != nil {
+	if err := o.Run(ctx, "save.verify"); err != nil {
 		return err
 	}
 	// What has no bytes of its own is proven with what it stands for.

@@ -8,6 +8,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -43,6 +44,9 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		return rep, nil
 	}
 	w.count(parts, &rep)
+	if remote(w.spec.Path) {
+		return w.saveFar(ctx, parts, rep)
+	}
 	if err := w.room(parts); err != nil {
 		return Report{}, err
 	}
@@ -65,7 +69,7 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		if p.blob != nil {
 			err = t.write(p.blob, 0)
 		} else {
-			f := &fileWriter{writer: w, target: t, part: p}
+			f := &fileWriter{writer: w, output: t, path: t.path, part: p}
 			size, err = f.write(ctx)
 		}
 		if err != nil {
@@ -162,16 +166,25 @@ func (w *writer) room(parts []part) error {
 	return nil
 }
 
+// An output takes the bytes of one file.
+type output interface {
+	// write puts bytes at an offset; it is safe in parallel.
+	write(p []byte, off int64) error
+	// skip says that nobody will write [lo, hi): it holds zeros.
+	skip(lo, hi int64) error
+}
+
 // fileWriter writes one file of tensors.
 type fileWriter struct {
 	*writer
-	*target
+	output
+	path   string
 	part   part
 	order  []*item          // in the order of their data
 	lay    *overwire.Layout // of a container; nil: a plain file
 	front  []byte           // the header of a plain file
 	start  int64            // where the data begin
-	pos    int64            // end of what has a place, in a plain file
+	pos    int64            // end of what has a place
 	tasks  []task
 	slots  []slot
 	hasher xxh3.Hasher
@@ -207,19 +220,19 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	window := 2*f.threads + 4
 	f.slots = make([]slot, window)
 	f.enc = make([]x16.Encoder, f.threads)
-	o := ordered{
-		n: len(f.tasks), window: window, workers: f.threads,
-		work: func(worker, k int) error {
+	o := ordered.Tasks{
+		N: len(f.tasks), Window: window, Workers: f.threads,
+		Work: func(worker, k int) error {
 			c := f.tasks[k]
 			if err := f.encode(ctx, worker, k); err != nil {
 				return wrap("save", f.path, c.t.name, -1, err)
 			}
 			return nil
 		},
-		turn:  f.place,
-		flush: f.flush,
+		Turn:  f.place,
+		Flush: f.flush,
 	}
-	if err := o.run(ctx, "save.encode"); err != nil {
+	if err := o.Run(ctx, "save.encode"); err != nil {
 		return 0, wrap("save", f.path, "", -1, err)
 	}
 	f.slots, f.enc = nil, nil
@@ -227,7 +240,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	if err != nil {
 		return 0, wrap("save", f.path, "", -1, err)
 	}
-	return size, f.target.write(front, 0)
+	return size, f.output.write(front, 0)
 }
 
 // encode reads task k and makes its stored bytes.
@@ -300,8 +313,12 @@ func (f *fileWriter) place(k int) error {
 		return nil
 	}
 	var err error
-	s.at, err = f.lay.Place(c.chunk, uint32(len(s.out)))
-	return err
+	if s.at, err = f.lay.Place(c.chunk, uint32(len(s.out))); err != nil {
+		return err
+	}
+	gap := f.pos
+	f.pos = s.at + int64(len(s.out))
+	return f.output.skip(gap, s.at)
 }
 
 // flush writes task k.
@@ -310,7 +327,7 @@ func (f *fileWriter) flush(k int) error {
 	if c.n == 0 {
 		return nil
 	}
-	if err := f.target.write(s.out, s.at); err != nil {
+	if err := f.output.write(s.out, s.at); err != nil {
 		return wrap("save", f.path, c.t.name, -1, err)
 	}
 	f.job.Bytes.Add(int64(c.n))

@@ -30,6 +30,8 @@ type Planned interface {
 	// and others, and how: a value of OVERWIRE_READ. It returns how many ReadAt
 	// calls in flight serve this source best; 0: whatever the caller has.
 	Expect(total int64, how string) (depth int)
+	// Past is how many bytes were read past the page cache since Expect.
+	Past() int64
 }
 
 // An Identity tells one state of a file from every other: while it is the

@@ -41,6 +41,7 @@ __all__ = [
     "doctor",
     "empty_cache",
     "exporter",
+    "fetch_start",
     "forked",
     "index_names",
     "inspect",
@@ -322,7 +323,8 @@ def save_start(spec: str, tensors: list[tuple[str, str, tuple[int, ...], int, in
     """Start to write tensors (name, dtype, shape, address, bytes), return the job.
 
     The memory stays alive and unchanged until the job has ended. `spec` is the
-    JSON of save.Spec: {"path", "metadata", "compress", "parts", "shard", ...}.
+    JSON of save.Spec: {"path", "metadata", "compress", "parts", "shard", ...}, and
+    "cuda": for each tensor 1 + the GPU that its address is of, or 0.
     """
     number: int = _call(_core().save_start, spec, tensors)
     return number
@@ -337,6 +339,12 @@ def convert_start(spec: str) -> int:
 def verify_start(spec: str) -> int:
     """Start to prove files: JSON {"uris": [...]}; see `job_report`."""
     number: int = _call(_core().api_VerifyStart, spec)
+    return number
+
+
+def fetch_start(spec: str) -> int:
+    """Start to write the bytes of JSON {"uris": [...], "storage": {...}, "most": n} to its open file "fd"."""
+    number: int = _call(_core().api_FetchStart, spec)
     return number
 
 

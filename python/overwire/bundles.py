@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Union
 
 from . import layout
-from .dtypes import nbytes
 from .errors import (
     AccessError,
     ArgumentError,
@@ -29,13 +28,15 @@ from .errors import (
     NotFoundError,
     OverwireError,
 )
-from .frames import check_device, frame_for
-from .jobs import Job
+from .frames import Bytes, check_device, frame_for
+from .landing import DEVICES, ORDER, Landing, devices_of
 from .models import Model
 from .progress import ProgressLike, watch
+from .remote import read
 from .saving import save_bytes
 from .sources import SourceLike, local
-from .storage import StorageOptions, storage
+from .storage import StorageOptions, is_remote, shown, storage
+from .stores import write_bytes
 
 __all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
 
@@ -58,10 +59,13 @@ def compress_pickle(
     parameters, buffers, modules; bool, complex, fp8, sub-byte, quantised and
     sparse tensors; numpy arrays with their views and strides. As with
     torch.save, a view brings the whole of its storage along, and `.grad` and
-    hooks are not kept. The object is not changed.
+    hooks are not kept. The object is not changed. Tensors on a GPU are copied
+    down chunk by chunk, and remember their device.
 
     Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
-    each atomically, the pickle last.
+    each atomically, the pickle last. In a store (s3://, redis://) the container
+    is `nya/<name>.safetensors` or `nya/<name>.b.safetensors` in turn, so that
+    the old object stays whole until the new one takes its place.
 
     compress: False stores the tensors' bytes as they are, in a container that
         every safetensors reader reads.
@@ -98,7 +102,7 @@ def load_compressed_pickle(
     path: _PathLike,
     *,
     trust: bool = False,
-    device: Any = "cpu",
+    device: Any = None,
     tensors: SourceLike | None = None,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
@@ -109,7 +113,9 @@ def load_compressed_pickle(
     trust: a pickle can run any code. False allows containers, plain data,
         tensors, parameters, numpy arrays and torch.nn's own modules, and raises
         UntrustedPickleError naming the first other global; True allows all.
-    device: where tensors shall be, wherever they were when saved. "cpu" only.
+    device: where torch's tensors shall be, wherever they were when saved: "cpu",
+        "cuda", "cuda:1". None: where each was; DeviceError if that is not here.
+        numpy arrays stay on the host. On a GPU they are decoded there.
     tensors: the container, where it is not in its place beside the pickle: a
         path or URI.
     storage_options: as for `load_file`, for a path that is a URI.
@@ -124,7 +130,7 @@ def load_compressed(
     path: _PathLike = "./boneless_model.pth",
     *,
     trust: bool = False,
-    device: Any = "cpu",
+    device: Any = None,
     tensors: SourceLike | None = None,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
@@ -148,17 +154,18 @@ def _save(
 
     target = local(path)
     storage(options, [target])  # wrong ones are refused before anything is done
-    if "://" in target:
-        raise ArgumentError(f"overwire: compress {target}: only local paths can be written")
     data, blobs = dump(obj, names)
-    container = layout.container_of(target)
+    far = is_remote(target)
+    container = layout.far_containers_of(target)[0] if far else layout.container_of(target)
     if container == target:
-        raise ArgumentError(f"overwire: compress {target}: the path is that of its container")
+        raise ArgumentError(f"overwire: compress {shown(target)}: the path is that of its container")
     tensors = [(blob.name, described(blob)) for blob in blobs]
     digest = hashlib.sha256(data).hexdigest()
     # The blob's number is its place in this list; the container sorts by name.
     order = "\n".join(blob.name for blob in blobs)
-    metadata = {_DIGEST: digest, _ORDER: order} if blobs else {_DIGEST: digest}
+    metadata = {_DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {_DIGEST: digest}
+    if far:
+        return _save_far(target, data, tensors, metadata, progress, options, compress)
     with _os_errors("save", target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
         if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
@@ -175,7 +182,30 @@ def _save(
     return stored / report.bytes_in if report.bytes_in else 1.0
 
 
-_ORDER = "overwire.blobs"
+# What is left of an object without its tensors, when it comes from far away.
+_MOST = 1 << 30
+
+
+def _save_far(
+    target: str,
+    data: bytes,
+    tensors: list[tuple[str, Bytes]],
+    metadata: Mapping[str, str],
+    progress: ProgressLike,
+    options: StorageOptions | None,
+    compress: bool,
+) -> float:
+    # Two names take turns: the container of the pickle that stands is not
+    # touched until the new pickle has taken its place.
+    new, old = layout.far_containers_of(target)
+    with contextlib.suppress(NotFoundError):
+        if _fits(new, hashlib.sha256(read(target, options, _MOST)).hexdigest(), options):
+            new, old = old, new
+    report = save_bytes(tensors, new, metadata, compress=compress, progress=progress, storage_options=options)
+    text = layout.meta_text(layout.far_name(new), report.bytes_out)
+    write_bytes(layout.meta_of(target), text.encode(), options)
+    write_bytes(target, data, options, stale=[old])
+    return report.bytes_out / report.bytes_in if report.bytes_in else 1.0
 
 
 def _keep_previous(target: str, container: str) -> None:
@@ -197,11 +227,15 @@ def _digest(path: str) -> str:
         return hashlib.sha256(file.read()).hexdigest()
 
 
-def _fits(container: str, digest: str) -> bool:
+def _fits(container: str, digest: str, options: StorageOptions | None = None) -> bool:
     try:
-        with Model(container, preloaded=False) as model:
+        with Model(container, preloaded=False, storage_options=options) as model:
             return (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest
+    except (FormatError, CorruptError, NotFoundError):
+        return False
     except OverwireError:
+        if options is not None or is_remote(container):
+            raise  # a store that is out of reach says nothing about what it holds
         return False
 
 
@@ -269,9 +303,11 @@ def _names(model: Any) -> dict[int, str]:
             for at, part in enumerate(value):
                 walk(part, f"{prefix}{at}.", depth + 1)
         elif isinstance(getattr(value, "config", None), Mapping) and depth < 8:
+            # Its own attributes only: diffusers warns of other keys.
+            held = getattr(value, "__dict__", {})
             for key in value.config:
                 if not str(key).startswith("_"):
-                    walk(getattr(value, key, None), f"{prefix}{key}.", depth + 1)
+                    walk(held.get(key), f"{prefix}{key}.", depth + 1)
 
     walk(model, "", 0)
     return names
@@ -290,21 +326,26 @@ def _load(
 ) -> Any:
     from . import unpickling
 
-    check_device(device)
+    where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     target = local(path)
-    storage(options, [target])
-    with _os_errors("open", target), open(target, "rb") as file:
-        data = file.read()
+    storage(options, [target])  # refused for a local path
+    if is_remote(target):
+        data = read(target, options, _MOST)
+    else:
+        with _os_errors("open", target), open(target, "rb") as file:
+            data = file.read()
     digest = hashlib.sha256(data).hexdigest()
-    with _open(target, digest, tensors) as model:
-        blobs = _Landing(model, target, watch(progress, "load"))
-        with blobs.job:
-            made = unpickling.load(data, blobs, target, trust)
-            blobs.job.wait()  # an error in a blob that nothing asked for
+    beside = is_remote(target) and tensors is None
+    with (
+        _open_remote(target, digest, options) if beside else _open(target, digest, tensors, options) as model,
+        Landing(model, shown(target), where, watch(progress, "load")) as blobs,
+    ):
+        made = unpickling.load(data, blobs, shown(target), trust)
+        blobs.wait()  # an error in a blob that nothing asked for
     return made
 
 
-def _open(target: str, digest: str, tensors: SourceLike | None) -> Model:
+def _open(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:
     """The container that belongs to this very pickle."""
     container = layout.container_of(target)
     candidates: list[SourceLike] = [container, layout.previous_of(container)]
@@ -312,7 +353,7 @@ def _open(target: str, digest: str, tensors: SourceLike | None) -> Model:
         container, candidates = str(tensors), [tensors]
     for candidate in candidates:
         try:
-            model = Model(candidate)
+            model = Model(candidate, storage_options=None if tensors is None else options)
         except NotFoundError:
             if candidate is candidates[0]:
                 raise NotFoundError(
@@ -332,67 +373,22 @@ def _open(target: str, digest: str, tensors: SourceLike | None) -> Model:
     )
 
 
-class _Landing:
-    """The blobs of a bundle while they land: `unpickling.Blobs`."""
-
-    def __init__(self, model: Model, source: str, watcher: Any) -> None:
-        metadata = model.info()[0].get("metadata") or {}
-        names = metadata.get(_ORDER, "").split("\n") if model.table else []
+def _open_remote(target: str, digest: str, options: StorageOptions | None) -> Model:
+    """`_open` for a URI; there is no container of before."""
+    found = False
+    for candidate in layout.remote_containers_of(target):
         try:
-            self._places = [model.places[name] for name in names]
-        except KeyError as error:
-            raise FormatError(f"overwire: open {source}: its container lacks a tensor", source=source) from error
-        self._source = source
-        self._rows = model.table
-        self._landed: dict[int, tuple[Any, int]] = {}
-        self._made: dict[int, Any] = {}
-        if model.preload is not None:
-            number, model.preload = model.preload, None
-            self.job = Job(number, "load", watcher)
-        else:
-            self.job = model.start(None, watcher)
-
-    def _get(self, blob: int, size: int) -> tuple[Any, int]:
-        if blob < 0 or blob >= len(self._places):
-            raise self._malformed()
-        at = self._places[blob]
-        if nbytes(self._rows[at][1], self._rows[at][2]) != size:
-            raise self._malformed()
-        while at not in self._landed:
-            news = self.job.next(None, True)
-            if not news:
-                self.job.wait()
-                raise self._malformed()  # taken already: under another number
-            for place, capsule, pointer in news:
-                self._landed[place] = (capsule, pointer)
-        return self._landed.pop(at)
-
-    def storage(self, blob: int, size: int) -> Any:
-        found = self._made.get(blob)
-        if found is None:
-            from torch.utils.dlpack import from_dlpack
-
-            capsule, _ = self._get(blob, size)
-            found = from_dlpack(capsule).untyped_storage()
-            self._made[blob] = found
-        elif not hasattr(found, "untyped") or found.nbytes() != size:
-            raise self._malformed()
-        return found
-
-    def base(self, blob: int, size: int) -> Any:
-        found = self._made.get(blob)
-        if found is None:
-            frame_for("np")
-            from .frame_numpy import hold
-
-            capsule, pointer = self._get(blob, size)
-            found = self._made[blob] = hold(capsule, pointer, size)
-        elif hasattr(found, "untyped") or found.nbytes != size:
-            raise self._malformed()
-        return found
-
-    def _malformed(self) -> FormatError:
-        return FormatError(
-            f"overwire: unpickle {self._source}: a reference to a tensor does not fit its container",
-            source=self._source,
+            model = Model(candidate, storage_options=options)
+        except NotFoundError:
+            continue
+        found = True
+        if (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest:
+            return model
+        model.close()
+    target, container = shown(target), shown(layout.remote_containers_of(target)[0])
+    if not found:
+        raise NotFoundError(
+            f"overwire: open {target}: its tensors are not at {container}; upload the folder beside the pickle with it",
+            source=target,
         )
+    raise CorruptError(f"overwire: open {target}: the pickle and {container} are not of one save", source=target)

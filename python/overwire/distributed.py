@@ -28,22 +28,26 @@ what had been loaded is freed.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from . import teams
 from .dtypes import PACKED, packed_shape
 from .errors import ArgumentError, NotSupportedError
 from .frames import check_device, frame_for
-from .models import Model
+from .models import Model, Row
+from .planning import fit
 from .progress import Progress, ProgressLike, watch
 from .senders import Batch, Room, Task, shard_range
 from .sources import SourceLike
+from .storage import StorageOptions
 from .teams import Team, team_of
 
-__all__ = ["ShardLike", "load", "rates", "shard_range"]
+__all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]
 
 #: Which dimension each tensor is cut along: a mapping by name, or a callable of
 #: (name, shape) that returns it, or None for a tensor that stays whole.
@@ -63,6 +67,12 @@ def rates(group: Any) -> dict[str, dict[str, float]]:
     return team_of(group).rates.table()
 
 
+def agree(group: Any, error: BaseException | None) -> None:
+    """Collective: raises on every rank of the group if one brings an error: that
+    rank its own, the others one of the same class that names the rank."""
+    team_of(group).agree(error)
+
+
 def load(
     source: SourceLike,
     group: Any,
@@ -75,6 +85,9 @@ def load(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    storage_options: StorageOptions | None = None,
+    lenient: bool = False,
+    max_memory: int | str | None = None,
 ) -> dict[str, Any]:
     """`load_file` over a process group; all ranks of it must call this.
 
@@ -82,7 +95,8 @@ def load(
         from rank to rank (experts); a tensor that not every rank wants is read
         by those that do. shard: as `ShardLike`, the same on every rank;
         dimensions are those of the loaded tensor, negative ones count from the
-        end. Other arguments are those of `load_file`.
+        end. max_memory: of this rank's tensors; the two batches on their way
+        are beside. Other arguments are those of `load_file`.
 
     Returns name -> tensor, this rank's. Raises, on every rank, what any rank's
     load raises; ArgumentError where the ranks ask for different things.
@@ -93,15 +107,21 @@ def load(
     opened: list[_Load] = []
 
     def begin() -> dict[str, Any]:
-        opened.append(_Load(source, team, shard, device, dtype, keys, filter, framework, progress, mmap))
+        opened.append(
+            _Load(
+                team, shard, device, dtype, keys, filter, framework, progress, max_memory,
+                lambda where: Model(source, mmap, where, preloaded=False, lenient=lenient, storage_options=storage_options),
+            )
+        )  # fmt: skip
         return opened[0].describe()
 
-    try:
-        told = team.exchange(begin)
-        return opened[0].run(told)
-    finally:
-        for one in opened:
-            one.close()
+    with _current(device):
+        try:
+            told = team.exchange(begin)
+            return opened[0].run(told)
+        finally:
+            for one in opened:
+                one.close()
 
 
 class _Load:
@@ -109,7 +129,6 @@ class _Load:
 
     def __init__(
         self,
-        source: SourceLike,
         team: Team,
         shard: ShardLike,
         device: Any,
@@ -118,7 +137,8 @@ class _Load:
         filter: Callable[[str], bool] | None,
         framework: str | None,
         progress: ProgressLike,
-        mmap: bool | None,
+        max_memory: int | str | None,
+        open_on: Callable[[str], Model],
     ) -> None:
         self._team = team
         self._late: BaseException | None = None
@@ -129,16 +149,17 @@ class _Load:
         self._dtype = None if dtype is None else self._frame.dtype(dtype)
         self._watcher = watch(progress, "load")
         wire = team.wire(where)
-        self._model = Model(source, mmap, where, preloaded=False)
+        self._model = open_on(where)
         self._wired = self._model
         try:
             if wire and wire != where:
-                self._wired = Model(source, mmap, wire, preloaded=False)
+                self._wired = open_on(wire)
             self._room = Room(team, self._frame, self._model, self._wired)
             chosen = self._model.choose(keys, filter)
             self._chosen = list(range(len(self._model.table))) if chosen is None else chosen
             self._dims = self._cuts(shard)
             self._may_send = bool(wire)
+            fit(self._model, self._frame, self._dtype, max_memory, [self._row(at) for at in self._chosen])
         except BaseException:
             self.close()
             raise
@@ -172,9 +193,16 @@ class _Load:
                 text = f"overwire: shard {row.name!r}: dimension {dim!r} of a tensor with {rank}"
                 raise ArgumentError(text, tensor=row.name)
             if row.dtype.startswith("F6_"):
-                raise NotSupportedError(f"overwire: shard {row.name!r}: {row.dtype} is loaded as bytes, without dimensions", tensor=row.name)
+                text = f"overwire: shard {row.name!r}: {row.dtype} is loaded as bytes, without dimensions"
+                raise NotSupportedError(text, tensor=row.name)
             dims[at] = dim % rank
         return dims
+
+    def _row(self, at: int) -> Row:
+        # The row of what this rank gets of a tensor.
+        task = self._task(at)
+        whole, part = math.prod(task.shape), math.prod(self._room.part_shape(task, self._team.rank))
+        return task.row._replace(nbytes=task.row.nbytes * part // whole if whole else 0)
 
     def describe(self) -> dict[str, Any]:
         """What the ranks compare and must know of each other."""
@@ -285,10 +313,11 @@ class _Load:
             except BaseException as caught:
                 self._late = self._late or caught
             self._agree()
-            tensors = batch.send()
-        finally:
+        except BaseException:
             batch.abandon()
+            raise
         try:
+            tensors = batch.send()
             wanted = self._dtype
             for task, tensor in zip(batch.tasks, tensors, strict=True):
                 loaded[task.at] = tensor if wanted is None else self._frame.cast(tensor, task.row.dtype, wanted)
@@ -298,6 +327,17 @@ class _Load:
                 self._watcher.update(Progress(done, total, len(loaded), len(self._chosen)))
         except BaseException as caught:
             self._late = caught
+
+
+def _current(device: Any) -> AbstractContextManager[Any]:
+    # NCCL sends flags and objects from the current GPU, which must be this
+    # rank's own. A wrong device is refused later, where all ranks hear of it.
+    import torch
+
+    kind, _, number = f"cuda:{device}".partition(":") if type(device) is int else str(device).partition(":")
+    if kind == "cuda" and number.isdecimal() and int(number) < torch.cuda.device_count():
+        return torch.cuda.device(int(number))
+    return nullcontext()
 
 
 def _shape(row: Any) -> tuple[int, ...]:

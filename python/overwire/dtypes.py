@@ -5,7 +5,7 @@ The table is that of gosrc/tensor; a test compares the two.
 
 from __future__ import annotations
 
-__all__ = ["BITS", "FLOATS", "PACKED", "nbytes", "packed_shape"]
+__all__ = ["BITS", "CAST_FROM", "CAST_TO", "FLOATS", "PACKED", "nbytes", "packed_shape"]
 
 # Bits of one element, in the order of Go's codes.
 BITS: dict[str, int] = {
@@ -39,6 +39,11 @@ PACKED = frozenset(name for name, bits in BITS.items() if bits < 8)
 # Types that `dtype=` casts. Packed types and the exponent-only F8_E8M0 are
 # parts of a quantisation scheme and stay as they are.
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"} | {"F8_E5M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
+
+# Of these, what the engine casts on a GPU, from and to. A test compares it with
+# the kernels' table in Go.
+CAST_FROM = frozenset({"F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"})
+CAST_TO = frozenset({"F32", "BF16", "F16"})
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:

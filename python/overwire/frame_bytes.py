@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .dtypes import nbytes
@@ -38,6 +38,8 @@ class BytesFrame:
         landed: Sequence[tuple[Any, int]],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
+        places: Mapping[int, Any],
+        device: str,
     ) -> list[Any]:
         return [self.adopt(capsule, pointer, row[1], row[2]) for (capsule, pointer), row in zip(landed, rows, strict=True)]
 

@@ -7,7 +7,7 @@ imported when the first of them is met.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,8 @@ class NumpyFrame:
         landed: Sequence[tuple[Any, int]],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
+        places: Mapping[int, Any],
+        device: str,
     ) -> list[Any]:
         adopt = self.adopt
         return [adopt(capsule, pointer, dtype, shape) for (capsule, pointer), (_, dtype, shape, *_) in zip(landed, rows, strict=True)]

@@ -7,11 +7,11 @@ exactly its own bytes, which the engine's memory backs until the storage dies.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
+import torch.utils.dlpack
 
 from . import _engine
 from .dtypes import FLOATS, PACKED, packed_shape
@@ -42,6 +42,10 @@ _NAMES = {
     "I64": "int64",
     "U64": "uint64",
 }
+# The function in C, where it has this name: of what torch wraps around it we
+# need nothing, and it costs a quarter more.
+from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
+
 # What this torch has; an older one lacks some of the names.
 _TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)}
 SAVED = {dtype: name for name, dtype in _TYPES.items()}
@@ -98,6 +102,21 @@ def stream_of(device: str) -> int:
         return torch.cuda.current_stream(torch.device(device)).cuda_stream or 1
 
 
+def on_gpu(data: Any) -> bool:
+    """Whether the engine can read a tensor or storage where it lies, on a GPU."""
+    return data.device.type == "cuda" and torch.version.cuda is not None
+
+
+def settled(data: Any) -> int:
+    """0 for memory of the host; for a GPU's 1 + its number, after the work that
+    is queued there now: the engine's reads wait for no stream."""
+    if data.device.type != "cuda":
+        return 0
+    with _errors_of(str(data.device)):
+        torch.cuda.synchronize(data.device)
+    return int(data.device.index) + 1
+
+
 class TorchFrame:
     """The frame of torch; see `frames.Frame`."""
 
@@ -119,24 +138,34 @@ class TorchFrame:
         if capsule is None or 0 in shape:
             return self.empty(dtype, shape, device)
         tensor = from_dlpack(capsule)
-        if dtype in PACKED:
-            return self._packed(tensor, dtype, shape)
-        wanted = self._type(dtype)
-        return tensor if tensor.dtype == wanted else tensor.view(wanted)
+        if tensor.dtype is _TYPES.get(dtype) and dtype not in PACKED:
+            return tensor
+        return self._packed(tensor, dtype, shape) if dtype in PACKED else tensor.view(self._type(dtype))
 
     def adopt_all(
         self,
         landed: Sequence[tuple[Any, int]],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
+        places: Mapping[int, Any],
+        device: str,
     ) -> list[Any]:
         # The quick way is one C call a tensor; whatever is special goes through
-        # adopt. Null pointers are tensors without elements.
-        if raw or not all(pointer for _, pointer in landed):
-            return [
-                self.adopt(capsule, pointer, dtype, shape) for (capsule, pointer), (_, dtype, shape, *_) in zip(landed, rows, strict=True)
+        # adopt: null pointers are tensors without elements, or in places.
+        if raw:
+            tensors = [
+                None if at in places else self.adopt(*land, row[1], row[2], device)
+                for at, (land, row) in enumerate(zip(landed, rows, strict=True))
             ]
-        return [from_dlpack(capsule) for capsule, _ in landed]
+        else:
+            tensors = [from_dlpack(capsule) if pointer else None for capsule, pointer in landed]
+            if not all(pointer for _, pointer in landed):
+                for at, (_, pointer) in enumerate(landed):
+                    if not pointer and at not in places:
+                        tensors[at] = self.empty(rows[at][1], rows[at][2], device)
+        for at, tensor in places.items():
+            tensors[at] = tensor
+        return tensors
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         if dtype in PACKED:
@@ -219,14 +248,15 @@ class TorchFrame:
             dense = dense.resolve_conj()
         if dense.is_neg():
             dense = dense.resolve_neg()
-        dense = dense.to("cpu").contiguous()
+        if not on_gpu(dense) or not dense.is_contiguous():
+            dense = dense.to("cpu").contiguous()
         shape = tuple(dense.shape)
         if name == "F4":
             if not shape:
                 raise ArgumentError("overwire: a pair of F4 needs a last dimension")
             shape = (*shape[:-1], shape[-1] * 2)
         size = dense.numel() * dense.element_size()
-        return Bytes(name, shape, dense.data_ptr() if size else 0, size, dense)
+        return Bytes(name, shape, dense.data_ptr() if size else 0, size, dense, settled(dense))
 
 
 def _forward(entry: slice) -> tuple[slice, bool]:

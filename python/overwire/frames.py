@@ -8,7 +8,7 @@ and numpy are both optional; neither is imported before it is needed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,8 @@ __all__ = ["Bytes", "Frame", "check_device", "frame_for", "frame_of"]
 
 
 class Bytes(NamedTuple):
-    """A tensor's bytes as they are saved: contiguous, on the host.
+    """A tensor's bytes as they are saved: contiguous, on the host, or on the
+    CUDA device `cuda` - 1, where all work on them has ended.
 
     `keep` holds the memory at `pointer` and must outlive its use.
     """
@@ -28,6 +29,7 @@ class Bytes(NamedTuple):
     pointer: int
     nbytes: int
     keep: Any
+    cuda: int = 0
 
 
 class Frame(Protocol):
@@ -50,8 +52,11 @@ class Frame(Protocol):
         landed: Sequence[tuple[Any, int]],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
+        places: Mapping[int, Any],
+        device: str,
     ) -> list[Any]:
-        """`adopt` for many at once: rows are those of the model's table."""
+        """`adopt` for many at once: rows are those of the model's table. places
+        are tensors that landed where they are, by position."""
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         """A new tensor; what is in it is undefined."""

@@ -18,8 +18,22 @@ from typing import NamedTuple
 
 from .errors import FormatError, NotFoundError, NotSupportedError
 from .sources import read_bytes
+from .storage import shown
 
-__all__ = ["MetaRow", "container_of", "rivals_of", "second_container_of", "meta_of", "previous_of", "preload_uris", "read_meta"]
+__all__ = [
+    "MetaRow",
+    "container_of",
+    "far_containers_of",
+    "far_name",
+    "meta_of",
+    "previous_of",
+    "preload_uris",
+    "read_meta",
+    "remote_containers_in",
+    "remote_containers_of",
+    "rivals_of",
+    "second_container_of",
+]
 
 FOLDER = "nya"
 META = "meta.csv"
@@ -39,9 +53,9 @@ class MetaRow(NamedTuple):
 def container_of(pickle_path: str) -> str:
     """The container of a pickle: D/x.pkl -> D/nya/x.safetensors; or, where that
     is another's (D/x.pth), D/nya/x.pkl.safetensors."""
-    second = second_container_of(pickle_path)
-    if os.path.exists(second):
-        return second
+    for other in far_containers_of(pickle_path):  # the second choice, or a copy out of a store
+        if os.path.exists(other):
+            return other
     folder, name = os.path.split(pickle_path)
     stem = os.path.splitext(name)[0] or name
     return os.path.join(folder, FOLDER, stem + ".safetensors")
@@ -66,6 +80,18 @@ def previous_of(container: str) -> str:
     return container + ".old"
 
 
+def far_containers_of(uri: str) -> tuple[str, str]:
+    """The two names that the container of a pickle in a store takes in turn.
+    Neither is that of a pickle with another ending."""
+    first = second_container_of(uri)
+    return first, first.removesuffix(".safetensors") + ".b.safetensors"
+
+
+def far_name(uri: str) -> str:
+    """The last name of a URI."""
+    return uri.rpartition("/")[2]
+
+
 def meta_of(pickle_path: str) -> str:
     """The csv of a pickle: D/x.pkl -> D/nya/meta.csv."""
     return os.path.join(os.path.dirname(pickle_path), FOLDER, META)
@@ -85,6 +111,10 @@ def read_meta(path: str) -> list[MetaRow]:
         lines = read_bytes(path, 1 << 24).decode().splitlines()
     except UnicodeDecodeError as error:
         raise FormatError(f"overwire: open {path}: not a meta.csv", source=path) from error
+    return _rows(path, lines)
+
+
+def _rows(path: str, lines: list[str]) -> list[MetaRow]:
     rows = []
     for number, line in enumerate(lines[1:], start=2):
         if not line.strip():
@@ -96,7 +126,7 @@ def read_meta(path: str) -> list[MetaRow]:
             rows.append(MetaRow(filename, dims, dtype, int(plain), int(stored)))
         except ValueError as error:
             raise FormatError(
-                f"overwire: open {path} line {number}: expected 'filename shape dtype decompressed_size compressed_size'",
+                f"overwire: open {shown(path)} line {number}: expected 'filename shape dtype decompressed_size compressed_size'",
                 source=path,
             ) from error
     return rows
@@ -124,6 +154,49 @@ def containers_in(path: str) -> list[str]:
     if not found:
         raise FormatError(f"overwire: open {path}: it lists no container", source=path)
     return found
+
+
+def _containers(uri: str, rows: list[MetaRow]) -> list[str]:
+    names = [row.filename for row in rows if not row.filename.endswith("raw")]
+    for name in names:
+        if not name.endswith(".safetensors"):
+            raise NotSupportedError(
+                f"overwire: open {shown(uri)}: {os.path.basename(name)!r} was written by "
+                "nyacomp itself; compress the model again with overwire",
+                source=shown(uri),
+            )
+    if not names:
+        raise FormatError(f"overwire: open {shown(uri)}: it lists no container", source=shown(uri))
+    return names
+
+
+def _cut(uri: str) -> tuple[str, str, str]:
+    """A URI's folder with its slash, its last name, and what follows that: a
+    query, or the revision of hf://."""
+    marks = "@" if uri.startswith("hf://") else "?#" if uri.startswith(("http://", "https://")) else ""
+    start = uri.index("://") + 3
+    end = min((at for at in (uri.find(mark, start) for mark in marks) if at >= 0), default=len(uri))
+    if marks == "?#":
+        # A user's password may have any of these; it ends before the host.
+        host = uri.find("/", start)
+        end = min((at for at in (uri.find(mark, max(host, start)) for mark in marks) if at >= 0), default=len(uri))
+    slash = uri.rfind("/", start, end) + 1
+    return uri[:slash], uri[slash:end], uri[end:]
+
+
+def remote_containers_of(uri: str) -> list[str]:
+    """Where the container of a pickle behind a URI may be: as `container_of`,
+    which of the names it has only opening tells."""
+    folder, name, rest = _cut(uri)
+    stem = os.path.splitext(name)[0] or name
+    return [f"{folder}{FOLDER}/{part}.safetensors{rest}" for part in (stem, name, name + ".b")]
+
+
+def remote_containers_in(uri: str, text: str) -> list[str]:
+    """The containers that a meta.csv behind a URI lists: each is beside it."""
+    folder, _, rest = _cut(uri)
+    names = [os.path.basename(name) for name in _containers(uri, _rows(uri, text.splitlines()))]
+    return [f"{folder}{name}{rest}" for name in names]
 
 
 def _place_of(meta: str, filename: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .frames import check_device, frame_for
@@ -43,8 +43,9 @@ def load_file(
     device: where the tensors shall be: "cpu", "cuda", "cuda:1", a torch.device.
         On a GPU they are torch tensors out of torch's own allocator, and
         compressed ones are decoded there.
-    dtype: casts every floating tensor (F16, BF16, F32, F64 and the fp8 kinds)
-        after it has landed; a torch or numpy dtype, or a name ("bfloat16",
+    dtype: casts every floating tensor (F16, BF16, F32, F64 and the fp8 kinds):
+        on a GPU as it lands, where source and target are of the usual kinds,
+        else after it; a torch or numpy dtype, or a name ("bfloat16",
         "BF16"). Integers, BOOL and packed types stay as they are.
     keys, filter: read only these names; only names for which filter is true
         (see `experts`). Of a model with an index.json only the shards that hold
@@ -57,6 +58,20 @@ def load_file(
         mapped must not be truncated while its tensors live.
     storage_options: how to reach URIs that are no local files, by names of the
         scheme. Values are texts, numbers or bools; None is as if not given.
+        http, https, hf: headers (a mapping), token (bearer), cacert, capath,
+        insecure; timeout (seconds without progress, 30), connections (at most,
+        16), retries (8). Headers and token go to that server alone. `cache`, a
+        folder, keeps whole files: they are fetched once, and compared with
+        their hash on every use; nothing is evicted.
+        s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile;
+        anon (unsigned); region, endpoint_url, path_style, sse_customer_key (32
+        bytes or their base64), cacert, timeout, connections, retries. Without
+        them credentials, region and endpoint are found as AWS's own tools find
+        them: AWS_* of os.environ, shared files, web identity, SSO, processes,
+        containers, machines. redis, rediss (redis://host:port/key): username,
+        password (else REDISCLI_AUTH), db, cacert, timeout, connections, retries;
+        one value, or tensorizer's keys `key:...:offset`. What is replaced in a
+        store while it is read is a CorruptError, never a mixture.
     lenient: accepts plain files that other readers let pass: bytes after the
         last tensor, a name or key twice (the last one counts), metadata that is
         not strings (kept as its JSON text). False holds the format's rules.
@@ -83,8 +98,8 @@ def load_file(
         from .distributed import load
 
         return load(
-            source, group, shard, device=device, dtype=dtype, keys=keys, filter=filter,
-            framework=framework, progress=progress, mmap=mmap,
+            source, group, shard, device=device, dtype=dtype, keys=keys, filter=filter, framework=framework, progress=progress,
+            mmap=mmap, storage_options=storage_options, lenient=lenient, max_memory=max_memory,
         )  # fmt: skip
     frame = frame_for(framework)
     where = check_device(device, frame)
@@ -120,7 +135,10 @@ def stream(
     wanted = None if dtype is None else frame.dtype(dtype)
     with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
         chosen = model.chosen
-        rows = model.table if chosen is None else [model.table[at] for at in chosen]
+        rows: Sequence[Any] = model.table if chosen is None else [model.table[at] for at in chosen]
+        cast = ""
+        if model.preload is None:
+            rows, cast = model.casting(rows, wanted)
         raw = frame.raw({row[1] for row in rows})
         watcher = watch(progress, "stream")
         keep: set[int] | None = None
@@ -130,9 +148,9 @@ def stream(
             rows, keep = model.table, None if chosen is None else set(chosen)
         else:
             places, requests = model.places_for(chosen, rows, frame)
-            job = model.start(requests, watcher)
+            job = model.start(requests, watcher, cast)
             return _Stream(job, rows, keep, frame, wanted, raw, places, where)
-    return _Stream(job, rows, keep, frame, wanted, raw, None, where)
+    return _Stream(job, rows, keep, frame, wanted, raw, {}, where, where != "cpu")
 
 
 class _Stream(Iterator[tuple[str, Any]]):
@@ -147,11 +165,13 @@ class _Stream(Iterator[tuple[str, Any]]):
         frame: Any,
         wanted: Any,
         raw: bool,
-        places: list[Any] | None,
+        places: dict[int, Any],
         device: str,
+        moved: bool = False,
     ) -> None:
         self._device = device
-        self._places = places  # tensors that were made before the load, None once yielded
+        self._moved = moved  # what lands may be elsewhere: a preload's on the host
+        self._places = places  # tensors that were made before the load, and not yet yielded
         self._job: Job | None = job
         self._rows, self._keep = rows, keep
         self._frame, self._wanted, self._raw = frame, wanted, raw
@@ -178,11 +198,11 @@ class _Stream(Iterator[tuple[str, Any]]):
             if self._keep is None or at in self._keep:
                 break
         row = self._rows[at]
-        tensor = None
-        if self._places is not None:
-            tensor, self._places[at] = self._places[at], None
+        tensor = self._places.pop(at, None)
         if tensor is None:
             tensor = self._frame.adopt(capsule, pointer, row[1], row[2], self._device)
+            if self._moved:
+                tensor = tensor.to(self._device)
         if self._wanted is not None:
             tensor = self._frame.cast(tensor, row[1], self._wanted)
         return row[0], tensor
@@ -192,10 +212,10 @@ class _Stream(Iterator[tuple[str, Any]]):
         job, self._job = self._job, None
         self._landed = []
         if job is not None:
-            if self._places is not None:
+            if self._places:
                 job.cancel()  # the engine writes to them until it has stopped
             job.free()
-        self._places = None
+        self._places = {}
 
     def __del__(self) -> None:
         self.close()

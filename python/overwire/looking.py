@@ -10,21 +10,21 @@ from typing import Any, Union
 from . import _engine
 from .errors import ArgumentError
 from .jobs import Job
-from .layout import preload_uris
 from .progress import ProgressLike, watch
+from .remote import uris_of
 from .saving import Report, parse_size
 from .sources import SourceLike, local, resolve
-from .storage import StorageOptions, storage
+from .storage import StorageOptions, shown, storage
 
 __all__ = ["convert", "doctor", "inspect", "verify"]
 
 _PathLike = Union[str, "os.PathLike[str]"]
 
 
-def _uris(source: SourceLike) -> tuple[list[str], Any]:
+def _uris(source: SourceLike, options: StorageOptions | None) -> tuple[list[str], Any]:
     uris, keep = resolve(source)
     if keep is None:
-        uris = [uri for path in uris for uri in preload_uris(path)]
+        uris = [uri for path in uris for uri in uris_of(path, options)]
     return uris, keep
 
 
@@ -40,9 +40,9 @@ def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None)
     stored, ratio, coding, chunks), and "totals" over all of them.
     Raises NotFoundError, FormatError, CorruptError.
     """
-    uris, _ = _uris(local(source))
+    uris, _ = _uris(local(source), storage_options)
     if len(uris) != 1:
-        raise ArgumentError(f"overwire: inspect {source}: it lists {len(uris)} files; inspect each")
+        raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
     found: dict[str, Any] = json.loads(_engine.inspect(json.dumps({"uris": uris, **storage(storage_options, uris)})))
     return found
 
@@ -59,7 +59,7 @@ def verify(source: SourceLike, *, progress: ProgressLike = None, storage_options
     only "structure" for plain safetensors, which has no checksums.
     Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError.
     """
-    uris, keep = _uris(source)
+    uris, keep = _uris(source, storage_options)
     number = _engine.verify_start(json.dumps({"uris": uris, **storage(storage_options, uris)}))
     with Job(number, "verify", watch(progress, "verify")) as job:
         job.wait()
@@ -88,7 +88,7 @@ def convert(
 
     Returns a Report; raises what loading and saving raise.
     """
-    uris, keep = _uris(source)
+    uris, keep = _uris(source, storage_options)
     target = local(path)
     spec: dict[str, Any] = {
         "uris": uris,

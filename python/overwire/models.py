@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import struct
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import _engine
+from .dtypes import CAST_FROM, CAST_TO, nbytes
 from .errors import ArgumentError, OutOfMemoryError, TensorNotFoundError
 from .frames import Frame
 from .jobs import Job, log
 from .progress import Watcher
 from .selecting import Experts
 from .sources import SourceLike, resolve
-from .storage import StorageOptions, storage
+from .storage import StorageOptions, shown, storage
 
-__all__ = ["Model", "Row", "WHOLE"]
+__all__ = ["Model", "Request", "Row", "WHOLE", "whole", "wholes"]
+
+#: What is wanted: (tensor, destination, lo0, hi0, lo1, hi1); a destination of 0
+#: lets the engine allocate.
+Request = tuple[int, int, int, int, int, int]
 
 #: The end of a range that means "all of it".
 WHOLE = -1
@@ -84,19 +89,20 @@ class Model:
             raise ArgumentError("overwire: filter: expected a callable of a name")
         shared = getattr(source, "shared_model", None)
         if shared is not None:  # a model that somebody else keeps open
-            self.__dict__.update(shared().__dict__, device=device, _open=False)
+            self.__dict__.update(shared().on(device).__dict__)
             self.chosen = self.choose(keys, filter)
             return
         if mmap is not None and not isinstance(mmap, bool):
             raise ArgumentError("overwire: mmap: expected True, False or None")
         uris, keep = resolve(source)
-        self.uris = uris
+        #: As people may see them.
+        self.uris = [shown(uri) for uri in uris]
         self.preload: int | None = None  # the running job of a preload, once
         reach = storage(storage_options, uris)
         found = _preloaded(uris, device, reach) if preloaded else None
         if found is not None:
             self._handle, self.preload = found
-            log.debug("load %s: joins its preload", uris[0])
+            log.debug("load %s: joins its preload", self.uris[0])
         else:
             spec: dict[str, Any] = {"uris": uris, "map": mmap, "lenient": bool(lenient), **reach}
             if keys is None and filter is not None:
@@ -130,6 +136,12 @@ class Model:
                 _engine.job_free(self.preload)
                 self.preload = None
             _engine.close_model(self._handle)
+
+    def on(self, device: str) -> Model:
+        """The same model, as long as it is open, for loads to another device."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__, device=device, _open=False)
+        return view
 
     @property
     def handle(self) -> int:
@@ -197,16 +209,16 @@ class Model:
 
     def start(
         self,
-        requests: Sequence[tuple[int, int, int, int, int, int]] | None,
+        requests: bytes | Sequence[Request] | None,
         watcher: Watcher | None = None,
+        cast: str = "",
     ) -> Job:
-        """Starts a load: (tensor, destination, lo0, hi0, lo1, hi1) each, None
-        for every tensor, whole. A destination of 0 lets the engine allocate."""
+        """Starts a load of requests, as they are or packed by `wholes`; None for
+        every tensor, whole. cast: as `casting` has it."""
         packed = None
         if requests is not None:
-            flat = [number for request in requests for number in request]
-            packed = struct.pack(f"={len(flat)}q", *flat)
-        options: dict[str, Any] = {"device": self.device}
+            packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
+        options: dict[str, Any] = {"device": self.device, "cast": cast}
         if self.device != "cpu" and requests is not None:
             from .frame_torch import stream_of
 
@@ -226,22 +238,31 @@ class Model:
 
     def places_for(
         self, chosen: list[int] | None, rows: Sequence[Any], frame: Frame
-    ) -> tuple[list[Any] | None, list[tuple[int, int, int, int, int, int]] | None]:
-        """Where whole tensors land, and the requests for it. Large ones on a
-        GPU land in tensors of torch's allocator; None stands for those that land
-        in memory of the engine's: small ones, which torch makes more slowly than
-        the engine loads them, and all on the host (None instead of a list)."""
-        if self.device == "cpu":
-            return None, None if chosen is None else [whole(at) for at in chosen]
-        numbers = range(len(rows)) if chosen is None else chosen
-        places: list[Any] = [None] * len(rows)
-        large = [at for at, row in enumerate(rows) if row[3] >= _LARGE]
-        for at, place in zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True):
-            places[at] = place
-        return places, [
-            (at, 0 if place is None else place.data_ptr(), 0, WHOLE, 0, WHOLE)
-            for at, place in zip(numbers, places, strict=True)
-        ]
+    ) -> tuple[dict[int, Any], bytes | None]:
+        """Where whole tensors land, and the requests for it. Large ones on a GPU
+        land in tensors of torch's allocator, which are given by position in
+        rows. The others land in memory of the engine's: small ones, which torch
+        makes more slowly than the engine loads them, and all on the host."""
+        large = [] if self.device == "cpu" else [at for at, row in enumerate(rows) if row[3] >= _LARGE]
+        if not large:
+            return {}, None if chosen is None else wholes(chosen)
+        places = dict(zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True))
+        pointers = [0] * len(rows)
+        for at, place in places.items():
+            pointers[at] = place.data_ptr()
+        return places, wholes(range(len(rows)) if chosen is None else chosen, pointers)
+
+    def casting(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
+        """The rows as they land when the engine casts to a torch dtype on the way,
+        and its name for that; "" where it does not: on the host, for other types."""
+        if wanted is None or self.device == "cpu":
+            return rows, ""
+        from .frame_torch import SAVED
+
+        name = SAVED.get(wanted, "")
+        if name not in CAST_TO:
+            return rows, ""
+        return [(row[0], name, row[2], nbytes(name, row[2]), *row[4:]) if row[1] in CAST_FROM else row for row in rows], name
 
     def load(
         self,
@@ -251,37 +272,36 @@ class Model:
         watcher: Watcher | None,
     ) -> dict[str, Any]:
         """The chosen tensors, whole, in a dict in the order of `chosen`."""
-        rows = self.table if chosen is None else [self.table[at] for at in chosen]
+        rows: Sequence[Any] = self.table if chosen is None else [self.table[at] for at in chosen]
         if not rows:
             return {}
+        wanted = None if dtype is None else frame.dtype(dtype)
+        cast = ""
+        if self.preload is None:
+            rows, cast = self.casting(rows, wanted)
         raw = frame.raw({row[1] for row in rows})
         if self.preload is not None:
             number, self.preload = self.preload, None
             job = Job(number, "load", watcher)
             mine = chosen  # the preload loads everything
-            places = None
+            places: dict[int, Any] = {}
+            moved = self.device != "cpu"  # it may have gone to the host
         else:
             places, requests = self.places_for(chosen, rows, frame)
-            job = self.start(requests, watcher)
+            job = self.start(requests, watcher, cast)
             mine = None
+            moved = False
         with job:
             job.wait()
             with many_objects():
                 landed = job.take(raw)
                 if mine is not None:
                     landed = [landed[at] for at in mine]
-                if places is None:
-                    tensors = frame.adopt_all(landed, rows, raw)
-                else:
-                    tensors = [
-                        frame.adopt(*landed[at], rows[at][1], rows[at][2], self.device) if place is None else place
-                        for at, place in enumerate(places)
-                    ]
-        if places is None and self.device != "cpu":
-            for at, tensor in enumerate(tensors):  # a preload may have gone to the host
+                tensors = frame.adopt_all(landed, rows, raw, places, self.device)
+        if moved:
+            for at, tensor in enumerate(tensors):  # one at a time: only one is held twice
                 tensors[at] = tensor.to(self.device)
-        if dtype is not None:
-            wanted = frame.dtype(dtype)
+        if wanted is not None:
             # One at a time, so that only one is held twice.
             for at, row in enumerate(rows):
                 tensors[at] = frame.cast(tensors[at], row[1], wanted)
@@ -292,9 +312,20 @@ def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str]
     return filter.over(names) if isinstance(filter, Experts) else filter
 
 
-def whole(at: int) -> tuple[int, int, int, int, int, int]:
+def whole(at: int) -> Request:
     """The request for all of a tensor in memory of the engine's."""
     return (at, 0, 0, WHOLE, 0, WHOLE)
+
+
+def wholes(numbers: Sequence[int], pointers: Sequence[int] | None = None) -> bytes:
+    """The requests for all of many tensors, packed, in memory of the engine's or
+    at pointers that are not 0: a few C calls for all of them."""
+    flat = array("q", bytes(6 * 8 * len(numbers)))
+    flat[0::6] = array("q", numbers)
+    if pointers is not None:
+        flat[1::6] = array("q", pointers)
+    flat[3::6] = flat[5::6] = array("q", [WHOLE]) * len(numbers)
+    return flat.tobytes()
 
 
 def _preloaded(uris: list[str], device: str, reach: dict[str, Any]) -> tuple[int, int] | None:

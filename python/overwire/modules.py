@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from .errors import ArgumentError, ModelMismatchError
 from .frames import check_device, frame_for
 from .jobs import Job
-from .models import WHOLE, Model, whole
+from .models import WHOLE, Model
 from .progress import ProgressLike, watch
 from .saving import Report, save_file
 from .sources import SourceLike
@@ -22,21 +23,27 @@ def load_model(
     module: Any,
     source: SourceLike,
     strict: bool = True,
-    device: Any = "cpu",
+    device: Any = None,
     *,
     progress: ProgressLike = None,
     mmap: bool | None = None,
     storage_options: StorageOptions | None = None,
+    lenient: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Loads a file into a torch module's own parameters and buffers.
 
-    Bytes land directly in the module's tensors where these are dense, on
-    `device` and of the file's dtype: no second copy of the model. Others are loaded
-    and copied (cast) into place one by one; those on the meta device are
-    replaced by what was loaded. Tied tensors are loaded once.
+    Bytes land directly in the module's tensors where these are dense and of the
+    file's dtype, each where it is, on the host or a GPU: no second copy of the
+    model. Others are loaded beside it and copied (cast) into place one by one;
+    those on the meta device are replaced by what was loaded. Tied tensors are
+    loaded once.
+
+    device: where to load; None: where each tensor is, and those of the meta
+        device on the host. Tensors that are elsewhere are copied there.
 
     storage_options: as for `load_file`.
     strict: raise if tensors are missing in the file, or unexpected in it.
+    lenient: as for `load_file`.
 
     Returns (missing, unexpected) names, as safetensors.torch.load_model. Names
     tied to a loaded one are neither.
@@ -48,20 +55,20 @@ def load_model(
     `load_state_dict` hooks of the module are not run.
     """
     frame = frame_for("torch")
-    where = check_device(device, frame)
+    fixed = None if device is None else check_device(device, frame)
     import torch
 
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
     targets: dict[str, Any] = module.state_dict(keep_vars=True)
-    with Model(source, mmap, where, storage_options=storage_options) as model:
+    with Model(source, mmap, fixed or _single(targets), lenient=lenient, storage_options=storage_options) as model:
         missing, unexpected, wanted = _match(module, targets, model, strict)
         names = list(wanted)
         requests, direct = [], []
         done: dict[int, str] = {}
         for name in names:
             at, target = wanted[name], targets[name]
-            lands = _lands(target, model.table[at][1], where)
+            lands = _lands(target, model.table[at][1], fixed or _place(target))
             # Two names of one tensor: the second landing would race the first.
             if lands and target.data_ptr() in done:
                 lands = False
@@ -69,30 +76,49 @@ def load_model(
                 done[target.data_ptr()] = name
             direct.append(lands)
             requests.append((at, target.data_ptr() if lands else 0, 0, WHOLE, 0, WHOLE))
+        watcher = watch(progress, "load")
         if model.preload is not None:
             # What is in memory already is copied from there.
             number, model.preload = model.preload, None
-            job = Job(number, "load", watch(progress, "load"))
-            requests, direct = [whole(wanted[name]) for name in names], [False] * len(names)
-            every = True
-        else:
-            job = model.start(requests, watch(progress, "load"))
-            every = False
-        raw = frame.raw({model.table[wanted[name]][1] for name in names})
-        with job:
-            job.wait()
-            landed = job.take(raw)
-            if every:
-                landed = [landed[wanted[name]] for name in names]
-        with torch.no_grad():
-            for at, name in enumerate(names):
-                if direct[at]:
-                    continue
-                capsule, pointer = landed[at]
-                landed[at] = (None, 0)
-                row = model.table[wanted[name]]
-                _put(module, name, targets[name], frame.adopt(capsule, pointer, row[1], row[2]))
+            raw = frame.raw({row[1] for row in model.table})
+            with Job(number, "load", watcher) as job:
+                job.wait()
+                landed = job.take(raw)
+            for name in names:
+                at = wanted[name]
+                _put(module, name, targets[name], frame.adopt(*landed[at], model.table[at][1], model.table[at][2], model.device))
+            return missing, unexpected
+        # One load for each device, all at once.
+        groups: dict[str, list[int]] = {}
+        for number, name in enumerate(names):
+            groups.setdefault(fixed or _place(targets[name]), []).append(number)
+        with contextlib.ExitStack() as stack:
+            jobs = []
+            for where, group in groups.items():
+                jobs.append(stack.enter_context(model.on(where).start([requests[number] for number in group], watcher)))
+                watcher = None
+            for job, (where, group) in zip(jobs, groups.items(), strict=True):
+                job.wait()
+                landed = job.take(frame.raw({model.table[wanted[names[number]]][1] for number in group}))
+                for at, number in enumerate(group):
+                    capsule, pointer = landed[at]
+                    landed[at] = (None, 0)
+                    if not direct[number]:
+                        row = model.table[wanted[names[number]]]
+                        _put(module, names[number], targets[names[number]], frame.adopt(capsule, pointer, row[1], row[2], where))
     return missing, unexpected
+
+
+def _place(target: Any) -> str:
+    """Where a module's tensor is loaded, when nothing else was said."""
+    return str(target.device) if getattr(target, "is_cuda", False) else "cpu"
+
+
+def _single(targets: Mapping[str, Any]) -> str:
+    """The one device of a module's tensors, for a preload to be joined; several:
+    the host."""
+    places = {_place(target) for target in targets.values()}
+    return places.pop() if len(places) == 1 else "cpu"
 
 
 def _match(module: Any, targets: Mapping[str, Any], model: Model, strict: bool) -> tuple[list[str], list[str], dict[str, int]]:
@@ -147,7 +173,8 @@ def _put(module: Any, name: str, target: Any, loaded: Any) -> None:
     import torch
 
     if target.device.type != "meta":
-        target.copy_(loaded)
+        with torch.no_grad():
+            target.copy_(loaded)
         return
     # A module made on the meta device: the loaded tensor takes the place,
     # under every name that the placeholder has.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .dtypes import BITS, PACKED
+from .dtypes import BITS, PACKED, nbytes
 from .errors import ArgumentError, NotSupportedError
 from .frames import check_device, frame_for
 from .models import WHOLE, Model, whole
@@ -154,16 +154,14 @@ class TensorSlice:
                 request = whole(self._at)
             elif len(row.shape) == 1:
                 request = (self._at, 0, lo0, hi0, 0, WHOLE)
-            if model.device != "cpu":
-                tensor = frame.empty(row.dtype, planned.shape, model.device)
-                with model.start([(request[0], tensor.data_ptr(), *request[2:])]) as job:
-                    job.wait()
-            else:
-                raw = frame.raw((row.dtype,))
-                with model.start([request]) as job:
-                    job.wait()
-                    capsule, pointer = job.take(raw)[0]
-                tensor = frame.adopt(capsule, pointer, row.dtype, planned.shape)
+            lands = [(row.name, row.dtype, planned.shape, nbytes(row.dtype, planned.shape))]
+            places, _ = model.places_for([self._at], lands, frame)
+            if places:
+                request = (request[0], places[0].data_ptr(), *request[2:])
+            raw = frame.raw((row.dtype,))
+            with model.start([request]) as job:
+                job.wait()
+                tensor = frame.adopt_all(job.take(raw), lands, raw, places, model.device)[0]
         if planned.cut:
             tensor = frame.index(tensor, planned.cut, row.dtype)
         if file._dtype is not None:

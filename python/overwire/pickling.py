@@ -243,11 +243,13 @@ def dump(obj: Any, names: Mapping[int, str]) -> tuple[bytes, list[Blob]]:
 
 
 def described(blob: Blob) -> Bytes:
-    """A blob's bytes, copied to the host if they are elsewhere."""
+    """A blob's bytes; copied to the host if neither that nor a GPU has them."""
     data = blob.data
     if hasattr(data, "untyped"):  # a torch storage
-        if data.device.type != "cpu":
+        from .frame_torch import on_gpu, settled
+
+        if data.device.type != "cpu" and not on_gpu(data):
             data = data.cpu()
-        return Bytes(blob.dtype, blob.shape, data.data_ptr(), data.nbytes(), data)
+        return Bytes(blob.dtype, blob.shape, data.data_ptr(), data.nbytes(), data, settled(data))
     start, _ = _bounds(data)
     return Bytes(blob.dtype, blob.shape, start, data.nbytes, data)

@@ -81,12 +81,15 @@ def _rows(model: Model) -> list[Row]:
     return [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
 
 
-def fit(model: Model, frame: Frame, wanted: Any, max_memory: int | str | None) -> None:
-    """Raises OutOfMemoryError where a load would take more than the budget."""
+def fit(model: Model, frame: Frame, wanted: Any, max_memory: int | str | None, rows: list[Row] | None = None) -> None:
+    """Raises OutOfMemoryError where a load would take more than the budget.
+    rows: what is loaded of the model, None for what it has chosen."""
     if max_memory is None:
         return
     budget = parse_size(max_memory, "max_memory")
-    rows = _rows(model)
+    rows = _rows(model) if rows is None else rows
+    if not rows:
+        return
     final, peak = _sizes(rows, frame, wanted)
     if peak <= budget:
         return

@@ -17,10 +17,10 @@ from typing import Any
 from . import _engine
 from .errors import ArgumentError, DeadlineError, NotSupportedError, OverwireError
 from .frames import check_device, frame_for
-from .layout import preload_uris
 from .progress import Progress
+from .remote import uris_of
 from .sources import SourceLike, resolve
-from .storage import StorageOptions, storage
+from .storage import StorageOptions, shown, storage
 
 __all__ = ["Preload", "find", "preload", "start_from_environment"]
 
@@ -57,6 +57,13 @@ class Preload:
 
     def __repr__(self) -> str:
         return f"Preload({self.path!r})"
+
+    def __del__(self) -> None:
+        # The handle alone: the preload goes on. `getattr`: the constructor may
+        # have failed.
+        job = getattr(self, "_job", None)
+        if job is not None:
+            _engine.job_free(job)
 
     def progress(self) -> Progress:
         """How far it is: tensor bytes and tensors, done and total (0 before the
@@ -107,13 +114,13 @@ def preload(
     if hasattr(source, "read"):
         raise ArgumentError("overwire: preload: an open file cannot be preloaded; give its path")
     paths, _ = resolve(source)
-    uris = [uri for path in paths for uri in preload_uris(path)]
+    uris = [uri for path in paths for uri in uris_of(path, storage_options)]
     with _lock:
         for path in paths:
             _failed.pop(path, None)
     if where != "cpu" and any(path.endswith((".pkl", ".pth", ".csv")) for path in paths):
-        raise NotSupportedError(f"overwire: preload {', '.join(paths)}: bundles are preloaded to the host only")
-    return Preload(", ".join(paths), uris, where, storage(storage_options, uris))
+        raise NotSupportedError(f"overwire: preload {', '.join(map(shown, paths))}: bundles are preloaded to the host only")
+    return Preload(", ".join(map(shown, paths)), uris, where, storage(storage_options, uris))
 
 
 def _device(device: Any) -> str:
@@ -168,6 +175,6 @@ def start_from_environment() -> None:
     except OverwireError as error:
         with _lock:
             _failed[path] = error
-        log.warning("%s=%s: nothing is preloaded: %s", name, os.environ[name], error)
+        log.warning("%s=%s: nothing is preloaded: %s", name, shown(os.environ[name]), error)
     except Exception as error:  # an import must not fail for this
-        log.warning("%s=%s: nothing is preloaded: %s", name, os.environ[name], error)
+        log.warning("%s=%s: nothing is preloaded: %s", name, shown(os.environ[name]), error)

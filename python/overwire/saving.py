@@ -28,7 +28,7 @@ class Report:
     bytes_in: tensor bytes. bytes_out: bytes of the files. ratio: out / in, 1.0
     when nothing came in. seconds: wall time. compressed: tensors stored
     compressed; aliases: tensors stored as another's bytes (tied or identical).
-    files: absolute paths in the order written, an index.json last.
+    files: absolute paths, or URIs, in the order written, an index.json last.
     """
 
     bytes_in: int
@@ -88,7 +88,11 @@ def save_file(
     """Saves torch tensors, numpy arrays or `TensorSpec`s (also mixed) by name.
 
     path: the file to write, replaced atomically: whatever stops a save, readers
-        find the old file or the new one.
+        find the old file or the new one. s3://bucket/key and
+        redis://host:port/key (rediss:// with TLS) are written as they are made,
+        without a file in between and in bounded memory, and show when they are
+        whole. Shards in a store that take the names of old ones remove the old
+        index first: meanwhile there is no model, never a mixture.
     metadata: texts for `__metadata__`; safetensors' own loaders look for
         {"format": "pt"}.
     compress: writes overwire's container, a safetensors file whose tensors are
@@ -97,10 +101,11 @@ def save_file(
     max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int);
         more goes to model-00001-of-00002.safetensors and so on, with
         model.safetensors.index.json beside them.
-    storage_options: as for `load_file`, for a path that is a URI.
+    storage_options: as for `load_file`, for a path that is a URI. Several
+        processes that write one key at once leave one of their files.
 
-    Tensors are read in place; those that are not dense, or not on the host, are
-    copied first. They must not change before this returns. Tied tensors are
+    Tensors are read in place, those on a GPU chunk by chunk as they are written;
+    those that are not dense are copied to the host first. They must not change before this returns. Tied tensors are
     stored once when compressing. Only logical values are stored: strides,
     gradients and subclasses are not (see `compress_pickle`).
 
@@ -147,6 +152,8 @@ def save_bytes(
             if not isinstance(key, str) or not isinstance(value, str):
                 raise ArgumentError(f"overwire: metadata: keys and values must be str ({key!r}: {value!r})")
         spec["metadata"] = dict(metadata)
+    if any(b.cuda for _, b in described):
+        spec["cuda"] = [b.cuda for _, b in described]
     number = _engine.save_start(json.dumps(spec), [(name, b.dtype, b.shape, b.pointer, b.nbytes) for name, b in described])
     with Job(number, "save", watch(progress, "save")) as job:
         job.wait()

@@ -46,16 +46,24 @@ def resolve(source: SourceLike) -> tuple[list[str], Any]:
     return uris, None
 
 
-def read_bytes(source: str | os.PathLike[str], limit: int | None = None) -> bytes:
-    """The bytes of one whole file: a path or a file:// URI.
+def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, storage_options: Any = None) -> bytes:
+    """The bytes of one whole file: a path or a URI.
 
     For what stands beside models: manifests, indexes, raw tensors.
 
     limit: the most bytes that are read; a file that has more is refused.
+    storage_options: as for `load_file`.
     Raises NotFoundError, AccessError, IOFailure, FormatError above the limit,
     NotSupportedError for other schemes.
     """
     uri = local(source)
+    from .storage import is_remote, storage
+
+    if is_remote(uri):
+        from .remote import read
+
+        return read(uri, storage_options, (1 << 62) if limit is None else limit)
+    storage(storage_options, [uri])  # refused for a local path
     scheme, _, rest = uri.partition("://")
     path = uri
     if rest:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import ArgumentError
 
-__all__ = ["StorageOptions", "environment", "is_remote", "storage"]
+__all__ = ["StorageOptions", "environment", "is_remote", "shown", "storage"]
 
 #: Options of a store by name; see `storage`.
 StorageOptions = Mapping[str, object]
@@ -45,6 +45,19 @@ def is_remote(uri: str) -> bool:
     return bool(found) and scheme.lower() != "file" and not set(scheme) & set("/\\.")
 
 
+def shown(uri: str) -> str:
+    """A URI as people may see it: without user, password, query and fragment.
+    Local paths stay as they are."""
+    if not is_remote(uri):
+        return uri
+    scheme, _, rest = uri.partition("://")
+    plain, cut, _ = rest.partition("?")
+    plain, cut2, _ = plain.partition("#")
+    host, slash, path = plain.partition("/")
+    user, at, host = host.rpartition("@")
+    return f"{scheme}://{'***@' if at else ''}{host}{slash}{path}{'?***' if cut or cut2 else ''}"
+
+
 def storage(options: StorageOptions | None, uris: Iterable[str]) -> dict[str, Any]:
     """The entries of a spec that say how to reach its URIs: {} for local paths.
 
@@ -68,7 +81,21 @@ def storage(options: StorageOptions | None, uris: Iterable[str]) -> dict[str, An
             texts.update({f"header.{key}": _text("headers", part) for key, part in value.items()})
         elif value is not None:
             texts[name] = _text(name, value)
+    if texts.get("insecure") == "true":
+        _warn_once()
     return {"storage": {"storage": texts, "env": environment()}}
+
+
+_warned = False
+
+
+def _warn_once() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        from .jobs import log
+
+        log.warning("storage_options: insecure: certificates are not checked; whoever is on the way can change the weights")
 
 
 def _text(name: str, value: object) -> str:

@@ -75,6 +75,10 @@ func VerifyStart(spec string) (uint64, error) {
 	return face.Call("verify", func() (uint64, error) { return face.VerifyStart(spec) })
 }
 
+func FetchStart(spec string) (uint64, error) {
+	return face.Call("fetch", func() (uint64, error) { return face.FetchStart(spec) })
+}
+
 func CliStart(program string) (uint64, error) {
 	return face.Call("cli", func() (uint64, error) { return face.CliStart(program) })
 }

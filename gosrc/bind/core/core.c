@@ -124,6 +124,27 @@ PyObject * _wrap__core_api_EmptyCache(PyObject *PYBINDGEN_UNUSED(_args), PyObjec
 
 
 PyObject *
+_wrap__core_api_FetchStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    uint64_t retval;
+    char *spec;
+    const char *keywords[] = {"spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
+        return NULL;
+    }
+    retval = api_FetchStart(spec);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "K", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_FetchStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_JobCancel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -537,6 +558,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_CloseModel", (PyCFunction) _wrap__core_api_CloseModel, METH_KEYWORDS|METH_VARARGS, "api_CloseModel(model)\n\ntype: model: uint64_t" },
     {(char *) "api_ConvertStart", (PyCFunction) _wrap__core_api_ConvertStart, METH_KEYWORDS|METH_VARARGS, "api_ConvertStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_EmptyCache", (PyCFunction) _wrap__core_api_EmptyCache, METH_NOARGS, "api_EmptyCache()\n\n" },
+    {(char *) "api_FetchStart", (PyCFunction) _wrap__core_api_FetchStart, METH_KEYWORDS|METH_VARARGS, "api_FetchStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_JobCancel", (PyCFunction) _wrap__core_api_JobCancel, METH_KEYWORDS|METH_VARARGS, "api_JobCancel(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobFree", (PyCFunction) _wrap__core_api_JobFree, METH_KEYWORDS|METH_VARARGS, "api_JobFree(job)\n\ntype: job: uint64_t" },
     {(char *) "api_ModelPin", (PyCFunction) _wrap__core_api_ModelPin, METH_KEYWORDS|METH_VARARGS, "api_ModelPin(model, options)\n\ntype: model: uint64_t\ntype: options: char *" },

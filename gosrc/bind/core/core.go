@@ -115,6 +115,21 @@ func api_EmptyCache() C.longlong {
 	return C.longlong(cret)
 }
 
+//export api_FetchStart
+func api_FetchStart(spec *C.char) C.ulonglong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.FetchStart(C.GoString(spec))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.ulonglong(0)
+	}
+	return C.ulonglong(cret)
+}
+
 //export api_IndexNames
 func api_IndexNames(spec *C.char) *C.char {
 	_saved_thread := C.PyEval_SaveThread()

@@ -81,6 +81,7 @@ extern char* api_CodecNames(void);
 extern long long unsigned int api_ConvertStart(char* spec);
 extern char* api_Doctor(char* program);
 extern long long int api_EmptyCache(void);
+extern long long unsigned int api_FetchStart(char* spec);
 extern char* api_IndexNames(char* spec);
 extern char* api_Inspect(char* uri);
 extern long long int api_JobCancel(long long unsigned int job);

@@ -48,7 +48,7 @@ func Text(err error) string {
 		Asked   *int64 `json:"asked,omitempty"` // these three: out of memory, where they are known
 		Free    *int64 `json:"free,omitempty"`
 		Total   *int64 `json:"total,omitempty"`
-	}{Class: fault.Class(err), Message: "overwire: " + err.Error()}
+	}{Class: fault.Class(err), Message: "overwire: " + fault.Redact(err.Error())}
 	var at *fault.At
 	if errors.As(err, &at) {
 		f.Source, f.Tensor = fault.Redact(at.Source), at.Tensor

@@ -35,9 +35,7 @@ func (e *entry) running(d time.Duration) (*job.Job, *load.Loading, error) {
 	if e.pre == nil {
 		return e.job, e.load, nil
 	}
-	// Not 0: a preload that is open would win against a timer that has run out
-	// only now and then.
-	_, l, opened, err := e.pre.Opened(max(d, time.Millisecond))
+	_, l, opened, err := e.pre.Opened(d)
 	if err != nil || !opened {
 		return nil, nil, err
 	}
@@ -54,9 +52,6 @@ func Wait(h uint64, d time.Duration) (done bool, err error) {
 	j, _, err := e.running(d)
 	if err != nil || j == nil {
 		return false, err
-	}
-	if ended(j) { // even when d is 0
-		return true, j.Err()
 	}
 	return j.Wait(d)
 }

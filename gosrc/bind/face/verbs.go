@@ -4,16 +4,23 @@ import (
 	"context"
 	"encoding/binary"
 	"encoding/json"
+	"os"
 	"time"
 	"unsafe"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/fetch"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -191,17 +198,70 @@ func Input(name, dtype string, shape []int64, data unsafe.Pointer, n int64) (sav
 	}, nil
 }
 
-// SaveStart begins to write tensors to what the JSON of a save.Spec names.
+// SaveStart begins to write tensors to what the JSON of a save.Spec names; see
+// onGPUs for those that are not in host memory. With "raw" it writes the bytes
+// of the one tensor as they are to an object of a store, after which the URIs of
+// "stale" are removed.
 func SaveStart(spec string, in []save.Input) (uint64, error) {
 	s, err := parse[save.Spec]("spec", spec)
 	if err != nil {
 		return 0, err
+	}
+	if s.Away, err = onGPUs(spec, in); err != nil {
+		return 0, err
+	}
+	put, err := parse[struct {
+		Raw   bool     `json:"raw"`
+		Stale []string `json:"stale"`
+	}]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	if put.Raw {
+		if len(in) != 1 {
+			return 0, fault.New(fault.ErrArgument, "raw: one tensor of bytes was expected")
+		}
+		return start(job.Start("save", func(ctx context.Context, j *job.Job) error {
+			err := open.Put(ctx, s.Path, s.Storage, in[0].Data, put.Stale)
+			j.SetReport(save.Report{})
+			return err
+		})), nil
 	}
 	return start(job.Start("save", func(ctx context.Context, j *job.Job) error {
 		r, err := save.Write(ctx, j, s, in)
 		j.SetReport(r)
 		return err
 	})), nil
+}
+
+// onGPUs lets the tensors that lie on a GPU be fetched from there: "cuda" of the
+// spec has for each tensor 1 + its device, 0 for the host, or is not there.
+func onGPUs(spec string, in []save.Input) (map[int]*save.Away, error) {
+	where, err := parse[struct {
+		CUDA []int `json:"cuda"`
+	}]("spec", spec)
+	if err != nil || len(where.CUDA) == 0 {
+		return nil, err
+	}
+	if len(where.CUDA) != len(in) {
+		return nil, fault.New(fault.ErrArgument, "devices of %d tensors, and %d tensors", len(where.CUDA), len(in))
+	}
+	away := map[int]*save.Away{}
+	for i, n := range where.CUDA {
+		if n <= 0 || len(in[i].Data) == 0 {
+			continue
+		}
+		gpu, err := cuda.Open(n - 1)
+		if err != nil {
+			return nil, err
+		}
+		base, bytes := unsafe.Pointer(unsafe.SliceData(in[i].Data)), int64(len(in[i].Data))
+		in[i].Data = nil
+		away[i] = &save.Away{Addr: uintptr(base), Bytes: bytes, Read: func(dst []byte, off int64) error {
+			return gpu.Read(dst, device.Memory{Ptr: unsafe.Add(base, off), Bytes: int64(len(dst))})
+		}}
+	}
+	return away, nil
 }
 
 // ConvertStart begins to rewrite the files "uris" of the JSON as what its
@@ -230,6 +290,32 @@ func VerifyStart(spec string) (uint64, error) {
 	}
 	return start(job.Start("verify", func(ctx context.Context, j *job.Job) error {
 		r, err := save.Verify(ctx, j, s.URIs, s.Storage)
+		j.SetReport(r)
+		return err
+	})), nil
+}
+
+// FetchStart begins to write the bytes of the URIs of the JSON of a fetch.Spec
+// to the open file whose descriptor "fd" is: a duplicate is used.
+func FetchStart(spec string) (uint64, error) {
+	s, err := parse[fetch.Spec]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	to, err := parse[struct {
+		FD uintptr `json:"fd"`
+	}]("spec", spec)
+	if err != nil {
+		return 0, err
+	}
+	own, err := unix.FcntlInt(to.FD, unix.F_DUPFD_CLOEXEC, 3)
+	if err != nil {
+		return 0, fault.FromOS(err)
+	}
+	return start(job.Start("fetch", func(ctx context.Context, j *job.Job) error {
+		f := os.NewFile(uintptr(own), "fetch")
+		defer f.Close()
+		r, err := fetch.Fetch(ctx, j, s, f)
 		j.SetReport(r)
 		return err
 	})), nil

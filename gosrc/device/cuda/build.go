@@ -26,6 +26,7 @@ const (
 	chunkSize = int(unsafe.Sizeof(C.ow_x16_chunk{}))
 	segSize   = int(unsafe.Sizeof(C.ow_x16_seg{}))
 	moveSize  = int(unsafe.Sizeof(C.ow_move{}))
+	castSize  = int(unsafe.Sizeof(C.ow_cast{}))
 	partSize  = int(unsafe.Sizeof(C.ow_part{}))
 )
 
@@ -45,6 +46,7 @@ type build struct {
 	chunks   []C.ow_x16_chunk
 	owner    []int // job of each chunk
 	moves    []C.ow_move
+	casts    []C.ow_cast
 	segs     []C.ow_x16_seg
 	parts    []C.ow_part
 	copies   []C.struct_owcu_copy
@@ -53,9 +55,10 @@ type build struct {
 	// Of the batch that is being filled: launches whose chunks fit in scratch.
 	batch [8][]C.ow_x16_seg
 	moved []C.ow_part
+	cast  []C.ow_part
 }
 
-// A launch is a kernel and its items, in segs or, for moves, in parts.
+// A launch is a kernel and its items, in segs or, for moves and casts, in parts.
 type launch struct{ kernel, first, n int }
 
 // begin checks a piece's jobs and decides which bytes go to the staging: those
@@ -73,7 +76,7 @@ func (b *build) begin(s *Slot, n int64, jobs []device.Job) {
 		b.around = b.around || around(j)
 		lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
 		switch {
-		case j.Chunk.Codec == tensor.CodecX16 || j.View != nil:
+		case j.Chunk.Codec == tensor.CodecX16 || j.View != nil || j.Cast.To != 0:
 			b.lo, b.hi = min(b.lo, lo), max(b.hi, hi)
 		case hi-lo < smallRaw:
 			small++
@@ -93,6 +96,9 @@ func check(s *Slot, n int64, j *device.Job) error {
 	lo, hi := int64(j.Src), int64(j.Src)+int64(c.Stored)
 	if hi > n || j.Dst == nil && c.Logical > 0 {
 		return fault.New(fault.ErrArgument, "a job on bytes [%d, %d) of %d, to %p", lo, hi, n, j.Dst)
+	}
+	if err := checkCast(j); err != nil {
+		return err
 	}
 	switch c.Codec {
 	case tensor.CodecRaw:
@@ -117,6 +123,7 @@ func (b *build) finished() bool { return b.begun && b.at == len(b.jobs) }
 func (b *build) fill(scratch uint64) {
 	b.scratch, b.used, b.inScr = false, 0, 0
 	b.chunks, b.owner, b.moves, b.segs, b.parts = b.chunks[:0], b.owner[:0], b.moves[:0], b.segs[:0], b.parts[:0]
+	b.casts = b.casts[:0]
 	b.copies, b.launches = b.copies[:0], b.launches[:0]
 	for ; b.at < len(b.jobs); b.at++ {
 		j := &b.jobs[b.at]
@@ -127,7 +134,7 @@ func (b *build) fill(scratch uint64) {
 		if j.Chunk.Codec == tensor.CodecX16 {
 			fits = b.coded(j, scratch)
 		} else {
-			fits = b.raw(j)
+			fits = b.raw(j, scratch)
 		}
 		if !fits {
 			break
@@ -137,9 +144,27 @@ func (b *build) fill(scratch uint64) {
 	b.flushBatch()
 }
 
-// around says that a coded chunk goes through scratch: kernels write whole
-// chunks, to multiples of 16.
+// checkCast says whether the elements of a job's chunk can be cast.
+func checkCast(j *device.Job) error {
+	if j.Cast.To == 0 {
+		return nil
+	}
+	if !CanCast(j.Cast) {
+		return fault.New(fault.ErrNotSupported, "cast of %v to %v on a GPU", j.Cast.From, j.Cast.To)
+	}
+	from, to := j.Cast.From.Bits()/8, j.Cast.To.Bits()/8
+	if j.View != nil || int(j.Chunk.Logical)%from != 0 || uintptr(j.Dst)%uintptr(to) != 0 {
+		return fault.New(fault.ErrArgument, "cast of %d bytes of %v, or a part of them, to %p", j.Chunk.Logical, j.Cast.From, j.Dst)
+	}
+	return nil
+}
+
+// around says that a chunk goes through scratch: kernels write whole chunks, to
+// multiples of 16, and cast from whole elements.
 func around(j *device.Job) bool {
+	if j.Cast.To != 0 {
+		return j.Chunk.Codec == tensor.CodecX16 || int(j.Src)%(j.Cast.From.Bits()/8) != 0
+	}
 	return j.Chunk.Codec == tensor.CodecX16 && (j.View != nil || uintptr(j.Dst)%16 != 0)
 }
 
@@ -151,12 +176,10 @@ func (b *build) coded(j *device.Job, scratch uint64) bool {
 	dst := uint64(uintptr(j.Dst))
 	var moves []C.ow_move
 	if through {
-		if b.inScr+int64(j.Chunk.Logical) > scratchBytes {
-			b.flushBatch()
-			b.inScr = 0
-		}
-		at := scratch + uint64(b.inScr)
-		if moves = b.scattered(j, at, dst); len(moves) == 0 {
+		at := b.roomInScratch(j, scratch)
+		if j.Cast.To != 0 {
+			need += tablesOfCast(j)
+		} else if moves = b.scattered(j, at, dst); len(moves) == 0 {
 			return true // a view that keeps nothing of it
 		}
 		dst = at
@@ -169,6 +192,9 @@ func (b *build) coded(j *device.Job, scratch uint64) bool {
 		b.scratch = true
 		b.inScr += (int64(j.Chunk.Logical) + 255) &^ 255
 		b.move(moves)
+		if j.Cast.To != 0 {
+			b.casting(j, dst)
+		}
 	}
 	k := len(b.chunks)
 	b.chunks = append(b.chunks, C.ow_x16_chunk{
@@ -186,7 +212,10 @@ func (b *build) coded(j *device.Job, scratch uint64) bool {
 
 // raw adds a raw chunk: from the staging if it is there, else by a copy of its
 // own.
-func (b *build) raw(j *device.Job) bool {
+func (b *build) raw(j *device.Job, scratch uint64) bool {
+	if j.Cast.To != 0 {
+		return b.rawCast(j, scratch)
+	}
 	lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
 	if lo < b.lo || hi > b.hi {
 		if len(b.copies)+3 > C.OWCU_COPIES {
@@ -228,6 +257,58 @@ func (b *build) scattered(j *device.Job, src, dst uint64) (out []C.ow_move) {
 	return out
 }
 
+// rawCast adds a raw chunk whose elements are cast out of the staging, or out of
+// scratch where they do not lie on their own size there.
+func (b *build) rawCast(j *device.Job, scratch uint64) bool {
+	src := b.s.dev + uint64(j.Src)
+	need := tablesOfCast(j)
+	var moves []C.ow_move
+	if around(j) {
+		at := b.roomInScratch(j, scratch)
+		moves = b.scattered(j, src, at)
+		need += tablesOf(moves)
+		src = at
+	}
+	if !b.room(need) {
+		return false
+	}
+	if moves != nil {
+		b.scratch = true
+		b.inScr += (int64(j.Chunk.Logical) + 255) &^ 255
+		b.move(moves)
+	}
+	b.casting(j, src)
+	b.used += need
+	return true
+}
+
+// roomInScratch is where the job's bytes go in scratch; what was there may have
+// to be done with first.
+func (b *build) roomInScratch(j *device.Job, scratch uint64) uint64 {
+	if b.inScr+int64(j.Chunk.Logical) > scratchBytes {
+		b.flushBatch()
+		b.inScr = 0
+	}
+	return scratch + uint64(b.inScr)
+}
+
+// tablesOfCast is the bytes of tables that a job's cast needs.
+func tablesOfCast(j *device.Job) int {
+	n := int(j.Chunk.Logical) / (j.Cast.From.Bits() / 8)
+	return castSize + (n+C.OW_CAST_PART-1)/C.OW_CAST_PART*partSize
+}
+
+// casting adds the cast of a job's elements, which lie at src.
+func (b *build) casting(j *device.Job, src uint64) {
+	k := C.uint32_t(len(b.casts))
+	n := int(j.Chunk.Logical) / (j.Cast.From.Bits() / 8)
+	b.casts = append(b.casts, C.ow_cast{src: C.uint64_t(src), dst: C.uint64_t(uintptr(j.Dst)), n: C.uint64_t(n),
+		from: castable[j.Cast.From], to: castable[j.Cast.To]})
+	for p := range (n + C.OW_CAST_PART - 1) / C.OW_CAST_PART {
+		b.cast = append(b.cast, C.ow_part{job: k, part: C.uint32_t(p)})
+	}
+}
+
 func tablesOf(moves []C.ow_move) (n int) {
 	for i := range moves {
 		n += moveSize + int(C.ow_move_parts(moves[i].width, moves[i].rows))*partSize
@@ -238,7 +319,7 @@ func tablesOf(moves []C.ow_move) (n int) {
 // room says whether so many bytes of tables fit beside those there are.
 func (b *build) room(n int) bool {
 	// The launches of this batch and the next, and the tables' rounding.
-	return b.used+n+64 <= tableBytes && len(b.launches)+2*(len(b.batch)+1) <= C.OWCU_LAUNCHES
+	return b.used+n+64 <= tableBytes && len(b.launches)+2*(len(b.batch)+2) <= C.OWCU_LAUNCHES
 }
 
 func (b *build) move(moves []C.ow_move) {
@@ -251,7 +332,7 @@ func (b *build) move(moves []C.ow_move) {
 	}
 }
 
-// flushBatch makes launches of a batch: decode, then move.
+// flushBatch makes launches of a batch: decode, then move, then cast.
 func (b *build) flushBatch() {
 	for t := range b.batch {
 		if n := len(b.batch[t]); n > 0 {
@@ -265,22 +346,28 @@ func (b *build) flushBatch() {
 		b.parts = append(b.parts, b.moved...)
 		b.moved = b.moved[:0]
 	}
+	if n := len(b.cast); n > 0 {
+		b.launches = append(b.launches, launch{kernelCast, len(b.parts), n})
+		b.parts = append(b.parts, b.cast...)
+		b.cast = b.cast[:0]
+	}
 }
 
 // write puts the round into the slot's pinned memory and its C side.
 func (b *build) write() {
 	s := b.s
 	head := unsafe.Add(s.host, -headBytes)
-	size := len(b.chunks)*chunkSize + len(b.moves)*moveSize + len(b.segs)*segSize + len(b.parts)*partSize
+	size := len(b.chunks)*chunkSize + len(b.moves)*moveSize + len(b.casts)*castSize + len(b.segs)*segSize + len(b.parts)*partSize
 	size = (size + 15) &^ 15
 	table := unsafe.Add(s.host, -size)
 	device := s.dev - uint64(size)
-	var at [4]int
+	var at [5]int
 	n := 0
 	at[0], n = n, n+put(table, n, b.chunks)
 	at[1], n = n, n+put(table, n, b.moves)
 	at[2], n = n, n+put(table, n, b.segs)
-	at[3], _ = n, n+put(table, n, b.parts)
+	at[3], n = n, n+put(table, n, b.parts)
+	at[4], _ = n, n+put(table, n, b.casts)
 	clear(unsafe.Slice((*uint32)(head), len(b.chunks)))
 
 	copies := s.c.copies[:0]
@@ -302,9 +389,12 @@ func (b *build) write() {
 	s.c.nlaunches = C.uint32_t(len(b.launches))
 	for i, l := range b.launches {
 		c := C.struct_owcu_launch{kernel: C.uint32_t(l.kernel), n: C.uint32_t(l.n)}
-		if l.kernel == kernelMove {
+		switch l.kernel {
+		case kernelMove:
 			c.a, c.b = C.owcu_ptr(device+uint64(at[1])), C.owcu_ptr(device+uint64(at[3]+l.first*partSize))
-		} else {
+		case kernelCast:
+			c.a, c.b = C.owcu_ptr(device+uint64(at[4])), C.owcu_ptr(device+uint64(at[3]+l.first*partSize))
+		default:
 			c.a, c.b = C.owcu_ptr(device+uint64(at[0])), C.owcu_ptr(device+uint64(at[2]+l.first*segSize))
 		}
 		s.c.launches[i] = c

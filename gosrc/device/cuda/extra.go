@@ -24,6 +24,13 @@ var castable = map[tensor.DType]C.uint32_t{
 	tensor.F8E4M3: C.OW_CAST_E4M3, tensor.F8E5M2: C.OW_CAST_E5M2,
 }
 
+// CanCast says whether there is a kernel for a cast.
+func CanCast(c device.Cast) bool {
+	_, from := castable[c.From]
+	_, to := castable[c.To]
+	return from && to && c.To.Bits() > 8
+}
+
 // Cast turns the elements of src, of type from, into elements of type to at
 // dst, on the device, and waits for it: floats of 32 and 16 bits into one
 // another, and of 8 bits into those. The two do not overlap.

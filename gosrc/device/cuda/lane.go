@@ -64,17 +64,18 @@ type Lane struct {
 type Slot struct {
 	Bytes []byte
 
-	c     *C.struct_owcu_slot
-	index int
-	host  unsafe.Pointer // of Bytes
-	lent  []byte         // registered memory that stands for Bytes; nil: none
-	dev   uint64         // its twin in the staging
-	owned bool
-	count int      // jobs of the piece
-	taken [2]int64 // bytes copied and decoded, while the lane is timed
-	done  func(job int, err error)
-	errs  map[int]error // by job
-	build build
+	c      *C.struct_owcu_slot
+	index  int
+	host   unsafe.Pointer // of Bytes
+	lent   []byte         // registered memory that stands for Bytes; nil: none
+	dev    uint64         // its twin in the staging
+	owned  bool
+	count  int      // jobs of the piece
+	rounds int      // of the last piece
+	taken  [2]int64 // bytes copied and decoded, while the lane is timed
+	done   func(job int, err error)
+	errs   map[int]error // by job
+	build  build
 }
 
 // Lane gives a lane with so many slots of so many bytes; not positive numbers
@@ -220,8 +221,10 @@ func (l *Lane) Submit(s *Slot, n int64, jobs []device.Job, done func(job int, er
 		}
 	}
 	err := l.broken
+	s.rounds = 0
 	for err == nil && !b.finished() {
 		err = l.round(s, b)
+		s.rounds++
 	}
 	b.jobs = nil
 	if err != nil {

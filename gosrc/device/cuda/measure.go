@@ -48,11 +48,16 @@ func (l *Lane) Across(n int64, count int) (time.Duration, error) {
 
 // Again measures the kernels alone: it launches those of every slot's last piece
 // again, count times, and copies nothing. The pieces were submitted since the
-// lane was made, needed no scratch, have landed, and their destinations are
-// still held. No slot is in use meanwhile.
+// lane was made, have landed, needed no scratch and one round, and their
+// destinations are still held. No slot is in use meanwhile.
 func (l *Lane) Again(count int) (time.Duration, error) {
 	if count <= 0 {
 		return 0, fault.New(fault.ErrArgument, "%d launches", count)
+	}
+	for _, s := range l.slots {
+		if s.rounds > 1 {
+			return 0, fault.New(fault.ErrArgument, "a piece that took %d rounds cannot be launched again", s.rounds)
+		}
 	}
 	start := time.Now()
 	var e C.struct_owcu_error

@@ -102,5 +102,8 @@ func (l *Lane) Again(int) (time.Duration, error) { return 0, errNone }
 // Time has pieces tell when they were copied and decoded.
 func (l *Lane) Time(Span) error { return errNone }
 
+// CanCast says whether there is a kernel for a cast.
+func CanCast(device.Cast) bool { return false }
+
 // Floor measures the wire.
 func (l *Lane) Floor(int64, int) (time.Duration, error) { return 0, errNone }

@@ -21,6 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
@@ -299,6 +300,152 @@ func TestPinned(t *testing.T) {
 				}
 				l.Close()
 			}
+		}
+	}
+}
+
+// Tensors are saved from where they lie on a device, chunk by chunk: the file is
+// that of the same tensors on the host, byte for byte, ties included.
+func TestSaveFromDevice(t *testing.T) {
+	engine(t)
+	for _, kind := range []string{"tied", "hostile"} {
+		for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10, Parts: 4}, {}} {
+			path, m, want := written(t, spec, kind, 1<<20)
+			d, err := cuda.Open(0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			l, err := m.Start(nil, load.Options{Device: "cuda:0"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := finish(t, l); err != nil {
+				t.Fatal(err)
+			}
+			in := make([]save.Input, l.Len())
+			spec.Away = map[int]*save.Away{}
+			for i := range in {
+				mem, shape, dtype, _ := l.Take(i)
+				defer mem.Release()
+				in[i] = save.Input{Name: m.Index().Tensors[i].Name, DType: dtype, Shape: shape}
+				spec.Away[i] = &save.Away{Addr: uintptr(mem.Ptr), Bytes: mem.Bytes, Read: func(dst []byte, off int64) error {
+					return d.Read(dst, device.Memory{Ptr: unsafe.Add(mem.Ptr, off), Bytes: int64(len(dst))})
+				}}
+			}
+			l.Close()
+			spec.Path = filepath.Join(t.TempDir(), "again.safetensors")
+			if _, err := save.Write(t.Context(), job.New("save"), spec, in); err != nil {
+				t.Fatal(err)
+			}
+			one, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			two, err := os.ReadFile(spec.Path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if kind == "tied" && !spec.Compress && len(one) != len(two) || kind == "hostile" && !spec.Compress {
+				whole(t, reopened(t, spec.Path), want, 0) // a plain file's order is that of its tensors
+			} else if !bytes.Equal(one, two) {
+				t.Errorf("%s, compressed %v: %d and %d bytes, or others", kind, spec.Compress, len(one), len(two))
+			}
+		}
+	}
+}
+
+// A cast while landing gives the bytes of the cast after it, whole and in slices,
+// from packed, parted and plain files, into the engine's memory and the
+// caller's; what has no kernel stays what it is.
+func TestCastWhileLanding(t *testing.T) {
+	engine(t)
+	d, err := cuda.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for kind, targets := range map[string][]tensor.DType{
+		"": {tensor.F32, tensor.F16}, "fp16": {tensor.BF16}, "fp32": {tensor.BF16, tensor.F16}, "fp8-e4m3": {tensor.BF16},
+		"fp8-e5m2": {tensor.F16}, "hostile": {tensor.F32},
+	} {
+		for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {Compress: true, ChunkBytes: 64 << 10, Parts: 4}, {}} {
+			_, m, _ := written(t, spec, kind, 1<<20)
+			var reqs []load.Request
+			for i := range m.Index().Tensors {
+				q := load.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
+				if x := &m.Index().Tensors[i]; len(x.Shape) > 1 && x.Shape[0] > 4 && x.Shape[1] > 8 && x.DType.Bits() >= 8 {
+					q.Lo0, q.Hi0 = 1, 4
+					if i%2 == 0 {
+						q.Lo1, q.Hi1 = 2, 7
+					}
+					reqs = append(reqs, q)
+					q = load.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
+				}
+				reqs = append(reqs, q)
+			}
+			for _, to := range targets {
+				loaded := func(opt load.Options) *load.Loading {
+					opt.Device = "cuda:0"
+					l, err := m.Start(reqs, opt)
+					if err != nil {
+						t.Fatal(err)
+					}
+					if err := finish(t, l); err != nil {
+						t.Fatal(err)
+					}
+					return l
+				}
+				plainly, fused := loaded(load.Options{}), loaded(load.Options{Cast: to.String()})
+				lane, err := d.Lane(0, 0)
+				if err != nil {
+					t.Fatal(err)
+				}
+				casts := 0
+				for i := range reqs {
+					a, _, from, _ := plainly.Take(i)
+					b, _, got, _ := fused.Take(i)
+					want := make([]byte, a.Bytes)
+					if err := d.Read(want, a); err != nil {
+						t.Fatal(err)
+					}
+					if c := (device.Cast{From: from, To: to}); from != to && cuda.CanCast(c) {
+						casts++
+						mem, err := d.Alloc([]int64{a.Bytes / int64(from.Bits()/8) * int64(to.Bits()/8)})
+						if err != nil {
+							t.Fatal(err)
+						}
+						if err := lane.Cast(t.Context(), mem[0], a, from, to); err != nil {
+							t.Fatal(err)
+						}
+						want = make([]byte, mem[0].Bytes)
+						if err := d.Read(want, mem[0]); err != nil {
+							t.Fatal(err)
+						}
+						mem[0].Release()
+						from = to
+					}
+					bytesOf := make([]byte, b.Bytes)
+					if err := d.Read(bytesOf, b); err != nil {
+						t.Fatal(err)
+					}
+					if got != from || !bytes.Equal(bytesOf, want) {
+						t.Errorf("%s %+v to %v: %s as %v differs", kind, spec, to, m.Index().Tensors[reqs[i].Tensor].Name, got)
+					}
+					a.Release()
+					b.Release()
+				}
+				lane.Close()
+				plainly.Close()
+				fused.Close()
+				if casts == 0 {
+					t.Errorf("%s to %v: nothing was cast", kind, to)
+				}
+			}
+		}
+	}
+	_, m, _ := written(t, save.Spec{}, "", 1<<19)
+	for _, opt := range []load.Options{{Cast: "F7", Device: "cuda"}, {Cast: "F32"}} {
+		if _, err := m.Start(nil, opt); !errors.Is(err, fault.ErrArgument) {
+			t.Errorf("%+v: %v", opt, err)
 		}
 	}
 }

@@ -176,3 +176,23 @@ func FuzzShards(f *testing.F) {
 		}
 	})
 }
+
+// Only keeps the files of the names and all that is in these; a name that the
+// index lacks may be anywhere.
+func TestOnly(t *testing.T) {
+	s := Shards{Files: []string{"a", "b", "c"}, Weights: []Weight{{"x", 2}, {"y", 0}, {"z", 2}, {"w", 1}}, TotalSize: 9}
+	for _, c := range []struct {
+		names string
+		want  Shards
+	}{
+		{"", Shards{TotalSize: 9}},
+		{"x", Shards{Files: []string{"c"}, Weights: []Weight{{"x", 0}, {"z", 0}}, TotalSize: 9}},
+		{"z y x x", Shards{Files: []string{"a", "c"}, Weights: []Weight{{"x", 1}, {"y", 0}, {"z", 1}}, TotalSize: 9}},
+		{"x y w", s},
+		{"x nowhere", s},
+	} {
+		if got := s.Only(strings.Fields(c.names)); !reflect.DeepEqual(got, c.want) {
+			t.Errorf("%q: %+v, want %+v", c.names, got, c.want)
+		}
+	}
+}

@@ -277,11 +277,12 @@ func TestVectorFile(t *testing.T) {
 		Name      string `json:"name"`
 		File      string `json:"file"` // base64
 		Reference bool   `json:"reference"`
-		Ours      string `json:"ours"` // class, "" when read
+		Ours      string `json:"ours"`    // class, "" when read
+		Lenient   bool   `json:"lenient"` // the lenient switch reads it
 	}
 	var rows []row
 	for _, v := range vectors() {
-		r := row{v.name, base64.StdEncoding.EncodeToString(v.file), v.accept, ""}
+		r := row{v.name, base64.StdEncoding.EncodeToString(v.file), v.accept, "", v.loose}
 		if v.class != nil {
 			r.Ours = fault.Class(v.class)
 		}

@@ -43,6 +43,7 @@ type past struct {
 type windows struct {
 	forced bool // what is resident does not count
 	state  []atomic.Int32
+	bytes  atomic.Int64 // read past the cache
 }
 
 // The states of a window.
@@ -73,8 +74,16 @@ func (f *File) Expect(total int64, how string) int {
 	if !f.past.open(f.fd) {
 		return 0
 	}
-	f.past.load.Store(&windows{forced, make([]atomic.Int32, f.size/window+1)})
+	f.past.load.Store(&windows{forced: forced, state: make([]atomic.Int32, f.size/window+1)})
 	return depth
+}
+
+// Past is how many bytes came past the cache; see source.Planned.
+func (f *File) Past() int64 {
+	if l := f.past.load.Load(); l != nil {
+		return l.bytes.Load()
+	}
+	return 0
 }
 
 // anyCold looks at places all over the file. f.mu is held.
@@ -161,7 +170,8 @@ var buffers = sync.Pool{New: func() any {
 func (p *past) read(b []byte, off int64) (int, error) {
 	head := off % p.align
 	if whole := min(len(b), step) &^ (page - 1); head == 0 && whole > 0 && uintptr(unsafe.Pointer(&b[0]))%page == 0 {
-		return unix.Pread(p.fd, b[:whole], off)
+		n, err := unix.Pread(p.fd, b[:whole], off)
+		return p.count(n), err
 	}
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
@@ -170,7 +180,14 @@ func (p *past) read(b []byte, off int64) (int, error) {
 	if err != nil || int64(got) <= head {
 		return 0, err
 	}
-	return copy(b, (*buf)[head:got]), nil
+	return p.count(copy(b, (*buf)[head:got])), nil
+}
+
+func (p *past) count(n int) int {
+	if l := p.load.Load(); l != nil && n > 0 {
+		l.bytes.Add(int64(n))
+	}
+	return n
 }
 
 // refused says whether an error is about O_DIRECT and not about the bytes.

@@ -148,6 +148,9 @@ func TestColdStaysCold(t *testing.T) {
 	if !bytes.Equal(got, data) {
 		t.Fatal("wrong bytes")
 	}
+	if f.Past() != window {
+		t.Errorf("%d bytes past the cache, want %d", f.Past(), window)
+	}
 	for i, want := range []float64{1, 0, 1} {
 		if share, _ := resident(f.fd, int64(i)*window, window); share < want-0.1 || share > want+0.1 {
 			t.Errorf("window %d: %.2f resident, want %.0f", i, share, want)

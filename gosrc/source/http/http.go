@@ -52,8 +52,9 @@ var options = append([]string{"headers", "token", "cacert", "capath", "insecure"
 
 // A Source is an open object. It implements source.Source.
 type Source struct {
-	source.Source        // *retry.Source or *spool
+	source.Source        // *retry.Source or *stream
 	head          []byte // the object's first bytes
+	o             *object
 	shut          atomic.Bool
 }
 
@@ -147,6 +148,18 @@ func (s *Source) Far() int {
 	return 1
 }
 
+// Identity is what pins the object: its ETag, else its date, "" if the server
+// gives neither. A weak ETag pins nothing.
+func (s *Source) Identity() string {
+	if strings.HasPrefix(s.o.etag, "W/") {
+		return ""
+	}
+	if s.o.etag != "" {
+		return s.o.etag
+	}
+	return s.o.modified
+}
+
 // Counts is what was asked of the server; zero for one without ranges.
 func (s *Source) Counts() retry.Counts {
 	if f, ok := s.Source.(*retry.Source); ok {
@@ -209,7 +222,7 @@ func (o *object) first(ctx context.Context, far retry.Options) (*Source, error) 
 	}
 	o.size, o.etag, o.modified = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified")
 	far.Host = o.url.Scheme + "://" + o.url.Host
-	return &Source{Source: retry.New(o, far), head: head}, nil
+	return &Source{Source: retry.New(o, far), head: head, o: o}, nil
 }
 
 // Fetch opens a range; see retry.Fetcher.

@@ -3,13 +3,19 @@ package open
 
 import (
 	"context"
+	"maps"
 	"net/url"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/cache"
 	"github.com/overwire/overwire/gosrc/source/file"
 	"github.com/overwire/overwire/gosrc/source/http"
+	"github.com/overwire/overwire/gosrc/source/pipe"
+	"github.com/overwire/overwire/gosrc/source/redis"
+	"github.com/overwire/overwire/gosrc/source/s3"
 )
 
 // schemes says who opens what. A name without a scheme is a local path.
@@ -27,10 +33,19 @@ var schemes = map[string]func(ctx context.Context, uri string, opt source.Option
 	"http":  overHTTP,
 	"https": overHTTP,
 	"hf":    overHTTP,
+	"s3": func(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
+		return wrap(s3.Open(ctx, uri, opt))
+	},
+	"redis":  inRedis,
+	"rediss": inRedis,
 }
 
 func overHTTP(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
 	return wrap(http.Open(ctx, uri, opt))
+}
+
+func inRedis(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
+	return wrap(redis.Open(ctx, uri, opt))
 }
 
 // wrap keeps a nil *file.File from becoming a Source that is not nil.
@@ -42,8 +57,38 @@ func wrap[S source.Source](s S, err error) (source.Source, error) {
 }
 
 // With returns what opens one URI as the caller said; local files need no
-// options and take no notice of them.
+// options and take no notice of them. http and https are left to an external
+// downloader where a setting names one. The option "cache" is a folder that
+// keeps whole objects of any store; see the room cache.
 func With(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
+	dir := opt.Storage["cache"]
+	if dir != "" {
+		opt.Storage = maps.Clone(opt.Storage)
+		delete(opt.Storage, "cache")
+	}
+	dial := direct(opt)
+	return func(ctx context.Context, uri string) (source.Source, error) {
+		s, err := dial(ctx, uri)
+		if err != nil || dir == "" || !source.Remote(uri) {
+			return s, err
+		}
+		return cache.Keep(ctx, dir, s)
+	}
+}
+
+// direct is With, without a cache.
+func direct(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
+	own := Own(opt)
+	return func(ctx context.Context, uri string) (source.Source, error) {
+		if program := knob.Downloader.Get(); program != "" && (Scheme(uri) == "http" || Scheme(uri) == "https") {
+			return wrap(pipe.Open(ctx, program, uri, opt))
+		}
+		return own(ctx, uri)
+	}
+}
+
+// Own is With, without any other program: a downloader may be overwire.
+func Own(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
 	return func(ctx context.Context, uri string) (source.Source, error) {
 		fn, ok := schemes[Scheme(uri)]
 		if !ok {

@@ -26,7 +26,14 @@ from ..errors import ArgumentError
 __all__ = ["install", "names", "path"]
 
 # What each name stands for: original module -> ours. Parents come first.
+_FST = (
+    "allocation auto_loader common config copier copier.base copier.gds copier.nogds copier.registry copier.threefs copier.unified "
+    "cpp dlpack ep_slice file_buffer frameworks loader parallel_loader saver st_types tensor_factory threefs_loader"
+)
 _MODULES: dict[str, dict[str, str]] = {
+    # Without frameworks._torch and ._paddle, which import torch and paddle.
+    "fastsafetensors": {"fastsafetensors": "fastsafetensors"}
+    | {f"fastsafetensors.{name}": f"fastsafetensors.{name}" for name in _FST.split()},
     "nvcomp": {
         "nvidia.nvcomp": "nvcomp",
         "nvidia.nvcomp.nvcomp_impl": "nvcomp",
@@ -49,8 +56,8 @@ def names() -> list[str]:
 
 def install(name: str) -> None:
     """Puts a library's modules into sys.modules under their original names:
-    "nvcomp" (as nvidia.nvcomp), "nyacomp", or "nyacomp_core" for its extension
-    `_nyacomp` alone.
+    "fastsafetensors", "nvcomp" (as nvidia.nvcomp), "nyacomp", or "nyacomp_core" for
+    its extension `_nyacomp` alone.
 
     Whoever imported the original before keeps it. Raises ArgumentError for
     other names.

@@ -26,7 +26,7 @@ from . import hlif, manifests, settings
 
 __all__ = ["AsyncDecompressor", "CompressedFile", "batch_decompress", "compress", "decompress", "decompress_from_meta"]
 
-__version__ = "0.2.0"
+__version__ = overwire.__version__
 
 _SAMPLE = 1 << 16  # bytes of one of 16 samples
 
@@ -67,7 +67,8 @@ def _kind(data: Any) -> Any:
         step = size // 16 // 8 * 8
         data = torch.cat([data[at * step : at * step + _SAMPLE] for at in range(16)])
     best, kind = _entropy(data) / 8, torch.uint8
-    for dtype, bits, low in ((torch.bfloat16, 16, 7), (torch.float16, 16, 10), (torch.float32, 32, 23), (torch.float64, 64, 52)):
+    # float16 first: read as bfloat16 it looks as good and is not.
+    for dtype, bits, low in ((torch.float16, 16, 10), (torch.bfloat16, 16, 7), (torch.float32, 32, 23), (torch.float64, 64, 52)):
         if size == 0 or size % (bits // 8):
             continue
         words = data.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[bits])
@@ -121,10 +122,11 @@ def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequ
     assignments: positions in files for each thread, in any number of bins. They
         are checked and otherwise passed over: every worker takes what is next.
 
-    Raises FormatError for sizes that do not fit before anything is allocated,
+    Raises ArgumentError for assignments that do not fit, FormatError for sizes that do not fit before anything is allocated,
     NotFoundError, CorruptError, NotSupportedError for what nvCOMP wrote.
     """
-    manifests.check_bins(assignments, len(files), "batch_decompress")
+    if not manifests.bins_fit(assignments, len(files)):
+        raise overwire.ArgumentError(f"overwire: assignments: they do not fit {len(files)} files: {assignments!r:.100}")
     return _read([_Entry(file, _place(file.filename, "")) for file in files], None)
 
 
@@ -168,6 +170,13 @@ class AsyncDecompressor:
             if self._tensors is None:
                 self._tensors = _read(_entries(self.path), self._preload)
             return list(self._tensors)
+
+    def take(self) -> list[Any]:
+        """`get`, for whom the tensors shall be his alone: they are not kept, and a
+        later call loads anew."""
+        with self._lock:
+            tensors, self._tensors = self._tensors, None
+            return _read(_entries(self.path), self._preload) if tensors is None else tensors
 
 
 class _Entry:

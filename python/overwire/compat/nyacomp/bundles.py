@@ -75,9 +75,11 @@ def get_pipeline_params(pipeline: Any) -> list[Any]:
     import torch
 
     found = []
+    held = getattr(pipeline, "__dict__", {})
     for name in pipeline.config:
-        part = None if name in ("_class_name", "_diffusers_version", "_module") else getattr(pipeline, name, None)
-        if isinstance(part, torch.nn.Module):
+        # diffusers warns when it is asked for a key that is no component.
+        part = held.get(name) or (getattr(pipeline, name, None) if hasattr(type(pipeline), name) else None)
+        if isinstance(part, torch.nn.Module) and not name.startswith("_"):
             found += list(part.parameters())
     return found
 
@@ -158,7 +160,7 @@ def _load(path: PathLike, verb: Any) -> Any:
     except overwire.NotFoundError:
         if not os.path.exists(path) or manifests.find(path, manifests.MERGE_INFO) is None or not _foreign(path):
             raise
-    tensors = split_tensors(get_tensors(path), manifests.read_merge_info(path))
+    tensors = split_tensors(_stored(path, keep=False), manifests.read_merge_info(path))
     with open(path, "rb") as file:
         if file.read(2) == b"PK":
             return _filled(path, tensors)
@@ -234,9 +236,14 @@ def get_tensors(path: PathLike) -> list[Any]:
     """The tensors of the bundle at `path` as they are stored (merged): of the
     preload if that is of this bundle, else read now, by its meta.csv (with
     PYTHON_ARGS by its metadata.pkl), else by PRELOAD_PATH."""
+    return _stored(path, keep=True)
+
+
+def _stored(path: PathLike, keep: bool) -> list[Any]:
+    # keep: whether the preload holds on to what it hands out.
     meta = manifests.find(path, manifests.META)
     if decompressor is not None and (meta is None or _same(decompressor.path, path)):
-        return decompressor.get()
+        return decompressor.get() if keep else decompressor.take()
     if settings.flag("PYTHON_ARGS"):
         return _nyacomp.batch_decompress(*get_args(path))
     return _nyacomp.decompress_from_meta(meta or settings.text("PRELOAD_PATH", DEFAULT_META))

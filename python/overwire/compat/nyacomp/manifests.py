@@ -25,7 +25,7 @@ __all__ = [
     "META",
     "Manifest",
     "Row",
-    "check_bins",
+    "bins_fit",
     "find",
     "host_name",
     "ints",
@@ -88,14 +88,18 @@ def parse_csv(text: str, path: str) -> Manifest:
                 source=path,
             ) from error
         rows.append(row)
-    check_bins(bins, len(rows), path)
+    _check_bins(bins, len(rows), path)
     return Manifest(path, bins, rows)
 
 
-def check_bins(bins: Sequence[Sequence[int]], count: int, path: str) -> None:
-    """FormatError unless bins name files that are there, none twice."""
+def bins_fit(bins: Sequence[Sequence[int]], count: int) -> bool:
+    """Whether bins name files that are there, none twice."""
     listed = [at for part in bins for at in part]
-    if len(set(listed)) != len(listed) or any(at < 0 or at >= count for at in listed):
+    return len(set(listed)) == len(listed) and all(0 <= at < count for at in listed)
+
+
+def _check_bins(bins: Sequence[Sequence[int]], count: int, path: str) -> None:
+    if not bins_fit(bins, count):
         raise overwire.FormatError(f"overwire: open {path}: its bins do not fit its {count} files", source=path)
 
 
@@ -190,5 +194,5 @@ def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], l
         raise
     except Exception as error:  # a broken pickle fails in any way it likes
         raise overwire.FormatError(f"overwire: open {place}: not a {METADATA}: {error}", source=str(place)) from error
-    check_bins(bins, sum(bool(row) for row in rows), str(place))
+    _check_bins(bins, sum(bool(row) for row in rows), str(place))
     return rows, bins

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from . import numpy, safe_open
+from overwire.compat.safetensors import numpy, safe_open
 
 __all__ = ["load", "load_file", "save", "save_file"]
 

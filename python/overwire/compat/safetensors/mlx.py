@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core  # noqa: F401 (to be refused here where it is missing)
 
-from . import numpy, safe_open
-from ._frameworks import from_mlx, to_mlx
+from overwire.compat.safetensors import numpy, safe_open
+from overwire.compat.safetensors._frameworks import from_mlx, to_mlx
 
 __all__ = ["load", "load_file", "save", "save_file"]
 

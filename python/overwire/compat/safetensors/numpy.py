@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 import overwire
-
-from . import TensorSpec, deserialize, safe_open, serialize, serialize_file
-from ._bytes import bytes_file
-from ._errors import reading
+from overwire.compat.safetensors import TensorSpec, deserialize, safe_open, serialize, serialize_file
+from overwire.compat.safetensors._bytes import bytes_file
+from overwire.compat.safetensors._errors import reading
 
 __all__ = ["TensorSpec", "deserialize", "load", "load_file", "safe_open", "save", "save_file", "serialize", "serialize_file"]
 

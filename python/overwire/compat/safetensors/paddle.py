@@ -6,8 +6,8 @@ from typing import Any
 
 import paddle
 
-from . import TensorSpec, deserialize, numpy, safe_open, serialize, serialize_file
-from ._frameworks import to_paddle
+from overwire.compat.safetensors import TensorSpec, deserialize, numpy, safe_open, serialize, serialize_file
+from overwire.compat.safetensors._frameworks import to_paddle
 
 __all__ = ["TensorSpec", "deserialize", "load", "load_file", "safe_open", "save", "save_file", "serialize", "serialize_file"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from . import numpy, safe_open
+from overwire.compat.safetensors import numpy, safe_open
 
 __all__ = ["load", "load_file", "save", "save_file"]
 

@@ -1,8 +1,9 @@
-package save
+package ordered
 
 import (
 	"context"
 	"errors"
+	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -11,6 +12,15 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
+
+var bg = context.Background()
+
+// newRand prints its seed, so that a failure can be run again.
+func newRand(t testing.TB) *rand.Rand {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	return rand.New(rand.NewPCG(seed, 1))
+}
 
 func TestOrdered(t *testing.T) {
 	// Promise: every task is worked, has its turn in order and is flushed, each
@@ -31,8 +41,8 @@ func TestOrdered(t *testing.T) {
 			return nil
 		}
 		var under, next atomic.Int64
-		o := ordered{n: n, window: window, workers: workers,
-			work: func(_, k int) error {
+		o := Tasks{N: n, Window: window, Workers: workers,
+			Work: func(_, k int) error {
 				if under.Add(1) > int64(window) {
 					t.Errorf("more than %d at once", window)
 				}
@@ -41,15 +51,15 @@ func TestOrdered(t *testing.T) {
 				}
 				return step(k, 0)
 			},
-			turn: func(k int) error {
+			Turn: func(k int) error {
 				if next.Add(1) != int64(k)+1 {
 					t.Errorf("turn of %d too early", k)
 				}
 				return step(k, 1)
 			},
-			flush: func(k int) error { defer under.Add(-1); return step(k, 2) },
+			Flush: func(k int) error { defer under.Add(-1); return step(k, 2) },
 		}
-		if err := o.run(bg, "test"); err != nil {
+		if err := o.Run(bg, "test"); err != nil {
 			t.Fatal(err)
 		}
 		for k, d := range did {
@@ -77,20 +87,20 @@ func TestOrderedErrors(t *testing.T) {
 			}
 		}
 		w := fail(0)
-		o := ordered{n: 50, window: 1 + r.IntN(9), workers: 1 + r.IntN(4),
-			work: func(_, k int) error { return w(k) }, turn: fail(1), flush: fail(2)}
-		if err := o.run(bg, "test"); err != bad {
+		o := Tasks{N: 50, Window: 1 + r.IntN(9), Workers: 1 + r.IntN(4),
+			Work: func(_, k int) error { return w(k) }, Turn: fail(1), Flush: fail(2)}
+		if err := o.Run(bg, "test"); err != bad {
 			t.Fatal(err)
 		}
 	}
 	ctx, cancel := context.WithCancel(bg)
-	o := ordered{n: 1 << 30, window: 9, workers: 3, work: func(_, k int) error {
+	o := Tasks{N: 1 << 30, Window: 9, Workers: 3, Work: func(_, k int) error {
 		if k == 100 {
 			cancel()
 		}
 		return nil
 	}}
-	if err := o.run(ctx, "test"); !errors.Is(err, fault.ErrCancelled) {
+	if err := o.Run(ctx, "test"); !errors.Is(err, fault.ErrCancelled) {
 		t.Fatal(err)
 	}
 	if spawn.Running() > before {

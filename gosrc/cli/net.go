@@ -1,0 +1,129 @@
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/fetch"
+	"github.com/overwire/overwire/gosrc/serve"
+)
+
+var fetchVerb = &verb{
+	name: "fetch", args: "[-o OUT] URL...", least: 1, most: -1,
+	short: "download URLs, one after the other, to standard output",
+	long: `
+Writes the bodies of the URLs (or files) to standard output, in order and
+nothing else: what nyacomp's remotefile does. Ranges are fetched ahead, several
+at once, resumed where a connection breaks, and held in 64 MiB at most. Any
+failure, a short body or an HTTP error among them, gives a status that is not 0.
+With -o OUT the file is complete or absent.`,
+	example: "overwire fetch https://host/a.bin https://host/b.bin | consumer",
+	options: []option{
+		{name: "output", short: "o", value: "OUT", doc: "file to write instead"},
+		{name: "silent", short: "s", doc: "accepted; it says nothing but errors anyway"},
+		{name: "verbose", short: "v", doc: "say on standard error how much came, and how fast"},
+		storageOption,
+	},
+	run: func(c *call) error {
+		storage, err := c.storage()
+		if err != nil {
+			return err
+		}
+		out := c.opts["output"]
+		if c.is("json") && out == "" {
+			return usage("--json needs -o OUT: standard output is for the bytes")
+		}
+		spec := fetch.Spec{URIs: c.args, Storage: storage, Own: true}
+		if out == "" {
+			rep, err := fetch.Fetch(c.ctx, c.job, spec, c.stdout)
+			if err == nil && c.is("verbose") {
+				fmt.Fprintf(c.stderr, "%s in %.2f s, %s\n", bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
+			}
+			return err
+		}
+		f, err := os.CreateTemp(filepath.Dir(out), ".overwire-*")
+		if err != nil {
+			return fault.FromOS(err)
+		}
+		defer os.Remove(f.Name()) // gone once renamed
+		rep, err := fetch.Fetch(c.ctx, c.job, spec, f)
+		if err == nil {
+			err = fault.FromOS(errors.Join(f.Chmod(0o644), f.Sync(), f.Close(), os.Rename(f.Name(), out)))
+		} else {
+			_ = f.Close()
+		}
+		if err != nil {
+			return err
+		}
+		return c.show(rep, func(w io.Writer) {
+			fmt.Fprintf(w, "%s: %s in %.2f s, %s\n", out, bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
+		})
+	},
+}
+
+var serveVerb = &verb{
+	name: "serve", args: "DIR", least: 1, most: 1,
+	short: "serve a folder over HTTP, for experiments: link speed, latency, faults",
+	long: `
+Serves the files of DIR with ranges and ETags until it is interrupted. It binds
+to this machine alone unless --address says otherwise, and asks for no password.
+--faults takes probabilities of one answer: ` + strings.Join(slices.Sorted(maps.Keys(serve.Kinds)), ", ") + ".",
+	example: "overwire serve models --address 127.0.0.1:8080 --rate 300MB --latency 20 --faults reset=0.1,503=0.05",
+	options: []option{
+		{name: "address", value: "HOST:PORT", doc: "where to listen (default 127.0.0.1:0, a free port)"},
+		{name: "rate", value: "SIZE", doc: "bytes a second over all connections, e.g. 1.25GB"},
+		{name: "latency", value: "MS", doc: "milliseconds before each answer"},
+		{name: "faults", value: "LIST", doc: "name=probability,..."},
+		{name: "seed", value: "N", doc: "of the faults"},
+		{name: "retry-after", value: "S", doc: "seconds that 429 and 503 ask for"},
+		{name: "no-ranges", doc: "take no notice of ranges, as old servers do"},
+		{name: "chunked", doc: "name no length either"},
+		{name: "cert", value: "PEM", doc: "certificate, for TLS"},
+		{name: "key", value: "PEM", doc: "its key"},
+	},
+	run: func(c *call) error {
+		opt := serve.Options{Address: c.opts["address"], NoRanges: c.is("no-ranges"), Chunked: c.is("chunked"), Cert: c.opts["cert"], Key: c.opts["key"]}
+		var err error
+		if opt.Rate, err = c.size("rate"); err != nil {
+			return err
+		}
+		ms, err := c.number("latency", 0, 0, 60_000)
+		if err != nil {
+			return err
+		}
+		after, err := c.number("retry-after", 0, 0, 3600)
+		if err != nil {
+			return err
+		}
+		seed, err := c.number("seed", 0, 0, 1<<62)
+		if err != nil {
+			return err
+		}
+		opt.Latency, opt.RetryAfter, opt.Seed = time.Duration(ms)*time.Millisecond, time.Duration(after)*time.Second, uint64(seed)
+		opt.Faults = map[string]float64{}
+		for _, word := range strings.FieldsFunc(c.opts["faults"], func(r rune) bool { return r == ',' }) {
+			name, text, _ := strings.Cut(word, "=")
+			if opt.Faults[name], err = strconv.ParseFloat(text, 64); err != nil {
+				return usage("--faults %s: write name=probability,...", word)
+			}
+		}
+		s, err := serve.New(c.args[0], opt)
+		if err != nil {
+			return err
+		}
+		if err := c.show(map[string]string{"url": s.URL()}, func(w io.Writer) { fmt.Fprintf(w, "%s\n", s.URL()) }); err != nil {
+			_ = s.Close()
+			return err
+		}
+		return s.Wait(c.ctx)
+	},
+}

@@ -1,0 +1,44 @@
+package cli
+
+import (
+	"encoding/json"
+	"io"
+	"net/http"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+// Files go to a store and come back; nothing there is written over without
+// --force; a presigned URL reads the very bytes.
+func TestStore(t *testing.T) {
+	s := sourcetest.StartS3(t, false)
+	b, _ := json.Marshal(s.Options())
+	storage := "--storage=" + string(b)
+	plain := made(t, "llama-bf16")
+	must(t, "compress", plain, "-o", "s3://models/m.safetensors", storage)
+	if status, _, stderr := overwire("compress", plain, "-o", "s3://models/m.safetensors", storage); status == 0 || !strings.Contains(stderr, "--force") {
+		t.Errorf("status %d, %s", status, stderr)
+	}
+	must(t, "compress", "--force", plain, "-o", "s3://models/m.safetensors", storage)
+	if out := must(t, "verify", "s3://models/m.safetensors", storage); !strings.Contains(out, "contents verified") {
+		t.Error(out)
+	}
+	back := plain + ".back"
+	must(t, "decompress", "s3://models/m.safetensors", "-o", back, storage)
+	want, _ := os.ReadFile(plain)
+	got, err := os.ReadFile(back)
+	if err != nil || string(got) != string(want) {
+		t.Fatalf("%d bytes came back of %d: %v", len(got), len(want), err)
+	}
+	r, err := http.Get(strings.TrimSpace(must(t, "presign", "s3://models/m.safetensors", storage)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Body.Close()
+	if n, _ := io.Copy(io.Discard, r.Body); r.StatusCode != http.StatusOK || n == 0 || n >= int64(len(want)) {
+		t.Errorf("status %d, %d bytes", r.StatusCode, n)
+	}
+}

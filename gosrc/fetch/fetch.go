@@ -1,0 +1,150 @@
+// Package fetch is the verb that brings the bytes of URIs, one after the other,
+// to one writer, whatever is in them. Parts are read ahead, several at once, in
+// a window that does not grow.
+package fetch
+
+import (
+	"context"
+	"io"
+	"sync"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+)
+
+const (
+	part   = 4 << 20
+	window = 16 // parts in memory
+)
+
+// A Spec says what to fetch.
+type Spec struct {
+	URIs    []string       `json:"uris"`
+	Storage source.Options `json:"storage"`
+	// Own leaves nothing to an external downloader, which this may be.
+	Own bool `json:"own"`
+	// Most is the most bytes that all of them may have; 0: any number.
+	Most int64 `json:"most"`
+}
+
+// A Report is what was fetched.
+type Report struct {
+	Bytes   int64   `json:"bytes"`
+	Seconds float64 `json:"seconds"`
+}
+
+// A piece is a part that is being read.
+type piece struct {
+	buf  []byte
+	err  error
+	done chan struct{}
+	last source.Source // to be closed after this piece
+}
+
+// Fetch writes the bytes of every URI to w. After an error w has a prefix of
+// them. j may be nil.
+func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, error) {
+	start := time.Now()
+	if len(spec.URIs) == 0 {
+		return Report{}, fault.New(fault.ErrArgument, "nothing to fetch")
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel(nil)
+	pieces := make(chan *piece, window)
+	free := make(chan []byte, window)
+	for range window {
+		free <- nil
+	}
+	wg.Add(1)
+	spawn.Go("fetch", func() {
+		defer wg.Done()
+		defer close(pieces)
+		if err := spawn.Guard("fetch", func() error { return ahead(ctx, j, spec, pieces, free, &wg) }); err != nil {
+			cancel(err) // only the first cause stays
+		}
+	})
+	var rep Report
+	for p := range pieces {
+		<-p.done
+		if p.err == nil && ctx.Err() == nil {
+			n, err := w.Write(p.buf)
+			rep.Bytes += int64(n)
+			if j != nil {
+				j.Bytes.Add(int64(n))
+			}
+			if err != nil {
+				p.err = fault.New(fault.ErrIO, "write: %v", err)
+			}
+		}
+		if p.err != nil {
+			cancel(p.err)
+		}
+		if p.last != nil {
+			_ = p.last.Close()
+		}
+		free <- p.buf[:cap(p.buf)]
+	}
+	rep.Seconds = time.Since(start).Seconds()
+	if ctx.Err() != nil {
+		return rep, context.Cause(ctx)
+	}
+	return rep, nil
+}
+
+// ahead opens the sources and starts the reads, as far as there are buffers.
+func ahead(ctx context.Context, j *job.Job, spec Spec, pieces chan<- *piece, free <-chan []byte, wg *sync.WaitGroup) error {
+	dial := open.With(spec.Storage)
+	if spec.Own {
+		dial = open.Own(spec.Storage)
+	}
+	total := int64(0)
+	for _, uri := range spec.URIs {
+		s, err := dial(ctx, uri)
+		if err != nil {
+			return err
+		}
+		size := s.Size()
+		if total += size; spec.Most > 0 && total > spec.Most {
+			_ = s.Close()
+			return &fault.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
+				Err: fault.New(fault.ErrFormat, "%d bytes, which is more than the %d that such a file may have", total, spec.Most)}
+		}
+		if j != nil {
+			j.TotalBytes.Add(size)
+		}
+		if size == 0 {
+			_ = s.Close()
+		}
+		for off := int64(0); off < size; off += part {
+			var buf []byte
+			select {
+			case buf = <-free:
+			case <-ctx.Done():
+				_ = s.Close()
+				return context.Cause(ctx)
+			}
+			n := min(part, size-off)
+			if int64(cap(buf)) < n {
+				buf = make([]byte, n)
+			}
+			p := &piece{buf: buf[:n], done: make(chan struct{})}
+			if off+n == size {
+				p.last = s
+			}
+			pieces <- p // has room: there are as many buffers as places
+			wg.Add(1)
+			spawn.Go("fetch part", func() {
+				defer wg.Done()
+				defer close(p.done)
+				p.err = spawn.Guard("fetch part", func() error { return s.ReadAt(ctx, p.buf, off) })
+			})
+		}
+	}
+	return nil
+}

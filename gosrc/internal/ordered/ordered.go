@@ -1,0 +1,160 @@
+// Package ordered runs tasks on several workers, with a part in the middle of
+// each that keeps their order.
+package ordered
+
+import (
+	"context"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// Tasks are n tasks for several workers, of which a middle part runs strictly
+// in order:
+//
+//	Work(w, k)  in parallel: read and encode task k
+//	Turn(k)     one at a time, k = 0, 1, 2 …: hash it, give it its place
+//	Flush(k)    in parallel: write it
+//
+// At most Window tasks are between Work and the end of Flush, so what belongs
+// to task k may lie in slot k mod Window: that bounds the memory. The first
+// error ends everything; so does the context.
+type Tasks struct {
+	N, Window   int
+	Workers     int
+	Work        func(worker, k int) error
+	Turn, Flush func(k int) error // may be nil
+}
+
+type slotState uint8
+
+const (
+	idle slotState = iota
+	working
+	worked  // waits for its turn
+	placed  // waits for its flush
+	flushed // waits for the tasks before it, that the window may move on
+)
+
+// Run returns when every worker has ended: nothing of a task is in use after.
+func (o *Tasks) Run(ctx context.Context, name string) error {
+	r := &run{Tasks: o, state: make([]slotState, o.Window)}
+	r.wake.L = &r.mu
+	stop := context.AfterFunc(ctx, func() { r.fail(fault.FromOS(context.Cause(ctx))) })
+	defer stop()
+	workers := max(1, min(o.Workers, o.N))
+	var wg sync.WaitGroup
+	wg.Add(workers)
+	for w := range workers {
+		spawn.Go(name, func() {
+			defer wg.Done()
+			if err := spawn.Guard(name, func() error { return r.loop(w) }); err != nil {
+				r.fail(err)
+			}
+		})
+	}
+	wg.Wait()
+	r.mu.Lock() // a cancel may still be saying so
+	defer r.mu.Unlock()
+	return r.err
+}
+
+type run struct {
+	*Tasks
+	mu    sync.Mutex
+	wake  sync.Cond
+	state []slotState
+	// Tasks below base are over, those below next have been taken; front is
+	// the first that has not had its turn. base <= front <= next <= base+Window.
+	base, front, next int
+	turning           bool // a worker has the turn
+	unflushed         int  // placed slots that no worker has taken
+	err               error
+}
+
+func (r *run) fail(err error) {
+	r.mu.Lock()
+	if r.err == nil {
+		r.err = err
+	}
+	r.mu.Unlock()
+	r.wake.Broadcast()
+}
+
+// loop is one worker. It prefers what frees slots: flush, then turn, then work.
+func (r *run) loop(w int) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	// do runs f without the lock.
+	do := func(f func() error) error {
+		r.mu.Unlock()
+		defer r.mu.Lock()
+		return f()
+	}
+	for {
+		switch {
+		case r.err != nil || r.base == r.N:
+			r.wake.Broadcast()
+			return nil
+		case r.unflushed > 0:
+			k := r.base
+			for r.state[k%r.Window] != placed {
+				k++
+			}
+			r.unflushed--
+			r.state[k%r.Window] = working // nobody else takes it
+			if err := do(func() error { return r.Flush(k) }); err != nil {
+				return err
+			}
+			r.over(k)
+		case !r.turning && r.front < r.next && r.state[r.front%r.Window] == worked:
+			k := r.front
+			r.turning = true
+			var err error
+			if r.Turn != nil {
+				err = do(func() error { return r.Turn(k) })
+			}
+			r.turning = false
+			if err != nil {
+				return err
+			}
+			r.front++
+			if r.Flush == nil {
+				r.over(k)
+				break
+			}
+			r.state[k%r.Window] = placed
+			r.unflushed++
+			r.wake.Broadcast()
+		case r.next < r.N && r.next < r.base+r.Window:
+			k := r.next
+			r.next++
+			r.state[k%r.Window] = working
+			if err := do(func() error { return r.Work(w, k) }); err != nil {
+				return err
+			}
+			r.state[k%r.Window] = worked
+			r.wake.Broadcast()
+		default:
+			r.wake.Wait()
+		}
+	}
+}
+
+// over ends task k and moves the window.
+func (r *run) over(k int) {
+	r.state[k%r.Window] = flushed
+	for r.base < r.front && r.state[r.base%r.Window] == flushed {
+		r.state[r.base%r.Window] = idle
+		r.base++
+	}
+	r.wake.Broadcast()
+}
+
+// Each runs work over 0..n-1 on several workers, in no order.
+func Each(ctx context.Context, name string, workers, n int, work func(k int) error) error {
+	o := Tasks{N: n, Window: 4 * workers, Workers: workers,
+		Work: func(_, k int) error { return work(k) }}
+	return o.Run(ctx, name)
+}

@@ -1,0 +1,45 @@
+package save
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/knob"
+)
+
+// threads is how many workers there are: as asked, as the environment says, or
+// one a core.
+func threads(asked int) int {
+	if asked <= 0 {
+		asked = knob.Threads.Get()
+	}
+	if asked <= 0 {
+		asked = runtime.GOMAXPROCS(0)
+	}
+	return min(asked, 256)
+}
+
+// classed gives the bare errors of an ended context their class, wherever in a
+// verb they were noticed.
+func classed(ctx context.Context, err error) error {
+	if err != nil && (errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)) &&
+		!errors.Is(err, fault.ErrCancelled) && !errors.Is(err, fault.ErrTimeout) {
+		return cancelled(ctx)
+	}
+	return err
+}
+
+// cancelled is why ctx ended, in one of our classes.
+func cancelled(ctx context.Context) error {
+	err := context.Cause(ctx)
+	switch {
+	case err == nil || errors.Is(err, fault.ErrCancelled):
+		return err
+	case errors.Is(err, context.DeadlineExceeded):
+		return fmt.Errorf("%w: %w", fault.ErrTimeout, err)
+	}
+	return fmt.Errorf("%w: %w", fault.ErrCancelled, err)
+}

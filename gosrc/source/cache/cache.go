@@ -1,0 +1,215 @@
+// Package cache keeps whole objects of far sources in a local folder.
+//
+// A file is called KEY-SUM: KEY is made of the URI (without its query, which may
+// be a signature), the object's ETag and its size, SUM is the XXH3-128 of its
+// bytes. The store is asked on every open, so that permission and ETag are
+// its present ones; the bytes are compared with SUM on every open, and a file
+// that has rotted is fetched again. It is written under a temporary name,
+// synced and renamed: no reader ever sees a part. One process at a time fetches
+// an object (a lock on KEY.lock); the others wait and use what it fetched.
+//
+// Nothing is ever evicted: the folder is the user's, and any file in it may be
+// removed at any time.
+package cache
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/file"
+	"github.com/overwire/overwire/gosrc/source/retry"
+)
+
+// An identified source knows what pins its object: an ETag or a date, "" if
+// the store gives none.
+type identified interface{ Identity() string }
+
+const (
+	block = 64 << 20 // is fetched, or compared, at once
+	part  = 4 << 20  // is one read
+)
+
+// Keep returns the object of src out of the folder, fetching it first if it is
+// not there; src is closed. What nothing identifies is not kept: src comes
+// back as it is.
+func Keep(ctx context.Context, dir string, src source.Source) (source.Source, error) {
+	id, ok := src.(identified)
+	if !ok || id.Identity() == "" {
+		return src, nil
+	}
+	defer src.Close()
+	f, err := keep(ctx, dir, src, id.Identity())
+	if err != nil {
+		var at *fault.At
+		if errors.As(err, &at) || ctx.Err() != nil {
+			return nil, err
+		}
+		return nil, &fault.At{Verb: "cache", Source: dir, Chunk: -1, Offset: -1, Err: err}
+	}
+	defer f.Close()
+	local, err := file.FromFD(int(f.Fd()), src.URI()) // has a descriptor of its own
+	if err != nil {
+		return nil, err
+	}
+	return local, nil
+}
+
+func keep(ctx context.Context, dir string, src source.Source, id string) (*os.File, error) {
+	if err := os.MkdirAll(dir, 0o777); err != nil {
+		return nil, fault.FromOS(err)
+	}
+	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%d", bare(src.URI()), id, src.Size()))
+	key := filepath.Join(dir, hex.EncodeToString(hash[:16]))
+	if f := find(ctx, key, src.Size()); f != nil || ctx.Err() != nil {
+		return f, context.Cause(ctx)
+	}
+	unlock, err := lock(ctx, key+".lock")
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	if f := find(ctx, key, src.Size()); f != nil || ctx.Err() != nil { // another process was at it
+		return f, context.Cause(ctx)
+	}
+	// Whoever wrote these has died: the lock is ours.
+	left, _ := filepath.Glob(escape(key) + ".tmp-*")
+	for _, name := range left {
+		_ = os.Remove(name)
+	}
+	return fetch(ctx, key, src)
+}
+
+// bare is a URI without user, query and fragment.
+func bare(uri string) string {
+	path := source.Path(uri)
+	scheme, rest, _ := strings.Cut(path, "://")
+	host, name, _ := strings.Cut(rest, "/")
+	if hf, ok := source.ParseHF(uri); ok {
+		return hf.String()
+	}
+	return scheme + "://" + host[strings.LastIndexByte(host, '@')+1:] + "/" + name
+}
+
+// find opens the file of a key whose bytes are sound; others it removes.
+func find(ctx context.Context, key string, size int64) *os.File {
+	names, _ := filepath.Glob(escape(key) + "-*")
+	for _, name := range names {
+		f, err := os.Open(name)
+		if err != nil {
+			continue
+		}
+		if sum, err := sumOf(ctx, f, size); err == nil && name == key+"-"+sum {
+			return f
+		}
+		_ = f.Close()
+		if ctx.Err() != nil {
+			return nil
+		}
+		_ = os.Remove(name)
+	}
+	return nil
+}
+
+// sumOf hashes a file that must have this size.
+func sumOf(ctx context.Context, f *os.File, size int64) (string, error) {
+	if st, err := f.Stat(); err != nil || st.Size() != size {
+		return "", fault.New(fault.ErrCorrupt, "not %d bytes", size)
+	}
+	h := xxh3.New128()
+	buf := make([]byte, min(part, max(1, size)))
+	for off := int64(0); off < size; {
+		if ctx.Err() != nil {
+			return "", context.Cause(ctx)
+		}
+		n, err := f.ReadAt(buf[:min(int64(len(buf)), size-off)], off)
+		_, _ = h.Write(buf[:n])
+		if off += int64(n); err != nil && off < size {
+			return "", fault.FromOS(err)
+		}
+	}
+	return text(h), nil
+}
+
+func text(h *xxh3.Hasher128) string {
+	b := h.Sum128().Bytes()
+	return hex.EncodeToString(b[:])
+}
+
+// fetch brings the object and gives it its name.
+func fetch(ctx context.Context, key string, src source.Source) (f *os.File, err error) {
+	var r [8]byte
+	_, _ = rand.Read(r[:]) // cannot fail
+	temp := key + ".tmp-" + hex.EncodeToString(r[:])
+	if f, err = os.OpenFile(temp, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o666); err != nil {
+		return nil, fault.FromOS(err)
+	}
+	defer func() {
+		if err != nil {
+			_ = f.Close()
+			_ = os.Remove(temp)
+			f = nil
+		}
+	}()
+	h := xxh3.New128()
+	buf := make([]byte, min(block, max(1, src.Size())))
+	for off := int64(0); off < src.Size(); {
+		b := buf[:min(int64(len(buf)), src.Size()-off)]
+		if err := retry.Fill(ctx, src, b, off, part); err != nil {
+			return f, err
+		}
+		_, _ = h.Write(b)
+		if _, err := f.WriteAt(b, off); err != nil {
+			return f, fault.FromOS(err)
+		}
+		off += int64(len(b))
+	}
+	if err := f.Sync(); err != nil {
+		return f, fault.FromOS(err)
+	}
+	if err := os.Rename(temp, key+"-"+text(h)); err != nil {
+		return f, fault.FromOS(err)
+	}
+	return f, nil
+}
+
+// lock waits for an exclusive lock; it ends with the process.
+func lock(ctx context.Context, path string) (unlock func(), err error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o666)
+	if err != nil {
+		return nil, fault.FromOS(err)
+	}
+	for {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if err == nil {
+			return func() { _ = f.Close() }, nil
+		}
+		if !errors.Is(err, syscall.EWOULDBLOCK) && !errors.Is(err, syscall.EINTR) {
+			_ = f.Close()
+			return nil, fault.FromOS(&os.PathError{Op: "lock", Path: path, Err: err})
+		}
+		select {
+		case <-ctx.Done():
+			_ = f.Close()
+			return nil, context.Cause(ctx)
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+// escape keeps a folder's name from being read as a pattern.
+func escape(path string) string {
+	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
+}

@@ -1,0 +1,158 @@
+package cache
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+// tagged is a source in memory with an ETag, which counts what is read.
+type tagged struct {
+	sourcetest.Mem
+	id   string
+	read *atomic.Int64
+	fail bool
+}
+
+func (t *tagged) Identity() string { return t.id }
+
+func (t *tagged) ReadAt(ctx context.Context, p []byte, off int64) error {
+	t.read.Add(int64(len(p)))
+	if t.fail && off > 0 {
+		return fault.New(fault.ErrIO, "cut")
+	}
+	return t.Mem.ReadAt(ctx, p, off)
+}
+
+func random(n int, seed uint64) []byte {
+	b := make([]byte, n)
+	_, _ = rand.NewChaCha8([32]byte{byte(seed)}).Read(b)
+	return b
+}
+
+func names(t *testing.T, dir string) (kept []string) {
+	t.Helper()
+	list, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range list {
+		if !strings.HasSuffix(e.Name(), ".lock") {
+			kept = append(kept, e.Name())
+		}
+	}
+	return kept
+}
+
+func TestSuite(t *testing.T) {
+	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+		s, err := Keep(context.Background(), t.TempDir(), &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: data}, id: "e", read: new(atomic.Int64)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	})
+}
+
+// An object is fetched once for all who want it, however its URL is signed;
+// another ETag is another object; what rotted is fetched again; what cannot be
+// identified is not kept.
+func TestKeep(t *testing.T) {
+	ctx := context.Background()
+	dir := filepath.Join(t.TempDir(), "a*b", "c")
+	data := random(9<<20+5, 1)
+	var read atomic.Int64
+	get := func(uri, id string, data []byte) {
+		t.Helper()
+		s, err := Keep(ctx, dir, &tagged{Mem: sourcetest.Mem{Name: uri, Data: data}, id: id, read: &read})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer s.Close()
+		p := make([]byte, len(data))
+		if err := s.ReadAt(ctx, p, 0); err != nil || !bytes.Equal(p, data) || s.URI() != uri {
+			t.Errorf("%s: %v, or other bytes", uri, err)
+		}
+	}
+	var wg sync.WaitGroup
+	for range 6 {
+		wg.Add(1)
+		go func() { defer wg.Done(); get("http://h/x?sig=1", "e", data) }()
+	}
+	wg.Wait()
+	get("http://u:p@h/x?sig=2", "e", data)
+	if read.Load() != int64(len(data)) {
+		t.Errorf("%d bytes were fetched of %d", read.Load(), len(data))
+	}
+	kept := names(t, dir)
+	if len(kept) != 1 {
+		t.Fatal(kept)
+	}
+	path := filepath.Join(dir, kept[0])
+	b, _ := os.ReadFile(path)
+	b[5_000_000] ^= 1
+	if err := os.WriteFile(path, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	read.Store(0)
+	get("http://h/x", "e", data)
+	if read.Load() != int64(len(data)) {
+		t.Errorf("a file that rotted: %d bytes were fetched", read.Load())
+	}
+	other := random(1000, 2)
+	get("http://h/x", "f", other)
+	get("http://h/empty", "f", nil)
+	if kept := names(t, dir); len(kept) != 3 {
+		t.Error(kept)
+	}
+	s, err := Keep(ctx, dir, &tagged{Mem: sourcetest.Mem{Name: "http://h/y", Data: data}, read: &read})
+	if _, same := s.(*tagged); err != nil || !same {
+		t.Errorf("%T %v", s, err)
+	}
+}
+
+// A fetch that fails leaves nothing, and what a killed process left is swept.
+func TestFailure(t *testing.T) {
+	dir := t.TempDir()
+	src := &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: random(9<<20, 1)}, id: "e", read: new(atomic.Int64), fail: true}
+	if _, err := Keep(context.Background(), dir, src); !errors.Is(err, fault.ErrIO) {
+		t.Errorf("%v", err)
+	}
+	if kept := names(t, dir); len(kept) != 0 {
+		t.Error(kept)
+	}
+	locks, _ := filepath.Glob(filepath.Join(dir, "*.lock"))
+	orphan := strings.TrimSuffix(locks[0], ".lock") + ".tmp-0123"
+	if err := os.WriteFile(orphan, []byte("half"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	src.fail = false
+	s, err := Keep(context.Background(), dir, src)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Close()
+	if kept := names(t, dir); len(kept) != 1 || strings.Contains(kept[0], "tmp") {
+		t.Error(kept)
+	}
+	if _, err := Keep(context.Background(), "/proc/none", src); err == nil {
+		t.Error("a folder that cannot be")
+	}
+	ctx, cancel := context.WithCancelCause(context.Background())
+	cancel(fault.ErrCancelled)
+	if _, err := Keep(ctx, t.TempDir(), src); !errors.Is(err, fault.ErrCancelled) {
+		t.Errorf("%v", err)
+	}
+}

@@ -1,0 +1,126 @@
+package open
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/redis"
+	"github.com/overwire/overwire/gosrc/source/s3"
+)
+
+// A store is what can be done at a scheme beside reading.
+type store struct {
+	create func(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error)
+	remove func(ctx context.Context, uri string, opt source.Options) error
+	list   func(ctx context.Context, uri string, opt source.Options) ([]string, error)
+}
+
+// stores are the schemes that can be written to. Local files are not among
+// them: they have rules of their own (save).
+var stores = map[string]store{
+	"s3":     {s3.Create, s3.Remove, s3.List},
+	"redis":  {redis.Create, redis.Remove, nil},
+	"rediss": {redis.Create, redis.Remove, nil},
+}
+
+// Writable reports whether objects can be written at a URI that is no local
+// file.
+func Writable(uri string) bool {
+	_, ok := stores[Scheme(uri)]
+	return ok
+}
+
+// Create starts to write an object of at most limit bytes; see source.Draft.
+func Create(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error) {
+	s, err := storeOf("save", uri)
+	if err != nil {
+		return nil, err
+	}
+	return s.create(ctx, uri, uncached(opt), limit)
+}
+
+// Remove deletes an object; one that is not there is no mistake.
+func Remove(ctx context.Context, uri string, opt source.Options) error {
+	s, err := storeOf("save", uri)
+	if err != nil {
+		return err
+	}
+	return s.remove(ctx, uri, uncached(opt))
+}
+
+// List gives the URIs of the objects in a folder, sorted; none of folders below
+// it. An empty folder is fault.ErrNotFound; a store without folders
+// fault.ErrNotSupported.
+func List(ctx context.Context, uri string, opt source.Options) ([]string, error) {
+	s, err := storeOf("open", uri)
+	if err == nil && s.list == nil {
+		err = &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrNotSupported, "this store has no folders")}
+	}
+	if err != nil {
+		return nil, err
+	}
+	return s.list(ctx, uri, uncached(opt))
+}
+
+// Lister is List as the caller said.
+func Lister(opt source.Options) func(ctx context.Context, uri string) ([]string, error) {
+	return func(ctx context.Context, uri string) ([]string, error) { return List(ctx, uri, opt) }
+}
+
+// Presign makes a URL that reads an object without credentials until it
+// expires. It is a secret.
+func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
+	if Scheme(uri) != "s3" {
+		return "", &fault.At{Verb: "presign", Source: uri, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrNotSupported, "only s3:// has such URLs")}
+	}
+	return s3.Presign(ctx, uri, uncached(opt), expires)
+}
+
+// Put writes an object of a few bytes, and removes what it makes stale once it
+// stands.
+func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale []string) error {
+	d, err := Create(ctx, uri, opt, int64(len(data)))
+	if err != nil {
+		return err
+	}
+	defer d.Drop()
+	if err := d.Write(data, 0); err != nil {
+		return err
+	}
+	if err := d.Finish(int64(len(data))); err != nil {
+		return err
+	}
+	if err := d.Publish(); err != nil {
+		return err
+	}
+	for _, old := range stale {
+		if err := Remove(ctx, old, opt); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// uncached is opt for what no cache has a part in.
+func uncached(opt source.Options) source.Options {
+	if _, ok := opt.Storage["cache"]; ok {
+		opt.Storage = maps.Clone(opt.Storage)
+		delete(opt.Storage, "cache")
+	}
+	return opt
+}
+
+func storeOf(verb, uri string) (store, error) {
+	s, ok := stores[Scheme(uri)]
+	if !ok {
+		return s, &fault.At{Verb: verb, Source: uri, Chunk: -1, Offset: -1,
+			Err: fault.New(fault.ErrNotSupported, "%s:// is read only; local files and %s:// are written", Scheme(uri),
+				strings.Join(slices.Sorted(maps.Keys(stores)), ":// and "))}
+	}
+	return s, nil
+}

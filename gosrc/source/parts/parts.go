@@ -1,0 +1,286 @@
+// Package parts makes a source.Draft of what most stores have: an object is
+// sent as numbered parts of one size, and becomes visible when all are there.
+//
+// Bytes arrive by offset in nearly rising order, and the beginning of a file
+// (its header, which is known last) at the very end: a part is sent as soon as
+// every byte of it was written or skipped. In memory are the parts that wait
+// for bytes, and those being sent, at most as many as the draft was told; whoever
+// completes one more waits.
+package parts
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// A Store is what a kind of store does with the parts of one object.
+type Store interface {
+	URI() string
+	// Part sends part k, counted from 0; it runs in parallel. The bytes are the
+	// draft's again when it returns.
+	Part(ctx context.Context, k int, p []byte) error
+	// Publish makes an object of n parts visible. An object that fits into one
+	// part was not sent before: then n is 0, and whole are its bytes.
+	Publish(ctx context.Context, n int, whole []byte) error
+	// Abort removes what was sent. It is called at most once, and not after a
+	// Publish that succeeded.
+	Abort()
+}
+
+// A Draft implements source.Draft.
+type Draft struct {
+	store Store
+	part  int64
+	ctx   context.Context // nothing is begun after its end
+	stop  context.CancelCauseFunc
+	cut   context.CancelCauseFunc // ends what has begun
+	lane  context.Context         // of what has begun
+
+	mu    sync.Mutex
+	open  map[int]*partial // not sent yet
+	sent  map[int]bool
+	free  [][]byte
+	size  int64
+	err   error // the first one
+	ended bool
+
+	tokens  chan struct{} // one for each part being sent
+	sending sync.WaitGroup
+}
+
+// A partial is a part that waits for bytes.
+type partial struct {
+	buf    []byte
+	filled int64
+}
+
+// New starts a draft of parts of size bytes, of which so many are sent at once.
+func New(ctx context.Context, store Store, size int64, parallel int) *Draft {
+	d := &Draft{store: store, part: size, open: map[int]*partial{}, sent: map[int]bool{}, tokens: make(chan struct{}, parallel)}
+	d.ctx, d.stop = context.WithCancelCause(ctx)
+	d.lane, d.cut = context.WithCancelCause(context.WithoutCancel(ctx))
+	return d
+}
+
+// URI names the object.
+func (d *Draft) URI() string { return d.store.URI() }
+
+// Write copies p; see source.Draft.
+func (d *Draft) Write(p []byte, off int64) error {
+	for len(p) > 0 {
+		k, at := int(off/d.part), off%d.part
+		n := min(int64(len(p)), d.part-at)
+		if err := d.fill(k, at, n, p[:n]); err != nil {
+			return err
+		}
+		p, off = p[n:], off+n
+	}
+	return nil
+}
+
+// Skip counts bytes as written; see source.Draft.
+func (d *Draft) Skip(lo, hi int64) error {
+	for lo < hi {
+		k, at := int(lo/d.part), lo%d.part
+		n := min(hi-lo, d.part-at)
+		if err := d.fill(k, at, n, nil); err != nil {
+			return err
+		}
+		lo += n
+	}
+	return nil
+}
+
+// fill puts n bytes into part k and sends it when it is full; without p they
+// are the zeros that are there already.
+func (d *Draft) fill(k int, at, n int64, p []byte) error {
+	d.mu.Lock()
+	if err := d.failed(); err != nil {
+		d.mu.Unlock()
+		return err
+	}
+	t := d.at(k)
+	d.mu.Unlock()
+
+	copy(t.buf[at:], p)
+
+	d.mu.Lock()
+	t.filled += n
+	full := t.filled == d.part
+	d.mu.Unlock()
+	// The first part waits for the end: an object of one part is not sent but
+	// published.
+	if !full || k == 0 {
+		return nil
+	}
+	return d.send(k, t, d.part)
+}
+
+// at is part k, made of zeros if it is not there yet. The lock is held.
+func (d *Draft) at(k int) *partial {
+	t := d.open[k]
+	if t == nil {
+		t = &partial{buf: d.buffer()}
+		d.open[k] = t
+	}
+	return t
+}
+
+// buffer returns a part's memory, all zeros. The lock is held.
+func (d *Draft) buffer() []byte {
+	if n := len(d.free); n > 0 {
+		b := d.free[n-1]
+		d.free = d.free[:n-1]
+		clear(b)
+		return b
+	}
+	return make([]byte, d.part)
+}
+
+// failed is why the draft cannot go on. The lock is held.
+func (d *Draft) failed() error {
+	switch {
+	case d.err != nil:
+		return d.err
+	case d.ctx.Err() != nil:
+		return fault.FromOS(context.Cause(d.ctx))
+	case d.ended:
+		return fault.New(fault.ErrArgument, "the draft has ended")
+	}
+	return nil
+}
+
+// send gives part k to the store, at once or as soon as another one is through.
+func (d *Draft) send(k int, t *partial, n int64) error {
+	d.mu.Lock()
+	delete(d.open, k)
+	d.sent[k] = true
+	d.mu.Unlock()
+	select {
+	case d.tokens <- struct{}{}:
+	case <-d.ctx.Done():
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		return d.failed()
+	}
+	d.sending.Add(1)
+	spawn.Go("source.part", func() {
+		err := fault.New(fault.ErrEngine, "sending a part did not end")
+		defer func() {
+			d.mu.Lock()
+			if err != nil && d.err == nil {
+				d.err = err
+				d.stop(err)
+			}
+			d.free = append(d.free, t.buf)
+			d.mu.Unlock()
+			<-d.tokens
+			d.sending.Done()
+		}()
+		err = d.store.Part(d.lane, k, t.buf[:n])
+	})
+	return nil
+}
+
+// Finish sends what is left; see source.Draft.
+func (d *Draft) Finish(size int64) error {
+	d.mu.Lock()
+	if err := d.failed(); err != nil {
+		d.mu.Unlock()
+		return err
+	}
+	d.size = size
+	d.mu.Unlock()
+	if size > d.part {
+		for k := range int((size + d.part - 1) / d.part) {
+			d.mu.Lock()
+			if d.sent[k] {
+				d.mu.Unlock()
+				continue
+			}
+			t := d.at(k)
+			d.mu.Unlock()
+			if err := d.send(k, t, min(d.part, size-int64(k)*d.part)); err != nil {
+				return err
+			}
+		}
+	}
+	select {
+	case <-d.quiet():
+	case <-d.ctx.Done():
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.free = nil // a finished draft may wait long for others to finish
+	if d.err != nil {
+		return d.err
+	}
+	if d.ctx.Err() != nil {
+		return fault.FromOS(context.Cause(d.ctx))
+	}
+	return nil
+}
+
+// Publish shows the object; see source.Draft.
+func (d *Draft) Publish() error {
+	d.mu.Lock()
+	if err := d.failed(); err != nil {
+		d.mu.Unlock()
+		return err
+	}
+	n, whole := int((d.size+d.part-1)/d.part), []byte(nil)
+	if d.size <= d.part {
+		n, whole = 0, d.at(0).buf[:d.size]
+	}
+	d.mu.Unlock()
+	if err := d.store.Publish(d.ctx, n, whole); err != nil {
+		return err
+	}
+	d.mu.Lock()
+	d.ended = true
+	d.open, d.free = nil, nil
+	d.mu.Unlock()
+	d.stop(nil)
+	d.cut(nil)
+	return nil
+}
+
+// Drop ends the draft; see source.Draft.
+func (d *Draft) Drop() {
+	d.mu.Lock()
+	ended := d.ended
+	d.ended = true
+	d.mu.Unlock()
+	if ended {
+		return
+	}
+	d.stop(fault.ErrCancelled)
+	// A part whose last byte is on its way would come after the abort, and stay
+	// there: what is nearly done may end.
+	quiet, late := d.quiet(), time.NewTimer(grace)
+	select {
+	case <-quiet:
+	case <-late.C:
+	}
+	late.Stop()
+	d.cut(fault.ErrCancelled)
+	<-quiet
+	d.open, d.free = nil, nil
+	d.store.Abort()
+}
+
+const grace = time.Second
+
+// quiet is closed when no part is being sent; none is begun meanwhile.
+func (d *Draft) quiet() <-chan struct{} {
+	done := make(chan struct{})
+	spawn.Go("source.parts", func() {
+		defer close(done)
+		d.sending.Wait()
+	})
+	return done
+}

@@ -1,0 +1,203 @@
+package parts
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// A memory is a store that keeps what it is sent.
+type memory struct {
+	mu       sync.Mutex
+	parts    map[int][]byte
+	object   []byte // published
+	shown    bool
+	aborted  int
+	fail     int // the part that fails; -1: none
+	inFlight atomic.Int64
+	most     atomic.Int64
+}
+
+var errPart = fault.New(fault.ErrIO, "this part fails")
+
+func (m *memory) URI() string { return "mem://x" }
+
+func (m *memory) Part(ctx context.Context, k int, p []byte) error {
+	n := m.inFlight.Add(1)
+	defer m.inFlight.Add(-1)
+	for old := m.most.Load(); n > old && !m.most.CompareAndSwap(old, n); old = m.most.Load() {
+	}
+	if k == m.fail {
+		return errPart
+	}
+	time.Sleep(time.Duration(rand.IntN(300)) * time.Microsecond)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.parts[k] != nil {
+		return fault.New(fault.ErrEngine, "part %d came twice", k)
+	}
+	m.parts[k] = bytes.Clone(p)
+	return nil
+}
+
+func (m *memory) Publish(_ context.Context, n int, whole []byte) error {
+	m.object = bytes.Clone(whole)
+	for k := range n {
+		m.object = append(m.object, m.parts[k]...)
+	}
+	m.shown = true
+	return nil
+}
+
+func (m *memory) Abort() { m.aborted++ }
+
+// Whatever the order within a window, gaps, and a beginning that comes last:
+// the object is what was written, with zeros between.
+func TestBytesAnyOrder(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	for round := range 60 {
+		part := int64(50 + r.IntN(5000))
+		size := int64(r.IntN(60_000))
+		front := min(size, int64(r.IntN(9000)))
+		want := make([]byte, size)
+		m := &memory{parts: map[int][]byte{}, fail: -1}
+		d := New(context.Background(), m, part, 1+r.IntN(4))
+		type piece struct{ lo, hi int64 }
+		var pieces []piece
+		for at := front; at < size; {
+			hi := min(size, at+1+int64(r.IntN(3000)))
+			if r.IntN(4) == 0 && hi < size {
+				if err := d.Skip(at, hi); err != nil {
+					t.Fatal(err)
+				}
+			} else {
+				pieces = append(pieces, piece{at, hi})
+			}
+			at = hi
+		}
+		for len(pieces) > 0 {
+			n := min(len(pieces), 1+r.IntN(6))
+			var wg sync.WaitGroup
+			for _, p := range pieces[:n] {
+				for i := p.lo; i < p.hi; i++ {
+					want[i] = byte(r.Uint32())
+				}
+				wg.Add(1)
+				go func() {
+					defer wg.Done()
+					if err := d.Write(want[p.lo:p.hi], p.lo); err != nil {
+						t.Error(err)
+					}
+				}()
+			}
+			wg.Wait()
+			pieces = pieces[n:]
+		}
+		if front > 0 && r.IntN(2) == 0 {
+			for i := range front {
+				want[i] = byte(r.Uint32())
+			}
+			if err := d.Write(want[:front], 0); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := d.Finish(size); err != nil {
+			t.Fatal(err)
+		}
+		if m.shown {
+			t.Fatal("visible before it is published")
+		}
+		if err := d.Publish(); err != nil {
+			t.Fatal(err)
+		}
+		d.Drop()
+		if !bytes.Equal(m.object, want) || m.aborted != 0 {
+			t.Fatalf("round %d: %d bytes in parts of %d differ (aborted %d)", round, size, part, m.aborted)
+		}
+	}
+}
+
+// No more parts are in flight than allowed, and memory is that of the parts in
+// flight and in hand, however long the object is.
+func TestBounded(t *testing.T) {
+	m := &memory{parts: map[int][]byte{}, fail: -1}
+	d := New(context.Background(), m, 1000, 3)
+	for off := int64(1000); off < 300_000; off += 100 {
+		if err := d.Write(make([]byte, 100), off); err != nil {
+			t.Fatal(err)
+		}
+		d.mu.Lock()
+		open, free := len(d.open), len(d.free)
+		d.mu.Unlock()
+		if open > 2 || free > 5 {
+			t.Fatalf("%d parts wait, %d are kept", open, free)
+		}
+	}
+	if err := d.Finish(300_000); err != nil {
+		t.Fatal(err)
+	}
+	if n := m.most.Load(); n > 3 {
+		t.Fatalf("%d parts at once", n)
+	}
+	d.Drop()
+	d.Drop()
+	if m.aborted != 1 || m.shown {
+		t.Fatalf("aborted %d times", m.aborted)
+	}
+}
+
+// A part that fails ends everything with its own error; nothing is published.
+func TestFailure(t *testing.T) {
+	m := &memory{parts: map[int][]byte{}, fail: 7}
+	d := New(context.Background(), m, 100, 2)
+	var err error
+	for off := int64(0); off < 100_000 && err == nil; off += 50 {
+		err = d.Write(make([]byte, 50), off)
+	}
+	if err == nil {
+		err = d.Finish(100_000)
+	}
+	if !errors.Is(err, fault.ErrIO) {
+		t.Fatal(err)
+	}
+	if err := d.Publish(); !errors.Is(err, fault.ErrIO) {
+		t.Fatal(err)
+	}
+	d.Drop()
+	if m.aborted != 1 || m.shown {
+		t.Fatal("not aborted, or shown")
+	}
+}
+
+// A cancel is obeyed while the store is slow, and by Publish.
+func TestCancel(t *testing.T) {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	m := &memory{parts: map[int][]byte{}, fail: -1}
+	d := New(ctx, m, 10, 1)
+	if err := d.Write(make([]byte, 5), 0); err != nil {
+		t.Fatal(err)
+	}
+	cancel(fault.ErrCancelled)
+	if err := d.Write(make([]byte, 1), 5); !errors.Is(err, fault.ErrCancelled) {
+		t.Fatal(err)
+	}
+	if err := d.Finish(6); !errors.Is(err, fault.ErrCancelled) {
+		t.Fatal(err)
+	}
+	if err := d.Publish(); !errors.Is(err, fault.ErrCancelled) {
+		t.Fatal(err)
+	}
+	d.Drop()
+	if m.aborted != 1 {
+		t.Fatal("not aborted")
+	}
+}

@@ -1,0 +1,276 @@
+// Package pipe is the source of what another program downloads: it gets URLs as
+// its arguments and writes their bodies, one after the other, to its standard
+// output. curl does, and so does `overwire fetch`.
+//
+// The program is run by its path, without a shell; what it gets begins with
+// http:// or https://, so that no URL is an option. An exit status other than
+// 0, a byte too few or too many, or a standstill is an error of every source
+// that is not whole by then; where sizes are not known, no byte is used before
+// the program has ended well. Close of the last source kills the program with
+// its whole process group.
+package pipe
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/spool"
+)
+
+// A Source is one body. It implements source.Source.
+type Source struct {
+	*spool.File
+	d    *download
+	once sync.Once
+	shut error
+}
+
+// download is one run of the program.
+type download struct {
+	cancel context.CancelCauseFunc
+	ended  chan struct{}
+	mu     sync.Mutex
+	refs   int
+}
+
+// Open downloads one URL with a program.
+func Open(ctx context.Context, program, uri string, opt source.Options) (*Source, error) {
+	srcs, err := Start(ctx, program, []string{uri}, nil, opt)
+	if err != nil {
+		return nil, err
+	}
+	return srcs[0], nil
+}
+
+// Start runs the program for several URLs and returns a source for each. sizes
+// are those of the bodies; nil is for one URL of any size, and then Start
+// returns when the program has ended.
+func Start(ctx context.Context, program string, urls []string, sizes []int64, opt source.Options) ([]*Source, error) {
+	fail := func(uri string, err error) ([]*Source, error) {
+		return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
+	}
+	if len(urls) == 0 || sizes != nil && len(sizes) != len(urls) || sizes == nil && len(urls) != 1 {
+		return fail("", fault.New(fault.ErrArgument, "%d URLs and %d sizes", len(urls), len(sizes)))
+	}
+	timeout, err := opt.Number("timeout", 30, 0.01, 86400)
+	if err != nil {
+		return fail(urls[0], err)
+	}
+	for i, u := range urls {
+		scheme, _, _ := strings.Cut(strings.ToLower(u), "://")
+		switch {
+		case scheme != "http" && scheme != "https" || strings.ContainsAny(u, "\x00\r\n"):
+			return fail(u, fault.New(fault.ErrArgument, "a downloader gets http:// and https:// only"))
+		case sizes != nil && sizes[i] < 0:
+			return fail(u, fault.New(fault.ErrArgument, "a size of %d bytes", sizes[i]))
+		}
+		if err := opt.Check(scheme, "timeout"); err != nil {
+			return fail(u, fmt.Errorf("%w: the others cannot be told to an external downloader", err))
+		}
+	}
+	files := make([]*spool.File, 0, len(urls))
+	closeAll := func() {
+		for _, f := range files {
+			_ = f.Close()
+		}
+	}
+	for i, u := range urls {
+		f, err := spool.New(u)
+		if err != nil {
+			closeAll()
+			return fail(u, err)
+		}
+		if sizes != nil {
+			f.Expect(sizes[i])
+		}
+		files = append(files, f)
+	}
+	run, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	d := &download{cancel: cancel, ended: make(chan struct{}), refs: len(urls)}
+	spawn.Go("downloader", func() {
+		defer close(d.ended)
+		err := spawn.Guard("downloader", func() error {
+			return fetch(run, program, urls, files, time.Duration(timeout*float64(time.Second)), opt.Env)
+		})
+		for _, f := range files {
+			f.End(err)
+		}
+	})
+	if sizes == nil {
+		if err := files[0].Sized(ctx); err != nil {
+			cancel(err)
+			<-d.ended
+			closeAll()
+			if ctx.Err() != nil {
+				return nil, err
+			}
+			return fail(urls[0], err)
+		}
+	}
+	srcs := make([]*Source, len(files))
+	for i, f := range files {
+		srcs[i] = &Source{File: f, d: d}
+	}
+	return srcs, nil
+}
+
+// Far says that one read at a time is enough: bytes come in order.
+func (s *Source) Far() int { return 1 }
+
+// Close frees the source; the last one ends the program.
+func (s *Source) Close() error {
+	s.once.Do(func() {
+		s.d.mu.Lock()
+		s.d.refs--
+		last := s.d.refs == 0
+		s.d.mu.Unlock()
+		if last {
+			s.d.cancel(fault.New(fault.ErrArgument, "the source is closed"))
+			<-s.d.ended
+		}
+		s.shut = s.File.Close()
+	})
+	return s.shut
+}
+
+// arguments are what the program gets. curl is told to fail on a status that
+// is no success, to follow redirects but never out of TLS, and to be quiet:
+// without, it hands out error pages as if they were weights.
+func arguments(program string, urls []string) []string {
+	if filepath.Base(program) != "curl" {
+		return urls
+	}
+	proto := "=http,https"
+	for _, u := range urls {
+		if strings.HasPrefix(strings.ToLower(u), "https://") {
+			proto = "=https"
+		}
+	}
+	return append([]string{"--fail", "--silent", "--show-error", "--location", "--max-redirs", "5", "--proto", "=http,https",
+		"--proto-redir", proto, "--globoff", "--"}, urls...)
+}
+
+// fetch runs the program to its end and cuts what it writes into files.
+func fetch(ctx context.Context, program string, urls []string, files []*spool.File, timeout time.Duration, env map[string]string) error {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return fault.FromOS(err)
+	}
+	defer r.Close()
+	// More than the 64 KiB of a pipe: fewer turns. It is advice.
+	_, _ = unix.FcntlInt(w.Fd(), unix.F_SETPIPE_SZ, 1<<20)
+	cmd := exec.Command(program, arguments(program, urls)...)
+	cmd.Env = cmd.Environ()
+	for k, v := range env {
+		cmd.Env = append(cmd.Env, k+"="+v)
+	}
+	said := &tail{}
+	cmd.Stdout, cmd.Stderr = w, said
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	err = cmd.Start()
+	_ = w.Close()
+	if err != nil {
+		return fault.FromOS(err)
+	}
+	kill := func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
+	stop := context.AfterFunc(ctx, func() { kill(); _ = r.SetReadDeadline(time.Now()) })
+	defer stop()
+	cutErr := cut(r, files, timeout)
+	if cutErr != nil {
+		kill()
+	}
+	_ = r.Close() // before Wait: a program that goes on writing gets SIGPIPE
+	waitErr := cmd.Wait()
+	kill() // what it has left behind
+	switch {
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	case cutErr != nil && !errors.Is(cutErr, errEnd):
+		return cutErr
+	case waitErr != nil:
+		return fault.New(fault.ErrIO, "%s: %v%s", filepath.Base(program), waitErr, said)
+	case cutErr != nil:
+		return fault.New(fault.ErrCorrupt, "truncated: %s ended after %d of %d bytes%s", filepath.Base(program), files[len(files)-1].Have(), files[len(files)-1].Size(), said)
+	}
+	return nil
+}
+
+var errEnd = errors.New("the stream ended early")
+
+// cut distributes the stream. At its end every file has its size.
+func cut(r *os.File, files []*spool.File, timeout time.Duration) error {
+	buf := make([]byte, 1<<20)
+	at := 0
+	whole := func() {
+		for at < len(files) && files[at].Size() >= 0 && files[at].Have() == files[at].Size() {
+			at++
+		}
+	}
+	whole()
+	for {
+		_ = r.SetReadDeadline(time.Now().Add(timeout))
+		n, err := r.Read(buf)
+		for b := buf[:n]; len(b) > 0; whole() {
+			if at == len(files) {
+				return fault.New(fault.ErrCorrupt, "the downloader brings more than the %d bodies it was asked for", len(files))
+			}
+			k := int64(len(b))
+			if size := files[at].Size(); size >= 0 {
+				k = min(k, size-files[at].Have())
+			}
+			if err := files[at].Append(b[:k]); err != nil {
+				return err
+			}
+			b = b[k:]
+		}
+		switch {
+		case errors.Is(err, os.ErrDeadlineExceeded):
+			return fault.New(fault.ErrTimeout, "the downloader made no progress in %v", timeout)
+		case err == io.EOF && (at == len(files) || files[at].Size() < 0):
+			return nil
+		case err == io.EOF:
+			return errEnd
+		case err != nil:
+			return fault.FromOS(err)
+		}
+	}
+}
+
+// tail keeps the end of what a program says of its trouble.
+type tail struct {
+	mu sync.Mutex
+	b  []byte
+}
+
+func (t *tail) Write(p []byte) (int, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.b = append(t.b, p...)
+	t.b = t.b[max(0, len(t.b)-1000):]
+	return len(p), nil
+}
+
+func (t *tail) String() string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	lines := bytes.Fields(t.b)
+	if len(lines) == 0 {
+		return ""
+	}
+	return ": " + fault.Redact(string(bytes.Join(lines, []byte(" "))))
+}

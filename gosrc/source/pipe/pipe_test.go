@@ -1,0 +1,176 @@
+package pipe
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/serve"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+// script writes a downloader that is a shell script.
+func script(t *testing.T, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "downloader")
+	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+text+"\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func served(t *testing.T, files map[string][]byte) string {
+	t.Helper()
+	dir := t.TempDir()
+	for name, b := range files {
+		if err := os.WriteFile(filepath.Join(dir, name), b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s, err := serve.New(dir, serve.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s.URL()
+}
+
+func curl(t *testing.T) string {
+	t.Helper()
+	path, err := exec.LookPath("curl")
+	if err != nil {
+		t.Skip("curl is not installed")
+	}
+	return path
+}
+
+// With curl it is a source like any other, of one URL or of several at once.
+func TestCurl(t *testing.T) {
+	program := curl(t)
+	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+		s, err := Open(context.Background(), program, served(t, map[string][]byte{"x": data})+"x", source.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	})
+	a, b := bytes.Repeat([]byte("a"), 1<<20), bytes.Repeat([]byte("b"), 3<<20)
+	base := served(t, map[string][]byte{"a": a, "b": b, "none": nil})
+	srcs, err := Start(context.Background(), program, []string{base + "a", base + "none", base + "b"}, []int64{1 << 20, 0, 3 << 20}, source.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range [][]byte{a, nil, b} {
+		p := make([]byte, len(want))
+		if err := srcs[i].ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, want) {
+			t.Errorf("body %d: %v, or other bytes", i, err)
+		}
+		srcs[i].Close()
+	}
+	// An error page is no weight.
+	if _, err := Open(context.Background(), program, base+"missing", source.Options{}); !errors.Is(err, fault.ErrIO) || !strings.Contains(err.Error(), "404") {
+		t.Errorf("%v", err)
+	}
+}
+
+// What goes wrong with the program is an error of the read, not wrong bytes.
+func TestFailures(t *testing.T) {
+	ctx := context.Background()
+	quick := source.Options{Storage: map[string]string{"timeout": "0.2"}}
+	for name, c := range map[string]struct {
+		text  string
+		sizes []int64
+		class error
+	}{
+		"status":     {"printf 12345; echo 'password=hunter2hunter2' >&2; exit 3", []int64{6}, fault.ErrIO},
+		"too few":    {"printf 12345", []int64{6}, fault.ErrCorrupt},
+		"too many":   {"printf 12345678", []int64{6, 1}, fault.ErrCorrupt},
+		"standstill": {"printf 12345; sleep 60", []int64{6}, fault.ErrTimeout},
+		"signal":     {"printf 12345; kill -9 $$", []int64{6}, fault.ErrIO},
+		"any size":   {"printf 12345; exit 1", nil, fault.ErrIO},
+	} {
+		urls := []string{"http://h/a", "http://h/b"}[:max(1, len(c.sizes))]
+		srcs, err := Start(ctx, script(t, c.text), urls, c.sizes, quick)
+		if err == nil {
+			last := srcs[len(srcs)-1]
+			if err = last.ReadAt(ctx, make([]byte, last.Size()), 0); err == nil && name == "too many" {
+				<-last.d.ended
+				err = last.ReadAt(ctx, make([]byte, last.Size()), 0)
+				if err == nil { // whole before the surplus came: the bytes are right
+					err = fault.ErrCorrupt
+				}
+			}
+			for _, s := range srcs {
+				s.Close()
+			}
+		}
+		if !errors.Is(err, c.class) || strings.Contains(fmt.Sprint(err), "hunter2") {
+			t.Errorf("%s: %v, want %v", name, err, c.class)
+		}
+	}
+	for uri, opt := range map[string]source.Options{
+		"-o/etc/passwd": {}, "file:///etc/passwd": {}, "http://h/\n": {}, "http://h/x": {Storage: map[string]string{"token": "x"}},
+	} {
+		if _, err := Open(ctx, "/bin/false", uri, opt); !errors.Is(err, fault.ErrArgument) {
+			t.Errorf("%q: %v", uri, err)
+		}
+	}
+	if _, err := Open(ctx, "/no/such/program", "http://h/x", source.Options{}); !errors.Is(err, fault.ErrNotFound) {
+		t.Errorf("%v", err)
+	}
+	if n := spawn.Names(); len(n) != 0 {
+		t.Errorf("left: %v", n)
+	}
+}
+
+// Cancel and Close kill the program with the programs that it has started.
+func TestKilled(t *testing.T) {
+	for _, end := range []string{"cancel", "close"} {
+		pids := filepath.Join(t.TempDir(), "pids")
+		program := script(t, "sleep 1000 & echo $! > "+pids+"; wait")
+		ctx, cancel := context.WithCancelCause(context.Background())
+		if end == "cancel" {
+			time.AfterFunc(200*time.Millisecond, func() { cancel(fault.ErrCancelled) })
+			if _, err := Open(ctx, program, "http://h/x", source.Options{}); !errors.Is(err, fault.ErrCancelled) {
+				t.Fatal(err)
+			}
+		} else {
+			srcs, err := Start(ctx, program, []string{"http://h/x"}, []int64{1}, source.Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(200 * time.Millisecond)
+			srcs[0].Close()
+		}
+		cancel(nil)
+		var pid int
+		b, err := os.ReadFile(pids)
+		if _, serr := fmt.Sscan(string(b), &pid); err != nil || serr != nil {
+			t.Fatal(err, serr)
+		}
+		gone := false
+		for range 100 {
+			state, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+			if gone = err != nil || strings.Contains(string(state), ") Z "); gone {
+				break
+			}
+			time.Sleep(10 * time.Millisecond)
+		}
+		if !gone {
+			_ = unix.Kill(pid, unix.SIGKILL)
+			t.Errorf("%s: a child is left", end)
+		}
+	}
+}

@@ -1,0 +1,250 @@
+// Package redis is the source of files in Redis: redis://host[:port]/key, and
+// rediss:// with TLS.
+//
+// A file is one string value under the key; or several, as values have limits:
+// key:ANYTHING:OFFSET, of which the number at the end is the offset of the
+// value in the file. That is tensorizer's layout. What is written here is
+// key:ow-RANDOM:OFFSET, a new random each time, so that a reader never gets
+// half of an old and half of a new file: values that vanish while they are read
+// are fault.ErrCorrupt.
+//
+// Drafts are written under another key, expire if their writer dies, and get
+// their names in one transaction. Values have up to 16 MiB.
+package redis
+
+import (
+	"cmp"
+	"context"
+	"io"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/retry"
+)
+
+// A value is one part of a file.
+type value struct {
+	key    string
+	off, n int64
+}
+
+// An object is a file in Redis. It implements retry.Fetcher.
+type object struct {
+	name
+	server *server
+	values []value
+	size   int64
+}
+
+// Open opens a file. It implements source.Source by source/retry.
+func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, error) {
+	n, err := parse(uri)
+	if err != nil {
+		return nil, err
+	}
+	s, err := connect(n, opt)
+	if err != nil {
+		return nil, n.at("open", -1, err)
+	}
+	o := &object{name: n, server: s}
+	err = retry.Do(ctx, s.tries(), s.retry.Timeout, judge, func(ctx context.Context) error {
+		return s.with(ctx, func(ctx context.Context, c *redis.Client) (err error) {
+			o.values, err = find(ctx, c, n.key)
+			return err
+		})
+	})
+	if err == nil && o.values == nil {
+		err = fault.New(fault.ErrNotFound, "there is no such key, and none that begins with it")
+	}
+	if err != nil {
+		s.close()
+		return nil, n.at("open", -1, err)
+	}
+	for _, v := range o.values {
+		o.size += v.n
+	}
+	r := s.retry
+	r.Host = n.scheme + "://" + n.host
+	return retry.New(o, r), nil
+}
+
+// find returns the values of a file in the order of their offsets, nil if
+// there is none.
+func find(ctx context.Context, c *redis.Client, key string) ([]value, error) {
+	n, err := c.StrLen(ctx, key).Result()
+	if err != nil {
+		return nil, err
+	}
+	if n > 0 {
+		return []value{{key, 0, n}}, nil
+	}
+	keys, err := scan(ctx, c, key)
+	if err != nil {
+		return nil, err
+	}
+	return layout(ctx, c, key, keys)
+}
+
+// most is how many values one file may have.
+const most = 1 << 20
+
+// scan lists the keys that begin with key and a colon.
+func scan(ctx context.Context, c *redis.Client, key string) ([]string, error) {
+	pattern := strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`, `]`, `\]`).Replace(key) + ":*"
+	var all []string
+	var cursor uint64
+	for {
+		some, next, err := c.Scan(ctx, cursor, pattern, 5000).Result()
+		if err != nil {
+			return nil, err
+		}
+		if all = append(all, some...); len(all) > most {
+			return nil, fault.New(fault.ErrNotSupported, "more than %d keys begin with this one", most)
+		}
+		if cursor = next; cursor == 0 {
+			slices.Sort(all)
+			return slices.Compact(all), nil // a scan may tell a key twice
+		}
+	}
+}
+
+var ours = regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`)
+
+// layout puts values in order and proves that they are one file: from 0 on,
+// without holes and overlaps.
+func layout(ctx context.Context, c *redis.Client, key string, keys []string) ([]value, error) {
+	var values []value
+	written := slices.ContainsFunc(keys, func(k string) bool { return ours.MatchString(k[len(key)+1:]) })
+	for _, k := range keys {
+		off, err := strconv.ParseInt(k[strings.LastIndexByte(k, ':')+1:], 10, 64)
+		if err != nil || off < 0 || written && !ours.MatchString(k[len(key)+1:]) {
+			continue // of somebody else
+		}
+		values = append(values, value{key: k, off: off})
+	}
+	if len(values) == 0 {
+		return nil, nil
+	}
+	lengths, err := c.Pipelined(ctx, func(p redis.Pipeliner) error {
+		for i := range values {
+			p.StrLen(ctx, values[i].key)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	for i := range values {
+		values[i].n = lengths[i].(*redis.IntCmd).Val()
+	}
+	slices.SortFunc(values, func(a, b value) int {
+		return cmp.Or(cmp.Compare(a.off, b.off), cmp.Compare(a.n, b.n))
+	})
+	end := int64(0)
+	for _, v := range values {
+		if v.off != end || v.n > 1<<62-end {
+			return nil, fault.New(fault.ErrFormat, "the values are no file: one begins at %d, where %d was to be the next", v.off, end)
+		}
+		end += v.n
+	}
+	return values, nil
+}
+
+// Size is the file's size when it was opened.
+func (o *object) Size() int64 { return o.size }
+
+// Fetch gives a body that asks the server as it is read: straight into the
+// reader's memory.
+func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
+	i, found := slices.BinarySearchFunc(o.values, off, func(v value, off int64) int { return cmp.Compare(v.off, off) })
+	if !found {
+		i--
+	}
+	return &body{ctx: ctx, o: o, i: i, off: off, end: off + n}, nil
+}
+
+// Judge says what an error means.
+func (o *object) Judge(err error) (retry.Verdict, time.Duration) { return judge(err) }
+
+// Close ends the connections.
+func (o *object) Close() error {
+	o.server.close()
+	return nil
+}
+
+// A body reads [off, end), from value i on.
+type body struct {
+	ctx      context.Context
+	o        *object
+	i        int
+	off, end int64
+}
+
+// Of one Read: ranges of step bytes are asked for together, up to batch, so
+// that the server is never idle and progress is seen.
+const (
+	step  = 1 << 20
+	batch = 16 << 20
+)
+
+// Read fills as much of p as one batch gives. Of a batch that fails nothing
+// counts.
+func (b *body) Read(p []byte) (int, error) {
+	n := min(int64(len(p)), b.end-b.off, batch)
+	if n == 0 {
+		if len(p) == 0 {
+			return 0, nil
+		}
+		return 0, io.EOF
+	}
+	type ask struct {
+		cmd  *redis.ZeroCopyStringCmd
+		want int
+	}
+	i, off := b.i, b.off
+	err := b.o.server.with(b.ctx, func(ctx context.Context, c *redis.Client) error {
+		i, off = b.i, b.off
+		var asks []ask
+		_, err := c.Pipelined(ctx, func(pipe redis.Pipeliner) error {
+			for done := int64(0); done < n; {
+				v := b.o.values[i]
+				if off == v.off+v.n {
+					i++
+					continue
+				}
+				m := min(n-done, v.off+v.n-off, step)
+				// Room for the line end lets the library read in one go; where
+				// the next range comes it is written over.
+				to := p[done:min(done+m+2, n)]
+				cmd := redis.NewZeroCopyStringCmd(ctx, to, "getrange", v.key, off-v.off, off-v.off+m-1)
+				asks = append(asks, ask{cmd, int(m)})
+				_ = pipe.Process(ctx, cmd)
+				done, off = done+m, off+m
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+		for _, a := range asks {
+			if a.cmd.Val() != a.want {
+				return fault.New(fault.ErrCorrupt, "a value was changed or removed while it was read")
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, err
+	}
+	b.i, b.off = i, off
+	return int(n), nil
+}
+
+func (b *body) Close() error { return nil }

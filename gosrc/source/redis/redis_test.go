@@ -1,0 +1,366 @@
+package redis
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+var bg = context.Background()
+
+func random(n int) []byte {
+	b := make([]byte, n)
+	_, _ = rand.NewChaCha8([32]byte{9}).Read(b)
+	return b
+}
+
+// with is options that reach the server, some of them changed: name, value, ...
+func with(s *sourcetest.Redis, changes ...string) source.Options {
+	m := map[string]string{"password": sourcetest.RedisPassword, "retries": "0"}
+	if s.CA != "" {
+		m["cacert"] = s.CA
+	}
+	for i := 0; i < len(changes); i += 2 {
+		if m[changes[i]] = changes[i+1]; changes[i+1] == "" {
+			delete(m, changes[i])
+		}
+	}
+	return source.Options{Storage: m}
+}
+
+func put(t testing.TB, opt source.Options, uri string, data []byte) {
+	t.Helper()
+	d, err := Create(bg, uri, opt, int64(len(data)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Drop()
+	if err := d.Write(data, 0); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Finish(int64(len(data))); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Publish(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func get(uri string, opt source.Options) ([]byte, error) {
+	o, err := Open(bg, uri, opt)
+	if err != nil {
+		return nil, err
+	}
+	defer o.Close()
+	p := make([]byte, o.Size())
+	return p, o.ReadAt(bg, p, 0)
+}
+
+func plainClient(t testing.TB, s *sourcetest.Redis) *redis.Client {
+	c := redis.NewClient(&redis.Options{Addr: s.Addr, Password: sourcetest.RedisPassword, Protocol: 2})
+	t.Cleanup(func() { _ = c.Close() })
+	return c
+}
+
+// The suite of every source, and files of many sizes, written and read back,
+// with TLS and without, in any db.
+func TestServer(t *testing.T) {
+	t.Parallel()
+	for _, tls := range []bool{false, true} {
+		s := sourcetest.StartRedis(t, tls)
+		scheme := "redis://"
+		if tls {
+			scheme = "rediss://"
+		}
+		at := scheme + s.Addr + "/"
+		sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+			put(t, with(s), at+"suite", data)
+			o, err := Open(bg, at+"suite", with(s))
+			if err != nil {
+				t.Fatal(err)
+			}
+			return o
+		})
+		sizes := []int{1, step, step + 1, part, part + 1, 2*part + 12345}
+		if tls || testing.Short() {
+			sizes = []int{1, part + 1}
+		}
+		for _, n := range sizes {
+			data := random(n)
+			put(t, with(s, "db", "3"), at+"a/b [c]*ü:7", data)
+			back, err := get(at+"a/b [c]*ü:7", with(s, "db", "3"))
+			if err != nil || !bytes.Equal(back, data) {
+				t.Fatalf("tls %v, %d bytes: %d came back: %v", tls, n, len(back), err)
+			}
+		}
+		if _, err := get(at+"a/b [c]*ü:7", with(s)); !errors.Is(err, fault.ErrNotFound) {
+			t.Error("found in another db:", err)
+		}
+		if tls {
+			_, err := get(at+"suite", with(s, "cacert", ""))
+			if !errors.Is(err, fault.ErrPermission) || !strings.Contains(err.Error(), "certificate") {
+				t.Error("an unknown authority:", err)
+			}
+		}
+	}
+}
+
+// What is refused says so by class, and shows no password.
+func TestRefusals(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartRedis(t, false)
+	c := plainClient(t, s)
+	at := "redis://" + s.Addr + "/"
+	put(t, with(s), at+"m", random(1000))
+	c.HSet(bg, "hash", "a", "b")
+	c.Set(bg, "hole:x:0", "abc", 0)
+	c.Set(bg, "hole:x:5", "abc", 0)
+	c.Set(bg, "twice:x:0", "abc", 0)
+	c.Set(bg, "twice:y:0", "abc", 0)
+	for _, q := range []struct {
+		what, uri string
+		opt       source.Options
+		class     error
+		says      string
+	}{
+		{"no password", at + "m", with(s, "password", ""), fault.ErrPermission, "NOAUTH"},
+		{"a wrong password", at + "m", with(s, "password", "planted-wrong"), fault.ErrPermission, "WRONGPASS"},
+		{"an unknown user", at + "m", with(s, "username", "planted-user"), fault.ErrPermission, "WRONGPASS"},
+		{"no such key", at + "none", with(s), fault.ErrNotFound, "no such key"},
+		{"no such db", at + "m", with(s, "db", "99"), fault.ErrArgument, "db"},
+		{"a broken db", at + "m", with(s, "db", "1.5"), fault.ErrArgument, "db"},
+		{"a hash", at + "hash", with(s), fault.ErrFormat, "WRONGTYPE"},
+		{"a hole", at + "hole", with(s), fault.ErrFormat, "begins at 5"},
+		{"an overlap", at + "twice", with(s), fault.ErrFormat, "begins at 0"},
+		{"nobody listens", "redis://127.0.0.1:1/m", with(s), fault.ErrIO, "refused"},
+		{"a password in the URI", "redis://:planted@" + s.Addr + "/m", with(s), fault.ErrArgument, "storage_options"},
+		{"no key", "redis://" + s.Addr, with(s), fault.ErrArgument, "expected"},
+		{"an unknown option", at + "m", with(s, "pasword", "planted"), fault.ErrArgument, "pasword"},
+		{"TLS where there is none", "rediss://" + s.Addr + "/m", with(s, "timeout", "0.3"), fault.ErrTimeout, ""},
+	} {
+		_, err := get(q.uri, q.opt)
+		if !errors.Is(err, q.class) || !strings.Contains(err.Error(), q.says) {
+			t.Errorf("%s: %v", q.what, err)
+			continue
+		}
+		for _, text := range []string{err.Error(), fault.Encode(err)} {
+			if strings.Contains(text, "planted") || strings.Contains(text, sourcetest.RedisPassword) {
+				t.Errorf("%s: %s shows a secret", q.what, text)
+			}
+		}
+	}
+	if _, err := Create(bg, at+"m", with(s, "password", "planted-wrong"), 1); !errors.Is(err, fault.ErrPermission) {
+		t.Error("a wrong password is told before anything is written:", err)
+	}
+	if b, err := get(at+"m", source.Options{Env: map[string]string{"REDISCLI_AUTH": sourcetest.RedisPassword}}); err != nil || len(b) != 1000 {
+		t.Error("REDISCLI_AUTH:", err)
+	}
+}
+
+// Layouts of others: one plain value; tensorizer's keys, split anywhere.
+func TestLayouts(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartRedis(t, false)
+	c := plainClient(t, s)
+	data := random(3_000_000)
+	c.Set(bg, "one", data, 0)
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	for off := 0; off < len(data); {
+		n := min(len(data)-off, 1+r.IntN(200_000))
+		what := "layer.0:weight"
+		if off == 0 {
+			what = "header"
+		}
+		c.Set(bg, fmt.Sprintf("prefix:%s:%d", what, off), data[off:off+n], 0)
+		off += n
+	}
+	c.Set(bg, "prefix:of somebody else", "x", 0)
+	c.Set(bg, "prefixed:0", "x", 0)
+	for _, key := range []string{"one", "prefix"} {
+		uri := "redis://" + s.Addr + "/" + key
+		back, err := get(uri, with(s))
+		if err != nil || !bytes.Equal(back, data) {
+			t.Fatalf("%s: %d bytes: %v", key, len(back), err)
+		}
+		// A new file takes the place of the old layout, and of nothing else.
+		put(t, with(s), uri, data[:100])
+		if back, err := get(uri, with(s)); err != nil || !bytes.Equal(back, data[:100]) {
+			t.Fatalf("%s after writing: %d bytes: %v", key, len(back), err)
+		}
+		if err := Remove(bg, uri, with(s)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := get(uri, with(s)); !errors.Is(err, fault.ErrNotFound) {
+			t.Error(err)
+		}
+	}
+	if left := c.Keys(bg, "*").Val(); len(left) != 2 {
+		t.Errorf("left in the store: %v", left)
+	}
+}
+
+// A file that is replaced while it is open is Corrupt, never a mixture. What
+// is not published is not seen, and what is dropped leaves nothing.
+func TestReplaced(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartRedis(t, false)
+	c := plainClient(t, s)
+	uri := "redis://" + s.Addr + "/m"
+	put(t, with(s), uri, random(part+1))
+	o, err := Open(bg, uri, with(s))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer o.Close()
+	data := random(2*part + 5)
+	for stage := range 3 {
+		d, err := Create(bg, uri, with(s), int64(len(data)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := d.Write(data, 0); err != nil {
+			t.Fatal(err)
+		}
+		if stage > 0 {
+			if err := d.Finish(int64(len(data))); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if n := len(c.Keys(bg, "m.draft-*").Val()); stage > 0 && n != 3 {
+			t.Fatalf("%d values wait", n)
+		}
+		if err := o.ReadAt(bg, make([]byte, 10), part-9); err != nil {
+			t.Fatal(err)
+		}
+		if stage == 2 {
+			if err := d.Publish(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		d.Drop()
+	}
+	if err := o.ReadAt(bg, make([]byte, 10), part-9); !errors.Is(err, fault.ErrCorrupt) {
+		t.Error(err)
+	}
+	keys := c.Keys(bg, "*").Val()
+	if len(keys) != 3 {
+		t.Errorf("left in the store: %v", keys)
+	}
+	for _, k := range keys {
+		if ttl := c.TTL(bg, k).Val(); ttl != -1 {
+			t.Errorf("%s expires in %v", k, ttl)
+		}
+	}
+}
+
+// A read that is cancelled while the server is silent ends at once, and
+// nothing writes to its memory any more.
+func TestCancel(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartRedis(t, false)
+	put(t, with(s), "redis://"+s.Addr+"/m", random(part))
+	var stop atomic.Bool
+	front := through(t, s.Addr, func(n int) int {
+		for stop.Load() {
+			time.Sleep(5 * time.Millisecond)
+		}
+		return n
+	})
+	o, err := Open(bg, "redis://"+front+"/m", with(s))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer o.Close()
+	stop.Store(true)
+	defer stop.Store(false)
+	ctx, cancel := context.WithCancelCause(bg)
+	time.AfterFunc(50*time.Millisecond, func() { cancel(fault.ErrCancelled) })
+	start := time.Now()
+	if err := o.ReadAt(ctx, make([]byte, part), 0); !errors.Is(err, fault.ErrCancelled) || time.Since(start) > time.Second {
+		t.Error(time.Since(start), err)
+	}
+}
+
+// Connections that are cut cost time and nothing else.
+func TestCut(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartRedis(t, false)
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	var calls, cuts atomic.Int64
+	front := through(t, s.Addr, func(n int) int {
+		if h := calls.Add(1) * 0x9E3779B9 % 97; uint64(h)+seed%97 == 96 {
+			cuts.Add(1)
+			return -1
+		}
+		return n
+	})
+	data := random(2*part + 5)
+	opt := with(s, "retries", "50")
+	put(t, opt, "redis://"+front+"/m", data)
+	for range 2 {
+		if back, err := get("redis://"+front+"/m", opt); err != nil || !bytes.Equal(back, data) {
+			t.Fatalf("%d bytes: %v", len(back), err)
+		}
+	}
+	t.Logf("%d cuts", cuts.Load())
+	if cuts.Load() == 0 {
+		t.Error("nothing was cut")
+	}
+}
+
+// through is a relay before a server: each block that passes is told to pass,
+// which says how much of it goes on, or less than 0 to cut the connection.
+func through(t *testing.T, addr string, pass func(int) int) string {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() })
+	go func() {
+		for {
+			in, err := l.Accept()
+			if err != nil {
+				return
+			}
+			out, err := net.Dial("tcp", addr)
+			if err != nil {
+				_ = in.Close()
+				continue
+			}
+			relay := func(to, from net.Conn) {
+				defer to.Close()
+				defer from.Close()
+				b := make([]byte, 256<<10)
+				for {
+					n, err := from.Read(b)
+					if k := pass(n); k < 0 || err != nil && err != io.EOF {
+						return
+					}
+					if _, werr := to.Write(b[:n]); werr != nil || err != nil {
+						return
+					}
+				}
+			}
+			go relay(in, out)
+			go relay(out, in)
+		}
+	}()
+	return l.Addr().String()
+}

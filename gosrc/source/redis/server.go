@@ -1,0 +1,304 @@
+package redis
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+	"github.com/redis/go-redis/v9/maintnotifications"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/retry"
+)
+
+// options are the storage options of redis:// and rediss://.
+var options = []string{"username", "password", "db", "cacert", "timeout", "connections", "retries"}
+
+// A name is where a file is.
+type name struct{ uri, scheme, host, key string }
+
+func parse(uri string) (name, error) {
+	scheme, rest, _ := strings.Cut(uri, "://")
+	n := name{uri: uri, scheme: strings.ToLower(scheme)}
+	var ok bool
+	n.host, n.key, ok = strings.Cut(rest, "/")
+	if strings.Contains(n.host, "@") || strings.ContainsAny(n.host, "?# \\") {
+		return n, n.at("open", -1, fault.New(fault.ErrArgument, "expected redis://host:port/key; credentials go into storage_options"))
+	}
+	if _, _, err := net.SplitHostPort(n.host); err != nil {
+		n.host = net.JoinHostPort(strings.Trim(n.host, "[]"), "6379")
+	}
+	if host, _, _ := net.SplitHostPort(n.host); !ok || n.key == "" || host == "" || (n.scheme != "redis" && n.scheme != "rediss") {
+		return n, n.at("open", -1, fault.New(fault.ErrArgument, "expected redis://host:port/key"))
+	}
+	return n, nil
+}
+
+// URI names the file as the user wrote it.
+func (n name) URI() string { return n.uri }
+
+func (n name) at(verb string, off int64, err error) error {
+	if err == nil {
+		return nil
+	}
+	var at *fault.At
+	if errors.As(err, &at) {
+		return err
+	}
+	return &fault.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
+}
+
+// A server is the way to one Redis. Its lanes are connections that can be cut
+// in the middle of an answer: the library itself notices a cancelled context
+// only between answers, and until then the caller's memory is being written.
+type server struct {
+	opt   redis.Options
+	retry retry.Options
+
+	mu   sync.Mutex
+	idle []*lane
+	shut bool
+}
+
+type lane struct {
+	client *redis.Client
+	mu     sync.Mutex
+	conn   net.Conn
+}
+
+// cut ends whatever the lane is doing.
+func (l *lane) cut() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.conn != nil {
+		_ = l.conn.Close()
+	}
+}
+
+var quiet sync.Once
+
+type silence struct{}
+
+func (silence) Printf(context.Context, string, ...interface{}) {}
+
+// connect checks the options; connections are made when they are needed.
+func connect(n name, opt source.Options) (*server, error) {
+	if err := opt.Check(n.scheme, options...); err != nil {
+		return nil, err
+	}
+	db, err := opt.Number("db", 0, 0, 1<<20)
+	if err != nil || db != float64(int(db)) {
+		return nil, fault.New(fault.ErrArgument, "storage_options: db: expected a whole number")
+	}
+	s := &server{}
+	if s.retry, err = retry.Parse(opt); err != nil {
+		return nil, err
+	}
+	password, given := opt.Storage["password"]
+	if !given {
+		password = opt.Env["REDISCLI_AUTH"]
+	}
+	quiet.Do(func() { redis.SetLogger(silence{}) }) // it would write to stderr
+	s.opt = redis.Options{
+		Addr: n.host, Username: opt.Storage["username"], Password: password, DB: int(db),
+		Protocol: 2, MaxRetries: -1, DialerRetries: 1, PoolSize: 1, DisableIdentity: true, ContextTimeoutEnabled: true,
+		DialTimeout: min(s.retry.Timeout, 15*time.Second), ReadTimeout: s.retry.Timeout, WriteTimeout: s.retry.Timeout,
+		ReadBufferSize: 256 << 10, WriteBufferSize: 64 << 10,
+		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled},
+	}
+	if n.scheme == "rediss" {
+		host, _, _ := net.SplitHostPort(n.host)
+		s.opt.TLSConfig = &tls.Config{ServerName: host, MinVersion: tls.VersionTLS12}
+		file := opt.Storage["cacert"]
+		if file == "" {
+			file = opt.Env["SSL_CERT_FILE"]
+		}
+		if file != "" {
+			pem, err := os.ReadFile(file)
+			if err != nil {
+				return nil, &fault.At{Verb: "open", Source: file, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
+			}
+			s.opt.TLSConfig.RootCAs = x509.NewCertPool()
+			if !s.opt.TLSConfig.RootCAs.AppendCertsFromPEM(pem) {
+				return nil, fault.New(fault.ErrArgument, "no certificate in %s", file)
+			}
+		}
+	}
+	return s, nil
+}
+
+func (s *server) tries() int { return max(0, s.retry.Retries) + 1 }
+
+// with runs fn on a lane of its own, and cuts it when ctx ends: when with
+// returns, nothing of fn's memory is in use. The error is one of ours.
+func (s *server) with(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
+	l, err := s.lane()
+	if err != nil {
+		return err
+	}
+	stop := context.AfterFunc(ctx, l.cut)
+	err = fn(ctx, l.client)
+	if !stop() || err != nil && !refused(err) {
+		l.drop() // it was cut, or is in no known state
+	} else {
+		s.put(l)
+	}
+	return classify(ctx, err)
+}
+
+func (s *server) lane() (*lane, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.shut {
+		return nil, fault.New(fault.ErrArgument, "the source is closed")
+	}
+	if n := len(s.idle); n > 0 {
+		l := s.idle[n-1]
+		s.idle = s.idle[:n-1]
+		return l, nil
+	}
+	l := &lane{}
+	opt := s.opt
+	dial := redis.NewDialer(&opt)
+	opt.Dialer = func(ctx context.Context, network, addr string) (net.Conn, error) {
+		c, err := dial(ctx, network, addr)
+		if err == nil {
+			l.mu.Lock()
+			l.conn = c
+			l.mu.Unlock()
+		}
+		return c, err
+	}
+	l.client = redis.NewClient(&opt)
+	return l, nil
+}
+
+func (s *server) put(l *lane) {
+	s.mu.Lock()
+	if !s.shut {
+		s.idle = append(s.idle, l)
+		l = nil
+	}
+	s.mu.Unlock()
+	if l != nil {
+		l.drop()
+	}
+}
+
+func (l *lane) drop() {
+	l.cut()
+	_ = l.client.Close()
+}
+
+// close ends the lanes; those in use end with their users.
+func (s *server) close() {
+	s.mu.Lock()
+	idle := s.idle
+	s.idle, s.shut = nil, true
+	s.mu.Unlock()
+	for _, l := range idle {
+		l.drop()
+	}
+}
+
+// says are the answers of servers, by their first word.
+var says = map[string]struct {
+	class error
+	text  string
+}{
+	"NOAUTH":      {fault.ErrPermission, "the server asks for a password"},
+	"WRONGPASS":   {fault.ErrPermission, "wrong user or password"},
+	"NOPERM":      {fault.ErrPermission, "the user may not do this"},
+	"READONLY":    {fault.ErrPermission, "the server is a replica that cannot be written"},
+	"WRONGTYPE":   {fault.ErrFormat, "the key holds something else than a string"},
+	"OOM":         {fault.ErrIO, "the server's memory is full"},
+	"MOVED":       {fault.ErrNotSupported, "the server is part of a cluster"},
+	"CROSSSLOT":   {fault.ErrNotSupported, "the server is part of a cluster"},
+	"LOADING":     {fault.ErrIO, "the server is starting"},
+	"BUSY":        {fault.ErrIO, "the server is busy"},
+	"MASTERDOWN":  {fault.ErrIO, "the server has lost its master"},
+	"TRYAGAIN":    {fault.ErrIO, "the server is busy"},
+	"CLUSTERDOWN": {fault.ErrIO, "the cluster is down"},
+	"EXECABORT":   {fault.ErrIO, "the transaction was refused"},
+}
+
+// refused reports whether err is an answer of the server, or ours: then the
+// connection is sound.
+func refused(err error) bool {
+	var r redis.Error
+	return errors.As(err, &r) || fault.Classed(err)
+}
+
+// classify gives an error of the library its class, and a text that holds
+// nothing of what was sent.
+func classify(ctx context.Context, err error) error {
+	var r redis.Error
+	var cert *tls.CertificateVerificationError
+	var op *net.OpError
+	var dns *net.DNSError
+	var ne net.Error
+	switch {
+	case err == nil || fault.Classed(err) && ctx.Err() == nil:
+		return err
+	case ctx.Err() != nil:
+		return fault.FromOS(context.Cause(ctx))
+	case errors.As(err, &r):
+		word, _, _ := strings.Cut(r.Error(), " ")
+		if s, ok := says[word]; ok {
+			return &answer{s.class, word, s.text}
+		}
+		if strings.Contains(r.Error(), "AUTH") || strings.Contains(r.Error(), "password") {
+			return &answer{fault.ErrPermission, "ERR", "the server takes no such user or password"}
+		}
+		if strings.Contains(r.Error(), "DB index") {
+			return &answer{fault.ErrArgument, "ERR", "the server has no such db"}
+		}
+		return &answer{fault.ErrIO, "ERR", "the server refused"}
+	case errors.As(err, &cert):
+		return fault.New(fault.ErrPermission, "the server's certificate is not trusted: %v", cert.Err)
+	case errors.As(err, &ne) && ne.Timeout(), errors.Is(err, os.ErrDeadlineExceeded):
+		return fault.New(fault.ErrTimeout, "the server did not answer in time")
+	case errors.As(err, &dns):
+		return fault.New(fault.ErrIO, "the server's name %s is not known to DNS", strconv.Quote(dns.Name))
+	case errors.As(err, &op):
+		return fault.New(fault.ErrIO, "%s: %v", op.Op, op.Err)
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, net.ErrClosed):
+		return fault.New(fault.ErrIO, "the connection was closed")
+	}
+	return fault.New(fault.ErrIO, "%v", err)
+}
+
+// An answer is a server's refusal.
+type answer struct {
+	class      error
+	word, text string
+}
+
+func (a *answer) Error() string { return a.class.Error() + ": " + a.word + ": " + a.text }
+func (a *answer) Unwrap() error { return a.class }
+
+// judge says what an error means to whoever could ask again.
+func judge(err error) (retry.Verdict, time.Duration) {
+	var a *answer
+	if errors.As(err, &a) {
+		switch a.word {
+		case "LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN":
+			return retry.Again, 200 * time.Millisecond
+		}
+		return retry.Never, 0
+	}
+	if errors.Is(err, fault.ErrIO) || errors.Is(err, fault.ErrTimeout) {
+		return retry.Again, 0
+	}
+	return retry.Never, 0
+}

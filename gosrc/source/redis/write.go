@@ -1,0 +1,189 @@
+package redis
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/parts"
+	"github.com/overwire/overwire/gosrc/source/retry"
+)
+
+const (
+	part     = 16 << 20
+	inFlight = 4
+	// unpublished is how long the values of a writer that died stay.
+	unpublished = 24 * time.Hour
+)
+
+// An upload is a file being written. It implements parts.Store.
+type upload struct {
+	name
+	server *server
+	id     string // of this draft, in its keys
+
+	mu   sync.Mutex
+	sent []int64 // offsets
+}
+
+// Create starts to write a file. What the key had before stays until Publish.
+// The caller ends the draft with Drop.
+func Create(ctx context.Context, uri string, opt source.Options, _ int64) (source.Draft, error) {
+	n, err := parse(uri)
+	if err != nil {
+		return nil, err
+	}
+	s, err := connect(n, opt)
+	if err != nil {
+		return nil, n.at("save", -1, err)
+	}
+	var id [8]byte
+	_, _ = rand.Read(id[:]) // cannot fail
+	u := &upload{name: n, server: s, id: hex.EncodeToString(id[:])}
+	// A wrong password is told before anything is encoded.
+	if err := u.do(ctx, func(ctx context.Context, c *redis.Client) error { return c.StrLen(ctx, n.key).Err() }); err != nil {
+		s.close()
+		return nil, n.at("save", -1, err)
+	}
+	return parts.New(ctx, u, part, cmp.Or(s.retry.Connections, inFlight)), nil
+}
+
+// do runs requests that may be sent again.
+func (u *upload) do(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
+	return do(ctx, u.server, fn)
+}
+
+func do(ctx context.Context, s *server, fn func(context.Context, *redis.Client) error) error {
+	for failed := 0; ; {
+		err := s.with(ctx, fn)
+		if err == nil {
+			return nil
+		}
+		verdict, after := judge(err)
+		if failed++; ctx.Err() != nil || verdict != retry.Again || failed >= s.tries() {
+			return err
+		}
+		if err := retry.Pause(ctx, failed, after); err != nil {
+			return fault.FromOS(err)
+		}
+	}
+}
+
+// hidden is the key of a value before it is published; nobody's pattern of the
+// published ones finds it.
+func (u *upload) hidden(off int64) string {
+	return u.key + ".draft-" + u.id + ":" + strconv.FormatInt(off, 10)
+}
+
+func (u *upload) shown(off int64) string {
+	return u.key + ":ow-" + u.id + ":" + strconv.FormatInt(off, 10)
+}
+
+// Part sends one value.
+func (u *upload) Part(ctx context.Context, k int, p []byte) error {
+	off := int64(k) * part
+	u.mu.Lock()
+	u.sent = append(u.sent, off)
+	u.mu.Unlock()
+	return u.at("save", off, u.do(ctx, func(ctx context.Context, c *redis.Client) error {
+		return c.Set(ctx, u.hidden(off), p, unpublished).Err()
+	}))
+}
+
+// Publish gives the values their names and removes those of the file before,
+// in one transaction.
+func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
+	if n == 0 {
+		if err := u.Part(ctx, 0, whole); err != nil {
+			return err
+		}
+	}
+	tries := 0
+	err := u.do(ctx, func(ctx context.Context, c *redis.Client) error {
+		if tries++; tries > 1 { // an earlier transaction may have been heard
+			if k, err := c.Exists(ctx, u.shown(0)).Result(); err != nil || k == 1 {
+				return err
+			}
+		}
+		old, err := find(ctx, c, u.key)
+		if err != nil && !errors.Is(err, fault.ErrFormat) {
+			return err
+		}
+		keys := make([]string, len(u.sent))
+		for i, off := range u.sent {
+			keys[i] = u.hidden(off)
+		}
+		if k, err := c.Exists(ctx, keys...).Result(); err != nil || k != int64(len(keys)) {
+			return errors.Join(err, fault.New(fault.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", int64(len(keys))-k, len(keys)))
+		}
+		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
+			for _, v := range old {
+				p.Unlink(ctx, v.key)
+			}
+			for _, off := range u.sent {
+				p.Rename(ctx, u.hidden(off), u.shown(off))
+				p.Persist(ctx, u.shown(off))
+			}
+			return nil
+		})
+		return err
+	})
+	if err == nil {
+		u.server.close()
+	}
+	return u.at("save", -1, err)
+}
+
+// Abort removes what was sent. It has a time of its own: what it is called for
+// is often a cancel.
+func (u *upload) Abort() {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	if len(u.sent) > 0 {
+		_ = u.do(ctx, func(ctx context.Context, c *redis.Client) error {
+			_, err := c.Pipelined(ctx, func(p redis.Pipeliner) error {
+				for _, off := range u.sent {
+					p.Unlink(ctx, u.hidden(off))
+				}
+				return nil
+			})
+			return err
+		})
+	}
+	u.server.close()
+}
+
+// Remove deletes a file; one that is not there is no mistake.
+func Remove(ctx context.Context, uri string, opt source.Options) error {
+	n, err := parse(uri)
+	if err != nil {
+		return err
+	}
+	s, err := connect(n, opt)
+	if err != nil {
+		return n.at("save", -1, err)
+	}
+	defer s.close()
+	return n.at("save", -1, do(ctx, s, func(ctx context.Context, c *redis.Client) error {
+		old, err := find(ctx, c, n.key)
+		if err != nil || len(old) == 0 {
+			return err
+		}
+		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
+			for _, v := range old {
+				p.Unlink(ctx, v.key)
+			}
+			return nil
+		})
+		return err
+	}))
+}

@@ -1,0 +1,255 @@
+package s3
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha1"
+	"encoding/hex"
+	"net"
+	"net/http"
+	"net/url"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/aws/aws-sdk-go-v2/aws"
+	"github.com/aws/aws-sdk-go-v2/config"
+	"github.com/aws/aws-sdk-go-v2/credentials"
+	"github.com/aws/aws-sdk-go-v2/credentials/ec2rolecreds"
+	"github.com/aws/aws-sdk-go-v2/credentials/endpointcreds"
+	"github.com/aws/aws-sdk-go-v2/credentials/processcreds"
+	"github.com/aws/aws-sdk-go-v2/credentials/ssocreds"
+	"github.com/aws/aws-sdk-go-v2/credentials/stscreds"
+	"github.com/aws/aws-sdk-go-v2/feature/ec2/imds"
+	"github.com/aws/aws-sdk-go-v2/service/sso"
+	"github.com/aws/aws-sdk-go-v2/service/ssooidc"
+	"github.com/aws/aws-sdk-go-v2/service/sts"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// A chain finds credentials as AWS's own tools do, but reads no variable of
+// the process by itself: Python's view of them is in settings. In order: the
+// caller's keys or profile, AWS_ACCESS_KEY_ID, a web identity (IRSA), the
+// profile (keys, a role of another profile, SSO, a process), the container's
+// endpoint, the instance's metadata (version 2 only).
+type chain struct {
+	*settings
+	http *http.Client
+}
+
+// provider is what the first link that is configured gives; nil for unsigned requests.
+func (c *chain) provider(ctx context.Context) (aws.CredentialsProvider, error) {
+	o := c.opt.Storage
+	if c.anon {
+		return nil, nil
+	}
+	var p aws.CredentialsProvider
+	var err error
+	switch {
+	case o["key"] != "" && o["secret"] != "":
+		p = credentials.NewStaticCredentialsProvider(o["key"], o["secret"], o["token"])
+	case o["key"] != "" || o["secret"] != "" || o["token"] != "":
+		return nil, fault.New(fault.ErrArgument, "storage_options: key and secret come together (and token with both)")
+	case o["profile"] != "":
+		p, err = c.fromProfile(ctx, &c.profile, 0)
+	case c.keys().HasKeys():
+		p = credentials.StaticCredentialsProvider{Value: c.keys()}
+	case c.env("AWS_WEB_IDENTITY_TOKEN_FILE") != "":
+		p, err = c.webIdentity(ctx, c.env("AWS_WEB_IDENTITY_TOKEN_FILE"), c.env("AWS_ROLE_ARN"), c.env("AWS_ROLE_SESSION_NAME"))
+	default:
+		p, err = c.fromProfile(ctx, &c.profile, 0)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if _, fixed := p.(credentials.StaticCredentialsProvider); fixed {
+		return p, nil
+	}
+	return aws.NewCredentialsCache(p, func(o *aws.CredentialsCacheOptions) { o.ExpiryWindow = 2 * time.Minute }), nil
+}
+
+// keys are those of the environment.
+func (c *chain) keys() aws.Credentials {
+	return aws.Credentials{
+		AccessKeyID:     cmp.Or(c.env("AWS_ACCESS_KEY_ID"), c.env("AWS_ACCESS_KEY")),
+		SecretAccessKey: cmp.Or(c.env("AWS_SECRET_ACCESS_KEY"), c.env("AWS_SECRET_KEY")),
+		SessionToken:    c.env("AWS_SESSION_TOKEN"),
+	}
+}
+
+// fromProfile is what one profile says; roles may stand on other profiles.
+func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth int) (aws.CredentialsProvider, error) {
+	if depth > 8 {
+		return nil, fault.New(fault.ErrArgument, "profile %q: roles on roles without end", p.Profile)
+	}
+	var base aws.CredentialsProvider
+	var err error
+	switch {
+	case p.Source != nil:
+		base, err = c.fromProfile(ctx, p.Source, depth+1)
+	case p.Credentials.HasKeys():
+		base = credentials.StaticCredentialsProvider{Value: p.Credentials}
+	case p.CredentialSource != "":
+		base, err = c.named(p.CredentialSource)
+	case p.WebIdentityTokenFile != "":
+		return c.webIdentity(ctx, p.WebIdentityTokenFile, p.RoleARN, p.RoleSessionName)
+	case p.SSOAccountID != "" || p.SSORoleName != "":
+		base, err = c.singleSignOn(p)
+	case p.LoginSession != "":
+		return nil, fault.New(fault.ErrNotSupported, "profile %q uses `aws login`: `aws configure export-credentials` gives keys for the environment", p.Profile)
+	case p.CredentialProcess != "":
+		base = c.process(p.CredentialProcess)
+	case c.env("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") != "" || c.env("AWS_CONTAINER_CREDENTIALS_FULL_URI") != "":
+		base, err = c.container()
+	default:
+		base = c.instance()
+	}
+	if err != nil || p.RoleARN == "" {
+		return base, err
+	}
+	return c.role(ctx, p, base)
+}
+
+func (c *chain) named(where string) (aws.CredentialsProvider, error) {
+	switch where {
+	case "Environment":
+		return credentials.StaticCredentialsProvider{Value: c.keys()}, nil
+	case "EcsContainer":
+		return c.container()
+	case "Ec2InstanceMetadata":
+		return c.instance(), nil
+	}
+	return nil, fault.New(fault.ErrArgument, "credential_source %q: expected Environment, EcsContainer or Ec2InstanceMetadata", where)
+}
+
+// sts is the client that trades identities for keys.
+func (c *chain) sts(ctx context.Context, as aws.CredentialsProvider) (*sts.Client, error) {
+	endpoint, err := c.endpointFor(ctx, "STS", "")
+	if err != nil {
+		return nil, err
+	}
+	o := sts.Options{Region: c.region, Credentials: as, HTTPClient: c.http}
+	if endpoint != "" {
+		o.BaseEndpoint = &endpoint
+	}
+	return sts.New(o), nil
+}
+
+func (c *chain) webIdentity(ctx context.Context, file, role, session string) (aws.CredentialsProvider, error) {
+	if role == "" {
+		return nil, fault.New(fault.ErrArgument, "a web identity needs a role: AWS_ROLE_ARN, or role_arn in the profile")
+	}
+	client, err := c.sts(ctx, aws.AnonymousCredentials{})
+	if err != nil {
+		return nil, err
+	}
+	return stscreds.NewWebIdentityRoleProvider(client, role, stscreds.IdentityTokenFile(file), func(o *stscreds.WebIdentityRoleOptions) {
+		o.RoleSessionName = session
+	}), nil
+}
+
+func (c *chain) role(ctx context.Context, p *config.SharedConfig, as aws.CredentialsProvider) (aws.CredentialsProvider, error) {
+	if p.MFASerial != "" {
+		return nil, fault.New(fault.ErrNotSupported, "profile %q asks for a second factor: take a session's keys into the environment", p.Profile)
+	}
+	client, err := c.sts(ctx, aws.NewCredentialsCache(as))
+	if err != nil {
+		return nil, err
+	}
+	return stscreds.NewAssumeRoleProvider(client, p.RoleARN, func(o *stscreds.AssumeRoleOptions) {
+		o.RoleSessionName = p.RoleSessionName
+		if p.ExternalID != "" {
+			o.ExternalID = &p.ExternalID
+		}
+		if d := p.RoleDurationSeconds; d != nil {
+			o.Duration = *d
+		}
+	}), nil
+}
+
+// singleSignOn uses the token that `aws sso login` left in the home folder.
+func (c *chain) singleSignOn(p *config.SharedConfig) (aws.CredentialsProvider, error) {
+	region, name := p.SSORegion, p.SSOStartURL
+	if p.SSOSession != nil {
+		region, name = p.SSOSession.SSORegion, p.SSOSession.Name
+	}
+	if region == "" || name == "" || p.SSOAccountID == "" || p.SSORoleName == "" {
+		return nil, fault.New(fault.ErrArgument, "profile %q: single sign-on needs sso_account_id, sso_role_name, sso_region and sso_start_url", p.Profile)
+	}
+	sum := sha1.Sum([]byte(name))
+	file := filepath.Join(c.home(), ".aws", "sso", "cache", hex.EncodeToString(sum[:])+".json")
+	return ssocreds.New(sso.New(sso.Options{Region: region, HTTPClient: c.http}), p.SSOAccountID, p.SSORoleName, p.SSOStartURL, func(o *ssocreds.Options) {
+		o.CachedTokenFilepath = file
+		if p.SSOSession != nil {
+			o.SSOTokenProvider = ssocreds.NewSSOTokenProvider(ssooidc.New(ssooidc.Options{Region: region, HTTPClient: c.http}), file)
+		}
+	}), nil
+}
+
+// process runs the profile's credential_process, in Python's environment.
+func (c *chain) process(command string) aws.CredentialsProvider {
+	return processcreds.NewProviderCommand(processcreds.NewCommandBuilderFunc(func(ctx context.Context) (*exec.Cmd, error) {
+		cmd := exec.CommandContext(ctx, "/bin/sh", "-c", command)
+		env := cmd.Environ() // PATH and whatever else the process started with
+		env = slices.DeleteFunc(env, func(s string) bool { return strings.HasPrefix(s, "AWS_") })
+		for k, v := range c.opt.Env {
+			env = append(env, k+"="+v)
+		}
+		cmd.Env = env
+		return cmd, nil
+	}))
+}
+
+// container asks the endpoint that ECS or EKS names. Only its own addresses
+// may be reached without TLS.
+func (c *chain) container() (aws.CredentialsProvider, error) {
+	at := c.env("AWS_CONTAINER_CREDENTIALS_FULL_URI")
+	if path := c.env("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"); path != "" {
+		at = "http://169.254.170.2" + path
+	}
+	u, err := url.Parse(at)
+	if err != nil || u.Hostname() == "" {
+		return nil, fault.New(fault.ErrArgument, "the container's credentials: AWS_CONTAINER_CREDENTIALS_FULL_URI is no URL")
+	}
+	if u.Scheme != "https" && !containerHost(u.Hostname()) {
+		return nil, fault.New(fault.ErrPermission, "the container's credentials: %s is neither https nor an address of the container service", u.Hostname())
+	}
+	return endpointcreds.New(at, func(o *endpointcreds.Options) {
+		o.HTTPClient = c.http
+		o.AuthorizationToken = c.env("AWS_CONTAINER_AUTHORIZATION_TOKEN")
+		if file := c.env("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"); file != "" {
+			o.AuthorizationTokenProvider = endpointcreds.TokenProviderFunc(func() (string, error) { return readToken(file) })
+		}
+	}), nil
+}
+
+func containerHost(host string) bool {
+	if host == "localhost" {
+		return true
+	}
+	ip := net.ParseIP(host)
+	return ip != nil && (ip.IsLoopback() || slices.Contains([]string{"169.254.170.2", "169.254.170.23", "fd00:ec2::23"}, ip.String()))
+}
+
+// instance asks the metadata service, version 2. Nobody waits for it long
+// where there is none.
+func (c *chain) instance() aws.CredentialsProvider {
+	o := imds.Options{ClientEnableState: imds.ClientEnabled, EnableFallback: aws.FalseTernary,
+		Endpoint: cmp.Or(c.env("AWS_EC2_METADATA_SERVICE_ENDPOINT"), c.profile.EC2IMDSEndpoint)}
+	if strings.EqualFold(c.env("AWS_EC2_METADATA_DISABLED"), "true") {
+		o.ClientEnableState = imds.ClientDisabled
+	}
+	mode := c.env("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE")
+	if o.Endpoint == "" {
+		o.Endpoint = "http://169.254.169.254"
+		if strings.EqualFold(mode, "IPv6") || c.profile.EC2IMDSEndpointMode == imds.EndpointModeStateIPv6 {
+			o.Endpoint = "http://[fd00:ec2::254]"
+		}
+	}
+	o.HTTPClient = &http.Client{Transport: &http.Transport{ // never through a proxy
+		DialContext: (&net.Dialer{Timeout: time.Second}).DialContext, ResponseHeaderTimeout: 2 * time.Second, DisableKeepAlives: true}}
+	return ec2rolecreds.New(func(p *ec2rolecreds.Options) { p.Client = imds.New(o) })
+}

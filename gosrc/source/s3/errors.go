@@ -1,0 +1,244 @@
+package s3
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	awshttp "github.com/aws/aws-sdk-go-v2/aws/transport/http"
+	"github.com/aws/aws-sdk-go-v2/service/s3"
+	"github.com/aws/smithy-go"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source/retry"
+)
+
+// A refusal is what a store answered instead of data. Its text has what the
+// store's own people ask for: status, code, request id.
+type refusal struct {
+	class   error
+	status  int
+	code    string
+	message string
+	request string
+	after   time.Duration // the store asks to wait
+}
+
+func (r *refusal) Error() string {
+	var b strings.Builder
+	b.WriteString(r.class.Error() + ":")
+	if r.code != "" {
+		b.WriteString(" " + r.code)
+	}
+	if r.message != "" {
+		b.WriteString(": " + r.message)
+	}
+	fmt.Fprintf(&b, " (status %d", r.status)
+	if r.request != "" {
+		b.WriteString(", request " + r.request)
+	}
+	b.WriteString(")")
+	return b.String()
+}
+
+func (r *refusal) Unwrap() error { return r.class }
+
+// says explains codes whose own words do not help.
+var says = map[string]string{
+	"InvalidAccessKeyId":    "the store does not know this access key",
+	"SignatureDoesNotMatch": "the secret key does not fit the access key, or the request was changed on its way",
+	"ExpiredToken":          "the session token has expired",
+	"TokenRefreshRequired":  "the session token has expired",
+	"InvalidToken":          "the session token is not valid",
+	"NoSuchBucket":          "there is no such bucket",
+	"NoSuchKey":             "there is no such object",
+	"NotFound":              "there is no such object",
+	"AccessDenied":          "access denied",
+	"Forbidden":             "access denied",
+	"RequestTimeTooSkewed":  "this machine's clock is wrong",
+	"PreconditionFailed":    "the object was changed while it was read",
+	"InvalidObjectState":    "the object is archived and must be restored first",
+}
+
+// classify gives an error of the SDK its class and a text without secrets. The
+// SDK's own texts hold URLs, and messages of stores may repeat the access key,
+// the string that was signed, or the token: only what says knows is said.
+func classify(ctx context.Context, err error) error {
+	if err == nil {
+		return nil
+	}
+	if ctx.Err() != nil {
+		return fault.FromOS(context.Cause(ctx))
+	}
+	if fault.Classed(err) {
+		return classOf(err)
+	}
+	if id := service(err); id != "" && id != s3.ServiceID {
+		return fault.New(fault.ErrPermission, "%s; %s refused%s", noCredentials, id, status(err))
+	}
+	var api smithy.APIError
+	var resp *awshttp.ResponseError
+	if errors.As(err, &resp) && resp.HTTPStatusCode() > 0 {
+		r := &refusal{status: resp.HTTPStatusCode(), request: printable(resp.ServiceRequestID())}
+		if errors.As(err, &api) {
+			r.code = printable(api.ErrorCode())
+		}
+		r.message = says[r.code]
+		if n, err := strconv.Atoi(resp.Response.Header.Get("Retry-After")); err == nil && n > 0 {
+			r.after = time.Duration(min(n, 3600)) * time.Second
+		}
+		r.class = statusClass(r.status, r.code)
+		if r.message == "" && r.status < 300 {
+			r.message = "the answer could not be understood"
+		}
+		return r
+	}
+	if errors.As(err, &api) { // 200 with an error in it: CompleteMultipartUpload
+		return &refusal{class: statusClass(0, api.ErrorCode()), status: http.StatusOK, code: printable(api.ErrorCode()), message: says[api.ErrorCode()]}
+	}
+	return transportError(err)
+}
+
+// classOf keeps the class of an error of ours and its innermost text, without
+// what the SDK put around it.
+func classOf(err error) error {
+	var at *fault.At
+	if errors.As(err, &at) {
+		return at
+	}
+	for {
+		inner := errors.Unwrap(err)
+		if inner == nil || !fault.Classed(inner) || errors.Unwrap(inner) == nil {
+			return err
+		}
+		err = inner
+	}
+}
+
+func statusClass(status int, code string) error {
+	switch {
+	case code == "PreconditionFailed" || status == http.StatusPreconditionFailed:
+		return fault.ErrCorrupt
+	case code == "RequestTimeout" || status == http.StatusRequestTimeout:
+		return fault.ErrTimeout
+	case code == "ExpiredToken", code == "InvalidToken", code == "TokenRefreshRequired", code == "InvalidAccessKeyId",
+		code == "SignatureDoesNotMatch", code == "AuthorizationHeaderMalformed", code == "RequestTimeTooSkewed",
+		status == http.StatusUnauthorized, status == http.StatusForbidden:
+		return fault.ErrPermission
+	case status == http.StatusNotFound, code == "NoSuchKey", code == "NoSuchBucket":
+		return fault.ErrNotFound
+	case status == http.StatusRequestedRangeNotSatisfiable:
+		return fault.ErrCorrupt
+	case status == http.StatusNotImplemented, status == http.StatusMethodNotAllowed:
+		return fault.ErrNotSupported
+	case status == http.StatusBadRequest:
+		return fault.ErrArgument
+	}
+	return fault.ErrIO
+}
+
+// service is the innermost service that an error comes from: credentials are
+// fetched in the middle of a request.
+func service(err error) (id string) {
+	for {
+		var op *smithy.OperationError
+		if !errors.As(err, &op) {
+			return id
+		}
+		id, err = op.Service(), op.Unwrap()
+	}
+}
+
+func status(err error) string {
+	var api smithy.APIError
+	var resp *awshttp.ResponseError
+	switch {
+	case errors.As(err, &api) && errors.As(err, &resp):
+		return fmt.Sprintf(": %s (status %d, request %s)", printable(api.ErrorCode()), resp.HTTPStatusCode(), printable(resp.ServiceRequestID()))
+	case errors.As(err, &resp):
+		return fmt.Sprintf(": status %d", resp.HTTPStatusCode())
+	}
+	return ""
+}
+
+const noCredentials = "no credentials: none were given (key and secret, profile), AWS_ACCESS_KEY_ID is not set, " +
+	"and the profile, the container or the machine had none; anon=True reads public objects unsigned"
+
+// transportError has the system's words and no URL.
+func transportError(err error) error {
+	if s := err.Error(); strings.Contains(s, "get identity") || strings.Contains(s, "get credentials") || strings.Contains(s, "refresh cached credentials") {
+		return fault.New(fault.ErrPermission, "%s", noCredentials)
+	}
+	var ne net.Error
+	var cert *tls.CertificateVerificationError
+	var op *net.OpError
+	var dns *net.DNSError
+	switch {
+	case errors.As(err, &cert):
+		return fault.New(fault.ErrPermission, "the store's certificate is not trusted: %v", cert.Err)
+	case errors.As(err, &ne) && ne.Timeout():
+		return fault.New(fault.ErrTimeout, "the store did not answer in time")
+	case errors.As(err, &dns):
+		return fault.New(fault.ErrIO, "the store's name %q is not known to DNS", dns.Name)
+	case errors.As(err, &op):
+		return fault.New(fault.ErrIO, "%s: %v", op.Op, op.Err)
+	case errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
+		return fault.New(fault.ErrIO, "the connection was closed in the middle of an answer")
+	}
+	return fault.New(fault.ErrIO, "%v", innermost(err))
+}
+
+func innermost(err error) error {
+	for {
+		inner := errors.Unwrap(err)
+		if inner == nil {
+			return err
+		}
+		err = inner
+	}
+}
+
+// judge says what an error means to whoever could ask again.
+func judge(err error) (retry.Verdict, time.Duration) {
+	var r *refusal
+	if !errors.As(err, &r) {
+		if errors.Is(err, fault.ErrIO) || errors.Is(err, fault.ErrTimeout) {
+			return retry.Again, 0
+		}
+		return retry.Never, 0
+	}
+	switch {
+	case r.code == "SlowDown", strings.HasPrefix(r.code, "Throttling"), r.status == http.StatusServiceUnavailable, r.status == http.StatusTooManyRequests:
+		return retry.Again, max(r.after, 200*time.Millisecond)
+	case r.code == "RequestTimeout", r.code == "InternalError", r.status == http.StatusRequestTimeout,
+		r.status >= 500 && r.status != http.StatusNotImplemented:
+		return retry.Again, r.after
+	}
+	return retry.Never, 0
+}
+
+// expired reports whether fresh credentials may help.
+func expired(err error) bool {
+	var r *refusal
+	return errors.As(err, &r) && (r.code == "ExpiredToken" || r.code == "TokenRefreshRequired" || r.code == "InvalidToken")
+}
+
+// printable keeps what a store sends from breaking a line or a terminal.
+func printable(s string) string {
+	if len(s) > 128 {
+		s = s[:128]
+	}
+	return strings.Map(func(r rune) rune {
+		if r < ' ' || r > '~' {
+			return -1
+		}
+		return r
+	}, s)
+}

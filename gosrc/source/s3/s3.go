@@ -1,0 +1,298 @@
+// Package s3 is the source of objects in Amazon S3 and stores that speak its
+// protocol: s3://bucket/key, and s3://bucket/key?versionId=ID.
+//
+// An object is pinned when it is opened: every later request asks for the same
+// ETag, and an object that was replaced meanwhile is fault.ErrCorrupt.
+// Credentials, region and endpoint come from the storage options, then from
+// the environment as Python sees it, then from the shared files of AWS's own
+// tools. Whatever goes wrong names bucket, key, status and request id, and no
+// secret. Drafts are objects being written: they stream in parts and become
+// visible in one step.
+package s3
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/aws/aws-sdk-go-v2/aws"
+	"github.com/aws/aws-sdk-go-v2/service/s3"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/retry"
+)
+
+// ahead is what opening an object reads of it: what the reader of its header
+// asks for first, so that opening costs no request of its own.
+const ahead = 256 << 10
+
+// A name is where an object is.
+type name struct {
+	uri, bucket, key string
+	version          *string
+}
+
+// parse takes a URI apart. Keys are as they are: nothing in them is escaped.
+func parse(uri string) (name, error) {
+	scheme, rest, ok := strings.Cut(uri, "://")
+	n := name{uri: uri}
+	if !ok || !strings.EqualFold(scheme, "s3") {
+		return n, n.at("open", -1, fault.New(fault.ErrArgument, "expected s3://bucket/key"))
+	}
+	n.bucket, n.key, _ = strings.Cut(rest, "/")
+	if k, id, ok := strings.Cut(n.key, "?versionId="); ok {
+		n.key, n.version = k, &id
+	}
+	if n.bucket == "" || strings.ContainsAny(n.bucket, "@:?# \\") || strings.ContainsRune(uri, 0) {
+		return n, n.at("open", -1, fault.New(fault.ErrArgument, "expected s3://bucket/key; credentials go into storage_options"))
+	}
+	return n, nil
+}
+
+// object is parse for what must have a key.
+func object(verb, uri string) (name, error) {
+	n, err := parse(uri)
+	if err == nil && (n.key == "" || strings.HasSuffix(n.key, "/")) {
+		err = n.at(verb, -1, fault.New(fault.ErrArgument, "this names a folder; s3://bucket/key names an object"))
+	}
+	return n, err
+}
+
+func (n name) at(verb string, off int64, err error) error {
+	if err == nil {
+		return nil
+	}
+	var at *fault.At
+	if errors.As(err, &at) {
+		return err
+	}
+	return &fault.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
+}
+
+// An Object is an open object. It implements source.Source: reads are retried
+// and resumed, see source/retry.
+type Object struct {
+	*retry.Source
+	etag *string
+
+	mu   sync.Mutex
+	head []byte // the first bytes, until they are asked for
+}
+
+// Open opens an object with one request, which also brings its beginning.
+func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) {
+	n, err := object("open", uri)
+	if err != nil {
+		return nil, err
+	}
+	c, err := acquire(ctx, opt)
+	if err != nil {
+		return nil, n.at("open", -1, err)
+	}
+	f := &fetcher{name: n, client: c}
+	var head []byte
+	err = retry.Do(ctx, c.tries(), c.retry.Timeout, c.judge, func(ctx context.Context) (err error) {
+		head, err = f.first(ctx)
+		return err
+	})
+	if err != nil {
+		c.release()
+		return nil, n.at("open", -1, err)
+	}
+	o := c.retry
+	o.Host = c.endpoint + "/" + n.bucket
+	return &Object{Source: retry.New(f, o), etag: f.etag, head: head}, nil
+}
+
+// Identity is the ETag, "" if the store gives none.
+func (o *Object) Identity() string {
+	if o.etag == nil {
+		return ""
+	}
+	return *o.etag
+}
+
+// ReadAt fills p from off; see source.Source. The first read is served from
+// what came with opening, which is then given up: headers are read once.
+func (o *Object) ReadAt(ctx context.Context, p []byte, off int64) error {
+	o.mu.Lock()
+	head := o.head
+	if off < 0 || off > int64(len(head)) || int64(len(p)) > int64(len(head))-off || ctx.Err() != nil {
+		head = nil
+	} else {
+		o.head = nil
+	}
+	o.mu.Unlock()
+	if len(p) > 0 && head != nil {
+		copy(p, head[off:])
+		return nil
+	}
+	return o.Source.ReadAt(ctx, p, off)
+}
+
+// Close ends reads in flight and gives up the connections.
+func (o *Object) Close() error {
+	o.mu.Lock()
+	o.head = nil
+	o.mu.Unlock()
+	return o.Source.Close()
+}
+
+// A fetcher opens ranges of one object. It implements retry.Fetcher.
+type fetcher struct {
+	name
+	client *client
+	size   int64
+	etag   *string    // pins the object; nil where the store has none:
+	since  *time.Time // then it is pinned by the time of its last change
+}
+
+// first reads the beginning of the object and, with it, size and ETag.
+func (o *fetcher) first(ctx context.Context) ([]byte, error) {
+	out, err := o.get(ctx, 0, ahead)
+	var r *refusal
+	if errors.As(err, &r) && r.status == http.StatusRequestedRangeNotSatisfiable {
+		return nil, o.empty(ctx)
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer out.Body.Close()
+	o.pin(out.ETag, out.LastModified)
+	if o.etag == nil && o.since == nil {
+		return nil, fault.New(fault.ErrNotSupported, "the store gives neither an ETag nor a time: the object could change unseen while it is read")
+	}
+	lo, n, size, err := span(out)
+	if err != nil || lo != 0 {
+		return nil, fault.New(fault.ErrIO, "the store's answer is no range from the beginning")
+	}
+	if n != min(size, ahead) && n != size {
+		return nil, fault.New(fault.ErrIO, "the store gave %d bytes of %d, %d were wanted", n, size, ahead)
+	}
+	o.size = size
+	head := make([]byte, min(size, ahead))
+	if _, err := io.ReadFull(out.Body, head); err != nil {
+		return nil, classify(ctx, err)
+	}
+	return head, nil
+}
+
+// empty finds out that an object has no bytes: no range fits into it.
+func (o *fetcher) empty(ctx context.Context) error {
+	out, err := call(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.HeadObjectOutput, error) {
+		return api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version,
+			SSECustomerAlgorithm: o.client.sse.algorithm, SSECustomerKey: o.client.sse.key, SSECustomerKeyMD5: o.client.sse.sum})
+	})
+	if err != nil {
+		return classify(ctx, err)
+	}
+	if out.ContentLength == nil || *out.ContentLength != 0 {
+		return fault.New(fault.ErrIO, "the store refuses ranges of this object")
+	}
+	o.pin(out.ETag, out.LastModified)
+	return nil
+}
+
+func (o *fetcher) pin(etag *string, changed *time.Time) {
+	if etag != nil && *etag != "" {
+		o.etag = etag
+	} else {
+		o.since = changed
+	}
+}
+
+// get asks for n bytes from off, of the pinned object if there is one.
+func (o *fetcher) get(ctx context.Context, off, n int64) (*s3.GetObjectOutput, error) {
+	want := fmt.Sprintf("bytes=%d-%d", off, off+n-1)
+	out, err := call(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.GetObjectOutput, error) {
+		return api.GetObject(ctx, &s3.GetObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version, Range: &want, IfMatch: o.etag, IfUnmodifiedSince: o.since,
+			SSECustomerAlgorithm: o.client.sse.algorithm, SSECustomerKey: o.client.sse.key, SSECustomerKeyMD5: o.client.sse.sum})
+	})
+	if err != nil {
+		err = classify(ctx, err)
+		if (o.etag != nil || o.since != nil) && errors.Is(err, fault.ErrNotFound) {
+			err = fault.New(fault.ErrCorrupt, "the object was deleted while it was read")
+		}
+		return nil, err
+	}
+	return out, nil
+}
+
+// span is what an answer holds: bytes [lo, lo+n) of size.
+func span(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
+	bad := fault.New(fault.ErrIO, "the store's answer does not say which range it is")
+	if e := out.ContentEncoding; e != nil && *e != "" && *e != "identity" && *e != "aws-chunked" {
+		return 0, 0, 0, fault.New(fault.ErrNotSupported, "the object has the content encoding %q", printable(*e))
+	}
+	if out.ContentLength == nil {
+		return 0, 0, 0, bad
+	}
+	n = *out.ContentLength
+	if out.ContentRange == nil {
+		return 0, n, n, nil
+	}
+	text, ok := strings.CutPrefix(*out.ContentRange, "bytes ")
+	text, total, ok2 := strings.Cut(text, "/")
+	from, to, ok3 := strings.Cut(text, "-")
+	lo, err1 := strconv.ParseInt(from, 10, 64)
+	hi, err2 := strconv.ParseInt(to, 10, 64)
+	size, err3 := strconv.ParseInt(total, 10, 64)
+	if !ok || !ok2 || !ok3 || errors.Join(err1, err2, err3) != nil || lo < 0 || hi < lo || hi >= size || hi-lo+1 != n {
+		return 0, 0, 0, bad
+	}
+	return lo, n, size, nil
+}
+
+// URI is the name as it was given.
+func (o *fetcher) URI() string { return o.uri }
+
+// Size is the object's size when it was opened.
+func (o *fetcher) Size() int64 { return o.size }
+
+// Fetch asks for n bytes from off in one request.
+func (o *fetcher) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
+	out, err := o.get(ctx, off, n)
+	if err != nil {
+		return nil, err
+	}
+	lo, got, size, err := span(out)
+	switch {
+	case err != nil:
+	case size != o.size || o.etag != nil && out.ETag != nil && *out.ETag != *o.etag:
+		err = fault.New(fault.ErrCorrupt, "the object was changed while it was read")
+	case lo != off || got != n:
+		err = fault.New(fault.ErrIO, "bytes %d to %d were wanted, the store gave %d to %d", off, off+n, lo, lo+got)
+	}
+	if err != nil {
+		_ = out.Body.Close()
+		return nil, err
+	}
+	return out.Body, nil
+}
+
+// Judge says what an error means.
+func (o *fetcher) Judge(err error) (retry.Verdict, time.Duration) { return o.client.judge(err) }
+
+// Close gives up the share of the connections.
+func (o *fetcher) Close() error {
+	o.client.release()
+	return nil
+}
+
+func (c *client) tries() int { return max(0, c.retry.Retries) + 1 }
+
+// judge has credentials that expired fetched anew.
+func (c *client) judge(err error) (retry.Verdict, time.Duration) {
+	if cache, ok := c.creds.(*aws.CredentialsCache); ok && expired(err) {
+		cache.Invalidate()
+		return retry.Again, 0
+	}
+	return judge(err)
+}

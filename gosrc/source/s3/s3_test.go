@@ -1,0 +1,484 @@
+package s3
+
+import (
+	"bytes"
+	"context"
+	"crypto/md5"
+	"encoding/base64"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+var bg = context.Background()
+
+// noSecret holds a text to promise 14.
+func noSecret(t *testing.T, err error) {
+	t.Helper()
+	if err == nil {
+		t.Fatal("no error")
+	}
+	for _, text := range []string{err.Error(), fault.Encode(err)} {
+		for _, s := range []string{sourcetest.S3Key, sourcetest.S3Secret, "planted", "X-Amz-Signature", "Credential="} {
+			if strings.Contains(text, s) {
+				t.Errorf("%q shows %q", text, s)
+			}
+		}
+	}
+}
+
+func random(n int) []byte {
+	b := make([]byte, n)
+	r := rand.NewChaCha8([32]byte{7})
+	_, _ = r.Read(b)
+	return b
+}
+
+// with is options that reach the server, some of them changed: name, value, ...
+func with(s *sourcetest.S3, changes ...string) source.Options {
+	m := s.Options()
+	for i := 0; i < len(changes); i += 2 {
+		if changes[i+1] == "" {
+			delete(m, changes[i])
+			continue
+		}
+		m[changes[i]] = changes[i+1]
+	}
+	return source.Options{Storage: m}
+}
+
+func put(t testing.TB, opt source.Options, uri string, data []byte) {
+	t.Helper()
+	d, err := Create(bg, uri, opt, int64(len(data)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Drop()
+	for off := 0; off < len(data); off += 1 << 20 {
+		if err := d.Write(data[off:min(len(data), off+1<<20)], int64(off)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := d.Finish(int64(len(data))); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Publish(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func get(uri string, opt source.Options) ([]byte, error) {
+	o, err := Open(bg, uri, opt)
+	if err != nil {
+		return nil, err
+	}
+	defer o.Close()
+	p := make([]byte, o.Size())
+	return p, o.ReadAt(bg, p, 0)
+}
+
+// The suite of every source, and objects of many sizes, small and in parts,
+// written and read back, with TLS and without.
+func TestServer(t *testing.T) {
+	t.Parallel()
+	for _, tls := range []bool{false, true} {
+		s := sourcetest.StartS3(t, tls)
+		sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+			put(t, with(s), "s3://models/suite", data)
+			o, err := Open(bg, "s3://models/suite", with(s))
+			if err != nil {
+				t.Fatal(err)
+			}
+			return o
+		})
+		sizes := []int{0, 1, ahead, ahead + 1, minPart, minPart + 1, 2*minPart + 12345}
+		if tls || testing.Short() {
+			sizes = []int{0, ahead + 1, minPart + 1}
+		}
+		for _, n := range sizes {
+			data := random(n)
+			put(t, with(s), "s3://models/a/b c+ü@1.bin", data)
+			back, err := get("s3://models/a/b c+ü@1.bin", with(s))
+			if err != nil || !bytes.Equal(back, data) {
+				t.Fatalf("tls %v, %d bytes: %d came back: %v", tls, n, len(back), err)
+			}
+		}
+		if tls {
+			_, err := get("s3://models/suite", with(s, "cacert", ""))
+			if !errors.Is(err, fault.ErrPermission) || !strings.Contains(err.Error(), "certificate") {
+				t.Errorf("an unknown authority: %v", err)
+			}
+			noSecret(t, err)
+		}
+	}
+}
+
+// What is refused says so by class, and names bucket, key, status and request.
+func TestRefusals(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartS3(t, false)
+	put(t, with(s), "s3://models/m", random(1000))
+	for _, c := range []struct {
+		what, uri string
+		opt       source.Options
+		class     error
+		says      []string
+	}{
+		{"wrong secret", "s3://models/m", with(s, "secret", "planted-wrong"), fault.ErrPermission, []string{"SignatureDoesNotMatch", "403", "request "}},
+		{"unknown key", "s3://models/m", with(s, "key", "AKIAPLANTEDUNKNOWN00"), fault.ErrPermission, []string{"InvalidAccessKeyId", "403"}},
+		{"unsigned", "s3://models/m", with(s, "key", "", "secret", "", "anon", "true"), fault.ErrPermission, []string{"AccessDenied", "403"}},
+		{"no object", "s3://models/none", with(s), fault.ErrNotFound, []string{"NoSuchKey", "404", "s3://models/none"}},
+		{"no bucket", "s3://nothere/m", with(s), fault.ErrNotFound, []string{"NoSuchBucket", "404", "s3://nothere/m"}},
+		{"nobody listens", "s3://models/m", with(s, "endpoint_url", "http://127.0.0.1:1"), fault.ErrIO, []string{"refused"}},
+		{"a folder", "s3://models/", with(s), fault.ErrArgument, []string{"folder"}},
+		{"no bucket's name", "s3:///m", with(s), fault.ErrArgument, nil},
+		{"a password in the URI", "s3://planted:planted@models/m", with(s), fault.ErrArgument, []string{"storage_options"}},
+		{"half a key", "s3://models/m", with(s, "secret", ""), fault.ErrArgument, []string{"come together"}},
+		{"an unknown option", "s3://models/m", with(s, "secrt", "planted"), fault.ErrArgument, []string{"secrt", "endpoint_url"}},
+		{"a bad endpoint", "s3://models/m", with(s, "endpoint_url", "ftp://planted@x"), fault.ErrArgument, []string{"endpoint"}},
+		{"a bad region", "s3://models/m", with(s, "region", "x.evil.example/"), fault.ErrArgument, []string{"region"}},
+		{"a short customer key", "s3://models/m", with(s, "sse_customer_key", "planted"), fault.ErrArgument, []string{"32 bytes"}},
+		{"no such profile", "s3://models/m", with(s, "profile", "nobody"), fault.ErrArgument, []string{"nobody"}},
+		{"no file of certificates", "s3://models/m", with(s, "cacert", "/none.pem"), fault.ErrNotFound, []string{"/none.pem"}},
+	} {
+		_, err := get(c.uri, c.opt)
+		if !errors.Is(err, c.class) {
+			t.Errorf("%s: %v", c.what, err)
+			continue
+		}
+		for _, text := range c.says {
+			if !strings.Contains(err.Error(), text) {
+				t.Errorf("%s: %q does not say %q", c.what, err, text)
+			}
+		}
+		noSecret(t, err)
+	}
+	// Writing, too, and nothing is left behind.
+	d, err := Create(bg, "s3://models/w", with(s, "secret", "planted-wrong"), 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = d.Write([]byte("x"), 0)
+	_ = d.Finish(1)
+	err = d.Publish()
+	d.Drop()
+	if !errors.Is(err, fault.ErrPermission) {
+		t.Error(err)
+	}
+	noSecret(t, err)
+}
+
+// An object that is replaced or deleted while it is open is Corrupt, never a
+// mixture; with the same bytes again it is the same object.
+func TestPinned(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartS3(t, false)
+	data := random(ahead * 3)
+	put(t, with(s), "s3://models/p", data)
+	o, err := Open(bg, "s3://models/p", with(s))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer o.Close()
+	p := make([]byte, 100)
+	put(t, with(s), "s3://models/p", data)
+	if err := o.ReadAt(bg, p, ahead*2); err != nil {
+		t.Fatal(err)
+	}
+	data[0]++
+	put(t, with(s), "s3://models/p", data)
+	if err := o.ReadAt(bg, p, ahead*2); !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "changed") {
+		t.Error(err)
+	}
+	if err := Remove(bg, "s3://models/p", with(s)); err != nil {
+		t.Fatal(err)
+	}
+	if err := o.ReadAt(bg, p, ahead*2); !errors.Is(err, fault.ErrCorrupt) {
+		t.Error(err)
+	}
+	if err := Remove(bg, "s3://models/p", with(s)); err != nil {
+		t.Error("what is not there cannot be removed:", err)
+	}
+}
+
+// A draft that is dropped, at any stage, leaves neither an object nor parts of
+// an upload, and the object that was there before.
+func TestDropped(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartS3(t, false)
+	put(t, with(s), "s3://models/d", []byte("old"))
+	data := random(3 * minPart)
+	for stage := range 3 {
+		ctx, cancel := context.WithCancelCause(bg)
+		d, err := Create(ctx, "s3://models/d", with(s), int64(len(data)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := d.Write(data, 0); err != nil {
+			t.Fatal(err)
+		}
+		if stage > 0 {
+			if err := d.Finish(int64(len(data))); err != nil {
+				t.Fatal(err)
+			}
+		}
+		parts := func() []string {
+			found, _ := filepath.Glob(filepath.Join(s.Data, ".sgwtmp", "multipart", "*", "*"))
+			return found
+		}
+		if stage > 0 && len(parts()) != 1 {
+			t.Fatalf("where versitygw keeps parts there are %v", parts())
+		}
+		if stage > 1 {
+			cancel(fault.ErrCancelled)
+			if err := d.Publish(); !errors.Is(err, fault.ErrCancelled) {
+				t.Fatal(err)
+			}
+		}
+		d.Drop()
+		d.Drop()
+		cancel(nil)
+		if back, err := get("s3://models/d", with(s)); err != nil || string(back) != "old" {
+			t.Fatalf("stage %d: %q %v", stage, back, err)
+		}
+		if left := parts(); len(left) != 0 {
+			t.Fatalf("stage %d: the store keeps %v", stage, left)
+		}
+	}
+}
+
+// The customer's key goes along with every request that touches bytes, and
+// with no other. (versitygw does not encrypt: what is shown is that it is
+// sent, rightly made, as text or in base64.)
+func TestCustomerKey(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartS3(t, false)
+	const key = "0123456789abcdef0123456789abcdef"
+	const text = "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY="
+	h := md5.Sum([]byte(key))
+	sum := base64.StdEncoding.EncodeToString(h[:])
+	var sent, without []string
+	var mu sync.Mutex
+	front := fronted(t, s, func(r *http.Request) {
+		mu.Lock()
+		defer mu.Unlock()
+		const h = "X-Amz-Server-Side-Encryption-Customer-"
+		if r.Header.Get(h+"Key") == text && r.Header.Get(h+"Algorithm") == "AES256" && r.Header.Get(h+"Key-Md5") == sum {
+			sent = append(sent, r.Method)
+		} else {
+			without = append(without, r.Method)
+		}
+	}, nil)
+	for _, k := range []string{key, text} {
+		sent, without = nil, nil
+		opt := with(s, "endpoint_url", front, "sse_customer_key", k)
+		// versitygw may refuse the header: only what is sent counts.
+		d, err := Create(bg, "s3://models/sse", opt, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = d.Write([]byte("x"), 0)
+		_ = d.Finish(1)
+		perr := d.Publish()
+		d.Drop()
+		_, gerr := get("s3://models/sse", opt)
+		mu.Lock()
+		if len(sent) != 2 || sent[0] != "PUT" || sent[1] != "GET" || len(without) != 0 {
+			t.Errorf("with the key %v (%v, %v), without %v", sent, perr, gerr, without)
+		}
+		mu.Unlock()
+	}
+}
+
+// fronted is a proxy before the server, for tests that need a store that
+// fails. It keeps the host, which is signed.
+func fronted(t *testing.T, s *sourcetest.S3, see func(*http.Request), change func(*http.Response) error) string {
+	t.Helper()
+	u, _ := url.Parse(s.URL)
+	p := &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(u); r.Out.Host = r.In.Host }, ModifyResponse: change,
+		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, _ error) { w.WriteHeader(http.StatusBadGateway) }}
+	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if see != nil {
+			see(r)
+		}
+		p.ServeHTTP(w, r)
+	}))
+	t.Cleanup(h.Close)
+	return h.URL
+}
+
+// A store that is overloaded, cuts bodies and closes connections costs time
+// and nothing else: reads resume, writes are sent again.
+func TestFailingStore(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartS3(t, false)
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 3))
+	dice := make(chan int)
+	go func() {
+		for {
+			select {
+			case dice <- r.IntN(6):
+			case <-t.Context().Done():
+				return
+			}
+		}
+	}()
+	var faults atomic.Int64
+	front := fronted(t, s, nil, func(resp *http.Response) error {
+		switch <-dice {
+		case 0:
+			if resp.Request.Method != http.MethodGet { // the answer is lost, the work is done
+				return nil
+			}
+			faults.Add(1)
+			resp.StatusCode, resp.Body = http.StatusServiceUnavailable, io.NopCloser(strings.NewReader("<Error><Code>SlowDown</Code></Error>"))
+			resp.ContentLength = -1
+			resp.Header.Del("Content-Length")
+		case 1:
+			if resp.Request.Method == http.MethodGet && resp.ContentLength > 100_000 {
+				faults.Add(1)
+				resp.Body = io.NopCloser(io.MultiReader(io.LimitReader(resp.Body, resp.ContentLength/2), failing{}))
+			}
+		case 2:
+			faults.Add(1)
+			return errors.New("lost")
+		}
+		return nil
+	})
+	data := random(3*minPart + 17)
+	opt := with(s, "endpoint_url", front, "retries", "30")
+	put(t, opt, "s3://models/f", data)
+	o, err := Open(bg, "s3://models/f", opt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer o.Close()
+	p := make([]byte, 1<<20)
+	for off := 0; off < len(data); off += len(p) {
+		q := p[:min(len(p), len(data)-off)]
+		if err := o.ReadAt(bg, q, int64(off)); err != nil || !bytes.Equal(q, data[off:off+len(q)]) {
+			t.Fatalf("at %d: %v", off, err)
+		}
+	}
+	if faults.Load() == 0 {
+		t.Fatal("nothing failed")
+	}
+	t.Logf("%d faults", faults.Load())
+}
+
+type failing struct{}
+
+func (failing) Read([]byte) (int, error) { return 0, errors.New("cut") }
+
+// A store that takes a request and never answers is given up in time.
+func TestSilentStore(t *testing.T) {
+	done := make(chan struct{})
+	h := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		select {
+		case <-r.Context().Done():
+		case <-done:
+		}
+	}))
+	t.Cleanup(h.Close)
+	t.Cleanup(func() { close(done) })
+	start := time.Now()
+	_, err := get("s3://models/x", source.Options{Storage: map[string]string{"endpoint_url": h.URL, "anon": "true", "timeout": "0.1", "retries": "1"}})
+	if !errors.Is(err, fault.ErrTimeout) || time.Since(start) > 5*time.Second {
+		t.Fatal(time.Since(start), err)
+	}
+}
+
+// A presigned URL is read without credentials, until it is changed or has
+// expired.
+func TestPresign(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartS3(t, false)
+	put(t, with(s), "s3://models/x/y z", []byte("hello"))
+	fetch := func(u string) (int, string) {
+		r, err := http.Get(u)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Body.Close()
+		b, _ := io.ReadAll(r.Body)
+		return r.StatusCode, string(b)
+	}
+	u, err := Presign(bg, "s3://models/x/y z", with(s), time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if status, text := fetch(u); status != 200 || text != "hello" {
+		t.Errorf("%d %s", status, text)
+	}
+	last := u[len(u)-8:]
+	flip := strings.Map(func(r rune) rune {
+		if r == 'a' {
+			return 'b'
+		}
+		return 'a'
+	}, last)
+	at := strings.Index(u, "X-Amz-Signature=") + len("X-Amz-Signature=")
+	if status, _ := fetch(u[:at] + flip + u[at+8:]); status != 403 {
+		t.Error("a changed signature:", status)
+	}
+	if strings.Contains(u, sourcetest.S3Secret) || strings.Contains(fault.Redact(u), "Signature") {
+		t.Error("the secret is in the URL, or the signature in a redacted one")
+	}
+	u, err = Presign(bg, "s3://models/x/y z", with(s), time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(2100 * time.Millisecond)
+	if status, _ := fetch(u); status != 403 {
+		t.Error("an expired URL:", status)
+	}
+	if _, err := Presign(bg, "s3://models/x", with(s), 8*24*time.Hour); !errors.Is(err, fault.ErrArgument) {
+		t.Error(err)
+	}
+}
+
+// Folders list their own objects only, in order, however many there are.
+func TestList(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartS3(t, false)
+	for _, k := range []string{"m/b", "m/a", "m/sub/c", "mm"} {
+		put(t, with(s), "s3://models/"+k, []byte("x"))
+	}
+	for i := range 1005 {
+		if err := os.MkdirAll(filepath.Join(s.Data, "many"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(s.Data, "many", string(rune('a'+i%26))+strings.Repeat("x", i/26)), nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, uri := range []string{"s3://models/m", "s3://models/m/"} {
+		got, err := List(bg, uri, with(s))
+		if err != nil || strings.Join(got, " ") != "s3://models/m/a s3://models/m/b" {
+			t.Errorf("%v %v", got, err)
+		}
+	}
+	if got, err := List(bg, "s3://models/many/", with(s)); err != nil || len(got) != 1005 {
+		t.Errorf("%d %v", len(got), err)
+	}
+	if _, err := List(bg, "s3://models/none/", with(s)); !errors.Is(err, fault.ErrNotFound) {
+		t.Error(err)
+	}
+}

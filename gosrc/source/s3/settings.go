@@ -1,0 +1,208 @@
+package s3
+
+import (
+	"cmp"
+	"context"
+	"crypto/md5"
+	"encoding/base64"
+	"errors"
+	"net"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/aws/aws-sdk-go-v2/config"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/retry"
+)
+
+// names are the storage options of s3://.
+var names = append([]string{"key", "secret", "token", "profile", "region", "endpoint_url", "anon", "sse_customer_key",
+	"path_style", "cacert"}, retry.Names...)
+
+// settings are what the caller, the environment and the profile say, in this
+// order of precedence.
+type settings struct {
+	opt      source.Options
+	profile  config.SharedConfig
+	profiled bool // the caller or the environment named the profile
+
+	region    string
+	endpoint  string // "": AWS's own
+	pathStyle bool
+	anon      bool
+	fips      bool
+	dual      bool
+	cacert    string
+	cacerts   string // a folder of them
+	retry     retry.Options
+	sse       sse
+}
+
+// sse is a key that the caller encrypts objects with (SSE-C).
+type sse struct{ algorithm, key, sum *string }
+
+// env is one variable of the process.
+func (s *settings) env(name string) string { return s.opt.Env[name] }
+
+func resolve(ctx context.Context, opt source.Options) (*settings, error) {
+	if err := opt.Check("s3", names...); err != nil {
+		return nil, err
+	}
+	s := &settings{opt: opt}
+	var err error
+	if s.retry, err = retry.Parse(opt); err != nil {
+		return nil, err
+	}
+	if s.anon, err = opt.Flag("anon"); err != nil {
+		return nil, err
+	}
+	if err := s.loadProfile(ctx); err != nil {
+		return nil, err
+	}
+	s.region = cmp.Or(opt.Storage["region"], s.env("AWS_REGION"), s.env("AWS_DEFAULT_REGION"), s.profile.Region, "us-east-1")
+	if !validRegion(s.region) {
+		return nil, fault.New(fault.ErrArgument, "region: %q is no name of a region", s.region)
+	}
+	s.fips = strings.EqualFold(s.env("AWS_USE_FIPS_ENDPOINT"), "true")
+	s.dual = strings.EqualFold(s.env("AWS_USE_DUALSTACK_ENDPOINT"), "true")
+	s.cacert = cmp.Or(opt.Storage["cacert"], s.env("AWS_CA_BUNDLE"), s.profile.CustomCABundle, s.env("REQUESTS_CA_BUNDLE"),
+		s.env("CURL_CA_BUNDLE"), s.env("SSL_CERT_FILE"))
+	if s.cacert == "" {
+		s.cacerts = s.env("SSL_CERT_DIR")
+	}
+	if s.endpoint, err = s.endpointFor(ctx, "S3", opt.Storage["endpoint_url"]); err != nil {
+		return nil, err
+	}
+	s.pathStyle = s.endpoint != "" && !virtualOnly(s.endpoint)
+	if _, ok := opt.Storage["path_style"]; ok {
+		if s.pathStyle, err = opt.Flag("path_style"); err != nil {
+			return nil, err
+		}
+	}
+	return s, s.customerKey()
+}
+
+// loadProfile reads the shared files of the AWS tools. A profile that nobody
+// asked for by name need not exist.
+func (s *settings) loadProfile(ctx context.Context) error {
+	name := cmp.Or(s.opt.Storage["profile"], s.env("AWS_PROFILE"), s.env("AWS_DEFAULT_PROFILE"))
+	s.profiled = name != ""
+	file := func(variable, usual string) []string {
+		path := s.env(variable)
+		switch {
+		case path == "" && s.home() == "":
+			return []string{}
+		case path == "":
+			path = filepath.Join(s.home(), ".aws", usual)
+		case strings.HasPrefix(path, "~/"):
+			path = filepath.Join(s.home(), path[2:])
+		}
+		return []string{path}
+	}
+	p, err := config.LoadSharedConfigProfile(ctx, cmp.Or(name, "default"), func(o *config.LoadSharedConfigOptions) {
+		o.ConfigFiles = file("AWS_CONFIG_FILE", "config")
+		o.CredentialsFiles = file("AWS_SHARED_CREDENTIALS_FILE", "credentials")
+	})
+	var none config.SharedConfigProfileNotExistError
+	switch {
+	case errors.As(err, &none) && !s.profiled:
+		return nil
+	case errors.As(err, &none):
+		return fault.New(fault.ErrArgument, "profile %q is in none of AWS's configuration files", name)
+	case err != nil:
+		// The library's text may hold lines of the file.
+		return fault.New(fault.ErrArgument, "profile %q cannot be read from AWS's configuration files", cmp.Or(name, "default"))
+	}
+	s.profile = p
+	return nil
+}
+
+func (s *settings) home() string { return cmp.Or(s.env("HOME"), s.env("USERPROFILE")) }
+
+// endpointFor is where a service is: the caller's word, AWS_ENDPOINT_URL_<ID>,
+// AWS_ENDPOINT_URL, the profile's services section, the profile; "" for AWS.
+func (s *settings) endpointFor(ctx context.Context, id, word string) (string, error) {
+	at := word
+	ignore := strings.EqualFold(s.env("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"), "true")
+	if p := s.profile.IgnoreConfiguredEndpoints; p != nil && *p {
+		ignore = true
+	}
+	if at == "" && !ignore {
+		at = cmp.Or(s.env("AWS_ENDPOINT_URL_"+id), s.env("AWS_ENDPOINT_URL"))
+		if at == "" {
+			at, _, _ = s.profile.GetServiceBaseEndpoint(ctx, id)
+		}
+		at = cmp.Or(at, s.profile.BaseEndpoint)
+	}
+	if at == "" {
+		return "", nil
+	}
+	if !strings.Contains(at, "://") {
+		at = "https://" + at
+	}
+	u, err := url.Parse(at)
+	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.User != nil || u.RawQuery != "" || u.Fragment != "" {
+		return "", fault.New(fault.ErrArgument, "the endpoint of %s must be http(s)://host[:port][/path], without user and query", id)
+	}
+	return at, nil
+}
+
+// virtualOnly knows the stores beside AWS that want the bucket in the host's
+// name; any other endpoint takes it in the path.
+func virtualOnly(endpoint string) bool {
+	u, err := url.Parse(endpoint)
+	if err != nil || net.ParseIP(u.Hostname()) != nil {
+		return false
+	}
+	host := "." + strings.ToLower(u.Hostname())
+	for _, domain := range []string{".amazonaws.com", ".amazonaws.com.cn", ".cwobject.com", ".cwlota.com", ".aliyuncs.com", ".myqcloud.com"} {
+		if strings.HasSuffix(host, domain) {
+			return true
+		}
+	}
+	return false
+}
+
+// customerKey takes an SSE-C key: 32 bytes as they are, or in base64.
+func (s *settings) customerKey() error {
+	word, ok := s.opt.Storage["sse_customer_key"]
+	if !ok {
+		return nil
+	}
+	key := []byte(word)
+	if len(key) != 32 {
+		b, err := base64.StdEncoding.DecodeString(word)
+		if err != nil || len(b) != 32 {
+			return fault.New(fault.ErrArgument, "sse_customer_key: expected 32 bytes, or their base64")
+		}
+		key = b
+	}
+	algorithm, text := "AES256", base64.StdEncoding.EncodeToString(key)
+	sum := md5.Sum(key) // what the protocol asks for, beside the key itself
+	check := base64.StdEncoding.EncodeToString(sum[:])
+	s.sse = sse{&algorithm, &text, &check}
+	return nil
+}
+
+// validRegion keeps what would be part of a host's name a single label.
+func validRegion(name string) bool {
+	for _, c := range name {
+		if (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '-' {
+			return false
+		}
+	}
+	return name != "" && len(name) <= 63
+}
+
+// readToken reads a small file that the environment names.
+func readToken(path string) (string, error) {
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return "", fault.FromOS(err)
+	}
+	return strings.TrimSpace(string(b)), nil
+}

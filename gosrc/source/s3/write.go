@@ -1,0 +1,323 @@
+package s3
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"io"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/aws/aws-sdk-go-v2/aws"
+	v4 "github.com/aws/aws-sdk-go-v2/aws/signer/v4"
+	"github.com/aws/aws-sdk-go-v2/service/s3"
+	"github.com/aws/aws-sdk-go-v2/service/s3/types"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/parts"
+	"github.com/overwire/overwire/gosrc/source/retry"
+)
+
+// Of a multipart upload: parts have at least 5 MiB, there are at most 10,000.
+const (
+	minPart  = 8 << 20
+	maxParts = 10_000
+	maxPart  = 5 << 30
+	inFlight = 8 // parts being sent; storage option connections says less or more
+)
+
+// An upload is an object being written. It implements parts.Store.
+type upload struct {
+	name
+	client *client
+
+	mu   sync.Mutex
+	id   *string // of the multipart upload, once there is one
+	done []types.CompletedPart
+}
+
+// Create starts to write an object of at most limit bytes. What the name had
+// before stays until Publish. The caller ends the draft with Drop.
+func Create(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error) {
+	n, err := object("save", uri)
+	if err != nil {
+		return nil, err
+	}
+	if n.version != nil {
+		return nil, n.at("save", -1, fault.New(fault.ErrArgument, "a version cannot be written"))
+	}
+	part := int64(minPart)
+	if most := int64(maxParts * 9 / 10); limit > part*most {
+		part = (limit/most | (1<<20 - 1)) + 1
+	}
+	if part > maxPart {
+		return nil, n.at("save", -1, fault.New(fault.ErrArgument, "%d bytes are more than one object can have: write shards", limit))
+	}
+	c, err := acquire(ctx, opt)
+	if err != nil {
+		return nil, n.at("save", -1, err)
+	}
+	return parts.New(ctx, &upload{name: n, client: c}, part, cmp.Or(c.retry.Connections, inFlight)), nil
+}
+
+func (u *upload) URI() string { return u.uri }
+
+// Part sends one part; the first one that comes starts the upload.
+func (u *upload) Part(ctx context.Context, k int, p []byte) error {
+	id, err := u.begin(ctx)
+	if err != nil {
+		return u.at("save", -1, err)
+	}
+	number, size := int32(k+1), int64(len(p))
+	out, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.UploadPartOutput, error) {
+		return api.UploadPart(ctx, &s3.UploadPartInput{Bucket: &u.bucket, Key: &u.key, UploadId: id, PartNumber: &number,
+			Body: body(ctx, p), ContentLength: &size,
+			SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signing)
+	})
+	if err != nil {
+		return u.at("save", -1, err)
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.done = append(u.done, types.CompletedPart{PartNumber: &number, ETag: out.ETag})
+	return nil
+}
+
+func (u *upload) begin(ctx context.Context) (*string, error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.id != nil {
+		return u.id, nil
+	}
+	out, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.CreateMultipartUploadOutput, error) {
+		return api.CreateMultipartUpload(ctx, &s3.CreateMultipartUploadInput{Bucket: &u.bucket, Key: &u.key,
+			SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
+	})
+	if err != nil {
+		return nil, err
+	}
+	if out.UploadId == nil || *out.UploadId == "" {
+		return nil, fault.New(fault.ErrIO, "the store gave no id for an upload")
+	}
+	u.id = out.UploadId
+	return u.id, nil
+}
+
+// Publish completes the upload, or puts a small object as a whole.
+func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
+	if n == 0 {
+		size := int64(len(whole))
+		_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.PutObjectOutput, error) {
+			return api.PutObject(ctx, &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key, Body: body(ctx, whole), ContentLength: &size,
+				SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}, u.client.signing)
+		})
+		if err == nil {
+			u.client.release()
+		}
+		return u.at("save", -1, err)
+	}
+	if len(u.done) != n {
+		return u.at("save", -1, fault.New(fault.ErrEngine, "%d parts of %d were sent", len(u.done), n))
+	}
+	slices.SortFunc(u.done, func(a, b types.CompletedPart) int { return cmp.Compare(*a.PartNumber, *b.PartNumber) })
+	tries := 0
+	_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.CompleteMultipartUploadOutput, error) {
+		tries++
+		return api.CompleteMultipartUpload(ctx, &s3.CompleteMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id,
+			MultipartUpload: &types.CompletedMultipartUpload{Parts: u.done}, SSECustomerAlgorithm: u.client.sse.algorithm,
+			SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
+	})
+	var r *refusal
+	if tries > 1 && errors.As(err, &r) && r.code == "NoSuchUpload" {
+		err = nil // an earlier try was heard, its answer was not
+	}
+	if err == nil {
+		u.client.release()
+	}
+	return u.at("save", -1, err)
+}
+
+// Abort gives up the parts at the store. It has a time of its own: what it is
+// called for is often a cancel.
+func (u *upload) Abort() {
+	defer u.client.release()
+	if u.id == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	// A part that was on its way may arrive after an abort: it is asked for
+	// until the store knows no such upload.
+	for failed := 1; ; failed++ {
+		_, _ = try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
+			return api.AbortMultipartUpload(ctx, &s3.AbortMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id})
+		})
+		_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.ListPartsOutput, error) {
+			return api.ListParts(ctx, &s3.ListPartsInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id})
+		})
+		if errors.Is(err, fault.ErrNotFound) || errors.Is(err, fault.ErrPermission) || retry.Pause(ctx, failed, 0) != nil {
+			return
+		}
+	}
+}
+
+// signing spares the hash of every byte where TLS protects them already.
+func (c *client) signing(o *s3.Options) {
+	if !strings.HasPrefix(c.endpoint, "http://") {
+		o.APIOptions = append(o.APIOptions, v4.SwapComputePayloadSHA256ForUnsignedPayloadMiddleware)
+	}
+}
+
+// Remove deletes an object; one that is not there is no mistake.
+func Remove(ctx context.Context, uri string, opt source.Options) error {
+	n, err := object("save", uri)
+	if err != nil {
+		return err
+	}
+	c, err := acquire(ctx, opt)
+	if err != nil {
+		return n.at("save", -1, err)
+	}
+	defer c.release()
+	_, err = try(ctx, c, n.bucket, func(ctx context.Context, api *s3.Client) (*s3.DeleteObjectOutput, error) {
+		return api.DeleteObject(ctx, &s3.DeleteObjectInput{Bucket: &n.bucket, Key: &n.key, VersionId: n.version})
+	})
+	if errors.Is(err, fault.ErrNotFound) {
+		err = nil
+	}
+	return n.at("save", -1, err)
+}
+
+// List gives the URIs of the objects in a folder, sorted by name, without those
+// of folders below it. A folder in which there is nothing is fault.ErrNotFound.
+func List(ctx context.Context, uri string, opt source.Options) ([]string, error) {
+	n, err := parse(uri)
+	if err != nil {
+		return nil, err
+	}
+	prefix := n.key
+	if prefix != "" && !strings.HasSuffix(prefix, "/") {
+		prefix += "/"
+	}
+	c, err := acquire(ctx, opt)
+	if err != nil {
+		return nil, n.at("open", -1, err)
+	}
+	defer c.release()
+	var found []string
+	var next *string
+	for {
+		out, err := try(ctx, c, n.bucket, func(ctx context.Context, api *s3.Client) (*s3.ListObjectsV2Output, error) {
+			return api.ListObjectsV2(ctx, &s3.ListObjectsV2Input{Bucket: &n.bucket, Prefix: &prefix, Delimiter: aws.String("/"), ContinuationToken: next})
+		})
+		if err != nil {
+			return nil, n.at("open", -1, err)
+		}
+		for _, o := range out.Contents {
+			if o.Key != nil && strings.HasPrefix(*o.Key, prefix) && !strings.HasSuffix(*o.Key, "/") {
+				found = append(found, "s3://"+n.bucket+"/"+*o.Key)
+			}
+		}
+		if len(found) > maxListed {
+			return nil, n.at("open", -1, fault.New(fault.ErrNotSupported, "more than %d objects in one folder", maxListed))
+		}
+		next = out.NextContinuationToken
+		if out.IsTruncated == nil || !*out.IsTruncated || next == nil {
+			break
+		}
+	}
+	if len(found) == 0 {
+		return nil, n.at("open", -1, fault.New(fault.ErrNotFound, "there is no object in this folder"))
+	}
+	slices.Sort(found)
+	return found, nil
+}
+
+const maxListed = 100_000
+
+// Presign makes an https URL that reads the object without credentials until
+// it expires (signature version 4, at most seven days). Whoever has it can
+// read the object: it is a secret.
+func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
+	n, err := object("presign", uri)
+	if err != nil {
+		return "", err
+	}
+	if expires < time.Second || expires > 7*24*time.Hour {
+		return "", n.at("presign", -1, fault.New(fault.ErrArgument, "a URL lives between a second and seven days"))
+	}
+	c, err := acquire(ctx, opt)
+	if err != nil {
+		return "", n.at("presign", -1, err)
+	}
+	defer c.release()
+	if c.creds == nil {
+		return "", n.at("presign", -1, fault.New(fault.ErrArgument, "unsigned access has nothing to sign with"))
+	}
+	if c.sse.key != nil {
+		return "", n.at("presign", -1, fault.New(fault.ErrNotSupported, "a URL cannot carry the customer's key"))
+	}
+	out, err := s3.NewPresignClient(c.api(n.bucket)).PresignGetObject(ctx,
+		&s3.GetObjectInput{Bucket: &n.bucket, Key: &n.key, VersionId: n.version}, s3.WithPresignExpires(expires))
+	if err != nil {
+		return "", n.at("presign", -1, classify(ctx, err))
+	}
+	return out.URL, nil
+}
+
+// try is call with retries and a watchdog: a request that sends and receives
+// nothing for the timeout is given up.
+func try[T any](ctx context.Context, c *client, bucket string, fn func(context.Context, *s3.Client) (T, error)) (T, error) {
+	for failed := 0; ; {
+		out, err := func() (T, error) {
+			ctx, stop := context.WithCancelCause(ctx)
+			defer stop(nil)
+			w := &watch{limit: c.retry.Timeout}
+			w.timer = time.AfterFunc(w.limit, func() { stop(fault.New(fault.ErrTimeout, "the store took nothing for %v", w.limit)) })
+			defer w.timer.Stop()
+			ctx = context.WithValue(ctx, watch{}, w)
+			out, err := call(ctx, c, bucket, func(api *s3.Client) (T, error) { return fn(ctx, api) })
+			return out, classify(ctx, err)
+		}()
+		if err == nil {
+			return out, nil
+		}
+		verdict, after := c.judge(err)
+		if failed++; ctx.Err() != nil || verdict != retry.Again || failed >= c.tries() {
+			return out, err
+		}
+		if err := retry.Pause(ctx, failed, after); err != nil {
+			return out, fault.FromOS(err)
+		}
+	}
+}
+
+// A watch is wound up by every piece of a body that the store takes.
+type watch struct {
+	limit time.Duration
+	timer *time.Timer
+}
+
+// body is a request's body that winds up the watch of its request.
+func body(ctx context.Context, p []byte) io.ReadSeeker {
+	return &watched{bytes.NewReader(p), ctx.Value(watch{}).(*watch)}
+}
+
+type watched struct {
+	*bytes.Reader
+	w *watch
+}
+
+func (b *watched) Read(p []byte) (int, error) {
+	b.w.timer.Reset(b.w.limit)
+	return b.Reader.Read(p)
+}
+
+// WriteTo is not that of bytes.Reader, which would write all at once.
+func (b *watched) WriteTo(w io.Writer) (n int64, err error) {
+	return io.CopyBuffer(w, struct{ io.Reader }{b}, make([]byte, 256<<10))
+}

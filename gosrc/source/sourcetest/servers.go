@@ -1,0 +1,231 @@
+package sourcetest
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"fmt"
+	"math/big"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// Keys of the S3 server, which really checks them. They look like real ones,
+// so that a text that shows them is found.
+const (
+	S3Key    = "AKIAOVERWIRETESTKEY1"
+	S3Secret = "planted/Secret+OfTheS3Server0123456789ab"
+)
+
+// An S3 is a running server of one bucket, called "models".
+type S3 struct {
+	URL  string
+	Data string // the folder that is the bucket
+	CA   string // file of the certificate, with TLS
+}
+
+// StartS3 starts versitygw, or skips the test where `make test` has not
+// installed it.
+func StartS3(t testing.TB, tls bool) *S3 {
+	program := find(t, "versitygw", "`make test` builds it into build/bin")
+	root := storeFolder(t)
+	s := &S3{Data: filepath.Join(root, "data", "models")}
+	for _, dir := range []string{s.Data, filepath.Join(root, "iam")} {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	port := freePort(t)
+	args := []string{"--port", port, "--health", "/healthz", "--keep-alive", "--iam-dir", filepath.Join(root, "iam"), "--quiet"}
+	scheme := "http"
+	if tls {
+		scheme = "https"
+		var key string
+		s.CA, key = Certificate(t, root, "127.0.0.1")
+		args = append(args, "--cert", s.CA, "--key", key)
+	}
+	cmd := exec.Command(program, append(args, "posix", filepath.Join(root, "data"))...)
+	cmd.Env = append(cmd.Environ(), "ROOT_ACCESS_KEY="+S3Key, "ROOT_SECRET_KEY="+S3Secret)
+	start(t, cmd, port)
+	s.URL = scheme + "://" + port
+	if !tls {
+		eventually(t, "versitygw", func() bool {
+			r, err := http.Get(s.URL + "/healthz")
+			if err != nil {
+				return false
+			}
+			_ = r.Body.Close()
+			return r.StatusCode == http.StatusOK
+		})
+	}
+	return s
+}
+
+// Options are those that reach the server.
+func (s *S3) Options() map[string]string {
+	m := map[string]string{"endpoint_url": s.URL, "key": S3Key, "secret": S3Secret, "retries": "0"}
+	if s.CA != "" {
+		m["cacert"] = s.CA
+	}
+	return m
+}
+
+// RedisPassword is asked for by the Redis server.
+const RedisPassword = "planted-Redis-Password-0123456789"
+
+// A Redis is a running server.
+type Redis struct {
+	Addr string // host:port
+	CA   string // file of the certificate, with TLS
+}
+
+// StartRedis starts redis-server, or skips the test where it is not installed.
+func StartRedis(t testing.TB, tls bool) *Redis {
+	program := find(t, "redis-server", "a package of the system (Debian: redis-server)")
+	dir := t.TempDir()
+	s := &Redis{Addr: freePort(t)}
+	_, port, _ := net.SplitHostPort(s.Addr)
+	args := []string{"--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", dir, "--requirepass", RedisPassword}
+	if tls {
+		var key string
+		s.CA, key = Certificate(t, dir, "127.0.0.1")
+		args = append(args, "--port", "0", "--tls-port", port, "--tls-cert-file", s.CA, "--tls-key-file", key, "--tls-ca-cert-file", s.CA,
+			"--tls-auth-clients", "no")
+	} else {
+		args = append(args, "--port", port)
+	}
+	start(t, exec.Command(program, args...), s.Addr)
+	return s
+}
+
+// find looks for a server's program in build/bin and on PATH.
+func find(t testing.TB, name, how string) string {
+	t.Helper()
+	_, here, _, _ := runtime.Caller(0)
+	own := filepath.Join(filepath.Dir(here), "..", "..", "..", "build", "bin", name)
+	if _, err := os.Stat(own); err == nil {
+		return own
+	}
+	p, err := exec.LookPath(name)
+	if err != nil {
+		t.Skipf("no %s: %s", name, how)
+	}
+	return p
+}
+
+// start runs a server until the test ends, and waits until it listens.
+func start(t testing.TB, cmd *exec.Cmd, addr string) {
+	t.Helper()
+	log, err := os.Create(filepath.Join(t.TempDir(), "server.log"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	runtime.LockOSThread() // Pdeathsig is about this thread
+	t.Cleanup(runtime.UnlockOSThread)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+		if t.Failed() {
+			b, _ := os.ReadFile(log.Name())
+			t.Logf("%s said:\n%s", filepath.Base(cmd.Path), b)
+		}
+		_ = log.Close()
+	})
+	eventually(t, cmd.Path, func() bool {
+		c, err := net.DialTimeout("tcp", addr, time.Second)
+		if err != nil {
+			return false
+		}
+		_ = c.Close()
+		return true
+	})
+}
+
+func eventually(t testing.TB, what string, ready func() bool) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	for !ready() {
+		if ctx.Err() != nil {
+			t.Fatalf("%s did not start", what)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+}
+
+// freePort is an address that nobody listens on.
+func freePort(t testing.TB) string {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// storeFolder is a folder whose files can have attributes of users, which
+// versitygw needs.
+func storeFolder(t testing.TB) string {
+	for _, parent := range []string{os.TempDir(), "/dev/shm"} {
+		dir, err := os.MkdirTemp(parent, "overwire-s3-")
+		if err != nil {
+			continue
+		}
+		if syscall.Setxattr(dir, "user.overwire", []byte("x"), 0) == nil {
+			t.Cleanup(func() { _ = os.RemoveAll(dir) })
+			return dir
+		}
+		_ = os.RemoveAll(dir)
+	}
+	t.Skip("no folder here has extended attributes, which versitygw needs")
+	return ""
+}
+
+// Certificate makes a self-signed certificate of a host, valid for an hour,
+// and returns its file and that of its key.
+func Certificate(t testing.TB, dir, host string) (cert, key string) {
+	t.Helper()
+	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: host}, IsCA: true, BasicConstraintsValid: true,
+		NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(time.Hour),
+		KeyUsage: x509.KeyUsageDigitalSignature | x509.KeyUsageCertSign}
+	if ip := net.ParseIP(host); ip != nil {
+		c.IPAddresses = []net.IP{ip}
+	} else {
+		c.DNSNames = []string{host}
+	}
+	der, err := x509.CreateCertificate(rand.Reader, c, c, &k.PublicKey, k)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pk, err := x509.MarshalPKCS8PrivateKey(k)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, key = filepath.Join(dir, "cert.pem"), filepath.Join(dir, "key.pem")
+	for path, block := range map[string]*pem.Block{cert: {Type: "CERTIFICATE", Bytes: der}, key: {Type: "PRIVATE KEY", Bytes: pk}} {
+		if err := os.WriteFile(path, pem.EncodeToMemory(block), 0o600); err != nil {
+			t.Fatal(fmt.Errorf("%s: %w", path, err))
+		}
+	}
+	return cert, key
+}

@@ -1,0 +1,155 @@
+// Package spool makes a source of bytes that come in order and once: they go
+// into an unlinked file in the temporary folder, and a read waits until its
+// bytes are there. A file and not memory: the tensors need that memory, and a
+// page of a file can be given up; and not a window that moves on, because a
+// tensor's bytes may be asked for in any order, and twice.
+package spool
+
+import (
+	"context"
+	"os"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// A File is filled by one goroutine and read by any. It implements
+// source.Source once its size is known; see Sized.
+type File struct {
+	uri  string
+	file *os.File
+
+	mu   sync.Mutex
+	size int64 // -1 until it is known
+	have int64
+	err  error
+	more chan struct{} // closed and renewed when one of the others changes
+	shut bool
+}
+
+var errClosed = fault.New(fault.ErrArgument, "the source is closed")
+
+// New makes an empty one; uri names it in errors.
+func New(uri string) (*File, error) {
+	f, err := os.CreateTemp("", "overwire-*")
+	if err != nil {
+		return nil, fault.FromOS(err)
+	}
+	_ = os.Remove(f.Name())
+	return &File{uri: uri, file: f, size: -1, more: make(chan struct{})}, nil
+}
+
+// Append adds bytes.
+func (f *File) Append(p []byte) error {
+	if _, err := f.file.WriteAt(p, f.Have()); err != nil {
+		return fault.FromOS(err)
+	}
+	f.change(func() { f.have += int64(len(p)) })
+	return nil
+}
+
+// Have is how many bytes are there.
+func (f *File) Have() int64 {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.have
+}
+
+// Expect says how many there will be.
+func (f *File) Expect(size int64) { f.change(func() { f.size = size }) }
+
+// End says that no more will come: reads of bytes that are not there get err;
+// without one, what is there is all there is.
+func (f *File) End(err error) {
+	f.change(func() {
+		switch {
+		case f.err != nil:
+		case err != nil:
+			f.err = err
+		case f.size < 0:
+			f.size = f.have
+		case f.have < f.size:
+			f.err = fault.New(fault.ErrCorrupt, "truncated: %d of %d bytes came", f.have, f.size)
+		}
+	})
+}
+
+// Sized waits until the size is known.
+func (f *File) Sized(ctx context.Context) error {
+	return f.until(ctx, func() bool { return f.size >= 0 })
+}
+
+// URI names it.
+func (f *File) URI() string { return f.uri }
+
+// Size is how many bytes there will be; -1 while that is not known.
+func (f *File) Size() int64 {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.size
+}
+
+// ReadAt waits for its bytes; see source.Source.
+func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
+	at := func(err error) error {
+		return &fault.At{Verb: "read", Source: f.uri, Chunk: -1, Offset: off, Err: err}
+	}
+	if size := f.Size(); off < 0 || off > size || int64(len(p)) > size-off {
+		return at(fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", len(p), size))
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	if err := f.until(ctx, func() bool { return f.have >= off+int64(len(p)) }); err != nil {
+		if ctx.Err() != nil {
+			return err
+		}
+		return at(err)
+	}
+	if _, err := f.file.ReadAt(p, off); err != nil {
+		return at(fault.FromOS(err))
+	}
+	return nil
+}
+
+// Close frees the file. Whoever fills it has to have stopped.
+func (f *File) Close() error {
+	var err error
+	f.change(func() {
+		if !f.shut {
+			err = f.file.Close()
+		}
+		f.shut = true
+	})
+	return err
+}
+
+// until waits for what ok, called under the lock, says.
+func (f *File) until(ctx context.Context, ok func() bool) error {
+	for {
+		f.mu.Lock()
+		yes, shut, err, more := ok(), f.shut, f.err, f.more
+		f.mu.Unlock()
+		switch {
+		case shut:
+			return errClosed
+		case yes:
+			return nil
+		case err != nil:
+			return err
+		}
+		select {
+		case <-more:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+func (f *File) change(fn func()) {
+	f.mu.Lock()
+	fn()
+	close(f.more)
+	f.more = make(chan struct{})
+	f.mu.Unlock()
+}

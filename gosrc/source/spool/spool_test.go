@@ -1,0 +1,78 @@
+package spool
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+func made(t *testing.T) *File {
+	t.Helper()
+	f, err := New("x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Close() })
+	return f
+}
+
+// It is a source while it is being filled.
+func TestSuite(t *testing.T) {
+	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+		f := made(t)
+		f.Expect(int64(len(data)))
+		done := make(chan struct{})
+		t.Cleanup(func() { <-done })
+		spawn.Go("test", func() {
+			defer close(done)
+			for _, part := range [][]byte{data[:1], data[1:100_000], data[100_000:]} {
+				if f.Append(part) != nil {
+					return // closed meanwhile
+				}
+			}
+			f.End(nil)
+		})
+		return f
+	})
+}
+
+// Bytes that never come are an error, those that came are good; a reader that
+// waits hears of the end, of Close and of its own context.
+func TestEnds(t *testing.T) {
+	ctx := context.Background()
+	f := made(t)
+	if err := errors.Join(f.Append([]byte("abc"))); err != nil {
+		t.Fatal(err)
+	}
+	f.Expect(10)
+	f.End(nil)
+	p := make([]byte, 3)
+	if err := f.ReadAt(ctx, p, 0); err != nil || !bytes.Equal(p, []byte("abc")) {
+		t.Error(err)
+	}
+	if err := f.ReadAt(ctx, p, 2); !errors.Is(err, fault.ErrCorrupt) {
+		t.Errorf("%v", err)
+	}
+	f = made(t)
+	soon, cancel := context.WithTimeoutCause(ctx, 20*time.Millisecond, fault.ErrCancelled)
+	defer cancel()
+	if err := f.Sized(soon); !errors.Is(err, fault.ErrCancelled) {
+		t.Errorf("%v", err)
+	}
+	time.AfterFunc(20*time.Millisecond, func() { f.End(fault.ErrIO) })
+	if err := f.Sized(ctx); !errors.Is(err, fault.ErrIO) {
+		t.Errorf("%v", err)
+	}
+	f = made(t)
+	time.AfterFunc(20*time.Millisecond, func() { f.Close() })
+	if err := f.Sized(ctx); !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("%v", err)
+	}
+}

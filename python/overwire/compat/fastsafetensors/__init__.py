@@ -1,0 +1,52 @@
+"""fastsafetensors' names over overwire's loads.
+
+    import overwire.compat.fastsafetensors as fastsafetensors
+
+The names are those of fastsafetensors 0.3.2 (and what 0.4 and 0.5 added: expert
+filters, ownership counters, the sharded saver). Differences that are meant:
+
+- Files may be compressed by overwire; they load the same way.
+- Tensors are the caller's: they outlive `close()`, and each has its own memory.
+- A damaged, short or missing file raises, on every rank of the group.
+- `dtype=` converts to wider types too.
+- Arguments about threads, buffers and GPUDirect are taken and mean nothing:
+  the engine chooses.
+"""
+
+from __future__ import annotations
+
+from . import cpp
+from .allocation import live_allocation_bytes, live_allocation_count
+from .auto_loader import AutoLoader
+from .common import SafeTensorsMetadata, SingleGroup, TensorFrame, get_device_numa_node
+from .config import LoaderConfig, load_config
+from .ep_slice import expert_parallel_filter, expert_parallel_filter_from_env, owned_expert_range
+from .file_buffer import FilesBufferOnDevice
+from .loader import SafeTensorsFileLoader, fastsafe_open
+from .parallel_loader import BudgetInfeasibleError, ParallelLoader
+from .saver import ParallelSaver
+
+__version__ = "0.5.0+overwire"
+
+__all__ = [
+    "AutoLoader",
+    "BudgetInfeasibleError",
+    "FilesBufferOnDevice",
+    "LoaderConfig",
+    "ParallelLoader",
+    "ParallelSaver",
+    "SafeTensorsFileLoader",
+    "SafeTensorsMetadata",
+    "SingleGroup",
+    "TensorFrame",
+    "__version__",
+    "cpp",
+    "expert_parallel_filter",
+    "expert_parallel_filter_from_env",
+    "fastsafe_open",
+    "get_device_numa_node",
+    "live_allocation_bytes",
+    "live_allocation_count",
+    "load_config",
+    "owned_expert_range",
+]

@@ -1,0 +1,69 @@
+"""The loader that a config file chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .common import init_logger, set_debug
+from .config import LoaderConfig, load_config
+from .loader import BaseSafeTensorsFileLoader, SafeTensorsFileLoader
+from .parallel_loader import PipelineParallel
+from .threefs_loader import ThreeFSLoader
+
+__all__ = ["AutoLoader"]
+
+logger = init_logger("overwire")
+
+# By name in this module, where either may be replaced.
+_LOADER_REGISTRY = {"base": "SafeTensorsFileLoader", "3fs": "ThreeFSLoader"}
+_ = (SafeTensorsFileLoader, ThreeFSLoader)
+
+
+def _resolve_loader_class(loader_name: str) -> type[BaseSafeTensorsFileLoader]:
+    if loader_name not in _LOADER_REGISTRY:
+        raise ValueError(f"Unknown loader '{loader_name}': expected one of {sorted(_LOADER_REGISTRY)}")
+    found: type[BaseSafeTensorsFileLoader] = globals()[_LOADER_REGISTRY[loader_name]]
+    return found
+
+
+class AutoLoader:
+    """Yields the tensors of files, by the loader and settings of `load_config`.
+
+    pg, device: as for SafeTensorsFileLoader.
+    """
+
+    def __init__(self, pg: Any, hf_weights_files: list[str], device: Any = "cpu") -> None:
+        self._config = load_config()
+        config = self._config
+        if config.debug_log:
+            set_debug()
+        kind = _resolve_loader_class(config.loader)
+        section = config.get_extension_config(config.loader)
+        options = kind.process_extension_config(section, device=device, hf_weights_files=hf_weights_files)
+        self._log_config_summary(str(device), len(hf_weights_files), options)
+        self._loader = kind(
+            pg=pg, device=device, set_numa=config.set_numa, disable_cache=config.disable_cache, debug_log=config.debug_log,
+            framework=config.framework, **options,
+        )  # fmt: skip
+        self._pipeline: PipelineParallel | None = PipelineParallel(
+            pg=pg, loader=self._loader, hf_weights_files=hf_weights_files, **config.create_parallel_kwargs()
+        )  # fmt: skip
+
+    def _log_config_summary(self, device: str, num_files: int, ext_kwargs: dict[str, Any]) -> None:
+        logger.debug("AutoLoader: loader %s, device %s, %d files, %s", self._config.loader, device, num_files, ext_kwargs)
+
+    @property
+    def config(self) -> LoaderConfig:
+        """The settings in force."""
+        return self._config
+
+    def iterate_weights(self) -> Iterator[tuple[str, Any]]:
+        """(name, tensor) of every tensor, as ParallelLoader's."""
+        if self._pipeline is not None:
+            yield from self._pipeline.iterate_weights()
+
+    def close(self) -> None:
+        """Ends loading."""
+        if self._pipeline is not None:
+            self._pipeline.close()

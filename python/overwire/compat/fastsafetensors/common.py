@@ -1,0 +1,265 @@
+"""Headers of files, frames of tensors, and the group of one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import overwire
+
+from . import cpp
+from .st_types import Device, DeviceType, DType
+
+if TYPE_CHECKING:
+    from .frameworks import FrameworkOpBase, TensorBase
+
+__all__ = [
+    "SafeTensorsMetadata", "SingleGroup", "TensorFrame", "get_device_numa_node", "init_logger", "is_cuda", "is_debug", "is_gpu_found",
+    "resolve_cudart_lib_name", "resolve_runtime_lib_name", "set_debug",
+]  # fmt: skip
+
+_MAX_HEADER = 100_000_000
+
+
+def init_logger(name: str) -> logging.Logger:
+    return logging.getLogger(name)
+
+
+def set_debug() -> None:
+    """Turns on overwire's debug log."""
+    logging.getLogger("overwire").setLevel(logging.DEBUG)
+
+
+def is_debug(logger: logging.Logger) -> bool:
+    return logger.isEnabledFor(logging.DEBUG)
+
+
+def is_gpu_found() -> bool:
+    return cpp.is_cuda_found() or cpp.is_hip_found()
+
+
+def resolve_runtime_lib_name() -> str:
+    """ "": no CUDA runtime library is needed."""
+    return ""
+
+
+resolve_cudart_lib_name = resolve_runtime_lib_name
+
+
+def get_device_numa_node(device: int | None) -> int | None:
+    """The NUMA node that a GPU hangs on; None if there is none, or it is not known."""
+    bus = "" if device is None else cpp.get_device_pci_bus(device)
+    if not bus:
+        return None
+    try:
+        with open(f"/sys/bus/pci/devices/{bus[-12:]}/numa_node", encoding="ascii") as file:
+            node = int(file.read())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+class SingleGroup:
+    """A process group of this process alone."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+@dataclass
+class TensorFrame:
+    """A tensor, or a slice of one, by its place in a file.
+
+    shape, strides (in elements) and offsets (in elements of each dimension)
+    have one entry a dimension; data_offsets is the whole tensor's [begin, end).
+    """
+
+    dtype: DType
+    shape: list[int]
+    data_offsets: list[int]
+    strides: list[int]
+    offsets: list[int]
+    sliced: bool
+
+    @classmethod
+    def from_buffer(cls, entry: Any) -> TensorFrame:
+        """Of a header's entry."""
+        shape = [int(size) for size in entry["shape"]]
+        strides = [1] * len(shape)
+        for dim in range(len(shape) - 1, 0, -1):
+            strides[dim - 1] = strides[dim] * shape[dim]
+        return cls(DType(entry["dtype"]), shape, list(entry["data_offsets"]), strides, [0] * len(shape), False)
+
+    def __getitem__(self, index: Any) -> TensorFrame:
+        """The frame of a slice: ints keep their dimension with size 1, and an
+        empty slice has shape []. IndexError, or ValueError for other indices."""
+        entries = index if isinstance(index, tuple) else (index,)
+        if not entries:
+            return self
+        if len(entries) > len(self.shape):
+            raise ValueError(f"[BUG] tried to get too large slice {entries} from {self.shape}")
+        shape, strides, offsets = list(self.shape), list(self.strides), list(self.offsets)
+        for dim, entry in enumerate(entries):
+            size = self.shape[dim]
+            if isinstance(entry, slice):
+                taken = range(size)[entry]
+            elif isinstance(entry, int) and not isinstance(entry, bool):
+                if not -size <= entry < size:
+                    raise IndexError(f"[BUG] tried to access index {entry} at dim={dim} for shape={self.shape}")
+                taken = range(entry % size, entry % size + 1)
+            else:
+                raise ValueError(f"[BUG] Unsupported index type for DiskTensor: {entry}")
+            if len(taken) == 0:
+                return TensorFrame(self.dtype, [], list(self.data_offsets), [], [], False)
+            shape[dim] = len(taken)
+            strides[dim] = self.strides[dim] * taken.step
+            offsets[dim] = self.offsets[dim] + taken.start
+        return TensorFrame(self.dtype, shape, list(self.data_offsets), strides, offsets, True)
+
+
+class SafeTensorsMetadata:
+    """The header of one file.
+
+    tensors: name to TensorFrame, in the order of the file; of a file that is
+    compressed by overwire, the tensors that are in it, with offsets as a plain
+    file would have them. header_length includes the 8 bytes before the header.
+    metadata: what the writer noted, "" if nothing.
+
+    As lenient as the original: bytes after the data, and values of
+    `__metadata__` that are no texts, are accepted here. Loading is strict.
+    """
+
+    def __init__(
+        self, string: str, header_length: int, size_bytes: int, framework: FrameworkOpBase, src: str = "", keep_orig_dict: bool = False
+    ) -> None:
+        self.src, self.framework = src, framework
+        self.header_length, self.size_bytes = header_length, size_bytes
+        ser = json.loads(string)
+        self.metadata: Any = ser.pop("__metadata__", "")
+        self.compressed = isinstance(self.metadata, dict) and "overwire" in self.metadata and os.path.exists(src)
+        if self.compressed:
+            ser = self._compressed()
+        elif keep_orig_dict:
+            self.ser = ser
+        self.tensors: dict[str, TensorFrame] = {}
+        order = sorted(ser.items(), key=lambda item: item[1]["data_offsets"]) if ser else []
+        start = 0
+        for name, entry in order:
+            begin, end = entry["data_offsets"]
+            if begin != start or end < begin:
+                raise ValueError(f"validate(tensor {name}): InvalidOffset s={begin}, start={start}, e={end}, src={src}")
+            frame = self.tensors[name] = TensorFrame.from_buffer(entry)
+            nbytes = _nbytes(frame)
+            if end - begin != nbytes:
+                raise ValueError(f"validate(tensor {name}): TensorInvalidInfo, e-s={end - begin}, nbytes={nbytes}, src={src}")
+            start = end
+        if not self.compressed and header_length + start > size_bytes:
+            raise ValueError(f"MetadataIncompleteBuffer, src={src}, start={start}, header_length={header_length}, size_bytes={size_bytes}")
+        self.data_length = start
+        # Our tensors have memory of their own; only plug-ins that read a file
+        # as it stands see its alignment.
+        self.aligned = header_length % framework.get_device_ptr_align() == 0
+
+    def _compressed(self) -> dict[str, Any]:
+        ser: dict[str, Any] = {}
+        at = 0
+        with overwire.safe_open(self.src, framework=_numeric(self.framework)) as file:
+            self.metadata = file.metadata() or ""
+            for name in file.offset_keys():
+                view = file.get_slice(name)
+                shape, dtype = view.get_shape(), DType(view.get_dtype())
+                nbytes = _product(shape) * dtype.bits // 8
+                ser[name] = {"dtype": dtype.value, "shape": shape, "data_offsets": [at, at + nbytes]}
+                at += nbytes
+        return ser
+
+    @classmethod
+    def from_buffer(cls, buf: int, buffer_len: int, filename: str, framework: FrameworkOpBase) -> SafeTensorsMetadata:
+        """Of a file in host memory at the address `buf`."""
+        if buffer_len < 8:
+            raise ValueError(f"{filename}: HeaderTooSmall, buffer_len={buffer_len}")
+        size = int.from_bytes(cpp.read_buffer(buf, 8), "little")
+        _check(filename, size, buffer_len)
+        return cls(cpp.read_buffer(buf + 8, size).decode("utf-8"), size + 8, buffer_len, framework, filename)
+
+    @classmethod
+    def from_fd(cls, fd: int, filename: str, framework: FrameworkOpBase, keep_orig_dict: bool = False) -> SafeTensorsMetadata:
+        """Of an open file, from its present position, which should be 0."""
+        total = os.fstat(fd).st_size
+        if total < 8:
+            raise ValueError(f"{filename}: HeaderTooSmall, buffer_len={total}")
+        size = int.from_bytes(_read(fd, 8, filename), "little")
+        _check(filename, size, total)
+        return cls(_read(fd, size, filename).decode("utf-8"), size + 8, total, framework, filename, keep_orig_dict)
+
+    @classmethod
+    def from_file(cls, filename: str, framework: FrameworkOpBase) -> SafeTensorsMetadata:
+        """Of a path."""
+        fd = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return cls.from_fd(fd, filename, framework)
+        finally:
+            os.close(fd)
+
+    def get_tensors(
+        self, gbuf: cpp.gds_device_buffer, device: Device, copy_start_offset: int, dtype: DType = DType.AUTO
+    ) -> dict[str, TensorBase]:
+        """The tensors of a file that a plug-in has read to `gbuf`, which holds
+        the file's bytes from `copy_start_offset` on. They share its memory where
+        they are aligned in it, and keep it alive if the framework allocated it."""
+        from .copier.base import converts
+
+        framework, out = self.framework, {}
+        for name, frame in self.tensors.items():
+            begin = self.header_length - copy_start_offset + frame.data_offsets[0]
+            tensor = framework.view_of(gbuf, begin, frame, device)
+            out[name] = tensor.to(dtype=dtype) if converts(frame.dtype, dtype) else tensor
+        return out
+
+    def __repr__(self) -> str:
+        return str({"__metadata__": self.metadata, "tensors": self.tensors})
+
+
+def _check(filename: str, size: int, total: int) -> None:
+    if size > _MAX_HEADER:
+        raise ValueError(f"{filename}: HeaderTooLarge, n={size}, buffer_len={total}")
+    if size > total - 8:
+        raise ValueError(f"{filename}: InvalidHeaderLength, n={size}, buffer_len={total}")
+
+
+def _read(fd: int, size: int, filename: str) -> bytes:
+    # os.read may give less than it was asked for.
+    parts = []
+    while size > 0:
+        part = os.read(fd, size)
+        if not part:
+            raise ValueError(f"{filename}: InvalidHeaderLength: the file ends {size} bytes before its header")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _product(shape: list[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _nbytes(frame: TensorFrame) -> int:
+    return _product(frame.shape) * frame.dtype.bits // 8
+
+
+def _numeric(framework: FrameworkOpBase) -> str:
+    return "pt" if framework.get_name() == "pytorch" else "np"
+
+
+def is_cuda(device: Device) -> bool:
+    """Whether a device is a GPU, by whichever name."""
+    return device.type in (DeviceType.CUDA, DeviceType.GPU)

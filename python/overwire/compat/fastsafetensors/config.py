@@ -1,0 +1,104 @@
+"""The settings of AutoLoader, out of a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from .common import init_logger
+
+__all__ = ["CONFIG_ENV_VAR", "DEFAULT_CONFIG_PATH", "LoaderConfig", "load_config"]
+
+CONFIG_ENV_VAR = "FASTSAFETENSORS_CONFIG"
+DEFAULT_CONFIG_PATH = "fastsafetensors.json"
+logger = init_logger("overwire")
+
+
+@dataclass
+class LoaderConfig:
+    """Which loader, and how. Sections named after a loader are its own arguments;
+    "parallel" and "debug" only group the fields below."""
+
+    loader: str = "base"
+    framework: str = "pytorch"
+    debug_log: bool = False
+    set_numa: bool = True
+    disable_cache: bool = True
+    use_pipeline: bool = False
+    max_concurrent_producers: int = 1
+    queue_size: int = 0
+    use_tqdm_on_load: bool = True
+    _extensions: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    _COMMON_GROUPS: ClassVar[frozenset[str]] = frozenset({"parallel", "debug"})
+    _COMMON_FIELDS_FOR_EXTENSION: ClassVar[frozenset[str]] = frozenset({"framework", "debug_log", "set_numa", "disable_cache"})
+
+    def __post_init__(self) -> None:
+        check_producers(self.max_concurrent_producers)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LoaderConfig:
+        """Unknown fields are skipped, with a line in the log."""
+        known = {one.name for one in fields(cls) if not one.name.startswith("_")}
+        found: dict[str, Any] = {}
+        extensions: dict[str, dict[str, Any]] = {}
+        flat = dict(data)
+        for group in cls._COMMON_GROUPS:
+            if isinstance(flat.get(group), dict):
+                flat.update(flat.pop(group))
+        for name, value in flat.items():
+            if isinstance(value, dict):
+                extensions[name] = dict(value)
+            elif name in known:
+                found[name] = value
+            else:
+                logger.warning("fastsafetensors config: unknown field %r is skipped", name)
+        return cls(**found, _extensions=extensions)
+
+    def get_extension_config(self, name: str) -> dict[str, Any]:
+        """A copy of a loader's own section, without the fields all have."""
+        section = self._extensions.get(name, {})
+        return {key: value for key, value in section.items() if key not in self._COMMON_FIELDS_FOR_EXTENSION}
+
+    @classmethod
+    def _from_json(cls, path: str) -> LoaderConfig:
+        with open(path, encoding="utf-8") as file:
+            data = json.load(file)
+        if not isinstance(data, dict):
+            raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_file(cls, path: str) -> LoaderConfig:
+        """Of a JSON file. FileNotFoundError, json.JSONDecodeError, ValueError."""
+        return cls._from_json(path)
+
+    def create_parallel_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of a pipeline; without one, batches go one by one."""
+        if not self.use_pipeline:
+            return {"queue_size": -1}
+        return {
+            "max_concurrent_producers": self.max_concurrent_producers,
+            "queue_size": self.queue_size,
+            "use_tqdm_on_load": self.use_tqdm_on_load,
+        }
+
+
+def check_producers(count: int) -> None:
+    """ValueError for more than one: batches of ranks need one order."""
+    if count != 1:
+        raise ValueError(f"max_concurrent_producers must be 1 (got {count}): the ranks need their batches in one order")
+
+
+def load_config() -> LoaderConfig:
+    """Of the file that FASTSAFETENSORS_CONFIG names, which must be there; else of
+    ./fastsafetensors.json, if it is; else the defaults."""
+    path = os.environ.get(CONFIG_ENV_VAR)
+    if path:
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"Config file specified by {CONFIG_ENV_VAR} not found: {path}")
+        return LoaderConfig.from_file(path)
+    return LoaderConfig.from_file(DEFAULT_CONFIG_PATH) if os.path.exists(DEFAULT_CONFIG_PATH) else LoaderConfig()

@@ -1,0 +1,27 @@
+"""The copier "nogds": overwire's engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..common import SafeTensorsMetadata
+from ..frameworks import FrameworkOpBase
+from ..st_types import Device
+from .base import CopierConstructFunc, EngineCopier
+from .registry import register_copier_constructor
+
+__all__ = ["NoGdsFileCopier", "new_nogds_file_copier"]
+
+
+class NoGdsFileCopier(EngineCopier):
+    """Loads by overwire, which chooses how to read."""
+
+
+@register_copier_constructor("nogds")
+def new_nogds_file_copier(device: Device, bbuf_size_kb: int = 16 * 1024, max_threads: int = 16, **kwargs: Any) -> CopierConstructFunc:
+    """Makes NoGdsFileCopiers. Sizes and threads are the engine's choice."""
+
+    def construct(metadata: SafeTensorsMetadata, device: Device, framework: FrameworkOpBase) -> NoGdsFileCopier:
+        return NoGdsFileCopier(metadata, device, None, framework)
+
+    return construct

@@ -1,0 +1,338 @@
+"""The names of fastsafetensors' extension module, for plug-ins that call them.
+
+Memory is named by its address. Reads go by threads of this module; overwire's
+own loads do not come through here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+__all__ = [
+    "close_gds", "cpp_metrics", "cpu_free", "cpu_malloc", "cufile_version", "gds_device_buffer", "gds_file_handle", "gds_file_reader",
+    "get_alignment_size", "get_cpp_metrics", "get_device_pci_bus", "get_gil_release", "gpu_free", "gpu_malloc", "init_gds",
+    "is_cuda_found", "is_cufile_found", "is_gds_supported", "is_hip_found", "load_library_functions", "memcpy_h2d_async",
+    "nogds_file_reader", "read_buffer", "set_debug_log", "set_gil_release", "set_numa_node",
+]  # fmt: skip
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = [ctypes.c_size_t]
+_libc.free.argtypes = [ctypes.c_void_p]
+
+# Bytes of one read. With a GPU they pass through a host buffer of that size.
+_PIECE = 16 << 20
+
+
+class cpp_metrics:
+    """bounce_buffer_bytes: host buffers that readers hold at this moment."""
+
+    def __init__(self) -> None:
+        self.bounce_buffer_bytes = 0
+
+
+_metrics = cpp_metrics()
+_lock = threading.Lock()
+
+
+def get_cpp_metrics() -> cpp_metrics:
+    return _metrics
+
+
+def _lease(nbytes: int) -> None:
+    with _lock:
+        _metrics.bounce_buffer_bytes += nbytes
+
+
+def _library(name: str) -> Any:
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None
+
+
+def is_cuda_found() -> bool:
+    """Whether there is a driver, and a GPU."""
+    driver = _library("libcuda.so.1")
+    if driver is None or driver.cuInit(0) != 0:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def is_hip_found() -> bool:
+    return False
+
+
+def is_cufile_found() -> bool:
+    """Whether libcufile can be loaded. Nothing here reads with it."""
+    return is_cuda_found() and _library("libcufile.so.0") is not None
+
+
+def cufile_version() -> int:
+    """cuFile's version as 1000 * major + 10 * minor; 0 without it."""
+    library = _library("libcufile.so.0") if is_cuda_found() else None
+    version = ctypes.c_int(0)
+    if library is None or library.cuFileGetVersion(ctypes.byref(version)) != 0:
+        return 0
+    return version.value
+
+
+def is_gds_supported(device: int) -> int:
+    """1 if GPUDirect Storage is real here: the kernel's nvidia-fs is loaded."""
+    return int(is_cufile_found() and os.path.exists("/proc/driver/nvidia-fs"))
+
+
+def get_alignment_size() -> int:
+    return 4096
+
+
+def init_gds() -> int:
+    return 0
+
+
+def close_gds() -> int:
+    return 0
+
+
+def set_debug_log(enable: bool) -> None:
+    """Nothing: overwire logs by logging.getLogger("overwire")."""
+
+
+def load_library_functions(cudart_lib_name: str = "") -> None:
+    """Nothing: no CUDA runtime library is needed."""
+
+
+_gil_release = False
+
+
+def set_gil_release(enable: bool) -> None:
+    """Nothing but the flag: the interpreter's lock is always released."""
+    global _gil_release
+    _gil_release = bool(enable)
+
+
+def get_gil_release() -> bool:
+    return _gil_release
+
+
+def set_numa_node(node: int) -> int:
+    """0. The caller's thread stays where it is; the engine places its own."""
+    return 0
+
+
+def get_device_pci_bus(device: int) -> str:
+    """The PCI address of a GPU, "" if there is none."""
+    driver = _library("libcuda.so.1") if is_cuda_found() else None
+    number, text = ctypes.c_int(0), ctypes.create_string_buffer(64)
+    if driver is None or driver.cuDeviceGet(ctypes.byref(number), device) != 0:
+        return ""
+    return text.value.decode().lower() if driver.cuDeviceGetPCIBusId(text, 64, number) == 0 else ""
+
+
+def read_buffer(address: int, length: int) -> bytes:
+    """A copy of host memory."""
+    return ctypes.string_at(address, length)
+
+
+def cpu_malloc(length: int) -> int:
+    """Host memory; MemoryError if there is none. Freed by `cpu_free`."""
+    address = _libc.malloc(max(length, 1))
+    if not address:
+        raise MemoryError(f"cpu_malloc: {length} bytes")
+    return int(address)
+
+
+def cpu_free(address: int) -> None:
+    _libc.free(address)
+
+
+def _gpu() -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("gpu memory: no CUDA device, CUDA error 100 (cudaErrorNoDevice)")
+    return torch
+
+
+def gpu_malloc(length: int) -> int:
+    """Memory of the current GPU, out of torch's allocator."""
+    return int(_gpu().cuda.caching_allocator_alloc(length))
+
+
+def gpu_free(address: int) -> None:
+    _gpu().cuda.caching_allocator_delete(address)
+
+
+def _tensor_at(address: int, length: int, cuda: bool) -> Any:
+    # The bytes at an address as a torch tensor that owns nothing.
+    from torch.utils.dlpack import from_dlpack
+
+    from .dlpack import from_cuda_buffer
+    from .st_types import Device, DeviceType, DType
+
+    device = Device(DeviceType.CUDA, _gpu().cuda.current_device()) if cuda else Device()
+    return from_dlpack(from_cuda_buffer(address, [length], [1], DType.U8, device))
+
+
+def memcpy_h2d_async(dst: int, src: int, length: int) -> int:
+    """Queues a copy to the current GPU; 0, or RuntimeError with CUDA's number."""
+    try:
+        _tensor_at(dst, length, True).copy_(_tensor_at(src, length, False), non_blocking=True)
+    except RuntimeError as error:
+        raise RuntimeError(f"memcpy_h2d_async: {error}") from error
+    return 0
+
+
+class gds_device_buffer:
+    """Memory that files are read to: its address, length, and where it is.
+
+    owner: what keeps it alive, None where the caller does.
+    """
+
+    def __init__(self, ptr: int, length: int, use_cuda: bool, owner: Any = None) -> None:
+        self._ptr, self._length, self._cuda = int(ptr), int(length), bool(use_cuda)
+        self.owner = owner
+
+    def get_base_address(self) -> int:
+        return self._ptr
+
+    def get_length(self) -> int:
+        return self._length
+
+    def cufile_register(self, offset: int = 0, length: int = 0) -> int:
+        """0: nothing needs it."""
+        return 0
+
+    def cufile_deregister(self, offset: int = 0) -> int:
+        return 0
+
+    def memmove(self, dst_off: int, src_off: int, tmp: gds_device_buffer, length: int) -> int:
+        """Moves bytes inside the buffer, which may overlap; -1 if they are not
+        in it. `tmp` is not needed."""
+        if length < 0 or min(dst_off, src_off) < 0 or max(dst_off, src_off) + length > self._length:
+            return -1
+        if self._cuda:
+            whole = _tensor_at(self._ptr, self._length, True)
+            whole[dst_off : dst_off + length].copy_(whole[src_off : src_off + length].clone())
+        else:
+            ctypes.memmove(self._ptr + dst_off, self._ptr + src_off, length)
+        return 0
+
+    def _write(self, at: int, data: Any) -> None:
+        # data: a host tensor of bytes, for a GPU.
+        _tensor_at(self._ptr + at, data.numel(), True).copy_(data)
+
+
+class _Reader:
+    # Reads by a pool of threads, started with the first one.
+
+    def __init__(self, threads: int, cuda: bool, device: int) -> None:
+        self._threads, self._cuda, self._device = max(1, int(threads)), bool(cuda), int(device)
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: dict[int, tuple[Future[int], int]] = {}
+        self._numbers = itertools.count(1)
+
+    def _submit(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int) -> int:
+        if length < 0 or ptr_off < 0 or ptr_off + length > buffer.get_length():
+            raise ValueError(f"submit_read: {length} bytes at {ptr_off} of a buffer of {buffer.get_length()}")
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "overwire-fst")
+        own = os.dup(fd)  # the caller may close its own
+        number = next(self._numbers)
+        try:
+            future = self._pool.submit(self._read, own, buffer, offset, length, ptr_off)
+        except BaseException:
+            os.close(own)
+            raise
+        self._pending[number] = future, buffer.get_base_address() + ptr_off
+        return number
+
+    def _read(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int) -> int:
+        try:
+            if self._cuda:
+                return self._read_cuda(fd, buffer, offset, length, ptr_off)
+            done = 0
+            while done < length:
+                size = min(_PIECE, length - done)
+                into = (ctypes.c_char * size).from_address(buffer.get_base_address() + ptr_off + done)
+                done += _some(os.preadv(fd, [into], offset + done), offset + done)
+            return done
+        finally:
+            os.close(fd)
+
+    def _read_cuda(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int) -> int:
+        torch = _gpu()
+        size = min(_PIECE, length)
+        _lease(size)
+        try:
+            bounce = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            into = memoryview(bounce.numpy())
+            done = 0
+            with torch.cuda.device(self._device):
+                while done < length:
+                    got = _some(os.preadv(fd, [into[: min(size, length - done)]], offset + done), offset + done)
+                    buffer._write(ptr_off + done, bounce[:got])
+                    torch.cuda.synchronize()
+                    done += got
+            return done
+        finally:
+            _lease(-size)
+
+    def wait_read(self, number: int) -> int:
+        """Waits; the address that was read to. Raises what the read raised."""
+        if number not in self._pending:
+            raise ValueError(f"wait_read: no read {number}")
+        future, address = self._pending.pop(number)
+        future.result()
+        return address
+
+    def __del__(self) -> None:
+        pool = getattr(self, "_pool", None)
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=False)
+
+
+def _some(got: int, offset: int) -> int:
+    if got == 0:
+        raise RuntimeError(f"submit_read: the file is truncated: it ends before byte {offset}")
+    return got
+
+
+class nogds_file_reader(_Reader):
+    """Reads ranges of open files into buffers."""
+
+    def __init__(self, use_mmap: bool, bbuf_size_kb: int, max_threads: int, use_cuda: bool, device_id: int) -> None:
+        super().__init__(max_threads, use_cuda, device_id)
+
+    def submit_read(self, fd: int, dst: gds_device_buffer, offset: int, length: int, ptr_off: int) -> int:
+        """Starts a read; its number, above 0."""
+        return self._submit(fd, dst, offset, length, ptr_off)
+
+
+class gds_file_handle:
+    """A file, open."""
+
+    def __init__(self, filename: str, o_direct: bool, use_cuda: bool) -> None:
+        self._fd = -1
+        self._fd = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class gds_file_reader(_Reader):
+    """As `nogds_file_reader`, of `gds_file_handle`s."""
+
+    def __init__(self, max_threads: int, use_cuda: bool, device_id: int) -> None:
+        super().__init__(max_threads, use_cuda, device_id)
+
+    def submit_read(self, fh: gds_file_handle, dst: gds_device_buffer, offset: int, length: int, ptr_off: int, file_length: int = 0) -> int:
+        """Starts a read; its number, above 0."""
+        return self._submit(fh._fd, dst, offset, length, ptr_off)

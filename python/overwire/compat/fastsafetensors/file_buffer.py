@@ -1,0 +1,128 @@
+"""The tensors of files that were copied to devices, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .frameworks import FrameworkOpBase, ProcessGroupBase, TensorBase
+from .st_types import Device, DType
+from .tensor_factory import LazyTensorFactory
+
+__all__ = ["FilesBufferOnDevice"]
+
+
+class FilesBufferOnDevice:
+    """Tensors of the files of all ranks. With a group of several ranks all of
+    them must make the same calls in the same order, but for `push_tensor`,
+    which only the two ranks it names need.
+
+    What is returned is the caller's and outlives `close`. device, dtype:
+    where to and what as, at the end; AUTO: as it was loaded.
+
+    auto_mem_delete: frees a file when each of its tensors was taken once; only
+    with several ranks. Raises ValueError for names that no file has, and when
+    a name is in two files.
+    """
+
+    def __init__(
+        self,
+        rank_loaders: dict[int, list[LazyTensorFactory]],
+        pg: ProcessGroupBase,
+        framework: FrameworkOpBase,
+        auto_mem_delete: bool = True,
+    ) -> None:
+        self.framework, self.rank_loaders, self.pg = framework, rank_loaders, pg
+        self.key_to_rank_lidx: dict[str, tuple[int, int]] = {}
+        self.instantiated: dict[int, dict[int, dict[str, bool]]] = {}
+        for rank, loaders in rank_loaders.items():
+            self.instantiated[rank] = {}
+            for lidx, loader in enumerate(loaders):
+                self.instantiated[rank][lidx] = {}
+                for name in loader.names:
+                    if name in self.key_to_rank_lidx:
+                        raise ValueError(f"FilesBufferOnDevice: key {name} must be unique among files")
+                    self.key_to_rank_lidx[name] = rank, lidx
+        self.auto_mem_delete = auto_mem_delete and pg.size() > 1
+
+    def close(self) -> None:
+        """Lets go of all files. Does nothing the second time."""
+        for loaders in self.rank_loaders.values():
+            for loader in loaders:
+                loader.free_dev_ptrs()
+        self.rank_loaders = {}
+
+    def __del__(self) -> None:
+        if getattr(self, "rank_loaders", None):
+            self.close()
+
+    def get_filename(self, tensor_name: str) -> str:
+        """The file a tensor is in, "" if there is none."""
+        if tensor_name not in self.key_to_rank_lidx:
+            return ""
+        return self._loader(tensor_name).metadata.src
+
+    def get_shape(self, tensor_name: str) -> list[int]:
+        """As the file has it."""
+        return list(self._loader(tensor_name).metadata.tensors[tensor_name].shape)
+
+    def _get_rank_lidx(self, tensor_name: str) -> tuple[int, int]:
+        if tensor_name not in self.key_to_rank_lidx:
+            raise ValueError(f"_get_rank: key {tensor_name} was not found in files")
+        return self.key_to_rank_lidx[tensor_name]
+
+    def _loader(self, tensor_name: str) -> LazyTensorFactory:
+        rank, lidx = self._get_rank_lidx(tensor_name)
+        if not self.rank_loaders:
+            raise ValueError(f"tensor {tensor_name}: the buffer is closed")
+        return self.rank_loaders[rank][lidx]
+
+    def _get_tensor(self, rank: int, lidx: int, tensor_name: str, ret: Any, device: Any, dtype: DType) -> Any:
+        # Notes that the tensor was taken, and moves it where it is wanted.
+        taken = self.instantiated[rank][lidx]
+        taken[tensor_name] = True
+        loader = self.rank_loaders[rank][lidx]
+        if self.auto_mem_delete and len(taken) == len(loader.names):
+            loader.free_dev_ptrs()
+        if ret is None:
+            return None
+        return ret.to(None if device is None else Device.of(device), dtype)
+
+    def get_sharded_wrapped(self, tensor_name: str, dim: int, device: Any = None, dtype: DType = DType.AUTO) -> TensorBase:
+        """`get_sharded`, wrapped."""
+        rank, lidx = self._get_rank_lidx(tensor_name)
+        found: TensorBase = self._get_tensor(
+            rank, lidx, tensor_name, self._loader(tensor_name).shuffle(self.pg, tensor_name, dim), device, dtype
+        )
+        return found
+
+    def get_sharded(self, tensor_name: str, dim: int, device: Any = None, dtype: DType = DType.AUTO) -> Any:
+        """This rank's block along dim: ceil(size / ranks), the last ones may be
+        shorter or empty. dim -1: the whole tensor."""
+        return self.get_sharded_wrapped(tensor_name, dim, device, dtype).get_raw()
+
+    def get_tensor_wrapped(self, tensor_name: str, device: Any = None, dtype: DType = DType.AUTO) -> TensorBase:
+        """`get_tensor`, wrapped."""
+        return self.get_sharded_wrapped(tensor_name, -1, device, dtype)
+
+    def get_tensor(self, tensor_name: str, device: Any = None, dtype: DType = DType.AUTO) -> Any:
+        """The whole tensor, on every rank."""
+        return self.get_tensor_wrapped(tensor_name, device, dtype).get_raw()
+
+    def push_tensor(self, tensor_name: str, dst_rank: int, device: Any = None, dtype: DType = DType.AUTO) -> Any:
+        """The whole tensor on dst_rank, None on the others."""
+        rank, lidx = self._get_rank_lidx(tensor_name)
+        found = self._loader(tensor_name).push(self.pg, tensor_name, dst_rank, rank)
+        wrapped = self._get_tensor(rank, lidx, tensor_name, found, device, dtype)
+        return None if wrapped is None else wrapped.get_raw()
+
+    def get_multi_cols(self, tensor_names: list[str], dim: int, device: Any = None, dtype: DType = DType.AUTO) -> TensorBase:
+        """This rank's blocks of several tensors, of any files, joined along dim:
+        wrapped."""
+        blocks = [self.get_sharded_wrapped(name, dim) for name in tensor_names]
+        joined: TensorBase = self.framework.concat_tensors(blocks, dim)
+        return joined.to(None if device is None else Device.of(device), dtype)
+
+    def as_dict(self, tensor_shard_dim: Mapping[str, int]) -> dict[str, TensorBase]:
+        """`get_sharded_wrapped` of each name with its dimension, -1 for whole."""
+        return {name: self.get_sharded_wrapped(name, dim) for name, dim in tensor_shard_dim.items()}

@@ -1,0 +1,217 @@
+"""What fastsafetensors' classes need of torch or paddle."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import cpp
+from ..st_types import Device, DType
+
+if TYPE_CHECKING:
+    from ..common import TensorFrame
+
+__all__ = ["FrameworkOpBase", "ProcessGroupBase", "TensorBase", "get_framework_op"]
+
+
+@dataclass
+class TensorBase(ABC):
+    """A framework's tensor, wrapped."""
+
+    device: Device
+    dtype: DType
+
+    @abstractmethod
+    def get_raw(self) -> Any:
+        """The framework's own tensor."""
+
+    @abstractmethod
+    def contiguous(self) -> TensorBase: ...
+
+    @abstractmethod
+    def to(self, device: Device | None = None, dtype: DType = DType.AUTO) -> TensorBase: ...
+
+    @abstractmethod
+    def clone(self) -> TensorBase: ...
+
+    @abstractmethod
+    def detach(self) -> TensorBase: ...
+
+    @abstractmethod
+    def view(self, dtype: DType) -> TensorBase: ...
+
+    @abstractmethod
+    def reshape(self, shape: list[int]) -> TensorBase: ...
+
+    @abstractmethod
+    def __getitem__(self, index: Any) -> TensorBase: ...
+
+    @abstractmethod
+    def data_ptr(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def shape(self) -> list[int]: ...
+
+
+class ProcessGroupBase(ABC):
+    """Ranks that exchange wrapped tensors. Ranks are those of the group."""
+
+    @abstractmethod
+    def size(self) -> int: ...
+
+    @abstractmethod
+    def rank(self) -> int: ...
+
+    @abstractmethod
+    def broadcast(self, dst: Any, rank: int) -> None: ...
+
+    @abstractmethod
+    def scatter(self, dst: Any, scatter_list: list[Any], src: int) -> None: ...
+
+    @abstractmethod
+    def send(self, t: Any, dst_rank: int, tag: int) -> None: ...
+
+    @abstractmethod
+    def recv(self, t: Any, src_rank: int, tag: int) -> None: ...
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raises the error; a group that can also raises it on the other ranks."""
+        if error is not None:
+            raise error
+
+
+class FrameworkOpBase(ABC):
+    """A framework. Leases are the buffers that are open."""
+
+    def __init__(self) -> None:
+        # No lock: a collection may free a buffer in the middle of anything.
+        self._leases: dict[int, int] = {}
+
+    def lease(self, gbuf: cpp.gds_device_buffer) -> cpp.gds_device_buffer:
+        """Counts a buffer, and returns it, until `free_tensor_memory`."""
+        self._leases[id(gbuf)] = gbuf.get_length()
+        return gbuf
+
+    def get_mem_used(self) -> int:
+        """Bytes that open buffers hold, whoever else holds their tensors."""
+        return sum(list(self._leases.values()))
+
+    @abstractmethod
+    def get_name(self) -> str: ...
+
+    @abstractmethod
+    def get_device(self, device: Any, pg: ProcessGroupBase) -> Device: ...
+
+    @abstractmethod
+    def get_device_name(self, device: Device) -> str: ...
+
+    @abstractmethod
+    def set_device(self, device: Device) -> None: ...
+
+    @abstractmethod
+    def alloc_tensor_memory(self, length: int, dev: Device) -> cpp.gds_device_buffer:
+        """Memory for a plug-in to read a file to; given back by the next, or
+        when its last tensor is gone, whichever is later."""
+
+    def free_tensor_memory(self, gbuf: cpp.gds_device_buffer, dev: Device) -> None:
+        """Gives a buffer back. Tensors in it live on."""
+        gbuf.owner = None
+        self._leases.pop(id(gbuf), None)
+
+    @abstractmethod
+    def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device) -> Any:
+        """A tensor whose bytes stand in a buffer."""
+
+    @abstractmethod
+    def wrap(self, tensor: Any, dtype: DType, device: Device) -> Any:
+        """Wraps a tensor that overwire loaded."""
+
+    @abstractmethod
+    def get_empty_tensor(self, shape: list[int], dtype: DType, device: Device) -> Any: ...
+
+    @abstractmethod
+    def concat_tensors(self, tensors: list[Any], dim: int) -> Any: ...
+
+    @abstractmethod
+    def copy_tensor(self, dst: Any, src: Any) -> None: ...
+
+    def get_dtype_size(self, dtype: DType) -> float:
+        """Bytes of an element; KeyError for AUTO."""
+        if dtype is DType.AUTO:
+            raise KeyError(dtype)
+        return dtype.bits / 8
+
+    @abstractmethod
+    def from_dlpack(self, dl_tensor: Any, device: Device, dtype: DType) -> Any: ...
+
+    @abstractmethod
+    def get_cuda_ver(self) -> str: ...
+
+    def get_device_ptr_align(self) -> int:
+        return 16
+
+    def as_workaround_dtype(self, dtype: DType) -> DType:
+        """The type that stands for one which DLPack came to late."""
+        if dtype in (DType.F8_E5M2, DType.F8_E4M3):
+            return DType.I8
+        return DType.U8 if dtype.bits <= 8 and dtype.value.startswith("F") else dtype
+
+    def get_storage_shape(self, dtype: DType, shape: list[int], strides: list[int]) -> tuple[list[int], list[int]]:
+        """Shape and strides of the bytes that hold a tensor: flat for F4."""
+        if dtype.bits >= 8:
+            return shape, strides
+        count = 1
+        for size in shape:
+            count *= size
+        return [count * dtype.bits // 8], [1]
+
+    def get_native_shape(self, dtype: DType, st_shape: list[int]) -> list[int]:
+        """The shape a tensor has here: F4's last dimension counts pairs."""
+        if dtype is not DType.F4:
+            return list(st_shape)
+        if not st_shape or st_shape[-1] % 2:
+            raise ValueError(f"F4 tensors come in pairs: the last dimension of {st_shape} is odd")
+        return [*st_shape[:-1], st_shape[-1] // 2]
+
+    def get_native_slices(self, dtype: DType, st_shape: list[int], slices: Any) -> Any:
+        """Slices of elements as slices of what the tensor has here."""
+        if dtype is not DType.F4 or len(slices) < len(st_shape):
+            return slices
+        lo, hi, step = slices[-1].indices(st_shape[-1])
+        if lo % 2 or hi % 2 or step != 1:
+            raise ValueError(f"F4 tensors come in pairs: slice {slices[-1]} of {st_shape} cuts one")
+        return (*slices[:-1], slice(lo // 2, hi // 2, 1))
+
+    @abstractmethod
+    def get_process_group(self, pg: Any) -> ProcessGroupBase: ...
+
+    @abstractmethod
+    def is_equal(self, wrapped: Any, real: Any) -> bool: ...
+
+    @abstractmethod
+    def randn(self, s: tuple[int, ...], device: Device, dtype: DType) -> Any: ...
+
+    @abstractmethod
+    def support_fp8(self) -> bool: ...
+
+
+_ops: dict[str, FrameworkOpBase] = {}
+
+
+def get_framework_op(name: str) -> FrameworkOpBase:
+    """Of "pt", "pytorch", "torch" or "paddle"; ValueError for other names."""
+    if name in ("pt", "pytorch", "torch"):
+        if "torch" not in _ops:
+            from .torch_op import TorchOp
+
+            _ops["torch"] = TorchOp()
+        return _ops["torch"]
+    if name == "paddle":
+        if "paddle" not in _ops:
+            from .paddle_op import PaddleOp
+
+            _ops["paddle"] = PaddleOp()
+        return _ops["paddle"]
+    raise ValueError(f"Unknown framework name: {name}")

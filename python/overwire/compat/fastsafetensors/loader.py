@@ -1,0 +1,251 @@
+"""Loaders: files of ranks become a buffer of tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .common import SafeTensorsMetadata, TensorFrame, is_cuda, set_debug
+from .copier import create_copier_constructor
+from .copier.base import CopierInterface, EngineCopier
+from .copier.unified import is_unified_memory_system
+from .file_buffer import FilesBufferOnDevice
+from .frameworks import get_framework_op
+from .st_types import DType
+from .tensor_factory import LazyTensorFactory
+
+__all__ = ["BaseSafeTensorsFileLoader", "SafeTensorsFileLoader", "fastsafe_open"]
+
+_BLOCK = 16 << 30
+
+
+class BaseSafeTensorsFileLoader:
+    """pg: SingleGroup, None, or a process group of the framework, any subgroup.
+    device: a str or torch.device. copier_type: as it was registered; further
+    arguments are the copier's.
+    """
+
+    @classmethod
+    def process_extension_config(cls, ext_config: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Keyword arguments of this class out of its section of a config."""
+        return dict(ext_config)
+
+    def __init__(
+        self,
+        pg: Any,
+        device: Any,
+        copier_type: str,
+        set_numa: bool = True,
+        disable_cache: bool = True,
+        framework: str = "pytorch",
+        **kwargs: Any,
+    ) -> None:
+        self.framework = get_framework_op(framework)
+        self.pg = self.framework.get_process_group(pg)
+        self.device = self.framework.get_device(device, self.pg)
+        self.disable_cache = disable_cache
+        self.meta: dict[str, tuple[SafeTensorsMetadata, int]] = {}
+        self.frames: OrderedDict[str, TensorFrame] = OrderedDict()
+        self.tensor_filter: Callable[[str], bool] | None = None
+        self._agrees = True
+        self.copier_constructor = create_copier_constructor(copier_type, self.device, **kwargs)
+
+    def init_numa(self, set_numa: bool = True) -> None:
+        """Nothing: the caller's thread stays where it is."""
+
+    def reset(self) -> None:
+        """Forgets the files, for others. Buffers live on."""
+        self.meta, self.frames = {}, OrderedDict()
+
+    def close(self) -> None:
+        """As `reset`."""
+        self.reset()
+
+    def get_keys(self) -> list[str]:
+        """The names of all tensors of all files."""
+        return list(self.frames)
+
+    def get_shape(self, tensor_name: str) -> list[int]:
+        """As the file has it. KeyError for an unknown name."""
+        return list(self.frames[tensor_name].shape)
+
+    def set_tensor_filter(self, predicate: Callable[[str], bool] | None) -> None:
+        """Only tensors whose names it is true for are read, from now on; the same
+        on every rank. None: all."""
+        self.tensor_filter = predicate
+
+    def add_filenames(self, filenames: Mapping[int, list[str]]) -> None:
+        """Reads the headers of the files, of all ranks: {rank: paths}. With a
+        group of several ranks, all call it with the same files."""
+        if not self._agrees:
+            self._add(filenames)
+            return
+        error = None
+        try:
+            self._add(filenames)
+        except BaseException as caught:
+            error = caught
+        self.pg.agree(error)
+
+    def _add(self, filenames: Mapping[int, list[str]]) -> None:
+        longest = max((len(paths) for paths in filenames.values()), default=0)
+        for at in range(longest):
+            for rank, paths in sorted(filenames.items()):
+                if at < len(paths):
+                    name = str(paths[at])
+                    metadata = SafeTensorsMetadata.from_file(name, self.framework)
+                    self.meta[name] = metadata, rank
+                    for key, frame in metadata.tensors.items():
+                        if self._keeps(key):
+                            self.frames[key] = frame
+
+    def _keeps(self, name: str) -> bool:
+        return self.tensor_filter is None or self.tensor_filter(name)
+
+    def copy_files_to_device(
+        self, dtype: DType = DType.AUTO, use_buf_register: bool = True, max_copy_block_size: int = _BLOCK, **kwargs: Any
+    ) -> FilesBufferOnDevice:
+        """Loads this rank's files and waits until they are there.
+
+        dtype: what all tensors become. With a group of several ranks, all call
+        it, and what fails on one rank raises on all.
+        """
+        if not self._agrees:
+            return self._copy(dtype, use_buf_register, max_copy_block_size)
+        buffer, error = None, None
+        try:
+            buffer = self._copy(dtype, use_buf_register, max_copy_block_size)
+        except BaseException as caught:
+            error = caught
+        try:
+            self.pg.agree(error)
+        except BaseException:
+            if buffer is not None:
+                buffer.close()
+            raise
+        assert buffer is not None
+        return buffer
+
+    def _copier(self, metadata: SafeTensorsMetadata, names: list[str] | None) -> CopierInterface:
+        copier = self.copier_constructor(metadata, self.device, self.framework)
+        if names is not None and isinstance(copier, EngineCopier):
+            copier.names = names
+        return copier
+
+    def _copy(self, dtype: DType, use_buf_register: bool, max_copy_block_size: int) -> FilesBufferOnDevice:
+        self.framework.set_device(self.device)
+        loaders: dict[int, list[LazyTensorFactory]] = {}
+        mine: list[LazyTensorFactory] = []
+        for _, (metadata, rank) in sorted(self.meta.items()):
+            local = rank == self.pg.rank() or self.pg.size() == 1
+            names = None if self.tensor_filter is None else [name for name in metadata.tensors if self.tensor_filter(name)]
+            of_rank = loaders.setdefault(rank, [])
+            copier = self._copier(metadata, names) if local else None
+            factory = LazyTensorFactory(
+                metadata, self.device, rank, local, 0, len(of_rank), copier, self.framework, self.disable_cache, names
+            )  # fmt: skip
+            of_rank.append(factory)
+            if local:
+                mine.append(factory)
+        buffer = FilesBufferOnDevice(loaders, self.pg, self.framework)  # refuses names that are in two files
+        try:
+            for factory in mine:
+                factory.submit_io(use_buf_register, max_copy_block_size)
+            for factory in mine:
+                factory.wait_io(dtype)
+        except BaseException:
+            buffer.close()
+            raise
+        return buffer
+
+
+class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
+    """The loader of plain files, and of files that overwire compressed.
+
+    pg, device, framework: as for the base. debug_log: overwire's debug log.
+    disable_cache=False keeps what was broadcast or scattered for a second call.
+    The other arguments choose among ways that are one here.
+    """
+
+    @classmethod
+    def process_extension_config(cls, ext_config: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """`copier_type` becomes nogds=."""
+        config = dict(ext_config)
+        kind = config.pop("copier_type", None)
+        if kind is not None:
+            config["nogds"] = kind == "nogds"
+        return config
+
+    def __init__(
+        self,
+        pg: Any,
+        device: Any = "cpu",
+        bbuf_size_kb: int = 16 * 1024,
+        max_threads: int = 16,
+        nogds: bool = False,
+        set_numa: bool = True,
+        disable_cache: bool = True,
+        debug_log: bool = False,
+        framework: str = "pytorch",
+        **kwargs: Any,
+    ) -> None:
+        if debug_log:
+            set_debug()
+        where = get_framework_op(framework).get_device(device, get_framework_op(framework).get_process_group(pg))
+        kind = "gds"
+        if nogds:
+            kind = "unified" if is_cuda(where) and is_unified_memory_system() else "nogds"
+        super().__init__(
+            pg, device, kind, set_numa, disable_cache, framework, bbuf_size_kb=bbuf_size_kb, max_threads=max_threads, **kwargs
+        )  # fmt: skip
+
+
+class fastsafe_open:
+    """Files, open and loaded, in a with-block.
+
+    filenames: a path, paths, or {rank: paths}. framework: "pt", "pytorch",
+    "torch" or "paddle". Other arguments as for SafeTensorsFileLoader.
+    """
+
+    def __init__(
+        self,
+        filenames: Any,
+        framework: str = "pt",
+        pg: Any = None,
+        device: Any = "cpu",
+        nogds: bool = False,
+        debug_log: bool = False,
+        max_copy_block_size: int = _BLOCK,
+    ) -> None:
+        self.loader = SafeTensorsFileLoader(pg, device, nogds=nogds, debug_log=debug_log, framework=framework)
+        if isinstance(filenames, Mapping):
+            files = {rank: list(paths) for rank, paths in filenames.items()}
+        elif isinstance(filenames, (list, tuple)):
+            files = {0: list(filenames)}
+        else:
+            files = {0: [filenames]}
+        self.loader.add_filenames(files)
+        self.fb = self.loader.copy_files_to_device(max_copy_block_size=max_copy_block_size)
+
+    def __enter__(self) -> fastsafe_open:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.fb.close()
+        self.loader.close()
+
+    def metadata(self) -> dict[str, Any]:
+        """What the writer of each file noted, by path."""
+        return {name: metadata.metadata for name, (metadata, _) in self.loader.meta.items()}
+
+    def keys(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self.fb.key_to_rank_lidx)
+
+    def get_tensor_wrapped(self, name: str) -> Any:
+        return self.fb.get_tensor_wrapped(name)
+
+    def get_tensor(self, name: str) -> Any:
+        """The tensor, which outlives the block."""
+        return self.fb.get_tensor(name)

@@ -1,0 +1,240 @@
+"""Loading batch by batch: one is read while the one before is used."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from .common import SafeTensorsMetadata, SingleGroup
+from .config import check_producers
+from .file_buffer import FilesBufferOnDevice
+from .loader import BaseSafeTensorsFileLoader, SafeTensorsFileLoader
+
+__all__ = ["BudgetInfeasibleError", "ParallelLoader", "PipelineParallel"]
+
+
+class BudgetInfeasibleError(ValueError):
+    """No batch is small enough for the memory that was allowed."""
+
+
+class _Batch(NamedTuple):
+    files: list[str]
+    names: frozenset[str] | None  # None: all that the filter keeps
+
+
+class _Loaded(NamedTuple):
+    buffer: FilesBufferOnDevice | None
+    error: BaseException | None
+
+
+class PipelineParallel:
+    """Yields the tensors of files, in batches of one file a rank.
+
+    queue_size: -1: a batch is read when the one before was used up (one in
+        memory); n >= 0: n + 2 batches in memory.
+    tensor_filter: only these names are read. max_batch_bytes: batches of at most
+        as many tensor bytes a file; a larger tensor goes alone.
+    device_memory_budget: bytes that this rank may hold: batches get smaller, and
+        fewer at a time, until they fit; accumulate_resident: what was yielded is
+        kept and counts too. BudgetInfeasibleError if nothing fits.
+
+    All ranks of the group iterate alike; what fails on one raises on all.
+    Arguments that this does not know are ignored.
+    """
+
+    def __init__(
+        self,
+        pg: Any,
+        loader: BaseSafeTensorsFileLoader,
+        hf_weights_files: list[str],
+        max_concurrent_producers: int = 1,
+        queue_size: int = 0,
+        use_tqdm_on_load: bool = True,
+        tensor_filter: Callable[[str], bool] | None = None,
+        max_batch_bytes: int | None = None,
+        device_memory_budget: int | None = None,
+        accumulate_resident: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        check_producers(max_concurrent_producers)
+        self.pg = SingleGroup() if pg is None else pg
+        self.loader = loader
+        self.hf_weights_files = [str(path) for path in hf_weights_files]
+        self.max_concurrent_producers = max_concurrent_producers
+        self.queue_size = queue_size
+        self.use_tqdm_on_load = use_tqdm_on_load
+        self.need_clone = False  # tensors are the caller's as they are
+        self.weight_files_batches = self._create_batches(self.pg)
+        self.batch_queue: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
+        self.log_prefix = f"PG{self.pg.rank()}"
+        self._filter = tensor_filter
+        self._depth = 1 if queue_size < 0 else queue_size + 2
+        self._stop = threading.Event()
+        self._room = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._plan = [_Batch(files, None) for files in self.weight_files_batches]
+        if max_batch_bytes is not None or device_memory_budget is not None:
+            self._split(max_batch_bytes, device_memory_budget, accumulate_resident)
+
+    def _create_batches(self, pg: Any) -> list[list[str]]:
+        ranks = pg.size()
+        return [self.hf_weights_files[at : at + ranks] for at in range(0, len(self.hf_weights_files), ranks)]
+
+    def _split(self, most: int | None, budget: int | None, accumulate: bool) -> None:
+        # From headers alone, and the same on every rank.
+        sizes: list[list[dict[str, int]]] = []  # batch, file: name to bytes
+        for files in self.weight_files_batches:
+            sizes.append([])
+            for path in files:
+                frames = SafeTensorsMetadata.from_file(path, self.loader.framework).tensors
+                kept = [(n, f.data_offsets) for n, f in frames.items() if self._filter is None or self._filter(n)]
+                sizes[-1].append({name: end - begin for name, (begin, end) in kept})
+        largest = max((nbytes for batch in sizes for file in batch for nbytes in file.values()), default=0)
+        if budget is not None:
+            resident = sum(nbytes for batch in sizes for file in batch for nbytes in file.values()) if accumulate else 0
+            # A tensor that came from another rank is beside the batches.
+            beside = largest if self.pg.size() > 1 else 0
+            free = budget - resident - beside
+            while self._depth > 1 and free // self._depth < largest:
+                self._depth -= 1
+            if free < largest:
+                raise BudgetInfeasibleError(
+                    f"device_memory_budget {budget}: {resident} bytes stay, {beside} are on their way, and the largest tensor has {largest}"
+                )
+            most = min(most or free, free // self._depth)
+        assert most is not None
+        self._plan = []
+        for files, batch in zip(self.weight_files_batches, sizes, strict=True):
+            runs = [_runs(file, most) for file in batch]
+            for at in range(max(map(len, runs))):
+                self._plan.append(_Batch(files, frozenset(name for run in runs if at < len(run) for name in run[at])))
+
+    def _load_single_batch(self, batch: _Batch) -> FilesBufferOnDevice:
+        loader, names, keeps = self.loader, batch.names, self._filter
+        loader.reset()
+        loader.set_tensor_filter(keeps if names is None else names.__contains__)
+        loader.add_filenames({rank: [path] for rank, path in enumerate(batch.files)})
+        return loader.copy_files_to_device()
+
+    def _produce(self) -> None:
+        for batch in self._plan:
+            self._room.acquire()
+            if self._stop.is_set():
+                return
+            try:
+                loaded = _Loaded(self._load_single_batch(batch), None)
+            except BaseException as error:
+                loaded = _Loaded(None, error)
+            self.batch_queue.put(loaded)
+            if loaded.error is not None:
+                return
+
+    def iterate_weights(self) -> Iterator[tuple[str, Any]]:
+        """(name, tensor) of every tensor, whole, the same order on every rank.
+        Raises what loading raised, on any rank."""
+        if self._stop.is_set():
+            return
+        bar = self._bar()
+        self.loader._agrees = False  # the ranks agree below, in this thread
+        self._room = threading.Semaphore(self._depth)
+        self.batch_queue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._produce, name="overwire-fst", daemon=True)
+        self._thread.start()
+        group = self.loader.pg
+        try:
+            for _ in self._plan:
+                loaded = self.batch_queue.get()
+                try:
+                    group.agree(loaded.error)
+                    buffer = loaded.buffer
+                    assert buffer is not None
+                    for name in list(buffer.key_to_rank_lidx):
+                        yield name, buffer.get_tensor(name)
+                finally:
+                    if loaded.buffer is not None:
+                        loaded.buffer.close()
+                self._room.release()
+                if bar is not None:
+                    bar.update(1)
+        finally:
+            self._finish()
+            self.loader._agrees = True
+            if bar is not None:
+                bar.close()
+
+    def _finish(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        stopped = self._stop.is_set()
+        self._stop.set()
+        self._room.release()
+        thread.join()
+        while not self.batch_queue.empty():
+            left = self.batch_queue.get()
+            if left.buffer is not None:
+                left.buffer.close()
+        if not stopped:
+            self._stop.clear()
+
+    def _bar(self) -> Any:
+        if not self.use_tqdm_on_load or self.pg.rank() != 0:
+            return None
+        try:
+            from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+        except ImportError:
+            return None
+        return tqdm(total=len(self._plan), desc="Loading fastsafetensors checkpoint shards", leave=False)
+
+    def close(self) -> None:
+        """Ends loading; `iterate_weights` gives nothing any more."""
+        self._stop.set()
+        self._finish()
+        self.loader.close()
+
+
+def _runs(sizes: dict[str, int], most: int) -> list[list[str]]:
+    runs: list[list[str]] = []
+    room = 0
+    for name, nbytes in sizes.items():
+        if not runs or nbytes > room:
+            runs.append([])
+            room = most
+        runs[-1].append(name)
+        room -= nbytes
+    return runs or [[]]
+
+
+class ParallelLoader(PipelineParallel):
+    """A PipelineParallel over SafeTensorsFileLoader.
+
+    all_local: every rank reads all files itself, and no collective is called.
+    """
+
+    def __init__(
+        self,
+        pg: Any,
+        hf_weights_files: list[str],
+        max_concurrent_producers: int = 1,
+        queue_size: int = 0,
+        use_tqdm_on_load: bool = True,
+        device: Any = "cpu",
+        bbuf_size_kb: int = 16 * 1024,
+        max_threads: int = 16,
+        nogds: bool = False,
+        set_numa: bool = True,
+        debug_log: bool = False,
+        framework: str = "pytorch",
+        all_local: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        group = None if all_local else pg
+        loader = SafeTensorsFileLoader(
+            group, device, bbuf_size_kb, max_threads, nogds, set_numa, debug_log=debug_log, framework=framework
+        )  # fmt: skip
+        super().__init__(
+            group, loader, hf_weights_files, max_concurrent_producers=max_concurrent_producers, queue_size=queue_size,
+            use_tqdm_on_load=use_tqdm_on_load, **kwargs,
+        )  # fmt: skip

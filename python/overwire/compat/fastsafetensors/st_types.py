@@ -1,0 +1,80 @@
+"""Devices and element types, by fastsafetensors' names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+__all__ = ["DType", "Device", "DeviceType"]
+
+
+class DeviceType(Enum):
+    CPU = "cpu"
+    CUDA = "cuda"
+    GPU = "gpu"  # paddle's word for CUDA
+
+
+@dataclass
+class Device:
+    """A device: its kind, and its number, None for the current one."""
+
+    type: DeviceType = DeviceType.CPU
+    index: int | None = None
+
+    def as_str(self) -> str:
+        """ "cpu", "cuda:1"."""
+        return self.type.value if self.index is None else f"{self.type.value}:{self.index}"
+
+    @classmethod
+    def from_str(cls, s: str) -> Device:
+        """Of "cpu", "cuda", "cuda:1", "gpu:0". ValueError for anything else."""
+        kind, colon, number = s.partition(":")
+        try:
+            found = DeviceType(kind.lower())
+        except ValueError:
+            raise ValueError(f"Unknown device type: {kind}") from None
+        if colon and not number.isdecimal():
+            raise ValueError(f"Invalid index: {number}")
+        return cls(found, int(number) if colon else None)
+
+    @classmethod
+    def of(cls, device: Any) -> Device:
+        """Of a Device, a str, or what prints as one (torch.device)."""
+        return device if isinstance(device, Device) else cls.from_str(str(device))
+
+
+class DType(Enum):
+    """safetensors' types; AUTO: as the file has it."""
+
+    BOOL = "BOOL"
+    I8 = "I8"
+    I16 = "I16"
+    I32 = "I32"
+    I64 = "I64"
+    U8 = "U8"
+    U16 = "U16"
+    U32 = "U32"
+    U64 = "U64"
+    F16 = "F16"
+    F32 = "F32"
+    F64 = "F64"
+    BF16 = "BF16"
+    F8_E5M2 = "F8_E5M2"
+    F8_E4M3 = "F8_E4M3"
+    F8_E8M0 = "F8_E8M0"
+    F4 = "F4"
+    # Not in the original, which refuses files that have them.
+    C64 = "C64"
+    F8_E5M2FNUZ = "F8_E5M2FNUZ"
+    F8_E4M3FNUZ = "F8_E4M3FNUZ"
+    F6_E2M3 = "F6_E2M3"
+    F6_E3M2 = "F6_E3M2"
+    AUTO = "AUTO"
+
+    #: Bits of one element; 0 for AUTO.
+    bits: int
+
+    def __init__(self, name: str) -> None:
+        digits = name.lstrip("BFIUC").partition("_")[0]
+        self.bits = 8 if name == "BOOL" else int(digits) if digits.isdecimal() else 0

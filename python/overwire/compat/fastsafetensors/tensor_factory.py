@@ -1,0 +1,148 @@
+"""One file of one rank: its tensors here, or on their way from that rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import cpp
+from .common import SafeTensorsMetadata
+from .copier.base import CopierInterface, converts
+from .frameworks import FrameworkOpBase, ProcessGroupBase, TensorBase
+from .st_types import Device, DType
+
+__all__ = ["LazyTensorFactory"]
+
+
+class LazyTensorFactory:
+    """rank: whose file it is. copier: None on all other ranks.
+
+    gbuf: what its tensors are counted by, None when it was freed or is another
+    rank's. All ranks of the group must make the same calls in the same order.
+    """
+
+    def __init__(
+        self,
+        metadata: SafeTensorsMetadata,
+        device: Device,
+        rank: int,
+        local_rank: bool,
+        factory_idx_bits: int,
+        lidx: int,
+        copier: CopierInterface | None,
+        framework: FrameworkOpBase,
+        disable_cache: bool = True,
+        names: list[str] | None = None,
+    ) -> None:
+        self.metadata, self.device, self.framework = metadata, device, framework
+        self.copier = copier if local_rank else None
+        self.rank, self.lidx = rank, lidx
+        self.names = list(metadata.tensors) if names is None else names
+        self.tensors: dict[str, TensorBase] = {}
+        self.shuffled: dict[tuple[str, int], TensorBase] = {}
+        self.gbuf: cpp.gds_device_buffer | None = None
+        self.disable_cache = disable_cache
+        self.dtype = DType.AUTO
+        self._tag = 0
+
+    def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> None:
+        if self.copier is not None:
+            self.gbuf = self.copier.submit_io(use_buf_register, max_copy_block_size)
+
+    def wait_io(self, dtype: DType = DType.AUTO, noalign: bool = False) -> None:
+        self.dtype = dtype
+        if self.copier is not None and self.gbuf is not None:
+            self.tensors = self.copier.wait_io(self.gbuf, dtype=dtype, noalign=noalign)
+            self.copier = None
+
+    def _dtype(self, name: str) -> DType:
+        own = self.metadata.tensors[name].dtype
+        return self.dtype if converts(own, self.dtype) else own
+
+    def shape(self, name: str) -> list[int]:
+        """As the tensor has it here."""
+        frame = self.metadata.tensors[name]
+        if frame.dtype.bits == 6:
+            return [(frame.data_offsets[1] - frame.data_offsets[0])]
+        return self.framework.get_native_shape(frame.dtype, frame.shape)
+
+    def _empty(self, name: str, shape: list[int]) -> TensorBase:
+        empty: TensorBase = self.framework.get_empty_tensor(shape, self._dtype(name), self.device)
+        return empty
+
+    def _mine(self, name: str) -> TensorBase:
+        if name not in self.tensors:
+            raise ValueError(f"{self.metadata.src}: tensor {name} was freed already, or is not among those that were loaded")
+        return self.tensors[name]
+
+    def push(self, pg: ProcessGroupBase, tensor_name: str, dst_rank: int, src_rank: int) -> TensorBase | None:
+        """The tensor on dst_rank, None elsewhere."""
+        me = pg.rank()
+        if pg.size() == 1 or src_rank == dst_rank:
+            return self._mine(tensor_name) if me == dst_rank or pg.size() == 1 else None
+        self._tag += 1
+        if me == src_rank:
+            pg.send(self._mine(tensor_name).contiguous(), dst_rank, self._tag)
+        elif me == dst_rank:
+            tensor = self._empty(tensor_name, self.shape(tensor_name))
+            pg.recv(tensor, src_rank, self._tag)
+            return tensor
+        return None
+
+    def shuffle(self, pg: ProcessGroupBase, tensor_name: str, dim: int) -> TensorBase:
+        """The whole tensor (dim -1) or this rank's block along dim: ceil(size /
+        ranks) each, the last may be shorter or empty."""
+        if pg.size() == 1:
+            return self._mine(tensor_name)
+        cached = self.shuffled.get((tensor_name, dim))
+        if cached is None:
+            cached = self._broadcast(pg, tensor_name) if dim == -1 else self._scatter(pg, tensor_name, dim)
+            if not self.disable_cache:
+                self.shuffled[tensor_name, dim] = cached
+        return cached
+
+    def shuffle_multi_cols(self, pg: ProcessGroupBase, tensor_names: list[str], dim: int) -> TensorBase:
+        """This rank's blocks of several tensors of the file, joined along dim."""
+        joined: TensorBase = self.framework.concat_tensors([self.shuffle(pg, name, dim) for name in tensor_names], dim)
+        return joined
+
+    def _broadcast(self, pg: ProcessGroupBase, name: str) -> TensorBase:
+        mine = pg.rank() == self.rank
+        tensor = self._mine(name).contiguous() if mine else self._empty(name, self.shape(name))
+        pg.broadcast(tensor, self.rank)
+        return tensor
+
+    def _scatter(self, pg: ProcessGroupBase, name: str, dim: int) -> TensorBase:
+        shape, ranks = self.shape(name), pg.size()
+        if not 0 <= dim < len(shape):
+            raise ValueError(f"{self.metadata.src}: tensor {name} has no dimension {dim}: its shape is {shape}")
+        block = -(-shape[dim] // ranks)
+
+        def index(lo: int, hi: int) -> Any:
+            return tuple(slice(lo, hi) if at == dim else slice(None) for at in range(len(shape)))
+
+        # A scatter's parts are of one size: short ones are filled up.
+        full = [*shape[:dim], block, *shape[dim + 1 :]]
+        parts: list[TensorBase] = []
+        if pg.rank() == self.rank:
+            whole = self._mine(name)
+            for rank in range(ranks):
+                lo, hi = min(rank * block, shape[dim]), min((rank + 1) * block, shape[dim])
+                part = whole[index(lo, hi)].contiguous()
+                if hi - lo < block:
+                    rest = self._empty(name, [*shape[:dim], block - (hi - lo), *shape[dim + 1 :]])
+                    part = self.framework.concat_tensors([part, rest], dim)
+                parts.append(part)
+        got = self._empty(name, full)
+        pg.scatter(got, parts, self.rank)
+        me = pg.rank()
+        size = min((me + 1) * block, shape[dim]) - min(me * block, shape[dim])
+        # Cut to size in memory of its own.
+        return got if size == block else got[index(0, size)].clone().contiguous()
+
+    def free_dev_ptrs(self) -> None:
+        """Lets go of the file. Tensors that were taken live on."""
+        self.tensors, self.shuffled = {}, {}
+        self.copier = None
+        gbuf, self.gbuf = self.gbuf, None
+        if gbuf is not None:
+            self.framework.free_tensor_memory(gbuf, self.device)

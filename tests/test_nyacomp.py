@@ -1,0 +1,470 @@
+"""nyacomp's functions under their own names: merging, partitioning, manifests,
+bundles of its layout and ours, checkpoints, variables."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import pickle
+import random
+from pathlib import Path
+
+import overwire as ow
+import pytest
+import torch
+from conftest import every_dtype, same
+from overwire.compat import nyacomp
+from overwire.compat.nyacomp import _nyacomp, bundles, hf, manifests, partition, settings
+from torch import nn
+
+# -- the surface
+
+
+def test_every_name_takes_nyacomps_arguments() -> None:
+    wanted = {
+        nyacomp: "compress(model path) compress_pickle(obj path algo) load_compressed(path) load_compressed_pickle(path) "
+        "merge_tensors(tensors maxsize) iterative_merge_tensors(tensors) split_tensors(tensors info) split_into_bins(group n_splits) "
+        "calculate_makespan(tensors) compress_parameter(param path algo) get_pipeline_params(pipeline) get_tensors(path) get_args(path) "
+        "to_csv(meta bins f) ints(i) tensor_size(tensor) tensor_bytes(tensor) empty_cache() timer(msg) cleanup() with_cleanup(path) "
+        "stats(times)",
+        hf: "compress_model(model) compress_components(components) compress_state_dict(path treshold) dry_load(path) good_load(path) "
+        "toggle_patch(module) toggle_diffusers() toggle_transformers() stats(times)",
+        partition: "ffd_binpack(sizes capacity) multifit_partition(sizes bins k) to_idx(sizes bins) massage(sizes n_bins)",
+        _nyacomp: "compress(data filename algo) decompress(filename shape dtype) batch_decompress(files assignments) "
+        "decompress_from_meta(csv_path) AsyncDecompressor(csv_path) "
+        "CompressedFile(filename shape dtype decompressed_size compressed_size)",
+    }
+    for module, text in wanted.items():
+        for entry in text.split(")"):
+            if name := entry.strip().split("(")[0]:
+                found = inspect.signature(getattr(module, name)).parameters.values()
+                positional = [p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
+                assert positional == entry.split("(")[1].split(), name
+                assert getattr(module, name).__doc__, name
+    assert _nyacomp.__version__ and isinstance(nyacomp.NUM_THREADS, int) and nyacomp.HOST == ""
+    assert nyacomp.default_path == Path("boneless_model.pth") and nyacomp.MERGE_INFO_FNAME == "merged_tensors.csv"
+    assert (
+        nyacomp.decompressor is None
+        and nyacomp.natsize(5)
+        and inspect.signature(hf.compress_state_dict).parameters["treshold"].default == 16000
+    )
+
+
+def test_small_helpers(caplog) -> None:
+    caplog.set_level(logging.DEBUG, "overwire")
+    with nyacomp.timer("a block"), nyacomp.cleanup():
+        pass
+    assert "a block took" in caplog.text and "GPU memory" in caplog.text
+    nyacomp.empty_cache()
+    assert nyacomp.stats([1, 2, 3]) == "mean: 2 stdev: 1.0 min: 1"
+    assert nyacomp.annotate("x")(lambda: 5)() == 5
+    strided = torch.arange(12).reshape(3, 4).t()
+    assert nyacomp.tensor_bytes(strided) == strided.contiguous().numpy().tobytes() and nyacomp.tensor_size(strided) == 96
+    assert nyacomp.tensor_bytes(torch.empty(0)) == b"" and nyacomp.ints([3, 4]) == "3;4"
+
+
+# -- merging
+
+
+def _tensors(rng: random.Random, count: int) -> list[torch.Tensor]:
+    shapes = [(), (1,), (0, 3), (7,), (4, 5), (5, 4), (2, 1, 3)]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+    made = []
+    for _ in range(count):
+        shape, dtype = rng.choice(shapes), rng.choice(dtypes)
+        data = torch.tensor(list(rng.randbytes(torch.empty(shape).numel() * dtype.itemsize)), dtype=torch.uint8)
+        made.append((data % 2 if dtype == torch.bool else data).view(dtype).reshape(shape))
+    return made
+
+
+def test_merged_and_split_again(seed: int) -> None:
+    rng = random.Random(seed)
+    for count in (0, 1, 2, 30, 200):
+        tensors = _tensors(rng, count)
+        for merge in (nyacomp.merge_tensors, nyacomp.iterative_merge_tensors, lambda t: nyacomp.merge_tensors(t, rng.randrange(1, 400))):
+            merged, info = merge(tensors)
+            lines = [list(map(int, line.split(","))) for line in info.splitlines()]
+            assert sorted(at for line in lines for at in line) == list(range(count)) and len(lines) == len(merged)
+            for line, stack in zip(lines, merged, strict=True):
+                assert {(tensors[at].shape, tensors[at].dtype) for at in line} == {(stack.shape[1:], stack.dtype)}
+            got = nyacomp.split_tensors(merged, info)
+            assert len(got) == count
+            for a, b in zip(got, tensors, strict=True):
+                same(a, b)
+
+
+def test_splitting_follows_nyacomps_rule() -> None:
+    assert nyacomp.split_into_bins(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert nyacomp.split_into_bins([1, 2], 4) == [[1], [2], [], []]
+    tensors = [torch.zeros(10) for _ in range(7)]  # 40 bytes each
+    _, info = nyacomp.merge_tensors(tensors, 100)  # 280 / 100: 3 stacks
+    assert info == "0,1,2\n3,4\n5,6"
+    _, info = nyacomp.merge_tensors(tensors, 1)  # a stack is never empty
+    assert info == "\n".join(map(str, range(7)))
+    assert nyacomp.merge_tensors(tensors)[1] == "0,1,2,3,4,5,6"
+    parts = nyacomp.split_tensors([torch.arange(6).reshape(3, 2)], "2,0,1")
+    assert [p.tolist() for p in parts] == [[2, 3], [4, 5], [0, 1]]
+    assert len({p.untyped_storage().data_ptr() for p in parts}) == 3 and parts[0].untyped_storage().nbytes() == 16
+    for stack, info in (
+        ([torch.zeros(3, 2)], "0,1"),
+        ([], "0"),
+        ([torch.zeros(2)], "0,0"),
+        ([torch.tensor(1)], "0"),
+        ([torch.zeros(1)], "x"),
+    ):
+        with pytest.raises(ow.FormatError):
+            nyacomp.split_tensors(stack, info)
+
+
+# -- partitioning
+
+
+def _multifit(sizes: list[int], bins: int, k: int = 20) -> int:
+    """The makespan of MULTIFIT as nyacomp runs it."""
+
+    def first_fit(capacity: float) -> list[int]:
+        loads: list[int] = []
+        for size in sorted(sizes, reverse=True):
+            for at, load in enumerate(loads):
+                if load + size <= capacity:
+                    loads[at] += size
+                    break
+            else:
+                loads.append(size)
+        return loads
+
+    mean, most = sum(sizes) / bins, max(sizes)
+    low, high = int(max(mean, most)), max(2 * mean, most)
+    for _ in range(k):
+        middle = round((low + high) / 2)
+        if len(first_fit(middle)) <= bins:
+            high = middle
+        else:
+            low = middle
+        if high - low < 1:
+            break
+    return max(first_fit(high))
+
+
+def test_makespan_is_never_above_multifits(seed: int) -> None:
+    rng = random.Random(seed)
+    better = 0
+    for _ in range(300):
+        count, bins = rng.randrange(1, 120), rng.randrange(1, 40)
+        draw = rng.choice([lambda: rng.randrange(1, 1000), lambda: int(rng.lognormvariate(15, 2)), lambda: rng.choice([5, 7, 11]) * 1000])
+        sizes = [draw() for _ in range(count)]
+        found = partition.multifit_partition(sizes, bins)
+        assert len(found) == bins and sorted(s for part in found for s in part) == sorted(sizes)
+        ours, theirs = max(map(sum, found)), _multifit(sizes, bins)
+        assert max(max(sizes), sum(sizes) / bins) <= ours <= theirs, (sizes, bins)
+        better += ours < theirs
+        places = partition.massage(tuple(sizes), bins)
+        assert len(places) == bins and sorted(at for part in places for at in part) == list(range(count))
+        assert max(sum(sizes[at] for at in part) for part in places) <= theirs
+        assert all(sizes[part[0]] == max(sizes[at] for at in part) for part in places if part)
+        assert not any(len(part) > 1 for part in places) or all(places)
+    assert better > 5  # and often below
+
+
+def test_partitions_that_nyacomp_cannot_do() -> None:
+    for count in (0, 1, 3, 8, 9, 10):
+        sizes = [100 + at for at in range(count)]
+        assert sum(map(len, partition.massage(sizes, 8))) == count
+    assert partition.multifit_partition([], 3) == [[], [], []] and partition.massage([0, 0, 0], 2) != [[], [0, 1, 2]]
+    assert partition.to_idx([5, 7, 5], [[5], [7, 5]]) == [[0], [1, 2]]
+    assert partition.ffd_binpack([9, 5, 5, 1], 10) == [[9, 1], [5, 5]] and partition.ffd_binpack([20], 10) == [[20]]
+    with pytest.raises(KeyError):
+        partition.to_idx([5], [[6]])
+    with pytest.raises(ValueError):
+        partition.multifit_partition([1], 0)
+
+
+def test_the_searched_limit_is_no_worse(seed: int, monkeypatch) -> None:
+    rng = random.Random(seed)
+    for threads in ("2", "8"):
+        monkeypatch.setenv("NUM_THREADS", threads)
+        tensors = [torch.empty(rng.choice([10, 100, 1000]), rng.choice([4, 40])) for _ in range(60)]
+        searched, _ = nyacomp.iterative_merge_tensors(tensors)
+        plain, _ = nyacomp.merge_tensors(tensors)
+        assert (
+            nyacomp.calculate_makespan(searched)
+            <= nyacomp.calculate_makespan(plain)
+            == _multifit([nyacomp.tensor_size(t) for t in plain], int(threads))
+        )
+
+
+# -- one tensor, and manifests
+
+
+def test_compress_parameter(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nya").mkdir()
+    weights, noise = torch.randn(500, 40).bfloat16(), torch.randint(0, 256, (3000,), dtype=torch.uint8)
+    meta, size, stored = nyacomp.compress_parameter(nn.Parameter(weights), "nya/0.gz")
+    assert meta == {"filename": "nya/0.gz", "shape": [500, 40], "dtype": "bfloat16", "decompressed_size": 40000, "compressed_size": stored}
+    assert size == 40000 and 0.5 < stored / size < 0.8 and Path("nya/0.gz").stat().st_size == stored
+    meta, size, stored = nyacomp.compress_parameter(noise, Path("nya/1.gz"), 2)
+    assert meta["filename"] == "nya/1.raw" and size == stored == 3000 and not Path("nya/1.gz").exists()
+    assert Path("nya/1.raw").read_bytes() == noise.numpy().tobytes()
+    # A stale file is never taken for the new one, in either form.
+    meta, _, _ = nyacomp.compress_parameter(weights * 2, Path("nya/1.gz"))
+    assert meta["filename"] == "nya/1.gz" and not Path("nya/1.raw").exists()
+    same(_nyacomp.decompress("nya/1.gz", [500, 40], "bfloat16"), weights * 2)
+    monkeypatch.setenv("UNCOMPRESSED", "1")
+    assert nyacomp.compress_parameter(weights, "nya/2.gz")[0]["filename"] == "nya/2.raw"
+    monkeypatch.setenv("DOWNLOAD", "1")
+    assert nyacomp.compress_parameter(weights, "nya/3.gz")[0]["filename"] == "http://localhost:8080/nya/3.raw"
+    with pytest.raises(ow.ArgumentError):
+        nyacomp.compress_parameter(weights, "nya/4.gz", 3)
+
+
+def test_every_dtype_through_the_files(tmp_path: Path) -> None:
+    tensors = [*every_dtype().values(), torch.randn(3, dtype=torch.complex128), torch.tensor(True), torch.empty(2, 0), torch.tensor(1.5)]
+    meta = [nyacomp.compress_parameter(tensor, tmp_path / f"{at}.gz")[0] for at, tensor in enumerate(tensors)]
+    for bins in (1, 3, 64):
+        nyacomp.to_csv(meta, partition.massage([row["compressed_size"] for row in meta], bins), tmp_path / "meta.csv")
+        assert (tmp_path / "meta.csv").read_text().split("\n")[0].count(",") == bins - 1
+        for got, tensor in zip(_nyacomp.decompress_from_meta(tmp_path / "meta.csv"), tensors, strict=True):
+            same(got, tensor)
+
+
+def test_manifests_stand_in_both_places(tmp_path: Path) -> None:
+    path = tmp_path / "model" / "x.pkl"
+    path.parent.mkdir()
+    nyacomp.compress_pickle({"a": torch.randn(400, 30).half(), "b": torch.arange(999)}, path)
+    for name in ("meta.csv", "metadata.pkl", "merged_tensors.csv"):
+        assert (path.parent / name).read_bytes() == (path.parent / "nya" / name).read_bytes()
+    manifest = manifests.read_csv(path.parent / "meta.csv")
+    size = (path.parent / "nya/x.safetensors").stat().st_size
+    assert manifest.rows == [(str(path.parent / "nya/x.safetensors"), (size,), "uint8", size, size)]
+    assert (path.parent / "merged_tensors.csv").read_text() == "0,1"
+    rows, bins = manifests.read_metadata(path)
+    assert bins == [[0]] and rows == [{**manifest.rows[0]._asdict(), "shape": [size]}]
+    (path.parent / "nya/metadata.pkl").unlink()  # either place will do
+    (path.parent / "nya/meta.csv").unlink()
+    files, bins = nyacomp.get_args(path)
+    assert len(files) == 1 and len(bins) == settings.num_threads()
+    same(nyacomp.get_tensors(path)[1], torch.arange(999))
+    path.parent.rename(tmp_path / "moved")
+    same(nyacomp.get_tensors(tmp_path / "moved/x.pkl")[1], torch.arange(999))
+    assert ow.preload(tmp_path / "moved/meta.csv").uris == [str(tmp_path / "moved/nya/x.safetensors")]
+    assert list(nyacomp.load_compressed_pickle(tmp_path / "moved/x.pkl")) == ["a", "b"]
+
+
+def test_hostile_and_broken_manifests(tmp_path: Path) -> None:
+    for text in ("x", "0\nf", "0,0\nf 1 uint8 1 1", "1\nf 1 uint8 1 1", "-1\nf 1 uint8 1 1", "0\nf -1 uint8 1 1", "0\nf 1 uint8 1 x"):
+        (tmp_path / "meta.csv").write_text(text)
+        with pytest.raises(ow.FormatError):
+            manifests.read_csv(tmp_path / "meta.csv")
+    path = tmp_path / "x.pkl"
+    for data, kind in (
+        (pickle.dumps([os.getcwd, []]), ow.UntrustedPickleError),
+        (b"nonsense", ow.FormatError),
+        (pickle.dumps([{"filename": "x"}, [[0]]]), ow.FormatError),
+        (pickle.dumps([{}, [[0]]]), ow.FormatError),
+    ):
+        (tmp_path / "metadata.pkl").write_bytes(data)
+        with pytest.raises(kind):
+            manifests.read_metadata(path)
+    (tmp_path / "metadata.pkl").unlink()
+    with pytest.raises(ow.NotFoundError):
+        nyacomp.get_args(path)
+
+
+# -- bundles in nyacomp's own layout
+
+
+def _write_layout(folder: Path, tensors: list[torch.Tensor], monkeypatch, anchored: bool = False) -> None:
+    """Tensor files and manifests as nyacomp lays them out, from folder's parent."""
+    monkeypatch.chdir(folder.parent)
+    (folder / "nya").mkdir(parents=True, exist_ok=True)
+    merged, info = nyacomp.merge_tensors(tensors, 80_000)
+    meta = [nyacomp.compress_parameter(t, Path(folder.name, "nya", f"{at}.gz"))[0] for at, t in enumerate(merged)]
+    for row in meta:
+        row["filename"] = ("/" if anchored else "") + row["filename"]
+    (folder / "merged_tensors.csv").write_text(info)
+    bins = partition.massage([row["compressed_size"] for row in meta], 5)
+    nyacomp.to_csv(meta, bins, folder / "nya/meta.csv")
+    (folder / "nya/metadata.pkl").write_bytes(pickle.dumps([*meta, bins]))
+
+
+class _Numbering(pickle.Pickler):
+    def __init__(self, file, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file, protocol=5)
+        self.tensors = tensors
+
+    def persistent_id(self, obj):
+        if isinstance(obj, torch.Tensor) and obj.nbytes >= 1024:
+            self.tensors.append(obj)
+            return len(self.tensors) - 1
+        return None
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_pickles_in_nyacomps_layout(tmp_path: Path, monkeypatch, anchored: bool) -> None:
+    obj = {
+        "w": [torch.randn(200, 90).bfloat16() for _ in range(5)],
+        "n": torch.randint(0, 256, (2000,), dtype=torch.uint8),
+        "s": torch.ones(3),
+    }
+    folder, tensors = tmp_path / "model", []
+    folder.mkdir()
+    with open(folder / "x.pkl", "wb") as file:
+        _Numbering(file, tensors).dump(obj)
+    assert len(tensors) == 6
+    _write_layout(folder, tensors, monkeypatch, anchored)
+    assert {p.suffix for p in (folder / "nya").iterdir()} >= {".gz", ".raw"}
+    ways = [{}, {"PYTHON_ARGS": "1"}, {"PYTHON_ARGS": "1", "REDO_PARTITION": "1"}, {"NUM_THREADS": "3"}]
+    for env in ways:
+        with monkeypatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            got = nyacomp.load_compressed_pickle("model/x.pkl")
+        for a, b in zip([*got["w"], got["n"], got["s"]], [*obj["w"], obj["n"], obj["s"]], strict=True):
+            same(a, b)
+    # Out of a preload, each load has tensors of its own.
+    monkeypatch.setattr(bundles, "decompressor", _nyacomp.AsyncDecompressor("model/nya/meta.csv"))
+    first, second = (nyacomp.load_compressed_pickle("model/x.pkl") for _ in range(2))
+    first["n"].zero_()
+    same(second["n"], obj["n"])
+    monkeypatch.setattr(bundles, "decompressor", None)
+    monkeypatch.chdir("/")
+    folder.rename(tmp_path / "moved")
+    same(nyacomp.load_compressed_pickle(tmp_path / "moved/x.pkl")["w"][3], obj["w"][3])
+    (tmp_path / "moved/nya/meta.csv").unlink()
+    monkeypatch.setenv("PRELOAD_PATH", str(tmp_path / "nope.csv"))
+    with pytest.raises(ow.NotFoundError):
+        nyacomp.load_compressed_pickle(tmp_path / "moved/x.pkl")
+
+
+def test_modules_in_nyacomps_layout(tmp_path: Path, monkeypatch) -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)).half()
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    _write_layout(tmp_path / "m", [param.detach().clone() for param in module.parameters()], monkeypatch)
+    for param in module.parameters():
+        param.data = torch.empty(0, dtype=param.dtype)
+    torch.save(module, tmp_path / "m/boneless_model.pth")
+    got = nyacomp.load_compressed("m/boneless_model.pth")
+    assert all(isinstance(param, nn.Parameter) for param in got.parameters())
+    for name, tensor in got.state_dict().items():
+        same(tensor, state[name])
+    # A parameter more or less than there are tensors is an error, not a shift.
+    torch.save(module[0], tmp_path / "m/boneless_model.pth")
+    with pytest.raises(ow.FormatError, match="empty parameters"):
+        nyacomp.load_compressed("m/boneless_model.pth")
+
+
+def test_files_of_nvcomps_are_refused_with_the_command(tmp_path: Path, monkeypatch, script) -> None:
+    (tmp_path / "nya").mkdir()
+    header = bytearray(64)
+    header[4:7] = bytes([3, 0, 3])
+    for at, value in ((8, 36), (16, 2048), (24, 1), (48, 65536)):
+        header[at : at + 8] = value.to_bytes(8, "little")
+    header[56:60] = (64).to_bytes(4, "little")
+    (tmp_path / "nya/0.gz").write_bytes(bytes(header) + bytes(36))
+    (tmp_path / "nya/meta.csv").write_text("0\n/nya/0.gz 1024 float16 2048 100")
+    (tmp_path / "merged_tensors.csv").write_text("0")
+    (tmp_path / "x.pkl").write_bytes(b"\x80\x05K\x00Q.")
+    with pytest.raises(ow.NotSupportedError, match="GDeflate of nvCOMP 3.0.*recompress MODEL.pkl NEW.pkl"):
+        nyacomp.load_compressed_pickle(tmp_path / "x.pkl")
+    with pytest.raises(ow.NotSupportedError, match="nyacomp itself"):
+        ow.preload(tmp_path / "nya/meta.csv")
+    (tmp_path / "nya/0.gz").write_bytes(b"nonsense" * 99)
+    with pytest.raises(ow.FormatError):
+        nyacomp.load_compressed_pickle(tmp_path / "x.pkl")
+    # The command itself, on a bundle that it can read.
+    weights = torch.randn(512)
+    row, _, _ = nyacomp.compress_parameter(weights.view(1, 512), tmp_path / "nya/0.gz")
+    nyacomp.to_csv([row], [[0]], tmp_path / "nya/meta.csv")
+    from overwire.compat.nyacomp.__main__ import main
+
+    assert main(["recompress", str(tmp_path / "x.pkl"), str(tmp_path / "new.pkl")]) == 0
+    same(ow.load_compressed_pickle(tmp_path / "new.pkl"), weights)
+    assert main(["recompress", str(tmp_path / "nope.pkl"), str(tmp_path / "new.pkl")]) == 1 and main([]) == 2
+
+
+def test_the_callers_model_stays_unless_it_is_asked_to_go(tmp_path: Path) -> None:
+    module = nn.Linear(30, 30)
+    nyacomp.compress(module, tmp_path / "m.pth")
+    assert module.weight.shape == (30, 30)
+    got = nyacomp.load_compressed(str(tmp_path / "m.pth"))
+    nyacomp.compress(module, tmp_path / "m.pth", empty=True)
+    assert module.weight.shape == (0,) and torch.equal(nyacomp.load_compressed(tmp_path / "m.pth").weight, got.weight)
+
+
+def test_uncompressed_bundles(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("UNCOMPRESSED", "yes")
+    module = nn.Linear(300, 30).half()
+    assert nyacomp.compress(module, tmp_path / "m.pth") > 1
+    assert ow.inspect(tmp_path / "m.pth")["sources"][0]["format"] == "safetensors"
+    assert torch.equal(nyacomp.load_compressed(tmp_path / "m.pth").weight, module.weight)
+
+
+# -- downloads: file:// stands for every scheme that the engine opens
+
+
+def test_download_takes_the_tensors_from_host(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DOWNLOAD", "1")
+    monkeypatch.setenv("HOST", f"file://{tmp_path}/bucket/")
+    Path("model").mkdir()
+    obj = {"w": torch.randn(99, 99), "n": 3}
+    nyacomp.compress_pickle(obj, "model/x.pkl")
+    url = f"file://{tmp_path}/bucket/model/nya/x.safetensors"
+    assert manifests.read_csv("model/meta.csv").rows[0].filename == url
+    Path("bucket/model").mkdir(parents=True)
+    Path("model/nya").rename("bucket/model/nya")  # the manual upload
+    same(nyacomp.load_compressed_pickle("model/x.pkl")["w"], obj["w"])
+    job = ow.preload(f"file://{tmp_path}/bucket/model/nya/meta.csv")
+    assert job.uris == [f"file://{tmp_path}/bucket/model/nya/x.safetensors"]
+    monkeypatch.setenv("DOWNLOAD", "0")  # the word no is no, in both languages
+    with pytest.raises(ow.NotFoundError):
+        nyacomp.load_compressed_pickle("model/x.pkl")
+    with pytest.raises(ow.NotSupportedError, match="ftp"):
+        ow.read_bytes("ftp://host/meta.csv")
+
+
+# -- variables
+
+
+def test_bad_values_are_warnings(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("DOWNLOAD", "perhaps")
+    monkeypatch.setenv("CHUNK_SIZE", "1MB")
+    monkeypatch.setenv("NUM_STREAMS", "-3")
+    monkeypatch.setenv("SLEEP", "3")
+    monkeypatch.setenv("NUM_THREADS", "many")
+    warnings = settings.check()
+    assert len(warnings) == 3 and all(name in "".join(warnings) for name in ("DOWNLOAD", "CHUNK_SIZE", "NUM_STREAMS"))
+    assert all(warning in caplog.text for warning in warnings)
+    assert settings.host() == "" and settings.num_threads() == len(os.sched_getaffinity(0))
+    monkeypatch.setenv("NUM_THREADS", "8")
+    assert settings.num_threads() == 8
+    monkeypatch.setenv("OVERWIRE_THREADS", "5")
+    assert settings.num_threads() == 5
+    monkeypatch.setenv("DOWNLOAD", "on")
+    assert settings.host() == "http://localhost:8080" and settings.remote_csv()
+    monkeypatch.setenv("REMOTE_CSV", "0")
+    assert not settings.remote_csv()
+
+
+def test_preloads_begin_as_nyacomps(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("PRELOAD_PATH", "NO_PRELOAD", "LOAD_UNCOMPRESSED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(bundles, "decompressor", None)
+    bundles.start_preload()
+    assert bundles.decompressor is None  # neither set nor there
+    Path("data/nya").mkdir(parents=True)
+    ow.compress_pickle({"w": torch.arange(99)}, "data/x.pkl")
+    monkeypatch.setenv("NO_PRELOAD", "1")
+    bundles.start_preload()
+    assert bundles.decompressor is None
+    monkeypatch.delenv("NO_PRELOAD")
+    bundles.start_preload()
+    assert bundles.decompressor is not None
+    tensors = nyacomp.get_tensors("data/x.pkl")
+    assert tensors[0] is nyacomp.get_tensors("data/x.pkl")[0]
+    same(tensors[0], torch.arange(99))
+    ow.compress_pickle({"w": torch.arange(5)}, tmp_path / "y.pkl")
+    same(nyacomp.get_tensors(tmp_path / "y.pkl")[0], torch.arange(5))  # another bundle's path is honoured

@@ -1,0 +1,247 @@
+"""`_nyacomp`, nyacomp's extension: tensors in files by their bytes, and the load
+that runs in the background."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import overwire as ow
+import pytest
+import torch
+from conftest import same
+from overwire.compat.nyacomp import _nyacomp, tensor_bytes
+
+
+def _write(folder: Path, tensors: list[torch.Tensor], bins: str = "0") -> Path:
+    """Files and a meta.csv as unmodified nyacomp writes them through `_nyacomp`."""
+    lines = [bins]
+    folder.mkdir(parents=True, exist_ok=True)
+    for at, tensor in enumerate(tensors):
+        data, file = tensor_bytes(tensor), folder / f"{at}.gz"
+        size = _nyacomp.compress(data, str(file))
+        if size > len(data):
+            file.unlink()
+            file, size = file.with_suffix(".raw"), len(data)
+            file.write_bytes(data)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        lines.append(f"/{file} {';'.join(map(str, tensor.shape))} {dtype} {len(data)} {size}")
+    (folder / "meta.csv").write_text("\n".join(lines))
+    return folder / "meta.csv"
+
+
+def _some() -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    return [
+        torch.randn(900, 80).bfloat16(),
+        torch.randint(0, 256, (999,), dtype=torch.uint8),
+        torch.randn(270, 70),
+        torch.randn(30000).half(),
+    ]
+
+
+def test_bytes_come_back_and_shrink_whatever_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    weights = torch.randn(300_000) * 0.02
+    # 300 KB and more, in one tensor: nyacomp's own are 0.79, 0.92 and 0.93 there.
+    wanted = {torch.bfloat16: 0.68, torch.float16: 0.86, torch.float32: 0.84, torch.float64: 1.01}
+    for algo, (dtype, most) in enumerate(wanted.items()):
+        tensor = weights.to(dtype)
+        data = tensor_bytes(tensor)
+        size = _nyacomp.compress(data, str(tmp_path / "x.gz"), algo % 3)
+        assert size == (tmp_path / "x.gz").stat().st_size and size < most * len(data), dtype
+        same(_nyacomp.decompress(str(tmp_path / "x.gz"), list(tensor.shape), str(dtype).removeprefix("torch.")), tensor)
+    held = weights.bfloat16().float()
+    assert _nyacomp.compress(tensor_bytes(held), str(tmp_path / "x.gz")) < 0.4 * held.nbytes
+
+
+def test_bytes_that_mean_nothing(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for size in (0, 1, 2, 3, 7, 8, 1000, 1_200_001):
+        data = rng.randbytes(size)
+        stored = _nyacomp.compress(bytearray(data) if size % 2 else data, tmp_path / "x.gz")
+        assert stored >= size  # the caller then keeps the bytes themselves
+        assert tensor_bytes(_nyacomp.decompress(tmp_path / "x.gz", [size], "uint8")) == data
+    with pytest.raises(ow.ArgumentError):
+        _nyacomp.compress(b"", tmp_path / "x.gz", 3)
+    with pytest.raises(ow.NotFoundError):
+        _nyacomp.compress(b"abc", tmp_path / "no/x.gz")
+
+
+@pytest.mark.parametrize("bins", ["0;1;2;3", "3,2,1,0", "2;0,,,3,1", ",".join("3210") + "," * 60])
+def test_any_number_of_bins(tmp_path: Path, bins: str) -> None:
+    csv = _write(tmp_path / "nya", _some(), bins)
+    for got, tensor in zip(_nyacomp.decompress_from_meta(str(csv)), _some(), strict=True):
+        same(got, tensor)
+        got.zero_()  # writable, and nobody else's
+    files = [_nyacomp.CompressedFile(str(tmp_path / "nya/0.gz"), [900, 80], "bfloat16", 144000, 1)]
+    assert "0.gz" in repr(files[0]) and not files[0].raw
+    same(_nyacomp.batch_decompress(files, [[], [0], []])[0], _some()[0])
+    assert _nyacomp.batch_decompress([], [[]]) == []
+    for wrong in ([[1]], [[0], [0]], [[-1]]):
+        with pytest.raises(ow.ArgumentError):
+            _nyacomp.batch_decompress(files, wrong)
+
+
+def test_results_are_of_one_storage_each(tmp_path: Path) -> None:
+    got = _nyacomp.decompress_from_meta(_write(tmp_path, _some()))
+    assert [t.untyped_storage().nbytes() for t in got] == [t.nbytes for t in _some()]
+
+
+def test_files_that_were_renamed_copied_or_gathered(tmp_path: Path) -> None:
+    csv = _write(tmp_path / "a folder", _some())
+    shutil.copy(tmp_path / "a folder/0.gz", tmp_path / "copy.gz")
+    names = [str(tmp_path / "copy.gz"), str(tmp_path / "a folder/0.gz")]
+    files = [_nyacomp.CompressedFile(name, [900, 80], "bfloat16", 144000, 1) for name in names]
+    for got in _nyacomp.batch_decompress(files, [[1, 0]]):
+        same(got, _some()[0])
+    (tmp_path / "a folder").rename(tmp_path / "b")
+    csv = tmp_path / "b/meta.csv"
+    for got, tensor in zip(_nyacomp.decompress_from_meta(csv), _some(), strict=True):
+        same(got, tensor)
+    for got, tensor in zip(_nyacomp.decompress_from_meta(f"file://{csv}"), _some(), strict=True):
+        same(got, tensor)
+    text = csv.read_text()
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/meta.csv").write_text(text.replace(f"/{tmp_path}/a folder", f"file://{tmp_path}/b"))
+    for got, tensor in zip(_nyacomp.decompress_from_meta(tmp_path / "c/meta.csv"), _some(), strict=True):
+        same(got, tensor)
+
+
+def test_damage_is_refused(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    csv = _write(tmp_path, _some())
+    good = (tmp_path / "0.gz").read_bytes()
+    for _ in range(60):
+        bad = bytearray(good)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        (tmp_path / "0.gz").write_bytes(bad)
+        with pytest.raises(ow.OverwireError):
+            _nyacomp.decompress_from_meta(csv)
+    for length in (0, 5, 100, len(good) - 1):
+        (tmp_path / "0.gz").write_bytes(good[:length])
+        with pytest.raises(ow.OverwireError):
+            _nyacomp.decompress_from_meta(csv)
+    (tmp_path / "0.gz").write_bytes(good)
+    for data in (b"", bytes(998), bytes(1000)):
+        (tmp_path / "1.raw").write_bytes(data)
+        with pytest.raises(ow.CorruptError, match="1.raw"):
+            _nyacomp.decompress_from_meta(csv)
+    (tmp_path / "1.raw").unlink()
+    with pytest.raises(ow.NotFoundError, match="1.raw"):
+        _nyacomp.decompress_from_meta(csv)
+    for shape, dtype in (
+        ([900, 81], "bfloat16"),
+        ([900, 80], "float32"),
+        ([900, 80], "no_such"),
+        ([900, 80], "Tensor"),
+        ([1 << 40, 80], "int8"),
+    ):
+        with pytest.raises(ow.FormatError):
+            _nyacomp.decompress(tmp_path / "0.gz", shape, dtype)
+    with pytest.raises(ow.FormatError, match="listed"):  # the csv's own numbers must agree
+        _nyacomp.batch_decompress([_nyacomp.CompressedFile(tmp_path / "0.gz", [900, 80], "bfloat16", 99, 1)], [[0]])
+
+
+# -- in the background
+
+
+def test_get_can_be_called_again_and_by_many(tmp_path: Path) -> None:
+    csv = _write(tmp_path, _some())
+    decompressor = _nyacomp.AsyncDecompressor(str(csv))
+    found: list[list[torch.Tensor]] = []
+    threads = [threading.Thread(target=lambda: found.append(decompressor.get())) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6 and all(a is b for other in found for a, b in zip(found[0], other, strict=True))
+    shutil.rmtree(tmp_path)
+    for got, tensor in zip(decompressor.get(), _some(), strict=True):
+        same(got, tensor)
+
+
+def test_it_loads_before_it_is_asked(tmp_path: Path) -> None:
+    # Once the engine has the bytes, what then happens to the file does not matter.
+    csv = _write(tmp_path, [torch.randn(300, 300).half(), torch.randn(50000).bfloat16()])
+    wanted = _nyacomp.decompress_from_meta(csv)
+    decompressor = _nyacomp.AsyncDecompressor(csv)
+    assert decompressor._preload is not None and decompressor._preload.wait(60)
+    for at in (0, 1):
+        file = tmp_path / f"{at}.gz"
+        data = bytearray(file.read_bytes())
+        data[-2000:] = bytes(2000)  # tensor bytes; headers stay
+        file.write_bytes(data)
+    with pytest.raises(ow.CorruptError):
+        _nyacomp.decompress(tmp_path / "0.gz", [300, 300], "float16")
+    for got, tensor in zip(decompressor.get(), wanted, strict=True):
+        same(got, tensor)
+
+
+def test_errors_show_at_get_and_a_second_get_tries_again(tmp_path: Path) -> None:
+    decompressor = _nyacomp.AsyncDecompressor(tmp_path / "meta.csv")
+    for _ in range(2):
+        with pytest.raises(ow.NotFoundError, match="meta.csv"):
+            decompressor.get()
+    _write(tmp_path, _some())
+    same(decompressor.get()[2], _some()[2])
+
+
+IMPORT = """
+import sys, os, threading
+before = set(os.listdir("."))
+import nyacomp, _nyacomp, nyacomp.hf, nyacomp.partition
+from nyacomp import partition
+assert not {"torch", "numpy"} & set(sys.modules), "imports torch"
+assert nyacomp.hf is sys.modules["nyacomp.hf"] and nyacomp.partition is partition and nyacomp._nyacomp is _nyacomp
+assert "overwire" in nyacomp.__file__ and nyacomp.decompressor is None and "overwire._core" not in sys.modules
+assert set(os.listdir(".")) == before
+"""
+
+
+def _folder(name: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "overwire.compat", "path", name], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_names_on_pythonpath(script) -> None:
+    import os
+
+    def on(name: str) -> str:
+        return os.pathsep.join(filter(None, [_folder(name), os.environ.get("PYTHONPATH", "")]))
+
+    done = script(IMPORT, PYTHONPATH=on("nyacomp"), NUM_THREADS="many", CHUNK_SIZE="x")
+    assert done.stdout == "" and "CHUNK_SIZE='x' ignored" in done.stderr
+    script(
+        "import _nyacomp; assert _nyacomp.AsyncDecompressor; import sys; assert 'nyacomp' not in sys.modules", PYTHONPATH=on("nyacomp_core")
+    )
+    script("import nyacomp.hf; assert nyacomp.hf.good_load; from nyacomp.partition import massage", PYTHONPATH=on("nyacomp"))
+    failed = script("import nyacomp", check=False, PYTHONPATH=on("nyacomp_core"))
+    assert "No module named 'nyacomp'" in failed.stderr
+    wrong = subprocess.run([sys.executable, "-m", "overwire.compat", "path", "other"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2 and "nyacomp_core" in wrong.stderr
+
+
+def test_install_in_a_process(script) -> None:
+    script(
+        """
+import overwire, sys
+assert "overwire.compat.nyacomp" not in sys.modules
+overwire.compat.install("nyacomp_core")
+import _nyacomp
+assert "nyacomp" not in sys.modules
+overwire.compat.install("nyacomp")
+import nyacomp
+assert nyacomp._nyacomp is _nyacomp and {"nyacomp", "nyacomp_core"} <= set(overwire.compat.names())
+try:
+    overwire.compat.install("other")
+except overwire.ArgumentError as error:
+    assert "nyacomp" in str(error)
+else:
+    raise AssertionError
+"""
+    )

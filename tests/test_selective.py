@@ -1,0 +1,257 @@
+"""Loading a part of a model reads that part: shards that are not needed stay
+closed, slices read their rows, a budget is kept before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import pytest
+import torch
+from conftest import raw, same
+
+LAYERS, EXPERTS = 2, 6
+
+
+def names_of(kind: str) -> list[str]:
+    """What an expert of this kind of quantisation has."""
+    return {
+        "plain": ["gate_proj.weight", "down_proj.weight", "down_proj.bias"],
+        "packed": [f"up_proj.{end}" for end in ("weight_packed", "weight_scale", "weight_global_scale", "input_scale", "weight_shape")],
+        "gptq": ["up_proj.qweight", "up_proj.qzeros", "up_proj.scales", "up_proj.g_idx"],
+        "fp8": ["up_proj.weight", "up_proj.weight_scale_inv", "up_proj.weight_scale_2"],
+    }[kind]
+
+
+def mixture(kind: str) -> dict[str, torch.Tensor]:
+    """A tiny mixture of experts with everything that has an expert's number,
+    and what looks like it."""
+    torch.manual_seed(9)
+    made = {"model.embed_tokens.weight": torch.randn(40, 8), "experts.weight": torch.randn(3)}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}.mlp"
+        made[f"{at}.gate.weight"] = torch.randn(EXPERTS, 8)
+        made[f"{at}.shared_experts.0.up_proj.weight"] = torch.randn(4, 8)
+        made[f"{at}.shared_expert.up_proj.weight"] = torch.randn(4, 8)
+        made[f"{at}.experts.gate_up_proj"] = torch.randn(EXPERTS, 4, 8)
+        for expert in range(EXPERTS):
+            for name in names_of(kind):
+                made[f"{at}.experts.{expert}.{name}"] = torch.randn(4, 8)
+    return made
+
+
+def sharded(tensors: dict[str, torch.Tensor], folder: Path, shard: Any, compress: bool = False) -> dict[str, str]:
+    """Writes shards and their index; `shard` gives a tensor's number."""
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        files.setdefault(f"model-{shard(name):05}.safetensors", {})[name] = tensor
+    weight_map = {name: file for file, part in files.items() for name in part}
+    for file, part in files.items():
+        ow.save_file(part, folder / file, compress=compress)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return weight_map
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_only_the_shards_that_are_needed(tmp_path: Path, compress: bool) -> None:
+    tensors = {f"t{i}": torch.randn(300 + i) for i in range(12)}
+    where = sharded(tensors, tmp_path, lambda name: int(name[1:]) % 4, compress)
+    wanted = ["t5", "t1", "t2"]
+    for file in set(where.values()) - {where[name] for name in wanted}:
+        (tmp_path / file).unlink()  # whoever opens it fails
+    for source in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        for loaded in (
+            ow.load_file(source, keys=wanted),
+            ow.load_file(source, keys=iter(wanted)),
+            ow.load_file(source, filter=lambda name: name in wanted),
+            ow.load_file(source, keys=wanted, filter=lambda name: True),
+            dict(ow.stream(source, keys=wanted)),
+            dict(ow.stream(source, filter=wanted.__contains__)),
+        ):
+            assert set(loaded) == set(wanted)
+            for name in wanted:
+                same(loaded[name], tensors[name])
+        assert list(ow.load_file(source, keys=wanted)) == wanted
+        assert {Path(f.file).name for f in ow.plan(source, keys=wanted).files} == {where[name] for name in wanted}
+        assert ow.load_file(source, keys=[]) == {}
+        assert ow.load_file(source, filter=lambda name: False) == {}
+        with pytest.raises(ow.NotFoundError):
+            ow.load_file(source)
+        with pytest.raises(ow.NotFoundError):
+            ow.load_file(source, keys=["t3"])
+    with pytest.raises(ow.ArgumentError):
+        ow.load_file(tmp_path, keys="t5")
+    with pytest.raises(ow.ArgumentError):
+        ow.load_file(tmp_path, filter="t5")  # type: ignore[arg-type]
+
+
+def test_names_beside_the_index(tmp_path: Path) -> None:
+    """A name that the index lacks may be in any shard, so all are looked into."""
+    tensors = {f"t{i}": torch.randn(30) for i in range(4)}
+    sharded(tensors, tmp_path, lambda name: int(name[1:]))
+    index = tmp_path / "model.safetensors.index.json"
+    text = json.loads(index.read_text())
+    ow.save_file({"t3": tensors["t3"], "extra": torch.ones(2)}, tmp_path / text["weight_map"]["t3"], compress=False)
+    assert ow.load_file(tmp_path, keys=["extra", "t0"])["extra"].tolist() == [1, 1]
+    with pytest.raises(ow.TensorNotFoundError, match="nowhere"):
+        ow.load_file(tmp_path, keys=["nowhere"])
+    del text["weight_map"]["t1"], text["weight_map"]["t2"]
+    text["weight_map"]["t9"] = text["weight_map"]["t0"]  # a promise that its file does not keep
+    index.write_text(json.dumps(text))
+    assert list(ow.load_file(tmp_path, keys=["t3"])) == ["t3"]
+    with pytest.raises(ow.FormatError, match="t9"):
+        ow.load_file(tmp_path, keys=["t0"])
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "gptq", "fp8"])
+@pytest.mark.parametrize("placement", ["linear", "round_robin"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_experts(tmp_path: Path, kind: str, placement: str, world: int) -> None:
+    """Each rank gets its experts' weights; scales, zero points and shared
+    tensors go to all; the ranks together have everything, weights once."""
+    tensors = mixture(kind)
+    sharded(tensors, tmp_path, lambda name: len(name) % 3)
+    heavy = ("weight", "weight_packed", "qweight", "bias")
+    seen: dict[str, int] = {}
+    for rank in range(world):
+        mine = ow.load_file(tmp_path, filter=ow.experts(rank, world, placement=placement))
+        for name, tensor in mine.items():
+            same(tensor, tensors[name])
+            seen[name] = seen.get(name, 0) + 1
+        counted = ow.load_file(tmp_path, filter=ow.experts(rank, world, EXPERTS, placement))
+        assert list(counted) == list(mine)
+    for name in tensors:
+        own = ".mlp.experts." in name and name.split(".experts.")[1][0].isdigit() and name.endswith(heavy)
+        assert seen[name] == (1 if own else world), name
+
+
+def test_experts_share_out() -> None:
+    """The first ranks have one more where the experts do not divide."""
+    for count in (1, 5, 6, 128):
+        for world in (1, 2, 3, 4, 8):
+            linear = [ow.experts(0, world, count).owner(e) for e in range(count)]
+            assert linear == sorted(linear)
+            sizes = [linear.count(rank) for rank in range(world)]
+            assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
+            dealt = [ow.experts(0, world, count, "round_robin").owner(e) for e in range(count)]
+            assert dealt == [e % world for e in range(count)]
+    for wrong in ((2, 2), (-1, 2), (0, 0), (0, 2, 0), (0, 2, 4, "x"), ("0", 2), (0, True)):
+        with pytest.raises(ow.ArgumentError):
+            ow.experts(*wrong)  # type: ignore[arg-type]
+    with pytest.raises(ow.ArgumentError, match="expert 9 of 4"):
+        ow.experts(0, 2, 4)("model.experts.9.weight")
+
+
+def test_experts_leave_shards_closed(tmp_path: Path) -> None:
+    """Shards with other ranks' experts alone are not opened."""
+    tensors = {n: t for n, t in mixture("plain").items() if ".experts." in n and n.split(".experts.")[1][0].isdigit()}
+    where = sharded(tensors, tmp_path, lambda name: int(name.split(".experts.")[1].split(".")[0]))
+    for name, file in where.items():
+        if ".experts.0." not in name:
+            (tmp_path / file).unlink(missing_ok=True)
+    assert len(ow.load_file(tmp_path, filter=ow.experts(0, EXPERTS))) == LAYERS * len(names_of("plain"))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_rows_read_their_bytes(tmp_path: Path, compress: bool) -> None:
+    """A slice of dimension 0 reads the pages of its rows, whole chunks of them if compressed."""
+    rows, row = 8192, 512 * 2
+    tensor = torch.randn(rows, row // 2).bfloat16()
+    path = tmp_path / "a.safetensors"
+    ow.save_file({"a": tensor}, path, compress=compress)
+    chunk = (1 << 20) if compress else 0
+    with ow.safe_open(path, "pt", mmap=False) as f:
+        for lo, hi in ((0, 1), (100, 164), (rows - 7, rows), (0, rows)):
+            same(f.get_slice("a")[lo:hi], tensor[lo:hi])
+            read = ow.last_report()["stages"]["read_bytes"]  # type: ignore[index]
+            wanted = (hi - lo) * row
+            if compress:
+                assert 0 < read <= wanted + 2 * chunk
+                assert hi - lo == rows or read < rows * row / 4
+            else:
+                assert wanted <= read < wanted + 2 * 4096  # whole pages
+
+
+def test_budget(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(1000), "b": torch.randn(500).half(), "i": torch.arange(10)}
+    path = tmp_path / "a.safetensors"
+    ow.save_file(tensors, path)
+    total = 4000 + 1000 + 80
+    for enough in (total, f"{total}B", "1MB", None):
+        assert len(ow.load_file(path, max_memory=enough)) == 3
+    ow.load_file(path, keys=["i"], max_memory=80)
+    with pytest.raises(ow.OutOfMemoryError, match=rf"3 tensors take {total} bytes on cpu, 1 over max_memory of {total - 1}.*'a' with 4000"):
+        ow.load_file(path, max_memory=total - 1)
+    # A cast holds a tensor twice for a moment: i, a, and b as both.
+    with pytest.raises(ow.OutOfMemoryError):
+        ow.load_file(path, dtype="float32", max_memory=total + 1999)
+    loaded = ow.load_file(path, dtype="float32", max_memory=total + 2000)
+    assert sum(t.numel() * t.element_size() for t in loaded.values()) == total + 1000
+    for wrong in (0, -1, "much", 1.5, True):
+        with pytest.raises(ow.ArgumentError, match="max_memory"):
+            ow.load_file(path, max_memory=wrong)  # type: ignore[arg-type]
+
+
+def test_plan(tmp_path: Path) -> None:
+    """The plan is what the load does."""
+    tensors = {f"t{i}": torch.full((64, 40 * i), 0.5).bfloat16() for i in range(6)} | {"i": torch.arange(5)}
+    sharded(tensors, tmp_path, lambda name: ord(name[-1]) % 2, compress=True)
+    for options in ({}, {"dtype": torch.float32}, {"keys": ["t3", "i"]}, {"filter": lambda name: name > "t2"}, {"framework": "np"}):
+        plan, loaded = ow.plan(tmp_path, **options), ow.load_file(tmp_path, **options)  # type: ignore[arg-type]
+        assert [t.name for t in plan.tensors] == list(loaded)
+        for t in plan.tensors:
+            assert t.nbytes == loaded[t.name].nbytes
+            assert t.shape == tuple(loaded[t.name].shape)
+        assert plan.nbytes == sum(t.nbytes for t in plan.tensors) == sum(f.nbytes for f in plan.files)
+        assert plan.stored == sum(t.stored for t in plan.tensors) == sum(f.stored for f in plan.files)
+        assert len(plan.tensors) == sum(f.tensors for f in plan.files)
+        assert plan.peak >= plan.nbytes
+        for f in plan.files:
+            assert f.size == Path(f.file).stat().st_size and f.stored < f.size
+    assert ow.plan(tmp_path, keys=[]) == ow.LoadPlan((), (), 0, 0, 0)
+    with pytest.raises(ow.TensorNotFoundError):
+        ow.plan(tmp_path, keys=["x"])
+
+
+def test_many_tensors_one_by_one(tmp_path: Path) -> None:
+    """Tensors loaded by name share one mapping: a process may have only 65,530."""
+    count = 300
+    whole = torch.arange(count * 2, dtype=torch.int16).view(count, 2)
+    path = tmp_path / "many.safetensors"
+    ow.save_file({f"{i:05}": whole[i] for i in range(count)}, path, compress=False)
+    with ow.safe_open(path, "bytes") as f:
+        kept = [f.get_tensor(name) for name in f.offset_keys()]
+        assert Path("/proc/self/maps").read_text().count(str(path)) == 1
+        kept[0][0] = 9
+        assert bytes(f.get_tensor("00000")) == b"\0\0\1\0"  # asked for again: its own
+    assert b"".join(kept) == b"\t" + whole.numpy().tobytes()[1:]
+
+
+def test_bytes_and_specs(tmp_path: Path) -> None:
+    """Without a framework: bytes in by address, out as memoryviews."""
+    tensors = {"a": torch.randn(40, 3).bfloat16(), "e": torch.empty(0, 4), "s": torch.tensor(7)}
+    specs = {
+        name: ow.TensorSpec(
+            dtype=str(t.dtype).removeprefix("torch."), shape=t.shape, data_ptr=t.data_ptr(), data_len=t.numel() * t.element_size()
+        )
+        for name, t in tensors.items()
+    }
+    for compress in (False, True):
+        path = tmp_path / f"{compress}.safetensors"
+        ow.save_file(specs, path, compress=compress)
+        for name, t in ow.load_file(path, framework="pt").items():
+            same(t, tensors[name])
+        views = ow.load_file(path, framework="bytes")
+        assert {name: bytes(v) for name, v in views.items()} == {name: raw(t) for name, t in tensors.items()}
+        views["a"][0] ^= 255  # the caller's own
+        again = ow.load_file(path, framework="bytes")["a"]
+        assert bytes(again) == raw(tensors["a"])
+    with pytest.raises(ow.ArgumentError, match="79 bytes"):
+        ow.save_file({"a": ow.TensorSpec(dtype="BF16", shape=[40], data_ptr=specs["a"].data_ptr, data_len=79)}, tmp_path / "x")
+    with pytest.raises(ow.ArgumentError):
+        ow.save_file({"a": ow.TensorSpec(dtype="BF16", shape=[40], data_ptr=0, data_len=80)}, tmp_path / "x")
+    with pytest.raises(ow.NotSupportedError):
+        ow.TensorSpec(dtype="complex128", shape=[1], data_ptr=1, data_len=16)
+    assert not (tmp_path / "x").exists()
