@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from . import compat, distributed, errors
+    from . import codecs, compat, distributed, errors
     from .bundles import (
         compress,
         compress_pickle,
@@ -91,6 +91,7 @@ __all__ = [
     "TensorSpec",
     "UntrustedPickleError",
     "__version__",
+    "codecs",
     "compat",
     "compress",
     "compress_pickle",
@@ -162,7 +163,7 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module 'overwire' has no attribute {name!r}")
         from importlib import import_module
 
-        if name in ("compat", "distributed", "errors"):
+        if name in ("codecs", "compat", "distributed", "errors"):
             return import_module(f"overwire.{name}")
         home = import_module("overwire." + _HOMES.get(name, "errors"))
         value = globals()[name] = getattr(home, name)

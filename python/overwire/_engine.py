@@ -29,11 +29,18 @@ if TYPE_CHECKING:
     Capsule = Any
 
 __all__ = [
+    "buffer_of",
     "cli",
     "close_model",
+    "codec_names",
+    "codec_start",
+    "codec_take",
     "convert_start",
+    "dlpack_give",
+    "dlpack_take",
     "doctor",
     "empty_cache",
+    "exporter",
     "fetch_start",
     "forked",
     "index_names",
@@ -411,6 +418,87 @@ def tensors_key(spec: str) -> str:
     """The key of a password, in hex: JSON {"password": hex, "passes", "memory", "salt": base64}."""
     text: str = _call(_core().api_TensorsKey, spec)
     return text
+
+
+# Codecs, and memory of other objects.
+
+
+def codec_names() -> str:
+    """The algorithms that `codec_start` takes: a JSON list."""
+    text: str = _call(_core().api_CodecNames)
+    return text
+
+
+def codec_start(spec: str, buffers: list[tuple[int, int, bool, int, int]]) -> int:
+    """Start to encode, decode or measure buffers, return the job.
+
+    A buffer is (address, bytes, own, out address, out bytes): with `own` its
+    result goes to `out`, else to new memory. All of it stays alive and
+    unchanged until the job has ended. `spec` is the JSON of bitstream.Spec.
+    """
+    number: int = _call(_core().codec_start, spec, buffers)
+    return number
+
+
+def codec_take(job: int) -> list[tuple[Capsule | None, int, int, BaseException | None, bool]]:
+    """After the end, for every buffer: (capsule, address, bytes, error, summed).
+
+    The capsule ("dltensor" of uint8) is the caller's; None for a buffer with
+    memory of its own, without bytes, or that failed early. A buffer that failed
+    late keeps its memory. `summed`: its checksums were compared.
+    """
+    rows = _call(_core().codec_take, _handle(job))
+    return [
+        (capsule, address, size, None if text is None else _fault(RuntimeError(text)), bool(summed))
+        for capsule, address, size, text, summed in rows
+    ]
+
+
+def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
+    """The memory of a C-contiguous buffer: (address, bytes, holder).
+
+    It stays while the holder lives. Raises what the object raises: TypeError,
+    BufferError.
+    """
+    found: tuple[int, int, Any] = _raw().buffer_of(source, writable)
+    return found
+
+
+def dlpack_take(
+    capsule: Any,
+) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, tuple[int, int, int], tuple[int, int], Any]:
+    """Take over a "dltensor" capsule: (address, shape, strides in elements,
+    (code, bits, lanes), (device type, device), holder). ValueError for others."""
+    found: tuple[int, tuple[int, ...], tuple[int, ...] | None, tuple[int, int, int], tuple[int, int], Any]
+    found = _raw().dlpack_take(capsule)
+    return found
+
+
+def dlpack_give(
+    owner: Any,
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    kind: tuple[int, int, int],
+    device: tuple[int, int],
+) -> Any:
+    """A new "dltensor" capsule of memory that lives as long as owner, which it keeps."""
+    return _raw().dlpack_give(owner, address, shape, strides, kind, device)
+
+
+def exporter() -> type:
+    """A base class whose instances are buffers: those of what their method
+    `_buffer()` returns."""
+    kind: type = _raw().Exporter
+    return kind
+
+
+def _raw() -> Any:
+    """The module for what enters no Go: usable in forked children and at exit."""
+    _ = _core()
+    from . import _core as raw
+
+    return raw
 
 
 # The rest.

@@ -25,6 +25,8 @@ func Doctor(program string) (string, error) {
 	return face.Call("doctor", func() (string, error) { return face.Doctor(program) })
 }
 
+func CodecNames() (string, error) { return face.Call("codecs", face.CodecNames) }
+
 func Inspect(uri string) (string, error) {
 	return face.Call("inspect", func() (string, error) { return face.Inspect(uri) })
 }

@@ -354,6 +354,26 @@ PyObject * _wrap__core_api_VerifyStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObj
 
 
 PyObject *
+_wrap__core_api_CodecNames(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs))
+{
+    PyObject *py_retval;
+    char *retval;
+
+    if (ow_child())
+        return NULL;
+    retval = api_CodecNames();
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_CodecNames(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs));
+
+
+PyObject *
 _wrap__core_api_Doctor(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -668,6 +688,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_PreloadStart", (PyCFunction) _wrap__core_api_PreloadStart, METH_KEYWORDS|METH_VARARGS, "api_PreloadStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_Shutdown", (PyCFunction) _wrap__core_api_Shutdown, METH_KEYWORDS|METH_VARARGS, "api_Shutdown(ms)\n\ntype: ms: int64_t" },
     {(char *) "api_VerifyStart", (PyCFunction) _wrap__core_api_VerifyStart, METH_KEYWORDS|METH_VARARGS, "api_VerifyStart(spec)\n\ntype: spec: char *" },
+    {(char *) "api_CodecNames", (PyCFunction) _wrap__core_api_CodecNames, METH_NOARGS, "api_CodecNames()\n\n" },
     {(char *) "api_Doctor", (PyCFunction) _wrap__core_api_Doctor, METH_KEYWORDS|METH_VARARGS, "api_Doctor(program)\n\ntype: program: char *" },
     {(char *) "api_IndexNames", (PyCFunction) _wrap__core_api_IndexNames, METH_KEYWORDS|METH_VARARGS, "api_IndexNames(spec)\n\ntype: spec: char *" },
     {(char *) "api_Inspect", (PyCFunction) _wrap__core_api_Inspect, METH_KEYWORDS|METH_VARARGS, "api_Inspect(uri)\n\ntype: uri: char *" },

@@ -55,6 +55,21 @@ func api_CloseModel(model C.ulonglong) C.longlong {
 	return C.longlong(cret)
 }
 
+//export api_CodecNames
+func api_CodecNames() *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.CodecNames()
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
 //export api_ConvertStart
 func api_ConvertStart(spec *C.char) C.ulonglong {
 	_saved_thread := C.PyEval_SaveThread()

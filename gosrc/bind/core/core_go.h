@@ -77,6 +77,7 @@ extern "C" {
 
 extern long long unsigned int api_CliStart(char* program);
 extern long long int api_CloseModel(long long unsigned int model);
+extern char* api_CodecNames(void);
 extern long long unsigned int api_ConvertStart(char* spec);
 extern char* api_Doctor(char* program);
 extern long long int api_EmptyCache(void);

@@ -12,6 +12,11 @@ static PyMethodDef functions[] = {
 	{"model_table", ow_model_table, METH_O, "model_table(model)\n--\n\nSee overwire._engine."},
 	{"load_start", ow_load_start, METH_VARARGS, "load_start(model, requests, options)\n--\n\nSee overwire._engine."},
 	{"save_start", ow_save_start, METH_VARARGS, "save_start(spec, tensors)\n--\n\nSee overwire._engine."},
+	{"codec_start", ow_codec_start, METH_VARARGS, "codec_start(spec, buffers)\n--\n\nSee overwire._engine."},
+	{"codec_take", ow_codec_take, METH_O, "codec_take(job)\n--\n\nSee overwire._engine."},
+	{"buffer_of", ow_buffer_of, METH_VARARGS, "buffer_of(object, writable)\n--\n\nSee overwire._engine."},
+	{"dlpack_take", ow_dlpack_take, METH_O, "dlpack_take(capsule)\n--\n\nSee overwire._engine."},
+	{"dlpack_give", ow_dlpack_give, METH_VARARGS, "dlpack_give(owner, address, shape, strides, type, device)\n--\n\nSee overwire._engine."},
 	{NULL, NULL, 0, NULL},
 };
 
@@ -22,7 +27,7 @@ __attribute__((visibility("default"))) PyObject *PyInit__core(void)
 		return NULL;
 	}
 	PyObject *m = ow_gopy_init();
-	if (m != NULL && PyModule_AddFunctions(m, functions)) {
+	if (m != NULL && (PyModule_AddFunctions(m, functions) || ow_add_exporter(m))) {
 		Py_DECREF(m);
 		return NULL;
 	}

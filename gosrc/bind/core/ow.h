@@ -24,6 +24,22 @@ struct ow_input { // one tensor to be saved; all of it is borrowed for the call
 	int64_t bytes;
 };
 
+struct ow_buffer { // one buffer to be encoded or decoded; borrowed until the job ends
+	void *src;
+	int64_t bytes;
+	void *out; // with own: where the result goes
+	int64_t room;
+	int own;
+};
+
+struct ow_coded { // its result
+	void *managed; // as in ow_item
+	void *data;
+	int64_t bytes;
+	char *error; // of malloc, or NULL
+	int summed;
+};
+
 // room dlpack
 void ow_managed_delete(void *managed);
 int ow_fork_watch(void);
@@ -52,6 +68,12 @@ PyObject *ow_job_take(PyObject *self, PyObject *args);
 PyObject *ow_model_table(PyObject *self, PyObject *handle);
 PyObject *ow_load_start(PyObject *self, PyObject *args);
 PyObject *ow_save_start(PyObject *self, PyObject *args);
+PyObject *ow_codec_start(PyObject *self, PyObject *args);
+PyObject *ow_codec_take(PyObject *self, PyObject *handle);
+PyObject *ow_buffer_of(PyObject *self, PyObject *args);
+PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule);
+PyObject *ow_dlpack_give(PyObject *self, PyObject *args);
+int ow_add_exporter(PyObject *module); // the type Exporter
 
 // capsule.c. A new "dltensor" capsule that owns managed, or NULL (managed is
 // then freed).

@@ -39,6 +39,10 @@ var mayImport = map[string][]string{
 	"codec":             {"codec/...", "tensor", "fault", "knob", "internal/..."},
 	"codec/raw":         {"tensor", "fault", "internal/..."},
 	"codec/x16":         {"tensor", "fault", "knob", "internal/..."},
+	"codec/lz4":         {"fault"},
+	"codec/snappy":      {"fault"},
+	"codec/zstd":        {"fault"},
+	"codec/deflate":     {"fault"},
 	"codec/codectest":   {"codec/...", "tensor", "fault", "knob", "internal/..."},
 	"device":            {"tensor", "fault", "internal/..."},
 	"device/cpu":        {"device", "codec", "tensor", "fault", "knob", "internal/..."},
@@ -59,6 +63,7 @@ var mayImport = map[string][]string{
 	"dlpack":   {"tensor", "device", "fault"},
 
 	// The verbs.
+	"bitstream": {"codec/lz4", "codec/snappy", "codec/zstd", "codec/deflate", "codec/x16", "device", "device/cpu", "knob", "tensor", "fault", "internal/..."},
 	"load": {"format/...", "plan", "pipeline", "codec", "source", "source/open", "source/memory", "device/...", "ring", "job",
 		"knob", "tensor", "fault", "internal/..."},
 	"save": {"format/...", "codec/...", "source", "source/open", "job", "knob", "tensor", "fault",
@@ -74,9 +79,10 @@ var mayImport = map[string][]string{
 
 	// The face towards Python.
 	"bind/api": {"bind/face"},
-	"bind/face": {"format/tensors", "load", "save", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job", "knob",
+	"bind/face": {"format/tensors", "load", "save", "bitstream", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job",
+		"knob",
 		"tensor", "fault", "internal/..."},
-	"bind/core": {"bind/api", "bind/face", "dlpack", "device", "save", "load", "tensor", "internal/..."},
+	"bind/core": {"bind/api", "bind/face", "bitstream", "dlpack", "device", "save", "load", "tensor", "internal/..."},
 }
 
 // modules says which rooms may import a module that is not ours; "" is all.
@@ -84,6 +90,8 @@ var modules = map[string][]string{
 	"golang.org/x/sys":                        {""},
 	"github.com/zeebo/xxh3":                   {"codec", "save", "format", "load", "source/cache"},
 	"github.com/dustin/go-humanize":           {"cli"},
+	"github.com/pierrec/lz4/v4":               {"codec/lz4"},
+	"github.com/klauspost/compress":           {"codec/snappy", "codec/zstd", "codec/deflate"},
 	"github.com/go-python/gopy":               {"bind"},
 	"go.uber.org/goleak":                      {""},
 	"golang.org/x/net/http/httpproxy":         {"source/http", "source/s3"},
@@ -104,6 +112,7 @@ var (
 	longFiles = map[string]string{}
 	longRooms = map[string]string{
 		"bench": "a group of rows for each thing that is promised; they share floors, rows and the table",
+		"save":  "a writer for each format and kind of target; they share items, shards and the atomic file",
 	}
 )
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from ..errors import ArgumentError
 
@@ -33,6 +34,11 @@ _MODULES: dict[str, dict[str, str]] = {
     # Without frameworks._torch and ._paddle, which import torch and paddle.
     "fastsafetensors": {"fastsafetensors": "fastsafetensors"}
     | {f"fastsafetensors.{name}": f"fastsafetensors.{name}" for name in _FST.split()},
+    "nvcomp": {
+        "nvidia.nvcomp": "nvcomp",
+        "nvidia.nvcomp.nvcomp_impl": "nvcomp",
+        "nvidia.nvcomp.external_memory": "nvcomp.external_memory",
+    },
     "nyacomp": {
         "_nyacomp": "nyacomp._nyacomp",
         "nyacomp": "nyacomp",
@@ -57,14 +63,27 @@ def names() -> list[str]:
 
 def install(name: str) -> None:
     """Puts a library's modules into sys.modules under their original names:
-    "fastsafetensors", "tensorizer", "nyacomp", or "nyacomp_core" for its extension
-    `_nyacomp` alone.
+    "fastsafetensors", "nvcomp" (as nvidia.nvcomp), "tensorizer", "nyacomp", or
+    "nyacomp_core" for its extension `_nyacomp` alone.
 
     Whoever imported the original before keeps it. Raises ArgumentError for
     other names.
     """
     for original, ours in _table(name).items():
-        sys.modules[original] = import_module(f"{__name__}.{ours}")
+        module = sys.modules[original] = import_module(f"{__name__}.{ours}")
+        parent, _, child = original.rpartition(".")
+        if parent == "nvidia":
+            setattr(_namespace(parent), child, module)
+
+
+def _namespace(name: str) -> ModuleType:
+    """A namespace package, made where nobody has installed a part of it."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        made = sys.modules[name] = ModuleType(name)
+        made.__path__ = []
+        return made
 
 
 def path(name: str) -> str:

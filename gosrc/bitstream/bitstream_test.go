@@ -1,0 +1,380 @@
+package bitstream
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+var kinds = []Kind{Native, Raw, WithSize}
+
+// text is n bytes that compress a little, the same for a seed.
+func text(n int, seed uint64) []byte {
+	r := rand.New(rand.NewPCG(seed, 1))
+	out := make([]byte, 0, n+64)
+	for len(out) < n {
+		if len(out) > 100 && r.IntN(3) > 0 {
+			at := r.IntN(len(out) - 40)
+			out = append(out, out[at:at+4+r.IntN(30)]...)
+		} else {
+			for range 1 + r.IntN(20) {
+				out = append(out, byte(r.IntN(64)))
+			}
+		}
+	}
+	return out[:n:n]
+}
+
+// one runs one buffer and returns a copy of what came out.
+func one(t testing.TB, s Spec, src []byte) ([]byte, error) {
+	t.Helper()
+	out, err := Run(context.Background(), s, []Buffer{{Src: src}})
+	if err != nil {
+		return nil, err
+	}
+	defer Release(out)
+	if out[0].Err != nil {
+		return nil, out[0].Err
+	}
+	if out[0].Bytes == 0 {
+		return nil, nil
+	}
+	return bytes.Clone(out[0].Mem.Slice()), nil
+}
+
+// Every algorithm gives back every content in every kind, the size that it
+// finds is the content's, and no stream is longer than its bound.
+func TestRoundTrip(t *testing.T) {
+	for _, name := range Names() {
+		for _, kind := range kinds {
+			for _, n := range []int{0, 1, 7, 1000, 65535, 65536, 65537, 2<<20 + 5} {
+				for _, sums := range []bool{false, kind == Native} {
+					src := text(n, 7)
+					s := Spec{Op: OpEncode, Algorithm: name, Kind: kind, Level: 1, Sums: sums, Version: 5 + n%2}
+					made, err := one(t, s, src)
+					if err != nil {
+						t.Fatalf("%s kind %d %d bytes: %v", name, kind, n, err)
+					}
+					d := Spec{Op: OpDecode, Algorithm: name, Kind: kind}
+					if sums {
+						d.Verify = VerifyAlways
+					}
+					if kind == Native {
+						d.Algorithm = ""
+					}
+					got, err := one(t, d, made)
+					if err != nil || !bytes.Equal(got, src) {
+						t.Fatalf("%s kind %d %d bytes: %d back, %v", name, kind, n, len(got), err)
+					}
+					d.Op, s.Op = OpSize, OpBound
+					size, err := Run(context.Background(), d, []Buffer{{Src: made}})
+					if err != nil || size[0].Err != nil || size[0].Bytes != int64(n) {
+						t.Errorf("%s kind %d: size %d, want %d (%v, %v)", name, kind, size[0].Bytes, n, err, size[0].Err)
+					}
+					s.Sizes = []int64{int64(len(src))}
+					most, _ := Run(context.Background(), s, nil)
+					if int64(len(made)) > most[0].Bytes {
+						t.Errorf("%s kind %d: %d bytes, the bound is %d", name, kind, len(made), most[0].Bytes)
+					}
+				}
+			}
+		}
+	}
+}
+
+// Incompressible bytes stay under the bound, at every level.
+func TestBoundOfNoise(t *testing.T) {
+	noise := make([]byte, 200_001)
+	r := rand.New(rand.NewPCG(3, 3))
+	for i := range noise {
+		noise[i] = byte(r.Uint32())
+	}
+	for _, name := range Names() {
+		for _, kind := range kinds {
+			for level := range 6 {
+				s := Spec{Op: OpEncode, Algorithm: name, Kind: kind, Level: level}
+				made, err := one(t, s, noise)
+				if err != nil {
+					t.Fatal(err)
+				}
+				s.Op = OpBound
+				s.Sizes = []int64{int64(len(noise))}
+				most, _ := Run(context.Background(), s, nil)
+				if int64(len(made)) > most[0].Bytes {
+					t.Errorf("%s kind %d level %d: %d over the bound %d", name, kind, level, len(made), most[0].Bytes)
+				}
+			}
+		}
+	}
+}
+
+// Streams that nvCOMP's CPU library wrote decode here, and a stream of ours has
+// the header that it writes, field for field.
+func TestStreamsOfNvcomp(t *testing.T) {
+	want := make([]byte, 70000)
+	for i := range want {
+		want[i] = byte(i / 7 % 251)
+	}
+	for version, name := range map[int]string{5: "5.3", 6: "6.0"} {
+		theirs, err := os.ReadFile("testdata/nvcomp-" + name + "-lz4.bin")
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := one(t, Spec{Op: OpDecode, Verify: VerifyIfPresent}, theirs)
+		if err != nil || !bytes.Equal(got, want) {
+			t.Fatalf("%s: %d bytes, %v", name, len(got), err)
+		}
+		mine, err := one(t, Spec{Op: OpEncode, Algorithm: "lz4", Version: version}, want)
+		if err != nil {
+			t.Fatal(err)
+		}
+		// All but the size of the payload and the second chunk's place is the same.
+		a, b := bytes.Clone(theirs[:80]), bytes.Clone(mine[:80])
+		clear(a[8:16])
+		clear(b[8:16])
+		if !bytes.Equal(a, b) {
+			t.Errorf("headers of %s differ:\n%x\n%x", name, a, b)
+		}
+	}
+}
+
+// Buffers with memory of their own land there, one that is too small is an
+// error of its own, and the rest of the batch is done.
+func TestOwnMemory(t *testing.T) {
+	src := text(100_000, 1)
+	made, err := one(t, Spec{Op: OpEncode, Algorithm: "Zstd"}, src)
+	if err != nil {
+		t.Fatal(err)
+	}
+	big, small := make([]byte, len(src)+9), make([]byte, len(src)-1)
+	out, err := Run(context.Background(), Spec{Op: OpDecode}, []Buffer{
+		{Src: made, Dst: big, Own: true}, {Src: made, Dst: small, Own: true}, {Src: []byte("no stream")}, {Src: made},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer Release(out)
+	if out[0].Err != nil || !bytes.Equal(big[:len(src)], src) || out[0].Mem.Block != nil || !bytes.Equal(big[len(src):], make([]byte, 9)) {
+		t.Errorf("own memory: %+v", out[0])
+	}
+	if !errors.Is(out[1].Err, fault.ErrArgument) || !errors.Is(out[2].Err, fault.ErrFormat) {
+		t.Errorf("errors: %v, %v", out[1].Err, out[2].Err)
+	}
+	if out[3].Err != nil || !bytes.Equal(out[3].Mem.Slice(), src) {
+		t.Errorf("the last: %v", out[3].Err)
+	}
+}
+
+// A stream with checksums is refused when any byte of a chunk, or a sum, has
+// changed; the content's length stays, so that it can be looked at.
+func TestChecksums(t *testing.T) {
+	src := text(150_000, 5)
+	made, err := one(t, Spec{Op: OpEncode, Algorithm: "Snappy", Sums: true}, src)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// 64 of header, 8 of Snappy's own, three chunks of 16, 24 of sums.
+	for _, at := range []int{120, 143, 160, 60_000, len(made) - 12} {
+		bad := bytes.Clone(made)
+		bad[at] ^= 4
+		out, err := Run(context.Background(), Spec{Op: OpDecode, Verify: VerifyAlways}, []Buffer{{Src: bad}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !errors.Is(out[0].Err, fault.ErrCorrupt) || !out[0].Summed || out[0].Bytes != int64(len(src)) {
+			t.Errorf("a flip at %d: %+v", at, out[0])
+		}
+		Release(out)
+	}
+	plain, _ := one(t, Spec{Op: OpEncode, Algorithm: "Snappy"}, src)
+	if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, plain); !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("a stream without checksums: %v", err)
+	}
+	foreign := bytes.Clone(made)
+	foreign[62], foreign[63] = 0, 0
+	if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyIfPresent}, foreign); !errors.Is(err, fault.ErrNotSupported) {
+		t.Errorf("checksums of another kind: %v", err)
+	}
+	if got, err := one(t, Spec{Op: OpDecode}, foreign); err != nil || !bytes.Equal(got, src) {
+		t.Errorf("checksums of another kind, not looked at: %v", err)
+	}
+}
+
+// typed holds an error to the classes that bytes may cause.
+func typed(t testing.TB, what string, err error) {
+	t.Helper()
+	if err != nil && !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrFormat) &&
+		!errors.Is(err, fault.ErrNotSupported) && !errors.Is(err, fault.ErrArgument) {
+		t.Fatalf("%s: %v", what, err)
+	}
+}
+
+// No truncation of a stream decodes, and no flip of a bit does worse than a
+// typed error or other bytes of the same length, in memory of that length.
+func TestDamage(t *testing.T) {
+	src := text(700, 9)
+	for _, name := range Names() {
+		for _, kind := range kinds {
+			made, err := one(t, Spec{Op: OpEncode, Algorithm: name, Kind: kind, Chunk: 256, Level: 2}, src)
+			if err != nil {
+				t.Fatal(err)
+			}
+			d := Spec{Op: OpDecode, Algorithm: name, Kind: kind}
+			for n := range made {
+				if kind == Native && n >= len(made)-8 { // may be padding
+					break
+				}
+				got, err := one(t, d, made[:n])
+				typed(t, "truncated", err)
+				// A raw block of LZ4, cut between two sequences, is one still.
+				if err == nil && !(name == "LZ4" && kind == Raw && len(got) < len(src)) {
+					t.Fatalf("%s kind %d cut at %d of %d decodes to %d", name, kind, n, len(made), len(got))
+				}
+			}
+			bad := bytes.Clone(made)
+			for bit := range 8 * len(made) {
+				bad[bit/8] ^= 1 << (bit % 8)
+				_, err := one(t, d, bad)
+				typed(t, fmt.Sprintf("%s kind %d bit %d", name, kind, bit), err)
+				bad[bit/8] ^= 1 << (bit % 8)
+			}
+		}
+	}
+}
+
+// Lengths that the stored bytes cannot have are refused before any memory is
+// taken for them.
+func TestBombs(t *testing.T) {
+	le := binary.LittleEndian
+	src := text(10_000, 2)
+	for _, name := range Names() {
+		made, err := one(t, Spec{Op: OpEncode, Algorithm: name, Kind: WithSize, Level: 1}, src)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if name == "LZ4" {
+			le.PutUint32(made, 1<<31)
+		} else {
+			le.PutUint64(made, 1<<45)
+		}
+		if _, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: WithSize}, made); !errors.Is(err, fault.ErrCorrupt) {
+			t.Errorf("%s: %v", name, err)
+		}
+		made, _ = one(t, Spec{Op: OpEncode, Algorithm: name, Level: 1}, src)
+		for _, huge := range []uint64{1 << 40, 1 << 63, 1<<64 - 1} {
+			le.PutUint64(made[16:], huge)
+			le.PutUint64(made[32:], huge)
+			if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrCorrupt) {
+				t.Errorf("%s native of %d: %v", name, huge, err)
+			}
+		}
+	}
+	// Chunks that all point to the same bytes.
+	made, _ := one(t, Spec{Op: OpEncode, Algorithm: "LZ4", Chunk: 4096}, make([]byte, 40_960))
+	off, sizes := made[72:152], made[152:232]
+	for i := range 10 {
+		le.PutUint64(off[8*i:], 0)
+		le.PutUint64(sizes[8*i:], le.Uint64(sizes)+8)
+	}
+	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrCorrupt) {
+		t.Errorf("overlapping chunks: %v", err)
+	}
+}
+
+// Specs that make no sense are the caller's mistake, and names that only
+// nvCOMP decodes are not supported.
+func TestSpecs(t *testing.T) {
+	for _, c := range []struct {
+		s    Spec
+		want error
+	}{
+		{Spec{Op: "x", Algorithm: "LZ4"}, fault.ErrArgument},
+		{Spec{Op: OpEncode}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "nope"}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "ANS"}, fault.ErrNotSupported},
+		{Spec{Op: OpDecode, Algorithm: "bitcomp"}, fault.ErrNotSupported},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Chunk: -1}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Chunk: 1 << 30}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Kind: Raw, Sums: true}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Kind: 3}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Version: 4}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "GZIP", Level: 6}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "X16", DType: "F17"}, fault.ErrArgument},
+	} {
+		if out, err := Run(context.Background(), c.s, []Buffer{{Src: []byte("abc")}}); !errors.Is(err, c.want) {
+			t.Errorf("%+v: %v, %v", c.s, out, err)
+		}
+	}
+	if _, err := one(t, Spec{Op: OpDecode, Kind: Raw}, []byte("abc")); !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("raw without an algorithm: %v", err)
+	}
+	if out, err := Run(context.Background(), Spec{Op: OpDecode}, nil); err != nil || len(out) != 0 {
+		t.Errorf("no buffers: %v, %v", out, err)
+	}
+}
+
+// A cancelled run ends with the context's error, and no worker is left.
+func TestCancel(t *testing.T) {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	src := text(4<<20, 4)
+	if out, err := Run(ctx, Spec{Op: OpEncode, Algorithm: "Zstd"}, []Buffer{{Src: src}}); !errors.Is(err, context.Canceled) {
+		t.Errorf("%v, %v", out, err)
+	}
+	for i := 0; spawn.Running() != 0; i++ {
+		if i > 1000 {
+			t.Fatalf("left: %v", spawn.Names())
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// FuzzDecode gives every open format bytes of a stranger: a typed error or a
+// content, never a panic, and never memory that the bytes cannot fill.
+func FuzzDecode(f *testing.F) {
+	src := text(600, 11)
+	for i, name := range Names() {
+		for k, kind := range kinds {
+			made, err := one(f, Spec{Op: OpEncode, Algorithm: name, Kind: kind, Chunk: 256, Sums: kind == Native, Level: 1}, src)
+			if err != nil {
+				f.Fatal(err)
+			}
+			f.Add(uint8(i), uint8(k), made)
+		}
+	}
+	f.Fuzz(func(t *testing.T, algo, kind uint8, src []byte) {
+		names := Names()
+		s := Spec{Op: OpDecode, Kind: kinds[int(kind)%len(kinds)], Verify: []string{VerifyNever, VerifyIfPresent, VerifyAlways}[kind/8%3]}
+		if s.Kind != Native || kind&64 != 0 {
+			s.Algorithm = names[int(algo)%len(names)]
+		}
+		s.Op = OpSize
+		size, err := Run(context.Background(), s, []Buffer{{Src: src}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		typed(t, "size", size[0].Err)
+		if size[0].Err != nil || size[0].Bytes > 64<<20 {
+			return
+		}
+		s.Op = OpDecode
+		out, err := Run(context.Background(), s, []Buffer{{Src: src}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer Release(out)
+		typed(t, "decode", out[0].Err)
+		if out[0].Bytes != size[0].Bytes {
+			t.Fatalf("%d bytes, %d were declared", out[0].Bytes, size[0].Bytes)
+		}
+	})
+}

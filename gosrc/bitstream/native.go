@@ -1,0 +1,206 @@
+package bitstream
+
+import (
+	"encoding/binary"
+	"hash/crc32"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// The Native container: a common header of 64 bytes, the algorithm's own
+// header, padding to 8, u64 offset of each chunk in the payload, u64 stored
+// size of each chunk, the payload with every chunk at a multiple of 8. The
+// tables end where the payload begins, so that the algorithm's header may have
+// any length; written are 8 bytes of zeros. All is little-endian. Both versions were read off streams that nvCOMP's own CPU
+// library wrote:
+//
+//	          5.x   6.x
+//	u32         0     0  magic: 0x52911326, 0x52911327
+//	u8        4, 5  4, 5  major and minor version of the writer
+//	u8          6     6  format
+//	u64         8     8  payload bytes
+//	u64        16    16  content bytes
+//	u64        24    24  chunks
+//	u64        48    32  content bytes of a chunk
+//	u32        56    40  offset of the payload
+//	u8         32    52  offsets of chunks are there
+//	u8     44, 45 53, 54  checksums of stored chunks, of contents are there
+//
+// nvCOMP 5 refuses streams of 6, and 6 those of 5. Read are both, written is
+// the one that the Spec asks for. nvCOMP does not say how it computes its
+// checksums. Ours are CRC-32 (IEEE), u32 for each stored chunk and then for
+// each content, behind the table of sizes; such a stream has "ow" at 62, where
+// nvCOMP has zeros.
+const (
+	headBytes = 64
+	magic5    = 0x52911326
+	magic6    = 0x52911327
+)
+
+var ours = [2]byte{'o', 'w'}
+
+// header is what both versions say.
+type header struct {
+	format                 Algorithm
+	payload, size, chunks  uint64
+	chunk                  uint64
+	offset                 uint32
+	starts, stored, conten bool
+	mine                   bool
+}
+
+func parseHeader(src []byte) (h header, err error) {
+	if len(src) < headBytes {
+		return h, fault.New(fault.ErrFormat, "%d bytes are no native stream", len(src))
+	}
+	le := binary.LittleEndian
+	h = header{
+		format: Algorithm(src[6]), payload: le.Uint64(src[8:]), size: le.Uint64(src[16:]), chunks: le.Uint64(src[24:]),
+	}
+	switch magic := le.Uint32(src); magic {
+	case magic5:
+		h.chunk, h.offset = le.Uint64(src[48:]), le.Uint32(src[56:])
+		h.starts, h.stored, h.conten = src[32] != 0, src[44] != 0, src[45] != 0
+	case magic6:
+		h.chunk, h.offset = le.Uint64(src[32:]), le.Uint32(src[40:])
+		h.starts, h.stored, h.conten = src[52] != 0, src[53] != 0, src[54] != 0
+	default:
+		return h, fault.New(fault.ErrFormat, "no native stream: it begins with %#x", magic)
+	}
+	h.mine = [2]byte(src[62:64]) == ours
+	return h, nil
+}
+
+func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
+	bad := func(format string, args ...any) (layout, error) {
+		return layout{}, fault.New(fault.ErrCorrupt, "native stream: "+format, args...)
+	}
+	h, err := parseHeader(src)
+	if err != nil {
+		return layout{}, err
+	}
+	algo, err := byID(h.format)
+	if err != nil {
+		return layout{}, err
+	}
+	if want != nil && want != algo {
+		return layout{}, fault.New(fault.ErrArgument, "the stream is %s, not %s", algo.name, want.name)
+	}
+	n := len(src)
+	switch {
+	case h.size > 1<<62 || h.chunk > 1<<40:
+		return bad("%d bytes in chunks of %d", h.size, h.chunk)
+	case uint64(h.offset) > uint64(n) || h.payload > uint64(n)-uint64(h.offset):
+		return bad("%d bytes at %d of %d", h.payload, h.offset, n)
+	case h.size == 0:
+		return layout{algo: algo}, nil
+	case h.chunk == 0 || (h.size+h.chunk-1)/h.chunk != h.chunks:
+		return bad("%d chunks of %d bytes for %d", h.chunks, h.chunk, h.size)
+	case !h.starts:
+		return layout{}, fault.New(fault.ErrNotSupported, "a native stream without the offsets of its chunks")
+	}
+	row := uint64(16)
+	if h.stored {
+		row += 4
+	}
+	if h.conten {
+		row += 4
+	}
+	if h.chunks > uint64(n)/row || headBytes+h.chunks*row > uint64(h.offset) {
+		return bad("%d chunks do not fit before the payload at %d", h.chunks, h.offset)
+	}
+	le := binary.LittleEndian
+	count := int(h.chunks)
+	tables := (int(h.offset) - count*int(row)) &^ 7
+	offsets, sizes := src[tables:], src[tables+8*count:]
+	sums, payload := src[tables+16*count:], src[h.offset:uint64(h.offset)+h.payload]
+	summed := h.stored && h.conten && h.mine
+	out := layout{algo: algo, size: int64(h.size), parts: make([]part, count), summed: summed}
+	var stored uint64
+	for i := range out.parts {
+		off, size := le.Uint64(offsets[8*i:]), le.Uint64(sizes[8*i:])
+		if off > h.payload || size > h.payload-off {
+			return bad("chunk %d has %d bytes at %d of %d", i, size, off, h.payload)
+		}
+		if stored += size; stored > h.payload {
+			return bad("its chunks overlap")
+		}
+		p := part{src: payload[off : off+size], at: int64(uint64(i) * h.chunk)}
+		p.n = min(int64(h.chunk), out.size-p.at)
+		if summed {
+			p.stored, p.contents = le.Uint32(sums[4*i:]), le.Uint32(sums[4*(count+i):])
+		}
+		if err := algo.possible(p.src, p.n); err != nil {
+			return layout{}, &fault.At{Verb: "decode", Chunk: int64(i), Offset: int64(uint64(h.offset) + off), Err: err}
+		}
+		out.parts[i] = p
+	}
+	if s.Verify != VerifyNever && (h.stored || h.conten) && !summed {
+		return layout{}, fault.New(fault.ErrNotSupported,
+			"the stream has checksums of nvCOMP's own, which are not public: decode without verifying them")
+	}
+	if s.Verify == VerifyAlways && !summed {
+		return layout{}, fault.New(fault.ErrArgument, "the stream has no checksums to verify")
+	}
+	return out, nil
+}
+
+// sum is the checksum of Native streams of ours.
+func sum(p []byte) uint32 { return crc32.ChecksumIEEE(p) }
+
+// firstTable is where a stream of ours has its tables.
+const firstTable = headBytes + 8
+
+// nativeTables is the offset of the payload for n chunks.
+func nativeTables(chunks int64, sums bool) int64 {
+	row := int64(16)
+	if sums {
+		row += 8
+	}
+	return firstTable + chunks*row
+}
+
+// putNative writes header and tables into dst, which has nativeTables bytes
+// of zeros, for chunks of these stored sizes and sums. It returns where each
+// chunk goes, and the length of it all.
+func putNative(dst []byte, version int, algo *algorithm, size, chunk int64, stored [][]byte, sums [][2]uint32) (at []int64, total int64) {
+	le := binary.LittleEndian
+	head := int64(len(dst))
+	at = make([]int64, len(stored))
+	var off int64
+	for i, s := range stored {
+		at[i] = head + off
+		le.PutUint64(dst[firstTable+8*i:], uint64(off))
+		le.PutUint64(dst[firstTable+8*(len(stored)+i):], uint64(len(s)))
+		if sums != nil {
+			row := dst[firstTable+16*len(stored):]
+			le.PutUint32(row[4*i:], sums[i][0])
+			le.PutUint32(row[4*(len(stored)+i):], sums[i][1])
+		}
+		off += (int64(len(s)) + 7) &^ 7
+	}
+	le.PutUint64(dst[8:], uint64(off))
+	le.PutUint64(dst[16:], uint64(size))
+	le.PutUint64(dst[24:], uint64(len(stored)))
+	flags := dst[44:]
+	dst[6] = byte(algo.id)
+	if version == 5 {
+		le.PutUint32(dst, magic5)
+		dst[4], dst[5] = 5, 3
+		le.PutUint64(dst[48:], uint64(chunk))
+		le.PutUint32(dst[56:], uint32(head))
+		dst[32] = 1
+	} else {
+		le.PutUint32(dst, magic6)
+		dst[4] = 6
+		le.PutUint64(dst[32:], uint64(chunk))
+		le.PutUint32(dst[40:], uint32(head))
+		dst[52] = 1
+		flags = dst[53:]
+	}
+	if sums != nil {
+		flags[0], flags[1] = 1, 1
+		copy(dst[62:], ours[:])
+	}
+	return at, head + off
+}

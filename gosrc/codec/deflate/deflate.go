@@ -1,0 +1,153 @@
+// Package deflate is Deflate (RFC 1951) and Gzip (RFC 1952). Other writers:
+// zlib, libdeflate, nvCOMP. Neither says beforehand how long its content is:
+// Size decodes to nowhere.
+package deflate
+
+import (
+	"bytes"
+	"io"
+	"sync"
+
+	"github.com/klauspost/compress/flate"
+	"github.com/klauspost/compress/gzip"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// MaxRatio is the most bytes that one byte of Deflate can stand for: 258 by
+// each of its bits, two of them a match.
+const MaxRatio = 1032
+
+// Levels are those of nvCOMP's algorithm_type: 0 entropy coding alone, 1 the
+// fastest match finder, 5 the smallest result.
+var levels = [...]int{flate.HuffmanOnly, 1, 3, 3, 6, 9}
+
+// Level reports whether Encode takes a level.
+func Level(level int) bool { return level >= 0 && level < len(levels) }
+
+// Bound is the most bytes that Encode appends for n: stored blocks, and Gzip's
+// header and trailer.
+func Bound(n int) int { return n + 5*(n/16383+2) + 32 }
+
+type writer interface {
+	io.WriteCloser
+	Reset(io.Writer)
+}
+
+var writers [2][len(levels)]sync.Pool
+
+// Encode appends src to dst, as Gzip or as bare Deflate. Safe for concurrent use.
+func Encode(dst, src []byte, level int, gz bool) ([]byte, error) {
+	if !Level(level) {
+		return dst, fault.New(fault.ErrArgument, "algorithm_type %d is not 0 to %d", level, len(levels)-1)
+	}
+	kind := 0
+	if gz {
+		kind = 1
+	}
+	pool := &writers[kind][level]
+	w, _ := pool.Get().(writer)
+	if w == nil {
+		var err error
+		if gz {
+			w, err = gzip.NewWriterLevel(io.Discard, levels[level])
+		} else {
+			w, err = flate.NewWriter(io.Discard, levels[level])
+		}
+		if err != nil {
+			return dst, fault.New(fault.ErrEngine, "Deflate: %v", err)
+		}
+	}
+	out := appender{dst}
+	w.Reset(&out)
+	if _, err := w.Write(src); err != nil {
+		return dst, fault.New(fault.ErrEngine, "Deflate: %v", err)
+	}
+	if err := w.Close(); err != nil {
+		return dst, fault.New(fault.ErrEngine, "Deflate: %v", err)
+	}
+	w.Reset(io.Discard)
+	pool.Put(w)
+	return out.b, nil
+}
+
+type appender struct{ b []byte }
+
+func (a *appender) Write(p []byte) (int, error) {
+	a.b = append(a.b, p...)
+	return len(p), nil
+}
+
+// A reader decodes one stream after another.
+type reader struct {
+	src   bytes.Reader
+	gzip  gzip.Reader
+	flate io.ReadCloser
+}
+
+var readers = sync.Pool{New: func() any { return new(reader) }}
+
+// open begins to read src.
+func (r *reader) open(src []byte, gz bool) (io.Reader, error) {
+	r.src.Reset(src)
+	if gz {
+		if err := r.gzip.Reset(&r.src); err != nil {
+			return nil, fault.New(fault.ErrCorrupt, "Gzip: %v", err)
+		}
+		return &r.gzip, nil
+	}
+	if r.flate == nil {
+		r.flate = flate.NewReader(&r.src)
+	} else if err := r.flate.(flate.Resetter).Reset(&r.src, nil); err != nil {
+		return nil, fault.New(fault.ErrEngine, "Deflate: %v", err)
+	}
+	return r.flate, nil
+}
+
+// end says whether the stream ended with src.
+func (r *reader) end() error {
+	if r.src.Len() > 0 {
+		return fault.New(fault.ErrCorrupt, "%d bytes follow the end of the Deflate stream", r.src.Len())
+	}
+	return nil
+}
+
+func (r *reader) free() {
+	r.src.Reset(nil)
+	readers.Put(r)
+}
+
+// Size returns how many bytes src decodes to: it decodes them to nowhere.
+// Errors are fault.ErrCorrupt.
+func Size(src []byte, gz bool) (int64, error) {
+	r := readers.Get().(*reader)
+	defer r.free()
+	from, err := r.open(src, gz)
+	if err != nil {
+		return 0, err
+	}
+	n, err := io.Copy(io.Discard, from)
+	if err != nil {
+		return 0, fault.New(fault.ErrCorrupt, "Deflate: %v", err)
+	}
+	return n, r.end()
+}
+
+// Decode fills dst, which must have the length of the content. Anything else
+// is fault.ErrCorrupt. Safe for concurrent use.
+func Decode(dst, src []byte, gz bool) error {
+	r := readers.Get().(*reader)
+	defer r.free()
+	from, err := r.open(src, gz)
+	if err != nil {
+		return err
+	}
+	if n, err := io.ReadFull(from, dst); err != nil {
+		return fault.New(fault.ErrCorrupt, "Deflate: %d of %d bytes: %v", n, len(dst), err)
+	}
+	var more [1]byte
+	if n, err := from.Read(more[:]); n != 0 || err != io.EOF {
+		return fault.New(fault.ErrCorrupt, "Deflate: more than %d bytes (%v)", len(dst), err)
+	}
+	return r.end()
+}

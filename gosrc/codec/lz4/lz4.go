@@ -1,0 +1,103 @@
+// Package lz4 is LZ4's block format: sequences of a token, literals, a
+// two-byte offset and a match, the last of which has literals only. A block
+// does not say how long its content is; Size walks it. Other writers: liblz4,
+// numcodecs, nvCOMP.
+package lz4
+
+import (
+	"sync"
+
+	"github.com/pierrec/lz4/v4"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+var compressors = sync.Pool{New: func() any { return new(lz4.Compressor) }}
+
+// Bound is the most bytes that Encode appends for n.
+func Bound(n int) int { return lz4.CompressBlockBound(n) }
+
+// Encode appends the block of src to dst. Safe for concurrent use.
+func Encode(dst, src []byte) ([]byte, error) {
+	if len(src) == 0 {
+		return append(dst, 0), nil // the library leaves out the token of no literals
+	}
+	n := Bound(len(src))
+	if cap(dst)-len(dst) < n {
+		dst = append(make([]byte, 0, len(dst)+n), dst...)
+	}
+	c := compressors.Get().(*lz4.Compressor)
+	defer compressors.Put(c)
+	made, err := c.CompressBlock(src, dst[len(dst):len(dst)+n])
+	if err != nil || made == 0 {
+		return dst, fault.New(fault.ErrEngine, "LZ4 of %d bytes: %v", len(src), err)
+	}
+	return dst[:len(dst)+made], nil
+}
+
+// Size returns how many bytes the block decodes to, and refuses a block that
+// is cut short or reaches back before its beginning (fault.ErrCorrupt).
+func Size(src []byte) (int64, error) {
+	var out int64
+	for at := 0; ; {
+		if at >= len(src) {
+			return 0, fault.New(fault.ErrCorrupt, "LZ4 block ends without its last literals")
+		}
+		token := src[at]
+		at++
+		n, next, ok := length(src, at, int(token>>4))
+		if !ok || n > int64(len(src)-next) {
+			return 0, fault.New(fault.ErrCorrupt, "LZ4 literals at %d run past the end", at)
+		}
+		out += n
+		at = next + int(n)
+		if at == len(src) {
+			return out, nil
+		}
+		if len(src)-at < 2 {
+			return 0, fault.New(fault.ErrCorrupt, "LZ4 offset at %d is cut", at)
+		}
+		back := int64(src[at]) | int64(src[at+1])<<8
+		if back == 0 || back > out {
+			return 0, fault.New(fault.ErrCorrupt, "LZ4 offset %d at %d of %d bytes", back, at, out)
+		}
+		if n, at, ok = length(src, at+2, int(token&15)); !ok {
+			return 0, fault.New(fault.ErrCorrupt, "LZ4 match length is cut")
+		}
+		out += n + 4
+	}
+}
+
+// length reads the rest of a length whose first four bits are n.
+func length(src []byte, at, n int) (int64, int, bool) {
+	total := int64(n)
+	if n < 15 {
+		return total, at, true
+	}
+	for ; at < len(src); at++ {
+		total += int64(src[at])
+		if src[at] != 255 {
+			return total, at + 1, true
+		}
+	}
+	return 0, at, false
+}
+
+// Decode fills dst, which must have the length of the content. Anything else
+// is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+func Decode(dst, src []byte) error {
+	if len(dst) == 0 {
+		if len(src) == 1 && src[0] == 0 {
+			return nil
+		}
+		return fault.New(fault.ErrCorrupt, "LZ4 block of %d bytes for an empty content", len(src))
+	}
+	n, err := lz4.UncompressBlock(src, dst)
+	if err != nil {
+		return fault.New(fault.ErrCorrupt, "LZ4: %v", err)
+	}
+	if n != len(dst) {
+		return fault.New(fault.ErrCorrupt, "LZ4 block has %d bytes, not %d", n, len(dst))
+	}
+	return nil
+}

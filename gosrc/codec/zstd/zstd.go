@@ -1,0 +1,177 @@
+// Package zstd is Zstandard: one or more frames (RFC 8878), without
+// dictionaries. Other writers: libzstd, nvCOMP.
+package zstd
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"io"
+	"sync"
+
+	"github.com/klauspost/compress/zstd"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// maxBlock is the most bytes that one block decodes to (RFC 8878, 3.1.1.2.4).
+const maxBlock = 128 << 10
+
+// The windows that are read: what libzstd reads without being asked.
+const maxWindow = 128 << 20
+
+var (
+	encoders = sync.Pool{New: func() any {
+		// CRC off: nvCOMP's frames have none, and containers have sums of their own.
+		e, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true), zstd.WithEncoderCRC(false))
+		if err != nil {
+			return err
+		}
+		return e
+	}}
+	decoders = sync.Pool{New: func() any {
+		d, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true), zstd.WithDecoderMaxWindow(maxWindow))
+		if err != nil {
+			return err
+		}
+		return d
+	}}
+)
+
+// Bound is the most bytes that Encode appends for n.
+func Bound(n int) int { return n + 3*(n/maxBlock+1) + 18 }
+
+// Encode appends one frame of src to dst, which says the content's length.
+// Safe for concurrent use.
+func Encode(dst, src []byte) ([]byte, error) {
+	e, ok := encoders.Get().(*zstd.Encoder)
+	if !ok {
+		return dst, fault.New(fault.ErrEngine, "no Zstandard encoder")
+	}
+	defer encoders.Put(e)
+	return e.EncodeAll(src, dst), nil
+}
+
+// Size returns how many bytes the frames decode to. Lengths that frames say are
+// held against what their blocks can give; frames that say none are decoded to
+// nowhere. Errors are fault.ErrCorrupt.
+func Size(src []byte) (int64, error) {
+	var total int64
+	frames := 0
+	for at := 0; at < len(src); {
+		var h zstd.Header
+		if err := h.Decode(src[at:]); err != nil {
+			return 0, fault.New(fault.ErrCorrupt, "Zstandard frame at %d: %v", at, err)
+		}
+		start := at
+		at += h.HeaderSize
+		if h.Skippable {
+			if int64(h.SkippableSize) > int64(len(src)-at) {
+				return 0, fault.New(fault.ErrCorrupt, "Zstandard frame at %d is cut", start)
+			}
+			at += int(h.SkippableSize)
+			continue
+		}
+		frames++
+		if h.DictionaryID != 0 {
+			return 0, fault.New(fault.ErrNotSupported, "Zstandard frame at %d wants a dictionary", start)
+		}
+		most, end, err := blocks(src, at)
+		if err != nil {
+			return 0, err
+		}
+		at = end
+		if h.HasCheckSum {
+			at += 4
+		}
+		if at > len(src) {
+			return 0, fault.New(fault.ErrCorrupt, "Zstandard frame at %d is cut", start)
+		}
+		n := int64(h.FrameContentSize)
+		if !h.HasFCS {
+			if n, err = count(src[start:at]); err != nil {
+				return 0, err
+			}
+		}
+		if n < 0 || n > most {
+			return 0, fault.New(fault.ErrCorrupt, "Zstandard frame at %d says %d bytes, its blocks have %d at most", start, n, most)
+		}
+		total += n
+	}
+	if frames == 0 {
+		return 0, fault.New(fault.ErrCorrupt, "no Zstandard frame in %d bytes", len(src))
+	}
+	return total, nil
+}
+
+// blocks walks the blocks of a frame: the most they can decode to, and the end.
+func blocks(src []byte, at int) (most int64, end int, err error) {
+	for {
+		if len(src)-at < 3 {
+			return 0, 0, fault.New(fault.ErrCorrupt, "Zstandard block at %d is cut", at)
+		}
+		h := uint32(src[at]) | uint32(binary.LittleEndian.Uint16(src[at+1:]))<<8
+		n := int(h >> 3)
+		at += 3
+		switch h >> 1 & 3 {
+		case 0: // as it is
+			most += int64(n)
+		case 1: // one byte, repeated
+			most += int64(n)
+			n = 1
+		case 2:
+			most += maxBlock
+		default:
+			return 0, 0, fault.New(fault.ErrCorrupt, "Zstandard block at %d of no known kind", at-3)
+		}
+		if n > len(src)-at {
+			return 0, 0, fault.New(fault.ErrCorrupt, "Zstandard block at %d is cut", at-3)
+		}
+		at += n
+		if h&1 != 0 {
+			return most, at, nil
+		}
+	}
+}
+
+// count decodes one frame to nowhere.
+func count(frame []byte) (int64, error) {
+	d, err := zstd.NewReader(bytes.NewReader(frame), zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxWindow))
+	if err != nil {
+		return 0, fault.New(fault.ErrCorrupt, "Zstandard: %v", err)
+	}
+	defer d.Close()
+	n, err := io.Copy(io.Discard, d)
+	if err != nil {
+		return 0, corrupt(err)
+	}
+	return n, nil
+}
+
+func corrupt(err error) error {
+	if errors.Is(err, zstd.ErrWindowSizeExceeded) {
+		return fault.New(fault.ErrNotSupported, "Zstandard: a window over %d bytes", maxWindow)
+	}
+	return fault.New(fault.ErrCorrupt, "Zstandard: %v", err)
+}
+
+// Decode fills dst, which must have the length of the content. Anything else
+// is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+func Decode(dst, src []byte) error {
+	d, ok := decoders.Get().(*zstd.Decoder)
+	if !ok {
+		return fault.New(fault.ErrEngine, "no Zstandard decoder")
+	}
+	defer decoders.Put(d)
+	out, err := d.DecodeAll(src, dst[:0:len(dst)])
+	if err != nil {
+		return corrupt(err)
+	}
+	if len(out) != len(dst) || len(src) == 0 {
+		return fault.New(fault.ErrCorrupt, "Zstandard frames have %d bytes, not %d", len(out), len(dst))
+	}
+	if len(out) > 0 && &out[0] != &dst[0] {
+		copy(dst, out)
+	}
+	return nil
+}

@@ -1,0 +1,369 @@
+"""Compressed buffers: open algorithms, and X16, on all cores, many at a time.
+
+    from overwire import codecs
+
+    stored = codecs.encode(weights, "X16")              # a memoryview
+    plain = codecs.decode(stored)                       # bytes of the same length
+    many = codecs.encode([a, b, c], "Zstd", bitstream="raw")
+
+`bitstream` is how a block is wrapped, in nvCOMP's kinds: "native", its
+container of independent chunks, which says algorithm and length; "raw", one
+block of the algorithm and nothing else, as lz4, zstandard, zlib or python-snappy
+read it; "with_size", a raw block behind the length of its content.
+
+Bytes may come from a stranger: a length is held against what the stored bytes
+can give before memory is taken for it, and every decoder fills exactly that or
+raises CorruptError. While it works the engine holds no lock of Python's, and
+Ctrl-C is obeyed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, overload
+
+from . import _engine
+from .errors import ArgumentError, NotSupportedError
+from .jobs import Job
+
+__all__ = [
+    "BITSTREAMS",
+    "Coded",
+    "Lent",
+    "Span",
+    "algorithms",
+    "content_size",
+    "decode",
+    "dlpack",
+    "encode",
+    "exporter",
+    "lent",
+    "max_size",
+    "run",
+    "span",
+]
+
+#: The kinds of bitstream, in the order of nvCOMP's numbers.
+BITSTREAMS = ("native", "raw", "with_size")
+
+_VERIFY = {False: "", True: "present", "always": "always"}
+
+
+class Span(NamedTuple):
+    """Memory by its place: `nbytes` bytes of the host at `address`. `keep` holds
+    it and must live as long as it is used."""
+
+    address: int
+    nbytes: int
+    keep: Any
+
+
+class Coded(NamedTuple):
+    """What became of one buffer: see `run`.
+
+    `memory` is a DLPack capsule of uint8 that owns `nbytes` bytes at `address`;
+    None where the buffer had an output of its own, has no bytes, or failed
+    before memory was taken. `error` is what `encode` or `decode` would raise;
+    with one, the bytes are not to be trusted. `summed`: checksums were compared.
+    """
+
+    memory: Any
+    address: int
+    nbytes: int
+    error: BaseException | None
+    summed: bool
+
+
+class Lent(NamedTuple):
+    """A DLPack tensor that was taken over: see `lent`. `strides` count elements,
+    None for a dense tensor; `kind` is (code, bits, lanes), `device` (type,
+    number), where type 1 is the host and 2 CUDA."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    kind: tuple[int, int, int]
+    device: tuple[int, int]
+    keep: Any
+
+
+def algorithms() -> tuple[str, ...]:
+    """The names that `encode` and `decode` take; their case does not matter."""
+    return tuple(json.loads(_engine.codec_names()))
+
+
+def span(source: Any, *, writable: bool = False) -> Span:
+    """The memory of a buffer, without a copy: of anything with Python's buffer
+    protocol or DLPack on the host, dense in C order; a Span is itself.
+
+    Raises ArgumentError for what has neither, is not dense, or is read-only
+    where `writable` asks; NotSupportedError for memory of a GPU.
+    """
+    if isinstance(source, Span):
+        return source
+    try:
+        return Span(*_engine.buffer_of(source, writable))
+    except TypeError:
+        pass  # no buffer
+    except (BufferError, ValueError) as error:  # ValueError: numpy, of what is not dense
+        raise ArgumentError(f"overwire: {type(source).__name__}: {error}") from error
+    if not hasattr(source, "__dlpack__"):
+        raise ArgumentError(f"overwire: {type(source).__name__} is no buffer and no DLPack tensor")
+    if source.__dlpack_device__()[0] not in (1, 3):  # the host, and pinned memory of it
+        raise NotSupportedError("overwire: codecs work on memory of the host: move the tensor with .cpu()")
+    tensor = lent(source)
+    size = tensor.kind[1] * tensor.kind[2]
+    dense = 1
+    for extent, stride in zip(reversed(tensor.shape), reversed(tensor.strides or tensor.shape), strict=True):
+        if tensor.strides is not None and extent > 1 and stride != dense:
+            raise ArgumentError("overwire: the tensor is not dense: make it contiguous")
+        dense *= extent
+    return Span(tensor.address, dense * size // 8, tensor.keep)
+
+
+def lent(source: Any) -> Lent:
+    """Takes over a DLPack tensor: a fresh capsule, or an object with `__dlpack__`.
+
+    Raises ArgumentError for a capsule that somebody has taken.
+    """
+    capsule = source.__dlpack__() if hasattr(source, "__dlpack__") else source
+    try:
+        return Lent(*_engine.dlpack_take(capsule))
+    except ValueError as error:
+        raise ArgumentError(f"overwire: {error}") from error
+
+
+def dlpack(
+    owner: Any,
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    kind: tuple[int, int, int],
+    device: tuple[int, int],
+) -> Any:
+    """A new DLPack capsule ("dltensor") of memory that `owner` keeps; it keeps
+    owner. Fields as those of `Lent`."""
+    return _engine.dlpack_give(owner, address, shape, strides, kind, device)
+
+
+def exporter() -> type:
+    """A base class whose instances have the buffer protocol, on every version
+    of Python: each is the buffer that its method `_buffer()` returns."""
+    return _engine.exporter()
+
+
+def run(
+    op: str,
+    sources: Sequence[Span],
+    *,
+    algorithm: str | None = None,
+    bitstream: str = "native",
+    chunk_size: int | None = None,
+    level: int = 1,
+    dtype: str | None = None,
+    checksums: bool = False,
+    version: int = 6,
+    verify: bool | str = False,
+    out: Sequence[Span | None] | None = None,
+    sizes: Sequence[int] = (),
+) -> list[Coded]:
+    """What `encode`, `decode`, `content_size` and `max_size` stand on: one
+    `Coded` for each source, whose errors are values.
+
+    `op` is "encode", "decode", "size" or "bound"; `out` has for each source its
+    own output, or None for new memory. "bound" takes `sizes` and no sources. Raises what concerns all of them:
+    ArgumentError, OutOfMemoryError.
+    """
+    if bitstream not in BITSTREAMS:
+        raise ArgumentError(f"overwire: bitstream {bitstream!r}: expected one of {', '.join(BITSTREAMS)}")
+    if verify not in _VERIFY:
+        raise ArgumentError(f"overwire: verify {verify!r}: expected True, False or 'always'")
+    spec = {
+        "op": op,
+        "algorithm": algorithm or "",
+        "kind": BITSTREAMS.index(bitstream),
+        "chunk": chunk_size or 0,
+        "level": level,
+        "version": version,
+        "dtype": dtype or "",
+        "sums": checksums,
+        "verify": _VERIFY[verify],
+        "sizes": list(sizes),
+    }
+    outs = out if out is not None else [None] * len(sources)
+    buffers = [
+        (s.address, s.nbytes, False, 0, 0) if o is None else (s.address, s.nbytes, True, o.address, o.nbytes)
+        for s, o in zip(sources, outs, strict=True)
+    ]
+    job = Job(_engine.codec_start(json.dumps(spec), buffers), f"codec {op}")
+    try:
+        job.wait()
+        return [Coded(*row) for row in _engine.codec_take(job.number)]
+    except BaseException:
+        job.cancel()  # nothing writes to the buffers any more
+        raise
+    finally:
+        job.free()
+
+
+def _view(coded: Coded) -> memoryview:
+    if coded.memory is None:
+        return memoryview(bytearray())
+    block = (ctypes.c_ubyte * coded.nbytes).from_address(coded.address)
+    vars(block)["memory"] = coded.memory  # lives as long as a view of it
+    return memoryview(block).cast("B")
+
+
+def _results(sources: Any, out: Any, op: str, **spec: Any) -> Any:
+    many = isinstance(sources, (list, tuple)) and not isinstance(sources, Span)
+    spans = [span(s) for s in (sources if many else [sources])]
+    outs: list[Span | None] | None = None
+    if out is not None:
+        if many and (not isinstance(out, (list, tuple)) or len(out) != len(spans)):
+            raise ArgumentError(f"overwire: out: expected a list of {len(spans)} buffers")
+        outs = [None if o is None else span(o, writable=True) for o in (out if many else [out])]
+    made = run(op, spans, out=outs, **spec)
+    for coded in made:
+        if coded.error is not None:
+            raise coded.error
+    values: list[Any]
+    if op in ("size", "bound"):
+        values = [coded.nbytes for coded in made]
+    else:
+        given = (out if many else [out]) if out is not None else [None] * len(made)
+        values = [_view(c) if o is None else memoryview(o).cast("B")[: c.nbytes] for c, o in zip(made, given, strict=True)]
+    return values if many else values[0]
+
+
+@overload
+def encode(
+    source: list[Any] | tuple[Any, ...],
+    algorithm: str = ...,
+    *,
+    bitstream: str = ...,
+    chunk_size: int | None = ...,
+    level: int = ...,
+    dtype: str | None = ...,
+    checksums: bool = ...,
+    version: int = ...,
+    out: Any = ...,
+) -> list[memoryview]: ...
+@overload
+def encode(
+    source: Any,
+    algorithm: str = ...,
+    *,
+    bitstream: str = ...,
+    chunk_size: int | None = ...,
+    level: int = ...,
+    dtype: str | None = ...,
+    checksums: bool = ...,
+    version: int = ...,
+    out: Any = ...,
+) -> memoryview: ...
+def encode(
+    source: Any,
+    algorithm: str = "X16",
+    *,
+    bitstream: str = "native",
+    chunk_size: int | None = None,
+    level: int = 1,
+    dtype: str | None = None,
+    checksums: bool = False,
+    version: int = 6,
+    out: Any = None,
+) -> Any:
+    """Compresses a buffer, or each of a list: see `span` for what is one.
+
+    `algorithm` is one of `algorithms()`. `chunk_size` is the content of a native
+    chunk, in bytes (default 64 KiB; X16: 1 MiB; at most 16 MiB). `level` is for
+    Deflate and Gzip: 0 (entropy coding alone) to 5 (smallest). `dtype` tells X16
+    what the bytes are, by safetensors' name ("BF16"); it finds out otherwise.
+    `checksums` puts CRC-32 of stored and plain bytes into native streams. `version` is nvCOMP's, of the
+    native stream: 5 or 6, each of which refuses the other's; `decode` reads both.
+
+    Returns a memoryview that owns its memory, or, with `out` (a writable buffer,
+    or a list with one or None for each source), the part of `out` that was
+    written. Raises ArgumentError, also where `out` is too small: `max_size`
+    tells what is enough.
+    """
+    return _results(
+        source,
+        out,
+        "encode",
+        algorithm=algorithm,
+        bitstream=bitstream,
+        chunk_size=chunk_size,
+        level=level,
+        dtype=dtype,
+        checksums=checksums,
+        version=version,
+    )
+
+
+@overload
+def decode(
+    source: list[Any] | tuple[Any, ...],
+    algorithm: str | None = ...,
+    *,
+    bitstream: str = ...,
+    verify: bool | str = ...,
+    out: Any = ...,
+) -> list[memoryview]: ...
+@overload
+def decode(
+    source: Any,
+    algorithm: str | None = ...,
+    *,
+    bitstream: str = ...,
+    verify: bool | str = ...,
+    out: Any = ...,
+) -> memoryview: ...
+def decode(
+    source: Any,
+    algorithm: str | None = None,
+    *,
+    bitstream: str = "native",
+    verify: bool | str = True,
+    out: Any = None,
+) -> Any:
+    """Decompresses a stream, or each of a list; `out` and result as in `encode`.
+
+    A native stream says what it is; for the others `algorithm` is needed.
+    Streams with checksums are verified: `verify=False` leaves that out,
+    "always" refuses those without. A raw stream of Deflate or Gzip does not
+    tell its length and is decoded twice.
+
+    Raises CorruptError and FormatError for bad bytes, NotSupportedError for
+    algorithms that only nvCOMP decodes and for checksums of nvCOMP's own, and
+    ArgumentError. Of a list, the first error is raised, after all are done.
+    """
+    return _results(source, out, "decode", algorithm=algorithm, bitstream=bitstream, verify=verify)
+
+
+def content_size(source: Any, algorithm: str | None = None, *, bitstream: str = "native") -> Any:
+    """How many bytes a stream, or each of a list, decodes to. Raises as `decode`."""
+    return _results(source, None, "size", algorithm=algorithm, bitstream=bitstream)
+
+
+def max_size(
+    nbytes: int | Iterable[int],
+    algorithm: str = "X16",
+    *,
+    bitstream: str = "native",
+    chunk_size: int | None = None,
+    checksums: bool = False,
+) -> Any:
+    """The most bytes that `encode` gives for a buffer of `nbytes`, or a list of
+    them. Raises ArgumentError."""
+    one = isinstance(nbytes, int)
+    sizes = [nbytes] if isinstance(nbytes, int) else list(nbytes)
+    if any(n < 0 for n in sizes):
+        raise ArgumentError(f"overwire: nbytes {min(sizes)}: expected 0 or more")
+    made = run(
+        "bound", [], algorithm=algorithm, bitstream=bitstream, chunk_size=chunk_size, checksums=checksums, sizes=sizes
+    )
+    values = [coded.nbytes for coded in made]
+    return values[0] if one else values

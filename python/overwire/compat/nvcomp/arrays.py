@@ -1,0 +1,371 @@
+"""Array and BatchArray: memory of anybody's, without a copy, alive as long as
+an Array of it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from ... import codecs
+from . import devices
+from .dtypes import Kind, kind_of, numpy_dtype, typestr
+from .enums import ArrayBufferKind
+
+__all__ = ["Array", "BatchArray", "as_array", "as_arrays", "from_dlpack"]
+
+_HOST = (1, 0)
+_BYTE: Kind = (0, 8, 1)  # |i1, as nvCOMP's results are
+
+# Formats of memoryview; what has none is shown as bytes.
+_FORMATS = {
+    (0, 8): "b", (0, 16): "h", (0, 32): "i", (0, 64): "q",
+    (1, 8): "B", (1, 16): "H", (1, 32): "I", (1, 64): "Q",
+    (2, 16): "e", (2, 32): "f", (2, 64): "d", (6, 8): "?",
+}  # fmt: skip
+
+
+class Array(codecs.exporter()):  # type: ignore[misc]
+    """A view of memory on the host or a GPU, or the result of a Codec.
+
+    Made from a DLPack capsule or an object with `__dlpack__`,
+    `__array_interface__`, `__cuda_array_interface__` or the buffer protocol; the
+    memory is shared, and kept. Host Arrays have the buffer protocol themselves.
+    Raises TypeError for anything else.
+    """
+
+    def __init__(self, src_object: Any, cuda_stream: int = 0) -> None:
+        if isinstance(src_object, Array):
+            self.__dict__.update(src_object.__dict__)
+            return
+        span, shape, strides, kind, device, readonly = _look(src_object, cuda_stream)
+        self._fill(span, shape, strides, kind, device)
+        self._readonly = readonly
+        self._native = False
+        self._stream = int(cuda_stream) or 1
+
+    def _fill(
+        self, span: codecs.Span, shape: tuple[int, ...], strides: tuple[int, ...] | None, kind: Kind, device: tuple[int, int]
+    ) -> None:
+        self._span = span
+        self._shape = shape
+        self._strides = strides
+        self._kind = kind
+        self._device = device
+        self._capacity = span.nbytes
+        self._readonly = False
+        self._native = True  # memory of ours: a Codec may replace it
+        self._pending: BaseException | None = None
+        self._stream = 1
+
+    @classmethod
+    def _of(cls, span: codecs.Span, nbytes: int, kind: Kind = _BYTE, device: tuple[int, int] = _HOST) -> Array:
+        """The first nbytes of a span, in one dimension."""
+        made = cls.__new__(cls)
+        size = kind[1] * kind[2] // 8
+        made._fill(span, (nbytes // size,), None, kind, device)
+        made._span = codecs.Span(span.address, nbytes, span.keep)
+        return made
+
+    def _ready(self) -> None:
+        """Raises, once, what decoding found and kept for the first who looks."""
+        error, self._pending = self._pending, None
+        if error is not None:
+            raise error
+
+    # What it is.
+
+    @property
+    def buffer_kind(self) -> ArrayBufferKind:
+        """Whether the bytes lie on a GPU or on the host."""
+        return ArrayBufferKind.STRIDED_HOST if self._device == _HOST else ArrayBufferKind.STRIDED_DEVICE
+
+    @property
+    def buffer_size(self) -> int:
+        """Bytes."""
+        return self._span.nbytes
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of memory behind it: at least buffer_size."""
+        return self._capacity
+
+    @property
+    def dtype(self) -> Any:
+        """numpy's dtype; bfloat16 and float8 are those of ml_dtypes."""
+        return numpy_dtype(self._kind)
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of an element."""
+        return self._kind[1] * self._kind[2] // 8
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions."""
+        return len(self._shape)
+
+    @property
+    def precision(self) -> int:
+        """Significant bits of an element; 0 is all of them."""
+        return 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements along each dimension."""
+        return self._shape
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return prod(self._shape)
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """Bytes between neighbours along each dimension; None: dense, C order."""
+        return self._strides
+
+    # Giving it on.
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        if self._device != _HOST:
+            raise AttributeError("__array_interface__: the Array lies on a GPU")
+        self._ready()
+        return {
+            "shape": self._shape,
+            "typestr": typestr(self._kind),
+            "data": (self._span.address, False),
+            "strides": self._strides,
+            "version": 3,
+        }
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        self._ready()
+        return {
+            "shape": self._shape,
+            "typestr": typestr(self._kind),
+            "data": (self._span.address, False),
+            "strides": self._strides,
+            "version": 3,
+            "stream": self._stream,
+        }
+
+    def to_dlpack(self, cuda_stream: Any = None) -> Any:
+        """A DLPack capsule of the same memory, which it keeps alive."""
+        self._ready()
+        item = self.item_size
+        strides = _dense(self._shape) if self._strides is None else tuple(s // item for s in self._strides)
+        return codecs.dlpack(self, self._span.address, self._shape, strides, self._kind, self._device)
+
+    def __dlpack__(self, stream: Any = None, *, copy: bool | None = None, dl_device: Any = None, max_version: Any = None) -> Any:
+        if copy or (dl_device is not None and tuple(dl_device) != self._device):
+            raise BufferError("an Array is given on as it is: no copy, no other device")
+        if self._readonly:
+            raise BufferError("the Array is read-only, which this version of DLPack cannot say")
+        return self.to_dlpack(stream)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+    def _buffer(self) -> memoryview:
+        if self._device != _HOST:
+            raise BufferError("the Array lies on a GPU: use cpu()")
+        self._ready()
+        letter = _FORMATS.get(self._kind[:2])
+        nbytes = self._span.nbytes
+        if letter is not None and (self._strides is not None or letter == "e" or nbytes == 0):
+            # memoryview casts neither to halves nor to nothing: numpy shows them.
+            numpy = _numpy()
+            if numpy is not None:
+                return memoryview(numpy.asarray(_Interface(self)))
+            letter = None
+        if self._strides is not None:
+            raise BufferError("the Array is not dense, and only numpy could show it")
+        view: Any
+        if nbytes == 0:
+            view = memoryview(bytearray())
+        else:
+            block = (ctypes.c_ubyte * nbytes).from_address(self._span.address)
+            vars(block)["keep"] = self._span.keep
+            view = memoryview(block).cast("B")
+            if letter is not None and (letter != "B" or len(self._shape) != 1):
+                view = view.cast(letter, self._shape)
+        return view.toreadonly() if self._readonly else view  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return self._shape[0] if self._shape else 0
+
+    # Moving it.
+
+    def cpu(self) -> Array | None:
+        """Itself on the host, else a copy there; None if that cannot be made."""
+        self._ready()
+        return self if self._device == _HOST else devices.to_host(self)
+
+    def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> Array | None:
+        """Itself on a GPU, else a copy there; None where there is none."""
+        self._ready()
+        return self if self._device != _HOST else devices.to_device(self, synchronize, int(cuda_stream))
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
+
+
+class _Interface:
+    """The array interface alone, for numpy to read instead of the buffer."""
+
+    def __init__(self, array: Array) -> None:
+        self.__array_interface__ = array.__array_interface__ | {"data": (array._span.address, array._readonly)}
+        self.keep = array
+
+
+class BatchArray(list):  # type: ignore[type-arg]
+    """A list of Arrays, as encode and decode return for a list."""
+
+    @property
+    def buffer_sizes(self) -> list[int]:
+        """Bytes of each."""
+        return [a.buffer_size for a in self]
+
+    def cpu(self) -> BatchArray:
+        """Every Array on the host; itself if they are there."""
+        moved = [a.cpu() for a in self]
+        return self if all(a is b for a, b in zip(self, moved, strict=True)) else BatchArray(moved)
+
+    def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> BatchArray | None:
+        """Every Array on a GPU; None where there is none."""
+        moved = [a.cuda(synchronize, cuda_stream) for a in self]
+        if any(a is None for a in moved):
+            return None
+        return self if all(a is b for a, b in zip(self, moved, strict=True)) else BatchArray(moved)
+
+
+def as_array(source: Any, cuda_stream: int = 0) -> Array:
+    """An Array of the source's memory, without a copy; see Array."""
+    return Array(source, cuda_stream)
+
+
+def as_arrays(sources: Any, *args: Any, cuda_stream: int = 0, **named: Any) -> BatchArray:
+    """An Array of each source: `as_arrays(list, cuda_stream=0)`; or of parts of
+    one: `as_arrays(buffer, offsets, sizes, cuda_stream=0)`, in bytes.
+
+    Raises ValueError for parts outside the buffer.
+    """
+    if isinstance(sources, (list, tuple)) and not named and len(args) < 2:
+        stream = int(args[0]) if args else cuda_stream
+        return BatchArray(Array(s, stream) for s in sources)
+    offsets, sizes = (*args, *(named.pop(k) for k in ("offsets", "sizes") if k in named))[:2]
+    if named:
+        raise TypeError(f"as_arrays: unexpected {', '.join(named)}")
+    whole = Array(sources, int(args[2]) if len(args) > 2 else cuda_stream)
+    if len(offsets) != len(sizes):
+        raise ValueError(f"as_arrays: {len(offsets)} offsets and {len(sizes)} sizes")
+    return BatchArray(_part(whole, at, n) for at, n in zip(offsets, sizes, strict=True))
+
+
+def _part(whole: Array, at: int, n: int) -> Array:
+    item = whole.item_size
+    if at < 0 or n < 0 or at + n > whole.buffer_size or n % item or whole._strides is not None:
+        raise ValueError(f"as_arrays: {n} bytes at {at} of {whole.buffer_size} in elements of {item}")
+    span = codecs.Span(whole._span.address + at, n, whole)
+    made = Array._of(span, n, whole._kind, whole._device)
+    made._readonly, made._native = whole._readonly, False
+    return made
+
+
+def from_dlpack(source: Any, cuda_stream: int = 0) -> Array:
+    """An Array of a DLPack capsule or an object with `__dlpack__`, without a copy."""
+    if not hasattr(source, "__dlpack__") and type(source).__name__ != "PyCapsule":
+        raise TypeError(f"from_dlpack: {type(source).__name__} is no DLPack capsule and has no __dlpack__")
+    return Array(source, cuda_stream)
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+Looked = tuple[codecs.Span, tuple[int, ...], "tuple[int, ...] | None", Kind, tuple[int, int], bool]
+
+
+def _look(source: Any, stream: int) -> Looked:
+    """What an object's memory is, by the first protocol that it has."""
+    if type(source).__name__ == "PyCapsule":
+        return _from_lent(codecs.lent(source))
+    if hasattr(source, "__dlpack__"):
+        try:
+            return _from_lent(codecs.lent(source))
+        except (BufferError, TypeError, RuntimeError):
+            if not hasattr(source, "__array_interface__"):
+                raise
+    interface = getattr(source, "__array_interface__", None)
+    device = _HOST
+    if interface is None:
+        interface = getattr(source, "__cuda_array_interface__", None)
+        device = (2, devices.current())
+    if interface is not None:
+        return _from_interface(source, interface, device)
+    try:
+        view = memoryview(source)
+    except TypeError:
+        raise TypeError(
+            f"{type(source).__name__} has no __dlpack__, __array_interface__, __cuda_array_interface__ or buffer"
+        ) from None
+    span = codecs.span(source)
+    letter = view.format.lstrip("@=<") or "B"
+    kind = next(((code, bits, 1) for (code, bits), f in _FORMATS.items() if f == letter), None)
+    if kind is None or kind[1] // 8 != view.itemsize:
+        return span, (span.nbytes,), None, (1, 8, 1), _HOST, view.readonly
+    return span, tuple(view.shape or ()), None, kind, _HOST, view.readonly
+
+
+def _from_lent(tensor: codecs.Lent) -> Looked:
+    item = tensor.kind[1] * tensor.kind[2] // 8
+    if item == 0:
+        raise ValueError(f"elements of {tensor.kind[1]} bits have no place of their own")
+    strides = tensor.strides
+    if strides is not None and (0 in tensor.shape or _same(tensor.shape, strides)):
+        strides = None
+    nbytes = prod(tensor.shape) * item
+    device = _HOST if tensor.device[0] in (1, 3) else tensor.device
+    span = codecs.Span(tensor.address, nbytes, tensor.keep)
+    return span, tensor.shape, strides and tuple(s * item for s in strides), tensor.kind, device, False
+
+
+def _same(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether strides, in elements, are those of a dense array."""
+    return all(extent == 1 or a == b for extent, a, b in zip(shape, strides, _dense(shape), strict=True))
+
+
+def _from_interface(source: Any, interface: dict[str, Any], device: tuple[int, int]) -> Looked:
+    text = interface["typestr"]
+    try:
+        kind = kind_of(text)
+    except ValueError:
+        kind = kind_of(source.dtype) if hasattr(source, "dtype") else (1, 8 * int(text[2:]), 1)
+    shape = tuple(int(n) for n in interface["shape"])
+    item = kind[1] * kind[2] // 8
+    data = interface.get("data")
+    if data is None:
+        raise TypeError("an array interface without an address")
+    strides = interface.get("strides")
+    if strides is not None and (0 in shape or _same(shape, tuple(s / item for s in strides))):
+        strides = None
+    span = codecs.Span(int(data[0] or 0), prod(shape) * item, source)
+    return span, shape, strides and tuple(strides), kind, device, bool(data[1])
+
+
+def each(sources: Iterable[Any]) -> list[Array]:
+    """Arrays of whatever they are."""
+    return [s if isinstance(s, Array) else Array(s) for s in sources]

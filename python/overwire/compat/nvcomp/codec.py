@@ -1,0 +1,445 @@
+"""Codec: nvCOMP's encoder and decoder over overwire.codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from ... import codecs
+from ...errors import ArgumentError, CorruptError, NotSupportedError
+from . import devices, original, streams
+from .arrays import Array, BatchArray, each
+from .dtypes import Kind, kind_of, safetensors_name
+from .enums import BitshuffleMode, BitstreamKind, ChecksumPolicy, DecompressBackend
+
+__all__ = ["Codec", "CompressConfig", "DecompressConfig", "backends"]
+
+# Each option and the type that it takes.
+_OPTIONS: dict[str, type | tuple[type, ...]] = {
+    "algorithm": str,
+    "device_id": int,
+    "cuda_stream": int,
+    "uncomp_chunk_size": int,
+    "bitstream_kind": BitstreamKind,
+    "checksum_policy": ChecksumPolicy,
+    "execution_policy": object,
+    "decompress_backend": DecompressBackend,
+    "use_de_sort": bool,
+    "data_type": object,
+    "bitshuffle_mode": BitshuffleMode,
+    "algorithm_type": int,
+    # Of algorithms that nvCOMP itself is asked for.
+    **dict.fromkeys(
+        ("num_rles", "num_deltas", "use_bitpack", "mode", "compression_level", "terminal_codecs", "fine_grained_encodings",
+         "coarse_grained_encodings", "delta", "states_per_lane", "histogram_reduction_log2", "max_sub_chunk_count",
+         "skip_validate"),
+        object,
+    ),
+    # Ours.
+    "strict": bool,
+    "native_version": int,
+}  # fmt: skip
+
+_COMPUTE = (ChecksumPolicy.COMPUTE_AND_NO_VERIFY, ChecksumPolicy.COMPUTE_AND_VERIFY_IF_PRESENT, ChecksumPolicy.COMPUTE_AND_VERIFY)
+_VERIFY: dict[ChecksumPolicy, bool | str] = {
+    ChecksumPolicy.NO_COMPUTE_NO_VERIFY: False,
+    ChecksumPolicy.COMPUTE_AND_NO_VERIFY: False,
+    ChecksumPolicy.NO_COMPUTE_AND_VERIFY_IF_PRESENT: True,
+    ChecksumPolicy.COMPUTE_AND_VERIFY_IF_PRESENT: True,
+    ChecksumPolicy.COMPUTE_AND_VERIFY: "always",
+}
+
+
+class CompressConfig:
+    """What `Codec.compression_config` returns: the lengths that will be encoded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("nvidia.nvcomp.nvcomp_impl.CompressConfig: No constructor defined!")
+
+    _codec: Any
+    _sizes: list[int]
+    _many: bool
+
+
+class DecompressConfig:
+    """What `Codec.decompression_config` returns: the lengths that will be decoded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("nvidia.nvcomp.nvcomp_impl.DecompressConfig: No constructor defined!")
+
+    _codec: Any
+    _sizes: list[int]
+    _many: bool
+
+
+_Config = TypeVar("_Config", CompressConfig, DecompressConfig)
+
+
+class Codec:
+    """Encodes and decodes Arrays, one or a list of them, on all cores.
+
+    Keywords are nvCOMP's, all optional: `algorithm` (none: decoding finds it),
+    `device_id`, `cuda_stream`, `uncomp_chunk_size`, `bitstream_kind`,
+    `checksum_policy`, `data_type`, `algorithm_type` and the rest. Ours are
+    `strict` (a checksum that does not match raises in `decode`, not at the first
+    look at the bytes) and `native_version` (5 or 6: whose native streams are
+    written).
+
+    LZ4, Snappy, Zstd, Deflate, Gzip and X16 run on the CPU; Arrays of a GPU are
+    copied there and back. ANS, Bitcomp, GDeflate and Cascaded are nvCOMP's own:
+    an installed nvCOMP is asked for them, and NotSupportedError names it where
+    there is none. Threads may share a Codec.
+
+    Raises ValueError for unknown keywords and algorithms, RuntimeError for values
+    of another type.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        for name, value in kwargs.items():
+            if name not in _OPTIONS:
+                raise ValueError(f'Unsupported argument: "{name}".')
+            if not isinstance(value, _OPTIONS[name]):
+                raise RuntimeError(
+                    f"Unable to cast Python instance of type {type(value)} to the type of {name}: {_OPTIONS[name]}"
+                )
+        self._closed = False
+        self._kwargs = kwargs
+        self._strict: bool = kwargs.get("strict", False)
+        self._policy: ChecksumPolicy = kwargs.get("checksum_policy", ChecksumPolicy.NO_COMPUTE_NO_VERIFY)
+        kind: BitstreamKind = kwargs.get("bitstream_kind", BitstreamKind.NVCOMP_NATIVE)
+        self._bitstream = codecs.BITSTREAMS[int(kind)]
+        self._chunk: int | None = kwargs.get("uncomp_chunk_size")
+        self._level: int = kwargs.get("algorithm_type", 1)
+        self._version: int = kwargs.get("native_version", 6)
+        self._type: Kind | None = kind_of(kwargs["data_type"]) if kwargs.get("data_type") else None
+        self._algorithm = _named(kwargs.get("algorithm", ""))
+        self._original: Any = None
+        if self._algorithm in original.ALGORITHMS:
+            self._original = self._ask(self._algorithm)
+            return
+        if kwargs.get("bitshuffle_mode", BitshuffleMode.NVCOMP_BITSHUFFLE_NONE) is not BitshuffleMode.NVCOMP_BITSHUFFLE_NONE:
+            raise NotSupportedError("overwire: nvcomp: bits are not shuffled here: leave bitshuffle_mode out")
+        if kwargs.get("decompress_backend") is DecompressBackend.NVCOMP_DECOMPRESS_BACKEND_HARDWARE:
+            raise NotSupportedError("overwire: nvcomp: there is no decompression engine here: leave decompress_backend out")
+        if self._policy is not ChecksumPolicy.NO_COMPUTE_NO_VERIFY and self._bitstream != "native":
+            raise ValueError("checksums are those of BitstreamKind.NVCOMP_NATIVE alone")
+        if self._chunk is not None and self._chunk <= 0:
+            raise ValueError(f"uncomp_chunk_size {self._chunk}: expected more than 0")
+        if self._algorithm:  # level, chunk size and version, before there is anything to encode
+            self._max([1])
+            if self._level != 1 and self._algorithm in ("Deflate", "Gzip"):
+                codecs.encode(b"", self._algorithm, level=self._level)
+
+    # The work.
+
+    def encode(self, array: Any, out: Any = None, compression_config: CompressConfig | None = None) -> Any:
+        """Compresses an Array (or whatever `as_array` takes), or each of a list.
+
+        Returns an Array of `|i1`, or a BatchArray. `out` is an Array of a Codec's
+        (it is made to fit) or any writable memory, whose address the result then
+        has; a list for a list. Raises ValueError where `out` is too small, is
+        part of the source, or where lengths are not those of the config.
+        """
+        self._open()
+        many, sources = _listed(array)
+        if self._original is not None:
+            return self._through(lambda codec, impl: codec.encode(_theirs(impl, sources, many)))
+        self._fits(compression_config, CompressConfig, [a.buffer_size for a in sources], many)
+        if not self._algorithm:
+            raise ValueError("Codec without an algorithm: it decodes, and cannot encode")
+        return self._run("encode", sources, _outs(out, many, sources), many, (0, 8, 1))
+
+    def decode(
+        self, src: Any, data_type: Any = "", out: Any = None, decompression_config: DecompressConfig | None = None
+    ) -> Any:
+        """Decompresses an Array, or each of a list; `out` as in `encode`.
+
+        `data_type` is a type string, a name ("bfloat16") or a dtype of numpy's or
+        torch's; by default the Codec's, and `|i1` without one. Bytes are taken as
+        they are, never converted.
+
+        Raises CorruptError and FormatError (ValueErrors) for bad bytes. A
+        checksum that does not match is told by the first look at the Array, as a
+        RuntimeError, unless the Codec is `strict`. Raises RuntimeError where
+        checksums must be verified and there are none.
+        """
+        self._open()
+        kind = kind_of(data_type) if data_type else self._type or (0, 8, 1)
+        many, sources = _listed(src)
+        if self._original is not None:
+            return self._through(lambda codec, impl: codec.decode(_theirs(impl, sources, many), data_type))
+        sizes = decompression_config._sizes if decompression_config is not None else None
+        if decompression_config is not None:
+            self._mine(decompression_config, DecompressConfig)
+            if len(decompression_config._sizes) != len(sources):
+                raise ValueError(f"the config is for {len(decompression_config._sizes)} buffers, not {len(sources)}")
+        return self._run("decode", sources, _outs(out, many, sources), many, kind, sizes)
+
+    def _run(
+        self,
+        op: str,
+        sources: list[Array],
+        outs: list[Any] | None,
+        many: bool,
+        kind: Kind,
+        sizes: Sequence[int] | None = None,
+    ) -> Any:
+        device = self._device(sources)
+        hosts = [_on_host(a) for a in sources]
+        spans = [a._span for a in hosts]
+        into: list[codecs.Span | None] = [None] * len(sources)
+        need: list[int] = []
+        if outs is not None:
+            if any(isinstance(o, Array) and o._native for o in outs):
+                need = self._need(op, hosts, spans)
+            into = [_room(o, a, need[i] if need else 0) for i, (o, a) in enumerate(zip(outs, hosts, strict=True))]
+        if streams.has_allocator("host") and device is None and None in into:
+            # Memory first, as long as it may have to be.
+            need = need or self._need(op, hosts, spans)
+            into = [s if s is not None else streams.allocate("host", n) for s, n in zip(into, need, strict=True)]
+        dtype = safetensors_name(self._type or (hosts[0]._kind if hosts else kind))
+        made = codecs.run(
+            op,
+            spans,
+            algorithm=self._algorithm or None,
+            bitstream=self._bitstream,
+            chunk_size=self._chunk if op == "encode" else None,
+            level=self._level,
+            dtype=dtype,
+            checksums=op == "encode" and self._policy in _COMPUTE,
+            verify=_VERIFY[self._policy] if op == "decode" else False,
+            version=self._version,
+            out=into,
+        )
+        results = []
+        for i, coded in enumerate(made):
+            late = self._failed(coded, sources[i])
+            if sizes is not None and coded.nbytes != sizes[i]:
+                raise ValueError(f"buffer {i} decodes to {coded.nbytes} bytes, the config says {sizes[i]}")
+            given = outs[i] if outs is not None else None
+            results.append(_result(coded, into[i], given, kind, device))
+            results[i]._pending = late
+        return BatchArray(results) if many else results[0]
+
+    def _need(self, op: str, hosts: list[Array], spans: list[codecs.Span]) -> list[int]:
+        if op == "encode":
+            return self._max([a.buffer_size for a in hosts])
+        found = codecs.run("size", spans, algorithm=self._algorithm or None, bitstream=self._bitstream)
+        return [0 if c.error is not None else c.nbytes for c in found]  # the error is decode's to raise
+
+    def _failed(self, coded: codecs.Coded, source: Array) -> RuntimeError | None:
+        """Raises what is wrong with one buffer; returns what is told later."""
+        error = coded.error
+        if error is None:
+            return None
+        if isinstance(error, NotSupportedError):
+            name = original.algorithm_of(bytes(_on_host(source)._buffer())[:64])
+            if name is not None:
+                self._ask(name)  # names what is missing
+                raise NotSupportedError(f"overwire: nvcomp: say algorithm={name!r} to have nvCOMP decode this") from error
+            raise error
+        if isinstance(error, ArgumentError) and "no checksums to verify" in str(error):
+            raise RuntimeError("The stream has no checksums, and the policy is COMPUTE_AND_VERIFY.") from error
+        if coded.summed and isinstance(error, CorruptError) and not self._strict:
+            late = RuntimeError("Checksum doesn't match.")
+            late.__cause__ = error
+            return late
+        raise error
+
+    # Lengths and configs.
+
+    def compression_config(self, uncompressed_size: int | Sequence[int]) -> CompressConfig:
+        """A config for contents of these lengths, in bytes; all above 0."""
+        self._open()
+        many = not isinstance(uncompressed_size, int)
+        sizes = [uncompressed_size] if isinstance(uncompressed_size, int) else list(uncompressed_size)
+        if not sizes or min(sizes) <= 0:
+            raise ValueError("uncompressed sizes: expected some, each greater than zero")
+        return self._config(CompressConfig, sizes, many)
+
+    def decompression_config(self, src: Any) -> DecompressConfig:
+        """A config for streams like these, or for what a CompressConfig of this
+        Codec will have encoded. Raises what `decode` raises of headers."""
+        self._open()
+        if isinstance(src, CompressConfig):
+            self._mine(src, CompressConfig)
+            return self._config(DecompressConfig, list(src._sizes), src._many)
+        many, sources = _listed(src)
+        return self._config(DecompressConfig, self._sizes(sources), many)
+
+    def get_max_comp_buffer_size(self, source: Any) -> int:
+        """The most bytes that encoding an Array gives."""
+        self._open()
+        return self._max([_listed(source)[1][0].buffer_size])[0]
+
+    get_max_compressed_buffer_size = get_max_comp_buffer_size  # 5.3's notes say it so
+
+    def get_uncomp_buffer_size(self, source: Any) -> int:
+        """How many bytes a stream decodes to."""
+        self._open()
+        return self._sizes(_listed(source)[1])[0]
+
+    def get_required_compression_alignment(self) -> int:
+        """The alignment that suits nvCOMP too; nothing is required here."""
+        return 8 if self._algorithm else 16
+
+    def get_required_decompression_alignment(self) -> int:
+        """As `get_required_compression_alignment`."""
+        return 8 if self._algorithm else 16
+
+    def _sizes(self, sources: list[Array]) -> list[int]:
+        found = codecs.run(
+            "size", [_on_host(a)._span for a in sources], algorithm=self._algorithm or None, bitstream=self._bitstream
+        )
+        for coded, source in zip(found, sources, strict=True):
+            self._failed(coded, source)
+        return [c.nbytes for c in found]
+
+    def _max(self, sizes: list[int]) -> list[int]:
+        found: list[int] = codecs.max_size(
+            sizes,
+            self._algorithm,
+            bitstream=self._bitstream,
+            chunk_size=self._chunk,
+            checksums=self._policy in _COMPUTE,
+        )
+        return found
+
+    def _config(self, kind: type[_Config], sizes: list[int], many: bool) -> _Config:
+        made = object.__new__(kind)
+        made._codec, made._sizes, made._many = self, sizes, many
+        return made
+
+    def _mine(self, config: Any, kind: type[Any]) -> None:
+        if not isinstance(config, kind):
+            raise TypeError(f"expected a {kind.__name__}, got {type(config).__name__}")
+        if config._codec is not self:
+            raise ValueError(f"the {kind.__name__} is another Codec's")
+
+    def _fits(self, config: Any, kind: type[Any], sizes: list[int], many: bool) -> None:
+        if config is None:
+            return
+        self._mine(config, kind)
+        if config._sizes != sizes:
+            raise ValueError(f"the {kind.__name__} is for {config._sizes} bytes, not {sizes}")
+
+    # Where it happens.
+
+    def _device(self, sources: list[Array]) -> int | None:
+        """The GPU that results go to: the sources', else the Codec's, else, where
+        torch has one, the current; None: the host."""
+        for a in sources:
+            if a._device != (1, 0):
+                return int(self._kwargs.get("device_id", a._device[1]))
+        torch = streams.cuda_torch()
+        return None if torch is None else int(self._kwargs.get("device_id", torch.cuda.current_device()))
+
+    def _ask(self, algorithm: str) -> Any:
+        own = {k: v for k, v in self._kwargs.items() if k not in ("strict", "native_version")}
+        return original.codec(algorithm, own | {"algorithm": algorithm})
+
+    def _through(self, work: Callable[[Any, Any], Any]) -> Any:
+        codec, impl = self._original
+        made = work(codec, impl)
+        return Array(made) if hasattr(made, "shape") else BatchArray(Array(m) for m in made)
+
+    def _open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the Codec was closed")
+
+    def __enter__(self) -> Codec:
+        self._open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closed = True
+        self._original = None
+
+
+def _named(algorithm: str) -> str:
+    for name in (*codecs.algorithms(), *original.ALGORITHMS):
+        if name.lower() == algorithm.lower():
+            return name
+    if algorithm:
+        raise ValueError(f'Unknown algorithm: "{algorithm}".')
+    return ""
+
+
+def _listed(source: Any) -> tuple[bool, list[Array]]:
+    many = isinstance(source, (list, tuple))
+    return many, each(source if many else [source])
+
+
+def _on_host(array: Array) -> Array:
+    if array._strides is not None:
+        raise ValueError(f"the Array is not contiguous: its strides are {array._strides}")
+    host = array.cpu()
+    if host is None:
+        raise NotSupportedError("overwire: nvcomp: the Array lies on a GPU, and no torch is imported that could copy it")
+    return host
+
+
+def _outs(out: Any, many: bool, sources: list[Array]) -> list[Any] | None:
+    if out is None:
+        return None
+    if not many:
+        return [out]
+    if not isinstance(out, (list, tuple)) or len(out) != len(sources):
+        raise ValueError(f"out: expected a list of {len(sources)} buffers")
+    return list(out)
+
+
+def _room(out: Any, source: Array, need: int) -> codecs.Span | None:
+    """The memory of an `out`; None: new memory, for an Array of ours that is too
+    small, or lies on a GPU."""
+    array = out if isinstance(out, Array) else Array(out)
+    if array._readonly:
+        raise ValueError("out is read-only")
+    if array._strides is not None:
+        raise ValueError("out is not contiguous")
+    ours = out is array and out._native
+    if array._device != (1, 0):
+        if not ours:
+            raise NotSupportedError("overwire: nvcomp: out on a GPU is not written to: decode, and copy")
+        return None
+    if ours and array.capacity < need:
+        return None
+    at, size = array._span.address, array.capacity if ours else array.buffer_size
+    if at < source._span.address + source._span.nbytes and source._span.address < at + size:
+        raise ValueError("out overlaps the source")
+    return codecs.Span(at, size, array._span.keep if ours else array)
+
+
+def _result(coded: codecs.Coded, span: codecs.Span | None, out: Any, kind: Kind, device: int | None) -> Array:
+    if coded.nbytes % (kind[1] * kind[2] // 8):
+        raise ValueError(f"{coded.nbytes} bytes are no whole number of elements of {kind[1]} bits")
+    if span is None:
+        span = codecs.Span(coded.address, coded.nbytes, coded.memory)
+    made = Array._of(span, coded.nbytes, kind)
+    made._capacity = span.nbytes
+    if isinstance(out, Array) and out._native:
+        out.__dict__.update(made.__dict__)
+        made = out
+    elif out is not None:
+        made._native = False
+        return made
+    if device is not None:
+        moved = devices.to_device(made, index=device)
+        if moved is not None and made is out:
+            out.__dict__.update(moved.__dict__)
+        else:
+            made = moved if moved is not None else made
+    return made
+
+
+def _theirs(impl: Any, sources: list[Array], many: bool) -> Any:
+    arrays = [impl.as_array(a) for a in sources]
+    return impl.as_arrays(arrays) if many else arrays[0]
+
+
+def backends() -> dict[str, str]:
+    """What does the work of each algorithm on this machine: "cpu", "nvcomp
+    VERSION", or the wheel that is missing."""
+    found = dict.fromkeys(codecs.algorithms(), "cpu" if streams.cuda_torch() is None else "cpu, copied from and to the GPU")
+    return found | dict.fromkeys(original.ALGORITHMS, original.backend())

@@ -1,0 +1,89 @@
+"""Types of elements: DLPack's triples, type strings, and names.
+
+A kind is DLPack's (code, bits, lanes).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+__all__ = ["Kind", "kind_of", "numpy_dtype", "safetensors_name", "typestr"]
+
+Kind = tuple[int, int, int]
+
+_CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
+_LETTERS = {code: letter for letter, code in _CODES.items()}
+
+# What numpy has no type string for.
+_NAMED: dict[str, Kind] = {
+    "bfloat16": (4, 16, 1),
+    "float8_e4m3fn": (10, 8, 1),
+    "float8_e4m3fnuz": (11, 8, 1),
+    "float8_e5m2": (12, 8, 1),
+    "float8_e5m2fnuz": (13, 8, 1),
+    "float8_e8m0fnu": (14, 8, 1),
+}
+_NAMES = {kind: name for name, kind in _NAMED.items()}
+
+_PLAIN = {"bool": "|b1", "complex64": "<c8", "complex128": "<c16"}
+_PLAIN |= {f"{word}{bits}": f"<{word[0]}{bits // 8}" for word in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
+
+_SAFETENSORS: dict[Kind, str] = {
+    (4, 16, 1): "BF16",
+    (2, 16, 1): "F16",
+    (2, 32, 1): "F32",
+    (10, 8, 1): "F8_E4M3",
+    (12, 8, 1): "F8_E5M2",
+}
+
+
+def kind_of(data_type: Any) -> Kind:
+    """The kind that a type string, a name, or a dtype of numpy's or torch's means.
+
+    Raises ValueError "Unknown output data type" for others.
+    """
+    text = data_type if isinstance(data_type, str) else ""
+    if not text and type(data_type).__module__ == "torch":
+        text = str(data_type).removeprefix("torch.")
+    elif not text and hasattr(data_type, "kind") and hasattr(data_type, "str"):
+        text = data_type.name if data_type.kind == "V" or data_type.name in _NAMED else data_type.str
+    elif not text and isinstance(data_type, type):
+        text = data_type.__name__
+    if text in _NAMED:
+        return _NAMED[text]
+    if text == "|f1":  # nvCOMP's FP8
+        return _NAMED["float8_e4m3fn"]
+    text = _PLAIN.get(text, text)
+    found = re.fullmatch(r"([<|])([iufcb])(1|2|4|8|16)", text)
+    size = int(found[3]) if found else 0
+    sizes = {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8), "c": (8, 16), "b": (1,)}
+    if found is None or size not in sizes[found[2]] or (found[1] == "|" and size != 1):
+        raise ValueError(f"Unknown output data type: {data_type!r}")
+    return _CODES[found[2]], 8 * size, 1
+
+
+def typestr(kind: Kind) -> str:
+    """The array protocol's type string; what it cannot say is opaque ("<V2")."""
+    code, bits, lanes = kind
+    size = bits * lanes // 8
+    mark = "|" if size == 1 else "<"
+    letter = _LETTERS.get(code, "V") if lanes == 1 else "V"
+    return f"{mark}{letter}{size}"
+
+
+def numpy_dtype(kind: Kind) -> Any:
+    """numpy's dtype, with those of ml_dtypes. Raises ImportError without them."""
+    import numpy
+
+    name = _NAMES.get(kind)
+    if name is None:
+        return numpy.dtype(typestr(kind))
+    import ml_dtypes
+
+    return numpy.dtype(getattr(ml_dtypes, name))
+
+
+def safetensors_name(kind: Kind) -> str | None:
+    """What X16 is told of the bytes; None: it finds out."""
+    return _SAFETENSORS.get(kind)

@@ -1,0 +1,116 @@
+"""nvCOMP's enumerations: names, numbers, texts and equality as it has them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = [
+    "ArrayBufferKind",
+    "BitcompMode",
+    "BitshuffleMode",
+    "BitstreamKind",
+    "CascadedCoarseGrainedEncoding",
+    "CascadedFineGrainedEncoding",
+    "CascadedMode",
+    "CascadedTerminalCodec",
+    "ChecksumPolicy",
+    "DecompressBackend",
+    "ExecutionPolicy",
+]
+
+
+class _Number(Enum):
+    """A member is equal to itself alone, and hashes and converts as its number."""
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    __index__ = __int__
+
+    def __hash__(self) -> int:
+        return int(self.value)
+
+
+class ArrayBufferKind(_Number):
+    """Where an Array's bytes lie."""
+
+    STRIDED_DEVICE = 1
+    STRIDED_HOST = 2
+
+
+class BitstreamKind(_Number):
+    """How compressed bytes are wrapped."""
+
+    NVCOMP_NATIVE = 0
+    RAW = 1
+    WITH_UNCOMPRESSED_SIZE = 2
+
+
+class ChecksumPolicy(_Number):
+    """Whether encoding computes checksums and decoding verifies them."""
+
+    NO_COMPUTE_NO_VERIFY = 0
+    COMPUTE_AND_NO_VERIFY = 1
+    NO_COMPUTE_AND_VERIFY_IF_PRESENT = 2
+    COMPUTE_AND_VERIFY_IF_PRESENT = 3
+    COMPUTE_AND_VERIFY = 4
+
+
+class DecompressBackend(_Number):
+    """Which hardware decodes; there is no decompression engine here."""
+
+    NVCOMP_DECOMPRESS_BACKEND_DEFAULT = 0
+    NVCOMP_DECOMPRESS_BACKEND_HARDWARE = 1
+    NVCOMP_DECOMPRESS_BACKEND_CUDA = 2
+
+
+class BitshuffleMode(_Number):
+    """Shuffling of bits before LZ4."""
+
+    NVCOMP_BITSHUFFLE_NONE = 0
+    NVCOMP_BITSHUFFLE_MSB_FIRST = 1
+    NVCOMP_BITSHUFFLE_LSB_FIRST = 2
+
+
+class ExecutionPolicy(_Number):
+    """What nvCOMP's kernels are tuned for; it makes no difference here."""
+
+    CONCURRENCY = 0
+    LATENCY = 1
+
+
+class BitcompMode(_Number):
+    """Bitcomp: lossless, or lossy floating point."""
+
+    BITCOMP_LOSSLESS = 0
+    BITCOMP_LOSSY_FP_TO_SIGNED = 1
+    BITCOMP_LOSSY_FP_TO_UNSIGNED = 2
+
+
+class CascadedMode(_Number):
+    """Cascaded: which side is to be fast."""
+
+    ASYMMETRIC = 1
+    SYMMETRIC = 2
+
+
+class CascadedCoarseGrainedEncoding(_Number):
+    """Cascaded: encodings of whole chunks."""
+
+    NONE = 0
+
+
+class CascadedFineGrainedEncoding(_Number):
+    """Cascaded: encodings inside chunks."""
+
+    NONE = 0
+    DELTA = 1
+    RLE = 2
+    FOR = 4
+
+
+class CascadedTerminalCodec(_Number):
+    """Cascaded: the last step."""
+
+    UNSPECIFIED = 0
+    CASCADED_BITPACK = 1

@@ -1,0 +1,27 @@
+"""nvidia.nvcomp.external_memory: what an allocator returns whose memory needs
+its stream to be freed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["ExternalMemory"]
+
+
+class ExternalMemory:
+    """Holds a memory object and the stream that its end needs: the stream goes
+    last."""
+
+    def __init__(self, mem_handle: Any, stream_handle: Any = None) -> None:
+        self._mem_handle = mem_handle
+        self._stream_handle = stream_handle
+
+    @property
+    def ptr(self) -> int:
+        """The address of the memory."""
+        address: int = self._mem_handle.ptr
+        return address
+
+    def __del__(self) -> None:
+        del self._mem_handle
+        del self._stream_handle

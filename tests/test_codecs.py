@@ -1,0 +1,239 @@
+"""overwire.codecs: streams that other libraries read and write, on all cores."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import threading
+import time
+import zlib
+
+import cramjam
+import lz4.block
+import overwire as ow
+import pytest
+import zstandard
+from overwire import codecs
+
+SIZES = (0, 1, 7, 65535, 65536, 65537, 10_000_000)
+
+# What the standard library and the reference libraries make of a raw block:
+# (encode, decode to n bytes).
+OTHERS = {
+    "LZ4": (
+        lambda b: lz4.block.compress(b, store_size=False),
+        lambda b, n: lz4.block.decompress(b, uncompressed_size=n),
+    ),
+    "Snappy": (
+        lambda b: bytes(cramjam.snappy.compress_raw(b)),
+        lambda b, n: bytes(cramjam.snappy.decompress_raw(b)),
+    ),
+    "Zstd": (
+        lambda b: zstandard.ZstdCompressor().compress(b),
+        lambda b, n: zstandard.ZstdDecompressor().decompress(b, max_output_size=max(n, 1)),
+    ),
+    "Deflate": (
+        lambda b: zlib.compress(b, wbits=-15),
+        lambda b, n: zlib.decompress(b, wbits=-15),
+    ),
+    "Gzip": (gzip.compress, lambda b, n: gzip.decompress(b)),
+}
+
+
+def content(size: int, seed: int = 3) -> bytes:
+    """Bytes that compress somewhat, in long and short runs."""
+    r = random.Random(seed)
+    words = [r.randbytes(r.randrange(3, 40)) for _ in range(300)]
+    out = bytearray()
+    while len(out) < min(size, 200_000):
+        out += r.choice(words)
+    while len(out) < size:
+        out += out[: size - len(out)]
+    return bytes(out[:size])
+
+
+@pytest.fixture(scope="module")
+def contents() -> dict[int, bytes]:
+    return {size: content(size) for size in SIZES}
+
+
+@pytest.mark.parametrize("algorithm", sorted(OTHERS))
+def test_raw_streams_cross_decode(algorithm: str, contents: dict[int, bytes]) -> None:
+    """Raw and sized blocks, both ways, at every size that is special."""
+    encode, decode = OTHERS[algorithm]
+    for size, plain in contents.items():
+        prefix = size.to_bytes(4 if algorithm == "LZ4" else 8, "little")
+        ours = bytes(codecs.encode(plain, algorithm, bitstream="raw"))
+        assert decode(ours, size) == plain, size
+        sized = bytes(codecs.encode(plain, algorithm, bitstream="with_size"))
+        assert sized == prefix + ours, size
+        theirs = encode(plain)
+        assert codecs.decode(theirs, algorithm, bitstream="raw") == plain, size
+        assert codecs.decode(prefix + theirs, algorithm, bitstream="with_size") == plain, size
+        assert codecs.content_size(theirs, algorithm, bitstream="raw") == size
+
+
+@pytest.mark.parametrize("algorithm", codecs.algorithms())
+def test_native_chunks_are_blocks_of_the_library(algorithm: str, contents: dict[int, bytes]) -> None:
+    """Every chunk of a native stream decodes by the reference library, where the header says it is."""
+    for version, (at_chunk, at_offset) in {5: (48, 56), 6: (32, 40)}.items():
+        for size, plain in contents.items():
+            if size == 10_000_000 and version == 5:
+                continue  # the same chunks behind another header
+            made = bytes(codecs.encode(plain, algorithm, version=version, chunk_size=65536))
+            assert codecs.decode(made) == plain
+            u64 = [int.from_bytes(made[i : i + 8], "little") for i in range(0, 64, 8)]
+            count = -(-size // 65536)
+            assert (u64[2], u64[3], u64[at_chunk // 8]) == (size, count, 65536)
+            offset = int.from_bytes(made[at_offset : at_offset + 4], "little")
+            assert offset + u64[1] == len(made)
+            if algorithm not in OTHERS:
+                continue
+            tables = [int.from_bytes(made[offset - 16 * count + 8 * i :][:8], "little") for i in range(2 * count)]
+            for k in range(count):
+                start = offset + tables[k]
+                part = plain[k * 65536 : (k + 1) * 65536]
+                assert OTHERS[algorithm][1](made[start : start + tables[count + k]], len(part)) == part
+
+
+def test_frames_of_streaming_writers_decode() -> None:
+    """Frames without a length, several of them, and members of gzip, as files have them."""
+    plain = content(300_000)
+    c = zstandard.ZstdCompressor().compressobj()
+    unsized = c.compress(plain) + c.flush()
+    assert zstandard.frame_content_size(unsized) == -1
+    two = unsized + zstandard.ZstdCompressor().compress(plain)
+    for stream, want in ((unsized, plain), (two, plain + plain)):
+        assert codecs.decode(stream, "zstd", bitstream="raw") == want
+    assert codecs.decode(gzip.compress(plain) * 3, "GZIP", bitstream="raw") == plain * 3
+
+
+def test_x16_beats_zstd_on_weights() -> None:
+    """Our own codec, by its own name, on bf16."""
+    import torch
+
+    torch.manual_seed(1)
+    weights = (torch.randn(1 << 20) * 0.02).bfloat16().view(torch.uint8)
+    made = {a: codecs.encode(weights, a) for a in ("X16", "Zstd")}
+    assert codecs.decode(made["X16"]) == memoryview(weights.numpy())
+    assert made["X16"].nbytes < 0.68 * weights.numel() < made["Zstd"].nbytes
+    assert codecs.encode(weights, dtype="BF16").nbytes == made["X16"].nbytes
+
+
+def test_lists_empty_lists_and_out() -> None:
+    parts = [b"", b"a", content(1000), content(100_000)]
+    made = codecs.encode(parts, "lz4")
+    assert codecs.decode(made) == parts
+    assert codecs.encode([], "lz4") == codecs.decode([]) == []
+    assert codecs.content_size(made) == [len(p) for p in parts]
+    room = [bytearray(len(p) + 3) for p in parts]
+    back = codecs.decode(made, out=room)
+    assert [bytes(b) for b in back] == parts and [bytes(r[: len(p)]) for r, p in zip(room, parts, strict=True)] == parts
+    with pytest.raises(ow.ArgumentError, match="the output has 5 bytes, 1000 are needed"):
+        codecs.decode(made[2], out=bytearray(5))
+    with pytest.raises(ow.ArgumentError):
+        codecs.decode(made, out=[None])
+    with pytest.raises(ow.ArgumentError, match="read-only|not writable"):
+        codecs.decode(made[1], out=b"12345")
+    assert codecs.max_size([10, 1000], "Snappy") == [codecs.max_size(10, "Snappy"), codecs.max_size(1000, "Snappy")]
+
+
+def test_what_is_a_buffer() -> None:
+    import numpy
+    import torch
+
+    grid = torch.arange(12).reshape(3, 4)
+    for source in (grid, grid.numpy(), memoryview(grid.numpy()), bytearray(grid.numpy().tobytes())):
+        assert bytes(codecs.decode(codecs.encode(source, "lz4"))) == grid.numpy().tobytes()
+    for wrong in (grid.t(), numpy.arange(9)[::2], 3, "text", None):
+        with pytest.raises(ow.ArgumentError):
+            codecs.encode(wrong, "lz4")
+
+
+def test_results_outlive_everything_and_are_freed() -> None:
+    """A thousand batches leave no memory behind, and a view keeps its own."""
+    kept = codecs.decode(codecs.encode(content(500_000), "snappy"))
+    before = _resident()
+    made = codecs.encode(content(1_000_000), "snappy")
+    for _ in range(300):
+        codecs.decode([made, made])
+    assert _resident() - before < 40 << 20
+    assert kept == content(500_000)
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_bad_bytes_are_typed_errors() -> None:
+    made = bytes(codecs.encode(content(5000), "Zstd", chunk_size=1024))
+    for n in range(0, len(made) - 8, 37):
+        with pytest.raises((ow.CorruptError, ow.FormatError)):
+            codecs.decode(made[:n])
+    damaged = bytearray(codecs.encode(content(5000), "Zstd", checksums=True))
+    damaged[-30] ^= 1
+    with pytest.raises(ow.CorruptError, match="Checksum doesn't match") as error:
+        codecs.decode(damaged)
+    assert error.value.chunk == 0
+    with pytest.raises(ow.ArgumentError, match="no checksums"):
+        codecs.decode(codecs.encode(b"abc"), verify="always")
+    for name in ("ANS", "Bitcomp", "GDeflate", "Cascaded"):
+        with pytest.raises(ow.NotSupportedError, match=name):
+            codecs.encode(b"abc", name)
+    with pytest.raises(ow.ArgumentError, match="nope"):
+        codecs.encode(b"abc", "nope")
+
+
+def test_other_threads_run_meanwhile() -> None:
+    """Encoding holds no lock of Python's: a counting thread goes on counting."""
+    plain = content(10_000_000)
+    ticks, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            ticks[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    start = time.monotonic()
+    codecs.encode([plain] * 2, "Deflate", level=4)
+    took = time.monotonic() - start
+    stop.set()
+    thread.join()
+    assert took > 0.05 and ticks[0] > 5, (took, ticks)
+
+
+def test_foreign_memory_works_in_a_forked_child() -> None:
+    """Buffers and DLPack enter no Go: a child of a process that has used the engine has them."""
+    import torch
+
+    codecs.encode(b"abc")
+    tensor = torch.arange(4)
+    child = os.fork()
+    if child == 0:
+        try:
+            ok = codecs.span(tensor).nbytes == 32 and torch.from_dlpack(_Holder(codecs.lent(tensor))).sum() == 6
+            try:
+                codecs.encode(b"abc")
+            except ow.ForkedError:
+                os._exit(0 if ok else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class _Holder:
+    """A Lent, handed on."""
+
+    def __init__(self, lent: codecs.Lent) -> None:
+        self.lent = lent
+
+    def __dlpack__(self, **kwargs: object) -> object:
+        t = self.lent
+        return codecs.dlpack(t, t.address, t.shape, t.strides or (1,), t.kind, t.device)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.lent.device
