@@ -132,7 +132,8 @@ def build_library(out: Path = LIBRARY, asan: bool = False) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build", dir=out.parent) as t:
         made = Path(t) / out.name
-        command = [go_command(), "build", "-trimpath", "-tags=pyext,netgo,osusergo", "-buildmode=c-shared"]
+        tags = "pyext,netgo,osusergo" + (",nostores" if asan else "")  # what the sanitizer has nothing to say of
+        command = [go_command(), "build", "-trimpath", f"-tags={tags}", "-buildmode=c-shared"]
         command += ["-asan"] if asan else []
         command += [f"-ldflags={ldflags}", "-o", str(made), "./gosrc/bind/core"]
         done = subprocess.run(command, cwd=ROOT, env=env, check=False)

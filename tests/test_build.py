@@ -112,13 +112,13 @@ def test_sdist_has_the_tree(dist: Path) -> None:
     assert len({m.mtime for m in members}) == 1 and all(m.uid == 0 for m in members)
 
 
-@pytest.mark.parametrize("how", ["wheel", "tree", "editable", "sdist"])
+@pytest.mark.parametrize("how", ["wheel", "editable", "sdist"])
 def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> None:
     """Into a fresh environment, with build isolation, without an index and without Go's proxy."""
     tree = tmp_path / "tree"
-    if how in ("tree", "editable"):  # a copy: other tests use the library in this one
+    if how == "editable":  # a copy: other tests use the library in this one
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "dist", "tests", "*.so", "__pycache__"))
-    what = {"wheel": [wheel], "tree": [tree], "editable": ["-e", tree], "sdist": list(dist.glob("*.tar.gz"))}[how]
+    what = {"wheel": [wheel], "editable": ["-e", tree], "sdist": list(dist.glob("*.tar.gz"))}[how]
     venv = tmp_path / "venv"
     tool(sys.executable, "-m", "venv", venv)
     python = venv / "bin/python"

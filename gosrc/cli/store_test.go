@@ -1,3 +1,5 @@
+//go:build !nostores
+
 package cli
 
 import (

@@ -14,11 +14,10 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 	"github.com/overwire/overwire/gosrc/source/http"
 	"github.com/overwire/overwire/gosrc/source/pipe"
-	"github.com/overwire/overwire/gosrc/source/redis"
-	"github.com/overwire/overwire/gosrc/source/s3"
 )
 
-// schemes says who opens what. A name without a scheme is a local path.
+// schemes says who opens what, beside stores. A name without a scheme is a local
+// path.
 var schemes = map[string]func(ctx context.Context, uri string, opt source.Options) (source.Source, error){
 	"": func(_ context.Context, path string, _ source.Options) (source.Source, error) {
 		return wrap(file.Open(path))
@@ -33,19 +32,10 @@ var schemes = map[string]func(ctx context.Context, uri string, opt source.Option
 	"http":  overHTTP,
 	"https": overHTTP,
 	"hf":    overHTTP,
-	"s3": func(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
-		return wrap(s3.Open(ctx, uri, opt))
-	},
-	"redis":  inRedis,
-	"rediss": inRedis,
 }
 
 func overHTTP(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
 	return wrap(http.Open(ctx, uri, opt))
-}
-
-func inRedis(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
-	return wrap(redis.Open(ctx, uri, opt))
 }
 
 // wrap keeps a nil *file.File from becoming a Source that is not nil.
@@ -92,6 +82,9 @@ func Own(opt source.Options) func(ctx context.Context, uri string) (source.Sourc
 	return func(ctx context.Context, uri string) (source.Source, error) {
 		fn, ok := schemes[Scheme(uri)]
 		if !ok {
+			fn = stores[Scheme(uri)].open
+		}
+		if fn == nil {
 			return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
 				Err: fault.New(fault.ErrNotSupported, "scheme %q; a local path is meant by ./%s", Scheme(uri), uri)}
 		}

@@ -9,23 +9,16 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/source"
-	"github.com/overwire/overwire/gosrc/source/redis"
-	"github.com/overwire/overwire/gosrc/source/s3"
 )
 
-// A store is what can be done at a scheme beside reading.
+// A store is what can be done at a scheme that can be written to. Local files
+// are none: they have rules of their own (save).
 type store struct {
-	create func(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error)
-	remove func(ctx context.Context, uri string, opt source.Options) error
-	list   func(ctx context.Context, uri string, opt source.Options) ([]string, error)
-}
-
-// stores are the schemes that can be written to. Local files are not among
-// them: they have rules of their own (save).
-var stores = map[string]store{
-	"s3":     {s3.Create, s3.Remove, s3.List},
-	"redis":  {redis.Create, redis.Remove, nil},
-	"rediss": {redis.Create, redis.Remove, nil},
+	open    func(ctx context.Context, uri string, opt source.Options) (source.Source, error)
+	create  func(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error)
+	remove  func(ctx context.Context, uri string, opt source.Options) error
+	list    func(ctx context.Context, uri string, opt source.Options) ([]string, error)
+	presign func(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error)
 }
 
 // Writable reports whether objects can be written at a URI that is no local
@@ -75,10 +68,11 @@ func Lister(opt source.Options) func(ctx context.Context, uri string) ([]string,
 // Presign makes a URL that reads an object without credentials until it
 // expires. It is a secret.
 func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
-	if Scheme(uri) != "s3" {
+	s := stores[Scheme(uri)]
+	if s.presign == nil {
 		return "", &fault.At{Verb: "presign", Source: uri, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrNotSupported, "only s3:// has such URLs")}
 	}
-	return s3.Presign(ctx, uri, uncached(opt), expires)
+	return s.presign(ctx, uri, uncached(opt), expires)
 }
 
 // Put writes an object of a few bytes, and removes what it makes stale once it

@@ -1,0 +1,5 @@
+//go:build nostores
+
+package open
+
+var stores map[string]store

@@ -1,0 +1,29 @@
+//go:build !nostores
+
+package open
+
+import (
+	"context"
+
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/redis"
+	"github.com/overwire/overwire/gosrc/source/s3"
+)
+
+// stores are the schemes that can be written to. The tag nostores leaves them
+// out of builds that have nothing to say of them, and would compile their
+// libraries for long.
+var stores = map[string]store{
+	"s3": {
+		func(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
+			return wrap(s3.Open(ctx, uri, opt))
+		},
+		s3.Create, s3.Remove, s3.List, s3.Presign,
+	},
+	"redis":  {inRedis, redis.Create, redis.Remove, nil, nil},
+	"rediss": {inRedis, redis.Create, redis.Remove, nil, nil},
+}
+
+func inRedis(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
+	return wrap(redis.Open(ctx, uri, opt))
+}
