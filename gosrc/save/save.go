@@ -166,6 +166,9 @@ func (s *Spec) check() error {
 		return bad("threads must not be negative")
 	case s.Shard < 0:
 		return bad("shard must not be negative")
+	case tensorizer(s.Path) && remote(s.Path):
+		return &fault.At{Verb: "save", Source: s.Path, Chunk: -1, Offset: -1,
+			Err: fault.New(fault.ErrNotSupported, ".tensors files are written to local paths only")}
 	case tensorizer(s.Path) && s.Shard > 0:
 		return bad(".tensors files are not sharded")
 	case tensorizer(s.Path) && len(s.Metadata) > 0:
