@@ -14,7 +14,7 @@ STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 # Rooms where several goroutines meet, for the race detector.
-RACE := ./gosrc/bind/face/... ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/load/... \
+RACE := ./gosrc/bind/face/... ./gosrc/bitstream/... ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/load/... \
         ./gosrc/pipeline/... ./gosrc/preload/... ./gosrc/ring/... ./gosrc/save/... ./gosrc/source/...
 
 # Rooms that are other code without SIMD.
