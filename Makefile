@@ -9,18 +9,20 @@ PY        := $(VENV)/bin/python
 BIN       := build/bin
 FUZZTIME  ?= 30s
 JOBS      ?= 2
+BUILT     ?= build
 
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 # Rooms where several goroutines meet, for the race detector.
-RACE := ./gosrc/bind/face/... ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/load/... \
+RACE := ./gosrc/bind/face/... ./gosrc/bitstream/... ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/load/... \
         ./gosrc/pipeline/... ./gosrc/preload/... ./gosrc/ring/... ./gosrc/save/... ./gosrc/source/file ./gosrc/source/http \
         ./gosrc/source/retry ./gosrc/source/parts ./gosrc/source/cache ./gosrc/source/spool ./gosrc/source/pipe
 
-# Without the libraries of S3 and Redis, whose compilation would take most of the
-# time: `make race` has them.
-LEAN := -tags=netgo,osusergo,nostores
+# The suite leaves out what takes most of its time to compile, S3's library and a
+# server to test it against: `make stores` has them.
+LEAN  := -tags=netgo,osusergo,nostores
+ROOMS  = $$(go list ./gosrc/... | grep -v '/source/s3$$')
 
 # Rooms that are other code without SIMD.
 TWINS := ./gosrc/codec/... ./gosrc/device/cpu ./gosrc/pipeline
@@ -35,7 +37,7 @@ export GOEXPERIMENT ?= simd
 export GOFLAGS ?= -tags=netgo,osusergo
 export FUZZTIME JOBS
 
-.PHONY: help venv build gen servers test lint gotest race fuzz pytest wheel asan demo bench clean
+.PHONY: help venv build gen engine packages stores test lint gotest fuzz pytest wheel asan demo bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,57 +70,62 @@ $(BIN)/versitygw: # the S3 server of the tests
 	GOBIN=$(CURDIR)/$(BIN) GOEXPERIMENT= CGO_ENABLED=0 go install -ldflags="-s -w" $(VERSITYGW)
 
 test: ## all of it: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
-	@$(MAKE) --no-print-directory -j2 build $(BIN)/staticcheck $(BIN)/gopy servers
-	@for step in lint gotest fuzz wheel asan pytest; do \
+	@$(MAKE) --no-print-directory -j3 venv engine $(BIN)/staticcheck $(BIN)/gopy packages
+	@for step in build "lint gotest" fuzz "wheel asan" pytest; do \
 		start=$$(date +%s); \
-		$(MAKE) --no-print-directory $$step || { echo "make $$step failed"; exit 1; }; \
-		[ $$step = pytest ] || echo "-- $$step: $$(($$(date +%s) - start)) s"; \
+		$(MAKE) --no-print-directory -j2 -O BUILT= $$step || { echo "make $$step failed"; exit 1; }; \
+		echo "-- $$step: $$(($$(date +%s) - start)) s"; \
 	done
 
-servers: export DEBIAN_FRONTEND = noninteractive
-servers: ## real servers that tests start, where they can be installed; tests skip what is not there
+engine: # compiled while the virtual environment is filled
+	$(PYTHON) setup.py ext
+
+packages: export DEBIAN_FRONTEND = noninteractive
+packages: # servers that the system has packages of, where they can be installed; tests skip what is not there
 	@export PATH="$$PATH:/usr/sbin"; for s in nginx:nginx-light redis-server:redis-server; do \
 		command -v $${s%%:*} >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		{ apt-get update -qq; apt-get install -y -qq --no-install-recommends $${s##*:}; } >/dev/null 2>&1; } || \
 		echo "$${s%%:*} is not here and cannot be installed: its tests are skipped"; \
 	done
-	@$(MAKE) --no-print-directory $(BIN)/versitygw || echo "versitygw cannot be built: the tests of S3 are skipped"
+
+stores: build packages $(BIN)/versitygw $(BIN)/staticcheck ## what `make test` leaves out: S3 against a real server, vetted, with the race detector
+	go vet ./gosrc/...
+	$(BIN)/staticcheck ./gosrc/...
+	go test ./gosrc/source/... ./gosrc/save ./gosrc/cli
+	go test -race -short ./gosrc/source/... ./gosrc/save
+	$(PY) -m pytest -n 0 tests/test_stores.py
 
 lint: venv $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
 	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }
-	go vet ./gosrc/...
-	$(BIN)/staticcheck $(LEAN) $$(go list ./gosrc/... | grep -v '/source/s3$$\|/source/redis$$')
-	CGO_ENABLED=0 go vet ./gosrc/...
+	go vet $(LEAN) $(ROOMS)
+	$(BIN)/staticcheck $(LEAN) $(ROOMS)
+	CGO_ENABLED=0 go vet $(LEAN) $(ROOMS)
 	GOEXPERIMENT= go vet $(TWINS)
 	$(PY) -m ruff check --quiet .
 	$(PY) -m mypy --strict python/overwire setup.py wheels
 
 gotest: ## Go tests: with SIMD, the decoders' without, the GPU's on a fake driver, and under the race detector
-	go test ./gosrc/...
+	go test $(LEAN) $(ROOMS)
 	GOEXPERIMENT= go test $(TWINS)
 	@$(MAKE) --no-print-directory fakegpu
 	go test $(LEAN) -race -short $(RACE)
 
-race: ## the race detector over all rooms, S3 and Redis too; staticcheck likewise
-	go test -race -short ./gosrc/...
-	$(BIN)/staticcheck ./gosrc/...
-
 fuzz: ## every fuzz target for FUZZTIME (30s), JOBS (2) at a time
 	.ci/fuzz
 
-pytest: build ## the Python tests
+pytest: $(BUILT) ## the Python tests
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup
 
 wheel: venv ## dist/: the wheel and the sdist, audited, the wheel imported by every Python here
 	$(PY) wheels/build.py dist
 	$(PY) wheels/check.py dist/*.whl
 
-asan: build ## Python tests of the engine under AddressSanitizer
+asan: $(BUILT) ## Python tests of the engine under AddressSanitizer
 	@rm -rf build/asan && mkdir -p build/asan
 	@cp -r python/overwire build/asan/
 	$(PY) setup.py asan build/asan/overwire/_core.abi3.so
 	LD_PRELOAD=$(ASAN_LIBS) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/asan OVERWIRE_TEST_ASAN=1 \
-		$(PY) -m pytest -p no:cacheprovider -n 0 $(ASAN_TESTS)
+		$(PY) -m pytest -p no:cacheprovider -n $(JOBS) $(ASAN_TESTS)
 
 demo: build ## the main job on real weights, with figures and proof
 	$(PY) examples/demo.py
@@ -144,9 +151,9 @@ $(NVCC):
 # tells it.
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test -tags owfake,netgo,osusergo ./gosrc/device/cuda
+		go test -tags owfake,netgo,osusergo,nostores ./gosrc/device/cuda
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test -tags owfake,netgo,osusergo -run Fake ./gosrc/bench ./gosrc/cli
+		go test -tags owfake,netgo,osusergo,nostores -run Fake ./gosrc/bench ./gosrc/cli
 
 gpubench: build ## on a machine with a GPU: its tests, the memory checkers, every figure
 	PYTHON=$(PY) tests/device_run.sh

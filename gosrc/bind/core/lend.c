@@ -65,7 +65,9 @@ PyObject *ow_buffer_of(PyObject *self, PyObject *args)
 static int getbuffer(PyObject *self, struct ow_view *view, int flags)
 {
 	view->obj = NULL;
-	PyObject *o = PyObject_CallMethod(self, "_buffer", NULL);
+	PyObject *method = PyObject_GetAttrString(self, "_buffer");
+	PyObject *o = method != NULL ? PyObject_CallObject(method, NULL) : NULL;
+	Py_XDECREF(method);
 	if (o == NULL)
 		return -1;
 	int r = PyObject_GetBuffer(o, view, flags); // holds what it shows

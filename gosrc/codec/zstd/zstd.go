@@ -23,7 +23,9 @@ const maxWindow = 128 << 20
 var (
 	encoders = sync.Pool{New: func() any {
 		// CRC off: nvCOMP's frames have none, and containers have sums of their own.
-		e, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true), zstd.WithEncoderCRC(false))
+		// All literals: weights have no matches and are worth coding all the same.
+		e, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true), zstd.WithEncoderCRC(false),
+			zstd.WithAllLitEntropyCompression(true))
 		if err != nil {
 			return err
 		}
