@@ -37,7 +37,7 @@ export GOEXPERIMENT ?= simd
 export GOFLAGS ?= -tags=netgo,osusergo
 export FUZZTIME JOBS
 
-.PHONY: help venv build gen engine packages stores test lint gotest fuzz pytest wheel asan demo bench clean
+.PHONY: help venv build gen engine packages stores test lint golint pylint gotest fuzz pytest wheel asan demo bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,14 +70,13 @@ $(BIN)/versitygw: # the S3 server of the tests
 	GOBIN=$(CURDIR)/$(BIN) GOEXPERIMENT= CGO_ENABLED=0 go install -ldflags="-s -w" $(VERSITYGW)
 
 test: ## all of it: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
-	@$(MAKE) --no-print-directory -j3 venv engine $(BIN)/staticcheck $(BIN)/gopy packages
-	@for step in build "lint gotest" fuzz "wheel asan" pytest; do \
+	@for step in "packages venv engine golint gotest $(BIN)/gopy" "build pylint" fuzz "wheel asan" pytest; do \
 		start=$$(date +%s); \
-		$(MAKE) --no-print-directory -j2 -O BUILT= $$step || { echo "make $$step failed"; exit 1; }; \
+		$(MAKE) --no-print-directory -j3 -O BUILT= $$step || { echo "make $$step failed"; exit 1; }; \
 		echo "-- $$step: $$(($$(date +%s) - start)) s"; \
 	done
 
-engine: # compiled while the virtual environment is filled
+engine: # compiled, like the Go tests, while the virtual environment is filled
 	$(PYTHON) setup.py ext
 
 packages: export DEBIAN_FRONTEND = noninteractive
@@ -95,12 +94,16 @@ stores: build packages $(BIN)/versitygw $(BIN)/staticcheck ## what `make test` l
 	go test -race -short ./gosrc/source/... ./gosrc/save
 	$(PY) -m pytest -n 0 tests/test_stores.py
 
-lint: venv $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
+lint: golint pylint ## gofmt, vet, staticcheck, ruff, mypy
+
+golint: $(BIN)/staticcheck
 	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }
 	go vet $(LEAN) $(ROOMS)
 	$(BIN)/staticcheck $(LEAN) $(ROOMS)
 	CGO_ENABLED=0 go vet $(LEAN) $(ROOMS)
 	GOEXPERIMENT= go vet $(TWINS)
+
+pylint: venv
 	$(PY) -m ruff check --quiet .
 	$(PY) -m mypy --strict python/overwire setup.py wheels
 
