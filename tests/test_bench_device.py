@@ -67,6 +67,7 @@ def test_an_error_is_told(model: Path) -> None:
     assert "NotFoundError" in _bench_device.answer(["0", "load", "cpu", str(model / "none")])["error"]
 
 
+@pytest.mark.slow
 def test_rows_through_the_command_line(tmp_path: Path) -> None:
     """Start-up and a cold disk, with real processes: figures or a reason, a
     report in the file as on the screen, and nothing left behind."""

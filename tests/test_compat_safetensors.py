@@ -144,6 +144,7 @@ def test_the_compiled_module() -> None:
     assert set(theirs.__all__) <= set(vars(mine))
 
 
+@pytest.mark.slow
 def test_under_its_original_name(script: Any) -> None:
     """In the place of the package its modules are found by their names."""
     script("""

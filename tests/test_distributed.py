@@ -77,6 +77,7 @@ def test_two_ranks(folder: Path) -> None:
     ranks(folder, 2, "every_way", "wanted", "failing")
 
 
+@pytest.mark.slow
 def test_four_ranks_a_subgroup_and_two_hosts(folder: Path) -> None:
     ranks(folder, 4, "every_way", "subgroup", "hosts")
 

@@ -94,6 +94,7 @@ def test_the_single_example_runs_unchanged(tmp_path: Path) -> None:
     assert run(tmp_path, "run_single.py") == f"a0: {rows(8)}\n"
 
 
+@pytest.mark.slow
 def test_the_parallel_example_runs_unchanged(tmp_path: Path) -> None:
     ow.save_file({"a0": rows(8)}, tmp_path / "a.safetensors", compress=False)
     ow.save_file({"b0": rows(8)}, tmp_path / "b.safetensors")
@@ -104,6 +105,7 @@ def test_the_parallel_example_runs_unchanged(tmp_path: Path) -> None:
         assert f"RANK {rank}: tensor_b0_sharded={rows(4)}" in said
 
 
+@pytest.mark.slow
 def test_ranks_share_what_they_loaded(tmp_path: Path) -> None:
     """get_tensor, get_sharded (uneven), push, multi_cols, as_dict, pipelines, a
     subgroup, and damage on one rank: see fastsafetensors_worker.py."""

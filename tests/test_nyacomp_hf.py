@@ -72,6 +72,7 @@ def test_several_components(tmp_path: Path, monkeypatch) -> None:
     assert hf.compress_components([places[0].parent / "nya/boneless_x.bin"]) == 1.0
 
 
+@pytest.mark.slow
 def test_toggles(tmp_path: Path) -> None:
     import diffusers
     import transformers

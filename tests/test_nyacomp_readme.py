@@ -97,6 +97,7 @@ assert torch.equal(parts.run(nyacomp.load_compressed("model/boneless_model.pth")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [DUCK, REAL], ids=["duck-typed", "diffusers"])
 def test_the_readme(tmp_path: Path, script, parts: str) -> None:
     path = os.pathsep.join(filter(None, [compat.path("nyacomp"), os.environ.get("PYTHONPATH", ""), str(tmp_path)]))
