@@ -71,7 +71,7 @@ $(BIN)/versitygw: # the S3 server of the tests
 	GOBIN=$(CURDIR)/$(BIN) GOEXPERIMENT= CGO_ENABLED=0 go install -ldflags="-s -w" $(VERSITYGW)
 
 test: ## all of it: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
-	@for step in "packages venv engine golint gotest $(BIN)/gopy" "build pylint" fuzz "wheel asan" quick; do \
+	@for step in "packages venv engine golint gotest" "build pylint" fuzz "wheel asan" quick; do \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory -j3 -O BUILT= $$step || { echo "make $$step failed"; exit 1; }; \
 		echo "-- $$step: $$(($$(date +%s) - start)) s"; \
@@ -88,7 +88,7 @@ packages: # servers that the system has packages of, where they can be installed
 		echo "$${s%%:*} is not here and cannot be installed: its tests are skipped"; \
 	done
 
-more: build packages lint $(BIN)/versitygw ## what `make test` leaves out: staticcheck, S3 against a real server, slow tests
+more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leaves out: staticcheck, S3 against a real server, slow tests
 	go vet ./gosrc/...
 	go test ./gosrc/source/... ./gosrc/save ./gosrc/cli
 	go test -race -short ./gosrc/source/... ./gosrc/save
@@ -114,8 +114,8 @@ gotest: ## Go tests: with SIMD, the decoders' without, the GPU's on a fake drive
 	@$(MAKE) --no-print-directory fakegpu
 	go test $(LEAN) -race -short $(RACE)
 
-fuzz: ## every fuzz target for FUZZTIME (30s), JOBS (2) at a time
-	.ci/fuzz
+fuzz: ## every fuzz target for FUZZTIME (30s), four at a time
+	JOBS= .ci/fuzz
 
 pytest: $(BUILT) ## the Python tests
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup

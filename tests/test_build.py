@@ -88,6 +88,7 @@ def test_library_names_no_place(wheel: Path) -> None:
         assert f"{word}/".encode() not in built
 
 
+@pytest.mark.slow
 def test_glue_is_what_gen_writes(tmp_path: Path) -> None:
     """The committed glue comes out of gopy and pybindgen byte for byte."""
     pytest.importorskip("pybindgen")
