@@ -37,6 +37,11 @@ type Task struct {
 	NoCheck bool // for benchmarks only: leave the checksums out
 	Trace   *Trace
 
+	// Place, if not nil, gives each job its place, right before it is submitted
+	// to the device; it may wait for it. The pipeline's own places stand for it
+	// until then.
+	Place func(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error)
+
 	// Landed is called once for each want whose last byte is in place, by any
 	// worker. Progress gets the logical bytes of each finished job.
 	Landed   func(want int32)
@@ -259,6 +264,10 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		}
 		slot.Borrow(b)
 	}
+	if err := w.settle(p); err != nil {
+		w.lane.Put(slot)
+		return err
+	}
 	err = w.lane.Submit(slot, p.Len, w.Plan.Jobs[p.First:p.First+p.Count], func(i int, err error) {
 		if err != nil {
 			w.cancel(w.where("decode", p.First+int32(i), err)) // only the first cause stays
@@ -269,6 +278,21 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 	w.st.DecodeNS += w.lap(w.handOver, &t0, p.Len)
 	if err != nil { // of the device: no job of the piece was begun
 		return w.where("copy", p.First, err)
+	}
+	return nil
+}
+
+// settle gives the jobs of a piece their places.
+func (r *run) settle(p *plan.Piece) error {
+	if r.Place == nil {
+		return nil
+	}
+	for i := p.First; i < p.First+p.Count; i++ {
+		dst, err := r.Place(r.ctx, r.Plan.Refs[i].Want, r.Plan.Jobs[i].Dst)
+		if err != nil {
+			return err
+		}
+		r.Plan.Jobs[i].Dst = dst
 	}
 	return nil
 }

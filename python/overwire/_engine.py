@@ -36,6 +36,7 @@ __all__ = [
     "codec_start",
     "codec_take",
     "convert_start",
+    "device_prepare",
     "dlpack_give",
     "dlpack_take",
     "doctor",
@@ -53,6 +54,7 @@ __all__ = [
     "job_take",
     "job_wait",
     "knobs",
+    "load_settle",
     "load_start",
     "main",
     "model_info",
@@ -264,6 +266,18 @@ def load_start(model: int, requests: bytes | None, options: str) -> int:
     """
     number: int = _call(_core().load_start, _handle(model), requests, options)
     return number
+
+
+def load_settle(job: int, pairs: int, count: int, stream: int) -> None:
+    """Tell a load where requests with the destination 1 land: `count` pairs of
+    int64 at an address, request and place. What is queued on the stream now
+    precedes what lands there."""
+    _call(_core().api_LoadSettle, job, pairs, count, stream)
+
+
+def device_prepare(name: str) -> None:
+    """Begin to make a GPU ready for a load, without waiting."""
+    _call(_core().api_DevicePrepare, name)
 
 
 def job_wait(job: int, timeout: float | None) -> bool:

@@ -172,12 +172,14 @@ class TorchFrame:
             shape = packed_shape(dtype, shape)
         return torch.empty(shape, dtype=self._type(dtype), device=device)
 
-    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
         with _errors_of(device, sum(row[3] for row in rows)):
             try:
                 return [self.empty(row[1], row[2], device) for row in rows]
             except torch.OutOfMemoryError:
-                pass  # what was made is gone, now that the handler has ended
+                if not again:
+                    raise
+                # What was made is gone, now that the handler has ended.
             _engine.empty_cache()  # the engine's staging may lie where they could
             return [self.empty(row[1], row[2], device) for row in rows]
 

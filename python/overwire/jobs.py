@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from array import array
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -60,6 +62,19 @@ class Job:
             while not _engine.job_wait(self.number, _TICK):
                 watcher.update(self.progress())
             watcher.update(self.progress())
+
+    def ended(self, timeout: float) -> bool:
+        """Whether it has ended, after `timeout` seconds at most; raises its error."""
+        over = _engine.job_wait(self.number, timeout)
+        if self._watcher is not None:
+            self._watcher.update(self.progress())
+        return over
+
+    def settle(self, pairs: Sequence[int], stream: int) -> None:
+        """Tells where requests land that were to learn it while the load runs:
+        request, address, request, address; after what is queued on the stream."""
+        flat = array("q", pairs)
+        _engine.load_settle(self.number, flat.buffer_info()[0], len(flat) // 2, stream)
 
     def next(self, timeout: float | None, raw: bool) -> list[tuple[int, Any, int]]:
         """Positions newly landed, with capsule and pointer; [] at the end."""

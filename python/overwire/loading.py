@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .frames import check_device, frame_for
 from .jobs import Job
-from .models import Model
+from .models import Model, prepare
 from .planning import fit
 from .progress import ProgressLike, watch
 from .sources import SourceLike
@@ -103,6 +103,7 @@ def load_file(
         )  # fmt: skip
     frame = frame_for(framework)
     where = check_device(device, frame)
+    prepare(where)
     wanted = None if dtype is None else frame.dtype(dtype)  # a wrong one is refused before anything is read
     with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
         fit(model, frame, wanted, max_memory)
@@ -132,6 +133,7 @@ def stream(
     """
     frame = frame_for(framework)
     where = check_device(device, frame)
+    prepare(where)
     wanted = None if dtype is None else frame.dtype(dtype)
     with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
         chosen = model.chosen
@@ -147,8 +149,7 @@ def stream(
             job = Job(number, "load", watcher)
             rows, keep = model.table, None if chosen is None else set(chosen)
         else:
-            places, requests = model.places_for(chosen, rows, frame)
-            job = model.start(requests, watcher, cast)
+            job, places = model.begin(chosen, rows, frame, watcher, cast)
             return _Stream(job, rows, keep, frame, wanted, raw, places, where)
     return _Stream(job, rows, keep, frame, wanted, raw, {}, where, where != "cpu")
 

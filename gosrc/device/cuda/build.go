@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	smallRaw = 64 << 10 // raw chunks below this are many or none
-	fewRaw   = 16       // that many copies cost less than one through staging
+	smallRaw = 4 << 20  // copies below this do not fill the wire
+	fewRaw   = 2        // that many of them cost less than a way through the staging
 	nearby   = 64 << 10 // bytes worth copying with the tables rather than apart
 
 	chunkSize = int(unsafe.Sizeof(C.ow_x16_chunk{}))

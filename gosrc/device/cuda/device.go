@@ -35,6 +35,7 @@ type Device struct {
 	ctx    C.owcu_handle
 	spare  chan pages // one of them: the host memory of a first lane, when touched
 
+	making  sync.Mutex // of a lane
 	load    sync.Mutex // of the module
 	module  C.struct_owcu_module
 	kernels [kernels]C.owcu_handle

@@ -82,6 +82,28 @@ type Slot struct {
 // mean the defaults. The device keeps one closed lane for the next who asks for
 // the same, so a second load pins and allocates nothing.
 func (d *Device) Lane(slots int, slotBytes int64) (*Lane, error) {
+	d.making.Lock() // Prepare may be making just that one
+	defer d.making.Unlock()
+	return d.lane(slots, slotBytes)
+}
+
+// Prepare makes a default lane for the load that is about to begin, unless one
+// is kept already. What goes wrong here goes wrong there, too.
+func (d *Device) Prepare() {
+	d.making.Lock()
+	defer d.making.Unlock()
+	d.mu.Lock()
+	kept := d.idle != nil
+	d.mu.Unlock()
+	if kept {
+		return
+	}
+	if l, err := d.lane(0, 0); err == nil {
+		l.Close()
+	}
+}
+
+func (d *Device) lane(slots int, slotBytes int64) (*Lane, error) {
 	if slots <= 0 {
 		slots = ring.slots
 	}

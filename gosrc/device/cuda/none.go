@@ -61,6 +61,9 @@ func (d *Device) Unregister([]byte) error { return errNone }
 // Lane makes a lane.
 func (d *Device) Lane(int, int64) (*Lane, error) { return nil, errNone }
 
+// Prepare makes a lane.
+func (d *Device) Prepare() {}
+
 // Get waits for a slot.
 func (l *Lane) Get(context.Context) (*Slot, error) { return nil, errNone }
 
