@@ -25,6 +25,16 @@ _TICK = 0.1
 
 _lock = threading.Lock()
 _last = "null"
+_said = False
+
+
+def _say_once(reason: str) -> None:
+    """One line for GPUDirect Storage that was asked for and is not to be had."""
+    global _said
+    with _lock:
+        said, _said = _said, True
+    if not said:
+        log.warning("read through the host instead: %s", reason)
 
 
 def last_report() -> dict[str, Any] | None:
@@ -131,3 +141,5 @@ class Job:
         with _lock:
             _last = text
         log.debug("%s: %s", self.verb, text)
+        if '"no_gds"' in text:
+            _say_once(json.loads(text)["no_gds"])

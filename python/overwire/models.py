@@ -76,10 +76,14 @@ class Model:
         keys: Iterable[str] | None = None,
         filter: Callable[[str], bool] | None = None,
         storage_options: StorageOptions | None = None,
+        read: str | None = None,
     ):
         """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
         with an index.json only the shards that hold some of it are opened."""
         self.device = device
+        if read is not None and not isinstance(read, str):
+            raise ArgumentError("overwire: read: expected 'auto', 'buffered', 'direct', 'gds' or None")
+        self.read = read
         self.chosen: list[int] | None = None  # what keys and filter leave, None for all
         if keys is not None:
             if isinstance(keys, str):
@@ -90,6 +94,7 @@ class Model:
         shared = getattr(source, "shared_model", None)
         if shared is not None:  # a model that somebody else keeps open
             self.__dict__.update(shared().on(device).__dict__)
+            self.read = read
             self.chosen = self.choose(keys, filter)
             return
         if mmap is not None and not isinstance(mmap, bool):
@@ -218,7 +223,7 @@ class Model:
         packed = None
         if requests is not None:
             packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
-        options: dict[str, Any] = {"device": self.device, "cast": cast}
+        options: dict[str, Any] = {"device": self.device, "cast": cast, "read": self.read or ""}
         if self.device != "cpu" and requests is not None:
             from .frame_torch import stream_of
 

@@ -13,6 +13,8 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import overwire
+
 __all__ = [
     "close_gds", "cpp_metrics", "cpu_free", "cpu_malloc", "cufile_version", "gds_device_buffer", "gds_file_handle", "gds_file_reader",
     "get_alignment_size", "get_cpp_metrics", "get_device_pci_bus", "get_gil_release", "gpu_free", "gpu_malloc", "init_gds",
@@ -70,7 +72,7 @@ def is_hip_found() -> bool:
 
 
 def is_cufile_found() -> bool:
-    """Whether libcufile can be loaded. Nothing here reads with it."""
+    """Whether libcufile can be loaded."""
     return is_cuda_found() and _library("libcufile.so.0") is not None
 
 
@@ -84,8 +86,8 @@ def cufile_version() -> int:
 
 
 def is_gds_supported(device: int) -> int:
-    """1 if GPUDirect Storage is real here: the kernel's nvidia-fs is loaded."""
-    return int(is_cufile_found() and os.path.exists("/proc/driver/nvidia-fs"))
+    """1 if GPUDirect Storage is real here: libcufile, and the kernel's nvidia-fs."""
+    return int(is_cuda_found() and overwire.doctor()["gpudirect_storage"]["real"])
 
 
 def get_alignment_size() -> int:

@@ -165,7 +165,8 @@ class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
 
     pg, device, framework: as for the base. debug_log: overwire's debug log.
     disable_cache=False keeps what was broadcast or scattered for a second call.
-    The other arguments choose among ways that are one here.
+    nogds=False: to a GPU by GPUDirect Storage, where that is real. The other
+    arguments choose among ways that are one here.
     """
 
     @classmethod

@@ -49,8 +49,10 @@ def converts(own: DType, wanted: DType) -> bool:
 class EngineCopier(CopierInterface):
     """Loads by overwire: plain or compressed files, straight to the device.
 
-    names: only these tensors; None: all.
+    names: only these tensors; None: all. read: as for `overwire.load_file`.
     """
+
+    read: str | None = None
 
     def __init__(
         self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase, names: list[str] | None = None
@@ -68,7 +70,7 @@ class EngineCopier(CopierInterface):
         nbytes = sum(end - begin for begin, end in offsets)
         torch = self.framework.get_name() == "pytorch"
         where = self.device.as_str().replace("gpu", "cuda") if torch else "cpu"
-        self._stream = overwire.stream(self.metadata.src, device=where, framework="pt" if torch else "np", keys=self.names)
+        self._stream = overwire.stream(self.metadata.src, device=where, framework="pt" if torch else "np", keys=self.names, read=self.read)
         # Stands for the tensors, each of which has memory of its own.
         return self.framework.lease(cpp.gds_device_buffer(0, nbytes, is_cuda(self.device), self))
 
