@@ -241,13 +241,17 @@ def test_pipelines_hold_as_few_batches_as_was_said(tmp_path: Path) -> None:
         assert used() <= 8000
         names.append(name)
     assert sorted(names) == sorted(f"t{at}.{i}" for at in range(6) for i in range(3))
-    loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False, device_memory_budget=9000, queue_size=3)
+    loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False, device_memory_budget=9000, queue_size=3, accumulate_resident=False)
     for _ in loader.iterate_weights():
         assert used() <= 9000
     with pytest.raises(fst.BudgetInfeasibleError, match="3000.*4000"):
         fst.ParallelLoader(None, paths, device_memory_budget=3000)
     with pytest.raises(fst.BudgetInfeasibleError):
-        fst.ParallelLoader(None, paths, device_memory_budget=90000, accumulate_resident=True)
+        fst.ParallelLoader(None, paths, device_memory_budget=90000)  # what was yielded stays, and counts
+    with pytest.raises(ValueError, match="resident_tensor"):
+        fst.ParallelLoader(None, paths, device_memory_budget=90000, accumulate_resident=False, resident_tensor=bool)
+    loader = fst.ParallelLoader(None, paths, device_memory_budget=28000, resident_tensor=lambda n: n.startswith("t0"), use_tqdm_on_load=False)
+    assert len([used() <= 12000 or pytest.fail("over") for _ in loader.iterate_weights()]) == 24
     # Leaving early ends the thread and lets go.
     loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False)
     weights = loader.iterate_weights()
@@ -472,6 +476,69 @@ def test_the_extension_s_names(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         cpp.gds_file_handle(str(tmp_path / "absent"), False, False)
     cpp.cpu_free(address)
+
+
+def test_a_prefix_of_a_read_can_be_waited_for(tmp_path: Path) -> None:
+    """0.5's readiness: the bytes that are there, and an error for those that never come."""
+    data = random.Random(3).randbytes(40 << 20)
+    (tmp_path / "data").write_bytes(data)
+    address = cpp.cpu_malloc(len(data) + 10)
+    buffer = cpp.gds_device_buffer(address, len(data) + 10, False)
+    reader = cpp.nogds_file_reader(False, 1024, 2, False, 0)
+    with open(tmp_path / "data", "rb") as file:
+        number = reader.submit_read(file.fileno(), buffer, 0, len(data), 0, track_progress=True)
+        for length in (1, 17 << 20, len(data)):
+            assert reader.wait_read_prefix(number, length) >= length
+            assert cpp.read_buffer(address, length) == data[:length]
+        with pytest.raises(ValueError, match="wait_read_prefix"):
+            reader.wait_read_prefix(number, len(data) + 1)
+        assert reader.wait_read(number) == address
+        number = reader.submit_read(file.fileno(), buffer, 0, len(data) + 10, 0, track_progress=True)
+        assert reader.wait_read_prefix(number, len(data)) == len(data)
+        with pytest.raises(RuntimeError, match="truncated"):
+            reader.wait_read_prefix(number, len(data) + 1)
+        with pytest.raises(RuntimeError, match="truncated"):
+            reader.wait_read(number)
+        for wrong in (number, 12345, reader.submit_read(file.fileno(), buffer, 0, 10, 0)):
+            with pytest.raises(ValueError, match="no read"):
+                reader.wait_read_prefix(wrong, 1)
+    del reader  # waits for what runs
+    cpp.cpu_free(address)
+
+
+def test_what_later_versions_added(files: list[str]) -> None:
+    loader, buffer = load(files)
+    names = list(buffer.key_to_rank_lidx)
+    for name, tensor in buffer.iter_local_tensors(iter(names)):
+        assert plain(tensor) == plain(buffer.get_tensor(name))
+        wrapped = buffer.get_tensor_wrapped(name)
+        assert wrapped.get_shape() == loader.get_shape(name) and wrapped.get_nbytes() == tensor.nbytes
+    buffer.close()
+    loader.set_tensor_filter(keep_tensor=lambda name: name == "U8")
+    loader.reset()
+    loader.add_filenames({0: files[:1]})
+    assert loader.get_keys() == ["U8"]
+    with fst.fastsafe_open(files[0], use_fgds=False) as opened:
+        assert "U8" in opened.keys()  # noqa: SIM118
+    settings = fst.LoaderConfig.from_dict({"parallel": {"max_batch_bytes": 7, "device_memory_budget": 9}})
+    assert settings.create_parallel_kwargs() == {"queue_size": -1, "max_batch_bytes": 7, "device_memory_budget": 9}
+    assert fst.LoaderConfig().create_parallel_kwargs() == {"queue_size": -1}
+    kinds = [copier.registry.get_copier_class(kind) for kind in ("gds", "nogds", "unified", "3fs", "none")]
+    assert kinds == [copier.GdsFileCopier, copier.NoGdsFileCopier, copier.UnifiedMemCopier, copier.ThreeFSFileCopier, CopierInterface]
+
+
+def test_gds_is_asked_for_on_a_gpu_alone(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """nogds=False is read="gds" for a GPU; what that gives stands in test_gpu.py."""
+    asked: list[Any] = []
+    stream = ow.stream
+    monkeypatch.setattr(ow, "stream", lambda *args, read=None, **named: (asked.append(read), stream(*args, **named))[1])
+    for nogds in (False, True):
+        load(files[:1], nogds=nogds)
+    op = get_framework_op("pt")
+    meta = fst.SafeTensorsMetadata.from_file(files[0], op)
+    for kind, want in ((copier.GdsFileCopier, "gds"), (copier.NoGdsFileCopier, None)):
+        assert kind(meta, Device.from_str("cuda:0"), None, op).read == want
+    assert asked == [None, None]
 
 
 def test_capsules_of_addresses() -> None:

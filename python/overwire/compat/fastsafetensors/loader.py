@@ -70,10 +70,10 @@ class BaseSafeTensorsFileLoader:
         """As the file has it. KeyError for an unknown name."""
         return list(self.frames[tensor_name].shape)
 
-    def set_tensor_filter(self, predicate: Callable[[str], bool] | None) -> None:
+    def set_tensor_filter(self, keep_tensor: Callable[[str], bool] | None) -> None:
         """Only tensors whose names it is true for are read, from now on; the same
         on every rank. None: all."""
-        self.tensor_filter = predicate
+        self.tensor_filter = keep_tensor
 
     def add_filenames(self, filenames: Mapping[int, list[str]]) -> None:
         """Reads the headers of the files, of all ranks: {rank: paths}. With a
@@ -206,7 +206,8 @@ class fastsafe_open:
     """Files, open and loaded, in a with-block.
 
     filenames: a path, paths, or {rank: paths}. framework: "pt", "pytorch",
-    "torch" or "paddle". Other arguments as for SafeTensorsFileLoader.
+    "torch" or "paddle". use_fgds: taken, and libfgds is not looked for. Other
+    arguments as for SafeTensorsFileLoader.
     """
 
     def __init__(
@@ -218,6 +219,7 @@ class fastsafe_open:
         nogds: bool = False,
         debug_log: bool = False,
         max_copy_block_size: int = _BLOCK,
+        use_fgds: bool = False,
     ) -> None:
         self.loader = SafeTensorsFileLoader(pg, device, nogds=nogds, debug_log=debug_log, framework=framework)
         if isinstance(filenames, Mapping):

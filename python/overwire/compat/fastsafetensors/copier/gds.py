@@ -25,7 +25,7 @@ class GdsFileCopier(EngineCopier):
         self.read = "gds" if is_cuda(device) else None
 
 
-@register_copier_constructor("gds")
+@register_copier_constructor("gds", GdsFileCopier)
 def new_gds_file_copier(device: Device, bbuf_size_kb: int = 16 * 1024, max_threads: int = 16, **kwargs: Any) -> CopierConstructFunc:
     """Makes GdsFileCopiers. Sizes and threads are the engine's choice."""
 
