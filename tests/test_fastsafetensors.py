@@ -250,7 +250,9 @@ def test_pipelines_hold_as_few_batches_as_was_said(tmp_path: Path) -> None:
         fst.ParallelLoader(None, paths, device_memory_budget=90000)  # what was yielded stays, and counts
     with pytest.raises(ValueError, match="resident_tensor"):
         fst.ParallelLoader(None, paths, device_memory_budget=90000, accumulate_resident=False, resident_tensor=bool)
-    loader = fst.ParallelLoader(None, paths, device_memory_budget=28000, resident_tensor=lambda n: n.startswith("t0"), use_tqdm_on_load=False)
+    loader = fst.ParallelLoader(
+        None, paths, device_memory_budget=28000, resident_tensor=lambda n: n.startswith("t0"), use_tqdm_on_load=False
+    )  # fmt: skip
     assert len([used() <= 12000 or pytest.fail("over") for _ in loader.iterate_weights()]) == 24
     # Leaving early ends the thread and lets go.
     loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False)
@@ -539,6 +541,100 @@ def test_gds_is_asked_for_on_a_gpu_alone(files: list[str], monkeypatch: pytest.M
     for kind, want in ((copier.GdsFileCopier, "gds"), (copier.NoGdsFileCopier, None)):
         assert kind(meta, Device.from_str("cuda:0"), None, op).read == want
     assert asked == [None, None]
+
+
+def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that shares the host's memory: anonymous pinned memory, one copy by
+    cpp's name, one wait by torch's, nothing pinned left. Here they are replaced."""
+    from overwire.compat.fastsafetensors import loader as loaders
+    from overwire.compat.fastsafetensors.copier import unified
+
+    op, calls = get_framework_op("pt"), []
+    alloc = op.alloc_tensor_memory
+    monkeypatch.setattr(op, "alloc_tensor_memory", lambda length, device: alloc(length, Device()))
+    monkeypatch.setattr(op, "view_of", lambda gbuf, begin, frame, device, view=op.view_of: view(gbuf, begin, frame, Device()))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (calls.append("pin"), tensor)[1])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("wait"))
+    monkeypatch.setattr(cpp, "memcpy_h2d_async", lambda to, at, size: (calls.append("copy"), ctypes.memmove(to, at, size))[0])
+    meta = fst.SafeTensorsMetadata.from_file(files[0], op)
+    one = unified.UnifiedMemCopier(meta, Device.from_str("cuda:0"), op)
+    got = one.wait_io(one.submit_io(True, 1 << 30))
+    assert calls == ["pin", "copy", "wait"] and one._pinned is None
+    assert {name: plain(tensor.get_raw()) for name, tensor in got.items()} == {k: plain(v) for k, v in ow.load_file(files[0]).items()}
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("memcpy_h2d_async: CUDA error 700")
+
+    used = op.get_mem_used()
+    monkeypatch.setattr(cpp, "memcpy_h2d_async", fails)
+    with pytest.raises(RuntimeError, match="700"):
+        one.submit_io(True, 1 << 30)
+    assert one._pinned is None and op.get_mem_used() == used
+    # Who has it: by FASTSAFETENSORS_UNIFIED_MEM, or a GPU's name.
+    for text, name, want in (("1", "", True), ("0", "NVIDIA GB10", False), ("", "NVIDIA GB10", True), ("", "NVIDIA H200", False)):
+        unified.is_unified_memory_system.cache_clear()
+        monkeypatch.setenv("FASTSAFETENSORS_UNIFIED_MEM", text)
+        monkeypatch.setattr(cpp, "is_cuda_found", lambda: True)
+        monkeypatch.setattr(op, "get_device_name", lambda device, name=name: name)
+        assert unified.is_unified_memory_system() is want
+    unified.is_unified_memory_system.cache_clear()
+    # The loader looks copiers up in its own module.
+    kinds: list[str] = []
+    monkeypatch.setattr(loaders, "create_copier_constructor", lambda kind, device, **named: kinds.append(kind))
+    for nogds in (True, False):
+        fst.SafeTensorsFileLoader(None, "cpu", nogds=nogds)
+    assert kinds == ["nogds", "gds"]
+
+
+def test_names_and_words_that_programs_look_at(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from overwire.compat.fastsafetensors import auto_loader, common
+
+    for text, words in (("xpu", "Unknown device type: xpu"), ("cuda:x", "Invalid index: x")):
+        with pytest.raises(ValueError, match=words):
+            Device.from_str(text)
+    with pytest.raises(ValueError, match="Unknown framework name"):
+        get_framework_op("jax")
+    with pytest.raises(ValueError, match="max_concurrent_producers must be 1"):
+        fst.ParallelLoader(None, files, max_concurrent_producers=2)
+    with pytest.raises(ValueError, match="HeaderTooSmall"):
+        fst.SafeTensorsMetadata.from_buffer(0, 7, "x", get_framework_op("pt"))
+    op = get_framework_op("pt")
+    assert op.get_storage_shape(DType.F4, [8, 16], [16, 1]) == ([64], [1]) and op.get_device_ptr_align() == 16
+    for call in (lambda: op.get_native_shape(DType.F4, [3, 3]), lambda: op.get_native_slices(DType.F4, [2, 4], (slice(0, 2), slice(1, 4)))):
+        with pytest.raises(ValueError, match="F4"):
+            call()
+    frame = fst.TensorFrame.from_buffer({"dtype": DType.F32, "shape": [16, 8], "data_offsets": [0, 512]})
+    assert frame[()] == frame and frame[3].shape == [1, 8] and frame[4:4].shape == [] and frame[::-2].strides == [-16, 1]
+    assert (frame[2:9].sliced, frame[2:9].offsets, frame.data_offsets) == (True, [2, 0], [0, 512])
+    meta = fst.SafeTensorsMetadata.from_file(files[0], op)
+    assert meta.size_bytes == os.path.getsize(files[0]) and meta.header_length % 8 == 0 and meta.src == files[0] and meta.aligned
+    assert common.resolve_cudart_lib_name is common.resolve_runtime_lib_name
+    auto = fst.AutoLoader(fst.SingleGroup(), files)
+    assert auto._pipeline is not None and auto._pipeline.loader is auto._loader
+    auto.close()
+    made: list[str] = []
+
+    class Mine(fst.SafeTensorsFileLoader):
+        def __init__(self, **named: Any) -> None:
+            made.append(named["device"])
+            super().__init__(**named)
+
+    monkeypatch.setattr(auto_loader, "SafeTensorsFileLoader", Mine)
+    assert len(dict(fst.AutoLoader(None, files, "cpu").iterate_weights())) == len(meta.tensors) * 2 + 1 and made == ["cpu"]
+    assert "overwire" in fst.__version__
+
+
+def test_a_header_s_leniency_stays_here(tmp_path: Path) -> None:
+    """Trailing bytes and numbers as metadata: the metadata class reads them, as the
+    original does; loading holds the format's rules."""
+    head = json.dumps({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "__metadata__": {"x": 3}}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head + b"1234")
+    meta = fst.SafeTensorsMetadata.from_file(str(path), get_framework_op("pt"))
+    assert meta.metadata == {"x": 3} and meta.tensors["a"].shape == [2]
+    with pytest.raises(ow.FormatError):
+        load([str(path)])
+    assert ow.load_file(path, lenient=True)["a"].tolist() == [49, 50]
 
 
 def test_capsules_of_addresses() -> None:

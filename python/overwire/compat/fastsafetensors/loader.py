@@ -127,10 +127,12 @@ class BaseSafeTensorsFileLoader:
         assert buffer is not None
         return buffer
 
-    def _copier(self, metadata: SafeTensorsMetadata, names: list[str] | None) -> CopierInterface:
+    def _copier(self, metadata: SafeTensorsMetadata, names: list[str] | None, dtype: DType) -> CopierInterface:
         copier = self.copier_constructor(metadata, self.device, self.framework)
-        if names is not None and isinstance(copier, EngineCopier):
-            copier.names = names
+        if isinstance(copier, EngineCopier):
+            copier.dtype = dtype
+            if names is not None:
+                copier.names = names
         return copier
 
     def _copy(self, dtype: DType, use_buf_register: bool, max_copy_block_size: int) -> FilesBufferOnDevice:
@@ -141,7 +143,7 @@ class BaseSafeTensorsFileLoader:
             local = rank == self.pg.rank() or self.pg.size() == 1
             names = None if self.tensor_filter is None else [name for name in metadata.tensors if self.tensor_filter(name)]
             of_rank = loaders.setdefault(rank, [])
-            copier = self._copier(metadata, names) if local else None
+            copier = self._copier(metadata, names, dtype) if local else None
             factory = LazyTensorFactory(
                 metadata, self.device, rank, local, 0, len(of_rank), copier, self.framework, self.disable_cache, names
             )  # fmt: skip
