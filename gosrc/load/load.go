@@ -38,12 +38,16 @@ type Options struct {
 
 // A Report is what a load cost.
 type Report struct {
-	Bytes   int64           `json:"bytes"` // of tensors
-	Tensors int64           `json:"tensors"`
-	Mapped  int64           `json:"mapped"`     // bytes that are mapped, not read
-	Past    int64           `json:"past_cache"` // bytes that were read past the page cache
-	Seconds float64         `json:"seconds"`
-	Stages  pipeline.Stages `json:"stages"`
+	Bytes   int64 `json:"bytes"` // of tensors
+	Tensors int64 `json:"tensors"`
+	Mapped  int64 `json:"mapped"`     // bytes that are mapped, not read
+	Past    int64 `json:"past_cache"` // bytes that were read past the page cache
+	Direct  int64 `json:"gds"`        // bytes that GPUDirect Storage read
+	// NoDirect is why files were not read by GPUDirect Storage though it was asked
+	// for; "" if they were, or it was not.
+	NoDirect string          `json:"no_gds,omitempty"`
+	Seconds  float64         `json:"seconds"`
+	Stages   pipeline.Stages `json:"stages"`
 	// Trace sums up the trace, if one was asked for.
 	Trace *pipeline.Summary `json:"trace,omitempty"`
 }
@@ -96,6 +100,9 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	tgt, err := targetOf(opt.Device)
 	if err != nil {
 		return nil, m.where("open", err)
+	}
+	if err := knob.Read.Check(opt.Read); err != nil {
+		return nil, fault.New(fault.ErrArgument, "read %q: %v", opt.Read, err)
 	}
 	if err := m.hold(); err != nil {
 		return nil, err
@@ -258,7 +265,8 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	planning := time.Now()
 	p := plan.Make(l.model.ix, l.wants, dest, lim)
 	planned := time.Now()
-	told, depth := expect(l.model.srcs, p, cmp.Or(opt.Read, knob.Read.Get()))
+	how := cmp.Or(opt.Read, knob.Read.Get())
+	told, depth := expect(l.model.srcs, p, how)
 	if threads <= 0 {
 		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth, far)
 	}
@@ -300,14 +308,21 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 			}
 		}
 	}
+	var ways *direct
+	if lane != nil && how == "gds" {
+		if ways, err = l.straight(lane.(gpuLane)); err != nil {
+			return l.model.where("stage", err)
+		}
+	}
 	task := &pipeline.Task{
-		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Workers: threads, NoCheck: opt.NoCheck, Trace: trace,
+		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Direct: ways.by(), Workers: threads, NoCheck: opt.NoCheck, Trace: trace,
 		Landed: late.or(l.land), Progress: func(n int64) { j.Bytes.Add(n) },
 	}
 	if l.places != nil {
 		task.Place = l.places.real
 	}
 	st, err := pipeline.Run(ctx, task)
+	ways.close()
 	if err == nil {
 		err = late.cast(ctx, lane, l.land)
 	}
@@ -320,6 +335,9 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		past += s.Past()
 	}
 	rep := Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Past: past, Seconds: seconds, Stages: st}
+	if ways != nil {
+		rep.Direct, rep.NoDirect = ways.bytes.Load(), ways.why
+	}
 	if trace != nil && err == nil {
 		err = trace.WriteFile(traceFile)
 		sum := trace.Summary()

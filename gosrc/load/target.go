@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
@@ -140,5 +141,7 @@ func (l gpuLane) Submit(s device.Slot, n int64, jobs []device.Job, done func(job
 type gpuSlot struct{ *cuda.Slot }
 
 func (s gpuSlot) Memory() []byte { return s.Bytes }
+
+func (s gpuSlot) Twin() unsafe.Pointer { return s.Slot.Twin() }
 
 func (s gpuSlot) Borrow(b []byte) { s.Lend(b) }

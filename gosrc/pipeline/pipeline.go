@@ -32,7 +32,11 @@ type Task struct {
 	Wants   []plan.Want
 	Plan    *plan.Plan
 	// Lane is the device; nil: the host. The pipeline does not close it.
-	Lane    device.Lane
+	Lane device.Lane
+	// Direct, by source, reads plain tensors' bytes straight into the device's
+	// memory; nil: none, or not of that source. Bytes that have a checksum go
+	// through the host, where it is compared.
+	Direct  []device.Reader
 	Workers int  // 0: one a core
 	NoCheck bool // for benchmarks only: leave the checksums out
 	Trace   *Trace
@@ -248,7 +252,17 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		return err
 	}
 	w.st.WaitNS += w.lap("stage", &t0, 0)
-	if !lends {
+	switch {
+	case w.straight(p):
+		// One read for all of the piece: parts are cut for cores, of which this
+		// needs none.
+		if part.From == 0 {
+			if err := w.Direct[p.Source].ReadInto(w.ctx, slot.(device.Twinned).Twin(), p.Len, p.Off); err != nil {
+				return w.where("read", p.First, err)
+			}
+			w.st.ReadNS += w.lap("read", &t0, p.Len)
+		}
+	case !lends:
 		if err := w.fill(src, p, part, slot.Memory()[:p.Len], &t0); err != nil {
 			return err
 		}
@@ -295,6 +309,20 @@ func (r *run) settle(p *plan.Piece) error {
 		r.Plan.Jobs[i].Dst = dst
 	}
 	return nil
+}
+
+// straight says whether a piece goes from its source to the device without the
+// host: if there is a way, and no checksum in it.
+func (w *worker) straight(p *plan.Piece) bool {
+	if w.Direct == nil || w.Direct[p.Source] == nil {
+		return false
+	}
+	for i := p.First; i < p.First+p.Count; i++ {
+		if w.Plan.Refs[i].N >= 0 {
+			return false
+		}
+	}
+	return true
 }
 
 // stage gives the slot of a piece; whoever comes first waits for a free one,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .errors import ArgumentError
 from .frames import check_device, frame_for
 from .jobs import Job
 from .models import Model, prepare
@@ -29,6 +30,7 @@ def load_file(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    read: str | None = None,
     storage_options: StorageOptions | None = None,
     lenient: bool = False,
     max_memory: int | str | None = None,
@@ -56,6 +58,11 @@ def load_file(
     mmap: whether plain tensors of local files are mapped copy-on-write instead
         of read; None: yes. Compressed tensors are never mapped. A file that is
         mapped must not be truncated while its tensors live.
+    read: how local files are read, as OVERWIRE_READ says it, which None means:
+        "auto", "buffered" (through the page cache), "direct" (past it), "gds":
+        plain tensors to a GPU by GPUDirect Storage. Where that is not real
+        (`doctor()["gpudirect_storage"]`), or does not reach a file, a warning
+        says so once, and reading is "auto". Not with group.
     storage_options: how to reach URIs that are no local files, by names of the
         scheme. Values are texts, numbers or bools; None is as if not given.
         http, https, hf: headers (a mapping), token (bearer), cacert, capath,
@@ -95,6 +102,8 @@ def load_file(
     ArgumentError. Ctrl-C cancels the load and frees what had landed.
     """
     if group is not None or shard is not None:
+        if read is not None:
+            raise ArgumentError("overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike")
         from .distributed import load
 
         return load(
@@ -105,7 +114,7 @@ def load_file(
     where = check_device(device, frame)
     prepare(where)
     wanted = None if dtype is None else frame.dtype(dtype)  # a wrong one is refused before anything is read
-    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
+    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options, read=read) as model:
         fit(model, frame, wanted, max_memory)
         return model.load(model.chosen, frame, dtype, watch(progress, "load"))
 
@@ -120,6 +129,7 @@ def stream(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    read: str | None = None,
     storage_options: StorageOptions | None = None,
     lenient: bool = False,
 ) -> Iterator[tuple[str, Any]]:
@@ -135,7 +145,7 @@ def stream(
     where = check_device(device, frame)
     prepare(where)
     wanted = None if dtype is None else frame.dtype(dtype)
-    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
+    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options, read=read) as model:
         chosen = model.chosen
         rows: Sequence[Any] = model.table if chosen is None else [model.table[at] for at in chosen]
         cast = ""

@@ -113,6 +113,7 @@ def doctor(*, measure: bool = False) -> dict[str, Any]:
     "gpu" holds the versions of NVIDIA's driver and "devices", each with name,
     memory (bytes), compute capability, PCI link (0 where the system does not
     tell), and the kernels that it would run; or the "reason" why there is none.
+    "gpudirect_storage" says whether that is "real" here, and "why" (not).
     Asking loads the driver if there is one, without a context on any GPU.
     measure: copies to each GPU for about 0.2 s and adds "wire", in GB/s; that
         makes a context there, after which the process must not fork for CUDA.

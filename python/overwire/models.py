@@ -86,10 +86,14 @@ class Model:
         keys: Iterable[str] | None = None,
         filter: Callable[[str], bool] | None = None,
         storage_options: StorageOptions | None = None,
+        read: str | None = None,
     ):
         """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
         with an index.json only the shards that hold some of it are opened."""
         self.device = device
+        if read is not None and not isinstance(read, str):
+            raise ArgumentError("overwire: read: expected 'auto', 'buffered', 'direct', 'gds' or None")
+        self.read = read
         self.chosen: list[int] | None = None  # what keys and filter leave, None for all
         if keys is not None:
             if isinstance(keys, str):
@@ -100,6 +104,7 @@ class Model:
         shared = getattr(source, "shared_model", None)
         if shared is not None:  # a model that somebody else keeps open
             self.__dict__.update(shared().on(device).__dict__)
+            self.read = read
             self.chosen = self.choose(keys, filter)
             return
         if mmap is not None and not isinstance(mmap, bool):
@@ -228,7 +233,7 @@ class Model:
         packed = None
         if requests is not None:
             packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
-        options: dict[str, Any] = {"device": self.device, "cast": cast}
+        options: dict[str, Any] = {"device": self.device, "cast": cast, "read": self.read or ""}
         if self.device != "cpu" and requests is not None:
             from .frame_torch import stream_of
 
@@ -335,13 +340,13 @@ class Model:
             moved = False
         with job, many_objects():
             if self.device != "cpu" and mine is None and len(rows) - len(places) >= _CROWD:
-                tensors = _gathered(job, rows, frame, raw, places, self.device)
+                landed = _gathered(job, len(rows), raw, frame)
             else:
                 job.wait()
-                landed = job.take(raw)
-                if mine is not None:
-                    landed = [landed[at] for at in mine]
-                tensors = frame.adopt_all(landed, rows, raw, places, self.device)
+                landed = job.take(raw, frame.quick)
+            if mine is not None:
+                landed = [landed[at] for at in mine]
+            tensors = frame.adopt_all(landed, rows, raw, places, self.device)
         if moved:
             for at, tensor in enumerate(tensors):  # one at a time: only one is held twice
                 tensors[at] = tensor.to(self.device)
@@ -352,20 +357,18 @@ class Model:
         return dict(zip([row[0] for row in rows], tensors, strict=True))
 
 
-def _gathered(job: Job, rows: Sequence[Any], frame: Frame, raw: bool, places: dict[int, Any], device: str) -> list[Any]:
-    # What a load lands, taken over while it runs; in the order of rows.
-    tensors: list[Any] = [None] * len(rows)
-    for at, tensor in places.items():
-        tensors[at] = tensor
+def _gathered(job: Job, count: int, raw: bool, frame: Frame) -> list[Any]:
+    # As Job.take, but while the job runs: tensors by the ten thousand are made
+    # beside the bytes that still arrive.
+    quick = None if raw else frame.quick
+    landed: list[Any] = [None] * count
     ended = False
     while not ended:
         ended = job.ended(_PAUSE)
-        while landed := job.next(0, raw):
-            mine = [entry for entry in landed if entry[0] not in places]
-            made = frame.adopt_all([entry[1:] for entry in mine], [rows[entry[0]] for entry in mine], raw, {}, device)
-            for entry, tensor in zip(mine, made, strict=True):
-                tensors[entry[0]] = tensor
-    return tensors
+        while batch := job.next(0, raw, quick):
+            for at, *what in batch:
+                landed[at] = what[0] if quick else what
+    return landed
 
 
 def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:

@@ -64,8 +64,11 @@ type launch struct{ kernel, first, n int }
 // begin checks a piece's jobs and decides which bytes go to the staging: those
 // of chunks that a kernel reads. Other raw chunks are copied to their places.
 func (b *build) begin(s *Slot, n int64, jobs []device.Job) {
-	b.s, b.jobs, b.at, b.begun, b.staged, b.around = s, jobs, 0, false, false, false
+	b.s, b.jobs, b.at, b.begun, b.staged, b.around = s, jobs, 0, false, s.twin, false
 	b.lo, b.hi = n, 0
+	if s.twin {
+		b.lo, b.hi = 0, n
+	}
 	small, smallLo, smallHi := 0, n, int64(0)
 	for i := range jobs {
 		j := &jobs[i]
@@ -107,6 +110,9 @@ func check(s *Slot, n int64, j *device.Job) error {
 		}
 		return nil
 	case tensor.CodecX16:
+		if s.twin {
+			return fault.New(fault.ErrArgument, "an X16 chunk that nobody has checked")
+		}
 		if lo%16 != 0 {
 			return fault.New(fault.ErrCorrupt, "X16 chunk at %d, which is not a multiple of 16", lo)
 		}

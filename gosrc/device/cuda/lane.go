@@ -69,6 +69,7 @@ type Slot struct {
 	host   unsafe.Pointer // of Bytes
 	lent   []byte         // registered memory that stands for Bytes; nil: none
 	dev    uint64         // its twin in the staging
+	twin   bool           // the piece's bytes are there already
 	owned  bool
 	count  int      // jobs of the piece
 	rounds int      // of the last piece
@@ -182,7 +183,7 @@ func (d *Device) newLane(p pages, slots int, room int64, fns *[kernels]C.owcu_ha
 func (l *Lane) Get(ctx context.Context) (*Slot, error) {
 	select {
 	case s := <-l.free:
-		s.owned, s.lent = true, nil
+		s.owned, s.lent, s.twin = true, nil, false
 		return s, nil
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
@@ -196,6 +197,22 @@ func (s *Slot) Lend(b []byte) {
 		panic("cuda: a slot that is not the caller's, or more memory than it has")
 	}
 	s.lent = b
+}
+
+// Twin is the slot's place in the staging on the device. Whoever asks for it has
+// the piece's bytes there before Submit, which then copies only its tables; the
+// jobs are raw.
+func (s *Slot) Twin() unsafe.Pointer {
+	if !s.owned {
+		panic("cuda: a slot that is not the caller's")
+	}
+	s.twin = true
+	return pointer(C.owcu_ptr(s.dev))
+}
+
+// Staging is the memory on the device that slots have their twins in.
+func (l *Lane) Staging() (base unsafe.Pointer, n int64) {
+	return pointer(l.c.staging), int64(len(l.slots)) * (l.size + headBytes)
 }
 
 // staged is what the piece's bytes are, in host memory.

@@ -5,6 +5,7 @@ package cuda
 import (
 	"context"
 	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/fault"
@@ -69,6 +70,15 @@ func (l *Lane) Get(context.Context) (*Slot, error) { return nil, errNone }
 
 // Lend lets registered memory take the place of the slot's.
 func (s *Slot) Lend([]byte) {}
+
+// Twin is the slot's place on the device.
+func (s *Slot) Twin() unsafe.Pointer { return nil }
+
+// Staging is the memory that slots have their twins in.
+func (l *Lane) Staging() (unsafe.Pointer, int64) { return nil, 0 }
+
+// Current runs a function with the device's context.
+func (d *Device) Current(func() error) error { return errNone }
 
 // Put gives a slot back.
 func (l *Lane) Put(*Slot) {}
