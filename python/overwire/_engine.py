@@ -537,6 +537,8 @@ def _program(argv: Sequence[str]) -> str:
         from .storage import environment
 
         about["storage"] = {"env": environment()}
+    named = {word.rpartition("env:")[2] for word in argv if "env:" in word}
+    about["secrets"] = {name: os.environ[name] for name in named if name in os.environ}
     return json.dumps(about)
 
 
