@@ -13,7 +13,8 @@ from ...errors import CorruptError, FormatError, NotSupportedError
 from ...loading import load_file
 from ...opening import safe_open
 from ...records import Record, RecordFile, derive_key, read_records, sums
-from . import _dtypes, _paths
+from ...stores import ObjectReader
+from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
 from ._types import HashMismatchError, TensorType
 
@@ -25,6 +26,9 @@ __all__ = ["TensorDeserializer"]
 
 # Tensors that read_tensors brings in at once, in bytes.
 _BATCH = 256 << 20
+
+# The most bytes of one value in Redis, whose own limit is 512 MiB.
+_REDIS_VALUE = 256 << 20
 
 
 class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["TensorDeserializer"]):
@@ -82,7 +86,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self._verify_hash = bool(verify_hash)
         self._dtype = dtype
         self._lazy_load = lazy_load
-        self._storage: dict[str, Any] = {"other_dtypes_as_bytes": True}
+        self._storage: dict[str, Any] = {}
         self._source = self._resolve(file_obj)
         if num_readers is not None and num_readers > 1 and not isinstance(self._source, str):
             raise ValueError(
@@ -91,6 +95,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 " Other file-like objects and special files (e.g. BytesIO, pipes, sockets) are not supported."
             )
         self._file_info = self._read()
+        if any(_dtypes.foreign(record.dtype) for record in self._file_info.records):
+            self._storage["other_dtypes_as_bytes"] = True
         self._prepare_key(encryption)
         self._records: dict[_paths.Path, Record] = {}
         tree = _paths.Tree()
@@ -128,7 +134,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if isinstance(file_obj, int):
             return f"/proc/self/fd/{file_obj}"
         if isinstance(file_obj, (str, bytes, os.PathLike)):
-            return os.fsdecode(file_obj)
+            path = os.fsdecode(file_obj)
+            if path.lower().startswith("s3://") and not isinstance(file_obj, os.PathLike):
+                self._storage.update(_s3.options_for(False))
+            return path
         try:
             readable = file_obj.readable()
         except AttributeError:
@@ -138,9 +147,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             told = f', current mode="{mode}"' if mode else ""
             raise ValueError(f'TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{told})')
         self._own = file_obj
-        if isinstance(file_obj, stream_io.CURLStreamFile) and file_obj.whole:
-            self._storage.update(file_obj.storage_options or {})
-            return file_obj.uri
+        if isinstance(file_obj, (stream_io.CURLStreamFile, stream_io.RedisStreamFile)) and file_obj.reach is not None:
+            self._storage.update(file_obj.reach[1])
+            return file_obj.reach[0]
         with contextlib.suppress(AttributeError, OSError, ValueError):
             number = file_obj.fileno()
             if number >= 0:
@@ -157,7 +166,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
     def _read(self) -> RecordFile:
         try:
-            return read_records(self._source, storage_options=self._storage)
+            return read_records(self._source, storage_options=self._storage or None)
         except FormatError as error:
             if "not a .tensors file" in str(error):
                 raise ValueError("Not a tensorizer file") from error
@@ -210,7 +219,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if self._source is None:
             raise ValueError("I/O operation on closed file")
         if self._open is None:
-            self._open = safe_open(self._source, framework="pt", device="cpu", storage_options=self._storage)
+            self._open = safe_open(self._source, framework="pt", device="cpu", storage_options=self._storage or None)
         return self._open
 
     def _shut(self) -> None:
@@ -265,9 +274,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             found = load_file(
                 self._source,
                 device="cpu" if through_host else device,
-                keys=names,
+                keys=None if len(names) == len(self._file_info.records) else names,  # all: a preload of the file is joined
                 framework="pt",
-                storage_options=self._storage,
+                storage_options=self._storage or None,
             )
         for path in wanted:
             record = self._records[path]
@@ -412,6 +421,47 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 tensor = tensor.view({1: torch.int8, 2: torch.int16}[tensor.element_size()])
             yield record.module, TensorType(record.type), name, tensor.numpy(), true is not None, true
 
+    def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
+        """Copies the file into Redis, where `redis://host/key_prefix` is it: head and
+        index at "prefix:header:0", then of each tensor its record and its data at
+        "prefix:name:offset", the data in values of at most 256 MiB. Filters have
+        no effect: a part would be no file.
+
+        redis_client: of the package redis, or with its set, exists, get, scan_iter
+            and delete. force: replaces what the prefix has. Without it values that
+            are there stay, which is for a copy that was interrupted: ValueError
+            if they are of another file.
+        ValueError after `close`, and so after an eager load to a GPU.
+        """
+        if self._source is None:
+            raise ValueError("I/O operation on closed file")
+        records = self._file_info.records
+        with io.BufferedReader(ObjectReader(self._path(), storage_options=self._reach()), 1 << 20) as file:
+            header = file.read(records[0].record)
+            name = f"{key_prefix}:header:0"
+            if force:
+                stale = [key for key in redis_client.scan_iter(f"{_escaped(key_prefix)}:*") if bytes(key).rsplit(b":", 1)[-1].isdigit()]
+                if stale:
+                    redis_client.delete(*stale)
+            elif redis_client.get(name) not in (None, header):
+                raise ValueError(f"Redis has another file at {key_prefix!r}; force=True replaces it")
+            redis_client.set(name, header)
+            for record in records:
+                cuts = [record.record, *range(record.data, record.data + record.nbytes, _REDIS_VALUE), record.data + record.nbytes]
+                for begin, end in zip(cuts, cuts[1:], strict=False):
+                    key = f"{key_prefix}:{record.name}:{begin}"
+                    if begin == end or not force and redis_client.exists(key):
+                        continue
+                    file.seek(begin)
+                    redis_client.set(key, file.read(end - begin))
+
+    def _path(self) -> str:
+        return self._source if isinstance(self._source, str) else f"/proc/self/fd/{self._source.fileno()}"
+
+    def _reach(self) -> dict[str, Any] | None:
+        ours = ("other_dtypes_as_bytes", "decryption_key", "decryption_password")
+        return {name: value for name, value in self._storage.items() if name not in ours} or None
+
     # Modules.
 
     def load_into_module(self, m: torch.nn.Module, filter_func: Callable[[Any], Any] | None = None, verify_hash: bool | None = None) -> int:
@@ -448,6 +498,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             name = _paths.plain(path)
             results.append((name, name in there and self._same(record, there[name])))
         return all(same for _, same in results), results
+
+
+def _escaped(text: str) -> str:
+    """For Redis' patterns: the text itself."""
+    return "".join("\\" + c if c in "\\*?[]" else c for c in text)
 
 
 def _current_cuda() -> Any:
