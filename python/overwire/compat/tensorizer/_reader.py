@@ -29,6 +29,7 @@ _BATCH = 256 << 20
 
 # The most bytes of one value in Redis, whose own limit is 512 MiB.
 _REDIS_VALUE = 256 << 20
+_PLAIN = "!#$&()*+,/:;<=>?@[]^_`{|}~"
 
 
 class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["TensorDeserializer"]):
@@ -436,6 +437,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if self._source is None:
             raise ValueError("I/O operation on closed file")
         records = self._file_info.records
+        from urllib.parse import quote
+
         with io.BufferedReader(ObjectReader(self._path(), storage_options=self._reach()), 1 << 20) as file:
             header = file.read(records[0].record)
             name = f"{key_prefix}:header:0"
@@ -449,7 +452,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             for record in records:
                 cuts = [record.record, *range(record.data, record.data + record.nbytes, _REDIS_VALUE), record.data + record.nbytes]
                 for begin, end in zip(cuts, cuts[1:], strict=False):
-                    key = f"{key_prefix}:{record.name}:{begin}"
+                    # As text without quotes and blanks, which the reference's own reader cannot ask for.
+                    key = f"{key_prefix}:{quote(record.name, safe=_PLAIN)}:{begin}"
                     if begin == end or not force and redis_client.exists(key):
                         continue
                     file.seek(begin)
