@@ -155,7 +155,7 @@ func (m *model) recordsOf(ctx context.Context, items []*item) error {
 }
 
 // sums proves source k, a .tensors file: every record says what the index says,
-// and the sums of every tensor are those of its bytes.
+// the sums of every tensor are those of its bytes, and nothing else is there.
 func (m *model) sums(ctx context.Context, j *job.Job, k int, rep *VerifyReport) error {
 	src := m.srcs[k]
 	head, err := safetensors.Head(ctx, src)
@@ -167,6 +167,9 @@ func (m *model) sums(ctx context.Context, j *job.Job, k int, rep *VerifyReport) 
 		return err
 	}
 	if err := f.ReadRecords(ctx, src); err != nil {
+		return err
+	}
+	if err := f.Exact(ctx, src); err != nil {
 		return err
 	}
 	number := make(map[string]int, len(f.Entries))

@@ -60,6 +60,7 @@ func (d Derivation) Key(password []byte) ([]byte, error) {
 type Crypt struct {
 	Derive *Derivation // nil: by a key that has no password
 	Chunk  int64       // bytes of a box
+	Said   int64       // the same by the file's word, which does not count for a single box
 	Nonce  [nonceBytes]byte
 	MACs   [][macBytes]byte
 }
@@ -103,7 +104,8 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 			for i := range c.MACs {
 				copy(c.MACs[i][:], body.take(macBytes))
 			}
-			if c.Chunk = int64(size); count == 1 {
+			c.Said = int64(size)
+			if c.Chunk = c.Said; count == 1 {
 				c.Chunk = bytes
 			}
 			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || (bytes+c.Chunk-1)/c.Chunk != int64(count) {
@@ -155,7 +157,7 @@ func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
 // NewCrypt says how so many bytes will be encrypted, by a nonce that was never
 // used; its boxes are to be sealed.
 func NewCrypt(bytes int64, derive *Derivation) *Crypt {
-	c := &Crypt{Derive: derive, Chunk: ChunkBytes, MACs: make([][macBytes]byte, (bytes+ChunkBytes-1)/ChunkBytes)}
+	c := &Crypt{Derive: derive, Chunk: ChunkBytes, Said: ChunkBytes, MACs: make([][macBytes]byte, (bytes+ChunkBytes-1)/ChunkBytes)}
 	_, _ = rand.Read(c.Nonce[:]) // cannot fail
 	return c
 }
