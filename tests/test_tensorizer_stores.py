@@ -64,9 +64,8 @@ def test_redis_both_ways(redis_at: tuple[Any, str], tmp_path: Path) -> None:
         assert len(names) == 1
         # The reference cannot ask for the keys that it writes for nested names.
         for reader in (ours, theirs) if writer is ours else (ours,):
-            with reader.TensorDeserializer(
-                base + key, device="cpu", verify_hash=True, num_readers=1, encryption=params and reader.DecryptionParams.from_key(params.key)
-            ) as found:
+            by = params and reader.DecryptionParams.from_key(params.key)
+            with reader.TensorDeserializer(base + key, device="cpu", verify_hash=True, num_readers=1, encryption=by) as found:
                 assert same(found.tree())
         with ours.stream_io.open_stream(base + key) as stream:
             assert same(
@@ -308,7 +307,8 @@ def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkey
     with pytest.raises(OSError, match="Failed to open stream|not found") as caught:
         ours.stream_io.open_stream("s3://models/none")
     assert "X-Amz" not in str(caught.value)
-    ow.save_file({"a": torch.randn(9_000_000), "b": torch.ones(3)}, "s3://models/ours.tensors", storage_options={"encryption_key": bytes(32)})
+    made = {"a": torch.randn(9_000_000), "b": torch.ones(3)}
+    ow.save_file(made, "s3://models/ours.tensors", storage_options={"encryption_key": bytes(32)})
     params = theirs.DecryptionParams.from_key(bytes(32))
     with theirs.TensorDeserializer("s3://models/ours.tensors", device="cpu", verify_hash=True, encryption=params) as de:
         assert torch.equal(de["b"], torch.ones(3))

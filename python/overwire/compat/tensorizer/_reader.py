@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import io
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ _BATCH = 256 << 20
 
 # The most bytes of one value in Redis, whose own limit is 512 MiB.
 _REDIS_VALUE = 256 << 20
+
+# What a floating dtype= is for.
+_CAST = operator.attrgetter("float16", "bfloat16", "float32", "float64")
 _PLAIN = "!#$&()*+,/:;<=>?@[]^_`{|}~"
 
 
@@ -39,7 +43,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     file_obj: a path, a URI, a descriptor, or a binary file open for reading.
     device: where to; None: "cuda" if there is one, else the CPU.
     filter_func: called with each name (a tuple for a path); false leaves it out.
-    dtype: every tensor but those of bools is cast to it.
+    dtype: what tensors are cast to: for a floating one those of 16, 32 and 64 bit
+        floats, so that integers, bools, complex and 8-bit types stay; for any
+        other all but bools.
     lazy_load: tensors are read when they are asked for, and kept.
     verify_hash: every sum that a record has is compared, on the host.
     encryption: how to decrypt; None: the file is not encrypted.
@@ -308,9 +314,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def _parameter(self, tensor: torch.Tensor, device: Any) -> Any:
         import torch
 
-        gradient = tensor.dtype.is_complex or tensor.dtype.is_floating_point
-        dtype = self._dtype if self._dtype is not None and tensor.dtype not in (torch.bool, self._dtype) else None
-        return torch.nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=gradient)
+        dtype = self._dtype
+        if tensor.dtype == torch.bool or dtype is not None and dtype.is_floating_point and tensor.dtype not in _CAST(torch):
+            dtype = None  # packed integers, quantised weights and complex tables are not numbers of another precision
+        tensor = tensor.to(device=device, dtype=dtype)
+        return torch.nn.Parameter(tensor, requires_grad=tensor.dtype.is_complex or tensor.dtype.is_floating_point)
 
     # The mapping.
 
@@ -470,8 +478,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
     def load_into_module(self, m: torch.nn.Module, filter_func: Callable[[Any], Any] | None = None, verify_hash: bool | None = None) -> int:
         """Puts parameters and buffers where `TensorSerializer.write_module` took
-        them from, closes the file, and returns how many. NotImplementedError for
-        files of state dicts."""
+        them from, closes the file, and returns how many. Tensors that were tied in
+        the module are tied again where the file has the same bytes for them.
+        NotImplementedError for files of state dicts."""
         modules = dict(m.named_modules())
         paths = [path for path in self._records if filter_func is None or filter_func(_paths.plain(path))]
         for path in paths:
@@ -481,12 +490,24 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     " TensorDeserializer.load_into_module(). Use the TensorDeserializer object directly as a state_dict mapping instead."
                 )
         self._load(paths, self._verify_hash if verify_hash is None else verify_hash)
+        ties: dict[int, list[Any]] = {}
         for path in paths:
             where, attribute = str(path[0]).rsplit(".", 1)
-            if self._records[path].type == TensorType.PARAM:
-                modules[where].register_parameter(attribute, self._cache[path])
+            module, tensor = modules[where], self._cache[path]
+            own = module._parameters.get(attribute, module._buffers.get(attribute))
+            parameter = self._records[path].type == TensorType.PARAM
+            hidden = attribute in module._non_persistent_buffers_set
+            # Whatever had the name goes: a buffer, or a plain attribute.
+            for there in (module._parameters, module._buffers, module.__dict__):
+                there.pop(attribute, None)
+            if own is not None:  # what was one in the module is one again, if it is in the file
+                known = ties.setdefault(id(own), [own])
+                tensor = next((k for k in known[1:] if _alike(k, tensor)), tensor)
+                known.append(tensor)
+            if parameter:
+                module.register_parameter(attribute, tensor)
             else:
-                modules[where].register_buffer(attribute, self._cache[path])
+                module.register_buffer(attribute, tensor, persistent=not hidden)
         self._shut()
         return len(paths)
 
@@ -502,6 +523,16 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             name = _paths.plain(path)
             results.append((name, name in there and self._same(record, there[name])))
         return all(same for _, same in results), results
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Bit for bit."""
+    import torch
+
+    if a.shape != b.shape or a.dtype != b.dtype or a.requires_grad != b.requires_grad:
+        return False
+    x, y = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(x, y)
 
 
 def _escaped(text: str) -> str:
