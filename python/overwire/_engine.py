@@ -63,6 +63,7 @@ __all__ = [
     "open_model",
     "preload_find",
     "preload_start",
+    "presign",
     "save_start",
     "tensors_front",
     "tensors_key",
@@ -364,9 +365,15 @@ def verify_start(spec: str) -> int:
 
 
 def fetch_start(spec: str) -> int:
-    """Start to write the bytes of JSON {"uris": [...], "storage": {...}, "most": n} to its open file "fd"."""
+    """Start to write the bytes of JSON {"uris": [...], "storage": {...}, "most": n, "from", "to"} to its open file "fd"."""
     number: int = _call(_core().api_FetchStart, spec)
     return number
+
+
+def presign(spec: str) -> str:
+    """A URL of JSON {"uris": [one], "storage": {...}, "seconds": n}. It is a secret."""
+    url: str = _call(_core().api_Presign, spec)
+    return url
 
 
 # Preloads.
@@ -553,6 +560,8 @@ def _program(argv: Sequence[str]) -> str:
         from .storage import environment
 
         about["storage"] = {"env": environment()}
+    named = {word.rpartition("env:")[2] for word in argv if "env:" in word}
+    about["secrets"] = {name: os.environ[name] for name in named if name in os.environ}
     return json.dumps(about)
 
 

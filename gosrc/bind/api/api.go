@@ -87,6 +87,10 @@ func FetchStart(spec string) (uint64, error) {
 	return face.Call("fetch", func() (uint64, error) { return face.FetchStart(spec) })
 }
 
+func Presign(spec string) (string, error) {
+	return face.Call("presign", func() (string, error) { return face.Presign(spec) })
+}
+
 func CliStart(program string) (uint64, error) {
 	return face.Call("cli", func() (uint64, error) { return face.CliStart(program) })
 }

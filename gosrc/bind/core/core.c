@@ -577,6 +577,29 @@ PyObject * _wrap__core_api_ModelInfo(PyObject * PYBINDGEN_UNUSED(dummy), PyObjec
 
 
 PyObject *
+_wrap__core_api_Presign(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    char *spec;
+    const char *keywords[] = {"spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
+        return NULL;
+    }
+    retval = api_Presign(spec);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_Presign(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_Setup(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -743,6 +766,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_JobReport", (PyCFunction) _wrap__core_api_JobReport, METH_KEYWORDS|METH_VARARGS, "api_JobReport(job)\n\ntype: job: uint64_t" },
     {(char *) "api_Knobs", (PyCFunction) _wrap__core_api_Knobs, METH_NOARGS, "api_Knobs()\n\n" },
     {(char *) "api_ModelInfo", (PyCFunction) _wrap__core_api_ModelInfo, METH_KEYWORDS|METH_VARARGS, "api_ModelInfo(model)\n\ntype: model: uint64_t" },
+    {(char *) "api_Presign", (PyCFunction) _wrap__core_api_Presign, METH_KEYWORDS|METH_VARARGS, "api_Presign(spec)\n\ntype: spec: char *" },
     {(char *) "api_Setup", (PyCFunction) _wrap__core_api_Setup, METH_KEYWORDS|METH_VARARGS, "api_Setup(env)\n\ntype: env: char *" },
     {(char *) "api_TensorsFront", (PyCFunction) _wrap__core_api_TensorsFront, METH_KEYWORDS|METH_VARARGS, "api_TensorsFront(spec)\n\ntype: spec: char *" },
     {(char *) "api_TensorsKey", (PyCFunction) _wrap__core_api_TensorsKey, METH_KEYWORDS|METH_VARARGS, "api_TensorsKey(spec)\n\ntype: spec: char *" },

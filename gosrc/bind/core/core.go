@@ -370,6 +370,21 @@ func api_PreloadStart(spec *C.char) C.ulonglong {
 	return C.ulonglong(cret)
 }
 
+//export api_Presign
+func api_Presign(spec *C.char) *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.Presign(C.GoString(spec))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
 //export api_Setup
 func api_Setup(env *C.char) *C.char {
 	_saved_thread := C.PyEval_SaveThread()

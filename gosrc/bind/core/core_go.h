@@ -98,6 +98,7 @@ extern long long int api_Panic(void);
 extern long long unsigned int api_PreloadFind(char* uris);
 extern long long unsigned int api_PreloadModel(long long unsigned int job, long long int ms);
 extern long long unsigned int api_PreloadStart(char* spec);
+extern char* api_Presign(char* spec);
 extern char* api_Setup(char* env);
 extern char api_Shutdown(long long int ms);
 extern char* api_TensorsFront(char* spec);
