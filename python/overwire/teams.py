@@ -115,9 +115,10 @@ class Team:
         self._raise_first([fault for fault, _ in found], error)
         return [result for _, result in found]
 
-    def agree(self, error: BaseException | None, seconds: float = 0.0) -> float:
+    def agree(self, error: BaseException | None, seconds: float = 0.0, ours: bool = True) -> float:
         """Collective: raises on all ranks if there is an error on one; else
-        returns the most seconds of any rank."""
+        returns the most seconds of any rank. ours: an error that may come of
+        another rank's (False) is not raised where there is one that does not."""
         import torch
 
         flags = torch.tensor([0.0 if error is None else 1.0, seconds], dtype=torch.float64, device=self._flags_device())
@@ -125,8 +126,9 @@ class Team:
         failed, most = flags.tolist()
         if failed:
             faults: list[Any] = [None] * self.size
-            self._dist.all_gather_object(faults, _portable(error), group=self.group)
-            self._raise_first(faults, error)
+            self._dist.all_gather_object(faults, (_portable(error), ours), group=self.group)
+            sure = any(fault is not None and known for fault, known in faults)
+            self._raise_first([fault if known or not sure else None for fault, known in faults], error if ours or not sure else None)
         return float(most)
 
     def _raise_first(self, faults: list[bytes | None], mine: BaseException | None) -> None:

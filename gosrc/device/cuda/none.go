@@ -67,6 +67,12 @@ func (l *Lane) Get(context.Context) (*Slot, error) { return nil, errNone }
 // Lend lets registered memory take the place of the slot's.
 func (s *Slot) Lend([]byte) {}
 
+// LendDevice lets memory of the device take the place of the slot's.
+func (s *Slot) LendDevice(uintptr, int64) {}
+
+// TablesOnly is the size of slots that only lend memory of the device.
+const TablesOnly = 4096
+
 // Put gives a slot back.
 func (l *Lane) Put(*Slot) {}
 
