@@ -193,6 +193,9 @@ class Bench:
             del got
         row: dict[str, Any] = {"row": title, "first": size / times[0] / 1e9, "best": size / min(times) / 1e9}
         row |= {"in all": row["best"] * dist.get_world_size(), "verified": True}
+        stages = (ow.last_report() or {}).get("stages", {})  # of rank 0's last job: seconds, summed over its workers
+        row["stages"] = {key[:-3]: round(value / 1e9, 3) for key, value in stages.items() if key.endswith("_ns")}
+        row["stages"]["workers"] = stages.get("workers")
         if way is None:
             row["ways"] = {kind: {w: round(rate / 1e9, 1) for w, rate in ways.items()} for kind, ways in distributed.rates(group).items()}
         self.say(row)
@@ -204,28 +207,26 @@ class Bench:
             start = time.monotonic()
             for command in (
                 ["bench", "gen", "llama-bf16", "--size", self.args.size, "-f", str(plain)],
-                ["compress", str(plain), "-o", str(packed)],
+                ["compress", "-f", str(plain), "-o", str(packed)],
             ):
-                if command[0] == "bench" or not packed.exists():
-                    subprocess.run([sys.executable, "-m", "overwire", *command], check=True, capture_output=True)
+                subprocess.run([sys.executable, "-m", "overwire", *command], check=True, capture_output=True)
             print(f"{dist.get_world_size()} ranks, {DEVICE}, {self.args.size} made in {time.monotonic() - start:.1f} s", flush=True)
         dist.barrier()
         self.floors()
         self.whole = self.reference(plain)
         first = True
         for name, path in (("compressed", packed), ("plain", plain)):
+            if self.args.only and name != self.args.only:
+                continue
             if first:  # threads, pinned memory and connections of both kinds of load
                 ow.load_file(path, device=DEVICE, mmap=False)
                 first = False
-            self.loads(f"{name}, whole", path, None, "alone")
-            for way in self.args.ways.split(","):
-                if way in ("each", "broadcast", "gather"):
-                    self.loads(f"{name}, whole", path, None, way)
-            self.loads(f"{name}, whole", path, None, None)
-            for way in self.args.ways.split(","):
-                if way in ("own", "scatter"):
-                    self.loads(f"{name}, tensor-parallel", path, tensor_parallel, way)
-            self.loads(f"{name}, tensor-parallel", path, tensor_parallel, None)
+            packed_ways = (["each", "gather"], ["own", "gather"])
+            whole, parts = packed_ways if name == "compressed" else (["each", "broadcast", "gather"], ["own", "scatter"])
+            for way in ("alone", *whole, None):
+                self.loads(f"{name}, whole", path, None, way)
+            for way in (*parts, None):
+                self.loads(f"{name}, tensor-parallel", path, tensor_parallel, way)
 
 
 def main() -> None:
@@ -234,11 +235,12 @@ def main() -> None:
     parser.add_argument("--size", default="8GB")
     parser.add_argument("--out", default="")
     parser.add_argument("--limit", type=float, default=150, help="seconds after which no row begins")
-    parser.add_argument("--ways", default="each,broadcast,gather,own,scatter")
+    parser.add_argument("--only", default="", help="compressed or plain")
     args = parser.parse_args()
     if CUDA:
         torch.cuda.set_device(DEVICE)
-    dist.init_process_group("nccl" if CUDA else "gloo", timeout=datetime.timedelta(seconds=60))
+    device = torch.device(DEVICE) if CUDA else None
+    dist.init_process_group("nccl" if CUDA else "gloo", timeout=datetime.timedelta(seconds=60), device_id=device)
     Bench(args).run()
     dist.barrier()
     dist.destroy_process_group()
