@@ -61,10 +61,6 @@ __all__ = [
     "open_model",
     "preload_find",
     "preload_start",
-    "relay_decode",
-    "relay_shares",
-    "relay_start",
-    "relay_wait",
     "save_start",
     "tensors_front",
     "tensors_key",
@@ -389,35 +385,6 @@ def preload_find(spec: str) -> tuple[int, int] | None:
     except BaseException:
         job_free(job)
         raise
-
-
-# Relays: see gosrc/load/relay.go.
-
-
-def relay_start(model: int, spec: str) -> int:
-    """Start one rank's part in a load of several, return the job: the JSON of a load.RelaySpec.
-
-    Ring and destinations stay valid until the job has ended.
-    """
-    number: int = _call(_core().api_RelayStart, _handle(model), spec)
-    return number
-
-
-def relay_shares(job: int) -> str:
-    """For each piece, where in its buffer the ranks' shares begin and the last ends: JSON."""
-    text: str = _call(_core().api_RelayShares, _handle(job))
-    return text
-
-
-def relay_wait(job: int, piece: int, ms: int) -> bool:
-    """Wait, `ms` at most, until this rank's share of a piece is in its buffer."""
-    landed: bool = _call(_core().api_RelayWait, _handle(job), piece, ms)
-    return landed
-
-
-def relay_decode(job: int, piece: int, stream: int) -> None:
-    """Decode a piece whose buffer is full, after what is queued on a stream (0: none), and free the buffer."""
-    _call(_core().api_RelayDecode, _handle(job), piece, stream)
 
 
 # Records of .tensors files: see gosrc/bind/face/tensors.go.

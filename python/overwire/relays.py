@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from . import _engine
+from ._engine_relay import relay_decode, relay_start, relay_wait
 from .jobs import Job
 from .models import WHOLE
 from .senders import Room, Task
@@ -84,9 +84,9 @@ class Relay:
             "device": model.device,
             "stream": self._stream(),
         }
-        number = _engine.relay_start(model.handle, json.dumps(spec))
+        number, shares = relay_start(model.handle, json.dumps(spec))
         self._job = Job(number, "relay")
-        self._shares = json.loads(_engine.relay_shares(number))
+        self._shares = json.loads(shares)
 
     def _stream(self) -> int:
         # What is queued there now comes before what the engine does.
@@ -142,7 +142,7 @@ class Relay:
 
     def _arrive(self, piece: int) -> None:
         assert self._job is not None
-        while not _engine.relay_wait(self._job.number, piece, _SLICE_MS):
+        while not relay_wait(self._job.number, piece, _SLICE_MS):
             pass
 
     def _trade(self, piece: int) -> None:
@@ -156,7 +156,7 @@ class Relay:
 
     def _decode(self, piece: int) -> None:
         assert self._job is not None
-        _engine.relay_decode(self._job.number, piece, self._stream())
+        relay_decode(self._job.number, piece, self._stream())
 
     def _done(self) -> int:
         return self._job.progress().bytes if self._job is not None else 0
