@@ -92,6 +92,17 @@ def hosts(folder: Path) -> None:
     same(ow.load_file(path, group=world, shard={"rows": 0}), expected(path, {"rows": 0}, rank, 4))
     assert team.near == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert set(sent) == set(team.near) - {rank}
+    # One rank on a host, and three on another: their relays keep step.
+    teams.host_name = lambda: "alone" if rank == 0 else "together"
+    world = dist.new_group()
+    team = teams.team_of(world)
+    team.rates = Forced()
+    team.rates.way = "gather"
+    relays._SIZE, relays._AGREE = 2 << 20, 2
+    sent.clear()
+    path = folder / "compressed.safetensors"
+    same(ow.load_file(path, group=world, shard=SHARD), expected(path, SHARD, rank, 4))
+    assert set(sent) == ({1, 2, 3} - {rank} if rank else set())
 
 
 def subgroup(folder: Path) -> None:
