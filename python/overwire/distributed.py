@@ -22,8 +22,9 @@ flags crosses between hosts.
 Of compressed tensors the stored bytes travel, by gather, and every rank decodes
 them (`relays`); broadcast and scatter are for plain ones.
 
-Failure: whatever fails on one rank is raised on all, before the batch is sent;
-what had been loaded is freed.
+Failure: whatever fails on one rank is raised on all, before the batch is sent or,
+for relays, when the ranks next agree; what had been loaded is freed. Of a rank
+that is gone the others hear from the group, at its time-out at the latest.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def load(
         are beside. Other arguments are those of `load_file`.
 
     Returns name -> tensor, this rank's. Raises, on every rank, what any rank's
-    load raises; ArgumentError where the ranks ask for different things.
+    load raises; ArgumentError where the ranks ask for different things;
+    IOFailure where the others cannot be reached.
     """
     if group is None:
         raise ArgumentError("overwire: shard: needs the group whose ranks share the tensors")
