@@ -105,6 +105,19 @@ def test_the_parallel_example_runs_unchanged(tmp_path: Path) -> None:
         assert f"RANK {rank}: tensor_b0_sharded={rows(4)}" in said
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_parallel_example_over_nccl(tmp_path: Path) -> None:
+    ow.save_file({"a0": rows(8)}, tmp_path / "a.safetensors", compress=False)
+    ow.save_file({"b0": rows(8)}, tmp_path / "b.safetensors")
+    program = PARALLEL.replace('"gloo"', '"nccl"').replace('"cuda:0"', 'f"cuda:{dist.get_rank()}"')
+    program = program.replace("dist.barrier()", "torch.cuda.set_device(dist.get_rank())\ndist.barrier()")
+    (tmp_path / "run_parallel.py").write_text(program)
+    said = torchrun(tmp_path, "run_parallel.py")
+    for rank in range(2):
+        assert f"RANK {rank}: tensor_a0={rows(8).to(f'cuda:{rank}')}" in said
+        assert f"RANK {rank}: tensor_b0_sharded={rows(4).to(f'cuda:{rank}')}" in said
+
+
 @pytest.mark.slow
 def test_ranks_share_what_they_loaded(tmp_path: Path) -> None:
     """get_tensor, get_sharded (uneven), push, multi_cols, as_dict, pipelines, a

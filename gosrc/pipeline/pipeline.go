@@ -46,6 +46,10 @@ type Task struct {
 	// until then.
 	Place func(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error)
 
+	// Gate, if there is one, is asked before the bytes of a job's piece are
+	// brought: it waits until their place is free, or for the end of ctx. Pieces
+	// may wait for earlier ones only.
+	Gate func(ctx context.Context, job int32) error
 	// Landed is called once for each want whose last byte is in place, by any
 	// worker. Progress gets the logical bytes of each finished job.
 	Landed   func(want int32)
@@ -231,6 +235,12 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 	src := w.Sources[p.Source]
 	lender, lends := src.(source.Lender)
 	t0 := time.Now()
+	if w.Gate != nil {
+		if err := w.Gate(w.ctx, p.First); err != nil {
+			return err
+		}
+		w.st.WaitNS += w.lap("stage", &t0, 0)
+	}
 	if p.Direct != nil {
 		b := unsafe.Slice((*byte)(p.Direct), p.Len)
 		if err := src.ReadAt(w.ctx, b, p.Off); err != nil {

@@ -109,6 +109,24 @@ func PreloadModel(job uint64, ms int) (uint64, error) {
 	})
 }
 
+func RelayStart(model uint64, spec string) (uint64, error) {
+	return face.Call("relay", func() (uint64, error) { return face.RelayStart(model, spec) })
+}
+
+func RelayShares(job uint64) (string, error) {
+	return face.Call("relay", func() (string, error) { return face.RelayShares(job) })
+}
+
+func RelayWait(job uint64, piece, ms int) (bool, error) {
+	return face.Call("relay", func() (bool, error) {
+		return face.RelayWait(job, piece, time.Duration(ms)*time.Millisecond)
+	})
+}
+
+func RelayDecode(job uint64, piece int, stream uint64) (int, error) {
+	return done("relay", func() error { return face.RelayDecode(job, piece, stream) })
+}
+
 func TensorsRecords(spec string) (string, error) {
 	return face.Call("records", func() (string, error) { return face.TensorsRecords(spec) })
 }

@@ -357,6 +357,74 @@ PyObject * _wrap__core_api_PreloadStart(PyObject * PYBINDGEN_UNUSED(dummy), PyOb
 
 
 PyObject *
+_wrap__core_api_RelayDecode(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    uint64_t job;
+    int64_t piece;
+    uint64_t stream;
+    const char *keywords[] = {"job", "piece", "stream", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "KLK", (char **) keywords, &job, &piece, &stream)) {
+        return NULL;
+    }
+    retval = api_RelayDecode(job, piece, stream);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_RelayDecode(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_RelayStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    uint64_t retval;
+    uint64_t model;
+    char *spec;
+    const char *keywords[] = {"model", "spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "Ks", (char **) keywords, &model, &spec)) {
+        return NULL;
+    }
+    retval = api_RelayStart(model, spec);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "K", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_RelayStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_RelayWait(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    bool retval;
+    uint64_t job;
+    int64_t piece;
+    int64_t ms;
+    const char *keywords[] = {"job", "piece", "ms", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "KLL", (char **) keywords, &job, &piece, &ms)) {
+        return NULL;
+    }
+    retval = api_RelayWait(job, piece, ms);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__core_api_RelayWait(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_Shutdown(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -600,6 +668,29 @@ PyObject * _wrap__core_api_Presign(PyObject * PYBINDGEN_UNUSED(dummy), PyObject 
 
 
 PyObject *
+_wrap__core_api_RelayShares(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    uint64_t job;
+    const char *keywords[] = {"job", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "K", (char **) keywords, &job)) {
+        return NULL;
+    }
+    retval = api_RelayShares(job);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_RelayShares(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_Setup(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -756,6 +847,9 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_PreloadFind", (PyCFunction) _wrap__core_api_PreloadFind, METH_KEYWORDS|METH_VARARGS, "api_PreloadFind(uris)\n\ntype: uris: char *" },
     {(char *) "api_PreloadModel", (PyCFunction) _wrap__core_api_PreloadModel, METH_KEYWORDS|METH_VARARGS, "api_PreloadModel(job, ms)\n\ntype: job: uint64_t\ntype: ms: int64_t" },
     {(char *) "api_PreloadStart", (PyCFunction) _wrap__core_api_PreloadStart, METH_KEYWORDS|METH_VARARGS, "api_PreloadStart(spec)\n\ntype: spec: char *" },
+    {(char *) "api_RelayDecode", (PyCFunction) _wrap__core_api_RelayDecode, METH_KEYWORDS|METH_VARARGS, "api_RelayDecode(job, piece, stream)\n\ntype: job: uint64_t\ntype: piece: int64_t\ntype: stream: uint64_t" },
+    {(char *) "api_RelayStart", (PyCFunction) _wrap__core_api_RelayStart, METH_KEYWORDS|METH_VARARGS, "api_RelayStart(model, spec)\n\ntype: model: uint64_t\ntype: spec: char *" },
+    {(char *) "api_RelayWait", (PyCFunction) _wrap__core_api_RelayWait, METH_KEYWORDS|METH_VARARGS, "api_RelayWait(job, piece, ms)\n\ntype: job: uint64_t\ntype: piece: int64_t\ntype: ms: int64_t" },
     {(char *) "api_Shutdown", (PyCFunction) _wrap__core_api_Shutdown, METH_KEYWORDS|METH_VARARGS, "api_Shutdown(ms)\n\ntype: ms: int64_t" },
     {(char *) "api_VerifyStart", (PyCFunction) _wrap__core_api_VerifyStart, METH_KEYWORDS|METH_VARARGS, "api_VerifyStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_CodecNames", (PyCFunction) _wrap__core_api_CodecNames, METH_NOARGS, "api_CodecNames()\n\n" },
@@ -767,6 +861,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_Knobs", (PyCFunction) _wrap__core_api_Knobs, METH_NOARGS, "api_Knobs()\n\n" },
     {(char *) "api_ModelInfo", (PyCFunction) _wrap__core_api_ModelInfo, METH_KEYWORDS|METH_VARARGS, "api_ModelInfo(model)\n\ntype: model: uint64_t" },
     {(char *) "api_Presign", (PyCFunction) _wrap__core_api_Presign, METH_KEYWORDS|METH_VARARGS, "api_Presign(spec)\n\ntype: spec: char *" },
+    {(char *) "api_RelayShares", (PyCFunction) _wrap__core_api_RelayShares, METH_KEYWORDS|METH_VARARGS, "api_RelayShares(job)\n\ntype: job: uint64_t" },
     {(char *) "api_Setup", (PyCFunction) _wrap__core_api_Setup, METH_KEYWORDS|METH_VARARGS, "api_Setup(env)\n\ntype: env: char *" },
     {(char *) "api_TensorsFront", (PyCFunction) _wrap__core_api_TensorsFront, METH_KEYWORDS|METH_VARARGS, "api_TensorsFront(spec)\n\ntype: spec: char *" },
     {(char *) "api_TensorsKey", (PyCFunction) _wrap__core_api_TensorsKey, METH_KEYWORDS|METH_VARARGS, "api_TensorsKey(spec)\n\ntype: spec: char *" },

@@ -22,6 +22,7 @@ type entry struct {
 	load   *load.Loading    // nil: not a load (yet)
 	pre    *preload.Preload // nil: not a preload
 	coding *coding          // nil: not a codec job
+	relay  *load.Relay      // nil: not a relay
 	mine   bool             // pre was handed over: its model and tensors are this handle's
 }
 

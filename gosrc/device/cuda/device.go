@@ -42,7 +42,7 @@ type Device struct {
 	kernels [kernels]C.owcu_handle
 
 	mu      sync.Mutex
-	idle    *Lane
+	idle    [2]*Lane        // by rank
 	list    *unsafe.Pointer // device.Listed blocks that nobody holds; in C memory
 	live    int             // blocks not yet freed
 	reaping bool
@@ -115,12 +115,16 @@ func (d *Device) Index() int { return d.index }
 func (d *Device) Trim() error {
 	d.mu.Lock()
 	idle := d.idle
-	d.idle = nil
+	d.idle = [2]*Lane{}
 	d.mu.Unlock()
 	d.takeSpare().free()
 	var err error
-	if idle != nil {
-		err = idle.destroy()
+	for _, l := range idle {
+		if l != nil {
+			if e := l.destroy(); err == nil {
+				err = e
+			}
+		}
 	}
 	if e := d.reap(); err == nil {
 		err = e

@@ -80,6 +80,12 @@ func (l *Lane) Staging() (unsafe.Pointer, int64) { return nil, 0 }
 // Current runs a function with the device's context.
 func (d *Device) Current(func() error) error { return errNone }
 
+// LendDevice lets memory of the device take the place of the slot's.
+func (s *Slot) LendDevice(uintptr, int64) {}
+
+// TablesOnly is the size of slots that only lend memory of the device.
+const TablesOnly = 4096
+
 // Put gives a slot back.
 func (l *Lane) Put(*Slot) {}
 
