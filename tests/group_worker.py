@@ -13,6 +13,7 @@ import overwire as ow
 import torch
 import torch.distributed as dist
 from overwire import distributed, relays, teams
+from overwire.models import Model
 
 # Where tensors are loaded to, one device a rank.
 BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
@@ -219,6 +220,69 @@ def dying(folder: Path) -> None:
         print("done dying", flush=True)
         os._exit(0)
     raise AssertionError("nobody missed rank 1")
+
+
+def hurt(folder: Path) -> None:
+    """A file that is bad, goes bad or goes away on rank 1 alone: one typed error
+    that says where, on both ranks, soon; and the next load is good."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    good = folder / "plain.safetensors"
+    own = folder / f"hurt-{rank}.safetensors"
+    header = good.read_bytes()[8 : 8 + int.from_bytes(good.read_bytes()[:8], "little")]
+    start = Model.start
+
+    def meanwhile(change: Any) -> None:  # between the opening of the file and the first read
+        def first(self: Any, *args: Any, **named: Any) -> Any:
+            if rank == 1:
+                change()
+            return start(self, *args, **named)
+
+        Model.start = first  # type: ignore[method-assign]
+
+    def raises(kind: type[Exception], text: str, path: Any, **named: Any) -> Exception:
+        began = time.monotonic()
+        try:
+            ow.load_file(path if rank == 1 else good, group=world, mmap=False, **named)
+        except kind as error:
+            assert text in str(error), error
+            assert rank == 1 or "on rank 1" in str(error), error
+            assert time.monotonic() - began < 20
+            return error
+        finally:
+            Model.start = start  # type: ignore[method-assign]
+        raise AssertionError(f"no {kind.__name__}")
+
+    for old, new, text in (
+        (b'"F32"', b'"F33"', "F33"),  # no such dtype
+        (b'"data_offsets":[0,', b'"data_offsets":[1,', ""),  # where no tensor begins
+        (b'"shape":[', b'"shape":[-', ""),
+        (b'{', b'[', ""),
+    ):
+        assert old in header
+        data = good.read_bytes()
+        own.write_bytes(data[:8] + header.replace(old, new, 1).ljust(len(header))[: len(header)] + data[8 + len(header) :])
+        found = raises(ow.FormatError, text, own)
+        assert rank == 0 or str(own) in str(found), found
+    for shape in ({}, {"rows": 0}):
+        own.write_bytes(good.read_bytes())
+        meanwhile(lambda: os.truncate(own, own.stat().st_size - 100_000))
+        error = raises(ow.CorruptError, "truncated" if not shape else "", own, shard=shape)
+        assert str(own) in str(error) or rank == 0, error
+    raises(ow.OverwireError, "", "http://127.0.0.1:1/x.safetensors", storage_options={"retries": 0} if rank == 1 else None)
+
+    # Replaced by a rename: it stays the file that was opened.
+    own.write_bytes(good.read_bytes())
+
+    def replace() -> None:
+        (folder / "new").write_bytes((folder / "other.safetensors").read_bytes())
+        os.replace(folder / "new", own)
+
+    meanwhile(replace)
+    try:
+        same(ow.load_file(own, group=world, mmap=False), expected(good, {}, rank, 2))
+    finally:
+        Model.start = start  # type: ignore[method-assign]
+    same(ow.load_file(good, group=world), expected(good, {}, rank, 2))
 
 
 if __name__ == "__main__":

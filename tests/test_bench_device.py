@@ -46,6 +46,20 @@ def test_first_and_second_load(model: Path, mode: str) -> None:
     assert found["second"] > 0
 
 
+@pytest.mark.parametrize("name", _bench_device.PEERS)
+def test_other_loaders_have_a_figure_or_a_reason(model: Path, name: str) -> None:
+    """Where a peer is installed and goes to the CPU, its bytes are compared; where
+    not, the row says why."""
+    argv = ["0", "with", "cpu", name, str(model / "sums.json"), str(model / "plain.safetensors")]
+    found = _bench_device.answer(argv)
+    assert found.get("bytes") == SIZE or found.get("missing") or "cpu" in found["error"].lower() or "cuda" in found["error"].lower(), found
+    if "bytes" in found:
+        assert found["note"].startswith(name)
+        sums = json.loads((model / "sums.json").read_text())
+        (model / "sums.json").write_text(json.dumps({**sums, "a": sums["a"] ^ 1}))
+        assert "'a'" in _bench_device.answer(argv)["error"]
+
+
 def test_verify_sees_every_wrong_byte(model: Path) -> None:
     argv = ["0", "verify", "cpu", str(model / "sums.json"), str(model / "m.safetensors")]
     assert _bench_device.answer(argv) == {"bytes": SIZE, "tensors": 3}

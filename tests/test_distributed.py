@@ -79,7 +79,7 @@ def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices:
 
 
 def test_two_ranks(folder: Path) -> None:
-    ranks(folder, 2, "every_way", "wanted", "failing", "dying")
+    ranks(folder, 2, "every_way", "wanted", "failing", "hurt", "dying")
 
 
 @pytest.mark.slow

@@ -254,13 +254,19 @@ def test_pipelines_hold_as_few_batches_as_was_said(tmp_path: Path) -> None:
         assert used() <= 8000
         names.append(name)
     assert sorted(names) == sorted(f"t{at}.{i}" for at in range(6) for i in range(3))
-    loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False, device_memory_budget=9000, queue_size=3)
+    loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False, device_memory_budget=9000, queue_size=3, accumulate_resident=False)
     for _ in loader.iterate_weights():
         assert used() <= 9000
     with pytest.raises(fst.BudgetInfeasibleError, match="3000.*4000"):
         fst.ParallelLoader(None, paths, device_memory_budget=3000)
     with pytest.raises(fst.BudgetInfeasibleError):
-        fst.ParallelLoader(None, paths, device_memory_budget=90000, accumulate_resident=True)
+        fst.ParallelLoader(None, paths, device_memory_budget=90000)  # what was yielded stays, and counts
+    with pytest.raises(ValueError, match="resident_tensor"):
+        fst.ParallelLoader(None, paths, device_memory_budget=90000, accumulate_resident=False, resident_tensor=bool)
+    loader = fst.ParallelLoader(
+        None, paths, device_memory_budget=28000, resident_tensor=lambda n: n.startswith("t0"), use_tqdm_on_load=False
+    )  # fmt: skip
+    assert len([used() <= 12000 or pytest.fail("over") for _ in loader.iterate_weights()]) == 24
     # Leaving early ends the thread and lets go.
     loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False)
     weights = loader.iterate_weights()
@@ -485,6 +491,163 @@ def test_the_extension_s_names(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         cpp.gds_file_handle(str(tmp_path / "absent"), False, False)
     cpp.cpu_free(address)
+
+
+def test_a_prefix_of_a_read_can_be_waited_for(tmp_path: Path) -> None:
+    """0.5's readiness: the bytes that are there, and an error for those that never come."""
+    data = random.Random(3).randbytes(40 << 20)
+    (tmp_path / "data").write_bytes(data)
+    address = cpp.cpu_malloc(len(data) + 10)
+    buffer = cpp.gds_device_buffer(address, len(data) + 10, False)
+    reader = cpp.nogds_file_reader(False, 1024, 2, False, 0)
+    with open(tmp_path / "data", "rb") as file:
+        number = reader.submit_read(file.fileno(), buffer, 0, len(data), 0, track_progress=True)
+        for length in (1, 17 << 20, len(data)):
+            assert reader.wait_read_prefix(number, length) >= length
+            assert cpp.read_buffer(address, length) == data[:length]
+        with pytest.raises(ValueError, match="wait_read_prefix"):
+            reader.wait_read_prefix(number, len(data) + 1)
+        assert reader.wait_read(number) == address
+        number = reader.submit_read(file.fileno(), buffer, 0, len(data) + 10, 0, track_progress=True)
+        assert reader.wait_read_prefix(number, len(data)) == len(data)
+        with pytest.raises(RuntimeError, match="truncated"):
+            reader.wait_read_prefix(number, len(data) + 1)
+        with pytest.raises(RuntimeError, match="truncated"):
+            reader.wait_read(number)
+        for wrong in (number, 12345, reader.submit_read(file.fileno(), buffer, 0, 10, 0)):
+            with pytest.raises(ValueError, match="no read"):
+                reader.wait_read_prefix(wrong, 1)
+    del reader  # waits for what runs
+    cpp.cpu_free(address)
+
+
+def test_what_later_versions_added(files: list[str]) -> None:
+    loader, buffer = load(files)
+    names = list(buffer.key_to_rank_lidx)
+    for name, tensor in buffer.iter_local_tensors(iter(names)):
+        assert plain(tensor) == plain(buffer.get_tensor(name))
+        wrapped = buffer.get_tensor_wrapped(name)
+        assert wrapped.get_shape() == loader.get_shape(name) and wrapped.get_nbytes() == tensor.nbytes
+    buffer.close()
+    loader.set_tensor_filter(keep_tensor=lambda name: name == "U8")
+    loader.reset()
+    loader.add_filenames({0: files[:1]})
+    assert loader.get_keys() == ["U8"]
+    with fst.fastsafe_open(files[0], use_fgds=False) as opened:
+        assert "U8" in opened.keys()  # noqa: SIM118
+    settings = fst.LoaderConfig.from_dict({"parallel": {"max_batch_bytes": 7, "device_memory_budget": 9}})
+    assert settings.create_parallel_kwargs() == {"queue_size": -1, "max_batch_bytes": 7, "device_memory_budget": 9}
+    assert fst.LoaderConfig().create_parallel_kwargs() == {"queue_size": -1}
+    kinds = [copier.registry.get_copier_class(kind) for kind in ("gds", "nogds", "unified", "3fs", "none")]
+    assert kinds == [copier.GdsFileCopier, copier.NoGdsFileCopier, copier.UnifiedMemCopier, copier.ThreeFSFileCopier, CopierInterface]
+
+
+def test_gds_is_asked_for_on_a_gpu_alone(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """nogds=False is read="gds" for a GPU; what that gives stands in test_gpu.py."""
+    asked: list[Any] = []
+    stream = ow.stream
+    monkeypatch.setattr(ow, "stream", lambda *args, read=None, **named: (asked.append(read), stream(*args, **named))[1])
+    for nogds in (False, True):
+        load(files[:1], nogds=nogds)
+    op = get_framework_op("pt")
+    meta = fst.SafeTensorsMetadata.from_file(files[0], op)
+    for kind, want in ((copier.GdsFileCopier, "gds"), (copier.NoGdsFileCopier, None)):
+        assert kind(meta, Device.from_str("cuda:0"), None, op).read == want
+    assert asked == [None, None]
+
+
+def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that shares the host's memory: anonymous pinned memory, one copy by
+    cpp's name, one wait by torch's, nothing pinned left. Here they are replaced."""
+    from overwire.compat.fastsafetensors import loader as loaders
+    from overwire.compat.fastsafetensors.copier import unified
+
+    op, calls = get_framework_op("pt"), []
+    alloc = op.alloc_tensor_memory
+    monkeypatch.setattr(op, "alloc_tensor_memory", lambda length, device: alloc(length, Device()))
+    monkeypatch.setattr(op, "view_of", lambda gbuf, begin, frame, device, view=op.view_of: view(gbuf, begin, frame, Device()))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (calls.append("pin"), tensor)[1])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("wait"))
+    monkeypatch.setattr(cpp, "memcpy_h2d_async", lambda to, at, size: (calls.append("copy"), ctypes.memmove(to, at, size))[0])
+    meta = fst.SafeTensorsMetadata.from_file(files[0], op)
+    one = unified.UnifiedMemCopier(meta, Device.from_str("cuda:0"), op)
+    got = one.wait_io(one.submit_io(True, 1 << 30))
+    assert calls == ["pin", "copy", "wait"] and one._pinned is None
+    assert {name: plain(tensor.get_raw()) for name, tensor in got.items()} == {k: plain(v) for k, v in ow.load_file(files[0]).items()}
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("memcpy_h2d_async: CUDA error 700")
+
+    used = op.get_mem_used()
+    monkeypatch.setattr(cpp, "memcpy_h2d_async", fails)
+    with pytest.raises(RuntimeError, match="700"):
+        one.submit_io(True, 1 << 30)
+    assert one._pinned is None and op.get_mem_used() == used
+    # Who has it: by FASTSAFETENSORS_UNIFIED_MEM, or a GPU's name.
+    for text, name, want in (("1", "", True), ("0", "NVIDIA GB10", False), ("", "NVIDIA GB10", True), ("", "NVIDIA H200", False)):
+        unified.is_unified_memory_system.cache_clear()
+        monkeypatch.setenv("FASTSAFETENSORS_UNIFIED_MEM", text)
+        monkeypatch.setattr(cpp, "is_cuda_found", lambda: True)
+        monkeypatch.setattr(op, "get_device_name", lambda device, name=name: name)
+        assert unified.is_unified_memory_system() is want
+    unified.is_unified_memory_system.cache_clear()
+    # The loader looks copiers up in its own module.
+    kinds: list[str] = []
+    monkeypatch.setattr(loaders, "create_copier_constructor", lambda kind, device, **named: kinds.append(kind))
+    for nogds in (True, False):
+        fst.SafeTensorsFileLoader(None, "cpu", nogds=nogds)
+    assert kinds == ["nogds", "gds"]
+
+
+def test_names_and_words_that_programs_look_at(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from overwire.compat.fastsafetensors import auto_loader, common
+
+    for text, words in (("xpu", "Unknown device type: xpu"), ("cuda:x", "Invalid index: x")):
+        with pytest.raises(ValueError, match=words):
+            Device.from_str(text)
+    with pytest.raises(ValueError, match="Unknown framework name"):
+        get_framework_op("jax")
+    with pytest.raises(ValueError, match="max_concurrent_producers must be 1"):
+        fst.ParallelLoader(None, files, max_concurrent_producers=2)
+    with pytest.raises(ValueError, match="HeaderTooSmall"):
+        fst.SafeTensorsMetadata.from_buffer(0, 7, "x", get_framework_op("pt"))
+    op = get_framework_op("pt")
+    assert op.get_storage_shape(DType.F4, [8, 16], [16, 1]) == ([64], [1]) and op.get_device_ptr_align() == 16
+    for call in (lambda: op.get_native_shape(DType.F4, [3, 3]), lambda: op.get_native_slices(DType.F4, [2, 4], (slice(0, 2), slice(1, 4)))):
+        with pytest.raises(ValueError, match="F4"):
+            call()
+    frame = fst.TensorFrame.from_buffer({"dtype": DType.F32, "shape": [16, 8], "data_offsets": [0, 512]})
+    assert frame[()] == frame and frame[3].shape == [1, 8] and frame[4:4].shape == [] and frame[::-2].strides == [-16, 1]
+    assert (frame[2:9].sliced, frame[2:9].offsets, frame.data_offsets) == (True, [2, 0], [0, 512])
+    meta = fst.SafeTensorsMetadata.from_file(files[0], op)
+    assert meta.size_bytes == os.path.getsize(files[0]) and meta.header_length % 8 == 0 and meta.src == files[0] and meta.aligned
+    assert common.resolve_cudart_lib_name is common.resolve_runtime_lib_name
+    auto = fst.AutoLoader(fst.SingleGroup(), files)
+    assert auto._pipeline is not None and auto._pipeline.loader is auto._loader
+    auto.close()
+    made: list[str] = []
+
+    class Mine(fst.SafeTensorsFileLoader):
+        def __init__(self, **named: Any) -> None:
+            made.append(named["device"])
+            super().__init__(**named)
+
+    monkeypatch.setattr(auto_loader, "SafeTensorsFileLoader", Mine)
+    assert len(dict(fst.AutoLoader(None, files, "cpu").iterate_weights())) == len(meta.tensors) * 2 + 1 and made == ["cpu"]
+    assert "overwire" in fst.__version__
+
+
+def test_a_header_s_leniency_stays_here(tmp_path: Path) -> None:
+    """Trailing bytes and numbers as metadata: the metadata class reads them, as the
+    original does; loading holds the format's rules."""
+    head = json.dumps({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "__metadata__": {"x": 3}}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head + b"1234")
+    meta = fst.SafeTensorsMetadata.from_file(str(path), get_framework_op("pt"))
+    assert meta.metadata == {"x": 3} and meta.tensors["a"].shape == [2]
+    with pytest.raises(ow.FormatError):
+        load([str(path)])
+    assert ow.load_file(path, lenient=True)["a"].tolist() == [49, 50]
 
 
 def test_capsules_of_addresses() -> None:

@@ -5,11 +5,13 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
@@ -40,6 +42,20 @@ func targetOf(name string) (target, error) {
 		return target{gpu}, err
 	}
 	return target{}, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
+}
+
+// Prepare makes a device ready for a load that is about to begin, while its files
+// are opened. It does not wait; the load tells what is wrong.
+func Prepare(name string) {
+	spawn.Go("load prepare", func() {
+		_ = spawn.Guard("load prepare", func() error {
+			t, err := targetOf(name)
+			if err == nil && t.gpu != nil {
+				t.gpu.Prepare()
+			}
+			return err
+		})
+	})
 }
 
 // feeders is how many readers keep a fast disk, or a GPU, busy.
@@ -125,5 +141,7 @@ func (l gpuLane) Submit(s device.Slot, n int64, jobs []device.Job, done func(job
 type gpuSlot struct{ *cuda.Slot }
 
 func (s gpuSlot) Memory() []byte { return s.Bytes }
+
+func (s gpuSlot) Twin() unsafe.Pointer { return s.Slot.Twin() }
 
 func (s gpuSlot) Borrow(b []byte) { s.Lend(b) }

@@ -32,7 +32,11 @@ type Task struct {
 	Wants   []plan.Want
 	Plan    *plan.Plan
 	// Lane is the device; nil: the host. The pipeline does not close it.
-	Lane    device.Lane
+	Lane device.Lane
+	// Direct, by source, reads plain tensors' bytes straight into the device's
+	// memory; nil: none, or not of that source. Bytes that have a checksum go
+	// through the host, where it is compared.
+	Direct  []device.Reader
 	Workers int  // 0: one a core
 	NoCheck bool // for benchmarks only: leave the checksums out
 	Trace   *Trace
@@ -41,6 +45,11 @@ type Task struct {
 	// brought: it waits until their place is free, or for the end of ctx. Pieces
 	// may wait for earlier ones only.
 	Gate func(ctx context.Context, job int32) error
+	// Place, if not nil, gives each job its place, right before it is submitted
+	// to the device; it may wait for it. The pipeline's own places stand for it
+	// until then.
+	Place func(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error)
+
 	// Landed is called once for each want whose last byte is in place, by any
 	// worker. Progress gets the logical bytes of each finished job.
 	Landed   func(want int32)
@@ -253,7 +262,17 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		return err
 	}
 	w.st.WaitNS += w.lap("stage", &t0, 0)
-	if !lends {
+	switch {
+	case w.straight(p):
+		// One read for all of the piece: parts are cut for cores, of which this
+		// needs none.
+		if part.From == 0 {
+			if err := w.Direct[p.Source].ReadInto(w.ctx, slot.(device.Twinned).Twin(), p.Len, p.Off); err != nil {
+				return w.where("read", p.First, err)
+			}
+			w.st.ReadNS += w.lap("read", &t0, p.Len)
+		}
+	case !lends:
 		if err := w.fill(src, p, part, slot.Memory()[:p.Len], &t0); err != nil {
 			return err
 		}
@@ -269,6 +288,10 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		}
 		slot.Borrow(b)
 	}
+	if err := w.settle(p); err != nil {
+		w.lane.Put(slot)
+		return err
+	}
 	err = w.lane.Submit(slot, p.Len, w.Plan.Jobs[p.First:p.First+p.Count], func(i int, err error) {
 		if err != nil {
 			w.cancel(w.where("decode", p.First+int32(i), err)) // only the first cause stays
@@ -281,6 +304,35 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		return w.where("copy", p.First, err)
 	}
 	return nil
+}
+
+// settle gives the jobs of a piece their places.
+func (r *run) settle(p *plan.Piece) error {
+	if r.Place == nil {
+		return nil
+	}
+	for i := p.First; i < p.First+p.Count; i++ {
+		dst, err := r.Place(r.ctx, r.Plan.Refs[i].Want, r.Plan.Jobs[i].Dst)
+		if err != nil {
+			return err
+		}
+		r.Plan.Jobs[i].Dst = dst
+	}
+	return nil
+}
+
+// straight says whether a piece goes from its source to the device without the
+// host: if there is a way, and no checksum in it.
+func (w *worker) straight(p *plan.Piece) bool {
+	if w.Direct == nil || w.Direct[p.Source] == nil {
+		return false
+	}
+	for i := p.First; i < p.First+p.Count; i++ {
+		if w.Plan.Refs[i].N >= 0 {
+			return false
+		}
+	}
+	return true
 }
 
 // stage gives the slot of a piece; whoever comes first waits for a free one,

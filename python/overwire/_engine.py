@@ -36,6 +36,7 @@ __all__ = [
     "codec_start",
     "codec_take",
     "convert_start",
+    "device_prepare",
     "dlpack_give",
     "dlpack_take",
     "doctor",
@@ -53,6 +54,7 @@ __all__ = [
     "job_take",
     "job_wait",
     "knobs",
+    "load_settle",
     "load_start",
     "main",
     "model_info",
@@ -61,6 +63,7 @@ __all__ = [
     "open_model",
     "preload_find",
     "preload_start",
+    "presign",
     "save_start",
     "tensors_front",
     "tensors_key",
@@ -266,6 +269,18 @@ def load_start(model: int, requests: bytes | None, options: str) -> int:
     return number
 
 
+def load_settle(job: int, pairs: int, count: int, stream: int) -> None:
+    """Tell a load where requests with the destination 1 land: `count` pairs of
+    int64 at an address, request and place. What is queued on the stream now
+    precedes what lands there."""
+    _call(_core().api_LoadSettle, job, pairs, count, stream)
+
+
+def device_prepare(name: str) -> None:
+    """Begin to make a GPU ready for a load, without waiting."""
+    _call(_core().api_DevicePrepare, name)
+
+
 def job_wait(job: int, timeout: float | None) -> bool:
     """Wait for the end, `timeout` seconds at most; raise the job's error.
 
@@ -276,25 +291,27 @@ def job_wait(job: int, timeout: float | None) -> bool:
     return ended
 
 
-def job_next(job: int, timeout: float | None, raw: bool = False) -> list[tuple[int, Capsule | None, int]]:
-    """What has landed since the last call: (request, capsule, address).
+def job_next(job: int, timeout: float | None, raw: bool = False, adopt: Callable[[Capsule], Any] | None = None) -> list[Any]:
+    """What has landed since the last call: (request, capsule, address), or
+    (request, adopt(capsule)), None where there are no bytes.
 
     Waits for the first of it; [] when nothing will follow, or after `timeout`
     seconds. None stands for requests with a destination of their own, or
     handed out before. `raw` as in `job_take`. Raises the job's error when
     everything that landed before it was handed out.
     """
-    landed: list[tuple[int, Capsule | None, int]] = _call(_core().job_next, _handle(job), timeout, raw)
+    landed: list[Any] = _call(_core().job_next, _handle(job), timeout, raw, adopt)
     return landed
 
 
-def job_take(job: int, raw: bool = False) -> list[tuple[Capsule | None, int]]:
-    """After the end, for every request: (capsule, address).
+def job_take(job: int, raw: bool = False, adopt: Callable[[Capsule], Any] | None = None) -> list[Any]:
+    """After the end, for every request: (capsule, address), or adopt(capsule),
+    None where there are no bytes.
 
     Capsules are "dltensor", owned by the caller; None as in `job_next`. With
     `raw` dtypes are those of unsigned integers of the same width.
     """
-    landed: list[tuple[Capsule | None, int]] = _call(_core().job_take, _handle(job), raw)
+    landed: list[Any] = _call(_core().job_take, _handle(job), raw, adopt)
     return landed
 
 
@@ -348,9 +365,15 @@ def verify_start(spec: str) -> int:
 
 
 def fetch_start(spec: str) -> int:
-    """Start to write the bytes of JSON {"uris": [...], "storage": {...}, "most": n} to its open file "fd"."""
+    """Start to write the bytes of JSON {"uris": [...], "storage": {...}, "most": n, "from", "to"} to its open file "fd"."""
     number: int = _call(_core().api_FetchStart, spec)
     return number
+
+
+def presign(spec: str) -> str:
+    """A URL of JSON {"uris": [one], "storage": {...}, "seconds": n}. It is a secret."""
+    url: str = _call(_core().api_Presign, spec)
+    return url
 
 
 # Preloads.
@@ -537,6 +560,8 @@ def _program(argv: Sequence[str]) -> str:
         from .storage import environment
 
         about["storage"] = {"env": environment()}
+    named = {word.rpartition("env:")[2] for word in argv if "env:" in word}
+    about["secrets"] = {name: os.environ[name] for name in named if name in os.environ}
     return json.dumps(about)
 
 

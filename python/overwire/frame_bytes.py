@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .dtypes import nbytes
@@ -21,6 +21,7 @@ class BytesFrame:
     """
 
     name = "bytes"
+    quick: Callable[[Any], Any] | None = None
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         return False  # only the address counts: capsules are never unpacked
@@ -35,7 +36,7 @@ class BytesFrame:
 
     def adopt_all(
         self,
-        landed: Sequence[tuple[Any, int]],
+        landed: list[Any],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
         places: Mapping[int, Any],
@@ -46,7 +47,7 @@ class BytesFrame:
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         return memoryview(bytearray(nbytes(dtype, shape)))
 
-    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
         raise NotSupportedError(f"overwire: bytes are not made on {device}")
 
     def dtype(self, wanted: Any) -> Any:

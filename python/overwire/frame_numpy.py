@@ -7,7 +7,7 @@ imported when the first of them is met.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,7 @@ class NumpyFrame:
     """
 
     name = "numpy"
+    quick: Callable[[Any], Any] | None = None
 
     def __init__(self) -> None:
         self._types: dict[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in _OWN.items()}
@@ -119,7 +120,7 @@ class NumpyFrame:
 
     def adopt_all(
         self,
-        landed: Sequence[tuple[Any, int]],
+        landed: list[Any],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
         places: Mapping[int, Any],
@@ -133,7 +134,7 @@ class NumpyFrame:
             shape = packed_shape(dtype, shape)
         return np.empty(shape, self._type(dtype))
 
-    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
         raise NotSupportedError(f"overwire: numpy has no arrays on {device}")
 
     def dtype(self, wanted: Any) -> Any:

@@ -7,7 +7,7 @@ exactly its own bytes, which the engine's memory backs until the storage dies.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,7 @@ class TorchFrame:
     """The frame of torch; see `frames.Frame`."""
 
     name = "torch"
+    quick: Callable[[Any], Any] | None = staticmethod(from_dlpack)
 
     def __init__(self) -> None:
         self._native: dict[str, bool] = {}
@@ -144,27 +145,22 @@ class TorchFrame:
 
     def adopt_all(
         self,
-        landed: Sequence[tuple[Any, int]],
+        landed: list[Any],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
         places: Mapping[int, Any],
         device: str,
     ) -> list[Any]:
-        # The quick way is one C call a tensor; whatever is special goes through
-        # adopt: null pointers are tensors without elements, or in places.
+        tensors = landed
         if raw:
             tensors = [
-                None if at in places else self.adopt(*land, row[1], row[2], device)
-                for at, (land, row) in enumerate(zip(landed, rows, strict=True))
+                None if at in places else self.adopt(capsule, pointer, row[1], row[2], device)
+                for at, ((capsule, pointer), row) in enumerate(zip(landed, rows, strict=True))
             ]
-        else:
-            tensors = [from_dlpack(capsule) if pointer else None for capsule, pointer in landed]
-            if not all(pointer for _, pointer in landed):
-                for at, (_, pointer) in enumerate(landed):
-                    if not pointer and at not in places:
-                        tensors[at] = self.empty(rows[at][1], rows[at][2], device)
         for at, tensor in places.items():
             tensors[at] = tensor
+        for at in [at for at, tensor in enumerate(tensors) if tensor is None]:  # without elements
+            tensors[at] = self.empty(rows[at][1], rows[at][2], device)
         return tensors
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
@@ -172,14 +168,33 @@ class TorchFrame:
             shape = packed_shape(dtype, shape)
         return torch.empty(shape, dtype=self._type(dtype), device=device)
 
-    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
         with _errors_of(device, sum(row[3] for row in rows)):
             try:
-                return [self.empty(row[1], row[2], device) for row in rows]
+                return self._many(device, rows)
             except torch.OutOfMemoryError:
-                pass  # what was made is gone, now that the handler has ended
+                if not again:
+                    raise
+                # What was made is gone, now that the handler has ended.
             _engine.empty_cache()  # the engine's staging may lie where they could
-            return [self.empty(row[1], row[2], device) for row in rows]
+            return self._many(device, rows)
+
+    def _many(self, device: str, rows: Sequence[Any]) -> list[Any]:
+        # There may be tens of thousands: empty_strided costs half of what empty
+        # does, whose arguments torch looks at in several ways.
+        where, new, made = torch.device(device), torch.empty_strided, []
+        strides: dict[tuple[int, ...], list[int]] = {}
+        for _, dtype, shape, *_ in rows:
+            if dtype in PACKED:
+                made.append(self.empty(dtype, shape, device))
+                continue
+            dense = strides.get(shape)
+            if dense is None:
+                dense = strides[shape] = [1] * len(shape)
+                for dim in range(len(shape) - 1, 0, -1):
+                    dense[dim - 1] = dense[dim] * max(shape[dim], 1)
+            made.append(new(shape, dense, dtype=self._type(dtype), device=where))
+        return made
 
     def _type(self, name: str) -> torch.dtype:
         if name.startswith("F6_"):

@@ -8,7 +8,7 @@ and numpy are both optional; neither is imported before it is needed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +40,9 @@ class Frame(Protocol):
     """
 
     name: str
+    #: What makes a tensor of a capsule where `raw` is false and it has bytes;
+    #: None: a frame that needs more than the capsule.
+    quick: Callable[[Any], Any] | None
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         """Whether the engine must export these dtypes as plain integers."""
@@ -49,20 +52,22 @@ class Frame(Protocol):
 
     def adopt_all(
         self,
-        landed: Sequence[tuple[Any, int]],
+        landed: list[Any],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
         places: Mapping[int, Any],
         device: str,
     ) -> list[Any]:
-        """`adopt` for many at once: rows are those of the model's table. places
-        are tensors that landed where they are, by position."""
+        """`adopt` for many at once, which `Job.take` gave with this frame's quick:
+        rows are those of the model's table. places are tensors that landed where
+        they are, by position."""
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         """A new tensor; what is in it is undefined."""
 
-    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
-        """New tensors for rows of the table, on a GPU."""
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
+        """New tensors for rows of the table, on a GPU. again: when its memory is
+        full, once more without what the engine keeps there."""
 
     def dtype(self, wanted: Any) -> Any:
         """The framework's own dtype for a `dtype=` argument."""

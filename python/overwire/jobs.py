@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from array import array
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +27,16 @@ _TICK = 0.1
 
 _lock = threading.Lock()
 _last = "null"
+_said = False
+
+
+def _say_once(reason: str) -> None:
+    """One line for GPUDirect Storage that was asked for and is not to be had."""
+    global _said
+    with _lock:
+        said, _said = _said, True
+    if not said:
+        log.warning("read through the host instead: %s", reason)
 
 
 def last_report() -> dict[str, Any] | None:
@@ -61,16 +73,32 @@ class Job:
                 watcher.update(self.progress())
             watcher.update(self.progress())
 
-    def next(self, timeout: float | None, raw: bool) -> list[tuple[int, Any, int]]:
-        """Positions newly landed, with capsule and pointer; [] at the end."""
-        landed = _engine.job_next(self.number, timeout, raw)
+    def ended(self, timeout: float) -> bool:
+        """Whether it has ended, after `timeout` seconds at most; raises its error."""
+        over = _engine.job_wait(self.number, timeout)
+        if self._watcher is not None:
+            self._watcher.update(self.progress())
+        return over
+
+    def settle(self, pairs: Sequence[int], stream: int) -> None:
+        """Tells where requests land that were to learn it while the load runs:
+        request, address, request, address; after what is queued on the stream."""
+        flat = array("q", pairs)
+        _engine.load_settle(self.number, flat.buffer_info()[0], len(flat) // 2, stream)
+
+    def next(self, timeout: float | None, raw: bool, quick: Callable[[Any], Any] | None = None) -> list[Any]:
+        """Positions newly landed, with capsule and pointer, or with what quick
+        makes of the capsule; [] at the end."""
+        landed = _engine.job_next(self.number, timeout, raw, quick)
         if self._watcher is not None:
             self._watcher.update(self.progress())
         return landed
 
-    def take(self, raw: bool = False) -> list[tuple[Any, int]]:
-        """After `wait`: what each request landed in, ownership included."""
-        return _engine.job_take(self.number, raw)
+    def take(self, raw: bool = False, quick: Callable[[Any], Any] | None = None) -> list[Any]:
+        """After `wait`: what each request landed in, ownership included, as
+        (capsule, pointer), or, unless raw, as what quick makes of the capsule,
+        None where there are no bytes."""
+        return _engine.job_take(self.number, raw, None if raw else quick)
 
     def progress(self) -> Progress:
         """How far it is."""
@@ -131,3 +159,5 @@ class Job:
         with _lock:
             _last = text
         log.debug("%s: %s", self.verb, text)
+        if '"no_gds"' in text:
+            _say_once(json.loads(text)["no_gds"])

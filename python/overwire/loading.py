@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from . import _engine
-from .errors import OverwireError
+from .errors import ArgumentError, OverwireError
 from .frames import Frame, check_device, frame_for
 from .jobs import Job
-from .models import Model
+from .models import Model, prepare
 from .planning import fit, held
 from .progress import ProgressLike, Watcher, watch
 from .saving import parse_size
@@ -34,6 +34,7 @@ def load_file(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    read: str | None = None,
     storage_options: StorageOptions | None = None,
     lenient: bool = False,
     max_memory: int | str | None = None,
@@ -61,6 +62,11 @@ def load_file(
     mmap: whether plain tensors of local files are mapped copy-on-write instead
         of read; None: yes. Compressed tensors are never mapped. A file that is
         mapped must not be truncated while its tensors live.
+    read: how local files are read, as OVERWIRE_READ says it, which None means:
+        "auto", "buffered" (through the page cache), "direct" (past it), "gds":
+        plain tensors to a GPU by GPUDirect Storage. Where that is not real
+        (`doctor()["gpudirect_storage"]`), or does not reach a file, a warning
+        says so once, and reading is "auto". Not with group.
     storage_options: how to reach URIs that are no local files, by names of the
         scheme. Values are texts, numbers or bools; None is as if not given.
         http, https, hf: headers (a mapping), token (bearer), cacert, capath,
@@ -100,6 +106,8 @@ def load_file(
     ArgumentError. Ctrl-C cancels the load and frees what had landed.
     """
     if group is not None or shard is not None:
+        if read is not None:
+            raise ArgumentError("overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike")
         from .distributed import load
 
         return load(
@@ -108,8 +116,9 @@ def load_file(
         )  # fmt: skip
     frame = frame_for(framework)
     where = check_device(device, frame)
+    prepare(where)
     wanted = None if dtype is None else frame.dtype(dtype)  # a wrong one is refused before anything is read
-    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
+    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options, read=read) as model:
         fit(model, frame, wanted, max_memory)
         return model.load(model.chosen, frame, dtype, watch(progress, "load"))
 
@@ -124,6 +133,7 @@ def stream(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    read: str | None = None,
     storage_options: StorageOptions | None = None,
     lenient: bool = False,
     max_memory: int | str | None = None,
@@ -142,10 +152,11 @@ def stream(
     """
     frame = frame_for(framework)
     where = check_device(device, frame)
+    prepare(where)
     wanted = None if dtype is None else frame.dtype(dtype)
     with ExitStack() as stack:
         model = stack.enter_context(
-            Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options)
+            Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options, read=read)
         )
         if max_memory is None or model.preload is not None:
             fit(model, frame, wanted, max_memory)  # a preload has all of it already
@@ -168,8 +179,8 @@ def _begin(model: Model, chosen: list[int] | None, frame: Frame, wanted: Any, wa
         number, model.preload = model.preload, None
         keep = None if chosen is None else set(chosen)
         return _Stream(Job(number, "load", watcher), model.table, keep, frame, wanted, raw, {}, model.device, model.device != "cpu")
-    places, requests = model.places_for(chosen, rows, frame)
-    return _Stream(model.start(requests, watcher, cast), rows, None, frame, wanted, raw, places, model.device)
+    job, places = model.begin(chosen, rows, frame, watcher, cast)
+    return _Stream(job, rows, None, frame, wanted, raw, places, model.device)
 
 
 class _Stream(Iterator[tuple[str, Any]]):

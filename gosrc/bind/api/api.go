@@ -51,6 +51,14 @@ func ModelPin(model uint64, options string) (uint64, error) {
 	return face.Call("pin", func() (uint64, error) { return face.ModelPin(model, options) })
 }
 
+func DevicePrepare(name string) (int, error) {
+	return done("prepare", func() error { face.Prepare(name); return nil })
+}
+
+func LoadSettle(job, pairs uint64, n int, stream uint64) (int, error) {
+	return done("settle", func() error { return face.Settle(job, pairs, n, stream) })
+}
+
 func JobProgress(job uint64) (string, error) {
 	return face.Call("progress", func() (string, error) { return face.Progress(job) })
 }
@@ -77,6 +85,10 @@ func VerifyStart(spec string) (uint64, error) {
 
 func FetchStart(spec string) (uint64, error) {
 	return face.Call("fetch", func() (uint64, error) { return face.FetchStart(spec) })
+}
+
+func Presign(spec string) (string, error) {
+	return face.Call("presign", func() (string, error) { return face.Presign(spec) })
 }
 
 func CliStart(program string) (uint64, error) {

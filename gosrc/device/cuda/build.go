@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	smallRaw = 64 << 10 // raw chunks below this are many or none
-	fewRaw   = 16       // that many copies cost less than one through staging
+	smallRaw = 4 << 20  // copies below this do not fill the wire
+	fewRaw   = 2        // that many of them cost less than a way through the staging
 	nearby   = 64 << 10 // bytes worth copying with the tables rather than apart
 
 	chunkSize = int(unsafe.Sizeof(C.ow_x16_chunk{}))
@@ -65,8 +65,11 @@ type launch struct{ kernel, first, n int }
 // begin checks a piece's jobs and decides which bytes go to the staging: those
 // of chunks that a kernel reads. Other raw chunks are copied to their places.
 func (b *build) begin(s *Slot, n int64, jobs []device.Job) {
-	b.s, b.jobs, b.at, b.begun, b.staged, b.around, b.base = s, jobs, 0, false, false, false, s.dev
+	b.s, b.jobs, b.at, b.begun, b.staged, b.around, b.base = s, jobs, 0, false, s.twin, false, s.dev
 	b.lo, b.hi = n, 0
+	if s.twin {
+		b.lo, b.hi = 0, n
+	}
 	small, smallLo, smallHi := 0, n, int64(0)
 	for i := range jobs {
 		j := &jobs[i]
@@ -111,6 +114,9 @@ func check(s *Slot, n int64, j *device.Job) error {
 		}
 		return nil
 	case tensor.CodecX16:
+		if s.twin {
+			return fault.New(fault.ErrArgument, "an X16 chunk that nobody has checked")
+		}
 		if lo%16 != 0 {
 			return fault.New(fault.ErrCorrupt, "X16 chunk at %d, which is not a multiple of 16", lo)
 		}

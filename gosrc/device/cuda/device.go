@@ -9,6 +9,7 @@ package cuda
 import "C"
 
 import (
+	"runtime"
 	"sync"
 	"time"
 	"unsafe"
@@ -35,6 +36,7 @@ type Device struct {
 	ctx    C.owcu_handle
 	spare  chan pages // one of them: the host memory of a first lane, when touched
 
+	making  sync.Mutex // of a lane
 	load    sync.Mutex // of the module
 	module  C.struct_owcu_module
 	kernels [kernels]C.owcu_handle
@@ -166,6 +168,20 @@ func (d *Device) Read(dst []byte, m device.Memory) error {
 		return failure(d.index, &e)
 	}
 	return nil
+}
+
+// Current runs fn on a thread where the device's context is current, for other
+// libraries that want it so; what was current there comes back after it.
+func (d *Device) Current(fn func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	var before C.owcu_handle
+	var e C.struct_owcu_error
+	if C.owcu_enter(d.ctx, &before, &e) != 0 {
+		return failure(d.index, &e)
+	}
+	defer C.owcu_leave(d.ctx, before)
+	return fn()
 }
 
 // functions loads the kernels, once.

@@ -71,6 +71,7 @@ type Slot struct {
 	far    uint64         // memory of the device that stands for Bytes; 0: none
 	farLen int64
 	dev    uint64 // its twin in the staging
+	twin   bool   // the piece's bytes are there already
 	owned  bool
 	count  int      // jobs of the piece
 	rounds int      // of the last piece
@@ -96,6 +97,28 @@ func rank(n int64) int {
 // mean the defaults. The device keeps one closed lane for the next who asks for
 // the same, so a second load pins and allocates nothing (and one of TablesOnly).
 func (d *Device) Lane(slots int, slotBytes int64) (*Lane, error) {
+	d.making.Lock() // Prepare may be making just that one
+	defer d.making.Unlock()
+	return d.lane(slots, slotBytes)
+}
+
+// Prepare makes a default lane for the load that is about to begin, unless one
+// is kept already. What goes wrong here goes wrong there, too.
+func (d *Device) Prepare() {
+	d.making.Lock()
+	defer d.making.Unlock()
+	d.mu.Lock()
+	kept := d.idle[0] != nil
+	d.mu.Unlock()
+	if kept {
+		return
+	}
+	if l, err := d.lane(0, 0); err == nil {
+		l.Close()
+	}
+}
+
+func (d *Device) lane(slots int, slotBytes int64) (*Lane, error) {
 	if slots <= 0 {
 		slots = ring.slots
 	}
@@ -175,7 +198,7 @@ func (d *Device) newLane(p pages, slots int, room int64, fns *[kernels]C.owcu_ha
 func (l *Lane) Get(ctx context.Context) (*Slot, error) {
 	select {
 	case s := <-l.free:
-		s.owned, s.lent, s.far = true, nil, 0
+		s.owned, s.lent, s.far, s.twin = true, nil, 0, false
 		return s, nil
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
@@ -209,6 +232,22 @@ func (s *Slot) held() int64 {
 		return s.farLen
 	}
 	return int64(len(s.staged()))
+}
+
+// Twin is the slot's place in the staging on the device. Whoever asks for it has
+// the piece's bytes there before Submit, which then copies only its tables; the
+// jobs are raw.
+func (s *Slot) Twin() unsafe.Pointer {
+	if !s.owned {
+		panic("cuda: a slot that is not the caller's")
+	}
+	s.twin = true
+	return pointer(C.owcu_ptr(s.dev))
+}
+
+// Staging is the memory on the device that slots have their twins in.
+func (l *Lane) Staging() (base unsafe.Pointer, n int64) {
+	return pointer(l.c.staging), int64(len(l.slots)) * (l.size + headBytes)
 }
 
 // staged is what the piece's bytes are, in host memory.

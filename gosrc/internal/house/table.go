@@ -47,7 +47,7 @@ var mayImport = map[string][]string{
 	"device":            {"tensor", "fault", "internal/..."},
 	"device/cpu":        {"device", "codec", "tensor", "fault", "knob", "internal/..."},
 	"device/cuda":       {"device", "codec/x16", "tensor", "fault", "knob", "internal/..."},
-	"device/gds":        {"internal/..."},
+	"device/gds":        {"fault", "internal/..."},
 	"format":            {"format/...", "tensor", "source", "fault", "internal/..."},
 	"format/safetensors": {"tensor", "source", "fault",
 		"internal/..."},

@@ -81,7 +81,7 @@ class UnifiedMemCopier(EngineCopier):
         return self.metadata.get_tensors(gbuf, self.device, self.metadata.header_length, dtype)
 
 
-@register_copier_constructor("unified")
+@register_copier_constructor("unified", UnifiedMemCopier)
 def new_unified_copier(device: Device, **kwargs: Any) -> CopierConstructFunc:
     """Makes UnifiedMemCopiers."""
     return UnifiedMemCopier

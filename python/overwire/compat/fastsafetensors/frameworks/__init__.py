@@ -54,6 +54,18 @@ class TensorBase(ABC):
     @abstractmethod
     def shape(self) -> list[int]: ...
 
+    def get_shape(self) -> list[int]:
+        """As a file has it: F4's last dimension counts elements, not pairs."""
+        shape = list(self.shape)
+        return [*shape[:-1], 2 * shape[-1]] if self.dtype is DType.F4 else shape
+
+    def get_nbytes(self) -> int:
+        """Bytes of its elements."""
+        count = 1
+        for size in self.get_shape():
+            count *= size
+        return count * self.dtype.bits // 8
+
 
 class ProcessGroupBase(ABC):
     """Ranks that exchange wrapped tensors. Ranks are those of the group."""
