@@ -183,7 +183,13 @@ class Bench:
                 return ow.load_file(path, device=DEVICE, mmap=False)
             return ow.load_file(path, device=DEVICE, group=group, shard=shard, mmap=False)
 
-        self.check(load(), shard)
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        got = load()
+        beside = torch.cuda.max_memory_allocated() - before - nbytes(got) if CUDA else 0
+        self.check(got, shard)
+        del got
         team.rates = teams.Rates() if way is None else team.rates
         times: list[float] = []
         for _ in range(runs + (way is None)):
@@ -192,7 +198,7 @@ class Bench:
             size = nbytes(got)
             del got
         row: dict[str, Any] = {"row": title, "first": size / times[0] / 1e9, "best": size / min(times) / 1e9}
-        row |= {"in all": row["best"] * dist.get_world_size(), "verified": True}
+        row |= {"in all": row["best"] * dist.get_world_size(), "verified": True, "MiB of torch's beside": beside >> 20}
         stages = (ow.last_report() or {}).get("stages", {})  # of rank 0's last job: seconds, summed over its workers
         row["stages"] = {key[:-3]: round(value / 1e9, 3) for key, value in stages.items() if key.endswith("_ns")}
         row["stages"]["workers"] = stages.get("workers")

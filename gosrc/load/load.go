@@ -3,7 +3,6 @@ package load
 import (
 	"cmp"
 	"context"
-	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -268,7 +267,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	how := cmp.Or(opt.Read, knob.Read.Get())
 	told, depth := expect(l.model.srcs, p, how)
 	if threads <= 0 {
-		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth, far)
+		threads = max(l.target.readers(), depth, far)
 	}
 	traceFile := cmp.Or(opt.Trace, knob.Trace.Get())
 	var trace *pipeline.Trace

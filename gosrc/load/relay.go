@@ -3,8 +3,8 @@ package load
 import (
 	"cmp"
 	"context"
-	"runtime"
 	"slices"
+	"runtime"
 	"sync"
 	"time"
 	"unsafe"
@@ -303,7 +303,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	told, depth := expect(r.model.srcs, r.fetch, cmp.Or(r.spec.Read, knob.Read.Get()))
 	threads := r.threads()
 	if threads == 0 {
-		threads = max(runtime.GOMAXPROCS(0), r.target.readers(), depth, r.model.far())
+		threads = max(r.target.readers(), depth, r.model.far())
 	}
 	st, err := pipeline.Run(ctx, &pipeline.Task{
 		Index: r.model.ix, Sources: r.model.srcs, Wants: r.shares, Plan: r.fetch, Lane: r.feed, Workers: threads, NoCheck: r.spec.NoCheck,

@@ -41,7 +41,7 @@ from . import teams
 from .dtypes import PACKED, packed_shape
 from .errors import ArgumentError, NotSupportedError
 from .frames import check_device, frame_for
-from .models import Model, Row
+from .models import Model, Row, prepare
 from .planning import fit
 from .progress import Progress, ProgressLike, watch
 from .relays import Relay
@@ -155,6 +155,7 @@ class _Load:
         self._dtype = None if dtype is None else self._frame.dtype(dtype)
         self._watcher = watch(progress, "load")
         wire = team.wire(where)
+        prepare(wire or where)
         self._model = open_on(where)
         self._wired = self._model
         try:
