@@ -256,6 +256,34 @@ print(high("VmHWM") - before - (96 << 20))
     assert int(done.stdout) < 64 << 20
 
 
+def test_crc32_while_reading(tmp_path: Path) -> None:
+    """verify_hash="crc32" and verify_crc32 find every flipped bit of the data while they load, and where."""
+    tensors = {"a": torch.arange(100_000), "m": META, "b": torch.randn(3).bfloat16()}
+    path = tmp_path / "x.tensors"
+    s = theirs.TensorSerializer(path)
+    s.write_state_dict(tensors)
+    s.close()
+    options = {"verify_crc32": True}
+    for _ in range(2):
+        found = ow.load_file(path, framework="pt", storage_options=options)
+        assert all(same(found[n], t) for n, t in tensors.items())
+    assert same(ours.TensorDeserializer(path, device="cpu", verify_hash="crc32", lazy_load=True)["a"], tensors["a"])
+    with ow.safe_open(path, framework="pt", storage_options=options) as f:
+        assert same(f.get_slice("a")[5:500], tensors["a"][5:500])  # a part is no whole
+    from overwire.records import read_records
+
+    whole = path.read_bytes()
+    for record in read_records(path).records:
+        for at in range(record.data, record.data + record.nbytes, max(1, record.nbytes // 5)):
+            bad = bytearray(whole)
+            bad[at] ^= 1 << (at % 8)
+            path.write_bytes(bad)
+            with pytest.raises(ow.CorruptError, match=f'"{record.name}".*CRC32'):
+                ow.load_file(path, framework="np", keys=["a"] if record.name == "a" else None, storage_options=options)
+            with pytest.raises(ours.serialization.HashMismatchError):
+                ours.TensorDeserializer(path, device="cpu", verify_hash="crc32")
+
+
 def test_preloaded(tmp_path: Path) -> None:
     """A preload of the path is what the deserialiser takes, with a key too."""
     tensors = {f"t{i}": torch.randn(1000) for i in range(5)}
