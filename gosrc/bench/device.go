@@ -19,7 +19,7 @@ import (
 )
 
 // Parts are the values of Options.Only, in the order in which they are measured.
-var Parts = []string{"floors", "kernel", "bf16", "start", "cold", "many", "kinds"}
+var Parts = []string{"floors", "kernel", "bf16", "start", "cold", "many", "kinds", "tensors"}
 
 // Device is what the rows of Options.Device were measured on.
 type Device struct {
@@ -88,6 +88,7 @@ func (r *run) device() error {
 			return r.withModel("kinds", kind, r.opt.Size/4, func(m *model) { r.pairs("kinds", m, []variant{packed}, 0) })
 		})
 	}
+	r.part("tensors", "tensorizer's files", r.deviceTensors)
 	if err := r.stopped(); err != nil {
 		return err
 	}
