@@ -17,7 +17,7 @@ from ...records import Record, RecordFile, derive_key, read_records, sums
 from ...stores import ObjectReader
 from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
-from ._types import HashMismatchError, TensorType
+from ._types import FileFeatureFlags, HashMismatchError, HashType, TensorEntry, TensorHash, TensorType
 
 if TYPE_CHECKING:
     import numpy
@@ -263,6 +263,25 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         """The header x-cache-status of an HTTP response, if there was one."""
         headers = getattr(self._own, "response_headers", None)
         return None if headers is None else headers.get("x-cache-status")
+
+    # What clients look at although it has an underscore.
+
+    @property
+    def _file_flags(self) -> FileFeatureFlags:
+        encrypted = FileFeatureFlags.encrypted if self._file_info.encrypted else FileFeatureFlags(0)
+        return encrypted | (FileFeatureFlags.versioned_headers if self._file_info.version >= 5 else FileFeatureFlags(0))
+
+    @property
+    def _metadata(self) -> dict[Any, TensorEntry]:
+        entries = {}
+        for path, r in self._records.items():
+            sums = ((HashType.CRC32, r.crc32), (HashType.SHA256, r.sha256))
+            hashes = [TensorHash(kind, found) for kind, found in sums if found is not None]
+            name, version = _paths.plain(path), 5 if any(d >= 1 << 32 for d in r.shape) else 1
+            entries[name] = TensorEntry(
+                version, name, TensorType(r.type), r.dtype.partition("\0")[0], r.shape, r.record, r.data, r.nbytes, hashes
+            )
+        return entries
 
     # Loading.
 
