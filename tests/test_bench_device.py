@@ -71,6 +71,18 @@ def test_verify_sees_every_wrong_byte(model: Path) -> None:
     assert "other tensors" in _bench_device.answer(argv)["error"]
 
 
+@pytest.mark.parametrize("how", ["plain", "crc32", "key"])
+def test_tensorizers_files(model: Path, how: str) -> None:
+    """Ours and tensorizer's own loads of one file, after its bytes were compared."""
+    key = "5a" * 32
+    path = str(model / "m.tensors")
+    ow.convert(model / "plain.safetensors", path, storage_options={"encryption_key": key} if how == "key" else None)
+    assert _bench_device.answer(["0", "tensors-verify", "cpu", str(model / "sums.json"), how, key, path])["tensors"] == 3
+    assert _bench_device.answer(["0", "tensors", "cpu", how, key, path])["bytes"] == SIZE
+    found = _bench_device.answer(["0", "tensors-peer", "cpu", "plain" if how == "crc32" else how, key, path])
+    assert found.get("bytes") == SIZE or "tensorizer" in found.get("missing", "") or "sodium" in found.get("error", ""), found
+
+
 def test_memory_counts_what_is_beside_the_tensors(model: Path) -> None:
     found = _bench_device.answer(["0", "memory", "cpu", str(model / "m.safetensors")])
     assert found["bytes"] == SIZE

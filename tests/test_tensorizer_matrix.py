@@ -4,6 +4,7 @@ the reference is known to get wrong is right here."""
 
 from __future__ import annotations
 
+import inspect
 import io
 import itertools
 import os
@@ -156,6 +157,52 @@ def test_protobuf() -> None:
         ours.protobuf.serialize_tensor(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
 
 
+def test_every_name() -> None:
+    """Every public name, class member and parameter of the reference is there, in its order."""
+    import importlib
+
+    def parameters(found: Any) -> list[str]:
+        return [p.lstrip("_") for p in inspect.signature(found).parameters]
+
+    other = {"readinto", "Model"}  # positional names of file methods; a type variable
+    checked = 0
+    for module in (".protobuf", ".tensors_pb2", "", ".serialization", ".stream_io", ".torch_compat", ".utils"):
+        a, b = importlib.import_module("tensorizer" + module), importlib.import_module("overwire.compat.tensorizer" + module)
+        names = {n for n, v in vars(a).items() if getattr(v, "__module__", None) == a.__name__ and n[0] != "_"}
+        names |= set(getattr(a, "__all__", ()))
+        for name in names - other:
+            theirs_, ours_ = getattr(a, name), getattr(b, name)
+            if inspect.isfunction(theirs_):
+                assert parameters(theirs_) == parameters(ours_), name
+            elif inspect.isclass(theirs_) and not module.endswith("pb2"):
+                for member, value in vars(theirs_).items():
+                    if member not in other and (member == "__init__" or member[0] != "_") and not inspect.isdatadescriptor(value):
+                        if inspect.isfunction(value):  # what the class itself says, not what it inherits
+                            assert parameters(value) == parameters(getattr(ours_, member)), (name, member)
+                        else:
+                            assert hasattr(ours_, member), (name, member)
+            checked += 1
+    assert checked >= 40
+
+
+def test_what_clients_look_at(tmp_path: Path) -> None:
+    """_device, _file_flags and _metadata, before and after the load."""
+    s = theirs.TensorSerializer(tmp_path / "x")
+    s.write_state_dict({"a": torch.ones(3).bfloat16(), "m": [META]})
+    s.close()
+    seen = []
+    for module in (ours, theirs):
+        de = module.TensorDeserializer(tmp_path / "x", device="cpu", lazy_load=True)
+        entry = next(iter(de._metadata.values()))
+        sums = sorted((int(h.type), h.hash if isinstance(h.hash, bytes) else h.hash.to_bytes(4, "little")) for h in entry.hashes or [])
+        seen.append(
+            (str(de._device), int(de._file_flags), len(de._metadata), entry.shape, entry.offset, entry.data_offset, entry.data_length)
+            + (int(entry.type), entry.deserialized_length, entry.is_long_tensor)
+        )
+        assert module is theirs or [kind for kind, _ in sums] == [0, 1]
+    assert seen[0] == seen[1]
+
+
 # What users of the reference hit.
 
 
@@ -254,6 +301,34 @@ print(high("VmHWM") - before - (96 << 20))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 64 << 20
+
+
+def test_crc32_while_reading(tmp_path: Path) -> None:
+    """verify_hash="crc32" and verify_crc32 find every flipped bit of the data while they load, and where."""
+    tensors = {"a": torch.arange(100_000), "m": META, "b": torch.randn(3).bfloat16()}
+    path = tmp_path / "x.tensors"
+    s = theirs.TensorSerializer(path)
+    s.write_state_dict(tensors)
+    s.close()
+    options = {"verify_crc32": True}
+    for _ in range(2):
+        found = ow.load_file(path, framework="pt", storage_options=options)
+        assert all(same(found[n], t) for n, t in tensors.items())
+    assert same(ours.TensorDeserializer(path, device="cpu", verify_hash="crc32", lazy_load=True)["a"], tensors["a"])
+    with ow.safe_open(path, framework="pt", storage_options=options) as f:
+        assert same(f.get_slice("a")[5:500], tensors["a"][5:500])  # a part is no whole
+    from overwire.records import read_records
+
+    whole = path.read_bytes()
+    for record in read_records(path).records:
+        for at in range(record.data, record.data + record.nbytes, max(1, record.nbytes // 5)):
+            bad = bytearray(whole)
+            bad[at] ^= 1 << (at % 8)
+            path.write_bytes(bad)
+            with pytest.raises(ow.CorruptError, match=f'"{record.name}".*CRC32'):
+                ow.load_file(path, framework="np", keys=["a"] if record.name == "a" else None, storage_options=options)
+            with pytest.raises(ours.serialization.HashMismatchError):
+                ours.TensorDeserializer(path, device="cpu", verify_hash="crc32")
 
 
 def test_preloaded(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import (
 
 // Parts are the values of Options.Only, in the order in which they are measured.
 // peers is left out unless it is named: others' loads take longer than all else.
-var Parts = []string{"floors", "kernel", "bf16", "start", "cold", "many", "kinds", "peers"}
+var Parts = []string{"floors", "kernel", "bf16", "start", "cold", "many", "kinds", "tensors", "peers"}
 
 // Device is what the rows of Options.Device were measured on.
 type Device struct {
@@ -89,6 +89,7 @@ func (r *run) device() error {
 			return r.withModel("kinds", kind, r.opt.Size/4, func(m *model) { r.pairs("kinds", m, []variant{packed}, 0) })
 		})
 	}
+	r.part("tensors", "tensorizer's files", r.deviceTensors)
 	if slices.Contains(r.opt.Only, "peers") {
 		r.step("peers", "making the model", func() error { return r.withModel("peers", "llama-bf16", r.opt.Size, r.beside) })
 		r.step("peers", "making the model", func() error { return r.withModel("peers", "moe-bf16", r.opt.Size/100*77, r.beside) })

@@ -3,8 +3,8 @@ package load
 import (
 	"cmp"
 	"context"
-	"slices"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 	"unsafe"

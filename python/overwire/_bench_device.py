@@ -192,16 +192,47 @@ def compare(torch: Any, tensors: dict[str, Any], sums: str) -> None:
         raise ValueError(f"{len(wrong)} tensors did not come back bit for bit, the first {wrong[0]!r}")
 
 
-def verify(device: str, sums: str, files: list[str]) -> dict[str, Any]:
+def verify(device: str, sums: str, files: list[str], options: dict[str, Any] | None = None) -> dict[str, Any]:
     """Compares the CRC-32 of every tensor's bytes with what was saved."""
     torch, wait = torch_on(device)
     import overwire
 
     ready()
-    tensors = overwire.load_file(files, device=device)
+    tensors = overwire.load_file(files, device=device, storage_options=options)
     wait()
     compare(torch, tensors, sums)
     return {"bytes": nbytes(tensors), "tensors": len(tensors)}
+
+
+def tensors_options(how: str, key: str) -> dict[str, Any] | None:
+    """storage_options for a .tensors file: plain, crc32 or key."""
+    known: dict[str, dict[str, Any]] = {"crc32": {"verify_crc32": True}, "key": {"decryption_key": key}}
+    return known.get(how)
+
+
+def tensors_load(device: str, how: str, key: str, path: str) -> dict[str, Any]:
+    torch, wait = torch_on(device)
+    import overwire
+
+    options = tensors_options(how, key)
+    overwire.load_file  # noqa: B018
+    ready()
+    found = twice(lambda: overwire.load_file(path, device=device, mmap=False, storage_options=options), wait)
+    return {**found, "note": f"torch {torch.__version__}"}
+
+
+def tensors_peer(device: str, how: str, key: str, path: str) -> dict[str, Any]:
+    _, wait = torch_on(device)
+    from ._bench_tensors import opened, side
+
+    try:
+        tensorizer = side("theirs")
+    except ImportError as error:
+        raise Missing(f"tensorizer: {error}") from None
+
+    ready()
+    found = twice(lambda: dict(opened(tensorizer, path, how, bytes.fromhex(key), device).items()), wait)
+    return {**found, "note": f"tensorizer {tensorizer.__version__}"}
 
 
 def status(field: str) -> int:
@@ -310,6 +341,9 @@ def main(argv: list[str]) -> dict[str, Any]:
         "peer": lambda: peer(device, files, False),
         "peer-cpu": lambda: peer(device, files, True),
         "with": lambda: beside(files[0], device, files[1], files[2:]),
+        "tensors": lambda: tensors_load(device, *files),
+        "tensors-peer": lambda: tensors_peer(device, *files),
+        "tensors-verify": lambda: verify(device, files[0], files[3:], tensors_options(files[1], files[2])),
         "memory": lambda: memory(device, files),
         "first": lambda: first(began, device, files),
         "preload": lambda: preload(began, device, files),

@@ -14,7 +14,7 @@ __all__ = ["StorageOptions", "environment", "is_remote", "shown", "storage"]
 StorageOptions = Mapping[str, object]
 
 # Options of .tensors files, wherever they lie.
-_OF_TENSORS = ("decryption_key", "decryption_password", "encryption_key", "encryption_password", "other_dtypes_as_bytes")
+_OF_TENSORS = ("decryption_key", "decryption_password", "encryption_key", "encryption_password", "other_dtypes_as_bytes", "verify_crc32")
 
 # Environment variables that a store may need: gosrc/source/options.go, EnvNames.
 _PREFIX = "AWS_"
@@ -67,7 +67,8 @@ def storage(options: StorageOptions | None, uris: Iterable[str], *, writes: bool
     `decryption_key` (32 bytes, or their hex digits) and `decryption_password`
     (a text or bytes) are for encrypted .tensors files, wherever they lie;
     `other_dtypes_as_bytes` takes tensors of theirs whose dtype safetensors lacks
-    as "U8" with one dimension more. `encryption_key` and `encryption_password`
+    as "U8" with one dimension more, and `verify_crc32` holds plain tensors of
+    theirs to their CRC32 while they are read. `encryption_key` and `encryption_password`
     encrypt a .tensors file that is written, and are refused unless `writes`.
     Values become text; None is dropped; `headers`, a mapping, becomes one entry
     a header. Which names a scheme has the engine says. ArgumentError for
@@ -78,6 +79,8 @@ def storage(options: StorageOptions | None, uris: Iterable[str], *, writes: bool
     of_tensors = {"decrypt": _keys(options or {}, "decryption"), "encrypt": _keys(options or {}, "encryption")}
     if (options or {}).get("other_dtypes_as_bytes"):
         of_tensors["decrypt"]["bytes"] = "true"
+    if (options or {}).get("verify_crc32"):
+        of_tensors["decrypt"]["crc32"] = "true"
     if of_tensors["encrypt"] and not writes:
         raise ArgumentError("overwire: storage_options: encryption_key and encryption_password are for what writes .tensors files")
     if any(of_tensors.values()):

@@ -17,7 +17,7 @@ from ...records import Record, RecordFile, derive_key, read_records, sums
 from ...stores import ObjectReader
 from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
-from ._types import HashMismatchError, TensorType
+from ._types import FileFeatureFlags, HashMismatchError, HashType, TensorEntry, TensorHash, TensorType
 
 if TYPE_CHECKING:
     import numpy
@@ -47,7 +47,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         floats, so that integers, bools, complex and 8-bit types stay; for any
         other all but bools.
     lazy_load: tensors are read when they are asked for, and kept.
-    verify_hash: every sum that a record has is compared, on the host.
+    verify_hash: every sum that a record has is compared, on the host; "crc32": the
+        CRC32 alone, while the bytes pass, wherever they go (encrypted tensors have
+        none, and MACs that are always compared).
     encryption: how to decrypt; None: the file is not encrypted.
     num_readers: is checked and otherwise ignored: the engine reads with what the
         machine has. plaid_mode, plaid_mode_buffers: have no effect.
@@ -68,7 +70,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         plaid_mode: bool | None = None,
         plaid_mode_buffers: int | None = None,
         num_readers: int | None = None,
-        verify_hash: bool = False,
+        verify_hash: bool | str = False,
         encryption: DecryptionParams | None = None,
     ) -> None:
         import torch
@@ -90,7 +92,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             raise TypeError(f"num_readers: expected int or None, got {num_readers.__class__.__name__}")
         if num_readers is not None and num_readers < 1:
             raise ValueError("num_readers must be positive")
-        self._verify_hash = bool(verify_hash)
+        self._verify_hash = bool(verify_hash) and verify_hash != "crc32"
         self._dtype = dtype
         self._lazy_load = lazy_load
         self._storage: dict[str, Any] = {}
@@ -102,6 +104,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 " Other file-like objects and special files (e.g. BytesIO, pipes, sockets) are not supported."
             )
         self._file_info = self._read()
+        if verify_hash == "crc32":
+            self._storage["verify_crc32"] = True
         if any(_dtypes.foreign(record.dtype) for record in self._file_info.records):
             self._storage["other_dtypes_as_bytes"] = True
         self._prepare_key(encryption)
@@ -260,6 +264,25 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         headers = getattr(self._own, "response_headers", None)
         return None if headers is None else headers.get("x-cache-status")
 
+    # What clients look at although it has an underscore.
+
+    @property
+    def _file_flags(self) -> FileFeatureFlags:
+        encrypted = FileFeatureFlags.encrypted if self._file_info.encrypted else FileFeatureFlags(0)
+        return encrypted | (FileFeatureFlags.versioned_headers if self._file_info.version >= 5 else FileFeatureFlags(0))
+
+    @property
+    def _metadata(self) -> dict[Any, TensorEntry]:
+        entries = {}
+        for path, r in self._records.items():
+            sums = ((HashType.CRC32, r.crc32), (HashType.SHA256, r.sha256))
+            hashes = [TensorHash(kind, found) for kind, found in sums if found is not None]
+            name, version = _paths.plain(path), 5 if any(d >= 1 << 32 for d in r.shape) else 1
+            entries[name] = TensorEntry(
+                version, name, TensorType(r.type), r.dtype.partition("\0")[0], r.shape, r.record, r.data, r.nbytes, hashes
+            )
+        return entries
+
     # Loading.
 
     def _target(self) -> Any:
@@ -275,16 +298,21 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         names = [self._records[path].name for path in wanted]
         device = self._target()
         through_host = verify or device.type not in ("cpu", "cuda")
-        if len(wanted) == 1:
-            found = {names[0]: self._file().get_tensor(names[0])}
-        else:
-            found = load_file(
-                self._source,
-                device="cpu" if through_host else device,
-                keys=None if len(names) == len(self._file_info.records) else names,  # all: a preload of the file is joined
-                framework="pt",
-                storage_options=self._storage or None,
-            )
+        try:
+            if len(wanted) == 1:
+                found = {names[0]: self._file().get_tensor(names[0])}
+            else:
+                found = load_file(
+                    self._source,
+                    device="cpu" if through_host else device,
+                    keys=None if len(names) == len(self._file_info.records) else names,  # all: a preload of the file is joined
+                    framework="pt",
+                    storage_options=self._storage or None,
+                )
+        except CorruptError as error:
+            if "checksum mismatch" in str(error):
+                raise HashMismatchError(str(error)) from error
+            raise
         for path in wanted:
             record = self._records[path]
             found[record.name] = _dtypes.typed(found[record.name], record)
@@ -471,7 +499,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return self._source if isinstance(self._source, str) else f"/proc/self/fd/{self._source.fileno()}"
 
     def _reach(self) -> dict[str, Any] | None:
-        ours = ("other_dtypes_as_bytes", "decryption_key", "decryption_password")
+        ours = ("other_dtypes_as_bytes", "decryption_key", "decryption_password", "verify_crc32")
         return {name: value for name, value in self._storage.items() if name not in ours} or None
 
     # Modules.
