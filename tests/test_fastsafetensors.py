@@ -449,6 +449,9 @@ def test_a_copier_of_ones_own(files: list[str]) -> None:
 def test_the_extension_s_names(tmp_path: Path) -> None:
     assert cpp.get_alignment_size() == 4096 and cpp.init_gds() == cpp.close_gds() == cpp.set_numa_node(0) == 0
     cpp.load_library_functions()
+    cpp.set_gil_release(True)
+    assert cpp.get_gil_release() is True
+    cpp.set_gil_release(False)
     if not cpp.is_cuda_found():
         assert cpp.get_device_pci_bus(0) == "" and not cpp.is_cufile_found() and cpp.cufile_version() == 0 == cpp.is_gds_supported(0)
         assert get_framework_op("pt").get_cuda_ver() == "0.0"
