@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 
 import overwire as ow  # noqa: E402
 import overwire.compat.fastsafetensors as fst  # noqa: E402
-from overwire.compat.fastsafetensors import config, copier, cpp, dlpack, threefs_loader  # noqa: E402
+from overwire.compat.fastsafetensors import config, copier, cpp, dlpack, saver, threefs_loader  # noqa: E402
 from overwire.compat.fastsafetensors.copier.base import CopierInterface  # noqa: E402
 from overwire.compat.fastsafetensors.frameworks import get_framework_op  # noqa: E402
 from overwire.compat.fastsafetensors.saver import ShardSetError, validate_shard_set  # noqa: E402
@@ -327,6 +327,42 @@ def test_the_saver_writes_a_set_that_can_be_proved(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="to stay free"):
         fst.ParallelSaver(num_shards=1, min_free_bytes=1 << 60).save(tensors, str(tmp_path / "full"))
     assert not list(tmp_path.glob("full*"))
+
+
+def test_entries_are_filled_by_the_caller(tmp_path: Path) -> None:
+    """save_entries: sources of any kind, every dtype, one fill for all of them."""
+    tensors = every_dtype() | {"none": torch.empty(0, 3), "w": torch.randn(300, 40)}
+    entries = [saver.plain_entry(name, tensor) for name, tensor in tensors.items()]
+    one = fst.ParallelSaver(num_shards=2, shard_metadata=lambda shard: {"first": shard[0].name})
+    assert plain(ow.load_file(one.save_entries(entries, str(tmp_path / "a"), header_align=64))) == plain(tensors)
+    order: list[int] = []
+
+    def fill(buffer: memoryview, entry: saver.WriteEntry) -> None:
+        order.append(entry.nbytes)
+        buffer[:] = bytes(tensors[entry.source].reshape(-1).view(torch.uint8).numpy()) if entry.nbytes else b""
+
+    named = [saver.WriteEntry(e.name, e.dtype, e.shape, e.nbytes, e.name) for e in entries]
+    for compress in (False, True):
+        two = fst.ParallelSaver(num_shards=2, fill=saver.per_entry_fill(fill, 1), compress=compress)
+        paths = two.save_entries(named, str(tmp_path / f"b{compress}"))
+        assert plain(ow.load_file(paths)) == plain(tensors) and order == sorted(order, reverse=True)
+        order.clear()
+    meta = fst.SafeTensorsMetadata.from_file(str(tmp_path / "a-00001-of-00002.safetensors"), get_framework_op("pt"))
+    assert meta.metadata["first"] in meta.tensors and meta.header_length % 64 == 0
+
+    def breaks(work: Any) -> None:
+        raise KeyError("the source is gone")
+
+    for kind, call in (
+        (KeyError, lambda: fst.ParallelSaver(fill=breaks).save_entries(named, str(tmp_path / "c"))),
+        (ValueError, lambda: one.save_entries([entries[0], entries[0]], str(tmp_path / "c"))),
+        (ValueError, lambda: one.save_entries([saver.WriteEntry("x", DType.F32, [3], 11)], str(tmp_path / "c"))),
+        (ValueError, lambda: one.save(tensors, str(tmp_path / "c"), header_align=4096)),
+        (ValueError, lambda: fst.ParallelSaver(shard_metadata=lambda _: {saver.KEY_SHARD_SET: "x"}).save(tensors, str(tmp_path / "c"))),
+    ):
+        with pytest.raises(kind):
+            call()
+    assert not list(tmp_path.glob("c*")), "nothing is written of what is refused"
 
 
 # Plug-ins.
