@@ -209,9 +209,8 @@ class ParallelSaver:
             filled = [ctypes.create_string_buffer(max(entry.nbytes, 1)) for entry in largest]
             fill([(memoryview(full).cast("B")[: entry.nbytes], entry) for full, entry in zip(filled, largest, strict=True)])
             for full, entry in zip(filled, largest, strict=True):
-                values[entry.name] = overwire.TensorSpec(
-                    dtype=entry.dtype.value, shape=entry.shape, data_ptr=ctypes.addressof(full) if entry.nbytes else 0, data_len=entry.nbytes
-                )  # fmt: skip
+                at = ctypes.addressof(full) if entry.nbytes else 0
+                values[entry.name] = overwire.TensorSpec(dtype=entry.dtype.value, shape=entry.shape, data_ptr=at, data_len=entry.nbytes)
 
         def write(at: int) -> None:
             overwire.save_file({entry.name: values[entry.name] for entry in shards[at]}, paths[at], noted[at], compress=self.compress)
