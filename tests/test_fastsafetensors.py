@@ -601,6 +601,11 @@ def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.Monkey
     assert calls == ["pin", "copy", "wait"] and one._pinned is None
     assert {name: plain(tensor.get_raw()) for name, tensor in got.items()} == {k: plain(v) for k, v in ow.load_file(files[0]).items()}
 
+    some = op.mmap_file_pinned(files[0], 100, 8)
+    assert bytes(some.get_raw().numpy()) == Path(files[0]).read_bytes()[8:108] and some.dtype is DType.U8
+    with pytest.raises(RuntimeError, match="truncated"):
+        op.mmap_file_pinned(files[0], 100, os.path.getsize(files[0]) - 99)
+
     def fails(*_: Any) -> None:
         raise RuntimeError("memcpy_h2d_async: CUDA error 700")
 
