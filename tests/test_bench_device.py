@@ -52,7 +52,7 @@ def test_other_loaders_have_a_figure_or_a_reason(model: Path, name: str) -> None
     not, the row says why."""
     argv = ["0", "with", "cpu", name, str(model / "sums.json"), str(model / "plain.safetensors")]
     found = _bench_device.answer(argv)
-    assert found.get("bytes") == SIZE or found.get("missing") or "cpu" in found["error"].lower() or "cuda" in found["error"].lower(), found
+    assert found.get("bytes") == SIZE or found.get("missing"), found
     if "bytes" in found:
         assert found["note"].startswith(name)
         sums = json.loads((model / "sums.json").read_text())

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import overwire as ow
 import pytest
+from overwire import jobs
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -85,3 +86,10 @@ def test_a_load_has_its_own_way(tmp_path: Path) -> None:
         ow.load_file(tmp_path / "m", framework="np", read="gds", group=object())
     real = ow.doctor()["gpudirect_storage"]
     assert real["why"] and isinstance(real["real"], bool)
+
+
+def test_one_line_says_why_there_is_no_gds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_said", False)
+    for reason in ("no nvidia-fs", "no nvidia-fs", "no libcufile"):
+        jobs._say_once(reason)
+    assert [record.getMessage() for record in caplog.records] == ["read through the host instead: no nvidia-fs"]

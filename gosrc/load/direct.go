@@ -75,13 +75,16 @@ func (d *direct) close() {
 	if d == nil {
 		return
 	}
-	_ = d.gpu.Current(func() error { // without its context there is nothing to end
+	end := func() error {
 		d.undo()
 		for _, f := range d.files {
 			f.Close()
 		}
 		return nil
-	})
+	}
+	if d.gpu.Current(end) != nil { // a GPU that is lost; the files are not
+		_ = end()
+	}
 }
 
 // A directFile is one source; see device.Reader.

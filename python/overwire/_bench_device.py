@@ -163,6 +163,8 @@ def beside(name: str, device: str, sums: str, files: list[str]) -> dict[str, Any
         found = importlib.import_module(module)
     except ImportError as error:
         raise Missing(f"{name} is not installed" if error.name == module else f"{name}: {error}") from None
+    if device == "cpu" and name in ("instanttensor", "safetensors"):
+        raise Missing(f"{name} {version(name)} loads to GPUs only this way")
     if name == "safetensors" and not hasattr(found.safe_open, "prefetch"):
         raise Missing(f"safetensors {found.__version__} has no prefetch")
     if name == "fastsafetensors" and not hasattr(found, "live_allocation_bytes"):

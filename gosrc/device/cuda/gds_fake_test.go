@@ -11,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/load"
@@ -249,6 +250,48 @@ func TestGDSFails(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Whichever call of the driver fails meanwhile, once or from then on, the load
+// ends typed or goes on, and nothing is left: no handle, no registration.
+func TestGDSLosesTheDevice(t *testing.T) {
+	path, _, _ := written(t, save.Spec{}, "", 1<<20)
+	counts := fakeGDS(t, "")
+	for _, sticky := range []bool{false, true} {
+		failed := 0
+		for nth := int64(1); ; nth += 3 {
+			end := cuda.Fake(512 << 20)
+			m := reopened(t, path)
+			cuda.FakeFail(nth, 999, sticky)
+			l, err := m.Start(nil, load.Options{Device: "cuda:0", Read: "gds", Stream: 1})
+			if err == nil {
+				err = finish(t, l)
+				l.Close()
+			}
+			m.Close()
+			calls := cuda.FakeCalls()
+			if left := end(); left != "" {
+				t.Fatalf("call %d: %v; left: %s", nth, err, left)
+			}
+			if c := counts(); c.Handles+c.Buffers+c.Wrong != 0 {
+				t.Fatalf("call %d: %v; %+v", nth, err, c)
+			}
+			var at *fault.At
+			if err != nil {
+				failed++
+				if !errors.Is(err, fault.ErrDevice) || !errors.As(err, &at) || at.Source != path {
+					t.Fatalf("call %d: %v", nth, err)
+				}
+			}
+			if calls < nth {
+				break
+			}
+		}
+		if failed < 10 {
+			t.Errorf("only %d loads were seen to fail", failed)
+		}
+	}
+	quiet(t)
 }
 
 // Elements are cast on their way out of the staging, as they are otherwise.

@@ -196,6 +196,12 @@ class FrameworkOpBase(ABC):
             raise ValueError(f"F4 tensors come in pairs: slice {slices[-1]} of {st_shape} cuts one")
         return (*slices[:-1], slice(lo // 2, hi // 2, 1))
 
+    def mmap_file_pinned(self, filename: str, length: int, offset: int) -> Any:
+        """Bytes [offset, offset + length) of a file in pinned anonymous memory, as a
+        wrapped tensor of U8, which holds it. NotImplementedError if the framework
+        pins none."""
+        raise NotImplementedError(f"{type(self).__name__} pins no memory")
+
     @abstractmethod
     def get_process_group(self, pg: Any) -> ProcessGroupBase: ...
 
