@@ -18,6 +18,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/codec/deflate"
+	"github.com/overwire/overwire/gosrc/codec/gdeflate"
 	"github.com/overwire/overwire/gosrc/codec/lz4"
 	"github.com/overwire/overwire/gosrc/codec/snappy"
 	"github.com/overwire/overwire/gosrc/codec/zstd"
@@ -105,11 +106,15 @@ var algorithms = []algorithm{
 	deflated("Deflate", Deflate, false),
 	deflated("Gzip", Gzip, true),
 	{
+		name: "GDeflate", id: GDeflate, maxChunk: maxBlock, bound: ints(gdeflate.Bound),
+		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return gdeflate.Encode(dst, src, s.Level) },
+		decode: gdeflate.Decode, size: gdeflate.Size, most: times(gdeflate.MaxRatio),
+	},
+	{
 		name: "X16", id: X16, maxChunk: maxBlock, bound: x16Bound,
 		encode: x16Encode, decode: x16Decode, size: x16Size, most: x16Size,
 	},
 	{name: "ANS", id: ANS},
-	{name: "GDeflate", id: GDeflate},
 	{name: "Cascaded", id: Cascaded},
 	{name: "Bitcomp", id: Bitcomp},
 }

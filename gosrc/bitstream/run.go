@@ -43,7 +43,7 @@ type Spec struct {
 	Kind      Kind    `json:"kind"`
 	Chunk     int64   `json:"chunk"`   // content bytes of a Native chunk; 0: the algorithm's own
 	Version   int     `json:"version"` // of Native streams that are written: 5 or 6 (also 0)
-	Level     int     `json:"level"`   // Deflate, Gzip: nvCOMP's algorithm_type
+	Level     int     `json:"level"`   // Deflate, Gzip, GDeflate: nvCOMP's algorithm_type
 	DType     string  `json:"dtype"`   // X16: what the bytes are, as safetensors has it; "": found out
 	Sums      bool    `json:"sums"`    // encode: Native streams get checksums
 	Verify    string  `json:"verify"`
@@ -317,7 +317,7 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 			return nil, fault.New(fault.ErrArgument, "no such dtype: %q", s.DType)
 		}
 	}
-	if algo.id == Deflate || algo.id == Gzip {
+	if algo.id == Deflate || algo.id == Gzip || algo.id == GDeflate {
 		if _, err := algo.encode(nil, nil, s); err != nil { // the level is the Spec's mistake
 			return nil, err
 		}
