@@ -148,16 +148,30 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 // sum is the checksum of Native streams of ours.
 func sum(p []byte) uint32 { return crc32.ChecksumIEEE(p) }
 
-// firstTable is where a stream of ours has its tables.
+// firstTable is where a stream of ours has its tables, or 8 later.
 const firstTable = headBytes + 8
 
-// nativeTables is the offset of the payload for n chunks.
-func nativeTables(chunks int64, sums bool) int64 {
+// nativeTables is the offset of the payload for n chunks. Behind the head of an
+// X16 block lies what a GPU reads on multiples of 16: its payload begins 8
+// before one, and so do its chunks.
+func nativeTables(algo *algorithm, chunks int64, sums bool) int64 {
 	row := int64(16)
 	if sums {
 		row += 8
 	}
-	return firstTable + chunks*row
+	n := firstTable + chunks*row
+	if algo.id == X16 && n%16 == 0 {
+		n += 8
+	}
+	return n
+}
+
+// padded is the room of a stored chunk in a payload.
+func (a *algorithm) padded(n int64) int64 {
+	if a.id == X16 {
+		return (n + 15) &^ 15
+	}
+	return (n + 7) &^ 7
 }
 
 // putNative writes header and tables into dst, which has nativeTables bytes
@@ -166,18 +180,23 @@ func nativeTables(chunks int64, sums bool) int64 {
 func putNative(dst []byte, version int, algo *algorithm, size, chunk int64, stored [][]byte, sums [][2]uint32) (at []int64, total int64) {
 	le := binary.LittleEndian
 	head := int64(len(dst))
+	row := 16
+	if sums != nil {
+		row = 24
+	}
+	tables := dst[len(dst)-row*len(stored):]
 	at = make([]int64, len(stored))
 	var off int64
 	for i, s := range stored {
 		at[i] = head + off
-		le.PutUint64(dst[firstTable+8*i:], uint64(off))
-		le.PutUint64(dst[firstTable+8*(len(stored)+i):], uint64(len(s)))
+		le.PutUint64(tables[8*i:], uint64(off))
+		le.PutUint64(tables[8*(len(stored)+i):], uint64(len(s)))
 		if sums != nil {
-			row := dst[firstTable+16*len(stored):]
+			row := tables[16*len(stored):]
 			le.PutUint32(row[4*i:], sums[i][0])
 			le.PutUint32(row[4*(len(stored)+i):], sums[i][1])
 		}
-		off += (int64(len(s)) + 7) &^ 7
+		off += algo.padded(int64(len(s)))
 	}
 	le.PutUint64(dst[8:], uint64(off))
 	le.PutUint64(dst[16:], uint64(size))

@@ -301,8 +301,7 @@ func bound(s *Spec, algo *algorithm, n int64) int64 {
 	switch s.Kind {
 	case Native:
 		chunks := (n + s.Chunk - 1) / s.Chunk
-		each := (algo.bound(min(n, s.Chunk)) + 7) &^ 7
-		return nativeTables(chunks, s.Sums) + chunks*each
+		return nativeTables(algo, chunks, s.Sums) + chunks*algo.padded(algo.bound(min(n, s.Chunk)))
 	case WithSize:
 		return int64(algo.prefix()) + algo.bound(n)
 	}
@@ -410,9 +409,9 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 func joined(s *Spec, algo *algorithm, parts [][]byte) int64 {
 	switch s.Kind {
 	case Native:
-		n := nativeTables(int64(len(parts)), s.Sums)
+		n := nativeTables(algo, int64(len(parts)), s.Sums)
 		for _, p := range parts {
-			n += (int64(len(p)) + 7) &^ 7
+			n += algo.padded(int64(len(p)))
 		}
 		return n
 	case WithSize:
@@ -425,11 +424,12 @@ func joined(s *Spec, algo *algorithm, parts [][]byte) int64 {
 func join(dst []byte, s *Spec, algo *algorithm, size int64, parts [][]byte, sums [][2]uint32) {
 	switch s.Kind {
 	case Native:
-		clear(dst[:nativeTables(int64(len(parts)), s.Sums)])
-		at, _ := putNative(dst[:nativeTables(int64(len(parts)), s.Sums)], s.Version, algo, size, s.Chunk, parts, sums)
+		tables := dst[:nativeTables(algo, int64(len(parts)), s.Sums)]
+		clear(tables)
+		at, _ := putNative(tables, s.Version, algo, size, s.Chunk, parts, sums)
 		for i, p := range parts {
-			n := at[i] + int64(copy(dst[at[i]:], p))
-			clear(dst[n : (n+7)&^7])
+			n := copy(dst[at[i]:], p)
+			clear(dst[at[i]+int64(n) : at[i]+algo.padded(int64(n))])
 		}
 	case WithSize:
 		k := algo.prefix()
