@@ -17,6 +17,7 @@ import (
 	"encoding/binary"
 	"strings"
 
+	"github.com/overwire/overwire/gosrc/codec/cascaded"
 	"github.com/overwire/overwire/gosrc/codec/deflate"
 	"github.com/overwire/overwire/gosrc/codec/gdeflate"
 	"github.com/overwire/overwire/gosrc/codec/lz4"
@@ -114,8 +115,12 @@ var algorithms = []algorithm{
 		name: "X16", id: X16, maxChunk: maxBlock, bound: x16Bound,
 		encode: x16Encode, decode: x16Decode, size: x16Size, most: x16Size,
 	},
+	{
+		name: "Cascaded", id: Cascaded, maxChunk: maxBlock, bound: ints(cascaded.Bound),
+		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return cascaded.Encode(dst, src, *s.Cascaded) },
+		decode: cascaded.Decode, size: cascaded.Size, most: times(cascaded.MaxRatio),
+	},
 	{name: "ANS", id: ANS},
-	{name: "Cascaded", id: Cascaded},
 	{name: "Bitcomp", id: Bitcomp},
 }
 

@@ -47,7 +47,7 @@ const (
 
 // Options say how to encode; Default is nvCOMP's.
 type Options struct {
-	Type   Type `json:"type"`
+	Type   Type `json:"-"`
 	RLEs   int  `json:"rles"`   // layers of run lengths
 	Deltas int  `json:"deltas"` // layers of differences
 	Pack   bool `json:"pack"`   // the bits of what is left
@@ -183,6 +183,7 @@ func grow(dst []byte, n int) []byte {
 // nothing left for a layer of differences.
 func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, bool) {
 	size := o.Type.Size()
+	mask := ^uint64(0) >> (64 - 8*size)
 	meta, firsts := metaBytes(size, o.RLEs, o.Deltas)
 	chunk := len(dst)
 	dst = grow(dst, meta)
@@ -213,7 +214,7 @@ func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, 
 			}
 			store(dst[chunk+firsts+layer*size:], size, in[0])
 			for i := range in[1:] {
-				out[i] = in[i+1] - in[i]
+				out[i] = (in[i+1] - in[i]) & mask // so that equal ones are runs
 			}
 			in, out = out[:len(in)-1], in[:cap(in)]
 		}

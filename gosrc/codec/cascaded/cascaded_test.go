@@ -41,7 +41,7 @@ func contents(n, size int) map[string][]byte {
 // no longer than the bound says, and the size is told.
 func TestRoundTrip(t *testing.T) {
 	for typ := Char; typ <= ULongLong; typ++ {
-		for _, n := range []int{0, 8, 64, 4088, 4096, 4104, 20_000} {
+		for _, n := range []int{0, 8, 64, 4096, 4104, 9000} {
 			for name, src := range contents(n, typ.Size()) {
 				for rles := range 4 {
 					for deltas := range 4 {

@@ -54,7 +54,7 @@ func Decode(dst, src []byte) error {
 	for at := 0; at < len(body); {
 		used, made, err := s.decode(dst, body[at:], o)
 		if err != nil {
-			return &fault.At{Verb: "decode", Chunk: -1, Offset: int64(headBytes + at), Err: err}
+			return err
 		}
 		dst = dst[made:]
 		at += used
