@@ -340,6 +340,37 @@ func TestBombs(t *testing.T) {
 	}
 }
 
+// What is done at once is little, also where hostile bytes promise or hold much.
+func TestQuick(t *testing.T) {
+	src := text(100_000, 3)
+	for _, c := range []struct {
+		what string
+		s    Spec
+		src  []byte
+		want bool
+	}{
+		{"a small encode", Spec{Op: OpEncode, Algorithm: "Zstd"}, src, true},
+		{"a large encode", Spec{Op: OpEncode, Algorithm: "LZ4"}, make([]byte, alone+1), false},
+		{"a size", Spec{Op: OpSize, Algorithm: "LZ4", Kind: Raw}, src, true},
+		{"what may be a bomb of GDeflate", Spec{Op: OpSize, Algorithm: "GDeflate", Kind: Raw}, src, false},
+		{"what may be a bomb of Zstd", Spec{Op: OpDecode, Algorithm: "Zstd", Kind: Raw}, src, false},
+		{"what says how little it is", Spec{Op: OpDecode, Algorithm: "Zstd", Kind: WithSize}, []byte{9, 0, 0, 0, 0, 0, 0, 0, 1}, true},
+		{"no stream at all", Spec{Op: OpDecode}, src, true},
+		{"no algorithm", Spec{Op: OpDecode, Kind: Raw}, src, true},
+	} {
+		if got := Quick(&c.s, []Buffer{{Src: c.src}}); got != c.want {
+			t.Errorf("%s: %v", c.what, got)
+		}
+	}
+	made, err := one(t, Spec{Op: OpEncode, Algorithm: "GDeflate", Level: 1}, make([]byte, 40<<20))
+	if err != nil || len(made) > alone {
+		t.Fatalf("%d bytes, %v", len(made), err)
+	}
+	if Quick(&Spec{Op: OpDecode}, []Buffer{{Src: made}}) {
+		t.Error("40 MB of zeros are decoded at once")
+	}
+}
+
 // Specs that make no sense are the caller's mistake, and names that only
 // nvCOMP decodes are not supported.
 func TestSpecs(t *testing.T) {
