@@ -431,6 +431,18 @@ def test_native_versions() -> None:
         assert bytes(made)[:5] == magic and bytes(nvcomp.Codec().decode(made)) == content(70_000)
 
 
+@pytest.mark.skipif(original._installed() is not None, reason="nvCOMP is installed: tests/device_nvcomp.py asks it")
+def test_the_script_for_real_nvcomp_works() -> None:
+    """tests/device_nvcomp.py, which needs a GPU, with this module in nvCOMP's place: it tells ok from wrong."""
+    command = [sys.executable, str(ROOT / "tests/device_nvcomp.py"), "--json", "--module", "overwire.compat.nvcomp"]
+    command += ["--sizes", "0,7,65537", "--only", "LZ4,ANS"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["wrong"], len(told["results"]["LZ4"])) == (1, 1, 20), done.stdout + done.stderr
+    assert "CRC-32 of plain" in told["results"]["LZ4"]["checksums of theirs"]
+    assert "nvidia-nvcomp-cu13" in told["results"]["ANS"]["the process"]
+
+
 # Streams and allocators.
 
 
