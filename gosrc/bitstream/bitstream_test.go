@@ -155,6 +155,57 @@ func TestStreamsOfNvcomp(t *testing.T) {
 	}
 }
 
+// Streams as nvCOMP 2.2, the last one that was open, lays them out: chunks in
+// any order and without gaps, room for checksums that are flagged and private.
+func TestStreamsOfTheOpenRelease(t *testing.T) {
+	le := binary.LittleEndian
+	src := text(150_000, 8)
+	for name, own := range map[string]int{"GDeflate": 4, "LZ4": 4, "Snappy": 1, "Cascaded": 24} {
+		var chunks [][]byte
+		for at := 0; at < len(src); at += 65536 {
+			made, err := one(t, Spec{Op: OpEncode, Algorithm: name, Kind: Raw, Level: 1}, src[at:min(at+65536, len(src))])
+			if err != nil {
+				t.Fatal(err)
+			}
+			chunks = append(chunks, made)
+		}
+		n, first := len(chunks), (64+own+7)&^7
+		head := make([]byte, first+24*n)
+		var payload []byte
+		for i := n - 1; i >= 0; i-- {
+			le.PutUint64(head[first+8*i:], uint64(len(payload)))
+			le.PutUint64(head[first+8*(n+i):], uint64(len(chunks[i])))
+			payload = append(payload, chunks[i]...)
+		}
+		a, err := byName(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		head[4], head[5], head[6] = 2, 2, byte(a.id)
+		le.PutUint64(head[8:], uint64(len(payload)))
+		le.PutUint64(head[16:], uint64(len(src)))
+		le.PutUint64(head[24:], uint64(n))
+		head[32], head[44], head[45] = 1, 1, 1
+		le.PutUint64(head[48:], 65536)
+		le.PutUint32(head[56:], uint32(len(head)))
+		made := append(head, payload...)
+		if got, err := one(t, Spec{Op: OpDecode}, made); err != nil || !bytes.Equal(got, src) {
+			t.Errorf("%s: %d bytes, %v", name, len(got), err)
+		}
+		if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyIfPresent}, made); !errors.Is(err, fault.ErrNotSupported) {
+			t.Errorf("%s: private checksums: %v", name, err)
+		}
+		le.PutUint32(made[56:], uint32(first+8*n))
+		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrCorrupt) {
+			t.Errorf("%s without room for its tables: %v", name, err)
+		}
+		made[4] = 0
+		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrFormat) {
+			t.Errorf("%s of no version: %v", name, err)
+		}
+	}
+}
+
 // Tables lie where nvCOMP's public headers put them: behind 64 or 56 bytes and
 // the algorithm's own header.
 func TestWhereTablesLie(t *testing.T) {
