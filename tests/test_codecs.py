@@ -283,6 +283,28 @@ def test_other_threads_run_meanwhile() -> None:
     assert took > 0.05 and ticks[0] > 5, (took, ticks)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.parametrize("algorithm", ["LZ4", "GDeflate"])
+def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
+    """The blocks of a raw list are shared out: two threads at least do a good part each, and Python's is none of them."""
+    made = codecs.encode([content(1_000_000)] * 8, algorithm, bitstream="raw")
+
+    def busy() -> dict[str, int]:
+        times = {}
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/schedstat") as f:
+                times[thread] = int(f.read().split()[0])
+        return times
+
+    codecs.decode(made[:2], algorithm, bitstream="raw")  # the threads are there
+    before, mine = busy(), time.thread_time()
+    for _ in range(2):
+        codecs.decode(made, algorithm, bitstream="raw")
+    mine = time.thread_time() - mine
+    took = sorted(n - before.get(thread, 0) for thread, n in busy().items())
+    assert took[-2] > 0.1 * sum(took) and mine < 0.3 * sum(took) / 1e9, (took, mine)
+
+
 def test_foreign_memory_works_in_a_forked_child() -> None:
     """Buffers and DLPack enter no Go: a child of a process that has used the engine has them."""
     import torch
