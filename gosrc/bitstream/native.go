@@ -57,6 +57,7 @@ type header struct {
 	offset                 uint32
 	starts, stored, conten bool
 	mine                   bool
+	version                int  // 5, also for 2.2, or 6
 	old                    bool // 2.2
 }
 
@@ -70,12 +71,14 @@ func parseHeader(src []byte) (h header, err error) {
 	}
 	switch magic := le.Uint32(src); magic {
 	case magic5, magic2:
+		h.version = 5
 		if h.old = magic == magic2; h.old && (src[4] < 2 || src[4] > 4) {
 			return h, fault.New(fault.ErrFormat, "no native stream: it begins with zeros")
 		}
 		h.chunk, h.offset = le.Uint64(src[48:]), le.Uint32(src[56:])
 		h.starts, h.stored, h.conten = src[32] != 0, src[44] != 0, src[45] != 0
 	case magic6:
+		h.version = 6
 		h.chunk, h.offset = le.Uint64(src[32:]), le.Uint32(src[40:])
 		h.starts, h.stored, h.conten = src[52] != 0, src[53] != 0, src[54] != 0
 	default:
@@ -112,6 +115,9 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 		return bad("%d chunks of %d bytes for %d", h.chunks, h.chunk, h.size)
 	case !h.starts:
 		return layout{}, fault.New(fault.ErrNotSupported, "a native stream without the offsets of its chunks")
+	}
+	if algo.shuffled(src, h.version) {
+		return layout{}, fault.New(fault.ErrNotSupported, "a native stream of %s whose bits are shuffled", algo.name)
 	}
 	row := uint64(16)
 	if h.stored {
@@ -186,6 +192,21 @@ func (a *algorithm) firstTable(version int) int64 {
 		return (headBytes + a.own(5) + 7) &^ 7
 	}
 	return (headBytes - 8 + a.own(6) + 7) &^ 7
+}
+
+// shuffled reports whether nvCOMP says, in the algorithm's own header, that it
+// did to the content what cannot be undone here: the bytes would be others.
+func (a *algorithm) shuffled(src []byte, version int) bool {
+	le := binary.LittleEndian
+	switch {
+	case a.id == LZ4 && version == 6:
+		return le.Uint32(src[60:]) != 0
+	case a.id == LZ4: // one byte is the type
+		return len(src) >= 68 && le.Uint32(src[64:]) > 0xFF
+	case a.id == Cascaded && version == 5:
+		return len(src) >= 88 && (le.Uint32(src[72:]) > 0xFF || le.Uint32(src[84:]) > 1)
+	}
+	return false
 }
 
 // putOwn writes an algorithm's own header.
