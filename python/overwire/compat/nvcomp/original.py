@@ -87,17 +87,22 @@ def _load(algorithm: str) -> Any:
     wrong = _unfit(found.version)
     if wrong:
         raise NotSupportedError(f"overwire: nvcomp: {algorithm} is nvCOMP's own: {wrong}")
-    # Under its own name stands, perhaps, this package: the extension is loaded by its file.
-    tag = f"nvcomp_impl.cpython-{sys.version_info[0]}{sys.version_info[1]}-"
-    file = next((f for f in found.files or () if f.name.startswith(tag)), None)
-    if file is None:
-        raise NotSupportedError(f"overwire: nvcomp: nvCOMP {found.version} has no extension for this Python")
-    import_module("nvidia.libnvcomp").load_library()
-    path = str(found.locate_file(file))
-    spec = spec_from_file_location("nvcomp_impl", path, loader=ExtensionFileLoader("nvcomp_impl", path))
-    assert spec is not None and spec.loader is not None
-    made = module_from_spec(spec)
-    spec.loader.exec_module(made)
+    # One process can load the extension once: where it is nvidia.nvcomp, that is the one.
+    try:
+        made = getattr(import_module("nvidia.nvcomp"), "nvcomp_impl", None)
+    except ImportError:
+        made = None
+    if made is None:  # by that name goes this package: the extension is loaded by its file
+        tag = f"nvcomp_impl.cpython-{sys.version_info[0]}{sys.version_info[1]}-"
+        file = next((f for f in found.files or () if f.name.startswith(tag)), None)
+        if file is None:
+            raise NotSupportedError(f"overwire: nvcomp: nvCOMP {found.version} has no extension for this Python")
+        import_module("nvidia.libnvcomp").load_library()
+        path = str(found.locate_file(file))
+        spec = spec_from_file_location("nvcomp_impl", path, loader=ExtensionFileLoader("nvcomp_impl", path))
+        assert spec is not None and spec.loader is not None
+        made = module_from_spec(spec)
+        spec.loader.exec_module(made)
     _impl = made
     return made
 
