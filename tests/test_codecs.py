@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import os
 import random
 import threading
 import time
 import zlib
+from importlib import metadata
+from typing import Any
 
 import cramjam
 import lz4.block
@@ -97,6 +100,80 @@ def test_native_chunks_are_blocks_of_the_library(algorithm: str, contents: dict[
                 assert OTHERS[algorithm][1](made[start : start + tables[count + k]], len(part)) == part
 
 
+def _nvcomp_cpu() -> Any:
+    """nvCOMP's GDeflate on the CPU, where its wheel is installed: (compress, decompress)."""
+    for wheel in ("nvidia-libnvcomp-cu13", "nvidia-libnvcomp-cu12"):
+        try:
+            files = metadata.distribution(wheel).files or []
+        except metadata.PackageNotFoundError:
+            continue
+        file = next(f for f in files if f.name.startswith("libnvcomp_cpu.so."))
+        library = ctypes.CDLL(str(file.locate()))
+        if file.name.endswith("5"):
+            names = "_ZN8gdeflate11compressCPUEPKPKvPKmmmPKPvPmi", "_ZN8gdeflate13decompressCPUEPKPKvPKmmPKPvPmS9_"
+        else:
+            names = "_ZN6nvcomp8gdeflate11compressCPUEPKPKvPKmmmPKPvPmi", "_ZN6nvcomp8gdeflate13decompressCPUEPKPKvPKmmPKPvPmSA_"
+        return getattr(library, names[0]), getattr(library, names[1])
+    return None
+
+
+def _one(buffer: Any) -> Any:
+    return (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+
+
+def _theirs(compress: Any, plain: bytes, level: int) -> bytes:
+    size = ctypes.c_size_t
+    source, target = ctypes.create_string_buffer(plain, len(plain)), ctypes.create_string_buffer(2 * len(plain) + 1024)
+    made = (size * 1)(len(target))
+    compress(_one(source), (size * 1)(len(plain)), size(len(plain)), size(1), _one(target), made, ctypes.c_int(level))
+    return target.raw[: made[0]]
+
+
+def _back(decompress: Any, stored: bytes, nbytes: int) -> bytes:
+    size = ctypes.c_size_t
+    source, target = ctypes.create_string_buffer(stored, len(stored)), ctypes.create_string_buffer(nbytes)
+    made = (size * 1)(0)
+    decompress(_one(source), (size * 1)(len(stored)), size(1), _one(target), (size * 1)(nbytes), made)
+    return target.raw[: made[0]]
+
+
+def test_gdeflate_of_nvcomp_cross_decodes(seed: int) -> None:
+    """Streams of nvCOMP's own CPU library and ours, both ways, at its levels and ours."""
+    library = _nvcomp_cpu()
+    if library is None:
+        pytest.skip("nvidia-libnvcomp is not installed; its streams in gosrc/codec/gdeflate/testdata are held by go test")
+    compress, decompress = library
+    r = random.Random(seed)
+    for size in (1, 2, 7, 31, 32, 33, 1000, 65535, 65536):
+        skewed = bytes(min(255, int(r.expovariate(0.1))) for _ in range(size))
+        for plain in (bytes(size), r.randbytes(size), content(size), skewed):
+            for level in (0, 1, 6, 12):
+                assert codecs.decode(_theirs(compress, plain, level), "GDeflate", bitstream="raw") == plain, (size, level)
+            for level in range(6):
+                made = bytes(codecs.encode(plain, "GDeflate", bitstream="raw", level=level))
+                assert _back(decompress, made, size) == plain, (size, level)
+
+
+@pytest.mark.parametrize("dtype", ["I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"])
+def test_cascaded_of_every_type(dtype: str) -> None:
+    """Runs and ramps of integers shrink, by any layers; no byte is dropped."""
+    import numpy
+
+    numbers = numpy.repeat(numpy.arange(2000) // 3, 5).astype(dtype.replace("I", "int").replace("U", "uint"))
+    plain = numbers.tobytes()
+    assert codecs.encode(numbers, "Cascaded", dtype=dtype).nbytes < len(plain) // 5
+    for layers in ((0, 0, True), (1, 0, False), (2, 1, True), (1, 2, True), (3, 3, False), (0, 0, False)):
+        for kind in codecs.BITSTREAMS:
+            made = codecs.encode(numbers, "Cascaded", bitstream=kind, dtype=dtype, cascaded=layers)
+            assert codecs.decode(made, "Cascaded", bitstream=kind) == plain
+            assert made.nbytes <= codecs.max_size(len(plain), "Cascaded", bitstream=kind)
+    if numbers.itemsize > 1:
+        with pytest.raises(ow.ArgumentError, match="no whole number"):
+            codecs.encode(plain[:-1], "Cascaded", dtype=dtype)
+    with pytest.raises(ow.ArgumentError, match="at most 7"):
+        codecs.encode(numbers, "Cascaded", dtype=dtype, cascaded=(8, 0, True))
+
+
 def test_frames_of_streaming_writers_decode() -> None:
     """Frames without a length, several of them, and members of gzip, as files have them."""
     plain = content(300_000)
@@ -179,7 +256,7 @@ def test_bad_bytes_are_typed_errors() -> None:
     assert error.value.chunk == 0
     with pytest.raises(ow.ArgumentError, match="no checksums"):
         codecs.decode(codecs.encode(b"abc"), verify="always")
-    for name in ("ANS", "Bitcomp", "GDeflate", "Cascaded"):
+    for name in ("ANS", "Bitcomp"):
         with pytest.raises(ow.NotSupportedError, match=name):
             codecs.encode(b"abc", name)
     with pytest.raises(ow.ArgumentError, match="nope"):
@@ -204,6 +281,28 @@ def test_other_threads_run_meanwhile() -> None:
     stop.set()
     thread.join()
     assert took > 0.05 and ticks[0] > 5, (took, ticks)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.parametrize("algorithm", ["LZ4", "GDeflate"])
+def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
+    """The blocks of a raw list are shared out: two threads at least do a good part each, and Python's is none of them."""
+    made = codecs.encode([content(1_000_000)] * 8, algorithm, bitstream="raw")
+
+    def busy() -> dict[str, int]:
+        times = {}
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/schedstat") as f:
+                times[thread] = int(f.read().split()[0])
+        return times
+
+    codecs.decode(made[:2], algorithm, bitstream="raw")  # the threads are there
+    before, mine = busy(), time.thread_time()
+    for _ in range(2):
+        codecs.decode(made, algorithm, bitstream="raw")
+    mine = time.thread_time() - mine
+    took = sorted(n - before.get(thread, 0) for thread, n in busy().items())
+    assert took[-2] > 0.1 * sum(took) and mine < 0.3 * sum(took) / 1e9, (took, mine)
 
 
 def test_foreign_memory_works_in_a_forked_child() -> None:

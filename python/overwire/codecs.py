@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, overload
 
 from . import _engine
@@ -154,6 +155,37 @@ def exporter() -> type:
     return _engine.exporter()
 
 
+@lru_cache(64)
+def _spec(
+    op: str,
+    algorithm: str | None,
+    bitstream: str,
+    chunk_size: int | None,
+    level: int,
+    dtype: str | None,
+    cascaded: tuple[int, int, bool] | None,
+    checksums: bool,
+    version: int,
+    verify: str,
+    sizes: tuple[int, ...],
+) -> str:
+    """The JSON of a bitstream.Spec."""
+    spec = {
+        "op": op,
+        "algorithm": algorithm or "",
+        "kind": BITSTREAMS.index(bitstream),
+        "chunk": chunk_size or 0,
+        "level": level,
+        "version": version,
+        "dtype": dtype or "",
+        "cascaded": dict(zip(("rles", "deltas", "pack"), cascaded, strict=True)) if cascaded is not None else None,
+        "sums": checksums,
+        "verify": verify,
+        "sizes": sizes,
+    }
+    return json.dumps(spec)
+
+
 def run(
     op: str,
     sources: Sequence[Span],
@@ -163,6 +195,7 @@ def run(
     chunk_size: int | None = None,
     level: int = 1,
     dtype: str | None = None,
+    cascaded: tuple[int, int, bool] | None = None,
     checksums: bool = False,
     version: int = 6,
     verify: bool | str = False,
@@ -180,24 +213,20 @@ def run(
         raise ArgumentError(f"overwire: bitstream {bitstream!r}: expected one of {', '.join(BITSTREAMS)}")
     if verify not in _VERIFY:
         raise ArgumentError(f"overwire: verify {verify!r}: expected True, False or 'always'")
-    spec = {
-        "op": op,
-        "algorithm": algorithm or "",
-        "kind": BITSTREAMS.index(bitstream),
-        "chunk": chunk_size or 0,
-        "level": level,
-        "version": version,
-        "dtype": dtype or "",
-        "sums": checksums,
-        "verify": _VERIFY[verify],
-        "sizes": list(sizes),
-    }
+    if cascaded is not None:
+        cascaded = tuple(cascaded)  # type: ignore[assignment]
+    text = _spec(
+        op, algorithm, bitstream, chunk_size, level, dtype, cascaded, checksums, version, _VERIFY[verify], tuple(sizes)
+    )
     outs = out if out is not None else [None] * len(sources)
     buffers = [
         (s.address, s.nbytes, False, 0, 0) if o is None else (s.address, s.nbytes, True, o.address, o.nbytes)
         for s, o in zip(sources, outs, strict=True)
     ]
-    job = Job(_engine.codec_start(json.dumps(spec), buffers), f"codec {op}")
+    made = _engine.codec_now(text, buffers)
+    if made is not None:
+        return [Coded._make(row) for row in made]
+    job = Job(_engine.codec_start(text, buffers), f"codec {op}")
     try:
         job.wait()
         return [Coded(*row) for row in _engine.codec_take(job.number)]
@@ -246,6 +275,7 @@ def encode(
     chunk_size: int | None = ...,
     level: int = ...,
     dtype: str | None = ...,
+    cascaded: tuple[int, int, bool] | None = ...,
     checksums: bool = ...,
     version: int = ...,
     out: Any = ...,
@@ -259,6 +289,7 @@ def encode(
     chunk_size: int | None = ...,
     level: int = ...,
     dtype: str | None = ...,
+    cascaded: tuple[int, int, bool] | None = ...,
     checksums: bool = ...,
     version: int = ...,
     out: Any = ...,
@@ -271,6 +302,7 @@ def encode(
     chunk_size: int | None = None,
     level: int = 1,
     dtype: str | None = None,
+    cascaded: tuple[int, int, bool] | None = None,
     checksums: bool = False,
     version: int = 6,
     out: Any = None,
@@ -279,10 +311,14 @@ def encode(
 
     `algorithm` is one of `algorithms()`. `chunk_size` is the content of a native
     chunk, in bytes (default 64 KiB; X16: 1 MiB; at most 16 MiB). `level` is for
-    Deflate and Gzip: 0 (entropy coding alone) to 5 (smallest). `dtype` tells X16
-    what the bytes are, by safetensors' name ("BF16"); it finds out otherwise.
-    `checksums` puts CRC-32 of stored and plain bytes into native streams. `version` is nvCOMP's, of the
-    native stream: 5 or 6, each of which refuses the other's; `decode` reads both.
+    Deflate, Gzip and GDeflate: 0 (entropy coding alone) to 5 (smallest). `dtype`
+    tells X16 what the bytes are, by safetensors' name ("BF16"), which finds out
+    otherwise, and Cascaded how long its elements are and whether they have a sign
+    ("I32"), which takes bytes otherwise; `cascaded` is how many layers of run
+    lengths and of differences it makes, up to 7, and whether it packs bits: None
+    is nvCOMP's (2, 1, True). `checksums` puts CRC-32 of stored and plain bytes
+    into native streams. `version` is nvCOMP's, of the native stream: 5 or 6, each
+    of which refuses the other's; `decode` reads both.
 
     Returns a memoryview that owns its memory, or, with `out` (a writable buffer,
     or a list with one or None for each source), the part of `out` that was
@@ -298,6 +334,7 @@ def encode(
         chunk_size=chunk_size,
         level=level,
         dtype=dtype,
+        cascaded=cascaded,
         checksums=checksums,
         version=version,
     )
@@ -333,8 +370,8 @@ def decode(
 
     A native stream says what it is; for the others `algorithm` is needed.
     Streams with checksums are verified: `verify=False` leaves that out,
-    "always" refuses those without. A raw stream of Deflate or Gzip does not
-    tell its length and is decoded twice.
+    "always" refuses those without. A raw stream of Deflate, Gzip or GDeflate does
+    not tell its length and is decoded twice.
 
     Raises CorruptError and FormatError for bad bytes, NotSupportedError for
     algorithms that only nvCOMP decodes and for checksums of nvCOMP's own, and
