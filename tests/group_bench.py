@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -241,10 +242,14 @@ def main() -> None:
     parser.add_argument("--size", default="8GB")
     parser.add_argument("--out", default="")
     parser.add_argument("--limit", type=float, default=150, help="seconds after which no row begins")
+    parser.add_argument("--debug", action="store_true")
     parser.add_argument("--only", default="", help="compressed or plain")
     args = parser.parse_args()
     if CUDA:
         torch.cuda.set_device(DEVICE)
+    if args.debug and RANK == 0:  # what relays spend their time with, too
+        logging.basicConfig(level=logging.INFO)
+        logging.getLogger("overwire").setLevel(logging.DEBUG)
     device = torch.device(DEVICE) if CUDA else None
     dist.init_process_group("nccl" if CUDA else "gloo", timeout=datetime.timedelta(seconds=60), device_id=device)
     Bench(args).run()

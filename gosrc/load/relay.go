@@ -305,13 +305,20 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	if threads == 0 {
 		threads = max(r.target.readers(), depth, r.model.far())
 	}
-	st, err := pipeline.Run(ctx, &pipeline.Task{
+	ahead := r.ahead()
+	task := &pipeline.Task{
 		Index: r.model.ix, Sources: r.model.srcs, Wants: r.shares, Plan: r.fetch, Lane: r.feed, Workers: threads, NoCheck: r.spec.NoCheck,
 		Gate: func(ctx context.Context, job int32) error {
-			return r.wait(ctx, int(r.spots[job].Group)-len(r.spec.Ring)+1)
+			return r.wait(ctx, int(r.spots[job].Group)-len(r.spec.Ring)+1-ahead)
 		},
 		Landed: r.landed,
-	})
+	}
+	if ahead > 0 {
+		task.Place = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
+			return dst, r.wait(ctx, int(r.spots[spot].Group)-len(r.spec.Ring)+1)
+		}
+	}
+	st, err := pipeline.Run(ctx, task)
 	if err == nil {
 		err = r.model.uncut()
 	}
@@ -329,6 +336,25 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	}
 	j.SetReport(rep)
 	return r.err
+}
+
+// ahead is how many pieces more than the ring has may be read into the slots of
+// a lane, where they wait for their buffers. Together they leave one slot free:
+// what the buffers wait for needs it.
+func (r *Relay) ahead() int {
+	slots, size := cuda.Ring()
+	if r.feed == nil || r.fetch.Slot > size {
+		return 0
+	}
+	most, n, last := 1, 0, int32(-1)
+	for i := range r.fetch.Pieces {
+		if group := r.spots[r.fetch.Pieces[i].First].Group; group != last {
+			n, last = 0, group
+		}
+		n++
+		most = max(most, n)
+	}
+	return min(len(r.spec.Ring), (slots-1)/most)
 }
 
 // close waits for the Decodes and lets the lanes go.

@@ -47,8 +47,8 @@ type Task struct {
 	Place func(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error)
 
 	// Gate, if there is one, is asked before the bytes of a job's piece are
-	// brought: it waits until their place is free, or for the end of ctx. Pieces
-	// may wait for earlier ones only.
+	// brought: it waits until there is room for them, or for the end of ctx.
+	// Pieces may wait for earlier ones only.
 	Gate func(ctx context.Context, job int32) error
 	// Landed is called once for each want whose last byte is in place, by any
 	// worker. Progress gets the logical bytes of each finished job.

@@ -16,11 +16,12 @@ the ranks next agree; so nobody waits for it, and nothing of it is used.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
 from ._engine_relay import relay_decode, relay_start, relay_wait
-from .jobs import Job
+from .jobs import Job, log
 from .models import WHOLE
 from .senders import Room, Task
 
@@ -50,6 +51,7 @@ class Relay:
         self._tensors: list[Any] = []
         self._error: BaseException | None = None
         self._ours = True
+        self._spent: dict[str, float] = {}  # seconds of this thread, by step
         try:
             self._begin()
         except BaseException as error:  # said by `run`, when the others can hear it
@@ -122,11 +124,12 @@ class Relay:
                 if piece % _AGREE == _AGREE - 1:
                     self._try(lambda _: decoded(self._done()), piece)
                     agree(self._error, self._ours)
-            self._try(lambda _: self._end(), 0)
+            self._try(self._end, len(self._shares))
             agree(self._error, self._ours)
         except BaseException:
             self.abandon()
             raise
+        log.debug("relay: %d pieces, seconds of %s", len(self._shares), {name: round(spent, 4) for name, spent in self._spent.items()})
         tensors, self._tensors = self._tensors, []
         cut = [self._room.cut(task, tensor) for task, tensor in zip(self._tasks, tensors, strict=True)]
         return [tensor.to(self._room.model.device) for tensor in cut] if self._model is not self._room.model else cut
@@ -135,10 +138,13 @@ class Relay:
         # After a failure only trading goes on.
         if self._error is not None and step != self._trade:
             return
+        began = time.perf_counter()
         try:
             step(piece)
         except BaseException as error:
             self._fail(error)
+        name = step.__name__.strip("_<>")
+        self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - began
 
     def _arrive(self, piece: int) -> None:
         assert self._job is not None
@@ -161,7 +167,7 @@ class Relay:
     def _done(self) -> int:
         return self._job.progress().bytes if self._job is not None else 0
 
-    def _end(self) -> None:
+    def _end(self, _: int) -> None:
         assert self._job is not None
         self._job.wait()
         self._job.done()
