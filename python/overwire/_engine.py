@@ -288,14 +288,13 @@ def job_next(job: int, timeout: float | None, raw: bool = False) -> list[tuple[i
     return landed
 
 
-def job_take(job: int, raw: bool = False, adopt: Callable[[Capsule], Any] | None = None) -> list[Any]:
-    """After the end, for every request: (capsule, address), or adopt(capsule),
-    None where there are no bytes.
+def job_take(job: int, raw: bool = False) -> list[tuple[Capsule | None, int]]:
+    """After the end, for every request: (capsule, address).
 
     Capsules are "dltensor", owned by the caller; None as in `job_next`. With
     `raw` dtypes are those of unsigned integers of the same width.
     """
-    landed: list[Any] = _call(_core().job_take, _handle(job), raw, adopt)
+    landed: list[tuple[Capsule | None, int]] = _call(_core().job_take, _handle(job), raw)
     return landed
 
 

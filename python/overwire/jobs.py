@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -79,11 +78,9 @@ class Job:
             self._watcher.update(self.progress())
         return landed
 
-    def take(self, raw: bool = False, quick: Callable[[Any], Any] | None = None) -> list[Any]:
-        """After `wait`: what each request landed in, ownership included, as
-        (capsule, pointer), or, unless raw, as what quick makes of the capsule,
-        None where there are no bytes."""
-        return _engine.job_take(self.number, raw, None if raw else quick)
+    def take(self, raw: bool = False) -> list[tuple[Any, int]]:
+        """After `wait`: what each request landed in, ownership included."""
+        return _engine.job_take(self.number, raw)
 
     def progress(self) -> Progress:
         """How far it is."""

@@ -299,7 +299,7 @@ class Model:
         with job:
             job.wait()
             with many_objects():
-                landed = job.take(raw, frame.quick)
+                landed = job.take(raw)
                 if mine is not None:
                     landed = [landed[at] for at in mine]
                 tensors = frame.adopt_all(landed, rows, raw, places, self.device)
