@@ -292,27 +292,25 @@ def job_wait(job: int, timeout: float | None) -> bool:
     return ended
 
 
-def job_next(job: int, timeout: float | None, raw: bool = False, adopt: Callable[[Capsule], Any] | None = None) -> list[Any]:
-    """What has landed since the last call: (request, capsule, address), or
-    (request, adopt(capsule)), None where there are no bytes.
+def job_next(job: int, timeout: float | None, raw: bool = False) -> list[tuple[int, Capsule | None, int]]:
+    """What has landed since the last call: (request, capsule, address).
 
     Waits for the first of it; [] when nothing will follow, or after `timeout`
     seconds. None stands for requests with a destination of their own, or
     handed out before. `raw` as in `job_take`. Raises the job's error when
     everything that landed before it was handed out.
     """
-    landed: list[Any] = _call(_core().job_next, _handle(job), timeout, raw, adopt)
+    landed: list[tuple[int, Capsule | None, int]] = _call(_core().job_next, _handle(job), timeout, raw)
     return landed
 
 
-def job_take(job: int, raw: bool = False, adopt: Callable[[Capsule], Any] | None = None) -> list[Any]:
-    """After the end, for every request: (capsule, address), or adopt(capsule),
-    None where there are no bytes.
+def job_take(job: int, raw: bool = False) -> list[tuple[Capsule | None, int]]:
+    """After the end, for every request: (capsule, address).
 
     Capsules are "dltensor", owned by the caller; None as in `job_next`. With
     `raw` dtypes are those of unsigned integers of the same width.
     """
-    landed: list[Any] = _call(_core().job_take, _handle(job), raw, adopt)
+    landed: list[tuple[Capsule | None, int]] = _call(_core().job_take, _handle(job), raw)
     return landed
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .dtypes import nbytes
@@ -21,7 +21,6 @@ class BytesFrame:
     """
 
     name = "bytes"
-    quick: Callable[[Any], Any] | None = None
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         return False  # only the address counts: capsules are never unpacked
@@ -36,7 +35,7 @@ class BytesFrame:
 
     def adopt_all(
         self,
-        landed: list[Any],
+        landed: Sequence[tuple[Any, int]],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
         places: Mapping[int, Any],

@@ -7,7 +7,7 @@ imported when the first of them is met.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,6 @@ class NumpyFrame:
     """
 
     name = "numpy"
-    quick: Callable[[Any], Any] | None = None
 
     def __init__(self) -> None:
         self._types: dict[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in _OWN.items()}
@@ -120,7 +119,7 @@ class NumpyFrame:
 
     def adopt_all(
         self,
-        landed: list[Any],
+        landed: Sequence[tuple[Any, int]],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
         places: Mapping[int, Any],

@@ -7,7 +7,7 @@ exactly its own bytes, which the engine's memory backs until the storage dies.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,7 +121,6 @@ class TorchFrame:
     """The frame of torch; see `frames.Frame`."""
 
     name = "torch"
-    quick: Callable[[Any], Any] | None = staticmethod(from_dlpack)
 
     def __init__(self) -> None:
         self._native: dict[str, bool] = {}
@@ -145,22 +144,27 @@ class TorchFrame:
 
     def adopt_all(
         self,
-        landed: list[Any],
+        landed: Sequence[tuple[Any, int]],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
         places: Mapping[int, Any],
         device: str,
     ) -> list[Any]:
-        tensors = landed
+        # The quick way is one C call a tensor; whatever is special goes through
+        # adopt: null pointers are tensors without elements, or in places.
         if raw:
             tensors = [
-                None if at in places else self.adopt(capsule, pointer, row[1], row[2], device)
-                for at, ((capsule, pointer), row) in enumerate(zip(landed, rows, strict=True))
+                None if at in places else self.adopt(*land, row[1], row[2], device)
+                for at, (land, row) in enumerate(zip(landed, rows, strict=True))
             ]
+        else:
+            tensors = [from_dlpack(capsule) if pointer else None for capsule, pointer in landed]
+            if not all(pointer for _, pointer in landed):
+                for at, (_, pointer) in enumerate(landed):
+                    if not pointer and at not in places:
+                        tensors[at] = self.empty(rows[at][1], rows[at][2], device)
         for at, tensor in places.items():
             tensors[at] = tensor
-        for at in [at for at, tensor in enumerate(tensors) if tensor is None]:  # without elements
-            tensors[at] = self.empty(rows[at][1], rows[at][2], device)
         return tensors
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:

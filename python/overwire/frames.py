@@ -8,7 +8,7 @@ and numpy are both optional; neither is imported before it is needed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
@@ -40,9 +40,6 @@ class Frame(Protocol):
     """
 
     name: str
-    #: What makes a tensor of a capsule where `raw` is false and it has bytes;
-    #: None: a frame that needs more than the capsule.
-    quick: Callable[[Any], Any] | None
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         """Whether the engine must export these dtypes as plain integers."""
@@ -52,15 +49,14 @@ class Frame(Protocol):
 
     def adopt_all(
         self,
-        landed: list[Any],
+        landed: Sequence[tuple[Any, int]],
         rows: Sequence[tuple[Any, ...]],
         raw: bool,
         places: Mapping[int, Any],
         device: str,
     ) -> list[Any]:
-        """`adopt` for many at once, which `Job.take` gave with this frame's quick:
-        rows are those of the model's table. places are tensors that landed where
-        they are, by position."""
+        """`adopt` for many at once: rows are those of the model's table. places
+        are tensors that landed where they are, by position."""
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         """A new tensor; what is in it is undefined."""

@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -86,19 +86,16 @@ class Job:
         flat = array("q", pairs)
         _engine.load_settle(self.number, flat.buffer_info()[0], len(flat) // 2, stream)
 
-    def next(self, timeout: float | None, raw: bool, quick: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Positions newly landed, with capsule and pointer, or with what quick
-        makes of the capsule; [] at the end."""
-        landed = _engine.job_next(self.number, timeout, raw, quick)
+    def next(self, timeout: float | None, raw: bool) -> list[tuple[int, Any, int]]:
+        """Positions newly landed, with capsule and pointer; [] at the end."""
+        landed = _engine.job_next(self.number, timeout, raw)
         if self._watcher is not None:
             self._watcher.update(self.progress())
         return landed
 
-    def take(self, raw: bool = False, quick: Callable[[Any], Any] | None = None) -> list[Any]:
-        """After `wait`: what each request landed in, ownership included, as
-        (capsule, pointer), or, unless raw, as what quick makes of the capsule,
-        None where there are no bytes."""
-        return _engine.job_take(self.number, raw, None if raw else quick)
+    def take(self, raw: bool = False) -> list[tuple[Any, int]]:
+        """After `wait`: what each request landed in, ownership included."""
+        return _engine.job_take(self.number, raw)
 
     def progress(self) -> Progress:
         """How far it is."""

@@ -340,13 +340,13 @@ class Model:
             moved = False
         with job, many_objects():
             if self.device != "cpu" and mine is None and len(rows) - len(places) >= _CROWD:
-                landed = _gathered(job, len(rows), raw, frame)
+                tensors = _gathered(job, rows, frame, raw, places, self.device)
             else:
                 job.wait()
-                landed = job.take(raw, frame.quick)
-            if mine is not None:
-                landed = [landed[at] for at in mine]
-            tensors = frame.adopt_all(landed, rows, raw, places, self.device)
+                landed = job.take(raw)
+                if mine is not None:
+                    landed = [landed[at] for at in mine]
+                tensors = frame.adopt_all(landed, rows, raw, places, self.device)
         if moved:
             for at, tensor in enumerate(tensors):  # one at a time: only one is held twice
                 tensors[at] = tensor.to(self.device)
@@ -357,18 +357,21 @@ class Model:
         return dict(zip([row[0] for row in rows], tensors, strict=True))
 
 
-def _gathered(job: Job, count: int, raw: bool, frame: Frame) -> list[Any]:
-    # As Job.take, but while the job runs: tensors by the ten thousand are made
-    # beside the bytes that still arrive.
-    quick = None if raw else frame.quick
-    landed: list[Any] = [None] * count
+def _gathered(job: Job, rows: Sequence[Any], frame: Frame, raw: bool, places: dict[int, Any], device: str) -> list[Any]:
+    # As Job.take and adopt_all, but while the job runs: tensors by the ten
+    # thousand are made beside the bytes that still arrive.
+    tensors: list[Any] = [None] * len(rows)
+    for at, tensor in places.items():
+        tensors[at] = tensor
     ended = False
     while not ended:
         ended = job.ended(_PAUSE)
-        while batch := job.next(0, raw, quick):
-            for at, *what in batch:
-                landed[at] = what[0] if quick else what
-    return landed
+        while landed := job.next(0, raw):
+            mine = [entry for entry in landed if entry[0] not in places]
+            made = frame.adopt_all([entry[1:] for entry in mine], [rows[entry[0]] for entry in mine], raw, {}, device)
+            for entry, tensor in zip(mine, made, strict=True):
+                tensors[entry[0]] = tensor
+    return tensors
 
 
 def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:

@@ -93,7 +93,7 @@ def load_model(
             raw = frame.raw({row[1] for row in model.table})
             with Job(number, "load", watcher) as job:
                 job.wait()
-                landed: list[tuple[Any, int]] = job.take(raw)
+                landed = job.take(raw)
             for name in names:
                 at = wanted[name]
                 _put(module, name, targets[name], frame.adopt(*landed[at], model.table[at][1], model.table[at][2], model.device))

@@ -162,7 +162,7 @@ class TensorSlice:
             raw = frame.raw((row.dtype,))
             with model.start([request]) as job:
                 job.wait()
-                tensor = frame.adopt_all(job.take(raw, frame.quick), lands, raw, places, model.device)[0]
+                tensor = frame.adopt_all(job.take(raw), lands, raw, places, model.device)[0]
         if planned.cut:
             tensor = frame.index(tensor, planned.cut, row.dtype)
         if file._dtype is not None:

@@ -28,29 +28,10 @@ static PyObject *row(const char **p, PyObject *const *dtypes)
 		}
 		PyTuple_SetItem(shape, (Py_ssize_t)i, d);
 	}
-	int64_t numbers[4]; // bytes, stored, source, alias
-	for (int i = 0; i < 4; i++)
-		numbers[i] = next(p);
-	PyObject *name = PyUnicode_FromStringAndSize(*p, (Py_ssize_t)name_len), *t = name ? PyTuple_New(7) : NULL;
+	long long bytes = next(p), stored = next(p), source = next(p), alias = next(p);
+	const char *name = *p;
 	*p += name_len;
-	if (t == NULL) {
-		Py_XDECREF(name);
-		Py_DECREF(shape);
-		return NULL;
-	}
-	Py_INCREF(dtypes[dtype]);
-	PyTuple_SetItem(t, 0, name);
-	PyTuple_SetItem(t, 1, dtypes[dtype]);
-	PyTuple_SetItem(t, 2, shape);
-	for (int i = 0; i < 4; i++) {
-		PyObject *v = PyLong_FromLongLong(numbers[i]);
-		if (v == NULL) {
-			Py_DECREF(t);
-			return NULL;
-		}
-		PyTuple_SetItem(t, 3 + i, v);
-	}
-	return t;
+	return Py_BuildValue("(s#ONLLLL)", name, (Py_ssize_t)name_len, dtypes[dtype], shape, bytes, stored, source, alias);
 }
 
 // model_table(model): [(name, dtype, shape, bytes, stored, source, alias)].
