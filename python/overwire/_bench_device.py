@@ -231,6 +231,11 @@ def tensors_peer(device: str, how: str, key: str, path: str) -> dict[str, Any]:
         tensorizer = side("theirs")
     except ImportError as error:
         raise Missing(f"tensorizer: {error}") from None
+    if how == "key":
+        try:
+            tensorizer.DecryptionParams.from_key(bytes.fromhex(key))
+        except Exception as error:  # whatever it says where libsodium is not installed
+            raise Missing(f"tensorizer's encryption: {error}") from None
 
     ready()
     found = twice(lambda: dict(opened(tensorizer, path, how, bytes.fromhex(key), device).items()), wait)
