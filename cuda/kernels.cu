@@ -2,3 +2,4 @@
 #include "x16_decode.cu"
 
 #include "move.cu"
+#include "stream.cu"

@@ -1,0 +1,66 @@
+/* Streams that are opened on the device: bitstreams of nvCOMP's kinds whose
+ * stored bytes the host has not seen. Rules as in abi.h: plain C, fixed sizes,
+ * no padding.
+ *
+ * A batch is a head, its streams, and a row of a table for every chunk that
+ * the streams should have. ow_stream_open compares each stream with what the
+ * host expects of it and fills the rows; a kernel that decodes takes them; for
+ * the kernels of abi_batch items ow_stream_close gathers what they say. What
+ * is wrong is noted in the stream's word of status, and nothing outside
+ * [src, src + stored) is read or outside [dst, dst + size) written.
+ */
+#ifndef OVERWIRE_ABI_STREAM_H
+#define OVERWIRE_ABI_STREAM_H
+
+#include <stdint.h>
+
+/* One row for the kernels that take a list of items, one warp an item. */
+#ifndef OVERWIRE_BATCH_ITEM
+#define OVERWIRE_BATCH_ITEM
+typedef struct ow_batch_item {
+    uint64_t src, src_len; /* device address and bytes of a stored block */
+    uint64_t dst, dst_cap; /* and of the memory for its content */
+    uint64_t written;      /* result */
+    uint32_t status;       /* result: 0 is good */
+    uint32_t arg;          /* the codec's own */
+} ow_batch_item; /* 48 bytes */
+#endif
+
+/* One stream, and what the host expects of it. */
+typedef struct ow_stream {
+    uint64_t src, stored; /* device address, a multiple of 8, and bytes */
+    uint64_t dst, size;   /* of the content, exactly */
+    uint64_t chunk;       /* content bytes of a chunk, all but the last */
+    uint32_t first, rows; /* in the table: rows = ceil(size / chunk), or 1 */
+    uint32_t kind;        /* OW_STREAM_NATIVE, ... */
+    uint32_t format;      /* nvCOMP's number of the algorithm; 'X' is X16 */
+    uint32_t arg, zero;   /* arg: of the items */
+} ow_stream; /* 64 bytes */
+
+/* What stands before the streams of a batch. The streams follow. */
+typedef struct ow_stream_head {
+    uint32_t streams, rows;
+    uint32_t split; /* X16: warps that share a chunk */
+    uint32_t zero;
+} ow_stream_head; /* 16 bytes */
+
+/* What a stream says of itself: ow_stream_peek. */
+typedef struct ow_stream_peek_t {
+    uint64_t size, chunk;
+    uint32_t format;
+    uint32_t status;
+} ow_stream_peek_t; /* 24 bytes */
+
+enum { OW_STREAM_NATIVE = 0, OW_STREAM_RAW = 1, OW_STREAM_SIZED = 2 };
+enum { OW_STREAM_LZ4 = 0, OW_STREAM_SNAPPY = 1, OW_STREAM_X16 = 'X' };
+
+/* Bits of a stream's word of status, above those of X16 (abi.h). */
+enum {
+    OW_STREAM_HEADER = 1 << 8,  /* no such stream, or a damaged header */
+    OW_STREAM_OTHER = 1 << 9,   /* another algorithm, length or chunk than was expected */
+    OW_STREAM_CHUNK = 1 << 10,  /* a chunk outside the payload, or of an impossible form */
+    OW_STREAM_PLACE = 1 << 11,  /* a block of X16 that does not lie on a multiple of 16 */
+    OW_STREAM_DATA = 1 << 12    /* a block that its decoder refuses */
+};
+
+#endif

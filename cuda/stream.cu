@@ -1,0 +1,34 @@
+// The kernels of stream.cuh. ow_stream_open, _close and _peek: a thread a row,
+// or a stream, blocks of 32 * OW_X16_WARPS. ow_stream_x16: a warp a share of a
+// row, launched as the kernels of x16_decode.cu.
+#include "stream.cuh"
+
+static_assert(sizeof(ow_stream) == 64 && sizeof(ow_stream_head) == 16 && sizeof(ow_batch_item) == 48 && sizeof(ow_stream_peek_t) == 24,
+              "abi_stream.h must have no padding");
+
+extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
+    ow_stream_open(const ow_stream_head* head, void* rows, uint32_t n, uint32_t* status) {
+    uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row < n) ow::stream_open(head, rows, row, status);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
+    ow_stream_close(const ow_stream_head* head, const ow_batch_item* rows, uint32_t n, uint32_t* status) {
+    uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row < n) ow::stream_close(head, rows, row, status);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
+    ow_stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, uint32_t n, uint32_t*) {
+    uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) ow::stream_peek(head, out, i);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 5)
+    ow_stream_x16(const ow_stream_head* head, const ow_x16_chunk* chunks, uint32_t n, uint32_t* status) {
+    extern __shared__ __align__(1024) ow::u32 shared[];
+    uint32_t warp = threadIdx.x / 32, job = blockIdx.x * OW_X16_WARPS + warp;
+    if (job >= n) return;
+    ow::X16Place place = ow::x16_place<ow::X16Best>((ow::u32)__cvta_generic_to_shared(shared), warp, OW_X16_WARPS);
+    ow::stream_x16(head, chunks, job, status, place);
+}

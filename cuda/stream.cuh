@@ -1,0 +1,232 @@
+// Bitstreams opened on the device: from a stream's bytes to a row for each of
+// its chunks. docs of the layout: gosrc/bitstream/native.go. One thread a row,
+// no warp operations, no shared memory; the X16 kernel is a warp a share of a
+// chunk.
+#ifndef OVERWIRE_STREAM_CUH
+#define OVERWIRE_STREAM_CUH
+
+#include "abi_stream.h"
+#include "x16_decode.cuh"
+
+namespace ow {
+
+OW_DEV const ow_stream* stream_list(const ow_stream_head* head) { return (const ow_stream*)(head + 1); }
+
+// stream_of finds the stream of a row: the last whose first row is not above.
+OW_DEV u32 stream_of(const ow_stream_head* head, u32 row) {
+    const ow_stream* s = stream_list(head);
+    u32 lo = 0, hi = head->streams;
+    while (hi - lo > 1) {
+        u32 mid = (lo + hi) / 2;
+        if (s[mid].first <= row) lo = mid;
+        else hi = mid;
+    }
+    return lo;
+}
+
+OW_DEV u64 load64(const u8* p) {
+    u32x2 v = ldg64(p);
+    return (u64)v.y << 32 | v.x;
+}
+
+// Bytes of any alignment, little-endian.
+OW_DEV u64 load_bytes(const u8* p, u32 n) {
+    u64 v = 0;
+    for (u32 i = 0; i < n; i++) v |= (u64)ldg8(p + i) << (8 * i);
+    return v;
+}
+
+struct Native {
+    u64 payload, size, chunks, chunk;
+    u32 offset, row, format;
+};
+
+// native_open reads the header of a native stream of n bytes. src is a multiple
+// of 8.
+OW_DEV u32 native_open(Native& h, const u8* src, u64 n) {
+    if (n < 64) return OW_STREAM_HEADER;
+    u32 magic = ldg32(src), starts, stored, content;
+    h.format = ldg8(src + 6);
+    h.payload = load64(src + 8);
+    h.size = load64(src + 16);
+    h.chunks = load64(src + 24);
+    if (magic == 0x52911326) {
+        h.chunk = load64(src + 48);
+        h.offset = ldg32(src + 56);
+        starts = ldg8(src + 32), stored = ldg8(src + 44), content = ldg8(src + 45);
+    } else if (magic == 0x52911327) {
+        h.chunk = load64(src + 32);
+        h.offset = ldg32(src + 40);
+        starts = ldg8(src + 52), stored = ldg8(src + 53), content = ldg8(src + 54);
+    } else {
+        return OW_STREAM_HEADER;
+    }
+    h.row = 16 + (stored ? 4 : 0) + (content ? 4 : 0);
+    if (h.offset > n || h.payload > n - h.offset || h.size >> 62 || h.chunk >> 40) return OW_STREAM_HEADER;
+    if (h.size == 0) return 0;
+    if (h.chunk == 0 || (h.size + h.chunk - 1) / h.chunk != h.chunks || !starts) return OW_STREAM_HEADER;
+    if (h.chunks > n / h.row || 64 + h.chunks * h.row > h.offset) return OW_STREAM_HEADER;
+    return 0;
+}
+
+// A stored block and its place in the content.
+struct Block {
+    const u8* src;
+    u64 stored, at, size;
+};
+
+// stream_block finds block k of a stream. It returns bits of status.
+OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
+    const u8* src = (const u8*)(uintptr_t)s.src;
+    b.at = (u64)k * s.chunk;
+    b.size = s.size - b.at < s.chunk ? s.size - b.at : s.chunk;
+    if (s.kind == OW_STREAM_NATIVE) {
+        Native h;
+        if (s.src % 8) return OW_STREAM_PLACE;
+        u32 bad = native_open(h, src, s.stored);
+        if (bad) return bad;
+        if (h.format != s.format || h.size != s.size || h.chunk != s.chunk || h.chunks != s.rows) return OW_STREAM_OTHER;
+        const u8* tables = src + ((h.offset - h.chunks * h.row) & ~7ull);
+        u64 at = load64(tables + 8 * (u64)k), n = load64(tables + 8 * (h.chunks + k));
+        if (at > h.payload || n > h.payload - at) return OW_STREAM_CHUNK;
+        b.src = src + h.offset + at;
+        b.stored = n;
+        return 0;
+    }
+    u32 prefix = s.kind == OW_STREAM_RAW ? 0 : s.format == OW_STREAM_LZ4 ? 4 : 8;
+    if (s.stored < prefix) return OW_STREAM_HEADER;
+    if (prefix && load_bytes(src, prefix) != s.size) return OW_STREAM_OTHER;
+    b.src = src + prefix;
+    b.stored = s.stored - prefix;
+    return 0;
+}
+
+// The head of an X16 block (gosrc/bitstream/x16.go): u8 codec, u8 transform,
+// u16 tiles per segment, u32 bytes of content.
+constexpr u32 kBlockHead = 8;
+// A row's word `zero` says what its block is: a transform, or one of these.
+constexpr u32 kPlain = 0, kDead = 0xffff;
+
+// x16_block checks a block's head and gives its chunk.
+OW_DEV u32 x16_block(ow_x16_chunk& c, const Block& b, u64 dst) {
+    if (b.stored < kBlockHead || b.stored >> 31) return OW_STREAM_CHUNK;
+    u64 head = load_bytes(b.src, kBlockHead);
+    u32 codec = head & 255, transform = head >> 8 & 255;
+    c.src = (u64)(uintptr_t)b.src + kBlockHead;
+    c.dst = dst + b.at;
+    c.stored = (u32)b.stored - kBlockHead;
+    c.logical = (u32)(head >> 32);
+    c.tiles = (uint16_t)(head >> 16);
+    c.zero = (uint16_t)transform;
+    if (c.logical != b.size) return OW_STREAM_OTHER;
+    if (codec == 0) return transform || c.tiles || c.stored != c.logical ? OW_STREAM_CHUNK : 0;
+    if (codec != 1 || transform < OW_BF16 || transform > OW_BYTES || c.stored < kX16Header || c.tiles == 0 || c.tiles > 256) return OW_STREAM_CHUNK;
+    return (c.src | c.dst) % 16 ? OW_STREAM_PLACE : 0;
+}
+
+// stream_open fills a row: of ow_x16_chunk where the streams are X16, else of
+// ow_batch_item. A row of a stream that is bad does nothing.
+OW_DEV void stream_open(const ow_stream_head* head, void* rows, u32 row, u32* status) {
+    u32 i = stream_of(head, row);
+    ow_stream s = stream_list(head)[i];
+    Block b = {nullptr, 0, 0, 0};
+    u32 bad = stream_block(b, s, row - s.first);
+    if (s.format == OW_STREAM_X16) {
+        ow_x16_chunk c = {0, 0, 0, 0, 0, (uint16_t)kDead, i};
+        if (!bad) {
+            bad = x16_block(c, b, s.dst);
+            c.status = i;
+            if (bad) c.zero = (uint16_t)kDead;
+        }
+        ((ow_x16_chunk*)rows)[row] = c;
+    } else {
+        ow_batch_item it = {0, 0, 0, 0, 0, 0, s.arg};
+        if (!bad) {
+            it.src = (u64)(uintptr_t)b.src;
+            it.src_len = b.stored;
+            it.dst = s.dst + b.at;
+            it.dst_cap = b.size;
+        }
+        ((ow_batch_item*)rows)[row] = it;
+    }
+    if (bad) raise(status + i, bad);
+}
+
+// stream_close says of a row that was decoded whether it is whole.
+OW_DEV void stream_close(const ow_stream_head* head, const ow_batch_item* rows, u32 row, u32* status) {
+    const ow_batch_item& it = rows[row];
+    if (it.status || it.written != it.dst_cap) raise(status + stream_of(head, row), OW_STREAM_DATA);
+}
+
+// stream_peek says of stream i how long its content is, as far as that stands
+// at a fixed place: native and sized streams, and blocks of X16 and Snappy.
+OW_DEV void stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, u32 i) {
+    const ow_stream& s = stream_list(head)[i];
+    const u8* src = (const u8*)(uintptr_t)s.src;
+    ow_stream_peek_t p = {0, 0, s.format, 0};
+    u32 prefix = s.format == OW_STREAM_LZ4 ? 4 : 8;
+    if (s.kind == OW_STREAM_NATIVE) {
+        Native h;
+        p.status = s.src % 8 ? OW_STREAM_PLACE : native_open(h, src, s.stored);
+        if (!p.status) p.size = h.size, p.chunk = h.chunk, p.format = h.format;
+    } else if (s.kind == OW_STREAM_SIZED) {
+        if (s.stored < prefix) p.status = OW_STREAM_HEADER;
+        else p.size = load_bytes(src, prefix);
+    } else if (s.format == OW_STREAM_X16) {
+        if (s.stored < kBlockHead) p.status = OW_STREAM_HEADER;
+        else p.size = load_bytes(src + 4, 4);
+    } else if (s.format == OW_STREAM_SNAPPY) {
+        u32 k = 0, byte = 128;
+        for (; byte & 128 && k < 5 && k < s.stored; k++) p.size |= (u64)((byte = ldg8(src + k)) & 127) << (7 * k);
+        if (byte & 128 || p.size >> 32) p.status = OW_STREAM_HEADER;
+    } else {
+        p.status = OW_STREAM_OTHER;
+    }
+    out[i] = p;
+}
+
+// stream_plain copies a warp's share of a block that is stored as it is.
+OW_DEV void stream_plain(const ow_x16_chunk& c, u32 share, u32 split) {
+    const u8* src = (const u8*)(uintptr_t)c.src;
+    u8* dst = (u8*)(uintptr_t)c.dst;
+    u32 unit = (c.src | c.dst) % 16 == 0 ? 16 : (c.src | c.dst) % 8 == 0 ? 8 : 1;
+    u32 n = c.logical / unit;
+    for (u32 i = 32 * share + lane(); i < n; i += 32 * split) {
+        if (unit == 16) stg128(dst + 16 * (u64)i, ldg128(src + 16 * (u64)i));
+        else if (unit == 8) stg64(dst + 8 * (u64)i, ldg64(src + 8 * (u64)i));
+        else stg8(dst + i, ldg8(src + i));
+    }
+    if (share == 0) {
+        for (u32 i = n * unit + lane(); i < c.logical; i += 32) stg8(dst + i, ldg8(src + i));
+    }
+}
+
+template <int TR>
+OW_DEV void stream_segments(const ow_x16_chunk* chunks, u32 row, u32 share, u32 split, u32* status, X16Place place) {
+    u32 total = chunks[row].logical / (32 * Transform<TR>::kOut);
+    u32 segs = (total + chunks[row].tiles - 1) / chunks[row].tiles, phase = 0;
+    for (u32 seg = share; seg < (segs ? segs : 1); seg += split) {
+        ow_x16_seg job = {row, seg};
+        x16_job<TR, X16Best>(chunks, &job, 0, status, place, phase);
+        syncwarp();  // the table and the ring are the next segment's
+    }
+}
+
+// stream_x16 decodes a warp's share of a row: every split-th segment.
+OW_DEV void stream_x16(const ow_stream_head* head, const ow_x16_chunk* chunks, u32 job, u32* status, X16Place place) {
+    u32 split = head->split, row = job / split, share = job % split;
+    switch (chunks[row].zero) {
+        case kPlain: stream_plain(chunks[row], share, split); break;
+        case OW_BF16: stream_segments<OW_BF16>(chunks, row, share, split, status, place); break;
+        case OW_FP16: stream_segments<OW_FP16>(chunks, row, share, split, status, place); break;
+        case OW_FP32: stream_segments<OW_FP32>(chunks, row, share, split, status, place); break;
+        case OW_E4M3: stream_segments<OW_E4M3>(chunks, row, share, split, status, place); break;
+        case OW_E5M2: stream_segments<OW_E5M2>(chunks, row, share, split, status, place); break;
+        case OW_INT8: stream_segments<OW_INT8>(chunks, row, share, split, status, place); break;
+        case OW_NIBBLES: stream_segments<OW_NIBBLES>(chunks, row, share, split, status, place); break;
+        case OW_BYTES: stream_segments<OW_BYTES>(chunks, row, share, split, status, place); break;
+    }
+}
+
+}  // namespace ow
+#endif
