@@ -197,7 +197,12 @@ def _entries(csv_path: str) -> list[_Entry]:
 
 def _place(filename: str, csv_path: str) -> str:
     """Where a listed file is now: as overwire finds containers (beside the csv
-    first), except that DOWNLOAD insists on the URL."""
+    first), except that DOWNLOAD insists on the URL.
+
+    A csv behind a URL names what lies beside it, or URLs of its own server or of
+    HOST: nothing on this machine, nor on another. FormatError."""
+    if "://" in csv_path:
+        return _sibling(filename, csv_path)
     if "://" in filename and (settings.flag("DOWNLOAD") or not csv_path):
         return filename
     folder, name = os.path.split(csv_path)[0], os.path.basename(filename)
@@ -208,7 +213,23 @@ def _place(filename: str, csv_path: str) -> str:
     for place in tried:
         if os.path.exists(place):
             return place
-    return tried[0] if "://" in csv_path and "://" not in filename else standing
+    return standing
+
+
+def _sibling(filename: str, csv_path: str) -> str:
+    if "://" in filename:
+        origin = filename.split("/")[:3]
+        host = settings.host()
+        if origin == csv_path.split("/")[:3] or host and filename.startswith(host + "/"):
+            return filename
+        raise overwire.FormatError(
+            f"overwire: open {csv_path}: it names {filename!r}, which is neither on its own server nor on HOST", source=csv_path
+        )
+    name = os.path.basename(filename)
+    if name in ("", ".", "..") or any(c in name for c in "\\?#%\0"):
+        raise overwire.FormatError(f"overwire: open {csv_path}: {filename!r} is no file name", source=csv_path)
+    path, mark, rest = csv_path.partition("?")
+    return path[: path.rindex("/") + 1] + name + mark + rest
 
 
 def device() -> str:
