@@ -14,6 +14,7 @@ static PyMethodDef functions[] = {
 	{"save_start", ow_save_start, METH_VARARGS, "save_start(spec, tensors)\n--\n\nSee overwire._engine."},
 	{"codec_start", ow_codec_start, METH_VARARGS, "codec_start(spec, buffers)\n--\n\nSee overwire._engine."},
 	{"codec_take", ow_codec_take, METH_O, "codec_take(job)\n--\n\nSee overwire._engine."},
+	{"codec_now", ow_codec_now, METH_VARARGS, "codec_now(spec, buffers)\n--\n\nSee overwire._engine."},
 	{"buffer_of", ow_buffer_of, METH_VARARGS, "buffer_of(object, writable)\n--\n\nSee overwire._engine."},
 	{"dlpack_take", ow_dlpack_take, METH_O, "dlpack_take(capsule)\n--\n\nSee overwire._engine."},
 	{"dlpack_give", ow_dlpack_give, METH_VARARGS, "dlpack_give(owner, address, shape, strides, type, device)\n--\n\nSee overwire._engine."},

@@ -70,6 +70,7 @@ PyObject *ow_load_start(PyObject *self, PyObject *args);
 PyObject *ow_save_start(PyObject *self, PyObject *args);
 PyObject *ow_codec_start(PyObject *self, PyObject *args);
 PyObject *ow_codec_take(PyObject *self, PyObject *handle);
+PyObject *ow_codec_now(PyObject *self, PyObject *args);
 PyObject *ow_buffer_of(PyObject *self, PyObject *args);
 PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule);
 PyObject *ow_dlpack_give(PyObject *self, PyObject *args);

@@ -177,6 +177,9 @@ class Codec:
         kind = kind_of(data_type) if data_type else self._type or (0, 8, 1)
         many, sources = _listed(src)
         if self._original is not None:
+            for a in sources:
+                if a._device == (1, 0) and self._bitstream == "native":
+                    original.check_stream(bytes(a._buffer().cast("B")[:64]), self._original[1].__version__)
             return self._through(lambda codec, impl: codec.decode(_theirs(impl, sources, many), data_type))
         sizes = decompression_config._sizes if decompression_config is not None else None
         if decompression_config is not None:
