@@ -98,8 +98,8 @@ def test_meta_csv_behind_a_url(place: Place) -> None:
     meta = place.folder / "meta.csv"
     outside = [f"{place.root}/outside.raw", f"/{place.root}/outside.raw", "../outside.raw", "/../outside.raw", f"file://{place.root}/outside.raw",
                f"{place.canary}/x.raw", f"{place.canary}/x.gz", "http://169.254.169.254/latest/x.raw", "s3://bucket/x.raw", "gopher://h/x.raw",
-               f"{place.url[:-1]}@{place.canary[7:]}/x.raw", f"{place.url[:-1]}.evil.invalid/x.raw", "..raw/..", "a\\raw", "x?raw", "%2e%2e%2foutside.raw",
-               f"{place.root}/{OUTSIDE}", f"{place.canary}/x.safetensors"]  # fmt: skip
+               f"{place.url[:-1]}@{place.canary[7:]}/x.raw", f"{place.url[:-1]}.evil.invalid/x.raw", "..raw/..", "a\\raw", "x?raw",
+               "%2e%2e%2foutside.raw", f"{place.root}/{OUTSIDE}", f"{place.canary}/x.safetensors"]  # fmt: skip
     for name in outside:
         meta.write_text(f"0\n{name} 4 uint8 4 4")
         refuses(lambda: _nyacomp.decompress_from_meta(place.url + "meta.csv"))

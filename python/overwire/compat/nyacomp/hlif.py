@@ -95,8 +95,8 @@ def decode(place: str, data: bytearray, out: Any) -> None:
     if found.plain != size:
         raise overwire.FormatError(f"overwire: open {place}: {found.plain} bytes in it, {size} wanted", source=place)
     log.warning("%s: its checksums are nvCOMP's own and are not compared; compress the model again: %s", place, RECOMPRESS)
-    struct.pack_into("<I", data, 0, _NATIVE)
-    data[7] = 0
+    # The same header under today's name; at 7 stands whose the checksums are.
+    struct.pack_into("<IBBBB", data, 0, _NATIVE, 5, 0, FORMATS.index(found.format), 0)
     try:
         got = codecs.decode(data, found.format, out=out, verify=False)
     except overwire.OverwireError as error:
