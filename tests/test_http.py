@@ -207,6 +207,41 @@ def test_external_downloader(serve: Callable[..., str], tmp_path: Path) -> None:
         assert done.returncode == 1 and "exit status" in done.stderr
 
 
+def test_memory(serve: Callable[..., str], tmp_path: Path) -> None:
+    """Beside its tensors a load over HTTP holds a ring of a few MiB, and a download its window, whatever the size."""
+    for name, megabytes in (("small", 40), ("large", 120)):
+        plain = tmp_path / f"{name}-plain.safetensors"
+        command = [sys.executable, "-m", "overwire", "bench", "gen", "llama-bf16", "--size", f"{megabytes}MB", str(plain)]
+        subprocess.run(command, check=True, capture_output=True)
+        ow.convert(plain, tmp_path / f"{name}.safetensors")
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(600 << 20)
+    url = serve()
+    load = """if True:
+        import sys, overwire, numpy
+        def field(name):
+            return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) << 10
+        open("/proc/self/clear_refs", "w").write("5")
+        before = field("VmRSS")
+        job = overwire.preload(sys.argv[1])
+        job.wait(100)
+        print(field("VmHWM") - before - overwire.inspect(sys.argv[1])["totals"][""]["bytes"])
+    """
+    fetch = """if True:
+        import resource, subprocess, sys
+        subprocess.run([sys.executable, "-m", "overwire", "fetch", sys.argv[1]], check=True, stdout=subprocess.DEVNULL)
+        print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10)
+    """
+
+    def beside(code: str, name: str) -> int:
+        done = subprocess.run([sys.executable, "-c", code, url + name], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    for name in ("small", "small-plain", "large", "large-plain"):
+        assert beside(load, f"{name}.safetensors") < 64 << 20, name
+    assert beside(fetch, "sparse") < 160 << 20
+
+
 def test_fetch_statuses(serve: Callable[..., str], tmp_path: Path) -> None:
     """`overwire fetch` tells by its status what went wrong, and never hangs; -o is complete or absent."""
     (tmp_path / "a").write_bytes(b"x" * 100_000)

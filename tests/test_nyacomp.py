@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import random
+import struct
 from pathlib import Path
 
 import overwire as ow
@@ -355,10 +356,10 @@ def test_modules_in_nyacomps_layout(tmp_path: Path, monkeypatch) -> None:
         nyacomp.load_compressed("m/boneless_model.pth")
 
 
-def test_files_of_nvcomps_are_refused_with_the_command(tmp_path: Path, monkeypatch, script) -> None:
+def test_files_that_only_nvcomp_reads_are_refused_with_the_command(tmp_path: Path, monkeypatch, script) -> None:
     (tmp_path / "nya").mkdir()
     header = bytearray(64)
-    header[4:7] = bytes([3, 0, 3])
+    header[4:7] = bytes([3, 0, 5])
     for at, value in ((8, 36), (16, 2048), (24, 1), (48, 65536)):
         header[at : at + 8] = value.to_bytes(8, "little")
     header[56:60] = (64).to_bytes(4, "little")
@@ -366,7 +367,7 @@ def test_files_of_nvcomps_are_refused_with_the_command(tmp_path: Path, monkeypat
     (tmp_path / "nya/meta.csv").write_text("0\n/nya/0.gz 1024 float16 2048 100")
     (tmp_path / "merged_tensors.csv").write_text("0")
     (tmp_path / "x.pkl").write_bytes(b"\x80\x05K\x00Q.")
-    with pytest.raises(ow.NotSupportedError, match="GDeflate of nvCOMP 3.0.*recompress MODEL.pkl NEW.pkl"):
+    with pytest.raises(ow.NotSupportedError, match="Bitcomp of nvCOMP 3.0.*recompress MODEL.pkl NEW.pkl"):
         nyacomp.load_compressed_pickle(tmp_path / "x.pkl")
     with pytest.raises(ow.NotSupportedError, match="nyacomp itself"):
         ow.preload(tmp_path / "nya/meta.csv")
@@ -382,6 +383,59 @@ def test_files_of_nvcomps_are_refused_with_the_command(tmp_path: Path, monkeypat
     assert main(["recompress", str(tmp_path / "x.pkl"), str(tmp_path / "new.pkl")]) == 0
     same(ow.load_compressed_pickle(tmp_path / "new.pkl"), weights)
     assert main(["recompress", str(tmp_path / "nope.pkl"), str(tmp_path / "new.pkl")]) == 1 and main([]) == 2
+
+
+def _nvcomp_file(data: bytes, seed: int) -> bytes:
+    """A file as nvCOMP 3 laid it out, chunks in the order in which its blocks were done."""
+    chunk, draw = 65536, random.Random(seed)
+    stored = [bytes(ow.codecs.encode(data[at : at + chunk], "GDeflate", bitstream="raw")) for at in range(0, len(data), chunk)]
+    order = draw.sample(range(len(stored)), len(stored))
+    offsets, payload = [0] * len(stored), b""
+    for at in order:
+        offsets[at] = len(payload)
+        payload += stored[at] + bytes(-len(stored[at]) % 8)
+    tables = b"".join(value.to_bytes(8, "little") for value in [*offsets, *map(len, stored)])
+    sums = draw.randbytes(8 * len(stored))  # of nvCOMP's own kind
+    offset = 72 + len(tables) + len(sums)
+    head = bytearray(72)
+    struct.pack_into("<IBBBxQQQBxxxIIBBxxQI", head, 0, 0, 3, 0, 3, len(payload), len(data), len(stored), 1, 7, 7, 1, 1, chunk, offset)
+    return bytes(head) + tables + sums + payload
+
+
+@pytest.mark.parametrize("seed", [random.randrange(1 << 30)])
+def test_files_of_nyacomps_own(tmp_path: Path, caplog, seed: int) -> None:
+    """GDeflate in nvCOMP's container is decoded, with a warning that nothing was compared; damage that breaks a
+    chunk, tables or sizes is an error by class; `recompress` makes a bundle of it without nyacomp or a GPU."""
+    torch.manual_seed(seed)
+    weights = torch.randn(3, 50_000).bfloat16()
+    data = weights.view(torch.uint8).numpy().tobytes()
+    file = _nvcomp_file(data, seed)
+    (tmp_path / "nya").mkdir()
+    (tmp_path / "nya/0.gz").write_bytes(file)
+    (tmp_path / "nya/meta.csv").write_text(f"0\n/nya/0.gz 3;50000 bfloat16 {len(data)} {len(file)}")
+    (tmp_path / "merged_tensors.csv").write_text("0,1,2")
+    (tmp_path / "x.pkl").write_bytes(b"\x80\x05](K\x00QK\x01QK\x02Qe.")
+    with caplog.at_level(logging.WARNING, "overwire"):
+        got = nyacomp.load_compressed_pickle(tmp_path / "x.pkl")
+    assert "are not compared" in caplog.text
+    for one, want in zip(got, weights, strict=True):
+        same(one, want)
+    assert torch.equal(_nyacomp.decompress(str(tmp_path / "nya/0.gz"), [150_000], "bfloat16"), weights.reshape(-1))
+    from overwire.compat.nyacomp.__main__ import main
+
+    assert main(["recompress", str(tmp_path / "x.pkl"), str(tmp_path / "new/new.pkl")]) == 0
+    same(ow.load_compressed_pickle(tmp_path / "new/new.pkl")[2], weights[2])
+    draw = random.Random(seed)
+    for _ in range(60):
+        bad = bytearray(file)
+        bad[draw.randrange(len(file))] ^= 1 << draw.randrange(8)
+        cut = bytes(bad[: draw.randrange(len(bad))]) if draw.random() < 0.3 else bytes(bad)
+        (tmp_path / "nya/0.gz").write_bytes(cut)
+        try:
+            (one,) = _nyacomp.decompress_from_meta(tmp_path / "nya/meta.csv")
+            assert one.shape == (3, 50_000) and one.dtype == torch.bfloat16, f"seed {seed}"
+        except (ow.FormatError, ow.CorruptError, ow.NotSupportedError) as error:
+            assert "0.gz" in str(error), f"seed {seed}"
 
 
 def test_the_callers_model_stays_unless_it_is_asked_to_go(tmp_path: Path) -> None:

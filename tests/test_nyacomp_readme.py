@@ -4,6 +4,10 @@ overwire: with a pipeline that only looks like one, and with one of diffusers.""
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import overwire as ow
@@ -87,6 +91,20 @@ for other in (model.unet, model.unet.state_dict()):
 torch.save(predictor.wanted, "wanted.pt")
 """
 
+CURL = """
+import nyacomp
+assert nyacomp.decompressor is not None
+import sys
+assert "torch" not in sys.modules
+import overwire, torch
+first = nyacomp.decompressor.get()
+wanted = torch.load("wanted.pt")
+assert len(first) == len(wanted) and all(torch.equal(a, b.to(a.device)) for a, b in zip(first, wanted, strict=True))
+url = nyacomp.decompressor.path.rsplit("/", 2)[0]
+bundle = overwire.load_compressed_pickle(url + "/bundle/x.pkl")
+assert bundle["step"] == 7 and torch.equal(bundle["weights"], wanted[0])
+"""
+
 LOAD = """
 import nyacomp
 assert nyacomp.decompressor is not None
@@ -95,6 +113,43 @@ assert "torch" not in sys.modules
 import torch, parts
 assert torch.equal(parts.run(nyacomp.load_compressed("model/boneless_model.pth")), torch.load("wanted.pt"))
 """
+
+
+def test_everything_through_curl(tmp_path: Path, script) -> None:
+    """PRELOAD_PATH is a URL and DOWNLOADER_PATH curl: the manifest, containers, raw files and bundles come through it
+    and nothing past it; what it says goes where DOWNLOAD_LOG says."""
+    real = shutil.which("curl")
+    if real is None:
+        pytest.skip("no curl")
+    import torch
+    from overwire.compat.nyacomp import _nyacomp, tensor_bytes
+
+    wanted = [torch.randn(300, 70).bfloat16(), torch.randint(0, 256, (999,), dtype=torch.uint8)]
+    torch.save(wanted, tmp_path / "wanted.pt")
+    served = tmp_path / "served"
+    (served / "nya").mkdir(parents=True)
+    size = _nyacomp.compress(tensor_bytes(wanted[0]), served / "nya/0.gz")
+    (served / "nya/1.raw").write_bytes(tensor_bytes(wanted[1]))
+    ow.compress_pickle({"weights": wanted[0], "step": 7}, served / "bundle/x.pkl")
+    curl = tmp_path / "curl"
+    curl.write_text(f'#!/bin/sh\nfor url; do :; done\necho "$url" >> {tmp_path}/asked\necho "for $url" >&2\nexec {real} "$@"\n')
+    curl.chmod(0o755)
+    server = subprocess.Popen([sys.executable, "-m", "overwire", "serve", str(served)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip().rstrip("/")
+        (served / "nya/meta.csv").write_text(
+            f"0,1\n{url}/nya/0.gz 300;70 bfloat16 {300 * 70 * 2} {size}\n{url}/nya/1.raw 999 uint8 999 999"
+        )
+        path = os.pathsep.join(filter(None, [compat.path("nyacomp"), os.environ.get("PYTHONPATH", "")]))
+        script(CURL, PYTHONPATH=path, PRELOAD_PATH=f"{url}/nya/meta.csv", DOWNLOAD="1", HOST=url, DOWNLOADER_PATH=str(curl),
+               OVERWIRE_DOWNLOADER_LOG=str(tmp_path / "log"), SKIP_SETPIPE_SZ="1")  # fmt: skip
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=10)
+    asked = set((tmp_path / "asked").read_text().split())
+    assert asked >= {f"{url}/{name}" for name in ("nya/meta.csv", "nya/0.gz", "nya/1.raw", "bundle/x.pkl", "bundle/nya/x.safetensors")}
+    assert f"for {url}/nya/0.gz" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import (
 
 // Parts are the values of Options.Only, in the order in which they are measured.
 // peers is left out unless it is named: others' loads take longer than all else.
-var Parts = []string{"floors", "kernel", "bf16", "start", "cold", "many", "kinds", "tensors", "peers"}
+var Parts = []string{"floors", "kernel", "bf16", "start", "cold", "net", "many", "kinds", "tensors", "peers"}
 
 // Device is what the rows of Options.Device were measured on.
 type Device struct {
@@ -78,7 +78,7 @@ func (r *run) device() error {
 	}
 	r.part("floors", "floors of the device", r.deviceFloors)
 	r.part("kernel", "the decoder alone", r.kernels)
-	if r.wanted("bf16") || r.wanted("start") || r.wanted("cold") {
+	if r.wanted("bf16") || r.wanted("start") || r.wanted("cold") || r.wanted("net") {
 		r.step("bf16", "making the model", func() error { return r.withModel("bf16", "llama-bf16", r.opt.Size, r.big) })
 	}
 	r.part("many", "making the model", func() error {

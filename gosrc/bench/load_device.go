@@ -22,6 +22,9 @@ func (r *run) big(m *model) {
 	if r.wanted("cold") {
 		r.step("cold", "from a cold disk", func() error { return r.coldDevice(m) })
 	}
+	if r.wanted("net") {
+		r.step("net", "loads over HTTP", func() error { return r.netDevice(m) })
+	}
 }
 
 // manySmall measures a model of very many tensors.

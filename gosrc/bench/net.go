@@ -134,16 +134,25 @@ func (r *run) firstTensor() error {
 // sendfile at one end, reads into fresh memory at the other. The best of a few
 // numbers of connections.
 func (r *run) rawTCP(path string) (float64, error) {
+	return r.bestTCP(path, []int{1, 2, 4, 8}, fresh)
+}
+
+// bestTCP is rawTCP for some numbers of connections, into the memory that room
+// gives; nil keeps one buffer a connection, as a ring does.
+func (r *run) bestTCP(path string, conns []int, room func(int64, func([]byte) error) error) (float64, error) {
 	st, err := os.Stat(path)
 	if err != nil {
 		return 0, fault.FromOS(err)
 	}
 	size := st.Size()
+	if room == nil {
+		room = func(_ int64, fn func([]byte) error) error { return fn(nil) }
+	}
 	best := 0.0
-	for _, conns := range []int{1, 2, 4, 8} {
+	for _, n := range conns {
 		seconds, err := r.medianOf(func() (s float64, err error) {
-			err = fresh(size, func(m []byte) error {
-				s, err = timed(func() error { return rawOnce(path, m, size, conns) })
+			err = room(size, func(m []byte) error {
+				s, err = timed(func() error { return rawOnce(path, m, size, n) })
 				return err
 			})
 			return s, err
@@ -189,10 +198,14 @@ func rawOnce(path string, m []byte, size int64, conns int) error {
 		}
 		defer c.Close()
 		// Which part this connection brings is of no matter: all are alike.
-		b := m[lo:hi]
-		for len(b) > 0 {
-			n, err := c.Read(b[:min(len(b), 4<<20)])
-			b = b[n:]
+		step := make([]byte, 1<<20)
+		for at := lo; at < hi; {
+			b := step
+			if m != nil {
+				b = m[at:min(hi, at+4<<20)]
+			}
+			n, err := c.Read(b[:min(int64(len(b)), hi-at)])
+			at += int64(n)
 			if err == io.EOF {
 				return nil
 			}

@@ -19,6 +19,14 @@ var (
 	Downloader = text("OVERWIRE_DOWNLOADER", "",
 		"Program that downloads http and https instead of overwire itself: it gets URLs as arguments and writes their bodies to its output.",
 		alias{name: "DOWNLOADER_PATH"})
+	DownloaderLog = text("OVERWIRE_DOWNLOADER_LOG", "",
+		"File that what the downloader says of its trouble is added to.",
+		alias{name: "DOWNLOAD_LOG", to: func(s string) string {
+			if yes, _ := truth(s); yes {
+				return "/tmp/downloader.log"
+			}
+			return ""
+		}})
 	MMap = choice("OVERWIRE_MMAP",
 		"Whether plain tensors are mapped instead of read: auto maps plain files for the CPU, unless they lie on a network.",
 		[]string{"auto", "on", "off"})
@@ -45,5 +53,5 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Threads, Downloader, MMap, Read, CPU, Log, Trace, Python,
+	Preload, PreloadDevice, NoPreload, Threads, Downloader, DownloaderLog, MMap, Read, CPU, Log, Trace, Python,
 }

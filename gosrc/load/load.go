@@ -256,8 +256,11 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	if threads <= 0 {
 		threads = knob.Threads.Get()
 	}
-	far := l.model.far()
-	lim := l.target.limits(far > 1)
+	far, steps := l.model.far()
+	if l.target.gpu != nil {
+		steps = 0
+	}
+	lim := l.target.limits(far > 1, steps > 0)
 	if l.model.planned() {
 		lim.Align = readAlign
 	}
@@ -275,6 +278,11 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		trace = pipeline.NewTrace()
 		trace.Verb("open", l.model.opened[0], l.model.opened[1], 0)
 		trace.Verb("plan", planning, planned, total)
+	}
+	if steps > 0 {
+		// Few round trips, and still a few ranges for each connection: at the
+		// end none should be waited for long.
+		steps = min(steps, max(stepPiece, p.Read/int64(4*max(1, far))))
 	}
 	late, err := l.plantCasts(p, dest)
 	if err != nil {
@@ -314,7 +322,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		}
 	}
 	task := &pipeline.Task{
-		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Direct: ways.by(), Workers: threads, NoCheck: opt.NoCheck, Trace: trace,
+		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Direct: ways.by(), Workers: threads, Range: steps, NoCheck: opt.NoCheck, Trace: trace,
 		Landed: late.or(l.land), Progress: func(n int64) { j.Bytes.Add(n) },
 	}
 	if l.places != nil {

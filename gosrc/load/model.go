@@ -89,16 +89,25 @@ func Names(spec Spec) (names []string, ok bool, err error) {
 // Index is what the model holds.
 func (m *Model) Index() *tensor.Index { return m.ix }
 
-// far is how many reads at once the model's sources can make use of: 0 if all
-// are local files.
-func (m *Model) far() int {
-	n := 0
+// far is how many reads at once the model's sources can make use of, 0 if all
+// are local files, and how many bytes a range of theirs best has that is read
+// in steps, 0 unless all of them are a source.Ranged.
+func (m *Model) far() (reads int, steps int64) {
+	all := true
 	for _, s := range m.srcs {
 		if f, ok := s.(interface{ Far() int }); ok {
-			n = max(n, f.Far())
+			reads = max(reads, f.Far())
+		}
+		if r, ok := s.(source.Ranged); ok && r.Ranged() > 0 {
+			steps = max(steps, r.Ranged())
+		} else {
+			all = false
 		}
 	}
-	return n
+	if !all {
+		steps = 0
+	}
+	return reads, steps
 }
 
 // Close ends the handle. Loads that run go on; the sources are closed after

@@ -178,7 +178,8 @@ func (r *Relay) layOut() (map[chunkOf]relayed, error) {
 		r.pieces = append(r.pieces, p)
 		begin = end
 	}
-	lim := r.target.limits(r.model.far() > 1)
+	far, _ := r.model.far()
+	lim := r.target.limits(far > 1, false)
 	if r.model.planned() {
 		lim.Align = readAlign
 	}
@@ -303,7 +304,8 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	told, depth := expect(r.model.srcs, r.fetch, cmp.Or(r.spec.Read, knob.Read.Get()))
 	threads := r.threads()
 	if threads == 0 {
-		threads = max(r.target.readers(), depth, r.model.far())
+		far, _ := r.model.far()
+		threads = max(r.target.readers(), depth, far)
 	}
 	ahead := r.ahead()
 	task := &pipeline.Task{

@@ -88,8 +88,9 @@ const readAlign = 4096
 // chunk, so that it is still in the second-level cache when it is decoded; for
 // a GPU what fills a slot, by several workers, so that few slots are being
 // filled and most are on their way. From far away it is as much as hides a round
-// trip, and a gap costs less than another one.
-func (t target) limits(far bool) plan.Limits {
+// trip, and a gap costs less than another one; unless ranges are read in steps,
+// which are as small as local reads.
+func (t target) limits(far, steps bool) plan.Limits {
 	if t.gpu != nil {
 		_, size := cuda.Ring()
 		if far {
@@ -97,11 +98,17 @@ func (t target) limits(far bool) plan.Limits {
 		}
 		return plan.Limits{Piece: size, Gap: 256 << 10, Part: 1 << 20}
 	}
+	if far && steps {
+		return plan.Limits{Piece: stepPiece, Gap: 64 << 10, Direct: true}
+	}
 	if far {
 		return plan.Limits{Piece: farPiece, Gap: 512 << 10, Direct: true}
 	}
-	return plan.Limits{Piece: 1 << 20, Gap: 64 << 10, Direct: true}
+	return plan.Limits{Piece: stepPiece, Gap: 64 << 10, Direct: true}
 }
+
+// stepPiece is what the second-level cache holds.
+const stepPiece = 1 << 20
 
 // farPiece takes 3 ms on a link of 10 Gbit/s: an answer's overhead is lost in
 // it, and sixteen of them are all the memory that a load needs.

@@ -37,7 +37,12 @@ type Task struct {
 	// memory; nil: none, or not of that source. Bytes that have a checksum go
 	// through the host, where it is compared.
 	Direct  []device.Reader
-	Workers int  // 0: one a core
+	Workers int // 0: one a core
+	// Range is how many bytes a worker asks a source.Ranged for at once, to
+	// read them piece by piece; 0: a piece. It is for the host alone: whoever has
+	// a range open must not wait for a slot, which those may have who wait for
+	// his permit to open one.
+	Range   int64
 	NoCheck bool // for benchmarks only: leave the checksums out
 	Trace   *Trace
 
@@ -78,8 +83,9 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	if workers <= 0 {
 		workers = runtime.GOMAXPROCS(0)
 	}
-	workers = max(1, min(workers, len(t.Plan.Parts)))
-	st := Stages{Workers: int64(workers), Pieces: int64(len(t.Plan.Pieces)), ReadBytes: t.Plan.Read}
+	batches, skipped := batched(t)
+	workers = max(1, min(workers, len(batches)))
+	st := Stages{Workers: int64(workers), Pieces: int64(len(t.Plan.Pieces)), ReadBytes: t.Plan.Read + skipped}
 	if len(t.Plan.Pieces) == 0 {
 		return st, nil
 	}
@@ -97,7 +103,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	if p, ok := lane.(interface{ Pinned() int64 }); ok {
 		st.RingBytes = p.Pinned()
 	}
-	r := &run{Task: t, lane: lane, handOver: "decode"}
+	r := &run{Task: t, batches: batches, lane: lane, handOver: "decode"}
 	if dev, ok := lane.(timer); ok {
 		r.handOver = "submit"
 		if t.Trace != nil {
@@ -156,12 +162,13 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 // run is what the workers of one Run share.
 type run struct {
 	*Task
-	ctx    context.Context
-	cancel context.CancelCauseFunc
-	lane   device.Lane
-	next   atomic.Int64 // the next part
-	staged []staged     // by piece
-	landed atomic.Int64 // bytes
+	ctx     context.Context
+	cancel  context.CancelCauseFunc
+	lane    device.Lane
+	batches []batch
+	next    atomic.Int64 // the next batch
+	staged  []staged     // by piece
+	landed  atomic.Int64 // bytes
 	// handOver is what a worker's part in the decoding is called in a trace.
 	handOver string
 
@@ -205,21 +212,89 @@ func (r *run) announce(piece int64) {
 	r.announced = i
 }
 
-// A worker takes parts one after the other: each passes through all stages in
-// one pair of hands, while its bytes are in that core's cache.
+// A batch is parts that one worker does in a row: Parts[first:end]. If they are
+// one range of a source.Ranged, n is its length, gaps between them included;
+// else 0.
+type batch struct {
+	first, end int32
+	n          int64
+}
+
+// gap is how many bytes are rather read and thrown away than skipped by
+// another range.
+const gap = 256 << 10
+
+// batched cuts the parts into batches, of one part each unless the task has a
+// Range; skipped is the bytes of the gaps.
+func batched(t *Task) (out []batch, skipped int64) {
+	parts, pieces := t.Plan.Parts, t.Plan.Pieces
+	out = make([]batch, 0, len(parts))
+	for i := range parts {
+		p := &pieces[parts[i].Piece]
+		n := parts[i].To - parts[i].From
+		if _, ok := t.Sources[p.Source].(source.Ranged); t.Range == 0 || t.Lane != nil || !ok {
+			out = append(out, batch{first: int32(i), end: int32(i + 1)})
+			continue
+		}
+		if k := len(out) - 1; k >= 0 && out[k].n > 0 {
+			last := &parts[i-1]
+			before := &pieces[last.Piece]
+			between := p.Off + parts[i].From - before.Off - last.To
+			if before.Source == p.Source && 0 <= between && between <= gap && out[k].n+between+n <= t.Range {
+				out[k].end, out[k].n = int32(i+1), out[k].n+between+n
+				skipped += between
+				continue
+			}
+		}
+		out = append(out, batch{int32(i), int32(i + 1), n})
+	}
+	return out, skipped
+}
+
+// A worker takes batches one after the other: each part passes through all
+// stages in one pair of hands, while its bytes are in that core's cache.
 type worker struct {
 	*run
 	n     int // of this worker
 	st    Stages
 	spans []span
+
+	// The range that is open, nil if none is; where it stands; room for gaps.
+	steps source.Range
+	at    int64
+	waste []byte
 }
 
 func (w *worker) loop() error {
 	for {
 		i := w.next.Add(1) - 1
-		if i >= int64(len(w.Plan.Parts)) {
+		if i >= int64(len(w.batches)) {
 			return nil
 		}
+		if w.ctx.Err() != nil {
+			return context.Cause(w.ctx)
+		}
+		if err := w.batch(&w.batches[i]); err != nil {
+			return err
+		}
+	}
+}
+
+func (w *worker) batch(b *batch) error {
+	if b.n > 0 {
+		part := &w.Plan.Parts[b.first]
+		p := &w.Plan.Pieces[part.Piece]
+		steps, err := w.Sources[p.Source].(source.Ranged).Range(w.ctx, p.Off+part.From, b.n)
+		if err != nil {
+			return w.where("read", p.First, err)
+		}
+		w.steps, w.at = steps, p.Off+part.From
+		defer func() {
+			_ = steps.Close()
+			w.steps = nil
+		}()
+	}
+	for i := b.first; i < b.end; i++ {
 		if w.ctx.Err() != nil {
 			return context.Cause(w.ctx)
 		}
@@ -229,6 +304,26 @@ func (w *worker) loop() error {
 			return err
 		}
 	}
+	return nil
+}
+
+// read fills b from off of a source, or of the range that is open.
+func (w *worker) read(src source.Source, b []byte, off int64) error {
+	if w.steps == nil {
+		return src.ReadAt(w.ctx, b, off)
+	}
+	for w.at < off {
+		if w.waste == nil {
+			w.waste = make([]byte, 32<<10)
+		}
+		n := min(off-w.at, int64(len(w.waste)))
+		if err := w.steps.Next(w.waste[:n]); err != nil {
+			return err
+		}
+		w.at += n
+	}
+	w.at += int64(len(b))
+	return w.steps.Next(b)
 }
 
 func (w *worker) part(part *plan.Part, p *plan.Piece) error {
@@ -243,7 +338,7 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 	}
 	if p.Direct != nil {
 		b := unsafe.Slice((*byte)(p.Direct), p.Len)
-		if err := src.ReadAt(w.ctx, b, p.Off); err != nil {
+		if err := w.read(src, b, p.Off); err != nil {
 			return w.where("read", p.First, err)
 		}
 		w.st.ReadNS += w.lap("read", &t0, p.Len)
@@ -374,7 +469,7 @@ func (w *worker) fill(src source.Source, p *plan.Piece, part *plan.Part, b []byt
 	read := func(job int32, end int64) error {
 		for have < end {
 			to := min((have+step+block-1)&^(block-1), part.To)
-			if err := src.ReadAt(w.ctx, b[have:to], p.Off+have); err != nil {
+			if err := w.read(src, b[have:to], p.Off+have); err != nil {
 				return w.where("read", job, err)
 			}
 			w.st.ReadNS += w.lap("read", t0, to-have)

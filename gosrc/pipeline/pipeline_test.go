@@ -26,6 +26,7 @@ type model struct {
 	srcs    []source.Source
 	logical [][]byte // by tensor
 	trace   *Trace   // of the next run
+	steps   int64    // Task.Range of the next run
 	stages  Stages   // of the last
 }
 
@@ -165,7 +166,7 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 	}
 	landed := make(chan int32, len(wants))
 	m.stages, err = Run(ctx, &Task{Trace: m.trace, Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
-		Workers: workers, Landed: func(i int32) { landed <- i }})
+		Workers: workers, Range: m.steps, Landed: func(i int32) { landed <- i }})
 	close(landed)
 	var got [][]byte
 	for i := range mem {
@@ -190,9 +191,22 @@ func TestRunMatchesSlicing(t *testing.T) {
 		reqs := m.requests(r)
 		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Part: int64(r.IntN(2) * r.IntN(900)),
 			Direct: r.IntN(2) == 0, Align: []int64{0, 1, 16, 256, 4096}[r.IntN(5)]}
+		if r.IntN(2) == 0 { // in ranges of several pieces
+			m.steps = int64(r.IntN(9000))
+			for i, s := range m.srcs {
+				m.srcs[i] = &sourcetest.Steps{Source: s}
+			}
+		}
 		got, landed, err := m.run(context.Background(), reqs, lim, 1+r.IntN(4))
 		if err != nil {
 			t.Fatal(err)
+		}
+		for _, s := range m.srcs {
+			if s, ok := s.(*sourcetest.Steps); ok {
+				if _, open := s.Ranges(); open != 0 {
+					t.Fatalf("%d ranges are left open", open)
+				}
+			}
 		}
 		full := 0
 		for i, q := range reqs {
@@ -230,6 +244,9 @@ func TestRunEndsWithTheFirstError(t *testing.T) {
 		for _, s := range good {
 			f = append(f, &sourcetest.Faulty{Source: s, N: n, Err: fault.New(fault.ErrIO, "planted")})
 			m.srcs = append(m.srcs, f[len(f)-1])
+			if m.steps = n % 2 * 2000; m.steps > 0 {
+				m.srcs[len(m.srcs)-1] = &sourcetest.Steps{Source: f[len(f)-1]}
+			}
 		}
 		_, _, err := m.run(context.Background(), reqs, plan.Limits{Piece: 500, Part: 100}, 3)
 		hit := false
@@ -254,6 +271,43 @@ func TestRunEndsWithTheFirstError(t *testing.T) {
 		time.Sleep(5 * time.Millisecond)
 	}
 	t.Errorf("left running: %v", spawn.Names())
+}
+
+// Pieces that lie in a row, or nearly, are one range, up to the size that was
+// asked for; nothing else is.
+func TestRanges(t *testing.T) {
+	data := make([]byte, 3<<20)
+	_, _ = rand.NewChaCha8([32]byte{1}).Read(data)
+	add := func(ix *tensor.Index, off, n int64) {
+		ix.Tensors = append(ix.Tensors, tensor.Tensor{Name: "t", Alias: -1, DType: tensor.U8, Parts: 1, Shape: []int64{n}, Off: off, Bytes: n})
+	}
+	for _, c := range []struct {
+		gap, steps, ranges int64
+		skipped            int64
+	}{
+		{0, 1 << 20, 2, 0}, {0, 300_000, 10, 0}, {1000, 1 << 20, 2, 9*1000 - 1000}, {gap, 8 << 20, 1, 9 * gap}, {gap + 1, 8 << 20, 10, 0}, {0, 0, 0, 0},
+	} {
+		src := &sourcetest.Steps{Source: &sourcetest.Mem{Name: "m", Data: data}}
+		m := &model{ix: &tensor.Index{Sources: []tensor.Source{{URI: "m", Size: int64(len(data))}}}, srcs: []source.Source{src}, steps: c.steps}
+		var reqs []plan.Request
+		n := min(200_000, (int64(len(data))-9*c.gap)/10)
+		for i := range int64(10) {
+			add(m.ix, i*(n+c.gap), n)
+			reqs = append(reqs, plan.Request{Tensor: i, Hi0: plan.Whole, Hi1: plan.Whole})
+		}
+		got, _, err := m.run(context.Background(), reqs, plan.Limits{Piece: n, Direct: true}, 2)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range got {
+			if off := int64(i) * (n + c.gap); !bytes.Equal(got[i], data[off:off+n]) {
+				t.Errorf("gap %d: tensor %d has other bytes", c.gap, i)
+			}
+		}
+		if all, open := src.Ranges(); all != c.ranges || open != 0 || m.stages.ReadBytes != 10*n+c.skipped {
+			t.Errorf("gap %d, range %d: %d ranges, %d open, %d bytes beside the tensors'", c.gap, c.steps, all, open, m.stages.ReadBytes-10*n)
+		}
+	}
 }
 
 // A changed byte in any chunk is found before it is decoded, and named.

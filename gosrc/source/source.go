@@ -57,3 +57,24 @@ type Lender interface {
 	// to, and stay until Close.
 	Lend(off, n int64) ([]byte, error)
 }
+
+// A Ranged source can hand over a range in steps, in order: whoever works on
+// one step while the next is on its way asks for as much as hides a round trip
+// and keeps as little as a step.
+type Ranged interface {
+	Source
+	// Ranged is how many bytes such a range best has; 0: reads that are whole
+	// are better.
+	Ranged() int64
+	// Range begins with off. Nothing is asked for before the first step.
+	Range(ctx context.Context, off, n int64) (Range, error)
+}
+
+// A Range is read by one goroutine at a time.
+type Range interface {
+	// Next fills p with the bytes that follow those of the last step, as
+	// Source.ReadAt does. After an error there is no other step.
+	Next(p []byte) error
+	// Close gives up what was not read.
+	Close() error
+}

@@ -148,6 +148,23 @@ func (s *Source) Far() int {
 	return 1
 }
 
+// Ranged and Range read in steps, as retry.Source does; a server without ranges
+// has nothing to gain from it.
+func (s *Source) Ranged() int64 {
+	if f, ok := s.Source.(*retry.Source); ok {
+		return f.Ranged()
+	}
+	return 0
+}
+
+// Range begins a range; see source.Ranged.
+func (s *Source) Range(ctx context.Context, off, n int64) (source.Range, error) {
+	if f, ok := s.Source.(source.Ranged); ok {
+		return f.Range(ctx, off, n)
+	}
+	return nil, fault.New(fault.ErrEngine, "%s has no ranges", s.URI())
+}
+
 // Identity is what pins the object: its ETag, else its date, "" if the server
 // gives neither. A weak ETag pins nothing.
 func (s *Source) Identity() string {
@@ -221,7 +238,7 @@ func (o *object) first(ctx context.Context, far retry.Options) (*Source, error) 
 		return nil, &wrong{"the body is longer than its range"}
 	}
 	o.size, o.etag, o.modified = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified")
-	far.Host = o.url.Scheme + "://" + o.url.Host
+	far.Host, far.Range = o.url.Scheme+"://"+o.url.Host, retry.RangeBytes
 	return &Source{Source: retry.New(o, far), head: head, o: o}, nil
 }
 

@@ -113,8 +113,10 @@ func TestOldServer(t *testing.T) {
 }
 
 // Whatever a server and the network do to answers, the bytes are right, what
-// broke goes on where it broke, and next to nothing comes twice. With
-// -faults 10000 this is the soak.
+// broke goes on where it broke, and next to nothing comes for nothing: of what
+// the network has brought, read or not, at most 1 % is above what was wanted.
+// Reads are those of loads: ranges in steps, and smaller ones. With -faults
+// 10000 this is the soak.
 func TestFaults(t *testing.T) {
 	if testing.Short() {
 		*faults = min(*faults, 40)
@@ -122,7 +124,7 @@ func TestFaults(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	kinds := map[string]float64{"reset": 0.03, "short": 0.03, "stall": 0.005, "trickle": 0.005, "range": 0.015, "whole": 0.005,
 		"length": 0.015, "gzip": 0.01, "loop": 0.005, "500": 0.015, "503": 0.01, "429": 0.01}
-	data := random(16 << 20)
+	data := random(32 << 20)
 	for _, mode := range []string{"http", "https"} {
 		opt := serve.Options{Faults: kinds, Seed: seed}
 		storage := map[string]string{"timeout": "1", "retries": "60"}
@@ -131,6 +133,7 @@ func TestFaults(t *testing.T) {
 			opt.Cert, opt.Key, storage["cacert"] = c.good, c.key, c.ca
 		}
 		s, uri := started(t, data, opt)
+		wire := watch(t, source.Options{Storage: storage})
 		src, err := Open(context.Background(), uri, source.Options{Storage: storage})
 		for range 50 { // opening gives up sooner than reading
 			if err == nil {
@@ -150,16 +153,30 @@ func TestFaults(t *testing.T) {
 			}
 			return n
 		}
+		read := func(r *rand.Rand, p []byte, off int64) error {
+			if r.IntN(4) == 0 {
+				return src.ReadAt(context.Background(), p, off)
+			}
+			g, err := src.Range(context.Background(), off, int64(len(p)))
+			if err != nil {
+				return err
+			}
+			defer g.Close()
+			for at := 0; at < len(p) && err == nil; at += 1 << 20 {
+				err = g.Next(p[at:min(at+1<<20, len(p))])
+			}
+			return err
+		}
 		for g := range 8 {
 			wg.Add(1)
 			go func() {
 				defer wg.Done()
 				r := rand.New(rand.NewPCG(seed, uint64(g)))
-				p := make([]byte, 1<<20)
+				p := make([]byte, 8<<20)
 				for injected() < int64(*faults)/2 {
 					n := 1 + r.IntN(len(p))
 					off := r.Int64N(int64(len(data) - n))
-					if err := src.ReadAt(context.Background(), p[:n], off); err != nil {
+					if err := read(r, p[:n], off); err != nil {
 						t.Errorf("seed %d: %v", seed, err)
 						return
 					}
@@ -173,17 +190,24 @@ func TestFaults(t *testing.T) {
 		}
 		wg.Wait()
 		c := src.Counts()
-		sent := s.Sent.Load()
-		t.Logf("%s, seed %d: %d reads, %d faults %v, %d wrong, %d requests, %d resumed, %d bytes wanted, thrown away by us %.3f%%, sent above it %.2f%%, %.1f s",
-			mode, seed, reads.Load(), injected(), s.Faults(), wrong.Load(), c.Requests, c.Resumed, wanted.Load(),
-			100*float64(c.Extra)/float64(wanted.Load()), 100*(float64(sent)/float64(wanted.Load())-1), time.Since(begun).Seconds())
+		src.Close()
+		came := wire.close(t)
+		extra := 100 * (float64(came)/float64(wanted.Load()) - 1)
+		t.Logf("%s, seed %d: %d reads, %d faults %v, %d wrong, %d requests, %d resumed, %d bytes wanted, %.2f%% more came, %.1f s",
+			mode, seed, reads.Load(), injected(), s.Faults(), wrong.Load(), c.Requests, c.Resumed, wanted.Load(), extra, time.Since(begun).Seconds())
 		if wrong.Load() != 0 {
 			t.Errorf("%d reads gave wrong bytes", wrong.Load())
 		}
-		if float64(c.Extra) > 0.01*float64(wanted.Load()) {
-			t.Errorf("%d bytes came for nothing, %d were wanted", c.Extra, wanted.Load())
+		most := 1.0
+		if mode == "https" {
+			most += 0.2 // records and handshakes
 		}
-		src.Close()
+		if *faults < 2000 { // a few refused answers make a difference: about 1 MB each is on its way
+			most = 4
+		}
+		if extra > most || extra < 0 {
+			t.Errorf("%.2f%% more came than was wanted", extra)
+		}
 		s.Close()
 	}
 	settled(t)

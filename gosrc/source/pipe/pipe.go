@@ -28,6 +28,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/spool"
 )
@@ -181,6 +182,16 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 	}
 	said := &tail{}
 	cmd.Stdout, cmd.Stderr = w, said
+	if path := knob.DownloaderLog.Get(); path != "" {
+		// The folder may be anybody's: no link of theirs is followed.
+		log, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+		if err != nil {
+			_ = w.Close()
+			return fmt.Errorf("%s=%s: %w", knob.DownloaderLog.Name(), path, fault.FromOS(err))
+		}
+		defer log.Close()
+		cmd.Stderr = io.MultiWriter(said, log)
+	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	err = cmd.Start()
 	_ = w.Close()

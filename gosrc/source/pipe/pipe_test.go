@@ -16,6 +16,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
@@ -132,6 +133,30 @@ func TestFailures(t *testing.T) {
 	}
 	if n := spawn.Names(); len(n) != 0 {
 		t.Errorf("left: %v", n)
+	}
+}
+
+// What the program says is added to the file that a setting names, which is
+// nobody else's link.
+func TestLog(t *testing.T) {
+	t.Cleanup(func() { knob.Load(nil) })
+	path := filepath.Join(t.TempDir(), "log")
+	knob.Load(map[string]string{"OVERWIRE_DOWNLOADER_LOG": path})
+	for range 2 {
+		if _, err := Open(context.Background(), script(t, "echo said >&2; exit 3"), "http://h/x", source.Options{}); !errors.Is(err, fault.ErrIO) {
+			t.Error(err)
+		}
+	}
+	if b, err := os.ReadFile(path); string(b) != "said\nsaid\n" {
+		t.Errorf("%q, %v", b, err)
+	}
+	link := path + ".link"
+	if err := os.Symlink(path, link); err != nil {
+		t.Fatal(err)
+	}
+	knob.Load(map[string]string{"OVERWIRE_DOWNLOADER_LOG": link})
+	if _, err := Open(context.Background(), script(t, "printf x"), "http://h/x", source.Options{}); err == nil || !strings.Contains(err.Error(), link) {
+		t.Errorf("%v", err)
 	}
 }
 

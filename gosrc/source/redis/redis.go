@@ -85,11 +85,27 @@ func find(ctx context.Context, c *redis.Client, key string) ([]value, error) {
 	if n > 0 {
 		return []value{{key, 0, n}}, nil
 	}
+	if err := together(ctx, c, key); err != nil {
+		return nil, err
+	}
 	keys, err := scan(ctx, c, key)
 	if err != nil {
 		return nil, err
 	}
 	return layout(ctx, c, key, keys)
+}
+
+// together refuses a cluster, whose servers each hold some of the values of a
+// file, and list no others; with a {tag} in the key one has them all.
+func together(ctx context.Context, c *redis.Client, key string) error {
+	if _, rest, ok := strings.Cut(key, "{"); ok && strings.IndexByte(rest, '}') > 0 {
+		return nil
+	}
+	// Who may not ask is told by the server itself what it does not have.
+	if info, err := c.Info(ctx, "cluster").Result(); err == nil && strings.Contains(info, "cluster_enabled:1") {
+		return fault.New(fault.ErrNotSupported, "the server is part of a cluster, where the values of a file lie together only if its key has a {tag}")
+	}
+	return nil
 }
 
 // most is how many values one file may have.

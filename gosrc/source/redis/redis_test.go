@@ -364,3 +364,81 @@ func through(t *testing.T, addr string, pass func(int) int) string {
 	}()
 	return l.Addr().String()
 }
+
+// In a cluster a file is read and written at the server that holds its key, if
+// a tag keeps its values together; everything else is refused before a byte,
+// with the server to ask instead.
+func TestCluster(t *testing.T) {
+	t.Parallel()
+	servers := []*sourcetest.Redis{}
+	clients := []*redis.Client{}
+	bus := ""
+	for range 2 { // the port between servers is 10,000 higher by default, which there may not be
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, bus, _ = net.SplitHostPort(l.Addr().String())
+		_ = l.Close()
+		s := sourcetest.StartRedis(t, false, "--cluster-enabled", "yes", "--cluster-port", bus, "--masterauth", sourcetest.RedisPassword)
+		servers, clients = append(servers, s), append(clients, plainClient(t, s))
+	}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	must(clients[0].ClusterAddSlotsRange(bg, 0, 8191).Err())
+	must(clients[1].ClusterAddSlotsRange(bg, 8192, 16383).Err())
+	host, port, _ := net.SplitHostPort(servers[1].Addr)
+	must(clients[0].Do(bg, "cluster", "meet", host, port, bus).Err())
+	for n := 0; ; n++ {
+		a, _ := clients[0].ClusterInfo(bg).Result()
+		b, _ := clients[1].ClusterInfo(bg).Result()
+		if strings.Contains(a, "cluster_state:ok") && strings.Contains(b, "cluster_state:ok") {
+			break
+		}
+		if n > 300 {
+			t.Fatal("the cluster does not come up: ", a, b)
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	data := random(part + 12345)
+	opt := with(servers[0])
+	for i := range 20 {
+		key := fmt.Sprintf("models/{m%d}/x", i)
+		slot, err := clients[0].ClusterKeySlot(bg, key).Result()
+		must(err)
+		home, other := servers[0], servers[1]
+		if slot > 8191 {
+			home, other = other, home
+		}
+		if i < 2 {
+			put(t, opt, "redis://"+home.Addr+"/"+key, data)
+			back, err := get("redis://"+home.Addr+"/"+key, opt)
+			if err != nil || !bytes.Equal(back, data) {
+				t.Errorf("%s: %v, or other bytes", key, err)
+			}
+		}
+		_, err = Open(bg, "redis://"+other.Addr+"/"+key, opt)
+		_, err2 := Create(bg, "redis://"+other.Addr+"/"+key, opt, 5)
+		for _, err := range []error{err, err2} {
+			if !errors.Is(err, fault.ErrNotSupported) || !strings.Contains(err.Error(), home.Addr) {
+				t.Errorf("%s at the wrong server: %v", key, err)
+			}
+		}
+	}
+	for _, s := range servers {
+		for _, key := range []string{"plain", "other", "third", "a{}b", "{"} {
+			uri := "redis://" + s.Addr + "/" + key
+			_, err := Open(bg, uri, opt)
+			_, err2 := Create(bg, uri, opt, 5)
+			for _, err := range []error{err, err2, Remove(bg, uri, opt)} {
+				if !errors.Is(err, fault.ErrNotSupported) || !strings.Contains(err.Error(), "cluster") {
+					t.Errorf("%s: %v", uri, err)
+				}
+			}
+		}
+	}
+}

@@ -222,7 +222,8 @@ var says = map[string]struct {
 	"READONLY":    {fault.ErrPermission, "the server is a replica that cannot be written"},
 	"WRONGTYPE":   {fault.ErrFormat, "the key holds something else than a string"},
 	"OOM":         {fault.ErrIO, "the server's memory is full"},
-	"MOVED":       {fault.ErrNotSupported, "the server is part of a cluster"},
+	"MOVED":       {fault.ErrNotSupported, "the server is part of a cluster and does not hold this key"},
+	"ASK":         {fault.ErrNotSupported, "the server is part of a cluster and is giving this key away"},
 	"CROSSSLOT":   {fault.ErrNotSupported, "the server is part of a cluster"},
 	"LOADING":     {fault.ErrIO, "the server is starting"},
 	"BUSY":        {fault.ErrIO, "the server is busy"},
@@ -255,6 +256,9 @@ func classify(ctx context.Context, err error) error {
 	case errors.As(err, &r):
 		word, _, _ := strings.Cut(r.Error(), " ")
 		if s, ok := says[word]; ok {
+			if f := strings.Fields(r.Error()); word == "MOVED" && len(f) == 3 {
+				s.text += "; " + strconv.Quote(f[2]) + " does"
+			}
 			return &answer{s.class, word, s.text}
 		}
 		if strings.Contains(r.Error(), "AUTH") || strings.Contains(r.Error(), "password") {

@@ -49,8 +49,13 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	var id [8]byte
 	_, _ = rand.Read(id[:]) // cannot fail
 	u := &upload{name: n, server: s, id: hex.EncodeToString(id[:])}
-	// A wrong password is told before anything is encoded.
-	if err := u.do(ctx, func(ctx context.Context, c *redis.Client) error { return c.StrLen(ctx, n.key).Err() }); err != nil {
+	// A wrong password, or server of a cluster, is told before anything is encoded.
+	if err := u.do(ctx, func(ctx context.Context, c *redis.Client) error {
+		if err := c.StrLen(ctx, n.key).Err(); err != nil {
+			return err
+		}
+		return together(ctx, c, n.key)
+	}); err != nil {
 		s.close()
 		return nil, n.at("save", -1, err)
 	}

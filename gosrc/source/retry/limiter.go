@@ -33,7 +33,10 @@ type limiter struct {
 }
 
 const (
-	first  = 8 // open at the start: measured, most links need no more
+	// first are open at the start. Over a link of 10 Gbit/s on two cores, of 2,
+	// 4, 8, 16 and 32 connections 8 were the fewest that filled it, compressed
+	// or plain, and 32 the first that cost more.
+	first  = 8
 	window = 150 * time.Millisecond
 	gain   = 1.05
 	rest   = 16

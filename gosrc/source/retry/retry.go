@@ -12,7 +12,6 @@ package retry
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"math/rand/v2"
 	"sync"
@@ -66,6 +65,9 @@ type Options struct {
 	Timeout time.Duration
 	// Floor is what counts as progress: 64 KiB if 0.
 	Floor int64
+	// Range is what Source.Ranged answers: set where a body may be read in
+	// steps at no cost.
+	Range int64
 
 	base time.Duration // of the pauses; tests make it short
 }
@@ -174,101 +176,12 @@ func (s *Source) Close() error {
 // ReadAt fills p from off; see source.Source. Bytes go from the connection
 // straight into p.
 func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
-	if off < 0 || off > s.Size() || int64(len(p)) > s.Size()-off {
-		return s.at(off, fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", len(p), s.Size()))
-	}
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	if s.ctx.Err() != nil {
-		return s.at(off, context.Cause(s.ctx))
-	}
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	defer context.AfterFunc(s.ctx, func() { cancel(s.at(off, context.Cause(s.ctx))) })()
-	for failed := 0; len(p) > 0; {
-		n, err := s.attempt(ctx, p, off)
-		p, off = p[n:], off+int64(n)
-		s.counts[2].Add(int64(n))
-		if err == nil {
-			continue
-		}
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		if len(p) == 0 {
-			return nil // every byte is here: what ails the connection is nobody's trouble
-		}
-		verdict, after := s.judge(err)
-		switch {
-		case verdict == Changed:
-			return s.at(off, fault.New(fault.ErrCorrupt, "changed while it was read: %v", err))
-		case verdict == Never:
-			return s.at(off, classed(err))
-		case int64(n) >= s.opt.Floor:
-			failed = 0
-		}
-		if failed++; failed > s.opt.Retries {
-			return s.at(off, fmt.Errorf("%w (after %d attempts)", classed(err), failed))
-		}
-		if after > 0 {
-			s.limit.overloaded()
-		}
-		if err := pause(ctx, s.opt.base, failed, after); err != nil {
-			return err
-		}
-		s.counts[1].Add(1)
-	}
-	return nil
-}
-
-// attempt opens the range and reads it until it is whole or breaks.
-func (s *Source) attempt(ctx context.Context, p []byte, off int64) (int, error) {
-	if err := s.limit.acquire(ctx); err != nil {
-		return 0, err
-	}
-	got := 0
-	defer s.limit.release()
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	watchdog := time.AfterFunc(s.opt.Timeout, func() { cancel(errStalled) })
-	defer watchdog.Stop()
-	s.counts[0].Add(1)
-	body, err := s.f.Fetch(ctx, off, int64(len(p)))
+	r, err := s.open(ctx, off, int64(len(p)))
 	if err != nil {
-		return 0, stalled(ctx, err)
+		return err
 	}
-	defer body.Close()
-	watchdog.Reset(s.opt.Timeout)
-	mark := 0
-	for got < len(p) {
-		n, err := body.Read(p[got:])
-		got += n
-		s.limit.bytes.Add(int64(n))
-		if err == io.EOF {
-			if got < len(p) {
-				return got, fmt.Errorf("%w: %d of %d bytes", errShort, got, len(p))
-			}
-			return got, nil
-		}
-		if err != nil {
-			return got, stalled(ctx, &broken{err})
-		}
-		if int64(got-mark) >= s.opt.Floor {
-			mark = got
-			watchdog.Reset(s.opt.Timeout)
-		}
-	}
-	// A body says that it ends, so that its connection can serve again.
-	var more [1]byte
-	switch n, err := body.Read(more[:]); {
-	case n > 0:
-		s.Wasted(1)
-		return 0, errLong
-	case err != nil && err != io.EOF:
-		return got, nil
-	}
-	return got, nil
+	defer r.Close()
+	return r.Next(p)
 }
 
 var (

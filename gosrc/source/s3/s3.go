@@ -107,7 +107,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 		return nil, n.at("open", -1, err)
 	}
 	o := c.retry
-	o.Host = c.endpoint + "/" + n.bucket
+	o.Host, o.Range = c.endpoint+"/"+n.bucket, retry.RangeBytes
 	return &Object{Source: retry.New(f, o), etag: f.etag, head: head}, nil
 }
 

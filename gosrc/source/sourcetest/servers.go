@@ -91,7 +91,7 @@ type Redis struct {
 }
 
 // StartRedis starts redis-server, or skips the test where it is not installed.
-func StartRedis(t testing.TB, tls bool) *Redis {
+func StartRedis(t testing.TB, tls bool, more ...string) *Redis {
 	program := find(t, "redis-server", "a package of the system (Debian: redis-server)")
 	dir := t.TempDir()
 	s := &Redis{Addr: freePort(t)}
@@ -105,7 +105,7 @@ func StartRedis(t testing.TB, tls bool) *Redis {
 	} else {
 		args = append(args, "--port", port)
 	}
-	start(t, exec.Command(program, args...), s.Addr)
+	start(t, exec.Command(program, append(args, more...)...), s.Addr)
 	return s
 }
 

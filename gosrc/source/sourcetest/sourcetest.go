@@ -66,6 +66,44 @@ func (f *Faulty) ReadAt(ctx context.Context, p []byte, off int64) error {
 // Reads counts the reads so far.
 func (f *Faulty) Reads() int64 { return f.seen.Load() }
 
+// Steps makes a source one that hands ranges over in steps.
+type Steps struct {
+	source.Source
+	ranges, open atomic.Int64
+}
+
+// Ranged is any number: how much a range has is the caller's to say.
+func (s *Steps) Ranged() int64 { return 1 << 20 }
+
+// Range begins a range.
+func (s *Steps) Range(ctx context.Context, off, n int64) (source.Range, error) {
+	s.ranges.Add(1)
+	s.open.Add(1)
+	return &steps{s, ctx, off, off + n}, nil
+}
+
+// Ranges counts the ranges so far, and those that were not closed.
+func (s *Steps) Ranges() (all, open int64) { return s.ranges.Load(), s.open.Load() }
+
+type steps struct {
+	s       *Steps
+	ctx     context.Context
+	at, end int64
+}
+
+func (r *steps) Next(p []byte) error {
+	if int64(len(p)) > r.end-r.at {
+		return fault.New(fault.ErrEngine, "%d bytes of a range that has %d left", len(p), r.end-r.at)
+	}
+	r.at += int64(len(p))
+	return r.s.ReadAt(r.ctx, p, r.at-int64(len(p)))
+}
+
+func (r *steps) Close() error {
+	r.s.open.Add(-1)
+	return nil
+}
+
 // Suite holds a source to the contract of source.Source. open returns a fresh
 // source of the given bytes.
 func Suite(t *testing.T, open func(t *testing.T, data []byte) source.Source) {
@@ -128,6 +166,55 @@ func Suite(t *testing.T, open func(t *testing.T, data []byte) source.Source) {
 		if err := s.ReadAt(c, make([]byte, 10), 0); !errors.Is(err, fault.ErrCancelled) {
 			t.Errorf("%v, want ErrCancelled", err)
 		}
+	})
+	t.Run("gives ranges in steps of any size", func(t *testing.T) {
+		src := open(t, data)
+		defer src.Close()
+		s, ok := src.(source.Ranged)
+		if !ok || s.Ranged() == 0 {
+			t.Skip("it has no use for steps")
+		}
+		r := rand.New(rand.NewPCG(3, 4))
+		for range 30 {
+			off := r.IntN(len(data))
+			n := r.IntN(len(data) - off + 1)
+			keep := n // some are given up
+			if r.IntN(3) == 0 {
+				keep = r.IntN(n + 1)
+			}
+			g, err := s.Range(ctx, int64(off), int64(n))
+			if err != nil {
+				t.Fatal(err)
+			}
+			for at := 0; at < keep; {
+				p := make([]byte, min(1+r.IntN(100_000), keep-at))
+				if err := g.Next(p); err != nil || !bytes.Equal(p, data[off+at:off+at+len(p)]) {
+					t.Fatalf("%d bytes, %d after %d: %v, or other ones", len(p), at, off, err)
+				}
+				at += len(p)
+			}
+			if err := g.Next(make([]byte, n-keep+1)); err == nil {
+				t.Errorf("more than the %d bytes that are left", n-keep)
+			}
+			if err := g.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+		for _, c := range []struct{ off, n int64 }{{-1, 2}, {0, int64(len(data)) + 1}, {1 << 62, 2}, {5, -1}} {
+			if g, err := s.Range(ctx, c.off, c.n); !errors.Is(err, fault.ErrCorrupt) {
+				t.Errorf("a range of %d from %d: %v, %v", c.n, c.off, g, err)
+			}
+		}
+		c, cancel := context.WithCancelCause(ctx)
+		g, err := s.Range(c, 0, 200_000)
+		if err != nil || g.Next(make([]byte, 100_000)) != nil {
+			t.Fatal(err)
+		}
+		cancel(fault.ErrCancelled)
+		if err := g.Next(make([]byte, 100_000)); !errors.Is(err, fault.ErrCancelled) {
+			t.Errorf("%v, want ErrCancelled", err)
+		}
+		g.Close()
 	})
 	t.Run("fails after Close, which may be repeated", func(t *testing.T) {
 		s := open(t, data)

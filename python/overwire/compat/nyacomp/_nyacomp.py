@@ -180,13 +180,14 @@ class AsyncDecompressor:
 
 
 class _Entry:
-    """A file and where it lies."""
+    """A file and where it lies; whether nvCOMP wrote it is seen in `_check`."""
 
-    __slots__ = ("file", "place")
+    __slots__ = ("file", "nvcomp", "place")
 
     def __init__(self, file: CompressedFile, place: str) -> None:
         self.file = file
         self.place = place
+        self.nvcomp = False
 
 
 def _entries(csv_path: str) -> list[_Entry]:
@@ -196,7 +197,12 @@ def _entries(csv_path: str) -> list[_Entry]:
 
 def _place(filename: str, csv_path: str) -> str:
     """Where a listed file is now: as overwire finds containers (beside the csv
-    first), except that DOWNLOAD insists on the URL."""
+    first), except that DOWNLOAD insists on the URL.
+
+    A csv behind a URL names what lies beside it, or URLs of its own server or of
+    HOST: nothing on this machine, nor on another. FormatError."""
+    if "://" in csv_path:
+        return _sibling(filename, csv_path)
     if "://" in filename and (settings.flag("DOWNLOAD") or not csv_path):
         return filename
     folder, name = os.path.split(csv_path)[0], os.path.basename(filename)
@@ -207,7 +213,23 @@ def _place(filename: str, csv_path: str) -> str:
     for place in tried:
         if os.path.exists(place):
             return place
-    return tried[0] if "://" in csv_path and "://" not in filename else standing
+    return standing
+
+
+def _sibling(filename: str, csv_path: str) -> str:
+    if "://" in filename:
+        origin = filename.split("/")[:3]
+        host = settings.host()
+        if origin == csv_path.split("/")[:3] or host and filename.startswith(host + "/"):
+            return filename
+        raise overwire.FormatError(
+            f"overwire: open {csv_path}: it names {filename!r}, which is neither on its own server nor on HOST", source=csv_path
+        )
+    name = os.path.basename(filename)
+    if name in ("", ".", "..") or any(c in name for c in "\\?#%\0"):
+        raise overwire.FormatError(f"overwire: open {csv_path}: {filename!r} is no file name", source=csv_path)
+    path, mark, rest = csv_path.partition("?")
+    return path[: path.rindex("/") + 1] + name + mark + rest
 
 
 def device() -> str:
@@ -243,7 +265,7 @@ def _read(entries: list[_Entry], preload: overwire.Preload | None) -> list[Any]:
     tensors: list[Any] = []
     for entry, inside in zip(entries, names, strict=True):
         if inside is None:
-            tensors.append(_shaped(_raw(entry), entry))
+            tensors.append(_shaped(_foreign(entry) if entry.nvcomp else _raw(entry), entry))
             continue
         # Files that were copied or gathered may hold equal names: one by one.
         mine = loaded or overwire.load_file(entry.place, framework="pt", device=device())
@@ -261,7 +283,8 @@ def _is_bundle(entry: _Entry) -> bool:
 
 
 def _check(entry: _Entry) -> list[str] | None:
-    """The names in a container; None for raw bytes. Reads headers only."""
+    """The names in a container; None for raw bytes and for files of nvCOMP's. Reads
+    headers only."""
     file, place = entry.file, entry.place
     if _is_bundle(entry):
         (source,) = overwire.inspect(place)["sources"]
@@ -278,8 +301,19 @@ def _check(entry: _Entry) -> list[str] | None:
         return None
     if "://" not in place:
         _size_of(place)
-        hlif.refuse(place)
-    (source,) = overwire.inspect(place)["sources"]
+        foreign = hlif.sniff(place)
+        if foreign is not None:
+            if foreign.plain != size:
+                raise _misfit(place, f"{foreign.plain} bytes in it, {size} wanted")
+            entry.nvcomp = True
+            return None
+    try:
+        (source,) = overwire.inspect(place)["sources"]
+    except overwire.FormatError:
+        if "://" not in place:
+            raise
+        entry.nvcomp = True  # or nonsense: seen when it is here
+        return None
     rows = source["tensors"]
     if len(rows) != 1 or rows[0]["bytes"] != size:
         raise _misfit(place, f"{sum(row['bytes'] for row in rows)} bytes in {len(rows)} tensors, {size} in one wanted")
@@ -321,6 +355,19 @@ def _raw(entry: _Entry) -> Any:
     if len(data) != size:
         raise overwire.CorruptError(f"overwire: read {place}: {len(data)} bytes, {size} wanted", source=place)
     flat = torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+    return flat.to(device())
+
+
+def _foreign(entry: _Entry) -> Any:
+    """The bytes of a file of nvCOMP's, flat."""
+    import torch
+
+    size = entry.file.decompressed_size
+    # At the most 64 KiB chunks, each with its row in the tables, that are stored.
+    most = 2 * size + (1 << 20)
+    data = bytearray(overwire.read_bytes(entry.place, most))
+    flat = torch.empty(size, dtype=torch.uint8)
+    hlif.decode(entry.place, data, flat.numpy())
     return flat.to(device())
 
 

@@ -1,27 +1,36 @@
-"""The files that nyacomp itself wrote: nvCOMP's high-level container, of which
-the header is open.
+"""The files that nyacomp itself wrote: nvCOMP's high-level container.
 
-    0  u32 magic (0)      4  u8 major, minor   6  u8 format
+    0  u32 magic          4  u8 major, minor   6  u8 format
     8  u64 payload bytes  16 u64 plain bytes   24 u64 chunks
+    32 u8 offsets follow  44 u8, u8 checksums of stored, of plain chunks follow
     48 u64 plain bytes of a chunk              56 u32 offset of the payload
+    64 the format's own header; u64 offset, u64 bytes of each chunk; u32 checksums
 
-Its chunks are GDeflate streams in a layout of nvCOMP 3, which is not published:
-they are named and refused, never guessed at.
+It is the native stream of today's nvCOMP but for the magic, which was 0 before
+nvCOMP 5, and the chunks of GDeflate are the open ones. nvCOMP does not publish
+its checksums, so that they are not compared: nyacomp does not either, but a
+changed byte may go unseen where it breaks no chunk. Compress such files again.
 """
 
 from __future__ import annotations
 
+import logging
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import overwire
+from overwire import codecs
 
-__all__ = ["FORMATS", "RECOMPRESS", "Header", "parse", "refuse"]
+__all__ = ["FORMATS", "RECOMPRESS", "Header", "decode", "parse", "refuse", "sniff"]
+
+log = logging.getLogger("overwire")
 
 FORMATS = ("LZ4", "Snappy", "ANS", "GDeflate", "Cascaded", "Bitcomp", "Zstd", "Deflate", "Gzip")
 _HEADER = struct.Struct("<IBBB1xQQQ16xQI4x")
+_NATIVE = 0x52911326  # of nvCOMP 5, which has the same offsets
+_HIDDEN = ("ANS", "Bitcomp")  # nobody has said how their chunks are made
 
-#: What turns a bundle of nyacomp's into one of overwire's, where nyacomp and its GPU are.
+#: What turns a bundle of nyacomp's into one of overwire's.
 RECOMPRESS = "python -m overwire.compat.nyacomp recompress MODEL.pkl NEW.pkl"
 
 
@@ -43,24 +52,54 @@ def parse(head: bytes, size: int) -> Header | None:
     if len(head) < _HEADER.size:
         return None
     magic, major, minor, kind, payload, plain, chunks, chunk_bytes, offset = _HEADER.unpack_from(head)
-    if magic or not 1 <= major < 64 or kind >= len(FORMATS) or not _HEADER.size <= offset <= size or payload > size - offset:
+    if magic not in (0, _NATIVE) or not 1 <= major < 64 or kind >= len(FORMATS):
+        return None
+    if not _HEADER.size <= offset <= size or payload > size - offset:
         return None
     return Header((major, minor), FORMATS[kind], payload, plain, chunks, chunk_bytes, offset)
 
 
-def refuse(place: str) -> None:
-    """Raises NotSupportedError for a file of nvCOMP's, FormatError for one that is
-    neither that nor a container."""
+def sniff(place: str) -> Header | None:
+    """What a local file is: None for one of overwire's containers, the header of
+    nvCOMP's. FormatError for a file that is neither."""
     with open(place, "rb") as file:
         head = file.read(_HEADER.size)
         size = file.seek(0, 2)
     if head[4:9] == b"\0\0\0\0{":
-        return
+        return None
     found = parse(head, size)
     if found is None:
         raise overwire.FormatError(f"overwire: open {place}: neither a container of overwire's nor a file of nvCOMP's", source=place)
-    raise overwire.NotSupportedError(
-        f"overwire: open {place}: written by nyacomp itself ({found.format} of nvCOMP {found.version[0]}.{found.version[1]}, "
-        f"{found.plain} bytes); where nyacomp and its GPU are, run: {RECOMPRESS}",
-        source=place,
-    )
+    refuse(place, found)
+    return found
+
+
+def refuse(place: str, found: Header) -> None:
+    """Raises NotSupportedError for files of formats that only nvCOMP knows."""
+    if found.format in _HIDDEN:
+        raise overwire.NotSupportedError(
+            f"overwire: open {place}: written by nyacomp itself ({found.format} of nvCOMP {found.version[0]}.{found.version[1]}, "
+            f"{found.plain} bytes); where nyacomp and its GPU are, run: {RECOMPRESS}",
+            source=place,
+        )
+
+
+def decode(place: str, data: bytearray, out: Any) -> None:
+    """Decodes a whole file of nvCOMP's, which is changed, into a writable buffer of
+    just its plain bytes. CorruptError, FormatError, NotSupportedError."""
+    found = parse(bytes(data[: _HEADER.size]), len(data))
+    if found is None:
+        raise overwire.FormatError(f"overwire: open {place}: neither a container of overwire's nor a file of nvCOMP's", source=place)
+    refuse(place, found)
+    size = memoryview(out).nbytes
+    if found.plain != size:
+        raise overwire.FormatError(f"overwire: open {place}: {found.plain} bytes in it, {size} wanted", source=place)
+    log.warning("%s: its checksums are nvCOMP's own and are not compared; compress the model again: %s", place, RECOMPRESS)
+    # The same header under today's name; at 7 stands whose the checksums are.
+    struct.pack_into("<IBBBB", data, 0, _NATIVE, 5, 0, FORMATS.index(found.format), 0)
+    try:
+        got = codecs.decode(data, found.format, out=out, verify=False)
+    except overwire.OverwireError as error:
+        raise type(error)(f"overwire: decode {place}: {error}", source=place) from error
+    if len(got) != size:
+        raise overwire.CorruptError(f"overwire: decode {place}: {len(got)} bytes, {size} wanted", source=place)

@@ -1,0 +1,111 @@
+"""Manifests that want more than their siblings: each is refused by class, before anything it names is asked for.
+
+What they name would be there: a file beside the folder, a server that counts who asks it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import overwire as ow
+import pytest
+from overwire.compat.nyacomp import _nyacomp
+
+OUTSIDE = "outside.safetensors"
+
+
+class Place:
+    """A folder, served; a file beside it that nobody may reach; a server that nobody may ask."""
+
+    def __init__(self, root: Path, url: str, canary: str) -> None:
+        self.root, self.folder, self.url, self.canary = root, root / "models", url, canary
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    root = tmp_path_factory.mktemp("hostile")
+    (root / "models/sub").mkdir(parents=True)
+    for path in (root / OUTSIDE, root / "models/sub/x.safetensors"):
+        ow.save_file({"x": np.arange(4, dtype=np.uint8)}, path)
+    (root / "outside.raw").write_bytes(b"1234")
+    (root / "models/link.safetensors").symlink_to(root / OUTSIDE)
+    body = (root / OUTSIDE).read_bytes()
+    asked: list[str] = []
+
+    class Canary(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    canary = ThreadingHTTPServer(("127.0.0.1", 0), Canary)
+    threading.Thread(target=canary.serve_forever, daemon=True).start()
+    server = subprocess.Popen([sys.executable, "-m", "overwire", "serve", str(root / "models")], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    yield Place(root, server.stdout.readline().strip(), f"http://127.0.0.1:{canary.server_port}")
+    server.send_signal(signal.SIGINT)
+    server.communicate(timeout=10)
+    canary.shutdown()
+    canary.server_close()
+    shutil.rmtree(root)
+    assert asked == []
+
+
+def names(place: Place) -> list[str]:
+    """What an index.json has no business to name."""
+    far = ["s3://bucket/x", "redis://127.0.0.1/x", "hf://org/name/x", "http://169.254.169.254/x", "http://[::1]/x", "gopher://h/x"]
+    up = ["..", ".", "", "/", f"../{OUTSIDE}", f"sub/../../{OUTSIDE}", f"./../{OUTSIDE}", f"..//{OUTSIDE}", f"..\\{OUTSIDE}",
+          f"%2e%2e/{OUTSIDE}", "sub/x.safetensors", "./sub/x.safetensors", "sub\\x.safetensors"]  # fmt: skip
+    here = [f"{place.root}/{OUTSIDE}", f"/{place.root}/{OUTSIDE}", f"file://{place.root}/{OUTSIDE}", f"file:{place.root}/{OUTSIDE}",
+            f"{place.canary}/x.safetensors", f"{place.canary[5:]}/x.safetensors", f"{place.url}x.safetensors", "/dev/stdin",
+            "/proc/self/mem", f"{OUTSIDE}\0.safetensors", "a\0b", "C:x", "C:\\x", "-o/tmp/x", "@/etc/passwd"]  # fmt: skip
+    return far + up + here
+
+
+def refuses(load: Callable[[], object]) -> None:
+    with pytest.raises((ow.FormatError, ow.NotFoundError, ow.ArgumentError, ow.NotSupportedError)):
+        load()
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["local", "http"])
+def test_index_json(place: Place, far: bool) -> None:
+    """34 names here and over HTTP."""
+    index = place.folder / "model.safetensors.index.json"
+    all_names = names(place)
+    assert len(all_names) == 34
+    for name in all_names:
+        index.write_text(json.dumps({"weight_map": {"x": name}}))
+        refuses(lambda: ow.load_file(place.url + index.name if far else index, framework="np"))
+    index.unlink()
+
+
+def test_meta_csv_behind_a_url(place: Place) -> None:
+    """A csv that was fetched reads nothing of this machine and asks no other server."""
+    meta = place.folder / "meta.csv"
+    outside = [f"{place.root}/outside.raw", f"/{place.root}/outside.raw", "../outside.raw", "/../outside.raw", f"file://{place.root}/outside.raw",
+               f"{place.canary}/x.raw", f"{place.canary}/x.gz", "http://169.254.169.254/latest/x.raw", "s3://bucket/x.raw", "gopher://h/x.raw",
+               f"{place.url[:-1]}@{place.canary[7:]}/x.raw", f"{place.url[:-1]}.evil.invalid/x.raw", "..raw/..", "a\\raw", "x?raw",
+               "%2e%2e%2foutside.raw", f"{place.root}/{OUTSIDE}", f"{place.canary}/x.safetensors"]  # fmt: skip
+    for name in outside:
+        meta.write_text(f"0\n{name} 4 uint8 4 4")
+        refuses(lambda: _nyacomp.decompress_from_meta(place.url + "meta.csv"))
+    meta.unlink()
+
+
+def test_links_are_not_served(place: Place) -> None:
+    """`overwire serve` follows no link out of its folder."""
+    refuses(lambda: ow.load_file(place.url + "link.safetensors", framework="np"))
