@@ -75,7 +75,8 @@ struct Block {
     u64 stored, at, size;
 };
 
-// stream_block finds block k of a stream. It returns bits of status.
+// stream_block finds block k of a stream: no bytes stored where there is none.
+// It returns bits of status.
 OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
     const u8* src = (const u8*)(uintptr_t)s.src;
     b.at = (u64)k * s.chunk;
@@ -85,20 +86,22 @@ OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
         if (s.src % 8) return OW_STREAM_PLACE;
         u32 bad = native_open(h, src, s.stored);
         if (bad) return bad;
-        if (h.format != s.format || h.size != s.size || h.chunk != s.chunk || h.chunks != s.rows) return OW_STREAM_OTHER;
+        if (h.format != s.format || h.size != s.size) return OW_STREAM_OTHER;
+        if (h.size == 0) return 0;  // no chunk
+        if (h.chunk != s.chunk || h.chunks != s.rows) return OW_STREAM_OTHER;
         const u8* tables = src + ((h.offset - h.chunks * h.row) & ~7ull);
         u64 at = load64(tables + 8 * (u64)k), n = load64(tables + 8 * (h.chunks + k));
         if (at > h.payload || n > h.payload - at) return OW_STREAM_CHUNK;
         b.src = src + h.offset + at;
         b.stored = n;
-        return 0;
+        return n ? 0 : OW_STREAM_CHUNK;
     }
     u32 prefix = s.kind == OW_STREAM_RAW ? 0 : s.format == OW_STREAM_LZ4 ? 4 : 8;
     if (s.stored < prefix) return OW_STREAM_HEADER;
     if (prefix && load_bytes(src, prefix) != s.size) return OW_STREAM_OTHER;
     b.src = src + prefix;
     b.stored = s.stored - prefix;
-    return 0;
+    return b.stored ? 0 : OW_STREAM_CHUNK;
 }
 
 // The head of an X16 block (gosrc/bitstream/x16.go): u8 codec, u8 transform,
@@ -133,9 +136,8 @@ OW_DEV void stream_open(const ow_stream_head* head, void* rows, u32 row, u32* st
     u32 bad = stream_block(b, s, row - s.first);
     if (s.format == OW_STREAM_X16) {
         ow_x16_chunk c = {0, 0, 0, 0, 0, (uint16_t)kDead, i};
-        if (!bad) {
+        if (!bad && b.stored) {
             bad = x16_block(c, b, s.dst);
-            c.status = i;
             if (bad) c.zero = (uint16_t)kDead;
         }
         ((ow_x16_chunk*)rows)[row] = c;
@@ -155,7 +157,7 @@ OW_DEV void stream_open(const ow_stream_head* head, void* rows, u32 row, u32* st
 // stream_close says of a row that was decoded whether it is whole.
 OW_DEV void stream_close(const ow_stream_head* head, const ow_batch_item* rows, u32 row, u32* status) {
     const ow_batch_item& it = rows[row];
-    if (it.status || it.written != it.dst_cap) raise(status + stream_of(head, row), OW_STREAM_DATA);
+    if (it.src_len && (it.status || it.written != it.dst_cap)) raise(status + stream_of(head, row), OW_STREAM_DATA);
 }
 
 // stream_peek says of stream i how long its content is, as far as that stands
@@ -167,7 +169,7 @@ OW_DEV void stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, u32 i
     u32 prefix = s.format == OW_STREAM_LZ4 ? 4 : 8;
     if (s.kind == OW_STREAM_NATIVE) {
         Native h;
-        p.status = s.src % 8 ? OW_STREAM_PLACE : native_open(h, src, s.stored);
+        p.status = s.src % 8 ? (u32)OW_STREAM_PLACE : native_open(h, src, s.stored);
         if (!p.status) p.size = h.size, p.chunk = h.chunk, p.format = h.format;
     } else if (s.kind == OW_STREAM_SIZED) {
         if (s.stored < prefix) p.status = OW_STREAM_HEADER;

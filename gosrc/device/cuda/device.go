@@ -45,6 +45,8 @@ type Device struct {
 	live    int             // blocks not yet freed
 	reaping bool
 	taken   bool // spare was
+
+	batch batches
 }
 
 // firstRing is the pinned memory of a default lane; tests make it smaller.
@@ -119,6 +121,9 @@ func (d *Device) Trim() error {
 	var err error
 	if idle != nil {
 		err = idle.destroy()
+	}
+	if e := d.trimBatches(); err == nil {
+		err = e
 	}
 	if e := d.reap(); err == nil {
 		err = e
