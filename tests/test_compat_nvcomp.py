@@ -25,7 +25,7 @@ from overwire.compat.nvcomp import original
 from overwire.compat.nvcomp.external_memory import ExternalMemory
 from test_codecs import OTHERS, SIZES, content
 
-NAMES = ("LZ4", "Snappy", "Zstd", "Deflate", "Gzip", "X16")
+NAMES = ("LZ4", "Snappy", "Zstd", "Deflate", "Gzip", "GDeflate", "Cascaded", "X16")
 KINDS = tuple(nvcomp.BitstreamKind)
 
 
@@ -248,7 +248,8 @@ def test_streams_of_reference_libraries(name: str) -> None:
         assert bytes(sized.decode(prefix + encode(plain))) == plain
         native = bytes(nvcomp.Codec(algorithm=name, uncomp_chunk_size=1 << 24).encode(plain))
         if size:
-            assert decode(native[88 : 88 + int.from_bytes(native[80:88], "little")], size) == plain
+            at = int.from_bytes(native[40:44], "little")
+            assert decode(native[at : at + int.from_bytes(native[at - 8 : at], "little")], size) == plain
 
 
 def test_data_types() -> None:

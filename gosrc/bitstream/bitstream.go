@@ -17,7 +17,9 @@ import (
 	"encoding/binary"
 	"strings"
 
+	"github.com/overwire/overwire/gosrc/codec/cascaded"
 	"github.com/overwire/overwire/gosrc/codec/deflate"
+	"github.com/overwire/overwire/gosrc/codec/gdeflate"
 	"github.com/overwire/overwire/gosrc/codec/lz4"
 	"github.com/overwire/overwire/gosrc/codec/snappy"
 	"github.com/overwire/overwire/gosrc/codec/zstd"
@@ -105,12 +107,20 @@ var algorithms = []algorithm{
 	deflated("Deflate", Deflate, false),
 	deflated("Gzip", Gzip, true),
 	{
+		name: "GDeflate", id: GDeflate, maxChunk: maxBlock, bound: ints(gdeflate.Bound),
+		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return gdeflate.Encode(dst, src, s.Level) },
+		decode: gdeflate.Decode, size: gdeflate.Size, most: times(gdeflate.MaxRatio),
+	},
+	{
 		name: "X16", id: X16, maxChunk: maxBlock, bound: x16Bound,
 		encode: x16Encode, decode: x16Decode, size: x16Size, most: x16Size,
 	},
+	{
+		name: "Cascaded", id: Cascaded, maxChunk: maxBlock, bound: ints(cascaded.Bound),
+		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return cascaded.Encode(dst, src, *s.Cascaded) },
+		decode: cascaded.Decode, size: cascaded.Size, most: times(cascaded.MaxRatio),
+	},
 	{name: "ANS", id: ANS},
-	{name: "GDeflate", id: GDeflate},
-	{name: "Cascaded", id: Cascaded},
 	{name: "Bitcomp", id: Bitcomp},
 }
 

@@ -58,11 +58,15 @@ func TestRoundTrip(t *testing.T) {
 	if testing.Short() {
 		long = 300_000
 	}
+	whole := text(long, 7)
 	for _, name := range Names() {
 		for _, kind := range kinds {
 			for _, n := range []int{0, 1, 7, 1000, 65535, 65536, 65537, long} {
-				for _, sums := range []bool{false, kind == Native} {
-					src := text(n, 7)
+				for _, sums := range []bool{false, true} {
+					if sums && kind != Native || n == long && !sums {
+						continue
+					}
+					src := whole[:n:n]
 					s := Spec{Op: OpEncode, Algorithm: name, Kind: kind, Level: 1, Sums: sums, Version: 5 + n%2}
 					made, err := one(t, s, src)
 					if err != nil {
@@ -151,6 +155,44 @@ func TestStreamsOfNvcomp(t *testing.T) {
 	}
 }
 
+// Tables lie where nvCOMP's public headers put them: behind 64 or 56 bytes and
+// the algorithm's own header.
+func TestWhereTablesLie(t *testing.T) {
+	want := map[string][2]int{
+		"LZ4": {72, 72}, "Snappy": {72, 64}, "Zstd": {72, 64}, "Deflate": {72, 64}, "Gzip": {72, 64}, "GDeflate": {72, 64},
+		"Cascaded": {88, 96}, "X16": {72, 72},
+	}
+	for _, name := range Names() {
+		for version := 5; version <= 6; version++ {
+			made, err := one(t, Spec{Op: OpEncode, Algorithm: name, Version: version, Level: 2, DType: "I32", Chunk: 4096}, make([]byte, 8192))
+			if err != nil {
+				t.Fatal(err)
+			}
+			h, err := parseHeader(made)
+			if err != nil || h.chunks != 2 {
+				t.Fatalf("%s: %+v, %v", name, h, err)
+			}
+			if at := int(h.offset) - 32; at&^8 != want[name][version-5]&^8 || at != want[name][version-5] && name != "X16" {
+				t.Errorf("%s of version %d: tables at %d, want %d", name, version, at, want[name][version-5])
+			}
+			own := made[64:]
+			if version == 6 {
+				own = made[56:]
+			}
+			switch name {
+			case "Deflate", "GDeflate", "Gzip":
+				if own[0] != 2 {
+					t.Errorf("%s of version %d: its level is %d", name, version, own[0])
+				}
+			case "Cascaded":
+				if typ := own[8*(6-version)]; typ != 4 {
+					t.Errorf("%s of version %d: its type is %d", name, version, typ)
+				}
+			}
+		}
+	}
+}
+
 // Buffers with memory of their own land there, one that is too small is an
 // error of its own, and the rest of the batch is done.
 func TestOwnMemory(t *testing.T) {
@@ -186,8 +228,8 @@ func TestChecksums(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// 64 of header, 8 of Snappy's own, three chunks of 16, 24 of sums.
-	for _, at := range []int{120, 143, 160, 60_000, len(made) - 12} {
+	// 56 of header, 4 of Snappy's own, 4 of padding, three chunks of 16, 24 of sums.
+	for _, at := range []int{112, 135, 160, 60_000, len(made) - 12} {
 		bad := bytes.Clone(made)
 		bad[at] ^= 4
 		out, err := Run(context.Background(), Spec{Op: OpDecode, Verify: VerifyAlways}, []Buffer{{Src: bad}})
@@ -204,7 +246,7 @@ func TestChecksums(t *testing.T) {
 		t.Errorf("a stream without checksums: %v", err)
 	}
 	foreign := bytes.Clone(made)
-	foreign[62], foreign[63] = 0, 0
+	foreign[7] = 0
 	if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyIfPresent}, foreign); !errors.Is(err, fault.ErrNotSupported) {
 		t.Errorf("checksums of another kind: %v", err)
 	}

@@ -7,14 +7,16 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// The Native container: a common header of 64 bytes, the algorithm's own
-// header, padding to 8, u64 offset of each chunk in the payload, u64 stored
-// size of each chunk, the payload with every chunk at a multiple of 8. The
-// tables end where the payload begins, so that the algorithm's header may have
-// any length; written are 8 bytes of zeros. All is little-endian. Both versions were read off streams that nvCOMP's own CPU
-// library wrote:
+// The Native container: a common header, the algorithm's own header, padding
+// to 8, u64 offset of each chunk in the payload, u64 stored size of each chunk,
+// the payload with every chunk at a multiple of 8. What is read are tables that
+// end where the payload begins, so that the algorithm's header may have any
+// length; nvCOMP counts from the front, so that what is written has the very
+// lengths of its public headers (formatSpec.hpp). All is little-endian. Both
+// versions were read off streams that nvCOMP's own CPU library wrote:
 //
 //	          5.x   6.x
+//	bytes      64    56
 //	u32         0     0  magic: 0x52911326, 0x52911327
 //	u8        4, 5  4, 5  major and minor version of the writer
 //	u8          6     6  format
@@ -29,15 +31,19 @@ import (
 // nvCOMP 5 refuses streams of 6, and 6 those of 5. Read are both, written is
 // the one that the Spec asks for. nvCOMP does not say how it computes its
 // checksums. Ours are CRC-32 (IEEE), u32 for each stored chunk and then for
-// each content, behind the table of sizes; such a stream has "ow" at 62, where
-// nvCOMP has zeros.
+// each content, behind the table of sizes; such a stream has 'w' at 7, where
+// nvCOMP has zero.
 const (
 	headBytes = 64
 	magic5    = 0x52911326
 	magic6    = 0x52911327
 )
 
-var ours = [2]byte{'o', 'w'}
+// mark, at markAt, is that of checksums of ours.
+const (
+	markAt = 7
+	mark   = 'w'
+)
 
 // header is what both versions say.
 type header struct {
@@ -67,7 +73,7 @@ func parseHeader(src []byte) (h header, err error) {
 	default:
 		return h, fault.New(fault.ErrFormat, "no native stream: it begins with %#x", magic)
 	}
-	h.mine = [2]byte(src[62:64]) == ours
+	h.mine = src[markAt] == mark
 	return h, nil
 }
 
@@ -148,18 +154,60 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 // sum is the checksum of Native streams of ours.
 func sum(p []byte) uint32 { return crc32.ChecksumIEEE(p) }
 
-// firstTable is where a stream of ours has its tables, or 8 later.
-const firstTable = headBytes + 8
+// own is the bytes of an algorithm's own header, by nvCOMP's version.
+func (a *algorithm) own(version int) int64 {
+	switch a.id {
+	case Cascaded:
+		return [2]int64{24, 40}[version-5]
+	case LZ4:
+		return [2]int64{4, 12}[version-5]
+	case X16:
+		return [2]int64{8, 16}[version-5]
+	}
+	return 4 // or 8 with version 6, which comes to the same place
+}
+
+// firstTable is where a stream has its tables, X16 perhaps 8 later.
+func (a *algorithm) firstTable(version int) int64 {
+	if version == 5 {
+		return (headBytes + a.own(5) + 7) &^ 7
+	}
+	return (headBytes - 8 + a.own(6) + 7) &^ 7
+}
+
+// putOwn writes an algorithm's own header.
+func (a *algorithm) putOwn(p []byte, version int, s *Spec) {
+	le := binary.LittleEndian
+	switch a.id {
+	case Deflate, GDeflate:
+		le.PutUint32(p, uint32(s.Level))
+	case Gzip:
+		p[0] = byte(s.Level)
+	case Cascaded:
+		c := s.Cascaded
+		pack := uint32(0)
+		if c.Pack {
+			pack = 1
+		}
+		words := []uint32{4096, 0, uint32(c.Type), uint32(c.RLEs), uint32(c.Deltas), pack}
+		if version == 6 { // type, asymmetric, packed; encodings by differences 1, runs 2 and above the smallest 4; level 3
+			words = []uint32{uint32(c.Type), 1, 1, 0, 0, 0, uint32(min(c.Deltas, 1) + 2*min(c.RLEs, 1) + 4), 0, 3}
+		}
+		for i, w := range words {
+			le.PutUint32(p[4*i:], w)
+		}
+	}
+}
 
 // nativeTables is the offset of the payload for n chunks. Behind the head of an
 // X16 block lies what a GPU reads on multiples of 16: its payload begins 8
 // before one, and so do its chunks.
-func nativeTables(algo *algorithm, chunks int64, sums bool) int64 {
+func nativeTables(algo *algorithm, version int, chunks int64, sums bool) int64 {
 	row := int64(16)
 	if sums {
 		row += 8
 	}
-	n := firstTable + chunks*row
+	n := algo.firstTable(version) + chunks*row
 	if algo.id == X16 && n%16 == 0 {
 		n += 8
 	}
@@ -175,9 +223,9 @@ func (a *algorithm) padded(n int64) int64 {
 }
 
 // putNative writes header and tables into dst, which has nativeTables bytes
-// of zeros, for chunks of these stored sizes and sums. It returns where each
+// of zeros, for chunks of these stored parts and sums. It returns where each
 // chunk goes, and the length of it all.
-func putNative(dst []byte, version int, algo *algorithm, size, chunk int64, stored [][]byte, sums [][2]uint32) (at []int64, total int64) {
+func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte, sums [][2]uint32) (at []int64, total int64) {
 	le := binary.LittleEndian
 	head := int64(len(dst))
 	row := 16
@@ -187,39 +235,41 @@ func putNative(dst []byte, version int, algo *algorithm, size, chunk int64, stor
 	tables := dst[len(dst)-row*len(stored):]
 	at = make([]int64, len(stored))
 	var off int64
-	for i, s := range stored {
+	for i, part := range stored {
 		at[i] = head + off
 		le.PutUint64(tables[8*i:], uint64(off))
-		le.PutUint64(tables[8*(len(stored)+i):], uint64(len(s)))
+		le.PutUint64(tables[8*(len(stored)+i):], uint64(len(part)))
 		if sums != nil {
 			row := tables[16*len(stored):]
 			le.PutUint32(row[4*i:], sums[i][0])
 			le.PutUint32(row[4*(len(stored)+i):], sums[i][1])
 		}
-		off += algo.padded(int64(len(s)))
+		off += algo.padded(int64(len(part)))
 	}
 	le.PutUint64(dst[8:], uint64(off))
 	le.PutUint64(dst[16:], uint64(size))
 	le.PutUint64(dst[24:], uint64(len(stored)))
 	flags := dst[44:]
 	dst[6] = byte(algo.id)
-	if version == 5 {
+	if s.Version == 5 {
+		algo.putOwn(dst[headBytes:], 5, s)
 		le.PutUint32(dst, magic5)
 		dst[4], dst[5] = 5, 3
-		le.PutUint64(dst[48:], uint64(chunk))
+		le.PutUint64(dst[48:], uint64(s.Chunk))
 		le.PutUint32(dst[56:], uint32(head))
 		dst[32] = 1
 	} else {
+		algo.putOwn(dst[headBytes-8:], 6, s)
 		le.PutUint32(dst, magic6)
 		dst[4] = 6
-		le.PutUint64(dst[32:], uint64(chunk))
+		le.PutUint64(dst[32:], uint64(s.Chunk))
 		le.PutUint32(dst[40:], uint32(head))
 		dst[52] = 1
 		flags = dst[53:]
 	}
 	if sums != nil {
 		flags[0], flags[1] = 1, 1
-		copy(dst[62:], ours[:])
+		dst[markAt] = mark
 	}
 	return at, head + off
 }

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/overwire/overwire/gosrc/codec/cascaded"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/fault"
@@ -38,16 +39,17 @@ const (
 
 // A Spec says what to do. The zero value of each field but Op is a good default.
 type Spec struct {
-	Op        string  `json:"op"`
-	Algorithm string  `json:"algorithm"` // "": what a Native stream says
-	Kind      Kind    `json:"kind"`
-	Chunk     int64   `json:"chunk"`   // content bytes of a Native chunk; 0: the algorithm's own
-	Version   int     `json:"version"` // of Native streams that are written: 5 or 6 (also 0)
-	Level     int     `json:"level"`   // Deflate, Gzip: nvCOMP's algorithm_type
-	DType     string  `json:"dtype"`   // X16: what the bytes are, as safetensors has it; "": found out
-	Sums      bool    `json:"sums"`    // encode: Native streams get checksums
-	Verify    string  `json:"verify"`
-	Sizes     []int64 `json:"sizes"` // OpBound: lengths of contents, instead of buffers
+	Op        string            `json:"op"`
+	Algorithm string            `json:"algorithm"` // "": what a Native stream says
+	Kind      Kind              `json:"kind"`
+	Chunk     int64             `json:"chunk"`    // content bytes of a Native chunk; 0: the algorithm's own
+	Version   int               `json:"version"`  // of Native streams that are written: 5 or 6 (also 0)
+	Level     int               `json:"level"`    // Deflate, Gzip, GDeflate: nvCOMP's algorithm_type
+	DType     string            `json:"dtype"`    // X16: what the bytes are, as safetensors has it; "": found out
+	Cascaded  *cascaded.Options `json:"cascaded"` // nil: nvCOMP's own; elements are what DType says, or bytes
+	Sums      bool              `json:"sums"`     // encode: Native streams get checksums
+	Verify    string            `json:"verify"`
+	Sizes     []int64           `json:"sizes"` // OpBound: lengths of contents, instead of buffers
 
 	transform uint8
 }
@@ -301,7 +303,7 @@ func bound(s *Spec, algo *algorithm, n int64) int64 {
 	switch s.Kind {
 	case Native:
 		chunks := (n + s.Chunk - 1) / s.Chunk
-		return nativeTables(algo, chunks, s.Sums) + chunks*algo.padded(algo.bound(min(n, s.Chunk)))
+		return max(nativeTables(algo, 5, chunks, s.Sums), nativeTables(algo, 6, chunks, s.Sums)) + chunks*algo.padded(algo.bound(min(n, s.Chunk)))
 	case WithSize:
 		return int64(algo.prefix()) + algo.bound(n)
 	}
@@ -316,8 +318,20 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 			return nil, fault.New(fault.ErrArgument, "no such dtype: %q", s.DType)
 		}
 	}
-	if algo.id == Deflate || algo.id == Gzip {
-		if _, err := algo.encode(nil, nil, s); err != nil { // the level is the Spec's mistake
+	if algo.id == Cascaded {
+		o := cascaded.Default(0)
+		if s.Cascaded != nil {
+			o = *s.Cascaded
+		}
+		o.Type = elements(d)
+		s.Cascaded = &o
+		if s.Kind == Native && s.Chunk%int64(s.Cascaded.Type.Size()) != 0 {
+			return nil, fault.New(fault.ErrArgument, "chunks of %d bytes are no whole number of elements of %d", s.Chunk, s.Cascaded.Type.Size())
+		}
+	}
+	switch algo.id {
+	case Deflate, Gzip, GDeflate, Cascaded:
+		if _, err := algo.encode(nil, nil, s); err != nil { // the level, or the options, are the Spec's mistake
 			return nil, err
 		}
 	}
@@ -405,11 +419,33 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	return out, nil
 }
 
+// elements is Cascaded's type for a dtype: bytes where it has none, as for the
+// zero value that stands for no dtype.
+func elements(d tensor.DType) cascaded.Type {
+	switch d {
+	case tensor.I8:
+		return cascaded.Char
+	case tensor.I16:
+		return cascaded.Short
+	case tensor.U16, tensor.F16, tensor.BF16:
+		return cascaded.UShort
+	case tensor.I32:
+		return cascaded.Int
+	case tensor.U32, tensor.F32:
+		return cascaded.UInt
+	case tensor.I64:
+		return cascaded.LongLong
+	case tensor.U64, tensor.F64:
+		return cascaded.ULongLong
+	}
+	return cascaded.UChar
+}
+
 // joined is the length of a stream of these parts.
 func joined(s *Spec, algo *algorithm, parts [][]byte) int64 {
 	switch s.Kind {
 	case Native:
-		n := nativeTables(algo, int64(len(parts)), s.Sums)
+		n := nativeTables(algo, s.Version, int64(len(parts)), s.Sums)
 		for _, p := range parts {
 			n += algo.padded(int64(len(p)))
 		}
@@ -424,9 +460,9 @@ func joined(s *Spec, algo *algorithm, parts [][]byte) int64 {
 func join(dst []byte, s *Spec, algo *algorithm, size int64, parts [][]byte, sums [][2]uint32) {
 	switch s.Kind {
 	case Native:
-		tables := dst[:nativeTables(algo, int64(len(parts)), s.Sums)]
+		tables := dst[:nativeTables(algo, s.Version, int64(len(parts)), s.Sums)]
 		clear(tables)
-		at, _ := putNative(tables, s.Version, algo, size, s.Chunk, parts, sums)
+		at, _ := putNative(tables, s, algo, size, parts, sums)
 		for i, p := range parts {
 			n := copy(dst[at[i]:], p)
 			clear(dst[at[i]+int64(n) : at[i]+algo.padded(int64(n))])

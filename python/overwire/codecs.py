@@ -163,6 +163,7 @@ def run(
     chunk_size: int | None = None,
     level: int = 1,
     dtype: str | None = None,
+    cascaded: tuple[int, int, bool] | None = None,
     checksums: bool = False,
     version: int = 6,
     verify: bool | str = False,
@@ -188,6 +189,7 @@ def run(
         "level": level,
         "version": version,
         "dtype": dtype or "",
+        "cascaded": dict(zip(("rles", "deltas", "pack"), cascaded, strict=True)) if cascaded is not None else None,
         "sums": checksums,
         "verify": _VERIFY[verify],
         "sizes": list(sizes),
@@ -246,6 +248,7 @@ def encode(
     chunk_size: int | None = ...,
     level: int = ...,
     dtype: str | None = ...,
+    cascaded: tuple[int, int, bool] | None = ...,
     checksums: bool = ...,
     version: int = ...,
     out: Any = ...,
@@ -259,6 +262,7 @@ def encode(
     chunk_size: int | None = ...,
     level: int = ...,
     dtype: str | None = ...,
+    cascaded: tuple[int, int, bool] | None = ...,
     checksums: bool = ...,
     version: int = ...,
     out: Any = ...,
@@ -271,6 +275,7 @@ def encode(
     chunk_size: int | None = None,
     level: int = 1,
     dtype: str | None = None,
+    cascaded: tuple[int, int, bool] | None = None,
     checksums: bool = False,
     version: int = 6,
     out: Any = None,
@@ -279,10 +284,14 @@ def encode(
 
     `algorithm` is one of `algorithms()`. `chunk_size` is the content of a native
     chunk, in bytes (default 64 KiB; X16: 1 MiB; at most 16 MiB). `level` is for
-    Deflate and Gzip: 0 (entropy coding alone) to 5 (smallest). `dtype` tells X16
-    what the bytes are, by safetensors' name ("BF16"); it finds out otherwise.
-    `checksums` puts CRC-32 of stored and plain bytes into native streams. `version` is nvCOMP's, of the
-    native stream: 5 or 6, each of which refuses the other's; `decode` reads both.
+    Deflate, Gzip and GDeflate: 0 (entropy coding alone) to 5 (smallest). `dtype`
+    tells X16 what the bytes are, by safetensors' name ("BF16"), which finds out
+    otherwise, and Cascaded how long its elements are and whether they have a sign
+    ("I32"), which takes bytes otherwise; `cascaded` is how many layers of run
+    lengths and of differences it makes, up to 7, and whether it packs bits: None
+    is nvCOMP's (2, 1, True). `checksums` puts CRC-32 of stored and plain bytes
+    into native streams. `version` is nvCOMP's, of the native stream: 5 or 6, each
+    of which refuses the other's; `decode` reads both.
 
     Returns a memoryview that owns its memory, or, with `out` (a writable buffer,
     or a list with one or None for each source), the part of `out` that was
@@ -298,6 +307,7 @@ def encode(
         chunk_size=chunk_size,
         level=level,
         dtype=dtype,
+        cascaded=cascaded,
         checksums=checksums,
         version=version,
     )
@@ -333,8 +343,8 @@ def decode(
 
     A native stream says what it is; for the others `algorithm` is needed.
     Streams with checksums are verified: `verify=False` leaves that out,
-    "always" refuses those without. A raw stream of Deflate or Gzip does not
-    tell its length and is decoded twice.
+    "always" refuses those without. A raw stream of Deflate, Gzip or GDeflate does
+    not tell its length and is decoded twice.
 
     Raises CorruptError and FormatError for bad bytes, NotSupportedError for
     algorithms that only nvCOMP decodes and for checksums of nvCOMP's own, and

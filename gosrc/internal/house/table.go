@@ -43,6 +43,8 @@ var mayImport = map[string][]string{
 	"codec/snappy":      {"fault"},
 	"codec/zstd":        {"fault"},
 	"codec/deflate":     {"fault"},
+	"codec/gdeflate":    {"fault"},
+	"codec/cascaded":    {"fault"},
 	"codec/codectest":   {"codec/...", "tensor", "fault", "knob", "internal/..."},
 	"device":            {"tensor", "fault", "internal/..."},
 	"device/cpu":        {"device", "codec", "tensor", "fault", "knob", "internal/..."},
@@ -63,7 +65,7 @@ var mayImport = map[string][]string{
 	"dlpack":   {"tensor", "device", "fault"},
 
 	// The verbs.
-	"bitstream": {"codec/lz4", "codec/snappy", "codec/zstd", "codec/deflate", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "fault", "internal/..."},
+	"bitstream": {"codec/lz4", "codec/snappy", "codec/zstd", "codec/deflate", "codec/gdeflate", "codec/cascaded", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "fault", "internal/..."},
 	"load": {"format/...", "plan", "pipeline", "codec", "source", "source/open", "source/memory", "device/...", "ring", "job",
 		"knob", "tensor", "fault", "internal/..."},
 	"save": {"format/...", "codec/...", "source", "source/open", "job", "knob", "tensor", "fault",

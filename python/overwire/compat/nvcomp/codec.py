@@ -10,7 +10,7 @@ from ... import codecs
 from ...errors import ArgumentError, CorruptError, NotSupportedError
 from . import devices, original, streams
 from .arrays import Array, BatchArray, each
-from .dtypes import Kind, kind_of, safetensors_name
+from .dtypes import Kind, integers_name, kind_of, safetensors_name
 from .enums import BitshuffleMode, BitstreamKind, ChecksumPolicy, DecompressBackend
 
 __all__ = ["Codec", "CompressConfig", "DecompressConfig", "backends"]
@@ -29,9 +29,12 @@ _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "data_type": object,
     "bitshuffle_mode": BitshuffleMode,
     "algorithm_type": int,
-    # Of algorithms that nvCOMP itself is asked for.
+    "num_rles": int,
+    "num_deltas": int,
+    "use_bitpack": (bool, int),
+    # Of Cascaded in 6.0, which are hints, and of algorithms that nvCOMP itself is asked for.
     **dict.fromkeys(
-        ("num_rles", "num_deltas", "use_bitpack", "mode", "compression_level", "terminal_codecs", "fine_grained_encodings",
+        ("mode", "compression_level", "terminal_codecs", "fine_grained_encodings",
          "coarse_grained_encodings", "delta", "states_per_lane", "histogram_reduction_log2", "max_sub_chunk_count",
          "skip_validate"),
         object,
@@ -86,10 +89,11 @@ class Codec:
     look at the bytes) and `native_version` (5 or 6: whose native streams are
     written).
 
-    LZ4, Snappy, Zstd, Deflate, Gzip and X16 run on the CPU; Arrays of a GPU are
-    copied there and back. ANS, Bitcomp, GDeflate and Cascaded are nvCOMP's own:
-    an installed nvCOMP is asked for them, and NotSupportedError names it where
-    there is none. Threads may share a Codec.
+    LZ4, Snappy, Zstd, Deflate, Gzip, GDeflate, Cascaded and X16 run on the CPU;
+    Arrays of a GPU are copied there and back. Cascaded's elements are `data_type`,
+    else those of the Arrays, if they agree. ANS and Bitcomp are nvCOMP's own: an
+    installed nvCOMP is asked for them, and NotSupportedError names it where there
+    is none. Threads may share a Codec.
 
     Raises ValueError for unknown keywords and algorithms, RuntimeError for values
     of another type.
@@ -111,6 +115,11 @@ class Codec:
         self._bitstream = codecs.BITSTREAMS[int(kind)]
         self._chunk: int | None = kwargs.get("uncomp_chunk_size")
         self._level: int = kwargs.get("algorithm_type", 1)
+        layers = [kwargs.get(name) for name in ("num_rles", "num_deltas", "use_bitpack")]
+        self._cascaded: Any = None
+        if layers != [None, None, None]:
+            rles, deltas, pack = (n if n is not None else d for n, d in zip(layers, (2, 1, True), strict=True))
+            self._cascaded = (rles, deltas, bool(pack))
         self._version: int = kwargs.get("native_version", 6)
         self._type: Kind | None = kind_of(kwargs["data_type"]) if kwargs.get("data_type") else None
         self._algorithm = _named(kwargs.get("algorithm", ""))
@@ -128,8 +137,8 @@ class Codec:
             raise ValueError(f"uncomp_chunk_size {self._chunk}: expected more than 0")
         if self._algorithm:  # level, chunk size and version, before there is anything to encode
             self._max([1])
-            if self._level != 1 and self._algorithm in ("Deflate", "Gzip"):
-                codecs.encode(b"", self._algorithm, level=self._level)
+            if self._level != 1 or self._cascaded is not None:
+                codecs.encode(b"", self._algorithm, level=self._level, cascaded=self._cascaded)
 
     # The work.
 
@@ -198,7 +207,7 @@ class Codec:
             # Memory first, as long as it may have to be.
             need = need or self._need(op, hosts, spans)
             into = [s if s is not None else streams.allocate("host", n) for s, n in zip(into, need, strict=True)]
-        dtype = safetensors_name(self._type or (hosts[0]._kind if hosts else kind))
+        dtype = self._dtype(hosts) if op == "encode" else None
         made = codecs.run(
             op,
             spans,
@@ -207,6 +216,7 @@ class Codec:
             chunk_size=self._chunk if op == "encode" else None,
             level=self._level,
             dtype=dtype,
+            cascaded=self._cascaded,
             checksums=op == "encode" and self._policy in _COMPUTE,
             verify=_VERIFY[self._policy] if op == "decode" else False,
             version=self._version,
@@ -221,6 +231,12 @@ class Codec:
             results.append(_result(coded, into[i], given, kind, device))
             results[i]._pending = late
         return BatchArray(results) if many else results[0]
+
+    def _dtype(self, hosts: list[Array]) -> str | None:
+        """What an encoder is told of the bytes."""
+        kinds = {a._kind for a in hosts} if self._type is None else {self._type}
+        kind = kinds.pop() if len(kinds) == 1 else (1, 8, 1)
+        return integers_name(kind) if self._algorithm == "Cascaded" else safetensors_name(kind)
 
     def _need(self, op: str, hosts: list[Array], spans: list[codecs.Span]) -> list[int]:
         if op == "encode":

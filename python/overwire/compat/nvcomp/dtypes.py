@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["Kind", "kind_of", "numpy_dtype", "safetensors_name", "typestr"]
+__all__ = ["Kind", "integers_name", "kind_of", "numpy_dtype", "safetensors_name", "typestr"]
 
 Kind = tuple[int, int, int]
 
@@ -87,3 +87,9 @@ def numpy_dtype(kind: Kind) -> Any:
 def safetensors_name(kind: Kind) -> str | None:
     """What X16 is told of the bytes; None: it finds out."""
     return _SAFETENSORS.get(kind)
+
+
+def integers_name(kind: Kind) -> str:
+    """What Cascaded is told: integers of an element's length."""
+    code, bits, lanes = kind
+    return f"{'I' if code == 0 else 'U'}{bits}" if bits in (8, 16, 32, 64) and lanes == 1 else "U8"

@@ -16,7 +16,7 @@ from ...errors import NotSupportedError
 __all__ = ["ALGORITHMS", "algorithm_of", "backend", "codec"]
 
 #: What nvCOMP alone encodes and decodes, and the format numbers of native streams.
-ALGORITHMS = {"ANS": 2, "GDeflate": 3, "Cascaded": 4, "Bitcomp": 5}
+ALGORITHMS = {"ANS": 2, "Bitcomp": 5}
 
 _WHEELS = ("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12")
 _OLDEST = 5

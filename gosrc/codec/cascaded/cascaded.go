@@ -1,0 +1,276 @@
+// Package cascaded is nvCOMP's Cascaded: run lengths, differences and packed
+// bits of integers, as its last open release (2.2) lays them out and 5.x does.
+// Other writers: nvCOMP.
+//
+// All is little-endian; T is an element, of 1, 2, 4 or 8 bytes.
+//
+//	u8      run-length layers R, 7 at most
+//	u8      difference layers D
+//	u8      bits are packed
+//	u8      type: 0 int8, 1 uint8, 2 int16, and so on to 7 uint64
+//	u32     bytes of content, a multiple of T
+//
+// R, D and packing all 0: the elements follow as they are. Otherwise chunks
+// follow, each of 4096 bytes of content but the last, each at a multiple of T:
+//
+//	u32     bytes of the chunk, with this
+//	u32[R]  bytes of the run lengths of each layer
+//	u32     bytes of the values
+//	        up to a multiple of T
+//	T[D]    the first value of each difference layer
+//	        up to a multiple of 4
+//	arrays  the run lengths (u16) of each layer, each at a multiple of 4
+//	array   the values, at a multiple of T and of 4
+//
+// Layer i replaces the values by those of their runs, if i < R, and then those
+// by their differences, if i < D, which are one fewer. An array is its elements,
+// or, packed, the smallest of them (as a signed number), then at a multiple of 4
+// u16 count, u16 bits of each, and at a multiple of the element and of 4 what
+// they are above the smallest, bit behind bit, the lowest first, in words of 4
+// bytes.
+package cascaded
+
+import (
+	"encoding/binary"
+	"math/bits"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+const (
+	headBytes  = 8
+	chunkBytes = 4096
+	maxRLEs    = 7
+	maxDeltas  = 7
+)
+
+// Options say how to encode; Default is nvCOMP's.
+type Options struct {
+	Type   Type `json:"-"`
+	RLEs   int  `json:"rles"`   // layers of run lengths
+	Deltas int  `json:"deltas"` // layers of differences
+	Pack   bool `json:"pack"`   // the bits of what is left
+}
+
+// Default is what nvCOMP does when it is told nothing but the type.
+func Default(t Type) Options { return Options{Type: t, RLEs: 2, Deltas: 1, Pack: true} }
+
+// Type is the number that nvCOMP has for an element.
+type Type uint8
+
+// The types.
+const (
+	Char Type = iota
+	UChar
+	Short
+	UShort
+	Int
+	UInt
+	LongLong
+	ULongLong
+)
+
+// Size is the bytes of an element.
+func (t Type) Size() int { return 1 << (t / 2) }
+
+// Check says what is wrong with options (fault.ErrArgument).
+func (o Options) Check() error {
+	if o.Type > ULongLong || o.RLEs < 0 || o.RLEs > maxRLEs || o.Deltas < 0 || o.Deltas > maxDeltas {
+		return fault.New(fault.ErrArgument, "Cascaded: %d run-length and %d difference layers of type %d: at most %d of each, types to %d",
+			o.RLEs, o.Deltas, o.Type, maxRLEs, ULongLong)
+	}
+	return nil
+}
+
+// Bound is the most bytes that Encode appends for n.
+func Bound(n int) int { return headBytes + up(n, 4) }
+
+// MaxRatio is more than one byte can stand for: the smallest chunk has 8 bytes.
+const MaxRatio = chunkBytes / 8
+
+func up(n, to int) int { return (n + to - 1) &^ (to - 1) }
+
+// metaBytes is what stands before the arrays of a chunk, and where the first
+// values of difference layers are in it.
+func metaBytes(size, rles, deltas int) (all, firsts int) {
+	firsts = up(4+4*(rles+1), size)
+	return firsts + up(size*deltas, 4), firsts
+}
+
+// packedHead is what stands before the bits of a packed array.
+func packedHead(size int) int { return up(max(4, size)+4, max(4, size)) }
+
+var le = binary.LittleEndian
+
+func load(p []byte, size int) uint64 {
+	switch size {
+	case 1:
+		return uint64(p[0])
+	case 2:
+		return uint64(le.Uint16(p))
+	case 4:
+		return uint64(le.Uint32(p))
+	}
+	return le.Uint64(p)
+}
+
+func store(p []byte, size int, v uint64) {
+	switch size {
+	case 1:
+		p[0] = byte(v)
+	case 2:
+		le.PutUint16(p, uint16(v))
+	case 4:
+		le.PutUint32(p, uint32(v))
+	default:
+		le.PutUint64(p, v)
+	}
+}
+
+// scratch is the values of one chunk, before and after a layer.
+type scratch struct {
+	a, b   [chunkBytes]uint64
+	counts [chunkBytes]uint64
+}
+
+var scratches = sync.Pool{New: func() any { return new(scratch) }}
+
+// Encode appends the block of src to dst. Its length must be a multiple of the
+// type's. Safe for concurrent use.
+func Encode(dst, src []byte, o Options) ([]byte, error) {
+	if err := o.Check(); err != nil {
+		return dst, err
+	}
+	size := o.Type.Size()
+	if len(src)%size != 0 || uint64(len(src)) > 1<<32-1 {
+		return dst, fault.New(fault.ErrArgument, "Cascaded: %d bytes are no whole number of elements of %d", len(src), size)
+	}
+	start := len(dst)
+	limit := start + Bound(len(src))
+	dst = append(dst, byte(o.RLEs), byte(o.Deltas), 0, byte(o.Type))
+	if o.Pack {
+		dst[start+2] = 1
+	}
+	dst = le.AppendUint32(dst, uint32(len(src)))
+	s := scratches.Get().(*scratch)
+	defer scratches.Put(s)
+	ok := o.RLEs > 0 || o.Deltas > 0 || o.Pack
+	for at := 0; at < len(src) && ok; at += chunkBytes {
+		dst, ok = s.encode(dst, start, src[at:min(at+chunkBytes, len(src))], o)
+		ok = ok && len(dst) <= limit
+	}
+	if !ok || len(src) == 0 { // as it is
+		dst = dst[:start+headBytes]
+		clear(dst[start : start+3])
+		dst = append(dst, src...)
+		for len(dst) < limit {
+			dst = append(dst, 0)
+		}
+	}
+	return dst, nil
+}
+
+// grow appends n zeros.
+func grow(dst []byte, n int) []byte {
+	for range n {
+		dst = append(dst, 0)
+	}
+	return dst
+}
+
+// encode appends a chunk to a block that begins at start. Not ok: there is
+// nothing left for a layer of differences.
+func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, bool) {
+	size := o.Type.Size()
+	mask := ^uint64(0) >> (64 - 8*size)
+	meta, firsts := metaBytes(size, o.RLEs, o.Deltas)
+	chunk := len(dst)
+	dst = grow(dst, meta)
+	in, out := s.a[:len(src)/size], s.b[:]
+	for i := range in {
+		in[i] = load(src[i*size:], size)
+	}
+	for layer := range max(o.RLEs, o.Deltas) {
+		if layer < o.RLEs {
+			n := 0
+			for i, v := range in {
+				if i > 0 && v == in[i-1] {
+					s.counts[n-1]++
+					continue
+				}
+				out[n], s.counts[n] = v, 1
+				n++
+			}
+			in, out = out[:n], in[:cap(in)]
+			before := len(dst)
+			dst = array(dst, s.counts[:n], 2, o.Pack)
+			le.PutUint32(dst[chunk+4*(layer+1):], uint32(len(dst)-before))
+			dst = grow(dst, up(len(dst)-start, 4)-(len(dst)-start))
+		}
+		if layer < o.Deltas {
+			if len(in) == 0 {
+				return dst, false
+			}
+			store(dst[chunk+firsts+layer*size:], size, in[0])
+			for i := range in[1:] {
+				out[i] = (in[i+1] - in[i]) & mask // so that equal ones are runs
+			}
+			in, out = out[:len(in)-1], in[:cap(in)]
+		}
+	}
+	dst = grow(dst, up(len(dst)-start, max(4, size))-(len(dst)-start))
+	before := len(dst)
+	dst = array(dst, in, size, o.Pack)
+	le.PutUint32(dst[chunk+4*(o.RLEs+1):], uint32(len(dst)-before))
+	dst = grow(dst, up(len(dst)-start, max(4, size))-(len(dst)-start))
+	le.PutUint32(dst[chunk:], uint32(len(dst)-chunk))
+	return dst, true
+}
+
+// array appends values of which the lowest size bytes count.
+func array(dst []byte, values []uint64, size int, pack bool) []byte {
+	if !pack {
+		at := len(dst)
+		dst = grow(dst, len(values)*size)
+		for i, v := range values {
+			store(dst[at+i*size:], size, v)
+		}
+		return dst
+	}
+	shift := 64 - 8*size
+	var least, most int64
+	for i, v := range values {
+		x := int64(v<<shift) >> shift
+		if i == 0 || x < least {
+			least = x
+		}
+		if i == 0 || x > most {
+			most = x
+		}
+	}
+	width := bits.Len64(uint64(most) - uint64(least))
+	at := len(dst)
+	words := (len(values)*width + 31) / 32
+	dst = grow(dst, packedHead(size)+4*words)
+	store(dst[at:], size, uint64(least))
+	le.PutUint32(dst[at+max(4, size):], uint32(width)<<16|uint32(len(values)))
+	put := dst[at+packedHead(size):]
+	var low, high uint64 // up to 31 bits are left from one value to the next, and one has up to 64
+	n := 0
+	for _, v := range values {
+		x := uint64(int64(v<<shift)>>shift) - uint64(least)
+		low |= x << n
+		high = x >> (64 - n)
+		for n += width; n >= 32; n -= 32 {
+			le.PutUint32(put, uint32(low))
+			put = put[4:]
+			low = low>>32 | high<<32
+			high >>= 32
+		}
+	}
+	if n > 0 {
+		le.PutUint32(put, uint32(low))
+	}
+	return dst
+}

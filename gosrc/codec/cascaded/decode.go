@@ -1,0 +1,189 @@
+package cascaded
+
+import "github.com/overwire/overwire/gosrc/fault"
+
+func corrupt(format string, args ...any) error {
+	return fault.New(fault.ErrCorrupt, "Cascaded: "+format, args...)
+}
+
+// Size returns how many bytes the block decodes to, as it says itself: held
+// against what its own bytes can give. Errors are fault.ErrCorrupt.
+func Size(src []byte) (int64, error) {
+	n, _, err := parse(src)
+	return n, err
+}
+
+func parse(src []byte) (int64, Options, error) {
+	if len(src) < headBytes {
+		return 0, Options{}, corrupt("%d bytes are no block", len(src))
+	}
+	o := Options{RLEs: int(src[0]), Deltas: int(src[1]), Pack: src[2] != 0, Type: Type(src[3])}
+	if o.Check() != nil || src[2] > 1 {
+		return 0, o, corrupt("layers %d and %d, packing %d, type %d", src[0], src[1], src[2], src[3])
+	}
+	n := int64(le.Uint32(src[4:]))
+	if n%int64(o.Type.Size()) != 0 {
+		return 0, o, corrupt("%d bytes are no whole number of elements of %d", n, o.Type.Size())
+	}
+	if n > int64(len(src)-headBytes)*MaxRatio {
+		return 0, o, corrupt("%d bytes cannot decode to %d", len(src), n)
+	}
+	return n, o, nil
+}
+
+// Decode fills dst, which must have the length of the content. Anything else
+// is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+func Decode(dst, src []byte) error {
+	n, o, err := parse(src)
+	if err != nil {
+		return err
+	}
+	if n != int64(len(dst)) {
+		return corrupt("the block has %d bytes, not %d", n, len(dst))
+	}
+	body := src[headBytes:]
+	if o.RLEs == 0 && o.Deltas == 0 && !o.Pack {
+		if len(body) < len(dst) || len(body) > up(len(dst), 4) {
+			return corrupt("%d bytes are stored as %d", len(dst), len(body))
+		}
+		copy(dst, body)
+		return nil
+	}
+	s := scratches.Get().(*scratch)
+	defer scratches.Put(s)
+	for at := 0; at < len(body); {
+		used, made, err := s.decode(dst, body[at:], o)
+		if err != nil {
+			return err
+		}
+		dst = dst[made:]
+		at += used
+	}
+	if len(dst) > 0 {
+		return corrupt("%d bytes are missing", len(dst))
+	}
+	return nil
+}
+
+// decode decodes the chunk that src begins with to the front of dst.
+func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error) {
+	size := o.Type.Size()
+	meta, firsts := metaBytes(size, o.RLEs, o.Deltas)
+	if len(src) < meta {
+		return 0, 0, corrupt("a chunk is cut")
+	}
+	used = int(le.Uint32(src))
+	if used < meta || used > len(src) || used%max(4, size) != 0 {
+		return 0, 0, corrupt("a chunk of %d bytes, %d are left", used, len(src))
+	}
+	src = src[:used]
+
+	// Where the arrays lie.
+	var arrays [maxRLEs + 1][]byte
+	at := meta
+	for i := range o.RLEs + 1 {
+		if i == o.RLEs {
+			at = up(at, max(4, size))
+		}
+		n := int(le.Uint32(src[4*(i+1):]))
+		if at > len(src) || n > len(src)-at {
+			return 0, 0, corrupt("an array of %d bytes at %d of %d", n, at, len(src))
+		}
+		arrays[i] = src[at : at+n]
+		at = up(at+n, 4)
+	}
+
+	most := chunkBytes / size
+	n, err := values(s.a[:], arrays[o.RLEs], size, o.Pack, most)
+	if err != nil {
+		return 0, 0, err
+	}
+	in, out := s.a[:n], s.b[:]
+	for layer := max(o.RLEs, o.Deltas) - 1; layer >= 0; layer-- {
+		if layer < o.Deltas {
+			if len(in) >= most {
+				return 0, 0, corrupt("more than %d elements in a chunk", most)
+			}
+			v := load(src[firsts+layer*size:], size)
+			out[0] = v
+			for i, d := range in {
+				v += d
+				out[i+1] = v
+			}
+			in, out = out[:len(in)+1], in[:cap(in)]
+		}
+		if layer < o.RLEs {
+			runs, err := values(s.counts[:], arrays[layer], 2, o.Pack, most)
+			if err != nil {
+				return 0, 0, err
+			}
+			if runs != len(in) {
+				return 0, 0, corrupt("%d run lengths for %d values", runs, len(in))
+			}
+			n := 0
+			for i, v := range in {
+				times := int(s.counts[i])
+				if times > most-n {
+					return 0, 0, corrupt("more than %d elements in a chunk", most)
+				}
+				for k := range times {
+					out[n+k] = v
+				}
+				n += times
+			}
+			in, out = out[:n], in[:cap(in)]
+		}
+	}
+	made = len(in) * size
+	if made == 0 || made > len(dst) {
+		return 0, 0, corrupt("a chunk of %d bytes, %d are wanted", made, len(dst))
+	}
+	for i, v := range in {
+		store(dst[i*size:], size, v)
+	}
+	return used, made, nil
+}
+
+// values reads an array of at most `most` elements.
+func values(out []uint64, src []byte, size int, packed bool, most int) (int, error) {
+	if !packed {
+		n := len(src) / size
+		if len(src)%size != 0 || n > most {
+			return 0, corrupt("an array of %d bytes", len(src))
+		}
+		for i := range n {
+			out[i] = load(src[i*size:], size)
+		}
+		return n, nil
+	}
+	head := packedHead(size)
+	if len(src) < head {
+		return 0, corrupt("a packed array of %d bytes", len(src))
+	}
+	least := load(src, size)
+	word := le.Uint32(src[max(4, size):])
+	width, n := int(word>>16), int(word&0xFFFF)
+	if width > 8*size || n > most || (n*width+31)/32*4 != len(src)-head {
+		return 0, corrupt("a packed array of %d values of %d bits in %d bytes", n, width, len(src))
+	}
+	src = src[head:]
+	mask := uint64(1)<<width - 1
+	if width == 64 {
+		mask = ^uint64(0)
+	}
+	for i := range n {
+		at := i * width
+		word, skip := at/32, at%32
+		var v uint64
+		for k := 0; k < 3 && 4*(word+k) < len(src) && 32*k < skip+width; k++ {
+			x := uint64(le.Uint32(src[4*(word+k):]))
+			if k == 0 {
+				v = x >> skip
+			} else {
+				v |= x << (32*k - skip)
+			}
+		}
+		out[i] = v&mask + least
+	}
+	return n, nil
+}

@@ -1,0 +1,298 @@
+package gdeflate
+
+import (
+	"encoding/binary"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// A decoder reads one stream. With dst nil it only counts.
+type decoder struct {
+	src  []byte
+	at   int // the next word
+	lane [lanes]struct {
+		bits uint64
+		n    int // of bits, 32 at least
+	}
+	dst  []byte
+	out  int64 // bytes that are there, those of matches that are due included
+	want int64 // the most of them
+
+	lit, dist, lens table
+	err             error
+}
+
+var decoders = sync.Pool{New: func() any { return new(decoder) }}
+
+func corrupt(format string, args ...any) error {
+	return fault.New(fault.ErrCorrupt, "GDeflate: "+format, args...)
+}
+
+// drop takes n bits of a lane away, and reads its next word when it is due.
+func (d *decoder) drop(lane, n int) bool {
+	l := &d.lane[lane]
+	l.bits >>= n
+	if l.n -= n; l.n < 32 {
+		if len(d.src)-d.at < 4 {
+			d.err = corrupt("cut at %d", d.at)
+			return false
+		}
+		l.bits |= uint64(binary.LittleEndian.Uint32(d.src[d.at:])) << l.n
+		l.n += 32
+		d.at += 4
+	}
+	return true
+}
+
+// take returns n bits of a lane.
+func (d *decoder) take(lane, n int) (int, bool) {
+	v := int(d.lane[lane].bits & (1<<n - 1))
+	return v, d.drop(lane, n)
+}
+
+// run decodes the whole stream.
+func (d *decoder) run() error {
+	if len(d.src) < 4*lanes {
+		return corrupt("%d bytes are no stream", len(d.src))
+	}
+	for i := range d.lane {
+		d.lane[i].bits, d.lane[i].n = uint64(binary.LittleEndian.Uint32(d.src[4*i:])), 32
+	}
+	d.at, d.out, d.err = 4*lanes, 0, nil
+	for last := 0; last == 0; {
+		header := d.lane[0].bits
+		last = int(header & 1)
+		if !d.drop(0, 3) {
+			return d.err
+		}
+		var err error
+		switch header >> 1 & 3 {
+		case 0:
+			err = d.stored()
+		case 1:
+			lit, dist := fixed()
+			if err = d.lit.build(lit.length); err == nil {
+				err = d.dist.build(dist.length)
+			}
+			if err == nil {
+				err = d.block()
+			}
+		case 2:
+			if err = d.codes(); err == nil {
+				err = d.block()
+			}
+		default:
+			err = corrupt("a block of no known kind")
+		}
+		if err != nil {
+			return err
+		}
+	}
+	// Some writers add the words of one more round.
+	if rest := d.src[d.at:]; len(rest) > 4*lanes {
+		return corrupt("%d bytes follow the end", len(rest))
+	}
+	for i, b := range d.src[d.at:] {
+		if b != 0 {
+			return corrupt("data follows the end, at %d", d.at+i)
+		}
+	}
+	return nil
+}
+
+// room makes place for n bytes.
+func (d *decoder) room(n int64) error {
+	if n > d.want-d.out {
+		return corrupt("more than %d bytes", d.want)
+	}
+	d.out += n
+	return nil
+}
+
+func (d *decoder) stored() error {
+	n, ok := d.take(0, 16)
+	if !ok {
+		return d.err
+	}
+	at := d.out
+	if err := d.room(int64(n)); err != nil {
+		return err
+	}
+	for i := range n {
+		b, ok := d.take(i%lanes, 8)
+		if !ok {
+			return d.err
+		}
+		if d.dst != nil {
+			d.dst[at+int64(i)] = byte(b)
+		}
+	}
+	return nil
+}
+
+// codes reads the two codes of a dynamic block.
+func (d *decoder) codes() error {
+	counts, ok := d.take(0, 14)
+	if !ok {
+		return d.err
+	}
+	nlit, ndist, nlens := counts&31+257, counts>>5&31+1, counts>>10+4
+	var lens [19]uint8
+	for i := range nlens {
+		n, ok := d.take(i, 3)
+		if !ok {
+			return d.err
+		}
+		lens[codeOrder[i]] = uint8(n)
+	}
+	if err := d.lens.build(lens[:]); err != nil {
+		return err
+	}
+	var lengths [literals + dists]uint8
+	for at, lane := 0, 0; at < nlit+ndist; lane = (lane + 1) % lanes {
+		bits := d.lane[lane].bits
+		sym, n := d.lens.decode(bits)
+		if n == 0 {
+			return corrupt("no code length at %d", d.at)
+		}
+		bits >>= n
+		var value uint8
+		times := 1
+		switch {
+		case sym < 16:
+			value = uint8(sym)
+		case sym == 16:
+			if at == 0 {
+				return corrupt("a code length is repeated and there is none")
+			}
+			value, times = lengths[at-1], 3+int(bits&3)
+			n += 2
+		case sym == 17:
+			times = 3 + int(bits&7)
+			n += 3
+		default:
+			times = 11 + int(bits&127)
+			n += 7
+		}
+		if times > nlit+ndist-at {
+			return corrupt("more code lengths than there are codes")
+		}
+		for range times {
+			lengths[at] = value
+			at++
+		}
+		if !d.drop(lane, n) {
+			return d.err
+		}
+	}
+	if lengths[endBlock] == 0 {
+		return corrupt("a block without an end")
+	}
+	if err := d.lit.build(lengths[:nlit]); err != nil {
+		return err
+	}
+	return d.dist.build(lengths[nlit : nlit+ndist])
+}
+
+// block decodes the symbols of a block.
+func (d *decoder) block() error {
+	var due [lanes]int32 // lengths of matches whose distance comes next
+	var to [lanes]int64  // where they go
+	for ended := false; ; {
+		final := ended // one more round, for what is due
+		for lane := range d.lane {
+			bits := d.lane[lane].bits
+			if length := due[lane]; length > 0 {
+				due[lane] = 0
+				sym, n := d.dist.decode(bits)
+				if n == 0 {
+					return corrupt("no distance at %d", d.at)
+				}
+				extra := int(distExtra[sym])
+				dist := int64(distBase[sym]) + int64(bits>>n&(1<<extra-1))
+				if dist > to[lane] {
+					return corrupt("a match of distance %d at byte %d", dist, to[lane])
+				}
+				if d.dst != nil {
+					repeat(d.dst[to[lane]-dist:to[lane]+int64(length)], int(dist))
+				}
+				if !d.drop(lane, n+extra) {
+					return d.err
+				}
+				continue
+			}
+			if ended {
+				continue
+			}
+			sym, n := d.lit.decode(bits)
+			switch {
+			case n == 0 || sym > endBlock+len(lengthBase):
+				return corrupt("no symbol at %d", d.at)
+			case sym < endBlock:
+				if d.out == d.want {
+					return d.room(1)
+				}
+				if d.dst != nil {
+					d.dst[d.out] = byte(sym)
+				}
+				d.out++
+			case sym == endBlock:
+				ended = true
+			default:
+				extra := int(lengthExtra[sym-endBlock-1])
+				length := lengthBase[sym-endBlock-1] + int32(bits>>n&(1<<extra-1))
+				due[lane], to[lane] = length, d.out
+				if err := d.room(int64(length)); err != nil {
+					return err
+				}
+				n += extra
+			}
+			if !d.drop(lane, n) {
+				return d.err
+			}
+		}
+		if final {
+			return nil
+		}
+	}
+}
+
+// repeat fills b behind its first dist bytes with what lies dist before.
+func repeat(b []byte, dist int) {
+	for n := dist; n < len(b); n *= 2 {
+		copy(b[n:], b[:n])
+	}
+}
+
+// Size returns how many bytes src decodes to: it decodes them to nowhere.
+// Errors are fault.ErrCorrupt.
+func Size(src []byte) (int64, error) {
+	d := decoders.Get().(*decoder)
+	defer d.free()
+	d.src, d.dst, d.want = src, nil, 1<<62
+	if err := d.run(); err != nil {
+		return 0, err
+	}
+	return d.out, nil
+}
+
+// Decode fills dst, which must have the length of the content. Anything else
+// is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+func Decode(dst, src []byte) error {
+	d := decoders.Get().(*decoder)
+	defer d.free()
+	d.src, d.dst, d.want = src, dst, int64(len(dst))
+	if err := d.run(); err != nil {
+		return err
+	}
+	if d.out != d.want {
+		return corrupt("%d bytes, not %d", d.out, d.want)
+	}
+	return nil
+}
+
+func (d *decoder) free() {
+	d.src, d.dst = nil, nil
+	decoders.Put(d)
+}

@@ -1,0 +1,294 @@
+package gdeflate
+
+import (
+	"encoding/binary"
+	"slices"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// blockBytes of content are one block.
+const blockBytes = 1 << 16
+
+// A writer puts bits into lanes, and their words where a reader wants them.
+type writer struct {
+	out  []byte
+	lane [lanes]struct {
+		bits uint64 // not written yet
+		n    int    // how many
+		has  int    // bits that the reader has at hand here
+		slot [3]int // where the next words go
+		next int    // how many of slot are known
+	}
+}
+
+// want gives a lane the next word of the stream.
+func (w *writer) want(lane int) {
+	l := &w.lane[lane]
+	l.slot[l.next] = len(w.out)
+	l.next++
+	l.has += 32
+	w.out = append(w.out, 0, 0, 0, 0)
+}
+
+func (w *writer) start(dst []byte) {
+	w.out = dst
+	for i := range w.lane {
+		l := &w.lane[i]
+		l.bits, l.n, l.has, l.next = 0, 0, 0, 0
+		w.want(i)
+	}
+}
+
+// put writes n bits, fewer than 32, which the reader takes at once.
+func (w *writer) put(lane int, v uint32, n int) {
+	l := &w.lane[lane]
+	l.bits |= uint64(v) << l.n
+	if l.n += n; l.n >= 32 {
+		w.flush(lane)
+	}
+	if l.has -= n; l.has < 32 {
+		w.want(lane)
+	}
+}
+
+func (w *writer) flush(lane int) {
+	l := &w.lane[lane]
+	binary.LittleEndian.PutUint32(w.out[l.slot[0]:], uint32(l.bits))
+	copy(l.slot[:], l.slot[1:])
+	l.next--
+	l.bits >>= 32
+	l.n -= 32
+}
+
+func (w *writer) end() []byte {
+	for i := range w.lane {
+		if w.lane[i].n > 0 {
+			w.flush(i)
+		}
+	}
+	return w.out
+}
+
+// An encoder encodes one stream after another.
+type encoder struct {
+	writer
+	finder
+	list []uint32
+}
+
+var encoders = sync.Pool{New: func() any { return new(encoder) }}
+
+var fixedCodes = sync.OnceValues(fixed)
+
+// Encode appends src to dst as one stream. level is nvCOMP's algorithm_type: 0
+// finds no matches, 5 the most. Safe for concurrent use.
+func Encode(dst, src []byte, level int) ([]byte, error) {
+	if level < 0 || level >= len(efforts) {
+		return dst, fault.New(fault.ErrArgument, "algorithm_type %d is not 0 to %d", level, len(efforts)-1)
+	}
+	if len(src) > 1<<31-2 {
+		return dst, fault.New(fault.ErrArgument, "GDeflate takes no %d bytes", len(src))
+	}
+	e := encoders.Get().(*encoder)
+	defer encoders.Put(e)
+	clear(e.head[:])
+	e.start(dst)
+	for at := 0; ; {
+		end := min(at+blockBytes, len(src))
+		e.list = e.tokens(e.list[:0], src, at, end, efforts[level])
+		e.block(src[at:end], end == len(src))
+		if at = end; at == len(src) {
+			break
+		}
+	}
+	out := e.end()
+	e.out = nil
+	return out, nil
+}
+
+// block writes one block in the shortest of its three kinds.
+func (e *encoder) block(src []byte, last bool) {
+	lits, distances := make([]uint32, literals), make([]uint32, dists)
+	lits[endBlock] = 1
+	extra := 0
+	for _, t := range e.list {
+		if t < match {
+			lits[t]++
+			continue
+		}
+		length, dist := split(t)
+		ls, ds := lengthSymbol(length), distSymbol(dist)
+		lits[endBlock+1+ls]++
+		distances[ds]++
+		extra += int(lengthExtra[ls]) + int(distExtra[ds])
+	}
+	cost := func(lit, dist code) int {
+		n := extra
+		for s, f := range lits {
+			n += int(f) * int(lit.length[s])
+		}
+		for s, f := range distances {
+			n += int(f) * int(dist.length[s])
+		}
+		return n
+	}
+	lit, dist := codeFor(lits, maxBits), codeFor(distances, maxBits)
+	head := headerOf(lit, dist)
+	fixedLit, fixedDist := fixedCodes()
+	dynamic, plain := cost(lit, dist)+head.bits(), cost(fixedLit, fixedDist)
+	stored := 8*len(src) + 16 + 19*(len(src)/maxStore)
+
+	kind := uint32(2)
+	if plain <= dynamic {
+		kind, lit, dist = 1, fixedLit, fixedDist
+	}
+	if stored < min(plain, dynamic) {
+		for len(src) > 0 {
+			n := min(len(src), maxStore)
+			e.head3(0, last && n == len(src))
+			e.put(0, uint32(n), 16)
+			for i, b := range src[:n] {
+				e.put(i%lanes, uint32(b), 8)
+			}
+			src = src[n:]
+		}
+		return
+	}
+	e.head3(kind, last)
+	if kind == 2 {
+		head.write(&e.writer)
+	}
+	e.symbols(lit, dist)
+}
+
+func (w *writer) head3(kind uint32, last bool) {
+	v := kind << 1
+	if last {
+		v |= 1
+	}
+	w.put(0, v, 3)
+}
+
+func split(t uint32) (length, dist int32) {
+	return int32(t>>15&(1<<16-1)) + minMatch, int32(t&(1<<15-1)) + 1
+}
+
+// symbols writes the tokens, and the end of the block, round by round.
+func (e *encoder) symbols(lit, dist code) {
+	var due [lanes]int32 // distances that come next
+	at, ended := 0, false
+	for {
+		final := ended
+		for lane := range lanes {
+			if d := due[lane]; d > 0 {
+				due[lane] = 0
+				s := distSymbol(d)
+				e.put(lane, uint32(dist.bits[s])|uint32(d-distBase[s])<<dist.length[s], int(dist.length[s])+int(distExtra[s]))
+				continue
+			}
+			if ended {
+				continue
+			}
+			if at == len(e.list) {
+				e.put(lane, uint32(lit.bits[endBlock]), int(lit.length[endBlock]))
+				ended = true
+				continue
+			}
+			t := e.list[at]
+			at++
+			if t < match {
+				e.put(lane, uint32(lit.bits[t]), int(lit.length[t]))
+				continue
+			}
+			length, d := split(t)
+			s := lengthSymbol(length)
+			k := endBlock + 1 + s
+			e.put(lane, uint32(lit.bits[k])|uint32(length-lengthBase[s])<<lit.length[k], int(lit.length[k])+int(lengthExtra[s]))
+			due[lane] = d
+		}
+		if final {
+			return
+		}
+	}
+}
+
+// A header is the two codes of a dynamic block as they are written.
+type header struct {
+	nlit, ndist, nlens int
+	lens               code
+	runs               []run
+}
+
+// A run is a symbol of the code-length code with its extra bits.
+type run struct{ sym, extra, n uint8 }
+
+func headerOf(lit, dist code) header {
+	h := header{nlit: literals, ndist: dists, nlens: 19}
+	for h.nlit > endBlock+1 && lit.length[h.nlit-1] == 0 {
+		h.nlit--
+	}
+	for h.ndist > 1 && dist.length[h.ndist-1] == 0 {
+		h.ndist--
+	}
+	all := slices.Concat(lit.length[:h.nlit], dist.length[:h.ndist])
+	freq := make([]uint32, 19)
+	add := func(sym, extra, n int) {
+		h.runs = append(h.runs, run{uint8(sym), uint8(extra), uint8(n)})
+		freq[sym]++
+	}
+	for i := 0; i < len(all); {
+		v, n := all[i], 1
+		for i+n < len(all) && all[i+n] == v {
+			n++
+		}
+		i += n
+		if v != 0 {
+			add(int(v), 0, 0)
+			n--
+		}
+		for n > 0 {
+			switch {
+			case n < 3:
+				add(int(v), 0, 0)
+				n--
+			case v != 0:
+				k := min(n, 6)
+				add(16, k-3, 2)
+				n -= k
+			case n < 11:
+				add(17, n-3, 3)
+				n = 0
+			default:
+				k := min(n, 138)
+				add(18, k-11, 7)
+				n -= k
+			}
+		}
+	}
+	h.lens = codeFor(freq, 7)
+	for h.nlens > 4 && h.lens.length[codeOrder[h.nlens-1]] == 0 {
+		h.nlens--
+	}
+	return h
+}
+
+func (h *header) bits() int {
+	n := 14 + 3*h.nlens
+	for _, r := range h.runs {
+		n += int(h.lens.length[r.sym]) + int(r.n)
+	}
+	return n
+}
+
+func (h *header) write(w *writer) {
+	w.put(0, uint32(h.nlit-257|(h.ndist-1)<<5|(h.nlens-4)<<10), 14)
+	for i, s := range codeOrder[:h.nlens] {
+		w.put(i, uint32(h.lens.length[s]), 3)
+	}
+	for i, r := range h.runs {
+		n := int(h.lens.length[r.sym])
+		w.put(i%lanes, uint32(h.lens.bits[r.sym])|uint32(r.extra)<<n, n+int(r.n))
+	}
+}

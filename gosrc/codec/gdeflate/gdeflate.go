@@ -1,0 +1,91 @@
+// Package gdeflate is GDeflate: Deflate whose bits lie in 32 lanes, so that 32
+// threads can decode one stream. Other writers: DirectStorage, nvCOMP.
+//
+// A lane is a sequence of bits, kept in words of 32, the lowest bit first. A
+// stream starts with the first word of each lane. A reader that is left with
+// fewer than 32 bits of a lane after taking some takes the lane's next word:
+// the words lie in the order in which a reader that goes from lane to lane
+// wants them. All is little-endian.
+//
+// Blocks are those of Deflate (RFC 1951). Lane 0 has the header of a block (1
+// bit: the last one; 2: its kind) and the three counts of a dynamic one. Then
+// each of these begins at lane 0 and goes round and round:
+//
+//	the lengths of the code-length code   3 bits each
+//	the code lengths                      a code and its extra bits each
+//	the symbols                           a code and its extra bits each
+//	the bytes of a stored block           8 bits each, behind 16 bits of length in lane 0, not aligned
+//
+// A lane that got the length of a match has its distance in the next round, and
+// no other symbol there. After the end of the block no lane gets a symbol any
+// more; distances that are due still come, also those of one last round.
+//
+// Unlike Deflate's, length symbol 285 is 3 with 16 extra bits, and distance
+// symbols 30 and 31 are 32769 and 49153 with 14.
+package gdeflate
+
+import "math/bits"
+
+const (
+	lanes    = 32
+	literals = 288 // symbols of the literal/length alphabet, two of them never used
+	dists    = 32
+	endBlock = 256
+	maxBits  = 15 // of a code
+	minMatch = 3
+	maxMatch = minMatch + 1<<16 - 1
+	maxStore = 1<<16 - 1 // bytes of a stored block
+)
+
+// MaxRatio is more than one byte of GDeflate can stand for: a match of 65538
+// bytes takes 18 bits at least.
+const MaxRatio = 29128
+
+// Bound is the most bytes that Encode appends for n: stored blocks, and for
+// each lane a word that is not full and one that is only looked at.
+func Bound(n int) int { return n + 3*(n/maxStore+1) + 8*lanes }
+
+// codeOrder is the order in which the lengths of the code-length code come.
+var codeOrder = [19]uint8{16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15}
+
+// base and extra bits of each length symbol from 257, and of each distance symbol.
+var (
+	lengthBase, lengthExtra = series(29, 4, minMatch, 28)
+	distBase, distExtra     = series(dists, 2, 1, dists)
+)
+
+// series makes a table in which n symbols have no extra bits, and each n more
+// have one bit more than those before. From `wide` on, a symbol is minMatch
+// with 16 bits.
+func series(symbols, n int, first int32, wide int) (base []int32, extra []uint8) {
+	for s, at := 0, first; s < symbols; s++ {
+		if s >= wide {
+			base, extra = append(base, minMatch), append(extra, 16)
+			continue
+		}
+		e := max(0, s/n-1)
+		base, extra = append(base, at), append(extra, uint8(e))
+		at += 1 << e
+	}
+	return base, extra
+}
+
+// lengthSymbol is the symbol, counted from 257, of a match's length.
+func lengthSymbol(n int32) int {
+	if n > 258 {
+		return 28
+	}
+	return symbolOf(n-minMatch, 2)
+}
+
+// distSymbol is the symbol of a match's distance.
+func distSymbol(d int32) int { return symbolOf(d-1, 1) }
+
+// symbolOf finds the symbol of v in a series of 1<<log symbols a step.
+func symbolOf(v int32, log int) int {
+	if v < 2<<log {
+		return int(v)
+	}
+	e := bits.Len32(uint32(v)) - 1 - log
+	return e<<log + int(v>>e)
+}

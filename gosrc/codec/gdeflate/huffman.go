@@ -1,0 +1,203 @@
+package gdeflate
+
+import (
+	"cmp"
+	"math/bits"
+	"slices"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// fastBits of a code are looked up at once; longer codes are walked.
+const fastBits = 10
+
+// A table decodes one canonical code.
+type table struct {
+	fast    [1 << fastBits]uint16 // symbol<<4 | bits; 0: longer, or none
+	count   [maxBits + 1]uint16   // codes of each length
+	symbols [literals]uint16      // in the order of their codes
+}
+
+// build makes the table of these lengths. A code that is not full is refused
+// unless it has one symbol of one bit, or none.
+func (t *table) build(lengths []uint8) error {
+	clear(t.count[:])
+	for _, n := range lengths {
+		t.count[n]++
+	}
+	t.count[0] = 0
+	left, used := 1, 0
+	var next [maxBits + 2]uint16
+	for n := 1; n <= maxBits; n++ {
+		left = left<<1 - int(t.count[n])
+		if left < 0 {
+			return fault.New(fault.ErrCorrupt, "GDeflate: a Huffman code with too many symbols")
+		}
+		used += int(t.count[n])
+		next[n+1] = next[n] + t.count[n]
+	}
+	if left > 0 && (used > 1 || used == 1 && t.count[1] != 1) {
+		return fault.New(fault.ErrCorrupt, "GDeflate: a Huffman code that is not full")
+	}
+	clear(t.fast[:])
+	code, codes := 0, [maxBits + 1]int{}
+	for n := 1; n <= maxBits; n++ {
+		codes[n] = code
+		code = (code + int(t.count[n])) << 1
+	}
+	for s, n := range lengths {
+		if n == 0 {
+			continue
+		}
+		t.symbols[next[n]] = uint16(s)
+		next[n]++
+		c := codes[n]
+		codes[n]++
+		if n <= fastBits {
+			for i := int(bits.Reverse16(uint16(c)) >> (16 - n)); i < 1<<fastBits; i += 1 << n {
+				t.fast[i] = uint16(s)<<4 | uint16(n)
+			}
+		}
+	}
+	return nil
+}
+
+// decode finds the symbol that the lowest bits begin with, and its length; 0
+// bits: there is none.
+func (t *table) decode(b uint64) (symbol, n int) {
+	if e := t.fast[b&(1<<fastBits-1)]; e != 0 {
+		return int(e >> 4), int(e & 15)
+	}
+	code, first, index := 0, 0, 0
+	for n := 1; n <= maxBits; n++ {
+		code |= int(b & 1)
+		b >>= 1
+		count := int(t.count[n])
+		if code-first < count {
+			return int(t.symbols[index+code-first]), n
+		}
+		index += count
+		first = (first + count) << 1
+		code <<= 1
+	}
+	return 0, 0
+}
+
+// A code encodes: the bits of each symbol, the first to be written lowest.
+type code struct {
+	bits   []uint16
+	length []uint8
+}
+
+// codeFor makes a code of at most limit bits for symbols of these frequencies.
+// Two symbols at least have one, because not every reader takes fewer.
+func codeFor(freq []uint32, limit int) code {
+	type leaf struct {
+		freq uint32
+		sym  int
+	}
+	var leaves []leaf
+	for s, f := range freq {
+		if f > 0 {
+			leaves = append(leaves, leaf{f, s})
+		}
+	}
+	for s := 0; len(leaves) < 2; s++ {
+		if freq[s] == 0 {
+			leaves = append(leaves, leaf{1, s})
+		}
+	}
+	slices.SortFunc(leaves, func(a, b leaf) int { return cmp.Or(cmp.Compare(a.freq, b.freq), cmp.Compare(a.sym, b.sym)) })
+
+	// The two-queue method: inner nodes come in rising order by themselves.
+	n := len(leaves)
+	weight, parent := make([]uint64, 2*n-1), make([]int, 2*n-1)
+	for i, l := range leaves {
+		weight[i] = uint64(l.freq)
+	}
+	a, b := 0, n // the next leaf, the next inner node
+	for made := n; made < 2*n-1; made++ {
+		for range 2 {
+			if a < n && (b == made || weight[a] <= weight[b]) {
+				weight[made] += weight[a]
+				parent[a] = made
+				a++
+			} else {
+				weight[made] += weight[b]
+				parent[b] = made
+				b++
+			}
+		}
+	}
+	depth := make([]int, 2*n-1)
+	count := make([]int, limit+1)
+	for i := 2*n - 3; i >= 0; i-- {
+		depth[i] = depth[parent[i]] + 1
+		if i < n {
+			count[min(depth[i], limit)]++
+		}
+	}
+	// Codes cut to the limit claim too much: shorter ones give way until it fits.
+	claim := 0
+	for l := 1; l <= limit; l++ {
+		claim += count[l] << (limit - l)
+	}
+	for ; claim > 1<<limit; claim-- {
+		count[limit]--
+		for l := limit - 1; ; l-- {
+			if count[l] > 0 {
+				count[l]--
+				count[l+1] += 2
+				break
+			}
+		}
+	}
+
+	c := code{bits: make([]uint16, len(freq)), length: make([]uint8, len(freq))}
+	at := 0
+	for l := limit; l > 0; l-- { // the rarest have the longest codes
+		for range count[l] {
+			c.length[leaves[at].sym] = uint8(l)
+			at++
+		}
+	}
+	c.fill()
+	return c
+}
+
+// fill numbers the codes of these lengths.
+func (c *code) fill() {
+	var count, next [maxBits + 2]int
+	for _, n := range c.length {
+		count[n]++
+	}
+	count[0] = 0
+	for n := 1; n <= maxBits; n++ {
+		next[n] = (next[n-1] + count[n-1]) << 1
+	}
+	for s, n := range c.length {
+		if n > 0 {
+			c.bits[s] = bits.Reverse16(uint16(next[n])) >> (16 - n)
+			next[n]++
+		}
+	}
+}
+
+// fixed is the code of blocks that have none of their own.
+func fixed() (lit, dist code) {
+	lit = code{bits: make([]uint16, literals), length: make([]uint8, literals)}
+	for s := range lit.length {
+		switch {
+		case s < 144 || s >= 280:
+			lit.length[s] = 8
+		case s < 256:
+			lit.length[s] = 9
+		default:
+			lit.length[s] = 7
+		}
+	}
+	lit.fill()
+	dist = code{bits: make([]uint16, dists), length: slices.Repeat([]uint8{5}, dists)}
+	dist.fill()
+	return lit, dist
+}

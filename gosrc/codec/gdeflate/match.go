@@ -1,0 +1,112 @@
+package gdeflate
+
+import "encoding/binary"
+
+// A token is a literal's byte, or match | (length-minMatch)<<15 | distance-1.
+const match = 1 << 31
+
+const (
+	window   = 1 << 15 // the furthest distance that Encode uses, as Deflate's
+	hashBits = 15
+	maxChain = 1 << 12
+)
+
+// An effort says how hard matches are looked for: how many places, whether the
+// next byte is tried first, and which length is good enough at once.
+type effort struct {
+	chain int
+	lazy  bool
+	good  int
+}
+
+// efforts are nvCOMP's algorithm_type: 0 finds no matches at all.
+var efforts = [...]effort{{}, {4, false, 32}, {16, true, 64}, {16, true, 64}, {64, true, 128}, {1024, true, 258}}
+
+// A finder keeps the places of four bytes each: the last one, and the one before.
+type finder struct {
+	head [1 << hashBits]int32 // +1; 0: none
+	prev [window]int32
+}
+
+func hash(v uint32) uint32 { return v * 0x9E3779B1 >> (32 - hashBits) }
+
+func (f *finder) add(src []byte, i int) {
+	if len(src)-i < 4 {
+		return
+	}
+	h := hash(binary.LittleEndian.Uint32(src[i:]))
+	f.prev[i%window] = f.head[h]
+	f.head[h] = int32(i) + 1
+}
+
+// find looks for the longest match of src[i:end].
+func (f *finder) find(src []byte, i, end int, e effort) (length, dist int) {
+	if end-i < 4 {
+		return 0, 0
+	}
+	most := min(end-i, maxMatch)
+	at := int(f.head[hash(binary.LittleEndian.Uint32(src[i:]))]) - 1
+	length = minMatch
+	for range e.chain {
+		if at < 0 || i-at > window {
+			break
+		}
+		if src[at+length] == src[i+length] {
+			n := 0
+			for n < most && src[at+n] == src[i+n] {
+				n++
+			}
+			if n > length {
+				length, dist = n, i-at
+				if n >= e.good || n == most {
+					break
+				}
+			}
+		}
+		before := int(f.prev[at%window]) - 1
+		if before >= at {
+			break // the place was used again
+		}
+		at = before
+	}
+	if dist == 0 {
+		return 0, 0
+	}
+	return length, dist
+}
+
+// tokens appends those of src[from:to] to out; matches may begin before.
+func (f *finder) tokens(out []uint32, src []byte, from, to int, e effort) []uint32 {
+	if e.chain == 0 {
+		for _, b := range src[from:to] {
+			out = append(out, uint32(b))
+		}
+		return out
+	}
+	for i := from; i < to; {
+		length, dist := f.find(src, i, to, e)
+		f.add(src, i)
+		if length == 0 {
+			out = append(out, uint32(src[i]))
+			i++
+			continue
+		}
+		for e.lazy && length < e.good && i+1 < to {
+			n, d := f.find(src, i+1, to, e)
+			if n <= length {
+				break
+			}
+			out = append(out, uint32(src[i]))
+			i++
+			f.add(src, i)
+			length, dist = n, d
+		}
+		out = append(out, match|uint32(length-minMatch)<<15|uint32(dist-1))
+		// Long runs need not be found again at each of their bytes.
+		for k := i + 1; k < i+min(length, 512); k++ {
+			f.add(src, k)
+		}
+		i += length
+	}
+	return out
+}
