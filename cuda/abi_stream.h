@@ -12,19 +12,7 @@
 #ifndef OVERWIRE_ABI_STREAM_H
 #define OVERWIRE_ABI_STREAM_H
 
-#include <stdint.h>
-
-/* One row for the kernels that take a list of items, one warp an item. */
-#ifndef OVERWIRE_BATCH_ITEM
-#define OVERWIRE_BATCH_ITEM
-typedef struct ow_batch_item {
-    uint64_t src, src_len; /* device address and bytes of a stored block */
-    uint64_t dst, dst_cap; /* and of the memory for its content */
-    uint64_t written;      /* result */
-    uint32_t status;       /* result: 0 is good */
-    uint32_t arg;          /* the codec's own */
-} ow_batch_item; /* 48 bytes */
-#endif
+#include "abi_batch.h"
 
 /* One stream, and what the host expects of it. */
 typedef struct ow_stream {

@@ -3,7 +3,7 @@
 // row, launched as the kernels of x16_decode.cu.
 #include "stream.cuh"
 
-static_assert(sizeof(ow_stream) == 64 && sizeof(ow_stream_head) == 16 && sizeof(ow_batch_item) == 48 && sizeof(ow_stream_peek_t) == 24,
+static_assert(sizeof(ow_stream) == 64 && sizeof(ow_stream_head) == 16 && sizeof(ow_stream_peek_t) == 24,
               "abi_stream.h must have no padding");
 
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)

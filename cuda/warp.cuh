@@ -8,7 +8,9 @@
 //
 // Rules for bodies: all lanes execute the same sequence of warp operations
 // (the host side aborts when they do not); shared memory is addressed by 32-bit
-// byte addresses through lds/sts; no block-wide operation.
+// byte addresses through lds/sts; no block-wide operation. What several warps of
+// a block do together is cut into phases, with a barrier between them; on the
+// host each warp in turn runs a phase (run_phase), shared memory stays.
 #ifndef OVERWIRE_WARP_CUH
 #define OVERWIRE_WARP_CUH
 
@@ -42,6 +44,11 @@ OW_DEV u32 ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
 OW_DEV u32 shfl(u32 v, u32 from) { return __shfl_sync(0xffffffffu, v, (int)from); }
 OW_DEV void syncwarp() { __syncwarp(); }
 OW_DEV u32 popc(u32 v) { return (u32)__popc((int)v); }
+OW_DEV u32 lowest(u32 v) { return (u32)__ffs((int)v) - 1; }  // of the bits that are set; v is not 0
+// Doubles without contraction: the same bits as the Go encoder's.
+OW_DEV double dadd(double a, double b) { return __dadd_rn(a, b); }
+OW_DEV double dmul(double a, double b) { return __dmul_rn(a, b); }
+OW_DEV double shfl64f(double v, u32 from) { return __shfl_sync(0xffffffffu, v, (int)from); }
 // Products the compiler must not turn into shifts: they go to another pipe.
 OW_DEV u32 mulhi(u32 a, u32 b) {
     u32 r;
@@ -80,6 +87,13 @@ OW_DEV u32x2 lds64(u32 a) {
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
     return v;
 }
+OW_DEV u32 lds8(u32 a) {
+    u16 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(v) : "r"(a));
+    return v;
+}
+OW_DEV void sts8(u32 a, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
+OW_DEV void count32(u32 a) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(a) : "memory"); }
 OW_DEV void sts32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 OW_DEV void sts64(u32 a, u32x2 v) {
     asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(a), "r"(v.x), "r"(v.y) : "memory");
@@ -100,6 +114,19 @@ OW_DEV void stg16(u8* p, u32 v) { *(u16*)p = (u16)v; }
 OW_DEV void stg32(u8* p, u32 v) { __stcs((u32*)p, v); }
 OW_DEV void stg64(u8* p, u32x2 v) { __stcs((uint2*)p, make_uint2(v.x, v.y)); }
 OW_DEV void stg128(u8* p, u32x4 v) { __stcs((uint4*)p, make_uint4(v.x, v.y, v.z, v.w)); }
+// What this warp wrote itself: through the first-level cache, in order.
+OW_DEV u32 again8(const u8* p) {
+    u16 v;
+    asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    return v;
+}
+OW_DEV u32 again32(const u8* p) {
+    u32 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+OW_DEV void put8(u8* p, u32 v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "h"((u16)v) : "memory"); }
+OW_DEV void put32(u8* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 OW_DEV void raise(u32* word, u32 bits) { atomicOr(word, bits); }
 
 // Asynchronous copies of 16 bytes a lane. After copy_wait and a syncwarp every

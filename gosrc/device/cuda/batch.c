@@ -4,7 +4,6 @@
 
 #include <string.h>
 
-#include "../../../cuda/abi.h"
 #include "call.h"
 
 enum { STREAM_NON_BLOCKING = 1, EVENT_NO_TIMING = 2, REGISTER_PORTABLE_MAPPED = 1 | 2, POINTER_DEVICE = 9 };
@@ -31,7 +30,7 @@ static int queue(const struct owcu_batch *b, struct owcu_error *e)
 		const struct owcu_step *s = &b->steps[i];
 		void *full[] = {(void *)&s->a, (void *)&s->b, (void *)&s->n, (void *)&b->status};
 		void *items[] = {(void *)&s->b, (void *)&s->n};
-		if (TRY(launch, (s->kernel, s->grid, 1, 1, 32 * OW_X16_WARPS, 1, 1, s->shared, stream, s->items ? items : full, NULL)))
+		if (TRY(launch, (s->kernel, s->grid, 1, 1, s->block, 1, 1, s->shared, stream, s->items ? items : full, NULL)))
 			return -1;
 	}
 	return TRY(event_record, (b->done, stream));

@@ -19,17 +19,19 @@ import (
 
 // Kernels of batches, in the order of their numbers.
 const (
-	batchNames = "ow_stream_open\x00ow_stream_close\x00ow_stream_peek\x00ow_stream_x16\x00"
+	batchNames = "ow_stream_open\x00ow_stream_close\x00ow_stream_peek\x00ow_stream_x16\x00ow_lz4_decode\x00ow_snappy_decode\x00"
 	batchOpen  = iota - 1
 	batchClose
 	batchPeek
 	batchX16
+	batchLZ4
+	batchSnappy
 	batchKernels
 )
 
 // decoders are the kernels that take rows of items, by nvCOMP's number of the
 // algorithm.
-var decoders = map[uint32]int{}
+var decoders = map[uint32]int{C.OW_STREAM_LZ4: batchLZ4, C.OW_STREAM_SNAPPY: batchSnappy}
 
 // Decodes says whether streams of an algorithm are decoded by a kernel.
 func Decodes(format uint32) bool {
@@ -281,16 +283,16 @@ func (d *Device) Decode(on Queue, format uint32, streams []Stream) (*Batch, erro
 		return nil, fault.New(fault.ErrNotSupported, "format %d on a GPU", format)
 	}
 	return d.start(on, format, streams, rows, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
-		full := step(k[batchOpen], rows, 32*C.OW_X16_WARPS)
+		opened := step(k[batchOpen], rows, 1, 32*C.OW_X16_WARPS)
 		if !items {
-			x := step(k[batchX16], rows*int(split), C.OW_X16_WARPS)
+			x := step(k[batchX16], rows*int(split), 32, 32*C.OW_X16_WARPS)
 			x.shared = C.OW_X16_SHARED
-			steps(b, full, x)
+			steps(b, opened, x)
 			return
 		}
-		each := step(k[decoder], rows, C.OW_X16_WARPS)
+		each := step(k[decoder], rows, 32, C.OW_BATCH_THREADS)
 		each.items = 1
-		steps(b, full, each, step(k[batchClose], rows, 32*C.OW_X16_WARPS))
+		steps(b, opened, each, step(k[batchClose], rows, 1, 32*C.OW_X16_WARPS))
 	})
 }
 
@@ -306,7 +308,7 @@ func (d *Device) Peek(on Queue, kind Kind, format uint32, streams []Stream) ([]P
 		each[i] = Stream{Src: s.Src, Stored: s.Stored, Kind: kind}
 	}
 	b, err := d.start(on, format, each, 0, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, _ uint32) {
-		steps(b, step(k[batchPeek], len(each), 32*C.OW_X16_WARPS))
+		steps(b, step(k[batchPeek], len(each), 1, 32*C.OW_X16_WARPS))
 	})
 	if err != nil {
 		return nil, err
@@ -321,8 +323,10 @@ func (d *Device) Peek(on Queue, kind Kind, format uint32, streams []Stream) ([]P
 	return out, nil
 }
 
-func step(kernel C.owcu_handle, n, per int) C.struct_owcu_step {
-	return C.struct_owcu_step{kernel: kernel, n: C.uint32_t(n), grid: C.uint32_t((n + per - 1) / per)}
+// step is a launch over n things of so many threads each.
+func step(kernel C.owcu_handle, n, threads, block int) C.struct_owcu_step {
+	per := block / threads
+	return C.struct_owcu_step{kernel: kernel, n: C.uint32_t(n), grid: C.uint32_t((n + per - 1) / per), block: C.uint32_t(block)}
 }
 
 func steps(b *C.struct_owcu_batch, all ...C.struct_owcu_step) {

@@ -9,7 +9,7 @@
 struct owcu_step {
 	owcu_handle kernel;
 	owcu_ptr a, b;
-	uint32_t n, grid, shared;
+	uint32_t n, grid, block, shared;
 	uint32_t items;
 };
 

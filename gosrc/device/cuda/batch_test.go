@@ -170,6 +170,41 @@ func TestBatchX16(t *testing.T) {
 	}
 }
 
+// So do those of the algorithms that have a kernel of items.
+func TestBatchItems(t *testing.T) {
+	g := newGPU(t)
+	in := contents(rand.New(rand.NewPCG(5, 11)))
+	for name, format := range map[string]uint32{"LZ4": 0, "Snappy": 1} {
+		for _, spec := range []bitstream.Spec{
+			{Chunk: 64 << 10}, {Chunk: 1000, Version: 5, Sums: true}, {Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
+		} {
+			spec.Algorithm = name
+			stored := encoded(t, spec, in)
+			streams := g.streams(spec, in, stored)
+			bad := streams[5]
+			bad.Dst, bad.Src = g.room(int(bad.Size), 0), g.put(stored[5], 8)
+			bad.Stored -= 9
+			b, err := g.Decode(cuda.Queue{}, format, append(streams, bad))
+			if err != nil {
+				t.Fatal(err)
+			}
+			errs, err := b.Wait()
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i, s := range streams {
+				if errs[i] != nil || !bytes.Equal(g.get(s.Dst, s.Size), in[i]) {
+					t.Errorf("%+v: stream %d of %d bytes: %v, or other bytes", spec, i, s.Size, errs[i])
+				}
+			}
+			if !errors.Is(errs[len(streams)], fault.ErrCorrupt) {
+				t.Errorf("%+v: a stream cut short: %v", spec, errs[len(streams)])
+			}
+			g.drop()
+		}
+	}
+}
+
 // A stream that is not what it should be is named, and nothing else of the
 // batch with it; nothing is written outside its place (the fake driver's guard
 // zones, and compute-sanitizer's on a device).

@@ -374,7 +374,8 @@ static int f_event_destroy(owcu_handle e)
 
 static const char *const kernel_names[] = {"ow_x16_bf16", "ow_x16_fp16",    "ow_x16_fp32",  "ow_x16_e4m3",    "ow_x16_e5m2",
                                            "ow_x16_int8", "ow_x16_nibbles", "ow_x16_bytes", "ow_move_kernel", "ow_cast_kernel",
-                                           "ow_stream_open", "ow_stream_close", "ow_stream_peek", "ow_stream_x16"};
+                                           "ow_stream_open", "ow_stream_close", "ow_stream_peek", "ow_stream_x16",
+                                           "ow_lz4_decode",  "ow_snappy_decode"};
 
 static int f_module_load(owcu_handle *m, const void *image)
 {
@@ -418,6 +419,18 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 	(void)extra;
 	if (rc)
 		return end(rc);
+	if (kernel >= K_ITEMS) { // kernel(items, n)
+		struct op o = {.kind = LAUNCH, .kernel = kernel};
+		memcpy(&o.b, args[0], 8);
+		memcpy(&n, args[1], 4);
+		o.n = n;
+		if (n == 0 || gx != ow_batch_blocks(OW_BATCH_WARPS, n) || gy != 1 || gz != 1 || bx != OW_BATCH_THREADS || by != 1 || bz != 1 || shared != 0) {
+			broke("a launch of the wrong shape");
+			return end(INVALID);
+		}
+		push(s, o);
+		return end(0);
+	}
 	memcpy(&n, args[2], 4);
 	unsigned per = kernel == K_OPEN || kernel == K_CLOSE || kernel == K_PEEK ? 32 * OW_X16_WARPS : OW_X16_WARPS;
 	if (n == 0 || gx != (n + per - 1) / per || gy != 1 || gz != 1 || bx != 32 * OW_X16_WARPS || by != 1 ||

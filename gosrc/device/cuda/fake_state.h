@@ -24,8 +24,11 @@ void ow_stream_close_host(const ow_stream_head *head, const ow_batch_item *rows,
 void ow_stream_peek_host(const ow_stream_head *head, ow_stream_peek_t *out, uint32_t n);
 void ow_stream_x16_host(const ow_stream_head *head, const ow_x16_chunk *chunks, uint32_t n, uint32_t *status);
 
+void ow_lz4_decode_host(ow_batch_item *items, uint32_t n);
+void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
+
 // Places in kernel_names.
-enum { K_OPEN = 10, K_CLOSE, K_PEEK, K_X16 };
+enum { K_OPEN = 10, K_CLOSE, K_PEEK, K_X16, K_LZ4, K_SNAPPY, K_ITEMS = K_LZ4 };
 
 enum { GUARD = 4096, ALIGN = 512, OOM = 2, INVALID = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
 
@@ -172,6 +175,27 @@ static void stream_now(const struct op *o)
 		ow_stream_x16_host(head, rows, n, status);
 }
 
+// Kernels of items, one warp an item.
+static void items_now(const struct op *o)
+{
+	ow_batch_item *items = (void *)(uintptr_t)o->b;
+
+	if (covers(items, o->n * sizeof *items) != 1) {
+		broke("items outside device memory");
+		return;
+	}
+	for (size_t i = 0; i < o->n; i++)
+		if (items[i].src_len && (covers((void *)(uintptr_t)items[i].src, items[i].src_len) != 1 ||
+		                         covers((void *)(uintptr_t)items[i].dst, items[i].dst_cap) != 1)) {
+			broke("an item outside device memory");
+			return;
+		}
+	if (o->kernel == K_LZ4)
+		ow_lz4_decode_host(items, (uint32_t)o->n);
+	else
+		ow_snappy_decode_host(items, (uint32_t)o->n);
+}
+
 static void launch_now(const struct op *o)
 {
 	if (o->kernel < OW_BYTES) {
@@ -197,6 +221,8 @@ static void launch_now(const struct op *o)
 			}
 		}
 		ow_move_host(moves, parts, (uint32_t)o->n);
+	} else if (o->kernel >= K_ITEMS) {
+		items_now(o);
 	} else if (o->kernel >= K_OPEN) {
 		stream_now(o);
 	} else {
