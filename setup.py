@@ -132,7 +132,8 @@ def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build", dir=out.parent) as t:
         made = Path(t) / out.name
-        tags = "pyext,netgo,osusergo" + (",nostores" if asan or fake else "") + (",owfake,owfakeauto" if fake else "")  # what the sanitizer has nothing to say of
+        tags = "pyext,netgo,osusergo" + (",nostores" if asan or fake else "")  # what the sanitizer has nothing to say of
+        tags += ",owfake,owfakeauto" if fake else ""
         command = [go_command(), "build", "-trimpath", f"-tags={tags}", "-buildmode=c-shared"]
         command += ["-asan"] if asan else []
         command += [f"-ldflags={ldflags}", "-o", str(made), "./gosrc/bind/core"]

@@ -1,0 +1,143 @@
+"""Decoding on a GPU: streams that lie there, or are sent there as they are, by
+kernels, on a stream of the caller's. Nothing waits where a config says how long
+the contents are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ... import codecs, gpu
+from . import devices
+from .arrays import Array, Later
+from .dtypes import Kind
+
+__all__ = ["decode", "shape_of"]
+
+# Contents of one stream: bytes, bytes of a chunk, and the algorithm.
+Shape = tuple[int, int, str]
+
+# No chunk that an encoder makes is longer, and no block of LZ4 or Snappy gives more.
+_MOST_CHUNK = 16 << 20
+_RATIO = {"LZ4": 255, "Snappy": 32}
+
+
+def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape | None:
+    """What a stream on a GPU says of itself, after what is queued there; None where
+    only the host can tell, or say what is wrong."""
+    found = _glances([array], algorithm, bitstream, array._device[1], stream)
+    return found[0] if found is not None else None
+
+
+def _glances(arrays: Sequence[Array], algorithm: str, bitstream: str, device: int, stream: int) -> list[Shape] | None:
+    if bitstream != "native" and (not algorithm or (bitstream == "raw" and algorithm not in ("X16", "Snappy"))):
+        return None
+    after = {a._stream for a in arrays if a._stream != stream}
+    where = [(a._span.address, a._span.nbytes) for a in arrays]
+    rows = gpu.glance(device, stream, where, algorithm or None, bitstream=bitstream, after=tuple(after))
+    shapes = []
+    for array, row in zip(arrays, rows, strict=True):
+        name = row.algorithm or ""
+        most = array._span.nbytes * _RATIO.get(name, 1 << 40)
+        if row.error is not None or row.size > most or row.chunk > _MOST_CHUNK:
+            return None
+        shapes.append((row.size, row.chunk if bitstream == "native" and row.size else max(row.size, 1), name))
+    return shapes
+
+
+def decode(
+    arrays: Sequence[Array],
+    shapes: Sequence[Shape] | None,
+    algorithm: str,
+    bitstream: str,
+    kind: Kind,
+    outs: Sequence[Any] | None,
+    device: int,
+    stream: int,
+) -> list[Array] | None:
+    """Queues the decoding of Arrays, which lie on the device, and returns the Arrays
+    that their contents will be; None where kernels do not do it: then nothing has
+    happened. `shapes` None: the streams are asked first, and waited for.
+
+    Raises ValueError where an `out` is too small, read-only, or part of a source.
+    """
+    if shapes is None:
+        shapes = _glances(arrays, algorithm, bitstream, device, stream)
+        if shapes is None:
+            return None
+    name = shapes[0][2]
+    if name not in gpu.algorithms() or any(s[2] != name for s in shapes):
+        return None
+    item = kind[1] * kind[2] // 8
+    x16 = name == "X16"
+    made: list[Array] = []
+    rows = []
+    sources = []
+    for i, (array, (size, chunk, _)) in enumerate(zip(arrays, shapes, strict=True)):
+        if size % item:
+            raise ValueError(f"{size} bytes are no whole number of elements of {kind[1]} bits")
+        out = None if outs is None else outs[i]
+        plain = out is None or isinstance(out, Array)
+        given = out if plain else Array(out, stream)
+        if given is not None and not (plain and given._native) and given._device != (2, device):
+            return None
+        if x16 and chunk % 16 and chunk < size:
+            return None
+        target = _target(given, plain, array, size, kind, device, stream)
+        if x16 and target._span.address % 16:
+            return None
+        made.append(target)
+        sources.append(_placed(array, x16, bitstream, device, stream))
+        rows.append((sources[-1]._span.address, array._span.nbytes, target._span.address, size, chunk))
+    after = {a._stream for a in sources if a._stream != stream}
+    batch = gpu.decode(device, stream, rows, name, bitstream=bitstream, after=tuple(after))
+    for i, result in enumerate(made):
+        result._stream = stream
+        # A source of another stream must not go before it was read.
+        result._pending = Later(batch, i, sources[i] if after else None)
+    return made
+
+
+def _target(given: Array | None, plain: bool, source: Array, size: int, kind: Kind, device: int, stream: int) -> Array:
+    """The Array that a content becomes: `given`, where it has the room."""
+    if given is None:
+        return Array._of(devices.memory(size, device, stream), size, kind, (2, device))
+    if given._readonly:
+        raise ValueError("out is read-only")
+    if given._strides is not None:
+        raise ValueError("out is not contiguous")
+    ours = plain and given._native
+    capacity = given._capacity if ours else given._span.nbytes
+    if ours and (capacity < size or given._device != (2, device)):
+        span, capacity = devices.memory(size, device, stream), size
+    elif capacity < size:
+        raise ValueError(f"out has {capacity} bytes, {size} are needed")
+    else:
+        span = codecs.Span(given._span.address, capacity, given._span.keep if ours else given)
+    at, end = span.address, span.address + capacity
+    if at < source._span.address + source._span.nbytes and source._span.address < end:
+        raise ValueError("out overlaps the source")
+    if given._stream != stream:
+        gpu.follow(stream, given._stream, device=device)  # who used it before
+    made = Array._of(span, size, kind, (2, device))
+    made._capacity = capacity
+    if ours:
+        given.__dict__.update(made.__dict__)
+        return given
+    made._native = False
+    return made
+
+
+def _placed(array: Array, x16: bool, bitstream: str, device: int, stream: int) -> Array:
+    """The Array, or a copy of it that lies as kernels read it."""
+    lead = 8 if x16 and bitstream == "raw" else 0
+    step = 16 if x16 else 8
+    if (bitstream != "native" and not x16) or (array._span.address + lead) % step == 0:
+        return array
+    nbytes = array._span.nbytes
+    room = devices.memory(nbytes + step, device, stream)
+    at = room.address + (-(room.address + lead)) % step
+    devices.onto(array, at, device, stream, wait=False)
+    made = Array._of(codecs.Span(at, nbytes, (room.keep, array)), nbytes, device=(2, device))
+    made._stream = stream
+    return made
