@@ -186,7 +186,7 @@ static void items_now(const struct op *o)
 	}
 	for (size_t i = 0; i < o->n; i++)
 		if (items[i].src_len && (covers((void *)(uintptr_t)items[i].src, items[i].src_len) != 1 ||
-		                         covers((void *)(uintptr_t)items[i].dst, items[i].dst_cap) != 1)) {
+		                         (items[i].dst_cap && covers((void *)(uintptr_t)items[i].dst, items[i].dst_cap) != 1))) {
 			broke("an item outside device memory");
 			return;
 		}
