@@ -120,6 +120,7 @@ class Codec:
         self._kwargs = kwargs
         self._strict: bool = kwargs.get("strict", False)
         self._policy: ChecksumPolicy = kwargs.get("checksum_policy", ChecksumPolicy.NO_COMPUTE_NO_VERIFY)
+        self._verifies: bool | str = _VERIFY[self._policy]
         kind: BitstreamKind = kwargs.get("bitstream_kind", BitstreamKind.NVCOMP_NATIVE)
         self._bitstream = codecs.BITSTREAMS[int(kind)]
         self._chunk: int | None = kwargs.get("uncomp_chunk_size")
@@ -204,7 +205,7 @@ class Codec:
                 raise ValueError(f"the config is for {len(sizes)} buffers, not {len(sources)}")
         outs = _outs(out, many, sources)
         device = self._device(sources)
-        if device is not None and sources and _VERIFY[self._policy] is False:
+        if device is not None and sources and self._verifies is False:
             made = self._onboard(sources, outs, kind, shapes, device)
             if made is not None:
                 return BatchArray(made) if many else made[0]
@@ -273,7 +274,7 @@ class Codec:
             dtype=dtype,
             cascaded=self._cascaded,
             checksums=op == "encode" and self._policy in _COMPUTE,
-            verify=_VERIFY[self._policy] if op == "decode" else False,
+            verify=self._verifies if op == "decode" else False,
             version=self._version,
             out=into,
         )

@@ -66,14 +66,17 @@ def decode(
         if shapes is None:
             return None
     name = shapes[0][2]
-    if name not in gpu.algorithms() or any(s[2] != name for s in shapes):
+    if name not in gpu.algorithms():
         return None
     item = kind[1] * kind[2] // 8
     x16 = name == "X16"
     made: list[Array] = []
     rows = []
-    sources = []
-    for i, (array, (size, chunk, _)) in enumerate(zip(arrays, shapes, strict=True)):
+    sources: list[Array] = []
+    after: list[int] = []
+    for i, (array, (size, chunk, algorithm)) in enumerate(zip(arrays, shapes, strict=True)):
+        if algorithm != name:
+            return None
         if size % item:
             raise ValueError(f"{size} bytes are no whole number of elements of {kind[1]} bits")
         out = None if outs is None else outs[i]
@@ -87,10 +90,12 @@ def decode(
         if x16 and target._span.address % 16:
             return None
         made.append(target)
-        sources.append(_placed(array, x16, bitstream, device, stream))
-        rows.append((sources[-1]._span.address, array._span.nbytes, target._span.address, size, chunk))
-    after = {a._stream for a in sources if a._stream != stream}
-    batch = gpu.decode(device, stream, rows, name, bitstream=bitstream, after=tuple(after))
+        source = _placed(array, x16, bitstream, device, stream)
+        sources.append(source)
+        rows.append((source._span.address, array._span.nbytes, target._span.address, size, chunk))
+        if source._stream != stream and source._stream not in after:
+            after.append(source._stream)
+    batch = gpu.decode(device, stream, rows, name, bitstream=bitstream, after=after)
     for i, result in enumerate(made):
         result._stream = stream
         # A source of another stream must not go before it was read.
