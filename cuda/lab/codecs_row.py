@@ -90,14 +90,16 @@ def codec_pair(api: Any, data: Any, chunk: int, named: dict[str, Any]) -> dict[s
     import torch
 
     codec = api.Codec(uncomp_chunk_size=chunk, cuda_stream=torch.cuda.current_stream().cuda_stream, **named)
+    torch.cuda.synchronize()
     source = api.as_array(data)
     packed = codec.encode(source)
     config = codec.decompression_config(packed)
     out = torch.empty_like(data)
     out.fill_(1)
+    into = api.as_array(out, cuda_stream=torch.cuda.current_stream().cuda_stream)
 
     def decode() -> Any:
-        return codec.decode(packed, out=out, decompression_config=config)
+        return codec.decode(packed, out=into, decompression_config=config)
 
     decode()
     same(out, data)
@@ -140,7 +142,8 @@ def main() -> int:
             line += f"  {found['error']}"
         print(line, flush=True)
 
-    with tempfile.TemporaryDirectory() as folder:
+    # A stream of its own: nvCOMP takes 0 for "none given".
+    with tempfile.TemporaryDirectory() as folder, torch.cuda.stream(torch.cuda.Stream()):
         nvcomp: Any = None
         try:
             nvcomp = nvcomp_module(args.wheels, folder)
@@ -148,6 +151,7 @@ def main() -> int:
             print(f"nvCOMP is not installed ({error}): its rows are left out", file=sys.stderr)
         theirs = f"nvCOMP {nvcomp.__version__}" if nvcomp is not None else ""
         data = weights(args.size, folder)
+        torch.cuda.synchronize()
         failed = 0
 
         def measured(what: str, who: str, work: Callable[[], dict[str, Any]]) -> None:
@@ -164,7 +168,6 @@ def main() -> int:
             measured(what + ", X16", "overwire", lambda c=chunk: codec_pair(ours, data, c, {"algorithm": "X16", "data_type": "bfloat16"}))
             if nvcomp is not None:
                 measured(what + ", ANS", theirs, lambda c=chunk: codec_pair(nvcomp, data, c, {"algorithm": "ANS", "data_type": "<f2"}))
-        del data
         words = text(512 << 20)
         for name in ("LZ4", "Snappy"):
             if nvcomp is not None:
@@ -178,7 +181,7 @@ def main() -> int:
                 def decode(codec: Any = codec, packed: Any = packed, out: Any = out, config: Any = config) -> Any:
                     return codec.decode(packed, out=out, decompression_config=config)
 
-                def their(decode: Any = decode, out: Any = out) -> dict[str, Any]:
+                def their(decode: Any = decode, out: Any = out, packed: Any = packed) -> dict[str, Any]:
                     decode()
                     same(out, words)
                     return {"ratio": packed.buffer_size / words.nbytes, "decode": rate(words.nbytes, decode)}

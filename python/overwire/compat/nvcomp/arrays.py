@@ -59,7 +59,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._fill(span, shape, strides, kind, device)
         self._readonly = readonly
         self._native = False
-        self._stream = stream
+        self._stream = self._joined = stream
 
     def _fill(
         self, span: codecs.Span, shape: tuple[int, ...], strides: tuple[int, ...] | None, kind: Kind, device: tuple[int, int]
@@ -73,7 +73,15 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._readonly = False
         self._native = True  # memory of ours: a Codec may replace it
         self._pending: BaseException | Later | None = None
-        self._stream = 1
+        self._stream = 1  # whose work the bytes wait for
+        self._joined = 1  # a stream that has waited for it
+
+    def _late(self, stream: int) -> bool:
+        """Whether a stream must wait before it touches the bytes: it is told once."""
+        if self._stream == stream or self._joined == stream:
+            return False
+        self._joined = stream
+        return True
 
     @classmethod
     def _of(cls, span: codecs.Span, nbytes: int, kind: Kind = _BYTE, device: tuple[int, int] = _HOST) -> Array:

@@ -548,7 +548,8 @@ def _onto(made: Array, out: Array, stream: int) -> Array:
     if nbytes:
         devices.onto(made, out._span.address, device, stream)
     placed = Array._of(codecs.Span(out._span.address, nbytes, out), nbytes, made._kind, out._device)
-    placed._capacity, placed._native, placed._stream = out.buffer_size, False, stream
+    placed._capacity, placed._native = out.buffer_size, False
+    placed._stream = placed._joined = stream
     return placed
 
 

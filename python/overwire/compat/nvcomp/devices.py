@@ -82,6 +82,6 @@ def to_device(array: Array, synchronize: bool = True, stream: int = 0, index: in
     onto(array, span.address, index, stream, synchronize)
     # What has not been read yet stays.
     made = _like(array, span if synchronize else codecs.Span(span.address, nbytes, (span.keep, array)), (2, index))
-    made._stream = stream
+    made._stream = made._joined = stream
     return made
 

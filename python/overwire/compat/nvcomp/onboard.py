@@ -32,7 +32,7 @@ def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape
 def _glances(arrays: Sequence[Array], algorithm: str, bitstream: str, device: int, stream: int) -> list[Shape] | None:
     if bitstream != "native" and (not algorithm or (bitstream == "raw" and algorithm not in ("X16", "Snappy"))):
         return None
-    after = {a._stream for a in arrays if a._stream != stream}
+    after = {a._stream for a in arrays if a._late(stream)}
     where = [(a._span.address, a._span.nbytes) for a in arrays]
     rows = gpu.glance(device, stream, where, algorithm or None, bitstream=bitstream, after=tuple(after))
     shapes = []
@@ -86,25 +86,28 @@ def decode(
             return None
         if x16 and chunk % 16 and chunk < size:
             return None
-        target = _target(given, plain, array, size, kind, device, stream)
+        target = _target(given, plain, array, size, kind, device, stream, after)
         if x16 and target._span.address % 16:
             return None
         made.append(target)
         source = _placed(array, x16, bitstream, device, stream)
         sources.append(source)
         rows.append((source._span.address, array._span.nbytes, target._span.address, size, chunk))
-        if source._stream != stream and source._stream not in after:
+        if source._late(stream):
             after.append(source._stream)
-    batch = gpu.decode(device, stream, rows, name, bitstream=bitstream, after=after)
+    batch = gpu.decode(device, stream, rows, name, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ())
     for i, result in enumerate(made):
-        result._stream = stream
+        result._stream = result._joined = stream
         # A source of another stream must not go before it was read.
         result._pending = Later(batch, i, sources[i] if after else None)
     return made
 
 
-def _target(given: Array | None, plain: bool, source: Array, size: int, kind: Kind, device: int, stream: int) -> Array:
-    """The Array that a content becomes: `given`, where it has the room."""
+def _target(
+    given: Array | None, plain: bool, source: Array, size: int, kind: Kind, device: int, stream: int, after: list[int]
+) -> Array:
+    """The Array that a content becomes: `given`, where it has the room. `after` gets
+    the stream of who used it before."""
     if given is None:
         return Array._of(devices.memory(size, device, stream), size, kind, (2, device))
     if given._readonly:
@@ -122,8 +125,8 @@ def _target(given: Array | None, plain: bool, source: Array, size: int, kind: Ki
     at, end = span.address, span.address + capacity
     if at < source._span.address + source._span.nbytes and source._span.address < end:
         raise ValueError("out overlaps the source")
-    if given._stream != stream:
-        gpu.follow(stream, given._stream, device=device)  # who used it before
+    if given._late(stream):
+        after.append(given._stream)
     made = Array._of(span, size, kind, (2, device))
     made._capacity = capacity
     if ours:
@@ -144,5 +147,5 @@ def _placed(array: Array, x16: bool, bitstream: str, device: int, stream: int) -
     at = room.address + (-(room.address + lead)) % step
     devices.onto(array, at, device, stream, wait=False)
     made = Array._of(codecs.Span(at, nbytes, (room.keep, array)), nbytes, device=(2, device))
-    made._stream = stream
+    made._stream = made._joined = stream
     return made
