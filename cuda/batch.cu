@@ -1,4 +1,5 @@
 // The batch kernels of abi_batch.h.
+#include "cascaded_decode.cuh"
 #include "lz4_decode.cuh"
 #include "snappy_decode.cuh"
 #include "x16_batch.cuh"
@@ -20,6 +21,7 @@ static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
 
 OW_WARP_KERNEL(ow_lz4_decode, ow::lz4_job, ow::kFeedRing)
 OW_WARP_KERNEL(ow_snappy_decode, ow::snappy_job, ow::kFeedRing)
+OW_WARP_KERNEL(ow_cascaded_decode, ow::cascaded_job, ow::kCascadedShared)
 
 // A block an item.
 extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, 8) ow_x16_decode_batch(ow_batch_item* items, uint32_t n) {

@@ -1,4 +1,5 @@
 // The host twins of batch.cu, run by the warp of warp_host.h.
+#include "cascaded_decode.cuh"
 #include "lz4_decode.cuh"
 #include "snappy_decode.cuh"
 #include "x16_batch.cuh"
@@ -35,6 +36,10 @@ extern "C" void ow_lz4_decode_host(ow_batch_item* items, uint32_t n) {
 
 extern "C" void ow_snappy_decode_host(ow_batch_item* items, uint32_t n) {
     each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t s) { ow::snappy_job(p, i, s); }, ow::kFeedRing);
+}
+
+extern "C" void ow_cascaded_decode_host(ow_batch_item* items, uint32_t n) {
+    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t s) { ow::cascaded_job(p, i, s); }, ow::kCascadedShared);
 }
 
 extern "C" void ow_x16_decode_batch_host(ow_batch_item* items, uint32_t n) {

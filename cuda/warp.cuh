@@ -94,6 +94,7 @@ OW_DEV u32 lds8(u32 a) {
     return v;
 }
 OW_DEV void sts8(u32 a, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
+OW_DEV void sts16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
 OW_DEV void count32(u32 a) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(a) : "memory"); }
 OW_DEV void sts32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 OW_DEV void sts64(u32 a, u32x2 v) {
