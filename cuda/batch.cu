@@ -1,6 +1,9 @@
 // The batch kernels of abi_batch.h.
+#include "cascaded_decode.cuh"
 #include "lz4_decode.cuh"
 #include "snappy_decode.cuh"
+#include "x16_batch.cuh"
+#include "x16_encode.cuh"
 
 static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
 
@@ -18,3 +21,62 @@ static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
 
 OW_WARP_KERNEL(ow_lz4_decode, ow::lz4_job, ow::kFeedRing)
 OW_WARP_KERNEL(ow_snappy_decode, ow::snappy_job, ow::kFeedRing)
+OW_WARP_KERNEL(ow_cascaded_decode, ow::cascaded_job, ow::kCascadedShared)
+
+// A block an item.
+extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, 8) ow_x16_decode_batch(ow_batch_item* items, uint32_t n) {
+    using namespace ow;
+    __shared__ __align__(1024) u8 shared[OW_BATCH_WARPS * kX16Shared<X16Best>];
+    if (blockIdx.x >= n) return;
+    ow_batch_item* item = items + blockIdx.x;
+    ow_batch_item it = *item;
+    ow_x16_chunk c;
+    bool good = x16_chunk(it, c) && x16_known(it.arg);
+    __syncthreads();
+    if (threadIdx.x == 0) item->status = good ? 0 : OW_BATCH_ARG;
+    __syncthreads();
+    u32 warp = threadIdx.x / 32;
+    X16Place place = x16_place<X16Best>((u32)__cvta_generic_to_shared(shared), warp, OW_BATCH_WARPS);
+    if (good) x16_item_job(it, &item->status, place, warp);
+    __syncthreads();
+    if (threadIdx.x == 0) item->written = *(volatile uint32_t*)&item->status ? 0 : it.dst_cap;
+}
+
+namespace {
+
+template <int TR> OW_DEV void encode(ow_batch_item* item, ow::u32 shared) {
+    typedef ow::Encode<TR> E;
+    E e;
+    E::open(e, item, shared, threadIdx.x / 32);
+    OW_UNROLL(7)
+    for (ow::u32 p = 0; p < ow::kEncodePhases; p++) {
+        E::phase(e, p);
+        __syncthreads();
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, 8) ow_x16_encode(ow_batch_item* items, uint32_t n) {
+    using namespace ow;
+    __shared__ __align__(2048) u8 shared[kEncodeShared];
+    if (blockIdx.x >= n) return;
+    ow_batch_item* item = items + blockIdx.x;
+    ow_batch_item it = *item;
+    u32 bad = encode_refuses(it), at = (u32)__cvta_generic_to_shared(shared);
+    __syncthreads();
+    if (bad) {
+        if (threadIdx.x < 32) batch_result(item, bad, 0);
+        return;
+    }
+    switch (it.arg & 0xffff) {
+        case OW_BF16: return encode<OW_BF16>(item, at);
+        case OW_FP16: return encode<OW_FP16>(item, at);
+        case OW_FP32: return encode<OW_FP32>(item, at);
+        case OW_E4M3: return encode<OW_E4M3>(item, at);
+        case OW_E5M2: return encode<OW_E5M2>(item, at);
+        case OW_INT8: return encode<OW_INT8>(item, at);
+        case OW_NIBBLES: return encode<OW_NIBBLES>(item, at);
+        case OW_BYTES: return encode<OW_BYTES>(item, at);
+    }
+}

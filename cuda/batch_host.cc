@@ -1,6 +1,9 @@
 // The host twins of batch.cu, run by the warp of warp_host.h.
+#include "cascaded_decode.cuh"
 #include "lz4_decode.cuh"
 #include "snappy_decode.cuh"
+#include "x16_batch.cuh"
+#include "x16_encode.cuh"
 
 namespace {
 
@@ -12,6 +15,19 @@ template <class F> void each(ow_batch_item* items, uint32_t n, F job, uint32_t s
     }
 }
 
+template <int TR> void encode(ow_batch_item* item, bool falling) {
+    for (uint32_t p = 0; p < ow::kEncodePhases; p++) {
+        for (uint32_t i = 0; i < OW_BATCH_WARPS; i++) {
+            uint32_t warp = falling ? OW_BATCH_WARPS - 1 - i : i;
+            ow::run_phase([&] {
+                ow::Encode<TR> e;
+                ow::Encode<TR>::open(e, item, 0, warp);
+                ow::Encode<TR>::phase(e, p);
+            }, p == 0 && i == 0, falling);
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" void ow_lz4_decode_host(ow_batch_item* items, uint32_t n) {
@@ -20,4 +36,45 @@ extern "C" void ow_lz4_decode_host(ow_batch_item* items, uint32_t n) {
 
 extern "C" void ow_snappy_decode_host(ow_batch_item* items, uint32_t n) {
     each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t s) { ow::snappy_job(p, i, s); }, ow::kFeedRing);
+}
+
+extern "C" void ow_cascaded_decode_host(ow_batch_item* items, uint32_t n) {
+    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t s) { ow::cascaded_job(p, i, s); }, ow::kCascadedShared);
+}
+
+extern "C" void ow_x16_decode_batch_host(ow_batch_item* items, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        ow_batch_item it = items[i];
+        ow_x16_chunk c;
+        bool good = ow::x16_chunk(it, c) && ow::x16_known(it.arg);
+        items[i].status = good ? 0 : (uint32_t)OW_BATCH_ARG;
+        for (uint32_t warp = 0; good && warp < OW_BATCH_WARPS; warp++) {
+            ow::run_warp([&] {
+                ow::X16Place place = ow::x16_place<ow::X16Best>(0, warp, OW_BATCH_WARPS);
+                ow::x16_item_job(it, &items[i].status, place, warp);
+            }, i & 1);
+        }
+        items[i].written = items[i].status ? 0 : it.dst_cap;
+    }
+}
+
+extern "C" void ow_x16_encode_host(ow_batch_item* items, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        ow_batch_item* p = items + i;
+        if (uint32_t bad = ow::encode_refuses(*p)) {
+            p->written = 0;
+            p->status = bad;
+            continue;
+        }
+        switch (p->arg & 0xffff) {
+            case OW_BF16: encode<OW_BF16>(p, i & 1); break;
+            case OW_FP16: encode<OW_FP16>(p, i & 1); break;
+            case OW_FP32: encode<OW_FP32>(p, i & 1); break;
+            case OW_E4M3: encode<OW_E4M3>(p, i & 1); break;
+            case OW_E5M2: encode<OW_E5M2>(p, i & 1); break;
+            case OW_INT8: encode<OW_INT8>(p, i & 1); break;
+            case OW_NIBBLES: encode<OW_NIBBLES>(p, i & 1); break;
+            case OW_BYTES: encode<OW_BYTES>(p, i & 1); break;
+        }
+    }
 }

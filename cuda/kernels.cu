@@ -3,5 +3,4 @@
 
 #include "move.cu"
 #include "batch.cu"
-
 #include "stream.cu"

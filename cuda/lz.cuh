@@ -21,47 +21,49 @@ struct Feed {
     const u8* base;
     u32 begin, end;  // of the input
     u32 ring;        // shared address, a multiple of kFeedRing
-    u32 landed;      // bytes before this are in the ring, or have been
-    u32 issued;      // bytes before this have been asked for
+    u32 have;        // bytes before this, a multiple of a block, have been asked for; + 1: the last block is on its way
     u32 mark;        // from here on feed_serve has something to do
 };
 
-// feed_issue asks for the next block. What of it lies outside the input is
+// feed_issue asks for the block at `at`. What of it lies outside the input is
 // neither read nor written.
-OW_DEV void feed_issue(Feed& f) {
-    u32 at = f.issued + 16 * lane(), to = f.ring | (at & (kFeedRing - 1));
-    if (at >= f.begin && at + 16 <= f.end) {
-        copy16(to, f.base + at);
-    } else {
-        for (u32 i = 0; i < 16; i++) {
-            if (at + i >= f.begin && at + i < f.end) sts8(to + i, ldg8(f.base + at + i));
-        }
+OW_DEV void feed_issue(const u8* base, u32 begin, u32 end, u32 ring, u32 at) {
+    at += 16 * lane();
+    u32 to = ring | (at & (kFeedRing - 1));
+    if (at >= begin && at + 16 <= end) {
+        copy16(to, base + at);
+        return;
     }
-    f.issued += kFeedBlock;
+    OW_UNROLL(1)
+    for (u32 i = 0; i < 16; i++) {
+        if (at + i >= begin && at + i < end) sts8(to + i, ldg8(base + at + i));
+    }
 }
 
 // feed_serve sees to it that the bytes [at, at + kFeedAhead) of the input are in
-// the ring, and that the block behind them is on its way.
-OW_DEV void feed_serve(Feed& f, u32 at) {
-    if (at >= f.issued) {  // jumped over what is there
+// the ring, and that the block behind them is on its way. It returns what the
+// Feed then has.
+OW_COLD u32 feed_serve(const u8* base, u32 begin, u32 end, u32 ring, u32 have, u32 at) {
+    u32 issued = have & ~1u, landed = have & 1 ? issued - kFeedBlock : issued;
+    if (at >= issued) {  // jumped over what is there
         copy_wait();
-        f.landed = f.issued = at & ~(kFeedBlock - 1);
+        landed = issued = at & ~(kFeedBlock - 1);
     }
     syncwarp();  // every lane is done with the block that goes
+    OW_UNROLL(1)
     for (;;) {
-        bool need = at + kFeedAhead > f.landed && f.landed < f.end;
-        if (need && f.landed < f.issued) {
+        if (at + kFeedAhead > landed && landed < issued) {
             copy_wait();
-            f.landed = f.issued;
-        } else if (f.issued < f.end && at + kFeedBlock >= f.issued) {
-            feed_issue(f);
+            landed = issued;
+        } else if (issued < end && at + kFeedBlock >= issued) {
+            feed_issue(base, begin, end, ring, issued);
+            issued += kFeedBlock;
         } else {
             break;
         }
     }
     syncwarp();
-    u32 wait = f.landed < f.issued ? f.landed - (kFeedAhead - 1) : ~0u;
-    f.mark = umin(wait, f.issued < f.end ? f.issued - kFeedBlock : ~0u);
+    return issued | (landed < issued);
 }
 
 OW_DEV void feed_open(Feed& f, const u8* src, u32 n, u32 ring) {
@@ -69,8 +71,20 @@ OW_DEV void feed_open(Feed& f, const u8* src, u32 n, u32 ring) {
     f.base = src - f.begin;
     f.end = f.begin + n;
     f.ring = ring;
-    f.landed = f.issued = 0;
+    f.have = 0;
     f.mark = 0;
+}
+
+// feed_peek gives each lane its byte of the next 32; past the end, rubbish.
+OW_DEV u32 feed_peek(Feed& f, u32 at) {
+    if (at >= f.mark) {
+        f.have = feed_serve(f.base, f.begin, f.end, f.ring, f.have, at);
+        // What is on its way is waited for before it is looked at; the next
+        // block is asked for when the one before the last is done with.
+        if (f.have & 1) f.mark = f.have - 1 - kFeedBlock - (kFeedAhead - 1);
+        else f.mark = f.have < f.end ? f.have - kFeedBlock : ~0u;
+    }
+    return lds8(f.ring | ((at + lane()) & (kFeedRing - 1)));
 }
 
 // feed_close waits for what is on its way, after which the ring may be reused.
@@ -79,29 +93,15 @@ OW_DEV void feed_close() {
     syncwarp();
 }
 
-// feed_peek gives each lane its byte of the next 32; past the end, rubbish.
-OW_DEV u32 feed_peek(Feed& f, u32 at) {
-    if (at >= f.mark) feed_serve(f, at);
-    return lds8(f.ring | ((at + lane()) & (kFeedRing - 1)));
-}
-
 // copy_run copies n bytes that do not overlap; `self`: out of what this warp has
 // written. Reads stay inside [lo, hi), which holds the source.
 template <bool SELF> OW_DEV u32 load8(const u8* p) { return SELF ? again8(p) : ldg8(p); }
 template <bool SELF> OW_DEV u32 load32(const u8* p) { return SELF ? again32(p) : ldg32(p); }
 
-template <bool SELF> OW_DEV void copy_run(u8* to, const u8* from, u32 n, const u8* lo, const u8* hi) {
-    if (n <= 64) {
-        if (lane() < n) {
-            u32 a = load8<SELF>(from + lane()), b = 0;
-            if (lane() + 32 < n) b = load8<SELF>(from + lane() + 32);
-            put8(to + lane(), a);
-            if (lane() + 32 < n) put8(to + lane() + 32, b);
-        }
-        return;
-    }
-    // Words of the destination, each out of one or two words of the source; what
-    // is left at both ends, at most 7 bytes, singly.
+// copy_long copies more than 64 bytes: words of the destination, each out of one
+// or two words of the source; what is left at both ends, at most 7 bytes,
+// singly.
+template <bool SELF> OW_COLD void copy_long(u8* to, const u8* from, u32 n, const u8* lo, const u8* hi) {
     u32 head = (0u - (u32)(uintptr_t)to) & 3, off = (u32)(uintptr_t)(from + head) & 3;
     if (off && from + head < lo + off) head += 4;
     u32 words = (n - head) / 4;
@@ -119,6 +119,7 @@ template <bool SELF> OW_DEV void copy_run(u8* to, const u8* from, u32 n, const u
     }
     u8* d = to + head;
     u32 sel = 0x3210 + 0x1111 * off, i = lane();
+    OW_UNROLL(1)
     for (; i + 96 < words; i += 128) {
         u32 v[4];
     OW_UNROLL(4)
@@ -129,10 +130,41 @@ template <bool SELF> OW_DEV void copy_run(u8* to, const u8* from, u32 n, const u
     OW_UNROLL(4)
         for (u32 k = 0; k < 4; k++) put32(d + 4 * (u64)(i + 32 * k), v[k]);
     }
+    OW_UNROLL(1)
     for (; i < words; i += 32) {
         u32 v = load32<SELF>(s + 4 * (u64)i);
         if (off) v = prmt(v, load32<SELF>(s + 4 * (u64)i + 4), sel);
         put32(d + 4 * (u64)i, v);
+    }
+}
+
+template <bool SELF> OW_DEV void copy_run(u8* to, const u8* from, u32 n, const u8* lo, const u8* hi) {
+    if (n > 64) {
+        copy_long<SELF>(to, from, n, lo, hi);
+    } else if (lane() < n) {
+        u32 a = load8<SELF>(from + lane()), b = 0;
+        if (lane() + 32 < n) b = load8<SELF>(from + lane() + 32);
+        put8(to + lane(), a);
+        if (lane() + 32 < n) put8(to + lane() + 32, b);
+    }
+}
+
+// copy_again repeats more than 32 bytes that are `back` < n apart. From the
+// first byte of the match on, the output has period `back`: each round copies as
+// many whole periods as there are.
+OW_COLD void copy_again(u8* to, u32 back, u32 n, const u8* lo, const u8* hi) {
+    u32 done = 0;
+    if (back < 32) {
+        put8(to + lane(), again8(to - back + lane() % back));
+        done = 32;
+        syncwarp();
+    }
+    OW_UNROLL(1)
+    while (done < n) {
+        u32 whole = (back + done) / back * back, part = umin(whole, n - done);
+        copy_run<true>(to + done, to + done - whole, part, lo, hi);
+        done += part;
+        syncwarp();
     }
 }
 
@@ -146,25 +178,8 @@ OW_DEV void copy_match(u8* dst, u32 out, u32 cap, u32 back, u32 n) {
         if (lane() < n) put8(to + lane(), again8(from + (back < n ? lane() % back : lane())));
         return;
     }
-    const u8* hi = dst + cap;
-    if (back >= n) {
-        copy_run<true>(to, from, n, dst, hi);
-        return;
-    }
-    // From the first byte of the match on, the output has period `back`: each
-    // round copies as many whole periods as there are.
-    u32 done = 0;
-    if (back < 32) {
-        put8(to + lane(), again8(from + lane() % back));
-        done = 32;
-        syncwarp();
-    }
-    while (done < n) {
-        u32 whole = (back + done) / back * back, part = umin(whole, n - done);
-        copy_run<true>(to + done, to + done - whole, part, dst, hi);
-        done += part;
-        syncwarp();
-    }
+    if (back >= n) copy_run<true>(to, from, n, dst, dst + cap);
+    else copy_again(to, back, n, dst, dst + cap);
 }
 
 // batch_result writes what became of an item.

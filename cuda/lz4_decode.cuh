@@ -14,6 +14,7 @@ namespace ow {
 
 // lz4_more adds the bytes at `at` that continue a length. Returns 0 or a status.
 OW_DEV u32 lz4_more(Feed& f, u32& at, u32& n, u32 most) {
+    OW_UNROLL(1)
     for (;;) {
         u32 b = feed_peek(f, at);
         u32 last = ballot(at + lane() < f.end && b != 255);
@@ -33,6 +34,7 @@ OW_DEV u32 lz4_more(Feed& f, u32& at, u32& n, u32 most) {
 // lz4_block decodes; out is how many bytes. Returns 0 or a status.
 OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32& out) {
     out = 0;
+    OW_UNROLL(1)
     for (u32 at = f.begin;;) {
         if (at >= f.end) return OW_BATCH_INPUT;
         u32 b = feed_peek(f, at), token = shfl(b, 0);

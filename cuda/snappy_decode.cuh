@@ -36,6 +36,7 @@ OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32& out) {
     if (said > cap) return OW_BATCH_ROOM;
     // What follows may make as many bytes as were said, and must.
     u32 size = (u32)said;
+    OW_UNROLL(1)
     for (at += k + 1; at < f.end;) {
         b = feed_peek(f, at);
         u32 tag = shfl(b, 0), kind = tag & 3, n = (tag >> 2) + 1, rest = f.end - ++at;

@@ -6,6 +6,7 @@
 #define OVERWIRE_STREAM_CUH
 
 #include "abi_stream.h"
+#include "x16_batch.cuh"
 #include "x16_decode.cuh"
 
 namespace ow {
@@ -187,19 +188,19 @@ OW_DEV void stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, u32 i
     out[i] = p;
 }
 
-// stream_plain copies a warp's share of a block that is stored as it is.
-OW_DEV void stream_plain(const ow_x16_chunk& c, u32 share, u32 split) {
-    const u8* src = (const u8*)(uintptr_t)c.src;
-    u8* dst = (u8*)(uintptr_t)c.dst;
-    u32 unit = (c.src | c.dst) % 16 == 0 ? 16 : (c.src | c.dst) % 8 == 0 ? 8 : 1;
-    u32 n = c.logical / unit;
+// stream_copy copies a warp's share of n bytes that do not overlap.
+OW_DEV void stream_copy(u64 to, u64 from, u32 bytes, u32 share, u32 split) {
+    const u8* src = (const u8*)(uintptr_t)from;
+    u8* dst = (u8*)(uintptr_t)to;
+    u32 unit = (from | to) % 16 == 0 ? 16 : (from | to) % 8 == 0 ? 8 : 1;
+    u32 n = bytes / unit;
     for (u32 i = 32 * share + lane(); i < n; i += 32 * split) {
         if (unit == 16) stg128(dst + 16 * (u64)i, ldg128(src + 16 * (u64)i));
         else if (unit == 8) stg64(dst + 8 * (u64)i, ldg64(src + 8 * (u64)i));
         else stg8(dst + i, ldg8(src + i));
     }
     if (share == 0) {
-        for (u32 i = n * unit + lane(); i < c.logical; i += 32) stg8(dst + i, ldg8(src + i));
+        for (u32 i = n * unit + lane(); i < bytes; i += 32) stg8(dst + i, ldg8(src + i));
     }
 }
 
@@ -207,6 +208,11 @@ template <int TR>
 OW_DEV void stream_segments(const ow_x16_chunk* chunks, u32 row, u32 share, u32 split, u32* status, X16Place place) {
     u32 total = chunks[row].logical / (32 * Transform<TR>::kOut);
     u32 segs = (total + chunks[row].tiles - 1) / chunks[row].tiles, phase = 0;
+    // What the Go decoder looks at before it decodes: one of the warps does.
+    if (share == 0 && total) {
+        u32 bad = x16_vet(chunks[row], x16_form<TR>());
+        if (bad && lane() == 0) raise(status + chunks[row].status, bad);
+    }
     for (u32 seg = share; seg < (segs ? segs : 1); seg += split) {
         ow_x16_seg job = {row, seg};
         x16_job<TR, X16Best>(chunks, &job, 0, status, place, phase);
@@ -218,7 +224,7 @@ OW_DEV void stream_segments(const ow_x16_chunk* chunks, u32 row, u32 share, u32 
 OW_DEV void stream_x16(const ow_stream_head* head, const ow_x16_chunk* chunks, u32 job, u32* status, X16Place place) {
     u32 split = head->split, row = job / split, share = job % split;
     switch (chunks[row].zero) {
-        case kPlain: stream_plain(chunks[row], share, split); break;
+        case kPlain: stream_copy(chunks[row].dst, chunks[row].src, chunks[row].logical, share, split); break;
         case OW_BF16: stream_segments<OW_BF16>(chunks, row, share, split, status, place); break;
         case OW_FP16: stream_segments<OW_FP16>(chunks, row, share, split, status, place); break;
         case OW_FP32: stream_segments<OW_FP32>(chunks, row, share, split, status, place); break;

@@ -29,6 +29,7 @@ struct alignas(16) u32x4 { u32 x, y, z, w; };
 #ifdef __CUDACC__
 
 #define OW_DEV static __device__ __forceinline__
+#define OW_COLD static __device__ __noinline__  // called, not inlined: once a chunk
 #define OW_PRAGMA(x) _Pragma(#x)
 #define OW_UNROLL(n) OW_PRAGMA(unroll n)  // for nvcc only
 
@@ -93,6 +94,7 @@ OW_DEV u32 lds8(u32 a) {
     return v;
 }
 OW_DEV void sts8(u32 a, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
+OW_DEV void sts16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
 OW_DEV void count32(u32 a) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(a) : "memory"); }
 OW_DEV void sts32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 OW_DEV void sts64(u32 a, u32x2 v) {

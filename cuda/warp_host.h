@@ -16,6 +16,7 @@
 #endif
 
 #define OW_DEV static inline
+#define OW_COLD static inline
 #define OW_UNROLL(n)
 
 namespace ow {
@@ -230,6 +231,7 @@ OW_DEV u32 lds16(u32 a) { return load_as<u16>(host::at(a, 2)); }
 OW_DEV u32x2 lds64(u32 a) { return load_as<u32x2>(host::at(a, 8)); }
 OW_DEV u32 lds8(u32 a) { return *host::at(a, 1); }
 OW_DEV void sts8(u32 a, u32 v) { *host::at(a, 1) = (u8)v; }
+OW_DEV void sts16(u32 a, u32 v) { u16 h = (u16)v; memcpy(host::at(a, 2), &h, 2); }
 OW_DEV void count32(u32 a) {
     u32 v = load_as<u32>(host::at(a, 4)) + 1;
     memcpy(host::at(a, 4), &v, 4);

@@ -1,8 +1,10 @@
 package bitstream
 
 import (
+	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // GPUNames lists the algorithms whose streams kernels decode.
@@ -37,6 +39,41 @@ func GPUDecode(index int, on cuda.Queue, name string, streams []cuda.Stream) (*c
 		return nil, err
 	}
 	return d.Decode(on, id, streams)
+}
+
+// GPUTransform is the transform of X16 for contents of a dtype (by safetensors'
+// name; "": not known), of which sample is some: 0 where none gains anything, -1
+// where it takes a sample to say and there is none.
+func GPUTransform(dtype string, sample []byte) (int, error) {
+	d, known := tensor.DType(0), false
+	if dtype != "" {
+		if d, known = tensor.ParseDType(dtype); !known {
+			return 0, fault.New(fault.ErrArgument, "no such dtype: %q", dtype)
+		}
+	}
+	if list := x16.TransformsFor(d); known && len(list) == 1 {
+		return int(list[0]), nil
+	}
+	if len(sample) == 0 {
+		return -1, nil
+	}
+	return int(transformFor(d, known, sample)), nil
+}
+
+// GPUEncode queues the making of streams of X16 out of contents that lie on a
+// GPU: see cuda.Device.Encode. scratch has room bytes.
+func GPUEncode(index int, on cuda.Queue, version int, streams []cuda.Stream, scratch uint64, room int64) (*cuda.Batch, error) {
+	if version != 5 && version != 6 {
+		return nil, fault.New(fault.ErrArgument, "native streams of version %d: 5 and 6 are known", version)
+	}
+	if need := cuda.Scratch(streams); need > room || scratch%16 != 0 {
+		return nil, fault.New(fault.ErrArgument, "%d bytes of scratch at %#x, %d are needed", room, scratch, need)
+	}
+	d, err := cuda.Open(index)
+	if err != nil {
+		return nil, err
+	}
+	return d.Encode(on, uint32(version), streams, scratch)
 }
 
 // A Glance is what GPUPeek sees of a stream.

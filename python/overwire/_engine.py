@@ -48,6 +48,7 @@ __all__ = [
     "gpu_copy",
     "gpu_count",
     "gpu_decode",
+    "gpu_encode",
     "gpu_follow",
     "gpu_names",
     "gpu_of",
@@ -56,6 +57,7 @@ __all__ = [
     "gpu_stream_free",
     "gpu_stream_new",
     "gpu_stream_sync",
+    "gpu_transform",
     "gpu_wait",
     "index_names",
     "inspect",
@@ -542,10 +544,26 @@ def gpu_peek(
     return [(size, chunk, name, None if text is None else _fault(RuntimeError(text))) for size, chunk, name, text in rows]
 
 
-def gpu_wait(batch: int, wait: bool) -> list[BaseException | None] | None:
-    """What became of a batch's streams, once; None: not done, and not to be waited for."""
+def gpu_encode(
+    device: int, stream: int, after: bytes, kind: int, version: int, contents: bytes, scratch: int, room: int
+) -> int:
+    """Queue the making of streams of X16, six numbers each (address and bytes of the
+    content, of the room, bytes of a chunk, transform); return the batch."""
+    number: int = _call(_core().gpu_encode, device, stream, after, kind, version, contents, scratch, room)
+    return number
+
+
+def gpu_transform(dtype: str, sample: int, nbytes: int) -> int:
+    """The transform of X16 for a dtype, or a sample in host memory; -1: it takes one."""
+    number: int = _call(_core().api_GpuTransform, dtype, sample, nbytes)
+    return number
+
+
+def gpu_wait(batch: int, wait: bool) -> list[BaseException | int | None] | None:
+    """What became of a batch's streams, once: an error, else None, or the length of
+    what was made. None: not done, and not to be waited for."""
     rows = _call(_core().gpu_wait, batch, wait)
-    return None if rows is None else [None if text is None else _fault(RuntimeError(text)) for text in rows]
+    return None if rows is None else [_fault(RuntimeError(row)) if isinstance(row, str) else row for row in rows]
 
 
 def gpu_batch_free(batch: int) -> None:

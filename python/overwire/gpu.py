@@ -35,6 +35,7 @@ __all__ = [
     "current_stream",
     "decode",
     "device_of",
+    "encode",
     "follow",
     "glance",
     "stream_check",
@@ -42,6 +43,7 @@ __all__ = [
     "stream_new",
     "stream_sync",
     "torch_of",
+    "transform",
 ]
 
 _KINDS = {"native": 0, "raw": 1, "with_size": 2}
@@ -177,20 +179,23 @@ class Batch:
     """Work that was queued. Sources and destinations stay as they are until it is
     done; to let go of the Batch does not stop it. Threads may share it."""
 
-    __slots__ = ("_errors", "_number")
+    __slots__ = ("_errors", "_keep", "_number")
     _number: int
-    _errors: list[BaseException | None] | None
+    _errors: list[BaseException | int | None] | None
+    _keep: Any
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, keep: Any = None) -> None:
         self._number = number
         self._errors = None
+        self._keep = keep
 
-    def poll(self) -> list[BaseException | None] | None:
+    def poll(self) -> list[BaseException | int | None] | None:
         """As `wait`, but None while the work is under way."""
         return self._known(False)
 
-    def wait(self) -> list[BaseException | None]:
-        """Waits until all is done, and gives for each stream its error, or None.
+    def wait(self) -> list[BaseException | int | None]:
+        """Waits until all is done, and gives for each stream its error; else None, or,
+        where streams were made, how many bytes it has.
 
         Raises DeviceError where the device failed.
         """
@@ -198,7 +203,7 @@ class Batch:
         assert errors is not None
         return errors
 
-    def _known(self, wait: bool) -> list[BaseException | None] | None:
+    def _known(self, wait: bool) -> list[BaseException | int | None] | None:
         if self._errors is None:
             try:
                 found = _engine.gpu_wait(self._number, wait)
@@ -208,7 +213,7 @@ class Batch:
                 return self._errors
             if found is None:
                 return None
-            self._errors = found
+            self._errors, self._keep = found, None
         return self._errors
 
     def __del__(self) -> None:
@@ -267,3 +272,45 @@ def glance(
     packed = struct.pack(f"={len(flat)}q", *flat)
     rows = _engine.gpu_peek(device, stream, _packed(after), _KINDS[bitstream], algorithm or "", packed)
     return [Glance(*row) for row in rows]
+
+
+def transform(dtype: str | None, sample: Any = None) -> int | None:
+    """The transform of X16 for contents of a dtype (safetensors' name; None: not
+    known), of which `sample` (a buffer) is some; 0: none gains anything. None: it
+    takes a sample to say."""
+    from .codecs import span
+
+    place = span(sample) if sample is not None else None
+    number = _engine.gpu_transform(dtype or "", 0 if place is None else place.address, 0 if place is None else place.nbytes)
+    return number if number >= 0 else None
+
+
+def encode(
+    device: int,
+    stream: int,
+    contents: Sequence[tuple[int, int, int, int, int, int]],
+    *,
+    bitstream: str = "native",
+    version: int = 6,
+    after: Sequence[int] = (),
+) -> Batch:
+    """Queues the making of X16 streams out of contents that lie on a GPU, on one
+    stream of it. It waits for nothing; the Batch tells how long they became.
+
+    contents: of each its address and bytes, address and bytes of the room for the
+        stream (`codecs.max_size` is enough), the content bytes of a chunk, and the
+        `transform`. Addresses, and chunks where there are several, are multiples
+        of 16. Other bitstreams than native have one block of at most 16 MiB.
+
+    Takes as much memory of the device as the contents have, until it is done.
+    Raises as `decode`.
+    """
+    slot = (max((min(c[1], c[4]) for c in contents), default=0) + 15) & ~15
+    rows = sum(max(1, -(-c[1] // c[4])) for c in contents)
+    scratch = alloc(slot * rows, device, stream)
+    flat = [number for one in contents for number in one]
+    packed = struct.pack(f"={len(flat)}q", *flat)
+    number = _engine.gpu_encode(
+        device, stream, _packed(after), _KINDS[bitstream], version, packed, scratch.address, scratch.nbytes
+    )
+    return Batch(number, scratch)

@@ -55,6 +55,10 @@ func GpuStreamCheck(device int, stream uint64) (int, error) {
 	return done("gpu", func() error { return face.GPUStreamCheck(device, stream) })
 }
 
+func GpuTransform(dtype string, sample uint64, n int64) (int, error) {
+	return face.Call("gpu", func() (int, error) { return face.GPUTransform(dtype, sample, n) })
+}
+
 func GpuBatchFree(batch uint64) (int, error) {
 	return done("gpu", func() error { face.GPUBatchFree(batch); return nil })
 }

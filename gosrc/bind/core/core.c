@@ -315,6 +315,29 @@ PyObject * _wrap__core_api_GpuStreamSync(PyObject * PYBINDGEN_UNUSED(dummy), PyO
 
 
 PyObject *
+_wrap__core_api_GpuTransform(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    char *dtype;
+    uint64_t sample;
+    int64_t n;
+    const char *keywords[] = {"dtype", "sample", "n", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sKL", (char **) keywords, &dtype, &sample, &n)) {
+        return NULL;
+    }
+    retval = api_GpuTransform(dtype, sample, n);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuTransform(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_JobCancel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -876,6 +899,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_GpuStreamFree", (PyCFunction) _wrap__core_api_GpuStreamFree, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamFree(device, stream)\n\ntype: device: int64_t\ntype: stream: uint64_t" },
     {(char *) "api_GpuStreamNew", (PyCFunction) _wrap__core_api_GpuStreamNew, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamNew(device)\n\ntype: device: int64_t" },
     {(char *) "api_GpuStreamSync", (PyCFunction) _wrap__core_api_GpuStreamSync, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamSync(device, stream)\n\ntype: device: int64_t\ntype: stream: uint64_t" },
+    {(char *) "api_GpuTransform", (PyCFunction) _wrap__core_api_GpuTransform, METH_KEYWORDS|METH_VARARGS, "api_GpuTransform(dtype, sample, n)\n\ntype: dtype: char *\ntype: sample: uint64_t\ntype: n: int64_t" },
     {(char *) "api_JobCancel", (PyCFunction) _wrap__core_api_JobCancel, METH_KEYWORDS|METH_VARARGS, "api_JobCancel(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobFree", (PyCFunction) _wrap__core_api_JobFree, METH_KEYWORDS|METH_VARARGS, "api_JobFree(job)\n\ntype: job: uint64_t" },
     {(char *) "api_ModelPin", (PyCFunction) _wrap__core_api_ModelPin, METH_KEYWORDS|METH_VARARGS, "api_ModelPin(model, options)\n\ntype: model: uint64_t\ntype: options: char *" },

@@ -265,6 +265,21 @@ func api_GpuStreamSync(device C.longlong, stream C.ulonglong) C.longlong {
 	return C.longlong(cret)
 }
 
+//export api_GpuTransform
+func api_GpuTransform(dtype *C.char, sample C.ulonglong, n C.longlong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuTransform(C.GoString(dtype), uint64(sample), int64(n))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export api_IndexNames
 func api_IndexNames(spec *C.char) *C.char {
 	_saved_thread := C.PyEval_SaveThread()

@@ -91,6 +91,7 @@ extern long long int api_GpuStreamCheck(long long int device, long long unsigned
 extern long long int api_GpuStreamFree(long long int device, long long unsigned int stream);
 extern long long unsigned int api_GpuStreamNew(long long int device);
 extern long long int api_GpuStreamSync(long long int device, long long unsigned int stream);
+extern long long int api_GpuTransform(char* dtype, long long unsigned int sample, long long int n);
 extern char* api_IndexNames(char* spec);
 extern char* api_Inspect(char* uri);
 extern long long int api_JobCancel(long long unsigned int job);

@@ -88,19 +88,50 @@ PyObject *ow_gpu_peek(PyObject *self, PyObject *args)
 	return list;
 }
 
-// gpu_wait(batch, wait): a list of error texts or None; None: not yet done.
+// gpu_encode(device, stream, after, kind, version, contents, scratch, room):
+// contents are packed by six native int64: see face.GPUEncode.
+PyObject *ow_gpu_encode(PyObject *self, PyObject *args)
+{
+	struct place p;
+	int kind, version;
+	const char *packed;
+	Py_ssize_t bytes;
+	unsigned long long scratch;
+	long long room;
+	uint64_t batch = 0;
+	char *err;
+
+	(void)self;
+	if (ow_child() || !PyArg_ParseTuple(args, "iKy#iiy#KL", &p.device, &p.stream, &p.after, &p.nafter, &kind, &version, &packed, &bytes,
+	                                    &scratch, &room))
+		return NULL;
+	if (p.nafter % 8 || bytes % 48) {
+		PyErr_SetString(PyExc_ValueError, "packed numbers of a wrong length");
+		return NULL;
+	}
+	Py_BEGIN_ALLOW_THREADS
+	err = ow_go_gpu_encode(p.device, p.stream, (void *)p.after, p.nafter / 8, kind, version, (void *)packed, bytes / 8, scratch, room,
+	                       &batch);
+	Py_END_ALLOW_THREADS
+	if (err != NULL)
+		return ow_raise(err);
+	return PyLong_FromUnsignedLongLong(batch);
+}
+
+// gpu_wait(batch, wait): for each stream an error text, else None, or its length
+// if it was made; None: not yet done.
 PyObject *ow_gpu_wait(PyObject *self, PyObject *args)
 {
 	unsigned long long batch;
 	int wait, done = 0;
 	char **texts = NULL, *err;
-	int64_t n = 0;
+	int64_t n = 0, *sizes = NULL;
 
 	(void)self;
 	if (ow_child() || !PyArg_ParseTuple(args, "Kp", &batch, &wait))
 		return NULL;
 	Py_BEGIN_ALLOW_THREADS
-	err = ow_go_gpu_wait(batch, wait, &done, &texts, &n);
+	err = ow_go_gpu_wait(batch, wait, &done, &texts, &sizes, &n);
 	Py_END_ALLOW_THREADS
 	if (err != NULL)
 		return ow_raise(err);
@@ -110,7 +141,7 @@ PyObject *ow_gpu_wait(PyObject *self, PyObject *args)
 	for (int64_t i = 0; i < n; i++) {
 		PyObject *row = NULL;
 		if (list != NULL)
-			row = Py_BuildValue("z", texts[i]);
+			row = sizes != NULL && texts[i] == NULL ? PyLong_FromLongLong(sizes[i]) : Py_BuildValue("z", texts[i]);
 		free(texts[i]);
 		if (row != NULL)
 			PyList_SetItem(list, (Py_ssize_t)i, row);
@@ -118,6 +149,7 @@ PyObject *ow_gpu_wait(PyObject *self, PyObject *args)
 			Py_CLEAR(list);
 	}
 	free(texts);
+	free(sizes);
 	return list;
 }
 

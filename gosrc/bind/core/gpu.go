@@ -65,10 +65,20 @@ func ow_go_gpu_peek(device C.int, stream C.uint64_t, after unsafe.Pointer, nafte
 	})
 }
 
+//export ow_go_gpu_encode
+func ow_go_gpu_encode(device C.int, stream C.uint64_t, after unsafe.Pointer, nafter C.int64_t, kind, version C.int, packed unsafe.Pointer, n C.int64_t,
+	scratch C.uint64_t, room C.int64_t, batch *C.uint64_t) *C.char {
+	return guarded("encode", func() error {
+		h, err := face.GPUEncode(int(device), queueOf(stream, after, nafter), int(kind), int(version), numbers(packed, n), uint64(scratch), int64(room))
+		*batch = C.uint64_t(h)
+		return err
+	})
+}
+
 //export ow_go_gpu_wait
-func ow_go_gpu_wait(batch C.uint64_t, wait C.int, done *C.int, texts ***C.char, n *C.int64_t) *C.char {
+func ow_go_gpu_wait(batch C.uint64_t, wait C.int, done *C.int, texts ***C.char, sizes **C.int64_t, n *C.int64_t) *C.char {
 	return guarded("decode", func() error {
-		all, ok, err := face.GPUWait(uint64(batch), wait != 0)
+		all, made, ok, err := face.GPUWait(uint64(batch), wait != 0)
 		if err != nil || !ok {
 			return err
 		}
@@ -83,6 +93,12 @@ func ow_go_gpu_wait(batch C.uint64_t, wait C.int, done *C.int, texts ***C.char, 
 			}
 		}
 		*texts, *n = p, C.int64_t(len(all))
+		if len(made) == len(all) {
+			*sizes = (*C.int64_t)(C.calloc(C.size_t(len(all)), 8))
+			for i, size := range made {
+				unsafe.Slice(*sizes, len(all))[i] = C.int64_t(size)
+			}
+		}
 		return nil
 	})
 }

@@ -76,6 +76,7 @@ PyObject *ow_save_start(PyObject *self, PyObject *args);
 PyObject *ow_codec_start(PyObject *self, PyObject *args);
 PyObject *ow_codec_take(PyObject *self, PyObject *handle);
 PyObject *ow_gpu_decode(PyObject *self, PyObject *args);
+PyObject *ow_gpu_encode(PyObject *self, PyObject *args);
 PyObject *ow_gpu_peek(PyObject *self, PyObject *args);
 PyObject *ow_gpu_wait(PyObject *self, PyObject *args);
 PyObject *ow_gpu_alloc(PyObject *self, PyObject *args);

@@ -87,6 +87,33 @@ func GPUDecode(index int, on cuda.Queue, kind int, algorithm string, packed []in
 	return batches.put(b), nil
 }
 
+// GPUEncode queues the making of streams of X16, each given by six numbers: address
+// and bytes of the content, of the room for the stream, bytes of a chunk, transform.
+func GPUEncode(index int, on cuda.Queue, kind, version int, packed []int64, scratch uint64, room int64) (uint64, error) {
+	if kind < 0 || kind > int(bitstream.WithSize) || len(packed)%6 != 0 {
+		return 0, fault.New(fault.ErrArgument, "%d numbers of contents of kind %d", len(packed), kind)
+	}
+	streams := make([]cuda.Stream, len(packed)/6)
+	for i := range streams {
+		p := packed[6*i:]
+		streams[i] = cuda.Stream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4], Arg: uint32(p[5]), Kind: cuda.Kind(kind)}
+	}
+	b, err := bitstream.GPUEncode(index, on, version, streams, scratch, room)
+	if err != nil {
+		return 0, err
+	}
+	return batches.put(b), nil
+}
+
+// GPUTransform is the transform of X16 for a dtype, or for a sample of n bytes of
+// host memory at an address; -1 without one that is needed.
+func GPUTransform(dtype string, sample uint64, n int64) (int, error) {
+	if n < 0 || n > 0 && sample == 0 {
+		return 0, fault.New(fault.ErrArgument, "a sample of %d bytes at %#x", n, sample)
+	}
+	return bitstream.GPUTransform(dtype, memory(sample, n))
+}
+
 // GPUPeek asks streams what they are.
 func GPUPeek(index int, on cuda.Queue, kind int, algorithm string, packed []int64) ([]bitstream.Glance, error) {
 	streams, err := streamsOf(kind, packed)
@@ -109,19 +136,20 @@ func streamsOf(kind int, packed []int64) ([]cuda.Stream, error) {
 }
 
 // GPUWait says what became of a batch, and forgets it: the text of each stream's
-// error. Without wait ok is false while it is under way.
-func GPUWait(batch uint64, wait bool) (texts []string, ok bool, err error) {
+// error, and how long those became that were made. Without wait ok is false while
+// it is under way.
+func GPUWait(batch uint64, wait bool) (texts []string, sizes []int64, ok bool, err error) {
 	b, err := batches.get(batch)
 	if err != nil {
-		return nil, false, err
+		return nil, nil, false, err
 	}
 	if !wait && !b.Done() {
-		return nil, false, nil
+		return nil, nil, false, nil
 	}
 	errs, err := b.Wait()
 	batches.take(batch)
 	if err != nil {
-		return nil, false, err
+		return nil, nil, false, err
 	}
 	texts = make([]string, len(errs))
 	for i, e := range errs {
@@ -129,7 +157,7 @@ func GPUWait(batch uint64, wait bool) (texts []string, ok bool, err error) {
 			texts[i] = Text(&fault.At{Verb: "decode", Chunk: -1, Offset: -1, Err: e})
 		}
 	}
-	return texts, true, nil
+	return texts, b.Sizes(), true, nil
 }
 
 // GPUAlloc gives memory of a GPU.

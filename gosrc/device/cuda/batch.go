@@ -19,19 +19,25 @@ import (
 
 // Kernels of batches, in the order of their numbers.
 const (
-	batchNames = "ow_stream_open\x00ow_stream_close\x00ow_stream_peek\x00ow_stream_x16\x00ow_lz4_decode\x00ow_snappy_decode\x00"
-	batchOpen  = iota - 1
+	batchNames = "ow_stream_open\x00ow_stream_close\x00ow_stream_peek\x00ow_stream_x16\x00ow_lz4_decode\x00ow_snappy_decode\x00" +
+		"ow_cascaded_decode\x00ow_stream_cut\x00ow_x16_encode\x00ow_stream_sum\x00ow_stream_join\x00"
+	batchOpen = iota - 1
 	batchClose
 	batchPeek
 	batchX16
 	batchLZ4
 	batchSnappy
+	batchCascaded
+	batchCut
+	batchEncode
+	batchSum
+	batchJoin
 	batchKernels
 )
 
 // decoders are the kernels that take rows of items, by nvCOMP's number of the
 // algorithm.
-var decoders = map[uint32]int{C.OW_STREAM_LZ4: batchLZ4, C.OW_STREAM_SNAPPY: batchSnappy}
+var decoders = map[uint32]int{C.OW_STREAM_LZ4: batchLZ4, C.OW_STREAM_SNAPPY: batchSnappy, C.OW_STREAM_CASCADED: batchCascaded}
 
 // Decodes says whether streams of an algorithm are decoded by a kernel.
 func Decodes(format uint32) bool {
@@ -282,7 +288,7 @@ func (d *Device) Decode(on Queue, format uint32, streams []Stream) (*Batch, erro
 	if !items && format != FormatX16 {
 		return nil, fault.New(fault.ErrNotSupported, "format %d on a GPU", format)
 	}
-	return d.start(on, format, streams, rows, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
+	return d.start(on, task{format: format, streams: streams, rows: rows}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
 		opened := step(k[batchOpen], rows, 1, 32*C.OW_X16_WARPS)
 		if !items {
 			x := step(k[batchX16], rows*int(split), 32, 32*C.OW_X16_WARPS)
@@ -307,7 +313,7 @@ func (d *Device) Peek(on Queue, kind Kind, format uint32, streams []Stream) ([]P
 	for i, s := range streams {
 		each[i] = Stream{Src: s.Src, Stored: s.Stored, Kind: kind}
 	}
-	b, err := d.start(on, format, each, 0, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, _ uint32) {
+	b, err := d.start(on, task{format: format, streams: each, told: true}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, _ uint32) {
 		steps(b, step(k[batchPeek], len(each), 1, 32*C.OW_X16_WARPS))
 	})
 	if err != nil {
@@ -333,10 +339,51 @@ func steps(b *C.struct_owcu_batch, all ...C.struct_owcu_step) {
 	b.nsteps = C.uint32_t(copy(b.steps[:], all))
 }
 
-// start writes a batch on a pad and queues it. rows 0: the streams are only
-// looked at.
-func (d *Device) start(on Queue, format uint32, streams []Stream, rows int,
-	plan func(*[batchKernels]C.owcu_handle, *C.struct_owcu_batch, uint32)) (*Batch, error) {
+// Encode queues the making of streams of X16 out of contents: Src and Size of a
+// Stream are the content's, Dst and Stored the room for the stream, all on
+// multiples of 16, as Chunk is where there are several; Arg is the transform of
+// X16 (0: store as it is). A native stream is of nvCOMP's version 5 or 6. scratch
+// is memory of the device for a block of every chunk: Scratch tells how much.
+// Batch.Sizes tells how long the streams became.
+func (d *Device) Encode(on Queue, version uint32, streams []Stream, scratch uint64) (*Batch, error) {
+	rows := 0
+	for i := range streams {
+		s := &streams[i]
+		if s.Chunk <= 0 || s.Size < 0 || s.Stored < 0 || s.Arg > 8 || (s.Src|s.Dst)%16 != 0 || s.Chunk < s.Size && s.Chunk%16 != 0 || s.Chunk > maxBlock {
+			return nil, fault.New(fault.ErrArgument, "content %d: %d bytes at %#x in chunks of %d, transform %d, to %#x", i, s.Size, s.Src, s.Chunk, s.Arg, s.Dst)
+		}
+		if s.Kind != 0 && s.Size > s.Chunk {
+			return nil, fault.New(fault.ErrArgument, "content %d: %d bytes in one block", i, s.Size)
+		}
+		if rows += s.rows(); rows > MaxBatch {
+			return nil, fault.New(fault.ErrArgument, "a batch of more than %d chunks", MaxBatch)
+		}
+	}
+	if rows == 0 {
+		return &Batch{d: d}, nil
+	}
+	t := task{format: FormatX16, streams: streams, rows: rows, told: true, version: version, scratch: scratch}
+	return d.start(on, t, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
+		encode := step(k[batchEncode], rows, C.OW_BATCH_THREADS, C.OW_BATCH_THREADS)
+		encode.items = 1
+		steps(b, step(k[batchCut], rows, 1, 32*C.OW_X16_WARPS), encode, step(k[batchSum], len(streams), 32, 32*C.OW_X16_WARPS),
+			step(k[batchJoin], rows*int(split), 32, 32*C.OW_X16_WARPS))
+	})
+}
+
+// A task is what a batch is about. rows 0: the streams are only looked at. told:
+// kernels say something of each stream.
+type task struct {
+	format, version uint32
+	streams         []Stream
+	rows            int
+	told            bool
+	scratch         uint64
+}
+
+// start writes a batch on a pad and queues it.
+func (d *Device) start(on Queue, t task, plan func(*[batchKernels]C.owcu_handle, *C.struct_owcu_batch, uint32)) (*Batch, error) {
+	format, streams, rows := t.format, t.streams, t.rows
 	g := &d.batch
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -357,6 +404,7 @@ func (d *Device) start(on Queue, format uint32, streams []Stream, rows int,
 		entries[i] = C.ow_stream{
 			src: C.uint64_t(s.Src), stored: C.uint64_t(s.Stored), dst: C.uint64_t(s.Dst), size: C.uint64_t(s.Size), chunk: C.uint64_t(s.Chunk),
 			first: C.uint32_t(first), kind: C.uint32_t(s.Kind), format: C.uint32_t(format), arg: C.uint32_t(s.Arg),
+			version: C.uint32_t(t.version),
 		}
 		if rows > 0 {
 			k := s.rows()
@@ -368,7 +416,10 @@ func (d *Device) start(on Queue, format uint32, streams []Stream, rows int,
 	for rows*split > 1<<30 {
 		split /= 2
 	}
-	*(*C.ow_stream_head)(table) = C.ow_stream_head{streams: C.uint32_t(n), rows: C.uint32_t(rows), split: C.uint32_t(split)}
+	*(*C.ow_stream_head)(table) = C.ow_stream_head{
+		streams: C.uint32_t(n), rows: C.uint32_t(rows), split: C.uint32_t(split), told: C.uint32_t(peekAt(n)),
+		scratch: C.uint64_t(t.scratch), slot: C.uint64_t(slotOf(streams)),
+	}
 	b := C.struct_owcu_batch{
 		ctx: d.ctx, stream: C.uint64_t(on.Stream), join: p.join, done: p.done,
 		to: p.dev, table: table, bytes: C.uint64_t(headSize + n*entrySize), status: p.mapped,
@@ -385,7 +436,7 @@ func (d *Device) start(on Queue, format uint32, streams []Stream, rows int,
 		}
 	}
 	made := &Batch{d: d, n: n, pad: p}
-	if rows == 0 {
+	if t.told {
 		made.peeks = make([]C.ow_stream_peek_t, n)
 	}
 	var e C.struct_owcu_error
@@ -394,6 +445,34 @@ func (d *Device) start(on Queue, format uint32, streams []Stream, rows int,
 	}
 	p.used, p.batch = true, made
 	return made, nil
+}
+
+// slotOf is the room of a block that is being made: none is longer than its chunk.
+func slotOf(streams []Stream) (n int64) {
+	for i := range streams {
+		n = max(n, min(streams[i].Chunk, streams[i].Size))
+	}
+	return (n + 15) &^ 15
+}
+
+// Scratch is the bytes of scratch memory that Encode needs.
+func Scratch(streams []Stream) (n int64) {
+	for i := range streams {
+		n += int64(streams[i].rows())
+	}
+	return n * slotOf(streams)
+}
+
+// Sizes is how long the streams of Encode became, once Wait has returned.
+func (b *Batch) Sizes() []int64 {
+	g := &b.d.batch
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	var out []int64
+	for _, p := range b.peeks {
+		out = append(out, int64(p.size))
+	}
+	return out
 }
 
 // shares is how many warps work on a chunk of X16: as many as encoders make

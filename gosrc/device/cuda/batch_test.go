@@ -174,7 +174,7 @@ func TestBatchX16(t *testing.T) {
 func TestBatchItems(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 11)))
-	for name, format := range map[string]uint32{"LZ4": 0, "Snappy": 1} {
+	for name, format := range map[string]uint32{"LZ4": 0, "Snappy": 1, "Cascaded": 4} {
 		for _, spec := range []bitstream.Spec{
 			{Chunk: 64 << 10}, {Chunk: 1000, Version: 5, Sums: true}, {Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
 		} {
@@ -202,6 +202,55 @@ func TestBatchItems(t *testing.T) {
 			}
 			g.drop()
 		}
+	}
+}
+
+// Streams of X16 that are made on the device are those that the host makes, byte
+// for byte, where it chooses the same transform.
+func TestBatchEncode(t *testing.T) {
+	g := newGPU(t)
+	in := contents(rand.New(rand.NewPCG(5, 12)))
+	for _, spec := range []bitstream.Spec{
+		{Chunk: 64 << 10, Version: 6}, {Chunk: 16 << 10, Version: 5}, {Chunk: 4096, Version: 6}, {Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
+	} {
+		spec.Algorithm, spec.DType = "X16", "BF16"
+		want := encoded(t, spec, in)
+		var streams []cuda.Stream
+		for i := range in {
+			room := len(want[i]) + 40
+			chunk := spec.Chunk
+			if spec.Kind != bitstream.Native {
+				chunk = max(1, int64(len(in[i])))
+			}
+			streams = append(streams, cuda.Stream{
+				Src: g.put(in[i], 0), Size: int64(len(in[i])), Dst: g.room(room, 0), Stored: int64(room), Chunk: chunk, Kind: cuda.Kind(spec.Kind), Arg: 1,
+			})
+		}
+		tight := streams[5]
+		tight.Stored, tight.Dst = int64(len(want[5]))-1, g.room(len(want[5])-1, 0)
+		streams = append(streams, tight)
+		b, err := g.Encode(cuda.Queue{}, uint32(spec.Version), streams, g.room(int(cuda.Scratch(streams)), 0))
+		if err != nil {
+			t.Fatal(err)
+		}
+		errs, err := b.Wait()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, n := range b.Sizes()[:len(in)] {
+			got := g.get(streams[i].Dst, n)
+			if errs[i] != nil || !bytes.Equal(got, want[i]) {
+				at := 0
+				for at < min(len(got), len(want[i])) && got[at] == want[i][at] {
+					at++
+				}
+				t.Errorf("%+v: content of %d bytes: %v, %d bytes for %d, other from %d", spec, len(in[i]), errs[i], n, len(want[i]), at)
+			}
+		}
+		if errs[len(in)] == nil {
+			t.Errorf("%+v: a room too small was enough", spec)
+		}
+		g.drop()
 	}
 }
 

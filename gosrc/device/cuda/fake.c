@@ -375,7 +375,8 @@ static int f_event_destroy(owcu_handle e)
 static const char *const kernel_names[] = {"ow_x16_bf16", "ow_x16_fp16",    "ow_x16_fp32",  "ow_x16_e4m3",    "ow_x16_e5m2",
                                            "ow_x16_int8", "ow_x16_nibbles", "ow_x16_bytes", "ow_move_kernel", "ow_cast_kernel",
                                            "ow_stream_open", "ow_stream_close", "ow_stream_peek", "ow_stream_x16",
-                                           "ow_lz4_decode",  "ow_snappy_decode"};
+                                           "ow_stream_cut",  "ow_stream_sum", "ow_stream_join",
+                                           "ow_lz4_decode",  "ow_snappy_decode", "ow_cascaded_decode", "ow_x16_encode"};
 
 static int f_module_load(owcu_handle *m, const void *image)
 {
@@ -424,7 +425,7 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 		memcpy(&o.b, args[0], 8);
 		memcpy(&n, args[1], 4);
 		o.n = n;
-		if (n == 0 || gx != ow_batch_blocks(OW_BATCH_WARPS, n) || gy != 1 || gz != 1 || bx != OW_BATCH_THREADS || by != 1 || bz != 1 || shared != 0) {
+		if (n == 0 || gx != ow_batch_blocks(kernel == K_ENCODE ? 1 : OW_BATCH_WARPS, n) || gy != 1 || gz != 1 || bx != OW_BATCH_THREADS || by != 1 || bz != 1 || shared != 0) {
 			broke("a launch of the wrong shape");
 			return end(INVALID);
 		}
@@ -432,7 +433,7 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 		return end(0);
 	}
 	memcpy(&n, args[2], 4);
-	unsigned per = kernel == K_OPEN || kernel == K_CLOSE || kernel == K_PEEK ? 32 * OW_X16_WARPS : OW_X16_WARPS;
+	unsigned per = kernel == K_OPEN || kernel == K_CLOSE || kernel == K_PEEK || kernel == K_CUT ? 32 * OW_X16_WARPS : OW_X16_WARPS;
 	if (n == 0 || gx != (n + per - 1) / per || gy != 1 || gz != 1 || bx != 32 * OW_X16_WARPS || by != 1 ||
 	    bz != 1 || shared != (kernel < OW_BYTES || kernel == K_X16 ? OW_X16_SHARED : 0)) {
 		broke("a launch of the wrong shape");

@@ -24,11 +24,16 @@ void ow_stream_close_host(const ow_stream_head *head, const ow_batch_item *rows,
 void ow_stream_peek_host(const ow_stream_head *head, ow_stream_peek_t *out, uint32_t n);
 void ow_stream_x16_host(const ow_stream_head *head, const ow_x16_chunk *chunks, uint32_t n, uint32_t *status);
 
+void ow_stream_cut_host(const ow_stream_head *head, ow_batch_item *rows, uint32_t n);
+void ow_stream_sum_host(const ow_stream_head *head, ow_batch_item *rows, uint32_t n, uint32_t *status);
+void ow_stream_join_host(const ow_stream_head *head, const ow_batch_item *rows, uint32_t n, uint32_t *status);
+void ow_cascaded_decode_host(ow_batch_item *items, uint32_t n);
+void ow_x16_encode_host(ow_batch_item *items, uint32_t n);
 void ow_lz4_decode_host(ow_batch_item *items, uint32_t n);
 void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
 
 // Places in kernel_names.
-enum { K_OPEN = 10, K_CLOSE, K_PEEK, K_X16, K_LZ4, K_SNAPPY, K_ITEMS = K_LZ4 };
+enum { K_OPEN = 10, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_ITEMS = K_LZ4 };
 
 enum { GUARD = 4096, ALIGN = 512, OOM = 2, INVALID = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
 
@@ -159,8 +164,10 @@ static void stream_now(const struct op *o)
 		broke("a batch outside device memory");
 		return;
 	}
+	int making = o->kernel == K_CUT || o->kernel == K_SUM || o->kernel == K_JOIN;
 	for (uint32_t i = 0; i < head->streams; i++)
-		if (covers((void *)(uintptr_t)s[i].src, s[i].stored) != 1 ||
+		if (making ? covers((void *)(uintptr_t)s[i].dst, s[i].stored) != 1 || (s[i].size && covers((void *)(uintptr_t)s[i].src, s[i].size) != 1)
+		           : covers((void *)(uintptr_t)s[i].src, s[i].stored) != 1 ||
 		    (o->kernel != K_PEEK && s[i].size && covers((void *)(uintptr_t)s[i].dst, s[i].size) != 1)) {
 			broke("a stream outside device memory");
 			return;
@@ -171,6 +178,12 @@ static void stream_now(const struct op *o)
 		ow_stream_close_host(head, rows, n, status);
 	else if (o->kernel == K_PEEK)
 		ow_stream_peek_host(head, rows, n);
+	else if (o->kernel == K_CUT)
+		ow_stream_cut_host(head, rows, n);
+	else if (o->kernel == K_SUM)
+		ow_stream_sum_host(head, rows, n, status);
+	else if (o->kernel == K_JOIN)
+		ow_stream_join_host(head, rows, n, status);
 	else
 		ow_stream_x16_host(head, rows, n, status);
 }
@@ -192,8 +205,12 @@ static void items_now(const struct op *o)
 		}
 	if (o->kernel == K_LZ4)
 		ow_lz4_decode_host(items, (uint32_t)o->n);
-	else
+	else if (o->kernel == K_SNAPPY)
 		ow_snappy_decode_host(items, (uint32_t)o->n);
+	else if (o->kernel == K_CASCADED)
+		ow_cascaded_decode_host(items, (uint32_t)o->n);
+	else
+		ow_x16_encode_host(items, (uint32_t)o->n);
 }
 
 static void launch_now(const struct op *o)

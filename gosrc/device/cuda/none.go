@@ -120,6 +120,15 @@ func (d *Device) Decode(Queue, uint32, []Stream) (*Batch, error) { return nil, e
 // Peek asks streams how long their content is.
 func (d *Device) Peek(Queue, Kind, uint32, []Stream) ([]Peeked, error) { return nil, errNone }
 
+// Encode queues the making of streams.
+func (d *Device) Encode(Queue, uint32, []Stream, uint64) (*Batch, error) { return nil, errNone }
+
+// Scratch is the memory that Encode needs.
+func Scratch([]Stream) int64 { return 0 }
+
+// Sizes is how long streams became.
+func (b *Batch) Sizes() []int64 { return nil }
+
 // Done says whether the batch is done.
 func (b *Batch) Done() bool { return true }
 

@@ -55,8 +55,14 @@ var statusTexts = []struct {
 	{1 << 12, "a block that cannot be decoded"},
 }
 
+// maxBlock is the longest chunk of a native stream, and the longest block of X16.
+const maxBlock = 16 << 20
+
 // misplaced is the bit of blocks that do not lie as a GPU reads them.
 const misplaced = 1 << 11
+
+// crowded is the word of a stream that its room is too small for.
+const crowded = 1 << 13
 
 // statusError is what a word of status means.
 func statusError(w uint32) error {
@@ -65,6 +71,9 @@ func statusError(w uint32) error {
 	}
 	if w&misplaced != 0 && w&^(misplaced) == 0 {
 		return fault.New(fault.ErrNotSupported, "blocks that do not lie on multiples of 16: decode the stream without a config, or on the host")
+	}
+	if w == crowded {
+		return fault.New(fault.ErrArgument, "the output is too small for the stream")
 	}
 	text := ""
 	for _, m := range statusTexts {

@@ -6,6 +6,9 @@ package cuda
 #include "../../../cuda/abi_batch.h"
 void ow_lz4_decode_host(ow_batch_item *items, uint32_t n);
 void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
+void ow_cascaded_decode_host(ow_batch_item *items, uint32_t n);
+void ow_x16_decode_batch_host(ow_batch_item *items, uint32_t n);
+void ow_x16_encode_host(ow_batch_item *items, uint32_t n);
 */
 import "C"
 
@@ -34,6 +37,12 @@ func runTwin(kernel string, items []twinItem) {
 		C.ow_lz4_decode_host(p, n)
 	case "snappy":
 		C.ow_snappy_decode_host(p, n)
+	case "cascaded":
+		C.ow_cascaded_decode_host(p, n)
+	case "x16_decode_batch":
+		C.ow_x16_decode_batch_host(p, n)
+	case "x16_encode":
+		C.ow_x16_encode_host(p, n)
 	default:
 		panic(kernel)
 	}

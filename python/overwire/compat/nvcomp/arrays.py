@@ -38,7 +38,10 @@ class Later:
     def told(self, wait: bool) -> BaseException | None:
         """The error, or None; NOT_YET while the work is under way."""
         errors = self._batch.wait() if wait else self._batch.poll()
-        return Later.NOT_YET if errors is None else errors[self._at]
+        if errors is None:
+            return Later.NOT_YET
+        error = errors[self._at]
+        return error if isinstance(error, BaseException) else None
 
 
 class Array(codecs.exporter()):  # type: ignore[misc]

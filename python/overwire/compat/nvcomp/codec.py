@@ -93,12 +93,12 @@ class Codec:
     look at the bytes) and `native_version` (5 or 6: whose native streams are
     written).
 
-    LZ4, Snappy and X16 streams that lie on a GPU are decoded there by kernels, on
-    `cuda_stream` (else torch's current stream), and with a DecompressConfig nothing
-    waits: what is wrong with the bytes is told by the first look at an Array that
-    is done (`cpu()` waits for it), or by `decode` of a `strict` Codec. Everything
-    else, encoding and verified checksums too, is work of the CPU, with copies of
-    the Arrays there and back: `backends()` tells. Where there is a GPU, results lie
+    LZ4, Snappy, Cascaded and X16 streams that lie on a GPU are decoded there by
+    kernels, on `cuda_stream` (else torch's current stream), and with a
+    DecompressConfig nothing waits: what is wrong with the bytes is told by the first look at an Array that
+    is done (`cpu()` waits for it), or by `decode` of a `strict` Codec. X16 is
+    encoded there too, which waits for the lengths. Everything else, checksums too,
+    is work of the CPU, with copies of the Arrays there and back: `backends()` tells. Where there is a GPU, results lie
     there. Cascaded's elements are `data_type`,
     else those of the Arrays, if they agree. ANS and Bitcomp are nvCOMP's own: an
     installed nvCOMP is asked for them, and NotSupportedError names it where there
@@ -175,7 +175,17 @@ class Codec:
         self._fits(compression_config, CompressConfig, [a.buffer_size for a in sources], many)
         if not self._algorithm:
             raise ValueError("Codec without an algorithm: it decodes, and cannot encode")
-        return self._run("encode", sources, _outs(out, many, sources), many, (0, 8, 1))
+        outs = _outs(out, many, sources)
+        device = self._device(sources)
+        if device is not None and sources and self._algorithm == "X16" and self._policy not in _COMPUTE:
+            there = self._there(sources, device)
+            names = [safetensors_name(self._type or a._kind) for a in sources]
+            if there is not None:
+                chunk = self._chunk or codecs.default_chunk("X16")
+                made = onboard.encode(there, names, self._bitstream, chunk, self._version, outs, device, self._on(device))
+                if made is not None:
+                    return BatchArray(made) if many else made[0]
+        return self._run("encode", sources, outs, many, (0, 8, 1))
 
     def decode(
         self, src: Any, data_type: Any = "", out: Any = None, decompression_config: DecompressConfig | None = None
@@ -218,6 +228,17 @@ class Codec:
         if self._algorithm and self._algorithm not in gpu.algorithms():
             return None
         stream = self._on(device)
+        there = self._there(sources, device)
+        if there is None or not all(a._span.nbytes for a in there):
+            return None
+        made = onboard.decode(there, shapes, self._algorithm, self._bitstream, kind, outs, device, stream)
+        if made is not None and self._strict:
+            for array in made:
+                array._ready()
+        return made
+
+    def _there(self, sources: list[Array], device: int) -> list[Array] | None:
+        """The sources on a device: themselves, or copies."""
         there = []
         for a in sources:
             if a._strides is not None:
@@ -225,17 +246,13 @@ class Codec:
             moved: Array | None = a
             if a._device != (2, device):
                 a._ready()
-                moved = devices.to_device(a, stream=stream, index=device)
-            if moved is None or not moved._span.nbytes:
-                return None
-            if a._pending is not None:
+                moved = devices.to_device(a, stream=self._on(device), index=device)
+            elif a._pending is not None:
                 a._ready(False)
+            if moved is None:
+                return None
             there.append(moved)
-        made = onboard.decode(there, shapes, self._algorithm, self._bitstream, kind, outs, device, stream)
-        if made is not None and self._strict:
-            for array in made:
-                array._ready()
-        return made
+        return there
 
     def _on(self, device: int) -> int:
         """The stream that work of this Codec goes to: its own, else torch's current."""
@@ -575,6 +592,6 @@ def backends() -> dict[str, str]:
     if gpu.count():
         for name in found:
             decodes = "cuda" if name in gpu.algorithms() else "cpu, copied from and to the GPU"
-            encodes = "cpu, copied from and to the GPU"
+            encodes = "cuda" if name == "X16" else "cpu, copied from and to the GPU"
             found[name] = f"decode: {decodes}; encode: {encodes}"
     return found | dict.fromkeys(original.ALGORITHMS, original.backend())

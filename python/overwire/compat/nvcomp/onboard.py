@@ -1,6 +1,6 @@
-"""Decoding on a GPU: streams that lie there, or are sent there as they are, by
-kernels, on a stream of the caller's. Nothing waits where a config says how long
-the contents are."""
+"""Work on a GPU, by kernels, on a stream of the caller's. Streams that lie there, or
+are sent there as they are, are decoded; nothing waits where a config says how long
+the contents are. X16 is encoded there too, which waits once: for the lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import devices
 from .arrays import Array, Later
 from .dtypes import Kind
 
-__all__ = ["decode", "shape_of"]
+__all__ = ["decode", "encode", "shape_of"]
 
 # Contents of one stream: bytes, bytes of a chunk, and the algorithm.
 Shape = tuple[int, int, str]
@@ -103,11 +103,96 @@ def decode(
     return made
 
 
+def encode(
+    arrays: Sequence[Array],
+    names: Sequence[str | None],
+    bitstream: str,
+    chunk: int,
+    version: int,
+    outs: Sequence[Any] | None,
+    device: int,
+    stream: int,
+) -> list[Array] | None:
+    """X16 streams of Arrays that lie on the device, whose dtypes have safetensors'
+    names or None; None where kernels do not make them."""
+    native = bitstream == "native"
+    contents = []
+    sources = []
+    made: list[Array] = []
+    after: list[int] = []
+    for i, (array, name) in enumerate(zip(arrays, names, strict=True)):
+        size = array._span.nbytes
+        step = chunk if native else max(size, 1)
+        if step > _MOST_CHUNK or (size > step and step % 16):
+            return None
+        out = None if outs is None else outs[i]
+        plain = out is None or isinstance(out, Array)
+        given = out if plain else Array(out, stream)
+        if given is not None and not (plain and given._native) and given._device != (2, device):
+            return None
+        bound = codecs.max_size(size, "X16", bitstream=bitstream, chunk_size=chunk if native else None)
+        how = _transform(array, name, device, stream)
+        room = _target(given, plain, array, bound, _BYTE, device, stream, after, exact=False)
+        if room._span.address % 16:
+            return None
+        made.append(room)
+        source = array
+        if array._span.address % 16:
+            placed = devices.memory(size, device, stream)
+            devices.onto(array, placed.address, device, stream, wait=False)
+            source = Array._of(codecs.Span(placed.address, size, (placed.keep, array)), size, device=(2, device))
+            source._stream = source._joined = stream
+        if source._late(stream):
+            after.append(source._stream)
+        contents.append((source._span.address, size, room._span.address, room._capacity, step, how))
+        sources.append(source)  # until it was read
+    batch = gpu.encode(
+        device, stream, contents, bitstream=bitstream, version=version, after=list(dict.fromkeys(after)) if after else ()
+    )
+    for result, told in zip(made, batch.wait(), strict=True):
+        if not isinstance(told, int):
+            assert told is not None
+            raise told
+        result._span = codecs.Span(result._span.address, told, result._span.keep)
+        result._shape = (told,)
+        result._stream = result._joined = stream
+    return made
+
+
+_BYTE: Kind = (0, 8, 1)
+# What decides on a transform where the type does not.
+_SAMPLE = 256 << 10
+
+
+def _transform(array: Array, name: str | None, device: int, stream: int) -> int:
+    found = gpu.transform(name)
+    if found is None:
+        size = array._span.nbytes
+        n = min(size, _SAMPLE)
+        if n == 0:
+            return 0
+        sample = bytearray(n)
+        at = array._span.address + ((size - n) // 2 & ~15)
+        after = [array._stream] if array._late(stream) else []
+        gpu.copy(codecs.span(sample).address, at, n, device=device, stream=stream, after=after)
+        found = gpu.transform(name, sample)
+    return found or 0
+
+
 def _target(
-    given: Array | None, plain: bool, source: Array, size: int, kind: Kind, device: int, stream: int, after: list[int]
+    given: Array | None,
+    plain: bool,
+    source: Array,
+    size: int,
+    kind: Kind,
+    device: int,
+    stream: int,
+    after: list[int],
+    exact: bool = True,
 ) -> Array:
-    """The Array that a content becomes: `given`, where it has the room. `after` gets
-    the stream of who used it before."""
+    """The Array that a content becomes: `given`, where it has the room (which is
+    known later, if size is a bound and not exact). `after` gets the stream of who
+    used it before."""
     if given is None:
         return Array._of(devices.memory(size, device, stream), size, kind, (2, device))
     if given._readonly:
@@ -118,7 +203,7 @@ def _target(
     capacity = given._capacity if ours else given._span.nbytes
     if ours and (capacity < size or given._device != (2, device)):
         span, capacity = devices.memory(size, device, stream), size
-    elif capacity < size:
+    elif capacity < size and exact:
         raise ValueError(f"out has {capacity} bytes, {size} are needed")
     else:
         span = codecs.Span(given._span.address, capacity, given._span.keep if ours else given)
@@ -127,7 +212,7 @@ def _target(
         raise ValueError("out overlaps the source")
     if given._late(stream):
         after.append(given._stream)
-    made = Array._of(span, size, kind, (2, device))
+    made = Array._of(span, min(size, capacity), kind, (2, device))
     made._capacity = capacity
     if ours:
         given.__dict__.update(made.__dict__)
