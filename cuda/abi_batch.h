@@ -22,6 +22,8 @@
 
 #include <stdint.h>
 
+#ifndef OVERWIRE_BATCH_ITEM
+#define OVERWIRE_BATCH_ITEM
 typedef struct ow_batch_item {
     uint64_t src, src_len; /* any alignment; X16: multiples of 16 */
     uint64_t dst, dst_cap; /* likewise; each length below 2^31, of X16's chunks 16 MiB */
@@ -29,6 +31,7 @@ typedef struct ow_batch_item {
     uint32_t status;       /* result: 0, bits of abi.h (X16 alone), or of the enum */
     uint32_t arg;
 } ow_batch_item; /* 48 bytes */
+#endif
 
 enum {
     OW_BATCH_INPUT = 16,  /* the input ends too early, too late, or makes no sense */

@@ -7,20 +7,20 @@
 
 static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
 
-// A warp an item; 12 blocks an SM leave 40 registers.
+// A warp an item; 10 blocks an SM leave 48 registers.
 #ifndef OW_BATCH_BLOCKS
-#define OW_BATCH_BLOCKS 12
+#define OW_BATCH_BLOCKS 10
 #endif
-#define OW_WARP_KERNEL(name, job_body, bytes)                                                          \
-    extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, OW_BATCH_BLOCKS) \
-        name(ow_batch_item* items, uint32_t n) { \
-        __shared__ __align__(bytes) ow::u8 shared[OW_BATCH_WARPS * (bytes)];                           \
-        uint32_t warp = threadIdx.x / 32, job = blockIdx.x * OW_BATCH_WARPS + warp;                    \
-        if (job < n) job_body(items, job, (uint32_t)__cvta_generic_to_shared(shared) + warp * (bytes)); \
+#define OW_WARP_KERNEL(name, job_body, bytes)                                                       \
+    extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, OW_BATCH_BLOCKS)                  \
+        name(ow_batch_item* items, uint32_t n) {                                                     \
+        __shared__ __align__(1024) ow::u8 shared[bytes];                                             \
+        uint32_t warp = ow::warp_of_block(), job = blockIdx.x * OW_BATCH_WARPS + warp;               \
+        if (job < n) job_body(items, job, (uint32_t)__cvta_generic_to_shared(shared), warp);         \
     }
 
-OW_WARP_KERNEL(ow_lz4_decode, ow::lz4_job, ow::kFeedRing)
-OW_WARP_KERNEL(ow_snappy_decode, ow::snappy_job, ow::kFeedRing)
+OW_WARP_KERNEL(ow_lz4_decode, ow::lz_job<ow::Lz4>, ow::kLzShared)
+OW_WARP_KERNEL(ow_snappy_decode, ow::lz_job<ow::Snappy>, ow::kLzShared)
 OW_WARP_KERNEL(ow_cascaded_decode, ow::cascaded_job, ow::kCascadedShared)
 
 // A block an item.
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, 8) ow_x16_decode_
     __syncthreads();
     if (threadIdx.x == 0) item->status = good ? 0 : OW_BATCH_ARG;
     __syncthreads();
-    u32 warp = threadIdx.x / 32;
+    u32 warp = warp_of_block();
     X16Place place = x16_place<X16Best>((u32)__cvta_generic_to_shared(shared), warp, OW_BATCH_WARPS);
     if (good) x16_item_job(it, &item->status, place, warp);
     __syncthreads();
@@ -47,7 +47,7 @@ namespace {
 template <int TR> OW_DEV void encode(ow_batch_item* item, ow::u32 shared) {
     typedef ow::Encode<TR> E;
     E e;
-    E::open(e, item, shared, threadIdx.x / 32);
+    E::open(e, item, shared, ow::warp_of_block());
     OW_UNROLL(7)
     for (ow::u32 p = 0; p < ow::kEncodePhases; p++) {
         E::phase(e, p);
@@ -59,7 +59,7 @@ template <int TR> OW_DEV void encode(ow_batch_item* item, ow::u32 shared) {
 
 extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, 8) ow_x16_encode(ow_batch_item* items, uint32_t n) {
     using namespace ow;
-    __shared__ __align__(2048) u8 shared[kEncodeShared];
+    __shared__ __align__(16) u8 shared[kEncodeShared];
     if (blockIdx.x >= n) return;
     ow_batch_item* item = items + blockIdx.x;
     ow_batch_item it = *item;

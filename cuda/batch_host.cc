@@ -7,11 +7,10 @@
 
 namespace {
 
-template <class F> void each(ow_batch_item* items, uint32_t n, F job, uint32_t shared) {
+template <class F> void each(ow_batch_item* items, uint32_t n, F job) {
     for (uint32_t i = 0; i < n; i++) {
-        // Every other item with its lanes in falling order, and in another warp's
-        // place in shared memory.
-        ow::run_warp([&] { job(items, i, i % OW_BATCH_WARPS * shared); }, i & 1);
+        // Every other item with its lanes in falling order; in each warp's place.
+        ow::run_warp([&] { job(items, i, 1024, i % OW_BATCH_WARPS); }, i & 1);
     }
 }
 
@@ -21,7 +20,7 @@ template <int TR> void encode(ow_batch_item* item, bool falling) {
             uint32_t warp = falling ? OW_BATCH_WARPS - 1 - i : i;
             ow::run_phase([&] {
                 ow::Encode<TR> e;
-                ow::Encode<TR>::open(e, item, 0, warp);
+                ow::Encode<TR>::open(e, item, 1040, warp);  // where no address bits are free
                 ow::Encode<TR>::phase(e, p);
             }, p == 0 && i == 0, falling);
         }
@@ -31,15 +30,15 @@ template <int TR> void encode(ow_batch_item* item, bool falling) {
 }  // namespace
 
 extern "C" void ow_lz4_decode_host(ow_batch_item* items, uint32_t n) {
-    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t s) { ow::lz4_job(p, i, s); }, ow::kFeedRing);
+    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp) { ow::lz_job<ow::Lz4>(p, i, base, warp); });
 }
 
 extern "C" void ow_snappy_decode_host(ow_batch_item* items, uint32_t n) {
-    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t s) { ow::snappy_job(p, i, s); }, ow::kFeedRing);
+    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp) { ow::lz_job<ow::Snappy>(p, i, base, warp); });
 }
 
 extern "C" void ow_cascaded_decode_host(ow_batch_item* items, uint32_t n) {
-    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t s) { ow::cascaded_job(p, i, s); }, ow::kCascadedShared);
+    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp) { ow::cascaded_job(p, i, base, warp); });
 }
 
 extern "C" void ow_x16_decode_batch_host(ow_batch_item* items, uint32_t n) {

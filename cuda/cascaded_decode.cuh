@@ -14,7 +14,7 @@
 
 namespace ow {
 
-constexpr u32 kCascadedChunk = 4096, kCascadedShared = 2 * kCascadedChunk;
+constexpr u32 kCascadedChunk = 4096, kCascadedShared = OW_BATCH_WARPS * 2 * kCascadedChunk;
 
 // Elements of S bytes: in registers, in shared memory, anywhere.
 template <u32 S> struct Element {
@@ -232,7 +232,8 @@ OW_DEV u32 cascaded_block(const u8* src, u32 n, u8* dst, u32 cap, u32 shared, u3
     return out == size ? 0 : OW_BATCH_INPUT;
 }
 
-OW_DEV void cascaded_job(ow_batch_item* items, u32 job, u32 shared) {
+OW_DEV void cascaded_job(ow_batch_item* items, u32 job, u32 base, u32 warp) {
+    u32 shared = base + warp * (2 * kCascadedChunk);
     ow_batch_item it = items[job];
     u32 status = OW_BATCH_ARG, out = 0;
     if (it.src_len >> 31 == 0 && it.dst_cap >> 31 == 0) {

@@ -31,64 +31,67 @@ OW_DEV u32 lz4_more(Feed& f, u32& at, u32& n, u32 most) {
     }
 }
 
+OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out);
+
+struct Lz4 {
+    OW_DEV Head head(u32 b, u32 lane) {
+        u32 literals = b >> 4, match = b & 15;
+        return {literals < 15 && match < 15 ? literals + 3 : 0, literals, match + 4, lane + 1 + literals};
+    }
+    OW_DEV u32 back(u32, u32 low, u32 high) { return low | high << 8; }
+    OW_DEV u32 block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) { return lz4_block(f, dst, cap, table, out); }
+};
+
 // lz4_block decodes; out is how many bytes. Returns 0 or a status.
-OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32& out) {
+OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     out = 0;
+    u32 at = f.begin;
+    if (at >= f.end) return OW_BATCH_INPUT;
+    u8* mine = dst + f.lane;
+    u32 b = feed_peek(f, at);
     OW_UNROLL(1)
-    for (u32 at = f.begin;;) {
-        if (at >= f.end) return OW_BATCH_INPUT;
-        u32 b = feed_peek(f, at), token = shfl(b, 0);
-        u32 literals = token >> 4, match = token & 15, k = 1 + literals;
+    for (;;) {
+        u32 token = shfl(b, 0), literals = token >> 4, n = (token & 15) + 4;
+        if (literals < 15 && n < 19 && f.end - at > 64 && cap - out >= kShortOut) {
+            bool bad;
+            Batch s = short_batch<Lz4>(f, b, at, out, mine, table, bad);
+            if (bad) return OW_BATCH_OFFSET;
+            b = feed_peek(f, at);
+            short_store(f, mine, out, s);
+            out += s.n;
+            continue;
+        }
         at++;
-        if (literals < 15) {
-            if (literals > f.end - at) return OW_BATCH_INPUT;
-            if (literals > cap - out) return OW_BATCH_ROOM;
-            if (lane() - 1 < literals) put8(dst + out + lane() - 1, b);
-            out += literals;
-            at += literals;
-            if (at == f.end) return 0;
-        } else {
+        if (literals == 15) {
             u32 bad = lz4_more(f, at, literals, 1u << 31);
             if (bad) return OW_BATCH_INPUT;
-            if (literals > f.end - at) return OW_BATCH_INPUT;
-            if (literals > cap - out) return OW_BATCH_ROOM;
-            if (literals <= 32) {
-                b = feed_peek(f, at);
-                if (lane() < literals) put8(dst + out + lane(), b);
-            } else {
-                copy_run<false>(dst + out, f.base + at, literals, f.base + f.begin, f.base + f.end);
-            }
-            out += literals;
-            at += literals;
-            if (at == f.end) return 0;
-            b = feed_peek(f, at);
-            k = 0;
         }
+        if (literals > f.end - at) return OW_BATCH_INPUT;
+        if (literals > cap - out) return OW_BATCH_ROOM;
+        if (literals <= 32) {
+            b = feed_peek(f, at);
+            if (f.lane < literals) put8(mine + out, b);
+        } else {
+            copy_run<false>(dst + out, f.base + at, literals, f.base + f.begin, f.base + f.end);
+        }
+        out += literals;
+        at += literals;
+        if (at == f.end) return 0;
         if (f.end - at < 2) return OW_BATCH_INPUT;
-        u32 back = shfl(b, k) | shfl(b, k + 1) << 8;
+        b = feed_peek(f, at);
+        u32 back = shfl(b, 0) | shfl(b, 1) << 8;
         at += 2;
-        if (back == 0 || back > out) return OW_BATCH_OFFSET;
-        u32 n = match + 4;
-        if (match == 15) {
+        if (back - 1 >= out) return OW_BATCH_OFFSET;
+        if (n == 19) {
             u32 bad = lz4_more(f, at, n, cap);
             if (bad) return bad;
         }
         if (n > cap - out) return OW_BATCH_ROOM;
         copy_match(dst, out, cap, back, n);
         out += n;
+        if (at >= f.end) return OW_BATCH_INPUT;
+        b = feed_peek(f, at);
     }
-}
-
-OW_DEV void lz4_job(ow_batch_item* items, u32 job, u32 ring) {
-    ow_batch_item it = items[job];
-    u32 status = OW_BATCH_ARG, out = 0;
-    if (it.src_len >> 31 == 0 && it.dst_cap >> 31 == 0) {
-        Feed f;
-        feed_open(f, (const u8*)(uintptr_t)it.src, (u32)it.src_len, ring);
-        status = lz4_block(f, (u8*)(uintptr_t)it.dst, (u32)it.dst_cap, out);
-        feed_close();
-    }
-    batch_result(items + job, status, out);
 }
 
 }  // namespace ow

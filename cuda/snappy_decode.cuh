@@ -20,8 +20,21 @@ OW_DEV u32 snappy_word(u32 b, u32 k, u32 n) {
     return n >= 4 ? v : v & ((1u << 8 * n) - 1);
 }
 
+OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out);
+
+struct Snappy {
+    OW_DEV Head head(u32 b, u32 lane) {
+        u32 kind = b & 3, n = (b >> 2) + 1;
+        if (kind == 0) return {n <= 60 ? n + 1 : 0, n, 0, lane};
+        if (kind == 1) return {2, 0, (b >> 2 & 7) + 4, lane + 1};
+        return {kind == 2 ? 3u : 0, 0, n, lane + 1};
+    }
+    OW_DEV u32 back(u32 b, u32 low, u32 high) { return low | ((b & 3) == 1 ? b >> 5 : high) << 8; }
+    OW_DEV u32 block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) { return snappy_block(f, dst, cap, table, out); }
+};
+
 // snappy_block decodes; out is how many bytes. Returns 0 or a status.
-OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32& out) {
+OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     out = 0;
     u32 at = f.begin, b = feed_peek(f, at);
     u32 last = ballot(at + lane() < f.end && b < 128 && lane() < 5);
@@ -36,10 +49,22 @@ OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32& out) {
     if (said > cap) return OW_BATCH_ROOM;
     // What follows may make as many bytes as were said, and must.
     u32 size = (u32)said;
+    at += k + 1;
+    u8* mine = dst + f.lane;
+    b = feed_peek(f, at);
     OW_UNROLL(1)
-    for (at += k + 1; at < f.end;) {
-        b = feed_peek(f, at);
-        u32 tag = shfl(b, 0), kind = tag & 3, n = (tag >> 2) + 1, rest = f.end - ++at;
+    while (at < f.end) {
+        u32 tag = shfl(b, 0), kind = tag & 3, n = (tag >> 2) + 1;
+        if (kind != 3 && (kind || n < kShortIn) && f.end - at > 64 && size - out >= kShortOut) {
+            bool bad;
+            Batch s = short_batch<Snappy>(f, b, at, out, mine, table, bad);
+            if (bad) return OW_BATCH_OFFSET;
+            b = feed_peek(f, at);
+            short_store(f, mine, out, s);
+            out += s.n;
+            continue;
+        }
+        u32 rest = f.end - ++at;
         if (kind == 0) {
             if (n > 60) {
                 u32 extra = n - 60;
@@ -47,50 +72,28 @@ OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32& out) {
                 n = snappy_word(b, 1, extra) + 1;
                 at += extra;
                 rest -= extra;
-                if (n == 0 || n > rest) return OW_BATCH_INPUT;
-                if (n > size - out) return OW_BATCH_INPUT;
-                copy_run<false>(dst + out, f.base + at, n, f.base + f.begin, f.base + f.end);
-            } else {
-                if (n > rest || n > size - out) return OW_BATCH_INPUT;
-                if (lane() - 1 < n) put8(dst + out + lane() - 1, b);
-                if (n > 31) {
-                    b = lds8(f.ring | ((at + 31 + lane()) & (kFeedRing - 1)));
-                    if (31 + lane() < n) put8(dst + out + 31 + lane(), b);
-                }
             }
-            out += n;
+            if (n == 0 || n > rest || n > size - out) return OW_BATCH_INPUT;
+            copy_run<false>(dst + out, f.base + at, n, f.base + f.begin, f.base + f.end);
             at += n;
-            continue;
-        }
-        u32 back, extra = kind == 3 ? 4 : kind;
-        if (extra > rest) return OW_BATCH_INPUT;
-        if (kind == 1) {
-            n = (tag >> 2 & 7) + 4;
-            back = (tag >> 5) << 8 | shfl(b, 1);
-        } else if (kind == 2) {
-            back = shfl(b, 1) | shfl(b, 2) << 8;
         } else {
-            back = snappy_word(b, 1, 4);
+            u32 back, extra = kind == 3 ? 4 : kind;
+            if (extra > rest) return OW_BATCH_INPUT;
+            if (kind == 1) {
+                n = (tag >> 2 & 7) + 4;
+                back = tag >> 5 << 8 | shfl(b, 1);
+            } else {
+                back = snappy_word(b, 1, extra);
+            }
+            at += extra;
+            if (back - 1 >= out) return OW_BATCH_OFFSET;
+            if (n > size - out) return OW_BATCH_INPUT;
+            copy_match(dst, out, cap, back, n);
         }
-        at += extra;
-        if (back == 0 || back > out) return OW_BATCH_OFFSET;
-        if (n > size - out) return OW_BATCH_INPUT;
-        copy_match(dst, out, cap, back, n);
         out += n;
+        b = feed_peek(f, at);
     }
     return out == size ? 0 : OW_BATCH_INPUT;
-}
-
-OW_DEV void snappy_job(ow_batch_item* items, u32 job, u32 ring) {
-    ow_batch_item it = items[job];
-    u32 status = OW_BATCH_ARG, out = 0;
-    if (it.src_len >> 31 == 0 && it.dst_cap >> 31 == 0) {
-        Feed f;
-        feed_open(f, (const u8*)(uintptr_t)it.src, (u32)it.src_len, ring);
-        status = snappy_block(f, (u8*)(uintptr_t)it.dst, (u32)it.dst_cap, out);
-        feed_close();
-    }
-    batch_result(items + job, status, out);
 }
 
 }  // namespace ow

@@ -36,14 +36,39 @@ struct alignas(16) u32x4 { u32 x, y, z, w; };
 namespace ow {
 
 OW_DEV u32 lane() { return threadIdx.x & 31; }
+// The same in all lanes, and known to be: what depends on it does not diverge.
+OW_DEV u32 warp_of_block() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 OW_DEV u32 lanes_below() {
     u32 m;
     asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(m));
     return m;
 }
+// keep makes a value one that the compiler holds in a register and does not
+// compute anew.
+OW_DEV u32 keep(u32 v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
 OW_DEV u32 ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
 OW_DEV u32 shfl(u32 v, u32 from) { return __shfl_sync(0xffffffffu, v, (int)from); }
+// The bits that are set in any lane.
+OW_DEV u32 any_or(u32 v) { return __reduce_or_sync(0xffffffffu, v); }
+// The sum over the lanes up to this one.
+OW_DEV u32 scan(u32 v) {
+    for (u32 d = 1; d < 32; d *= 2) {
+        asm volatile(
+            "{\n.reg .pred p;\n.reg .u32 r;\nshfl.sync.up.b32 r|p, %0, %1, 0, -1;\n@p add.u32 %0, %0, r;\n}" : "+r"(v) : "r"(d));
+    }
+    return v;
+}
 OW_DEV void syncwarp() { __syncwarp(); }
+// 1 << n, or 0 if n is 32 or more.
+OW_DEV u32 bit(u32 n) {
+    u32 r;
+    asm("shl.b32 %0, 1, %1;" : "=r"(r) : "r"(n));
+    return r;
+}
+OW_DEV u32 highest(u32 v) { return 31 - (u32)__clz((int)v); }  // of the bits that are set; v is not 0
 OW_DEV u32 popc(u32 v) { return (u32)__popc((int)v); }
 OW_DEV u32 lowest(u32 v) { return (u32)__ffs((int)v) - 1; }  // of the bits that are set; v is not 0
 // Doubles without contraction: the same bits as the Go encoder's.

@@ -189,6 +189,7 @@ void run_phase(F f, bool first, bool falling = false) {
 
 OW_DEV u32 lane() { return host::self()->now; }
 OW_DEV u32 lanes_below() { return (1u << lane()) - 1; }
+OW_DEV u32 keep(u32 v) { return v; }
 OW_DEV u32 ballot(bool p) {
     const u32* s = host::meet(p);
     u32 r = 0;
@@ -196,6 +197,20 @@ OW_DEV u32 ballot(bool p) {
     return r;
 }
 OW_DEV u32 shfl(u32 v, u32 from) { return host::meet(v)[from & 31]; }
+OW_DEV u32 any_or(u32 v) {
+    const u32* s = host::meet(v);
+    u32 r = 0;
+    for (u32 i = 0; i < 32; i++) r |= s[i];
+    return r;
+}
+OW_DEV u32 scan(u32 v) {
+    const u32* s = host::meet(v);
+    u32 r = 0;
+    for (u32 i = 0; i <= lane(); i++) r += s[i];
+    return r;
+}
+OW_DEV u32 bit(u32 n) { return n < 32 ? 1u << n : 0; }
+OW_DEV u32 highest(u32 v) { return 31 - (u32)__builtin_clz(v); }
 OW_DEV void syncwarp() { host::meet(0); }
 OW_DEV u32 popc(u32 v) { return (u32)__builtin_popcount(v); }
 OW_DEV u32 lowest(u32 v) { return (u32)__builtin_ctz(v); }

@@ -52,6 +52,7 @@ OW_COLD u32 x16_vet(const ow_x16_chunk& c, X16Form form) {
     if (!mode) {
         bad = bad || d > 16 || (d == 16) != (a == k);
         u32 given = umin(d, 16), sum = 0;
+    OW_UNROLL(1)
         for (u32 i = 0; i < 16; i++) {
             u32 alias = shfl(a, i), rest = 16 - umin(shfl(d, i), 16);
             if (alias == k) given += rest;
@@ -65,6 +66,7 @@ OW_COLD u32 x16_vet(const ow_x16_chunk& c, X16Form form) {
     if (first > c.stored) return OW_X16_LAYOUT;
     const u8* dir = src + kX16Header;
     bad = ldg32(dir) != first || ldg32(dir + 8 * segs + 4) != 0;
+    OW_UNROLL(1)
     for (u32 at = kX16Header + 8 * (segs + 1) + lane(); at < first; at += 32) bad = bad || ldg8(src + at);
     OW_UNROLL(1)
     for (u32 s = lane(); s < segs; s += 32) {

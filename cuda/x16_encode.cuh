@@ -21,10 +21,9 @@
 
 namespace ow {
 
-// Shared memory, from an address that is a multiple of kEncodeShared's largest
-// power of two below (2048): counts of values, eight copies by lane; then, in
-// their place, words and escapes of each segment. Entries of values: frequency,
-// escape << 8, address of its first slot << 16; inverse of the frequency.
+// Shared memory: counts of values, eight copies by lane; then, in their place,
+// words and escapes of each segment. Entries of values: frequency, escape << 8,
+// address of its first slot << 16; inverse of the frequency.
 constexpr u32 kCounts = 0, kEntries = 8192, kBins = 10240, kSlots = 11264, kHead = 11520, kFacts = kHead + 96;
 constexpr u32 kEncodeShared = kFacts + 64, kEncodePhases = 7;
 // Facts: what the chunk will be; its planes' offset; whether it has escapes;
@@ -56,6 +55,7 @@ OW_DEV u32 byte_of(u32x2 v, u32 i) { return (i < 4 ? v.x : v.y) >> (8 * (i & 3))
 // x16_tables writes what coding looks up, for a model and its buckets.
 OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
     u32 first = lane() < 16 ? m.freq : 0;  // of the symbol's slots: those of the symbols before
+    OW_UNROLL(1)
     for (u32 d = 1; d < 16; d *= 2) {
         u32 o = shfl(first, lane() - d);
         if (lane() >= d) first += o;
@@ -63,6 +63,7 @@ OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
     first -= m.freq;
     // The rank at position 0 of a bucket's alias, as in x16_table.
     u32 b = lane() & 15, other = shfl(alias, b), div = shfl(divider, b), bias = shfl(divider, other) - div;
+    OW_UNROLL(1)
     for (u32 i = 0; i < 15; i++) {
         u32 d = shfl(divider, i), a = shfl(alias, i);
         if (i < b && a == other && d < 16) bias += 16 - d;
@@ -71,6 +72,7 @@ OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
     u32 mine = lane() >> 1, r = 8 * (lane() & 1);
     u32 d = shfl(divider, mine), up = shfl(bias, mine);
     u32 own = shfl(first, mine), theirs = shfl(first, shfl(alias, mine));
+    OW_UNROLL(1)
     for (u32 i = 0; i < 8; i++, r++) {
         sts8(shared + kSlots + ((r < d ? own + r : theirs + r + up) & 255), 16 * mine + r);
     }
@@ -131,6 +133,7 @@ template <int TR> struct Encode {
     OW_UNROLL(8)
             for (u32 i = 0; i < 8; i++) count32(counts + 32 * byte_of(v, i));
         }
+    OW_UNROLL(1)
         for (u32 d = 16; d; d /= 2) {
             all &= shfl(all, lane() ^ d);
             any |= shfl(any, lane() ^ d);
@@ -229,7 +232,7 @@ template <int TR> struct Encode {
             if (WRITE) planes(e, u, t, lane_unit(), constant);
     OW_UNROLL(4)
             for (int i = 6; i >= 0; i -= 2) {
-                u32x2 a = lds64(entries | 8 * byte_of(v, i)), b = lds64(entries | 8 * byte_of(v, i + 1));
+                u32x2 a = lds64(entries + 8 * byte_of(v, i)), b = lds64(entries + 8 * byte_of(v, i + 1));
                 bool full = x >= ((a.x & 255) * (b.x & 255)) << 16;
                 if (WRITE) {
                     u32 who = ballot(full);
@@ -249,6 +252,7 @@ template <int TR> struct Encode {
             stg32(e.dst + place.x + 4 * lane(), x);
             ending(e, s, place);
         } else {
+    OW_UNROLL(1)
             for (u32 d = 16; d; d /= 2) {
                 emitted += shfl(emitted, lane() ^ d);
                 escapes += shfl(escapes, lane() ^ d);
@@ -268,6 +272,7 @@ template <int TR> struct Encode {
             for (u32 i = 0; i < 8; i++) mask |= (lds32(e.shared + kEntries + 8 * byte_of(v, i)) >> 8 & 1) << i;
             if (!ballot(mask)) continue;
             u32 mine = popc(mask), upto = mine;
+    OW_UNROLL(1)
             for (u32 d = 1; d < 32; d *= 2) {
                 u32 o = shfl(upto, lane() - d);
                 if (lane() >= d) upto += o;
@@ -309,6 +314,7 @@ template <int TR> struct Encode {
             for (u32 s = lane(); s - lane() < segs; s += 32) {
                 u32x2 l = s < segs ? lds64(e.shared + kCounts + 8 * s) : u32x2{0, 0};
                 u32 size = s < segs ? up16(128 + 2 * l.x + 3 * l.y) : 0;
+    OW_UNROLL(1)
                 for (u32 d = 16; d; d /= 2) size += shfl(size, lane() ^ d);
                 at += size;
             }
@@ -329,6 +335,7 @@ template <int TR> struct Encode {
             for (u32 s = lane(); s - lane() < segs; s += 32) {
                 u32x2 l = s < segs ? lds64(e.shared + kCounts + 8 * s) : u32x2{0, 0};
                 u32 size = s < segs ? up16(128 + 2 * l.x + 3 * l.y) : 0, upto = size;
+    OW_UNROLL(1)
                 for (u32 d = 1; d < 32; d *= 2) {
                     u32 o = shfl(upto, lane() - d);
                     if (lane() >= d) upto += o;

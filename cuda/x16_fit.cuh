@@ -91,6 +91,7 @@ struct X16Model {
 };
 
 OW_DEV u32 sum16(u32 v) {  // over lanes 0..15, and over 16..31
+    OW_UNROLL(1)
     for (u32 d = 8; d; d /= 2) v += shfl(v, lane() ^ d);
     return v;
 }
@@ -106,6 +107,7 @@ OW_COLD X16Pick x16_pick(double c, u32 f) {
     double none = upper ? -1.0 : -1e300, g = none;
     if (can) g = upper ? dmul(c, dadd(kLog2[f + 1], -kLog2[f])) : -dmul(c, dadd(kLog2[f], -kLog2[f - 1]));
     double best = g;
+    OW_UNROLL(1)
     for (u32 d = 8; d; d /= 2) {
         double o = shfl64f(best, lane() ^ d);
         if (o > best) best = o;
@@ -150,6 +152,7 @@ OW_COLD u32 x16_freq(u32 count, u32 n, double& bits) {
     }
     double part = dmul(c, dadd(8, -kLog2[f]));
     bits = 0;
+    OW_UNROLL(1)
     for (u32 i = 0; i < 16; i++) bits = dadd(bits, shfl64f(part, i));
     return lane() < 16 ? f : 0;
 }
@@ -181,6 +184,7 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
             if (h[i] > most) most = h[i], mine = i;
         }
         u32 all = most;
+    OW_UNROLL(1)
         for (u32 d = 16; d; d /= 2) {
             u32 o = shfl(all, lane() ^ d);
             if (o > all) all = o;
@@ -227,6 +231,7 @@ OW_COLD void x16_buckets(u32 freq, u32& divider, u32& alias) {
     bool open = lane() < 16;
     divider = 16;
     alias = lane() & 15;
+    OW_UNROLL(1)
     for (u32 i = 0; i < 16; i++) {
         u32 low = ballot(open && left < 16), high = ballot(open && left > 16);
         if (!low) break;  // all that are left hold exactly 16

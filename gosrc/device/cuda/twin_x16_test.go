@@ -66,7 +66,7 @@ func TestTwinEncode(t *testing.T) {
 	r := random(t)
 	coded := 0
 	for tr := uint8(x16.BF16); tr <= x16.Bytes; tr++ {
-		for _, n := range []int{100, 1024, 4096 + r.IntN(40), 20_000 + r.IntN(1000), 65536, 200_000 + 16*r.IntN(1000)} {
+		for _, n := range []int{100, 1024, 4096 + r.IntN(40), 20_000 + r.IntN(1000), 65536, 150_000 + 16*r.IntN(1000)} {
 			data := [][]byte{
 				weights(r, tr, n),
 				make([]byte, n),
@@ -119,7 +119,7 @@ func twinX16(t testing.TB, stored []byte, room int, arg uint32) ([]byte, uint32)
 // Histograms of every shape: the kernel fits the same model.
 func TestTwinFit(t *testing.T) {
 	r := random(t)
-	for range 400 {
+	for range 120 {
 		kinds := 1 + r.IntN(40)
 		cum := make([]float64, kinds)
 		total := 0.0
@@ -169,20 +169,20 @@ func TestTwinX16Damage(t *testing.T) {
 		}
 	}
 	for tr := uint8(x16.BF16); tr <= x16.Bytes; tr++ {
-		data := weights(r, tr, 3000)
+		data := weights(r, tr, 2100)
 		data[r.IntN(len(data))] ^= 0x40
 		stored, tiles := sameChunk(t, data, tr)
 		if stored == nil {
 			t.Fatalf("transform %d: no chunk", tr)
 		}
 		for i := range len(stored) {
-			if i > 300 && i%7 != 0 {
+			if i > 110 && i%17 != 0 {
 				continue
 			}
 			b := bytes.Clone(stored)
 			b[i] ^= 1 << r.IntN(8)
 			try(b, len(data), tr, tiles)
-			if i < 100 {
+			if i < 96 && i%2 == 0 {
 				b[i] = byte(r.Uint32())
 				try(b, len(data), tr, tiles)
 			}
@@ -192,7 +192,7 @@ func TestTwinX16Damage(t *testing.T) {
 		}
 	}
 	t.Logf("%d refused, %d still valid, %d not seen", refused, accepted, missed)
-	if refused < 1000 || missed > refused/50 {
+	if refused < 500 || missed > refused/50 {
 		t.Error("too few were refused")
 	}
 }
