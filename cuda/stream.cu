@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     if (i < n) ow::stream_peek(head, out, i);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 5)
+extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 4)
     ow_stream_x16(const ow_stream_head* head, const ow_x16_chunk* chunks, uint32_t n, uint32_t* status) {
     extern __shared__ __align__(1024) ow::u32 shared[];
     uint32_t warp = threadIdx.x / 32, job = blockIdx.x * OW_X16_WARPS + warp;

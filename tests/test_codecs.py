@@ -107,37 +107,34 @@ def _nvcomp_cpu() -> Any:
             files = metadata.distribution(wheel).files or []
         except metadata.PackageNotFoundError:
             continue
-        library = next(f for f in files if f.name.startswith("libnvcomp_cpu.so."))
-        lib = ctypes.CDLL(str(library.locate()))
-        new = library.name.endswith("6")
-        names = ("compressCPUEPKPKvPKmmmPKPvPmi", "decompressCPUEPKPKvPKmmPKPvPm")
-        compress = getattr(lib, ("_ZN6nvcomp8gdeflate11" if new else "_ZN8gdeflate11") + names[0])
-        decompress = getattr(lib, ("_ZN6nvcomp8gdeflate13" if new else "_ZN8gdeflate13") + names[1] + ("SA_" if new else "S9_"))
-
-        def encode(plain: bytes, level: int) -> bytes:
-            source = ctypes.create_string_buffer(plain, len(plain))
-            target = ctypes.create_string_buffer(2 * len(plain) + 1024)
-            size, pointer = ctypes.c_size_t, ctypes.c_void_p
-            made = (size * 1)(len(target))
-            compress(
-                (pointer * 1)(ctypes.addressof(source)), (size * 1)(len(plain)), size(len(plain)), size(1),
-                (pointer * 1)(ctypes.addressof(target)), made, ctypes.c_int(level),
-            )  # fmt: skip
-            return target.raw[: made[0]]
-
-        def decode(stored: bytes, nbytes: int) -> bytes:
-            source = ctypes.create_string_buffer(stored, len(stored))
-            target = ctypes.create_string_buffer(nbytes)
-            size, pointer = ctypes.c_size_t, ctypes.c_void_p
-            made = (size * 1)(0)
-            decompress(
-                (pointer * 1)(ctypes.addressof(source)), (size * 1)(len(stored)), size(1),
-                (pointer * 1)(ctypes.addressof(target)), (size * 1)(nbytes), made,
-            )  # fmt: skip
-            return target.raw[: made[0]]
-
-        return encode, decode
+        file = next(f for f in files if f.name.startswith("libnvcomp_cpu.so."))
+        library = ctypes.CDLL(str(file.locate()))
+        if file.name.endswith("5"):
+            names = "_ZN8gdeflate11compressCPUEPKPKvPKmmmPKPvPmi", "_ZN8gdeflate13decompressCPUEPKPKvPKmmPKPvPmS9_"
+        else:
+            names = "_ZN6nvcomp8gdeflate11compressCPUEPKPKvPKmmmPKPvPmi", "_ZN6nvcomp8gdeflate13decompressCPUEPKPKvPKmmPKPvPmSA_"
+        return getattr(library, names[0]), getattr(library, names[1])
     return None
+
+
+def _one(buffer: Any) -> Any:
+    return (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+
+
+def _theirs(compress: Any, plain: bytes, level: int) -> bytes:
+    size = ctypes.c_size_t
+    source, target = ctypes.create_string_buffer(plain, len(plain)), ctypes.create_string_buffer(2 * len(plain) + 1024)
+    made = (size * 1)(len(target))
+    compress(_one(source), (size * 1)(len(plain)), size(len(plain)), size(1), _one(target), made, ctypes.c_int(level))
+    return target.raw[: made[0]]
+
+
+def _back(decompress: Any, stored: bytes, nbytes: int) -> bytes:
+    size = ctypes.c_size_t
+    source, target = ctypes.create_string_buffer(stored, len(stored)), ctypes.create_string_buffer(nbytes)
+    made = (size * 1)(0)
+    decompress(_one(source), (size * 1)(len(stored)), size(1), _one(target), (size * 1)(nbytes), made)
+    return target.raw[: made[0]]
 
 
 def test_gdeflate_of_nvcomp_cross_decodes(seed: int) -> None:
@@ -145,15 +142,16 @@ def test_gdeflate_of_nvcomp_cross_decodes(seed: int) -> None:
     library = _nvcomp_cpu()
     if library is None:
         pytest.skip("nvidia-libnvcomp is not installed; its streams in gosrc/codec/gdeflate/testdata are held by go test")
-    encode, decode = library
+    compress, decompress = library
     r = random.Random(seed)
     for size in (1, 2, 7, 31, 32, 33, 1000, 65535, 65536):
         skewed = bytes(min(255, int(r.expovariate(0.1))) for _ in range(size))
         for plain in (bytes(size), r.randbytes(size), content(size), skewed):
             for level in (0, 1, 6, 12):
-                assert codecs.decode(encode(plain, level), "GDeflate", bitstream="raw") == plain, (size, level)
+                assert codecs.decode(_theirs(compress, plain, level), "GDeflate", bitstream="raw") == plain, (size, level)
             for level in range(6):
-                assert decode(bytes(codecs.encode(plain, "GDeflate", bitstream="raw", level=level)), size) == plain, (size, level)
+                made = bytes(codecs.encode(plain, "GDeflate", bitstream="raw", level=level))
+                assert _back(decompress, made, size) == plain, (size, level)
 
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"])
@@ -283,6 +281,28 @@ def test_other_threads_run_meanwhile() -> None:
     stop.set()
     thread.join()
     assert took > 0.05 and ticks[0] > 5, (took, ticks)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.parametrize("algorithm", ["LZ4", "GDeflate"])
+def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
+    """The blocks of a raw list are shared out: two threads at least do a good part each, and Python's is none of them."""
+    made = codecs.encode([content(1_000_000)] * 8, algorithm, bitstream="raw")
+
+    def busy() -> dict[str, int]:
+        times = {}
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/schedstat") as f:
+                times[thread] = int(f.read().split()[0])
+        return times
+
+    codecs.decode(made[:2], algorithm, bitstream="raw")  # the threads are there
+    before, mine = busy(), time.thread_time()
+    for _ in range(2):
+        codecs.decode(made, algorithm, bitstream="raw")
+    mine = time.thread_time() - mine
+    took = sorted(n - before.get(thread, 0) for thread, n in busy().items())
+    assert took[-2] > 0.1 * sum(took) and mine < 0.3 * sum(took) / 1e9, (took, mine)
 
 
 def test_foreign_memory_works_in_a_forked_child() -> None:

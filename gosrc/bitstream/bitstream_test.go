@@ -155,6 +155,57 @@ func TestStreamsOfNvcomp(t *testing.T) {
 	}
 }
 
+// Streams as nvCOMP 2.2, the last one that was open, lays them out: chunks in
+// any order and without gaps, room for checksums that are flagged and private.
+func TestStreamsOfTheOpenRelease(t *testing.T) {
+	le := binary.LittleEndian
+	src := text(150_000, 8)
+	for name, own := range map[string]int{"GDeflate": 4, "LZ4": 4, "Snappy": 1, "Cascaded": 24} {
+		var chunks [][]byte
+		for at := 0; at < len(src); at += 65536 {
+			made, err := one(t, Spec{Op: OpEncode, Algorithm: name, Kind: Raw, Level: 1}, src[at:min(at+65536, len(src))])
+			if err != nil {
+				t.Fatal(err)
+			}
+			chunks = append(chunks, made)
+		}
+		n, first := len(chunks), (64+own+7)&^7
+		head := make([]byte, first+24*n)
+		var payload []byte
+		for i := n - 1; i >= 0; i-- {
+			le.PutUint64(head[first+8*i:], uint64(len(payload)))
+			le.PutUint64(head[first+8*(n+i):], uint64(len(chunks[i])))
+			payload = append(payload, chunks[i]...)
+		}
+		a, err := byName(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		head[4], head[5], head[6] = 2, 2, byte(a.id)
+		le.PutUint64(head[8:], uint64(len(payload)))
+		le.PutUint64(head[16:], uint64(len(src)))
+		le.PutUint64(head[24:], uint64(n))
+		head[32], head[44], head[45] = 1, 1, 1
+		le.PutUint64(head[48:], 65536)
+		le.PutUint32(head[56:], uint32(len(head)))
+		made := append(head, payload...)
+		if got, err := one(t, Spec{Op: OpDecode}, made); err != nil || !bytes.Equal(got, src) {
+			t.Errorf("%s: %d bytes, %v", name, len(got), err)
+		}
+		if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyIfPresent}, made); !errors.Is(err, fault.ErrNotSupported) {
+			t.Errorf("%s: private checksums: %v", name, err)
+		}
+		le.PutUint32(made[56:], uint32(first+8*n))
+		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrCorrupt) {
+			t.Errorf("%s without room for its tables: %v", name, err)
+		}
+		made[4] = 0
+		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrFormat) {
+			t.Errorf("%s of no version: %v", name, err)
+		}
+	}
+}
+
 // Tables lie where nvCOMP's public headers put them: behind 64 or 56 bytes and
 // the algorithm's own header.
 func TestWhereTablesLie(t *testing.T) {
@@ -189,6 +240,25 @@ func TestWhereTablesLie(t *testing.T) {
 					t.Errorf("%s of version %d: its type is %d", name, version, typ)
 				}
 			}
+		}
+	}
+}
+
+// Streams whose header says that their bits are shuffled are refused, instead
+// of decoded to other bytes.
+func TestShuffledStreams(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		version int
+		at      int
+	}{{"LZ4", 5, 65}, {"LZ4", 6, 60}, {"Cascaded", 5, 85}} {
+		made, err := one(t, Spec{Op: OpEncode, Algorithm: c.name, Version: c.version}, text(1000, 1))
+		if err != nil {
+			t.Fatal(err)
+		}
+		made[c.at] = 1
+		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrNotSupported) {
+			t.Errorf("%s of version %d: %v", c.name, c.version, err)
 		}
 	}
 }
@@ -340,6 +410,37 @@ func TestBombs(t *testing.T) {
 	}
 }
 
+// What is done at once is little, also where hostile bytes promise or hold much.
+func TestQuick(t *testing.T) {
+	src := text(100_000, 3)
+	for _, c := range []struct {
+		what string
+		s    Spec
+		src  []byte
+		want bool
+	}{
+		{"a small encode", Spec{Op: OpEncode, Algorithm: "Zstd"}, src, true},
+		{"a large encode", Spec{Op: OpEncode, Algorithm: "LZ4"}, make([]byte, alone+1), false},
+		{"a size", Spec{Op: OpSize, Algorithm: "LZ4", Kind: Raw}, src, true},
+		{"what may be a bomb of GDeflate", Spec{Op: OpSize, Algorithm: "GDeflate", Kind: Raw}, src, false},
+		{"what may be a bomb of Zstd", Spec{Op: OpDecode, Algorithm: "Zstd", Kind: Raw}, src, false},
+		{"what says how little it is", Spec{Op: OpDecode, Algorithm: "Zstd", Kind: WithSize}, []byte{9, 0, 0, 0, 0, 0, 0, 0, 1}, true},
+		{"no stream at all", Spec{Op: OpDecode}, src, true},
+		{"no algorithm", Spec{Op: OpDecode, Kind: Raw}, src, true},
+	} {
+		if got := Quick(&c.s, []Buffer{{Src: c.src}}); got != c.want {
+			t.Errorf("%s: %v", c.what, got)
+		}
+	}
+	made, err := one(t, Spec{Op: OpEncode, Algorithm: "GDeflate", Level: 1}, make([]byte, 40<<20))
+	if err != nil || len(made) > alone {
+		t.Fatalf("%d bytes, %v", len(made), err)
+	}
+	if Quick(&Spec{Op: OpDecode}, []Buffer{{Src: made}}) {
+		t.Error("40 MB of zeros are decoded at once")
+	}
+}
+
 // Specs that make no sense are the caller's mistake, and names that only
 // nvCOMP decodes are not supported.
 func TestSpecs(t *testing.T) {
@@ -413,7 +514,7 @@ func FuzzDecode(f *testing.F) {
 			t.Fatal(err)
 		}
 		typed(t, "size", size[0].Err)
-		if size[0].Err != nil || size[0].Bytes > 64<<20 {
+		if size[0].Err != nil || size[0].Bytes > 4<<20 {
 			return
 		}
 		s.Op = OpDecode

@@ -29,12 +29,16 @@ import (
 //	u8     44, 45 53, 54  checksums of stored chunks, of contents are there
 //
 // nvCOMP 5 refuses streams of 6, and 6 those of 5. Read are both, written is
-// the one that the Spec asks for. nvCOMP does not say how it computes its
+// the one that the Spec asks for. Read besides are those of the last open
+// release, 2.2, whose magic is 0 (and what follows it, to 4): 5.x's header,
+// tables counted from the front, two checksums a chunk behind them whether they
+// were computed or not, and chunks without gaps. nvCOMP does not say how it computes its
 // checksums. Ours are CRC-32 (IEEE), u32 for each stored chunk and then for
 // each content, behind the table of sizes; such a stream has 'w' at 7, where
 // nvCOMP has zero.
 const (
 	headBytes = 64
+	magic2    = 0
 	magic5    = 0x52911326
 	magic6    = 0x52911327
 )
@@ -53,6 +57,8 @@ type header struct {
 	offset                 uint32
 	starts, stored, conten bool
 	mine                   bool
+	version                int  // 5, also for 2.2, or 6
+	old                    bool // 2.2
 }
 
 func parseHeader(src []byte) (h header, err error) {
@@ -64,10 +70,15 @@ func parseHeader(src []byte) (h header, err error) {
 		format: Algorithm(src[6]), payload: le.Uint64(src[8:]), size: le.Uint64(src[16:]), chunks: le.Uint64(src[24:]),
 	}
 	switch magic := le.Uint32(src); magic {
-	case magic5:
+	case magic5, magic2:
+		h.version = 5
+		if h.old = magic == magic2; h.old && (src[4] < 2 || src[4] > 4) {
+			return h, fault.New(fault.ErrFormat, "no native stream: it begins with zeros")
+		}
 		h.chunk, h.offset = le.Uint64(src[48:]), le.Uint32(src[56:])
 		h.starts, h.stored, h.conten = src[32] != 0, src[44] != 0, src[45] != 0
 	case magic6:
+		h.version = 6
 		h.chunk, h.offset = le.Uint64(src[32:]), le.Uint32(src[40:])
 		h.starts, h.stored, h.conten = src[52] != 0, src[53] != 0, src[54] != 0
 	default:
@@ -105,6 +116,9 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	case !h.starts:
 		return layout{}, fault.New(fault.ErrNotSupported, "a native stream without the offsets of its chunks")
 	}
+	if algo.shuffled(src, h.version) {
+		return layout{}, fault.New(fault.ErrNotSupported, "a native stream of %s whose bits are shuffled", algo.name)
+	}
 	row := uint64(16)
 	if h.stored {
 		row += 4
@@ -118,9 +132,14 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	le := binary.LittleEndian
 	count := int(h.chunks)
 	tables := (int(h.offset) - count*int(row)) &^ 7
+	if h.old {
+		if tables = int(algo.firstTable(5)); tables+16*count > int(h.offset) {
+			return bad("%d chunks do not fit before the payload at %d", h.chunks, h.offset)
+		}
+	}
 	offsets, sizes := src[tables:], src[tables+8*count:]
 	sums, payload := src[tables+16*count:], src[h.offset:uint64(h.offset)+h.payload]
-	summed := h.stored && h.conten && h.mine
+	summed := h.stored && h.conten && h.mine && !h.old
 	out := layout{algo: algo, size: int64(h.size), parts: make([]part, count), summed: summed}
 	var stored uint64
 	for i := range out.parts {
@@ -173,6 +192,21 @@ func (a *algorithm) firstTable(version int) int64 {
 		return (headBytes + a.own(5) + 7) &^ 7
 	}
 	return (headBytes - 8 + a.own(6) + 7) &^ 7
+}
+
+// shuffled reports whether nvCOMP says, in the algorithm's own header, that it
+// did to the content what cannot be undone here: the bytes would be others.
+func (a *algorithm) shuffled(src []byte, version int) bool {
+	le := binary.LittleEndian
+	switch {
+	case a.id == LZ4 && version == 6:
+		return le.Uint32(src[60:]) != 0
+	case a.id == LZ4: // one byte is the type
+		return len(src) >= 68 && le.Uint32(src[64:]) > 0xFF
+	case a.id == Cascaded && version == 5:
+		return len(src) >= 88 && (le.Uint32(src[72:]) > 0xFF || le.Uint32(src[84:]) > 1)
+	}
+	return false
 }
 
 // putOwn writes an algorithm's own header.

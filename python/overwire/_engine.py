@@ -33,6 +33,7 @@ __all__ = [
     "cli",
     "close_model",
     "codec_names",
+    "codec_now",
     "codec_start",
     "codec_take",
     "convert_start",
@@ -463,7 +464,21 @@ def codec_take(job: int) -> list[tuple[Capsule | None, int, int, BaseException |
     memory of its own, without bytes, or that failed early. A buffer that failed
     late keeps its memory. `summed`: its checksums were compared.
     """
-    rows = _call(_core().codec_take, _handle(job))
+    return _coded(_call(_core().codec_take, _handle(job)))
+
+
+def codec_now(
+    spec: str, buffers: list[tuple[int, int, bool, int, int]]
+) -> list[tuple[Capsule | None, int, int, BaseException | None, bool]] | None:
+    """What `codec_start` and `codec_take` do, in one call that is not interrupted;
+    None, and nothing was done, where it may take longer than a moment."""
+    rows = _call(_core().codec_now, spec, buffers)
+    return None if rows is None else _coded(rows)
+
+
+def _coded(
+    rows: list[tuple[Capsule | None, int, int, str | None, int]],
+) -> list[tuple[Capsule | None, int, int, BaseException | None, bool]]:
     return [
         (capsule, address, size, None if text is None else _fault(RuntimeError(text)), bool(summed))
         for capsule, address, size, text, summed in rows

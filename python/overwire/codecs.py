@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, overload
 
 from . import _engine
@@ -168,6 +169,37 @@ def exporter() -> type:
     return _engine.exporter()
 
 
+@lru_cache(64)
+def _spec(
+    op: str,
+    algorithm: str | None,
+    bitstream: str,
+    chunk_size: int | None,
+    level: int,
+    dtype: str | None,
+    cascaded: tuple[int, int, bool] | None,
+    checksums: bool,
+    version: int,
+    verify: str,
+    sizes: tuple[int, ...],
+) -> str:
+    """The JSON of a bitstream.Spec."""
+    spec = {
+        "op": op,
+        "algorithm": algorithm or "",
+        "kind": BITSTREAMS.index(bitstream),
+        "chunk": chunk_size or 0,
+        "level": level,
+        "version": version,
+        "dtype": dtype or "",
+        "cascaded": dict(zip(("rles", "deltas", "pack"), cascaded, strict=True)) if cascaded is not None else None,
+        "sums": checksums,
+        "verify": verify,
+        "sizes": sizes,
+    }
+    return json.dumps(spec)
+
+
 def run(
     op: str,
     sources: Sequence[Span],
@@ -195,25 +227,20 @@ def run(
         raise ArgumentError(f"overwire: bitstream {bitstream!r}: expected one of {', '.join(BITSTREAMS)}")
     if verify not in _VERIFY:
         raise ArgumentError(f"overwire: verify {verify!r}: expected True, False or 'always'")
-    spec = {
-        "op": op,
-        "algorithm": algorithm or "",
-        "kind": BITSTREAMS.index(bitstream),
-        "chunk": chunk_size or 0,
-        "level": level,
-        "version": version,
-        "dtype": dtype or "",
-        "cascaded": dict(zip(("rles", "deltas", "pack"), cascaded, strict=True)) if cascaded is not None else None,
-        "sums": checksums,
-        "verify": _VERIFY[verify],
-        "sizes": list(sizes),
-    }
+    if cascaded is not None:
+        cascaded = tuple(cascaded)  # type: ignore[assignment]
+    text = _spec(
+        op, algorithm, bitstream, chunk_size, level, dtype, cascaded, checksums, version, _VERIFY[verify], tuple(sizes)
+    )
     outs = out if out is not None else [None] * len(sources)
     buffers = [
         (s.address, s.nbytes, False, 0, 0) if o is None else (s.address, s.nbytes, True, o.address, o.nbytes)
         for s, o in zip(sources, outs, strict=True)
     ]
-    job = Job(_engine.codec_start(json.dumps(spec), buffers), f"codec {op}")
+    made = _engine.codec_now(text, buffers)
+    if made is not None:
+        return [Coded._make(row) for row in made]
+    job = Job(_engine.codec_start(text, buffers), f"codec {op}")
     try:
         job.wait()
         return [Coded(*row) for row in _engine.codec_take(job.number)]

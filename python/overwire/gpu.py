@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _KINDS = {"native": 0, "raw": 1, "with_size": 2}
+_five = struct.Struct("=5q").pack
 _counted: int | None = None
 _decoded: tuple[str, ...] | None = None
 
@@ -245,12 +246,8 @@ def decode(
 
     Raises ArgumentError, NotSupportedError, DeviceError, OutOfMemoryError.
     """
-    flat = [number for one in streams for number in one]
-    return Batch(
-        _engine.gpu_decode(
-            device, stream, _packed(after), _KINDS[bitstream], algorithm, struct.pack(f"={len(flat)}q", *flat)
-        )
-    )
+    packed = b"".join([_five(*one) for one in streams])
+    return Batch(_engine.gpu_decode(device, stream, _packed(after), _KINDS[bitstream], algorithm, packed))
 
 
 def glance(

@@ -20,6 +20,7 @@ static PyMethodDef functions[] = {
 	{"gpu_wait", ow_gpu_wait, METH_VARARGS, "gpu_wait(batch, wait)\n--\n\nSee overwire._engine."},
 	{"gpu_alloc", ow_gpu_alloc, METH_VARARGS, "gpu_alloc(device, nbytes)\n--\n\nSee overwire._engine."},
 	{"gpu_copy", ow_gpu_copy, METH_VARARGS, "gpu_copy(device, stream, after, dst, src, nbytes, wait)\n--\n\nSee overwire._engine."},
+	{"codec_now", ow_codec_now, METH_VARARGS, "codec_now(spec, buffers)\n--\n\nSee overwire._engine."},
 	{"buffer_of", ow_buffer_of, METH_VARARGS, "buffer_of(object, writable)\n--\n\nSee overwire._engine."},
 	{"dlpack_take", ow_dlpack_take, METH_O, "dlpack_take(capsule)\n--\n\nSee overwire._engine."},
 	{"dlpack_give", ow_dlpack_give, METH_VARARGS, "dlpack_give(owner, address, shape, strides, type, device)\n--\n\nSee overwire._engine."},

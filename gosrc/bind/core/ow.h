@@ -81,6 +81,7 @@ PyObject *ow_gpu_peek(PyObject *self, PyObject *args);
 PyObject *ow_gpu_wait(PyObject *self, PyObject *args);
 PyObject *ow_gpu_alloc(PyObject *self, PyObject *args);
 PyObject *ow_gpu_copy(PyObject *self, PyObject *args);
+PyObject *ow_codec_now(PyObject *self, PyObject *args);
 PyObject *ow_buffer_of(PyObject *self, PyObject *args);
 PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule);
 PyObject *ow_dlpack_give(PyObject *self, PyObject *args);

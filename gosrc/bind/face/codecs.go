@@ -61,7 +61,7 @@ func CodecBuffer(src unsafe.Pointer, n int64, own bool, out unsafe.Pointer, room
 // CodecStart begins to encode or decode buffers; spec is the JSON of a
 // bitstream.Spec.
 func CodecStart(spec string, in []bitstream.Buffer) (uint64, error) {
-	s, err := parse[bitstream.Spec]("spec", spec)
+	s, err := codecSpec(spec)
 	if err != nil {
 		return 0, err
 	}
@@ -90,13 +90,54 @@ func CodecTake(h uint64) ([]Coded, error) {
 	}
 	e.coding.mu.Lock()
 	defer e.coding.mu.Unlock()
-	out := make([]Coded, len(e.coding.results))
-	for i, r := range e.coding.results {
+	out := coded(e.coding.results)
+	e.coding.results = nil
+	return out, nil
+}
+
+func coded(results []bitstream.Result) []Coded {
+	out := make([]Coded, len(results))
+	for i, r := range results {
 		out[i] = Coded{Mem: r.Mem, Bytes: r.Bytes, Summed: r.Summed}
 		if r.Err != nil {
 			out[i].Error = Text(r.Err)
 		}
 	}
-	e.coding.results = nil
-	return out, nil
+	return out
+}
+
+// specs are those that were parsed already: programs ask the same again and again.
+var specs struct {
+	mu  sync.Mutex
+	all map[string]bitstream.Spec
+}
+
+const maxSpecs = 64
+
+func codecSpec(text string) (bitstream.Spec, error) {
+	specs.mu.Lock()
+	defer specs.mu.Unlock()
+	if s, ok := specs.all[text]; ok {
+		return s, nil
+	}
+	s, err := parse[bitstream.Spec]("spec", text)
+	if err != nil {
+		return s, err
+	}
+	if len(specs.all) >= maxSpecs || specs.all == nil {
+		specs.all = map[string]bitstream.Spec{}
+	}
+	specs.all[text] = s
+	return s, nil
+}
+
+// CodecNow is CodecStart and CodecTake in one, on the caller's thread, where
+// that is over soon; else it does nothing and says so.
+func CodecNow(spec string, in []bitstream.Buffer) (out []Coded, done bool, err error) {
+	s, err := codecSpec(spec)
+	if err != nil || !bitstream.Quick(&s, in) {
+		return nil, false, err
+	}
+	results, err := bitstream.Run(context.Background(), s, in)
+	return coded(results), err == nil, err
 }

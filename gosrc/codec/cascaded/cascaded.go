@@ -103,28 +103,46 @@ func packedHead(size int) int { return up(max(4, size)+4, max(4, size)) }
 
 var le = binary.LittleEndian
 
-func load(p []byte, size int) uint64 {
+// load reads elements of a size; store writes the lowest bytes of values.
+func load(out []uint64, p []byte, size int) {
 	switch size {
 	case 1:
-		return uint64(p[0])
+		for i, v := range p[:len(out)] {
+			out[i] = uint64(v)
+		}
 	case 2:
-		return uint64(le.Uint16(p))
+		for i := range out {
+			out[i] = uint64(le.Uint16(p[2*i:]))
+		}
 	case 4:
-		return uint64(le.Uint32(p))
+		for i := range out {
+			out[i] = uint64(le.Uint32(p[4*i:]))
+		}
+	default:
+		for i := range out {
+			out[i] = le.Uint64(p[8*i:])
+		}
 	}
-	return le.Uint64(p)
 }
 
-func store(p []byte, size int, v uint64) {
+func store(p []byte, size int, values ...uint64) {
 	switch size {
 	case 1:
-		p[0] = byte(v)
+		for i, v := range values {
+			p[i] = byte(v)
+		}
 	case 2:
-		le.PutUint16(p, uint16(v))
+		for i, v := range values {
+			le.PutUint16(p[2*i:], uint16(v))
+		}
 	case 4:
-		le.PutUint32(p, uint32(v))
+		for i, v := range values {
+			le.PutUint32(p[4*i:], uint32(v))
+		}
 	default:
-		le.PutUint64(p, v)
+		for i, v := range values {
+			le.PutUint64(p[8*i:], v)
+		}
 	}
 }
 
@@ -164,19 +182,14 @@ func Encode(dst, src []byte, o Options) ([]byte, error) {
 		dst = dst[:start+headBytes]
 		clear(dst[start : start+3])
 		dst = append(dst, src...)
-		for len(dst) < limit {
-			dst = append(dst, 0)
-		}
+		dst = grow(dst, limit-len(dst))
 	}
 	return dst, nil
 }
 
 // grow appends n zeros.
 func grow(dst []byte, n int) []byte {
-	for range n {
-		dst = append(dst, 0)
-	}
-	return dst
+	return append(dst, make([]byte, n)...)
 }
 
 // encode appends a chunk to a block that begins at start. Not ok: there is
@@ -188,9 +201,7 @@ func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, 
 	chunk := len(dst)
 	dst = grow(dst, meta)
 	in, out := s.a[:len(src)/size], s.b[:]
-	for i := range in {
-		in[i] = load(src[i*size:], size)
-	}
+	load(in, src, size)
 	for layer := range max(o.RLEs, o.Deltas) {
 		if layer < o.RLEs {
 			n := 0
@@ -233,9 +244,7 @@ func array(dst []byte, values []uint64, size int, pack bool) []byte {
 	if !pack {
 		at := len(dst)
 		dst = grow(dst, len(values)*size)
-		for i, v := range values {
-			store(dst[at+i*size:], size, v)
-		}
+		store(dst[at:], size, values...)
 		return dst
 	}
 	shift := 64 - 8*size

@@ -104,8 +104,8 @@ func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error)
 			if len(in) >= most {
 				return 0, 0, corrupt("more than %d elements in a chunk", most)
 			}
-			v := load(src[firsts+layer*size:], size)
-			out[0] = v
+			load(out[:1], src[firsts+layer*size:], size)
+			v := out[0]
 			for i, d := range in {
 				v += d
 				out[i+1] = v
@@ -138,9 +138,7 @@ func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error)
 	if made == 0 || made > len(dst) {
 		return 0, 0, corrupt("a chunk of %d bytes, %d are wanted", made, len(dst))
 	}
-	for i, v := range in {
-		store(dst[i*size:], size, v)
-	}
+	store(dst, size, in...)
 	return used, made, nil
 }
 
@@ -151,16 +149,16 @@ func values(out []uint64, src []byte, size int, packed bool, most int) (int, err
 		if len(src)%size != 0 || n > most {
 			return 0, corrupt("an array of %d bytes", len(src))
 		}
-		for i := range n {
-			out[i] = load(src[i*size:], size)
-		}
+		load(out[:n], src, size)
 		return n, nil
 	}
 	head := packedHead(size)
 	if len(src) < head {
 		return 0, corrupt("a packed array of %d bytes", len(src))
 	}
-	least := load(src, size)
+	var first [1]uint64
+	load(first[:], src, size)
+	least := first[0]
 	word := le.Uint32(src[max(4, size):])
 	width, n := int(word>>16), int(word&0xFFFF)
 	if width > 8*size || n > most || (n*width+31)/32*4 != len(src)-head {

@@ -46,9 +46,9 @@ func Decodes(format uint32) bool {
 }
 
 const (
-	padBytes  = 64 << 10  // pinned: words of status, then the table
-	padRoom   = 160 << 10 // on the device: the table, then rows
-	padCount  = 32        // that many batches are under way before one waits
+	padBytes  = 16 << 10 // pinned: words of status, then the table
+	padRoom   = 64 << 10 // on the device: the table, then rows
+	padCount  = 128      // that many batches are under way before one waits
 	padEvents = 2
 	rowBytes  = int(unsafe.Sizeof(C.ow_batch_item{}))
 	headSize  = int(unsafe.Sizeof(C.ow_stream_head{}))

@@ -3,9 +3,9 @@ programs import it.
 
     import overwire.compat.nvcomp as nvcomp
 
-The names are those of nvCOMP 4.2 to 6.0. LZ4, Snappy, Zstd, Deflate and Gzip
-read and write its bitstreams without a GPU; X16 is overwire's own codec, by its
-own name. `backends()` says what does the work of each algorithm.
+The names are those of nvCOMP 4.2 to 6.0. LZ4, Snappy, Zstd, Deflate, Gzip,
+GDeflate and Cascaded read and write its bitstreams without a GPU; X16 is our own
+codec, by its own name. `backends()` says what does the work of each algorithm.
 """
 
 from __future__ import annotations

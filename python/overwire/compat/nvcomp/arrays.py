@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from ... import codecs, gpu
+from ...errors import ArgumentError
 from . import devices
 from .dtypes import Kind, kind_of, numpy_dtype, typestr
 from .enums import ArrayBufferKind
@@ -85,6 +86,17 @@ class Array(codecs.exporter()):  # type: ignore[misc]
             return False
         self._joined = stream
         return True
+
+    def _fits(self, size: int, kind: Kind, device: tuple[int, int]) -> bool:
+        """Whether a content of this length and type becomes this very Array."""
+        return (
+            self._span[1] == size
+            and self._kind == kind
+            and self._device == device
+            and not self._readonly
+            and self._strides is None
+            and len(self._shape) == 1
+        )
 
     @classmethod
     def _of(cls, span: codecs.Span, nbytes: int, kind: Kind = _BYTE, device: tuple[int, int] = _HOST) -> Array:
@@ -346,8 +358,8 @@ def _look(source: Any, stream: int) -> Looked:
     if hasattr(source, "__dlpack__"):
         try:
             return _from_lent(codecs.lent(source, stream))
-        except (BufferError, TypeError, RuntimeError):
-            if not hasattr(source, "__array_interface__"):
+        except (BufferError, TypeError, RuntimeError, ArgumentError):
+            if not hasattr(source, "__array_interface__") and not hasattr(source, "__cuda_array_interface__"):
                 raise
     interface = getattr(source, "__array_interface__", None)
     device = _HOST

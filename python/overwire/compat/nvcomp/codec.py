@@ -205,6 +205,9 @@ class Codec:
         kind = kind_of(data_type) if data_type else self._type or (0, 8, 1)
         many, sources = _listed(src)
         if self._original is not None:
+            for a in sources:
+                if a._device == (1, 0) and self._bitstream == "native":
+                    original.check_stream(bytes(a._buffer().cast("B")[:64]), self._original[1].__version__)
             given = _their_options(self._original[1], out=_outs(out, many, sources), decompression_config=decompression_config)
             return self._through(lambda codec, impl: codec.decode(_theirs(impl, sources, many), data_type, **given))
         sizes = shapes = None
@@ -229,7 +232,7 @@ class Codec:
             return None
         stream = self._on(device)
         there = self._there(sources, device)
-        if there is None or not all(a._span.nbytes for a in there):
+        if there is None:
             return None
         made = onboard.decode(there, shapes, self._algorithm, self._bitstream, kind, outs, device, stream)
         if made is not None and self._strict:
@@ -240,15 +243,13 @@ class Codec:
     def _there(self, sources: list[Array], device: int) -> list[Array] | None:
         """The sources on a device: themselves, or copies."""
         there = []
+        where = (2, device)
         for a in sources:
             if a._strides is not None:
                 raise ValueError(f"the Array is not contiguous: its strides are {a._strides}")
-            moved: Array | None = a
-            if a._device != (2, device):
-                a._ready()
-                moved = devices.to_device(a, stream=self._on(device), index=device)
-            elif a._pending is not None:
-                a._ready(False)
+            if a._pending is not None:
+                a._ready(a._device != where)
+            moved = a if a._device == where else devices.to_device(a, stream=self._on(device), index=device)
             if moved is None:
                 return None
             there.append(moved)

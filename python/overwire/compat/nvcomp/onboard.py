@@ -70,31 +70,39 @@ def decode(
         return None
     item = kind[1] * kind[2] // 8
     x16 = name == "X16"
+    where = (2, device)
     made: list[Array] = []
     rows = []
     sources: list[Array] = []
     after: list[int] = []
     for i, (array, (size, chunk, algorithm)) in enumerate(zip(arrays, shapes, strict=True)):
-        if algorithm != name:
+        nbytes = array._span[1]
+        if algorithm != name or nbytes == 0 or (x16 and chunk % 16 and chunk < size):
             return None
         if size % item:
             raise ValueError(f"{size} bytes are no whole number of elements of {kind[1]} bits")
         out = None if outs is None else outs[i]
-        plain = out is None or isinstance(out, Array)
-        given = out if plain else Array(out, stream)
-        if given is not None and not (plain and given._native) and given._device != (2, device):
-            return None
-        if x16 and chunk % 16 and chunk < size:
-            return None
-        target = _target(given, plain, array, size, kind, device, stream, after)
-        if x16 and target._span.address % 16:
-            return None
-        made.append(target)
+        if type(out) is Array and out._fits(size, kind, where):
+            result = out  # the usual way, and the short one
+        else:
+            plain = out is None or isinstance(out, Array)
+            given = out if plain else Array(out, stream)
+            if given is not None and not (plain and given._native) and given._device != where:
+                return None
+            result = _target(given, plain, size, kind, device, stream)
         source = _placed(array, x16, bitstream, device, stream)
-        sources.append(source)
-        rows.append((source._span.address, array._span.nbytes, target._span.address, size, chunk))
+        src, dst = source._span[0], result._span[0]
+        if x16 and dst % 16:
+            return None
+        if dst < src + nbytes and src < dst + result._capacity:
+            raise ValueError("out overlaps the source")
         if source._late(stream):
             after.append(source._stream)
+        if result._late(stream):
+            after.append(result._stream)
+        made.append(result)
+        sources.append(source)
+        rows.append((src, nbytes, dst, size, chunk))
     batch = gpu.decode(device, stream, rows, name, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ())
     for i, result in enumerate(made):
         result._stream = result._joined = stream
@@ -132,9 +140,13 @@ def encode(
             return None
         bound = codecs.max_size(size, "X16", bitstream=bitstream, chunk_size=chunk if native else None)
         how = _transform(array, name, device, stream)
-        room = _target(given, plain, array, bound, _BYTE, device, stream, after, exact=False)
+        room = _target(given, plain, bound, _BYTE, device, stream, exact=False)
         if room._span.address % 16:
             return None
+        if room._span.address < array._span.address + size and array._span.address < room._span.address + room._capacity:
+            raise ValueError("out overlaps the source")
+        if room._late(stream):
+            after.append(room._stream)
         made.append(room)
         source = array
         if array._span.address % 16:
@@ -180,40 +192,30 @@ def _transform(array: Array, name: str | None, device: int, stream: int) -> int:
 
 
 def _target(
-    given: Array | None,
-    plain: bool,
-    source: Array,
-    size: int,
-    kind: Kind,
-    device: int,
-    stream: int,
-    after: list[int],
-    exact: bool = True,
+    given: Array | None, plain: bool, size: int, kind: Kind, device: int, stream: int, exact: bool = True
 ) -> Array:
     """The Array that a content becomes: `given`, where it has the room (which is
-    known later, if size is a bound and not exact). `after` gets the stream of who
-    used it before."""
+    known later, if size is a bound and not exact)."""
     if given is None:
-        return Array._of(devices.memory(size, device, stream), size, kind, (2, device))
+        made = Array._of(devices.memory(size, device, stream), size, kind, (2, device))
+        made._stream = made._joined = stream
+        return made
     if given._readonly:
         raise ValueError("out is read-only")
     if given._strides is not None:
         raise ValueError("out is not contiguous")
     ours = plain and given._native
     capacity = given._capacity if ours else given._span.nbytes
+    before = given._stream, given._joined
     if ours and (capacity < size or given._device != (2, device)):
-        span, capacity = devices.memory(size, device, stream), size
+        span, capacity, before = devices.memory(size, device, stream), size, (stream, stream)
     elif capacity < size and exact:
         raise ValueError(f"out has {capacity} bytes, {size} are needed")
     else:
         span = codecs.Span(given._span.address, capacity, given._span.keep if ours else given)
-    at, end = span.address, span.address + capacity
-    if at < source._span.address + source._span.nbytes and source._span.address < end:
-        raise ValueError("out overlaps the source")
-    if given._late(stream):
-        after.append(given._stream)
     made = Array._of(span, min(size, capacity), kind, (2, device))
     made._capacity = capacity
+    made._stream, made._joined = before
     if ours:
         given.__dict__.update(made.__dict__)
         return given
@@ -223,9 +225,11 @@ def _target(
 
 def _placed(array: Array, x16: bool, bitstream: str, device: int, stream: int) -> Array:
     """The Array, or a copy of it that lies as kernels read it."""
+    if not x16 and bitstream != "native":
+        return array
     lead = 8 if x16 and bitstream == "raw" else 0
     step = 16 if x16 else 8
-    if (bitstream != "native" and not x16) or (array._span.address + lead) % step == 0:
+    if (array._span[0] + lead) % step == 0:
         return array
     nbytes = array._span.nbytes
     room = devices.memory(nbytes + step, device, stream)

@@ -1,0 +1,289 @@
+"""nvCOMP itself against overwire.codecs, on a machine with a GPU: every open
+algorithm, every kind of bitstream, sizes around a chunk's, both ways.
+
+    python tests/device_nvcomp.py [--wheels FOLDER] [--only LZ4,Zstd] [--json]
+
+nvCOMP is NVIDIA's and not ours to hand on: it is used where its wheels
+(nvidia-nvcomp-cu13 and nvidia-libnvcomp-cu13, of one version, or -cu12) are
+installed, or lie in FOLDER, from where they are unpacked. It decodes and encodes
+on the GPU, overwire on the CPU.
+
+A case is "ok"; "-" where nvCOMP does not even decode what it encodes itself, or
+refuses to encode; else it says what went wrong. Each algorithm has a process of
+its own: what ends it, breaks the device's context, or hangs for 20 seconds, is
+that case's fault, and the rest goes on. ANS and Bitcomp are tried by way of
+overwire.compat.nvcomp, which asks nvCOMP for them. Ends with 1 if anything went
+wrong, with 0 where nvCOMP or a GPU is missing, which it says. Takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ALGORITHMS = ("LZ4", "Snappy", "Zstd", "Deflate", "Gzip", "GDeflate", "Cascaded")
+DELEGATED = ("ANS", "Bitcomp")
+SIZES = (0, 1, 7, 65535, 65536, 65537, 10_000_000)
+KINDS = {"native": "NVCOMP_NATIVE", "raw": "RAW", "with_size": "WITH_UNCOMPRESSED_SIZE"}
+LIMIT = 20.0  # seconds for one case
+BROKEN = 3  # the exit status of a process whose device answers no more
+
+
+def content(size: int) -> bytes:
+    """Words in any order, between runs and noise."""
+    r = random.Random(7)
+    words = [r.randbytes(r.randrange(3, 40)) for _ in range(300)] + [bytes(200)]
+    out = bytearray()
+    while len(out) < min(size, 300_000):
+        out += r.choice(words)
+    while len(out) < size:
+        out += out[: size - len(out)]
+    return bytes(out[:size])
+
+
+class Theirs:
+    """nvCOMP: bytes to bytes."""
+
+    def __init__(self, module: str):
+        self.nvcomp = import_module(module)
+        self.version = int(self.nvcomp.__version__.split(".")[0])
+
+    def codec(self, algorithm: str, kind: str, **options: Any) -> Any:
+        kinds = self.nvcomp.BitstreamKind
+        return self.nvcomp.Codec(algorithm=algorithm, bitstream_kind=getattr(kinds, KINDS[kind]), **options)
+
+    def array(self, data: bytes) -> Any:
+        array = self.nvcomp.as_array(data)
+        return array.cuda() or array
+
+    def encode(self, algorithm: str, kind: str, plain: bytes, **options: Any) -> bytes:
+        return bytes(self.codec(algorithm, kind, **options).encode(self.array(plain)).cpu())
+
+    def decode(self, algorithm: str, kind: str, stored: bytes, **options: Any) -> bytes:
+        return bytes(self.codec(algorithm, kind, **options).decode(self.array(stored)).cpu())
+
+
+Case = tuple[str, Callable[[], str]]
+
+
+def same(got: Any, want: bytes) -> str:
+    return "ok" if bytes(got) == want else f"{len(got)} bytes that differ"
+
+
+def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
+    """What is tried with one algorithm: a name, and what it comes to."""
+    from overwire import codecs
+
+    if algorithm in DELEGATED:
+        ours = Theirs("overwire.compat.nvcomp")
+        for kind in ("native", "raw"):
+            plain = content(65536)
+            stored = ours.encode(algorithm, kind, plain)
+            yield f"{kind} by the compat module", lambda k=kind, p=plain, s=stored: same(ours.decode(algorithm, k, s), p)  # type: ignore[misc]
+            yield f"{kind} to them", lambda k=kind, p=plain, s=stored: same(theirs.decode(algorithm, k, s), p)  # type: ignore[misc]
+        return
+
+    def to_us(kind: str, plain: bytes, **options: Any) -> str:
+        try:
+            stored = theirs.encode(algorithm, kind, plain, **options)
+        except Exception as error:
+            return f"- {error}"
+        try:
+            return same(codecs.decode(stored, algorithm, bitstream=kind), plain)
+        except Exception as error:
+            return f"ours: {error} [{stored[:80].hex()}]"
+
+    def to_them(kind: str, plain: bytes, ours: dict[str, Any], options: dict[str, Any]) -> str:
+        stored = codecs.encode(plain, algorithm, bitstream=kind, version=theirs.version, **ours)
+        try:
+            got = same(theirs.decode(algorithm, kind, bytes(stored)), plain)
+        except Exception as error:
+            got = f"theirs: {error}"
+        if got != "ok":
+            try:  # is it the stream, or can it not at all?
+                own = theirs.encode(algorithm, kind, plain, **options)
+                if bytes(theirs.decode(algorithm, kind, own)) != plain:
+                    return "- wrong on its own streams too"
+            except Exception as error:
+                return f"- {error}"
+        return got
+
+    for kind in KINDS:
+        for size in sizes:
+            plain = content(size)
+            yield f"{kind} {size} to us", lambda k=kind, p=plain: to_us(k, p)  # type: ignore[misc]
+            yield f"{kind} {size} to them", lambda k=kind, p=plain: to_them(k, p, {}, {})  # type: ignore[misc]
+    plain = content(65536)
+    if algorithm in ("Deflate", "Gzip", "GDeflate"):
+        for level in range(6):
+            mine, yours = {"level": level}, {"algorithm_type": level}
+            yield f"native level {level} to us", lambda y=yours: to_us("native", plain, **y)  # type: ignore[misc]
+            yield f"native level {level} to them", lambda m=mine, y=yours: to_them("native", plain, m, y)  # type: ignore[misc]
+    if algorithm == "Cascaded":
+        ramp = b"".join((i // 5 * 3).to_bytes(8, "little") for i in range(3000))
+        for text in ("|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8"):
+            mine = {"dtype": {"i": "I", "u": "U"}[text[1]] + str(8 * int(text[2]))}
+            for kind in ("raw", "native"):
+                yours = {"data_type": text}
+                yield f"{kind} {text} to us", lambda k=kind, y=yours: to_us(k, ramp, **y)  # type: ignore[misc]
+                yield f"{kind} {text} to them", lambda k=kind, m=mine, y=yours: to_them(k, ramp, m, y)  # type: ignore[misc]
+        for layers in ((0, 0, True), (1, 0, False), (1, 1, True), (1, 2, True), (0, 2, True), (2, 2, False), (3, 1, True)):
+            mine = {"dtype": "I32", "cascaded": layers}
+            his = {"data_type": "<i4", **dict(zip(("num_rles", "num_deltas", "use_bitpack"), layers, strict=True))}
+            yield f"raw layers {layers} to us", lambda y=his: to_us("raw", ramp, **y)  # type: ignore[misc]
+            yield f"raw layers {layers} to them", lambda m=mine, y=his: to_them("raw", ramp, m, y)  # type: ignore[misc]
+    if algorithm == "LZ4":
+        yield "checksums of theirs", lambda: checksums(theirs, plain)
+        yield (
+            "checksums of ours, not looked at",
+            lambda: same(theirs.decode("LZ4", "native", bytes(codecs.encode(plain, "LZ4", checksums=True, version=theirs.version))), plain),
+        )
+
+
+# The models of nvcomp/crc32.h: polynomial, start, reflected, xor at the end.
+MODELS = {
+    "CRC-32": (0x04C11DB7, 0xFFFFFFFF, True, 0xFFFFFFFF), "C": (0x1EDC6F41, 0xFFFFFFFF, True, 0xFFFFFFFF),
+    "D": (0xA833982B, 0xFFFFFFFF, True, 0xFFFFFFFF), "Q": (0x814141AB, 0, False, 0),
+    "MEF": (0x741B8CD7, 0xFFFFFFFF, True, 0), "XFER": (0x000000AF, 0, False, 0),
+    "BZIP2": (0x04C11DB7, 0xFFFFFFFF, False, 0xFFFFFFFF), "POSIX": (0x04C11DB7, 0, False, 0xFFFFFFFF),
+    "JAMCRC": (0x04C11DB7, 0xFFFFFFFF, True, 0), "MPEG-2": (0x04C11DB7, 0xFFFFFFFF, False, 0),
+    "AUTOSAR": (0xF4ACFB13, 0xFFFFFFFF, True, 0xFFFFFFFF), "CD-ROM-EDC": (0x8001801B, 0, True, 0),
+    "zero": (0x04C11DB7, 0, True, 0), "zero, not reflected": (0x04C11DB7, 0, False, 0),
+}  # fmt: skip
+
+
+def crc(data: bytes, poly: int, start: int, reflected: bool, xor: int) -> int:
+    value = start
+    for byte in data:
+        value ^= (int(f"{byte:08b}"[::-1], 2) if reflected else byte) << 24
+        for _ in range(8):
+            value = (value << 1 ^ (poly if value >> 31 else 0)) & 0xFFFFFFFF
+    return (int(f"{value:032b}"[::-1], 2) if reflected else value) ^ xor
+
+
+def checksums(theirs: Theirs, plain: bytes) -> str:
+    """Streams with checksums of nvCOMP's decode here; which CRC of its own list they are is told."""
+    from overwire import codecs
+
+    policy = theirs.nvcomp.ChecksumPolicy.COMPUTE_AND_NO_VERIFY
+    if bytes(codecs.decode(theirs.encode("LZ4", "native", plain, checksum_policy=policy), verify=False)) != plain:
+        return "ours: bytes that differ"
+    small = plain[:200]
+    stored = theirs.encode("LZ4", "native", small, checksum_policy=policy)
+    at = int.from_bytes(stored[56:60] if theirs.version == 5 else stored[40:44], "little")
+    words = {i: stored[i : i + 4] for i in range(32, at, 4) if any(stored[i : i + 4])}
+    found = []
+    for what, data in {"stored": stored[at:], "plain": small, "header": stored[:at]}.items():
+        for padded in {len(data), len(data) + -len(data) % 4, len(data) + -len(data) % 8}:
+            for name, model in MODELS.items():
+                value = crc(data.ljust(padded, b"\0"), *model).to_bytes(4, "little")
+                found += [f"word {i} is {name} of {what}, {padded} bytes" for i, word in words.items() if word in (value, value[::-1])]
+    return "ok: " + ("; ".join(found) or f"no known CRC, header {stored[:at].hex()}")
+
+
+def child(args: argparse.Namespace) -> int:
+    """Runs one algorithm; a line before each case and one behind it."""
+    theirs = Theirs(args.module)
+    for name, work in cases(theirs, args.child, args.sizes):
+        if name in args.skip:
+            continue
+        print(json.dumps([name]), flush=True)
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        try:
+            result = work()
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        print(json.dumps([name, result]), flush=True)
+        if result != "ok":
+            try:
+                theirs.array(b"still there?")
+            except Exception:
+                return BROKEN
+    faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+def run(algorithm: str, args: argparse.Namespace) -> dict[str, str]:
+    """The results of one algorithm's process, started again behind a case that ended it."""
+    results: dict[str, str] = {}
+    while True:
+        command = [sys.executable, __file__, "--child", algorithm, "--module", args.module, "--sizes", ",".join(map(str, args.sizes))]
+        command += ["--path", args.path] if args.path else []
+        command += [word for name in results for word in ("--skip", name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        why = f"the process ended with {done.returncode}: {done.stderr[-300:]}"
+        before, current = len(results), ""
+        for line in done.stdout.splitlines():
+            if line.startswith("["):
+                current, *result = json.loads(line)
+                if result:
+                    results[current] = result[0]
+        if done.returncode == 0:
+            return results
+        if current and current not in results:
+            results[current] = why
+        elif done.returncode != BROKEN or len(results) == before:  # not in a case
+            results["the process"] = why
+            return results
+
+
+def unpack(wheels: str, folder: str) -> None:
+    for wheel in Path(wheels).glob("nvidia_*nvcomp*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--wheels", help="folder with nvCOMP's wheels, when they are not installed")
+    parser.add_argument("--only", default=",".join(ALGORITHMS + DELEGATED), help="algorithms, with commas between")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes of content, with commas between")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("--module", default="nvidia.nvcomp", help="what is tried: a module with nvCOMP's API")
+    for hidden in ("--child", "--path"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--skip", action="append", default=[], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.sizes = [int(n) for n in args.sizes.split(",")]
+    if args.path:
+        sys.path.insert(0, args.path)
+    if args.child:
+        return child(args)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.wheels:
+            unpack(args.wheels, folder)
+            args.path = folder
+        look = f"import sys; sys.path.insert(0, {folder!r}); import {args.module} as n; n.as_array(b'a'); print(n.__version__)"
+        found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
+        if found.returncode:
+            why = found.stderr.strip().split("\n")[-1]
+            print(json.dumps({"missing": why}) if args.json else f"nvCOMP does not work here: {why}")
+            return 0
+        version = found.stdout.strip()
+        results = {name: run(name, args) for name in args.only.split(",")}
+    wrong = sum(not r.startswith(("ok", "-")) for rows in results.values() for r in rows.values())
+    if args.json:
+        print(json.dumps({"version": version, "results": results, "wrong": wrong}))
+        return int(wrong > 0)
+    for name, rows in results.items():
+        count = {mark: sum(r.startswith(mark) for r in rows.values()) for mark in ("ok", "-")}
+        print(f"{name:9} {count['ok']:3} ok {count['-']:3} that nvCOMP cannot {len(rows) - sum(count.values()):3} wrong")
+        for case, result in rows.items():
+            if result != "ok":
+                print(f"    {case}: {result}")
+    print(f"nvCOMP {version}: {wrong} of {sum(map(len, results.values()))} cases are wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
