@@ -46,6 +46,8 @@ void ow_x16_encode_host(ow_batch_item*, uint32_t);
 #define OW_LAB_BOUNDS(N)                          \
     OW_LAB_KERNEL(lab_lz4_##N, ow::Lz4, N)        \
     OW_LAB_KERNEL(lab_snappy_##N, ow::Snappy, N)
+OW_LAB_BOUNDS(5)
+OW_LAB_BOUNDS(8)
 OW_LAB_BOUNDS(10)
 
 namespace {
@@ -490,13 +492,15 @@ int time_lz(const std::string& only, uint32_t mib, int reps) {
         if (only.empty() || only == "lz4") {
             Field f(mib * 16, chunk, plain, a, none);
             bad += !f.row("lz4", kKinds[kind], ow_lz4_decode, OW_BATCH_WARPS, reps);
-            for (auto k : {lab_lz4_10}) bad += !f.row("  10 blocks an SM", kKinds[kind], k, OW_BATCH_WARPS, reps);
+            int blocks[] = {5, 8, 10}, i = 0;
+            for (auto k : {lab_lz4_5, lab_lz4_8, lab_lz4_10}) bad += !f.row(("  " + std::to_string(blocks[i++]) + " blocks an SM").c_str(), kKinds[kind], k, OW_BATCH_WARPS, reps);
             f.theirs("LZ4", kKinds[kind], reps);
         }
         if (only.empty() || only == "snappy") {
             Field f(mib * 16, chunk, plain, b, none);
             bad += !f.row("snappy", kKinds[kind], ow_snappy_decode, OW_BATCH_WARPS, reps);
-            for (auto k : {lab_snappy_10}) bad += !f.row("  10 blocks an SM", kKinds[kind], k, OW_BATCH_WARPS, reps);
+            int blocks[] = {5, 8, 10}, i = 0;
+            for (auto k : {lab_snappy_5, lab_snappy_8, lab_snappy_10}) bad += !f.row(("  " + std::to_string(blocks[i++]) + " blocks an SM").c_str(), kKinds[kind], k, OW_BATCH_WARPS, reps);
             f.theirs("Snappy", kKinds[kind], reps);
         }
         if (only.empty() || only == "cascaded") {
