@@ -4,7 +4,7 @@
  * Launch: kernel(const ow_batch_item *items, uint32_t n), block OW_BATCH_THREADS,
  * grid ow_batch_blocks(per, n), no dynamic shared memory. `per` is what the
  * kernel's line below says; a larger grid does no harm. Items, sources and
- * destinations lie in device memory and do not overlap.
+ * destinations lie in device memory and do not overlap; every status is 0.
  *
  *   kernel               per  arg
  *   ow_lz4_decode          4  0
@@ -12,6 +12,11 @@
  *   ow_cascaded_decode     4  0
  *   ow_x16_decode_batch    1  transform | tiles per segment << 16
  *   ow_x16_encode          1  transform; afterwards as ow_x16_decode_batch takes it
+ *
+ * Large chunks want more than four warps: ow_x16_encode takes blocks of up to
+ * OW_BATCH_MOST threads (ow_x16_threads says how many are best), and the blocks
+ * of a grid that is higher than 1 share the segments of ow_x16_decode_batch's
+ * chunks, whose logical bytes are exactly dst_cap.
  *
  * An item whose status is 0 has `written` bytes at dst. Any other item says why
  * it was refused, and its dst holds rubbish; whatever its bytes are, the kernels
@@ -41,8 +46,11 @@ enum {
     OW_BATCH_ARG = 256    /* arg, an address or a length is not as it should be */
 };
 
-enum { OW_BATCH_WARPS = 4, OW_BATCH_THREADS = 32 * OW_BATCH_WARPS };
+enum { OW_BATCH_WARPS = 4, OW_BATCH_THREADS = 32 * OW_BATCH_WARPS, OW_BATCH_MOST = 512 };
 
 static inline uint32_t ow_batch_blocks(uint32_t per, uint32_t n) { return (n + per - 1) / per; }
+
+/* Threads of a block for chunks of so many bytes. */
+static inline uint32_t ow_x16_threads(uint64_t chunk) { return chunk <= 1 << 20 ? 128 : chunk <= 2 << 20 ? 256 : 512; }
 
 #endif

@@ -7,9 +7,9 @@
 
 static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
 
-// A warp an item; 10 blocks an SM leave 48 registers.
+// A warp an item; 12 blocks an SM leave 40 registers.
 #ifndef OW_BATCH_BLOCKS
-#define OW_BATCH_BLOCKS 10
+#define OW_BATCH_BLOCKS 12
 #endif
 #define OW_WARP_KERNEL(name, job_body, bytes)                                                       \
     extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, OW_BATCH_BLOCKS)                  \
@@ -23,7 +23,7 @@ OW_WARP_KERNEL(ow_lz4_decode, ow::lz_job<ow::Lz4>, ow::kLzShared)
 OW_WARP_KERNEL(ow_snappy_decode, ow::lz_job<ow::Snappy>, ow::kLzShared)
 OW_WARP_KERNEL(ow_cascaded_decode, ow::cascaded_job, ow::kCascadedShared)
 
-// A block an item.
+// A block an item, or as many as the grid is high.
 extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, 8) ow_x16_decode_batch(ow_batch_item* items, uint32_t n) {
     using namespace ow;
     __shared__ __align__(1024) u8 shared[OW_BATCH_WARPS * kX16Shared<X16Best>];
@@ -31,15 +31,13 @@ extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, 8) ow_x16_decode_
     ow_batch_item* item = items + blockIdx.x;
     ow_batch_item it = *item;
     ow_x16_chunk c;
-    bool good = x16_chunk(it, c) && x16_known(it.arg);
+    bool good = x16_chunk(it, c) && x16_known(it.arg), first = blockIdx.y == 0 && threadIdx.x == 0;
     __syncthreads();
-    if (threadIdx.x == 0) item->status = good ? 0 : OW_BATCH_ARG;
-    __syncthreads();
+    if (first && !good) raise(&item->status, OW_BATCH_ARG);
+    if (first) item->written = it.dst_cap;
     u32 warp = warp_of_block();
     X16Place place = x16_place<X16Best>((u32)__cvta_generic_to_shared(shared), warp, OW_BATCH_WARPS);
-    if (good) x16_item_job(it, &item->status, place, warp);
-    __syncthreads();
-    if (threadIdx.x == 0) item->written = *(volatile uint32_t*)&item->status ? 0 : it.dst_cap;
+    if (good) x16_item_job(it, &item->status, place, blockIdx.y * OW_BATCH_WARPS + warp, gridDim.y * OW_BATCH_WARPS);
 }
 
 namespace {
@@ -47,7 +45,7 @@ namespace {
 template <int TR> OW_DEV void encode(ow_batch_item* item, ow::u32 shared) {
     typedef ow::Encode<TR> E;
     E e;
-    E::open(e, item, shared, ow::warp_of_block());
+    E::open(e, item, shared, ow::warp_of_block(), blockDim.x / 32);
     OW_UNROLL(7)
     for (ow::u32 p = 0; p < ow::kEncodePhases; p++) {
         E::phase(e, p);
@@ -57,7 +55,8 @@ template <int TR> OW_DEV void encode(ow_batch_item* item, ow::u32 shared) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, 8) ow_x16_encode(ow_batch_item* items, uint32_t n) {
+// A block an item.
+extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST, 2) ow_x16_encode(ow_batch_item* items, uint32_t n) {
     using namespace ow;
     __shared__ __align__(16) u8 shared[kEncodeShared];
     if (blockIdx.x >= n) return;

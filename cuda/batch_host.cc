@@ -15,12 +15,13 @@ template <class F> void each(ow_batch_item* items, uint32_t n, F job) {
 }
 
 template <int TR> void encode(ow_batch_item* item, bool falling) {
+    uint32_t warps = ow_x16_threads(item->src_len) / 32 << falling;
     for (uint32_t p = 0; p < ow::kEncodePhases; p++) {
-        for (uint32_t i = 0; i < OW_BATCH_WARPS; i++) {
-            uint32_t warp = falling ? OW_BATCH_WARPS - 1 - i : i;
+        for (uint32_t i = 0; i < warps; i++) {
+            uint32_t warp = falling ? warps - 1 - i : i;
             ow::run_phase([&] {
                 ow::Encode<TR> e;
-                ow::Encode<TR>::open(e, item, 1040, warp);  // where no address bits are free
+                ow::Encode<TR>::open(e, item, 1040, warp, warps);  // where no address bits are free
                 ow::Encode<TR>::phase(e, p);
             }, p == 0 && i == 0, falling);
         }
@@ -46,14 +47,14 @@ extern "C" void ow_x16_decode_batch_host(ow_batch_item* items, uint32_t n) {
         ow_batch_item it = items[i];
         ow_x16_chunk c;
         bool good = ow::x16_chunk(it, c) && ow::x16_known(it.arg);
-        items[i].status = good ? 0 : (uint32_t)OW_BATCH_ARG;
+        if (!good) items[i].status |= OW_BATCH_ARG;
+        items[i].written = it.dst_cap;
         for (uint32_t warp = 0; good && warp < OW_BATCH_WARPS; warp++) {
             ow::run_warp([&] {
                 ow::X16Place place = ow::x16_place<ow::X16Best>(0, warp, OW_BATCH_WARPS);
-                ow::x16_item_job(it, &items[i].status, place, warp);
+                ow::x16_item_job(it, &items[i].status, place, warp, OW_BATCH_WARPS);
             }, i & 1);
         }
-        items[i].written = items[i].status ? 0 : it.dst_cap;
     }
 }
 

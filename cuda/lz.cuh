@@ -196,13 +196,15 @@ OW_DEV void copy_match(u8* dst, u32 out, u32 cap, u32 back, u32 n) {
 struct Head { u32 size, literals, match, back_at; };
 
 constexpr u32 kShortIn = 32, kShortOut = 64;
+// A Format has head and back, which reads an offset out of a head and two bytes;
+// kRounds: up to 2^kRounds elements at a time, 16 at most.
 // Shared bytes of a warp beside the ring: the elements of two batches.
 constexpr u32 kShortTable = 2 * 16 * 8;
 
 // A Batch is 64 bytes of output on their way.
 struct Batch {
-    u32 v[2];  // the lane's bytes, p = lane and 32 + lane
-    int src[2];  // where a match takes them from, if that is in the batch; else -1
+    u32 v[2];    // the lane's bytes, p = lane and 32 + lane
+    int src[2];  // where a match takes them from, if that is in the batch; else negative
     u32 n;
 };
 
@@ -216,10 +218,10 @@ OW_DEV Batch short_batch(const Feed& f, u32 b, u32& at, u32 out, const u8* mine,
     Head h = Format::head(b, f.lane);
     bool is = h.size > 0 && f.lane + h.size <= kShortIn;
     // The lanes where elements begin: after each round those that are twice as
-    // many jumps from lane 0. An element takes two bytes at least.
+    // many jumps from lane 0.
     u32 jump = is ? f.lane + h.size : 32, seen = 1, me = bit(f.lane);
     OW_UNROLL(4)
-    for (u32 i = 0; i < 4; i++) {
+    for (u32 i = 0; i < Format::kRounds; i++) {
         seen |= any_or(seen & me ? bit(jump) : 0);
         u32 next = shfl(jump, jump & 31);
         if (jump < 32) jump = next;
@@ -252,12 +254,12 @@ OW_DEV Batch short_batch(const Feed& f, u32 b, u32& at, u32 out, const u8* mine,
         u32x2 e = lds64(table + 8 * (before + popc(starts[k] & upto) - 1));
         u32 in = p - (e.x & 255);  // place in the element
         u32 literal = shfl(b, (e.x >> 16) + in);
-        if (p < r.n) {
-            int from = (int)(p - e.y);
-            if (in < (e.x >> 8 & 255)) r.v[k] = literal;
-            else if (from < 0) r.v[k] = again8(mine + (int)(out - e.y + 32 * k));
-            else r.src[k] = from;
-        }
+        int from = (int)(p - e.y);
+        bool match = in >= (e.x >> 8 & 255) && p < r.n;
+        u32 old = 0;
+        if (match && from < 0) old = again8(mine + (int)(out - e.y + 32 * k));
+        r.v[k] = match ? old : literal;
+        r.src[k] = match ? from : -1;
         before += popc(starts[k]);
     }
     return r;

@@ -34,6 +34,7 @@ OW_DEV u32 lz4_more(Feed& f, u32& at, u32& n, u32 most) {
 OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out);
 
 struct Lz4 {
+    static constexpr u32 kRounds = 3;
     OW_DEV Head head(u32 b, u32 lane) {
         u32 literals = b >> 4, match = b & 15;
         return {literals < 15 && match < 15 ? literals + 3 : 0, literals, match + 4, lane + 1 + literals};

@@ -23,6 +23,7 @@ OW_DEV u32 snappy_word(u32 b, u32 k, u32 n) {
 OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out);
 
 struct Snappy {
+    static constexpr u32 kRounds = 4;
     OW_DEV Head head(u32 b, u32 lane) {
         u32 kind = b & 3, n = (b >> 2) + 1;
         if (kind == 0) return {n <= 60 ? n + 1 : 0, n, 0, lane};

@@ -1,5 +1,5 @@
-// X16 chunks as batch items: one block decodes one chunk. Nobody has looked at
-// their headers, so the block does: what is accepted is what the Go decoder's
+// X16 chunks as batch items: a block decodes a chunk, or several share it. Nobody has looked at
+// their headers, so each block does: what is accepted is what the Go decoder's
 // Check accepts (gosrc/codec/x16/parse.go).
 #ifndef OVERWIRE_X16_BATCH_CUH
 #define OVERWIRE_X16_BATCH_CUH
@@ -84,7 +84,7 @@ OW_DEV bool x16_chunk(const ow_batch_item& it, ow_x16_chunk& c) {
 }
 
 // x16_chunk_job decodes a warp's share of a chunk's segments.
-template <int TR> OW_DEV void x16_chunk_job(const ow_x16_chunk& c, u32* status, X16Place place, u32 warp) {
+template <int TR> OW_DEV void x16_chunk_job(const ow_x16_chunk& c, u32* status, X16Place place, u32 warp, u32 warps) {
     u32 bad = x16_vet(c, x16_form<TR>()), phase = 0;
     if (bad) {
         if (warp == 0 && lane() == 0) raise(status, bad);
@@ -92,7 +92,7 @@ template <int TR> OW_DEV void x16_chunk_job(const ow_x16_chunk& c, u32* status, 
     }
     u32 total = c.logical / (32 * Transform<TR>::kOut), segs = (total + c.tiles - 1) / c.tiles;
     OW_UNROLL(1)
-    for (u32 s = warp; s < segs; s += OW_BATCH_WARPS) {
+    for (u32 s = warp; s < segs; s += warps) {
         u32 low = 0;  // states begin at 2^16 or above; mode 1 has none
         const u8* src = (const u8*)(uintptr_t)c.src;
         if (ldg8(src) == 0) low = ballot(ldg32(src + ldg32(src + kX16Header + 8 * s) + 4 * lane()) < 0x10000);
@@ -104,22 +104,22 @@ template <int TR> OW_DEV void x16_chunk_job(const ow_x16_chunk& c, u32* status, 
     }
 }
 
-// x16_item_job is a warp's share of an item, whose status the block has set to
-// 0, or to OW_BATCH_ARG where x16_chunk or the transform is not good.
 OW_DEV bool x16_known(u32 arg) { return (arg & 0xffff) >= OW_BF16 && (arg & 0xffff) <= OW_BYTES; }
 
-OW_DEV void x16_item_job(const ow_batch_item& it, u32* status, X16Place place, u32 warp) {
+// x16_item_job is a warp's share of an item, for which x16_chunk and x16_known
+// are true.
+OW_DEV void x16_item_job(const ow_batch_item& it, u32* status, X16Place place, u32 warp, u32 warps) {
     ow_x16_chunk c;
     x16_chunk(it, c);
     switch (it.arg & 0xffff) {
-        case OW_BF16: return x16_chunk_job<OW_BF16>(c, status, place, warp);
-        case OW_FP16: return x16_chunk_job<OW_FP16>(c, status, place, warp);
-        case OW_FP32: return x16_chunk_job<OW_FP32>(c, status, place, warp);
-        case OW_E4M3: return x16_chunk_job<OW_E4M3>(c, status, place, warp);
-        case OW_E5M2: return x16_chunk_job<OW_E5M2>(c, status, place, warp);
-        case OW_INT8: return x16_chunk_job<OW_INT8>(c, status, place, warp);
-        case OW_NIBBLES: return x16_chunk_job<OW_NIBBLES>(c, status, place, warp);
-        case OW_BYTES: return x16_chunk_job<OW_BYTES>(c, status, place, warp);
+        case OW_BF16: return x16_chunk_job<OW_BF16>(c, status, place, warp, warps);
+        case OW_FP16: return x16_chunk_job<OW_FP16>(c, status, place, warp, warps);
+        case OW_FP32: return x16_chunk_job<OW_FP32>(c, status, place, warp, warps);
+        case OW_E4M3: return x16_chunk_job<OW_E4M3>(c, status, place, warp, warps);
+        case OW_E5M2: return x16_chunk_job<OW_E5M2>(c, status, place, warp, warps);
+        case OW_INT8: return x16_chunk_job<OW_INT8>(c, status, place, warp, warps);
+        case OW_NIBBLES: return x16_chunk_job<OW_NIBBLES>(c, status, place, warp, warps);
+        case OW_BYTES: return x16_chunk_job<OW_BYTES>(c, status, place, warp, warps);
     }
 }
 

@@ -1,5 +1,5 @@
-// X16 the other way: one block makes one chunk (docs/format.md 3), the same
-// bytes as the Go encoder.
+// X16 the other way: one block, of 4 to 16 warps, makes one chunk (docs/format.md
+// 3), the same bytes as the Go encoder.
 //
 // A block's warps go through the chunk in phases, with a barrier after each:
 //
@@ -25,10 +25,10 @@ namespace ow {
 // words and escapes of each segment. Entries of values: frequency, escape << 8,
 // address of its first slot << 16; inverse of the frequency.
 constexpr u32 kCounts = 0, kEntries = 8192, kBins = 10240, kSlots = 11264, kHead = 11520, kFacts = kHead + 96;
-constexpr u32 kEncodeShared = kFacts + 64, kEncodePhases = 7;
+constexpr u32 kEncodeShared = kFacts + 144, kEncodePhases = 7;
 // Facts: what the chunk will be; its planes' offset; whether it has escapes;
 // bits common to all elements, and to any, by warp.
-constexpr u32 kState = kFacts, kPlanes = kFacts + 4, kEscapes = kFacts + 8, kAll = kFacts + 16, kAny = kFacts + 32;
+constexpr u32 kState = kFacts, kPlanes = kFacts + 4, kEscapes = kFacts + 8, kAll = kFacts + 16, kAny = kFacts + 80;
 enum : u32 { kCoded = 0, kOneSymbol = 1, kRefused = 2 };
 constexpr u32 kMostChunk = 16 << 20;
 
@@ -94,10 +94,10 @@ template <int TR> struct Encode {
     const u8* src;
     u8* dst;
     u32 n, cap;  // bytes of either
-    u32 shared, warp;
+    u32 shared, warp, warps;
     X16Grid g;
 
-    OW_DEV void open(Encode& e, ow_batch_item* item, u32 shared, u32 warp) {
+    OW_DEV void open(Encode& e, ow_batch_item* item, u32 shared, u32 warp, u32 warps) {
         ow_batch_item it = *item;
         e.item = item;
         e.src = (const u8*)(uintptr_t)it.src;
@@ -106,6 +106,7 @@ template <int TR> struct Encode {
         e.cap = it.dst_cap < kMostChunk ? (u32)it.dst_cap : kMostChunk;
         e.shared = shared;
         e.warp = warp;
+        e.warps = warps;
         e.g = x16_grid<TR>(e.n);
     }
 
@@ -119,14 +120,14 @@ template <int TR> struct Encode {
 
     OW_DEV void clear(const Encode& e) {
     OW_UNROLL(1)
-        for (u32 i = 32 * e.warp + lane(); i < 2048; i += OW_BATCH_THREADS) sts32(e.shared + kCounts + 4 * i, 0);
+        for (u32 i = 32 * e.warp + lane(); i < 2048; i += 32 * e.warps) sts32(e.shared + kCounts + 4 * i, 0);
         if (e.warp == 0 && lane() == 0) sts32(e.shared + kState, kCoded);
     }
 
     OW_DEV void count(const Encode& e) {
         u32 all = ~0u, any = 0, counts = e.shared + kCounts + 4 * (lane() & 7);
     OW_UNROLL(1)
-        for (u32 t = e.warp; t < e.g.tiles; t += OW_BATCH_WARPS) {
+        for (u32 t = e.warp; t < e.g.tiles; t += e.warps) {
             Unit u = unit_load<TR>(e.src + (u64)t * kTile + lane() * kUnit);
             u32x2 v = unit_values<TR>(u);
             for (u32 i = 0; i < kUnit / 4; i++) all &= u.w[i], any |= u.w[i];
@@ -146,7 +147,7 @@ template <int TR> struct Encode {
 
     OW_DEV void sum(const Encode& e) {
     OW_UNROLL(1)
-        for (u32 v = 32 * e.warp + lane(); v < 256; v += OW_BATCH_THREADS) {
+        for (u32 v = 32 * e.warp + lane(); v < 256; v += 32 * e.warps) {
             u32 s = 0;
             for (u32 i = 0; i < 8; i++) s += lds32(e.shared + kCounts + 32 * v + 4 * i);
             sts32(e.shared + kBins + 4 * v, s);
@@ -155,7 +156,7 @@ template <int TR> struct Encode {
 
     OW_DEV void fit(const Encode& e) {
         u32 all = ~0u, any = 0;
-        for (u32 i = 0; i < OW_BATCH_WARPS; i++) {
+        for (u32 i = 0; i < e.warps; i++) {
             all &= lds32(e.shared + kAll + 4 * i);
             any |= lds32(e.shared + kAny + 4 * i);
         }
@@ -369,16 +370,16 @@ template <int TR> struct Encode {
             case 3: return fit(e);
             case 4:
     OW_UNROLL(1)
-                for (u32 s = e.warp; s < e.g.segs && state == kCoded; s += OW_BATCH_WARPS) segment<false>(e, s);
+                for (u32 s = e.warp; s < e.g.segs && state == kCoded; s += e.warps) segment<false>(e, s);
                 return;
             case 5: return layout(e);
             default:
     OW_UNROLL(1)
-                for (u32 s = e.warp; s < e.g.segs && state == kCoded; s += OW_BATCH_WARPS) segment<true>(e, s);
+                for (u32 s = e.warp; s < e.g.segs && state == kCoded; s += e.warps) segment<true>(e, s);
                 if (state != kOneSymbol) return;
                 u32 constant = lds32(e.shared + kHead) >> 16 & 255;
     OW_UNROLL(1)
-                for (u32 t = e.warp; t < e.g.tiles; t += OW_BATCH_WARPS) {
+                for (u32 t = e.warp; t < e.g.tiles; t += e.warps) {
                     planes(e, unit_load<TR>(e.src + (u64)t * kTile + lane() * kUnit), t, lane(), constant);
                 }
         }

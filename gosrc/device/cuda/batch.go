@@ -364,7 +364,8 @@ func (d *Device) Encode(on Queue, version uint32, streams []Stream, scratch uint
 	}
 	t := task{format: FormatX16, streams: streams, rows: rows, told: true, version: version, scratch: scratch}
 	return d.start(on, t, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
-		encode := step(k[batchEncode], rows, C.OW_BATCH_THREADS, C.OW_BATCH_THREADS)
+		threads := int(C.ow_x16_threads(C.uint64_t(slotOf(streams))))
+		encode := step(k[batchEncode], rows, threads, threads)
 		encode.items = 1
 		steps(b, step(k[batchCut], rows, 1, 32*C.OW_X16_WARPS), encode, step(k[batchSum], len(streams), 32, 32*C.OW_X16_WARPS),
 			step(k[batchJoin], rows*int(split), 32, 32*C.OW_X16_WARPS))

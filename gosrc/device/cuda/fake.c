@@ -425,7 +425,7 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 		memcpy(&o.b, args[0], 8);
 		memcpy(&n, args[1], 4);
 		o.n = n;
-		if (n == 0 || gx != ow_batch_blocks(kernel == K_ENCODE ? 1 : OW_BATCH_WARPS, n) || gy != 1 || gz != 1 || bx != OW_BATCH_THREADS || by != 1 || bz != 1 || shared != 0) {
+		if (n == 0 || gx != ow_batch_blocks(kernel == K_ENCODE ? 1 : OW_BATCH_WARPS, n) || gy != 1 || gz != 1 || (bx != OW_BATCH_THREADS && kernel != K_ENCODE) || bx % 32 || bx > OW_BATCH_MOST || by != 1 || bz != 1 || shared != 0) {
 			broke("a launch of the wrong shape");
 			return end(INVALID);
 		}

@@ -310,13 +310,13 @@ func TestTwinLZRoundTrips(t *testing.T) {
 	}
 	for _, f := range lzs {
 		for name, make := range kinds {
-			for _, n := range []int{0, 1, 7, 31, 32, 33, 63, 64, 65, 511, 512, 513, 1100, 5000, 65536, 65537 + r.IntN(9000)} {
+			for _, n := range []int{0, 1, 7, 31, 33, 64, 65, 511, 513, 1100, 5000, 65536 + r.IntN(9000)} {
 				want := make(n)
 				stored, err := f.encode(nil, want)
 				if err != nil {
 					t.Fatal(err)
 				}
-				for _, room := range []int{n, n + 1, n + 100} {
+				for _, room := range []int{n, n + 100} {
 					got, status := twinOne(t, f.kernel, stored, room, 0)
 					if status != 0 || !bytes.Equal(got, want) {
 						t.Fatalf("%s of %d bytes of %s: status %d, or other bytes", f.kernel, n, name, status)
@@ -339,7 +339,7 @@ func TestTwinLZRoundTrips(t *testing.T) {
 func TestTwinLZElements(t *testing.T) {
 	r := random(t)
 	for _, f := range lzs {
-		for range 150 {
+		for range 100 {
 			stored, want := f.write(r, 1+r.IntN(60))
 			if plain, ok := f.plain(stored, len(want)); !ok || !bytes.Equal(plain, want) {
 				t.Fatalf("%s: the test's own reader disagrees with its writer", f.kernel)
