@@ -109,8 +109,8 @@ def go_command() -> str:
     return go
 
 
-def build_library(out: Path = LIBRARY, asan: bool = False) -> None:
-    """Compile gosrc/bind/core into the extension module at out."""
+def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -> None:
+    """Compile gosrc/bind/core into the extension module at out; fake: for tests, with the driver of no GPU."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or platform.python_implementation() != "CPython":
         sys.exit("overwire: only CPython on Linux x86-64 is supported so far")
     include = sysconfig.get_path("include")
@@ -132,14 +132,15 @@ def build_library(out: Path = LIBRARY, asan: bool = False) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build", dir=out.parent) as t:
         made = Path(t) / out.name
-        tags = "pyext,netgo,osusergo" + (",nostores" if asan else "")  # what the sanitizer has nothing to say of
+        tags = "pyext,netgo,osusergo" + (",nostores" if asan or fake else "")  # what the sanitizer has nothing to say of
+        tags += ",owfake,owfakeauto" if fake else ""
         command = [go_command(), "build", "-trimpath", f"-tags={tags}", "-buildmode=c-shared"]
         command += ["-asan"] if asan else []
         command += [f"-ldflags={ldflags}", "-o", str(made), "./gosrc/bind/core"]
         done = subprocess.run(command, cwd=ROOT, env=env, check=False)
         if done.returncode:
             sys.exit(f"overwire: go build failed (exit code {done.returncode}); its messages stand above")
-        if not asan:
+        if not asan and not fake:
             symbol_floor(made)
         os.replace(made, out)  # processes that have the old file mapped keep it
 

@@ -5,28 +5,20 @@
  * A batch is a head, its streams, and a row of a table for every chunk that
  * the streams should have. ow_stream_open compares each stream with what the
  * host expects of it and fills the rows; a kernel that decodes takes them; for
- * the kernels of abi_batch items ow_stream_close gathers what they say. What
+ * the kernels of abi_batch items ow_stream_close gathers what they say. The
+ * other way round ow_stream_cut fills the rows, ow_x16_encode makes a block of
+ * each, ow_stream_sum lays the streams out and ow_stream_join puts them down. What
  * is wrong is noted in the stream's word of status, and nothing outside
  * [src, src + stored) is read or outside [dst, dst + size) written.
  */
 #ifndef OVERWIRE_ABI_STREAM_H
 #define OVERWIRE_ABI_STREAM_H
 
-#include <stdint.h>
+#include "abi_batch.h"
 
-/* One row for the kernels that take a list of items, one warp an item. */
-#ifndef OVERWIRE_BATCH_ITEM
-#define OVERWIRE_BATCH_ITEM
-typedef struct ow_batch_item {
-    uint64_t src, src_len; /* device address and bytes of a stored block */
-    uint64_t dst, dst_cap; /* and of the memory for its content */
-    uint64_t written;      /* result */
-    uint32_t status;       /* result: 0 is good */
-    uint32_t arg;          /* the codec's own */
-} ow_batch_item; /* 48 bytes */
-#endif
-
-/* One stream, and what the host expects of it. */
+/* One stream, and what the host expects of it. When streams are made, src and
+ * size are those of the content, and dst and stored of the room for the stream,
+ * all on multiples of 16. */
 typedef struct ow_stream {
     uint64_t src, stored; /* device address, a multiple of 8, and bytes */
     uint64_t dst, size;   /* of the content, exactly */
@@ -34,15 +26,17 @@ typedef struct ow_stream {
     uint32_t first, rows; /* in the table: rows = ceil(size / chunk), or 1 */
     uint32_t kind;        /* OW_STREAM_NATIVE, ... */
     uint32_t format;      /* nvCOMP's number of the algorithm; 'X' is X16 */
-    uint32_t arg, zero;   /* arg: of the items */
+    uint32_t arg;         /* of the items; when made, the transform, 0 for none */
+    uint32_t version;     /* when made: nvCOMP's, 5 or 6 */
 } ow_stream; /* 64 bytes */
 
 /* What stands before the streams of a batch. The streams follow. */
 typedef struct ow_stream_head {
     uint32_t streams, rows;
-    uint32_t split; /* X16: warps that share a chunk */
-    uint32_t zero;
-} ow_stream_head; /* 16 bytes */
+    uint32_t split;         /* X16: warps that share a chunk */
+    uint32_t told;          /* when made: where, behind the words of status, ow_stream_peek_t are written */
+    uint64_t scratch, slot; /* when made: room for a block of each row, and its bytes, multiples of 16 */
+} ow_stream_head; /* 32 bytes */
 
 /* What a stream says of itself: ow_stream_peek. */
 typedef struct ow_stream_peek_t {
@@ -52,7 +46,7 @@ typedef struct ow_stream_peek_t {
 } ow_stream_peek_t; /* 24 bytes */
 
 enum { OW_STREAM_NATIVE = 0, OW_STREAM_RAW = 1, OW_STREAM_SIZED = 2 };
-enum { OW_STREAM_LZ4 = 0, OW_STREAM_SNAPPY = 1, OW_STREAM_X16 = 'X' };
+enum { OW_STREAM_LZ4 = 0, OW_STREAM_SNAPPY = 1, OW_STREAM_CASCADED = 4, OW_STREAM_X16 = 'X' };
 
 /* Bits of a stream's word of status, above those of X16 (abi.h). */
 enum {
@@ -60,7 +54,8 @@ enum {
     OW_STREAM_OTHER = 1 << 9,   /* another algorithm, length or chunk than was expected */
     OW_STREAM_CHUNK = 1 << 10,  /* a chunk outside the payload, or of an impossible form */
     OW_STREAM_PLACE = 1 << 11,  /* a block of X16 that does not lie on a multiple of 16 */
-    OW_STREAM_DATA = 1 << 12    /* a block that its decoder refuses */
+    OW_STREAM_DATA = 1 << 12,   /* a block that its decoder refuses */
+    OW_STREAM_ROOM = 1 << 13    /* more than the room that was given */
 };
 
 #endif

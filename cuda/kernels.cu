@@ -2,4 +2,5 @@
 #include "x16_decode.cu"
 
 #include "move.cu"
+#include "batch.cu"
 #include "stream.cu"

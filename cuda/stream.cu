@@ -1,9 +1,12 @@
-// The kernels of stream.cuh. ow_stream_open, _close and _peek: a thread a row,
-// or a stream, blocks of 32 * OW_X16_WARPS. ow_stream_x16: a warp a share of a
-// row, launched as the kernels of x16_decode.cu.
+// The kernels of stream.cuh and stream_make.cuh. ow_stream_open, _close, _cut
+// and _peek: a thread a row, or a stream; ow_stream_sum a warp a stream,
+// ow_stream_join a warp a share of a row; blocks of 32 * OW_X16_WARPS.
+// ow_stream_x16: a warp a share of a row, launched as the kernels of
+// x16_decode.cu.
 #include "stream.cuh"
+#include "stream_make.cuh"
 
-static_assert(sizeof(ow_stream) == 64 && sizeof(ow_stream_head) == 16 && sizeof(ow_batch_item) == 48 && sizeof(ow_stream_peek_t) == 24,
+static_assert(sizeof(ow_stream) == 64 && sizeof(ow_stream_head) == 32 && sizeof(ow_stream_peek_t) == 24,
               "abi_stream.h must have no padding");
 
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
@@ -24,11 +27,29 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     if (i < n) ow::stream_peek(head, out, i);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 5)
+extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 4)
     ow_stream_x16(const ow_stream_head* head, const ow_x16_chunk* chunks, uint32_t n, uint32_t* status) {
     extern __shared__ __align__(1024) ow::u32 shared[];
     uint32_t warp = threadIdx.x / 32, job = blockIdx.x * OW_X16_WARPS + warp;
     if (job >= n) return;
     ow::X16Place place = ow::x16_place<ow::X16Best>((ow::u32)__cvta_generic_to_shared(shared), warp, OW_X16_WARPS);
     ow::stream_x16(head, chunks, job, status, place);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
+    ow_stream_cut(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t*) {
+    uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row < n) ow::stream_cut(head, rows, row);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
+    ow_stream_sum(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
+    uint32_t i = blockIdx.x * OW_X16_WARPS + threadIdx.x / 32;
+    if (i < n) ow::stream_sum(head, rows, i, status);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
+    ow_stream_join(const ow_stream_head* head, const ow_batch_item* rows, uint32_t n, uint32_t* status) {
+    uint32_t job = blockIdx.x * OW_X16_WARPS + threadIdx.x / 32;
+    if (job < n) ow::stream_join(head, rows, job, status);
 }

@@ -6,6 +6,7 @@
 #define OVERWIRE_STREAM_CUH
 
 #include "abi_stream.h"
+#include "x16_batch.cuh"
 #include "x16_decode.cuh"
 
 namespace ow {
@@ -75,7 +76,8 @@ struct Block {
     u64 stored, at, size;
 };
 
-// stream_block finds block k of a stream. It returns bits of status.
+// stream_block finds block k of a stream: no bytes stored where there is none.
+// It returns bits of status.
 OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
     const u8* src = (const u8*)(uintptr_t)s.src;
     b.at = (u64)k * s.chunk;
@@ -85,20 +87,22 @@ OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
         if (s.src % 8) return OW_STREAM_PLACE;
         u32 bad = native_open(h, src, s.stored);
         if (bad) return bad;
-        if (h.format != s.format || h.size != s.size || h.chunk != s.chunk || h.chunks != s.rows) return OW_STREAM_OTHER;
+        if (h.format != s.format || h.size != s.size) return OW_STREAM_OTHER;
+        if (h.size == 0) return 0;  // no chunk
+        if (h.chunk != s.chunk || h.chunks != s.rows) return OW_STREAM_OTHER;
         const u8* tables = src + ((h.offset - h.chunks * h.row) & ~7ull);
         u64 at = load64(tables + 8 * (u64)k), n = load64(tables + 8 * (h.chunks + k));
         if (at > h.payload || n > h.payload - at) return OW_STREAM_CHUNK;
         b.src = src + h.offset + at;
         b.stored = n;
-        return 0;
+        return n ? 0 : OW_STREAM_CHUNK;
     }
     u32 prefix = s.kind == OW_STREAM_RAW ? 0 : s.format == OW_STREAM_LZ4 ? 4 : 8;
     if (s.stored < prefix) return OW_STREAM_HEADER;
     if (prefix && load_bytes(src, prefix) != s.size) return OW_STREAM_OTHER;
     b.src = src + prefix;
     b.stored = s.stored - prefix;
-    return 0;
+    return b.stored ? 0 : OW_STREAM_CHUNK;
 }
 
 // The head of an X16 block (gosrc/bitstream/x16.go): u8 codec, u8 transform,
@@ -133,9 +137,8 @@ OW_DEV void stream_open(const ow_stream_head* head, void* rows, u32 row, u32* st
     u32 bad = stream_block(b, s, row - s.first);
     if (s.format == OW_STREAM_X16) {
         ow_x16_chunk c = {0, 0, 0, 0, 0, (uint16_t)kDead, i};
-        if (!bad) {
+        if (!bad && b.stored) {
             bad = x16_block(c, b, s.dst);
-            c.status = i;
             if (bad) c.zero = (uint16_t)kDead;
         }
         ((ow_x16_chunk*)rows)[row] = c;
@@ -155,7 +158,7 @@ OW_DEV void stream_open(const ow_stream_head* head, void* rows, u32 row, u32* st
 // stream_close says of a row that was decoded whether it is whole.
 OW_DEV void stream_close(const ow_stream_head* head, const ow_batch_item* rows, u32 row, u32* status) {
     const ow_batch_item& it = rows[row];
-    if (it.status || it.written != it.dst_cap) raise(status + stream_of(head, row), OW_STREAM_DATA);
+    if (it.src_len && (it.status || it.written != it.dst_cap)) raise(status + stream_of(head, row), OW_STREAM_DATA);
 }
 
 // stream_peek says of stream i how long its content is, as far as that stands
@@ -167,7 +170,7 @@ OW_DEV void stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, u32 i
     u32 prefix = s.format == OW_STREAM_LZ4 ? 4 : 8;
     if (s.kind == OW_STREAM_NATIVE) {
         Native h;
-        p.status = s.src % 8 ? OW_STREAM_PLACE : native_open(h, src, s.stored);
+        p.status = s.src % 8 ? (u32)OW_STREAM_PLACE : native_open(h, src, s.stored);
         if (!p.status) p.size = h.size, p.chunk = h.chunk, p.format = h.format;
     } else if (s.kind == OW_STREAM_SIZED) {
         if (s.stored < prefix) p.status = OW_STREAM_HEADER;
@@ -185,19 +188,19 @@ OW_DEV void stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, u32 i
     out[i] = p;
 }
 
-// stream_plain copies a warp's share of a block that is stored as it is.
-OW_DEV void stream_plain(const ow_x16_chunk& c, u32 share, u32 split) {
-    const u8* src = (const u8*)(uintptr_t)c.src;
-    u8* dst = (u8*)(uintptr_t)c.dst;
-    u32 unit = (c.src | c.dst) % 16 == 0 ? 16 : (c.src | c.dst) % 8 == 0 ? 8 : 1;
-    u32 n = c.logical / unit;
+// stream_copy copies a warp's share of n bytes that do not overlap.
+OW_DEV void stream_copy(u64 to, u64 from, u32 bytes, u32 share, u32 split) {
+    const u8* src = (const u8*)(uintptr_t)from;
+    u8* dst = (u8*)(uintptr_t)to;
+    u32 unit = (from | to) % 16 == 0 ? 16 : (from | to) % 8 == 0 ? 8 : 1;
+    u32 n = bytes / unit;
     for (u32 i = 32 * share + lane(); i < n; i += 32 * split) {
         if (unit == 16) stg128(dst + 16 * (u64)i, ldg128(src + 16 * (u64)i));
         else if (unit == 8) stg64(dst + 8 * (u64)i, ldg64(src + 8 * (u64)i));
         else stg8(dst + i, ldg8(src + i));
     }
     if (share == 0) {
-        for (u32 i = n * unit + lane(); i < c.logical; i += 32) stg8(dst + i, ldg8(src + i));
+        for (u32 i = n * unit + lane(); i < bytes; i += 32) stg8(dst + i, ldg8(src + i));
     }
 }
 
@@ -205,6 +208,11 @@ template <int TR>
 OW_DEV void stream_segments(const ow_x16_chunk* chunks, u32 row, u32 share, u32 split, u32* status, X16Place place) {
     u32 total = chunks[row].logical / (32 * Transform<TR>::kOut);
     u32 segs = (total + chunks[row].tiles - 1) / chunks[row].tiles, phase = 0;
+    // What the Go decoder looks at before it decodes: one of the warps does.
+    if (share == 0 && total) {
+        u32 bad = x16_vet(chunks[row], x16_form<TR>());
+        if (bad && lane() == 0) raise(status + chunks[row].status, bad);
+    }
     for (u32 seg = share; seg < (segs ? segs : 1); seg += split) {
         ow_x16_seg job = {row, seg};
         x16_job<TR, X16Best>(chunks, &job, 0, status, place, phase);
@@ -216,7 +224,7 @@ OW_DEV void stream_segments(const ow_x16_chunk* chunks, u32 row, u32 share, u32 
 OW_DEV void stream_x16(const ow_stream_head* head, const ow_x16_chunk* chunks, u32 job, u32* status, X16Place place) {
     u32 split = head->split, row = job / split, share = job % split;
     switch (chunks[row].zero) {
-        case kPlain: stream_plain(chunks[row], share, split); break;
+        case kPlain: stream_copy(chunks[row].dst, chunks[row].src, chunks[row].logical, share, split); break;
         case OW_BF16: stream_segments<OW_BF16>(chunks, row, share, split, status, place); break;
         case OW_FP16: stream_segments<OW_FP16>(chunks, row, share, split, status, place); break;
         case OW_FP32: stream_segments<OW_FP32>(chunks, row, share, split, status, place); break;

@@ -1,5 +1,6 @@
 // The host twin of stream.cu.
 #include "stream.cuh"
+#include "stream_make.cuh"
 
 extern "C" void ow_stream_open_host(const ow_stream_head* head, void* rows, uint32_t n, uint32_t* status) {
     for (uint32_t row = 0; row < n; row++) ow::stream_open(head, rows, row, status);
@@ -20,4 +21,16 @@ extern "C" void ow_stream_x16_host(const ow_stream_head* head, const ow_x16_chun
             ow::stream_x16(head, chunks, job, status, place);
         });
     }
+}
+
+extern "C" void ow_stream_cut_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n) {
+    for (uint32_t row = 0; row < n; row++) ow::stream_cut(head, rows, row);
+}
+
+extern "C" void ow_stream_sum_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
+    for (uint32_t i = 0; i < n; i++) ow::run_warp([&] { ow::stream_sum(head, rows, i, status); }, i & 1);
+}
+
+extern "C" void ow_stream_join_host(const ow_stream_head* head, const ow_batch_item* rows, uint32_t n, uint32_t* status) {
+    for (uint32_t job = 0; job < n; job++) ow::run_warp([&] { ow::stream_join(head, rows, job, status); }, job & 1);
 }

@@ -8,7 +8,9 @@
 //
 // Rules for bodies: all lanes execute the same sequence of warp operations
 // (the host side aborts when they do not); shared memory is addressed by 32-bit
-// byte addresses through lds/sts; no block-wide operation.
+// byte addresses through lds/sts; no block-wide operation. What several warps of
+// a block do together is cut into phases, with a barrier between them; on the
+// host each warp in turn runs a phase (run_phase), shared memory stays.
 #ifndef OVERWIRE_WARP_CUH
 #define OVERWIRE_WARP_CUH
 
@@ -27,21 +29,52 @@ struct alignas(16) u32x4 { u32 x, y, z, w; };
 #ifdef __CUDACC__
 
 #define OW_DEV static __device__ __forceinline__
+#define OW_COLD static __device__ __noinline__  // called, not inlined: once a chunk
 #define OW_PRAGMA(x) _Pragma(#x)
 #define OW_UNROLL(n) OW_PRAGMA(unroll n)  // for nvcc only
 
 namespace ow {
 
 OW_DEV u32 lane() { return threadIdx.x & 31; }
+// The same in all lanes, and known to be: what depends on it does not diverge.
+OW_DEV u32 warp_of_block() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 OW_DEV u32 lanes_below() {
     u32 m;
     asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(m));
     return m;
 }
+// keep makes a value one that the compiler holds in a register and does not
+// compute anew.
+OW_DEV u32 keep(u32 v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
 OW_DEV u32 ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
 OW_DEV u32 shfl(u32 v, u32 from) { return __shfl_sync(0xffffffffu, v, (int)from); }
+// The bits that are set in any lane.
+OW_DEV u32 any_or(u32 v) { return __reduce_or_sync(0xffffffffu, v); }
+// The sum over the lanes up to this one.
+OW_DEV u32 scan(u32 v) {
+    for (u32 d = 1; d < 32; d *= 2) {
+        asm volatile(
+            "{\n.reg .pred p;\n.reg .u32 r;\nshfl.sync.up.b32 r|p, %0, %1, 0, -1;\n@p add.u32 %0, %0, r;\n}" : "+r"(v) : "r"(d));
+    }
+    return v;
+}
 OW_DEV void syncwarp() { __syncwarp(); }
+// 1 << n, or 0 if n is 32 or more.
+OW_DEV u32 bit(u32 n) {
+    u32 r;
+    asm("shl.b32 %0, 1, %1;" : "=r"(r) : "r"(n));
+    return r;
+}
+OW_DEV u32 highest(u32 v) { return 31 - (u32)__clz((int)v); }  // of the bits that are set; v is not 0
 OW_DEV u32 popc(u32 v) { return (u32)__popc((int)v); }
+OW_DEV u32 lowest(u32 v) { return (u32)__ffs((int)v) - 1; }  // of the bits that are set; v is not 0
+// Doubles without contraction: the same bits as the Go encoder's.
+OW_DEV double dadd(double a, double b) { return __dadd_rn(a, b); }
+OW_DEV double dmul(double a, double b) { return __dmul_rn(a, b); }
+OW_DEV double shfl64f(double v, u32 from) { return __shfl_sync(0xffffffffu, v, (int)from); }
 // Products the compiler must not turn into shifts: they go to another pipe.
 OW_DEV u32 mulhi(u32 a, u32 b) {
     u32 r;
@@ -80,6 +113,14 @@ OW_DEV u32x2 lds64(u32 a) {
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
     return v;
 }
+OW_DEV u32 lds8(u32 a) {
+    u16 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(v) : "r"(a));
+    return v;
+}
+OW_DEV void sts8(u32 a, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
+OW_DEV void sts16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
+OW_DEV void count32(u32 a) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(a) : "memory"); }
 OW_DEV void sts32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 OW_DEV void sts64(u32 a, u32x2 v) {
     asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(a), "r"(v.x), "r"(v.y) : "memory");
@@ -100,6 +141,19 @@ OW_DEV void stg16(u8* p, u32 v) { *(u16*)p = (u16)v; }
 OW_DEV void stg32(u8* p, u32 v) { __stcs((u32*)p, v); }
 OW_DEV void stg64(u8* p, u32x2 v) { __stcs((uint2*)p, make_uint2(v.x, v.y)); }
 OW_DEV void stg128(u8* p, u32x4 v) { __stcs((uint4*)p, make_uint4(v.x, v.y, v.z, v.w)); }
+// What this warp wrote itself: through the first-level cache, in order.
+OW_DEV u32 again8(const u8* p) {
+    u16 v;
+    asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    return v;
+}
+OW_DEV u32 again32(const u8* p) {
+    u32 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+OW_DEV void put8(u8* p, u32 v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "h"((u16)v) : "memory"); }
+OW_DEV void put32(u8* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 OW_DEV void raise(u32* word, u32 bits) { atomicOr(word, bits); }
 
 // Asynchronous copies of 16 bytes a lane. After copy_wait and a syncwarp every

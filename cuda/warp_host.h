@@ -16,6 +16,7 @@
 #endif
 
 #define OW_DEV static inline
+#define OW_COLD static inline
 #define OW_UNROLL(n)
 
 namespace ow {
@@ -105,7 +106,7 @@ inline void lane_main() {
 }
 
 // run calls body(arg) once for each of 32 lanes.
-inline void run(void (*body)(void*), void* arg, bool falling) {
+inline void run(void (*body)(void*), void* arg, bool falling, bool keep = false) {
     static thread_local Warp* w = nullptr;
     if (!w) {
         w = new Warp;
@@ -122,7 +123,7 @@ inline void run(void (*body)(void*), void* arg, bool falling) {
     memset(w->ops, 0, sizeof w->ops);
     memset(w->done, 0, sizeof w->done);
     memset(w->ncopies, 0, sizeof w->ncopies);
-    memset(w->shared, 0xdb, sizeof w->shared);  // nothing may count on zeros
+    if (!keep) memset(w->shared, 0xdb, sizeof w->shared);  // nothing may count on zeros
     for (u32 l = 0; l < 32; l++) {
         u8* top = w->stacks + (l + 1) * kStack;
 #if defined(__x86_64__)
@@ -179,8 +180,16 @@ void run_warp(F f, bool falling = false) {
     host::run([](void* p) { (*(F*)p)(); }, &f, falling);
 }
 
+// run_phase is run_warp for one warp's part of a phase; shared memory is what
+// the phases before it left, or rubbish if it is the first.
+template <class F>
+void run_phase(F f, bool first, bool falling = false) {
+    host::run([](void* p) { (*(F*)p)(); }, &f, falling, !first);
+}
+
 OW_DEV u32 lane() { return host::self()->now; }
 OW_DEV u32 lanes_below() { return (1u << lane()) - 1; }
+OW_DEV u32 keep(u32 v) { return v; }
 OW_DEV u32 ballot(bool p) {
     const u32* s = host::meet(p);
     u32 r = 0;
@@ -188,8 +197,33 @@ OW_DEV u32 ballot(bool p) {
     return r;
 }
 OW_DEV u32 shfl(u32 v, u32 from) { return host::meet(v)[from & 31]; }
+OW_DEV u32 any_or(u32 v) {
+    const u32* s = host::meet(v);
+    u32 r = 0;
+    for (u32 i = 0; i < 32; i++) r |= s[i];
+    return r;
+}
+OW_DEV u32 scan(u32 v) {
+    const u32* s = host::meet(v);
+    u32 r = 0;
+    for (u32 i = 0; i <= lane(); i++) r += s[i];
+    return r;
+}
+OW_DEV u32 bit(u32 n) { return n < 32 ? 1u << n : 0; }
+OW_DEV u32 highest(u32 v) { return 31 - (u32)__builtin_clz(v); }
 OW_DEV void syncwarp() { host::meet(0); }
 OW_DEV u32 popc(u32 v) { return (u32)__builtin_popcount(v); }
+OW_DEV u32 lowest(u32 v) { return (u32)__builtin_ctz(v); }
+OW_DEV double dadd(double a, double b) { return a + b; }
+OW_DEV double dmul(double a, double b) { return a * b; }
+OW_DEV double shfl64f(double v, u32 from) {
+    u32 h[2];
+    memcpy(h, &v, 8);
+    h[0] = shfl(h[0], from);
+    h[1] = shfl(h[1], from);
+    memcpy(&v, h, 8);
+    return v;
+}
 OW_DEV u32 mulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 OW_DEV void append16(u32& x, u32 w) { if (x < 0x10000) x = x << 16 | w; }
 OW_DEV u32 umin(u32 a, u32 b) { return a < b ? a : b; }
@@ -210,6 +244,13 @@ template <class T> T load_as(const u8* p) { T v; memcpy(&v, p, sizeof v); return
 OW_DEV u32 lds32(u32 a) { return load_as<u32>(host::at(a, 4)); }
 OW_DEV u32 lds16(u32 a) { return load_as<u16>(host::at(a, 2)); }
 OW_DEV u32x2 lds64(u32 a) { return load_as<u32x2>(host::at(a, 8)); }
+OW_DEV u32 lds8(u32 a) { return *host::at(a, 1); }
+OW_DEV void sts8(u32 a, u32 v) { *host::at(a, 1) = (u8)v; }
+OW_DEV void sts16(u32 a, u32 v) { u16 h = (u16)v; memcpy(host::at(a, 2), &h, 2); }
+OW_DEV void count32(u32 a) {
+    u32 v = load_as<u32>(host::at(a, 4)) + 1;
+    memcpy(host::at(a, 4), &v, 4);
+}
 OW_DEV void sts32(u32 a, u32 v) { memcpy(host::at(a, 4), &v, 4); }
 OW_DEV void sts64(u32 a, u32x2 v) { memcpy(host::at(a, 8), &v, 8); }
 OW_DEV void sts128(u32 a, u32x4 v) { memcpy(host::at(a, 16), &v, 16); }
@@ -224,6 +265,10 @@ OW_DEV void stg16(u8* p, u32 v) { host::aligned(p, 2); u16 h = (u16)v; memcpy(p,
 OW_DEV void stg32(u8* p, u32 v) { host::aligned(p, 4); memcpy(p, &v, 4); }
 OW_DEV void stg64(u8* p, u32x2 v) { host::aligned(p, 8); memcpy(p, &v, 8); }
 OW_DEV void stg128(u8* p, u32x4 v) { host::aligned(p, 16); memcpy(p, &v, 16); }
+OW_DEV u32 again8(const u8* p) { return *p; }
+OW_DEV u32 again32(const u8* p) { host::aligned(p, 4); return load_as<u32>(p); }
+OW_DEV void put8(u8* p, u32 v) { *p = (u8)v; }
+OW_DEV void put32(u8* p, u32 v) { stg32(p, v); }
 OW_DEV void raise(u32* word, u32 bits) { __atomic_fetch_or(word, bits, __ATOMIC_RELAXED); }
 
 OW_DEV void copy16(u32 to, const u8* from) {

@@ -334,16 +334,25 @@ template <int TR> OW_DEV void x16_constant(const X16Segment& s) {
     }
 }
 
-// x16_job decodes one segment and, if it is the chunk's last, copies the tail.
-// `phase` is 0 before the warp's first job, and its barrier is initialised.
-template <int TR, class Cfg>
-OW_DEV void x16_job(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 job, u32* status, X16Place place, u32& phase) {
+// A job as ow_x16_seg says it.
+struct X16Listed {
+    const ow_x16_chunk* chunks;
+    const ow_x16_seg* segs;
+    u32 job;
+    OW_DEV ow_x16_chunk chunk(const X16Listed& l) { return l.chunks[l.segs[l.job].chunk]; }
+    OW_DEV u32 seg(const X16Listed& l) { return l.segs[l.job].seg; }
+};
+
+// x16_segment decodes one segment and, if it is the chunk's last, copies the
+// tail. `phase` is 0 before the warp's first job, and its barrier is
+// initialised.
+template <int TR, class Cfg, class Job> OW_DEV void x16_segment(const Job& job, u32* status, X16Place place, u32& phase) {
     typedef Transform<TR> X;
     u32 bad = 0, used = 0;
     {
-        ow_x16_chunk c = chunks[segs[job].chunk];
+        ow_x16_chunk c = Job::chunk(job);
         X16Segment s;
-        bad = x16_open<TR>(s, c, segs[job].seg);
+        bad = x16_open<TR>(s, c, Job::seg(job));
         if (bad) {
             if (lane() == 0) raise(status + c.status, bad);
             return;
@@ -357,9 +366,9 @@ OW_DEV void x16_job(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 job,
     }
     // What the end needs is read again: kept, it would cost the tile loop ten
     // registers.
-    ow_x16_chunk c = chunks[segs[job].chunk];
+    ow_x16_chunk c = Job::chunk(job);
     X16Segment s;
-    x16_open<TR>(s, c, segs[job].seg);
+    x16_open<TR>(s, c, Job::seg(job));
     if (s.coded && s.tiles) {
         u32 list = s.words + used;
         bool fits = s.escapes <= s.tiles * 256 && (list + 3 * s.escapes + 15) / 16 * 16 == s.end;
@@ -372,6 +381,11 @@ OW_DEV void x16_job(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 job,
         const u8* from = s.src + c.stored - tail;
         for (u32 i = lane(); i < tail; i += 32) stg8(s.dst + full + i, ldg8(from + i));
     }
+}
+
+template <int TR, class Cfg>
+OW_DEV void x16_job(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 job, u32* status, X16Place place, u32& phase) {
+    x16_segment<TR, Cfg>(X16Listed{chunks, segs, job}, status, place, phase);
 }
 
 }  // namespace ow

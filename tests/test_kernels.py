@@ -56,6 +56,15 @@ def test_every_kernel_is_in_the_module() -> None:
     assert {n for n in names if n.startswith("ow_x16_") or n.endswith("_kernel")} == kernels
 
 
+def test_every_batch_kernel_is_in_the_module() -> None:
+    # abi_batch.h lists them for whoever launches them.
+    listed = set(re.findall(r"^ \*   (ow_\w+) +\d", (CUDA / "abi_batch.h").read_text(encoding="utf-8"), re.M))
+    text = (CUDA / "batch.cu").read_text(encoding="utf-8")
+    kernels = set(re.findall(r"^OW_WARP_KERNEL\((\w+),", text, re.M)) | set(re.findall(r"__launch_bounds__\([^)]*\) (ow_\w+)\(", text))
+    assert listed == kernels
+    assert '#include "batch.cu"' in (CUDA / "kernels.cu").read_text(encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def nvcc(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the pinned compiler: the one of `make kernels`, or a fresh one from the wheels."""

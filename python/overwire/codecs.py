@@ -37,6 +37,7 @@ __all__ = [
     "algorithms",
     "content_size",
     "decode",
+    "default_chunk",
     "dlpack",
     "encode",
     "exporter",
@@ -95,6 +96,11 @@ def algorithms() -> tuple[str, ...]:
     return tuple(json.loads(_engine.codec_names()))
 
 
+def default_chunk(algorithm: str) -> int:
+    """Content bytes of a native chunk, where nobody says it."""
+    return 1 << 20 if algorithm == "X16" else 64 << 10
+
+
 def span(source: Any, *, writable: bool = False) -> Span:
     """The memory of a buffer, without a copy: of anything with Python's buffer
     protocol or DLPack on the host, dense in C order; a Span is itself.
@@ -124,12 +130,20 @@ def span(source: Any, *, writable: bool = False) -> Span:
     return Span(tensor.address, dense * size // 8, tensor.keep)
 
 
-def lent(source: Any) -> Lent:
+def lent(source: Any, stream: int = 1) -> Lent:
     """Takes over a DLPack tensor: a fresh capsule, or an object with `__dlpack__`.
+
+    stream: that of CUDA (1: the default one) which a tensor of a GPU is made
+        ready for.
 
     Raises ArgumentError for a capsule that somebody has taken.
     """
-    capsule = source.__dlpack__() if hasattr(source, "__dlpack__") else source
+    if not hasattr(source, "__dlpack__"):
+        capsule = source
+    elif hasattr(source, "__dlpack_device__") and source.__dlpack_device__()[0] == 2:
+        capsule = source.__dlpack__(stream=stream)
+    else:
+        capsule = source.__dlpack__()
     try:
         return Lent(*_engine.dlpack_take(capsule))
     except ValueError as error:

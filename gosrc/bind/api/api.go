@@ -27,6 +27,42 @@ func Doctor(program string) (string, error) {
 
 func CodecNames() (string, error) { return face.Call("codecs", face.CodecNames) }
 
+func GpuCount() (int, error) { return face.Call("gpu", face.GPUCount) }
+
+func GpuNames() (string, error) { return face.Call("gpu", face.GPUNames) }
+
+func GpuOf(address uint64) (int, error) {
+	return face.Call("gpu", func() (int, error) { return face.GPUOf(address) })
+}
+
+func GpuFollow(device int, stream, after uint64) (int, error) {
+	return done("gpu", func() error { return face.GPUFollow(device, stream, after) })
+}
+
+func GpuStreamNew(device int) (uint64, error) {
+	return face.Call("gpu", func() (uint64, error) { return face.GPUStreamNew(device) })
+}
+
+func GpuStreamFree(device int, stream uint64) (int, error) {
+	return done("gpu", func() error { return face.GPUStreamFree(device, stream) })
+}
+
+func GpuStreamSync(device int, stream uint64) (int, error) {
+	return done("gpu", func() error { return face.GPUStreamSync(device, stream) })
+}
+
+func GpuStreamCheck(device int, stream uint64) (int, error) {
+	return done("gpu", func() error { return face.GPUStreamCheck(device, stream) })
+}
+
+func GpuTransform(dtype string, sample uint64, n int64) (int, error) {
+	return face.Call("gpu", func() (int, error) { return face.GPUTransform(dtype, sample, n) })
+}
+
+func GpuBatchFree(batch uint64) (int, error) {
+	return done("gpu", func() error { face.GPUBatchFree(batch); return nil })
+}
+
 func Inspect(uri string) (string, error) {
 	return face.Call("inspect", func() (string, error) { return face.Inspect(uri) })
 }

@@ -166,6 +166,199 @@ PyObject * _wrap__core_api_FetchStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObje
 
 
 PyObject *
+_wrap__core_api_GpuBatchFree(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    uint64_t batch;
+    const char *keywords[] = {"batch", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "K", (char **) keywords, &batch)) {
+        return NULL;
+    }
+    retval = api_GpuBatchFree(batch);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuBatchFree(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_GpuCount(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs))
+{
+    PyObject *py_retval;
+    int64_t retval;
+
+    if (ow_child())
+        return NULL;
+    retval = api_GpuCount();
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuCount(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs));
+
+
+PyObject *
+_wrap__core_api_GpuFollow(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t device;
+    uint64_t stream;
+    uint64_t after;
+    const char *keywords[] = {"device", "stream", "after", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LKK", (char **) keywords, &device, &stream, &after)) {
+        return NULL;
+    }
+    retval = api_GpuFollow(device, stream, after);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuFollow(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_GpuOf(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    uint64_t address;
+    const char *keywords[] = {"address", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "K", (char **) keywords, &address)) {
+        return NULL;
+    }
+    retval = api_GpuOf(address);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuOf(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_GpuStreamCheck(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t device;
+    uint64_t stream;
+    const char *keywords[] = {"device", "stream", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LK", (char **) keywords, &device, &stream)) {
+        return NULL;
+    }
+    retval = api_GpuStreamCheck(device, stream);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuStreamCheck(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_GpuStreamFree(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t device;
+    uint64_t stream;
+    const char *keywords[] = {"device", "stream", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LK", (char **) keywords, &device, &stream)) {
+        return NULL;
+    }
+    retval = api_GpuStreamFree(device, stream);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuStreamFree(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_GpuStreamNew(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    uint64_t retval;
+    int64_t device;
+    const char *keywords[] = {"device", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &device)) {
+        return NULL;
+    }
+    retval = api_GpuStreamNew(device);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "K", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuStreamNew(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_GpuStreamSync(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t device;
+    uint64_t stream;
+    const char *keywords[] = {"device", "stream", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LK", (char **) keywords, &device, &stream)) {
+        return NULL;
+    }
+    retval = api_GpuStreamSync(device, stream);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuStreamSync(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_GpuTransform(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    char *dtype;
+    uint64_t sample;
+    int64_t n;
+    const char *keywords[] = {"dtype", "sample", "n", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sKL", (char **) keywords, &dtype, &sample, &n)) {
+        return NULL;
+    }
+    retval = api_GpuTransform(dtype, sample, n);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuTransform(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_JobCancel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -510,6 +703,26 @@ PyObject * _wrap__core_api_Doctor(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *
 
 
 PyObject *
+_wrap__core_api_GpuNames(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs))
+{
+    PyObject *py_retval;
+    char *retval;
+
+    if (ow_child())
+        return NULL;
+    retval = api_GpuNames();
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuNames(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs));
+
+
+PyObject *
 _wrap__core_api_IndexNames(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -838,6 +1051,15 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_DevicePrepare", (PyCFunction) _wrap__core_api_DevicePrepare, METH_KEYWORDS|METH_VARARGS, "api_DevicePrepare(name)\n\ntype: name: char *" },
     {(char *) "api_EmptyCache", (PyCFunction) _wrap__core_api_EmptyCache, METH_NOARGS, "api_EmptyCache()\n\n" },
     {(char *) "api_FetchStart", (PyCFunction) _wrap__core_api_FetchStart, METH_KEYWORDS|METH_VARARGS, "api_FetchStart(spec)\n\ntype: spec: char *" },
+    {(char *) "api_GpuBatchFree", (PyCFunction) _wrap__core_api_GpuBatchFree, METH_KEYWORDS|METH_VARARGS, "api_GpuBatchFree(batch)\n\ntype: batch: uint64_t" },
+    {(char *) "api_GpuCount", (PyCFunction) _wrap__core_api_GpuCount, METH_NOARGS, "api_GpuCount()\n\n" },
+    {(char *) "api_GpuFollow", (PyCFunction) _wrap__core_api_GpuFollow, METH_KEYWORDS|METH_VARARGS, "api_GpuFollow(device, stream, after)\n\ntype: device: int64_t\ntype: stream: uint64_t\ntype: after: uint64_t" },
+    {(char *) "api_GpuOf", (PyCFunction) _wrap__core_api_GpuOf, METH_KEYWORDS|METH_VARARGS, "api_GpuOf(address)\n\ntype: address: uint64_t" },
+    {(char *) "api_GpuStreamCheck", (PyCFunction) _wrap__core_api_GpuStreamCheck, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamCheck(device, stream)\n\ntype: device: int64_t\ntype: stream: uint64_t" },
+    {(char *) "api_GpuStreamFree", (PyCFunction) _wrap__core_api_GpuStreamFree, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamFree(device, stream)\n\ntype: device: int64_t\ntype: stream: uint64_t" },
+    {(char *) "api_GpuStreamNew", (PyCFunction) _wrap__core_api_GpuStreamNew, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamNew(device)\n\ntype: device: int64_t" },
+    {(char *) "api_GpuStreamSync", (PyCFunction) _wrap__core_api_GpuStreamSync, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamSync(device, stream)\n\ntype: device: int64_t\ntype: stream: uint64_t" },
+    {(char *) "api_GpuTransform", (PyCFunction) _wrap__core_api_GpuTransform, METH_KEYWORDS|METH_VARARGS, "api_GpuTransform(dtype, sample, n)\n\ntype: dtype: char *\ntype: sample: uint64_t\ntype: n: int64_t" },
     {(char *) "api_JobCancel", (PyCFunction) _wrap__core_api_JobCancel, METH_KEYWORDS|METH_VARARGS, "api_JobCancel(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobFree", (PyCFunction) _wrap__core_api_JobFree, METH_KEYWORDS|METH_VARARGS, "api_JobFree(job)\n\ntype: job: uint64_t" },
     {(char *) "api_LoadSettle", (PyCFunction) _wrap__core_api_LoadSettle, METH_KEYWORDS|METH_VARARGS, "api_LoadSettle(job, pairs, n, stream)\n\ntype: job: uint64_t\ntype: pairs: uint64_t\ntype: n: int64_t\ntype: stream: uint64_t" },
@@ -854,6 +1076,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_VerifyStart", (PyCFunction) _wrap__core_api_VerifyStart, METH_KEYWORDS|METH_VARARGS, "api_VerifyStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_CodecNames", (PyCFunction) _wrap__core_api_CodecNames, METH_NOARGS, "api_CodecNames()\n\n" },
     {(char *) "api_Doctor", (PyCFunction) _wrap__core_api_Doctor, METH_KEYWORDS|METH_VARARGS, "api_Doctor(program)\n\ntype: program: char *" },
+    {(char *) "api_GpuNames", (PyCFunction) _wrap__core_api_GpuNames, METH_NOARGS, "api_GpuNames()\n\n" },
     {(char *) "api_IndexNames", (PyCFunction) _wrap__core_api_IndexNames, METH_KEYWORDS|METH_VARARGS, "api_IndexNames(spec)\n\ntype: spec: char *" },
     {(char *) "api_Inspect", (PyCFunction) _wrap__core_api_Inspect, METH_KEYWORDS|METH_VARARGS, "api_Inspect(uri)\n\ntype: uri: char *" },
     {(char *) "api_JobProgress", (PyCFunction) _wrap__core_api_JobProgress, METH_KEYWORDS|METH_VARARGS, "api_JobProgress(job)\n\ntype: job: uint64_t" },

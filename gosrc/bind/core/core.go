@@ -145,6 +145,156 @@ func api_FetchStart(spec *C.char) C.ulonglong {
 	return C.ulonglong(cret)
 }
 
+//export api_GpuBatchFree
+func api_GpuBatchFree(batch C.ulonglong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuBatchFree(uint64(batch))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export api_GpuCount
+func api_GpuCount() C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuCount()
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export api_GpuFollow
+func api_GpuFollow(device C.longlong, stream C.ulonglong, after C.ulonglong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuFollow(int(device), uint64(stream), uint64(after))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export api_GpuNames
+func api_GpuNames() *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuNames()
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
+//export api_GpuOf
+func api_GpuOf(address C.ulonglong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuOf(uint64(address))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export api_GpuStreamCheck
+func api_GpuStreamCheck(device C.longlong, stream C.ulonglong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuStreamCheck(int(device), uint64(stream))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export api_GpuStreamFree
+func api_GpuStreamFree(device C.longlong, stream C.ulonglong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuStreamFree(int(device), uint64(stream))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export api_GpuStreamNew
+func api_GpuStreamNew(device C.longlong) C.ulonglong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuStreamNew(int(device))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.ulonglong(0)
+	}
+	return C.ulonglong(cret)
+}
+
+//export api_GpuStreamSync
+func api_GpuStreamSync(device C.longlong, stream C.ulonglong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuStreamSync(int(device), uint64(stream))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export api_GpuTransform
+func api_GpuTransform(dtype *C.char, sample C.ulonglong, n C.longlong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuTransform(C.GoString(dtype), uint64(sample), int64(n))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export api_IndexNames
 func api_IndexNames(spec *C.char) *C.char {
 	_saved_thread := C.PyEval_SaveThread()

@@ -40,6 +40,11 @@ struct ow_coded { // its result
 	int summed;
 };
 
+struct ow_told { // of one stream of a batch on a GPU
+	int64_t size, chunk;
+	char *algorithm, *error; // of malloc, or NULL
+};
+
 // room dlpack
 void ow_managed_delete(void *managed);
 int ow_fork_watch(void);
@@ -70,6 +75,12 @@ PyObject *ow_load_start(PyObject *self, PyObject *args);
 PyObject *ow_save_start(PyObject *self, PyObject *args);
 PyObject *ow_codec_start(PyObject *self, PyObject *args);
 PyObject *ow_codec_take(PyObject *self, PyObject *handle);
+PyObject *ow_gpu_decode(PyObject *self, PyObject *args);
+PyObject *ow_gpu_encode(PyObject *self, PyObject *args);
+PyObject *ow_gpu_peek(PyObject *self, PyObject *args);
+PyObject *ow_gpu_wait(PyObject *self, PyObject *args);
+PyObject *ow_gpu_alloc(PyObject *self, PyObject *args);
+PyObject *ow_gpu_copy(PyObject *self, PyObject *args);
 PyObject *ow_codec_now(PyObject *self, PyObject *args);
 PyObject *ow_buffer_of(PyObject *self, PyObject *args);
 PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule);

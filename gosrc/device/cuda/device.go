@@ -47,6 +47,8 @@ type Device struct {
 	live    int             // blocks not yet freed
 	reaping bool
 	taken   bool // spare was
+
+	batch batches
 }
 
 // firstRing is the pinned memory of a default lane; tests make it smaller.
@@ -125,6 +127,9 @@ func (d *Device) Trim() error {
 				err = e
 			}
 		}
+	}
+	if e := d.trimBatches(); err == nil {
+		err = e
 	}
 	if e := d.reap(); err == nil {
 		err = e

@@ -43,6 +43,7 @@ func begin() error {
 	if driver.ready {
 		return nil
 	}
+	preset()
 	if C.owcu == nil {
 		why := make([]C.char, 256)
 		name := C.CString(library)

@@ -110,6 +110,7 @@ static int f_mem_alloc(owcu_ptr *p, size_t n)
 	b->raw = aligned_alloc(ALIGN, (n + 2 * GUARD + ALIGN - 1) / ALIGN * ALIGN);
 	b->p = b->raw + GUARD;
 	b->n = n;
+	b->device = (int)((int *)current - contexts_mark);
 	memset(b->raw, 0xa5, n + 2 * GUARD);
 	b->next = blocks;
 	blocks = b;
@@ -226,6 +227,37 @@ static int f_copy_across(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
 		push(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = (void *)(uintptr_t)src, .n = n});
 	return end(rc);
 }
+static int f_copy_any(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
+{
+	int rc = begin(1);
+	// Memory that is not pinned is read before the call returns, as the driver does.
+	if (rc == 0 && covers((void *)(uintptr_t)src, n) == 0) {
+		drain(stream_of(s), NULL, 0);
+		memcpy((void *)(uintptr_t)dst, (void *)(uintptr_t)src, n);
+	} else if (rc == 0) {
+		push(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = (void *)(uintptr_t)src, .n = n});
+		if (covers((void *)(uintptr_t)dst, n) == 0)
+			drain(stream_of(s), NULL, 0);
+	}
+	return end(rc);
+}
+static int f_pointer_attribute(void *value, int attribute, owcu_ptr p)
+{
+	int rc = begin(0);
+	struct block *b = rc == 0 && attribute == 9 ? block_of((void *)(uintptr_t)p) : NULL;
+	if (rc == 0 && b == NULL)
+		rc = INVALID;
+	if (rc == 0)
+		*(int *)value = b->device;
+	return end(rc);
+}
+static int f_stream_ctx(owcu_handle s, owcu_handle *ctx)
+{
+	int rc = begin(1);
+	struct stream *t = stream_of(s);
+	*ctx = t->ctx != NULL ? t->ctx : current;
+	return end(rc);
+}
 static int f_fill(owcu_ptr dst, unsigned char v, size_t n, owcu_handle s)
 {
 	int rc = begin(1);
@@ -241,6 +273,7 @@ static int f_stream_create(owcu_handle *s, unsigned flags)
 		return end(rc);
 	struct stream *t = calloc(1, sizeof *t);
 	t->last = &t->first;
+	t->ctx = current;
 	for (int i = 0; i < 256; i++)
 		if (streams[i] == NULL) {
 			streams[i] = t;
@@ -340,7 +373,10 @@ static int f_event_destroy(owcu_handle e)
 }
 
 static const char *const kernel_names[] = {"ow_x16_bf16", "ow_x16_fp16",    "ow_x16_fp32",  "ow_x16_e4m3",    "ow_x16_e5m2",
-                                           "ow_x16_int8", "ow_x16_nibbles", "ow_x16_bytes", "ow_move_kernel", "ow_cast_kernel"};
+                                           "ow_x16_int8", "ow_x16_nibbles", "ow_x16_bytes", "ow_move_kernel", "ow_cast_kernel",
+                                           "ow_stream_open", "ow_stream_close", "ow_stream_peek", "ow_stream_x16",
+                                           "ow_stream_cut",  "ow_stream_sum", "ow_stream_join",
+                                           "ow_lz4_decode",  "ow_snappy_decode", "ow_cascaded_decode", "ow_x16_encode"};
 
 static int f_module_load(owcu_handle *m, const void *image)
 {
@@ -384,9 +420,22 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 	(void)extra;
 	if (rc)
 		return end(rc);
+	if (kernel >= K_ITEMS) { // kernel(items, n)
+		struct op o = {.kind = LAUNCH, .kernel = kernel};
+		memcpy(&o.b, args[0], 8);
+		memcpy(&n, args[1], 4);
+		o.n = n;
+		if (n == 0 || gx != ow_batch_blocks(kernel == K_ENCODE ? 1 : OW_BATCH_WARPS, n) || gy != 1 || gz != 1 || (bx != OW_BATCH_THREADS && kernel != K_ENCODE) || bx % 32 || bx > OW_BATCH_MOST || by != 1 || bz != 1 || shared != 0) {
+			broke("a launch of the wrong shape");
+			return end(INVALID);
+		}
+		push(s, o);
+		return end(0);
+	}
 	memcpy(&n, args[2], 4);
-	if (n == 0 || gx != (n + OW_X16_WARPS - 1) / OW_X16_WARPS || gy != 1 || gz != 1 || bx != 32 * OW_X16_WARPS || by != 1 ||
-	    bz != 1 || shared != (kernel < OW_BYTES ? OW_X16_SHARED : 0)) {
+	unsigned per = kernel == K_OPEN || kernel == K_CLOSE || kernel == K_PEEK || kernel == K_CUT ? 32 * OW_X16_WARPS : OW_X16_WARPS;
+	if (n == 0 || gx != (n + per - 1) / per || gy != 1 || gz != 1 || bx != 32 * OW_X16_WARPS || by != 1 ||
+	    bz != 1 || shared != (kernel < OW_BYTES || kernel == K_X16 ? OW_X16_SHARED : 0)) {
 		broke("a launch of the wrong shape");
 		return end(INVALID);
 	}

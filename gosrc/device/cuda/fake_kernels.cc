@@ -3,3 +3,5 @@
 // The host twins of the kernels, for the fake driver.
 #include "../../../cuda/move_host.cc"
 #include "../../../cuda/x16_host.cc"
+#include "../../../cuda/batch_host.cc"
+#include "../../../cuda/stream_host.cc"

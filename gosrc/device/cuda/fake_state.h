@@ -13,10 +13,27 @@
 
 #include "../../../cuda/abi.h"
 #include "../../../cuda/abi_move.h"
+#include "../../../cuda/abi_stream.h"
 
 int ow_x16_host(int transform, const ow_x16_chunk *chunks, const ow_x16_seg *segs, uint32_t n, uint32_t *status);
 void ow_move_host(const ow_move *moves, const ow_part *parts, uint32_t n);
 void ow_cast_host(const ow_cast *casts, const ow_part *parts, uint32_t n);
+
+void ow_stream_open_host(const ow_stream_head *head, void *rows, uint32_t n, uint32_t *status);
+void ow_stream_close_host(const ow_stream_head *head, const ow_batch_item *rows, uint32_t n, uint32_t *status);
+void ow_stream_peek_host(const ow_stream_head *head, ow_stream_peek_t *out, uint32_t n);
+void ow_stream_x16_host(const ow_stream_head *head, const ow_x16_chunk *chunks, uint32_t n, uint32_t *status);
+
+void ow_stream_cut_host(const ow_stream_head *head, ow_batch_item *rows, uint32_t n);
+void ow_stream_sum_host(const ow_stream_head *head, ow_batch_item *rows, uint32_t n, uint32_t *status);
+void ow_stream_join_host(const ow_stream_head *head, const ow_batch_item *rows, uint32_t n, uint32_t *status);
+void ow_cascaded_decode_host(ow_batch_item *items, uint32_t n);
+void ow_x16_encode_host(ow_batch_item *items, uint32_t n);
+void ow_lz4_decode_host(ow_batch_item *items, uint32_t n);
+void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
+
+// Places in kernel_names.
+enum { K_OPEN = 10, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_ITEMS = K_LZ4 };
 
 enum { GUARD = 4096, ALIGN = 512, OOM = 2, INVALID = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
 
@@ -31,6 +48,7 @@ struct block {
 	struct block *next;
 	uint8_t *raw, *p;
 	size_t n;
+	int device;
 };
 static struct block *blocks;
 
@@ -63,6 +81,7 @@ struct op {
 };
 
 struct stream {
+	void *ctx; // NULL: everybody's
 	struct op *first, **last;
 	int running;
 };
@@ -116,6 +135,14 @@ static int covers(const void *q, size_t n)
 	return 0;
 }
 
+static struct block *block_of(const void *q)
+{
+	for (struct block *b = blocks; b; b = b->next)
+		if ((const uint8_t *)q >= b->p && (const uint8_t *)q < b->p + b->n)
+			return b;
+	return NULL;
+}
+
 static struct stream *stream_of(owcu_handle h)
 {
 	if (shared_stream.last == NULL)
@@ -124,6 +151,67 @@ static struct stream *stream_of(owcu_handle h)
 }
 
 static void drain(struct stream *s, struct event *until, int64_t at);
+
+// What ow_stream_open and its kin do; the memory of a batch's streams is theirs.
+static void stream_now(const struct op *o)
+{
+	const ow_stream_head *head = (const void *)(uintptr_t)o->a;
+	const ow_stream *s = (const void *)(head + 1);
+	void *rows = (void *)(uintptr_t)o->b;
+	uint32_t *status = (uint32_t *)(uintptr_t)o->status, n = (uint32_t)o->n;
+
+	if (covers(head, sizeof *head + head->streams * sizeof *s) != 1) {
+		broke("a batch outside device memory");
+		return;
+	}
+	int making = o->kernel == K_CUT || o->kernel == K_SUM || o->kernel == K_JOIN;
+	for (uint32_t i = 0; i < head->streams; i++)
+		if (making ? covers((void *)(uintptr_t)s[i].dst, s[i].stored) != 1 || (s[i].size && covers((void *)(uintptr_t)s[i].src, s[i].size) != 1)
+		           : covers((void *)(uintptr_t)s[i].src, s[i].stored) != 1 ||
+		    (o->kernel != K_PEEK && s[i].size && covers((void *)(uintptr_t)s[i].dst, s[i].size) != 1)) {
+			broke("a stream outside device memory");
+			return;
+		}
+	if (o->kernel == K_OPEN)
+		ow_stream_open_host(head, rows, n, status);
+	else if (o->kernel == K_CLOSE)
+		ow_stream_close_host(head, rows, n, status);
+	else if (o->kernel == K_PEEK)
+		ow_stream_peek_host(head, rows, n);
+	else if (o->kernel == K_CUT)
+		ow_stream_cut_host(head, rows, n);
+	else if (o->kernel == K_SUM)
+		ow_stream_sum_host(head, rows, n, status);
+	else if (o->kernel == K_JOIN)
+		ow_stream_join_host(head, rows, n, status);
+	else
+		ow_stream_x16_host(head, rows, n, status);
+}
+
+// Kernels of items, one warp an item.
+static void items_now(const struct op *o)
+{
+	ow_batch_item *items = (void *)(uintptr_t)o->b;
+
+	if (covers(items, o->n * sizeof *items) != 1) {
+		broke("items outside device memory");
+		return;
+	}
+	for (size_t i = 0; i < o->n; i++)
+		if (items[i].src_len && (covers((void *)(uintptr_t)items[i].src, items[i].src_len) != 1 ||
+		                         (items[i].dst_cap && covers((void *)(uintptr_t)items[i].dst, items[i].dst_cap) != 1))) {
+			broke("an item outside device memory");
+			return;
+		}
+	if (o->kernel == K_LZ4)
+		ow_lz4_decode_host(items, (uint32_t)o->n);
+	else if (o->kernel == K_SNAPPY)
+		ow_snappy_decode_host(items, (uint32_t)o->n);
+	else if (o->kernel == K_CASCADED)
+		ow_cascaded_decode_host(items, (uint32_t)o->n);
+	else
+		ow_x16_encode_host(items, (uint32_t)o->n);
+}
 
 static void launch_now(const struct op *o)
 {
@@ -150,6 +238,10 @@ static void launch_now(const struct op *o)
 			}
 		}
 		ow_move_host(moves, parts, (uint32_t)o->n);
+	} else if (o->kernel >= K_ITEMS) {
+		items_now(o);
+	} else if (o->kernel >= K_OPEN) {
+		stream_now(o);
 	} else {
 		ow_cast_host((const void *)(uintptr_t)o->a, (const void *)(uintptr_t)o->b, (uint32_t)o->n);
 	}

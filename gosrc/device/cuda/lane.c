@@ -1,8 +1,8 @@
 //go:build cgo
 
+#include "call.h"
 #include "lane.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,60 +17,6 @@ enum {
 	ATTRIBUTE_MAJOR = 75,
 	ATTRIBUTE_MINOR = 76,
 };
-
-// failed notes the first error of a function.
-static int failed(struct owcu_error *e, const char *call, int code)
-{
-	const char *name = NULL, *text = NULL;
-
-	if (code == 0)
-		return 0;
-	if (e->call == NULL) {
-		e->call = call;
-		e->code = code;
-		if (code != OWCU_FORKED && owcu != NULL) {
-			owcu->error_name(code, &name);
-			owcu->error_text(code, &text);
-		}
-		snprintf(e->text, sizeof e->text, "%s: %s", name ? name : "unknown error", text ? text : "");
-	}
-	return -1;
-}
-
-// The symbol's name, for messages.
-#define OWCU_NAME(field, symbol, args) static const char name_##field[] __attribute__((unused)) = symbol;
-OWCU_FUNCTIONS(OWCU_NAME)
-
-#define TRY(field, args) (failed(e, name_##field, owcu->field args))
-
-// A guard keeps the thread's context.
-struct guard {
-	owcu_handle before, ctx;
-};
-
-static int enter(struct guard *g, owcu_handle ctx, struct owcu_error *e)
-{
-	g->ctx = ctx;
-	g->before = ctx;
-	if (owcu_forked())
-		return failed(e, "fork", OWCU_FORKED);
-	if (TRY(ctx_get, (&g->before))) {
-		g->before = ctx;
-		return -1;
-	}
-	if (g->before != ctx && TRY(ctx_set, (ctx))) {
-		g->before = ctx;
-		return -1;
-	}
-	return 0;
-}
-
-static int leave(struct guard *g, int rc)
-{
-	if (g->before != g->ctx && !owcu_forked())
-		owcu->ctx_set(g->before);
-	return rc;
-}
 
 int owcu_enter(owcu_handle ctx, owcu_handle *before, struct owcu_error *e)
 {

@@ -126,3 +126,51 @@ func CanCast(device.Cast) bool { return false }
 
 // Floor measures the wire.
 func (l *Lane) Floor(int64, int) (time.Duration, error) { return 0, errNone }
+
+// A Batch is work that was queued on a stream.
+type Batch struct{}
+
+// Decodes says whether a kernel decodes streams of an algorithm.
+func Decodes(uint32) bool { return false }
+
+// Decode queues the decoding of streams.
+func (d *Device) Decode(Queue, uint32, []Stream) (*Batch, error) { return nil, errNone }
+
+// Peek asks streams how long their content is.
+func (d *Device) Peek(Queue, Kind, uint32, []Stream) ([]Peeked, error) { return nil, errNone }
+
+// Encode queues the making of streams.
+func (d *Device) Encode(Queue, uint32, []Stream, uint64) (*Batch, error) { return nil, errNone }
+
+// Scratch is the memory that Encode needs.
+func Scratch([]Stream) int64 { return 0 }
+
+// Sizes is how long streams became.
+func (b *Batch) Sizes() []int64 { return nil }
+
+// Done says whether the batch is done.
+func (b *Batch) Done() bool { return true }
+
+// Wait waits for the batch.
+func (b *Batch) Wait() ([]error, error) { return nil, errNone }
+
+// Copy queues a copy.
+func (d *Device) Copy(Queue, uint64, uint64, int64, bool) error { return errNone }
+
+// Follow makes a stream wait for another.
+func (d *Device) Follow(uintptr, uintptr) error { return errNone }
+
+// NewStream makes a stream.
+func (d *Device) NewStream() (uintptr, error) { return 0, errNone }
+
+// FreeStream ends a stream.
+func (d *Device) FreeStream(uintptr) error { return errNone }
+
+// SyncStream waits for a stream.
+func (d *Device) SyncStream(uintptr) error { return errNone }
+
+// OwnsStream refuses a stream of another device.
+func (d *Device) OwnsStream(uintptr) error { return errNone }
+
+// DeviceOf is the device of an address: none.
+func DeviceOf(uint64) int { return -1 }

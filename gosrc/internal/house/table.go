@@ -65,7 +65,7 @@ var mayImport = map[string][]string{
 	"dlpack":   {"tensor", "device", "fault"},
 
 	// The verbs.
-	"bitstream": {"codec/lz4", "codec/snappy", "codec/zstd", "codec/deflate", "codec/gdeflate", "codec/cascaded", "codec/x16", "device", "device/cpu", "knob", "tensor", "fault", "internal/..."},
+	"bitstream": {"codec/lz4", "codec/snappy", "codec/zstd", "codec/deflate", "codec/gdeflate", "codec/cascaded", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "fault", "internal/..."},
 	"load": {"format/...", "plan", "pipeline", "codec", "source", "source/open", "source/memory", "device/...", "ring", "job",
 		"knob", "tensor", "fault", "internal/..."},
 	"save": {"format/...", "codec/...", "source", "source/open", "job", "knob", "tensor", "fault",
@@ -84,7 +84,7 @@ var mayImport = map[string][]string{
 	"bind/face": {"format/tensors", "load", "save", "bitstream", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job",
 		"knob",
 		"tensor", "fault", "internal/..."},
-	"bind/core": {"bind/api", "bind/face", "bitstream", "dlpack", "device", "save", "load", "tensor", "internal/..."},
+	"bind/core": {"bind/api", "bind/face", "bitstream", "dlpack", "device", "device/cuda", "save", "load", "tensor", "internal/..."},
 }
 
 // modules says which rooms may import a module that is not ours; "" is all.

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from ... import codecs
+from ... import codecs, gpu
+from ...errors import ArgumentError
 from . import devices
 from .dtypes import Kind, kind_of, numpy_dtype, typestr
 from .enums import ArrayBufferKind
@@ -26,6 +27,24 @@ _FORMATS = {
 }  # fmt: skip
 
 
+class Later:
+    """What a batch on a GPU will say of one of its streams."""
+
+    NOT_YET = RuntimeError("not yet")
+    __slots__ = ("_at", "_batch", "_keep")
+
+    def __init__(self, batch: gpu.Batch, at: int, keep: Any) -> None:
+        self._batch, self._at, self._keep = batch, at, keep
+
+    def told(self, wait: bool) -> BaseException | None:
+        """The error, or None; NOT_YET while the work is under way."""
+        errors = self._batch.wait() if wait else self._batch.poll()
+        if errors is None:
+            return Later.NOT_YET
+        error = errors[self._at]
+        return error if isinstance(error, BaseException) else None
+
+
 class Array(codecs.exporter()):  # type: ignore[misc]
     """A view of memory on the host or a GPU, or the result of a Codec.
 
@@ -39,11 +58,12 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         if isinstance(src_object, Array):
             self.__dict__.update(src_object.__dict__)
             return
-        span, shape, strides, kind, device, readonly = _look(src_object, cuda_stream)
+        stream = int(cuda_stream) or 1
+        span, shape, strides, kind, device, readonly = _look(src_object, stream)
         self._fill(span, shape, strides, kind, device)
         self._readonly = readonly
         self._native = False
-        self._stream = int(cuda_stream) or 1
+        self._stream = self._joined = stream
 
     def _fill(
         self, span: codecs.Span, shape: tuple[int, ...], strides: tuple[int, ...] | None, kind: Kind, device: tuple[int, int]
@@ -56,8 +76,27 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._capacity = span.nbytes
         self._readonly = False
         self._native = True  # memory of ours: a Codec may replace it
-        self._pending: BaseException | None = None
-        self._stream = 1
+        self._pending: BaseException | Later | None = None
+        self._stream = 1  # whose work the bytes wait for
+        self._joined = 1  # a stream that has waited for it
+
+    def _late(self, stream: int) -> bool:
+        """Whether a stream must wait before it touches the bytes: it is told once."""
+        if self._stream == stream or self._joined == stream:
+            return False
+        self._joined = stream
+        return True
+
+    def _fits(self, size: int, kind: Kind, device: tuple[int, int]) -> bool:
+        """Whether a content of this length and type becomes this very Array."""
+        return (
+            self._span[1] == size
+            and self._kind == kind
+            and self._device == device
+            and not self._readonly
+            and self._strides is None
+            and len(self._shape) == 1
+        )
 
     @classmethod
     def _of(cls, span: codecs.Span, nbytes: int, kind: Kind = _BYTE, device: tuple[int, int] = _HOST) -> Array:
@@ -68,11 +107,17 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         made._span = codecs.Span(span.address, nbytes, span.keep)
         return made
 
-    def _ready(self) -> None:
-        """Raises, once, what decoding found and kept for the first who looks."""
-        error, self._pending = self._pending, None
-        if error is not None:
-            raise error
+    def _ready(self, wait: bool = True) -> None:
+        """Raises, once, what decoding found and kept for the first who looks. What a
+        GPU has not told yet is waited for, or left for later."""
+        pending = self._pending
+        if pending is None:
+            return
+        error = pending.told(wait) if isinstance(pending, Later) else pending
+        if error is not Later.NOT_YET:
+            self._pending = None
+            if error is not None:
+                raise error
 
     # What it is.
 
@@ -143,7 +188,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        self._ready()
+        self._ready(self._device == _HOST)  # a GPU's bytes are there when its stream is
         return {
             "shape": self._shape,
             "typestr": typestr(self._kind),
@@ -154,8 +199,14 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         }
 
     def to_dlpack(self, cuda_stream: Any = None) -> Any:
-        """A DLPack capsule of the same memory, which it keeps alive."""
-        self._ready()
+        """A DLPack capsule of the same memory, which it keeps alive.
+
+        Of a GPU: a stream of the consumer's, which is made to wait for the Array;
+        None is the default one, -1 waits for nothing.
+        """
+        self._ready(self._device == _HOST)
+        if self._device != _HOST and cuda_stream != -1:
+            gpu.follow(int(getattr(cuda_stream, "ptr", cuda_stream) or 1), self._stream, device=self._device[1])
         item = self.item_size
         strides = _dense(self._shape) if self._strides is None else tuple(s // item for s in self._strides)
         return codecs.dlpack(self, self._span.address, self._shape, strides, self._kind, self._device)
@@ -201,13 +252,14 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     # Moving it.
 
     def cpu(self) -> Array | None:
-        """Itself on the host, else a copy there; None if that cannot be made."""
+        """Itself on the host, else a copy there; None if that cannot be made. What
+        decoding on a GPU found wrong is told here at the latest."""
         self._ready()
         return self if self._device == _HOST else devices.to_host(self)
 
     def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> Array | None:
         """Itself on a GPU, else a copy there; None where there is none."""
-        self._ready()
+        self._ready(self._device == _HOST)
         return self if self._device != _HOST else devices.to_device(self, synchronize, int(cuda_stream))
 
 
@@ -305,15 +357,16 @@ def _look(source: Any, stream: int) -> Looked:
         return _from_lent(codecs.lent(source))
     if hasattr(source, "__dlpack__"):
         try:
-            return _from_lent(codecs.lent(source))
-        except (BufferError, TypeError, RuntimeError):
-            if not hasattr(source, "__array_interface__"):
+            return _from_lent(codecs.lent(source, stream))
+        except (BufferError, TypeError, RuntimeError, ArgumentError):
+            if not hasattr(source, "__array_interface__") and not hasattr(source, "__cuda_array_interface__"):
                 raise
     interface = getattr(source, "__array_interface__", None)
     device = _HOST
     if interface is None:
         interface = getattr(source, "__cuda_array_interface__", None)
-        device = (2, devices.current())
+        if interface is not None:
+            device = _interface_device(interface, stream)
     if interface is not None:
         return _from_interface(source, interface, device)
     try:
@@ -338,7 +391,9 @@ def _from_lent(tensor: codecs.Lent) -> Looked:
     if strides is not None and (0 in tensor.shape or _same(tensor.shape, strides)):
         strides = None
     nbytes = prod(tensor.shape) * item
-    device = _HOST if tensor.device[0] in (1, 3) else tensor.device
+    device = _HOST if tensor.device[0] in (1, 3) else (2, tensor.device[1])
+    if tensor.device[0] not in (1, 2, 3, 13):
+        raise ValueError(f"a DLPack tensor of device type {tensor.device[0]}: expected the host or CUDA")
     span = codecs.Span(tensor.address, nbytes, tensor.keep)
     return span, tensor.shape, strides and tuple(s * item for s in strides), tensor.kind, device, False
 
@@ -346,6 +401,18 @@ def _from_lent(tensor: codecs.Lent) -> Looked:
 def _same(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether strides, in elements, are those of a dense array."""
     return all(extent == 1 or a == b for extent, a, b in zip(shape, strides, _dense(shape), strict=True))
+
+
+def _interface_device(interface: dict[str, Any], stream: int) -> tuple[int, int]:
+    """Where the memory of a CUDA array interface is, when the stream has waited for
+    the producer's."""
+    address = int(interface["data"][0] or 0) if interface.get("data") is not None else 0
+    number = gpu.device_of(address) if address else devices.current()
+    if number < 0:
+        return _HOST  # as host Arrays of nvCOMP say it
+    if interface.get("stream"):
+        gpu.follow(stream, int(interface["stream"]), device=number)
+    return 2, number
 
 
 def _from_interface(source: Any, interface: dict[str, Any], device: tuple[int, int]) -> Looked:

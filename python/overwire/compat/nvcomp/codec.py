@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ... import codecs
+from ... import codecs, gpu
 from ...errors import ArgumentError, CorruptError, NotSupportedError
-from . import devices, original, streams
+from . import devices, onboard, original, streams
 from .arrays import Array, BatchArray, each
 from .dtypes import Kind, integers_name, kind_of, safetensors_name
 from .enums import BitshuffleMode, BitstreamKind, ChecksumPolicy, DecompressBackend
@@ -62,17 +63,20 @@ class CompressConfig:
 
     _codec: Any
     _sizes: list[int]
+    _shapes: Any
     _many: bool
 
 
 class DecompressConfig:
-    """What `Codec.decompression_config` returns: the lengths that will be decoded."""
+    """What `Codec.decompression_config` returns: the lengths that will be decoded,
+    and of streams for a GPU those of their chunks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("nvidia.nvcomp.nvcomp_impl.DecompressConfig: No constructor defined!")
 
     _codec: Any
     _sizes: list[int]
+    _shapes: Any
     _many: bool
 
 
@@ -89,8 +93,13 @@ class Codec:
     look at the bytes) and `native_version` (5 or 6: whose native streams are
     written).
 
-    LZ4, Snappy, Zstd, Deflate, Gzip, GDeflate, Cascaded and X16 run on the CPU;
-    Arrays of a GPU are copied there and back. Cascaded's elements are `data_type`,
+    LZ4, Snappy, Cascaded and X16 streams that lie on a GPU are decoded there by
+    kernels, on `cuda_stream` (else torch's current stream), and with a
+    DecompressConfig nothing waits: what is wrong with the bytes is told by the first look at an Array that
+    is done (`cpu()` waits for it), or by `decode` of a `strict` Codec. X16 is
+    encoded there too, which waits for the lengths. Everything else, checksums too,
+    is work of the CPU, with copies of the Arrays there and back: `backends()` tells. Where there is a GPU, results lie
+    there. Cascaded's elements are `data_type`,
     else those of the Arrays, if they agree. ANS and Bitcomp are nvCOMP's own: an
     installed nvCOMP is asked for them, and NotSupportedError names it where there
     is none. Threads may share a Codec.
@@ -111,6 +120,7 @@ class Codec:
         self._kwargs = kwargs
         self._strict: bool = kwargs.get("strict", False)
         self._policy: ChecksumPolicy = kwargs.get("checksum_policy", ChecksumPolicy.NO_COMPUTE_NO_VERIFY)
+        self._verifies: bool | str = _VERIFY[self._policy]
         kind: BitstreamKind = kwargs.get("bitstream_kind", BitstreamKind.NVCOMP_NATIVE)
         self._bitstream = codecs.BITSTREAMS[int(kind)]
         self._chunk: int | None = kwargs.get("uncomp_chunk_size")
@@ -124,6 +134,13 @@ class Codec:
         self._type: Kind | None = kind_of(kwargs["data_type"]) if kwargs.get("data_type") else None
         self._algorithm = _named(kwargs.get("algorithm", ""))
         self._original: Any = None
+        self._lock = threading.Lock()
+        self._device_id: int | None = kwargs.get("device_id")
+        self._stream: int | None = int(kwargs["cuda_stream"]) or 1 if "cuda_stream" in kwargs else None
+        if self._device_id is not None and self._device_id >= 0 and gpu.count() and self._device_id >= gpu.count():
+            raise ValueError(f"device_id {self._device_id}: there are {gpu.count()} CUDA devices")
+        if self._stream is not None and self._stream > 2 and gpu.count():
+            streams.check(self._stream, self._device([]) or 0)
         if self._algorithm in original.ALGORITHMS:
             self._original = self._ask(self._algorithm)
             return
@@ -153,11 +170,22 @@ class Codec:
         self._open()
         many, sources = _listed(array)
         if self._original is not None:
-            return self._through(lambda codec, impl: codec.encode(_theirs(impl, sources, many)))
+            given = _their_options(self._original[1], out=_outs(out, many, sources), compression_config=compression_config)
+            return self._through(lambda codec, impl: codec.encode(_theirs(impl, sources, many), **given))
         self._fits(compression_config, CompressConfig, [a.buffer_size for a in sources], many)
         if not self._algorithm:
             raise ValueError("Codec without an algorithm: it decodes, and cannot encode")
-        return self._run("encode", sources, _outs(out, many, sources), many, (0, 8, 1))
+        outs = _outs(out, many, sources)
+        device = self._device(sources)
+        if device is not None and sources and self._algorithm == "X16" and self._policy not in _COMPUTE:
+            there = self._there(sources, device)
+            names = [safetensors_name(self._type or a._kind) for a in sources]
+            if there is not None:
+                chunk = self._chunk or codecs.default_chunk("X16")
+                made = onboard.encode(there, names, self._bitstream, chunk, self._version, outs, device, self._on(device))
+                if made is not None:
+                    return BatchArray(made) if many else made[0]
+        return self._run("encode", sources, outs, many, (0, 8, 1))
 
     def decode(
         self, src: Any, data_type: Any = "", out: Any = None, decompression_config: DecompressConfig | None = None
@@ -180,13 +208,56 @@ class Codec:
             for a in sources:
                 if a._device == (1, 0) and self._bitstream == "native":
                     original.check_stream(bytes(a._buffer().cast("B")[:64]), self._original[1].__version__)
-            return self._through(lambda codec, impl: codec.decode(_theirs(impl, sources, many), data_type))
-        sizes = decompression_config._sizes if decompression_config is not None else None
+            given = _their_options(self._original[1], out=_outs(out, many, sources), decompression_config=decompression_config)
+            return self._through(lambda codec, impl: codec.decode(_theirs(impl, sources, many), data_type, **given))
+        sizes = shapes = None
         if decompression_config is not None:
             self._mine(decompression_config, DecompressConfig)
-            if len(decompression_config._sizes) != len(sources):
-                raise ValueError(f"the config is for {len(decompression_config._sizes)} buffers, not {len(sources)}")
-        return self._run("decode", sources, _outs(out, many, sources), many, kind, sizes)
+            sizes, shapes = decompression_config._sizes, decompression_config._shapes
+            if len(sizes) != len(sources):
+                raise ValueError(f"the config is for {len(sizes)} buffers, not {len(sources)}")
+        outs = _outs(out, many, sources)
+        device = self._device(sources)
+        if device is not None and sources and self._verifies is False:
+            made = self._onboard(sources, outs, kind, shapes, device)
+            if made is not None:
+                return BatchArray(made) if many else made[0]
+        return self._run("decode", sources, outs, many, kind, sizes)
+
+    def _onboard(
+        self, sources: list[Array], outs: list[Any] | None, kind: Kind, shapes: list[onboard.Shape] | None, device: int
+    ) -> list[Array] | None:
+        """Decodes by kernels; None where there is none for it."""
+        if self._algorithm and self._algorithm not in gpu.algorithms():
+            return None
+        stream = self._on(device)
+        there = self._there(sources, device)
+        if there is None:
+            return None
+        made = onboard.decode(there, shapes, self._algorithm, self._bitstream, kind, outs, device, stream)
+        if made is not None and self._strict:
+            for array in made:
+                array._ready()
+        return made
+
+    def _there(self, sources: list[Array], device: int) -> list[Array] | None:
+        """The sources on a device: themselves, or copies."""
+        there = []
+        where = (2, device)
+        for a in sources:
+            if a._strides is not None:
+                raise ValueError(f"the Array is not contiguous: its strides are {a._strides}")
+            if a._pending is not None:
+                a._ready(a._device != where)
+            moved = a if a._device == where else devices.to_device(a, stream=self._on(device), index=device)
+            if moved is None:
+                return None
+            there.append(moved)
+        return there
+
+    def _on(self, device: int) -> int:
+        """The stream that work of this Codec goes to: its own, else torch's current."""
+        return self._stream if self._stream is not None else gpu.current_stream(device)
 
     def _run(
         self,
@@ -221,7 +292,7 @@ class Codec:
             dtype=dtype,
             cascaded=self._cascaded,
             checksums=op == "encode" and self._policy in _COMPUTE,
-            verify=_VERIFY[self._policy] if op == "decode" else False,
+            verify=self._verifies if op == "decode" else False,
             version=self._version,
             out=into,
         )
@@ -231,7 +302,7 @@ class Codec:
             if sizes is not None and coded.nbytes != sizes[i]:
                 raise ValueError(f"buffer {i} decodes to {coded.nbytes} bytes, the config says {sizes[i]}")
             given = outs[i] if outs is not None else None
-            results.append(_result(coded, into[i], given, kind, device))
+            results.append(_result(coded, into[i], given, kind, device, 1 if device is None else self._on(device)))
             results[i]._pending = late
         return BatchArray(results) if many else results[0]
 
@@ -271,6 +342,9 @@ class Codec:
     def compression_config(self, uncompressed_size: int | Sequence[int]) -> CompressConfig:
         """A config for contents of these lengths, in bytes; all above 0."""
         self._open()
+        if self._original is not None:
+            theirs: CompressConfig = self._original[0].compression_config(uncompressed_size)
+            return theirs
         many = not isinstance(uncompressed_size, int)
         sizes = [uncompressed_size] if isinstance(uncompressed_size, int) else list(uncompressed_size)
         if not sizes or min(sizes) <= 0:
@@ -281,15 +355,38 @@ class Codec:
         """A config for streams like these, or for what a CompressConfig of this
         Codec will have encoded. Raises what `decode` raises of headers."""
         self._open()
+        if self._original is not None:
+            codec, impl = self._original
+            many, sources = (False, []) if isinstance(src, impl.CompressConfig) else _listed(src)
+            theirs: DecompressConfig = codec.decompression_config(_theirs(impl, sources, many) if sources else src)
+            return theirs
         if isinstance(src, CompressConfig):
             self._mine(src, CompressConfig)
-            return self._config(DecompressConfig, list(src._sizes), src._many)
+            chunk = self._chunk or codecs.default_chunk(self._algorithm)
+            native = self._bitstream == "native"
+            shapes = [(n, chunk if native else max(n, 1), self._algorithm) for n in src._sizes]
+            return self._config(DecompressConfig, list(src._sizes), src._many, shapes)
         many, sources = _listed(src)
+        found = [self._shape(a) for a in sources]
+        if None not in found:
+            return self._config(DecompressConfig, [shape[0] for shape in found if shape is not None], many, found)
         return self._config(DecompressConfig, self._sizes(sources), many)
+
+    def _shape(self, array: Array) -> onboard.Shape | None:
+        """What a stream for a GPU says of itself; None: the host is asked."""
+        if self._device([array]) is None or array._strides is not None or not array._span.nbytes:
+            return None
+        if array._device == (1, 0):
+            array = devices.to_device(array) or array
+        if array._device == (1, 0):
+            return None
+        return onboard.shape_of(array, self._algorithm, self._bitstream, array._stream)
 
     def get_max_comp_buffer_size(self, source: Any) -> int:
         """The most bytes that encoding an Array gives."""
         self._open()
+        if self._original is not None:
+            return int(self._original[0].get_max_comp_buffer_size(_theirs(self._original[1], _listed(source)[1], False)))
         return self._max([_listed(source)[1][0].buffer_size])[0]
 
     get_max_compressed_buffer_size = get_max_comp_buffer_size  # 5.3's notes say it so
@@ -297,7 +394,11 @@ class Codec:
     def get_uncomp_buffer_size(self, source: Any) -> int:
         """How many bytes a stream decodes to."""
         self._open()
-        return self._sizes(_listed(source)[1])[0]
+        if self._original is not None:
+            return int(self._original[0].get_uncomp_buffer_size(_theirs(self._original[1], _listed(source)[1], False)))
+        array = _listed(source)[1][0]
+        shape = self._shape(array)
+        return shape[0] if shape is not None else self._sizes([array])[0]
 
     def get_required_compression_alignment(self) -> int:
         """The alignment that suits nvCOMP too; nothing is required here."""
@@ -325,9 +426,9 @@ class Codec:
         )
         return found
 
-    def _config(self, kind: type[_Config], sizes: list[int], many: bool) -> _Config:
+    def _config(self, kind: type[_Config], sizes: list[int], many: bool, shapes: Any = None) -> _Config:
         made = object.__new__(kind)
-        made._codec, made._sizes, made._many = self, sizes, many
+        made._codec, made._sizes, made._many, made._shapes = self, sizes, many, shapes
         return made
 
     def _mine(self, config: Any, kind: type[Any]) -> None:
@@ -346,13 +447,14 @@ class Codec:
     # Where it happens.
 
     def _device(self, sources: list[Array]) -> int | None:
-        """The GPU that results go to: the sources', else the Codec's, else, where
-        torch has one, the current; None: the host."""
+        """The GPU that results go to: the Codec's, else the sources', else, where
+        there is one, the current; None: the host."""
+        if self._device_id is not None and self._device_id >= 0 and gpu.count():
+            return self._device_id
         for a in sources:
             if a._device != (1, 0):
-                return int(self._kwargs.get("device_id", a._device[1]))
-        torch = streams.cuda_torch()
-        return None if torch is None else int(self._kwargs.get("device_id", torch.cuda.current_device()))
+                return a._device[1]
+        return devices.current() if gpu.count() else None
 
     def _ask(self, algorithm: str) -> Any:
         own = {k: v for k, v in self._kwargs.items() if k not in ("strict", "native_version")}
@@ -360,7 +462,8 @@ class Codec:
 
     def _through(self, work: Callable[[Any, Any], Any]) -> Any:
         codec, impl = self._original
-        made = work(codec, impl)
+        with self._lock:  # nvCOMP's Codec is one thread's at a time
+            made = work(codec, impl)
         return Array(made) if hasattr(made, "shape") else BatchArray(Array(m) for m in made)
 
     def _open(self) -> None:
@@ -395,7 +498,7 @@ def _on_host(array: Array) -> Array:
         raise ValueError(f"the Array is not contiguous: its strides are {array._strides}")
     host = array.cpu()
     if host is None:
-        raise NotSupportedError("overwire: nvcomp: the Array lies on a GPU, and no torch is imported that could copy it")
+        raise NotSupportedError("overwire: nvcomp: the Array lies on a GPU that cannot be copied from")
     return host
 
 
@@ -411,17 +514,15 @@ def _outs(out: Any, many: bool, sources: list[Array]) -> list[Any] | None:
 
 def _room(out: Any, source: Array, need: int) -> codecs.Span | None:
     """The memory of an `out`; None: new memory, for an Array of ours that is too
-    small, or lies on a GPU."""
+    small, and where the result is copied to a GPU."""
     array = out if isinstance(out, Array) else Array(out)
     if array._readonly:
         raise ValueError("out is read-only")
     if array._strides is not None:
         raise ValueError("out is not contiguous")
-    ours = out is array and out._native
     if array._device != (1, 0):
-        if not ours:
-            raise NotSupportedError("overwire: nvcomp: out on a GPU is not written to: decode, and copy")
         return None
+    ours = out is array and out._native
     if ours and array.capacity < need:
         return None
     at, size = array._span.address, array.capacity if ours else array.buffer_size
@@ -430,26 +531,44 @@ def _room(out: Any, source: Array, need: int) -> codecs.Span | None:
     return codecs.Span(at, size, array._span.keep if ours else array)
 
 
-def _result(coded: codecs.Coded, span: codecs.Span | None, out: Any, kind: Kind, device: int | None) -> Array:
+def _result(
+    coded: codecs.Coded, span: codecs.Span | None, out: Any, kind: Kind, device: int | None, stream: int
+) -> Array:
     if coded.nbytes % (kind[1] * kind[2] // 8):
         raise ValueError(f"{coded.nbytes} bytes are no whole number of elements of {kind[1]} bits")
+    placed = span is not None
     if span is None:
         span = codecs.Span(coded.address, coded.nbytes, coded.memory)
     made = Array._of(span, coded.nbytes, kind)
     made._capacity = span.nbytes
-    if isinstance(out, Array) and out._native:
-        out.__dict__.update(made.__dict__)
-        made = out
-    elif out is not None:
-        made._native = False
-        return made
+    ours = isinstance(out, Array) and out._native
+    if out is not None and not ours:
+        if placed:
+            made._native = False
+            return made
+        return _onto(made, out if isinstance(out, Array) else Array(out, stream), stream)
     if device is not None:
-        moved = devices.to_device(made, index=device)
-        if moved is not None and made is out:
-            out.__dict__.update(moved.__dict__)
-        else:
-            made = moved if moved is not None else made
-    return made
+        moved = devices.to_device(made, index=device, stream=stream)
+        made = moved if moved is not None else made
+    if not ours:
+        return made
+    out.__dict__.update(made.__dict__)
+    return out  # type: ignore[no-any-return]
+
+
+def _onto(made: Array, out: Array, stream: int) -> Array:
+    """A result in memory of a GPU that is the caller's."""
+    nbytes, device = made.buffer_size, out._device[1]
+    if out.buffer_size < nbytes:
+        raise ValueError(f"out has {out.buffer_size} bytes, {nbytes} are needed")
+    if out._stream != stream:
+        gpu.follow(stream, out._stream, device=device)
+    if nbytes:
+        devices.onto(made, out._span.address, device, stream)
+    placed = Array._of(codecs.Span(out._span.address, nbytes, out), nbytes, made._kind, out._device)
+    placed._capacity, placed._native = out.buffer_size, False
+    placed._stream = placed._joined = stream
+    return placed
 
 
 def _theirs(impl: Any, sources: list[Array], many: bool) -> Any:
@@ -457,8 +576,23 @@ def _theirs(impl: Any, sources: list[Array], many: bool) -> Any:
     return impl.as_arrays(arrays) if many else arrays[0]
 
 
+def _their_options(impl: Any, out: Any, **configs: Any) -> dict[str, Any]:
+    """What of ours nvCOMP takes, where it was given; versions before 5.2 have none of it."""
+    given = {name: value for name, value in configs.items() if value is not None}
+    if out is not None:
+        theirs = [impl.as_array(o) for o in out]
+        given["out"] = theirs if len(theirs) > 1 else theirs[0]
+    return given
+
+
 def backends() -> dict[str, str]:
-    """What does the work of each algorithm on this machine: "cpu", "nvcomp
-    VERSION", or the wheel that is missing."""
-    found = dict.fromkeys(codecs.algorithms(), "cpu" if streams.cuda_torch() is None else "cpu, copied from and to the GPU")
+    """What does the work of each algorithm on this machine: "cpu", or where there is
+    a GPU what its Arrays are decoded and encoded by, "nvcomp VERSION", or the wheel
+    that is missing."""
+    found = {name: "cpu" for name in codecs.algorithms()}
+    if gpu.count():
+        for name in found:
+            decodes = "cuda" if name in gpu.algorithms() else "cpu, copied from and to the GPU"
+            encodes = "cuda" if name == "X16" else "cpu, copied from and to the GPU"
+            found[name] = f"decode: {decodes}; encode: {encodes}"
     return found | dict.fromkeys(original.ALGORITHMS, original.backend())

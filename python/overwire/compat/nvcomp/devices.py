@@ -1,30 +1,24 @@
-"""Copies between the host and a GPU, by torch."""
+"""GPUs as Codecs and Arrays see them: which there are, and copies to and from."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ... import codecs
+from ... import codecs, gpu
 from . import streams
 
 if TYPE_CHECKING:
     from .arrays import Array
 
-__all__ = ["current", "to_device", "to_host"]
+__all__ = ["HOST", "current", "memory", "onto", "to_device", "to_host"]
+
+HOST = (1, 0)
 
 
 def current() -> int:
-    """The number of the current device."""
-    torch = streams.cuda_torch()
+    """The number of the current device: torch's, where it is imported, else 0."""
+    torch = gpu.torch_of()
     return int(torch.cuda.current_device()) if torch is not None else 0
-
-
-class _Interface:
-    """Bytes at an address of a GPU, for torch to view."""
-
-    def __init__(self, address: int, nbytes: int, keep: Any) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-        self.keep = keep
 
 
 def _like(array: Array, span: codecs.Span, device: tuple[int, int]) -> Array:
@@ -33,56 +27,61 @@ def _like(array: Array, span: codecs.Span, device: tuple[int, int]) -> Array:
     return made
 
 
+def memory(nbytes: int, device: int, stream: int) -> codecs.Span:
+    """Memory of a GPU: of the user's device allocator where one is set."""
+    if streams.has_allocator("device"):
+        made = streams.allocate("device", nbytes, streams.CudaStream._made(stream, device))
+        if made is not None:
+            return made
+    return codecs.Span(*gpu.alloc(nbytes, device, stream)[:3])
+
+
+def _host(nbytes: int, device: int, stream: int) -> codecs.Span:
+    made = streams.allocate("pinned", nbytes, streams.CudaStream._made(stream, device))
+    if made is not None:
+        return made
+    torch = gpu.torch_of()
+    return codecs.span(bytearray(nbytes) if torch is None else torch.empty(nbytes, dtype=torch.uint8))
+
+
 def to_host(array: Array) -> Array | None:
     """A copy on the host, in memory of the pinned allocator where one is set."""
-    torch = streams.cuda_torch()
-    if torch is None or array._strides is not None:
+    if array._strides is not None:
         return None
     nbytes = array.buffer_size
     if nbytes == 0:
-        return _like(array, codecs.Span(0, 0, None), (1, 0))
-    with torch.cuda.device(array._device[1]):
-        held = torch.as_tensor(_Interface(array._span.address, nbytes, array), device=f"cuda:{array._device[1]}")
-        span = streams.allocate("pinned", nbytes, streams.CudaStream.borrow(torch.cuda.current_stream().cuda_stream))
-        if span is None:
-            copy = held.cpu()
-            span = codecs.span(copy)
-        else:
-            codecs_view = torch.frombuffer(_view(span), dtype=torch.uint8)
-            codecs_view.copy_(held)
-    return _like(array, span, (1, 0))
+        return _like(array, codecs.Span(0, 0, None), HOST)
+    device = array._device[1]
+    span = _host(nbytes, device, array._stream)
+    gpu.copy(span.address, array._span.address, nbytes, device=device, stream=array._stream)
+    return _like(array, span, HOST)
 
 
-def _view(span: codecs.Span) -> Any:
-    import ctypes
-
-    block = (ctypes.c_ubyte * span.nbytes).from_address(span.address)
-    vars(block)["keep"] = span.keep
-    return block
+def onto(array: Array, address: int, device: int, stream: int, wait: bool = True) -> None:
+    """Copies an Array's bytes to an address of a GPU."""
+    after = []
+    if array._device == (2, device):
+        after = [array._stream]
+    elif array._device != HOST:  # streams of two devices do not wait for each other here
+        gpu.stream_sync(array._stream, array._device[1])
+    gpu.copy(address, array._span.address, array.buffer_size, device=device, stream=stream, after=after, wait=wait)
 
 
 def to_device(array: Array, synchronize: bool = True, stream: int = 0, index: int | None = None) -> Array | None:
-    """A copy on a GPU, in memory of the device allocator where one is set."""
-    torch = streams.cuda_torch()
-    if torch is None or array._strides is not None:
+    """A copy on a GPU, in memory of the device allocator where one is set; None
+    where there is no GPU."""
+    if array._strides is not None or gpu.count() == 0:
         return None
     index = current() if index is None else index
+    stream = stream or 1
     nbytes = array.buffer_size
     if nbytes == 0:
         return _like(array, codecs.Span(0, 0, None), (2, index))
-    with torch.cuda.device(index):
-        on = torch.cuda.ExternalStream(stream) if stream else torch.cuda.current_stream()
-        with torch.cuda.stream(on):
-            held = torch.frombuffer(_view(array._span), dtype=torch.uint8)
-            span = streams.allocate("device", nbytes, streams.CudaStream.borrow(on.cuda_stream, index))
-            if span is None:
-                copy = held.to(f"cuda:{index}", non_blocking=not synchronize)
-                span = codecs.Span(copy.data_ptr(), nbytes, copy)
-            else:
-                into = torch.as_tensor(_Interface(span.address, nbytes, span.keep), device=f"cuda:{index}")
-                into.copy_(held, non_blocking=not synchronize)
-        if synchronize:
-            on.synchronize()
-    made = _like(array, span, (2, index))
-    made._stream = int(on.cuda_stream) or 1
+    streams.check(stream, index)
+    span = memory(nbytes, index, stream)
+    onto(array, span.address, index, stream, synchronize)
+    # What has not been read yet stays.
+    made = _like(array, span if synchronize else codecs.Span(span.address, nbytes, (span.keep, array)), (2, index))
+    made._stream = made._joined = stream
     return made
+

@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
-import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ... import codecs
+from ... import codecs, gpu
 
-__all__ = ["CudaStream", "cuda_torch", "set_device_allocator", "set_host_allocator", "set_pinned_allocator"]
+__all__ = ["CudaStream", "check", "set_device_allocator", "set_host_allocator", "set_pinned_allocator"]
 
 # The default, legacy and per-thread streams.
 _SPECIAL = (0, 1, 2)
 
 
-def cuda_torch() -> Any:
-    """torch, where the program has imported it and it finds a GPU; else None."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_available() else None
-
-
 class CudaStream:
     """A CUDA stream by its number: `borrow` views one, `make_new` owns one."""
 
-    __slots__ = ("_device", "_keep", "_ptr")
+    __slots__ = ("__weakref__", "_device", "_ptr")
     _device: int
-    _keep: Any
     _ptr: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("nvidia.nvcomp.nvcomp_impl.CudaStream: No constructor defined!")
 
     @classmethod
-    def _made(cls, ptr: int, device: int, keep: Any = None) -> CudaStream:
+    def _made(cls, ptr: int, device: int) -> CudaStream:
         made = cls.__new__(cls)
-        made._ptr, made._device, made._keep = ptr, device, keep
+        made._ptr, made._device = ptr, device
         return made
 
     @staticmethod
     def borrow(cuda_stream: int, device_idx: int = -1) -> CudaStream:
         """A view of a stream. -1 is the current device. Raises RuntimeError
-        without a GPU, ValueError for a device that is not there."""
-        torch = _torch("CudaStream.borrow")
-        return CudaStream._made(int(cuda_stream), _device(torch, device_idx))
+        without a GPU, ValueError for a device that is not there and for a stream
+        of another one; the special streams are every device's."""
+        device = _device("CudaStream.borrow", device_idx)
+        check(int(cuda_stream), device)
+        return CudaStream._made(int(cuda_stream), device)
 
     @staticmethod
     def make_new(device_idx: int = -1) -> CudaStream:
         """A new stream, which ends with its last holder. Raises as `borrow`."""
-        torch = _torch("CudaStream.make_new")
-        device = _device(torch, device_idx)
-        stream = torch.cuda.Stream(device=device)
-        return CudaStream._made(stream.cuda_stream, device, stream)
+        device = _device("CudaStream.make_new", device_idx)
+        made = CudaStream._made(gpu.stream_new(device), device)
+        weakref.finalize(made, gpu.stream_free, made._ptr, device).atexit = False
+        return made
 
     @property
     def device(self) -> int:
@@ -69,19 +64,22 @@ class CudaStream:
         return self._ptr
 
 
-def _torch(what: str) -> Any:
-    torch = cuda_torch()
-    if torch is None:
-        raise RuntimeError(f"{what}: no CUDA device: torch is not imported, or finds none")
-    return torch
-
-
-def _device(torch: Any, index: int) -> int:
+def _device(what: str, index: int) -> int:
+    count = gpu.count()
+    if count == 0:
+        raise RuntimeError(f"{what}: no CUDA device")
     if index == -1:
-        return int(torch.cuda.current_device())
-    if not 0 <= index < torch.cuda.device_count():
-        raise ValueError(f"device {index}: there are {torch.cuda.device_count()}")
+        torch = gpu.torch_of()
+        return int(torch.cuda.current_device()) if torch is not None else 0
+    if not 0 <= index < count:
+        raise ValueError(f"device {index}: there are {count}")
     return index
+
+
+def check(stream: int, device: int) -> None:
+    """Raises ValueError (an ArgumentError) for a stream of another device."""
+    if stream not in _SPECIAL:
+        gpu.stream_check(stream, device)
 
 
 Allocator = Callable[[int, CudaStream], Any]

@@ -1,0 +1,80 @@
+// The host twins of batch.cu, run by the warp of warp_host.h.
+#include "cascaded_decode.cuh"
+#include "lz4_decode.cuh"
+#include "snappy_decode.cuh"
+#include "x16_batch.cuh"
+#include "x16_encode.cuh"
+
+namespace {
+
+template <class F> void each(ow_batch_item* items, uint32_t n, F job) {
+    for (uint32_t i = 0; i < n; i++) {
+        // Every other item with its lanes in falling order; in each warp's place.
+        ow::run_warp([&] { job(items, i, 1024, i % OW_BATCH_WARPS); }, i & 1);
+    }
+}
+
+template <int TR> void encode(ow_batch_item* item, bool falling) {
+    uint32_t warps = ow_x16_threads(item->src_len) / 32 << falling;
+    for (uint32_t p = 0; p < ow::kEncodePhases; p++) {
+        for (uint32_t i = 0; i < warps; i++) {
+            uint32_t warp = falling ? warps - 1 - i : i;
+            ow::run_phase([&] {
+                ow::Encode<TR> e;
+                ow::Encode<TR>::open(e, item, 1040, warp, warps);  // where no address bits are free
+                ow::Encode<TR>::phase(e, p);
+            }, p == 0 && i == 0, falling);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" void ow_lz4_decode_host(ow_batch_item* items, uint32_t n) {
+    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp) { ow::lz_job<ow::Lz4>(p, i, base, warp); });
+}
+
+extern "C" void ow_snappy_decode_host(ow_batch_item* items, uint32_t n) {
+    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp) { ow::lz_job<ow::Snappy>(p, i, base, warp); });
+}
+
+extern "C" void ow_cascaded_decode_host(ow_batch_item* items, uint32_t n) {
+    each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp) { ow::cascaded_job(p, i, base, warp); });
+}
+
+extern "C" void ow_x16_decode_batch_host(ow_batch_item* items, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        ow_batch_item it = items[i];
+        ow_x16_chunk c;
+        bool good = ow::x16_chunk(it, c) && ow::x16_known(it.arg);
+        if (!good) items[i].status |= OW_BATCH_ARG;
+        items[i].written = it.dst_cap;
+        for (uint32_t warp = 0; good && warp < OW_BATCH_WARPS; warp++) {
+            ow::run_warp([&] {
+                ow::X16Place place = ow::x16_place<ow::X16Best>(0, warp, OW_BATCH_WARPS);
+                ow::x16_item_job(it, &items[i].status, place, warp, OW_BATCH_WARPS);
+            }, i & 1);
+        }
+    }
+}
+
+extern "C" void ow_x16_encode_host(ow_batch_item* items, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        ow_batch_item* p = items + i;
+        if (uint32_t bad = ow::encode_refuses(*p)) {
+            p->written = 0;
+            p->status = bad;
+            continue;
+        }
+        switch (p->arg & 0xffff) {
+            case OW_BF16: encode<OW_BF16>(p, i & 1); break;
+            case OW_FP16: encode<OW_FP16>(p, i & 1); break;
+            case OW_FP32: encode<OW_FP32>(p, i & 1); break;
+            case OW_E4M3: encode<OW_E4M3>(p, i & 1); break;
+            case OW_E5M2: encode<OW_E5M2>(p, i & 1); break;
+            case OW_INT8: encode<OW_INT8>(p, i & 1); break;
+            case OW_NIBBLES: encode<OW_NIBBLES>(p, i & 1); break;
+            case OW_BYTES: encode<OW_BYTES>(p, i & 1); break;
+        }
+    }
+}

@@ -1,0 +1,246 @@
+// Cascaded blocks: one warp decodes one block. The layout, by its bytes, stands
+// at the head of gosrc/codec/cascaded: a head, then chunks of 4096 bytes of
+// content, each with arrays of run lengths, the first value of each layer of
+// differences, and an array of values; arrays are packed to the bits they need.
+//
+// A chunk's values go to and fro between two buffers in shared memory, a layer
+// at a time: differences by prefix sums, runs by prefix sums of their lengths
+// and a search for each element. What is accepted is what the Go decoder
+// accepts.
+#ifndef OVERWIRE_CASCADED_DECODE_CUH
+#define OVERWIRE_CASCADED_DECODE_CUH
+
+#include "lz.cuh"
+
+namespace ow {
+
+constexpr u32 kCascadedChunk = 4096, kCascadedShared = OW_BATCH_WARPS * 2 * kCascadedChunk;
+
+// Elements of S bytes: in registers, in shared memory, anywhere.
+template <u32 S> struct Element {
+    typedef u32 V;
+};
+template <> struct Element<8> {
+    typedef u64 V;
+};
+
+template <u32 S> OW_DEV typename Element<S>::V element(u32 a) {
+    if (S == 1) return lds8(a);
+    if (S == 2) return lds16(a);
+    if (S == 4) return lds32(a);
+    u32x2 v = lds64(a);
+    return (typename Element<S>::V)((u64)v.y << 32 | v.x);
+}
+template <u32 S> OW_DEV void element_put(u32 a, typename Element<S>::V v) {
+    if (S == 1) sts8(a, (u32)v);
+    if (S == 2) sts16(a, (u32)v);
+    if (S == 4) sts32(a, (u32)v);
+    if (S == 8) sts64(a, {(u32)v, (u32)((u64)v >> 32)});
+}
+OW_DEV u32 any32(const u8* p) {
+    if (((uintptr_t)p & 3) == 0) return ldg32(p);
+    return ldg8(p) | ldg8(p + 1) << 8 | ldg8(p + 2) << 16 | ldg8(p + 3) << 24;
+}
+template <u32 S> OW_DEV typename Element<S>::V element_any(const u8* p) {
+    typedef typename Element<S>::V V;
+    if (S == 1) return (V)ldg8(p);
+    if (S == 2) return (V)(ldg8(p) | ldg8(p + 1) << 8);
+    if (S == 4) return (V)any32(p);
+    return (V)((u64)any32(p + 4) << 32 | any32(p));
+}
+OW_DEV u32 element_shfl(u32 v, u32 from) { return shfl(v, from); }
+OW_DEV u64 element_shfl(u64 v, u32 from) { return (u64)shfl((u32)(v >> 32), from) << 32 | shfl((u32)v, from); }
+
+// An Array is a stored array: n values above `least`, of `width` bits, or as
+// they are.
+struct CascadedArray {
+    const u8* p;
+    u32 n, width;
+    u64 least;
+    bool packed;
+};
+
+// cascaded_array opens an array of at most `most` elements; false: it is none.
+template <u32 S> OW_DEV bool cascaded_array(CascadedArray& a, const u8* p, u32 bytes, bool packed, u32 most) {
+    constexpr u32 word = S > 4 ? S : 4, head = (word + 4 + word - 1) / word * word;
+    a.packed = packed;
+    a.p = p;
+    if (!packed) {
+        a.n = bytes / S;
+        return bytes % S == 0 && a.n <= most;
+    }
+    if (bytes < head) return false;
+    a.least = element_any<S>(p);
+    u32 w = any32(p + word);
+    a.width = w >> 16;
+    a.n = w & 0xffff;
+    a.p = p + head;
+    return a.width <= 8 * S && a.n <= most && (a.n * a.width + 31) / 32 * 4 == bytes - head;
+}
+
+template <u32 S> OW_DEV typename Element<S>::V cascaded_at(const CascadedArray& a, u32 i) {
+    typedef typename Element<S>::V V;
+    if (!a.packed) return element_any<S>(a.p + S * i);
+    u32 at = i * a.width, skip = at & 31, upto = skip + a.width;
+    if (a.width == 0) return (V)a.least;
+    const u8* p = a.p + 4 * (at >> 5);
+    u64 v = any32(p) >> skip;
+    if (upto > 32) v |= (u64)any32(p + 4) << (32 - skip);
+    if (S == 8 && upto > 64) v |= (u64)any32(p + 8) << (64 - skip);
+    if (a.width < 64) v &= ((u64)1 << a.width) - 1;
+    return (V)(v + a.least);
+}
+
+template <class V> OW_DEV V prefix(V v) {  // the sum of the lanes up to this one
+    for (u32 d = 1; d < 32; d *= 2) {
+        V o = element_shfl(v, lane() - d);
+        if (lane() >= d) v += o;
+    }
+    return v;
+}
+
+// cascaded_sums makes n + 1 values of a first one and n differences.
+template <u32 S> OW_DEV void cascaded_sums(u32 to, u32 from, u32 n, typename Element<S>::V first) {
+    typedef typename Element<S>::V V;
+    if (lane() == 0) element_put<S>(to, first);
+    OW_UNROLL(1)
+    for (u32 i = 0; i < n; i += 32) {
+        V v = prefix(i + lane() < n ? element<S>(from + S * (i + lane())) : (V)0);
+        if (i + lane() < n) element_put<S>(to + S * (i + lane() + 1), v + first);
+        first += element_shfl(v, 31);
+    }
+    syncwarp();
+}
+
+// cascaded_runs repeats n values as often as the array says. It gives how many
+// they have become, or kMany if that is more than `most`.
+constexpr u32 kMany = ~0u;
+
+template <u32 S> OW_DEV u32 cascaded_runs(u32 to, u32 from, u32 n, const CascadedArray& runs, u32 most) {
+    typedef typename Element<S>::V V;
+    u32 made = 0;
+    OW_UNROLL(1)
+    for (u32 i = 0; i < n; i += 32) {
+        u32 times = 0;
+        V v = 0;
+        if (i + lane() < n) {
+            times = umin(cascaded_at<2>(runs, i + lane()), most + 1);
+            v = element<S>(from + S * (i + lane()));
+        }
+        u32 upto = prefix(times), total = shfl(upto, 31);
+        if (total > most - made) return kMany;
+        OW_UNROLL(1)
+        for (u32 k = 0; k < total; k += 32) {
+            u32 r = 0;  // the run that element k + lane is in
+            for (u32 s = 16; s; s /= 2) {
+                if (shfl(upto, r + s - 1) <= k + lane()) r += s;
+            }
+            V x = element_shfl(v, r);
+            if (k + lane() < total) element_put<S>(to + S * (made + k + lane()), x);
+        }
+        made += total;
+    }
+    syncwarp();
+    return made;
+}
+
+// cascaded_chunk decodes the chunk at src, of `left` bytes at most, to dst;
+// `used` and `made` are the bytes of either. False: it is none.
+template <u32 S>
+OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shared, u32 head, u32& used, u32& made) {
+    constexpr u32 word = S > 4 ? S : 4, most = kCascadedChunk / S;
+    u32 rles = head & 255, deltas = head >> 8 & 255;
+    bool packed = head >> 16 & 255;
+    u32 firsts = (4 + 4 * (rles + 1) + S - 1) / S * S, meta = firsts + (S * deltas + 3) / 4 * 4;
+    if (left < meta) return false;
+    used = any32(src);
+    if (used < meta || used > left || used % word) return false;
+    // Where the arrays lie: each begins where the one before ends. Lane i knows
+    // of array i.
+    u32 at = meta, place = 0, bytes = 0;
+    for (u32 i = 0; i <= rles; i++) {
+        if (i == rles) at = (at + word - 1) / word * word;
+        u32 n = any32(src + 4 * (i + 1));
+        if (at > used || n > used - at) return false;
+        if (lane() == i) place = at, bytes = n;
+        at = (at + n + 3) / 4 * 4;
+    }
+    CascadedArray a;
+    if (!cascaded_array<S>(a, src + shfl(place, rles), shfl(bytes, rles), packed, most)) return false;
+    u32 in = shared, out = shared + kCascadedChunk, n = a.n;
+    syncwarp();  // the buffers' last readers are done
+    OW_UNROLL(1)
+    for (u32 i = lane(); i < n; i += 32) element_put<S>(in + S * i, cascaded_at<S>(a, i));
+    syncwarp();
+    OW_UNROLL(1)
+    for (u32 layer = rles > deltas ? rles : deltas; layer-- > 0;) {
+        if (layer < deltas) {
+            if (n >= most) return false;
+            cascaded_sums<S>(out, in, n, element_any<S>(src + firsts + S * layer));
+            n++;
+            u32 t = in;
+            in = out, out = t;
+        }
+        if (layer < rles) {
+            u32 p = shfl(place, layer), b = shfl(bytes, layer);
+            if (!cascaded_array<2>(a, src + p, b, packed, most) || a.n != n) return false;
+            n = cascaded_runs<S>(out, in, n, a, most);
+            if (n == kMany) return false;
+            u32 t = in;
+            in = out, out = t;
+        }
+    }
+    made = n * S;
+    if (made == 0 || made > room) return false;
+    u32 words = ((uintptr_t)dst & 3) == 0 ? made / 4 : 0;
+    OW_UNROLL(1)
+    for (u32 i = lane(); i < words; i += 32) put32(dst + 4 * i, lds32(in + 4 * i));
+    OW_UNROLL(1)
+    for (u32 i = 4 * words + lane(); i < made; i += 32) put8(dst + i, lds8(in + i));
+    return true;
+}
+
+// cascaded_block decodes; out is how many bytes. Returns 0 or a status.
+OW_DEV u32 cascaded_block(const u8* src, u32 n, u8* dst, u32 cap, u32 shared, u32& out) {
+    out = 0;
+    if (n < 8) return OW_BATCH_INPUT;
+    u32 head = any32(src), size = any32(src + 4), type = head >> 24;
+    if ((head & 255) > 7 || (head >> 8 & 255) > 7 || (head >> 16 & 255) > 1 || type > 7) return OW_BATCH_INPUT;
+    u32 element = 1u << type / 2;
+    if (size % element || size > (u64)(n - 8) * (kCascadedChunk / 8)) return OW_BATCH_INPUT;
+    if (size > cap) return OW_BATCH_ROOM;
+    u32 left = n - 8;
+    src += 8;
+    if ((head & 0xffffff) == 0) {
+        if (left < size || left > (size + 3) / 4 * 4) return OW_BATCH_INPUT;
+        if (size) copy_run<false>(dst, src, size, src, src + left);
+        out = size;
+        return 0;
+    }
+    OW_UNROLL(1)
+    while (left) {
+        u32 used = 0, made = 0, room = size - out;
+        bool good = element == 1   ? cascaded_chunk<1>(src, left, dst + out, room, shared, head, used, made)
+                    : element == 2 ? cascaded_chunk<2>(src, left, dst + out, room, shared, head, used, made)
+                    : element == 4 ? cascaded_chunk<4>(src, left, dst + out, room, shared, head, used, made)
+                                   : cascaded_chunk<8>(src, left, dst + out, room, shared, head, used, made);
+        if (!good) return OW_BATCH_INPUT;
+        src += used;
+        left -= used;
+        out += made;
+    }
+    return out == size ? 0 : OW_BATCH_INPUT;
+}
+
+OW_DEV void cascaded_job(ow_batch_item* items, u32 job, u32 base, u32 warp) {
+    u32 shared = base + warp * (2 * kCascadedChunk);
+    ow_batch_item it = items[job];
+    u32 status = OW_BATCH_ARG, out = 0;
+    if (it.src_len >> 31 == 0 && it.dst_cap >> 31 == 0) {
+        status = cascaded_block((const u8*)(uintptr_t)it.src, (u32)it.src_len, (u8*)(uintptr_t)it.dst, (u32)it.dst_cap, shared, out);
+    }
+    batch_result(items + job, status, out);
+}
+
+}  // namespace ow
+#endif

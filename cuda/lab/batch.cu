@@ -1,0 +1,595 @@
+// The batch kernels on a GPU: held to their host twins, then timed.
+//
+//   g++ -std=c++17 -O2 -c ../batch_host.cc -o batch_host.o
+//   nvcc -std=c++17 -O3 -arch=native batch.cu batch_host.o -o batch -lpthread -ldl
+//   batch [--check] [--mib OUT] [--reps R] [--only lz4|snappy|cascaded|x16] [--nvcomp libnvcomp.so.5]
+//
+// --check: no times. --nvcomp: its decoders beside ours, on the same blocks.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <thread>
+
+#include "../batch.cu"
+#include "x16_encode.h"
+
+extern "C" {
+void ow_lz4_decode_host(ow_batch_item*, uint32_t);
+void ow_snappy_decode_host(ow_batch_item*, uint32_t);
+void ow_cascaded_decode_host(ow_batch_item*, uint32_t);
+void ow_x16_decode_batch_host(ow_batch_item*, uint32_t);
+void ow_x16_encode_host(ow_batch_item*, uint32_t);
+}
+
+#define CK(call)                                                                                   \
+    do {                                                                                           \
+        cudaError_t e_ = (call);                                                                   \
+        if (e_ != cudaSuccess) {                                                                   \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(e_)); \
+            exit(2);                                                                               \
+        }                                                                                          \
+    } while (0)
+
+// Other numbers of blocks an SM, to see what registers are worth.
+#define OW_LAB_KERNEL(name, Format, N)                                                                           \
+    extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, N) name(ow_batch_item* items, uint32_t n) {       \
+        __shared__ __align__(1024) ow::u8 shared[ow::kLzShared];                                                     \
+        uint32_t warp = ow::warp_of_block(), job = blockIdx.x * OW_BATCH_WARPS + warp;                               \
+        if (job < n) ow::lz_job<Format>(items, job, (uint32_t)__cvta_generic_to_shared(shared), warp);               \
+    }
+#define OW_LAB_BOUNDS(N)                          \
+    OW_LAB_KERNEL(lab_lz4_##N, ow::Lz4, N)        \
+    OW_LAB_KERNEL(lab_snappy_##N, ow::Snappy, N)
+OW_LAB_BOUNDS(5)
+OW_LAB_BOUNDS(8)
+OW_LAB_BOUNDS(10)
+
+namespace {
+
+using lab::Bytes;
+typedef void (*Kernel)(ow_batch_item*, uint32_t);
+
+// -- making blocks ------------------------------------------------------------
+
+struct Match { uint32_t literals, back, n; };  // n = 0: the end
+
+// Greedy, a table of 4-byte hashes, as the fast encoders are.
+std::vector<Match> parse(const Bytes& b) {
+    std::vector<Match> out;
+    std::vector<int> table(1 << 14, -1);
+    auto word = [&](size_t i) { uint32_t v; memcpy(&v, &b[i], 4); return v; };
+    size_t at = 0, from = 0, n = b.size();
+    while (at + 16 < n) {
+        uint32_t h = word(at) * 2654435761u >> 18;
+        int c = table[h];
+        table[h] = (int)at;
+        if (c >= 0 && at - c < 65536 && word(c) == word(at)) {
+            size_t m = 4;
+            while (at + m + 5 < n && b[c + m] == b[at + m]) m++;
+            out.push_back({(uint32_t)(at - from), (uint32_t)(at - c), (uint32_t)m});
+            at = from = at + m;
+        } else {
+            at += 1 + (at - from) / 64;
+        }
+    }
+    out.push_back({(uint32_t)(n - from), 0, 0});
+    return out;
+}
+
+Bytes lz4(const Bytes& b) {
+    Bytes out;
+    auto more = [&](int n) { for (n -= 15; n >= 0; n -= 255) out.push_back(std::min(n, 255)); };
+    size_t at = 0;
+    for (const Match& m : parse(b)) {
+        uint32_t n = m.n ? m.n - 4 : 0;
+        out.push_back(std::min(m.literals, 15u) << 4 | std::min(n, 15u));
+        more(m.literals);
+        out.insert(out.end(), b.begin() + at, b.begin() + at + m.literals);
+        at += m.literals + m.n;
+        if (!m.n) break;
+        out.push_back(m.back), out.push_back(m.back >> 8);
+        more(n);
+    }
+    return out;
+}
+
+Bytes snappy(const Bytes& b) {
+    Bytes out;
+    for (size_t v = b.size();; v >>= 7) {
+        out.push_back(v < 128 ? v : v | 128);
+        if (v < 128) break;
+    }
+    size_t at = 0;
+    for (const Match& m : parse(b)) {
+        if (uint32_t n = m.literals) {
+            if (n <= 60) out.push_back((n - 1) << 2);
+            else if (n <= 256) out.push_back(60 << 2), out.push_back(n - 1);
+            else out.push_back(61 << 2), out.push_back(n - 1), out.push_back((n - 1) >> 8);
+            out.insert(out.end(), b.begin() + at, b.begin() + at + n);
+        }
+        for (uint32_t n = m.n; n;) {
+            uint32_t k = n <= 64 ? n : n < 68 ? 60 : 64;
+            if (k >= 4 && k <= 11 && m.back < 2048) {
+                out.push_back(m.back >> 8 << 5 | (k - 4) << 2 | 1), out.push_back(m.back);
+            } else {
+                out.push_back((k - 1) << 2 | 2), out.push_back(m.back), out.push_back(m.back >> 8);
+            }
+            n -= k;
+        }
+        at += m.literals + m.n;
+    }
+    return out;
+}
+
+// Cascaded with a layer of run lengths, one of differences and one of run
+// lengths again, packed, as nvCOMP does by default; int32. A chunk of which
+// nothing is left for a layer makes the whole block stored.
+Bytes cascaded(const Bytes& b) {
+    auto put = [](Bytes& o, uint32_t v) { o.insert(o.end(), (uint8_t*)&v, (uint8_t*)(&v + 1)); };
+    auto pack = [&](const std::vector<int64_t>& v, int size) {
+        int64_t least = 0, most = 0;
+        for (size_t i = 0; i < v.size(); i++) least = i ? std::min(least, v[i]) : v[i], most = i ? std::max(most, v[i]) : v[i];
+        uint32_t width = 0;
+        while ((uint64_t)(most - least) >> width) width++;
+        Bytes o;
+        put(o, size == 2 ? (uint32_t)(least & 0xffff) : (uint32_t)least);
+        put(o, width << 16 | (uint32_t)v.size());
+        size_t at = o.size();
+        o.resize(at + (v.size() * width + 31) / 32 * 4);
+        for (size_t i = 0; i < v.size() * width; i++) o[at + i / 8] |= ((uint64_t)(v[i / width] - least) >> (i % width) & 1) << (i % 8);
+        return o;
+    };
+    Bytes out = {2, 1, 1, 4};
+    put(out, b.size() / 4 * 4);
+    for (size_t at = 0; at + 4 <= b.size(); at += 4096) {
+        std::vector<int64_t> v;
+        for (size_t i = at; i + 4 <= std::min(at + 4096, b.size()); i += 4) { int32_t x; memcpy(&x, &b[i], 4); v.push_back(x); }
+        auto runs = [&] {
+            std::vector<int64_t> vals, times;
+            for (size_t i = 0; i < v.size(); i++) {
+                if (i && v[i] == v[i - 1]) times.back()++;
+                else vals.push_back(v[i]), times.push_back(1);
+            }
+            v = vals;
+            return pack(times, 2);
+        };
+        Bytes a = runs();
+        int32_t first = (int32_t)v[0];
+        for (size_t i = 0; i + 1 < v.size(); i++) v[i] = (int32_t)(uint32_t)(v[i + 1] - v[i]);
+        v.pop_back();
+        Bytes c = runs(), d = pack(v, 4), chunk;
+        put(chunk, 20 + a.size() + c.size() + d.size());
+        put(chunk, a.size()), put(chunk, c.size()), put(chunk, d.size()), put(chunk, first);
+        for (const Bytes* p : {&a, &c, &d}) chunk.insert(chunk.end(), p->begin(), p->end());
+        out.insert(out.end(), chunk.begin(), chunk.end());
+    }
+    return out;
+}
+
+const char* const kKinds[] = {"words", "table", "bf16", "zeros"};
+
+// Content of a kind: text-like; rows of a table of small numbers; weights; zeros.
+Bytes content(int kind, size_t n, uint64_t seed) {
+    std::mt19937_64 rng(seed);
+    Bytes b;
+    if (kind == 2) return lab::weights(OW_BF16, n, seed);
+    if (kind == 3) return Bytes(n, 0);
+    if (kind == 0) {
+        std::vector<std::string> words;
+        for (int i = 0; i < 3000; i++) {
+            std::string w;
+            for (int k = 2 + rng() % 8; k > 0; k--) w += "etaoinshrdlucmfwypvbgk"[std::min(rng() % 22, rng() % 22)];
+            words.push_back(w + ' ');
+        }
+        while (b.size() < n) {
+            const std::string& w = words[std::min({rng() % 3000, rng() % 3000, rng() % 3000})];
+            b.insert(b.end(), w.begin(), w.end());
+        }
+    } else {
+        uint32_t id = rng() % 100000;
+        while (b.size() < n) {
+            uint32_t row[4] = {id += 1 + rng() % 3, (uint32_t)(rng() % 50), (uint32_t)(20240000 + rng() % 30), (uint32_t)(rng() % 8 ? 0 : rng() % 1000)};
+            b.insert(b.end(), (uint8_t*)row, (uint8_t*)(row + 4));
+        }
+    }
+    b.resize(n);
+    return b;
+}
+
+template <class F> void parallel(size_t n, F f) {
+    std::atomic<size_t> next{0};
+    std::vector<std::thread> pool;
+    for (unsigned w = 0; w < std::max(1u, std::thread::hardware_concurrency()); w++) {
+        pool.emplace_back([&] { for (size_t i; (i = next++) < n;) f(i); });
+    }
+    for (auto& t : pool) t.join();
+}
+
+// -- device and host side by side ---------------------------------------------
+
+template <class T> T* device(size_t n) {
+    void* p;
+    CK(cudaMalloc(&p, std::max<size_t>(1, n) * sizeof(T)));
+    return (T*)p;
+}
+template <class T> T* upload(const std::vector<T>& v) {
+    T* p = device<T>(v.size());
+    CK(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
+    return p;
+}
+
+struct Input { Bytes src; size_t cap; uint32_t arg; };
+
+// check runs inputs through a kernel and its host twin, guard zones between all
+// outputs, sources at any alignment (or multiples of 16). The same statuses,
+// lengths and bytes are asked for; what came out is left in `outs`.
+int check(const char* name, Kernel kernel, void (*twin)(ow_batch_item*, uint32_t), uint32_t per, const std::vector<Input>& in,
+          bool aligned, std::vector<Bytes>* outs = nullptr, std::vector<uint32_t>* args = nullptr) {
+    constexpr size_t kGuard = 64;
+    std::vector<size_t> from, to;
+    size_t a = 0, b = kGuard;
+    for (size_t i = 0; i < in.size(); i++) {
+        if (aligned) a = (a + 15) / 16 * 16, b = (b + 15) / 16 * 16;
+        from.push_back(a), to.push_back(b);
+        a += in[i].src.size() + (aligned ? 0 : i % 7);
+        b += in[i].cap + kGuard + (aligned ? 0 : i % 5);
+    }
+    Bytes src(a + 16), dst(b, 0xa5), got(b);
+    for (size_t i = 0; i < in.size(); i++) std::copy(in[i].src.begin(), in[i].src.end(), src.begin() + from[i]);
+    uint8_t *dsrc = upload(src), *ddst = upload(dst);
+    // The twin's memory is aligned as the device's.
+    uint8_t *hsrc = (uint8_t*)aligned_alloc(256, (src.size() + 255) / 256 * 256), *hdst = (uint8_t*)aligned_alloc(256, (b + 255) / 256 * 256);
+    memcpy(hsrc, src.data(), src.size()), memcpy(hdst, dst.data(), b);
+    std::vector<ow_batch_item> items, host;
+    for (size_t i = 0; i < in.size(); i++) {
+        items.push_back({(uint64_t)(dsrc + from[i]), in[i].src.size(), (uint64_t)(ddst + to[i]), in[i].cap, 77, 0, in[i].arg});
+        host.push_back({(uint64_t)(hsrc + from[i]), in[i].src.size(), (uint64_t)(hdst + to[i]), in[i].cap, 77, 0, in[i].arg});
+    }
+    ow_batch_item* ditems = upload(items);
+    kernel<<<ow_batch_blocks(per, items.size()), OW_BATCH_THREADS>>>(ditems, items.size());
+    CK(cudaGetLastError());
+    CK(cudaDeviceSynchronize());
+    CK(cudaMemcpy(items.data(), ditems, items.size() * sizeof items[0], cudaMemcpyDeviceToHost));
+    CK(cudaMemcpy(got.data(), ddst, b, cudaMemcpyDeviceToHost));
+    parallel(in.size(), [&](size_t i) { twin(&host[i], 1); });
+    int bad = 0, refused = 0;
+    size_t end = 0;
+    for (size_t i = 0; i < in.size(); i++) {
+        const ow_batch_item &d = items[i], &h = host[i];
+        bool same = d.status == h.status && d.written == h.written && d.arg == h.arg;
+        same = same && (d.status || memcmp(&got[to[i]], hdst + to[i], d.written) == 0);
+        bool guards = true;
+        for (size_t k = end; k < to[i]; k++) guards &= got[k] == 0xa5;
+        end = to[i] + in[i].cap;
+        refused += d.status != 0;
+        if ((!same || !guards) && bad++ < 5) {
+            printf("FAIL %s item %zu (%zu -> %zu, arg %#x): status %u, %llu bytes; twin %u, %llu; guards %s\n", name, i, in[i].src.size(), in[i].cap,
+                   in[i].arg, d.status, (unsigned long long)d.written, h.status, (unsigned long long)h.written, guards ? "good" : "BROKEN");
+        }
+        if (outs) outs->push_back(Bytes(got.begin() + to[i], got.begin() + to[i] + (d.status ? 0 : d.written)));
+        if (args) args->push_back(d.arg);
+    }
+    for (size_t k = end; k < b; k++) bad += got[k] != 0xa5;
+    for (void* p : {(void*)dsrc, (void*)ddst, (void*)ditems}) CK(cudaFree(p));
+    free(hsrc), free(hdst);
+    printf("check %-14s %5zu items, %4d refused, %d failures\n", name, in.size(), refused, bad);
+    fflush(stdout);
+    return bad;
+}
+
+int check_lz(const char* name, Kernel kernel, void (*twin)(ow_batch_item*, uint32_t), Bytes (*make)(const Bytes&)) {
+    std::mt19937_64 rng(1);
+    std::vector<Input> in;
+    std::vector<Bytes> want, outs;
+    for (int i = 0; i < 3000; i++) {
+        Bytes b = content(i % 4, i < 40 ? i * 3 : rng() % (i % 50 ? 4000 : 70000), i);
+        for (size_t k = 0; i % 5 == 0 && k + 40 < b.size(); k += 1 + rng() % 3000) b[k] ^= rng();
+        if (make == cascaded) b.resize(b.size() / 4 * 4);
+        Input p = {make(b), b.size() + (i % 3 == 0) * (rng() % 50), 0};
+        if (i % 2) {
+            for (int k = rng() % 4; k >= 0 && !p.src.empty(); k--) p.src[rng() % p.src.size()] = rng();
+            if (i % 7 == 0) p.src.resize(rng() % (p.src.size() + 1));
+            b.clear();
+        }
+        want.push_back(b);
+        in.push_back(std::move(p));
+    }
+    int bad = check(name, kernel, twin, OW_BATCH_WARPS, in, false, &outs);
+    for (size_t i = 0; i < in.size(); i += 2) bad += outs[i] != want[i];
+    if (bad) printf("FAIL %s: other content\n", name);
+    return bad;
+}
+
+int check_x16() {
+    std::vector<Input> in, back;
+    std::mt19937_64 rng(2);
+    for (int tr = OW_BF16; tr <= OW_BYTES; tr++) {
+        for (size_t n : {(size_t)3000, (size_t)4096, (size_t)20011, (size_t)65536, (size_t)(1 << 18) + 99}) {
+            for (int wild : {0, 3, 200}) in.push_back({lab::weights(tr, n, rng(), wild), n, (uint32_t)tr});
+        }
+        in.push_back({Bytes(9000, 0x3c), 9000, (uint32_t)tr});
+        in.push_back({content(0, 9000, tr), 9000, (uint32_t)tr});
+    }
+    std::vector<Bytes> chunks, outs;
+    std::vector<uint32_t> args;
+    int bad = check("x16 encode", ow_x16_encode, ow_x16_encode_host, 1, in, true, &chunks, &args);
+    std::vector<const Bytes*> want;
+    for (size_t i = 0; i < in.size(); i++) {
+        if (chunks[i].empty()) continue;
+        back.push_back({chunks[i], in[i].src.size(), args[i]});
+        want.push_back(&in[i].src);
+        for (int k = 0; k < 6; k++) {  // damaged
+            if (chunks[i].size() > 30000) break;
+            Bytes b = chunks[i];
+            b[rng() % (k % 2 ? b.size() : std::min<size_t>(b.size(), 200))] ^= 1 << rng() % 8;
+            if (k == 5) b.resize(rng() % b.size());
+            back.push_back({b, in[i].src.size(), args[i]});
+            want.push_back(nullptr);
+        }
+    }
+    // Chunks of another encoder.
+    std::vector<Bytes> plain;
+    plain.reserve(24);
+    for (int tr = OW_BF16; tr <= OW_BYTES; tr++) {
+        for (uint32_t tiles : {1u, 16u, 256u}) {
+            plain.push_back(lab::weights(tr, 50000 + tr, rng(), 3));
+            back.push_back({lab::encode(tr, plain.back().data(), plain.back().size(), tiles), plain.back().size(), tr | tiles << 16});
+            want.push_back(&plain.back());
+        }
+    }
+    bad += check("x16 decode", ow_x16_decode_batch, ow_x16_decode_batch_host, 1, back, true, &outs);
+    int other = 0;
+    for (size_t i = 0; i < back.size(); i++) other += want[i] && outs[i] != *want[i];
+    if (other) printf("FAIL x16: %d chunks of other content\n", other);
+    return bad + other;
+}
+
+// -- times --------------------------------------------------------------------
+
+template <class F> double median_ms(int reps, F f) {
+    cudaEvent_t a, b;
+    CK(cudaEventCreate(&a));
+    CK(cudaEventCreate(&b));
+    std::vector<float> t;
+    for (int i = 0; i < reps + 1; i++) {
+        CK(cudaEventRecord(a));
+        f();
+        CK(cudaEventRecord(b));
+        CK(cudaEventSynchronize(b));
+        float ms;
+        CK(cudaEventElapsedTime(&ms, a, b));
+        if (i) t.push_back(ms);  // the first warms up
+    }
+    CK(cudaGetLastError());
+    CK(cudaEventDestroy(a));
+    CK(cudaEventDestroy(b));
+    std::sort(t.begin(), t.end());
+    return t[t.size() / 2];
+}
+
+// Counts bytes of `n` chunks that differ from those they were made of.
+__global__ void compare_kernel(const uint4* out, const uint4* ref, uint32_t units, uint32_t n, uint32_t unique, unsigned long long* bad) {
+    unsigned long long c = 0, total = (unsigned long long)units * n;
+    for (unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x; i < total; i += (unsigned long long)gridDim.x * blockDim.x) {
+        uint4 a = out[i], b = ref[i / units % unique * units + i % units];
+        c += a.x != b.x || a.y != b.y || a.z != b.z || a.w != b.w;
+    }
+    if (c) atomicAdd(bad, c);
+}
+
+// nvCOMP's batched decoders, if their library was named: facts of its headers.
+struct Options { char bytes[64]; };
+typedef int (*Temp)(size_t, size_t, Options, size_t*, size_t);
+typedef int (*Decompress)(const void* const*, const size_t*, const size_t*, size_t*, size_t, void*, size_t, void* const*, Options, int*, cudaStream_t);
+void* nvcomp = nullptr;
+
+// A Field is `n` chunks of `chunk` bytes in device memory, made of a few.
+struct Field {
+    uint32_t n, chunk, unique;
+    double ratio = 0;
+    uint8_t *src, *dst, *ref;
+    std::vector<ow_batch_item> items;
+    ow_batch_item* ditems;
+    unsigned long long* bad;
+
+    // plain: what comes out; stored: what goes in, one of each unique chunk.
+    Field(uint32_t n, uint32_t chunk, const std::vector<Bytes>& plain, const std::vector<Bytes>& stored, const std::vector<uint32_t>& args)
+        : n(n), chunk(chunk), unique(stored.size()) {
+        std::vector<size_t> at(n);
+        size_t total = 0, sum = 0;
+        for (uint32_t i = 0; i < n; i++) {
+            at[i] = total;
+            total += (stored[i % unique].size() + 15) / 16 * 16;
+            sum += stored[i % unique].size();
+        }
+        ratio = (double)sum / n / plain[0].size();
+        src = device<uint8_t>(total);
+        dst = device<uint8_t>((size_t)n * chunk);
+        ref = device<uint8_t>((size_t)unique * chunk);
+        bad = device<unsigned long long>(1);
+        for (uint32_t i = 0; i < n; i++) {
+            const Bytes& s = stored[i % unique];
+            if (i < unique) {
+                CK(cudaMemcpy(src + at[i], s.data(), s.size(), cudaMemcpyHostToDevice));
+                CK(cudaMemcpy(ref + (size_t)i * chunk, plain[i].data(), plain[i].size(), cudaMemcpyHostToDevice));
+            } else {
+                CK(cudaMemcpyAsync(src + at[i], src + at[i % unique], s.size(), cudaMemcpyDeviceToDevice));
+            }
+            items.push_back({(uint64_t)(src + at[i]), s.size(), (uint64_t)(dst + (size_t)i * chunk), chunk, 0, 0, args[i % unique]});
+        }
+        ditems = upload(items);
+        CK(cudaDeviceSynchronize());
+    }
+    ~Field() {
+        for (void* p : {(void*)src, (void*)dst, (void*)ref, (void*)ditems, (void*)bad}) cudaFree(p);
+    }
+    bool verify(std::function<void()> run) {
+        CK(cudaMemset(dst, 0xa5, (size_t)n * chunk));
+        CK(cudaMemset(bad, 0, 8));
+        run();
+        compare_kernel<<<1024, 256>>>((uint4*)dst, (uint4*)ref, chunk / 16, n, unique, bad);
+        CK(cudaDeviceSynchronize());
+        unsigned long long wrong;
+        CK(cudaMemcpy(&wrong, bad, 8, cudaMemcpyDeviceToHost));
+        return wrong == 0;
+    }
+    // row verifies and times a kernel that makes the chunks.
+    bool row(const char* name, const char* kind, Kernel kernel, uint32_t per, int reps) {
+        auto run = [&] { kernel<<<ow_batch_blocks(per, n), OW_BATCH_THREADS>>>(ditems, n); };
+        bool good = verify(run);
+        double ms = median_ms(reps, run);
+        cudaFuncAttributes at;
+        CK(cudaFuncGetAttributes(&at, kernel));
+        printf("%-18s %-7s %4u KiB  ratio %.3f  %s  %7.1f GB/s out  %8.3f ms  %d regs %zu stack\n", name, kind, chunk >> 10, ratio,
+               good ? "exact" : "WRONG", (double)n * chunk / ms / 1e6, ms, at.numRegs, at.localSizeBytes);
+        fflush(stdout);
+        return good;
+    }
+    void theirs(const char* name, const char* kind, int reps) {
+        if (!nvcomp) return;
+        std::string base = std::string("nvcompBatched") + name;
+        Temp temp = (Temp)dlsym(nvcomp, (base + "DecompressGetTempSizeAsync").c_str());
+        Decompress go = (Decompress)dlsym(nvcomp, (base + "DecompressAsync").c_str());
+        if (!temp || !go) return (void)printf("nvCOMP %s: no such functions\n", name);
+        Options none = {};
+        std::vector<void*> in, out;
+        std::vector<size_t> len, cap(n, chunk);
+        for (const ow_batch_item& it : items) in.push_back((void*)it.src), out.push_back((void*)it.dst), len.push_back(it.src_len);
+        void **din = upload(in), **dout = upload(out);
+        size_t *dlen = upload(len), *dcap = upload(cap), *dmade = device<size_t>(n), bytes = 0;
+        int* status = device<int>(n);
+        if (int rc = temp(n, chunk, none, &bytes, (size_t)n * chunk)) return (void)printf("nvCOMP %s: %d\n", name, rc);
+        uint8_t* room = device<uint8_t>(bytes);
+        int rc = 0;
+        auto run = [&] { rc = go(din, dlen, dcap, dmade, n, room, bytes, dout, none, status, 0); };
+        bool good = verify(run);
+        double ms = median_ms(reps, run);
+        printf("%-18s %-7s %4u KiB  ratio %.3f  %s  %7.1f GB/s out  %8.3f ms  rc %d, %zu MiB of scratch\n", ("nvCOMP " + std::string(name)).c_str(),
+               kind, chunk >> 10, ratio, good ? "exact" : "WRONG", (double)n * chunk / ms / 1e6, ms, rc, bytes >> 20);
+        fflush(stdout);
+        for (void* p : {(void*)din, (void*)dout, (void*)dlen, (void*)dcap, (void*)dmade, (void*)status, (void*)room}) CK(cudaFree(p));
+    }
+};
+
+int time_lz(const std::string& only, uint32_t mib, int reps) {
+    int bad = 0;
+    for (int kind = 0; kind < 4; kind++) {
+        uint32_t chunk = 64 << 10, unique = 256;
+        std::vector<Bytes> plain(unique), a(unique), b(unique), c(unique);
+        parallel(unique, [&](size_t i) {
+            plain[i] = content(kind, chunk, 100 + i);
+            a[i] = lz4(plain[i]);
+            b[i] = snappy(plain[i]);
+            c[i] = cascaded(plain[i]);
+        });
+        std::vector<uint32_t> none(unique, 0);
+        if (only.empty() || only == "lz4") {
+            Field f(mib * 16, chunk, plain, a, none);
+            bad += !f.row("lz4", kKinds[kind], ow_lz4_decode, OW_BATCH_WARPS, reps);
+            int blocks[] = {5, 8, 10}, i = 0;
+            for (auto k : {lab_lz4_5, lab_lz4_8, lab_lz4_10}) bad += !f.row(("  " + std::to_string(blocks[i++]) + " blocks an SM").c_str(), kKinds[kind], k, OW_BATCH_WARPS, reps);
+            f.theirs("LZ4", kKinds[kind], reps);
+        }
+        if (only.empty() || only == "snappy") {
+            Field f(mib * 16, chunk, plain, b, none);
+            bad += !f.row("snappy", kKinds[kind], ow_snappy_decode, OW_BATCH_WARPS, reps);
+            int blocks[] = {5, 8, 10}, i = 0;
+            for (auto k : {lab_snappy_5, lab_snappy_8, lab_snappy_10}) bad += !f.row(("  " + std::to_string(blocks[i++]) + " blocks an SM").c_str(), kKinds[kind], k, OW_BATCH_WARPS, reps);
+            f.theirs("Snappy", kKinds[kind], reps);
+        }
+        if (only.empty() || only == "cascaded") {
+            Field f(mib * 16, chunk, plain, c, none);
+            bad += !f.row("cascaded", kKinds[kind], ow_cascaded_decode, OW_BATCH_WARPS, reps);
+            f.theirs("Cascaded", kKinds[kind], reps);
+        }
+    }
+    return bad;
+}
+
+// One chunk size of one transform: encode into slots, decode what came out.
+int time_x16(int tr, uint32_t chunk, uint32_t mib, int reps) {
+    uint32_t unique = std::max(1u, (8u << 20) / chunk), n = (uint32_t)(((uint64_t)mib << 20) / chunk);
+    std::vector<Bytes> plain(unique);
+    parallel(unique, [&](size_t i) { plain[i] = lab::weights(tr, chunk, 1000 + i); });
+    size_t total = (size_t)n * chunk;
+    uint8_t *in = device<uint8_t>(total), *mid = device<uint8_t>(total), *out = device<uint8_t>(total);
+    for (uint32_t i = 0; i < n; i++) {
+        if (i < unique) CK(cudaMemcpy(in + (size_t)i * chunk, plain[i].data(), chunk, cudaMemcpyHostToDevice));
+        else CK(cudaMemcpyAsync(in + (size_t)i * chunk, in + (size_t)(i % unique) * chunk, chunk, cudaMemcpyDeviceToDevice));
+    }
+    std::vector<ow_batch_item> items;
+    for (uint32_t i = 0; i < n; i++) items.push_back({(uint64_t)(in + (size_t)i * chunk), chunk, (uint64_t)(mid + (size_t)i * chunk), chunk, 0, 0, (uint32_t)tr});
+    ow_batch_item* d = upload(items);
+    auto encode = [&] { ow_x16_encode<<<n, ow_x16_threads(chunk)>>>(d, n); };
+    encode();
+    CK(cudaDeviceSynchronize());
+    CK(cudaMemcpy(items.data(), d, n * sizeof items[0], cudaMemcpyDeviceToHost));
+    size_t sum = 0, refused = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        sum += items[i].written;
+        refused += items[i].status != 0;
+        items[i] = {items[i].dst, items[i].written, (uint64_t)(out + (size_t)i * chunk), chunk, 0, 0, items[i].arg};
+    }
+    double ms = median_ms(reps, encode);
+    ow_batch_item* b = upload(items);
+    uint32_t tiles = chunk / lab::tile_bytes(tr), segs = tiles / std::max(1u, items[0].arg >> 16);
+    dim3 grid(n, std::max(1u, segs / OW_BATCH_WARPS));
+    auto decode = [&] { ow_x16_decode_batch<<<grid, OW_BATCH_THREADS>>>(b, n); };
+    CK(cudaMemset(out, 0xa5, total));
+    decode();
+    unsigned long long* bad = device<unsigned long long>(1);
+    unsigned long long wrong;
+    CK(cudaMemset(bad, 0, 8));
+    compare_kernel<<<1024, 256>>>((uint4*)out, (uint4*)in, chunk / 16, n, n, bad);
+    CK(cudaMemcpy(&wrong, bad, 8, cudaMemcpyDeviceToHost));
+    double back = median_ms(reps, decode);
+    printf("x16 %-8s %4u KiB  ratio %.4f  %s  encode %7.1f GB/s in (%.3f ms)  decode batch %7.1f GB/s out (%.3f ms)\n", lab::layout(tr).name, chunk >> 10,
+           (double)sum / total, wrong || refused ? "WRONG" : "exact", total / ms / 1e6, ms, total / back / 1e6, back);
+    fflush(stdout);
+    for (void* p : {(void*)in, (void*)mid, (void*)out, (void*)d, (void*)b, (void*)bad}) CK(cudaFree(p));
+    return wrong || refused;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    uint32_t mib = 1024;
+    int reps = 7, bad = 0;
+    bool only_check = false;
+    std::string only;
+    for (int i = 1; i < argc; i++) {
+        std::string a = argv[i];
+        auto text = [&] { return i + 1 < argc ? argv[++i] : (char*)""; };
+        if (a == "--check") only_check = true;
+        else if (a == "--mib") mib = atoi(text());
+        else if (a == "--reps") reps = atoi(text());
+        else if (a == "--only") only = text();
+        else if (a == "--nvcomp") {
+            nvcomp = dlopen(text(), RTLD_NOW | RTLD_LOCAL);
+            if (!nvcomp) fprintf(stderr, "%s\n", dlerror());
+        } else return fprintf(stderr, "what is %s?\n", a.c_str()), 2;
+    }
+    auto wanted = [&](const char* s) { return only.empty() || only == s; };
+    cudaDeviceProp dev;
+    CK(cudaGetDeviceProperties(&dev, 0));
+    printf("%s, %d SMs\n", dev.name, dev.multiProcessorCount);
+    if (wanted("lz4")) bad += check_lz("lz4", ow_lz4_decode, ow_lz4_decode_host, lz4);
+    if (wanted("snappy")) bad += check_lz("snappy", ow_snappy_decode, ow_snappy_decode_host, snappy);
+    if (wanted("cascaded")) bad += check_lz("cascaded", ow_cascaded_decode, ow_cascaded_decode_host, cascaded);
+    if (wanted("x16")) bad += check_x16();
+    if (!only_check) {
+        if (only != "x16") bad += time_lz(only, mib, reps);
+        if (wanted("x16")) {
+            for (uint32_t chunk : {64u << 10, 256u << 10, 1u << 20, 4u << 20}) bad += time_x16(OW_BF16, chunk, mib, reps);
+            for (int tr = OW_FP16; tr <= OW_BYTES; tr++) bad += time_x16(tr, 1 << 20, mib, reps);
+        }
+    }
+    printf("%s\n", bad ? "FAILED" : "all exact");
+    return bad ? 1 : 0;
+}

@@ -1,0 +1,229 @@
+"""Codecs on a GPU through nvCOMP's API, ours beside nvCOMP's, in one run.
+
+    python cuda/lab/codecs_row.py [--size 1GiB] [--wheels FOLDER] [--json]
+
+X16 against nvCOMP's ANS `<f2` on the same bf16 weights; LZ4 and Snappy decoded
+by both from the very same streams, which nvCOMP wrote; and what one call costs,
+small batches with a config and an output of the caller's. Every decoder's bytes
+are compared with what went in before it is timed; rates are those of CUDA events
+around a run of calls, in bytes of content. Where nvCOMP is missing its columns
+are empty; without a GPU there is no row, and the exit status is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nvcomp_row import nvcomp_module, weights
+
+TIMES, RUNS = 8, 5
+
+
+def rate(nbytes: int, work: Callable[[], Any], times: int = TIMES) -> tuple[float, float, float]:
+    """GB/s: median, lowest, highest of RUNS runs."""
+    import torch
+
+    rates = []
+    for _ in range(RUNS + 1):  # the first warms up
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(times):
+            work()
+        end.record()
+        end.synchronize()
+        rates.append(nbytes * times / begin.elapsed_time(end) / 1e6)
+    del rates[0]
+    return statistics.median(rates), min(rates), max(rates)
+
+
+def each_call(work: Callable[[], Any], calls: int = 2000) -> tuple[float, float]:
+    """Microseconds of a call: until it returns, and with a synchronisation each."""
+    import torch
+
+    for _ in range(50):
+        work()
+    torch.cuda.synchronize()
+    queued = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        for _ in range(calls // RUNS):
+            work()
+        queued.append((time.perf_counter() - begin) / (calls // RUNS) * 1e6)
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls // 10):
+        work()
+        torch.cuda.synchronize()
+    return statistics.median(queued), (time.perf_counter() - begin) / (calls // 10) * 1e6
+
+
+def same(a: Any, b: Any) -> None:
+    import torch
+
+    torch.cuda.synchronize()
+    if not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+        raise ValueError("other bytes came back")
+
+
+def text(nbytes: int) -> Any:
+    """Something that LZ4 and Snappy gain on: words out of a small list."""
+    import random
+
+    import torch
+
+    r = random.Random(1)
+    words = [r.randbytes(r.randrange(3, 24)) for _ in range(2000)]
+    piece = b"".join(r.choice(words) for _ in range(1 << 18))[: 2 << 20]
+    one = torch.frombuffer(bytearray(piece), dtype=torch.uint8).cuda()
+    return one.repeat(nbytes // len(piece))
+
+
+def codec_pair(api: Any, data: Any, chunk: int, named: dict[str, Any]) -> dict[str, Any]:
+    """One library's encoder and decoder on data that lies on the GPU."""
+    import torch
+
+    codec = api.Codec(uncomp_chunk_size=chunk, cuda_stream=torch.cuda.current_stream().cuda_stream, **named)
+    torch.cuda.synchronize()
+    source = api.as_array(data)
+    packed = codec.encode(source)
+    config = codec.decompression_config(packed)
+    out = torch.empty_like(data)
+    out.fill_(1)
+    into = api.as_array(out, cuda_stream=torch.cuda.current_stream().cuda_stream)
+
+    def decode() -> Any:
+        return codec.decode(packed, out=into, decompression_config=config)
+
+    decode()
+    same(out, data)
+    found = {"ratio": packed.buffer_size / data.nbytes, "decode": rate(data.nbytes, decode)}
+    found["encode"] = rate(data.nbytes, lambda: codec.encode(source), 1)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--size", default="1GiB", help="bytes of weights")
+    parser.add_argument("--wheels", help="folder with nvCOMP's wheels, when they are not installed")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    args = parser.parse_args()
+    try:
+        import torch
+    except ImportError:
+        print("not measured: torch is not installed")
+        return 0
+    if not torch.cuda.is_available():
+        print("not measured: no CUDA device")
+        return 0
+    import overwire.compat.nvcomp as ours
+
+    rows: list[dict[str, Any]] = []
+
+    def say(what: str, who: str, found: dict[str, Any]) -> None:
+        rows.append({"what": what, "who": who} | found)
+        if args.json:
+            return
+        line = f"{what:34} {who:14}"
+        if "ratio" in found:
+            line += f" ratio {found['ratio']:.4f}"
+        for verb in ("decode", "encode"):
+            if verb in found:
+                line += f"  {verb} {found[verb][0]:7.1f} GB/s ({found[verb][1]:.1f} to {found[verb][2]:.1f})"
+        if "call" in found:
+            line += f"  {found['call'][0]:7.1f} us queued, {found['call'][1]:7.1f} us with a synchronisation"
+        if "error" in found:
+            line += f"  {found['error']}"
+        print(line, flush=True)
+
+    # A stream of its own: nvCOMP takes 0 for "none given".
+    with tempfile.TemporaryDirectory() as folder, torch.cuda.stream(torch.cuda.Stream()):
+        nvcomp: Any = None
+        try:
+            nvcomp = nvcomp_module(args.wheels, folder)
+        except ImportError as error:
+            print(f"nvCOMP is not installed ({error}): its rows are left out", file=sys.stderr)
+        theirs = f"nvCOMP {nvcomp.__version__}" if nvcomp is not None else ""
+        data = weights(args.size, folder)
+        torch.cuda.synchronize()
+        failed = 0
+
+        def measured(what: str, who: str, work: Callable[[], dict[str, Any]]) -> None:
+            nonlocal failed
+            try:
+                found = work()
+            except (ValueError, RuntimeError, TypeError) as error:
+                failed += who == "overwire"
+                found = {"error": f"{type(error).__name__}: {error}"}
+            say(what, who, found)
+
+        for chunk in (64 << 10, 256 << 10, 1 << 20):
+            what = f"bf16 weights, chunks of {chunk >> 10} KiB"
+            measured(what + ", X16", "overwire", lambda c=chunk: codec_pair(ours, data, c, {"algorithm": "X16", "data_type": "bfloat16"}))
+            if nvcomp is not None:
+                measured(what + ", ANS", theirs, lambda c=chunk: codec_pair(nvcomp, data, c, {"algorithm": "ANS", "data_type": "<f2"}))
+        words = text(512 << 20)
+        for name in ("LZ4", "Snappy"):
+            if nvcomp is not None:
+                codec = nvcomp.Codec(algorithm=name, uncomp_chunk_size=65536, cuda_stream=torch.cuda.current_stream().cuda_stream)
+                packed = codec.encode(nvcomp.as_array(words))
+                torch.cuda.synchronize()
+                stored = torch.as_tensor(packed, device="cuda")
+                out = torch.empty_like(words)
+                config = codec.decompression_config(packed)
+
+                def decode(codec: Any = codec, packed: Any = packed, out: Any = out, config: Any = config) -> Any:
+                    return codec.decode(packed, out=out, decompression_config=config)
+
+                def their(decode: Any = decode, out: Any = out, packed: Any = packed) -> dict[str, Any]:
+                    decode()
+                    same(out, words)
+                    return {"ratio": packed.buffer_size / words.nbytes, "decode": rate(words.nbytes, decode)}
+
+                measured(f"words, {name}", theirs, their)
+            else:
+                stored = torch.as_tensor(ours.Codec(algorithm=name).encode(ours.as_array(words)), device="cuda")
+
+            def our(stored: Any = stored, name: str = name) -> dict[str, Any]:
+                codec = ours.Codec(algorithm=name)
+                packed, out = ours.as_array(stored), torch.empty_like(words)
+                config = codec.decompression_config(packed)
+                codec.decode(packed, out=out, decompression_config=config)
+                same(out, words)
+                return {
+                    "ratio": stored.nbytes / words.nbytes,
+                    "decode": rate(words.nbytes, lambda: codec.decode(packed, out=out, decompression_config=config)),
+                }
+
+            measured(f"words, {name}", "overwire", our)
+
+        def calls(api: Any, named: dict[str, Any], count: int, nbytes: int) -> dict[str, Any]:
+            codec = api.Codec(cuda_stream=torch.cuda.current_stream().cuda_stream, **named)
+            plain = [torch.randn(nbytes // 2, device="cuda").mul_(0.02).half() for _ in range(count)]
+            packed = codec.encode([api.as_array(p) for p in plain])
+            config = codec.decompression_config(packed)
+            out = [torch.empty_like(p) for p in plain]
+            into = api.as_arrays(out)
+            codec.decode(packed, out=into, decompression_config=config)
+            for a, b in zip(plain, out, strict=True):
+                same(a, b)
+            return {"call": each_call(lambda: codec.decode(packed, out=into, decompression_config=config))}
+
+        for count, nbytes in ((1, 4096), (1, 65536), (16, 65536)):
+            what = f"decode {count} x {nbytes >> 10} KiB, a call"
+            measured(what, "overwire", lambda c=count, n=nbytes: calls(ours, {"algorithm": "X16", "data_type": "<f2"}, c, n))
+            if nvcomp is not None:
+                measured(what, theirs, lambda c=count, n=nbytes: calls(nvcomp, {"algorithm": "ANS", "data_type": "<f2"}, c, n))
+        if args.json:
+            print(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+// Snappy blocks: one warp decodes one block.
+//
+//   block   = varint of the content's length, elements
+//   element = tag (u8); tag & 3 says which:
+//     0  literals: (tag >> 2) + 1, or if that is above 60 the 1 to 4 bytes behind
+//        the tag, + 1
+//     1  a copy of (tag >> 2 & 7) + 4 from (tag >> 5) << 8 | next byte back
+//     2  a copy of (tag >> 2) + 1 from u16 back
+//     3  likewise from u32 back
+#ifndef OVERWIRE_SNAPPY_DECODE_CUH
+#define OVERWIRE_SNAPPY_DECODE_CUH
+
+#include "lz.cuh"
+
+namespace ow {
+
+// snappy_word is the n <= 4 bytes from lane k of a peek.
+OW_DEV u32 snappy_word(u32 b, u32 k, u32 n) {
+    u32 v = shfl(b, k) | shfl(b, k + 1) << 8 | shfl(b, k + 2) << 16 | shfl(b, k + 3) << 24;
+    return n >= 4 ? v : v & ((1u << 8 * n) - 1);
+}
+
+OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out);
+
+struct Snappy {
+    static constexpr u32 kRounds = 4;
+    OW_DEV Head head(u32 b, u32 lane) {
+        u32 kind = b & 3, n = (b >> 2) + 1;
+        if (kind == 0) return {n <= 60 ? n + 1 : 0, n, 0, lane};
+        if (kind == 1) return {2, 0, (b >> 2 & 7) + 4, lane + 1};
+        return {kind == 2 ? 3u : 0, 0, n, lane + 1};
+    }
+    OW_DEV u32 back(u32 b, u32 low, u32 high) { return low | ((b & 3) == 1 ? b >> 5 : high) << 8; }
+    OW_DEV u32 block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) { return snappy_block(f, dst, cap, table, out); }
+};
+
+// snappy_block decodes; out is how many bytes. Returns 0 or a status.
+OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
+    out = 0;
+    u32 at = f.begin, b = feed_peek(f, at);
+    u32 last = ballot(at + lane() < f.end && b < 128 && lane() < 5);
+    if (!last) return OW_BATCH_INPUT;
+    u32 k = lowest(last);
+    u64 said = 0;
+    for (u32 i = 0; i < 5; i++) {
+        u32 v = shfl(b, i) & 127;
+        if (i <= k) said |= (u64)v << (7 * i);
+    }
+    if (said >> 32) return OW_BATCH_INPUT;
+    if (said > cap) return OW_BATCH_ROOM;
+    // What follows may make as many bytes as were said, and must.
+    u32 size = (u32)said;
+    at += k + 1;
+    u8* mine = dst + f.lane;
+    b = feed_peek(f, at);
+    OW_UNROLL(1)
+    while (at < f.end) {
+        u32 tag = shfl(b, 0), kind = tag & 3, n = (tag >> 2) + 1;
+        if (kind != 3 && (kind || n < kShortIn) && f.end - at > 64 && size - out >= kShortOut) {
+            bool bad;
+            Batch s = short_batch<Snappy>(f, b, at, out, mine, table, bad);
+            if (bad) return OW_BATCH_OFFSET;
+            b = feed_peek(f, at);
+            short_store(f, mine, out, s);
+            out += s.n;
+            continue;
+        }
+        u32 rest = f.end - ++at;
+        if (kind == 0) {
+            if (n > 60) {
+                u32 extra = n - 60;
+                if (extra > rest) return OW_BATCH_INPUT;
+                n = snappy_word(b, 1, extra) + 1;
+                at += extra;
+                rest -= extra;
+            }
+            if (n == 0 || n > rest || n > size - out) return OW_BATCH_INPUT;
+            copy_run<false>(dst + out, f.base + at, n, f.base + f.begin, f.base + f.end);
+            at += n;
+        } else {
+            u32 back, extra = kind == 3 ? 4 : kind;
+            if (extra > rest) return OW_BATCH_INPUT;
+            if (kind == 1) {
+                n = (tag >> 2 & 7) + 4;
+                back = tag >> 5 << 8 | shfl(b, 1);
+            } else {
+                back = snappy_word(b, 1, extra);
+            }
+            at += extra;
+            if (back - 1 >= out) return OW_BATCH_OFFSET;
+            if (n > size - out) return OW_BATCH_INPUT;
+            copy_match(dst, out, cap, back, n);
+        }
+        out += n;
+        b = feed_peek(f, at);
+    }
+    return out == size ? 0 : OW_BATCH_INPUT;
+}
+
+}  // namespace ow
+#endif

@@ -1,0 +1,122 @@
+// Streams of X16 made on the device (gosrc/bitstream/native.go, x16.go): rows out
+// of contents, then, when every row has its block, the layout, and the bytes in
+// their places. The same bytes as the host's encoder makes, where its blocks are
+// the same.
+#ifndef OVERWIRE_STREAM_MAKE_CUH
+#define OVERWIRE_STREAM_MAKE_CUH
+
+#include "stream.cuh"
+
+namespace ow {
+
+// A native stream of X16 without checksums: header and tables begin like this.
+constexpr u32 kTables = 72;
+
+OW_DEV u32 stream_chunk(const ow_stream& s, u32 k) {
+    u64 left = s.size - (u64)k * s.chunk;
+    return (u32)(left < s.chunk ? left : s.chunk);
+}
+
+// stream_cut fills a row: a chunk of content, and where its block is made.
+OW_DEV void stream_cut(const ow_stream_head* head, ow_batch_item* rows, u32 row) {
+    ow_stream s = stream_list(head)[stream_of(head, row)];
+    u32 k = row - s.first;
+    rows[row] = {s.src + (u64)k * s.chunk, stream_chunk(s, k), head->scratch + row * head->slot, head->slot, 0, 0, s.arg};
+}
+
+// What became of a row's chunk: a block, or the bytes as they are.
+OW_DEV bool row_plain(const ow_batch_item& it, u32 transform) { return !transform || it.status == OW_BATCH_GAIN; }
+
+OW_DEV void store64(u8* p, u64 v) { stg64(p, {(u32)v, (u32)(v >> 32)}); }
+
+// stream_sum lays stream i out: each row gets its place and length, the stream
+// its tables and header, the host the length of it all.
+OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u32* status) {
+    ow_stream s = stream_list(head)[i];
+    u8* dst = (u8*)(uintptr_t)s.dst;
+    bool native = s.kind == OW_STREAM_NATIVE;
+    u32 n = native && !s.size ? 0 : s.rows;
+    u64 front = native ? kTables + 16 * (u64)n : s.kind == OW_STREAM_SIZED ? 8 : 0, off = 0;
+    bool bad = front > s.stored;
+    for (u32 base = 0; base < n && !bad; base += 32) {
+        u32 k = base + lane(), bytes = 0, stored = 0;
+        bool wrong = false;
+        if (k < n) {
+            const ow_batch_item& it = rows[s.first + k];
+            bool plain = row_plain(it, s.arg);
+            wrong = !plain && it.status;
+            stored = kBlockHead + (plain ? (u32)it.src_len : (u32)it.written);
+            bytes = native ? (stored + 15) & ~15u : stored;
+        }
+        if (ballot(wrong) && lane() == 0) raise(status + i, OW_STREAM_DATA);
+        u32 sum = bytes;
+        for (u32 d = 1; d < 32; d *= 2) {
+            u32 o = shfl(sum, lane() - d);
+            if (lane() >= d) sum += o;
+        }
+        u64 at = off + sum - bytes;
+        off += shfl(sum, 31);
+        bad = front + off > s.stored;
+        if (k < n) {
+            if (native) {
+                store64(dst + kTables + 8 * (u64)k, at);
+                store64(dst + kTables + 8 * ((u64)n + k), stored);
+            }
+            rows[s.first + k].dst = s.dst + front + at;
+            rows[s.first + k].dst_cap = bad ? 0 : stored;
+        }
+    }
+    syncwarp();  // the rows are all written
+    if (lane()) return;
+    if (bad) {
+        for (u32 k = 0; k < n; k++) rows[s.first + k].dst_cap = 0;
+        raise(status + i, OW_STREAM_ROOM);
+        return;
+    }
+    ow_stream_peek_t* out = (ow_stream_peek_t*)((u8*)status + head->told) + i;
+    *out = {front + off, s.chunk, s.format, 0};
+    if (s.kind == OW_STREAM_SIZED) store64(dst, s.size);
+    if (!native) return;
+    for (u32 k = 0; k < kTables; k += 8) store64(dst + k, 0);
+    stg32(dst, s.version == 5 ? 0x52911326 : 0x52911327);
+    stg8(dst + 4, s.version);
+    stg8(dst + 5, s.version == 5 ? 3 : 0);
+    stg8(dst + 6, s.format);
+    store64(dst + 8, off);
+    store64(dst + 16, s.size);
+    store64(dst + 24, n);
+    if (s.version == 5) {
+        stg8(dst + 32, 1);
+        store64(dst + 48, s.chunk);
+        stg32(dst + 56, (u32)front);
+    } else {
+        store64(dst + 32, s.chunk);
+        stg32(dst + 40, (u32)front);
+        stg8(dst + 52, 1);
+    }
+}
+
+// stream_join puts a warp's share of a row down: head, block, padding.
+OW_DEV void stream_join(const ow_stream_head* head, const ow_batch_item* rows, u32 job, u32*) {
+    u32 split = head->split, row = job / split, share = job % split;
+    ow_stream s = stream_list(head)[stream_of(head, row)];
+    ow_batch_item it = rows[row];
+    if (it.dst_cap == 0 || (s.kind == OW_STREAM_NATIVE && !s.size)) return;
+    bool plain = row_plain(it, s.arg);
+    u32 n = (u32)it.dst_cap - kBlockHead;
+    stream_copy(it.dst + kBlockHead, plain ? it.src : head->scratch + row * head->slot, n, share, split);
+    if (share) return;
+    u8* dst = (u8*)(uintptr_t)it.dst;
+    if (lane() == 0) {
+        u64 h = (u64)stream_chunk(s, row - s.first) << 32;
+        if (!plain) h |= 1 | (it.arg & 255) << 8 | (it.arg & 0xffff0000);
+        for (u32 i = 0; i < kBlockHead; i++) stg8(dst + i, (u32)(h >> (8 * i)) & 255);
+    }
+    if (s.kind == OW_STREAM_NATIVE && it.dst_cap % 16) {
+        u32 pad = 16 - it.dst_cap % 16;
+        if (lane() < pad) stg8(dst + it.dst_cap + lane(), 0);
+    }
+}
+
+}  // namespace ow
+#endif

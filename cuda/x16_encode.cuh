@@ -1,0 +1,398 @@
+// X16 the other way: one block, of 4 to 16 warps, makes one chunk (docs/format.md
+// 3), the same bytes as the Go encoder.
+//
+// A block's warps go through the chunk in phases, with a barrier after each:
+//
+//   0  clear      1  count values       2  sum what was counted
+//   3  one warp fits the model and makes the tables
+//   4  each warp codes its segments, only to learn how long they are
+//   5  one warp lays the chunk out, and writes its header and directory
+//   6  each warp codes its segments again, into their places, and the planes
+//
+// Coding twice costs less than moving words that were put down too early.
+// Source and destination are aligned to 16; nothing past dst_cap is written,
+// since phase 5 knows the size before phase 6 begins.
+#ifndef OVERWIRE_X16_ENCODE_CUH
+#define OVERWIRE_X16_ENCODE_CUH
+
+#include "abi_batch.h"
+#include "x16_fit.cuh"
+#include "x16_split.cuh"
+
+namespace ow {
+
+// Shared memory: counts of values, eight copies by lane; then, in their place,
+// words and escapes of each segment. Entries of values: frequency, escape << 8,
+// address of its first slot << 16; inverse of the frequency.
+constexpr u32 kCounts = 0, kEntries = 8192, kBins = 10240, kSlots = 11264, kHead = 11520, kFacts = kHead + 96;
+constexpr u32 kEncodeShared = kFacts + 144, kEncodePhases = 7;
+// Facts: what the chunk will be; its planes' offset; whether it has escapes;
+// bits common to all elements, and to any, by warp.
+constexpr u32 kState = kFacts, kPlanes = kFacts + 4, kEscapes = kFacts + 8, kAll = kFacts + 16, kAny = kFacts + 80;
+enum : u32 { kCoded = 0, kOneSymbol = 1, kRefused = 2 };
+constexpr u32 kMostChunk = 16 << 20;
+
+// The chunk's cut into segments: gosrc/codec/x16, grid.
+struct X16Grid { u32 tiles, seg, segs; };
+
+template <int TR> OW_DEV X16Grid x16_grid(u32 bytes) {
+    X16Grid g;
+    g.tiles = bytes / (32 * Transform<TR>::kOut);
+    u32 n = (g.tiles + 255) / 256, more = n > g.tiles / 32 ? n : g.tiles / 32;
+    n = umin((n + 3) & ~3u, more ? more : 1);
+    g.seg = (g.tiles + n - 1) / n;
+    g.segs = g.tiles ? (g.tiles + g.seg - 1) / g.seg : 0;
+    return g;
+}
+
+OW_DEV u32 up16(u32 n) { return (n + 15) & ~15u; }
+
+// lane_unit is the lane's place in a tile, in units of 8 symbols.
+OW_DEV u32 lane_unit() { return (lane() & 16) + 4 * (lane() & 3) + (lane() >> 2 & 3); }
+
+OW_DEV u32 byte_of(u32x2 v, u32 i) { return (i < 4 ? v.x : v.y) >> (8 * (i & 3)) & 255; }
+
+// x16_tables writes what coding looks up, for a model and its buckets.
+OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
+    u32 first = lane() < 16 ? m.freq : 0;  // of the symbol's slots: those of the symbols before
+    OW_UNROLL(1)
+    for (u32 d = 1; d < 16; d *= 2) {
+        u32 o = shfl(first, lane() - d);
+        if (lane() >= d) first += o;
+    }
+    first -= m.freq;
+    // The rank at position 0 of a bucket's alias, as in x16_table.
+    u32 b = lane() & 15, other = shfl(alias, b), div = shfl(divider, b), bias = shfl(divider, other) - div;
+    OW_UNROLL(1)
+    for (u32 i = 0; i < 15; i++) {
+        u32 d = shfl(divider, i), a = shfl(alias, i);
+        if (i < b && a == other && d < 16) bias += 16 - d;
+    }
+    // Two lanes a bucket, eight slots each.
+    u32 mine = lane() >> 1, r = 8 * (lane() & 1);
+    u32 d = shfl(divider, mine), up = shfl(bias, mine);
+    u32 own = shfl(first, mine), theirs = shfl(first, shfl(alias, mine));
+    OW_UNROLL(1)
+    for (u32 i = 0; i < 8; i++, r++) {
+        sts8(shared + kSlots + ((r < d ? own + r : theirs + r + up) & 255), 16 * mine + r);
+    }
+    u32 f = m.freq ? m.freq : 1, inverse = f == 1 ? ~0u : (u32)(0x100000000ull / f);
+    u32 entry = m.freq | (shared + kSlots + first) << 16 | (lane() == m.escape ? 256 : 0);
+    // All other values are escapes, if there are any.
+    u32 from = m.escape == kNone ? 0 : m.escape, rest = shfl(entry, from), rest_inverse = shfl(inverse, from);
+    OW_UNROLL(1)
+    for (u32 v = lane(); v < 256; v += 32) sts64(shared + kEntries + 8 * v, {rest, rest_inverse});
+    syncwarp();
+    if (lane() < 16 && m.freq && lane() != m.escape) sts64(shared + kEntries + 8 * m.value, {entry, inverse});
+}
+
+// An Encode is one item in the making, as each warp of its block sees it.
+template <int TR> struct Encode {
+    typedef Transform<TR> X;
+    static constexpr u32 kUnit = X::kOut, kTile = 32 * X::kOut;
+    ow_batch_item* item;
+    const u8* src;
+    u8* dst;
+    u32 n, cap;  // bytes of either
+    u32 shared, warp, warps;
+    X16Grid g;
+
+    OW_DEV void open(Encode& e, ow_batch_item* item, u32 shared, u32 warp, u32 warps) {
+        ow_batch_item it = *item;
+        e.item = item;
+        e.src = (const u8*)(uintptr_t)it.src;
+        e.dst = (u8*)(uintptr_t)it.dst;
+        e.n = (u32)it.src_len;
+        e.cap = it.dst_cap < kMostChunk ? (u32)it.dst_cap : kMostChunk;
+        e.shared = shared;
+        e.warp = warp;
+        e.warps = warps;
+        e.g = x16_grid<TR>(e.n);
+    }
+
+    OW_DEV void refuse(const Encode& e, u32 status) {
+        if (lane() == 0) {
+            e.item->written = 0;
+            e.item->status = status;
+            sts32(e.shared + kState, kRefused);
+        }
+    }
+
+    OW_DEV void clear(const Encode& e) {
+    OW_UNROLL(1)
+        for (u32 i = 32 * e.warp + lane(); i < 2048; i += 32 * e.warps) sts32(e.shared + kCounts + 4 * i, 0);
+        if (e.warp == 0 && lane() == 0) sts32(e.shared + kState, kCoded);
+    }
+
+    OW_DEV void count(const Encode& e) {
+        u32 all = ~0u, any = 0, counts = e.shared + kCounts + 4 * (lane() & 7);
+    OW_UNROLL(1)
+        for (u32 t = e.warp; t < e.g.tiles; t += e.warps) {
+            Unit u = unit_load<TR>(e.src + (u64)t * kTile + lane() * kUnit);
+            u32x2 v = unit_values<TR>(u);
+            for (u32 i = 0; i < kUnit / 4; i++) all &= u.w[i], any |= u.w[i];
+    OW_UNROLL(8)
+            for (u32 i = 0; i < 8; i++) count32(counts + 32 * byte_of(v, i));
+        }
+    OW_UNROLL(1)
+        for (u32 d = 16; d; d /= 2) {
+            all &= shfl(all, lane() ^ d);
+            any |= shfl(any, lane() ^ d);
+        }
+        if (lane() == 0) {
+            sts32(e.shared + kAll + 4 * e.warp, all);
+            sts32(e.shared + kAny + 4 * e.warp, any);
+        }
+    }
+
+    OW_DEV void sum(const Encode& e) {
+    OW_UNROLL(1)
+        for (u32 v = 32 * e.warp + lane(); v < 256; v += 32 * e.warps) {
+            u32 s = 0;
+            for (u32 i = 0; i < 8; i++) s += lds32(e.shared + kCounts + 32 * v + 4 * i);
+            sts32(e.shared + kBins + 4 * v, s);
+        }
+    }
+
+    OW_DEV void fit(const Encode& e) {
+        u32 all = ~0u, any = 0;
+        for (u32 i = 0; i < e.warps; i++) {
+            all &= lds32(e.shared + kAll + 4 * i);
+            any |= lds32(e.shared + kAny + 4 * i);
+        }
+        X16Model m = x16_fit(e.shared + kBins, 256 * e.g.tiles, !X::kEscapes);
+        u32 limit = (u32)dmul(0.99, (double)e.n);
+        if (m.one == kNone && 96 + 136 * e.g.segs + (u64)(m.bits * 0.125) > limit) {
+            refuse(e, OW_BATCH_GAIN);
+            return;
+        }
+        u32 divider = 0, alias = 0;
+        if (m.one == kNone) {
+            x16_buckets(m.freq, divider, alias);
+            x16_tables(e.shared, m, divider, alias);
+        }
+        // A plane is constant if its bits are the same in all elements.
+        all = fold<TR, true>(all);
+        any = fold<TR, false>(any);
+        Raw<X::kPlanes> same = unit_planes<TR>(unit_of<TR>(all)), differ = unit_planes<TR>(unit_of<TR>(all ^ any));
+        u32 constant = 0;
+        for (int i = 0; i < X::kPlanes; i++) constant |= (differ.p[i].x == 0) << i;
+        if (lane() < 24) sts32(e.shared + kHead + 4 * lane(), 0);
+        syncwarp();
+        if (lane() == 0) {
+            sts32(e.shared + kState, m.one == kNone ? (u32)kCoded : (u32)kOneSymbol);
+            sts32(e.shared + kEscapes, m.escape != kNone);
+            sts8(e.shared + kHead, m.one != kNone);
+            sts8(e.shared + kHead + 1, m.one == kNone ? 0 : m.one);
+            sts8(e.shared + kHead + 2, constant);
+            sts8(e.shared + kHead + 3, m.escape == kNone ? 0 : m.escape + 1);
+            sts32(e.shared + kHead + 4, e.g.tiles);
+            for (int i = 0; i < X::kPlanes; i++) {
+                if (constant >> i & 1) sts8(e.shared + kHead + 8 + i, same.p[i].x & ((1u << X::width(i)) - 1));
+            }
+        }
+        if (lane() < 16) {
+            sts8(e.shared + kHead + 16 + lane(), m.value);
+            if (m.one == kNone) {
+                sts8(e.shared + kHead + 32 + lane(), m.freq);
+                sts8(e.shared + kHead + 48 + lane(), divider);
+                sts8(e.shared + kHead + 64 + lane(), alias);
+            }
+        }
+    }
+
+    // A symbol is coded: x becomes x / f << 8 | slot(x mod f). The inverse gives
+    // the quotient or one less.
+    OW_DEV void code(u32& x, u32x2 entry) {
+        u32 f = entry.x & 255, q = mulhi(x, entry.y), r = x - q * f;
+        if (r >= f) q++, r -= f;
+        x = q << 8 | lds8((entry.x >> 16) + r);
+    }
+
+    // segment codes segment s, last symbol first. WRITE: words and planes go to
+    // their places; else words and escapes are counted into the list.
+    template <bool WRITE> OW_DEV void segment(const Encode& e, u32 s) {
+        u32 first = s * e.g.seg, t = umin(first + e.g.seg, e.g.tiles), entries = e.shared + kEntries;
+        const u8* from = e.src + lane_unit() * kUnit;
+        u8* words = nullptr;
+        u32x2 place = {0, 0};
+        if (WRITE) {
+            place = {again32(e.dst + 96 + 8 * s), again32(e.dst + 100 + 8 * s)};
+            words = e.dst + place.x + 128 + 2 * lds32(e.shared + kCounts + 8 * s);
+        }
+        u32 x = 1 << 16, emitted = 0, escapes = 0, below = lanes_below();
+        bool listed = lds32(e.shared + kEscapes);
+        u32 constant = lds32(e.shared + kHead) >> 16 & 255;
+        Unit next = unit_load<TR>(from + (u64)(t - 1) * kTile);
+    OW_UNROLL(1)
+        for (;;) {
+            Unit u = next;
+            bool more = --t > first;
+            if (more) next = unit_load<TR>(from + (u64)(t - 1) * kTile);
+            u32x2 v = unit_values<TR>(u);
+            if (WRITE) planes(e, u, t, lane_unit(), constant);
+    OW_UNROLL(4)
+            for (int i = 6; i >= 0; i -= 2) {
+                u32x2 a = lds64(entries + 8 * byte_of(v, i)), b = lds64(entries + 8 * byte_of(v, i + 1));
+                bool full = x >= ((a.x & 255) * (b.x & 255)) << 16;
+                if (WRITE) {
+                    u32 who = ballot(full);
+                    words -= 2 * popc(who);
+                    if (full) stg16(words + 2 * popc(who & below), x & 0xffff);
+                } else {
+                    emitted += full;
+                    if (listed) escapes += (a.x >> 8 & 1) + (b.x >> 8 & 1);
+                }
+                if (full) x >>= 16;
+                code(x, b);
+                code(x, a);
+            }
+            if (!more) break;
+        }
+        if (WRITE) {
+            stg32(e.dst + place.x + 4 * lane(), x);
+            ending(e, s, place);
+        } else {
+    OW_UNROLL(1)
+            for (u32 d = 16; d; d /= 2) {
+                emitted += shfl(emitted, lane() ^ d);
+                escapes += shfl(escapes, lane() ^ d);
+            }
+            if (lane() == 0) sts64(e.shared + kCounts + 8 * s, {emitted, escapes});
+        }
+    }
+
+    // ending writes what follows a segment's words: its escapes and the padding.
+    OW_DEV void ending(const Encode& e, u32 s, u32x2 place) {
+        u32 at = place.x + 128 + 2 * lds32(e.shared + kCounts + 8 * s), end = at + 3 * place.y, done = 0;
+    OW_UNROLL(1)
+        for (u32 t = s * e.g.seg; done < place.y; t++) {
+            // In the order of elements now, not of lanes.
+            u32x2 v = unit_values<TR>(unit_load<TR>(e.src + (u64)t * kTile + lane() * kUnit));
+            u32 mask = 0;
+            for (u32 i = 0; i < 8; i++) mask |= (lds32(e.shared + kEntries + 8 * byte_of(v, i)) >> 8 & 1) << i;
+            if (!ballot(mask)) continue;
+            u32 mine = popc(mask), upto = mine;
+    OW_UNROLL(1)
+            for (u32 d = 1; d < 32; d *= 2) {
+                u32 o = shfl(upto, lane() - d);
+                if (lane() >= d) upto += o;
+            }
+            u32 k = done + upto - mine;
+            for (u32 i = 0; i < 8; i++) {
+                if (!(mask >> i & 1)) continue;
+                stg16(e.dst + at + 2 * k, 256 * (t - s * e.g.seg) + 8 * lane() + i);
+                stg8(e.dst + at + 2 * place.y + k, byte_of(v, i));
+                k++;
+            }
+            done += shfl(upto, 31);
+        }
+        if (lane() < up16(end) - end) stg8(e.dst + end + lane(), 0);
+    }
+
+    // planes writes unit `unit` of tile t.
+    OW_DEV void planes(const Encode& e, const Unit& u, u32 t, u32 unit, u32 constant) {
+        if (X::kPlanes == 0) return;
+        Raw<X::kPlanes> r = unit_planes<TR>(u);
+        u8* to = e.dst + lds32(e.shared + kPlanes);
+        for (int i = 0; i < X::kPlanes; i++) {
+            u32 w = X::width(i);
+            if (constant >> i & 1) continue;
+            u8* p = to + (u64)(32 * t + unit) * w;
+            if (w == 8) stg64(p, r.p[i]);
+            if (w == 4) stg32(p, r.p[i].x);
+            if (w == 1) stg8(p, r.p[i].x);
+            to += (u64)32 * w * e.g.tiles;
+        }
+    }
+
+    OW_DEV void layout(const Encode& e) {
+        bool coded = lds32(e.shared + kState) == kCoded;
+        u32 at = 96, segs = coded ? e.g.segs : 0, constant = lds32(e.shared + kHead) >> 16 & 255;
+        if (coded) {
+            at = up16(96 + 8 * (segs + 1));
+    OW_UNROLL(1)
+            for (u32 s = lane(); s - lane() < segs; s += 32) {
+                u32x2 l = s < segs ? lds64(e.shared + kCounts + 8 * s) : u32x2{0, 0};
+                u32 size = s < segs ? up16(128 + 2 * l.x + 3 * l.y) : 0;
+    OW_UNROLL(1)
+                for (u32 d = 16; d; d /= 2) size += shfl(size, lane() ^ d);
+                at += size;
+            }
+        }
+        u32 planes = at, total = at, tail = e.n - e.g.tiles * kTile;
+        for (int i = 0; i < X::kPlanes; i++) total += constant >> i & 1 ? 0 : 32 * X::width(i) * e.g.tiles;
+        total += tail;
+        bool small = total <= (u32)dmul(0.99, (double)e.n);
+        if (!small || total > e.cap) {
+            refuse(e, small ? OW_BATCH_ROOM : OW_BATCH_GAIN);
+            return;
+        }
+        if (lane() == 0) sts32(e.shared + kPlanes, planes);
+        if (lane() < 24) stg32(e.dst + 4 * lane(), lds32(e.shared + kHead + 4 * lane()));
+        if (coded) {
+            at = up16(96 + 8 * (segs + 1));
+    OW_UNROLL(1)
+            for (u32 s = lane(); s - lane() < segs; s += 32) {
+                u32x2 l = s < segs ? lds64(e.shared + kCounts + 8 * s) : u32x2{0, 0};
+                u32 size = s < segs ? up16(128 + 2 * l.x + 3 * l.y) : 0, upto = size;
+    OW_UNROLL(1)
+                for (u32 d = 1; d < 32; d *= 2) {
+                    u32 o = shfl(upto, lane() - d);
+                    if (lane() >= d) upto += o;
+                }
+                if (s < segs) stg64(e.dst + 96 + 8 * s, {at + upto - size, l.y});
+                at += shfl(upto, 31);
+            }
+            if (lane() == 0) {
+                stg64(e.dst + 96 + 8 * segs, {planes, 0});
+                if (segs % 2 == 0) stg64(e.dst + 104 + 8 * segs, {0, 0});
+            }
+        }
+    OW_UNROLL(1)
+        for (u32 i = lane(); i < tail; i += 32) stg8(e.dst + total - tail + i, ldg8(e.src + e.n - tail + i));
+        if (lane() == 0) {
+            e.item->written = total;
+            e.item->status = 0;
+            e.item->arg = TR | e.g.seg << 16;
+        }
+    }
+
+    OW_DEV void phase(const Encode& e, u32 phase) {
+        if (phase == 0) return clear(e);
+        // Phases 3 and 5 are one warp's, which may change the state there.
+        if ((phase == 3 || phase == 5) && e.warp) return;
+        u32 state = lds32(e.shared + kState);
+        if (state == kRefused) return;
+        switch (phase) {
+            case 1: return count(e);
+            case 2: return sum(e);
+            case 3: return fit(e);
+            case 4:
+    OW_UNROLL(1)
+                for (u32 s = e.warp; s < e.g.segs && state == kCoded; s += e.warps) segment<false>(e, s);
+                return;
+            case 5: return layout(e);
+            default:
+    OW_UNROLL(1)
+                for (u32 s = e.warp; s < e.g.segs && state == kCoded; s += e.warps) segment<true>(e, s);
+                if (state != kOneSymbol) return;
+                u32 constant = lds32(e.shared + kHead) >> 16 & 255;
+    OW_UNROLL(1)
+                for (u32 t = e.warp; t < e.g.tiles; t += e.warps) {
+                    planes(e, unit_load<TR>(e.src + (u64)t * kTile + lane() * kUnit), t, lane(), constant);
+                }
+        }
+    }
+};
+
+// encode_refuses says why an item cannot be coded at all, or 0.
+OW_DEV u32 encode_refuses(const ow_batch_item& it) {
+    u32 tr = it.arg & 0xffff;
+    if (tr < OW_BF16 || tr > OW_BYTES || it.src_len > kMostChunk || (it.src | it.dst) % 16) return OW_BATCH_ARG;
+    u32 tile = tr == OW_FP32 ? 1024 : tr <= OW_FP16 ? 512 : tr == OW_NIBBLES ? 128 : 256;
+    return it.src_len < tile ? OW_BATCH_GAIN : 0;
+}
+
+}  // namespace ow
+#endif

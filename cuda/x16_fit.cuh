@@ -1,0 +1,249 @@
+// The model of a chunk, as the Go encoder fits it (gosrc/codec/x16/fit.go and
+// table.go), by one warp: lane k holds symbol k. The same histogram gives the
+// same model, to the bit: doubles are added in the same order, and nothing is
+// contracted.
+#ifndef OVERWIRE_X16_FIT_CUH
+#define OVERWIRE_X16_FIT_CUH
+
+#include "warp.cuh"
+
+namespace ow {
+
+// log2 of 0..256, the first as 0: the Go encoder's table.
+#ifdef __CUDACC__
+__device__
+#endif
+static const double kLog2[257] = {
+    0x0p0, 0x0p0, 0x1p0, 0x1.95c01a39fbd69p0,
+    0x1p1, 0x1.2934f0979a371p1, 0x1.4ae00d1cfdeb4p1, 0x1.675767f54042dp1,
+    0x1.8p1, 0x1.95c01a39fbd69p1, 0x1.a934f0979a371p1, 0x1.bacea7c065d42p1,
+    0x1.cae00d1cfdeb4p1, 0x1.d9a802391e233p1, 0x1.e75767f54042dp1, 0x1.f414fdb498226p1,
+    0x1p2, 0x1.0598fdbeb244cp2, 0x1.0ae00d1cfdeb4p2, 0x1.0fde0b5c8134p2,
+    0x1.149a784bcd1b9p2, 0x1.191bba891f171p2, 0x1.1d6753e032ea1p2, 0x1.21820a01ac755p2,
+    0x1.2570068e7ef5ap2, 0x1.2934f0979a371p2, 0x1.2cd4011c8f119p2, 0x1.305013ab7ce0ep2,
+    0x1.33abb3faa0216p2, 0x1.36e9291eaa65bp2, 0x1.3a0a7eda4c113p2, 0x1.3d118d66c4d4ep2,
+    0x1.4p2, 0x1.42d75a6eb1dfbp2, 0x1.4598fdbeb244cp2, 0x1.48462c466d3cfp2,
+    0x1.4ae00d1cfdeb4p2, 0x1.4d67af16da765p2, 0x1.4fde0b5c8134p2, 0x1.524407ab0e074p2,
+    0x1.549a784bcd1b9p2, 0x1.56e221cd9d0cep2, 0x1.591bba891f171p2, 0x1.5b47ebf73882ap2,
+    0x1.5d6753e032ea1p2, 0x1.5f7a8568cb06dp2, 0x1.61820a01ac755p2, 0x1.637e623d2ba02p2,
+    0x1.6570068e7ef5ap2, 0x1.675767f54042dp2, 0x1.6934f0979a371p2, 0x1.6b09044d313a6p2,
+    0x1.6cd4011c8f119p2, 0x1.6e963fac9c0eap2, 0x1.705013ab7ce0ep2, 0x1.7201cc2c0005ap2,
+    0x1.73abb3faa0216p2, 0x1.754e11eb0029ap2, 0x1.76e9291eaa65bp2, 0x1.787d3945c340bp2,
+    0x1.7a0a7eda4c113p2, 0x1.7b9133567feaep2, 0x1.7d118d66c4d4ep2, 0x1.7e8bc1179e0cbp2,
+    0x1.8p2, 0x1.816e79685c2d2p2, 0x1.82d75a6eb1dfbp2, 0x1.843ace27e8a7ep2,
+    0x1.8598fdbeb244cp2, 0x1.86f210902b6afp2, 0x1.88462c466d3cfp2, 0x1.899574f13c571p2,
+    0x1.8ae00d1cfdeb4p2, 0x1.8c2615e81781ep2, 0x1.8d67af16da765p2, 0x1.8ea4f726192cbp2,
+    0x1.8fde0b5c8134p2, 0x1.911307dad30b7p2, 0x1.924407ab0e074p2, 0x1.937124cea4cdfp2,
+    0x1.949a784bcd1b9p2, 0x1.95c01a39fbd68p2, 0x1.96e221cd9d0cep2, 0x1.9800a563161c5p2,
+    0x1.991bba891f171p2, 0x1.9a33760a7f605p2, 0x1.9b47ebf73882ap2, 0x1.9c592fad295b5p2,
+    0x1.9d6753e032ea1p2, 0x1.9e726aa1e754dp2, 0x1.9f7a8568cb06dp2, 0x1.a07fb5172f33p2,
+    0x1.a1820a01ac755p2, 0x1.a28193f543ca8p2, 0x1.a37e623d2ba02p2, 0x1.a47883a84e4f9p2,
+    0x1.a570068e7ef5ap2, 0x1.a664f8d569395p2, 0x1.a75767f54042dp2, 0x1.a84760fd30d55p2,
+    0x1.a934f0979a371p2, 0x1.aa20230e1151fp2, 0x1.ab09044d313a6p2, 0x1.abef9fe83c136p2,
+    0x1.acd4011c8f119p2, 0x1.adb632d4ec329p2, 0x1.ae963fac9c0eap2, 0x1.af7431f26a05cp2,
+    0x1.b05013ab7ce0ep2, 0x1.b129ee960ddf1p2, 0x1.b201cc2c0005ap2, 0x1.b2d7b5a5596bfp2,
+    0x1.b3abb3faa0216p2, 0x1.b47dcfe71c304p2, 0x1.b54e11eb0029ap2, 0x1.b61c824d7990dp2,
+    0x1.b6e9291eaa65bp2, 0x1.b7b40e398cfcep2, 0x1.b87d3945c340bp2, 0x1.b944b1b952663p2,
+    0x1.ba0a7eda4c113p2, 0x1.bacea7c065d42p2, 0x1.bb9133567feaep2, 0x1.bc52285c1c028p2,
+    0x1.bd118d66c4d4ep2, 0x1.bdcf68e36752ap2, 0x1.be8bc1179e0cbp2, 0x1.bf469c22ef846p2,
+    0x1.cp2, 0x1.c0b7f285b7784p2, 0x1.c16e79685c2d2p2, 0x1.c2239a3aa2668p2,
+    0x1.c2d75a6eb1dfbp2, 0x1.c389bf5721557p2, 0x1.c43ace27e8a7ep2, 0x1.c4ea8bf749fc7p2,
+    0x1.c598fdbeb244cp2, 0x1.c646285b918cep2, 0x1.c6f210902b6afp2, 0x1.c79cbb045fe97p2,
+    0x1.c8462c466d3cfp2, 0x1.c8ee68cbaa95cp2, 0x1.c99574f13c571p2, 0x1.ca3b54fcc1fbap2,
+    0x1.cae00d1cfdeb4p2, 0x1.cb83a16a77814p2, 0x1.cc2615e81781ep2, 0x1.ccc76e83bf387p2,
+    0x1.cd67af16da765p2, 0x1.ce06db66eca7p2, 0x1.cea4f726192cbp2, 0x1.cf4205f3a7352p2,
+    0x1.cfde0b5c8134p2, 0x1.d0790adbb0301p2, 0x1.d11307dad30b7p2, 0x1.d1ac05b291f07p2,
+    0x1.d24407ab0e074p2, 0x1.d2db10fc4d9abp2, 0x1.d37124cea4cdfp2, 0x1.d406463b1b044p2,
+    0x1.d49a784bcd1b9p2, 0x1.d52dbdfc4c96bp2, 0x1.d5c01a39fbd68p2, 0x1.d6518fe4677bap2,
+    0x1.d6e221cd9d0cep2, 0x1.d771d2ba7efb4p2, 0x1.d800a563161c5p2, 0x1.d88e9c72e0b22p2,
+    0x1.d91bba891f171p2, 0x1.d9a802391e233p2, 0x1.da33760a7f605p2, 0x1.dabe18797f1f5p2,
+    0x1.db47ebf73882ap2, 0x1.dbd0f2e9e7903p2, 0x1.dc592fad295b5p2, 0x1.dce0a4923a588p2,
+    0x1.dd6753e032ea1p2, 0x1.dded3fd442365p2, 0x1.de726aa1e754dp2, 0x1.def6d67328e22p2,
+    0x1.df7a8568cb06dp2, 0x1.dffd799a83ffap2, 0x1.e07fb5172f33p2, 0x1.e10139e4fee08p2,
+    0x1.e1820a01ac755p2, 0x1.e2022762a791dp2, 0x1.e28193f543ca8p2, 0x1.e300519ee52edp2,
+    0x1.e37e623d2ba02p2, 0x1.e3fbc7a61d025p2, 0x1.e47883a84e4f9p2, 0x1.e4f4980b0b97fp2,
+    0x1.e570068e7ef5ap2, 0x1.e5ead0ebd67e5p2, 0x1.e664f8d569395p2, 0x1.e6de7ff6db22cp2,
+    0x1.e75767f54042dp2, 0x1.e7cfb26f3ee03p2, 0x1.e84760fd30d55p2, 0x1.e8be7531440e7p2,
+    0x1.e934f0979a371p2, 0x1.e9aad4b6679d9p2, 0x1.ea20230e1151fp2, 0x1.ea94dd194a872p2,
+    0x1.eb09044d313a6p2, 0x1.eb7c9a196a287p2, 0x1.ebef9fe83c136p2, 0x1.ec62171eaa609p2,
+    0x1.ecd4011c8f119p2, 0x1.ed455f3cb41e1p2, 0x1.edb632d4ec329p2, 0x1.ee267d362ad9p2,
+    0x1.ee963fac9c0eap2, 0x1.ef057b7fbb4cbp2, 0x1.ef7431f26a05cp2, 0x1.efe26443059e3p2,
+    0x1.f05013ab7ce0ep2, 0x1.f0bd416164f65p2, 0x1.f129ee960ddf1p2, 0x1.f1961c7696778p2,
+    0x1.f201cc2c0005ap2, 0x1.f26cfedb41566p2, 0x1.f2d7b5a5596bfp2, 0x1.f341f1a761c0ap2,
+    0x1.f3abb3faa0216p2, 0x1.f414fdb498226p2, 0x1.f47dcfe71c304p2, 0x1.f4e62ba05e419p2,
+    0x1.f54e11eb0029ap2, 0x1.f5b583ce23906p2, 0x1.f61c824d7990dp2, 0x1.f6830e6952011p2,
+    0x1.f6e9291eaa65bp2, 0x1.f74ed3673c92cp2, 0x1.f7b40e398cfcep2, 0x1.f818da88f8bbap2,
+    0x1.f87d3945c340bp2, 0x1.f8e12b5d23c39p2, 0x1.f944b1b952663p2, 0x1.f9a7cd4195121p2,
+    0x1.fa0a7eda4c113p2, 0x1.fa6cc764fe63bp2, 0x1.facea7c065d42p2, 0x1.fb3020c87acc3p2,
+    0x1.fb9133567feaep2, 0x1.fbf1e0410d5e6p2, 0x1.fc52285c1c028p2, 0x1.fcb20c791045ap2,
+    0x1.fd118d66c4d4ep2, 0x1.fd70abf19511fp2, 0x1.fdcf68e36752ap2, 0x1.fe2dc503b6ec6p2,
+    0x1.fe8bc1179e0cbp2, 0x1.fee95de1df5f6p2, 0x1.ff469c22ef846p2, 0x1.ffa37c98fe55fp2,
+    0x1p3};
+
+constexpr u32 kNone = ~0u;
+
+// A Model is what lane k knows of symbol k, and what all know of the whole.
+struct X16Model {
+    u32 value, freq;  // of symbol k; 0 in lanes above 15
+    u32 escape;       // the symbol that stands for all other values, or kNone
+    u32 one;          // the only symbol, or kNone
+    double bits;      // that symbols and escapes will take
+};
+
+OW_DEV u32 sum16(u32 v) {  // over lanes 0..15, and over 16..31
+    OW_UNROLL(1)
+    for (u32 d = 8; d; d /= 2) v += shfl(v, lane() ^ d);
+    return v;
+}
+
+// A Pick is where one more slot gains most and where one less costs least.
+struct X16Pick {
+    u32 up, down;  // symbols, or kNone
+    double gain, cost;
+};
+
+OW_COLD X16Pick x16_pick(double c, u32 f) {
+    bool upper = lane() < 16, can = upper ? c > 0 && f < 255 : f > 1;
+    double none = upper ? -1.0 : -1e300, g = none;
+    if (can) g = upper ? dmul(c, dadd(kLog2[f + 1], -kLog2[f])) : -dmul(c, dadd(kLog2[f], -kLog2[f - 1]));
+    double best = g;
+    OW_UNROLL(1)
+    for (u32 d = 8; d; d /= 2) {
+        double o = shfl64f(best, lane() ^ d);
+        if (o > best) best = o;
+    }
+    u32 at = ballot(can && g == best);
+    X16Pick p;
+    p.up = at & 0xffff ? lowest(at & 0xffff) : kNone;
+    p.down = at >> 16 ? lowest(at >> 16) : kNone;
+    p.gain = shfl64f(best, 0);
+    p.cost = -shfl64f(best, 16);
+    return p;
+}
+
+// x16_freq shares 256 slots among counts that sum to n, so that the coded size
+// is the smallest there is, and gives that size in bits.
+OW_COLD u32 x16_freq(u32 count, u32 n, double& bits) {
+    u32 k = lane() & 15;
+    count = shfl(count, k);  // both halves the same
+    double c = (double)count;
+    u32 f = 0;
+    if (count) {
+        u32 share = (u32)(((u64)count * 512 + n) / (2 * (u64)n));
+        f = share < 1 ? 1 : umin(share, 255);
+    }
+    for (u32 sum = sum16(f); sum != 256;) {
+        X16Pick p = x16_pick(c, f);
+        if (sum < 256) {
+            if (p.up == kNone) break;  // cannot be: two counts are not 0
+            f += k == p.up;
+            sum++;
+        } else {
+            if (p.down == kNone) break;
+            f -= k == p.down;
+            sum--;
+        }
+    }
+    for (;;) {
+        X16Pick p = x16_pick(c, f);
+        if (p.up == kNone || p.down == kNone || p.up == p.down || p.gain <= p.cost) break;
+        f += k == p.up;
+        f -= k == p.down;
+    }
+    double part = dmul(c, dadd(8, -kLog2[f]));
+    bits = 0;
+    OW_UNROLL(1)
+    for (u32 i = 0; i < 16; i++) bits = dadd(bits, shfl64f(part, i));
+    return lane() < 16 ? f : 0;
+}
+
+// x16_fit finds the cheapest model for the histogram at `bins` (256 counts in
+// shared memory, sum n > 0).
+OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
+    X16Model best = {0, 0, kNone, kNone, 0};
+    if (identity) {
+        u32 count = lane() < 16 ? lds32(bins + 4 * lane()) : 0, all = ballot(count == n);
+        best.value = lane() < 16 ? lane() : 0;
+        if (all) {
+            best.one = lowest(all);
+            return best;
+        }
+        best.freq = x16_freq(count, n, best.bits);
+        return best;
+    }
+    // Each lane looks after 8 values; the 16 most frequent come out in order.
+    u32 h[8], kinds = 0;
+    for (u32 i = 0; i < 8; i++) {
+        h[i] = lds32(bins + 32 * lane() + 4 * i);
+        kinds += popc(ballot(h[i] > 0));
+    }
+    u32 value = 0, count = 0, top = umin(kinds, 16);
+    for (u32 k = 0; k < top; k++) {
+        u32 most = 0, mine = 0;
+        for (u32 i = 0; i < 8; i++) {
+            if (h[i] > most) most = h[i], mine = i;
+        }
+        u32 all = most;
+    OW_UNROLL(1)
+        for (u32 d = 16; d; d /= 2) {
+            u32 o = shfl(all, lane() ^ d);
+            if (o > all) all = o;
+        }
+        u32 who = lowest(ballot(most == all)), which = shfl(mine, who);
+        for (u32 i = 0; i < 8; i++) {
+            if (lane() == who && i == which) h[i] = 0;
+        }
+        if (lane() == k) value = 8 * who + which, count = all;
+    }
+    if (kinds == 1) {
+        best.value = value;
+        best.one = 0;
+        return best;
+    }
+    best.bits = 1e300;
+    if (kinds <= 16) {
+        best.value = value;
+        best.freq = x16_freq(count, n, best.bits);
+    }
+    u32 m = umin(15, kinds - 1);
+    u32 escaped = n - shfl(sum16(lane() < m ? count : 0), 0);
+    for (; m >= 1; m--) {
+        double listed = dmul((double)escaped, 24);
+        if (listed >= best.bits) break;  // and fewer values only escape more
+        double bits;
+        u32 f = x16_freq(lane() < m ? count : lane() == m ? escaped : 0, n, bits);
+        bits = dadd(bits, listed);
+        if (bits < best.bits) {
+            best.bits = bits;
+            best.freq = f;
+            best.value = lane() < m ? value : 0;
+            best.escape = m;
+        }
+        escaped += shfl(count, m - 1);
+    }
+    return best;
+}
+
+// x16_buckets lays frequencies out as 16 buckets of two symbols: lane b gets
+// divider and alias of bucket b.
+OW_COLD void x16_buckets(u32 freq, u32& divider, u32& alias) {
+    u32 left = freq;
+    bool open = lane() < 16;
+    divider = 16;
+    alias = lane() & 15;
+    OW_UNROLL(1)
+    for (u32 i = 0; i < 16; i++) {
+        u32 low = ballot(open && left < 16), high = ballot(open && left > 16);
+        if (!low) break;  // all that are left hold exactly 16
+        u32 b = lowest(low), giver = high ? lowest(high) : b, gives = 16 - shfl(left, b);
+        if (lane() == b) {
+            divider = left;
+            alias = giver;
+            open = false;
+        }
+        if (lane() == giver) left -= gives;
+    }
+}
+
+}  // namespace ow
+#endif

@@ -1,0 +1,207 @@
+//go:build cgo
+
+#include "batch.h"
+
+#include <string.h>
+
+#include "call.h"
+
+enum { STREAM_NON_BLOCKING = 1, EVENT_NO_TIMING = 2, REGISTER_PORTABLE_MAPPED = 1 | 2, POINTER_DEVICE = 9 };
+
+static owcu_handle handle(uint64_t stream) { return (owcu_handle)(uintptr_t)stream; }
+
+// follow makes a stream wait for what is queued on others now.
+static int follow(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_handle event, struct owcu_error *e)
+{
+	for (uint64_t i = 0; i < n; i++)
+		if (handle(after[i]) != stream &&
+		    (TRY(event_record, (event, handle(after[i]))) || TRY(stream_wait, (stream, event, 0))))
+			return -1;
+	return 0;
+}
+
+static int queue(const struct owcu_batch *b, struct owcu_error *e)
+{
+	owcu_handle stream = handle(b->stream);
+
+	if (follow(stream, b->after, b->nafter, b->join, e) || TRY(copy_in, (b->to, b->table, b->bytes, stream)))
+		return -1;
+	for (uint32_t i = 0; i < b->nsteps; i++) {
+		const struct owcu_step *s = &b->steps[i];
+		void *full[] = {(void *)&s->a, (void *)&s->b, (void *)&s->n, (void *)&b->status};
+		void *items[] = {(void *)&s->b, (void *)&s->n};
+		if (TRY(launch, (s->kernel, s->grid, 1, 1, s->block, 1, 1, s->shared, stream, s->items ? items : full, NULL)))
+			return -1;
+	}
+	return TRY(event_record, (b->done, stream));
+}
+
+int owcu_batch(const struct owcu_batch *b, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, b->ctx, e);
+
+	if (rc == 0) {
+		rc = queue(b, e);
+		if (rc) // half of it may run, on memory that is about to be used again
+			owcu->stream_sync(handle(b->stream));
+	}
+	return leave(&g, rc);
+}
+
+int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0 && ready != NULL) {
+		int code = owcu->event_query(event);
+		*ready = code == 0;
+		rc = code == OWCU_NOT_READY ? 0 : failed(e, name_event_query, code);
+	} else if (rc == 0) {
+		rc = TRY(event_sync, (event));
+	}
+	if (rc && !owcu_forked())
+		owcu->ctx_sync(); // whatever the event's fault, the memory must be at rest
+	return leave(&g, rc);
+}
+
+int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int count, owcu_handle *kernels, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	for (int i = 0; rc == 0 && i < count; i++, names += strlen(names) + 1)
+		rc = TRY(module_function, (&kernels[i], module, names));
+	return leave(&g, rc);
+}
+
+static int unpad(void *host, owcu_ptr device, owcu_handle *events, int count, struct owcu_error *e)
+{
+	int rc = 0;
+
+	for (int i = 0; i < count; i++)
+		if (events[i])
+			rc |= TRY(event_destroy, (events[i]));
+	if (device)
+		rc |= TRY(mem_free, (device));
+	if (host)
+		rc |= TRY(host_unregister, (host));
+	return rc;
+}
+
+int owcu_pad_new(owcu_handle ctx, void *host, uint64_t n, uint64_t room, owcu_ptr *mapped, owcu_ptr *device, owcu_handle *events,
+                 int count, struct owcu_error *e)
+{
+	struct guard g;
+	struct owcu_error ignored = {0};
+	int rc = enter(&g, ctx, e);
+
+	*device = 0;
+	memset(events, 0, sizeof *events * (size_t)count);
+	if (rc)
+		return leave(&g, rc);
+	if (TRY(host_register, (host, n, REGISTER_PORTABLE_MAPPED)))
+		return leave(&g, -1);
+	rc = TRY(host_pointer, (mapped, host, 0)) || TRY(mem_alloc, (device, room)) ? -1 : 0;
+	for (int i = 0; rc == 0 && i < count; i++)
+		rc = TRY(event_create, (&events[i], EVENT_NO_TIMING));
+	if (rc)
+		unpad(host, *device, events, count, &ignored);
+	return leave(&g, rc);
+}
+
+int owcu_pad_free(owcu_handle ctx, void *host, owcu_ptr device, owcu_handle *events, int count, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (owcu_forked())
+		return rc;
+	rc |= unpad(host, device, events, count, e);
+	return leave(&g, rc);
+}
+
+int owcu_copy(owcu_handle ctx, uint64_t stream, const uint64_t *after, uint64_t nafter, owcu_ptr dst, owcu_ptr src, uint64_t n,
+              int wait, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	for (uint64_t i = 0; rc == 0 && i < nafter; i++)
+		rc = owcu_follow(ctx, stream, after[i], e);
+	if (rc == 0)
+		rc = TRY(copy_any, (dst, src, n, handle(stream)));
+	if (rc == 0 && wait)
+		rc = TRY(stream_sync, (handle(stream)));
+	return leave(&g, rc);
+}
+
+int owcu_follow(owcu_handle ctx, uint64_t stream, uint64_t after, struct owcu_error *e)
+{
+	struct guard g;
+	owcu_handle event = NULL;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0 && stream != after) {
+		rc = TRY(event_create, (&event, EVENT_NO_TIMING));
+		if (rc == 0)
+			rc = follow(handle(stream), &after, 1, event, e);
+		if (event != NULL) // the driver keeps it until it was waited for
+			rc |= TRY(event_destroy, (event));
+	}
+	return leave(&g, rc);
+}
+
+int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e)
+{
+	struct guard g;
+	owcu_handle made = NULL;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(stream_create, (&made, STREAM_NON_BLOCKING));
+	*stream = (uint64_t)(uintptr_t)made;
+	return leave(&g, rc);
+}
+
+int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(stream_destroy, (handle(stream)));
+	return leave(&g, rc);
+}
+
+int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(stream_sync, (handle(stream)));
+	return leave(&g, rc);
+}
+
+int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e)
+{
+	struct guard g;
+	owcu_handle of = NULL;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(stream_ctx, (handle(stream), &of));
+	*here = rc == 0 && of == ctx;
+	return leave(&g, rc);
+}
+
+int owcu_pointer_device(owcu_ptr p)
+{
+	int device = -1;
+
+	if (owcu == NULL || owcu_forked() || owcu->pointer_attribute(&device, POINTER_DEVICE, p))
+		return -1;
+	return device;
+}

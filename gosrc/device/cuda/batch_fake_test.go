@@ -1,0 +1,158 @@
+//go:build cgo && owfake
+
+package cuda_test
+
+import (
+	"bytes"
+	"errors"
+	"math/rand/v2"
+	"testing"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/bitstream"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// What a stream that comes first writes is there before a batch reads it, and a
+// copy after the batch sees what it wrote, though nothing waits between.
+func TestBatchOrder(t *testing.T) {
+	g := newGPU(t)
+	in := contents(rand.New(rand.NewPCG(5, 8)))[5:6]
+	spec := bitstream.Spec{Algorithm: "X16", Chunk: 16 << 10}
+	stored := encoded(t, spec, in)
+	streams := g.streams(spec, in, stored)
+	first, err := g.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	second, err := g.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	late := g.room(len(stored[0]), 0)
+	if err := g.Copy(cuda.Queue{Stream: first}, late, streams[0].Src, streams[0].Stored, false); err != nil {
+		t.Fatal(err)
+	}
+	streams[0].Src = late
+	b, err := g.Decode(cuda.Queue{Stream: second, After: []uintptr{first}}, cuda.FormatX16, streams)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if b.Done() {
+		t.Error("a batch that nobody waited for is done: the test shows nothing")
+	}
+	if err := g.Follow(first, second); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, len(in[0]))
+	if err := g.Copy(cuda.Queue{Stream: first}, uint64(uintptr(unsafe.Pointer(&got[0]))), streams[0].Dst, streams[0].Size, true); err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, in[0]) {
+		t.Error("the batch read before it was written, or was read before it wrote")
+	}
+	if errs, err := b.Wait(); err != nil || errs[0] != nil {
+		t.Error(errs, err)
+	}
+	if err := errors.Join(g.FreeStream(first), g.FreeStream(second)); err != nil {
+		t.Error(err)
+	}
+}
+
+// A stream of another device is refused; an address knows its device.
+func TestOtherDevice(t *testing.T) {
+	g := newGPU(t)
+	other, err := cuda.Open(1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	q, err := other.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := g.OwnsStream(q); !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("a stream of cuda:1: %v", err)
+	}
+	if err := errors.Join(g.OwnsStream(1), g.OwnsStream(2), other.OwnsStream(q), other.FreeStream(q)); err != nil {
+		t.Error(err)
+	}
+	host := make([]byte, 8)
+	if at := g.room(8, 0); cuda.DeviceOf(at) != 0 || cuda.DeviceOf(uint64(uintptr(unsafe.Pointer(&host[0])))) != -1 {
+		t.Error("addresses of other devices than theirs")
+	}
+}
+
+// Whichever call of the driver fails, a batch ends typed, and nothing is left.
+func TestBatchEveryCallFails(t *testing.T) {
+	in := contents(rand.New(rand.NewPCG(5, 9)))[3:5]
+	spec := bitstream.Spec{Algorithm: "X16", Chunk: 4096}
+	stored := encoded(t, spec, in)
+	life := func() (err error) {
+		d, err := cuda.Open(0)
+		if err != nil {
+			return err
+		}
+		mem, err := d.Alloc([]int64{int64(len(stored[0])), int64(len(in[0]))})
+		if err != nil {
+			return err
+		}
+		defer mem[0].Release()
+		defer mem[1].Release()
+		src := uint64(uintptr(mem[0].Ptr))
+		if err := d.Copy(cuda.Queue{Stream: 1, After: []uintptr{2}}, src, uint64(uintptr(unsafe.Pointer(&stored[0][0]))), mem[0].Bytes, true); err != nil {
+			return err
+		}
+		s := []cuda.Stream{{Src: src, Stored: mem[0].Bytes, Dst: uint64(uintptr(mem[1].Ptr)), Size: mem[1].Bytes, Chunk: 4096}}
+		if _, err := d.Peek(cuda.Queue{}, 0, cuda.FormatX16, s); err != nil {
+			return err
+		}
+		b, err := d.Decode(cuda.Queue{After: []uintptr{1}}, cuda.FormatX16, s)
+		if err != nil {
+			return err
+		}
+		_ = b.Done()
+		errs, err := b.Wait()
+		if err == nil && errs[0] != nil {
+			t.Error(errs[0])
+		}
+		got := make([]byte, len(in[0]))
+		if err == nil {
+			err = d.Copy(cuda.Queue{}, uint64(uintptr(unsafe.Pointer(&got[0]))), s[0].Dst, s[0].Size, true)
+		}
+		if err == nil && !bytes.Equal(got, in[0]) {
+			t.Error("other bytes")
+		}
+		return err
+	}
+	for _, c := range []struct {
+		code   int
+		sticky bool
+		class  error
+	}{{999, false, fault.ErrDevice}, {999, true, fault.ErrDevice}, {2, false, fault.ErrMemory}} {
+		failed := 0
+		for nth := int64(1); ; nth++ {
+			end := cuda.Fake(64 << 20)
+			cuda.FakeFail(nth, c.code, c.sticky)
+			err := life()
+			cuda.FakeFail(0, 0, false)
+			calls := cuda.FakeCalls()
+			if left := end(); left != "" {
+				t.Fatalf("call %d fails with %d: %v; left: %s", nth, c.code, err, left)
+			}
+			if err != nil {
+				failed++
+				if !errors.Is(err, c.class) {
+					t.Fatalf("call %d fails with %d: %v", nth, c.code, err)
+				}
+			}
+			if calls < nth {
+				break
+			}
+		}
+		t.Logf("code %d, sticky %v: %d failed", c.code, c.sticky, failed)
+		if failed < 20 {
+			t.Error("too few calls were seen to fail")
+		}
+	}
+}

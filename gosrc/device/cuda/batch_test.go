@@ -1,0 +1,405 @@
+//go:build cgo
+
+package cuda_test
+
+import (
+	"bytes"
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/bitstream"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// contents are of every length that is special, and of both kinds: chunks that
+// X16 packs and chunks that it stores as they are.
+func contents(r *rand.Rand) [][]byte {
+	var all [][]byte
+	for _, n := range []int{0, 1, 7, 511, 4096, 65535, 65536, 65537, 150_000} {
+		b := make([]byte, n)
+		for i := range b {
+			b[i] = byte(r.Uint32())
+			if i%2 == 1 && n != 4096 {
+				b[i] = byte(60 + int(r.NormFloat64()))
+			}
+		}
+		all = append(all, b)
+	}
+	return all
+}
+
+// encoded is what overwire makes of contents.
+func encoded(t *testing.T, spec bitstream.Spec, in [][]byte) [][]byte {
+	t.Helper()
+	spec.Op = bitstream.OpEncode
+	var buffers []bitstream.Buffer
+	for _, b := range in {
+		buffers = append(buffers, bitstream.Buffer{Src: b})
+	}
+	results, err := bitstream.Run(t.Context(), spec, buffers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer bitstream.Release(results)
+	var out [][]byte
+	for _, r := range results {
+		if r.Err != nil {
+			t.Fatal(r.Err)
+		}
+		out = append(out, bytes.Clone(r.Mem.Slice()))
+	}
+	return out
+}
+
+// A gpu is a device and memory of it that the test gives back.
+type gpu struct {
+	t *testing.T
+	*cuda.Device
+	held []device.Memory
+}
+
+func newGPU(t *testing.T) *gpu {
+	engine(t)
+	d, err := cuda.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := &gpu{t: t, Device: d}
+	t.Cleanup(g.drop)
+	return g
+}
+
+func (g *gpu) drop() {
+	for _, m := range g.held {
+		m.Release()
+	}
+	g.held = nil
+}
+
+// room is memory of the device, off bytes behind a multiple of 256.
+func (g *gpu) room(n, off int) uint64 {
+	m, err := g.Alloc([]int64{int64(n + off)})
+	if err != nil {
+		g.t.Fatal(err)
+	}
+	if m[0].Block != nil {
+		g.held = append(g.held, m[0])
+	}
+	return uint64(uintptr(m[0].Ptr)) + uint64(off)
+}
+
+func (g *gpu) put(b []byte, off int) uint64 {
+	at := g.room(len(b), off)
+	if len(b) > 0 {
+		if err := g.Copy(cuda.Queue{}, at, uint64(uintptr(unsafe.Pointer(&b[0]))), int64(len(b)), true); err != nil {
+			g.t.Fatal(err)
+		}
+	}
+	return at
+}
+
+func (g *gpu) get(at uint64, n int64) []byte {
+	b := make([]byte, n)
+	if n > 0 {
+		if err := g.Copy(cuda.Queue{}, uint64(uintptr(unsafe.Pointer(&b[0]))), at, n, true); err != nil {
+			g.t.Fatal(err)
+		}
+	}
+	return b
+}
+
+// streams puts encoded contents on the device, each beside room for its content.
+func (g *gpu) streams(spec bitstream.Spec, in, stored [][]byte) []cuda.Stream {
+	var all []cuda.Stream
+	off := 0
+	if spec.Kind == bitstream.Raw {
+		off = 8 // so that what is behind the head lies on a multiple of 16
+	}
+	for i := range in {
+		s := cuda.Stream{Kind: cuda.Kind(spec.Kind), Stored: int64(len(stored[i])), Size: int64(len(in[i])), Chunk: spec.Chunk}
+		if spec.Kind != bitstream.Native {
+			s.Chunk = max(1, s.Size)
+		}
+		s.Src, s.Dst = g.put(stored[i], off), g.room(max(1, len(in[i])), 0)
+		all = append(all, s)
+	}
+	return all
+}
+
+// Streams of X16 of every kind and length decode on the device, all of them in
+// one batch, and say there how long they are.
+func TestBatchX16(t *testing.T) {
+	g := newGPU(t)
+	in := contents(rand.New(rand.NewPCG(5, 5)))
+	for _, spec := range []bitstream.Spec{
+		{Chunk: 64 << 10}, {Chunk: 16 << 10, Version: 5, Sums: true}, {Chunk: 1 << 20, DType: "BF16"}, {Chunk: 4096},
+		{Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
+	} {
+		spec.Algorithm = "X16"
+		stored := encoded(t, spec, in)
+		streams := g.streams(spec, in, stored)
+		peeked, err := g.Peek(cuda.Queue{}, cuda.Kind(spec.Kind), cuda.FormatX16, streams)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, p := range peeked {
+			if p.Err != nil || p.Size != streams[i].Size || p.Format != cuda.FormatX16 || p.Size > 0 && p.Chunk != spec.Chunk && spec.Kind == bitstream.Native {
+				t.Errorf("%+v: stream %d: %+v", spec, i, p)
+			}
+		}
+		b, err := g.Decode(cuda.Queue{}, cuda.FormatX16, streams)
+		if err != nil {
+			t.Fatal(err)
+		}
+		errs, err := b.Wait()
+		if err != nil || !b.Done() {
+			t.Fatal(err)
+		}
+		for i, s := range streams {
+			if errs[i] != nil || !bytes.Equal(g.get(s.Dst, s.Size), in[i]) {
+				t.Errorf("%+v: stream %d of %d bytes: %v, or other bytes", spec, i, s.Size, errs[i])
+			}
+		}
+		g.drop()
+	}
+}
+
+// So do those of the algorithms that have a kernel of items.
+func TestBatchItems(t *testing.T) {
+	g := newGPU(t)
+	in := contents(rand.New(rand.NewPCG(5, 11)))
+	for name, format := range map[string]uint32{"LZ4": 0, "Snappy": 1, "Cascaded": 4} {
+		for _, spec := range []bitstream.Spec{
+			{Chunk: 64 << 10}, {Chunk: 1000, Version: 5, Sums: true}, {Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
+		} {
+			spec.Algorithm = name
+			stored := encoded(t, spec, in)
+			streams := g.streams(spec, in, stored)
+			bad := streams[5]
+			bad.Dst, bad.Src = g.room(int(bad.Size), 0), g.put(stored[5], 8)
+			bad.Stored -= 9
+			b, err := g.Decode(cuda.Queue{}, format, append(streams, bad))
+			if err != nil {
+				t.Fatal(err)
+			}
+			errs, err := b.Wait()
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i, s := range streams {
+				if errs[i] != nil || !bytes.Equal(g.get(s.Dst, s.Size), in[i]) {
+					t.Errorf("%+v: stream %d of %d bytes: %v, or other bytes", spec, i, s.Size, errs[i])
+				}
+			}
+			if !errors.Is(errs[len(streams)], fault.ErrCorrupt) {
+				t.Errorf("%+v: a stream cut short: %v", spec, errs[len(streams)])
+			}
+			g.drop()
+		}
+	}
+}
+
+// Streams of X16 that are made on the device are those that the host makes, byte
+// for byte, where it chooses the same transform.
+func TestBatchEncode(t *testing.T) {
+	g := newGPU(t)
+	in := contents(rand.New(rand.NewPCG(5, 12)))
+	for _, spec := range []bitstream.Spec{
+		{Chunk: 64 << 10, Version: 6}, {Chunk: 16 << 10, Version: 5}, {Chunk: 4096, Version: 6}, {Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
+	} {
+		spec.Algorithm, spec.DType = "X16", "BF16"
+		want := encoded(t, spec, in)
+		var streams []cuda.Stream
+		for i := range in {
+			room := len(want[i]) + 40
+			chunk := spec.Chunk
+			if spec.Kind != bitstream.Native {
+				chunk = max(1, int64(len(in[i])))
+			}
+			streams = append(streams, cuda.Stream{
+				Src: g.put(in[i], 0), Size: int64(len(in[i])), Dst: g.room(room, 0), Stored: int64(room), Chunk: chunk, Kind: cuda.Kind(spec.Kind), Arg: 1,
+			})
+		}
+		tight := streams[5]
+		tight.Stored, tight.Dst = int64(len(want[5]))-1, g.room(len(want[5])-1, 0)
+		streams = append(streams, tight)
+		b, err := g.Encode(cuda.Queue{}, uint32(spec.Version), streams, g.room(int(cuda.Scratch(streams)), 0))
+		if err != nil {
+			t.Fatal(err)
+		}
+		errs, err := b.Wait()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, n := range b.Sizes()[:len(in)] {
+			got := g.get(streams[i].Dst, n)
+			if errs[i] != nil || !bytes.Equal(got, want[i]) {
+				at := 0
+				for at < min(len(got), len(want[i])) && got[at] == want[i][at] {
+					at++
+				}
+				t.Errorf("%+v: content of %d bytes: %v, %d bytes for %d, other from %d", spec, len(in[i]), errs[i], n, len(want[i]), at)
+			}
+		}
+		if errs[len(in)] == nil {
+			t.Errorf("%+v: a room too small was enough", spec)
+		}
+		g.drop()
+	}
+}
+
+// A stream that is not what it should be is named, and nothing else of the
+// batch with it; nothing is written outside its place (the fake driver's guard
+// zones, and compute-sanitizer's on a device).
+func TestBatchHostile(t *testing.T) {
+	g := newGPU(t)
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	content := contents(r)[5][:40_000]
+	count := 300
+	if testing.Short() {
+		count = 60
+	}
+	for _, spec := range []bitstream.Spec{{Algorithm: "X16", Chunk: 16 << 10}, {Algorithm: "X16", Kind: bitstream.WithSize}} {
+		good := encoded(t, spec, [][]byte{content})[0]
+		in, stored := [][]byte{content}, [][]byte{good}
+		for range count {
+			bad := bytes.Clone(good)
+			at := r.IntN(len(bad))
+			if r.IntN(2) == 0 {
+				at = r.IntN(160) // the header, the tables, the first block's head
+			}
+			bad[at] ^= 1 << r.IntN(8)
+			if r.IntN(4) == 0 {
+				bad = bad[:r.IntN(len(bad))]
+			}
+			in, stored = append(in, content), append(stored, bad)
+		}
+		streams := g.streams(spec, in, stored)
+		streams = append(streams, streams[0]) // of another length and chunk than is said
+		last := &streams[len(streams)-1]
+		last.Size, last.Dst = 100, g.room(100, 0)
+		b, err := g.Decode(cuda.Queue{}, cuda.FormatX16, streams)
+		if err != nil {
+			t.Fatal(err)
+		}
+		errs, err := b.Wait()
+		if err != nil {
+			t.Fatal(err)
+		}
+		refused := 0
+		for i, err := range errs {
+			if err != nil {
+				refused++
+				if !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrNotSupported) {
+					t.Errorf("stream %d: %v", i, err)
+				}
+			}
+		}
+		if errs[0] != nil || !bytes.Equal(g.get(streams[0].Dst, streams[0].Size), content) {
+			t.Errorf("the good one: %v", errs[0])
+		}
+		if errs[len(errs)-1] == nil || refused < count/8 {
+			t.Errorf("%d of %d were refused; another length: %v", refused, count, errs[len(errs)-1])
+		}
+		g.drop()
+	}
+}
+
+// Blocks that do not lie on multiples of 16 are refused by that name.
+func TestBatchMisplaced(t *testing.T) {
+	g := newGPU(t)
+	in := contents(rand.New(rand.NewPCG(5, 6)))[5:6]
+	spec := bitstream.Spec{Algorithm: "X16", Kind: bitstream.WithSize}
+	stored := encoded(t, spec, in)
+	streams := g.streams(spec, in, stored)
+	streams[0].Src = g.put(stored[0], 4)
+	b, err := g.Decode(cuda.Queue{}, cuda.FormatX16, streams)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if errs, err := b.Wait(); err != nil || !errors.Is(errs[0], fault.ErrNotSupported) {
+		t.Error(errs, err)
+	}
+	if _, err := g.Decode(cuda.Queue{}, 99, streams); !errors.Is(err, fault.ErrNotSupported) {
+		t.Errorf("no such decoder: %v", err)
+	}
+}
+
+// More batches than there is memory for are under way at once, on several
+// streams and from several goroutines; each is told its own.
+func TestBatchMany(t *testing.T) {
+	g := newGPU(t)
+	in := contents(rand.New(rand.NewPCG(5, 7)))[3:5]
+	spec := bitstream.Spec{Algorithm: "X16", Chunk: 4096}
+	stored := encoded(t, spec, in)
+	bad := bytes.Clone(stored[1])
+	bad[17] ^= 1 // the length
+	good, hurt := g.streams(spec, in, stored), g.streams(spec, in, [][]byte{stored[0], bad})
+	var wg sync.WaitGroup
+	for range 3 {
+		q, err := g.NewStream()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := g.OwnsStream(q); err != nil {
+			t.Error(err)
+		}
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			var all []*cuda.Batch
+			for i := range 50 {
+				streams := good
+				if i%7 == 0 {
+					streams = hurt
+				}
+				b, err := g.Decode(cuda.Queue{Stream: q, After: []uintptr{1}}, cuda.FormatX16, streams)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				all = append(all, b)
+			}
+			for i, b := range all {
+				errs, err := b.Wait()
+				if err != nil || errs[0] != nil || (errs[1] != nil) != (i%7 == 0) {
+					t.Errorf("batch %d: %v, %v", i, errs, err)
+				}
+			}
+			if err := errors.Join(g.SyncStream(q), g.FreeStream(q)); err != nil {
+				t.Error(err)
+			}
+		}()
+	}
+	wg.Wait()
+}
+
+// A batch of very many chunks takes memory of its own, which Trim gives back.
+func TestBatchLarge(t *testing.T) {
+	g := newGPU(t)
+	content := bytes.Repeat([]byte{1, 2, 3, 0}, 100_000)
+	spec := bitstream.Spec{Algorithm: "X16", Chunk: 64}
+	for range 6 {
+		stored := encoded(t, spec, [][]byte{content})
+		streams := g.streams(spec, [][]byte{content}, stored)
+		b, err := g.Decode(cuda.Queue{}, cuda.FormatX16, streams)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if errs, err := b.Wait(); err != nil || errs[0] != nil || !bytes.Equal(g.get(streams[0].Dst, streams[0].Size), content) {
+			t.Errorf("%v, %v, or other bytes", errs, err)
+		}
+		g.drop()
+	}
+	if err := g.Trim(); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,5 @@
+//go:build cgo && !owfakeauto
+
+package cuda
+
+func preset() {}

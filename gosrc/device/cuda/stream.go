@@ -1,0 +1,88 @@
+package cuda
+
+import "github.com/overwire/overwire/gosrc/fault"
+
+// Kind is how a stream's blocks are wrapped; the numbers are nvCOMP's.
+type Kind uint32
+
+// FormatX16 is our own codec among nvCOMP's numbers of algorithms.
+const FormatX16 = 'X'
+
+// A Stream is one bitstream on the device and the place of its content, which
+// has exactly Size bytes, in chunks of Chunk.
+type Stream struct {
+	Src         uint64 // a multiple of 8; X16: of 16, but for raw blocks of 8 before one
+	Stored      int64
+	Dst         uint64 // X16: a multiple of 16
+	Size, Chunk int64
+	Kind        Kind
+	Arg         uint32 // the codec's own
+}
+
+// rows is how many blocks a stream has, and one for none.
+func (s *Stream) rows() int {
+	return int(max(1, (s.Size+s.Chunk-1)/s.Chunk))
+}
+
+// A Queue is where work goes: a stream, as DLPack counts them (1 the legacy
+// default stream, 2 the thread's, else a handle; 0 is 1), after what is queued on
+// others now.
+type Queue struct {
+	Stream uintptr
+	After  []uintptr
+}
+
+// Peeked is what a stream says of itself. Chunk and Format are those of native
+// streams.
+type Peeked struct {
+	Size, Chunk int64
+	Format      uint32
+	Err         error
+}
+
+// The bits of a stream's word of status: cuda/abi.h and abi_stream.h.
+var statusTexts = []struct {
+	bit  uint32
+	text string
+}{
+	{1, "the parts do not fit the chunk"},
+	{2, "a lane ends in a wrong state"},
+	{4, "words and escapes do not end with their segment"},
+	{8, "an escape out of order"},
+	{1 << 8, "no such stream, or a damaged header"},
+	{1 << 9, "another algorithm, length or chunk than was expected"},
+	{1 << 10, "a chunk outside its payload, or of an impossible form"},
+	{1 << 12, "a block that cannot be decoded"},
+}
+
+// maxBlock is the longest chunk of a native stream, and the longest block of X16.
+const maxBlock = 16 << 20
+
+// misplaced is the bit of blocks that do not lie as a GPU reads them.
+const misplaced = 1 << 11
+
+// crowded is the word of a stream that its room is too small for.
+const crowded = 1 << 13
+
+// statusError is what a word of status means.
+func statusError(w uint32) error {
+	if w == 0 {
+		return nil
+	}
+	if w&misplaced != 0 && w&^(misplaced) == 0 {
+		return fault.New(fault.ErrNotSupported, "blocks that do not lie on multiples of 16: decode the stream without a config, or on the host")
+	}
+	if w == crowded {
+		return fault.New(fault.ErrArgument, "the output is too small for the stream")
+	}
+	text := ""
+	for _, m := range statusTexts {
+		if w&m.bit != 0 {
+			if text != "" {
+				text += "; "
+			}
+			text += m.text
+		}
+	}
+	return fault.New(fault.ErrCorrupt, "%s", text)
+}

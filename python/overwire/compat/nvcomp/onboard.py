@@ -1,0 +1,240 @@
+"""Work on a GPU, by kernels, on a stream of the caller's. Streams that lie there, or
+are sent there as they are, are decoded; nothing waits where a config says how long
+the contents are. X16 is encoded there too, which waits once: for the lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ... import codecs, gpu
+from . import devices
+from .arrays import Array, Later
+from .dtypes import Kind
+
+__all__ = ["decode", "encode", "shape_of"]
+
+# Contents of one stream: bytes, bytes of a chunk, and the algorithm.
+Shape = tuple[int, int, str]
+
+# No chunk that an encoder makes is longer, and no block of LZ4 or Snappy gives more.
+_MOST_CHUNK = 16 << 20
+_RATIO = {"LZ4": 255, "Snappy": 32}
+
+
+def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape | None:
+    """What a stream on a GPU says of itself, after what is queued there; None where
+    only the host can tell, or say what is wrong."""
+    found = _glances([array], algorithm, bitstream, array._device[1], stream)
+    return found[0] if found is not None else None
+
+
+def _glances(arrays: Sequence[Array], algorithm: str, bitstream: str, device: int, stream: int) -> list[Shape] | None:
+    if bitstream != "native" and (not algorithm or (bitstream == "raw" and algorithm not in ("X16", "Snappy"))):
+        return None
+    after = {a._stream for a in arrays if a._late(stream)}
+    where = [(a._span.address, a._span.nbytes) for a in arrays]
+    rows = gpu.glance(device, stream, where, algorithm or None, bitstream=bitstream, after=tuple(after))
+    shapes = []
+    for array, row in zip(arrays, rows, strict=True):
+        name = row.algorithm or ""
+        most = array._span.nbytes * _RATIO.get(name, 1 << 40)
+        if row.error is not None or row.size > most or row.chunk > _MOST_CHUNK:
+            return None
+        shapes.append((row.size, row.chunk if bitstream == "native" and row.size else max(row.size, 1), name))
+    return shapes
+
+
+def decode(
+    arrays: Sequence[Array],
+    shapes: Sequence[Shape] | None,
+    algorithm: str,
+    bitstream: str,
+    kind: Kind,
+    outs: Sequence[Any] | None,
+    device: int,
+    stream: int,
+) -> list[Array] | None:
+    """Queues the decoding of Arrays, which lie on the device, and returns the Arrays
+    that their contents will be; None where kernels do not do it: then nothing has
+    happened. `shapes` None: the streams are asked first, and waited for.
+
+    Raises ValueError where an `out` is too small, read-only, or part of a source.
+    """
+    if shapes is None:
+        shapes = _glances(arrays, algorithm, bitstream, device, stream)
+        if shapes is None:
+            return None
+    name = shapes[0][2]
+    if name not in gpu.algorithms():
+        return None
+    item = kind[1] * kind[2] // 8
+    x16 = name == "X16"
+    where = (2, device)
+    made: list[Array] = []
+    rows = []
+    sources: list[Array] = []
+    after: list[int] = []
+    for i, (array, (size, chunk, algorithm)) in enumerate(zip(arrays, shapes, strict=True)):
+        nbytes = array._span[1]
+        if algorithm != name or nbytes == 0 or (x16 and chunk % 16 and chunk < size):
+            return None
+        if size % item:
+            raise ValueError(f"{size} bytes are no whole number of elements of {kind[1]} bits")
+        out = None if outs is None else outs[i]
+        if type(out) is Array and out._fits(size, kind, where):
+            result = out  # the usual way, and the short one
+        else:
+            plain = out is None or isinstance(out, Array)
+            given = out if plain else Array(out, stream)
+            if given is not None and not (plain and given._native) and given._device != where:
+                return None
+            result = _target(given, plain, size, kind, device, stream)
+        source = _placed(array, x16, bitstream, device, stream)
+        src, dst = source._span[0], result._span[0]
+        if x16 and dst % 16:
+            return None
+        if dst < src + nbytes and src < dst + result._capacity:
+            raise ValueError("out overlaps the source")
+        if source._late(stream):
+            after.append(source._stream)
+        if result._late(stream):
+            after.append(result._stream)
+        made.append(result)
+        sources.append(source)
+        rows.append((src, nbytes, dst, size, chunk))
+    batch = gpu.decode(device, stream, rows, name, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ())
+    for i, result in enumerate(made):
+        result._stream = result._joined = stream
+        # A source of another stream must not go before it was read.
+        result._pending = Later(batch, i, sources[i] if after else None)
+    return made
+
+
+def encode(
+    arrays: Sequence[Array],
+    names: Sequence[str | None],
+    bitstream: str,
+    chunk: int,
+    version: int,
+    outs: Sequence[Any] | None,
+    device: int,
+    stream: int,
+) -> list[Array] | None:
+    """X16 streams of Arrays that lie on the device, whose dtypes have safetensors'
+    names or None; None where kernels do not make them."""
+    native = bitstream == "native"
+    contents = []
+    sources = []
+    made: list[Array] = []
+    after: list[int] = []
+    for i, (array, name) in enumerate(zip(arrays, names, strict=True)):
+        size = array._span.nbytes
+        step = chunk if native else max(size, 1)
+        if step > _MOST_CHUNK or (size > step and step % 16):
+            return None
+        out = None if outs is None else outs[i]
+        plain = out is None or isinstance(out, Array)
+        given = out if plain else Array(out, stream)
+        if given is not None and not (plain and given._native) and given._device != (2, device):
+            return None
+        bound = codecs.max_size(size, "X16", bitstream=bitstream, chunk_size=chunk if native else None)
+        how = _transform(array, name, device, stream)
+        room = _target(given, plain, bound, _BYTE, device, stream, exact=False)
+        if room._span.address % 16:
+            return None
+        if room._span.address < array._span.address + size and array._span.address < room._span.address + room._capacity:
+            raise ValueError("out overlaps the source")
+        if room._late(stream):
+            after.append(room._stream)
+        made.append(room)
+        source = array
+        if array._span.address % 16:
+            placed = devices.memory(size, device, stream)
+            devices.onto(array, placed.address, device, stream, wait=False)
+            source = Array._of(codecs.Span(placed.address, size, (placed.keep, array)), size, device=(2, device))
+            source._stream = source._joined = stream
+        if source._late(stream):
+            after.append(source._stream)
+        contents.append((source._span.address, size, room._span.address, room._capacity, step, how))
+        sources.append(source)  # until it was read
+    batch = gpu.encode(
+        device, stream, contents, bitstream=bitstream, version=version, after=list(dict.fromkeys(after)) if after else ()
+    )
+    for result, told in zip(made, batch.wait(), strict=True):
+        if not isinstance(told, int):
+            assert told is not None
+            raise told
+        result._span = codecs.Span(result._span.address, told, result._span.keep)
+        result._shape = (told,)
+        result._stream = result._joined = stream
+    return made
+
+
+_BYTE: Kind = (0, 8, 1)
+# What decides on a transform where the type does not.
+_SAMPLE = 256 << 10
+
+
+def _transform(array: Array, name: str | None, device: int, stream: int) -> int:
+    found = gpu.transform(name)
+    if found is None:
+        size = array._span.nbytes
+        n = min(size, _SAMPLE)
+        if n == 0:
+            return 0
+        sample = bytearray(n)
+        at = array._span.address + ((size - n) // 2 & ~15)
+        after = [array._stream] if array._late(stream) else []
+        gpu.copy(codecs.span(sample).address, at, n, device=device, stream=stream, after=after)
+        found = gpu.transform(name, sample)
+    return found or 0
+
+
+def _target(
+    given: Array | None, plain: bool, size: int, kind: Kind, device: int, stream: int, exact: bool = True
+) -> Array:
+    """The Array that a content becomes: `given`, where it has the room (which is
+    known later, if size is a bound and not exact)."""
+    if given is None:
+        made = Array._of(devices.memory(size, device, stream), size, kind, (2, device))
+        made._stream = made._joined = stream
+        return made
+    if given._readonly:
+        raise ValueError("out is read-only")
+    if given._strides is not None:
+        raise ValueError("out is not contiguous")
+    ours = plain and given._native
+    capacity = given._capacity if ours else given._span.nbytes
+    before = given._stream, given._joined
+    if ours and (capacity < size or given._device != (2, device)):
+        span, capacity, before = devices.memory(size, device, stream), size, (stream, stream)
+    elif capacity < size and exact:
+        raise ValueError(f"out has {capacity} bytes, {size} are needed")
+    else:
+        span = codecs.Span(given._span.address, capacity, given._span.keep if ours else given)
+    made = Array._of(span, min(size, capacity), kind, (2, device))
+    made._capacity = capacity
+    made._stream, made._joined = before
+    if ours:
+        given.__dict__.update(made.__dict__)
+        return given
+    made._native = False
+    return made
+
+
+def _placed(array: Array, x16: bool, bitstream: str, device: int, stream: int) -> Array:
+    """The Array, or a copy of it that lies as kernels read it."""
+    if not x16 and bitstream != "native":
+        return array
+    lead = 8 if x16 and bitstream == "raw" else 0
+    step = 16 if x16 else 8
+    if (array._span[0] + lead) % step == 0:
+        return array
+    nbytes = array._span.nbytes
+    room = devices.memory(nbytes + step, device, stream)
+    at = room.address + (-(room.address + lead)) % step
+    devices.onto(array, at, device, stream, wait=False)
+    made = Array._of(codecs.Span(at, nbytes, (room.keep, array)), nbytes, device=(2, device))
+    made._stream = made._joined = stream
+    return made

@@ -1,0 +1,313 @@
+"""Memory of GPUs, streams, and decoding there: what `overwire.codecs` is on the host.
+
+    from overwire import gpu
+
+    memory = gpu.alloc(nbytes, device=0)
+    batch = gpu.decode(0, stream, [(address, stored, memory.address, nbytes, chunk)], "X16")
+    ...                                     # more work on that stream, nothing has waited
+    for error in batch.wait(): ...          # what became of each stream
+
+A stream is a number as DLPack and the CUDA array interface count them: 0 and 1
+are the legacy default stream, 2 the thread's own, others are handles. NVIDIA's
+driver is looked for at the first call; nothing here needs torch, but where it is
+imported memory comes out of its allocator.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from . import _engine
+from .errors import ArgumentError
+
+__all__ = [
+    "Batch",
+    "Glance",
+    "Memory",
+    "algorithms",
+    "alloc",
+    "copy",
+    "count",
+    "current_stream",
+    "decode",
+    "device_of",
+    "encode",
+    "follow",
+    "glance",
+    "stream_check",
+    "stream_free",
+    "stream_new",
+    "stream_sync",
+    "torch_of",
+    "transform",
+]
+
+_KINDS = {"native": 0, "raw": 1, "with_size": 2}
+_five = struct.Struct("=5q").pack
+_counted: int | None = None
+_decoded: tuple[str, ...] | None = None
+
+
+class Memory(NamedTuple):
+    """`nbytes` bytes at `address` of GPU number `device`, which `keep` holds."""
+
+    address: int
+    nbytes: int
+    keep: Any
+    device: int
+
+
+class Glance(NamedTuple):
+    """What a stream says of itself: bytes of content and of a chunk (native
+    streams), its algorithm; or the error that decoding would raise."""
+
+    size: int
+    chunk: int
+    algorithm: str | None
+    error: BaseException | None
+
+
+def count() -> int:
+    """How many GPUs there are; 0 where there is no driver. Asked once."""
+    global _counted
+    if _counted is None:
+        _counted = _engine.gpu_count()
+    return _counted
+
+
+def algorithms() -> tuple[str, ...]:
+    """The algorithms that `decode` takes."""
+    global _decoded
+    if _decoded is None:
+        _decoded = tuple(json.loads(_engine.gpu_names()))
+    return _decoded
+
+
+def torch_of() -> Any:
+    """torch, where the program has imported it and it finds a GPU; else None."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and getattr(torch, "cuda", None) is not None and torch.cuda.is_available() else None
+
+
+def current_stream(device: int) -> int:
+    """torch's current stream of a device, where it is imported; else the default one, 1."""
+    torch = torch_of()
+    return 1 if torch is None else int(torch.cuda.current_stream(device).cuda_stream) or 1
+
+
+def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
+    """Memory of a GPU for work on a stream: out of torch's allocator where torch is
+    imported, else the driver's. Its contents are not defined.
+
+    Raises OutOfMemoryError, DeviceError.
+    """
+    if nbytes == 0:
+        return Memory(0, 0, None, device)
+    torch = torch_of()
+    if torch is None:
+        keep, address = _engine.gpu_alloc(device, nbytes)
+        return Memory(address, nbytes, keep, device)
+    if (int(torch.cuda.current_stream(device).cuda_stream) or 1) == (stream or 1):
+        tensor = _empty(torch, nbytes, device)
+    else:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream if stream > 2 else 0, device=device)):
+            tensor = _empty(torch, nbytes, device)
+    return Memory(tensor.data_ptr(), nbytes, tensor, device)
+
+
+def _empty(torch: Any, nbytes: int, device: int) -> Any:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+    except torch.cuda.OutOfMemoryError as error:
+        from .errors import OutOfMemoryError
+
+        free, total = torch.cuda.mem_get_info(device)
+        raise OutOfMemoryError(f"overwire: cuda:{device}: {nbytes} bytes: {error}", asked=nbytes, free=free, total=total) from error
+
+
+def copy(
+    dst: int, src: int, nbytes: int, *, device: int, stream: int = 1, after: Sequence[int] = (), wait: bool = True
+) -> None:
+    """Copies between any two places, of a GPU or the host, on a stream, after what is
+    queued now on those of `after`. Without `wait` the bytes are there when the
+    stream has come so far; memory of the host that is not pinned waits anyway.
+
+    Raises DeviceError.
+    """
+    _engine.gpu_copy(device, stream, _packed(after), dst, src, nbytes, wait)
+
+
+def _packed(after: Sequence[int]) -> bytes:
+    return struct.pack(f"={len(after)}Q", *after) if after else b""
+
+
+def device_of(address: int) -> int:
+    """The number of the GPU that an address is of; -1 for the host's."""
+    return _engine.gpu_of(address)
+
+
+def follow(stream: int, after: int, *, device: int) -> None:
+    """Lets a stream wait for what is queued on another now; the caller does not wait."""
+    if (stream or 1) != (after or 1):
+        _engine.gpu_follow(device, stream, after)
+
+
+def stream_new(device: int) -> int:
+    """A new stream of a device, which `stream_free` ends."""
+    return _engine.gpu_stream_new(device)
+
+
+def stream_free(stream: int, device: int) -> None:
+    """Ends a stream when its work is done, without waiting for that."""
+    _engine.gpu_stream_free(device, stream)
+
+
+def stream_sync(stream: int, device: int) -> None:
+    """Waits for what is queued on a stream."""
+    _engine.gpu_stream_sync(device, stream)
+
+
+def stream_check(stream: int, device: int) -> None:
+    """Raises ArgumentError for a stream of another device."""
+    _engine.gpu_stream_check(device, stream)
+
+
+class Batch:
+    """Work that was queued. Sources and destinations stay as they are until it is
+    done; to let go of the Batch does not stop it. Threads may share it."""
+
+    __slots__ = ("_errors", "_keep", "_number")
+    _number: int
+    _errors: list[BaseException | int | None] | None
+    _keep: Any
+
+    def __init__(self, number: int, keep: Any = None) -> None:
+        self._number = number
+        self._errors = None
+        self._keep = keep
+
+    def poll(self) -> list[BaseException | int | None] | None:
+        """As `wait`, but None while the work is under way."""
+        return self._known(False)
+
+    def wait(self) -> list[BaseException | int | None]:
+        """Waits until all is done, and gives for each stream its error; else None, or,
+        where streams were made, how many bytes it has.
+
+        Raises DeviceError where the device failed.
+        """
+        errors = self._known(True)
+        assert errors is not None
+        return errors
+
+    def _known(self, wait: bool) -> list[BaseException | int | None] | None:
+        if self._errors is None:
+            try:
+                found = _engine.gpu_wait(self._number, wait)
+            except ArgumentError:
+                if self._errors is None:  # another thread was told meanwhile
+                    raise
+                return self._errors
+            if found is None:
+                return None
+            self._errors, self._keep = found, None
+        return self._errors
+
+    def __del__(self) -> None:
+        if getattr(self, "_errors", ()) is None:
+            _engine.gpu_batch_free(self._number)
+
+
+def decode(
+    device: int,
+    stream: int,
+    streams: Iterable[tuple[int, int, int, int, int]],
+    algorithm: str,
+    *,
+    bitstream: str = "native",
+    after: Sequence[int] = (),
+) -> Batch:
+    """Queues the decoding of bitstreams that lie on a GPU, on one stream of it,
+    after what is queued now on those of `after`. It waits for nothing.
+
+    streams: of each its address and bytes, the address and exact bytes of its
+        content, and the content bytes of a chunk (native; else those of all).
+        Stored bytes lie on multiples of 8, of X16 16 (raw: 8 before one), the
+        content of X16 on 16.
+    algorithm: one of `algorithms()`. bitstream: as in `codecs.encode`.
+
+    Bytes may be a stranger's: a stream that is not what is said here becomes
+    its error in the Batch, and nothing outside source and destination is
+    touched. Checksums are not compared here.
+
+    Raises ArgumentError, NotSupportedError, DeviceError, OutOfMemoryError.
+    """
+    packed = b"".join([_five(*one) for one in streams])
+    return Batch(_engine.gpu_decode(device, stream, _packed(after), _KINDS[bitstream], algorithm, packed))
+
+
+def glance(
+    device: int,
+    stream: int,
+    streams: Iterable[tuple[int, int]],
+    algorithm: str | None = None,
+    *,
+    bitstream: str = "native",
+    after: Sequence[int] = (),
+) -> list[Glance]:
+    """What bitstreams on a GPU, given by address and bytes, say of themselves; waits
+    for what comes first on the stream.
+
+    Raises NotSupportedError where that stands at no fixed place: raw blocks of
+    others than X16 and Snappy.
+    """
+    flat = [number for one in streams for number in (*one, 0, 0, 1)]
+    packed = struct.pack(f"={len(flat)}q", *flat)
+    rows = _engine.gpu_peek(device, stream, _packed(after), _KINDS[bitstream], algorithm or "", packed)
+    return [Glance(*row) for row in rows]
+
+
+def transform(dtype: str | None, sample: Any = None) -> int | None:
+    """The transform of X16 for contents of a dtype (safetensors' name; None: not
+    known), of which `sample` (a buffer) is some; 0: none gains anything. None: it
+    takes a sample to say."""
+    from .codecs import span
+
+    place = span(sample) if sample is not None else None
+    number = _engine.gpu_transform(dtype or "", 0 if place is None else place.address, 0 if place is None else place.nbytes)
+    return number if number >= 0 else None
+
+
+def encode(
+    device: int,
+    stream: int,
+    contents: Sequence[tuple[int, int, int, int, int, int]],
+    *,
+    bitstream: str = "native",
+    version: int = 6,
+    after: Sequence[int] = (),
+) -> Batch:
+    """Queues the making of X16 streams out of contents that lie on a GPU, on one
+    stream of it. It waits for nothing; the Batch tells how long they became.
+
+    contents: of each its address and bytes, address and bytes of the room for the
+        stream (`codecs.max_size` is enough), the content bytes of a chunk, and the
+        `transform`. Addresses, and chunks where there are several, are multiples
+        of 16. Other bitstreams than native have one block of at most 16 MiB.
+
+    Takes as much memory of the device as the contents have, until it is done.
+    Raises as `decode`.
+    """
+    slot = (max((min(c[1], c[4]) for c in contents), default=0) + 15) & ~15
+    rows = sum(max(1, -(-c[1] // c[4])) for c in contents)
+    scratch = alloc(slot * rows, device, stream)
+    flat = [number for one in contents for number in one]
+    packed = struct.pack(f"={len(flat)}q", *flat)
+    number = _engine.gpu_encode(
+        device, stream, _packed(after), _KINDS[bitstream], version, packed, scratch.address, scratch.nbytes
+    )
+    return Batch(number, scratch)

@@ -1,0 +1,416 @@
+"""overwire.gpu and compat.nvcomp with Arrays of a GPU: what needs one, real or not.
+
+`make fakegpu` runs this on an engine whose driver is the fake one and whose
+kernels are the host twins; what needs torch on a GPU is then skipped.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import overwire.compat.nvcomp as nvcomp
+import pytest
+from overwire import codecs, errors, gpu
+
+if gpu.count() == 0:
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+torch: Any = pytest.importorskip("torch")
+REAL = torch.cuda.is_available()
+SIZES = (0, 1, 7, 65535, 65536, 65537, 10_000_000 if REAL else 200_001)
+KINDS = tuple(nvcomp.BitstreamKind)
+NAMES = codecs.algorithms()
+RAW = nvcomp.BitstreamKind.RAW
+
+needs_torch = pytest.mark.skipif(not REAL, reason="torch has no GPU")
+
+
+def content(size: int, seed: int = 5) -> bytes:
+    """Bytes whose second halves of words repeat, as those of weights do."""
+    r = random.Random(seed)
+    piece = bytearray(r.randbytes(min(size, 70_000)))
+    for i in range(1, len(piece), 2):
+        piece[i] = 60 + (piece[i] & 3)
+    return bytes((piece * (size // max(len(piece), 1) + 1))[:size])
+
+
+@pytest.fixture(scope="module")
+def contents() -> dict[int, bytes]:
+    return {size: content(size) for size in SIZES}
+
+
+def there(data: bytes) -> Any:
+    array = nvcomp.as_array(data).cuda()
+    assert array.buffer_kind is nvcomp.ArrayBufferKind.STRIDED_DEVICE
+    return array
+
+
+def back(array: Any) -> bytes:
+    host = array.cpu()
+    assert host.buffer_kind is nvcomp.ArrayBufferKind.STRIDED_HOST
+    return bytes(host)
+
+
+def test_backends_say_where() -> None:
+    found = nvcomp.backends()
+    assert set(gpu.algorithms()) >= {"X16", "LZ4", "Snappy"}
+    for name in NAMES:
+        assert found[name].startswith("decode: cuda" if name in gpu.algorithms() else "decode: cpu"), found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
+def test_device_in_device_out(name: str, kind: Any, contents: dict[int, bytes]) -> None:
+    """Every algorithm, bitstream and length, both ways, against the CPU's decoder."""
+    codec = nvcomp.Codec(algorithm=name, bitstream_kind=kind, uncomp_chunk_size=65536)
+    bitstream = codecs.BITSTREAMS[int(kind)]
+    plain = list(contents.values())
+    if name == "X16" and kind is not nvcomp.BitstreamKind.NVCOMP_NATIVE:
+        plain = [p for p in plain if len(p) < 1 << 24]
+    encoded = codec.encode([there(p) for p in plain])
+    for p, e in zip(plain, encoded, strict=True):
+        assert e.buffer_kind is nvcomp.ArrayBufferKind.STRIDED_DEVICE
+        assert codecs.decode(back(e), name, bitstream=bitstream) == p, len(p)
+    decoded = codec.decode(encoded)
+    for p, d in zip(plain, decoded, strict=True):
+        assert d.buffer_kind is nvcomp.ArrayBufferKind.STRIDED_DEVICE and d.buffer_size == len(p) and back(d) == p, len(p)
+    # From the host, one by one, sized by a config.
+    for p, e in zip(plain, encoded, strict=True):
+        stored = back(e)
+        if p:
+            config = codec.decompression_config(nvcomp.as_array(stored))
+            assert back(codec.decode(stored, decompression_config=config)) == p
+        assert back(codec.decode(stored)) == p
+        assert codec.get_uncomp_buffer_size(e) == len(p)
+
+
+def test_a_stream_says_what_it_is(contents: dict[int, bytes]) -> None:
+    decoder = nvcomp.Codec()
+    for name in NAMES:
+        for version in (5, 6):
+            e = nvcomp.Codec(algorithm=name, native_version=version).encode(there(contents[65537]))
+            assert back(decoder.decode(e)) == contents[65537], (name, version)
+
+
+@pytest.mark.parametrize("name", ["X16", "LZ4", "Snappy"])
+def test_config_waits_for_nothing(name: str, contents: dict[int, bytes]) -> None:
+    """With a config the engine asks the device for nothing: one upload, launches, an event."""
+    codec = nvcomp.Codec(algorithm=name)
+    plain = [contents[65536], contents[65537]]
+    encoded = codec.encode([there(p) for p in plain])
+    config = codec.decompression_config(codec.compression_config([len(p) for p in plain]))
+    asked: list[str] = []
+    real = gpu._engine.gpu_peek, gpu._engine.gpu_wait, gpu._engine.gpu_stream_sync, gpu._engine.gpu_copy
+    names = ("gpu_peek", "gpu_wait", "gpu_stream_sync", "gpu_copy")
+    try:
+        for which, function in zip(names, real, strict=True):
+
+            def watched(*args: Any, which: str = which, function: Callable[..., Any] = function) -> Any:
+                asked.append(which)
+                return function(*args)
+
+            setattr(gpu._engine, which, watched)
+        made = codec.decode(encoded, decompression_config=config)
+        assert asked == []
+    finally:
+        for which, function in zip(names, real, strict=True):
+            setattr(gpu._engine, which, function)
+    assert [back(m) for m in made] == plain
+
+
+def test_wrong_lengths_are_told_and_nothing_is_overrun(contents: dict[int, bytes]) -> None:
+    codec = nvcomp.Codec(algorithm="X16")
+    e = codec.encode(there(contents[65537]))
+    config = codec.decompression_config(codec.compression_config(65536))
+    made = codec.decode(e, decompression_config=config)
+    with pytest.raises(errors.CorruptError):
+        made.cpu()
+    assert made.cpu().buffer_size == 65536  # once
+    with pytest.raises(errors.CorruptError):
+        _strictly(e)
+    small = there(bytes(100))
+    with pytest.raises(ValueError, match="out has 100 bytes"):
+        codec.decode(e, out=nvcomp.from_dlpack(small.to_dlpack()))
+
+
+def _strictly(e: Any) -> None:
+    strict = nvcomp.Codec(algorithm="X16", strict=True)
+    strict.decode(e, decompression_config=strict.decompression_config(strict.compression_config(65536)))
+
+
+@pytest.mark.parametrize("name", ["X16", "LZ4", "Snappy"])
+def test_damage_is_an_error_of_its_own_buffer(name: str, contents: dict[int, bytes]) -> None:
+    codec = nvcomp.Codec(algorithm=name, uncomp_chunk_size=16384)
+    plain = contents[65537]
+    good = back(codec.encode(there(plain)))
+    r = random.Random(7)
+    for _ in range(20):
+        bad = bytearray(good)
+        bad[r.choice((r.randrange(len(bad)), r.randrange(160)))] ^= 1 << r.randrange(8)
+        if r.randrange(4) == 0:
+            del bad[r.randrange(len(bad)) :]
+        try:
+            one, two, three = codec.decode([there(good), there(bytes(bad) or b"\0"), there(good)])
+        except (ValueError, errors.OverwireError):
+            continue  # the header said it
+        assert back(one) == plain == back(three)
+        try:
+            back(two)
+        except errors.CorruptError:
+            pass
+    assert back(codec.decode(there(good))) == plain
+
+
+def test_out_and_capacity(contents: dict[int, bytes]) -> None:
+    for name in ("X16", "LZ4", "Zstd"):
+        codec = nvcomp.Codec(algorithm=name)
+        e = codec.encode(there(contents[65536]))
+        held = there(bytes(70_000))
+        outside = nvcomp.from_dlpack(held.to_dlpack())
+        got = codec.decode(e, out=outside)
+        assert got.__cuda_array_interface__["data"][0] == outside.__cuda_array_interface__["data"][0]
+        assert back(got) == contents[65536] and got.buffer_size == 65536
+        ours = codec.decode(e)
+        place = ours.__cuda_array_interface__["data"][0]
+        again = codec.decode(codec.encode(there(contents[7])), out=ours)
+        assert again is ours and back(ours) == contents[7] and (name == "Zstd" or ours.capacity == 65536)
+        if name != "Zstd":
+            assert ours.__cuda_array_interface__["data"][0] == place
+        assert back(codec.decode(e, out=ours)) == contents[65536]
+
+
+def test_interfaces_share_the_memory(contents: dict[int, bytes]) -> None:
+    array = there(contents[65536])
+    place = array.__cuda_array_interface__["data"][0]
+    assert array.__cuda_array_interface__["stream"] == 1 and array.__dlpack_device__() == (2, 0)
+    with pytest.raises(AttributeError):
+        _ = array.__array_interface__
+    with pytest.raises(BufferError):
+        memoryview(array)
+
+    class Interface:
+        __cuda_array_interface__ = array.__cuda_array_interface__ | {"typestr": "<f2", "shape": (32768,)}
+        keep = array
+
+    for other in (nvcomp.from_dlpack(array.to_dlpack()), nvcomp.as_array(Interface()), nvcomp.from_dlpack(array)):
+        assert other.__cuda_array_interface__["data"][0] == place and other.buffer_size == 65536
+        assert other.buffer_kind is nvcomp.ArrayBufferKind.STRIDED_DEVICE
+        del array
+        gc.collect()
+        array = other
+        assert back(other) == contents[65536]
+    parts = nvcomp.as_arrays(array, [0, 1024], [1024, 64512])
+    assert b"".join(back(p) for p in parts) == contents[65536]
+
+
+class Pool:
+    """An allocator of the user's, which counts."""
+
+    def __init__(self, device: bool) -> None:
+        self.device, self.live, self.made = device, 0, 0
+
+    def __call__(self, nbytes: int, stream: Any) -> Any:
+        pool = self
+        assert stream.device == 0 and isinstance(stream.ptr, int)
+
+        class Piece:
+            def __init__(self) -> None:
+                pool.live += 1
+                pool.made += 1
+                if pool.device:
+                    self.memory: Any = gpu.alloc(nbytes, 0)
+                    self.ptr = self.memory.address
+                else:
+                    self.memory = bytearray(nbytes)
+                    self.ptr = codecs.span(self.memory).address
+
+            def __del__(self) -> None:
+                pool.live -= 1
+
+        return Piece()
+
+
+def test_allocators(contents: dict[int, bytes]) -> None:
+    device, pinned = Pool(True), Pool(False)
+
+    def failing(nbytes: int, stream: Any) -> Any:
+        raise MemoryError("none left")
+
+    codec = nvcomp.Codec(algorithm="X16")
+    e = codec.encode(there(contents[65536]))
+    try:
+        nvcomp.set_device_allocator(device)
+        nvcomp.set_pinned_allocator(pinned)
+        a = codec.decode(e)
+        assert device.made >= 1 and back(a) == contents[65536] and pinned.made == 1
+        nvcomp.set_device_allocator(failing)
+        with pytest.raises(MemoryError, match="none left"):
+            codec.decode(e)
+        nvcomp.set_device_allocator(None)
+        b = codec.decode(e)
+        made = device.made
+        assert back(b) == contents[65536] == back(a) and device.made == made
+        del a
+        gc.collect()
+        assert device.live == 0
+    finally:
+        nvcomp.set_device_allocator()
+        nvcomp.set_pinned_allocator()
+    gc.collect()
+    assert pinned.live == 0
+
+
+def test_streams(contents: dict[int, bytes]) -> None:
+    made = nvcomp.CudaStream.make_new()
+    assert made.device == 0 and not made.is_special and nvcomp.CudaStream.borrow(made.ptr).ptr == made.ptr
+    for special in (0, 1, 2):
+        assert nvcomp.CudaStream.borrow(special).is_special
+    with pytest.raises(ValueError, match="there are"):
+        nvcomp.CudaStream.make_new(gpu.count())
+    if gpu.count() > 1:
+        other = nvcomp.CudaStream.make_new(1)
+        with pytest.raises(ValueError):
+            nvcomp.CudaStream.borrow(other.ptr, 0)
+        with pytest.raises(ValueError):
+            nvcomp.Codec(algorithm="X16", device_id=0, cuda_stream=other.ptr)
+        on_other = nvcomp.Codec(algorithm="X16", device_id=1)
+        e = on_other.encode(there(contents[65536]))
+        d = on_other.decode(e)
+        assert e.__dlpack_device__() == (2, 1) == d.__dlpack_device__() and back(d) == contents[65536]
+    for stream in (made.ptr, 1, 2):
+        codec = nvcomp.Codec(algorithm="X16", cuda_stream=stream)
+        d = codec.decode(codec.encode(there(contents[65536])))
+        assert d.__cuda_array_interface__["stream"] == stream
+        assert back(nvcomp.from_dlpack(d)) == contents[65536]
+        assert back(nvcomp.as_array(d, cuda_stream=made.ptr)) == contents[65536]
+
+
+def test_threads_share_a_codec(contents: dict[int, bytes]) -> None:
+    codec = nvcomp.Codec(algorithm="X16")
+    e = [codec.encode(there(contents[n])) for n in (7, 65535, 65537)]
+    wrong: list[Any] = []
+
+    def work(k: int) -> None:
+        for _ in range(20):
+            if back(codec.decode(e[k])) != contents[(7, 65535, 65537)[k]]:
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert wrong == []
+
+
+def test_exit_with_live_objects(script: Any) -> None:
+    done = script(
+        "import overwire.compat.nvcomp as nvcomp\n"
+        "codec = nvcomp.Codec(algorithm='X16')\n"
+        "a = codec.decode(codec.encode(bytes(100000)))\n"
+        "s = nvcomp.CudaStream.make_new()\n"
+        "late = codec.decode([codec.encode(b'x' * 5000)] * 3)\n"
+        "print(a.buffer_size)\n",
+        PYTHONPATH=":".join(__import__("sys").path),
+    )
+    assert done.stdout == "100000\n" and done.stderr == ""
+
+
+# With torch on a GPU.
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"])
+def test_torch_tensors(dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    t = torch.randn(300, 257, device="cuda").to(kind) if kind.is_floating_point else torch.ones(300, 257, device="cuda", dtype=kind)
+    codec = nvcomp.Codec(algorithm="X16")
+    a = nvcomp.as_array(t)
+    assert a.shape == (300, 257) and a.__cuda_array_interface__["data"][0] == t.data_ptr()
+    d = codec.decode(codec.encode(a), data_type=kind)
+    got = torch.from_dlpack(d)
+    assert got.dtype == kind and got.is_cuda and torch.equal(got.view(torch.uint8), t.reshape(-1).view(torch.uint8))
+    if dtype == "bfloat16":
+        out = torch.empty_like(t)
+        codec.decode(codec.encode(a), data_type=kind, out=out)
+        assert torch.equal(out.view(torch.int16), t.view(torch.int16))
+
+
+@needs_torch
+def test_torchs_current_stream_is_followed() -> None:
+    plain = torch.frombuffer(bytearray(content(1 << 20)), dtype=torch.uint8).cuda()
+    codec = nvcomp.Codec(algorithm="X16")
+    e = codec.encode(plain)
+    stream = torch.cuda.Stream()
+    out = torch.empty_like(plain)
+    config = codec.decompression_config(e)
+    for _ in range(20):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)
+            out.fill_(1)
+            d = codec.decode(e, out=out, decompression_config=config)
+            assert d.__cuda_array_interface__["stream"] == stream.cuda_stream
+            copy = out.clone()
+        stream.synchronize()
+        assert torch.equal(copy, plain)
+
+
+@needs_torch
+def test_no_growth_over_a_thousand_decodes() -> None:
+    plain = content(100_000)
+    codec = nvcomp.Codec(algorithm="X16")
+    e = codec.encode(there(plain))
+    config = codec.decompression_config(e)
+
+    def used() -> int:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    for _ in range(50):
+        codec.decode(e, decompression_config=config)
+    before = used()
+    for _ in range(1000):
+        codec.decode(e, decompression_config=config)
+    assert used() <= before + (4 << 20)
+
+
+# Against nvCOMP itself.
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["LZ4", "Snappy", "Zstd", "Deflate", "Gzip", "GDeflate", "Cascaded"])
+def test_nvcomp_reads_ours_and_we_its(name: str, contents: dict[int, bytes]) -> None:
+    theirs = pytest.importorskip("nvidia.nvcomp")
+    if theirs is nvcomp:
+        pytest.skip("nvidia.nvcomp is this package")
+    version = int(theirs.__version__.split(".")[0])
+    for kind in KINDS:
+        other = theirs.Codec(algorithm=name, bitstream_kind=theirs.BitstreamKind(int(kind)))
+        ours = nvcomp.Codec(algorithm=name, bitstream_kind=kind, native_version=version)
+        for size, plain in contents.items():
+            if size == 0 or (kind is not nvcomp.BitstreamKind.NVCOMP_NATIVE and size > 65536 and name in ("Deflate", "GDeflate", "Gzip")):
+                continue
+            e = other.encode(theirs.as_array(plain).cuda())
+            torch.cuda.synchronize()
+            assert back(ours.decode(nvcomp.as_array(e))) == plain, (kind, size)
+            mine = ours.encode(there(plain))
+            torch.cuda.synchronize()
+            assert bytes(other.decode(theirs.as_array(mine)).cpu()) == plain, (kind, size)
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["ANS", "Bitcomp"])
+def test_delegated_to_nvcomp(name: str, contents: dict[int, bytes]) -> None:
+    pytest.importorskip("nvidia.nvcomp")
+    codec = nvcomp.Codec(algorithm=name, data_type="|u1" if name == "ANS" else "<i4")
+    data = contents[65536]
+    e = codec.encode(there(data))
+    d = codec.decode(e)
+    torch.cuda.synchronize()
+    assert back(d) == data
+    assert [back(x) for x in codec.decode(codec.encode([there(data), there(data)]))] == [data, data]
