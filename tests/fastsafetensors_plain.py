@@ -1,10 +1,14 @@
-"""What the tests of overwire.compat.fastsafetensors compare values by."""
+"""What the tests of overwire.compat.fastsafetensors share."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import overwire as ow
+import overwire.compat.fastsafetensors as fst
 import torch
+from conftest import every_dtype
 
 
 def plain(value: Any) -> Any:
@@ -20,3 +24,19 @@ def plain(value: Any) -> Any:
     if type(value).__name__ in ("Device", "LoaderConfig", "TensorFrame"):
         return {key: plain(one) for key, one in vars(value).items()}
     return value
+
+
+def two_files(tmp_path: Path) -> list[str]:
+    """A plain and a compressed file with every dtype."""
+    tensors = every_dtype()
+    plain, compressed = str(tmp_path / "plain.safetensors"), str(tmp_path / "compressed.safetensors")
+    ow.save_file(tensors, plain, {"made": "here"}, compress=False)
+    ow.save_file({f"c.{name}": tensor for name, tensor in tensors.items()} | {"c.w": torch.randn(300, 300).bfloat16()}, compressed)
+    return [plain, compressed]
+
+
+def load(paths: list[str], **named: Any) -> tuple[Any, Any]:
+    """Of one process: the loader, and its buffer."""
+    loader = fst.SafeTensorsFileLoader(fst.SingleGroup(), torch.device("cpu"), **named)
+    loader.add_filenames({0: paths})
+    return loader, loader.copy_files_to_device()

@@ -90,11 +90,11 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 
 @contextmanager
-def redis() -> Iterator[tuple[dict[str, object], str]]:
-    """Storage options of a server, and what its URIs begin with."""
+def redis(password: str | None = REDIS_PASSWORD) -> Iterator[tuple[dict[str, object], str]]:
+    """Storage options of a server, and what its URIs begin with. None: it asks for no password."""
     program = _program("redis-server", "a package of the system (Debian: redis-server)")
     with tempfile.TemporaryDirectory() as folder:
         port = _port()
         argv = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder]
-        with _running([*argv, "--requirepass", REDIS_PASSWORD], port):
-            yield {"password": REDIS_PASSWORD}, f"redis://127.0.0.1:{port}/"
+        with _running([*argv, "--requirepass", password or ""], port):
+            yield {"password": password} if password else {}, f"redis://127.0.0.1:{port}/"

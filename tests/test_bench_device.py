@@ -46,6 +46,20 @@ def test_first_and_second_load(model: Path, mode: str) -> None:
     assert found["second"] > 0
 
 
+@pytest.mark.parametrize("name", _bench_device.PEERS)
+def test_other_loaders_have_a_figure_or_a_reason(model: Path, name: str) -> None:
+    """Where a peer is installed and goes to the CPU, its bytes are compared; where
+    not, the row says why."""
+    argv = ["0", "with", "cpu", name, str(model / "sums.json"), str(model / "plain.safetensors")]
+    found = _bench_device.answer(argv)
+    assert found.get("bytes") == SIZE or found.get("missing"), found
+    if "bytes" in found:
+        assert found["note"].startswith(name)
+        sums = json.loads((model / "sums.json").read_text())
+        (model / "sums.json").write_text(json.dumps({**sums, "a": sums["a"] ^ 1}))
+        assert "'a'" in _bench_device.answer(argv)["error"]
+
+
 def test_verify_sees_every_wrong_byte(model: Path) -> None:
     argv = ["0", "verify", "cpu", str(model / "sums.json"), str(model / "m.safetensors")]
     assert _bench_device.answer(argv) == {"bytes": SIZE, "tensors": 3}
@@ -55,6 +69,18 @@ def test_verify_sees_every_wrong_byte(model: Path) -> None:
         assert repr(name) in _bench_device.answer(argv)["error"]
     (model / "sums.json").write_text(json.dumps({**sums, "d": 0}))
     assert "other tensors" in _bench_device.answer(argv)["error"]
+
+
+@pytest.mark.parametrize("how", ["plain", "crc32", "key"])
+def test_tensorizers_files(model: Path, how: str) -> None:
+    """Ours and tensorizer's own loads of one file, after its bytes were compared."""
+    key = "5a" * 32
+    path = str(model / "m.tensors")
+    ow.convert(model / "plain.safetensors", path, storage_options={"encryption_key": key} if how == "key" else None)
+    assert _bench_device.answer(["0", "tensors-verify", "cpu", str(model / "sums.json"), how, key, path])["tensors"] == 3
+    assert _bench_device.answer(["0", "tensors", "cpu", how, key, path])["bytes"] == SIZE
+    found = _bench_device.answer(["0", "tensors-peer", "cpu", "plain" if how == "crc32" else how, key, path])
+    assert found.get("bytes") == SIZE or "tensorizer" in found.get("missing", ""), found
 
 
 def test_memory_counts_what_is_beside_the_tensors(model: Path) -> None:

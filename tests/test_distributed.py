@@ -40,7 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ow.save_file(tensors, at / "plain.safetensors", compress=False)
     ow.save_file(tensors, at / "compressed.safetensors")
     ow.save_file({"other": torch.zeros(3)}, at / "other.safetensors")
-    damaged = bytearray((at / "compressed.safetensors").read_bytes())
+    good = (at / "compressed.safetensors").read_bytes()
+    for number, part in enumerate((0.2, 0.8)):
+        damaged = bytearray(good)
+        damaged[int(part * len(good))] ^= 0x40
+        (at / f"damaged{number}.safetensors").write_bytes(damaged)
+    damaged = bytearray(good)
     damaged[-len(damaged) // 3] ^= 0x40
     (at / "damaged.safetensors").write_bytes(damaged)
     with pytest.raises(ow.CorruptError):
@@ -74,7 +79,7 @@ def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices:
 
 
 def test_two_ranks(folder: Path) -> None:
-    ranks(folder, 2, "every_way", "wanted", "failing")
+    ranks(folder, 2, "every_way", "wanted", "failing", "hurt", "dying")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import overwire as ow
 import pytest
 import torch
 from conftest import raw, same, ugly
+from overwire.frames import frame_for
 
 
 def resident() -> int:
@@ -129,3 +130,16 @@ def test_exit_while_tensors_and_loads_live(script) -> None:
 
 def test_smaps_is_there() -> None:
     assert os.path.exists("/proc/self/smaps_rollup") and resident() > 0
+
+
+def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
+    """What loads to a GPU land in, made by a cheaper call than torch.empty: the same
+    tensors, each in a storage of its bytes."""
+    frame = frame_for("pt")
+    shapes = [(), (0, 3), (2, 0, 4), (3, 1, 2), (5, 4, 6), (1,), (2, 8)]
+    rows = [("", name, shape, 0, 0, 0, -1) for name in ("F32", "BF16", "F8_E4M3", "BOOL") for shape in shapes]
+    rows += [("", "F4", (2, 8), 0, 0, 0, -1), ("", "F6_E2M3", (4, 4), 0, 0, 0, -1)]
+    for row, tensor in zip(rows, frame.empty_on("cpu", rows), strict=True):
+        want = frame.empty(row[1], row[2])
+        assert (tensor.dtype, tensor.shape, tensor.stride()) == (want.dtype, want.shape, want.stride())
+        assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == want.nbytes

@@ -87,6 +87,27 @@ def test_meta_modules_get_what_was_loaded(tmp_path: Path) -> None:
     assert target.embed.weight.requires_grad
 
 
+def test_max_memory_is_of_what_is_loaded_beside(tmp_path: Path) -> None:
+    one, two = fill(nn.Linear(30, 40), 1), fill(nn.Linear(30, 40), 2)
+    ow.save_model(one, tmp_path / "m")
+    ow.load_model(two, tmp_path / "m", max_memory=1)  # all of it lands in place
+    equal(one, two)
+    half, kept = nn.Linear(30, 40).bfloat16(), fill(nn.Linear(30, 40), 3).bfloat16().weight.detach()
+    half.weight.data.copy_(kept)
+    ow.load_model(half, tmp_path / "m", max_memory=(30 * 40 + 40) * 4)
+    half.weight.data.copy_(kept)
+    with pytest.raises(ow.OutOfMemoryError, match="2 tensors take 4960 bytes on cpu, 1 over max_memory of 4959"):
+        ow.load_model(half, tmp_path / "m", max_memory=4959)
+    assert torch.equal(half.weight, kept)
+    with torch.device("meta"):
+        empty = nn.Linear(30, 40)
+    with pytest.raises(ow.OutOfMemoryError):
+        ow.load_model(empty, tmp_path / "m", max_memory=4959)
+    assert empty.weight.is_meta
+    ow.load_model(empty, tmp_path / "m", max_memory=4960)
+    equal(one, empty)
+
+
 def test_mismatches_are_all_named_and_change_nothing(tmp_path: Path) -> None:
     ow.save_file({"weight": torch.ones(4, 3), "bias": torch.ones(4), "extra": torch.ones(1)}, tmp_path / "m")
     module = fill(nn.Linear(3, 4), 5)

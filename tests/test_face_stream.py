@@ -10,6 +10,7 @@ import overwire as ow
 import pytest
 import torch
 from conftest import every_dtype, same, ugly
+from overwire import loading
 
 
 @pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
@@ -43,6 +44,50 @@ def test_stream_closed_early_ends_its_load(tmp_path: Path) -> None:
     gc.collect()
     for _name, _tensor in ow.stream(tmp_path / "m"):
         break
+
+
+def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded and not yet yielded stays within the budget, whatever it is."""
+    torch.manual_seed(1)
+    tensors = {f"t{i}": torch.randn(100 + 37 * (i % 5), 50).bfloat16() for i in range(40)} | {"big": torch.randn(300, 50)}
+    ow.save_file(tensors, tmp_path / "m")
+    size = {name: tensor.nbytes for name, tensor in tensors.items()}
+    begin, started, yielded, most = loading._begin, 0, 0, 0
+
+    def counted(model, chosen, *rest):
+        nonlocal started, most
+        started += sum(model.table[at][3] for at in chosen)
+        most = max(most, started - yielded)
+        return begin(model, chosen, *rest)
+
+    monkeypatch.setattr(loading, "_begin", counted)
+    for budget in (60_000, 100_000, sum(size.values()), "1MB"):
+        started = yielded = most = 0
+        seen: list[ow.Progress] = []
+        got = {}
+        for name, tensor in ow.stream(tmp_path / "m", max_memory=budget, progress=seen.append):
+            yielded += size[name]
+            got[name] = tensor
+        assert got.keys() == tensors.keys() and started == yielded
+        assert most <= (budget if isinstance(budget, int) else 1_000_000)
+        for name, tensor in got.items():
+            same(tensor, tensors[name])
+        assert seen[-1] == (yielded, yielded, 41, 41)
+    stream = ow.stream(tmp_path / "m", max_memory=60_000, keys=["t1", "t2", "t3", "t4"])
+    assert next(stream)[0] in tensors
+    stream.close()
+    assert list(stream) == []
+    with pytest.raises(ow.OutOfMemoryError, match="'big' alone takes 60000 bytes on cpu, 1 over max_memory of 59999"):
+        ow.stream(tmp_path / "m", max_memory=59_999)
+    with pytest.raises(ow.OutOfMemoryError):  # a cast holds both for a moment
+        ow.stream(tmp_path / "m", max_memory=60_000, dtype="float64")
+    data = bytearray((tmp_path / "m").read_bytes())
+    data[-1000] ^= 1
+    (tmp_path / "bad").write_bytes(data)
+    stream = ow.stream(tmp_path / "bad", max_memory=60_000)
+    with pytest.raises(ow.CorruptError):
+        list(stream)
+    assert list(stream) == []
 
 
 def test_stream_errors_come_after_what_landed(tmp_path: Path) -> None:

@@ -310,3 +310,35 @@ def test_tensors_files(tmp_path: Path) -> None:
         for verify in (False, True):
             with tensorizer.TensorDeserializer(path, device="cuda", encryption=params, verify_hash=verify) as de:
                 assert all(tensor.is_cuda and torch.equal(bits(tensor.detach()), bits(tensors[name])) for name, tensor in de.items())
+
+
+def test_gds_reads_the_same_or_says_why_not(model: Path) -> None:
+    """read="gds": where GPUDirect Storage is real its bytes are the same; where it
+    is not, the load goes through the host and one line says why."""
+    code = f"""
+import logging, sys
+logging.basicConfig(format="%(name)s %(message)s", stream=sys.stderr)
+import overwire as ow, torch
+path = {str(model / "plain.safetensors")!r}
+want = ow.load_file(path)
+for dtype in (None, torch.float32, None):
+    got = ow.load_file(path, device="cuda", read="gds", dtype=dtype)
+    report = ow.last_report()
+    slow = ow.load_file(path, device="cuda", dtype=dtype)
+    for name in want:
+        a, b = got[name], slow[name]
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert not a.numel() or torch.equal(a.cpu().reshape(-1).view(torch.uint8), b.cpu().reshape(-1).view(torch.uint8)), name
+assert list(got) == list(want)
+real = ow.doctor()["gpudirect_storage"]
+assert report["gds"] >= report["bytes"] * real["real"] or report["no_gds"], report
+assert (report["gds"] > 0) != ("no_gds" in report), report
+print(report["gds"], report.get("no_gds", ""))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "read through the host instead" in line]
+    assert len(lines) == (0 if done.stdout.split()[0] != "0" else 1), done.stderr
+    if not lines:
+        return
+    pytest.skip(f"not real here: {lines[0]}")

@@ -132,6 +132,7 @@ def test_errors_keep_secrets(
     base = serve().replace("://", f"://user:{SECRET}@")
     options = {"token": SECRET, "headers": {"X-Key": SECRET}}
     seen = [ow.inspect(f"{base}m.safetensors?sig={SECRET}", storage_options=options), ow.last_report()]
+    seen.append(ow.plan(f"{base}m.safetensors?sig={SECRET}", storage_options=options))
     job = ow.preload(f"{base}missing?sig={SECRET}", storage_options=options)
     seen.append(job)
     bad: list[tuple[str, Any]] = [
@@ -154,6 +155,8 @@ def test_unknown_options(serve: Callable[..., str], tmp_path: Path) -> None:
     """An option that the scheme has not is refused, and those that it has are listed."""
     with pytest.raises(ow.ArgumentError, match="headers, token, cacert"):
         ow.load_file(serve() + "m", storage_options={"region": "x"})
+    with pytest.raises(ow.ArgumentError, match="headers, token, cacert"):
+        ow.plan(serve() + "m", storage_options={"region": "x"})
 
 
 def test_credentials_are_kept_apart(serve: Callable[..., str], tmp_path: Path) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
+import overwire as ow
 import pytest
+from overwire import jobs
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -53,7 +57,7 @@ print("same")
 """
 
 
-@pytest.mark.parametrize("how", ["auto", "buffered", "direct"])
+@pytest.mark.parametrize("how", ["auto", "buffered", "direct", "gds"])
 def test_every_way_gives_the_same(script: Script, how: str) -> None:
     done = script(LOADS, OVERWIRE_READ=how)
     assert done.stdout == "same\n"
@@ -63,3 +67,29 @@ def test_every_way_gives_the_same(script: Script, how: str) -> None:
 def test_a_way_that_is_none_is_told(script: Script) -> None:
     done = script("import overwire as ow; ow.doctor()", OVERWIRE_READ="sideways")
     assert 'OVERWIRE_READ="sideways" ignored' in done.stderr
+
+
+def test_a_load_has_its_own_way(tmp_path: Path) -> None:
+    """read= is for one load, held to the words of OVERWIRE_READ; on the host there
+    is no GPUDirect Storage to miss."""
+    ow.save_file({"a": np.arange(9)}, tmp_path / "m", compress=False)
+    for how in (None, "auto", "buffered", "direct", "gds"):
+        assert ow.load_file(tmp_path / "m", framework="np", mmap=False, read=how)["a"].tolist() == list(range(9))
+        report = ow.last_report()
+        assert report is not None and report["gds"] == 0 and "no_gds" not in report
+        assert [name for name, _ in ow.stream(tmp_path / "m", framework="np", read=how)] == ["a"]
+    with pytest.raises(ow.ArgumentError, match="sideways"):
+        ow.load_file(tmp_path / "m", framework="np", read="sideways")
+    with pytest.raises(ow.ArgumentError, match="expected 'auto'"):
+        ow.load_file(tmp_path / "m", framework="np", read=True)  # type: ignore[arg-type]
+    with pytest.raises(ow.ArgumentError, match="OVERWIRE_READ"):
+        ow.load_file(tmp_path / "m", framework="np", read="gds", group=object())
+    real = ow.doctor()["gpudirect_storage"]
+    assert real["why"] and isinstance(real["real"], bool)
+
+
+def test_one_line_says_why_there_is_no_gds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_said", False)
+    for reason in ("no nvidia-fs", "no nvidia-fs", "no libcufile"):
+        jobs._say_once(reason)
+    assert [record.getMessage() for record in caplog.records] == ["read through the host instead: no nvidia-fs"]

@@ -49,7 +49,7 @@ def test_local_paths_take_none(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     numpy = pytest.importorskip("numpy")
     ow.save_file({"x": numpy.zeros(3)}, path, storage_options={})
-    for call in (ow.load_file, ow.stream, ow.safe_open, ow.inspect, ow.verify, ow.preload):
+    for call in (ow.load_file, ow.stream, ow.safe_open, ow.inspect, ow.verify, ow.preload, ow.plan):
         with pytest.raises(ow.ArgumentError, match="local path"):
             call(path, storage_options={"token": "x"})
     assert list(ow.load_file(path, framework="np", storage_options=None)) == ["x"]

@@ -26,7 +26,7 @@ import (
 // Options choose what is measured. The zero value measures everything at the
 // sizes of docs/benchmarks.md.
 type Options struct {
-	What    string // "codec", "load", "cold", "import", "many", "net"; "" or "all": each
+	What    string // "codec", "load", "cold", "import", "many", "net", "tensors"; "" or "all": each
 	Size    int64  // tensor bytes of the load rows; 0: 4 GB
 	File    string // real F32 weights for the codec rows, "" for none
 	Repeat  int    // runs of each measurement; 0: 5
@@ -50,7 +50,7 @@ type Options struct {
 }
 
 // Whats are the values of Options.What.
-var Whats = []string{"all", "codec", "load", "cold", "many", "net", "import"}
+var Whats = []string{"all", "codec", "load", "cold", "many", "net", "tensors", "import"}
 
 // A Row is one line of the table.
 type Row struct {
@@ -173,6 +173,7 @@ func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 		run  func() error
 	}{
 		{"floors", r.floors}, {"codec", r.codec}, {"load", r.load}, {"cold", r.cold}, {"many", r.many}, {"net", r.net},
+		{"tensors", r.tensors},
 		{"import", r.imports},
 	} {
 		if g.name != "floors" && opt.What != "all" && opt.What != g.name || g.name == "floors" && opt.What == "import" {

@@ -19,7 +19,8 @@ import (
 )
 
 // Parts are the values of Options.Only, in the order in which they are measured.
-var Parts = []string{"floors", "kernel", "bf16", "start", "cold", "net", "many", "kinds"}
+// peers is left out unless it is named: others' loads take longer than all else.
+var Parts = []string{"floors", "kernel", "bf16", "start", "cold", "net", "many", "kinds", "tensors", "peers"}
 
 // Device is what the rows of Options.Device were measured on.
 type Device struct {
@@ -87,6 +88,11 @@ func (r *run) device() error {
 		r.part("kinds", "making the "+kind+" model", func() error {
 			return r.withModel("kinds", kind, r.opt.Size/4, func(m *model) { r.pairs("kinds", m, []variant{packed}, 0) })
 		})
+	}
+	r.part("tensors", "tensorizer's files", r.deviceTensors)
+	if slices.Contains(r.opt.Only, "peers") {
+		r.step("peers", "making the model", func() error { return r.withModel("peers", "llama-bf16", r.opt.Size, r.beside) })
+		r.step("peers", "making the model", func() error { return r.withModel("peers", "moe-bf16", r.opt.Size/100*77, r.beside) })
 	}
 	if err := r.stopped(); err != nil {
 		return err

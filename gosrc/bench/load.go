@@ -198,5 +198,8 @@ func (r *run) many() error {
 		r.add(Row{Group: "many", Name: fmt.Sprintf("%d tensors, %s: each beside its bytes, Go alone", len(in), c.what),
 			Value: 1e6 * (seconds[0] - seconds[1]) / float64(len(in)), Unit: "us"})
 	}
+	if err := r.headers(); err != nil {
+		return err
+	}
 	return r.pythonMany(len(in))
 }

@@ -195,7 +195,7 @@ func (r *run) taskTurns(m *model, tasks []task, before func() error) map[string]
 				res, err = c.result(early[i])
 				killer.Stop()
 			}
-			if err != nil && c.task.args[0] == "verify" {
+			if err != nil && strings.HasSuffix(c.task.args[0], "verify") {
 				wrong[c.task.of] = err
 			}
 			note(c.task, &res, err)

@@ -42,6 +42,13 @@ var storageOption = option{name: "storage", value: "JSON", doc: "how to reach UR
 // storage is how URIs are reached: --storage, and the environment.
 func (c *call) storage() (source.Options, error) {
 	opt := c.env.Storage
+	var err error
+	if opt.Decrypt, err = c.keys("decrypt"); err != nil {
+		return opt, err
+	}
+	if opt.Encrypt, err = c.keys("encrypt"); err != nil {
+		return opt, err
+	}
 	text, ok := c.opts["storage"]
 	if !ok {
 		return opt, nil

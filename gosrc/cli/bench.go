@@ -13,7 +13,7 @@ import (
 )
 
 var benchVerb = &verb{
-	name: "bench", args: "[codec|load|cold|many|net|import|all] | --device DEVICE | gen KIND OUT", least: 0, most: 3,
+	name: "bench", args: "[codec|load|cold|many|net|tensors|import|all] | --device DEVICE | gen KIND OUT", least: 0, most: 3,
 	short: "measure, each figure beside the machine's floor; or make weights",
 	long: `
 Measures ratios, coder, loads, cost of a tensor and of the import, and prints

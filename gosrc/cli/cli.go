@@ -53,6 +53,8 @@ type Env struct {
 	Python        string // sys.executable, for the rows of bench that need one
 	PythonVersion string
 	Storage       source.Options // the environment of stores; options of --storage are added
+	// Secrets are the variables that arguments of the form env:NAME name.
+	Secrets map[string]string
 }
 
 // A call is one run of one verb.

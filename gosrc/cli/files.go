@@ -15,13 +15,13 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-var writeOptions = []option{
+var writeOptions = append([]option{
 	{name: "output", short: "o", value: "OUT", doc: "file or folder to write"},
 	{name: "force", short: "f", doc: "write over what is there"},
 	{name: "shard", value: "SIZE", doc: "most tensor bytes in one file, e.g. 5GB (default: as the source)"},
 	storageOption,
 	threadsOption,
-}
+}, decryptOptions...)
 
 var partsOption = option{name: "parts", value: "P", doc: "column parts: 1, 2, 4 or 8, so that slices of dimension 1 are read alone"}
 
@@ -55,10 +55,13 @@ var convertVerb = &verb{
 	short: "change format, shards or column parts",
 	long: `
 Streams tensors from any number of files into one file, several shards or a
-folder. --to overwire compresses, --to safetensors writes plain.`,
-	example: "overwire convert model-0000*.safetensors -o model.safetensors --to overwire --parts 4",
-	options: append(slices.Clone(writeOptions), partsOption,
-		option{name: "to", value: "FORMAT", doc: "overwire (default) or safetensors"}),
+folder. --to overwire compresses, --to safetensors writes plain. An OUT that
+ends in .tensors becomes a file of tensorizer's, encrypted if a key or password
+is given for it; of a source that is one, types, modules and every dtype stay.`,
+	example: `overwire convert model-0000*.safetensors -o model.safetensors --to overwire --parts 4
+overwire convert model.tensors -o secret.tensors --encrypt-key file:model.key`,
+	options: slices.Concat(writeOptions, []option{partsOption,
+		{name: "to", value: "FORMAT", doc: "overwire (default) or safetensors"}}, encryptOptions),
 	run: func(c *call) error {
 		switch to := c.opts["to"]; to {
 		case "", "overwire":
@@ -197,11 +200,12 @@ var verifyVerb = &verb{
 	short: "prove that files are whole",
 	long: `
 Of compressed files, looks at every byte: checksums of chunks, decoding, and
-the hash of every tensor. Plain safetensors files hold no checksums, so only
+the hash of every tensor; of .tensors files too, those that are encrypted need
+their key. Plain safetensors files hold no checksums, so only
 their structure can be proven, and the report says so. The first damage ends
 it with status 1 and names file, tensor, chunk and offset.`,
 	example: "overwire verify model.ow.safetensors && echo whole",
-	options: []option{storageOption},
+	options: append([]option{storageOption}, decryptOptions...),
 	run: func(c *call) error {
 		storage, err := c.storage()
 		if err != nil {

@@ -23,11 +23,11 @@ memory of the host or of a GPU, and says how fast. With --trace it also says
 what each stage took and, on a GPU, when the wire had nothing to do. Plain
 files for the CPU are mapped, which costs nothing, unless OVERWIRE_MMAP=off.`,
 	example: "overwire load model.ow.safetensors --device cuda --repeat 3 --trace trace.json",
-	options: []option{
+	options: append([]option{
 		{name: "device", value: "DEVICE", doc: "cpu (default), cuda, cuda:1"},
 		{name: "repeat", value: "N", doc: "loads, one after the other (default 1)"},
-		traceOption, threadsOption,
-	},
+		traceOption, threadsOption, storageOption,
+	}, decryptOptions...),
 	run: (*call).load,
 }
 
@@ -69,7 +69,11 @@ func (c *call) load() error {
 }
 
 func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
-	m, err := load.Open(c.ctx, load.Spec{URIs: c.args})
+	storage, err := c.storage()
+	if err != nil {
+		return rep, err
+	}
+	m, err := load.Open(c.ctx, load.Spec{URIs: c.args, Storage: storage})
 	if err != nil {
 		return rep, err
 	}

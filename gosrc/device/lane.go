@@ -1,6 +1,9 @@
 package device
 
-import "context"
+import (
+	"context"
+	"unsafe"
+)
 
 // A Slot is one piece of staging memory. Whoever got it from a Lane owns it
 // until Submit or Put.
@@ -11,6 +14,20 @@ type Slot interface {
 	// back: memory of the caller's that is not longer, stays as it is, and was
 	// registered with the device, where that needs it.
 	Borrow(b []byte)
+}
+
+// A Twinned slot has a twin on the device, to which Submit copies its bytes.
+type Twinned interface {
+	// Twin is where that is. Whoever asks has put them there before Submit, which
+	// then copies none, and takes raw chunks only.
+	Twin() unsafe.Pointer
+}
+
+// A Reader brings bytes of a source straight into the device's memory.
+type Reader interface {
+	// ReadInto fills n bytes of a slot's twin at dst from off on, all of them, or
+	// returns an error, as source.Source does.
+	ReadInto(ctx context.Context, dst unsafe.Pointer, n, off int64) error
 }
 
 // A Lane is a device at work for one load: it takes staged pieces and lands

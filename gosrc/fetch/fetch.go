@@ -29,6 +29,10 @@ type Spec struct {
 	Own bool `json:"own"`
 	// Most is the most bytes that all of them may have; 0: any number.
 	Most int64 `json:"most"`
+	// From and To are the bytes of the one URI to fetch, To exclusive; 0: to its
+	// end. What the object has not got is not an error.
+	From int64 `json:"from"`
+	To   int64 `json:"to"`
 }
 
 // A Report is what was fetched.
@@ -51,6 +55,9 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	start := time.Now()
 	if len(spec.URIs) == 0 {
 		return Report{}, fault.New(fault.ErrArgument, "nothing to fetch")
+	}
+	if spec.From < 0 || spec.To < 0 || spec.From+spec.To > 0 && len(spec.URIs) != 1 {
+		return Report{}, fault.New(fault.ErrArgument, "bytes %d to %d of %d URIs", spec.From, spec.To, len(spec.URIs))
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	var wg sync.WaitGroup
@@ -110,18 +117,22 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, pieces chan<- *piece, fre
 			return err
 		}
 		size := s.Size()
-		if total += size; spec.Most > 0 && total > spec.Most {
+		if spec.To > 0 {
+			size = min(size, spec.To)
+		}
+		from := min(spec.From, size)
+		if total += size - from; spec.Most > 0 && total > spec.Most {
 			_ = s.Close()
 			return &fault.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
 				Err: fault.New(fault.ErrFormat, "%d bytes, which is more than the %d that such a file may have", total, spec.Most)}
 		}
 		if j != nil {
-			j.TotalBytes.Add(size)
+			j.TotalBytes.Add(size - from)
 		}
-		if size == 0 {
+		if size == from {
 			_ = s.Close()
 		}
-		for off := int64(0); off < size; off += part {
+		for off := from; off < size; off += part {
 			var buf []byte
 			select {
 			case buf = <-free:

@@ -98,6 +98,11 @@ func tensorizer(ctx context.Context, src source.Source, head []byte, opt Options
 	if err := ix.Validate(opt.Known); err != nil {
 		return nil, src, err
 	}
+	if _, ok := opt.Decrypt[tensors.OptionCRC32]; ok {
+		if err := f.ReadRecords(ctx, src); err != nil {
+			return nil, src, err
+		}
+	}
 	plain, err := f.Source(src, opt.Decrypt)
 	if err != nil {
 		return nil, src, err

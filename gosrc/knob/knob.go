@@ -60,6 +60,16 @@ func (k *Knob[T]) Set() bool {
 	return s != nil && s.from != ""
 }
 
+// Check says what is wrong with a value that a call has for the knob's; "" is
+// none.
+func (k *Knob[T]) Check(text string) error {
+	if text == "" {
+		return nil
+	}
+	_, err := k.parse(text)
+	return err
+}
+
 // Name returns the variable's first name.
 func (k *Knob[T]) Name() string { return k.name }
 

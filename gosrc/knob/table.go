@@ -31,8 +31,8 @@ var (
 		"Whether plain tensors are mapped instead of read: auto maps plain files for the CPU, unless they lie on a network.",
 		[]string{"auto", "on", "off"})
 	Read = choice("OVERWIRE_READ",
-		"How loads read local files: auto goes past the page cache for what is cold in a load larger than half of the memory left.",
-		[]string{"auto", "buffered", "direct"})
+		"How loads read local files: auto goes past the page cache for what is cold in a load larger than half of the memory left; gds is GPUDirect Storage, for plain tensors to a GPU, where it is real.",
+		[]string{"auto", "buffered", "direct", "gds"})
 	CPU = choice("OVERWIRE_CPU",
 		"Decoder to use; one that this CPU lacks falls back to the best it has.",
 		[]string{"auto", "scalar", "avx2", "avx512"})

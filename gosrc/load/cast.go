@@ -115,11 +115,19 @@ func (t *late) or(land func(int32)) func(int32) {
 	}
 }
 
+// place is where a request lands, which is known by now.
+func (t *late) place(i int32) unsafe.Pointer {
+	if uintptr(t.dest[i]) == pending {
+		return address(t.l.places.known[i].Load())
+	}
+	return t.dest[i]
+}
+
 // cast brings what landed beside its place there.
 func (t *late) cast(ctx context.Context, lane device.Lane, land func(int32)) error {
 	for _, i := range t.landed {
 		c := t.l.casts[i]
-		dst := device.Memory{Ptr: t.dest[i], Bytes: t.l.landing(int(i))}
+		dst := device.Memory{Ptr: t.place(i), Bytes: t.l.landing(int(i))}
 		if err := lane.(gpuLane).Cast(ctx, dst, t.mem[i], c.From, c.To); err != nil {
 			x := &t.l.model.ix.Tensors[t.l.wants[i].Tensor]
 			return &fault.At{Verb: "land", Source: t.l.model.ix.Sources[x.Source].URI, Tensor: x.Name, Chunk: -1, Offset: -1, Err: err}

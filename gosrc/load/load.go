@@ -3,7 +3,6 @@ package load
 import (
 	"cmp"
 	"context"
-	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -12,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -37,12 +37,16 @@ type Options struct {
 
 // A Report is what a load cost.
 type Report struct {
-	Bytes   int64           `json:"bytes"` // of tensors
-	Tensors int64           `json:"tensors"`
-	Mapped  int64           `json:"mapped"`     // bytes that are mapped, not read
-	Past    int64           `json:"past_cache"` // bytes that were read past the page cache
-	Seconds float64         `json:"seconds"`
-	Stages  pipeline.Stages `json:"stages"`
+	Bytes   int64 `json:"bytes"` // of tensors
+	Tensors int64 `json:"tensors"`
+	Mapped  int64 `json:"mapped"`     // bytes that are mapped, not read
+	Past    int64 `json:"past_cache"` // bytes that were read past the page cache
+	Direct  int64 `json:"gds"`        // bytes that GPUDirect Storage read
+	// NoDirect is why files were not read by GPUDirect Storage though it was asked
+	// for; "" if they were, or it was not.
+	NoDirect string          `json:"no_gds,omitempty"`
+	Seconds  float64         `json:"seconds"`
+	Stages   pipeline.Stages `json:"stages"`
 	// Trace sums up the trace, if one was asked for.
 	Trace *pipeline.Summary `json:"trace,omitempty"`
 }
@@ -55,7 +59,12 @@ type Loading struct {
 	target target
 	wants  []plan.Want
 	casts  []device.Cast // by request; nil: none
-	lane   device.Lane   // nil: the host
+	lane   device.Lane   // nil: the host; mu guards it while others may ask
+
+	// Of requests whose place becomes known while the load runs; nil: none.
+	places *places
+	later  []int64 // by request: bytes that provide gets for it
+	told   []bool  // by request: the caller settles it
 
 	mu     sync.Mutex
 	mem    []device.Memory // by request; zero once taken
@@ -91,6 +100,9 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if err != nil {
 		return nil, m.where("open", err)
 	}
+	if err := knob.Read.Check(opt.Read); err != nil {
+		return nil, fault.New(fault.ErrArgument, "read %q: %v", opt.Read, err)
+	}
 	if err := m.hold(); err != nil {
 		return nil, err
 	}
@@ -102,14 +114,14 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	mapped, err := l.allocate(reqs)
 	if err != nil {
-		cpu.Release(l.mem)
+		l.release()
 		m.drop()
 		return nil, err
 	}
 	// Here and not in the job: a caller who is out of memory may be able to give
 	// some back, and try again.
 	if l.lane, err = tgt.lane(0); err != nil {
-		cpu.Release(l.mem)
+		l.release()
 		m.drop()
 		return nil, m.where("stage", err)
 	}
@@ -151,17 +163,28 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 		}
 		sizes[i] = l.landing(i)
 	}
-	mem, err := l.target.alloc(sizes)
-	if err != nil {
-		return nil, l.model.where("land", err)
+	if err := l.waiting(reqs); err != nil {
+		return nil, err
 	}
-	copy(l.mem, mem)
+	if postpone(l.target.gpu, sizes) {
+		l.later = sizes
+		if l.places == nil {
+			l.places = newPlaces(len(reqs))
+		}
+	} else {
+		mem, err := l.target.alloc(sizes)
+		if err != nil {
+			return nil, l.model.where("land", err)
+		}
+		copy(l.mem, mem)
+	}
 	for s := range holders {
 		for k, n := range holders[s] {
 			if n == 0 {
 				continue
 			}
 			var mp mapped
+			var err error
 			if k == 0 {
 				mp, err = l.model.shared(s, n)
 			} else {
@@ -181,6 +204,23 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	return isMapped, nil
 }
 
+// waiting notes the requests that the caller settles later.
+func (l *Loading) waiting(reqs []Request) error {
+	for i := range reqs {
+		if reqs[i].Dest != Later || l.wants[i].Bytes == 0 {
+			continue
+		}
+		if l.target.gpu == nil {
+			return fault.New(fault.ErrArgument, "request %d: places on the host are known when a load begins", i)
+		}
+		if l.told == nil {
+			l.told, l.places = make([]bool, len(reqs)), newPlaces(len(reqs))
+		}
+		l.told[i] = true
+	}
+	return nil
+}
+
 // run is the job: it populates what is mapped and runs the pipeline for the
 // rest.
 func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []bool, opt Options) error {
@@ -194,11 +234,21 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		case mapped[i]:
 			maps = append(maps, i)
 			mappedBytes += l.wants[i].Bytes
+		case l.told != nil && l.told[i], l.later != nil && l.later[i] > 0:
+			dest[i] = address(pending)
 		case reqs[i].Dest != 0:
-			dest[i] = l.destination(reqs[i].Dest)
+			dest[i] = address(reqs[i].Dest)
 		default:
 			dest[i] = l.mem[i].Ptr
 		}
+	}
+	if l.later != nil {
+		ctx, cancel := context.WithCancel(ctx)
+		provided := l.provide(ctx)
+		defer func() {
+			cancel()
+			<-provided
+		}()
 	}
 	j.TotalBytes.Store(total)
 	j.TotalTensors.Store(int64(len(reqs)))
@@ -217,9 +267,10 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	planning := time.Now()
 	p := plan.Make(l.model.ix, l.wants, dest, lim)
 	planned := time.Now()
-	told, depth := expect(l.model.srcs, p, cmp.Or(opt.Read, knob.Read.Get()))
+	how := cmp.Or(opt.Read, knob.Read.Get())
+	told, depth := expect(l.model.srcs, p, how)
 	if threads <= 0 {
-		threads = max(runtime.GOMAXPROCS(0), l.target.readers(), depth, far)
+		threads = max(l.target.readers(), depth, far)
 	}
 	traceFile := cmp.Or(opt.Trace, knob.Trace.Get())
 	var trace *pipeline.Trace
@@ -253,13 +304,10 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 			return err
 		}
 	}
-	if _, size := cuda.Ring(); l.lane != nil && p.Slot > size {
-		l.lane.Close()
-		if l.lane, err = l.target.lane(p.Slot); err != nil {
-			return l.model.where("stage", err)
-		}
+	lane, err := l.laneFor(p)
+	if err != nil {
+		return l.model.where("stage", err)
 	}
-	lane := l.lane
 	if lane != nil {
 		if opt.Stream != 0 {
 			if err := lane.(gpuLane).WaitFor(uintptr(opt.Stream)); err != nil {
@@ -267,10 +315,21 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 			}
 		}
 	}
-	st, err := pipeline.Run(ctx, &pipeline.Task{
-		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Workers: threads, Range: steps, NoCheck: opt.NoCheck, Trace: trace,
+	var ways *direct
+	if lane != nil && how == "gds" {
+		if ways, err = l.straight(lane.(gpuLane)); err != nil {
+			return l.model.where("stage", err)
+		}
+	}
+	task := &pipeline.Task{
+		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Direct: ways.by(), Workers: threads, Range: steps, NoCheck: opt.NoCheck, Trace: trace,
 		Landed: late.or(l.land), Progress: func(n int64) { j.Bytes.Add(n) },
-	})
+	}
+	if l.places != nil {
+		task.Place = l.places.real
+	}
+	st, err := pipeline.Run(ctx, task)
+	ways.close()
 	if err == nil {
 		err = late.cast(ctx, lane, l.land)
 	}
@@ -283,6 +342,9 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		past += s.Past()
 	}
 	rep := Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Past: past, Seconds: seconds, Stages: st}
+	if ways != nil {
+		rep.Direct, rep.NoDirect = ways.bytes.Load(), ways.why
+	}
 	if trace != nil && err == nil {
 		err = trace.WriteFile(traceFile)
 		sum := trace.Summary()
@@ -316,10 +378,21 @@ func expect(srcs []source.Source, p *plan.Plan, how string) (told []source.Plann
 	return told, depth
 }
 
-// destination turns an address from the caller into a pointer. The memory is
-// the caller's, outside Go's heap.
-func (l *Loading) destination(addr uintptr) unsafe.Pointer {
-	return *(*unsafe.Pointer)(unsafe.Pointer(&addr))
+// laneFor is the load's lane, in place of which another is made if a piece of
+// the plan is larger than its slots.
+func (l *Loading) laneFor(p *plan.Plan) (device.Lane, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if _, size := cuda.Ring(); l.lane != nil && p.Slot > size {
+		l.lane.Close()
+		l.lane = nil
+		lane, err := l.target.lane(p.Slot)
+		if err != nil {
+			return nil, err
+		}
+		l.lane = lane
+	}
+	return l.lane, nil
 }
 
 // prefault brings the pages of mapped tensors in while their owner is already
@@ -378,16 +451,16 @@ func (l *Loading) land(i int32) {
 // ended runs when the last worker has gone: nothing writes to the memory any
 // more.
 func (l *Loading) ended() {
+	l.mu.Lock()
+	l.over = true // and nobody asks for the lane any more
+	if l.shut {
+		l.release()
+	}
+	l.mu.Unlock()
 	if l.lane != nil {
 		l.lane.Close()
 	}
 	l.model.drop()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.over = true
-	if l.shut {
-		cpu.Release(l.mem)
-	}
 }
 
 // Job is the load as a job.
@@ -462,7 +535,7 @@ func (l *Loading) Close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.shut && l.over {
-		cpu.Release(l.mem)
+		l.release()
 	}
 	l.shut = true
 }

@@ -3,13 +3,16 @@ package load
 import (
 	"context"
 	"fmt"
+	"runtime"
 	"strconv"
 	"strings"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
@@ -42,16 +45,32 @@ func targetOf(name string) (target, error) {
 	return target{}, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
 }
 
+// Prepare makes a device ready for a load that is about to begin, while its files
+// are opened. It does not wait; the load tells what is wrong.
+func Prepare(name string) {
+	spawn.Go("load prepare", func() {
+		_ = spawn.Guard("load prepare", func() error {
+			t, err := targetOf(name)
+			if err == nil && t.gpu != nil {
+				t.gpu.Prepare()
+			}
+			return err
+		})
+	})
+}
+
 // feeders is how many readers keep a fast disk, or a GPU, busy.
 const feeders = 16
 
-// readers is how many workers a load has at least, unless the caller says: those
-// that feed a GPU wait for the disk and for free slots more than they work.
+// readers is how many workers a load has at least, unless the caller says: on the
+// host one a core. For a GPU it is as many as feed it, however many cores there
+// are: they wait for the disk and for free slots more than they work, and 32 of
+// them were slower than 16.
 func (t target) readers() int {
 	if t.gpu != nil {
 		return feeders
 	}
-	return 1
+	return runtime.GOMAXPROCS(0)
 }
 
 func (t target) alloc(sizes []int64) ([]device.Memory, error) {
@@ -132,5 +151,7 @@ func (l gpuLane) Submit(s device.Slot, n int64, jobs []device.Job, done func(job
 type gpuSlot struct{ *cuda.Slot }
 
 func (s gpuSlot) Memory() []byte { return s.Bytes }
+
+func (s gpuSlot) Twin() unsafe.Pointer { return s.Slot.Twin() }
 
 func (s gpuSlot) Borrow(b []byte) { s.Lend(b) }

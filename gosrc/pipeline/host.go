@@ -65,6 +65,13 @@ func (l *hostLane) Submit(s device.Slot, _ int64, jobs []device.Job, done func(j
 	return nil
 }
 
+// Decode decodes the chunk of one job out of its stored bytes, on the host.
+func Decode(j *device.Job, stored []byte) error {
+	dec := decoders.Get().(*cpu.Decoder)
+	defer decoders.Put(dec)
+	return dec.Run(j, stored)
+}
+
 func (l *hostLane) Drain(context.Context) error { return nil }
 
 func (l *hostLane) Close() { l.ring.Close() }

@@ -32,16 +32,29 @@ type Task struct {
 	Wants   []plan.Want
 	Plan    *plan.Plan
 	// Lane is the device; nil: the host. The pipeline does not close it.
-	Lane    device.Lane
+	Lane device.Lane
+	// Direct, by source, reads plain tensors' bytes straight into the device's
+	// memory; nil: none, or not of that source. Bytes that have a checksum go
+	// through the host, where it is compared.
+	Direct  []device.Reader
 	Workers int // 0: one a core
 	// Range is how many bytes a worker asks a source.Ranged for at once, to
-	// read them piece by piece; 0: a piece. It is for the host alone: whoever has
-	// a range open must not wait for a slot, which those may have who wait for
-	// his permit to open one.
+	// read them piece by piece; 0: a piece. It is for the host alone, and not with
+	// a Gate: whoever has a range open must not wait for a slot or for room, which
+	// those may have who wait for his permit to open one.
 	Range   int64
 	NoCheck bool // for benchmarks only: leave the checksums out
 	Trace   *Trace
 
+	// Place, if not nil, gives each job its place, right before it is submitted
+	// to the device; it may wait for it. The pipeline's own places stand for it
+	// until then.
+	Place func(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error)
+
+	// Gate, if there is one, is asked before the bytes of a job's piece are
+	// brought: it waits until there is room for them, or for the end of ctx.
+	// Pieces may wait for earlier ones only.
+	Gate func(ctx context.Context, job int32) error
 	// Landed is called once for each want whose last byte is in place, by any
 	// worker. Progress gets the logical bytes of each finished job.
 	Landed   func(want int32)
@@ -219,7 +232,7 @@ func batched(t *Task) (out []batch, skipped int64) {
 	for i := range parts {
 		p := &pieces[parts[i].Piece]
 		n := parts[i].To - parts[i].From
-		if _, ok := t.Sources[p.Source].(source.Ranged); t.Range == 0 || t.Lane != nil || !ok {
+		if _, ok := t.Sources[p.Source].(source.Ranged); t.Range == 0 || t.Lane != nil || t.Gate != nil || !ok {
 			out = append(out, batch{first: int32(i), end: int32(i + 1)})
 			continue
 		}
@@ -317,6 +330,12 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 	src := w.Sources[p.Source]
 	lender, lends := src.(source.Lender)
 	t0 := time.Now()
+	if w.Gate != nil {
+		if err := w.Gate(w.ctx, p.First); err != nil {
+			return err
+		}
+		w.st.WaitNS += w.lap("stage", &t0, 0)
+	}
 	if p.Direct != nil {
 		b := unsafe.Slice((*byte)(p.Direct), p.Len)
 		if err := w.read(src, b, p.Off); err != nil {
@@ -338,7 +357,17 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		return err
 	}
 	w.st.WaitNS += w.lap("stage", &t0, 0)
-	if !lends {
+	switch {
+	case w.straight(p):
+		// One read for all of the piece: parts are cut for cores, of which this
+		// needs none.
+		if part.From == 0 {
+			if err := w.Direct[p.Source].ReadInto(w.ctx, slot.(device.Twinned).Twin(), p.Len, p.Off); err != nil {
+				return w.where("read", p.First, err)
+			}
+			w.st.ReadNS += w.lap("read", &t0, p.Len)
+		}
+	case !lends:
 		if err := w.fill(src, p, part, slot.Memory()[:p.Len], &t0); err != nil {
 			return err
 		}
@@ -354,6 +383,10 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		}
 		slot.Borrow(b)
 	}
+	if err := w.settle(p); err != nil {
+		w.lane.Put(slot)
+		return err
+	}
 	err = w.lane.Submit(slot, p.Len, w.Plan.Jobs[p.First:p.First+p.Count], func(i int, err error) {
 		if err != nil {
 			w.cancel(w.where("decode", p.First+int32(i), err)) // only the first cause stays
@@ -366,6 +399,35 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		return w.where("copy", p.First, err)
 	}
 	return nil
+}
+
+// settle gives the jobs of a piece their places.
+func (r *run) settle(p *plan.Piece) error {
+	if r.Place == nil {
+		return nil
+	}
+	for i := p.First; i < p.First+p.Count; i++ {
+		dst, err := r.Place(r.ctx, r.Plan.Refs[i].Want, r.Plan.Jobs[i].Dst)
+		if err != nil {
+			return err
+		}
+		r.Plan.Jobs[i].Dst = dst
+	}
+	return nil
+}
+
+// straight says whether a piece goes from its source to the device without the
+// host: if there is a way, and no checksum in it.
+func (w *worker) straight(p *plan.Piece) bool {
+	if w.Direct == nil || w.Direct[p.Source] == nil {
+		return false
+	}
+	for i := p.First; i < p.First+p.Count; i++ {
+		if w.Plan.Refs[i].N >= 0 {
+			return false
+		}
+	}
+	return true
 }
 
 // stage gives the slot of a piece; whoever comes first waits for a free one,

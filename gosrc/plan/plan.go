@@ -209,7 +209,7 @@ func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Pl
 		}
 	}
 	m.order()
-	m.cut()
+	m.cut(0, len(m.pos))
 	m.split()
 	return m.p
 }
@@ -348,11 +348,11 @@ func (m *maker) order() {
 }
 
 // cut joins neighbouring jobs into pieces. Jobs on the same bytes (tied
-// tensors) share a piece.
-func (m *maker) cut() {
+// tensors) share a piece. It is of the jobs [from, to).
+func (m *maker) cut(from, to int) {
 	p := m.p
 	var cur *Piece
-	for i := range m.pos {
+	for i := from; i < to; i++ {
 		at := &m.pos[i]
 		begin, end := m.down(at.off), m.up(at.off+at.len, at.source)
 		if end-begin > m.lim.Piece { // no larger a slot for the sake of it

@@ -13,6 +13,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/format/tensors"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -52,7 +53,15 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		return Report{}, err
 	}
 	dst = spec.Path // without its scheme
-	m, err := openModel(ctx, src, spec.Storage)
+	from := spec.Storage
+	if tensorizer(dst) { // which has dtypes that nobody else has
+		from.Decrypt = maps.Clone(from.Decrypt)
+		if from.Decrypt == nil {
+			from.Decrypt = map[string]string{}
+		}
+		from.Decrypt[tensors.OptionBytes] = "true"
+	}
+	m, err := openModel(ctx, src, from)
 	if err != nil {
 		return Report{}, err
 	}
@@ -60,6 +69,14 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	w := newWriter(spec, j)
 	items := m.items(w.threads)
 	folder := isFolder(dst, len(m.srcs))
+	if folder && len(spec.Storage.Encrypt) > 0 {
+		return Report{}, badArgument(dst, "", "only single .tensors files are encrypted, not folders")
+	}
+	if tensorizer(dst) || folder {
+		if err := m.recordsOf(ctx, items); err != nil {
+			return Report{}, err
+		}
+	}
 	groups := [][]*item{items}
 	if folder && spec.Shard == 0 {
 		// Files stay what they are: aliases must not reach from one to another.
@@ -242,8 +259,6 @@ func indexOf(ctx context.Context, src []string, storage source.Options) (name st
 	return filepath.Base(path), s.Metadata
 }
 
-// companions reads the small other files of source folders. Hidden files,
-// links that lead nowhere, and weights in any form stay behind.
 // remoteIndexOf is indexOf for a URI; a folder that cannot be listed has the
 // usual name.
 func remoteIndexOf(ctx context.Context, uri string, storage source.Options) (name string, metadata map[string]string) {
@@ -267,6 +282,8 @@ func remoteIndexOf(ctx context.Context, uri string, storage source.Options) (nam
 	return name, x.Metadata
 }
 
+// companions reads the small other files of source folders. Hidden files,
+// links that lead nowhere, and weights in any form stay behind.
 func companions(src []string, dst string, parts []part) ([]part, error) {
 	var out []part
 	taken := map[string]bool{}
@@ -308,7 +325,7 @@ func isFolder(dst string, files int) bool {
 		return true
 	}
 	if remote(dst) {
-		return files > 1 && !strings.HasSuffix(dst, extension)
+		return files > 1 && !strings.HasSuffix(dst, extension) && !tensorizer(dst)
 	}
 	if st, err := os.Stat(dst); err == nil {
 		return st.IsDir()

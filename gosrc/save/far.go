@@ -10,6 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/format/tensors"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -53,6 +54,8 @@ func (w *writer) saveFar(ctx context.Context, parts []part, rep Report) (_ Repor
 		size := int64(len(p.blob))
 		if p.blob != nil {
 			err = d.Write(p.blob, 0)
+		} else if tensorizer(p.path) {
+			size, err = w.tensors(ctx, far{d}, p.path, p.items)
 		} else {
 			f := &fileWriter{writer: w, output: far{d}, path: p.path, part: p}
 			size, err = f.write(ctx)
@@ -80,7 +83,7 @@ func (w *writer) saveFar(ctx context.Context, parts []part, rep Report) (_ Repor
 func (p *part) most() int64 {
 	n := int64(len(p.blob)) + 256<<20 // header and index, whatever their size
 	for _, t := range p.items {
-		n += t.bytes + t.bytes/128
+		n += t.bytes + t.bytes/128 + 2*tensors.Align
 	}
 	return n
 }

@@ -6,6 +6,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/format/tensors"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -63,6 +64,8 @@ type item struct {
 	// is coded there (0: not).
 	known          *tensor.Tensor
 	knownTransform uint8
+	// Convert to a .tensors file: what the record of a .tensors source says.
+	record *tensors.Item
 
 	// Set by classify.
 	form      form

@@ -6,7 +6,7 @@
 // the disk, and only then renamed: whatever stops a save (an error, a full
 // disk, a cancel, a kill), readers find the old file or the new one. The bytes
 // of a file depend on its tensors, its metadata and the Spec only, never on
-// the number of threads or on time.
+// the number of threads or on time; those of encrypted files on chance too.
 //
 // Memory: the caller's tensors are read in place (those on a GPU chunk by
 // chunk), and nothing more is held than a window of chunks (two or three per
@@ -52,7 +52,7 @@ type Spec struct {
 	// the index comes last; where shards of the old model bear the names of new
 	// ones, its index goes first, and there is no model until the new one stands.
 	// A path that ends in .tensors becomes a file of tensorizer's, which knows
-	// neither compression nor metadata.
+	// neither compression nor metadata; Storage.Encrypt is for such files only.
 	Path string `json:"path"`
 	// Metadata becomes `__metadata__`. The key "overwire" is ours.
 	Metadata map[string]string `json:"metadata,omitempty"`
@@ -166,9 +166,8 @@ func (s *Spec) check() error {
 		return bad("threads must not be negative")
 	case s.Shard < 0:
 		return bad("shard must not be negative")
-	case tensorizer(s.Path) && remote(s.Path):
-		return &fault.At{Verb: "save", Source: s.Path, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrNotSupported, ".tensors files are written to local paths only")}
+	case len(s.Storage.Encrypt) > 0 && !tensorizer(s.Path):
+		return bad("only .tensors files are encrypted")
 	case tensorizer(s.Path) && s.Shard > 0:
 		return bad(".tensors files are not sharded")
 	case tensorizer(s.Path) && len(s.Metadata) > 0:

@@ -17,15 +17,24 @@ import (
 // tensorizer says whether a path names a file of tensorizer's.
 func tensorizer(path string) bool { return strings.HasSuffix(path, ".tensors") }
 
-// tensors writes a .tensors file, as of a state dict: the index as long as it
-// needs, the data of each tensor on a page. Each tensor is summed up and written
-// by one worker. It returns the size of the file.
-func (w *writer) tensors(ctx context.Context, to *target, items []*item) (int64, error) {
+// tensors writes a .tensors file: the index as long as it needs, the data of
+// each tensor on a page. Tensors that come from such a file keep their types,
+// modules and dtypes; others are those of a state dict. Each tensor is summed
+// up, encrypted if the file is, and written by one worker. It returns the size
+// of the file.
+func (w *writer) tensors(ctx context.Context, to output, path string, items []*item) (int64, error) {
+	key, err := tensors.KeyOf(w.spec.Storage.Encrypt)
+	if err != nil {
+		return 0, wrap("save", path, "", -1, err)
+	}
 	out := make([]tensors.Item, len(items))
 	for i, t := range items {
-		it, err := tensors.NewItem(t.name, t.dtype, t.shape, t.bytes)
+		it, err := t.tensorizer()
 		if err != nil {
-			return 0, wrap("save", to.path, t.name, -1, err)
+			return 0, wrap("save", path, t.name, -1, err)
+		}
+		if it.Sealed = key != nil; key != nil && it.Bytes > 0 {
+			it.Crypt = tensors.NewCrypt(it.Bytes, key.Derive)
 		}
 		out[i] = it
 	}
@@ -40,34 +49,15 @@ func (w *writer) tensors(ctx context.Context, to *target, items []*item) (int64,
 	}
 	front, err := tensors.Front(out, 1, length)
 	if err != nil {
-		return 0, wrap("save", to.path, "", -1, err)
+		return 0, wrap("save", path, "", -1, err)
 	}
 	if err := to.write(front, 0); err != nil {
 		return 0, err
 	}
 	err = ordered.Each(ctx, "save.tensors", w.threads, len(items), func(i int) error {
-		t, it := items[i], &out[i]
-		sum, data, whole := it.Summer(), it.Data(), xxh3.New()
-		err := t.walk(ctx, func(p []byte) error {
-			sum.Write(p)
-			if t.known != nil {
-				_, _ = whole.Write(p)
-			}
-			if err := to.write(p, data); err != nil {
-				return err
-			}
-			data += int64(len(p))
-			w.job.Bytes.Add(int64(len(p)))
-			return nil
-		})
-		if err == nil && t.known != nil && t.bytes > 0 && sum128(whole) != t.known.Hash {
-			err = fault.New(fault.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)")
-		}
-		if err == nil {
-			err = to.write(it.Finish(sum), it.Record)
-		}
+		err := w.oneTensor(ctx, to, items[i], &out[i], key)
 		w.job.Tensors.Add(1)
-		return wrap("save", to.path, t.name, -1, err)
+		return wrap("save", path, items[i].name, -1, err)
 	})
 	if err != nil {
 		return 0, err
@@ -75,8 +65,97 @@ func (w *writer) tensors(ctx context.Context, to *target, items []*item) (int64,
 	return at + tensors.Tail, to.write(make([]byte, tensors.Tail), at)
 }
 
+// tensorizer describes an item in the words of .tensors files.
+func (t *item) tensorizer() (tensors.Item, error) {
+	if t.record != nil {
+		return *t.record, t.record.Check()
+	}
+	return tensors.NewItem(t.name, t.dtype, t.shape, t.bytes)
+}
+
+// oneTensor writes the data of a tensor, and then its record.
+func (w *writer) oneTensor(ctx context.Context, to output, t *item, it *tensors.Item, key *tensors.Key) error {
+	sum, data, whole := it.Summer(), it.Data(), xxh3.New()
+	var box []byte // what is encrypted, until it is a whole box
+	if it.Crypt != nil {
+		box = make([]byte, 0, min(it.Bytes, tensors.ChunkBytes))
+	}
+	put := func(p []byte) error {
+		err := to.write(p, data)
+		data += int64(len(p))
+		return err
+	}
+	seal := func(p []byte) error {
+		for len(p) > 0 {
+			n := copy(box[len(box):cap(box)], p)
+			box, p = box[:len(box)+n], p[n:]
+			if end := data + int64(len(box)); len(box) == cap(box) || end == it.Data()+it.Bytes {
+				it.Crypt.Seal(box, (data-it.Data())/tensors.ChunkBytes, key.Bytes)
+				if err := put(box); err != nil {
+					return err
+				}
+				box = box[:0]
+			}
+		}
+		return nil
+	}
+	if it.Crypt == nil {
+		seal = put
+	}
+	var err error
+	if it.Bytes > 0 {
+		err = t.walk(ctx, func(p []byte) error {
+			sum.Write(p)
+			if t.known != nil {
+				_, _ = whole.Write(p)
+			}
+			w.job.Bytes.Add(int64(len(p)))
+			return seal(p)
+		})
+	}
+	if err == nil && t.known != nil && t.bytes > 0 && sum128(whole) != t.known.Hash {
+		err = fault.New(fault.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)")
+	}
+	if err == nil {
+		err = to.write(it.Finish(sum), it.Record)
+	}
+	return err
+}
+
+// recordsOf gives items that come from .tensors files the words of their
+// records.
+func (m *model) recordsOf(ctx context.Context, items []*item) error {
+	for k := range m.srcs {
+		if !m.ix.Sources[k].Tensorizer {
+			continue
+		}
+		head, err := safetensors.Head(ctx, m.srcs[k])
+		if err != nil {
+			return err
+		}
+		f, err := tensors.Read(ctx, m.srcs[k], head)
+		if err == nil {
+			err = f.ReadRecords(ctx, m.srcs[k])
+		}
+		if err != nil {
+			return err
+		}
+		number := make(map[string]int, len(f.Entries))
+		for i := range f.Entries {
+			number[f.Entries[i].Name] = i
+		}
+		for i, t := range items {
+			if int(m.ix.Tensors[i].Source) == k {
+				e := &f.Entries[number[t.name]]
+				t.record = &tensors.Item{Module: f.Records[number[t.name]].Module, Type: e.Type, Name: e.Name, Text: e.Text, Dims: e.Dims, Bytes: e.Bytes}
+			}
+		}
+	}
+	return nil
+}
+
 // sums proves source k, a .tensors file: every record says what the index says,
-// and the sums of every tensor are those of its bytes.
+// the sums of every tensor are those of its bytes, and nothing else is there.
 func (m *model) sums(ctx context.Context, j *job.Job, k int, rep *VerifyReport) error {
 	src := m.srcs[k]
 	head, err := safetensors.Head(ctx, src)
@@ -88,6 +167,9 @@ func (m *model) sums(ctx context.Context, j *job.Job, k int, rep *VerifyReport) 
 		return err
 	}
 	if err := f.ReadRecords(ctx, src); err != nil {
+		return err
+	}
+	if err := f.Exact(ctx, src); err != nil {
 		return err
 	}
 	number := make(map[string]int, len(f.Entries))

@@ -76,7 +76,7 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		if p.blob != nil {
 			err = t.write(p.blob, 0)
 		} else if tensorizer(p.path) {
-			size, err = w.tensors(ctx, t, p.items)
+			size, err = w.tensors(ctx, t, t.path, p.items)
 		} else {
 			f := &fileWriter{writer: w, output: t, path: t.path, part: p}
 			size, err = f.write(ctx)

@@ -22,6 +22,8 @@ type Options struct {
 	// Decrypt has the key or the password of encrypted files, and what else is
 	// to be said of .tensors files: see the room format/tensors.
 	Decrypt map[string]string `json:"decrypt"`
+	// Encrypt has the key or the password of a .tensors file that is written.
+	Encrypt map[string]string `json:"encrypt"`
 }
 
 // HeaderPrefix begins the entries of Options.Storage that are HTTP headers.

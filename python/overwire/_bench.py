@@ -4,6 +4,7 @@
     python -m overwire._bench load FILE
     python -m overwire._bench consume FILE
     python -m overwire._bench peer FILE
+    python -m overwire._bench tensors ...       (see _bench_tensors.py)
 
 Each prints one line of JSON: {"seconds": s, "note": what was measured} or
 {"missing": why not}. Imports and the start of the engine are not timed.
@@ -97,6 +98,10 @@ def timed(load: Any, use: Any) -> float:
 
 
 def main(argv: list[str]) -> dict[str, Any]:
+    if argv[0] == "tensors":
+        from ._bench_tensors import measure
+
+        return measure(argv[1:])
     what, path = argv[0], argv[1]
     try:
         fw = framework()

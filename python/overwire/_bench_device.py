@@ -1,8 +1,8 @@
 """The rows of `overwire bench --device` that need Python, one measurement a process.
 
-    python -m overwire._bench_device BEGAN MODE DEVICE [SUMS] FILE...
+    python -m overwire._bench_device BEGAN MODE DEVICE [[PEER] SUMS] FILE...
 
-load, verify, memory, peer, peer-cpu get everything ready (torch imported, the
+load, verify, memory, peer, peer-cpu, with get everything ready (torch imported, the
 CUDA context made), print "ready", wait for a line, and then do their work: so
 that several processes start together and are measured one by one. first,
 preload and torch count from BEGAN, nanoseconds of the wall clock at which their
@@ -54,9 +54,12 @@ def nbytes(tensors: dict[str, Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def twice(load: Callable[[], dict[str, Any]], wait: Callable[[], None]) -> dict[str, Any]:
+def twice(
+    load: Callable[[], dict[str, Any]], wait: Callable[[], None], check: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, Any]:
     """The seconds of a first and of a second load of this process; the first
-    one's tensors are gone before the second begins."""
+    one's tensors are gone before the second begins. check gets those of each,
+    beside the clock."""
     seconds = []
     for _ in range(2):
         wait()
@@ -65,6 +68,8 @@ def twice(load: Callable[[], dict[str, Any]], wait: Callable[[], None]) -> dict[
         wait()
         seconds.append(time.perf_counter() - start)
         size = nbytes(tensors)
+        if check is not None:
+            check(tensors)
         del tensors
     return {"first": seconds[0], "second": seconds[1], "bytes": size}
 
@@ -98,18 +103,83 @@ def peer(device: str, files: list[str], through_cpu: bool) -> dict[str, Any]:
     return {**found, "note": f"safetensors {safetensors.__version__}"}
 
 
-def verify(device: str, sums: str, files: list[str]) -> dict[str, Any]:
-    """Compares the CRC-32 of every tensor's bytes with what was saved."""
-    torch, wait = torch_on(device)
-    import zlib
+def safetensors_prefetch(files: list[str], device: str) -> dict[str, Any]:
+    from safetensors import safe_open
 
-    import overwire
+    opened: list[Any] = [safe_open(file, "pt", device) for file in files]
+    loaders = [file.prefetch() for file in opened]
+    tensors = {name: tensor for loader in loaders for name, tensor in loader}
+    for loader in loaders:
+        loader.close()
+    return tensors
+
+
+def fastsafetensors(files: list[str], device: str) -> dict[str, Any]:
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+    loader = SafeTensorsFileLoader(SingleGroup(), device, nogds=True)
+    loader.add_filenames({0: files})
+    buffer = loader.copy_files_to_device()
+    tensors = {name: buffer.get_tensor(name) for name in loader.get_keys()}
+    buffer.close()  # tensors outlive it, from 0.4 on
+    loader.close()
+    return tensors
+
+
+def instanttensor(files: list[str], device: str) -> dict[str, Any]:
+    from instanttensor import safe_open  # type: ignore[import-not-found,unused-ignore]
+
+    with safe_open(files, framework="pt", device=device) as opened:
+        return dict(opened.tensors())
+
+
+def runai(files: list[str], device: str) -> dict[str, Any]:
+    from runai_model_streamer import SafetensorsStreamer  # type: ignore[import-not-found,unused-ignore]
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(files, device=device)
+        # What it yields is a view of a buffer that it reuses.
+        return {name: tensor.to(device, copy=True) for name, tensor in streamer.get_tensors()}
+
+
+# Other loaders by the name of their package on PyPI: the module, and a load to
+# tensors that are the caller's.
+PEERS: dict[str, tuple[str, Callable[[list[str], str], dict[str, Any]]]] = {
+    "safetensors": ("safetensors", safetensors_prefetch),
+    "fastsafetensors": ("fastsafetensors", fastsafetensors),
+    "instanttensor": ("instanttensor", instanttensor),
+    "runai-model-streamer": ("runai_model_streamer", runai),
+}
+
+
+def beside(name: str, device: str, sums: str, files: list[str]) -> dict[str, Any]:
+    """Another loader's first and second load, every byte of both compared."""
+    torch, wait = torch_on(device)
+    import importlib
+    from importlib.metadata import version
+
+    module, load = PEERS[name]
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise Missing(f"{name} is not installed" if error.name == module else f"{name}: {error}") from None
+    if device == "cpu" and name in ("instanttensor", "safetensors"):
+        raise Missing(f"{name} {version(name)} loads to GPUs only this way")
+    if name == "safetensors" and not hasattr(found.safe_open, "prefetch"):
+        raise Missing(f"safetensors {found.__version__} has no prefetch")
+    if name == "fastsafetensors" and not hasattr(found, "live_allocation_bytes"):
+        raise Missing(f"the tensors of {name} {version(name)} do not outlive it")
+    ready()
+    measured = twice(lambda: load(files, device), wait, lambda tensors: compare(torch, tensors, sums))
+    return {**measured, "note": f"{name} {version(name)}"}
+
+
+def compare(torch: Any, tensors: dict[str, Any], sums: str) -> None:
+    """Raises ValueError unless every tensor's CRC-32 is what was saved."""
+    import zlib
 
     with open(sums, encoding="utf-8") as file:
         want = json.load(file)
-    ready()
-    tensors = overwire.load_file(files, device=device)
-    wait()
     if tensors.keys() != want.keys():
         raise ValueError("other tensors came back than were saved")
     torch.set_num_threads(1)
@@ -122,7 +192,54 @@ def verify(device: str, sums: str, files: list[str]) -> dict[str, Any]:
         wrong = [name for name in pool.map(check, want) if name is not None]
     if wrong:
         raise ValueError(f"{len(wrong)} tensors did not come back bit for bit, the first {wrong[0]!r}")
+
+
+def verify(device: str, sums: str, files: list[str], options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Compares the CRC-32 of every tensor's bytes with what was saved."""
+    torch, wait = torch_on(device)
+    import overwire
+
+    ready()
+    tensors = overwire.load_file(files, device=device, storage_options=options)
+    wait()
+    compare(torch, tensors, sums)
     return {"bytes": nbytes(tensors), "tensors": len(tensors)}
+
+
+def tensors_options(how: str, key: str) -> dict[str, Any] | None:
+    """storage_options for a .tensors file: plain, crc32 or key."""
+    known: dict[str, dict[str, Any]] = {"crc32": {"verify_crc32": True}, "key": {"decryption_key": key}}
+    return known.get(how)
+
+
+def tensors_load(device: str, how: str, key: str, path: str) -> dict[str, Any]:
+    torch, wait = torch_on(device)
+    import overwire
+
+    options = tensors_options(how, key)
+    overwire.load_file  # noqa: B018
+    ready()
+    found = twice(lambda: overwire.load_file(path, device=device, mmap=False, storage_options=options), wait)
+    return {**found, "note": f"torch {torch.__version__}"}
+
+
+def tensors_peer(device: str, how: str, key: str, path: str) -> dict[str, Any]:
+    _, wait = torch_on(device)
+    from ._bench_tensors import opened, side
+
+    try:
+        tensorizer = side("theirs")
+    except ImportError as error:
+        raise Missing(f"tensorizer: {error}") from None
+    if how == "key":
+        try:
+            tensorizer.DecryptionParams.from_key(bytes.fromhex(key))
+        except Exception as error:  # whatever it says where libsodium is not installed
+            raise Missing(f"tensorizer's encryption: {error}") from None
+
+    ready()
+    found = twice(lambda: dict(opened(tensorizer, path, how, bytes.fromhex(key), device).items()), wait)
+    return {**found, "note": f"tensorizer {tensorizer.__version__}"}
 
 
 def status(field: str) -> int:
@@ -230,6 +347,10 @@ def main(argv: list[str]) -> dict[str, Any]:
         "verify": lambda: verify(device, files[0], files[1:]),
         "peer": lambda: peer(device, files, False),
         "peer-cpu": lambda: peer(device, files, True),
+        "with": lambda: beside(files[0], device, files[1], files[2:]),
+        "tensors": lambda: tensors_load(device, *files),
+        "tensors-peer": lambda: tensors_peer(device, *files),
+        "tensors-verify": lambda: verify(device, files[0], files[3:], tensors_options(files[1], files[2])),
         "memory": lambda: memory(device, files),
         "first": lambda: first(began, device, files),
         "preload": lambda: preload(began, device, files),

@@ -37,6 +37,7 @@ __all__ = [
     "codec_start",
     "codec_take",
     "convert_start",
+    "device_prepare",
     "dlpack_give",
     "dlpack_take",
     "doctor",
@@ -54,6 +55,7 @@ __all__ = [
     "job_take",
     "job_wait",
     "knobs",
+    "load_settle",
     "load_start",
     "main",
     "model_info",
@@ -62,6 +64,7 @@ __all__ = [
     "open_model",
     "preload_find",
     "preload_start",
+    "presign",
     "save_start",
     "tensors_front",
     "tensors_key",
@@ -267,6 +270,18 @@ def load_start(model: int, requests: bytes | None, options: str) -> int:
     return number
 
 
+def load_settle(job: int, pairs: int, count: int, stream: int) -> None:
+    """Tell a load where requests with the destination 1 land: `count` pairs of
+    int64 at an address, request and place. What is queued on the stream now
+    precedes what lands there."""
+    _call(_core().api_LoadSettle, job, pairs, count, stream)
+
+
+def device_prepare(name: str) -> None:
+    """Begin to make a GPU ready for a load, without waiting."""
+    _call(_core().api_DevicePrepare, name)
+
+
 def job_wait(job: int, timeout: float | None) -> bool:
     """Wait for the end, `timeout` seconds at most; raise the job's error.
 
@@ -349,9 +364,15 @@ def verify_start(spec: str) -> int:
 
 
 def fetch_start(spec: str) -> int:
-    """Start to write the bytes of JSON {"uris": [...], "storage": {...}, "most": n} to its open file "fd"."""
+    """Start to write the bytes of JSON {"uris": [...], "storage": {...}, "most": n, "from", "to"} to its open file "fd"."""
     number: int = _call(_core().api_FetchStart, spec)
     return number
+
+
+def presign(spec: str) -> str:
+    """A URL of JSON {"uris": [one], "storage": {...}, "seconds": n}. It is a secret."""
+    url: str = _call(_core().api_Presign, spec)
+    return url
 
 
 # Preloads.
@@ -552,6 +573,8 @@ def _program(argv: Sequence[str]) -> str:
         from .storage import environment
 
         about["storage"] = {"env": environment()}
+    named = {word.rpartition("env:")[2] for word in argv if "env:" in word}
+    about["secrets"] = {name: os.environ[name] for name in named if name in os.environ}
     return json.dumps(about)
 
 

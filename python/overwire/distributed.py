@@ -12,17 +12,19 @@ may be shorter, or empty). There are several ways there:
                                 and gets the others' parts from the others
     sharded tensors  own        every rank reads what holds its block
                      scatter    one rank of each host reads it, and sends blocks
+                     gather     for compressed ones: as above
 
 Which is fastest depends on disk, page cache, links and cores, so it is measured:
 the load goes in batches, each batch goes one way, and `teams.Rates` has the rule.
 With broadcast, gather and scatter a host reads each byte once; nothing but a few
 flags crosses between hosts.
 
-What travels is decoded tensor bytes. Stored (compressed) bytes are shared by the
-ranks of a host where they read the same file: in its page cache.
+Of compressed tensors the stored bytes travel, by gather, and every rank decodes
+them (`relays`); broadcast and scatter are for plain ones.
 
-Failure: whatever fails on one rank is raised on all, before the batch is sent;
-what had been loaded is freed.
+Failure: whatever fails on one rank is raised on all, before the batch is sent or,
+for relays, when the ranks next agree; what had been loaded is freed. Of a rank
+that is gone the others hear from the group, at its time-out at the latest.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ from . import teams
 from .dtypes import PACKED, packed_shape
 from .errors import ArgumentError, NotSupportedError
 from .frames import check_device, frame_for
-from .models import Model, Row
+from .models import Model, Row, prepare
 from .planning import fit
 from .progress import Progress, ProgressLike, watch
+from .relays import Relay
 from .senders import Batch, Room, Task, shard_range
 from .sources import SourceLike
 from .storage import StorageOptions
@@ -54,7 +57,7 @@ __all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]
 ShardLike = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None] | None
 
 # Tensor bytes of a batch: enough for rates to be those of large loads, and
-# little beside a model. Two batches are in memory beside what has been loaded.
+# little beside a model. Two batches of a rank are on their way at most.
 _BATCH = 256 << 20
 
 # Below this a tensor costs more by its number than by its bytes.
@@ -99,7 +102,8 @@ def load(
         are beside. Other arguments are those of `load_file`.
 
     Returns name -> tensor, this rank's. Raises, on every rank, what any rank's
-    load raises; ArgumentError where the ranks ask for different things.
+    load raises; ArgumentError where the ranks ask for different things;
+    IOFailure where the others cannot be reached.
     """
     if group is None:
         raise ArgumentError("overwire: shard: needs the group whose ranks share the tensors")
@@ -142,6 +146,8 @@ class _Load:
     ) -> None:
         self._team = team
         self._late: BaseException | None = None
+        self._waiting: Batch | None = None  # being read, and not sent yet
+        self._alone: list[Task] = []  # what this rank reads without the others
         self._frame = frame_for(framework)
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
@@ -149,6 +155,7 @@ class _Load:
         self._dtype = None if dtype is None else self._frame.dtype(dtype)
         self._watcher = watch(progress, "load")
         wire = team.wire(where)
+        prepare(wire or where)
         self._model = open_on(where)
         self._wired = self._model
         try:
@@ -234,75 +241,113 @@ class _Load:
         for one in told[1:]:
             shared = bytes(a & b for a, b in zip(shared, one["wanted"], strict=True))
         common = [at for at in range(len(table)) if shared[at >> 3] >> (at & 7) & 1]
-        apart = [at for at in self._chosen if not shared[at >> 3] >> (at & 7) & 1]
-        mixed = any(one["wanted"] != shared for one in told)
+        self._alone = [self._task(at) for at in self._chosen if not shared[at >> 3] >> (at & 7) & 1]
 
         wire = self._wired.device
         if self._may_send and team.most_near > 1 and common:
             team.warm_up(wire)
         loaded: dict[int, Any] = {}
-        waiting: Batch | None = None
         try:
-            for kind, tasks in self._batches(common, told[0]["place"]):
-                way, trying = team.rates.choose(kind, self._ways(kind))
-                if trying and waiting is not None:
-                    last, waiting = waiting, None
-                    self._finish(last, loaded)
-                batch = Batch(self._room, way, tasks)
-                before, waiting = waiting, batch
-                if before is not None:
-                    self._finish(before, loaded)  # the next one is being read meanwhile
-                if trying:
-                    waiting = None
-                    self._finish(batch, loaded)
-                    self._room.drain()
-                    seconds = self._agree(time.perf_counter() - batch.begun)
-                    team.rates.note(kind, way, batch.nbytes, seconds)
-            if waiting is not None:
-                last, waiting = waiting, None
-                self._finish(last, loaded)
-            if mixed:  # also on ranks that have none of these: they may have to raise
-                self._finish(Batch(self._room, "own", [self._task(at) for at in apart]), loaded)
+            for kind, tasks in self._kinds(common, told[0]["place"]):
+                while tasks:
+                    tasks = self._some(kind, tasks, loaded)
+            self._flush(loaded)
+            # Also on ranks that have none of these: they may have to raise.
+            self._finish(Batch(self._room, "own", self._alone), loaded)
             self._agree()
         finally:
+            waiting, self._waiting = self._waiting, None
             if waiting is not None:
                 waiting.abandon()
         return {table[at][0]: loaded[at] for at in self._chosen}
 
-    def _agree(self, seconds: float = 0.0) -> float:
+    def _some(self, kind: tuple[Any, ...], tasks: list[Task], loaded: dict[int, Any]) -> list[Task]:
+        # Collective: loads the first of the tasks, one way, and returns the rest.
+        # Tries and relays are finished; a batch is sent while the next is read;
+        # what every rank reads for itself is left for one load at the end.
+        team = self._team
+        way, trying = team.rates.choose(kind, self._ways(kind))
+        relayed = way == "gather" and kind[2] == "compressed"
+        if way in ("each", "own") and not trying:
+            self._alone += tasks
+            return []
+        tasks, rest = _split(tasks, _BATCH if trying or not relayed else None)
+        if trying or relayed:
+            self._flush(loaded)
+        begun = time.perf_counter()
+        if relayed:
+            self._relay(tasks, loaded)
+        else:
+            before = self._waiting
+            if before is not None:
+                before.arrive()  # one load at a time: each has memory of its own
+            self._waiting = Batch(self._room, way, tasks)
+            if before is not None:
+                self._finish(before, loaded)
+            if trying:
+                self._flush(loaded)
+        if trying:
+            self._room.drain()
+            seconds = self._agree(time.perf_counter() - begun)
+            team.rates.note(kind, way, sum(task.row.nbytes for task in tasks), seconds)
+        return rest
+
+    def _flush(self, loaded: dict[int, Any]) -> None:
+        # Collective.
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._finish(waiting, loaded)
+
+    def _agree(self, seconds: float = 0.0, error: BaseException | None = None, ours: bool = True) -> float:
         late, self._late = self._late, None
-        return self._team.agree(late, seconds)
+        return self._team.agree(late or error, seconds, ours or late is not None)
 
     def _ways(self, kind: tuple[Any, ...]) -> tuple[str, ...]:
         whole = kind[0] == "whole"
         if not self._may_send or self._team.most_near == 1:
             return ("each",) if whole else ("own",)
+        if kind[2] == "compressed":
+            return ("each", "gather") if whole else ("own", "gather")
         return ("each", "broadcast", "gather") if whole else ("own", "scatter")
 
     def _task(self, at: int) -> Task:
         row = self._model.row(at)
         return Task(at, row, _shape(row), self._dims.get(at))
 
-    def _batches(self, positions: list[int], place: str) -> Iterable[tuple[tuple[Any, ...], list[Task]]]:
+    def _kinds(self, positions: list[int], place: str) -> Iterable[tuple[tuple[Any, ...], list[Task]]]:
         # Tensors of a kind go together, in the order of the file.
         kinds: dict[tuple[Any, ...], list[Task]] = {}
         for at in positions:
             task = self._task(at)
             layout = "whole" if task.dim is None else "rows" if task.dim == 0 else "columns"
             size = "small" if task.row.nbytes < _SMALL else "large"
-            coding = "compressed" if task.row.stored < task.row.nbytes else "plain"
+            held = self._model.row(task.row.alias) if task.row.alias >= 0 else task.row
+            coding = "compressed" if held.stored < held.nbytes else "plain"
             target = self._model.device.partition(":")[0]
             kinds.setdefault((layout, size, coding, target, place), []).append(task)
-        for kind, tasks in kinds.items():
-            batch: list[Task] = []
-            room = _BATCH
-            for task in tasks:
-                if batch and task.row.nbytes > room:
-                    yield kind, batch
-                    batch, room = [], _BATCH
-                batch.append(task)
-                room -= task.row.nbytes
-            yield kind, batch
+        return list(kinds.items())
+
+    def _relay(self, tasks: list[Task], loaded: dict[int, Any]) -> None:
+        # Collective. What fails after all have agreed is said when they next do.
+        done = sum(self._model.table[at][3] for at in loaded)
+        tensors = Relay(self._room, tasks).run(
+            lambda error, ours: self._agree(error=error, ours=ours), lambda more: self._tell(done + more, len(loaded))
+        )
+        try:
+            self._keep(tasks, tensors, loaded)
+        except BaseException as caught:
+            self._late = caught
+
+    def _keep(self, tasks: list[Task], tensors: list[Any], loaded: dict[int, Any]) -> None:
+        wanted = self._dtype
+        for task, tensor in zip(tasks, tensors, strict=True):
+            loaded[task.at] = tensor if wanted is None else self._frame.cast(tensor, task.row.dtype, wanted)
+        self._tell(sum(self._model.table[at][3] for at in loaded), len(loaded))
+
+    def _tell(self, done: int, tensors: int) -> None:
+        if self._watcher is not None:
+            total = sum(self._model.table[at][3] for at in self._chosen)
+            self._watcher.update(Progress(min(done, total), total, tensors, len(self._chosen)))
 
     def _finish(self, batch: Batch, loaded: dict[int, Any]) -> None:
         # Collective: reading, agreeing that all have read, sending. What fails
@@ -317,14 +362,7 @@ class _Load:
             batch.abandon()
             raise
         try:
-            tensors = batch.send()
-            wanted = self._dtype
-            for task, tensor in zip(batch.tasks, tensors, strict=True):
-                loaded[task.at] = tensor if wanted is None else self._frame.cast(tensor, task.row.dtype, wanted)
-            if self._watcher is not None:
-                done = sum(self._model.table[at][3] for at in loaded)
-                total = sum(self._model.table[at][3] for at in self._chosen)
-                self._watcher.update(Progress(done, total, len(loaded), len(self._chosen)))
+            self._keep(batch.tasks, batch.send(), loaded)
         except BaseException as caught:
             self._late = caught
 
@@ -338,6 +376,19 @@ def _current(device: Any) -> AbstractContextManager[Any]:
     if kind == "cuda" and number.isdecimal() and int(number) < torch.cuda.device_count():
         return torch.cuda.device(int(number))
     return nullcontext()
+
+
+def _split(tasks: list[Task], room: int | None) -> tuple[list[Task], list[Task]]:
+    # The first of them, of about so many bytes, and the rest.
+    end = len(tasks)
+    if room is not None:
+        for end, task in enumerate(tasks):  # noqa: B007
+            if end and task.row.nbytes > room:
+                break
+            room -= task.row.nbytes
+        else:
+            end = len(tasks)
+    return tasks[:end], tasks[end:]
 
 
 def _shape(row: Any) -> tuple[int, ...]:

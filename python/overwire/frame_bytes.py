@@ -46,7 +46,7 @@ class BytesFrame:
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         return memoryview(bytearray(nbytes(dtype, shape)))
 
-    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
         raise NotSupportedError(f"overwire: bytes are not made on {device}")
 
     def dtype(self, wanted: Any) -> Any:

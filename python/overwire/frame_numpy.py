@@ -133,7 +133,7 @@ class NumpyFrame:
             shape = packed_shape(dtype, shape)
         return np.empty(shape, self._type(dtype))
 
-    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
         raise NotSupportedError(f"overwire: numpy has no arrays on {device}")
 
     def dtype(self, wanted: Any) -> Any:

@@ -172,14 +172,33 @@ class TorchFrame:
             shape = packed_shape(dtype, shape)
         return torch.empty(shape, dtype=self._type(dtype), device=device)
 
-    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
         with _errors_of(device, sum(row[3] for row in rows)):
             try:
-                return [self.empty(row[1], row[2], device) for row in rows]
+                return self._many(device, rows)
             except torch.OutOfMemoryError:
-                pass  # what was made is gone, now that the handler has ended
+                if not again:
+                    raise
+                # What was made is gone, now that the handler has ended.
             _engine.empty_cache()  # the engine's staging may lie where they could
-            return [self.empty(row[1], row[2], device) for row in rows]
+            return self._many(device, rows)
+
+    def _many(self, device: str, rows: Sequence[Any]) -> list[Any]:
+        # There may be tens of thousands: empty_strided costs half of what empty
+        # does, whose arguments torch looks at in several ways.
+        where, new, made = torch.device(device), torch.empty_strided, []
+        strides: dict[tuple[int, ...], list[int]] = {}
+        for _, dtype, shape, *_ in rows:
+            if dtype in PACKED:
+                made.append(self.empty(dtype, shape, device))
+                continue
+            dense = strides.get(shape)
+            if dense is None:
+                dense = strides[shape] = [1] * len(shape)
+                for dim in range(len(shape) - 1, 0, -1):
+                    dense[dim - 1] = dense[dim] * max(shape[dim], 1)
+            made.append(new(shape, dense, dtype=self._type(dtype), device=where))
+        return made
 
     def _type(self, name: str) -> torch.dtype:
         if name.startswith("F6_"):

@@ -61,8 +61,9 @@ class Frame(Protocol):
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         """A new tensor; what is in it is undefined."""
 
-    def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
-        """New tensors for rows of the table, on a GPU."""
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
+        """New tensors for rows of the table, on a GPU. again: when its memory is
+        full, once more without what the engine keeps there."""
 
     def dtype(self, wanted: Any) -> Any:
         """The framework's own dtype for a `dtype=` argument."""

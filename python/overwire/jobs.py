@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from array import array
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +27,16 @@ _TICK = 0.1
 
 _lock = threading.Lock()
 _last = "null"
+_said = False
+
+
+def _say_once(reason: str) -> None:
+    """One line for GPUDirect Storage that was asked for and is not to be had."""
+    global _said
+    with _lock:
+        said, _said = _said, True
+    if not said:
+        log.warning("read through the host instead: %s", reason)
 
 
 def last_report() -> dict[str, Any] | None:
@@ -60,6 +72,19 @@ class Job:
             while not _engine.job_wait(self.number, _TICK):
                 watcher.update(self.progress())
             watcher.update(self.progress())
+
+    def ended(self, timeout: float) -> bool:
+        """Whether it has ended, after `timeout` seconds at most; raises its error."""
+        over = _engine.job_wait(self.number, timeout)
+        if self._watcher is not None:
+            self._watcher.update(self.progress())
+        return over
+
+    def settle(self, pairs: Sequence[int], stream: int) -> None:
+        """Tells where requests land that were to learn it while the load runs:
+        request, address, request, address; after what is queued on the stream."""
+        flat = array("q", pairs)
+        _engine.load_settle(self.number, flat.buffer_info()[0], len(flat) // 2, stream)
 
     def next(self, timeout: float | None, raw: bool) -> list[tuple[int, Any, int]]:
         """Positions newly landed, with capsule and pointer; [] at the end."""
@@ -131,3 +156,5 @@ class Job:
         with _lock:
             _last = text
         log.debug("%s: %s", self.verb, text)
+        if '"no_gds"' in text:
+            _say_once(json.loads(text)["no_gds"])

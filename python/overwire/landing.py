@@ -108,9 +108,9 @@ class Landing:
         else:
             for device, order in groups.items():
                 view = model.on(device)
-                tensors, requests = view.places_for(order, [self._rows[at] for at in order], frame_for("torch"))
+                job, tensors = view.begin(order, [self._rows[at] for at in order], frame_for("torch"), watcher)
                 self._tensors.update((order[at], tensor) for at, tensor in tensors.items())
-                begin(view.start(requests, watcher), order)
+                begin(job, order)
                 watcher = None
 
     def __enter__(self) -> Landing:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from .frames import check_device, frame_for
+from . import _engine
+from .errors import ArgumentError, OverwireError
+from .frames import Frame, check_device, frame_for
 from .jobs import Job
-from .models import Model
-from .planning import fit
-from .progress import ProgressLike, watch
+from .models import Model, prepare
+from .planning import fit, held
+from .progress import ProgressLike, Watcher, watch
+from .saving import parse_size
 from .sources import SourceLike
 from .storage import StorageOptions
+from .windows import Windows, windows_of
 
 if TYPE_CHECKING:
     from .distributed import ShardLike
@@ -29,6 +34,7 @@ def load_file(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    read: str | None = None,
     storage_options: StorageOptions | None = None,
     lenient: bool = False,
     max_memory: int | str | None = None,
@@ -56,6 +62,11 @@ def load_file(
     mmap: whether plain tensors of local files are mapped copy-on-write instead
         of read; None: yes. Compressed tensors are never mapped. A file that is
         mapped must not be truncated while its tensors live.
+    read: how local files are read, as OVERWIRE_READ says it, which None means:
+        "auto", "buffered" (through the page cache), "direct" (past it), "gds":
+        plain tensors to a GPU by GPUDirect Storage. Where that is not real
+        (`doctor()["gpudirect_storage"]`), or does not reach a file, a warning
+        says so once, and reading is "auto". Not with group.
     storage_options: how to reach URIs that are no local files, by names of the
         scheme. Values are texts, numbers or bools; None is as if not given.
         http, https, hf: headers (a mapping), token (bearer), cacert, capath,
@@ -95,6 +106,8 @@ def load_file(
     ArgumentError. Ctrl-C cancels the load and frees what had landed.
     """
     if group is not None or shard is not None:
+        if read is not None:
+            raise ArgumentError("overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike")
         from .distributed import load
 
         return load(
@@ -103,8 +116,9 @@ def load_file(
         )  # fmt: skip
     frame = frame_for(framework)
     where = check_device(device, frame)
+    prepare(where)
     wanted = None if dtype is None else frame.dtype(dtype)  # a wrong one is refused before anything is read
-    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
+    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options, read=read) as model:
         fit(model, frame, wanted, max_memory)
         return model.load(model.chosen, frame, dtype, watch(progress, "load"))
 
@@ -119,11 +133,17 @@ def stream(
     framework: str | None = None,
     progress: ProgressLike = None,
     mmap: bool | None = None,
+    read: str | None = None,
     storage_options: StorageOptions | None = None,
     lenient: bool = False,
+    max_memory: int | str | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yields (name, tensor) in the order of arrival; arguments and tensors as
-    for `load_file`.
+    for `load_file`, but for
+
+    max_memory: the most bytes of tensors that are loaded, or being loaded, and
+        not yet yielded: those that were are the caller's to let go. It goes in
+        windows of half of that. A single tensor that takes more is refused.
 
     The file is opened, and the load begins, with this call; each tensor is
     complete when it is yielded. Closing the iterator early (`break`, `close`,
@@ -132,25 +152,35 @@ def stream(
     """
     frame = frame_for(framework)
     where = check_device(device, frame)
+    prepare(where)
     wanted = None if dtype is None else frame.dtype(dtype)
-    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options) as model:
-        chosen = model.chosen
-        rows: Sequence[Any] = model.table if chosen is None else [model.table[at] for at in chosen]
-        cast = ""
-        if model.preload is None:
-            rows, cast = model.casting(rows, wanted)
-        raw = frame.raw({row[1] for row in rows})
+    with ExitStack() as stack:
+        model = stack.enter_context(
+            Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options, read=read)
+        )
+        if max_memory is None or model.preload is not None:
+            fit(model, frame, wanted, max_memory)  # a preload has all of it already
+            return _begin(model, model.chosen, frame, wanted, watch(progress, "stream"))
+        budget = parse_size(max_memory, "max_memory")
+        chosen = list(range(len(model.table))) if model.chosen is None else model.chosen
+        windows = windows_of(model, chosen, held(model, chosen, frame, wanted), budget)
         watcher = watch(progress, "stream")
-        keep: set[int] | None = None
-        if model.preload is not None:
-            number, model.preload = model.preload, None
-            job = Job(number, "load", watcher)
-            rows, keep = model.table, None if chosen is None else set(chosen)
-        else:
-            places, requests = model.places_for(chosen, rows, frame)
-            job = model.start(requests, watcher, cast)
-            return _Stream(job, rows, keep, frame, wanted, raw, places, where)
-    return _Stream(job, rows, keep, frame, wanted, raw, {}, where, where != "cpu")
+        stack.pop_all()  # the model is the stream's
+        return Windows(model, windows, budget, lambda window, part: _begin(model, window, frame, wanted, part), watcher)
+
+
+def _begin(model: Model, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> _Stream:
+    rows: Sequence[Any] = model.table if chosen is None else [model.table[at] for at in chosen]
+    cast = ""
+    if model.preload is None:
+        rows, cast = model.casting(rows, wanted)
+    raw = frame.raw({row[1] for row in rows})
+    if model.preload is not None:
+        number, model.preload = model.preload, None
+        keep = None if chosen is None else set(chosen)
+        return _Stream(Job(number, "load", watcher), model.table, keep, frame, wanted, raw, {}, model.device, model.device != "cpu")
+    job, places = model.begin(chosen, rows, frame, watcher, cast)
+    return _Stream(job, rows, None, frame, wanted, raw, places, model.device)
 
 
 class _Stream(Iterator[tuple[str, Any]]):
@@ -206,6 +236,15 @@ class _Stream(Iterator[tuple[str, Any]]):
         if self._wanted is not None:
             tensor = self._frame.cast(tensor, row[1], self._wanted)
         return row[0], tensor
+
+    def landed(self) -> bool:
+        """Whether all of it has; an error is raised where it comes in turn."""
+        if self._job is None:
+            return True
+        try:
+            return _engine.job_wait(self._job.number, 0.0)
+        except OverwireError:
+            return False
 
     def close(self) -> None:
         """Ends the stream; the rest is cancelled and freed."""

@@ -84,18 +84,22 @@ def convert(
     source: what `inspect` takes, or a list of files.
     path, metadata, max_shard_size: as for `save_file`; metadata None keeps that
         of the source.
-    storage_options: as for `load_file`, for source and path.
+    storage_options: as for `load_file`, for source and path; `decryption_*` are
+        for the source and `encryption_*`, as for `save_file`, for the path. From
+        .tensors to .tensors, types, modules and every dtype stay: so files are
+        encrypted, decrypted, or given another key.
 
     Returns a Report; raises what loading and saving raise.
     """
-    uris, keep = _uris(source, storage_options)
+    reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
+    uris, keep = _uris(source, reach or None)
     target = local(path)
     spec: dict[str, Any] = {
         "uris": uris,
         "path": target,
         "compress": bool(compress),
         "shard": parse_size(max_shard_size),
-        **storage(storage_options, [*uris, target]),
+        **storage(storage_options, [*uris, target], writes=True),
     }
     if metadata is not None:
         spec["metadata"] = dict(metadata)
@@ -113,6 +117,7 @@ def doctor(*, measure: bool = False) -> dict[str, Any]:
     "gpu" holds the versions of NVIDIA's driver and "devices", each with name,
     memory (bytes), compute capability, PCI link (0 where the system does not
     tell), and the kernels that it would run; or the "reason" why there is none.
+    "gpudirect_storage" says whether that is "real" here, and "why" (not).
     Asking loads the driver if there is one, without a context on any GPU.
     measure: copies to each GPU for about 0.2 s and adds "wire", in GB/s; that
         makes a context there, after which the process must not fork for CUDA.

@@ -20,7 +20,7 @@ from .selecting import Experts
 from .sources import SourceLike, resolve
 from .storage import StorageOptions, shown, storage
 
-__all__ = ["Model", "Request", "Row", "WHOLE", "whole", "wholes"]
+__all__ = ["LARGE", "Model", "Request", "Row", "WHOLE", "prepare", "whole", "wholes"]
 
 #: What is wanted: (tensor, destination, lo0, hi0, lo1, hi1); a destination of 0
 #: lets the engine allocate.
@@ -29,8 +29,18 @@ Request = tuple[int, int, int, int, int, int]
 #: The end of a range that means "all of it".
 WHOLE = -1
 
-# Bytes from which a tensor on a GPU comes from torch's own allocator.
-_LARGE = 1 << 20
+# Bytes from which a tensor on a GPU comes from torch's own allocator, and how
+# many of them are made at a time.
+LARGE = 1 << 20
+_BATCH = 32
+
+# The destination of a request that learns it while the load runs.
+_LATER = 1
+
+# From so many tensors in memory of the engine's on, they are taken over while the
+# rest arrives, not after it; how long to wait for some more, in seconds.
+_CROWD = 2000
+_PAUSE = 0.004
 
 
 @contextlib.contextmanager
@@ -76,10 +86,14 @@ class Model:
         keys: Iterable[str] | None = None,
         filter: Callable[[str], bool] | None = None,
         storage_options: StorageOptions | None = None,
+        read: str | None = None,
     ):
         """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
         with an index.json only the shards that hold some of it are opened."""
         self.device = device
+        if read is not None and not isinstance(read, str):
+            raise ArgumentError("overwire: read: expected 'auto', 'buffered', 'direct', 'gds' or None")
+        self.read = read
         self.chosen: list[int] | None = None  # what keys and filter leave, None for all
         if keys is not None:
             if isinstance(keys, str):
@@ -90,6 +104,7 @@ class Model:
         shared = getattr(source, "shared_model", None)
         if shared is not None:  # a model that somebody else keeps open
             self.__dict__.update(shared().on(device).__dict__)
+            self.read = read
             self.chosen = self.choose(keys, filter)
             return
         if mmap is not None and not isinstance(mmap, bool):
@@ -218,7 +233,7 @@ class Model:
         packed = None
         if requests is not None:
             packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
-        options: dict[str, Any] = {"device": self.device, "cast": cast}
+        options: dict[str, Any] = {"device": self.device, "cast": cast, "read": self.read or ""}
         if self.device != "cpu" and requests is not None:
             from .frame_torch import stream_of
 
@@ -236,21 +251,54 @@ class Model:
             number = _engine.load_start(self._handle, packed, text)
         return Job(number, "load", watcher)
 
-    def places_for(
-        self, chosen: list[int] | None, rows: Sequence[Any], frame: Frame
-    ) -> tuple[dict[int, Any], bytes | None]:
-        """Where whole tensors land, and the requests for it. Large ones on a GPU
-        land in tensors of torch's allocator, which are given by position in
-        rows. The others land in memory of the engine's: small ones, which torch
-        makes more slowly than the engine loads them, and all on the host."""
-        large = [] if self.device == "cpu" else [at for at, row in enumerate(rows) if row[3] >= _LARGE]
+    def begin(
+        self,
+        chosen: list[int] | None,
+        rows: Sequence[Any],
+        frame: Frame,
+        watcher: Watcher | None = None,
+        cast: str = "",
+    ) -> tuple[Job, dict[int, Any]]:
+        """Starts a load of whole tensors. Returns the job, and by position in
+        rows the tensors that were made for it: large ones on a GPU land in
+        tensors of torch's allocator. The others land in memory of the engine's:
+        small ones, which torch makes more slowly than the engine loads them, and
+        all on the host."""
+        large = [] if self.device == "cpu" else [at for at, row in enumerate(rows) if row[3] >= LARGE]
         if not large:
-            return {}, None if chosen is None else wholes(chosen)
-        places = dict(zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True))
+            return self.start(None if chosen is None else wholes(chosen), watcher, cast), {}
+        numbers = range(len(rows)) if chosen is None else chosen
         pointers = [0] * len(rows)
-        for at, place in places.items():
-            pointers[at] = place.data_ptr()
-        return places, wholes(range(len(rows)) if chosen is None else chosen, pointers)
+        for at in large:
+            pointers[at] = _LATER
+        job = self.start(wholes(numbers, pointers), watcher, cast)
+        try:
+            return job, self._settle(job, large, rows, frame)
+        except OutOfMemoryError:
+            job.cancel()
+            job.free()
+        except BaseException:
+            job.cancel()
+            job.free()
+            raise
+        # Once more, with what the load itself took out of the way first.
+        tensors = frame.empty_on(self.device, [rows[at] for at in large])
+        for at, tensor in zip(large, tensors, strict=True):
+            pointers[at] = tensor.data_ptr()
+        return self.start(wholes(numbers, pointers), watcher, cast), dict(zip(large, tensors, strict=True))
+
+    def _settle(self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame) -> dict[int, Any]:
+        # The tensors are made while the first bytes are on their way: growing
+        # torch's allocator takes some 50 us a tensor.
+        from .frame_torch import stream_of
+
+        places: dict[int, Any] = {}
+        for first in range(0, len(large), _BATCH):
+            part = large[first : first + _BATCH]
+            tensors = frame.empty_on(self.device, [rows[at] for at in part], again=False)
+            job.settle([n for at, tensor in zip(part, tensors, strict=True) for n in (at, tensor.data_ptr())], stream_of(self.device))
+            places.update(zip(part, tensors, strict=True))
+        return places
 
     def casting(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
         """The rows as they land when the engine casts to a torch dtype on the way,
@@ -287,13 +335,14 @@ class Model:
             places: dict[int, Any] = {}
             moved = self.device != "cpu"  # it may have gone to the host
         else:
-            places, requests = self.places_for(chosen, rows, frame)
-            job = self.start(requests, watcher, cast)
+            job, places = self.begin(chosen, rows, frame, watcher, cast)
             mine = None
             moved = False
-        with job:
-            job.wait()
-            with many_objects():
+        with job, many_objects():
+            if self.device != "cpu" and mine is None and len(rows) - len(places) >= _CROWD:
+                tensors = _gathered(job, rows, frame, raw, places, self.device)
+            else:
+                job.wait()
                 landed = job.take(raw)
                 if mine is not None:
                     landed = [landed[at] for at in mine]
@@ -308,8 +357,31 @@ class Model:
         return dict(zip([row[0] for row in rows], tensors, strict=True))
 
 
+def _gathered(job: Job, rows: Sequence[Any], frame: Frame, raw: bool, places: dict[int, Any], device: str) -> list[Any]:
+    # As Job.take and adopt_all, but while the job runs: tensors by the ten
+    # thousand are made beside the bytes that still arrive.
+    tensors: list[Any] = [None] * len(rows)
+    for at, tensor in places.items():
+        tensors[at] = tensor
+    ended = False
+    while not ended:
+        ended = job.ended(_PAUSE)
+        while landed := job.next(0, raw):
+            mine = [entry for entry in landed if entry[0] not in places]
+            made = frame.adopt_all([entry[1:] for entry in mine], [rows[entry[0]] for entry in mine], raw, {}, device)
+            for entry, tensor in zip(mine, made, strict=True):
+                tensors[entry[0]] = tensor
+    return tensors
+
+
 def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:
     return filter.over(names) if isinstance(filter, Experts) else filter
+
+
+def prepare(device: str) -> None:
+    """Begins to make a GPU ready, so that a load need not wait for it."""
+    if device != "cpu":
+        _engine.device_prepare(device)
 
 
 def whole(at: int) -> Request:

@@ -11,6 +11,7 @@ from .errors import ArgumentError, ModelMismatchError
 from .frames import check_device, frame_for
 from .jobs import Job
 from .models import WHOLE, Model
+from .planning import fit
 from .progress import ProgressLike, watch
 from .saving import Report, save_file
 from .sources import SourceLike
@@ -29,6 +30,7 @@ def load_model(
     mmap: bool | None = None,
     storage_options: StorageOptions | None = None,
     lenient: bool = False,
+    max_memory: int | str | None = None,
 ) -> tuple[list[str], list[str]]:
     """Loads a file into a torch module's own parameters and buffers.
 
@@ -44,12 +46,15 @@ def load_model(
     storage_options: as for `load_file`.
     strict: raise if tensors are missing in the file, or unexpected in it.
     lenient: as for `load_file`.
+    max_memory: the most bytes that may be loaded beside the module's own
+        tensors, on all devices together: those that do not land in them, and
+        what takes the place of the meta device's.
 
     Returns (missing, unexpected) names, as safetensors.torch.load_model. Names
     tied to a loaded one are neither.
 
-    Raises ModelMismatchError before anything is changed, also for shapes that
-    differ, and what `load_file` raises. After an error during the load itself
+    Raises ModelMismatchError and, for max_memory, OutOfMemoryError before
+    anything is changed or allocated, also for shapes that differ, and what `load_file` raises. After an error during the load itself
     the module's values are partly old and partly new.
 
     `load_state_dict` hooks of the module are not run.
@@ -76,6 +81,11 @@ def load_model(
                 done[target.data_ptr()] = name
             direct.append(lands)
             requests.append((at, target.data_ptr() if lands else 0, 0, WHOLE, 0, WHOLE))
+        # A preload has everything in memory of its own.
+        beside = [request[0] for request, lands in zip(requests, direct, strict=True) if not lands]
+        if model.preload is not None:
+            beside = list(range(len(model.table)))
+        fit(model, frame, None, max_memory, [model.row(at) for at in beside])
         watcher = watch(progress, "load")
         if model.preload is not None:
             # What is in memory already is copied from there.

@@ -8,7 +8,7 @@ from typing import Any
 from .dtypes import BITS, PACKED, nbytes
 from .errors import ArgumentError, NotSupportedError
 from .frames import check_device, frame_for
-from .models import WHOLE, Model, whole
+from .models import LARGE, WHOLE, Model, whole
 from .slices import plan
 from .sources import SourceLike
 from .storage import StorageOptions
@@ -155,8 +155,9 @@ class TensorSlice:
             elif len(row.shape) == 1:
                 request = (self._at, 0, lo0, hi0, 0, WHOLE)
             lands = [(row.name, row.dtype, planned.shape, nbytes(row.dtype, planned.shape))]
-            places, _ = model.places_for([self._at], lands, frame)
-            if places:
+            places: dict[int, Any] = {}
+            if model.device != "cpu" and lands[0][3] >= LARGE:
+                places[0] = frame.empty_on(model.device, lands)[0]
                 request = (request[0], places[0].data_ptr(), *request[2:])
             raw = frame.raw((row.dtype,))
             with model.start([request]) as job:

@@ -12,8 +12,9 @@ from .frames import Frame, check_device, frame_for
 from .models import Model, Row
 from .saving import parse_size
 from .sources import SourceLike
+from .storage import StorageOptions
 
-__all__ = ["LoadPlan", "PlannedFile", "PlannedTensor", "fit", "plan"]
+__all__ = ["LoadPlan", "PlannedFile", "PlannedTensor", "fit", "held", "plan"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,13 @@ def _sizes(rows: list[Row], frame: Frame, wanted: Any) -> tuple[list[int], int]:
     return final, peak
 
 
+def held(model: Model, chosen: list[int], frame: Frame, wanted: Any) -> list[int]:
+    """Bytes that each of these takes at most until it is handed over: a cast on
+    the host holds both for a moment."""
+    landing, _ = model.casting([model.table[at] for at in chosen], wanted)
+    return [_sizes([Row(*row)], frame, wanted)[1] for row in landing]
+
+
 def _rows(model: Model) -> list[Row]:
     return [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
 
@@ -97,7 +105,7 @@ def fit(model: Model, frame: Frame, wanted: Any, max_memory: int | str | None, r
     raise OutOfMemoryError(
         f"overwire: load {model.uris[0]}: {len(rows)} tensors take {peak} bytes on {model.device}, {peak - budget} over "
         f"max_memory of {budget}; the largest is {rows[largest].name!r} with {final[largest]}. "
-        "Ask for less with keys= or filter=, or use stream()",
+        "Ask for less with keys= or filter=, or use stream(max_memory=)",
         source=model.uris[0],
         tensor=rows[largest].name,
     )
@@ -111,6 +119,7 @@ def plan(
     keys: Iterable[str] | None = None,
     filter: Callable[[str], bool] | None = None,
     framework: str | None = None,
+    storage_options: StorageOptions | None = None,
     lenient: bool = False,
 ) -> LoadPlan:
     """What `load_file` with the same arguments would load, by headers alone.
@@ -121,7 +130,9 @@ def plan(
     frame = frame_for(framework)
     where = check_device(device, frame)
     wanted = None if dtype is None else frame.dtype(dtype)
-    with Model(source, None, where, preloaded=False, lenient=lenient, keys=keys, filter=filter) as model:
+    with Model(
+        source, None, where, preloaded=False, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options
+    ) as model:
         rows = _rows(model)
         final, peak = _sizes(rows, frame, wanted)
         info = model.info()

@@ -87,7 +87,8 @@ def save_file(
 ) -> Report:
     """Saves torch tensors, numpy arrays or `TensorSpec`s (also mixed) by name.
 
-    path: the file to write, replaced atomically: whatever stops a save, readers
+    path: the file to write (ending in .tensors: one of tensorizer's), replaced
+        atomically: whatever stops a save, readers
         find the old file or the new one. s3://bucket/key and
         redis://host:port/key (rediss:// with TLS) are written as they are made,
         without a file in between and in bounded memory, and show when they are
@@ -103,6 +104,9 @@ def save_file(
         model.safetensors.index.json beside them.
     storage_options: as for `load_file`, for a path that is a URI. Several
         processes that write one key at once leave one of their files.
+        `encryption_key` (32 bytes or 64 hex digits) or `encryption_password`
+        encrypts a .tensors file, by tensorizer's XSalsa20-Poly1305: the bytes
+        of tensors, not their names and shapes.
 
     Tensors are read in place, those on a GPU chunk by chunk as they are written;
     those that are not dense are copied to the host first. They must not change before this returns. Tied tensors are
@@ -146,7 +150,7 @@ def save_bytes(
     storage_options: StorageOptions | None = None,
 ) -> Report:
     """Saves what is described already, and keeps it alive until that is done."""
-    spec: dict[str, Any] = {"path": path, "compress": bool(compress), "shard": shard, **storage(storage_options, [path])}
+    spec: dict[str, Any] = {"path": path, "compress": bool(compress), "shard": shard, **storage(storage_options, [path], writes=True)}
     if metadata is not None:
         for key, value in metadata.items():
             if not isinstance(key, str) or not isinstance(value, str):

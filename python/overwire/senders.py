@@ -9,7 +9,6 @@ of one host, from rank to rank. The ways are named in `distributed`.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -53,6 +52,7 @@ class Room:
 
     def __init__(self, team: Team, frame: Frame, model: Model, wired: Model) -> None:
         self.team, self.frame, self.model, self.wired = team, frame, model, wired
+        self._ring: list[Any] = []
 
     def drain(self) -> None:
         """Waits for what is queued on the GPU, for the sake of a clock."""
@@ -60,6 +60,12 @@ class Room:
             import torch
 
             torch.cuda.synchronize(self.model.device)
+
+    def ring(self, buffers: int, size: int) -> list[Any]:
+        """Buffers of `size` bytes where tensors are sent, as long as the load."""
+        if not self._ring:
+            self._ring = [self.frame.empty("U8", (size,), self.wired.device) for _ in range(buffers)]
+        return self._ring
 
     def block(self, task: Task, rank: int) -> tuple[int, int]:
         """The part of the task's dimension that a rank of the group gets."""
@@ -72,6 +78,46 @@ class Room:
             return task.shape
         lo, hi = self.block(task, rank)
         return (*task.shape[: task.dim], hi - lo, *task.shape[task.dim + 1 :])
+
+    @staticmethod
+    def count(shape: tuple[int, ...]) -> int:
+        """Elements of a shape."""
+        return math.prod(shape)
+
+    def block_read(self, task: Task, rank: int) -> tuple[int, int, int, int] | None:
+        """The ranges of dims 0 and 1 that the engine reads of a task for a rank;
+        None for all of it. Deeper dimensions and packed types are read whole and
+        cut afterwards."""
+        if task.dim is None or task.dim > 1 or task.row.dtype in PACKED:
+            return None
+        lo, hi = self.block(task, rank)
+        block = (lo, hi, 0, WHOLE) if task.dim == 0 else (0, task.row.shape[0], lo, hi)
+        return None if self.part_shape(task, rank) == task.row.shape else block
+
+    def cut(self, task: Task, tensor: Any) -> Any:
+        """This rank's block of a tensor that may have been read whole."""
+        if tuple(tensor.shape) == self.part_shape(task, self.team.rank):
+            return tensor
+        return self.block_of(task, tensor, self.team.rank)
+
+    def block_of(self, task: Task, tensor: Any, rank: int) -> Any:
+        """A rank's block of a whole tensor, contiguous, its own memory."""
+        lo, hi = self.block(task, rank)
+        assert task.dim is not None
+        index = tuple(slice(lo, hi, 1) if dim == task.dim else slice(0, size, 1) for dim, size in enumerate(task.shape))
+        if hi <= lo:
+            return self.empty(task, str(tensor.device), rank)
+        return self.frame.index(tensor, index, task.row.dtype)
+
+    def empty(self, task: Task, device: str, rank: int | None = None) -> Any:
+        """Memory for a task, or for a rank's block of it."""
+        shape = task.shape if rank is None else self.part_shape(task, rank)
+        # `frame.empty` counts elements as the file does; these are torch's.
+        if task.row.dtype in PACKED:
+            flat = self.frame.empty("U8", (math.prod(shape),), device)
+            typed = self.frame.empty(task.row.dtype, (0,), "cpu").dtype
+            return flat.view(typed).view(shape)
+        return self.frame.empty(task.row.dtype, shape, device)
 
 
 class _Want(NamedTuple):
@@ -136,13 +182,10 @@ class _Reading:
 
 
 class Batch:
-    """Tensors that go one way together. nbytes: of the whole tensors.
-    begun: when its reading began, by time.perf_counter."""
+    """Tensors that go one way together."""
 
     def __init__(self, room: Room, way: str, tasks: list[Task]) -> None:
-        self.begun = time.perf_counter()
         self.tasks = tasks
-        self.nbytes = sum(task.row.nbytes for task in tasks)
         self._room, self._way = room, way
         self._reading: _Reading | None = None
         self._error: BaseException | None = None
@@ -192,25 +235,28 @@ class Batch:
             self._tensors[slot] = into
             lo = self._me * rows
             return [_Want(slot, row, task.at, (lo, lo + rows, 0, WHOLE), (rows, *row.shape[1:]), into[lo : lo + rows])]
-        # A block of its own. Deeper dimensions and packed types are read whole
-        # and cut afterwards.
-        if task.dim is None or task.dim > 1 or row.dtype in PACKED:
+        block = self._room.block_read(task, self._room.team.rank)
+        if block is None:
             return [_Want(slot, row, task.at, whole, row.shape, None)]
-        lo, hi = self._room.block(task, self._room.team.rank)
-        block = (lo, hi, 0, WHOLE) if task.dim == 0 else (0, row.shape[0], lo, hi)
-        shape = self._room.part_shape(task, self._room.team.rank)
-        if shape == row.shape:
-            block = whole
-        return [_Want(slot, row, task.at, block, shape, None)]
+        return [_Want(slot, row, task.at, block, self._room.part_shape(task, self._room.team.rank), None)]
+
+    def arrive(self) -> None:
+        """Waits for the reading; `read` says what went wrong with it."""
+        reading, self._reading = self._reading, None
+        if reading is None:
+            return
+        try:
+            for slot, tensor in reading.finish():
+                if self._tensors[slot] is None:  # else it landed in its place
+                    self._tensors[slot] = tensor
+        except BaseException as error:
+            self._error = error
 
     def read(self) -> None:
         """Waits for the reading, and makes ready what is sent."""
+        self.arrive()
         if self._error is not None:
             raise self._error
-        assert self._reading is not None
-        for slot, tensor in self._reading.finish():
-            if self._tensors[slot] is None:  # else it landed in its place
-                self._tensors[slot] = tensor
         sent: list[int] = []
         for slot, (task, owner) in enumerate(zip(self.tasks, self._owners, strict=True)):
             if owner >= 0:
@@ -218,7 +264,7 @@ class Batch:
             elif self._way == "gather" and self._count > 1 and task.row.nbytes:
                 self._sends.append(_Gather(self, slot))
             elif task.dim is not None:
-                self._tensors[slot] = self._cut(task, self._tensors[slot])
+                self._tensors[slot] = self._room.cut(task, self._tensors[slot])
         kind = _Scatter if self._way == "scatter" else _Broadcast
         for owner in range(self._count):
             run: list[int] = []
@@ -232,32 +278,6 @@ class Batch:
                 size += nbytes if nbytes < _LARGE else _RUN
             if run:
                 self._sends.append(kind(self, run, owner))
-
-    def _cut(self, task: Task, tensor: Any) -> Any:
-        # The rank's block of a tensor that may have been read whole.
-        team = self._room.team
-        if tuple(tensor.shape) == self._room.part_shape(task, team.rank):
-            return tensor
-        return self.block_of(task, tensor, team.rank)
-
-    def block_of(self, task: Task, tensor: Any, rank: int) -> Any:
-        """A rank's block of a whole tensor, contiguous, its own memory."""
-        lo, hi = self._room.block(task, rank)
-        assert task.dim is not None
-        index = tuple(slice(lo, hi, 1) if dim == task.dim else slice(0, size, 1) for dim, size in enumerate(task.shape))
-        if hi <= lo:
-            return self.empty(task, rank)
-        return self._room.frame.index(tensor, index, task.row.dtype)
-
-    def empty(self, task: Task, rank: int | None = None) -> Any:
-        """Memory for a task, or for a rank's block of it, where it is sent."""
-        shape = task.shape if rank is None else self._room.part_shape(task, rank)
-        # `frame.empty` counts elements as the file does; these are torch's.
-        if task.row.dtype in PACKED:
-            flat = self._room.frame.empty("U8", (math.prod(shape),), self._model.device)
-            typed = self._room.frame.empty(task.row.dtype, (0,), "cpu").dtype
-            return flat.view(typed).view(shape)
-        return self._room.frame.empty(task.row.dtype, shape, self._model.device)
 
     def send(self) -> list[Any]:
         """Collective. Sends, and returns this rank's tensors."""
@@ -277,7 +297,7 @@ class Batch:
         return tensors
 
     def abandon(self) -> None:
-        """Ends reading that nobody waits for. Does nothing after `read`."""
+        """Ends reading that nobody waits for. Does nothing after `arrive`."""
         if self._reading is not None:
             self._reading.abandon()
             self._reading = None
@@ -303,7 +323,7 @@ class _Broadcast(_Send):
         mine = owner == batch._me
         if not mine:
             for slot in run:
-                batch._tensors[slot] = batch.empty(batch.tasks[slot])
+                batch._tensors[slot] = batch._room.empty(batch.tasks[slot], batch._model.device)
         self.parts = [_bytes(batch._tensors[slot]) for slot in run]
         self.flat = _join(self.parts, mine)
         if mine:
@@ -324,13 +344,13 @@ class _Scatter(_Send):
         if owner == batch._me:
             whole = [batch._tensors[slot] for slot in run]
             for peer, rank in enumerate(team.near):
-                blocks = [batch.block_of(task, tensor, rank) for task, tensor in zip(tasks, whole, strict=True)]
+                blocks = [batch._room.block_of(task, tensor, rank) for task, tensor in zip(tasks, whole, strict=True)]
                 if peer == owner:
                     mine = blocks
                 else:
                     self.outgoing.append((peer, _join([_bytes(block) for block in blocks], True)))
         else:
-            mine = [batch.empty(task, team.rank) for task in tasks]
+            mine = [batch._room.empty(task, batch._model.device, team.rank) for task in tasks]
         for slot, tensor in zip(run, mine, strict=True):
             batch._tensors[slot] = tensor
         self.parts = [_bytes(tensor) for tensor in mine]

@@ -14,7 +14,7 @@ __all__ = ["StorageOptions", "environment", "is_remote", "shown", "storage"]
 StorageOptions = Mapping[str, object]
 
 # Options of .tensors files, wherever they lie.
-_OF_TENSORS = ("decryption_key", "decryption_password", "other_dtypes_as_bytes")
+_OF_TENSORS = ("decryption_key", "decryption_password", "encryption_key", "encryption_password", "other_dtypes_as_bytes", "verify_crc32")
 
 # Environment variables that a store may need: gosrc/source/options.go, EnvNames.
 _PREFIX = "AWS_"
@@ -61,24 +61,32 @@ def shown(uri: str) -> str:
     return f"{scheme}://{'***@' if at else ''}{host}{slash}{path}{'?***' if cut or cut2 else ''}"
 
 
-def storage(options: StorageOptions | None, uris: Iterable[str]) -> dict[str, Any]:
+def storage(options: StorageOptions | None, uris: Iterable[str], *, writes: bool = False) -> dict[str, Any]:
     """The entries of a spec that say how to reach its URIs: {} for local paths.
 
     `decryption_key` (32 bytes, or their hex digits) and `decryption_password`
     (a text or bytes) are for encrypted .tensors files, wherever they lie;
     `other_dtypes_as_bytes` takes tensors of theirs whose dtype safetensors lacks
-    as "U8" with one dimension more.
+    as "U8" with one dimension more, and `verify_crc32` holds plain tensors of
+    theirs to their CRC32 while they are read. `encryption_key` and `encryption_password`
+    encrypt a .tensors file that is written, and are refused unless `writes`.
     Values become text; None is dropped; `headers`, a mapping, becomes one entry
     a header. Which names a scheme has the engine says. ArgumentError for
     options of another kind, or beside local paths alone.
     """
     if options is not None and not isinstance(options, Mapping):
         raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(options).__name__}")
-    decrypt = _decrypt(options or {})
-    if decrypt:
+    of_tensors = {"decrypt": _keys(options or {}, "decryption"), "encrypt": _keys(options or {}, "encryption")}
+    if (options or {}).get("other_dtypes_as_bytes"):
+        of_tensors["decrypt"]["bytes"] = "true"
+    if (options or {}).get("verify_crc32"):
+        of_tensors["decrypt"]["crc32"] = "true"
+    if of_tensors["encrypt"] and not writes:
+        raise ArgumentError("overwire: storage_options: encryption_key and encryption_password are for what writes .tensors files")
+    if any(of_tensors.values()):
         options = {name: value for name, value in (options or {}).items() if name not in _OF_TENSORS}
         found = storage(options or None, uris)
-        found.setdefault("storage", {})["decrypt"] = decrypt
+        found.setdefault("storage", {}).update({name: said for name, said in of_tensors.items() if said})
         return found
     if not any(map(is_remote, uris)):
         if options:
@@ -111,25 +119,24 @@ def _warn_once() -> None:
         log.warning("storage_options: insecure: certificates are not checked; whoever is on the way can change the weights")
 
 
-def _decrypt(options: StorageOptions) -> dict[str, str]:
-    """What is said of .tensors files, as the engine has it; keys in hex digits."""
-    more = {"bytes": "true"} if options.get("other_dtypes_as_bytes") else {}
-    key, password = options.get("decryption_key"), options.get("decryption_password")
+def _keys(options: StorageOptions, prefix: str) -> dict[str, str]:
+    """The key or the password of .tensors files, as the engine has it: in hex digits."""
+    key, password = options.get(f"{prefix}_key"), options.get(f"{prefix}_password")
     if key is not None and password is not None:
-        raise ArgumentError("overwire: storage_options: decryption_key and decryption_password exclude each other")
+        raise ArgumentError(f"overwire: storage_options: {prefix}_key and {prefix}_password exclude each other")
     if key is not None:
         if isinstance(key, (bytes, bytearray, memoryview)):
             key = bytes(key).hex()
         if not isinstance(key, str) or len(key) != 64 or not set(key.lower()) <= set("0123456789abcdef"):
-            raise ArgumentError("overwire: storage_options: decryption_key: expected 32 bytes, or 64 hex digits")
-        return {"key": key, **more}
+            raise ArgumentError(f"overwire: storage_options: {prefix}_key: expected 32 bytes, or 64 hex digits")
+        return {"key": key}
     if password is not None:
         if isinstance(password, str):
             password = password.encode()
         if not isinstance(password, (bytes, bytearray, memoryview)) or not len(password):
-            raise ArgumentError("overwire: storage_options: decryption_password: expected a text or bytes, not empty")
-        return {"password": bytes(password).hex(), **more}
-    return more
+            raise ArgumentError(f"overwire: storage_options: {prefix}_password: expected a text or bytes, not empty")
+        return {"password": bytes(password).hex()}
+    return {}
 
 
 def _text(name: str, value: object) -> str:

@@ -1,22 +1,201 @@
-"""Small files written to stores: the pickle and the csv of a bundle at a URI."""
+"""Whole objects of stores: written, streamed, and given a URL for a while."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import io
 import json
+import mmap
+import os
+import tempfile
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from . import _engine
 from .jobs import Job
-from .storage import StorageOptions, storage
+from .sources import local
+from .storage import StorageOptions, shown, storage
 
-__all__ = ["write_bytes"]
+__all__ = ["ObjectReader", "ObjectWriter", "presign", "write_bytes"]
 
 
 def write_bytes(uri: str, data: bytes, options: StorageOptions | None, stale: Sequence[str] = ()) -> None:
     """Replaces one object in one step, and then removes what it makes stale."""
-    spec = {"path": uri, "raw": True, "stale": list(stale), **storage(options, [uri])}
     pointer = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-    number = _engine.save_start(json.dumps(spec), [("", "U8", (len(data),), pointer, len(data))])
+    _put(uri, pointer, len(data), options, stale)
+
+
+def _put(uri: str, pointer: int, size: int, options: StorageOptions | None, stale: Sequence[str] = ()) -> None:
+    spec = {"path": uri, "raw": True, "stale": list(stale), **storage(options, [uri])}
+    number = _engine.save_start(json.dumps(spec), [("", "U8", (size,), pointer, size)])
     with Job(number, "save") as job:
         job.wait()
+
+
+def presign(uri: str, seconds: int, *, storage_options: StorageOptions | None = None) -> str:
+    """A URL that reads an s3:// object without credentials for so many seconds,
+    at most seven days. Whoever has it can read the object: it is a secret.
+
+    Raises ArgumentError for unsigned access, AccessError without credentials,
+    NotSupportedError for other stores.
+    """
+    return _engine.presign(json.dumps({"uris": [uri], "seconds": seconds, **storage(storage_options, [uri])}))
+
+
+class ObjectReader(io.RawIOBase):
+    """The bytes of a path or URI in order, from `begin` to `end` (exclusive; None:
+    to its end), read ahead by several connections, which resume where they break.
+
+    It can seek within what is there; backwards, or far forwards, the reading
+    begins anew. Errors of the store are raised by the reads.
+    """
+
+    _NEAR = 16 << 20
+
+    def __init__(
+        self, source: str | os.PathLike[str], begin: int = 0, end: int | None = None, *, storage_options: StorageOptions | None = None
+    ) -> None:
+        super().__init__()
+        self._job: Job | None = None
+        self._pipe = -1
+        self._uri = local(source)
+        self._options, self._end, self._at = storage_options, end, begin
+        self._start()
+
+    def _start(self) -> None:
+        self._stop()
+        if self._end is not None and self._at >= self._end:
+            return
+        self._pipe, sink = os.pipe()
+        with contextlib.suppress(OSError):
+            import fcntl
+
+            fcntl.fcntl(sink, 1031, 1 << 20)  # F_SETPIPE_SZ
+        try:
+            spec = {"uris": [self._uri], "fd": sink, "from": self._at, "to": self._end or 0, **storage(self._options, [self._uri])}
+            self._job = Job(_engine.fetch_start(json.dumps(spec)), "fetch")
+        finally:
+            os.close(sink)
+
+    def _stop(self) -> None:
+        job, self._job = self._job, None
+        if self._pipe >= 0:  # first: whoever writes to it would never hear of a cancel
+            os.close(self._pipe)
+            self._pipe = -1
+        if job is not None:
+            job.cancel()
+            job.free()
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Some bytes, 0 at the end. Raises what the store does."""
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+        view = memoryview(buffer).cast("B")
+        if self._job is None or not len(view):
+            return 0
+        got = os.readv(self._pipe, [view])
+        if not got:
+            self._job.wait()  # an error of the store
+        self._at += got
+        return got
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """The offset of the next byte."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Goes to an offset; ValueError relative to the end, or before the beginning."""
+        if whence == io.SEEK_CUR:
+            offset += self._at
+        elif whence != io.SEEK_SET:
+            raise ValueError(f"{shown(self._uri)}: the end is not known")
+        if offset < 0:
+            raise ValueError(f"{shown(self._uri)}: offset {offset}")
+        if 0 < offset - self._at <= self._NEAR and self._job is not None:
+            skipped = bytearray(min(offset - self._at, 1 << 20))
+            while self._at < offset and self.readinto(memoryview(skipped)[: offset - self._at]):
+                pass
+        if offset != self._at:
+            self._at = offset
+            self._start()
+        return offset
+
+    def close(self) -> None:
+        """Ends the reading."""
+        if not self.closed:
+            self._stop()
+        super().close()
+
+
+class ObjectWriter(io.BufferedRandom):
+    """A file that becomes an object of a store when it is closed: until then the
+    bytes lie in a temporary file without a name, and readers of the store find
+    what was there before.
+
+    A `with` block that ends by an exception, or `drop`, leaves the store alone.
+    What is still open when the process ends is written then.
+    """
+
+    def __init__(self, uri: str, *, storage_options: StorageOptions | None = None) -> None:
+        self._uri, self._options = uri, storage_options
+        storage(storage_options, [uri])  # wrong ones are told now
+        _engine.knobs()  # the engine runs, and ends after what is registered now
+        _finish_at_exit()
+        with tempfile.NamedTemporaryFile(prefix="overwire-") as temporary:
+            super().__init__(io.FileIO(os.dup(temporary.fileno()), "r+"))
+        _unfinished.add(self)
+
+    def drop(self) -> None:
+        """Closes it, and writes nothing."""
+        if not self.closed:
+            super().close()
+
+    def close(self) -> None:
+        """Writes the object, and returns when it stands."""
+        if self.closed:
+            return
+        try:
+            self.flush()
+            size = os.fstat(self.fileno()).st_size
+            if size == 0:
+                write_bytes(self._uri, b"", self._options)
+                return
+            with mmap.mmap(self.fileno(), size, access=mmap.ACCESS_READ) as view:
+                pointer, size, holder = _engine.buffer_of(view)
+                _put(self._uri, pointer, size, self._options)
+                del holder
+        finally:
+            super().close()
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.drop()
+
+
+_unfinished: weakref.WeakSet[ObjectWriter] = weakref.WeakSet()
+_registered = False
+
+
+def _finish_at_exit() -> None:
+    global _registered
+    if not _registered:
+        _registered = True
+        atexit.register(_finish)
+
+
+def _finish() -> None:
+    for writer in list(_unfinished):
+        writer.close()

@@ -11,10 +11,11 @@ import pickle
 import socket
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from .errors import ArgumentError, CancelledError, MissingPackageError, OverwireError
+from .errors import ArgumentError, CancelledError, IOFailure, MissingPackageError, OverwireError
 
 __all__ = ["Rates", "Team", "team_of"]
 
@@ -111,22 +112,27 @@ class Team:
         except BaseException as caught:
             error = caught
         found: list[Any] = [None] * self.size
-        self._dist.all_gather_object(found, (_portable(error), result), group=self.group)
+        with _reaching():
+            self._dist.all_gather_object(found, (_portable(error), result), group=self.group)
         self._raise_first([fault for fault, _ in found], error)
         return [result for _, result in found]
 
-    def agree(self, error: BaseException | None, seconds: float = 0.0) -> float:
+    def agree(self, error: BaseException | None, seconds: float = 0.0, ours: bool = True) -> float:
         """Collective: raises on all ranks if there is an error on one; else
-        returns the most seconds of any rank."""
+        returns the most seconds of any rank. ours: an error that may come of
+        another rank's (False) is not raised where there is one that does not."""
         import torch
 
         flags = torch.tensor([0.0 if error is None else 1.0, seconds], dtype=torch.float64, device=self._flags_device())
-        self._dist.all_reduce(flags, self._dist.ReduceOp.MAX, group=self.group)
-        failed, most = flags.tolist()
+        with _reaching():
+            self._dist.all_reduce(flags, self._dist.ReduceOp.MAX, group=self.group)
+            failed, most = flags.tolist()
         if failed:
             faults: list[Any] = [None] * self.size
-            self._dist.all_gather_object(faults, _portable(error), group=self.group)
-            self._raise_first(faults, error)
+            with _reaching():
+                self._dist.all_gather_object(faults, (_portable(error), ours), group=self.group)
+            sure = any(fault is not None and known for fault, known in faults)
+            self._raise_first([fault if known or not sure else None for fault, known in faults], error if ours or not sure else None)
         return float(most)
 
     def _raise_first(self, faults: list[bytes | None], mine: BaseException | None) -> None:
@@ -164,12 +170,25 @@ class Team:
         operations = [dist.P2POp(dist.isend, tensor, self.global_rank(rank), self.group) for rank, tensor in outgoing if tensor.numel()]
         operations += [dist.P2POp(dist.irecv, tensor, self.global_rank(rank), self.group) for rank, tensor in incoming if tensor.numel()]
         if operations:
-            for handle in dist.batch_isend_irecv(operations):
-                handle.wait()
+            with _reaching():
+                for handle in dist.batch_isend_irecv(operations):
+                    handle.wait()
 
     def global_rank(self, rank: int) -> int:
         """The rank in the world, which torch's collectives ask for."""
         return int(self._dist.get_global_rank(self.group, rank))
+
+
+@contextmanager
+def _reaching() -> Iterator[None]:
+    # A rank that has died, or a time-out of the group's.
+    try:
+        yield
+    except OverwireError:
+        raise
+    except RuntimeError as error:  # all of torch.distributed's
+        reason = str(error).strip().partition("\n")[0]
+        raise IOFailure(f"overwire: group: the other ranks cannot be reached: {reason}") from error
 
 
 def _portable(error: BaseException | None) -> bytes | None:

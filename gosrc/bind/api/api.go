@@ -51,6 +51,14 @@ func ModelPin(model uint64, options string) (uint64, error) {
 	return face.Call("pin", func() (uint64, error) { return face.ModelPin(model, options) })
 }
 
+func DevicePrepare(name string) (int, error) {
+	return done("prepare", func() error { face.Prepare(name); return nil })
+}
+
+func LoadSettle(job, pairs uint64, n int, stream uint64) (int, error) {
+	return done("settle", func() error { return face.Settle(job, pairs, n, stream) })
+}
+
 func JobProgress(job uint64) (string, error) {
 	return face.Call("progress", func() (string, error) { return face.Progress(job) })
 }
@@ -79,6 +87,10 @@ func FetchStart(spec string) (uint64, error) {
 	return face.Call("fetch", func() (uint64, error) { return face.FetchStart(spec) })
 }
 
+func Presign(spec string) (string, error) {
+	return face.Call("presign", func() (string, error) { return face.Presign(spec) })
+}
+
 func CliStart(program string) (uint64, error) {
 	return face.Call("cli", func() (uint64, error) { return face.CliStart(program) })
 }
@@ -95,6 +107,24 @@ func PreloadModel(job uint64, ms int) (uint64, error) {
 	return face.Call("preload", func() (uint64, error) {
 		return face.PreloadModel(job, time.Duration(ms)*time.Millisecond)
 	})
+}
+
+func RelayStart(model uint64, spec string) (uint64, error) {
+	return face.Call("relay", func() (uint64, error) { return face.RelayStart(model, spec) })
+}
+
+func RelayShares(job uint64) (string, error) {
+	return face.Call("relay", func() (string, error) { return face.RelayShares(job) })
+}
+
+func RelayWait(job uint64, piece, ms int) (bool, error) {
+	return face.Call("relay", func() (bool, error) {
+		return face.RelayWait(job, piece, time.Duration(ms)*time.Millisecond)
+	})
+}
+
+func RelayDecode(job uint64, piece int, stream uint64) (int, error) {
+	return done("relay", func() error { return face.RelayDecode(job, piece, stream) })
 }
 
 func TensorsRecords(spec string) (string, error) {

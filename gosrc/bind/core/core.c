@@ -106,6 +106,27 @@ PyObject * _wrap__core_api_ConvertStart(PyObject * PYBINDGEN_UNUSED(dummy), PyOb
 
 
 PyObject *
+_wrap__core_api_DevicePrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    char *name;
+    const char *keywords[] = {"name", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &name)) {
+        return NULL;
+    }
+    retval = api_DevicePrepare(name);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_DevicePrepare(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_EmptyCache(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs))
 {
     PyObject *py_retval;
@@ -184,6 +205,30 @@ _wrap__core_api_JobFree(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyOb
     return py_retval;
 }
 PyObject * _wrap__core_api_JobFree(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_LoadSettle(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    uint64_t job;
+    uint64_t pairs;
+    int64_t n;
+    uint64_t stream;
+    const char *keywords[] = {"job", "pairs", "n", "stream", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "KKLK", (char **) keywords, &job, &pairs, &n, &stream)) {
+        return NULL;
+    }
+    retval = api_LoadSettle(job, pairs, n, stream);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_LoadSettle(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -309,6 +354,74 @@ _wrap__core_api_PreloadStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args,
     return py_retval;
 }
 PyObject * _wrap__core_api_PreloadStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_RelayDecode(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    uint64_t job;
+    int64_t piece;
+    uint64_t stream;
+    const char *keywords[] = {"job", "piece", "stream", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "KLK", (char **) keywords, &job, &piece, &stream)) {
+        return NULL;
+    }
+    retval = api_RelayDecode(job, piece, stream);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_RelayDecode(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_RelayStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    uint64_t retval;
+    uint64_t model;
+    char *spec;
+    const char *keywords[] = {"model", "spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "Ks", (char **) keywords, &model, &spec)) {
+        return NULL;
+    }
+    retval = api_RelayStart(model, spec);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "K", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_RelayStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_RelayWait(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    bool retval;
+    uint64_t job;
+    int64_t piece;
+    int64_t ms;
+    const char *keywords[] = {"job", "piece", "ms", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "KLL", (char **) keywords, &job, &piece, &ms)) {
+        return NULL;
+    }
+    retval = api_RelayWait(job, piece, ms);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "N", PyBool_FromLong(retval));
+    return py_retval;
+}
+PyObject * _wrap__core_api_RelayWait(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -532,6 +645,52 @@ PyObject * _wrap__core_api_ModelInfo(PyObject * PYBINDGEN_UNUSED(dummy), PyObjec
 
 
 PyObject *
+_wrap__core_api_Presign(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    char *spec;
+    const char *keywords[] = {"spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
+        return NULL;
+    }
+    retval = api_Presign(spec);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_Presign(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_RelayShares(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    uint64_t job;
+    const char *keywords[] = {"job", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "K", (char **) keywords, &job)) {
+        return NULL;
+    }
+    retval = api_RelayShares(job);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_RelayShares(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_Setup(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -676,16 +835,21 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_CliStart", (PyCFunction) _wrap__core_api_CliStart, METH_KEYWORDS|METH_VARARGS, "api_CliStart(program)\n\ntype: program: char *" },
     {(char *) "api_CloseModel", (PyCFunction) _wrap__core_api_CloseModel, METH_KEYWORDS|METH_VARARGS, "api_CloseModel(model)\n\ntype: model: uint64_t" },
     {(char *) "api_ConvertStart", (PyCFunction) _wrap__core_api_ConvertStart, METH_KEYWORDS|METH_VARARGS, "api_ConvertStart(spec)\n\ntype: spec: char *" },
+    {(char *) "api_DevicePrepare", (PyCFunction) _wrap__core_api_DevicePrepare, METH_KEYWORDS|METH_VARARGS, "api_DevicePrepare(name)\n\ntype: name: char *" },
     {(char *) "api_EmptyCache", (PyCFunction) _wrap__core_api_EmptyCache, METH_NOARGS, "api_EmptyCache()\n\n" },
     {(char *) "api_FetchStart", (PyCFunction) _wrap__core_api_FetchStart, METH_KEYWORDS|METH_VARARGS, "api_FetchStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_JobCancel", (PyCFunction) _wrap__core_api_JobCancel, METH_KEYWORDS|METH_VARARGS, "api_JobCancel(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobFree", (PyCFunction) _wrap__core_api_JobFree, METH_KEYWORDS|METH_VARARGS, "api_JobFree(job)\n\ntype: job: uint64_t" },
+    {(char *) "api_LoadSettle", (PyCFunction) _wrap__core_api_LoadSettle, METH_KEYWORDS|METH_VARARGS, "api_LoadSettle(job, pairs, n, stream)\n\ntype: job: uint64_t\ntype: pairs: uint64_t\ntype: n: int64_t\ntype: stream: uint64_t" },
     {(char *) "api_ModelPin", (PyCFunction) _wrap__core_api_ModelPin, METH_KEYWORDS|METH_VARARGS, "api_ModelPin(model, options)\n\ntype: model: uint64_t\ntype: options: char *" },
     {(char *) "api_OpenModel", (PyCFunction) _wrap__core_api_OpenModel, METH_KEYWORDS|METH_VARARGS, "api_OpenModel(spec)\n\ntype: spec: char *" },
     {(char *) "api_Panic", (PyCFunction) _wrap__core_api_Panic, METH_NOARGS, "api_Panic()\n\n" },
     {(char *) "api_PreloadFind", (PyCFunction) _wrap__core_api_PreloadFind, METH_KEYWORDS|METH_VARARGS, "api_PreloadFind(uris)\n\ntype: uris: char *" },
     {(char *) "api_PreloadModel", (PyCFunction) _wrap__core_api_PreloadModel, METH_KEYWORDS|METH_VARARGS, "api_PreloadModel(job, ms)\n\ntype: job: uint64_t\ntype: ms: int64_t" },
     {(char *) "api_PreloadStart", (PyCFunction) _wrap__core_api_PreloadStart, METH_KEYWORDS|METH_VARARGS, "api_PreloadStart(spec)\n\ntype: spec: char *" },
+    {(char *) "api_RelayDecode", (PyCFunction) _wrap__core_api_RelayDecode, METH_KEYWORDS|METH_VARARGS, "api_RelayDecode(job, piece, stream)\n\ntype: job: uint64_t\ntype: piece: int64_t\ntype: stream: uint64_t" },
+    {(char *) "api_RelayStart", (PyCFunction) _wrap__core_api_RelayStart, METH_KEYWORDS|METH_VARARGS, "api_RelayStart(model, spec)\n\ntype: model: uint64_t\ntype: spec: char *" },
+    {(char *) "api_RelayWait", (PyCFunction) _wrap__core_api_RelayWait, METH_KEYWORDS|METH_VARARGS, "api_RelayWait(job, piece, ms)\n\ntype: job: uint64_t\ntype: piece: int64_t\ntype: ms: int64_t" },
     {(char *) "api_Shutdown", (PyCFunction) _wrap__core_api_Shutdown, METH_KEYWORDS|METH_VARARGS, "api_Shutdown(ms)\n\ntype: ms: int64_t" },
     {(char *) "api_VerifyStart", (PyCFunction) _wrap__core_api_VerifyStart, METH_KEYWORDS|METH_VARARGS, "api_VerifyStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_CodecNames", (PyCFunction) _wrap__core_api_CodecNames, METH_NOARGS, "api_CodecNames()\n\n" },
@@ -696,6 +860,8 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_JobReport", (PyCFunction) _wrap__core_api_JobReport, METH_KEYWORDS|METH_VARARGS, "api_JobReport(job)\n\ntype: job: uint64_t" },
     {(char *) "api_Knobs", (PyCFunction) _wrap__core_api_Knobs, METH_NOARGS, "api_Knobs()\n\n" },
     {(char *) "api_ModelInfo", (PyCFunction) _wrap__core_api_ModelInfo, METH_KEYWORDS|METH_VARARGS, "api_ModelInfo(model)\n\ntype: model: uint64_t" },
+    {(char *) "api_Presign", (PyCFunction) _wrap__core_api_Presign, METH_KEYWORDS|METH_VARARGS, "api_Presign(spec)\n\ntype: spec: char *" },
+    {(char *) "api_RelayShares", (PyCFunction) _wrap__core_api_RelayShares, METH_KEYWORDS|METH_VARARGS, "api_RelayShares(job)\n\ntype: job: uint64_t" },
     {(char *) "api_Setup", (PyCFunction) _wrap__core_api_Setup, METH_KEYWORDS|METH_VARARGS, "api_Setup(env)\n\ntype: env: char *" },
     {(char *) "api_TensorsFront", (PyCFunction) _wrap__core_api_TensorsFront, METH_KEYWORDS|METH_VARARGS, "api_TensorsFront(spec)\n\ntype: spec: char *" },
     {(char *) "api_TensorsKey", (PyCFunction) _wrap__core_api_TensorsKey, METH_KEYWORDS|METH_VARARGS, "api_TensorsKey(spec)\n\ntype: spec: char *" },

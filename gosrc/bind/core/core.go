@@ -85,6 +85,21 @@ func api_ConvertStart(spec *C.char) C.ulonglong {
 	return C.ulonglong(cret)
 }
 
+//export api_DevicePrepare
+func api_DevicePrepare(name *C.char) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.DevicePrepare(C.GoString(name))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export api_Doctor
 func api_Doctor(program *C.char) *C.char {
 	_saved_thread := C.PyEval_SaveThread()
@@ -235,6 +250,21 @@ func api_Knobs() *C.char {
 	return C.CString(cret)
 }
 
+//export api_LoadSettle
+func api_LoadSettle(job C.ulonglong, pairs C.ulonglong, n C.longlong, stream C.ulonglong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.LoadSettle(uint64(job), uint64(pairs), int(n), uint64(stream))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export api_ModelInfo
 func api_ModelInfo(model C.ulonglong) *C.char {
 	_saved_thread := C.PyEval_SaveThread()
@@ -338,6 +368,81 @@ func api_PreloadStart(spec *C.char) C.ulonglong {
 		return C.ulonglong(0)
 	}
 	return C.ulonglong(cret)
+}
+
+//export api_Presign
+func api_Presign(spec *C.char) *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.Presign(C.GoString(spec))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
+//export api_RelayDecode
+func api_RelayDecode(job C.ulonglong, piece C.longlong, stream C.ulonglong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.RelayDecode(uint64(job), int(piece), uint64(stream))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export api_RelayShares
+func api_RelayShares(job C.ulonglong) *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.RelayShares(uint64(job))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
+//export api_RelayStart
+func api_RelayStart(model C.ulonglong, spec *C.char) C.ulonglong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.RelayStart(uint64(model), C.GoString(spec))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.ulonglong(0)
+	}
+	return C.ulonglong(cret)
+}
+
+//export api_RelayWait
+func api_RelayWait(job C.ulonglong, piece C.longlong, ms C.longlong) C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.RelayWait(uint64(job), int(piece), int(ms))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
 }
 
 //export api_Setup

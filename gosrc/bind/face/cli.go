@@ -16,10 +16,12 @@ type program struct {
 	Python  string         `json:"python"`
 	Version string         `json:"version"`
 	Storage source.Options `json:"storage"` // the environment of stores
+	// Secrets are the variables that the command line names.
+	Secrets map[string]string `json:"secrets"`
 }
 
 func (p program) env() cli.Env {
-	return cli.Env{Python: p.Python, PythonVersion: p.Version, Storage: p.Storage}
+	return cli.Env{Python: p.Python, PythonVersion: p.Version, Storage: p.Storage, Secrets: p.Secrets}
 }
 
 // CliStart runs a command line as a job whose report is the exit status.

@@ -3,6 +3,7 @@ package face
 import (
 	"fmt"
 	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
@@ -21,6 +22,7 @@ type entry struct {
 	load   *load.Loading    // nil: not a load (yet)
 	pre    *preload.Preload // nil: not a preload
 	coding *coding          // nil: not a codec job
+	relay  *load.Relay      // nil: not a relay
 	mine   bool             // pre was handed over: its model and tensors are this handle's
 }
 
@@ -194,6 +196,23 @@ func loading(h uint64, d time.Duration) (*job.Job, *load.Loading, error) {
 		return nil, nil, fault.New(fault.ErrArgument, "job %d does not load tensors for this caller", h)
 	}
 	return e.running(d)
+}
+
+// Prepare makes a device ready for a load; see load.Prepare.
+func Prepare(device string) { load.Prepare(device) }
+
+// Settle tells a load where requests land that were to learn it later: n pairs
+// of numbers at an address, request and place; see load.Loading.Settle.
+func Settle(h, pairs uint64, n int, stream uint64) error {
+	_, l, err := loading(h, 0)
+	if err != nil {
+		return err
+	}
+	if l == nil || n < 0 || n > 0 && pairs == 0 {
+		return fault.New(fault.ErrArgument, "settle: %d pairs at %#x for job %d", n, pairs, h)
+	}
+	at := uintptr(pairs)
+	return l.Settle(unsafe.Slice(*(**int64)(unsafe.Pointer(&at)), 2*n), stream)
 }
 
 // Shutdown cancels everything that runs and waits for its end, at most for d.

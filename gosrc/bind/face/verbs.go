@@ -321,6 +321,25 @@ func FetchStart(spec string) (uint64, error) {
 	})), nil
 }
 
+// Presign makes a URL that reads the one s3:// object of the JSON of a load.Spec
+// without credentials for so many "seconds". It is a secret.
+func Presign(spec string) (string, error) {
+	s, err := parse[load.Spec]("spec", spec)
+	if err != nil {
+		return "", err
+	}
+	life, err := parse[struct {
+		Seconds int `json:"seconds"`
+	}]("spec", spec)
+	if err != nil {
+		return "", err
+	}
+	if len(s.URIs) != 1 {
+		return "", fault.New(fault.ErrArgument, "%d URIs", len(s.URIs))
+	}
+	return open.Presign(context.Background(), s.URIs[0], s.Storage, time.Duration(life.Seconds)*time.Second)
+}
+
 // Inspect describes the files of the JSON of a load.Spec by their headers
 // alone, as JSON.
 func Inspect(spec string) (string, error) {

@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	smallRaw = 64 << 10 // raw chunks below this are many or none
-	fewRaw   = 16       // that many copies cost less than one through staging
+	smallRaw = 4 << 20  // copies below this do not fill the wire
+	fewRaw   = 2        // that many of them cost less than a way through the staging
 	nearby   = 64 << 10 // bytes worth copying with the tables rather than apart
 
 	chunkSize = int(unsafe.Sizeof(C.ow_x16_chunk{}))
@@ -35,8 +35,9 @@ const (
 type build struct {
 	s        *Slot
 	jobs     []device.Job
-	at       int  // the next job
-	begun    bool // a round was filled
+	at       int    // the next job
+	begun    bool   // a round was filled
+	base     uint64 // where the kernels find the piece's first byte
 	lo, hi   int64
 	staged   bool // the bytes [lo, hi) were sent to the staging
 	around   bool // the piece needs scratch
@@ -64,7 +65,7 @@ type launch struct{ kernel, first, n int }
 // begin checks a piece's jobs and decides which bytes go to the staging: those
 // of chunks that a kernel reads. Other raw chunks are copied to their places.
 func (b *build) begin(s *Slot, n int64, jobs []device.Job) {
-	b.s, b.jobs, b.at, b.begun, b.staged, b.around = s, jobs, 0, false, false, false
+	b.s, b.jobs, b.at, b.begun, b.staged, b.around, b.base = s, jobs, 0, false, false, false, s.dev
 	b.lo, b.hi = n, 0
 	small, smallLo, smallHi := 0, n, int64(0)
 	for i := range jobs {
@@ -87,6 +88,9 @@ func (b *build) begin(s *Slot, n int64, jobs []device.Job) {
 		b.lo, b.hi = min(b.lo, smallLo), max(b.hi, smallHi)
 	}
 	b.lo &^= 15
+	if s.far != 0 { // all of it is there
+		b.base, b.lo, b.hi, b.staged = s.far, 0, n, true
+	}
 }
 
 // check says whether a job can be run. Words in a chunk that only decoding can
@@ -109,6 +113,12 @@ func check(s *Slot, n int64, j *device.Job) error {
 	case tensor.CodecX16:
 		if lo%16 != 0 {
 			return fault.New(fault.ErrCorrupt, "X16 chunk at %d, which is not a multiple of 16", lo)
+		}
+		if s.far != 0 {
+			if c.Transform < 1 || c.Transform > C.OW_BYTES || c.SegTiles == 0 || c.Logical > tensor.MaxChunkBytes {
+				return fault.New(fault.ErrCorrupt, "X16 chunk of %d bytes with transform %d in segments of %d tiles", c.Logical, c.Transform, c.SegTiles)
+			}
+			return nil
 		}
 		return x16.Check(s.staged()[lo:hi], *c)
 	}
@@ -198,7 +208,7 @@ func (b *build) coded(j *device.Job, scratch uint64) bool {
 	}
 	k := len(b.chunks)
 	b.chunks = append(b.chunks, C.ow_x16_chunk{
-		src: C.uint64_t(b.s.dev + uint64(j.Src)), dst: C.uint64_t(dst), stored: C.uint32_t(j.Chunk.Stored),
+		src: C.uint64_t(b.base + uint64(j.Src)), dst: C.uint64_t(dst), stored: C.uint32_t(j.Chunk.Stored),
 		logical: C.uint32_t(j.Chunk.Logical), tiles: C.uint16_t(j.Chunk.SegTiles), status: C.uint32_t(k),
 	})
 	b.owner = append(b.owner, b.at)
@@ -224,7 +234,7 @@ func (b *build) raw(j *device.Job, scratch uint64) bool {
 		b.copies = append(b.copies, C.struct_owcu_copy{dst: address(j.Dst), src: unsafe.Pointer(&b.s.staged()[lo]), n: C.uint64_t(hi - lo)})
 		return true
 	}
-	moves := b.scattered(j, b.s.dev+uint64(lo), uint64(uintptr(j.Dst)))
+	moves := b.scattered(j, b.base+uint64(lo), uint64(uintptr(j.Dst)))
 	need := tablesOf(moves)
 	if !b.room(need) {
 		return false
@@ -260,7 +270,7 @@ func (b *build) scattered(j *device.Job, src, dst uint64) (out []C.ow_move) {
 // rawCast adds a raw chunk whose elements are cast out of the staging, or out of
 // scratch where they do not lie on their own size there.
 func (b *build) rawCast(j *device.Job, scratch uint64) bool {
-	src := b.s.dev + uint64(j.Src)
+	src := b.base + uint64(j.Src)
 	need := tablesOfCast(j)
 	var moves []C.ow_move
 	if around(j) {

@@ -9,6 +9,7 @@ package cuda
 import "C"
 
 import (
+	"runtime"
 	"sync"
 	"time"
 	"unsafe"
@@ -35,12 +36,13 @@ type Device struct {
 	ctx    C.owcu_handle
 	spare  chan pages // one of them: the host memory of a first lane, when touched
 
+	making  sync.Mutex // of a lane
 	load    sync.Mutex // of the module
 	module  C.struct_owcu_module
 	kernels [kernels]C.owcu_handle
 
 	mu      sync.Mutex
-	idle    *Lane
+	idle    [2]*Lane        // by rank
 	list    *unsafe.Pointer // device.Listed blocks that nobody holds; in C memory
 	live    int             // blocks not yet freed
 	reaping bool
@@ -113,12 +115,16 @@ func (d *Device) Index() int { return d.index }
 func (d *Device) Trim() error {
 	d.mu.Lock()
 	idle := d.idle
-	d.idle = nil
+	d.idle = [2]*Lane{}
 	d.mu.Unlock()
 	d.takeSpare().free()
 	var err error
-	if idle != nil {
-		err = idle.destroy()
+	for _, l := range idle {
+		if l != nil {
+			if e := l.destroy(); err == nil {
+				err = e
+			}
+		}
 	}
 	if e := d.reap(); err == nil {
 		err = e
@@ -162,6 +168,20 @@ func (d *Device) Read(dst []byte, m device.Memory) error {
 		return failure(d.index, &e)
 	}
 	return nil
+}
+
+// Current runs fn on a thread where the device's context is current, for other
+// libraries that want it so; what was current there comes back after it.
+func (d *Device) Current(fn func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	var before C.owcu_handle
+	var e C.struct_owcu_error
+	if C.owcu_enter(d.ctx, &before, &e) != 0 {
+		return failure(d.index, &e)
+	}
+	defer C.owcu_leave(d.ctx, before)
+	return fn()
 }
 
 // functions loads the kernels, once.

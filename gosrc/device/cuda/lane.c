@@ -72,6 +72,22 @@ static int leave(struct guard *g, int rc)
 	return rc;
 }
 
+int owcu_enter(owcu_handle ctx, owcu_handle *before, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	*before = g.before;
+	return rc;
+}
+
+void owcu_leave(owcu_handle ctx, owcu_handle before)
+{
+	struct guard g = {before, ctx};
+
+	leave(&g, 0);
+}
+
 int owcu_begin(int *version, int *count, struct owcu_error *e)
 {
 	if (owcu_forked())

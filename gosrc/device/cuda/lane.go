@@ -68,7 +68,9 @@ type Slot struct {
 	index  int
 	host   unsafe.Pointer // of Bytes
 	lent   []byte         // registered memory that stands for Bytes; nil: none
-	dev    uint64         // its twin in the staging
+	far    uint64         // memory of the device that stands for Bytes; 0: none
+	farLen int64
+	dev    uint64 // its twin in the staging
 	owned  bool
 	count  int      // jobs of the piece
 	rounds int      // of the last piece
@@ -78,10 +80,44 @@ type Slot struct {
 	build  build
 }
 
+// TablesOnly is the slotBytes of a lane whose slots only lend memory of the
+// device: it takes next to no pinned memory, and is kept beside the other.
+const TablesOnly = 4096
+
+// rank is which of the idle lanes one with slots of n bytes may become.
+func rank(n int64) int {
+	if n <= TablesOnly {
+		return 1
+	}
+	return 0
+}
+
 // Lane gives a lane with so many slots of so many bytes; not positive numbers
 // mean the defaults. The device keeps one closed lane for the next who asks for
-// the same, so a second load pins and allocates nothing.
+// the same, so a second load pins and allocates nothing (and one of TablesOnly).
 func (d *Device) Lane(slots int, slotBytes int64) (*Lane, error) {
+	d.making.Lock() // Prepare may be making just that one
+	defer d.making.Unlock()
+	return d.lane(slots, slotBytes)
+}
+
+// Prepare makes a default lane for the load that is about to begin, unless one
+// is kept already. What goes wrong here goes wrong there, too.
+func (d *Device) Prepare() {
+	d.making.Lock()
+	defer d.making.Unlock()
+	d.mu.Lock()
+	kept := d.idle[0] != nil
+	d.mu.Unlock()
+	if kept {
+		return
+	}
+	if l, err := d.lane(0, 0); err == nil {
+		l.Close()
+	}
+}
+
+func (d *Device) lane(slots int, slotBytes int64) (*Lane, error) {
 	if slots <= 0 {
 		slots = ring.slots
 	}
@@ -92,8 +128,9 @@ func (d *Device) Lane(slots int, slotBytes int64) (*Lane, error) {
 		return nil, fault.New(fault.ErrArgument, "a ring of %d slots of %d bytes", slots, slotBytes)
 	}
 	d.mu.Lock()
-	if l := d.idle; l != nil {
-		d.idle = nil
+	kept := &d.idle[rank(slotBytes)]
+	if l := *kept; l != nil {
+		*kept = nil
 		if len(l.slots) == slots && l.size >= slotBytes && l.size <= 2*slotBytes+4096 {
 			l.closed = false
 			d.mu.Unlock()
@@ -160,7 +197,7 @@ func (d *Device) newLane(p pages, slots int, room int64, fns *[kernels]C.owcu_ha
 func (l *Lane) Get(ctx context.Context) (*Slot, error) {
 	select {
 	case s := <-l.free:
-		s.owned, s.lent = true, nil
+		s.owned, s.lent, s.far = true, nil, 0
 		return s, nil
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
@@ -174,6 +211,39 @@ func (s *Slot) Lend(b []byte) {
 		panic("cuda: a slot that is not the caller's, or more memory than it has")
 	}
 	s.lent = b
+}
+
+// Twin is the slot's place in the staging on the device. Whoever asks for it has
+// the piece's bytes there before Submit, which then copies only its tables; as
+// with LendDevice.
+func (s *Slot) Twin() unsafe.Pointer {
+	s.LendDevice(uintptr(s.dev), int64(len(s.Bytes)))
+	return pointer(C.owcu_ptr(s.dev))
+}
+
+// Staging is the memory on the device that slots have their twins in.
+func (l *Lane) Staging() (base unsafe.Pointer, n int64) {
+	return pointer(l.c.staging), int64(len(l.slots)) * (l.size + headBytes)
+}
+
+// LendDevice lets n bytes at p, in memory of the slot's own device, take the
+// place of the slot's bytes until it is back: nothing of them is copied. p is a
+// multiple of 16. Whoever wrote them is waited for (WaitFor) or has ended, and
+// has compared the checksums. The host does not see them: of a chunk only what
+// its record says is checked before the kernels, which bear any bytes.
+func (s *Slot) LendDevice(p uintptr, n int64) {
+	if !s.owned || p == 0 || p%16 != 0 {
+		panic("cuda: a slot that is not the caller's, or memory that is not aligned")
+	}
+	s.far, s.farLen = uint64(p), n
+}
+
+// held is how many bytes stand for the slot's.
+func (s *Slot) held() int64 {
+	if s.far != 0 {
+		return s.farLen
+	}
+	return int64(len(s.staged()))
 }
 
 // staged is what the piece's bytes are, in host memory.
@@ -203,7 +273,7 @@ func (l *Lane) Put(s *Slot) {
 // are in place or its error is known; it must not wait for this lane. If Submit
 // returns an error, done is not called, and nothing is being written any more.
 func (l *Lane) Submit(s *Slot, n int64, jobs []device.Job, done func(job int, err error)) error {
-	if !s.owned || n < 0 || n > int64(len(s.staged())) {
+	if !s.owned || n < 0 || n > s.held() {
 		panic("cuda: a slot that is not the caller's, or a piece larger than it")
 	}
 	s.owned = false
@@ -375,8 +445,8 @@ func (l *Lane) Close() {
 	l.mu.Unlock()
 	d := l.dev
 	d.mu.Lock()
-	if healthy && d.idle == nil {
-		d.idle = l
+	if kept := &d.idle[rank(l.size)]; healthy && *kept == nil {
+		*kept = l
 		d.mu.Unlock()
 		return
 	}

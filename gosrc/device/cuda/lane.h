@@ -72,6 +72,11 @@ int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e);
 int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, struct owcu_error *e);
 int owcu_ctx_close(int device, struct owcu_error *e);
 
+// owcu_enter makes the context current on this thread, and owcu_leave puts back
+// what was: for calls of other libraries in between.
+int owcu_enter(owcu_handle ctx, owcu_handle *before, struct owcu_error *e);
+void owcu_leave(owcu_handle ctx, owcu_handle before);
+
 // owcu_alloc gets all n pieces or none.
 int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out, struct owcu_error *e);
 // owcu_free waits for everything queued on the device and frees n pieces; it

@@ -5,6 +5,7 @@ package cuda
 import (
 	"context"
 	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/fault"
@@ -61,11 +62,29 @@ func (d *Device) Unregister([]byte) error { return errNone }
 // Lane makes a lane.
 func (d *Device) Lane(int, int64) (*Lane, error) { return nil, errNone }
 
+// Prepare makes a lane.
+func (d *Device) Prepare() {}
+
 // Get waits for a slot.
 func (l *Lane) Get(context.Context) (*Slot, error) { return nil, errNone }
 
 // Lend lets registered memory take the place of the slot's.
 func (s *Slot) Lend([]byte) {}
+
+// Twin is the slot's place on the device.
+func (s *Slot) Twin() unsafe.Pointer { return nil }
+
+// Staging is the memory that slots have their twins in.
+func (l *Lane) Staging() (unsafe.Pointer, int64) { return nil, 0 }
+
+// Current runs a function with the device's context.
+func (d *Device) Current(func() error) error { return errNone }
+
+// LendDevice lets memory of the device take the place of the slot's.
+func (s *Slot) LendDevice(uintptr, int64) {}
+
+// TablesOnly is the size of slots that only lend memory of the device.
+const TablesOnly = 4096
 
 // Put gives a slot back.
 func (l *Lane) Put(*Slot) {}

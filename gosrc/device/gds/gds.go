@@ -1,12 +1,15 @@
-// Package gds tells whether GPUDirect Storage, reading from the disk straight
-// into a GPU's memory, is real on this machine. Overwire does not read by it:
-// without the kernel module nvidia-fs, NVIDIA's library libcufile goes through
-// host memory and says nothing about it, so the one thing that users need is a
-// truthful answer.
+// Package gds is GPUDirect Storage: NVIDIA's library libcufile reads a file
+// straight into a GPU's memory, by the kernel module nvidia-fs. Without the
+// module that library goes through host memory and says nothing about it; so
+// the first thing that users need is a truthful answer whether it is real here.
 //
 // Asking loads libcufile, if there is one, and calls nothing of it but its
-// version: opening its driver would take seconds, a CUDA context and a log file
-// in the working directory.
+// version. The first Open opens its driver, which may take seconds, makes a
+// CUDA context on each GPU and leaves a log file in the working directory: that
+// is why nobody reads by it who did not ask for it.
+//
+// Everything is safe for concurrent use. Open, Register and ReadInto need the
+// GPU's context to be current on their thread.
 package gds
 
 import (
@@ -15,6 +18,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -27,17 +31,79 @@ type Report struct {
 	Module  string `json:"module"`  // version of the kernel module nvidia-fs; "" if it is not loaded
 }
 
-// Probe looks once and remembers. It is safe for concurrent use.
-var Probe = sync.OnceValue(func() (r Report) {
+// found is what is known of this machine.
+var found struct {
+	mu      sync.Mutex
+	places  places
+	report  *Report // nil: nobody has asked
+	opened  bool    // libcufile's driver, or that was tried
+	refused error   // why it could not be
+}
+
+// places are where to look.
+type places struct {
+	libraries []string
+	module    string // the file by which the module says its version
+}
+
+var usual = places{[]string{"libcufile.so.0", "libcufile.so"}, "/proc/driver/nvidia-fs/version"}
+
+// Use looks for library and module elsewhere, for tests of other rooms, until
+// end is called. Files that were opened must be closed before.
+func Use(library, module string) (end func()) {
+	set := func(p places) {
+		found.mu.Lock()
+		defer found.mu.Unlock()
+		found.places, found.report, found.opened, found.refused = p, nil, false, nil
+	}
+	set(places{[]string{library}, module})
+	return func() { set(places{}) }
+}
+
+// Probe looks once and remembers.
+func Probe() Report {
+	found.mu.Lock()
+	defer found.mu.Unlock()
+	return look()
+}
+
+// look is Probe; found.mu is held.
+func look() (r Report) {
+	if found.report != nil {
+		return *found.report
+	}
+	at := found.places
+	if at.libraries == nil {
+		at = usual
+	}
 	err := spawn.Guard("gds", func() error {
-		r = probe([]string{"libcufile.so.0", "libcufile.so"}, "/proc/driver/nvidia-fs/version")
+		r = probe(at.libraries, at.module)
 		return nil
 	})
 	if err != nil {
-		return Report{Why: err.Error()}
+		r = Report{Why: err.Error()}
 	}
+	found.report = &r
 	return r
-})
+}
+
+// begin opens libcufile's driver, once. An error is fault.ErrNotSupported and
+// says what is missing.
+func begin() error {
+	found.mu.Lock()
+	defer found.mu.Unlock()
+	r := look()
+	if !r.Real {
+		return fault.New(fault.ErrNotSupported, "no GPUDirect Storage: %s", r.Why)
+	}
+	if !found.opened {
+		found.opened = true
+		if err := openDriver(r.Library); err != nil {
+			found.refused = fault.New(fault.ErrNotSupported, "no GPUDirect Storage: %s: %v", r.Library, err)
+		}
+	}
+	return found.refused
+}
 
 // probe looks for the first of the libraries and for the file by which the
 // module says its version.

@@ -25,6 +25,8 @@ const (
 	minKeyMemory = 8 << 10 // libsodium's
 	maxKeyMemory = 4 << 30
 	maxKeyPasses = 1 << 10
+
+	moderatePasses, moderateMemory = 3, 256 << 20
 )
 
 // A Derivation says how a key is made of a password: Argon2id 1.3, one lane.
@@ -58,6 +60,7 @@ func (d Derivation) Key(password []byte) ([]byte, error) {
 type Crypt struct {
 	Derive *Derivation // nil: by a key that has no password
 	Chunk  int64       // bytes of a box
+	Said   int64       // the same by the file's word, which does not count for a single box
 	Nonce  [nonceBytes]byte
 	MACs   [][macBytes]byte
 }
@@ -101,7 +104,8 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 			for i := range c.MACs {
 				copy(c.MACs[i][:], body.take(macBytes))
 			}
-			if c.Chunk = int64(size); count == 1 {
+			c.Said = int64(size)
+			if c.Chunk = c.Said; count == 1 {
 				c.Chunk = bytes
 			}
 			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || (bytes+c.Chunk-1)/c.Chunk != int64(count) {
@@ -150,19 +154,50 @@ func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
 	return nil
 }
 
-// Seal encrypts data into dst, which is as long and does not overlap it, and
-// returns how that was done, with a nonce that was never used.
-func Seal(dst, data []byte, key *[keyBytes]byte) *Crypt {
-	c := &Crypt{Chunk: ChunkBytes}
+// NewCrypt says how so many bytes will be encrypted, by a nonce that was never
+// used; its boxes are to be sealed.
+func NewCrypt(bytes int64, derive *Derivation) *Crypt {
+	c := &Crypt{Derive: derive, Chunk: ChunkBytes, Said: ChunkBytes, MACs: make([][macBytes]byte, (bytes+ChunkBytes-1)/ChunkBytes)}
 	_, _ = rand.Read(c.Nonce[:]) // cannot fail
-	n := (len(data) + ChunkBytes - 1) / ChunkBytes
-	c.MACs = make([][macBytes]byte, n)
-	for i := range n {
+	return c
+}
+
+// Seal encrypts box i of the data in place. It is safe in parallel, once a box.
+func (c *Crypt) Seal(p []byte, i int64, key *[keyBytes]byte) { c.MACs[i] = sealBox(p, c.nonce(i), key) }
+
+// Seal encrypts data into dst, which is as long and does not overlap it, and
+// returns how that was done.
+func Seal(dst, data []byte, key *[keyBytes]byte) *Crypt {
+	c := NewCrypt(int64(len(data)), nil)
+	for i := range c.MACs {
 		box := dst[i*ChunkBytes : min((i+1)*ChunkBytes, len(data))]
 		copy(box, data[i*ChunkBytes:])
-		c.MACs[i] = sealBox(box, c.nonce(int64(i)), key)
+		c.Seal(box, int64(i), key)
 	}
 	return c
+}
+
+// A Key is what a whole file is encrypted by.
+type Key struct {
+	Bytes  *[keyBytes]byte
+	Derive *Derivation // what it was made of; nil: nothing
+}
+
+// KeyOf makes the key of a file that will be written: of OptionKey, or of
+// OptionPassword with a new salt and libsodium's moderate limits (256 MiB, about
+// a second). It is nil where the options have neither.
+func KeyOf(opt map[string]string) (*Key, error) {
+	if _, ok := opt[OptionPassword]; !ok {
+		if _, ok := opt[OptionKey]; !ok {
+			return nil, nil
+		}
+		k, err := keyOf(&Crypt{}, opt, map[string]*[keyBytes]byte{})
+		return &Key{Bytes: k}, err
+	}
+	d := &Derivation{Passes: moderatePasses, Memory: moderateMemory, Salt: make([]byte, saltBytes)}
+	_, _ = rand.Read(d.Salt) // cannot fail
+	k, err := keyOf(&Crypt{Derive: d}, opt, map[string]*[keyBytes]byte{})
+	return &Key{Bytes: k, Derive: d}, err
 }
 
 // append writes the encryption of a record, its length first; of a nil Crypt

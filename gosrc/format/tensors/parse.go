@@ -48,6 +48,9 @@ type File struct {
 	Size      int64
 	Entries   []Entry
 	Records   []Record // by entry; nil before ReadRecords
+
+	head []byte // the first headSize bytes
+	rest []byte // of the index, behind the entries
 }
 
 // maxTogether is how many records are read at once: far away each is a round trip.
@@ -115,6 +118,7 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	if err := f.index(&r, int(count)); err != nil {
 		return nil, err
 	}
+	f.head, f.rest = head[:headSize:headSize], r.b[r.p:]
 	if f.Encrypted {
 		return f, f.ReadRecords(ctx, src)
 	}

@@ -51,6 +51,7 @@ const (
 	OptionKey      = "key"      // 64 hex digits
 	OptionPassword = "password" // hex digits of the password's bytes
 	OptionBytes    = "bytes"    // that other dtypes are read as bytes; see Index
+	OptionCRC32    = "crc32"    // that plain tensors are held to their CRC32 while they are read
 )
 
 // Source gives the bytes that Index speaks of: src itself where the file has
@@ -58,7 +59,8 @@ const (
 // chunks on whatever core asks, keeps the last ones, and gives zeros for
 // tensors without data. Without a key everything but encrypted data can be
 // read. A key for a file that is not encrypted is fault.ErrCrypto, as is a
-// password where none was used.
+// password where none was used. With OptionCRC32 the records must have been
+// read.
 func (f *File) Source(src source.Source, decrypt map[string]string) (source.Source, error) {
 	wrong := func(format string, args ...any) error {
 		return f.at("", -1, fault.New(fault.ErrCrypto, format, args...))
@@ -67,6 +69,12 @@ func (f *File) Source(src source.Source, decrypt map[string]string) (source.Sour
 	_, password := decrypt[OptionPassword]
 	if (key || password) && !f.Encrypted {
 		return nil, wrong("a key was given, and the file is not encrypted")
+	}
+	if _, ok := decrypt[OptionCRC32]; ok {
+		var err error
+		if src, err = f.check(src); err != nil {
+			return nil, err
+		}
 	}
 	s := &sealed{Source: src, size: f.Size, most: int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes), boxes: map[boxKey]*box{}}
 	keys := map[string]*[keyBytes]byte{}

@@ -49,7 +49,7 @@ var mayImport = map[string][]string{
 	"device":            {"tensor", "fault", "internal/..."},
 	"device/cpu":        {"device", "codec", "tensor", "fault", "knob", "internal/..."},
 	"device/cuda":       {"device", "codec/x16", "tensor", "fault", "knob", "internal/..."},
-	"device/gds":        {"internal/..."},
+	"device/gds":        {"fault", "internal/..."},
 	"format":            {"format/...", "tensor", "source", "fault", "internal/..."},
 	"format/safetensors": {"tensor", "source", "fault",
 		"internal/..."},
@@ -75,7 +75,7 @@ var mayImport = map[string][]string{
 	"serve":   {"fault", "internal/..."},
 	"fetch":   {"source", "source/open", "job", "fault", "internal/..."},
 	"bench": {"weights", "serve", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
-		"source/file", "internal/..."},
+		"format/tensors", "source", "source/file", "internal/..."},
 	"cli": {"load", "save", "preload", "bench", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "fault", "internal/..."},
 

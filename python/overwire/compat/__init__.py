@@ -48,8 +48,10 @@ _MODULES: dict[str, dict[str, str]] = {
     "nyacomp_core": {"_nyacomp": "nyacomp._nyacomp"},
     "tensorizer": {
         "tensorizer": "tensorizer",
+        "tensorizer.protobuf": "tensorizer.protobuf",
         "tensorizer.serialization": "tensorizer.serialization",
         "tensorizer.stream_io": "tensorizer.stream_io",
+        "tensorizer.tensors_pb2": "tensorizer.tensors_pb2",
         "tensorizer.torch_compat": "tensorizer.torch_compat",
         "tensorizer.utils": "tensorizer.utils",
     },

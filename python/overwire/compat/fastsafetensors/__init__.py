@@ -9,8 +9,8 @@ filters, ownership counters, the sharded saver). Differences that are meant:
 - Tensors are the caller's: they outlive `close()`, and each has its own memory.
 - A damaged, short or missing file raises, on every rank of the group.
 - `dtype=` converts to wider types too.
-- Arguments about threads, buffers and GPUDirect are taken and mean nothing:
-  the engine chooses.
+- Arguments about threads and buffers are taken and mean nothing: the engine
+  chooses. nogds=False reads by GPUDirect Storage where that is real.
 """
 
 from __future__ import annotations

@@ -31,6 +31,9 @@ class LoaderConfig:
     max_concurrent_producers: int = 1
     queue_size: int = 0
     use_tqdm_on_load: bool = True
+    max_batch_bytes: int | None = None
+    use_chunk_budget_as_allocation_size: bool = False  # nothing: tensors are allocated one by one
+    device_memory_budget: int | None = None
     _extensions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     _COMMON_GROUPS: ClassVar[frozenset[str]] = frozenset({"parallel", "debug"})
@@ -78,12 +81,15 @@ class LoaderConfig:
 
     def create_parallel_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of a pipeline; without one, batches go one by one."""
+        limits = {"max_batch_bytes": self.max_batch_bytes, "device_memory_budget": self.device_memory_budget}
+        limits = {name: value for name, value in limits.items() if value is not None}
         if not self.use_pipeline:
-            return {"queue_size": -1}
+            return {"queue_size": -1, **limits}
         return {
             "max_concurrent_producers": self.max_concurrent_producers,
             "queue_size": self.queue_size,
             "use_tqdm_on_load": self.use_tqdm_on_load,
+            **limits,
         }
 
 

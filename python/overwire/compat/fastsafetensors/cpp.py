@@ -13,6 +13,8 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import overwire
+
 __all__ = [
     "close_gds", "cpp_metrics", "cpu_free", "cpu_malloc", "cufile_version", "gds_device_buffer", "gds_file_handle", "gds_file_reader",
     "get_alignment_size", "get_cpp_metrics", "get_device_pci_bus", "get_gil_release", "gpu_free", "gpu_malloc", "init_gds",
@@ -70,7 +72,7 @@ def is_hip_found() -> bool:
 
 
 def is_cufile_found() -> bool:
-    """Whether libcufile can be loaded. Nothing here reads with it."""
+    """Whether libcufile can be loaded."""
     return is_cuda_found() and _library("libcufile.so.0") is not None
 
 
@@ -84,8 +86,8 @@ def cufile_version() -> int:
 
 
 def is_gds_supported(device: int) -> int:
-    """1 if GPUDirect Storage is real here: the kernel's nvidia-fs is loaded."""
-    return int(is_cufile_found() and os.path.exists("/proc/driver/nvidia-fs"))
+    """1 if GPUDirect Storage is real here: libcufile, and the kernel's nvidia-fs."""
+    return int(is_cuda_found() and overwire.doctor()["gpudirect_storage"]["real"])
 
 
 def get_alignment_size() -> int:
@@ -236,37 +238,50 @@ class _Reader:
         self._threads, self._cuda, self._device = max(1, int(threads)), bool(cuda), int(device)
         self._pool: ThreadPoolExecutor | None = None
         self._pending: dict[int, tuple[Future[int], int]] = {}
+        self._done: dict[int, int] = {}  # bytes of reads whose progress is wanted
+        self._moved = threading.Condition()
         self._numbers = itertools.count(1)
 
-    def _submit(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int) -> int:
+    def _submit(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, track: bool = False) -> int:
         if length < 0 or ptr_off < 0 or ptr_off + length > buffer.get_length():
             raise ValueError(f"submit_read: {length} bytes at {ptr_off} of a buffer of {buffer.get_length()}")
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, "overwire-fst")
         own = os.dup(fd)  # the caller may close its own
         number = next(self._numbers)
+        if track:
+            self._done[number] = 0
         try:
-            future = self._pool.submit(self._read, own, buffer, offset, length, ptr_off)
+            future = self._pool.submit(self._read, own, buffer, offset, length, ptr_off, number)
         except BaseException:
             os.close(own)
             raise
         self._pending[number] = future, buffer.get_base_address() + ptr_off
         return number
 
-    def _read(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int) -> int:
+    def _reached(self, number: int, done: int) -> None:
+        if number in self._done:
+            with self._moved:
+                self._done[number] = done
+                self._moved.notify_all()
+
+    def _read(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, number: int) -> int:
         try:
             if self._cuda:
-                return self._read_cuda(fd, buffer, offset, length, ptr_off)
+                return self._read_cuda(fd, buffer, offset, length, ptr_off, number)
             done = 0
             while done < length:
                 size = min(_PIECE, length - done)
                 into = (ctypes.c_char * size).from_address(buffer.get_base_address() + ptr_off + done)
                 done += _some(os.preadv(fd, [into], offset + done), offset + done)
+                self._reached(number, done)
             return done
         finally:
             os.close(fd)
+            with self._moved:  # whoever waits for more finds the error
+                self._moved.notify_all()
 
-    def _read_cuda(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int) -> int:
+    def _read_cuda(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, number: int) -> int:
         torch = _gpu()
         size = min(_PIECE, length)
         _lease(size)
@@ -280,6 +295,7 @@ class _Reader:
                     buffer._write(ptr_off + done, bounce[:got])
                     torch.cuda.synchronize()
                     done += got
+                    self._reached(number, done)
             return done
         finally:
             _lease(-size)
@@ -289,8 +305,26 @@ class _Reader:
         if number not in self._pending:
             raise ValueError(f"wait_read: no read {number}")
         future, address = self._pending.pop(number)
-        future.result()
+        try:
+            future.result()
+        finally:
+            self._done.pop(number, None)
         return address
+
+    def wait_read_prefix(self, number: int, length: int) -> int:
+        """Waits until the first `length` bytes of a read that tracks its progress
+        are there; how many are. Raises what the read raised."""
+        if number not in self._pending or number not in self._done:
+            raise ValueError(f"wait_read_prefix: no read {number} that tracks its progress")
+        future, _ = self._pending[number]
+        with self._moved:
+            while self._done[number] < length and not future.done():
+                self._moved.wait(0.05)  # a future is done a moment after its last word
+            done = self._done[number]
+        if done < length:
+            future.result()
+            raise ValueError(f"wait_read_prefix: {length} bytes of a read of {done}")
+        return done
 
     def __del__(self) -> None:
         pool = getattr(self, "_pool", None)
@@ -310,9 +344,9 @@ class nogds_file_reader(_Reader):
     def __init__(self, use_mmap: bool, bbuf_size_kb: int, max_threads: int, use_cuda: bool, device_id: int) -> None:
         super().__init__(max_threads, use_cuda, device_id)
 
-    def submit_read(self, fd: int, dst: gds_device_buffer, offset: int, length: int, ptr_off: int) -> int:
+    def submit_read(self, fd: int, dst: gds_device_buffer, offset: int, length: int, ptr_off: int, track_progress: bool = False) -> int:
         """Starts a read; its number, above 0."""
-        return self._submit(fd, dst, offset, length, ptr_off)
+        return self._submit(fd, dst, offset, length, ptr_off, track_progress)
 
 
 class gds_file_handle:
@@ -333,6 +367,9 @@ class gds_file_reader(_Reader):
     def __init__(self, max_threads: int, use_cuda: bool, device_id: int) -> None:
         super().__init__(max_threads, use_cuda, device_id)
 
-    def submit_read(self, fh: gds_file_handle, dst: gds_device_buffer, offset: int, length: int, ptr_off: int, file_length: int = 0) -> int:
+    def submit_read(
+        self, fh: gds_file_handle, dst: gds_device_buffer, offset: int, length: int, ptr_off: int, file_length: int = 0,
+        track_progress: bool = False,
+    ) -> int:  # fmt: skip
         """Starts a read; its number, above 0."""
-        return self._submit(fh._fd, dst, offset, length, ptr_off)
+        return self._submit(fh._fd, dst, offset, length, ptr_off, track_progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .frameworks import FrameworkOpBase, ProcessGroupBase, TensorBase
@@ -55,6 +55,14 @@ class FilesBufferOnDevice:
     def __del__(self) -> None:
         if getattr(self, "rank_loaders", None):
             self.close()
+
+    def iter_local_tensors(self, tensor_names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """(name, tensor) of each name, without a collective. RuntimeError in a
+        group of several ranks."""
+        if self.pg.size() != 1:
+            raise RuntimeError("iter_local_tensors is for a group of one rank")
+        for name in tensor_names:
+            yield name, self.get_tensor(name)
 
     def get_filename(self, tensor_name: str) -> str:
         """The file a tensor is in, "" if there is none."""

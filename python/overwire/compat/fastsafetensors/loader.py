@@ -70,10 +70,10 @@ class BaseSafeTensorsFileLoader:
         """As the file has it. KeyError for an unknown name."""
         return list(self.frames[tensor_name].shape)
 
-    def set_tensor_filter(self, predicate: Callable[[str], bool] | None) -> None:
+    def set_tensor_filter(self, keep_tensor: Callable[[str], bool] | None) -> None:
         """Only tensors whose names it is true for are read, from now on; the same
         on every rank. None: all."""
-        self.tensor_filter = predicate
+        self.tensor_filter = keep_tensor
 
     def add_filenames(self, filenames: Mapping[int, list[str]]) -> None:
         """Reads the headers of the files, of all ranks: {rank: paths}. With a
@@ -127,10 +127,12 @@ class BaseSafeTensorsFileLoader:
         assert buffer is not None
         return buffer
 
-    def _copier(self, metadata: SafeTensorsMetadata, names: list[str] | None) -> CopierInterface:
+    def _copier(self, metadata: SafeTensorsMetadata, names: list[str] | None, dtype: DType) -> CopierInterface:
         copier = self.copier_constructor(metadata, self.device, self.framework)
-        if names is not None and isinstance(copier, EngineCopier):
-            copier.names = names
+        if isinstance(copier, EngineCopier):
+            copier.dtype = dtype
+            if names is not None:
+                copier.names = names
         return copier
 
     def _copy(self, dtype: DType, use_buf_register: bool, max_copy_block_size: int) -> FilesBufferOnDevice:
@@ -141,7 +143,7 @@ class BaseSafeTensorsFileLoader:
             local = rank == self.pg.rank() or self.pg.size() == 1
             names = None if self.tensor_filter is None else [name for name in metadata.tensors if self.tensor_filter(name)]
             of_rank = loaders.setdefault(rank, [])
-            copier = self._copier(metadata, names) if local else None
+            copier = self._copier(metadata, names, dtype) if local else None
             factory = LazyTensorFactory(
                 metadata, self.device, rank, local, 0, len(of_rank), copier, self.framework, self.disable_cache, names
             )  # fmt: skip
@@ -165,7 +167,8 @@ class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
 
     pg, device, framework: as for the base. debug_log: overwire's debug log.
     disable_cache=False keeps what was broadcast or scattered for a second call.
-    The other arguments choose among ways that are one here.
+    nogds=False: to a GPU by GPUDirect Storage, where that is real. The other
+    arguments choose among ways that are one here.
     """
 
     @classmethod
@@ -205,7 +208,8 @@ class fastsafe_open:
     """Files, open and loaded, in a with-block.
 
     filenames: a path, paths, or {rank: paths}. framework: "pt", "pytorch",
-    "torch" or "paddle". Other arguments as for SafeTensorsFileLoader.
+    "torch" or "paddle". use_fgds: taken, and libfgds is not looked for. Other
+    arguments as for SafeTensorsFileLoader.
     """
 
     def __init__(
@@ -217,6 +221,7 @@ class fastsafe_open:
         nogds: bool = False,
         debug_log: bool = False,
         max_copy_block_size: int = _BLOCK,
+        use_fgds: bool = False,
     ) -> None:
         self.loader = SafeTensorsFileLoader(pg, device, nogds=nogds, debug_log=debug_log, framework=framework)
         if isinstance(filenames, Mapping):

@@ -37,8 +37,10 @@ class PipelineParallel:
     tensor_filter: only these names are read. max_batch_bytes: batches of at most
         as many tensor bytes a file; a larger tensor goes alone.
     device_memory_budget: bytes that this rank may hold: batches get smaller, and
-        fewer at a time, until they fit; accumulate_resident: what was yielded is
-        kept and counts too. BudgetInfeasibleError if nothing fits.
+        fewer at a time, until they fit. What was yielded is kept and counts too,
+        unless accumulate_resident is False; with resident_tensor only names for
+        which that is true, and of the others one at a time.
+        BudgetInfeasibleError if nothing fits.
 
     All ranks of the group iterate alike; what fails on one raises on all.
     Arguments that this does not know are ignored.
@@ -55,10 +57,13 @@ class PipelineParallel:
         tensor_filter: Callable[[str], bool] | None = None,
         max_batch_bytes: int | None = None,
         device_memory_budget: int | None = None,
-        accumulate_resident: bool = False,
+        accumulate_resident: bool = True,
+        resident_tensor: Callable[[str], bool] | None = None,
         **kwargs: Any,
     ) -> None:
         check_producers(max_concurrent_producers)
+        if resident_tensor is not None and not accumulate_resident:
+            raise ValueError("resident_tensor says which tensors stay: accumulate_resident=False says that none does")
         self.pg = SingleGroup() if pg is None else pg
         self.loader = loader
         self.hf_weights_files = [str(path) for path in hf_weights_files]
@@ -76,13 +81,13 @@ class PipelineParallel:
         self._thread: threading.Thread | None = None
         self._plan = [_Batch(files, None) for files in self.weight_files_batches]
         if max_batch_bytes is not None or device_memory_budget is not None:
-            self._split(max_batch_bytes, device_memory_budget, accumulate_resident)
+            self._split(max_batch_bytes, device_memory_budget, resident_tensor if resident_tensor else lambda name: accumulate_resident)
 
     def _create_batches(self, pg: Any) -> list[list[str]]:
         ranks = pg.size()
         return [self.hf_weights_files[at : at + ranks] for at in range(0, len(self.hf_weights_files), ranks)]
 
-    def _split(self, most: int | None, budget: int | None, accumulate: bool) -> None:
+    def _split(self, most: int | None, budget: int | None, stays: Callable[[str], bool]) -> None:
         # From headers alone, and the same on every rank.
         sizes: list[list[dict[str, int]]] = []  # batch, file: name to bytes
         for files in self.weight_files_batches:
@@ -93,7 +98,8 @@ class PipelineParallel:
                 sizes[-1].append({name: end - begin for name, (begin, end) in kept})
         largest = max((nbytes for batch in sizes for file in batch for nbytes in file.values()), default=0)
         if budget is not None:
-            resident = sum(nbytes for batch in sizes for file in batch for nbytes in file.values()) if accumulate else 0
+            every = [(name, nbytes) for batch in sizes for file in batch for name, nbytes in file.items()]
+            resident = sum(nbytes for name, nbytes in every if stays(name))
             # A tensor that came from another rank is beside the batches.
             beside = largest if self.pg.size() > 1 else 0
             free = budget - resident - beside

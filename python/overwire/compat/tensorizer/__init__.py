@@ -7,12 +7,12 @@ Importing this imports neither torch nor anything else that it does not need
 yet. What stands out: files are opened by Go, with all cores; an index may be
 larger than tensorizer's own 256 KiB, which tensorizer reads; nothing is ever
 encrypted in the caller's memory; a TensorSerializer is a context manager too.
-Not here: `protobuf`, `tensors_pb2`, `to_redis`, redis:// and s3:// streams.
+docs/tensorizer.md lists what is the same and what is not.
 """
 
 from __future__ import annotations
 
-from . import serialization, stream_io, torch_compat, utils
+from . import protobuf, serialization, stream_io, tensors_pb2, torch_compat, utils
 from ._version import __version__
 from .serialization import (
     CryptographyError,
@@ -33,8 +33,10 @@ __all__ = [
     "TensorSerializer",
     "TensorType",
     "__version__",
+    "protobuf",
     "serialization",
     "stream_io",
+    "tensors_pb2",
     "torch_compat",
     "utils",
 ]

@@ -22,6 +22,19 @@ _NUMPY = {
 }
 
 
+_SHARED = frozenset(_NUMPY.values()) - {"<c16"}
+_SHARED_OPAQUE = frozenset(
+    "torch." + name
+    for name in "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2".split()
+)
+
+
+def foreign(text: str) -> bool:
+    """Whether safetensors lacks a dtype of a file."""
+    form, opaque, name = text.partition("\0")
+    return name not in _SHARED_OPAQUE if opaque else form not in _SHARED
+
+
 def written(dtype: Any) -> str:
     """A torch dtype as it is written; NotImplementedError for quantised ones."""
     name = str(dtype).removeprefix("torch.")

@@ -11,6 +11,9 @@ Path = tuple[str | int, ...]
 
 _MARK = "\x1e"
 
+# How deep structures may be: what walks them is recursive.
+_DEEPEST = 200
+
 
 def parse(name: str) -> Path:
     """The path that a name in a file stands for."""
@@ -42,7 +45,10 @@ class Tree:
         self.root: dict[Any, Any] = {}
 
     def add(self, path: Path) -> None:
-        """Adds a path; ValueError if it is there, or in conflict with another."""
+        """Adds a path; ValueError if it is there, in conflict with another, or of
+        more than 200 levels."""
+        if len(path) > _DEEPEST:
+            raise ValueError(f"Tensor paths of more than {_DEEPEST} levels are not supported; got one of {len(path)}")
         level = self.root
         for depth, part in enumerate(path):
             if level and type(next(iter(level))) is not type(part):
@@ -99,6 +105,8 @@ def build(level: Any, values: Mapping[Path, Any], proxies: bool) -> Any:
 
 def flatten(obj: Any, leaf: Callable[[Any], bool], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every leaf of nested mappings and sequences, with its path."""
+    if len(prefix) >= _DEEPEST:
+        raise ValueError(f"Cannot serialize structures of more than {_DEEPEST} levels, nor such as contain themselves")
     if isinstance(obj, Mapping):
         for key in obj:
             if not isinstance(key, str):

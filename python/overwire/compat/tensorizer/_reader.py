@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import io
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,10 @@ from ...errors import CorruptError, FormatError, NotSupportedError
 from ...loading import load_file
 from ...opening import safe_open
 from ...records import Record, RecordFile, derive_key, read_records, sums
-from . import _dtypes, _paths
+from ...stores import ObjectReader
+from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
-from ._types import HashMismatchError, TensorType
+from ._types import FileFeatureFlags, HashMismatchError, HashType, TensorEntry, TensorHash, TensorType
 
 if TYPE_CHECKING:
     import numpy
@@ -26,6 +28,13 @@ __all__ = ["TensorDeserializer"]
 # Tensors that read_tensors brings in at once, in bytes.
 _BATCH = 256 << 20
 
+# The most bytes of one value in Redis, whose own limit is 512 MiB.
+_REDIS_VALUE = 256 << 20
+
+# What a floating dtype= is for.
+_CAST = operator.attrgetter("float16", "bfloat16", "float32", "float64")
+_PLAIN = "!#$&()*+,/:;<=>?@[]^_`{|}~"
+
 
 class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["TensorDeserializer"]):
     """The tensors of a .tensors file, as a read-only mapping of their names to
@@ -34,9 +43,13 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     file_obj: a path, a URI, a descriptor, or a binary file open for reading.
     device: where to; None: "cuda" if there is one, else the CPU.
     filter_func: called with each name (a tuple for a path); false leaves it out.
-    dtype: every tensor but those of bools is cast to it.
+    dtype: what tensors are cast to: for a floating one those of 16, 32 and 64 bit
+        floats, so that integers, bools, complex and 8-bit types stay; for any
+        other all but bools.
     lazy_load: tensors are read when they are asked for, and kept.
-    verify_hash: every sum that a record has is compared, on the host.
+    verify_hash: every sum that a record has is compared, on the host; "crc32": the
+        CRC32 alone, while the bytes pass, wherever they go (encrypted tensors have
+        none, and MACs that are always compared).
     encryption: how to decrypt; None: the file is not encrypted.
     num_readers: is checked and otherwise ignored: the engine reads with what the
         machine has. plaid_mode, plaid_mode_buffers: have no effect.
@@ -57,7 +70,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         plaid_mode: bool | None = None,
         plaid_mode_buffers: int | None = None,
         num_readers: int | None = None,
-        verify_hash: bool = False,
+        verify_hash: bool | str = False,
         encryption: DecryptionParams | None = None,
     ) -> None:
         import torch
@@ -79,10 +92,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             raise TypeError(f"num_readers: expected int or None, got {num_readers.__class__.__name__}")
         if num_readers is not None and num_readers < 1:
             raise ValueError("num_readers must be positive")
-        self._verify_hash = bool(verify_hash)
+        self._verify_hash = bool(verify_hash) and verify_hash != "crc32"
         self._dtype = dtype
         self._lazy_load = lazy_load
-        self._storage: dict[str, Any] = {"other_dtypes_as_bytes": True}
+        self._storage: dict[str, Any] = {}
         self._source = self._resolve(file_obj)
         if num_readers is not None and num_readers > 1 and not isinstance(self._source, str):
             raise ValueError(
@@ -91,6 +104,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 " Other file-like objects and special files (e.g. BytesIO, pipes, sockets) are not supported."
             )
         self._file_info = self._read()
+        if verify_hash == "crc32":
+            self._storage["verify_crc32"] = True
+        if any(_dtypes.foreign(record.dtype) for record in self._file_info.records):
+            self._storage["other_dtypes_as_bytes"] = True
         self._prepare_key(encryption)
         self._records: dict[_paths.Path, Record] = {}
         tree = _paths.Tree()
@@ -128,7 +145,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if isinstance(file_obj, int):
             return f"/proc/self/fd/{file_obj}"
         if isinstance(file_obj, (str, bytes, os.PathLike)):
-            return os.fsdecode(file_obj)
+            path = os.fsdecode(file_obj)
+            if path.lower().startswith("s3://") and not isinstance(file_obj, os.PathLike):
+                self._storage.update(_s3.options_for(False))
+            return path
         try:
             readable = file_obj.readable()
         except AttributeError:
@@ -138,9 +158,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             told = f', current mode="{mode}"' if mode else ""
             raise ValueError(f'TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{told})')
         self._own = file_obj
-        if isinstance(file_obj, stream_io.CURLStreamFile) and file_obj.whole:
-            self._storage.update(file_obj.storage_options or {})
-            return file_obj.uri
+        if isinstance(file_obj, (stream_io.CURLStreamFile, stream_io.RedisStreamFile)) and file_obj.reach is not None:
+            self._storage.update(file_obj.reach[1])
+            return file_obj.reach[0]
         with contextlib.suppress(AttributeError, OSError, ValueError):
             number = file_obj.fileno()
             if number >= 0:
@@ -157,7 +177,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
     def _read(self) -> RecordFile:
         try:
-            return read_records(self._source, storage_options=self._storage)
+            return read_records(self._source, storage_options=self._storage or None)
         except FormatError as error:
             if "not a .tensors file" in str(error):
                 raise ValueError("Not a tensorizer file") from error
@@ -210,7 +230,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if self._source is None:
             raise ValueError("I/O operation on closed file")
         if self._open is None:
-            self._open = safe_open(self._source, framework="pt", device="cpu", storage_options=self._storage)
+            self._open = safe_open(self._source, framework="pt", device="cpu", storage_options=self._storage or None)
         return self._open
 
     def _shut(self) -> None:
@@ -244,6 +264,25 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         headers = getattr(self._own, "response_headers", None)
         return None if headers is None else headers.get("x-cache-status")
 
+    # What clients look at although it has an underscore.
+
+    @property
+    def _file_flags(self) -> FileFeatureFlags:
+        encrypted = FileFeatureFlags.encrypted if self._file_info.encrypted else FileFeatureFlags(0)
+        return encrypted | (FileFeatureFlags.versioned_headers if self._file_info.version >= 5 else FileFeatureFlags(0))
+
+    @property
+    def _metadata(self) -> dict[Any, TensorEntry]:
+        entries = {}
+        for path, r in self._records.items():
+            sums = ((HashType.CRC32, r.crc32), (HashType.SHA256, r.sha256))
+            hashes = [TensorHash(kind, found) for kind, found in sums if found is not None]
+            name, version = _paths.plain(path), 5 if any(d >= 1 << 32 for d in r.shape) else 1
+            entries[name] = TensorEntry(
+                version, name, TensorType(r.type), r.dtype.partition("\0")[0], r.shape, r.record, r.data, r.nbytes, hashes
+            )
+        return entries
+
     # Loading.
 
     def _target(self) -> Any:
@@ -259,16 +298,21 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         names = [self._records[path].name for path in wanted]
         device = self._target()
         through_host = verify or device.type not in ("cpu", "cuda")
-        if len(wanted) == 1:
-            found = {names[0]: self._file().get_tensor(names[0])}
-        else:
-            found = load_file(
-                self._source,
-                device="cpu" if through_host else device,
-                keys=names,
-                framework="pt",
-                storage_options=self._storage,
-            )
+        try:
+            if len(wanted) == 1:
+                found = {names[0]: self._file().get_tensor(names[0])}
+            else:
+                found = load_file(
+                    self._source,
+                    device="cpu" if through_host else device,
+                    keys=None if len(names) == len(self._file_info.records) else names,  # all: a preload of the file is joined
+                    framework="pt",
+                    storage_options=self._storage or None,
+                )
+        except CorruptError as error:
+            if "checksum mismatch" in str(error):
+                raise HashMismatchError(str(error)) from error
+            raise
         for path in wanted:
             record = self._records[path]
             found[record.name] = _dtypes.typed(found[record.name], record)
@@ -298,9 +342,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def _parameter(self, tensor: torch.Tensor, device: Any) -> Any:
         import torch
 
-        gradient = tensor.dtype.is_complex or tensor.dtype.is_floating_point
-        dtype = self._dtype if self._dtype is not None and tensor.dtype not in (torch.bool, self._dtype) else None
-        return torch.nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=gradient)
+        dtype = self._dtype
+        if tensor.dtype == torch.bool or dtype is not None and dtype.is_floating_point and tensor.dtype not in _CAST(torch):
+            dtype = None  # packed integers, quantised weights and complex tables are not numbers of another precision
+        tensor = tensor.to(device=device, dtype=dtype)
+        return torch.nn.Parameter(tensor, requires_grad=tensor.dtype.is_complex or tensor.dtype.is_floating_point)
 
     # The mapping.
 
@@ -412,12 +458,57 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 tensor = tensor.view({1: torch.int8, 2: torch.int16}[tensor.element_size()])
             yield record.module, TensorType(record.type), name, tensor.numpy(), true is not None, true
 
+    def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
+        """Copies the file into Redis, where `redis://host/key_prefix` is it: head and
+        index at "prefix:header:0", then of each tensor its record and its data at
+        "prefix:name:offset", the data in values of at most 256 MiB. Filters have
+        no effect: a part would be no file.
+
+        redis_client: of the package redis, or with its set, exists, get, scan_iter
+            and delete. force: replaces what the prefix has. Without it values that
+            are there stay, which is for a copy that was interrupted: ValueError
+            if they are of another file.
+        ValueError after `close`, and so after an eager load to a GPU.
+        """
+        if self._source is None:
+            raise ValueError("I/O operation on closed file")
+        records = self._file_info.records
+        from urllib.parse import quote
+
+        with io.BufferedReader(ObjectReader(self._path(), storage_options=self._reach()), 1 << 20) as file:
+            header = file.read(records[0].record)
+            name = f"{key_prefix}:header:0"
+            if force:
+                stale = [key for key in redis_client.scan_iter(f"{_escaped(key_prefix)}:*") if bytes(key).rsplit(b":", 1)[-1].isdigit()]
+                if stale:
+                    redis_client.delete(*stale)
+            elif redis_client.get(name) not in (None, header):
+                raise ValueError(f"Redis has another file at {key_prefix!r}; force=True replaces it")
+            redis_client.set(name, header)
+            for record in records:
+                cuts = [record.record, *range(record.data, record.data + record.nbytes, _REDIS_VALUE), record.data + record.nbytes]
+                for begin, end in zip(cuts, cuts[1:], strict=False):
+                    # As text without quotes and blanks, which the reference's own reader cannot ask for.
+                    key = f"{key_prefix}:{quote(record.name, safe=_PLAIN)}:{begin}"
+                    if begin == end or not force and redis_client.exists(key):
+                        continue
+                    file.seek(begin)
+                    redis_client.set(key, file.read(end - begin))
+
+    def _path(self) -> str:
+        return self._source if isinstance(self._source, str) else f"/proc/self/fd/{self._source.fileno()}"
+
+    def _reach(self) -> dict[str, Any] | None:
+        ours = ("other_dtypes_as_bytes", "decryption_key", "decryption_password", "verify_crc32")
+        return {name: value for name, value in self._storage.items() if name not in ours} or None
+
     # Modules.
 
     def load_into_module(self, m: torch.nn.Module, filter_func: Callable[[Any], Any] | None = None, verify_hash: bool | None = None) -> int:
         """Puts parameters and buffers where `TensorSerializer.write_module` took
-        them from, closes the file, and returns how many. NotImplementedError for
-        files of state dicts."""
+        them from, closes the file, and returns how many. Tensors that were tied in
+        the module are tied again where the file has the same bytes for them.
+        NotImplementedError for files of state dicts."""
         modules = dict(m.named_modules())
         paths = [path for path in self._records if filter_func is None or filter_func(_paths.plain(path))]
         for path in paths:
@@ -427,12 +518,24 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     " TensorDeserializer.load_into_module(). Use the TensorDeserializer object directly as a state_dict mapping instead."
                 )
         self._load(paths, self._verify_hash if verify_hash is None else verify_hash)
+        ties: dict[int, list[Any]] = {}
         for path in paths:
             where, attribute = str(path[0]).rsplit(".", 1)
-            if self._records[path].type == TensorType.PARAM:
-                modules[where].register_parameter(attribute, self._cache[path])
+            module, tensor = modules[where], self._cache[path]
+            own = module._parameters.get(attribute, module._buffers.get(attribute))
+            parameter = self._records[path].type == TensorType.PARAM
+            hidden = attribute in module._non_persistent_buffers_set
+            # Whatever had the name goes: a buffer, or a plain attribute.
+            for there in (module._parameters, module._buffers, module.__dict__):
+                there.pop(attribute, None)
+            if own is not None:  # what was one in the module is one again, if it is in the file
+                known = ties.setdefault(id(own), [own])
+                tensor = next((k for k in known[1:] if _alike(k, tensor)), tensor)
+                known.append(tensor)
+            if parameter:
+                module.register_parameter(attribute, tensor)
             else:
-                modules[where].register_buffer(attribute, self._cache[path])
+                module.register_buffer(attribute, tensor, persistent=not hidden)
         self._shut()
         return len(paths)
 
@@ -448,6 +551,21 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             name = _paths.plain(path)
             results.append((name, name in there and self._same(record, there[name])))
         return all(same for _, same in results), results
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Bit for bit."""
+    import torch
+
+    if a.shape != b.shape or a.dtype != b.dtype or a.requires_grad != b.requires_grad:
+        return False
+    x, y = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(x, y)
+
+
+def _escaped(text: str) -> str:
+    """For Redis' patterns: the text itself."""
+    return "".join("\\" + c if c in "\\*?[]" else c for c in text)
 
 
 def _current_cuda() -> Any:

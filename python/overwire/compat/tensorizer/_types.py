@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+from typing import Any
 
 
 class TensorType(enum.IntEnum):
@@ -22,3 +24,49 @@ class HashType(enum.IntEnum):
 
 class HashMismatchError(Exception):
     """A tensor's bytes are not those that were summed up."""
+
+
+@dataclass(order=True)
+class TensorHash:
+    """One sum: its kind, and its bytes (CRC32 as four, the least first)."""
+
+    type: HashType
+    hash: bytes
+
+
+@dataclass(order=True)
+class TensorEntry:
+    """What the index says of a tensor, and the sums of its record. name: a text, or
+    the tuple of a path; dtype: numpy's; offset, data_offset: in the file."""
+
+    metadata_version: int
+    name: Any
+    type: TensorType
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    data_offset: int
+    data_length: int
+    hashes: list[TensorHash] | None
+    header_hashes: dict[HashType, Any] | None = None
+
+    @property
+    def deserialized_length(self) -> int:
+        """Bytes in memory: of data_length 0, those of zeros."""
+        import math
+        import re
+
+        size = re.search(r"(\d+)$", self.dtype.partition("\0")[0])
+        return self.data_length or math.prod(self.shape) * int(size[1] if size else 0)
+
+    @property
+    def is_long_tensor(self) -> bool:
+        """Whether dims take 8 bytes in the file."""
+        return self.metadata_version >= 5
+
+
+class FileFeatureFlags(enum.IntFlag):
+    """What the head of a file says."""
+
+    encrypted = enum.auto()
+    versioned_headers = enum.auto()

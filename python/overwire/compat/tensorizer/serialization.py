@@ -8,7 +8,8 @@ from typing import Any
 
 from ._encryption import CryptographyError, DecryptionParams, EncryptionParams
 from ._reader import TensorDeserializer
-from ._types import HashMismatchError, HashType, TensorType
+from ._types import FileFeatureFlags as _FileFeatureFlags
+from ._types import HashMismatchError, HashType, TensorEntry, TensorHash, TensorType
 from ._writer import TensorSerializer
 
 __all__ = [
@@ -34,4 +35,4 @@ TENSORIZER_VERSION = 5
 
 cpu_count: int = len(os.sched_getaffinity(0))
 
-_MORE = (HashMismatchError, HashType)
+_MORE = (HashMismatchError, HashType, TensorEntry, TensorHash, _FileFeatureFlags)

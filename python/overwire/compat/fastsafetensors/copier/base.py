@@ -49,8 +49,13 @@ def converts(own: DType, wanted: DType) -> bool:
 class EngineCopier(CopierInterface):
     """Loads by overwire: plain or compressed files, straight to the device.
 
-    names: only these tensors; None: all.
+    names: only these tensors; None: all. read: as for `overwire.load_file`.
+    dtype: what `wait_io` will be asked for, as far as it is known: floats become
+    that as they land.
     """
+
+    read: str | None = None
+    dtype = DType.AUTO
 
     def __init__(
         self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase, names: list[str] | None = None
@@ -68,7 +73,10 @@ class EngineCopier(CopierInterface):
         nbytes = sum(end - begin for begin, end in offsets)
         torch = self.framework.get_name() == "pytorch"
         where = self.device.as_str().replace("gpu", "cuda") if torch else "cpu"
-        self._stream = overwire.stream(self.metadata.src, device=where, framework="pt" if torch else "np", keys=self.names)
+        self._stream = overwire.stream(
+            self.metadata.src, device=where, framework="pt" if torch else "np", keys=self.names, read=self.read,
+            dtype=self.dtype.value if torch and self.dtype is not DType.AUTO else None,
+        )  # fmt: skip
         # Stands for the tensors, each of which has memory of its own.
         return self.framework.lease(cpp.gds_device_buffer(0, nbytes, is_cuda(self.device), self))
 

@@ -1,10 +1,10 @@
-"""The copier "gds": overwire's engine."""
+"""The copier "gds": overwire's engine, by GPUDirect Storage where that is real."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..common import SafeTensorsMetadata
+from ..common import SafeTensorsMetadata, is_cuda
 from ..frameworks import FrameworkOpBase
 from ..st_types import Device
 from .base import CopierConstructFunc, EngineCopier
@@ -14,10 +14,18 @@ __all__ = ["GdsFileCopier", "new_gds_file_copier"]
 
 
 class GdsFileCopier(EngineCopier):
-    """Loads by overwire, which chooses how to read."""
+    """Loads by overwire. Plain files come to a GPU by GPUDirect Storage; where that
+    is not real, or does not reach a file, a warning says so once, and overwire
+    chooses how to read."""
+
+    def __init__(
+        self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase, names: list[str] | None = None
+    ) -> None:
+        super().__init__(metadata, device, reader, framework, names)
+        self.read = "gds" if is_cuda(device) else None
 
 
-@register_copier_constructor("gds")
+@register_copier_constructor("gds", GdsFileCopier)
 def new_gds_file_copier(device: Device, bbuf_size_kb: int = 16 * 1024, max_threads: int = 16, **kwargs: Any) -> CopierConstructFunc:
     """Makes GdsFileCopiers. Sizes and threads are the engine's choice."""
 

@@ -17,7 +17,7 @@ class NoGdsFileCopier(EngineCopier):
     """Loads by overwire, which chooses how to read."""
 
 
-@register_copier_constructor("nogds")
+@register_copier_constructor("nogds", NoGdsFileCopier)
 def new_nogds_file_copier(device: Device, bbuf_size_kb: int = 16 * 1024, max_threads: int = 16, **kwargs: Any) -> CopierConstructFunc:
     """Makes NoGdsFileCopiers. Sizes and threads are the engine's choice."""
 

@@ -46,7 +46,7 @@ class ThreeFSFileCopier(CopierInterface):
         return self.metadata.get_tensors(gbuf, self.device, self.metadata.header_length, dtype)
 
 
-@register_copier_constructor("3fs")
+@register_copier_constructor("3fs", ThreeFSFileCopier)
 def new_threefs_file_copier(
     device: Device, mount_point: str, entries: int = 64, io_depth: int = 0, buffer_size: int = 64 << 20, **kwargs: Any
 ) -> CopierConstructFunc:

@@ -47,19 +47,8 @@ class UnifiedMemCopier(EngineCopier):
     def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> cpp.gds_device_buffer:
         if not self._direct():
             return super().submit_io(use_buf_register, max_copy_block_size)
-        import torch
-
         start, length = self.metadata.header_length, self.metadata.data_length
-        host = torch.empty(length, dtype=torch.uint8)
-        with open(self.metadata.src, "rb", buffering=0) as file:
-            file.seek(start)
-            into, done = memoryview(host.numpy()), 0  # type: ignore[arg-type,unused-ignore]
-            while done < length:
-                got = file.readinto(into[done:])
-                if not got:
-                    raise RuntimeError(f"{self.metadata.src}: truncated: it ends before byte {start + length}")
-                done += got
-        self._pinned = host.pin_memory()
+        self._pinned = self.framework.mmap_file_pinned(self.metadata.src, length, start).get_raw()
         gbuf = self.framework.alloc_tensor_memory(length, self.device)
         try:
             cpp.memcpy_h2d_async(gbuf.get_base_address(), self._pinned.data_ptr(), length)
@@ -81,7 +70,7 @@ class UnifiedMemCopier(EngineCopier):
         return self.metadata.get_tensors(gbuf, self.device, self.metadata.header_length, dtype)
 
 
-@register_copier_constructor("unified")
+@register_copier_constructor("unified", UnifiedMemCopier)
 def new_unified_copier(device: Device, **kwargs: Any) -> CopierConstructFunc:
     """Makes UnifiedMemCopiers."""
     return UnifiedMemCopier

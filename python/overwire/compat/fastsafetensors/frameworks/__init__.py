@@ -54,6 +54,18 @@ class TensorBase(ABC):
     @abstractmethod
     def shape(self) -> list[int]: ...
 
+    def get_shape(self) -> list[int]:
+        """As a file has it: F4's last dimension counts elements, not pairs."""
+        shape = list(self.shape)
+        return [*shape[:-1], 2 * shape[-1]] if self.dtype is DType.F4 else shape
+
+    def get_nbytes(self) -> int:
+        """Bytes of its elements."""
+        count = 1
+        for size in self.get_shape():
+            count *= size
+        return count * self.dtype.bits // 8
+
 
 class ProcessGroupBase(ABC):
     """Ranks that exchange wrapped tensors. Ranks are those of the group."""
@@ -183,6 +195,12 @@ class FrameworkOpBase(ABC):
         if lo % 2 or hi % 2 or step != 1:
             raise ValueError(f"F4 tensors come in pairs: slice {slices[-1]} of {st_shape} cuts one")
         return (*slices[:-1], slice(lo // 2, hi // 2, 1))
+
+    def mmap_file_pinned(self, filename: str, length: int, offset: int) -> Any:
+        """Bytes [offset, offset + length) of a file in pinned anonymous memory, as a
+        wrapped tensor of U8, which holds it. NotImplementedError if the framework
+        pins none."""
+        raise NotImplementedError(f"{type(self).__name__} pins no memory")
 
     @abstractmethod
     def get_process_group(self, pg: Any) -> ProcessGroupBase: ...

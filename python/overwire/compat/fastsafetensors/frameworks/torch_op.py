@@ -166,6 +166,18 @@ class TorchOp(FrameworkOpBase):
         track(memory.untyped_storage(), length)
         return self.lease(cpp.gds_device_buffer(memory.data_ptr(), length, is_cuda(dev), memory))
 
+    def mmap_file_pinned(self, filename: str, length: int, offset: int) -> TorchTensor:
+        host = torch.empty(length, dtype=torch.uint8)
+        with open(filename, "rb", buffering=0) as file:
+            file.seek(offset)
+            into, done = memoryview(host.numpy()), 0  # type: ignore[arg-type,unused-ignore]
+            while done < length:
+                got = file.readinto(into[done:])
+                if not got:
+                    raise RuntimeError(f"{filename}: truncated: it ends before byte {offset + length}")
+                done += got
+        return TorchTensor(Device(), DType.U8, host.pin_memory())
+
     def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device) -> TorchTensor:
         nbytes = frame.data_offsets[1] - frame.data_offsets[0]
         if gbuf.owner is not None:

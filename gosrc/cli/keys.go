@@ -1,0 +1,88 @@
+package cli
+
+import (
+	"bytes"
+	"encoding/hex"
+	"io"
+	"os"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// Keys and passwords of .tensors files are named, never written out: other users
+// of the machine see command lines.
+var (
+	decryptOptions = []option{
+		{name: "decrypt-key", value: "FROM", doc: "of encrypted .tensors files: file:PATH or env:NAME with 32 bytes or 64 hex digits"},
+		{name: "decrypt-password", value: "FROM", doc: "likewise, with a password"},
+	}
+	encryptOptions = []option{
+		{name: "encrypt-key", value: "FROM", doc: "of the .tensors file that is written"},
+		{name: "encrypt-password", value: "FROM", doc: "likewise"},
+	}
+)
+
+// keys are the options that begin with a prefix, as the engine has them.
+func (c *call) keys(prefix string) (map[string]string, error) {
+	key, isKey := c.opts[prefix+"-key"]
+	password, isPassword := c.opts[prefix+"-password"]
+	switch {
+	case isKey && isPassword:
+		return nil, usage("--%s-key and --%s-password exclude each other", prefix, prefix)
+	case isKey:
+		b, err := c.secret(prefix+"-key", key)
+		if err != nil {
+			return nil, err
+		}
+		if len(b) != 32 {
+			b = bytes.TrimSpace(b)
+			raw, err := hex.DecodeString(string(b))
+			if err != nil || len(raw) != 32 {
+				return nil, usage("--%s-key: expected 32 bytes or 64 hex digits there", prefix)
+			}
+			b = raw
+		}
+		return map[string]string{"key": hex.EncodeToString(b)}, nil
+	case isPassword:
+		b, err := c.secret(prefix+"-password", password)
+		if err != nil {
+			return nil, err
+		}
+		b = bytes.TrimSuffix(bytes.TrimSuffix(b, []byte("\n")), []byte("\r"))
+		if len(b) == 0 {
+			return nil, usage("--%s-password: it is empty there", prefix)
+		}
+		return map[string]string{"password": hex.EncodeToString(b)}, nil
+	}
+	return nil, nil
+}
+
+// secret reads what file:PATH or env:NAME has.
+func (c *call) secret(name, from string) ([]byte, error) {
+	const most = 64 << 10
+	kind, rest, _ := strings.Cut(from, ":")
+	switch {
+	case kind == "file" && rest != "":
+		f, err := os.Open(rest)
+		if err != nil {
+			return nil, &fault.At{Verb: "open", Source: rest, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
+		}
+		defer f.Close()
+		b, err := io.ReadAll(io.LimitReader(f, most+1))
+		if err != nil {
+			return nil, &fault.At{Verb: "read", Source: rest, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
+		}
+		if len(b) > most {
+			return nil, usage("--%s: %s has more than %d bytes", name, rest, most)
+		}
+		return b, nil
+	case kind == "env" && rest != "":
+		text, ok := c.env.Secrets[rest]
+		if !ok {
+			return nil, usage("--%s: the variable %s is not set", name, rest)
+		}
+		return []byte(text), nil
+	}
+	return nil, usage("--%s: expected file:PATH or env:NAME; a secret itself would show in the list of processes", name)
+}

@@ -1,0 +1,315 @@
+//go:build cgo && owfake
+
+package cuda_test
+
+import (
+	"encoding/binary"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/gds"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A libcufile that reads by pread, into what is device memory on the fake
+// driver. It does what the first byte of the file MODE says, and counts in COUNTS.
+const fakeCufile = `
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+typedef struct { int err, cu_err; } status;
+typedef struct { int type; union { int fd; void *handle; } handle; const void *ops; } descr;
+static struct { int64_t drivers, handles, buffers, reads, bytes, wrong; } n;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static const char *base;
+static size_t length;
+
+static char mode(void)
+{
+	char c = 0;
+	int fd = open(MODE, O_RDONLY);
+	if (read(fd, &c, 1) != 1)
+		c = 0;
+	close(fd);
+	return c;
+}
+static void count(int64_t *what, int64_t by)
+{
+	pthread_mutex_lock(&lock);
+	*what += by;
+	int fd = open(COUNTS, O_WRONLY | O_CREAT, 0600);
+	if (pwrite(fd, &n, sizeof n, 0) != sizeof n)
+		abort();
+	close(fd);
+	pthread_mutex_unlock(&lock);
+}
+static status with(char refuses, int err) { return (status){mode() == refuses ? err : 0, 0}; }
+
+status cuFileGetVersion(int *v) { *v = 1130; return (status){0, 0}; }
+status cuFileDriverOpen(void) { count(&n.drivers, 1); return with('d', 5011); }
+status cuFileHandleRegister(void **h, descr *d)
+{
+	if (d->type != 1)
+		count(&n.wrong, 1);
+	if (mode() == 'h')
+		return (status){5027, 0};
+	int *own = malloc(sizeof *own);
+	*own = d->handle.fd;
+	*h = own;
+	count(&n.handles, 1);
+	return (status){0, 0};
+}
+void cuFileHandleDeregister(void *h) { free(h); count(&n.handles, -1); }
+status cuFileBufRegister(const void *p, size_t len, int flags)
+{
+	if (mode() == 'b')
+		return (status){5016, 0};
+	base = p;
+	length = len;
+	count(&n.buffers, 1);
+	return (status){0, 0};
+}
+status cuFileBufDeregister(const void *p) { count(p == base ? &n.buffers : &n.wrong, p == base ? -1 : 1); base = NULL; return (status){0, 0}; }
+ssize_t cuFileRead(void *h, void *p, size_t len, off_t off, off_t at)
+{
+	count(&n.reads, 1);
+	if (base != NULL && (p != (void *)base || at < 0 || at + len > length))
+		count(&n.wrong, 1);
+	switch (mode()) {
+	case 'e': errno = EIO; return -1;
+	case 'x': return -5011;
+	case 't': if (off > 100000) return 0; break;
+	case 's': len = (len + 2) / 3; break; // short
+	}
+	// Through a buffer: a descriptor past the page cache wants aligned memory.
+	size_t head = off % 4096, want = (head + len + 4095) / 4096 * 4096;
+	char *buf = aligned_alloc(4096, want);
+	ssize_t got = pread(*(int *)h, buf, want, off - head);
+	if (got > (ssize_t)head) {
+		got = got - head < len ? got - head : len;
+		memcpy((char *)p + at, buf + head, got);
+	} else if (got >= 0)
+		got = 0;
+	free(buf);
+	if (got > 0)
+		count(&n.bytes, got);
+	return got;
+}
+`
+
+// cufile is what a fake library counted.
+type cufile struct{ Drivers, Handles, Buffers, Reads, Bytes, Wrong int64 }
+
+// fakeGDS puts a fake library in place of the real one.
+func fakeGDS(t *testing.T, mode string) (counts func() cufile) {
+	t.Helper()
+	dir := t.TempDir()
+	put := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	file, module := put("mode", mode), put("version", "version: 2.25.7\n")
+	library, result := filepath.Join(dir, "libcufile.so"), filepath.Join(dir, "counts")
+	cmd := exec.Command("cc", "-shared", "-fPIC", "-w", "-DMODE=\""+file+"\"", "-DCOUNTS=\""+result+"\"", "-x", "c", "-o", library, "-")
+	cmd.Stdin = strings.NewReader(fakeCufile)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	t.Cleanup(gds.Use(library, module))
+	return func() (c cufile) {
+		b, err := os.ReadFile(result)
+		if err != nil {
+			return c
+		}
+		if _, err := binary.Decode(b, binary.NativeEndian, &c); err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+}
+
+// Plain tensors of every kind come by libcufile, short reads included, whether
+// or not it takes the staging; and so do slices. Nothing of it is left open.
+func TestGDS(t *testing.T) {
+	for _, mode := range []string{"", "s", "b"} {
+		t.Run("mode "+mode, func(t *testing.T) {
+			engine(t)
+			counts := fakeGDS(t, mode)
+			_, m, want := written(t, save.Spec{}, "hostile", 3<<20)
+			rep, err := gdsLoad(t, m, load.Options{}, nil, of(m, want))
+			if err != nil {
+				t.Fatal(err)
+			}
+			c := counts()
+			if c.Drivers != 1 || c.Handles+c.Buffers+c.Wrong != 0 || c.Bytes != rep.Direct || rep.Direct < rep.Bytes || rep.NoDirect != "" {
+				t.Errorf("%+v, %d bytes by it of %d, %q", c, rep.Direct, rep.Bytes, rep.NoDirect)
+			}
+			if mode == "s" && c.Reads < 3*rep.Stages.Pieces {
+				t.Errorf("%d reads of %d pieces are not short", c.Reads, rep.Stages.Pieces)
+			}
+		})
+	}
+	engine(t)
+	counts := fakeGDS(t, "")
+	in := inputs()
+	m := saved(t, save.Spec{}, in)
+	at := int64(-1)
+	for i := range m.Index().Tensors {
+		if m.Index().Tensors[i].Name == in[0].Name {
+			at = int64(i)
+		}
+	}
+	var part []byte
+	for r := 17; r < 201; r++ {
+		part = append(part, in[0].Data[r*1024+66:r*1024+800]...)
+	}
+	reqs := []load.Request{{Tensor: at, Lo0: 17, Hi0: 201, Lo1: 33, Hi1: 400}, {Tensor: at, Lo0: 5, Hi0: 299, Hi1: plan.Whole}}
+	if _, err := gdsLoad(t, m, load.Options{}, reqs, func(i int) []byte {
+		return [][]byte{part, in[0].Data[5*1024 : 299*1024]}[i]
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if c := counts(); c.Bytes == 0 || c.Handles+c.Buffers+c.Wrong != 0 {
+		t.Errorf("%+v", c)
+	}
+}
+
+// Where it is not real, or does not reach the file, or the bytes have checksums,
+// the load goes through the host and says why.
+func TestGDSFallsBack(t *testing.T) {
+	for _, c := range []struct {
+		mode, why string
+		compress  bool
+	}{{"d", "cuFileDriverOpen failed: error 5011", false}, {"h", "cuFileHandleRegister failed: error 5027", false}, {"", "checksums", true}} {
+		t.Run(c.why, func(t *testing.T) {
+			engine(t)
+			counts := fakeGDS(t, c.mode)
+			_, m, want := written(t, save.Spec{Compress: c.compress}, "hostile", 1<<20)
+			for range 2 {
+				rep, err := gdsLoad(t, m, load.Options{}, nil, of(m, want))
+				if err != nil {
+					t.Fatal(err)
+				}
+				if rep.Direct != 0 || !strings.Contains(rep.NoDirect, c.why) {
+					t.Errorf("%d bytes, %q", rep.Direct, rep.NoDirect)
+				}
+			}
+			if n := counts(); n.Reads+n.Handles+n.Buffers != 0 || n.Drivers > 1 {
+				t.Errorf("%+v", n)
+			}
+		})
+	}
+	engine(t)
+	defer gds.Use("libnone.so", "none")()
+	_, m, want := written(t, save.Spec{}, "", 1<<20)
+	rep, err := gdsLoad(t, m, load.Options{}, nil, of(m, want))
+	if err != nil || rep.Direct != 0 || !strings.Contains(rep.NoDirect, "neither libcufile nor") {
+		t.Errorf("%v, %+v", err, rep)
+	}
+	if _, err := m.Start(nil, load.Options{Read: "gsd"}); !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("a wrong word: %v", err)
+	}
+}
+
+// A read that fails is an error of the file, tensor and offset; nothing is left
+// open, and the next load is good.
+func TestGDSFails(t *testing.T) {
+	for _, c := range []struct {
+		mode, why string
+		class     error
+	}{{"e", "input/output error", fault.ErrIO}, {"x", "error 5011", fault.ErrIO}, {"t", "truncated", fault.ErrCorrupt}} {
+		t.Run(c.why, func(t *testing.T) {
+			engine(t)
+			counts := fakeGDS(t, c.mode)
+			path, m, _ := written(t, save.Spec{}, "", 3<<20)
+			_, err := gdsLoad(t, m, load.Options{}, nil, nil)
+			var at *fault.At
+			if !errors.Is(err, c.class) || !errors.As(err, &at) || at.Source != path || at.Tensor == "" || at.Offset < 0 || !strings.Contains(err.Error(), c.why) {
+				t.Error(err)
+			}
+			if n := counts(); n.Handles+n.Buffers+n.Wrong != 0 || n.Reads == 0 {
+				t.Errorf("%+v", n)
+			}
+		})
+	}
+}
+
+// Whichever call of the driver fails meanwhile, once or from then on, the load
+// ends typed or goes on, and nothing is left: no handle, no registration.
+func TestGDSLosesTheDevice(t *testing.T) {
+	path, _, _ := written(t, save.Spec{}, "", 1<<20)
+	counts := fakeGDS(t, "")
+	for _, sticky := range []bool{false, true} {
+		failed := 0
+		for nth := int64(1); ; nth += 3 {
+			end := cuda.Fake(512 << 20)
+			m := reopened(t, path)
+			cuda.FakeFail(nth, 999, sticky)
+			l, err := m.Start(nil, load.Options{Device: "cuda:0", Read: "gds", Stream: 1})
+			if err == nil {
+				err = finish(t, l)
+				l.Close()
+			}
+			m.Close()
+			calls := cuda.FakeCalls()
+			if left := end(); left != "" {
+				t.Fatalf("call %d: %v; left: %s", nth, err, left)
+			}
+			if c := counts(); c.Handles+c.Buffers+c.Wrong != 0 {
+				t.Fatalf("call %d: %v; %+v", nth, err, c)
+			}
+			var at *fault.At
+			if err != nil {
+				failed++
+				if !errors.Is(err, fault.ErrDevice) || !errors.As(err, &at) || at.Source != path {
+					t.Fatalf("call %d: %v", nth, err)
+				}
+			}
+			if calls < nth {
+				break
+			}
+		}
+		if failed < 10 {
+			t.Errorf("only %d loads were seen to fail", failed)
+		}
+	}
+	quiet(t)
+}
+
+// Elements are cast on their way out of the staging, as they are otherwise.
+func TestGDSCasts(t *testing.T) {
+	engine(t)
+	fakeGDS(t, "")
+	in := []save.Input{
+		{Name: "a", DType: tensor.BF16, Shape: []int64{3}, Data: []byte{0x80, 0x3f, 0, 0x40, 0, 0xc0}}, // 1, 2, -2
+		{Name: "b", DType: tensor.U8, Shape: []int64{1}, Data: []byte{7}},
+		{Name: "c", DType: tensor.F32, Shape: []int64{2}, Data: []byte{0, 0, 0x80, 0x3f, 0, 0, 0, 0xc0}},
+	}
+	m := saved(t, save.Spec{}, in)
+	wide := map[string][]byte{"a": {0, 0, 0x80, 0x3f, 0, 0, 0, 0x40, 0, 0, 0, 0xc0}, "b": {7}, "c": in[2].Data}
+	narrow := map[string][]byte{"a": in[0].Data, "b": {7}, "c": {0x80, 0x3f, 0, 0xc0}}
+	for to, want := range map[string]map[string][]byte{"F32": wide, "BF16": narrow} {
+		rep, err := gdsLoad(t, m, load.Options{Cast: to}, nil, func(i int) []byte { return want[m.Index().Tensors[i].Name] })
+		if err != nil || rep.Direct == 0 {
+			t.Errorf("%s: %v, %d bytes", to, err, rep.Direct)
+		}
+	}
+}

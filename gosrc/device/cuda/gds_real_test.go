@@ -1,0 +1,40 @@
+//go:build cgo && !owfake
+
+package cuda_test
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/device/gds"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/save"
+)
+
+// NVIDIA's own libcufile is called as it wants to be called. Without nvidia-fs it
+// copies through the host, which loads refuse; here it is told that it is there.
+func TestGDSLibrary(t *testing.T) {
+	engine(t)
+	found := gds.Probe()
+	if found.Library == "" {
+		t.Skip(found.Why)
+	}
+	module := filepath.Join(t.TempDir(), "version")
+	if err := os.WriteFile(module, []byte("version: pretended\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(gds.Use(found.Library, module))
+	_, m, want := written(t, save.Spec{}, "hostile", 64<<20)
+	rep, err := gdsLoad(t, m, load.Options{}, nil, of(m, want))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if rep.NoDirect != "" {
+		t.Skip(rep.NoDirect)
+	}
+	if rep.Direct < rep.Bytes {
+		t.Errorf("%d bytes by it of %d", rep.Direct, rep.Bytes)
+	}
+	t.Logf("%d bytes by %s %s (%s)", rep.Direct, found.Library, found.Version, found.Why)
+}

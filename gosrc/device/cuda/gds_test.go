@@ -1,0 +1,49 @@
+//go:build cgo
+
+package cuda_test
+
+import (
+	"bytes"
+	"path/filepath"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/weights"
+)
+
+// saved writes tensors to a file and opens it.
+func saved(t *testing.T, spec save.Spec, in []save.Input) *load.Model {
+	t.Helper()
+	spec.Path = filepath.Join(t.TempDir(), "model.safetensors")
+	if _, err := save.Write(t.Context(), job.New("save"), spec, in); err != nil {
+		t.Fatal(err)
+	}
+	return reopened(t, spec.Path)
+}
+
+// gdsLoad loads by GPUDirect Storage, compares every tensor, and says how.
+func gdsLoad(t *testing.T, m *load.Model, opt load.Options, reqs []load.Request, want func(i int) []byte) (load.Report, error) {
+	t.Helper()
+	opt.Device, opt.Read = "cuda:0", "gds"
+	l, err := m.Start(reqs, opt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if err := finish(t, l); err != nil {
+		return load.Report{}, err
+	}
+	for i, got := range take(t, l, 0) {
+		if !bytes.Equal(got, want(i)) {
+			t.Errorf("request %d differs", i)
+		}
+	}
+	return l.Job().Value().(load.Report), nil
+}
+
+// of gives a model's tensors as they were made.
+func of(m *load.Model, want map[string]weights.Tensor) func(int) []byte {
+	return func(i int) []byte { return want[m.Index().Tensors[i].Name].Data }
+}

@@ -1,0 +1,83 @@
+//go:build cgo && owfake
+
+package cuda_test
+
+import (
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/save"
+)
+
+// Whichever call of the driver fails during a relay, it ends with a typed error
+// and leaves nothing behind.
+func TestRelayEveryCallFails(t *testing.T) {
+	_, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 1<<20)
+	travel := coded(m)
+	reqs := asked(m, travel, 0)
+	sizes := make([]int64, len(reqs))
+	for i, b := range sliced(t, m, reqs) {
+		sizes[i] = int64(len(b))
+	}
+	step := int64(7)
+	if testing.Short() {
+		step = 13
+	}
+	for _, sticky := range []bool{false, true} {
+		failed, moving := 0, 0
+		for nth := int64(1); ; nth += step {
+			end := cuda.Fake(512 << 20)
+			got, ring := memoryOn(t, "cuda:0", sizes), memoryOn(t, "cuda:0", []int64{relayed, relayed})
+			before := cuda.FakeCalls()
+			cuda.FakeFail(nth, 999, sticky)
+			r, err := m.Relay(specOf(reqs, travel, got, ring, "cuda:0", 0, 1))
+			if err == nil {
+				err = passed(r)
+			}
+			calls := cuda.FakeCalls() - before
+			got.free()
+			ring.free()
+			what := fmt.Sprintf("call %d fails, sticky %v: %v", nth, sticky, err)
+			if left := end(); left != "" {
+				t.Fatalf("%s; left: %s", what, left)
+			}
+			if err != nil {
+				failed++
+				var at *fault.At
+				if !errors.Is(err, fault.ErrDevice) || !errors.As(err, &at) || at.Source == "" || !named.MatchString(err.Error()) {
+					t.Fatal(what)
+				}
+				if at.Tensor != "" {
+					moving++
+				}
+			}
+			if calls < nth {
+				break
+			}
+		}
+		t.Logf("sticky %v: %d relays failed, %d of them on the way of a tensor", sticky, failed, moving)
+		if failed < 120/int(step) || moving == 0 {
+			t.Error("too few relays were seen to fail")
+		}
+	}
+	quiet(t)
+}
+
+// passed carries a relay of one rank through.
+func passed(r *load.Relay) error {
+	for k := range r.Shares() {
+		if landed, err := r.Wait(k, time.Minute); !landed || err != nil {
+			break
+		}
+		if err := r.Decode(k, 1); err != nil {
+			break
+		}
+	}
+	_, err := r.Job().Wait(time.Minute)
+	return err
+}

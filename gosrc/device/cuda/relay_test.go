@@ -1,0 +1,272 @@
+//go:build cgo
+
+package cuda_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math"
+	"runtime"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/save"
+)
+
+// memory is some of a device's, or of the host's.
+type memory struct {
+	at   []uint64
+	read func(i int) []byte
+	free func()
+}
+
+func memoryOn(t *testing.T, where string, sizes []int64) memory {
+	t.Helper()
+	if where == "cpu" {
+		var keep [][]byte
+		var pin runtime.Pinner
+		m := memory{free: pin.Unpin}
+		for _, n := range sizes {
+			b := make([]byte, n+64)
+			pin.Pin(&b[0])
+			at := (uintptr(unsafe.Pointer(&b[0])) + 63) &^ 63
+			keep = append(keep, b[at-uintptr(unsafe.Pointer(&b[0])):][:n])
+			m.at = append(m.at, uint64(at))
+		}
+		m.read = func(i int) []byte { return keep[i] }
+		return m
+	}
+	d, err := cuda.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mem, err := d.Alloc(sizes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var m memory
+	for i := range mem {
+		m.at = append(m.at, uint64(uintptr(mem[i].Ptr)))
+	}
+	m.read = func(i int) []byte {
+		b := make([]byte, mem[i].Bytes)
+		if err := d.Read(b, device.Memory{Ptr: mem[i].Ptr, Bytes: mem[i].Bytes}); err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	m.free = func() {
+		for i := range mem {
+			mem[i].Release()
+		}
+	}
+	return m
+}
+
+// coded are the tensors of a model that travel.
+func coded(m *load.Model) (travel []int64) {
+	for i := range m.Index().Tensors {
+		x := &m.Index().Tensors[i]
+		data := x
+		if x.Alias >= 0 {
+			data = &m.Index().Tensors[x.Alias]
+		}
+		if data.Count > 0 {
+			travel = append(travel, int64(i))
+		}
+	}
+	return travel
+}
+
+const relayed = 320 << 10 // bytes of a buffer
+
+// Ranks that read a share each, into buffers that the others see as well, decode
+// all tensors, or their part of them, to what was saved; on a GPU and on the host.
+// One rank alone goes round a ring of two.
+func TestRelay(t *testing.T) {
+	engine(t)
+	for kind, several := range map[string][]int{"hostile": {1, 3}, "tied": {2}} {
+		_, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, kind, 2<<20)
+		travel := coded(m)
+		for _, where := range []string{"cuda:0", "cpu"} {
+			for _, ranks := range several {
+				t.Run(fmt.Sprint(kind, " ", where, " ", ranks), func(t *testing.T) { relay(t, m, travel, where, ranks) })
+			}
+		}
+	}
+}
+
+// asked are a rank's requests: whole tensors, rows and columns, in turn.
+func asked(m *load.Model, travel []int64, rank int) (reqs []load.Request) {
+	for i, at := range travel {
+		x := &m.Index().Tensors[at]
+		q := load.Request{Tensor: at, Hi0: plan.Whole, Hi1: plan.Whole}
+		if len(x.Shape) > 1 && x.DType.Bits() >= 8 && x.Shape[0] > 2 && x.Shape[1] > 2 {
+			switch (i + rank) % 3 {
+			case 1:
+				q.Lo0, q.Hi0 = 1, x.Shape[0]/2
+			case 2:
+				q.Lo1, q.Hi1 = 1, x.Shape[1]/2
+			}
+		}
+		reqs = append(reqs, q)
+	}
+	return reqs
+}
+
+// sliced is what a load on the host gives for the requests.
+func sliced(t *testing.T, m *load.Model, reqs []load.Request) (all [][]byte) {
+	t.Helper()
+	l, err := m.Start(reqs, load.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if err := finish(t, l); err != nil {
+		t.Fatal(err)
+	}
+	for i := range reqs {
+		mem, _, _, _ := l.Take(i)
+		all = append(all, bytes.Clone(mem.Slice()))
+		mem.Release()
+	}
+	return all
+}
+
+func relay(t *testing.T, m *load.Model, travel []int64, where string, ranks int) {
+	buffers := make([]int64, 128)
+	if ranks == 1 { // nobody else looks at them: they are used again and again
+		buffers = buffers[:2]
+	}
+	for i := range buffers {
+		buffers[i] = relayed
+	}
+	ring := memoryOn(t, where, buffers)
+	defer ring.free()
+	var relays []*load.Relay
+	var got []memory
+	var want [][][]byte
+	for rank := range ranks {
+		reqs := asked(m, travel, rank)
+		want = append(want, sliced(t, m, reqs))
+		sizes := make([]int64, len(reqs))
+		for i := range sizes {
+			sizes[i] = int64(len(want[rank][i]))
+		}
+		got = append(got, memoryOn(t, where, sizes))
+		defer got[rank].free()
+		r, err := m.Relay(specOf(reqs, travel, got[rank], ring, where, rank, ranks))
+		if err != nil {
+			t.Fatal(err)
+		}
+		relays = append(relays, r)
+	}
+	pieces := len(relays[0].Shares())
+	if pieces < 3 || ranks > 1 && pieces > len(buffers) {
+		t.Fatalf("%d pieces", pieces)
+	}
+	for k := range pieces {
+		for _, r := range relays {
+			if fmt.Sprint(r.Shares()) != fmt.Sprint(relays[0].Shares()) {
+				t.Fatal("the ranks do not agree where the shares are")
+			}
+			if landed, err := r.Wait(k, time.Minute); !landed || err != nil {
+				t.Fatalf("piece %d: %v, %v", k, landed, err)
+			}
+		}
+		for _, r := range relays {
+			if err := r.Decode(k, streamOf(where)); err != nil {
+				t.Fatalf("piece %d: %v", k, err)
+			}
+			if err := r.Decode(k, 0); err == nil {
+				t.Fatal("decoded twice")
+			}
+		}
+	}
+	for rank, r := range relays {
+		if done, err := r.Job().Wait(time.Minute); !done || err != nil {
+			t.Fatalf("rank %d: %v, %v", rank, done, err)
+		}
+		for i := range want[rank] {
+			if !bytes.Equal(got[rank].read(i), want[rank][i]) {
+				t.Errorf("rank %d: %s differs", rank, m.Index().Tensors[travel[i]].Name)
+			}
+		}
+	}
+}
+
+func streamOf(where string) uint64 {
+	if where == "cpu" {
+		return 0
+	}
+	return 1
+}
+
+func specOf(reqs []load.Request, travel []int64, got, ring memory, where string, rank, ranks int) *load.RelaySpec {
+	spec := &load.RelaySpec{Tensors: travel, Ring: ring.at, Size: relayed, Ranks: ranks, Rank: rank}
+	spec.Device, spec.Stream = where, streamOf(where)
+	for i, q := range reqs {
+		spec.Requests = append(spec.Requests, [6]int64{q.Tensor, int64(got.at[i]), q.Lo0, q.Hi0, q.Lo1, q.Hi1})
+	}
+	return spec
+}
+
+// A relay that is cancelled, or left alone in the middle, ends and lets go of the
+// device; one that asks for nonsense does not begin.
+func TestRelayEnds(t *testing.T) {
+	engine(t)
+	_, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
+	travel := coded(m)
+	for _, where := range []string{"cuda:0", "cpu"} {
+		reqs := asked(m, travel, 0)
+		sizes := make([]int64, len(reqs))
+		for i, b := range sliced(t, m, reqs) {
+			sizes[i] = int64(len(b))
+		}
+		got, ring := memoryOn(t, where, sizes), memoryOn(t, where, []int64{relayed, relayed})
+		for _, wrong := range []func(*load.RelaySpec){
+			func(s *load.RelaySpec) { s.Rank = 1 }, func(s *load.RelaySpec) { s.Ring = nil }, func(s *load.RelaySpec) { s.Size = 30 << 10 },
+			func(s *load.RelaySpec) { s.Tensors = s.Tensors[1:] }, func(s *load.RelaySpec) { s.Tensors[0] = math.MaxInt32 },
+			func(s *load.RelaySpec) { s.Requests[0][3] = math.MaxInt32 },
+		} {
+			spec := specOf(reqs, append([]int64(nil), travel...), got, ring, where, 0, 1)
+			wrong(spec)
+			if r, err := m.Relay(spec); err == nil || !errors.Is(err, fault.ErrArgument) {
+				t.Errorf("%v: %v", r != nil, err)
+			}
+		}
+		for _, decodes := range []int{0, 1} {
+			r, err := m.Relay(specOf(reqs, travel, got, ring, where, 0, 1))
+			if err != nil {
+				t.Fatal(err)
+			}
+			for k := range decodes {
+				if _, err := r.Wait(k, time.Minute); err != nil {
+					t.Fatal(err)
+				}
+				if err := r.Decode(k, streamOf(where)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if landed, err := r.Wait(decodes+2, 20*time.Millisecond); landed || err != nil {
+				t.Errorf("piece %d of a ring of two: %v, %v", decodes+2, landed, err)
+			}
+			r.Job().Cancel()
+			if done, err := r.Job().Wait(time.Minute); !done || !errors.Is(err, fault.ErrCancelled) {
+				t.Errorf("%v, %v", done, err)
+			}
+			if err := r.Decode(decodes, 0); !errors.Is(err, fault.ErrCancelled) {
+				t.Error(err)
+			}
+		}
+		got.free()
+		ring.free()
+	}
+}

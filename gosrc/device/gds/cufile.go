@@ -1,0 +1,211 @@
+//go:build cgo
+
+package gds
+
+/*
+#cgo LDFLAGS: -ldl
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/types.h>
+
+// Of cufile.h, whose ABI has been stable since its first version.
+struct status { int err, cu_err; }; // CUfileError_t
+struct descr {                      // CUfileDescr_t
+	int type; // 1: a descriptor
+	union { int fd; void *handle; } handle;
+	const void *ops;
+};
+
+static struct {
+	struct status (*driver_open)(void);
+	struct status (*handle_register)(void **, struct descr *);
+	void (*handle_deregister)(void *);
+	struct status (*buf_register)(const void *, size_t, int);
+	struct status (*buf_deregister)(const void *);
+	ssize_t (*read)(void *, void *, size_t, off_t, off_t);
+} cufile;
+
+// ow_cufile opens a library and asks for its version: 0 and *version (0 if it
+// is too old to say), or -1 and why. The library stays loaded: unloading is
+// what such libraries are worst at.
+static int ow_cufile(const char *name, int *version, char *why, size_t n)
+{
+	*version = 0;
+	void *lib = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
+	if (lib == NULL) {
+		const char *e = dlerror();
+		snprintf(why, n, "%s", e != NULL ? e : name);
+		return -1;
+	}
+	if (dlsym(lib, "cuFileRead") == NULL || dlsym(lib, "cuFileDriverOpen") == NULL) {
+		snprintf(why, n, "%s: no cuFileRead in it", name);
+		return -1;
+	}
+	struct status (*get)(int *) = (struct status (*)(int *))dlsym(lib, "cuFileGetVersion");
+	if (get != NULL && get(version).err != 0)
+		*version = 0;
+	return 0;
+}
+
+// ow_cufile_begin fills the table and opens the driver.
+static int ow_cufile_begin(const char *name, char *why, size_t n)
+{
+	void *lib = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
+	if (lib == NULL) {
+		const char *e = dlerror();
+		snprintf(why, n, "%s", e != NULL ? e : name);
+		return -1;
+	}
+	struct { void **to; const char *symbol; } all[] = {
+		{(void **)&cufile.driver_open, "cuFileDriverOpen"},
+		{(void **)&cufile.handle_register, "cuFileHandleRegister"},
+		{(void **)&cufile.handle_deregister, "cuFileHandleDeregister"},
+		{(void **)&cufile.buf_register, "cuFileBufRegister"},
+		{(void **)&cufile.buf_deregister, "cuFileBufDeregister"},
+		{(void **)&cufile.read, "cuFileRead"},
+	};
+	for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+		if ((*all[i].to = dlsym(lib, all[i].symbol)) == NULL) {
+			snprintf(why, n, "no %s in it", all[i].symbol);
+			return -1;
+		}
+	struct status s = cufile.driver_open();
+	if (s.err != 0) {
+		snprintf(why, n, "cuFileDriverOpen failed: error %d, CUDA's %d", s.err, s.cu_err);
+		return -1;
+	}
+	return 0;
+}
+
+static void *ow_cufile_open(int fd, struct status *s)
+{
+	struct descr d = {.type = 1, .handle.fd = fd};
+	void *h = NULL;
+	*s = cufile.handle_register(&h, &d);
+	return s->err == 0 ? h : NULL;
+}
+
+static void ow_cufile_close(void *h) { cufile.handle_deregister(h); }
+
+static struct status ow_cufile_register(void *p, size_t n) { return cufile.buf_register(p, n, 0); }
+
+static void ow_cufile_unregister(void *p) { cufile.buf_deregister(p); }
+
+static ssize_t ow_cufile_read(void *h, void *base, size_t n, off_t off, off_t at, int *system)
+{
+	errno = 0;
+	ssize_t got = cufile.read(h, base, n, off, at);
+	*system = errno;
+	return got;
+}
+*/
+import "C"
+
+import (
+	"errors"
+	"fmt"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// library loads a libcufile and returns its version, 1130 for 1.13; 0 if it
+// does not say.
+func library(name string) (int, error) {
+	why := make([]C.char, 512)
+	c := C.CString(name)
+	defer C.free(unsafe.Pointer(c))
+	var version C.int
+	if C.ow_cufile(c, &version, &why[0], C.size_t(len(why))) != 0 {
+		return 0, errors.New(C.GoString(&why[0]))
+	}
+	return int(version), nil
+}
+
+func openDriver(name string) error {
+	why := make([]C.char, 512)
+	c := C.CString(name)
+	defer C.free(unsafe.Pointer(c))
+	if C.ow_cufile_begin(c, &why[0], C.size_t(len(why))) != 0 {
+		return errors.New(C.GoString(&why[0]))
+	}
+	return nil
+}
+
+// A File is read straight into GPUs' memory.
+type File struct {
+	fd     int
+	handle unsafe.Pointer // libcufile's
+}
+
+// Open makes the file behind fd, which stays the caller's, ready. An error is
+// fault.ErrNotSupported: there is no GPUDirect Storage here, or it does not
+// reach this file.
+func Open(fd int) (*File, error) {
+	if err := begin(); err != nil {
+		return nil, err
+	}
+	own, err := reopen(fd)
+	if err != nil {
+		return nil, fault.New(fault.ErrNotSupported, "GPUDirect Storage: %v", err)
+	}
+	var s C.struct_status
+	h := C.ow_cufile_open(C.int(own), &s)
+	if h == nil {
+		_ = unix.Close(own)
+		return nil, fault.New(fault.ErrNotSupported, "GPUDirect Storage: cuFileHandleRegister failed: error %d, CUDA's %d", int(s.err), int(s.cu_err))
+	}
+	return &File{own, h}, nil
+}
+
+// reopen opens that very file once more, past the page cache, which older
+// versions insist on, or as it is.
+func reopen(fd int) (own int, err error) {
+	for _, flag := range []int{unix.O_DIRECT, 0} {
+		for {
+			own, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_CLOEXEC|flag, 0)
+			if !errors.Is(err, unix.EINTR) {
+				break
+			}
+		}
+		if err == nil {
+			return own, nil
+		}
+	}
+	return -1, err
+}
+
+// ReadInto reads up to n bytes from off on to base+at, in memory of the GPU.
+// Like pread it may give fewer, and 0 at the end of the file.
+func (f *File) ReadInto(base unsafe.Pointer, at, n, off int64) (int64, error) {
+	var system C.int
+	got := int64(C.ow_cufile_read(f.handle, base, C.size_t(n), C.off_t(off), C.off_t(at), &system))
+	switch {
+	case got >= 0:
+		return got, nil
+	case got == -1 && system != 0:
+		return 0, fault.New(fault.ErrIO, "cuFileRead failed: %v", syscall.Errno(system))
+	}
+	return 0, fault.New(fault.ErrIO, "cuFileRead failed: error %d", -got)
+}
+
+// Close ends it; no read is under way.
+func (f *File) Close() {
+	C.ow_cufile_close(f.handle)
+	_ = unix.Close(f.fd)
+}
+
+// Register tells libcufile of memory of the GPU that will be read to, which
+// saves a copy; undo comes before the memory is freed. Where it cannot be
+// registered, reads work all the same, and undo does nothing.
+func Register(p unsafe.Pointer, n int64) (undo func()) {
+	if begin() != nil || C.ow_cufile_register(p, C.size_t(n)).err != 0 {
+		return func() {}
+	}
+	return func() { C.ow_cufile_unregister(p) }
+}

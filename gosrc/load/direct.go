@@ -1,0 +1,118 @@
+package load
+
+import (
+	"context"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/gds"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// direct is GPUDirect Storage for one load.
+type direct struct {
+	readers []device.Reader // by source; nil: through the host
+	files   []*gds.File
+	undo    func() // of the staging's registration
+	gpu     *cuda.Device
+	base    unsafe.Pointer // of the staging
+	bytes   atomic.Int64   // read so
+	why     string         // why some of the sources are read through the host; "" if none is
+}
+
+// straight makes the local files of a load ready for GPUDirect Storage. What it
+// does not reach is read through the host.
+func (l *Loading) straight(lane gpuLane) (*direct, error) {
+	base, n := lane.Staging()
+	d := &direct{readers: make([]device.Reader, len(l.model.srcs)), gpu: l.target.gpu, base: base, undo: func() {}}
+	err := d.gpu.Current(func() error {
+		for i, s := range l.model.srcs {
+			on, ok := s.(mappable)
+			_, lends := s.(source.Lender)
+			switch {
+			case lends:
+				continue
+			case !ok:
+				d.why = fault.Redact(s.URI()) + " is no local file"
+				continue
+			case l.model.ix.Sources[i].Overwire:
+				d.why = fault.Redact(s.URI()) + " has checksums, which are compared on the host"
+				continue
+			}
+			var f *gds.File
+			err := on.WithFD(func(fd int) (err error) {
+				f, err = gds.Open(fd)
+				return err
+			})
+			if err != nil {
+				d.why = err.Error()
+				continue
+			}
+			d.files = append(d.files, f)
+			d.readers[i] = &directFile{d, f, s}
+		}
+		if d.files != nil {
+			d.undo = gds.Register(base, n)
+		}
+		return nil
+	})
+	return d, err
+}
+
+// by is the readers; d may be nil.
+func (d *direct) by() []device.Reader {
+	if d == nil {
+		return nil
+	}
+	return d.readers
+}
+
+// close ends it; no read is under way. d may be nil.
+func (d *direct) close() {
+	if d == nil {
+		return
+	}
+	end := func() error {
+		d.undo()
+		for _, f := range d.files {
+			f.Close()
+		}
+		return nil
+	}
+	if d.gpu.Current(end) != nil { // a GPU that is lost; the files are not
+		_ = end()
+	}
+}
+
+// A directFile is one source; see device.Reader.
+type directFile struct {
+	*direct
+	file *gds.File
+	src  source.Source
+}
+
+func (f *directFile) ReadInto(ctx context.Context, dst unsafe.Pointer, n, off int64) error {
+	at := int64(uintptr(dst) - uintptr(f.base))
+	for n > 0 {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		var got int64
+		err := f.gpu.Current(func() (err error) {
+			got, err = f.file.ReadInto(f.base, at, n, off)
+			return err
+		})
+		if err == nil && got == 0 {
+			err = fault.New(fault.ErrCorrupt, "truncated: the file had %d bytes when it was opened", f.src.Size())
+		}
+		if err != nil {
+			return &fault.At{Verb: "read", Source: f.src.URI(), Chunk: -1, Offset: off, Err: err}
+		}
+		at, off, n = at+got, off+got, n-got
+		f.bytes.Add(got)
+	}
+	return nil
+}

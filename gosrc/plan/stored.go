@@ -1,0 +1,41 @@
+package plan
+
+import (
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A Spot is where a chunk goes as it is stored. Data is the tensor that holds
+// it, N its number there. Pieces do not cross from one group to the next.
+type Spot struct {
+	Data, N int32
+	Group   int32
+	Dst     unsafe.Pointer
+}
+
+// Stored plans the reading of chunks to their spots, as they are stored: their
+// checksums are compared, and nothing is decoded. Each spot has a want of its
+// own. Spots are in the order of their sources and offsets, and of groups.
+func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
+	m := maker{ix: ix, lim: lim, p: &Plan{Left: make([]int32, len(spots))}}
+	wants := make([]Want, len(spots))
+	begin := 0
+	for i := range spots {
+		s := &spots[i]
+		if s.Group != spots[begin].Group {
+			m.cut(begin, i)
+			begin = i
+		}
+		t := &ix.Tensors[s.Data]
+		c := ix.Chunks[int64(t.First)+int64(s.N)]
+		c.Logical, c.Codec, c.Transform, c.SegTiles = c.Stored, tensor.CodecRaw, 0, 0
+		n := int64(c.Stored)
+		wants[i] = Want{Tensor: s.Data, Data: s.Data, Bytes: n}
+		m.add(int32(i), s.N, t.Source, c.Off, n >= directMin, device.Job{Chunk: c, Dst: s.Dst})
+	}
+	m.cut(begin, len(spots))
+	m.split()
+	return m.p, wants
+}

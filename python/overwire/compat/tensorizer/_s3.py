@@ -1,0 +1,199 @@
+"""How tensorizer finds credentials and endpoints of s3://, as storage_options."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from ...errors import AccessError, ArgumentError
+from ...stores import ObjectWriter, presign
+
+default_s3_read_endpoint = "accel-object.ord1.coreweave.com"
+default_s3_write_endpoint = "object.ord1.coreweave.com"
+
+# Where s3cmd's settings lie.
+_s3_default_config_paths = (os.path.expanduser("~/.s3cfg"),)
+
+# URLs that are made here live until the end of the next day, as tensorizer's.
+_DAY = 86400
+
+
+class ParsedCredentials(NamedTuple):
+    """What was found; None for what was not."""
+
+    config_file: str | None
+    s3_endpoint: str | None
+    s3_access_key: str | None
+    s3_secret_key: str | None
+    use_https: bool | None
+
+
+@functools.cache
+def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
+    """The section "default" of the first of these files that is there; kept.
+    ValueError for a file without one."""
+    import configparser
+
+    paths = config_paths or _s3_default_config_paths
+    if isinstance(paths, (str, bytes, os.PathLike)):
+        paths = (paths,)
+    config = configparser.ConfigParser(interpolation=None)
+    for path in paths:
+        try:
+            if not config.read(os.fsdecode(path)):
+                continue
+        except configparser.Error as error:
+            raise ValueError(f"{os.fsdecode(path)} is no .s3cfg file") from error
+        if "default" not in config:
+            raise ValueError(f"No default section in {os.fsdecode(path)}")
+        section = config["default"]
+        https = {"True": True, "False": False}.get(section.get("use_https", ""))
+        return ParsedCredentials(
+            os.fsdecode(path), section.get("host_base"), section.get("access_key"), section.get("secret_key"), https
+        )
+    return ParsedCredentials(None, None, None, None, None)
+
+
+def infer_credentials(key: str | None, secret: str | None, config_path: Any = None) -> ParsedCredentials:
+    """A pair of credentials, completed from .s3cfg; "" is one that was given.
+
+    ValueError where a part is nowhere, FileNotFoundError for a config_path that is
+    not there.
+    """
+    if key is not None and secret is not None:
+        return ParsedCredentials(None, None, key, secret, None)
+    if config_path is not None and not os.path.exists(config_path):
+        raise FileNotFoundError(f"Explicitly specified s3_config_path does not exist: {config_path}")
+    told = "Attempted to access an S3 bucket, but credentials were not provided, and "
+    try:
+        parsed = s3cfg_values(config_path)
+    except ValueError as error:
+        raise ValueError(told + "the fallback .s3cfg file could not be parsed.") from error
+    if parsed.config_file is None:
+        raise ValueError(told + "no default .s3cfg file could be found.")
+    found = parsed._replace(
+        s3_access_key=parsed.s3_access_key if key is None else key, s3_secret_key=parsed.s3_secret_key if secret is None else secret
+    )
+    for value, name in ((found.s3_access_key, "s3_access_key_id"), (found.s3_secret_key, "s3_secret_access_key")):
+        if not value:
+            raise ValueError(
+                f"Attempted to access an S3 bucket, but {name} was not provided, and could not be found in the default config file"
+                f" at {parsed.config_file}."
+            )
+    return found
+
+
+def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = False) -> str:
+    """An endpoint with its scheme: https unless http is allowed or forced.
+    ValueError otherwise."""
+    scheme, found, rest = endpoint.partition("://")
+    scheme = scheme.lower() if found else ""
+    if not found:
+        return ("http://" if force_http else "https://") + endpoint
+    if scheme == "https":
+        return "http://" + rest if force_http else endpoint
+    if scheme == "http" and (force_http or allow_http):
+        return endpoint
+    raise ValueError("Non-HTTPS endpoint URLs are not allowed.")
+
+
+def parse_uri(uri: str) -> tuple[str, str]:
+    """Bucket and key of an s3:// URI. ValueError for others."""
+    parts = urlsplit(uri, allow_fragments=False)
+    if parts.scheme.lower() != "s3":
+        raise ValueError(f"Invalid S3 URI: {uri}")
+    return parts.netloc, parts.path.lstrip("/")
+
+
+def configured_endpoint() -> str | None:
+    """The endpoint of the environment, or of the AWS tools' configuration."""
+    import configparser
+
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        if os.environ.get(name):
+            return os.environ[name]
+    config = configparser.ConfigParser(interpolation=None)
+    try:
+        config.read(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"))
+    except configparser.Error:
+        return None  # whoever signs reads it again, and says so
+    profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
+    for name in (f"profile {profile}", profile):
+        if name in config:
+            nested = dict(line.partition("=")[::2] for line in config[name].get("s3", "").splitlines())
+            within = {key.strip(): value.strip() for key, value in nested.items()}
+            return within.get("endpoint_url") or config[name].get("endpoint_url") or None
+    return None
+
+
+def options_for(
+    write: bool,
+    key: str | None = None,
+    secret: str | None = None,
+    endpoint: str | None = None,
+    config_path: Any = None,
+    force_http: bool | None = None,
+    region: str | None = None,
+) -> dict[str, Any]:
+    """The storage_options that reach an object as tensorizer's open_stream would.
+
+    Credentials: as given, else of .s3cfg, else as the AWS tools find them. The
+    endpoint: as given, else of .s3cfg, of the environment, of the AWS tools'
+    configuration, else CoreWeave's. ValueError for an endpoint without TLS that
+    neither environment nor force_http allows.
+    """
+    allow_http = False
+    try:
+        found = infer_credentials(key, secret, config_path)
+        key, secret = found.s3_access_key, found.s3_secret_key
+        endpoint = endpoint or found.s3_endpoint
+        if force_http is None and found.use_https is not None:
+            force_http = not found.use_https
+    except (ValueError, FileNotFoundError):
+        pass  # a public bucket, or one that the AWS tools know
+    if not endpoint and (endpoint := configured_endpoint()):
+        allow_http = True
+    if not endpoint:
+        endpoint = default_s3_write_endpoint if write else default_s3_read_endpoint
+    return direct_options(key, secret, enforce_scheme(endpoint, allow_http, bool(force_http)), region)
+
+
+def direct_options(key: str | None, secret: str | None, endpoint: str | None, region: str | None) -> dict[str, Any]:
+    """storage_options of what was found."""
+    options: dict[str, Any] = {"endpoint_url": endpoint or None, "region": region}
+    if key == secret == "":
+        options["anon"] = True
+    else:
+        options |= {"key": key, "secret": secret}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def url_of(uri: str, options: dict[str, Any]) -> str:
+    """A URL that reads the object: signed, or plain where access is unsigned or
+    nobody has credentials."""
+    import time
+
+    bucket, key = parse_uri(uri)
+    if not options.get("anon"):
+        now = int(time.time())
+        try:
+            return presign(uri, 2 * _DAY - now % _DAY, storage_options=options)
+        except (AccessError, ArgumentError):
+            if options.get("key") is not None or options.get("secret") is not None:
+                raise
+    from urllib.parse import quote
+
+    at = urlsplit(options.get("endpoint_url") or f"https://s3.{options.get('region') or 'us-east-1'}.amazonaws.com")
+    if at.netloc.lower() in ("cwobject.com", "cwlota.com"):
+        return f"{at.scheme}://{bucket}.{at.netloc}/{quote(key)}"
+    return f"{at.scheme}://{at.netloc}{at.path.rstrip('/')}/{bucket}/{quote(key)}"
+
+
+def upload(path: Any, uri: str, options: dict[str, Any]) -> None:
+    """Copies a local file into an object."""
+    import shutil
+
+    with open(path, "rb") as source, ObjectWriter(uri, storage_options=options) as target:
+        shutil.copyfileobj(source, target, 16 << 20)

@@ -1,0 +1,95 @@
+"""tensorizer.tensors_pb2: the messages of its tensors.proto.
+
+Numbers are here at once; the message classes `Tensor`, `Attribute` and `Module`,
+and `DESCRIPTOR`, are made when they are first asked for, by the package protobuf
+(MissingPackageError without it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import MissingPackageError
+
+_DTYPES = (
+    "INVALID FLOAT32 FLOAT64 FLOAT16 BFLOAT16 COMPLEX32 COMPLEX64 COMPLEX128"
+    " UINT8 INT8 INT16 INT32 INT64 BOOL QUINT8 QINT8 QINT32 QUINT4_2"
+).split()
+
+(
+    DT_INVALID, DT_FLOAT32, DT_FLOAT64, DT_FLOAT16, DT_BFLOAT16, DT_COMPLEX32, DT_COMPLEX64, DT_COMPLEX128,
+    DT_UINT8, DT_INT8, DT_INT16, DT_INT32, DT_INT64, DT_BOOL, DT_QUINT8, DT_QINT8, DT_QINT32, DT_QUINT4_2,
+) = range(len(_DTYPES))  # fmt: skip
+AT_PARAMETER, AT_BUFFER = range(2)
+
+# Fields of the messages: number, name, type (or the name of a message or enum).
+_MESSAGES: dict[str, list[tuple[int, str, str]]] = {
+    "Tensor": [(1, "dtype", "Dtype"), (2, "shape", "*int64"), (3, "data", "bytes"), (4, "attr_type", "?AttributeType")],
+    "Attribute": [
+        (1, "name", "string"),
+        (3, "module", "|Module"),
+        (4, "tensor", "|Tensor"),
+        (5, "string", "|string"),
+        (6, "int64", "|int64"),
+        (7, "float", "|float"),
+        (8, "bool", "|bool"),
+    ],
+    "Module": [(1, "name", "string"), (2, "names", "*string"), (3, "attributes", "*Attribute")],
+}
+_ENUMS = {"Dtype": [f"DT_{name}" for name in _DTYPES], "AttributeType": ["AT_PARAMETER", "AT_BUFFER"]}
+
+
+def _build() -> dict[str, Any]:
+    try:
+        from google.protobuf import (  # type: ignore[import-untyped,unused-ignore]
+            descriptor_pb2,
+            descriptor_pool,
+            message_factory,
+        )
+        from google.protobuf.internal import enum_type_wrapper  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise MissingPackageError("overwire: tensorizer.protobuf: the package protobuf is not installed") from error
+    file = descriptor_pb2.FileDescriptorProto(name="tensors.proto", package="tensors", syntax="proto3")
+    file.options.go_package = "github.com/coreweave/tensorizer/tensors"
+    for name, values in _ENUMS.items():
+        enum = file.enum_type.add(name=name)
+        for number, value in enumerate(values):
+            enum.value.add(name=value, number=number)
+    kinds = descriptor_pb2.FieldDescriptorProto
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        optional = []
+        for number, field, kind in fields:
+            made = message.field.add(name=field, number=number, label=kinds.LABEL_REPEATED if kind[0] == "*" else kinds.LABEL_OPTIONAL)
+            plain = kind.lstrip("*|?")
+            if plain in _ENUMS or plain in _MESSAGES:
+                made.type_name = f".tensors.{plain}"
+                made.type = kinds.TYPE_ENUM if plain in _ENUMS else kinds.TYPE_MESSAGE
+            else:
+                made.type = getattr(kinds, f"TYPE_{plain.upper()}")
+            if kind[0] == "|":
+                if not message.oneof_decl:
+                    message.oneof_decl.add(name="value")
+                made.oneof_index = 0
+            elif kind[0] == "?":
+                made.proto3_optional = True
+                optional.append(made)
+        for made in optional:  # behind the others, as protoc has them
+            made.oneof_index = len(message.oneof_decl)
+            message.oneof_decl.add(name=f"_{made.name}")
+    # A pool of our own: whoever has the original too has its messages in the common one.
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found: dict[str, Any] = {"DESCRIPTOR": pool.FindFileByName("tensors.proto")}
+    for name in _MESSAGES:
+        found[name] = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensors.{name}"))
+    for name in _ENUMS:
+        found[name] = enum_type_wrapper.EnumTypeWrapper(pool.FindEnumTypeByName(f"tensors.{name}"))
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    if name not in (*_MESSAGES, *_ENUMS, "DESCRIPTOR"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals().update(_build())
+    return globals()[name]

@@ -1,0 +1,261 @@
+"""Loads by several ranks, one GPU each, beside what the machine can do at all.
+
+    torchrun --nproc-per-node 2 tests/group_bench.py --dir /tmp [--size 8GB] [--out rows.json] [--limit 150]
+
+Rank 0 makes a model (Llama shape, bf16), plain and compressed. Every row is
+preceded by a comparison: what each rank got, against its own part of the plain
+file as safetensors reads it. A row's time is the slowest rank's, from a barrier
+to the end of all work on the GPU; its rates count the bytes of the tensors that
+a rank holds afterwards, and the sum over ranks. Without GPUs it runs on gloo and
+host memory, to be tested. Rows that no longer begin within --limit seconds are
+named and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import torch
+import torch.distributed as dist
+from overwire import distributed, teams
+
+RANK, LOCAL = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+CUDA = torch.cuda.is_available()
+DEVICE = f"cuda:{LOCAL % torch.cuda.device_count()}" if CUDA else "cpu"
+BEGAN = time.monotonic()
+
+
+def tensor_parallel(name: str, shape: tuple[int, ...]) -> int | None:
+    """How Megatron cuts a Llama: outputs of the first layers, inputs of the second."""
+    if len(shape) < 2:
+        return None
+    return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+
+
+def wait() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def most(value: float) -> float:
+    found = torch.tensor([value], dtype=torch.float64, device=DEVICE)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found.item())
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    dist.barrier()
+    wait()
+    start = time.perf_counter()
+    result = work()
+    wait()
+    return most(time.perf_counter() - start), result
+
+
+def nbytes(tensors: dict[str, Any]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+class Forced(teams.Rates):
+    """Every batch goes one way, where there is that way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def choose(self, kind: tuple[Any, ...], ways: tuple[str, ...]) -> tuple[str, bool]:
+        return (self.way if self.way in ways else ways[0]), False
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rows: list[dict[str, Any]] = []
+
+    def late(self, what: str) -> bool:
+        """Whether there is no time for it; all ranks say the same."""
+        late = most(time.monotonic() - BEGAN) > self.args.limit
+        if late:
+            self.say({"row": what, "left_out": "no time"})
+        return late
+
+    def say(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if RANK:
+            return
+        words = [f"{row['row']:<44}"]
+        words += [f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items() if key != "row"]
+        print("  ".join(words), flush=True)
+        if self.args.out:
+            Path(self.args.out).write_text(json.dumps(self.rows, indent=1))
+
+    def floor(self, name: str, work: Callable[[], int]) -> None:
+        """work returns the bytes that this rank got."""
+        work()
+        times = []
+        for _ in range(3):
+            seconds, got = timed(work)
+            times.append(seconds)
+        each = got / min(times) / 1e9
+        self.say({"row": f"floor: {name}", "GB/s a rank": each, "GB/s in all": each * dist.get_world_size()})
+
+    def floors(self) -> None:
+        size, step = (1 << 30, 64 << 20) if CUDA else (64 << 20, 8 << 20)
+        ranks = dist.get_world_size()
+        here = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
+        host = torch.zeros(step, dtype=torch.uint8, pin_memory=CUDA)
+
+        def copy() -> int:
+            for at in range(0, size, step):
+                here[at : at + step].copy_(host, non_blocking=True)
+            return size
+
+        self.floor("pinned copies to every GPU at once", copy)
+        part = size // ranks
+        mine = here[RANK * part : (RANK + 1) * part]
+
+        def gather() -> int:
+            dist.all_gather_into_tensor(here[: part * ranks], mine)
+            return part * ranks
+
+        def broadcast() -> int:
+            dist.broadcast(here, 0)
+            return size
+
+        team = teams.team_of(dist.group.WORLD)
+        piece = step // ranks
+        parts = here[: piece * ranks].split(piece)
+        others = [rank for rank in range(ranks) if rank != RANK]
+
+        def trade() -> int:
+            for _ in range(0, size, step):
+                team.trade([(rank, parts[RANK]) for rank in others], [(rank, parts[rank]) for rank in others])
+            return size // step * piece * ranks
+
+        self.floor("all-gather of 1 GiB", gather)
+        self.floor("broadcast of 1 GiB", broadcast)
+        self.floor(f"sends of {piece >> 20} MiB parts, all to all", trade)
+
+    def reference(self, path: Path) -> dict[str, Any]:
+        """The plain file by another reader, if there is one."""
+        try:
+            from safetensors.torch import load_file
+        except ImportError:
+            return {name: tensor.to(DEVICE) for name, tensor in ow.load_file(path).items()}
+        return dict(load_file(path, device=DEVICE))
+
+    def check(self, got: dict[str, Any], shard: Any) -> None:
+        """Bit for bit, on every rank."""
+        wrong = 0.0
+        if got.keys() != self.whole.keys():
+            wrong = 1e9
+        for name, tensor in self.whole.items() if not wrong else ():
+            dim = None if shard is None else shard(name, tuple(tensor.shape))
+            if dim is not None:
+                lo, hi = distributed.shard_range(tensor.shape[dim], dist.get_world_size(), RANK)
+                tensor = tensor.narrow(dim, lo, hi - lo).contiguous()
+            same = got[name].shape == tensor.shape and got[name].dtype == tensor.dtype
+            wrong += not (same and torch.equal(got[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)))
+        if most(wrong):
+            raise SystemExit(f"rank {RANK}: {wrong:.0f} tensors did not come back bit for bit")
+
+    def loads(self, name: str, path: Path, shard: Any, way: str | None, runs: int = 2) -> None:
+        """way: None chooses by measuring, "alone" uses no group."""
+        title = f"{name}, {way or 'chosen'}"
+        if self.late(title):
+            return
+        group: Any = dist.group.WORLD
+        team = teams.team_of(group)
+        team.rates = teams.Rates() if way is None else Forced(way)
+
+        def load() -> dict[str, Any]:
+            if way == "alone":
+                return ow.load_file(path, device=DEVICE, mmap=False)
+            return ow.load_file(path, device=DEVICE, group=group, shard=shard, mmap=False)
+
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        got = load()
+        beside = torch.cuda.max_memory_allocated() - before - nbytes(got) if CUDA else 0
+        self.check(got, shard)
+        del got
+        team.rates = teams.Rates() if way is None else team.rates
+        times: list[float] = []
+        for _ in range(runs + (way is None)):
+            seconds, got = timed(load)
+            times.append(seconds)
+            size = nbytes(got)
+            del got
+        row: dict[str, Any] = {"row": title, "first": size / times[0] / 1e9, "best": size / min(times) / 1e9}
+        row |= {"in all": row["best"] * dist.get_world_size(), "verified": True, "MiB of torch's beside": beside >> 20}
+        stages = (ow.last_report() or {}).get("stages", {})  # of rank 0's last job: seconds, summed over its workers
+        row["stages"] = {key[:-3]: round(value / 1e9, 3) for key, value in stages.items() if key.endswith("_ns")}
+        row["stages"]["workers"] = stages.get("workers")
+        if way is None:
+            row["ways"] = {kind: {w: round(rate / 1e9, 1) for w, rate in ways.items()} for kind, ways in distributed.rates(group).items()}
+        self.say(row)
+
+    def run(self) -> None:
+        folder = Path(self.args.dir)
+        plain, packed = folder / "plain.safetensors", folder / "packed.safetensors"
+        if RANK == 0:
+            start = time.monotonic()
+            for command in (
+                ["bench", "gen", "llama-bf16", "--size", self.args.size, "-f", str(plain)],
+                ["compress", "-f", str(plain), "-o", str(packed)],
+            ):
+                subprocess.run([sys.executable, "-m", "overwire", *command], check=True, capture_output=True)
+            print(f"{dist.get_world_size()} ranks, {DEVICE}, {self.args.size} made in {time.monotonic() - start:.1f} s", flush=True)
+        dist.barrier()
+        self.floors()
+        self.whole = self.reference(plain)
+        first = True
+        for name, path in (("compressed", packed), ("plain", plain)):
+            if self.args.only and name != self.args.only:
+                continue
+            if first:  # threads, pinned memory and connections of both kinds of load
+                ow.load_file(path, device=DEVICE, mmap=False)
+                first = False
+            packed_ways = (["each", "gather"], ["own", "gather"])
+            whole, parts = packed_ways if name == "compressed" else (["each", "broadcast", "gather"], ["own", "scatter"])
+            for way in ("alone", *whole, None):
+                self.loads(f"{name}, whole", path, None, way)
+            for way in (*parts, None):
+                self.loads(f"{name}, tensor-parallel", path, tensor_parallel, way)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--size", default="8GB")
+    parser.add_argument("--out", default="")
+    parser.add_argument("--limit", type=float, default=150, help="seconds after which no row begins")
+    parser.add_argument("--debug", action="store_true")
+    parser.add_argument("--only", default="", help="compressed or plain")
+    args = parser.parse_args()
+    if CUDA:
+        torch.cuda.set_device(DEVICE)
+    if args.debug and RANK == 0:  # what relays spend their time with, too
+        logging.basicConfig(level=logging.INFO)
+        logging.getLogger("overwire").setLevel(logging.DEBUG)
+    device = torch.device(DEVICE) if CUDA else None
+    dist.init_process_group("nccl" if CUDA else "gloo", timeout=datetime.timedelta(seconds=60), device_id=device)
+    Bench(args).run()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
