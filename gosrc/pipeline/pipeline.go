@@ -39,9 +39,9 @@ type Task struct {
 	Direct  []device.Reader
 	Workers int // 0: one a core
 	// Range is how many bytes a worker asks a source.Ranged for at once, to
-	// read them piece by piece; 0: a piece. It is for the host alone: whoever has
-	// a range open must not wait for a slot, which those may have who wait for
-	// his permit to open one.
+	// read them piece by piece; 0: a piece. It is for the host alone, and not with
+	// a Gate: whoever has a range open must not wait for a slot or for room, which
+	// those may have who wait for his permit to open one.
 	Range   int64
 	NoCheck bool // for benchmarks only: leave the checksums out
 	Trace   *Trace
@@ -232,7 +232,7 @@ func batched(t *Task) (out []batch, skipped int64) {
 	for i := range parts {
 		p := &pieces[parts[i].Piece]
 		n := parts[i].To - parts[i].From
-		if _, ok := t.Sources[p.Source].(source.Ranged); t.Range == 0 || t.Lane != nil || !ok {
+		if _, ok := t.Sources[p.Source].(source.Ranged); t.Range == 0 || t.Lane != nil || t.Gate != nil || !ok {
 			out = append(out, batch{first: int32(i), end: int32(i + 1)})
 			continue
 		}
