@@ -389,18 +389,37 @@ def test_nvcomp_reads_ours_and_we_its(name: str, contents: dict[int, bytes]) -> 
     if theirs is nvcomp:
         pytest.skip("nvidia.nvcomp is this package")
     version = int(theirs.__version__.split(".")[0])
+    wrong: list[str] = []
     for kind in KINDS:
         other = theirs.Codec(algorithm=name, bitstream_kind=theirs.BitstreamKind(int(kind)))
         ours = nvcomp.Codec(algorithm=name, bitstream_kind=kind, native_version=version)
         for size, plain in contents.items():
-            if size == 0 or (kind is not nvcomp.BitstreamKind.NVCOMP_NATIVE and size > 65536 and name in ("Deflate", "GDeflate", "Gzip")):
+            if size == 0:
                 continue
-            e = other.encode(theirs.as_array(plain).cuda())
-            torch.cuda.synchronize()
-            assert back(ours.decode(nvcomp.as_array(e))) == plain, (kind, size)
-            mine = ours.encode(there(plain))
-            torch.cuda.synchronize()
-            assert bytes(other.decode(theirs.as_array(mine)).cpu()) == plain, (kind, size)
+            native = kind is nvcomp.BitstreamKind.NVCOMP_NATIVE
+            try:
+                e = other.encode(theirs.as_array(plain).cuda())
+                torch.cuda.synchronize()
+                if bytes(other.decode(e).cpu()) != plain:
+                    continue
+            except RuntimeError:
+                continue  # what nvCOMP itself does not do
+            try:
+                if back(ours.decode(nvcomp.as_array(e))) != plain:
+                    wrong.append(f"{kind.name} {size}: its stream: other bytes")
+            except Exception as error:
+                wrong.append(f"{kind.name} {size}: its stream: {type(error).__name__}: {error}"[:160])
+            if not native and name in ("Deflate", "GDeflate", "Gzip") and size > 65536:
+                continue  # longer than nvCOMP's decoders take
+            try:
+                mine = ours.encode(there(plain))
+                torch.cuda.synchronize()
+                if bytes(other.decode(theirs.as_array(mine)).cpu()) != plain:
+                    wrong.append(f"{kind.name} {size}: our stream: other bytes")
+            except Exception as error:
+                wrong.append(f"{kind.name} {size}: our stream: {type(error).__name__}: {error}"[:160])
+    if wrong:
+        pytest.fail("\n".join(wrong[:6]), pytrace=False)
 
 
 @needs_torch
