@@ -161,6 +161,8 @@ fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels'
 		go test -tags owfake,netgo,osusergo,nostores ./gosrc/device/cuda
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
 		go test -tags owfake,netgo,osusergo,nostores -run Fake ./gosrc/bench ./gosrc/cli
+	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" GOFLAGS= \
+		$(PY) tests/fake_gpu.py
 
 gpubench: build ## on a machine with a GPU: its tests, the memory checkers, every figure
 	PYTHON=$(PY) tests/device_run.sh
