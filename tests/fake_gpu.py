@@ -4,7 +4,7 @@ one of gosrc/device/cuda and whose kernels are the host twins.
     python tests/fake_gpu.py [pytest's arguments]
 
 The engine is compiled into build/fake, beside links to the package's files.
-`make fakegpu` calls this, with CGO_CXXFLAGS as Go's tests of the fake have them.
+`make fakepy` calls this, with CGO_CXXFLAGS as Go's tests of the fake have them.
 """
 
 from __future__ import annotations

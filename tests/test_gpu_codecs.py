@@ -1,6 +1,6 @@
 """overwire.gpu and compat.nvcomp with Arrays of a GPU: what needs one, real or not.
 
-`make fakegpu` runs this on an engine whose driver is the fake one and whose
+`make fakepy` runs this on an engine whose driver is the fake one and whose
 kernels are the host twins; what needs torch on a GPU is then skipped.
 """
 

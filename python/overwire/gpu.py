@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import _gpu
-from .errors import ArgumentError
+from .errors import ArgumentError, ForkedError
 
 __all__ = [
     "Batch",
@@ -162,8 +162,12 @@ def stream_new(device: int) -> int:
 
 
 def stream_free(stream: int, device: int) -> None:
-    """Ends a stream when its work is done, without waiting for that."""
-    _gpu.gpu_stream_free(device, stream)
+    """Ends a stream when its work is done, without waiting for that. In a forked
+    child it does nothing: the stream is the parent's."""
+    try:
+        _gpu.gpu_stream_free(device, stream)
+    except ForkedError:
+        pass
 
 
 def stream_sync(stream: int, device: int) -> None:
@@ -219,7 +223,10 @@ class Batch:
 
     def __del__(self) -> None:
         if getattr(self, "_errors", ()) is None:
-            _gpu.gpu_batch_free(self._number)
+            try:
+                _gpu.gpu_batch_free(self._number)
+            except ForkedError:
+                pass  # the parent's
 
 
 def decode(
