@@ -95,6 +95,7 @@ more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leave
 	go test -race -short ./gosrc/source/... ./gosrc/save
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
 	$(PY) -m pytest -n 0 tests/test_stores.py
+	@$(MAKE) --no-print-directory fakepy
 
 lint: golint pylint $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
 	$(BIN)/staticcheck ./gosrc/...
@@ -146,7 +147,7 @@ clean: ## remove what was built and installed
 	rm -rf $(VENV) build dist python/overwire/_core.abi3.so
 
 # The GPU engine. The first two run without a GPU.
-.PHONY: kernels fakegpu gpubench
+.PHONY: kernels fakegpu fakepy gpubench
 NVCC := build/nvcc/nvidia/cu13/bin/nvcc
 
 kernels: $(NVCC) ## compile cuda/built/x16.fatbin anew, byte for byte, by the pinned compiler
@@ -162,6 +163,9 @@ fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels'
 		go test -tags owfake,netgo,osusergo,nostores ./gosrc/device/cuda
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
 		go test -tags owfake,netgo,osusergo,nostores -run Fake ./gosrc/bench ./gosrc/cli
+
+fakepy: build ## Python's tests of codecs on a GPU, on an engine with the fake driver
+	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" GOFLAGS= $(PY) tests/fake_gpu.py
 
 gpubench: build ## on a machine with a GPU: its tests, the memory checkers, every figure
 	PYTHON=$(PY) tests/device_run.sh

@@ -75,7 +75,7 @@ def test_dtype_table_is_the_engines() -> None:
 
 def test_files_stay_small() -> None:
     for path in (ROOT / "python/overwire").rglob("*.py"):
-        assert len(path.read_text().splitlines()) < 600, path
+        assert len(path.read_text().splitlines()) <= 600, path
 
 
 def test_log_level_comes_from_the_environment() -> None:

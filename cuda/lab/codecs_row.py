@@ -206,7 +206,7 @@ def main() -> int:
         def calls(api: Any, named: dict[str, Any], count: int, nbytes: int) -> dict[str, Any]:
             codec = api.Codec(cuda_stream=torch.cuda.current_stream().cuda_stream, **named)
             plain = [torch.randn(nbytes // 2, device="cuda").mul_(0.02).half() for _ in range(count)]
-            packed = codec.encode([api.as_array(p) for p in plain])
+            packed = codec.encode(api.as_arrays(plain))
             config = codec.decompression_config(packed)
             out = [torch.empty_like(p) for p in plain]
             into = api.as_arrays(out)

@@ -45,22 +45,6 @@ __all__ = [
     "exporter",
     "fetch_start",
     "forked",
-    "gpu_alloc",
-    "gpu_batch_free",
-    "gpu_copy",
-    "gpu_count",
-    "gpu_decode",
-    "gpu_encode",
-    "gpu_follow",
-    "gpu_names",
-    "gpu_of",
-    "gpu_peek",
-    "gpu_stream_check",
-    "gpu_stream_free",
-    "gpu_stream_new",
-    "gpu_stream_sync",
-    "gpu_transform",
-    "gpu_wait",
     "index_names",
     "inspect",
     "job_cancel",
@@ -82,11 +66,6 @@ __all__ = [
     "preload_start",
     "presign",
     "save_start",
-    "tensors_front",
-    "tensors_key",
-    "tensors_record",
-    "tensors_records",
-    "tensors_sums",
     "verify_start",
 ]
 
@@ -425,39 +404,6 @@ def preload_find(spec: str) -> tuple[int, int] | None:
         raise
 
 
-# Records of .tensors files: see gosrc/bind/face/tensors.go.
-
-
-def tensors_records(spec: str) -> str:
-    """What a .tensors file says of itself, as JSON: {"uris": [one], "records": bool, "storage": {...}}."""
-    text: str = _call(_core().api_TensorsRecords, spec)
-    return text
-
-
-def tensors_record(spec: str, data: int, sealed: int) -> str:
-    """The record before the data at an address, in hex; `sealed` gets the data encrypted."""
-    text: str = _call(_core().api_TensorsRecord, spec, data, sealed)
-    return text
-
-
-def tensors_front(spec: str) -> str:
-    """Head and index of a .tensors file, in hex: JSON {"items": [...], "length", "version"}."""
-    text: str = _call(_core().api_TensorsFront, spec)
-    return text
-
-
-def tensors_sums(prefix: str, data: int, n: int) -> str:
-    """CRC32 and SHA-256 of a prefix (hex) and of n bytes at an address, in hex."""
-    text: str = _call(_core().api_TensorsSums, prefix, data, n)
-    return text
-
-
-def tensors_key(spec: str) -> str:
-    """The key of a password, in hex: JSON {"password": hex, "passes", "memory", "salt": base64}."""
-    text: str = _call(_core().api_TensorsKey, spec)
-    return text
-
-
 # Codecs, and memory of other objects.
 
 
@@ -504,107 +450,6 @@ def _coded(
         (capsule, address, size, None if text is None else _fault(RuntimeError(text)), bool(summed))
         for capsule, address, size, text, summed in rows
     ]
-
-
-# Memory and streams of GPUs. A stream is a number as DLPack has it; `after`, and
-# `streams`, are packed native 64-bit integers.
-
-
-def gpu_count() -> int:
-    """How many GPUs there are; 0 without a driver."""
-    number: int = _call(_core().api_GpuCount)
-    return number
-
-
-def gpu_names() -> str:
-    """The algorithms whose streams a GPU decodes: a JSON list."""
-    text: str = _call(_core().api_GpuNames)
-    return text
-
-
-def gpu_of(address: int) -> int:
-    """The GPU that an address is of; -1: none."""
-    number: int = _call(_core().api_GpuOf, address)
-    return number
-
-
-def gpu_alloc(device: int, nbytes: int) -> tuple[Capsule, int]:
-    """Memory of a GPU: (capsule that owns it, address)."""
-    made: tuple[Capsule, int] = _call(_core().gpu_alloc, device, nbytes)
-    return made
-
-
-def gpu_copy(device: int, stream: int, after: bytes, dst: int, src: int, nbytes: int, wait: bool) -> None:
-    """Queue a copy between any two places, after what is queued on streams now."""
-    _call(_core().gpu_copy, device, stream, after, dst, src, nbytes, wait)
-
-
-def gpu_follow(device: int, stream: int, after: int) -> None:
-    """Let a stream wait for what is queued on another now."""
-    _call(_core().api_GpuFollow, device, stream, after)
-
-
-def gpu_stream_new(device: int) -> int:
-    """A new stream."""
-    number: int = _call(_core().api_GpuStreamNew, device)
-    return number
-
-
-def gpu_stream_free(device: int, stream: int) -> None:
-    """End a stream when its work is done, without waiting for it."""
-    _call(_core().api_GpuStreamFree, device, stream)
-
-
-def gpu_stream_sync(device: int, stream: int) -> None:
-    """Wait for what is queued on a stream."""
-    _call(_core().api_GpuStreamSync, device, stream)
-
-
-def gpu_stream_check(device: int, stream: int) -> None:
-    """Refuse a stream of another GPU: ArgumentError."""
-    _call(_core().api_GpuStreamCheck, device, stream)
-
-
-def gpu_decode(device: int, stream: int, after: bytes, kind: int, algorithm: str, streams: bytes) -> int:
-    """Queue the decoding of streams, five numbers each (address, bytes, and of the
-    content address, bytes and bytes of a chunk); return the batch. No wait."""
-    number: int = _call(_core().gpu_decode, device, stream, after, kind, algorithm, streams)
-    return number
-
-
-def gpu_peek(
-    device: int, stream: int, after: bytes, kind: int, algorithm: str, streams: bytes
-) -> list[tuple[int, int, str | None, BaseException | None]]:
-    """Ask streams what they are, and wait: (bytes of content, of a chunk, algorithm, error)."""
-    rows = _call(_core().gpu_peek, device, stream, after, kind, algorithm, streams)
-    return [(size, chunk, name, None if text is None else _fault(RuntimeError(text))) for size, chunk, name, text in rows]
-
-
-def gpu_encode(
-    device: int, stream: int, after: bytes, kind: int, version: int, contents: bytes, scratch: int, room: int
-) -> int:
-    """Queue the making of streams of X16, six numbers each (address and bytes of the
-    content, of the room, bytes of a chunk, transform); return the batch."""
-    number: int = _call(_core().gpu_encode, device, stream, after, kind, version, contents, scratch, room)
-    return number
-
-
-def gpu_transform(dtype: str, sample: int, nbytes: int) -> int:
-    """The transform of X16 for a dtype, or a sample in host memory; -1: it takes one."""
-    number: int = _call(_core().api_GpuTransform, dtype, sample, nbytes)
-    return number
-
-
-def gpu_wait(batch: int, wait: bool) -> list[BaseException | int | None] | None:
-    """What became of a batch's streams, once: an error, else None, or the length of
-    what was made. None: not done, and not to be waited for."""
-    rows = _call(_core().gpu_wait, batch, wait)
-    return None if rows is None else [_fault(RuntimeError(row)) if isinstance(row, str) else row for row in rows]
-
-
-def gpu_batch_free(batch: int) -> None:
-    """Forget a batch, which goes on."""
-    _call(_core().api_GpuBatchFree, batch)
 
 
 def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:

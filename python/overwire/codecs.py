@@ -119,7 +119,9 @@ def span(source: Any, *, writable: bool = False) -> Span:
     if not hasattr(source, "__dlpack__"):
         raise ArgumentError(f"overwire: {type(source).__name__} is no buffer and no DLPack tensor")
     if source.__dlpack_device__()[0] not in (1, 3):  # the host, and pinned memory of it
-        raise NotSupportedError("overwire: codecs work on memory of the host: move the tensor with .cpu()")
+        raise NotSupportedError(
+            "overwire: codecs work on memory of the host: move the tensor with .cpu(), or see overwire.compat.nvcomp and overwire.gpu"
+        )
     tensor = lent(source)
     size = tensor.kind[1] * tensor.kind[2]
     dense = 1

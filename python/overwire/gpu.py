@@ -21,8 +21,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from . import _engine
-from .errors import ArgumentError
+from . import _gpu
+from .errors import ArgumentError, ForkedError
 
 __all__ = [
     "Batch",
@@ -75,7 +75,7 @@ def count() -> int:
     """How many GPUs there are; 0 where there is no driver. Asked once."""
     global _counted
     if _counted is None:
-        _counted = _engine.gpu_count()
+        _counted = _gpu.gpu_count()
     return _counted
 
 
@@ -83,7 +83,7 @@ def algorithms() -> tuple[str, ...]:
     """The algorithms that `decode` takes."""
     global _decoded
     if _decoded is None:
-        _decoded = tuple(json.loads(_engine.gpu_names()))
+        _decoded = tuple(json.loads(_gpu.gpu_names()))
     return _decoded
 
 
@@ -109,7 +109,7 @@ def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
         return Memory(0, 0, None, device)
     torch = torch_of()
     if torch is None:
-        keep, address = _engine.gpu_alloc(device, nbytes)
+        keep, address = _gpu.gpu_alloc(device, nbytes)
         return Memory(address, nbytes, keep, device)
     if (int(torch.cuda.current_stream(device).cuda_stream) or 1) == (stream or 1):
         tensor = _empty(torch, nbytes, device)
@@ -138,7 +138,7 @@ def copy(
 
     Raises DeviceError.
     """
-    _engine.gpu_copy(device, stream, _packed(after), dst, src, nbytes, wait)
+    _gpu.gpu_copy(device, stream, _packed(after), dst, src, nbytes, wait)
 
 
 def _packed(after: Sequence[int]) -> bytes:
@@ -147,33 +147,37 @@ def _packed(after: Sequence[int]) -> bytes:
 
 def device_of(address: int) -> int:
     """The number of the GPU that an address is of; -1 for the host's."""
-    return _engine.gpu_of(address)
+    return _gpu.gpu_of(address)
 
 
 def follow(stream: int, after: int, *, device: int) -> None:
     """Lets a stream wait for what is queued on another now; the caller does not wait."""
     if (stream or 1) != (after or 1):
-        _engine.gpu_follow(device, stream, after)
+        _gpu.gpu_follow(device, stream, after)
 
 
 def stream_new(device: int) -> int:
     """A new stream of a device, which `stream_free` ends."""
-    return _engine.gpu_stream_new(device)
+    return _gpu.gpu_stream_new(device)
 
 
 def stream_free(stream: int, device: int) -> None:
-    """Ends a stream when its work is done, without waiting for that."""
-    _engine.gpu_stream_free(device, stream)
+    """Ends a stream when its work is done, without waiting for that. In a forked
+    child it does nothing: the stream is the parent's."""
+    try:
+        _gpu.gpu_stream_free(device, stream)
+    except ForkedError:
+        pass
 
 
 def stream_sync(stream: int, device: int) -> None:
     """Waits for what is queued on a stream."""
-    _engine.gpu_stream_sync(device, stream)
+    _gpu.gpu_stream_sync(device, stream)
 
 
 def stream_check(stream: int, device: int) -> None:
     """Raises ArgumentError for a stream of another device."""
-    _engine.gpu_stream_check(device, stream)
+    _gpu.gpu_stream_check(device, stream)
 
 
 class Batch:
@@ -207,7 +211,7 @@ class Batch:
     def _known(self, wait: bool) -> list[BaseException | int | None] | None:
         if self._errors is None:
             try:
-                found = _engine.gpu_wait(self._number, wait)
+                found = _gpu.gpu_wait(self._number, wait)
             except ArgumentError:
                 if self._errors is None:  # another thread was told meanwhile
                     raise
@@ -219,7 +223,10 @@ class Batch:
 
     def __del__(self) -> None:
         if getattr(self, "_errors", ()) is None:
-            _engine.gpu_batch_free(self._number)
+            try:
+                _gpu.gpu_batch_free(self._number)
+            except ForkedError:
+                pass  # the parent's
 
 
 def decode(
@@ -247,7 +254,7 @@ def decode(
     Raises ArgumentError, NotSupportedError, DeviceError, OutOfMemoryError.
     """
     packed = b"".join([_five(*one) for one in streams])
-    return Batch(_engine.gpu_decode(device, stream, _packed(after), _KINDS[bitstream], algorithm, packed))
+    return Batch(_gpu.gpu_decode(device, stream, _packed(after), _KINDS[bitstream], algorithm, packed))
 
 
 def glance(
@@ -267,7 +274,7 @@ def glance(
     """
     flat = [number for one in streams for number in (*one, 0, 0, 1)]
     packed = struct.pack(f"={len(flat)}q", *flat)
-    rows = _engine.gpu_peek(device, stream, _packed(after), _KINDS[bitstream], algorithm or "", packed)
+    rows = _gpu.gpu_peek(device, stream, _packed(after), _KINDS[bitstream], algorithm or "", packed)
     return [Glance(*row) for row in rows]
 
 
@@ -278,7 +285,7 @@ def transform(dtype: str | None, sample: Any = None) -> int | None:
     from .codecs import span
 
     place = span(sample) if sample is not None else None
-    number = _engine.gpu_transform(dtype or "", 0 if place is None else place.address, 0 if place is None else place.nbytes)
+    number = _gpu.gpu_transform(dtype or "", 0 if place is None else place.address, 0 if place is None else place.nbytes)
     return number if number >= 0 else None
 
 
@@ -307,7 +314,7 @@ def encode(
     scratch = alloc(slot * rows, device, stream)
     flat = [number for one in contents for number in one]
     packed = struct.pack(f"={len(flat)}q", *flat)
-    number = _engine.gpu_encode(
+    number = _gpu.gpu_encode(
         device, stream, _packed(after), _KINDS[bitstream], version, packed, scratch.address, scratch.nbytes
     )
     return Batch(number, scratch)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import _engine
+from . import _engine_records
 from .errors import ArgumentError
 from .sources import SourceLike, resolve
 from .storage import StorageOptions, storage
@@ -89,7 +89,7 @@ def read_records(source: SourceLike, *, storage_options: StorageOptions | None =
     """
     uris, keep = resolve(source)
     spec = {"uris": uris, "records": True, **storage(storage_options, uris)}
-    found = json.loads(_engine.tensors_records(json.dumps(spec)))
+    found = json.loads(_engine_records.tensors_records(json.dumps(spec)))
     del keep
     return RecordFile(found["version"], found["encrypted"], found["total"], found["size"], tuple(map(_record, found["entries"])))
 
@@ -117,13 +117,13 @@ def derive_key(password: bytes, derivation: KeyDerivation) -> bytes:
     """The 32 bytes of a key. Takes `derivation.memory` bytes, and about a second
     where that is 256 MiB. CryptographyError for parameters that libsodium would
     refuse, NotSupportedError above 4 GiB or 1,024 passes."""
-    return bytes.fromhex(_engine.tensors_key(json.dumps({"password": password.hex(), **derivation.spec()})))
+    return bytes.fromhex(_engine_records.tensors_key(json.dumps({"password": password.hex(), **derivation.spec()})))
 
 
 def sums(prefix: bytes, pointer: int, nbytes: int) -> tuple[bytes, bytes]:
     """CRC32 and SHA-256 of a prefix and of memory that does not change meanwhile,
     as records have them. Without the GIL."""
-    crc, sha = _engine.tensors_sums(prefix.hex(), pointer, nbytes).split()
+    crc, sha = _engine_records.tensors_sums(prefix.hex(), pointer, nbytes).split()
     return bytes.fromhex(crc), bytes.fromhex(sha)
 
 
@@ -159,7 +159,7 @@ def make_record(
         "key": "" if key is None else key.hex(),
         "derive": None if derivation is None else derivation.spec(),
     }
-    return bytes.fromhex(_engine.tensors_record(json.dumps(spec), pointer, sealed))
+    return bytes.fromhex(_engine_records.tensors_record(json.dumps(spec), pointer, sealed))
 
 
 def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, version: int = 1) -> bytes:
@@ -185,4 +185,4 @@ def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, 
     if not 0 <= index_bytes <= 1 << 30:
         raise ArgumentError(f"overwire: an index of {index_bytes} bytes")
     spec = {"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)}
-    return bytes.fromhex(_engine.tensors_front(json.dumps(spec)))
+    return bytes.fromhex(_engine_records.tensors_front(json.dumps(spec)))

@@ -129,9 +129,10 @@ func TestBatchEveryCallFails(t *testing.T) {
 		code   int
 		sticky bool
 		class  error
-	}{{999, false, fault.ErrDevice}, {999, true, fault.ErrDevice}, {2, false, fault.ErrMemory}} {
+		step   int64
+	}{{999, false, fault.ErrDevice, 1}, {999, true, fault.ErrDevice, 5}, {2, false, fault.ErrMemory, 5}} {
 		failed := 0
-		for nth := int64(1); ; nth++ {
+		for nth := int64(1); ; nth += c.step {
 			end := cuda.Fake(64 << 20)
 			cuda.FakeFail(nth, c.code, c.sticky)
 			err := life()

@@ -1,0 +1,39 @@
+"""Runs tests/test_gpu_codecs.py without a GPU: on an engine whose driver is the fake
+one of gosrc/device/cuda and whose kernels are the host twins.
+
+    python tests/fake_gpu.py [pytest's arguments]
+
+The engine is compiled into build/fake, beside links to the package's files.
+`make fakepy` calls this, with CGO_CXXFLAGS as Go's tests of the fake have them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FAKE = ROOT / "build" / "fake"
+
+
+def main() -> int:
+    sys.path.insert(0, str(ROOT))
+    import setup
+
+    package = FAKE / "overwire"
+    package.mkdir(parents=True, exist_ok=True)
+    for link in package.iterdir():
+        if link.is_symlink():
+            link.unlink()
+    for source in (ROOT / "python" / "overwire").iterdir():
+        if source.suffix != ".so" and source.name != "__pycache__":
+            (package / source.name).symlink_to(source)
+    setup.build_library(package / "_core.abi3.so", fake=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/test_gpu_codecs.py", *sys.argv[1:]]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(FAKE)}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
