@@ -183,6 +183,24 @@ def test_out_and_capacity(contents: dict[int, bytes]) -> None:
         assert back(codec.decode(e, out=ours)) == contents[65536]
 
 
+def test_encoding_there_is_the_hosts(contents: dict[int, bytes]) -> None:
+    """X16 of a known type: what the CPU makes, and into memory of the caller's."""
+    for kind, bitstream in zip(KINDS, codecs.BITSTREAMS, strict=True):
+        codec = nvcomp.Codec(algorithm="X16", data_type="bfloat16", bitstream_kind=kind, uncomp_chunk_size=16384)
+        for size in (0, 7, 65536, 65537):
+            data = contents[size]
+            e = codec.encode(there(data))
+            host = bytes(codecs.encode(data, "X16", bitstream=bitstream, chunk_size=16384, dtype="BF16"))
+            assert codecs.decode(back(e), "X16", bitstream=bitstream) == data
+            assert abs(len(host) - e.buffer_size) <= len(host) // 100
+        room = nvcomp.from_dlpack(there(bytes(100_000)).to_dlpack())
+        e = codec.encode(there(contents[65536]), out=room)
+        assert e.__cuda_array_interface__["data"][0] == room.__cuda_array_interface__["data"][0]
+        assert codecs.decode(back(e), "X16", bitstream=bitstream) == contents[65536]
+        with pytest.raises(ValueError, match="too small"):
+            codec.encode(there(contents[65536]), out=nvcomp.from_dlpack(there(bytes(1000)).to_dlpack()))
+
+
 def test_interfaces_share_the_memory(contents: dict[int, bytes]) -> None:
     array = there(contents[65536])
     place = array.__cuda_array_interface__["data"][0]

@@ -129,10 +129,10 @@ func TestBatchEveryCallFails(t *testing.T) {
 		code   int
 		sticky bool
 		class  error
-		step   int64
-	}{{999, false, fault.ErrDevice, 1}, {999, true, fault.ErrDevice, 5}, {2, false, fault.ErrMemory, 5}} {
+		first  int64 // each takes every third call
+	}{{999, false, fault.ErrDevice, 1}, {999, true, fault.ErrDevice, 2}, {2, false, fault.ErrMemory, 3}} {
 		failed := 0
-		for nth := int64(1); ; nth += c.step {
+		for nth := c.first; ; nth += 3 {
 			end := cuda.Fake(64 << 20)
 			cuda.FakeFail(nth, c.code, c.sticky)
 			err := life()

@@ -1,5 +1,5 @@
-"""nvCOMP's Python API over open codecs, on the CPU: `nvidia.nvcomp` as its
-programs import it.
+"""nvCOMP's Python API over open codecs, on the CPU and on GPUs: `nvidia.nvcomp` as
+its programs import it.
 
     import overwire.compat.nvcomp as nvcomp
 
@@ -29,8 +29,8 @@ from .streams import CudaStream, set_device_allocator, set_host_allocator, set_p
 
 #: The version whose names and streams these are.
 __version__ = "6.0.0"
-#: No CUDA: nothing here is built for one.
-__cuda_version__ = 0
+#: The version of CUDA that the kernels are compiled with; none is needed without a GPU.
+__cuda_version__ = 13000
 
 __all__ = [
     "Array",
