@@ -158,8 +158,11 @@ func (d *Device) sized(err error, asked int64, what string) error {
 	return &full
 }
 
-// reap frees the memory of blocks that nobody holds any more.
+// reap frees the memory of blocks that nobody holds any more. When it returns,
+// nobody else is still at it.
 func (d *Device) reap() error {
+	d.freeing.Lock()
+	defer d.freeing.Unlock()
 	first := (*device.Listed)(C.owcu_list_take((*unsafe.Pointer)(unsafe.Pointer(d.list))))
 	if first == nil {
 		return nil

@@ -37,6 +37,7 @@ type Device struct {
 	spare  chan pages // one of them: the host memory of a first lane, when touched
 
 	making  sync.Mutex // of a lane
+	freeing sync.Mutex // of blocks
 	load    sync.Mutex // of the module
 	module  C.struct_owcu_module
 	kernels [kernels]C.owcu_handle
