@@ -76,6 +76,15 @@ struct Block {
     u64 stored, at, size;
 };
 
+// sized_prefix is how many bytes stand before the block of a sized stream: its
+// length in 4 (LZ4) or 8, or, as nvCOMP 6 has it, with zeros after it, in 16. No
+// block of a content begins with so many zeros.
+OW_DEV u32 sized_prefix(const ow_stream& s, const u8* src) {
+    bool lz4 = s.format == OW_STREAM_LZ4;
+    if (s.stored > 16 && load_bytes(src + 8, 8) == 0 && (!lz4 || load_bytes(src + 4, 4) == 0)) return 16;
+    return lz4 ? 4 : 8;
+}
+
 // stream_block finds block k of a stream: no bytes stored where there is none.
 // It returns bits of status.
 OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
@@ -97,9 +106,9 @@ OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
         b.stored = n;
         return n ? 0 : OW_STREAM_CHUNK;
     }
-    u32 prefix = s.kind == OW_STREAM_RAW ? 0 : s.format == OW_STREAM_LZ4 ? 4 : 8;
+    u32 prefix = s.kind == OW_STREAM_RAW ? 0 : sized_prefix(s, src);
     if (s.stored < prefix) return OW_STREAM_HEADER;
-    if (prefix && load_bytes(src, prefix) != s.size) return OW_STREAM_OTHER;
+    if (prefix && load_bytes(src, prefix < 8 ? prefix : 8) != s.size) return OW_STREAM_OTHER;
     b.src = src + prefix;
     b.stored = s.stored - prefix;
     return b.stored ? 0 : OW_STREAM_CHUNK;
@@ -167,14 +176,14 @@ OW_DEV void stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, u32 i
     const ow_stream& s = stream_list(head)[i];
     const u8* src = (const u8*)(uintptr_t)s.src;
     ow_stream_peek_t p = {0, 0, s.format, 0};
-    u32 prefix = s.format == OW_STREAM_LZ4 ? 4 : 8;
     if (s.kind == OW_STREAM_NATIVE) {
         Native h;
         p.status = s.src % 8 ? (u32)OW_STREAM_PLACE : native_open(h, src, s.stored);
         if (!p.status) p.size = h.size, p.chunk = h.chunk, p.format = h.format;
     } else if (s.kind == OW_STREAM_SIZED) {
+        u32 prefix = sized_prefix(s, src);
         if (s.stored < prefix) p.status = OW_STREAM_HEADER;
-        else p.size = load_bytes(src, prefix);
+        else p.size = load_bytes(src, prefix < 8 ? prefix : 8);
     } else if (s.format == OW_STREAM_X16) {
         if (s.stored < kBlockHead) p.status = OW_STREAM_HEADER;
         else p.size = load_bytes(src + 4, 4);

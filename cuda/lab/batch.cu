@@ -110,7 +110,8 @@ Bytes snappy(const Bytes& b) {
         if (uint32_t n = m.literals) {
             if (n <= 60) out.push_back((n - 1) << 2);
             else if (n <= 256) out.push_back(60 << 2), out.push_back(n - 1);
-            else out.push_back(61 << 2), out.push_back(n - 1), out.push_back((n - 1) >> 8);
+            else out.push_back((n <= 65536 ? 61 : 62) << 2), out.push_back(n - 1), out.push_back((n - 1) >> 8);
+            if (n > 65536) out.push_back((n - 1) >> 16);
             out.insert(out.end(), b.begin() + at, b.begin() + at + n);
         }
         for (uint32_t n = m.n; n;) {

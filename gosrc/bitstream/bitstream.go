@@ -164,12 +164,22 @@ func byID(id Algorithm) (*algorithm, error) {
 	return nil, fault.New(fault.ErrFormat, "a native stream of format %d", id)
 }
 
-// prefix is how many bytes WithSize puts before a block.
+// prefix is how many bytes WithSize puts before a block that is written: what
+// nvCOMP 5 does, and for LZ4 numcodecs too.
 func (a *algorithm) prefix() int {
 	if a.id == LZ4 {
 		return 4
 	}
 	return 8
+}
+
+// prefixOf is the same of a stream: nvCOMP 6 puts 16 bytes there, of which those
+// after the length are zero. No block of a content begins with so many zeros.
+func (a *algorithm) prefixOf(src []byte) int {
+	if len(src) > 16 && binary.LittleEndian.Uint64(src[8:]) == 0 && (a.id != LZ4 || binary.LittleEndian.Uint32(src[4:]) == 0) {
+		return 16
+	}
+	return a.prefix()
 }
 
 // possible refuses a length that a block cannot have.
@@ -211,12 +221,12 @@ func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 		if algo == nil {
 			return layout{}, fault.New(fault.ErrArgument, "the algorithm of a stream without nvCOMP's header must be said")
 		}
-		k := algo.prefix()
+		k := algo.prefixOf(src)
 		if len(src) < k {
 			return layout{}, fault.New(fault.ErrCorrupt, "%d bytes have no room for the length of the content", len(src))
 		}
 		n := uint64(binary.LittleEndian.Uint32(src))
-		if k == 8 {
+		if k >= 8 {
 			n = binary.LittleEndian.Uint64(src)
 		}
 		block := src[k:]

@@ -35,7 +35,7 @@ func worst(s *Spec, src []byte) int64 {
 		limit = int64(min(h.size, 1<<40))
 	case s.Kind == WithSize && len(src) >= 8:
 		limit = int64(min(binary.LittleEndian.Uint64(src), 1<<40))
-		if a != nil && a.prefix() == 4 {
+		if a != nil && a.prefixOf(src) == 4 {
 			limit = int64(binary.LittleEndian.Uint32(src))
 		}
 	}

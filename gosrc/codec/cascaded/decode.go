@@ -2,6 +2,10 @@ package cascaded
 
 import "github.com/overwire/overwire/gosrc/fault"
 
+// stored is a bit that nvCOMP 6 sets in the type of a block it could not make
+// smaller, which has no layers then.
+const stored Type = 0x80
+
 func corrupt(format string, args ...any) error {
 	return fault.New(fault.ErrCorrupt, "Cascaded: "+format, args...)
 }
@@ -18,6 +22,9 @@ func parse(src []byte) (int64, Options, error) {
 		return 0, Options{}, corrupt("%d bytes are no block", len(src))
 	}
 	o := Options{RLEs: int(src[0]), Deltas: int(src[1]), Pack: src[2] != 0, Type: Type(src[3])}
+	if o.RLEs == 0 && o.Deltas == 0 && !o.Pack {
+		o.Type &^= stored
+	}
 	if o.Check() != nil || src[2] > 1 {
 		return 0, o, corrupt("layers %d and %d, packing %d, type %d", src[0], src[1], src[2], src[3])
 	}

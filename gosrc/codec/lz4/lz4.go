@@ -5,6 +5,7 @@
 package lz4
 
 import (
+	"slices"
 	"sync"
 
 	"github.com/pierrec/lz4/v4"
@@ -38,31 +39,43 @@ func Encode(dst, src []byte) ([]byte, error) {
 // Size returns how many bytes the block decodes to, and refuses a block that
 // is cut short or reaches back before its beginning (fault.ErrCorrupt).
 func Size(src []byte) (int64, error) {
-	var out int64
+	n, _, err := walk(src)
+	return n, err
+}
+
+// last is where the last token of a block stands.
+func last(src []byte) (int, bool) {
+	_, at, err := walk(src)
+	return at, err == nil
+}
+
+// walk goes through a block: the length of its content, and its last token.
+func walk(src []byte) (out int64, last int, err error) {
 	for at := 0; ; {
 		if at >= len(src) {
-			return 0, fault.New(fault.ErrCorrupt, "LZ4 block ends without its last literals")
+			return 0, 0, fault.New(fault.ErrCorrupt, "LZ4 block ends without its last literals")
 		}
+		last = at
 		token := src[at]
 		at++
 		n, next, ok := length(src, at, int(token>>4))
 		if !ok || n > int64(len(src)-next) {
-			return 0, fault.New(fault.ErrCorrupt, "LZ4 literals at %d run past the end", at)
+			return 0, 0, fault.New(fault.ErrCorrupt, "LZ4 literals at %d run past the end", at)
 		}
 		out += n
 		at = next + int(n)
 		if at == len(src) {
-			return out, nil
+			return out, last, nil
 		}
 		if len(src)-at < 2 {
-			return 0, fault.New(fault.ErrCorrupt, "LZ4 offset at %d is cut", at)
+			return 0, 0, fault.New(fault.ErrCorrupt, "LZ4 offset at %d is cut", at)
 		}
 		back := int64(src[at]) | int64(src[at+1])<<8
 		if back == 0 || back > out {
-			return 0, fault.New(fault.ErrCorrupt, "LZ4 offset %d at %d of %d bytes", back, at, out)
+			return 0, 0, fault.New(fault.ErrCorrupt, "LZ4 offset %d at %d of %d bytes", back, at, out)
 		}
 		if n, at, ok = length(src, at+2, int(token&15)); !ok {
-			return 0, fault.New(fault.ErrCorrupt, "LZ4 match length is cut")
+			return 0, 0, fault.New(fault.ErrCorrupt, "LZ4 match length is cut")
 		}
 		out += n + 4
 	}
@@ -87,12 +100,22 @@ func length(src []byte, at, n int) (int64, int, bool) {
 // is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
 	if len(dst) == 0 {
-		if len(src) == 1 && src[0] == 0 {
+		// The one sequence of no literals; nvCOMP fills up behind it.
+		if n, err := Size(src); err == nil && n == 0 {
 			return nil
 		}
 		return fault.New(fault.ErrCorrupt, "LZ4 block of %d bytes for an empty content", len(src))
 	}
 	n, err := lz4.UncompressBlock(src, dst)
+	if err != nil {
+		// The last token has no match, and nobody reads the length of it there;
+		// nvCOMP leaves bits in it that the library takes for a mistake.
+		if at, ok := last(src); ok && src[at]&15 != 0 {
+			own := slices.Clone(src)
+			own[at] &^= 15
+			n, err = lz4.UncompressBlock(own, dst)
+		}
+	}
 	if err != nil {
 		return fault.New(fault.ErrCorrupt, "LZ4: %v", err)
 	}
