@@ -6,6 +6,7 @@ import (
 	"runtime"
 	"strconv"
 	"strings"
+	"sync"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -45,10 +46,17 @@ func targetOf(name string) (target, error) {
 	return target{}, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
 }
 
+var preparing sync.WaitGroup
+
+// Prepared waits until no Prepare is under way: before a process ends.
+func Prepared() { preparing.Wait() }
+
 // Prepare makes a device ready for a load that is about to begin, while its files
 // are opened. It does not wait; the load tells what is wrong.
 func Prepare(name string) {
+	preparing.Add(1)
 	spawn.Go("load prepare", func() {
+		defer preparing.Done()
 		_ = spawn.Guard("load prepare", func() error {
 			t, err := targetOf(name)
 			if err == nil && t.gpu != nil {

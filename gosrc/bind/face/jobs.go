@@ -220,6 +220,7 @@ func Settle(h, pairs uint64, n int, stream uint64) error {
 func Shutdown(d time.Duration) bool {
 	ended := job.CancelAll(d)
 	if ended {
+		load.Prepared()
 		cuda.Shutdown()
 	}
 	return ended

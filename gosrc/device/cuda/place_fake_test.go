@@ -8,13 +8,11 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"slices"
 	"testing"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
@@ -182,7 +180,5 @@ func TestPrepare(t *testing.T) {
 	load.Prepare("cuda:0")
 	load.Prepare("cuda:99") // the load will say so
 	load.Prepare("nothing")
-	for slices.Contains(spawn.Names(), "load prepare") {
-		time.Sleep(time.Millisecond)
-	}
+	load.Prepared()
 }
