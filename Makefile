@@ -7,7 +7,7 @@ PYTHON    ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.10
 VENV      := .venv
 PY        := $(VENV)/bin/python
 BIN       := build/bin
-FUZZTIME  ?= 30s
+FUZZTIME  ?= 20s
 JOBS      ?= 2
 BUILT     ?= build
 
@@ -15,14 +15,13 @@ STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 # Rooms where several goroutines meet, for the race detector.
-RACE := ./gosrc/bind/face/... ./gosrc/bitstream/... ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/load/... \
+RACE := ./gosrc/bind/face/... ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/load/... \
         ./gosrc/pipeline/... ./gosrc/preload/... ./gosrc/ring/... ./gosrc/source/file ./gosrc/source/retry \
         ./gosrc/source/parts ./gosrc/source/cache ./gosrc/source/spool ./gosrc/source/pipe
 
 # `make test` ends within 15 minutes on two cores, installs included. It leaves out
-# what takes long to compile, S3's library in every kind of build (it is tested
-# through the wheel, against a real server), and tests marked slow: `make more` has
-# them, and the rooms that race for long.
+# what takes long to compile, S3's library and a server to test it against, and
+# tests marked slow: `make more` has them, and the rooms that race for long.
 LEAN  := -tags=netgo,osusergo,nostores
 ROOMS  = $$(go list ./gosrc/... | grep -v '/source/s3$$')
 
@@ -72,7 +71,7 @@ $(BIN)/versitygw: # the S3 server of the tests; not optimised, it compiles in ha
 	GOBIN=$(CURDIR)/$(BIN) CGO_ENABLED=0 go install -gcflags='github.com/...=-N -l' -ldflags="-s -w" $(VERSITYGW)
 
 test: ## what must pass: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
-	@for step in "packages venv engine golint gotest" "build pylint $(BIN)/versitygw" fuzz "wheel asan" quick; do \
+	@for step in "packages venv engine golint gotest" "build pylint" fuzz "wheel asan" quick; do \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory -j3 -O BUILT= $$step || { echo "make $$step failed"; exit 1; }; \
 		echo "-- $$step: $$(($$(date +%s) - start)) s"; \
@@ -92,7 +91,7 @@ packages: # servers that the system has packages of, where they can be installed
 more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leaves out: staticcheck, S3 against a real server, slow tests
 	go vet ./gosrc/...
 	go test ./gosrc/source/... ./gosrc/save ./gosrc/cli
-	go test -race -short ./gosrc/source/... ./gosrc/save
+	go test -race -short ./gosrc/source/... ./gosrc/save ./gosrc/bitstream
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
 	$(PY) -m pytest -n 0 tests/test_stores.py
 	@$(MAKE) --no-print-directory fakepy
@@ -116,7 +115,7 @@ gotest: ## Go tests: with SIMD, the decoders' without, the GPU's on a fake drive
 	@$(MAKE) --no-print-directory fakegpu
 	go test $(LEAN) -race -short $(RACE)
 
-fuzz: ## every fuzz target for FUZZTIME (30s), four at a time
+fuzz: ## every fuzz target for FUZZTIME (20s), five at a time
 	.ci/fuzz
 
 pytest: $(BUILT) ## the Python tests

@@ -67,7 +67,7 @@ def _running(argv: list[str], port: int, **env: str) -> Iterator[None]:
 @contextmanager
 def s3() -> Iterator[tuple[dict[str, object], Path]]:
     """Storage options of a server with one bucket, "models", and its folder."""
-    program = _program("versitygw", "`make test` builds it into build/bin")
+    program = _program("versitygw", "`make more` builds it into build/bin")
     for parent in (None, "/dev/shm"):
         root = Path(tempfile.mkdtemp(prefix="overwire-s3-", dir=parent))
         try:

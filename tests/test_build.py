@@ -114,7 +114,7 @@ def test_sdist_has_the_tree(dist: Path) -> None:
     assert len({m.mtime for m in members}) == 1 and all(m.uid == 0 for m in members)
 
 
-@pytest.mark.parametrize("how", ["wheel", "sdist"])
+@pytest.mark.parametrize("how", ["wheel", pytest.param("sdist", marks=pytest.mark.slow)])  # it compiles all of it
 def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> None:
     """Into a fresh environment, with build isolation, without an index and without Go's proxy."""
     what = {"wheel": wheel, "sdist": next(dist.glob("*.tar.gz"))}[how]  # `make build` is the editable one

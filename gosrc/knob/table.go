@@ -1,5 +1,10 @@
 package knob
 
+import (
+	"os"
+	"path/filepath"
+)
+
 const prefix = "OVERWIRE_"
 
 // The settings. Aliases are names of nyacomp's, kept so that its scripts and
@@ -23,7 +28,7 @@ var (
 		"File that what the downloader says of its trouble is added to.",
 		alias{name: "DOWNLOAD_LOG", to: func(s string) string {
 			if yes, _ := truth(s); yes {
-				return "/tmp/downloader.log"
+				return filepath.Join(os.TempDir(), "downloader.log")
 			}
 			return ""
 		}})
