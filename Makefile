@@ -14,10 +14,11 @@ BUILT     ?= build
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
-# Rooms where several goroutines meet, for the race detector.
-RACE := ./gosrc/bind/face/... ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/load/... \
-        ./gosrc/pipeline/... ./gosrc/preload/... ./gosrc/ring/... ./gosrc/source/file ./gosrc/source/retry \
-        ./gosrc/source/parts ./gosrc/source/cache ./gosrc/source/spool ./gosrc/source/pipe
+# Rooms where several goroutines meet, for the race detector; `make more` has those,
+# too, that take long to compile for it.
+RACE := ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/pipeline/... ./gosrc/ring/... ./gosrc/source/file \
+        ./gosrc/source/retry ./gosrc/source/parts ./gosrc/source/cache ./gosrc/source/spool ./gosrc/source/pipe
+LONG_RACE := ./gosrc/bind/face/... ./gosrc/bitstream/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
 
 # `make test` ends within 15 minutes on two cores, installs included. It leaves out
 # what takes long to compile, S3's library and a server to test it against, and
@@ -91,18 +92,18 @@ packages: # servers that the system has packages of, where they can be installed
 more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leaves out: staticcheck, S3 against a real server, slow tests
 	go vet ./gosrc/...
 	go test ./gosrc/source/... ./gosrc/save ./gosrc/cli
-	go test -race -short ./gosrc/source/... ./gosrc/save ./gosrc/bitstream
+	go test -race -short $(LONG_RACE)
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
 	$(PY) -m pytest -n 0 tests/test_stores.py
 	@$(MAKE) --no-print-directory fakepy
 
 lint: golint pylint $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
 	$(BIN)/staticcheck ./gosrc/...
+	CGO_ENABLED=0 go vet $(LEAN) $(ROOMS)
 
 golint:
 	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }
 	go vet $(LEAN) $(ROOMS)
-	CGO_ENABLED=0 go vet $(LEAN) $(ROOMS)
 	GOEXPERIMENT= go vet $(TWINS)
 
 pylint: venv
