@@ -17,7 +17,6 @@ var mayImport = map[string][]string{
 
 	"internal/spawn":   {"fault"},
 	"internal/ordered": {"fault", "internal/spawn"},
-	"internal/dlopen":  {"fault"},
 	"internal/house":   {},
 
 	"job": {"fault", "internal/spawn"},
@@ -106,7 +105,7 @@ var modules = map[string][]string{
 
 // cgoRooms may say import "C". Everything else builds and tests with
 // CGO_ENABLED=0.
-var cgoRooms = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/gds", "source/file", "internal/dlopen"}
+var cgoRooms = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/gds"}
 
 // longFiles and longRooms are over the limit, each with its reason. An entry
 // that is no longer needed fails too.
