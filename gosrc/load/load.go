@@ -114,14 +114,14 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	mapped, err := l.allocate(reqs)
 	if err != nil {
-		l.release()
+		cpu.Release(l.mem)
 		m.drop()
 		return nil, err
 	}
 	// Here and not in the job: a caller who is out of memory may be able to give
 	// some back, and try again.
 	if l.lane, err = tgt.lane(0); err != nil {
-		l.release()
+		cpu.Release(l.mem)
 		m.drop()
 		return nil, m.where("stage", err)
 	}
@@ -454,7 +454,7 @@ func (l *Loading) ended() {
 	l.mu.Lock()
 	l.over = true // and nobody asks for the lane any more
 	if l.shut {
-		l.release()
+		cpu.Release(l.mem)
 	}
 	l.mu.Unlock()
 	if l.lane != nil {
@@ -535,7 +535,7 @@ func (l *Loading) Close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.shut && l.over {
-		l.release()
+		cpu.Release(l.mem)
 	}
 	l.shut = true
 }

@@ -6,7 +6,6 @@ import (
 	"sync/atomic"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -160,6 +159,3 @@ func (l *Loading) Settle(pairs []int64, stream uint64) error {
 	l.places.tell(nil)
 	return nil
 }
-
-// release gives up what nobody took.
-func (l *Loading) release() { cpu.Release(l.mem) }

@@ -198,7 +198,7 @@ func (r *Relay) share(p *relayPiece, number int, chunks []chunkOf, stored int64,
 	of func(chunkOf) (*tensor.Tensor, *tensor.Chunk)) {
 	rank, passed, pos := 0, int64(0), int64(0)
 	var last *tensor.Chunk
-	base := pointer(r.spec.Ring[number%len(r.spec.Ring)])
+	base := address(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
 	for _, c := range chunks {
 		_, chunk := of(c)
 		for rank+1 < r.spec.Ranks && passed*int64(r.spec.Ranks) >= stored*int64(rank+1) {
@@ -239,7 +239,7 @@ func (r *Relay) aim(at map[chunkOf]relayed) error {
 	dest := make([]unsafe.Pointer, len(reqs))
 	for i, w := range r.spec.Requests {
 		reqs[i] = Request{Tensor: w[0], Dest: uintptr(w[1]), Lo0: w[2], Hi0: w[3], Lo1: w[4], Hi1: w[5]}
-		dest[i] = pointer(uint64(w[1]))
+		dest[i] = address(uintptr(w[1]))
 	}
 	var err error
 	if r.wants, err = plan.Check(r.model.ix, reqs); err != nil {
@@ -490,7 +490,7 @@ func (r *Relay) Decode(k int, stream uint64) error {
 // onHost decodes on all cores, and waits.
 func (r *Relay) onHost(k int) error {
 	p := &r.pieces[k]
-	base := pointer(r.spec.Ring[k%len(r.spec.Ring)])
+	base := address(uintptr(r.spec.Ring[k%len(r.spec.Ring)]))
 	jobs := r.jobs[p.first:p.last]
 	err := together(context.Background(), cmp.Or(r.threads(), runtime.GOMAXPROCS(0)), len(jobs), func(_ context.Context, i int) error {
 		j := &jobs[i]
@@ -569,10 +569,4 @@ func (r *Relay) where(i int, err error) error {
 	t := &r.model.ix.Tensors[w.Tensor]
 	return &fault.At{Verb: "decode", Source: r.model.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(ref.N),
 		Offset: r.jobs[i].Chunk.Off, Err: err}
-}
-
-// pointer is memory of the caller's, outside Go's heap, or of a device.
-func pointer(addr uint64) unsafe.Pointer {
-	p := uintptr(addr)
-	return *(*unsafe.Pointer)(unsafe.Pointer(&p))
 }

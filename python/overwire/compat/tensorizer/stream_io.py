@@ -79,7 +79,31 @@ class CAInfo:
         return context
 
 
-class CURLStreamFile(io.BufferedIOBase):
+class _Readable(io.BufferedIOBase):
+    """What the files here that can be read have in common."""
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """Not for these."""
+        raise io.UnsupportedOperation("readline")
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def writable(self) -> bool:
+        """False."""
+        return False
+
+    def fileno(self) -> int:
+        """-1: there is no descriptor."""
+        return -1
+
+
+class CURLStreamFile(_Readable):
     """A readable HTTP(S) object that can seek: forwards by reading on, backwards by
     a new request.
 
@@ -202,26 +226,6 @@ class CURLStreamFile(io.BufferedIOBase):
 
     readinto1 = readinto
 
-    def readline(self, size: int | None = -1, /) -> bytes:
-        """Not for these."""
-        raise io.UnsupportedOperation("readline")
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def writable(self) -> bool:
-        """False."""
-        return False
-
-    def fileno(self) -> int:
-        """-1: there is no descriptor."""
-        return -1
-
     def tell(self) -> int:
         """The offset in the object."""
         return self._at
@@ -248,7 +252,7 @@ class CURLStreamFile(io.BufferedIOBase):
         super().close()
 
 
-class RedisStreamFile(io.BufferedIOBase):
+class RedisStreamFile(_Readable):
     """A readable file in Redis that can seek: redis://host[:port]/prefix, the values
     `prefix:...:offset` one after the other, or one value. rediss:// is with TLS.
 
@@ -298,26 +302,6 @@ class RedisStreamFile(io.BufferedIOBase):
         return n
 
     readinto1 = readinto
-
-    def readline(self, size: int | None = -1, /) -> bytes:
-        """Not for these."""
-        raise io.UnsupportedOperation("readline")
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def writable(self) -> bool:
-        """False."""
-        return False
-
-    def fileno(self) -> int:
-        """-1: there is no descriptor."""
-        return -1
 
     def tell(self) -> int:
         """The offset in the file."""
