@@ -462,7 +462,7 @@ func (s *staged) last() bool {
 func (w *worker) fill(src source.Source, p *plan.Piece, part *plan.Part, b []byte, t0 *time.Time) error {
 	const near, block = 1 << 20, 4096
 	step := part.To - part.From
-	if _, ok := src.(prefetcher); ok {
+	if _, ok := src.(prefetcher); ok && !part.Whole {
 		step = near
 	}
 	have := part.From

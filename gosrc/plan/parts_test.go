@@ -10,7 +10,7 @@ import (
 )
 
 // Parts cover each piece once and in order, hold each of its jobs once, and cut
-// no bytes that have a checksum.
+// no bytes that have a checksum, and no block in two that fits a piece.
 func TestParts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -22,7 +22,7 @@ func TestParts(t *testing.T) {
 		for range 1 + r.IntN(8) {
 			x := tensor.Tensor{DType: tensor.U8, Alias: -1, Off: at}
 			if r.IntN(2) == 0 { // plain
-				x.Bytes = r.Int64N(3000)
+				x.Bytes, x.Block = r.Int64N(3000), r.Int64N(2)*r.Int64N(500)
 			} else {
 				x.First, x.Count, x.ChunkBytes, x.Parts = int32(len(ix.Chunks)), int32(1+r.IntN(5)), 256, 1
 				x.Bytes = int64(x.Count) * 256
@@ -61,6 +61,13 @@ func TestParts(t *testing.T) {
 					t.Fatalf("%+v of %+v after %d, job %d", part, piece, at, job)
 				}
 				at, job = part.To, job+part.Count
+				if j := job - 1; j >= piece.First && part.To < piece.Len { // the job that the cut is in or behind
+					x := &ix.Tensors[wants[p.Refs[j].Want].Data]
+					in := piece.Off + part.To - x.Off
+					if x.Block > 0 && x.Block <= lim.Piece && in < x.Bytes && in%x.Block != 0 {
+						t.Fatalf("%+v of %+v ends %d bytes into %+v", part, piece, in, x)
+					}
+				}
 				for j := part.First; j < job; j++ {
 					lo, hi := int64(p.Jobs[j].Src), int64(p.Jobs[j].Src)+int64(p.Jobs[j].Chunk.Stored)
 					if p.Refs[j].N >= 0 && (lo < part.From || hi > part.To) {

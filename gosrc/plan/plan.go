@@ -68,6 +68,8 @@ type Part struct {
 	Piece        int32
 	First, Count int32
 	From, To     int64
+	// Whole: it is made of blocks, each of which is read as one.
+	Whole bool
 }
 
 // A Ref says which want a job serves. N is the chunk's number in its tensor, or
@@ -189,7 +191,7 @@ func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
 // Make plans the reading of wants into their destinations. A nil destination
 // leaves its want out.
 func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
-	m := maker{ix: ix, lim: lim, p: &Plan{Left: make([]int32, len(wants))}}
+	m := maker{ix: ix, lim: lim, wants: wants, p: &Plan{Left: make([]int32, len(wants))}}
 	jobs := 0 // at least so many, unless slices leave some out
 	for i := range wants {
 		if dest[i] != nil {
@@ -215,10 +217,11 @@ func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Pl
 }
 
 type maker struct {
-	ix  *tensor.Index
-	lim Limits
-	p   *Plan
-	pos []place // of each job, sorted with it
+	ix    *tensor.Index
+	lim   Limits
+	wants []Want
+	p     *Plan
+	pos   []place // of each job, sorted with it
 }
 
 // A place is where the stored bytes of a job lie.
@@ -288,7 +291,7 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 	}
 	if off, ok := w.Run(m.ix); ok {
 		for at, n := int64(0), int64(0); at < w.Bytes; at += n {
-			n = min(m.upTo(off+at), w.Bytes-at)
+			n = min(m.upTo(off+at, t), w.Bytes-at)
 			m.add(want, -1, t.Source, off+at, n >= directMin, device.Job{Chunk: raw(off+at, n), Dst: unsafe.Add(dest, at)})
 		}
 		return
@@ -298,7 +301,7 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 		for r := w.row0; r < w.row1; r++ {
 			for at, n := int64(0), int64(0); at < width; at += n {
 				off := t.Off + r*w.rowBytes + w.col0 + at
-				n = min(m.upTo(off), width-at)
+				n = min(m.upTo(off, t), width-at)
 				m.add(want, -1, t.Source, off, n >= directMin, device.Job{Chunk: raw(off, n), Dst: unsafe.Add(dest, (r-w.row0)*width+at)})
 			}
 		}
@@ -313,9 +316,24 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 	}
 }
 
-// upTo is how many bytes from off on one piece takes, ending at a multiple of
-// Align.
-func (m *maker) upTo(off int64) int64 {
+// block is that of a tensor, unless a piece of such a size is too much.
+func (m *maker) block(t *tensor.Tensor) int64 {
+	most := m.lim.Piece
+	if m.lim.Direct { // it takes no slot
+		most = max(most, tensor.MaxChunkBytes)
+	}
+	if t.Block > most {
+		return 0
+	}
+	return t.Block
+}
+
+// upTo is how many bytes from off on one piece takes of a tensor, ending with a
+// block or at a multiple of Align.
+func (m *maker) upTo(off int64, t *tensor.Tensor) int64 {
+	if b := m.block(t); b > 0 {
+		return max(1, m.lim.Piece/b)*b - (off-t.Off)%b
+	}
 	if m.lim.Align > 1 {
 		if n := m.lim.Piece - off&(m.lim.Align-1); n > 0 {
 			return n
@@ -402,7 +420,17 @@ func (m *maker) split() {
 				next(at, i)
 			}
 			end := at + int64(j.Chunk.Stored)
-			if p.Refs[i].N < 0 && at >= have {
+			t := &m.ix.Tensors[m.wants[p.Refs[i].Want].Data]
+			switch b := m.block(t); {
+			case b > 0:
+				cur.Whole = true
+				for cut := at + b - (m.pos[i].off-t.Off)%b; cut < end; cut += b {
+					if at >= have && cut-cur.From >= m.lim.Part {
+						next(cut, i+1)
+						cur.Whole = true
+					}
+				}
+			case p.Refs[i].N < 0 && at >= have:
 				for end-cur.From >= 2*m.lim.Part {
 					next(cur.From+m.lim.Part, i+1)
 				}

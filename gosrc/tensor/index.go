@@ -66,6 +66,10 @@ type Tensor struct {
 	// and shape, as any safetensors reader expects them. True for every tensor
 	// of a plain file.
 	Plain bool
+	// Block, if not 0, is what the plain bytes are made of from Off on: parts of
+	// the file that cost as much to read in part as whole, because they were
+	// encrypted as one.
+	Block int64
 }
 
 // A Source names one file or object of an Index and what its header said

@@ -36,8 +36,11 @@ func (f *File) Index(opt map[string]string) (*tensor.Index, error) {
 				continue
 			}
 			t := tensor.Tensor{Name: e.Name, DType: e.dtype, Shape: e.shape, Bytes: e.full, Stored: e.full, Off: e.Data, Alias: -1, Plain: true}
-			if zeros {
+			switch {
+			case zeros:
 				t.Off, at = at, at+e.full
+			case f.Records != nil && f.Records[i].Crypt != nil:
+				t.Block = f.Records[i].Crypt.Chunk
 			}
 			ix.Tensors = append(ix.Tensors, t)
 		}
