@@ -3,18 +3,21 @@ bundles of its layout and ours, checkpoints, variables."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import os
 import pickle
 import random
+import re
 import struct
 from pathlib import Path
 
 import overwire as ow
 import pytest
 import torch
-from conftest import every_dtype, same
+from conftest import ROOT, every_dtype, same
+from overwire import compat
 from overwire.compat import nyacomp
 from overwire.compat.nyacomp import _nyacomp, bundles, hf, manifests, partition, settings
 from torch import nn
@@ -168,6 +171,46 @@ def test_makespan_is_never_above_multifits(seed: int) -> None:
     assert better > 5  # and often below
 
 
+def _llama(layers: int, hidden: int, ffn: int, kv: int, vocab: int) -> list[tuple[int, ...]]:
+    block = [(hidden, hidden)] * 2 + [(kv, hidden)] * 2 + [(ffn, hidden)] * 2 + [(hidden, ffn)] + [(hidden,)] * 2
+    return [(vocab, hidden)] * 2 + block * layers + [(hidden,)]
+
+
+def _unet() -> list[tuple[int, ...]]:
+    # The large shapes of Stable Diffusion's UNet: few of them alike, unlike a llama's.
+    shapes: list[tuple[int, ...]] = [(320, 4, 3, 3), (1280, 320), (1280, 1280), (4, 320, 3, 3)]
+    for out, into in ((320, 320), (640, 320), (1280, 640), (1280, 2560), (1280, 1920), (640, 1920), (640, 1280), (640, 960), (320, 960)):
+        shapes += [(out, into, 3, 3), (out, out, 3, 3), (out, 1280), (out, out), (8 * out, out), (out, 4 * out), (out, 768), (out,), (out,)]
+    return shapes * 2
+
+
+REAL_LISTS = {
+    "llama 3 8B": _llama(32, 4096, 14336, 1024, 128256),
+    "llama 2 70B": _llama(80, 8192, 28672, 1024, 32000),
+    "MiniLM": [(30522, 384), (512, 384)] + ([(384, 384)] * 4 + [(1536, 384), (384, 1536)] + [(384,)] * 9 + [(1536,)]) * 6,
+    "GPT-2": [(50257, 768), (1024, 768)] + [(768, 2304), (2304,), (768, 768), (768, 3072), (3072,), (3072, 768), (768,)] * 12,
+    "Stable Diffusion": _unet(),
+}
+
+
+@pytest.mark.parametrize("name", REAL_LISTS)
+def test_makespan_of_real_lists(name: str, monkeypatch) -> None:
+    """Merged and partitioned, real models' tensors take the fullest thread no longer than by nyacomp's merge and MULTIFIT,
+    for thread counts that nyacomp fails at, too; nothing is allocated for it."""
+    tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in REAL_LISTS[name]]
+    sizes = [tensor.nbytes for tensor in tensors]
+    for threads in (8, 32):
+        monkeypatch.setenv("NUM_THREADS", str(threads))
+        # nyacomp's merge: the same shapes, in runs of at most 500 MiB or a thread's share.
+        merged, _ = nyacomp.merge_tensors(tensors)
+        theirs = _multifit([tensor.nbytes for tensor in merged], threads)
+        searched, info = nyacomp.iterative_merge_tensors(tensors)
+        assert sorted(int(at) for line in info.splitlines() for at in line.split(",")) == list(range(len(tensors)))
+        ours = nyacomp.calculate_makespan(searched)
+        assert max(max(sizes), sum(sizes) / threads) <= ours <= theirs
+        assert nyacomp.calculate_makespan(tensors) <= _multifit(sizes, threads)
+
+
 def test_partitions_that_nyacomp_cannot_do() -> None:
     for count in (0, 1, 3, 8, 9, 10):
         sizes = [100 + at for at in range(count)]
@@ -218,6 +261,55 @@ def test_compress_parameter(tmp_path: Path, monkeypatch) -> None:
     assert nyacomp.compress_parameter(weights, "nya/3.gz")[0]["filename"] == "http://localhost:8080/nya/3.raw"
     with pytest.raises(ow.ArgumentError):
         nyacomp.compress_parameter(weights, "nya/4.gz", 3)
+
+
+class Pipeline:
+    """What nyacomp takes for a pipeline of diffusers: a config that names parts."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(6)
+        self.unet, self.vae = nn.Linear(200, 30).half(), nn.Conv2d(3, 8, 3)
+        self.scheduler = {"betas": torch.linspace(0, 1, 9)}
+        self.config = {"_class_name": "Pipeline", "_module": "x", "unet": 1, "vae": 1, "scheduler": 1, "safety_checker": None}
+
+
+def _leaves(obj: object) -> list[torch.Tensor]:
+    if isinstance(obj, torch.Tensor):
+        return [obj]
+    if isinstance(obj, nn.Module):
+        return list(obj.state_dict().values())
+    parts = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else vars(obj).values()
+    return [leaf for part in parts if not isinstance(part, (str, int, type(None))) for leaf in _leaves(part)]
+
+
+@dataclasses.dataclass
+class Step:
+    number: int
+    tensors: list[torch.Tensor]
+
+
+def test_the_readme_s_verbs(tmp_path: Path, monkeypatch) -> None:
+    """compress_pickle takes any Python object with tensors, compress pipelines, modules and state dicts; files stand where
+    the README has them; what the caller has stays as it was."""
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    pipe, checker = Pipeline(), nn.Linear(32, 2)
+    anything = {"nested": [(checker, {"deep": [torch.arange(999)]})], "step": Step(3, [torch.randn(80, 80)]), "text": "x"}
+    for algo, obj in enumerate(([pipe, checker], anything, anything)):
+        before = [leaf.clone() for leaf in _leaves(obj)]
+        assert 0 < nyacomp.compress_pickle(obj, "model/boneless_bundle.pkl", algo) < 1.3
+        for got in (nyacomp.load_compressed_pickle("model/boneless_bundle.pkl"), obj):
+            for a, b in zip(_leaves(got), before, strict=True):
+                same(a, b)
+    for model in (pipe, pipe.unet, pipe.unet.state_dict()):
+        before = [leaf.clone() for leaf in _leaves(model)]
+        assert 0 < nyacomp.compress(model, "model/boneless_model.pth") < 1.3
+        for got in (nyacomp.load_compressed("model/boneless_model.pth"), model):
+            assert type(got) is type(model)
+            for a, b in zip(_leaves(got), before, strict=True):
+                same(a, b)
+    assert {path.name for path in Path("model").iterdir()} >= {"meta.csv", "merged_tensors.csv", "metadata.pkl", "nya"}
+    assert [param.shape for param in nyacomp.get_pipeline_params(pipe)] == [(30, 200), (30,), (8, 3, 3, 3), (8,)]
 
 
 def test_every_dtype_through_the_files(tmp_path: Path) -> None:
@@ -501,6 +593,41 @@ def test_bad_values_are_warnings(monkeypatch, caplog) -> None:
     assert settings.host() == "http://localhost:8080" and settings.remote_csv()
     monkeypatch.setenv("REMOTE_CSV", "0")
     assert not settings.remote_csv()
+
+
+VARIABLES = (
+    "DEBUG SILENT DEBUG_MALLOC DEBUG_SYNC NOTIME NUM_THREADS NUM_STREAMS CHUNK_SIZE NUM_CIRCLE_BUFFERS UNPINNED_JOBS UNPINNED_THREADS "
+    "SLEEP TENSOR_EARLY SYNC_DECOMPRESS SYNC_FREE REUSE_COMP_BUFFER WILLNEED SEQUENTIAL DOWNLOAD REMOTE_CSV DOWNLOADER_PATH DOWNLOAD_LOG "
+    "SKIP_SETPIPE_SZ NAME PRELOAD_PATH NO_PRELOAD LOAD_UNCOMPRESSED HOST UNCOMPRESSED RECOMPRESS PYTHON_ARGS REDO_PARTITION "
+    "NO_HIDE_MODULES SYMLINK_CUDART RUN_MAIN COMPRESS DIFFUSERS ENV PROF GOOD TORCH HUB_OFFLINE TRANSFORMERS_OFFLINE TOTAL_FILE_SIZE "
+    "VMSPLICE DISABLE_REMOTEFILE_CACHE CACHE_IP_OVERRIDE PGET_HOST_IP"
+).split()
+
+
+def test_no_variable_ends_the_import_or_is_set(tmp_path: Path, script) -> None:
+    """Every variable that nyacomp, its extension and remotefile read or set, with nonsense and with a number in it: the
+    import ends well, no variable is set, nothing is written, and each is told of in docs/nyacomp.md."""
+    source = """
+import os, sys
+before = dict(os.environ)
+import nyacomp, _nyacomp, overwire
+overwire.doctor()
+nyacomp.hf, nyacomp.partition.massage([3, 4, 5], 2), nyacomp.natsize(3)
+assert dict(os.environ) == before and "torch" not in sys.modules
+for name in ("jax", "flax", "accelerate", "wandb"):
+    assert name not in sys.modules and not any("nyacomp" in type(finder).__module__ for finder in sys.meta_path)
+"""
+    path = os.pathsep.join(filter(None, [compat.path("nyacomp"), os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "tmp").mkdir()
+    for value in ("a; b", "7"):
+        env = dict.fromkeys(VARIABLES, value) | {"PRELOAD_PATH": "", "PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp")}
+        done = script(source, **env)
+        assert done.stdout == "" and "Traceback" not in done.stderr
+        if value != "7":
+            assert "NUM_STREAMS='a; b' ignored" in done.stderr and "DOWNLOAD='a; b' ignored" in done.stderr
+    assert [str(found.relative_to(tmp_path)) for found in tmp_path.rglob("*")] == ["tmp"]
+    page = (ROOT / "docs/nyacomp.md").read_text()
+    assert not [name for name in VARIABLES if not re.search(rf"\b{name}\b", page)]
 
 
 def test_preloads_begin_as_nyacomps(tmp_path: Path, monkeypatch) -> None:

@@ -229,7 +229,10 @@ def _sibling(filename: str, csv_path: str) -> str:
     if name in ("", ".", "..") or any(c in name for c in "\\?#%\0"):
         raise overwire.FormatError(f"overwire: open {csv_path}: {filename!r} is no file name", source=csv_path)
     path, mark, rest = csv_path.partition("?")
-    return path[: path.rindex("/") + 1] + name + mark + rest
+    folder = path[: path.rindex("/") + 1]
+    # Of a csv in the README's place: in the folder nya beside it.
+    below = filename.split("/")[-2:-1] == [manifests.FOLDER] and not folder.endswith(f"/{manifests.FOLDER}/")
+    return folder + (f"{manifests.FOLDER}/" if below else "") + name + mark + rest
 
 
 def device() -> str:
