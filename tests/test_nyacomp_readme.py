@@ -109,6 +109,14 @@ assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted, strict=
 url = nyacomp.HOST
 first = _nyacomp.AsyncDecompressor(url + "/nya/meta.csv").get()
 assert len(first) == len(wanted) and all(torch.equal(a, b.to(a.device)) for a, b in zip(first, wanted, strict=True))
+wrong = {"short": (overwire.CorruptError, "bod"), "long": (overwire.OverwireError, ""), "gone": (overwire.IOFailure, "404")}
+for name, (kind, words) in wrong.items():
+    try:
+        _nyacomp.decompress_from_meta(url + f"/nya/{name}.csv")
+    except kind as error:
+        assert words in str(error) and "/nya/" in str(error) and "overwire-" not in str(error), error
+    else:
+        raise AssertionError(name)
 bundle = overwire.load_compressed_pickle(url + "/bundle/x.pkl")
 assert bundle["step"] == 7 and torch.equal(bundle["weights"], wanted[0])
 """
@@ -126,7 +134,7 @@ assert torch.equal(parts.run(nyacomp.load_compressed("model/boneless_model.pth")
 def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
     """PRELOAD_PATH is the URL of model/meta.csv, as the README has it, and DOWNLOADER_PATH curl: manifests, containers,
     tensor files and bundles come through it and nothing past it, what is preloaded once; what it says goes where
-    DOWNLOAD_LOG says."""
+    DOWNLOAD_LOG says. A wrong size in a manifest, and a file that is not there, are errors that name the file."""
     real = shutil.which("curl")
     if real is None:
         pytest.skip("no curl")
@@ -143,9 +151,8 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
     (served / "nya/1.raw").write_bytes(tensor_bytes(wanted[1]))
     ow.compress_pickle({"weights": wanted[0], "step": 7}, served / "bundle/x.pkl")
     curl = tmp_path / "curl"
-    curl.write_text(
-        f'#!/bin/sh\nfor url; do case $url in http*) echo "$url" >> {tmp_path}/asked; echo "for $url" >&2;; esac; done\nexec {real} "$@"\n'
-    )
+    tell = f'echo "$$ $url" >> {tmp_path}/asked; echo "for $url" >&2'
+    curl.write_text(f'#!/bin/sh\nfor url; do case $url in http*) {tell};; esac; done\nexec {real} "$@"\n')
     curl.chmod(0o755)
     server = subprocess.Popen([sys.executable, "-m", "overwire", "serve", str(served)], stdout=subprocess.PIPE, text=True)
     try:
@@ -154,6 +161,10 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
         (served / "nya/meta.csv").write_text(
             f"0,1\n{url}/nya/0.gz 300;70 bfloat16 {300 * 70 * 2} {size}\n{url}/nya/1.raw 300 bfloat16 600 600"
         )
+        for name, file, listed in (("short", "0.gz", size - 1), ("long", "0.gz", size + 1), ("gone", "none.gz", size)):
+            (served / f"nya/{name}.csv").write_text(
+                f"0,1\n{url}/nya/{file} 300;70 bfloat16 {300 * 70 * 2} {listed}\n{url}/nya/1.raw 300 bfloat16 600 600"
+            )
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path)
             patch.setenv("DOWNLOAD", "1")
@@ -169,7 +180,14 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
     finally:
         server.send_signal(signal.SIGINT)
         server.communicate(timeout=10)
-    asked = [line.removeprefix(url + "/") for line in (tmp_path / "asked").read_text().split()]
+    lines = (tmp_path / "asked").read_text().replace(url + "/", "").splitlines()
+    asked = [line.split()[1] for line in lines]
+    # As nyacomp has it: one process gets the URLs of all tensor files, in the manifest's order.
+    calls: dict[str, list[str]] = {}
+    for line in lines:
+        calls.setdefault(line.split()[0], []).append(line.split()[1])
+    files = [names for names in calls.values() if set(names) & {"nya/0.gz", "nya/1.raw", "nya/none.gz"}]
+    assert files == [["nya/0.gz", "nya/1.raw"]] * 3 + [["nya/none.gz", "nya/1.raw"]]
     assert {"nya/meta.csv", "nya/0.gz", "nya/1.raw", "bundle/x.pkl", "bundle/nya/x.safetensors"} <= set(asked)
     assert asked.count("model/nya/boneless_model.safetensors") == 1
     assert f"for {url}/nya/0.gz" in (tmp_path / "log").read_text()
