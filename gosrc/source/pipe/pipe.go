@@ -150,21 +150,34 @@ func (s *Source) Close() error {
 	return s.shut
 }
 
-// arguments are what the program gets. curl is told to fail on a status that
-// is no success, at the first of several, to follow redirects but never out of TLS, and to be quiet:
-// without, it hands out error pages as if they were weights.
-func arguments(program string, urls []string) []string {
+// arguments are what the program gets, and what it reads from its standard
+// input. curl is told to fail on a status that is no success, at the first of
+// several, to follow redirects but never out of TLS, and to be quiet: without,
+// it hands out error pages as if they were weights. Arguments can be read by
+// every user of the machine: curl gets URLs with a user or a query, which may be
+// secrets, by its standard input. Other programs have no such way.
+func arguments(program string, urls []string) (args []string, stdin string) {
 	if filepath.Base(program) != "curl" {
-		return urls
+		return urls, ""
 	}
-	proto := "=http,https"
+	proto, private := "=http,https", false
 	for _, u := range urls {
 		if strings.HasPrefix(strings.ToLower(u), "https://") {
 			proto = "=https"
 		}
+		private = private || strings.ContainsAny(u, "@?")
 	}
-	return append([]string{"--fail", "--fail-early", "--silent", "--show-error", "--location", "--max-redirs", "5", "--proto", "=http,https",
-		"--proto-redir", proto, "--globoff", "--"}, urls...)
+	args = []string{"--fail", "--fail-early", "--silent", "--show-error", "--location", "--max-redirs", "5", "--proto", "=http,https",
+		"--proto-redir", proto, "--globoff"}
+	if !private {
+		return append(append(args, "--"), urls...), ""
+	}
+	var config strings.Builder
+	quoted := strings.NewReplacer(`\`, `\\`, `"`, `\"`)
+	for _, u := range urls {
+		fmt.Fprintf(&config, "url = \"%s\"\n", quoted.Replace(u))
+	}
+	return append(args, "--config", "-"), config.String()
 }
 
 // fetch runs the program to its end and cuts what it writes into files.
@@ -176,7 +189,11 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 	defer r.Close()
 	// More than the 64 KiB of a pipe: fewer turns. It is advice.
 	_, _ = unix.FcntlInt(w.Fd(), unix.F_SETPIPE_SZ, 1<<20)
-	cmd := exec.Command(program, arguments(program, urls)...)
+	args, stdin := arguments(program, urls)
+	cmd := exec.Command(program, args...)
+	if stdin != "" {
+		cmd.Stdin = strings.NewReader(stdin)
+	}
 	cmd.Env = cmd.Environ()
 	for k, v := range env {
 		cmd.Env = append(cmd.Env, k+"="+v)
@@ -191,7 +208,9 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 			return fmt.Errorf("%s=%s: %w", knob.DownloaderLog.Name(), path, fault.FromOS(err))
 		}
 		defer log.Close()
-		cmd.Stderr = io.MultiWriter(said, log)
+		lines := &redacted{to: log}
+		defer lines.flush()
+		cmd.Stderr = io.MultiWriter(said, lines)
 	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	err = cmd.Start()
@@ -275,6 +294,27 @@ func cut(r *os.File, files []*spool.File, timeout time.Duration) (last *spool.Fi
 		}
 	}
 }
+
+// redacted writes whole lines, without the secrets in them.
+type redacted struct {
+	to io.Writer
+	b  []byte
+}
+
+func (r *redacted) Write(p []byte) (int, error) {
+	r.b = append(r.b, p...)
+	end := bytes.LastIndexByte(r.b, '\n') + 1
+	if len(r.b) > 1<<16 {
+		end = len(r.b)
+	}
+	if _, err := io.WriteString(r.to, fault.Redact(string(r.b[:end]))); err != nil {
+		return 0, err
+	}
+	r.b = append(r.b[:0], r.b[end:]...)
+	return len(p), nil
+}
+
+func (r *redacted) flush() { _, _ = io.WriteString(r.to, fault.Redact(string(r.b))) }
 
 // tail keeps the end of what a program says of its trouble.
 type tail struct {

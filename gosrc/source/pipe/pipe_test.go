@@ -166,6 +166,44 @@ func TestLog(t *testing.T) {
 	}
 }
 
+// Secrets of URLs stand neither in curl's arguments, which everybody may read,
+// nor in the log, whatever a program says.
+func TestSecrets(t *testing.T) {
+	t.Cleanup(func() { knob.Load(nil) })
+	base := served(t, map[string][]byte{`a"b\c`: []byte("12345"), "x": []byte("67")})
+	user := strings.Replace(base, "://", "://user:planted@", 1)
+	urls := []string{user + `a"b%5Cc?sig=planted`, base + "x"}
+	dir := t.TempDir()
+	said, log := filepath.Join(dir, "arguments"), filepath.Join(dir, "log")
+	knob.Load(map[string]string{"OVERWIRE_DOWNLOADER_LOG": log})
+	program := filepath.Join(dir, "curl")
+	text := "#!/bin/sh\necho \"$@\" >> " + said + "\nprintf 'at %s' \"" + user + "?sig=planted\" >&2\nexec " + curl(t) + " \"$@\"\n"
+	if err := os.WriteFile(program, []byte(text), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	srcs, err := Start(context.Background(), program, urls, []int64{5, 2}, source.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []string{"12345", "67"} {
+		p := make([]byte, len(want))
+		if err := srcs[i].ReadAt(context.Background(), p, 0); err != nil || string(p) != want {
+			t.Errorf("%q, %v", p, err)
+		}
+	}
+	for _, s := range srcs {
+		s.Close()
+	}
+	if _, err := Open(context.Background(), program, user+"none?sig=planted", source.Options{}); err == nil || strings.Contains(err.Error(), "planted") {
+		t.Errorf("%v", err)
+	}
+	for _, path := range []string{said, log} {
+		if b, err := os.ReadFile(path); err != nil || len(b) == 0 || bytes.Contains(b, []byte("planted")) {
+			t.Errorf("%s: %q, %v", path, b, err)
+		}
+	}
+}
+
 // Cancel and Close kill the program with the programs that it has started.
 func TestKilled(t *testing.T) {
 	for _, end := range []string{"cancel", "close"} {
