@@ -90,8 +90,8 @@ class Codec:
     `device_id`, `cuda_stream`, `uncomp_chunk_size`, `bitstream_kind`,
     `checksum_policy`, `data_type`, `algorithm_type` and the rest. Ours are
     `strict` (a checksum that does not match raises in `decode`, not at the first
-    look at the bytes) and `native_version` (5 or 6: whose native streams are
-    written).
+    look at the bytes) and `native_version` (5 or 6, the default: which
+    nvCOMP shall read the native and sized streams that are written).
 
     LZ4, Snappy, Cascaded and X16 streams that lie on a GPU are decoded there by
     kernels, on `cuda_stream` (else torch's current stream), and with a
