@@ -1,0 +1,231 @@
+#include "textflag.h"
+
+DATA lanes<>+0(SB)/4, $0
+DATA lanes<>+4(SB)/4, $1
+DATA lanes<>+8(SB)/4, $2
+DATA lanes<>+12(SB)/4, $3
+DATA lanes<>+16(SB)/4, $4
+DATA lanes<>+20(SB)/4, $5
+DATA lanes<>+24(SB)/4, $6
+DATA lanes<>+28(SB)/4, $7
+DATA lanes<>+32(SB)/4, $8
+DATA lanes<>+36(SB)/4, $9
+DATA lanes<>+40(SB)/4, $10
+DATA lanes<>+44(SB)/4, $11
+DATA lanes<>+48(SB)/4, $12
+DATA lanes<>+52(SB)/4, $13
+DATA lanes<>+56(SB)/4, $14
+DATA lanes<>+60(SB)/4, $15
+GLOBL lanes<>(SB), RODATA|NOPTR, $64
+
+// One step of four quarter rounds: c ^= (a + b) <<< n.
+#define STEP(a0, b0, c0, a1, b1, c1, a2, b2, c2, a3, b3, c3, n) \
+	VPADDD a0, b0, Z16;  \
+	VPADDD a1, b1, Z17;  \
+	VPADDD a2, b2, Z18;  \
+	VPADDD a3, b3, Z19;  \
+	VPROLD $n, Z16, Z16; \
+	VPROLD $n, Z17, Z17; \
+	VPROLD $n, Z18, Z18; \
+	VPROLD $n, Z19, Z19; \
+	VPXORD Z16, c0, c0;  \
+	VPXORD Z17, c1, c1;  \
+	VPXORD Z18, c2, c2;  \
+	VPXORD Z19, c3, c3
+
+// Words a to d of sixteen blocks become a quarter of blocks 4g, 4g+1, 4g+2,
+// 4g+3 in each 16 bytes g.
+#define QUARTERS(a, b, c, d) \
+	VPUNPCKLDQ  b, a, Z16;   \
+	VPUNPCKHDQ  b, a, Z17;   \
+	VPUNPCKLDQ  d, c, Z18;   \
+	VPUNPCKHDQ  d, c, Z19;   \
+	VPUNPCKLQDQ Z18, Z16, a; \
+	VPUNPCKHQDQ Z18, Z16, b; \
+	VPUNPCKLQDQ Z19, Z17, c; \
+	VPUNPCKHQDQ Z19, Z17, d
+
+// The quarters a to d of blocks j, 4+j, 8+j, 12+j are put together and crypt
+// what is at 64j.
+#define CRYPT(a, b, c, d, at) \
+	VSHUFI32X4 $0x88, b, a, Z16;     \
+	VSHUFI32X4 $0xdd, b, a, Z17;     \
+	VSHUFI32X4 $0x88, d, c, Z18;     \
+	VSHUFI32X4 $0xdd, d, c, Z19;     \
+	VSHUFI32X4 $0x88, Z18, Z16, Z20; \
+	VSHUFI32X4 $0x88, Z19, Z17, Z21; \
+	VSHUFI32X4 $0xdd, Z18, Z16, Z22; \
+	VSHUFI32X4 $0xdd, Z19, Z17, Z23; \
+	VPXORD     (at)(DI), Z20, Z20;   \
+	VPXORD     (256+at)(DI), Z21, Z21; \
+	VPXORD     (512+at)(DI), Z22, Z22; \
+	VPXORD     (768+at)(DI), Z23, Z23; \
+	VMOVDQU32  Z20, (at)(DI);        \
+	VMOVDQU32  Z21, (256+at)(DI);    \
+	VMOVDQU32  Z22, (512+at)(DI);    \
+	VMOVDQU32  Z23, (768+at)(DI)
+
+// func salsa16(p *byte, groups int, words *[16]uint32)
+TEXT ·salsa16(SB), NOSPLIT, $0-24
+	MOVQ         p+0(FP), DI
+	MOVQ         groups+8(FP), CX
+	MOVQ         words+16(FP), SI
+	VPBROADCASTD 32(SI), Z31
+	VPADDD       lanes<>(SB), Z31, Z31
+	MOVL         $16, AX
+	VPBROADCASTD AX, Z30
+
+group:
+	VPBROADCASTD (SI), Z0
+	VPBROADCASTD 4(SI), Z1
+	VPBROADCASTD 8(SI), Z2
+	VPBROADCASTD 12(SI), Z3
+	VPBROADCASTD 16(SI), Z4
+	VPBROADCASTD 20(SI), Z5
+	VPBROADCASTD 24(SI), Z6
+	VPBROADCASTD 28(SI), Z7
+	VMOVDQA32    Z31, Z8
+	VPBROADCASTD 36(SI), Z9
+	VPBROADCASTD 40(SI), Z10
+	VPBROADCASTD 44(SI), Z11
+	VPBROADCASTD 48(SI), Z12
+	VPBROADCASTD 52(SI), Z13
+	VPBROADCASTD 56(SI), Z14
+	VPBROADCASTD 60(SI), Z15
+	MOVL         $10, DX
+
+rounds:
+	STEP(Z0, Z12, Z4, Z5, Z1, Z9, Z10, Z6, Z14, Z15, Z11, Z3, 7)
+	STEP(Z4, Z0, Z8, Z9, Z5, Z13, Z14, Z10, Z2, Z3, Z15, Z7, 9)
+	STEP(Z8, Z4, Z12, Z13, Z9, Z1, Z2, Z14, Z6, Z7, Z3, Z11, 13)
+	STEP(Z12, Z8, Z0, Z1, Z13, Z5, Z6, Z2, Z10, Z11, Z7, Z15, 18)
+	STEP(Z0, Z3, Z1, Z5, Z4, Z6, Z10, Z9, Z11, Z15, Z14, Z12, 7)
+	STEP(Z1, Z0, Z2, Z6, Z5, Z7, Z11, Z10, Z8, Z12, Z15, Z13, 9)
+	STEP(Z2, Z1, Z3, Z7, Z6, Z4, Z8, Z11, Z9, Z13, Z12, Z14, 13)
+	STEP(Z3, Z2, Z0, Z4, Z7, Z5, Z9, Z8, Z10, Z14, Z13, Z15, 18)
+	DECL DX
+	JNZ  rounds
+
+	VPADDD.BCST (SI), Z0, Z0
+	VPADDD.BCST 4(SI), Z1, Z1
+	VPADDD.BCST 8(SI), Z2, Z2
+	VPADDD.BCST 12(SI), Z3, Z3
+	VPADDD.BCST 16(SI), Z4, Z4
+	VPADDD.BCST 20(SI), Z5, Z5
+	VPADDD.BCST 24(SI), Z6, Z6
+	VPADDD.BCST 28(SI), Z7, Z7
+	VPADDD      Z31, Z8, Z8
+	VPADDD.BCST 36(SI), Z9, Z9
+	VPADDD.BCST 40(SI), Z10, Z10
+	VPADDD.BCST 44(SI), Z11, Z11
+	VPADDD.BCST 48(SI), Z12, Z12
+	VPADDD.BCST 52(SI), Z13, Z13
+	VPADDD.BCST 56(SI), Z14, Z14
+	VPADDD.BCST 60(SI), Z15, Z15
+	VPADDD      Z30, Z31, Z31
+
+	QUARTERS(Z0, Z1, Z2, Z3)
+	QUARTERS(Z4, Z5, Z6, Z7)
+	QUARTERS(Z8, Z9, Z10, Z11)
+	QUARTERS(Z12, Z13, Z14, Z15)
+	CRYPT(Z0, Z4, Z8, Z12, 0)
+	CRYPT(Z1, Z5, Z9, Z13, 64)
+	CRYPT(Z2, Z6, Z10, Z14, 128)
+	CRYPT(Z3, Z7, Z11, Z15, 192)
+
+	ADDQ $1024, DI
+	DECQ CX
+	JNZ  group
+	VZEROUPPER
+	RET
+
+// func poly8(acc *[3][8]uint64, by *[5]uint64, p *byte, groups int)
+TEXT ·poly8(SB), NOSPLIT, $0-32
+	MOVQ         acc+0(FP), DI
+	MOVQ         by+8(FP), SI
+	MOVQ         p+16(FP), BX
+	MOVQ         groups+24(FP), CX
+	VPBROADCASTQ (SI), Z10   // r0
+	VPBROADCASTQ 8(SI), Z11  // r1
+	VPBROADCASTQ 16(SI), Z12 // r2
+	VPBROADCASTQ 24(SI), Z13 // 20 r1
+	VPBROADCASTQ 32(SI), Z14 // 20 r2
+	MOVQ         $0xfffffffffff, AX
+	VPBROADCASTQ AX, Z20     // 44 bits
+	MOVQ         $0x3ffffffffff, AX
+	VPBROADCASTQ AX, Z21     // 42 bits
+	MOVQ         $0x10000000000, AX
+	VPBROADCASTQ AX, Z22     // 2^128
+	VMOVDQU64    (DI), Z0
+	VMOVDQU64    64(DI), Z1
+	VMOVDQU64    128(DI), Z2
+
+blocks:
+	// The limbs of eight blocks, in the order 0 4 1 5 2 6 3 7.
+	VMOVDQU64   (BX), Z6
+	VMOVDQU64   64(BX), Z7
+	VPUNPCKLQDQ Z7, Z6, Z8
+	VPUNPCKHQDQ Z7, Z6, Z9
+	VPANDQ      Z20, Z8, Z3
+	VPSRLQ      $44, Z8, Z4
+	VPSLLQ      $20, Z9, Z5
+	VPORQ       Z5, Z4, Z4
+	VPANDQ      Z20, Z4, Z4
+	VPSRLQ      $24, Z9, Z5
+	VPORQ       Z22, Z5, Z5
+
+	// Z3 to Z5 += low halves of acc r, Z15 to Z17 high halves, 52 bits up.
+	VPXORQ       Z15, Z15, Z15
+	VPXORQ       Z16, Z16, Z16
+	VPXORQ       Z17, Z17, Z17
+	VPMADD52LUQ  Z12, Z0, Z5
+	VPMADD52HUQ  Z12, Z0, Z17
+	VPMADD52LUQ  Z10, Z0, Z3
+	VPMADD52HUQ  Z10, Z0, Z15
+	VPMADD52LUQ  Z11, Z0, Z4
+	VPMADD52HUQ  Z11, Z0, Z16
+	VPMADD52LUQ  Z11, Z1, Z5
+	VPMADD52HUQ  Z11, Z1, Z17
+	VPMADD52LUQ  Z14, Z1, Z3
+	VPMADD52HUQ  Z14, Z1, Z15
+	VPMADD52LUQ  Z10, Z1, Z4
+	VPMADD52HUQ  Z10, Z1, Z16
+	VPMADD52LUQ  Z10, Z2, Z5
+	VPMADD52HUQ  Z10, Z2, Z17
+	VPMADD52LUQ  Z13, Z2, Z3
+	VPMADD52HUQ  Z13, Z2, Z15
+	VPMADD52LUQ  Z14, Z2, Z4
+	VPMADD52HUQ  Z14, Z2, Z16
+
+	// A high half weighs 2^8 of the next limb; 2^132 is 20.
+	VPSLLQ $12, Z17, Z6
+	VPSLLQ $10, Z17, Z7
+	VPADDQ Z6, Z3, Z3
+	VPADDQ Z7, Z3, Z3
+	VPSLLQ $8, Z15, Z6
+	VPADDQ Z6, Z4, Z4
+	VPSLLQ $8, Z16, Z7
+	VPADDQ Z7, Z5, Z5
+
+	// Carries.
+	VPSRLQ $44, Z3, Z6
+	VPANDQ Z20, Z3, Z0
+	VPADDQ Z6, Z4, Z4
+	VPSRLQ $44, Z4, Z6
+	VPANDQ Z20, Z4, Z1
+	VPADDQ Z6, Z5, Z5
+	VPSRLQ $42, Z5, Z6
+	VPANDQ Z21, Z5, Z2
+	VPSLLQ $2, Z6, Z7
+	VPADDQ Z6, Z0, Z0
+	VPADDQ Z7, Z0, Z0
+
+	ADDQ $128, BX
+	DECQ CX
+	JNZ  blocks
+
+	VMOVDQU64 Z0, (DI)
+	VMOVDQU64 Z1, 64(DI)
+	VMOVDQU64 Z2, 128(DI)
+	VZEROUPPER
+	RET
