@@ -133,6 +133,49 @@ def test_same_bytes(tmp_path: Path, kind: str) -> None:
     assert write(ours) == write(theirs)
 
 
+def test_same_bytes_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tensors, hashed sixteen at once, written in several turns, copies among
+    them, are the reference's file; one is None once it is written."""
+    from overwire.compat.tensorizer import _writer
+
+    monkeypatch.setattr(_writer, "_TURN", 300_000)
+    monkeypatch.setattr(_writer, "_COPIED", 20_000)
+    torch.manual_seed(1)
+    tensors = {f"{i}": torch.randint(-128, 127, (40 * i % 1100 + 1, 37), dtype=torch.int8) for i in range(100)}
+    tensors |= {f"{i}.t": torch.randn(50, 2 + i % 3).t() for i in range(60)}
+    for module in (ours, theirs):
+        fill(module, tmp_path / module.__name__, tensors)
+    assert (tmp_path / ours.__name__).read_bytes() == (tmp_path / theirs.__name__).read_bytes()
+    memory = io.BytesIO()
+    memory.close = lambda: None  # type: ignore[method-assign]
+    fill(ours, memory, tensors)
+    assert memory.getvalue() == (tmp_path / theirs.__name__).read_bytes()
+    net, s = Net(), ours.TensorSerializer(tmp_path / "net")
+    s.write_module(net, remove_tensors=True)
+    s.close()
+    assert not list(net.parameters()) and ours.TensorDeserializer(tmp_path / "net", device="cpu", verify_hash=True).keys()
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """A file that takes no more is an error that names it and the tensor; what was
+    to be removed from the module stays there."""
+    code = """if True:
+        import resource, signal, sys, torch, overwire, overwire.compat.tensorizer as ours
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        net = torch.nn.Linear(1000, 1000, bias=False)
+        s = ours.TensorSerializer(sys.argv[1])
+        try:
+            s.write_module(net, remove_tensors=True)
+        except overwire.IOFailure as error:
+            assert sys.argv[1] in str(error) and "weight" in str(error), error
+            assert net.weight is not None
+            print("refused")
+    """
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.tensors")], capture_output=True, text=True)
+    assert done.stdout == "refused\n", done.stderr
+
+
 def test_same_bytes_of_modules(tmp_path: Path) -> None:
     """write_module, with its switches, and dims of 2^32."""
     for options in ({}, {"remove_tensors": True}):

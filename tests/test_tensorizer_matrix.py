@@ -352,17 +352,15 @@ def test_preloaded(tmp_path: Path) -> None:
 
 def test_hostile_names(tmp_path: Path) -> None:
     """Deep, clashing and unprintable paths are refused or read, never a crash or a hang."""
-    from overwire.records import Record, make_front, make_record
+    from overwire.records import NewRecord, make_front, write_records
 
     def build(names: list[str]) -> Path:
         path = tmp_path / "x.tensors"
-        records, body, at = [], b"", 73 + 65536
-        for name in names:
-            front = make_record(name=name, type=2, module=0, dtype="<f4", shape=(0,), pointer=0, nbytes=0)
-            records.append(Record(name, 2, 0, "<f4", (0,), at, at + len(front), 0, b"", None, None, False, None))
-            body += front
-            at += len(front)
-        path.write_bytes(make_front(records, 65536, encrypted=False) + body + bytes(8))
+        with open(path, "wb") as file:
+            records = write_records(file.fileno(), [NewRecord(name, 2, 0, "<f4", (0,), 0, 0) for name in names], 73 + 65536)
+            file.write(make_front(records, 65536, encrypted=False))
+            file.seek(0, 2)
+            file.write(bytes(8))
         return path
 
     deep = '\x1e["' + '","'.join(["a"] * 200) + '"]'

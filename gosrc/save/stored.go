@@ -11,7 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// plainBlock is the piece in which tensors without chunks are read.
+// plainBlock is the piece in which tensors without chunks are read; those of
+// encrypted files by whole boxes.
 const plainBlock = 1 << 20
 
 // stored is the body of a tensor in a source: its chunks are read, checked and
@@ -26,10 +27,14 @@ type stored struct {
 	cache *cache
 	row   int64 // bytes of a row, and of a row in one part
 	width int64
+	plain int64 // block of a tensor without chunks
 }
 
 func newStored(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *cache) *stored {
-	s := &stored{src: src, idx: idx, t: t, cache: c}
+	s := &stored{src: src, idx: idx, t: t, cache: c, plain: plainBlock}
+	if t.Block > 0 && t.Block <= tensor.MaxChunkBytes {
+		s.plain = (plainBlock + t.Block - 1) / t.Block * t.Block
+	}
 	s.row = t.Bytes
 	if len(t.Shape) > 0 && t.Bytes > 0 {
 		s.row = t.Bytes / t.Shape[0]
@@ -46,7 +51,7 @@ func (s *stored) parts() int64 { return max(1, int64(s.t.Parts)) }
 // block is the size of a chunk, for plain files of what we read as one.
 func (s *stored) block() int64 {
 	if s.t.Count == 0 {
-		return plainBlock
+		return s.plain
 	}
 	return int64(s.t.ChunkBytes)
 }
@@ -138,7 +143,7 @@ var storedBuffers = sync.Pool{New: func() any { return new([]byte) }}
 func (s *stored) read(ctx context.Context, dst []byte, k, whole int64) error {
 	t := s.t
 	if t.Count == 0 {
-		off := t.Off + k*plainBlock
+		off := t.Off + k*s.plain
 		return wrap("read", s.src.URI(), t.Name, -1, s.src.ReadAt(ctx, dst, off))
 	}
 	c := s.idx.Chunks[int64(t.First)+k]

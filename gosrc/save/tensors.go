@@ -9,7 +9,6 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/format/tensors"
-	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/zeebo/xxh3"
 )
@@ -54,11 +53,7 @@ func (w *writer) tensors(ctx context.Context, to output, path string, items []*i
 	if err := to.write(front, 0); err != nil {
 		return 0, err
 	}
-	err = ordered.Each(ctx, "save.tensors", w.threads, len(items), func(i int) error {
-		err := w.oneTensor(ctx, to, items[i], &out[i], key)
-		w.job.Tensors.Add(1)
-		return wrap("save", path, items[i].name, -1, err)
-	})
+	err = w.flow(ctx, to, path, items, out, key)
 	if err != nil {
 		return 0, err
 	}
@@ -73,23 +68,39 @@ func (t *item) tensorizer() (tensors.Item, error) {
 	return tensors.NewItem(t.name, t.dtype, t.shape, t.bytes)
 }
 
-// oneTensor writes the data of a tensor, and then its record.
-func (w *writer) oneTensor(ctx context.Context, to output, t *item, it *tensors.Item, key *tensors.Key) error {
-	sum, data, whole := it.Summer(), it.Data(), xxh3.New()
-	var box []byte // what is encrypted, until it is a whole box
-	if it.Crypt != nil {
-		box = make([]byte, 0, min(it.Bytes, tensors.ChunkBytes))
+// flow writes tensors whose places are known: each is summed up, encrypted if it
+// is to be, and written by one worker, its record last.
+func (w *writer) flow(ctx context.Context, to output, path string, items []*item, out []tensors.Item, key *tensors.Key) error {
+	flows := make([]tensors.Flow, len(items))
+	for i, t := range items {
+		flows[i] = w.oneTensor(to, path, t, &out[i], key)
 	}
+	_, local := to.(scattered)
+	return tensors.Run(ctx, "save.tensors", w.threads, !local, flows)
+}
+
+// scattered is an output that takes bytes in any order, in no memory of its own.
+type scattered interface{ scattered() }
+
+func (*target) scattered() {}
+
+func (w *writer) oneTensor(to output, path string, t *item, it *tensors.Item, key *tensors.Key) tensors.Flow {
+	data, end, whole := it.Data(), it.Data()+it.Bytes, xxh3.New()
+	fail := func(err error) error { return wrap("save", path, t.name, -1, err) }
 	put := func(p []byte) error {
 		err := to.write(p, data)
 		data += int64(len(p))
 		return err
 	}
+	var box []byte // what is encrypted, until it is a whole box
 	seal := func(p []byte) error {
 		for len(p) > 0 {
+			if box == nil {
+				box = make([]byte, 0, min(it.Bytes, tensors.ChunkBytes))
+			}
 			n := copy(box[len(box):cap(box)], p)
 			box, p = box[:len(box)+n], p[n:]
-			if end := data + int64(len(box)); len(box) == cap(box) || end == it.Data()+it.Bytes {
+			if len(box) == cap(box) || data+int64(len(box)) == end {
 				it.Crypt.Seal(box, (data-it.Data())/tensors.ChunkBytes, key.Bytes)
 				if err := put(box); err != nil {
 					return err
@@ -102,24 +113,34 @@ func (w *writer) oneTensor(ctx context.Context, to output, t *item, it *tensors.
 	if it.Crypt == nil {
 		seal = put
 	}
-	var err error
-	if it.Bytes > 0 {
-		err = t.walk(ctx, func(p []byte) error {
-			sum.Write(p)
-			if t.known != nil {
-				_, _ = whole.Write(p)
-			}
-			w.job.Bytes.Add(int64(len(p)))
-			return seal(p)
-		})
+	f := tensors.Flow{Sum: it.Summer(), Bytes: it.Bytes}
+	if m, ok := t.body.(memory); ok {
+		f.Memory = m
+	} else {
+		if s, ok := t.body.(*stored); ok {
+			f.Step = s.block()
+		}
+		f.Next = func(ctx context.Context, buf []byte, off int64) ([]byte, error) {
+			p, err := t.body.bytes(ctx, buf, off)
+			return p, fail(err)
+		}
 	}
-	if err == nil && t.known != nil && t.bytes > 0 && sum128(whole) != t.known.Hash {
-		err = fault.New(fault.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)")
+	f.Pass = func(p []byte) error {
+		if t.known != nil {
+			_, _ = whole.Write(p)
+		}
+		w.job.Bytes.Add(int64(len(p)))
+		return fail(seal(p))
 	}
-	if err == nil {
-		err = to.write(it.Finish(sum), it.Record)
+	f.Done = func() error {
+		box = nil
+		if t.known != nil && t.bytes > 0 && sum128(whole) != t.known.Hash {
+			return fail(fault.New(fault.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)"))
+		}
+		w.job.Tensors.Add(1)
+		return fail(to.write(it.Finish(f.Sum), it.Record))
 	}
-	return err
+	return f
 }
 
 // recordsOf gives items that come from .tensors files the words of their
@@ -180,38 +201,44 @@ func (m *model) sums(ctx context.Context, j *job.Job, k int, rep *VerifyReport) 
 	}
 	var mu sync.Mutex
 	c := newCache(threads(0))
-	return ordered.Each(ctx, "save.verify", threads(0), len(f.Entries), func(i int) error {
+	flows := make([]tensors.Flow, len(f.Entries))
+	for i := range f.Entries {
 		e, r := &f.Entries[i], &f.Records[i]
 		bad := func(class error, format string, args ...any) error {
 			return &fault.At{Verb: "verify", Source: src.URI(), Tensor: e.Name, Chunk: -1, Offset: e.Record, Err: fault.New(class, format, args...)}
 		}
 		sum := tensors.NewSummer(r.Prefix)
+		flows[i] = tensors.Flow{Sum: sum, Bytes: e.Bytes}
 		if e.Bytes > 0 {
-			t := &m.ix.Tensors[number[e.Name]]
-			it := item{bytes: t.Bytes, body: newStored(src, m.ix, t, c)}
-			err := it.walk(ctx, func(p []byte) error {
-				sum.Write(p)
-				j.Bytes.Add(int64(len(p)))
-				return nil
-			})
-			if err != nil {
-				return wrap("verify", src.URI(), e.Name, -1, err)
+			body := newStored(src, m.ix, &m.ix.Tensors[number[e.Name]], c)
+			flows[i].Step = body.block()
+			flows[i].Next = func(ctx context.Context, buf []byte, off int64) ([]byte, error) {
+				p, err := body.bytes(ctx, buf, off)
+				return p, wrap("verify", src.URI(), e.Name, -1, err)
 			}
 		}
-		crc, sha := sum.Sums()
-		switch {
-		case r.CRC32 == nil && r.SHA256 == nil:
-			return bad(fault.ErrNotSupported, "the tensor has no sum that could be compared")
-		case r.CRC32 != nil && !bytes.Equal(crc, r.CRC32):
-			return bad(fault.ErrCorrupt, "checksum mismatch: CRC32 %x, not %x", crc, r.CRC32)
-		case r.SHA256 != nil && !bytes.Equal(sha, r.SHA256):
-			return bad(fault.ErrCorrupt, "checksum mismatch: SHA-256 %x, not %x", sha, r.SHA256)
+		flows[i].Pass = func(p []byte) error {
+			j.Bytes.Add(int64(len(p)))
+			return nil
 		}
-		mu.Lock()
-		defer mu.Unlock()
-		rep.Tensors++
-		rep.Bytes += e.Bytes
-		j.Tensors.Add(1)
-		return nil
-	})
+		flows[i].Done = func() error {
+			crc, sha := sum.Sums()
+			switch {
+			case r.CRC32 == nil && r.SHA256 == nil:
+				return bad(fault.ErrNotSupported, "the tensor has no sum that could be compared")
+			case r.CRC32 != nil && !bytes.Equal(crc, r.CRC32):
+				return bad(fault.ErrCorrupt, "checksum mismatch: CRC32 %x, not %x", crc, r.CRC32)
+			case r.SHA256 != nil && !bytes.Equal(sha, r.SHA256):
+				return bad(fault.ErrCorrupt, "checksum mismatch: SHA-256 %x, not %x", sha, r.SHA256)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			rep.Tensors++
+			rep.Bytes += e.Bytes
+			j.Tensors.Add(1)
+			return nil
+		}
+	}
+	far, ok := src.(interface{ Far() int })
+	return tensors.Run(ctx, "save.verify", threads(0), ok && far.Far() > 0, flows)
 }

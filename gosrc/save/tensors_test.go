@@ -1,6 +1,7 @@
 package save
 
 import (
+	"bytes"
 	"encoding/hex"
 	"errors"
 	"maps"
@@ -44,8 +45,9 @@ func packedTensors(t *testing.T, sealed bool, version uint32) []byte {
 			data[i][k] = byte(7*k + i)
 		}
 		if items[i].Bytes = int64(len(data[i])); sealed && data[i] != nil {
-			dst := make([]byte, len(data[i]))
-			items[i].Crypt = tensors.Seal(dst, data[i], (*[32]byte)(key))
+			dst := bytes.Clone(data[i]) // one box
+			items[i].Crypt = tensors.NewCrypt(items[i].Bytes, nil)
+			items[i].Crypt.Seal(dst, 0, (*[32]byte)(key))
 			s := items[i].Summer()
 			s.Write(data[i])
 			data[i] = append(items[i].Finish(s), dst...)

@@ -22,6 +22,9 @@ func threads(asked int) int {
 	return min(asked, 256)
 }
 
+// Threads is how many workers a verb has that was not told.
+func Threads() int { return threads(0) }
+
 // classed gives the bare errors of an ended context their class, wherever in a
 // verb they were noticed.
 func classed(ctx context.Context, err error) error {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ._engine import _call, _core
 
-__all__ = ["tensors_front", "tensors_key", "tensors_record", "tensors_records", "tensors_sums"]
+__all__ = ["tensors_front", "tensors_key", "tensors_records", "tensors_sums", "tensors_write"]
 
 
 def tensors_records(spec: str) -> str:
@@ -14,9 +14,10 @@ def tensors_records(spec: str) -> str:
     return text
 
 
-def tensors_record(spec: str, data: int, sealed: int) -> str:
-    """The record before the data at an address, in hex; `sealed` gets the data encrypted."""
-    text: str = _call(_core().api_TensorsRecord, spec, data, sealed)
+def tensors_write(spec: str) -> str:
+    """Writes records and data to a descriptor: JSON {"items": [...], "pointers": [...], "fd", "path", "offset", "threads", "key",
+    "derive"}; gives {"places": [[record, data], ...], "end"}."""
+    text: str = _call(_core().api_TensorsWrite, spec)
     return text
 
 
@@ -26,9 +27,9 @@ def tensors_front(spec: str) -> str:
     return text
 
 
-def tensors_sums(prefix: str, data: int, n: int) -> str:
-    """CRC32 and SHA-256 of a prefix (hex) and of n bytes at an address, in hex."""
-    text: str = _call(_core().api_TensorsSums, prefix, data, n)
+def tensors_sums(spec: str) -> str:
+    """CRC32 and SHA-256, a JSON list of pairs in hex: JSON {"items": [{"prefix": hex, "pointer", "bytes"}, ...]}."""
+    text: str = _call(_core().api_TensorsSums, spec)
     return text
 
 

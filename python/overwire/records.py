@@ -19,7 +19,7 @@ from .errors import ArgumentError
 from .sources import SourceLike, resolve
 from .storage import StorageOptions, storage
 
-__all__ = ["KeyDerivation", "Record", "RecordFile", "derive_key", "make_front", "make_record", "read_records", "sums"]
+__all__ = ["KeyDerivation", "NewRecord", "Record", "RecordFile", "derive_key", "make_front", "read_records", "sums", "write_records"]
 
 
 @dataclass(frozen=True)
@@ -120,46 +120,69 @@ def derive_key(password: bytes, derivation: KeyDerivation) -> bytes:
     return bytes.fromhex(_engine_records.tensors_key(json.dumps({"password": password.hex(), **derivation.spec()})))
 
 
-def sums(prefix: bytes, pointer: int, nbytes: int) -> tuple[bytes, bytes]:
-    """CRC32 and SHA-256 of a prefix and of memory that does not change meanwhile,
-    as records have them. Without the GIL."""
-    crc, sha = _engine_records.tensors_sums(prefix.hex(), pointer, nbytes).split()
-    return bytes.fromhex(crc), bytes.fromhex(sha)
+def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
+    """CRC32 and SHA-256, as records have them, of each of some items: a prefix,
+    and memory by its address and its bytes, which do not change meanwhile. On all
+    cores, without the GIL; of many items of one size faster than one by one."""
+    spec = {"items": [{"prefix": prefix.hex(), "pointer": pointer, "bytes": nbytes} for prefix, pointer, nbytes in items]}
+    return [(bytes.fromhex(crc), bytes.fromhex(sha)) for crc, sha in json.loads(_engine_records.tensors_sums(json.dumps(spec)))]
 
 
-def make_record(
+@dataclass(frozen=True)
+class NewRecord:
+    """A tensor to be written: fields as in `Record`, and `pointer`, where the
+    nbytes of its data lie in host memory."""
+
+    name: str
+    type: int
+    module: int
+    dtype: str
+    shape: tuple[int, ...]
+    pointer: int
+    nbytes: int
+
+
+def write_records(
+    file: int,
+    records: Iterable[NewRecord],
+    offset: int,
     *,
-    name: str,
-    type: int,
-    module: int,
-    dtype: str,
-    shape: Iterable[int],
-    pointer: int,
-    nbytes: int,
-    encrypted: bool = False,
     key: bytes | None = None,
     derivation: KeyDerivation | None = None,
-    sealed: int = 0,
-) -> bytes:
-    """The bytes that stand before a tensor's data, the sums among them.
+    threads: int = 0,
+    path: str = "",
+) -> list[Record]:
+    """Writes records and their data one behind the other from an offset of a file,
+    and returns them as they stand there. Head and index are left: see `make_front`.
 
-    Fields as in `Record`; pointer: where the nbytes of data lie, which do not
-    change meanwhile. encrypted: the file is. key: 32 bytes; then the data are
-    encrypted into nbytes of memory at `sealed`, with a nonce never used before,
-    and `derivation` says what the key was made of. Without the GIL.
+    file: the descriptor of a file that is open for writing and takes bytes at any
+    place (without O_APPEND). key: 32 bytes, that the data are encrypted with, by
+    nonces never used before; `derivation` says what the key was made of. The
+    memory must not change meanwhile. threads: 0: one a core. path: what errors
+    name. Without the GIL.
+
+    Raises ArgumentError for what the format cannot say, IOFailure when the file
+    cannot be written; then some of it may be.
     """
+    new = list(records)
     spec = {
-        "name": name,
-        "type": type,
-        "module": module,
-        "dtype": dtype,
-        "dims": list(shape),
-        "bytes": nbytes,
-        "sealed": encrypted,
+        "items": [
+            {"name": r.name, "type": r.type, "module": r.module, "dtype": r.dtype, "dims": list(r.shape), "bytes": r.nbytes} for r in new
+        ],
+        "pointers": [r.pointer for r in new],
+        "fd": file,
+        "path": path,
+        "offset": offset,
+        "threads": threads,
         "key": "" if key is None else key.hex(),
         "derive": None if derivation is None else derivation.spec(),
     }
-    return bytes.fromhex(_engine_records.tensors_record(json.dumps(spec), pointer, sealed))
+    places = json.loads(_engine_records.tensors_write(json.dumps(spec)))["places"]
+    sealed = key is not None
+    return [
+        Record(r.name, r.type, r.module, r.dtype, r.shape, at, data, r.nbytes, b"", None, None, sealed and r.nbytes > 0, derivation)
+        for r, (at, data) in zip(new, places, strict=True)
+    ]
 
 
 def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, version: int = 1) -> bytes:

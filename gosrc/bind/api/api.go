@@ -167,16 +167,16 @@ func TensorsRecords(spec string) (string, error) {
 	return face.Call("records", func() (string, error) { return face.TensorsRecords(spec) })
 }
 
-func TensorsRecord(spec string, data, sealed uint64) (string, error) {
-	return face.Call("record", func() (string, error) { return face.TensorsRecord(spec, data, sealed) })
+func TensorsWrite(spec string) (string, error) {
+	return face.Call("write", func() (string, error) { return face.TensorsWrite(spec) })
 }
 
 func TensorsFront(spec string) (string, error) {
 	return face.Call("front", func() (string, error) { return face.TensorsFront(spec) })
 }
 
-func TensorsSums(prefix string, data uint64, n int64) (string, error) {
-	return face.Call("sums", func() (string, error) { return face.TensorsSums(prefix, data, n) })
+func TensorsSums(spec string) (string, error) {
+	return face.Call("sums", func() (string, error) { return face.TensorsSums(spec) })
 }
 
 func TensorsKey(spec string) (string, error) {

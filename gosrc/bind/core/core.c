@@ -973,31 +973,6 @@ PyObject * _wrap__core_api_TensorsKey(PyObject * PYBINDGEN_UNUSED(dummy), PyObje
 
 
 PyObject *
-_wrap__core_api_TensorsRecord(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    char *retval;
-    char *spec;
-    uint64_t data;
-    uint64_t sealed;
-    const char *keywords[] = {"spec", "data", "sealed", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sKK", (char **) keywords, &spec, &data, &sealed)) {
-        return NULL;
-    }
-    retval = api_TensorsRecord(spec, data, sealed);
-    if (PyErr_Occurred()) {
-        if (retval != NULL) free(retval);
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "s", retval);
-    free(retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_TensorsRecord(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
 _wrap__core_api_TensorsRecords(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -1025,15 +1000,13 @@ _wrap__core_api_TensorsSums(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, 
 {
     PyObject *py_retval;
     char *retval;
-    char *prefix;
-    uint64_t data;
-    int64_t n;
-    const char *keywords[] = {"prefix", "data", "n", NULL};
+    char *spec;
+    const char *keywords[] = {"spec", NULL};
 
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "sKL", (char **) keywords, &prefix, &data, &n)) {
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
         return NULL;
     }
-    retval = api_TensorsSums(prefix, data, n);
+    retval = api_TensorsSums(spec);
     if (PyErr_Occurred()) {
         if (retval != NULL) free(retval);
         return NULL;
@@ -1043,6 +1016,29 @@ _wrap__core_api_TensorsSums(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, 
     return py_retval;
 }
 PyObject * _wrap__core_api_TensorsSums(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_TensorsWrite(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    char *spec;
+    const char *keywords[] = {"spec", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
+        return NULL;
+    }
+    retval = api_TensorsWrite(spec);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_TensorsWrite(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 static PyMethodDef _core_functions[] = {
     {(char *) "api_CliStart", (PyCFunction) _wrap__core_api_CliStart, METH_KEYWORDS|METH_VARARGS, "api_CliStart(program)\n\ntype: program: char *" },
@@ -1088,9 +1084,9 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_Setup", (PyCFunction) _wrap__core_api_Setup, METH_KEYWORDS|METH_VARARGS, "api_Setup(env)\n\ntype: env: char *" },
     {(char *) "api_TensorsFront", (PyCFunction) _wrap__core_api_TensorsFront, METH_KEYWORDS|METH_VARARGS, "api_TensorsFront(spec)\n\ntype: spec: char *" },
     {(char *) "api_TensorsKey", (PyCFunction) _wrap__core_api_TensorsKey, METH_KEYWORDS|METH_VARARGS, "api_TensorsKey(spec)\n\ntype: spec: char *" },
-    {(char *) "api_TensorsRecord", (PyCFunction) _wrap__core_api_TensorsRecord, METH_KEYWORDS|METH_VARARGS, "api_TensorsRecord(spec, data, sealed)\n\ntype: spec: char *\ntype: data: uint64_t\ntype: sealed: uint64_t" },
     {(char *) "api_TensorsRecords", (PyCFunction) _wrap__core_api_TensorsRecords, METH_KEYWORDS|METH_VARARGS, "api_TensorsRecords(spec)\n\ntype: spec: char *" },
-    {(char *) "api_TensorsSums", (PyCFunction) _wrap__core_api_TensorsSums, METH_KEYWORDS|METH_VARARGS, "api_TensorsSums(prefix, data, n)\n\ntype: prefix: char *\ntype: data: uint64_t\ntype: n: int64_t" },
+    {(char *) "api_TensorsSums", (PyCFunction) _wrap__core_api_TensorsSums, METH_KEYWORDS|METH_VARARGS, "api_TensorsSums(spec)\n\ntype: spec: char *" },
+    {(char *) "api_TensorsWrite", (PyCFunction) _wrap__core_api_TensorsWrite, METH_KEYWORDS|METH_VARARGS, "api_TensorsWrite(spec)\n\ntype: spec: char *" },
     {NULL, NULL, 0, NULL}
 };
 #if PY_VERSION_HEX >= 0x03000000

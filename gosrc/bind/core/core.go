@@ -655,21 +655,6 @@ func api_TensorsKey(spec *C.char) *C.char {
 	return C.CString(cret)
 }
 
-//export api_TensorsRecord
-func api_TensorsRecord(spec *C.char, data C.ulonglong, sealed C.ulonglong) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.TensorsRecord(C.GoString(spec), uint64(data), uint64(sealed))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
 //export api_TensorsRecords
 func api_TensorsRecords(spec *C.char) *C.char {
 	_saved_thread := C.PyEval_SaveThread()
@@ -686,9 +671,24 @@ func api_TensorsRecords(spec *C.char) *C.char {
 }
 
 //export api_TensorsSums
-func api_TensorsSums(prefix *C.char, data C.ulonglong, n C.longlong) *C.char {
+func api_TensorsSums(spec *C.char) *C.char {
 	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.TensorsSums(C.GoString(prefix), uint64(data), int64(n))
+	cret, __err := api.TensorsSums(C.GoString(spec))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
+}
+
+//export api_TensorsWrite
+func api_TensorsWrite(spec *C.char) *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.TensorsWrite(C.GoString(spec))
 
 	C.PyEval_RestoreThread(_saved_thread)
 	if __err != nil {

@@ -117,9 +117,9 @@ extern char* api_Setup(char* env);
 extern char api_Shutdown(long long int ms);
 extern char* api_TensorsFront(char* spec);
 extern char* api_TensorsKey(char* spec);
-extern char* api_TensorsRecord(char* spec, long long unsigned int data, long long unsigned int sealed);
 extern char* api_TensorsRecords(char* spec);
-extern char* api_TensorsSums(char* prefix, long long unsigned int data, long long int n);
+extern char* api_TensorsSums(char* spec);
+extern char* api_TensorsWrite(char* spec);
 extern long long unsigned int api_VerifyStart(char* spec);
 
 #ifdef __cplusplus

@@ -8,6 +8,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/tensors"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/save"
 )
 
 // TensorsRecords tells of the one .tensors file of the JSON of a load.Spec,
@@ -35,17 +36,15 @@ func TensorsRecords(spec string) (string, error) {
 
 // A record is a tensor of a .tensors file that is being written.
 type record struct {
-	Module uint16              `json:"module"`
-	Type   uint8               `json:"type"`
-	Name   string              `json:"name"`
-	DType  string              `json:"dtype"`
-	Dims   []int64             `json:"dims"`
-	Bytes  int64               `json:"bytes"`
-	Record int64               `json:"record"`
-	Data   int64               `json:"data"`
-	Sealed bool                `json:"sealed"` // the file is encrypted
-	Key    string              `json:"key"`    // hex digits
-	Derive *tensors.Derivation `json:"derive"`
+	Module uint16  `json:"module"`
+	Type   uint8   `json:"type"`
+	Name   string  `json:"name"`
+	DType  string  `json:"dtype"`
+	Dims   []int64 `json:"dims"`
+	Bytes  int64   `json:"bytes"`
+	Record int64   `json:"record"`
+	Data   int64   `json:"data"`
+	Sealed bool    `json:"sealed"` // the file is encrypted
 }
 
 func (r *record) item() (tensors.Item, error) {
@@ -59,34 +58,65 @@ func memory(addr uint64, n int64) []byte {
 	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&p))), n)
 }
 
-// TensorsRecord gives, in hex digits, the record that stands before the data of
-// the tensor that the JSON describes, its sums made of the data at an address.
-// If the JSON has a key, sealed is memory of the same size, which gets the data
-// encrypted.
-func TensorsRecord(spec string, data, sealed uint64) (string, error) {
-	r, err := parse[record]("spec", spec)
+// dataAt is memory whose address and size came from outside.
+func dataAt(addr uint64, n int64) ([]byte, error) {
+	if n < 0 || n > 0 && addr == 0 {
+		return nil, fault.New(fault.ErrArgument, "%d bytes at %d", n, addr)
+	}
+	return memory(addr, n), nil
+}
+
+// TensorsWrite writes the "items" of the JSON, whose data lie at "pointers", as
+// save.Records does: "record data" of each, in a JSON list, and where the last
+// one ends. The file is the descriptor "fd"; "path" is its name in errors. With
+// a "key" (hex digits, made as "derive" says) items are encrypted.
+func TensorsWrite(spec string) (string, error) {
+	s, err := parse[struct {
+		Items    []record            `json:"items"`
+		Pointers []uint64            `json:"pointers"`
+		FD       int                 `json:"fd"`
+		Path     string              `json:"path"`
+		Offset   int64               `json:"offset"`
+		Threads  int                 `json:"threads"`
+		Key      string              `json:"key"`
+		Derive   *tensors.Derivation `json:"derive"`
+	}]("spec", spec)
 	if err != nil {
 		return "", err
 	}
-	it, err := r.item()
-	if err != nil {
-		return "", err
+	if len(s.Pointers) != len(s.Items) || s.FD < 0 || s.Offset < 0 {
+		return "", fault.New(fault.ErrArgument, "%d tensors at %d addresses, descriptor %d, offset %d", len(s.Items), len(s.Pointers), s.FD, s.Offset)
 	}
-	if it.Bytes > 0 && (data == 0 || r.Key != "" && sealed == 0) {
-		return "", fault.New(fault.ErrArgument, "%d bytes at 0", it.Bytes)
-	}
-	plain := memory(data, it.Bytes)
-	if r.Key != "" && it.Bytes > 0 {
-		key, err := hex.DecodeString(r.Key)
-		if err != nil || len(key) != 32 {
+	var key *tensors.Key
+	if s.Key != "" {
+		b, err := hex.DecodeString(s.Key)
+		if err != nil || len(b) != 32 {
 			return "", fault.New(fault.ErrArgument, "a key has 32 bytes")
 		}
-		it.Crypt = tensors.Seal(memory(sealed, it.Bytes), plain, (*[32]byte)(key))
-		it.Crypt.Derive = r.Derive
+		key = &tensors.Key{Bytes: (*[32]byte)(b), Derive: s.Derive}
 	}
-	s := it.Summer()
-	s.Write(plain)
-	return hex.EncodeToString(it.Finish(s)), nil
+	items, data := make([]tensors.Item, len(s.Items)), make([][]byte, len(s.Items))
+	for i := range items {
+		s.Items[i].Sealed = key != nil
+		if items[i], err = s.Items[i].item(); err != nil {
+			return "", err
+		}
+		if data[i], err = dataAt(s.Pointers[i], items[i].Bytes); err != nil {
+			return "", err
+		}
+	}
+	end, err := save.Records(context.Background(), s.FD, s.Path, s.Offset, items, data, key, s.Threads)
+	if err != nil {
+		return "", err
+	}
+	places := make([][2]int64, len(items))
+	for i := range items {
+		places[i] = [2]int64{items[i].Record, items[i].Data()}
+	}
+	return encode(struct {
+		Places [][2]int64 `json:"places"`
+		End    int64      `json:"end"`
+	}{places, end})
 }
 
 // TensorsFront gives, in hex digits, the head and the index of a .tensors file:
@@ -117,17 +147,40 @@ func TensorsFront(spec string) (string, error) {
 	return hex.EncodeToString(b), nil
 }
 
-// TensorsSums gives CRC32 and SHA-256 of a prefix and n bytes at an address, in
-// hex digits, as they are written: "crc32 sha256".
-func TensorsSums(prefix string, data uint64, n int64) (string, error) {
-	p, err := hex.DecodeString(prefix)
-	if err != nil || n < 0 || n > 0 && data == 0 {
-		return "", fault.New(fault.ErrArgument, "%d bytes at %d", n, data)
+// TensorsSums gives CRC32 and SHA-256 of each of the "items" of the JSON: its
+// "prefix" (hex digits), and its "bytes" at its "pointer". In hex digits, as they
+// are written: a JSON list of pairs.
+func TensorsSums(spec string) (string, error) {
+	s, err := parse[struct {
+		Items []struct {
+			Prefix  string `json:"prefix"`
+			Pointer uint64 `json:"pointer"`
+			Bytes   int64  `json:"bytes"`
+		} `json:"items"`
+	}]("spec", spec)
+	if err != nil {
+		return "", err
 	}
-	s := tensors.NewSummer(p)
-	s.Write(memory(data, n))
-	crc, sha := s.Sums()
-	return hex.EncodeToString(crc) + " " + hex.EncodeToString(sha), nil
+	flows := make([]tensors.Flow, len(s.Items))
+	for i, t := range s.Items {
+		p, err := hex.DecodeString(t.Prefix)
+		if err != nil {
+			return "", fault.New(fault.ErrArgument, "prefix: %v", err)
+		}
+		flows[i] = tensors.Flow{Sum: tensors.NewSummer(p), Bytes: t.Bytes}
+		if flows[i].Memory, err = dataAt(t.Pointer, t.Bytes); err != nil {
+			return "", err
+		}
+	}
+	if err := tensors.Run(context.Background(), "sums", save.Threads(), false, flows); err != nil {
+		return "", err
+	}
+	out := make([][2]string, len(flows))
+	for i := range flows {
+		crc, sha := flows[i].Sum.Sums()
+		out[i] = [2]string{hex.EncodeToString(crc), hex.EncodeToString(sha)}
+	}
+	return encode(out)
 }
 
 // TensorsKey derives a key from the "password" (hex digits) of the JSON and its

@@ -165,18 +165,6 @@ func NewCrypt(bytes int64, derive *Derivation) *Crypt {
 // Seal encrypts box i of the data in place. It is safe in parallel, once a box.
 func (c *Crypt) Seal(p []byte, i int64, key *[keyBytes]byte) { c.MACs[i] = sealBox(p, c.nonce(i), key) }
 
-// Seal encrypts data into dst, which is as long and does not overlap it, and
-// returns how that was done.
-func Seal(dst, data []byte, key *[keyBytes]byte) *Crypt {
-	c := NewCrypt(int64(len(data)), nil)
-	for i := range c.MACs {
-		box := dst[i*ChunkBytes : min((i+1)*ChunkBytes, len(data))]
-		copy(box, data[i*ChunkBytes:])
-		c.Seal(box, int64(i), key)
-	}
-	return c
-}
-
 // A Key is what a whole file is encrypted by.
 type Key struct {
 	Bytes  *[keyBytes]byte

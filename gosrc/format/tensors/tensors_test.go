@@ -219,6 +219,16 @@ func TestDerivation(t *testing.T) {
 	}
 }
 
+// sealAll encrypts data into dst.
+func sealAll(dst, data []byte, key *[32]byte) *Crypt {
+	c := NewCrypt(int64(len(data)), nil)
+	copy(dst, data)
+	for i := range c.MACs {
+		c.Seal(dst[i*ChunkBytes:min((i+1)*ChunkBytes, len(data))], int64(i), key)
+	}
+	return c
+}
+
 // sealedFile has three encrypted tensors, one of several boxes, and one without
 // data.
 func sealedFile(t testing.TB, r *rand.Rand, key *[32]byte) (b []byte, data [][]byte) {
@@ -232,7 +242,7 @@ func sealedFile(t testing.TB, r *rand.Rand, key *[32]byte) (b []byte, data [][]b
 		it := Item{Name: string(rune('a' + i)), Type: StateDict, Text: "|u1", Dims: []int64{int64(n)}, Bytes: int64(n), Sealed: true}
 		if n > 0 {
 			out := make([]byte, n)
-			it.Crypt = Seal(out, plain, key)
+			it.Crypt = sealAll(out, plain, key)
 			stored = append(stored, out)
 		} else {
 			it.Dims = []int64{123}
@@ -400,7 +410,7 @@ func FuzzRead(f *testing.F) {
 	items := []Item{{Name: "x.a", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24}, {Name: "m", Type: StateDict, Text: "|i1", Dims: []int64{1 << 33}}}
 	f.Add(file(f, items, [][]byte{a(0), nil}, 200, 0))
 	out := make([]byte, 24)
-	it := Item{Name: "x", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24, Sealed: true, Crypt: Seal(out, a(0), &key)}
+	it := Item{Name: "x", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24, Sealed: true, Crypt: sealAll(out, a(0), &key)}
 	it.Crypt.Derive = &Derivation{1, 8192, make([]byte, 16)}
 	f.Add(file(f, []Item{it}, [][]byte{out}, 100, 32))
 	f.Fuzz(sound)

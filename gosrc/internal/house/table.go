@@ -18,6 +18,7 @@ var mayImport = map[string][]string{
 	"internal/spawn":   {"fault"},
 	"internal/ordered": {"fault", "internal/spawn"},
 	"internal/house":   {},
+	"internal/sha256":  {},
 
 	"job": {"fault", "internal/spawn"},
 

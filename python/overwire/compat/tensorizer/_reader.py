@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import io
 import operator
@@ -322,22 +321,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             self._cache[path] = self._parameter(found.pop(self._records[path].name), device)
 
     def _compare(self, tensors: Mapping[_paths.Path, torch.Tensor]) -> None:
-        """Holds tensors on the host to the sums of their records, several at once."""
-        with concurrent.futures.ThreadPoolExecutor(thread_name_prefix="overwire-sums") as pool:
-            for path, same in pool.map(lambda item: (item[0], self._same(self._records[item[0]], item[1])), tensors.items()):
-                if not same:
-                    raise HashMismatchError(f"Hash mismatch for tensor '{_paths.plain(path)}'")
-
-    @staticmethod
-    def _same(record: Record, tensor: torch.Tensor) -> bool:
-        if record.crc32 is None and record.sha256 is None:
-            raise RuntimeError(f"No hashes found in metadata for {record.name}")
-        tensor = tensor.detach().cpu().contiguous()
-        size = tensor.numel() * tensor.element_size()
-        if record.nbytes not in (0, size):
-            return False
-        crc, sha = sums(record.prefix, tensor.data_ptr() if record.nbytes else 0, record.nbytes)
-        return record.crc32 in (None, crc) and record.sha256 in (None, sha)
+        """Holds tensors on the host to the sums of their records."""
+        records = [self._records[path] for path in tensors]
+        for path, same in zip(tensors, _same(records, list(tensors.values())), strict=True):
+            if not same:
+                raise HashMismatchError(f"Hash mismatch for tensor '{_paths.plain(path)}'")
 
     def _parameter(self, tensor: torch.Tensor, device: Any) -> Any:
         import torch
@@ -546,11 +534,26 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         there.update(m.named_buffers())
         # write_module puts the module's name and a dot before every attribute.
         there.update({f".{name}": tensor for name, tensor in list(there.items()) if "." not in name})
-        results = []
-        for path, record in self._records.items():
-            name = _paths.plain(path)
-            results.append((name, name in there and self._same(record, there[name])))
+        known = [path for path in self._records if _paths.plain(path) in there]
+        same = dict(zip(known, _same([self._records[path] for path in known], [there[_paths.plain(path)] for path in known]), strict=True))
+        results = [(_paths.plain(path), same.get(path, False)) for path in self._records]
         return all(same for _, same in results), results
+
+
+def _same(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether tensors have the sums of their records, all at once."""
+    for record in records:
+        if record.crc32 is None and record.sha256 is None:
+            raise RuntimeError(f"No hashes found in metadata for {record.name}")
+    held = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in held]
+    fits = [record.nbytes in (0, size) for record, size in zip(records, sizes, strict=True)]
+    found = iter(sums((r.prefix, t.data_ptr() if r.nbytes else 0, r.nbytes) for r, t, fit in zip(records, held, fits, strict=True) if fit))
+    same = []
+    for record, fit in zip(records, fits, strict=True):
+        crc, sha = next(found) if fit else (b"", b"")
+        same.append(fit and record.crc32 in (None, crc) and record.sha256 in (None, sha))
+    return same
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
+import contextlib
+import fcntl
 import io
+import mmap
 import os
+import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...records import Record, make_front, make_record
+from ...records import NewRecord, Record, make_front, write_records
 from . import _dtypes, _paths
 from ._encryption import EncryptionParams
 from ._types import TensorType
@@ -26,6 +30,11 @@ _INDEX_BYTES = 256 * 1024
 _HEAD_BYTES = 73
 _ENTRY_BYTES = 33  # beside name, dtype and dims
 _TAIL = bytes(8)
+
+# What is written in one turn: tensors of so many bytes, of which so many had to
+# be copied to be on the host and in one piece.
+_TURN = 4 << 30
+_COPIED = 512 << 20
 
 
 class _Spec(NamedTuple):
@@ -44,6 +53,7 @@ class _Bytes(NamedTuple):
     pointer: int
     nbytes: int
     keep: Any
+    copied: bool
 
 
 class TensorSerializer:
@@ -159,7 +169,8 @@ class TensorSerializer:
         self._write(specs)
 
     def _write(self, specs: list[_Spec]) -> None:
-        """Hashes and encrypts on several cores, and writes in order."""
+        """Writes in turns: while one is hashed, encrypted and written, the tensors
+        of the next are brought to the host."""
         if self._file is None:
             raise ValueError("I/O operation on closed file")
         with self._lock:
@@ -167,20 +178,22 @@ class TensorSerializer:
                 self._tree.add(spec.path)
             self._make_room(specs)
             specs.reverse()  # taken from the end, so that what is done can be freed
-            window: collections.deque[tuple[_Spec, concurrent.futures.Future[tuple[Record, bytes, Any]]]] = collections.deque()
-            with concurrent.futures.ThreadPoolExecutor(self.cpu_limit, thread_name_prefix="overwire-tensors") as pool:
-                try:
-                    while specs or window:
-                        while specs and len(window) < 2 * self.cpu_limit:
-                            spec = specs.pop()
-                            window.append((spec, pool.submit(self._make, spec)))
-                        spec, made = window.popleft()
-                        self._put(*made.result())
-                        if spec.done is not None:
-                            spec.done()
-                finally:
-                    for _, left in window:
-                        left.cancel()
+            with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="overwire-tensors") as pool:
+                under_way: concurrent.futures.Future[list[_Spec]] | None = None
+                while specs or under_way is not None:
+                    turn, copied, size = [], 0, 0
+                    while specs and copied < _COPIED and size < _TURN:
+                        spec = specs.pop()
+                        data = _bytes_of(spec.tensor)
+                        turn.append((spec, data))
+                        size += data.nbytes
+                        copied += data.nbytes if data.copied else 0
+                    if under_way is not None:
+                        for spec in under_way.result():
+                            if spec.done is not None:
+                                spec.done()
+                    under_way = pool.submit(self._put, turn) if turn else None
+                    del turn
             self._finish()
 
     def _make_room(self, specs: list[_Spec]) -> None:
@@ -195,42 +208,38 @@ class TensorSerializer:
             self._room = -(-self._index_used // 4096) * 4096
             self._at = _HEAD_BYTES + self._room
 
-    def _make(self, spec: _Spec) -> tuple[Record, bytes, Any]:
-        """The record, its bytes and the data as they are stored. In a thread."""
-        data = _bytes_of(spec.tensor)
-        sealed: Any = None
+    def _put(self, turn: list[tuple[_Spec, _Bytes]]) -> list[_Spec]:
+        """Writes records and data. In a thread."""
         key = derivation = None
-        encryption = self._encryption
-        if encryption is not None and data.nbytes:
-            key, derivation = encryption.key, encryption._derivation
-            sealed = _Memory(data.nbytes)
-        name = _paths.text(spec.path)
-        front = make_record(
-            name=name,
-            type=int(spec.type),
-            module=spec.idx,
-            dtype=data.dtype,
-            shape=data.shape,
-            pointer=data.pointer,
-            nbytes=data.nbytes,
-            encrypted=encryption is not None,
-            key=key,
-            derivation=derivation,
-            sealed=0 if sealed is None else sealed.pointer,
-        )
-        words = (name, int(spec.type), spec.idx, data.dtype, data.shape)
-        record = Record(*words, 0, 0, data.nbytes, b"", None, None, sealed is not None, derivation)
-        stored = sealed.view if sealed is not None else _view(data.pointer, data.nbytes)
-        return record, front, (stored, data.keep, sealed)
+        if self._encryption is not None:
+            key, derivation = self._encryption.key, self._encryption._derivation
+        new = [NewRecord(_paths.text(s.path), int(s.type), s.idx, d.dtype, d.shape, d.pointer, d.nbytes) for s, d in turn]
+        own = self._descriptor()
+        with contextlib.nullcontext(own) if own is not None else _memory_file() as file:
+            base = 0 if own is not None else self._at
+            name = str(getattr(self._file, "name", ""))
+            records = write_records(file, new, self._at - base, key=key, derivation=derivation, threads=self.cpu_limit, path=name)
+            self._records += [replace(r, record=r.record + base, data=r.data + base) for r in records]
+            end = self._records[-1].data + self._records[-1].nbytes
+            if own is None:
+                self._file.seek(self._at)
+                with mmap.mmap(file, end - base, access=mmap.ACCESS_READ) as stored, memoryview(stored) as view:
+                    _all(self._file, view)
+        self._at = end
+        return [spec for spec, _ in turn]
 
-    def _put(self, record: Record, front: bytes, data: Any) -> None:
-        stored, _keep, _sealed = data
-        self._file.seek(self._at)
-        _all(self._file, front)
-        _all(self._file, stored)
-        at = self._at + len(front)
-        self._records.append(Record(**{**vars(record), "record": self._at, "data": at}))
-        self._at = at + record.nbytes
+    def _descriptor(self) -> int | None:
+        """Of a file that takes bytes at any place past its Python object."""
+        try:
+            flush = getattr(self._file, "flush", None)
+            if callable(flush):
+                flush()
+            number: int = self._file.fileno()
+            if not stat.S_ISREG(os.fstat(number).st_mode) or fcntl.fcntl(number, fcntl.F_GETFL) & os.O_APPEND:
+                return None
+        except (AttributeError, OSError):
+            return None
+        return number
 
     def _finish(self) -> None:
         """Makes the file complete, as far as it goes."""
@@ -263,22 +272,13 @@ class TensorSerializer:
             self.close()
 
 
-class _Memory:
-    """Memory for encrypted bytes."""
-
-    def __init__(self, size: int) -> None:
-        import ctypes
-
-        self.view = memoryview(bytearray(size))
-        self.pointer = ctypes.addressof((ctypes.c_char * size).from_buffer(self.view))
-
-
-def _view(pointer: int, size: int) -> memoryview:
-    if not size:
-        return memoryview(b"")
-    import ctypes
-
-    return memoryview((ctypes.c_char * size).from_address(pointer)).cast("B")
+@contextlib.contextmanager
+def _memory_file() -> Iterator[int]:
+    number = os.memfd_create("tensors", os.MFD_CLOEXEC)
+    try:
+        yield number
+    finally:
+        os.close(number)
 
 
 def _all(file: Any, data: Any) -> None:
@@ -307,11 +307,12 @@ def _bytes_of(tensor: Any) -> _Bytes:
         import numpy
 
         array = numpy.ascontiguousarray(tensor)
-        return _Bytes(text, shape, array.ctypes.data if array.nbytes else 0, array.nbytes, array)
+        return _Bytes(text, shape, array.ctypes.data if array.nbytes else 0, array.nbytes, array, array is not tensor)
     if tensor.is_meta:
-        return _Bytes(text, shape, 0, 0, None)
+        return _Bytes(text, shape, 0, 0, None, False)
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     size = dense.numel() * dense.element_size()
-    return _Bytes(text, shape, dense.data_ptr() if size else 0, size, dense)
+    copied = tensor.is_cuda or size > 0 and dense.data_ptr() != tensor.data_ptr()
+    return _Bytes(text, shape, dense.data_ptr() if size else 0, size, dense, copied)
 
 
