@@ -19,24 +19,24 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A RelaySpec says what several ranks load together. Tensors, Ranks and Size
-// are the same on all of them.
+// A RelaySpec says what several ranks load together. Tensors, Widest and Size are
+// the same on all of them, and Ranks on those of a host.
 type RelaySpec struct {
-	Tensors  []int64    `json:"tensors"`  // whose stored bytes travel, each one's all
-	Requests [][6]int64 `json:"requests"` // this rank's, as those of a load: of these tensors, each with a destination
-	Ring     []uint64   `json:"ring"`     // buffers of Size bytes on the device, the caller's until the job has ended
-	Size     int64      `json:"size"`
-	Ranks    int        `json:"ranks"`  // of this host
-	Widest   int        `json:"widest"` // of the host with the most: pieces are alike on all hosts
-	Rank     int        `json:"rank"`
-	Timeline bool       `json:"timeline"` // the report has a Timeline
+	Tensors  []int64  `json:"tensors"` // whose stored bytes travel, each one's all
+	Ring     []uint64 `json:"ring"`    // buffers of Size bytes on the device, the caller's until the job has ended
+	Size     int64    `json:"size"`
+	Ranks    int      `json:"ranks"`  // of this host
+	Widest   int      `json:"widest"` // of the host with the most: pieces are alike on all hosts
+	Rank     int      `json:"rank"`
+	Timeline bool     `json:"timeline"` // the report has a Timeline
 	Options
 }
 
 // A Relay is one rank's part in a load that several ranks do together: of the
 // stored bytes each rank reads a share, and the caller carries it to the others.
 // The bytes come in pieces, each in one buffer of the ring, in which every rank's
-// share has the same room, one behind the other. For each piece the caller waits
+// share has the same room, one behind the other. They are being read while the
+// caller makes room for the tensors (Aim). For each piece the caller then waits
 // for this rank's share (Wait), trades it for the others', and lets all of it be
 // decoded to where the requests want it (Decode); the buffer is then free for a
 // later piece. The job ends when every piece was decoded, or with the first error;
@@ -55,6 +55,7 @@ type Relay struct {
 	spec   *RelaySpec
 	ix     *tensor.Index  // in which all that travels has chunks
 	bare   map[int32]bool // tensors that have them there alone, without checksums
+	at     map[chunkOf]relayed
 	pieces []relayPiece
 	jobs   []device.Job // of this rank's requests, by piece
 	refs   []plan.Ref   // of each job
@@ -68,14 +69,15 @@ type Relay struct {
 	// By buffer, on a GPU: this rank's share is there; all of it was decoded.
 	full, idle []*cuda.Event
 
-	mu   sync.Mutex
-	wake chan struct{} // closed and renewed when free or done grows
-	free int           // pieces whose buffer can be asked for again: [0, free)
-	done int           // pieces that were decoded: [0, done)
-	err  error         // the first
-	ours bool          // err is of bytes that this rank brought
-	shut bool
-	busy sync.WaitGroup // Decodes
+	mu    sync.Mutex
+	wake  chan struct{} // closed and renewed when free or done grows
+	free  int           // pieces whose buffer can be asked for again: [0, free)
+	done  int           // pieces that were decoded: [0, done)
+	err   error         // the first
+	ours  bool          // err is of bytes that this rank brought
+	aimed bool          // wants and jobs are there
+	shut  bool
+	busy  sync.WaitGroup // Decodes
 }
 
 type relayPiece struct {
@@ -124,11 +126,7 @@ func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 		return nil, m.where("open", err)
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now()}
-	at, err := r.layOut()
-	if err != nil {
-		return nil, err
-	}
-	if err := r.aim(at); err != nil {
+	if err := r.layOut(); err != nil {
 		return nil, err
 	}
 	if err := m.hold(); err != nil {
@@ -137,10 +135,6 @@ func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 	if err := r.lanes(); err != nil {
 		m.drop()
 		return nil, m.where("stage", err)
-	}
-	r.job.TotalTensors.Store(int64(len(r.wants)))
-	for i := range r.wants {
-		r.job.TotalBytes.Add(r.wants[i].Bytes)
 	}
 	r.job.Go(r.run)
 	return r, nil
@@ -503,9 +497,9 @@ func (r *Relay) Decode(k int, stream uint64) error {
 	}
 	p := &r.pieces[k]
 	r.mu.Lock()
-	if r.shut || r.err != nil || p.begun {
+	if r.shut || r.err != nil || p.begun || !r.aimed {
 		defer r.mu.Unlock()
-		return cmp.Or(r.err, fault.New(fault.ErrArgument, "relay: piece %d was decoded, or the job has ended", k))
+		return cmp.Or(r.err, fault.New(fault.ErrArgument, "relay: piece %d was decoded, or the job has ended, or has no requests yet", k))
 	}
 	p.begun = true
 	p.seen.Decode = time.Since(r.start).Microseconds()

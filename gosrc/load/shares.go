@@ -58,7 +58,7 @@ func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 // layOut cuts the stored chunks of the tensors into pieces and shares, in the
 // order of the files; every rank comes to the same pieces, and all of a host to
 // the same shares.
-func (r *Relay) layOut() (map[chunkOf]relayed, error) {
+func (r *Relay) layOut() error {
 	spec := r.spec
 	reqs := make([]Request, len(spec.Tensors))
 	for i, t := range spec.Tensors {
@@ -66,16 +66,15 @@ func (r *Relay) layOut() (map[chunkOf]relayed, error) {
 	}
 	wants, err := plan.Check(r.model.ix, reqs)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	r.ix = r.chunked(wants)
-	at := map[chunkOf]relayed{}
+	r.ix, r.at = r.chunked(wants), map[chunkOf]relayed{}
 	var all []chunkOf
 	for i := range wants {
 		for n := range r.ix.Tensors[wants[i].Data].Count {
 			c := chunkOf{wants[i].Data, n}
-			if _, twice := at[c]; !twice {
-				at[c] = relayed{}
+			if _, twice := r.at[c]; !twice {
+				r.at[c] = relayed{}
 				all = append(all, c)
 			}
 		}
@@ -98,9 +97,9 @@ func (r *Relay) layOut() (map[chunkOf]relayed, error) {
 			sum, largest = sum+n, max(largest, n)
 		}
 		if end == begin+1 && int64(spec.Widest)*(sum+shareAlign) > spec.Size {
-			return nil, fault.New(fault.ErrArgument, "relay: buffers of %d bytes are too small for a chunk of %d and %d ranks", spec.Size, sum, spec.Widest)
+			return fault.New(fault.ErrArgument, "relay: buffers of %d bytes are too small for a chunk of %d and %d ranks", spec.Size, sum, spec.Widest)
 		}
-		r.share(all[begin:end], sum, at)
+		r.share(all[begin:end], sum)
 		begin = end
 	}
 	far, _ := r.model.far()
@@ -109,7 +108,7 @@ func (r *Relay) layOut() (map[chunkOf]relayed, error) {
 		lim.Align = readAlign
 	}
 	r.fetch, r.shares = plan.Stored(r.ix, r.spots, lim)
-	return at, nil
+	return nil
 }
 
 func (r *Relay) chunk(c chunkOf) *tensor.Chunk {
@@ -122,7 +121,7 @@ func roomOf(c *tensor.Chunk) int64 { return int64(c.Stored) + 2*chunkAlign }
 // share makes a piece of chunks, in shares of about as many bytes, and places
 // them. What lies in a row in the file lies so in the buffer. All shares have the
 // room of the largest, so that they can be gathered at once.
-func (r *Relay) share(chunks []chunkOf, sum int64, at map[chunkOf]relayed) {
+func (r *Relay) share(chunks []chunkOf, sum int64) {
 	ranks, number := r.spec.Ranks, len(r.pieces)
 	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots)}
 	rank, passed, pos := 0, int64(0), int64(0)
@@ -141,7 +140,7 @@ func (r *Relay) share(chunks []chunkOf, sum int64, at map[chunkOf]relayed) {
 			gap = -pos&(chunkAlign-1) + chunk.Off%chunkAlign
 		}
 		pos += gap
-		at[c] = relayed{number, int64(rank)<<32 | pos}
+		r.at[c] = relayed{number, int64(rank)<<32 | pos}
 		if rank == r.spec.Rank {
 			r.spots = append(r.spots, plan.Spot{Data: c.data, N: c.n, Group: int32(number), Bare: r.bare[c.data]})
 			p.left++
@@ -154,12 +153,12 @@ func (r *Relay) share(chunks []chunkOf, sum int64, at map[chunkOf]relayed) {
 	p.share = (p.share + shareAlign - 1) &^ (shareAlign - 1)
 	base := address(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
 	for _, c := range chunks {
-		place := at[c]
-		at[c] = relayed{number, place.off>>32*p.share + place.off&(1<<32-1)}
+		place := r.at[c]
+		r.at[c] = relayed{number, place.off>>32*p.share + place.off&(1<<32-1)}
 	}
 	for i := range r.spots[p.begin:] {
 		s := &r.spots[p.begin+i]
-		s.Dst = unsafe.Add(base, at[chunkOf{s.Data, s.N}].off)
+		s.Dst = unsafe.Add(base, r.at[chunkOf{s.Data, s.N}].off)
 	}
 	if p.left == 0 {
 		close(p.landed)
@@ -167,24 +166,26 @@ func (r *Relay) share(chunks []chunkOf, sum int64, at map[chunkOf]relayed) {
 	r.pieces = append(r.pieces, p)
 }
 
-// aim makes the decode jobs of this rank's requests, by piece.
-func (r *Relay) aim(at map[chunkOf]relayed) error {
-	reqs := make([]Request, len(r.spec.Requests))
+// Aim says what this rank wants: requests as those of a load, of the tensors that
+// travel, each with a destination. It comes once, before the first Decode; an
+// error leaves the relay as it was.
+func (r *Relay) Aim(requests [][6]int64) error {
+	reqs := make([]Request, len(requests))
 	dest := make([]unsafe.Pointer, len(reqs))
-	for i, w := range r.spec.Requests {
+	for i, w := range requests {
 		reqs[i] = Request{Tensor: w[0], Dest: uintptr(w[1]), Lo0: w[2], Hi0: w[3], Lo1: w[4], Hi1: w[5]}
 		dest[i] = address(uintptr(w[1]))
 	}
-	var err error
-	if r.wants, err = plan.Check(r.ix, reqs); err != nil {
+	wants, err := plan.Check(r.ix, reqs)
+	if err != nil {
 		return err
 	}
-	p := plan.Make(r.ix, r.wants, dest, plan.Limits{Piece: 1})
-	where := make([]int, len(p.Jobs))
+	p := plan.Make(r.ix, wants, dest, plan.Limits{Piece: 1})
 	order := make([]int, len(p.Jobs))
+	where := make([]int, len(p.Jobs))
 	for i := range p.Jobs {
-		want := &r.wants[p.Refs[i].Want]
-		place, ok := at[chunkOf{want.Data, p.Refs[i].N}]
+		want := &wants[p.Refs[i].Want]
+		place, ok := r.at[chunkOf{want.Data, p.Refs[i].N}]
 		if !ok {
 			return fault.New(fault.ErrArgument, "relay: request %d is of a tensor that does not travel", p.Refs[i].Want)
 		}
@@ -192,13 +193,23 @@ func (r *Relay) aim(at map[chunkOf]relayed) error {
 		where[i], order[i] = place.piece, i
 	}
 	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(where[a], where[b]) })
-	for _, i := range order {
-		k := where[i]
-		if r.pieces[k].last == 0 {
-			r.pieces[k].first = len(r.jobs)
-		}
-		r.jobs, r.refs = append(r.jobs, p.Jobs[i]), append(r.refs, p.Refs[i])
-		r.pieces[k].last = len(r.jobs)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.aimed {
+		return fault.New(fault.ErrArgument, "relay: it has its requests")
 	}
+	for n, i := range order {
+		piece := &r.pieces[where[i]]
+		if piece.last == 0 {
+			piece.first = n
+		}
+		piece.last = n + 1
+		r.jobs, r.refs = append(r.jobs, p.Jobs[i]), append(r.refs, p.Refs[i])
+	}
+	for i := range wants {
+		r.job.TotalBytes.Add(wants[i].Bytes)
+	}
+	r.job.TotalTensors.Store(int64(len(wants)))
+	r.wants, r.aimed = wants, true
 	return nil
 }

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ._engine_relay import relay_decode, relay_start, relay_wait
+from ._engine_relay import relay_aim, relay_decode, relay_start, relay_wait
 from .jobs import Job, log
 from .models import WHOLE
 from .senders import Room, Task
@@ -67,26 +67,9 @@ class Relay:
     def _begin(self) -> None:
         room, model = self._room, self._model
         team = room.team
-        rows, blocks = [], []
-        for task in self._tasks:
-            block = room.block_read(task, team.rank)
-            blocks.append(block)
-            row = task.row
-            if block is not None:
-                shape = room.part_shape(task, team.rank)
-                whole = max(1, room.count(task.shape))
-                row = row._replace(shape=shape, nbytes=row.nbytes * room.count(shape) // whole)
-            rows.append(row)
-        self._tensors = room.frame.empty_on(model.device, rows)
         self._on = self._stream()
-        requests = [
-            (task.at, tensor.data_ptr(), *(block or (0, WHOLE, 0, WHOLE)))
-            for task, tensor, block in zip(self._tasks, self._tensors, blocks, strict=True)
-            if tensor.numel()
-        ]
         spec: dict[str, Any] = {
             "tensors": [task.at for task in self._tasks],
-            "requests": requests,
             "ring": [buffer.data_ptr() for buffer in room.ring(_BUFFERS, self._size)],
             "size": self._size,
             "ranks": len(team.near),
@@ -99,6 +82,25 @@ class Relay:
         number, shares = relay_start(model.handle, json.dumps(spec))
         self._job = Job(number, "relay")
         self._shares = json.loads(shares)
+        # While the first bytes are on their way. Each decode goes after what is
+        # queued for memory that the tensors got.
+        rows, blocks = [], []
+        for task in self._tasks:
+            block = room.block_read(task, team.rank)
+            blocks.append(block)
+            row = task.row
+            if block is not None:
+                shape = room.part_shape(task, team.rank)
+                whole = max(1, room.count(task.shape))
+                row = row._replace(shape=shape, nbytes=row.nbytes * room.count(shape) // whole)
+            rows.append(row)
+        self._tensors = room.frame.empty_on(model.device, rows)
+        requests = [
+            (task.at, tensor.data_ptr(), *(block or (0, WHOLE, 0, WHOLE)))
+            for task, tensor, block in zip(self._tasks, self._tensors, blocks, strict=True)
+            if tensor.numel()
+        ]
+        relay_aim(number, json.dumps(requests))
 
     def _stream(self) -> int:
         # What is queued there now comes before what the engine does.

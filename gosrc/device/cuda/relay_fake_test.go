@@ -35,7 +35,7 @@ func TestRelayEveryCallFails(t *testing.T) {
 			got, ring := memoryOn(t, "cuda:0", sizes), memoryOn(t, "cuda:0", []int64{alone, alone})
 			before := cuda.FakeCalls()
 			cuda.FakeFail(nth, 999, sticky)
-			r, err := m.Relay(specOf(reqs, travel, got, ring, "cuda:0", 0, 1, alone))
+			r, err := begun(m, specOf(travel, ring, "cuda:0", 0, 1, alone), requests(reqs, got))
 			if err == nil {
 				err = passed(r)
 			}

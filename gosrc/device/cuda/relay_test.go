@@ -163,7 +163,7 @@ func relay(t *testing.T, m *load.Model, travel []int64, where string, ranks int)
 		}
 		got = append(got, memoryOn(t, where, sizes))
 		defer got[rank].free()
-		r, err := m.Relay(specOf(reqs, travel, got[rank], ring, where, rank, ranks, relayed))
+		r, err := begun(m, specOf(travel, ring, where, rank, ranks, relayed), requests(reqs, got[rank]))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -210,12 +210,30 @@ func streamOf(where string) uint64 {
 	return 1
 }
 
-func specOf(reqs []load.Request, travel []int64, got, ring memory, where string, rank, ranks int, size int64) *load.RelaySpec {
+// begun is a relay that has its requests.
+func begun(m *load.Model, spec *load.RelaySpec, requests [][6]int64) (*load.Relay, error) {
+	r, err := m.Relay(spec)
+	if err != nil {
+		return nil, err
+	}
+	if err = r.Aim(requests); err != nil {
+		r.Job().Cancel()
+		_, _ = r.Job().Wait(time.Minute) // cancelled
+		return nil, err
+	}
+	return r, nil
+}
+
+func requests(reqs []load.Request, got memory) (out [][6]int64) {
+	for i, q := range reqs {
+		out = append(out, [6]int64{q.Tensor, int64(got.at[i]), q.Lo0, q.Hi0, q.Lo1, q.Hi1})
+	}
+	return out
+}
+
+func specOf(travel []int64, ring memory, where string, rank, ranks int, size int64) *load.RelaySpec {
 	spec := &load.RelaySpec{Tensors: travel, Ring: ring.at, Size: size, Ranks: ranks, Rank: rank}
 	spec.Device, spec.Stream = where, streamOf(where)
-	for i, q := range reqs {
-		spec.Requests = append(spec.Requests, [6]int64{q.Tensor, int64(got.at[i]), q.Lo0, q.Hi0, q.Lo1, q.Hi1})
-	}
 	return spec
 }
 
@@ -232,21 +250,31 @@ func TestRelayEnds(t *testing.T) {
 			sizes[i] = int64(len(b))
 		}
 		got, ring := memoryOn(t, where, sizes), memoryOn(t, where, []int64{alone, alone})
-		for _, wrong := range []func(*load.RelaySpec){
-			func(s *load.RelaySpec) { s.Rank = 1 }, func(s *load.RelaySpec) { s.Ring = nil }, func(s *load.RelaySpec) { s.Size = 30 << 10 },
-			func(s *load.RelaySpec) { s.Tensors = s.Tensors[1:] }, func(s *load.RelaySpec) { s.Tensors[0] = math.MaxInt32 },
-			func(s *load.RelaySpec) { s.Requests[0][3] = math.MaxInt32 },
+		for _, wrong := range []func(*load.RelaySpec, [][6]int64){
+			func(s *load.RelaySpec, _ [][6]int64) { s.Rank = 1 }, func(s *load.RelaySpec, _ [][6]int64) { s.Ring = nil },
+			func(s *load.RelaySpec, _ [][6]int64) { s.Size = 30 << 10 }, func(s *load.RelaySpec, _ [][6]int64) { s.Widest = 300 },
+			func(s *load.RelaySpec, _ [][6]int64) { s.Tensors = s.Tensors[1:] },
+			func(s *load.RelaySpec, _ [][6]int64) { s.Tensors[0] = math.MaxInt32 },
+			func(_ *load.RelaySpec, q [][6]int64) { q[0][3] = math.MaxInt32 },
 		} {
-			spec := specOf(reqs, append([]int64(nil), travel...), got, ring, where, 0, 1, alone)
-			wrong(spec)
-			if r, err := m.Relay(spec); err == nil || !errors.Is(err, fault.ErrArgument) {
+			spec, list := specOf(append([]int64(nil), travel...), ring, where, 0, 1, alone), requests(reqs, got)
+			wrong(spec, list)
+			if r, err := begun(m, spec, list); err == nil || !errors.Is(err, fault.ErrArgument) {
 				t.Errorf("%v: %v", r != nil, err)
 			}
 		}
 		for _, decodes := range []int{0, 1} {
-			r, err := m.Relay(specOf(reqs, travel, got, ring, where, 0, 1, alone))
+			r, err := m.Relay(specOf(travel, ring, where, 0, 1, alone))
 			if err != nil {
 				t.Fatal(err)
+			}
+			if err := r.Decode(0, 0); !errors.Is(err, fault.ErrArgument) {
+				t.Errorf("decoded without requests: %v", err)
+			}
+			for _, want := range []error{nil, fault.ErrArgument} {
+				if err := r.Aim(requests(reqs, got)); !errors.Is(err, want) {
+					t.Fatalf("%v, not %v", err, want)
+				}
 			}
 			for k := range decodes {
 				if _, err := r.Wait(k, time.Minute); err != nil {
