@@ -198,6 +198,7 @@ func (l *Lane) Get(ctx context.Context) (*Slot, error) {
 	select {
 	case s := <-l.free:
 		s.owned, s.lent, s.far = true, nil, 0
+		s.c.after, s.c.then = nil, nil
 		return s, nil
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
@@ -324,7 +325,9 @@ func (l *Lane) round(s *Slot, b *build) error {
 		c.wait = 1
 	}
 	c.stream = 0
-	if !b.scratch { // chunks in scratch wait for each other on the first stream
+	// Chunks in scratch wait for each other on the first stream; pieces that share
+	// an event come to it in their order.
+	if !b.scratch && c.then == nil {
 		c.stream = C.uint32_t(l.next % (C.OWCU_STREAMS - 1))
 		l.next++
 	}

@@ -83,6 +83,24 @@ func (d *Device) Current(func() error) error { return errNone }
 // LendDevice lets memory of the device take the place of the slot's.
 func (s *Slot) LendDevice(uintptr, int64) {}
 
+// An Event is a point in a device's work.
+type Event struct{}
+
+// NewEvent makes one.
+func (d *Device) NewEvent() (*Event, error) { return nil, errNone }
+
+// Free ends the event.
+func (v *Event) Free() error { return errNone }
+
+// Before makes a stream go on after it.
+func (v *Event) Before(uintptr) error { return errNone }
+
+// After makes a slot write after an event.
+func (s *Slot) After(*Event) {}
+
+// Then tells an event when that is done.
+func (s *Slot) Then(*Event) {}
+
 // TablesOnly is the size of slots that only lend memory of the device.
 const TablesOnly = 4096
 
