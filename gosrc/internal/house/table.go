@@ -74,7 +74,7 @@ var mayImport = map[string][]string{
 	"weights": {"tensor", "fault", "internal/..."},
 	"serve":   {"fault", "internal/..."},
 	"fetch":   {"source", "source/open", "job", "fault", "internal/..."},
-	"bench": {"weights", "serve", "load", "save", "codec/...", "device/...", "job", "knob", "tensor", "fault",
+	"bench": {"weights", "serve", "load", "save", "pipeline", "codec/...", "device/...", "job", "knob", "tensor", "fault",
 		"format/tensors", "source", "source/file", "internal/..."},
 	"cli": {"load", "save", "preload", "bench", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "fault", "internal/..."},
