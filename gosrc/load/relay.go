@@ -195,7 +195,7 @@ func (r *Relay) letGo() {
 		r.feed.Close()
 	}
 	for _, v := range slices.Concat(r.full, r.idle) {
-		_ = v.Free() // what cannot be given back to a lost device is lost with it
+		v.Free()
 	}
 }
 
@@ -211,10 +211,11 @@ func (l feedLane) Submit(s device.Slot, n int64, jobs []device.Job, done func(jo
 	r, slot := l.r, s.(gpuSlot).Slot
 	k := r.filling(jobs[0].Dst)
 	b := k % len(r.spec.Ring)
-	if k >= len(r.spec.Ring) {
-		slot.After(r.idle[b])
+	if k < len(r.spec.Ring) {
+		slot.Order(nil, r.full[b])
+	} else {
+		slot.Order(r.idle[b], r.full[b])
 	}
-	slot.Then(r.full[b])
 	err := l.gpuLane.Submit(s, n, jobs, done)
 	if err == nil {
 		r.landed(k, len(jobs))
@@ -552,7 +553,7 @@ func (r *Relay) onDevice(k int, stream uint64) error {
 	n := p.share * int64(r.spec.Ranks)
 	jobs := r.jobs[p.first:p.last]
 	slot.LendDevice(uintptr(r.spec.Ring[k%len(r.spec.Ring)]), n)
-	slot.Then(r.idle[k%len(r.idle)])
+	slot.Order(nil, r.idle[k%len(r.idle)])
 	if len(jobs) == 0 { // this rank wants nothing of it: the buffer is free after the trade
 		jobs = []device.Job{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}
 	}

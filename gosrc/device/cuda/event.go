@@ -18,21 +18,18 @@ type Event struct {
 // NewEvent makes one, which Free ends.
 func (d *Device) NewEvent() (*Event, error) {
 	var e C.struct_owcu_error
-	var c C.owcu_handle
-	if C.owcu_event(d.ctx, &c, &e) != 0 {
+	v := &Event{dev: d}
+	if C.owcu_event(d.ctx, &v.c, &e) != 0 {
 		return nil, failure(d.index, &e)
 	}
-	return &Event{d, c}, nil
+	return v, nil
 }
 
-// Free ends the event. No slot that it was given to is under way, and no stream
-// still waits for it.
-func (v *Event) Free() error {
+// Free ends the event: no slot that it was given to is under way, and no stream
+// waits for it. What cannot be given back to a lost device is lost with it.
+func (v *Event) Free() {
 	var e C.struct_owcu_error
-	if C.owcu_event_free(v.dev.ctx, v.c, &e) != 0 {
-		return failure(v.dev.index, &e)
-	}
-	return nil
+	C.owcu_event(v.dev.ctx, &v.c, &e)
 }
 
 // Before makes a stream go on after the event; its number is as for WaitFor.
@@ -44,10 +41,12 @@ func (v *Event) Before(stream uintptr) error {
 	return nil
 }
 
-// After makes the slot's next Submit write to the jobs' places after an event
-// only; its bytes may cross the wire before. The caller owns the slot.
-func (s *Slot) After(v *Event) { s.c.after = v.c }
-
-// Then tells an event when what the slot's next Submit writes is there, and what
-// earlier ones of the lane wrote that had a Then.
-func (s *Slot) Then(v *Event) { s.c.then = v.c }
+// Order makes the slot's next Submit write to the jobs' places after an event
+// (nil: at once), though its bytes may cross the wire before; and tells the other
+// when that is there, and all that earlier ones of the lane wrote that had an
+// Order. The caller owns the slot.
+func (s *Slot) Order(after, then *Event) {
+	if s.c.then = then.c; after != nil {
+		s.c.after = after.c
+	}
+}

@@ -379,21 +379,16 @@ int owcu_wait(struct owcu_lane *l, int slot, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-int owcu_join(struct owcu_lane *l, uint64_t stream, int lane_waits, struct owcu_error *e)
+int owcu_join(struct owcu_lane *l, uint64_t stream, struct owcu_error *e)
 {
 	struct guard g;
-	owcu_handle other = (owcu_handle)(uintptr_t)stream;
 	int rc = enter(&g, l->ctx, e);
 
-	if (rc == 0 && lane_waits)
-		rc = TRY(event_record, (l->join, other));
-	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++) {
-		// A wait takes the event as it is now, so one event serves them all.
-		if (lane_waits)
-			rc = TRY(stream_wait, (l->streams[i], l->join, 0));
-		else
-			rc = TRY(event_record, (l->join, l->streams[i])) || TRY(stream_wait, (other, l->join, 0)) ? -1 : 0;
-	}
+	if (rc == 0)
+		rc = TRY(event_record, (l->join, (owcu_handle)(uintptr_t)stream));
+	// A wait takes the event as it is now, so one event serves them all.
+	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
+		rc = TRY(stream_wait, (l->streams[i], l->join, 0));
 	return leave(&g, rc);
 }
 
@@ -402,18 +397,10 @@ int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e)
 	struct guard g;
 	int rc = enter(&g, ctx, e);
 
-	if (rc == 0)
+	if (*event != NULL)
+		rc |= owcu_forked() ? 0 : TRY(event_destroy, (*event));
+	else if (rc == 0)
 		rc = TRY(event_create, (event, NO_TIMING));
-	return leave(&g, rc);
-}
-
-int owcu_event_free(owcu_handle ctx, owcu_handle event, struct owcu_error *e)
-{
-	struct guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (!owcu_forked())
-		rc |= TRY(event_destroy, (event));
 	return leave(&g, rc);
 }
 

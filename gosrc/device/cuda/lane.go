@@ -413,20 +413,14 @@ func (l *Lane) Drain(ctx context.Context) error {
 // queued now on a stream of the same device: memory of torch's allocator may
 // still be in use there. The number is DLPack's: 1 the legacy default stream, 2
 // the thread's, else a handle.
-func (l *Lane) WaitFor(stream uintptr) error { return l.join(stream, 1) }
-
-// SignalTo makes that stream wait for everything submitted until now. Jobs
-// whose done was called need it no more: they have landed for every stream.
-func (l *Lane) SignalTo(stream uintptr) error { return l.join(stream, 0) }
-
-func (l *Lane) join(stream uintptr, laneWaits C.int) error {
+func (l *Lane) WaitFor(stream uintptr) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.broken != nil {
 		return l.broken
 	}
 	var e C.struct_owcu_error
-	if C.owcu_join(l.c, C.uint64_t(stream), laneWaits, &e) != 0 {
+	if C.owcu_join(l.c, C.uint64_t(stream), &e) != 0 {
 		return l.fail(&e)
 	}
 	return nil

@@ -55,7 +55,7 @@ struct owcu_lane {
 	owcu_handle ctx;
 	owcu_handle streams[OWCU_STREAMS]; // 0 copies
 	owcu_handle kernels[OWCU_KERNELS];
-	owcu_handle join; // event for WaitFor and SignalTo
+	owcu_handle join; // event for WaitFor
 	void *pinned;     // registered
 	owcu_ptr mapped;  // the same, for the device
 	owcu_ptr staging, scratch;
@@ -115,15 +115,13 @@ int owcu_scratch(struct owcu_lane *l, uint64_t n, struct owcu_error *e);
 int owcu_submit(struct owcu_lane *l, int slot, struct owcu_error *e);
 // owcu_wait waits for the slot's last submit.
 int owcu_wait(struct owcu_lane *l, int slot, struct owcu_error *e);
-// owcu_join orders a stream of someone else and the lane: with lane_waits the
-// lane goes on after what is queued there now, else the other way round.
-int owcu_join(struct owcu_lane *l, uint64_t stream, int lane_waits, struct owcu_error *e);
+// owcu_join makes the lane go on after what is queued now on a stream of someone
+// else.
+int owcu_join(struct owcu_lane *l, uint64_t stream, struct owcu_error *e);
 
-// owcu_event makes an event without times, and owcu_event_free ends one that
-// nothing is queued on any more; owcu_event_before makes a stream go on after its
-// last record.
+// owcu_event makes an event without times, or ends one that nothing is queued on
+// any more; owcu_event_before makes a stream go on after its last record.
 int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e);
-int owcu_event_free(owcu_handle ctx, owcu_handle event, struct owcu_error *e);
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 
 // owcu_floor copies the first n bytes of the slots to their staging, count

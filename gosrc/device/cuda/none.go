@@ -90,16 +90,13 @@ type Event struct{}
 func (d *Device) NewEvent() (*Event, error) { return nil, errNone }
 
 // Free ends the event.
-func (v *Event) Free() error { return errNone }
+func (v *Event) Free() {}
 
 // Before makes a stream go on after it.
 func (v *Event) Before(uintptr) error { return errNone }
 
-// After makes a slot write after an event.
-func (s *Slot) After(*Event) {}
-
-// Then tells an event when that is done.
-func (s *Slot) Then(*Event) {}
+// Order puts what a slot writes between two events.
+func (s *Slot) Order(_, _ *Event) {}
 
 // TablesOnly is the size of slots that only lend memory of the device.
 const TablesOnly = 4096
@@ -115,9 +112,6 @@ func (l *Lane) Drain(context.Context) error { return errNone }
 
 // WaitFor lets the lane wait for a stream.
 func (l *Lane) WaitFor(uintptr) error { return errNone }
-
-// SignalTo lets a stream wait for the lane.
-func (l *Lane) SignalTo(uintptr) error { return errNone }
 
 // Close gives the lane back.
 func (l *Lane) Close() {}
