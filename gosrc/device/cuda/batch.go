@@ -289,16 +289,18 @@ func (d *Device) Decode(on Queue, format uint32, streams []Stream) (*Batch, erro
 		return nil, fault.New(fault.ErrNotSupported, "format %d on a GPU", format)
 	}
 	return d.start(on, task{format: format, streams: streams, rows: rows}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
-		opened := step(k[batchOpen], rows, 1, 32*C.OW_X16_WARPS)
 		if !items {
 			x := step(k[batchX16], rows*int(split), 32, 32*C.OW_X16_WARPS)
-			x.shared = C.OW_X16_SHARED
-			steps(b, opened, x)
+			x.shared = C.OW_STREAM_SHARED
+			steps(b, x)
+			if len(streams) <= C.OW_STREAM_FEW {
+				b.bytes = 0
+			}
 			return
 		}
 		each := step(k[decoder], rows, 32, C.OW_BATCH_THREADS)
 		each.items = 1
-		steps(b, opened, each, step(k[batchClose], rows, 1, 32*C.OW_X16_WARPS))
+		steps(b, step(k[batchOpen], rows, 1, 32*C.OW_X16_WARPS), each, step(k[batchClose], rows, 1, 32*C.OW_X16_WARPS))
 	})
 }
 
@@ -432,6 +434,9 @@ func (d *Device) start(on Queue, t task, plan func(*[batchKernels]C.owcu_handle,
 	plan(g.kernels, &b, uint32(split))
 	for i := range b.steps[:b.nsteps] {
 		b.steps[i].a, b.steps[i].b = p.dev, p.dev+C.owcu_ptr(rowsAt(n))
+		if b.bytes == 0 {
+			b.steps[i].a = 0
+		}
 		if rows == 0 {
 			b.steps[i].b = p.mapped + C.owcu_ptr(peekAt(n))
 		}
