@@ -401,7 +401,7 @@ func (d *Device) start(on Queue, t task, plan func(*[batchKernels]C.owcu_handle,
 	clear(unsafe.Slice((*uint32)(p.host), n))
 	table := unsafe.Add(p.host, tableAt(n))
 	entries := unsafe.Slice((*C.ow_stream)(unsafe.Add(table, headSize)), n)
-	first, split := 0, 1
+	first, split := 0, split(streams, rows)
 	for i := range streams {
 		s := &streams[i]
 		entries[i] = C.ow_stream{
@@ -413,11 +413,7 @@ func (d *Device) start(on Queue, t task, plan func(*[batchKernels]C.owcu_handle,
 			k := s.rows()
 			entries[i].rows = C.uint32_t(k)
 			first += k
-			split = max(split, shares(min(s.Chunk, s.Size)))
 		}
-	}
-	for rows*split > 1<<30 {
-		split /= 2
 	}
 	*(*C.ow_stream_head)(table) = C.ow_stream_head{
 		streams: C.uint32_t(n), rows: C.uint32_t(rows), split: C.uint32_t(split), told: C.uint32_t(peekAt(n)),
@@ -479,12 +475,6 @@ func (b *Batch) Sizes() []int64 {
 		out = append(out, int64(p.size))
 	}
 	return out
-}
-
-// shares is how many warps work on a chunk of X16: as many as encoders make
-// segments of it (codec/x16).
-func shares(chunk int64) int {
-	return int(max(1, min(4, chunk>>14), min(1024, chunk>>17)))
 }
 
 // Done says, without waiting for it, whether the batch is done. After an error of

@@ -223,3 +223,36 @@ func TestTwinX16Refused(t *testing.T) {
 		t.Errorf("no room: status %d", items[0].status)
 	}
 }
+
+// A chunk is shared by warps until there are enough of them: never so few that one
+// long chunk is left to itself beside short ones.
+func TestSplit(t *testing.T) {
+	native := func(size, chunk int64) Stream { return Stream{Size: size, Chunk: chunk} }
+	short := make([]Stream, 5000)
+	for i := range short {
+		short[i] = native(4096, 4096)
+	}
+	for _, c := range []struct {
+		streams []Stream
+		want    int
+	}{
+		{nil, 1},
+		{[]Stream{native(0, 1)}, 1},
+		{[]Stream{native(4096, 1<<20)}, 1},
+		{[]Stream{native(65536, 65536)}, 4},
+		{[]Stream{native(1<<20, 65536)}, 4},
+		{[]Stream{native(1<<30, 65536)}, 1},
+		{[]Stream{native(1<<30, 1<<20)}, 4},
+		{[]Stream{native(1<<28, 1<<20)}, 8},
+		{[]Stream{native(1<<24, 1<<24)}, 128},
+		{append(short, native(1<<24, 1<<24)), 128},
+	} {
+		rows := 0
+		for i := range c.streams {
+			rows += c.streams[i].rows()
+		}
+		if got := split(c.streams, rows); got != c.want {
+			t.Errorf("%d streams, %d rows: %d, not %d", len(c.streams), rows, got, c.want)
+		}
+	}
+}
