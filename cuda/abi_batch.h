@@ -10,13 +10,10 @@
  *   ow_lz4_decode          4  0
  *   ow_snappy_decode       4  0
  *   ow_cascaded_decode     4  0
- *   ow_x16_decode_batch    1  transform | tiles per segment << 16
- *   ow_x16_encode          1  transform; afterwards as ow_x16_decode_batch takes it
+ *   ow_x16_encode          1  transform; afterwards | tiles per segment << 16
  *
  * Large chunks want more than four warps: ow_x16_encode takes blocks of up to
- * OW_BATCH_MOST threads (ow_x16_threads says how many are best), and the blocks
- * of a grid that is higher than 1 share the segments of ow_x16_decode_batch's
- * chunks, whose logical bytes are exactly dst_cap.
+ * OW_BATCH_MOST threads (ow_x16_threads says how many are best).
  *
  * An item whose status is 0 has `written` bytes at dst. Any other item says why
  * it was refused, and its dst holds rubbish; whatever its bytes are, the kernels

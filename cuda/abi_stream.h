@@ -2,11 +2,11 @@
  * stored bytes the host has not seen. Rules as in abi.h: plain C, fixed sizes,
  * no padding.
  *
- * A batch is a head, its streams, and a row of a table for every chunk that
- * the streams should have. ow_stream_open compares each stream with what the
- * host expects of it and fills the rows; a kernel that decodes takes them; for
- * the kernels of abi_batch items ow_stream_close gathers what they say. The
- * other way round ow_stream_cut fills the rows, ow_x16_encode makes a block of
+ * A batch is a head, its streams, and a row for every chunk that the streams should
+ * have. ow_stream_x16 compares each stream with what the host expects of it, and
+ * decodes its chunks. For the kernels of abi_batch ow_stream_open does the former
+ * and fills a table of rows, which they take, and ow_stream_close gathers what
+ * they say. The other way round ow_stream_cut fills the rows, ow_x16_encode makes a block of
  * each, ow_stream_sum lays the streams out and ow_stream_join puts them down. What
  * is wrong is noted in the stream's word of status, and nothing outside
  * [src, src + stored) is read or outside [dst, dst + size) written.
@@ -14,7 +14,11 @@
 #ifndef OVERWIRE_ABI_STREAM_H
 #define OVERWIRE_ABI_STREAM_H
 
+#include "abi.h"
 #include "abi_batch.h"
+
+/* Bytes of dynamic shared memory of ow_stream_x16. */
+enum { OW_STREAM_SHARED = OW_X16_SHARED + 32 * OW_X16_WARPS };
 
 /* One stream, and what the host expects of it. When streams are made, src and
  * size are those of the content, and dst and stored of the room for the stream,
@@ -37,6 +41,14 @@ typedef struct ow_stream_head {
     uint32_t told;          /* when made: where, behind the words of status, ow_stream_peek_t are written */
     uint64_t scratch, slot; /* when made: room for a block of each row, and its bytes, multiples of 16 */
 } ow_stream_head; /* 32 bytes */
+
+/* A small batch, which ow_stream_x16 takes among its arguments where it is told of no
+ * other: nothing has to be sent before it. */
+enum { OW_STREAM_FEW = 16 };
+typedef struct ow_stream_few {
+    ow_stream_head head;
+    ow_stream streams[OW_STREAM_FEW];
+} ow_stream_few; /* 1056 bytes */
 
 /* What a stream says of itself: ow_stream_peek. */
 typedef struct ow_stream_peek_t {

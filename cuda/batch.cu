@@ -2,43 +2,22 @@
 #include "cascaded_decode.cuh"
 #include "lz4_decode.cuh"
 #include "snappy_decode.cuh"
-#include "x16_batch.cuh"
 #include "x16_encode.cuh"
 
 static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
 
-// A warp an item; 12 blocks an SM leave 40 registers.
-#ifndef OW_BATCH_BLOCKS
-#define OW_BATCH_BLOCKS 12
-#endif
-#define OW_WARP_KERNEL(name, job_body, bytes)                                                       \
-    extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, OW_BATCH_BLOCKS)                  \
+// A warp an item; so many blocks an SM: 12 leave 40 registers, 16 leave 32.
+#define OW_WARP_KERNEL(name, job_body, bytes, blocks)                                               \
+    extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, blocks)                           \
         name(ow_batch_item* items, uint32_t n) {                                                     \
         __shared__ __align__(1024) ow::u8 shared[bytes];                                             \
         uint32_t warp = ow::warp_of_block(), job = blockIdx.x * OW_BATCH_WARPS + warp;               \
         if (job < n) job_body(items, job, (uint32_t)__cvta_generic_to_shared(shared), warp);         \
     }
 
-OW_WARP_KERNEL(ow_lz4_decode, ow::lz_job<ow::Lz4>, ow::kLzShared)
-OW_WARP_KERNEL(ow_snappy_decode, ow::lz_job<ow::Snappy>, ow::kLzShared)
-OW_WARP_KERNEL(ow_cascaded_decode, ow::cascaded_job, ow::kCascadedShared)
-
-// A block an item, or as many as the grid is high.
-extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, 8) ow_x16_decode_batch(ow_batch_item* items, uint32_t n) {
-    using namespace ow;
-    __shared__ __align__(1024) u8 shared[OW_BATCH_WARPS * kX16Shared<X16Best>];
-    if (blockIdx.x >= n) return;
-    ow_batch_item* item = items + blockIdx.x;
-    ow_batch_item it = *item;
-    ow_x16_chunk c;
-    bool good = x16_chunk(it, c) && x16_known(it.arg), first = blockIdx.y == 0 && threadIdx.x == 0;
-    __syncthreads();
-    if (first && !good) raise(&item->status, OW_BATCH_ARG);
-    if (first) item->written = it.dst_cap;
-    u32 warp = warp_of_block();
-    X16Place place = x16_place<X16Best>((u32)__cvta_generic_to_shared(shared), warp, OW_BATCH_WARPS);
-    if (good) x16_item_job(it, &item->status, place, blockIdx.y * OW_BATCH_WARPS + warp, gridDim.y * OW_BATCH_WARPS);
-}
+OW_WARP_KERNEL(ow_lz4_decode, ow::lz_job<ow::Lz4>, ow::kLzShared, 16)
+OW_WARP_KERNEL(ow_snappy_decode, ow::lz_job<ow::Snappy>, ow::kLzShared, 16)
+OW_WARP_KERNEL(ow_cascaded_decode, ow::cascaded_job, ow::kCascadedShared, 12)
 
 namespace {
 

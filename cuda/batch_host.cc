@@ -2,7 +2,6 @@
 #include "cascaded_decode.cuh"
 #include "lz4_decode.cuh"
 #include "snappy_decode.cuh"
-#include "x16_batch.cuh"
 #include "x16_encode.cuh"
 
 namespace {
@@ -40,22 +39,6 @@ extern "C" void ow_snappy_decode_host(ow_batch_item* items, uint32_t n) {
 
 extern "C" void ow_cascaded_decode_host(ow_batch_item* items, uint32_t n) {
     each(items, n, [](ow_batch_item* p, uint32_t i, uint32_t base, uint32_t warp) { ow::cascaded_job(p, i, base, warp); });
-}
-
-extern "C" void ow_x16_decode_batch_host(ow_batch_item* items, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++) {
-        ow_batch_item it = items[i];
-        ow_x16_chunk c;
-        bool good = ow::x16_chunk(it, c) && ow::x16_known(it.arg);
-        if (!good) items[i].status |= OW_BATCH_ARG;
-        items[i].written = it.dst_cap;
-        for (uint32_t warp = 0; good && warp < OW_BATCH_WARPS; warp++) {
-            ow::run_warp([&] {
-                ow::X16Place place = ow::x16_place<ow::X16Best>(0, warp, OW_BATCH_WARPS);
-                ow::x16_item_job(it, &items[i].status, place, warp, OW_BATCH_WARPS);
-            }, i & 1);
-        }
-    }
 }
 
 extern "C" void ow_x16_encode_host(ow_batch_item* items, uint32_t n) {

@@ -184,106 +184,154 @@ OW_DEV void copy_match(u8* dst, u32 out, u32 cap, u32 back, u32 n) {
     else copy_again(to, back, n, dst, dst + cap);
 }
 
-// Short elements are decoded many at a time: all that begin in the next 32 bytes
-// of input, end there, and make no more than 64 bytes of output. Each lane reads
-// the byte it sees as the head of an element; which lanes are right is found by
-// doubling jumps from the first. Then each lane makes two bytes of the output:
-// out of a literal, of what was decoded before, or, where a match reaches into
-// these 64 bytes themselves, of the byte at the end of its chain of matches.
+// Short elements are decoded many at a time: those that begin in the next 32 bytes
+// of input. Each lane reads the byte it sees as the head of an element. By jumps
+// that double, a lane learns which elements follow on its own and what they make
+// together: those that follow on lane 0's are the right ones, and what is left
+// to make tells where each begins in the output.
+//
+// Matches of what was there before, and literals, are copied four at a time, the
+// parts of an element being a table's entries in shared memory. Where a match reaches into what these elements make
+// themselves, each lane makes two bytes of the next 64 instead, if need be that at
+// the end of a chain of matches.
 
-// A Head is an element as its first byte says it: bytes it takes (0: not a short
-// one), literals and match bytes it makes, and the lane of its offset's bytes.
-struct Head { u32 size, literals, match, back_at; };
+// A Head is an element as its first byte says it: bytes it takes, literals and
+// match bytes it makes, the lane of its offset's bytes, and whether it is a short
+// one whose head (of LZ4: the whole) ends in the 32 bytes.
+struct Head { u32 size, literals, match, back_at; bool is; };
 
-constexpr u32 kShortIn = 32, kShortOut = 64;
-// A Format has head and back, which reads an offset out of a head and two bytes;
-// kRounds: up to 2^kRounds elements at a time, 16 at most.
-// Shared bytes of a warp beside the ring: the elements of two batches.
-constexpr u32 kShortTable = 2 * 16 * 8;
+// Input and output that must be left: an element may begin with the last of the 32
+// bytes and have 60 literals.
+constexpr u32 kShortIn = 96, kShortOut = 64;
+// Parts of at most 16 elements and an empty group of four. A Format has head, back,
+// which reads an offset out of a head and two bytes, and kBoth: an element may have
+// both literals and a match.
+constexpr u32 kShortTable = 24 * 16;
 
-// A Batch is 64 bytes of output on their way.
-struct Batch {
-    u32 v[2];    // the lane's bytes, p = lane and 32 + lane
-    int src[2];  // where a match takes them from, if that is in the batch; else negative
-    u32 n;
-};
-
-// short_batch decodes what begins at `at`, where b is the lane's peek, as far as
-// elements are short; n = 0: the first is not. It advances `at`, not `out`.
-// `table` is the shared table, changed with each batch. bad: an offset reaches
-// back too far. The caller has seen to it that 64 bytes of input and room for 64
-// of output are left.
-template <class Format>
-OW_DEV Batch short_batch(const Feed& f, u32 b, u32& at, u32 out, const u8* mine, u32& table, bool& bad) {
-    Head h = Format::head(b, f.lane);
-    bool is = h.size > 0 && f.lane + h.size <= kShortIn;
-    // The lanes where elements begin: after each round those that are twice as
-    // many jumps from lane 0.
-    u32 jump = is ? f.lane + h.size : 32, seen = 1, me = bit(f.lane);
-    OW_UNROLL(4)
-    for (u32 i = 0; i < Format::kRounds; i++) {
-        seen |= any_or(seen & me ? bit(jump) : 0);
-        u32 next = shfl(jump, jump & 31);
-        if (jump < 32) jump = next;
+// short_copy puts down m parts of at most 8 * N bytes, of which none needs another:
+// entries of an address, of bytes, and of the place behind `to`. Eight lanes have one
+// each, so four are made at a time. Empty ones follow, up to a multiple of four.
+template <u32 N> OW_DEV void short_copy(u8* to, u32 table, u32 m) {
+    u32 l = lane() & 7, at = table + 2 * (lane() - l), end = at + 16 * m;
+    to += l;
+    OW_UNROLL(1)
+    for (; at < end; at += 64) {
+        u32x4 e = lds128(at);
+        const u8* from = (const u8*)(uintptr_t)(((u64)e.y << 32 | e.x) + l);
+        u8* place = to + e.w;
+        int n = (int)(e.z - l);
+        if (N == 2) copy_quarters(place, from, n);
+        else copy_eighths(place, from, n);
+        if (N == 8) copy_eighths(place + 32, from + 32, n - 32);
     }
-    is = is && (seen & me);
-    u32 made = is ? h.literals + h.match : 0, end = scan(made), start = end - made;
-    is = is && end <= kShortOut;
-    u32 heads = ballot(is);
-    Batch r;
-    r.n = 0;
-    bad = false;
-    if (!heads) return r;
-    u32 last = highest(heads);
-    r.n = shfl(end, last);
-    at += shfl(f.lane + h.size, last);
-    u32 low = shfl(b, h.back_at), back = Format::back(b, low, shfl(b, h.back_at + 1));
-    bad = ballot(is && h.match && back - 1 >= out + start + h.literals) != 0;
-    if (bad) return r;
+}
+
+// short_gather makes the bytes of elements that need each other: those of `heads`, which
+// end in the 32 bytes b and make n <= 64. is: the lane is one of them.
+OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is, u32 start, u32 back, u32 n, u8* to, u32 table) {
+    u32 me = bit(f.lane), upto = me | (me - 1), before = 0;
     u32 starts[2] = {any_or(is ? bit(start) : 0), any_or(is ? bit(start - 32) : 0)};
-    table ^= kShortTable / 2;
+    syncwarp();  // the table's last entries were read
     if (is) sts64(table + 8 * popc(heads & (me - 1)), {start | h.literals << 8 | (f.lane + 1) << 16, back});
     syncwarp();  // and the bytes before are there
-    u32 upto = me | (me - 1), before = 0;
+    u32 v[2], at[2];  // the lane's bytes, p = lane and 32 + lane, and where they are known
     OW_UNROLL(2)
     for (u32 k = 0; k < 2; k++) {
-        r.v[k] = 0;
-        r.src[k] = -1;
-        if (k && r.n <= 32) break;
         u32 p = f.lane + 32 * k;
         u32x2 e = lds64(table + 8 * (before + popc(starts[k] & upto) - 1));
         u32 in = p - (e.x & 255);  // place in the element
-        u32 literal = shfl(b, (e.x >> 16) + in);
-        int from = (int)(p - e.y);
-        bool match = in >= (e.x >> 8 & 255) && p < r.n;
-        u32 old = 0;
-        if (match && from < 0) old = again8(mine + (int)(out - e.y + 32 * k));
-        r.v[k] = match ? old : literal;
-        r.src[k] = match ? from : -1;
+        v[k] = shfl(b, (e.x >> 16) + in);
+        at[k] = p;
+        if (in >= (e.x >> 8 & 255) && p < n) {
+            if (p < e.y) v[k] = again8(to + ((int)(32 * k) - (int)e.y));
+            else at[k] = p - e.y;
+        }
         before += popc(starts[k]);
     }
-    return r;
+    // Jumps double here too, until they end at bytes that are known.
+    u32 x = at[0], y = at[1];
+    OW_UNROLL(1)
+    while (ballot(x != f.lane || y != f.lane + 32)) {
+        u32 x0 = shfl(x, x), x1 = shfl(y, x), y0 = shfl(x, y), y1 = shfl(y, y);
+        u32 nx = x & 32 ? x1 : x0, ny = y & 32 ? y1 : y0;
+        if (!ballot(nx != x || ny != y)) break;
+        x = nx;
+        y = ny;
+    }
+    u32 x0 = shfl(v[0], x), x1 = shfl(v[1], x), y0 = shfl(v[0], y), y1 = shfl(v[1], y);
+    if (f.lane < n) put8(to, x & 32 ? x1 : x0);
+    if (f.lane + 32 < n) put8(to + 32, y & 32 ? y1 : y0);
 }
 
-// short_store puts a batch down.
-OW_DEV void short_store(const Feed& f, u8* mine, u32 out, Batch& r) {
-    if (ballot(r.src[0] >= 0 || r.src[1] >= 0)) {
-        // Jumps double here too, until they end at bytes that are known.
-        u32 a = r.src[0] >= 0 ? (u32)r.src[0] : f.lane, c = r.src[1] >= 0 ? (u32)r.src[1] : f.lane + 32;
-        OW_UNROLL(1)
-        for (;;) {
-            u32 a0 = shfl(a, a & 31), a1 = shfl(c, a & 31), c0 = shfl(a, c & 31), c1 = shfl(c, c & 31);
-            u32 na = a & 32 ? a1 : a0, nc = c & 32 ? c1 : c0;
-            if (!ballot(na != a || nc != c)) break;
-            a = na;
-            c = nc;
+// short_run decodes what begins at `at`, where b is the lane's peek, as far as
+// elements are short, and returns how many bytes they make: 0 if the first is
+// none, or if there is no room for all; kShortBad if an offset reaches back too
+// far. It advances `at`, not `out`. The caller has seen to it that kShortIn bytes
+// of input are left.
+constexpr u32 kShortBad = ~0u;
+template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* dst, u32 out, u32 room, u32 table) {
+    Head h = Format::head(b, f.lane);
+    u32 from = at, me = bit(f.lane), made = h.literals + h.match, seen = h.is ? me : 0;
+    // What the elements from here on make << 8, and the lane behind them: 32 and more, it
+    // is where they end.
+    u32 way = h.is ? made << 8 | umin(f.lane + h.size, 32) : 32;
+    OW_UNROLL(4)
+    for (u32 i = 0; i < 4; i++) {
+        u32 next = shfl(way, way), more = shfl(seen, way);
+        if (!(way & 32)) {
+            way = (way & ~255u) + next;
+            seen |= more;
         }
-        u32 a0 = shfl(r.v[0], a & 31), a1 = shfl(r.v[1], a & 31), c0 = shfl(r.v[0], c & 31), c1 = shfl(r.v[1], c & 31);
-        r.v[0] = a & 32 ? a1 : a0;
-        r.v[1] = c & 32 ? c1 : c0;
     }
-    if (f.lane < r.n) put8(mine + out, r.v[0]);
-    if (f.lane + 32 < r.n) put8(mine + out + 32, r.v[1]);
+    u32 total = shfl(way, 0) >> 8, start = total - (way >> 8), end = start + made;
+    seen = shfl(seen, 0);
+    if (total - 1 >= room) return 0;
+    bool is = seen & me;
+    u32 low = shfl(b, h.back_at), back = Format::back(b, low, shfl(b, h.back_at + 1));
+    bool match = is && h.match, needs = match && back < end, bad = match && back - 1 >= out + start + h.literals;
+    u32 heads = seen;
+    if (ballot(needs || bad)) {
+        if (ballot(bad)) return kShortBad;
+        u32 need = ballot(needs);
+        u32 first = lowest(need);
+        heads &= (1u << first) - 1;
+        u32 n = shfl(start, first);
+        if (n < kShortOut) {  // too few that can be copied
+            is = is && end <= kShortOut && f.lane + h.size <= 32;
+            heads = ballot(is);
+            u32 last = highest(heads);
+            n = shfl(end, last);
+            at += shfl(f.lane + h.size, last);
+            short_gather(f, h, b, heads, is, start, back, n, dst + out + f.lane, table);
+            return n;
+        }
+        total = n;
+        at += first;
+        is = heads & me;
+    } else {
+        at += shfl(f.lane + h.size, highest(seen));
+    }
+    u32 slot = popc(heads & (me - 1)), m = popc(heads);
+    u64 literals = (u64)(uintptr_t)f.base + from + f.lane + 1;
+    u64 old = (u64)(uintptr_t)dst + (u32)(out + start + h.literals - back);
+    syncwarp();  // the table's last entries were read
+    if (Format::kBoth) {
+        u32 two = ballot(is && h.literals);
+        slot += popc(two & (me - 1));
+        m += popc(two);
+        if (is && h.literals) sts128(table + 16 * slot++, {(u32)literals, (u32)(literals >> 32), h.literals, start});
+        if (is) sts128(table + 16 * slot, {(u32)old, (u32)(old >> 32), h.match, start + h.literals});
+    } else {
+        u64 src = h.match ? old : literals;
+        if (is) sts128(table + 16 * slot, {(u32)src, (u32)(src >> 32), made, start});
+    }
+    if (f.lane < 3) sts64(table + 16 * (m + f.lane) + 8, {0, 0});
+    syncwarp();  // and the bytes before are there
+    u32 most = any_or(is ? (Format::kBoth ? h.match | h.literals : made) - 1 : 0);
+    if (most < 16) short_copy<2>(dst + out, table, m);
+    else if (most < 32) short_copy<4>(dst + out, table, m);
+    else short_copy<8>(dst + out, table, m);
+    return total;
 }
 
 // The shared memory of a block's warp `warp`: rings first, each at a multiple of

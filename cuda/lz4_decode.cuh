@@ -34,10 +34,10 @@ OW_DEV u32 lz4_more(Feed& f, u32& at, u32& n, u32 most) {
 OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out);
 
 struct Lz4 {
-    static constexpr u32 kRounds = 3;
+    static constexpr bool kBoth = true;
     OW_DEV Head head(u32 b, u32 lane) {
-        u32 literals = b >> 4, match = b & 15;
-        return {literals < 15 && match < 15 ? literals + 3 : 0, literals, match + 4, lane + 1 + literals};
+        u32 literals = b >> 4, match = (b & 15) + 4, size = literals + 3;
+        return {size, literals, match, lane + 1 + literals, literals < 15 && match < 19 && lane + size <= 32};
     }
     OW_DEV u32 back(u32, u32 low, u32 high) { return low | high << 8; }
     OW_DEV u32 block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) { return lz4_block(f, dst, cap, table, out); }
@@ -52,16 +52,16 @@ OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     u32 b = feed_peek(f, at);
     OW_UNROLL(1)
     for (;;) {
-        u32 token = shfl(b, 0), literals = token >> 4, n = (token & 15) + 4;
-        if (literals < 15 && n < 19 && f.end - at > 64 && cap - out >= kShortOut) {
-            bool bad;
-            Batch s = short_batch<Lz4>(f, b, at, out, mine, table, bad);
-            if (bad) return OW_BATCH_OFFSET;
-            b = feed_peek(f, at);
-            short_store(f, mine, out, s);
-            out += s.n;
-            continue;
+        if (f.end - at > kShortIn) {
+            u32 made = short_run<Lz4>(f, b, at, dst, out, cap - out, table);
+            if (made == kShortBad) return OW_BATCH_OFFSET;
+            if (made) {
+                out += made;
+                b = feed_peek(f, at);
+                continue;
+            }
         }
+        u32 token = shfl(b, 0), literals = token >> 4, n = (token & 15) + 4;
         at++;
         if (literals == 15) {
             u32 bad = lz4_more(f, at, literals, 1u << 31);

@@ -23,12 +23,10 @@ OW_DEV u32 snappy_word(u32 b, u32 k, u32 n) {
 OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out);
 
 struct Snappy {
-    static constexpr u32 kRounds = 4;
+    static constexpr bool kBoth = false;
     OW_DEV Head head(u32 b, u32 lane) {
-        u32 kind = b & 3, n = (b >> 2) + 1;
-        if (kind == 0) return {n <= 60 ? n + 1 : 0, n, 0, lane};
-        if (kind == 1) return {2, 0, (b >> 2 & 7) + 4, lane + 1};
-        return {kind == 2 ? 3u : 0, 0, n, lane + 1};
+        u32 kind = b & 3, n = (b >> 2) + 1, literals = kind ? 0 : n, match = kind == 1 ? (b >> 2 & 7) + 4 : n - literals;
+        return {kind + 1 + literals, literals, match, lane + 1, kind ? kind < 3 && lane + kind < 32 : n <= 60};
     }
     OW_DEV u32 back(u32 b, u32 low, u32 high) { return low | ((b & 3) == 1 ? b >> 5 : high) << 8; }
     OW_DEV u32 block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) { return snappy_block(f, dst, cap, table, out); }
@@ -51,20 +49,19 @@ OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     // What follows may make as many bytes as were said, and must.
     u32 size = (u32)said;
     at += k + 1;
-    u8* mine = dst + f.lane;
     b = feed_peek(f, at);
     OW_UNROLL(1)
     while (at < f.end) {
-        u32 tag = shfl(b, 0), kind = tag & 3, n = (tag >> 2) + 1;
-        if (kind != 3 && (kind || n < kShortIn) && f.end - at > 64 && size - out >= kShortOut) {
-            bool bad;
-            Batch s = short_batch<Snappy>(f, b, at, out, mine, table, bad);
-            if (bad) return OW_BATCH_OFFSET;
-            b = feed_peek(f, at);
-            short_store(f, mine, out, s);
-            out += s.n;
-            continue;
+        if (f.end - at > kShortIn) {
+            u32 made = short_run<Snappy>(f, b, at, dst, out, size - out, table);
+            if (made == kShortBad) return OW_BATCH_OFFSET;
+            if (made) {
+                out += made;
+                b = feed_peek(f, at);
+                continue;
+            }
         }
+        u32 tag = shfl(b, 0), kind = tag & 3, n = (tag >> 2) + 1;
         u32 rest = f.end - ++at;
         if (kind == 0) {
             if (n > 60) {

@@ -2,15 +2,15 @@
 // and _peek: a thread a row, or a stream; ow_stream_sum a warp a stream,
 // ow_stream_join a warp a share of a row; blocks of 32 * OW_X16_WARPS.
 // ow_stream_x16: a warp a share of a row, launched as the kernels of
-// x16_decode.cu.
+// x16_decode.cu, with OW_STREAM_SHARED; without a head it takes that of `few`.
 #include "stream.cuh"
 #include "stream_make.cuh"
 
-static_assert(sizeof(ow_stream) == 64 && sizeof(ow_stream_head) == 32 && sizeof(ow_stream_peek_t) == 24,
+static_assert(sizeof(ow_stream) == 64 && sizeof(ow_stream_head) == 32 && sizeof(ow_stream_peek_t) == 24 && sizeof(ow_stream_few) == 1056,
               "abi_stream.h must have no padding");
 
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
-    ow_stream_open(const ow_stream_head* head, void* rows, uint32_t n, uint32_t* status) {
+    ow_stream_open(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
     uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row < n) ow::stream_open(head, rows, row, status);
 }
@@ -28,12 +28,12 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
 }
 
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 4)
-    ow_stream_x16(const ow_stream_head* head, const ow_x16_chunk* chunks, uint32_t n, uint32_t* status) {
+    ow_stream_x16(const ow_stream_head* head, const void*, uint32_t n, uint32_t* status, const __grid_constant__ ow_stream_few few) {
     extern __shared__ __align__(1024) ow::u32 shared[];
-    uint32_t warp = threadIdx.x / 32, job = blockIdx.x * OW_X16_WARPS + warp;
+    uint32_t warp = ow::warp_of_block(), job = blockIdx.x * OW_X16_WARPS + warp, base = (uint32_t)__cvta_generic_to_shared(shared);
     if (job >= n) return;
-    ow::X16Place place = ow::x16_place<ow::X16Best>((ow::u32)__cvta_generic_to_shared(shared), warp, OW_X16_WARPS);
-    ow::stream_x16(head, chunks, job, status, place);
+    ow::X16Place place = ow::x16_place<ow::X16Best>(base, warp, OW_X16_WARPS);
+    ow::stream_x16(head ? head : &few.head, job, status, place, base + OW_X16_SHARED + 32 * warp);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)

@@ -1,13 +1,12 @@
 // Bitstreams opened on the device: from a stream's bytes to a row for each of
 // its chunks. docs of the layout: gosrc/bitstream/native.go. One thread a row,
 // no warp operations, no shared memory; the X16 kernel is a warp a share of a
-// chunk.
+// row, and opens that itself.
 #ifndef OVERWIRE_STREAM_CUH
 #define OVERWIRE_STREAM_CUH
 
 #include "abi_stream.h"
-#include "x16_batch.cuh"
-#include "x16_decode.cuh"
+#include "x16_vet.cuh"
 
 namespace ow {
 
@@ -117,7 +116,7 @@ OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
 // The head of an X16 block (gosrc/bitstream/x16.go): u8 codec, u8 transform,
 // u16 tiles per segment, u32 bytes of content.
 constexpr u32 kBlockHead = 8;
-// A row's word `zero` says what its block is: a transform, or one of these.
+// A chunk's word `zero` says what its block is: a transform, or one of these.
 constexpr u32 kPlain = 0, kDead = 0xffff;
 
 // x16_block checks a block's head and gives its chunk.
@@ -137,30 +136,20 @@ OW_DEV u32 x16_block(ow_x16_chunk& c, const Block& b, u64 dst) {
     return (c.src | c.dst) % 16 ? OW_STREAM_PLACE : 0;
 }
 
-// stream_open fills a row: of ow_x16_chunk where the streams are X16, else of
-// ow_batch_item. A row of a stream that is bad does nothing.
-OW_DEV void stream_open(const ow_stream_head* head, void* rows, u32 row, u32* status) {
+// stream_open fills a row. That of a stream that is bad does nothing.
+OW_DEV void stream_open(const ow_stream_head* head, ow_batch_item* rows, u32 row, u32* status) {
     u32 i = stream_of(head, row);
     ow_stream s = stream_list(head)[i];
     Block b = {nullptr, 0, 0, 0};
     u32 bad = stream_block(b, s, row - s.first);
-    if (s.format == OW_STREAM_X16) {
-        ow_x16_chunk c = {0, 0, 0, 0, 0, (uint16_t)kDead, i};
-        if (!bad && b.stored) {
-            bad = x16_block(c, b, s.dst);
-            if (bad) c.zero = (uint16_t)kDead;
-        }
-        ((ow_x16_chunk*)rows)[row] = c;
-    } else {
-        ow_batch_item it = {0, 0, 0, 0, 0, 0, s.arg};
-        if (!bad) {
-            it.src = (u64)(uintptr_t)b.src;
-            it.src_len = b.stored;
-            it.dst = s.dst + b.at;
-            it.dst_cap = b.size;
-        }
-        ((ow_batch_item*)rows)[row] = it;
+    ow_batch_item it = {0, 0, 0, 0, 0, 0, s.arg};
+    if (!bad) {
+        it.src = (u64)(uintptr_t)b.src;
+        it.src_len = b.stored;
+        it.dst = s.dst + b.at;
+        it.dst_cap = b.size;
     }
+    rows[row] = it;
     if (bad) raise(status + i, bad);
 }
 
@@ -213,35 +202,61 @@ OW_DEV void stream_copy(u64 to, u64 from, u32 bytes, u32 share, u32 split) {
     }
 }
 
-template <int TR>
-OW_DEV void stream_segments(const ow_x16_chunk* chunks, u32 row, u32 share, u32 split, u32* status, X16Place place) {
-    u32 total = chunks[row].logical / (32 * Transform<TR>::kOut);
-    u32 segs = (total + chunks[row].tiles - 1) / chunks[row].tiles, phase = 0;
+// A chunk that its warp keeps in shared memory.
+struct X16Kept {
+    u32 at, s;
+    OW_DEV ow_x16_chunk chunk(const X16Kept& k) {
+        u32x4 a = lds128(k.at), b = lds128(k.at + 16);
+        return {(u64)a.y << 32 | a.x, (u64)a.w << 32 | a.z, b.x, b.y, (uint16_t)b.z, (uint16_t)(b.z >> 16), b.w};
+    }
+    OW_DEV u32 seg(const X16Kept& k) { return k.s; }
+};
+
+template <int TR> OW_DEV void stream_segments(u32 kept, u32 share, u32 split, u32* status, X16Place place) {
+    ow_x16_chunk c = X16Kept::chunk({kept, 0});
+    u32 total = c.logical / (32 * Transform<TR>::kOut);
+    u32 segs = (total + c.tiles - 1) / c.tiles, phase = 0;
     // What the Go decoder looks at before it decodes: one of the warps does.
     if (share == 0 && total) {
-        u32 bad = x16_vet(chunks[row], x16_form<TR>());
-        if (bad && lane() == 0) raise(status + chunks[row].status, bad);
+        u32 bad = x16_vet(c, x16_form<TR>());
+        if (bad && lane() == 0) raise(status + c.status, bad);
     }
+    bool table = false;
+    OW_UNROLL(1)
     for (u32 seg = share; seg < (segs ? segs : 1); seg += split) {
-        ow_x16_seg job = {row, seg};
-        x16_job<TR, X16Best>(chunks, &job, 0, status, place, phase);
-        syncwarp();  // the table and the ring are the next segment's
+        x16_segment<TR, X16Best>(X16Kept{kept, seg}, status, place, phase, table);
+        syncwarp();  // the ring is the next segment's
     }
 }
 
-// stream_x16 decodes a warp's share of a row: every split-th segment.
-OW_DEV void stream_x16(const ow_stream_head* head, const ow_x16_chunk* chunks, u32 job, u32* status, X16Place place) {
-    u32 split = head->split, row = job / split, share = job % split;
-    switch (chunks[row].zero) {
-        case kPlain: stream_copy(chunks[row].dst, chunks[row].src, chunks[row].logical, share, split); break;
-        case OW_BF16: stream_segments<OW_BF16>(chunks, row, share, split, status, place); break;
-        case OW_FP16: stream_segments<OW_FP16>(chunks, row, share, split, status, place); break;
-        case OW_FP32: stream_segments<OW_FP32>(chunks, row, share, split, status, place); break;
-        case OW_E4M3: stream_segments<OW_E4M3>(chunks, row, share, split, status, place); break;
-        case OW_E5M2: stream_segments<OW_E5M2>(chunks, row, share, split, status, place); break;
-        case OW_INT8: stream_segments<OW_INT8>(chunks, row, share, split, status, place); break;
-        case OW_NIBBLES: stream_segments<OW_NIBBLES>(chunks, row, share, split, status, place); break;
-        case OW_BYTES: stream_segments<OW_BYTES>(chunks, row, share, split, status, place); break;
+// stream_x16 decodes a warp's share of a row: every split-th segment. kept:
+// shared address of 32 bytes of the warp's.
+OW_DEV void stream_x16(const ow_stream_head* head, u32 job, u32* status, X16Place place, u32 kept) {
+    u32 split = head->split, row = job / split, share = job % split, i = stream_of(head, row);
+    ow_stream s = stream_list(head)[i];
+    Block b = {nullptr, 0, 0, 0};
+    ow_x16_chunk c = {0, 0, 0, 0, 0, (uint16_t)kDead, i};
+    u32 bad = stream_block(b, s, row - s.first);
+    if (!bad && b.stored) {
+        bad = x16_block(c, b, s.dst);
+        if (bad) c.zero = (uint16_t)kDead;
+    }
+    if (bad && share == 0 && lane() == 0) raise(status + i, bad);
+    if (lane() == 0) {
+        sts128(kept, {(u32)c.src, (u32)(c.src >> 32), (u32)c.dst, (u32)(c.dst >> 32)});
+        sts128(kept + 16, {c.stored, c.logical, c.tiles | (u32)c.zero << 16, c.status});
+    }
+    syncwarp();
+    switch (c.zero) {
+        case kPlain: stream_copy(c.dst, c.src, c.logical, share, split); break;
+        case OW_BF16: stream_segments<OW_BF16>(kept, share, split, status, place); break;
+        case OW_FP16: stream_segments<OW_FP16>(kept, share, split, status, place); break;
+        case OW_FP32: stream_segments<OW_FP32>(kept, share, split, status, place); break;
+        case OW_E4M3: stream_segments<OW_E4M3>(kept, share, split, status, place); break;
+        case OW_E5M2: stream_segments<OW_E5M2>(kept, share, split, status, place); break;
+        case OW_INT8: stream_segments<OW_INT8>(kept, share, split, status, place); break;
+        case OW_NIBBLES: stream_segments<OW_NIBBLES>(kept, share, split, status, place); break;
+        case OW_BYTES: stream_segments<OW_BYTES>(kept, share, split, status, place); break;
     }
 }
 

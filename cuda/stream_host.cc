@@ -2,7 +2,7 @@
 #include "stream.cuh"
 #include "stream_make.cuh"
 
-extern "C" void ow_stream_open_host(const ow_stream_head* head, void* rows, uint32_t n, uint32_t* status) {
+extern "C" void ow_stream_open_host(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
     for (uint32_t row = 0; row < n; row++) ow::stream_open(head, rows, row, status);
 }
 
@@ -14,12 +14,13 @@ extern "C" void ow_stream_peek_host(const ow_stream_head* head, ow_stream_peek_t
     for (uint32_t i = 0; i < n; i++) ow::stream_peek(head, out, i);
 }
 
-extern "C" void ow_stream_x16_host(const ow_stream_head* head, const ow_x16_chunk* chunks, uint32_t n, uint32_t* status) {
+extern "C" void ow_stream_x16_host(const ow_stream_head* head, uint32_t n, uint32_t* status) {
     for (uint32_t job = 0; job < n; job++) {
+        uint32_t warp = job % OW_X16_WARPS;
         ow::run_warp([&] {
-            ow::X16Place place = ow::x16_place<ow::X16Best>(0, job % OW_X16_WARPS, OW_X16_WARPS);
-            ow::stream_x16(head, chunks, job, status, place);
-        });
+            ow::X16Place place = ow::x16_place<ow::X16Best>(0, warp, OW_X16_WARPS);
+            ow::stream_x16(head, job, status, place, OW_X16_SHARED + 32 * warp);
+        }, job & 1);
     }
 }
 

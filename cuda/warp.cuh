@@ -113,11 +113,12 @@ OW_DEV u32x2 lds64(u32 a) {
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
     return v;
 }
-OW_DEV u32 lds8(u32 a) {
-    u16 v;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(v) : "r"(a));
+OW_DEV u32x4 lds128(u32 a) {
+    u32x4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
     return v;
 }
+OW_DEV u32 lds8(u32 a) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a)); return v; }
 OW_DEV void sts8(u32 a, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
 OW_DEV void sts16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
 OW_DEV void count32(u32 a) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(a) : "memory"); }
@@ -143,8 +144,8 @@ OW_DEV void stg64(u8* p, u32x2 v) { __stcs((uint2*)p, make_uint2(v.x, v.y)); }
 OW_DEV void stg128(u8* p, u32x4 v) { __stcs((uint4*)p, make_uint4(v.x, v.y, v.z, v.w)); }
 // What this warp wrote itself: through the first-level cache, in order.
 OW_DEV u32 again8(const u8* p) {
-    u16 v;
-    asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    u32 v;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
 OW_DEV u32 again32(const u8* p) {
@@ -152,8 +153,28 @@ OW_DEV u32 again32(const u8* p) {
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-OW_DEV void put8(u8* p, u32 v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "h"((u16)v) : "memory"); }
+OW_DEV void put8(u8* p, u32 v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 OW_DEV void put32(u8* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+// Copies bytes 0, 8, 16, 24 of what this warp wrote, as far as they are below n: all
+// loads, then all stores.
+OW_DEV void copy_eighths(u8* to, const u8* from, int n) {
+    asm volatile(
+        "{\n.reg .pred p, q, r, s;\n.reg .u32 a, b, c, d;\n"
+        "mov.u32 a, 0;\nmov.u32 b, 0;\nmov.u32 c, 0;\nmov.u32 d, 0;\n"  // or they live on from turn to turn of a loop
+        "setp.gt.s32 p, %2, 0;\nsetp.gt.s32 q, %2, 8;\nsetp.gt.s32 r, %2, 16;\nsetp.gt.s32 s, %2, 24;\n"
+        "@p ld.global.u8 a, [%1];\n@q ld.global.u8 b, [%1+8];\n@r ld.global.u8 c, [%1+16];\n@s ld.global.u8 d, [%1+24];\n"
+        "@p st.global.u8 [%0], a;\n@q st.global.u8 [%0+8], b;\n@r st.global.u8 [%0+16], c;\n@s st.global.u8 [%0+24], d;\n}" ::"l"(to),
+        "l"(from), "r"(n)
+        : "memory");
+}
+// The same of bytes 0 and 8.
+OW_DEV void copy_quarters(u8* to, const u8* from, int n) {
+    asm volatile(
+        "{\n.reg .pred p, q;\n.reg .u32 a, b;\nmov.u32 a, 0;\nmov.u32 b, 0;\nsetp.gt.s32 p, %2, 0;\nsetp.gt.s32 q, %2, 8;\n"
+        "@p ld.global.u8 a, [%1];\n@q ld.global.u8 b, [%1+8];\n@p st.global.u8 [%0], a;\n@q st.global.u8 [%0+8], b;\n}" ::"l"(to),
+        "l"(from), "r"(n)
+        : "memory");
+}
 OW_DEV void raise(u32* word, u32 bits) { atomicOr(word, bits); }
 
 // Asynchronous copies of 16 bytes a lane. After copy_wait and a syncwarp every

@@ -244,6 +244,7 @@ template <class T> T load_as(const u8* p) { T v; memcpy(&v, p, sizeof v); return
 OW_DEV u32 lds32(u32 a) { return load_as<u32>(host::at(a, 4)); }
 OW_DEV u32 lds16(u32 a) { return load_as<u16>(host::at(a, 2)); }
 OW_DEV u32x2 lds64(u32 a) { return load_as<u32x2>(host::at(a, 8)); }
+OW_DEV u32x4 lds128(u32 a) { return load_as<u32x4>(host::at(a, 16)); }
 OW_DEV u32 lds8(u32 a) { return *host::at(a, 1); }
 OW_DEV void sts8(u32 a, u32 v) { *host::at(a, 1) = (u8)v; }
 OW_DEV void sts16(u32 a, u32 v) { u16 h = (u16)v; memcpy(host::at(a, 2), &h, 2); }
@@ -269,6 +270,10 @@ OW_DEV u32 again8(const u8* p) { return *p; }
 OW_DEV u32 again32(const u8* p) { host::aligned(p, 4); return load_as<u32>(p); }
 OW_DEV void put8(u8* p, u32 v) { *p = (u8)v; }
 OW_DEV void put32(u8* p, u32 v) { stg32(p, v); }
+OW_DEV void copy_eighths(u8* to, const u8* from, int n) {
+    for (int i = 0; i < 32 && i < n; i += 8) to[i] = from[i];
+}
+OW_DEV void copy_quarters(u8* to, const u8* from, int n) { copy_eighths(to, from, n < 16 ? n : 16); }
 OW_DEV void raise(u32* word, u32 bits) { __atomic_fetch_or(word, bits, __ATOMIC_RELAXED); }
 
 OW_DEV void copy16(u32 to, const u8* from) {

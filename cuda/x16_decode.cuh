@@ -295,6 +295,7 @@ template <int TR, class Cfg> OW_DEV u32 x16_tiles(const X16Segment& s, X16Place 
     p.open(p, s, s.logical / (32 * X::kOut));
     p.load(p, s.src, 0);
     u32 x = ldg32(s.src + s.words - 128 + 4 * lane());
+    if (x < 0x10000) bad |= OW_X16_STATE;
     u8* out = s.dst + (u64)s.first * (32 * X::kOut) + p.lane_unit() * X::kOut;
     u32 at = place.ring, below = lanes_below();
     OW_UNROLL(Cfg::kUnroll)
@@ -345,8 +346,9 @@ struct X16Listed {
 
 // x16_segment decodes one segment and, if it is the chunk's last, copies the
 // tail. `phase` is 0 before the warp's first job, and its barrier is
-// initialised.
-template <int TR, class Cfg, class Job> OW_DEV void x16_segment(const Job& job, u32* status, X16Place place, u32& phase) {
+// initialised. `table` says that the chunk's table is there, of another segment.
+template <int TR, class Cfg, class Job>
+OW_DEV void x16_segment(const Job& job, u32* status, X16Place place, u32& phase, bool& table) {
     typedef Transform<TR> X;
     u32 bad = 0, used = 0;
     {
@@ -360,7 +362,8 @@ template <int TR, class Cfg, class Job> OW_DEV void x16_segment(const Job& job, 
         if (!s.coded) {
             x16_constant<TR>(s);
         } else if (s.tiles) {
-            x16_table<TR>(s, place.table);
+            if (!table) x16_table<TR>(s, place.table);
+            table = true;
             used = x16_tiles<TR, Cfg>(s, place, phase, bad);
         }
     }
@@ -385,7 +388,8 @@ template <int TR, class Cfg, class Job> OW_DEV void x16_segment(const Job& job, 
 
 template <int TR, class Cfg>
 OW_DEV void x16_job(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 job, u32* status, X16Place place, u32& phase) {
-    x16_segment<TR, Cfg>(X16Listed{chunks, segs, job}, status, place, phase);
+    bool table = false;
+    x16_segment<TR, Cfg>(X16Listed{chunks, segs, job}, status, place, phase, table);
 }
 
 }  // namespace ow

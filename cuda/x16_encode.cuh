@@ -111,6 +111,7 @@ template <int TR> struct Encode {
     }
 
     OW_DEV void refuse(const Encode& e, u32 status) {
+        syncwarp();  // the state was read
         if (lane() == 0) {
             e.item->written = 0;
             e.item->status = status;

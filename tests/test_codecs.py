@@ -230,6 +230,35 @@ def test_what_is_a_buffer() -> None:
             codecs.encode(wrong, "lz4")
 
 
+class OfAGPU:
+    """What numba, or CuPy of old, shows of memory on a GPU."""
+
+    __cuda_array_interface__ = {"shape": (64,), "typestr": "|u1", "data": (0x7F0000000000, False), "version": 3, "strides": None}
+
+
+class LentByAGPU(OfAGPU):
+    """The same with DLPack, as torch and CuPy have it."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise AssertionError("asked for memory that the codecs cannot use")
+
+
+@pytest.mark.parametrize("kind", [OfAGPU, LentByAGPU])
+def test_memory_of_a_gpu_is_refused_by_name(kind: type[OfAGPU]) -> None:
+    """As source and as output, before anything is read there: the error says where such memory is taken."""
+    for work in (
+        lambda: codecs.encode(kind(), "LZ4"),
+        lambda: codecs.decode(kind(), "X16"),
+        lambda: codecs.content_size(kind()),
+        lambda: codecs.decode(codecs.encode(bytes(64), "LZ4"), out=kind()),
+    ):
+        with pytest.raises(ow.NotSupportedError, match=rf"{kind.__name__} lies on a GPU.*overwire\.gpu"):
+            work()
+
+
 def test_results_outlive_everything_and_are_freed() -> None:
     """A thousand batches leave no memory behind, and a view keeps its own."""
     kept = codecs.decode(codecs.encode(content(500_000), "snappy"))

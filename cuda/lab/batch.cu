@@ -1,7 +1,7 @@
 // The batch kernels on a GPU: held to their host twins, then timed.
 //
-//   g++ -std=c++17 -O2 -c ../batch_host.cc -o batch_host.o
-//   nvcc -std=c++17 -O3 -arch=native batch.cu batch_host.o -o batch -lpthread -ldl
+//   g++ -std=c++17 -O2 -c ../batch_host.cc ../stream_host.cc
+//   nvcc -std=c++17 -O3 -arch=native batch.cu batch_host.o stream_host.o -o batch -lpthread -ldl
 //   batch [--check] [--mib OUT] [--reps R] [--only lz4|snappy|cascaded|x16] [--nvcomp libnvcomp.so.5]
 //
 // --check: no times. --nvcomp: its decoders beside ours, on the same blocks.
@@ -17,13 +17,16 @@
 #include <thread>
 
 #include "../batch.cu"
+#include "../stream.cu"
+#include "../x16_decode.cu"
+#include "batch_content.h"
 #include "x16_encode.h"
 
 extern "C" {
 void ow_lz4_decode_host(ow_batch_item*, uint32_t);
 void ow_snappy_decode_host(ow_batch_item*, uint32_t);
 void ow_cascaded_decode_host(ow_batch_item*, uint32_t);
-void ow_x16_decode_batch_host(ow_batch_item*, uint32_t);
+void ow_stream_x16_host(const ow_stream_head*, uint32_t, uint32_t*);
 void ow_x16_encode_host(ow_batch_item*, uint32_t);
 }
 
@@ -46,162 +49,26 @@ void ow_x16_encode_host(ow_batch_item*, uint32_t);
 #define OW_LAB_BOUNDS(N)                          \
     OW_LAB_KERNEL(lab_lz4_##N, ow::Lz4, N)        \
     OW_LAB_KERNEL(lab_snappy_##N, ow::Snappy, N)
-OW_LAB_BOUNDS(5)
 OW_LAB_BOUNDS(8)
 OW_LAB_BOUNDS(10)
+OW_LAB_BOUNDS(16)
+
+// ow_stream_x16 likewise.
+#define OW_LAB_STREAM(N)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, N)                                               \
+        lab_stream_##N(const ow_stream_head* head, const void*, uint32_t n, uint32_t* status, const __grid_constant__ ow_stream_few few) { \
+        extern __shared__ __align__(1024) ow::u32 room[];                                                            \
+        uint32_t warp = ow::warp_of_block(), job = blockIdx.x * OW_X16_WARPS + warp, base = (uint32_t)__cvta_generic_to_shared(room); \
+        if (job >= n) return;                                                                                        \
+        ow::X16Place place = ow::x16_place<ow::X16Best>(base, warp, OW_X16_WARPS);                                   \
+        ow::stream_x16(head ? head : &few.head, job, status, place, base + OW_X16_SHARED + 32 * warp);               \
+    }
+OW_LAB_STREAM(5)
+OW_LAB_STREAM(6)
 
 namespace {
 
-using lab::Bytes;
 typedef void (*Kernel)(ow_batch_item*, uint32_t);
-
-// -- making blocks ------------------------------------------------------------
-
-struct Match { uint32_t literals, back, n; };  // n = 0: the end
-
-// Greedy, a table of 4-byte hashes, as the fast encoders are.
-std::vector<Match> parse(const Bytes& b) {
-    std::vector<Match> out;
-    std::vector<int> table(1 << 14, -1);
-    auto word = [&](size_t i) { uint32_t v; memcpy(&v, &b[i], 4); return v; };
-    size_t at = 0, from = 0, n = b.size();
-    while (at + 16 < n) {
-        uint32_t h = word(at) * 2654435761u >> 18;
-        int c = table[h];
-        table[h] = (int)at;
-        if (c >= 0 && at - c < 65536 && word(c) == word(at)) {
-            size_t m = 4;
-            while (at + m + 5 < n && b[c + m] == b[at + m]) m++;
-            out.push_back({(uint32_t)(at - from), (uint32_t)(at - c), (uint32_t)m});
-            at = from = at + m;
-        } else {
-            at += 1 + (at - from) / 64;
-        }
-    }
-    out.push_back({(uint32_t)(n - from), 0, 0});
-    return out;
-}
-
-Bytes lz4(const Bytes& b) {
-    Bytes out;
-    auto more = [&](int n) { for (n -= 15; n >= 0; n -= 255) out.push_back(std::min(n, 255)); };
-    size_t at = 0;
-    for (const Match& m : parse(b)) {
-        uint32_t n = m.n ? m.n - 4 : 0;
-        out.push_back(std::min(m.literals, 15u) << 4 | std::min(n, 15u));
-        more(m.literals);
-        out.insert(out.end(), b.begin() + at, b.begin() + at + m.literals);
-        at += m.literals + m.n;
-        if (!m.n) break;
-        out.push_back(m.back), out.push_back(m.back >> 8);
-        more(n);
-    }
-    return out;
-}
-
-Bytes snappy(const Bytes& b) {
-    Bytes out;
-    for (size_t v = b.size();; v >>= 7) {
-        out.push_back(v < 128 ? v : v | 128);
-        if (v < 128) break;
-    }
-    size_t at = 0;
-    for (const Match& m : parse(b)) {
-        if (uint32_t n = m.literals) {
-            if (n <= 60) out.push_back((n - 1) << 2);
-            else if (n <= 256) out.push_back(60 << 2), out.push_back(n - 1);
-            else out.push_back((n <= 65536 ? 61 : 62) << 2), out.push_back(n - 1), out.push_back((n - 1) >> 8);
-            if (n > 65536) out.push_back((n - 1) >> 16);
-            out.insert(out.end(), b.begin() + at, b.begin() + at + n);
-        }
-        for (uint32_t n = m.n; n;) {
-            uint32_t k = n <= 64 ? n : n < 68 ? 60 : 64;
-            if (k >= 4 && k <= 11 && m.back < 2048) {
-                out.push_back(m.back >> 8 << 5 | (k - 4) << 2 | 1), out.push_back(m.back);
-            } else {
-                out.push_back((k - 1) << 2 | 2), out.push_back(m.back), out.push_back(m.back >> 8);
-            }
-            n -= k;
-        }
-        at += m.literals + m.n;
-    }
-    return out;
-}
-
-// Cascaded with a layer of run lengths, one of differences and one of run
-// lengths again, packed, as nvCOMP does by default; int32. A chunk of which
-// nothing is left for a layer makes the whole block stored.
-Bytes cascaded(const Bytes& b) {
-    auto put = [](Bytes& o, uint32_t v) { o.insert(o.end(), (uint8_t*)&v, (uint8_t*)(&v + 1)); };
-    auto pack = [&](const std::vector<int64_t>& v, int size) {
-        int64_t least = 0, most = 0;
-        for (size_t i = 0; i < v.size(); i++) least = i ? std::min(least, v[i]) : v[i], most = i ? std::max(most, v[i]) : v[i];
-        uint32_t width = 0;
-        while ((uint64_t)(most - least) >> width) width++;
-        Bytes o;
-        put(o, size == 2 ? (uint32_t)(least & 0xffff) : (uint32_t)least);
-        put(o, width << 16 | (uint32_t)v.size());
-        size_t at = o.size();
-        o.resize(at + (v.size() * width + 31) / 32 * 4);
-        for (size_t i = 0; i < v.size() * width; i++) o[at + i / 8] |= ((uint64_t)(v[i / width] - least) >> (i % width) & 1) << (i % 8);
-        return o;
-    };
-    Bytes out = {2, 1, 1, 4};
-    put(out, b.size() / 4 * 4);
-    for (size_t at = 0; at + 4 <= b.size(); at += 4096) {
-        std::vector<int64_t> v;
-        for (size_t i = at; i + 4 <= std::min(at + 4096, b.size()); i += 4) { int32_t x; memcpy(&x, &b[i], 4); v.push_back(x); }
-        auto runs = [&] {
-            std::vector<int64_t> vals, times;
-            for (size_t i = 0; i < v.size(); i++) {
-                if (i && v[i] == v[i - 1]) times.back()++;
-                else vals.push_back(v[i]), times.push_back(1);
-            }
-            v = vals;
-            return pack(times, 2);
-        };
-        Bytes a = runs();
-        int32_t first = (int32_t)v[0];
-        for (size_t i = 0; i + 1 < v.size(); i++) v[i] = (int32_t)(uint32_t)(v[i + 1] - v[i]);
-        v.pop_back();
-        Bytes c = runs(), d = pack(v, 4), chunk;
-        put(chunk, 20 + a.size() + c.size() + d.size());
-        put(chunk, a.size()), put(chunk, c.size()), put(chunk, d.size()), put(chunk, first);
-        for (const Bytes* p : {&a, &c, &d}) chunk.insert(chunk.end(), p->begin(), p->end());
-        out.insert(out.end(), chunk.begin(), chunk.end());
-    }
-    return out;
-}
-
-const char* const kKinds[] = {"words", "table", "bf16", "zeros"};
-
-// Content of a kind: text-like; rows of a table of small numbers; weights; zeros.
-Bytes content(int kind, size_t n, uint64_t seed) {
-    std::mt19937_64 rng(seed);
-    Bytes b;
-    if (kind == 2) return lab::weights(OW_BF16, n, seed);
-    if (kind == 3) return Bytes(n, 0);
-    if (kind == 0) {
-        std::vector<std::string> words;
-        for (int i = 0; i < 3000; i++) {
-            std::string w;
-            for (int k = 2 + rng() % 8; k > 0; k--) w += "etaoinshrdlucmfwypvbgk"[std::min(rng() % 22, rng() % 22)];
-            words.push_back(w + ' ');
-        }
-        while (b.size() < n) {
-            const std::string& w = words[std::min({rng() % 3000, rng() % 3000, rng() % 3000})];
-            b.insert(b.end(), w.begin(), w.end());
-        }
-    } else {
-        uint32_t id = rng() % 100000;
-        while (b.size() < n) {
-            uint32_t row[4] = {id += 1 + rng() % 3, (uint32_t)(rng() % 50), (uint32_t)(20240000 + rng() % 30), (uint32_t)(rng() % 8 ? 0 : rng() % 1000)};
-            b.insert(b.end(), (uint8_t*)row, (uint8_t*)(row + 4));
-        }
-    }
-    b.resize(n);
-    return b;
-}
 
 template <class F> void parallel(size_t n, F f) {
     std::atomic<size_t> next{0};
@@ -230,8 +97,8 @@ struct Input { Bytes src; size_t cap; uint32_t arg; };
 // check runs inputs through a kernel and its host twin, guard zones between all
 // outputs, sources at any alignment (or multiples of 16). The same statuses,
 // lengths and bytes are asked for; what came out is left in `outs`.
-int check(const char* name, Kernel kernel, void (*twin)(ow_batch_item*, uint32_t), uint32_t per, const std::vector<Input>& in,
-          bool aligned, std::vector<Bytes>* outs = nullptr, std::vector<uint32_t>* args = nullptr) {
+int check(const char* name, std::function<void(ow_batch_item*, uint32_t)> kernel, std::function<void(ow_batch_item*, uint32_t)> twin,
+          const std::vector<Input>& in, bool aligned, std::vector<Bytes>* outs = nullptr, std::vector<uint32_t>* args = nullptr) {
     constexpr size_t kGuard = 64;
     std::vector<size_t> from, to;
     size_t a = 0, b = kGuard;
@@ -253,7 +120,7 @@ int check(const char* name, Kernel kernel, void (*twin)(ow_batch_item*, uint32_t
         host.push_back({(uint64_t)(hsrc + from[i]), in[i].src.size(), (uint64_t)(hdst + to[i]), in[i].cap, 77, 0, in[i].arg});
     }
     ow_batch_item* ditems = upload(items);
-    kernel<<<ow_batch_blocks(per, items.size()), OW_BATCH_THREADS>>>(ditems, items.size());
+    kernel(ditems, items.size());
     CK(cudaGetLastError());
     CK(cudaDeviceSynchronize());
     CK(cudaMemcpy(items.data(), ditems, items.size() * sizeof items[0], cudaMemcpyDeviceToHost));
@@ -284,12 +151,63 @@ int check(const char* name, Kernel kernel, void (*twin)(ow_batch_item*, uint32_t
     return bad;
 }
 
+// launched is a kernel of items as check calls it.
+std::function<void(ow_batch_item*, uint32_t)> launched(Kernel kernel, uint32_t per) {
+    return [=](ow_batch_item* items, uint32_t n) { kernel<<<ow_batch_blocks(per, n), OW_BATCH_THREADS>>>(items, n); };
+}
+
+// Raw streams of X16: what ow_stream_x16 and its twin say of them, told in items.
+std::vector<ow_stream> raw_streams(const std::vector<ow_batch_item>& items) {
+    std::vector<ow_stream> out;
+    for (uint32_t i = 0; i < items.size(); i++) {
+        const ow_batch_item& it = items[i];
+        out.push_back({it.src + 8, it.src_len - 8, it.dst, it.dst_cap, it.dst_cap, i, 1, OW_STREAM_RAW, OW_STREAM_X16, 0, 0});
+    }
+    return out;
+}
+void say(std::vector<ow_batch_item>& items, const uint32_t* status) {
+    for (size_t i = 0; i < items.size(); i++) items[i].status = status[i], items[i].written = status[i] ? 0 : items[i].dst_cap;
+}
+void decode_x16(ow_batch_item* ditems, uint32_t n) {
+    std::vector<ow_batch_item> items(n);
+    CK(cudaMemcpy(items.data(), ditems, n * sizeof items[0], cudaMemcpyDeviceToHost));
+    std::vector<ow_stream> streams = raw_streams(items);
+    std::vector<uint8_t> table(sizeof(ow_stream_head) + n * sizeof streams[0]);
+    ow_stream_head head = {n, n, 2, 0, 0, 0};
+    memcpy(table.data(), &head, sizeof head);
+    memcpy(table.data() + sizeof head, streams.data(), n * sizeof streams[0]);
+    uint8_t* dtable = upload(table);
+    std::vector<uint32_t> status(n);
+    uint32_t* dstatus = upload(status);
+    ow_stream_x16<<<(2 * n + OW_X16_WARPS - 1) / OW_X16_WARPS, 32 * OW_X16_WARPS, OW_STREAM_SHARED>>>((ow_stream_head*)dtable, nullptr, 2 * n, dstatus, {});
+    CK(cudaMemcpy(status.data(), dstatus, 4 * n, cudaMemcpyDeviceToHost));
+    say(items, status.data());
+    CK(cudaMemcpy(ditems, items.data(), n * sizeof items[0], cudaMemcpyHostToDevice));
+    for (void* p : {(void*)dtable, (void*)dstatus}) CK(cudaFree(p));
+}
+void decode_x16_host(ow_batch_item* item, uint32_t) {
+    std::vector<ow_batch_item> items = {*item};
+    ow_stream_few few = {{1, 1, 2, 0, 0, 0}, {raw_streams(items)[0]}};
+    few.streams[0].first = 0;
+    uint32_t status = 0;
+    ow_stream_x16_host(&few.head, 2, &status);
+    say(items, &status);
+    *item = items[0];
+}
+// A chunk as decode_x16 takes it: eight bytes of anything, its block's head, the chunk.
+Bytes block_of(const Bytes& chunk, size_t size, uint32_t arg) {
+    Bytes b(8);
+    for (uint32_t v : {1 | (arg & 255) << 8 | arg >> 16 << 16, (uint32_t)size}) b.insert(b.end(), (uint8_t*)&v, (uint8_t*)(&v + 1));
+    b.insert(b.end(), chunk.begin(), chunk.end());
+    return b;
+}
+
 int check_lz(const char* name, Kernel kernel, void (*twin)(ow_batch_item*, uint32_t), Bytes (*make)(const Bytes&)) {
     std::mt19937_64 rng(1);
     std::vector<Input> in;
     std::vector<Bytes> want, outs;
     for (int i = 0; i < 3000; i++) {
-        Bytes b = content(i % 4, i < 40 ? i * 3 : rng() % (i % 50 ? 4000 : 70000), i);
+        Bytes b = content(i % kKindCount, i < 40 ? i * 3 : rng() % (i % 50 ? 4000 : 70000), i);
         for (size_t k = 0; i % 5 == 0 && k + 40 < b.size(); k += 1 + rng() % 3000) b[k] ^= rng();
         if (make == cascaded) b.resize(b.size() / 4 * 4);
         Input p = {make(b), b.size() + (i % 3 == 0) * (rng() % 50), 0};
@@ -301,7 +219,7 @@ int check_lz(const char* name, Kernel kernel, void (*twin)(ow_batch_item*, uint3
         want.push_back(b);
         in.push_back(std::move(p));
     }
-    int bad = check(name, kernel, twin, OW_BATCH_WARPS, in, false, &outs);
+    int bad = check(name, launched(kernel, OW_BATCH_WARPS), twin, in, false, &outs);
     for (size_t i = 0; i < in.size(); i += 2) bad += outs[i] != want[i];
     if (bad) printf("FAIL %s: other content\n", name);
     return bad;
@@ -319,18 +237,18 @@ int check_x16() {
     }
     std::vector<Bytes> chunks, outs;
     std::vector<uint32_t> args;
-    int bad = check("x16 encode", ow_x16_encode, ow_x16_encode_host, 1, in, true, &chunks, &args);
+    int bad = check("x16 encode", launched(ow_x16_encode, 1), ow_x16_encode_host, in, true, &chunks, &args);
     std::vector<const Bytes*> want;
     for (size_t i = 0; i < in.size(); i++) {
         if (chunks[i].empty()) continue;
-        back.push_back({chunks[i], in[i].src.size(), args[i]});
+        back.push_back({block_of(chunks[i], in[i].src.size(), args[i]), in[i].src.size(), args[i]});
         want.push_back(&in[i].src);
         for (int k = 0; k < 6; k++) {  // damaged
             if (chunks[i].size() > 30000) break;
             Bytes b = chunks[i];
             b[rng() % (k % 2 ? b.size() : std::min<size_t>(b.size(), 200))] ^= 1 << rng() % 8;
             if (k == 5) b.resize(rng() % b.size());
-            back.push_back({b, in[i].src.size(), args[i]});
+            back.push_back({block_of(b, in[i].src.size(), args[i]), in[i].src.size(), args[i]});
             want.push_back(nullptr);
         }
     }
@@ -340,11 +258,12 @@ int check_x16() {
     for (int tr = OW_BF16; tr <= OW_BYTES; tr++) {
         for (uint32_t tiles : {1u, 16u, 256u}) {
             plain.push_back(lab::weights(tr, 50000 + tr, rng(), 3));
-            back.push_back({lab::encode(tr, plain.back().data(), plain.back().size(), tiles), plain.back().size(), tr | tiles << 16});
+            uint32_t arg = tr | tiles << 16;
+            back.push_back({block_of(lab::encode(tr, plain.back().data(), plain.back().size(), tiles), plain.back().size(), arg), plain.back().size(), arg});
             want.push_back(&plain.back());
         }
     }
-    bad += check("x16 decode", ow_x16_decode_batch, ow_x16_decode_batch_host, 1, back, true, &outs);
+    bad += check("x16 decode", decode_x16, decode_x16_host, back, true, &outs);
     int other = 0;
     for (size_t i = 0; i < back.size(); i++) other += want[i] && outs[i] != *want[i];
     if (other) printf("FAIL x16: %d chunks of other content\n", other);
@@ -386,7 +305,8 @@ __global__ void compare_kernel(const uint4* out, const uint4* ref, uint32_t unit
 
 // nvCOMP's batched decoders, if their library was named: facts of its headers.
 struct Options { char bytes[64]; };
-typedef int (*Temp)(size_t, size_t, Options, size_t*, size_t);
+// Version 6 left a name's end out and added the stream.
+typedef int (*Temp)(size_t, size_t, Options, size_t*, size_t, cudaStream_t);
 typedef int (*Decompress)(const void* const*, const size_t*, const size_t*, size_t*, size_t, void*, size_t, void* const*, Options, int*, cudaStream_t);
 void* nvcomp = nullptr;
 
@@ -456,6 +376,7 @@ struct Field {
         if (!nvcomp) return;
         std::string base = std::string("nvcompBatched") + name;
         Temp temp = (Temp)dlsym(nvcomp, (base + "DecompressGetTempSizeAsync").c_str());
+        if (!temp) temp = (Temp)dlsym(nvcomp, (base + "DecompressGetTempSize").c_str());
         Decompress go = (Decompress)dlsym(nvcomp, (base + "DecompressAsync").c_str());
         if (!temp || !go) return (void)printf("nvCOMP %s: no such functions\n", name);
         Options none = {};
@@ -465,7 +386,7 @@ struct Field {
         void **din = upload(in), **dout = upload(out);
         size_t *dlen = upload(len), *dcap = upload(cap), *dmade = device<size_t>(n), bytes = 0;
         int* status = device<int>(n);
-        if (int rc = temp(n, chunk, none, &bytes, (size_t)n * chunk)) return (void)printf("nvCOMP %s: %d\n", name, rc);
+        if (int rc = temp(n, chunk, none, &bytes, (size_t)n * chunk, 0)) return (void)printf("nvCOMP %s: %d\n", name, rc);
         uint8_t* room = device<uint8_t>(bytes);
         int rc = 0;
         auto run = [&] { rc = go(din, dlen, dcap, dmade, n, room, bytes, dout, none, status, 0); };
@@ -480,7 +401,7 @@ struct Field {
 
 int time_lz(const std::string& only, uint32_t mib, int reps) {
     int bad = 0;
-    for (int kind = 0; kind < 4; kind++) {
+    for (int kind = 0; kind < kKindCount; kind++) {
         uint32_t chunk = 64 << 10, unique = 256;
         std::vector<Bytes> plain(unique), a(unique), b(unique), c(unique);
         parallel(unique, [&](size_t i) {
@@ -493,15 +414,15 @@ int time_lz(const std::string& only, uint32_t mib, int reps) {
         if (only.empty() || only == "lz4") {
             Field f(mib * 16, chunk, plain, a, none);
             bad += !f.row("lz4", kKinds[kind], ow_lz4_decode, OW_BATCH_WARPS, reps);
-            int blocks[] = {5, 8, 10}, i = 0;
-            for (auto k : {lab_lz4_5, lab_lz4_8, lab_lz4_10}) bad += !f.row(("  " + std::to_string(blocks[i++]) + " blocks an SM").c_str(), kKinds[kind], k, OW_BATCH_WARPS, reps);
+            int blocks[] = {8, 10, 16}, i = 0;
+            for (auto k : {lab_lz4_8, lab_lz4_10, lab_lz4_16}) bad += !f.row(("  " + std::to_string(blocks[i++]) + " blocks an SM").c_str(), kKinds[kind], k, OW_BATCH_WARPS, reps);
             f.theirs("LZ4", kKinds[kind], reps);
         }
         if (only.empty() || only == "snappy") {
             Field f(mib * 16, chunk, plain, b, none);
             bad += !f.row("snappy", kKinds[kind], ow_snappy_decode, OW_BATCH_WARPS, reps);
-            int blocks[] = {5, 8, 10}, i = 0;
-            for (auto k : {lab_snappy_5, lab_snappy_8, lab_snappy_10}) bad += !f.row(("  " + std::to_string(blocks[i++]) + " blocks an SM").c_str(), kKinds[kind], k, OW_BATCH_WARPS, reps);
+            int blocks[] = {8, 10, 16}, i = 0;
+            for (auto k : {lab_snappy_8, lab_snappy_10, lab_snappy_16}) bad += !f.row(("  " + std::to_string(blocks[i++]) + " blocks an SM").c_str(), kKinds[kind], k, OW_BATCH_WARPS, reps);
             f.theirs("Snappy", kKinds[kind], reps);
         }
         if (only.empty() || only == "cascaded") {
@@ -519,13 +440,15 @@ int time_x16(int tr, uint32_t chunk, uint32_t mib, int reps) {
     std::vector<Bytes> plain(unique);
     parallel(unique, [&](size_t i) { plain[i] = lab::weights(tr, chunk, 1000 + i); });
     size_t total = (size_t)n * chunk;
-    uint8_t *in = device<uint8_t>(total), *mid = device<uint8_t>(total), *out = device<uint8_t>(total);
+    // The blocks lie in a native stream, each behind eight bytes of its own head.
+    size_t stride = chunk + 16, tables = 64 + 16 * (size_t)n, bytes = tables + n * stride;
+    uint8_t *in = device<uint8_t>(total), *stream = device<uint8_t>(bytes), *mid = stream + tables + 16, *out = device<uint8_t>(total);
     for (uint32_t i = 0; i < n; i++) {
         if (i < unique) CK(cudaMemcpy(in + (size_t)i * chunk, plain[i].data(), chunk, cudaMemcpyHostToDevice));
         else CK(cudaMemcpyAsync(in + (size_t)i * chunk, in + (size_t)(i % unique) * chunk, chunk, cudaMemcpyDeviceToDevice));
     }
     std::vector<ow_batch_item> items;
-    for (uint32_t i = 0; i < n; i++) items.push_back({(uint64_t)(in + (size_t)i * chunk), chunk, (uint64_t)(mid + (size_t)i * chunk), chunk, 0, 0, (uint32_t)tr});
+    for (uint32_t i = 0; i < n; i++) items.push_back({(uint64_t)(in + (size_t)i * chunk), chunk, (uint64_t)(mid + i * stride), chunk, 0, 0, (uint32_t)tr});
     ow_batch_item* d = upload(items);
     auto encode = [&] { ow_x16_encode<<<n, ow_x16_threads(chunk)>>>(d, n); };
     encode();
@@ -538,22 +461,55 @@ int time_x16(int tr, uint32_t chunk, uint32_t mib, int reps) {
         items[i] = {items[i].dst, items[i].written, (uint64_t)(out + (size_t)i * chunk), chunk, 0, 0, items[i].arg};
     }
     double ms = median_ms(reps, encode);
-    ow_batch_item* b = upload(items);
     uint32_t tiles = chunk / lab::tile_bytes(tr), segs = tiles / std::max(1u, items[0].arg >> 16);
-    dim3 grid(n, std::max(1u, segs / OW_BATCH_WARPS));
-    auto decode = [&] { ow_x16_decode_batch<<<grid, OW_BATCH_THREADS>>>(b, n); };
-    CK(cudaMemset(out, 0xa5, total));
-    decode();
     unsigned long long* bad = device<unsigned long long>(1);
-    unsigned long long wrong;
-    CK(cudaMemset(bad, 0, 8));
-    compare_kernel<<<1024, 256>>>((uint4*)out, (uint4*)in, chunk / 16, n, n, bad);
-    CK(cudaMemcpy(&wrong, bad, 8, cudaMemcpyDeviceToHost));
-    double back = median_ms(reps, decode);
-    printf("x16 %-8s %4u KiB  ratio %.4f  %s  encode %7.1f GB/s in (%.3f ms)  decode batch %7.1f GB/s out (%.3f ms)\n", lab::layout(tr).name, chunk >> 10,
-           (double)sum / total, wrong || refused ? "WRONG" : "exact", total / ms / 1e6, ms, total / back / 1e6, back);
+    unsigned long long wrong = 0;
+    printf("x16 %-8s %4u KiB  ratio %.4f  %s  encode %7.1f GB/s in (%.3f ms)\n", lab::layout(tr).name, chunk >> 10, (double)sum / total,
+           refused ? "WRONG" : "exact", total / ms / 1e6, ms);
+    // As streams are decoded, by so many warps a chunk, and with a list of segments.
+    std::vector<ow_x16_chunk> chunks;
+    std::vector<ow_x16_seg> list;
+    std::vector<uint64_t> head(8 + 2 * n), heads(n);
+    head[0] = 0x52911327 | (uint64_t)'X' << 48;
+    head[1] = n * stride, head[2] = total, head[3] = n, head[4] = chunk, head[5] = tables, head[6] = (uint64_t)1 << 32;
+    for (uint32_t i = 0; i < n; i++) {
+        head[8 + i] = i * stride + 8, head[8 + n + i] = items[i].src_len + 8;
+        heads[i] = 1 | tr << 8 | (uint64_t)(items[i].arg >> 16) << 16 | (uint64_t)chunk << 32;
+        chunks.push_back({items[i].src, items[i].dst, (uint32_t)items[i].src_len, chunk, (uint16_t)(items[i].arg >> 16), (uint16_t)tr, 0});
+        for (uint32_t k = 0; k < segs; k++) list.push_back({i, k});
+    }
+    CK(cudaMemcpy(stream, head.data(), tables, cudaMemcpyHostToDevice));
+    CK(cudaMemcpy2D(mid - 8, stride, heads.data(), 8, 8, n, cudaMemcpyHostToDevice));
+    ow_x16_chunk* dchunks = upload(chunks);
+    ow_x16_seg* dlist = upload(list);
+    uint32_t* status = device<uint32_t>(1);
+    CK(cudaMemset(status, 0, 4));
+    auto row = [&](const char* name, uint32_t split, std::function<void()> run) {
+        CK(cudaMemset(out, 0xa5, total));
+        CK(cudaMemset(bad, 0, 8));
+        run();
+        compare_kernel<<<1024, 256>>>((uint4*)out, (uint4*)in, chunk / 16, n, n, bad);
+        unsigned long long other;
+        uint32_t word;
+        CK(cudaMemcpy(&other, bad, 8, cudaMemcpyDeviceToHost));
+        CK(cudaMemcpy(&word, status, 4, cudaMemcpyDeviceToHost));
+        wrong += other + word;
+        double t = median_ms(reps, run);
+        printf("    %-16s %u of %u warps a chunk  %s  %7.1f GB/s out (%.3f ms)\n", name, split, segs, other || word ? "WRONG" : "exact", total / t / 1e6, t);
+    };
+    if (tr == OW_BF16) row("list", segs, [&] {
+        ow_x16_bf16<<<(uint32_t)((list.size() + OW_X16_WARPS - 1) / OW_X16_WARPS), 32 * OW_X16_WARPS, OW_X16_SHARED>>>(dchunks, dlist, list.size(), status);
+    });
+    for (uint32_t split = 1; split <= segs; split *= 2) {
+        ow_stream_few few = {{1, n, split, 0, 0, 0}, {{(uint64_t)stream, bytes, (uint64_t)out, total, chunk, 0, n, OW_STREAM_NATIVE, OW_STREAM_X16, 0, 0}}};
+        const char* names[] = {"stream", "  5 blocks an SM", "  6 blocks an SM"};
+        int i = 0;
+        for (auto k : {ow_stream_x16, lab_stream_5, lab_stream_6}) {
+            row(names[i++], split, [&] { k<<<(n * split + OW_X16_WARPS - 1) / OW_X16_WARPS, 32 * OW_X16_WARPS, OW_STREAM_SHARED>>>(nullptr, nullptr, n * split, status, few); });
+        }
+    }
     fflush(stdout);
-    for (void* p : {(void*)in, (void*)mid, (void*)out, (void*)d, (void*)b, (void*)bad}) CK(cudaFree(p));
+    for (void* p : {(void*)in, (void*)stream, (void*)out, (void*)d, (void*)bad, (void*)dchunks, (void*)dlist, (void*)status}) CK(cudaFree(p));
     return wrong || refused;
 }
 

@@ -117,12 +117,15 @@ def span(source: Any, *, writable: bool = False) -> Span:
         pass  # no buffer
     except (BufferError, ValueError) as error:  # ValueError: numpy, of what is not dense
         raise ArgumentError(f"overwire: {type(source).__name__}: {error}") from error
-    if not hasattr(source, "__dlpack__"):
-        raise ArgumentError(f"overwire: {type(source).__name__} is no buffer and no DLPack tensor")
-    if source.__dlpack_device__()[0] not in (1, 3):  # the host, and pinned memory of it
+    lends = hasattr(source, "__dlpack__")
+    # DLPack's 1 and 3 are the host, and pinned memory of it.
+    if source.__dlpack_device__()[0] not in (1, 3) if lends else hasattr(source, "__cuda_array_interface__"):
         raise NotSupportedError(
-            "overwire: codecs work on memory of the host: move the tensor with .cpu(), or see overwire.compat.nvcomp and overwire.gpu"
+            f"overwire: {type(source).__name__} lies on a GPU, and codecs work on memory of the host: move it there, "
+            "or see overwire.gpu and overwire.compat.nvcomp"
         )
+    if not lends:
+        raise ArgumentError(f"overwire: {type(source).__name__} is no buffer and no DLPack tensor")
     tensor = lent(source)
     size = tensor.kind[1] * tensor.kind[2]
     dense = 1

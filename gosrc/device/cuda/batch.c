@@ -24,11 +24,11 @@ static int queue(const struct owcu_batch *b, struct owcu_error *e)
 {
 	owcu_handle stream = handle(b->stream);
 
-	if (follow(stream, b->after, b->nafter, b->join, e) || TRY(copy_in, (b->to, b->table, b->bytes, stream)))
+	if (follow(stream, b->after, b->nafter, b->join, e) || (b->bytes && TRY(copy_in, (b->to, b->table, b->bytes, stream))))
 		return -1;
 	for (uint32_t i = 0; i < b->nsteps; i++) {
 		const struct owcu_step *s = &b->steps[i];
-		void *full[] = {(void *)&s->a, (void *)&s->b, (void *)&s->n, (void *)&b->status};
+		void *full[] = {(void *)&s->a, (void *)&s->b, (void *)&s->n, (void *)&b->status, (void *)b->table};
 		void *items[] = {(void *)&s->b, (void *)&s->n};
 		if (TRY(launch, (s->kernel, s->grid, 1, 1, s->block, 1, 1, s->shared, stream, s->items ? items : full, NULL)))
 			return -1;

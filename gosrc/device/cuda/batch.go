@@ -289,16 +289,18 @@ func (d *Device) Decode(on Queue, format uint32, streams []Stream) (*Batch, erro
 		return nil, fault.New(fault.ErrNotSupported, "format %d on a GPU", format)
 	}
 	return d.start(on, task{format: format, streams: streams, rows: rows}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
-		opened := step(k[batchOpen], rows, 1, 32*C.OW_X16_WARPS)
 		if !items {
 			x := step(k[batchX16], rows*int(split), 32, 32*C.OW_X16_WARPS)
-			x.shared = C.OW_X16_SHARED
-			steps(b, opened, x)
+			x.shared = C.OW_STREAM_SHARED
+			steps(b, x)
+			if len(streams) <= C.OW_STREAM_FEW {
+				b.bytes = 0
+			}
 			return
 		}
 		each := step(k[decoder], rows, 32, C.OW_BATCH_THREADS)
 		each.items = 1
-		steps(b, opened, each, step(k[batchClose], rows, 1, 32*C.OW_X16_WARPS))
+		steps(b, step(k[batchOpen], rows, 1, 32*C.OW_X16_WARPS), each, step(k[batchClose], rows, 1, 32*C.OW_X16_WARPS))
 	})
 }
 
@@ -399,7 +401,7 @@ func (d *Device) start(on Queue, t task, plan func(*[batchKernels]C.owcu_handle,
 	clear(unsafe.Slice((*uint32)(p.host), n))
 	table := unsafe.Add(p.host, tableAt(n))
 	entries := unsafe.Slice((*C.ow_stream)(unsafe.Add(table, headSize)), n)
-	first, split := 0, 1
+	first, split := 0, split(streams, rows)
 	for i := range streams {
 		s := &streams[i]
 		entries[i] = C.ow_stream{
@@ -411,11 +413,7 @@ func (d *Device) start(on Queue, t task, plan func(*[batchKernels]C.owcu_handle,
 			k := s.rows()
 			entries[i].rows = C.uint32_t(k)
 			first += k
-			split = max(split, shares(min(s.Chunk, s.Size)))
 		}
-	}
-	for rows*split > 1<<30 {
-		split /= 2
 	}
 	*(*C.ow_stream_head)(table) = C.ow_stream_head{
 		streams: C.uint32_t(n), rows: C.uint32_t(rows), split: C.uint32_t(split), told: C.uint32_t(peekAt(n)),
@@ -432,6 +430,9 @@ func (d *Device) start(on Queue, t task, plan func(*[batchKernels]C.owcu_handle,
 	plan(g.kernels, &b, uint32(split))
 	for i := range b.steps[:b.nsteps] {
 		b.steps[i].a, b.steps[i].b = p.dev, p.dev+C.owcu_ptr(rowsAt(n))
+		if b.bytes == 0 {
+			b.steps[i].a = 0
+		}
 		if rows == 0 {
 			b.steps[i].b = p.mapped + C.owcu_ptr(peekAt(n))
 		}
@@ -474,12 +475,6 @@ func (b *Batch) Sizes() []int64 {
 		out = append(out, int64(p.size))
 	}
 	return out
-}
-
-// shares is how many warps work on a chunk of X16: as many as encoders make
-// segments of it (codec/x16).
-func shares(chunk int64) int {
-	return int(max(1, min(4, chunk>>14), min(1024, chunk>>17)))
 }
 
 // Done says, without waiting for it, whether the batch is done. After an error of

@@ -1,11 +1,12 @@
-// Work on a stream of the caller's: a table is sent, kernels are launched, and
+// Work on a stream of the caller's: a table is sent or goes with the launch, kernels are launched, and
 // an event says when all of it is done. Nothing here waits but owcu_batch_wait.
 #ifndef OWCU_BATCH_H
 #define OWCU_BATCH_H
 
 #include "lane.h"
 
-// One launch: kernel(a, b, n, status), or kernel(b, n) of items.
+// One launch: kernel(a, b, n, status, table), or kernel(b, n) of items. A kernel that
+// takes no table by value ignores it.
 struct owcu_step {
 	owcu_handle kernel;
 	owcu_ptr a, b;
@@ -23,7 +24,7 @@ struct owcu_batch {
 	owcu_handle join, done; // events
 	owcu_ptr to;            // the table, on the device
 	const void *table;      // pinned
-	uint64_t bytes;
+	uint64_t bytes; // 0: nothing is sent
 	owcu_ptr status; // words, of pinned memory
 	uint32_t nsteps;
 	struct owcu_step steps[OWCU_STEPS];

@@ -435,7 +435,7 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 	memcpy(&n, args[2], 4);
 	unsigned per = kernel == K_OPEN || kernel == K_CLOSE || kernel == K_PEEK || kernel == K_CUT ? 32 * OW_X16_WARPS : OW_X16_WARPS;
 	if (n == 0 || gx != (n + per - 1) / per || gy != 1 || gz != 1 || bx != 32 * OW_X16_WARPS || by != 1 ||
-	    bz != 1 || shared != (kernel < OW_BYTES || kernel == K_X16 ? OW_X16_SHARED : 0)) {
+	    bz != 1 || shared != (kernel < OW_BYTES ? OW_X16_SHARED : kernel == K_X16 ? OW_STREAM_SHARED : 0)) {
 		broke("a launch of the wrong shape");
 		return end(INVALID);
 	}
@@ -443,6 +443,11 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 	memcpy(&o.a, args[0], 8);
 	memcpy(&o.b, args[1], 8);
 	memcpy(&o.status, args[3], 8);
+	if (kernel == K_X16 && o.a == 0) {
+		ow_stream_few *few = malloc(sizeof *few);
+		memcpy(few, args[4], sizeof *few);
+		o.few = few;
+	}
 	push(s, o);
 	return end(0);
 }

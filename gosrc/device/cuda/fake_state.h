@@ -19,10 +19,10 @@ int ow_x16_host(int transform, const ow_x16_chunk *chunks, const ow_x16_seg *seg
 void ow_move_host(const ow_move *moves, const ow_part *parts, uint32_t n);
 void ow_cast_host(const ow_cast *casts, const ow_part *parts, uint32_t n);
 
-void ow_stream_open_host(const ow_stream_head *head, void *rows, uint32_t n, uint32_t *status);
+void ow_stream_open_host(const ow_stream_head *head, ow_batch_item *rows, uint32_t n, uint32_t *status);
 void ow_stream_close_host(const ow_stream_head *head, const ow_batch_item *rows, uint32_t n, uint32_t *status);
 void ow_stream_peek_host(const ow_stream_head *head, ow_stream_peek_t *out, uint32_t n);
-void ow_stream_x16_host(const ow_stream_head *head, const ow_x16_chunk *chunks, uint32_t n, uint32_t *status);
+void ow_stream_x16_host(const ow_stream_head *head, uint32_t n, uint32_t *status);
 
 void ow_stream_cut_host(const ow_stream_head *head, ow_batch_item *rows, uint32_t n);
 void ow_stream_sum_host(const ow_stream_head *head, ow_batch_item *rows, uint32_t n, uint32_t *status);
@@ -78,6 +78,7 @@ struct op {
 	struct stream *recorder; // a wait means the record that was last when it was asked for
 	int64_t at;
 	uint64_t a, b, status;
+	const ow_stream_few *few; // a copy, where a is 0
 };
 
 struct stream {
@@ -155,12 +156,12 @@ static void drain(struct stream *s, struct event *until, int64_t at);
 // What ow_stream_open and its kin do; the memory of a batch's streams is theirs.
 static void stream_now(const struct op *o)
 {
-	const ow_stream_head *head = (const void *)(uintptr_t)o->a;
+	const ow_stream_head *head = o->few ? &o->few->head : (const void *)(uintptr_t)o->a;
 	const ow_stream *s = (const void *)(head + 1);
 	void *rows = (void *)(uintptr_t)o->b;
 	uint32_t *status = (uint32_t *)(uintptr_t)o->status, n = (uint32_t)o->n;
 
-	if (covers(head, sizeof *head + head->streams * sizeof *s) != 1) {
+	if (o->few ? head->streams > OW_STREAM_FEW : covers(head, sizeof *head + head->streams * sizeof *s) != 1) {
 		broke("a batch outside device memory");
 		return;
 	}
@@ -185,7 +186,7 @@ static void stream_now(const struct op *o)
 	else if (o->kernel == K_JOIN)
 		ow_stream_join_host(head, rows, n, status);
 	else
-		ow_stream_x16_host(head, rows, n, status);
+		ow_stream_x16_host(head, n, status);
 }
 
 // Kernels of items, one warp an item.
@@ -289,6 +290,7 @@ static void drain(struct stream *s, struct event *until, int64_t at)
 		s->first = o->next;
 		if (s->first == NULL)
 			s->last = &s->first;
+		free((void *)o->few);
 		free(o);
 		st.pending--;
 	}

@@ -3,11 +3,11 @@
 package cuda
 
 /*
-#include "../../../cuda/abi_batch.h"
+#include "../../../cuda/abi_stream.h"
 void ow_lz4_decode_host(ow_batch_item *items, uint32_t n);
 void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
 void ow_cascaded_decode_host(ow_batch_item *items, uint32_t n);
-void ow_x16_decode_batch_host(ow_batch_item *items, uint32_t n);
+void ow_stream_x16_host(const ow_stream_head *head, uint32_t n, uint32_t *status);
 void ow_x16_encode_host(ow_batch_item *items, uint32_t n);
 */
 import "C"
@@ -39,11 +39,22 @@ func runTwin(kernel string, items []twinItem) {
 		C.ow_snappy_decode_host(p, n)
 	case "cascaded":
 		C.ow_cascaded_decode_host(p, n)
-	case "x16_decode_batch":
-		C.ow_x16_decode_batch_host(p, n)
 	case "x16_encode":
 		C.ow_x16_encode_host(p, n)
 	default:
 		panic(kernel)
 	}
+}
+
+// twinStreamX16 decodes a raw block of X16 by so many warps, and gives its word of
+// status.
+func twinStreamX16(src uint64, stored int, dst uint64, size, warps int) uint32 {
+	few := C.ow_stream_few{head: C.ow_stream_head{streams: 1, rows: 1, split: C.uint32_t(warps)}}
+	few.streams[0] = C.ow_stream{
+		src: C.uint64_t(src), stored: C.uint64_t(stored), dst: C.uint64_t(dst), size: C.uint64_t(size), chunk: C.uint64_t(max(size, 1)), rows: 1,
+		kind: C.OW_STREAM_RAW, format: C.OW_STREAM_X16,
+	}
+	var status C.uint32_t
+	C.ow_stream_x16_host(&few.head, C.uint32_t(warps), &status)
+	return uint32(status)
 }

@@ -397,7 +397,7 @@ func TestTwinLZDamage(t *testing.T) {
 			try(random8(r, r.IntN(100)), 5000)
 		}
 		t.Logf("%s: %d refused, %d still valid", f.kernel, refused, accepted)
-		if refused < 300 || accepted < 300 {
+		if refused < 300 || accepted < 100 {
 			t.Error("too one-sided to say anything")
 		}
 	}

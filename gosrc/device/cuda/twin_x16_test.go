@@ -60,8 +60,8 @@ func differ(a, b []byte) int {
 	return min(len(a), len(b))
 }
 
-// The kernel makes the chunks that the Go encoder makes, and its batch decoder
-// brings them back.
+// The kernel makes the chunks that the Go encoder makes, and that of streams brings
+// them back.
 func TestTwinEncode(t *testing.T) {
 	r := random(t)
 	coded := 0
@@ -100,20 +100,22 @@ func TestTwinEncode(t *testing.T) {
 	t.Logf("%d chunks", coded)
 }
 
-// twinX16 decodes a chunk into `room` bytes. Both lie behind a fence, and the
-// destination before one if it can.
+// twinX16 decodes a chunk into `room` bytes, as the raw block that a stream has of it.
+// Both lie behind a fence, and the destination before one if it can.
 func twinX16(t testing.TB, stored []byte, room int, arg uint32) ([]byte, uint32) {
 	t.Helper()
-	src, dst := fenced(t, len(stored), len(stored)%16 == 0), fenced(t, room, room%16 == 0)
+	head := []byte{1, byte(arg), byte(arg >> 16), byte(arg >> 24), byte(room), byte(room >> 8), byte(room >> 16), byte(room >> 24)}
+	block := append(head, stored...)
+	end := len(stored)%16 == 0 // then eight bytes before a multiple of 16 is where it begins
+	src, dst := fenced(t, len(block)+8, end), fenced(t, room, room%16 == 0)
 	defer src.free()
 	defer dst.free()
-	copy(src.bytes, stored)
-	item := []twinItem{{src: src.addr(), srcLen: uint64(len(stored)), dst: dst.addr(), dstCap: uint64(room), arg: arg}}
-	runTwin("x16_decode_batch", item)
-	if item[0].status != 0 {
-		return nil, item[0].status
+	copy(src.bytes[8:], block)
+	status := twinStreamX16(src.addr()+8, len(block), dst.addr(), room, 1+len(stored)%3)
+	if status != 0 {
+		return nil, status
 	}
-	return bytes.Clone(dst.bytes[:item[0].written]), 0
+	return bytes.Clone(dst.bytes[:room]), 0
 }
 
 // Histograms of every shape: the kernel fits the same model.
@@ -214,15 +216,43 @@ func TestTwinX16Refused(t *testing.T) {
 		if items[0].status != batchArg {
 			t.Errorf("encode %d: status %d", i, items[0].status)
 		}
-		items[0].status = 0
-		runTwin("x16_decode_batch", items)
-		if items[0].status != batchArg {
-			t.Errorf("decode %d: status %d", i, items[0].status)
-		}
 	}
 	items := []twinItem{{src: at, srcLen: 4096, dst: at + 4096, dstCap: 90, arg: 1}} // zeros, but no room
 	runTwin("x16_encode", items)
 	if items[0].status != batchRoom {
 		t.Errorf("no room: status %d", items[0].status)
+	}
+}
+
+// A chunk is shared by warps until there are enough of them: never so few that one
+// long chunk is left to itself beside short ones.
+func TestSplit(t *testing.T) {
+	native := func(size, chunk int64) Stream { return Stream{Size: size, Chunk: chunk} }
+	short := make([]Stream, 5000)
+	for i := range short {
+		short[i] = native(4096, 4096)
+	}
+	for _, c := range []struct {
+		streams []Stream
+		want    int
+	}{
+		{nil, 1},
+		{[]Stream{native(0, 1)}, 1},
+		{[]Stream{native(4096, 1<<20)}, 1},
+		{[]Stream{native(65536, 65536)}, 4},
+		{[]Stream{native(1<<20, 65536)}, 4},
+		{[]Stream{native(1<<30, 65536)}, 1},
+		{[]Stream{native(1<<30, 1<<20)}, 4},
+		{[]Stream{native(1<<28, 1<<20)}, 8},
+		{[]Stream{native(1<<24, 1<<24)}, 128},
+		{append(short, native(1<<24, 1<<24)), 128},
+	} {
+		rows := 0
+		for i := range c.streams {
+			rows += c.streams[i].rows()
+		}
+		if got := split(c.streams, rows); got != c.want {
+			t.Errorf("%d streams, %d rows: %d, not %d", len(c.streams), rows, got, c.want)
+		}
 	}
 }
