@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import shutil
@@ -125,8 +126,9 @@ class Front(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         if answer or "Content-Length" not in headers:
             self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
+        with contextlib.suppress(ConnectionError):  # who has asked may be gone
+            self.end_headers()
+            self.wfile.write(answer)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _forward
 

@@ -23,14 +23,9 @@ from overwire.stores import presign
 Store = tuple[dict[str, Any], str]
 
 
-#: Where versitygw keeps the bucket, and below it the parts of uploads.
-_folder: Path
-
-
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Store]]:
-    global _folder
-    with stores.s3() as (s3, _folder), stores.redis() as (red, base):
+    with stores.s3() as (s3, _), stores.redis() as (red, base):
         yield {"s3": (s3, "s3://models/"), "redis": (red, base)}
 
 
@@ -117,22 +112,24 @@ def test_cache(servers: dict[str, Store], tmp_path: Path) -> None:
 
 def test_uploads_in_parts_and_reads_by_ranges(servers: dict[str, Store]) -> None:
     """A large object goes up in parts, while it is made, and stands when the last is there; a slice of it asks for a range,
-    pinned by the ETag, and for little more than it needs. A part that is refused ends the upload: nothing of it is kept, and
+    pinned by the ETag, and for little more than it needs. A part that is refused ends the upload: the store knows of none, and
     the object that was there before stays."""
     options, base = servers["s3"]
-    parts = _folder / ".sgwtmp" / "multipart"
     rng = np.random.default_rng(5)
     old, big = weights(), {f"w{at}": rng.integers(0, 256, (512, 16384), np.uint8) for at in range(4)}  # 32 MiB that do not shrink
     ow.save_file(old, base + "parts", storage_options=options)
     with stores.front(str(options["endpoint_url"])) as (url, front):
         through = {**options, "endpoint_url": url}
         front.refuse = "partNumber=2"
-        with pytest.raises(ow.AccessError, match="AccessDenied"):
+        with pytest.raises(ow.AccessError, match="403"):
             ow.save_file(big, base + "parts", storage_options=through)
-        assert [path for method, path, *_ in front.asked if method == "DELETE" and "uploadId=" in path]
-        assert not [path for path in parts.rglob("*") if path.is_file()]
+        # It is ended, and asked for until the store knows of none: a part may be on its way.
+        ended = [(method, status) for method, path, _, status, _ in front.asked if "uploadId=" in path and method in ("DELETE", "GET")]
+        assert ended[0] == ("DELETE", 204) and ended[-1] == ("GET", 404), ended
         same(ow.load_file(base + "parts", framework="np", storage_options=options), old)
-        front.refuse, front.asked[:] = "", []
+    # Another: what was withdrawn may still be on its way through the first.
+    with stores.front(str(options["endpoint_url"])) as (url, front):
+        through = {**options, "endpoint_url": url}
         ow.save_file(big, base + "parts", storage_options=through)
         sent = [(method, path.partition("?")[2]) for method, path, *_ in front.asked]
         numbers = [query for method, query in sent if method == "PUT" and "partNumber=" in query]
