@@ -21,8 +21,9 @@ RACE := ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/pipe
 LONG_RACE := ./gosrc/bind/face/... ./gosrc/bitstream/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
 
 # `make test` ends within 15 minutes on two cores, installs included. It leaves out
-# what takes long to compile, S3's library and a server to test it against, and
-# tests marked slow: `make more` has them, and the rooms that race for long.
+# what takes long to compile, Go's tests of S3 among it, and tests marked slow:
+# `make more` has them, and the rooms that race for long. S3 is tested through the
+# wheel; its server is compiled while fuzzing, which ends by the clock, gives way.
 LEAN  := -tags=netgo,osusergo,nostores
 ROOMS  = $$(go list ./gosrc/... | grep -v '/source/s3$$')
 
@@ -72,7 +73,7 @@ $(BIN)/versitygw: # the S3 server of the tests; not optimised, it compiles in ha
 	GOBIN=$(CURDIR)/$(BIN) CGO_ENABLED=0 go install -gcflags='github.com/...=-N -l' -ldflags="-s -w" $(VERSITYGW)
 
 test: ## what must pass: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
-	@for step in "packages venv engine golint gotest" "build pylint" fuzz "wheel asan" quick; do \
+	@for step in "packages venv engine golint gotest" "build pylint" "fuzz $(BIN)/versitygw" "wheel asan" quick; do \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory -j3 -O BUILT= $$step || { echo "make $$step failed"; exit 1; }; \
 		echo "-- $$step: $$(($$(date +%s) - start)) s"; \
@@ -89,12 +90,11 @@ packages: # servers that the system has packages of, where they can be installed
 		echo "$${s%%:*} is not here and cannot be installed: its tests are skipped"; \
 	done
 
-more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leaves out: staticcheck, S3 against a real server, slow tests
+more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leaves out: staticcheck, Go's tests of S3, slow tests
 	go vet ./gosrc/...
 	go test ./gosrc/source/... ./gosrc/save ./gosrc/cli
 	go test -race -short $(LONG_RACE)
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
-	$(PY) -m pytest -n 0 tests/test_stores.py
 	@$(MAKE) --no-print-directory fakepy
 
 lint: golint pylint $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -72,7 +77,7 @@ def _running(argv: list[str], port: int, **env: str) -> Iterator[None]:
 @contextmanager
 def s3() -> Iterator[tuple[dict[str, object], Path]]:
     """Storage options of a server with one bucket, "models", and its folder."""
-    program = _program("versitygw", "`make more` builds it into build/bin")
+    program = _program("versitygw", "`make build/bin/versitygw` builds it, as `make test` does")
     for parent in (None, "/dev/shm"):
         root = Path(tempfile.mkdtemp(prefix="overwire-s3-", dir=parent))
         try:
@@ -92,6 +97,56 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
             yield {"endpoint_url": f"http://127.0.0.1:{port}", "key": S3_KEY, "secret": S3_SECRET}, root / "data" / "models"
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+class Front(BaseHTTPRequestHandler):
+    """A proxy before a store, which keeps the host, since that is signed. It records what is asked, as (method, path with
+    its query, headers, status, bytes of the answer's body), and refuses what it is told to."""
+
+    protocol_version = "HTTP/1.1"
+    behind: str
+    asked: list[tuple[str, str, Message, int, int]]
+    refuse: str  # in a path: answered by AccessDenied
+
+    def _forward(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.refuse and self.refuse in self.path:
+            status, headers, answer = 403, {}, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+        else:
+            behind = http.client.HTTPConnection(self.behind, timeout=30)
+            headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+            behind.request(self.command, self.path, body, headers)
+            got = behind.getresponse()
+            status, headers, answer = got.status, dict(got.headers), got.read()
+            behind.close()
+        self.asked.append((self.command, self.path, self.headers, status, len(answer)))
+        self.send_response(status)
+        for name, value in headers.items():
+            if name.lower() not in ("connection", "transfer-encoding", "date", "server", *(["content-length"] if answer else [])):
+                self.send_header(name, value)
+        if answer or "Content-Length" not in headers:
+            self.send_header("Content-Length", str(len(answer)))
+        with contextlib.suppress(ConnectionError):  # who has asked may be gone
+            self.end_headers()
+            self.wfile.write(answer)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _forward
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def front(url: str) -> Iterator[tuple[str, type[Front]]]:
+    """The URL of a `Front` before a server, and where to look and to say."""
+    kind = type("OneFront", (Front,), {"behind": url.split("/")[2], "asked": [], "refuse": ""})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", kind
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @contextmanager

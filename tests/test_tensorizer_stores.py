@@ -273,7 +273,7 @@ def test_where_s3_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert s3.url_of("s3://b/k", {"endpoint_url": "https://cwobject.com", "anon": True}) == "https://b.cwobject.com/k"
 
 
-# S3, on a real server: `make more`.
+# S3, on a real server.
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +282,7 @@ def s3_at() -> Iterator[tuple[dict[str, Any], Path]]:
         yield options, folder
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serialisers write to s3:// and deserialisers load from it, each the other's, by streams and by URI."""
@@ -327,6 +328,7 @@ def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkey
         assert got.read() == b"bytes" * 1000
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_s3_writers_end(s3_at: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     """A writer that is dropped, or open at the exit, writes; one that fails leaves the old object."""

@@ -444,16 +444,51 @@ func (o *object) send(ctx context.Context, u *url.URL, extra http.Header, r *rou
 	}
 	if proxy == nil { // a proxy decides itself where it connects to
 		ctx = context.WithValue(ctx, routeKey{}, r)
-		ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(i httptrace.GotConnInfo) {
-			at, err := netip.ParseAddrPort(i.Conn.RemoteAddr().String())
-			r.mu.Lock()
-			defer r.mu.Unlock()
-			if err == nil && !r.redirected {
-				r.origin = at.Addr()
-			}
-		}})
 	}
-	return o.client.transport.RoundTrip(req.WithContext(ctx))
+	var conn atomic.Pointer[net.Conn]
+	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(i httptrace.GotConnInfo) {
+		conn.Store(&i.Conn)
+		at, err := netip.ParseAddrPort(i.Conn.RemoteAddr().String())
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if err == nil && proxy == nil && !r.redirected {
+			r.origin = at.Addr()
+		}
+	}})
+	resp, err := o.client.transport.RoundTrip(req.WithContext(ctx))
+	if c := conn.Load(); err == nil && c != nil && resp.Body != http.NoBody {
+		resp.Body = &body{ReadCloser: resp.Body, conn: *c}
+	}
+	return resp, err
+}
+
+// A body that is closed before its end ends its connection at once, by a reset:
+// the transport would wait its turn, and TLS for its farewell, while the rest
+// goes on coming.
+type body struct {
+	io.ReadCloser
+	conn net.Conn
+	end  bool
+}
+
+func (b *body) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	b.end = b.end || err == io.EOF
+	return n, err
+}
+
+func (b *body) Close() error {
+	if !b.end {
+		conn := b.conn
+		if secure, ok := conn.(*tls.Conn); ok {
+			conn = secure.NetConn()
+		}
+		if c, ok := conn.(interface{ SetLinger(int) error }); ok {
+			_ = c.SetLinger(0)
+			_ = conn.Close()
+		}
+	}
+	return b.ReadCloser.Close()
 }
 
 // wrong is an answer that does not fit the question: perhaps the next one does.
