@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 from process_helper import run, write_plain
@@ -28,7 +30,7 @@ def test_wrong_handles() -> None:
     """Stale, invented and ill-typed handles are ArgumentError; to close or free twice is nothing."""
     run("""
 calls = [e.model_table, e.model_info, lambda h: e.load_start(h, None, "{}"), lambda h: e.job_wait(h, 0),
-         lambda h: e.job_next(h, 0), e.job_take, e.job_progress, e.job_report, e.job_cancel]
+         lambda h: e.job_next(h, 0), e.job_take, lambda h: e.job_gather(h, 0), e.job_capsules, e.job_progress, e.job_report, e.job_cancel]
 for call in calls:
     for handle in (0, -1, 1 << 64, (1 << 64) - 1, 4711, 1.0, "1", None, True):
         try:
@@ -202,6 +204,59 @@ assert e.job_take(job) == [(None, 0)] * n
 """, every)
 
 
+def test_tensors_handed_out_in_columns(every: str) -> None:
+    """job_gather and job_capsules hand out what job_next and job_take do: what has
+    bytes with its position, and what has none by its position alone."""
+    run("""
+import struct
+model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
+rows = e.model_table(model)
+empty = [at for at, row in enumerate(rows) if 0 in row[2]]
+assert empty
+job = e.load_start(model, None, "{}")
+seen = []
+while (columns := e.job_gather(job, None)) is not None:
+    assert len(columns[0]) == len(columns[1]) and None not in columns[0]
+    seen += columns[1]
+assert sorted(seen + empty) == list(range(len(rows)))
+assert e.job_gather(job, 0) is None
+assert e.job_capsules(job) == ([None] * len(rows), list(range(len(rows))))
+e.job_free(job)
+place = bytearray(48)
+import ctypes
+at = ctypes.addressof(ctypes.c_char.from_buffer(place))
+number = [row[0] for row in rows].index("I32")
+job = e.load_start(model, struct.pack("=18q", number, at, 0, -1, 0, -1, number, 0, 0, -1, 0, -1, empty[0], 0, 0, -1, 0, -1), "{}")
+assert e.job_wait(job, None)
+capsules, missing = e.job_capsules(job)
+assert [capsule is None for capsule in capsules] == [True, False, True] and missing == [0, 2]
+""", every)
+
+
+def test_the_table_of_a_crowd(tmp_path: Path) -> None:
+    """Rows of a model's table share the objects that are equal, and no others."""
+    random = Random(5)
+    names = sorted(DTYPES)
+    want = {}
+    for at in range(3000):
+        dtype, shape = random.choice(names), [random.randrange(4) for _ in range(random.randrange(5))]
+        size = DTYPES[dtype]
+        for dim in shape:
+            size *= dim
+        want[f"t{at}.\u00e9"] = (dtype, shape, bytes(size))
+    path = write_plain(tmp_path / "crowd.safetensors", want)
+    (tmp_path / "want.json").write_text(json.dumps({name: (dtype, shape, len(data)) for name, (dtype, shape, data) in want.items()}))
+    run("""
+with open(sys.argv[2]) as f:
+    want = json.load(f)
+model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
+rows = e.model_table(model)
+assert len(rows) == len(want)
+for name, dtype, shape, nbytes, stored, source, alias in rows:
+    assert [dtype, list(shape), nbytes] == want[name] and (stored, source, alias) == (nbytes, 0, -1)
+""", path, str(tmp_path / "want.json"))
+
+
 def test_destinations_and_slices(every: str) -> None:
     """A request with a destination lands there, a slice alone, and there is no capsule for it."""
     run("""
@@ -237,13 +292,18 @@ def drop(job):
         del capsule
 def half(job):
     e.job_next(job, None)
+def columns(job):
+    e.job_wait(job, None)
+    kept = e.job_capsules(job)
+def gathered(job):
+    kept = [e.job_gather(job, None)]
 def leave(job):
     e.job_wait(job, None)
 def hurry(job):
     pass
 for path in sys.argv[1:]:
     for mapped in (False, True):
-        for use in (drop, half, leave, hurry):
+        for use in (drop, half, columns, gathered, leave, hurry):
             rounds(3, use)
             time.sleep(0.05)
             before = rss()

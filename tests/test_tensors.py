@@ -7,6 +7,7 @@ import gzip
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import overwire as ow
@@ -107,6 +108,35 @@ def test_reads_the_reference(tmp_path: Path, encrypted: bool) -> None:
             assert all(same(tensor, tensors[name]) for name, tensor in pinned.load_file(framework="pt").items())
         with pytest.raises(ow.CryptographyError, match="not encrypted"):
             ow.load_file(path, storage_options={"decryption_key": "00" * 32})
+
+
+@pytest.mark.parametrize("options", [{"decryption_key": bytes(range(32))}, {"decryption_password": "the secret one"}])
+def test_a_key_for_what_is_not_encrypted(tmp_path: Path, options: dict[str, Any]) -> None:
+    """It is an error at every verb, not ignored: whoever gives a key believes that the
+    file is sealed. The error names the file and no secret."""
+    tensors = {"a": torch.ones(3)}
+    plain, packed, open_ = (str(tmp_path / name) for name in ("plain.safetensors", "packed.safetensors", "open.tensors"))
+    ow.save_file(tensors, plain, compress=False)
+    ow.save_file(tensors, packed)
+    ow.save_file(tensors, open_)
+    for path in (plain, packed, open_):
+        for call in (
+            lambda path=path: ow.load_file(path, storage_options=options),
+            lambda path=path: ow.load_file([path], storage_options=options, framework="np"),
+            lambda path=path: list(ow.stream(path, storage_options=options)),
+            lambda path=path: ow.safe_open(path, storage_options=options),
+            lambda path=path: ow.plan(path, storage_options=options),
+            lambda path=path: ow.load_model(torch.nn.Linear(1, 1), path, storage_options=options),
+            lambda path=path: ow.preload(path, storage_options=options).wait(),
+            lambda path=path: ow.verify(path, storage_options=options),
+            lambda path=path: ow.inspect(path, storage_options=options),
+            lambda path=path: ow.convert(path, tmp_path / "out.safetensors", storage_options=options),
+        ):
+            ow.load_file(path)  # and an index that is kept changes nothing
+            with pytest.raises(ow.CryptographyError, match="not encrypted") as caught:
+                call()
+            assert path in str(caught.value) and "secret one" not in str(caught.value) and "000102" not in str(caught.value)
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_reads_goldens(tmp_path: Path) -> None:

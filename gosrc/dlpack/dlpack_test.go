@@ -3,6 +3,7 @@
 package dlpack
 
 import (
+	"reflect"
 	"slices"
 	"testing"
 	"unsafe"
@@ -73,6 +74,71 @@ func mapped(t *testing.T, pages int, n int64, kind int64) (unsafe.Pointer, *devi
 // isMapped asks the system whether a page is there.
 func isMapped(p unsafe.Pointer) bool {
 	return unix.Madvise(unsafe.Slice((*byte)(p), 4096), unix.MADV_NORMAL) == nil
+}
+
+// described reads a DLManagedTensor as a consumer does.
+func described(m unsafe.Pointer) (d struct {
+	data           unsafe.Pointer
+	device         [2]int32
+	typ            Type
+	shape, strides []int64
+}) {
+	raw := (*struct {
+		data           unsafe.Pointer
+		device         [2]int32
+		ndim           int32
+		code, bits     uint8
+		lanes          uint16
+		shape, strides *int64
+	})(m)
+	d.data, d.device = raw.data, raw.device
+	d.typ = Type{Code: raw.code, Bits: raw.bits, Lanes: raw.lanes}
+	d.shape = append(d.shape, unsafe.Slice(raw.shape, raw.ndim)...)
+	d.strides = append(d.strides, unsafe.Slice(raw.strides, raw.ndim)...)
+	return d
+}
+
+// What a batch makes is what New makes, one by one, and each frees its own hold.
+func TestBatch(t *testing.T) {
+	const n = 5
+	p, block := mapped(t, 2, n, device.KindMap)
+	b := NewBatch(n)
+	shapes := [][]int64{{2, 3}, {}, {0, 7}, {6}, {1, 2, 3}}
+	for i, shape := range shapes {
+		b.Add(device.Memory{Ptr: unsafe.Add(p, 64*i), Bytes: 6, Block: block, CUDA: int32(i % 2)}, Type{codeUInt, 8, 1}, shape)
+	}
+	var made []unsafe.Pointer
+	if err := b.Make(func(i int, m unsafe.Pointer) {
+		if i != len(made) {
+			t.Errorf("%d comes as number %d", i, len(made))
+		}
+		made = append(made, m)
+	}); err != nil {
+		t.Fatal(err)
+	}
+	for i, shape := range shapes {
+		one, err := New(device.Memory{Ptr: unsafe.Add(p, 64*i), Bytes: 6, CUDA: int32(i % 2)}, Type{codeUInt, 8, 1}, shape)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want, got := described(one), described(made[i])
+		if !reflect.DeepEqual(got, want) {
+			t.Errorf("%v: %+v, New has %+v", shape, got, want)
+		}
+		Delete(one)
+	}
+	for i, m := range made {
+		if !isMapped(p) {
+			t.Errorf("unmapped with %d holders left", n-i)
+		}
+		Delete(m)
+	}
+	if isMapped(p) {
+		t.Error("still mapped without a holder")
+	}
+	if err := NewBatch(0).Make(nil); err != nil {
+		t.Error(err)
+	}
 }
 
 // The memory goes when the last of its holders does, whether that is C or Go.

@@ -91,4 +91,20 @@ struct ow_managed *ow_managed_new(void *data, int64_t n, struct ow_block *block,
 	return &w->m;
 }
 
+void ow_managed_forget(uint64_t managed) { free((void *)(uintptr_t)managed); }
+
+int64_t ow_managed_many(struct ow_wanted *all, int64_t n, const int64_t *dims)
+{
+	for (int64_t i = 0; i < n; i++) {
+		struct ow_wanted *w = &all[i];
+		void *m = ow_managed_new((void *)(uintptr_t)w->data, w->bytes, (struct ow_block *)(uintptr_t)w->block, w->type,
+		                         w->ndim, dims, w->cuda);
+		if (m == NULL)
+			return i;
+		w->managed = (uint64_t)(uintptr_t)m;
+		dims += w->ndim;
+	}
+	return n;
+}
+
 void ow_managed_delete(void *m) { ((struct ow_managed *)m)->deleter(m); }

@@ -28,5 +28,43 @@ func New(mem device.Memory, t Type, shape []int64) (unsafe.Pointer, error) {
 	return unsafe.Pointer(m), nil
 }
 
+// A Batch is many calls of New in one of C, which a call of its own for each
+// would cost as much as the work.
+type Batch struct {
+	all  []C.struct_ow_wanted
+	dims []int64
+}
+
+// NewBatch has room for n tensors.
+func NewBatch(n int) *Batch {
+	return &Batch{make([]C.struct_ow_wanted, 0, n), make([]int64, 0, 2*n)}
+}
+
+// Add does what New does, at Make.
+func (b *Batch) Add(mem device.Memory, t Type, shape []int64) {
+	b.all = append(b.all, C.struct_ow_wanted{
+		data: C.uint64_t(uintptr(mem.Ptr)), block: C.uint64_t(uintptr(unsafe.Pointer(mem.Block))), bytes: C.int64_t(mem.Bytes),
+		_type: C.struct_ow_type{code: C.uint8_t(t.Code), bits: C.uint8_t(t.Bits), lanes: C.uint16_t(t.Lanes)},
+		ndim:  C.int32_t(len(shape)), cuda: C.int32_t(mem.CUDA),
+	})
+	b.dims = append(b.dims, shape...)
+}
+
+// Make hands the DLManagedTensor of each to fn, in order. On an error none is
+// left, and all holds are still the caller's.
+func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
+	made := int(C.ow_managed_many(unsafe.SliceData(b.all), C.int64_t(len(b.all)), (*C.int64_t)(unsafe.SliceData(b.dims))))
+	if made < len(b.all) {
+		for _, w := range b.all[:made] {
+			C.ow_managed_forget(w.managed)
+		}
+		return fault.New(fault.ErrMemory, "the descriptions of %d tensors", len(b.all))
+	}
+	for i := range b.all {
+		fn(i, *(*unsafe.Pointer)(unsafe.Pointer(&b.all[i].managed)))
+	}
+	return nil
+}
+
 // Delete does what the last consumer of a tensor does.
 func Delete(managed unsafe.Pointer) { C.ow_managed_delete(managed) }

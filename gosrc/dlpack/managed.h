@@ -52,6 +52,22 @@ struct ow_listed {
 struct ow_managed *ow_managed_new(void *data, int64_t n, struct ow_block *block, struct ow_type type, int32_t ndim,
                                   const int64_t *shape, int32_t cuda);
 
+struct ow_wanted { // the arguments of ow_managed_new
+	uint64_t data, block; // pointers
+	int64_t bytes;
+	struct ow_type type;
+	int32_t ndim, cuda;
+	uint64_t managed; // the result, a pointer
+};
+
+// ow_managed_many does the same for n tensors, whose shapes stand one after the
+// other at dims. It returns how many it has made: fewer than n when there is no
+// more memory.
+int64_t ow_managed_many(struct ow_wanted *all, int64_t n, const int64_t *dims);
+
+// ow_managed_forget frees a description whose hold is still the caller's.
+void ow_managed_forget(uint64_t managed);
+
 // ow_managed_delete calls the deleter, as a consumer does.
 void ow_managed_delete(void *m);
 

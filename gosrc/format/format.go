@@ -32,8 +32,8 @@ type Options struct {
 	// List gives the files in a folder far away, sorted; fault.ErrNotSupported
 	// where the store cannot tell. nil: none can.
 	List func(ctx context.Context, uri string) ([]string, error)
-	// Decrypt is source.Options.Decrypt. Only .tensors files may be encrypted;
-	// others take no notice of it.
+	// Decrypt is source.Options.Decrypt. Only .tensors files may be encrypted: a key
+	// for another file is fault.ErrCrypto. Of the rest others take no notice.
 	Decrypt map[string]string
 }
 
@@ -77,6 +77,12 @@ func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, so
 			opt.Cache.put(key, ix)
 		}
 		return ix, plain, err
+	}
+	for _, secret := range []string{tensors.OptionKey, tensors.OptionPassword} {
+		if _, given := opt.Decrypt[secret]; given {
+			return nil, src, &fault.At{Verb: "index", Source: src.URI(), Chunk: -1, Offset: -1,
+				Err: fault.New(fault.ErrCrypto, "a %s was given, and the file is not encrypted: it is no .tensors file", secret)}
+		}
 	}
 	ix, err := ours(ctx, src, head, opt)
 	if err == nil && keep {

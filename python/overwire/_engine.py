@@ -48,7 +48,9 @@ __all__ = [
     "index_names",
     "inspect",
     "job_cancel",
+    "job_capsules",
     "job_free",
+    "job_gather",
     "job_next",
     "job_progress",
     "job_report",
@@ -307,6 +309,20 @@ def job_take(job: int, raw: bool = False) -> list[tuple[Capsule | None, int]]:
     """
     landed: list[tuple[Capsule | None, int]] = _call(_core().job_take, _handle(job), raw)
     return landed
+
+
+def job_capsules(job: int) -> tuple[list[Capsule | None], list[int]]:
+    """`job_take` as columns: the capsules, and the positions of those that are
+    None: without a capsule, or without bytes."""
+    columns: tuple[list[Capsule | None], list[int]] = _call(_core().job_capsules, _handle(job), False)
+    return columns
+
+
+def job_gather(job: int, timeout: float | None) -> tuple[list[Capsule], list[int]] | None:
+    """`job_next` as columns: capsules and their positions, of what has a capsule
+    and bytes; None when nothing will follow, or after `timeout` seconds."""
+    columns: tuple[list[Capsule], list[int]] | None = _call(_core().job_gather, _handle(job), timeout, False)
+    return columns
 
 
 def job_progress(job: int) -> tuple[int, int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .dtypes import nbytes
@@ -21,6 +21,7 @@ class BytesFrame:
     """
 
     name = "bytes"
+    make: Callable[[Any], Any] | None = None
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         return False  # only the address counts: capsules are never unpacked

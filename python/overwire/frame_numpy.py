@@ -7,7 +7,7 @@ imported when the first of them is met.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,7 @@ class NumpyFrame:
     """
 
     name = "numpy"
+    make: Callable[[Any], Any] | None = None
 
     def __init__(self) -> None:
         self._types: dict[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in _OWN.items()}

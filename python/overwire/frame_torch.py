@@ -7,7 +7,7 @@ exactly its own bytes, which the engine's memory backs until the storage dies.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,7 @@ class TorchFrame:
     """The frame of torch; see `frames.Frame`."""
 
     name = "torch"
+    make: Callable[[Any], Any] | None = staticmethod(from_dlpack)
 
     def __init__(self) -> None:
         self._native: dict[str, bool] = {}
@@ -150,22 +151,10 @@ class TorchFrame:
         places: Mapping[int, Any],
         device: str,
     ) -> list[Any]:
-        # The quick way is one C call a tensor; whatever is special goes through
-        # adopt: null pointers are tensors without elements, or in places.
-        if raw:
-            tensors = [
-                None if at in places else self.adopt(*land, row[1], row[2], device)
-                for at, (land, row) in enumerate(zip(landed, rows, strict=True))
-            ]
-        else:
-            tensors = [from_dlpack(capsule) if pointer else None for capsule, pointer in landed]
-            if not all(pointer for _, pointer in landed):
-                for at, (_, pointer) in enumerate(landed):
-                    if not pointer and at not in places:
-                        tensors[at] = self.empty(rows[at][1], rows[at][2], device)
-        for at, tensor in places.items():
-            tensors[at] = tensor
-        return tensors
+        return [
+            places[at] if at in places else self.adopt(*land, row[1], row[2], device)
+            for at, (land, row) in enumerate(zip(landed, rows, strict=True))
+        ]
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         if dtype in PACKED:

@@ -8,7 +8,7 @@ and numpy are both optional; neither is imported before it is needed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +40,11 @@ class Frame(Protocol):
     """
 
     name: str
+
+    @property
+    def make(self) -> Callable[[Any], Any] | None:
+        """Makes a tensor of a capsule, taken over, that is exported as it is and has
+        bytes, where one C call does; else None."""
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         """Whether the engine must export these dtypes as plain integers."""

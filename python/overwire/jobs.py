@@ -93,6 +93,18 @@ class Job:
             self._watcher.update(self.progress())
         return landed
 
+    def gather(self, timeout: float | None) -> tuple[list[Any], list[int]] | None:
+        """As `next`, in columns: capsules and positions of what has bytes, exported
+        as it is; None at the end, or when time is up."""
+        columns = _engine.job_gather(self.number, timeout)
+        if self._watcher is not None:
+            self._watcher.update(self.progress())
+        return columns
+
+    def capsules(self) -> tuple[list[Any], list[int]]:
+        """As `take`, in columns: capsules, and where they are None."""
+        return _engine.job_capsules(self.number)
+
     def take(self, raw: bool = False) -> list[tuple[Any, int]]:
         """After `wait`: what each request landed in, ownership included."""
         return _engine.job_take(self.number, raw)

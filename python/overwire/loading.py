@@ -10,7 +10,7 @@ from . import _engine
 from .errors import ArgumentError, OverwireError
 from .frames import Frame, check_device, frame_for
 from .jobs import Job
-from .models import Model, prepare
+from .models import Model, many_objects, prepare
 from .planning import fit, held
 from .progress import ProgressLike, Watcher, watch
 from .saving import parse_size
@@ -118,7 +118,11 @@ def load_file(
     where = check_device(device, frame)
     prepare(where)
     wanted = None if dtype is None else frame.dtype(dtype)  # a wrong one is refused before anything is read
-    with Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options, read=read) as model:
+    with ExitStack() as stack:
+        stack.enter_context(many_objects())  # the table has as many as the tensors, and is gone before the collector looks
+        model = stack.enter_context(
+            Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options, read=read)
+        )
         fit(model, frame, wanted, max_memory)
         return model.load(model.chosen, frame, dtype, watch(progress, "load"))
 

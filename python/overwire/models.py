@@ -8,6 +8,7 @@ import json
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from . import _engine
@@ -360,8 +361,9 @@ class Model:
             mine = None
             moved = False
         with job, many_objects():
-            if self.device != "cpu" and mine is None and len(rows) - len(places) >= _CROWD:
-                tensors = _gathered(job, rows, frame, raw, places, self.device)
+            if mine is None and frame.make is not None and not raw:
+                crowd = self.device != "cpu" and len(rows) - len(places) >= _CROWD
+                tensors = (_gathered if crowd else _taken)(job, rows, frame, frame.make, places, self.device)
             else:
                 job.wait()
                 landed = job.take(raw)
@@ -375,23 +377,40 @@ class Model:
             # One at a time, so that only one is held twice.
             for at, row in enumerate(rows):
                 tensors[at] = frame.cast(tensors[at], row[1], wanted)
-        return dict(zip([row[0] for row in rows], tensors, strict=True))
+        return dict(zip(map(itemgetter(0), rows), tensors, strict=True))
 
 
-def _gathered(job: Job, rows: Sequence[Any], frame: Frame, raw: bool, places: dict[int, Any], device: str) -> list[Any]:
-    # As Job.take and adopt_all, but while the job runs: tensors by the ten
-    # thousand are made beside the bytes that still arrive.
+def _taken(
+    job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any], Any], places: dict[int, Any], device: str
+) -> list[Any]:
+    # Job.take and Frame.adopt_all for capsules that need nothing but `make`.
+    job.wait()
+    capsules, missing = job.capsules()
+    if not missing:
+        return list(map(make, capsules))
+    tensors = [None if capsule is None else make(capsule) for capsule in capsules]
+    for at in missing:
+        tensors[at] = places[at] if at in places else frame.empty(rows[at][1], rows[at][2], device)
+    return tensors
+
+
+def _gathered(
+    job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any], Any], places: dict[int, Any], device: str
+) -> list[Any]:
+    # The same while the job runs: tensors by the ten thousand are made beside the
+    # bytes that still arrive.
     tensors: list[Any] = [None] * len(rows)
     for at, tensor in places.items():
         tensors[at] = tensor
     ended = False
     while not ended:
         ended = job.ended(_PAUSE)
-        while landed := job.next(0, raw):
-            mine = [entry for entry in landed if entry[0] not in places]
-            made = frame.adopt_all([entry[1:] for entry in mine], [rows[entry[0]] for entry in mine], raw, {}, device)
-            for entry, tensor in zip(mine, made, strict=True):
-                tensors[entry[0]] = tensor
+        while (columns := job.gather(0)) is not None:
+            for at, tensor in zip(columns[1], map(make, columns[0]), strict=True):
+                tensors[at] = tensor
+    for at, tensor in enumerate(tensors):
+        if tensor is None:
+            tensors[at] = frame.empty(rows[at][1], rows[at][2], device)
     return tensors
 
 

@@ -82,26 +82,29 @@ func handOut(landed []face.Landed, raw bool, items **C.struct_ow_item, n *C.int6
 	}
 	p := (*C.struct_ow_item)(C.calloc(C.size_t(len(landed)), C.sizeof_struct_ow_item))
 	out := unsafe.Slice(p, len(landed))
-	for i, l := range landed {
+	batch, numbers := dlpack.NewBatch(len(landed)), make([]int32, 0, len(landed))
+	for i := range landed {
+		l := &landed[i]
 		out[i].at = C.int64_t(l.At)
 		if !l.OK {
 			continue
 		}
 		t, shape := dlpack.Describe(l.DType, l.Shape, l.Mem.Bytes, raw)
-		m, err := dlpack.New(l.Mem, t, shape)
-		if err != nil { // give up what is made and what is not
-			for _, o := range out[:i] {
-				if o.managed != nil {
-					dlpack.Delete(o.managed)
-				}
-			}
-			for _, l := range landed[i:] {
+		batch.Add(l.Mem, t, shape)
+		numbers = append(numbers, int32(i))
+	}
+	err := batch.Make(func(at int, managed unsafe.Pointer) {
+		i := numbers[at]
+		out[i].managed, out[i].data = managed, landed[i].Mem.Ptr
+	})
+	if err != nil { // give up what was to be handed out
+		for _, l := range landed {
+			if l.OK {
 				l.Mem.Release()
 			}
-			C.free(unsafe.Pointer(p))
-			return err
 		}
-		out[i].managed, out[i].data = m, l.Mem.Ptr
+		C.free(unsafe.Pointer(p))
+		return err
 	}
 	*items, *n = p, C.int64_t(len(landed))
 	return nil

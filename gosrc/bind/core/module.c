@@ -9,6 +9,8 @@ static PyMethodDef functions[] = {
 	{"job_wait", ow_job_wait, METH_VARARGS, "job_wait(job, timeout)\n--\n\nSee overwire._engine."},
 	{"job_next", ow_job_next, METH_VARARGS, "job_next(job, timeout, raw)\n--\n\nSee overwire._engine."},
 	{"job_take", ow_job_take, METH_VARARGS, "job_take(job, raw)\n--\n\nSee overwire._engine."},
+	{"job_gather", ow_job_gather, METH_VARARGS, "job_gather(job, timeout, raw)\n--\n\nSee overwire._engine."},
+	{"job_capsules", ow_job_capsules, METH_VARARGS, "job_capsules(job, raw)\n--\n\nSee overwire._engine."},
 	{"model_table", ow_model_table, METH_O, "model_table(model)\n--\n\nSee overwire._engine."},
 	{"load_start", ow_load_start, METH_VARARGS, "load_start(model, requests, options)\n--\n\nSee overwire._engine."},
 	{"save_start", ow_save_start, METH_VARARGS, "save_start(spec, tensors)\n--\n\nSee overwire._engine."},

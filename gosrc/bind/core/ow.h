@@ -70,6 +70,8 @@ PyObject *ow_forked(PyObject *self, PyObject *none);
 PyObject *ow_job_wait(PyObject *self, PyObject *args);
 PyObject *ow_job_next(PyObject *self, PyObject *args);
 PyObject *ow_job_take(PyObject *self, PyObject *args);
+PyObject *ow_job_gather(PyObject *self, PyObject *args);
+PyObject *ow_job_capsules(PyObject *self, PyObject *args);
 PyObject *ow_model_table(PyObject *self, PyObject *handle);
 PyObject *ow_load_start(PyObject *self, PyObject *args);
 PyObject *ow_save_start(PyObject *self, PyObject *args);

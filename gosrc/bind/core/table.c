@@ -14,24 +14,74 @@ static int64_t next(const char **p)
 	return v;
 }
 
-static PyObject *row(const char **p, PyObject *const *dtypes)
+// What rows have in common is made once: of a model's thousands of tensors most
+// have the shape, and so the size, of another.
+struct common {
+	const char *dims; // in the buffer
+	int64_t rank, bytes;
+	PyObject *shape, *count; // owned; NULL: not used yet
+};
+
+enum { commons = 16 };
+
+static PyObject *shape_of(const char *dims, int64_t rank)
+{
+	PyObject *shape = PyTuple_New((Py_ssize_t)rank);
+	for (int64_t i = 0; shape != NULL && i < rank; i++) {
+		PyObject *d = PyLong_FromLongLong(next(&dims));
+		if (d == NULL)
+			Py_CLEAR(shape);
+		else
+			PyTuple_SetItem(shape, (Py_ssize_t)i, d);
+	}
+	return shape;
+}
+
+static struct common *common_of(struct common *known, const char *dims, int64_t rank, int64_t bytes)
+{
+	uint64_t hash = (uint64_t)bytes;
+	const char *p = dims;
+	for (int64_t i = 0; i < rank; i++)
+		hash = hash * 31 + (uint64_t)next(&p);
+	struct common *c = &known[(hash ^ hash >> 12 ^ hash >> 24) % commons];
+	if (c->shape != NULL && c->rank == rank && c->bytes == bytes && memcmp(c->dims, dims, 8 * (size_t)rank) == 0)
+		return c;
+	Py_CLEAR(c->shape);
+	Py_CLEAR(c->count);
+	c->dims = dims, c->rank = rank, c->bytes = bytes;
+	c->count = PyLong_FromLongLong(bytes);
+	c->shape = c->count == NULL ? NULL : shape_of(dims, rank);
+	return c->shape == NULL ? NULL : c;
+}
+
+static PyObject *shared(PyObject *o)
+{
+	Py_INCREF(o);
+	return o;
+}
+
+static PyObject *row(const char **p, PyObject *const *dtypes, struct common *known)
 {
 	int64_t name_len = next(p), dtype = next(p), rank = next(p);
-	PyObject *shape = PyTuple_New((Py_ssize_t)rank);
-	if (shape == NULL)
-		return NULL;
-	for (int64_t i = 0; i < rank; i++) {
-		PyObject *d = PyLong_FromLongLong(next(p));
-		if (d == NULL) {
-			Py_DECREF(shape);
-			return NULL;
-		}
-		PyTuple_SetItem(shape, (Py_ssize_t)i, d);
-	}
-	long long bytes = next(p), stored = next(p), source = next(p), alias = next(p);
+	const char *dims = *p;
+	*p += 8 * rank;
+	int64_t bytes = next(p), stored = next(p), source = next(p), alias = next(p);
 	const char *name = *p;
 	*p += name_len;
-	return Py_BuildValue("(s#ONLLLL)", name, (Py_ssize_t)name_len, dtypes[dtype], shape, bytes, stored, source, alias);
+	struct common *c = common_of(known, dims, rank, bytes);
+	PyObject *t = c == NULL ? NULL : PyTuple_New(7);
+	if (t == NULL)
+		return NULL;
+	PyTuple_SetItem(t, 0, PyUnicode_FromStringAndSize(name, (Py_ssize_t)name_len));
+	PyTuple_SetItem(t, 1, shared(dtypes[dtype]));
+	PyTuple_SetItem(t, 2, shared(c->shape));
+	PyTuple_SetItem(t, 3, shared(c->count));
+	PyTuple_SetItem(t, 4, stored == bytes ? shared(c->count) : PyLong_FromLongLong(stored));
+	PyTuple_SetItem(t, 5, PyLong_FromLongLong(source));
+	PyTuple_SetItem(t, 6, PyLong_FromLongLong(alias));
+	if (PyErr_Occurred()) // no memory, or a name that is not UTF-8: a field is NULL
+		Py_CLEAR(t);
+	return t;
 }
 
 // model_table(model): [(name, dtype, shape, bytes, stored, source, alias)].
@@ -40,6 +90,7 @@ PyObject *ow_model_table(PyObject *self, PyObject *handle)
 	enum { most = 64 };
 	PyObject *dtypes[most] = {NULL}, *list = NULL;
 	uint64_t h;
+	struct common known[commons] = {{0}};
 	char *buffer = NULL, *err;
 
 	(void)self;
@@ -66,7 +117,7 @@ PyObject *ow_model_table(PyObject *self, PyObject *handle)
 	}
 	list = PyList_New((Py_ssize_t)n);
 	for (int64_t i = 0; list != NULL && i < n; i++) {
-		PyObject *t = row(&p, dtypes);
+		PyObject *t = row(&p, dtypes, known);
 		if (t == NULL)
 			Py_CLEAR(list);
 		else
@@ -75,6 +126,10 @@ PyObject *ow_model_table(PyObject *self, PyObject *handle)
 out:
 	for (int i = 0; i < most; i++)
 		Py_XDECREF(dtypes[i]);
+	for (int i = 0; i < commons; i++) {
+		Py_XDECREF(known[i].shape);
+		Py_XDECREF(known[i].count);
+	}
 	free(buffer);
 	return list;
 }
