@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ class Bench:
     def floor(self, name: str, work: Callable[[], int]) -> None:
         """work returns the bytes that this rank got."""
         work()
-        times = []
+        times = []  # of rank 0, if only one works
         for _ in range(3):
             seconds, got = timed(work)
             times.append(seconds)
@@ -134,18 +135,37 @@ class Bench:
             return size
 
         team = teams.team_of(dist.group.WORLD)
-        piece = step // ranks
-        parts = here[: piece * ranks].split(piece)
-        others = [rank for rank in range(ranks) if rank != RANK]
+        team.settle([teams.host_name()] * ranks)
+        piece = 15 << 20 if CUDA else 1 << 20  # as relays have it
 
-        def trade() -> int:
-            for _ in range(0, size, step):
-                team.trade([(rank, parts[RANK]) for rank in others], [(rank, parts[rank]) for rank in others])
-            return size // step * piece * ranks
+        def pieces() -> int:
+            for _ in range(0, size, piece * ranks):
+                team.gather(here, piece)
+            return -(-size // (piece * ranks)) * piece * ranks
 
         self.floor("all-gather of 1 GiB", gather)
         self.floor("broadcast of 1 GiB", broadcast)
-        self.floor(f"sends of {piece >> 20} MiB parts, all to all", trade)
+        self.floor(f"all-gathers of {piece >> 20} MiB a rank", pieces)
+
+    def reading(self, path: Path) -> None:
+        """The page cache into pinned memory, nothing else."""
+        size, block, threads = min(path.stat().st_size, 4 << 30), 1 << 20, 16
+        host = torch.empty(threads * 8 * block, dtype=torch.uint8, pin_memory=CUDA).numpy()
+        file = os.open(path, os.O_RDONLY)
+
+        def read(part: int) -> None:
+            for number, at in enumerate(range(part * block, size, threads * block)):
+                slot = (number % 8 * threads + part) * block
+                os.preadv(file, [host[slot : slot + block]], at)
+
+        def all_of_it() -> int:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(read, range(threads)))
+            return size
+
+        self.floor(f"page cache into pinned memory, {threads} threads a rank", all_of_it)
+        self.floor("the same, rank 0 alone", lambda: 0 if RANK else all_of_it())
+        os.close(file)
 
     def reference(self, path: Path) -> dict[str, Any]:
         """The plain file by another reader, if there is one."""
@@ -171,7 +191,7 @@ class Bench:
             raise SystemExit(f"rank {RANK}: {wrong:.0f} tensors did not come back bit for bit")
 
     def loads(self, name: str, path: Path, shard: Any, way: str | None, runs: int = 2) -> None:
-        """way: None chooses by measuring, "alone" uses no group."""
+        """way: None chooses by measuring, "alone" uses no group, of "solo" rank 0 does that while the others wait."""
         title = f"{name}, {way or 'chosen'}"
         if self.late(title):
             return
@@ -180,16 +200,20 @@ class Bench:
         team.rates = teams.Rates() if way is None else Forced(way)
 
         def load() -> dict[str, Any]:
-            if way == "alone":
+            if way == "solo" and RANK:
+                return {}
+            if way in ("alone", "solo"):
                 return ow.load_file(path, device=DEVICE, mmap=False)
             return ow.load_file(path, device=DEVICE, group=group, shard=shard, mmap=False)
 
         if CUDA:
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        got = load()
+        fresh, got = timed(load)
         beside = torch.cuda.max_memory_allocated() - before - nbytes(got) if CUDA else 0
-        self.check(got, shard)
+        if way != "solo":
+            self.check(got, shard)
         del got
         team.rates = teams.Rates() if way is None else team.rates
         times: list[float] = []
@@ -198,14 +222,39 @@ class Bench:
             times.append(seconds)
             size = nbytes(got)
             del got
-        row: dict[str, Any] = {"row": title, "first": size / times[0] / 1e9, "best": size / min(times) / 1e9}
-        row |= {"in all": row["best"] * dist.get_world_size(), "verified": True, "MiB of torch's beside": beside >> 20}
+        row: dict[str, Any] = {"row": title, "fresh": size / fresh / 1e9, "second": size / times[0] / 1e9, "best": size / min(times) / 1e9}
+        row["in all"] = row["best"] * (1 if way == "solo" else dist.get_world_size())
+        row |= {"verified": way != "solo", "MiB of torch's beside": beside >> 20}
+        row |= {"ms": min(times) * 1e3, "ms of the engine": (ow.last_report() or {}).get("seconds", 0) * 1e3}  # the latter of the last
         stages = (ow.last_report() or {}).get("stages", {})  # of rank 0's last job: seconds, summed over its workers
         row["stages"] = {key[:-3]: round(value / 1e9, 3) for key, value in stages.items() if key.endswith("_ns")}
         row["stages"]["workers"] = stages.get("workers")
         if way is None:
             row["ways"] = {kind: {w: round(rate / 1e9, 1) for w, rate in ways.items()} for kind, ways in distributed.rates(group).items()}
         self.say(row)
+        if self.args.debug and way == "gather":
+            self.timeline(title, load)
+
+    def timeline(self, title: str, load: Callable[[], Any]) -> None:
+        """What happened to each piece of a relay, on every rank, in microseconds."""
+        log = logging.getLogger("overwire")
+        log.setLevel(logging.DEBUG)
+        timed(load)
+        log.setLevel(logging.WARNING)
+        mine = ow.last_report() or {}
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, {key: mine.get(key) for key in ("timeline", "trace", "seconds", "stages")})
+        self.rows.append({"row": f"timeline: {title}", "ranks": told})
+        for rank, one in enumerate(told if RANK == 0 else ()):
+            pieces = one["timeline"] or []
+            copies = (one["trace"] or {}).get("copy_stream")
+            print(f"-- rank {rank}: {one['seconds']:.4f} s, {len(pieces)} pieces, copies {copies}, {one['stages']}")
+            names = list(pieces[0]) if pieces else []
+            print("  piece " + " ".join(f"{name:>9}" for name in names))
+            middle = len(pieces) // 2
+            for at in sorted({*range(6), *range(middle, middle + 12), *range(len(pieces) - 4, len(pieces))} & set(range(len(pieces)))):
+                print(f"  {at:>5} " + " ".join(f"{pieces[at][name]:>9}" for name in names))
+        sys.stdout.flush()
 
     def run(self) -> None:
         folder = Path(self.args.dir)
@@ -220,6 +269,7 @@ class Bench:
             print(f"{dist.get_world_size()} ranks, {DEVICE}, {self.args.size} made in {time.monotonic() - start:.1f} s", flush=True)
         dist.barrier()
         self.floors()
+        self.reading(packed)
         self.whole = self.reference(plain)
         first = True
         for name, path in (("compressed", packed), ("plain", plain)):
@@ -228,9 +278,9 @@ class Bench:
             if first:  # threads, pinned memory and connections of both kinds of load
                 ow.load_file(path, device=DEVICE, mmap=False)
                 first = False
-            packed_ways = (["each", "gather"], ["own", "gather"])
-            whole, parts = packed_ways if name == "compressed" else (["each", "broadcast", "gather"], ["own", "scatter"])
-            for way in ("alone", *whole, None):
+            packed_ways = (["each"], ["own", "gather"])
+            whole, parts = packed_ways if name == "compressed" else (["each", "broadcast"], ["own", "gather", "scatter"])
+            for way in ("gather", "solo", "alone", *whole, None):
                 self.loads(f"{name}, whole", path, None, way)
             for way in (*parts, None):
                 self.loads(f"{name}, tensor-parallel", path, tensor_parallel, way)
@@ -242,14 +292,12 @@ def main() -> None:
     parser.add_argument("--size", default="8GB")
     parser.add_argument("--out", default="")
     parser.add_argument("--limit", type=float, default=150, help="seconds after which no row begins")
-    parser.add_argument("--debug", action="store_true")
+    parser.add_argument("--debug", action="store_true", help="tell what happened to each piece that was shared")
     parser.add_argument("--only", default="", help="compressed or plain")
     args = parser.parse_args()
     if CUDA:
         torch.cuda.set_device(DEVICE)
-    if args.debug and RANK == 0:  # what relays spend their time with, too
-        logging.basicConfig(level=logging.INFO)
-        logging.getLogger("overwire").setLevel(logging.DEBUG)
+    logging.getLogger("overwire").addHandler(logging.NullHandler())
     device = torch.device(DEVICE) if CUDA else None
     dist.init_process_group("nccl" if CUDA else "gloo", timeout=datetime.timedelta(seconds=60), device_id=device)
     Bench(args).run()

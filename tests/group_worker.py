@@ -60,7 +60,7 @@ class Forced(teams.Rates):
 def every_way(folder: Path, group: Any, *files: str) -> None:
     team = teams.team_of(group)
     distributed._BATCH = 3 << 20
-    relays._SIZE, relays._AGREE = 2 << 20, 3  # many pieces, and several rounds of the ring
+    relays._SHARE, relays._AGREE = (1 << 20) + 4096, 3  # many pieces, and several rounds of the ring
     shard = {name: dim for name, dim in SHARD.items()}
     for file in files or ("plain.safetensors", "compressed.safetensors"):
         want = expected(folder / file, shard, dist.get_rank(group), dist.get_world_size(group))
@@ -100,7 +100,7 @@ def hosts(folder: Path) -> None:
     team = teams.team_of(world)
     team.rates = Forced()
     team.rates.way = "gather"
-    relays._SIZE, relays._AGREE = 2 << 20, 2
+    relays._SHARE, relays._AGREE = (1 << 20) + 4096, 2
     sent.clear()
     path = folder / "compressed.safetensors"
     same(ow.load_file(path, group=world, shard=SHARD), expected(path, SHARD, rank, 4))
@@ -147,7 +147,7 @@ def failing(folder: Path) -> None:
     rank, world = dist.get_rank(), dist.group.WORLD
     good = folder / "compressed.safetensors"
     bad = folder / "damaged.safetensors" if rank == 1 else good
-    relays._SIZE, relays._AGREE = 2 << 20, 3
+    relays._SHARE, relays._AGREE = (1 << 20) + 4096, 3
     for way in ("each", "broadcast", "gather", "own", "scatter"):
         team = teams.team_of(world)
         team.rates = Forced()
@@ -207,15 +207,22 @@ def hurt(folder: Path) -> None:
     good = folder / "plain.safetensors"
     own = folder / f"hurt-{rank}.safetensors"
     header = good.read_bytes()[8 : 8 + int.from_bytes(good.read_bytes()[:8], "little")]
-    start = Model.start
+    starts = Model.start, relays.relay_start
+
+    def restore() -> None:
+        Model.start, relays.relay_start = starts  # type: ignore[method-assign]
 
     def meanwhile(change: Any) -> None:  # between the opening of the file and the first read
-        def first(self: Any, *args: Any, **named: Any) -> Any:
-            if rank == 1:
-                change()
-            return start(self, *args, **named)
+        def before(start: Any) -> Any:
+            def first(*args: Any, **named: Any) -> Any:
+                if rank == 1:
+                    change()
+                restore()
+                return start(*args, **named)
 
-        Model.start = first  # type: ignore[method-assign]
+            return first
+
+        Model.start, relays.relay_start = before(starts[0]), before(starts[1])  # type: ignore[method-assign]
 
     def raises(kind: type[Exception], text: str, path: Any, **named: Any) -> Exception:
         began = time.monotonic()
@@ -227,7 +234,7 @@ def hurt(folder: Path) -> None:
             assert time.monotonic() - began < 20
             return error
         finally:
-            Model.start = start  # type: ignore[method-assign]
+            restore()
         raise AssertionError(f"no {kind.__name__}")
 
     for old, new, text in (
@@ -259,7 +266,7 @@ def hurt(folder: Path) -> None:
     try:
         same(ow.load_file(own, group=world, mmap=False), expected(good, {}, rank, 2))
     finally:
-        Model.start = start  # type: ignore[method-assign]
+        restore()
     same(ow.load_file(good, group=world), expected(good, {}, rank, 2))
 
 
@@ -269,7 +276,7 @@ def dying(folder: Path) -> None:
     team = teams.team_of(dist.group.WORLD)
     team.rates = Forced()
     team.rates.way = "gather"
-    relays._SIZE, relays._AGREE = 2 << 20, 1
+    relays._SHARE, relays._AGREE = (1 << 20) + 4096, 1
 
     def die(now: Any) -> None:
         if rank == 1 and now.bytes:

@@ -24,12 +24,17 @@ REDIS_PASSWORD = "planted-Redis-Password-0123456789"
 SECRETS = ("planted", S3_KEY, "X-Amz-Signature", "Credential=")
 
 
-def _program(name: str, how: str) -> str:
+def found(name: str) -> str | None:
+    """The path of a program: in build/bin, or as the shell finds it."""
     own = ROOT / "build" / "bin" / name
-    found = str(own) if own.exists() else shutil.which(name)
-    if not found:
+    return str(own) if own.exists() else shutil.which(name)
+
+
+def _program(name: str, how: str) -> str:
+    path = found(name)
+    if not path:
         pytest.skip(f"no {name}: {how}")
-    return found
+    return path
 
 
 def _port() -> int:
@@ -90,11 +95,15 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 
 @contextmanager
-def redis(password: str | None = REDIS_PASSWORD) -> Iterator[tuple[dict[str, object], str]]:
-    """Storage options of a server, and what its URIs begin with. None: it asks for no password."""
+def redis(password: str | None = REDIS_PASSWORD, config: Path | None = None) -> Iterator[tuple[dict[str, object], str]]:
+    """Storage options of a server, and what its URIs begin with. None: it asks for no password. config: a file that says
+    which, in place of `password`."""
     program = _program("redis-server", "a package of the system (Debian: redis-server)")
     with tempfile.TemporaryDirectory() as folder:
         port = _port()
-        argv = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder]
-        with _running([*argv, "--requirepass", password or ""], port):
+        argv = [program, *([str(config)] if config else [])]
+        argv += ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder]
+        if config is None:
+            argv += ["--requirepass", password or ""]
+        with _running(argv, port):
             yield {"password": password} if password else {}, f"redis://127.0.0.1:{port}/"

@@ -66,14 +66,16 @@ def test_raw_streams_cross_decode(algorithm: str, contents: dict[int, bytes]) ->
     """Raw and sized blocks, both ways, at every size that is special."""
     encode, decode = OTHERS[algorithm]
     for size, plain in contents.items():
-        prefix = size.to_bytes(4 if algorithm == "LZ4" else 8, "little")
+        prefixes = {5: size.to_bytes(4 if algorithm == "LZ4" else 8, "little"), 6: size.to_bytes(16, "little")}
         ours = bytes(codecs.encode(plain, algorithm, bitstream="raw"))
         assert decode(ours, size) == plain, size
-        sized = bytes(codecs.encode(plain, algorithm, bitstream="with_size"))
-        assert sized == prefix + ours, size
         theirs = encode(plain)
         assert codecs.decode(theirs, algorithm, bitstream="raw") == plain, size
-        assert codecs.decode(prefix + theirs, algorithm, bitstream="with_size") == plain, size
+        for version, prefix in prefixes.items():
+            sized = bytes(codecs.encode(plain, algorithm, bitstream="with_size", version=version))
+            assert sized == prefix + ours, (size, version)
+            assert len(sized) <= codecs.max_size(size, algorithm, bitstream="with_size")
+            assert codecs.decode(prefix + theirs, algorithm, bitstream="with_size") == plain, (size, version)
         assert codecs.content_size(theirs, algorithm, bitstream="raw") == size
 
 

@@ -69,7 +69,7 @@ def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices:
         for rank in range(count)
     ]  # fmt: skip
     try:
-        said = [one.communicate(timeout=60)[0] for one in started]
+        said = [one.communicate(timeout=120)[0] for one in started]
     finally:
         for one in started:
             one.kill()

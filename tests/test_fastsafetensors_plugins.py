@@ -255,15 +255,18 @@ def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.Monkey
     op, calls = get_framework_op("pt"), []
     alloc = op.alloc_tensor_memory
     monkeypatch.setattr(op, "alloc_tensor_memory", lambda length, device: alloc(length, Device()))
-    monkeypatch.setattr(op, "view_of", lambda gbuf, begin, frame, device, view=op.view_of: view(gbuf, begin, frame, Device()))
+    monkeypatch.setattr(op, "view_of", lambda gbuf, begin, frame, device, owner, view=op.view_of: view(gbuf, begin, frame, Device()))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (calls.append("pin"), tensor)[1])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("wait"))
     monkeypatch.setattr(cpp, "memcpy_h2d_async", lambda to, at, size: (calls.append("copy"), ctypes.memmove(to, at, size))[0])
     meta = fst.SafeTensorsMetadata.from_file(files[0], op)
     one = unified.UnifiedMemCopier(meta, Device.from_str("cuda:0"), op)
-    got = one.wait_io(one.submit_io(True, 1 << 30))
+    gbuf = one.submit_io(True, 1 << 30)
+    got = one.wait_io(gbuf)
     assert calls == ["pin", "copy", "wait"] and one._pinned is None
     assert {name: plain(tensor.get_raw()) for name, tensor in got.items()} == {k: plain(v) for k, v in ow.load_file(files[0]).items()}
+
+    op.free_tensor_memory(gbuf, Device())
 
     some = op.mmap_file_pinned(files[0], 100, 8)
     assert bytes(some.get_raw().numpy()) == Path(files[0]).read_bytes()[8:108] and some.dtype is DType.U8

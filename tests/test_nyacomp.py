@@ -1,20 +1,23 @@
-"""nyacomp's functions under their own names: merging, partitioning, manifests,
-bundles of its layout and ours, checkpoints, variables."""
+"""nyacomp's functions under their own names: manifests, bundles of its layout and
+ours, checkpoints, variables."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import os
 import pickle
 import random
+import re
 import struct
 from pathlib import Path
 
 import overwire as ow
 import pytest
 import torch
-from conftest import every_dtype, same
+from conftest import ROOT, every_dtype, same
+from overwire import compat
 from overwire.compat import nyacomp
 from overwire.compat.nyacomp import _nyacomp, bundles, hf, manifests, partition, settings
 from torch import nn
@@ -65,136 +68,6 @@ def test_small_helpers(caplog) -> None:
     assert nyacomp.tensor_bytes(torch.empty(0)) == b"" and nyacomp.ints([3, 4]) == "3;4"
 
 
-# -- merging
-
-
-def _tensors(rng: random.Random, count: int) -> list[torch.Tensor]:
-    shapes = [(), (1,), (0, 3), (7,), (4, 5), (5, 4), (2, 1, 3)]
-    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
-    made = []
-    for _ in range(count):
-        shape, dtype = rng.choice(shapes), rng.choice(dtypes)
-        data = torch.tensor(list(rng.randbytes(torch.empty(shape).numel() * dtype.itemsize)), dtype=torch.uint8)
-        made.append((data % 2 if dtype == torch.bool else data).view(dtype).reshape(shape))
-    return made
-
-
-def test_merged_and_split_again(seed: int) -> None:
-    rng = random.Random(seed)
-    for count in (0, 1, 2, 30, 200):
-        tensors = _tensors(rng, count)
-        for merge in (nyacomp.merge_tensors, nyacomp.iterative_merge_tensors, lambda t: nyacomp.merge_tensors(t, rng.randrange(1, 400))):
-            merged, info = merge(tensors)
-            lines = [list(map(int, line.split(","))) for line in info.splitlines()]
-            assert sorted(at for line in lines for at in line) == list(range(count)) and len(lines) == len(merged)
-            for line, stack in zip(lines, merged, strict=True):
-                assert {(tensors[at].shape, tensors[at].dtype) for at in line} == {(stack.shape[1:], stack.dtype)}
-            got = nyacomp.split_tensors(merged, info)
-            assert len(got) == count
-            for a, b in zip(got, tensors, strict=True):
-                same(a, b)
-
-
-def test_splitting_follows_nyacomps_rule() -> None:
-    assert nyacomp.split_into_bins(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
-    assert nyacomp.split_into_bins([1, 2], 4) == [[1], [2], [], []]
-    tensors = [torch.zeros(10) for _ in range(7)]  # 40 bytes each
-    _, info = nyacomp.merge_tensors(tensors, 100)  # 280 / 100: 3 stacks
-    assert info == "0,1,2\n3,4\n5,6"
-    _, info = nyacomp.merge_tensors(tensors, 1)  # a stack is never empty
-    assert info == "\n".join(map(str, range(7)))
-    assert nyacomp.merge_tensors(tensors)[1] == "0,1,2,3,4,5,6"
-    parts = nyacomp.split_tensors([torch.arange(6).reshape(3, 2)], "2,0,1")
-    assert [p.tolist() for p in parts] == [[2, 3], [4, 5], [0, 1]]
-    assert len({p.untyped_storage().data_ptr() for p in parts}) == 3 and parts[0].untyped_storage().nbytes() == 16
-    for stack, info in (
-        ([torch.zeros(3, 2)], "0,1"),
-        ([], "0"),
-        ([torch.zeros(2)], "0,0"),
-        ([torch.tensor(1)], "0"),
-        ([torch.zeros(1)], "x"),
-    ):
-        with pytest.raises(ow.FormatError):
-            nyacomp.split_tensors(stack, info)
-
-
-# -- partitioning
-
-
-def _multifit(sizes: list[int], bins: int, k: int = 20) -> int:
-    """The makespan of MULTIFIT as nyacomp runs it."""
-
-    def first_fit(capacity: float) -> list[int]:
-        loads: list[int] = []
-        for size in sorted(sizes, reverse=True):
-            for at, load in enumerate(loads):
-                if load + size <= capacity:
-                    loads[at] += size
-                    break
-            else:
-                loads.append(size)
-        return loads
-
-    mean, most = sum(sizes) / bins, max(sizes)
-    low, high = int(max(mean, most)), max(2 * mean, most)
-    for _ in range(k):
-        middle = round((low + high) / 2)
-        if len(first_fit(middle)) <= bins:
-            high = middle
-        else:
-            low = middle
-        if high - low < 1:
-            break
-    return max(first_fit(high))
-
-
-def test_makespan_is_never_above_multifits(seed: int) -> None:
-    rng = random.Random(seed)
-    better = 0
-    for _ in range(300):
-        count, bins = rng.randrange(1, 120), rng.randrange(1, 40)
-        draw = rng.choice([lambda: rng.randrange(1, 1000), lambda: int(rng.lognormvariate(15, 2)), lambda: rng.choice([5, 7, 11]) * 1000])
-        sizes = [draw() for _ in range(count)]
-        found = partition.multifit_partition(sizes, bins)
-        assert len(found) == bins and sorted(s for part in found for s in part) == sorted(sizes)
-        ours, theirs = max(map(sum, found)), _multifit(sizes, bins)
-        assert max(max(sizes), sum(sizes) / bins) <= ours <= theirs, (sizes, bins)
-        better += ours < theirs
-        places = partition.massage(tuple(sizes), bins)
-        assert len(places) == bins and sorted(at for part in places for at in part) == list(range(count))
-        assert max(sum(sizes[at] for at in part) for part in places) <= theirs
-        assert all(sizes[part[0]] == max(sizes[at] for at in part) for part in places if part)
-        assert not any(len(part) > 1 for part in places) or all(places)
-    assert better > 5  # and often below
-
-
-def test_partitions_that_nyacomp_cannot_do() -> None:
-    for count in (0, 1, 3, 8, 9, 10):
-        sizes = [100 + at for at in range(count)]
-        assert sum(map(len, partition.massage(sizes, 8))) == count
-    assert partition.multifit_partition([], 3) == [[], [], []] and partition.massage([0, 0, 0], 2) != [[], [0, 1, 2]]
-    assert partition.to_idx([5, 7, 5], [[5], [7, 5]]) == [[0], [1, 2]]
-    assert partition.ffd_binpack([9, 5, 5, 1], 10) == [[9, 1], [5, 5]] and partition.ffd_binpack([20], 10) == [[20]]
-    with pytest.raises(KeyError):
-        partition.to_idx([5], [[6]])
-    with pytest.raises(ValueError):
-        partition.multifit_partition([1], 0)
-
-
-def test_the_searched_limit_is_no_worse(seed: int, monkeypatch) -> None:
-    rng = random.Random(seed)
-    for threads in ("2", "8"):
-        monkeypatch.setenv("NUM_THREADS", threads)
-        tensors = [torch.empty(rng.choice([10, 100, 1000]), rng.choice([4, 40])) for _ in range(60)]
-        searched, _ = nyacomp.iterative_merge_tensors(tensors)
-        plain, _ = nyacomp.merge_tensors(tensors)
-        assert (
-            nyacomp.calculate_makespan(searched)
-            <= nyacomp.calculate_makespan(plain)
-            == _multifit([nyacomp.tensor_size(t) for t in plain], int(threads))
-        )
-
-
 # -- one tensor, and manifests
 
 
@@ -218,6 +91,55 @@ def test_compress_parameter(tmp_path: Path, monkeypatch) -> None:
     assert nyacomp.compress_parameter(weights, "nya/3.gz")[0]["filename"] == "http://localhost:8080/nya/3.raw"
     with pytest.raises(ow.ArgumentError):
         nyacomp.compress_parameter(weights, "nya/4.gz", 3)
+
+
+class Pipeline:
+    """What nyacomp takes for a pipeline of diffusers: a config that names parts."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(6)
+        self.unet, self.vae = nn.Linear(200, 30).half(), nn.Conv2d(3, 8, 3)
+        self.scheduler = {"betas": torch.linspace(0, 1, 9)}
+        self.config = {"_class_name": "Pipeline", "_module": "x", "unet": 1, "vae": 1, "scheduler": 1, "safety_checker": None}
+
+
+def _leaves(obj: object) -> list[torch.Tensor]:
+    if isinstance(obj, torch.Tensor):
+        return [obj]
+    if isinstance(obj, nn.Module):
+        return list(obj.state_dict().values())
+    parts = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else vars(obj).values()
+    return [leaf for part in parts if not isinstance(part, (str, int, type(None))) for leaf in _leaves(part)]
+
+
+@dataclasses.dataclass
+class Step:
+    number: int
+    tensors: list[torch.Tensor]
+
+
+def test_the_readme_s_verbs(tmp_path: Path, monkeypatch) -> None:
+    """compress_pickle takes any Python object with tensors, compress pipelines, modules and state dicts; files stand where
+    the README has them; what the caller has stays as it was."""
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    pipe, checker = Pipeline(), nn.Linear(32, 2)
+    anything = {"nested": [(checker, {"deep": [torch.arange(999)]})], "step": Step(3, [torch.randn(80, 80)]), "text": "x"}
+    for algo, obj in enumerate(([pipe, checker], anything, anything)):
+        before = [leaf.clone() for leaf in _leaves(obj)]
+        assert 0 < nyacomp.compress_pickle(obj, "model/boneless_bundle.pkl", algo) < 1.3
+        for got in (nyacomp.load_compressed_pickle("model/boneless_bundle.pkl"), obj):
+            for a, b in zip(_leaves(got), before, strict=True):
+                same(a, b)
+    for model in (pipe, pipe.unet, pipe.unet.state_dict()):
+        before = [leaf.clone() for leaf in _leaves(model)]
+        assert 0 < nyacomp.compress(model, "model/boneless_model.pth") < 1.3
+        for got in (nyacomp.load_compressed("model/boneless_model.pth"), model):
+            assert type(got) is type(model)
+            for a, b in zip(_leaves(got), before, strict=True):
+                same(a, b)
+    assert {path.name for path in Path("model").iterdir()} >= {"meta.csv", "merged_tensors.csv", "metadata.pkl", "nya"}
+    assert [param.shape for param in nyacomp.get_pipeline_params(pipe)] == [(30, 200), (30,), (8, 3, 3, 3), (8,)]
 
 
 def test_every_dtype_through_the_files(tmp_path: Path) -> None:
@@ -501,6 +423,41 @@ def test_bad_values_are_warnings(monkeypatch, caplog) -> None:
     assert settings.host() == "http://localhost:8080" and settings.remote_csv()
     monkeypatch.setenv("REMOTE_CSV", "0")
     assert not settings.remote_csv()
+
+
+VARIABLES = (
+    "DEBUG SILENT DEBUG_MALLOC DEBUG_SYNC NOTIME NUM_THREADS NUM_STREAMS CHUNK_SIZE NUM_CIRCLE_BUFFERS UNPINNED_JOBS UNPINNED_THREADS "
+    "SLEEP TENSOR_EARLY SYNC_DECOMPRESS SYNC_FREE REUSE_COMP_BUFFER WILLNEED SEQUENTIAL DOWNLOAD REMOTE_CSV DOWNLOADER_PATH DOWNLOAD_LOG "
+    "SKIP_SETPIPE_SZ NAME PRELOAD_PATH NO_PRELOAD LOAD_UNCOMPRESSED HOST UNCOMPRESSED RECOMPRESS PYTHON_ARGS REDO_PARTITION "
+    "NO_HIDE_MODULES SYMLINK_CUDART RUN_MAIN COMPRESS DIFFUSERS ENV PROF GOOD TORCH HUB_OFFLINE TRANSFORMERS_OFFLINE TOTAL_FILE_SIZE "
+    "VMSPLICE DISABLE_REMOTEFILE_CACHE CACHE_IP_OVERRIDE PGET_HOST_IP"
+).split()
+
+
+def test_no_variable_ends_the_import_or_is_set(tmp_path: Path, script) -> None:
+    """Every variable that nyacomp, its extension and remotefile read or set, with nonsense and with a number in it: the
+    import ends well, no variable is set, nothing is written, and each is told of in docs/nyacomp.md."""
+    source = """
+import os, sys
+before = dict(os.environ)
+import nyacomp, _nyacomp, overwire
+overwire.doctor()
+nyacomp.hf, nyacomp.partition.massage([3, 4, 5], 2), nyacomp.natsize(3)
+assert dict(os.environ) == before and "torch" not in sys.modules
+for name in ("jax", "flax", "accelerate", "wandb"):
+    assert name not in sys.modules and not any("nyacomp" in type(finder).__module__ for finder in sys.meta_path)
+"""
+    path = os.pathsep.join(filter(None, [compat.path("nyacomp"), os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "tmp").mkdir()
+    for value in ("a; b", "7"):
+        env = dict.fromkeys(VARIABLES, value) | {"PRELOAD_PATH": "", "PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp")}
+        done = script(source, **env)
+        assert done.stdout == "" and "Traceback" not in done.stderr
+        if value != "7":
+            assert "NUM_STREAMS='a; b' ignored" in done.stderr and "DOWNLOAD='a; b' ignored" in done.stderr
+    assert [str(found.relative_to(tmp_path)) for found in tmp_path.rglob("*")] == ["tmp"]
+    page = (ROOT / "docs/nyacomp.md").read_text()
+    assert not [name for name in VARIABLES if not re.search(rf"\b{name}\b", page)]
 
 
 def test_preloads_begin_as_nyacomps(tmp_path: Path, monkeypatch) -> None:

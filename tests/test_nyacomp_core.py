@@ -3,17 +3,20 @@ that runs in the background."""
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import overwire as ow
 import pytest
 import torch
 from conftest import same
+from overwire.compat import nyacomp
 from overwire.compat.nyacomp import _nyacomp, tensor_bytes
 
 
@@ -191,6 +194,74 @@ def test_errors_show_at_get_and_a_second_get_tries_again(tmp_path: Path) -> None
     same(decompressor.get()[2], _some()[2])
 
 
+def test_long_calls_release_the_lock(tmp_path: Path) -> None:
+    """While tensors are compressed, decompressed or waited for, another thread of Python goes on."""
+    torch.manual_seed(2)
+    tensor = torch.randn(12 << 20).bfloat16()
+    data = bytearray(tensor.view(torch.uint8).numpy())
+    size = _nyacomp.compress(data, tmp_path / "0.gz")
+    (tmp_path / "meta.csv").write_text(f"0\n{tmp_path}/0.gz {tensor.numel()} bfloat16 {tensor.nbytes} {size}")
+    files = [_nyacomp.CompressedFile(str(tmp_path / "0.gz"), tensor.shape, "bfloat16", tensor.nbytes, size)]
+    bundle = tmp_path / "x.pkl"
+    calls = {
+        "compress": lambda: _nyacomp.compress(data, tmp_path / "0.gz"),
+        "decompress": lambda: _nyacomp.decompress(tmp_path / "0.gz", tensor.shape, "bfloat16"),
+        "batch_decompress": lambda: _nyacomp.batch_decompress(files, [[0]]),
+        "decompress_from_meta": lambda: _nyacomp.decompress_from_meta(tmp_path / "meta.csv"),
+        "get": lambda: _nyacomp.AsyncDecompressor(tmp_path / "meta.csv").get(),
+        "compress_pickle": lambda: nyacomp.compress_pickle([tensor], bundle),
+        "load_compressed_pickle": lambda: nyacomp.load_compressed_pickle(bundle),
+    }
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        for name, call in calls.items():
+            shares = []
+            for _ in range(5):  # a busy machine may stop anybody, once
+                start = time.monotonic()
+                call()
+                end = time.monotonic()
+                during = [start, *(at for at in list(ticks) if start < at < end), end]
+                shares.append(max(b - a for a, b in zip(during, during[1:], strict=False)) / (end - start))
+                if shares[-1] < 0.6:
+                    break
+            assert min(shares) < 0.6, (name, shares)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_import_without_torch_gpu_or_csv(tmp_path: Path, script) -> None:
+    """Where torch cannot be imported, no GPU is, and PRELOAD_PATH names a csv that is not there, the import ends well; only
+    the load says what is missing."""
+    path = os.pathsep.join(filter(None, [_folder("nyacomp"), os.environ.get("PYTHONPATH", "")]))
+    source = """
+import sys
+sys.modules["torch"] = None
+import nyacomp, _nyacomp
+from nyacomp import hf, partition
+assert partition.massage([5, 4, 3], 2) and _nyacomp.CompressedFile("x", [1], "uint8", 1, 1).filename == "x"
+if nyacomp.decompressor is not None:
+    try:
+        nyacomp.decompressor.get()
+    except OSError as error:
+        assert "meta.csv" in str(error), error
+    else:
+        raise AssertionError
+"""
+    for env in ({}, {"PRELOAD_PATH": str(tmp_path / "none/meta.csv")}):
+        done = script(source, PYTHONPATH=path, CUDA_VISIBLE_DEVICES="", **env)
+        assert "Traceback" not in done.stderr and ("nothing is preloaded" in done.stderr) == bool(env)
+
+
 IMPORT = """
 import sys, os, threading
 before = set(os.listdir("."))
@@ -209,8 +280,6 @@ def _folder(name: str) -> str:
 
 
 def test_names_on_pythonpath(script) -> None:
-    import os
-
     def on(name: str) -> str:
         return os.pathsep.join(filter(None, [_folder(name), os.environ.get("PYTHONPATH", "")]))
 

@@ -4,10 +4,12 @@ and transformers: the real libraries, with tiny random weights."""
 from __future__ import annotations
 
 import os
+import types
 from pathlib import Path
 
 import overwire as ow
 import pytest
+import safetensors.torch
 import torch
 from conftest import same
 from overwire.compat.nyacomp import hf
@@ -72,8 +74,54 @@ def test_several_components(tmp_path: Path, monkeypatch) -> None:
     assert hf.compress_components([places[0].parent / "nya/boneless_x.bin"]) == 1.0
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "x.pth", "model.safetensors"])
+def test_a_toggle_takes_every_kind_of_checkpoint(tmp_path: Path, name: str) -> None:
+    """`toggle_patch` gives a module's own `load_state_dict` what compress_state_dict made, of .bin, .pth and safetensors,
+    and everything else as before; the second call takes it away."""
+    state, path = _state(), tmp_path / name
+    save = safetensors.torch.save_file if name.endswith(".safetensors") else torch.save
+    save(state, path)
+    hf.compress_state_dict(path)
+    save({key: torch.zeros_like(value) for key, value in state.items()}, path)
+    os.utime(path, (0, 0))
+    other = tmp_path / "other.bin"
+    torch.save({"x": torch.ones(3)}, other)
+    module = types.ModuleType("modeling_utils")
+
+    def load_state_dict(file, map_location="cpu"):
+        return ow.load_file(file) if str(file).endswith(".safetensors") else torch.load(file, map_location=map_location)
+
+    module.load_state_dict = load_state_dict
+    module.safe_open = safetensors.safe_open
+    hf.toggle_patch(module)
+    for asked in (path, str(path)):
+        got = module.load_state_dict(asked, map_location="cpu")
+        assert set(got) == set(state)
+        for key, tensor in state.items():
+            same(got[key], tensor)
+    shapes = module.load_state_dict(path, map_location="meta")
+    assert {key: (value.shape, value.dtype, value.device.type) for key, value in shapes.items()} == {
+        key: (value.shape, value.dtype, "meta") for key, value in state.items()
+    }
+    if name.endswith(".safetensors"):
+        with module.safe_open(path, framework="pt", device="cpu") as ours, safetensors.safe_open(path, framework="pt") as theirs:
+            assert set(ours.keys()) == set(theirs.keys()) and ours.metadata() == {"format": "pt"}
+            for key in theirs.keys():  # noqa: SIM118
+                a, b = ours.get_slice(key), theirs.get_slice(key)
+                assert a.get_dtype() == b.get_dtype() and a.get_shape() == b.get_shape()
+                same(a[3:20], state[key][3:20])
+                same(ours.get_tensor(key), state[key])
+            with pytest.raises(ow.TensorNotFoundError):
+                ours.get_tensor("none")
+    assert module.load_state_dict(other)["x"].tolist() == [1, 1, 1]
+    hf.toggle_patch(module)
+    assert module.load_state_dict is load_state_dict and module.safe_open is safetensors.safe_open
+    assert not any(value.any() for value in module.load_state_dict(path).values())
+
+
 @pytest.mark.slow
-def test_toggles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("safe", [False, True], ids=["bin", "safetensors"])
+def test_toggles(tmp_path: Path, safe: bool) -> None:
     import diffusers
     import transformers
 
@@ -98,15 +146,18 @@ def test_toggles(tmp_path: Path) -> None:
     ]
     for kind, model, file, toggle in models:
         folder = tmp_path / kind.__name__
-        model.save_pretrained(folder, safe_serialization=False)
+        model.save_pretrained(folder, safe_serialization=safe)
+        if safe:
+            file = file.replace("pytorch_model.bin", "model.safetensors" if "diffusion" not in file else "pytorch_model.safetensors")
         hf.compress_state_dict(folder / file, 1000)
         # Only the toggle's way can find the weights: the checkpoint is all zeros now.
-        zeros = {key: torch.zeros_like(value) for key, value in torch.load(folder / file).items()}
-        torch.save(zeros, folder / file)
+        held = ow.load_file(folder / file) if safe else torch.load(folder / file)
+        zeros = {key: torch.zeros_like(value) for key, value in held.items()}
+        ow.save_file(zeros, folder / file, {"format": "pt"}, compress=False) if safe else torch.save(zeros, folder / file)
         os.utime(folder / file, (0, 0))
 
         def load(kind=kind, folder=folder):
-            return kind.from_pretrained(folder, use_safetensors=False).state_dict()
+            return kind.from_pretrained(folder, use_safetensors=safe).state_dict()
 
         toggle()
         try:

@@ -8,6 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import overwire as ow
@@ -97,10 +100,23 @@ assert nyacomp.decompressor is not None
 import sys
 assert "torch" not in sys.modules
 import overwire, torch
-first = nyacomp.decompressor.get()
+from nyacomp import _nyacomp
+from overwire import preloading
+assert preloading._started and not preloading._failed
 wanted = torch.load("wanted.pt")
+model = nyacomp.load_compressed("model/boneless_model.pth")
+assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted, strict=True))
+url = nyacomp.HOST
+first = _nyacomp.AsyncDecompressor(url + "/nya/meta.csv").get()
 assert len(first) == len(wanted) and all(torch.equal(a, b.to(a.device)) for a, b in zip(first, wanted, strict=True))
-url = nyacomp.decompressor.path.rsplit("/", 2)[0]
+wrong = {"short": (overwire.CorruptError, "bod"), "long": (overwire.OverwireError, ""), "gone": (overwire.IOFailure, "404")}
+for name, (kind, words) in wrong.items():
+    try:
+        _nyacomp.decompress_from_meta(url + f"/nya/{name}.csv")
+    except kind as error:
+        assert words in str(error) and "/nya/" in str(error) and "overwire-" not in str(error), error
+    else:
+        raise AssertionError(name)
 bundle = overwire.load_compressed_pickle(url + "/bundle/x.pkl")
 assert bundle["step"] == 7 and torch.equal(bundle["weights"], wanted[0])
 """
@@ -115,16 +131,19 @@ assert torch.equal(parts.run(nyacomp.load_compressed("model/boneless_model.pth")
 """
 
 
-def test_everything_through_curl(tmp_path: Path, script) -> None:
-    """PRELOAD_PATH is a URL and DOWNLOADER_PATH curl: the manifest, containers, raw files and bundles come through it
-    and nothing past it; what it says goes where DOWNLOAD_LOG says."""
+def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
+    """PRELOAD_PATH is the URL of model/meta.csv, as the README has it, and DOWNLOADER_PATH curl: manifests, containers,
+    tensor files and bundles come through it and nothing past it, what is preloaded once; what it says goes where
+    DOWNLOAD_LOG says. A wrong size in a manifest, and a file that is not there, are errors that name the file."""
     real = shutil.which("curl")
     if real is None:
         pytest.skip("no curl")
     import torch
+    from overwire.compat import nyacomp
     from overwire.compat.nyacomp import _nyacomp, tensor_bytes
 
-    wanted = [torch.randn(300, 70).bfloat16(), torch.randint(0, 256, (999,), dtype=torch.uint8)]
+    module = torch.nn.Linear(70, 300).bfloat16()
+    wanted = [param.detach().clone() for param in module.parameters()]
     torch.save(wanted, tmp_path / "wanted.pt")
     served = tmp_path / "served"
     (served / "nya").mkdir(parents=True)
@@ -132,24 +151,92 @@ def test_everything_through_curl(tmp_path: Path, script) -> None:
     (served / "nya/1.raw").write_bytes(tensor_bytes(wanted[1]))
     ow.compress_pickle({"weights": wanted[0], "step": 7}, served / "bundle/x.pkl")
     curl = tmp_path / "curl"
-    curl.write_text(f'#!/bin/sh\nfor url; do :; done\necho "$url" >> {tmp_path}/asked\necho "for $url" >&2\nexec {real} "$@"\n')
+    tell = f'echo "$$ $url" >> {tmp_path}/asked; echo "for $url" >&2'
+    curl.write_text(f'#!/bin/sh\nfor url; do case $url in http*) {tell};; esac; done\nexec {real} "$@"\n')
     curl.chmod(0o755)
     server = subprocess.Popen([sys.executable, "-m", "overwire", "serve", str(served)], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         url = server.stdout.readline().strip().rstrip("/")
         (served / "nya/meta.csv").write_text(
-            f"0,1\n{url}/nya/0.gz 300;70 bfloat16 {300 * 70 * 2} {size}\n{url}/nya/1.raw 999 uint8 999 999"
+            f"0,1\n{url}/nya/0.gz 300;70 bfloat16 {300 * 70 * 2} {size}\n{url}/nya/1.raw 300 bfloat16 600 600"
         )
+        for name, file, listed in (("short", "0.gz", size - 1), ("long", "0.gz", size + 1), ("gone", "none.gz", size)):
+            (served / f"nya/{name}.csv").write_text(
+                f"0,1\n{url}/nya/{file} 300;70 bfloat16 {300 * 70 * 2} {listed}\n{url}/nya/1.raw 300 bfloat16 600 600"
+            )
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            patch.setenv("DOWNLOAD", "1")
+            patch.setenv("HOST", url)
+            Path("model").mkdir()
+            nyacomp.compress(module, "model/boneless_model.pth")
+        (served / "model").mkdir()  # "you must manually upload the outputted tensors"
+        (tmp_path / "model/nya").rename(served / "model/nya")
+        shutil.copy(tmp_path / "model/meta.csv", served / "model")
         path = os.pathsep.join(filter(None, [compat.path("nyacomp"), os.environ.get("PYTHONPATH", "")]))
-        script(CURL, PYTHONPATH=path, PRELOAD_PATH=f"{url}/nya/meta.csv", DOWNLOAD="1", HOST=url, DOWNLOADER_PATH=str(curl),
-               OVERWIRE_DOWNLOADER_LOG=str(tmp_path / "log"), SKIP_SETPIPE_SZ="1")  # fmt: skip
+        script(CURL, PYTHONPATH=path, PRELOAD_PATH=f"{url}/model/meta.csv", REMOTE_CSV="1", DOWNLOAD="1", HOST=url,
+               DOWNLOADER_PATH=str(curl), OVERWIRE_DOWNLOADER_LOG=str(tmp_path / "log"), SKIP_SETPIPE_SZ="1")  # fmt: skip
     finally:
         server.send_signal(signal.SIGINT)
         server.communicate(timeout=10)
-    asked = set((tmp_path / "asked").read_text().split())
-    assert asked >= {f"{url}/{name}" for name in ("nya/meta.csv", "nya/0.gz", "nya/1.raw", "bundle/x.pkl", "bundle/nya/x.safetensors")}
+    lines = (tmp_path / "asked").read_text().replace(url + "/", "").splitlines()
+    asked = [line.split()[1] for line in lines]
+    # As nyacomp has it: one process gets the URLs of all tensor files, in the manifest's order.
+    calls: dict[str, list[str]] = {}
+    for line in lines:
+        calls.setdefault(line.split()[0], []).append(line.split()[1])
+    files = [names for names in calls.values() if set(names) & {"nya/0.gz", "nya/1.raw", "nya/none.gz"}]
+    assert files == [["nya/0.gz", "nya/1.raw"]] * 3 + [["nya/none.gz", "nya/1.raw"]]
+    assert {"nya/meta.csv", "nya/0.gz", "nya/1.raw", "bundle/x.pkl", "bundle/nya/x.safetensors"} <= set(asked)
+    assert asked.count("model/nya/boneless_model.safetensors") == 1
     assert f"for {url}/nya/0.gz" in (tmp_path / "log").read_text()
+
+
+def test_remotefile_s_command_line(tmp_path: Path) -> None:
+    """`overwire fetch -s -v URL...` writes the bodies in order and nothing else, and goes on downloading, within 64 MiB,
+    while nobody reads: a full pipe stops no server. What fails is told by the status, and never hangs."""
+    bodies = {f"/{name}": os.urandom(size) for name, size in (("a", 9 << 20), ("b", 0), ("c", 17 << 20))}
+    sent = dict.fromkeys(bodies, 0)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            whole, spread = bodies.get(self.path), self.headers.get("Range")
+            body = whole or b""
+            if spread and body:
+                first, last = spread.removeprefix("bytes=").split("-")
+                body = body[int(first) : int(last) + 1 if last else None]
+            self.send_response(404 if whole is None else 206 if spread and whole else 200)
+            if spread and whole:
+                self.send_header("Content-Range", f"bytes {first}-{int(first) + len(body) - 1}/{len(whole)}")
+            self.send_header("ETag", '"1"')
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            if whole:
+                sent[self.path] += len(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    command = [sys.executable, "-m", "overwire", "fetch", "-s", "-v"]
+    try:
+        with subprocess.Popen([*command, *(url + name for name in bodies)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            until = time.monotonic() + 60
+            while any(sent[name] < len(body) for name, body in bodies.items()) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert all(sent[name] >= len(body) for name, body in bodies.items()), sent  # and the pipe is full
+            assert process.communicate(timeout=60)[0] == b"".join(bodies.values()) and process.returncode == 0
+        done = subprocess.run([*command, url + "/b", url + "/none"], capture_output=True, timeout=60, check=False)
+        assert done.returncode == 3 and done.stdout == b"" and b"/none" in done.stderr
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.slow

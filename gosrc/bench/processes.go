@@ -13,20 +13,23 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/pipeline"
 )
 
 // A deviceResult is the last line that python/overwire/_bench_device.py prints.
 type deviceResult struct {
-	First   float64 `json:"first"`  // seconds
-	Second  float64 `json:"second"` // seconds
-	Bytes   int64   `json:"bytes"`  // of tensors
-	Device  int64   `json:"device"` // beside the tensors, at the peak
-	Host    int64   `json:"host"`
-	Pinned  int64   `json:"pinned"`
-	Torch   bool    `json:"torch"` // was imported
-	Note    string  `json:"note"`
-	Missing string  `json:"missing"`
-	Error   string  `json:"error"`
+	First  float64 `json:"first"`  // seconds
+	Second float64 `json:"second"` // seconds
+	Bytes  int64   `json:"bytes"`  // of tensors
+	Device int64   `json:"device"` // beside the tensors, at the peak
+	Host   int64   `json:"host"`
+	Pinned int64   `json:"pinned"`
+	Torch  bool    `json:"torch"` // was imported
+	// Stages are those of the last load.
+	Stages  pipeline.Stages `json:"stages"`
+	Note    string          `json:"note"`
+	Missing string          `json:"missing"`
+	Error   string          `json:"error"`
 }
 
 // A task is one measurement in a process of its own. Tasks with one label are

@@ -195,7 +195,7 @@ func (r *run) deviceTensors() error {
 		hows []string
 	}{
 		{"llama-bf16", r.opt.Size, []string{"plain", "crc32", "key"}},
-		{"moe-bf16", r.opt.Size / 4, []string{"plain"}},
+		{"moe-bf16", r.opt.Size / 100 * 77, []string{"plain"}},
 	} {
 		if err := r.deviceTensorsOf(x.kind, x.size, x.hows); err != nil {
 			return err

@@ -3,8 +3,8 @@
 // nvCOMP knows.
 //
 // Raw is one block of the algorithm and nothing else. WithSize is the length of
-// the content before it (4 bytes for LZ4, as numcodecs writes it, else 8,
-// little-endian). Native is nvCOMP's container of independent chunks, which
+// the content before it, little-endian: u64 and eight zeros, as nvCOMP 6 writes
+// it, or u64 alone, u32 for LZ4, as nvCOMP 5 and numcodecs do (X16: u64). Native is nvCOMP's container of independent chunks, which
 // native.go lays out.
 //
 // Bytes may be hostile: the length of the content is known, and held against
@@ -165,21 +165,26 @@ func byID(id Algorithm) (*algorithm, error) {
 }
 
 // prefix is how many bytes WithSize puts before a block that is written: what
-// nvCOMP 5 does, and for LZ4 numcodecs too.
-func (a *algorithm) prefix() int {
-	if a.id == LZ4 {
+// nvCOMP of that version does, of 5 for LZ4 numcodecs too. X16 is nobody else's.
+func (a *algorithm) prefix(version int) int {
+	switch {
+	case a.id == X16:
+		return 8
+	case version == 6:
+		return 16
+	case a.id == LZ4:
 		return 4
 	}
 	return 8
 }
 
-// prefixOf is the same of a stream: nvCOMP 6 puts 16 bytes there, of which those
-// after the length are zero. No block of a content begins with so many zeros.
+// prefixOf is the same of a stream, of either version: in 6's, what follows the
+// length is zero. No block of a content begins with so many zeros.
 func (a *algorithm) prefixOf(src []byte) int {
 	if len(src) > 16 && binary.LittleEndian.Uint64(src[8:]) == 0 && (a.id != LZ4 || binary.LittleEndian.Uint32(src[4:]) == 0) {
 		return 16
 	}
-	return a.prefix()
+	return a.prefix(5)
 }
 
 // possible refuses a length that a block cannot have.

@@ -43,7 +43,7 @@ type Spec struct {
 	Algorithm string            `json:"algorithm"` // "": what a Native stream says
 	Kind      Kind              `json:"kind"`
 	Chunk     int64             `json:"chunk"`    // content bytes of a Native chunk; 0: the algorithm's own
-	Version   int               `json:"version"`  // of Native streams that are written: 5 or 6 (also 0)
+	Version   int               `json:"version"`  // of nvCOMP, whose streams are written: 5 or 6 (also 0)
 	Level     int               `json:"level"`    // Deflate, Gzip, GDeflate: nvCOMP's algorithm_type
 	DType     string            `json:"dtype"`    // X16: what the bytes are, as safetensors has it; "": found out
 	Cascaded  *cascaded.Options `json:"cascaded"` // nil: nvCOMP's own; elements are what DType says, or bytes
@@ -106,7 +106,7 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 			s.Version = 6
 		}
 		if s.Version != 5 && s.Version != 6 {
-			return nil, fault.New(fault.ErrArgument, "native streams of version %d: 5 and 6 are known", s.Version)
+			return nil, fault.New(fault.ErrArgument, "streams of version %d: 5 and 6 are known", s.Version)
 		}
 		if s.Sums && s.Kind != Native {
 			return nil, fault.New(fault.ErrArgument, "only native streams have checksums")
@@ -305,7 +305,7 @@ func bound(s *Spec, algo *algorithm, n int64) int64 {
 		chunks := (n + s.Chunk - 1) / s.Chunk
 		return max(nativeTables(algo, 5, chunks, s.Sums), nativeTables(algo, 6, chunks, s.Sums)) + chunks*algo.padded(algo.bound(min(n, s.Chunk)))
 	case WithSize:
-		return int64(algo.prefix()) + algo.bound(n)
+		return int64(algo.prefix(6)) + algo.bound(n)
 	}
 	return algo.bound(n)
 }
@@ -451,7 +451,7 @@ func joined(s *Spec, algo *algorithm, parts [][]byte) int64 {
 		}
 		return n
 	case WithSize:
-		return int64(algo.prefix() + len(parts[0]))
+		return int64(algo.prefix(s.Version) + len(parts[0]))
 	}
 	return int64(len(parts[0]))
 }
@@ -468,7 +468,8 @@ func join(dst []byte, s *Spec, algo *algorithm, size int64, parts [][]byte, sums
 			clear(dst[at[i]+int64(n) : at[i]+algo.padded(int64(n))])
 		}
 	case WithSize:
-		k := algo.prefix()
+		k := algo.prefix(s.Version)
+		clear(dst[:k])
 		if k == 4 {
 			binary.LittleEndian.PutUint32(dst, uint32(size))
 		} else {

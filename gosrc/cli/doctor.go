@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/bench"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/gds"
+	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 )
@@ -93,14 +94,16 @@ func Diagnose(env Env, measure bool) Diagnosis {
 		d.Engine = err.Error()
 	}
 	d.Preload = Preload{Path: knob.Preload.Get(), Device: knob.PreloadDevice.Get(), Off: knob.NoPreload.Get()}
-	for _, r := range d.Settings {
+	for i, r := range d.Settings {
 		if r.Name == knob.Preload.Name() {
 			d.Preload.From = r.From
 		}
+		d.Settings[i].Value = fault.Redact(r.Value) // people paste all this into issues
 	}
 	if d.Preload.Path != "" {
 		_, err := os.Stat(d.Preload.Path)
 		d.Preload.Found = err == nil
+		d.Preload.Path = fault.Redact(d.Preload.Path)
 	}
 	d.advise()
 	return d

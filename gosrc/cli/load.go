@@ -100,7 +100,7 @@ func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
 // traced prints what a trace comes to.
 func traced(w io.Writer, s *pipeline.Summary, workers int64) {
 	what := map[string]string{
-		"open": "open and index", "stage": "wait for a slot", "submit": "hand to the device", "land": "tensors complete",
+		"open": "open and index", "stage": "wait for a slot", "turn": "wait for a connection", "answer": "wait for an answer", "submit": "hand to the device", "land": "tensors complete",
 	}
 	t := table(w)
 	fmt.Fprintf(t, "stage\ttimes\tseconds\tlongest\tbytes\t(%.4f s, %d workers; seconds are summed over all of them)\n", s.Seconds, workers)

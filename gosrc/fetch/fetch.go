@@ -25,6 +25,10 @@ const (
 type Spec struct {
 	URIs    []string       `json:"uris"`
 	Storage source.Options `json:"storage"`
+	// Sizes are the bytes that the objects have; nil: that is not known. Another
+	// number is an error before the first byte, and an external downloader is
+	// then started once for all of them.
+	Sizes []int64 `json:"sizes"`
 	// Own leaves nothing to an external downloader, which this may be.
 	Own bool `json:"own"`
 	// Most is the most bytes that all of them may have; 0: any number.
@@ -58,6 +62,9 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	}
 	if spec.From < 0 || spec.To < 0 || spec.From+spec.To > 0 && len(spec.URIs) != 1 {
 		return Report{}, fault.New(fault.ErrArgument, "bytes %d to %d of %d URIs", spec.From, spec.To, len(spec.URIs))
+	}
+	if spec.Sizes != nil && len(spec.Sizes) != len(spec.URIs) {
+		return Report{}, fault.New(fault.ErrArgument, "%d sizes of %d URIs", len(spec.Sizes), len(spec.URIs))
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	var wg sync.WaitGroup
@@ -107,16 +114,26 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 // ahead opens the sources and starts the reads, as far as there are buffers.
 func ahead(ctx context.Context, j *job.Job, spec Spec, pieces chan<- *piece, free <-chan []byte, wg *sync.WaitGroup) error {
 	dial := open.With(spec.Storage)
-	if spec.Own {
+	switch {
+	case spec.Own:
 		dial = open.Own(spec.Storage)
+	case spec.Sizes != nil:
+		several, rest := open.Several(spec.URIs, spec.Sizes, spec.Storage)
+		defer rest()
+		dial = several
 	}
 	total := int64(0)
-	for _, uri := range spec.URIs {
+	for i, uri := range spec.URIs {
 		s, err := dial(ctx, uri)
 		if err != nil {
 			return err
 		}
 		size := s.Size()
+		if spec.Sizes != nil && size != spec.Sizes[i] {
+			_ = s.Close()
+			return &fault.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
+				Err: fault.New(fault.ErrCorrupt, "%d bytes, %d wanted", size, spec.Sizes[i])}
+		}
 		if spec.To > 0 {
 			size = min(size, spec.To)
 		}

@@ -8,10 +8,14 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/source"
 )
@@ -68,6 +72,80 @@ func TestFetch(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	if _, err := Fetch(context.Background(), nil, Spec{}, io.Discard); !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("%v", err)
+	}
+	for _, n := range spawn.Names() {
+		if n != "serve" && n != "serve watch" {
+			t.Errorf("left: %s", n)
+		}
+	}
+}
+
+// An external downloader is started once for all objects whose sizes are known,
+// and at the latest dead when Fetch returns; sizes are compared with and without
+// one.
+func TestDownloader(t *testing.T) {
+	t.Cleanup(func() { knob.Load(nil) })
+	dir := t.TempDir()
+	a, b := bytes.Repeat([]byte("a"), 3<<20), bytes.Repeat([]byte("b"), 5<<20)
+	for name, data := range map[string][]byte{"a": a, "b": b, "none": nil} {
+		if err := os.WriteFile(filepath.Join(dir, name), data, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s, err := serve.New(dir, serve.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	starts := filepath.Join(dir, "starts")
+	script := func(text string) {
+		path := filepath.Join(dir, "downloader")
+		if err := os.WriteFile(path, []byte("#!/bin/sh\necho $# >> "+starts+"\n"+text+"\n"), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		knob.Load(map[string]string{"OVERWIRE_DOWNLOADER": path})
+	}
+	uris := []string{s.URL() + "a", s.URL() + "none", s.URL() + "b", s.URL() + "none"}
+	fetch := func(w io.Writer, sizes ...int64) error {
+		_, err := Fetch(context.Background(), nil, Spec{URIs: uris, Sizes: sizes}, w)
+		return err
+	}
+	whole := []int64{3 << 20, 0, 5 << 20, 0}
+	for _, program := range []string{"", "for u; do cat " + dir + "/${u##*/}; done"} {
+		if program != "" {
+			script(program)
+		}
+		var got bytes.Buffer
+		if err := fetch(&got, whole...); err != nil || !bytes.Equal(got.Bytes(), append(slices.Clone(a), b...)) {
+			t.Fatalf("%q: %v, or other bytes", program, err)
+		}
+		for i := range whole {
+			for _, by := range []int64{-1, 1} {
+				wrong := slices.Clone(whole)
+				wrong[i] += by
+				// A stream that is cut otherwise is known by what is too much, or missing, at its end.
+				if err := fetch(io.Discard, wrong...); !errors.Is(err, fault.ErrCorrupt) && (wrong[i] >= 0 || !errors.Is(err, fault.ErrArgument)) {
+					t.Errorf("%q: body %d of %d bytes: %v", program, i, wrong[i], err)
+				}
+			}
+		}
+		if err := fetch(io.Discard, 1); !errors.Is(err, fault.ErrArgument) {
+			t.Errorf("%v", err)
+		}
+	}
+	text, err := os.ReadFile(starts)
+	if lines := strings.Fields(string(text)); err != nil || len(lines) == 0 || slices.ContainsFunc(lines, func(n string) bool { return n != "4" }) {
+		t.Errorf("%v: URLs by start: %q", err, text)
+	}
+	script("printf x; exit 22")
+	if err := fetch(io.Discard, whole...); !errors.Is(err, fault.ErrIO) || !strings.Contains(err.Error(), "exit status 22") {
+		t.Errorf("%v", err)
+	}
+	script("cat " + dir + "/a; exec sleep 1000")
+	ctx, cancel := context.WithCancelCause(context.Background())
+	time.AfterFunc(200*time.Millisecond, func() { cancel(fault.ErrCancelled) })
+	if _, err := Fetch(ctx, nil, Spec{URIs: uris, Sizes: whole}, io.Discard); !errors.Is(err, fault.ErrCancelled) {
 		t.Errorf("%v", err)
 	}
 	for _, n := range spawn.Names() {

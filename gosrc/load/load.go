@@ -258,7 +258,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	}
 	far, steps := l.model.far()
 	if l.target.gpu != nil {
-		steps = 0
+		steps = min(steps, farPiece) // half a slot: fewer are being filled
 	}
 	lim := l.target.limits(far > 1, steps > 0)
 	if l.model.planned() {

@@ -4,6 +4,7 @@ package load
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"time"
 	"unsafe"
@@ -228,7 +229,13 @@ func mapSource(src source.Source, holders int64, alone bool) (mp mapped, err err
 }
 
 func withFD(src source.Source, fn func(fd int) error) error {
-	if err := src.(mappable).WithFD(fn); err != nil {
+	err := src.(mappable).WithFD(fn)
+	var at *fault.At
+	switch {
+	case errors.As(err, &at) && at.Source == "":
+		at.Source = src.URI()
+		return at
+	case err != nil:
 		return &fault.At{Verb: "map", Source: src.URI(), Chunk: -1, Offset: -1, Err: err}
 	}
 	return nil

@@ -19,26 +19,33 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A RelaySpec says what several ranks load together. Tensors, Ranks and Size
-// are the same on all of them.
+// A RelaySpec says what several ranks load together. Tensors, Widest and Size are
+// the same on all of them, and Ranks on those of a host.
 type RelaySpec struct {
-	Tensors  []int64    `json:"tensors"`  // whose stored chunks travel, each one's all
-	Requests [][6]int64 `json:"requests"` // this rank's, as those of a load: of these tensors, each with a destination
-	Ring     []uint64   `json:"ring"`     // buffers of Size bytes on the device, the caller's until the job has ended
-	Size     int64      `json:"size"`
-	Ranks    int        `json:"ranks"`
-	Rank     int        `json:"rank"`
+	Tensors  []int64  `json:"tensors"` // whose stored bytes travel, each one's all
+	Ring     []uint64 `json:"ring"`    // buffers of Size bytes on the device, the caller's until the job has ended
+	Size     int64    `json:"size"`
+	Ranks    int      `json:"ranks"`  // of this host
+	Widest   int      `json:"widest"` // of the host with the most: pieces are alike on all hosts
+	Rank     int      `json:"rank"`
+	Timeline bool     `json:"timeline"` // the report has a Timeline
 	Options
 }
 
 // A Relay is one rank's part in a load that several ranks do together: of the
-// stored bytes of compressed tensors each rank reads a share, and the caller
-// carries it to the others. The bytes come in pieces, each in one buffer of the
-// ring in which every rank has its share at the same place. For each piece the
-// caller waits for this rank's share (Wait), trades it for the others', and lets
-// all of it be decoded to where the requests want it (Decode); the buffer is
-// then free for a later piece. The job ends when every piece was decoded, or with the first
-// error; then nothing writes to the ring or the destinations any more.
+// stored bytes each rank reads a share, and the caller carries it to the others.
+// The bytes come in pieces, each in one buffer of the ring, in which every rank's
+// share has the same room, one behind the other. They are being read while the
+// caller makes room for the tensors (Aim). For each piece the caller then waits
+// for this rank's share (Wait), trades it for the others', and lets all of it be
+// decoded to where the requests want it (Decode); the buffer is then free for a
+// later piece. The job ends when every piece was decoded, or with the first error;
+// then nothing writes to the ring or the destinations any more.
+//
+// On a GPU none of this waits for the device: Wait returns when the share is on
+// its way, and lets the stream go on after it; Decode is queued behind the trade,
+// and what fills the buffer next behind that. The host waits for free slots, and
+// for a Decode to be queued, alone.
 //
 // Its methods are safe for concurrent use.
 type Relay struct {
@@ -46,32 +53,57 @@ type Relay struct {
 	model  *Model
 	target target
 	spec   *RelaySpec
+	ix     *tensor.Index  // in which all that travels has chunks
+	bare   map[int32]bool // tensors that have them there alone, without checksums
+	at     map[chunkOf]relayed
 	pieces []relayPiece
 	jobs   []device.Job // of this rank's requests, by piece
 	refs   []plan.Ref   // of each job
 	wants  []plan.Want
+	start  time.Time
 	fetch  *plan.Plan
 	shares []plan.Want // of fetch: a chunk each
 	spots  []plan.Spot
 	lane   *cuda.Lane  // decodes; nil: the host does
 	feed   device.Lane // fetches; nil: the host
+	// By buffer, on a GPU: this rank's share is there; all of it was decoded.
+	full, idle []*cuda.Event
 
-	mu   sync.Mutex
-	wake chan struct{} // closed and renewed when free grows
-	free int           // pieces whose buffer is free again: [0, free)
-	err  error         // the first
-	ours bool          // err is of bytes that this rank brought
-	shut bool
-	busy sync.WaitGroup // Decodes
+	mu    sync.Mutex
+	wake  chan struct{} // closed and renewed when free or done grows
+	free  int           // pieces whose buffer can be asked for again: [0, free)
+	done  int           // pieces that were decoded: [0, done)
+	err   error         // the first
+	ours  bool          // err is of bytes that this rank brought
+	aimed bool          // wants and jobs are there
+	shut  bool
+	busy  sync.WaitGroup // Decodes
 }
 
 type relayPiece struct {
-	offs        []int64 // of each rank's share in the buffer, and the end
-	first, last int     // its jobs
+	share       int64 // the room of each rank's in the buffer
+	begin       int   // this rank's first spot
+	first, last int   // its jobs
 	landed      chan struct{}
 	left        int32 // chunks of this rank's share to come
-	decoding    int32 // jobs to come; -1: decoded
-	begun       bool
+	begun, free bool
+	done        bool
+	seen        PieceTimes
+}
+
+// PieceTimes is when what happened to a piece, in microseconds from the start of
+// the relay; 0: it did not.
+type PieceTimes struct {
+	Read     int64 `json:"read"`     // this rank's share was read and checked, and its buffer asked for
+	Uploaded int64 `json:"uploaded"` // it is known to be in the buffer
+	Asked    int64 `json:"asked"`    // the caller began to wait for it
+	Told     int64 `json:"told"`     // the caller was told of it, and trades
+	Decode   int64 `json:"decode"`   // the caller asks for the decoding
+	Queued   int64 `json:"queued"`   // it is queued
+	Decoded  int64 `json:"decoded"`  // it is known to be done
+	// On a GPU: when its kernels began, behind the trade, and ended.
+	From int64 `json:"from"`
+	To   int64 `json:"to"`
 }
 
 // A RelayReport is what a relay has to say of itself.
@@ -79,27 +111,22 @@ type RelayReport struct {
 	Report
 	// Ours says that an error is not of bytes that another rank brought, which
 	// that rank may know more of.
-	Ours bool `json:"ours"`
+	Ours     bool         `json:"ours"`
+	Timeline []PieceTimes `json:"timeline,omitempty"`
 }
-
-// chunkOf names a chunk: its tensor and number.
-type chunkOf struct{ data, n int32 }
 
 // Relay begins one. The first pieces are being read when it returns.
 func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
-	if spec.Ranks < 1 || spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 || slices.Contains(spec.Ring, 0) {
+	spec.Widest = max(spec.Widest, spec.Ranks)
+	if spec.Ranks < 1 || spec.Widest > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 || slices.Contains(spec.Ring, 0) {
 		return nil, fault.New(fault.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks, len(spec.Ring))
 	}
 	tgt, err := targetOf(spec.Device)
 	if err != nil {
 		return nil, m.where("open", err)
 	}
-	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{})}
-	at, err := r.layOut()
-	if err != nil {
-		return nil, err
-	}
-	if err := r.aim(at); err != nil {
+	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now()}
+	if err := r.layOut(); err != nil {
 		return nil, err
 	}
 	if err := m.hold(); err != nil {
@@ -109,196 +136,113 @@ func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 		m.drop()
 		return nil, m.where("stage", err)
 	}
-	r.job.TotalTensors.Store(int64(len(r.wants)))
-	for i := range r.wants {
-		r.job.TotalBytes.Add(r.wants[i].Bytes)
-	}
 	r.job.Go(r.run)
 	return r, nil
 }
 
-// relayed is where a chunk lies: in which piece, and where in its buffer.
-type relayed struct {
-	piece int
-	off   int64
-}
-
-// layOut cuts the stored chunks of the tensors into pieces and shares, in the
-// order of the files; every rank comes to the same.
-func (r *Relay) layOut() (map[chunkOf]relayed, error) {
-	ix, spec := r.model.ix, r.spec
-	reqs := make([]Request, len(spec.Tensors))
-	for i, t := range spec.Tensors {
-		reqs[i] = Request{Tensor: t, Hi0: plan.Whole, Hi1: plan.Whole}
+// lanes makes what a GPU needs: a lane that fetches, one that decodes, and the
+// events between them.
+func (r *Relay) lanes() (err error) {
+	gpu := r.target.gpu
+	if gpu == nil {
+		return nil
 	}
-	wants, err := plan.Check(ix, reqs)
-	if err != nil {
-		return nil, err
-	}
-	at := map[chunkOf]relayed{}
-	var all []chunkOf
-	for i := range wants {
-		t := &ix.Tensors[wants[i].Data]
-		if t.Count == 0 && t.Bytes > 0 {
-			return nil, &fault.At{Verb: "plan", Source: ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: -1,
-				Err: fault.New(fault.ErrArgument, "relay: it is not stored in chunks")}
+	defer func() {
+		if err != nil {
+			r.letGo()
 		}
-		for n := range int32(t.Count) {
-			c := chunkOf{wants[i].Data, n}
-			if _, twice := at[c]; !twice {
-				at[c] = relayed{}
-				all = append(all, c)
-			}
+	}()
+	for range 2 * len(r.spec.Ring) {
+		v, err := gpu.NewEvent()
+		if err != nil {
+			return err
 		}
-	}
-	of := func(c chunkOf) (*tensor.Tensor, *tensor.Chunk) {
-		t := &ix.Tensors[c.data]
-		return t, &ix.Chunks[int64(t.First)+int64(c.n)]
-	}
-	slices.SortFunc(all, func(a, b chunkOf) int {
-		ta, ca := of(a)
-		tb, cb := of(b)
-		return cmp.Or(cmp.Compare(ta.Source, tb.Source), cmp.Compare(ca.Off, cb.Off), cmp.Compare(a.data, b.data), cmp.Compare(a.n, b.n))
-	})
-	for begin := 0; begin < len(all); {
-		p := relayPiece{landed: make(chan struct{}), offs: make([]int64, spec.Ranks+1)}
-		// As many chunks as surely fit, whatever is left between them.
-		stored, room, end := int64(0), spec.Size-maxRanks*shareAlign, begin
-		for ; end < len(all); end++ {
-			_, c := of(all[end])
-			if room -= int64(c.Stored) + 32; room < 0 {
-				break
-			}
-			stored += int64(c.Stored)
-		}
-		if end == begin {
-			return nil, fault.New(fault.ErrArgument, "relay: buffers of %d bytes are too small for a chunk", spec.Size)
-		}
-		r.share(&p, len(r.pieces), all[begin:end], stored, at, of)
-		r.pieces = append(r.pieces, p)
-		begin = end
-	}
-	far, _ := r.model.far()
-	lim := r.target.limits(far > 1, false)
-	if r.model.planned() {
-		lim.Align = readAlign
-	}
-	r.fetch, r.shares = plan.Stored(ix, r.spots, lim)
-	return at, nil
-}
-
-// Shares in a buffer begin at multiples of shareAlign. maxRanks is how many of
-// them there is room for, however many there are: pieces are then the same on
-// hosts with more ranks and with fewer.
-const shareAlign, maxRanks = 256, 256
-
-// share cuts the chunks of a piece into shares of about as many bytes, and
-// places them. What lies in a row in the file lies so in the buffer.
-func (r *Relay) share(p *relayPiece, number int, chunks []chunkOf, stored int64, at map[chunkOf]relayed,
-	of func(chunkOf) (*tensor.Tensor, *tensor.Chunk)) {
-	rank, passed, pos := 0, int64(0), int64(0)
-	var last *tensor.Chunk
-	base := address(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
-	for _, c := range chunks {
-		_, chunk := of(c)
-		for rank+1 < r.spec.Ranks && passed*int64(r.spec.Ranks) >= stored*int64(rank+1) {
-			rank++
-			pos = (pos + shareAlign - 1) &^ (shareAlign - 1)
-			p.offs[rank], last = pos, nil
-		}
-		// X16 lies at multiples of 16 in the file, and has to here.
-		if gap := int64(-1); last != nil {
-			if gap = chunk.Off - (last.Off + int64(last.Stored)); gap >= 0 && gap < 16 {
-				pos += gap
-			} else {
-				pos = (pos+15)&^15 + chunk.Off%16
-			}
+		if len(r.full) < len(r.spec.Ring) {
+			r.full = append(r.full, v)
 		} else {
-			pos += chunk.Off % 16
+			r.idle = append(r.idle, v)
 		}
-		at[c] = relayed{number, pos}
-		if rank == r.spec.Rank {
-			r.spots = append(r.spots, plan.Spot{Data: c.data, N: c.n, Group: int32(number), Dst: unsafe.Add(base, pos)})
-			p.left++
-		}
-		pos += int64(chunk.Stored)
-		passed += int64(chunk.Stored)
-		last = chunk
 	}
-	for rank++; rank <= r.spec.Ranks; rank++ {
-		p.offs[rank] = pos
-	}
-	if p.left == 0 {
-		close(p.landed)
-	}
-}
-
-// aim makes the decode jobs of this rank's requests, by piece.
-func (r *Relay) aim(at map[chunkOf]relayed) error {
-	reqs := make([]Request, len(r.spec.Requests))
-	dest := make([]unsafe.Pointer, len(reqs))
-	for i, w := range r.spec.Requests {
-		reqs[i] = Request{Tensor: w[0], Dest: uintptr(w[1]), Lo0: w[2], Hi0: w[3], Lo1: w[4], Hi1: w[5]}
-		dest[i] = address(uintptr(w[1]))
-	}
-	var err error
-	if r.wants, err = plan.Check(r.model.ix, reqs); err != nil {
+	feed, err := r.target.lane(r.fetch.Slot)
+	if err != nil {
 		return err
 	}
-	p := plan.Make(r.model.ix, r.wants, dest, plan.Limits{Piece: 1})
-	where := make([]int, len(p.Jobs))
-	order := make([]int, len(p.Jobs))
-	for i := range p.Jobs {
-		want := &r.wants[p.Refs[i].Want]
-		place, ok := at[chunkOf{want.Data, p.Refs[i].N}]
-		if !ok {
-			return fault.New(fault.ErrArgument, "relay: request %d is of a tensor that does not travel", p.Refs[i].Want)
-		}
-		p.Jobs[i].Src = uint32(place.off)
-		where[i], order[i] = place.piece, i
+	r.feed = feedLane{feed.(gpuLane), r}
+	if r.lane, err = gpu.Lane(len(r.spec.Ring), cuda.TablesOnly); err != nil {
+		return err
 	}
-	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(where[a], where[b]) })
-	for _, i := range order {
-		k := where[i]
-		if r.pieces[k].last == 0 {
-			r.pieces[k].first = len(r.jobs)
+	if r.spec.Timeline {
+		if err := r.lane.Time(r.kernels()); err != nil {
+			return err
 		}
-		r.jobs, r.refs = append(r.jobs, p.Jobs[i]), append(r.refs, p.Refs[i])
-		r.pieces[k].last = len(r.jobs)
-		r.pieces[k].decoding++
+	}
+	if r.spec.Stream != 0 { // the ring may still be in use there
+		return feed.(gpuLane).WaitFor(uintptr(r.spec.Stream))
 	}
 	return nil
 }
 
-// lanes makes the lanes of a GPU: one that fetches, one that decodes.
-func (r *Relay) lanes() (err error) {
-	if r.target.gpu == nil {
-		return nil
-	}
-	if r.feed, err = r.target.lane(r.fetch.Slot); err != nil {
-		return err
-	}
-	if r.lane, err = r.target.gpu.Lane(relaySlots, cuda.TablesOnly); err != nil {
-		r.feed.Close()
-		return err
-	}
-	if r.spec.Stream != 0 { // the ring may still be in use there
-		if err = r.feed.(gpuLane).WaitFor(uintptr(r.spec.Stream)); err != nil {
-			r.feed.Close()
-			r.lane.Close()
+// letGo gives back what lanes made; it waits for what is under way there.
+func (r *Relay) letGo() {
+	if r.lane != nil {
+		if r.spec.Timeline { // only a broken lane refuses
+			_ = r.lane.Drain(context.Background())
+			_ = r.lane.Time(nil)
 		}
+		r.lane.Close()
+	}
+	if r.feed != nil {
+		r.feed.Close()
+	}
+	for _, v := range slices.Concat(r.full, r.idle) {
+		v.Free()
+	}
+}
+
+// A feedLane is the lane that fetches. What it submits is written when the piece
+// before in the same buffer was decoded; that it is on its way is all that the
+// caller waits for.
+type feedLane struct {
+	gpuLane
+	r *Relay
+}
+
+func (l feedLane) Submit(s device.Slot, n int64, jobs []device.Job, done func(job int, err error)) error {
+	r, slot := l.r, s.(gpuSlot).Slot
+	k := r.filling(jobs[0].Dst)
+	b := k % len(r.spec.Ring)
+	if k < len(r.spec.Ring) {
+		slot.Order(nil, r.full[b])
+	} else {
+		slot.Order(r.idle[b], r.full[b])
+	}
+	err := l.gpuLane.Submit(s, n, jobs, done)
+	if err == nil {
+		r.landed(k, len(jobs))
 	}
 	return err
 }
 
-// relaySlots is how many pieces are decoded at the same time at most.
-const relaySlots = 4
+// filling is the piece that is being brought to the buffer at dst: the one that
+// may be there and was not decoded.
+func (r *Relay) filling(dst unsafe.Pointer) int {
+	b := 0
+	for b < len(r.spec.Ring)-1 {
+		if at := uintptr(r.spec.Ring[b]); uintptr(dst) >= at && uintptr(dst) < at+uintptr(r.spec.Size) {
+			break
+		}
+		b++
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	n := len(r.spec.Ring)
+	return r.free + (b-r.free%n+n)%n
+}
 
 func (r *Relay) threads() int { return cmp.Or(max(0, r.spec.Threads), max(0, knob.Threads.Get())) }
 
 // run is the job.
 func (r *Relay) run(ctx context.Context, j *job.Job) error {
-	start := time.Now()
 	defer r.model.drop()
 	defer r.close()
 	told, depth := expect(r.model.srcs, r.fetch, cmp.Or(r.spec.Read, knob.Read.Get()))
@@ -311,38 +255,81 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	task := &pipeline.Task{
 		Index: r.model.ix, Sources: r.model.srcs, Wants: r.shares, Plan: r.fetch, Lane: r.feed, Workers: threads, NoCheck: r.spec.NoCheck,
 		Gate: func(ctx context.Context, job int32) error {
-			return r.wait(ctx, int(r.spots[job].Group)-len(r.spec.Ring)+1-ahead)
+			return r.wait(ctx, &r.free, int(r.spots[job].Group)-len(r.spec.Ring)+1-ahead)
 		},
-		Landed: r.landed,
+		Landed: func(spot int32) {
+			k := int(r.spots[spot].Group)
+			r.note(&r.pieces[k].seen.Uploaded, true)
+			if r.feed == nil {
+				r.landed(k, 1)
+			}
+		},
 	}
 	if ahead > 0 {
 		task.Place = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
-			return dst, r.wait(ctx, int(r.spots[spot].Group)-len(r.spec.Ring)+1)
+			return dst, r.wait(ctx, &r.free, int(r.spots[spot].Group)-len(r.spec.Ring)+1)
 		}
+	}
+	if r.spec.Timeline && r.lane != nil {
+		task.Trace = pipeline.NewTrace()
 	}
 	st, err := pipeline.Run(ctx, task)
 	if err == nil {
 		err = r.model.uncut()
 	}
 	if err == nil {
-		err = r.wait(ctx, len(r.pieces))
+		err = r.wait(ctx, &r.done, len(r.pieces))
 	}
 	if err != nil {
 		r.fail(err, true)
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	rep := RelayReport{Report: Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(start).Seconds(), Stages: st}, Ours: r.ours}
+	rep := RelayReport{Report: Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
 	for _, s := range told {
 		rep.Past += s.Past()
+	}
+	if r.spec.Timeline {
+		for i := range r.pieces {
+			rep.Timeline = append(rep.Timeline, r.pieces[i].seen)
+		}
+		if task.Trace != nil {
+			sum := task.Trace.Summary()
+			rep.Trace = &sum
+		}
 	}
 	j.SetReport(rep)
 	return r.err
 }
 
+// note puts the time down, of the first time or of the last.
+func (r *Relay) note(when *int64, last bool) {
+	now := time.Since(r.start).Microseconds()
+	r.mu.Lock()
+	if last || *when == 0 {
+		*when = now
+	}
+	r.mu.Unlock()
+}
+
+// kernels puts down when the kernels of pieces ran; they are told of in the order
+// of their Decodes, which is that of the pieces.
+func (r *Relay) kernels() cuda.Span {
+	k := 0
+	return func(verb string, _ int, begin, end time.Time, _ int64) {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if verb != "decode" { // comes first, for pieces without kernels too
+			k++
+			return
+		}
+		r.pieces[k-1].seen.From, r.pieces[k-1].seen.To = begin.Sub(r.start).Microseconds(), end.Sub(r.start).Microseconds()
+	}
+}
+
 // ahead is how many pieces more than the ring has may be read into the slots of
-// a lane, where they wait for their buffers. Together they leave one slot free:
-// what the buffers wait for needs it.
+// a lane, where they wait for a buffer that can be asked for. Together they leave
+// one slot free: what the buffers wait for needs it.
 func (r *Relay) ahead() int {
 	slots, size := cuda.Ring()
 	if r.feed == nil || r.fetch.Slot > size {
@@ -365,10 +352,7 @@ func (r *Relay) close() {
 	r.shut = true
 	r.mu.Unlock()
 	r.busy.Wait()
-	if r.lane != nil {
-		r.lane.Close()
-		r.feed.Close()
-	}
+	r.letGo()
 }
 
 // fail notes the first error and ends the job.
@@ -381,13 +365,13 @@ func (r *Relay) fail(err error, ours bool) {
 	r.job.Cancel()
 }
 
-// wait waits until the buffers of so many pieces are free again.
-func (r *Relay) wait(ctx context.Context, pieces int) error {
+// wait waits until free or done is so many pieces.
+func (r *Relay) wait(ctx context.Context, have *int, pieces int) error {
 	for {
 		r.mu.Lock()
-		free, wake := r.free, r.wake
+		n, wake := *have, r.wake
 		r.mu.Unlock()
-		if free >= pieces {
+		if n >= pieces {
 			return nil
 		}
 		select {
@@ -398,24 +382,46 @@ func (r *Relay) wait(ctx context.Context, pieces int) error {
 	}
 }
 
-// landed counts the chunks of this rank's shares.
-func (r *Relay) landed(spot int32) {
-	p := &r.pieces[r.spots[spot].Group]
+// landed counts chunks of this rank's share of a piece that are there, or on
+// their way.
+func (r *Relay) landed(k, chunks int) {
+	p := &r.pieces[k]
+	now := time.Since(r.start).Microseconds()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if p.left--; p.left == 0 {
+	if p.left -= int32(chunks); p.left == 0 {
+		p.seen.Read = now
 		close(p.landed)
 	}
 }
 
-// decoded frees the buffers of pieces that are done with, in their order.
+// queued lets the buffer of a piece be asked for again: what comes there next
+// goes after its decoding. Buffers get free in the order of the pieces.
+func (r *Relay) queued(k int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.pieces[k].free = true
+	r.pieces[k].seen.Queued = time.Since(r.start).Microseconds()
+	for r.free < len(r.pieces) && r.pieces[r.free].free {
+		r.free++
+	}
+	r.moved()
+}
+
+// decoded counts a piece that is done with.
 func (r *Relay) decoded(k int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.pieces[k].decoding = -1
-	for r.free < len(r.pieces) && r.pieces[r.free].decoding == -1 {
-		r.free++
+	r.pieces[k].done = true
+	r.pieces[k].seen.Decoded = time.Since(r.start).Microseconds()
+	for r.done < len(r.pieces) && r.pieces[r.done].done {
+		r.done++
 	}
+	r.moved()
+}
+
+// moved wakes who waits. r.mu is held.
+func (r *Relay) moved() {
 	close(r.wake)
 	r.wake = make(chan struct{})
 }
@@ -423,37 +429,63 @@ func (r *Relay) decoded(k int) {
 // Job is the relay as a job.
 func (r *Relay) Job() *job.Job { return r.job }
 
-// Shares are, for each piece, where in its buffer the share of each rank
-// begins, and where the last one ends.
-func (r *Relay) Shares() [][]int64 {
-	out := make([][]int64, len(r.pieces))
+// Shares are, for each piece, the bytes of each rank's share in its buffer: that
+// of rank r of the host begins at r times as many.
+func (r *Relay) Shares() []int64 {
+	out := make([]int64, len(r.pieces))
 	for i := range r.pieces {
-		out[i] = r.pieces[i].offs
+		out[i] = r.pieces[i].share
 	}
 	return out
 }
 
 // Wait waits, at most for d, until this rank's share of a piece is in its
-// buffer. It returns the job's error if there is one.
+// buffer; on a GPU until it is on its way there, and what is queued on the spec's
+// stream from now on goes after it. It returns the job's error if there is one.
 func (r *Relay) Wait(k int, d time.Duration) (bool, error) {
 	if k < 0 || k >= len(r.pieces) {
 		return false, fault.New(fault.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
 	}
+	p := &r.pieces[k]
+	r.note(&p.seen.Asked, false)
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
-	case <-r.pieces[k].landed:
-		return true, nil
+	case <-p.landed:
+		return r.told(k)
 	case <-r.job.Done():
 		select { // it may have landed, and been the last
-		case <-r.pieces[k].landed:
-			return true, r.job.Err()
+		case <-p.landed:
+			return r.told(k)
 		default:
 			return false, r.job.Err()
 		}
 	case <-timer.C:
 		return false, nil
 	}
+}
+
+// told lets the stream go on after a share that is on its way.
+func (r *Relay) told(k int) (bool, error) {
+	r.mu.Lock()
+	if r.shut || r.err != nil {
+		defer r.mu.Unlock()
+		return r.err == nil, r.err
+	}
+	r.busy.Add(1)
+	p := &r.pieces[k]
+	p.seen.Told = time.Since(r.start).Microseconds()
+	r.mu.Unlock()
+	defer r.busy.Done()
+	if r.lane == nil || p.begin == len(r.spots) || int(r.spots[p.begin].Group) != k {
+		return true, nil // nothing of it is this rank's
+	}
+	if err := r.full[k%len(r.full)].Before(uintptr(r.spec.Stream)); err != nil {
+		err = r.model.where("stage", err)
+		r.fail(err, true)
+		return false, err
+	}
+	return true, nil
 }
 
 // Decode decodes a piece whose buffer has every rank's share, and frees the
@@ -466,21 +498,15 @@ func (r *Relay) Decode(k int, stream uint64) error {
 	}
 	p := &r.pieces[k]
 	r.mu.Lock()
-	if r.shut || r.err != nil || p.begun {
+	if r.shut || r.err != nil || p.begun || !r.aimed {
 		defer r.mu.Unlock()
-		return cmp.Or(r.err, fault.New(fault.ErrArgument, "relay: piece %d was decoded, or the job has ended", k))
+		return cmp.Or(r.err, fault.New(fault.ErrArgument, "relay: piece %d was decoded, or the job has ended, or has no requests yet", k))
 	}
 	p.begun = true
+	p.seen.Decode = time.Since(r.start).Microseconds()
 	r.busy.Add(1)
 	r.mu.Unlock()
 	defer r.busy.Done()
-	if p.first == p.last {
-		if r.lane != nil { // the next to use the buffer comes after the trade
-			return r.idle(k, stream)
-		}
-		r.decoded(k)
-		return nil
-	}
 	if r.lane == nil {
 		return r.onHost(k)
 	}
@@ -504,25 +530,40 @@ func (r *Relay) onHost(k int) error {
 		r.fail(err, false)
 		return err
 	}
+	r.queued(k)
 	r.decoded(k)
 	return nil
 }
 
 // onDevice queues the decoding.
 func (r *Relay) onDevice(k int, stream uint64) error {
-	p := &r.pieces[k]
-	slot, err := r.slot(stream)
+	slot, err := r.lane.Get(context.Background()) // each comes back, whatever happens
 	if err != nil {
 		return err
 	}
-	slot.LendDevice(uintptr(r.spec.Ring[k%len(r.spec.Ring)]), p.offs[r.spec.Ranks])
-	left := p.last - p.first
-	err = r.lane.Submit(slot, p.offs[r.spec.Ranks], r.jobs[p.first:p.last], func(i int, err error) {
+	if stream != 0 {
+		if err := r.lane.WaitFor(uintptr(stream)); err != nil {
+			r.lane.Put(slot)
+			err = r.model.where("decode", err)
+			r.fail(err, true)
+			return err
+		}
+	}
+	p := &r.pieces[k]
+	n := p.share * int64(r.spec.Ranks)
+	jobs := r.jobs[p.first:p.last]
+	slot.LendDevice(uintptr(r.spec.Ring[k%len(r.spec.Ring)]), n)
+	slot.Order(nil, r.idle[k%len(r.idle)])
+	if len(jobs) == 0 { // this rank wants nothing of it: the buffer is free after the trade
+		jobs = []device.Job{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}
+	}
+	left := len(jobs)
+	err = r.lane.Submit(slot, n, jobs, func(i int, err error) {
 		if err != nil {
 			r.fail(r.where(p.first+i, err), false)
 			return
 		}
-		r.job.Bytes.Add(int64(r.jobs[p.first+i].Chunk.Logical))
+		r.job.Bytes.Add(int64(jobs[i].Chunk.Logical))
 		if left--; left == 0 {
 			r.decoded(k)
 		}
@@ -530,43 +571,23 @@ func (r *Relay) onDevice(k int, stream uint64) error {
 	if err != nil {
 		err = r.where(p.first, err)
 		r.fail(err, true)
-	}
-	return err
-}
-
-// slot gives a slot of the lane that decodes, after what is queued on a stream.
-func (r *Relay) slot(stream uint64) (*cuda.Slot, error) {
-	slot, err := r.lane.Get(context.Background()) // each comes back, whatever happens
-	if err != nil {
-		return nil, err
-	}
-	if stream != 0 {
-		if err := r.lane.WaitFor(uintptr(stream)); err != nil {
-			r.lane.Put(slot)
-			err = r.model.where("decode", err)
-			r.fail(err, true)
-			return nil, err
-		}
-	}
-	return slot, nil
-}
-
-// idle is a piece of which this rank wants nothing: its buffer is free when the
-// trade is over.
-func (r *Relay) idle(k int, stream uint64) error {
-	slot, err := r.slot(stream)
-	if err != nil {
 		return err
 	}
-	none := device.Job{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}
-	return r.lane.Submit(slot, 0, []device.Job{none}, func(int, error) { r.decoded(k) })
+	r.queued(k)
+	return nil
 }
 
 // where says of which tensor and chunk an error is.
 func (r *Relay) where(i int, err error) error {
+	if i >= len(r.refs) { // of a piece of which this rank wants nothing
+		return r.model.where("decode", err)
+	}
 	ref := r.refs[i]
 	w := &r.wants[ref.Want]
 	t := &r.model.ix.Tensors[w.Tensor]
-	return &fault.At{Verb: "decode", Source: r.model.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(ref.N),
-		Offset: r.jobs[i].Chunk.Off, Err: err}
+	n := int64(ref.N)
+	if r.bare[w.Data] {
+		n = -1
+	}
+	return &fault.At{Verb: "decode", Source: r.model.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: n, Offset: r.jobs[i].Chunk.Off, Err: err}
 }

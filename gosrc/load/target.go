@@ -101,10 +101,10 @@ const readAlign = 4096
 func (t target) limits(far, steps bool) plan.Limits {
 	if t.gpu != nil {
 		_, size := cuda.Ring()
-		if far {
+		if far && !steps {
 			return plan.Limits{Piece: size, Gap: 512 << 10, Part: farPiece}
 		}
-		return plan.Limits{Piece: size, Gap: 256 << 10, Part: 1 << 20}
+		return plan.Limits{Piece: size, Gap: 256 << 10, Part: stepPiece}
 	}
 	if far && steps {
 		return plan.Limits{Piece: stepPiece, Gap: 64 << 10, Direct: true}

@@ -39,8 +39,8 @@ type Task struct {
 	Direct  []device.Reader
 	Workers int // 0: one a core
 	// Range is how many bytes a worker asks a source.Ranged for at once, to
-	// read them piece by piece; 0: a piece. It is for the host alone, and not with
-	// a Gate: whoever has a range open must not wait for a slot or for room, which
+	// read them part by part; 0: a part. With a Lane or a Gate these are of one
+	// piece: whoever has a range open must not wait for a slot or for room, which
 	// those may have who wait for his permit to open one.
 	Range   int64
 	NoCheck bool // for benchmarks only: leave the checksums out
@@ -66,7 +66,9 @@ type Stages struct {
 	Pieces    int64 `json:"pieces"`
 	ReadBytes int64 `json:"read_bytes"` // stored bytes, gaps between them included
 	LandBytes int64 `json:"land_bytes"`
-	WaitNS    int64 `json:"wait_ns"` // for a free slot
+	WaitNS    int64 `json:"wait_ns"`   // for a free slot
+	TurnNS    int64 `json:"turn_ns"`   // for a turn at a source far away
+	AnswerNS  int64 `json:"answer_ns"` // for the beginning of its answers
 	ReadNS    int64 `json:"read_ns"`
 	CheckNS   int64 `json:"check_ns"`
 	DecodeNS  int64 `json:"decode_ns"`
@@ -134,6 +136,8 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 			}
 			mu.Lock()
 			st.WaitNS += w.st.WaitNS
+			st.TurnNS += w.st.TurnNS
+			st.AnswerNS += w.st.AnswerNS
 			st.ReadNS += w.st.ReadNS
 			st.CheckNS += w.st.CheckNS
 			st.DecodeNS += w.st.DecodeNS
@@ -232,7 +236,7 @@ func batched(t *Task) (out []batch, skipped int64) {
 	for i := range parts {
 		p := &pieces[parts[i].Piece]
 		n := parts[i].To - parts[i].From
-		if _, ok := t.Sources[p.Source].(source.Ranged); t.Range == 0 || t.Lane != nil || t.Gate != nil || !ok {
+		if _, ok := t.Sources[p.Source].(source.Ranged); t.Range == 0 || !ok {
 			out = append(out, batch{first: int32(i), end: int32(i + 1)})
 			continue
 		}
@@ -240,7 +244,8 @@ func batched(t *Task) (out []batch, skipped int64) {
 			last := &parts[i-1]
 			before := &pieces[last.Piece]
 			between := p.Off + parts[i].From - before.Off - last.To
-			if before.Source == p.Source && 0 <= between && between <= gap && out[k].n+between+n <= t.Range {
+			alone := t.Lane != nil || t.Gate != nil
+			if before.Source == p.Source && (before == p || !alone) && 0 <= between && between <= gap && out[k].n+between+n <= t.Range {
 				out[k].end, out[k].n = int32(i+1), out[k].n+between+n
 				skipped += between
 				continue
@@ -341,6 +346,7 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		if err := w.read(src, b, p.Off); err != nil {
 			return w.where("read", p.First, err)
 		}
+		w.waited(&t0)
 		w.st.ReadNS += w.lap("read", &t0, p.Len)
 		if !lends {
 			if err := w.check(p.First, b); err != nil {
@@ -472,6 +478,7 @@ func (w *worker) fill(src source.Source, p *plan.Piece, part *plan.Part, b []byt
 			if err := w.read(src, b[have:to], p.Off+have); err != nil {
 				return w.where("read", job, err)
 			}
+			w.waited(t0)
 			w.st.ReadNS += w.lap("read", t0, to-have)
 			have = to
 		}
@@ -547,6 +554,26 @@ func (r *run) where(verb string, job int32, err error) error {
 		}
 	}
 	return at
+}
+
+// waited takes what a range waited for out of the time since *t.
+func (w *worker) waited(t *time.Time) {
+	from, ok := w.steps.(source.Waiter)
+	if !ok {
+		return
+	}
+	turn, answer := from.Waited()
+	w.st.TurnNS += turn.Nanoseconds()
+	w.st.AnswerNS += answer.Nanoseconds()
+	for _, x := range []struct {
+		verb string
+		took time.Duration
+	}{{"turn", turn}, {"answer", answer}} {
+		if w.Trace != nil && x.took > 0 {
+			w.spans = append(w.spans, span{x.verb, onWorker, w.n, *t, t.Add(x.took), 0})
+		}
+		*t = t.Add(x.took)
+	}
 }
 
 // lap returns the nanoseconds since *t, moves it to now, and records the stage.

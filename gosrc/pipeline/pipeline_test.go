@@ -27,6 +27,7 @@ type model struct {
 	logical [][]byte // by tensor
 	trace   *Trace   // of the next run
 	steps   int64    // Task.Range of the next run
+	slots   int      // of a lane of its own; 0: the pipeline's
 	stages  Stages   // of the last
 }
 
@@ -165,8 +166,15 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 		dest[i] = mem[i].Ptr
 	}
 	landed := make(chan int32, len(wants))
-	m.stages, err = Run(ctx, &Task{Trace: m.trace, Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
-		Workers: workers, Range: m.steps, Landed: func(i int32) { landed <- i }})
+	task := &Task{Trace: m.trace, Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
+		Workers: workers, Range: m.steps, Landed: func(i int32) { landed <- i }}
+	if m.slots > 0 {
+		if task.Lane, err = NewHost(m.slots, task.Plan.Slot); err != nil {
+			return nil, nil, err
+		}
+		defer task.Lane.Close()
+	}
+	m.stages, err = Run(ctx, task)
 	close(landed)
 	var got [][]byte
 	for i := range mem {
@@ -191,8 +199,8 @@ func TestRunMatchesSlicing(t *testing.T) {
 		reqs := m.requests(r)
 		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Part: int64(r.IntN(2) * r.IntN(900)),
 			Direct: r.IntN(2) == 0, Align: []int64{0, 1, 16, 256, 4096}[r.IntN(5)]}
-		if r.IntN(2) == 0 { // in ranges of several pieces
-			m.steps = int64(r.IntN(9000))
+		if r.IntN(2) == 0 { // in ranges of several pieces, or of several parts
+			m.steps, m.slots = int64(r.IntN(9000)), r.IntN(3)
 			for i, s := range m.srcs {
 				m.srcs[i] = &sourcetest.Steps{Source: s}
 			}
@@ -308,6 +316,86 @@ func TestRanges(t *testing.T) {
 			t.Errorf("gap %d, range %d: %d ranges, %d open, %d bytes beside the tensors'", c.gap, c.steps, all, open, m.stages.ReadBytes-10*n)
 		}
 	}
+}
+
+// On a lane a range is parts of one piece, and whoever has one open waits for
+// nobody: it all ends with one slot and one permit among four workers.
+func TestRangesOnALane(t *testing.T) {
+	data := make([]byte, 1<<20)
+	_, _ = rand.NewChaCha8([32]byte{2}).Read(data)
+	src := &narrow{Steps: &sourcetest.Steps{Source: &sourcetest.Mem{Name: "m", Data: data}}, permit: make(chan struct{}, 1)}
+	m := &model{ix: &tensor.Index{Sources: []tensor.Source{{URI: "m", Size: int64(len(data))}}}, srcs: []source.Source{src}, steps: 100 << 10, slots: 1, trace: NewTrace()}
+	m.ix.Tensors = []tensor.Tensor{{Name: "t", Alias: -1, DType: tensor.U8, Parts: 1, Shape: []int64{int64(len(data))}, Bytes: int64(len(data))}}
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	got, _, err := m.run(ctx, []plan.Request{{Hi0: plan.Whole, Hi1: plan.Whole}}, plan.Limits{Piece: 128 << 10, Part: 16 << 10}, 4)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got[0], data) {
+		t.Error("other bytes")
+	}
+	// A piece of 128 KiB is a range of 96 and one of 32.
+	if all, open := src.Ranges(); all != 16 || open != 0 {
+		t.Errorf("%d ranges, %d open", all, open)
+	}
+	if m.stages.TurnNS != 16*3 || m.stages.AnswerNS != 16*5 {
+		t.Errorf("waited %d and %d ns", m.stages.TurnNS, m.stages.AnswerNS)
+	}
+	sums := map[string]int{}
+	for _, g := range m.trace.Summary().Stages {
+		sums[g.Verb] = g.Spans
+	}
+	if sums["turn"] != 16 || sums["answer"] != 16 || sums["read"] != 64 {
+		t.Errorf("spans: %v", sums)
+	}
+}
+
+// narrow is a source with few permits, which a range has from its first step on.
+type narrow struct {
+	*sourcetest.Steps
+	permit chan struct{}
+}
+
+func (s *narrow) Range(ctx context.Context, off, n int64) (source.Range, error) {
+	r, err := s.Steps.Range(ctx, off, n)
+	return &permitted{Range: r, ctx: ctx, s: s}, err
+}
+
+type permitted struct {
+	source.Range
+	ctx context.Context
+	s   *narrow
+	has bool
+
+	told bool
+}
+
+func (r *permitted) Waited() (turn, answer time.Duration) {
+	if r.told {
+		return 0, 0
+	}
+	r.told = true
+	return 3, 5
+}
+
+func (r *permitted) Next(p []byte) error {
+	for !r.has {
+		select {
+		case r.s.permit <- struct{}{}:
+			r.has = true
+		case <-r.ctx.Done():
+			return context.Cause(r.ctx)
+		}
+	}
+	return r.Range.Next(p)
+}
+
+func (r *permitted) Close() error {
+	if r.has {
+		<-r.s.permit
+	}
+	return r.Range.Close()
 }
 
 // A changed byte in any chunk is found before it is decoded, and named.

@@ -76,7 +76,8 @@ type Summary struct {
 }
 
 // A StageSum is what all spans of one stage have together. "stage" is the wait
-// for a free slot.
+// for a free slot; "turn" and "answer" are those for a source far away, of ranges
+// that are read in steps.
 type StageSum struct {
 	Verb    string  `json:"verb"`
 	Spans   int     `json:"spans"`
@@ -97,7 +98,7 @@ type Gaps struct {
 	Tail    float64 `json:"tail"`
 }
 
-var order = []string{"open", "plan", "stage", "read", "check", "submit", "copy", "decode", "land"}
+var order = []string{"open", "plan", "stage", "turn", "answer", "read", "check", "submit", "copy", "decode", "land"}
 
 // Summary sums the trace up.
 func (t *Trace) Summary() Summary {

@@ -8,10 +8,12 @@ import (
 )
 
 // A Spot is where a chunk goes as it is stored. Data is the tensor that holds
-// it, N its number there. Pieces do not cross from one group to the next.
+// it, N its number there; Bare: it has no checksum. Pieces do not cross from one
+// group to the next.
 type Spot struct {
 	Data, N int32
 	Group   int32
+	Bare    bool
 	Dst     unsafe.Pointer
 }
 
@@ -33,7 +35,11 @@ func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 		c.Logical, c.Codec, c.Transform, c.SegTiles = c.Stored, tensor.CodecRaw, 0, 0
 		n := int64(c.Stored)
 		wants[i] = Want{Tensor: s.Data, Data: s.Data, Bytes: n}
-		m.add(int32(i), s.N, t.Source, c.Off, n >= directMin, device.Job{Chunk: c, Dst: s.Dst})
+		number := s.N
+		if s.Bare {
+			number = -1
+		}
+		m.add(int32(i), number, t.Source, c.Off, n >= directMin, device.Job{Chunk: c, Dst: s.Dst})
 	}
 	m.cut(begin, len(spots))
 	m.split()

@@ -2,7 +2,10 @@
 // never hears of tensors. Each kind of source is a room below this one.
 package source
 
-import "context"
+import (
+	"context"
+	"time"
+)
 
 // A Source is one file or object of a fixed size, read by offset.
 //
@@ -77,4 +80,11 @@ type Range interface {
 	Next(p []byte) error
 	// Close gives up what was not read.
 	Close() error
+}
+
+// A Waiter is a Range that tells what its steps waited for besides bytes: its
+// turn, where only so many ranges may be open at once, and the beginning of an
+// answer. Both count from the last call.
+type Waiter interface {
+	Waited() (turn, answer time.Duration)
 }

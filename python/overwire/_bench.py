@@ -4,6 +4,7 @@
     python -m overwire._bench load FILE
     python -m overwire._bench consume FILE
     python -m overwire._bench peer FILE
+    python -m overwire._bench json FILE         (the header of a plain file, by json alone)
     python -m overwire._bench tensors ...       (see _bench_tensors.py)
 
 Each prints one line of JSON: {"seconds": s, "note": what was measured} or
@@ -103,6 +104,10 @@ def main(argv: list[str]) -> dict[str, Any]:
 
         return measure(argv[1:])
     what, path = argv[0], argv[1]
+    if what == "json":
+        with open(path, "rb") as f:
+            text = f.read(int.from_bytes(f.read(8), "little"))
+        return {"seconds": sorted(timed(lambda: json.loads(text), len) for _ in range(3))[1], "note": "json"}
     try:
         fw = framework()
         import numpy  # noqa: F401

@@ -81,7 +81,7 @@ def load(device: str, files: list[str]) -> dict[str, Any]:
     overwire.load_file  # noqa: B018  # its module is imported before the clock starts
     ready()
     found = twice(lambda: overwire.load_file(files, device=device, mmap=False), wait)
-    return {**found, "note": f"torch {torch.__version__}"}
+    return {**found, "note": f"torch {torch.__version__}", "stages": (overwire.last_report() or {}).get("stages", {})}
 
 
 def peer(device: str, files: list[str], through_cpu: bool) -> dict[str, Any]:

@@ -5,18 +5,24 @@ from __future__ import annotations
 
 from ._engine import _call, _core, _handle
 
-__all__ = ["relay_decode", "relay_start", "relay_wait"]
+__all__ = ["relay_aim", "relay_decode", "relay_start", "relay_wait"]
 
 
 def relay_start(model: int, spec: str) -> tuple[int, str]:
     """Start one rank's part in a load of several: the JSON of a load.RelaySpec. Returns the job,
-    and as JSON where the ranks' shares of each piece begin in its buffer, and the last ends."""
+    and as JSON how many bytes each rank's share of each piece has in its buffer."""
     job: int = _call(_core().api_RelayStart, _handle(model), spec)
     return job, _call(_core().api_RelayShares, job)
 
 
+def relay_aim(job: int, requests: str) -> None:
+    """Say what this rank wants, before the first decode: the JSON of requests as those of a load."""
+    _call(_core().api_RelayAim, _handle(job), requests)
+
+
 def relay_wait(job: int, piece: int, ms: int) -> bool:
-    """Wait, `ms` at most, until this rank's share of a piece is in its buffer."""
+    """Wait, `ms` at most, until this rank's share of a piece is in its buffer; on a GPU until it is
+    on its way, and what is queued on the relay's stream then goes after it."""
     return bool(_call(_core().api_RelayWait, _handle(job), piece, ms))
 
 

@@ -9,7 +9,8 @@
 `bitstream` is how a block is wrapped, in nvCOMP's kinds: "native", its
 container of independent chunks, which says algorithm and length; "raw", one
 block of the algorithm and nothing else, as lz4, zstandard, zlib or python-snappy
-read it; "with_size", a raw block behind the length of its content.
+read it; "with_size", a raw block behind the length of its content: in 16 bytes
+as nvCOMP 6 has it, or, with version=5, in 4 (LZ4, as numcodecs) or 8.
 
 Bytes may come from a stranger: a length is held against what the stored bytes
 can give before memory is taken for it, and every decoder fills exactly that or
@@ -333,8 +334,8 @@ def encode(
     ("I32"), which takes bytes otherwise; `cascaded` is how many layers of run
     lengths and of differences it makes, up to 7, and whether it packs bits: None
     is nvCOMP's (2, 1, True). `checksums` puts CRC-32 of stored and plain bytes
-    into native streams. `version` is nvCOMP's, of the native stream: 5 or 6, each
-    of which refuses the other's; `decode` reads both.
+    into native streams. `version` is that of the nvCOMP that shall read the stream,
+    native or sized: 5 or 6, each of which refuses the other's; `decode` reads both.
 
     Returns a memoryview that owns its memory, or, with `out` (a writable buffer,
     or a list with one or None for each source), the part of `out` that was

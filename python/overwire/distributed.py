@@ -8,19 +8,19 @@ may be shorter, or empty). There are several ways there:
 
     whole tensors    each       every rank reads it
                      broadcast  one rank of each host reads it, and sends it
-                     gather     each rank of a host reads an equal part of it,
-                                and gets the others' parts from the others
+                     gather     each rank of a host reads an equal part of the
+                                stored bytes, and gets the others' from the others
     sharded tensors  own        every rank reads what holds its block
                      scatter    one rank of each host reads it, and sends blocks
-                     gather     for compressed ones: as above
+                     gather     as above, and keeps what is in its block
 
 Which is fastest depends on disk, page cache, links and cores, so it is measured:
 the load goes in batches, each batch goes one way, and `teams.Rates` has the rule.
 With broadcast, gather and scatter a host reads each byte once; nothing but a few
 flags crosses between hosts.
 
-Of compressed tensors the stored bytes travel, by gather, and every rank decodes
-them (`relays`); broadcast and scatter are for plain ones.
+What travels by gather are the stored bytes: of compressed tensors every rank
+decodes them (`relays`). Broadcast and scatter are for plain ones.
 
 Failure: whatever fails on one rank is raised on all, before the batch is sent or,
 for relays, when the ranks next agree; what had been loaded is freed. Of a rank
@@ -148,6 +148,7 @@ class _Load:
         self._late: BaseException | None = None
         self._waiting: Batch | None = None  # being read, and not sent yet
         self._alone: list[Task] = []  # what this rank reads without the others
+        self._shared: list[Task] = []  # what goes by one relay at the end
         self._frame = frame_for(framework)
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
@@ -252,6 +253,8 @@ class _Load:
                 while tasks:
                     tasks = self._some(kind, tasks, loaded)
             self._flush(loaded)
+            if self._shared:
+                self._relay(self._shared, loaded)
             # Also on ranks that have none of these: they may have to raise.
             self._finish(Batch(self._room, "own", self._alone), loaded)
             self._agree()
@@ -263,19 +266,20 @@ class _Load:
 
     def _some(self, kind: tuple[Any, ...], tasks: list[Task], loaded: dict[int, Any]) -> list[Task]:
         # Collective: loads the first of the tasks, one way, and returns the rest.
-        # Tries and relays are finished; a batch is sent while the next is read;
-        # what every rank reads for itself is left for one load at the end.
+        # Tries are finished; a batch is sent while the next is read; what every
+        # rank reads for itself is left for one load at the end, and so is what goes
+        # by relay.
         team = self._team
         way, trying = team.rates.choose(kind, self._ways(kind))
-        relayed = way == "gather" and kind[2] == "compressed"
-        if way in ("each", "own") and not trying:
-            self._alone += tasks
+        if way in ("each", "own", "gather") and not trying:
+            later = self._shared if way == "gather" else self._alone
+            later += tasks
             return []
-        tasks, rest = _split(tasks, _BATCH if trying or not relayed else None)
-        if trying or relayed:
+        tasks, rest = _split(tasks, _BATCH)
+        if trying:
             self._flush(loaded)
         begun = time.perf_counter()
-        if relayed:
+        if way == "gather":
             self._relay(tasks, loaded)
         else:
             before = self._waiting
@@ -308,7 +312,7 @@ class _Load:
             return ("each",) if whole else ("own",)
         if kind[2] == "compressed":
             return ("each", "gather") if whole else ("own", "gather")
-        return ("each", "broadcast", "gather") if whole else ("own", "scatter")
+        return ("each", "broadcast", "gather") if whole else ("own", "scatter", "gather")
 
     def _task(self, at: int) -> Task:
         row = self._model.row(at)
@@ -378,17 +382,13 @@ def _current(device: Any) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _split(tasks: list[Task], room: int | None) -> tuple[list[Task], list[Task]]:
+def _split(tasks: list[Task], room: int) -> tuple[list[Task], list[Task]]:
     # The first of them, of about so many bytes, and the rest.
-    end = len(tasks)
-    if room is not None:
-        for end, task in enumerate(tasks):  # noqa: B007
-            if end and task.row.nbytes > room:
-                break
-            room -= task.row.nbytes
-        else:
-            end = len(tasks)
-    return tasks[:end], tasks[end:]
+    for end, task in enumerate(tasks):
+        if end and task.row.nbytes > room:
+            return tasks[:end], tasks[end:]
+        room -= task.row.nbytes
+    return tasks, []
 
 
 def _shape(row: Any) -> tuple[int, ...]:

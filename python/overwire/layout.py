@@ -193,10 +193,18 @@ def remote_containers_of(uri: str) -> list[str]:
 
 
 def remote_containers_in(uri: str, text: str) -> list[str]:
-    """The containers that a meta.csv behind a URI lists: each is beside it."""
+    """The containers that a meta.csv behind a URI lists: each is beside it, or,
+    of a csv in nyacomp's older place, in the folder nya beside it."""
     folder, _, rest = _cut(uri)
-    names = [os.path.basename(name) for name in _containers(uri, _rows(uri, text.splitlines()))]
-    return [f"{folder}{name}{rest}" for name in names]
+    names = _containers(uri, _rows(uri, text.splitlines()))
+    return [f"{folder}{beside(folder, name)}{rest}" for name in names]
+
+
+def beside(folder: str, filename: str) -> str:
+    """Where a file that a csv lists is from the csv's folder (with its slash) on."""
+    parent, name = os.path.split(filename)
+    below = os.path.basename(parent) == FOLDER and not folder.endswith(f"/{FOLDER}/")
+    return f"{FOLDER}/{name}" if below else name
 
 
 def _place_of(meta: str, filename: str) -> str:

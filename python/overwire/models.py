@@ -264,14 +264,35 @@ class Model:
         tensors of torch's allocator. The others land in memory of the engine's:
         small ones, which torch makes more slowly than the engine loads them, and
         all on the host."""
-        large = [] if self.device == "cpu" else [at for at, row in enumerate(rows) if row[3] >= LARGE]
-        if not large:
-            return self.start(None if chosen is None else wholes(chosen), watcher, cast), {}
         numbers = range(len(rows)) if chosen is None else chosen
+
+        def requests(pointers: list[int]) -> bytes | None:
+            return None if chosen is None and not any(pointers) else wholes(numbers, pointers)
+
+        return self._begin(requests, rows, frame, watcher, cast)
+
+    def begin_blocks(
+        self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame
+    ) -> tuple[Job, dict[int, Any]]:
+        """The same for blocks of tensors: (position, ranges of dims 0 and 1), with
+        rows whose shape and bytes are the block's."""
+        return self._begin(lambda pointers: [(at, p, *block) for (at, block), p in zip(blocks, pointers, strict=True)], rows, frame)
+
+    def _begin(
+        self,
+        requests: Callable[[list[int]], bytes | Sequence[Request] | None],
+        rows: Sequence[Any],
+        frame: Frame,
+        watcher: Watcher | None = None,
+        cast: str = "",
+    ) -> tuple[Job, dict[int, Any]]:
         pointers = [0] * len(rows)
+        large = [] if self.device == "cpu" else [at for at, row in enumerate(rows) if row[3] >= LARGE]
         for at in large:
             pointers[at] = _LATER
-        job = self.start(wholes(numbers, pointers), watcher, cast)
+        job = self.start(requests(pointers), watcher, cast)
+        if not large:
+            return job, {}
         try:
             return job, self._settle(job, large, rows, frame)
         except OutOfMemoryError:
@@ -285,7 +306,7 @@ class Model:
         tensors = frame.empty_on(self.device, [rows[at] for at in large])
         for at, tensor in zip(large, tensors, strict=True):
             pointers[at] = tensor.data_ptr()
-        return self.start(wholes(numbers, pointers), watcher, cast), dict(zip(large, tensors, strict=True))
+        return self.start(requests(pointers), watcher, cast), dict(zip(large, tensors, strict=True))
 
     def _settle(self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame) -> dict[int, Any]:
         # The tensors are made while the first bytes are on their way: growing

@@ -1,13 +1,16 @@
 """Relays: stored bytes travel between the ranks of a host, and each decodes.
 
-Of the stored chunks of compressed tensors each rank reads an equal share, over
-its own link to its own GPU, and gets the others' from the others; then every
-rank decodes what it needs of all. A relay goes in pieces, each in one of a few
-buffers: while one piece is traded and decoded, the next ones are being read.
-Beside the tensors it takes the ring of these buffers and no more.
+Of the stored bytes each rank reads an equal share, over its own link to its own
+GPU, and gets the others' from the others; then every rank decodes what it needs
+of all (of plain tensors: puts it in its place). A relay goes in pieces, each in
+one of a few buffers. Beside the tensors it takes the ring of these buffers and
+no more.
 
 The engine reads, lays out and decodes (`gosrc/load/relay.go`); what is here
 carries the pieces. All ranks of the group must come here with the same tensors.
+On GPUs reading, uploading, gathering and decoding of successive pieces overlap,
+ordered by their streams; the thread here only queues, as far ahead as there are
+buffers.
 
 Failure: a rank that cannot go on still trades, whatever its buffers hold, until
 the ranks next agree; so nobody waits for it, and nothing of it is used.
@@ -16,21 +19,23 @@ the ranks next agree; so nobody waits for it, and nothing of it is used.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from ._engine_relay import relay_decode, relay_start, relay_wait
+from ._engine_relay import relay_aim, relay_decode, relay_start, relay_wait
 from .jobs import Job, log
 from .models import WHOLE
 from .senders import Room, Task
 
 __all__ = ["Relay"]
 
-# Buffers of the ring, and bytes of each: it is all that a relay takes beside
-# the tensors. A chunk always fits.
+# Buffers of the ring, and bytes in each for each rank of a host: it is all that a
+# relay takes beside the tensors. A chunk always fits, and what lies between it
+# and the next.
 _BUFFERS = 4
-_SIZE = 32 << 20
+_SHARE = (16 << 20) + (64 << 10)
 
 # Pieces after which the ranks agree that all is well.
 _AGREE = 32
@@ -47,7 +52,9 @@ class Relay:
         self._room, self._tasks = room, tasks
         self._model = room.wired
         self._job: Job | None = None
-        self._shares: list[list[int]] = []
+        self._shares: list[int] = []  # by piece: bytes of each rank's
+        self._size = _SHARE * room.team.most_near
+        self._on = 0  # the stream on which all of it goes on
         self._tensors: list[Any] = []
         self._error: BaseException | None = None
         self._ours = True
@@ -60,6 +67,23 @@ class Relay:
     def _begin(self) -> None:
         room, model = self._room, self._model
         team = room.team
+        self._on = self._stream()
+        spec: dict[str, Any] = {
+            "tensors": [task.at for task in self._tasks],
+            "ring": [buffer.data_ptr() for buffer in room.ring(_BUFFERS, self._size)],
+            "size": self._size,
+            "ranks": len(team.near),
+            "widest": team.most_near,
+            "rank": team.near.index(team.rank),
+            "device": model.device,
+            "stream": self._on,
+            "timeline": log.isEnabledFor(logging.DEBUG),
+        }
+        number, shares = relay_start(model.handle, json.dumps(spec))
+        self._job = Job(number, "relay")
+        self._shares = json.loads(shares)
+        # While the first bytes are on their way. Each decode goes after what is
+        # queued for memory that the tensors got.
         rows, blocks = [], []
         for task in self._tasks:
             block = room.block_read(task, team.rank)
@@ -76,19 +100,7 @@ class Relay:
             for task, tensor, block in zip(self._tasks, self._tensors, blocks, strict=True)
             if tensor.numel()
         ]
-        spec: dict[str, Any] = {
-            "tensors": [task.at for task in self._tasks],
-            "requests": requests,
-            "ring": [buffer.data_ptr() for buffer in room.ring(_BUFFERS, _SIZE)],
-            "size": _SIZE,
-            "ranks": len(team.near),
-            "rank": team.near.index(team.rank),
-            "device": model.device,
-            "stream": self._stream(),
-        }
-        number, shares = relay_start(model.handle, json.dumps(spec))
-        self._job = Job(number, "relay")
-        self._shares = json.loads(shares)
+        relay_aim(number, json.dumps(requests))
 
     def _stream(self) -> int:
         # What is queued there now comes before what the engine does.
@@ -152,17 +164,12 @@ class Relay:
             pass
 
     def _trade(self, piece: int) -> None:
-        team = self._room.team
-        buffer = self._room.ring(_BUFFERS, _SIZE)[piece % _BUFFERS]
-        ends = self._shares[piece]
-        parts = [buffer[lo:hi] for lo, hi in zip(ends, ends[1:], strict=False)]
-        mine = parts[team.near.index(team.rank)]
-        peers = [(rank, part) for rank, part in zip(team.near, parts, strict=True) if rank != team.rank]
-        team.trade([(rank, mine) for rank, _ in peers], peers)
+        buffer = self._room.ring(_BUFFERS, self._size)[piece % _BUFFERS]
+        self._room.team.gather(buffer, self._shares[piece])
 
     def _decode(self, piece: int) -> None:
         assert self._job is not None
-        relay_decode(self._job.number, piece, self._stream())
+        relay_decode(self._job.number, piece, self._on)
 
     def _done(self) -> int:
         return self._job.progress().bytes if self._job is not None else 0

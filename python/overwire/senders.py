@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .dtypes import PACKED
+from .dtypes import PACKED, nbytes
 from .frames import Frame
 from .jobs import Job
 from .models import WHOLE, Model, Row
@@ -121,14 +121,12 @@ class Room:
 
 
 class _Want(NamedTuple):
-    # One request to the engine: dims 0 and 1 of a row, into `into`, or into
-    # memory of the engine's.
+    # One request to the engine: dims 0 and 1 of a row.
     slot: int
     row: Row
     at: int
     block: tuple[int, int, int, int]
     shape: tuple[int, ...]  # of the block, in elements
-    into: Any
 
 
 class _Reading:
@@ -138,40 +136,30 @@ class _Reading:
         self._model, self._frame = model, frame
         self._wants = wants
         self._job: Job | None = None
-        self._places = [self._place(want) for want in wants]
-        busy = [(w, p) for w, p in zip(wants, self._places, strict=True) if 0 not in w.shape]
-        if busy:
-            self._job = model.start([(w.at, 0 if p is None else p.data_ptr(), *w.block) for w, p in busy])
-
-    def _place(self, want: _Want) -> Any:
-        # On a GPU the large ones land in memory of torch's allocator.
-        small = want.row.nbytes < _LARGE and want.block[1] == WHOLE
-        if want.into is not None or self._model.device == "cpu" or small:
-            return want.into
-        return self._empty(want)
-
-    def _empty(self, want: _Want) -> Any:
-        return self._frame.empty(want.row.dtype, want.shape, self._model.device)
+        self._places: dict[int, Any] = {}
+        self._busy = [want for want in wants if 0 not in want.shape]
+        if self._busy:
+            rows = [(w.row.name, w.row.dtype, w.shape, nbytes(w.row.dtype, w.shape)) for w in self._busy]
+            self._job, self._places = model.begin_blocks([(w.at, w.block) for w in self._busy], rows, frame)
 
     def finish(self) -> Iterator[tuple[int, Any]]:
         """(slot, tensor) of each want, in any order."""
         job, self._job = self._job, None
-        landed: list[tuple[Any, int]] = []
-        raw = self._frame.raw({want.row.dtype for want in self._wants})
-        if job is not None:
-            with job:
-                job.wait()
-                landed = job.take(raw)
-        at = 0
-        for want, place in zip(self._wants, self._places, strict=True):
+        places, self._places = self._places, {}
+        for want in self._wants:
             if 0 in want.shape:
-                yield want.slot, self._empty(want) if place is None else place
-                continue
-            capsule, pointer = landed[at]
-            at += 1
-            if place is None:
-                place = self._frame.adopt(capsule, pointer, want.row.dtype, want.shape, self._model.device)
-            yield want.slot, place
+                yield want.slot, self._frame.empty(want.row.dtype, want.shape, self._model.device)
+        if job is None:
+            return
+        raw = self._frame.raw({want.row.dtype for want in self._wants})
+        with job:
+            job.wait()
+            landed = job.take(raw)
+        for at, (want, (capsule, pointer)) in enumerate(zip(self._busy, landed, strict=True)):
+            if at in places:
+                yield want.slot, places[at]
+            else:
+                yield want.slot, self._frame.adopt(capsule, pointer, want.row.dtype, want.shape, self._model.device)
 
     def abandon(self) -> None:
         """Cancels what still runs; then nobody writes to its memory."""
@@ -209,7 +197,7 @@ class Batch:
         load = [0] * self._count
         owners = []
         for task in self.tasks:
-            if task.row.nbytes == 0 or self._way == "gather" and self._gathers(task):
+            if task.row.nbytes == 0:
                 owners.append(-1)
                 continue
             owner = load.index(min(load))
@@ -217,28 +205,17 @@ class Batch:
             owners.append(owner)
         return owners
 
-    def _gathers(self, task: Task) -> bool:
-        # Equal parts of whole rows, worth a collective of their own.
-        rows = task.shape[0] if task.shape else 0
-        return rows > 0 and rows % self._count == 0 and task.row.dtype not in PACKED and task.row.nbytes >= _LARGE
-
     def _wants(self, slot: int) -> list[_Want]:
         task, owner = self.tasks[slot], self._owners[slot]
         row, whole = task.row, (0, WHOLE, 0, WHOLE)
         if owner not in (-1, self._me):
             return []
         if owner == self._me:
-            return [_Want(slot, row, task.at, whole, row.shape, None)]
-        if self._way == "gather" and self._count > 1 and row.nbytes:
-            rows = row.shape[0] // self._count
-            into = self._room.frame.empty(row.dtype, row.shape, self._model.device)
-            self._tensors[slot] = into
-            lo = self._me * rows
-            return [_Want(slot, row, task.at, (lo, lo + rows, 0, WHOLE), (rows, *row.shape[1:]), into[lo : lo + rows])]
+            return [_Want(slot, row, task.at, whole, row.shape)]
         block = self._room.block_read(task, self._room.team.rank)
         if block is None:
-            return [_Want(slot, row, task.at, whole, row.shape, None)]
-        return [_Want(slot, row, task.at, block, self._room.part_shape(task, self._room.team.rank), None)]
+            return [_Want(slot, row, task.at, whole, row.shape)]
+        return [_Want(slot, row, task.at, block, self._room.part_shape(task, self._room.team.rank))]
 
     def arrive(self) -> None:
         """Waits for the reading; `read` says what went wrong with it."""
@@ -247,8 +224,7 @@ class Batch:
             return
         try:
             for slot, tensor in reading.finish():
-                if self._tensors[slot] is None:  # else it landed in its place
-                    self._tensors[slot] = tensor
+                self._tensors[slot] = tensor
         except BaseException as error:
             self._error = error
 
@@ -261,8 +237,6 @@ class Batch:
         for slot, (task, owner) in enumerate(zip(self.tasks, self._owners, strict=True)):
             if owner >= 0:
                 sent.append(slot)
-            elif self._way == "gather" and self._count > 1 and task.row.nbytes:
-                self._sends.append(_Gather(self, slot))
             elif task.dim is not None:
                 self._tensors[slot] = self._room.cut(task, self._tensors[slot])
         kind = _Scatter if self._way == "scatter" else _Broadcast
@@ -360,17 +334,6 @@ class _Scatter(_Send):
     def finish(self) -> None:
         for _, flat in self.incoming:
             _split(flat, self.parts)
-
-
-class _Gather(_Send):
-    def __init__(self, batch: Batch, slot: int) -> None:
-        super().__init__(batch)
-        out = _bytes(batch._tensors[slot])
-        parts = out.split(out.numel() // batch._count)
-        for peer in range(batch._count):
-            if peer != batch._me:
-                self.outgoing.append((peer, parts[batch._me]))
-                self.incoming.append((peer, parts[peer]))
 
 
 def _bytes(tensor: Any) -> Any:

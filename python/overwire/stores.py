@@ -49,19 +49,30 @@ class ObjectReader(io.RawIOBase):
     """The bytes of a path or URI in order, from `begin` to `end` (exclusive; None:
     to its end), read ahead by several connections, which resume where they break.
 
-    It can seek within what is there; backwards, or far forwards, the reading
-    begins anew. Errors of the store are raised by the reads.
+    Several paths or URIs are read one after the other, as one file. `sizes`, the
+    bytes that each of them has, lets an external downloader (OVERWIRE_DOWNLOADER)
+    be started once for all; an object of another size is CorruptError.
+
+    One that has a single source can seek within what is there; backwards, or far
+    forwards, the reading begins anew. Errors of the store are raised by the reads.
     """
 
     _NEAR = 16 << 20
 
     def __init__(
-        self, source: str | os.PathLike[str], begin: int = 0, end: int | None = None, *, storage_options: StorageOptions | None = None
+        self,
+        source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        begin: int = 0,
+        end: int | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        storage_options: StorageOptions | None = None,
     ) -> None:
         super().__init__()
         self._job: Job | None = None
         self._pipe = -1
-        self._uri = local(source)
+        self._uris = [local(one) for one in ([source] if isinstance(source, (str, os.PathLike)) else source)]
+        self._sizes = None if sizes is None else list(sizes)
         self._options, self._end, self._at = storage_options, end, begin
         self._start()
 
@@ -75,7 +86,8 @@ class ObjectReader(io.RawIOBase):
 
             fcntl.fcntl(sink, 1031, 1 << 20)  # F_SETPIPE_SZ
         try:
-            spec = {"uris": [self._uri], "fd": sink, "from": self._at, "to": self._end or 0, **storage(self._options, [self._uri])}
+            spec = {"uris": self._uris, "fd": sink, "from": self._at, "to": self._end or 0, "sizes": self._sizes}
+            spec |= storage(self._options, self._uris)
             self._job = Job(_engine.fetch_start(json.dumps(spec)), "fetch")
         finally:
             os.close(sink)
@@ -119,9 +131,9 @@ class ObjectReader(io.RawIOBase):
         if whence == io.SEEK_CUR:
             offset += self._at
         elif whence != io.SEEK_SET:
-            raise ValueError(f"{shown(self._uri)}: the end is not known")
+            raise ValueError(f"{shown(self._uris[0])}: the end is not known")
         if offset < 0:
-            raise ValueError(f"{shown(self._uri)}: offset {offset}")
+            raise ValueError(f"{shown(self._uris[0])}: offset {offset}")
         if 0 < offset - self._at <= self._NEAR and self._job is not None:
             skipped = bytearray(min(offset - self._at, 1 << 20))
             while self._at < offset and self.readinto(memoryview(skipped)[: offset - self._at]):

@@ -157,7 +157,20 @@ class Team:
             here = torch.zeros(2, dtype=torch.uint8, device=wire)
             peers = [rank for rank in self.near if rank != self.rank]
             self.trade([(peer, here[:1]) for peer in peers], [(peer, here[1:]) for peer in peers])
+            self.gather(torch.zeros(len(self.near), dtype=torch.uint8, device=wire), 1)
             self._warm.add(wire)
+
+    def gather(self, buffer: Any, share: int) -> None:
+        """Collective among the ranks of this host: rank r of it has bytes
+        [r * share, (r + 1) * share) of the buffer, and gets the others'."""
+        parts = buffer[: share * len(self.near)].split(share)
+        mine = parts[self.near.index(self.rank)]
+        if len(self.near) == self.size > 1:
+            with _reaching():
+                self._dist.all_gather_into_tensor(buffer[: share * self.size], mine, group=self.group)
+            return
+        peers = [(rank, part) for rank, part in zip(self.near, parts, strict=True) if rank != self.rank]
+        self.trade([(rank, mine) for rank, _ in peers], peers)
 
     def trade(self, outgoing: list[tuple[int, Any]], incoming: list[tuple[int, Any]]) -> None:
         """Collective among those named: sends and receives (rank, contiguous

@@ -149,6 +149,10 @@ func RelayStart(model uint64, spec string) (uint64, error) {
 	return face.Call("relay", func() (uint64, error) { return face.RelayStart(model, spec) })
 }
 
+func RelayAim(job uint64, requests string) (int, error) {
+	return done("relay", func() error { return face.RelayAim(job, requests) })
+}
+
 func RelayShares(job uint64) (string, error) {
 	return face.Call("relay", func() (string, error) { return face.RelayShares(job) })
 }

@@ -550,6 +550,28 @@ PyObject * _wrap__core_api_PreloadStart(PyObject * PYBINDGEN_UNUSED(dummy), PyOb
 
 
 PyObject *
+_wrap__core_api_RelayAim(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    uint64_t job;
+    char *requests;
+    const char *keywords[] = {"job", "requests", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "Ks", (char **) keywords, &job, &requests)) {
+        return NULL;
+    }
+    retval = api_RelayAim(job, requests);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_RelayAim(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_RelayDecode(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -1065,6 +1087,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_PreloadFind", (PyCFunction) _wrap__core_api_PreloadFind, METH_KEYWORDS|METH_VARARGS, "api_PreloadFind(uris)\n\ntype: uris: char *" },
     {(char *) "api_PreloadModel", (PyCFunction) _wrap__core_api_PreloadModel, METH_KEYWORDS|METH_VARARGS, "api_PreloadModel(job, ms)\n\ntype: job: uint64_t\ntype: ms: int64_t" },
     {(char *) "api_PreloadStart", (PyCFunction) _wrap__core_api_PreloadStart, METH_KEYWORDS|METH_VARARGS, "api_PreloadStart(spec)\n\ntype: spec: char *" },
+    {(char *) "api_RelayAim", (PyCFunction) _wrap__core_api_RelayAim, METH_KEYWORDS|METH_VARARGS, "api_RelayAim(job, requests)\n\ntype: job: uint64_t\ntype: requests: char *" },
     {(char *) "api_RelayDecode", (PyCFunction) _wrap__core_api_RelayDecode, METH_KEYWORDS|METH_VARARGS, "api_RelayDecode(job, piece, stream)\n\ntype: job: uint64_t\ntype: piece: int64_t\ntype: stream: uint64_t" },
     {(char *) "api_RelayStart", (PyCFunction) _wrap__core_api_RelayStart, METH_KEYWORDS|METH_VARARGS, "api_RelayStart(model, spec)\n\ntype: model: uint64_t\ntype: spec: char *" },
     {(char *) "api_RelayWait", (PyCFunction) _wrap__core_api_RelayWait, METH_KEYWORDS|METH_VARARGS, "api_RelayWait(job, piece, ms)\n\ntype: job: uint64_t\ntype: piece: int64_t\ntype: ms: int64_t" },

@@ -535,6 +535,21 @@ func api_Presign(spec *C.char) *C.char {
 	return C.CString(cret)
 }
 
+//export api_RelayAim
+func api_RelayAim(job C.ulonglong, requests *C.char) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.RelayAim(uint64(job), C.GoString(requests))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export api_RelayDecode
 func api_RelayDecode(job C.ulonglong, piece C.longlong, stream C.ulonglong) C.longlong {
 	_saved_thread := C.PyEval_SaveThread()

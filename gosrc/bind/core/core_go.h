@@ -109,6 +109,7 @@ extern long long unsigned int api_PreloadFind(char* uris);
 extern long long unsigned int api_PreloadModel(long long unsigned int job, long long int ms);
 extern long long unsigned int api_PreloadStart(char* spec);
 extern char* api_Presign(char* spec);
+extern long long int api_RelayAim(long long unsigned int job, char* requests);
 extern long long int api_RelayDecode(long long unsigned int job, long long int piece, long long unsigned int stream);
 extern char* api_RelayShares(long long unsigned int job);
 extern long long unsigned int api_RelayStart(long long unsigned int model, char* spec);

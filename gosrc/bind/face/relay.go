@@ -36,8 +36,21 @@ func relayOf(h uint64) (*load.Relay, error) {
 	return e.relay, nil
 }
 
-// RelayShares tells, as a JSON list by piece, where the ranks' shares begin in
-// its buffer, and where the last one ends.
+// RelayAim says what this rank wants; a JSON list of requests, six numbers each.
+func RelayAim(h uint64, requests string) error {
+	r, err := relayOf(h)
+	if err != nil {
+		return err
+	}
+	list, err := parse[[][6]int64]("relay", requests)
+	if err != nil {
+		return err
+	}
+	return r.Aim(list)
+}
+
+// RelayShares tells, as a JSON list, how many bytes each rank's share of each
+// piece has in its buffer.
 func RelayShares(h uint64) (string, error) {
 	r, err := relayOf(h)
 	if err != nil {
@@ -46,7 +59,8 @@ func RelayShares(h uint64) (string, error) {
 	return encode(r.Shares())
 }
 
-// RelayWait waits, at most for d, until this rank's share of a piece is there.
+// RelayWait waits, at most for d, until this rank's share of a piece is there, or
+// on its way.
 func RelayWait(h uint64, piece int, d time.Duration) (bool, error) {
 	r, err := relayOf(h)
 	if err != nil {

@@ -47,14 +47,16 @@ func Announce(p unsafe.Pointer, n int64) {
 	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, -head)), n+head), unix.MADV_WILLNEED)
 }
 
-// StillHas refuses a file that has become shorter than size.
+// StillHas refuses a file that has become shorter than size; the error is a
+// fault.At with the offset where it ends now.
 func StillHas(fd int, size int64) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return fault.FromOS(err)
 	}
 	if st.Size < size {
-		return fault.New(fault.ErrCorrupt, "truncated: the file had %d bytes when it was opened, now %d", size, st.Size)
+		return &fault.At{Verb: "map", Chunk: -1, Offset: st.Size,
+			Err: fault.New(fault.ErrCorrupt, "truncated: the file had %d bytes when it was opened, now %d", size, st.Size)}
 	}
 	return nil
 }

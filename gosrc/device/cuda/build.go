@@ -371,6 +371,11 @@ func (b *build) write() {
 	size = (size + 15) &^ 15
 	table := unsafe.Add(s.host, -size)
 	device := s.dev - uint64(size)
+	if s.far != 0 {
+		// The kernels read them where they are: a copy would wait for those of other
+		// lanes, which keep the wire busy for milliseconds.
+		device = uint64(s.c.status) + headBytes - uint64(size)
+	}
 	var at [5]int
 	n := 0
 	at[0], n = n, n+put(table, n, b.chunks)
@@ -381,7 +386,7 @@ func (b *build) write() {
 	clear(unsafe.Slice((*uint32)(head), len(b.chunks)))
 
 	copies := s.c.copies[:0]
-	if size > 0 {
+	if size > 0 && s.far == 0 {
 		upto := int64(0)
 		if !b.staged && b.lo <= nearby && b.hi > b.lo && s.lent == nil {
 			upto, b.staged = b.hi, true
@@ -395,6 +400,7 @@ func (b *build) write() {
 		}
 	}
 	copies = append(copies, b.copies...)
+	s.c.early = C.uint32_t(len(b.copies))
 	s.c.ncopies = C.uint32_t(len(copies))
 	s.c.nlaunches = C.uint32_t(len(b.launches))
 	for i, l := range b.launches {

@@ -105,7 +105,7 @@ func TestWaitFor(t *testing.T) {
 		}); err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(l.SignalTo(2), l.Drain(t.Context())); err != nil {
+		if err := l.Drain(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		for i, m := range mem {
@@ -156,7 +156,6 @@ func life(p *piece) error {
 				first(<-ch)
 			}
 		}
-		first(l.SignalTo(2))
 		first(l.Drain(context.Background()))
 		_, e := l.Across(4096, 1)
 		first(e)

@@ -324,6 +324,8 @@ static int queue(struct owcu_lane *l, struct owcu_slot *s, struct owcu_error *e)
 {
 	owcu_handle copy = l->streams[0], last = copy;
 
+	if (s->after && s->early && TRY(stream_wait, (copy, s->after, 0)))
+		return -1;
 	if (mark(l, s, 0, copy, e))
 		return -1;
 	for (uint32_t i = 0; i < s->ncopies; i++)
@@ -331,12 +333,16 @@ static int queue(struct owcu_lane *l, struct owcu_slot *s, struct owcu_error *e)
 			return -1;
 	if (mark(l, s, 1, copy, e))
 		return -1;
-	if (s->nlaunches > 0) {
+	if (s->nlaunches > 0 || s->then) {
 		last = l->streams[1 + s->stream];
 		if (TRY(event_record, (s->copied, copy)) || TRY(stream_wait, (last, s->copied, 0)))
 			return -1;
 	}
+	if (s->after && last != copy && TRY(stream_wait, (last, s->after, 0)))
+		return -1;
 	if (mark(l, s, 2, last, e) || launch_all(l, s, last, e) || mark(l, s, 3, last, e))
+		return -1;
+	if (s->then && TRY(event_record, (s->then, last)))
 		return -1;
 	return TRY(event_record, (s->done, last));
 }
@@ -373,21 +379,38 @@ int owcu_wait(struct owcu_lane *l, int slot, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-int owcu_join(struct owcu_lane *l, uint64_t stream, int lane_waits, struct owcu_error *e)
+int owcu_join(struct owcu_lane *l, uint64_t stream, struct owcu_error *e)
 {
 	struct guard g;
-	owcu_handle other = (owcu_handle)(uintptr_t)stream;
 	int rc = enter(&g, l->ctx, e);
 
-	if (rc == 0 && lane_waits)
-		rc = TRY(event_record, (l->join, other));
-	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++) {
-		// A wait takes the event as it is now, so one event serves them all.
-		if (lane_waits)
-			rc = TRY(stream_wait, (l->streams[i], l->join, 0));
-		else
-			rc = TRY(event_record, (l->join, l->streams[i])) || TRY(stream_wait, (other, l->join, 0)) ? -1 : 0;
-	}
+	if (rc == 0)
+		rc = TRY(event_record, (l->join, (owcu_handle)(uintptr_t)stream));
+	// A wait takes the event as it is now, so one event serves them all.
+	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
+		rc = TRY(stream_wait, (l->streams[i], l->join, 0));
+	return leave(&g, rc);
+}
+
+int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (*event != NULL)
+		rc |= owcu_forked() ? 0 : TRY(event_destroy, (*event));
+	else if (rc == 0)
+		rc = TRY(event_create, (event, NO_TIMING));
+	return leave(&g, rc);
+}
+
+int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
+{
+	struct guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(stream_wait, ((owcu_handle)(uintptr_t)stream, event, 0));
 	return leave(&g, rc);
 }
 

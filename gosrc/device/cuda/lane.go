@@ -198,6 +198,7 @@ func (l *Lane) Get(ctx context.Context) (*Slot, error) {
 	select {
 	case s := <-l.free:
 		s.owned, s.lent, s.far = true, nil, 0
+		s.c.after, s.c.then = nil, nil
 		return s, nil
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
@@ -324,7 +325,9 @@ func (l *Lane) round(s *Slot, b *build) error {
 		c.wait = 1
 	}
 	c.stream = 0
-	if !b.scratch { // chunks in scratch wait for each other on the first stream
+	// Chunks in scratch wait for each other on the first stream; pieces that share
+	// an event come to it in their order.
+	if !b.scratch && c.then == nil {
 		c.stream = C.uint32_t(l.next % (C.OWCU_STREAMS - 1))
 		l.next++
 	}
@@ -410,20 +413,14 @@ func (l *Lane) Drain(ctx context.Context) error {
 // queued now on a stream of the same device: memory of torch's allocator may
 // still be in use there. The number is DLPack's: 1 the legacy default stream, 2
 // the thread's, else a handle.
-func (l *Lane) WaitFor(stream uintptr) error { return l.join(stream, 1) }
-
-// SignalTo makes that stream wait for everything submitted until now. Jobs
-// whose done was called need it no more: they have landed for every stream.
-func (l *Lane) SignalTo(stream uintptr) error { return l.join(stream, 0) }
-
-func (l *Lane) join(stream uintptr, laneWaits C.int) error {
+func (l *Lane) WaitFor(stream uintptr) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.broken != nil {
 		return l.broken
 	}
 	var e C.struct_owcu_error
-	if C.owcu_join(l.c, C.uint64_t(stream), laneWaits, &e) != 0 {
+	if C.owcu_join(l.c, C.uint64_t(stream), &e) != 0 {
 		return l.fail(&e)
 	}
 	return nil

@@ -37,8 +37,12 @@ enum { OWCU_COPIES = 4096, OWCU_LAUNCHES = 128, OWCU_KERNELS = 10 };
 // What a slot is to do next. Go fills it while it owns the slot.
 struct owcu_slot {
 	owcu_handle copied, done; // events
+	// Someone else's events, 0 for none: what is written goes on after the first,
+	// and the second comes when all of it is done. early: copies write, too.
+	owcu_handle after, then;
 	owcu_ptr status;
 	uint32_t ncopies, nlaunches, stream, wait; // wait: return when all of it is done
+	uint32_t early;
 	// While the lane is timed: events before and after the copies and the
 	// launches, and their milliseconds since the origin once it was waited for.
 	owcu_handle marks[4];
@@ -51,7 +55,7 @@ struct owcu_lane {
 	owcu_handle ctx;
 	owcu_handle streams[OWCU_STREAMS]; // 0 copies
 	owcu_handle kernels[OWCU_KERNELS];
-	owcu_handle join; // event for WaitFor and SignalTo
+	owcu_handle join; // event for WaitFor
 	void *pinned;     // registered
 	owcu_ptr mapped;  // the same, for the device
 	owcu_ptr staging, scratch;
@@ -111,9 +115,14 @@ int owcu_scratch(struct owcu_lane *l, uint64_t n, struct owcu_error *e);
 int owcu_submit(struct owcu_lane *l, int slot, struct owcu_error *e);
 // owcu_wait waits for the slot's last submit.
 int owcu_wait(struct owcu_lane *l, int slot, struct owcu_error *e);
-// owcu_join orders a stream of someone else and the lane: with lane_waits the
-// lane goes on after what is queued there now, else the other way round.
-int owcu_join(struct owcu_lane *l, uint64_t stream, int lane_waits, struct owcu_error *e);
+// owcu_join makes the lane go on after what is queued now on a stream of someone
+// else.
+int owcu_join(struct owcu_lane *l, uint64_t stream, struct owcu_error *e);
+
+// owcu_event makes an event without times, or ends one that nothing is queued on
+// any more; owcu_event_before makes a stream go on after its last record.
+int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e);
+int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 
 // owcu_floor copies the first n bytes of the slots to their staging, count
 // times in turn, and waits: what the wire can do, with nothing else. The slots

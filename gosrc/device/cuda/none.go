@@ -83,6 +83,21 @@ func (d *Device) Current(func() error) error { return errNone }
 // LendDevice lets memory of the device take the place of the slot's.
 func (s *Slot) LendDevice(uintptr, int64) {}
 
+// An Event is a point in a device's work.
+type Event struct{}
+
+// NewEvent makes one.
+func (d *Device) NewEvent() (*Event, error) { return nil, errNone }
+
+// Free ends the event.
+func (v *Event) Free() {}
+
+// Before makes a stream go on after it.
+func (v *Event) Before(uintptr) error { return errNone }
+
+// Order puts what a slot writes between two events.
+func (s *Slot) Order(_, _ *Event) {}
+
 // TablesOnly is the size of slots that only lend memory of the device.
 const TablesOnly = 4096
 
@@ -97,9 +112,6 @@ func (l *Lane) Drain(context.Context) error { return errNone }
 
 // WaitFor lets the lane wait for a stream.
 func (l *Lane) WaitFor(uintptr) error { return errNone }
-
-// SignalTo lets a stream wait for the lane.
-func (l *Lane) SignalTo(uintptr) error { return errNone }
 
 // Close gives the lane back.
 func (l *Lane) Close() {}

@@ -18,7 +18,7 @@ import (
 // and leaves nothing behind.
 func TestRelayEveryCallFails(t *testing.T) {
 	_, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 1<<20)
-	travel := coded(m)
+	travel := filled(m)
 	reqs := asked(m, travel, 0)
 	sizes := make([]int64, len(reqs))
 	for i, b := range sliced(t, m, reqs) {
@@ -32,10 +32,10 @@ func TestRelayEveryCallFails(t *testing.T) {
 		failed, moving := 0, 0
 		for nth := int64(1); ; nth += step {
 			end := cuda.Fake(512 << 20)
-			got, ring := memoryOn(t, "cuda:0", sizes), memoryOn(t, "cuda:0", []int64{relayed, relayed})
+			got, ring := memoryOn(t, "cuda:0", sizes), memoryOn(t, "cuda:0", []int64{alone, alone})
 			before := cuda.FakeCalls()
 			cuda.FakeFail(nth, 999, sticky)
-			r, err := m.Relay(specOf(reqs, travel, got, ring, "cuda:0", 0, 1))
+			r, err := begun(m, specOf(travel, ring, "cuda:0", 0, 1, alone), requests(reqs, got))
 			if err == nil {
 				err = passed(r)
 			}

@@ -70,34 +70,35 @@ func memoryOn(t *testing.T, where string, sizes []int64) memory {
 	return m
 }
 
-// coded are the tensors of a model that travel.
-func coded(m *load.Model) (travel []int64) {
+// filled are the tensors of a model that travel: those that have bytes.
+func filled(m *load.Model) (travel []int64) {
 	for i := range m.Index().Tensors {
-		x := &m.Index().Tensors[i]
-		data := x
-		if x.Alias >= 0 {
-			data = &m.Index().Tensors[x.Alias]
-		}
-		if data.Count > 0 {
+		if m.Index().Tensors[i].Bytes > 0 {
 			travel = append(travel, int64(i))
 		}
 	}
 	return travel
 }
 
-const relayed = 320 << 10 // bytes of a buffer
+// Bytes of a buffer: of several ranks or chunks of 1 MiB, of one rank.
+const relayed, alone = 3 << 20, 320 << 10
 
 // Ranks that read a share each, into buffers that the others see as well, decode
 // all tensors, or their part of them, to what was saved; on a GPU and on the host.
 // One rank alone goes round a ring of two.
 func TestRelay(t *testing.T) {
 	engine(t)
-	for kind, several := range map[string][]int{"hostile": {1, 3}, "tied": {2}} {
-		_, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, kind, 2<<20)
-		travel := coded(m)
+	for _, c := range []struct {
+		kind     string
+		compress bool
+		bytes    int64
+		ranks    []int
+	}{{"hostile", true, 8 << 20, []int{1, 3}}, {"tied", true, 16 << 20, []int{2}}, {"hostile", false, 12 << 20, []int{1, 2}}} {
+		_, m, _ := written(t, save.Spec{Compress: c.compress, ChunkBytes: 64 << 10}, c.kind, c.bytes)
+		travel := filled(m)
 		for _, where := range []string{"cuda:0", "cpu"} {
-			for _, ranks := range several {
-				t.Run(fmt.Sprint(kind, " ", where, " ", ranks), func(t *testing.T) { relay(t, m, travel, where, ranks) })
+			for _, ranks := range c.ranks {
+				t.Run(fmt.Sprint(c.kind, " ", c.compress, " ", where, " ", ranks), func(t *testing.T) { relay(t, m, travel, where, ranks) })
 			}
 		}
 	}
@@ -141,7 +142,7 @@ func sliced(t *testing.T, m *load.Model, reqs []load.Request) (all [][]byte) {
 }
 
 func relay(t *testing.T, m *load.Model, travel []int64, where string, ranks int) {
-	buffers := make([]int64, 128)
+	buffers := make([]int64, 32)
 	if ranks == 1 { // nobody else looks at them: they are used again and again
 		buffers = buffers[:2]
 	}
@@ -162,7 +163,7 @@ func relay(t *testing.T, m *load.Model, travel []int64, where string, ranks int)
 		}
 		got = append(got, memoryOn(t, where, sizes))
 		defer got[rank].free()
-		r, err := m.Relay(specOf(reqs, travel, got[rank], ring, where, rank, ranks))
+		r, err := begun(m, specOf(travel, ring, where, rank, ranks, relayed), requests(reqs, got[rank]))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -209,12 +210,30 @@ func streamOf(where string) uint64 {
 	return 1
 }
 
-func specOf(reqs []load.Request, travel []int64, got, ring memory, where string, rank, ranks int) *load.RelaySpec {
-	spec := &load.RelaySpec{Tensors: travel, Ring: ring.at, Size: relayed, Ranks: ranks, Rank: rank}
-	spec.Device, spec.Stream = where, streamOf(where)
-	for i, q := range reqs {
-		spec.Requests = append(spec.Requests, [6]int64{q.Tensor, int64(got.at[i]), q.Lo0, q.Hi0, q.Lo1, q.Hi1})
+// begun is a relay that has its requests.
+func begun(m *load.Model, spec *load.RelaySpec, requests [][6]int64) (*load.Relay, error) {
+	r, err := m.Relay(spec)
+	if err != nil {
+		return nil, err
 	}
+	if err = r.Aim(requests); err != nil {
+		r.Job().Cancel()
+		_, _ = r.Job().Wait(time.Minute) // cancelled
+		return nil, err
+	}
+	return r, nil
+}
+
+func requests(reqs []load.Request, got memory) (out [][6]int64) {
+	for i, q := range reqs {
+		out = append(out, [6]int64{q.Tensor, int64(got.at[i]), q.Lo0, q.Hi0, q.Lo1, q.Hi1})
+	}
+	return out
+}
+
+func specOf(travel []int64, ring memory, where string, rank, ranks int, size int64) *load.RelaySpec {
+	spec := &load.RelaySpec{Tensors: travel, Ring: ring.at, Size: size, Ranks: ranks, Rank: rank}
+	spec.Device, spec.Stream = where, streamOf(where)
 	return spec
 }
 
@@ -223,29 +242,39 @@ func specOf(reqs []load.Request, travel []int64, got, ring memory, where string,
 func TestRelayEnds(t *testing.T) {
 	engine(t)
 	_, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
-	travel := coded(m)
+	travel := filled(m)
 	for _, where := range []string{"cuda:0", "cpu"} {
 		reqs := asked(m, travel, 0)
 		sizes := make([]int64, len(reqs))
 		for i, b := range sliced(t, m, reqs) {
 			sizes[i] = int64(len(b))
 		}
-		got, ring := memoryOn(t, where, sizes), memoryOn(t, where, []int64{relayed, relayed})
-		for _, wrong := range []func(*load.RelaySpec){
-			func(s *load.RelaySpec) { s.Rank = 1 }, func(s *load.RelaySpec) { s.Ring = nil }, func(s *load.RelaySpec) { s.Size = 30 << 10 },
-			func(s *load.RelaySpec) { s.Tensors = s.Tensors[1:] }, func(s *load.RelaySpec) { s.Tensors[0] = math.MaxInt32 },
-			func(s *load.RelaySpec) { s.Requests[0][3] = math.MaxInt32 },
+		got, ring := memoryOn(t, where, sizes), memoryOn(t, where, []int64{alone, alone})
+		for _, wrong := range []func(*load.RelaySpec, [][6]int64){
+			func(s *load.RelaySpec, _ [][6]int64) { s.Rank = 1 }, func(s *load.RelaySpec, _ [][6]int64) { s.Ring = nil },
+			func(s *load.RelaySpec, _ [][6]int64) { s.Size = 30 << 10 }, func(s *load.RelaySpec, _ [][6]int64) { s.Widest = 300 },
+			func(s *load.RelaySpec, _ [][6]int64) { s.Tensors = s.Tensors[1:] },
+			func(s *load.RelaySpec, _ [][6]int64) { s.Tensors[0] = math.MaxInt32 },
+			func(_ *load.RelaySpec, q [][6]int64) { q[0][3] = math.MaxInt32 },
 		} {
-			spec := specOf(reqs, append([]int64(nil), travel...), got, ring, where, 0, 1)
-			wrong(spec)
-			if r, err := m.Relay(spec); err == nil || !errors.Is(err, fault.ErrArgument) {
+			spec, list := specOf(append([]int64(nil), travel...), ring, where, 0, 1, alone), requests(reqs, got)
+			wrong(spec, list)
+			if r, err := begun(m, spec, list); err == nil || !errors.Is(err, fault.ErrArgument) {
 				t.Errorf("%v: %v", r != nil, err)
 			}
 		}
 		for _, decodes := range []int{0, 1} {
-			r, err := m.Relay(specOf(reqs, travel, got, ring, where, 0, 1))
+			r, err := m.Relay(specOf(travel, ring, where, 0, 1, alone))
 			if err != nil {
 				t.Fatal(err)
+			}
+			if err := r.Decode(0, 0); !errors.Is(err, fault.ErrArgument) {
+				t.Errorf("decoded without requests: %v", err)
+			}
+			for _, want := range []error{nil, fault.ErrArgument} {
+				if err := r.Aim(requests(reqs, got)); !errors.Is(err, want) {
+					t.Fatalf("%v, not %v", err, want)
+				}
 			}
 			for k := range decodes {
 				if _, err := r.Wait(k, time.Minute); err != nil {

@@ -21,6 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/weights"
 )
@@ -446,6 +447,40 @@ func TestCastWhileLanding(t *testing.T) {
 	for _, opt := range []load.Options{{Cast: "F7", Device: "cuda"}, {Cast: "F32"}} {
 		if _, err := m.Start(nil, opt); !errors.Is(err, fault.ErrArgument) {
 			t.Errorf("%+v: %v", opt, err)
+		}
+	}
+}
+
+// Over HTTP, from a server whose connections break, files arrive as from a disk,
+// and the load tells what it waited for.
+func TestWholeWayOverHTTP(t *testing.T) {
+	engine(t)
+	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 128 << 10}, {}} {
+		path, near, want := written(t, spec, "llama-bf16", 24<<20)
+		near.Close()
+		s, err := serve.New(filepath.Dir(path), serve.Options{Faults: map[string]float64{"reset": 0.05, "short": 0.05, "503": 0.02}, Seed: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		m := reopened(t, s.URL()+filepath.Base(path))
+		whole(t, m, want, 0)
+		l, err := m.Start(nil, load.Options{Device: "cuda"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := finish(t, l); err != nil {
+			t.Fatal(err)
+		}
+		if st := l.Job().Value().(load.Report).Stages; st.AnswerNS <= 0 || st.ReadNS <= 0 {
+			t.Errorf("%+v", st)
+		}
+		l.Close()
+		m.Close()
+		if n := s.Faults(); len(n) == 0 {
+			t.Error("nothing failed")
+		}
+		if err := s.Close(); err != nil {
+			t.Error(err)
 		}
 	}
 }

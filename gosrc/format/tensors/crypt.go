@@ -146,7 +146,7 @@ func (c *Crypt) nonce(i int64) *[nonceBytes]byte {
 	return &n
 }
 
-// open decrypts box i of the data in place.
+// open decrypts box i of the data in place; p is of no use if it fails.
 func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
 	if !openBox(p, &c.MACs[i], c.nonce(i), key) {
 		return fault.New(fault.ErrCrypto, "decryption failed: another key, or the data have changed")

@@ -5,6 +5,7 @@ import (
 	"context"
 	"maps"
 	"net/url"
+	"slices"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/fault"
@@ -74,6 +75,40 @@ func direct(opt source.Options) func(ctx context.Context, uri string) (source.So
 			return wrap(pipe.Open(ctx, program, uri, opt))
 		}
 		return own(ctx, uri)
+	}
+}
+
+// argvs is how many URLs one program gets: there is a limit to what arguments
+// may take, of 2 MiB as a rule.
+const argvs = 1000
+
+// Several is With for URIs of objects whose sizes are known, which are opened in
+// this order, once each. Where a setting names an external downloader, and all
+// are http or https, it is started once for all of them, or once for each
+// thousand. rest, to be called at the end, closes what was brought and not opened.
+func Several(uris []string, sizes []int64, opt source.Options) (dial func(ctx context.Context, uri string) (source.Source, error), rest func()) {
+	program := knob.Downloader.Get()
+	if program == "" || opt.Storage["cache"] != "" || slices.ContainsFunc(uris, func(u string) bool { return Scheme(u) != "http" && Scheme(u) != "https" }) {
+		return With(opt), func() {}
+	}
+	var srcs []*pipe.Source
+	next := 0
+	dial = func(ctx context.Context, _ string) (source.Source, error) {
+		if next == len(srcs) {
+			end := min(next+argvs, len(uris))
+			more, err := pipe.Start(ctx, program, uris[next:end], sizes[next:end], opt)
+			if err != nil {
+				return nil, err
+			}
+			srcs = append(srcs, more...)
+		}
+		next++
+		return srcs[next-1], nil
+	}
+	return dial, func() {
+		for _, s := range srcs[next:] {
+			_ = s.Close()
+		}
 	}
 }
 

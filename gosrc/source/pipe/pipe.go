@@ -5,8 +5,9 @@
 // The program is run by its path, without a shell; what it gets begins with
 // http:// or https://, so that no URL is an option. An exit status other than
 // 0, a byte too few or too many, or a standstill is an error of every source
-// that is not whole by then; where sizes are not known, no byte is used before
-// the program has ended well. Close of the last source kills the program with
+// that is not whole by then. The last is not before the program has ended well:
+// whoever has read all sources knows that the stream was cut at the right
+// places. Where sizes are not known, no byte is used before. Close of the last source kills the program with
 // its whole process group.
 package pipe
 
@@ -149,21 +150,34 @@ func (s *Source) Close() error {
 	return s.shut
 }
 
-// arguments are what the program gets. curl is told to fail on a status that
-// is no success, to follow redirects but never out of TLS, and to be quiet:
-// without, it hands out error pages as if they were weights.
-func arguments(program string, urls []string) []string {
+// arguments are what the program gets, and what it reads from its standard
+// input. curl is told to fail on a status that is no success, at the first of
+// several, to follow redirects but never out of TLS, and to be quiet: without,
+// it hands out error pages as if they were weights. Arguments can be read by
+// every user of the machine: curl gets URLs with a user or a query, which may be
+// secrets, by its standard input. Other programs have no such way.
+func arguments(program string, urls []string) (args []string, stdin string) {
 	if filepath.Base(program) != "curl" {
-		return urls
+		return urls, ""
 	}
-	proto := "=http,https"
+	proto, private := "=http,https", false
 	for _, u := range urls {
 		if strings.HasPrefix(strings.ToLower(u), "https://") {
 			proto = "=https"
 		}
+		private = private || strings.ContainsAny(u, "@?")
 	}
-	return append([]string{"--fail", "--silent", "--show-error", "--location", "--max-redirs", "5", "--proto", "=http,https",
-		"--proto-redir", proto, "--globoff", "--"}, urls...)
+	args = []string{"--fail", "--fail-early", "--silent", "--show-error", "--location", "--max-redirs", "5", "--proto", "=http,https",
+		"--proto-redir", proto, "--globoff"}
+	if !private {
+		return append(append(args, "--"), urls...), ""
+	}
+	var config strings.Builder
+	quoted := strings.NewReplacer(`\`, `\\`, `"`, `\"`)
+	for _, u := range urls {
+		fmt.Fprintf(&config, "url = \"%s\"\n", quoted.Replace(u))
+	}
+	return append(args, "--config", "-"), config.String()
 }
 
 // fetch runs the program to its end and cuts what it writes into files.
@@ -175,7 +189,11 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 	defer r.Close()
 	// More than the 64 KiB of a pipe: fewer turns. It is advice.
 	_, _ = unix.FcntlInt(w.Fd(), unix.F_SETPIPE_SZ, 1<<20)
-	cmd := exec.Command(program, arguments(program, urls)...)
+	args, stdin := arguments(program, urls)
+	cmd := exec.Command(program, args...)
+	if stdin != "" {
+		cmd.Stdin = strings.NewReader(stdin)
+	}
 	cmd.Env = cmd.Environ()
 	for k, v := range env {
 		cmd.Env = append(cmd.Env, k+"="+v)
@@ -190,7 +208,9 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 			return fmt.Errorf("%s=%s: %w", knob.DownloaderLog.Name(), path, fault.FromOS(err))
 		}
 		defer log.Close()
-		cmd.Stderr = io.MultiWriter(said, log)
+		lines := &redacted{to: log}
+		defer lines.flush()
+		cmd.Stderr = io.MultiWriter(said, lines)
 	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	err = cmd.Start()
@@ -201,7 +221,7 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 	kill := func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	stop := context.AfterFunc(ctx, func() { kill(); _ = r.SetReadDeadline(time.Now()) })
 	defer stop()
-	cutErr := cut(r, files, timeout)
+	last, held, cutErr := cut(r, files, timeout)
 	if cutErr != nil {
 		kill()
 	}
@@ -217,18 +237,26 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 		return fault.New(fault.ErrIO, "%s: %v%s", filepath.Base(program), waitErr, said)
 	case cutErr != nil:
 		return fault.New(fault.ErrCorrupt, "truncated: %s ended after %d of %d bytes%s", filepath.Base(program), files[len(files)-1].Have(), files[len(files)-1].Size(), said)
+	case held != nil:
+		return last.Append(held)
 	}
 	return nil
 }
 
 var errEnd = errors.New("the stream ended early")
 
-// cut distributes the stream. At its end every file has its size.
-func cut(r *os.File, files []*spool.File, timeout time.Duration) error {
+// cut distributes the stream. At its end every file has its size, but for the
+// last that has any: its last byte is in held.
+func cut(r *os.File, files []*spool.File, timeout time.Duration) (last *spool.File, held []byte, err error) {
+	for _, f := range files {
+		if f.Size() > 0 {
+			last = f
+		}
+	}
 	buf := make([]byte, 1<<20)
 	at := 0
 	whole := func() {
-		for at < len(files) && files[at].Size() >= 0 && files[at].Have() == files[at].Size() {
+		for at < len(files) && files[at].Size() >= 0 && (files[at].Have() == files[at].Size() || files[at] == last && held != nil) {
 			at++
 		}
 	}
@@ -238,29 +266,55 @@ func cut(r *os.File, files []*spool.File, timeout time.Duration) error {
 		n, err := r.Read(buf)
 		for b := buf[:n]; len(b) > 0; whole() {
 			if at == len(files) {
-				return fault.New(fault.ErrCorrupt, "the downloader brings more than the %d bodies it was asked for", len(files))
+				return nil, nil, fault.New(fault.ErrCorrupt, "the downloader brings more than the %d bodies it was asked for", len(files))
 			}
+			f := files[at]
 			k := int64(len(b))
-			if size := files[at].Size(); size >= 0 {
-				k = min(k, size-files[at].Have())
+			if size := f.Size(); size >= 0 {
+				k = min(k, size-f.Have())
 			}
-			if err := files[at].Append(b[:k]); err != nil {
-				return err
+			part := b[:k]
+			if f == last && f.Have()+k == f.Size() {
+				part, held = b[:k-1], []byte{b[k-1]}
+			}
+			if err := f.Append(part); err != nil {
+				return nil, nil, err
 			}
 			b = b[k:]
 		}
 		switch {
 		case errors.Is(err, os.ErrDeadlineExceeded):
-			return fault.New(fault.ErrTimeout, "the downloader made no progress in %v", timeout)
+			return nil, nil, fault.New(fault.ErrTimeout, "the downloader made no progress in %v", timeout)
 		case err == io.EOF && (at == len(files) || files[at].Size() < 0):
-			return nil
+			return last, held, nil
 		case err == io.EOF:
-			return errEnd
+			return nil, nil, errEnd
 		case err != nil:
-			return fault.FromOS(err)
+			return nil, nil, fault.FromOS(err)
 		}
 	}
 }
+
+// redacted writes whole lines, without the secrets in them.
+type redacted struct {
+	to io.Writer
+	b  []byte
+}
+
+func (r *redacted) Write(p []byte) (int, error) {
+	r.b = append(r.b, p...)
+	end := bytes.LastIndexByte(r.b, '\n') + 1
+	if len(r.b) > 1<<16 {
+		end = len(r.b)
+	}
+	if _, err := io.WriteString(r.to, fault.Redact(string(r.b[:end]))); err != nil {
+		return 0, err
+	}
+	r.b = append(r.b[:0], r.b[end:]...)
+	return len(p), nil
+}
+
+func (r *redacted) flush() { _, _ = io.WriteString(r.to, fault.Redact(string(r.b))) }
 
 // tail keeps the end of what a program says of its trouble.
 type tail struct {

@@ -33,6 +33,7 @@ type span struct {
 	unhook   func() bool
 	off, end int64
 	failed   int // in a row
+	waited   [2]time.Duration
 
 	// Of the body that is open, if one is.
 	body  io.ReadCloser
@@ -64,6 +65,13 @@ func (r *span) Close() error {
 	r.unhook()
 	r.cancel(nil)
 	return nil
+}
+
+// Waited tells what was waited for; see source.Waiter.
+func (r *span) Waited() (turn, answer time.Duration) {
+	turn, answer = r.waited[0], r.waited[1]
+	r.waited = [2]time.Duration{}
+	return turn, answer
 }
 
 // Next fills p with what comes next.
@@ -118,15 +126,19 @@ func (r *span) Next(p []byte) error {
 func (r *span) read(p []byte) (int, error) {
 	s := r.s
 	if r.body == nil {
+		asked := time.Now()
 		if err := s.limit.acquire(r.ctx); err != nil {
 			return 0, err
 		}
+		begun := time.Now()
+		r.waited[0] += begun.Sub(asked)
 		r.got = 0
 		r.about, r.drop = context.WithCancelCause(r.ctx)
 		drop := r.drop
 		r.dog = time.AfterFunc(s.opt.Timeout, func() { drop(errStalled) })
 		s.counts[0].Add(1)
 		body, err := s.f.Fetch(r.about, r.off, r.end-r.off)
+		r.waited[1] += time.Since(begun)
 		if err != nil {
 			err = stalled(r.about, err)
 			r.release()

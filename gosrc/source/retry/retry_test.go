@@ -307,3 +307,50 @@ func TestClimb(t *testing.T) {
 		t.Errorf("%d open where 20 are enough", l.limit)
 	}
 }
+
+// A range tells how long it waited for its turn and for its answer, once.
+func TestWaited(t *testing.T) {
+	const pause = 20 * time.Millisecond
+	s := New(&store{data: random(100), fault: func(_, _ int64, b []byte) (io.Reader, error) {
+		time.Sleep(pause)
+		return bytes.NewReader(b), nil
+	}}, Options{Connections: 1})
+	defer s.Close()
+	one, err := s.Range(t.Context(), 0, 50)
+	if err != nil {
+		t.Fatal(err)
+	}
+	two, err := s.Range(t.Context(), 50, 50)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer two.Close()
+	if err := one.Next(make([]byte, 10)); err != nil { // and has the only permit
+		t.Fatal(err)
+	}
+	if turn, answer := one.(source.Waiter).Waited(); turn >= pause || answer < pause {
+		t.Errorf("the first: %v for its turn, %v for its answer", turn, answer)
+	}
+	done := make(chan error, 1)
+	go func() { done <- two.Next(make([]byte, 50)) }()
+	for s.limit.queued() == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	time.Sleep(pause)
+	_ = one.Close()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if turn, answer := two.(source.Waiter).Waited(); turn < pause || answer < pause {
+		t.Errorf("the second: %v for its turn, %v for its answer", turn, answer)
+	}
+	if turn, answer := two.(source.Waiter).Waited(); turn != 0 || answer != 0 {
+		t.Errorf("again: %v, %v", turn, answer)
+	}
+}
+
+func (l *limiter) queued() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.waiting)
+}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
-__all__ = ["live_allocation_bytes", "live_allocation_count", "track"]
+__all__ = ["SharedDeviceAllocation", "live_allocation_bytes", "live_allocation_count", "track"]
 
 
 class _Held(weakref.ref[Any]):
@@ -38,3 +39,53 @@ def live_allocation_count() -> int:
 def live_allocation_bytes() -> int:
     """Their bytes."""
     return sum(held.nbytes for held in list(_live.values()))
+
+
+class SharedDeviceAllocation:
+    """A buffer that several share: it is freed, by `framework.free_tensor_memory`,
+    when the last of them releases it. Whoever makes it holds the first reference;
+    tensors made by `dlpack.from_cuda_buffer(..., owner)` hold one each.
+
+    owns_memory: False for a buffer of nothing, which is not freed. Every method may
+    be called from any thread. Memory is counted where it is allocated, not here.
+    """
+
+    def __init__(self, gbuf: Any, framework: Any, device: Any, owns_memory: bool = True) -> None:
+        self._gbuf, self._framework, self._device, self._owns = gbuf, framework, device, owns_memory
+        self._references = 1
+        self._lock = threading.RLock()  # a collection in the middle may release another tensor of it
+
+    def get_base_address(self) -> int:
+        """RuntimeError when it was freed."""
+        gbuf = self._gbuf
+        if gbuf is None:
+            raise RuntimeError("SharedDeviceAllocation: the buffer was freed")
+        return int(gbuf.get_base_address())
+
+    def acquire(self) -> SharedDeviceAllocation:
+        """One reference more. RuntimeError when it was freed."""
+        with self._lock:
+            if self._references == 0:
+                raise RuntimeError("SharedDeviceAllocation: the buffer was freed")
+            self._references += 1
+        return self
+
+    def release(self) -> None:
+        """One reference less. Does nothing when it was freed."""
+        with self._lock:
+            if self._references == 0:
+                return
+            self._references -= 1
+            if self._references:
+                return
+            gbuf, self._gbuf = self._gbuf, None
+        if self._owns:
+            self._framework.free_tensor_memory(gbuf, self._device)
+
+    @property
+    def live(self) -> bool:
+        """Whether it was not freed yet."""
+        return self._gbuf is not None
+
+    def refcount(self) -> int:
+        return self._references

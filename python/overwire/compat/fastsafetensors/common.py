@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ __all__ = [
     "resolve_cudart_lib_name", "resolve_runtime_lib_name", "set_debug",
 ]  # fmt: skip
 
-_MAX_HEADER = 100_000_000
+#: The longest header that the format allows, in bytes.
+MAX_HEADER = 100_000_000
 
 
 def init_logger(name: str) -> logging.Logger:
@@ -41,7 +43,7 @@ def is_gpu_found() -> bool:
     return cpp.is_cuda_found() or cpp.is_hip_found()
 
 
-def resolve_runtime_lib_name() -> str:
+def resolve_runtime_lib_name(framework: Any = None) -> str:
     """ "": no CUDA runtime library is needed."""
     return ""
 
@@ -208,26 +210,53 @@ class SafeTensorsMetadata:
             os.close(fd)
 
     def get_tensors(
-        self, gbuf: cpp.gds_device_buffer, device: Device, copy_start_offset: int, dtype: DType = DType.AUTO
+        self, gbuf: cpp.gds_device_buffer, device: Device, copy_start_offset: int, dtype: DType = DType.AUTO, owner: Any = None
     ) -> dict[str, TensorBase]:
         """The tensors of a file that a plug-in has read to `gbuf`, which holds
         the file's bytes from `copy_start_offset` on. They share its memory where
-        they are aligned in it, and keep it alive if the framework allocated it."""
+        they are aligned in it, and keep it alive if the framework allocated it,
+        or by `owner`, a SharedDeviceAllocation. ValueError for a compressed file."""
+        return self._get_tensors(gbuf, device, copy_start_offset, dtype, None, owner)
+
+    def _get_tensors(
+        self, gbuf: cpp.gds_device_buffer, device: Device, copy_start_offset: int, dtype: DType = DType.AUTO,
+        names: Collection[str] | None = None, owner: Any = None,
+    ) -> dict[str, TensorBase]:  # fmt: skip
+        # names: only these, for a gbuf that holds a part of the file. The name is
+        # what plug-ins that read parts call.
         from .copier.base import converts
 
+        if self.compressed:
+            raise ValueError(f"{self.src}: it is compressed: its bytes are not its tensors'")
         framework, out = self.framework, {}
         for name, frame in self.tensors.items():
-            begin = self.header_length - copy_start_offset + frame.data_offsets[0]
-            tensor = framework.view_of(gbuf, begin, frame, device)
-            out[name] = tensor.to(dtype=dtype) if converts(frame.dtype, dtype) else tensor
+            if names is None or name in names:
+                begin = self.header_length - copy_start_offset + frame.data_offsets[0]
+                tensor = framework.view_of(gbuf, begin, frame, device, owner)
+                out[name] = tensor.to(dtype=dtype) if converts(frame.dtype, dtype) else tensor
         return out
+
+    def select_byte_ranges(self, keep_tensor: Callable[[str], bool], merge_gap: int = 4096) -> list[tuple[int, int]]:
+        """Ranges [begin, end) of the file that hold the tensors whose names
+        keep_tensor is true for, in order. What lies at most merge_gap bytes apart
+        is one range. Of a compressed file: as a plain one would have them."""
+        ranges: list[tuple[int, int]] = []
+        for name, frame in self.tensors.items():  # in the order of the file
+            begin, end = (self.header_length + offset for offset in frame.data_offsets)
+            if begin == end or not keep_tensor(name):
+                continue
+            if ranges and begin - ranges[-1][1] <= merge_gap:
+                ranges[-1] = ranges[-1][0], end
+            else:
+                ranges.append((begin, end))
+        return ranges
 
     def __repr__(self) -> str:
         return str({"__metadata__": self.metadata, "tensors": self.tensors})
 
 
 def _check(filename: str, size: int, total: int) -> None:
-    if size > _MAX_HEADER:
+    if size > MAX_HEADER:
         raise ValueError(f"{filename}: HeaderTooLarge, n={size}, buffer_len={total}")
     if size > total - 8:
         raise ValueError(f"{filename}: InvalidHeaderLength, n={size}, buffer_len={total}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from .allocation import SharedDeviceAllocation
 from .st_types import Device, DeviceType, DType
 
 __all__ = ["from_cuda_buffer"]
@@ -51,13 +52,15 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
 
 
 def _forget(address: int) -> None:
-    _live.pop(address, None)
+    held = _live.pop(address, None)
+    if held is not None and isinstance(held[3], SharedDeviceAllocation):
+        held[3].release()
 
 
 def _unused(capsule: int) -> None:
     # Only a capsule that nobody took still has this name.
     if _valid(capsule, _NAME):
-        _live.pop(_pointer(capsule, _NAME), None)
+        _forget(_pointer(capsule, _NAME))
 
 
 _delete, _drop = _Deleter(_forget), _Destructor(_unused)
@@ -80,8 +83,8 @@ def _type(dtype: DType) -> tuple[int, int]:
 def from_cuda_buffer(dev_ptr: int, shape: list[int], strides: list[int], dtype: DType, dev: Device, owner: Any = None) -> Any:
     """A capsule of memory on the host or a GPU; despite its name, of either.
 
-    strides: in elements. owner: kept alive until the consumer lets go; without
-    one, the memory must outlive it.
+    strides: in elements. owner: kept alive until the consumer lets go, of a
+    SharedDeviceAllocation by a reference; without one, the memory must outlive it.
     """
     rank = len(shape)
     dims, steps = (ctypes.c_int64 * rank)(*shape), (ctypes.c_int64 * rank)(*strides)
@@ -95,5 +98,7 @@ def from_cuda_buffer(dev_ptr: int, shape: list[int], strides: list[int], dtype: 
     tensor.shape, tensor.strides, tensor.byte_offset = dims, steps, 0
     managed.deleter = _delete
     address = ctypes.addressof(managed)
+    if isinstance(owner, SharedDeviceAllocation):
+        owner.acquire()
     _live[address] = (managed, dims, steps, owner)
     return _new(address, _NAME, ctypes.cast(_drop, ctypes.c_void_p))

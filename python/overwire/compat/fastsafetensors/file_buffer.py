@@ -52,6 +52,12 @@ class FilesBufferOnDevice:
                 loader.free_dev_ptrs()
         self.rank_loaders = {}
 
+    def drain(self) -> None:
+        """Waits for what is loading. What fails is raised where it is asked for."""
+        for loaders in list(self.rank_loaders.values()):
+            for loader in loaders:
+                loader.drain()
+
     def __del__(self) -> None:
         if getattr(self, "rank_loaders", None):
             self.close()

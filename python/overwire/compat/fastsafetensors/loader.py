@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .common import SafeTensorsMetadata, TensorFrame, is_cuda, set_debug
-from .copier import create_copier_constructor
+from .copier import copier_class_of, create_copier_constructor
 from .copier.base import CopierInterface, EngineCopier
 from .copier.unified import is_unified_memory_system
 from .file_buffer import FilesBufferOnDevice
@@ -49,7 +49,9 @@ class BaseSafeTensorsFileLoader:
         self.frames: OrderedDict[str, TensorFrame] = OrderedDict()
         self.tensor_filter: Callable[[str], bool] | None = None
         self._agrees = True
+        self._chunk: tuple[frozenset[str], int | None] | None = None  # what a pipeline loads next, and the size of its buffers
         self.copier_constructor = create_copier_constructor(copier_type, self.device, **kwargs)
+        self.copier_class = copier_class_of(self.copier_constructor)
 
     def init_numa(self, set_numa: bool = True) -> None:
         """Nothing: the caller's thread stays where it is."""
@@ -104,18 +106,29 @@ class BaseSafeTensorsFileLoader:
         return self.tensor_filter is None or self.tensor_filter(name)
 
     def copy_files_to_device(
-        self, dtype: DType = DType.AUTO, use_buf_register: bool = True, max_copy_block_size: int = _BLOCK, **kwargs: Any
+        self,
+        dtype: DType = DType.AUTO,
+        use_buf_register: bool = True,
+        max_copy_block_size: int = _BLOCK,
+        allow_inflight: bool = False,
+        borrowed_tensors: bool = False,
     ) -> FilesBufferOnDevice:
         """Loads this rank's files and waits until they are there.
 
-        dtype: what all tensors become. With a group of several ranks, all call
-        it, and what fails on one rank raises on all.
+        dtype: what all tensors become. allow_inflight: waits for a tensor when it is
+        asked for, where the copier can and the group has one rank; then reading
+        may fail there. borrowed_tensors: for a group of one rank, ValueError
+        otherwise; tensors are the caller's all the same.
+        With a group of several ranks, all call it, and what fails on one rank
+        raises on all.
         """
+        if borrowed_tensors and self.pg.size() != 1:
+            raise ValueError("borrowed_tensors is for a group of one rank")
         if not self._agrees:
-            return self._copy(dtype, use_buf_register, max_copy_block_size)
+            return self._copy(dtype, use_buf_register, max_copy_block_size, allow_inflight)
         buffer, error = None, None
         try:
-            buffer = self._copy(dtype, use_buf_register, max_copy_block_size)
+            buffer = self._copy(dtype, use_buf_register, max_copy_block_size, allow_inflight)
         except BaseException as caught:
             error = caught
         try:
@@ -133,31 +146,43 @@ class BaseSafeTensorsFileLoader:
             copier.dtype = dtype
             if names is not None:
                 copier.names = names
+        elif names is not None:
+            wanted = set(names)
+            ranges = metadata.select_byte_ranges(wanted.__contains__)
+            size = None if self._chunk is None or not ranges else self._chunk[1]
+            if self._chunk is None:
+                copier.set_byte_ranges(ranges)
+            elif size is None:
+                copier.set_chunk(ranges, wanted)
+            else:
+                copier.set_chunk(ranges, wanted, size)
         return copier
 
-    def _copy(self, dtype: DType, use_buf_register: bool, max_copy_block_size: int) -> FilesBufferOnDevice:
+    def _copy(self, dtype: DType, use_buf_register: bool, max_copy_block_size: int, allow_inflight: bool) -> FilesBufferOnDevice:
         self.framework.set_device(self.device)
         loaders: dict[int, list[LazyTensorFactory]] = {}
         mine: list[LazyTensorFactory] = []
-        for _, (metadata, rank) in sorted(self.meta.items()):
-            local = rank == self.pg.rank() or self.pg.size() == 1
-            names = None if self.tensor_filter is None else [name for name in metadata.tensors if self.tensor_filter(name)]
-            of_rank = loaders.setdefault(rank, [])
-            copier = self._copier(metadata, names, dtype) if local else None
-            factory = LazyTensorFactory(
-                metadata, self.device, rank, local, 0, len(of_rank), copier, self.framework, self.disable_cache, names
-            )  # fmt: skip
-            of_rank.append(factory)
-            if local:
-                mine.append(factory)
-        buffer = FilesBufferOnDevice(loaders, self.pg, self.framework)  # refuses names that are in two files
+        keeps = self.tensor_filter if self._chunk is None else self._chunk[0].__contains__
         try:
+            for _, (metadata, rank) in sorted(self.meta.items()):
+                local = rank == self.pg.rank() or self.pg.size() == 1
+                names = None if keeps is None else [name for name in metadata.tensors if keeps(name)]
+                of_rank = loaders.setdefault(rank, [])
+                copier = self._copier(metadata, names, dtype) if local else None
+                factory = LazyTensorFactory(
+                    metadata, self.device, rank, local, 0, len(of_rank), copier, self.framework, self.disable_cache, names
+                )  # fmt: skip
+                of_rank.append(factory)
+                if local:
+                    mine.append(factory)
+            buffer = FilesBufferOnDevice(loaders, self.pg, self.framework)  # refuses names that are in two files
             for factory in mine:
-                factory.submit_io(use_buf_register, max_copy_block_size)
+                factory.submit_io(use_buf_register, max_copy_block_size, allow_inflight and dtype is DType.AUTO and self.pg.size() == 1)
             for factory in mine:
                 factory.wait_io(dtype)
         except BaseException:
-            buffer.close()
+            for factory in mine:
+                factory.free_dev_ptrs()
             raise
         return buffer
 

@@ -22,6 +22,7 @@ class BudgetInfeasibleError(ValueError):
 class _Batch(NamedTuple):
     files: list[str]
     names: frozenset[str] | None  # None: all that the filter keeps
+    size: int | None = None  # what copiers shall allocate; None: what they need
 
 
 class _Loaded(NamedTuple):
@@ -41,6 +42,12 @@ class PipelineParallel:
         unless accumulate_resident is False; with resident_tensor only names for
         which that is true, and of the others one at a time.
         BudgetInfeasibleError if nothing fits.
+    use_chunk_budget_as_allocation_size: copiers that are not overwire's own get the
+        same allocation_size for every batch.
+    overlap_io: in a group of one rank, tensors are yielded before their batch is
+        there as a whole. borrowed_tensors: asks that nothing that was yielded is
+        kept: ValueError unless accumulate_resident is False and the group has one
+        rank; tensors are the caller's all the same.
 
     All ranks of the group iterate alike; what fails on one raises on all.
     Arguments that this does not know are ignored.
@@ -59,9 +66,16 @@ class PipelineParallel:
         device_memory_budget: int | None = None,
         accumulate_resident: bool = True,
         resident_tensor: Callable[[str], bool] | None = None,
+        use_chunk_budget_as_allocation_size: bool = False,
+        overlap_io: bool = True,
+        borrowed_tensors: bool = False,
         **kwargs: Any,
     ) -> None:
         check_producers(max_concurrent_producers)
+        if use_chunk_budget_as_allocation_size and max_batch_bytes is None and device_memory_budget is None:
+            raise ValueError("use_chunk_budget_as_allocation_size is for max_batch_bytes or device_memory_budget")
+        if borrowed_tensors and (accumulate_resident or loader.pg.size() != 1):
+            raise ValueError("borrowed_tensors is for accumulate_resident=False and a group of one rank")
         if resident_tensor is not None and not accumulate_resident:
             raise ValueError("resident_tensor says which tensors stay: accumulate_resident=False says that none does")
         self.pg = SingleGroup() if pg is None else pg
@@ -74,6 +88,8 @@ class PipelineParallel:
         self.weight_files_batches = self._create_batches(self.pg)
         self.batch_queue: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
         self.log_prefix = f"PG{self.pg.rank()}"
+        self.overlap_io, self.borrowed_tensors = overlap_io, borrowed_tensors
+        self._same_size = use_chunk_budget_as_allocation_size
         self._filter = tensor_filter
         self._depth = 1 if queue_size < 0 else queue_size + 2
         self._stop = threading.Event()
@@ -102,27 +118,37 @@ class PipelineParallel:
             resident = sum(nbytes for name, nbytes in every if stays(name))
             # A tensor that came from another rank is beside the batches.
             beside = largest if self.pg.size() > 1 else 0
-            free = budget - resident - beside
-            while self._depth > 1 and free // self._depth < largest:
+            copier, paths = self.loader.copier_class, self.hf_weights_files
+            times, padding = copier.chunk_transient_multiplier(paths), copier.chunk_device_overhead(paths)
+            fixed = copier.fixed_device_overhead(paths)
+            free = budget - fixed - resident - beside
+
+            def room(depth: int) -> int:
+                return (free // depth - padding) // times
+
+            while self._depth > 1 and room(self._depth) < largest:
                 self._depth -= 1
-            if free < largest:
+            if room(self._depth) < largest:
                 raise BudgetInfeasibleError(
-                    f"device_memory_budget {budget}: {resident} bytes stay, {beside} are on their way, and the largest tensor has {largest}"
+                    f"device_memory_budget {budget}: {resident} bytes stay, {beside} are on their way, the copier holds "
+                    f"{fixed}, and {times} times {padding} more than a batch, and the largest tensor has {largest}"
                 )
-            most = min(most or free, free // self._depth)
+            most = min(most or room(self._depth), room(self._depth))
         assert most is not None
         self._plan = []
         for files, batch in zip(self.weight_files_batches, sizes, strict=True):
             runs = [_runs(file, most) for file in batch]
             for at in range(max(map(len, runs))):
-                self._plan.append(_Batch(files, frozenset(name for run in runs if at < len(run) for name in run[at])))
+                names = frozenset(name for run in runs if at < len(run) for name in run[at])
+                self._plan.append(_Batch(files, names, max(most, largest) if self._same_size else None))
 
     def _load_single_batch(self, batch: _Batch) -> FilesBufferOnDevice:
         loader, names, keeps = self.loader, batch.names, self._filter
         loader.reset()
         loader.set_tensor_filter(keeps if names is None else names.__contains__)
+        loader._chunk = None if names is None else (names, batch.size)
         loader.add_filenames({rank: [path] for rank, path in enumerate(batch.files)})
-        return loader.copy_files_to_device()
+        return loader.copy_files_to_device(allow_inflight=self.overlap_io, borrowed_tensors=self.borrowed_tensors)
 
     def _produce(self) -> None:
         for batch in self._plan:
@@ -134,8 +160,9 @@ class PipelineParallel:
             except BaseException as error:
                 loaded = _Loaded(None, error)
             self.batch_queue.put(loaded)
-            if loaded.error is not None:
+            if loaded.buffer is None:
                 return
+            loaded.buffer.drain()  # one batch after the other is read
 
     def iterate_weights(self) -> Iterator[tuple[str, Any]]:
         """(name, tensor) of every tensor, whole, the same order on every rank.

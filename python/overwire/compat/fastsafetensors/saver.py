@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import math
+import mmap
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import overwire
 
-from .common import SafeTensorsMetadata
-from .frameworks import TensorBase
+from .common import MAX_HEADER, SafeTensorsMetadata
+from .frameworks import TensorBase, get_framework_op
 from .st_types import DType
 
 __all__ = [
-    "KEY_SHARD_COUNT", "KEY_SHARD_INDEX", "KEY_SHARD_SET", "FillFn", "ParallelSaver", "ShardSetError", "WriteEntry", "per_entry_fill",
-    "plain_entry", "shard_paths", "validate_shard_set",
+    "KEY_SHARD_COUNT", "KEY_SHARD_INDEX", "KEY_SHARD_SET", "FillFn", "ParallelSaver", "ShardMetadataFn", "ShardPlan", "ShardSetError",
+    "WriteEntry", "per_entry_fill", "plain_entry", "plan_shards", "save_sharded", "shard_paths", "tensor_fill", "validate_shard_set",
+    "write_shards",
 ]  # fmt: skip
 
 KEY_SHARD_INDEX = "fst.shard.index"
 KEY_SHARD_COUNT = "fst.shard.count"
 KEY_SHARD_SET = "fst.shard.set"
+_KEYS = {KEY_SHARD_INDEX, KEY_SHARD_COUNT, KEY_SHARD_SET}
 
 
 class ShardSetError(ValueError):
@@ -32,33 +38,28 @@ class ShardSetError(ValueError):
 
 
 def shard_paths(base: str, num_shards: int) -> list[str]:
-    """base-00001-of-00002.safetensors and so on."""
+    """base-00001-of-00002.safetensors and so on. ValueError for none."""
+    if num_shards < 1:
+        raise ValueError(f"num_shards {num_shards} must be positive")
     return [f"{base}-{at:05d}-of-{num_shards:05d}.safetensors" for at in range(1, num_shards + 1)]
 
 
 def validate_shard_set(metas: Sequence[SafeTensorsMetadata]) -> None:
-    """ShardSetError unless these are all shards of one save."""
+    """ShardSetError unless these are all shards of one save, in their order."""
     if not metas:
         raise ShardSetError("no files")
-    seen: dict[int, str] = {}
-    first: tuple[str, str] | None = None
-    for meta in metas:
+    idents = set()
+    for at, meta in enumerate(metas):
         noted = meta.metadata if isinstance(meta.metadata, Mapping) else {}
         try:
-            index, mine = int(noted[KEY_SHARD_INDEX]), (noted[KEY_SHARD_SET], noted[KEY_SHARD_COUNT])
-        except (KeyError, ValueError):
+            index, count, ident = int(noted[KEY_SHARD_INDEX]), int(noted[KEY_SHARD_COUNT]), noted[KEY_SHARD_SET]
+        except (KeyError, TypeError, ValueError):
             raise ShardSetError(f"{meta.src}: it is not a shard of a set") from None
-        if first is None:
-            first = mine
-        if mine != first:
-            raise ShardSetError(f"{meta.src}: it is of another save than {metas[0].src}")
-        if index in seen:
-            raise ShardSetError(f"{meta.src}: it is shard {index}, as {seen[index]} is")
-        seen[index] = meta.src
-    assert first is not None
-    missing = sorted(set(range(int(first[1]))) - set(seen))
-    if missing or len(seen) != int(first[1]):
-        raise ShardSetError(f"shards {missing} of {first[1]} are missing")
+        if (index, count) != (at, len(metas)):
+            raise ShardSetError(f"{meta.src}: it is shard {index} of {count}, where {at} of {len(metas)} was expected")
+        idents.add(ident)
+    if len(idents) > 1:
+        raise ShardSetError(f"the files are of {len(idents)} saves: {[meta.src for meta in metas]}")
 
 
 @dataclass
@@ -73,21 +74,36 @@ class WriteEntry:
     source: Any = None
 
 
+@dataclass
+class ShardPlan:
+    """A file that is to be written: header has its first bytes, the length before
+    the JSON included; offsets has [begin, end) of each entry, from the file's
+    first byte; total_bytes is the file's size."""
+
+    path: str
+    entries: list[WriteEntry]
+    header: bytes
+    offsets: dict[str, tuple[int, int]] = field(default_factory=dict)
+    total_bytes: int = 0
+
+
 #: Called once with every (buffer, entry) of a save, the largest first. When it
 #: returns, the buffers are full; it keeps none of them.
 FillFn = Callable[[list[tuple[memoryview, WriteEntry]]], None]
 
+#: The entries of a shard -> texts for its metadata.
+ShardMetadataFn = Callable[[Sequence[WriteEntry]], Mapping[str, str]]
 
-def _raw(tensor: Any) -> Any:
-    return tensor.get_raw() if isinstance(tensor, TensorBase) else tensor
+
+def _wrap(tensor: Any, framework: str) -> TensorBase:
+    return tensor if isinstance(tensor, TensorBase) else get_framework_op(framework).wrap_tensor(tensor)
 
 
 def plain_entry(name: str, tensor: Any, *, framework: str = "pytorch") -> WriteEntry:
-    """The entry of a tensor, wrapped or not, as it is."""
-    raw = _raw(tensor)
-    kind = str(raw.dtype).rpartition(".")[2]
-    spec = overwire.TensorSpec(dtype=kind, shape=list(raw.shape), data_ptr=0, data_len=raw.nbytes)
-    return WriteEntry(name, DType(spec.dtype), spec.shape, spec.data_len, tensor)
+    """The entry of a tensor, wrapped or not, as it is. TypeError for a dtype that
+    files have no name for."""
+    wrapped = _wrap(tensor, framework)
+    return WriteEntry(name, wrapped.dtype, wrapped.get_shape(), wrapped.get_nbytes(), tensor)
 
 
 def per_entry_fill(fn: Callable[[memoryview, WriteEntry], None], num_threads: int = 8) -> FillFn:
@@ -103,16 +119,213 @@ def per_entry_fill(fn: Callable[[memoryview, WriteEntry], None], num_threads: in
     return fill
 
 
-class ParallelSaver:
-    """Saves tensors as `num_shards` files of about equal size, several at a time.
+def tensor_fill(num_threads: int = 8, *, framework: str = "pytorch") -> FillFn:
+    """A fill function for entries whose sources are tensors, which it copies as they are."""
+    return per_entry_fill(lambda buffer, entry: _wrap(entry.source, framework).copy_to_buffer(buffer), num_threads)
 
-    framework: "pytorch" (torch tensors) or "numpy". num_threads: files written
-    at a time. shard_metadata: a shard's entries -> texts for its metadata.
-    fill: for `save_entries`: brings the bytes of entries, all at once, into
-    buffers; None: sources are tensors, which are saved without a copy.
-    min_free_bytes: what must stay free on the disk: OSError before anything is
-    written. Each file is synced, and is complete or absent; fsync is taken, and
-    always so. compress: stores shards compressed, in overwire's container.
+
+def _texts(given: Mapping[str, str] | None, what: str) -> dict[str, str]:
+    for key, value in (given or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ValueError(f"{what}: {key!r}: metadata are texts by texts")
+    return dict(given or {})
+
+
+def _check_entries(entries: Sequence[WriteEntry]) -> None:
+    names = set()
+    for entry in entries:
+        name, bits = entry.name, entry.dtype.bits
+        if name in names or name == "__metadata__":
+            raise ValueError(f"tensor {name!r}: a name twice, or that of the metadata")
+        names.add(name)
+        for size in entry.shape:
+            if size < 0:
+                raise ValueError(f"tensor {name!r}: shape {entry.shape}")
+            bits *= size
+        if entry.dtype is DType.AUTO or bits != 8 * entry.nbytes:
+            raise ValueError(f"tensor {name!r}: it is not {entry.nbytes} bytes of {entry.dtype.value} {entry.shape}")
+        if entry.dtype is DType.F4 and (not entry.shape or entry.shape[-1] % 2):
+            raise ValueError(f"tensor {name!r}: F4 comes in pairs: the last dimension of {entry.shape} is odd")
+
+
+def plan_shards(
+    entries: Sequence[WriteEntry],
+    paths: Sequence[str],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    shard0_metadata: Mapping[str, str] | None = None,
+    shard_metadata: ShardMetadataFn | None = None,
+    header_align: int = 8,
+) -> list[ShardPlan]:
+    """What `write_shards` shall write: entries spread over paths, the largest
+    first, each to the file with the fewest bytes. Nothing is written.
+
+    metadata: texts for all files; shard0_metadata: for the first alone;
+    shard_metadata: for each, from its entries. header_align: a multiple of 8;
+    data begin at a multiple of it and of 64.
+    ValueError for paths that are none or twice, a name twice, bytes that do not
+    fit dtype and shape, metadata that are no texts or the saver's own, and a
+    header of more than 100 MB.
+    """
+    paths = [os.fspath(path) for path in paths]
+    if not paths or len({os.path.abspath(path) for path in paths}) != len(paths):
+        raise ValueError(f"paths: none, or one twice: {paths}")
+    if header_align < 8 or header_align % 8:
+        raise ValueError(f"header_align {header_align}: expected a multiple of 8")
+    _check_entries(entries)
+    noted = [_texts(metadata, "metadata") for _ in paths]
+    noted[0] |= _texts(shard0_metadata, "shard0_metadata")
+    shards: list[list[WriteEntry]] = [[] for _ in paths]
+    sizes = [0] * len(paths)
+    for entry in sorted(entries, key=lambda entry: -entry.nbytes):
+        at = sizes.index(min(sizes))
+        shards[at].append(entry)
+        sizes[at] += entry.nbytes
+    ident, plans = uuid.uuid4().hex, []
+    for at, (path, shard) in enumerate(zip(paths, shards, strict=True)):
+        noted[at] |= {KEY_SHARD_INDEX: str(at), KEY_SHARD_COUNT: str(len(paths)), KEY_SHARD_SET: ident}
+        if shard_metadata is not None:
+            more = _texts(shard_metadata(tuple(shard)), "shard_metadata")
+            if taken := _KEYS & set(more):
+                raise ValueError(f"shard_metadata: {sorted(taken)} are the saver's own")
+            noted[at] |= more
+        table: dict[str, Any] = {}
+        end = 0
+        for entry in shard:
+            begin, end = end, end + entry.nbytes
+            table[entry.name] = {"dtype": entry.dtype.value, "shape": list(entry.shape), "data_offsets": [begin, end]}
+        text = json.dumps({**table, "__metadata__": noted[at]}, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % math.lcm(64, header_align))
+        if len(text) > MAX_HEADER:
+            raise ValueError(f"{path}: HeaderTooLarge: {len(text)} bytes")
+        start = 8 + len(text)
+        offsets = {name: (start + row["data_offsets"][0], start + row["data_offsets"][1]) for name, row in table.items()}
+        plans.append(ShardPlan(path, shard, len(text).to_bytes(8, "little") + text, offsets, start + end))
+    return plans
+
+
+def _check_plan(plan: ShardPlan) -> None:
+    # Plans may be written by hand: what the header says is where the bytes go.
+    try:
+        table = json.loads(plan.header[8:])
+        fits = int.from_bytes(plan.header[:8], "little") == len(plan.header) - 8 and len(plan.header) <= plan.total_bytes
+        for entry in plan.entries:
+            row, (begin, end) = table[entry.name], plan.offsets[entry.name]
+            fits &= [begin - len(plan.header), end - len(plan.header)] == row["data_offsets"] and end - begin == entry.nbytes
+            fits &= (row["dtype"], row["shape"]) == (entry.dtype.value, list(entry.shape))
+        fits &= set(table) - {"__metadata__"} == {entry.name for entry in plan.entries}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{plan.path}: the plan's header: {error!r}") from error
+    if not fits:
+        raise ValueError(f"{plan.path}: the plan's header, offsets and entries disagree")
+
+
+def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: int = 0, fsync: bool = False) -> list[str]:
+    """Writes the files of plans, and has `fill` write the tensors' bytes straight
+    into them; their paths.
+
+    Each file gets its name when all are full and on the disk: it is complete or
+    absent. min_free_bytes: what must stay free on each disk. fsync is taken, and
+    always so. Folders are made.
+    ValueError for plans that contradict themselves or share a path, FormatError
+    for headers that break the format's rules, OSError where room is missing: all
+    before `fill` is called. What `fill` raises is raised; nothing is left of it.
+    """
+    paths = [os.path.abspath(plan.path) for plan in plans]
+    if len(set(paths)) != len(paths):
+        raise ValueError(f"plans: a path twice among {paths}")
+    wanted: dict[int, int] = {}
+    for plan, path in zip(plans, paths, strict=True):
+        _check_plan(plan)
+        folder = os.path.dirname(path)
+        os.makedirs(folder, exist_ok=True)
+        disk = os.stat(folder).st_dev
+        wanted[disk] = wanted.get(disk, 0) + plan.total_bytes
+        free = shutil.disk_usage(folder).free
+        if free - wanted[disk] < min_free_bytes:
+            raise OSError(28, f"{wanted[disk]} bytes to write, {free} free, {min_free_bytes} to stay free", folder)
+    ident = uuid.uuid4().hex
+    written = [f"{path}.{ident}.tmp" for path in paths]
+    with ExitStack() as stack:
+        for name in written:
+            stack.callback(_remove, name)
+        files = []
+        with ExitStack() as maps:
+            work: list[tuple[memoryview, WriteEntry]] = []
+            mappings: list[tuple[memoryview, mmap.mmap]] = []
+            for name, plan in zip(written, plans, strict=True):
+                files.append(stack.enter_context(open(name, "x+b", buffering=0)))
+                os.posix_fallocate(files[-1].fileno(), 0, plan.total_bytes)  # a full disk is an error here, and a signal later
+                mapped = mmap.mmap(files[-1].fileno(), plan.total_bytes)
+                mappings.append((memoryview(mapped), mapped))
+                maps.callback(_close, mapped)
+                mapped[: len(plan.header)] = plan.header
+                overwire.safe_open(name, framework="bytes").close()  # the one validator
+                for entry in plan.entries:
+                    begin, end = plan.offsets[entry.name]
+                    work.append((mappings[-1][0][begin:end], entry))
+            fill(sorted(work, key=lambda one: -one[1].nbytes))
+            for buffer, _ in work:
+                buffer.release()
+            for view, mapped in mappings:
+                view.release()
+                mapped.close()  # BufferError: the fill has kept a view
+        for file in files:
+            os.fsync(file.fileno())
+        for name, path in zip(written, paths, strict=True):
+            os.replace(name, path)
+    for folder in {os.path.dirname(path) for path in paths}:
+        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(at)
+        finally:
+            os.close(at)
+    return [plan.path for plan in plans]
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _close(mapped: mmap.mmap) -> None:
+    with suppress(BufferError):  # who failed may hold views of it, which it goes with
+        mapped.close()
+
+
+def save_sharded(
+    entries: Sequence[WriteEntry],
+    base: str,
+    *,
+    num_shards: int = 16,
+    fill: FillFn | None = None,
+    framework: str = "pytorch",
+    min_free_bytes: int = 0,
+    fsync: bool = False,
+    metadata: Mapping[str, str] | None = None,
+    shard0_metadata: Mapping[str, str] | None = None,
+    shard_metadata: ShardMetadataFn | None = None,
+    header_align: int = 8,
+) -> list[str]:
+    """Plans and writes base-00001-of-0000N.safetensors and so on; their paths.
+    fill: None: sources are tensors of `framework`."""
+    plans = plan_shards(
+        entries, shard_paths(os.fspath(base), num_shards), metadata=metadata, shard0_metadata=shard0_metadata,
+        shard_metadata=shard_metadata, header_align=header_align,
+    )  # fmt: skip
+    return write_shards(plans, tensor_fill(framework=framework) if fill is None else fill, min_free_bytes=min_free_bytes, fsync=fsync)
+
+
+class ParallelSaver:
+    """Saves tensors as `num_shards` files of about equal size.
+
+    framework: of tensors that are not wrapped. num_threads: tensors, and
+    compressed files, that are written at a time. fill: brings the bytes of
+    entries, all at once, into buffers; None: sources are tensors. Other
+    arguments as for `plan_shards` and `write_shards`.
+    compress: stores shards compressed, in overwire's container; then the host
+    holds what `fill` brings until it is written, and data begin at multiples of
+    64: header_align must divide that.
     """
 
     def __init__(
@@ -121,7 +334,7 @@ class ParallelSaver:
         num_shards: int = 16,
         framework: str = "pytorch",
         num_threads: int = 8,
-        shard_metadata: Callable[[Sequence[WriteEntry]], Mapping[str, str]] | None = None,
+        shard_metadata: ShardMetadataFn | None = None,
         fill: FillFn | None = None,
         min_free_bytes: int = 0,
         fsync: bool = False,
@@ -129,8 +342,8 @@ class ParallelSaver:
     ) -> None:
         if num_shards < 1 or num_threads < 1:
             raise ValueError(f"num_shards {num_shards} and num_threads {num_threads} must be positive")
-        self.num_shards, self.num_threads, self.fill = num_shards, num_threads, fill
-        self.shard_metadata, self.min_free_bytes, self.compress = shard_metadata, min_free_bytes, compress
+        self.num_shards, self.num_threads, self.framework, self.fill = num_shards, num_threads, framework, fill
+        self.shard_metadata, self.min_free_bytes, self.fsync, self.compress = shard_metadata, min_free_bytes, fsync, compress
 
     def save(
         self,
@@ -141,15 +354,11 @@ class ParallelSaver:
         shard0_metadata: Mapping[str, str] | None = None,
         header_align: int = 8,
     ) -> list[str]:
-        """Writes base-00001-of-0000N.safetensors and so on; their paths.
-
-        metadata: texts for all shards; shard0_metadata: for the first alone.
-        header_align: a multiple of 8 that divides 64, where data begin anyway.
-        Raises what `overwire.save_file` raises; then shards may be missing, and
-        `validate_shard_set` says so.
-        """
-        entries = [plain_entry(name, tensor) for name, tensor in tensors.items()]
-        return self._save(entries, None, base, metadata, shard0_metadata, header_align)
+        """Writes base-00001-of-0000N.safetensors and so on; their paths. Raises what
+        `plan_shards`, `write_shards` and, with compress, `overwire.save_file` raise;
+        then shards may be missing, and `validate_shard_set` says so."""
+        entries = [plain_entry(name, tensor, framework=self.framework) for name, tensor in tensors.items()]
+        return self.save_entries(entries, base, metadata=metadata, shard0_metadata=shard0_metadata, header_align=header_align)
 
     def save_entries(
         self,
@@ -160,63 +369,41 @@ class ParallelSaver:
         shard0_metadata: Mapping[str, str] | None = None,
         header_align: int = 8,
     ) -> list[str]:
-        """As `save`, of entries. With `fill` the host holds the bytes of all of them.
-        ValueError for a name twice, and for bytes that do not fit dtype and shape."""
-        return self._save(entries, self.fill, base, metadata, shard0_metadata, header_align)
+        """As `save`, of entries."""
+        if self.compress and 64 % header_align:
+            raise ValueError(f"header_align {header_align}: data of compressed files begin at multiples of 64")
+        plans = plan_shards(
+            entries, shard_paths(os.fspath(base), self.num_shards), metadata=metadata, shard0_metadata=shard0_metadata,
+            shard_metadata=self.shard_metadata, header_align=header_align,
+        )  # fmt: skip
+        if self.compress:
+            return self._compressed(plans)
+        fill = tensor_fill(self.num_threads, framework=self.framework) if self.fill is None else self.fill
+        return write_shards(plans, fill, min_free_bytes=self.min_free_bytes, fsync=self.fsync)
 
-    def _save(
-        self, entries: Sequence[WriteEntry], fill: FillFn | None, base: str, metadata: Mapping[str, str] | None,
-        shard0_metadata: Mapping[str, str] | None, header_align: int,
-    ) -> list[str]:  # fmt: skip
-        if header_align < 8 or header_align % 8 or 64 % header_align:
-            raise ValueError(f"header_align {header_align}: expected 8, 16, 32 or 64")
-        names = set()
-        for entry in entries:
-            count = entry.dtype.bits
-            for size in entry.shape:
-                count *= size
-            if entry.name in names or count != 8 * entry.nbytes:
-                raise ValueError(f"tensor {entry.name!r}: twice, or not {entry.nbytes} bytes of {entry.dtype.value} {entry.shape}")
-            names.add(entry.name)
-        base = os.fspath(base)
-        paths = shard_paths(base, self.num_shards)
-        folder = os.path.dirname(os.path.abspath(base))
-        total = sum(entry.nbytes for entry in entries)
+    def _compressed(self, plans: list[ShardPlan]) -> list[str]:
+        total = sum(entry.nbytes for plan in plans for entry in plan.entries)
+        folder = os.path.dirname(os.path.abspath(plans[0].path))
+        os.makedirs(folder, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if free - total < self.min_free_bytes:
             raise OSError(28, f"{total} bytes to write, {free} free, {self.min_free_bytes} to stay free", folder)
-        # The largest first, each to the shard with the fewest bytes.
-        shards: list[list[WriteEntry]] = [[] for _ in paths]
-        sizes = [0] * len(paths)
-        largest = sorted(entries, key=lambda entry: -entry.nbytes)
-        for entry in largest:
-            at = sizes.index(min(sizes))
-            shards[at].append(entry)
-            sizes[at] += entry.nbytes
-        ident = uuid.uuid4().hex
-        noted: list[dict[str, str]] = []
-        for at, shard in enumerate(shards):
-            noted.append({**(metadata or {}), **((shard0_metadata or {}) if at == 0 else {})})
-            noted[-1] |= {KEY_SHARD_INDEX: str(at), KEY_SHARD_COUNT: str(len(paths)), KEY_SHARD_SET: ident}
-            if self.shard_metadata is not None:
-                more = self.shard_metadata(tuple(shard))
-                if taken := {KEY_SHARD_INDEX, KEY_SHARD_COUNT, KEY_SHARD_SET} & set(more):
-                    raise ValueError(f"shard_metadata: {sorted(taken)} are the saver's own")
-                noted[-1] |= more
-        values: dict[str, Any] = {entry.name: _raw(entry.source) for entry in entries}
+        entries = sorted((entry for plan in plans for entry in plan.entries), key=lambda entry: -entry.nbytes)
+        values: dict[str, Any] = {}
         filled: list[ctypes.Array[ctypes.c_char]] = []  # what the values point to, until all is written
-        if fill is not None:
-            filled = [ctypes.create_string_buffer(max(entry.nbytes, 1)) for entry in largest]
-            fill([(memoryview(full).cast("B")[: entry.nbytes], entry) for full, entry in zip(filled, largest, strict=True)])
-            for full, entry in zip(filled, largest, strict=True):
+        if self.fill is None:
+            values = {entry.name: entry.source.get_raw() if isinstance(entry.source, TensorBase) else entry.source for entry in entries}
+        else:
+            filled = [ctypes.create_string_buffer(max(entry.nbytes, 1)) for entry in entries]
+            self.fill([(memoryview(full).cast("B")[: entry.nbytes], entry) for full, entry in zip(filled, entries, strict=True)])
+            for full, entry in zip(filled, entries, strict=True):
                 at = ctypes.addressof(full) if entry.nbytes else 0
                 values[entry.name] = overwire.TensorSpec(dtype=entry.dtype.value, shape=entry.shape, data_ptr=at, data_len=entry.nbytes)
 
-        def write(at: int) -> None:
-            overwire.save_file({entry.name: values[entry.name] for entry in shards[at]}, paths[at], noted[at], compress=self.compress)
+        def write(plan: ShardPlan) -> str:
+            noted = json.loads(plan.header[8:])["__metadata__"]
+            overwire.save_file({entry.name: values[entry.name] for entry in plan.entries}, plan.path, noted, compress=True)
+            return plan.path
 
         with ThreadPoolExecutor(self.num_threads) as pool:
-            for done in [pool.submit(write, at) for at in range(len(paths))]:
-                done.result()
-        del filled
-        return paths
+            return list(pool.map(write, plans))

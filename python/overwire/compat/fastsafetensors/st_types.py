@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["DType", "Device", "DeviceType"]
+__all__ = ["DTYPE_SIZES", "DType", "Device", "DeviceType"]
 
 
 class DeviceType(Enum):
@@ -78,3 +78,7 @@ class DType(Enum):
     def __init__(self, name: str) -> None:
         digits = name.lstrip("BFIUC").partition("_")[0]
         self.bits = 8 if name == "BOOL" else int(digits) if digits.isdecimal() else 0
+
+
+#: Bytes of one element, halves for F4.
+DTYPE_SIZES = {dtype: dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bits / 8 for dtype in DType if dtype is not DType.AUTO}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from . import cpp
+from .allocation import SharedDeviceAllocation
 from .common import SafeTensorsMetadata
-from .copier.base import CopierInterface, converts
+from .copier.base import CopierInterface, DummyDeviceBuffer, EngineCopier, converts
 from .frameworks import FrameworkOpBase, ProcessGroupBase, TensorBase
 from .st_types import Device, DType
 
@@ -17,7 +21,9 @@ class LazyTensorFactory:
     """rank: whose file it is. copier: None on all other ranks.
 
     gbuf: what its tensors are counted by, None when it was freed or is another
-    rank's. All ranks of the group must make the same calls in the same order.
+    rank's. wait_tensor: what waits for a tensor that may not have arrived, None
+    where all have. All ranks of the group must make the same calls in the same
+    order.
     """
 
     def __init__(
@@ -37,22 +43,44 @@ class LazyTensorFactory:
         self.copier = copier if local_rank else None
         self.rank, self.lidx = rank, lidx
         self.names = list(metadata.tensors) if names is None else names
-        self.tensors: dict[str, TensorBase] = {}
+        self.tensors: Mapping[str, TensorBase] = {}
         self.shuffled: dict[tuple[str, int], TensorBase] = {}
         self.gbuf: cpp.gds_device_buffer | None = None
+        self.allocation: SharedDeviceAllocation | None = None
+        self.wait_tensor: Callable[[str], None] | None = None
         self.disable_cache = disable_cache
         self.dtype = DType.AUTO
         self._tag = 0
 
-    def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> None:
+    def submit_io(self, use_buf_register: bool, max_copy_block_size: int, allow_inflight: bool = False) -> None:
         if self.copier is not None:
+            if allow_inflight and self.copier.enable_tensor_readiness():
+                self.wait_tensor = self.copier.wait_tensor
             self.gbuf = self.copier.submit_io(use_buf_register, max_copy_block_size)
 
     def wait_io(self, dtype: DType = DType.AUTO, noalign: bool = False) -> None:
+        """With readiness, `dtype` AUTO: prepares alone."""
         self.dtype = dtype
-        if self.copier is not None and self.gbuf is not None:
-            self.tensors = self.copier.wait_io(self.gbuf, dtype=dtype, noalign=noalign)
-            self.copier = None
+        copier = self.copier
+        if copier is None or self.gbuf is None:
+            return
+        inflight = self.wait_tensor is not None and dtype is DType.AUTO
+        call = copier.prepare_tensors if inflight else copier.wait_io
+        options: dict[str, Any] = {} if inflight else {"dtype": dtype, "noalign": noalign}
+        if "owner" in inspect.signature(call).parameters and not isinstance(copier, EngineCopier):
+            dummy = isinstance(self.gbuf, DummyDeviceBuffer)
+            self.allocation = SharedDeviceAllocation(self.gbuf, self.framework, self.device, owns_memory=not dummy)
+            options["owner"] = self.allocation
+        self.tensors = call(self.gbuf, **options)
+        if not inflight:
+            self.copier, self.wait_tensor = None, None
+
+    def drain(self) -> None:
+        """Waits for all that is loading by the engine. What fails is raised where its
+        tensors are asked for."""
+        if isinstance(self.copier, EngineCopier) and self.wait_tensor is not None:
+            with suppress(Exception):
+                self.copier.finish_io()
 
     def _dtype(self, name: str) -> DType:
         own = self.metadata.tensors[name].dtype
@@ -72,6 +100,8 @@ class LazyTensorFactory:
     def _mine(self, name: str) -> TensorBase:
         if name not in self.tensors:
             raise ValueError(f"{self.metadata.src}: tensor {name} was freed already, or is not among those that were loaded")
+        if self.wait_tensor is not None:
+            self.wait_tensor(name)
         return self.tensors[name]
 
     def push(self, pg: ProcessGroupBase, tensor_name: str, dst_rank: int, src_rank: int) -> TensorBase | None:
@@ -140,9 +170,25 @@ class LazyTensorFactory:
         return got if size == block else got[index(0, size)].clone().contiguous()
 
     def free_dev_ptrs(self) -> None:
-        """Lets go of the file. Tensors that were taken live on."""
+        """Lets go of the file, when nothing is read to its memory any more. Tensors
+        that were taken live on."""
         self.tensors, self.shuffled = {}, {}
-        self.copier = None
         gbuf, self.gbuf = self.gbuf, None
-        if gbuf is not None:
+        copier, self.copier = self.copier, None
+        allocation, self.allocation = self.allocation, None
+        inflight, self.wait_tensor = self.wait_tensor is not None, None
+        if isinstance(copier, EngineCopier):
+            copier.cancel()
+        elif copier is not None and gbuf is not None:
+            with suppress(Exception):  # an error of bytes that nobody asked for
+                if inflight:
+                    copier.finish_io()
+                else:
+                    copier.wait_io(gbuf, noalign=True)
+        if gbuf is None:
+            return
+        if allocation is None:
             self.framework.free_tensor_memory(gbuf, self.device)
+        else:
+            self.framework.uncount(gbuf)
+            allocation.release()

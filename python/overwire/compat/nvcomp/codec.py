@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -90,8 +89,8 @@ class Codec:
     `device_id`, `cuda_stream`, `uncomp_chunk_size`, `bitstream_kind`,
     `checksum_policy`, `data_type`, `algorithm_type` and the rest. Ours are
     `strict` (a checksum that does not match raises in `decode`, not at the first
-    look at the bytes) and `native_version` (5 or 6: whose native streams are
-    written).
+    look at the bytes) and `native_version` (5 or 6, the default: which
+    nvCOMP shall read the native and sized streams that are written).
 
     LZ4, Snappy, Cascaded and X16 streams that lie on a GPU are decoded there by
     kernels, on `cuda_stream` (else torch's current stream), and with a
@@ -101,8 +100,8 @@ class Codec:
     is work of the CPU, with copies of the Arrays there and back: `backends()` tells. Where there is a GPU, results lie
     there. Cascaded's elements are `data_type`,
     else those of the Arrays, if they agree. ANS and Bitcomp are nvCOMP's own: an
-    installed nvCOMP is asked for them, and NotSupportedError names it where there
-    is none. Threads may share a Codec.
+    installed nvCOMP is asked for them, and waited for; NotSupportedError names it
+    where there is none. Threads may share a Codec.
 
     Raises ValueError for unknown keywords and algorithms, RuntimeError for values
     of another type.
@@ -133,8 +132,7 @@ class Codec:
         self._version: int = kwargs.get("native_version", 6)
         self._type: Kind | None = kind_of(kwargs["data_type"]) if kwargs.get("data_type") else None
         self._algorithm = _named(kwargs.get("algorithm", ""))
-        self._original: Any = None
-        self._lock = threading.Lock()
+        self._original: original.Original | None = None
         self._device_id: int | None = kwargs.get("device_id")
         self._stream: int | None = int(kwargs["cuda_stream"]) or 1 if "cuda_stream" in kwargs else None
         if self._device_id is not None and self._device_id >= 0 and gpu.count() and self._device_id >= gpu.count():
@@ -170,8 +168,8 @@ class Codec:
         self._open()
         many, sources = _listed(array)
         if self._original is not None:
-            given = _their_options(self._original[1], out=_outs(out, many, sources), compression_config=compression_config)
-            return self._through(lambda codec, impl: codec.encode(_theirs(impl, sources, many), **given))
+            outs = _outs(out, many, sources)
+            return self._original.run("encode", sources, many, outs=outs, compression_config=compression_config)
         self._fits(compression_config, CompressConfig, [a.buffer_size for a in sources], many)
         if not self._algorithm:
             raise ValueError("Codec without an algorithm: it decodes, and cannot encode")
@@ -207,9 +205,9 @@ class Codec:
         if self._original is not None:
             for a in sources:
                 if a._device == (1, 0) and self._bitstream == "native":
-                    original.check_stream(bytes(a._buffer().cast("B")[:64]), self._original[1].__version__)
-            given = _their_options(self._original[1], out=_outs(out, many, sources), decompression_config=decompression_config)
-            return self._through(lambda codec, impl: codec.decode(_theirs(impl, sources, many), data_type, **given))
+                    original.check_stream(bytes(a._buffer().cast("B")[:64]), self._original.impl.__version__)
+            outs = _outs(out, many, sources)
+            return self._original.run("decode", sources, many, data_type, outs=outs, decompression_config=decompression_config)
         sizes = shapes = None
         if decompression_config is not None:
             self._mine(decompression_config, DecompressConfig)
@@ -343,7 +341,7 @@ class Codec:
         """A config for contents of these lengths, in bytes; all above 0."""
         self._open()
         if self._original is not None:
-            theirs: CompressConfig = self._original[0].compression_config(uncompressed_size)
+            theirs: CompressConfig = self._original.codec.compression_config(uncompressed_size)
             return theirs
         many = not isinstance(uncompressed_size, int)
         sizes = [uncompressed_size] if isinstance(uncompressed_size, int) else list(uncompressed_size)
@@ -356,9 +354,9 @@ class Codec:
         Codec will have encoded. Raises what `decode` raises of headers."""
         self._open()
         if self._original is not None:
-            codec, impl = self._original
-            many, sources = (False, []) if isinstance(src, impl.CompressConfig) else _listed(src)
-            theirs: DecompressConfig = codec.decompression_config(_theirs(impl, sources, many) if sources else src)
+            codec = self._original.codec
+            many, sources = (False, []) if isinstance(src, self._original.impl.CompressConfig) else _listed(src)
+            theirs: DecompressConfig = codec.decompression_config(self._original.lend(sources, many) if sources else src)
             return theirs
         if isinstance(src, CompressConfig):
             self._mine(src, CompressConfig)
@@ -386,7 +384,7 @@ class Codec:
         """The most bytes that encoding an Array gives."""
         self._open()
         if self._original is not None:
-            return int(self._original[0].get_max_comp_buffer_size(_theirs(self._original[1], _listed(source)[1], False)))
+            return int(self._original.codec.get_max_comp_buffer_size(self._original.lend(_listed(source)[1], False)))
         return self._max([_listed(source)[1][0].buffer_size])[0]
 
     get_max_compressed_buffer_size = get_max_comp_buffer_size  # 5.3's notes say it so
@@ -395,7 +393,7 @@ class Codec:
         """How many bytes a stream decodes to."""
         self._open()
         if self._original is not None:
-            return int(self._original[0].get_uncomp_buffer_size(_theirs(self._original[1], _listed(source)[1], False)))
+            return int(self._original.codec.get_uncomp_buffer_size(self._original.lend(_listed(source)[1], False)))
         array = _listed(source)[1][0]
         shape = self._shape(array)
         return shape[0] if shape is not None else self._sizes([array])[0]
@@ -456,15 +454,9 @@ class Codec:
                 return a._device[1]
         return devices.current() if gpu.count() else None
 
-    def _ask(self, algorithm: str) -> Any:
+    def _ask(self, algorithm: str) -> original.Original:
         own = {k: v for k, v in self._kwargs.items() if k not in ("strict", "native_version")}
-        return original.codec(algorithm, own | {"algorithm": algorithm})
-
-    def _through(self, work: Callable[[Any, Any], Any]) -> Any:
-        codec, impl = self._original
-        with self._lock:  # nvCOMP's Codec is one thread's at a time
-            made = work(codec, impl)
-        return Array(made) if hasattr(made, "shape") else BatchArray(Array(m) for m in made)
+        return original.Original(algorithm, own | {"algorithm": algorithm})
 
     def _open(self) -> None:
         if self._closed:
@@ -569,20 +561,6 @@ def _onto(made: Array, out: Array, stream: int) -> Array:
     placed._capacity, placed._native = out.buffer_size, False
     placed._stream = placed._joined = stream
     return placed
-
-
-def _theirs(impl: Any, sources: list[Array], many: bool) -> Any:
-    arrays = [impl.as_array(a) for a in sources]
-    return impl.as_arrays(arrays) if many else arrays[0]
-
-
-def _their_options(impl: Any, out: Any, **configs: Any) -> dict[str, Any]:
-    """What of ours nvCOMP takes, where it was given; versions before 5.2 have none of it."""
-    given = {name: value for name, value in configs.items() if value is not None}
-    if out is not None:
-        theirs = [impl.as_array(o) for o in out]
-        given["out"] = theirs if len(theirs) > 1 else theirs[0]
-    return given
 
 
 def backends() -> dict[str, str]:

@@ -6,14 +6,18 @@ It is never imported before that, and never a dependency.
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Sequence
 from importlib import import_module, metadata
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
-from ...errors import NotSupportedError
+from ... import gpu
+from ...errors import DeviceError, NotSupportedError
+from .arrays import Array, BatchArray
 
-__all__ = ["ALGORITHMS", "algorithm_of", "backend", "check_stream", "codec"]
+__all__ = ["ALGORITHMS", "Original", "algorithm_of", "backend", "check_stream"]
 
 #: What nvCOMP alone encodes and decodes, and the format numbers of native streams.
 ALGORITHMS = {"ANS": 2, "Bitcomp": 5}
@@ -107,12 +111,58 @@ def _load(algorithm: str) -> Any:
     return made
 
 
-def codec(algorithm: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """nvCOMP's own Codec and its module. Raises NotSupportedError without it, and
-    what it raises itself, such as without a GPU."""
-    impl = _load(algorithm)
-    theirs = {}
-    for name, value in kwargs.items():
-        kind = getattr(impl, type(value).__name__, None)
-        theirs[name] = kind(int(value)) if kind is not None and hasattr(value, "value") else value
-    return impl.Codec(**theirs), impl
+class Original:
+    """A Codec of nvCOMP's, which threads may share: it is one thread's at a time.
+
+    Raises NotSupportedError without nvCOMP, and what that raises itself, such as
+    without a GPU.
+    """
+
+    def __init__(self, algorithm: str, kwargs: dict[str, Any]) -> None:
+        self.impl = _load(algorithm)
+        theirs = {}
+        for name, value in kwargs.items():
+            kind = getattr(self.impl, type(value).__name__, None)
+            theirs[name] = kind(int(value)) if kind is not None and hasattr(value, "value") else value
+        self.codec = self.impl.Codec(**theirs)
+        self._lock = threading.Lock()
+
+    def lend(self, sources: Sequence[Array], many: bool) -> Any:
+        """nvCOMP's Arrays of ours, which lie on a GPU then; it reads nothing else."""
+        arrays = [self.impl.as_array(a.cuda() or a) for a in sources]
+        return self.impl.as_arrays(arrays) if many else arrays[0]
+
+    def run(
+        self, verb: str, sources: Sequence[Array], many: bool, *args: Any, outs: Sequence[Any] | None, **configs: Any
+    ) -> Any:
+        """Has nvCOMP encode or decode, and waits for it: whatever of this was a copy
+        goes when it returns. Arrays of the result keep nvCOMP's, and its Codec."""
+        given = {name: value for name, value in configs.items() if value is not None}  # before 5.2 there were none
+        with self._lock:
+            if outs is not None:
+                given["out"] = self.impl.as_arrays(list(outs)) if many else self.impl.as_array(outs[0])
+            lent = self.lend(sources, many)
+            made = getattr(self.codec, verb)(lent, *args, **given)
+            arrays = [self._taken(each, made) for each in (made if many else [made])]
+        return BatchArray(arrays) if many else arrays[0]
+
+    def _taken(self, made: Any, batch: Any) -> Array:
+        """An Array of one of nvCOMP's. Its memory is that one's: neither a DLPack
+        capsule nor an interface keeps it."""
+        interface = made.__cuda_array_interface__
+        address = int(interface["data"][0] or 0)
+        if address == 0:
+            return Array(made)
+        device = gpu.device_of(address)
+        if device < 0:
+            raise DeviceError(f"overwire: nvcomp: the result of nvCOMP at {address:#x} is no memory of a GPU")
+        gpu.stream_sync(int(interface.get("stream") or 1), device)
+        return Array(_Kept(made, (made, batch, self.codec)))
+
+
+class _Kept:
+    """Memory as it stands in an interface, and what holds it."""
+
+    def __init__(self, made: Any, keep: Any) -> None:
+        self.__cuda_array_interface__ = {**made.__cuda_array_interface__, "stream": None}
+        self.keep = keep

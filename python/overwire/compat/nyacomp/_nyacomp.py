@@ -14,9 +14,10 @@ import contextlib
 import math
 import os
 import sys
+import tempfile
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -113,7 +114,8 @@ class CompressedFile:
 def decompress(filename: str | os.PathLike[str], shape: Sequence[int], dtype: str) -> Any:
     """The tensor in one file."""
     size = math.prod(shape) * _dtype(dtype, os.fspath(filename)).itemsize
-    return batch_decompress([CompressedFile(os.fspath(filename), shape, dtype, size, size)], [[0]])[0]
+    file = CompressedFile(os.fspath(filename), shape, dtype, size, size)
+    return _read([_Entry(file, _place(file.filename, ""))], None, sizes=False)[0]
 
 
 def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequence[int]]) -> list[Any]:
@@ -229,7 +231,10 @@ def _sibling(filename: str, csv_path: str) -> str:
     if name in ("", ".", "..") or any(c in name for c in "\\?#%\0"):
         raise overwire.FormatError(f"overwire: open {csv_path}: {filename!r} is no file name", source=csv_path)
     path, mark, rest = csv_path.partition("?")
-    return path[: path.rindex("/") + 1] + name + mark + rest
+    folder = path[: path.rindex("/") + 1]
+    # Of a csv in the README's place: in the folder nya beside it.
+    below = filename.split("/")[-2:-1] == [manifests.FOLDER] and not folder.endswith(f"/{manifests.FOLDER}/")
+    return folder + (f"{manifests.FOLDER}/" if below else "") + name + mark + rest
 
 
 def device() -> str:
@@ -247,9 +252,51 @@ def _dtype(name: str, place: str) -> Any:
     return found
 
 
-def _read(entries: list[_Entry], preload: overwire.Preload | None) -> list[Any]:
+def _read(entries: list[_Entry], preload: overwire.Preload | None, sizes: bool = True) -> list[Any]:
     """The tensors of all entries: headers and sizes first, then all containers
-    in one load, which joins the preload if it is of the same files."""
+    in one load, which joins the preload if it is of the same files. sizes: those
+    that are listed of the files are right."""
+    if sizes and preload is None and (settings.text("OVERWIRE_DOWNLOADER") or settings.text("DOWNLOADER_PATH")):
+        with _brought([entry for entry in entries if entry.place.startswith(("http://", "https://"))]):
+            return _tensors(entries, None)
+    return _tensors(entries, preload)
+
+
+@contextlib.contextmanager
+def _brought(entries: list[_Entry]) -> Iterator[None]:
+    """Entries far away as files in a folder, for a while. The downloader is one
+    process that gets all URLs, as nyacomp has it; its stream is cut by the sizes
+    that are listed."""
+    if not entries:
+        yield
+        return
+    from overwire.storage import shown
+    from overwire.stores import ObjectReader
+
+    urls = [entry.place for entry in entries]
+    sizes = [entry.file.compressed_size for entry in entries]
+    with tempfile.TemporaryDirectory(prefix="overwire-") as folder:
+        with ObjectReader(urls, sizes=sizes) as reader:
+            for at, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
+                entry.place = os.path.join(folder, f"{at}-{os.path.basename(urlsplit(entry.place).path)}")
+                with open(entry.place, "wb") as file:
+                    while size and (part := reader.read(min(size, 1 << 20))):
+                        file.write(part)
+                        size -= len(part)
+            reader.read(1)  # what went wrong at the end
+        try:
+            yield
+        except overwire.OverwireError as error:
+            text = str(error)
+            for entry, url in zip(entries, urls, strict=True):
+                text = text.replace(entry.place, shown(url))
+                if error.source == entry.place:
+                    error.source = shown(url)
+            error.args = (text, *error.args[1:])
+            raise
+
+
+def _tensors(entries: list[_Entry], preload: overwire.Preload | None) -> list[Any]:
     import torch
 
     names: list[list[str] | None] = []  # in each container, None: no container

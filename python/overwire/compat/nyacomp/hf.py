@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, Union
 from urllib.parse import quote
@@ -158,28 +159,97 @@ def good_load(path: _PathLike) -> dict[str, Any]:
 
 def toggle_patch(module: Any) -> None:
     """Gives a module (diffusers' or transformers' modeling_utils) a
-    `load_state_dict` that takes what `compress_state_dict` made where that is
-    there, and reads all else as before; called again, takes it away."""
-    current = module.load_state_dict
-    original = getattr(current, "__wrapped__", None)
-    if original is not None and getattr(current, "_overwire", False):
-        module.load_state_dict = original
-        return
+    `load_state_dict`, and a `safe_open` where it has one, that take what
+    `compress_state_dict` made where that is there, and read all else as before;
+    called again, takes them away."""
+    for name, ours in (("load_state_dict", _loader), ("safe_open", _opener)):
+        current = getattr(module, name, None)
+        if current is not None:
+            setattr(module, name, current.__wrapped__ if getattr(current, "_overwire", False) else ours(current))
 
-    from functools import wraps
 
-    @wraps(current)
+def _loader(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
     def load_state_dict(checkpoint_file: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(checkpoint_file, (str, os.PathLike)) or not _fresh(Path(checkpoint_file)):
-            return current(checkpoint_file, *args, **kwargs)
-        state = good_load(checkpoint_file)
+            return original(checkpoint_file, *args, **kwargs)
         where = kwargs.get("map_location")
-        if where is None:
-            where = "cpu"
-        return {key: value.to(where) if hasattr(value, "to") else value for key, value in state.items()}
+        state = _shapes(checkpoint_file) if where == "meta" else good_load(checkpoint_file)
+        return {key: value.to("cpu" if where is None else where) if hasattr(value, "to") else value for key, value in state.items()}
 
     load_state_dict._overwire = True  # type: ignore[attr-defined]
-    module.load_state_dict = load_state_dict
+    return load_state_dict
+
+
+def _shapes(path: _PathLike) -> dict[str, Any]:
+    # The state dict without the elements of its large tensors.
+    import torch
+
+    state, keys, _ = _entries(path)
+    state.update({key: torch.empty(state[key]["shape"], dtype=state[key]["dtype"], device="meta") for key in keys})
+    return state
+
+
+def _opener(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original, updated=())  # it is a class
+    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(filename, (str, os.PathLike)) or not _fresh(Path(filename)):
+            return original(filename, *args, **kwargs)
+        return _Opened(filename, *args, **kwargs)
+
+    safe_open._overwire = True  # type: ignore[attr-defined]
+    return safe_open
+
+
+class _Opened:
+    # safetensors' safe_open of a checkpoint that is compressed: read when the first tensor is asked for.
+
+    def __init__(self, filename: _PathLike, framework: str = "pt", device: Any = "cpu") -> None:
+        self._path, self._device = filename, device
+        self._state: dict[str, Any] | None = None
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._state = None
+
+    def metadata(self) -> dict[str, str] | None:
+        return {"format": "pt"}
+
+    def keys(self) -> list[str]:
+        return list(_entries(self._path)[0])
+
+    offset_keys = keys
+
+    def get_tensor(self, name: str) -> Any:
+        if self._state is None:
+            self._state = good_load(self._path)
+        if name not in self._state:
+            raise overwire.TensorNotFoundError(f"overwire: load {os.fspath(self._path)}: no tensor {name!r}")
+        return self._state[name].to(self._device)
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self.get_tensor(name))
+
+
+class _Slice:
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        # float8_e4m3fn: F8_E4M3, bfloat16: BF16, int64: I64, bool: BOOL.
+        kind, rest = str(self._tensor.dtype).removeprefix("torch."), ""
+        if kind.startswith("float8"):
+            kind, rest = "float8", kind[6:].upper().removesuffix("FNU").removesuffix("FN")
+        letters = kind.rstrip("0123456789")
+        return "BOOL" if letters == "bool" else ("BF" if letters == "bfloat" else letters[0].upper()) + kind[len(letters) :] + rest
 
 
 def _fresh(path: Path) -> bool:

@@ -75,9 +75,9 @@ def _makespan(sizes: list[int]) -> int:
 
 
 def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
-    """`merge_tensors` with the limit that gives the smallest makespan, found by
-    bisection between an equal share for each thread and twice that. Only sizes
-    are looked at; tensors are copied once."""
+    """`merge_tensors` with the limit that gives the smallest makespan: the usual
+    one, or one found by bisection between an equal share for each thread and
+    twice that. Only sizes are looked at; tensors are copied once."""
     if not tensors:
         return [], ""
     sizes = [tensor_size(tensor) for tensor in tensors]
@@ -88,7 +88,8 @@ def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
         groups = _groups(tensors, limit)
         return _makespan([sizes[group[0]] * len(group) for group in groups]), len(groups)
 
-    best, least = high, cost(high)
+    best = min(math.ceil(max(LIMIT, share)), high, key=cost)
+    least = cost(best)
     while low <= high:
         middle = (low + high) // 2
         found = cost(middle)

@@ -6,18 +6,29 @@ from . import gds, nogds, threefs, unified
 from .base import CopierInterface
 from .gds import GdsFileCopier
 from .nogds import NoGdsFileCopier
-from .registry import create_copier_constructor, register_copier_constructor
+from .registry import (
+    CopierConstructFunc,
+    CopierType,
+    copier_class_of,
+    create_copier_constructor,
+    get_copier_class,
+    register_copier_constructor,
+)
 from .threefs import ThreeFSFileCopier
 from .unified import UnifiedMemCopier
 
 __all__ = [
+    "CopierConstructFunc",
     "CopierInterface",
+    "CopierType",
     "GdsFileCopier",
     "NoGdsFileCopier",
     "ThreeFSFileCopier",
     "UnifiedMemCopier",
+    "copier_class_of",
     "create_copier_constructor",
     "gds",
+    "get_copier_class",
     "nogds",
     "register_copier_constructor",
     "threefs",

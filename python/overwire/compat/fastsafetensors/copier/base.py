@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import overwire
@@ -13,19 +15,117 @@ from ..common import SafeTensorsMetadata, is_cuda
 from ..frameworks import FrameworkOpBase, TensorBase
 from ..st_types import Device, DType
 
-__all__ = ["CopierConstructFunc", "CopierInterface", "DummyDeviceBuffer", "EngineCopier"]
+__all__ = [
+    "CopierConstructFunc", "CopierInterface", "DummyDeviceBuffer", "EngineCopier", "validated_byte_ranges",
+    "validated_chunk_allocation_size",
+]  # fmt: skip
+
+
+def _whole(value: Any, what: str) -> int:
+    if isinstance(value, bool):
+        raise ValueError(f"{what}: {value!r} is no number")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{what}: {value!r} is no whole number") from None
+
+
+def validated_byte_ranges(metadata: SafeTensorsMetadata, byte_ranges: list[tuple[int, int]] | None) -> list[tuple[int, int]] | None:
+    """The ranges [begin, end) of a file, copied; None, the whole file, as it is.
+    ValueError unless they lie in the file's data, in order, apart, and none is empty."""
+    if byte_ranges is None:
+        return None
+    checked: list[tuple[int, int]] = []
+    reached = metadata.header_length
+    limit = metadata.header_length + metadata.data_length if metadata.compressed else metadata.size_bytes
+    for at, pair in enumerate(byte_ranges):
+        what = f"{metadata.src}: byte_ranges[{at}]"
+        try:
+            begin, end = pair
+        except (TypeError, ValueError):
+            raise ValueError(f"{what}: {pair!r} is no (begin, end)") from None
+        begin, end = _whole(begin, what), _whole(end, what)
+        if not reached <= begin < end <= limit:
+            raise ValueError(f"{what}: [{begin}, {end}) is empty, not in order, or not in the data [{metadata.header_length}, {limit})")
+        checked.append((begin, end))
+        reached = end
+    return checked
+
+
+def validated_chunk_allocation_size(byte_ranges: list[tuple[int, int]], allocation_size: int | None) -> int | None:
+    """The size as an int. ValueError unless it holds all from the first to the last range."""
+    if allocation_size is None:
+        return None
+    size = _whole(allocation_size, "allocation_size")
+    span = max(end for _, end in byte_ranges) - min(begin for begin, _ in byte_ranges) if byte_ranges else 1
+    if size < span or size < 1:
+        raise ValueError(f"allocation_size {size}: the ranges span {span} bytes")
+    return size
 
 
 class CopierInterface(ABC):
-    """Brings one file's tensors to a device: `submit_io`, then `wait_io`."""
+    """Brings one file's tensors to a device: `submit_io`, then `wait_io`.
+
+    One that can hand out tensors before all have arrived says so by
+    `enable_tensor_readiness`: then `prepare_tensors` is called in place of
+    `wait_io`, `wait_tensor` before a tensor is used, and `finish_io` at the end.
+    """
+
+    metadata: SafeTensorsMetadata
+
+    def enable_tensor_readiness(self) -> bool:
+        """Called before `submit_io`: whether tensors can be waited for one by one."""
+        return False
+
+    def prepare_tensors(self, gbuf: cpp.gds_device_buffer, owner: Any = None) -> Mapping[str, TensorBase]:
+        """The file's tensors by name, whether their bytes are there or not."""
+        raise NotImplementedError(f"{type(self).__name__} hands out no tensors before all have arrived")
+
+    def wait_tensor(self, name: str) -> None:  # noqa: B027
+        """Waits for the bytes of a tensor of `prepare_tensors`. Raises what reading raised."""
+
+    def finish_io(self) -> None:  # noqa: B027
+        """Waits for everything that was submitted; the buffer may then be freed."""
+
+    def set_byte_ranges(self, byte_ranges: list[tuple[int, int]] | None) -> None:
+        """Called before `submit_io`: only these [begin, end) of the file are wanted.
+        A copier may read more."""
+        validated_byte_ranges(self.metadata, byte_ranges)
+
+    def set_chunk(self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None) -> None:
+        """Called before `submit_io`: only these tensors, in a buffer of no more than
+        their ranges span, or of allocation_size bytes. NotImplementedError: whoever
+        asks has promised to hold no more."""
+        raise NotImplementedError(
+            f"{type(self).__name__} loads whole files: it has no set_chunk, which max_batch_bytes and device_memory_budget need"
+        )
+
+    @classmethod
+    def chunk_transient_multiplier(cls, paths: list[str]) -> int:
+        """How many bytes of the device a byte of a chunk takes while it loads."""
+        raise NotImplementedError(f"{cls.__name__} has no chunk_transient_multiplier, which device_memory_budget needs")
+
+    @classmethod
+    def chunk_device_overhead(cls, paths: list[str]) -> int:
+        """Bytes of the device that a chunk takes beside that."""
+        return 0
+
+    @classmethod
+    def fixed_device_overhead(cls, paths: list[str]) -> int:
+        """Bytes of the device that it takes whatever the chunks."""
+        raise NotImplementedError(f"{cls.__name__} has no fixed_device_overhead, which device_memory_budget needs")
 
     @abstractmethod
     def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> cpp.gds_device_buffer:
         """Starts. Returns what is counted until it is freed by the framework."""
 
     @abstractmethod
-    def wait_io(self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False) -> dict[str, TensorBase]:
-        """Waits; the file's tensors by name. Raises what reading raised."""
+    def wait_io(
+        self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None
+    ) -> Mapping[str, TensorBase]:
+        """Waits; the file's tensors by name. Raises what reading raised. owner: the
+        SharedDeviceAllocation of gbuf, for `metadata.get_tensors`; a copier that
+        does not name it is not given it."""
 
 
 CopierConstructFunc = Callable[[SafeTensorsMetadata, Device, FrameworkOpBase], CopierInterface]
@@ -46,12 +146,34 @@ def converts(own: DType, wanted: DType) -> bool:
     return own.bits >= 8 and own not in (DType.F8_E8M0, DType.C64)
 
 
+class _Arriving(Mapping[str, TensorBase]):
+    # Tensors by name; one that has not arrived is waited for.
+
+    def __init__(self, names: list[str], copier: EngineCopier) -> None:
+        self._names, self._copier = dict.fromkeys(names), copier
+
+    def __getitem__(self, name: str) -> TensorBase:
+        if name not in self._names:
+            raise KeyError(name)
+        self._copier.wait_tensor(name)
+        return self._copier.found[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class EngineCopier(CopierInterface):
     """Loads by overwire: plain or compressed files, straight to the device.
 
     names: only these tensors; None: all. read: as for `overwire.load_file`.
     dtype: what `wait_io` will be asked for, as far as it is known: floats become
-    that as they land.
+    that as they land. found: what has arrived. Threads may wait at the same time.
     """
 
     read: str | None = None
@@ -62,34 +184,118 @@ class EngineCopier(CopierInterface):
     ) -> None:
         self.metadata, self.device, self.framework = metadata, device, framework
         self.names = names
+        self.found: dict[str, TensorBase] = {}
         self._stream: Iterator[tuple[str, Any]] | None = None
+        self._gbuf: cpp.gds_device_buffer | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
 
     def set_o_direct(self, enable: bool) -> None:
         """Nothing: the engine chooses."""
 
+    def enable_tensor_readiness(self) -> bool:
+        return True
+
+    def set_byte_ranges(self, byte_ranges: list[tuple[int, int]] | None) -> None:
+        """Only tensors that lie in the ranges as a whole are loaded."""
+        ranges = validated_byte_ranges(self.metadata, byte_ranges)
+        self.names = None if ranges is None else self._within(ranges)
+
+    def set_chunk(self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None) -> None:
+        """Each tensor has memory of its own, of its size: allocation_size is checked alone."""
+        ranges = validated_byte_ranges(self.metadata, byte_ranges) or []
+        validated_chunk_allocation_size(ranges, allocation_size)
+        if missing := set(names) - set(self._within(ranges)):
+            raise ValueError(f"{self.metadata.src}: set_chunk: {sorted(missing)[:3]} are not in the ranges")
+        self.names = [name for name in self.metadata.tensors if name in names]
+
+    def _within(self, ranges: list[tuple[int, int]]) -> list[str]:
+        # Both are in the order of the file.
+        inside, at = [], 0
+        for name, frame in self.metadata.tensors.items():
+            begin, end = (self.metadata.header_length + offset for offset in frame.data_offsets)
+            while at < len(ranges) and ranges[at][1] < end:
+                at += 1
+            if begin == end or (at < len(ranges) and ranges[at][0] <= begin):
+                inside.append(name)
+        return inside
+
+    @classmethod
+    def chunk_transient_multiplier(cls, paths: list[str]) -> int:
+        return 1
+
+    @classmethod
+    def fixed_device_overhead(cls, paths: list[str]) -> int:
+        return 0
+
     def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> cpp.gds_device_buffer:
-        names = list(self.metadata.tensors) if self.names is None else self.names
+        if max_copy_block_size <= 0:
+            raise ValueError(f"max_copy_block_size {max_copy_block_size} must be positive")
+        names = self._wanted()
         offsets = [self.metadata.tensors[name].data_offsets for name in names]
         nbytes = sum(end - begin for begin, end in offsets)
         torch = self.framework.get_name() == "pytorch"
         where = self.device.as_str().replace("gpu", "cuda") if torch else "cpu"
+        self.found, self._error = {}, None
         self._stream = overwire.stream(
             self.metadata.src, device=where, framework="pt" if torch else "np", keys=self.names, read=self.read,
             dtype=self.dtype.value if torch and self.dtype is not DType.AUTO else None,
         )  # fmt: skip
         # Stands for the tensors, each of which has memory of its own.
-        return self.framework.lease(cpp.gds_device_buffer(0, nbytes, is_cuda(self.device), self))
+        self._gbuf = self.framework.lease(cpp.gds_device_buffer(0, nbytes, is_cuda(self.device), self))
+        return self._gbuf
 
-    def wait_io(self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False) -> dict[str, TensorBase]:
-        assert self._stream is not None, "wait_io comes after submit_io"
-        stream, self._stream = self._stream, None
-        found: dict[str, TensorBase] = {}
-        for name, tensor in stream:
-            frame = self.metadata.tensors[name]
-            wrapped = self.framework.wrap(tensor, frame.dtype, self.device)
-            if converts(frame.dtype, dtype):
-                wrapped = wrapped.to(dtype=dtype)
-            found[name] = wrapped
-            if not gbuf._ptr:
-                gbuf._ptr = wrapped.data_ptr()
+    def _wanted(self) -> list[str]:
+        return list(self.metadata.tensors) if self.names is None else self.names
+
+    def _advance(self, until: str | None) -> None:
+        # Takes over what arrives, until a tensor or to the end.
+        while until is None or until not in self.found:
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                stream = self._stream
+                if stream is None or (until is not None and until in self.found):
+                    return
+                try:
+                    name, tensor = next(stream)
+                except StopIteration:
+                    self._stream = None
+                    return
+                except BaseException as error:
+                    known = isinstance(error, Exception)
+                    self._stream, self._error = None, error if known else RuntimeError(f"{self.metadata.src}: loading was interrupted")
+                    raise
+                wrapped = self.framework.wrap(tensor, self.metadata.tensors[name].dtype, self.device)
+                if self._gbuf is not None and not self._gbuf._ptr:
+                    self._gbuf._ptr = wrapped.data_ptr()
+                self.found[name] = wrapped
+
+    def prepare_tensors(self, gbuf: cpp.gds_device_buffer, owner: Any = None) -> Mapping[str, TensorBase]:
+        """A mapping: looking a tensor up waits for it."""
+        return _Arriving(self._wanted(), self)
+
+    def wait_tensor(self, name: str) -> None:
+        self._advance(name)
+        if name not in self.found:
+            raise ValueError(f"{self.metadata.src}: tensor {name} is not among those that are loaded")
+
+    def finish_io(self) -> None:
+        self._advance(None)
+
+    def cancel(self) -> None:
+        """Ends what is loading, and lets go of what arrived."""
+        with self._lock:
+            self._stream, self._gbuf, self.found = None, None, {}
+            self._error = ValueError(f"{self.metadata.src}: the buffer is closed")
+
+    def wait_io(
+        self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None
+    ) -> Mapping[str, TensorBase]:
+        assert self._gbuf is not None, "wait_io comes after submit_io"
+        self._advance(None)
+        found, self.found, self._gbuf = self.found, {}, None
+        for name, wrapped in found.items():
+            if converts(self.metadata.tensors[name].dtype, dtype):
+                found[name] = wrapped.to(dtype=dtype)
         return {name: found[name] for name in self.metadata.tensors if name in found}

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ..st_types import Device
 from .base import CopierConstructFunc, CopierInterface
 
-__all__ = ["create_copier_constructor", "get_copier_class", "register_copier_constructor"]
+__all__ = [
+    "CopierConstructFunc",
+    "CopierType",
+    "copier_class_of",
+    "create_copier_constructor",
+    "get_copier_class",
+    "register_copier_constructor",
+]
+
+CopierType = str
 
 _copier_registry: dict[str, Callable[..., CopierConstructFunc]] = {}
 _classes: dict[str, type[CopierInterface]] = {}
@@ -19,13 +30,28 @@ def register_copier_constructor(
 ) -> Callable[[Callable[..., CopierConstructFunc]], Callable[..., CopierConstructFunc]]:
     """A decorator: the function takes (device, **kwargs) and returns what makes a
     copier of (metadata, device, framework). The last one of a name counts.
-    copier_class: what `get_copier_class` says."""
+    copier_class: what `get_copier_class` says, and `copier_class_of` of what the
+    function returns, unless that came from another registered function."""
 
     def register(function: Callable[..., CopierConstructFunc]) -> Callable[..., CopierConstructFunc]:
-        _copier_registry[copier_type], _classes[copier_type] = function, copier_class
-        return function
+        @functools.wraps(function)
+        def factory(*args: Any, **kwargs: Any) -> CopierConstructFunc:
+            construct = function(*args, **kwargs)
+            if getattr(construct, "copier_class", None) is None and not isinstance(construct, type):
+                with suppress(AttributeError):  # whatever takes no attributes goes without
+                    construct.copier_class = copier_class  # type: ignore[attr-defined]
+            return construct
+
+        _copier_registry[copier_type], _classes[copier_type] = factory, copier_class
+        return factory
 
     return register
+
+
+def copier_class_of(construct: CopierConstructFunc) -> type[CopierInterface]:
+    """The class of the copiers that are made, CopierInterface if it is not known."""
+    found = construct if isinstance(construct, type) else getattr(construct, "copier_class", None)
+    return found if isinstance(found, type) and issubclass(found, CopierInterface) else CopierInterface
 
 
 def get_copier_class(copier_type: str) -> type[CopierInterface]:

@@ -42,8 +42,10 @@ class ThreeFSFileCopier(CopierInterface):
             raise
         return gbuf
 
-    def wait_io(self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False) -> dict[str, TensorBase]:
-        return self.metadata.get_tensors(gbuf, self.device, self.metadata.header_length, dtype)
+    def wait_io(
+        self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None
+    ) -> dict[str, TensorBase]:
+        return self.metadata.get_tensors(gbuf, self.device, self.metadata.header_length, dtype, owner)
 
 
 @register_copier_constructor("3fs", ThreeFSFileCopier)

@@ -4,6 +4,7 @@ host's memory."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from .. import cpp
@@ -58,9 +59,22 @@ class UnifiedMemCopier(EngineCopier):
             raise
         return gbuf
 
-    def wait_io(self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False) -> dict[str, TensorBase]:
+    def enable_tensor_readiness(self) -> bool:
+        return not self._direct()
+
+    def cancel(self) -> None:
+        if self._pinned is not None:
+            import torch
+
+            torch.cuda.synchronize()  # the copy reads it until then
+            self._pinned = None
+        super().cancel()
+
+    def wait_io(
+        self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None
+    ) -> Mapping[str, TensorBase]:
         if self._pinned is None:
-            return super().wait_io(gbuf, dtype, noalign)
+            return super().wait_io(gbuf, dtype, noalign, owner)
         import torch
 
         try:

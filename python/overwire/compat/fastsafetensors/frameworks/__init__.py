@@ -66,6 +66,10 @@ class TensorBase(ABC):
             count *= size
         return count * self.dtype.bits // 8
 
+    @abstractmethod
+    def copy_to_buffer(self, buf: memoryview) -> None:
+        """Writes its bytes, in C order, to a buffer of as many."""
+
 
 class ProcessGroupBase(ABC):
     """Ranks that exchange wrapped tensors. Ranks are those of the group."""
@@ -130,11 +134,28 @@ class FrameworkOpBase(ABC):
     def free_tensor_memory(self, gbuf: cpp.gds_device_buffer, dev: Device) -> None:
         """Gives a buffer back. Tensors in it live on."""
         gbuf.owner = None
+        self.uncount(gbuf)
+
+    def uncount(self, gbuf: cpp.gds_device_buffer) -> None:
+        """Counts a buffer no more, whoever still holds it."""
         self._leases.pop(id(gbuf), None)
 
     @abstractmethod
-    def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device) -> Any:
-        """A tensor whose bytes stand in a buffer."""
+    def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None) -> Any:
+        """A tensor whose bytes stand in a buffer. owner: keeps the buffer's memory,
+        where the framework did not allocate it."""
+
+    @abstractmethod
+    def wrap_tensor(self, tensor: Any) -> Any:
+        """Wraps a tensor of the caller. TypeError for a dtype that files do not have."""
+
+    @abstractmethod
+    def synchronize(self, device: Device) -> None:
+        """Waits for what is queued on a GPU; nothing on the host."""
+
+    @abstractmethod
+    def get_global_rank(self) -> int:
+        """This process's rank among all, 0 without distribution."""
 
     @abstractmethod
     def wrap(self, tensor: Any, dtype: DType, device: Device) -> Any:

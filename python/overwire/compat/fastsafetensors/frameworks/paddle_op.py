@@ -6,6 +6,7 @@ GPU paddle then copies them there.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,13 @@ class PaddleTensor(TensorBase):
     def shape(self) -> list[int]:
         return list(self.real_tensor.shape)
 
+    def copy_to_buffer(self, buf: memoryview) -> None:
+        if len(buf) != self.get_nbytes():
+            raise ValueError(f"copy_to_buffer: {self.get_nbytes()} bytes to a buffer of {len(buf)}")
+        if len(buf):
+            host = self.real_tensor.cpu().contiguous()
+            ctypes.memmove(numpy.frombuffer(buf, numpy.uint8).ctypes.data, host.data_ptr(), len(buf))
+
 
 class PaddleProcessGroup(ProcessGroupBase):
     """A group of paddle.distributed, or none."""
@@ -149,8 +157,9 @@ class PaddleOp(FrameworkOpBase):
         track(memory, length)
         return self.lease(cpp.gds_device_buffer(pointer, length, is_cuda(dev), memory))
 
-    def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device) -> PaddleTensor:
-        return self._at(gbuf.get_base_address() + begin, frame.shape, frame.dtype, device, gbuf.owner)
+    def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None) -> PaddleTensor:
+        holder = owner if gbuf.owner is None else gbuf.owner
+        return self._at(gbuf.get_base_address() + begin, frame.shape, frame.dtype, device, holder)
 
     def _at(self, pointer: int, shape: list[int], dtype: DType, device: Device, owner: Any) -> PaddleTensor:
         capsule = from_cuda_buffer(pointer, shape, _strides(shape), dtype, device, owner)
@@ -164,6 +173,20 @@ class PaddleOp(FrameworkOpBase):
             return self.get_empty_tensor(list(tensor.shape), dtype, device)
         mine = self._at(int(tensor.ctypes.data), list(tensor.shape), dtype, Device(), tensor)
         return mine.to(device) if is_cuda(device) else mine
+
+    def wrap_tensor(self, tensor: Any) -> PaddleTensor:
+        for name, kind in _NAMES.items():
+            if tensor.dtype == getattr(paddle, kind, None):
+                place = Device(DeviceType.GPU, tensor.place.gpu_device_id()) if tensor.place.is_gpu_place() else Device()
+                return PaddleTensor(place, DType(name), tensor)
+        raise TypeError(f"safetensors files have no {tensor.dtype}")
+
+    def synchronize(self, device: Device) -> None:
+        if is_cuda(device):
+            paddle.device.cuda.synchronize()
+
+    def get_global_rank(self) -> int:
+        return int(dist.get_rank()) if dist.is_initialized() else 0
 
     def get_empty_tensor(self, shape: list[int], dtype: DType, device: Device) -> PaddleTensor:
         return PaddleTensor(device, dtype, paddle.empty(shape, dtype=_kind(dtype)))

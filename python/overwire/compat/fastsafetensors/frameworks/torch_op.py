@@ -84,6 +84,12 @@ class TorchTensor(TensorBase):
     def shape(self) -> list[int]:
         return list(self.real_tensor.shape)
 
+    def copy_to_buffer(self, buf: memoryview) -> None:
+        if len(buf) != self.real_tensor.nbytes:
+            raise ValueError(f"copy_to_buffer: {self.real_tensor.nbytes} bytes to a buffer of {len(buf)}")
+        if len(buf):
+            torch.frombuffer(buf, dtype=torch.uint8).copy_(_bytes(self.real_tensor.detach().contiguous()))
+
 
 class TorchProcessGroup(ProcessGroupBase):
     """A torch.distributed group, or none. Tensors travel as bytes, and through
@@ -178,12 +184,12 @@ class TorchOp(FrameworkOpBase):
                 done += got
         return TorchTensor(Device(), DType.U8, host.pin_memory())
 
-    def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device) -> TorchTensor:
+    def view_of(self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None) -> TorchTensor:
         nbytes = frame.data_offsets[1] - frame.data_offsets[0]
         if gbuf.owner is not None:
             flat = gbuf.owner[begin : begin + nbytes]
         else:
-            at = from_cuda_buffer(gbuf.get_base_address() + begin, [nbytes], [1], DType.U8, device)
+            at = from_cuda_buffer(gbuf.get_base_address() + begin, [nbytes], [1], DType.U8, device, owner)
             flat = from_dlpack(at)
         kind = dtype_convert[frame.dtype]
         if flat.data_ptr() % max(kind.itemsize, 1):
@@ -200,6 +206,18 @@ class TorchOp(FrameworkOpBase):
         # "F6" comes as its bytes, which is what dtype_convert says of it too.
         kind = dtype if dtype_convert.get(dtype) == tensor.dtype else _dtypes[tensor.dtype]
         return TorchTensor(device, kind, tensor)
+
+    def wrap_tensor(self, tensor: torch.Tensor) -> TorchTensor:
+        if tensor.dtype not in _dtypes:
+            raise TypeError(f"safetensors files have no {tensor.dtype}")
+        return TorchTensor(Device.of(tensor.device), _dtypes[tensor.dtype], tensor)
+
+    def synchronize(self, device: Device) -> None:
+        if is_cuda(device):
+            torch.cuda.synchronize(_name(device))
+
+    def get_global_rank(self) -> int:
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def get_empty_tensor(self, shape: list[int], dtype: DType, device: Device) -> TorchTensor:
         """shape: as the tensor has it here."""

@@ -1,0 +1,215 @@
+package load
+
+import (
+	"cmp"
+	"slices"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// chunkOf names a chunk: its tensor and number.
+type chunkOf struct{ data, n int32 }
+
+// relayed is where a chunk lies: in which piece, and where in its buffer.
+type relayed struct {
+	piece int
+	off   int64
+}
+
+const (
+	// shareAlign is what shares in a buffer begin at multiples of.
+	shareAlign = 256
+	// chunkAlign is what chunks lie at as they do in the file: X16 has to.
+	chunkAlign = 16
+	// bareBytes is what plain tensors, which have no chunks, are cut into.
+	bareBytes = 1 << 20
+	// maxRanks is more than a host has GPUs.
+	maxRanks = 256
+)
+
+// chunked is the model's index, in which the plain ones of these tensors have
+// chunks, too: raw ones without a checksum.
+func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
+	ix := r.model.ix
+	out := &tensor.Index{Sources: ix.Sources, Tensors: ix.Tensors, Chunks: ix.Chunks}
+	for i := range wants {
+		t := &out.Tensors[wants[i].Data]
+		if t.Count > 0 || t.Bytes == 0 {
+			continue
+		}
+		if r.bare == nil {
+			out.Tensors, out.Chunks, r.bare = slices.Clone(ix.Tensors), slices.Clip(ix.Chunks), map[int32]bool{}
+			t = &out.Tensors[wants[i].Data]
+		}
+		r.bare[wants[i].Data] = true
+		t.First, t.ChunkBytes, t.Parts = int32(len(out.Chunks)), bareBytes, 1
+		for at := int64(0); at < t.Bytes; at += bareBytes {
+			n := uint32(min(bareBytes, t.Bytes-at))
+			out.Chunks = append(out.Chunks, tensor.Chunk{Off: t.Off + at, Stored: n, Logical: n, Codec: tensor.CodecRaw})
+		}
+		t.Count = int32(len(out.Chunks)) - t.First
+	}
+	return out
+}
+
+// layOut cuts the stored chunks of the tensors into pieces and shares, in the
+// order of the files; every rank comes to the same pieces, and all of a host to
+// the same shares.
+func (r *Relay) layOut() error {
+	spec := r.spec
+	reqs := make([]Request, len(spec.Tensors))
+	for i, t := range spec.Tensors {
+		reqs[i] = Request{Tensor: t, Hi0: plan.Whole, Hi1: plan.Whole}
+	}
+	wants, err := plan.Check(r.model.ix, reqs)
+	if err != nil {
+		return err
+	}
+	r.ix, r.at = r.chunked(wants), map[chunkOf]relayed{}
+	var all []chunkOf
+	for i := range wants {
+		for n := range r.ix.Tensors[wants[i].Data].Count {
+			c := chunkOf{wants[i].Data, n}
+			if _, twice := r.at[c]; !twice {
+				r.at[c] = relayed{}
+				all = append(all, c)
+			}
+		}
+	}
+	slices.SortFunc(all, func(a, b chunkOf) int {
+		ca, cb := r.chunk(a), r.chunk(b)
+		return cmp.Or(cmp.Compare(r.ix.Tensors[a.data].Source, r.ix.Tensors[b.data].Source), cmp.Compare(ca.Off, cb.Off),
+			cmp.Compare(a.data, b.data), cmp.Compare(a.n, b.n))
+	})
+	for begin := 0; begin < len(all); {
+		// As many chunks as surely fit, however the shares of so many ranks are
+		// padded. A sixteenth is left free, but for a chunk that needs it: shares
+		// then fill slots of a power of two.
+		sum, largest, end := int64(0), int64(0), begin
+		for ; end < len(all); end++ {
+			n := roomOf(r.chunk(all[end]))
+			if end > begin && sum+n+int64(spec.Widest)*(max(largest, n)+shareAlign) > spec.Size-spec.Size/16 {
+				break
+			}
+			sum, largest = sum+n, max(largest, n)
+		}
+		if end == begin+1 && int64(spec.Widest)*(sum+shareAlign) > spec.Size {
+			return fault.New(fault.ErrArgument, "relay: buffers of %d bytes are too small for a chunk of %d and %d ranks", spec.Size, sum, spec.Widest)
+		}
+		r.share(all[begin:end], sum)
+		begin = end
+	}
+	far, _ := r.model.far()
+	lim := r.target.limits(far > 1, false)
+	if r.model.planned() {
+		lim.Align = readAlign
+	}
+	r.fetch, r.shares = plan.Stored(r.ix, r.spots, lim)
+	return nil
+}
+
+func (r *Relay) chunk(c chunkOf) *tensor.Chunk {
+	return &r.ix.Chunks[r.ix.Tensors[c.data].First+c.n]
+}
+
+// roomOf is the most that a chunk takes of a share.
+func roomOf(c *tensor.Chunk) int64 { return int64(c.Stored) + 2*chunkAlign }
+
+// share makes a piece of chunks, in shares of about as many bytes, and places
+// them. What lies in a row in the file lies so in the buffer. All shares have the
+// room of the largest, so that they can be gathered at once.
+func (r *Relay) share(chunks []chunkOf, sum int64) {
+	ranks, number := r.spec.Ranks, len(r.pieces)
+	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots)}
+	rank, passed, pos := 0, int64(0), int64(0)
+	var last *tensor.Chunk
+	for _, c := range chunks {
+		chunk := r.chunk(c)
+		for rank+1 < ranks && passed*int64(ranks) >= sum*int64(rank+1) {
+			rank++
+			pos, last = 0, nil
+		}
+		gap := int64(-1)
+		if last != nil {
+			gap = chunk.Off - (last.Off + int64(last.Stored))
+		}
+		if gap < 0 || gap >= chunkAlign {
+			gap = -pos&(chunkAlign-1) + chunk.Off%chunkAlign
+		}
+		pos += gap
+		r.at[c] = relayed{number, int64(rank)<<32 | pos}
+		if rank == r.spec.Rank {
+			r.spots = append(r.spots, plan.Spot{Data: c.data, N: c.n, Group: int32(number), Bare: r.bare[c.data]})
+			p.left++
+		}
+		pos += int64(chunk.Stored)
+		p.share = max(p.share, pos)
+		passed += roomOf(chunk)
+		last = chunk
+	}
+	p.share = (p.share + shareAlign - 1) &^ (shareAlign - 1)
+	base := address(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
+	for _, c := range chunks {
+		place := r.at[c]
+		r.at[c] = relayed{number, place.off>>32*p.share + place.off&(1<<32-1)}
+	}
+	for i := range r.spots[p.begin:] {
+		s := &r.spots[p.begin+i]
+		s.Dst = unsafe.Add(base, r.at[chunkOf{s.Data, s.N}].off)
+	}
+	if p.left == 0 {
+		close(p.landed)
+	}
+	r.pieces = append(r.pieces, p)
+}
+
+// Aim says what this rank wants: requests as those of a load, of the tensors that
+// travel, each with a destination. It comes once, before the first Decode; an
+// error leaves the relay as it was.
+func (r *Relay) Aim(requests [][6]int64) error {
+	reqs := make([]Request, len(requests))
+	dest := make([]unsafe.Pointer, len(reqs))
+	for i, w := range requests {
+		reqs[i] = Request{Tensor: w[0], Dest: uintptr(w[1]), Lo0: w[2], Hi0: w[3], Lo1: w[4], Hi1: w[5]}
+		dest[i] = address(uintptr(w[1]))
+	}
+	wants, err := plan.Check(r.ix, reqs)
+	if err != nil {
+		return err
+	}
+	p := plan.Make(r.ix, wants, dest, plan.Limits{Piece: 1})
+	order := make([]int, len(p.Jobs))
+	where := make([]int, len(p.Jobs))
+	for i := range p.Jobs {
+		want := &wants[p.Refs[i].Want]
+		place, ok := r.at[chunkOf{want.Data, p.Refs[i].N}]
+		if !ok {
+			return fault.New(fault.ErrArgument, "relay: request %d is of a tensor that does not travel", p.Refs[i].Want)
+		}
+		p.Jobs[i].Src = uint32(place.off)
+		where[i], order[i] = place.piece, i
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(where[a], where[b]) })
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.aimed {
+		return fault.New(fault.ErrArgument, "relay: it has its requests")
+	}
+	for n, i := range order {
+		piece := &r.pieces[where[i]]
+		if piece.last == 0 {
+			piece.first = n
+		}
+		piece.last = n + 1
+		r.jobs, r.refs = append(r.jobs, p.Jobs[i]), append(r.refs, p.Refs[i])
+	}
+	for i := range wants {
+		r.job.TotalBytes.Add(wants[i].Bytes)
+	}
+	r.job.TotalTensors.Store(int64(len(wants)))
+	r.wants, r.aimed = wants, true
+	return nil
+}

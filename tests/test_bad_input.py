@@ -1,0 +1,316 @@
+"""Files that break the format, or change while they are read, at every entry: each
+rule of goldens/container/vectors.json gets its typed error, that names the file,
+wherever the file comes in; nothing is opened and left."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import overwire as ow  # noqa: E402
+
+VECTORS = json.loads((Path(__file__).parent / "goldens" / "container" / "vectors.json").read_text())
+
+
+def _object(path: Path, **named: Any) -> Any:
+    with open(path, "rb") as file:
+        return ow.load_file(file, framework="bytes", **named)
+
+
+def _index(path: Path, **named: Any) -> Any:
+    index = path.parent / "model.safetensors.index.json"
+    try:  # an index names what is in its files
+        names = list(ow.safe_open(path, "bytes", **named).offset_keys())
+    except ow.OverwireError:
+        names = ["a"]
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {name: path.name for name in names}}))
+    try:
+        return ow.load_file(index, framework="bytes", **named)
+    finally:
+        index.unlink()
+
+
+def _model(path: Path, **named: Any) -> Any:
+    return ow.load_model(torch.nn.Linear(1, 1), path, strict=False, **named)
+
+
+def _preload(path: Path) -> Any:
+    running = ow.preload(path)
+    try:
+        running.wait()
+    finally:
+        running.cancel()
+
+
+def _joined(path: Path) -> Any:
+    running = ow.preload(path)
+    try:
+        return ow.load_file(path, framework="bytes")
+    finally:
+        running.cancel()
+
+
+def _convert(path: Path) -> Any:
+    try:
+        return ow.convert(path, path.parent / "out.safetensors")
+    finally:
+        (path.parent / "out.safetensors").unlink(missing_ok=True)
+
+
+def _opened(path: Path, **named: Any) -> Any:
+    with ow.safe_open(path, "bytes", **named) as file:
+        return [file.get_tensor(name) for name in file.offset_keys()]
+
+
+ENTRIES: dict[str, Callable[..., Any]] = {
+    "load_file": lambda path, **named: ow.load_file(path, framework="bytes", **named),
+    "load_file, read": lambda path, **named: ow.load_file(path, framework="bytes", mmap=False, **named),
+    "load_file of a folder": lambda path, **named: ow.load_file(path.parent, framework="bytes", **named),
+    "load_file of an index": _index,
+    "load_file of an open file": _object,
+    "stream": lambda path, **named: list(ow.stream(path, framework="bytes", **named)),
+    "stream in windows": lambda path, **named: list(ow.stream(path, framework="bytes", max_memory=1000, **named)),
+    "safe_open": _opened,
+    "plan": lambda path, **named: ow.plan(path, framework="bytes", **named),
+    "load_model": _model,
+    "preload": _preload,
+    "preload, joined": _joined,
+    "pin": lambda path: ow.pin(path).release(),
+    "verify": ow.verify,
+    "inspect": ow.inspect,
+    "convert": _convert,
+}
+
+
+def _links() -> list[str]:
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:  # the listing's own
+            pass
+    return links
+
+
+# What a module's loading, or a request by name, says before or beside the file's own.
+BESIDE = (ow.ModelMismatchError, ow.TensorNotFoundError)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_rule_at_every_entry(entry: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    call = ENTRIES[entry]
+    takes = any(kind is inspect.Parameter.VAR_KEYWORD for kind in (p.kind for p in inspect.signature(call).parameters.values()))
+    for vector in VECTORS:
+        path.write_bytes(base64.b64decode(vector["file"]))
+        for lenient in (False, True) if takes and entry not in ("verify", "inspect") else (False,):
+            reads = vector["lenient"] if lenient else vector["ours"] == ""
+            named = {"lenient": True} if lenient else {}
+            try:
+                call(path, **named)
+                error = None
+            except BESIDE as other:
+                error = None if reads else other
+            except ow.OverwireError as refused:
+                error = refused
+            where = f"{vector['name']}, lenient {lenient}: {error!r}"
+            assert (error is None) == reads, where
+            if error is not None:
+                assert type(error).__name__ in ((vector["ours"],) if vector["ours"] else ("FormatError", "CorruptError")), where
+                assert "model.safetensors" in str(error) or entry == "load_file of an open file", where
+    assert not [link for link in _links() if link.startswith(str(tmp_path))], "descriptors stay open"
+
+
+def test_every_rule_at_other_libraries_names(tmp_path: Path) -> None:
+    """The faces of other libraries are as strict, with errors of their own."""
+    import overwire.compat.fastsafetensors as fst
+    import overwire.compat.safetensors as st
+    import overwire.compat.safetensors.torch as st_torch
+
+    real = pytest.importorskip("safetensors.torch")
+    from safetensors import SafetensorError
+
+    path = tmp_path / "model.safetensors"
+
+    def fast(path: Path) -> Any:
+        with fst.fastsafe_open(str(path), nogds=True) as file:
+            return list(file.keys())
+
+    entries: dict[str, tuple[Callable[[Path], Any], Any]] = {
+        "safe_open": (lambda path: st.safe_open(path, "pt"), st.SafetensorError),
+        "load_file": (st_torch.load_file, st.SafetensorError),
+        "patched": (real.load_file, SafetensorError),
+        "fastsafe_open": (fast, (ValueError, KeyError, TypeError, AttributeError, ow.OverwireError)),
+    }
+    with ow.patch_safetensors():
+        for vector in VECTORS:
+            path.write_bytes(base64.b64decode(vector["file"]))
+            for entry, (call, kinds) in entries.items():
+                if vector["ours"]:
+                    with pytest.raises(kinds):
+                        call(path)
+                        pytest.fail(f"{entry} reads {vector['name']}")
+                elif entry == "safe_open":
+                    call(path)
+
+
+# What changes under us.
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    tensors = {"first": torch.randn(500_000).bfloat16(), "last": torch.randn(500_000).bfloat16()}
+    path = tmp_path / "model.safetensors"
+    ow.save_file(tensors, path, compress=False)
+    return path, tensors
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("mmap", [None, False])
+def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mmap: bool | None, compress: bool) -> None:
+    """After it was opened, by whoever opened it: a CorruptError with file and offset,
+    never zeros that a read may give behind the end."""
+    path, tensors = plain
+
+    def fresh() -> int:
+        ow.save_file(tensors, path, compress=compress)
+        return path.stat().st_size
+
+    def gone(call: Callable[[], Any]) -> None:
+        with pytest.raises(ow.CorruptError) as caught:
+            call()
+        assert caught.value.source == str(path) and caught.value.offset, caught.value
+
+    size = fresh()
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, torch.zeros_like(tensor))
+    with ow.safe_open(path, "pt", mmap=mmap) as file:
+        order = file.offset_keys()
+        os.truncate(path, size - 100_000)
+        gone(lambda: file.get_tensor(order[-1]))
+        gone(lambda: file.get_slice(order[-1])[-10:])
+        gone(lambda: file.get_tensors())
+    for call in (
+        lambda: ow.load_file(path, mmap=mmap),
+        lambda: list(ow.stream(path, mmap=mmap)),
+        lambda: ow.load_model(module, path, mmap=mmap),
+        lambda: ow.pin(path).release(),
+        lambda: ow.verify(path),
+    ):
+        gone(call)
+    # While a stream runs: old bytes, or the error.
+    fresh()
+    running = ow.stream(path, mmap=mmap, max_memory=2_100_000)
+    name, tensor = next(running)
+    copy = tensor.clone()
+    del tensor
+    os.truncate(path, 4096)
+    with pytest.raises(ow.CorruptError) as caught:
+        for other, rest in running:
+            assert torch.equal(rest, tensors[other])
+    assert caught.value.source == str(path) and torch.equal(copy, tensors[name])
+    # What is pinned has its bytes.
+    fresh()
+    with ow.pin(path) as pinned:
+        os.truncate(path, 4096)
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in ow.load_file(pinned).items())
+
+
+def test_a_file_that_is_replaced_under_us(plain: tuple[Path, dict[str, Any]]) -> None:
+    """What was open stays what it was; the next load finds the new one, whatever it
+    has of the old one: its name, size and time."""
+    path, tensors = plain
+    old = {name: tensor.clone() for name, tensor in tensors.items()}
+    held = ow.load_file(path)
+    with ow.safe_open(path, "pt") as file:
+        stat = path.stat()
+        other = path.with_name("other.safetensors")
+        ow.save_file({"first": tensors["last"], "last": tensors["first"]}, other, compress=False)
+        assert other.stat().st_size == stat.st_size
+        os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        os.replace(other, path)
+        assert all(torch.equal(file.get_tensor(name), old[name]) for name in old)
+        assert torch.equal(ow.load_file(path)["first"], tensors["last"])
+    assert all(torch.equal(held[name], old[name]) for name in old)
+    # Written over in place, to the same size, with its old time: a header that is
+    # kept must not be believed.
+    small = {"a": torch.zeros(3, 4), "b": torch.ones(5)}
+    swapped = {"a": torch.ones(5), "b": torch.zeros(3, 4)}
+    ow.save_file(small, path, compress=False)
+    long_ago = path.stat().st_mtime_ns - 3600 * 10**9
+    os.utime(path, ns=(long_ago, long_ago))
+    assert ow.load_file(path, mmap=False)["a"].shape == (3, 4)
+    ow.save_file(swapped, other, compress=False)
+    assert other.stat().st_size == path.stat().st_size
+    with open(path, "r+b") as out:
+        out.write(other.read_bytes())
+    os.utime(path, ns=(long_ago, long_ago))
+    got = ow.load_file(path, mmap=False)
+    assert torch.equal(got["a"], swapped["a"]) and torch.equal(got["b"], swapped["b"])
+
+
+def test_a_preload_whose_file_is_cut_off(plain: tuple[Path, dict[str, Any]]) -> None:
+    path, tensors = plain
+    ow.save_file(tensors, path)
+    os.truncate(path, path.stat().st_size - 50_000)
+    running = ow.preload(path)
+    with pytest.raises(ow.CorruptError):
+        running.wait()
+    with pytest.raises(ow.CorruptError) as caught:
+        ow.load_file(path)
+    assert caught.value.source == str(path)
+
+
+def test_threads_that_meet_a_bad_file_all_hear_of_it(plain: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = plain
+    os.truncate(path, path.stat().st_size - 1)
+    heard: list[BaseException] = []
+
+    def load() -> None:
+        try:
+            ow.load_file(path)
+        except BaseException as error:
+            heard.append(error)
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [type(error) for error in heard] == [ow.CorruptError] * 8
+
+
+def test_a_medium_that_fails(tmp_path: Path) -> None:
+    """The kernel's own error of a read, at every entry: typed, with the file and where."""
+    bad = Path("/sys/class/net/lo/speed")  # of 4096 bytes, and no read of it succeeds
+    try:
+        bad.read_bytes()
+        pytest.skip("no file whose reads fail")
+    except FileNotFoundError:
+        pytest.skip("no file whose reads fail")
+    except OSError:
+        pass
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(bad)
+    for entry, call in _entries_of_paths():
+        with pytest.raises(ow.OverwireError) as caught:
+            call(link)
+        assert isinstance(caught.value, (ow.IOFailure, ow.ArgumentError)), entry
+        assert str(link) in str(caught.value) or str(bad) in str(caught.value), entry
+
+
+def _entries_of_paths() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for entry, call in ENTRIES.items():
+        if entry not in ("load_file of an open file", "load_file of a folder", "load_file of an index"):
+            yield entry, call
