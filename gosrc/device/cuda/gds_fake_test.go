@@ -14,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
@@ -111,6 +112,16 @@ ssize_t cuFileRead(void *h, void *p, size_t len, off_t off, off_t at)
 	return got;
 }
 `
+
+// saved writes tensors to a file and opens it.
+func saved(t *testing.T, spec save.Spec, in []save.Input) *load.Model {
+	t.Helper()
+	spec.Path = filepath.Join(t.TempDir(), "model.safetensors")
+	if _, err := save.Write(t.Context(), job.New("save"), spec, in); err != nil {
+		t.Fatal(err)
+	}
+	return reopened(t, spec.Path)
+}
 
 // cufile is what a fake library counted.
 type cufile struct{ Drivers, Handles, Buffers, Reads, Bytes, Wrong int64 }

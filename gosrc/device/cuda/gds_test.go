@@ -4,24 +4,11 @@ package cuda_test
 
 import (
 	"bytes"
-	"path/filepath"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
-	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/weights"
 )
-
-// saved writes tensors to a file and opens it.
-func saved(t *testing.T, spec save.Spec, in []save.Input) *load.Model {
-	t.Helper()
-	spec.Path = filepath.Join(t.TempDir(), "model.safetensors")
-	if _, err := save.Write(t.Context(), job.New("save"), spec, in); err != nil {
-		t.Fatal(err)
-	}
-	return reopened(t, spec.Path)
-}
 
 // gdsLoad loads by GPUDirect Storage, compares every tensor, and says how.
 func gdsLoad(t *testing.T, m *load.Model, opt load.Options, reqs []load.Request, want func(i int) []byte) (load.Report, error) {
