@@ -258,7 +258,9 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	}
 	far, steps := l.model.far()
 	if l.target.gpu != nil {
-		steps = min(steps, farPiece) // half a slot: fewer are being filled
+		// Half a slot: of ranges of 2 MiB the answers are waited for longer than
+		// the bytes, and of whole slots too few would be on their way.
+		steps = min(steps, farPiece)
 	}
 	lim := l.target.limits(far > 1, steps > 0)
 	if l.model.planned() {

@@ -236,12 +236,8 @@ func (c *conn) ReadFrom(r io.Reader) (done int64, err error) {
 	if !ok {
 		return io.Copy(struct{ io.Writer }{c}, r)
 	}
-	most := int64(step)
-	if c.s.link.rate <= 0 {
-		most = from.N
-	}
 	for from.N > 0 {
-		part := &io.LimitedReader{R: from.R, N: min(from.N, most)}
+		part := &io.LimitedReader{R: from.R, N: min(from.N, step)}
 		c.s.link.send(int(part.N))
 		n, err := c.TCPConn.ReadFrom(part)
 		c.s.Sent.Add(n)
