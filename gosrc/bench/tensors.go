@@ -1,14 +1,15 @@
 package bench
 
 import (
-	"crypto/sha256"
 	"fmt"
+	"hash"
 	"os"
 	"path/filepath"
 	"strings"
-	"time"
 
 	"github.com/overwire/overwire/gosrc/format/tensors"
+	"github.com/overwire/overwire/gosrc/internal/sha256"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/weights"
@@ -43,8 +44,8 @@ func (r *run) tensors() error {
 	freeMemory()
 	name := func(what string) string { return fmt.Sprintf("%.1f GB .tensors: %s", float64(total)/1e9, what) }
 	// Both write, each reads the other's, every byte is compared; the files stay for the rows.
-	ours, theirs, sealed := r.path("ours.tensors"), r.path("theirs.tensors"), r.path("sealed.tensors")
-	res, err := r.python("tensors", "check", plain, ours, theirs, sealed, benchKey)
+	ours, theirs, sealed, words := r.path("ours.tensors"), r.path("theirs.tensors"), r.path("sealed.tensors"), r.path("words.tensors")
+	res, err := r.python("tensors", "check", plain, ours, theirs, sealed, words, benchKey)
 	if err != nil {
 		return err
 	}
@@ -52,38 +53,78 @@ func (r *run) tensors() error {
 		r.missing(group, name("all rows"), res.Missing)
 		return nil
 	}
-	for _, row := range []struct {
-		what string
-		goal float64
-		args func(module string) []string
-	}{
-		{"TensorDeserializer, every byte then read", 1, func(m string) []string { return []string{"tensors", "read", m, theirs, "plain", benchKey} }},
-		{"the same, verify_hash=True", 1, func(m string) []string { return []string{"tensors", "read", m, theirs, "hash", benchKey} }},
-		{"the same, encrypted", 1, func(m string) []string { return []string{"tensors", "read", m, sealed, "key", benchKey} }},
-		{"TensorSerializer", 1.5, func(m string) []string {
-			return []string{"tensors", "write", m, plain, r.path("written.tensors"), "plain", benchKey}
-		}},
-		{"TensorSerializer, encrypted", 1, func(m string) []string {
-			return []string{"tensors", "write", m, plain, r.path("written.tensors"), "key", benchKey}
-		}},
-	} {
-		s, notes, missing, err := r.turns(row.args("ours"), row.args("theirs"))
-		if err != nil {
+	sha, together, err := r.sha256()
+	if err != nil {
+		return err
+	}
+	if err := r.verifyTensors(name("overwire verify"), theirs, total, sha, together); err != nil {
+		return err
+	}
+	reading := func(file, how string) func(string) []string {
+		return func(m string) []string { return []string{"tensors", "read", m, file, how, benchKey} }
+	}
+	writing := func(how string) func(string) []string {
+		return func(m string) []string {
+			return []string{"tensors", "write", m, plain, r.path("written.tensors"), how, benchKey}
+		}
+	}
+	rows := []versus{
+		{"TensorDeserializer, every byte then read", 1, reading(theirs, "plain")},
+		{"the same, verify_hash=True", 1, reading(theirs, "hash")},
+		{"the same, encrypted", 1, reading(sealed, "key")},
+		{"the same, encrypted by a password", 1, reading(words, "password")},
+		{"TensorSerializer", 1.5, writing("plain")},
+		{"TensorSerializer, encrypted", 1.5, writing("key")},
+	}
+	for _, row := range rows {
+		note := ""
+		if strings.Contains(row.what, "hash") {
+			note = fmt.Sprintf("SHA-256 alone on %d cores: %.2f GB/s", r.opt.Threads, together)
+		}
+		if err := r.versus(name(row.what), total, row, note); err != nil {
 			return err
 		}
-		if missing != "" {
-			r.missing(group, name(row.what), missing)
-			continue
-		}
-		ours, theirs := rate(total, s[0]), rate(total, s[1])
-		out := Row{Group: group, Name: name(row.what), Value: ours, Unit: "GB/s", Floor: theirs, FloorName: notes[1],
-			Goal: fmt.Sprintf(">= %.1f x theirs", row.goal), Reached: atLeast(ours, row.goal*theirs)}
-		if strings.Contains(row.what, "hash") {
-			bound := r.sha256Rate() * float64(r.opt.Threads)
-			out.Note = fmt.Sprintf("SHA-256 of that memory on %d cores by itself: %.2f GB/s", r.opt.Threads, bound)
-		}
-		r.add(out)
 	}
+	return r.tensorsOfS3(name("TensorDeserializer of S3 (versitygw)"), theirs, total)
+}
+
+// A versus is something that both sides do, by the arguments of _bench_tensors.py,
+// and how many times as fast as theirs ours should be.
+type versus struct {
+	what string
+	goal float64
+	args func(module string) []string
+}
+
+// versus runs both sides by turns.
+func (r *run) versus(name string, total int64, v versus, note string) error {
+	s, notes, missing, err := r.turns(v.args("ours"), v.args("theirs"))
+	if err != nil {
+		return err
+	}
+	if missing != "" {
+		r.missing("tensors", name, missing)
+		return nil
+	}
+	ours, theirs := rate(total, s[0]), rate(total, s[1])
+	r.add(Row{Group: "tensors", Name: name, Value: ours, Unit: "GB/s", Floor: theirs, FloorName: notes[1], Note: note,
+		Goal: fmt.Sprintf(">= %.1f x theirs", v.goal), Reached: atLeast(ours, v.goal*theirs)})
+	return nil
+}
+
+// verifyTensors measures `overwire verify` of a file that has a SHA-256 of every
+// tensor, beside SHA-256 by itself.
+func (r *run) verifyTensors(name, file string, total int64, sha, together float64) error {
+	seconds, err := r.median(func() error {
+		_, err := save.Verify(r.ctx, nil, []string{file}, source.Options{})
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	v := rate(total, seconds)
+	r.add(Row{Group: "tensors", Name: name, Value: v, Unit: "GB/s", Floor: sha, FloorName: fmt.Sprintf("crypto/sha256 on %d cores", r.opt.Threads),
+		Goal: ">= 1 x", Reached: atLeast(v, sha), Note: fmt.Sprintf("sixteen messages at once: %.2f", together)})
 	return nil
 }
 
@@ -117,12 +158,31 @@ func (r *run) cipher() error {
 	return nil
 }
 
-// sha256Rate is one core's.
-func (r *run) sha256Rate() float64 {
-	b := make([]byte, 64<<20)
-	start := time.Now()
-	sha256.Sum256(b)
-	return rate(int64(len(b)), time.Since(start).Seconds())
+// sha256 is the rate of all cores at SHA-256 of memory in their caches: of one
+// message after the other, and of sixteen at once.
+func (r *run) sha256() (alone, together float64, err error) {
+	const piece, rounds = 64 << 10, 32
+	measure := func(messages int) (float64, error) {
+		seconds, err := r.median(func() error {
+			return spawn.Each("bench", r.opt.Threads, r.opt.Threads, func(int) error {
+				hashes, pieces := make([]hash.Hash, sha256.Lanes), make([][]byte, sha256.Lanes)
+				for i := range hashes {
+					hashes[i], pieces[i] = sha256.New(), make([]byte, piece)
+				}
+				for range rounds {
+					for at := 0; at < len(hashes); at += messages {
+						sha256.Write(hashes[at:at+messages], pieces[at:at+messages])
+					}
+				}
+				return nil
+			})
+		})
+		return rate(int64(r.opt.Threads)*sha256.Lanes*piece*rounds, seconds), err
+	}
+	if alone, err = measure(1); err == nil {
+		together, err = measure(sha256.Lanes)
+	}
+	return alone, together, err
 }
 
 // deviceTensors measures loads of tensorizer's files to a device: plain, with

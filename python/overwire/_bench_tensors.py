@@ -1,11 +1,15 @@
 """tensorizer's files in the rows of `overwire bench`, beside tensorizer itself.
 
-    python -m overwire._bench tensors check SAFETENSORS OURS THEIRS SEALED KEY
-    python -m overwire._bench tensors read ours|theirs FILE plain|hash|key KEY
+    python -m overwire._bench tensors check SAFETENSORS OURS THEIRS SEALED WORDS KEY
+    python -m overwire._bench tensors read ours|theirs FILE plain|hash|key|password KEY
     python -m overwire._bench tensors write ours|theirs SAFETENSORS OUT plain|key KEY
+    python -m overwire._bench tensors upload FILE URI ENDPOINT KEY
+    python -m overwire._bench tensors s3 ours|theirs URI ENDPOINT KEY
     python -m overwire._bench tensors sodium
 
-Both sides are called in the same way. KEY: 64 hex digits.
+Both sides are called in the same way. KEY: 64 hex digits, of the file WORDS and
+"password" as a text; of S3 what the server takes for key and secret. Nobody waits
+for the disk: files stay in the page cache.
 """
 
 from __future__ import annotations
@@ -23,11 +27,11 @@ def side(name: str) -> Any:
     return import_module("overwire.compat.tensorizer" if name == "ours" else "tensorizer")
 
 
-def written(module: Any, tensors: dict[str, Any], path: str, key: bytes | None) -> float:
+def written(module: Any, tensors: dict[str, Any], path: str, key: bytes | None, password: bool = False) -> float:
     """Seconds of writing tensors to a new file."""
     if os.path.exists(path):
         os.remove(path)
-    params = None if key is None else module.EncryptionParams(key=key)
+    params = None if key is None else module.EncryptionParams.from_string(key.hex()) if password else module.EncryptionParams(key=key)
     start = time.perf_counter()
     serializer = module.TensorSerializer(path, encryption=params)
     serializer.write_state_dict(tensors)
@@ -35,14 +39,21 @@ def written(module: Any, tensors: dict[str, Any], path: str, key: bytes | None) 
     return time.perf_counter() - start
 
 
-def opened(module: Any, path: str, how: str, key: bytes, device: str = "cpu") -> Any:
+def opened(module: Any, path: Any, how: str, key: bytes, device: str = "cpu") -> Any:
     """A file loaded as a user would."""
-    params = module.DecryptionParams.from_key(key) if how == "key" else None
+    params = None
+    if how in ("key", "password"):
+        params = module.DecryptionParams.from_key(key) if how == "key" else module.DecryptionParams.from_string(key.hex())
     verify = "crc32" if how == "crc32" else how == "hash"
     return module.TensorDeserializer(path, device=device, verify_hash=verify, encryption=params)
 
 
-def check(plain: str, ours: str, theirs: str, sealed: str, key: bytes) -> dict[str, Any]:
+def far(module: Any, uri: str, endpoint: str, key: bytes) -> Any:
+    """A stream of an object in S3."""
+    return module.stream_io.open_stream(uri, "rb", key.hex(), key.hex(), endpoint, force_http=True)
+
+
+def check(plain: str, ours: str, theirs: str, sealed: str, words: str, key: bytes) -> dict[str, Any]:
     """Writes the files, and compares every byte of what either reads of the other's."""
     import torch
 
@@ -52,7 +63,10 @@ def check(plain: str, ours: str, theirs: str, sealed: str, key: bytes) -> dict[s
     written(side("ours"), tensors, ours, None)
     written(side("theirs"), tensors, theirs, None)
     written(side("ours"), tensors, sealed, key)
-    for reader, path, how in (("ours", theirs, "hash"), ("theirs", ours, "plain"), ("theirs", sealed, "key"), ("ours", sealed, "key")):
+    written(side("ours"), tensors, words, key, password=True)
+    pairs = [("ours", theirs, "hash"), ("theirs", ours, "plain")]
+    pairs += [(who, path, how) for who in ("ours", "theirs") for path, how in ((sealed, "key"), (words, "password"))]
+    for reader, path, how in pairs:
         found = opened(side(reader), path, how, key)
         if found.keys() != tensors.keys():
             raise SystemExit(f"{path}: other tensors came back than were saved")
@@ -95,7 +109,10 @@ def measure(argv: list[str]) -> dict[str, Any]:
         return {"missing": f"needs torch and tensorizer: {error}"}
     key = bytes.fromhex(argv[-1])
     if argv[0] == "check":
-        return check(argv[1], argv[2], argv[3], argv[4], key)
+        return check(argv[1], argv[2], argv[3], argv[4], argv[5], key)
+    if argv[0] == "upload":
+        side("ours").stream_io.s3_upload(argv[1], argv[2], key.hex(), key.hex(), argv[3])
+        return {"seconds": 0}
     module = side(argv[1])
     note = f"tensorizer {theirs.__version__}" if argv[1] == "theirs" else "overwire"
     from ._bench import consume, warm
@@ -107,5 +124,6 @@ def measure(argv: list[str]) -> dict[str, Any]:
         tensors = overwire.load_file(argv[2], framework="pt", mmap=False)
         return {"seconds": written(module, tensors, argv[3], key if argv[4] == "key" else None), "note": note}
     start = time.perf_counter()
-    consume({name: tensor.detach() for name, tensor in opened(module, argv[2], argv[3], key).items()})
+    found = opened(module, far(module, argv[2], argv[3], key), "plain", key) if argv[0] == "s3" else opened(module, argv[2], argv[3], key)
+    consume({name: tensor.detach() for name, tensor in found.items()})
     return {"seconds": time.perf_counter() - start, "note": note}

@@ -32,7 +32,8 @@ _ENTRY_BYTES = 33  # beside name, dtype and dims
 _TAIL = bytes(8)
 
 # What is written in one turn: tensors of so many bytes, of which so many had to
-# be copied to be on the host and in one piece.
+# be copied to be on the host and in one piece, or are on their way to a file that
+# has no descriptor.
 _TURN = 4 << 30
 _COPIED = 512 << 20
 
@@ -178,11 +179,12 @@ class TensorSerializer:
                 self._tree.add(spec.path)
             self._make_room(specs)
             specs.reverse()  # taken from the end, so that what is done can be freed
+            whole = _TURN if self._descriptor() is not None else _COPIED
             with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="overwire-tensors") as pool:
                 under_way: concurrent.futures.Future[list[_Spec]] | None = None
                 while specs or under_way is not None:
                     turn, copied, size = [], 0, 0
-                    while specs and copied < _COPIED and size < _TURN:
+                    while specs and copied < _COPIED and size < whole:
                         spec = specs.pop()
                         data = _bytes_of(spec.tensor)
                         turn.append((spec, data))
