@@ -55,7 +55,7 @@ type Relay struct {
 	spec   *RelaySpec
 	ix     *tensor.Index  // in which all that travels has chunks
 	bare   map[int32]bool // tensors that have them there alone, without checksums
-	at     map[chunkOf]relayed
+	at     []relayed      // by number of a chunk in ix
 	pieces []relayPiece
 	jobs   []device.Job // of this rank's requests, by piece
 	refs   []plan.Ref   // of each job
@@ -249,7 +249,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	threads := r.threads()
 	if threads == 0 {
 		far, _ := r.model.far()
-		threads = max(r.target.readers(), depth, far)
+		threads = max(cmp.Or(r.spec.Readers, r.target.readers()), depth, far)
 	}
 	ahead := r.ahead()
 	task := &pipeline.Task{

@@ -77,6 +77,7 @@ class Relay:
             "rank": team.near.index(team.rank),
             "device": model.device,
             "stream": self._on,
+            "readers": team.readers(model.device),
             "timeline": log.isEnabledFor(logging.DEBUG),
         }
         number, shares = relay_start(model.handle, json.dumps(spec))

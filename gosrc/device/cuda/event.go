@@ -44,7 +44,7 @@ func (v *Event) Before(stream uintptr) error {
 // Order makes the slot's next Submit write to the jobs' places after an event
 // (nil: at once), though its bytes may cross the wire before; and tells the other
 // when that is there, and all that earlier ones of the lane wrote that had an
-// Order. The caller owns the slot.
+// Order, unless their bytes were lent by the device. The caller owns the slot.
 func (s *Slot) Order(after, then *Event) {
 	if s.c.then = then.c; after != nil {
 		s.c.after = after.c
