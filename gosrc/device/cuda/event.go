@@ -41,11 +41,7 @@ func (v *Event) Before(stream uintptr) error {
 }
 
 // Order makes the caller's slot's next Submit write to the jobs' places after an
-// event (nil: at once), though its bytes may cross the wire before; and tells the
-// other when that and what earlier ones with an Order wrote is there. Slots that
-// lend memory of the device do not wait for each other, and tell of themselves.
-func (s *Slot) Order(after, then *Event) {
-	if s.c.then = then.c; after != nil {
-		s.c.after = after.c
-	}
-}
+// event, though its bytes may cross the wire before; and tells the other when that
+// and what earlier ones with an Order wrote is there. Slots that lend memory of
+// the device do not wait for each other, and tell of themselves.
+func (s *Slot) Order(after, then *Event) { s.c.after, s.c.then = after.c, then.c }

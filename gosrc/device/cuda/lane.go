@@ -325,8 +325,7 @@ func (l *Lane) round(s *Slot, b *build) error {
 		c.wait = 1
 	}
 	c.stream = 0
-	// Chunks in scratch wait for each other on the first stream; pieces brought to
-	// one buffer come to its event in their order.
+	// Chunks in scratch wait for each other on the first stream, as pieces with an Order do.
 	if !b.scratch && (c.then == nil || s.far != 0) {
 		c.stream = C.uint32_t(l.next % (C.OWCU_STREAMS - 1))
 		l.next++
