@@ -29,7 +29,7 @@ from typing import Any
 import overwire as ow
 import torch
 import torch.distributed as dist
-from overwire import distributed, relays, teams
+from overwire import distributed, teams
 
 RANK, LOCAL = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 CUDA = torch.cuda.is_available()
@@ -136,7 +136,7 @@ class Bench:
 
         team = teams.team_of(dist.group.WORLD)
         team.settle([teams.host_name()] * ranks)
-        piece = 15 << 20 if CUDA else 1 << 20  # as relays have it
+        piece = 30 << 20 if CUDA else 1 << 20  # as relays have it
 
         def pieces() -> int:
             for _ in range(0, size, piece * ranks):
@@ -256,25 +256,6 @@ class Bench:
                 print(f"  {at:>5} " + " ".join(f"{pieces[at][name]:>9}" for name in names))
         sys.stdout.flush()
 
-    def sweep(self, paths: dict[str, Path]) -> None:
-        """Workers of a rank, and bytes of a share; the fastest is kept."""
-        group: Any = dist.group.WORLD
-        team = teams.team_of(group)
-        found: dict[tuple[int, int], float] = {}
-        for name, path in paths.items():
-            for way in ("gather", "each"):
-                for readers in (6, 8, 10, 12, 16):
-                    for share in (16, 32) if way == "gather" else (16,):
-                        team.rates, teams.READERS, relays._SHARE = Forced(way), readers, (share << 20) + (64 << 10)
-                        times = [timed(lambda: ow.load_file(path, device=DEVICE, group=group, mmap=False))[0] for _ in range(4)]  # noqa: B023
-                        row = {"row": f"sweep: {name}, {way}, {readers} workers, shares of {share} MiB"}
-                        self.say(row | {"ms": min(times[1:]) * 1e3, "median": sorted(times[1:])[1] * 1e3})
-                        if way == "gather":
-                            found[readers, share] = found.get((readers, share), 0) + sorted(times[1:])[1]
-        best = min(found, key=lambda one: found[one])
-        teams.READERS, relays._SHARE = best[0], (best[1] << 20) + (64 << 10)
-        self.say({"row": f"{best[0]} workers and shares of {best[1]} MiB from here on"})
-
     def run(self) -> None:
         folder = Path(self.args.dir)
         plain, packed = folder / "plain.safetensors", folder / "packed.safetensors"
@@ -290,8 +271,6 @@ class Bench:
         self.floors()
         self.reading(packed)
         self.whole = self.reference(plain)
-        if self.args.sweep:
-            self.sweep({"compressed": packed, "plain": plain})
         first = True
         for name, path in (("compressed", packed), ("plain", plain)):
             if self.args.only and name != self.args.only:
@@ -314,7 +293,6 @@ def main() -> None:
     parser.add_argument("--out", default="")
     parser.add_argument("--limit", type=float, default=150, help="seconds after which no row begins")
     parser.add_argument("--debug", action="store_true", help="tell what happened to each piece that was shared")
-    parser.add_argument("--sweep", action="store_true", help="try numbers of workers and sizes of shares")
     parser.add_argument("--only", default="", help="compressed or plain")
     args = parser.parse_args()
     if CUDA:

@@ -29,8 +29,7 @@ type Options struct {
 	Device  string `json:"device"`   // "" or "cpu", "cuda", "cuda:1"
 	Stream  uint64 `json:"stream"`   // CUDA: the caller's, whose queued work precedes the load; 0: none
 	Cast    string `json:"cast"`     // CUDA: a dtype that floats become as they land, where there is a kernel; "": none
-	Threads int    `json:"threads"`  // 0: as many as bring it fastest
-	Readers int    `json:"readers"`  // so many of them unless the sources want more; 0: as many as a device wants
+	Threads int    `json:"threads"`  // 0: one a core
 	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
 	Read    string `json:"read"`     // as OVERWIRE_READ, which "" means
 	Trace   string `json:"trace"`    // file that gets a Chrome trace; "": what the knob says
@@ -271,7 +270,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	how := cmp.Or(opt.Read, knob.Read.Get())
 	told, depth := expect(l.model.srcs, p, how)
 	if threads <= 0 {
-		threads = max(cmp.Or(opt.Readers, l.target.readers()), depth, far)
+		threads = max(l.target.readers(), depth, far)
 	}
 	traceFile := cmp.Or(opt.Trace, knob.Trace.Get())
 	var trace *pipeline.Trace

@@ -245,7 +245,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	threads := r.threads()
 	if threads == 0 {
 		far, _ := r.model.far()
-		threads = max(cmp.Or(r.spec.Readers, r.target.readers()), depth, far)
+		threads = max(r.target.readers(), depth, far)
 	}
 	ahead := r.ahead()
 	task := &pipeline.Task{

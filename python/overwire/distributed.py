@@ -211,6 +211,8 @@ class _Load:
 
     def _row(self, at: int) -> Row:
         # The row of what this rank gets of a tensor.
+        if at not in self._dims:
+            return self._model.row(at)
         task = self._task(at)
         whole, part = math.prod(task.shape), math.prod(self._room.part_shape(task, self._team.rank))
         return task.row._replace(nbytes=task.row.nbytes * part // whole if whole else 0)

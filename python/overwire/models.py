@@ -227,15 +227,13 @@ class Model:
         requests: bytes | Sequence[Request] | None,
         watcher: Watcher | None = None,
         cast: str = "",
-        readers: int = 0,
     ) -> Job:
         """Starts a load of requests, as they are or packed by `wholes`; None for
-        every tensor, whole. cast: as `casting` has it. readers: workers, 0: the
-        usual number."""
+        every tensor, whole. cast: as `casting` has it."""
         packed = None
         if requests is not None:
             packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
-        options: dict[str, Any] = {"device": self.device, "cast": cast, "read": self.read or "", "readers": readers}
+        options: dict[str, Any] = {"device": self.device, "cast": cast, "read": self.read or ""}
         if self.device != "cpu" and requests is not None:
             from .frame_torch import stream_of
 
@@ -274,15 +272,15 @@ class Model:
         return self._begin(requests, rows, frame, watcher, cast)
 
     def begin_blocks(
-        self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame, readers: int
+        self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame
     ) -> tuple[Job, dict[int, Any]]:
         """The same for blocks of tensors: (position, ranges of dims 0 and 1), with
-        rows whose shape and bytes are the block's; by so many workers, 0: the usual number."""
+        rows whose shape and bytes are the block's."""
 
         def requests(pointers: list[int]) -> list[Request]:
             return [(at, pointer, *block) for (at, block), pointer in zip(blocks, pointers, strict=True)]
 
-        return self._begin(requests, rows, frame, readers=readers)
+        return self._begin(requests, rows, frame)
 
     def _begin(
         self,
@@ -291,13 +289,12 @@ class Model:
         frame: Frame,
         watcher: Watcher | None = None,
         cast: str = "",
-        readers: int = 0,
     ) -> tuple[Job, dict[int, Any]]:
         pointers = [0] * len(rows)
         large = [] if self.device == "cpu" else [at for at, row in enumerate(rows) if row[3] >= LARGE]
         for at in large:
             pointers[at] = _LATER
-        job = self.start(requests(pointers), watcher, cast, readers)
+        job = self.start(requests(pointers), watcher, cast)
         if not large:
             return job, {}
         try:
@@ -313,7 +310,7 @@ class Model:
         tensors = frame.empty_on(self.device, [rows[at] for at in large])
         for at, tensor in zip(large, tensors, strict=True):
             pointers[at] = tensor.data_ptr()
-        return self.start(requests(pointers), watcher, cast, readers), dict(zip(large, tensors, strict=True))
+        return self.start(requests(pointers), watcher, cast), dict(zip(large, tensors, strict=True))
 
     def _settle(self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame) -> dict[int, Any]:
         # The tensors are made while the first bytes are on their way: growing

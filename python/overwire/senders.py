@@ -132,7 +132,7 @@ class _Want(NamedTuple):
 class _Reading:
     """A load that is running. `finish` once, or `abandon`."""
 
-    def __init__(self, model: Model, frame: Frame, wants: list[_Want], readers: int) -> None:
+    def __init__(self, model: Model, frame: Frame, wants: list[_Want]) -> None:
         self._model, self._frame = model, frame
         self._wants = wants
         self._job: Job | None = None
@@ -140,7 +140,7 @@ class _Reading:
         self._busy = [want for want in wants if 0 not in want.shape]
         if self._busy:
             rows = [(w.row.name, w.row.dtype, w.shape, nbytes(w.row.dtype, w.shape)) for w in self._busy]
-            self._job, self._places = model.begin_blocks([(w.at, w.block) for w in self._busy], rows, frame, readers)
+            self._job, self._places = model.begin_blocks([(w.at, w.block) for w in self._busy], rows, frame)
 
     def finish(self) -> Iterator[tuple[int, Any]]:
         """(slot, tensor) of each want, in any order."""
@@ -185,8 +185,7 @@ class Batch:
         self._model = room.model if way in ("each", "own") or self._count == 1 else room.wired
         self._owners = self._owned()
         try:
-            wants = [want for slot in range(len(tasks)) for want in self._wants(slot)]
-            self._reading = _Reading(self._model, room.frame, wants, team.readers(self._model.device))
+            self._reading = _Reading(self._model, room.frame, [w for slot in range(len(tasks)) for w in self._wants(slot)])
         except BaseException as error:  # said by `read`, when the others can hear it
             self._error = error
 

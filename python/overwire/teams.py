@@ -28,10 +28,6 @@ _TRIES = 2
 #: A batch of fewer bytes says more of latency than of rates.
 TELLING = 4 << 20
 
-#: Workers that read for a GPU, on each of several ranks of a host; 0: as many as
-#: for one alone.
-READERS = 0
-
 
 class Rates:
     """Seconds a byte of each way to load, by kind of tensor: measured, not known.
@@ -163,10 +159,6 @@ class Team:
             self.trade([(peer, here[:1]) for peer in peers], [(peer, here[1:]) for peer in peers])
             self.gather(torch.zeros(len(self.near), dtype=torch.uint8, device=wire), 1)
             self._warm.add(wire)
-
-    def readers(self, device: str) -> int:
-        """How many workers read for a device of one of these ranks; 0 for the usual."""
-        return READERS if device != "cpu" and len(self.near) > 1 else 0
 
     def gather(self, buffer: Any, share: int) -> None:
         """Collective among the ranks of this host: rank r of it has bytes
