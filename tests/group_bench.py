@@ -136,7 +136,7 @@ class Bench:
 
         team = teams.team_of(dist.group.WORLD)
         team.settle([teams.host_name()] * ranks)
-        piece = 15 << 20 if CUDA else 1 << 20  # as relays have it
+        piece = 30 << 20 if CUDA else 1 << 20  # as relays have it
 
         def pieces() -> int:
             for _ in range(0, size, piece * ranks):

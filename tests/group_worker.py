@@ -59,7 +59,8 @@ class Forced(teams.Rates):
 
 def every_way(folder: Path, group: Any, *files: str) -> None:
     team = teams.team_of(group)
-    distributed._BATCH = 3 << 20
+    distributed._BATCH = distributed._TRY = 3 << 20
+    teams.TELLING = 1 << 16
     relays._SHARE, relays._AGREE = (1 << 20) + 4096, 3  # many pieces, and several rounds of the ring
     shard = {name: dim for name, dim in SHARD.items()}
     for file in files or ("plain.safetensors", "compressed.safetensors"):

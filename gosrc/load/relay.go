@@ -55,7 +55,7 @@ type Relay struct {
 	spec   *RelaySpec
 	ix     *tensor.Index  // in which all that travels has chunks
 	bare   map[int32]bool // tensors that have them there alone, without checksums
-	at     map[chunkOf]relayed
+	at     []relayed      // by number of a chunk in ix
 	pieces []relayPiece
 	jobs   []device.Job // of this rank's requests, by piece
 	refs   []plan.Ref   // of each job
@@ -211,11 +211,7 @@ func (l feedLane) Submit(s device.Slot, n int64, jobs []device.Job, done func(jo
 	r, slot := l.r, s.(gpuSlot).Slot
 	k := r.filling(jobs[0].Dst)
 	b := k % len(r.spec.Ring)
-	if k < len(r.spec.Ring) {
-		slot.Order(nil, r.full[b])
-	} else {
-		slot.Order(r.idle[b], r.full[b])
-	}
+	slot.Order(r.idle[b], r.full[b])
 	err := l.gpuLane.Submit(s, n, jobs, done)
 	if err == nil {
 		r.landed(k, len(jobs))
@@ -553,7 +549,7 @@ func (r *Relay) onDevice(k int, stream uint64) error {
 	n := p.share * int64(r.spec.Ranks)
 	jobs := r.jobs[p.first:p.last]
 	slot.LendDevice(uintptr(r.spec.Ring[k%len(r.spec.Ring)]), n)
-	slot.Order(nil, r.idle[k%len(r.idle)])
+	slot.Order(r.full[k%len(r.full)], r.idle[k%len(r.idle)])
 	if len(jobs) == 0 { // this rank wants nothing of it: the buffer is free after the trade
 		jobs = []device.Job{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}
 	}

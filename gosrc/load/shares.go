@@ -13,7 +13,8 @@ import (
 // chunkOf names a chunk: its tensor and number.
 type chunkOf struct{ data, n int32 }
 
-// relayed is where a chunk lies: in which piece, and where in its buffer.
+// relayed is where a chunk lies: in which piece, and where in its buffer; piece
+// is -1 for one that does not travel.
 type relayed struct {
 	piece int
 	off   int64
@@ -68,22 +69,30 @@ func (r *Relay) layOut() error {
 	if err != nil {
 		return err
 	}
-	r.ix, r.at = r.chunked(wants), map[chunkOf]relayed{}
-	var all []chunkOf
+	r.ix = r.chunked(wants)
+	r.at = make([]relayed, len(r.ix.Chunks))
+	for i := range r.at {
+		r.at[i].piece = -1
+	}
+	all := make([]chunkOf, 0, len(r.ix.Chunks))
 	for i := range wants {
 		for n := range r.ix.Tensors[wants[i].Data].Count {
 			c := chunkOf{wants[i].Data, n}
-			if _, twice := r.at[c]; !twice {
-				r.at[c] = relayed{}
+			if at := r.place(c); at.piece < 0 { // tied tensors share theirs
+				at.piece = 0
 				all = append(all, c)
 			}
 		}
 	}
-	slices.SortFunc(all, func(a, b chunkOf) int {
-		ca, cb := r.chunk(a), r.chunk(b)
-		return cmp.Or(cmp.Compare(r.ix.Tensors[a.data].Source, r.ix.Tensors[b.data].Source), cmp.Compare(ca.Off, cb.Off),
-			cmp.Compare(a.data, b.data), cmp.Compare(a.n, b.n))
-	})
+	inFile := func(a, b chunkOf) int {
+		if by := cmp.Compare(r.ix.Tensors[a.data].Source, r.ix.Tensors[b.data].Source); by != 0 {
+			return by
+		}
+		return cmp.Or(cmp.Compare(r.chunk(a).Off, r.chunk(b).Off), cmp.Compare(a.data, b.data), cmp.Compare(a.n, b.n))
+	}
+	if !slices.IsSortedFunc(all, inFile) {
+		slices.SortFunc(all, inFile)
+	}
 	for begin := 0; begin < len(all); {
 		// As many chunks as surely fit, however the shares of so many ranks are
 		// padded. A sixteenth is left free, but for a chunk that needs it: shares
@@ -115,6 +124,8 @@ func (r *Relay) chunk(c chunkOf) *tensor.Chunk {
 	return &r.ix.Chunks[r.ix.Tensors[c.data].First+c.n]
 }
 
+func (r *Relay) place(c chunkOf) *relayed { return &r.at[r.ix.Tensors[c.data].First+c.n] }
+
 // roomOf is the most that a chunk takes of a share.
 func roomOf(c *tensor.Chunk) int64 { return int64(c.Stored) + 2*chunkAlign }
 
@@ -140,7 +151,7 @@ func (r *Relay) share(chunks []chunkOf, sum int64) {
 			gap = -pos&(chunkAlign-1) + chunk.Off%chunkAlign
 		}
 		pos += gap
-		r.at[c] = relayed{number, int64(rank)<<32 | pos}
+		*r.place(c) = relayed{number, int64(rank)<<32 | pos}
 		if rank == r.spec.Rank {
 			r.spots = append(r.spots, plan.Spot{Data: c.data, N: c.n, Group: int32(number), Bare: r.bare[c.data]})
 			p.left++
@@ -153,12 +164,12 @@ func (r *Relay) share(chunks []chunkOf, sum int64) {
 	p.share = (p.share + shareAlign - 1) &^ (shareAlign - 1)
 	base := address(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
 	for _, c := range chunks {
-		place := r.at[c]
-		r.at[c] = relayed{number, place.off>>32*p.share + place.off&(1<<32-1)}
+		at := r.place(c)
+		at.off = at.off>>32*p.share + at.off&(1<<32-1)
 	}
 	for i := range r.spots[p.begin:] {
 		s := &r.spots[p.begin+i]
-		s.Dst = unsafe.Add(base, r.at[chunkOf{s.Data, s.N}].off)
+		s.Dst = unsafe.Add(base, r.place(chunkOf{s.Data, s.N}).off)
 	}
 	if p.left == 0 {
 		close(p.landed)
@@ -181,31 +192,28 @@ func (r *Relay) Aim(requests [][6]int64) error {
 		return err
 	}
 	p := plan.Make(r.ix, wants, dest, plan.Limits{Piece: 1})
-	order := make([]int, len(p.Jobs))
-	where := make([]int, len(p.Jobs))
+	where := make([]int, len(p.Jobs)) // jobs are in the order of the files, and so are pieces
 	for i := range p.Jobs {
-		want := &wants[p.Refs[i].Want]
-		place, ok := r.at[chunkOf{want.Data, p.Refs[i].N}]
-		if !ok {
+		at := r.place(chunkOf{wants[p.Refs[i].Want].Data, p.Refs[i].N})
+		if at.piece < 0 {
 			return fault.New(fault.ErrArgument, "relay: request %d is of a tensor that does not travel", p.Refs[i].Want)
 		}
-		p.Jobs[i].Src = uint32(place.off)
-		where[i], order[i] = place.piece, i
+		p.Jobs[i].Src = uint32(at.off)
+		where[i] = at.piece
 	}
-	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(where[a], where[b]) })
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.aimed {
 		return fault.New(fault.ErrArgument, "relay: it has its requests")
 	}
-	for n, i := range order {
-		piece := &r.pieces[where[i]]
+	for i, k := range where {
+		piece := &r.pieces[k]
 		if piece.last == 0 {
-			piece.first = n
+			piece.first = i
 		}
-		piece.last = n + 1
-		r.jobs, r.refs = append(r.jobs, p.Jobs[i]), append(r.refs, p.Refs[i])
+		piece.last = i + 1
 	}
+	r.jobs, r.refs = p.Jobs, p.Refs
 	for i := range wants {
 		r.job.TotalBytes.Add(wants[i].Bytes)
 	}

@@ -56,9 +56,11 @@ __all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]
 #: (name, shape) that returns it, or None for a tensor that stays whole.
 ShardLike = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None] | None
 
-# Tensor bytes of a batch: enough for rates to be those of large loads, and
-# little beside a model. Two batches of a rank are on their way at most.
+# Tensor bytes of a batch, and of a try: enough for rates to be those of large
+# loads, though each way takes some milliseconds to begin. Two batches of a rank
+# are on their way at most.
 _BATCH = 256 << 20
+_TRY = 1 << 30
 
 # Below this a tensor costs more by its number than by its bytes.
 _SMALL = 256 << 10
@@ -149,6 +151,7 @@ class _Load:
         self._waiting: Batch | None = None  # being read, and not sent yet
         self._alone: list[Task] = []  # what this rank reads without the others
         self._shared: list[Task] = []  # what goes by one relay at the end
+        self._few: list[Task] = []  # what is too little to care how
         self._frame = frame_for(framework)
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
@@ -208,6 +211,8 @@ class _Load:
 
     def _row(self, at: int) -> Row:
         # The row of what this rank gets of a tensor.
+        if at not in self._dims:
+            return self._model.row(at)
         task = self._task(at)
         whole, part = math.prod(task.shape), math.prod(self._room.part_shape(task, self._team.rank))
         return task.row._replace(nbytes=task.row.nbytes * part // whole if whole else 0)
@@ -254,6 +259,10 @@ class _Load:
                     tasks = self._some(kind, tasks, loaded)
             self._flush(loaded)
             if self._shared:
+                self._shared += self._few
+            else:
+                self._alone += self._few
+            if self._shared:
                 self._relay(self._shared, loaded)
             # Also on ranks that have none of these: they may have to raise.
             self._finish(Batch(self._room, "own", self._alone), loaded)
@@ -270,12 +279,15 @@ class _Load:
         # rank reads for itself is left for one load at the end, and so is what goes
         # by relay.
         team = self._team
+        if sum(task.row.nbytes for task in tasks) < teams.TELLING:
+            self._few += tasks
+            return []
         way, trying = team.rates.choose(kind, self._ways(kind))
         if way in ("each", "own", "gather") and not trying:
             later = self._shared if way == "gather" else self._alone
             later += tasks
             return []
-        tasks, rest = _split(tasks, _BATCH)
+        tasks, rest = _split(tasks, _TRY if trying else _BATCH)
         if trying:
             self._flush(loaded)
         begun = time.perf_counter()

@@ -277,7 +277,11 @@ class Model:
     ) -> tuple[Job, dict[int, Any]]:
         """The same for blocks of tensors: (position, ranges of dims 0 and 1), with
         rows whose shape and bytes are the block's."""
-        return self._begin(lambda pointers: [(at, p, *block) for (at, block), p in zip(blocks, pointers, strict=True)], rows, frame)
+
+        def requests(pointers: list[int]) -> list[Request]:
+            return [(at, pointer, *block) for (at, block), pointer in zip(blocks, pointers, strict=True)]
+
+        return self._begin(requests, rows, frame)
 
     def _begin(
         self,

@@ -35,7 +35,7 @@ __all__ = ["Relay"]
 # relay takes beside the tensors. A chunk always fits, and what lies between it
 # and the next.
 _BUFFERS = 4
-_SHARE = (16 << 20) + (64 << 10)
+_SHARE = 32 << 20
 
 # Pieces after which the ranks agree that all is well.
 _AGREE = 32

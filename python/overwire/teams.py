@@ -25,8 +25,8 @@ _T = TypeVar("_T")
 # pays for connections and pinned memory, so one would not do.
 _TRIES = 2
 
-# A batch of fewer bytes says more of latency than of rates: not remembered.
-_TELLING = 4 << 20
+#: A batch of fewer bytes says more of latency than of rates.
+TELLING = 4 << 20
 
 
 class Rates:
@@ -52,7 +52,7 @@ class Rates:
 
     def note(self, kind: tuple[Any, ...], way: str, nbytes: int, seconds: float) -> None:
         """Remembers a try."""
-        if nbytes >= _TELLING:
+        if nbytes >= TELLING:
             tries = self._seen.setdefault(kind, {}).setdefault(way, [])
             tries.append(seconds / nbytes)
             del tries[:-_TRIES]
@@ -163,12 +163,13 @@ class Team:
     def gather(self, buffer: Any, share: int) -> None:
         """Collective among the ranks of this host: rank r of it has bytes
         [r * share, (r + 1) * share) of the buffer, and gets the others'."""
-        parts = buffer[: share * len(self.near)].split(share)
-        mine = parts[self.near.index(self.rank)]
+        me = self.near.index(self.rank)
+        whole, mine = buffer[: share * len(self.near)], buffer[share * me : share * (me + 1)]
         if len(self.near) == self.size > 1:
             with _reaching():
-                self._dist.all_gather_into_tensor(buffer[: share * self.size], mine, group=self.group)
+                self._dist.all_gather_into_tensor(whole, mine, group=self.group)
             return
+        parts = whole.split(share)
         peers = [(rank, part) for rank, part in zip(self.near, parts, strict=True) if rank != self.rank]
         self.trade([(rank, mine) for rank, _ in peers], peers)
 

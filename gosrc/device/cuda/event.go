@@ -7,9 +7,8 @@ package cuda
 */
 import "C"
 
-// An Event is a point in a device's work, by which lanes and streams are ordered
-// without the host. It means the last time that it was told of; before the first
-// it is no wait at all.
+// An Event is a point in a device's work, by which lanes and streams are ordered.
+// It means the last time that it was told of; before the first it is no wait.
 type Event struct {
 	dev *Device
 	c   C.owcu_handle
@@ -41,12 +40,8 @@ func (v *Event) Before(stream uintptr) error {
 	return nil
 }
 
-// Order makes the slot's next Submit write to the jobs' places after an event
-// (nil: at once), though its bytes may cross the wire before; and tells the other
-// when that is there, and all that earlier ones of the lane wrote that had an
-// Order. The caller owns the slot.
-func (s *Slot) Order(after, then *Event) {
-	if s.c.then = then.c; after != nil {
-		s.c.after = after.c
-	}
-}
+// Order makes the caller's slot's next Submit write to the jobs' places after an
+// event, though its bytes may cross the wire before; and tells the other when that
+// and what earlier ones with an Order wrote is there. Slots that lend memory of
+// the device do not wait for each other, and tell of themselves.
+func (s *Slot) Order(after, then *Event) { s.c.after, s.c.then = after.c, then.c }

@@ -325,9 +325,8 @@ func (l *Lane) round(s *Slot, b *build) error {
 		c.wait = 1
 	}
 	c.stream = 0
-	// Chunks in scratch wait for each other on the first stream; pieces that share
-	// an event come to it in their order.
-	if !b.scratch && c.then == nil {
+	// Chunks in scratch wait for each other on the first stream, as pieces with an Order do.
+	if !b.scratch && (c.then == nil || s.far != 0) {
 		c.stream = C.uint32_t(l.next % (C.OWCU_STREAMS - 1))
 		l.next++
 	}

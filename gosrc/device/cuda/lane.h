@@ -37,12 +37,9 @@ enum { OWCU_COPIES = 4096, OWCU_LAUNCHES = 128, OWCU_KERNELS = 10 };
 // What a slot is to do next. Go fills it while it owns the slot.
 struct owcu_slot {
 	owcu_handle copied, done; // events
-	// Someone else's events, 0 for none: what is written goes on after the first,
-	// and the second comes when all of it is done. early: copies write, too.
-	owcu_handle after, then;
+	owcu_handle after, then; // someone else's, or 0: before what is written, and when it is done
 	owcu_ptr status;
-	uint32_t ncopies, nlaunches, stream, wait; // wait: return when all of it is done
-	uint32_t early;
+	uint32_t ncopies, nlaunches, stream, early, wait; // early: copies write; wait: return when all of it is done
 	// While the lane is timed: events before and after the copies and the
 	// launches, and their milliseconds since the origin once it was waited for.
 	owcu_handle marks[4];
@@ -119,8 +116,8 @@ int owcu_wait(struct owcu_lane *l, int slot, struct owcu_error *e);
 // else.
 int owcu_join(struct owcu_lane *l, uint64_t stream, struct owcu_error *e);
 
-// owcu_event makes an event without times, or ends one that nothing is queued on
-// any more; owcu_event_before makes a stream go on after its last record.
+// owcu_event makes an event without times, or ends one that nothing needs any more;
+// owcu_event_before makes a stream go on after its last record.
 int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e);
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 
