@@ -14,6 +14,7 @@ from typing import Any
 
 import cramjam
 import lz4.block
+import numcodecs
 import overwire as ow
 import pytest
 import zstandard
@@ -77,6 +78,32 @@ def test_raw_streams_cross_decode(algorithm: str, contents: dict[int, bytes]) ->
             assert len(sized) <= codecs.max_size(size, algorithm, bitstream="with_size")
             assert codecs.decode(prefix + theirs, algorithm, bitstream="with_size") == plain, (size, version)
         assert codecs.content_size(theirs, algorithm, bitstream="raw") == size
+
+
+# What numcodecs writes, where its layout is one of ours: (its codec, algorithm, bitstream).
+NUMCODECS = {
+    "lz4": (numcodecs.LZ4(), "LZ4", "with_size"),
+    "zstd": (numcodecs.Zstd(), "Zstd", "raw"),
+    "gzip": (numcodecs.GZip(), "Gzip", "raw"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(NUMCODECS))
+def test_numcodecs_cross_decodes(name: str, contents: dict[int, bytes]) -> None:
+    """Zarr's codecs read ours and we theirs: of LZ4 the length in 4 bytes, which is version 5's."""
+    theirs, algorithm, kind = NUMCODECS[name]
+    for size, plain in contents.items():
+        if size:
+            assert bytes(theirs.decode(codecs.encode(plain, algorithm, bitstream=kind, version=5))) == plain, size
+        assert codecs.decode(theirs.encode(plain), algorithm, bitstream=kind) == plain, size
+
+
+def test_numcodecs_zlib_is_deflate_in_a_wrapper(contents: dict[int, bytes]) -> None:
+    """Two bytes of zlib before our raw Deflate and its Adler-32 behind it: numcodecs reads that, and we what is between."""
+    for size, plain in contents.items():
+        stored = bytes(codecs.encode(plain, "Deflate", bitstream="raw"))
+        assert bytes(numcodecs.Zlib().decode(b"\x78\x9c" + stored + zlib.adler32(plain).to_bytes(4, "big"))) == plain, size
+        assert codecs.decode(bytes(numcodecs.Zlib().encode(plain))[2:-4], "Deflate", bitstream="raw") == plain, size
 
 
 @pytest.mark.parametrize("algorithm", codecs.algorithms())

@@ -243,10 +243,8 @@ def test_streams_of_reference_libraries(name: str) -> None:
         raw = bytes(nvcomp.Codec(algorithm=name, bitstream_kind=nvcomp.BitstreamKind.RAW).encode(plain))
         assert decode(raw, size) == plain
         for version, digits in {5: 4 if name == "LZ4" else 8, 6: 16}.items():
-            sized = nvcomp.Codec(
-                algorithm=name, bitstream_kind=nvcomp.BitstreamKind.WITH_UNCOMPRESSED_SIZE, native_version=version
-            )
-            prefix = size.to_bytes(digits, "little")
+            kind, prefix = nvcomp.BitstreamKind.WITH_UNCOMPRESSED_SIZE, size.to_bytes(digits, "little")
+            sized = nvcomp.Codec(algorithm=name, bitstream_kind=kind, native_version=version)
             assert bytes(sized.encode(plain)) == prefix + raw
             assert bytes(sized.decode(prefix + encode(plain))) == plain
         native = bytes(nvcomp.Codec(algorithm=name, uncomp_chunk_size=1 << 24).encode(plain))

@@ -54,6 +54,9 @@ func (r *run) codec() error {
 			}
 		}
 	}
+	if err := r.bare(); err != nil {
+		return err
+	}
 	if r.opt.File == "" {
 		r.missing("codec", "real fp32: stored / original", "give real weights with --file model.safetensors")
 		return nil

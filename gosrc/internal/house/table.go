@@ -92,8 +92,8 @@ var modules = map[string][]string{
 	"golang.org/x/sys":                        {""},
 	"github.com/zeebo/xxh3":                   {"codec", "save", "format", "load", "source/cache"},
 	"github.com/dustin/go-humanize":           {"cli"},
-	"github.com/pierrec/lz4/v4":               {"codec/lz4"},
-	"github.com/klauspost/compress":           {"codec/snappy", "codec/zstd", "codec/deflate"},
+	"github.com/pierrec/lz4/v4":               {"codec/lz4", "bench"}, // bench: a codec beside its library
+	"github.com/klauspost/compress":           {"codec/snappy", "codec/zstd", "codec/deflate", "bench"},
 	"github.com/go-python/gopy":               {"bind"},
 	"go.uber.org/goleak":                      {""},
 	"golang.org/x/net/http/httpproxy":         {"source/http", "source/s3"},
