@@ -209,17 +209,18 @@ def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mma
         lambda: ow.verify(path),
     ):
         gone(call)
-    # While a stream runs: old bytes, or the error.
+    # While a stream runs: old bytes, where they were read in time, or the error. Not
+    # mapped: what is mapped and lost ends the process, as load_file's page says.
     fresh()
-    running = ow.stream(path, mmap=mmap, max_memory=2_100_000)
+    running = ow.stream(path, mmap=False, max_memory=2_100_000)
     name, tensor = next(running)
-    copy = tensor.clone()
-    del tensor
     os.truncate(path, 4096)
-    with pytest.raises(ow.CorruptError) as caught:
+    try:
         for other, rest in running:
             assert torch.equal(rest, tensors[other])
-    assert caught.value.source == str(path) and torch.equal(copy, tensors[name])
+    except ow.CorruptError as error:
+        assert error.source == str(path)
+    assert torch.equal(tensor, tensors[name])
     # What is pinned has its bytes.
     fresh()
     with ow.pin(path) as pinned:

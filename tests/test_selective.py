@@ -215,6 +215,29 @@ def test_plan(tmp_path: Path) -> None:
         ow.plan(tmp_path, keys=["x"])
 
 
+@pytest.mark.parametrize("compress", [False, True])
+def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
+    """What a crowd of small tensors on a GPU is taken over by, here on the host: every
+    tensor in its place, those without bytes and those that have a place already too."""
+    from overwire.frames import frame_for
+    from overwire.models import Model, _gathered
+
+    want = {f"t{at}": torch.full((at % 5, 3), float(at)) for at in range(3000)}
+    path = tmp_path / "many.safetensors"
+    ow.save_file(want, path, compress=compress)
+    frame = frame_for("pt")
+    assert frame.make is not None
+    with Model(path, False) as model:
+        rows = model.table
+        chosen = [at for at in range(len(rows)) if at % 7]
+        mine = {3: torch.full((1,), -1.0)}  # as if it had landed there
+        job, _ = model.begin(chosen, [rows[at] for at in chosen], frame)
+        with job:
+            made = _gathered(job, [rows[at] for at in chosen], frame, frame.make, mine, "cpu")
+    for at, (number, tensor) in enumerate(zip(chosen, made, strict=True)):
+        assert torch.equal(tensor, mine[3] if at == 3 else want[rows[number][0]])
+
+
 def test_many_tensors_one_by_one(tmp_path: Path) -> None:
     """Tensors loaded by name share one mapping: a process may have only 65,530."""
     count = 300
