@@ -139,56 +139,27 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
                 yield f"{kind} {text} to them", lambda k=kind, m=mine, y=yours: to_them(k, ramp, m, y)  # type: ignore[misc]
         for layers in ((0, 0, True), (1, 0, False), (1, 1, True), (1, 2, True), (0, 2, True), (2, 2, False), (3, 1, True)):
             mine = {"dtype": "I32", "cascaded": layers}
-            his = {"data_type": "<i4", **dict(zip(("num_rles", "num_deltas", "use_bitpack"), layers, strict=True))}
+            his: dict[str, Any] = {"data_type": "<i4", **dict(zip(("num_rles", "num_deltas", "use_bitpack"), layers, strict=True))}
+            if theirs.version >= 6:  # it has levels instead
+                his = {"data_type": "<i4", "compression_level": layers[0] + layers[1]}
             yield f"raw layers {layers} to us", lambda y=his: to_us("raw", ramp, **y)  # type: ignore[misc]
             yield f"raw layers {layers} to them", lambda m=mine, y=his: to_them("raw", ramp, m, y)  # type: ignore[misc]
-    if algorithm == "LZ4":
-        yield "checksums of theirs", lambda: checksums(theirs, plain)
-        yield (
-            "checksums of ours, not looked at",
-            lambda: same(theirs.decode("LZ4", "native", bytes(codecs.encode(plain, "LZ4", checksums=True, version=theirs.version))), plain),
-        )
+    for size in (1, 200, 65537, 3_000_000):
+        yield f"checksums of {size}", lambda n=size: checksums(theirs, algorithm, n)  # type: ignore[misc]
 
 
-# The models of nvcomp/crc32.h: polynomial, start, reflected, xor at the end.
-MODELS = {
-    "CRC-32": (0x04C11DB7, 0xFFFFFFFF, True, 0xFFFFFFFF), "C": (0x1EDC6F41, 0xFFFFFFFF, True, 0xFFFFFFFF),
-    "D": (0xA833982B, 0xFFFFFFFF, True, 0xFFFFFFFF), "Q": (0x814141AB, 0, False, 0),
-    "MEF": (0x741B8CD7, 0xFFFFFFFF, True, 0), "XFER": (0x000000AF, 0, False, 0),
-    "BZIP2": (0x04C11DB7, 0xFFFFFFFF, False, 0xFFFFFFFF), "POSIX": (0x04C11DB7, 0, False, 0xFFFFFFFF),
-    "JAMCRC": (0x04C11DB7, 0xFFFFFFFF, True, 0), "MPEG-2": (0x04C11DB7, 0xFFFFFFFF, False, 0),
-    "AUTOSAR": (0xF4ACFB13, 0xFFFFFFFF, True, 0xFFFFFFFF), "CD-ROM-EDC": (0x8001801B, 0, True, 0),
-    "zero": (0x04C11DB7, 0, True, 0), "zero, not reflected": (0x04C11DB7, 0, False, 0),
-}  # fmt: skip
-
-
-def crc(data: bytes, poly: int, start: int, reflected: bool, xor: int) -> int:
-    value = start
-    for byte in data:
-        value ^= (int(f"{byte:08b}"[::-1], 2) if reflected else byte) << 24
-        for _ in range(8):
-            value = (value << 1 ^ (poly if value >> 31 else 0)) & 0xFFFFFFFF
-    return (int(f"{value:032b}"[::-1], 2) if reflected else value) ^ xor
-
-
-def checksums(theirs: Theirs, plain: bytes) -> str:
-    """Streams with checksums of nvCOMP's decode here; which CRC of its own list they are is told."""
+def checksums(theirs: Theirs, algorithm: str, size: int) -> str:
+    """Streams with checksums, both ways; those of nvCOMP before 6 are not compared."""
     from overwire import codecs
 
-    policy = theirs.nvcomp.ChecksumPolicy.COMPUTE_AND_NO_VERIFY
-    if bytes(codecs.decode(theirs.encode("LZ4", "native", plain, checksum_policy=policy), verify=False)) != plain:
+    plain, policies = content(size), theirs.nvcomp.ChecksumPolicy
+    made = theirs.encode(algorithm, "native", plain, checksum_policy=policies.COMPUTE_AND_NO_VERIFY)
+    verify = "always" if theirs.version >= 6 else False
+    if bytes(codecs.decode(made, verify=verify)) != plain:
         return "ours: bytes that differ"
-    small = plain[:200]
-    stored = theirs.encode("LZ4", "native", small, checksum_policy=policy)
-    at = int.from_bytes(stored[56:60] if theirs.version == 5 else stored[40:44], "little")
-    words = {i: stored[i : i + 4] for i in range(32, at, 4) if any(stored[i : i + 4])}
-    found = []
-    for what, data in {"stored": stored[at:], "plain": small, "header": stored[:at]}.items():
-        for padded in {len(data), len(data) + -len(data) % 4, len(data) + -len(data) % 8}:
-            for name, model in MODELS.items():
-                value = crc(data.ljust(padded, b"\0"), *model).to_bytes(4, "little")
-                found += [f"word {i} is {name} of {what}, {padded} bytes" for i, word in words.items() if word in (value, value[::-1])]
-    return "ok: " + ("; ".join(found) or f"no known CRC, header {stored[:at].hex()}")
+    mine = bytes(codecs.encode(plain, algorithm, checksums=True, version=theirs.version))
+    policy = policies.COMPUTE_AND_VERIFY if theirs.version >= 6 else policies.NO_COMPUTE_NO_VERIFY
+    return same(theirs.decode(algorithm, "native", mine, checksum_policy=policy), plain)
 
 
 def child(args: argparse.Namespace) -> int:

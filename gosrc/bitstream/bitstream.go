@@ -117,7 +117,12 @@ var algorithms = []algorithm{
 	},
 	{
 		name: "Cascaded", id: Cascaded, maxChunk: maxBlock, bound: ints(cascaded.Bound),
-		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return cascaded.Encode(dst, src, *s.Cascaded) },
+		encode: func(dst, src []byte, s *Spec) ([]byte, error) {
+			if s.Version == 6 {
+				return cascaded.Encode6(dst, src, *s.Cascaded)
+			}
+			return cascaded.Encode(dst, src, *s.Cascaded)
+		},
 		decode: cascaded.Decode, size: cascaded.Size, most: times(cascaded.MaxRatio),
 	},
 	{name: "ANS", id: ANS},
@@ -203,16 +208,20 @@ func (a *algorithm) possible(src []byte, n int64) error {
 type part struct {
 	src      []byte
 	at, n    int64
-	stored   uint32 // CRC-32 of src and of the content, where the stream has them
+	from     int64  // where src stands in its stream
+	stored   uint32 // checksums of src and of the content, where the stream has them
 	contents uint32
 }
 
 // A layout is a stream that was looked at and not yet decoded.
 type layout struct {
-	algo   *algorithm
-	size   int64
-	parts  []part
-	summed bool // the parts have checksums
+	algo  *algorithm
+	size  int64
+	parts []part
+	sums  sumKind // those of the parts
+	// damaged: a checksum says so, that of the header. It is decoded all the same,
+	// for whoever looks at the bytes.
+	damaged bool
 }
 
 // parse looks at a stream: what it is, how long its content is, where its

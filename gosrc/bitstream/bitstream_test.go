@@ -299,7 +299,7 @@ func TestChecksums(t *testing.T) {
 		t.Fatal(err)
 	}
 	// 56 of header, 4 of Snappy's own, 4 of padding, three chunks of 16, 24 of sums.
-	for _, at := range []int{112, 135, 160, 60_000, len(made) - 12} {
+	for _, at := range []int{5, 48, 112, 135, 160, 60_000, len(made) - 12} {
 		bad := bytes.Clone(made)
 		bad[at] ^= 4
 		out, err := Run(context.Background(), Spec{Op: OpDecode, Verify: VerifyAlways}, []Buffer{{Src: bad}})
@@ -315,7 +315,16 @@ func TestChecksums(t *testing.T) {
 	if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, plain); !errors.Is(err, fault.ErrArgument) {
 		t.Errorf("a stream without checksums: %v", err)
 	}
-	foreign := bytes.Clone(made)
+	if got, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, made); err != nil || !bytes.Equal(got, src) {
+		t.Errorf("as it was made: %v", err)
+	}
+	foreign, err := one(t, Spec{Op: OpEncode, Algorithm: "Snappy", Sums: true, Version: 5}, src)
+	if err != nil || foreign[7] != 'w' {
+		t.Fatalf("version 5: %v", err)
+	}
+	if got, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, foreign); err != nil || !bytes.Equal(got, src) {
+		t.Errorf("version 5: %v", err)
+	}
 	foreign[7] = 0
 	if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyIfPresent}, foreign); !errors.Is(err, fault.ErrNotSupported) {
 		t.Errorf("checksums of another kind: %v", err)

@@ -2,7 +2,6 @@ package bitstream
 
 import (
 	"encoding/binary"
-	"hash/crc32"
 
 	"github.com/overwire/overwire/gosrc/fault"
 )
@@ -27,15 +26,19 @@ import (
 //	u32        56    40  offset of the payload
 //	u8         32    52  offsets of chunks are there
 //	u8     44, 45 53, 54  checksums of stored chunks, of contents are there
+//	u32     ?      48  checksum of what stands before the payload, with them
 //
 // nvCOMP 5 refuses streams of 6, and 6 those of 5. Read are both, written is
 // the one that the Spec asks for. Read besides are those of the last open
 // release, 2.2, whose magic is 0 (and what follows it, to 4): 5.x's header,
 // tables counted from the front, two checksums a chunk behind them whether they
-// were computed or not, and chunks without gaps. nvCOMP does not say how it computes its
-// checksums. Ours are CRC-32 (IEEE), u32 for each stored chunk and then for
-// each content, behind the table of sizes; such a stream has 'w' at 7, where
-// nvCOMP has zero.
+// were computed or not, and chunks without gaps.
+//
+// Checksums are u32 for each stored chunk and then for each content, behind the
+// table of sizes. Version 6's are computed as sums.go says. Those of nvCOMP 5
+// are not known; in streams of version 5 of ours they are CRC-32 (IEEE), and
+// such a stream has 'w' at 7, where nvCOMP has zero. So did ours of version 6
+// once, which are read.
 const (
 	headBytes = 64
 	magic2    = 0
@@ -110,7 +113,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	case uint64(h.offset) > uint64(n) || h.payload > uint64(n)-uint64(h.offset):
 		return bad("%d bytes at %d of %d", h.payload, h.offset, n)
 	case h.size == 0:
-		return layout{algo: algo}, nil
+		return layout{algo: algo, damaged: s.Verify != VerifyNever && h.damaged(src)}, nil
 	case h.chunk == 0 || (h.size+h.chunk-1)/h.chunk != h.chunks:
 		return bad("%d chunks of %d bytes for %d", h.chunks, h.chunk, h.size)
 	case !h.starts:
@@ -139,8 +142,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	}
 	offsets, sizes := src[tables:], src[tables+8*count:]
 	sums, payload := src[tables+16*count:], src[h.offset:uint64(h.offset)+h.payload]
-	summed := h.stored && h.conten && h.mine && !h.old
-	out := layout{algo: algo, size: int64(h.size), parts: make([]part, count), summed: summed}
+	out := layout{algo: algo, size: int64(h.size), parts: make([]part, count), sums: h.sums()}
 	var stored uint64
 	for i := range out.parts {
 		off, size := le.Uint64(offsets[8*i:]), le.Uint64(sizes[8*i:])
@@ -150,9 +152,9 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 		if stored += size; stored > h.payload {
 			return bad("its chunks overlap")
 		}
-		p := part{src: payload[off : off+size], at: int64(uint64(i) * h.chunk)}
+		p := part{src: payload[off : off+size], at: int64(uint64(i) * h.chunk), from: int64(uint64(h.offset) + off)}
 		p.n = min(int64(h.chunk), out.size-p.at)
-		if summed {
+		if out.sums != sumNone {
 			p.stored, p.contents = le.Uint32(sums[4*i:]), le.Uint32(sums[4*(count+i):])
 		}
 		if err := algo.possible(p.src, p.n); err != nil {
@@ -160,18 +162,37 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 		}
 		out.parts[i] = p
 	}
-	if s.Verify != VerifyNever && (h.stored || h.conten) && !summed {
+	switch {
+	case s.Verify == VerifyNever:
+	case out.sums == sumLanes:
+		out.damaged = h.damaged(src)
+	case out.sums == sumNone && (h.stored || h.conten):
 		return layout{}, fault.New(fault.ErrNotSupported,
-			"the stream has checksums of nvCOMP's own, which are not public: decode without verifying them")
-	}
-	if s.Verify == VerifyAlways && !summed {
+			"the stream has checksums of an nvCOMP before 6, which are not known: decode without verifying them")
+	case out.sums == sumNone && s.Verify == VerifyAlways:
 		return layout{}, fault.New(fault.ErrArgument, "the stream has no checksums to verify")
 	}
 	return out, nil
 }
 
-// sum is the checksum of Native streams of ours.
-func sum(p []byte) uint32 { return crc32.ChecksumIEEE(p) }
+// sums is what the checksums are that the header speaks of.
+func (h *header) sums() sumKind {
+	switch {
+	case !h.stored || !h.conten || h.old:
+		return sumNone
+	case h.mine:
+		return sumCRC
+	case h.version == 6:
+		return sumLanes
+	}
+	return sumNone
+}
+
+// damaged says whether the header has a checksum that is not its own.
+func (h *header) damaged(src []byte) bool {
+	return h.sums() == sumLanes && h.offset >= headBytes-8 && h.offset <= headKnown &&
+		headSum(src[:h.offset]) != binary.LittleEndian.Uint32(src[headSumAt:])
+}
 
 // own is the bytes of an algorithm's own header, by nvCOMP's version.
 func (a *algorithm) own(version int) int64 {
@@ -224,8 +245,8 @@ func (a *algorithm) putOwn(p []byte, version int, s *Spec) {
 			pack = 1
 		}
 		words := []uint32{4096, 0, uint32(c.Type), uint32(c.RLEs), uint32(c.Deltas), pack}
-		if version == 6 { // type, asymmetric, packed; encodings by differences 1, runs 2 and above the smallest 4; level 3
-			words = []uint32{uint32(c.Type), 1, 1, 0, 0, 0, uint32(min(c.Deltas, 1) + 2*min(c.RLEs, 1) + 4), 0, 3}
+		if version == 6 { // type, asymmetric, packed; encodings by differences 1, runs 2 and above the smallest 4; level
+			words = []uint32{uint32(c.Type), 1, 1, 0, 0, 0, uint32(min(c.Deltas, 1) + 2*min(c.RLEs, 1) + 4), 0, uint32(c.Level())}
 		}
 		for i, w := range words {
 			le.PutUint32(p[4*i:], w)
@@ -283,7 +304,6 @@ func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte
 	le.PutUint64(dst[8:], uint64(off))
 	le.PutUint64(dst[16:], uint64(size))
 	le.PutUint64(dst[24:], uint64(len(stored)))
-	flags := dst[44:]
 	dst[6] = byte(algo.id)
 	if s.Version == 5 {
 		algo.putOwn(dst[headBytes:], 5, s)
@@ -292,6 +312,9 @@ func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte
 		le.PutUint64(dst[48:], uint64(s.Chunk))
 		le.PutUint32(dst[56:], uint32(head))
 		dst[32] = 1
+		if sums != nil {
+			dst[44], dst[45], dst[markAt] = 1, 1, mark
+		}
 	} else {
 		algo.putOwn(dst[headBytes-8:], 6, s)
 		le.PutUint32(dst, magic6)
@@ -299,11 +322,10 @@ func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte
 		le.PutUint64(dst[32:], uint64(s.Chunk))
 		le.PutUint32(dst[40:], uint32(head))
 		dst[52] = 1
-		flags = dst[53:]
-	}
-	if sums != nil {
-		flags[0], flags[1] = 1, 1
-		dst[markAt] = mark
+		if sums != nil {
+			dst[53], dst[54] = 1, 1
+			le.PutUint32(dst[headSumAt:], headSum(dst))
+		}
 	}
 	return at, head + off
 }

@@ -240,7 +240,7 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	layouts := make([]layout, len(in))
 	err := each(ctx, len(in), total(in), func(i int) {
 		layouts[i], out[i].Err = parse(in[i].Src, s, algo)
-		out[i].Bytes, out[i].Summed = layouts[i].size, layouts[i].summed && s.Verify != VerifyNever
+		out[i].Bytes, out[i].Summed = layouts[i].size, layouts[i].sums != sumNone && s.Verify != VerifyNever
 	})
 	if err != nil {
 		return nil, err
@@ -267,7 +267,7 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		l := &layouts[i]
 		p := &l.parts[k]
 		to := dst[i][p.at : p.at+p.n : p.at+p.n]
-		err := decodePart(l.algo, to, p, out[i].Summed)
+		err := decodePart(l, to, p, out[i].Summed)
 		if err != nil {
 			mu.Lock()
 			if out[i].Err == nil {
@@ -280,19 +280,24 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		Release(out)
 		return nil, err
 	}
+	for i := range layouts {
+		if layouts[i].damaged && out[i].Err == nil {
+			out[i].Err = fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
+		}
+	}
 	return out, nil
 }
 
-func decodePart(a *algorithm, to []byte, p *part, verify bool) error {
-	if verify && sum(p.src) != p.stored {
+func decodePart(l *layout, to []byte, p *part, verify bool) error {
+	if verify && l.sums.of(p.src, p.from) != p.stored {
 		// The bytes are for whoever looks at them all the same.
-		_ = a.decode(to, p.src)
+		_ = l.algo.decode(to, p.src)
 		return fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
 	}
-	if err := a.decode(to, p.src); err != nil {
+	if err := l.algo.decode(to, p.src); err != nil {
 		return err
 	}
-	if verify && sum(to) != p.contents {
+	if verify && l.sums.of(to, p.at) != p.contents {
 		return fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
 	}
 	return nil
@@ -391,7 +396,7 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		}
 		parts[x.buffer][x.part] = made
 		if s.Sums {
-			sums[x.buffer][x.part] = [2]uint32{sum(made), sum(from)}
+			sums[x.buffer][x.part][1] = sumsOf(s.Version).of(from, x.from)
 		}
 	})
 	if err != nil {
@@ -400,6 +405,11 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	for i := range in {
 		if out[i].Err == nil {
 			out[i].Bytes = joined(s, algo, parts[i])
+		}
+	}
+	if s.Sums {
+		if err := sumStored(ctx, s, algo, parts, sums); err != nil {
+			return nil, err
 		}
 	}
 	dst, err := place(in, out)
@@ -417,6 +427,29 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		return nil, err
 	}
 	return out, nil
+}
+
+// sumStored fills in the checksums of stored parts, which depend on where in
+// their streams they will stand.
+func sumStored(ctx context.Context, s *Spec, algo *algorithm, parts [][][]byte, sums [][][2]uint32) error {
+	type task struct {
+		buffer, part int
+		at           int64
+	}
+	var tasks []task
+	var bytes int64
+	for i, list := range parts {
+		at := nativeTables(algo, s.Version, int64(len(list)), true)
+		for k, p := range list {
+			tasks = append(tasks, task{i, k, at})
+			at += algo.padded(int64(len(p)))
+			bytes += int64(len(p))
+		}
+	}
+	return each(ctx, len(tasks), bytes, func(t int) {
+		x := tasks[t]
+		sums[x.buffer][x.part][0] = sumsOf(s.Version).of(parts[x.buffer][x.part], x.at)
+	})
 }
 
 // elements is Cascaded's type for a dtype: bytes where it has none, as for the

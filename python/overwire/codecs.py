@@ -333,9 +333,12 @@ def encode(
     otherwise, and Cascaded how long its elements are and whether they have a sign
     ("I32"), which takes bytes otherwise; `cascaded` is how many layers of run
     lengths and of differences it makes, up to 7, and whether it packs bits: None
-    is nvCOMP's (2, 1, True). `checksums` puts CRC-32 of stored and plain bytes
-    into native streams. `version` is that of the nvCOMP that shall read the stream,
-    native or sized: 5 or 6, each of which refuses the other's; `decode` reads both.
+    is nvCOMP's (2, 1, True). In version 6 they are the most that it makes, 4 and
+    3, and bits are always packed. `checksums` puts those of header, stored and
+    plain bytes into native streams, which nvCOMP 6 verifies; in version 5 they are
+    ours. `version` is that of the nvCOMP that shall read the stream, native or
+    sized, or one of Cascaded: 5 or 6, each of which refuses the other's; `decode`
+    reads both.
 
     Returns a memoryview that owns its memory, or, with `out` (a writable buffer,
     or a list with one or None for each source), the part of `out` that was
@@ -391,8 +394,8 @@ def decode(
     not tell its length and is decoded twice.
 
     Raises CorruptError and FormatError for bad bytes, NotSupportedError for
-    algorithms that only nvCOMP decodes and for checksums of nvCOMP's own, and
-    ArgumentError. Of a list, the first error is raised, after all are done.
+    algorithms that only nvCOMP decodes and for checksums of an nvCOMP before 6,
+    and ArgumentError. Of a list, the first error is raised, after all are done.
     """
     return _results(source, out, "decode", algorithm=algorithm, bitstream=bitstream, verify=verify)
 

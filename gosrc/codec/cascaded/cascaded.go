@@ -1,6 +1,6 @@
 // Package cascaded is nvCOMP's Cascaded: run lengths, differences and packed
-// bits of integers, as its last open release (2.2) lays them out and 5.x does.
-// Other writers: nvCOMP.
+// bits of integers, as its last open release (2.2) lays them out and 5.x does,
+// and, in six.go, as 6.0 does. Other writers: nvCOMP.
 //
 // All is little-endian; T is an element, of 1, 2, 4 or 8 bytes.
 //
@@ -32,7 +32,6 @@ package cascaded
 
 import (
 	"encoding/binary"
-	"math/bits"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/fault"
@@ -157,12 +156,8 @@ var scratches = sync.Pool{New: func() any { return new(scratch) }}
 // Encode appends the block of src to dst. Its length must be a multiple of the
 // type's. Safe for concurrent use.
 func Encode(dst, src []byte, o Options) ([]byte, error) {
-	if err := o.Check(); err != nil {
+	if err := o.check(src); err != nil {
 		return dst, err
-	}
-	size := o.Type.Size()
-	if len(src)%size != 0 || uint64(len(src)) > 1<<32-1 {
-		return dst, fault.New(fault.ErrArgument, "Cascaded: %d bytes are no whole number of elements of %d", len(src), size)
 	}
 	start := len(dst)
 	limit := start + Bound(len(src))
@@ -215,7 +210,7 @@ func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, 
 			}
 			in, out = out[:n], in[:cap(in)]
 			before := len(dst)
-			dst = array(dst, s.counts[:n], 2, o.Pack)
+			dst = array(dst, s.counts[:n], 2, o.Pack, true)
 			le.PutUint32(dst[chunk+4*(layer+1):], uint32(len(dst)-before))
 			dst = grow(dst, up(len(dst)-start, 4)-(len(dst)-start))
 		}
@@ -232,43 +227,34 @@ func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, 
 	}
 	dst = grow(dst, up(len(dst)-start, max(4, size))-(len(dst)-start))
 	before := len(dst)
-	dst = array(dst, in, size, o.Pack)
+	dst = array(dst, in, size, o.Pack, true)
 	le.PutUint32(dst[chunk+4*(o.RLEs+1):], uint32(len(dst)-before))
 	dst = grow(dst, up(len(dst)-start, max(4, size))-(len(dst)-start))
 	le.PutUint32(dst[chunk:], uint32(len(dst)-chunk))
 	return dst, true
 }
 
-// array appends values of which the lowest size bytes count.
-func array(dst []byte, values []uint64, size int, pack bool) []byte {
+// array appends values of which the lowest size bytes count, as numbers with a
+// sign or not.
+func array(dst []byte, values []uint64, size int, pack, signed bool) []byte {
 	if !pack {
 		at := len(dst)
 		dst = grow(dst, len(values)*size)
 		store(dst[at:], size, values...)
 		return dst
 	}
-	shift := 64 - 8*size
-	var least, most int64
-	for i, v := range values {
-		x := int64(v<<shift) >> shift
-		if i == 0 || x < least {
-			least = x
-		}
-		if i == 0 || x > most {
-			most = x
-		}
-	}
-	width := bits.Len64(uint64(most) - uint64(least))
+	mask := ^uint64(0) >> (64 - 8*size)
+	least, width := span(values, size, signed)
 	at := len(dst)
 	words := (len(values)*width + 31) / 32
 	dst = grow(dst, packedHead(size)+4*words)
-	store(dst[at:], size, uint64(least))
+	store(dst[at:], size, least)
 	le.PutUint32(dst[at+max(4, size):], uint32(width)<<16|uint32(len(values)))
 	put := dst[at+packedHead(size):]
 	var low, high uint64 // up to 31 bits are left from one value to the next, and one has up to 64
 	n := 0
 	for _, v := range values {
-		x := uint64(int64(v<<shift)>>shift) - uint64(least)
+		x := (v - least) & mask
 		low |= x << n
 		high = x >> (64 - n)
 		for n += width; n >= 32; n -= 32 {

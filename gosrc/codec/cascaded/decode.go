@@ -2,10 +2,6 @@ package cascaded
 
 import "github.com/overwire/overwire/gosrc/fault"
 
-// stored is a bit that nvCOMP 6 sets in the type of a block it could not make
-// smaller, which has no layers then.
-const stored Type = 0x80
-
 func corrupt(format string, args ...any) error {
 	return fault.New(fault.ErrCorrupt, "Cascaded: "+format, args...)
 }
@@ -13,35 +9,37 @@ func corrupt(format string, args ...any) error {
 // Size returns how many bytes the block decodes to, as it says itself: held
 // against what its own bytes can give. Errors are fault.ErrCorrupt.
 func Size(src []byte) (int64, error) {
-	n, _, err := parse(src)
+	n, _, _, err := parse(src)
 	return n, err
 }
 
-func parse(src []byte) (int64, Options, error) {
+// parse reads the head of a block; is6: what follows is as nvCOMP 6 has it.
+func parse(src []byte) (n int64, o Options, is6 bool, err error) {
 	if len(src) < headBytes {
-		return 0, Options{}, corrupt("%d bytes are no block", len(src))
+		return 0, Options{}, false, corrupt("%d bytes are no block", len(src))
 	}
-	o := Options{RLEs: int(src[0]), Deltas: int(src[1]), Pack: src[2] != 0, Type: Type(src[3])}
-	if o.RLEs == 0 && o.Deltas == 0 && !o.Pack {
-		o.Type &^= stored
+	o = Options{RLEs: int(src[0]), Deltas: int(src[1]), Pack: src[2] != 0, Type: Type(src[3])}
+	if o.RLEs == 0 && o.Deltas == 0 && !o.Pack && o.Type >= six {
+		is6 = true
+		o.Type -= six
 	}
 	if o.Check() != nil || src[2] > 1 {
-		return 0, o, corrupt("layers %d and %d, packing %d, type %d", src[0], src[1], src[2], src[3])
+		return 0, o, false, corrupt("layers %d and %d, packing %d, type %d", src[0], src[1], src[2], src[3])
 	}
-	n := int64(le.Uint32(src[4:]))
+	n = int64(le.Uint32(src[4:]))
 	if n%int64(o.Type.Size()) != 0 {
-		return 0, o, corrupt("%d bytes are no whole number of elements of %d", n, o.Type.Size())
+		return 0, o, false, corrupt("%d bytes are no whole number of elements of %d", n, o.Type.Size())
 	}
 	if n > int64(len(src)-headBytes)*MaxRatio {
-		return 0, o, corrupt("%d bytes cannot decode to %d", len(src), n)
+		return 0, o, false, corrupt("%d bytes cannot decode to %d", len(src), n)
 	}
-	return n, o, nil
+	return n, o, is6, nil
 }
 
 // Decode fills dst, which must have the length of the content. Anything else
 // is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
-	n, o, err := parse(src)
+	n, o, is6, err := parse(src)
 	if err != nil {
 		return err
 	}
@@ -49,6 +47,11 @@ func Decode(dst, src []byte) error {
 		return corrupt("the block has %d bytes, not %d", n, len(dst))
 	}
 	body := src[headBytes:]
+	if is6 {
+		s := scratches.Get().(*scratch)
+		defer scratches.Put(s)
+		return s.decodeSix(dst, body, o.Type.Size())
+	}
 	if o.RLEs == 0 && o.Deltas == 0 && !o.Pack {
 		if len(body) < len(dst) || len(body) > up(len(dst), 4) {
 			return corrupt("%d bytes are stored as %d", len(dst), len(body))
@@ -108,35 +111,14 @@ func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error)
 	in, out := s.a[:n], s.b[:]
 	for layer := max(o.RLEs, o.Deltas) - 1; layer >= 0; layer-- {
 		if layer < o.Deltas {
-			if len(in) >= most {
-				return 0, 0, corrupt("more than %d elements in a chunk", most)
-			}
-			load(out[:1], src[firsts+layer*size:], size)
-			v := out[0]
-			for i, d := range in {
-				v += d
-				out[i+1] = v
-			}
-			in, out = out[:len(in)+1], in[:cap(in)]
-		}
-		if layer < o.RLEs {
-			runs, err := values(s.counts[:], arrays[layer], 2, o.Pack, most)
-			if err != nil {
+			if n, err = addUp(out, in, src[firsts+layer*size:], size, most); err != nil {
 				return 0, 0, err
 			}
-			if runs != len(in) {
-				return 0, 0, corrupt("%d run lengths for %d values", runs, len(in))
-			}
-			n := 0
-			for i, v := range in {
-				times := int(s.counts[i])
-				if times > most-n {
-					return 0, 0, corrupt("more than %d elements in a chunk", most)
-				}
-				for k := range times {
-					out[n+k] = v
-				}
-				n += times
+			in, out = out[:n], in[:cap(in)]
+		}
+		if layer < o.RLEs {
+			if n, err = s.repeat(out, in, arrays[layer], o.Pack, most); err != nil {
+				return 0, 0, err
 			}
 			in, out = out[:n], in[:cap(in)]
 		}

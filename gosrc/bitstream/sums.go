@@ -1,0 +1,126 @@
+package bitstream
+
+import (
+	"encoding/binary"
+	"hash/crc32"
+	"slices"
+)
+
+// Checksums of Native streams, as nvCOMP 6 computes them; found by what it wrote
+// of small inputs. They are CRC-32 (IEEE) of lines of 32 bytes that 32 lanes
+// work on at once, put together with lengths that fit whole rounds only:
+//
+//	chunk   lines are those of the memory it lies in, at multiples of 32; what
+//	        stands before the first belongs to it. Lane j has lines j, j+32, ...
+//	        one behind the other. The lanes' sums are combined as if each, but
+//	        the first, had as many bytes as whole rounds give. What stands
+//	        behind the last line goes on from there. Without a line: CRC-32.
+//	header  everything before the payload, with the sum itself zero. There are as
+//	        many threads as make up blocks of 1024 bytes, and line i of them is
+//	        combined as if (threads-1-i) * L bytes followed, where L is the
+//	        bytes of all by threads, rounded down. What stands behind the last
+//	        line is xored as a sum of its own. This held up to 7,272 bytes; from
+//	        8 KiB on it is not compared.
+//
+// A stored chunk lies where it stands in the stream, and a chunk's content in the
+// content: at addresses of memory that nvCOMP allocated. (What lies at no multiple
+// of 32 on the GPU gets other sums, which nvCOMP itself then refuses elsewhere.)
+const (
+	lineBytes = 32
+	lanes     = 32
+)
+
+// sumKind says what the checksums of a stream are.
+type sumKind uint8
+
+const (
+	sumNone  sumKind = iota
+	sumCRC           // plain CRC-32: ours, behind the mark 'w'
+	sumLanes         // nvCOMP 6's
+)
+
+// of is the checksum of bytes that stand at a place of a stream or content.
+func (k sumKind) of(p []byte, at int64) uint32 {
+	if k == sumLanes {
+		return laneSum(p, int(at%lineBytes))
+	}
+	return crc32.ChecksumIEEE(p)
+}
+
+// laneSum is nvCOMP's checksum of a chunk that lies `at` bytes behind a multiple
+// of 32.
+func laneSum(p []byte, at int) uint32 {
+	front := -at & (lineBytes - 1)
+	lines := (len(p) - front) / lineBytes
+	if len(p) < front || lines < 1 {
+		return crc32.ChecksumIEEE(p)
+	}
+	end := front + lines*lineBytes
+	power := powerOf(uint64(lines / lanes * lineBytes * 8))
+	var sum uint32
+	for lane := range min(lanes, lines) {
+		var c uint32
+		if lane == 0 {
+			c = crc32.ChecksumIEEE(p[:front])
+		}
+		for from := front + lane*lineBytes; from < end; from += lanes * lineBytes {
+			c = crc32.Update(c, crc32.IEEETable, p[from:from+lineBytes])
+		}
+		sum = multiply(power, sum) ^ c
+	}
+	return crc32.Update(sum, crc32.IEEETable, p[end:])
+}
+
+// headSum is nvCOMP's checksum of everything before the payload.
+func headSum(p []byte) uint32 {
+	head := slices.Clone(p)
+	binary.LittleEndian.PutUint32(head[headSumAt:], 0)
+	lines := len(head) / lineBytes
+	threads := (len(head) + lanes*lineBytes - 1) / (lanes * lineBytes) * lanes
+	power := powerOf(uint64(len(head) / threads * 8))
+	var sum uint32
+	for line := range threads {
+		sum = multiply(power, sum)
+		if line < lines {
+			sum ^= crc32.ChecksumIEEE(head[line*lineBytes:][:lineBytes])
+		}
+	}
+	return sum ^ crc32.ChecksumIEEE(head[lines*lineBytes:])
+}
+
+// headKnown is the most bytes before a payload whose checksum is compared.
+const headKnown = 8 << 10
+
+// headSumAt is where a header of version 6 has its checksum.
+const headSumAt = 48
+
+// multiply multiplies polynomials modulo that of CRC-32, whose bits stand the other
+// way round: 1<<31 is one.
+func multiply(a, b uint32) uint32 {
+	var p uint32
+	for ; a != 0; a <<= 1 {
+		p ^= b & -(a >> 31)
+		b = b>>1 ^ crc32.IEEE&-(b&1)
+	}
+	return p
+}
+
+// powerOf is x to the n.
+func powerOf(n uint64) uint32 {
+	p, square := uint32(1)<<31, uint32(1)<<30
+	for ; n != 0; n >>= 1 {
+		if n&1 != 0 {
+			p = multiply(square, p)
+		}
+		square = multiply(square, square)
+	}
+	return p
+}
+
+// sumsOf is what is written into streams of a version.
+func sumsOf(version int) sumKind {
+	if version == 6 {
+		return sumLanes
+	}
+	return sumCRC
+}
