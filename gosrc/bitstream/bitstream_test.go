@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"slices"
 	"testing"
 	"time"
 
@@ -509,6 +510,11 @@ func FuzzDecode(f *testing.F) {
 				f.Fatal(err)
 			}
 			f.Add(uint8(i), uint8(k), made)
+		}
+	}
+	for _, w := range ofSix(f) {
+		if i := slices.Index(Names(), w.Algorithm); len(w.Stream) < 500 {
+			f.Add(uint8(i), uint8(w.Kind), w.Stream)
 		}
 	}
 	f.Fuzz(func(t *testing.T, algo, kind uint8, src []byte) {
