@@ -76,6 +76,11 @@ class Theirs:
 Case = tuple[str, Callable[[], str]]
 
 
+def said(why: str) -> None:
+    """What the running case comes to if the process ends in it; "": that it did."""
+    print(json.dumps([None, why]), flush=True)
+
+
 def same(got: Any, want: bytes) -> str:
     return "ok" if bytes(got) == want else f"{len(got)} bytes that differ"
 
@@ -94,25 +99,31 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
         return
 
     def to_us(kind: str, plain: bytes, **options: Any) -> str:
+        said("- its own encoder ended the process")
         try:
             stored = theirs.encode(algorithm, kind, plain, **options)
         except Exception as error:
             return f"- {error}"
+        said("")
         try:
-            return same(codecs.decode(stored, algorithm, bitstream=kind), plain)
+            got = same(codecs.decode(stored, algorithm, bitstream=kind), plain)
         except Exception as error:
-            return f"ours: {error} [{stored[:80].hex()}]"
+            got = f"ours: {error} [{stored[:80].hex()}]"
+        if got != "ok" and bytes(theirs.decode(algorithm, kind, stored, **options)) != plain:
+            return "- wrong on its own streams too"
+        return got
 
     def to_them(kind: str, plain: bytes, ours: dict[str, Any], options: dict[str, Any]) -> str:
         stored = codecs.encode(plain, algorithm, bitstream=kind, version=theirs.version, **ours)
         try:
-            got = same(theirs.decode(algorithm, kind, bytes(stored)), plain)
+            got = same(theirs.decode(algorithm, kind, bytes(stored), **options), plain)
         except Exception as error:
             got = f"theirs: {error}"
         if got != "ok":
+            said("- its own encoder ended the process")
             try:  # is it the stream, or can it not at all?
                 own = theirs.encode(algorithm, kind, plain, **options)
-                if bytes(theirs.decode(algorithm, kind, own)) != plain:
+                if bytes(theirs.decode(algorithm, kind, own, **options)) != plain:
                     return "- wrong on its own streams too"
             except Exception as error:
                 return f"- {error}"
@@ -145,6 +156,8 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
             yield f"raw layers {layers} to us", lambda y=his: to_us("raw", ramp, **y)  # type: ignore[misc]
             yield f"raw layers {layers} to them", lambda m=mine, y=his: to_them("raw", ramp, m, y)  # type: ignore[misc]
     for size in (1, 200, 65537, 3_000_000):
+        if algorithm == "Cascaded":
+            size -= size % 4  # it loses what is no whole element
         yield f"checksums of {size}", lambda n=size: checksums(theirs, algorithm, n)  # type: ignore[misc]
 
 
@@ -193,16 +206,20 @@ def run(algorithm: str, args: argparse.Namespace) -> dict[str, str]:
         command += [word for name in results for word in ("--skip", name)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         why = f"the process ended with {done.returncode}: {done.stderr[-300:]}"
-        before, current = len(results), ""
+        before, current, last = len(results), "", ""
         for line in done.stdout.splitlines():
             if line.startswith("["):
-                current, *result = json.loads(line)
+                name, *result = json.loads(line)
+                if name is None:
+                    last = result[0]
+                    continue
+                current, last = name, ""
                 if result:
                     results[current] = result[0]
         if done.returncode == 0:
             return results
         if current and current not in results:
-            results[current] = why
+            results[current] = last or why
         elif done.returncode != BROKEN or len(results) == before:  # not in a case
             results["the process"] = why
             return results

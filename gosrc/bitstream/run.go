@@ -46,7 +46,7 @@ type Spec struct {
 	Version   int               `json:"version"`  // of nvCOMP, whose streams are written: 5 or 6 (also 0)
 	Level     int               `json:"level"`    // Deflate, Gzip, GDeflate: nvCOMP's algorithm_type
 	DType     string            `json:"dtype"`    // X16: what the bytes are, as safetensors has it; "": found out
-	Cascaded  *cascaded.Options `json:"cascaded"` // nil: nvCOMP's own; elements are what DType says, or bytes
+	Cascaded  *cascaded.Options `json:"cascaded"` // nil: nvCOMP's own; elements are what DType says, or 4 bytes (version 6), or bytes
 	Sums      bool              `json:"sums"`     // encode: Native streams get checksums
 	Verify    string            `json:"verify"`
 	Sizes     []int64           `json:"sizes"` // OpBound: lengths of contents, instead of buffers
@@ -373,6 +373,11 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 			tasks = append(tasks, task{int32(i), int32(k), at, min(at+step, n)})
 		}
 		specs[i] = *s
+		if o := s.Cascaded; algo.id == Cascaded && !known && s.Version >= 6 && n%4 == 0 && s.Chunk%4 == 0 {
+			four := *o
+			four.Type = cascaded.UInt // what nvCOMP 6 takes where nobody says, to read it as well
+			specs[i].Cascaded = &four
+		}
 	}
 	if algo.id == X16 {
 		if err := each(ctx, len(in), total(in), func(i int) {
@@ -418,7 +423,7 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	}
 	err = each(ctx, len(in), total(in), func(i int) {
 		if out[i].Err == nil {
-			join(dst[i], s, algo, int64(len(in[i].Src)), parts[i], sums[i])
+			join(dst[i], &specs[i], algo, int64(len(in[i].Src)), parts[i], sums[i])
 		}
 		parts[i] = nil
 	})

@@ -334,7 +334,8 @@ def encode(
     Deflate, Gzip and GDeflate: 0 (entropy coding alone) to 5 (smallest). `dtype`
     tells X16 what the bytes are, by safetensors' name ("BF16"), which finds out
     otherwise, and Cascaded how long its elements are and whether they have a sign
-    ("I32"), which takes bytes otherwise; `cascaded` is how many layers of run
+    ("I32"), which takes 4 bytes otherwise, as nvCOMP 6 does where nobody says, or
+    single ones where they are no whole number of those, or in version 5; `cascaded` is how many layers of run
     lengths and of differences it makes, up to 7, and whether it packs bits: None
     is nvCOMP's (2, 1, True). In version 6 they are the most that it makes, 4 and
     3, and bits are always packed. `checksums` puts those of header, stored and

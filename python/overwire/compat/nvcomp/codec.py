@@ -98,8 +98,8 @@ class Codec:
     is done (`cpu()` waits for it), or by `decode` of a `strict` Codec. X16 is
     encoded there too, which waits for the lengths. Everything else, checksums too,
     is work of the CPU, with copies of the Arrays there and back: `backends()` tells. Where there is a GPU, results lie
-    there. Cascaded's elements are `data_type`,
-    else those of the Arrays, if they agree. ANS and Bitcomp are nvCOMP's own: an
+    there. Cascaded's elements are `data_type`, else those of the Arrays, if they
+    agree; of Arrays of bytes 4 at a time, if those are whole, as in nvCOMP 6. ANS and Bitcomp are nvCOMP's own: an
     installed nvCOMP is asked for them, and waited for; NotSupportedError names it
     where there is none. Threads may share a Codec.
 
@@ -308,7 +308,9 @@ class Codec:
         """What an encoder is told of the bytes."""
         kinds = {a._kind for a in hosts} if self._type is None else {self._type}
         kind = kinds.pop() if len(kinds) == 1 else (1, 8, 1)
-        return integers_name(kind) if self._algorithm == "Cascaded" else safetensors_name(kind)
+        if self._algorithm == "Cascaded":
+            return None if self._type is None and kind[1] == 8 else integers_name(kind)
+        return safetensors_name(kind)
 
     def _need(self, op: str, hosts: list[Array], spans: list[codecs.Span]) -> list[int]:
         if op == "encode":
