@@ -42,6 +42,7 @@ func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 		m.add(int32(i), number, t.Source, c.Off, n >= directMin, device.Job{Chunk: c, Dst: s.Dst})
 	}
 	m.cut(begin, len(spots))
+	m.wants = wants
 	m.split()
 	return m.p, wants
 }
