@@ -319,6 +319,18 @@ func TestChecksums(t *testing.T) {
 	if got, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, made); err != nil || !bytes.Equal(got, src) {
 		t.Errorf("as it was made: %v", err)
 	}
+	elsewhere := bytes.Clone(made) // what lay 8 bytes behind a multiple of 32
+	le := binary.LittleEndian
+	for i := range 3 {
+		le.PutUint32(elsewhere[124+4*i:], laneSum(src[i<<16:min(len(src), (i+1)<<16)], 8))
+	}
+	le.PutUint32(elsewhere[headSumAt:], headSum(elsewhere[:le.Uint32(elsewhere[40:])]))
+	if bytes.Equal(elsewhere, made) {
+		t.Error("a place makes no difference")
+	}
+	if got, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, elsewhere); err != nil || !bytes.Equal(got, src) {
+		t.Errorf("the sums of another place: %v", err)
+	}
 	foreign, err := one(t, Spec{Op: OpEncode, Algorithm: "Snappy", Sums: true, Version: 5}, src)
 	if err != nil || foreign[7] != 'w' {
 		t.Fatalf("version 5: %v", err)

@@ -297,7 +297,7 @@ func decodePart(l *layout, to []byte, p *part, verify bool) error {
 	if err := l.algo.decode(to, p.src); err != nil {
 		return err
 	}
-	if verify && l.sums.of(to, p.at) != p.contents {
+	if verify && !l.sums.holds(to, p.at, p.contents) {
 		return fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
 	}
 	return nil

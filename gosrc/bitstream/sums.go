@@ -23,8 +23,10 @@ import (
 //	        8 KiB on it is not compared.
 //
 // A stored chunk lies where it stands in the stream, and a chunk's content in the
-// content: at addresses of memory that nvCOMP allocated. (What lies at no multiple
-// of 32 on the GPU gets other sums, which nvCOMP itself then refuses elsewhere.)
+// content, if nvCOMP allocated that. What lay elsewhere on the GPU has the sums of
+// there, which nvCOMP itself refuses: they are taken as well. Contents of chunks
+// that begin at no multiple of 32 of the content are not compared: of their sums
+// some are as told above and some are not.
 const (
 	lineBytes = 32
 	lanes     = 32
@@ -45,6 +47,22 @@ func (k sumKind) of(p []byte, at int64) uint32 {
 		return laneSum(p, int(at%lineBytes))
 	}
 	return crc32.ChecksumIEEE(p)
+}
+
+// holds says whether a sum is that of a chunk's content.
+func (k sumKind) holds(p []byte, at int64, sum uint32) bool {
+	if k != sumLanes {
+		return k.of(p, at) == sum
+	}
+	if at%lineBytes != 0 {
+		return true
+	}
+	for shift := range lineBytes {
+		if laneSum(p, shift) == sum {
+			return true
+		}
+	}
+	return false
 }
 
 // laneSum is nvCOMP's checksum of a chunk that lies `at` bytes behind a multiple
