@@ -4,6 +4,8 @@ import (
 	"encoding/binary"
 	"hash/crc32"
 	"slices"
+
+	"github.com/overwire/overwire/gosrc/internal/crc"
 )
 
 // Checksums of Native streams, as nvCOMP 6 computes them; found by what it wrote
@@ -74,7 +76,7 @@ func laneSum(p []byte, at int) uint32 {
 		return crc32.ChecksumIEEE(p)
 	}
 	end := front + lines*lineBytes
-	power := powerOf(uint64(lines / lanes * lineBytes * 8))
+	power := crc.Power(uint64(lines / lanes * lineBytes * 8))
 	var sum uint32
 	for lane := range min(lanes, lines) {
 		var c uint32
@@ -84,7 +86,7 @@ func laneSum(p []byte, at int) uint32 {
 		for from := front + lane*lineBytes; from < end; from += lanes * lineBytes {
 			c = crc32.Update(c, crc32.IEEETable, p[from:from+lineBytes])
 		}
-		sum = multiply(power, sum) ^ c
+		sum = crc.Times(power, sum) ^ c
 	}
 	return crc32.Update(sum, crc32.IEEETable, p[end:])
 }
@@ -95,10 +97,10 @@ func headSum(p []byte) uint32 {
 	binary.LittleEndian.PutUint32(head[headSumAt:], 0)
 	lines := len(head) / lineBytes
 	threads := (len(head) + lanes*lineBytes - 1) / (lanes * lineBytes) * lanes
-	power := powerOf(uint64(len(head) / threads * 8))
+	power := crc.Power(uint64(len(head) / threads * 8))
 	var sum uint32
 	for line := range threads {
-		sum = multiply(power, sum)
+		sum = crc.Times(power, sum)
 		if line < lines {
 			sum ^= crc32.ChecksumIEEE(head[line*lineBytes:][:lineBytes])
 		}
@@ -111,29 +113,6 @@ const headKnown = 8 << 10
 
 // headSumAt is where a header of version 6 has its checksum.
 const headSumAt = 48
-
-// multiply multiplies polynomials modulo that of CRC-32, whose bits stand the other
-// way round: 1<<31 is one.
-func multiply(a, b uint32) uint32 {
-	var p uint32
-	for ; a != 0; a <<= 1 {
-		p ^= b & -(a >> 31)
-		b = b>>1 ^ crc32.IEEE&-(b&1)
-	}
-	return p
-}
-
-// powerOf is x to the n.
-func powerOf(n uint64) uint32 {
-	p, square := uint32(1)<<31, uint32(1)<<30
-	for ; n != 0; n >>= 1 {
-		if n&1 != 0 {
-			p = multiply(square, p)
-		}
-		square = multiply(square, square)
-	}
-	return p
-}
 
 // sumsOf is what is written into streams of a version.
 func sumsOf(version int) sumKind {

@@ -9,6 +9,7 @@ import (
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/crc"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -111,46 +112,13 @@ func (t *passing) pass(p []byte, off int64) error {
 		return nil
 	}
 	slices.SortFunc(t.pieces, func(a, b summed) int { return cmp.Compare(a.off, b.off) })
-	crc := t.start
+	sum := t.start
 	for _, have := range t.pieces {
-		crc = join(crc, have.crc, have.n)
+		sum = crc.Join(sum, have.crc, have.n)
 	}
 	t.left, t.pieces = t.end-t.off, nil
-	if crc != t.want {
-		return fault.New(fault.ErrCorrupt, "checksum mismatch: CRC32 %08x, not %08x", crc, t.want)
+	if sum != t.want {
+		return fault.New(fault.ErrCorrupt, "checksum mismatch: CRC32 %08x, not %08x", sum, t.want)
 	}
 	return nil
 }
-
-// join is the CRC32 of a and b one after the other, of which b has n bytes: as
-// polynomials over GF(2), a times x to the 8n, plus b.
-func join(a, b uint32, n int64) uint32 {
-	p := uint32(1) << 31 // 1
-	for k := 3; n > 0; k, n = k+1, n>>1 {
-		if n&1 != 0 {
-			p = times(powers()[k&31], p)
-		}
-	}
-	return times(p, a) ^ b
-}
-
-// times multiplies modulo the polynomial, bits reversed as CRC32's are.
-func times(a, b uint32) uint32 {
-	var p uint32
-	for m := uint32(1) << 31; m != 0; m >>= 1 {
-		if a&m != 0 {
-			p ^= b
-		}
-		b = b>>1 ^ crc32.IEEE&-(b&1)
-	}
-	return p
-}
-
-// powers are x to the powers of two.
-var powers = sync.OnceValue(func() (all [32]uint32) {
-	all[0] = 1 << 30 // x
-	for i := 1; i < len(all); i++ {
-		all[i] = times(all[i-1], all[i-1])
-	}
-	return all
-})

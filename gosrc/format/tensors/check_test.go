@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/crc"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -23,7 +24,7 @@ func TestJoin(t *testing.T) {
 			b[i] = byte(r.Uint32())
 		}
 		cut := r.IntN(len(b) + 1)
-		if got := join(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
+		if got := crc.Join(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
 			t.Fatalf("%d bytes cut at %d: %08x", len(b), cut, got)
 		}
 	}

@@ -19,6 +19,7 @@ var mayImport = map[string][]string{
 	"internal/ordered": {"fault", "internal/spawn"},
 	"internal/house":   {},
 	"internal/sha256":  {},
+	"internal/crc":     {},
 
 	"job": {"fault", "internal/spawn"},
 

@@ -1,0 +1,33 @@
+package crc
+
+import (
+	"hash/crc32"
+	"testing"
+)
+
+// Sums of parts joined are the sum of the whole, wherever it is cut.
+func TestJoin(t *testing.T) {
+	b := make([]byte, 5000)
+	for i := range b {
+		b[i] = byte(i * i >> 3)
+	}
+	for cut := 0; cut <= len(b); cut += 13 {
+		if got := Join(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
+			t.Fatalf("cut at %d: %08x", cut, got)
+		}
+	}
+}
+
+// A power is that many times x, also above 32 bits.
+func TestPower(t *testing.T) {
+	p := uint32(1) << 31
+	for n := range uint64(3000) {
+		if got := Power(n); got != p {
+			t.Fatalf("x to the %d: %08x, not %08x", n, got, p)
+		}
+		p = Times(1<<30, p)
+	}
+	if a, b := Power(1<<40+5), Times(Power(1<<39), Times(Power(1<<39), Power(5))); a != b {
+		t.Errorf("x to the 2^40+5: %08x, not %08x", a, b)
+	}
+}
