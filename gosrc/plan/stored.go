@@ -21,8 +21,8 @@ type Spot struct {
 // checksums are compared, and nothing is decoded. Each spot has a want of its
 // own. Spots are in the order of their sources and offsets, and of groups.
 func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
-	m := maker{ix: ix, lim: lim, p: &Plan{Left: make([]int32, len(spots))}}
 	wants := make([]Want, len(spots))
+	m := maker{ix: ix, lim: lim, wants: wants, p: &Plan{Left: make([]int32, len(spots))}}
 	begin := 0
 	for i := range spots {
 		s := &spots[i]
@@ -42,7 +42,6 @@ func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 		m.add(int32(i), number, t.Source, c.Off, n >= directMin, device.Job{Chunk: c, Dst: s.Dst})
 	}
 	m.cut(begin, len(spots))
-	m.wants = wants
 	m.split()
 	return m.p, wants
 }

@@ -123,12 +123,20 @@ func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error)
 			in, out = out[:n], in[:cap(in)]
 		}
 	}
-	made = len(in) * size
-	if made == 0 || made > len(dst) {
-		return 0, 0, corrupt("a chunk of %d bytes, %d are wanted", made, len(dst))
+	if made, err = put(dst, in, size); err != nil {
+		return 0, 0, err
 	}
-	store(dst, size, in...)
 	return used, made, nil
+}
+
+// put stores what a chunk has become, and returns how many bytes that are.
+func put(dst []byte, values []uint64, size int) (int, error) {
+	made := len(values) * size
+	if made == 0 || made > len(dst) {
+		return 0, corrupt("a chunk of %d bytes, %d are wanted", made, len(dst))
+	}
+	store(dst, size, values...)
+	return made, nil
 }
 
 // values reads an array of at most `most` elements.

@@ -271,11 +271,9 @@ func (s *scratch) chunkSix(dst, src []byte, size int) (used, made int, err error
 		}
 		in, out = out[:n], in[:cap(in)]
 	}
-	made = len(in) * size
-	if made == 0 || made > len(dst) {
-		return 0, 0, corrupt("a chunk of %d bytes, %d are wanted", made, len(dst))
+	if made, err = put(dst, in, size); err != nil {
+		return 0, 0, err
 	}
-	store(dst, size, in...)
 	return used, made, nil
 }
 
