@@ -10,7 +10,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
@@ -120,7 +119,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	// Here and not in the job: a caller who is out of memory may be able to give
 	// some back, and try again.
-	if l.lane, err = tgt.lane(0); err != nil {
+	if l.lane, err = tgt.lane(0, m.steps() > 0); err != nil {
 		cpu.Release(l.mem)
 		m.drop()
 		return nil, m.where("stage", err)
@@ -256,12 +255,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	if threads <= 0 {
 		threads = knob.Threads.Get()
 	}
-	far, steps := l.model.far()
-	if l.target.gpu != nil {
-		// Half a slot: of ranges of 2 MiB the answers are waited for longer than
-		// the bytes, and of whole slots too few would be on their way.
-		steps = min(steps, farPiece)
-	}
+	far, steps := l.model.far(), l.model.steps()
 	lim := l.target.limits(far > 1, steps > 0)
 	if l.model.planned() {
 		lim.Align = readAlign
@@ -280,11 +274,6 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		trace = pipeline.NewTrace()
 		trace.Verb("open", l.model.opened[0], l.model.opened[1], 0)
 		trace.Verb("plan", planning, planned, total)
-	}
-	if steps > 0 {
-		// Few round trips, and still a few ranges for each connection: at the
-		// end none should be waited for long.
-		steps = min(steps, max(stepPiece, p.Read/int64(4*max(1, far))))
 	}
 	late, err := l.plantCasts(p, dest)
 	if err != nil {
@@ -310,7 +299,9 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	if err != nil {
 		return l.model.where("stage", err)
 	}
+	slots := 0
 	if lane != nil {
+		slots = lane.(gpuLane).Slots()
 		if opt.Stream != 0 {
 			if err := lane.(gpuLane).WaitFor(uintptr(opt.Stream)); err != nil {
 				return l.model.where("stage", err)
@@ -323,8 +314,18 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 			return l.model.where("stage", err)
 		}
 	}
+	if steps > 0 {
+		most, reads := steps, far
+		if lane != nil {
+			most, threads = farRange, min(threads, slots)
+			reads = threads
+		}
+		// Few round trips, and still a few ranges for each connection: at the
+		// end none should be waited for long.
+		steps = min(most, max(lim.Piece, p.Read/int64(4*max(1, reads))))
+	}
 	task := &pipeline.Task{
-		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Direct: ways.by(), Workers: threads, Range: steps, NoCheck: opt.NoCheck, Trace: trace,
+		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Direct: ways.by(), Workers: threads, Range: steps, Slots: slots, NoCheck: opt.NoCheck, Trace: trace,
 		Landed: late.or(l.land), Progress: func(n int64) { j.Bytes.Add(n) },
 	}
 	if l.places != nil {
@@ -385,10 +386,11 @@ func expect(srcs []source.Source, p *plan.Plan, how string) (told []source.Plann
 func (l *Loading) laneFor(p *plan.Plan) (device.Lane, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if _, size := cuda.Ring(); l.lane != nil && p.Slot > size {
+	steps := l.model.steps() > 0
+	if _, size := ring(steps); l.lane != nil && p.Slot > size {
 		l.lane.Close()
 		l.lane = nil
-		lane, err := l.target.lane(p.Slot)
+		lane, err := l.target.lane(p.Slot, steps)
 		if err != nil {
 			return nil, err
 		}

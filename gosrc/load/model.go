@@ -91,24 +91,27 @@ func Names(spec Spec) (names []string, ok bool, err error) {
 func (m *Model) Index() *tensor.Index { return m.ix }
 
 // far is how many reads at once the model's sources can make use of, 0 if all
-// are local files, and how many bytes a range of theirs best has that is read
-// in steps, 0 unless all of them are a source.Ranged.
-func (m *Model) far() (reads int, steps int64) {
-	all := true
+// are local files.
+func (m *Model) far() (reads int) {
 	for _, s := range m.srcs {
 		if f, ok := s.(interface{ Far() int }); ok {
 			reads = max(reads, f.Far())
 		}
-		if r, ok := s.(source.Ranged); ok && r.Ranged() > 0 {
-			steps = max(steps, r.Ranged())
-		} else {
-			all = false
+	}
+	return reads
+}
+
+// steps is how many bytes a range of the model's sources best has that is read
+// in steps, 0 unless all of them are a source.Ranged.
+func (m *Model) steps() (bytes int64) {
+	for _, s := range m.srcs {
+		r, ok := s.(source.Ranged)
+		if !ok || r.Ranged() == 0 {
+			return 0
 		}
+		bytes = max(bytes, r.Ranged())
 	}
-	if !all {
-		steps = 0
-	}
-	return reads, steps
+	return bytes
 }
 
 // Close ends the handle. Loads that run go on; the sources are closed after

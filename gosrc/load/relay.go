@@ -163,7 +163,7 @@ func (r *Relay) lanes() (err error) {
 			r.idle = append(r.idle, v)
 		}
 	}
-	feed, err := r.target.lane(r.fetch.Slot)
+	feed, err := r.target.lane(r.fetch.Slot, false)
 	if err != nil {
 		return err
 	}
@@ -244,7 +244,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	told, depth := expect(r.model.srcs, r.fetch, cmp.Or(r.spec.Read, knob.Read.Get()))
 	threads := r.threads()
 	if threads == 0 {
-		far, _ := r.model.far()
+		far := r.model.far()
 		threads = max(r.target.readers(), depth, far)
 	}
 	ahead := r.ahead()

@@ -111,7 +111,7 @@ func (r *Relay) layOut() error {
 		r.share(all[begin:end], sum)
 		begin = end
 	}
-	far, _ := r.model.far()
+	far := r.model.far()
 	lim := r.target.limits(far > 1, false)
 	if r.model.planned() {
 		lim.Align = readAlign

@@ -39,10 +39,9 @@ type Task struct {
 	Direct  []device.Reader
 	Workers int // 0: one a core
 	// Range is how many bytes a worker asks a source.Ranged for at once, to
-	// read them part by part; 0: a part. With a Lane or a Gate these are of one
-	// piece: whoever has a range open must not wait for a slot or for room, which
-	// those may have who wait for his permit to open one.
+	// read them part by part; 0: a part. See wide.
 	Range   int64
+	Slots   int  // of the Lane
 	NoCheck bool // for benchmarks only: leave the checksums out
 	Trace   *Trace
 
@@ -85,7 +84,8 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	if workers <= 0 {
 		workers = runtime.GOMAXPROCS(0)
 	}
-	batches, skipped := batched(t)
+	wide := t.wide(workers)
+	batches, skipped := batched(t, wide)
 	workers = max(1, min(workers, len(batches)))
 	st := Stages{Workers: int64(workers), Pieces: int64(len(t.Plan.Pieces)), ReadBytes: t.Plan.Read + skipped}
 	if len(t.Plan.Pieces) == 0 {
@@ -105,7 +105,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	if p, ok := lane.(interface{ Pinned() int64 }); ok {
 		st.RingBytes = p.Pinned()
 	}
-	r := &run{Task: t, batches: batches, lane: lane, handOver: "decode"}
+	r := &run{Task: t, batches: batches, wide: wide, lane: lane, handOver: "decode"}
 	if dev, ok := lane.(timer); ok {
 		r.handOver = "submit"
 		if t.Trace != nil {
@@ -170,6 +170,7 @@ type run struct {
 	cancel  context.CancelCauseFunc
 	lane    device.Lane
 	batches []batch
+	wide    bool
 	next    atomic.Int64 // the next batch
 	staged  []staged     // by piece
 	landed  atomic.Int64 // bytes
@@ -216,46 +217,6 @@ func (r *run) announce(piece int64) {
 	r.announced = i
 }
 
-// A batch is parts that one worker does in a row: Parts[first:end]. If they are
-// one range of a source.Ranged, n is its length, gaps between them included;
-// else 0.
-type batch struct {
-	first, end int32
-	n          int64
-}
-
-// gap is how many bytes are rather read and thrown away than skipped by
-// another range.
-const gap = 256 << 10
-
-// batched cuts the parts into batches, of one part each unless the task has a
-// Range; skipped is the bytes of the gaps.
-func batched(t *Task) (out []batch, skipped int64) {
-	parts, pieces := t.Plan.Parts, t.Plan.Pieces
-	out = make([]batch, 0, len(parts))
-	for i := range parts {
-		p := &pieces[parts[i].Piece]
-		n := parts[i].To - parts[i].From
-		if _, ok := t.Sources[p.Source].(source.Ranged); t.Range == 0 || !ok {
-			out = append(out, batch{first: int32(i), end: int32(i + 1)})
-			continue
-		}
-		if k := len(out) - 1; k >= 0 && out[k].n > 0 {
-			last := &parts[i-1]
-			before := &pieces[last.Piece]
-			between := p.Off + parts[i].From - before.Off - last.To
-			alone := t.Lane != nil || t.Gate != nil
-			if before.Source == p.Source && (before == p || !alone) && 0 <= between && between <= gap && out[k].n+between+n <= t.Range {
-				out[k].end, out[k].n = int32(i+1), out[k].n+between+n
-				skipped += between
-				continue
-			}
-		}
-		out = append(out, batch{int32(i), int32(i + 1), n})
-	}
-	return out, skipped
-}
-
 // A worker takes batches one after the other: each part passes through all
 // stages in one pair of hands, while its bytes are in that core's cache.
 type worker struct {
@@ -298,6 +259,13 @@ func (w *worker) batch(b *batch) error {
 			_ = steps.Close()
 			w.steps = nil
 		}()
+		if w.wide { // a slot is not kept while the answer is waited for
+			t0 := time.Now()
+			if err := steps.Next(nil); err != nil {
+				return w.where("read", p.First, err)
+			}
+			w.waited(&t0)
+		}
 	}
 	for i := b.first; i < b.end; i++ {
 		if w.ctx.Err() != nil {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"testing"
 	"time"
@@ -167,7 +168,7 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 	}
 	landed := make(chan int32, len(wants))
 	task := &Task{Trace: m.trace, Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
-		Workers: workers, Range: m.steps, Landed: func(i int32) { landed <- i }}
+		Workers: workers, Range: m.steps, Slots: m.slots, Landed: func(i int32) { landed <- i }}
 	if m.slots > 0 {
 		if task.Lane, err = NewHost(m.slots, task.Plan.Slot); err != nil {
 			return nil, nil, err
@@ -318,13 +319,30 @@ func TestRanges(t *testing.T) {
 	}
 }
 
-// On a lane a range is parts of one piece, and whoever has one open waits for
-// nobody: it all ends with one slot and one permit among four workers.
+// On a lane with fewer slots than workers a range is parts of one piece, and
+// whoever has one open waits for nobody; with a slot for each it goes on from piece
+// to piece, if it holds more than one. It all ends with one permit among four workers.
 func TestRangesOnALane(t *testing.T) {
+	for _, c := range []struct {
+		slots  int
+		steps  int64
+		ranges int
+	}{
+		{1, 100 << 10, 16}, // of 96 KiB of a piece of 128, and of 32
+		{3, 300 << 10, 8},
+		{4, 100 << 10, 16},
+		{4, 300 << 10, 4}, // two pieces, the third has no room
+		{9, 8 << 20, 1},
+	} {
+		t.Run(fmt.Sprintf("%d slots, ranges of %d KiB", c.slots, c.steps>>10), func(t *testing.T) { rangesOnALane(t, c.slots, c.steps, c.ranges) })
+	}
+}
+
+func rangesOnALane(t *testing.T, slots int, steps int64, ranges int) {
 	data := make([]byte, 1<<20)
 	_, _ = rand.NewChaCha8([32]byte{2}).Read(data)
 	src := &narrow{Steps: &sourcetest.Steps{Source: &sourcetest.Mem{Name: "m", Data: data}}, permit: make(chan struct{}, 1)}
-	m := &model{ix: &tensor.Index{Sources: []tensor.Source{{URI: "m", Size: int64(len(data))}}}, srcs: []source.Source{src}, steps: 100 << 10, slots: 1, trace: NewTrace()}
+	m := &model{ix: &tensor.Index{Sources: []tensor.Source{{URI: "m", Size: int64(len(data))}}}, srcs: []source.Source{src}, steps: steps, slots: slots, trace: NewTrace()}
 	m.ix.Tensors = []tensor.Tensor{{Name: "t", Alias: -1, DType: tensor.U8, Parts: 1, Shape: []int64{int64(len(data))}, Bytes: int64(len(data))}}
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
@@ -335,18 +353,17 @@ func TestRangesOnALane(t *testing.T) {
 	if !bytes.Equal(got[0], data) {
 		t.Error("other bytes")
 	}
-	// A piece of 128 KiB is a range of 96 and one of 32.
-	if all, open := src.Ranges(); all != 16 || open != 0 {
+	if all, open := src.Ranges(); int(all) != ranges || open != 0 {
 		t.Errorf("%d ranges, %d open", all, open)
 	}
-	if m.stages.TurnNS != 16*3 || m.stages.AnswerNS != 16*5 {
+	if n := int64(ranges); m.stages.TurnNS != n*3 || m.stages.AnswerNS != n*5 {
 		t.Errorf("waited %d and %d ns", m.stages.TurnNS, m.stages.AnswerNS)
 	}
 	sums := map[string]int{}
 	for _, g := range m.trace.Summary().Stages {
 		sums[g.Verb] = g.Spans
 	}
-	if sums["turn"] != 16 || sums["answer"] != 16 || sums["read"] != 64 {
+	if sums["turn"] != ranges || sums["answer"] != ranges || sums["read"] != 64 {
 		t.Errorf("spans: %v", sums)
 	}
 }

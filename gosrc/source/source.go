@@ -76,7 +76,8 @@ type Ranged interface {
 // A Range is read by one goroutine at a time.
 type Range interface {
 	// Next fills p with the bytes that follow those of the last step, as
-	// Source.ReadAt does. After an error there is no other step.
+	// Source.ReadAt does. After an error there is no other step. A step of no bytes
+	// waits until more are on their way.
 	Next(p []byte) error
 	// Close gives up what was not read.
 	Close() error

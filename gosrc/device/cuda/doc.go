@@ -51,8 +51,25 @@ var ring = struct {
 	bytes int64
 }{DefaultSlots, DefaultSlotBytes}
 
+// headBytes are a slot's status and tables. Those of any one chunk fit: at most
+// 64 Ki segments of 8 bytes.
+const headBytes = 576 << 10
+
+// stride is the room of a slot of n bytes.
+func stride(n int64) int64 { return headBytes + (n+4095)&^4095 }
+
 // Ring is the slots of a lane, and their bytes, for loads of no special size.
 func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
+
+// FarRing is the same memory cut for sources far away: a slot for each connection,
+// which fills it alone, so that it goes on into the next without another request.
+func FarRing() (slots int, bytes int64) {
+	bytes = ring.bytes / farCut
+	return int(int64(ring.slots) * stride(ring.bytes) / stride(bytes)), bytes
+}
+
+// farCut is the slots of a source far away that one of the default ring makes.
+const farCut = 2
 
 // architectures are those that cuda/built has machine code for, in the order of
 // compute capability times ten; PTX for the first serves the rest.

@@ -195,7 +195,7 @@ static int unmake(struct owcu_lane *l, struct owcu_error *e)
 	for (int i = 0; i < OWCU_STREAMS; i++)
 		if (l->streams[i])
 			rc |= TRY(stream_sync, (l->streams[i]));
-	for (int i = 0; l->slots && i < l->nslots; i++) {
+	for (int i = 0; l->slots && i < l->made; i++) {
 		struct owcu_slot *s = l->slots[i];
 		if (s && s->copied)
 			rc |= TRY(event_destroy, (s->copied));
@@ -224,7 +224,7 @@ static int unmake(struct owcu_lane *l, struct owcu_error *e)
 	return rc;
 }
 
-static int make(struct owcu_lane *l, void *pinned, uint64_t bytes, int nslots, uint64_t stride, struct owcu_error *e)
+static int make(struct owcu_lane *l, void *pinned, uint64_t bytes, int nslots, struct owcu_error *e)
 {
 	const unsigned quiet = BLOCKING_SYNC | NO_TIMING;
 
@@ -241,20 +241,19 @@ static int make(struct owcu_lane *l, void *pinned, uint64_t bytes, int nslots, u
 	l->slots = calloc((size_t)nslots, sizeof *l->slots);
 	if (l->slots == NULL)
 		return failed(e, "calloc", OWCU_OUT_OF_MEMORY);
-	l->nslots = nslots;
+	l->made = nslots;
 	for (int i = 0; i < nslots; i++) {
 		struct owcu_slot *s = l->slots[i] = calloc(1, sizeof *s);
 		if (s == NULL)
 			return failed(e, "calloc", OWCU_OUT_OF_MEMORY);
-		s->status = l->mapped + (uint64_t)i * stride;
 		if (TRY(event_create, (&s->copied, NO_TIMING)) || TRY(event_create, (&s->done, quiet)))
 			return -1;
 	}
 	return 0;
 }
 
-struct owcu_lane *owcu_lane_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, uint64_t status_stride,
-                                const owcu_handle *kernels, struct owcu_error *e)
+struct owcu_lane *owcu_lane_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, const owcu_handle *kernels,
+                                struct owcu_error *e)
 {
 	struct guard g;
 	struct owcu_error ignored = {0};
@@ -269,7 +268,7 @@ struct owcu_lane *owcu_lane_new(owcu_handle ctx, void *pinned, uint64_t bytes, i
 	if (rc == 0) {
 		l->ctx = ctx;
 		memcpy(l->kernels, kernels, sizeof l->kernels);
-		rc = make(l, pinned, bytes, nslots, status_stride, e);
+		rc = make(l, pinned, bytes, nslots, e);
 	}
 	if (rc && l) {
 		unmake(l, &ignored);

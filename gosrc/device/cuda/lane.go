@@ -26,16 +26,11 @@ import (
 const (
 	statusBytes = 16 << 10
 	maxChunks   = statusBytes / 4 // of one round
-	// The tables of any one chunk fit: at most 64 Ki segments of 8 bytes.
-	headBytes  = 576 << 10 // status and tables
-	tableBytes = headBytes - statusBytes
+	tableBytes  = headBytes - statusBytes
 	// Chunks that do not land in a row or aligned are decoded into scratch
 	// first; any chunk fits.
 	scratchBytes = 16 << 20
 )
-
-// stride is the room of a slot of n bytes.
-func stride(n int64) int64 { return headBytes + (n+4095)&^4095 }
 
 // A Lane is what one load needs of a device. Any number of workers may use it
 // at once.
@@ -43,8 +38,9 @@ type Lane struct {
 	dev   *Device
 	c     *C.struct_owcu_lane
 	pages pages
-	size  int64
-	slots []*Slot
+	size  int64   // of a slot
+	all   []*Slot // that there are
+	slots []*Slot // of them, those in use
 	free  chan *Slot
 	queue chan *Slot    // submitted, in order, for the completer
 	ended chan struct{} // the completer has
@@ -94,7 +90,8 @@ func rank(n int64) int {
 
 // Lane gives a lane with so many slots of so many bytes; not positive numbers
 // mean the defaults. The device keeps one closed lane for the next who asks for
-// the same, so a second load pins and allocates nothing (and one of TablesOnly).
+// as much memory, however it is cut, so a second load pins and allocates nothing
+// (and one of TablesOnly).
 func (d *Device) Lane(slots int, slotBytes int64) (*Lane, error) {
 	d.making.Lock() // Prepare may be making just that one
 	defer d.making.Unlock()
@@ -131,9 +128,10 @@ func (d *Device) lane(slots int, slotBytes int64) (*Lane, error) {
 	kept := &d.idle[rank(slotBytes)]
 	if l := *kept; l != nil {
 		*kept = nil
-		if len(l.slots) == slots && l.size >= slotBytes && l.size <= 2*slotBytes+4096 {
+		if need := int64(slots) * stride(slotBytes); slots <= len(l.all) && need <= l.pages.n && l.pages.n <= 2*need+huge {
 			l.closed = false
 			d.mu.Unlock()
+			l.shape(slots, stride(slotBytes))
 			return l, nil
 		}
 		d.mu.Unlock()
@@ -147,7 +145,11 @@ func (d *Device) lane(slots int, slotBytes int64) (*Lane, error) {
 	if err != nil {
 		return nil, err
 	}
-	n := int64(slots) * stride(slotBytes)
+	most, n := slots, int64(slots)*stride(slotBytes)
+	if rank(slotBytes) == 0 { // it may be cut for another source the next time
+		far, _ := FarRing()
+		most = max(most, far)
+	}
 	p := d.takeSpare()
 	if p.n < n || p.n > n+huge {
 		p.free()
@@ -155,42 +157,54 @@ func (d *Device) lane(slots int, slotBytes int64) (*Lane, error) {
 			return nil, err
 		}
 	}
-	l, err := d.newLane(p, slots, stride(slotBytes), fns)
+	l, err := d.newLane(p, most, fns)
 	if errors.Is(err, fault.ErrMemory) {
 		// Tensors that nobody holds any more may lie where the staging could.
 		if e := d.reap(); e == nil {
-			l, err = d.newLane(p, slots, stride(slotBytes), fns)
+			l, err = d.newLane(p, most, fns)
 		}
 	}
 	if err != nil {
 		p.free()
 		return nil, d.sized(err, n, "the staging of a load")
 	}
+	l.shape(slots, stride(slotBytes))
 	return l, nil
 }
 
-func (d *Device) newLane(p pages, slots int, room int64, fns *[kernels]C.owcu_handle) (*Lane, error) {
+// newLane makes a lane of some pages, with no slots yet but room for most.
+func (d *Device) newLane(p pages, most int, fns *[kernels]C.owcu_handle) (*Lane, error) {
 	var e C.struct_owcu_error
-	c := C.owcu_lane_new(d.ctx, p.p, C.uint64_t(int64(slots)*room), C.int(slots), C.uint64_t(room), &fns[0], &e)
+	c := C.owcu_lane_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), &fns[0], &e)
 	if c == nil {
 		return nil, failure(d.index, &e)
 	}
 	l := &Lane{
-		dev: d, c: c, pages: p, size: room - headBytes, free: make(chan *Slot, slots), queue: make(chan *Slot, slots),
+		dev: d, c: c, pages: p, free: make(chan *Slot, most), queue: make(chan *Slot, most),
 		ended: make(chan struct{}), moved: make(chan struct{}),
 	}
-	cs := unsafe.Slice(c.slots, slots)
-	for i := range slots {
-		host := unsafe.Add(p.p, int64(i)*room+headBytes)
-		s := &Slot{
-			Bytes: unsafe.Slice((*byte)(host), l.size), c: cs[i], index: i, host: host,
-			dev: uint64(c.staging) + uint64(int64(i)*room) + headBytes, errs: map[int]error{},
-		}
-		l.slots = append(l.slots, s)
-		l.free <- s
+	for i, s := range unsafe.Slice(c.slots, most) {
+		l.all = append(l.all, &Slot{c: s, index: i, errs: map[int]error{}})
 	}
 	spawn.Go("cuda completer", l.complete)
 	return l, nil
+}
+
+// shape cuts the lane's memory into slots, room for each with its tables. None is
+// in use.
+func (l *Lane) shape(slots int, room int64) {
+	for range l.slots {
+		<-l.free
+	}
+	l.size, l.slots, l.c.nslots = room-headBytes, l.all[:slots], C.int(slots)
+	for i, s := range l.slots {
+		at := int64(i) * room
+		s.host = unsafe.Add(l.pages.p, at+headBytes)
+		s.Bytes = unsafe.Slice((*byte)(s.host), l.size)
+		s.dev = uint64(l.c.staging) + uint64(at) + headBytes
+		s.c.status = l.c.mapped + C.owcu_ptr(at)
+		l.free <- s
+	}
 }
 
 // Get waits for a free slot, or for the end of ctx.
@@ -223,9 +237,7 @@ func (s *Slot) Twin() unsafe.Pointer {
 }
 
 // Staging is the memory on the device that slots have their twins in.
-func (l *Lane) Staging() (base unsafe.Pointer, n int64) {
-	return pointer(l.c.staging), int64(len(l.slots)) * (l.size + headBytes)
-}
+func (l *Lane) Staging() (base unsafe.Pointer, n int64) { return pointer(l.c.staging), l.pages.n }
 
 // LendDevice lets n bytes at p, in memory of the slot's own device, take the
 // place of the slot's bytes until it is back: nothing of them is copied. p is a

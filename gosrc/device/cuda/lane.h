@@ -57,7 +57,7 @@ struct owcu_lane {
 	owcu_ptr mapped;  // the same, for the device
 	owcu_ptr staging, scratch;
 	struct owcu_slot **slots;
-	int nslots;
+	int made, nslots; // slots that there are, and that are in use
 	owcu_handle origin; // event from which the slots' marks are counted
 	int timed;
 };
@@ -101,9 +101,10 @@ int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error 
 
 // owcu_lane_new registers [pinned, pinned+bytes) and makes the streams, events
 // and staging of a lane; NULL with nothing left behind on an error. Unregister
-// goes with owcu_lane_free; the memory itself stays the caller's.
-struct owcu_lane *owcu_lane_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, uint64_t status_stride,
-                                const owcu_handle *kernels, struct owcu_error *e);
+// goes with owcu_lane_free; the memory itself stays the caller's. Whoever uses
+// the slots says how many, and where the status words of each are.
+struct owcu_lane *owcu_lane_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, const owcu_handle *kernels,
+                                struct owcu_error *e);
 int owcu_lane_free(struct owcu_lane *l, struct owcu_error *e);
 int owcu_scratch(struct owcu_lane *l, uint64_t n, struct owcu_error *e);
 

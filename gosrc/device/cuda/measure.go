@@ -27,14 +27,17 @@ func (l *Lane) Floor(n int64, count int) (time.Duration, error) {
 	return time.Since(start), nil
 }
 
+// Slots is how many slots the lane has.
+func (l *Lane) Slots() int { return len(l.slots) }
+
 // Pinned is how many bytes of host memory are registered for the lane, and as
 // many lie on the device for them.
-func (l *Lane) Pinned() int64 { return int64(len(l.slots)) * (l.size + headBytes) }
+func (l *Lane) Pinned() int64 { return l.pages.n }
 
 // Across measures the device's memory: count copies of n bytes from one half of
 // the staging to the other. No slot is in use meanwhile.
 func (l *Lane) Across(n int64, count int) (time.Duration, error) {
-	half := int64(len(l.slots)) * (l.size + headBytes) / 2 &^ 255
+	half := l.pages.n / 2 &^ 255
 	if n <= 0 || n > half || count <= 0 {
 		return 0, fault.New(fault.ErrArgument, "%d copies of %d bytes", count, n)
 	}

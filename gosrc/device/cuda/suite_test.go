@@ -452,6 +452,58 @@ func TestWorkers(t *testing.T) {
 	wg.Wait()
 }
 
+// One lane serves loads that cut its memory otherwise, one after the other; slots
+// are apart from each other however they are cut.
+func TestLaneIsCutAgain(t *testing.T) {
+	r := random(t)
+	d := begun(t)
+	var p piece
+	p.coded(weights(r, x16.BF16, 90_000), x16.BF16)
+	p.raw(weights(r, x16.Bytes, 20_000))
+	slots, size := Ring()
+	far, farSize := FarRing()
+	if far <= slots || farSize >= size || int64(far)*stride(farSize) > int64(slots)*stride(size) {
+		t.Errorf("%d slots of %d for sources far away, %d of %d for the others", far, farSize, slots, size)
+	}
+	var first *Lane
+	for i, cut := range []struct {
+		slots int
+		size  int64
+	}{{slots, size}, {far, farSize}, {slots / 2, 2 * size}, {far, farSize}, {slots, size}} {
+		l, err := d.Lane(cut.slots, cut.size)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i == 0 {
+			first = l
+		} else if l != first {
+			t.Errorf("%d slots of %d bytes: another lane", cut.slots, cut.size)
+		}
+		if l.Slots() != cut.slots {
+			t.Errorf("%d slots, not %d", l.Slots(), cut.slots)
+		}
+		all := make([]*Slot, cut.slots)
+		for k := range all {
+			if all[k], err = l.Get(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			for j := range all[k].Bytes {
+				all[k].Bytes[j] = byte(k)
+			}
+		}
+		for k, s := range all {
+			if int64(len(s.Bytes)) < cut.size || s.Bytes[0] != byte(k) || s.Bytes[len(s.Bytes)-1] != byte(k) {
+				t.Errorf("slot %d of %d bytes is not its own", k, len(s.Bytes))
+			}
+			l.Put(s)
+		}
+		for range cut.slots + 1 {
+			p.run(t, d, l, 0)
+		}
+		l.Close()
+	}
+}
+
 // A cancelled wait for a slot ends; Drain with a dead context says so, and
 // Close waits for the rest.
 func TestCancel(t *testing.T) {

@@ -83,19 +83,19 @@ func (r *span) Next(p []byte) error {
 	if int64(len(p)) > r.end-r.off {
 		return s.at(r.off, fault.New(fault.ErrEngine, "%d bytes wanted of a range that has %d left", len(p), r.end-r.off))
 	}
-	for len(p) > 0 {
+	for r.off < r.end {
 		n, err := r.read(p)
 		p, r.off = p[n:], r.off+int64(n)
 		s.counts[2].Add(int64(n))
 		if err == nil {
-			continue
+			return nil
 		}
 		got := r.got
 		r.shut()
 		if r.ctx.Err() != nil {
 			return context.Cause(r.ctx)
 		}
-		if len(p) == 0 {
+		if n > 0 && len(p) == 0 {
 			return nil // every byte is here: what ails the connection is nobody's trouble
 		}
 		verdict, after := s.judge(err)

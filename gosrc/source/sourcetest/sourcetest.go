@@ -187,11 +187,17 @@ func Suite(t *testing.T, open func(t *testing.T, data []byte) source.Source) {
 				t.Fatal(err)
 			}
 			for at := 0; at < keep; {
+				if err := g.Next(nil); err != nil { // more is on its way: nothing else
+					t.Fatal(err)
+				}
 				p := make([]byte, min(1+r.IntN(100_000), keep-at))
 				if err := g.Next(p); err != nil || !bytes.Equal(p, data[off+at:off+at+len(p)]) {
 					t.Fatalf("%d bytes, %d after %d: %v, or other ones", len(p), at, off, err)
 				}
 				at += len(p)
+			}
+			if err := g.Next(nil); err != nil {
+				t.Errorf("no bytes after %d of %d: %v", keep, n, err)
 			}
 			if err := g.Next(make([]byte, n-keep+1)); err == nil {
 				t.Errorf("more than the %d bytes that are left", n-keep)
