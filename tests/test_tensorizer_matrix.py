@@ -303,6 +303,17 @@ print(high("VmHWM") - before - (96 << 20))
     assert int(done.stdout) < 64 << 20
 
 
+def test_crc32_of_files_that_have_none(tmp_path: Path) -> None:
+    """verify_crc32 is refused where there is nothing to compare; a container's chunks are compared anyhow."""
+    plain, packed, options = tmp_path / "p.safetensors", tmp_path / "c.safetensors", {"verify_crc32": True}
+    tensors = {"a": torch.arange(100_000)}
+    ow.save_file(tensors, plain, compress=False)
+    ow.save_file(tensors, packed)
+    with pytest.raises(ow.ArgumentError, match="p.safetensors.*no sums"):
+        ow.load_file(plain, storage_options=options)
+    assert same(ow.load_file(packed, storage_options=options)["a"], tensors["a"])
+
+
 def test_crc32_while_reading(tmp_path: Path) -> None:
     """verify_hash="crc32" and verify_crc32 find every flipped bit of the data while they load, and where."""
     tensors = {"a": torch.arange(100_000), "m": META, "b": torch.randn(3).bfloat16()}

@@ -85,6 +85,10 @@ func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, so
 		}
 	}
 	ix, err := ours(ctx, src, head, opt)
+	if _, asked := opt.Decrypt[tensors.OptionCRC32]; asked && err == nil && !ix.Sources[0].Overwire {
+		return nil, src, &fault.At{Verb: "index", Source: src.URI(), Chunk: -1, Offset: -1,
+			Err: fault.New(fault.ErrArgument, "verify_crc32 was asked for, and a plain safetensors file has no sums to compare")}
+	}
 	if err == nil && keep {
 		opt.Cache.put(key, ix)
 	}

@@ -21,6 +21,7 @@ package file
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"sync"
 	"time"
@@ -148,6 +149,8 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		switch {
 		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
 			continue
+		case errors.Is(err, unix.EINVAL): // of no argument of the caller's
+			return f.at(off, fmt.Errorf("%w: %w", fault.ErrIO, &os.PathError{Op: "read", Path: f.uri, Err: err}))
 		case err != nil:
 			return f.at(off, fault.FromOS(&os.PathError{Op: "read", Path: f.uri, Err: err}))
 		case n == 0:

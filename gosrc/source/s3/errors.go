@@ -33,12 +33,11 @@ type refusal struct {
 
 func (r *refusal) Error() string {
 	var b strings.Builder
-	b.WriteString(r.class.Error() + ":")
-	if r.code != "" {
-		b.WriteString(" " + r.code)
-	}
-	if r.message != "" {
-		b.WriteString(": " + r.message)
+	b.WriteString(r.class.Error())
+	for _, part := range []string{r.code, r.message} {
+		if part != "" {
+			b.WriteString(": " + part)
+		}
 	}
 	fmt.Fprintf(&b, " (status %d", r.status)
 	if r.request != "" {
@@ -90,7 +89,9 @@ func classify(ctx context.Context, err error) error {
 		if errors.As(err, &api) {
 			r.code = printable(api.ErrorCode())
 		}
-		r.message = says[r.code]
+		if r.message = says[r.code]; r.code == "" { // an answer without a body has none
+			r.message = http.StatusText(r.status)
+		}
 		if n, err := strconv.Atoi(resp.Response.Header.Get("Retry-After")); err == nil && n > 0 {
 			r.after = time.Duration(min(n, 3600)) * time.Second
 		}
