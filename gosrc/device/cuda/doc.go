@@ -37,7 +37,7 @@ type Span = func(verb string, stream int, begin, end time.Time, bytes int64)
 
 // The default geometry of a lane: enough slots that readers, copies and decoders
 // all have some in hand, each large enough for the copy engine. With their
-// tables they take 103 MiB, pinned and on the device, where 16 MiB of scratch
+// tables they take 104 MiB, pinned and on the device, where 16 MiB of scratch
 // may join them.
 const (
 	DefaultSlots     = 12
