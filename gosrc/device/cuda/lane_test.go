@@ -1,0 +1,165 @@
+//go:build cgo
+
+package cuda
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"sync"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Many workers share a lane; everything lands, and every slot comes back.
+func TestWorkers(t *testing.T) {
+	r := random(t)
+	d, l := open(t, 3, 256<<10)
+	var p piece
+	for tr := uint8(x16.BF16); tr <= x16.Bytes; tr++ {
+		p.coded(weights(r, tr, 9000), tr)
+	}
+	p.raw(weights(r, x16.Bytes, 70_000))
+	var wg sync.WaitGroup
+	for w := range 5 {
+		wg.Go(func() {
+			for range 4 {
+				mine := piece{bytes: p.bytes, jobs: append([]device.Job(nil), p.jobs...)}
+				sizes := make([]int64, len(mine.jobs))
+				for i := range sizes {
+					sizes[i] = size(&mine.jobs[i])
+				}
+				mem, err := d.Alloc(sizes)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				for i := range mem {
+					mine.jobs[i].Dst = mem[i].Ptr
+				}
+				s, err := l.Get(t.Context())
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				copy(s.Bytes, mine.bytes)
+				landed := make(chan error, len(mine.jobs))
+				if err := l.Submit(s, int64(len(mine.bytes)), mine.jobs, func(_ int, err error) { landed <- err }); err != nil {
+					t.Error(err)
+					return
+				}
+				for range mine.jobs {
+					if err := <-landed; err != nil {
+						t.Error(err)
+					}
+				}
+				for i, m := range mem {
+					got := make([]byte, m.Bytes)
+					if err := d.Read(got, m); err != nil || !bytes.Equal(got, p.want[i]) {
+						t.Errorf("worker %d, job %d: error %v, or other bytes", w, i, err)
+					}
+					m.Release()
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// One lane serves loads that cut its memory otherwise, one after the other; slots
+// are apart from each other however they are cut.
+func TestLaneIsCutAgain(t *testing.T) {
+	r := random(t)
+	d := begun(t)
+	var p piece
+	p.coded(weights(r, x16.BF16, 90_000), x16.BF16)
+	p.raw(weights(r, x16.Bytes, 20_000))
+	slots, size := Ring()
+	far, farSize := FarRing()
+	if far <= slots || farSize >= size || int64(far)*stride(farSize) > int64(slots)*stride(size) {
+		t.Errorf("%d slots of %d for sources far away, %d of %d for the others", far, farSize, slots, size)
+	}
+	var first *Lane
+	for i, cut := range []struct {
+		slots int
+		size  int64
+	}{{slots, size}, {far, farSize}, {slots / 2, 2 * size}, {far, farSize}, {slots, size}} {
+		l, err := d.Lane(cut.slots, cut.size)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i == 0 {
+			first = l
+		} else if l != first {
+			t.Errorf("%d slots of %d bytes: another lane", cut.slots, cut.size)
+		}
+		if l.Slots() != cut.slots {
+			t.Errorf("%d slots, not %d", l.Slots(), cut.slots)
+		}
+		all := make([]*Slot, cut.slots)
+		for k := range all {
+			if all[k], err = l.Get(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			for j := range all[k].Bytes {
+				all[k].Bytes[j] = byte(k)
+			}
+		}
+		for k, s := range all {
+			if int64(len(s.Bytes)) < cut.size || s.Bytes[0] != byte(k) || s.Bytes[len(s.Bytes)-1] != byte(k) {
+				t.Errorf("slot %d of %d bytes is not its own", k, len(s.Bytes))
+			}
+			l.Put(s)
+		}
+		for range cut.slots + 1 {
+			p.run(t, d, l, 0)
+		}
+		l.Close()
+	}
+}
+
+// A cancelled wait for a slot ends; Drain with a dead context says so, and
+// Close waits for the rest.
+func TestCancel(t *testing.T) {
+	d := begun(t)
+	l, err := d.Lane(1, 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := l.Get(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(fault.ErrCancelled)
+	if _, err := l.Get(ctx); !errors.Is(err, fault.ErrCancelled) {
+		t.Errorf("Get: %v", err)
+	}
+	mem, err := d.Alloc([]int64{1000})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mem[0].Release()
+	gate, called := make(chan struct{}), false
+	job := []device.Job{{Chunk: tensor.Chunk{Stored: 1000, Logical: 1000}, Dst: mem[0].Ptr}}
+	if err := l.Submit(s, 1000, job, func(int, error) { <-gate; called = true }); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Drain(ctx); !errors.Is(err, fault.ErrCancelled) {
+		t.Errorf("Drain: %v", err)
+	}
+	close(gate)
+	l.Close()
+	if !called {
+		t.Error("Close did not wait")
+	}
+	again, err := d.Lane(1, 1<<20)
+	if err != nil || again != l {
+		t.Errorf("the idle lane was not used again: %v", err)
+	}
+	again.Close()
+}
