@@ -94,27 +94,6 @@ def test_shards_and_folders(serve: Callable[..., str], tmp_path: Path) -> None:
         ow.load_file(url, framework="np")
 
 
-def test_preload_of_nyacomps_manifest(serve: Callable[..., str], tmp_path: Path) -> None:
-    """A meta.csv behind a URL: what compat.nyacomp wrote is preloaded, whatever its name; what nyacomp wrote is refused."""
-    torch = pytest.importorskip("torch")
-    from overwire.compat.nyacomp import _nyacomp, tensor_bytes
-
-    tensors = [torch.randn(300, 70).bfloat16(), torch.randn(9000)]
-    lines = ["0,1"]
-    for at, tensor in enumerate(tensors):
-        size = _nyacomp.compress(tensor_bytes(tensor), str(tmp_path / f"{at}.gz"))
-        lines.append(f"/{tmp_path}/{at}.gz {';'.join(map(str, tensor.shape))} {str(tensor.dtype)[6:]} {tensor.nbytes} {size}")
-    (tmp_path / "meta.csv").write_text("\n".join(lines))
-    url = serve()
-    job = ow.preload(url + "meta.csv")
-    assert job.uris == [f"{url}{at}.gz" for at in range(2)] and job.wait(30)
-    for got, tensor in zip(_nyacomp.decompress_from_meta(url + "meta.csv"), tensors, strict=True):
-        assert torch.equal(got, tensor)
-    (tmp_path / "0.gz").write_bytes(bytes(64))
-    with pytest.raises(ow.NotSupportedError, match="'0.gz' was written by nyacomp itself"):
-        ow.preload(url + "meta.csv")
-
-
 def test_hostile_index(serve: Callable[..., str], tmp_path: Path) -> None:
     """An index names siblings, and nothing else is asked for."""
     url = serve()

@@ -119,7 +119,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	// Here and not in the job: a caller who is out of memory may be able to give
 	// some back, and try again.
-	if l.lane, err = tgt.lane(0, m.steps() > 0); err != nil {
+	if l.lane, err = tgt.lane(0, m.ranges()); err != nil {
 		cpu.Release(l.mem)
 		m.drop()
 		return nil, m.where("stage", err)
@@ -256,7 +256,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		threads = knob.Threads.Get()
 	}
 	far, steps := l.model.far(), l.model.steps()
-	lim := l.target.limits(far > 1, steps > 0)
+	lim := l.target.limits(far > 1, l.model.ranges())
 	if l.model.planned() {
 		lim.Align = readAlign
 	}
@@ -386,11 +386,11 @@ func expect(srcs []source.Source, p *plan.Plan, how string) (told []source.Plann
 func (l *Loading) laneFor(p *plan.Plan) (device.Lane, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	steps := l.model.steps() > 0
-	if _, size := ring(steps); l.lane != nil && p.Slot > size {
+	ranges := l.model.ranges()
+	if _, size := ring(ranges); l.lane != nil && p.Slot > size {
 		l.lane.Close()
 		l.lane = nil
-		lane, err := l.target.lane(p.Slot, steps)
+		lane, err := l.target.lane(p.Slot, ranges)
 		if err != nil {
 			return nil, err
 		}

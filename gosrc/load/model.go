@@ -114,6 +114,14 @@ func (m *Model) steps() (bytes int64) {
 	return bytes
 }
 
+// ranges is how many ranges are read in steps at once, 0 if none is.
+func (m *Model) ranges() int {
+	if m.steps() == 0 {
+		return 0
+	}
+	return max(1, m.far())
+}
+
 // Close ends the handle. Loads that run go on; the sources are closed after
 // the last of them. Close may be called more than once.
 func (m *Model) Close() {

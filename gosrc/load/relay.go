@@ -163,7 +163,7 @@ func (r *Relay) lanes() (err error) {
 			r.idle = append(r.idle, v)
 		}
 	}
-	feed, err := r.target.lane(r.fetch.Slot, false)
+	feed, err := r.target.lane(r.fetch.Slot, 0)
 	if err != nil {
 		return err
 	}

@@ -112,7 +112,7 @@ func (r *Relay) layOut() error {
 		begin = end
 	}
 	far := r.model.far()
-	lim := r.target.limits(far > 1, false)
+	lim := r.target.limits(far > 1, 0)
 	if r.model.planned() {
 		lim.Align = readAlign
 	}

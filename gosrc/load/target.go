@@ -97,16 +97,16 @@ const readAlign = 4096
 // a GPU what fills a slot, by several workers, so that few slots are being
 // filled and most are on their way. From far away it is as much as hides a round
 // trip, and a gap costs less than another one; unless ranges are read in steps,
-// which are as small as local reads.
-func (t target) limits(far, steps bool) plan.Limits {
+// which are as small as local reads. ranges is how many of those there are.
+func (t target) limits(far bool, ranges int) plan.Limits {
 	if t.gpu != nil {
-		_, size := ring(steps)
-		if far && !steps {
+		_, size := ring(ranges)
+		if far && ranges == 0 {
 			return plan.Limits{Piece: size, Gap: 512 << 10, Part: farPiece}
 		}
 		return plan.Limits{Piece: size, Gap: 256 << 10, Part: stepPiece}
 	}
-	if far && steps {
+	if far && ranges > 0 {
 		return plan.Limits{Piece: stepPiece, Gap: 64 << 10, Direct: true}
 	}
 	if far {
@@ -127,22 +127,22 @@ const farRange = 32 << 20
 // it, and sixteen of them are all the memory that a load needs.
 const farPiece = 4 << 20
 
-// ring is the slots of a lane, and their bytes; steps: for ranges that are read
-// in steps.
-func ring(steps bool) (slots int, bytes int64) {
-	if steps {
-		return cuda.FarRing()
+// ring is the slots of a lane, and their bytes, for so many ranges that are read in
+// steps at once; 0: for anything else.
+func ring(ranges int) (slots int, bytes int64) {
+	if ranges > 0 {
+		return cuda.FarRing(ranges)
 	}
 	return cuda.Ring()
 }
 
 // lane makes the device's lane for a plan; nil lets the pipeline make its own,
 // on the host.
-func (t target) lane(largest int64, steps bool) (device.Lane, error) {
+func (t target) lane(largest int64, ranges int) (device.Lane, error) {
 	if t.gpu == nil {
 		return nil, nil
 	}
-	slots, size := ring(steps)
+	slots, size := ring(ranges)
 	if largest > size {
 		slots, size = int(max(2, int64(slots)*size/largest)), largest
 	}

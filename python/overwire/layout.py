@@ -145,20 +145,29 @@ def containers_in(path: str) -> list[str]:
             continue
         place = _place_of(path, row.filename)
         if not row.filename.endswith(".safetensors") and os.path.exists(place) and not is_container(place):
-            raise by_nyacomp(path, row.filename)
+            raise NotSupportedError(
+                f"overwire: open {path}: {os.path.basename(row.filename)!r} was written by "
+                "nyacomp itself; compress the model again with overwire",
+                source=path,
+            )
         found.append(place)
     if not found:
         raise FormatError(f"overwire: open {path}: it lists no container", source=path)
     return found
 
 
-def by_nyacomp(meta: str, filename: str) -> NotSupportedError:
-    """What is said of a file in a meta.csv that is no container."""
-    name = os.path.basename(filename)
-    return NotSupportedError(
-        f"overwire: open {shown(meta)}: {name!r} was written by nyacomp itself; compress the model again with overwire",
-        source=shown(meta),
-    )
+def _containers(uri: str, rows: list[MetaRow]) -> list[str]:
+    names = [row.filename for row in rows if not row.filename.endswith("raw")]
+    for name in names:
+        if not name.endswith(".safetensors"):
+            raise NotSupportedError(
+                f"overwire: open {shown(uri)}: {os.path.basename(name)!r} was written by "
+                "nyacomp itself; compress the model again with overwire",
+                source=shown(uri),
+            )
+    if not names:
+        raise FormatError(f"overwire: open {shown(uri)}: it lists no container", source=shown(uri))
+    return names
 
 
 def _cut(uri: str) -> tuple[str, str, str]:
@@ -185,12 +194,9 @@ def remote_containers_of(uri: str) -> list[str]:
 
 def remote_containers_in(uri: str, text: str) -> list[str]:
     """The containers that a meta.csv behind a URI lists: each is beside it, or,
-    of a csv in nyacomp's older place, in the folder nya beside it. Whether they
-    are containers only opening tells."""
+    of a csv in nyacomp's older place, in the folder nya beside it."""
     folder, _, rest = _cut(uri)
-    names = [row.filename for row in _rows(uri, text.splitlines()) if not row.filename.endswith("raw")]
-    if not names:
-        raise FormatError(f"overwire: open {shown(uri)}: it lists no container", source=shown(uri))
+    names = _containers(uri, _rows(uri, text.splitlines()))
     return [f"{folder}{beside(folder, name)}{rest}" for name in names]
 
 

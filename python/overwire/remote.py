@@ -40,14 +40,7 @@ def uris_of(path: str, options: StorageOptions | None) -> list[str]:
             text = read(path, options, _MANIFEST).decode()
         except UnicodeDecodeError as error:
             raise FormatError(f"overwire: open {shown(path)}: not a meta.csv", source=shown(path)) from error
-        found = layout.remote_containers_in(path, text)
-        # A name of nyacomp's says nothing of who wrote it; of one manifest all are of one hand.
-        for uri in [uri for uri in found if not uri.partition("?")[0].endswith(".safetensors")][:1]:
-            try:
-                Model(uri, preloaded=False, storage_options=options).close()
-            except FormatError as error:
-                raise layout.by_nyacomp(path, uri.partition("?")[0]) from error
-        return found
+        return layout.remote_containers_in(path, text)
     if name.endswith(_PICKLE_ENDINGS):
         candidates = layout.remote_containers_of(path)
         for candidate in candidates:

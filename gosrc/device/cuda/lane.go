@@ -11,6 +11,7 @@ import "C"
 import (
 	"context"
 	"errors"
+	"math"
 	"sync"
 	"time"
 	"unsafe"
@@ -147,7 +148,7 @@ func (d *Device) lane(slots int, slotBytes int64) (*Lane, error) {
 	}
 	most, n := slots, int64(slots)*stride(slotBytes)
 	if rank(slotBytes) == 0 { // it may be cut for another source the next time
-		far, _ := FarRing()
+		far, _ := FarRing(math.MaxInt)
 		most = max(most, far)
 	}
 	p := d.takeSpare()
