@@ -22,6 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/serve"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/weights"
 )
@@ -451,8 +452,8 @@ func TestCastWhileLanding(t *testing.T) {
 	}
 }
 
-// Over HTTP, from a server whose connections break, files arrive as from a disk,
-// and the load tells what it waited for.
+// Over HTTP, from a server whose connections break, files arrive as from a disk, by
+// however many of them, and the load tells what it waited for.
 func TestWholeWayOverHTTP(t *testing.T) {
 	engine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 128 << 10}, {}} {
@@ -476,6 +477,15 @@ func TestWholeWayOverHTTP(t *testing.T) {
 		}
 		l.Close()
 		m.Close()
+		for _, connections := range []string{"1", "64"} { // each has a slot of its own
+			m, err := load.Open(t.Context(), load.Spec{URIs: []string{s.URL() + filepath.Base(path)},
+				Storage: source.Options{Storage: map[string]string{"connections": connections}}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			whole(t, m, want, 0)
+			m.Close()
+		}
 		if n := s.Faults(); len(n) == 0 {
 			t.Error("nothing failed")
 		}
