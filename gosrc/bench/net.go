@@ -95,20 +95,12 @@ func (r *run) net() error {
 
 // arrival is how long it takes from opening a model until all of it is there.
 func (r *run) arrival(uri string) (seconds float64, err error) {
-	mapped := false
 	start := time.Now()
-	m, err := load.Open(r.ctx, load.Spec{URIs: []string{uri}, Map: &mapped})
-	if err != nil {
-		return 0, err
-	}
-	defer m.Close()
-	l, err := m.Start(nil, load.Options{})
-	if err != nil {
-		return 0, err
-	}
-	defer l.Close()
-	_, err = l.Job().Wait(-1)
-	return time.Since(start).Seconds(), err
+	err = loaded(r, uri, load.Options{}, func(*load.Model, [][]byte) error {
+		seconds = time.Since(start).Seconds()
+		return nil
+	})
+	return seconds, err
 }
 
 // firstTensor measures how long one small tensor takes where an answer takes

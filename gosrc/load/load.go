@@ -299,9 +299,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	if err != nil {
 		return l.model.where("stage", err)
 	}
-	slots := 0
 	if lane != nil {
-		slots = lane.(gpuLane).Slots()
 		if opt.Stream != 0 {
 			if err := lane.(gpuLane).WaitFor(uintptr(opt.Stream)); err != nil {
 				return l.model.where("stage", err)
@@ -317,7 +315,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 	if steps > 0 {
 		most, reads := steps, far
 		if lane != nil {
-			most, threads = farRange, min(threads, slots)
+			most, threads = farRange, min(threads, lane.Slots())
 			reads = threads
 		}
 		// Few round trips, and still a few ranges for each connection: at the
@@ -325,7 +323,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		steps = min(most, max(lim.Piece, p.Read/int64(4*max(1, reads))))
 	}
 	task := &pipeline.Task{
-		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Direct: ways.by(), Workers: threads, Range: steps, Slots: slots, NoCheck: opt.NoCheck, Trace: trace,
+		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Direct: ways.by(), Workers: threads, Range: steps, NoCheck: opt.NoCheck, Trace: trace,
 		Landed: late.or(l.land), Progress: func(n int64) { j.Bytes.Add(n) },
 	}
 	if l.places != nil {

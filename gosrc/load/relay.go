@@ -244,8 +244,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	told, depth := expect(r.model.srcs, r.fetch, cmp.Or(r.spec.Read, knob.Read.Get()))
 	threads := r.threads()
 	if threads == 0 {
-		far := r.model.far()
-		threads = max(r.target.readers(), depth, far)
+		threads = max(r.target.readers(), depth, r.model.far())
 	}
 	ahead := r.ahead()
 	task := &pipeline.Task{

@@ -111,8 +111,7 @@ func (r *Relay) layOut() error {
 		r.share(all[begin:end], sum)
 		begin = end
 	}
-	far := r.model.far()
-	lim := r.target.limits(far > 1, 0)
+	lim := r.target.limits(r.model.far() > 1, 0)
 	if r.model.planned() {
 		lim.Align = readAlign
 	}

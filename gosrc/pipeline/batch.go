@@ -19,7 +19,7 @@ const gap = 256 << 10
 // those who have them may wait for his permit to open one: so there must be a slot
 // for everybody, and no gate.
 func (t *Task) wide(workers int) bool {
-	return t.Gate == nil && (t.Lane == nil || t.Slots >= workers && t.Range >= t.Plan.Slot)
+	return t.Gate == nil && (t.Lane == nil || t.Lane.Slots() >= workers && t.Range >= t.Plan.Slot)
 }
 
 // batched cuts the parts into batches, of one part each unless the task has a

@@ -41,7 +41,6 @@ type Task struct {
 	// Range is how many bytes a worker asks a source.Ranged for at once, to
 	// read them part by part; 0: a part. See wide.
 	Range   int64
-	Slots   int  // of the Lane
 	NoCheck bool // for benchmarks only: leave the checksums out
 	Trace   *Trace
 

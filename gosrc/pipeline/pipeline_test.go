@@ -168,7 +168,7 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 	}
 	landed := make(chan int32, len(wants))
 	task := &Task{Trace: m.trace, Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
-		Workers: workers, Range: m.steps, Slots: m.slots, Landed: func(i int32) { landed <- i }}
+		Workers: workers, Range: m.steps, Landed: func(i int32) { landed <- i }}
 	if m.slots > 0 {
 		if task.Lane, err = NewHost(m.slots, task.Plan.Slot); err != nil {
 			return nil, nil, err

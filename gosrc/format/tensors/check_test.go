@@ -9,26 +9,8 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/crc"
 	"github.com/overwire/overwire/gosrc/source"
 )
-
-// Sums of pieces join to the sum of the whole, wherever it is cut.
-func TestJoin(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("seed %d", seed)
-	r := rand.New(rand.NewPCG(seed, 0))
-	for range 300 {
-		b := make([]byte, r.IntN(10_000))
-		for i := range b {
-			b[i] = byte(r.Uint32())
-		}
-		cut := r.IntN(len(b) + 1)
-		if got := crc.Join(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
-			t.Fatalf("%d bytes cut at %d: %08x", len(b), cut, got)
-		}
-	}
-}
 
 // Whole tensors are compared whatever pieces they are read in, in whatever order,
 // by how many readers, and again; one flipped bit fails the read that completes

@@ -2,6 +2,7 @@ package crc
 
 import (
 	"hash/crc32"
+	"math/rand/v2"
 	"testing"
 )
 
@@ -14,6 +15,19 @@ func TestJoin(t *testing.T) {
 	for cut := 0; cut <= len(b); cut += 13 {
 		if got := Join(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
 			t.Fatalf("cut at %d: %08x", cut, got)
+		}
+	}
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	for range 300 {
+		b := make([]byte, r.IntN(10_000))
+		for i := range b {
+			b[i] = byte(r.Uint32())
+		}
+		cut := r.IntN(len(b) + 1)
+		if got := Join(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
+			t.Fatalf("%d bytes cut at %d: %08x", len(b), cut, got)
 		}
 	}
 }
