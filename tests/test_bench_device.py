@@ -84,9 +84,13 @@ def test_tensorizers_files(model: Path, how: str) -> None:
 
 
 def test_memory_counts_what_is_beside_the_tensors(model: Path) -> None:
-    found = _bench_device.answer(["0", "memory", "cpu", str(model / "m.safetensors")])
-    assert found["bytes"] == SIZE
-    assert -SIZE <= found["host"] < 200 << 20  # the ring, and what else the process did meanwhile
+    """The tensors are not counted: they are far larger than what the kernel's
+    counters of a process may lag behind, a few pages for each thread and core."""
+    size = 64 << 20
+    ow.save_file({"a": torch.randint(0, 255, (size,), dtype=torch.uint8)}, model / "large.safetensors", compress=False)
+    found = _bench_device.answer(["0", "memory", "cpu", str(model / "large.safetensors")])
+    assert found["bytes"] == size
+    assert -size // 4 <= found["host"] < 200 << 20  # the ring, and what else the process did meanwhile
 
 
 def test_an_error_is_told(model: Path) -> None:
