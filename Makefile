@@ -21,9 +21,10 @@ RACE := ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/pipe
 LONG_RACE := ./gosrc/bind/face/... ./gosrc/bitstream/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
 
 # `make test` ends within 15 minutes on two cores, installs included. It leaves out
-# what takes long to compile, Go's tests of S3 among it, and tests marked slow:
-# `make more` has them, and the rooms that race for long. S3 is tested through the
-# wheel; its server is compiled while fuzzing, which ends by the clock, gives way.
+# what takes long to compile, Go's tests of S3 among it, tests marked slow, and most
+# of the driver's calls that fail one by one: `make more` has them, and the rooms
+# that race for long. S3 is tested through the wheel; its server is compiled while
+# fuzzing, which ends by the clock, gives way.
 LEAN  := -tags=netgo,osusergo,nostores
 ROOMS  = $$(go list ./gosrc/... | grep -v '/source/s3$$')
 
@@ -95,7 +96,7 @@ more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leave
 	go test ./gosrc/source/... ./gosrc/save ./gosrc/cli
 	go test -race -short $(LONG_RACE)
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
-	@$(MAKE) --no-print-directory fakepy
+	@$(MAKE) --no-print-directory fakegpu fakepy
 
 lint: golint pylint $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
 	$(BIN)/staticcheck ./gosrc/...
@@ -113,7 +114,7 @@ pylint: venv
 gotest: ## Go tests: with SIMD, the decoders' without, the GPU's on a fake driver, and under the race detector
 	go test $(LEAN) $(ROOMS)
 	GOEXPERIMENT= go test $(TWINS)
-	@$(MAKE) --no-print-directory fakegpu
+	@$(MAKE) --no-print-directory fakegpu SHORT=-short
 	go test $(LEAN) -race -short $(RACE)
 
 fuzz: ## every fuzz target for FUZZTIME (20s), five at a time
@@ -160,7 +161,7 @@ $(NVCC):
 # tells it.
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test -tags owfake,netgo,osusergo,nostores ./gosrc/device/cuda
+		go test $(SHORT) -tags owfake,netgo,osusergo,nostores ./gosrc/device/cuda
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
 		go test -tags owfake,netgo,osusergo,nostores -run Fake ./gosrc/bench ./gosrc/cli
 

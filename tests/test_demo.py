@@ -31,15 +31,6 @@ def test_demo():
     assert "all bytes came back" in done.stdout
 
 
-@pytest.mark.parametrize(("name", "needs"), [("first_steps.py", "numpy"), ("torch_model.py", "torch")])
-def test_example(name: str, needs: str, tmp_path: Path):
-    pytest.importorskip(needs)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def blocks(path: Path, language: str) -> list[tuple[str, str]]:
     """Code blocks of a page with the comment before each: (comment, code)."""
     pattern = rf"(?:<!-- ([^\n]*?) -->\n)?```{language}\n(.*?)```"

@@ -17,7 +17,6 @@ import pytest
 from process_helper import BIG, FEWER, PRELUDE, run, write_plain, write_sparse
 
 FORKS = 200 // FEWER
-EXITS = 210 // FEWER
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +147,8 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr
 
 
-def test_exit_with_work_under_way(big: str, small: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exits", [70, pytest.param(700, marks=pytest.mark.slow)])
+def test_exit_with_work_under_way(big: str, small: str, exits: int, tmp_path: Path) -> None:
     """A process may end at any moment of a load, a save or a preload, with daemon threads waiting: exit code 0."""
     run("""
 import random
@@ -181,7 +181,7 @@ def body():
 for i in range(n):
     code = child(body)
     assert code == 0, (i, i % 7, code)
-""", big, small, EXITS, tmp_path)
+""", big, small, exits // FEWER, tmp_path)
 
 
 @pytest.mark.parametrize("call", ["job_wait(busy.job, None)", "job_next(busy.job, None)", "job_wait(busy.job, 60)"])
