@@ -81,6 +81,7 @@ to this machine alone unless --address says otherwise, and asks for no password.
 	options: []option{
 		{name: "address", value: "HOST:PORT", doc: "where to listen (default 127.0.0.1:0, a free port)"},
 		{name: "rate", value: "SIZE", doc: "bytes a second over all connections, e.g. 1.25GB"},
+		{name: "each", value: "SIZE", doc: "bytes a second of one connection, as object stores have"},
 		{name: "latency", value: "MS", doc: "milliseconds before each answer"},
 		{name: "faults", value: "LIST", doc: "name=probability,..."},
 		{name: "seed", value: "N", doc: "of the faults"},
@@ -94,6 +95,9 @@ to this machine alone unless --address says otherwise, and asks for no password.
 		opt := serve.Options{Address: c.opts["address"], NoRanges: c.is("no-ranges"), Chunked: c.is("chunked"), Cert: c.opts["cert"], Key: c.opts["key"]}
 		var err error
 		if opt.Rate, err = c.size("rate"); err != nil {
+			return err
+		}
+		if opt.Each, err = c.size("each"); err != nil {
 			return err
 		}
 		ms, err := c.number("latency", 0, 0, 60_000)

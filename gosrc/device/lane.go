@@ -37,8 +37,6 @@ type Lane interface {
 	Get(ctx context.Context) (Slot, error)
 	// Put gives a slot back that was not submitted.
 	Put(s Slot)
-	// Slots is how many slots there are.
-	Slots() int
 	// Submit decodes the jobs, whose Src lie in the first n bytes of the slot,
 	// to where they belong, and gives the slot back by itself. done is called
 	// once for each job, perhaps later and by another goroutine, when the job's

@@ -119,7 +119,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	// Here and not in the job: a caller who is out of memory may be able to give
 	// some back, and try again.
-	if l.lane, err = tgt.lane(0, m.ranges()); err != nil {
+	if l.lane, err = tgt.lane(0, m.steps() > 0); err != nil {
 		cpu.Release(l.mem)
 		m.drop()
 		return nil, m.where("stage", err)
@@ -256,7 +256,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		threads = knob.Threads.Get()
 	}
 	far, steps := l.model.far(), l.model.steps()
-	lim := l.target.limits(far > 1, l.model.ranges())
+	lim := l.target.limits(far > 1, steps > 0)
 	if l.model.planned() {
 		lim.Align = readAlign
 	}
@@ -312,18 +312,20 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 			return l.model.where("stage", err)
 		}
 	}
+	var ranges func() int64
 	if steps > 0 {
-		most, reads := steps, far
 		if lane != nil {
-			most, threads = farRange, min(threads, lane.Slots())
-			reads = threads
+			steps = farRange
 		}
 		// Few round trips, and still a few ranges for each connection: at the
 		// end none should be waited for long.
-		steps = min(most, max(lim.Piece, p.Read/int64(4*max(1, reads))))
+		ranges = func() int64 {
+			reads := min(threads, l.model.atOnce())
+			return min(steps, max(lim.Piece, p.Read/int64(4*max(1, reads))))
+		}
 	}
 	task := &pipeline.Task{
-		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Direct: ways.by(), Workers: threads, Range: steps, NoCheck: opt.NoCheck, Trace: trace,
+		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Direct: ways.by(), Workers: threads, Range: ranges, NoCheck: opt.NoCheck, Trace: trace,
 		Landed: late.or(l.land), Progress: func(n int64) { j.Bytes.Add(n) },
 	}
 	if l.places != nil {
@@ -384,11 +386,11 @@ func expect(srcs []source.Source, p *plan.Plan, how string) (told []source.Plann
 func (l *Loading) laneFor(p *plan.Plan) (device.Lane, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	ranges := l.model.ranges()
-	if _, size := ring(ranges); l.lane != nil && p.Slot > size {
+	stepped := l.model.steps() > 0
+	if _, size := ring(stepped); l.lane != nil && p.Slot > size {
 		l.lane.Close()
 		l.lane = nil
-		lane, err := l.target.lane(p.Slot, ranges)
+		lane, err := l.target.lane(p.Slot, stepped)
 		if err != nil {
 			return nil, err
 		}

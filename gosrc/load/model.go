@@ -114,12 +114,15 @@ func (m *Model) steps() (bytes int64) {
 	return bytes
 }
 
-// ranges is how many ranges are read in steps at once, 0 if none is.
-func (m *Model) ranges() int {
-	if m.steps() == 0 {
-		return 0
+// atOnce is how many ranges are read in steps at once as things stand.
+func (m *Model) atOnce() int {
+	n := 1
+	for _, s := range m.srcs {
+		if r, ok := s.(source.Ranged); ok {
+			n = max(n, r.AtOnce())
+		}
 	}
-	return max(1, m.far())
+	return n
 }
 
 // Close ends the handle. Loads that run go on; the sources are closed after

@@ -163,7 +163,7 @@ func (r *Relay) lanes() (err error) {
 			r.idle = append(r.idle, v)
 		}
 	}
-	feed, err := r.target.lane(r.fetch.Slot, 0)
+	feed, err := r.target.lane(r.fetch.Slot, false)
 	if err != nil {
 		return err
 	}

@@ -111,7 +111,7 @@ func (r *Relay) layOut() error {
 		r.share(all[begin:end], sum)
 		begin = end
 	}
-	lim := r.target.limits(r.model.far() > 1, 0)
+	lim := r.target.limits(r.model.far() > 1, false)
 	if r.model.planned() {
 		lim.Align = readAlign
 	}

@@ -97,16 +97,16 @@ const readAlign = 4096
 // a GPU what fills a slot, by several workers, so that few slots are being
 // filled and most are on their way. From far away it is as much as hides a round
 // trip, and a gap costs less than another one; unless ranges are read in steps,
-// which are as small as local reads. ranges is how many of those there are.
-func (t target) limits(far bool, ranges int) plan.Limits {
+// which are as small as local reads.
+func (t target) limits(far, stepped bool) plan.Limits {
 	if t.gpu != nil {
-		_, size := ring(ranges)
-		if far && ranges == 0 {
+		_, size := ring(stepped)
+		if far && !stepped {
 			return plan.Limits{Piece: size, Gap: 512 << 10, Part: farPiece}
 		}
 		return plan.Limits{Piece: size, Gap: 256 << 10, Part: stepPiece}
 	}
-	if far && ranges > 0 {
+	if far && stepped {
 		return plan.Limits{Piece: stepPiece, Gap: 64 << 10, Direct: true}
 	}
 	if far {
@@ -127,22 +127,22 @@ const farRange = 32 << 20
 // it, and sixteen of them are all the memory that a load needs.
 const farPiece = 4 << 20
 
-// ring is the slots of a lane, and their bytes, for so many ranges that are read in
-// steps at once; 0: for anything else.
-func ring(ranges int) (slots int, bytes int64) {
-	if ranges > 0 {
-		return cuda.FarRing(ranges)
+// ring is the slots of a lane, and their bytes, for ranges that are read in steps,
+// or for anything else.
+func ring(stepped bool) (slots int, bytes int64) {
+	if stepped {
+		return cuda.FarRing()
 	}
 	return cuda.Ring()
 }
 
 // lane makes the device's lane for a plan; nil lets the pipeline make its own,
 // on the host.
-func (t target) lane(largest int64, ranges int) (device.Lane, error) {
+func (t target) lane(largest int64, stepped bool) (device.Lane, error) {
 	if t.gpu == nil {
 		return nil, nil
 	}
-	slots, size := ring(ranges)
+	slots, size := ring(stepped)
 	if largest > size {
 		slots, size = int(max(2, int64(slots)*size/largest)), largest
 	}

@@ -1,6 +1,11 @@
 package pipeline
 
-import "github.com/overwire/overwire/gosrc/source"
+import (
+	"context"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/source"
+)
 
 // A batch is parts that one worker does in a row: Parts[first:end]. If they are
 // one range of a source.Ranged, n is its length, gaps between them included;
@@ -14,40 +19,67 @@ type batch struct {
 // another range.
 const gap = 256 << 10
 
-// wide says whether a range goes on from one piece into the next, each of which
-// is then one worker's. Whoever has a range open waits for a slot, or for room, and
-// those who have them may wait for his permit to open one: so there must be a slot
-// for everybody, and no gate.
-func (t *Task) wide(workers int) bool {
-	return t.Gate == nil && (t.Lane == nil || t.Lane.Slots() >= workers && t.Range >= t.Plan.Slot)
+// A queue hands the parts out in order.
+type queue struct {
+	*Task
+	turns context.Context // ends when there are no parts left
+	empty context.CancelFunc
+
+	mu      sync.Mutex
+	next    int   // part
+	skipped int64 // bytes of gaps in ranges
 }
 
-// batched cuts the parts into batches, of one part each unless the task has a
-// Range; skipped is the bytes of the gaps.
-func batched(t *Task, wide bool) (out []batch, skipped int64) {
-	parts, pieces := t.Plan.Parts, t.Plan.Pieces
-	out = make([]batch, 0, len(parts))
-	for i := range parts {
-		p := &pieces[parts[i].Piece]
-		n := parts[i].To - parts[i].From
-		if _, ok := t.Sources[p.Source].(source.Ranged); t.Range == 0 || !ok {
-			out = append(out, batch{first: int32(i), end: int32(i + 1)})
-			continue
-		}
-		if k := len(out) - 1; k >= 0 && out[k].n > 0 {
-			last := &parts[i-1]
-			before := &pieces[last.Piece]
-			between, more := p.Off+parts[i].From-before.Off-last.To, n
-			if before != p {
-				more = p.Len // all of it or nothing
-			}
-			if before.Source == p.Source && (before == p || wide) && 0 <= between && between <= gap && out[k].n+between+more <= t.Range {
-				out[k].end, out[k].n = int32(i+1), out[k].n+between+n
-				skipped += between
-				continue
-			}
-		}
-		out = append(out, batch{int32(i), int32(i + 1), n})
+// source is where the next part comes from: a source.Ranged if it is to be read in
+// steps, else nil. job is the part's first; ok is false when there is none left.
+func (q *queue) source() (from source.Ranged, job int32, ok bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.peek()
+}
+
+func (q *queue) peek() (from source.Ranged, job int32, ok bool) {
+	if q.next == len(q.Plan.Parts) {
+		return nil, 0, false
 	}
-	return out, skipped
+	p := &q.Plan.Pieces[q.Plan.Parts[q.next].Piece]
+	if q.Range != nil {
+		from, _ = q.Sources[p.Source].(source.Ranged)
+	}
+	return from, p.First, true
+}
+
+// take gives the next batch, if it is of that source: one part, or, of a source that
+// is read in steps, all of a piece, which so is one worker's, and of those after it
+// what the range has room for. Whoever has a range open waits for slots; those who
+// have them wait for no range, so that one slot will do for any number of workers.
+func (q *queue) take(from source.Ranged) (b batch, ok bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if now, _, ok := q.peek(); !ok || now != from {
+		return batch{}, false
+	}
+	parts, pieces := q.Plan.Parts, q.Plan.Pieces
+	first := &parts[q.next]
+	b.first = int32(q.next)
+	q.next++
+	if from != nil {
+		most := q.Range()
+		b.n = first.To - first.From
+		for ; q.next < len(parts); q.next++ {
+			last, part := &parts[q.next-1], &parts[q.next]
+			before, p := &pieces[last.Piece], &pieces[part.Piece]
+			between, n := p.Off+part.From-before.Off-last.To, part.To-part.From
+			if p != before && (p.Source != before.Source || between < 0 || between > gap || b.n+between+p.Len > most) {
+				break
+			}
+			b.n += between + n
+			q.skipped += between
+		}
+	}
+	b.end = int32(q.next)
+	if q.next == len(parts) {
+		q.empty()
+	}
+	return b, true
 }

@@ -44,8 +44,6 @@ func (l *hostLane) Get(ctx context.Context) (device.Slot, error) {
 	return s, nil
 }
 
-func (l *hostLane) Slots() int { return l.ring.Slots() }
-
 func (l *hostLane) Put(s device.Slot) { l.ring.Put(s.(*ring.Slot)) }
 
 func (l *hostLane) Submit(s device.Slot, _ int64, jobs []device.Job, done func(job int, err error)) error {

@@ -22,6 +22,10 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
+// rangeSlots are enough for any number of ranges on the host: while one waits, the
+// kernel takes in what follows.
+const rangeSlots = 16
+
 // ahead is how many bytes the prefetcher keeps announced before the readers.
 const ahead = 64 << 20
 
@@ -38,9 +42,9 @@ type Task struct {
 	// through the host, where it is compared.
 	Direct  []device.Reader
 	Workers int // 0: one a core
-	// Range is how many bytes a worker asks a source.Ranged for at once, to
-	// read them part by part; 0: a part. See wide.
-	Range   int64
+	// Range, if not nil, says how many bytes a worker best asks a source.Ranged for
+	// at once, to read them part by part. There is no Gate with it.
+	Range   func() int64
 	NoCheck bool // for benchmarks only: leave the checksums out
 	Trace   *Trace
 
@@ -83,28 +87,30 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	if workers <= 0 {
 		workers = runtime.GOMAXPROCS(0)
 	}
-	wide := t.wide(workers)
-	batches, skipped := batched(t, wide)
-	workers = max(1, min(workers, len(batches)))
-	st := Stages{Workers: int64(workers), Pieces: int64(len(t.Plan.Pieces)), ReadBytes: t.Plan.Read + skipped}
+	workers = max(1, min(workers, len(t.Plan.Parts)))
+	st := Stages{Workers: int64(workers), Pieces: int64(len(t.Plan.Pieces)), ReadBytes: t.Plan.Read}
 	if len(t.Plan.Pieces) == 0 {
 		return st, nil
 	}
 	lane := t.Lane
 	if lane == nil {
-		host, err := NewHost(workers, t.Plan.Slot)
+		slots := workers
+		if t.Range != nil {
+			slots = min(slots, max(rangeSlots, runtime.GOMAXPROCS(0)))
+		}
+		host, err := NewHost(slots, t.Plan.Slot)
 		if err != nil {
 			return st, err
 		}
 		defer host.Close()
 		lane = host
-		st.SlotBytes, st.RingBytes = t.Plan.Slot, t.Plan.Slot*int64(workers)
+		st.SlotBytes, st.RingBytes = t.Plan.Slot, t.Plan.Slot*int64(slots)
 	}
 
 	if p, ok := lane.(interface{ Pinned() int64 }); ok {
 		st.RingBytes = p.Pinned()
 	}
-	r := &run{Task: t, batches: batches, wide: wide, lane: lane, handOver: "decode"}
+	r := &run{queue: queue{Task: t}, lane: lane, handOver: "decode"}
 	if dev, ok := lane.(timer); ok {
 		r.handOver = "submit"
 		if t.Trace != nil {
@@ -117,6 +123,8 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	r.ctx, r.cancel, r.staged = ctx, cancel, make([]staged, len(t.Plan.Pieces))
+	r.turns, r.empty = context.WithCancel(ctx)
+	defer r.empty()
 	for i := range t.Plan.Parts {
 		r.staged[t.Plan.Parts[i].Piece].left++
 	}
@@ -155,6 +163,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		cancel(err)
 	}
 	st.LandBytes = r.landed.Load()
+	st.ReadBytes += r.skipped
 	st.WallNS = time.Since(start).Nanoseconds()
 	if ctx.Err() != nil {
 		return st, context.Cause(ctx)
@@ -164,15 +173,12 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 
 // run is what the workers of one Run share.
 type run struct {
-	*Task
-	ctx     context.Context
-	cancel  context.CancelCauseFunc
-	lane    device.Lane
-	batches []batch
-	wide    bool
-	next    atomic.Int64 // the next batch
-	staged  []staged     // by piece
-	landed  atomic.Int64 // bytes
+	queue
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	lane   device.Lane
+	staged []staged     // by piece
+	landed atomic.Int64 // bytes
 	// handOver is what a worker's part in the decoding is called in a trace.
 	handOver string
 
@@ -232,39 +238,48 @@ type worker struct {
 
 func (w *worker) loop() error {
 	for {
-		i := w.next.Add(1) - 1
-		if i >= int64(len(w.batches)) {
+		from, job, ok := w.source()
+		if !ok {
 			return nil
 		}
 		if w.ctx.Err() != nil {
 			return context.Cause(w.ctx)
 		}
-		if err := w.batch(&w.batches[i]); err != nil {
+		if err := w.work(from, job); err != nil {
 			return err
 		}
 	}
 }
 
-func (w *worker) batch(b *batch) error {
-	if b.n > 0 {
-		part := &w.Plan.Parts[b.first]
-		p := &w.Plan.Pieces[part.Piece]
-		steps, err := w.Sources[p.Source].(source.Ranged).Range(w.ctx, p.Off+part.From, b.n)
+// work does the next batch of a source, if it is still of that.
+func (w *worker) work(from source.Ranged, job int32) error {
+	t0 := time.Now()
+	if from != nil {
+		steps, err := from.Turn(w.turns)
 		if err != nil {
-			return w.where("read", p.First, err)
+			if w.ctx.Err() == nil && w.turns.Err() != nil {
+				return nil // others did what was left
+			}
+			return w.where("read", job, err)
 		}
-		w.steps, w.at = steps, p.Off+part.From
+		w.steps = steps
 		defer func() {
 			_ = steps.Close()
 			w.steps = nil
 		}()
-		if w.wide { // a slot is not kept while the answer is waited for
-			t0 := time.Now()
-			if err := steps.Next(nil); err != nil {
-				return w.where("read", p.First, err)
-			}
-			w.waited(&t0)
+	}
+	b, ok := w.take(from)
+	if !ok {
+		return nil
+	}
+	if from != nil { // no slot is kept while the answer is waited for
+		part := &w.Plan.Parts[b.first]
+		p := &w.Plan.Pieces[part.Piece]
+		w.at = p.Off + part.From
+		if err := w.steps.Begin(w.ctx, w.at, b.n); err != nil {
+			return w.where("read", p.First, err)
 		}
+		w.waited(&t0)
 	}
 	for i := b.first; i < b.end; i++ {
 		if w.ctx.Err() != nil {

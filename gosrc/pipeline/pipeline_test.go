@@ -168,7 +168,10 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 	}
 	landed := make(chan int32, len(wants))
 	task := &Task{Trace: m.trace, Index: m.ix, Sources: m.srcs, Wants: wants, Plan: plan.Make(m.ix, wants, dest, lim),
-		Workers: workers, Range: m.steps, Landed: func(i int32) { landed <- i }}
+		Workers: workers, Landed: func(i int32) { landed <- i }}
+	if m.steps > 0 {
+		task.Range = func() int64 { return m.steps }
+	}
 	if m.slots > 0 {
 		if task.Lane, err = NewHost(m.slots, task.Plan.Slot); err != nil {
 			return nil, nil, err
@@ -319,29 +322,30 @@ func TestRanges(t *testing.T) {
 	}
 }
 
-// On a lane with fewer slots than workers a range is parts of one piece, and
-// whoever has one open waits for nobody; with a slot for each it goes on from piece
-// to piece, if it holds more than one. It all ends with one permit among four workers.
+// On a lane a range goes on from piece to piece, if it has room for more than one,
+// and never ends within one. It all ends with one permit, or one slot, among four
+// workers.
 func TestRangesOnALane(t *testing.T) {
 	for _, c := range []struct {
 		slots  int
 		steps  int64
 		ranges int
 	}{
-		{1, 100 << 10, 16}, // of 96 KiB of a piece of 128, and of 32
-		{3, 300 << 10, 8},
-		{4, 100 << 10, 16},
-		{4, 300 << 10, 4}, // two pieces, the third has no room
+		{1, 100 << 10, 8}, // a piece has 128 KiB
+		{3, 300 << 10, 4}, // two pieces, the third has no room
 		{9, 8 << 20, 1},
 	} {
-		t.Run(fmt.Sprintf("%d slots, ranges of %d KiB", c.slots, c.steps>>10), func(t *testing.T) { rangesOnALane(t, c.slots, c.steps, c.ranges) })
+		for _, permits := range []int{1, 2, 4} {
+			t.Run(fmt.Sprintf("%d slots, ranges of %d KiB, %d permits", c.slots, c.steps>>10, permits),
+				func(t *testing.T) { rangesOnALane(t, c.slots, permits, c.steps, c.ranges) })
+		}
 	}
 }
 
-func rangesOnALane(t *testing.T, slots int, steps int64, ranges int) {
+func rangesOnALane(t *testing.T, slots, permits int, steps int64, ranges int) {
 	data := make([]byte, 1<<20)
 	_, _ = rand.NewChaCha8([32]byte{2}).Read(data)
-	src := &narrow{Steps: &sourcetest.Steps{Source: &sourcetest.Mem{Name: "m", Data: data}}, permit: make(chan struct{}, 1)}
+	src := &narrow{Steps: &sourcetest.Steps{Source: &sourcetest.Mem{Name: "m", Data: data}}, permit: make(chan struct{}, permits)}
 	m := &model{ix: &tensor.Index{Sources: []tensor.Source{{URI: "m", Size: int64(len(data))}}}, srcs: []source.Source{src}, steps: steps, slots: slots, trace: NewTrace()}
 	m.ix.Tensors = []tensor.Tensor{{Name: "t", Alias: -1, DType: tensor.U8, Parts: 1, Shape: []int64{int64(len(data))}, Bytes: int64(len(data))}}
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
@@ -368,23 +372,25 @@ func rangesOnALane(t *testing.T, slots int, steps int64, ranges int) {
 	}
 }
 
-// narrow is a source with few permits, which a range has from its first step on.
+// narrow is a source with few permits.
 type narrow struct {
 	*sourcetest.Steps
 	permit chan struct{}
 }
 
-func (s *narrow) Range(ctx context.Context, off, n int64) (source.Range, error) {
-	r, err := s.Steps.Range(ctx, off, n)
-	return &permitted{Range: r, ctx: ctx, s: s}, err
+func (s *narrow) Turn(ctx context.Context) (source.Range, error) {
+	select {
+	case s.permit <- struct{}{}:
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+	r, err := s.Steps.Turn(ctx)
+	return &permitted{Range: r, s: s}, err
 }
 
 type permitted struct {
 	source.Range
-	ctx context.Context
-	s   *narrow
-	has bool
-
+	s    *narrow
 	told bool
 }
 
@@ -396,22 +402,8 @@ func (r *permitted) Waited() (turn, answer time.Duration) {
 	return 3, 5
 }
 
-func (r *permitted) Next(p []byte) error {
-	for !r.has {
-		select {
-		case r.s.permit <- struct{}{}:
-			r.has = true
-		case <-r.ctx.Done():
-			return context.Cause(r.ctx)
-		}
-	}
-	return r.Range.Next(p)
-}
-
 func (r *permitted) Close() error {
-	if r.has {
-		<-r.s.permit
-	}
+	<-r.s.permit
 	return r.Range.Close()
 }
 

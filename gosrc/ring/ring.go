@@ -47,9 +47,6 @@ func New(mem []byte, n int, size int64, release func()) *Ring {
 	return r
 }
 
-// Slots is how many slots there are.
-func (r *Ring) Slots() int { return cap(r.free) }
-
 // Get waits for a free slot, or for the end of ctx.
 func (r *Ring) Get(ctx context.Context) (*Slot, error) {
 	select {

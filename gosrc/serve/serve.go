@@ -29,6 +29,7 @@ import (
 type Options struct {
 	Address string        // "127.0.0.1:0"
 	Rate    int64         // bytes a second, all connections together; 0: no limit
+	Each    int64         // bytes a second of one connection; 0: no limit
 	Latency time.Duration // before every answer
 	// NoRanges takes no notice of ranges, as HTTP/1.0 servers do; Chunked
 	// names no length either.
@@ -172,7 +173,7 @@ func (s *Server) answer(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// A link is the wire that all connections share.
+// A link is the wire that all connections share, or what one of them has.
 type link struct {
 	rate int64
 	mu   sync.Mutex
@@ -210,19 +211,26 @@ func (l *listener) Accept() (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &conn{c.(*net.TCPConn), l.s}, nil
+	return &conn{c.(*net.TCPConn), l.s, link{rate: l.s.opt.Each}}, nil
 }
 
 // A conn counts and shapes what is written. sendfile goes on working.
 type conn struct {
 	*net.TCPConn
-	s *Server
+	s   *Server
+	own link
+}
+
+// send waits until both links have room for n bytes.
+func (c *conn) send(n int) {
+	c.own.send(n)
+	c.s.link.send(n)
 }
 
 func (c *conn) Write(p []byte) (done int, err error) {
 	for len(p) > 0 && err == nil {
 		part := p[:min(len(p), step)]
-		c.s.link.send(len(part))
+		c.send(len(part))
 		var n int
 		n, err = c.TCPConn.Write(part)
 		c.s.Sent.Add(int64(n))
@@ -238,7 +246,7 @@ func (c *conn) ReadFrom(r io.Reader) (done int64, err error) {
 	}
 	for from.N > 0 {
 		part := &io.LimitedReader{R: from.R, N: min(from.N, step)}
-		c.s.link.send(int(part.N))
+		c.send(int(part.N))
 		n, err := c.TCPConn.ReadFrom(part)
 		c.s.Sent.Add(n)
 		done += n

@@ -94,17 +94,19 @@ func TestSeedAndRate(t *testing.T) {
 	if !maps.Equal(seen[0], seen[1]) || seen[0]["500"] == 0 || seen[0]["503"] == 0 {
 		t.Error(seen)
 	}
-	s, err := New(dir, Options{Rate: 10 << 20})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer s.Close()
-	begun := time.Now()
-	if code, body := get(t, s.URL()+"x", ""); code != 200 || len(body) != 2<<20 {
-		t.Error(code, len(body))
-	}
-	if d := time.Since(begun); d < 150*time.Millisecond {
-		t.Errorf("2 MiB over a link of 10 MiB/s in %v", d)
+	for _, opt := range []Options{{Rate: 10 << 20}, {Each: 10 << 20}} {
+		s, err := New(dir, opt)
+		if err != nil {
+			t.Fatal(err)
+		}
+		begun := time.Now()
+		if code, body := get(t, s.URL()+"x", ""); code != 200 || len(body) != 2<<20 {
+			t.Error(code, len(body))
+		}
+		if d := time.Since(begun); d < 150*time.Millisecond {
+			t.Errorf("2 MiB over a link of 10 MiB/s in %v", d)
+		}
+		s.Close()
 	}
 	for _, bad := range []map[string]float64{{"none": 0.1}, {"500": 0.6, "503": 0.6}, {"500": -1}} {
 		if _, err := New(dir, Options{Faults: bad}); !errors.Is(err, fault.ErrArgument) {

@@ -69,15 +69,21 @@ type Ranged interface {
 	// Ranged is how many bytes such a range best has; 0: reads that are whole
 	// are better.
 	Ranged() int64
-	// Range begins with off. Nothing is asked for before the first step.
-	Range(ctx context.Context, off, n int64) (Range, error)
+	// AtOnce is how many of them are read at once as things stand: a source that
+	// measures what pays may say another number each time.
+	AtOnce() int
+	// Turn waits until another range may be open, and gives one that nothing was
+	// asked of yet: what it best has may depend on when that is.
+	Turn(ctx context.Context) (Range, error)
 }
 
-// A Range is read by one goroutine at a time.
+// A Range is read by one goroutine at a time. From its beginning to its end it
+// waits for no other range.
 type Range interface {
+	// Begin asks for n bytes from off, once, and waits until they are on their way.
+	Begin(ctx context.Context, off, n int64) error
 	// Next fills p with the bytes that follow those of the last step, as
-	// Source.ReadAt does. After an error there is no other step. A step of no bytes
-	// waits until more are on their way.
+	// Source.ReadAt does. After an error there is no other step.
 	Next(p []byte) error
 	// Close gives up what was not read.
 	Close() error

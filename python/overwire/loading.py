@@ -71,9 +71,10 @@ def load_file(
         scheme. Values are texts, numbers or bools; None is as if not given.
         http, https, hf: headers (a mapping), token (bearer), cacert, capath,
         insecure; timeout (seconds without progress, 30), connections (at most,
-        16; to a GPU 64 are used), retries (8). Headers and token go to that
-        server alone. `cache`, a folder, keeps whole files: they are fetched
-        once, and compared with their hash on every use; nothing is evicted.
+        64: as many are open as bring more than fewer did), retries (8). Headers
+        and token go to that server alone. `cache`, a folder, keeps whole files:
+        they are fetched once, and compared with their hash on every use; nothing
+        is evicted.
         s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile;
         anon (unsigned); region, endpoint_url, path_style, sse_customer_key (32
         bytes or their base64), cacert, timeout, connections, retries. Without

@@ -61,17 +61,11 @@ func stride(n int64) int64 { return headBytes + (n+4095)&^4095 }
 // Ring is the slots of a lane, and their bytes, for loads of no special size.
 func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
-// FarRing is the same memory cut for sources far away: a slot for each of so many
-// connections, which fills it alone, so that it goes on into the next without
-// another request. From an eighth of a default slot on there are no smaller ones.
-func FarRing(connections int) (slots int, bytes int64) {
-	for cut := int64(2); ; cut *= 2 {
-		bytes = ring.bytes / cut
-		slots = int(int64(ring.slots) * stride(ring.bytes) / stride(bytes))
-		if slots > connections || cut == 8 {
-			return slots, bytes
-		}
-	}
+// FarRing is the same memory cut for sources far away, whose connections each fill
+// a slot alone: more of them, and smaller.
+func FarRing() (slots int, bytes int64) {
+	bytes = ring.bytes / 2
+	return int(int64(ring.slots) * stride(ring.bytes) / stride(bytes)), bytes
 }
 
 // architectures are those that cuda/built has machine code for, in the order of

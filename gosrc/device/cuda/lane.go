@@ -11,7 +11,6 @@ import "C"
 import (
 	"context"
 	"errors"
-	"math"
 	"sync"
 	"time"
 	"unsafe"
@@ -148,7 +147,7 @@ func (d *Device) lane(slots int, slotBytes int64) (*Lane, error) {
 	}
 	most, n := slots, int64(slots)*stride(slotBytes)
 	if rank(slotBytes) == 0 { // it may be cut for another source the next time
-		far, _ := FarRing(math.MaxInt)
+		far, _ := FarRing()
 		most = max(most, far)
 	}
 	p := d.takeSpare()

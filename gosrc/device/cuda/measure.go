@@ -27,9 +27,6 @@ func (l *Lane) Floor(n int64, count int) (time.Duration, error) {
 	return time.Since(start), nil
 }
 
-// Slots is how many slots the lane has.
-func (l *Lane) Slots() int { return len(l.slots) }
-
 // Pinned is how many bytes of host memory are registered for the lane, and as
 // many lie on the device for them.
 func (l *Lane) Pinned() int64 { return l.pages.n }

@@ -121,9 +121,6 @@ func (l *Lane) Cast(context.Context, device.Memory, device.Memory, tensor.DType,
 	return errNone
 }
 
-// Slots is how many slots the lane has.
-func (l *Lane) Slots() int { return 0 }
-
 // Pinned is the lane's pinned memory.
 func (l *Lane) Pinned() int64 { return 0 }
 

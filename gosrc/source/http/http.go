@@ -148,7 +148,7 @@ func (s *Source) Far() int {
 	return 1
 }
 
-// Ranged and Range read in steps, as retry.Source does; a server without ranges
+// Ranged and Turn read in steps, as retry.Source does; a server without ranges
 // has nothing to gain from it.
 func (s *Source) Ranged() int64 {
 	if f, ok := s.Source.(*retry.Source); ok {
@@ -157,10 +157,18 @@ func (s *Source) Ranged() int64 {
 	return 0
 }
 
-// Range begins a range; see source.Ranged.
-func (s *Source) Range(ctx context.Context, off, n int64) (source.Range, error) {
+// AtOnce is the limiter's number.
+func (s *Source) AtOnce() int {
+	if f, ok := s.Source.(*retry.Source); ok {
+		return f.AtOnce()
+	}
+	return 1
+}
+
+// Turn waits for a range; see source.Ranged.
+func (s *Source) Turn(ctx context.Context) (source.Range, error) {
 	if f, ok := s.Source.(source.Ranged); ok {
-		return f.Range(ctx, off, n)
+		return f.Turn(ctx)
 	}
 	return nil, fault.New(fault.ErrEngine, "%s has no ranges", s.URI())
 }

@@ -157,7 +157,7 @@ func TestFaults(t *testing.T) {
 			if r.IntN(4) == 0 {
 				return src.ReadAt(context.Background(), p, off)
 			}
-			g, err := src.Range(context.Background(), off, int64(len(p)))
+			g, err := sourcetest.Begin(context.Background(), src, off, int64(len(p)))
 			if err != nil {
 				return err
 			}

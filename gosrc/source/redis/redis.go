@@ -72,6 +72,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, e
 	}
 	r := s.retry
 	r.Host = n.scheme + "://" + n.host
+	r.Connections = cmp.Or(r.Connections, 16) // one thread answers them all
 	return retry.New(o, r), nil
 }
 

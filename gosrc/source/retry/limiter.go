@@ -2,6 +2,7 @@ package retry
 
 import (
 	"context"
+	"math"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -10,14 +11,16 @@ import (
 
 // A limiter decides how many ranges of one host are open at once. It climbs:
 // while every permit is in use it compares the throughput of a window with the
-// one before. One step more that brings at least gain is kept and followed by
-// another; one that does not is taken back, and the next is tried after rest
-// windows. A store that says it has too much to do halves the number.
+// best of late. One step more that brings at least gain is kept and followed by
+// another, twice as large if it brought nearly as much as it added; one that does
+// not is taken back, and the next is tried after rest windows, then after twice as
+// many, and so on. A store that says it has too much to do halves the number.
 type limiter struct {
 	host string
 	refs int
 
 	bytes atomic.Int64 // of this window, counted as they come
+	due   atomic.Int64 // when it ends, in nanoseconds since start
 
 	mu      sync.Mutex
 	most    int
@@ -27,9 +30,10 @@ type limiter struct {
 
 	begin     time.Time // of the window
 	saturated bool      // somebody waited in this window
-	last      float64   // bytes a second of the window before
+	last      float64   // bytes a second of the best window of late
 	before    int       // limit to go back to; 0: the last step was none
 	resting   int
+	failed    int // steps in a row that brought nothing, 4 at most
 	halved    time.Time
 }
 
@@ -41,12 +45,16 @@ const (
 	// to 10 % more than 8, in loads that end before the first window does.
 	first  = 8
 	window = 150 * time.Millisecond
-	gain   = 1.05
-	rest   = 16
+	gain   = 1.1
+	steep  = 1.4   // half as many again that bring so much: each has its own share
+	fade   = 0.998 // of the best window, in each that is worse: links change
+	rest   = 4
 	calm   = time.Second
 )
 
 var (
+	start = time.Now() // of the process
+
 	limitersMu sync.Mutex
 	limiters   = map[string]*limiter{}
 )
@@ -76,6 +84,13 @@ func (l *limiter) drop() {
 	if l.refs--; l.refs == 0 && limiters[l.host] == l {
 		delete(limiters, l.host)
 	}
+}
+
+// atOnce is how many ranges may be open.
+func (l *limiter) atOnce() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.limit
 }
 
 // acquire waits for a permit, first come, first served.
@@ -113,8 +128,24 @@ func (l *limiter) acquire(ctx context.Context) error {
 
 // measure begins a window.
 func (l *limiter) measure() {
-	l.begin, l.saturated = time.Now(), false
+	l.begin, l.saturated = time.Now(), len(l.waiting) > 0
+	l.due.Store(int64(time.Since(start) + window))
 	l.bytes.Store(0)
+}
+
+// count counts bytes as they come, and ends the window when it is over.
+func (l *limiter) count(n int64) {
+	l.bytes.Add(n)
+	if due := l.due.Load(); int64(time.Since(start)) < due || !l.due.CompareAndSwap(due, math.MaxInt64) {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.saturated {
+		l.climb(float64(l.bytes.Load()) / time.Since(l.begin).Seconds())
+	}
+	l.measure()
+	l.admit()
 }
 
 // release gives a permit back.
@@ -122,28 +153,31 @@ func (l *limiter) release() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.open--
-	if d := time.Since(l.begin); d >= window {
-		if l.saturated {
-			l.climb(float64(l.bytes.Load()) / d.Seconds())
-		}
-		l.measure()
-	}
 	l.admit()
 }
 
-// climb judges the last step by the throughput of a window, and takes another.
+// climb judges the last step by the throughput of a window, and takes another. A
+// window that was good by chance holds steps back; none leads to one, or what the
+// link does by itself would add up to connections that nobody needs.
 func (l *limiter) climb(rate float64) {
 	switch {
 	case l.before != 0 && rate < l.last*gain: // the step brought nothing
-		l.limit, l.before, l.resting = l.before, 0, rest
+		l.limit, l.before, l.resting, l.failed = l.before, 0, rest<<l.failed, min(l.failed+1, 4)
 	case l.resting > 0:
 		l.resting--
-		l.last = rate
+		l.last = max(rate, l.last*fade)
 	default:
-		l.last = rate
+		more := max(1, l.limit/2)
+		if l.before != 0 {
+			l.failed = 0
+			if rate >= l.last*steep {
+				more = l.limit
+			}
+		}
+		l.last = max(rate, l.last*fade)
 		if l.limit < l.most {
 			l.before = l.limit
-			l.limit = min(l.most, l.limit+max(1, l.limit/2))
+			l.limit = min(l.most, l.limit+more)
 		} else {
 			l.before = 0
 		}
@@ -159,7 +193,7 @@ func (l *limiter) overloaded() {
 		return
 	}
 	l.halved = time.Now()
-	l.limit, l.before, l.resting = max(1, l.limit/2), 0, rest/4
+	l.limit, l.before, l.resting, l.last = max(1, l.limit/2), 0, rest, 0
 }
 
 func (l *limiter) admit() {

@@ -18,21 +18,43 @@ const RangeBytes = 8 << 20
 // that a round trip is lost in them. 0: steps cost what ranges do.
 func (s *Source) Ranged() int64 { return s.opt.Range }
 
-// Range begins to read n bytes from off in steps; see source.Ranged.
-func (s *Source) Range(ctx context.Context, off, n int64) (source.Range, error) {
-	return s.open(ctx, off, n)
+// AtOnce is how many ranges are open at once as things stand; see limiter.go.
+func (s *Source) AtOnce() int { return s.limit.atOnce() }
+
+// Turn waits for a permit; see source.Ranged.
+func (s *Source) Turn(ctx context.Context) (source.Range, error) {
+	ctx, end := s.within(ctx)
+	defer end()
+	r := &span{s: s}
+	if err := r.turn(ctx); err != nil {
+		return nil, err
+	}
+	return r, nil
 }
 
-// A span is a range that is read in order, by one goroutine. It has a permit
-// while its body is open: what its reader does between two steps is time in
-// which the kernel takes in the next.
+// within ends with the source, too.
+func (s *Source) within(ctx context.Context) (context.Context, func()) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	unhook := context.AfterFunc(s.ctx, func() { cancel(s.at(-1, context.Cause(s.ctx))) })
+	return ctx, func() {
+		unhook()
+		cancel(nil)
+	}
+}
+
+// A span is a range that is read in order, by one goroutine. It has a permit until
+// its end: what its reader does between two steps is time in which the kernel takes
+// in the next. Where its body breaks it waits for no other, since by then its reader
+// may hold what those who have one wait for; where there was no answer yet, others
+// have their turn first.
 type span struct {
 	s        *Source
 	ctx      context.Context // the caller's, and the source's
-	cancel   context.CancelCauseFunc
-	unhook   func() bool
+	finish   func()          // ends it
 	off, end int64
 	failed   int // in a row
+	permit   bool
+	answered bool
 	waited   [2]time.Duration
 
 	// Of the body that is open, if one is.
@@ -43,28 +65,58 @@ type span struct {
 	got   int64
 }
 
-func (s *Source) open(ctx context.Context, off, n int64) (*span, error) {
+// begin sets what the span reads; the first step asks for it.
+func (r *span) begin(ctx context.Context, off, n int64) error {
+	s := r.s
 	if off < 0 || n < 0 || off > s.Size() || n > s.Size()-off {
-		return nil, s.at(off, fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", n, s.Size()))
+		return s.at(off, fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", n, s.Size()))
 	}
 	if ctx.Err() != nil {
-		return nil, context.Cause(ctx)
+		return context.Cause(ctx)
 	}
 	if s.ctx.Err() != nil {
-		return nil, s.at(off, context.Cause(s.ctx))
+		return s.at(off, context.Cause(s.ctx))
 	}
-	r := &span{s: s, off: off, end: off + n}
-	r.ctx, r.cancel = context.WithCancelCause(ctx)
-	r.unhook = context.AfterFunc(s.ctx, func() { r.cancel(s.at(off, context.Cause(s.ctx))) })
-	return r, nil
+	r.off, r.end = off, off+n
+	r.ctx, r.finish = s.within(ctx)
+	return nil
+}
+
+// Begin asks for n bytes from off.
+func (r *span) Begin(ctx context.Context, off, n int64) error {
+	if err := r.begin(ctx, off, n); err != nil {
+		return err
+	}
+	return r.Next(nil)
 }
 
 // Close gives up what was not read.
 func (r *span) Close() error {
 	r.shut()
-	r.unhook()
-	r.cancel(nil)
+	r.done()
+	if r.finish != nil {
+		r.finish()
+	}
 	return nil
+}
+
+// turn waits for a permit.
+func (r *span) turn(ctx context.Context) error {
+	asked := time.Now()
+	if err := r.s.limit.acquire(ctx); err != nil {
+		return err
+	}
+	r.permit = true
+	r.waited[0] += time.Since(asked)
+	return nil
+}
+
+// done gives the permit back, if there is one.
+func (r *span) done() {
+	if r.permit {
+		r.permit = false
+		r.s.limit.release()
+	}
 }
 
 // Waited tells what was waited for; see source.Waiter.
@@ -126,12 +178,12 @@ func (r *span) Next(p []byte) error {
 func (r *span) read(p []byte) (int, error) {
 	s := r.s
 	if r.body == nil {
-		asked := time.Now()
-		if err := s.limit.acquire(r.ctx); err != nil {
-			return 0, err
+		if !r.permit {
+			if err := r.turn(r.ctx); err != nil {
+				return 0, err
+			}
 		}
 		begun := time.Now()
-		r.waited[0] += begun.Sub(asked)
 		r.got = 0
 		r.about, r.drop = context.WithCancelCause(r.ctx)
 		drop := r.drop
@@ -141,10 +193,13 @@ func (r *span) read(p []byte) (int, error) {
 		r.waited[1] += time.Since(begun)
 		if err != nil {
 			err = stalled(r.about, err)
-			r.release()
+			r.quiet()
+			if !r.answered {
+				r.done()
+			}
 			return 0, err
 		}
-		r.body = body
+		r.body, r.answered = body, true
 	}
 	r.dog.Reset(s.opt.Timeout)
 	got, mark := 0, 0
@@ -152,12 +207,13 @@ func (r *span) read(p []byte) (int, error) {
 		n, err := r.body.Read(p[got:])
 		got += n
 		r.got += int64(n)
-		s.limit.bytes.Add(int64(n))
+		s.limit.count(int64(n))
 		if err == io.EOF {
 			if r.off+int64(got) < r.end {
 				return got, fmt.Errorf("%w: %d bytes before its end", errShort, r.end-r.off-int64(got))
 			}
 			r.shut()
+			r.done()
 			return got, nil
 		}
 		if err != nil {
@@ -179,6 +235,7 @@ func (r *span) read(p []byte) (int, error) {
 		return 0, errLong
 	}
 	r.shut()
+	r.done()
 	return got, nil
 }
 
@@ -187,13 +244,12 @@ func (r *span) shut() {
 	if r.body != nil {
 		_ = r.body.Close()
 		r.body = nil
-		r.release()
+		r.quiet()
 	}
 }
 
-// release ends what belongs to one body.
-func (r *span) release() {
+// quiet ends what watches one body.
+func (r *span) quiet() {
 	r.dog.Stop()
 	r.drop(nil)
-	r.s.limit.release()
 }

@@ -56,7 +56,7 @@ type Fetcher interface {
 type Options struct {
 	// Host names what shares one limit: sources of one host measure together.
 	Host string
-	// Connections is the most ranges open at once, 16 if 0.
+	// Connections is the most ranges open at once, 64 if 0.
 	Connections int
 	// Retries is how often in a row a range may fail without bringing Floor
 	// bytes; 8 if 0, none if negative.
@@ -98,7 +98,7 @@ func Parse(o source.Options) (Options, error) {
 
 func (o *Options) defaults() {
 	if o.Connections == 0 {
-		o.Connections = 16
+		o.Connections = 64
 	}
 	if o.Retries == 0 {
 		o.Retries = 8
@@ -151,8 +151,8 @@ func (s *Source) URI() string { return s.f.URI() }
 // Size is the fetcher's.
 func (s *Source) Size() int64 { return s.f.Size() }
 
-// Far is how many reads at once this source can make use of: it says, too,
-// that a read costs a round trip, so that few large ones are better than many.
+// Far is how many reads at once this source can make use of, at most: it says,
+// too, that a read costs a round trip, so that few large ones are better than many.
 func (s *Source) Far() int { return s.opt.Connections }
 
 // Counts says what was done so far.
@@ -176,8 +176,8 @@ func (s *Source) Close() error {
 // ReadAt fills p from off; see source.Source. Bytes go from the connection
 // straight into p.
 func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
-	r, err := s.open(ctx, off, int64(len(p)))
-	if err != nil {
+	r := span{s: s}
+	if err := r.begin(ctx, off, int64(len(p))); err != nil {
 		return err
 	}
 	defer r.Close()

@@ -296,16 +296,91 @@ func TestLimiter(t *testing.T) {
 	src.Close()
 }
 
-// The limit climbs while throughput follows and comes back when it does not.
-func TestClimb(t *testing.T) {
-	l := hold("", 64)
-	rate := func() float64 { return float64(min(l.limit, 20)) } // 20 saturate the link
-	for range 200 {
-		l.climb(rate())
+// A range that breaks goes on before those that wait for their turn: its reader may
+// hold what they would wait for then. One that had no answer yet lets them pass.
+func TestTurns(t *testing.T) {
+	s := &store{data: random(100)}
+	refuse := false
+	s.fault = func(n, off int64, b []byte) (io.Reader, error) {
+		switch {
+		case refuse && off == 0:
+			return nil, errAgain
+		case n == 1:
+			return bytes.NewReader(b[:20]), nil
+		}
+		return bytes.NewReader(b), nil
 	}
-	if l.limit < 18 || l.limit > 30 {
-		t.Errorf("%d open where 20 are enough", l.limit)
+	src := New(s, Options{Connections: 1, base: time.Millisecond})
+	defer src.Close()
+	one, err := sourcetest.Begin(t.Context(), src, 0, 50)
+	if err != nil {
+		t.Fatal(err)
 	}
+	p := make([]byte, 50)
+	if err := one.Next(p[:10]); err != nil {
+		t.Fatal(err)
+	}
+	second := make(chan error)
+	go func() { second <- src.ReadAt(t.Context(), make([]byte, 50), 50) }()
+	for src.limit.queued() == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	if err := one.Next(p[10:]); err != nil || !bytes.Equal(p, s.data[:50]) {
+		t.Errorf("%v, or other bytes", err)
+	}
+	if err := <-second; err != nil || src.Counts().Resumed != 1 {
+		t.Errorf("%v after %d resumes", err, src.Counts().Resumed)
+	}
+	_ = one.Close()
+
+	refuse = true
+	go func() { second <- src.ReadAt(t.Context(), p, 0) }()
+	for src.Counts().Requests < 5 {
+		time.Sleep(time.Millisecond)
+	}
+	if err := src.ReadAt(t.Context(), make([]byte, 50), 50); err != nil {
+		t.Error(err)
+	}
+	if err := <-second; !errors.Is(err, fault.ErrIO) || src.limit.open != 0 {
+		t.Errorf("%v, %d open", err, src.limit.open)
+	}
+}
+
+// A turn that is not used is the next one's; a closed source has none.
+func TestTurnUnused(t *testing.T) {
+	src := New(&store{data: random(100)}, Options{Connections: 1})
+	one, err := src.Turn(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	done := make(chan error)
+	wait := func(ctx context.Context) {
+		_, err := src.Turn(ctx)
+		done <- err
+	}
+	go wait(ctx)
+	for src.limit.queued() == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	cancel(fault.ErrCancelled)
+	if err := <-done; !errors.Is(err, fault.ErrCancelled) {
+		t.Errorf("%v, want ErrCancelled", err)
+	}
+	_ = one.Close()
+	_ = one.Close()
+	if one, err = src.Turn(t.Context()); err != nil || src.limit.open != 1 || src.Counts().Requests != 0 {
+		t.Errorf("%v, %d open, %d requests", err, src.limit.open, src.Counts().Requests)
+	}
+	go wait(t.Context())
+	for src.limit.queued() == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	src.Close()
+	if err := <-done; !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("%v, want ErrArgument", err)
+	}
+	_ = one.Close()
 }
 
 // A range tells how long it waited for its turn and for its answer, once.
@@ -316,23 +391,20 @@ func TestWaited(t *testing.T) {
 		return bytes.NewReader(b), nil
 	}}, Options{Connections: 1})
 	defer s.Close()
-	one, err := s.Range(t.Context(), 0, 50)
+	one, err := sourcetest.Begin(t.Context(), s, 0, 50) // and has the only permit
 	if err != nil {
-		t.Fatal(err)
-	}
-	two, err := s.Range(t.Context(), 50, 50)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer two.Close()
-	if err := one.Next(make([]byte, 10)); err != nil { // and has the only permit
 		t.Fatal(err)
 	}
 	if turn, answer := one.(source.Waiter).Waited(); turn >= pause || answer < pause {
 		t.Errorf("the first: %v for its turn, %v for its answer", turn, answer)
 	}
+	var two source.Range
 	done := make(chan error, 1)
-	go func() { done <- two.Next(make([]byte, 50)) }()
+	go func() {
+		var err error
+		two, err = sourcetest.Begin(t.Context(), s, 50, 50)
+		done <- err
+	}()
 	for s.limit.queued() == 0 {
 		time.Sleep(time.Millisecond)
 	}
@@ -341,6 +413,7 @@ func TestWaited(t *testing.T) {
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}
+	defer two.Close()
 	if turn, answer := two.(source.Waiter).Waited(); turn < pause || answer < pause {
 		t.Errorf("the second: %v for its turn, %v for its answer", turn, answer)
 	}

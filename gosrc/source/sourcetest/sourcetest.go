@@ -75,11 +75,13 @@ type Steps struct {
 // Ranged is any number: how much a range has is the caller's to say.
 func (s *Steps) Ranged() int64 { return 1 << 20 }
 
-// Range begins a range.
-func (s *Steps) Range(ctx context.Context, off, n int64) (source.Range, error) {
-	s.ranges.Add(1)
+// AtOnce is some number.
+func (s *Steps) AtOnce() int { return 4 }
+
+// Turn gives a range at once.
+func (s *Steps) Turn(context.Context) (source.Range, error) {
 	s.open.Add(1)
-	return &steps{s, ctx, off, off + n}, nil
+	return &steps{s: s}, nil
 }
 
 // Ranges counts the ranges so far, and those that were not closed.
@@ -89,6 +91,12 @@ type steps struct {
 	s       *Steps
 	ctx     context.Context
 	at, end int64
+}
+
+func (r *steps) Begin(ctx context.Context, off, n int64) error {
+	r.s.ranges.Add(1)
+	r.ctx, r.at, r.end = ctx, off, off+n
+	return nil
 }
 
 func (r *steps) Next(p []byte) error {
@@ -102,6 +110,19 @@ func (r *steps) Next(p []byte) error {
 func (r *steps) Close() error {
 	r.s.open.Add(-1)
 	return nil
+}
+
+// Begin gives a range that has begun.
+func Begin(ctx context.Context, s source.Ranged, off, n int64) (source.Range, error) {
+	g, err := s.Turn(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := g.Begin(ctx, off, n); err != nil {
+		_ = g.Close()
+		return nil, err
+	}
+	return g, nil
 }
 
 // Suite holds a source to the contract of source.Source. open returns a fresh
@@ -182,7 +203,7 @@ func Suite(t *testing.T, open func(t *testing.T, data []byte) source.Source) {
 			if r.IntN(3) == 0 {
 				keep = r.IntN(n + 1)
 			}
-			g, err := s.Range(ctx, int64(off), int64(n))
+			g, err := Begin(ctx, s, int64(off), int64(n))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -207,12 +228,12 @@ func Suite(t *testing.T, open func(t *testing.T, data []byte) source.Source) {
 			}
 		}
 		for _, c := range []struct{ off, n int64 }{{-1, 2}, {0, int64(len(data)) + 1}, {1 << 62, 2}, {5, -1}} {
-			if g, err := s.Range(ctx, c.off, c.n); !errors.Is(err, fault.ErrCorrupt) {
+			if g, err := Begin(ctx, s, c.off, c.n); !errors.Is(err, fault.ErrCorrupt) {
 				t.Errorf("a range of %d from %d: %v, %v", c.n, c.off, g, err)
 			}
 		}
 		c, cancel := context.WithCancelCause(ctx)
-		g, err := s.Range(c, 0, 200_000)
+		g, err := Begin(c, s, 0, 200_000)
 		if err != nil || g.Next(make([]byte, 100_000)) != nil {
 			t.Fatal(err)
 		}
