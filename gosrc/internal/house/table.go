@@ -29,7 +29,7 @@ var mayImport = map[string][]string{
 	"source/retry":      {"source", "fault", "knob", "internal/..."},
 	"source/memory":     {"source", "fault"},
 	"source/spool":      {"source", "fault", "internal/..."},
-	"source/cache":      {"source", "source/file", "source/retry", "fault", "internal/..."},
+	"source/cache":      {"source", "source/file", "fault", "internal/..."},
 	"source/pipe":       {"source", "source/spool", "fault", "knob", "internal/..."},
 	"source/http":       {"source", "source/retry", "source/spool", "fault", "knob", "internal/..."},
 	"source/parts":      {"source", "fault", "knob", "internal/..."},

@@ -4,9 +4,10 @@
 // be a signature), the object's ETag and its size, SUM is the XXH3-128 of its
 // bytes. The store is asked on every open, so that permission and ETag are
 // its present ones; the bytes are compared with SUM on every open, and a file
-// that has rotted is fetched again. It is written under a temporary name,
-// synced and renamed: no reader ever sees a part. One process at a time fetches
-// an object (a lock on KEY.lock); the others wait and use what it fetched.
+// that has rotted is fetched again. It is written under a temporary name and renamed:
+// no reader ever sees a part. It is not synced: what a machine loses that goes down
+// is seen like any rot. One process at a time fetches an object (a lock on KEY.lock);
+// the others wait and use what it fetched.
 //
 // Nothing is ever evicted: the folder is the user's, and any file in it may be
 // removed at any time.
@@ -21,6 +22,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"time"
@@ -28,9 +30,9 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
-	"github.com/overwire/overwire/gosrc/source/retry"
 )
 
 // An identified source knows what pins its object: an ETag or a date, "" if
@@ -38,8 +40,8 @@ import (
 type identified interface{ Identity() string }
 
 const (
-	block = 64 << 20 // is fetched, or compared, at once
-	part  = 4 << 20  // is one read
+	part  = 4 << 20 // is one read
+	reads = 24      // of a far source at once, if so many pay
 )
 
 // Keep returns the object of src out of the folder, fetching it first if it is
@@ -128,24 +130,43 @@ func sumOf(ctx context.Context, f *os.File, size int64) (string, error) {
 	if st, err := f.Stat(); err != nil || st.Size() != size {
 		return "", fault.New(fault.ErrCorrupt, "not %d bytes", size)
 	}
-	h := xxh3.New128()
-	buf := make([]byte, min(part, max(1, size)))
-	for off := int64(0); off < size; {
-		if ctx.Err() != nil {
-			return "", context.Cause(ctx)
-		}
-		n, err := f.ReadAt(buf[:min(int64(len(buf)), size-off)], off)
-		_, _ = h.Write(buf[:n])
-		if off += int64(n); err != nil && off < size {
-			return "", fault.FromOS(err)
-		}
-	}
-	return text(h), nil
+	return pass(ctx, size, min(8, runtime.GOMAXPROCS(0)), func(b []byte, off int64) error {
+		_, err := f.ReadAt(b, off)
+		return fault.FromOS(err)
+	}, nil)
 }
 
-func text(h *xxh3.Hasher128) string {
-	b := h.Sum128().Bytes()
-	return hex.EncodeToString(b[:])
+// pass reads so many bytes by several workers and hashes them in order; write, if not
+// nil, gets each part after that, while others are on their way.
+func pass(ctx context.Context, size int64, workers int, read, write func(b []byte, off int64) error) (string, error) {
+	h := xxh3.New128()
+	slots := make([][]byte, workers+workers/4+1)
+	cut := func(k int) ([]byte, int64) {
+		off := int64(k) * part
+		return slots[k%len(slots)][:min(part, size-off)], off
+	}
+	tasks := ordered.Tasks{
+		N: int((size + part - 1) / part), Window: len(slots), Workers: workers,
+		Work: func(_, k int) error {
+			if slot := &slots[k%len(slots)]; *slot == nil {
+				*slot = make([]byte, min(part, size))
+			}
+			return read(cut(k))
+		},
+		Turn: func(k int) error {
+			b, _ := cut(k)
+			_, _ = h.Write(b)
+			return nil
+		},
+	}
+	if write != nil {
+		tasks.Flush = func(k int) error { return write(cut(k)) }
+	}
+	if err := tasks.Run(ctx, "cache"); err != nil {
+		return "", err
+	}
+	sum := h.Sum128().Bytes()
+	return hex.EncodeToString(sum[:]), nil
 }
 
 // fetch brings the object and gives it its name.
@@ -163,23 +184,15 @@ func fetch(ctx context.Context, key string, src source.Source) (f *os.File, err 
 			f = nil
 		}
 	}()
-	h := xxh3.New128()
-	buf := make([]byte, min(block, max(1, src.Size())))
-	for off := int64(0); off < src.Size(); {
-		b := buf[:min(int64(len(buf)), src.Size()-off)]
-		if err := retry.Fill(ctx, src, b, off, part); err != nil {
-			return f, err
-		}
-		_, _ = h.Write(b)
-		if _, err := f.WriteAt(b, off); err != nil {
-			return f, fault.FromOS(err)
-		}
-		off += int64(len(b))
+	sum, err := pass(ctx, src.Size(), reads, func(b []byte, off int64) error { return src.ReadAt(ctx, b, off) },
+		func(b []byte, off int64) error {
+			_, err := f.WriteAt(b, off)
+			return fault.FromOS(err)
+		})
+	if err != nil {
+		return f, err
 	}
-	if err := f.Sync(); err != nil {
-		return f, fault.FromOS(err)
-	}
-	if err := os.Rename(temp, key+"-"+text(h)); err != nil {
+	if err := os.Rename(temp, key+"-"+sum); err != nil {
 		return f, fault.FromOS(err)
 	}
 	return f, nil

@@ -19,7 +19,6 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -285,29 +284,4 @@ func Do(ctx context.Context, tries int, timeout time.Duration, judge func(error)
 			return err
 		}
 	}
-}
-
-// Fill reads a range of a source in parts at once: for those who want much and
-// read alone.
-func Fill(ctx context.Context, s source.Source, p []byte, off int64, part int64) error {
-	if int64(len(p)) <= part {
-		return s.ReadAt(ctx, p, off)
-	}
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	var wg sync.WaitGroup
-	for at := int64(0); at < int64(len(p)); at += part {
-		wg.Add(1)
-		spawn.Go("read part", func() {
-			defer wg.Done()
-			if err := s.ReadAt(ctx, p[at:min(at+part, int64(len(p)))], off+at); err != nil {
-				cancel(err)
-			}
-		})
-	}
-	wg.Wait()
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	return nil
 }

@@ -269,9 +269,17 @@ func (h *hangs) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) 
 func TestLimiter(t *testing.T) {
 	s := &store{data: random(1 << 20)}
 	src := New(s, Options{Connections: 3})
-	if err := Fill(context.Background(), src, make([]byte, 1<<20), 0, 10_000); err != nil {
-		t.Fatal(err)
+	var wg sync.WaitGroup
+	for off := range int64(10) {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			if err := src.ReadAt(context.Background(), make([]byte, 100_000), off*100_000); err != nil {
+				t.Error(err)
+			}
+		}()
 	}
+	wg.Wait()
 	if p := s.peak.Load(); p > 3 || p < 1 {
 		t.Errorf("%d ranges at once", p)
 	}
