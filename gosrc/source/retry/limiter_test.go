@@ -59,7 +59,7 @@ func TestClimbAgain(t *testing.T) {
 // Of a store that gives each connection little, more are opened, until there are
 // enough; the bytes as they come say so, not the ranges that end.
 func TestClimbsByBytes(t *testing.T) {
-	s := &store{data: random(2 << 20)}
+	s := &store{data: random(64 << 10)}
 	s.fault = func(_, _ int64, b []byte) (io.Reader, error) { return &drip{bytes.NewReader(b)}, nil }
 	src := New(s, Options{})
 	defer src.Close()
@@ -84,7 +84,7 @@ func TestClimbsByBytes(t *testing.T) {
 		}()
 	}
 	begun := time.Now()
-	for src.AtOnce() < src.Far() && time.Since(begun) < 20*time.Second {
+	for src.AtOnce() < src.Far() && time.Since(begun) < time.Minute {
 		time.Sleep(10 * time.Millisecond)
 	}
 	if n := src.AtOnce(); n < src.Far() {
@@ -98,6 +98,6 @@ func TestClimbsByBytes(t *testing.T) {
 type drip struct{ r io.Reader }
 
 func (d *drip) Read(p []byte) (int, error) {
-	time.Sleep(5 * time.Millisecond)
-	return d.r.Read(p[:min(len(p), 64<<10)])
+	time.Sleep(10 * time.Millisecond)
+	return d.r.Read(p[:min(len(p), 1<<10)])
 }
