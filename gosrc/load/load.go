@@ -320,8 +320,8 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []
 		// Few round trips, and still a few ranges for each connection: at the
 		// end none should be waited for long.
 		ranges = func() int64 {
-			reads := min(threads, l.model.atOnce())
-			return min(steps, max(lim.Piece, p.Read/int64(4*max(1, reads))))
+			reads := max(1, min(threads, l.model.atOnce()))
+			return min(steps, max(lim.Piece, p.Read/int64(4*reads)))
 		}
 	}
 	task := &pipeline.Task{

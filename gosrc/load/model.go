@@ -115,14 +115,13 @@ func (m *Model) steps() (bytes int64) {
 }
 
 // atOnce is how many ranges are read in steps at once as things stand.
-func (m *Model) atOnce() int {
-	n := 1
+func (m *Model) atOnce() (reads int) {
 	for _, s := range m.srcs {
 		if r, ok := s.(source.Ranged); ok {
-			n = max(n, r.AtOnce())
+			reads = max(reads, r.AtOnce())
 		}
 	}
-	return n
+	return reads
 }
 
 // Close ends the handle. Loads that run go on; the sources are closed after

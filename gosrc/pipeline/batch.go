@@ -30,38 +30,29 @@ type queue struct {
 	skipped int64 // bytes of gaps in ranges
 }
 
-// source is where the next part comes from: a source.Ranged if it is to be read in
-// steps, else nil. job is the part's first; ok is false when there is none left.
-func (q *queue) source() (from source.Ranged, job int32, ok bool) {
+// take gives the next batch: one part, or, of a source that is read in steps, all of
+// a piece, which so is one worker's, and of those after it what the range has room
+// for. The latter only if it is of the source that the caller has a turn of, nil if
+// of none: else the batch has no parts yet, and from is where to wait for a turn. ok
+// is false when there are no parts left.
+//
+// Whoever has a range open waits for slots; those who have them wait for no range,
+// so that one slot will do for any number of workers.
+func (q *queue) take(turn source.Ranged) (b batch, from source.Ranged, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return q.peek()
-}
-
-func (q *queue) peek() (from source.Ranged, job int32, ok bool) {
-	if q.next == len(q.Plan.Parts) {
-		return nil, 0, false
-	}
-	p := &q.Plan.Pieces[q.Plan.Parts[q.next].Piece]
-	if q.Range != nil {
-		from, _ = q.Sources[p.Source].(source.Ranged)
-	}
-	return from, p.First, true
-}
-
-// take gives the next batch, if it is of that source: one part, or, of a source that
-// is read in steps, all of a piece, which so is one worker's, and of those after it
-// what the range has room for. Whoever has a range open waits for slots; those who
-// have them wait for no range, so that one slot will do for any number of workers.
-func (q *queue) take(from source.Ranged) (b batch, ok bool) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if now, _, ok := q.peek(); !ok || now != from {
-		return batch{}, false
-	}
 	parts, pieces := q.Plan.Parts, q.Plan.Pieces
+	if q.next == len(parts) {
+		return batch{}, nil, false
+	}
 	first := &parts[q.next]
-	b.first = int32(q.next)
+	b = batch{first: int32(q.next), end: int32(q.next)}
+	if q.Range != nil {
+		from, _ = q.Sources[pieces[first.Piece].Source].(source.Ranged)
+	}
+	if from != turn {
+		return b, from, true
+	}
 	q.next++
 	if from != nil {
 		most := q.Range()
@@ -81,5 +72,5 @@ func (q *queue) take(from source.Ranged) (b batch, ok bool) {
 	if q.next == len(parts) {
 		q.empty()
 	}
-	return b, true
+	return b, from, true
 }

@@ -238,49 +238,56 @@ type worker struct {
 
 func (w *worker) loop() error {
 	for {
-		from, job, ok := w.source()
+		b, from, ok := w.take(nil)
 		if !ok {
 			return nil
 		}
 		if w.ctx.Err() != nil {
 			return context.Cause(w.ctx)
 		}
-		if err := w.work(from, job); err != nil {
+		var err error
+		if from == nil {
+			err = w.batch(b)
+		} else {
+			err = w.ranged(from, w.Plan.Pieces[w.Plan.Parts[b.first].Piece].First)
+		}
+		if err != nil {
 			return err
 		}
 	}
 }
 
-// work does the next batch of a source, if it is still of that.
-func (w *worker) work(from source.Ranged, job int32) error {
+// ranged waits for a turn and does the next batch in it, if there still is one of that
+// source; job is where an error is told to be.
+func (w *worker) ranged(from source.Ranged, job int32) error {
 	t0 := time.Now()
-	if from != nil {
-		steps, err := from.Turn(w.turns)
-		if err != nil {
-			if w.ctx.Err() == nil && w.turns.Err() != nil {
-				return nil // others did what was left
-			}
-			return w.where("read", job, err)
+	steps, err := from.Turn(w.turns)
+	if err != nil {
+		if w.ctx.Err() == nil && w.turns.Err() != nil {
+			return nil // others did what was left
 		}
-		w.steps = steps
-		defer func() {
-			_ = steps.Close()
-			w.steps = nil
-		}()
+		return w.where("read", job, err)
 	}
-	b, ok := w.take(from)
-	if !ok {
+	w.steps = steps
+	defer func() {
+		_ = steps.Close()
+		w.steps = nil
+	}()
+	b, now, ok := w.take(from)
+	if !ok || now != from {
 		return nil
 	}
-	if from != nil { // no slot is kept while the answer is waited for
-		part := &w.Plan.Parts[b.first]
-		p := &w.Plan.Pieces[part.Piece]
-		w.at = p.Off + part.From
-		if err := w.steps.Begin(w.ctx, w.at, b.n); err != nil {
-			return w.where("read", p.First, err)
-		}
-		w.waited(&t0)
+	part := &w.Plan.Parts[b.first]
+	p := &w.Plan.Pieces[part.Piece]
+	w.at = p.Off + part.From
+	if err := steps.Begin(w.ctx, w.at, b.n); err != nil { // no slot is kept while the answer is waited for
+		return w.where("read", p.First, err)
 	}
+	w.waited(&t0)
+	return w.batch(b)
+}
+
+func (w *worker) batch(b batch) error {
 	for i := b.first; i < b.end; i++ {
 		if w.ctx.Err() != nil {
 			return context.Cause(w.ctx)

@@ -145,26 +145,26 @@ def containers_in(path: str) -> list[str]:
             continue
         place = _place_of(path, row.filename)
         if not row.filename.endswith(".safetensors") and os.path.exists(place) and not is_container(place):
-            raise NotSupportedError(
-                f"overwire: open {path}: {os.path.basename(row.filename)!r} was written by "
-                "nyacomp itself; compress the model again with overwire",
-                source=path,
-            )
+            raise _by_nyacomp(path, row.filename)
         found.append(place)
     if not found:
         raise FormatError(f"overwire: open {path}: it lists no container", source=path)
     return found
 
 
+def _by_nyacomp(meta: str, filename: str) -> NotSupportedError:
+    """What is said of a file in a meta.csv that is no container."""
+    name = os.path.basename(filename)
+    return NotSupportedError(
+        f"overwire: open {meta}: {name!r} was written by nyacomp itself; compress the model again with overwire", source=meta
+    )
+
+
 def _containers(uri: str, rows: list[MetaRow]) -> list[str]:
     names = [row.filename for row in rows if not row.filename.endswith("raw")]
     for name in names:
         if not name.endswith(".safetensors"):
-            raise NotSupportedError(
-                f"overwire: open {shown(uri)}: {os.path.basename(name)!r} was written by "
-                "nyacomp itself; compress the model again with overwire",
-                source=shown(uri),
-            )
+            raise _by_nyacomp(shown(uri), name)
     if not names:
         raise FormatError(f"overwire: open {shown(uri)}: it lists no container", source=shown(uri))
     return names

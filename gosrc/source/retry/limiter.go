@@ -28,10 +28,9 @@ type limiter struct {
 	open    int
 	waiting []chan struct{} // closed when its turn has come
 
-	begin     time.Time // of the window
-	saturated bool      // somebody waited in this window
-	last      float64   // bytes a second of the best window of late
-	before    int       // limit to go back to; 0: the last step was none
+	saturated bool    // somebody waited in this window
+	last      float64 // bytes a second of the best window of late
+	before    int     // limit to go back to; 0: the last step was none
 	resting   int
 	failed    int // steps in a row that brought nothing, 4 at most
 	halved    time.Time
@@ -128,7 +127,7 @@ func (l *limiter) acquire(ctx context.Context) error {
 
 // measure begins a window.
 func (l *limiter) measure() {
-	l.begin, l.saturated = time.Now(), len(l.waiting) > 0
+	l.saturated = len(l.waiting) > 0
 	l.due.Store(int64(time.Since(start) + window))
 	l.bytes.Store(0)
 }
@@ -136,13 +135,14 @@ func (l *limiter) measure() {
 // count counts bytes as they come, and ends the window when it is over.
 func (l *limiter) count(n int64) {
 	l.bytes.Add(n)
-	if due := l.due.Load(); int64(time.Since(start)) < due || !l.due.CompareAndSwap(due, math.MaxInt64) {
+	due, now := l.due.Load(), int64(time.Since(start))
+	if now < due || !l.due.CompareAndSwap(due, math.MaxInt64) {
 		return
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.saturated {
-		l.climb(float64(l.bytes.Load()) / time.Since(l.begin).Seconds())
+		l.climb(float64(l.bytes.Load()) / (time.Duration(now-due) + window).Seconds())
 	}
 	l.measure()
 	l.admit()

@@ -23,7 +23,7 @@ func (s *Source) AtOnce() int { return s.limit.atOnce() }
 
 // Turn waits for a permit; see source.Ranged.
 func (s *Source) Turn(ctx context.Context) (source.Range, error) {
-	ctx, end := s.within(ctx)
+	ctx, end := s.within(ctx, -1)
 	defer end()
 	r := &span{s: s}
 	if err := r.turn(ctx); err != nil {
@@ -32,10 +32,10 @@ func (s *Source) Turn(ctx context.Context) (source.Range, error) {
 	return r, nil
 }
 
-// within ends with the source, too.
-func (s *Source) within(ctx context.Context) (context.Context, func()) {
+// within ends with the source, too, and tells off then.
+func (s *Source) within(ctx context.Context, off int64) (context.Context, func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	unhook := context.AfterFunc(s.ctx, func() { cancel(s.at(-1, context.Cause(s.ctx))) })
+	unhook := context.AfterFunc(s.ctx, func() { cancel(s.at(off, context.Cause(s.ctx))) })
 	return ctx, func() {
 		unhook()
 		cancel(nil)
@@ -78,7 +78,7 @@ func (r *span) begin(ctx context.Context, off, n int64) error {
 		return s.at(off, context.Cause(s.ctx))
 	}
 	r.off, r.end = off, off+n
-	r.ctx, r.finish = s.within(ctx)
+	r.ctx, r.finish = s.within(ctx, off)
 	return nil
 }
 
@@ -140,6 +140,10 @@ func (r *span) Next(p []byte) error {
 		p, r.off = p[n:], r.off+int64(n)
 		s.counts[2].Add(int64(n))
 		if err == nil {
+			if r.off == r.end { // the connection and the permit can serve again
+				r.shut()
+				r.done()
+			}
 			return nil
 		}
 		got := r.got
@@ -212,8 +216,6 @@ func (r *span) read(p []byte) (int, error) {
 			if r.off+int64(got) < r.end {
 				return got, fmt.Errorf("%w: %d bytes before its end", errShort, r.end-r.off-int64(got))
 			}
-			r.shut()
-			r.done()
 			return got, nil
 		}
 		if err != nil {
@@ -234,8 +236,6 @@ func (r *span) read(p []byte) (int, error) {
 		s.Wasted(1)
 		return 0, errLong
 	}
-	r.shut()
-	r.done()
 	return got, nil
 }
 
