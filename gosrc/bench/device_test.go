@@ -129,7 +129,7 @@ func TestTaskTurns(t *testing.T) {
 			}
 		})
 	}
-	for deadline := time.Now().Add(3 * time.Second); spawn.Running() > running && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(time.Minute); spawn.Running() > running && time.Now().Before(deadline); {
 		time.Sleep(5 * time.Millisecond)
 	}
 	if n := spawn.Running(); n > running {
@@ -140,13 +140,12 @@ func TestTaskTurns(t *testing.T) {
 // A run that is cancelled kills the process that it waits for.
 func TestTaskTurnsCancelled(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
-	r := someRun(t, interpreter(t, "echo ready; exec sleep 60"), time.Minute)
+	r := someRun(t, interpreter(t, "echo ready; exec sleep 3600"), time.Hour)
 	r.ctx = ctx
 	time.AfterFunc(300*time.Millisecond, cancel)
-	start := time.Now()
 	o := r.taskTurns(&model{}, []task{{"load", packed, []string{"load", "cpu"}}}, nil)["load"]
-	if o.err == nil || len(o.results) > 0 || time.Since(start) > 8*time.Second {
-		t.Errorf("%+v after %v", o, time.Since(start))
+	if o.err == nil || len(o.results) > 0 {
+		t.Errorf("%+v", o)
 	}
 }
 

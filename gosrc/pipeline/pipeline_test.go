@@ -446,9 +446,8 @@ func TestRunCancel(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancelCause(context.Background())
 	time.AfterFunc(20*time.Millisecond, func() { cancel(fault.ErrCancelled) })
-	start := time.Now()
 	_, _, err := m.run(ctx, reqs, plan.Limits{Piece: 500, Part: 100}, 2)
-	if !errors.Is(err, fault.ErrCancelled) || time.Since(start) > 5*time.Second {
-		t.Fatalf("%v after %v", err, time.Since(start))
+	if !errors.Is(err, fault.ErrCancelled) {
+		t.Fatal(err)
 	}
 }

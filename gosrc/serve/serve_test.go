@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
@@ -73,8 +74,24 @@ func TestServe(t *testing.T) {
 	}
 }
 
-// The same seed gives the same faults; the link is as fast as it was told.
-func TestSeedAndRate(t *testing.T) {
+// A connection waits for the server's link and for its own, each as fast as its
+// rate says, by a clock that only they move.
+func TestRate(t *testing.T) {
+	for _, c := range []*conn{{s: &Server{link: link{rate: 10 << 20}}}, {s: &Server{}, own: link{rate: 10 << 20}}} {
+		synctest.Test(t, func(t *testing.T) {
+			begun := time.Now()
+			for range 8 {
+				c.send(step)
+			}
+			if d := time.Since(begun); d < 198*time.Millisecond || d > 200*time.Millisecond {
+				t.Errorf("2 MiB over a link of 10 MiB/s in %v", d)
+			}
+		})
+	}
+}
+
+// The same seed gives the same faults.
+func TestSeed(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "x"), make([]byte, 2<<20), 0o600); err != nil {
 		t.Fatal(err)
@@ -93,20 +110,6 @@ func TestSeedAndRate(t *testing.T) {
 	}
 	if !maps.Equal(seen[0], seen[1]) || seen[0]["500"] == 0 || seen[0]["503"] == 0 {
 		t.Error(seen)
-	}
-	for _, opt := range []Options{{Rate: 10 << 20}, {Each: 10 << 20}} {
-		s, err := New(dir, opt)
-		if err != nil {
-			t.Fatal(err)
-		}
-		begun := time.Now()
-		if code, body := get(t, s.URL()+"x", ""); code != 200 || len(body) != 2<<20 {
-			t.Error(code, len(body))
-		}
-		if d := time.Since(begun); d < 150*time.Millisecond {
-			t.Errorf("2 MiB over a link of 10 MiB/s in %v", d)
-		}
-		s.Close()
 	}
 	for _, bad := range []map[string]float64{{"none": 0.1}, {"500": 0.6, "503": 0.6}, {"500": -1}} {
 		if _, err := New(dir, Options{Faults: bad}); !errors.Is(err, fault.ErrArgument) {

@@ -534,9 +534,9 @@ func TestCancel(t *testing.T) {
 	src := opened(t, s.URL+"/x", nil)
 	ctx, cancel := context.WithCancelCause(context.Background())
 	time.AfterFunc(50*time.Millisecond, func() { cancel(fault.ErrCancelled) })
-	begun := time.Now()
-	if err := src.ReadAt(ctx, make([]byte, 500_000), 300_000); !errors.Is(err, fault.ErrCancelled) || time.Since(begun) > 2*time.Second {
-		t.Errorf("%v after %v", err, time.Since(begun))
+	// Without the cancel it would end as a stall.
+	if err := src.ReadAt(ctx, make([]byte, 500_000), 300_000); !errors.Is(err, fault.ErrCancelled) {
+		t.Error(err)
 	}
 	src.Close()
 }

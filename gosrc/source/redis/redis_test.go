@@ -291,9 +291,9 @@ func TestCancel(t *testing.T) {
 	defer stop.Store(false)
 	ctx, cancel := context.WithCancelCause(bg)
 	time.AfterFunc(50*time.Millisecond, func() { cancel(fault.ErrCancelled) })
-	start := time.Now()
-	if err := o.ReadAt(ctx, make([]byte, part), 0); !errors.Is(err, fault.ErrCancelled) || time.Since(start) > time.Second {
-		t.Error(time.Since(start), err)
+	// Without the cancel it would end as a stall.
+	if err := o.ReadAt(ctx, make([]byte, part), 0); !errors.Is(err, fault.ErrCancelled) {
+		t.Error(err)
 	}
 }
 
