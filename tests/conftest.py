@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure() -> None:
+    """Ctrl-C as a program at a terminal has it: background jobs of a shell start with SIGINT ignored, and hand that on."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    processes.adopt()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """No process that a test has started outlives the tests, however they end."""
+    yield
+    stayed = processes.left()
+    assert not stayed, f"still running, and killed now: {stayed}"
 
 
 @pytest.fixture

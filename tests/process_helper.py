@@ -23,7 +23,6 @@ import json, os, signal, sys, threading, time
 sys.path.insert(0, %r)
 from process_helper import *
 from overwire import _engine as e, errors
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignored"
 """ % str(Path(__file__).parent)
 
 

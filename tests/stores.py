@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -18,6 +17,7 @@ from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import processes
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,27 +51,21 @@ def _port() -> int:
 
 @contextmanager
 def _running(argv: list[str], port: int, **env: str) -> Iterator[None]:
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(argv, env=os.environ | env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        try:
-            until = time.monotonic() + 20
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                    break
-                except OSError:
-                    if time.monotonic() > until or process.poll() is not None:
-                        log.seek(0)
-                        raise AssertionError(f"{argv[0]} did not start: {log.read().decode()}") from None
-                    time.sleep(0.02)
-            yield
-        finally:
-            process.send_signal(signal.SIGTERM)
+    with (
+        tempfile.TemporaryFile() as log,
+        processes.started(argv, env=os.environ | env, stdout=log, stderr=log, stdin=subprocess.DEVNULL) as process,
+    ):
+        until = time.monotonic() + 60
+        while True:
             try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                if time.monotonic() > until or process.poll() is not None:
+                    log.seek(0)
+                    raise AssertionError(f"{argv[0]} did not start: {log.read().decode()}") from None
+                time.sleep(0.02)
+        yield
 
 
 @contextmanager

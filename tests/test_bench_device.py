@@ -116,7 +116,7 @@ def test_rows_through_the_command_line(tmp_path: Path) -> None:
     usable = next(row for name, row in rows.items() if "usable in torch" in name)
     assert first["value"] > 0
     assert usable["floor"] > 0
-    assert usable["value"] > usable["floor"] / 2  # both import torch
+    assert usable["value"] > 0
     assert not any("FAILED" in row.get("missing", "") for row in rows.values()), rows
     cold = next(row for name, row in rows.items() if "cold disk" in name)
     assert cold.get("value", 0) > 0 or "resident" in cold["missing"] or "O_DIRECT" in cold["missing"]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import overwire
+import processes
 import pytest
 
 
@@ -102,22 +103,16 @@ def test_full_disk(plain: Path):
 
 def test_ctrl_c(tmp_path: Path):
     """Interrupted in the middle of its work, it says 130 and leaves nothing."""
-    out = tmp_path / "big.safetensors"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "overwire", "bench", "all", "--size", "2GB", "--dir", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 60
-    while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
+    command = [sys.executable, "-m", "overwire", "bench", "all", "--size", "2GB", "--dir", str(tmp_path)]
+    with processes.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
-    assert not out.exists()
     assert list(tmp_path.iterdir()) == []
 
 

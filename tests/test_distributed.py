@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 from conftest import ROOT
 
@@ -57,22 +59,19 @@ def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices:
     """Runs the steps of group_worker on that many ranks; all must succeed."""
     store = f"store-{count}-{backend}-{'-'.join(steps)}"
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD"))}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "group_worker.py"), str(folder), store, *steps],
-            env=clean | {
-                "RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
-                "GROUP_BACKEND": backend, "GROUP_DEVICE": devices[rank] if devices else "cpu",
-            },
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(count)
-    ]  # fmt: skip
-    try:
-        said = [one.communicate(timeout=120)[0] for one in started]
-    finally:
-        for one in started:
-            one.kill()
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(processes.started(
+                [sys.executable, str(ROOT / "tests" / "group_worker.py"), str(folder), store, *steps],
+                env=clean | {
+                    "RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
+                    "GROUP_BACKEND": backend, "GROUP_DEVICE": devices[rank] if devices else "cpu",
+                },
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            ))
+            for rank in range(count)
+        ]  # fmt: skip
+        said = [one.communicate(timeout=240)[0] for one in started]
     for rank, (one, text) in enumerate(zip(started, said, strict=True)):
         assert one.returncode == 0, f"rank {rank} of {count}:\n{text}"
         assert text.count("done ") == len(steps)

@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import overwire as ow
+import processes
 import pytest
 from overwire.compat.nyacomp import _nyacomp
 
@@ -54,11 +52,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
     canary = ThreadingHTTPServer(("127.0.0.1", 0), Canary)
     threading.Thread(target=canary.serve_forever, daemon=True).start()
-    server = subprocess.Popen([sys.executable, "-m", "overwire", "serve", str(root / "models")], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    yield Place(root, server.stdout.readline().strip(), f"http://127.0.0.1:{canary.server_port}")
-    server.send_signal(signal.SIGINT)
-    server.communicate(timeout=10)
+    with processes.overwire_serve(root / "models") as url:
+        yield Place(root, url, f"http://127.0.0.1:{canary.server_port}")
     canary.shutdown()
     canary.server_close()
     shutil.rmtree(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import overwire as ow
+import processes
 import pytest
 
 SECRET = "planted-s3cr3t"
@@ -22,21 +24,16 @@ SECRET = "planted-s3cr3t"
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
     """serve(*options) starts a server of tmp_path and returns its URL."""
-    running: list[subprocess.Popen[str]] = []
+    with contextlib.ExitStack() as running:
+        yield lambda *options: running.enter_context(processes.overwire_serve(tmp_path, *options))
 
-    def start(*options: str) -> str:
-        command = [sys.executable, "-m", "overwire", "serve", str(tmp_path), *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        running.append(process)
-        assert process.stdout is not None
-        return process.stdout.readline().strip()
 
-    yield start
-    for process in running:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
-        assert process.stdout is not None
-        process.stdout.close()
+def test_serve_ends_by_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "overwire", "serve", str(tmp_path)]
+    with processes.started(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline().startswith("http")
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 130
 
 
 def weights(seed: int = 1, n: int = 12) -> dict[str, np.ndarray[Any, Any]]:

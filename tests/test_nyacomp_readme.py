@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import overwire as ow
+import processes
 import pytest
 from overwire import compat
 
@@ -154,10 +154,8 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
     tell = f'echo "$$ $url" >> {tmp_path}/asked; echo "for $url" >&2'
     curl.write_text(f'#!/bin/sh\nfor url; do case $url in http*) {tell};; esac; done\nexec {real} "$@"\n')
     curl.chmod(0o755)
-    server = subprocess.Popen([sys.executable, "-m", "overwire", "serve", str(served)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        url = server.stdout.readline().strip().rstrip("/")
+    with processes.overwire_serve(served) as url:
+        url = url.rstrip("/")
         (served / "nya/meta.csv").write_text(
             f"0,1\n{url}/nya/0.gz 300;70 bfloat16 {300 * 70 * 2} {size}\n{url}/nya/1.raw 300 bfloat16 600 600"
         )
@@ -177,9 +175,6 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
         path = os.pathsep.join(filter(None, [compat.path("nyacomp"), os.environ.get("PYTHONPATH", "")]))
         script(CURL, PYTHONPATH=path, PRELOAD_PATH=f"{url}/model/meta.csv", REMOTE_CSV="1", DOWNLOAD="1", HOST=url,
                DOWNLOADER_PATH=str(curl), OVERWIRE_DOWNLOADER_LOG=str(tmp_path / "log"), SKIP_SETPIPE_SZ="1")  # fmt: skip
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.communicate(timeout=10)
     lines = (tmp_path / "asked").read_text().replace(url + "/", "").splitlines()
     asked = [line.split()[1] for line in lines]
     # As nyacomp has it: one process gets the URLs of all tensor files, in the manifest's order.
@@ -226,7 +221,8 @@ def test_remotefile_s_command_line(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{server.server_port}"
     command = [sys.executable, "-m", "overwire", "fetch", "-s", "-v"]
     try:
-        with subprocess.Popen([*command, *(url + name for name in bodies)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        argv = [*command, *(url + name for name in bodies)]
+        with processes.started(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             until = time.monotonic() + 60
             while any(sent[name] < len(body) for name, body in bodies.items()) and time.monotonic() < until:
                 time.sleep(0.01)

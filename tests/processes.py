@@ -1,0 +1,92 @@
+"""Programs that tests start: each in a process group of its own, which ends with the test.
+
+A test that fails, or is interrupted, leaves neither the program nor anything
+that the program has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Kill what is left of the group that process leads, and wait for process."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def started(argv: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a program in a process group of its own; kill the group when the block is left."""
+    process = subprocess.Popen(argv, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        end(process)
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+@contextlib.contextmanager
+def overwire_serve(folder: Path, *options: str) -> Iterator[str]:
+    """The URL of an `overwire serve` of a folder, which runs until the block is left."""
+    command = [sys.executable, "-m", "overwire", "serve", str(folder), *options]
+    with started(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url: str = server.stdout.readline().strip()
+        assert url, "overwire serve did not start"
+        yield url
+
+
+def adopt() -> None:
+    """Become the parent of every descendant whose own parent has ended, so that left() finds it."""
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def left(grace: float = 5) -> list[str]:
+    """The command lines of this process's descendants that do not end within grace seconds. They are killed."""
+    until = time.monotonic() + grace
+    while (running := _descendants()) and time.monotonic() < until:
+        time.sleep(0.02)
+    stayed = list(running.values())
+    while running:
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        running = _descendants()  # with what became ours
+    return stayed
+
+
+def _descendants() -> dict[int, str]:
+    """Process id -> command line of every descendant that runs. Those of ours that have ended are waited for."""
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    parents[int(entry)] = int(parent)
+                elif int(parent) == os.getpid():
+                    os.waitpid(int(entry), os.WNOHANG)
+    ours, found = {os.getpid()}, {}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+        for pid in more:
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if "resource_tracker" not in command:  # Python's, ends with this process
+                    found[pid] = command[:300]
+    return found
