@@ -319,3 +319,21 @@ def _entries_of_paths() -> Iterator[tuple[str, Callable[..., Any]]]:
     for entry, call in ENTRIES.items():
         if entry not in ("load_file of an open file", "load_file of a folder", "load_file of an index"):
             yield entry, call
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 62, 1 << 62], [5, 0, 1 << 31, 1 << 31], [1 << 62, 0, 1 << 62]])
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_an_empty_tensor_that_no_framework_holds(tmp_path: Path, shape: list[int], framework: str) -> None:
+    """The format allows such a shape, and torch and numpy have errors of their own for it: here it is one of ours, by name."""
+    path = tmp_path / "x.safetensors"
+    header = json.dumps({"huge": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    calls: list[Callable[[], Any]] = [
+        lambda: ow.load_file(path, framework=framework),
+        lambda: list(ow.stream(path, framework=framework)),
+        lambda: ow.safe_open(path, framework).get_tensor("huge"),
+    ]
+    for call in calls:
+        with pytest.raises((ow.NotSupportedError, ow.FormatError), match="huge|shape") as caught:
+            call()
+        assert "overflow" in str(caught.value).lower()

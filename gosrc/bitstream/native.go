@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
 // The Native container: a common header, the algorithm's own header, padding
@@ -114,7 +115,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 		return bad("%d bytes at %d of %d", h.payload, h.offset, n)
 	case h.size == 0:
 		return layout{algo: algo, damaged: s.Verify != VerifyNever && h.damaged(src)}, nil
-	case h.chunk == 0 || (h.size+h.chunk-1)/h.chunk != h.chunks:
+	case h.chunk == 0 || sizes.CeilDiv(h.size, h.chunk) != h.chunks:
 		return bad("%d chunks of %d bytes for %d", h.chunks, h.chunk, h.size)
 	case !h.starts:
 		return layout{}, fault.New(fault.ErrNotSupported, "a native stream without the offsets of its chunks")

@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -307,7 +308,7 @@ func decodePart(l *layout, to []byte, p *part, verify bool) error {
 func bound(s *Spec, algo *algorithm, n int64) int64 {
 	switch s.Kind {
 	case Native:
-		chunks := (n + s.Chunk - 1) / s.Chunk
+		chunks := sizes.CeilDiv(n, s.Chunk)
 		return max(nativeTables(algo, 5, chunks, s.Sums), nativeTables(algo, 6, chunks, s.Sums)) + chunks*algo.padded(algo.bound(min(n, s.Chunk)))
 	case WithSize:
 		return int64(algo.prefix(6)) + algo.bound(n)
@@ -360,7 +361,7 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		if s.Kind != Native {
 			step = max(n, 1)
 		}
-		count := int((n + step - 1) / step)
+		count := int(sizes.CeilDiv(n, step))
 		if s.Kind != Native {
 			count = 1 // an empty block is a block
 		}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
 )
@@ -118,10 +119,10 @@ func (t *item) try(ctx context.Context, e *x16.Encoder, transform uint8, chunkBy
 			if enc, _, ok := e.Encode(out[:0], data, transform); ok {
 				size, out = int64(len(enc)), enc
 			}
-			total = roundUp(total, 16) + size
+			total = sizes.RoundUp(total, 16) + size
 		}
 	}
-	return roundUp(total, 64), nil
+	return sizes.RoundUp(total, 64), nil
 }
 
 // sample returns evenly spread runs of a tensor that is larger than that.
@@ -335,5 +336,3 @@ func hashOfNothing() [16]byte {
 	var h xxh3.Hasher
 	return sum128(&h)
 }
-
-func roundUp(n, to int64) int64 { return (n + to - 1) / to * to }

@@ -9,6 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -65,7 +66,7 @@ func (f *fileWriter) planPlain() error {
 	for i, t := range f.order {
 		entries[i] = safetensors.Entry{Name: t.name, DType: t.dtype, Shape: t.shape}
 		f.cut(t, tensor.Grid{Parts: 1, PartBytes: t.bytes, ChunkBytes: f.spec.ChunkBytes,
-			PerPart: (t.bytes + f.spec.ChunkBytes - 1) / f.spec.ChunkBytes}, 0)
+			PerPart: sizes.CeilDiv(t.bytes, f.spec.ChunkBytes)}, 0)
 	}
 	if _, err := safetensors.Place(entries); err != nil {
 		return err

@@ -7,6 +7,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -33,7 +34,7 @@ type stored struct {
 func newStored(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *cache) *stored {
 	s := &stored{src: src, idx: idx, t: t, cache: c, plain: plainBlock}
 	if t.Block > 0 && t.Block <= tensor.MaxChunkBytes {
-		s.plain = (plainBlock + t.Block - 1) / t.Block * t.Block
+		s.plain = sizes.RoundUp(plainBlock, t.Block)
 	}
 	s.row = t.Bytes
 	if len(t.Shape) > 0 && t.Bytes > 0 {
@@ -74,7 +75,7 @@ func (s *stored) spread(ctx context.Context, buf []byte, p, off int64) error {
 	end := off + int64(len(buf))
 	// The part's bytes of every row that is touched, also of those that end
 	// before its columns begin: they are clipped below.
-	lo, hi := off/s.row*s.width, (end+s.row-1)/s.row*s.width
+	lo, hi := off/s.row*s.width, sizes.CeilDiv(end, s.row)*s.width
 	for b := lo / s.block(); b*s.block() < hi; b++ {
 		from, to := max(lo, b*s.block()), min(hi, (b+1)*s.block())
 		// plain is where byte i of the part is in plain order.

@@ -1,30 +1,28 @@
 package tensor
 
 import (
-	"math/bits"
-
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
 // Size returns the bytes of a tensor: the product of its shape times the bits
-// of an element, every step checked. The words are those of safetensors.
+// of an element, every step checked. The words are those of safetensors, and so
+// is the order of the steps: what follows a dimension of zero may be any number.
 func Size(d DType, shape []int64) (int64, error) {
 	if !d.Valid() {
 		return 0, fault.New(fault.ErrFormat, "unknown dtype code %d", uint8(d))
 	}
-	n := uint64(1)
+	n, ok := uint64(1), true
 	for _, dim := range shape {
 		if dim < 0 {
 			return 0, fault.New(fault.ErrFormat, "negative dimension %d", dim)
 		}
-		hi, lo := bits.Mul64(n, uint64(dim))
-		if hi != 0 {
+		if n, ok = sizes.Mul(n, uint64(dim)); !ok {
 			return 0, fault.New(fault.ErrFormat, "ValidationOverflow: shape %v", shape)
 		}
-		n = lo
 	}
-	hi, total := bits.Mul64(n, uint64(d.Bits()))
-	if hi != 0 {
+	total, ok := sizes.Mul(n, uint64(d.Bits()))
+	if !ok {
 		return 0, fault.New(fault.ErrFormat, "ValidationOverflow: shape %v of %v", shape, d)
 	}
 	if total%8 != 0 {
@@ -101,7 +99,7 @@ func (t *Tensor) Grid() Grid {
 	if g.Parts > 1 {
 		g.PartRow = t.RowBits() / 8 / g.Parts
 	}
-	g.PerPart = (g.PartBytes + g.ChunkBytes - 1) / g.ChunkBytes
+	g.PerPart = sizes.CeilDiv(g.PartBytes, g.ChunkBytes)
 	return g
 }
 

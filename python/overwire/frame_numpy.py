@@ -14,7 +14,7 @@ import numpy as np
 
 from .dtypes import BITS, FLOATS, PACKED, nbytes, packed_shape
 from .errors import ArgumentError, MissingPackageError, NotSupportedError
-from .frames import Bytes
+from .frames import Bytes, check_empty
 
 __all__ = ["SAVED", "NumpyFrame", "hold"]
 
@@ -130,6 +130,7 @@ class NumpyFrame:
         return [adopt(capsule, pointer, dtype, shape) for (capsule, pointer), (_, dtype, shape, *_) in zip(landed, rows, strict=True)]
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
+        check_empty(dtype, shape)
         if dtype.startswith("F6_"):
             shape = packed_shape(dtype, shape)
         return np.empty(shape, self._type(dtype))

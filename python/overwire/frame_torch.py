@@ -16,7 +16,7 @@ import torch.utils.dlpack
 from . import _engine
 from .dtypes import FLOATS, PACKED, packed_shape
 from .errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError
-from .frames import Bytes
+from .frames import Bytes, check_empty
 
 __all__ = ["SAVED", "TorchFrame"]
 
@@ -157,6 +157,7 @@ class TorchFrame:
         ]
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
+        check_empty(dtype, shape)
         if dtype in PACKED:
             shape = packed_shape(dtype, shape)
         return torch.empty(shape, dtype=self._type(dtype), device=device)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
+from .dtypes import nbytes
 from .errors import ArgumentError, MissingPackageError, NotSupportedError
 
-__all__ = ["Bytes", "Frame", "check_device", "frame_for", "frame_of"]
+__all__ = ["Bytes", "Frame", "check_device", "check_empty", "frame_for", "frame_of"]
 
 
 class Bytes(NamedTuple):
@@ -81,6 +82,19 @@ class Frame(Protocol):
 
     def describe(self, tensor: Any) -> Bytes:
         """A tensor's logical bytes; copies what is not dense or not on the host."""
+
+
+def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> None:
+    """Raise NotSupportedError for an empty tensor whose other dimensions overflow.
+
+    safetensors allows that; torch and numpy count the bytes of its strides in 63 bits.
+    """
+    if nbytes(dtype, tuple(d for d in shape if d)) >= 1 << 63:
+        what = "" if name is None else f"tensor {name!r}: "
+        raise NotSupportedError(
+            f"overwire: {what}shape {list(shape)} of {dtype}: beside the zero its dimensions overflow; only framework='bytes' takes it",
+            tensor=name,
+        )
 
 
 _NAMES = {

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from . import _engine
 from .dtypes import CAST_FROM, CAST_TO, nbytes
 from .errors import ArgumentError, OutOfMemoryError, TensorNotFoundError
-from .frames import Frame
+from .frames import Frame, check_empty
 from .jobs import Job, log
 from .progress import Watcher
 from .selecting import Experts
@@ -291,6 +291,10 @@ class Model:
         watcher: Watcher | None = None,
         cast: str = "",
     ) -> tuple[Job, dict[int, Any]]:
+        if frame.name != "bytes":
+            for name, dtype, shape, size, *_ in rows:
+                if not size:
+                    check_empty(dtype, shape, name)
         pointers = [0] * len(rows)
         large = [] if self.device == "cpu" else [at for at, row in enumerate(rows) if row[3] >= LARGE]
         for at in large:

@@ -8,6 +8,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -75,12 +76,12 @@ func NewLayout(metadata map[string]string, items []Item) (*Layout, error) {
 		l.metadata[k] = v
 	}
 	l.metadata[MetadataKey] = mark()
-	sizes, err := sizes(items)
+	each, err := itemSizes(items)
 	if err != nil {
 		return nil, err
 	}
-	l.order(items, sizes)
-	if err := l.grid(items, sizes); err != nil {
+	l.order(items, each)
+	if err := l.grid(items, each); err != nil {
 		return nil, err
 	}
 	// Upper bounds: every chunk stored raw.
@@ -92,7 +93,7 @@ func NewLayout(metadata map[string]string, items []Item) (*Layout, error) {
 		case t.Plain:
 			t.Stored = t.Bytes
 		case t.Alias < 0:
-			t.Stored = int64(roundUp(uint64(t.Bytes)+tensor.StoredAlign*uint64(t.Count), tensor.BlobAlign))
+			t.Stored = sizes.RoundUp(t.Bytes+tensor.StoredAlign*int64(t.Count), tensor.BlobAlign)
 		}
 		end += uint64(t.Stored)
 	}
@@ -102,7 +103,7 @@ func NewLayout(metadata map[string]string, items []Item) (*Layout, error) {
 		return nil, fault.New(fault.ErrArgument, "%d bytes of tensors, %d of index: write shards or larger chunks", end, l.index)
 	}
 	bound := safetensors.HeaderBound(l.metadata, l.entries(), int64(end))
-	l.header = int64(roundUp(uint64(bound), DataAlign))
+	l.header = sizes.RoundUp(int64(bound), DataAlign)
 	if l.header-8 > tensor.MaxHeader {
 		return nil, fault.New(fault.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards", l.header, tensor.MaxHeader)
 	}
@@ -118,8 +119,8 @@ func NewLayout(metadata map[string]string, items []Item) (*Layout, error) {
 	return l, nil
 }
 
-// sizes checks each item for itself and returns the bytes of each.
-func sizes(items []Item) ([]int64, error) {
+// itemSizes checks each item for itself and returns the bytes of each.
+func itemSizes(items []Item) ([]int64, error) {
 	out := make([]int64, len(items))
 	if len(items) >= math.MaxInt32 {
 		return nil, fault.New(fault.ErrArgument, "%d tensors", len(items))
@@ -249,13 +250,13 @@ func (l *Layout) Place(c int, stored uint32) (off int64, err error) {
 	}
 	t := &l.Tensors[l.at]
 	if !t.Plain {
-		l.pos = int64(roundUp(uint64(l.pos), tensor.StoredAlign))
+		l.pos = sizes.RoundUp(l.pos, tensor.StoredAlign)
 	}
 	ch.Off, ch.Stored = l.pos, stored
 	l.pos += int64(stored)
 	if l.placed++; l.placed == int(t.First+t.Count) {
 		if !t.Plain {
-			l.pos = int64(roundUp(uint64(l.pos), tensor.BlobAlign))
+			l.pos = sizes.RoundUp(l.pos, tensor.BlobAlign)
 		}
 		t.Stored = l.pos - t.Off
 		l.at++

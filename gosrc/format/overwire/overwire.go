@@ -22,6 +22,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -116,10 +117,8 @@ func remedy(major uint64) string {
 
 // blobSize returns the bytes of an index, without overflow for any counts.
 func blobSize(tensors, chunks, dims uint64) uint64 {
-	return roundUp(headerSize+8*dims+tensorSize*tensors+chunkSize*chunks+trailerSize, tensor.BlobAlign)
+	return sizes.RoundUp(headerSize+8*dims+tensorSize*tensors+chunkSize*chunks+trailerSize, tensor.BlobAlign)
 }
-
-func roundUp(n, to uint64) uint64 { return (n + to - 1) / to * to }
 
 // A record is a tensor of the index as its bytes say it.
 type record struct {

@@ -6,6 +6,7 @@ import (
 	"golang.org/x/crypto/argon2"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
 // ChunkBytes is how much is encrypted at once: each chunk is a box of
@@ -108,7 +109,7 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 			if c.Chunk = c.Said; count == 1 {
 				c.Chunk = bytes
 			}
-			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || (bytes+c.Chunk-1)/c.Chunk != int64(count) {
+			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || count == 0 || sizes.CeilDiv(bytes, c.Chunk) != int64(count) {
 				return nil, fault.New(fault.ErrFormat, "%d chunks of %d for %d encrypted bytes", count, size, bytes)
 			}
 			boxes = true
@@ -157,7 +158,7 @@ func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
 // NewCrypt says how so many bytes will be encrypted, by a nonce that was never
 // used; its boxes are to be sealed.
 func NewCrypt(bytes int64, derive *Derivation) *Crypt {
-	c := &Crypt{Derive: derive, Chunk: ChunkBytes, Said: ChunkBytes, MACs: make([][macBytes]byte, (bytes+ChunkBytes-1)/ChunkBytes)}
+	c := &Crypt{Derive: derive, Chunk: ChunkBytes, Said: ChunkBytes, MACs: make([][macBytes]byte, sizes.CeilDiv(bytes, ChunkBytes))}
 	_, _ = rand.Read(c.Nonce[:]) // cannot fail
 	return c
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sha256"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
 // A Flow is the data of one tensor on their way past its sums. Its functions are
@@ -56,7 +57,7 @@ func inGroups(flows []Flow, workers int, inOrder bool) [][]int {
 		order[i] = i
 		total += flows[i].Bytes
 	}
-	each := (len(flows) + workers - 1) / workers
+	each := sizes.CeilDiv(len(flows), workers)
 	if inOrder || !sha256.Together(each) {
 		return slices.Collect(slices.Chunk(order, 1))
 	}
@@ -64,7 +65,7 @@ func inGroups(flows []Flow, workers int, inOrder bool) [][]int {
 	for len(order) > 0 && flows[order[0]].Bytes > total/int64(8*workers) {
 		groups, order = append(groups, order[:1]), order[1:]
 	}
-	each = min((len(order)+workers-1)/workers, sha256.Lanes)
+	each = min(sizes.CeilDiv(len(order), workers), sha256.Lanes)
 	return slices.AppendSeq(groups, slices.Chunk(order, max(1, each)))
 }
 
@@ -114,7 +115,7 @@ func (f *Flow) piece(ctx context.Context, buf *[]byte, off int64) ([]byte, error
 		return f.Memory[off:min(off+memoryPiece, f.Bytes)], nil
 	}
 	step := max(1, f.Step)
-	n := min((readPiece+step-1)/step*step, f.Bytes-off)
+	n := min(sizes.RoundUp(readPiece, step), f.Bytes-off)
 	if *buf == nil {
 		*buf = make([]byte, n)
 	}

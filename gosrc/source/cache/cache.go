@@ -31,6 +31,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
 )
@@ -146,7 +147,7 @@ func pass(ctx context.Context, size int64, workers int, read, write func(b []byt
 		return slots[k%len(slots)][:min(part, size-off)], off
 	}
 	tasks := ordered.Tasks{
-		N: int((size + part - 1) / part), Window: len(slots), Workers: workers,
+		N: int(sizes.CeilDiv(size, part)), Window: len(slots), Workers: workers,
 		Work: func(_, k int) error {
 			if slot := &slots[k%len(slots)]; *slot == nil {
 				*slot = make([]byte, min(part, size))

@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"golang.org/x/sys/unix"
 )
 
@@ -175,7 +176,7 @@ func (p *past) read(b []byte, off int64) (int, error) {
 	}
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
-	n := (head + int64(len(b)) + p.align - 1) / p.align * p.align
+	n := sizes.RoundUp(head+int64(len(b)), p.align)
 	got, err := unix.Pread(p.fd, (*buf)[:min(n, bounce)], off-head)
 	if err != nil || int64(got) <= head {
 		return 0, err

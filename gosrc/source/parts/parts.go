@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -196,7 +197,7 @@ func (d *Draft) Finish(size int64) error {
 	d.size = size
 	d.mu.Unlock()
 	if size > d.part {
-		for k := range int((size + d.part - 1) / d.part) {
+		for k := range int(sizes.CeilDiv(size, d.part)) {
 			d.mu.Lock()
 			if d.sent[k] {
 				d.mu.Unlock()
@@ -232,7 +233,7 @@ func (d *Draft) Publish() error {
 		d.mu.Unlock()
 		return err
 	}
-	n, whole := int((d.size+d.part-1)/d.part), []byte(nil)
+	n, whole := int(sizes.CeilDiv(d.size, d.part)), []byte(nil)
 	if d.size <= d.part {
 		n, whole = 0, d.at(0).buf[:d.size]
 	}
