@@ -41,7 +41,7 @@ export GOEXPERIMENT ?= simd
 export GOFLAGS ?= -tags=netgo,osusergo
 export FUZZTIME JOBS
 
-.PHONY: help venv build gen engine packages more test lint golint pylint gotest quick fuzz pytest wheel asan demo bench clean
+.PHONY: help venv build gen engine packages more test quick lint golint pylint static gotest suite fuzz pytest wheel asan demo bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,18 +67,29 @@ $(BIN)/gopy: go.mod
 
 $(BIN)/staticcheck:
 	@mkdir -p $(BIN)
-	GOBIN=$(CURDIR)/$(BIN) GOEXPERIMENT= go install $(STATICCHECK)
+	GOBIN="$(CURDIR)/$(BIN)" GOEXPERIMENT= go install $(STATICCHECK)
 
 $(BIN)/versitygw: # the S3 server of the tests; not optimised, it compiles in half the time
 	@mkdir -p $(BIN)
-	GOBIN=$(CURDIR)/$(BIN) CGO_ENABLED=0 go install -gcflags='github.com/...=-N -l' -ldflags="-s -w" $(VERSITYGW)
+	GOBIN="$(CURDIR)/$(BIN)" CGO_ENABLED=0 go install -gcflags='github.com/...=-N -l' -ldflags="-s -w" $(VERSITYGW)
 
 test: ## what must pass: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
-	@for step in "packages venv engine golint gotest" "build pylint" "fuzz $(BIN)/versitygw" "wheel asan" quick; do \
+	@for step in "packages venv engine golint gotest" "build pylint static" "fuzz $(BIN)/versitygw" "wheel asan" suite; do \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory -j3 -O BUILT= $$step || { echo "make $$step failed"; exit 1; }; \
 		echo "-- $$step: $$(($$(date +%s) - start)) s"; \
 	done
+
+# The inner loop: what a change breaks first, within two minutes on two cores. It
+# leaves out fuzzing, what is compiled a second time, and tests of many processes.
+HEAVY := build demo distributed examples face_memory fastsafetensors fastsafetensors_later fastsafetensors_plugins nyacomp_readme \
+         patch_safetensors pickle_hostile preload process secrets stores tensorizer_matrix tensorizer_readme tensorizer_stores
+
+quick: build ## the inner loop, under two minutes: gofmt, vet, ruff, Go tests, most Python tests
+	@$(MAKE) --no-print-directory golint
+	$(PY) -m ruff check --quiet .
+	go test -short $(LEAN) $(ROOMS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(HEAVY:%=--ignore=tests/test_%.py)
 
 engine: # compiled, like the Go tests, while the virtual environment is filled
 	$(PYTHON) setup.py ext
@@ -91,16 +102,19 @@ packages: # servers that the system has packages of, where they can be installed
 		echo "$${s%%:*} is not here and cannot be installed: its tests are skipped"; \
 	done
 
-more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leaves out: staticcheck, Go's tests of S3, slow tests
+more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leaves out: Go's tests of S3, slow tests, long races
 	go vet ./gosrc/...
+	$(BIN)/staticcheck ./gosrc/...
 	go test ./gosrc/source/... ./gosrc/save ./gosrc/cli
 	go test -race -short $(LONG_RACE)
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
 	@$(MAKE) --no-print-directory fakegpu fakepy
 
-lint: golint pylint $(BIN)/staticcheck ## gofmt, vet, staticcheck, ruff, mypy
-	$(BIN)/staticcheck ./gosrc/...
+lint: golint pylint static ## gofmt, vet, staticcheck, ruff, mypy
 	CGO_ENABLED=0 go vet $(LEAN) $(ROOMS)
+
+static: $(BIN)/staticcheck
+	$(BIN)/staticcheck $(LEAN) $(ROOMS)
 
 golint:
 	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }
@@ -123,8 +137,8 @@ fuzz: ## every fuzz target for FUZZTIME (20s), five at a time
 pytest: $(BUILT) ## the Python tests
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup
 
-quick:
-	OVERWIRE_TEST_DIST=$(CURDIR)/dist $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow"
+suite: # after wheel, whose files it looks at
+	OVERWIRE_TEST_DIST="$(CURDIR)/dist" $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow"
 
 wheel: venv ## dist/: the wheel and the sdist, audited, the wheel imported by every Python here
 	$(PY) wheels/build.py dist
@@ -152,7 +166,7 @@ clean: ## remove what was built and installed
 NVCC := build/nvcc/nvidia/cu13/bin/nvcc
 
 kernels: $(NVCC) ## compile cuda/built/x16.fatbin anew, byte for byte, by the pinned compiler
-	sh cuda/built/build.sh $(CURDIR)/$(NVCC)
+	sh cuda/built/build.sh "$(CURDIR)/$(NVCC)"
 
 $(NVCC):
 	$(PYTHON) -m pip install -q --disable-pip-version-check --target build/nvcc "cuda-toolkit[nvcc,cudart]==13.0.*"
