@@ -71,16 +71,18 @@ def load_file(
         scheme. Values are texts, numbers or bools; None is as if not given.
         http, https, hf: headers (a mapping), token (bearer), cacert, capath,
         insecure; timeout (seconds without progress, 30), connections (at most,
-        64: as many are open as bring more than fewer did), retries (8). Headers
-        and token go to that server alone. `cache`, a folder, keeps whole files:
-        they are fetched once, and compared with their hash on every use; nothing
-        is evicted.
+        64: as many are open as bring more than fewer did), retries (8). Headers,
+        token, and a URL's user and password go to the scheme, host and port that
+        they were given for, and over no redirect to others. A server with neither
+        an ETag nor a date is read by one request, in order. Files of hf:// are
+        those of one commit. `cache`, a folder, keeps whole files: they are
+        fetched once, and compared with their hash on every use; nothing is evicted.
         s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile;
         anon (unsigned); region, endpoint_url, path_style, sse_customer_key (32
         bytes or their base64), cacert, timeout, connections, retries. Without
         them credentials, region and endpoint are found as AWS's own tools find
         them: AWS_* of os.environ, shared files, web identity, SSO, processes,
-        containers, machines. redis, rediss (redis://host:port/key): username,
+        containers, machines; where there are none, requests are unsigned. redis, rediss (redis://host:port/key): username,
         password (else REDISCLI_AUTH), db, cacert, timeout, connections, retries;
         one value, or tensorizer's keys `key:...:offset`. What is replaced in a
         store while it is read is a CorruptError, never a mixture.

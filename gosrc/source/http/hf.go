@@ -1,29 +1,147 @@
 package http
 
 import (
+	"cmp"
+	"context"
+	"net/http"
 	"net/url"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// hub turns hf:// into the URL of the hub, and finds the user's token where
-// huggingface_hub keeps it: the options, HF_TOKEN, the file of a login.
-func hub(uri string, opt source.Options) (string, source.Options, error) {
+// A Hub opens the files of one load: those of one repository and revision come
+// from one commit, the first that the hub answers from. A branch that moves on
+// meanwhile changes nothing. Its zero value is ready; it is safe for concurrent
+// use. A hub that names no commit (X-Repo-Commit) pins nothing.
+type Hub struct {
+	mu        sync.Mutex
+	revisions map[string]*revision
+}
+
+// Open is the package's Open.
+func (h *Hub) Open(ctx context.Context, uri string, opt source.Options) (*Source, error) {
+	ref, ok := source.ParseHF(uri)
+	if !ok {
+		return named(ctx, uri, opt, nil)
+	}
+	r := h.revision(ref)
+	select { // the first is alone, until it has learned the commit
+	case r.turn <- struct{}{}:
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+	if r.settled() {
+		<-r.turn
+		return named(ctx, uri, opt, r)
+	}
+	defer func() { <-r.turn }()
+	s, err := named(ctx, uri, opt, r)
+	if err == nil {
+		r.settle()
+	}
+	return s, err
+}
+
+func (h *Hub) revision(ref source.HF) *revision {
+	name := cmp.Or(ref.Rev, "main")
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	key := ref.Repo + "@" + name
+	r := h.revisions[key]
+	if r == nil {
+		r = &revision{name: name, turn: make(chan struct{}, 1)}
+		if isCommit(name) {
+			r.commit = name
+		}
+		if h.revisions == nil {
+			h.revisions = map[string]*revision{}
+		}
+		h.revisions[key] = r
+	}
+	return r
+}
+
+// A revision is a branch, tag or commit of a repository, and the commit that
+// it was when the load began.
+type revision struct {
+	name string
+	turn chan struct{}
+
+	mu     sync.Mutex
+	commit string // "" until an answer names it
+	done   bool   // an object was opened: the hub names none, or has named it
+}
+
+func (r *revision) settled() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.done || r.commit != ""
+}
+
+func (r *revision) settle() {
+	r.mu.Lock()
+	r.done = true
+	r.mu.Unlock()
+}
+
+// now is what to ask for.
+func (r *revision) now() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return cmp.Or(r.commit, r.name)
+}
+
+// answered takes the commit of an answer of the hub, and refuses another one.
+func (r *revision) answered(resp *http.Response) error {
+	c := strings.ToLower(resp.Header.Get("X-Repo-Commit"))
+	if !isCommit(c) {
+		return nil
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.commit == "" {
+		r.commit = c
+	}
+	if r.commit != c {
+		return fault.New(fault.ErrCorrupt, "the hub answers from commit %s, the load has begun at %s", c, r.commit)
+	}
+	return nil
+}
+
+// isCommit knows the full name of a commit: SHA-1, or SHA-256.
+func isCommit(s string) bool {
+	return (len(s) == 40 || len(s) == 64) && strings.Trim(s, "0123456789abcdef") == ""
+}
+
+// home is where the object is to be asked for first.
+func (o *object) home() *url.URL {
+	if o.revision == nil {
+		return o.url
+	}
+	u, err := url.Parse(o.at(o.revision.now()))
+	if err != nil { // cannot be: it was well with another name for the commit
+		return o.url
+	}
+	return u
+}
+
+// hub turns hf:// into the URL of the hub, at any revision, and finds the
+// user's token where huggingface_hub keeps it: the options, HF_TOKEN, the file
+// of a login.
+func hub(uri string, opt source.Options) (func(rev string) string, source.Options, error) {
 	r, ok := source.ParseHF(uri)
 	if !ok || r.Repo == "" || r.File == "" || strings.HasSuffix(r.File, "/") {
-		return "", opt, fault.New(fault.ErrArgument, "expected hf://organisation/name/file@revision")
+		return nil, opt, fault.New(fault.ErrArgument, "expected hf://organisation/name/file@revision")
 	}
 	for _, part := range strings.Split(r.Repo+"/"+r.File, "/") {
 		if part == "" || part == "." || part == ".." {
-			return "", opt, fault.New(fault.ErrArgument, "%q in a name of the hub", part)
+			return nil, opt, fault.New(fault.ErrArgument, "%q in a name of the hub", part)
 		}
-	}
-	if r.Rev == "" {
-		r.Rev = "main"
 	}
 	if opt.Storage["token"] == "" {
 		if t := login(opt.Env); t != "" {
@@ -36,11 +154,10 @@ func hub(uri string, opt source.Options) (string, source.Options, error) {
 			opt.Storage = storage
 		}
 	}
-	endpoint := strings.TrimRight(opt.Env["HF_ENDPOINT"], "/")
-	if endpoint == "" {
-		endpoint = "https://huggingface.co"
-	}
-	return endpoint + "/" + escape(r.Repo) + "/resolve/" + url.PathEscape(r.Rev) + "/" + escape(r.File), opt, nil
+	endpoint := cmp.Or(strings.TrimRight(opt.Env["HF_ENDPOINT"], "/"), "https://huggingface.co")
+	return func(rev string) string {
+		return endpoint + "/" + escape(r.Repo) + "/resolve/" + url.PathEscape(rev) + "/" + escape(r.File)
+	}, opt, nil
 }
 
 func escape(path string) string {

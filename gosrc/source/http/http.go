@@ -7,15 +7,17 @@
 // the pinned object is never used: wrong Content-Range, another ETag or size,
 // an encoding. What has changed meanwhile is fault.ErrCorrupt.
 //
-// Servers without ranges are read by one GET in order; see spool.go.
+// Servers without ranges are read by one GET in order; see spool.go. So are
+// those that give nothing to pin an object by, neither an ETag nor a date: two
+// requests could bring bytes of two versions.
 //
-// At most 5 redirects are followed, never from https to http nor from a server
-// further out to a network further in, and what the caller gave to be sent
-// (headers, token, password) goes to the first server only.
+// Where requests may go, and what of the caller's goes along, is the room
+// route's to say; see follow.go.
 package http
 
 import (
 	"context"
+	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
@@ -23,8 +25,6 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"net/http/httptrace"
-	"net/netip"
 	"net/url"
 	"strconv"
 	"strings"
@@ -35,12 +35,12 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
+	"github.com/overwire/overwire/gosrc/source/route"
 )
 
 const (
 	// firstBytes come with the opening: what safetensors.Read asks for first.
 	firstBytes = 256 << 10
-	redirects  = 5
 	// openTries is how often an object is asked for at first, unless the server
 	// itself says that it is busy: a wrong name, or a server that is down,
 	// should be told soon.
@@ -60,7 +60,11 @@ type Source struct {
 
 // Open asks for the first bytes of an object.
 func Open(ctx context.Context, uri string, opt source.Options) (*Source, error) {
-	s, err := open(ctx, uri, opt)
+	return new(Hub).Open(ctx, uri, opt)
+}
+
+func named(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
+	s, err := open(ctx, uri, opt, r)
 	if err != nil {
 		var at *fault.At
 		if errors.As(err, &at) || ctx.Err() != nil {
@@ -71,7 +75,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Source, error) 
 	return s, nil
 }
 
-func open(ctx context.Context, uri string, opt source.Options) (*Source, error) {
+func open(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
 	scheme, _, _ := strings.Cut(strings.ToLower(uri), "://")
 	if err := opt.Check(scheme, options...); err != nil {
 		return nil, err
@@ -80,12 +84,13 @@ func open(ctx context.Context, uri string, opt source.Options) (*Source, error) 
 	if err != nil {
 		return nil, err
 	}
-	o := &object{uri: uri}
+	o := &object{uri: uri, revision: r}
 	address := uri
 	if scheme == "hf" {
-		if address, opt, err = hub(uri, opt); err != nil {
+		if o.at, opt, err = hub(uri, opt); err != nil {
 			return nil, err
 		}
+		address = o.at(r.name)
 	}
 	if o.url, err = url.Parse(address); err != nil || o.url.Host == "" || o.url.Scheme != "http" && o.url.Scheme != "https" {
 		return nil, fault.New(fault.ErrArgument, "not a valid URL")
@@ -182,6 +187,9 @@ func (s *Source) Identity() string {
 	if s.o.etag != "" {
 		return s.o.etag
 	}
+	if q := s.o.url.RawQuery; q != "" && s.o.modified != "" { // one date may be that of many objects
+		return fmt.Sprintf("%s %x", s.o.modified, sha256.Sum256([]byte(q)))
+	}
 	return s.o.modified
 }
 
@@ -200,12 +208,17 @@ type object struct {
 	headers http.Header
 	client  *client
 
+	// Of hf:// only: which commit it is, and the URL at one.
+	revision *revision
+	at       func(rev string) string
+
 	size     int64
 	etag     string // as the server writes it, "" if it has none
 	modified string // Last-Modified
 
+	way   route.Way
 	mu    sync.Mutex
-	moved *url.URL // where url led
+	moved *route.Hop // where url led
 }
 
 func (o *object) URI() string  { return o.uri }
@@ -213,7 +226,7 @@ func (o *object) Size() int64  { return o.size }
 func (o *object) Close() error { o.client.drop(); return nil }
 
 // first asks for the first bytes. It returns nil, and no error, if the server
-// gives no ranges of this object.
+// gives no ranges of this object, or nothing that holds them together.
 func (o *object) first(ctx context.Context, far retry.Options) (*Source, error) {
 	resp, err := o.get(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", firstBytes-1)}})
 	if err != nil {
@@ -222,6 +235,8 @@ func (o *object) first(ctx context.Context, far retry.Options) (*Source, error) 
 	defer resp.Body.Close()
 	from, to, total, ranged := contentRange(resp)
 	switch {
+	case resp.StatusCode == http.StatusPartialContent && !pins(resp):
+		return nil, plain(resp)
 	case resp.StatusCode == http.StatusRequestedRangeNotSatisfiable && ranged && total == 0:
 		return nil, nil // empty: a plain GET says what it is
 	case resp.StatusCode == http.StatusOK:
@@ -308,12 +323,27 @@ func (o *object) about(resp *http.Response, off, n int64) error {
 	return nil
 }
 
+// pins reports whether an answer has what tells one version of an object from
+// another: an ETag, or a date that is no younger than a second, since within
+// that another version could have the same.
+func pins(resp *http.Response) bool {
+	if resp.Header.Get("ETag") != "" {
+		return true
+	}
+	modified, err := http.ParseTime(resp.Header.Get("Last-Modified"))
+	if err != nil {
+		return false
+	}
+	now, err := http.ParseTime(resp.Header.Get("Date"))
+	return err != nil || now.Sub(modified) >= time.Second
+}
+
 // same compares what pins the object.
 func (o *object) same(resp *http.Response) error {
 	if tag := resp.Header.Get("ETag"); tag != o.etag {
 		return &changed{"its ETag is another one"}
 	}
-	if m := resp.Header.Get("Last-Modified"); o.etag == "" && m != o.modified {
+	if m := resp.Header.Get("Last-Modified"); m != o.modified && (o.etag == "" || strings.HasPrefix(o.etag, "W/")) {
 		return &changed{"its date is another one"}
 	}
 	return nil
@@ -357,146 +387,6 @@ func contentRange(resp *http.Response) (from, to, total int64, ok bool) {
 	}
 	from, to = number(a), number(b)
 	return from, to, total, ok && from <= to && (total < 0 || to < total)
-}
-
-// get sends a request to where the object is, following redirects.
-func (o *object) get(ctx context.Context, extra http.Header) (*http.Response, error) {
-	o.mu.Lock()
-	at := o.moved
-	o.mu.Unlock()
-	if at != nil {
-		resp, err := o.follow(ctx, at, extra, &route{})
-		if err != nil {
-			return nil, err
-		}
-		switch resp.StatusCode {
-		case http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound, http.StatusGone:
-			// A signed address runs out: the first one gives another.
-			_ = resp.Body.Close()
-			o.mu.Lock()
-			o.moved = nil
-			o.mu.Unlock()
-		default:
-			return resp, nil
-		}
-	}
-	return o.follow(ctx, o.url, extra, &route{})
-}
-
-func (o *object) follow(ctx context.Context, u *url.URL, extra http.Header, r *route) (*http.Response, error) {
-	for hop := 0; ; hop++ {
-		resp, err := o.send(ctx, u, extra, r)
-		if err != nil {
-			return nil, err
-		}
-		switch resp.StatusCode {
-		case http.StatusMovedPermanently, http.StatusFound, http.StatusSeeOther, http.StatusTemporaryRedirect, http.StatusPermanentRedirect:
-		default:
-			if hop > 0 && resp.StatusCode == http.StatusPartialContent {
-				o.mu.Lock()
-				o.moved = u
-				o.mu.Unlock()
-			}
-			return resp, nil
-		}
-		to, err := u.Parse(resp.Header.Get("Location"))
-		_, _ = io.CopyN(io.Discard, resp.Body, 4<<10) // short: its connection serves again
-		_ = resp.Body.Close()
-		switch {
-		case err != nil || resp.Header.Get("Location") == "":
-			return nil, &wrong{"a redirect to nowhere"}
-		case to.Scheme != "http" && to.Scheme != "https":
-			return nil, &refused{"a redirect to another scheme"}
-		case to.Host == "":
-			return nil, &wrong{"a redirect to nowhere"}
-		case u.Scheme == "https" && to.Scheme == "http":
-			return nil, &refused{"a redirect from https to http"}
-		case hop+1 > redirects:
-			return nil, &wrong{fmt.Sprintf("more than %d redirects", redirects)}
-		}
-		to.User, to.Fragment = nil, ""
-		u = to
-	}
-}
-
-// send asks one server, once.
-func (o *object) send(ctx context.Context, u *url.URL, extra http.Header, r *route) (*http.Response, error) {
-	home := u.Scheme == o.url.Scheme && u.Host == o.url.Host
-	r.mu.Lock()
-	r.redirected = !home
-	r.mu.Unlock()
-	req := (&http.Request{Method: http.MethodGet, URL: u, Host: u.Host, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Header: http.Header{}})
-	if home {
-		for k, v := range o.headers {
-			req.Header[k] = v
-		}
-		if host := req.Header.Get("Host"); host != "" {
-			req.Host = host
-			req.Header.Del("Host")
-		}
-		if p := o.url.User; p != nil && req.Header.Get("Authorization") == "" {
-			word, _ := p.Password()
-			req.SetBasicAuth(p.Username(), word)
-		}
-	}
-	for k, v := range extra {
-		req.Header[k] = v
-	}
-	req.Header.Set("Accept-Encoding", "identity")
-	if req.Header.Get("User-Agent") == "" {
-		req.Header.Set("User-Agent", "overwire")
-	}
-	proxy, err := o.client.transport.Proxy(req)
-	if err != nil {
-		return nil, err
-	}
-	if proxy == nil { // a proxy decides itself where it connects to
-		ctx = context.WithValue(ctx, routeKey{}, r)
-	}
-	var conn atomic.Pointer[net.Conn]
-	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(i httptrace.GotConnInfo) {
-		conn.Store(&i.Conn)
-		at, err := netip.ParseAddrPort(i.Conn.RemoteAddr().String())
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		if err == nil && proxy == nil && !r.redirected {
-			r.origin = at.Addr()
-		}
-	}})
-	resp, err := o.client.transport.RoundTrip(req.WithContext(ctx))
-	if c := conn.Load(); err == nil && c != nil && resp.Body != http.NoBody {
-		resp.Body = &body{ReadCloser: resp.Body, conn: *c}
-	}
-	return resp, err
-}
-
-// A body that is closed before its end ends its connection at once, by a reset:
-// the transport would wait its turn, and TLS for its farewell, while the rest
-// goes on coming.
-type body struct {
-	io.ReadCloser
-	conn net.Conn
-	end  bool
-}
-
-func (b *body) Read(p []byte) (int, error) {
-	n, err := b.ReadCloser.Read(p)
-	b.end = b.end || err == io.EOF
-	return n, err
-}
-
-func (b *body) Close() error {
-	if !b.end {
-		conn := b.conn
-		if secure, ok := conn.(*tls.Conn); ok {
-			conn = secure.NetConn()
-		}
-		if c, ok := conn.(interface{ SetLinger(int) error }); ok {
-			_ = c.SetLinger(0)
-			_ = conn.Close()
-		}
-	}
-	return b.ReadCloser.Close()
 }
 
 // wrong is an answer that does not fit the question: perhaps the next one does.

@@ -19,11 +19,11 @@ import (
 
 // schemes says who opens what, beside stores. A name without a scheme is a local
 // path.
-var schemes = map[string]func(ctx context.Context, uri string, opt source.Options) (source.Source, error){
-	"": func(_ context.Context, path string, _ source.Options) (source.Source, error) {
+var schemes = map[string]func(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source, error){
+	"": func(_ context.Context, _ *http.Hub, path string, _ source.Options) (source.Source, error) {
 		return wrap(file.Open(path))
 	},
-	"file": func(_ context.Context, uri string, _ source.Options) (source.Source, error) {
+	"file": func(_ context.Context, _ *http.Hub, uri string, _ source.Options) (source.Source, error) {
 		path, err := FilePath(uri)
 		if err != nil {
 			return nil, err
@@ -35,8 +35,8 @@ var schemes = map[string]func(ctx context.Context, uri string, opt source.Option
 	"hf":    overHTTP,
 }
 
-func overHTTP(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
-	return wrap(http.Open(ctx, uri, opt))
+func overHTTP(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source, error) {
+	return wrap(hub.Open(ctx, uri, opt))
 }
 
 // wrap keeps a nil *file.File from becoming a Source that is not nil.
@@ -47,8 +47,9 @@ func wrap[S source.Source](s S, err error) (source.Source, error) {
 	return s, nil
 }
 
-// With returns what opens one URI as the caller said; local files need no
-// options and take no notice of them. http and https are left to an external
+// With returns what opens the URIs of one load, as the caller said: those of one
+// repository of hf:// come from one commit. Local files need no options and take
+// no notice of them. http and https are left to an external
 // downloader where a setting names one. The option "cache" is a folder that
 // keeps whole objects of any store; see the room cache.
 func With(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
@@ -114,16 +115,16 @@ func Several(uris []string, sizes []int64, opt source.Options) (dial func(ctx co
 
 // Own is With, without any other program: a downloader may be overwire.
 func Own(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
+	var hub http.Hub
 	return func(ctx context.Context, uri string) (source.Source, error) {
-		fn, ok := schemes[Scheme(uri)]
-		if !ok {
-			fn = stores[Scheme(uri)].open
+		if fn := schemes[Scheme(uri)]; fn != nil {
+			return fn(ctx, &hub, uri, opt)
 		}
-		if fn == nil {
-			return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
-				Err: fault.New(fault.ErrNotSupported, "scheme %q; a local path is meant by ./%s", Scheme(uri), uri)}
+		if fn := stores[Scheme(uri)].open; fn != nil {
+			return fn(ctx, uri, opt)
 		}
-		return fn(ctx, uri, opt)
+		return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
+			Err: fault.New(fault.ErrNotSupported, "scheme %q; a local path is meant by ./%s", Scheme(uri), uri)}
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -31,6 +32,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/route"
 	"github.com/overwire/overwire/gosrc/source/spool"
 )
 
@@ -152,20 +154,26 @@ func (s *Source) Close() error {
 
 // arguments are what the program gets, and what it reads from its standard
 // input. curl is told to fail on a status that is no success, at the first of
-// several, to follow redirects but never out of TLS, and to be quiet: without,
-// it hands out error pages as if they were weights. Arguments can be read by
+// several, to follow redirects, and to be quiet: without, it hands out error pages
+// as if they were weights. curl does not look where a redirect leads: it may lead
+// to https only, where a server of a private network has no certificate for the
+// name, or anywhere if all URLs are addresses of private networks themselves. It
+// keeps user and password of a URL from other hosts. Arguments can be read by
 // every user of the machine: curl gets URLs with a user or a query, which may be
 // secrets, by its standard input. Other programs have no such way.
 func arguments(program string, urls []string) (args []string, stdin string) {
 	if filepath.Base(program) != "curl" {
 		return urls, ""
 	}
-	proto, private := "=http,https", false
-	for _, u := range urls {
-		if strings.HasPrefix(strings.ToLower(u), "https://") {
-			proto = "=https"
-		}
-		private = private || strings.ContainsAny(u, "@?")
+	inside, private := true, false
+	for _, text := range urls {
+		u, err := url.Parse(text)
+		inside = inside && err == nil && strings.EqualFold(u.Scheme, "http") && route.Inside(u.Hostname())
+		private = private || strings.ContainsAny(text, "@?")
+	}
+	proto := "=https"
+	if inside {
+		proto = "=http,https"
 	}
 	args = []string{"--fail", "--fail-early", "--silent", "--show-error", "--location", "--max-redirs", "5", "--proto", "=http,https",
 		"--proto-redir", proto, "--globoff"}

@@ -2,15 +2,9 @@ package s3
 
 import (
 	"context"
-	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"maps"
-	"net"
 	"net/http"
-	"net/url"
-	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -21,23 +15,31 @@ import (
 	awshttp "github.com/aws/aws-sdk-go-v2/aws/transport/http"
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 	"github.com/aws/smithy-go/logging"
-	"golang.org/x/net/http/httpproxy"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/route"
 )
 
 // A client is one way of reaching stores: connections, credentials, and the
 // regions of buckets as they became known. Equal options share one.
 type client struct {
 	*settings
-	transport *http.Transport
+	transport *route.Client
 	creds     aws.CredentialsProvider // nil: unsigned
+	guessed   bool                    // creds are the machine's, if it has any: nothing names them
 
 	mu      sync.Mutex
 	refs    int
-	apis    map[string]*s3.Client // by region
-	regions map[string]string     // of buckets elsewhere than settings say
+	apis    map[place]*s3.Client
+	regions map[string]string // of buckets elsewhere than settings say
+	bare    bool              // guessed, and there were none: requests go unsigned
+}
+
+// A place is what one of the SDK's clients is for.
+type place struct {
+	region string
+	signed bool
 }
 
 // clients keeps what was found out at a price (credentials, regions) for later
@@ -112,126 +114,44 @@ func newClient(ctx context.Context, opt source.Options) (*client, error) {
 	if err != nil {
 		return nil, err
 	}
-	t, err := s.transport()
-	if err != nil {
-		return nil, err
-	}
-	c := &client{settings: s, transport: t, apis: map[string]*s3.Client{}, regions: map[string]string{}}
-	ch := &chain{settings: s, http: c.http()}
+	c := &client{settings: s, transport: s.transport(), apis: map[place]*s3.Client{}, regions: map[string]string{}}
+	ch := &chain{settings: s, http: c.transport}
 	c.creds, err = ch.provider(ctx)
+	c.guessed = ch.guessed
 	return c, err
 }
 
-// transport makes connections: HTTP/1.1, since one connection carries one
-// stream faster than a share of one that is multiplexed.
-func (s *settings) transport() (*http.Transport, error) {
-	roots, err := s.roots()
-	if err != nil {
-		return nil, err
-	}
-	proxy := httpproxy.Config{
-		HTTPProxy: s.either("HTTP_PROXY"), HTTPSProxy: s.either("HTTPS_PROXY"), NoProxy: s.either("NO_PROXY"),
-	}
-	if all := s.either("ALL_PROXY"); all != "" {
-		if proxy.HTTPProxy == "" {
-			proxy.HTTPProxy = all
-		}
-		if proxy.HTTPSProxy == "" {
-			proxy.HTTPSProxy = all
-		}
-	}
-	through := proxy.ProxyFunc()
-	return &http.Transport{
-		Proxy:                 func(r *http.Request) (*url.URL, error) { return through(r.URL) },
-		DialContext:           (&net.Dialer{Timeout: min(s.retry.Timeout, 15*time.Second), KeepAlive: 30 * time.Second}).DialContext,
-		TLSClientConfig:       &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12},
-		TLSHandshakeTimeout:   min(s.retry.Timeout, 15*time.Second),
-		ResponseHeaderTimeout: s.retry.Timeout,
-		ExpectContinueTimeout: time.Second,
-		MaxConnsPerHost:       s.retry.Connections,
-		MaxIdleConnsPerHost:   256,
-		IdleConnTimeout:       30 * time.Second,
-		DisableCompression:    true,
-		ReadBufferSize:        256 << 10,
-		WriteBufferSize:       256 << 10,
-		Protocols:             http1(),
-	}, nil
-}
-
-func http1() *http.Protocols {
-	p := new(http.Protocols)
-	p.SetHTTP1(true)
-	return p
-}
-
-func (s *settings) either(name string) string {
-	if v := s.env(name); v != "" {
-		return v
-	}
-	return s.env(strings.ToLower(name))
-}
-
-// roots are the authorities to be trusted: nil, the system's own, unless a
-// file or folder was named.
-func (s *settings) roots() (*x509.CertPool, error) {
-	if s.cacert == "" && s.cacerts == "" {
-		return nil, nil
-	}
-	files := []string{s.cacert}
-	if s.cacert == "" {
-		files = nil
-		for _, dir := range filepath.SplitList(s.cacerts) {
-			found, _ := filepath.Glob(filepath.Join(dir, "*"))
-			files = append(files, found...)
-		}
-	}
-	pool, any := x509.NewCertPool(), false
-	for _, f := range files {
-		pem, err := os.ReadFile(f)
-		if err != nil {
-			if s.cacert != "" {
-				return nil, &fault.At{Verb: "open", Source: f, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
-			}
-			continue
-		}
-		any = pool.AppendCertsFromPEM(pem) || any
-	}
-	if !any {
-		return nil, fault.New(fault.ErrArgument, "no certificate in %s%s", s.cacert, s.cacerts)
-	}
-	return pool, nil
-}
-
-// http follows the redirects that keep the method, as AWS sends them to new
-// buckets, and never out of TLS.
-func (c *client) http() *http.Client {
-	return &http.Client{Transport: c.transport, CheckRedirect: func(r *http.Request, via []*http.Request) error {
-		status := r.Response.StatusCode
-		if status != http.StatusTemporaryRedirect && status != http.StatusPermanentRedirect || len(via) > 5 {
-			return http.ErrUseLastResponse
-		}
-		if via[0].URL.Scheme == "https" && r.URL.Scheme != "https" {
-			return fault.New(fault.ErrPermission, "a redirect from https to %s is not followed", r.URL.Scheme)
-		}
-		return nil
-	}}
+// transport makes connections. It follows no redirect: a request is signed for
+// one host, and has the session's token and the customer's key in its headers.
+// What AWS answers about a bucket of another region is signed anew; see call.
+func (s *settings) transport() *route.Client {
+	limit := min(s.retry.Timeout, 15*time.Second)
+	c := route.New(route.Settings{Env: s.opt.Env, CAFile: s.cacert, CAPath: s.cacerts, Dial: limit})
+	c.TLSHandshakeTimeout = limit
+	c.ResponseHeaderTimeout = s.retry.Timeout
+	c.ExpectContinueTimeout = time.Second
+	c.MaxConnsPerHost = s.retry.Connections
+	c.MaxIdleConnsPerHost = 256
+	c.ReadBufferSize = 256 << 10
+	c.WriteBufferSize = 256 << 10
+	return c
 }
 
 // api is the client for a bucket, in the region where it is known to be.
-func (c *client) api(bucket string) *s3.Client {
+func (c *client) api(bucket string, signed bool) *s3.Client {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	region := c.region
+	at := place{c.region, signed}
 	if r, ok := c.regions[bucket]; ok {
-		region = r
+		at.region = r
 	}
-	if a, ok := c.apis[region]; ok {
+	if a, ok := c.apis[at]; ok {
 		return a
 	}
 	o := s3.Options{
-		Region:       region,
+		Region:       at.region,
 		Credentials:  c.creds,
-		HTTPClient:   c.http(),
+		HTTPClient:   c.transport,
 		UsePathStyle: c.pathStyle,
 		UseARNRegion: true,
 		// Retries are ours; the first answer is what callers see.
@@ -243,7 +163,7 @@ func (c *client) api(bucket string) *s3.Client {
 		Logger:                     logging.Nop{},
 		DefaultsMode:               aws.DefaultsModeStandard,
 	}
-	if c.creds == nil {
+	if c.creds == nil || !signed {
 		o.Credentials = aws.AnonymousCredentials{}
 	}
 	if c.endpoint != "" {
@@ -256,14 +176,38 @@ func (c *client) api(bucket string) *s3.Client {
 		o.EndpointOptions.UseDualStackEndpoint = aws.DualStackEndpointStateEnabled
 	}
 	a := s3.New(o)
-	c.apis[region] = a
+	c.apis[at] = a
 	return a
 }
 
-// call runs one request, and once more where the store says that the bucket is
-// in another region.
+// signs reports whether requests are signed: not where nothing names
+// credentials and the machine has none. Public objects are read so.
+func (c *client) signs(ctx context.Context) bool {
+	if !c.guessed {
+		return true
+	}
+	c.mu.Lock()
+	bare := c.bare
+	c.mu.Unlock()
+	if bare {
+		return false
+	}
+	_, err := c.creds.Retrieve(ctx) // which keeps them
+	if err == nil || ctx.Err() != nil {
+		return true
+	}
+	c.mu.Lock()
+	c.bare = true
+	c.mu.Unlock()
+	return false
+}
+
+// call runs one request, and once more, signed anew, where the store says that
+// the bucket is in another region. Where that is the region says, and no
+// Location.
 func call[T any](ctx context.Context, c *client, bucket string, fn func(*s3.Client) (T, error)) (T, error) {
-	api := c.api(bucket)
+	signed := c.signs(ctx)
+	api := c.api(bucket, signed)
 	out, err := fn(api)
 	if err == nil || ctx.Err() != nil {
 		return out, err
@@ -273,12 +217,17 @@ func call[T any](ctx context.Context, c *client, bucket string, fn func(*s3.Clie
 		return out, err
 	}
 	region := resp.Response.Header.Get("X-Amz-Bucket-Region")
-	if s := resp.HTTPStatusCode(); s != http.StatusMovedPermanently && s != http.StatusBadRequest && s != http.StatusForbidden ||
-		region == api.Options().Region || !validRegion(region) {
-		return out, err
+	switch s := resp.HTTPStatusCode(); {
+	case (route.Redirect(s) || s == http.StatusBadRequest || s == http.StatusForbidden) && region != api.Options().Region && validRegion(region):
+		c.mu.Lock()
+		c.regions[bucket] = region
+		c.mu.Unlock()
+		return fn(c.api(bucket, signed))
+	case !signed && (s == http.StatusUnauthorized || s == http.StatusForbidden):
+		c.mu.Lock()
+		c.bare = false // there may be some next time
+		c.mu.Unlock()
+		return out, fault.New(fault.ErrPermission, "%s. Unsigned, the store refused%s", noCredentials, status(err))
 	}
-	c.mu.Lock()
-	c.regions[bucket] = region
-	c.mu.Unlock()
-	return fn(c.api(bucket))
+	return out, err
 }

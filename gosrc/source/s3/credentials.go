@@ -6,7 +6,6 @@ import (
 	"crypto/sha1"
 	"encoding/hex"
 	"net"
-	"net/http"
 	"net/url"
 	"os/exec"
 	"path/filepath"
@@ -28,6 +27,7 @@ import (
 	"github.com/aws/aws-sdk-go-v2/service/sts"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source/route"
 )
 
 // A chain finds credentials as AWS's own tools do, but reads no variable of
@@ -37,7 +37,8 @@ import (
 // endpoint, the instance's metadata (version 2 only).
 type chain struct {
 	*settings
-	http *http.Client
+	http    *route.Client
+	guessed bool // provider has nothing but the instance's metadata to ask
 }
 
 // provider is what the first link that is configured gives; nil for unsigned requests.
@@ -106,6 +107,7 @@ func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth i
 		base, err = c.container()
 	default:
 		base = c.instance()
+		c.guessed = depth == 0 && p.RoleARN == "" && !c.profiled
 	}
 	if err != nil || p.RoleARN == "" {
 		return base, err
@@ -249,7 +251,9 @@ func (c *chain) instance() aws.CredentialsProvider {
 			o.Endpoint = "http://[fd00:ec2::254]"
 		}
 	}
-	o.HTTPClient = &http.Client{Transport: &http.Transport{ // never through a proxy
-		DialContext: (&net.Dialer{Timeout: time.Second}).DialContext, ResponseHeaderTimeout: 2 * time.Second, DisableKeepAlives: true}}
+	direct := route.New(route.Settings{Dial: time.Second}) // never through a proxy
+	direct.ResponseHeaderTimeout = 2 * time.Second
+	direct.DisableKeepAlives = true
+	o.HTTPClient = direct
 	return ec2rolecreds.New(func(p *ec2rolecreds.Options) { p.Client = imds.New(o) })
 }

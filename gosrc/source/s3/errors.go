@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/url"
 	"strconv"
 	"strings"
 	"time"
@@ -18,6 +19,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/source/retry"
+	"github.com/overwire/overwire/gosrc/source/route"
 )
 
 // A refusal is what a store answered instead of data. Its text has what the
@@ -96,6 +98,10 @@ func classify(ctx context.Context, err error) error {
 			r.after = time.Duration(min(n, 3600)) * time.Second
 		}
 		r.class = statusClass(r.status, r.code)
+		if route.Redirect(r.status) {
+			r.message = "a redirect" + leads(resp.Response.Header.Get("Location")) + " is refused, since the request is signed for this host: " +
+				"region and endpoint_url say where a bucket is"
+		}
 		if r.message == "" && r.status < 300 {
 			r.message = "the answer could not be understood"
 		}
@@ -123,8 +129,19 @@ func classOf(err error) error {
 	}
 }
 
+// leads names the host of a Location, which is all of it that is no secret.
+func leads(location string) string {
+	u, err := url.Parse(location)
+	if err != nil || u.Hostname() == "" {
+		return ""
+	}
+	return " to " + strconv.Quote(printable(u.Hostname()))
+}
+
 func statusClass(status int, code string) error {
 	switch {
+	case route.Redirect(status):
+		return fault.ErrPermission
 	case code == "PreconditionFailed" || status == http.StatusPreconditionFailed:
 		return fault.ErrCorrupt
 	case code == "RequestTimeout" || status == http.StatusRequestTimeout:

@@ -154,7 +154,7 @@ func TestRefusals(t *testing.T) {
 		{"a bad region", "s3://models/m", with(s, "region", "x.evil.example/"), fault.ErrArgument, []string{"region"}},
 		{"a short customer key", "s3://models/m", with(s, "sse_customer_key", "planted"), fault.ErrArgument, []string{"32 bytes"}},
 		{"no such profile", "s3://models/m", with(s, "profile", "nobody"), fault.ErrArgument, []string{"nobody"}},
-		{"no file of certificates", "s3://models/m", with(s, "cacert", "/none.pem"), fault.ErrNotFound, []string{"/none.pem"}},
+		{"no file of certificates", "s3://models/m", with(s, "cacert", "/none.pem", "endpoint_url", "https://127.0.0.1:1"), fault.ErrNotFound, []string{"/none.pem"}},
 	} {
 		_, err := get(c.uri, c.opt)
 		if !errors.Is(err, c.class) {

@@ -261,7 +261,7 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	if c.sse.key != nil {
 		return "", n.at("presign", -1, fault.New(fault.ErrNotSupported, "a URL cannot carry the customer's key"))
 	}
-	out, err := s3.NewPresignClient(c.api(n.bucket)).PresignGetObject(ctx,
+	out, err := s3.NewPresignClient(c.api(n.bucket, true)).PresignGetObject(ctx,
 		&s3.GetObjectInput{Bucket: &n.bucket, Key: &n.key, VersionId: n.version}, s3.WithPresignExpires(expires))
 	if err != nil {
 		return "", n.at("presign", -1, classify(ctx, err))

@@ -1,0 +1,19 @@
+package fetch
+
+import (
+	"bytes"
+	"context"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+// What is fetched is under the one policy of redirects.
+func TestRoutes(t *testing.T) {
+	sourcetest.Routes(t, func(uri string, opt source.Options) ([]byte, error) {
+		var b bytes.Buffer
+		_, err := Fetch(context.Background(), nil, Spec{URIs: []string{uri}, Storage: opt, Own: true}, &b)
+		return b.Bytes(), err
+	})
+}

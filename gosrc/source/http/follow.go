@@ -1,0 +1,115 @@
+package http
+
+import (
+	"context"
+	"io"
+	"net"
+	"net/http"
+
+	"github.com/overwire/overwire/gosrc/source/route"
+)
+
+// get sends a request to where the object is, following redirects. Where the
+// first answer came from is asked directly from then on.
+func (o *object) get(ctx context.Context, extra http.Header) (*http.Response, error) {
+	o.mu.Lock()
+	at := o.moved
+	o.mu.Unlock()
+	if at != nil {
+		resp, err := o.follow(ctx, at.Here(), extra)
+		if err != nil {
+			return nil, err
+		}
+		switch resp.StatusCode {
+		case http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound, http.StatusGone:
+			// A signed address runs out: the first one gives another.
+			_ = resp.Body.Close()
+			o.mu.Lock()
+			o.moved = nil
+			o.mu.Unlock()
+		default:
+			return resp, nil
+		}
+	}
+	return o.follow(ctx, route.Start(o.home()), extra)
+}
+
+func (o *object) follow(ctx context.Context, h route.Hop, extra http.Header) (*http.Response, error) {
+	for hops := 0; ; hops++ {
+		resp, err := o.send(ctx, h, extra)
+		if err != nil {
+			return nil, err
+		}
+		if h.Home && o.revision != nil {
+			if err := o.revision.answered(resp); err != nil {
+				_ = resp.Body.Close()
+				return nil, err
+			}
+		}
+		if !route.Redirect(resp.StatusCode) {
+			if hops > 0 && resp.StatusCode == http.StatusPartialContent {
+				o.mu.Lock()
+				o.moved = &h
+				o.mu.Unlock()
+			}
+			return resp, nil
+		}
+		_, _ = io.CopyN(io.Discard, resp.Body, 4<<10) // short: its connection serves again
+		_ = resp.Body.Close()
+		if h, err = h.Next(resp.Header.Get("Location")); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// send asks one server, once.
+func (o *object) send(ctx context.Context, h route.Hop, extra http.Header) (*http.Response, error) {
+	req := (&http.Request{Method: http.MethodGet, URL: h.URL, Host: h.URL.Host, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Header: http.Header{}})
+	if h.Home {
+		for k, v := range o.headers {
+			req.Header[k] = v
+		}
+		if host := req.Header.Get("Host"); host != "" {
+			req.Host = host
+			req.Header.Del("Host")
+		}
+		if p := o.url.User; p != nil && req.Header.Get("Authorization") == "" {
+			word, _ := p.Password()
+			req.SetBasicAuth(p.Username(), word)
+		}
+	}
+	for k, v := range extra {
+		req.Header[k] = v
+	}
+	req.Header.Set("Accept-Encoding", "identity")
+	if req.Header.Get("User-Agent") == "" {
+		req.Header.Set("User-Agent", "overwire")
+	}
+	resp, conn, err := o.way.Send(o.client.transport, req.WithContext(ctx))
+	if err == nil && conn != nil && resp.Body != http.NoBody {
+		resp.Body = &body{ReadCloser: resp.Body, conn: conn}
+	}
+	return resp, err
+}
+
+// A body that is closed before its end ends its connection at once, by a reset:
+// the transport would wait its turn, and TLS for its farewell, while the rest
+// goes on coming.
+type body struct {
+	io.ReadCloser
+	conn net.Conn
+	end  bool
+}
+
+func (b *body) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	b.end = b.end || err == io.EOF
+	return n, err
+}
+
+func (b *body) Close() error {
+	if !b.end {
+		route.Cut(b.conn)
+	}
+	return b.ReadCloser.Close()
+}

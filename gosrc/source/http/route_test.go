@@ -1,0 +1,229 @@
+package http
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+// What reaches which server, over every kind of redirect.
+func TestRoutes(t *testing.T) {
+	sourcetest.Routes(t, func(uri string, opt source.Options) ([]byte, error) {
+		s, err := Open(context.Background(), uri, opt)
+		if err != nil {
+			return nil, err
+		}
+		defer s.Close()
+		p := make([]byte, s.Size())
+		if err := s.ReadAt(context.Background(), p[:1000], 0); err != nil {
+			return nil, err
+		}
+		return p, errors.Join(s.ReadAt(context.Background(), p[:firstBytes], 0), s.ReadAt(context.Background(), p[firstBytes:], firstBytes))
+	})
+	settled(t)
+}
+
+// An object is found again where it was, over new connections, several at
+// once, after the first one was redirected within a private network.
+func TestRedirectedRanges(t *testing.T) {
+	w := sourcetest.NewWorld(t)
+	for _, from := range []string{"net", "pub"} {
+		to := from + "2"
+		w.Script(302, map[string]string{from + "/a": "http://{" + to + "}/b"})
+		s := opened(t, w.URL("http://{"+from+"}/a"), nil)
+		for range 3 {
+			errs := make(chan error)
+			for i := range 6 {
+				go func() {
+					p := make([]byte, 70_000)
+					off := int64(270_000 + 70_000*i)
+					err := s.ReadAt(context.Background(), p, off)
+					if err == nil && !bytes.Equal(p, w.Data[off:off+70_000]) {
+						err = errors.New("other bytes")
+					}
+					errs <- err
+				}()
+			}
+			for range 6 {
+				if err := <-errs; err != nil {
+					t.Error(err)
+				}
+			}
+			s.o.client.transport.CloseIdleConnections()
+		}
+		for _, at := range w.Seen()[1:] {
+			if at != to+"/b" {
+				t.Errorf("asked %s again", at)
+			}
+		}
+	}
+}
+
+// A connection that one object may use is not used for another that may not.
+func TestIdleConnections(t *testing.T) {
+	w := sourcetest.NewWorld(t)
+	w.Script(302, map[string]string{"net/a": "http://{net2}/b", "pub/a": "http://{net2}/b"})
+	near := opened(t, w.URL("http://{net}/a"), nil)
+	if err := near.ReadAt(context.Background(), make([]byte, 1000), 500_000); err != nil {
+		t.Fatal(err)
+	}
+	w.Script(302, map[string]string{"net/a": "http://{net2}/b", "pub/a": "http://{net2}/b"})
+	_, err := Open(context.Background(), w.URL("http://{pub}/a"), source.Options{})
+	if !errors.Is(err, fault.ErrPermission) || strings.Join(w.Seen(), " ") != "pub/a" {
+		t.Errorf("%v after %v", err, w.Seen())
+	}
+	if err := near.ReadAt(context.Background(), make([]byte, 1000), 600_000); err != nil {
+		t.Errorf("the other object: %v", err)
+	}
+}
+
+// A name that means an address further in by now is not followed there, not
+// even by the server that the caller named: the way began on the internet.
+func TestRebinding(t *testing.T) {
+	w := sourcetest.NewWorld(t)
+	pub, inside := w.URL("{pub}"), w.URL("{net}")
+	opt := source.Options{Storage: map[string]string{"retries": "0", "token": sourcetest.Planted}}
+	c, err := hold(opt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.drop()
+	var turned atomic.Bool
+	dial := c.transport.DialContext
+	c.transport.DialContext = func(ctx context.Context, network, address string) (net.Conn, error) {
+		if strings.HasPrefix(address, "rebound.example:") { // as a name server would
+			address = pub
+			if turned.Load() {
+				address = inside
+			}
+		}
+		return dial(ctx, network, address)
+	}
+	w.Script(302, nil)
+	s := opened(t, "http://rebound.example/a", opt.Storage)
+	turned.Store(true)
+	c.transport.CloseIdleConnections()
+	err = s.ReadAt(context.Background(), make([]byte, 1000), 500_000)
+	if !errors.Is(err, fault.ErrPermission) {
+		t.Errorf("%v", err)
+	}
+	for _, at := range w.Seen() {
+		if strings.HasPrefix(at, "net") {
+			t.Errorf("%s was asked", at)
+		}
+	}
+	// From the redirect, by a name.
+	turned.Store(true)
+	w.Script(302, map[string]string{"pub2/a": "http://rebound.example/b"})
+	if _, err := Open(context.Background(), w.URL("http://{pub2}/a"), opt); !errors.Is(err, fault.ErrPermission) {
+		t.Errorf("%v after %v", err, w.Seen())
+	}
+}
+
+// Which address a proxy connects to is not known here, but for those that the
+// URL itself has.
+func TestProxiedRedirects(t *testing.T) {
+	w := sourcetest.NewWorld(t)
+	env := map[string]string{"HTTP_PROXY": w.URL("http://proxy:" + sourcetest.Planted + "@{net}")}
+	for location, ok := range map[string]bool{
+		"http://198.51.100.7/b": true, "http://other.example/b": true, "http://10.0.0.1/b": false, "http://[fd00::1]/b": false,
+		"http://169.254.169.254/b": false, "http://[::ffff:10.0.0.1]/b": false, "http://[64:ff9b::a00:1]/b": false,
+		"http://10.1/b": false, "http://0xa000001/b": false, "http://167772161/b": false, "http://10。0。0。1/b": false,
+		"http://LOCALHOST./b": false, "http://x.localhost:80/b": false,
+	} {
+		w.Script(302, map[string]string{"net/a": location})
+		s, err := Open(context.Background(), "http://weights.example/a", source.Options{Env: env, Storage: map[string]string{"retries": "0"}})
+		if ok != (err == nil) || !ok && !errors.Is(err, fault.ErrPermission) && !strings.Contains(err.Error(), "nowhere") {
+			t.Errorf("%s: %v", location, err)
+		}
+		if seen := strings.Join(w.Seen(), " "); !ok && strings.Contains(seen, "/b") {
+			t.Errorf("%s: the proxy was asked: %s", location, seen)
+		}
+		if err == nil {
+			s.Close()
+		} else if strings.Contains(err.Error(), sourcetest.Planted) {
+			t.Errorf("%v shows a secret", err)
+		}
+	}
+	// In a private network by its own words, and what is not proxied after what is.
+	w.Script(302, map[string]string{"net/a": "http://10.0.0.2/b"})
+	if s, err := Open(context.Background(), "http://10.0.0.1/a", source.Options{Env: env}); err != nil {
+		t.Error(err)
+	} else {
+		s.Close()
+	}
+	env["NO_PROXY"] = "127.0.0.0/8"
+	w.Script(302, map[string]string{"net/a": "http://{net2}/b"})
+	if _, err := Open(context.Background(), "http://weights.example/a", source.Options{Env: env}); !errors.Is(err, fault.ErrPermission) {
+		t.Errorf("%v after %v", err, w.Seen())
+	}
+}
+
+// Redirects are followed, 5 of them; what the caller gave goes to the first
+// server alone; a signed address that has run out is asked for again.
+func TestRedirects(t *testing.T) {
+	data := random(1 << 20)
+	var leaked, expired, signed atomic.Int64
+	store := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Authorization") != "" || r.Header.Get("X-Key") != "" {
+			leaked.Add(1)
+		}
+		if r.URL.Query().Get("n") != fmt.Sprint(signed.Load()) {
+			expired.Add(1)
+			w.WriteHeader(403)
+			return
+		}
+		w.Header().Set("ETag", `"e"`)
+		http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(data))
+	}))
+	defer store.Close()
+	var asked atomic.Int64
+	hub := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Authorization") != "Bearer "+secret || r.Header.Get("X-Key") != secret {
+			w.WriteHeader(401)
+			return
+		}
+		asked.Add(1)
+		var hops int
+		fmt.Sscan(strings.TrimPrefix(r.URL.Path, "/"), &hops)
+		if hops > 1 {
+			http.Redirect(w, r, fmt.Sprintf("/%d", hops-1), http.StatusFound)
+			return
+		}
+		http.Redirect(w, r, fmt.Sprintf("%s/blob?n=%d", store.URL, signed.Load()), http.StatusFound)
+	}))
+	defer hub.Close()
+	storage := map[string]string{"token": secret, "header.X-Key": secret}
+	src := opened(t, hub.URL+"/5", storage)
+	p := make([]byte, 300_000)
+	for range 3 {
+		if err := src.ReadAt(context.Background(), p, 400_000); err != nil || !bytes.Equal(p, data[400_000:700_000]) {
+			t.Fatal(err)
+		}
+	}
+	if asked.Load() != 5 {
+		t.Errorf("the first server was asked %d times", asked.Load())
+	}
+	signed.Add(1)
+	if err := src.ReadAt(context.Background(), p, 400_000); err != nil || expired.Load() != 1 {
+		t.Errorf("%v after %d answers of 403", err, expired.Load())
+	}
+	if leaked.Load() != 0 {
+		t.Error("credentials went to another server")
+	}
+	if _, err := Open(context.Background(), hub.URL+"/6", source.Options{Storage: storage}); err == nil {
+		t.Error("6 redirects")
+	}
+}

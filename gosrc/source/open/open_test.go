@@ -1,0 +1,55 @@
+package open
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+// What is opened by its URI, through a cache or not, is under the one policy of
+// redirects.
+func TestRoutes(t *testing.T) {
+	for _, cached := range []bool{false, true} {
+		sourcetest.Routes(t, func(uri string, opt source.Options) ([]byte, error) {
+			if cached {
+				opt.Storage["cache"] = t.TempDir()
+				defer delete(opt.Storage, "cache")
+			}
+			s, err := With(opt)(context.Background(), uri)
+			if err != nil {
+				return nil, err
+			}
+			defer s.Close()
+			p := make([]byte, s.Size())
+			return p, errors.Join(s.ReadAt(context.Background(), p[262_144:], 262_144), s.ReadAt(context.Background(), p[:262_144], 0))
+		})
+	}
+}
+
+// A Location never opens another store, nor a local file, though their schemes
+// are known here.
+func TestSchemes(t *testing.T) {
+	w := sourcetest.NewWorld(t)
+	for scheme := range schemes {
+		w.Script(302, map[string]string{"pub/a": scheme + "://{pub}/b"})
+		s, err := With(source.Options{})(context.Background(), w.URL("http://{pub}/a"))
+		if scheme == "http" {
+			if err != nil {
+				t.Error(err)
+				continue
+			}
+			p := make([]byte, 10)
+			if err := s.ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, w.Data[:10]) {
+				t.Error(err)
+			}
+			s.Close()
+		} else if err == nil {
+			t.Errorf("%s: opened", scheme)
+			s.Close()
+		}
+	}
+}

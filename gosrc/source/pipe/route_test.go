@@ -1,0 +1,58 @@
+package pipe
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+// curl follows redirects to https, and to anything only between addresses that
+// are those of private networks; it never takes user and password along.
+func TestRedirects(t *testing.T) {
+	program := curl(t)
+	w := sourcetest.NewWorld(t)
+	type steps = map[string]string
+	for _, c := range []struct {
+		start string
+		steps steps
+		seen  string
+		ok    bool
+	}{
+		{"http://{pub}/a", nil, "pub/a", true},
+		{"http://user:" + sourcetest.Planted + "@{pub}/a", steps{"pub/a": "https://{tls2}/b"}, "pub/a+ tls2/b", true},
+		{"https://{tls}/a?" + sourcetest.Planted, steps{"tls/a": "https://{tls2}/b"}, "tls/a? tls2/b", true},
+		{"https://{tls}/a", steps{"tls/a": "http://{tls}/b"}, "tls/a", false},
+		{"http://{pub}/a", steps{"pub/a": "http://{net}/b"}, "pub/a", false},
+		{"http://{pub}/a", steps{"pub/a": "http://{link}/b"}, "pub/a", false},
+		{"http://{pub}/a", steps{"pub/a": "http://[::ffff:127.0.0.2]:{net:}/b"}, "pub/a", false},
+		{"http://{pub}/a", steps{"pub/a": "https://{tls2}/b", "tls2/b": "http://{net}/c"}, "pub/a tls2/b", false},
+		{"http://{pub}/a", steps{"pub/a": "file:///etc/passwd"}, "pub/a", false},
+		{"http://{net}/a", steps{"net/a": "http://{net2}/b"}, "net/a net2/b", true},
+	} {
+		w.Script(302, c.steps)
+		got, err := func() ([]byte, error) {
+			s, err := Open(context.Background(), program, w.URL(c.start), source.Options{Env: map[string]string{"CURL_CA_BUNDLE": w.CA}})
+			if err != nil {
+				return nil, err
+			}
+			defer s.Close()
+			p := make([]byte, s.Size())
+			return p, s.ReadAt(context.Background(), p, 0)
+		}()
+		if seen := strings.Join(w.Seen(), " "); seen != c.seen {
+			t.Errorf("%s: asked %q, not %q", c.start, seen, c.seen)
+		}
+		switch {
+		case c.ok && (err != nil || !bytes.Equal(got, w.Data)):
+			t.Errorf("%s: %v, or other bytes", c.start, err)
+		case !c.ok && (!errors.Is(err, fault.ErrIO) || strings.Contains(err.Error(), sourcetest.Planted)):
+			t.Errorf("%s: %v", c.start, err)
+		}
+	}
+}

@@ -1,0 +1,269 @@
+package sourcetest
+
+import (
+	"bytes"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"log"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/route"
+)
+
+// Planted is in every secret that Routes gives to a client.
+const Planted = "planted-s3cr3t"
+
+// A World is servers at addresses of this machine that stand for others:
+//
+//	pub, pub2, tls, tls2  of the internet; tls with certificates
+//	net, net2             of a private network
+//	link                  of the link, as the metadata services of clouds
+//
+// A server answers as steps say, and with the data otherwise.
+type World struct {
+	CA   string // of tls and tls2
+	Data []byte
+
+	hosts map[string]string
+	mu    sync.Mutex
+	steps map[string]string // "pub/a" to a Location
+	code  int
+	seen  []string
+}
+
+var stand = map[string]string{"pub": "127.0.0.1", "tls": "127.0.0.1", "pub2": "127.0.0.5", "tls2": "127.0.0.5", "net": "127.0.0.2", "net2": "127.0.0.3", "link": "127.0.0.4"}
+
+// NewWorld starts the servers, which end with the test.
+func NewWorld(t testing.TB) *World {
+	t.Helper()
+	w := &World{Data: make([]byte, 700_000), hosts: map[string]string{}}
+	_, _ = rand.NewChaCha8([32]byte{14}).Read(w.Data)
+	w.CA = filepath.Join(t.TempDir(), "ca.pem")
+	var all []byte
+	for name, ip := range stand {
+		l, err := net.Listen("tcp", ip+":0")
+		if err != nil {
+			t.Skipf("no server at %s: %v", ip, err)
+		}
+		s := httptest.NewUnstartedServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) { w.answer(name, rw, r) }))
+		_ = s.Listener.Close()
+		s.Listener, s.Config.ErrorLog = l, log.New(io.Discard, "", 0)
+		if strings.HasPrefix(name, "tls") {
+			cert, key := Certificate(t, t.TempDir(), ip)
+			pair, err := tls.LoadX509KeyPair(cert, key)
+			if err != nil {
+				t.Fatal(err)
+			}
+			pem, _ := os.ReadFile(cert)
+			all = append(all, pem...)
+			s.TLS = &tls.Config{Certificates: []tls.Certificate{pair}}
+			s.StartTLS()
+		} else {
+			s.Start()
+		}
+		t.Cleanup(s.Close)
+		w.hosts[name] = l.Addr().String()
+	}
+	if err := os.WriteFile(w.CA, all, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(route.Pretend(func(a netip.Addr) (int, bool) {
+		switch a.String() {
+		case "127.0.0.1", "127.0.0.5":
+			return 0, true
+		case "127.0.0.2", "127.0.0.3":
+			return 1, true
+		case "127.0.0.4":
+			return 2, true
+		}
+		return 0, false
+	}))
+	return w
+}
+
+// URL is a text with the hosts of servers in place of their names in braces.
+func (w *World) URL(text string) string {
+	for name, host := range w.hosts {
+		text = strings.ReplaceAll(text, "{"+name+"}", host)
+		_, port, _ := net.SplitHostPort(host)
+		text = strings.ReplaceAll(text, "{"+name+":}", port)
+	}
+	return text
+}
+
+// Script says what servers answer from now on, and forgets what they have seen:
+// "pub/a" is the path /a of pub, its value the Location of a redirect; with
+// "@later" that of all ranges but the one that opens an object.
+func (w *World) Script(code int, steps map[string]string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.steps, w.code, w.seen = map[string]string{}, code, nil
+	for at, to := range steps {
+		w.steps[at] = w.URL(to)
+	}
+}
+
+// Seen is each server and path that was asked, in order, once in a row; with a
+// + where anything came along that the caller gave.
+func (w *World) Seen() []string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Compact(slices.Clone(w.seen))
+}
+
+func (w *World) answer(name string, rw http.ResponseWriter, r *http.Request) {
+	at := name + r.URL.Path
+	mark := ""
+	for _, values := range r.Header {
+		for _, v := range values {
+			if strings.Contains(v, Planted) {
+				mark = "+"
+			}
+		}
+	}
+	if r.Header.Get("Authorization") != "" || r.Header.Get("Cookie") != "" {
+		mark = "+"
+	}
+	if r.Header.Get("Referer") != "" {
+		mark += " with a referer"
+	}
+	if strings.Contains(r.URL.RawQuery, Planted) {
+		mark += "?"
+	}
+	if r.Host != w.hosts[name] && !strings.Contains(r.Host, "ffff") {
+		mark += " as " + r.Host
+	}
+	w.mu.Lock()
+	w.seen = append(w.seen, at+mark)
+	to, ok := w.steps[at]
+	if g := r.Header.Get("Range"); !ok && g != "" && g != "bytes=0-262143" {
+		to, ok = w.steps[at+"@later"]
+	}
+	code := w.code
+	w.mu.Unlock()
+	if ok {
+		rw.Header().Set("Location", to)
+		rw.Header().Set("Set-Cookie", "session="+Planted)
+		rw.WriteHeader(code)
+		return
+	}
+	rw.Header().Set("ETag", `"e"`)
+	http.ServeContent(rw, r, "", time.Time{}, bytes.NewReader(w.Data))
+}
+
+// Routes runs a client of HTTP through the table of redirects. read opens a URL
+// with these options and returns all of its bytes, brought in several requests.
+func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, error)) {
+	w := NewWorld(t)
+	given := map[string]string{"header.Authorization": "Bearer " + Planted, "header.X-Key": Planted, "header.Cookie": "id=" + Planted,
+		"header.User-Agent": Planted, "cacert": w.CA, "retries": "0"}
+	long := map[string]string{}
+	for i := range 7 {
+		long[fmt.Sprintf("pub/%d", i)] = fmt.Sprintf("/%d", i+1)
+	}
+	delete(long, "pub/5")
+	type steps = map[string]string
+	for _, c := range []struct {
+		name, start string
+		steps       steps
+		seen        string // in order
+		refused     error
+	}{
+		{"no redirect", "http://{pub}/a", nil, "pub/a+", nil},
+		{"its query is for it alone", "http://{pub}/a?sig=" + Planted, steps{"pub/a": "http://{pub2}/b"}, "pub/a+? pub2/b", nil},
+		{"user and password are for it alone", "http://user:" + Planted + "@{pub}/a", steps{"pub/a": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
+		{"within the origin", "http://{pub}/a", steps{"pub/a": "/b"}, "pub/a+ pub/b+", nil},
+		{"a query alone", "http://{pub}/a?sig=" + Planted, steps{"pub/a": "b?x=1"}, "pub/a+? pub/b+", nil},
+		{"the origin in other letters", "http://{pub}/a", steps{"pub/a": "HTTP://{pub}/b#part"}, "pub/a+ pub/b+", nil},
+		{"another port", "http://{pub}/a", steps{"pub/a": "http://127.0.0.1:{tls:}/b"}, "pub/a+", fault.ErrIO},
+		{"the same host, upgraded", "http://{pub}/a", steps{"pub/a": "https://{tls}/b"}, "pub/a+ tls/b", nil},
+		{"another host", "http://{pub}/a", steps{"pub/a": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
+		{"another host without a scheme", "http://{pub}/a", steps{"pub/a": "//{pub2}/b"}, "pub/a+ pub2/b", nil},
+		{"there and back", "http://{pub}/a", steps{"pub/a": "http://{pub2}/b", "pub2/b": "http://{pub}/c"}, "pub/a+ pub2/b pub/c", nil},
+		{"a user in the Location", "http://{pub}/a", steps{"pub/a": "http://u:p@{pub2}/b"}, "pub/a+ pub2/b", nil},
+		{"TLS to TLS", "https://{tls}/a", steps{"tls/a": "https://{tls2}/b"}, "tls/a+ tls2/b", nil},
+		{"out of TLS", "https://{tls}/a", steps{"tls/a": "http://{pub2}/b"}, "tls/a+", fault.ErrPermission},
+		{"into TLS and out", "http://{pub}/a", steps{"pub/a": "https://{tls2}/b", "tls2/b": "http://{pub}/c"}, "pub/a+ tls2/b", fault.ErrPermission},
+		{"into a private network", "http://{pub}/a", steps{"pub/a": "http://{net}/b"}, "pub/a+", fault.ErrPermission},
+		{"and over another host", "http://{pub}/a", steps{"pub/a": "http://{pub2}/b", "pub2/b": "http://{net}/c"}, "pub/a+ pub2/b", fault.ErrPermission},
+		{"an address of IPv4 in IPv6", "http://{pub}/a", steps{"pub/a": "http://[::ffff:127.0.0.2]:{net:}/b"}, "pub/a+", fault.ErrPermission},
+		{"an address in one number", "http://{pub}/a", steps{"pub/a": "http://2130706434:{net:}/b"}, "pub/a+", fault.ErrIO},
+		{"an address in two", "http://{net}/a", steps{"net/a": "http://127.2:{net:}/b"}, "net/a+", fault.ErrIO},
+		{"an address in hex", "http://{net}/a", steps{"net/a": "http://0x7f000002:{net:}/b"}, "net/a+", fault.ErrIO},
+		{"an address beyond ASCII", "http://{net}/a", steps{"net/a": "http://127。0。0。２:{net:}/b"}, "net/a+", fault.ErrIO},
+		{"an address with a dot", "http://{net}/a", steps{"net/a": "http://127.0.0.2.:{net:}/b"}, "net/a+", fault.ErrIO},
+		{"this machine", "http://{pub}/a", steps{"pub/a": "http://[::1]:{pub:}/b"}, "pub/a+", fault.ErrPermission},
+		{"metadata", "http://{pub}/a", steps{"pub/a": "http://{link}/latest"}, "pub/a+", fault.ErrPermission},
+		{"metadata, from a private network", "http://{net}/a", steps{"net/a": "http://{link}/latest"}, "net/a+", fault.ErrPermission},
+		{"within a private network", "http://{net}/a", steps{"net/a": "http://{net2}/b"}, "net/a+ net2/b", nil},
+		{"out of a private network", "http://{net}/a", steps{"net/a": "http://{pub}/b"}, "net/a+ pub/b", nil},
+		{"out and back", "http://{net}/a", steps{"net/a": "http://{pub}/b", "pub/b": "http://{net2}/c"}, "net/a+ pub/b net2/c", nil},
+		{"a later range", "http://{pub}/a", steps{"pub/a@later": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
+		{"a later range, inwards", "http://{pub}/a", steps{"pub/a@later": "http://{net}/b"}, "pub/a+", fault.ErrPermission},
+		{"a file", "http://{pub}/a", steps{"pub/a": "file:///etc/passwd"}, "pub/a+", fault.ErrPermission},
+		{"ftp", "http://{pub}/a", steps{"pub/a": "ftp://{pub2}/b"}, "pub/a+", fault.ErrPermission},
+		{"s3", "http://{pub}/a", steps{"pub/a": "s3://bucket/key"}, "pub/a+", fault.ErrPermission},
+		{"nowhere", "http://{pub}/a", steps{"pub/a": ""}, "pub/a+", fault.ErrIO},
+		{"no host", "http://{pub}/a", steps{"pub/a": "http:///b"}, "pub/a+", fault.ErrIO},
+		{"no path either", "http://{pub}/a", steps{"pub/a": "http:b"}, "pub/a+", fault.ErrIO},
+		{"no URL", "http://{pub}/a", steps{"pub/a": "http://[/" + Planted}, "pub/a+", fault.ErrIO},
+		{"five", "http://{pub}/0", long, "pub/0+ pub/1+ pub/2+ pub/3+ pub/4+ pub/5+", nil},
+		{"six", "http://{pub}/0", steps{"pub/0": "/1", "pub/1": "/2", "pub/2": "/3", "pub/3": "/4", "pub/4": "/5", "pub/5": "/6"},
+			"pub/0+ pub/1+ pub/2+ pub/3+ pub/4+ pub/5+", fault.ErrIO},
+	} {
+		for _, code := range []int{301, 302, 303, 307, 308} {
+			w.Script(code, c.steps)
+			opt := source.Options{Storage: given}
+			if strings.Contains(c.start, "@") {
+				opt.Storage = map[string]string{"retries": "0"}
+			}
+			got, err := read(w.URL(c.start), opt)
+			seen := unique(w.Seen())
+			switch {
+			case seen != c.seen:
+				t.Errorf("%s, %d: asked %q, not %q: %v", c.name, code, seen, c.seen, err)
+			case c.refused == nil && (err != nil || !bytes.Equal(got, w.Data)):
+				t.Errorf("%s, %d: %v, or other bytes", c.name, code, err)
+			case c.refused != nil && !errors.Is(err, c.refused):
+				t.Errorf("%s, %d: %v, not %v", c.name, code, err, c.refused)
+			case err != nil && strings.Contains(err.Error()+fault.Encode(err), Planted):
+				t.Errorf("%s, %d: %v shows a secret", c.name, code, err)
+			}
+			if c.name == "five" || c.name == "six" { // long ones once
+				break
+			}
+		}
+	}
+	for _, code := range []int{300, 304, 305, 306} {
+		w.Script(code, steps{"pub/a": "http://{pub2}/b"})
+		if _, err := read(w.URL("http://{pub}/a"), source.Options{Storage: given}); err == nil || unique(w.Seen()) != "pub/a+" {
+			t.Errorf("%d: %v after %v", code, err, w.Seen())
+		}
+	}
+}
+
+// unique is what was seen, each once: retries and later ranges ask again.
+func unique(seen []string) string {
+	var out []string
+	for _, s := range seen {
+		if !slices.Contains(out, s) {
+			out = append(out, s)
+		}
+	}
+	return strings.Join(out, " ")
+}

@@ -1,0 +1,209 @@
+"""Servers that redirect: what of the caller's arrives where, through load_file, fetch and S3."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import overwire as ow
+import pytest
+
+SECRET = "planted-s3cr3t"
+
+
+class Server:
+    """A server with ranges. `answers` are called in order with the path; the first one that returns something says what is
+    sent: bytes, or a status with headers. `asked` is each path, with what was sent along."""
+
+    def __init__(self, host: str = "127.0.0.1", answer: Callable[[str], Any] = lambda path: None) -> None:
+        self.answer, self.asked, self.headers = answer, list[tuple[str, dict[str, str]]](), dict[str, str]()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer.asked.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
+                said = outer.answer(self.path)
+                status, headers, body = (404, {}, b"") if said is None else said if isinstance(said, tuple) else (200, {}, said)
+                headers = {**outer.headers, **headers}
+                span = self.headers.get("Range", "")
+                if status == 200 and span.startswith("bytes="):
+                    begin, _, end = span[6:].partition("-")
+                    part = body[int(begin) : int(end) + 1]
+                    headers["Content-Range"] = f"bytes {begin}-{int(begin) + len(part) - 1}/{len(body)}"
+                    status, body = 206, part
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_HEAD = do_PUT = do_DELETE = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer((host, 0), Handler)
+        self.url = f"http://{host}:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def servers() -> Iterator[Callable[..., Server]]:
+    """Makes servers, which end with the test."""
+    made: list[Server] = []
+
+    def make(*args: Any) -> Server:
+        made.append(Server(*args))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
+
+
+def saved(path: Path, seed: int = 1, n: int = 4) -> dict[str, np.ndarray[Any, Any]]:
+    """A plain file of tensors of 1 MB: more than one request each."""
+    made = np.random.default_rng(seed)
+    tensors = {f"layer.{i}": made.normal(0, 0.02, (250_000,)).astype(np.float32) for i in range(n)}
+    ow.save_file(tensors, path, compress=False)
+    return tensors
+
+
+def same(got: Any, want: Any) -> None:
+    assert set(got) == set(want)
+    for name in want:
+        assert got[name].tobytes() == want[name].tobytes(), name
+
+
+def test_within_a_private_network(servers: Callable[..., Server], tmp_path: Path) -> None:
+    """A file behind a redirect from one server of this machine to another is loaded by several connections, and nothing of
+    the caller's goes to the second."""
+    want = saved(tmp_path / "m.safetensors")
+    data = (tmp_path / "m.safetensors").read_bytes()
+    store = servers("127.0.0.1", lambda path: data)
+    store.headers["ETag"] = '"one"'
+    first = servers("127.0.0.1", lambda path: (302, {"Location": store.url + "/blob"}, b""))
+    options = {"token": SECRET, "headers": {"X-Key": SECRET, "Cookie": f"id={SECRET}"}}
+    for _ in range(2):
+        same(ow.load_file(f"{first.url}/m.safetensors?sig={SECRET}", framework="np", storage_options=options), want)
+        same(dict(ow.stream(f"{first.url}/m.safetensors?sig={SECRET}", framework="np", storage_options=options)), want)
+    assert len(store.asked) >= 8 and all(SECRET in str(said) for said in first.asked)
+    assert not any(SECRET in str(said) or "referer" in said[1] for said in store.asked)
+    command = [sys.executable, "-m", "overwire", "fetch", f"{first.url}/m.safetensors"]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == data
+
+
+def test_where_none_may_lead(servers: Callable[..., Server]) -> None:
+    """Not to the metadata service of a cloud, nor to a file, nor round for ever; no secret is in the error."""
+    for location in (
+        "http://169.254.169.254/latest",
+        "http://[fe80::1]/",
+        "http://[64:ff9b::a9fe:a9fe]/x",
+        "file:///etc/passwd",
+        "s3://b/k",
+    ):
+        server = servers("127.0.0.1", lambda path, to=location: (302, {"Location": to}, b""))
+        with pytest.raises(ow.AccessError, match="refused") as caught:
+            ow.load_file(f"{server.url}/m.safetensors?sig={SECRET}", framework="np", storage_options={"token": SECRET, "timeout": 5})
+        assert SECRET not in repr(caught.value)
+    server = servers("127.0.0.1", lambda path: (307, {"Location": path + "x"}, b""))
+    with pytest.raises(ow.OverwireError, match="more than 5 redirects"):
+        ow.read_bytes(server.url + "/x", storage_options={"retries": 0})
+
+
+@pytest.mark.parametrize("code", [301, 302, 307, 308])
+def test_s3(servers: Callable[..., Server], code: int) -> None:
+    """A store that redirects is refused: its keys and tokens stay with it, in reading, writing and listing."""
+    other = servers("127.0.0.1", lambda path: b"x" * 100)
+    store = servers("127.0.0.1", lambda path: (code, {"Location": f"{other.url}/?{SECRET}"}, b""))
+    options = {"endpoint_url": store.url, "key": "AKIAPLANTED", "secret": SECRET, "token": SECRET, "retries": 0}
+    options["sse_customer_key"] = "0123456789abcdef0123456789abcdef"
+    for call in (
+        lambda: ow.load_file("s3://models/m.safetensors", framework="np", storage_options=options),
+        lambda: ow.load_file("s3://models/folder/", framework="np", storage_options=options),
+        lambda: ow.save_file({"x": np.zeros(3)}, "s3://models/x.safetensors", storage_options=options),
+    ):
+        with pytest.raises(ow.AccessError, match="redirect") as caught:
+            call()
+        assert SECRET not in repr(caught.value)
+    assert store.asked and not other.asked
+
+
+def test_s3_without_credentials(servers: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A public object is read unsigned where no credentials are found, and certificates that cannot be read are no matter
+    without TLS; the environment is that of the call."""
+    want = saved(tmp_path / "m.safetensors", n=1)
+    data = (tmp_path / "m.safetensors").read_bytes()
+    store = servers("127.0.0.1", lambda path: data)
+    store.headers["ETag"] = '"one"'
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none.pem"))
+    same(ow.load_file("s3://models/m.safetensors", framework="np", storage_options={"endpoint_url": store.url}), want)
+    same(ow.load_file(store.url + "/m.safetensors", framework="np"), want)
+    assert not any("authorization" in said for _, said in store.asked)
+    with pytest.raises(ow.NotFoundError, match=r"none\.pem"):
+        ow.load_file(store.url.replace("http", "https") + "/m.safetensors", framework="np", storage_options={"retries": 0})
+    store.answer = lambda path: (403, {}, b"<Error><Code>AccessDenied</Code></Error>")
+    with pytest.raises(ow.AccessError, match=r"no credentials.*AccessDenied"):
+        ow.load_file("s3://models/m.safetensors", framework="np", storage_options={"endpoint_url": store.url})
+
+
+def test_hub_branch_that_moves(servers: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch of the hub that moves on between the index and the shards: the load has the commit of its first answer."""
+    files: dict[str, dict[str, bytes]] = {}
+    wants = []
+    for commit, seed in (("1" * 40, 1), ("2" * 40, 2)):
+        folder = tmp_path / commit
+        folder.mkdir()
+        made = np.random.default_rng(seed)
+        tensors = {f"layer.{i}": made.normal(0, 0.02, (100_000,)).astype(np.float32) for i in range(6)}
+        ow.save_file(tensors, folder / "model.safetensors", compress=False, max_shard_size="900KB")
+        files[commit] = {path.name: path.read_bytes() for path in folder.iterdir()}
+        wants.append(tensors)
+    left = [0]  # answers, until the branch moves on
+
+    def answer(path: str) -> Any:
+        revision, name = path.split("/")[-2:]
+        if revision == "main":
+            left[0] -= 1
+            revision = "1" * 40 if left[0] >= 0 else "2" * 40
+        return 200, {"X-Repo-Commit": revision, "ETag": f'"{revision}-{name}"'}, files[revision][name]
+
+    hub = servers("127.0.0.1", answer)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    for answers in (1, 2, 3):
+        left[0] = answers
+        same(ow.load_file("hf://org/name/model.safetensors.index.json", framework="np"), wants[0])
+    left[0] = 0
+    same(ow.load_file("hf://org/name", framework="np"), wants[1])
+
+
+def test_nothing_to_pin_by(servers: Callable[..., Server], tmp_path: Path) -> None:
+    """A server with neither ETag nor date, whose file changes meanwhile: the tensors are all old or all new."""
+    wants, datas = [], []
+    for seed in (1, 2):
+        wants.append(saved(tmp_path / "m.safetensors", seed))
+        datas.append((tmp_path / "m.safetensors").read_bytes())
+    assert len(datas[0]) == len(datas[1])
+    for after in range(4):
+        server = servers()
+        server.answer = lambda path, server=server, after=after: datas[len(server.asked) > after]
+        got = ow.load_file(server.url + "/m.safetensors", framework="np")
+        same(got, wants[got["layer.0"].tobytes() == wants[1]["layer.0"].tobytes()])
