@@ -1,13 +1,13 @@
 package cli
 
 import (
-	"encoding/json"
 	"fmt"
 	"strconv"
 	"strings"
 
 	"github.com/dustin/go-humanize"
 
+	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 )
@@ -53,7 +53,7 @@ func (c *call) storage() (source.Options, error) {
 	if !ok {
 		return opt, nil
 	}
-	if err := json.Unmarshal([]byte(text), &opt.Storage); err != nil {
+	if err := rawjson.Unmarshal(text, &opt.Storage); err != nil {
 		return opt, usage(`--storage: expected a JSON object of texts, as {"timeout": "10"}`)
 	}
 	if on, _ := opt.Flag("insecure"); on {

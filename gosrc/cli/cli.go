@@ -8,6 +8,7 @@
 package cli
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -16,6 +17,7 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
@@ -214,10 +216,14 @@ func (c *call) show(v any, text func(w io.Writer)) error {
 }
 
 func writeJSON(w io.Writer, v any) error {
-	e := json.NewEncoder(w)
-	e.SetEscapeHTML(false)
-	e.SetIndent("", "  ")
-	if err := e.Encode(v); err != nil {
+	b, err := rawjson.Marshal(v)
+	if err != nil {
+		return fault.New(fault.ErrEngine, "result: %v", err)
+	}
+	var text bytes.Buffer
+	_ = json.Indent(&text, b, "", "  ") // JSON of our own is sound
+	text.WriteByte('\n')
+	if _, err := w.Write(text.Bytes()); err != nil {
 		return fault.New(fault.ErrIO, "standard output: %v", err)
 	}
 	return nil

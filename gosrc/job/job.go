@@ -6,13 +6,13 @@ package job
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -126,7 +126,7 @@ func (j *Job) Value() any {
 func (j *Job) Report() ([]byte, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	b, err := json.Marshal(j.report)
+	b, err := rawjson.Marshal(j.report)
 	if err != nil {
 		return nil, fault.New(fault.ErrEngine, "report of %s: %v", j.Name, err)
 	}

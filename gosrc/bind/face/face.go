@@ -7,11 +7,11 @@
 package face
 
 import (
-	"encoding/json"
 	"errors"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -67,7 +67,7 @@ func Text(err error) string {
 			}
 		}
 	}
-	b, jsonErr := json.Marshal(f)
+	b, jsonErr := rawjson.Marshal(f)
 	if jsonErr != nil { // strings and integers always marshal
 		b = []byte(`{"class":"EngineError","message":"overwire: an error without a text"}`)
 	}

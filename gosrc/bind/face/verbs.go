@@ -3,7 +3,6 @@ package face
 import (
 	"context"
 	"encoding/binary"
-	"encoding/json"
 	"os"
 	"time"
 	"unsafe"
@@ -15,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/fetch"
+	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
@@ -28,7 +28,7 @@ var models = newTable[*load.Model]("model")
 
 // parse reads a JSON text of Python's.
 func parse[T any](what, text string) (v T, err error) {
-	if err := json.Unmarshal([]byte(text), &v); err != nil {
+	if err := rawjson.Unmarshal(text, &v); err != nil {
 		return v, fault.New(fault.ErrArgument, "%s: %v", what, err)
 	}
 	return v, nil
@@ -36,7 +36,7 @@ func parse[T any](what, text string) (v T, err error) {
 
 // encode makes a JSON text for Python.
 func encode(v any) (string, error) {
-	b, err := json.Marshal(v)
+	b, err := rawjson.Marshal(v)
 	if err != nil {
 		return "", fault.New(fault.ErrEngine, "result: %v", err)
 	}

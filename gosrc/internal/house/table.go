@@ -21,8 +21,9 @@ var mayImport = map[string][]string{
 	"internal/sha256":  {},
 	"internal/crc":     {},
 	"internal/sizes":   {},
+	"internal/rawjson": {},
 
-	"job": {"fault", "internal/spawn"},
+	"job": {"fault", "internal/spawn", "internal/rawjson"},
 
 	// Leaves: bytes, chunks, devices. They never import each other sideways.
 	"source":            {"fault", "knob", "internal/..."},

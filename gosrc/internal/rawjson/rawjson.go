@@ -1,0 +1,221 @@
+// Package rawjson is JSON between the engine and other programs, in texts of any
+// bytes. JSON holds characters; names of files are bytes. A byte that is part of
+// no character is written as the escape \udc80 ... \udcff, which is what Python's
+// os.fsdecode makes of it and os.fsencode takes back: no two names become one.
+package rawjson
+
+import (
+	"bytes"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"reflect"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+)
+
+// Inside this package a byte is NUL and two hex digits wherever encoding/json
+// looks at a text; NUL itself is written so, too.
+const mark = "\x00"
+
+// markJSON is the mark as JSON writes it.
+const markJSON = `\u0000`
+
+// Marshal is json.Marshal that keeps the bytes of texts that are not UTF-8, and
+// leaves <, > and & as they are.
+func Marshal(v any) ([]byte, error) {
+	b, err := plain(v)
+	// A character U+FFFD of a text stands there as itself, not as an escape.
+	if err != nil || !bytes.Contains(b, []byte(`\ufffd`)) {
+		return b, err
+	}
+	marked, err := plain(mapped(reflect.ValueOf(v), toMarks).Interface())
+	if err != nil {
+		return nil, err
+	}
+	return []byte(rewrite(string(marked), func(out *strings.Builder, escape, rest string) int {
+		if escape != markJSON {
+			out.WriteString(escape)
+			return 0
+		}
+		digits := rest[:2] // toMarks wrote them
+		if digits == "00" {
+			out.WriteString(markJSON)
+		} else {
+			out.WriteString(`\udc` + digits)
+		}
+		return 2
+	})), nil
+}
+
+func plain(v any) ([]byte, error) {
+	var out bytes.Buffer
+	e := json.NewEncoder(&out)
+	e.SetEscapeHTML(false)
+	if err := e.Encode(v); err != nil {
+		return nil, err
+	}
+	return bytes.TrimSuffix(out.Bytes(), []byte("\n")), nil
+}
+
+// Unmarshal is json.Unmarshal that makes bytes of the escapes \udc80 ... \udcff,
+// and keeps bytes that are no UTF-8 in a text. Other lone surrogates stand for no
+// bytes, and are refused.
+func Unmarshal(text string, v any) error {
+	if utf8.ValidString(text) && !strings.Contains(text, `\ud`) && !strings.Contains(text, `\uD`) {
+		return json.Unmarshal([]byte(text), v)
+	}
+	var lone error
+	marked := rewrite(text, func(out *strings.Builder, escape, rest string) int {
+		r := runeOf(escape)
+		switch {
+		case r == 0:
+			out.WriteString(markJSON + "00")
+		case 0xD800 <= r && r < 0xDC00 && runeOf(rest) >= 0xDC00 && runeOf(rest) < 0xE000:
+			out.WriteString(escape + rest[:6]) // a pair: one character
+			return 6
+		case 0xDC80 <= r && r < 0xDD00:
+			fmt.Fprintf(out, markJSON+"%02x", r&0xFF)
+		case 0xD800 <= r && r < 0xE000:
+			lone = fmt.Errorf("%s stands alone: it is half of a character", escape)
+		default:
+			out.WriteString(escape)
+		}
+		return 0
+	})
+	if marked = strings.ReplaceAll(toMarks(marked), mark, markJSON); lone != nil {
+		return lone
+	}
+	if err := json.Unmarshal([]byte(marked), v); err != nil {
+		return err
+	}
+	to := reflect.ValueOf(v).Elem()
+	to.Set(mapped(to, fromMarks))
+	return nil
+}
+
+// rewrite copies a JSON text, with what each has written in place of every \uXXXX;
+// each returns how many bytes of the rest it has used up.
+func rewrite(text string, each func(out *strings.Builder, escape, rest string) int) string {
+	var out strings.Builder
+	for i := 0; i < len(text); {
+		n := strings.IndexByte(text[i:], '\\')
+		if n < 0 || i+n+2 > len(text) {
+			out.WriteString(text[i:])
+			break
+		}
+		out.WriteString(text[i : i+n])
+		i += n
+		if text[i+1] != 'u' || runeOf(text[i:]) < 0 {
+			out.WriteString(text[i : i+2])
+			i += 2
+			continue
+		}
+		used := each(&out, text[i:i+6], text[i+6:])
+		i += 6 + used
+	}
+	return out.String()
+}
+
+// runeOf is the number of the escape \uXXXX that a text begins with, -1 if there
+// is none.
+func runeOf(text string) rune {
+	if len(text) < 6 || text[:2] != `\u` {
+		return -1
+	}
+	n, err := strconv.ParseUint(text[2:6], 16, 16)
+	if err != nil {
+		return -1
+	}
+	return rune(n)
+}
+
+// toMarks writes the bytes that are part of no character, and NUL, as marks.
+func toMarks(text string) string {
+	if utf8.ValidString(text) && !strings.Contains(text, mark) {
+		return text
+	}
+	var out strings.Builder
+	for len(text) > 0 {
+		r, n := utf8.DecodeRuneInString(text)
+		if r == 0 || r == utf8.RuneError && n == 1 {
+			fmt.Fprintf(&out, mark+"%02x", text[0])
+		} else {
+			out.WriteString(text[:n])
+		}
+		text = text[n:]
+	}
+	return out.String()
+}
+
+// fromMarks is toMarks backwards.
+func fromMarks(text string) string {
+	before, rest, found := strings.Cut(text, mark)
+	if !found {
+		return text
+	}
+	out := []byte(before)
+	for found {
+		b, err := hex.DecodeString(rest[:min(2, len(rest))])
+		if err != nil || len(b) != 1 {
+			return text // none of ours: Unmarshal marks every NUL
+		}
+		before, rest, found = strings.Cut(rest[2:], mark)
+		out = append(append(out, b...), before...)
+	}
+	return string(out)
+}
+
+// mapped is a copy of v in which fn went over every text that JSON sees.
+func mapped(v reflect.Value, fn func(string) string) reflect.Value {
+	if !v.IsValid() {
+		return reflect.Zero(reflect.TypeFor[any]())
+	}
+	out := reflect.New(v.Type()).Elem()
+	out.Set(v)
+	switch v.Kind() {
+	case reflect.String:
+		out.SetString(fn(v.String()))
+	case reflect.Pointer:
+		if !v.IsNil() {
+			out.Set(reflect.New(v.Type().Elem()))
+			out.Elem().Set(mapped(v.Elem(), fn))
+		}
+	case reflect.Interface:
+		if !v.IsNil() {
+			out.Set(mapped(v.Elem(), fn))
+		}
+	case reflect.Slice:
+		if !v.IsNil() && texts(v.Type().Elem()) {
+			out.Set(reflect.MakeSlice(v.Type(), v.Len(), v.Len()))
+			for i := range v.Len() {
+				out.Index(i).Set(mapped(v.Index(i), fn))
+			}
+		}
+	case reflect.Array:
+		for i := range v.Len() {
+			out.Index(i).Set(mapped(v.Index(i), fn))
+		}
+	case reflect.Map:
+		if !v.IsNil() {
+			out.Set(reflect.MakeMapWithSize(v.Type(), v.Len()))
+			for key, value := range v.Seq2() {
+				out.SetMapIndex(mapped(key, fn), mapped(value, fn))
+			}
+		}
+	case reflect.Struct:
+		for i := range v.NumField() {
+			if f := v.Type().Field(i); f.IsExported() && f.Tag.Get("json") != "-" {
+				out.Field(i).Set(mapped(v.Field(i), fn))
+			}
+		}
+	}
+	return out
+}
+
+// texts reports whether values of a type may hold texts: numbers by the thousand
+// need no look.
+func texts(t reflect.Type) bool {
+	return t.Kind() == reflect.String || t.Kind() >= reflect.Array && t.Kind() != reflect.UnsafePointer && t.Kind() != reflect.Func
+}
