@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/source"
 	"io/fs"
 	"os"
@@ -23,7 +24,7 @@ import (
 
 // A faultyFS fails its at-th call, counted from 0, with err.
 type faultyFS struct {
-	disk
+	atomicfile.Disk
 	mu    sync.Mutex
 	at, n int
 	err   error
@@ -42,71 +43,71 @@ func (f *faultyFS) fails(what string) error {
 	return f.err
 }
 
-func (f *faultyFS) create(path string) (file, error) {
+func (f *faultyFS) Create(path string, mode fs.FileMode) (atomicfile.File, error) {
 	if err := f.fails("create"); err != nil {
 		return nil, &fs.PathError{Op: "open", Path: path, Err: err}
 	}
-	g, err := f.disk.create(path)
+	g, err := f.Disk.Create(path, mode)
 	return &faultyFile{g, f}, err
 }
 
-func (f *faultyFS) rename(from, to string) error {
+func (f *faultyFS) Rename(from, to string) error {
 	if err := f.fails("rename"); err != nil {
 		return &os.LinkError{Op: "rename", Old: from, New: to, Err: err}
 	}
-	return f.disk.rename(from, to)
+	return f.Disk.Rename(from, to)
 }
 
-func (f *faultyFS) syncDir(dir string) error {
+func (f *faultyFS) SyncDir(dir string) error {
 	if err := f.fails("sync folder"); err != nil {
 		return err
 	}
-	return f.disk.syncDir(dir)
+	return f.Disk.SyncDir(dir)
 }
 
-func (f *faultyFS) free(dir string) (int64, bool) {
+func (f *faultyFS) Free(dir string) (int64, bool) {
 	if f.full {
 		return 10, true
 	}
-	return f.disk.free(dir)
+	return f.Disk.Free(dir)
 }
 
 type faultyFile struct {
-	file
+	atomicfile.File
 	fs *faultyFS
 }
 
 func (f *faultyFile) WriteAt(p []byte, off int64) (int, error) {
 	if err := f.fs.fails("write"); err != nil {
-		n, _ := f.file.WriteAt(p[:len(p)/2], off) // as a disk that fills up does
+		n, _ := f.File.WriteAt(p[:len(p)/2], off) // as a disk that fills up does
 		return n, err
 	}
-	return f.file.WriteAt(p, off)
+	return f.File.WriteAt(p, off)
 }
 
 func (f *faultyFile) Truncate(n int64) error {
 	if err := f.fs.fails("truncate"); err != nil {
 		return err
 	}
-	return f.file.Truncate(n)
+	return f.File.Truncate(n)
 }
 
 func (f *faultyFile) Chmod(m fs.FileMode) error {
 	if err := f.fs.fails("chmod"); err != nil {
 		return err
 	}
-	return f.file.Chmod(m)
+	return f.File.Chmod(m)
 }
 
 func (f *faultyFile) Sync() error {
 	if err := f.fs.fails("sync"); err != nil {
 		return err
 	}
-	return f.file.Sync()
+	return f.File.Sync()
 }
 
 func (f *faultyFile) Close() error {
-	err := f.file.Close()
+	err := f.File.Close()
 	return errors.Join(f.fs.fails("close"), err)
 }
 
@@ -202,7 +203,7 @@ func TestFullDisk(t *testing.T) {
 	if !errors.Is(err, fault.ErrIO) || !strings.Contains(err.Error(), "no space") {
 		t.Fatal(err)
 	}
-	spec.fs = blind{disk{}}
+	spec.fs = blind{atomicfile.Disk{}}
 	_, err = Write(bg, nil, spec, []Input{bf16("w", r, 1000, 1000)})
 	var at *fault.At
 	if !errors.Is(err, fault.ErrIO) || !errors.Is(err, syscall.ENOSPC) || !errors.As(err, &at) || at.Source != p || at.Offset <= 0 {
@@ -213,9 +214,9 @@ func TestFullDisk(t *testing.T) {
 }
 
 // blind is a disk that cannot tell how much room it has.
-type blind struct{ disk }
+type blind struct{ atomicfile.Disk }
 
-func (blind) free(string) (int64, bool) { return 0, false }
+func (blind) Free(string) (int64, bool) { return 0, false }
 
 func TestCancel(t *testing.T) {
 	// Promise: a cancelled save ends, leaves the old file, no temporary file and no
@@ -328,50 +329,6 @@ func TestKill(t *testing.T) {
 	}
 	if unfinished == 0 && !testing.Short() { // a few kills may all miss
 		t.Error("no kill came in the middle of a save")
-	}
-}
-
-func TestOrphans(t *testing.T) {
-	// Promise: what a killed save left behind goes with the next save of the
-	// same path; a save that is still running, and other files, stay.
-	dir := t.TempDir()
-	p := filepath.Join(dir, "m")
-	for i, name := range []string{".m.tmp-0123456789abcdef", ".m.tmp-fedcba9876543210", ".m.tmp-0000000000000000", ".other.tmp-0123456789abcdef", ".m.tmp-notes"} {
-		q := filepath.Join(dir, name)
-		if err := os.WriteFile(q, nil, 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if i != 1 { // 1 is brand new
-			_ = os.Chtimes(q, time.Now(), time.Now().Add(-time.Hour))
-		}
-	}
-	held, err := os.Open(filepath.Join(dir, ".m.tmp-0000000000000000"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer held.Close()
-	if err := syscall.Flock(int(held.Fd()), syscall.LOCK_EX); err != nil {
-		t.Skip("no locks here:", err)
-	}
-	write(t, Spec{Path: p}, nil)
-	es, _ := os.ReadDir(dir)
-	var names []string
-	for _, e := range es {
-		names = append(names, e.Name())
-	}
-	if got := strings.Join(names, " "); got != ".m.tmp-0000000000000000 .m.tmp-fedcba9876543210 .m.tmp-notes .other.tmp-0123456789abcdef m" {
-		t.Fatal(got)
-	}
-	// Old shards that a kill left moved away go only when they are asked about.
-	old := filepath.Join(dir, ".m.old-0123456789abcdef")
-	_ = os.WriteFile(old, nil, 0o600)
-	removeOrphans(disk{}, p, oldMark, time.Minute)
-	if _, err := os.Stat(old); err != nil {
-		t.Fatal(err)
-	}
-	removeOrphans(disk{}, p, oldMark, -time.Minute)
-	if _, err := os.Stat(old); err == nil {
-		t.Fatal("still there")
 	}
 }
 

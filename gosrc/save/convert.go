@@ -14,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/format/tensors"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -212,7 +213,7 @@ func alone(ctx context.Context, src []string, dst string, spec Spec, parts []par
 	}
 	here, err := os.Stat(dst)
 	if err != nil {
-		return ioError(dst, -1, err)
+		return atomicfile.Failed(dst, -1, err)
 	}
 	for _, s := range src {
 		if st, err := os.Stat(localPath(s)); err == nil && os.SameFile(st, here) && spec.Shard == 0 {
@@ -221,7 +222,7 @@ func alone(ctx context.Context, src []string, dst string, spec Spec, parts []par
 	}
 	names, err := os.ReadDir(dst)
 	if err != nil {
-		return ioError(dst, -1, err)
+		return atomicfile.Failed(dst, -1, err)
 	}
 	for _, n := range names {
 		if err := others(n.Name()); err != nil {
@@ -242,7 +243,7 @@ func indexOf(ctx context.Context, src []string, storage source.Options) (name st
 		return remoteIndexOf(ctx, path, storage)
 	}
 	if st, err := os.Stat(path); err == nil && st.IsDir() {
-		found, _ := filepath.Glob(filepath.Join(escapeGlob(path), "*"+extension+".index.json"))
+		found, _ := filepath.Glob(join(escapeGlob(path), "*"+extension+".index.json"))
 		if len(found) != 1 {
 			return "", nil
 		}
@@ -299,10 +300,10 @@ func companions(src []string, dst string, parts []part) ([]part, error) {
 		}
 		names, err := os.ReadDir(dir)
 		if err != nil {
-			return nil, ioError(dir, -1, err)
+			return nil, atomicfile.Failed(dir, -1, err)
 		}
 		for _, n := range names {
-			path := filepath.Join(dir, n.Name())
+			path := join(dir, n.Name())
 			st, err := os.Stat(path)
 			if err != nil || !st.Mode().IsRegular() || st.Size() > maxCompanion || taken[n.Name()] ||
 				strings.HasPrefix(n.Name(), ".") || strings.HasSuffix(n.Name(), extension) ||
@@ -311,7 +312,7 @@ func companions(src []string, dst string, parts []part) ([]part, error) {
 			}
 			b, err := os.ReadFile(path)
 			if err != nil {
-				return nil, ioError(path, -1, err)
+				return nil, atomicfile.Failed(path, -1, err)
 			}
 			taken[n.Name()] = true
 			out = append(out, part{path: join(dst, n.Name()), blob: slices.Clip(append([]byte{}, b...))})
@@ -349,7 +350,7 @@ func makeFolder(dst string) (made string, err error) {
 	if os.IsExist(err) {
 		err = &fs.PathError{Op: "mkdir", Path: dst, Err: fs.ErrExist}
 	}
-	return "", ioError(dst, -1, err)
+	return "", atomicfile.Failed(dst, -1, err)
 }
 
 func localPath(uri string) string {

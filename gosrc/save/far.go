@@ -11,17 +11,11 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/format/tensors"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
-
-// A far file is an object of a store: it streams there, and shows when it is
-// published. Nothing of it touches the disk.
-type far struct{ source.Draft }
-
-func (f far) write(p []byte, off int64) error { return f.Write(p, off) }
-func (f far) skip(lo, hi int64) error         { return f.Skip(lo, hi) }
 
 // remote reports whether a path is that of a store.
 func remote(path string) bool {
@@ -29,12 +23,36 @@ func remote(path string) bool {
 	return s != "" && s != "file"
 }
 
-// join is filepath.Join that leaves URIs whole.
+// join is the path or URI of a name in a folder, which stays as it is: ".." after a
+// symbolic link is not the name before.
 func join(dir, name string) string {
-	if remote(dir) {
-		return strings.TrimSuffix(dir, "/") + "/" + name
+	switch {
+	case dir == "":
+		return name
+	case strings.HasSuffix(dir, "/"):
+		return dir + name
+	default:
+		return dir + "/" + name
 	}
-	return filepath.Join(dir, name)
+}
+
+// beside refuses one file beside the index of a model in shards that has its name,
+// since the folder would still be loaded by that index: the old model, or both.
+func (w *writer) beside(ctx context.Context, parts []part) error {
+	path := parts[len(parts)-1].path
+	if w.spec.Beside || w.spec.Shard != 0 || len(parts) > 1 || !strings.HasSuffix(path, extension) {
+		return nil
+	}
+	if !remote(path) {
+		path, _ = atomicfile.Follow(path) // what is wrong with it is told by the write
+	}
+	index := indexPath(path)
+	shards, err := w.readIndex(ctx, index)
+	if shards == nil || err != nil || slices.Contains(shards.Files, filepath.Base(path)) {
+		return nil // none that a folder is loaded by
+	}
+	return badArgument(path, "", "beside it is %s, by which its folder would still load the old model: "+
+		"remove that and its shards first, or save with max_shard_size (--shard), which replaces them", filepath.Base(index))
 }
 
 // saveFar is save for a store.
@@ -55,9 +73,9 @@ func (w *writer) saveFar(ctx context.Context, parts []part, rep Report) (_ Repor
 		if p.blob != nil {
 			err = d.Write(p.blob, 0)
 		} else if tensorizer(p.path) {
-			size, err = w.tensors(ctx, far{d}, p.path, p.items)
+			size, err = w.tensors(ctx, d, p.path, p.items)
 		} else {
-			f := &fileWriter{writer: w, output: far{d}, path: p.path, part: p}
+			f := &fileWriter{writer: w, output: d, path: p.path, part: p}
 			size, err = f.write(ctx)
 		}
 		if err == nil {
@@ -141,6 +159,22 @@ func (w *writer) oldShards(ctx context.Context, index string) (out []string, err
 	if !strings.HasSuffix(index, ".index.json") {
 		return nil, nil
 	}
+	shards, err := w.readIndex(ctx, index)
+	if shards == nil {
+		return nil, err
+	}
+	dir, stem := stemOf(strings.TrimSuffix(index, ".index.json"))
+	name := regexp.MustCompile("^" + regexp.QuoteMeta(stem) + `-\d{5}-of-\d{5}` + regexp.QuoteMeta(extension) + "$")
+	for _, f := range shards.Files {
+		if name.MatchString(f) {
+			out = append(out, join(dir, f))
+		}
+	}
+	return out, nil
+}
+
+// readIndex reads an index; nil if there is none. A broken one names nothing.
+func (w *writer) readIndex(ctx context.Context, index string) (*safetensors.Shards, error) {
 	s, err := open.With(w.spec.Storage)(ctx, index)
 	if errors.Is(err, fault.ErrNotFound) {
 		return nil, nil
@@ -153,13 +187,6 @@ func (w *writer) oldShards(ctx context.Context, index string) (out []string, err
 	if err := s.ReadAt(ctx, b, 0); err != nil {
 		return nil, err
 	}
-	shards, _ := safetensors.ReadIndexJSON(index, b) // a broken one names nothing
-	dir, stem := stemOf(strings.TrimSuffix(index, ".index.json"))
-	name := regexp.MustCompile("^" + regexp.QuoteMeta(stem) + `-\d{5}-of-\d{5}` + regexp.QuoteMeta(extension) + "$")
-	for _, f := range shards.Files {
-		if name.MatchString(f) {
-			out = append(out, join(dir, f))
-		}
-	}
-	return out, nil
+	shards, _ := safetensors.ReadIndexJSON(index, b)
+	return &shards, nil
 }

@@ -6,6 +6,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/format/tensors"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
 )
 
@@ -38,9 +39,10 @@ type descriptor struct {
 
 func (descriptor) scattered() {}
 
-func (descriptor) skip(_, _ int64) error { return nil }
+// Skip has nothing to do: what is not written of a file is zero.
+func (descriptor) Skip(_, _ int64) error { return nil }
 
-func (d descriptor) write(p []byte, off int64) error {
+func (d descriptor) Write(p []byte, off int64) error {
 	for len(p) > 0 {
 		n, err := unix.Pwrite(d.fd, p, off)
 		if err == unix.EINTR {
@@ -50,7 +52,7 @@ func (d descriptor) write(p []byte, off int64) error {
 			err = unix.EIO
 		}
 		if err != nil {
-			return ioError(d.path, off, err)
+			return atomicfile.Failed(d.path, off, err)
 		}
 		p, off = p[n:], off+int64(n)
 	}

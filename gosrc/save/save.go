@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -77,6 +78,13 @@ type Spec struct {
 	// compressed form.
 	ChunkBytes int64 `json:"chunk_bytes,omitempty"`
 
+	// Like is a local file whose mode, owner and ACL new files get, where no file of
+	// the model is replaced. "": what the umask leaves.
+	Like string `json:"like,omitempty"`
+	// Beside lets one file stand beside the index of shards of the same name, by which
+	// the folder is loaded. Otherwise that is refused.
+	Beside bool `json:"beside,omitempty"`
+
 	// Storage says how to reach what is no local file: the target, and what
 	// Convert reads.
 	Storage source.Options `json:"storage,omitzero"`
@@ -84,7 +92,7 @@ type Spec struct {
 	// their Input has no Data.
 	Away map[int]*Away `json:"-"`
 
-	fs fsys // nil: the disk; tests put a failing one here
+	fs atomicfile.FS // nil: the disk; tests put a failing one here
 }
 
 // A Report says what was written. Bytes are logical on the way in and of
@@ -141,7 +149,7 @@ func (s *Spec) check() error {
 		s.ChunkBytes = 1 << 20
 	}
 	if s.fs == nil {
-		s.fs = disk{}
+		s.fs = atomicfile.Disk{}
 	}
 	switch scheme := open.Scheme(s.Path); {
 	case s.Path == "":
@@ -195,4 +203,10 @@ func wrap(verb, source, name string, chunk int64, err error) error {
 		return &c
 	}
 	return &fault.At{Verb: verb, Source: source, Tensor: name, Chunk: chunk, Offset: -1, Err: err}
+}
+
+// badArgument is the caller's mistake about one target or tensor.
+func badArgument(path, name, format string, args ...any) error {
+	return &fault.At{Verb: "save", Source: path, Tensor: name, Chunk: -1, Offset: -1,
+		Err: fault.New(fault.ErrArgument, format, args...)}
 }

@@ -7,8 +7,10 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 )
 
 // extension is what shard names keep at their end; a path without it gets it
@@ -69,18 +71,31 @@ func indexPath(path string) string {
 	return join(dir, stem+extension+".index.json")
 }
 
+// listable refuses files whose names no index.json can list: JSON is UTF-8.
+func listable(parts []part) error {
+	if last := parts[len(parts)-1]; !strings.HasSuffix(last.path, ".index.json") {
+		return nil
+	}
+	for _, p := range parts {
+		if name := filepath.Base(p.path); p.blob == nil && !utf8.ValidString(name) {
+			return badArgument(p.path, "", "the name is not UTF-8, and an index.json lists shards as UTF-8: choose another name, or save one file")
+		}
+	}
+	return nil
+}
+
 // replaced lists what a save in shards makes stale beside the files that it
 // replaces, so that nobody opens the old model by another name: the file under
 // the very path (when there are several now), the index (when there is one
 // file now), and shards of the old index that bear our names.
-func (w *writer) replaced(targets []*target) []string {
-	path, err := follow(w.spec.Path)
+func (w *writer) replaced(targets []*atomicfile.Target) []string {
+	path, err := atomicfile.Follow(w.spec.Path)
 	if err != nil || w.spec.Shard == 0 {
 		return nil
 	}
 	kept := map[string]bool{}
 	for _, t := range targets {
-		kept[t.path] = true
+		kept[t.Path] = true
 	}
 	shards, _ := w.oldShards(context.Background(), indexPath(path)) // one that cannot be read names nothing
 	old := append([]string{path, indexPath(path)}, shards...)
@@ -94,8 +109,8 @@ func (w *writer) replaced(targets []*target) []string {
 func (w *writer) retire(old []string) error {
 	var first error
 	for _, p := range old {
-		if err := w.spec.fs.remove(p); err != nil && first == nil {
-			first = ioError(p, -1, err)
+		if err := w.spec.fs.Remove(p); err != nil && first == nil {
+			first = atomicfile.Failed(p, -1, err)
 		}
 	}
 	return first

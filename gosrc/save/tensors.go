@@ -9,6 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/format/tensors"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/zeebo/xxh3"
 )
@@ -50,14 +51,14 @@ func (w *writer) tensors(ctx context.Context, to output, path string, items []*i
 	if err != nil {
 		return 0, wrap("save", path, "", -1, err)
 	}
-	if err := to.write(front, 0); err != nil {
+	if err := to.Write(front, 0); err != nil {
 		return 0, err
 	}
 	err = w.flow(ctx, to, path, items, out, key)
 	if err != nil {
 		return 0, err
 	}
-	return at + tensors.Tail, to.write(make([]byte, tensors.Tail), at)
+	return at + tensors.Tail, to.Write(make([]byte, tensors.Tail), at)
 }
 
 // tensorizer describes an item in the words of .tensors files.
@@ -82,13 +83,16 @@ func (w *writer) flow(ctx context.Context, to output, path string, items []*item
 // scattered is an output that takes bytes in any order, in no memory of its own.
 type scattered interface{ scattered() }
 
-func (*target) scattered() {}
+// onDisk is an output that is a file of its own.
+type onDisk struct{ *atomicfile.Target }
+
+func (onDisk) scattered() {}
 
 func (w *writer) oneTensor(to output, path string, t *item, it *tensors.Item, key *tensors.Key) tensors.Flow {
 	data, end, whole := it.Data(), it.Data()+it.Bytes, xxh3.New()
 	fail := func(err error) error { return wrap("save", path, t.name, -1, err) }
 	put := func(p []byte) error {
-		err := to.write(p, data)
+		err := to.Write(p, data)
 		data += int64(len(p))
 		return err
 	}
@@ -138,7 +142,7 @@ func (w *writer) oneTensor(to output, path string, t *item, it *tensors.Item, ke
 			return fail(fault.New(fault.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)"))
 		}
 		w.job.Tensors.Add(1)
-		return fail(to.write(it.Finish(f.Sum), it.Record))
+		return fail(to.Write(it.Finish(f.Sum), it.Record))
 	}
 	return f
 }

@@ -2,12 +2,13 @@ package save
 
 import (
 	"context"
-	"path/filepath"
+	"os"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
@@ -51,34 +52,41 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		}
 	}
 	w.count(parts, &rep)
+	if err := listable(parts); err != nil {
+		return Report{}, err
+	}
+	if err := w.beside(ctx, parts); err != nil {
+		return Report{}, err
+	}
 	if remote(w.spec.Path) {
 		return w.saveFar(ctx, parts, rep)
 	}
 	if err := w.room(parts); err != nil {
 		return Report{}, err
 	}
-	var targets []*target
+	like := w.like(parts)
+	var targets []*atomicfile.Target
 	defer func() {
 		for _, t := range targets {
-			t.drop()
+			t.Drop()
 		}
 		if err != nil {
 			rep = Report{}
 		}
 	}()
 	for _, p := range parts {
-		t, err := newTarget(w.spec.fs, p.path)
+		t, err := atomicfile.New(w.spec.fs, p.path, like)
 		if err != nil {
 			return rep, err
 		}
 		targets = append(targets, t)
 		size := int64(len(p.blob))
 		if p.blob != nil {
-			err = t.write(p.blob, 0)
+			err = t.Write(p.blob, 0)
 		} else if tensorizer(p.path) {
-			size, err = w.tensors(ctx, t, t.path, p.items)
+			size, err = w.tensors(ctx, onDisk{t}, t.Path, p.items)
 		} else {
-			f := &fileWriter{writer: w, output: t, path: t.path, part: p}
+			f := &fileWriter{writer: w, output: t, path: t.Path, part: p}
 			size, err = f.write(ctx)
 		}
 		if err != nil {
@@ -94,7 +102,7 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		return rep, err
 	}
 	old := w.replaced(targets)
-	if err := publish(w.spec.fs, targets); err != nil {
+	if err := atomicfile.Publish(w.spec.fs, targets); err != nil {
 		return rep, err
 	}
 	if err := w.retire(old); err != nil {
@@ -107,20 +115,30 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 	return rep, nil
 }
 
+// like is the file whose mode new files get: one of the model that is replaced. A
+// private model stays private, in however many files.
+func (w *writer) like(parts []part) string {
+	for _, path := range []string{parts[len(parts)-1].path, w.spec.Path, indexPath(w.spec.Path), w.spec.Like} {
+		if real, err := atomicfile.Follow(path); err == nil {
+			if st, err := os.Lstat(real); err == nil && st.Mode().IsRegular() {
+				return real
+			}
+		}
+	}
+	return ""
+}
+
 // finish waits for the disk, which may take seconds, but not longer than for
 // a cancel: the sync then ends alone, on a file that has no name any more.
-func (w *writer) finish(ctx context.Context, t *target, size int64) error {
+func (w *writer) finish(ctx context.Context, t *atomicfile.Target, size int64) error {
 	done := make(chan error, 1)
-	path := t.path
-	f := &target{fs: t.fs, path: path, file: t.file} // closes the file; t has only the name now
-	t.file = nil
+	path := t.Path
+	f := t.Hand() // closes the file; t has only the name now
 	spawn.Go("save.sync", func() {
 		err := fault.New(fault.ErrEngine, "sync did not end")
 		defer func() { done <- err }()
-		err = f.finish(size)
-		if f.file != nil {
-			_ = f.file.Close()
-		}
+		err = f.Finish(size)
+		f.Drop()
 	})
 	select {
 	case err := <-done:
@@ -164,11 +182,11 @@ func (w *writer) room(parts []part) error {
 			}
 		}
 	}
-	dir := filepath.Dir(parts[0].path)
-	if real, err := follow(parts[0].path); err == nil {
-		dir = filepath.Dir(real)
+	dir := atomicfile.Folder(parts[0].path)
+	if real, err := atomicfile.Follow(parts[0].path); err == nil {
+		dir = atomicfile.Folder(real)
 	}
-	if free, ok := w.spec.fs.free(dir); ok && float64(free) < need {
+	if free, ok := w.spec.fs.Free(dir); ok && float64(free) < need {
 		return &fault.At{Verb: "save", Source: w.spec.Path, Chunk: -1, Offset: -1,
 			Err: fault.New(fault.ErrIO, "no space left: about %d bytes are needed and %d are free in %s", int64(need), free, dir)}
 	}
@@ -177,10 +195,10 @@ func (w *writer) room(parts []part) error {
 
 // An output takes the bytes of one file.
 type output interface {
-	// write puts bytes at an offset; it is safe in parallel.
-	write(p []byte, off int64) error
-	// skip says that nobody will write [lo, hi): it holds zeros.
-	skip(lo, hi int64) error
+	// Write puts bytes at an offset; it is safe in parallel.
+	Write(p []byte, off int64) error
+	// Skip says that nobody will write [lo, hi): it holds zeros.
+	Skip(lo, hi int64) error
 }
 
 // fileWriter writes one file of tensors.
@@ -249,7 +267,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	if err != nil {
 		return 0, wrap("save", f.path, "", -1, err)
 	}
-	return size, f.output.write(front, 0)
+	return size, f.output.Write(front, 0)
 }
 
 // encode reads task k and makes its stored bytes.
@@ -327,7 +345,7 @@ func (f *fileWriter) place(k int) error {
 	}
 	gap := f.pos
 	f.pos = s.at + int64(len(s.out))
-	return f.output.skip(gap, s.at)
+	return f.output.Skip(gap, s.at)
 }
 
 // flush writes task k.
@@ -336,7 +354,7 @@ func (f *fileWriter) flush(k int) error {
 	if c.n == 0 {
 		return nil
 	}
-	if err := f.output.write(s.out, s.at); err != nil {
+	if err := f.output.Write(s.out, s.at); err != nil {
 		return wrap("save", f.path, c.t.name, -1, err)
 	}
 	f.job.Bytes.Add(int64(c.n))

@@ -15,13 +15,14 @@ var mayImport = map[string][]string{
 	"fault":  {},
 	"knob":   {},
 
-	"internal/spawn":   {"fault"},
-	"internal/ordered": {"fault", "internal/spawn"},
-	"internal/house":   {},
-	"internal/sha256":  {},
-	"internal/crc":     {},
-	"internal/sizes":   {},
-	"internal/rawjson": {},
+	"internal/spawn":      {"fault"},
+	"internal/ordered":    {"fault", "internal/spawn"},
+	"internal/house":      {},
+	"internal/sha256":     {},
+	"internal/crc":        {},
+	"internal/atomicfile": {"fault"},
+	"internal/sizes":      {},
+	"internal/rawjson":    {},
 
 	"job": {"fault", "internal/spawn", "internal/rawjson"},
 

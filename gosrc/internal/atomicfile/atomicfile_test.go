@@ -1,0 +1,427 @@
+package atomicfile
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// A watch looks at the temporary file after every call, as another process might.
+type watch struct {
+	Disk
+	t    *testing.T
+	wide fs.FileMode // what no temporary file may allow
+	temp string
+	seen int
+}
+
+func (w *watch) look(after string) {
+	st, err := os.Lstat(w.temp)
+	if err != nil {
+		return // it has its name
+	}
+	w.seen++
+	if got := st.Mode().Perm() & w.wide; got != 0 {
+		w.t.Errorf("after %s the temporary file lets %v in", after, got)
+	}
+}
+
+func (w *watch) Create(path string, mode fs.FileMode) (File, error) {
+	f, err := w.Disk.Create(path, mode)
+	w.temp = path
+	w.look("create")
+	return &watched{f, w}, err
+}
+
+func (w *watch) Rename(from, to string) error {
+	w.look("everything")
+	return w.Disk.Rename(from, to)
+}
+
+type watched struct {
+	File
+	w *watch
+}
+
+func (f *watched) WriteAt(p []byte, off int64) (int, error) {
+	defer f.w.look("write")
+	return f.File.WriteAt(p, off)
+}
+
+func (f *watched) Truncate(n int64) error {
+	defer f.w.look("truncate")
+	return f.File.Truncate(n)
+}
+
+func (f *watched) Chmod(m fs.FileMode) error {
+	defer f.w.look("chmod")
+	return f.File.Chmod(m)
+}
+
+func (f *watched) Chown(uid, gid int) error {
+	defer f.w.look("chown")
+	return f.File.Chown(uid, gid)
+}
+
+func (f *watched) Sync() error {
+	defer f.w.look("sync")
+	return f.File.Sync()
+}
+
+func TestModes(t *testing.T) {
+	// Promise: a replaced file's mode is kept, a new one has what the umask leaves or
+	// the mode of the file that it is to be like; links stay; other names keep the old
+	// bytes; and between the first call and the last nobody may read or write what may
+	// not read or write the end.
+	for _, mask := range []int{0o022, 0o027, 0o077} {
+		old := syscall.Umask(mask)
+		for _, c := range []struct {
+			name string
+			make func(dir string) (path, like string)
+			want fs.FileMode
+		}{
+			{"absent", func(dir string) (string, string) { return dir + "/f", "" }, 0o666 &^ fs.FileMode(mask)},
+			{"0600", func(dir string) (string, string) { return put(t, dir+"/f", 0o600), "" }, 0o600},
+			{"0640", func(dir string) (string, string) { return put(t, dir+"/f", 0o640), "" }, 0o640},
+			{"0666", func(dir string) (string, string) { return put(t, dir+"/f", 0o666), "" }, 0o666},
+			{"0755", func(dir string) (string, string) { return put(t, dir+"/f", 0o755), "" }, 0o755},
+			{"set-id", func(dir string) (string, string) { return put(t, dir+"/f", 0o755|fs.ModeSetuid), "" }, 0o755},
+			{"like 0600", func(dir string) (string, string) { return dir + "/f", put(t, dir+"/g", 0o600) }, 0o600},
+			{"like nothing", func(dir string) (string, string) { return dir + "/f", dir + "/g" }, 0o666 &^ fs.FileMode(mask)},
+			{"0640, like 0600", func(dir string) (string, string) { return put(t, dir+"/f", 0o640), put(t, dir+"/g", 0o600) }, 0o640},
+			{"link", func(dir string) (string, string) { return link(t, put(t, dir+"/r", 0o600), dir+"/f"), "" }, 0o600},
+			{"relative link", func(dir string) (string, string) {
+				put(t, dir+"/sub/r", 0o600)
+				return link(t, "sub/r", dir+"/f"), ""
+			}, 0o600},
+			{"dangling link", func(dir string) (string, string) { return link(t, "sub/r", dir+"/f"), "" }, 0o666 &^ fs.FileMode(mask)},
+			{"chain of links", func(dir string) (string, string) {
+				put(t, dir+"/sub/r", 0o600)
+				link(t, "sub/r", dir+"/2")
+				link(t, dir+"/2", dir+"/1")
+				return link(t, "1", dir+"/f"), ""
+			}, 0o600},
+			{"link out of a linked folder", func(dir string) (string, string) {
+				// dir/here -> dir/sub/deep, where l -> ../r: that is sub/r, not dir/r
+				put(t, dir+"/sub/r", 0o600)
+				put(t, dir+"/r", 0o644)
+				link(t, "../r", dir+"/sub/deep/l")
+				link(t, "sub/deep", dir+"/here")
+				return dir + "/here/l", ""
+			}, 0o600},
+		} {
+			dir := filepath.Join(t.TempDir(), "a folder")
+			if err := os.MkdirAll(dir+"/sub/deep", 0o777); err != nil {
+				t.Fatal(err)
+			}
+			path, like := c.make(dir)
+			before, _ := os.Lstat(path)
+			w := &watch{t: t, wide: 0o777 &^ c.want}
+			target, err := New(w, path, like)
+			if err != nil {
+				t.Fatalf("%s: %v", c.name, err)
+			}
+			if err := errors.Join(target.Write([]byte("new"), 0), target.Finish(3), Publish(w, []*Target{target})); err != nil {
+				t.Fatalf("%s: %v", c.name, err)
+			}
+			target.Drop()
+			b, _ := os.ReadFile(path)
+			st, _ := os.Stat(path)
+			if string(b) != "new" || st.Mode() != c.want {
+				t.Errorf("umask %o, %s: %q with %v, want %v", mask, c.name, b, st.Mode(), c.want)
+			}
+			if now, _ := os.Lstat(path); before != nil && now.Mode().Type() != before.Mode().Type() {
+				t.Errorf("%s: it was %v and is %v", c.name, before.Mode(), now.Mode())
+			}
+			if w.seen < 4 {
+				t.Errorf("%s: looked %d times", c.name, w.seen)
+			}
+			none(t, dir)
+			if c.name == "link out of a linked folder" {
+				if b, _ := os.ReadFile(dir + "/r"); string(b) != "old" {
+					t.Errorf("%s: another file was replaced", c.name)
+				}
+			}
+		}
+		if now := syscall.Umask(old); now != mask {
+			t.Errorf("the umask was %o and is %o", mask, now)
+		}
+	}
+}
+
+func put(t *testing.T, path string, mode fs.FileMode) string {
+	t.Helper()
+	if err := errors.Join(os.WriteFile(path, []byte("old"), 0o600), os.Chmod(path, mode)); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func link(t *testing.T, to, path string) string {
+	t.Helper()
+	if err := os.Symlink(to, path); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// none fails if a hidden file is left below a folder.
+func none(t *testing.T, dir string) {
+	t.Helper()
+	_ = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && strings.HasPrefix(d.Name(), ".") {
+			t.Errorf("left behind: %s", path)
+		}
+		return err
+	})
+}
+
+func TestHardLink(t *testing.T) {
+	// Promise: another name of the old file keeps the old bytes and mode.
+	dir := t.TempDir()
+	put(t, dir+"/f", 0o600)
+	if err := errors.Join(os.Link(dir+"/f", dir+"/other"), Write(dir+"/f", []byte("new"))); err != nil {
+		t.Fatal(err)
+	}
+	b, _ := os.ReadFile(dir + "/other")
+	if st, _ := os.Stat(dir + "/f"); string(b) != "old" || st.Mode() != 0o600 {
+		t.Fatalf("%q, %v", b, st.Mode())
+	}
+}
+
+// acl is a POSIX ACL as the kernel stores it: entries of tag, permissions, id.
+func acl(entries ...[3]uint32) []byte {
+	b := binary.LittleEndian.AppendUint32(nil, 2)
+	for _, e := range entries {
+		b = binary.LittleEndian.AppendUint16(b, uint16(e[0]))
+		b = binary.LittleEndian.AppendUint16(b, uint16(e[1]))
+		b = binary.LittleEndian.AppendUint32(b, e[2])
+	}
+	return b
+}
+
+func TestACL(t *testing.T) {
+	// Promise: who had access by the old file's ACL has it still, and the group gets
+	// no more than the ACL gave it; a folder's default ACL opens no replaced file.
+	const name = "system.posix_acl_access"
+	none := uint32(1<<32 - 1)
+	dir := t.TempDir()
+	for path, what := range map[string]struct {
+		acl  []byte
+		kind string
+	}{
+		// owner rw, user 1234 r, group nothing, mask r, others nothing
+		put(t, dir+"/f", 0o640): {acl([3]uint32{1, 6, none}, [3]uint32{2, 4, 1234}, [3]uint32{4, 0, none}, [3]uint32{0x10, 4, none}, [3]uint32{0x20, 0, none}), name},
+		dir:                     {acl([3]uint32{1, 7, none}, [3]uint32{2, 7, 4321}, [3]uint32{4, 7, none}, [3]uint32{0x10, 7, none}, [3]uint32{0x20, 0, none}), "system.posix_acl_default"},
+	} {
+		if err := unix.Setxattr(path, what.kind, what.acl, 0); err != nil {
+			t.Skip("no ACLs here:", err)
+		}
+	}
+	get := func(path string) []byte {
+		b := make([]byte, 1<<12)
+		n, err := unix.Getxattr(path, name, b)
+		if err != nil {
+			return nil
+		}
+		return b[:n]
+	}
+	before := get(dir + "/f")
+	put(t, dir+"/plain", 0o640)
+	if err := unix.Removexattr(dir+"/plain", name); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{dir + "/f", dir + "/plain"} {
+		if err := Write(path, []byte("new")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if !bytes.Equal(get(dir+"/f"), before) || before == nil {
+		t.Errorf("the ACL was %x and is %x", before, get(dir+"/f"))
+	}
+	if got := get(dir + "/plain"); got != nil {
+		t.Errorf("the replaced file has an ACL now: %x", got)
+	}
+	if st, _ := os.Stat(dir + "/plain"); st.Mode() != 0o640 {
+		t.Error(st.Mode())
+	}
+}
+
+func TestGroup(t *testing.T) {
+	// Promise: root gives the new file the owner and group of the old one.
+	if os.Geteuid() != 0 {
+		t.Skip("only root may give files away")
+	}
+	path := put(t, t.TempDir()+"/f", 0o640)
+	if err := errors.Join(os.Chown(path, 1234, 4321), Write(path, nil)); err != nil {
+		t.Fatal(err)
+	}
+	st, _ := os.Stat(path)
+	if own := st.Sys().(*syscall.Stat_t); own.Uid != 1234 || own.Gid != 4321 || st.Mode() != 0o640 {
+		t.Fatal(own.Uid, own.Gid, st.Mode())
+	}
+}
+
+// A stubborn file may not be given to another group.
+type stubborn struct {
+	File
+	said fs.FileMode
+}
+
+func (f *stubborn) Chown(int, int) error { return syscall.EPERM }
+
+func (f *stubborn) Chmod(m fs.FileMode) error {
+	f.said = m
+	return f.File.Chmod(m)
+}
+
+func TestGroupRefused(t *testing.T) {
+	// Promise: where the group cannot be kept, the writer's own group gets no more than
+	// everybody has.
+	for old, want := range map[fs.FileMode]fs.FileMode{0o660: 0o600, 0o664: 0o644, 0o640: 0o600, 0o604: 0o604, 0o666: 0o666, 0o600: 0o600} {
+		path := put(t, t.TempDir()+"/f", old)
+		target, err := New(Disk{}, path, "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		f := &stubborn{File: target.file}
+		target.file = f
+		if err := target.Finish(0); err != nil || f.said != want {
+			t.Errorf("%o became %o, want %o (%v)", old, f.said, want, err)
+		}
+		target.Drop()
+	}
+}
+
+func TestRefused(t *testing.T) {
+	// Promise: what is no file is not replaced, and nothing is left of a failure.
+	dir := t.TempDir()
+	if err := errors.Join(syscall.Mkfifo(dir+"/fifo", 0o600), os.Symlink("loop", dir+"/loop"), os.Symlink("/dev/null", dir+"/null"), os.Mkdir(dir+"/sub", 0o777)); err != nil {
+		t.Fatal(err)
+	}
+	for path, class := range map[string]error{
+		dir + "/fifo": fault.ErrArgument, dir + "/loop": fault.ErrArgument, dir + "/null": fault.ErrArgument, "/dev/null": fault.ErrArgument,
+		dir + "/sub": fault.ErrArgument, dir + "/no/such": fault.ErrNotFound, dir + "/" + strings.Repeat("x", 256): fault.ErrArgument, dir + "/a\x00b": fault.ErrArgument,
+	} {
+		if err := Write(path, nil); !errors.Is(err, class) {
+			t.Errorf("%q: %v", path, err)
+		}
+	}
+	put(t, dir+"/f", 0o600)
+	wrong := errors.New("wrong")
+	if err := With(dir+"/f", func(f *os.File) error { _, _ = f.WriteString("half"); return wrong }); !errors.Is(err, wrong) {
+		t.Error(err)
+	}
+	if b, _ := os.ReadFile(dir + "/f"); string(b) != "old" {
+		t.Errorf("%q", b)
+	}
+	if os.Geteuid() != 0 {
+		_ = os.Chmod(dir, 0o500)
+		defer func() { _ = os.Chmod(dir, 0o700) }()
+		if err := Write(dir+"/f", nil); !errors.Is(err, fault.ErrPermission) {
+			t.Error(err)
+		}
+	}
+	none(t, dir)
+}
+
+func TestRename(t *testing.T) {
+	// Promise: a file that somebody else has written takes its name as one of ours does.
+	dir := t.TempDir()
+	put(t, dir+"/real", 0o600)
+	link(t, "real", dir+"/f")
+	put(t, dir+"/made", 0o600)
+	if err := errors.Join(os.WriteFile(dir+"/made", []byte("new"), 0o600), Rename(dir+"/made", dir+"/f")); err != nil {
+		t.Fatal(err)
+	}
+	b, _ := os.ReadFile(dir + "/real")
+	st, _ := os.Lstat(dir + "/f")
+	if string(b) != "new" || st.Mode().Type() != fs.ModeSymlink {
+		t.Fatalf("%q, %v", b, st.Mode())
+	}
+	if err := Rename(dir+"/made", dir+"/f"); !errors.Is(err, fault.ErrNotFound) {
+		t.Fatal(err)
+	}
+}
+
+func TestNames(t *testing.T) {
+	// Promise: names of any bytes are written under themselves, up to 255 of them.
+	dir := t.TempDir()
+	names := []string{"caf\xe9", "caf\ufffd", "caf\xe8", " ", "a\nb", "%E9", "-f", "f.", "\xed\xa0\x80", strings.Repeat("\xff", 255), strings.Repeat("ü", 127), strings.Repeat("x", 254) + "\xc3"}
+	for _, name := range names {
+		if err := Write(dir+"/"+name, []byte(name)); err != nil {
+			t.Errorf("%q: %v", name, err)
+		}
+	}
+	es, _ := os.ReadDir(dir)
+	var got []string
+	for _, e := range es {
+		b, _ := os.ReadFile(dir + "/" + e.Name())
+		if string(b) != e.Name() {
+			t.Errorf("%q holds %q", e.Name(), b)
+		}
+		got = append(got, e.Name())
+	}
+	slices.Sort(names)
+	if !slices.Equal(got, names) {
+		t.Errorf("%q", got)
+	}
+}
+
+func TestOrphans(t *testing.T) {
+	// Promise: what a killed save left behind goes with the next save of the
+	// same path; a save that is still running, and other files, stay.
+	dir := t.TempDir()
+	p := filepath.Join(dir, "m")
+	for i, name := range []string{".m.tmp-0123456789abcdef", ".m.tmp-fedcba9876543210", ".m.tmp-0000000000000000", ".other.tmp-0123456789abcdef", ".m.tmp-notes"} {
+		q := filepath.Join(dir, name)
+		if err := os.WriteFile(q, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if i != 1 { // 1 is brand new
+			_ = os.Chtimes(q, time.Now(), time.Now().Add(-time.Hour))
+		}
+	}
+	held, err := os.Open(filepath.Join(dir, ".m.tmp-0000000000000000"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer held.Close()
+	if err := syscall.Flock(int(held.Fd()), syscall.LOCK_EX); err != nil {
+		t.Skip("no locks here:", err)
+	}
+	if err := Write(p, nil); err != nil {
+		t.Fatal(err)
+	}
+	es, _ := os.ReadDir(dir)
+	var names []string
+	for _, e := range es {
+		names = append(names, e.Name())
+	}
+	if got := strings.Join(names, " "); got != ".m.tmp-0000000000000000 .m.tmp-fedcba9876543210 .m.tmp-notes .other.tmp-0123456789abcdef m" {
+		t.Fatal(got)
+	}
+	// Old shards that a kill left moved away go only when they are asked about.
+	old := filepath.Join(dir, ".m.old-0123456789abcdef")
+	_ = os.WriteFile(old, nil, 0o600)
+	removeOrphans(Disk{}, p, oldMark, time.Minute)
+	if _, err := os.Stat(old); err != nil {
+		t.Fatal(err)
+	}
+	removeOrphans(Disk{}, p, oldMark, -time.Minute)
+	if _, err := os.Stat(old); err == nil {
+		t.Fatal("still there")
+	}
+}

@@ -1,0 +1,95 @@
+package atomicfile
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"syscall"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// FS is what writing needs of a file system. The tests put one in its place
+// whose i-th call fails.
+type FS interface {
+	// Create makes a new file, never opening one that exists, with what the
+	// umask leaves of mode.
+	Create(path string, mode fs.FileMode) (File, error)
+	Rename(from, to string) error
+	Remove(path string) error
+	// SyncDir makes the names in a folder durable.
+	SyncDir(dir string) error
+	// Free is how many bytes may still be written below dir; ok is false
+	// where the system cannot tell.
+	Free(dir string) (n int64, ok bool)
+}
+
+// File is a new file being written; WriteAt is safe in parallel.
+type File interface {
+	WriteAt(p []byte, off int64) (int, error)
+	Truncate(size int64) error
+	Chmod(mode fs.FileMode) error
+	Chown(uid, gid int) error
+	Sync() error
+	Close() error
+}
+
+// Disk is the real file system.
+type Disk struct{}
+
+// Create is for FS, as are the others.
+func (Disk) Create(path string, mode fs.FileMode) (File, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, mode)
+	if err != nil {
+		return nil, err
+	}
+	return f, nil
+}
+
+// Rename is os.Rename.
+func (Disk) Rename(from, to string) error { return os.Rename(from, to) }
+
+// Remove is os.Remove.
+func (Disk) Remove(path string) error { return os.Remove(path) }
+
+// SyncDir ignores EINVAL and ENOTSUP: file systems that have no durable
+// folders say so, and there is nothing more that could be done.
+func (Disk) SyncDir(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	err = d.Sync()
+	if errors.Is(err, syscall.EINVAL) || errors.Is(err, syscall.ENOTSUP) {
+		err = nil
+	}
+	return errors.Join(err, d.Close())
+}
+
+// Free is what the user may still take.
+func (Disk) Free(dir string) (int64, bool) {
+	var s syscall.Statfs_t
+	if err := syscall.Statfs(dir, &s); err != nil || s.Bsize <= 0 || s.Blocks == 0 {
+		return 0, false
+	}
+	return int64(s.Bavail) * int64(s.Bsize), true
+}
+
+// Failed gives a system error its class and its place. off is -1 where there
+// is none.
+func Failed(path string, off int64, err error) error {
+	if err == nil {
+		return nil
+	}
+	// The path is said once, by At; the system's words are enough here.
+	var pe *fs.PathError
+	if errors.As(err, &pe) {
+		err = pe.Err
+	}
+	var le *os.LinkError
+	if errors.As(err, &le) {
+		err = le.Err
+	}
+	return &fault.At{Verb: "save", Source: path, Chunk: -1, Offset: off,
+		Err: fault.FromOS(err)}
+}
