@@ -20,6 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
 )
 
@@ -209,10 +210,7 @@ func (r *run) add(row Row) {
 func (r *run) writeOut() error {
 	b, err := json.MarshalIndent(r.report, "", "  ")
 	if err == nil {
-		err = os.WriteFile(r.opt.Out+".tmp", append(b, '\n'), 0o600)
-	}
-	if err == nil {
-		err = os.Rename(r.opt.Out+".tmp", r.opt.Out)
+		err = atomicfile.Write(r.opt.Out, append(b, '\n'))
 	}
 	if err != nil {
 		return fault.New(fault.ErrIO, "%v", err)

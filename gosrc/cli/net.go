@@ -1,19 +1,17 @@
 package cli
 
 import (
-	"errors"
 	"fmt"
 	"io"
 	"maps"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/fetch"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/serve"
 )
 
@@ -25,7 +23,8 @@ Writes the bodies of the URLs (or files) to standard output, in order and
 nothing else: what nyacomp's remotefile does. Ranges are fetched ahead, several
 at once, resumed where a connection breaks, and held in 64 MiB at most. Any
 failure, a short body or an HTTP error among them, gives a status that is not 0.
-With -o OUT the file is complete or absent.`,
+With -o OUT the file is complete or absent; one that is replaced keeps its mode
+and owner, and a symbolic link is followed.`,
 	example: "overwire fetch https://host/a.bin https://host/b.bin | consumer",
 	options: []option{
 		{name: "output", short: "o", value: "OUT", doc: "file to write instead"},
@@ -50,17 +49,11 @@ With -o OUT the file is complete or absent.`,
 			}
 			return err
 		}
-		f, err := os.CreateTemp(filepath.Dir(out), ".overwire-*")
-		if err != nil {
-			return fault.FromOS(err)
-		}
-		defer os.Remove(f.Name()) // gone once renamed
-		rep, err := fetch.Fetch(c.ctx, c.job, spec, f)
-		if err == nil {
-			err = fault.FromOS(errors.Join(f.Chmod(0o644), f.Sync(), f.Close(), os.Rename(f.Name(), out)))
-		} else {
-			_ = f.Close()
-		}
+		var rep fetch.Report
+		err = atomicfile.With(out, func(f *os.File) (err error) {
+			rep, err = fetch.Fetch(c.ctx, c.job, spec, f)
+			return err
+		})
 		if err != nil {
 			return err
 		}

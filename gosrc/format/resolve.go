@@ -120,7 +120,7 @@ func folder(ctx context.Context, dir string, open Opener) ([]string, *safetensor
 	}
 	var names []string
 	for _, e := range entries { // sorted by name
-		names = append(names, filepath.Join(dir, e.Name()))
+		names = append(names, strings.TrimSuffix(dir, "/")+"/"+e.Name()) // ".." in dir stays, as the system takes it
 	}
 	return listed(ctx, dir, names, open)
 }
@@ -170,7 +170,7 @@ func fromIndex(path string) ([]string, *safetensors.Shards, error) {
 	}
 	files := slices.Clone(shards.Files)
 	for i, name := range files {
-		files[i] = filepath.Join(filepath.Dir(path), name)
+		files[i] = path[:strings.LastIndexByte(path, '/')+1] + name
 	}
 	return files, &shards, nil
 }

@@ -3,6 +3,7 @@ package pipeline
 import (
 	"bufio"
 	"cmp"
+	"errors"
 	"fmt"
 	"os"
 	"slices"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 )
 
 // A Trace records what everybody did when: one span for each stage of each
@@ -171,10 +173,15 @@ func later(a, b time.Time) time.Time {
 func (t *Trace) WriteFile(path string) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	f, err := os.Create(path)
-	if err != nil {
-		return &fault.At{Verb: "trace", Source: path, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
+	err := atomicfile.With(path, t.write)
+	var at *fault.At
+	if errors.As(err, &at) {
+		at.Verb = "trace"
 	}
+	return err
+}
+
+func (t *Trace) write(f *os.File) error {
 	w := bufio.NewWriter(f)
 	us := func(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1e3 }
 	type line struct{ pid, tid int }
@@ -213,12 +220,5 @@ func (t *Trace) WriteFile(path string) error {
 			s.verb, at.pid, at.tid, us(s.begin.Sub(zero)), us(s.end.Sub(s.begin)), s.bytes)
 	}
 	fmt.Fprint(w, "\n]}\n")
-	err = w.Flush()
-	if e := f.Close(); err == nil {
-		err = e
-	}
-	if err != nil {
-		return &fault.At{Verb: "trace", Source: path, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
-	}
-	return nil
+	return w.Flush()
 }

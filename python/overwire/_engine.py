@@ -546,7 +546,9 @@ def _program(argv: Sequence[str]) -> str:
     import json
 
     version = "%d.%d.%d" % sys.version_info[:3]
-    about: dict[str, Any] = {"argv": list(argv), "python": sys.executable or "", "version": version}
+    # As the engine has names: UTF-8, or bytes.
+    words = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in argv]
+    about: dict[str, Any] = {"argv": words, "python": sys.executable or "", "version": version}
     if any("://" in word for word in argv):
         from .storage import environment
 

@@ -11,10 +11,10 @@ was killed half-way, gets the old object or the new one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, Union
 
@@ -166,16 +166,20 @@ def _save(
     metadata = {_DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {_DIGEST: digest}
     if far:
         return _save_far(target, data, tensors, metadata, progress, options, compress)
+    if "\n" in os.path.basename(container):
+        raise ArgumentError(f"overwire: compress {target!r}: the name has a line break, and meta.csv lists files by lines")
     with _os_errors("save", target):
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(layout.previous_of(container))  # a name that is too long is refused first
+            os.lstat(container)
         os.makedirs(os.path.dirname(container), exist_ok=True)
         if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
             container = layout.second_container_of(target)
         _keep_previous(target, container)
-        report = save_bytes(tensors, container, metadata, compress=compress, progress=progress)
+        report = save_bytes(tensors, container, metadata, compress=compress, progress=progress, like=target)
         size = os.stat(container).st_size
-        text = layout.meta_text(container, size)
-        _replace(layout.meta_of(target), text.encode())
-        _replace(target, data)
+        write_bytes(layout.meta_of(target), os.fsencode(layout.meta_text(container, size)), None)
+        write_bytes(target, data, None)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(layout.previous_of(container))
     stored = size if report.bytes_in else 0
@@ -239,34 +243,6 @@ def _fits(container: str, digest: str, options: StorageOptions | None = None) ->
         return False
 
 
-def _replace(path: str, data: bytes) -> None:
-    """Writes a small file atomically and brings it to the disk."""
-    folder, name = os.path.split(path)
-    number, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.", suffix=".tmp")
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fchmod(number, 0o666 & ~_umask())
-            os.fsync(number)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    folder_number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(folder_number)
-    finally:
-        os.close(folder_number)
-
-
-def _umask() -> int:
-    mask = os.umask(0o77)
-    os.umask(mask)
-    return mask
-
-
 @contextlib.contextmanager
 def _os_errors(verb: str, path: str) -> Iterator[None]:
     """Our classes for what the operating system says."""
@@ -276,7 +252,7 @@ def _os_errors(verb: str, path: str) -> Iterator[None]:
         raise
     except OSError as error:
         kinds = {FileNotFoundError: NotFoundError, PermissionError: AccessError}
-        kind = kinds.get(type(error), IOFailure)
+        kind = ArgumentError if error.errno == errno.ENAMETOOLONG else kinds.get(type(error), IOFailure)
         place = error.filename or path
         raise kind(f"overwire: {verb} {place}: {error.strerror}", source=path) from error
 

@@ -55,7 +55,9 @@ class OverwireError(Exception):
         chunk: int | None = None,
         offset: int | None = None,
     ) -> None:
-        super().__init__(message)
+        # A name of a file may hold bytes that are no text (`source` has it whole);
+        # a message can always be printed.
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())
         self.source = source
         self.tensor = tensor
         self.chunk = chunk

@@ -13,6 +13,7 @@ as a tensor of bytes. This module opens no tensor file and imports little.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import NamedTuple
 
@@ -77,7 +78,10 @@ def rivals_of(pickle_path: str) -> list[str]:
 
 def previous_of(container: str) -> str:
     """Where the container before it is kept while a bundle is replaced."""
-    return container + ".old"
+    folder, name = os.path.split(container)
+    if len(os.fsencode(name)) > 251:  # of the 255 bytes that names have
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return os.path.join(folder, name + ".old")
 
 
 def far_containers_of(uri: str) -> tuple[str, str]:
@@ -98,8 +102,9 @@ def meta_of(pickle_path: str) -> str:
 
 
 def meta_text(container: str, size: int) -> str:
-    """The csv for one container of `size` bytes."""
-    row = MetaRow(container, (size,), "uint8", size, size)
+    """The csv for one container of `size` bytes. It is found beside the csv; a
+    line has room for its folder, unless that has a line break in its name."""
+    row = MetaRow(os.path.basename(container) if "\n" in container else container, (size,), "uint8", size, size)
     shape = ";".join(map(str, row.shape))
     return f"0\n{row.filename} {shape} {row.dtype} {size} {size}"
 
@@ -107,16 +112,13 @@ def meta_text(container: str, size: int) -> str:
 def read_meta(path: str) -> list[MetaRow]:
     """The rows of a meta.csv (a path or a URI), ours or nyacomp's. FormatError
     if it is none."""
-    try:
-        lines = read_bytes(path, 1 << 24).decode().splitlines()
-    except UnicodeDecodeError as error:
-        raise FormatError(f"overwire: open {path}: not a meta.csv", source=path) from error
-    return _rows(path, lines)
+    return _rows(path, os.fsdecode(read_bytes(path, 1 << 24)))  # names may be any bytes
 
 
-def _rows(path: str, lines: list[str]) -> list[MetaRow]:
+def _rows(path: str, text: str) -> list[MetaRow]:
     rows = []
-    for number, line in enumerate(lines[1:], start=2):
+    for number, line in enumerate(text.split("\n")[1:], start=2):
+        line = line.removesuffix("\r")
         if not line.strip():
             continue
         try:
@@ -196,7 +198,7 @@ def remote_containers_in(uri: str, text: str) -> list[str]:
     """The containers that a meta.csv behind a URI lists: each is beside it, or,
     of a csv in nyacomp's older place, in the folder nya beside it."""
     folder, _, rest = _cut(uri)
-    names = _containers(uri, _rows(uri, text.splitlines()))
+    names = _containers(uri, _rows(uri, text))
     return [f"{folder}{beside(folder, name)}{rest}" for name in names]
 
 

@@ -93,7 +93,12 @@ def save_file(
         redis://host:port/key (rediss:// with TLS) are written as they are made,
         without a file in between and in bounded memory, and show when they are
         whole. Shards in a store that take the names of old ones remove the old
-        index first: meanwhile there is no model, never a mixture.
+        index first: meanwhile there is no model, never a mixture. A file that is
+        replaced keeps its mode, owner and POSIX ACL, and a symbolic link is
+        followed; a new one has what the umask leaves, or the mode of the model
+        that it replaces. Beside the index of shards of the same name
+        (model.safetensors.index.json), by which the folder would still load the
+        old model, one file is refused; with max_shard_size it replaces them.
     metadata: texts for `__metadata__`; safetensors' own loaders look for
         {"format": "pt"}.
     compress: writes overwire's container, a safetensors file whose tensors are
@@ -148,9 +153,15 @@ def save_bytes(
     shard: int = 0,
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
+    like: str | None = None,
+    beside: bool = False,
 ) -> Report:
-    """Saves what is described already, and keeps it alive until that is done."""
-    spec: dict[str, Any] = {"path": path, "compress": bool(compress), "shard": shard, **storage(storage_options, [path], writes=True)}
+    """Saves what is described already, and keeps it alive until that is done.
+
+    like: a local file whose mode, owner and ACL a new file gets. beside: an index
+    of shards of the same name may stay beside it."""
+    spec: dict[str, Any] = {"path": path, "compress": bool(compress), "shard": shard, "like": like or "", "beside": beside}
+    spec |= storage(storage_options, [path], writes=True)
     if metadata is not None:
         for key, value in metadata.items():
             if not isinstance(key, str) or not isinstance(value, str):

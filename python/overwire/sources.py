@@ -4,31 +4,59 @@ engine's words: a list of URIs. Parsing and opening is the engine's."""
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Iterable
 from typing import Any, Union
 
-from .errors import AccessError, ArgumentError, FormatError, IOFailure, NotFoundError, NotSupportedError
+from .errors import AccessError, ArgumentError, FormatError, IOFailure, NotFoundError
+from .storage import is_remote
 
-__all__ = ["SourceLike", "local", "read_bytes", "resolve"]
+__all__ = ["SourceLike", "local", "path_of", "read_bytes", "resolve"]
 
 #: A path or URI of a file, a folder or an index.json; several of them; or a
-#: binary file open for reading.
+#: binary file open for reading, which is read from where it stands.
 SourceLike = Union[str, "os.PathLike[str]", Iterable[Union[str, "os.PathLike[str]"]], Any]
 
 
 def local(path: Any) -> str:
     """One path or URI as text; a relative path is made absolute, so that a
-    later change of the working directory does not matter."""
-    if isinstance(path, bytes):
-        path = os.fsdecode(path)
+    later change of the working directory does not matter.
+
+    What os.fsencode makes of the text is the name that is opened, whatever its
+    bytes are. A text that no name has, and a URI that is not UTF-8, are
+    ArgumentError."""
     try:
-        text: str = os.fspath(path)
+        text = os.fsdecode(path)
     except TypeError:
         raise ArgumentError(f"overwire: path: expected a str or os.PathLike, got {type(path).__name__}") from None
     if not text or "\0" in text:
         raise ArgumentError("overwire: path: it is empty or has a NUL byte")
-    return text if "://" in text else os.path.abspath(text)
+    try:
+        same = os.fsencode(text) == text.encode("utf-8", "surrogateescape")
+        if is_remote(text):
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"overwire: path: {text!r} is no name of a file, nor a URI: {error.reason}") from None
+    if not same:
+        raise ArgumentError(f"overwire: path {text!r}: the engine's names are UTF-8, and Python's are not: start it with -X utf8")
+    if is_remote(text) or text.lower().startswith("file://"):
+        return text
+    # ".." after a symbolic link is not the name before: the system finds it.
+    return os.path.join(os.getcwd(), text) if ".." in text.split("/") else os.path.abspath(text)
+
+
+def path_of(uri: str) -> str:
+    """The path of a file:// URI: the very bytes that its escapes stand for.
+    ArgumentError for another host's, and for a bare ? or #, which some readers
+    take for the end of the path and others for a part of the name."""
+    from urllib.parse import unquote_to_bytes
+
+    host, slash, rest = uri.partition("://")[2].partition("/")
+    path = os.fsdecode(unquote_to_bytes(os.fsencode(slash + rest)))
+    if host not in ("", "localhost") or not slash or set(rest) & set("?#") or "\0" in path:
+        raise ArgumentError(f"overwire: open {uri}: not the URI of a local file (? is written %3F there, # %23)", source=uri)
+    return path
 
 
 def resolve(source: SourceLike) -> tuple[list[str], Any]:
@@ -57,24 +85,14 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
     NotSupportedError for other schemes.
     """
     uri = local(source)
-    from .storage import is_remote, storage
+    from .storage import storage
 
     if is_remote(uri):
         from .remote import read
 
         return read(uri, storage_options, (1 << 62) if limit is None else limit)
     storage(storage_options, [uri])  # refused for a local path
-    scheme, _, rest = uri.partition("://")
-    path = uri
-    if rest:
-        if scheme.lower() != "file":
-            raise NotSupportedError(f"overwire: open {uri}: scheme {scheme!r}", source=uri)
-        host, slash, rest = rest.partition("/")
-        if host not in ("", "localhost"):
-            raise ArgumentError(f"overwire: open {uri}: not the URI of a local file")
-        from urllib.parse import unquote
-
-        path = slash + unquote(rest)
+    path = path_of(uri) if uri.lower().startswith("file://") else uri
     try:
         with open(path, "rb") as file:
             found = file.read() if limit is None else file.read(limit + 1)
@@ -92,19 +110,20 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
 
 
 def _open_file(file: Any) -> tuple[list[str], Any]:
-    # An open file is opened again by its number, which also finds unlinked
-    # ones. What has no number, or has an archive around it, is copied to
-    # anonymous memory first.
+    # A file of the disk that stands at its beginning is opened again by its
+    # number, which also finds unlinked ones. Everything else that reads is copied
+    # to anonymous memory first: a number of its own may be that of other bytes,
+    # those that it decompresses or decrypts.
+    if isinstance(file, io.TextIOBase):
+        raise ArgumentError("overwire: source: the file is not open in binary mode")
     with contextlib.suppress(AttributeError, OSError, ValueError):
         if file.writable():
             file.flush()
-    try:
-        number = file.fileno()
-        direct = os.fstat(number).st_size > 0 and not hasattr(file, "fileobj")
-    except (AttributeError, OSError, ValueError):
-        number, direct = -1, False
-    if direct:
-        return [f"/proc/self/fd/{number}"], file
+    plain = file.file if type(file).__module__ == "tempfile" and hasattr(file, "file") else file
+    raw = getattr(plain, "raw", None) if isinstance(plain, (io.BufferedReader, io.BufferedWriter, io.BufferedRandom)) else plain
+    with contextlib.suppress(OSError, ValueError):
+        if type(raw) is io.FileIO and plain.tell() == 0 and os.fstat(raw.fileno()).st_size > 0:
+            return [f"/proc/self/fd/{raw.fileno()}"], file
     memory = os.fdopen(os.memfd_create("overwire"), "w+b")
     while True:
         block = file.read(1 << 20)

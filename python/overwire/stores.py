@@ -1,4 +1,4 @@
-"""Whole objects of stores: written, streamed, and given a URL for a while."""
+"""Whole files and objects of stores: written, streamed, and given a URL for a while."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from .jobs import Job
 from .sources import local
 from .storage import StorageOptions, shown, storage
 
-__all__ = ["ObjectReader", "ObjectWriter", "presign", "write_bytes"]
+__all__ = ["ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"]
 
 
 def write_bytes(uri: str, data: bytes, options: StorageOptions | None, stale: Sequence[str] = ()) -> None:
-    """Replaces one object in one step, and then removes what it makes stale."""
+    """Replaces one file or object in one step, and then removes what it makes
+    stale. A local file keeps its mode, owner and ACL; a symbolic link is followed.
+
+    Raises NotFoundError without the folder, AccessError, ArgumentError for what is
+    no regular file, IOFailure."""
     pointer = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
     _put(uri, pointer, len(data), options, stale)
 
@@ -32,6 +36,15 @@ def _put(uri: str, pointer: int, size: int, options: StorageOptions | None, stal
     spec = {"path": uri, "raw": True, "stale": list(stale), **storage(options, [uri])}
     number = _engine.save_start(json.dumps(spec), [("", "U8", (size,), pointer, size)])
     with Job(number, "save") as job:
+        job.wait()
+
+
+def publish(made: str, path: str) -> None:
+    """Gives the finished file `made` the name `path` in the same folder, as if
+    `write_bytes` had written it; raises what that does, and leaves `made` then.
+
+    Whoever makes it opens it with mode 0600 where there is a file to replace."""
+    with Job(_engine.save_start(json.dumps({"path": path, "made": made}), []), "save") as job:
         job.wait()
 
 
@@ -71,7 +84,7 @@ class ObjectReader(io.RawIOBase):
         super().__init__()
         self._job: Job | None = None
         self._pipe = -1
-        self._uris = [local(one) for one in ([source] if isinstance(source, (str, os.PathLike)) else source)]
+        self._uris = [local(one) for one in ([source] if isinstance(source, (str, bytes, os.PathLike)) else source)]
         self._sizes = None if sizes is None else list(sizes)
         self._options, self._end, self._at = storage_options, end, begin
         self._start()
@@ -151,8 +164,8 @@ class ObjectReader(io.RawIOBase):
 
 
 class ObjectWriter(io.BufferedRandom):
-    """A file that becomes an object of a store when it is closed: until then the
-    bytes lie in a temporary file without a name, and readers of the store find
+    """A file that becomes an object of a store, or a local file, when it is closed:
+    until then the bytes lie in a temporary file without a name, and readers find
     what was there before.
 
     A `with` block that ends by an exception, or `drop`, leaves the store alone.

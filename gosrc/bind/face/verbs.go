@@ -14,12 +14,14 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/fetch"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -200,8 +202,9 @@ func Input(name, dtype string, shape []int64, data unsafe.Pointer, n int64) (sav
 
 // SaveStart begins to write tensors to what the JSON of a save.Spec names; see
 // onGPUs for those that are not in host memory. With "raw" it writes the bytes
-// of the one tensor as they are to an object of a store, after which the URIs of
-// "stale" are removed.
+// of the one tensor as they are to a file, or to an object of a store, after which
+// the URIs of "stale" are removed. With "made" it gives the path to that finished
+// file of the same folder.
 func SaveStart(spec string, in []save.Input) (uint64, error) {
 	s, err := parse[save.Spec]("spec", spec)
 	if err != nil {
@@ -212,6 +215,7 @@ func SaveStart(spec string, in []save.Input) (uint64, error) {
 	}
 	put, err := parse[struct {
 		Raw   bool     `json:"raw"`
+		Made  string   `json:"made"`
 		Stale []string `json:"stale"`
 	}]("spec", spec)
 	if err != nil {
@@ -222,10 +226,15 @@ func SaveStart(spec string, in []save.Input) (uint64, error) {
 			return 0, fault.New(fault.ErrArgument, "raw: one tensor of bytes was expected")
 		}
 		return start(job.Start("save", func(ctx context.Context, j *job.Job) error {
-			err := open.Put(ctx, s.Path, s.Storage, in[0].Data, put.Stale)
 			j.SetReport(save.Report{})
-			return err
+			if !source.Remote(s.Path) {
+				return atomicfile.Write(s.Path, in[0].Data)
+			}
+			return open.Put(ctx, s.Path, s.Storage, in[0].Data, put.Stale)
 		})), nil
+	}
+	if put.Made != "" {
+		return start(job.Start("save", func(context.Context, *job.Job) error { return atomicfile.Rename(put.Made, s.Path) })), nil
 	}
 	return start(job.Start("save", func(ctx context.Context, j *job.Job) error {
 		r, err := save.Write(ctx, j, s, in)

@@ -120,7 +120,6 @@ var (
 	longRooms = map[string]string{
 		"bench":       "a group of rows for each thing that is promised; they share floors, rows and the table",
 		"device/cuda": "a thousand of its lines are the fake driver of its tests, which has to lie where cgo compiles it",
-		"save":        "a writer for each format and kind of target; they share items, shards and the atomic file",
 	}
 )
 

@@ -7,6 +7,7 @@ import (
 	"net/url"
 	"slices"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -117,6 +118,9 @@ func Several(uris []string, sizes []int64, opt source.Options) (dial func(ctx co
 func Own(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
 	var hub http.Hub
 	return func(ctx context.Context, uri string) (source.Source, error) {
+		if err := sound("open", uri); err != nil && source.Remote(uri) {
+			return nil, err
+		}
 		if fn := schemes[Scheme(uri)]; fn != nil {
 			return fn(ctx, &hub, uri, opt)
 		}
@@ -142,11 +146,23 @@ func Scheme(uri string) string {
 	return strings.ToLower(s)
 }
 
-// FilePath is the path of a file:// URI, which must name no other host.
+// FilePath is the path of a file:// URI, which must name no other host: the very
+// bytes that its escapes %XX stand for. A bare ? or # is refused, since some readers
+// end the path there and others take it for a part of the name.
 func FilePath(uri string) (string, error) {
 	u, err := url.Parse(uri)
-	if err != nil || (u.Host != "" && u.Host != "localhost") || u.Path == "" {
-		return "", &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrArgument, "not the URI of a local file")}
+	if err != nil || (u.Host != "" && u.Host != "localhost") || u.Path == "" || strings.ContainsAny(uri, "?#") || strings.Contains(u.Path, "\x00") {
+		return "", &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
+			Err: fault.New(fault.ErrArgument, "not the URI of a local file (? is written %%3F there, # %%23)")}
 	}
 	return u.Path, nil
+}
+
+// sound refuses a URI of another program's that is not UTF-8: what it names would
+// depend on who writes it out.
+func sound(verb, uri string) error {
+	if utf8.ValidString(uri) {
+		return nil
+	}
+	return &fault.At{Verb: verb, Source: uri, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrArgument, "a URI is UTF-8: write other bytes as %%XX")}
 }

@@ -68,6 +68,9 @@ func Lister(opt source.Options) func(ctx context.Context, uri string) ([]string,
 // Presign makes a URL that reads an object without credentials until it
 // expires. It is a secret.
 func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
+	if err := sound("presign", uri); err != nil {
+		return "", err
+	}
 	s := stores[Scheme(uri)]
 	if s.presign == nil {
 		return "", &fault.At{Verb: "presign", Source: uri, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrNotSupported, "only s3:// has such URLs")}
@@ -116,5 +119,5 @@ func storeOf(verb, uri string) (store, error) {
 			Err: fault.New(fault.ErrNotSupported, "%s:// is read only; local files and %s:// are written", Scheme(uri),
 				strings.Join(slices.Sorted(maps.Keys(stores)), ":// and "))}
 	}
-	return s, nil
+	return s, sound(verb, uri)
 }

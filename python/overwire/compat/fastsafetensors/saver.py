@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import overwire
+from overwire.stores import publish
 
 from .common import MAX_HEADER, SafeTensorsMetadata
 from .frameworks import TensorBase, get_framework_op
@@ -245,7 +246,8 @@ def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: in
         if free - wanted[disk] < min_free_bytes:
             raise OSError(28, f"{wanted[disk]} bytes to write, {free} free, {min_free_bytes} to stay free", folder)
     ident = uuid.uuid4().hex
-    written = [f"{path}.{ident}.tmp" for path in paths]
+    real = [os.path.realpath(path) for path in paths]  # a symbolic link stays
+    written = [os.path.join(os.path.dirname(path), f".{ident}-{at}.tmp") for at, path in enumerate(real)]
     with ExitStack() as stack:
         for name in written:
             stack.callback(_remove, name)
@@ -253,8 +255,10 @@ def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: in
         with ExitStack() as maps:
             work: list[tuple[memoryview, WriteEntry]] = []
             mappings: list[tuple[memoryview, mmap.mmap]] = []
-            for name, plan in zip(written, plans, strict=True):
-                files.append(stack.enter_context(open(name, "x+b", buffering=0)))
+            for name, path, plan in zip(written, real, plans, strict=True):
+                # What replaces a private file is private from the beginning.
+                number = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if os.path.exists(path) else 0o666)
+                files.append(stack.enter_context(os.fdopen(number, "r+b", buffering=0)))
                 os.posix_fallocate(files[-1].fileno(), 0, plan.total_bytes)  # a full disk is an error here, and a signal later
                 mapped = mmap.mmap(files[-1].fileno(), plan.total_bytes)
                 mappings.append((memoryview(mapped), mapped))
@@ -270,16 +274,8 @@ def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: in
             for view, mapped in mappings:
                 view.release()
                 mapped.close()  # BufferError: the fill has kept a view
-        for file in files:
-            os.fsync(file.fileno())
-        for name, path in zip(written, paths, strict=True):
-            os.replace(name, path)
-    for folder in {os.path.dirname(path) for path in paths}:
-        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(at)
-        finally:
-            os.close(at)
+        for name, path in zip(written, real, strict=True):
+            publish(name, path)
     return [plan.path for plan in plans]
 
 

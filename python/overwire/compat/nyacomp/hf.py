@@ -16,6 +16,7 @@ from typing import Any, Union
 from urllib.parse import quote
 
 import overwire
+from overwire.stores import ObjectWriter
 
 from . import _nyacomp, partition, settings
 from .merging import tensor_size
@@ -89,13 +90,8 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
         total, stored = total + size, stored + small
     bins = partition.massage(sizes, settings.num_threads())
     state["meta"] = [[keys[at] for at in part] for part in bins]
-    boneless = _boneless(place)
-    temporary = boneless.with_name(f".{boneless.name}.{os.getpid()}.tmp")
-    try:
-        torch.save(state, temporary)
-        os.replace(temporary, boneless)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with ObjectWriter(str(_boneless(place).absolute())) as whole:
+        torch.save(state, whole)
     return total, stored
 
 

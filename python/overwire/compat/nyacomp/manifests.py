@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import overwire
+from overwire.sources import local
+from overwire.stores import write_bytes
 
 from . import settings
 
@@ -106,10 +108,7 @@ def _check_bins(bins: Sequence[Sequence[int]], count: int, path: str) -> None:
 def read_csv(path: str | os.PathLike[str]) -> Manifest:
     """The meta.csv at a path or URI. NotFoundError, FormatError."""
     place = os.fspath(path)
-    try:
-        return parse_csv(overwire.read_bytes(place, _LIMIT).decode(), place)
-    except UnicodeDecodeError as error:
-        raise overwire.FormatError(f"overwire: open {place}: not a meta.csv", source=place) from error
+    return parse_csv(os.fsdecode(overwire.read_bytes(place, _LIMIT)), place)  # names may be any bytes
 
 
 def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: str | os.PathLike[str]) -> None:
@@ -118,7 +117,7 @@ def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: 
     rows = [
         f"{row['filename']} {ints(row['shape'])} {row['dtype']} {row['decompressed_size']} {row['compressed_size']}" for row in meta if row
     ]
-    write_file(Path(f), "\n".join([",".join(map(ints, bins)), *rows]).encode())
+    write_file(Path(f), os.fsencode("\n".join([",".join(map(ints, bins)), *rows])))
 
 
 def ints(i: Sequence[int]) -> str:
@@ -127,14 +126,9 @@ def ints(i: Sequence[int]) -> str:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a file as a whole: readers see the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Writes a file as a whole: readers see the old one or the new one. That keeps
+    its mode and owner; a symbolic link is followed."""
+    write_bytes(local(path), data, None)
 
 
 def host_name(path: str | os.PathLike[str]) -> str:

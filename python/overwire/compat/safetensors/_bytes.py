@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import overwire
+from overwire.saving import save_bytes
+from overwire.sources import local
 
 from ._errors import SafetensorError, reading, writing
 
@@ -52,9 +54,11 @@ def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: 
     Raises SafetensorError, also for what the system refuses.
     """
     _check(tensor_dict, metadata)
-    path = os.fspath(filename)
+    described = [(name, spec.describe()) for name, spec in tensor_dict.items()]
     with writing():
-        overwire.save_file(tensor_dict, path, metadata, compress=False)
+        # What else is in the folder is the caller's affair: transformers writes
+        # the index of its shards after them.
+        save_bytes(described, local(filename), metadata, compress=False, beside=True)
 
 
 def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | None = None) -> bytes:
