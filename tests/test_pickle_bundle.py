@@ -122,7 +122,7 @@ def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatc
                 return call
 
             with monkeypatch.context() as patch:
-                for name in ("save_bytes", "_replace", "_keep_previous"):
+                for name in ("save_bytes", "write_bytes", "_keep_previous"):
                     patch.setattr(bundles, name, step(name, getattr(bundles, name)))
                 try:
                     ow.compress_pickle(new, path)

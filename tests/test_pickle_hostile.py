@@ -186,7 +186,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "overwire.rebuild.spec_of": ("O",),
     "overwire.rebuild.annotations": (),
     "overwire._engine.cli": (["compress"],),
-    "overwire.bundles._replace": ("sentinel", b"x"),
+    "overwire.bundles.write_bytes": ("sentinel", b"x", None),
     "overwire.allowlist.AllowList": ("x",),
 }
 

@@ -388,3 +388,123 @@ func TestProgress(t *testing.T) {
 		}
 	}
 }
+
+func TestBesideAnIndex(t *testing.T) {
+	// Promise: one file is not written beside the index of shards of its name, by which
+	// the folder is still loaded as the old model; with a limit for shards it replaces
+	// them, as does anything where the index names it or is none.
+	r := fixedRand()
+	old := []Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
+	next := []Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
+	dir := t.TempDir()
+	path := filepath.Join(dir, "model.safetensors")
+	write(t, Spec{Path: path, Shard: 6000}, old)
+	for _, spec := range []Spec{{Path: path}, {Path: path, Compress: true}, {Path: "file://" + path}, {Path: link(t, path)}} {
+		_, err := Write(bg, nil, spec, next)
+		if !errors.Is(err, fault.ErrArgument) || !strings.Contains(err.Error(), "model.safetensors.index.json") {
+			t.Fatalf("%+v: %v", spec, err)
+		}
+	}
+	if _, err := os.Stat(path); err == nil {
+		t.Fatal("something was written")
+	}
+	same(t, old, read(t, dir))
+	if _, err := Convert(bg, nil, []string{dir}, path, Spec{}); !errors.Is(err, fault.ErrArgument) {
+		t.Fatal(err)
+	}
+	write(t, Spec{Path: filepath.Join(dir, "other.bin")}, next) // another name
+	write(t, Spec{Path: path, Beside: true}, next)
+	write(t, Spec{Path: path, Shard: 1 << 20}, next)
+	same(t, next, read(t, dir))
+	if _, err := os.Stat(path + ".index.json"); err == nil {
+		t.Fatal("the index is still there")
+	}
+	for _, text := range []string{`{"weight_map": {"w": "model.safetensors", "v": "model.safetensors"}}`} {
+		if err := os.WriteFile(path+".index.json", []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		write(t, Spec{Path: path}, old)
+		same(t, old, read(t, dir))
+	}
+}
+
+func link(t *testing.T, to string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "link.safetensors")
+	if err := os.Symlink(to, path); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestNamesOfShards(t *testing.T) {
+	// Promise: shards that no index.json can list are refused before anything is
+	// written; one file of such a name is not.
+	r := fixedRand()
+	in := []Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
+	dir := t.TempDir()
+	path := filepath.Join(dir, "caf\xe9.safetensors")
+	if _, err := Write(bg, nil, Spec{Path: path, Shard: 6000}, in); !errors.Is(err, fault.ErrArgument) {
+		t.Fatal(err)
+	}
+	if es, _ := os.ReadDir(dir); len(es) != 0 {
+		t.Fatal("something was written")
+	}
+	write(t, Spec{Path: path, Shard: 1 << 20}, in)
+	same(t, in, read(t, path))
+	folder := filepath.Join(dir, "f\xe9")
+	if err := os.Mkdir(folder, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	write(t, Spec{Path: filepath.Join(folder, "model.safetensors"), Shard: 6000}, in)
+	same(t, in, read(t, folder))
+}
+
+func TestPrivateSets(t *testing.T) {
+	// Promise: a private model stays private, whatever its files are called after.
+	r := fixedRand()
+	in := []Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
+	for name, steps := range map[string][]int64{"one, then shards": {1 << 20, 6000}, "shards, then others": {6000, 11000}, "shards, then one": {6000, 1 << 20}} {
+		path := filepath.Join(t.TempDir(), "model.safetensors")
+		for i, shard := range steps {
+			write(t, Spec{Path: path, Shard: shard}, in)
+			es, _ := os.ReadDir(filepath.Dir(path))
+			for _, e := range es {
+				st, _ := e.Info()
+				if i > 0 && st.Mode() != 0o600 {
+					t.Errorf("%s: %s has %v", name, e.Name(), st.Mode())
+				}
+				if err := os.Chmod(filepath.Join(filepath.Dir(path), e.Name()), 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+	dir := t.TempDir()
+	if err := os.WriteFile(dir+"/x.pkl", nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	write(t, Spec{Path: dir + "/x.safetensors", Like: dir + "/x.pkl"}, in)
+	if st, _ := os.Stat(dir + "/x.safetensors"); st.Mode() != 0o600 {
+		t.Error(st.Mode())
+	}
+}
+
+func TestDotDot(t *testing.T) {
+	// Promise: ".." after a symbolic link is where the system finds it.
+	r := fixedRand()
+	in := []Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
+	dir := t.TempDir()
+	if err := errors.Join(os.MkdirAll(dir+"/real/deep", 0o777), os.Symlink("real/deep", dir+"/link")); err != nil {
+		t.Fatal(err)
+	}
+	for _, spec := range []Spec{{Path: dir + "/link/../model.safetensors"}, {Path: dir + "/link/../m.safetensors", Shard: 6000}} {
+		write(t, spec, in)
+	}
+	if es, _ := os.ReadDir(dir); len(es) != 2 {
+		t.Fatal(es)
+	}
+	same(t, in, read(t, dir+"/link/../model.safetensors"))
+	same(t, in, read(t, dir+"/link/../m.safetensors.index.json"))
+	same(t, in, read(t, dir+"/link/.."))
+}

@@ -139,7 +139,7 @@ def _load() -> Any:
         # Go sees the environment that the process started with, not os.environ:
         # it gets from here what its settings are called.
         names = {name for row in json.loads(raw.api_Knobs()) for name in (row["name"], *row.get("aliases", ()))}
-        env = {k: v for k, v in os.environ.items() if k in names or k.startswith("OVERWIRE_")}
+        env = {k: told(v) for k, v in os.environ.items() if k in names or k.startswith("OVERWIRE_")}
         warnings = json.loads(raw.api_Setup(json.dumps(env)))
         level = next(row for row in json.loads(raw.api_Knobs()) if row["name"] == "OVERWIRE_LOG")
         if warnings or "from" in level:
@@ -541,20 +541,24 @@ def knobs() -> str:
     return text
 
 
+def told(text: str) -> str:
+    """A word of the command line or the environment as the engine has it: by its
+    bytes, whatever Python takes them for."""
+    return os.fsencode(text).decode("utf-8", "surrogateescape")
+
+
 def _program(argv: Sequence[str]) -> str:
     """What the command line of the engine must know of this process."""
     import json
 
     version = "%d.%d.%d" % sys.version_info[:3]
-    # As the engine has names: UTF-8, or bytes.
-    words = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in argv]
-    about: dict[str, Any] = {"argv": words, "python": sys.executable or "", "version": version}
+    about: dict[str, Any] = {"argv": [told(word) for word in argv], "python": sys.executable or "", "version": version}
     if any("://" in word for word in argv):
         from .storage import environment
 
         about["storage"] = {"env": environment()}
     named = {word.rpartition("env:")[2] for word in argv if "env:" in word}
-    about["secrets"] = {name: os.environ[name] for name in named if name in os.environ}
+    about["secrets"] = {name: told(os.environ[name]) for name in named if name in os.environ}
     return json.dumps(about)
 
 

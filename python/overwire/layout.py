@@ -17,9 +17,9 @@ import hashlib
 import os
 from typing import NamedTuple
 
-from .errors import FormatError, NotFoundError, NotSupportedError
+from .errors import AccessError, FormatError, NotFoundError, NotSupportedError
 from .sources import read_bytes
-from .storage import shown
+from .storage import is_remote, shown
 
 __all__ = [
     "MetaRow",
@@ -30,6 +30,7 @@ __all__ = [
     "previous_of",
     "preload_uris",
     "read_meta",
+    "refuse_urls",
     "remote_containers_in",
     "remote_containers_of",
     "rivals_of",
@@ -207,6 +208,20 @@ def beside(folder: str, filename: str) -> str:
     parent, name = os.path.split(filename)
     below = os.path.basename(parent) == FOLDER and not folder.endswith(f"/{FOLDER}/")
     return f"{FOLDER}/{name}" if below else name
+
+
+def refuse_urls(meta: str) -> None:
+    """What an import may not do for a meta.csv of this machine, which may come from
+    anywhere: ask the URLs in it, unless DOWNLOAD (nyacomp's) says so. AccessError."""
+    if os.environ.get("DOWNLOAD", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
+        return
+    for place in containers_in(meta):
+        if is_remote(place):
+            raise AccessError(
+                f"overwire: open {meta}: it names {shown(place)}; a preload at import follows URLs of a local manifest "
+                "only with DOWNLOAD=1: set that, or call preload by hand",
+                source=meta,
+            )
 
 
 def _place_of(meta: str, filename: str) -> str:

@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import Any
 
-from . import _engine
+from . import _engine, layout
 from .errors import ArgumentError, DeadlineError, NotSupportedError, OverwireError
 from .frames import check_device, frame_for
 from .progress import Progress
@@ -171,6 +171,8 @@ def start_from_environment() -> None:
             from .errors import NotFoundError
 
             raise NotFoundError(f"overwire: open {path}: not found", source=path)
+        if "://" not in path and path.endswith(".csv"):
+            layout.refuse_urls(path)
         preload(path, device=os.environ.get("OVERWIRE_PRELOAD_DEVICE") or "cpu")
     except OverwireError as error:
         with _lock:

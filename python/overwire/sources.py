@@ -15,7 +15,8 @@ from .storage import is_remote
 __all__ = ["SourceLike", "local", "path_of", "read_bytes", "resolve"]
 
 #: A path or URI of a file, a folder or an index.json; several of them; or a
-#: binary file open for reading, which is read from where it stands.
+#: binary file open for reading, which is read from where it stands, or, where that
+#: is its end, from its beginning.
 SourceLike = Union[str, "os.PathLike[str]", Iterable[Union[str, "os.PathLike[str]"]], Any]
 
 
@@ -110,7 +111,8 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
 
 
 def _open_file(file: Any) -> tuple[list[str], Any]:
-    # A file of the disk that stands at its beginning is opened again by its
+    # What remains of it from where it stands; of one at its end, which was just
+    # written, all of it. A file of the disk at either place is opened again by its
     # number, which also finds unlinked ones. Everything else that reads is copied
     # to anonymous memory first: a number of its own may be that of other bytes,
     # those that it decompresses or decrypts.
@@ -122,11 +124,18 @@ def _open_file(file: Any) -> tuple[list[str], Any]:
     plain = file.file if type(file).__module__ == "tempfile" and hasattr(file, "file") else file
     raw = getattr(plain, "raw", None) if isinstance(plain, (io.BufferedReader, io.BufferedWriter, io.BufferedRandom)) else plain
     with contextlib.suppress(OSError, ValueError):
-        if type(raw) is io.FileIO and plain.tell() == 0 and os.fstat(raw.fileno()).st_size > 0:
+        size = os.fstat(raw.fileno()).st_size if type(raw) is io.FileIO else 0
+        if size and plain.tell() in (0, size):
             return [f"/proc/self/fd/{raw.fileno()}"], file
     memory = os.fdopen(os.memfd_create("overwire"), "w+b")
+    again = False
     while True:
         block = file.read(1 << 20)
+        if not block and not memory.tell() and not again:
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                file.seek(0)
+            again = True
+            continue
         if not isinstance(block, (bytes, bytearray, memoryview)):
             memory.close()
             raise ArgumentError("overwire: source: the file is not open in binary mode")

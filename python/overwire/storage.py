@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ._engine import told
 from .errors import ArgumentError
 
 __all__ = ["StorageOptions", "environment", "is_remote", "shown", "storage"]
@@ -39,7 +40,7 @@ _NAMES = (
 def environment() -> dict[str, str]:
     """What stores read of the environment, as `os.environ` has it now."""
     names = set(_NAMES) | {name.lower() for name in _NAMES if name.endswith("_PROXY")}
-    return {name: value for name, value in os.environ.items() if name in names or name.startswith(_PREFIX)}
+    return {name: told(value) for name, value in os.environ.items() if name in names or name.startswith(_PREFIX)}
 
 
 def is_remote(uri: str) -> bool:

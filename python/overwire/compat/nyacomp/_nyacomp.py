@@ -19,9 +19,10 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import overwire
+from overwire.sources import path_of
 
 from . import hlif, manifests, settings
 
@@ -388,7 +389,7 @@ def _raw(entry: _Entry) -> Any:
 
     place, size = entry.place, entry.file.decompressed_size
     if place.startswith("file://"):
-        place = unquote(urlsplit(place).path)
+        place = path_of(place)
     if "://" in place:
         data = bytearray(overwire.read_bytes(place, size))
     else:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Union
 
 import overwire
+from overwire import layout
 
 from . import _nyacomp, manifests, partition, settings
 from .merging import split_tensors, tensor_size
@@ -140,7 +141,12 @@ def start_preload() -> None:
         # The import of overwire has started it; get() joins that.
         decompressor = _nyacomp.AsyncDecompressor.joining(path)
     elif not path and os.path.exists(DEFAULT_META):
-        decompressor = _nyacomp.AsyncDecompressor(DEFAULT_META)
+        try:
+            layout.refuse_urls(os.path.abspath(DEFAULT_META))
+        except overwire.OverwireError:  # get(), which is asked for, meets what there is to meet
+            decompressor = _nyacomp.AsyncDecompressor.joining(DEFAULT_META)
+        else:
+            decompressor = _nyacomp.AsyncDecompressor(DEFAULT_META)
 
 
 def load_compressed(path: PathLike = DEFAULT) -> Any:
