@@ -34,7 +34,7 @@ from .models import Model
 from .progress import ProgressLike, watch
 from .remote import read
 from .saving import save_bytes
-from .sources import SourceLike, local
+from .sources import SourceLike, is_file, local, path_of
 from .storage import StorageOptions, is_remote, shown, storage
 from .stores import write_bytes
 
@@ -152,7 +152,7 @@ def _save(
 ) -> float:
     from .pickling import described, dump
 
-    target = local(path)
+    target = _target(path)
     storage(options, [target])  # wrong ones are refused before anything is done
     data, blobs = dump(obj, names)
     far = is_remote(target)
@@ -168,10 +168,9 @@ def _save(
         return _save_far(target, data, tensors, metadata, progress, options, compress)
     if "\n" in os.path.basename(container):
         raise ArgumentError(f"overwire: compress {target!r}: the name has a line break, and meta.csv lists files by lines")
+    if len(os.fsencode(os.path.basename(container))) > 255:
+        raise ArgumentError(f"overwire: compress {target!r}: the name is too long for that of its container")
     with _os_errors("save", target):
-        with contextlib.suppress(FileNotFoundError):
-            os.lstat(layout.previous_of(container))  # a name that is too long is refused first
-            os.lstat(container)
         os.makedirs(os.path.dirname(container), exist_ok=True)
         if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
             container = layout.second_container_of(target)
@@ -243,6 +242,12 @@ def _fits(container: str, digest: str, options: StorageOptions | None = None) ->
         return False
 
 
+def _target(path: _PathLike) -> str:
+    """A pickle's path, or the URI of one in a store."""
+    target = local(path)
+    return path_of(target) if is_file(target) else target
+
+
 @contextlib.contextmanager
 def _os_errors(verb: str, path: str) -> Iterator[None]:
     """Our classes for what the operating system says."""
@@ -303,7 +308,7 @@ def _load(
     from . import unpickling
 
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
-    target = local(path)
+    target = _target(path)
     storage(options, [target])  # refused for a local path
     if is_remote(target):
         data = read(target, options, _MOST)

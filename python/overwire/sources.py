@@ -12,7 +12,7 @@ from typing import Any, Union
 from .errors import AccessError, ArgumentError, FormatError, IOFailure, NotFoundError
 from .storage import is_remote
 
-__all__ = ["SourceLike", "local", "path_of", "read_bytes", "resolve"]
+__all__ = ["SourceLike", "is_file", "local", "number_of", "path_of", "read_bytes", "resolve"]
 
 #: A path or URI of a file, a folder or an index.json; several of them; or a
 #: binary file open for reading, which is read from where it stands, or, where that
@@ -41,10 +41,15 @@ def local(path: Any) -> str:
         raise ArgumentError(f"overwire: path: {text!r} is no name of a file, nor a URI: {error.reason}") from None
     if not same:
         raise ArgumentError(f"overwire: path {text!r}: the engine's names are UTF-8, and Python's are not: start it with -X utf8")
-    if is_remote(text) or text.lower().startswith("file://"):
+    if is_remote(text) or is_file(text):
         return text
     # ".." after a symbolic link is not the name before: the system finds it.
     return os.path.join(os.getcwd(), text) if ".." in text.split("/") else os.path.abspath(text)
+
+
+def is_file(uri: str) -> bool:
+    """Whether a path is written as a file:// URI."""
+    return uri[:7].lower() == "file://"
 
 
 def path_of(uri: str) -> str:
@@ -93,7 +98,7 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
 
         return read(uri, storage_options, (1 << 62) if limit is None else limit)
     storage(storage_options, [uri])  # refused for a local path
-    path = path_of(uri) if uri.lower().startswith("file://") else uri
+    path = path_of(uri) if is_file(uri) else uri
     try:
         with open(path, "rb") as file:
             found = file.read() if limit is None else file.read(limit + 1)
@@ -110,23 +115,33 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
     return found
 
 
+def number_of(file: Any) -> int | None:
+    """The descriptor of an open file that reads its very bytes. None for others,
+    whatever their `fileno` says: it may be that of the bytes that they decompress
+    or decrypt."""
+    plain = file.file if type(file).__module__ == "tempfile" and hasattr(file, "file") else file
+    raw = getattr(plain, "raw", None) if isinstance(plain, (io.BufferedReader, io.BufferedWriter, io.BufferedRandom)) else plain
+    if type(raw) is not io.FileIO or raw.closed:
+        return None
+    return raw.fileno()
+
+
 def _open_file(file: Any) -> tuple[list[str], Any]:
     # What remains of it from where it stands; of one at its end, which was just
     # written, all of it. A file of the disk at either place is opened again by its
     # number, which also finds unlinked ones. Everything else that reads is copied
-    # to anonymous memory first: a number of its own may be that of other bytes,
-    # those that it decompresses or decrypts.
+    # to anonymous memory first.
     if isinstance(file, io.TextIOBase):
         raise ArgumentError("overwire: source: the file is not open in binary mode")
     with contextlib.suppress(AttributeError, OSError, ValueError):
         if file.writable():
             file.flush()
-    plain = file.file if type(file).__module__ == "tempfile" and hasattr(file, "file") else file
-    raw = getattr(plain, "raw", None) if isinstance(plain, (io.BufferedReader, io.BufferedWriter, io.BufferedRandom)) else plain
-    with contextlib.suppress(OSError, ValueError):
-        size = os.fstat(raw.fileno()).st_size if type(raw) is io.FileIO else 0
-        if size and plain.tell() in (0, size):
-            return [f"/proc/self/fd/{raw.fileno()}"], file
+    number = number_of(file)
+    if number is not None:
+        with contextlib.suppress(OSError, ValueError):
+            size = os.fstat(number).st_size
+            if size and file.tell() in (0, size):
+                return [f"/proc/self/fd/{number}"], file
     memory = os.fdopen(os.memfd_create("overwire"), "w+b")
     again = False
     while True:

@@ -54,11 +54,12 @@ def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: 
     Raises SafetensorError, also for what the system refuses.
     """
     _check(tensor_dict, metadata)
-    described = [(name, spec.describe()) for name, spec in tensor_dict.items()]
+    path = os.fspath(filename)
     with writing():
+        described = [(name, spec.describe()) for name, spec in tensor_dict.items()]
         # What else is in the folder is the caller's affair: transformers writes
         # the index of its shards after them.
-        save_bytes(described, local(filename), metadata, compress=False, beside=True)
+        save_bytes(described, local(path), metadata, compress=False, beside=True)
 
 
 def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | None = None) -> bytes:

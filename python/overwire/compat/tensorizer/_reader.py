@@ -13,6 +13,7 @@ from ...errors import CorruptError, FormatError, NotSupportedError
 from ...loading import load_file
 from ...opening import safe_open
 from ...records import Record, RecordFile, derive_key, read_records, sums
+from ...sources import number_of
 from ...stores import ObjectReader
 from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
@@ -160,10 +161,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if isinstance(file_obj, (stream_io.CURLStreamFile, stream_io.RedisStreamFile)) and file_obj.reach is not None:
             self._storage.update(file_obj.reach[1])
             return file_obj.reach[0]
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            number = file_obj.fileno()
-            if number >= 0:
-                if hasattr(file_obj, "flush") and file_obj.writable():
+        number = number_of(file_obj)
+        if number is not None:
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                if file_obj.writable():
                     file_obj.flush()
                 if os.path.isfile(f"/proc/self/fd/{number}") or os.fstat(number).st_nlink == 0:
                     return f"/proc/self/fd/{number}"

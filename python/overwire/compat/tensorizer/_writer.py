@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...records import NewRecord, Record, make_front, write_records
+from ...sources import number_of
 from . import _dtypes, _paths
 from ._encryption import EncryptionParams
 from ._types import TensorType
@@ -236,8 +237,8 @@ class TensorSerializer:
             flush = getattr(self._file, "flush", None)
             if callable(flush):
                 flush()
-            number: int = self._file.fileno()
-            if not stat.S_ISREG(os.fstat(number).st_mode) or fcntl.fcntl(number, fcntl.F_GETFL) & os.O_APPEND:
+            number = number_of(self._file)
+            if number is None or not stat.S_ISREG(os.fstat(number).st_mode) or fcntl.fcntl(number, fcntl.F_GETFL) & os.O_APPEND:
                 return None
         except (AttributeError, OSError):
             return None
