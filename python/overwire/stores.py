@@ -198,8 +198,10 @@ class ObjectWriter(io.BufferedRandom):
                 return
             with mmap.mmap(self.fileno(), size, access=mmap.ACCESS_READ) as view:
                 pointer, size, holder = _engine.buffer_of(view)
-                _put(self._uri, pointer, size, self._options)
-                del holder
+                try:
+                    _put(self._uri, pointer, size, self._options)
+                finally:
+                    del holder  # the map cannot be closed before
         finally:
             super().close()
 

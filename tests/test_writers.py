@@ -1,0 +1,210 @@
+"""Everything that writes a file: it appears whole, with the mode, the owner and the link of the one that it replaces.
+
+That no moment in between is open to more readers is TestModes of gosrc/internal/atomicfile, by a file system that looks
+after every call; here each writer is held to its end."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import overwire as ow
+import pytest
+from overwire import stores
+from overwire.compat.nyacomp import manifests
+
+X = {"x": np.arange(99, dtype="f4")}
+
+
+def _fetch(path: Path) -> None:
+    source = path.parent.parent / "source"
+    source.write_bytes(b"bytes")
+    subprocess.run([sys.executable, "-m", "overwire", "fetch", "-o", path, source], check=True, timeout=120)
+
+
+def _convert(path: Path) -> None:
+    source = path.parent.parent / "source.safetensors"
+    ow.save_file(X, source)
+    ow.convert(source, path, compress=False)
+
+
+def _object_writer(path: Path) -> None:
+    with stores.ObjectWriter(str(path)) as file:
+        file.write(b"bytes")
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "save_file": lambda path: ow.save_file(X, path),
+    "save_file, plain": lambda path: ow.save_file(X, path, compress=False),
+    "compress_pickle": lambda path: ow.compress_pickle(X, path),
+    "convert": _convert,
+    "write_bytes": lambda path: stores.write_bytes(str(path), b"bytes", None),
+    "ObjectWriter": _object_writer,
+    "a manifest of nyacomp's": lambda path: manifests.write_file(path, b"bytes"),
+    "to_csv": lambda path: manifests.to_csv([], [[]], path),
+    "fetch -o": _fetch,
+}
+
+
+def states(folder: Path) -> dict[str, tuple[Path, int | None]]:
+    """What a target may be: (path, the mode that it keeps; None: what the umask leaves)."""
+    (folder / "sub").mkdir()
+
+    def file(name: str, mode: int) -> Path:
+        path = folder / name
+        path.write_bytes(b"old")
+        path.chmod(mode)
+        return path
+
+    def link(name: str, to: str | Path) -> Path:
+        (folder / name).symlink_to(to)
+        return folder / name
+
+    file("twin", 0o600).with_name("hard").hardlink_to(folder / "twin")
+    link("second", file("sub/chained", 0o600).relative_to(folder))
+    return {
+        "absent": (folder / "absent", None),
+        "0600": (file("private", 0o600), 0o600),
+        "0640": (file("group", 0o640), 0o640),
+        "0666": (file("open", 0o666), 0o666),
+        "absolute link": (link("absolute", file("sub/a", 0o600)), 0o600),
+        "relative link": (link("relative", file("sub/r", 0o640).relative_to(folder)), 0o640),
+        "chain of links": (link("first", "second"), 0o600),
+        "dangling link": (link("dangling", "sub/nothing"), None),
+        "hard link": (folder / "hard", 0o600),
+    }
+
+
+def hold(writer: Callable[[Path], object], mask: int, folder: Path) -> None:
+    """Runs one writer over every state."""
+    before = os.umask(mask)
+    try:
+        for name, (path, mode) in states(folder).items():
+            kind = path.is_symlink()
+            writer(path)
+            assert path.is_symlink() == kind, name
+            assert path.read_bytes()[:3] != b"old", name
+            assert stat.S_IMODE(path.stat().st_mode) == (0o666 & ~mask if mode is None else mode), name
+        assert (folder / "twin").read_bytes() == b"old"
+        hidden = [str(p) for p in folder.rglob(".*")]
+        assert hidden == []
+    finally:
+        left = os.umask(before)
+    assert left == mask
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_modes_and_links(tmp_path: Path, name: str) -> None:
+    for mask in (0o027, 0o077):
+        (tmp_path / f"{mask:o}").mkdir()
+        hold(WRITERS[name], mask, tmp_path / f"{mask:o}")
+
+
+def test_fastsafetensors_shards(tmp_path: Path) -> None:
+    """A set of shards that the caller's own code fills keeps modes and links, too, and is private while it is filled."""
+    torch = pytest.importorskip("torch")
+    from overwire.compat.fastsafetensors import saver
+
+    entries = [saver.plain_entry(name, torch.ones(9)) for name in ("x", "y")]
+    plans = saver.plan_shards(entries, saver.shard_paths(str(tmp_path / "m"), 2))
+    first, second = saver.write_shards(plans, saver.tensor_fill())
+    os.rename(first, tmp_path / "elsewhere")
+    os.symlink("elsewhere", first)
+    for path in (first, second):
+        os.chmod(path, 0o600)
+    fill, seen = saver.tensor_fill(), []
+
+    def watched(work: Any) -> None:
+        seen.extend(stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob(".*"))
+        fill(work)
+
+    saver.write_shards(plans, watched)
+    assert seen == [0o600, 0o600]
+    assert [stat.S_IMODE(os.stat(path).st_mode) for path in (first, second)] == [0o600, 0o600]
+    assert os.path.islink(first) and not os.path.islink(second) and not list(tmp_path.glob(".*"))
+
+
+def test_private_bundles(tmp_path: Path) -> None:
+    """A private pickle's first container is private; meta.csv, which is the folder's, keeps its own mode."""
+    path = tmp_path / "x.pkl"
+    path.write_bytes(b"")
+    path.chmod(0o600)
+    ow.compress_pickle(X, path)
+    assert stat.S_IMODE((tmp_path / "nya/x.safetensors").stat().st_mode) == 0o600
+    (tmp_path / "nya/meta.csv").chmod(0o640)
+    ow.compress_pickle(X, path)
+    assert stat.S_IMODE((tmp_path / "nya/meta.csv").stat().st_mode) == 0o640
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The umask is the whole process's: no writer sets it, not for a moment."""
+
+    def never(mask: int) -> int:
+        raise AssertionError("the umask was set")
+
+    monkeypatch.setattr(os, "umask", never)
+    (tmp_path / "a folder").mkdir()
+    for number, writer in enumerate(WRITERS.values()):
+        writer(tmp_path / "a folder" / str(number))
+
+
+def test_failures_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no file is refused, a writer that fails half-way leaves the old file and nothing beside it."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "null").symlink_to("/dev/null")
+    for name, writer in WRITERS.items():
+        if name == "fetch -o":
+            continue
+        for target in ("fifo", "null") if name == "convert" else ("folder", "fifo", "null"):
+            with pytest.raises((ow.ArgumentError, OSError)):
+                writer(tmp_path / target)
+    for name in ("folder", "fifo", "null"):
+        assert (tmp_path / name).exists()
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), stores.ObjectWriter(str(path)) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"old"
+    assert not [p for p in tmp_path.rglob(".*")]
+    if os.geteuid() != 0:
+        (tmp_path / "folder").chmod(0o500)
+        for name, writer in WRITERS.items():
+            if name != "fetch -o":
+                with pytest.raises(ow.AccessError):
+                    writer(tmp_path / "folder/x")
+        (tmp_path / "folder").chmod(0o700)
+
+
+def test_no_python_code_writes_by_itself() -> None:
+    """Files get their names from the engine's writer alone: no umask, no os.replace, no os.rename in the package."""
+    import re
+
+    folder = Path(ow.__file__).parent
+    for path in folder.rglob("*.py"):
+        found = re.findall(r"os\.(?:umask|replace|rename|renames)\b|shutil\.move|\.write_bytes\(|\.write_text\(", path.read_text())
+        assert not found, (path, found)
+
+
+def test_one_file_beside_an_index(tmp_path: Path) -> None:
+    """save_file beside the index of shards of its name is refused, since the folder would still be loaded by that."""
+    path = tmp_path / "model.safetensors"
+    many: dict[str, Any] = {"x": np.zeros(999, "f4"), "y": np.arange(999, dtype="f4")}
+    ow.save_file(many, path, max_shard_size=4000)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ow.ArgumentError, match=r"model\.safetensors\.index\.json"):
+        ow.save_file(X, path)
+    with pytest.raises(ow.ArgumentError, match=r"model\.safetensors\.index\.json"):
+        ow.convert(tmp_path, path)
+    assert sorted(tmp_path.iterdir()) == before
+    ow.save_file(X, path, max_shard_size="1GB")
+    assert list(tmp_path.iterdir()) == [path]
+    assert set(ow.load_file(tmp_path, framework="np")) == {"x"}
