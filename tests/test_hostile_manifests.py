@@ -5,6 +5,7 @@ What they name would be there: a file beside the folder, a server that counts wh
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -104,3 +105,40 @@ def test_meta_csv_behind_a_url(place: Place) -> None:
 def test_links_are_not_served(place: Place) -> None:
     """`overwire serve` follows no link out of its folder."""
     refuses(lambda: ow.load_file(place.url + "link.safetensors", framework="np"))
+
+
+def test_an_import_asks_no_url(tmp_path: Path, script) -> None:
+    """A meta.csv of this machine may come from anywhere: no preload at import asks the URLs in it unless DOWNLOAD says so; who
+    loads it by hand asks them."""
+    asked: list[str] = []
+
+    class Counts(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Counts)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    meta = tmp_path / "data/nya/meta.csv"  # nyacomp's default
+    meta.parent.mkdir(parents=True)
+    meta.write_text(f"0\nhttp://127.0.0.1:{server.server_port}/x.safetensors 4 uint8 4 4")
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", "")]))
+    source = "import logging; logging.basicConfig()\nimport overwire.compat.nyacomp as n, overwire, time; time.sleep(.5)\n"
+    try:
+        for env in ({"PRELOAD_PATH": str(meta)}, {"OVERWIRE_PRELOAD": "data/nya/meta.csv"}, {"PRELOAD_PATH": "data/meta.csv"}):
+            assert "DOWNLOAD=1" in script(source, PYTHONPATH=path, **env).stderr
+        script(source, PYTHONPATH=path)
+        assert asked == []
+        hand = "try: overwire.preload('data/nya/meta.csv').wait(60)\nexcept overwire.NotFoundError: pass\nelse: raise AssertionError"
+        script(source + hand, PYTHONPATH=path, OVERWIRE_NO_PRELOAD="1")
+        assert asked
+        asked.clear()
+        waits = "try: overwire.load_file(overwire.layout.containers_in('data/nya/meta.csv'))\nexcept overwire.NotFoundError: pass"
+        script(source + waits, PYTHONPATH=path, PRELOAD_PATH=str(meta), DOWNLOAD="1")
+        assert asked
+    finally:
+        server.shutdown()
+        server.server_close()

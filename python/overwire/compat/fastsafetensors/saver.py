@@ -247,7 +247,7 @@ def write_shards(plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: in
             raise OSError(28, f"{wanted[disk]} bytes to write, {free} free, {min_free_bytes} to stay free", folder)
     ident = uuid.uuid4().hex
     real = [os.path.realpath(path) for path in paths]  # a symbolic link stays
-    written = [os.path.join(os.path.dirname(path), f".{ident}.{os.path.basename(path)[-48:]}") for path in real]
+    written = [os.path.join(os.path.dirname(path), f".{ident}-{at}.{os.path.basename(path)[-48:]}.tmp") for at, path in enumerate(real)]
     with ExitStack() as stack:
         for name in written:
             stack.callback(_remove, name)
