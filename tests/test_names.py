@@ -332,3 +332,41 @@ def test_open_files(tmp_path: Path) -> None:
     with open(path, encoding="latin-1") as text, pytest.raises(ow.ArgumentError, match="binary"):
         loads(text)
     assert sources.number_of(io.BytesIO()) is None
+
+
+def test_compat_modules(tmp_path: Path) -> None:
+    """The faces of other libraries take the same names."""
+    torch = pytest.importorskip("torch")
+    from overwire.compat import nyacomp
+    from overwire.compat.fastsafetensors import fastsafe_open
+    from overwire.compat.nyacomp import hf
+    from overwire.compat.safetensors import safe_open
+    from overwire.compat.safetensors.torch import load_file, save_file
+    from overwire.compat.tensorizer import TensorDeserializer, TensorSerializer
+
+    made: dict[str, bytes] = {}
+    for number, stem in enumerate(("caf\ufffd".encode(), b"caf\xe9", b"caf\xe8")):
+        base = os.path.join(os.fsencode(tmp_path), stem)
+        tensors = {"x": torch.full((9,), float(number))}
+        plain = os.fsdecode(base + b".safetensors")
+        save_file(tensors, plain)
+        assert load_file(plain)["x"][0] == number
+        with safe_open(plain, "pt") as file:
+            assert file.get_tensor("x")[0] == number
+        with fastsafe_open(plain, nogds=True, device="cpu") as fast:
+            assert fast.get_tensor("x")[0] == number
+        packed = os.fsdecode(base + b".tensors")
+        serializer = TensorSerializer(packed)
+        serializer.write_state_dict(tensors)
+        serializer.close()
+        assert TensorDeserializer(packed, device="cpu")["x"][0] == number
+        assert ow.load_file(packed)["x"][0] == number
+        folder = Path(os.fsdecode(base))
+        folder.mkdir()
+        nyacomp.compress_pickle(tensors, folder / os.fsdecode(stem + b".pkl"))
+        assert nyacomp.load_compressed_pickle(folder / os.fsdecode(stem + b".pkl"))["x"][0] == number
+        torch.save({"k": torch.full((9999,), float(number))}, str(folder / "c.bin"))
+        hf.compress_state_dict(folder / "c.bin")
+        assert hf.good_load(folder / "c.bin")["k"][0] == number
+        made |= {os.path.join(stem, name): b"" for name in files(folder)} | {stem + end: b"" for end in (b".safetensors", b".tensors")}
+    assert set(files(tmp_path)) == set(made)
