@@ -365,6 +365,12 @@ def test_compat_modules(tmp_path: Path) -> None:
         folder.mkdir()
         nyacomp.compress_pickle(tensors, folder / os.fsdecode(stem + b".pkl"))
         assert nyacomp.load_compressed_pickle(folder / os.fsdecode(stem + b".pkl"))["x"][0] == number
+        broken = folder / "a\nb"
+        broken.mkdir()
+        nyacomp.compress_pickle(tensors, broken / "x.pkl")
+        assert nyacomp.load_compressed_pickle(broken / "x.pkl")["x"][0] == number
+        for meta in (broken / "meta.csv", broken / "nya/meta.csv"):
+            assert nyacomp._nyacomp.decompress_from_meta(meta)[0][0] == number
         torch.save({"k": torch.full((9999,), float(number))}, str(folder / "c.bin"))
         hf.compress_state_dict(folder / "c.bin")
         assert hf.good_load(folder / "c.bin")["k"][0] == number

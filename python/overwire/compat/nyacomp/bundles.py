@@ -53,10 +53,11 @@ def _write_manifests(path: PathLike) -> None:
     # A bundle of ours has one tensor file: the container, listed as its bytes.
     folder = Path(path).parent
     (row,) = manifests.read_csv(folder / manifests.FOLDER / manifests.META).rows
-    count = sum(len(source["tensors"]) for source in overwire.inspect(row.filename)["sources"])
+    container = folder / manifests.FOLDER / os.path.basename(row.filename)
+    count = sum(len(source["tensors"]) for source in overwire.inspect(container)["sources"])
     name = row.filename
     if settings.host():
-        name = manifests.host_name(folder / manifests.FOLDER / os.path.basename(name))
+        name = manifests.host_name(container)
     meta = {**row._asdict(), "filename": name, "shape": list(row.shape)}
     manifests.write(folder, [meta], [[0]], ",".join(map(str, range(count))))
 

@@ -113,7 +113,11 @@ def read_csv(path: str | os.PathLike[str]) -> Manifest:
 
 def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: str | os.PathLike[str]) -> None:
     """Writes a meta.csv of the dicts that `compress_parameter` returns ({} are
-    passed over) and of bins of positions among the others."""
+    passed over) and of bins of positions among the others. ArgumentError for a name
+    with a line break, before anything is written."""
+    for row in meta:
+        if row and "\n" in str(row["filename"]):
+            raise overwire.ArgumentError(f"overwire: save {os.fspath(f)!r}: {row['filename']!r} has a line break, and lines list the files")
     rows = [
         f"{row['filename']} {ints(row['shape'])} {row['dtype']} {row['decompressed_size']} {row['compressed_size']}" for row in meta if row
     ]
