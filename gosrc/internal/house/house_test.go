@@ -34,6 +34,7 @@ func TestBadTree(t *testing.T) {
 		"package names":    {"gosrc/util"},
 		"go statements":    {"gosrc/codec/codec.go:15"},
 		"environment":      {"gosrc/codec/codec.go:16"},
+		"file writing":     {"gosrc/codec/codec.go:19"},
 		"init functions":   {"gosrc/codec/codec.go:13"},
 		"printing":         {"gosrc/codec/codec.go:17"},
 		"healing":          {"gosrc/codec/codec.go:18"},

@@ -17,6 +17,7 @@ var Rules = map[string]func(*Tree) []Finding{
 	"package names":    packageNames,
 	"go statements":    goStatements,
 	"environment":      environment,
+	"file writing":     fileWriting,
 	"init functions":   inits,
 	"printing":         printing,
 	"healing":          healing,
@@ -180,6 +181,19 @@ func environment(t *Tree) (out []Finding) {
 					"inside Python, Go does not see os.environ: every variable stands in the table of room knob"})
 			})
 		}
+	})
+	return out
+}
+
+func fileWriting(t *Tree) (out []Finding) {
+	t.each(func(r *Room, f *File) {
+		if f.Test || r.Path == "internal/atomicfile" || strings.HasSuffix(r.Path, "test") || mayWrite[r.Path] != "" {
+			return
+		}
+		calls(t, f, "os", []string{"Create", "CreateTemp", "OpenFile", "WriteFile", "Rename", "Chmod"}, func(n ast.Node, call string) {
+			out = append(out, Finding{t.at(n), call,
+				"a file that is replaced keeps its mode, owner and link, and appears whole: write it with internal/atomicfile"})
+		})
 	})
 	return out
 }

@@ -113,6 +113,15 @@ var modules = map[string][]string{
 // CGO_ENABLED=0.
 var cgoRooms = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/gds"}
 
+// mayWrite says which rooms make files of their own beside internal/atomicfile, and
+// why.
+var mayWrite = map[string]string{
+	"source/cache": "names are made of contents and never replaced; syncing would cost more than fetching again",
+	"source/spool": "a file without a name",
+	"source/pipe":  "a log that is only added to",
+	"bench":        "scratch files in a folder of its own",
+}
+
 // longFiles and longRooms are over the limit, each with its reason. An entry
 // that is no longer needed fails too.
 var (

@@ -16,4 +16,5 @@ func bad() {
 	env.Getenv("X")
 	fmt.Println()
 	spawn.Heal()
+	_ = env.WriteFile("x", nil, 0)
 }
