@@ -2,6 +2,7 @@ package pipeline
 
 import (
 	"encoding/json"
+	"errors"
 	"math"
 	"math/rand/v2"
 	"os"
@@ -67,6 +68,17 @@ func TestTraceFile(t *testing.T) {
 	}
 	if spans != len(tr.spans) {
 		t.Errorf("%d spans of %d", spans, len(tr.spans))
+	}
+	// Who reads the old file reads it to its end: the new one is another file.
+	other := filepath.Join(t.TempDir(), "other")
+	if err := errors.Join(os.Link(path, other), os.Chmod(path, 0o600), (&Trace{}).WriteFile(path)); err != nil {
+		t.Fatal(err)
+	}
+	if now, err := os.ReadFile(other); err != nil || string(now) != string(b) {
+		t.Errorf("%v: the old trace was written over", err)
+	}
+	if st, err := os.Stat(path); err != nil || st.Mode() != 0o600 {
+		t.Error(st.Mode(), err)
 	}
 	if err := tr.WriteFile(filepath.Join(path, "no")); err == nil {
 		t.Error("written below a file")
