@@ -1,10 +1,13 @@
 // Package fetch is the verb that brings the bytes of URIs, one after the other,
-// to one writer, whatever is in them. Parts are read ahead, several at once, in
-// a window that does not grow.
+// to one writer, whatever is in them. Parts are read ahead, several at once: two
+// at first, and one more for each that was taken, up to a window that does not
+// grow. Who looks at the beginning alone makes nobody send the rest.
 package fetch
 
 import (
+	"bytes"
 	"context"
+	"fmt"
 	"io"
 	"sync"
 	"time"
@@ -17,8 +20,10 @@ import (
 )
 
 const (
+	first  = 256 << 10 // the first part of each: what its opening may have brought
 	part   = 4 << 20
 	window = 16 // parts in memory
+	begin  = 2  // of them, before any was taken
 )
 
 // A Spec says what to fetch.
@@ -37,12 +42,25 @@ type Spec struct {
 	// end. What the object has not got is not an error.
 	From int64 `json:"from"`
 	To   int64 `json:"to"`
+	// Pin is the one object as another fetch has found it: if it is another one
+	// now, that is fault.ErrCorrupt before the first byte.
+	Pin *Pin `json:"pin"`
+}
+
+// A Pin tells one state of an object from others, by what its store says of it.
+type Pin struct {
+	Size int64 `json:"size"`
+	// Identity is an ETag, a date, or a file's inode and time; nil where the
+	// store gives nothing of the kind. Bytes, since an ETag need not be UTF-8.
+	Identity []byte `json:"identity"`
 }
 
 // A Report is what was fetched.
 type Report struct {
 	Bytes   int64   `json:"bytes"`
 	Seconds float64 `json:"seconds"`
+	// Pin is there from the opening on, for one URI alone.
+	Pin *Pin `json:"pin"`
 }
 
 // A piece is a part that is being read.
@@ -60,8 +78,11 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	if len(spec.URIs) == 0 {
 		return Report{}, fault.New(fault.ErrArgument, "nothing to fetch")
 	}
-	if spec.From < 0 || spec.To < 0 || spec.From+spec.To > 0 && len(spec.URIs) != 1 {
+	if spec.From < 0 || spec.To < 0 || (spec.From > 0 || spec.To > 0) && len(spec.URIs) != 1 {
 		return Report{}, fault.New(fault.ErrArgument, "bytes %d to %d of %d URIs", spec.From, spec.To, len(spec.URIs))
+	}
+	if spec.Pin != nil && len(spec.URIs) != 1 {
+		return Report{}, fault.New(fault.ErrArgument, "one pin of %d URIs", len(spec.URIs))
 	}
 	if spec.Sizes != nil && len(spec.Sizes) != len(spec.URIs) {
 		return Report{}, fault.New(fault.ErrArgument, "%d sizes of %d URIs", len(spec.Sizes), len(spec.URIs))
@@ -72,18 +93,29 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	defer cancel(nil)
 	pieces := make(chan *piece, window)
 	free := make(chan []byte, window)
-	for range window {
+	for range begin {
 		free <- nil
+	}
+	var rep Report
+	opened := func(s source.Source) error {
+		if len(spec.URIs) != 1 {
+			return nil
+		}
+		rep.Pin = &Pin{s.Size(), identity(s)}
+		if j != nil {
+			j.SetReport(Report{Pin: rep.Pin})
+		}
+		return spec.Pin.same(rep.Pin, s.URI())
 	}
 	wg.Add(1)
 	spawn.Go("fetch", func() {
 		defer wg.Done()
 		defer close(pieces)
-		if err := spawn.Guard("fetch", func() error { return ahead(ctx, j, spec, pieces, free, &wg) }); err != nil {
+		if err := spawn.Guard("fetch", func() error { return ahead(ctx, j, spec, opened, pieces, free, &wg) }); err != nil {
 			cancel(err) // only the first cause stays
 		}
 	})
-	var rep Report
+	more := window - begin
 	for p := range pieces {
 		<-p.done
 		if p.err == nil && ctx.Err() == nil {
@@ -103,6 +135,10 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 			_ = p.last.Close()
 		}
 		free <- p.buf[:cap(p.buf)]
+		if more > 0 {
+			more--
+			free <- nil
+		}
 	}
 	rep.Seconds = time.Since(start).Seconds()
 	if ctx.Err() != nil {
@@ -111,8 +147,35 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	return rep, nil
 }
 
+// identity is what the store of a source says that tells this state of it from
+// others, nil if nothing.
+func identity(s source.Source) []byte {
+	switch id := s.(type) {
+	case interface{ Identity() string }:
+		return []byte(id.Identity())
+	case source.Identified:
+		at, _ := id.Identity() // one that may miss a change still finds most
+		return fmt.Append(nil, at.Device, at.Inode, at.Modified)
+	}
+	return nil
+}
+
+// same compares what is found with the pin; nil pins nothing.
+func (p *Pin) same(now *Pin, uri string) error {
+	if p == nil || p.Size == now.Size && bytes.Equal(p.Identity, now.Identity) {
+		return nil
+	}
+	what := "its ETag or date is another one"
+	if p.Size != now.Size {
+		what = fmt.Sprintf("it had %d bytes and has %d", p.Size, now.Size)
+	}
+	return &fault.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
+		Err: fault.New(fault.ErrCorrupt, "changed since it was opened: %s", what)}
+}
+
 // ahead opens the sources and starts the reads, as far as there are buffers.
-func ahead(ctx context.Context, j *job.Job, spec Spec, pieces chan<- *piece, free <-chan []byte, wg *sync.WaitGroup) error {
+// opened hears of each source that was opened.
+func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source) error, pieces chan<- *piece, free <-chan []byte, wg *sync.WaitGroup) error {
 	dial := open.With(spec.Storage)
 	switch {
 	case spec.Own:
@@ -126,6 +189,10 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, pieces chan<- *piece, fre
 	for i, uri := range spec.URIs {
 		s, err := dial(ctx, uri)
 		if err != nil {
+			return err
+		}
+		if err := opened(s); err != nil {
+			_ = s.Close()
 			return err
 		}
 		size := s.Size()
@@ -149,7 +216,8 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, pieces chan<- *piece, fre
 		if size == from {
 			_ = s.Close()
 		}
-		for off := from; off < size; off += part {
+		n := int64(first)
+		for off := from; off < size; off, n = off+n, part {
 			var buf []byte
 			select {
 			case buf = <-free:
@@ -157,7 +225,7 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, pieces chan<- *piece, fre
 				_ = s.Close()
 				return context.Cause(ctx)
 			}
-			n := min(part, size-off)
+			n = min(n, size-off)
 			if int64(cap(buf)) < n {
 				buf = make([]byte, n)
 			}

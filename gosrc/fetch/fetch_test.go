@@ -4,12 +4,16 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"math/rand/v2"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -80,6 +84,91 @@ func TestFetch(t *testing.T) {
 		}
 	}
 }
+
+// A fetch reports what it has opened, and one that is pinned to that gives no
+// byte of what has come in its place: another size, another date, another file.
+func TestPin(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "x")
+	day := time.Unix(1, 0)
+	put := func(text string) {
+		t.Helper()
+		if err := os.WriteFile(path+".new", []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		day = day.Add(time.Hour) // inodes come again, and two writes may be one tick
+		if err := os.Chtimes(path+".new", day, day); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(path+".new", path); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put("first")
+	s, err := serve.New(dir, serve.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	for _, uri := range []string{path, s.URL() + "x"} {
+		put("first")
+		rep, err := Fetch(context.Background(), nil, Spec{URIs: []string{uri}, To: 1}, io.Discard)
+		if err != nil || rep.Pin == nil || rep.Pin.Size != 5 || rep.Bytes != 1 {
+			t.Fatalf("%v %+v", err, rep)
+		}
+		for _, text := range []string{"first", "other", "longer than that", ""} {
+			put(text)
+			var got bytes.Buffer
+			_, err := Fetch(context.Background(), nil, Spec{URIs: []string{uri}, From: 1, Pin: rep.Pin}, &got)
+			if !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "changed since it was opened") || got.Len() > 0 {
+				t.Errorf("%s, %q: %v, %q", uri, text, err, &got)
+			}
+		}
+		rep, err = Fetch(context.Background(), nil, Spec{URIs: []string{uri}}, io.Discard)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{uri}, Pin: rep.Pin}, io.Discard); err != nil {
+			t.Errorf("%s: unchanged: %v", uri, err)
+		}
+	}
+	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{path, path}, Pin: &Pin{}}, io.Discard); !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("%v", err)
+	}
+}
+
+// What is read ahead grows with what was taken: two parts before any was, and two
+// more for each. Who opens an object to look at it has a server send no more.
+func TestAhead(t *testing.T) {
+	const parts = 6
+	var asked atomic.Int64 // the highest byte so far
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		var from, to int64
+		if _, err := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &from, &to); err != nil {
+			t.Errorf("Range: %q", r.Header.Get("Range"))
+		}
+		for to >= asked.Load() && !asked.CompareAndSwap(asked.Load(), to) {
+		}
+		http.ServeContent(w, r, "", time.Unix(1, 0), bytes.NewReader(make([]byte, parts*part)))
+	}))
+	defer s.Close()
+	n := int64(0)
+	rep, err := Fetch(context.Background(), nil, Spec{URIs: []string{s.URL}}, writer(func(p []byte) (int, error) {
+		time.Sleep(20 * time.Millisecond) // for reads that should not be
+		if most := (begin + 2*n) * part; asked.Load() >= most {
+			t.Errorf("%d parts were taken, and byte %d was asked for", n, asked.Load())
+		}
+		n++
+		return len(p), nil
+	}))
+	if err != nil || rep.Bytes != parts*part || n != parts+1 || asked.Load() != parts*part-1 {
+		t.Errorf("%v, %d bytes in %d parts", err, rep.Bytes, n)
+	}
+}
+
+type writer func(p []byte) (int, error)
+
+func (w writer) Write(p []byte) (int, error) { return w(p) }
 
 // An external downloader is started once for all objects whose sizes are known,
 // and at the latest dead when Fetch returns; sizes are compared with and without

@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from base64 import b64decode
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,8 +67,10 @@ class ObjectReader(io.RawIOBase):
     bytes that each of them has, lets an external downloader (OVERWIRE_DOWNLOADER)
     be started once for all; an object of another size is CorruptError.
 
-    One that has a single source can seek within what is there; backwards, or far
-    forwards, the reading begins anew. Errors of the store are raised by the reads.
+    One that has a single source can seek; backwards, or more than 16 MiB
+    forwards, the reading begins anew, of the same object: one that has come in
+    its place since, with another size, ETag or date, is CorruptError. Errors of the
+    store are raised by the reads.
     """
 
     _NEAR = 16 << 20
@@ -86,7 +89,9 @@ class ObjectReader(io.RawIOBase):
         self._pipe = -1
         self._uris = [local(one) for one in ([source] if isinstance(source, (str, bytes, os.PathLike)) else source)]
         self._sizes = None if sizes is None else list(sizes)
-        self._options, self._end, self._at = storage_options, end, begin
+        self._end, self._at = end, begin
+        self._reach = storage(storage_options, self._uris)  # with the environment as it is now, however often it connects
+        self._pin: dict[str, Any] | None = None
         self._start()
 
     def _start(self) -> None:
@@ -99,11 +104,20 @@ class ObjectReader(io.RawIOBase):
 
             fcntl.fcntl(sink, 1031, 1 << 20)  # F_SETPIPE_SZ
         try:
-            spec = {"uris": self._uris, "fd": sink, "from": self._at, "to": self._end or 0, "sizes": self._sizes}
-            spec |= storage(self._options, self._uris)
+            spec = {"uris": self._uris, "fd": sink, "from": self._at, "to": self._end or 0, "sizes": self._sizes, "pin": self._pin}
+            spec |= self._reach
             self._job = Job(_engine.fetch_start(json.dumps(spec)), "fetch")
         finally:
             os.close(sink)
+
+    def found(self) -> tuple[int, str] | None:
+        """Size and identity of a single source, once its first byte, or its end, was
+        read: an ETag (in double quotes) or a date, "" where the store gives neither."""
+        if self._pin is None and self._job is not None and len(self._uris) == 1:
+            self._pin = (self._job.report() or {}).get("pin")
+        if self._pin is None:
+            return None
+        return self._pin["size"], b64decode(self._pin["identity"] or "").decode("latin-1")
 
     def _stop(self) -> None:
         job, self._job = self._job, None
@@ -124,8 +138,16 @@ class ObjectReader(io.RawIOBase):
         got = os.readv(self._pipe, [view])
         if not got:
             self._job.wait()  # an error of the store
+        self.found()
         self._at += got
         return got
+
+    def readall(self) -> bytes:
+        """What is left."""
+        blocks, block = [], bytearray(4 << 20)
+        while got := self.readinto(block):
+            blocks.append(bytes(memoryview(block)[:got]))
+        return b"".join(blocks)
 
     def readable(self) -> bool:
         """True."""
@@ -152,6 +174,8 @@ class ObjectReader(io.RawIOBase):
             while self._at < offset and self.readinto(memoryview(skipped)[: offset - self._at]):
                 pass
         if offset != self._at:
+            if len(self._uris) != 1:
+                raise io.UnsupportedOperation("several sources that are read as one do not seek")
             self._at = offset
             self._start()
         return offset
@@ -224,5 +248,6 @@ def _finish_at_exit() -> None:
 
 
 def _finish() -> None:
-    for writer in list(_unfinished):
-        writer.close()
+    with contextlib.ExitStack() as stack:  # each has its turn, whatever became of others
+        for writer in list(_unfinished):
+            stack.callback(writer.close)

@@ -30,6 +30,10 @@ _FST = (
     "allocation auto_loader common config copier copier.base copier.gds copier.nogds copier.registry copier.threefs copier.unified "
     "cpp dlpack ep_slice file_buffer frameworks loader parallel_loader saver st_types tensor_factory threefs_loader"
 )
+_TENSORIZER = (
+    "_crypt _crypt._cgroup_cpu_count _crypt._exceptions _internal_utils _linear_partition _syscalls _tensor_path _version _wide_pipes "
+    "protobuf serialization stream_io tensors_pb2 torch_compat utils"
+)
 _MODULES: dict[str, dict[str, str]] = {
     # Without frameworks._torch and ._paddle, which import torch and paddle.
     "fastsafetensors": {"fastsafetensors": "fastsafetensors"}
@@ -46,15 +50,7 @@ _MODULES: dict[str, dict[str, str]] = {
         "nyacomp.partition": "nyacomp.partition",
     },
     "nyacomp_core": {"_nyacomp": "nyacomp._nyacomp"},
-    "tensorizer": {
-        "tensorizer": "tensorizer",
-        "tensorizer.protobuf": "tensorizer.protobuf",
-        "tensorizer.serialization": "tensorizer.serialization",
-        "tensorizer.stream_io": "tensorizer.stream_io",
-        "tensorizer.tensors_pb2": "tensorizer.tensors_pb2",
-        "tensorizer.torch_compat": "tensorizer.torch_compat",
-        "tensorizer.utils": "tensorizer.utils",
-    },
+    "tensorizer": {"tensorizer": "tensorizer"} | {f"tensorizer.{name}": f"tensorizer.{name}" for name in _TENSORIZER.split()},
 }
 
 

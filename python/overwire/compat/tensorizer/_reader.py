@@ -14,6 +14,7 @@ from ...loading import load_file
 from ...opening import safe_open
 from ...records import Record, RecordFile, derive_key, read_records, sums
 from ...sources import number_of
+from ...storage import shown
 from ...stores import ObjectReader
 from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
@@ -147,7 +148,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if isinstance(file_obj, (str, bytes, os.PathLike)):
             path = os.fsdecode(file_obj)
             if path.lower().startswith("s3://") and not isinstance(file_obj, os.PathLike):
-                self._storage.update(_s3.options_for(False))
+                self._storage.update(_s3.readable(path, _s3.options_for(False)))
             return path
         try:
             readable = file_obj.readable()
@@ -482,7 +483,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     if begin == end or not force and redis_client.exists(key):
                         continue
                     file.seek(begin)
-                    redis_client.set(key, file.read(end - begin))
+                    value = file.read(end - begin)
+                    if len(value) != end - begin:
+                        where = f"{shown(self._path())} @{begin}"
+                        raise CorruptError(f"{where}: truncated: {end - begin} bytes wanted, {len(value)} are there")
+                    redis_client.set(key, value)
 
     def _path(self) -> str:
         return self._source if isinstance(self._source, str) else f"/proc/self/fd/{self._source.fileno()}"

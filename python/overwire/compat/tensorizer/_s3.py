@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ...errors import AccessError, ArgumentError
+from ...errors import AccessError
 from ...stores import ObjectWriter, presign
 
 default_s3_read_endpoint = "accel-object.ord1.coreweave.com"
 default_s3_write_endpoint = "object.ord1.coreweave.com"
-
-# Where s3cmd's settings lie.
-_s3_default_config_paths = (os.path.expanduser("~/.s3cfg"),)
 
 # URLs that are made here live until the end of the next day, as tensorizer's.
 _DAY = 86400
@@ -30,13 +26,14 @@ class ParsedCredentials(NamedTuple):
     use_https: bool | None
 
 
-@functools.cache
 def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
-    """The section "default" of the first of these files that is there; kept.
-    ValueError for a file without one."""
+    """The section "default" of the first of these files that is there; without
+    any, of `stream_io._s3_default_config_paths`. ValueError for a file without one."""
     import configparser
 
-    paths = config_paths or _s3_default_config_paths
+    from . import stream_io
+
+    paths = config_paths or stream_io._s3_default_config_paths
     if isinstance(paths, (str, bytes, os.PathLike)):
         paths = (paths,)
     config = configparser.ConfigParser(interpolation=None)
@@ -170,23 +167,37 @@ def direct_options(key: str | None, secret: str | None, endpoint: str | None, re
     return {name: value for name, value in options.items() if value is not None}
 
 
+def virtual_only(endpoint: str) -> bool:
+    """Whether an endpoint wants the bucket in the name of the host."""
+    return urlsplit(endpoint if "//" in endpoint else "//" + endpoint).netloc.lower() in ("cwobject.com", "cwlota.com")
+
+
+def readable(uri: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options to read an object with: unsigned where none were given and no
+    credentials are found, since the bucket may be a public one."""
+    if options.get("anon") or options.get("key") is not None or options.get("secret") is not None:
+        return options
+    try:
+        presign(uri, 60, storage_options=options)
+    except AccessError as error:
+        if "no credentials:" not in str(error):
+            raise  # there are some, which were refused
+        return options | {"anon": True}
+    return options
+
+
 def url_of(uri: str, options: dict[str, Any]) -> str:
     """A URL that reads the object: signed, or plain where access is unsigned or
-    nobody has credentials."""
+    nobody has credentials. ValueError for other URIs."""
     import time
-
-    bucket, key = parse_uri(uri)
-    if not options.get("anon"):
-        now = int(time.time())
-        try:
-            return presign(uri, 2 * _DAY - now % _DAY, storage_options=options)
-        except (AccessError, ArgumentError):
-            if options.get("key") is not None or options.get("secret") is not None:
-                raise
     from urllib.parse import quote
 
+    bucket, key = parse_uri(uri)
+    options = readable(uri, options)
+    if not options.get("anon"):
+        return presign(uri, 2 * _DAY - int(time.time()) % _DAY, storage_options=options)
     at = urlsplit(options.get("endpoint_url") or f"https://s3.{options.get('region') or 'us-east-1'}.amazonaws.com")
-    if at.netloc.lower() in ("cwobject.com", "cwlota.com"):
+    if virtual_only(at.netloc):
         return f"{at.scheme}://{bucket}.{at.netloc}/{quote(key)}"
     return f"{at.scheme}://{at.netloc}{at.path.rstrip('/')}/{bucket}/{quote(key)}"
 

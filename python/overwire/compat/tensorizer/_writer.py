@@ -226,8 +226,7 @@ class TensorSerializer:
             end = self._records[-1].data + self._records[-1].nbytes
             if own is None:
                 self._file.seek(self._at)
-                with mmap.mmap(file, end - base, access=mmap.ACCESS_READ) as stored, memoryview(stored) as view:
-                    _all(self._file, view)
+                _all(self._file, mmap.mmap(file, end - base, access=mmap.ACCESS_READ))
         self._at = end
         return [spec for spec, _ in turn]
 

@@ -20,6 +20,11 @@ _TORCH = (
     "float32 float64 float16 bfloat16 complex32 complex64 complex128 uint8 int8 int16 int32 int64 bool quint8 qint8 qint32 quint4x2"
 ).split()
 
+# Of numpy's, what the original has for each of them.
+_NUMPY = (
+    "float32 float64 float16 float16 complex64 complex64 complex128 uint8 int8 int16 int32 int64 bool uint8 int8 int32 uint8"
+).split()
+
 
 def _dtypes() -> dict[Any, int]:
     import torch
@@ -32,6 +37,12 @@ def __getattr__(name: str) -> Any:
         return _dtypes()
     if name == "PbDtypes":
         return {number: dtype for dtype, number in _dtypes().items()}
+    if name == "TensorPb":
+        return tensors_pb2.Tensor
+    if name == "PbNpyDtypes":
+        import numpy
+
+        return {number: bool if form == "bool" else getattr(numpy, form) for number, form in enumerate(_NUMPY, start=1)}
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
+from . import _crypt, stream_io, utils
 from ._encryption import CryptographyError, DecryptionParams, EncryptionParams
 from ._reader import TensorDeserializer
 from ._types import FileFeatureFlags as _FileFeatureFlags
@@ -25,6 +27,11 @@ __all__ = [
 #: What filters are: called with a name, or with the tuple of a path.
 FilterFuncType = Callable[[Any], Any]
 
+logger = logging.getLogger(__name__)
+
+#: Between the form and the name of a dtype that numpy lacks.
+OPAQUE_DTYPE_SEP = "\0"
+
 TENSORIZER_MAGIC = b"|TZR|"
 NON_OPAQUE_TENSORIZER_VERSION = 1
 OPAQUE_TENSORIZER_VERSION = 2
@@ -35,4 +42,4 @@ TENSORIZER_VERSION = 5
 
 cpu_count: int = len(os.sched_getaffinity(0))
 
-_MORE = (HashMismatchError, HashType, TensorEntry, TensorHash, _FileFeatureFlags)
+_MORE = (HashMismatchError, HashType, TensorEntry, TensorHash, _FileFeatureFlags, _crypt, stream_io, utils)

@@ -7,10 +7,12 @@ and streams that were opened from the first byte on, to the engine.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from io import SEEK_CUR, SEEK_END, SEEK_SET
+from typing import Any
 
 from ...errors import OverwireError
 from ...storage import shown
@@ -18,19 +20,25 @@ from ...stores import ObjectReader, ObjectWriter
 from . import _s3
 from ._s3 import default_s3_read_endpoint, default_s3_write_endpoint
 
-if TYPE_CHECKING:
-    import ssl
-
 __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
-# A server that sends nothing for so long is given up, in seconds.
-_STALLED = 60.0
+logger = logging.getLogger(__name__)
+
+#: The program curl: none is started.
+curl_path: str | None = None
+
+# Where s3cmd's settings lie.
+_s3_default_config_paths = (os.path.expanduser("~/.s3cfg"),)
+
+# storage_options of every stream: a server that sends nothing for so long, in
+# seconds, is asked again, a few times.
+_PATIENCE: dict[str, float] = {"timeout": 30.0}
 
 _parse_s3_uri = _s3.parse_uri
 _infer_credentials = _s3.infer_credentials
 _get_s3cfg_values = _s3.s3cfg_values
 _enforce_scheme = _s3.enforce_scheme
-_s3_default_config_paths = _s3._s3_default_config_paths
+_is_caios = _s3.virtual_only
 
 
 class CAInfo:
@@ -66,21 +74,106 @@ class CAInfo:
         assert self.capath is not None
         return ("--capath", os.fspath(self.capath))
 
-    def context(self) -> ssl.SSLContext:
-        """The same, for Python."""
-        import ssl
-
-        context = ssl.create_default_context(
-            cafile=None if self.cacert is None else os.fspath(self.cacert), capath=None if self.capath is None else os.fspath(self.capath)
-        )
+    def options(self, uri: str) -> dict[str, Any]:
+        """The same, as storage_options of a URI. For one without TLS files that have
+        no certificate are no mistake: there is none to check."""
         if self.allow_untrusted:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        return context
+            return {"insecure": True}
+        name, path = ("cacert", self.cacert) if self.cacert is not None else ("capath", self.capath)
+        assert path is not None
+        return {} if uri.lower().startswith("http:") and not _certificates(path) else {name: path}
 
 
-class _Readable(io.BufferedIOBase):
-    """What the files here that can be read have in common."""
+def _certificates(path: str | os.PathLike[str]) -> bool:
+    """Whether a file, or a file of a folder, has a certificate."""
+    if os.path.isdir(path):
+        return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
+    with open(path, "rb") as file:
+        return b"-----BEGIN CERTIFICATE-----" in file.read()
+
+
+class _Stream(io.BufferedIOBase):
+    """A readable object of a store that can seek, read by the engine: what both
+    kinds of streams have in common."""
+
+    #: What the engine opens instead, from the first byte on: a URI and storage_options.
+    reach: tuple[str, dict[str, Any]] | None = None
+    _file: io.BufferedReader | None = None
+
+    def _open(self, uri: str, begin: int | None, end: int | None, buffer_size: int | None, options: dict[str, Any]) -> None:
+        if begin is not None and begin < 0:
+            raise ValueError("Invalid begin, must be non-negative")
+        if end is not None and end <= (begin or 0):
+            raise ValueError(f"End marker must come strictly after begin marker (requested range: {begin or 0} to {end})")
+        self.bytes_read = self.bytes_skipped = self.read_operations = 0
+        self._end = end
+        self._buffer_size = buffer_size or 1 << 20
+        if not begin and end is None:
+            self.reach = uri, options
+        self._raw = ObjectReader(uri, begin or 0, end, storage_options={**_PATIENCE, **options})
+        self._file = io.BufferedReader(self._raw, self._buffer_size)
+
+    def _told(self, error: object) -> str:
+        """The text of an OSError."""
+        return str(error)
+
+    def _timed(self, read: Any, *args: Any) -> Any:
+        """What a call says; its time is added to `_waits`, its errors are OSErrors."""
+        if self.closed:
+            raise OSError(f"{type(self).__name__} closed.")
+        start = time.monotonic()
+        try:
+            return read(*args)
+        except OverwireError as error:
+            raise OSError(self._told(error)) from error
+        finally:
+            self._waited(time.monotonic() - start)
+
+    def _waited(self, seconds: float) -> None:
+        """Hears how long a call has taken."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """At most size bytes, all of them unless the object ends before; None or
+        less than 0: all that are left. OSError for what the store does not give."""
+        data: bytes = self._timed(lambda: self._in().read(-1 if size is None else size))
+        self.read_operations += 1
+        self.bytes_read += len(data)
+        return data
+
+    read1 = read
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fills a buffer, or as much of it as the stream has left."""
+        n: int = self._timed(lambda: self._in().readinto(buffer))
+        self.read_operations += 1
+        self.bytes_read += n
+        return n
+
+    readinto1 = readinto
+
+    def _in(self) -> io.BufferedReader:
+        assert self._file is not None
+        return self._file
+
+    def tell(self) -> int:
+        """The offset in the object."""
+        if self.closed:
+            raise OSError(f"{type(self).__name__} closed.")
+        return self._in().tell()
+
+    def seek(self, position: int, whence: int = SEEK_SET, /) -> int:
+        """Goes to an offset of the object; ValueError relative to its end, or before
+        its beginning. Backwards, and forwards over more than 16 MiB, it is asked
+        for again; one that has changed meanwhile is an OSError of the next read."""
+        if whence == SEEK_END:
+            raise ValueError("Unsupported `whence`")
+        before = self.tell()
+        after = before + position if whence == SEEK_CUR else position
+        if after < 0:
+            raise ValueError("Seeking before the beginning")
+        self._timed(lambda: self._in().seek(after))
+        self.bytes_skipped += max(0, after - before)
+        return after
 
     def readline(self, size: int | None = -1, /) -> bytes:
         """Not for these."""
@@ -102,14 +195,23 @@ class _Readable(io.BufferedIOBase):
         """-1: there is no descriptor."""
         return -1
 
+    def close(self) -> None:
+        """Ends the connection."""
+        if self._file is not None:
+            self._file.close()
+        super().close()
 
-class CURLStreamFile(_Readable):
-    """A readable HTTP(S) object that can seek: forwards by reading on, backwards by
-    a new request.
+
+class CURLStreamFile(_Stream):
+    """A readable HTTP(S) object that can seek.
 
     begin, end: the bytes to read, end exclusive, None: all. headers: of every
-    request. buffer_size: how much to ask the connection for at once. ValueError
-    for a range that is none, OSError for an object that does not open.
+    request to the server of the URI; no other server that it redirects to gets
+    them. buffer_size: how much is kept at once.
+
+    What breaks off is resumed; an object that changes meanwhile, and what stays
+    broken, is an OSError, as is an object that does not open. ValueError for a
+    range that is none.
     """
 
     _name = ""  # for errors, where the URL itself is a secret
@@ -125,43 +227,48 @@ class CURLStreamFile(_Readable):
         certificate_handling: CAInfo | None = None,
     ) -> None:
         super().__init__()
-        self._response: Any = None
-        if begin is not None and begin < 0:
-            raise ValueError("Invalid begin, must be non-negative")
-        if end is not None and end <= (begin or 0):
-            raise ValueError(f"End marker must come strictly after begin marker (requested range: {begin or 0} to {end})")
         if certificate_handling is not None and not isinstance(certificate_handling, CAInfo):
             raise TypeError(
                 "certificate_handling must either be None (for default SSL certificate verification), or a CAInfo object,"
                 f" not {certificate_handling.__class__.__name__}"
             )
+        if uri.partition("://")[0].lower() not in ("http", "https"):
+            raise ValueError(f"Invalid HTTP URI: {shown(uri)}")
         self.uri = uri
         self._ca = certificate_handling
         self._headers = dict(headers or {})
-        #: What the engine opens instead, from the first byte on: a URI and storage_options.
-        self.reach: tuple[str, dict[str, Any]] | None = None
-        if begin in (None, 0) and end is None:
-            self.reach = uri, {} if not self._headers else {"headers": self._headers}
-            if certificate_handling is not None:
-                ca = certificate_handling
-                self.reach[1].update(cacert=ca.cacert, capath=ca.capath, insecure=ca.allow_untrusted)
-        self._end = end
-        self._buffer_size = buffer_size or 16 << 20
-        self._context = None if certificate_handling is None else certificate_handling.context()
+        options = {} if certificate_handling is None else certificate_handling.options(uri)
+        # How the body is encoded is the engine's own to say.
+        if told := {name: str(value) for name, value in self._headers.items() if name.lower() != "accept-encoding"}:
+            options["headers"] = told
         self._note: list[str] = []
-        self.response_headers: Any = {}
         self.popen_latencies: list[float] = []
         self.http_response_latencies: list[float] = []
-        self.bytes_read = self.bytes_skipped = self.read_operations = 0
-        self._at = begin or 0
-        self._connect()
+        start = time.monotonic()
+        try:
+            self._open(uri, begin, end, buffer_size, options)
+            self._in().peek(1)
+        except OverwireError as error:
+            raise OSError(f"Failed to open stream for {self._name or shown(uri)}: {error}") from error
+        size, identity = self._raw.found() or (0, "")
+        if begin and begin >= size:
+            raise OSError(f"Failed to open stream for {self._name or shown(uri)}: it has {size} bytes, and byte {begin} was asked for")
+        self.http_response_latencies.append(time.monotonic() - start)
+        self.popen_latencies.append(0.0)
+        from email.message import Message
+
+        #: What the engine tells of the server's answer: Content-Length, and ETag or Last-Modified.
+        self.response_headers = Message()
+        self.response_headers["Content-Length"] = str(min(size, end or size) - (begin or 0))
+        if identity:
+            self.response_headers["ETag" if identity.startswith('"') else "Last-Modified"] = identity
 
     def register_error_context(self, msg: str) -> None:
         """A text to add to the errors of this stream."""
         self._note.append(msg)
 
-    def _told(self) -> str:
-        return "".join(f"\n{note}" for note in self._note)
+    def _told(self, error: object) -> str:
+        return "".join([f"Failed to read from {self._name or shown(self.uri)}: {error}", *(f"\n{note}" for note in self._note)])
 
     def _fork(self, begin: int | None = None, end: int | None = None) -> CURLStreamFile:
         """The same object from elsewhere."""
@@ -169,90 +276,20 @@ class CURLStreamFile(_Readable):
         clone._name, clone._note = self._name, list(self._note)
         return clone
 
-    def _connect(self) -> None:
-        import urllib.error
-        import urllib.request
-
-        self._drop()
-        request = urllib.request.Request(self.uri, headers={**self._headers, "Accept-Encoding": "identity"})
-        if self._at or self._end is not None:
-            request.add_header("Range", f"bytes={self._at}-{'' if self._end is None else self._end - 1}")
-        start = time.monotonic()
-        try:
-            response = urllib.request.urlopen(request, context=self._context, timeout=_STALLED)
-        except (urllib.error.URLError, OSError) as error:
-            reason = f"HTTP status {error.code}" if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", error)
-            raise OSError(f"Failed to open stream for {self._name or shown(self.uri)}: {reason}{self._told()}") from error
-        self.http_response_latencies.append(time.monotonic() - start)
-        self.popen_latencies.append(0.0)
-        if request.has_header("Range") and response.status != 206:
-            response.close()
-            raise OSError(f"Failed to open stream for {self._name or shown(self.uri)}: the server does not serve ranges")
-        self._response, self.response_headers = response, response.headers
-
-    def _drop(self) -> None:
-        response, self._response = self._response, None
-        if response is not None:
-            response.close()
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """At most size bytes, all of them unless the object ends before; None or
-        less than 0: all that are left."""
-        if self.closed:
-            raise ValueError("I/O operation on closed file")
-        blocks, left = [], -1 if size is None or size < 0 else size
-        while left:
-            block = self._response.read(self._buffer_size if left < 0 else min(left, self._buffer_size))
-            if not block:
-                break
-            blocks.append(block)
-            left -= len(block) if left > 0 else 0
-        got = b"".join(blocks)
-        self._at += len(got)
-        self.bytes_read += len(got)
-        self.read_operations += 1
-        return got
-
-    read1 = read
-
     def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer; OSError if the object ends before it is full."""
+        """Fills a buffer, or as much of it as the range `end` leaves, 0 after it;
+        OSError if the object itself ends before."""
         view = memoryview(buffer).cast("B")
-        got = self.read(len(view))
-        if len(got) < len(view):
-            raise OSError(f"Requested {len(view)} != {len(got)} bytes read from {self._name or shown(self.uri)}{self._told()}")
-        view[:] = got
-        return len(got)
+        wanted = len(view) if self._end is None else max(0, min(len(view), self._end - self.tell()))
+        got = super().readinto(view[:wanted])
+        if got < wanted:
+            raise OSError(self._told(f"Requested {wanted} != {got}: the object ends before"))
+        return got
 
     readinto1 = readinto
 
-    def tell(self) -> int:
-        """The offset in the object."""
-        return self._at
 
-    def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
-        """Goes to an offset of the object; ValueError relative to its end."""
-        if whence == io.SEEK_CUR:
-            position += self._at
-        elif whence != io.SEEK_SET:
-            raise ValueError("Seeking relative to the end is not supported")
-        if position < 0:
-            raise ValueError("Seeking before the beginning")
-        if 0 <= position - self._at <= self._buffer_size:
-            skip = position - self._at
-            self.bytes_skipped += len(self.read(skip))
-        if position != self._at:
-            self._at = position
-            self._connect()
-        return position
-
-    def close(self) -> None:
-        """Ends the connection."""
-        self._drop()
-        super().close()
-
-
-class RedisStreamFile(_Readable):
+class RedisStreamFile(_Stream):
     """A readable file in Redis that can seek: redis://host[:port]/prefix, the values
     `prefix:...:offset` one after the other, or one value. rediss:// is with TLS.
 
@@ -263,65 +300,16 @@ class RedisStreamFile(_Readable):
 
     def __init__(self, uri: str, *, begin: int | None = None, end: int | None = None, buffer_size: int | None = None) -> None:
         super().__init__()
-        self._file: Any = None
         _parse_redis_uri(uri)
-        if begin is not None and begin < 0:
-            raise ValueError("Invalid begin, must be non-negative")
         start = time.monotonic()
         self.uri = uri
-        self.reach: tuple[str, dict[str, Any]] | None = None if begin or end is not None else (uri, {})
-        self._file = io.BufferedReader(ObjectReader(uri, begin or 0, end), buffer_size or 1 << 20)
-        #: Seconds until the reading had begun, and of each wait for bytes.
-        self.setup_latency = time.monotonic() - start
+        #: Seconds of each wait for bytes, and until the reading had begun.
         self.response_latencies: list[float] = []
-        self.bytes_read = self.bytes_skipped = self.read_operations = 0
+        self._open(uri, begin, end, buffer_size, {})
+        self.setup_latency = time.monotonic() - start
 
-    def _timed(self, read: Any, *args: Any) -> Any:
-        if self.closed:
-            raise OSError("RedisStreamFile closed.")
-        start = time.monotonic()
-        try:
-            got = read(*args)
-        except OverwireError as error:
-            raise OSError(str(error)) from error
-        self.response_latencies.append(time.monotonic() - start)
-        self.read_operations += 1
-        self.bytes_read += got if isinstance(got, int) else len(got)
-        return got
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """At most size bytes, all of them unless the file ends before."""
-        data: bytes = self._timed(self._file.read, -1 if size is None else size)
-        return data
-
-    read1 = read
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer, or as much of it as the file has left."""
-        n: int = self._timed(self._file.readinto, buffer)
-        return n
-
-    readinto1 = readinto
-
-    def tell(self) -> int:
-        """The offset in the file."""
-        n: int = self._file.tell()
-        return n
-
-    def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
-        """Goes to an offset; ValueError relative to the end."""
-        if whence == io.SEEK_END:
-            raise ValueError("Unsupported `whence`")
-        before = self._file.tell()
-        after: int = self._file.seek(position, whence)
-        self.bytes_skipped += max(0, after - before)
-        return after
-
-    def close(self) -> None:
-        """Ends the connection."""
-        if self._file is not None:
-            self._file.close()
-        super().close()
+    def _waited(self, seconds: float) -> None:
+        self.response_latencies.append(seconds)
 
 
 def _parse_redis_uri(uri: str) -> tuple[str, int, str]:
@@ -355,6 +343,18 @@ def s3_download(
     return _S3StreamFile(path_uri, options, begin, end, buffer_size, certificate_handling)
 
 
+def _s3_download_url(
+    path_uri: str,
+    s3_access_key_id: str | None,
+    s3_secret_access_key: str | None,
+    s3_endpoint: str | None = default_s3_read_endpoint,
+    s3_region_name: str | None = None,
+    s3_signature_version: str | None = None,
+) -> str:
+    """The URL that `s3_download` reads."""
+    return _s3.url_of(path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, _with_scheme(s3_endpoint), s3_region_name))
+
+
 class _S3StreamFile(CURLStreamFile):
     """An s3:// object by a signed URL, which is a secret and does not show."""
 
@@ -362,14 +362,15 @@ class _S3StreamFile(CURLStreamFile):
         self, uri: str, options: dict[str, Any], begin: int | None, end: int | None, buffer_size: int | None, ca: CAInfo | None
     ) -> None:
         self._name = uri
-        _s3.parse_uri(uri)
         try:
+            options = _s3.readable(uri, options)
             url = _s3.url_of(uri, options)
         except OverwireError as error:
             raise OSError(f"Failed to open stream for {uri}: {error}") from error
         super().__init__(url, begin, end, buffer_size=buffer_size, certificate_handling=ca)
-        if self.reach is not None and (ca is None or ca.cacert is not None):
-            self.reach = uri, options if ca is None else options | {"cacert": ca.cacert}
+        trust = {} if ca is None else ca.options(url)
+        if self.reach is not None and not trust.keys() - {"cacert"}:  # what s3:// has no word for, the URL has
+            self.reach = uri, options | trust
 
 
 def _with_scheme(endpoint: str | None) -> str | None:

@@ -1,0 +1,21 @@
+"""tensorizer._crypt: that encryption is there, and what programs take from it.
+
+The ciphers themselves are the engine's, which encrypts and decrypts whole files:
+there is no libsodium, and none of the classes that wrap it there.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from .._encryption import CryptographyError
+
+__all__ = ["CryptographyError", "available", "random_bytes"]
+
+#: Whether files can be encrypted and decrypted: always.
+available: bool = True
+
+
+def random_bytes(size: int) -> bytes:
+    """So many bytes that nobody can guess."""
+    return secrets.token_bytes(size)

@@ -1,0 +1,525 @@
+"""tensorizer's HTTP and S3 streams read through the engine: whom headers reach,
+what a redirect may do, what becomes of bodies that end early and of objects that
+change, certificates, interruption, and failed uploads."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import overwire as ow
+import pytest
+from overwire.compat.tensorizer import TensorDeserializer, TensorSerializer, stream_io
+from overwire.stores import ObjectReader, ObjectWriter
+
+DATA = np.random.default_rng(1).bytes(600_000)
+SECRET = {"Authorization": "Bearer SECRET", "X-Api-Key": "SECRET", "Cookie": "SECRET"}
+
+# What the engine asks for first.
+OPENING = "bytes=0-262143"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves DATA, in ranges, as `kind` says; keeps what it was asked."""
+
+    protocol_version = "HTTP/1.1"
+    asked: list[dict[str, str]]
+    say: Callable[[Handler, bytes], bool] | None  # True: it has answered
+    tag: str = '"1"'
+    data: bytes = DATA
+
+    def do_GET(self) -> None:
+        self.asked.append(dict(self.headers.items()))
+        kind = type(self)
+        if kind.say is not None and kind.say(self, kind.data):
+            return
+        self.part(kind.data)
+
+    def part(self, data: bytes, cut: int | None = None, headers: dict[str, str] | None = None) -> None:
+        begin, end = 0, len(data)
+        if wanted := self.headers.get("Range"):
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            begin, end = int(first), min(len(data), int(last) + 1 if last else len(data))
+            if begin >= len(data):
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{len(data)}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
+        self.send_header("Content-Length", str(end - begin))
+        for name, value in ({"ETag": type(self).tag} if headers is None else headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(data[begin : end if cut is None else begin + cut])
+        self.close_connection |= cut is not None
+
+    def redirect(self, to: str, status: int = 302) -> None:
+        self.send_response(status)
+        self.send_header("Location", to)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serving(say: Any = None, tls: ssl.SSLContext | None = None, **more: Any) -> Iterator[tuple[str, type[Handler]]]:
+    kind = type("OneHandler", (Handler,), {"asked": [], "say": staticmethod(say) if say else None, **more})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    server.daemon_threads = True
+    server.block_on_close = False
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_port}", kind
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_headers_stay_with_the_first_host(status: int) -> None:
+    """What the caller gives for one server, that server gets and no other, neither
+    at first, nor when the stream goes back, nor from what the stream becomes."""
+    with contextlib.ExitStack() as stack:
+        other, there = stack.enter_context(serving(data=DATA[:200_000]))
+        first, here = stack.enter_context(serving(lambda h, _: h.redirect(other + "/x", status) or True))
+        stream = stack.enter_context(stream_io.CURLStreamFile(first + "/x", headers=SECRET, buffer_size=1000))
+        assert stream.read(100_000) == DATA[:100_000]
+        assert stream.seek(5) == 5 and stream.read(10) == DATA[5:15]
+        with stream._fork(7, 17) as fork:
+            assert fork.read() == DATA[7:17]
+        with pytest.raises(ValueError, match="Not a tensorizer file"):
+            TensorDeserializer(stream, device="cpu")
+        assert len(here.asked) >= 4 and len(there.asked) >= 4
+        assert all(headers[name] == value for headers in here.asked for name, value in SECRET.items())
+        assert not [headers for headers in there.asked if "SECRET" in str(headers)]
+
+
+def test_headers_within_a_host() -> None:
+    """A redirect to another path of the same server keeps them."""
+
+    def say(h: Handler, _: bytes) -> bool:
+        if h.path == "/x":
+            h.redirect("/y")
+        return h.path == "/x"
+
+    with serving(say) as (url, kind):
+        with stream_io.CURLStreamFile(url + "/x", 3, 9, headers=SECRET) as stream:
+            assert stream.read() == DATA[3:9]
+        assert all(headers["X-Api-Key"] == "SECRET" for headers in kind.asked) and len(kind.asked) >= 2
+
+
+def test_same_ends() -> None:
+    """Reads and readinto at the end of a range, after it, and past the object, and what
+    is said after closing: as the reference's, which needs curl."""
+    theirs = pytest.importorskip("tensorizer.stream_io")
+    modules = [stream_io, theirs] if shutil.which("curl") else [stream_io]
+
+    def look(module: Any) -> list[Any]:
+        seen: list[Any] = []
+
+        def note(call: Callable[[], Any]) -> None:
+            try:
+                seen.append(call())
+            except OSError:
+                seen.append("OSError")
+
+        with module.CURLStreamFile(url, 10, 110) as stream:
+            for size in (60, 60, 60, 0):
+                buffer = bytearray(size)
+                note(lambda buffer=buffer: (stream.readinto(buffer), bytes(buffer), stream.tell()))
+            note(lambda: stream.read(5))
+        note(lambda: stream.read(5))
+        with module.CURLStreamFile(url, len(DATA) - 10) as stream:
+            note(lambda: stream.readinto(bytearray(20)))  # the object ends, its range does not
+        with module.CURLStreamFile(url, len(DATA) - 10, len(DATA) + 10) as stream:
+            note(lambda: stream.readinto(bytearray(15)))
+        note(lambda: module.CURLStreamFile(url, len(DATA)))
+        note(lambda: module.CURLStreamFile(url + "/none"))
+        with module.CURLStreamFile(url) as stream:
+            note(lambda: stream.response_headers["content-length"])
+            note(lambda: stream.response_headers["ETag"])
+        return seen
+
+    def say(h: Handler, _: bytes) -> bool:
+        if none := h.path.endswith("none"):
+            h.send_error(404)
+        return none
+
+    with serving(say) as (url, _):
+        url += "/x"
+        ours, *other = map(look, modules)
+    assert ours[0] == (60, DATA[10:70], 70) and ours[2] == (0, bytes(60), 110) and ours[-2:] == [str(len(DATA)), '"1"']
+    assert other in ([], [ours])
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_body_that_ends_early(ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is cut is resumed; one that is cut each time is an OSError after a
+    whole beginning, and never a short read."""
+    cuts = iter((1000, 0, 300_000))
+    data = DATA * 4
+
+    def once(h: Handler, data: bytes) -> bool:
+        if not ranges:
+            del h.headers["Range"]
+        elif (cut := next(cuts, None)) is not None:
+            h.part(data, cut)
+            return True
+        return False
+
+    def always(h: Handler, data: bytes) -> bool:
+        if not ranges:
+            del h.headers["Range"]
+        h.part(data, 100)
+        return True
+
+    with serving(once, data=data) as (url, kind), stream_io.open_stream(url) as stream:
+        assert stream.read() == data
+        stream.seek(0)
+        assert stream.read(3) == data[:3] and len(kind.asked) >= 2
+    monkeypatch.setattr(stream_io, "_PATIENCE", {"timeout": 30, "retries": 2})
+    with serving(always, data=data) as (url, _), pytest.raises(OSError, match="127.0.0.1"), stream_io.open_stream(url) as stream:
+        stream.read()
+
+
+@pytest.mark.parametrize("how", ["tag", "date", "size"])
+def test_an_object_that_changes(how: str) -> None:
+    """Going back reads the object that was opened, or is an error."""
+    new = bytes(len(DATA) + (how == "size"))
+    was = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"} if how == "date" else None
+    now = {"Last-Modified": "Tue, 02 Jan 2024 00:00:00 GMT"} if how == "date" else None
+    changed = threading.Event()
+
+    def say(h: Handler, data: bytes) -> bool:
+        h.part(new if changed.is_set() else data, headers=now if changed.is_set() else was)
+        return True
+
+    with serving(say) as (url, kind), stream_io.CURLStreamFile(url, buffer_size=100) as stream:
+        first = stream.read(300_000)
+        assert first == DATA[:300_000]
+        stream.seek(0)
+        assert stream.read(1000) == DATA[:1000]
+        changed.set()
+        kind.tag = '"2"' if how == "tag" else kind.tag
+        stream.register_error_context("the note")
+        stream.seek(5000)
+        stream.seek(0)
+        with pytest.raises(OSError, match="changed since it was opened(.|\n)*the note"):
+            stream.read(1000)
+        with stream_io.CURLStreamFile(url) as again:
+            assert again.read() == new
+
+
+def test_readers_that_seek(tmp_path: Path) -> None:
+    """ObjectReader: the same of a local file; several, read as one, do not go back."""
+    path = tmp_path / "x"
+
+    def put(data: bytes, day: int) -> None:
+        (tmp_path / "new").write_bytes(data)
+        os.utime(tmp_path / "new", (day, day))
+        os.replace(tmp_path / "new", path)
+
+    put(b"b" * 100, 2)
+    with ObjectReader(path) as reader:
+        assert reader.read(1) == b"b" and reader.found() is not None
+        reader.seek(0)
+        assert reader.readall() == b"b" * 100 and reader.read() == b""
+        put(b"c" * 100, 3)
+        reader.seek(0)
+        with pytest.raises(ow.CorruptError, match="changed since it was opened"):
+            reader.read(1)
+    with ObjectReader([path, path]) as both:
+        assert both.readall() == b"c" * 200
+        with pytest.raises(io.UnsupportedOperation):
+            both.seek(0)
+
+
+def test_stalled_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that falls silent is given up, with an OSError that names it."""
+    monkeypatch.setattr(stream_io, "_PATIENCE", {"timeout": 0.2, "retries": 1})
+    over = threading.Event()
+
+    def say(h: Handler, data: bytes) -> bool:
+        if h.headers["Range"] != OPENING:
+            over.wait(60)  # nothing at all
+        else:
+            h.part(data)
+        return True
+
+    try:
+        with serving(say) as (url, _), stream_io.open_stream(url) as stream, pytest.raises(OSError, match="127.0.0.1.*timed out"):
+            stream.read()
+    finally:
+        over.set()
+    with serving(lambda h, _: h.connection.close() or True) as (url, _), pytest.raises(OSError, match="Failed to open stream"):
+        stream_io.open_stream(url)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from overwire.compat.tensorizer import stream_io
+try:
+    print("begun", flush=True)
+    with stream_io.CURLStreamFile(sys.argv[1]) as stream:
+        print("opened", flush=True)
+        stream.read()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("when", ["opening", "reading"])
+def test_interrupted(when: str) -> None:
+    """Ctrl-C ends an opening and a reading of a server that says nothing."""
+    silent, over = threading.Event(), threading.Event()
+
+    def say(h: Handler, data: bytes) -> bool:
+        if when == "reading" and h.headers["Range"] == OPENING:
+            return False
+        silent.set()
+        over.wait(120)
+        return True
+
+    with serving(say) as (url, _):
+        command = [sys.executable, "-c", INTERRUPTED, url]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "begun\n"
+            if when == "reading":
+                assert process.stdout.readline() == "opened\n"
+            assert silent.wait(60)
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=20)  # by itself it would wait 90 s
+        finally:
+            over.set()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    assert said == "interrupted\n" and process.returncode == 0
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
+    """The certificate of a server on 127.0.0.1 that nobody knows, and the server's side."""
+    folder = tmp_path_factory.mktemp("authority")
+    program = shutil.which("openssl")
+    if program is None:
+        pytest.skip("no openssl, which makes the certificate")
+    command = [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    (folder / "path").mkdir()
+    shutil.copy(folder / "cert.pem", folder / "path" / "one.pem")
+    return folder, context
+
+
+def test_certificates(authority: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> None:
+    """CAInfo's three ways, and the variables as they are when a stream is opened,
+    however often it connects afterwards."""
+    folder, context = authority
+    variables = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
+    ways = [{"cacert": str(folder / "cert.pem")}, {"capath": folder / "path"}, {"allow_untrusted": True}]
+    with serving(tls=context) as (url, _):
+        with pytest.raises(OSError, match="Failed to open stream"):
+            stream_io.open_stream(url)
+        for way in ways:
+            with stream_io.open_stream(url, certificate_handling=stream_io.CAInfo(**way)) as stream:
+                assert stream.read(5) == DATA[:5]
+                stream.seek(500_000)
+                stream.seek(1)
+                assert stream.read() == DATA[1:]
+                with stream._fork(2, 4) as fork:
+                    assert fork.read() == DATA[2:4]
+                with pytest.raises(ValueError, match="Not a tensorizer file"):
+                    TensorDeserializer(stream, device="cpu")
+        for name in variables:
+            monkeypatch.setenv(name, str(folder / ("path" if name.endswith("DIR") else "cert.pem")))
+            with stream_io.CURLStreamFile(url, buffer_size=10) as stream:
+                monkeypatch.delenv(name)
+                assert stream.read(1000) == DATA[:1000]
+                stream.seek(3)
+                assert stream.read(1000) == DATA[3:1003]
+            with pytest.raises(OSError, match="Failed to open stream"):
+                stream_io.CURLStreamFile(url)
+
+
+def test_certificates_without_tls(authority: tuple[Path, ssl.SSLContext], tmp_path: Path) -> None:
+    """An http:// endpoint takes them all, also such as have no certificate in them,
+    and they count where it redirects to https."""
+    folder, context = authority
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "none.pem").write_text("none")
+    cert = {"cacert": folder / "cert.pem"}
+    ways: list[dict[str, Any]] = [cert, {"capath": folder / "path"}, {"allow_untrusted": True}]
+    ways += [{"cacert": str(tmp_path / "none.pem")}, {"capath": str(tmp_path / "empty")}]
+    with serving() as (url, _), serving(tls=context) as (secure, _), serving(lambda h, _: h.redirect(secure) or True) as (to, _):
+        for way in ways:
+            with stream_io.open_stream(url, certificate_handling=stream_io.CAInfo(**way)) as stream:
+                assert stream.read(5) == DATA[:5]
+        with stream_io.open_stream(to, certificate_handling=stream_io.CAInfo(**cert)) as stream:
+            assert stream.read(5) == DATA[:5]
+
+
+def test_never_out_of_tls(authority: tuple[Path, ssl.SSLContext]) -> None:
+    """A redirect from https to http is refused."""
+    _, context = authority
+    with serving() as (plain, kind), serving(lambda h, _: h.redirect(plain) or True, context) as (url, _):
+        with pytest.raises(OSError, match="https to http"):
+            stream_io.CURLStreamFile(url, certificate_handling=stream_io.CAInfo(allow_untrusted=True))
+        assert not kind.asked
+
+
+# S3.
+
+
+def bare(monkeypatch: pytest.MonkeyPatch, home: Path, endpoint: str) -> None:
+    """An environment without credentials, with an endpoint."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    monkeypatch.setattr(stream_io, "_s3_default_config_paths", ())
+
+
+def test_public_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no credentials are found, an object is read unsigned, as a stream, from
+    a stream, and by its URI; credentials that were given are not left out."""
+    serializer = TensorSerializer(tmp_path / "x.tensors")
+    serializer.write_tensor(0, "a", 0, np.arange(1000))  # type: ignore[arg-type]
+    serializer.close()
+    whole = (tmp_path / "x.tensors").read_bytes()
+
+    def say(h: Handler, _: bytes) -> bool:
+        signed = "Authorization" in h.headers or "X-Amz-" in h.path
+        h.send_error(403) if signed or not h.path.startswith("/public/x.tensors") else h.part(whole)
+        return True
+
+    with serving(say) as (url, _):
+        bare(monkeypatch, tmp_path, url)
+        with stream_io.open_stream("s3://public/x.tensors") as stream:
+            assert stream.read(5) == b"|TZR|"
+        for source in (stream_io.open_stream("s3://public/x.tensors"), "s3://public/x.tensors"):
+            with TensorDeserializer(source, device="cpu") as found:
+                assert found["a"].tolist() == list(range(1000))
+        with pytest.raises(OSError, match="s3://public/x.tensors"):
+            stream_io.open_stream("s3://public/x.tensors", s3_access_key_id="K", s3_secret_access_key="S")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "K")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "S")
+        with pytest.raises(OSError, match="s3://public/x.tensors"):
+            stream_io.open_stream("s3://public/x.tensors")
+
+
+class Refusing(Handler):
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if "no" in self.path:
+            self.send_error(403)
+        else:
+            self.asked.append({"path": self.path})
+            self.send_response(200)
+            self.send_header("ETag", '"1"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    do_POST = do_PUT
+
+
+LEFT_OPEN = """
+import sys
+from overwire.compat.tensorizer import stream_io
+given = {"s3_access_key_id": "K", "s3_secret_access_key": "S", "s3_endpoint": sys.argv[1], "force_http": True}
+kept = [stream_io.open_stream(f"s3://bucket/{name}", "wb", **given) for name in ("no1", "yes1", "no2", "yes2")]
+for stream in kept:
+    stream.write(b"x")
+"""
+
+
+def test_uploads_that_fail(tmp_path: Path) -> None:
+    """Closing says what failed; at the exit one that fails leaves the others their turn."""
+    kind = type("OneRefusing", (Refusing,), {"asked": [], "say": None})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    given = {"s3_access_key_id": "K", "s3_secret_access_key": "S", "s3_endpoint": url, "force_http": True}
+    try:
+        for end in ("close", "exit", "serializer"):
+            stream = stream_io.open_stream("s3://bucket/no", "wb", **given)
+            stream.write(b"x" * 100_000)
+            with pytest.raises(ow.AccessError, match="s3://bucket/no"):
+                if end == "close":
+                    stream.close()
+                elif end == "exit":
+                    with stream:
+                        pass
+                else:
+                    TensorSerializer(stream).close()
+            assert stream.closed
+            stream.close()
+        with pytest.raises(ow.AccessError):
+            ObjectWriter("s3://bucket/no", storage_options={"endpoint_url": url, "key": "K", "secret": "S"}).close()
+        done = subprocess.run([sys.executable, "-c", LEFT_OPEN, url], capture_output=True, text=True, timeout=120)
+        assert "AccessError" in done.stderr
+        assert sorted(headers["path"].partition("?")[0] for headers in kind.asked) == ["/bucket/yes1", "/bucket/yes2"]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_files_that_take_no_more() -> None:
+    """A file without a descriptor that fails while it is written says so itself."""
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if len(data) > 1_000_000:
+                raise OSError("it is full")
+            return super().write(data)
+
+    serializer = TensorSerializer(Full())
+    with pytest.raises(OSError, match="it is full"):
+        serializer.write_tensor(0, "a", 0, np.zeros(1_000_000))  # type: ignore[arg-type]
+
+
+def test_the_engine_alone_reaches_stores() -> None:
+    """No module opens connections of its own. Between ranks: teams.py."""
+    other = {"aiohttp", "boto3", "botocore", "ftplib", "http", "httpx", "requests", "socket", "ssl", "urllib3"}
+    package = Path(ow.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                if path.name != "teams.py":
+                    assert name.partition(".")[0] not in other, path
+                assert not name.startswith(("urllib.request", "urllib.error")), path
