@@ -21,7 +21,10 @@ from overwire.compat.fastsafetensors.st_types import DType  # noqa: E402
 
 @pytest.fixture(scope="module")
 def real() -> Any:
-    return pytest.importorskip("fastsafetensors")
+    package = pytest.importorskip("fastsafetensors")
+    if not package.__version__.startswith("0.5."):
+        pytest.skip(f"fastsafetensors {package.__version__} is here; requirements-test.txt asks for 0.5.0")
+    return package
 
 
 def answer(call: Any) -> Any:
@@ -153,7 +156,7 @@ def test_tensors_are_loaded_alike(real: Any, tmp_path: Path) -> None:
             loader.get_keys(), loader.get_shape("F4"), {name: buffer.get_tensor(name).clone() for name in loader.get_keys()},
             buffer.get_sharded("F32", 1).clone(), buffer.push_tensor("U8", 0).clone(), buffer.get_tensor("I32", dtype=kinds.F64),
             buffer.get_multi_cols(["I64", "I64"], 0).get_raw(), buffer.get_shape("BF16"),
-            buffer.get_filename("U8"), buffer.get_filename("nothing"), buffer.key_to_rank_lidx,
+            buffer.get_filename("U8"), answer(lambda: buffer.get_filename("nothing")), buffer.key_to_rank_lidx,
             {k: v.get_raw().clone() for k, v in buffer.as_dict({"I8": -1, "F16": 0}).items()},
             answer(lambda: buffer.get_tensor("nothing")), answer(lambda: buffer.get_shape("nothing")),
             answer(lambda: loader.get_shape("nothing")),

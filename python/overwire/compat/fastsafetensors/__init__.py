@@ -2,8 +2,7 @@
 
     import overwire.compat.fastsafetensors as fastsafetensors
 
-The names are those of fastsafetensors 0.3.2 (and what 0.4 and 0.5 added: expert
-filters, ownership counters, the sharded saver). Differences that are meant:
+The names are those of fastsafetensors 0.5.0. Differences that are meant:
 
 - Files may be compressed by overwire; they load the same way.
 - Tensors are the caller's: they outlive `close()`, and each has its own memory.

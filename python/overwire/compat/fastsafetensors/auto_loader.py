@@ -22,7 +22,7 @@ _ = (SafeTensorsFileLoader, ThreeFSLoader)
 
 def _resolve_loader_class(loader_name: str) -> type[BaseSafeTensorsFileLoader]:
     if loader_name not in _LOADER_REGISTRY:
-        raise ValueError(f"Unknown loader '{loader_name}': expected one of {sorted(_LOADER_REGISTRY)}")
+        raise ValueError(f"Unknown loader type: {loader_name!r}. Available: {list(_LOADER_REGISTRY)}")
     found: type[BaseSafeTensorsFileLoader] = globals()[_LOADER_REGISTRY[loader_name]]
     return found
 
@@ -40,10 +40,10 @@ class AutoLoader:
             set_debug()
         kind = _resolve_loader_class(config.loader)
         section = config.get_extension_config(config.loader)
-        options = kind.process_extension_config(section, device=device, hf_weights_files=hf_weights_files)
+        options = kind.process_extension_config(section, hf_weights_files=hf_weights_files)
         self._log_config_summary(str(device), len(hf_weights_files), options)
         self._loader = kind(
-            pg=pg, device=device, set_numa=config.set_numa, disable_cache=config.disable_cache, debug_log=config.debug_log,
+            pg, device=device, set_numa=config.set_numa, disable_cache=config.disable_cache, debug_log=config.debug_log,
             framework=config.framework, **options,
         )  # fmt: skip
         self._pipeline: PipelineParallel | None = PipelineParallel(

@@ -81,8 +81,11 @@ class LoaderConfig:
 
     def create_parallel_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of a pipeline; without one, batches go one by one."""
-        limits = {"max_batch_bytes": self.max_batch_bytes, "device_memory_budget": self.device_memory_budget}
-        limits = {name: value for name, value in limits.items() if value is not None}
+        limits = {
+            "max_batch_bytes": self.max_batch_bytes,
+            "use_chunk_budget_as_allocation_size": self.use_chunk_budget_as_allocation_size,
+            "device_memory_budget": self.device_memory_budget,
+        }
         if not self.use_pipeline:
             return {"queue_size": -1, **limits}
         return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from .frameworks import FrameworkOpBase, ProcessGroupBase, TensorBase
@@ -20,6 +20,8 @@ class FilesBufferOnDevice:
     What is returned is the caller's and outlives `close`. device, dtype:
     where to and what as, at the end; AUTO: as it was loaded.
 
+    keep_tensor: only tensors for whose names it is true are there. borrowed_tensors:
+    has no effect, tensors are the caller's.
     auto_mem_delete: frees a file when each of its tensors was taken once; only
     with several ranks. Raises ValueError for names that no file has, and when
     a name is in two files.
@@ -31,7 +33,10 @@ class FilesBufferOnDevice:
         pg: ProcessGroupBase,
         framework: FrameworkOpBase,
         auto_mem_delete: bool = True,
+        keep_tensor: Callable[[str], bool] | None = None,
+        borrowed_tensors: bool = False,
     ) -> None:
+        self.borrowed_tensors = borrowed_tensors
         self.framework, self.rank_loaders, self.pg = framework, rank_loaders, pg
         self.key_to_rank_lidx: dict[str, tuple[int, int]] = {}
         self.instantiated: dict[int, dict[int, dict[str, bool]]] = {}
@@ -39,7 +44,7 @@ class FilesBufferOnDevice:
             self.instantiated[rank] = {}
             for lidx, loader in enumerate(loaders):
                 self.instantiated[rank][lidx] = {}
-                for name in loader.names:
+                for name in filter(keep_tensor, loader.names) if keep_tensor else loader.names:
                     if name in self.key_to_rank_lidx:
                         raise ValueError(f"FilesBufferOnDevice: key {name} must be unique among files")
                     self.key_to_rank_lidx[name] = rank, lidx
@@ -71,9 +76,7 @@ class FilesBufferOnDevice:
             yield name, self.get_tensor(name)
 
     def get_filename(self, tensor_name: str) -> str:
-        """The file a tensor is in, "" if there is none."""
-        if tensor_name not in self.key_to_rank_lidx:
-            return ""
+        """The file a tensor is in."""
         return self._loader(tensor_name).metadata.src
 
     def get_shape(self, tensor_name: str) -> list[int]:

@@ -170,8 +170,9 @@ class BaseSafeTensorsFileLoader:
                 of_rank = loaders.setdefault(rank, [])
                 copier = self._copier(metadata, names, dtype) if local else None
                 factory = LazyTensorFactory(
-                    metadata, self.device, rank, local, 0, len(of_rank), copier, self.framework, self.disable_cache, names
+                    metadata, self.device, rank, local, 0, len(of_rank), copier, self.framework, self.disable_cache
                 )  # fmt: skip
+                factory.names = list(metadata.tensors) if names is None else names
                 of_rank.append(factory)
                 if local:
                     mine.append(factory)
@@ -192,17 +193,17 @@ class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
 
     pg, device, framework: as for the base. debug_log: overwire's debug log.
     disable_cache=False keeps what was broadcast or scattered for a second call.
-    nogds=False: to a GPU by GPUDirect Storage, where that is real. The other
-    arguments choose among ways that are one here.
+    nogds=False: to a GPU by GPUDirect Storage, where that is real; use_fgds asks for
+    no other way. The other arguments choose among ways that are one here.
     """
 
     @classmethod
     def process_extension_config(cls, ext_config: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """`copier_type` becomes nogds=."""
+        """`copier_type`, "gds" if it is not there, becomes nogds= and use_fgds=."""
         config = dict(ext_config)
-        kind = config.pop("copier_type", None)
-        if kind is not None:
-            config["nogds"] = kind == "nogds"
+        kind = config.pop("copier_type", "gds")
+        config["nogds"] = kind not in ("gds", "fgds")
+        config["use_fgds"] = kind == "fgds" or config.get("use_fgds", False)
         return config
 
     def __init__(
@@ -216,14 +217,16 @@ class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
         disable_cache: bool = True,
         debug_log: bool = False,
         framework: str = "pytorch",
+        use_fgds: bool = False,
         **kwargs: Any,
     ) -> None:
         if debug_log:
             set_debug()
-        where = get_framework_op(framework).get_device(device, get_framework_op(framework).get_process_group(pg))
+        op = get_framework_op(framework)
+        where = op.get_device(device, op.get_process_group(pg))
         kind = "gds"
         if nogds:
-            kind = "unified" if is_cuda(where) and is_unified_memory_system() else "nogds"
+            kind = "unified" if is_cuda(where) and is_unified_memory_system(op) else "nogds"
         super().__init__(
             pg, device, kind, set_numa, disable_cache, framework, bbuf_size_kb=bbuf_size_kb, max_threads=max_threads, **kwargs
         )  # fmt: skip
@@ -248,7 +251,7 @@ class fastsafe_open:
         max_copy_block_size: int = _BLOCK,
         use_fgds: bool = False,
     ) -> None:
-        self.loader = SafeTensorsFileLoader(pg, device, nogds=nogds, debug_log=debug_log, framework=framework)
+        self.loader = SafeTensorsFileLoader(pg, device, nogds=nogds, debug_log=debug_log, framework=framework, use_fgds=use_fgds)
         if isinstance(filenames, Mapping):
             files = {rank: list(paths) for rank, paths in filenames.items()}
         elif isinstance(filenames, (list, tuple)):

@@ -49,6 +49,10 @@ class PipelineParallel:
         kept: ValueError unless accumulate_resident is False and the group has one
         rank; tensors are the caller's all the same.
 
+    broadcast_run_bytes, broadcast_run_tensors: have no effect, but ValueError if
+        they are negative.
+    need_clone: what the original has there; nothing has to be cloned here.
+
     All ranks of the group iterate alike; what fails on one raises on all.
     Arguments that this does not know are ignored.
     """
@@ -63,10 +67,12 @@ class PipelineParallel:
         use_tqdm_on_load: bool = True,
         tensor_filter: Callable[[str], bool] | None = None,
         max_batch_bytes: int | None = None,
+        use_chunk_budget_as_allocation_size: bool = False,
         device_memory_budget: int | None = None,
         accumulate_resident: bool = True,
         resident_tensor: Callable[[str], bool] | None = None,
-        use_chunk_budget_as_allocation_size: bool = False,
+        broadcast_run_bytes: int = 16 << 20,
+        broadcast_run_tensors: int = 64,
         overlap_io: bool = True,
         borrowed_tensors: bool = False,
         **kwargs: Any,
@@ -74,6 +80,8 @@ class PipelineParallel:
         check_producers(max_concurrent_producers)
         if use_chunk_budget_as_allocation_size and max_batch_bytes is None and device_memory_budget is None:
             raise ValueError("use_chunk_budget_as_allocation_size is for max_batch_bytes or device_memory_budget")
+        if broadcast_run_bytes < 0 or broadcast_run_tensors < 0:
+            raise ValueError("broadcast_run_bytes and broadcast_run_tensors must not be negative")
         if borrowed_tensors and (accumulate_resident or loader.pg.size() != 1):
             raise ValueError("borrowed_tensors is for accumulate_resident=False and a group of one rank")
         if resident_tensor is not None and not accumulate_resident:
@@ -84,7 +92,7 @@ class PipelineParallel:
         self.max_concurrent_producers = max_concurrent_producers
         self.queue_size = queue_size
         self.use_tqdm_on_load = use_tqdm_on_load
-        self.need_clone = False  # tensors are the caller's as they are
+        self.need_clone = self.pg.size() == 1 and not borrowed_tensors
         self.weight_files_batches = self._create_batches(self.pg)
         self.batch_queue: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
         self.log_prefix = f"PG{self.pg.rank()}"
@@ -260,14 +268,39 @@ class ParallelLoader(PipelineParallel):
         set_numa: bool = True,
         debug_log: bool = False,
         framework: str = "pytorch",
+        tensor_filter: Callable[[str], bool] | None = None,
         all_local: bool = False,
+        max_batch_bytes: int | None = None,
+        use_chunk_budget_as_allocation_size: bool = False,
+        device_memory_budget: int | None = None,
+        accumulate_resident: bool = True,
+        resident_tensor: Callable[[str], bool] | None = None,
+        use_fgds: bool = False,
+        broadcast_run_bytes: int = 16 << 20,
+        broadcast_run_tensors: int = 64,
+        overlap_io: bool = True,
+        borrowed_tensors: bool = False,
         **kwargs: Any,
     ) -> None:
         group = None if all_local else pg
         loader = SafeTensorsFileLoader(
-            group, device, bbuf_size_kb, max_threads, nogds, set_numa, debug_log=debug_log, framework=framework
-        )  # fmt: skip
+            group, device, bbuf_size_kb, max_threads, nogds, set_numa, debug_log=debug_log, framework=framework, use_fgds=use_fgds
+        )
         super().__init__(
-            group, loader, hf_weights_files, max_concurrent_producers=max_concurrent_producers, queue_size=queue_size,
-            use_tqdm_on_load=use_tqdm_on_load, **kwargs,
-        )  # fmt: skip
+            group,
+            loader,
+            hf_weights_files,
+            max_concurrent_producers,
+            queue_size,
+            use_tqdm_on_load,
+            tensor_filter,
+            max_batch_bytes,
+            use_chunk_budget_as_allocation_size,
+            device_memory_budget,
+            accumulate_resident,
+            resident_tensor,
+            broadcast_run_bytes,
+            broadcast_run_tensors,
+            overlap_io,
+            borrowed_tensors,
+        )

@@ -18,7 +18,8 @@ __all__ = ["LazyTensorFactory"]
 
 
 class LazyTensorFactory:
-    """rank: whose file it is. copier: None on all other ranks.
+    """rank: whose file it is. copier: None on all other ranks. names: the tensors
+    that are loaded, to be set before they are.
 
     gbuf: what its tensors are counted by, None when it was freed or is another
     rank's. wait_tensor: what waits for a tensor that may not have arrived, None
@@ -37,12 +38,11 @@ class LazyTensorFactory:
         copier: CopierInterface | None,
         framework: FrameworkOpBase,
         disable_cache: bool = True,
-        names: list[str] | None = None,
     ) -> None:
         self.metadata, self.device, self.framework = metadata, device, framework
         self.copier = copier if local_rank else None
         self.rank, self.lidx = rank, lidx
-        self.names = list(metadata.tensors) if names is None else names
+        self.names = list(metadata.tensors)
         self.tensors: Mapping[str, TensorBase] = {}
         self.shuffled: dict[tuple[str, int], TensorBase] = {}
         self.gbuf: cpp.gds_device_buffer | None = None
@@ -58,8 +58,9 @@ class LazyTensorFactory:
                 self.wait_tensor = self.copier.wait_tensor
             self.gbuf = self.copier.submit_io(use_buf_register, max_copy_block_size)
 
-    def wait_io(self, dtype: DType = DType.AUTO, noalign: bool = False) -> None:
-        """With readiness, `dtype` AUTO: prepares alone."""
+    def wait_io(self, dtype: DType = DType.AUTO, noalign: bool = False, borrowed_tensors: bool = False) -> None:
+        """With readiness, `dtype` AUTO: prepares alone. borrowed_tensors: has no
+        effect, tensors are the caller's."""
         self.dtype = dtype
         copier = self.copier
         if copier is None or self.gbuf is None:
@@ -94,7 +95,10 @@ class LazyTensorFactory:
         return self.framework.get_native_shape(frame.dtype, frame.shape)
 
     def _empty(self, name: str, shape: list[int]) -> TensorBase:
-        empty: TensorBase = self.framework.get_empty_tensor(shape, self._dtype(name), self.device)
+        # shape: as the tensor has it here.
+        dtype = self._dtype(name)
+        logical = [*shape[:-1], 2 * shape[-1]] if dtype is DType.F4 else shape
+        empty: TensorBase = self.framework.get_empty_tensor(logical, dtype, self.device)
         return empty
 
     def _mine(self, name: str) -> TensorBase:
@@ -146,6 +150,15 @@ class LazyTensorFactory:
         if not 0 <= dim < len(shape):
             raise ValueError(f"{self.metadata.src}: tensor {name} has no dimension {dim}: its shape is {shape}")
         block = -(-shape[dim] // ranks)
+        frame = self.metadata.tensors[name]
+        if frame.dtype is DType.F4 and dim == len(shape) - 1:  # blocks are of elements, as the file counts them
+            block = -(-frame.shape[dim] // ranks)
+            if block % 2:
+                raise ValueError(
+                    f"{self.metadata.src}: tensor {name}: F4 tensors come in pairs, and blocks of {block} of dimension {dim}"
+                    f" of {frame.shape} for {ranks} ranks cut one"
+                )
+            block //= 2
 
         def index(lo: int, hi: int) -> Any:
             return tuple(slice(lo, hi) if at == dim else slice(None) for at in range(len(shape)))

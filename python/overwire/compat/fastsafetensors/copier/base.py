@@ -171,19 +171,17 @@ class _Arriving(Mapping[str, TensorBase]):
 class EngineCopier(CopierInterface):
     """Loads by overwire: plain or compressed files, straight to the device.
 
-    names: only these tensors; None: all. read: as for `overwire.load_file`.
-    dtype: what `wait_io` will be asked for, as far as it is known: floats become
+    names: only these tensors; None: all; set before `submit_io`. read: as for
+    `overwire.load_file`. dtype: what `wait_io` will be asked for, as far as it is known: floats become
     that as they land. found: what has arrived. Threads may wait at the same time.
     """
 
     read: str | None = None
     dtype = DType.AUTO
 
-    def __init__(
-        self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase, names: list[str] | None = None
-    ) -> None:
+    def __init__(self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase) -> None:
         self.metadata, self.device, self.framework = metadata, device, framework
-        self.names = names
+        self.names: list[str] | None = None
         self.found: dict[str, TensorBase] = {}
         self._stream: Iterator[tuple[str, Any]] | None = None
         self._gbuf: cpp.gds_device_buffer | None = None

@@ -26,7 +26,7 @@ _classes: dict[str, type[CopierInterface]] = {}
 
 
 def register_copier_constructor(
-    copier_type: str, copier_class: type[CopierInterface] = CopierInterface
+    copier_type: str, copier_class: type[CopierInterface] | None = None
 ) -> Callable[[Callable[..., CopierConstructFunc]], Callable[..., CopierConstructFunc]]:
     """A decorator: the function takes (device, **kwargs) and returns what makes a
     copier of (metadata, device, framework). The last one of a name counts.
@@ -42,7 +42,9 @@ def register_copier_constructor(
                     construct.copier_class = copier_class  # type: ignore[attr-defined]
             return construct
 
-        _copier_registry[copier_type], _classes[copier_type] = factory, copier_class
+        _copier_registry[copier_type] = factory
+        if copier_class is not None:
+            _classes[copier_type] = copier_class
         return factory
 
     return register

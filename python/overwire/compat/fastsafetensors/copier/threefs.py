@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import cpp
-from ..common import SafeTensorsMetadata
+from ..common import SafeTensorsMetadata, is_cuda
 from ..frameworks import FrameworkOpBase, TensorBase
 from ..st_types import Device, DType
 from .base import CopierConstructFunc, CopierInterface
@@ -14,9 +14,17 @@ from .registry import register_copier_constructor
 __all__ = ["ThreeFSFileCopier", "new_threefs_file_copier"]
 
 
+# What a GPU's file comes through, in bytes.
+_STAGE = 256 << 20
+
+
 class ThreeFSFileCopier(CopierInterface):
     """Reads a plain file's data by
-    `reader.read_chunked(path=, dev_ptr=, file_offset=, total_length=, chunk_size=) -> bytes read`."""
+    `reader.read_chunked(path=, dev_ptr=, file_offset=, total_length=, chunk_size=) -> bytes read`.
+
+    dev_ptr is memory of the host, pinned for a GPU, which gets the bytes from there,
+    256 MiB at a time: a reader may write to it as the host does, and by CUDA's copies
+    too. With paddle a GPU's reader gets the address on the GPU."""
 
     def __init__(self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase) -> None:
         self.metadata, self.device, self.reader, self.framework = metadata, device, reader, framework
@@ -26,21 +34,29 @@ class ThreeFSFileCopier(CopierInterface):
         if meta.compressed:
             raise ValueError(f"{meta.src}: it is compressed; load it by the loader 'base'")
         offset, length = meta.header_length, meta.size_bytes - meta.header_length
+        staged = is_cuda(self.device) and self.framework.get_name() == "pytorch"
         gbuf = self.framework.alloc_tensor_memory(length, self.device)
         try:
-            got = self.reader.read_chunked(
-                path=meta.src,
-                dev_ptr=gbuf.get_base_address(),
-                file_offset=offset,
-                total_length=length,
-                chunk_size=max(max_copy_block_size, 0),
-            )
-            if got != length:
-                raise RuntimeError(f"{meta.src}: truncated: {got} of {length} bytes at offset {offset} were read")
+            if not staged:
+                self._read(gbuf.get_base_address(), offset, length, max_copy_block_size)
+            elif length:
+                stage = self.framework.pinned(min(length, _STAGE))
+                for at in range(0, length, _STAGE):
+                    size = min(_STAGE, length - at)
+                    self._read(stage.data_ptr(), offset + at, size, max_copy_block_size)
+                    cpp.memcpy_h2d_async(gbuf.get_base_address() + at, stage.data_ptr(), size)
+                    self.framework.synchronize_current_stream(self.device)
         except BaseException:
             self.framework.free_tensor_memory(gbuf, self.device)
             raise
         return gbuf
+
+    def _read(self, address: int, offset: int, length: int, block: int) -> None:
+        got = self.reader.read_chunked(
+            path=self.metadata.src, dev_ptr=address, file_offset=offset, total_length=length, chunk_size=max(block, 0)
+        )
+        if got != length:
+            raise RuntimeError(f"{self.metadata.src}: truncated: {got} of {length} bytes at offset {offset} were read")
 
     def wait_io(
         self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None
@@ -61,4 +77,5 @@ def new_threefs_file_copier(
     def construct(metadata: SafeTensorsMetadata, device: Device, framework: FrameworkOpBase) -> ThreeFSFileCopier:
         return ThreeFSFileCopier(metadata, device, reader, framework)
 
+    construct.reader = reader  # type: ignore[attr-defined]
     return construct

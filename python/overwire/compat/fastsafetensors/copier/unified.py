@@ -3,7 +3,8 @@ host's memory."""
 
 from __future__ import annotations
 
-import functools
+import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,29 +18,26 @@ from .registry import register_copier_constructor
 __all__ = ["UnifiedMemCopier", "is_unified_memory_system", "new_unified_copier"]
 
 
-@functools.cache
-def is_unified_memory_system() -> bool:
-    """Whether the GPU shares the host's memory. FASTSAFETENSORS_UNIFIED_MEM=0|1
-    decides where it is set."""
-    import os
-
-    forced = os.environ.get("FASTSAFETENSORS_UNIFIED_MEM", "")
-    if forced in ("0", "1"):
+def is_unified_memory_system(framework: FrameworkOpBase | None = None) -> bool:
+    """Whether the GPU shares the host's memory, by the name that the framework gives
+    the first GPU; False without a framework. FASTSAFETENSORS_UNIFIED_MEM decides
+    where it is set: 1 or not."""
+    forced = os.environ.get("FASTSAFETENSORS_UNIFIED_MEM")
+    if forced is not None:
         return forced == "1"
-    if not cpp.is_cuda_found():
-        return False
-    from ..frameworks import get_framework_op
-
-    return "gb10" in get_framework_op("pytorch").get_device_name(Device.from_str("cuda:0")).lower()
+    return framework is not None and "gb10" in framework.get_device_name(0).lower()
 
 
 class UnifiedMemCopier(EngineCopier):
     """Reads the file to anonymous pinned memory and copies it in one go. On the
-    host, for compressed files, and for some names only, as EngineCopier."""
+    host, for compressed files, and for some names only, as EngineCopier. dma_gate
+    has no effect: one thread copies."""
 
-    def __init__(self, metadata: SafeTensorsMetadata, device: Device, framework: FrameworkOpBase) -> None:
+    def __init__(
+        self, metadata: SafeTensorsMetadata, device: Device, framework: FrameworkOpBase, dma_gate: threading.Lock | None = None
+    ) -> None:
         super().__init__(metadata, device, None, framework)
-        self._pinned: Any = None
+        self._pinned: list[TensorBase] = []
 
     def _direct(self) -> bool:
         plain = not self.metadata.compressed and self.names is None
@@ -49,12 +47,14 @@ class UnifiedMemCopier(EngineCopier):
         if not self._direct():
             return super().submit_io(use_buf_register, max_copy_block_size)
         start, length = self.metadata.header_length, self.metadata.data_length
-        self._pinned = self.framework.mmap_file_pinned(self.metadata.src, length, start).get_raw()
+        self._pinned = [self.framework.mmap_file_pinned(self.metadata.src, length, start)]
         gbuf = self.framework.alloc_tensor_memory(length, self.device)
         try:
-            cpp.memcpy_h2d_async(gbuf.get_base_address(), self._pinned.data_ptr(), length)
+            error = cpp.memcpy_h2d_async(gbuf.get_base_address(), self._pinned[0].data_ptr(), length)
+            if error:
+                raise RuntimeError(f"{self.metadata.src}: memcpy_h2d_async: CUDA error {error}")
         except BaseException:
-            self._pinned = None
+            self._pinned = []
             self.framework.free_tensor_memory(gbuf, self.device)
             raise
         return gbuf
@@ -63,24 +63,20 @@ class UnifiedMemCopier(EngineCopier):
         return not self._direct()
 
     def cancel(self) -> None:
-        if self._pinned is not None:
-            import torch
-
-            torch.cuda.synchronize()  # the copy reads it until then
-            self._pinned = None
+        if self._pinned:
+            self.framework.synchronize(self.device)  # the copy reads it until then
+            self._pinned = []
         super().cancel()
 
     def wait_io(
         self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None
     ) -> Mapping[str, TensorBase]:
-        if self._pinned is None:
+        if not self._pinned:
             return super().wait_io(gbuf, dtype, noalign, owner)
-        import torch
-
         try:
-            torch.cuda.synchronize()
+            self.framework.synchronize(self.device)
         finally:
-            self._pinned = None
+            self._pinned = []
         return self.metadata.get_tensors(gbuf, self.device, self.metadata.header_length, dtype)
 
 

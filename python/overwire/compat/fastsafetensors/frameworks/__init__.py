@@ -57,7 +57,11 @@ class TensorBase(ABC):
     def get_shape(self) -> list[int]:
         """As a file has it: F4's last dimension counts elements, not pairs."""
         shape = list(self.shape)
-        return [*shape[:-1], 2 * shape[-1]] if self.dtype is DType.F4 else shape
+        if self.dtype is not DType.F4:
+            return shape
+        if not shape:
+            raise ValueError("F4 tensors come in pairs: one without dimensions has none")
+        return [*shape[:-1], 2 * shape[-1]]
 
     def get_nbytes(self) -> int:
         """Bytes of its elements."""
@@ -120,8 +124,9 @@ class FrameworkOpBase(ABC):
     @abstractmethod
     def get_device(self, device: Any, pg: ProcessGroupBase) -> Device: ...
 
-    @abstractmethod
-    def get_device_name(self, device: Device) -> str: ...
+    def get_device_name(self, index: int) -> str:
+        """The name of a GPU by its number, "" where there is none."""
+        return ""
 
     @abstractmethod
     def set_device(self, device: Device) -> None: ...
@@ -153,6 +158,14 @@ class FrameworkOpBase(ABC):
     def synchronize(self, device: Device) -> None:
         """Waits for what is queued on a GPU; nothing on the host."""
 
+    def synchronize_current_stream(self, device: Device) -> None:
+        """Waits for what this thread's current stream has queued, at least."""
+        self.synchronize(device)
+
+    def get_runtime_lib_dirs(self) -> list[str]:
+        """None: no CUDA runtime library is looked for."""
+        return []
+
     @abstractmethod
     def get_global_rank(self) -> int:
         """This process's rank among all, 0 without distribution."""
@@ -162,7 +175,8 @@ class FrameworkOpBase(ABC):
         """Wraps a tensor that overwire loaded."""
 
     @abstractmethod
-    def get_empty_tensor(self, shape: list[int], dtype: DType, device: Device) -> Any: ...
+    def get_empty_tensor(self, shape: list[int], dtype: DType, device: Device) -> Any:
+        """Memory for a tensor of this shape, as files count it."""
 
     @abstractmethod
     def concat_tensors(self, tensors: list[Any], dim: int) -> Any: ...
@@ -217,6 +231,11 @@ class FrameworkOpBase(ABC):
             raise ValueError(f"F4 tensors come in pairs: slice {slices[-1]} of {st_shape} cuts one")
         return (*slices[:-1], slice(lo // 2, hi // 2, 1))
 
+    def pinned(self, length: int) -> Any:
+        """Bytes of pinned host memory, as a wrapped tensor of U8, which holds it.
+        NotImplementedError if the framework pins none."""
+        raise NotImplementedError(f"{type(self).__name__} pins no memory")
+
     def mmap_file_pinned(self, filename: str, length: int, offset: int) -> Any:
         """Bytes [offset, offset + length) of a file in pinned anonymous memory, as a
         wrapped tensor of U8, which holds it. NotImplementedError if the framework
@@ -243,7 +262,7 @@ def get_framework_op(name: str) -> FrameworkOpBase:
     """Of "pt", "pytorch", "torch" or "paddle"; ValueError for other names."""
     if name in ("pt", "pytorch", "torch"):
         if "torch" not in _ops:
-            from .torch_op import TorchOp
+            from ..._fastsafetensors_torch import TorchOp
 
             _ops["torch"] = TorchOp()
         return _ops["torch"]

@@ -141,8 +141,8 @@ class PaddleOp(FrameworkOpBase):
         found = Device.of(device)
         return Device(DeviceType.GPU, found.index) if is_cuda(found) else found
 
-    def get_device_name(self, device: Device) -> str:
-        return str(paddle.device.cuda.get_device_name(device.index or 0)) if is_cuda(device) else "cpu"
+    def get_device_name(self, index: int) -> str:
+        return str(paddle.device.cuda.get_device_name(index)) if paddle.device.cuda.device_count() > index else ""
 
     def set_device(self, device: Device) -> None:
         paddle.set_device(_name(device))

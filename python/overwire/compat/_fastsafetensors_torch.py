@@ -1,4 +1,5 @@
-"""torch. Importing this imports it."""
+"""fastsafetensors' adapter of torch, outside of its package, of which no module but
+frameworks._torch may bring in torch. Importing this imports torch."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ from torch.utils.dlpack import from_dlpack
 
 import overwire
 
-from .. import cpp
-from ..allocation import track
-from ..common import SingleGroup, is_cuda
-from ..dlpack import from_cuda_buffer
-from ..st_types import Device, DType
-from . import FrameworkOpBase, ProcessGroupBase, TensorBase
+from .fastsafetensors import cpp
+from .fastsafetensors.allocation import track
+from .fastsafetensors.common import SingleGroup, is_cuda
+from .fastsafetensors.dlpack import from_cuda_buffer
+from .fastsafetensors.frameworks import FrameworkOpBase, ProcessGroupBase, TensorBase
+from .fastsafetensors.st_types import Device, DType
 
 if TYPE_CHECKING:
-    from ..common import TensorFrame
+    from .fastsafetensors.common import TensorFrame
 
-__all__ = ["TorchOp", "TorchProcessGroup", "TorchTensor"]
+__all__ = ["TorchOp", "TorchProcessGroup", "TorchTensor", "dtype_convert", "fst_dtype", "get_framework_op", "need_workaround_dtypes"]
 
 _NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
@@ -32,6 +33,14 @@ _NAMES = {
 dtype_convert: dict[DType, torch.dtype] = {DType(k): getattr(torch, v) for k, v in _NAMES.items() if hasattr(torch, v)}
 
 _dtypes = {kind: dtype for dtype, kind in reversed(dtype_convert.items())}
+
+#: What stands for types that DLPack came to late.
+need_workaround_dtypes = {DType.F8_E5M2: DType.I8, DType.F8_E4M3: DType.I8, DType.F8_E8M0: DType.U8, DType.F4: DType.U8}
+
+
+def fst_dtype(dtype: torch.dtype) -> DType:
+    """A torch dtype as files have it. KeyError for one that they have not."""
+    return _dtypes[dtype]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,8 +169,11 @@ class TorchOp(FrameworkOpBase):
     def get_device(self, device: Any, pg: ProcessGroupBase) -> Device:
         return Device.of(device)
 
-    def get_device_name(self, device: Device) -> str:
-        return torch.cuda.get_device_name(_name(device)) if is_cuda(device) else "cpu"
+    def get_device_name(self, index: int) -> str:
+        try:
+            return torch.cuda.get_device_name(index) if torch.cuda.is_available() else ""
+        except (AssertionError, RuntimeError):  # no such GPU
+            return ""
 
     def set_device(self, device: Device) -> None:
         if is_cuda(device) and device.index is not None:
@@ -171,6 +183,9 @@ class TorchOp(FrameworkOpBase):
         memory = torch.empty(max(length, 1), dtype=torch.uint8, device=_name(dev))
         track(memory.untyped_storage(), length)
         return self.lease(cpp.gds_device_buffer(memory.data_ptr(), length, is_cuda(dev), memory))
+
+    def pinned(self, length: int) -> TorchTensor:
+        return TorchTensor(Device(), DType.U8, torch.empty(length, dtype=torch.uint8, pin_memory=True))
 
     def mmap_file_pinned(self, filename: str, length: int, offset: int) -> TorchTensor:
         host = torch.empty(length, dtype=torch.uint8)
@@ -216,12 +231,16 @@ class TorchOp(FrameworkOpBase):
         if is_cuda(device):
             torch.cuda.synchronize(_name(device))
 
+    def synchronize_current_stream(self, device: Device) -> None:
+        if is_cuda(device):
+            torch.cuda.current_stream(_name(device)).synchronize()
+
     def get_global_rank(self) -> int:
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def get_empty_tensor(self, shape: list[int], dtype: DType, device: Device) -> TorchTensor:
-        """shape: as the tensor has it here."""
-        return TorchTensor(device, dtype, torch.empty(shape, dtype=dtype_convert[dtype], device=_name(device)))
+        native = self.get_native_shape(dtype, shape)
+        return TorchTensor(device, dtype, torch.empty(native, dtype=dtype_convert[dtype], device=_name(device)))
 
     def concat_tensors(self, tensors: list[Any], dim: int) -> TorchTensor:
         first = tensors[0]
@@ -253,7 +272,12 @@ class TorchOp(FrameworkOpBase):
     def is_equal(self, wrapped: TorchTensor, real: Any) -> bool:
         if not isinstance(real, torch.Tensor):
             raise TypeError("real is not torch.Tensor")
-        return torch.equal(wrapped.real_tensor, real)
+        mine = wrapped.real_tensor
+        if mine.shape != real.shape or mine.dtype != real.dtype:
+            return False
+        # torch compares no pairs; the same bits are the same numbers there.
+        small = wrapped.dtype in (DType.F4, DType.F8_E8M0)
+        return torch.equal(_bytes(mine.contiguous()), _bytes(real.contiguous())) if small else torch.equal(mine, real)
 
     def randn(self, s: tuple[int, ...], device: Device, dtype: DType) -> TorchTensor:
         made = torch.randn(s, device=_name(device)).to(dtype_convert[dtype])
@@ -264,6 +288,6 @@ class TorchOp(FrameworkOpBase):
 
 
 def get_framework_op() -> FrameworkOpBase:
-    from . import get_framework_op as by_name
+    from .fastsafetensors.frameworks import get_framework_op as by_name
 
     return by_name("pytorch")
