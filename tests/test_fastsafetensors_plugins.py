@@ -388,9 +388,14 @@ def test_there_is_one_set_of_classes_under_both_names(script: Any) -> None:
         "from fastsafetensors.frameworks._torch import TorchOp, TorchProcessGroup\n"
         "loader = fastsafetensors.SafeTensorsFileLoader(None)\n"
         "print(isinstance(loader.framework, TorchOp), isinstance(loader.pg, TorchProcessGroup))\n"
-        "print(fastsafetensors is overwire.compat.fastsafetensors)"
+        "print(fastsafetensors is overwire.compat.fastsafetensors)\n"
+        "import fastsafetensors.frameworks._torch as torch_, importlib, warnings; warnings.simplefilter('error')\n"
+        "from overwire.compat.fastsafetensors.frameworks import _torch\n"
+        "print(torch_ is _torch, _torch.__spec__.name == _torch.__name__ == 'overwire.compat.fastsafetensors.frameworks._torch')\n"
+        "try: importlib.import_module('fastsafetensors.nothing')\n"
+        "except ModuleNotFoundError as error: print(error.name)"
     )
-    assert done.stdout.split() == ["False", "True", "True", "True"]
+    assert done.stdout.split() == ["False", *["True"] * 5, "fastsafetensors.nothing"]
 
 
 def test_importing_it_imports_no_torch(script: Any) -> None:

@@ -18,6 +18,9 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -35,7 +38,7 @@ _TENSORIZER = (
     "protobuf serialization stream_io tensors_pb2 torch_compat utils"
 )
 _MODULES: dict[str, dict[str, str]] = {
-    # Without frameworks._torch and ._paddle, which import torch and paddle.
+    # Without frameworks._torch and ._paddle, which import torch and paddle: _Alias finds those.
     "fastsafetensors": {"fastsafetensors": "fastsafetensors"}
     | {f"fastsafetensors.{name}": f"fastsafetensors.{name}" for name in _FST.split()},
     "nvcomp": {
@@ -72,6 +75,36 @@ def install(name: str) -> None:
         parent, _, child = original.rpartition(".")
         if parent == "nvidia":
             setattr(_namespace(parent), child, module)
+    if not any(isinstance(finder, _Alias) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Alias())
+
+
+class _Alias(MetaPathFinder):
+    # Of a package that stands under its original name, the modules that were not
+    # imported with it: each is ours, and not the same file a second time.
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        top, _, rest = fullname.partition(".")
+        ours = getattr(sys.modules.get(top), "__name__", top)
+        if not rest or ours == top or not ours.startswith(f"{__name__}."):
+            return None
+        try:
+            return ModuleSpec(fullname, _Ours(f"{ours}.{rest}")) if find_spec(f"{ours}.{rest}") else None
+        except ModuleNotFoundError:
+            return None
+
+
+class _Ours(Loader):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # which the machinery has just replaced
 
 
 def _namespace(name: str) -> ModuleType:

@@ -148,7 +148,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         if isinstance(file_obj, (str, bytes, os.PathLike)):
             path = os.fsdecode(file_obj)
             if path.lower().startswith("s3://") and not isinstance(file_obj, os.PathLike):
-                self._storage.update(_s3.readable(path, _s3.options_for(False)))
+                self._storage.update(_s3.options_for(False))
             return path
         try:
             readable = file_obj.readable()

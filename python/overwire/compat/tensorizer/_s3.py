@@ -172,30 +172,20 @@ def virtual_only(endpoint: str) -> bool:
     return urlsplit(endpoint if "//" in endpoint else "//" + endpoint).netloc.lower() in ("cwobject.com", "cwlota.com")
 
 
-def readable(uri: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options to read an object with: unsigned where none were given and no
-    credentials are found, since the bucket may be a public one."""
-    if options.get("anon") or options.get("key") is not None or options.get("secret") is not None:
-        return options
-    try:
-        presign(uri, 60, storage_options=options)
-    except AccessError as error:
-        if "no credentials:" not in str(error):
-            raise  # there are some, which were refused
-        return options | {"anon": True}
-    return options
-
-
 def url_of(uri: str, options: dict[str, Any]) -> str:
-    """A URL that reads the object: signed, or plain where access is unsigned or
-    nobody has credentials. ValueError for other URIs."""
+    """A URL that reads the object: signed, or plain where access is unsigned, or no
+    credentials were given and none are found: the bucket may be a public one.
+    ValueError for other URIs."""
     import time
     from urllib.parse import quote
 
     bucket, key = parse_uri(uri)
-    options = readable(uri, options)
     if not options.get("anon"):
-        return presign(uri, 2 * _DAY - int(time.time()) % _DAY, storage_options=options)
+        try:
+            return presign(uri, 2 * _DAY - int(time.time()) % _DAY, storage_options=options)
+        except AccessError as error:
+            if options.get("key") is not None or options.get("secret") is not None or "no credentials:" not in str(error):
+                raise  # there are some
     at = urlsplit(options.get("endpoint_url") or f"https://s3.{options.get('region') or 'us-east-1'}.amazonaws.com")
     if virtual_only(at.netloc):
         return f"{at.scheme}://{bucket}.{at.netloc}/{quote(key)}"

@@ -363,7 +363,6 @@ class _S3StreamFile(CURLStreamFile):
     ) -> None:
         self._name = uri
         try:
-            options = _s3.readable(uri, options)
             url = _s3.url_of(uri, options)
         except OverwireError as error:
             raise OSError(f"Failed to open stream for {uri}: {error}") from error

@@ -262,7 +262,7 @@ def get_framework_op(name: str) -> FrameworkOpBase:
     """Of "pt", "pytorch", "torch" or "paddle"; ValueError for other names."""
     if name in ("pt", "pytorch", "torch"):
         if "torch" not in _ops:
-            from ..._fastsafetensors_torch import TorchOp
+            from ._torch import TorchOp
 
             _ops["torch"] = TorchOp()
         return _ops["torch"]
