@@ -326,7 +326,7 @@ def test_interrupted(when: str) -> None:
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
-    """The certificate of a server on 127.0.0.1 that nobody knows, and the server's side."""
+    """The certificate of a server on 127.0.0.1 that no authority has signed, and the server's side."""
     folder = tmp_path_factory.mktemp("authority")
     program = shutil.which("openssl")
     if program is None:

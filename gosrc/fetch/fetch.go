@@ -1,7 +1,7 @@
 // Package fetch is the verb that brings the bytes of URIs, one after the other,
 // to one writer, whatever is in them. Parts are read ahead, several at once: two
 // at first, and one more for each that was taken, up to a window that does not
-// grow. Who looks at the beginning alone makes nobody send the rest.
+// grow. Looking at the beginning alone does not fetch the rest.
 package fetch
 
 import (
