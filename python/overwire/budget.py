@@ -27,9 +27,10 @@ _COPIES_OF_BLOBS = 4
 _KEY_DEPTH = 100
 # Keys of one container with one hash: each is compared with all others.
 _SAME_HASH = 64
+# Texts up to this length cost nothing that counts.
+_SHORT = 1 << 10
 # Integers of this size and below are their own hash.
 _OWN_HASH = (1 << 61) - 2
-_END: Any = object()
 # Objects that Python frees by recursion and without a limit, each in the other.
 _NESTED = 50
 
@@ -100,40 +101,46 @@ class Budget:
         if deep > _NESTED or self._growth < 0:
             raise self.refuse(f"it nests {type(holder).__name__} objects deeper than {_NESTED}")
 
-    def key(self, container: Any, key: Any) -> None:
-        """Charges putting `key` into `container`: hashing it, and comparing it with
-        the keys that have its hash. TypeError if it has none. For an object that
-        is about to be made of its keys, `container` is the list of them."""
-        if type(key) is int and -_OWN_HASH <= key <= _OWN_HASH:
-            return
-        self.work(self._cost(key))
-        if type(key) is str or type(key) is bytes:
-            return  # hashed with a secret of the process
-        same = self._hashes.setdefault(id(container), (container, {}))[1]
-        number = hash(key)
-        count = same[number] = same.get(number, 0) + 1
-        if count > _SAME_HASH:
-            raise self.refuse("it has keys that are chosen to be slow")
+    def keys(self, container: Any, keys: list[Any]) -> None:
+        """Charges putting keys into `container`: hashing each, and comparing it with
+        those that have its hash. TypeError for one that has none. For an object
+        that is about to be made of its keys, `container` is the list of them."""
+        same = None
+        for key in keys:
+            kind = type(key)
+            if kind is str and len(key) <= _SHORT or kind is int and -_OWN_HASH <= key <= _OWN_HASH:
+                continue
+            self.work(self._cost(key))
+            if kind is str or kind is bytes:
+                continue  # hashed with a secret of the process
+            if same is None:
+                same = self._hashes.setdefault(id(container), (container, {}))[1]
+            number = hash(key)
+            count = same[number] = same.get(number, 0) + 1
+            if count > _SAME_HASH:
+                raise self.refuse("it has keys that are chosen to be slow")
 
     def _cost(self, key: Any) -> int:
         """The steps of hashing a key, and of comparing it with an equal one."""
-        levels = [iter((key,))]
-        cost = 0
-        while levels:
-            part = next(levels[-1], _END)
-            kind = type(part)
-            if part is _END:
-                levels.pop()
-                continue
-            cost += 1
-            if kind is tuple or kind is frozenset:
-                levels.append(iter(part))
-            elif kind is slice:
-                levels.append(iter((part.start, part.stop, part.step)))
-            elif kind is int or kind is Decimal:
-                cost += (sys.getsizeof(part) >> 7) ** 2
-            else:
-                cost += sys.getsizeof(part) >> 10
-            if cost > self._work or len(levels) > _KEY_DEPTH:
+        level = [key]
+        cost = depth = 0
+        while level:
+            below: list[Any] = []
+            cost += len(level)
+            for part in level:
+                kind = type(part)
+                if kind is tuple or kind is frozenset:
+                    below.extend(part)
+                elif kind is slice:
+                    below.extend((part.start, part.stop, part.step))
+                elif kind is int or kind is Decimal:
+                    cost += (sys.getsizeof(part) >> 7) ** 2
+                elif kind is not float and kind is not bool:
+                    cost += sys.getsizeof(part) >> 10
+                if len(below) + cost > self._work:
+                    break
+            depth += 1
+            if len(below) + cost > self._work or depth > _KEY_DEPTH:
                 raise self.refuse("it has a key that is nested too deeply, or too often")
+            level = below
         return cost

@@ -20,8 +20,7 @@ from .errors import FormatError
 
 __all__ = ["Machine"]
 
-# Keys up to this length cost nothing that counts.
-_SHORT = 1 << 10
+_STOP, _MEMOIZE, _BINGET, _BININT1 = (code[0] for code in (pickle.STOP, pickle.MEMOIZE, pickle.BINGET, pickle.BININT1))
 
 
 class Machine:
@@ -42,19 +41,28 @@ class Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """The object. UntrustedPickleError for what is not allowed; whatever
-        exception for what is nonsense: `at` says where."""
-        data, end, stop = self._data, len(self._data), pickle.STOP[0]
-        while self._at < end:
+        """The object. UntrustedPickleError for what is not allowed, any exception
+        for what is nonsense; `at` says where."""
+        data, memo = self._data, self._memo
+        while True:
             code = data[self._at]
             self._at += 1
-            if code == stop:
+            # The most frequent ones here, where they cost least.
+            if code == _MEMOIZE:
+                memo[len(memo)] = self._stack[-1]
+            elif code == _BINGET:
+                self._stack.append(memo[data[self._at]])
+                self._at += 1
+            elif code == _BININT1:
+                self._stack.append(data[self._at])
+                self._at += 1
+            elif code == _STOP:
                 return self._stack.pop()
-            do = _DO[code]
-            if do is None:
-                raise self._unknown(code)
-            do(self)
-        raise self._short()
+            else:
+                do = _DO[code]
+                if do is None:
+                    raise self._unknown(code)
+                do(self)
 
     @property
     def at(self) -> int:
@@ -124,17 +132,11 @@ class Machine:
     def pop_mark(self) -> None:
         self._items()
 
-    def memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
     def binput(self) -> None:
         self._memo[self._number(1)] = self._stack[-1]
 
     def long_binput(self) -> None:
         self._memo[self._number(4)] = self._stack[-1]
-
-    def binget(self) -> None:
-        self._stack.append(self._memo[self._data[self._take(1)]])
 
     def long_binget(self) -> None:
         self._stack.append(self._memo[self._number(4)])
@@ -153,11 +155,9 @@ class Machine:
     def binint(self) -> None:
         self._stack.append(unpack_from("<i", self._data, self._take(4))[0])
 
-    def binint1(self) -> None:
-        self._stack.append(self._data[self._take(1)])
-
     def binint2(self) -> None:
-        self._stack.append(self._number(2))
+        start = self._take(2)
+        self._stack.append(self._data[start] | self._data[start + 1] << 8)
 
     def long1(self) -> None:
         self._stack.append(int.from_bytes(self._blob(self._number(1)), "little", signed=True))
@@ -172,8 +172,11 @@ class Machine:
         self._stack.append(unpack_from(">d", self._data, self._take(8))[0])
 
     def text1(self) -> None:
-        size = self._data[self._take(1)]
-        self._stack.append(str(self._blob(size), "utf-8", "surrogatepass"))
+        start = self._at + 1
+        end = self._at = start + self._data[self._at]
+        if end > len(self._data):
+            raise self._short()
+        self._stack.append(str(self._data[start:end], "utf-8", "surrogatepass"))
 
     def text4(self) -> None:
         self._stack.append(str(self._blob(self._number(4)), "utf-8", "surrogatepass"))
@@ -247,16 +250,11 @@ class Machine:
         if kind is not dict and kind is not OrderedDict and kind is not defaultdict:
             raise self._allow.wrong("sets an item of", target)
         keys, values = items[::2], items[1::2]
-        self._keys(target, keys)
+        self._budget.keys(target, keys)
         if kind is defaultdict:
             self._budget.nest(target, values)
         for key, value in zip(keys, values, strict=True):
             target[key] = value
-
-    def _keys(self, container: Any, keys: list[Any]) -> None:
-        for key in keys:
-            if type(key) is not str or len(key) > _SHORT:
-                self._budget.key(container, key)
 
     def empty_set(self) -> None:
         self._stack.append(set())
@@ -266,12 +264,12 @@ class Machine:
         target = self._stack[-1]
         if type(target) is not set:
             raise self._allow.wrong("adds items to", target)
-        self._keys(target, items)
+        self._budget.keys(target, items)
         target.update(items)
 
     def make_frozenset(self) -> None:
         items = self._items()
-        self._keys(items, items)
+        self._budget.keys(items, items)
         self._stack.append(frozenset(items))
 
     # -- what the allow-list decides
@@ -316,16 +314,13 @@ for _code, _do in {
     pickle.MARK: Machine.mark,
     pickle.POP: Machine.pop,
     pickle.POP_MARK: Machine.pop_mark,
-    pickle.MEMOIZE: Machine.memoize,
     pickle.BINPUT: Machine.binput,
     pickle.LONG_BINPUT: Machine.long_binput,
-    pickle.BINGET: Machine.binget,
     pickle.LONG_BINGET: Machine.long_binget,
     pickle.NONE: Machine.none,
     pickle.NEWTRUE: Machine.true,
     pickle.NEWFALSE: Machine.false,
     pickle.BININT: Machine.binint,
-    pickle.BININT1: Machine.binint1,
     pickle.BININT2: Machine.binint2,
     pickle.LONG1: Machine.long1,
     pickle.LONG4: Machine.long4,

@@ -53,10 +53,11 @@ def check_extent(
         raise _malformed("a tensor")
     last, count = offset, 1
     for d, s in zip(size, stride, strict=True):
-        last += max(d - 1, 0) * s
-        count *= max(d, 1)
-        if max(last, count) * item >= _LIMIT:
-            raise _malformed("a tensor's size")
+        if d > 1:
+            last += (d - 1) * s
+            count *= d
+            if last * item >= _LIMIT or count * item >= _LIMIT:
+                raise _malformed("a tensor's size")
     if nbytes is not None and 0 not in size and (last + 1) * item > nbytes:
         raise _malformed("a tensor that reaches beyond its storage")
     return size, stride
