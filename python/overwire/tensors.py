@@ -56,8 +56,8 @@ def check_extent(
         if d > 1:
             last += (d - 1) * s
             count *= d
-            if last * item >= _LIMIT or count * item >= _LIMIT:
-                raise _malformed("a tensor's size")
+    if last * item >= _LIMIT or count * item >= _LIMIT:
+        raise _malformed("a tensor's size")
     if nbytes is not None and 0 not in size and (last + 1) * item > nbytes:
         raise _malformed("a tensor that reaches beyond its storage")
     return size, stride
@@ -163,7 +163,9 @@ def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, 
         _, scales, zeros, axis = params
         if type(axis) is not int or not 0 <= axis < len(size):
             raise _malformed("a quantised tensor")
-        for part, kinds in ((scales, (torch.float32, torch.float64)), (zeros, (torch.int32, torch.int64, torch.float32))):
+        # torch has no kernel for this, and its process ends when one is asked for.
+        floating = () if dtype is torch.qint32 else (torch.float32,)
+        for part, kinds in ((scales, (torch.float32, torch.float64)), (zeros, (torch.int32, torch.int64, *floating))):
             if _dense(part).dtype not in kinds or tuple(part.shape) != (size[axis],):
                 raise _malformed("a quantised tensor's parameter")
         made = torch._empty_per_channel_affine_quantized(
