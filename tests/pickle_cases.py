@@ -6,82 +6,61 @@ that the allow-list has, with arguments that are nearly right.
 
 from __future__ import annotations
 
-import collections
-import ctypes
-import datetime
-import decimal
-import functools
 import math
 import pickle
-import pickletools
 import random
 import struct
 from typing import Any
 
-NUMBERS = (0, 1, 2, 3, 4, 5, 7, 8, 10, 16, 31, 63, 64, 65, 100, 255, 256, 400, 4096, 1 << 16, (1 << 31) - 1, 1 << 31, 1 << 32,
-           (1 << 60) + 1, 1 << 61, (1 << 61) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, 1 << 70, 10**40, -1, -2, -3, -4, -8,
-           -16, -400, -(1 << 31), -(1 << 60), -(1 << 63), -(1 << 64))  # fmt: skip
+from pickle_seeds import seeds
+
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    10,
+    16,
+    31,
+    63,
+    64,
+    65,
+    100,
+    255,
+    256,
+    400,
+    4096,
+    1 << 16,
+    (1 << 31) - 1,
+    1 << 31,
+    1 << 32,
+    (1 << 60) + 1,
+    1 << 61,
+    (1 << 61) - 1,
+    1 << 62,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+    1 << 64,
+    1 << 70,
+    10**40,
+    -1,
+    -2,
+    -3,
+    -4,
+    -8,
+    -16,
+    -400,
+    -(1 << 31),
+    -(1 << 60),
+    -(1 << 63),
+    -(1 << 64),
+)
 SMALL = (0, 1, 1, 2, 2, 3, 4, 5, 8, 10)
-
-
-# -- honest bundles, to begin with
-
-
-@functools.cache
-def seeds() -> list[tuple[list[bytes], list[bytes]]]:
-    """Pickles of our own writer, opcode by opcode, and their blobs."""
-    import numpy as np
-    import torch
-    from overwire.pickling import described, dump
-    from torch import nn
-
-    torch.manual_seed(1)
-    dense = torch.randn(4, 6) * (torch.rand(4, 6) > 0.4)
-    base = torch.arange(24.0)
-    loop: list[Any] = [1]
-    loop.append(loop)
-    with_state = nn.Parameter(torch.randn(3))
-    with_state.note = {"x": [1, 2]}
-    tree: dict[Any, Any] = collections.defaultdict(list, {1: [2]})
-    tree["in"] = collections.defaultdict(dict, {"a": {}})
-    objects: list[Any] = [
-        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.GELU()).state_dict(),
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()),
-        nn.LSTM(2, 3), nn.TransformerEncoderLayer(4, 2, 4, activation=nn.functional.relu), nn.MultiheadAttention(4, 2),
-        dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc(), dense.to_sparse_bsr((2, 3)), dense.to_sparse_bsc((2, 2)),
-        torch.stack([dense, dense]).to_sparse_csr(), dense.to_sparse(1), dense.to_sparse().to(torch.complex64),
-        torch.quantize_per_tensor(dense, 0.1, 3, torch.qint8),
-        torch.quantize_per_channel(dense, torch.rand(4).double(), torch.zeros(4, dtype=torch.long), 0, torch.quint8),
-        torch.quantize_per_channel(dense, torch.rand(6), torch.zeros(6), 1, torch.quint8),
-        [base, base.view(4, 6).t(), base[3:7], base.view(torch.uint8), base.expand(3, 24), torch.empty(0), torch.empty(3, 0, 5)],
-        [torch.empty(3, 2, device="meta"), torch.ones(3, dtype=torch.complex64).conj(), torch.ones(3, requires_grad=True)],
-        [with_state, nn.Buffer(torch.ones(2)) if hasattr(nn, "Buffer") else None, torch.ones(3).as_subclass(nn.Parameter)],
-        [torch.float8_e4m3fn, torch.Size([1, 2]), torch.device("cuda", 1), torch.channels_last, torch.strided, torch.per_tensor_affine],
-        [torch.ones(2).untyped_storage(), torch.tensor([True, False]), torch.ones(3).bfloat16()],
-        [np.arange(30.0).reshape(5, 6)[1:, ::2], np.arange(9)[::-1], np.asfortranarray(np.ones((2, 3))), np.array(3), np.empty((0, 3), np.int8)],
-        np.zeros(3, dtype=[("a", "<i4"), ("b", "<f8", (2,))]),
-        [np.array(["a", "bc"]), np.array(["2024-01-01"], "M8[D]"), np.array([None, {"x": 1}, 2], dtype=object)],
-        [np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("xyz"), np.datetime64("2024-01-01"), np.dtype("f4"), np.float32],
-        [None, True, 1 << 80, 1.5, 2j, "\u00e9", b"\0", bytearray(b"x"), (), {1, 2}, frozenset({3, (1, 2)}), range(3), slice(1, 2)],
-        [collections.OrderedDict(a=1), tree, collections.deque([1, 2], 5), collections.deque([3]), loop, {(1, (2, "a")): 3}],
-        [datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone.utc), datetime.timedelta(3), datetime.date(2024, 1, 1), datetime.time(3)],
-        [decimal.Decimal("1.5"), datetime.timezone(datetime.timedelta(hours=1), "x"), {decimal.Decimal(3): 1, 3.5: 2, 2j: 3}],
-    ]  # fmt: skip
-    made = []
-    for obj in objects:
-        data, blobs = dump(obj, {})
-        cuts = [at for _, _, at in pickletools.genops(data)] + [len(data)]
-        ops = [data[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-        contents = []
-        for blob in blobs:
-            one = described(blob)
-            contents.append(ctypes.string_at(one.pointer, one.nbytes))
-        # A frame's length would be wrong after any change.
-        made.append(([op for op in ops if op[:1] != pickle.FRAME], contents))
-    return made
-
-
-# -- making cases
 
 
 def push(value: Any) -> bytes:
@@ -113,36 +92,43 @@ def named(module: str, name: str) -> bytes:
     return text(module) + text(name) + b"\x93"
 
 
-NAMES = [("builtins", n) for n in ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object",
-                                   "range", "set", "slice", "str", "tuple")]  # fmt: skip
-NAMES += [("collections", n) for n in ("OrderedDict", "defaultdict", "deque")]
-NAMES += [("datetime", n) for n in ("date", "datetime", "time", "timedelta", "timezone")] + [("decimal", "Decimal")]
-NAMES += [("overwire.rebuild", n) for n in ("array", "dtype", "scalar")] + [("numpy", "float32"), ("numpy", "bool_")]
-NAMES += [("torch._utils", n) for n in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor", "_rebuild_sparse_tensor",
-                                        "_rebuild_meta_tensor_no_storage", "_rebuild_parameter", "_rebuild_parameter_with_state")]  # fmt: skip
-NAMES += [("torch", n) for n in ("Size", "device", "Tensor", "float32", "int64", "sparse_coo", "sparse_csr", "sparse_bsc", "strided",
-                                 "per_channel_affine", "per_tensor_affine", "relu", "channels_last")]  # fmt: skip
-NAMES += [("torch.serialization", "_get_layout"), ("torch._tensor", "_rebuild_from_type_v2"), ("torch.nn.parameter", "Parameter")]
-NAMES += [("torch.nn.modules.linear", "Linear"), ("torch.nn.modules.rnn", "LSTM"), ("torch.nn.modules.container", "Sequential")]
-DTYPES = ("float32", "int64", "uint8", "bool", "complex64", "float64", "int32", "qint8", "quint8", "qint32", "bfloat16", "float8_e4m3fn",
-          "quint4x2", "uint4", "bits8", "float4_e2m1fn_x2", "complex32", "uint64", "", "Tensor", "load", "int1")  # fmt: skip
-SPECS: tuple[Any, ...] = ("<f4", "|u1", "<i8", "|b1", "<U1", "|S3", "<M8[ns]", "<m8[25s]", "|V5", "<c16", "<f16", "O", "=T", "bfloat16", "int4", "float4_e2m1fn",
-         "<U300000000", "|V2147483647", "<U0", "|V0", "<f4,<i8", [("a", "<f4", ()), ("b", "|u1", (2,))], [("a", "O", ())], [], [("a", "<f4", (1 << 40,))],
-         [("a", [("b", "|u1", (3,))], (2,))], "int", "float", "evil")  # fmt: skip
-LAYOUTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "strided")
-KEYS = (
-    "__class__",
-    "__dict__",
-    "__setstate__",
-    "forward",
-    "x",
-    "_parameters",
-    "_modules",
-    "_flat_weights_names",
-    "_all_weights",
-    "note",
-    "data",
-)
+def _of(module: str, names: str) -> list[tuple[str, str]]:
+    return [(module, name) for name in names.split()]
+
+
+NAMES = [
+    *_of("builtins", "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple"),
+    *_of("collections", "OrderedDict defaultdict deque"),
+    *_of("datetime", "date datetime time timedelta timezone"),
+    *_of("decimal", "Decimal"),
+    *_of("overwire.rebuild", "array dtype scalar"),
+    *_of("numpy", "float32 bool_"),
+    *_of("torch._utils", "_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_qtensor _rebuild_sparse_tensor"),
+    *_of("torch._utils", "_rebuild_meta_tensor_no_storage _rebuild_parameter _rebuild_parameter_with_state"),
+    *_of("torch", "Size device Tensor float32 int64 sparse_coo sparse_csr sparse_bsc strided relu channels_last"),
+    *_of("torch", "per_channel_affine per_tensor_affine"),
+    *_of("torch.serialization", "_get_layout"),
+    *_of("torch._tensor", "_rebuild_from_type_v2"),
+    *_of("torch.nn.parameter", "Parameter"),
+    *_of("torch.nn.modules.linear", "Linear"),
+    *_of("torch.nn.modules.rnn", "LSTM"),
+    *_of("torch.nn.modules.container", "Sequential"),
+]
+DTYPES = (
+    "float32 int64 uint8 bool complex64 float64 int32 qint8 quint8 qint32 bfloat16 float8_e4m3fn quint4x2 uint4 bits8 "
+    "float4_e2m1fn_x2 complex32 uint64 int1"
+).split() + ["", "Tensor", "load"]
+SPECS: list[Any] = (
+    "<f4 |u1 <i8 |b1 <U1 |S3 <M8[ns] <m8[25s] |V5 <c16 <f16 O =T bfloat16 int4 float4_e2m1fn <U300000000 |V2147483647 "
+    "<U0 |V0 <f4,<i8 int float evil"
+).split()
+TEXTS = list(SPECS)
+SPECS += [[("a", "<f4", ()), ("b", "|u1", (2,))], [("a", "O", ())], [], [("a", "<f4", (1 << 40,))], [("a", [("b", "|u1", (3,))], (2,))]]
+LAYOUTS = "sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc strided".split()
+KEYS = "__class__ __dict__ __setstate__ forward x _parameters _modules _flat_weights_names _all_weights note data".split()
+# Opcodes without arguments, and some with lengths that are not there.
+OPCODES = [bytes((code,)) for code in b"012RbsuaeQ(t)]}No\x81\x85\x8f\x90\x91\x92\x93\x94\x97"]
+OPCODES += [code + struct.pack("<Q", size) for code in (b"\x8e", b"\x96", b"\x95") for size in (3, 1 << 20, 1 << 60)]
 
 
 class Maker:
@@ -196,9 +182,7 @@ class Maker:
                 a = r.randrange(len(ops))
                 ops[at], ops[a] = ops[a], ops[at]
             elif kind < 0.85:
-                ops.insert(at, r.choice((b"0", b"1", b"2", b"R", b"b", b"s", b"u", b"a", b"e", b"Q", b"\x81", b"\x85", b"\x90", b"\x91", b"\x93", b"\x94",
-                                         b"(", b"t", b")", b"]", b"}", b"\x8f", b"N", b"o", b"\x92", b"\x97", b"\x8e" + struct.pack("<Q", r.choice((1 << 20, 1 << 60))),
-                                         b"\x96" + struct.pack("<Q", r.choice((3, 1 << 40))), b"\x95" + struct.pack("<Q", r.choice((3, 1 << 60))))))  # fmt: skip
+                ops.insert(at, r.choice(OPCODES))
             else:
                 ops[at:at] = [self._hostile()]
         return b"".join(ops), [self._bytes(blob) for blob in blobs]
@@ -208,11 +192,7 @@ class Maker:
         if code in b"KMJ\x8a\x8b":
             return push(r.choice(NUMBERS) if r.random() < 0.5 else r.choice(SMALL))
         if code in b"\x8cX\x8d":
-            return text(
-                r.choice(
-                    (r.choice(NAMES)[r.randrange(2)], r.choice(DTYPES), r.choice([s for s in SPECS if type(s) is str]), r.choice(KEYS))
-                )
-            )
+            return text(r.choice((r.choice(NAMES)[r.randrange(2)], r.choice(DTYPES), r.choice(TEXTS), r.choice(KEYS))))
         if code in b"hj":
             return b"h" + bytes((r.randrange(256 if r.random() < 0.1 else 40),))
         if code == b"G":
@@ -259,7 +239,7 @@ class Maker:
         self.memos = 0
         parts = [b"\x80\x05]"]
         for _ in range(r.choice((1, 1, 2, 2, 3, 5))):
-            parts.append(r.choice((self._call, self._call, self._call, self._value, self._pid, self._mutate, self._nest))())
+            parts.append(r.choice((self._call,) * 8 + (self._value, self._pid, self._mutate) * 2 + (self._nest,))())
             if r.random() < 0.6:
                 parts.append(b"\x94")
                 self.memos += 1
@@ -283,9 +263,7 @@ class Maker:
         if kind == 6:
             return push(r.choice(SPECS))
         if kind == 7:
-            return (
-                b"(" + b"".join(self._value(depth + 1) for _ in range(r.choice(SMALL))) + r.choice((b"t", b"t", b"\x91"))
-            )
+            return b"(" + b"".join(self._value(depth + 1) for _ in range(r.choice(SMALL))) + r.choice((b"t", b"t", b"\x91"))
         if kind == 8:
             return b"](" + b"".join(self._value(depth + 1) for _ in range(r.choice(SMALL))) + b"e"
         if kind == 9:
@@ -432,8 +410,8 @@ class Maker:
         shaped = r.choice((named("torch", "Size") + push((size,)) + b"R", push(size), push(list(size))))
         made = named("torch._utils", "_rebuild_sparse_tensor") + b"(" + coded + b"(" + parts + shaped + tail + b"ttR"
         if r.random() < 0.2:  # and a way to its indices
-            blob = len(self.blobs) - 1
-            made = b"(" + made + self._tensor("int64", None, (blob, len(self.blobs[blob]))) + b"t"
+            blob = (len(self.blobs) - 1, len(self.blobs[-1])) if self.blobs else self._blob()
+            made = b"(" + made + self._tensor("int64", None, blob) + b"t"
         return made
 
     def _call(self, depth: int = 0) -> bytes:

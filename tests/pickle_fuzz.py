@@ -164,7 +164,7 @@ def touch_array(one: Any) -> None:
     if one.size < 100_000:
         one.tobytes()
         if one.flags.writeable and one.size:
-            one[(-1,) * one.ndim] = one[(0,) * one.ndim]
+            one[(-1,) * one.ndim] = one[(-1,) * one.ndim].copy()
         one.tolist()
     elif one.size:
         for at in (0, -1):

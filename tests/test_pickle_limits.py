@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import pickle
-import random
 import struct
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import overwire as ow
 import pytest
 from overwire import unpickling
 from pickle_cases import named, push
-from pickle_fuzz import Fenced, work
+from pickle_fuzz import Fenced
 
 REFUSED = (ow.UntrustedPickleError, ow.FormatError)
 V2 = named("torch._utils", "_rebuild_tensor_v2")
@@ -53,9 +52,19 @@ def array(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, spe
 def test_an_array_whose_strides_wrap_is_refused(fenced: Fenced) -> None:
     # numpy computes the extent modulo 2**64: 2**60 steps of 16 are 0 there.
     wraps = [
-        ((1 << 60) + 1, 16), ((1 << 61) + 1, 8), ((1 << 62) + 1, 4), ((1 << 63) + 1, 2), ((1 << 59) + 1, 32), ((1 << 60) + 1, -16),
-        ((1 << 63), 1), (1 << 64, 1), (2, 1 << 64), (2, 1 << 63), (2, -(1 << 63)), (3, 1 << 63),
-    ]  # fmt: skip
+        ((1 << 60) + 1, 16),
+        ((1 << 61) + 1, 8),
+        ((1 << 62) + 1, 4),
+        ((1 << 63) + 1, 2),
+        ((1 << 59) + 1, 32),
+        ((1 << 60) + 1, -16),
+        ((1 << 63), 1),
+        (1 << 64, 1),
+        (2, 1 << 64),
+        (2, 1 << 63),
+        (2, -(1 << 63)),
+        (3, 1 << 63),
+    ]
     for d, s in wraps:
         for shape, strides in (((d,), (s,)), ((2, d), (1, s)), ((d, 1), (s, 0)), ((1, d, 1), (5, s, 7))):
             with pytest.raises(ow.FormatError):
@@ -66,10 +75,29 @@ def test_an_array_whose_strides_wrap_is_refused(fenced: Fenced) -> None:
 
 
 def test_extents_of_arrays_in_both_directions(fenced: Fenced) -> None:
-    inside = [((4096,), (1,), 0), ((4096,), (-1,), 4095), ((2, 3), (-3, 1), 3), ((1 << 40,), (0,), 4095), ((), (), 4095), ((0, 9), (99, 9), 4096),
-              ((2, 2), (4095, -0), 0), ((3, 3), (1, -1), 2)]  # fmt: skip
-    outside = [((4097,), (1,), 0), ((4096,), (-1,), 4094), ((2,), (-1,), 0), ((2, 3), (-3, 1), 2), ((1,), (1,), 4096), ((1,), (1,), -1),
-               ((0,), (1,), 4097), ((2, 2), (4095, 1), 0), ((3, 3), (1, -1), 1), ((1 << 40,), (0,), 4096), ((1,) * 65, (1,) * 65, 0)]  # fmt: skip
+    inside = [
+        ((4096,), (1,), 0),
+        ((4096,), (-1,), 4095),
+        ((2, 3), (-3, 1), 3),
+        ((1 << 40,), (0,), 4095),
+        ((), (), 4095),
+        ((0, 9), (99, 9), 4096),
+        ((2, 2), (4095, -0), 0),
+        ((3, 3), (1, -1), 2),
+    ]
+    outside = [
+        ((4097,), (1,), 0),
+        ((4096,), (-1,), 4094),
+        ((2,), (-1,), 0),
+        ((2, 3), (-3, 1), 2),
+        ((1,), (1,), 4096),
+        ((1,), (1,), -1),
+        ((0,), (1,), 4097),
+        ((2, 2), (4095, 1), 0),
+        ((3, 3), (1, -1), 1),
+        ((1 << 40,), (0,), 4096),
+        ((1,) * 65, (1,) * 65, 0),
+    ]
     for shape, strides, offset in inside:
         assert load(array(shape, strides, offset), fenced, bytes(4096)).shape == shape
     for shape, strides, offset in outside:
@@ -79,10 +107,23 @@ def test_extents_of_arrays_in_both_directions(fenced: Fenced) -> None:
 
 def test_sizes_that_torch_cannot_multiply_are_refused(fenced: Fenced) -> None:
     big = 1 << 62
-    for size, stride in [((0, big, big), (1, 1, 1)), ((1 << 40, 1 << 40), (0, 0)), ((big,), (0,)), ((2, 2), (big - 1, big - 1)), ((0, 4), (1, big))]:
+    for size, stride in [
+        ((0, big, big), (1, 1, 1)),
+        ((1 << 40, 1 << 40), (0, 0)),
+        ((big,), (0,)),
+        ((2, 2), (big - 1, big - 1)),
+        ((0, 4), (1, big)),
+    ]:
         with pytest.raises(ow.FormatError):
             load(tensor(0, "float32", 16, size, stride), fenced, bytes(16))
-        meta = named("torch._utils", "_rebuild_meta_tensor_no_storage") + b"(" + named("torch", "float32") + push(size) + push(stride) + b"\x89tR"
+        meta = (
+            named("torch._utils", "_rebuild_meta_tensor_no_storage")
+            + b"("
+            + named("torch", "float32")
+            + push(size)
+            + push(stride)
+            + b"\x89tR"
+        )
         with pytest.raises(ow.FormatError):
             load(meta, fenced)
     with pytest.raises(ow.FormatError):  # an empty one with its data elsewhere
@@ -99,13 +140,20 @@ def sparse(layout: str, parts: bytes, size: tuple[int, ...]) -> bytes:
 
 def test_items_are_set_of_dicts_and_added_to_sequences_only(fenced: Fenced) -> None:
     things = {
-        "a tensor": tensor(0, "int64", 32, (4,), (1,)), "an array": array((4,), (1,), size=32), "a storage": push(("storage", 0, "int64", 32)) + b"Q",
-        "a bytearray": b"\x96" + struct.pack("<Q", 3) + b"abc", "a module": named("torch.nn.modules.container", "Sequential") + b")\x81",
-        "a class": named("builtins", "dict"), "a guard": V2, "a frozenset": b"(\x91", "text": push("x"), "an int": push(3),
-    }  # fmt: skip
+        "a tensor": tensor(0, "int64", 32, (4,), (1,)),
+        "an array": array((4,), (1,), size=32),
+        "a storage": push(("storage", 0, "int64", 32)) + b"Q",
+        "a bytearray": b"\x96" + struct.pack("<Q", 3) + b"abc",
+        "a module": named("torch.nn.modules.container", "Sequential") + b")\x81",
+        "a class": named("builtins", "dict"),
+        "a guard": V2,
+        "a frozenset": b"(\x91",
+        "text": push("x"),
+        "an int": push(3),
+    }
     ops = {"SETITEM": b"K\x00K\x01s", "SETITEMS": b"(K\x00K\x01u", "APPEND": b"K\x00a", "APPENDS": b"(K\x00e", "ADDITEMS": b"(K\x00\x90"}
     empty = {"SETITEM": "}", "APPEND": "]", "ADDITEMS": "\x8f"}
-    for name, thing in things.items():
+    for thing in things.values():
         for op in ops.values():
             with pytest.raises(ow.UntrustedPickleError, match="allow-list"):
                 load(thing + op, fenced, bytes(32))
@@ -166,8 +214,16 @@ def test_parameters_of_quantised_tensors_are_their_own(fenced: Fenced) -> None:
     made, dense = load(quantised() + scales + b"\x86", fenced, *blobs)
     dense.fill_(9)
     assert made.dequantize().tolist() == [[0, 1, 2], [6, 8, 10]]
-    for bad in (quantised(axis=1), quantised(axis=-1), quantised(axis=1 << 40), quantised(tensor(0, "float64", 16, (1,), (1,))), quantised(size=(1, 3)),
-                quantised(tensor(0, "int64", 16, (2,), (1,))), quantised(push((1.0, 2.0))), quantised(size=(3, 2))):  # fmt: skip
+    for bad in (
+        quantised(axis=1),
+        quantised(axis=-1),
+        quantised(axis=1 << 40),
+        quantised(tensor(0, "float64", 16, (1,), (1,))),
+        quantised(size=(1, 3)),
+        quantised(tensor(0, "int64", 16, (2,), (1,))),
+        quantised(push((1.0, 2.0))),
+        quantised(size=(3, 2)),
+    ):
         with pytest.raises(ow.FormatError):
             load(bad, fenced, *blobs)
     # A large size over few bytes takes no memory.
@@ -184,8 +240,25 @@ def test_a_state_sets_attributes_and_nothing_else(fenced: Fenced) -> None:
     linear = named("torch.nn.modules.linear", "Linear") + b")\x81"
     parameter = named("torch._utils", "_rebuild_parameter_with_state") + b"(" + tensor(0, "float32", 16, (4,), (1,)) + b"\x89}%btR"
     tensor_class = named("torch", "Tensor")
-    for name in ("__setstate__", "__class__", "__dict__", "__reduce__", "__len__", "__init__", "__x", "update", "items", "forward", "append", "extend",
-                 "add", "_call_impl", "register_hook", "state_dict", "data_ptr"):  # fmt: skip
+    for name in (
+        "__setstate__",
+        "__class__",
+        "__dict__",
+        "__reduce__",
+        "__len__",
+        "__init__",
+        "__x",
+        "update",
+        "items",
+        "forward",
+        "append",
+        "extend",
+        "add",
+        "_call_impl",
+        "register_hook",
+        "state_dict",
+        "data_ptr",
+    ):
         state = b"}" + push(name) + tensor_class + b"s"
         for target in (ordered + state + b"b", linear + state + b"b", parameter % state):
             kind = {ordered: collections.OrderedDict}.get(target[: len(ordered)])
@@ -199,14 +272,28 @@ def test_a_state_sets_attributes_and_nothing_else(fenced: Fenced) -> None:
         with pytest.raises(REFUSED):
             load(ordered + state + b"b", fenced)
     for parts in ("_modules", "_parameters", "_buffers"):
-        for held in (push([1]), push({"x": 1}), b"}" + push("x") + tensor_class + b"s", b"}" + push("__deepcopy__") + linear + b"s", b"}K\x01Ns"):
+        for held in (
+            push([1]),
+            push({"x": 1}),
+            b"}" + push("x") + tensor_class + b"s",
+            b"}" + push("__deepcopy__") + linear + b"s",
+            b"}K\x01Ns",
+        ):
             with pytest.raises(REFUSED):
                 load(linear + b"}" + push(parts) + held + b"sb", fenced)
     assert load(ordered + push({"_metadata": 1}) + b"b", fenced)._metadata == 1
 
 
 def test_an_rnn_collects_no_methods(fenced: Fenced) -> None:
-    for names, rows in ((["forward"], [["x"]]), (["x"], [["__reduce__"]]), ([3], [["x"]]), (["x"], [[]]), (["x"], []), (["x"], [3]), (3, [["x"]])):
+    for names, rows in (
+        (["forward"], [["x"]]),
+        (["x"], [["__reduce__"]]),
+        ([3], [["x"]]),
+        (["x"], [[]]),
+        (["x"], []),
+        (["x"], [3]),
+        (3, [["x"]]),
+    ):
         state = {"_flat_weights_names": names, "_all_weights": rows, "_parameters": {}, "_buffers": {}, "_modules": {}}
         with pytest.raises(ow.FormatError):
             load(named("torch.nn.modules.rnn", "LSTM") + b")\x81" + push(state) + b"b", fenced)
@@ -221,7 +308,10 @@ def bombs() -> dict[str, bytes]:
     ranged = named("builtins", "range") + b"(" + big + b"tR"
     doubled = b"K\x01" + b"".join(b"\x94h" + bytes((n,)) + b"\x86" for n in range(60))
     tower = b")" + b"\x85" * 300_000
-    made = {f"{name} of a range": named("builtins", name) + ranged + b"\x85R" for name in ("list", "set", "tuple", "frozenset", "bytearray", "bytes")}
+    made = {
+        f"{name} of a range": named("builtins", name) + ranged + b"\x85R"
+        for name in ("list", "set", "tuple", "frozenset", "bytearray", "bytes")
+    }
     made |= {
         "deque of a range": named("collections", "deque") + ranged + b"\x85R",
         "Size of a range": named("torch", "Size") + ranged + b"\x85R",
@@ -230,9 +320,13 @@ def bombs() -> dict[str, bytes]:
         "int of a Decimal": named("builtins", "int") + named("decimal", "Decimal") + push(("1e99999999",)) + b"R\x85R",
         "int of a text": named("builtins", "int") + push(("9" * 4000, 36)) + b"R",
         "wide array": named("overwire.rebuild", "array") + push(("<U300000000", (1,), False, ["x"])) + b"R",
-        "wide array of objects": named("overwire.rebuild", "array") + push(([("o", "O", ()), ("s", "<U300000000", ())], (1,), False, [(1, "x")])) + b"R",
+        "wide array of objects": named("overwire.rebuild", "array")
+        + push(([("o", "O", ()), ("s", "<U300000000", ())], (1,), False, [(1, "x")]))
+        + b"R",
         "wide empty array": push(("array", -1, "<U300000000", (0,), (4,), 0, True, 0, 0)) + b"Q",
-        "wide field": named("overwire.rebuild", "array") + push(([("o", "O", ()), ("s", "|u1", (1 << 31,))], (1,), False, [(1, "x")])) + b"R",
+        "wide field": named("overwire.rebuild", "array")
+        + push(([("o", "O", ()), ("s", "|u1", (1 << 31,))], (1,), False, [(1, "x")]))
+        + b"R",
         "tower as a key": b"}" + tower + b"Ns",
         "tower in a set": b"\x8f(" + tower + b"\x90",
         "tower in a frozenset": b"(" + tower + b"\x91",
@@ -240,23 +334,46 @@ def bombs() -> dict[str, bytes]:
         "doubled key": b"}" + doubled + b"Ns",
         "doubled in a set": b"\x8f(" + doubled + b"\x90",
         "doubled dtype": named("overwire.rebuild", "dtype")
-        + b"(" + push("|u1") + b"".join(b"\x940](" + b"".join(push(f"f{i}") + b"h" + bytes((n,)) + b")\x87" for i in (0, 1)) + b"e" for n in range(28)) + b"tR",
+        + b"("
+        + push("|u1")
+        + b"".join(b"\x940](" + b"".join(push(f"f{i}") + b"h" + bytes((n,)) + b")\x87" for i in (0, 1)) + b"e" for n in range(28))
+        + b"tR",
         "dtype of itself": named("overwire.rebuild", "dtype") + b"(]\x94(" + push("a") + b"h\x00)\x87etR",
         "defaultdicts": b"".join(DEFAULT + b")RK\x01" for _ in range(100_000)) + b"N" + b"s" * 100_000,
         "slices": named("builtins", "slice") + b"\x94" + b"h\x00" * 100_000 + b"N" + b"\x85R" * 100_000 + b"\x85R",
-        "arrays of objects": named("overwire.rebuild", "array") + b"\x940" + b"h\x00(" b"\x8c\x01O" b"K\x01\x85\x89]" * 60_000 + b"N" + b"atR" * 60_000,
+        "arrays of objects": named("overwire.rebuild", "array") + b"\x940" + b"h\x00("
+        b"\x8c\x01O"
+        b"K\x01\x85\x89]" * 60_000 + b"N" + b"atR" * 60_000,
         "same hash": b"}(" + b"".join(push(n * ((1 << 61) - 1)) + b"N" for n in range(2000)) + b"u",
         "same hash in a set": b"\x8f(" + b"".join(push(n * ((1 << 61) - 1)) for n in range(2000)) + b"\x90",
         "huge key": b"\x8b" + struct.pack("<i", 1 << 20) + b"\x01" * (1 << 20) + b"\x94" + b"}(" + b"h\x00N" * 1000 + b"u",
         "long key": push((0,) * 20000) + b"\x94" + b"}(" + b"h\x00N" * 20000 + b"u",
-        "range of huge numbers": b"\x8b" + struct.pack("<i", 1 << 17) + b"\x01" * (1 << 17) + b"\x94" + named("builtins", "range") + b"K\x00h\x00h\x00\x87R",
-        "many states": b"}\x94(" + b"".join(push(f"k{n}") + b"N" for n in range(2000)) + b"u" + (named("collections", "OrderedDict") + b")Rh\x00b0") * 2000,
+        "range of huge numbers": b"\x8b"
+        + struct.pack("<i", 1 << 17)
+        + b"\x01" * (1 << 17)
+        + b"\x94"
+        + named("builtins", "range")
+        + b"K\x00h\x00h\x00\x87R",
+        "many states": b"}\x94("
+        + b"".join(push(f"k{n}") + b"N" for n in range(2000))
+        + b"u"
+        + (named("collections", "OrderedDict") + b")Rh\x00b0") * 2000,
         "many sizes": push((0,) * 20000) + b"\x94" + (named("torch", "Size") + b"h\x00\x85R0") * 4000,
-        "many scalars": push("|S65000") + b"\x94" + b"B" + struct.pack("<I", 65000) + bytes(65000) + b"\x94" + (named("overwire.rebuild", "scalar") + b"h\x00h\x01\x86R0") * 4000,
-        "empty sparse entries": sparse("sparse_coo", tensor(0, "int64", 8, (0, 1 << 50), (0, 0)) + tensor(0, "float32", 8, (1 << 50,), (0,)), ()),
-        "expanded indices": sparse("sparse_coo", tensor(0, "int64", 8, (1, 1 << 50), (0, 0)) + tensor(0, "float32", 8, (1 << 50,), (0,)), (1,)),
+        "many scalars": push("|S65000")
+        + b"\x94"
+        + b"B"
+        + struct.pack("<I", 65000)
+        + bytes(65000)
+        + b"\x94"
+        + (named("overwire.rebuild", "scalar") + b"h\x00h\x01\x86R0") * 4000,
+        "empty sparse entries": sparse(
+            "sparse_coo", tensor(0, "int64", 8, (0, 1 << 50), (0, 0)) + tensor(0, "float32", 8, (1 << 50,), (0,)), ()
+        ),
+        "expanded indices": sparse(
+            "sparse_coo", tensor(0, "int64", 8, (1, 1 << 50), (0, 0)) + tensor(0, "float32", 8, (1 << 50,), (0,)), (1,)
+        ),
         "from type of from type": named("torch._tensor", "_rebuild_from_type_v2") + b"\x94h\x00" * 5 + b")tR",
-    }  # fmt: skip
+    }
     for name, code in {"BYTEARRAY8": b"\x96", "BINBYTES8": b"\x8e", "BINUNICODE8": b"\x8d", "FRAME": b"\x95"}.items():
         for size in (5, 1 << 32, 1 << 40, (1 << 63) - 1, (1 << 64) - 1):
             made[f"{name} of {size}"] = code + struct.pack("<Q", size) + b"abc"
@@ -288,9 +405,13 @@ def drop_bombs() -> None:
         assert grown < 1 << 20, (name, grown)
     # From outside in: each is empty when the next but one takes it.
     for kind in (DEFAULT, named("collections", "OrderedDict")):
-        body = b"]" + kind + b"\x94" + b")R\x94a" + b"".join(
-            b"h\x00)R\x940j" + struct.pack("<I", n) + b"K\x01j" + struct.pack("<I", n + 1) + b"s0" for n in range(1, 50_000)
-        )  # fmt: skip
+        body = (
+            b"]"
+            + kind
+            + b"\x94"
+            + b")R\x94a"
+            + b"".join(b"h\x00)R\x940j" + struct.pack("<I", n) + b"K\x01j" + struct.pack("<I", n + 1) + b"s0" for n in range(1, 50_000))
+        )
         try:
             load(body, fenced)
             print("outside in: loaded", flush=True)
@@ -338,25 +459,89 @@ def test_errors_say_where(fenced: Fenced) -> None:
     assert len(str(refused.value)) < 400
 
 
-# -- at random
+def test_towers_that_python_frees_without_recursion_load(fenced: Fenced) -> None:
+    ordered, module = named("collections", "OrderedDict"), named("torch.nn.modules.container", "Sequential")
+    count = 60_000
+    towers = {
+        "list": b"]" * count + b"N" + b"a" * count,
+        "tuple": b"N" + b"\x85" * count,
+        "dict": b"}K\x01" * count + b"N" + b"s" * count,
+        "OrderedDict": ordered + b"\x94" + b"h\x00)RK\x01" * count + b"N" + b"s" * count,
+        "deque": named("collections", "deque") + b"\x94" + b"h\x00)R" * count + b"N" + b"a" * count,
+        "attributes": ordered + b"\x94" + b"h\x00)R}\x8c\x01x" * count + b"N" + b"sb" * count,
+        "modules": module + b"\x94" + b"h\x00)\x81}\x8c\x01x" * count + b"N" + b"sb" * count,
+        "frozensets": b"(" * count + b"\x91" * count,
+    }
+    padding = b"B" + struct.pack("<I", 1 << 22) + bytes(1 << 22) + b"0"  # modules are not made of nothing
+    for name, body in towers.items():
+        if name == "frozensets":  # keys of one another
+            with pytest.raises(ow.UntrustedPickleError):
+                load(padding + body, fenced)
+        else:
+            load(padding + body, fenced)  # and it is freed
+    # What is left of one that ends in the middle is freed, too.
+    for body in towers.values():
+        with pytest.raises(REFUSED):
+            load(body[: -count // 2] + b"\xff", fenced)
 
 
-def test_random_bundles(seed: int) -> None:
-    """A few of what `python tests/pickle_fuzz.py` has millions of."""
-    outcomes = work(seed, 0, 1500, None)
-    assert outcomes["loaded"] > 100 and sum(outcomes.values()) == 1500
+def test_a_kind_that_torch_dies_of_is_refused(fenced: Fenced) -> None:
+    # Quantised to 32 bits with zero points that are floats: torch has no kernel.
+    floats = tensor(0, "float32", 8, (2,), (1,))
+    params = b"(" + named("torch", "per_channel_affine") + floats + floats + b"K\x00t"
+    for dtype in ("qint32", "quint8"):
+        storage = push(("storage", 1, dtype, 8)) + b"Q"
+        body = named("torch._utils", "_rebuild_qtensor") + b"(" + storage + push(0) + push((2,)) + push((1,)) + params + b"\x89}tR"
+        if dtype == "qint32":
+            with pytest.raises(ow.FormatError):
+                load(body, fenced, bytes(8), bytes(8))
+        else:
+            assert load(body, fenced, bytes(8), bytes(8)).dequantize().tolist() == [0, 0]
 
 
-def test_random_bundles_in_files(tmp_path: Path, seed: int) -> None:
-    from pickle_cases import Maker
-    from pickle_fuzz import touch
-    from test_pickle_hostile import whole_bundle
+def test_naming_imports_nothing(fenced: Fenced) -> None:
+    """torch imports some of its modules when it is asked for their names."""
+    source = """
+import sys, torch, numpy, overwire
+from overwire import unpickling
+from test_pickle_limits import named, push
+class Blobs:
+    def storage(self, blob, size):
+        return torch.UntypedStorage(size)
+def load(body):
+    try:
+        unpickling.load(b"\\x80\\x05" + body + b".", Blobs(), "x", False)
+    except overwire.OverwireError:
+        pass
+load(named("torch", "nothing"))
+before = set(sys.modules)
+for name in torch._lazy_modules:
+    load(named("torch", name))
+    load(named("torch._utils", "torch." + name))
+    load(push(("storage", 0, name, 8)) + b"Q")
+    load(named("torch.serialization", "_get_layout") + push(("torch." + name,)) + b"R")
+    load(named("torch." + name, "x"))
+assert torch._lazy_modules
+print("NEW", sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", source], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=240)
+    assert done.stdout == "NEW []\n", done.stdout + done.stderr
 
-    warnings.simplefilter("ignore")
-    for number in range(40):
-        data, blobs, _ = Maker(random.Random(f"{seed}.{number}")).case()
-        path = whole_bundle(tmp_path, number, data, blobs)
-        try:
-            touch(ow.load_compressed_pickle(path))
-        except ow.OverwireError:
-            pass
+
+def test_plain_data_names_nothing() -> None:
+    value = [{"a": (1, 2.5, None, True), "b": b"x"}, [[0], {3}, frozenset({4})]]
+    assert unpickling.load_plain(pickle.dumps(value), "x") == value
+    bad = [
+        pickle.dumps(collections.OrderedDict()),
+        pickle.dumps(Path),
+        b"\x80\x05K\x01Q.",
+        b"\x80\x05K\x01)\x81.",
+        b"\x80\x05K\x01)R.",
+        bombs()["tower as a key"] + b".",
+    ]
+    for data in bad:
+        with pytest.raises(ow.UntrustedPickleError):
+            unpickling.load_plain(data, "x")
+    for name, body in bombs().items():
+        with pytest.raises(REFUSED):
+            unpickling.load_plain(b"\x80\x05" + body + b".", name)

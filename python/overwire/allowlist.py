@@ -128,6 +128,10 @@ class AllowList:
         kind = thing if isinstance(thing, type) else type(thing)
         return self._refuse(f"it {verb} {kind.__module__}.{kind.__qualname__}")
 
+    def unlisted(self, module: str, name: str) -> UntrustedPickleError:
+        """The error for a global that a pickle may not name."""
+        return self._refuse(f"it names {f'{module}.{name}'[:_LONGEST]}")
+
     def _refuse(self, what: str) -> UntrustedPickleError:
         return self.budget.refuse(f"{what}, which is not on the allow-list")
 
@@ -181,7 +185,7 @@ class AllowList:
             elif module == "torch" or module.startswith("torch."):
                 found = _torch(module, name)
         if found is None:
-            raise self._refuse(f"it names {f'{module}.{name}'[:_LONGEST]}")
+            raise self.unlisted(module, name)
         return found
 
 

@@ -20,7 +20,7 @@ __all__ = ["Budget", "refusal"]
 # Allowances. Bundles stay below: what they hold is written out in the pickle, or
 # lies in a blob. Work is counted in steps of some 100 ns.
 _MEMORY_EACH, _MEMORY_BASE = 64, 1 << 24
-_WORK_EACH, _WORK_BASE = 64, 1 << 20
+_WORK_EACH, _WORK_BASE = 64, 1 << 16
 _COPIES_OF_BLOBS = 4
 
 # Python hashes tuples by recursion and without a limit.

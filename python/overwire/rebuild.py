@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 from .budget import Budget
-from .errors import FormatError
+from .errors import ArgumentError, FormatError
 
 __all__ = ["array", "dtype", "scalar", "spec_of"]
 
@@ -83,7 +83,10 @@ def np_dtype(spec: Spec, *, budget: Budget | None = None, depth: int = 0) -> Any
     if _ADDED.fullmatch(spec):
         from .frames import frame_for
 
-        return frame_for("np").dtype(spec)
+        try:
+            return frame_for("np").dtype(spec)
+        except ArgumentError:
+            pass  # as of an ml_dtypes that this one is not
     raise FormatError(f"overwire: unpickle: no such dtype: {spec[:100]!r}")
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from .allowlist import AllowList
 from .budget import Budget
-from .errors import FormatError, NotSupportedError, OutOfMemoryError, OverwireError, UntrustedPickleError
+from .errors import FormatError, NotSupportedError, OutOfMemoryError, OverwireError
 from .machine import Machine
 from .rebuild import np_dtype
 from .tensors import tensor_v3
@@ -27,13 +27,6 @@ class Blobs(Protocol):
 
     def base(self, blob: int, size: int) -> Any:
         """A flat uint8 numpy array; the same one each time. Waits for it."""
-
-
-class _NoBlobs:
-    def storage(self, blob: int, size: int) -> Any:
-        raise FormatError("it refers to a tensor")
-
-    base = storage
 
 
 class _References:
@@ -138,7 +131,7 @@ def _inside(shape: Any, strides: Any, offset: int, item: int, size: int) -> bool
             return False
     if 0 in shape:
         return 0 <= offset <= size
-    return 0 <= low and high + item <= size
+    return low >= 0 and high + item <= size
 
 
 class _Trusting(pickle.Unpickler):
@@ -161,18 +154,28 @@ def load(data: bytes, blobs: Blobs, source: str, trust: bool) -> Any:
     """Unpickles `data`; UntrustedPickleError as `load_compressed_pickle` says."""
     if trust:
         return _Trusting(data, _References(blobs, source, None)).load()
-    return _careful(data, blobs, source)
+    budget = Budget(source, len(data))
+    references = _References(blobs, source, budget)
+    return _careful(Machine(data, AllowList(budget), references.get), source)
+
+
+class _NoNames(AllowList):
+    def find(self, module: str, name: str) -> Any:
+        raise self.unlisted(module, name)
 
 
 def load_plain(data: bytes, source: str) -> Any:
-    """Unpickles plain data, which refers to no blobs, by the rules for a pickle
-    that is not trusted: UntrustedPickleError, FormatError."""
-    return _careful(data, _NoBlobs(), source)
-
-
-def _careful(data: bytes, blobs: Blobs, source: str) -> Any:
+    """Unpickles numbers, texts and containers of them, which name nothing and
+    refer to no blob: UntrustedPickleError for anything else, FormatError."""
     budget = Budget(source, len(data))
-    machine = Machine(data, AllowList(budget), _References(blobs, source, budget).get)
+
+    def refuse(pid: Any) -> Any:
+        raise budget.refuse("it refers to something beside it")
+
+    return _careful(Machine(data, _NoNames(budget), refuse), source)
+
+
+def _careful(machine: Machine, source: str) -> Any:
     try:
         return machine.run()
     except OverwireError as error:
