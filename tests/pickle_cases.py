@@ -393,7 +393,7 @@ class Maker:
             values = (nnz, *size[dims:])
             tail = r.choice((b"", b"\x89", b"\x89", b"\x88", b"N"))
         else:
-            block = (r.randint(1, 3), r.randint(1, 3)) if layout in ("sparse_bsr", "sparse_bsc") else ()
+            block = (r.choice((0, 1, 1, 2, 2, 3)), r.choice((1, 2, 2, 3))) if layout in ("sparse_bsr", "sparse_bsc") else ()
             grid = (r.randint(1, 4), r.randint(1, 4))
             size = tuple(n * b for n, b in zip(grid, block or (1, 1), strict=True))
             rows, columns = grid if layout in ("sparse_csr", "sparse_bsr") else grid[::-1]

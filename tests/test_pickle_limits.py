@@ -195,6 +195,17 @@ def test_indices_of_sparse_tensors_are_their_own(fenced: Fenced) -> None:
                 load(sparse(layout, parts, size), fenced, blob[:-8] + struct.pack("<q", bad), bytes(16))
 
 
+def test_blocks_of_no_size_are_refused(fenced: Fenced) -> None:
+    # torch divides by them: the process ended.
+    for layout in ("sparse_bsr", "sparse_bsc"):
+        for block, size in (((0, 0), (2, 2)), ((0, 1), (2, 2)), ((1, 0), (2, 2)), ((0, 0), (0, 0))):
+            parts = (
+                tensor(0, "int64", 24, (3,), (1,)) + tensor(0, "int64", 24, (0,), (1,)) + tensor(1, "float32", 16, (0, *block), (1, 1, 1))
+            )
+            with pytest.raises(ow.FormatError):
+                load(sparse(layout, parts, size), fenced, bytes(24), bytes(16))
+
+
 def test_parameters_of_quantised_tensors_are_their_own(fenced: Fenced) -> None:
     scales, zeros = tensor(0, "float64", 16, (2,), (1,)), tensor(1, "int64", 16, (2,), (1,))
     storage = push(("storage", 2, "quint8", 6)) + b"Q"

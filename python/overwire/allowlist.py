@@ -130,7 +130,8 @@ class AllowList:
 
     def unlisted(self, module: str, name: str) -> UntrustedPickleError:
         """The error for a global that a pickle may not name."""
-        return self._refuse(f"it names {f'{module}.{name}'[:_LONGEST]}")
+        whole = f"{module}.{name}"[:_LONGEST]
+        return self._refuse(f"it names {whole if whole.isprintable() else ascii(whole)}")
 
     def _refuse(self, what: str) -> UntrustedPickleError:
         return self.budget.refuse(f"{what}, which is not on the allow-list")

@@ -201,6 +201,10 @@ def _sparse(budget: Budget, layout: Any, data: Any) -> Any:
     compressed, plain, values, size = data
     size = _shape(size)
     _sparse_parts(budget, [compressed, plain], values)
+    if layout is torch.sparse_bsr or layout is torch.sparse_bsc:
+        blocks = values.shape[compressed.dim() : compressed.dim() + 2]
+        if len(blocks) != 2 or 0 in blocks:  # torch divides by them
+            raise _malformed("a sparse tensor's block")
     return torch.sparse_compressed_tensor(
         _private(budget, compressed), _private(budget, plain), values, size, layout=layout, check_invariants=True
     )
