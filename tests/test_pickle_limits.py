@@ -296,18 +296,23 @@ def test_a_state_sets_attributes_and_nothing_else(fenced: Fenced) -> None:
 
 
 def test_an_rnn_collects_no_methods(fenced: Fenced) -> None:
+    def rnn(names: Any, rows: Any) -> bytes:
+        parts: dict[str, Any] = {"_parameters": {"w": None}, "_buffers": {}, "_modules": {}}
+        state = {"_flat_weights_names": names, "_all_weights": rows, "proj_size": 0, **parts}
+        return named("torch.nn.modules.rnn", "LSTM") + b")\x81" + push(state) + b"b"
+
+    assert load(rnn(["w"], [["w"]]), fenced)._flat_weights == [None]
     for names, rows in (
-        (["forward"], [["x"]]),
-        (["x"], [["__reduce__"]]),
-        ([3], [["x"]]),
-        (["x"], [[]]),
-        (["x"], []),
-        (["x"], [3]),
-        (3, [["x"]]),
+        (["forward"], [["w"]]),
+        (["w"], [["__reduce__"]]),
+        ([3], [["w"]]),
+        (["w"], []),
+        (["w"], [3]),
+        (3, [["w"]]),
+        (["w"], "ab"),
     ):
-        state = {"_flat_weights_names": names, "_all_weights": rows, "_parameters": {}, "_buffers": {}, "_modules": {}}
         with pytest.raises(ow.FormatError):
-            load(named("torch.nn.modules.rnn", "LSTM") + b")\x81" + push(state) + b"b", fenced)
+            load(rnn(names, rows), fenced)
 
 
 # -- memory, time and depth
