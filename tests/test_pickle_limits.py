@@ -298,7 +298,7 @@ def test_a_state_sets_attributes_and_nothing_else(fenced: Fenced) -> None:
 def test_an_rnn_collects_no_methods(fenced: Fenced) -> None:
     def rnn(names: Any, rows: Any) -> bytes:
         parts: dict[str, Any] = {"_parameters": {"w": None}, "_buffers": {}, "_modules": {}}
-        state = {"_flat_weights_names": names, "_all_weights": rows, "proj_size": 0, **parts}
+        state = {"_flat_weights_names": names, "_all_weights": rows, "proj_size": 0, "_flat_weights": [None], **parts}
         return named("torch.nn.modules.rnn", "LSTM") + b")\x81" + push(state) + b"b"
 
     assert load(rnn(["w"], [["w"]]), fenced)._flat_weights == [None]
