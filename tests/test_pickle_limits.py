@@ -195,6 +195,16 @@ def test_indices_of_sparse_tensors_are_their_own(fenced: Fenced) -> None:
                 load(sparse(layout, parts, size), fenced, blob[:-8] + struct.pack("<q", bad), bytes(16))
 
 
+def test_the_stride_of_one_entry_is_no_length(fenced: Fenced) -> None:
+    # torch takes the first stride of the values for the length of a row.
+    warnings.simplefilter("ignore")
+    for stride in ((1 << 32, 3), (1 << 61, 1), (64, 64), (0, 0)):
+        parts = tensor(0, "int64", 16, (2, 1), (1, 1 << 40)) + tensor(1, "int32", 16, (1, 1), stride)
+        made = load(sparse("sparse_coo", parts, (3, 5, 1)), fenced, bytes(16), struct.pack("<4i", 7, 0, 0, 0))
+        assert made.to_dense().sum() == 7 and (made + made).to_dense().sum() == 14
+        assert made._values().stride() == (1, 1) and made._indices().stride() == (1, 1)
+
+
 def test_blocks_of_no_size_are_refused(fenced: Fenced) -> None:
     # torch divides by them: the process ended.
     for layout in ("sparse_bsr", "sparse_bsc"):

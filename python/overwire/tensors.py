@@ -129,6 +129,8 @@ def _dense(tensor: Any) -> Any:
 def _private(budget: Budget, tensor: Any) -> Any:
     """A copy that nothing else of the pickle holds; one for equal views, so that
     sparse tensors of one mask share it."""
+    import torch
+
     view = _dense(tensor).detach()
     key = (
         view.untyped_storage()._cdata, view.storage_offset(), tuple(view.shape), view.stride(), view.dtype,
@@ -138,7 +140,7 @@ def _private(budget: Budget, tensor: Any) -> Any:
     if known is None:
         budget.memory(view.numel() * view.element_size())
         # The view keeps its storage, so that no other gets its address.
-        known = budget.private[key] = (view.clone(), view)
+        known = budget.private[key] = (view.clone(memory_format=torch.contiguous_format), view)
     return known[0]
 
 
@@ -170,7 +172,7 @@ def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, 
                 raise _malformed("a quantised tensor's parameter")
         made = torch._empty_per_channel_affine_quantized(
             tuple(d if at == axis else 0 for at, d in enumerate(size)) if len(size) > 1 else size,
-            scales=_private(budget, scales).contiguous(), zero_points=_private(budget, zeros).contiguous(),
+            scales=_private(budget, scales), zero_points=_private(budget, zeros),
             axis=axis, dtype=dtype, device=raw.device,
         )  # fmt: skip
     else:
@@ -192,7 +194,7 @@ def _sparse(budget: Budget, layout: Any, data: Any) -> Any:
         if coalesced is not None:
             _flag(coalesced)
         size = _shape(size)
-        _sparse_parts(budget, [indices], values)
+        values = _sparse_parts(budget, [indices], values)
         # Checked as they will stay, so that no use reads outside the tensor.
         return torch.sparse_coo_tensor(_private(budget, indices), values, size, check_invariants=True, is_coalesced=coalesced)
     kinds = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -200,7 +202,7 @@ def _sparse(budget: Budget, layout: Any, data: Any) -> Any:
         raise _malformed("a sparse tensor")
     compressed, plain, values, size = data
     size = _shape(size)
-    _sparse_parts(budget, [compressed, plain], values)
+    values = _sparse_parts(budget, [compressed, plain], values)
     if layout is torch.sparse_bsr or layout is torch.sparse_bsc:
         blocks = values.shape[compressed.dim() : compressed.dim() + 2]
         if len(blocks) != 2 or 0 in blocks:  # torch divides by them
@@ -221,13 +223,26 @@ def _shape(size: Any) -> tuple[int, ...]:
     return taken
 
 
-def _sparse_parts(budget: Budget, indices: list[Any], values: Any) -> None:
-    _dense(values)
+def _sparse_parts(budget: Budget, indices: list[Any], values: Any) -> Any:
+    """Checks the parts of a sparse tensor but for their contents; its values."""
+    values = _packed(_dense(values))
     for part in indices:
         if _dense(part).device != values.device or part.dim() == 0:
             raise _malformed("a sparse tensor")
         # Sorting them is what a check may cost; entries of no size count, too.
         budget.work(part.numel() + part.shape[-1])
+    return values
+
+
+def _packed(values: Any) -> Any:
+    """The same values, with the stride of no gap where a dimension has one element
+    or none: torch's sparse kernels take the first stride for a row's length."""
+    strides: list[int] = []
+    step = 1
+    for d, s in zip(reversed(values.shape), reversed(values.stride()), strict=True):
+        strides.insert(0, s if d > 1 else step)
+        step = max(d, 1) * strides[0]
+    return values if tuple(strides) == values.stride() else values.as_strided(values.shape, strides)
 
 
 def _meta(budget: Budget, dtype: Any, size: Any, stride: Any, grad: Any) -> Any:
