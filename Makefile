@@ -33,7 +33,7 @@ TWINS := ./gosrc/codec/... ./gosrc/device/cpu ./gosrc/pipeline
 
 # Tests that go through the engine in processes of their own, for AddressSanitizer.
 # libstdc++ comes with it: libasan must find the C++ exceptions that torch throws.
-ASAN_TESTS ?= tests/test_process.py tests/test_process_handles.py
+ASAN_TESTS ?= tests/test_process.py tests/test_process_handles.py tests/test_pickle_fuzz.py
 ASAN_LIBS   = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libstdc++.so.6)
 
 export GOEXPERIMENT ?= simd

@@ -430,6 +430,20 @@ def bundle(folder: Path, number: int, data: bytes) -> Path:
     return path
 
 
+def whole_bundle(folder: Path, number: int, data: bytes, blobs: list[bytes]) -> Path:
+    """A complete bundle of any pickle and blobs."""
+    import numpy as np
+    import overwire as ow
+
+    path = folder / f"{number}.pkl"
+    path.write_bytes(data)
+    (folder / "nya").mkdir(exist_ok=True)
+    tensors = {f"b{at}": np.frombuffer(blob, np.uint8) for at, blob in enumerate(blobs)}
+    metadata = {"overwire.pickle": hashlib.sha256(data).hexdigest(), "overwire.blobs": "\n".join(tensors)}
+    ow.save_file(tensors, folder / "nya" / f"{number}.safetensors", metadata, compress=False)
+    return path
+
+
 WATCHED = ("import", "exec", "compile", "open", "os.", "subprocess.", "socket.", "ctypes.", "shutil.", "marshal.", "sys.add",
            "pty.", "urllib.", "webbrowser.", "mmap.", "code.__new__", "function.__new__", "signal.", "sqlite3.")  # fmt: skip
 

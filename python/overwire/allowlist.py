@@ -1,14 +1,15 @@
 """What a pickle may name, and do with it, without `trust=True`.
 
 The rule: a pickle may build data and torch's own modules, nothing else. Beside
-the list of globals itself, two things make that hold:
+the list of globals itself, these make that hold:
 
-- Functions that rebuild tensors are handed out as guards, which check their
-  arguments: extents inside the storage, plain hooks, known types. numpy's own
+- A pickle calls only what has a function here that checks its arguments: exact
+  types, numbers within bounds, sizes charged to the budget. It calls what honest
+  pickles call, and nothing that opcodes make anyway.
+- Functions that rebuild tensors stand for torch's (see `tensors`). numpy's own
   pickle functions are not on the list (see `rebuild`).
-- Of what it names, a pickle may call only guards and plain types, and set the
-  state only of modules and ordered dicts. A forged state of anything else
-  (a function's defaults, a numpy dtype's flags) would be a way out.
+- It sets the state only of modules and ordered dicts: attributes of its own,
+  no special names, none that hides a method.
 
 Nothing is imported because a pickle names it, but torch and numpy themselves.
 """
@@ -24,9 +25,10 @@ from types import FunctionType
 from typing import Any
 
 from . import rebuild
+from .budget import Budget
 from .errors import FormatError, UntrustedPickleError
 
-__all__ = ["AllowList", "check_extent", "tensor_v3"]
+__all__ = ["AllowList", "Guard"]
 
 # Immutable types (their attributes cannot be set), which call nothing.
 _TYPES: dict[tuple[str, str], Any] = {
@@ -47,7 +49,6 @@ _TYPES |= {
     ("datetime", "timezone"): datetime.timezone,
     ("decimal", "Decimal"): decimal.Decimal,
 }
-_CALLED = frozenset(_TYPES.values()) - {object}
 # Values that a pickle may hold, but not call.
 _NUMPY_TYPES = frozenset(
     {
@@ -97,256 +98,337 @@ _ACTIVATIONS = frozenset(
 )
 
 
-class _Guard:
-    """A function that a pickle may call."""
+# What a module keeps its parts in.
+_PARTS = ("_parameters", "_buffers", "_modules")
+# What an attribute takes in a dict, and what a module has beside its own ones.
+_ATTRIBUTE, _MODULE = 100, 4096
+# Of a message.
+_LONGEST = 200
 
-    __slots__ = ("_call",)
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+class Guard:
+    """Stands for a function that a pickle may call: `call` checks the arguments
+    behind the budget. tensor: whether what it makes is a tensor."""
 
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
+    __slots__ = ("call", "tensor")
+
+    def __init__(self, call: Callable[..., Any], tensor: bool = False) -> None:
+        self.call = call
+        self.tensor = tensor
 
 
 class AllowList:
-    """The rules for one unpickling; `source` is for messages."""
+    """The rules for one unpickling, which is charged to `budget`."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
 
-    def refuse(self, what: str) -> UntrustedPickleError:
-        """The error for a pickle that does what it may not."""
-        return UntrustedPickleError(
-            f"overwire: unpickle {self._source}: {what}, which is not on the allow-list. If you trust "
-            "where the file comes from, load it with trust=True",
-            source=self._source,
-        )
+    def wrong(self, verb: str, thing: Any) -> UntrustedPickleError:
+        """The error for a pickle that does with a thing what it may not."""
+        kind = thing if isinstance(thing, type) else type(thing)
+        return self._refuse(f"it {verb} {kind.__module__}.{kind.__qualname__}")
 
-    def check_call(self, function: Any) -> None:
-        """Whether a pickle may call this."""
-        if type(function) is not _Guard and not (isinstance(function, type) and function in _CALLED):
-            raise self.refuse(f"it calls {_named(function)}")
+    def unlisted(self, module: str, name: str) -> UntrustedPickleError:
+        """The error for a global that a pickle may not name."""
+        whole = f"{module}.{name}"[:_LONGEST]
+        return self._refuse(f"it names {whole if whole.isprintable() else ascii(whole)}")
 
-    def check_new(self, kind: Any) -> None:
-        """Whether a pickle may make an empty object of this class."""
-        import torch
+    def _refuse(self, what: str) -> UntrustedPickleError:
+        return self.budget.refuse(f"{what}, which is not on the allow-list")
 
-        if not (isinstance(kind, type) and (kind is object or issubclass(kind, torch.nn.Module))):
-            raise self.refuse(f"it makes an empty {_named(kind)}")
+    def call(self, function: Any, args: tuple[Any, ...]) -> Any:
+        """What a call makes."""
+        if type(function) is Guard:
+            return function.call(self.budget, *args)
+        if isinstance(function, type):
+            make = _CALLS.get(function) or (_torch_calls().get(function) if "torch" in sys.modules else None)
+            if make is not None:
+                return make(self.budget, *args)
+        raise self.wrong("calls", function)
 
-    def check_state(self, made: Any) -> None:
-        """Whether a pickle may set the state of this object."""
+    def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
+        """An empty object of a class."""
+        torch = sys.modules.get("torch")
+        if kind is not object and not (torch is not None and isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
+            raise self.wrong("makes an empty", kind)
+        if args:
+            raise FormatError("an empty object takes no arguments")
+        if kind is not object:
+            self.budget.memory(_MODULE)
+        return kind.__new__(kind)
+
+    def set_state(self, made: Any, state: Any) -> None:
+        """Gives an object its attributes."""
         if type(made) is collections.OrderedDict:
+            made.__dict__.update(attributes(self.budget, made, state))
             return
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(made, torch.nn.Module):
-            raise self.refuse(f"it sets the state of {_named(made)}")
+            raise self.wrong("sets the state of", made)
+        own = attributes(self.budget, made, state)
+        for name, kind in zip(_PARTS, (torch.Tensor, torch.Tensor, torch.nn.Module), strict=True):
+            if name in own:
+                own[name] = _parts(self.budget, own[name], kind)
+        if isinstance(made, torch.nn.RNNBase):
+            _check_rnn(self.budget, type(made), own)
+        type(made).__setstate__(made, own)
 
     def find(self, module: str, name: str) -> Any:
         """What a pickle gets for a global; UntrustedPickleError if nothing."""
         found = _TYPES.get((module, name))
         if found is None:
-            if module == "overwire.rebuild" and name in rebuild.__all__:
-                if name != "spec_of":
-                    found = _Guard(getattr(rebuild, name))
+            if module == "overwire.rebuild" and name in _REBUILD:
+                found = _REBUILD[name]
             elif module == "numpy" and name in _NUMPY_TYPES:
                 import numpy
 
-                found = getattr(numpy, name, None)
-            elif module.split(".")[0] == "torch":
-                found = self._torch(module, name)
+                found = vars(numpy).get(name)
+            elif module == "torch" or module.startswith("torch."):
+                found = _torch(module, name)
         if found is None:
-            raise self.refuse(f"it names {module}.{name}")
+            raise self.unlisted(module, name)
         return found
 
-    def _torch(self, module: str, name: str) -> Any:
-        import torch
 
-        if module == "torch":
-            return self._torch_top(name)
-        if module == "torch._utils" and name in _REBUILDERS:
-            return _Guard(_REBUILDERS[name])
-        if module == "torch._utils" and name.startswith("torch."):
-            # How memory formats pickle: by a path through whatever module.
-            found = getattr(torch, name[6:], None)
-            return found if isinstance(found, torch.memory_format) else None
-        if module == "torch.serialization" and name == "_get_layout":
-            return _Guard(_layout)
-        if module == "torch._tensor" and name == "_rebuild_from_type_v2":
-            return _Guard(_from_type)
-        if module == "torch.nn.parameter" and name in ("Parameter", "Buffer"):
-            return getattr(torch.nn.parameter, name, None)
-        if module == "torch.nn.functional" and name in _ACTIVATIONS:
-            return getattr(torch.nn.functional, name, None)
-        if module == "torch._C._nn" and name == "gelu":
-            return torch._C._nn.gelu
-        if module.startswith("torch.nn.modules."):
-            found = getattr(sys.modules.get(module), name, None)
-            if isinstance(found, type) and issubclass(found, torch.nn.Module) and found.__module__ == module:
-                return found
-        return None
-
-    def _torch_top(self, name: str) -> Any:
-        import torch
-
-        if name in ("Size", "device"):
-            return _Guard(getattr(torch, name))
-        if name == "Tensor":
-            return torch.Tensor
-        if name in _ACTIVATIONS:
-            found = getattr(torch, name, None)
-            return found if not isinstance(found, FunctionType) else None
-        found = getattr(torch, name, None)
-        kinds = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-        return found if isinstance(found, kinds) else None
-
-
-def _named(thing: Any) -> str:
-    kind = thing if isinstance(thing, type) else type(thing)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-# -- rebuilding tensors, with checked arguments
-
-
-def _malformed(what: str) -> FormatError:
-    return FormatError(f"overwire: unpickle: {what} is malformed")
-
-
-def check_extent(nbytes: int, item: int, offset: Any, size: Any, stride: Any) -> None:
-    """FormatError unless the view lies inside a storage of `nbytes`."""
-    if type(offset) is not int or offset < 0 or len(size) != len(stride) or len(size) > 64:
-        raise _malformed("a tensor")
-    last = offset
-    for d, s in zip(size, stride, strict=True):
-        if type(d) is not int or type(s) is not int or d < 0 or s < 0:
-            raise _malformed("a tensor")
-        last += (d - 1) * s
-    if 0 not in size and (last + 1) * item > nbytes:
-        raise _malformed("a tensor that reaches beyond its storage")
-
-
-def _plain_metadata(metadata: Any) -> Any:
-    if metadata is None or (
-        type(metadata) is dict and set(metadata) <= {"conj", "neg"} and all(type(v) is bool for v in metadata.values())
-    ):
-        return metadata
-    raise _malformed("a tensor's metadata")
-
-
-def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any = None,
-               metadata: Any = None) -> Any:  # fmt: skip
+def _torch(module: str, name: str) -> Any:
     import torch
 
-    if type(storage) is not torch.storage.TypedStorage:
-        raise _malformed("a tensor's storage")
-    raw = storage._untyped_storage
-    check_extent(raw.nbytes(), storage.dtype.itemsize, offset, size, stride)
-    make: Any = torch._utils._rebuild_tensor_v2
-    return make(
-        storage, offset, tuple(size), tuple(stride), bool(grad),
-        collections.OrderedDict(), _plain_metadata(metadata),
-    )  # fmt: skip
+    from . import tensors
+
+    if module == "torch":
+        return _torch_top(torch, name)
+    if module == "torch._utils" and name in tensors.REBUILDERS:
+        return Guard(tensors.REBUILDERS[name], tensor=True)
+    if module == "torch._utils" and name.startswith("torch."):
+        # How memory formats pickle: by a path through whatever module.
+        found = vars(torch).get(name[6:])
+        return found if isinstance(found, torch.memory_format) else None
+    if module == "torch.serialization" and name == "_get_layout":
+        return _LAYOUT
+    if module == "torch._tensor" and name == "_rebuild_from_type_v2":
+        return _FROM_TYPE
+    if module == "torch.nn.parameter" and name in ("Parameter", "Buffer"):
+        return vars(torch.nn.parameter).get(name)
+    if module == "torch.nn.functional" and name in _ACTIVATIONS:
+        return vars(torch.nn.functional).get(name)
+    if module == "torch._C._nn" and name == "gelu":
+        return torch._C._nn.gelu
+    if module.startswith("torch.nn.modules."):
+        found = getattr(sys.modules.get(module), "__dict__", {}).get(name)
+        if isinstance(found, type) and issubclass(found, torch.nn.Module) and found.__module__ == module:
+            return found
+    return None
 
 
-def tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any,
-               dtype: Any, metadata: Any = None) -> Any:  # fmt: skip
+def _torch_top(torch: Any, name: str) -> Any:
+    # Its own names only: torch imports modules when it is asked for others.
+    found = vars(torch).get(name)
+    if name in ("Size", "Tensor", "device"):
+        return found
+    if name in _ACTIVATIONS:
+        return found if not isinstance(found, FunctionType) else None
+    kinds = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+    return found if isinstance(found, kinds) else None
+
+
+# -- states
+
+
+def attributes(budget: Budget, made: Any, state: Any) -> dict[str, Any]:
+    """A copy of a state that sets attributes of `made` and nothing else."""
+    if type(state) is not dict:
+        raise FormatError("a state is no dict")
+    budget.memory(_ATTRIBUTE * len(state))
+    own = dict(state)
+    kind = type(made)
+    for name in own:
+        if type(name) is not str:
+            raise FormatError("an attribute's name is no text")
+        if name.startswith("__") or callable(getattr(kind, name, None)):
+            raise budget.refuse(f"it sets {name[:_LONGEST]!a} of {kind.__name__}, which is not on the allow-list")
+    return own
+
+
+def _parts(budget: Budget, parts: Any, kind: Any) -> Any:
+    """A copy of the parts of a module: nothing else of the pickle holds it."""
+    if type(parts) is not dict and type(parts) is not collections.OrderedDict:
+        raise FormatError("a module's parts are malformed")
+    budget.memory(_ATTRIBUTE * len(parts))
+    for name, part in parts.items():
+        if type(name) is not str or not (part is None or isinstance(part, kind)):
+            raise FormatError("a module's part is malformed")
+        if name.startswith("__"):
+            raise budget.refuse(f"it sets {name[:_LONGEST]!a} of a module, which is not on the allow-list")
+    return type(parts)(parts)
+
+
+def _check_rnn(budget: Budget, kind: type, own: dict[str, Any]) -> None:
+    """torch collects the attributes of these names: none may be a method."""
+    rows = own.get("_all_weights", own.get("all_weights"))
+    if type(rows) is not list:
+        raise FormatError("the weights of an RNN are malformed")
+    for row in [own.get("_flat_weights_names"), *rows]:
+        if type(row) is not list:
+            raise FormatError("the weights of an RNN are malformed")
+        budget.work(1 + len(row))
+        for name in row:
+            if type(name) is not str or hasattr(kind, name):
+                raise FormatError("the weights of an RNN are malformed")
+
+
+# -- calls, with checked arguments
+
+
+def _is_int(number: Any, bits: int = 63) -> bool:
+    return type(number) is int and number.bit_length() <= bits
+
+
+def _wrong_args(what: str) -> FormatError:
+    return FormatError(f"the arguments of {what} are malformed")
+
+
+def _complex(budget: Budget, real: Any = 0.0, imag: Any = 0.0) -> complex:
+    if type(real) is not float or type(imag) is not float:
+        raise _wrong_args("complex")
+    return complex(real, imag)
+
+
+def _range(budget: Budget, *args: Any) -> range:
+    if not all(_is_int(n, 1 << 10) for n in args):
+        raise _wrong_args("range")
+    return range(*args)
+
+
+def _slice(budget: Budget, *args: Any) -> slice:
+    made = slice(*args)
+    budget.nest(made, args)
+    return made
+
+
+def _ordered(budget: Budget) -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict()
+
+
+def _default(budget: Budget, factory: Any = None) -> collections.defaultdict[Any, Any]:
+    if factory is not None and not isinstance(factory, type):
+        raise budget.refuse("it makes a defaultdict of other than a class, which is not on the allow-list")
+    return collections.defaultdict(factory)
+
+
+def _deque(budget: Budget, items: Any = (), most: Any = None) -> collections.deque[Any]:
+    if type(items) not in (tuple, list) or items or not (most is None or _is_int(most) and most >= 0):
+        raise _wrong_args("deque")
+    return collections.deque((), most)
+
+
+def _timezone_or_none(zone: tuple[Any, ...]) -> bool:
+    return len(zone) <= 1 and all(type(part) is datetime.timezone for part in zone)
+
+
+def _date(budget: Budget, data: Any) -> datetime.date:
+    if type(data) is not bytes or len(data) != 4:
+        raise _wrong_args("date")
+    make: Any = datetime.date
+    return make(data)  # type: ignore[no-any-return]
+
+
+def _datetime(budget: Budget, data: Any, *zone: Any) -> datetime.datetime:
+    if type(data) is not bytes or len(data) != 10 or not _timezone_or_none(zone):
+        raise _wrong_args("datetime")
+    make: Any = datetime.datetime
+    return make(data, *zone)  # type: ignore[no-any-return]
+
+
+def _time(budget: Budget, data: Any, *zone: Any) -> datetime.time:
+    if type(data) is not bytes or len(data) != 6 or not _timezone_or_none(zone):
+        raise _wrong_args("time")
+    make: Any = datetime.time
+    return make(data, *zone)  # type: ignore[no-any-return]
+
+
+def _timedelta(budget: Budget, *args: Any) -> datetime.timedelta:
+    if len(args) > 3 or not all(_is_int(n) for n in args):
+        raise _wrong_args("timedelta")
+    return datetime.timedelta(*args)
+
+
+def _timezone(budget: Budget, offset: Any, *name: Any) -> datetime.timezone:
+    if type(offset) is not datetime.timedelta or len(name) > 1 or not all(type(n) is str for n in name):
+        raise _wrong_args("timezone")
+    return datetime.timezone(offset, *name)
+
+
+def _decimal(budget: Budget, text: Any) -> decimal.Decimal:
+    if type(text) is not str:
+        raise _wrong_args("Decimal")
+    budget.memory(len(text))
+    return decimal.Decimal(text)
+
+
+_CALLS: dict[type, Callable[..., Any]] = {
+    complex: _complex,
+    range: _range,
+    slice: _slice,
+    collections.OrderedDict: _ordered,
+    collections.defaultdict: _default,
+    collections.deque: _deque,
+    datetime.date: _date,
+    datetime.datetime: _datetime,
+    datetime.time: _time,
+    datetime.timedelta: _timedelta,
+    datetime.timezone: _timezone,
+    decimal.Decimal: _decimal,
+}
+
+
+def _size(budget: Budget, dims: Any) -> Any:
     import torch
 
-    if type(storage) is not torch.UntypedStorage or type(dtype) is not torch.dtype:
-        raise _malformed("a tensor's storage")
-    check_extent(storage.nbytes(), dtype.itemsize, offset, size, stride)
-    # torch's function wants a typed storage, of whatever type.
-    typed: Any = torch.storage.TypedStorage
-    make: Any = torch._utils._rebuild_tensor_v3
-    return make(
-        typed(wrap_storage=storage, dtype=torch.uint8, _internal=True), offset, tuple(size), tuple(stride), bool(grad),
-        collections.OrderedDict(), dtype, _plain_metadata(metadata),
-    )  # fmt: skip
+    if type(dims) is not tuple or not all(_is_int(d) for d in dims):
+        raise _wrong_args("Size")
+    budget.memory(8 * len(dims))
+    return torch.Size(dims)
 
 
-def _layout(name: Any) -> Any:
+def _device(budget: Budget, kind: Any, *index: Any) -> Any:
     import torch
 
-    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if type(kind) is not str or len(index) > 1 or not all(_is_int(n, 7) and n >= 0 for n in index):
+        raise _wrong_args("device")
+    return torch.device(kind, *index)
+
+
+def _torch_calls() -> dict[Any, Callable[..., Any]]:
+    torch = sys.modules["torch"]
+    return {torch.Size: _size, torch.device: _device}
+
+
+def _layout(budget: Budget, name: Any) -> Any:
+    import torch
+
+    found = vars(torch).get(name.removeprefix("torch.")) if type(name) is str else None
     if not isinstance(found, torch.layout):
-        raise _malformed("a layout")
+        raise _wrong_args("a layout")
     return found
 
 
-def _qtensor(storage: Any, offset: Any, size: Any, stride: Any, params: Any, grad: Any,
-             hooks: Any) -> Any:  # fmt: skip
+def _from_type(budget: Budget, function: Any, kind: Any, args: Any, state: Any) -> Any:
     import torch
 
-    if type(storage) is not torch.storage.TypedStorage or type(params) is not tuple:
-        raise _malformed("a quantised tensor")
-    item = storage.dtype.itemsize
-    check_extent(storage._untyped_storage.nbytes(), item, offset, size, stride)
-    make: Any = torch._utils._rebuild_qtensor
-    return make(storage, offset, tuple(size), tuple(stride), params, bool(grad), collections.OrderedDict())
+    from .tensors import subclassed
+
+    if type(function) is not Guard or not function.tensor or type(args) is not tuple:
+        raise _wrong_args("a tensor of a subclass")
+    if not any(kind is allowed for allowed in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", None))):
+        raise _wrong_args("a tensor of a subclass")
+    return subclassed(budget, function.call(budget, *args), kind, state)
 
 
-def _sparse(layout: Any, data: Any) -> Any:
-    import torch
-
-    # Indices are checked, so that no later use reads outside the tensor.
-    if type(data) is not tuple:
-        raise _malformed("a sparse tensor")
-    if layout is torch.sparse_coo and len(data) in (3, 4):
-        coalesced = data[3] if len(data) == 4 else None
-        return torch.sparse_coo_tensor(*data[:3], check_invariants=True, is_coalesced=coalesced)
-    kinds = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-    if layout in kinds and len(data) == 4:
-        return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=True)
-    raise _malformed("a sparse tensor")
+_LAYOUT, _FROM_TYPE = Guard(_layout), Guard(_from_type)
 
 
-def _meta(dtype: Any, size: Any, stride: Any, grad: Any) -> Any:
-    import torch
-
-    return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=bool(grad))
+def _rebuilder(function: Callable[..., Any]) -> Guard:
+    return Guard(lambda budget, *args: function(*args, budget=budget))
 
 
-def _parameter(data: Any, grad: Any, hooks: Any = None, state: Any = None) -> Any:
-    import torch
-
-    if not isinstance(data, torch.Tensor):
-        raise _malformed("a parameter")
-    made = torch.nn.Parameter(data, bool(grad))
-    if type(state) is dict:
-        made.__dict__.update(state)
-    elif state is not None:
-        raise _malformed("a parameter's state")
-    return made
-
-
-def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    import torch
-
-    allowed = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", None))
-    if type(function) is not _Guard or kind not in allowed or type(args) is not tuple:
-        raise _malformed("a tensor of a subclass")
-    made = function(*args)
-    if not isinstance(made, torch.Tensor):
-        raise _malformed("a tensor of a subclass")
-    if type(made) is not kind:
-        made = made.as_subclass(kind)
-    if type(state) is tuple and len(state) == 2 and not state[1]:
-        state = state[0]
-    if type(state) is dict:
-        made.__dict__.update(state)
-    elif state is not None:
-        raise _malformed("a tensor's state")
-    return made
-
-
-_REBUILDERS: dict[str, Callable[..., Any]] = {
-    "_rebuild_tensor_v2": _tensor_v2,
-    "_rebuild_tensor_v3": tensor_v3,
-    "_rebuild_qtensor": _qtensor,
-    "_rebuild_sparse_tensor": _sparse,
-    "_rebuild_meta_tensor_no_storage": _meta,
-    "_rebuild_parameter": _parameter,
-    "_rebuild_parameter_with_state": _parameter,
-}
+_REBUILD = {function.__name__: _rebuilder(function) for function in (rebuild.array, rebuild.dtype, rebuild.scalar)}

@@ -3,22 +3,35 @@ not carry: dtypes, scalars, and arrays of Python objects.
 
 numpy's own pickle functions are not used, because they trust their input: a
 forged dtype state can make numpy take bytes for pointers. These check theirs,
-and are therefore on the allow-list of `load_compressed_pickle`.
+and are therefore on the allow-list of `load_compressed_pickle`. The budget is that
+of a pickle that is not trusted; None: of one that is.
 
 Their names and arguments stand in files: they never change.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from .errors import FormatError
+from .budget import Budget
+from .errors import ArgumentError, FormatError
 
 __all__ = ["array", "dtype", "scalar", "spec_of"]
 
 #: A dtype as data: numpy's text ("<f4", "O", "<M8[ns]"), an ml_dtypes name, or
 #: a list of fields (name, spec, shape).
 Spec = str | list[Any]
+
+# The kinds of numpy's own dtypes whose elements are bytes and nothing else, and
+# the names of those that ml_dtypes adds.
+_OWN = re.compile(r"[<>=|](?:[?bBiufcmMSUV]\d{0,10}(?:\[[\w/]{1,40}\])?|O)|O", re.ASCII)
+_ADDED = re.compile(r"(?:b?float|u?int)\d+(?:_\w+)?", re.ASCII)
+
+# Of structures in structures, and of the dimensions of a field or an array.
+_DEEPEST = 32
+_DIMS = 64
+_LARGEST = 1 << 62
 
 
 def spec_of(dtype: Any) -> Spec | None:
@@ -45,65 +58,82 @@ def spec_of(dtype: Any) -> Spec | None:
         return None
 
 
-def np_dtype(spec: Spec) -> Any:
+def np_dtype(spec: Spec, *, budget: Budget | None = None, depth: int = 0) -> Any:
     """The numpy dtype of a spec."""
     import numpy as np
 
-    if isinstance(spec, list):
+    if budget is not None:
+        budget.work(10)
+    if type(spec) is list:
+        if depth > _DEEPEST:
+            raise FormatError(f"overwire: unpickle: a dtype is nested deeper than {_DEEPEST}")
         fields = []
         for field in spec:
-            if not (isinstance(field, tuple) and len(field) == 3):
+            if type(field) is not tuple or len(field) != 3:
                 raise FormatError("overwire: unpickle: a dtype's field is malformed")
             name, of, shape = field
-            if not isinstance(name, str) or not _is_ints(shape):
+            if type(name) is not str or not _is_shape(shape):
                 raise FormatError("overwire: unpickle: a dtype's field is malformed")
-            fields.append((name, np_dtype(of), shape))
+            fields.append((name, np_dtype(of, budget=budget, depth=depth + 1), shape))
         return np.dtype(fields)
-    if not isinstance(spec, str):
+    if type(spec) is not str:
         raise FormatError("overwire: unpickle: a dtype is malformed")
-    if spec[:1] in "<>=|" or spec == "O":
+    if _OWN.fullmatch(spec):
         return np.dtype(spec)
-    if spec.replace("_", "").isalnum() and ("float" in spec or "int" in spec):
+    if _ADDED.fullmatch(spec):
         from .frames import frame_for
 
-        return frame_for("np").dtype(spec)
-    raise FormatError(f"overwire: unpickle: no such dtype: {spec!r}")
+        try:
+            return frame_for("np").dtype(spec)
+        except ArgumentError:
+            pass  # as of an ml_dtypes that this one is not
+    raise FormatError(f"overwire: unpickle: no such dtype: {spec[:100]!r}")
 
 
-def _is_ints(shape: Any) -> bool:
-    return isinstance(shape, tuple) and all(type(d) is int and d >= 0 for d in shape)
+def _is_shape(shape: Any) -> bool:
+    return type(shape) is tuple and len(shape) <= _DIMS and all(type(d) is int and 0 <= d < _LARGEST for d in shape)
 
 
-def dtype(spec: Spec) -> Any:
+def dtype(spec: Spec, *, budget: Budget | None = None) -> Any:
     """Makes a dtype."""
-    return np_dtype(spec)
+    return np_dtype(spec, budget=budget)
 
 
-def scalar(spec: Spec, data: bytes) -> Any:
+def scalar(spec: Spec, data: bytes, *, budget: Budget | None = None) -> Any:
     """Makes a numpy scalar of its bytes."""
     import numpy as np
 
-    kind = np_dtype(spec)
+    kind = np_dtype(spec, budget=budget)
     if kind.hasobject or type(data) is not bytes or len(data) != kind.itemsize:
         raise FormatError("overwire: unpickle: a scalar is malformed")
+    if budget is not None:
+        budget.memory(len(data))
     if not data:
         return np.zeros((), kind)[()]
     return np.frombuffer(data, kind)[0]
 
 
-def array(spec: Spec, shape: tuple[int, ...], fortran: bool, items: list[Any]) -> Any:
+def array(spec: Spec, shape: tuple[int, ...], fortran: bool, items: list[Any], *, budget: Budget | None = None) -> Any:
     """Makes an array of Python objects, one item an element in C order."""
     import numpy as np
 
-    kind = np_dtype(spec)
-    if not _is_ints(shape) or type(items) is not list:
+    kind = np_dtype(spec, budget=budget)
+    if not kind.hasobject or not _is_shape(shape) or type(items) is not list or type(fortran) is not bool:
         raise FormatError("overwire: unpickle: an array is malformed")
     count = 1
     for d in shape:
         count *= d
+        if count >= _LARGEST:
+            raise FormatError("overwire: unpickle: an array is malformed")
     if count != len(items):
         raise FormatError("overwire: unpickle: an array is malformed")
+    if budget is not None:
+        # numpy takes an element's size for none.
+        budget.memory((1 + fortran) * max(count, 1) * kind.itemsize)
     flat = np.empty(count, kind)
     for at, item in enumerate(items):
         flat[at] = item
-    return flat.reshape(shape).copy(order="F") if fortran else flat.reshape(shape)
+    made = flat.reshape(shape).copy(order="F") if fortran else flat.reshape(shape)
+    if budget is not None:
+        budget.nest(made, items)
+    return made

@@ -8,7 +8,6 @@ both of nyacomp's places: its README's (beside the pickle) and its code's (nya/)
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import overwire
 from overwire.sources import local
 from overwire.stores import write_bytes
+from overwire.unpickling import load_plain
 
 from . import settings
 
@@ -168,22 +168,15 @@ def read_merge_info(path: str | os.PathLike[str]) -> str:
     return place.read_text()
 
 
-class _Plain(pickle.Unpickler):
-    # Dicts, lists, numbers and texts need no global; what does is no metadata.
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise overwire.UntrustedPickleError(f"overwire: unpickle {METADATA}: it asks for {module}.{name}")
-
-
 def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """metadata.pkl of the bundle at `path`: the dicts, {} included, and the bins.
 
-    Nothing in it is called. NotFoundError, FormatError, UntrustedPickleError."""
+    It is plain data: nothing in it is called. NotFoundError, FormatError, UntrustedPickleError."""
     place = find(path, METADATA)
     if place is None:
         raise overwire.NotFoundError(f"overwire: open {path}: {METADATA} is not beside it", source=os.fspath(path))
     try:
-        *rows, bins = _Plain(io.BytesIO(overwire.read_bytes(place, _LIMIT))).load()
+        *rows, bins = load_plain(overwire.read_bytes(place, _LIMIT), str(place))
         bins = [[int(at) for at in part] for part in bins]
         wanted = {*Row._fields}
         if any(not isinstance(row, dict) or row and not wanted <= row.keys() for row in rows):
