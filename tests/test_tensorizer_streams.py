@@ -523,3 +523,21 @@ def test_the_engine_alone_reaches_stores() -> None:
                 if path.name != "teams.py":
                     assert name.partition(".")[0] not in other, path
                 assert not name.startswith(("urllib.request", "urllib.error")), path
+
+
+def test_to_redis_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    """Nothing short of what the index says is stored as a value."""
+    path = tmp_path / "x.tensors"
+    ow.save_file({"a": np.arange(40_000, dtype=np.int64), "b": np.arange(9.0)}, path)
+
+    class Client(dict[str, bytes]):
+        set = dict.__setitem__
+        exists = dict.__contains__
+
+    whole, cut = Client(), Client()
+    with TensorDeserializer(path, lazy_load=True) as reader:
+        reader.to_redis(whole, "m")
+        os.truncate(path, path.stat().st_size - 1000)
+        with pytest.raises(ow.CorruptError):
+            reader.to_redis(cut, "m")
+    assert whole and all(whole[key] == value for key, value in cut.items())
