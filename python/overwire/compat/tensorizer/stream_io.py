@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import OverwireError
+from ...files import regular
 from ...storage import shown
 from ...stores import ObjectReader, ObjectWriter
 from . import _s3
@@ -453,6 +454,7 @@ def open_stream(
     path = path.removeprefix("file://") if scheme else path
     if set(mode) & set("wax") and os.path.dirname(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-    stream = open(path, mode, buffering=-1 if buffer_size is None else buffer_size)  # noqa: SIM115 - the caller's
+    # The caller's. A pipe that is to be read would wait for a writer, and cannot seek.
+    stream = open(path, mode, -1 if buffer_size is None else buffer_size, opener=regular if normal == "br" else None)  # noqa: SIM115
     stream.seek(begin or 0)
     return stream
