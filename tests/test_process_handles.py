@@ -90,13 +90,16 @@ def refuse(kinds, call, *args):
     except kinds:
         return
     sys.exit(f"{call.__name__}{args!r} was taken")
-for call in (e.open_model, e.convert_start, e.verify_start, e.preload_start, e.inspect):
+for call in (e.open_model, e.convert_start, e.verify_start, e.preload_start):
     for text in ("a\\0b", "\\ud800"):
         refuse(ValueError, call, text)
     refuse(TypeError, call, 1)
     refuse(TypeError, call, b"{}")
 for text in ("", "[]", "{", '{"uris": 1}'):
     refuse(ValueError, e.open_model, text)
+refuse(ValueError, e.call, "destroy", "{}")
+refuse(ValueError, e.call, "\\0", "{}")
+refuse(TypeError, e.call, 1, "{}")
 refuse(ValueError, e.load_start, model, None, "\\0")
 refuse(ValueError, e.load_start, model, None, "nonsense")
 refuse(TypeError, e.load_start, model, "text", "{}")
@@ -333,7 +336,7 @@ for compress in (False, True):
     landed = dict(zip(names, load(path)))
     assert ctypes.string_at(landed["w"][1], n * 2) == values.tobytes()
     assert json.loads(e.model_info(model))["sources"][0]["overwire"] is compress
-    assert json.loads(e.inspect(json.dumps({"uris": [path]})))
+    assert json.loads(e.call("inspect", json.dumps({"uris": [path]})))
     verify = e.verify_start(json.dumps({"uris": [path]}))
     assert e.job_wait(verify, None) and json.loads(e.job_report(verify))
 convert = e.convert_start(json.dumps({"uris": [f"{sys.argv[1]}/True.safetensors"], "path": f"{sys.argv[1]}/back.safetensors"}))

@@ -8,7 +8,6 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
@@ -18,12 +17,13 @@ import (
 // An entry is a job that Python has a handle to: one of any verb, a load, or a
 // preload, which becomes a load when its files are open.
 type entry struct {
-	job    *job.Job         // nil: a preload
-	load   *load.Loading    // nil: not a load (yet)
-	pre    *preload.Preload // nil: not a preload
-	coding *coding          // nil: not a codec job
-	relay  *load.Relay      // nil: not a relay
-	mine   bool             // pre was handed over: its model and tensors are this handle's
+	job     *job.Job         // nil: a preload
+	load    *load.Loading    // nil: not a load (yet)
+	pre     *preload.Preload // nil: not a preload
+	coding  *coding          // nil: not a codec job
+	calling *calling         // nil: not a call
+	relay   *load.Relay      // nil: not a relay
+	mine    bool             // pre was handed over: its model and tensors are this handle's
 }
 
 var jobs = newTable[*entry]("job")
@@ -125,11 +125,24 @@ func Free(h uint64) {
 	case e.coding != nil:
 		e.job.Cancel()
 		e.coding.drop()
+	case e.calling != nil:
+		e.job.Cancel()
+		e.calling.drop()
 	case e.job != nil:
 		e.job.Cancel()
 	case e.mine:
-		e.discard()
+		e.pre.Discard()
 	}
+}
+
+// End cancels a job, waits until nothing of the caller's is in use any more, and
+// forgets it. A preload is forgotten as Free does, without a wait.
+func End(h uint64) {
+	if e, err := jobs.get(h); err == nil && e.job != nil {
+		e.job.Cancel()
+		_, _ = e.job.Wait(-1)
+	}
+	Free(h)
 }
 
 // A Landed is one request of a load that is ready, and its tensor, which is
@@ -229,16 +242,3 @@ func Shutdown(d time.Duration) bool {
 // EmptyCache gives back the device and pinned memory that is only kept for the
 // next load. It starts no driver.
 func EmptyCache() error { return cuda.Trim() }
-
-// discard gives up a preload that was handed over.
-func (e *entry) discard() {
-	spawn.Go("preload discard", func() {
-		m, l, _, _ := e.pre.Opened(-1)
-		if l != nil {
-			l.Close()
-		}
-		if m != nil {
-			m.Close()
-		}
-	})
-}
