@@ -15,7 +15,7 @@ from io import SEEK_CUR, SEEK_END, SEEK_SET
 from typing import Any
 
 from ...errors import OverwireError
-from ...files import regular
+from ...files import read_file, regular
 from ...storage import shown
 from ...stores import ObjectReader, ObjectWriter
 from . import _s3
@@ -89,7 +89,7 @@ def _certificates(path: str | os.PathLike[str]) -> bool:
     """Whether a file, or a file of a folder, has a certificate."""
     if os.path.isdir(path):
         return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
-    return b"-----BEGIN CERTIFICATE-----" in read_file(os.fspath(path), _BUNDLE)
+    return b"-----BEGIN CERTIFICATE-----" in read_file(os.fspath(path), 64 << 20)
 
 
 class _Stream(io.BufferedIOBase):
