@@ -86,6 +86,7 @@ extern long long unsigned int api_FetchStart(char* spec);
 extern long long int api_GpuBatchFree(long long unsigned int batch);
 extern long long int api_GpuCount(void);
 extern long long int api_GpuFollow(long long int device, long long unsigned int stream, long long unsigned int after);
+extern long long int api_GpuMode(long long int mode);
 extern char* api_GpuNames(void);
 extern long long int api_GpuOf(long long unsigned int address);
 extern long long int api_GpuStreamCheck(long long int device, long long unsigned int stream);
@@ -93,6 +94,7 @@ extern long long int api_GpuStreamFree(long long int device, long long unsigned 
 extern long long unsigned int api_GpuStreamNew(long long int device);
 extern long long int api_GpuStreamSync(long long int device, long long unsigned int stream);
 extern long long int api_GpuTransform(char* dtype, long long unsigned int sample, long long int n);
+extern long long int api_GpuUsed(long long int device, long long unsigned int stream);
 extern char* api_IndexNames(char* spec);
 extern char* api_Inspect(char* uri);
 extern long long int api_JobCancel(long long unsigned int job);
