@@ -28,7 +28,7 @@ step() {  # name, seconds, command...
 
 tests() {
     if "$PYTHON" -c 'import pytest' 2>/dev/null; then
-        step tests 180 "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts= tests/test_gpu.py
+        step tests 300 "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts= tests/test_gpu.py
     else
         echo "-- tests: no pytest, not run"
     fi

@@ -165,9 +165,6 @@ func (m *Model) drop() {
 	last := m.refs == 0
 	m.mu.Unlock()
 	if last {
-		if m.pin != nil {
-			m.pin.unregister()
-		}
 		for _, s := range m.srcs {
 			_ = s.Close()
 		}

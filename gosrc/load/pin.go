@@ -24,8 +24,9 @@ import (
 type pinned struct {
 	bytes [][]byte
 
-	mu  sync.Mutex
-	gpu *cuda.Device // that the memory was registered through; nil: not yet
+	mu         sync.Mutex
+	gpu        *cuda.Device // that the memory is registered through; nil: not yet
+	registered int          // so many of bytes are
 }
 
 // A PinReport is what pinning a model cost.
@@ -71,15 +72,15 @@ func (m *Model) Pin(opt Options) (*job.Job, error) {
 		defer m.mu.Unlock()
 		m.pinning = false
 		if err != nil {
-			for _, b := range p.bytes {
-				unmap(b)
+			for i := range p.bytes {
+				p.free(i)
 			}
 			return err
 		}
 		m.pin = p
 		for i, b := range p.bytes {
 			_ = m.srcs[i].Close()
-			m.srcs[i] = memory.New(m.ix.Sources[i].URI, b, func() { unmap(b) })
+			m.srcs[i] = memory.New(m.ix.Sources[i].URI, b, func() { p.free(i) })
 		}
 		j.SetReport(PinReport{j.TotalBytes.Load(), time.Since(start).Seconds()})
 		return nil
@@ -175,35 +176,32 @@ func together(ctx context.Context, workers, n int, fn func(ctx context.Context, 
 	return nil
 }
 
-// register pins the memory for all GPUs, through the first that asks.
+// register pins the memory for all GPUs, through the first that asks. What was
+// registered before an error stays so, and the next try goes on from there.
 func (m *Model) register(p *pinned, gpu *cuda.Device) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.gpu != nil {
-		return nil
+	if p.gpu == nil {
+		p.gpu = gpu
 	}
-	for i, b := range p.bytes {
-		if err := gpu.Register(b); err != nil {
-			for _, b := range p.bytes[:i] {
-				_ = gpu.Unregister(b)
-			}
+	for ; p.registered < len(p.bytes); p.registered++ {
+		if err := p.gpu.Register(p.bytes[p.registered]); err != nil {
 			return m.where("stage", err)
 		}
 	}
-	p.gpu = gpu
 	return nil
 }
 
-// unregister lets the driver go of the memory; nothing copies from it any more.
-func (p *pinned) unregister() {
+// free gives the memory of a source back, when the driver has let go of it;
+// nothing copies from it any more.
+func (p *pinned) free(i int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, b := range p.bytes {
-		if p.gpu != nil {
-			_ = p.gpu.Unregister(b) // a lost device has let go already
-		}
+	if b := p.bytes[i]; i < p.registered {
+		p.gpu.Unregister(b, func() { unmap(b) })
+	} else {
+		unmap(b)
 	}
-	p.gpu = nil
 }
 
 // unmap gives memory of cpu.Map back; its length is that of its pages.

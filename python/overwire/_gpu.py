@@ -21,6 +21,7 @@ __all__ = [
     "gpu_decode",
     "gpu_encode",
     "gpu_follow",
+    "gpu_mode",
     "gpu_names",
     "gpu_of",
     "gpu_peek",
@@ -29,6 +30,7 @@ __all__ = [
     "gpu_stream_new",
     "gpu_stream_sync",
     "gpu_transform",
+    "gpu_used",
     "gpu_wait",
 ]
 
@@ -60,6 +62,18 @@ def gpu_alloc(device: int, nbytes: int) -> tuple[Capsule, int]:
 def gpu_copy(device: int, stream: int, after: bytes, dst: int, src: int, nbytes: int, wait: bool) -> None:
     """Queue a copy between any two places, after what is queued on streams now."""
     _engine._call(_engine._core().gpu_copy, device, stream, after, dst, src, nbytes, wait)
+
+
+def gpu_mode(mode: int) -> int:
+    """Set this thread's mode of stream capture (CUstreamCaptureMode), and return the
+    one before; -1 for no driver, and for -1, which changes nothing."""
+    before: int = _engine._call(_engine._core().api_GpuMode, mode)
+    return before
+
+
+def gpu_used(device: int, stream: int) -> None:
+    """Tell of a stream that works on memory of the engine's, and lives as long as the process."""
+    _engine._call(_engine._core().api_GpuUsed, device, stream)
 
 
 def gpu_follow(device: int, stream: int, after: int) -> None:

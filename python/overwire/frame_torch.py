@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from . import _engine
+from . import _engine, _gpu
 from .dtypes import FLOATS, PACKED, packed_shape
-from .errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError
+from .errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from .frames import Bytes, check_empty
+from .gpu import beside_captures, refuse_capture
 
 __all__ = ["SAVED", "TorchFrame"]
 
@@ -65,9 +66,12 @@ def _native(name: str) -> bool:
 
 @contextlib.contextmanager
 def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
-    # torch's errors on a GPU as ours.
+    # torch's errors on a GPU as ours; and its calls harm no capture of another thread.
     try:
-        yield
+        with beside_captures():
+            yield
+    except OverwireError:
+        raise
     except torch.OutOfMemoryError as error:
         free, total = _room(device)
         room = "" if free is None else f"{free} are free of {total}: "
@@ -80,7 +84,8 @@ def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
 
 def _room(device: str) -> tuple[int | None, int | None]:
     try:
-        free, total = torch.cuda.mem_get_info(torch.device(device))
+        with beside_captures():
+            free, total = torch.cuda.mem_get_info(torch.device(device))
         return free, total
     except (RuntimeError, AssertionError):
         return None, None
@@ -96,10 +101,31 @@ def stream_of(device: str) -> int:
     """torch's current stream, as DLPack numbers it: 1 is the default one.
 
     The engine waits for what is queued there before it writes into memory of
-    torch's allocator, which may be in use by it.
+    torch's allocator, which may be in use by it. Raises NotSupportedError where that
+    stream is being captured into a CUDA graph.
     """
     with _errors_of(device):
+        _refuse_capture(device)
         return torch.cuda.current_stream(torch.device(device)).cuda_stream or 1
+
+
+def _refuse_capture(device: Any) -> None:
+    with torch.cuda.device(torch.device(device)):
+        refuse_capture(torch)
+
+
+def used_on(device: str) -> None:
+    """Tells the engine of torch's current stream, where tensors in its memory are
+    about to be used: their memory then outlives what is queued there.
+
+    A stream of somebody else's (`torch.cuda.ExternalStream`) may end before the
+    process does, and is not told of.
+    """
+    with _errors_of(device):
+        _refuse_capture(device)
+        stream = torch.cuda.current_stream(torch.device(device))
+    if stream.cuda_stream and stream.stream_id != stream.cuda_stream:
+        _gpu.gpu_used(stream.device_index, stream.cuda_stream)
 
 
 def on_gpu(data: Any) -> bool:
@@ -109,11 +135,13 @@ def on_gpu(data: Any) -> bool:
 
 def settled(data: Any) -> int:
     """0 for memory of the host; for a GPU's 1 + its number, after the work that
-    is queued there now: the engine's reads wait for no stream."""
+    is queued on its current stream now, as torch's own copies to the host are: the
+    engine's reads wait for no stream."""
     if data.device.type != "cuda":
         return 0
     with _errors_of(str(data.device)):
-        torch.cuda.synchronize(data.device)
+        _refuse_capture(data.device)
+        torch.cuda.current_stream(data.device).synchronize()
     return int(data.device.index) + 1
 
 

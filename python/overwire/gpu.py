@@ -15,14 +15,15 @@ imported memory comes out of its allocator.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import _gpu
-from .errors import ArgumentError, ForkedError
+from .errors import ArgumentError, ForkedError, NotSupportedError
 
 __all__ = [
     "Batch",
@@ -30,6 +31,7 @@ __all__ = [
     "Memory",
     "algorithms",
     "alloc",
+    "beside_captures",
     "copy",
     "count",
     "current_stream",
@@ -38,6 +40,7 @@ __all__ = [
     "encode",
     "follow",
     "glance",
+    "refuse_capture",
     "stream_check",
     "stream_free",
     "stream_new",
@@ -46,6 +49,7 @@ __all__ = [
     "transform",
 ]
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _KINDS = {"native": 0, "raw": 1, "with_size": 2}
 _five = struct.Struct("=5q").pack
 _counted: int | None = None
@@ -119,7 +123,33 @@ def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
     return Memory(tensor.data_ptr(), nbytes, tensor, device)
 
 
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """For calls of torch's: on this thread they harm no CUDA graph that another
+    thread captures meanwhile in torch's default mode, as growing its allocator does."""
+    before = _gpu.gpu_mode(_RELAXED)
+    try:
+        yield
+    finally:
+        _gpu.gpu_mode(before)
+
+
+def refuse_capture(torch: Any) -> None:
+    """Raises NotSupportedError where torch's current stream is being captured into a
+    CUDA graph: what waits for that stream destroys the graph."""
+    if torch.cuda.is_current_stream_capturing():
+        raise NotSupportedError(
+            "overwire: the current stream is being captured into a CUDA graph, of which this cannot be a part: "
+            "do it before the capture, or on another stream"
+        )
+
+
 def _empty(torch: Any, nbytes: int, device: int) -> Any:
+    with beside_captures():
+        return _made(torch, nbytes, device)
+
+
+def _made(torch: Any, nbytes: int, device: int) -> Any:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
     except torch.cuda.OutOfMemoryError as error:

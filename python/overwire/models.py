@@ -118,6 +118,10 @@ class Model:
         found = _preloaded(uris, device, reach) if preloaded else None
         if found is not None:
             self._handle, self.preload = found
+            if device != "cpu":
+                from .frame_torch import used_on
+
+                used_on(device)
             log.debug("load %s: joins its preload", self.uris[0])
         else:
             spec: dict[str, Any] = {"uris": uris, "map": mmap, "lenient": bool(lenient), **reach}
@@ -235,10 +239,12 @@ class Model:
         if requests is not None:
             packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
         options: dict[str, Any] = {"device": self.device, "cast": cast, "read": self.read or ""}
-        if self.device != "cpu" and requests is not None:
-            from .frame_torch import stream_of
+        if self.device != "cpu":
+            from .frame_torch import stream_of, used_on
 
-            options["stream"] = stream_of(self.device)
+            used_on(self.device)
+            if requests is not None:
+                options["stream"] = stream_of(self.device)
         text = json.dumps(options)
         try:
             number = _engine.load_start(self._handle, packed, text)

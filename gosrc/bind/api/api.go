@@ -31,6 +31,14 @@ func GpuOf(address uint64) (int, error) {
 	return face.Call("gpu", func() (int, error) { return face.GPUOf(address) })
 }
 
+func GpuUsed(device int, stream uint64) (int, error) {
+	return done("gpu", func() error { return face.GPUUsed(device, stream) })
+}
+
+func GpuMode(mode int) (int, error) {
+	return face.Call("gpu", func() (int, error) { return face.GPUMode(mode), nil })
+}
+
 func GpuFollow(device int, stream, after uint64) (int, error) {
 	return done("gpu", func() error { return face.GPUFollow(device, stream, after) })
 }

@@ -228,6 +228,27 @@ PyObject * _wrap__core_api_GpuFollow(PyObject * PYBINDGEN_UNUSED(dummy), PyObjec
 
 
 PyObject *
+_wrap__core_api_GpuMode(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t mode;
+    const char *keywords[] = {"mode", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "L", (char **) keywords, &mode)) {
+        return NULL;
+    }
+    retval = api_GpuMode(mode);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuMode(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_GpuOf(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -356,6 +377,28 @@ _wrap__core_api_GpuTransform(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args,
     return py_retval;
 }
 PyObject * _wrap__core_api_GpuTransform(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_GpuUsed(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    int64_t device;
+    uint64_t stream;
+    const char *keywords[] = {"device", "stream", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LK", (char **) keywords, &device, &stream)) {
+        return NULL;
+    }
+    retval = api_GpuUsed(device, stream);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_GpuUsed(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -865,12 +908,14 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_GpuBatchFree", (PyCFunction) _wrap__core_api_GpuBatchFree, METH_KEYWORDS|METH_VARARGS, "api_GpuBatchFree(batch)\n\ntype: batch: uint64_t" },
     {(char *) "api_GpuCount", (PyCFunction) _wrap__core_api_GpuCount, METH_NOARGS, "api_GpuCount()\n\n" },
     {(char *) "api_GpuFollow", (PyCFunction) _wrap__core_api_GpuFollow, METH_KEYWORDS|METH_VARARGS, "api_GpuFollow(device, stream, after)\n\ntype: device: int64_t\ntype: stream: uint64_t\ntype: after: uint64_t" },
+    {(char *) "api_GpuMode", (PyCFunction) _wrap__core_api_GpuMode, METH_KEYWORDS|METH_VARARGS, "api_GpuMode(mode)\n\ntype: mode: int64_t" },
     {(char *) "api_GpuOf", (PyCFunction) _wrap__core_api_GpuOf, METH_KEYWORDS|METH_VARARGS, "api_GpuOf(address)\n\ntype: address: uint64_t" },
     {(char *) "api_GpuStreamCheck", (PyCFunction) _wrap__core_api_GpuStreamCheck, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamCheck(device, stream)\n\ntype: device: int64_t\ntype: stream: uint64_t" },
     {(char *) "api_GpuStreamFree", (PyCFunction) _wrap__core_api_GpuStreamFree, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamFree(device, stream)\n\ntype: device: int64_t\ntype: stream: uint64_t" },
     {(char *) "api_GpuStreamNew", (PyCFunction) _wrap__core_api_GpuStreamNew, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamNew(device)\n\ntype: device: int64_t" },
     {(char *) "api_GpuStreamSync", (PyCFunction) _wrap__core_api_GpuStreamSync, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamSync(device, stream)\n\ntype: device: int64_t\ntype: stream: uint64_t" },
     {(char *) "api_GpuTransform", (PyCFunction) _wrap__core_api_GpuTransform, METH_KEYWORDS|METH_VARARGS, "api_GpuTransform(dtype, sample, n)\n\ntype: dtype: char *\ntype: sample: uint64_t\ntype: n: int64_t" },
+    {(char *) "api_GpuUsed", (PyCFunction) _wrap__core_api_GpuUsed, METH_KEYWORDS|METH_VARARGS, "api_GpuUsed(device, stream)\n\ntype: device: int64_t\ntype: stream: uint64_t" },
     {(char *) "api_JobCancel", (PyCFunction) _wrap__core_api_JobCancel, METH_KEYWORDS|METH_VARARGS, "api_JobCancel(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobEnd", (PyCFunction) _wrap__core_api_JobEnd, METH_KEYWORDS|METH_VARARGS, "api_JobEnd(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobFree", (PyCFunction) _wrap__core_api_JobFree, METH_KEYWORDS|METH_VARARGS, "api_JobFree(job)\n\ntype: job: uint64_t" },

@@ -175,6 +175,21 @@ func api_GpuFollow(device C.longlong, stream C.ulonglong, after C.ulonglong) C.l
 	return C.longlong(cret)
 }
 
+//export api_GpuMode
+func api_GpuMode(mode C.longlong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuMode(int(mode))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export api_GpuNames
 func api_GpuNames() *C.char {
 	_saved_thread := C.PyEval_SaveThread()
@@ -269,6 +284,21 @@ func api_GpuStreamSync(device C.longlong, stream C.ulonglong) C.longlong {
 func api_GpuTransform(dtype *C.char, sample C.ulonglong, n C.longlong) C.longlong {
 	_saved_thread := C.PyEval_SaveThread()
 	cret, __err := api.GpuTransform(C.GoString(dtype), uint64(sample), int64(n))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
+//export api_GpuUsed
+func api_GpuUsed(device C.longlong, stream C.ulonglong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.GpuUsed(int(device), uint64(stream))
 
 	C.PyEval_RestoreThread(_saved_thread)
 	if __err != nil {

@@ -85,6 +85,7 @@ extern long long unsigned int api_FetchStart(char* spec);
 extern long long int api_GpuBatchFree(long long unsigned int batch);
 extern long long int api_GpuCount(void);
 extern long long int api_GpuFollow(long long int device, long long unsigned int stream, long long unsigned int after);
+extern long long int api_GpuMode(long long int mode);
 extern char* api_GpuNames(void);
 extern long long int api_GpuOf(long long unsigned int address);
 extern long long int api_GpuStreamCheck(long long int device, long long unsigned int stream);
@@ -92,6 +93,7 @@ extern long long int api_GpuStreamFree(long long int device, long long unsigned 
 extern long long unsigned int api_GpuStreamNew(long long int device);
 extern long long int api_GpuStreamSync(long long int device, long long unsigned int stream);
 extern long long int api_GpuTransform(char* dtype, long long unsigned int sample, long long int n);
+extern long long int api_GpuUsed(long long int device, long long unsigned int stream);
 extern long long int api_JobCancel(long long unsigned int job);
 extern long long int api_JobEnd(long long unsigned int job);
 extern long long int api_JobFree(long long unsigned int job);

@@ -24,6 +24,20 @@ func GPUNames() (string, error) { return encode(bitstream.GPUNames()) }
 // GPUOf is the GPU that an address is of, or -1.
 func GPUOf(address uint64) (int, error) { return cuda.DeviceOf(address), nil }
 
+// GPUUsed tells of a stream that works on memory of the engine's; see
+// cuda.Device.Used.
+func GPUUsed(index int, stream uint64) error {
+	d, err := cuda.Open(index)
+	if err == nil {
+		d.Used(uintptr(stream))
+	}
+	return err
+}
+
+// GPUMode exchanges the calling thread's mode of stream capture; see
+// cuda.ThreadMode.
+func GPUMode(mode int) int { return cuda.ThreadMode(mode) }
+
 // GPUFollow lets a stream wait for what is queued on another.
 func GPUFollow(index int, stream, after uint64) error {
 	d, err := cuda.Open(index)

@@ -11,12 +11,10 @@ import "C"
 import (
 	"errors"
 	"fmt"
-	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 const (
@@ -70,7 +68,8 @@ func lay(sizes []int64) ([]region, error) {
 // Alloc returns device memory for tensors of the given sizes, each exact and
 // aligned to Align and with one holder, the caller. All or nothing; what is in
 // the memory is not defined. Work that reads it may still be queued when its
-// last holder lets go: it is freed after that, by the device.
+// last holder lets go: it is freed after that, if the stream is the default one
+// or was told to Used.
 func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 	regions, err := lay(sizes)
 	if err != nil {
@@ -87,8 +86,8 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 	for i := range regions {
 		want[i] = C.uint64_t(regions[i].bytes)
 	}
-	got := make([]C.owcu_ptr, len(regions))
-	if err := d.allocate(want, got, sizes); err != nil {
+	got, err := d.pieces(want, sizes)
+	if err != nil {
 		return nil, err
 	}
 	for i := range regions {
@@ -97,7 +96,7 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 		if p == nil {
 			panic("out of memory for a header of 64 bytes")
 		}
-		b := device.NewListed(p, int64(len(r.member)), pointer(got[i]), uint64(r.bytes), unsafe.Pointer(d.list))
+		b := device.NewListed(p, int64(len(r.member)), pointer(got[i]), uint64(want[i]), unsafe.Pointer(d.list))
 		for k, n := range r.member {
 			mem[n].Ptr, mem[n].Bytes, mem[n].Block = pointer(got[i]+C.owcu_ptr(r.at[k])), sizes[n], &b.Block
 		}
@@ -105,25 +104,65 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.live += len(regions)
-	if !d.reaping {
-		d.reaping = true
-		spawn.Go("cuda reaper", d.reaper)
-	}
+	d.watch()
 	return mem, nil
 }
 
-// allocate asks the driver, and once more after everything that is only kept
-// was given back.
+// pieces gets memory for regions of the wanted bytes, out of what is kept and
+// from the driver, and writes over want how long each piece is.
+func (d *Device) pieces(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) {
+	got := make([]C.owcu_ptr, len(want))
+	var need []C.uint64_t
+	var at []int
+	d.mu.Lock()
+	for i, n := range want {
+		if p, ok := d.fit(n); ok {
+			got[i], want[i] = p.at, p.bytes
+		} else {
+			need, at = append(need, n), append(at, i)
+		}
+	}
+	d.mu.Unlock()
+	fresh := make([]C.owcu_ptr, len(need))
+	err := d.allocate(need, fresh, sizes)
+	for k, i := range at {
+		got[i] = fresh[k]
+	}
+	if err == nil {
+		return got, nil
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for i := range got {
+		if got[i] != 0 {
+			d.kept = append(d.kept, span{got[i], want[i]})
+		}
+	}
+	return nil, err
+}
+
+// allocate asks the driver. Where it has no more, it is asked again after what
+// has no holder any more was freed, which waits for the work that uses it, and
+// once more after everything that is only kept was given back.
 func (d *Device) allocate(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) error {
 	try := func() error {
 		var e C.struct_owcu_error
-		if C.owcu_alloc(d.ctx, C.int64_t(len(want)), &want[0], &got[0], &e) != 0 {
-			return failure(d.index, &e)
+		if C.owcu_alloc(d.ctx, C.int64_t(len(want)), &want[0], &got[0], &e) == 0 {
+			return nil
 		}
+		for i, at := range got {
+			if at != 0 { // it refused to take that back
+				d.loose(at)
+				got[i] = 0
+			}
+		}
+		return failure(d.index, &e)
+	}
+	if len(want) == 0 {
 		return nil
 	}
-	err := d.reap()
-	if err == nil {
+	err := try()
+	if errors.Is(err, fault.ErrMemory) && d.giveBack() == nil {
 		err = try()
 	}
 	if !errors.Is(err, fault.ErrMemory) {
@@ -156,58 +195,4 @@ func (d *Device) sized(err error, asked int64, what string) error {
 		full.Free, full.Total = unused, total
 	}
 	return &full
-}
-
-// reap frees the memory of blocks that nobody holds any more. When it returns,
-// nobody else is still at it.
-func (d *Device) reap() error {
-	d.freeing.Lock()
-	defer d.freeing.Unlock()
-	first := (*device.Listed)(C.owcu_list_take((*unsafe.Pointer)(unsafe.Pointer(d.list))))
-	if first == nil {
-		return nil
-	}
-	var gone []C.owcu_ptr
-	for b := first; b != nil; {
-		next := b.Next()
-		base, _ := b.Base()
-		gone = append(gone, address(base))
-		C.free(unsafe.Pointer(b))
-		b = next
-	}
-	var e C.struct_owcu_error
-	rc := C.owcu_free(d.ctx, C.int64_t(len(gone)), &gone[0], &e)
-	d.mu.Lock()
-	d.live -= len(gone)
-	d.mu.Unlock()
-	if rc != 0 {
-		return failure(d.index, &e)
-	}
-	return nil
-}
-
-// reaper frees memory soon after it is let go, as long as there is any: the
-// deleters that list it must not wake anybody.
-func (d *Device) reaper() {
-	const least, most = 5 * time.Millisecond, 100 * time.Millisecond
-	pause := least
-	for {
-		time.Sleep(pause)
-		d.mu.Lock()
-		before := d.live
-		if before == 0 {
-			d.reaping = false
-			d.mu.Unlock()
-			return
-		}
-		d.mu.Unlock()
-		_ = d.reap() // a lost device; the next call that matters says so
-		d.mu.Lock()
-		same := d.live == before
-		d.mu.Unlock()
-		pause = least
-		if same {
-			pause = min(most, 2*pause+least)
-		}
-	}
 }

@@ -15,7 +15,7 @@ static int follow(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_ha
 {
 	for (uint64_t i = 0; i < n; i++)
 		if (handle(after[i]) != stream &&
-		    (TRY(event_record, (event, handle(after[i]))) || TRY(stream_wait, (stream, event, 0))))
+		    (uncaptured(after[i], e) || TRY(event_record, (event, handle(after[i]))) || TRY(stream_wait, (stream, event, 0))))
 			return -1;
 	return 0;
 }
@@ -24,7 +24,7 @@ static int queue(const struct owcu_batch *b, struct owcu_error *e)
 {
 	owcu_handle stream = handle(b->stream);
 
-	if (follow(stream, b->after, b->nafter, b->join, e) || (b->bytes && TRY(copy_in, (b->to, b->table, b->bytes, stream))))
+	if (uncaptured(b->stream, e) || follow(stream, b->after, b->nafter, b->join, e) || (b->bytes && TRY(copy_in, (b->to, b->table, b->bytes, stream))))
 		return -1;
 	for (uint32_t i = 0; i < b->nsteps; i++) {
 		const struct owcu_step *s = &b->steps[i];
@@ -38,12 +38,13 @@ static int queue(const struct owcu_batch *b, struct owcu_error *e)
 
 int owcu_batch(const struct owcu_batch *b, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, b->ctx, e);
 
 	if (rc == 0) {
 		rc = queue(b, e);
-		if (rc) // half of it may run, on memory that is about to be used again
+		// Half of it may run, on memory that is about to be used again.
+		if (rc && e->code != OWCU_CAPTURED)
 			owcu->stream_sync(handle(b->stream));
 	}
 	return leave(&g, rc);
@@ -51,9 +52,11 @@ int owcu_batch(const struct owcu_batch *b, struct owcu_error *e)
 
 int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
+	if (rc && enter(&g, ctx, e)) // as owcu_wait
+		return rc;
 	if (rc == 0 && ready != NULL) {
 		int code = owcu->event_query(event);
 		*ready = code == 0;
@@ -61,14 +64,14 @@ int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_
 	} else if (rc == 0) {
 		rc = TRY(event_sync, (event));
 	}
-	if (rc && !owcu_forked())
-		owcu->ctx_sync(); // whatever the event's fault, the memory must be at rest
+	if (rc)
+		owcu->event_sync(event); // whatever its fault, the memory must be at rest
 	return leave(&g, rc);
 }
 
 int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int count, owcu_handle *kernels, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
 	for (int i = 0; rc == 0 && i < count; i++, names += strlen(names) + 1)
@@ -76,86 +79,73 @@ int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int cou
 	return leave(&g, rc);
 }
 
-static int unpad(void *host, owcu_ptr device, owcu_handle *events, int count, struct owcu_error *e)
+// unpad gives back what there is of a pad, and says 1 if the driver refused some.
+static int unpad(struct owcu_pad *p, struct owcu_error *e)
 {
-	int rc = 0;
+	int left = 0;
 
-	for (int i = 0; i < count; i++)
-		if (events[i])
-			rc |= TRY(event_destroy, (events[i]));
-	if (device)
-		rc |= TRY(mem_free, (device));
-	if (host)
-		rc |= TRY(host_unregister, (host));
-	return rc;
+	for (int i = 0; i < p->count; i++)
+		DROP(p->events[i], event_destroy);
+	DROP(p->device, mem_free);
+	DROP(p->host, host_unregister);
+	return left;
 }
 
-int owcu_pad_new(owcu_handle ctx, void *host, uint64_t n, uint64_t room, owcu_ptr *mapped, owcu_ptr *device, owcu_handle *events,
-                 int count, struct owcu_error *e)
+int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	struct owcu_error ignored = {0};
 	int rc = enter(&g, ctx, e);
 
-	*device = 0;
-	memset(events, 0, sizeof *events * (size_t)count);
 	if (rc)
-		return leave(&g, rc);
+		return rc;
 	if (TRY(host_register, (host, n, REGISTER_PORTABLE_MAPPED)))
 		return leave(&g, -1);
-	rc = TRY(host_pointer, (mapped, host, 0)) || TRY(mem_alloc, (device, room)) ? -1 : 0;
-	for (int i = 0; rc == 0 && i < count; i++)
-		rc = TRY(event_create, (&events[i], EVENT_NO_TIMING));
+	p->host = host;
+	rc = TRY(host_pointer, (&p->mapped, host, 0)) || TRY(mem_alloc, (&p->device, room)) ? -1 : 0;
+	for (int i = 0; rc == 0 && i < p->count; i++)
+		rc = TRY(event_create, (&p->events[i], EVENT_NO_TIMING));
+	if (rc && unpad(p, &ignored))
+		rc = 1;
+	return leave(&g, rc);
+}
+
+int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = retire(&g, ctx, e);
+
 	if (rc)
-		unpad(host, *device, events, count, &ignored);
-	return leave(&g, rc);
-}
-
-int owcu_pad_free(owcu_handle ctx, void *host, owcu_ptr device, owcu_handle *events, int count, struct owcu_error *e)
-{
-	struct guard g;
-	int rc = enter(&g, ctx, e);
-
-	if (owcu_forked())
 		return rc;
-	rc |= unpad(host, device, events, count, e);
-	return leave(&g, rc);
+	rc = unpad(p, e);
+	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
 }
 
-int owcu_copy(owcu_handle ctx, uint64_t stream, const uint64_t *after, uint64_t nafter, owcu_ptr dst, owcu_ptr src, uint64_t n,
-              int wait, struct owcu_error *e)
+int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
-	for (uint64_t i = 0; rc == 0 && i < nafter; i++)
-		rc = owcu_follow(ctx, stream, after[i], e);
 	if (rc == 0)
-		rc = TRY(copy_any, (dst, src, n, handle(stream)));
-	if (rc == 0 && wait)
-		rc = TRY(stream_sync, (handle(stream)));
+		rc = uncaptured(stream, e) || TRY(copy_any, (dst, src, n, handle(stream))) || (wait && TRY(stream_sync, (handle(stream)))) ? -1 : 0;
 	return leave(&g, rc);
 }
 
-int owcu_follow(owcu_handle ctx, uint64_t stream, uint64_t after, struct owcu_error *e)
+int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e)
 {
-	struct guard g;
-	owcu_handle event = NULL;
+	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
-	if (rc == 0 && stream != after) {
-		rc = TRY(event_create, (&event, EVENT_NO_TIMING));
-		if (rc == 0)
-			rc = follow(handle(stream), &after, 1, event, e);
-		if (event != NULL) // the driver keeps it until it was waited for
-			rc |= TRY(event_destroy, (event));
-	}
+	if (rc == 0 && *event == NULL)
+		rc = TRY(event_create, (event, EVENT_NO_TIMING));
+	if (rc == 0)
+		rc = uncaptured(stream, e) || follow(handle(stream), after, nafter, *event, e) ? -1 : 0;
 	return leave(&g, rc);
 }
 
 int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	owcu_handle made = NULL;
 	int rc = enter(&g, ctx, e);
 
@@ -167,27 +157,27 @@ int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e)
 
 int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
 	if (rc == 0)
-		rc = TRY(stream_destroy, (handle(stream)));
+		rc = uncaptured(stream, e) || TRY(stream_destroy, (handle(stream))) ? -1 : 0;
 	return leave(&g, rc);
 }
 
 int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
 	if (rc == 0)
-		rc = TRY(stream_sync, (handle(stream)));
+		rc = uncaptured(stream, e) || TRY(stream_sync, (handle(stream))) ? -1 : 0;
 	return leave(&g, rc);
 }
 
 int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	owcu_handle of = NULL;
 	int rc = enter(&g, ctx, e);
 
@@ -197,11 +187,20 @@ int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_er
 	return leave(&g, rc);
 }
 
+int owcu_thread_mode(int mode)
+{
+	return owcu == NULL || owcu_forked() || owcu->thread_mode(&mode) ? -1 : mode;
+}
+
 int owcu_pointer_device(owcu_ptr p)
 {
-	int device = -1;
+	struct owcu_error ignored = {0};
+	int device = -1, mode;
 
-	if (owcu == NULL || owcu_forked() || owcu->pointer_attribute(&device, POINTER_DEVICE, p))
+	if (owcu == NULL || relax(&mode, &ignored))
 		return -1;
+	if (owcu->pointer_attribute(&device, POINTER_DEVICE, p))
+		device = -1;
+	harden(&mode);
 	return device;
 }

@@ -69,10 +69,9 @@ type pad struct {
 
 // A slab is one pinned and one device allocation, cut into pads.
 type slab struct {
-	pages  pages
-	dev    C.owcu_ptr
-	events []C.owcu_handle
-	pads   []*pad
+	pages pages
+	c     *C.struct_owcu_pad // with its events, in C memory
+	pads  []*pad
 }
 
 // batches is a Device's part in all this.
@@ -118,33 +117,59 @@ func (d *Device) newSlab(count, bytes, room int) (*slab, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &slab{pages: p, events: make([]C.owcu_handle, padEvents*count)}
+	events := padEvents * count
+	c := (*C.struct_owcu_pad)(C.calloc(1, C.size_t(unsafe.Sizeof(C.struct_owcu_pad{})+uintptr(events)*unsafe.Sizeof(C.owcu_handle(nil)))))
+	if c == nil {
+		panic("out of memory for the events of a batch")
+	}
+	c.events, c.count = (*C.owcu_handle)(unsafe.Add(unsafe.Pointer(c), unsafe.Sizeof(*c))), C.int(events)
+	s := &slab{pages: p, c: c}
 	var e C.struct_owcu_error
-	var mapped C.owcu_ptr
-	if C.owcu_pad_new(d.ctx, p.p, C.uint64_t(count*bytes), C.uint64_t(count*room), &mapped, &s.dev, &s.events[0], C.int(len(s.events)), &e) != 0 {
-		p.free()
+	if rc := C.owcu_pad_new(d.ctx, c, p.p, C.uint64_t(count*bytes), C.uint64_t(count*room), &e); rc != 0 {
+		if rc > 0 {
+			d.later(func() bool { return d.releaseSlab(s) })
+		} else {
+			s.forget()
+		}
 		return nil, d.sized(failure(d.index, &e), int64(count*room), "the tables of a batch")
 	}
+	each := unsafe.Slice(c.events, events)
 	for i := range count {
 		s.pads = append(s.pads, &pad{
-			host: unsafe.Add(p.p, i*bytes), mapped: mapped + C.owcu_ptr(i*bytes), dev: s.dev + C.owcu_ptr(i*room), bytes: bytes, room: room,
-			join: s.events[padEvents*i], done: s.events[padEvents*i+1],
+			host: unsafe.Add(p.p, i*bytes), mapped: c.mapped + C.owcu_ptr(i*bytes), dev: c.device + C.owcu_ptr(i*room), bytes: bytes, room: room,
+			join: each[padEvents*i], done: each[padEvents*i+1],
 		})
 	}
 	return s, nil
 }
 
+// forget frees what a slab has on the host; the driver has none of it any more.
+func (s *slab) forget() {
+	s.pages.free()
+	C.free(unsafe.Pointer(s.c))
+}
+
+// freeSlab waits for the batches of a slab and gives it back.
 func (d *Device) freeSlab(s *slab) error {
 	for _, p := range s.pads {
 		d.settle(p)
 	}
 	var e C.struct_owcu_error
-	rc := C.owcu_pad_free(d.ctx, s.pages.p, s.dev, &s.events[0], C.int(len(s.events)), &e)
-	s.pages.free()
-	if rc != 0 {
-		return failure(d.index, &e)
+	rc := C.owcu_pad_free(d.ctx, s.c, &e)
+	if rc <= 0 {
+		s.forget()
 	}
-	return nil
+	return d.given(rc, &e, func() bool { return d.releaseSlab(s) })
+}
+
+// releaseSlab gives a slab back that no batch uses, and says whether it is gone.
+func (d *Device) releaseSlab(s *slab) bool {
+	var e C.struct_owcu_error
+	if C.owcu_pad_free(d.ctx, s.c, &e) > 0 {
+		return false
+	}
+	s.forget()
+	return true
 }
 
 // trimBatches gives back the memory of batches, when they are done, unless
@@ -228,9 +253,7 @@ func (d *Device) pad(n, rows int) (*pad, error) {
 	if len(b.large) >= most && b.waiting == 0 {
 		first := b.large[0]
 		b.large = b.large[1:]
-		if err := d.freeSlab(first); err != nil {
-			return nil, err
-		}
+		d.later(func() bool { return d.retire(first) })
 	}
 	up := func(n int) int { return (n + n/4 + huge - 1) &^ (huge - 1) }
 	s, err := d.newSlab(1, up(bytes), up(room))
@@ -249,6 +272,18 @@ func (d *Device) settled(p *pad) bool {
 	var e C.struct_owcu_error
 	var ready C.int
 	return C.owcu_batch_wait(d.ctx, p.done, &ready, &e) != 0 || ready != 0
+}
+
+// retire gives a slab of one pad back when its batch is done, and says whether it
+// is gone.
+func (d *Device) retire(s *slab) bool {
+	d.batch.mu.Lock()
+	done := d.batch.waiting == 0 && d.settled(s.pads[0])
+	if done {
+		d.settle(s.pads[0])
+	}
+	d.batch.mu.Unlock()
+	return done && d.releaseSlab(s)
 }
 
 // Where things lie on a pad: words of status, then the table; when streams are

@@ -1,5 +1,6 @@
 // Work on a stream of the caller's: a table is sent or goes with the launch, kernels are launched, and
-// an event says when all of it is done. Nothing here waits but owcu_batch_wait.
+// an event says when all of it is done. Nothing here waits but owcu_batch_wait, and
+// nothing is done on a stream that is being captured: that is OWCU_CAPTURED.
 #ifndef OWCU_BATCH_H
 #define OWCU_BATCH_H
 
@@ -41,21 +42,29 @@ int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int cou
 
 // owcu_pad_new registers [host, host+n), asks for memory of the device, and
 // makes events: all or nothing.
-int owcu_pad_new(owcu_handle ctx, void *host, uint64_t n, uint64_t room, owcu_ptr *mapped, owcu_ptr *device, owcu_handle *events,
-                 int count, struct owcu_error *e);
-int owcu_pad_free(owcu_handle ctx, void *host, owcu_ptr device, owcu_handle *events, int count, struct owcu_error *e);
+// -1: nothing is left; 1: the driver refused some of it, for owcu_pad_free. That
+// says 1 for the same reason, and may be called again.
+struct owcu_pad {
+	void *host; // registered
+	owcu_ptr mapped, device;
+	owcu_handle *events; // count of them, in C memory
+	int count;
+};
+int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, struct owcu_error *e);
+int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e);
 
-// owcu_copy queues a copy between any two places, after what is queued on
-// `after` (as often as nafter), and with wait waits for it.
-int owcu_copy(owcu_handle ctx, uint64_t stream, const uint64_t *after, uint64_t nafter, owcu_ptr dst, owcu_ptr src, uint64_t n,
-              int wait, struct owcu_error *e);
-// owcu_follow lets one stream wait for what is queued on another.
-int owcu_follow(owcu_handle ctx, uint64_t stream, uint64_t after, struct owcu_error *e);
+// owcu_follow lets a stream wait for what is queued on others, by an event that is
+// made the first time and is the caller's alone until this returns.
+int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e);
+// owcu_copy queues a copy between any two places, and with wait waits for it.
+int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e);
 int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e);
 int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
 int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
 // owcu_stream_here says whether a stream is of this context.
 int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e);
+// owcu_thread_mode exchanges the thread's mode of stream capture, or says -1.
+int owcu_thread_mode(int mode);
 // owcu_pointer_device is the number of the device that an address is of, or -1.
 int owcu_pointer_device(owcu_ptr p);
 

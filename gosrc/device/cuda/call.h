@@ -17,7 +17,7 @@ static inline int failed(struct owcu_error *e, const char *call, int code)
 	if (e->call == NULL) {
 		e->call = call;
 		e->code = code;
-		if (code != OWCU_FORKED && owcu != NULL) {
+		if (code > 0 && owcu != NULL) {
 			owcu->error_name(code, &name);
 			owcu->error_text(code, &text);
 		}
@@ -32,33 +32,100 @@ OWCU_FUNCTIONS(OWCU_NAME)
 
 #define TRY(field, args) (failed(e, name_##field, owcu->field args))
 
-// A guard keeps the thread's context.
-struct guard {
-	owcu_handle before, ctx;
+enum {
+	CAPTURE_RELAXED = 2, // CU_STREAM_CAPTURE_MODE_RELAXED
+	CAPTURE_UNKNOWN = -1,
+	NO_CONTEXT = 201, // CUDA_ERROR_INVALID_CONTEXT
 };
 
-static inline int enter(struct guard *g, owcu_handle ctx, struct owcu_error *e)
+// relax puts the thread into the relaxed mode of stream capture, and harden puts
+// back the mode that it had. In its own mode most calls destroy a capture of
+// torch's, on whatever thread that is.
+static inline void harden(int *mode)
 {
-	g->ctx = ctx;
-	g->before = ctx;
-	if (owcu_forked())
-		return failed(e, "fork", OWCU_FORKED);
-	if (TRY(ctx_get, (&g->before))) {
-		g->before = ctx;
-		return -1;
-	}
-	if (g->before != ctx && TRY(ctx_set, (ctx))) {
-		g->before = ctx;
-		return -1;
-	}
-	return 0;
+	// Twice, with the same: the thread is not ours, and must not keep a mode of ours.
+	for (int i = 0, put = *mode; i < 2 && put != CAPTURE_UNKNOWN && !owcu_forked(); i++, put = *mode)
+		if (owcu->thread_mode(&put) == 0)
+			break;
+	*mode = CAPTURE_UNKNOWN;
 }
 
-static inline int leave(struct guard *g, int rc)
+static inline int relax(int *mode, struct owcu_error *e)
+{
+	*mode = CAPTURE_RELAXED;
+	if (owcu_forked())
+		failed(e, "fork", OWCU_FORKED);
+	else if (TRY(thread_mode, (mode)) == 0)
+		return 0;
+	if (*mode == CAPTURE_RELAXED)
+		*mode = CAPTURE_UNKNOWN; // nothing was changed
+	harden(mode);
+	return -1;
+}
+
+static inline int leave(struct owcu_guard *g, int rc)
 {
 	if (g->before != g->ctx && !owcu_forked())
 		owcu->ctx_set(g->before);
+	harden(&g->mode);
 	return rc;
 }
+
+// After an error nothing is changed, and leave does nothing.
+static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e)
+{
+	g->ctx = g->before = ctx;
+	if (relax(&g->mode, e))
+		return -1;
+	if (TRY(ctx_get, (&g->before)))
+		g->before = ctx;
+	else if (g->before == ctx || TRY(ctx_set, (ctx)) == 0)
+		return 0;
+	g->before = ctx;
+	return leave(g, -1);
+}
+
+// uncaptured refuses a stream that is being captured: what is asked of it there
+// would become part of a graph, or destroy it.
+static inline int uncaptured(uint64_t stream, struct owcu_error *e)
+{
+	int status = 0;
+	int code = owcu->stream_capturing((owcu_handle)(uintptr_t)stream, &status);
+
+	if (code == OWCU_IMPLICIT || (code == 0 && status != 0))
+		code = OWCU_CAPTURED;
+	return failed(e, name_stream_capturing, code);
+}
+
+// lost tells whether the device is: then not even a question is answered, and
+// what could not be given back to it is gone with it.
+static inline int lost(void)
+{
+	size_t a, b;
+	int code = owcu->mem_info(&a, &b);
+
+	return code != 0 && code != NO_CONTEXT; // that is the thread's fault
+}
+
+// retire is enter for calls that give something back: 1 if the driver refuses now
+// and may not later. To a lost device things are given back as they are.
+static inline int retire(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e)
+{
+	if (enter(g, ctx, e) == 0)
+		return 0;
+	return owcu_forked() ? -1 : !lost();
+}
+
+// DROP gives one thing back, unless it is not there or a try before
+// has done so: `left` tells that the driver refused it.
+#define DROP(thing, field)                                                                                             \
+	do {                                                                                                           \
+		if (thing) {                                                                                           \
+			if (TRY(field, (thing)) == 0 || lost())                                                        \
+				(thing) = 0;                                                                           \
+			else                                                                                           \
+				left = 1;                                                                              \
+		}                                                                                                      \
+	} while (0)
 
 #endif

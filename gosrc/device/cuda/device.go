@@ -38,14 +38,25 @@ type Device struct {
 
 	making  sync.Mutex // of a lane
 	freeing sync.Mutex // of blocks
+	parting parting    // guarded by freeing
+	burying sync.Mutex // of what is given back later
 	load    sync.Mutex // of the module
 	module  C.struct_owcu_module
+	loaded  bool
 	kernels [kernels]C.owcu_handle
+
+	reading sync.Mutex // of stream
+	stream  C.owcu_handle
+	linking sync.Mutex    // of link
+	link    C.owcu_handle // event
 
 	mu      sync.Mutex
 	idle    [2]*Lane        // by rank
 	list    *unsafe.Pointer // device.Listed blocks that nobody holds; in C memory
 	live    int             // blocks not yet freed
+	kept    []span          // free memory for the next load
+	graves  []func() bool   // what is given back later
+	users   []C.uint64_t    // streams that Used was told of
 	reaping bool
 	taken   bool // spare was
 
@@ -114,7 +125,9 @@ func Trim() (err error) {
 func (d *Device) Index() int { return d.index }
 
 // Trim gives back what is kept between loads: the idle lane with its pinned
-// memory and staging, and tensors' memory that nobody holds any more.
+// memory and staging, and tensors' memory that has no holder any more. It waits
+// for the work that uses that, and the driver may for more; memory whose users
+// are captured into a graph stays until that is over.
 func (d *Device) Trim() error {
 	d.mu.Lock()
 	idle := d.idle
@@ -132,9 +145,10 @@ func (d *Device) Trim() error {
 	if e := d.trimBatches(); err == nil {
 		err = e
 	}
-	if e := d.reap(); err == nil {
+	if e := d.giveBack(); err == nil {
 		err = e
 	}
+	d.inter()
 	return err
 }
 
@@ -160,8 +174,8 @@ func (d *Device) Free() (unused, total int64, err error) {
 	return int64(a), int64(b), nil
 }
 
-// Read copies device memory to dst, which is as long, and waits for it. It is
-// for tests and small things: the copy is not pinned.
+// Read copies device memory to dst, which is as long, and waits for it, but for
+// no other work. It is for tests and small things: the copy is not pinned.
 func (d *Device) Read(dst []byte, m device.Memory) error {
 	if int64(len(dst)) != m.Bytes {
 		return fault.New(fault.ErrArgument, "%d bytes of device memory into %d", m.Bytes, len(dst))
@@ -170,23 +184,26 @@ func (d *Device) Read(dst []byte, m device.Memory) error {
 		return nil
 	}
 	var e C.struct_owcu_error
-	if C.owcu_read(d.ctx, unsafe.Pointer(&dst[0]), address(m.Ptr), C.uint64_t(len(dst)), &e) != 0 {
+	d.reading.Lock()
+	defer d.reading.Unlock()
+	if C.owcu_read(d.ctx, &d.stream, unsafe.Pointer(&dst[0]), address(m.Ptr), C.uint64_t(len(dst)), &e) != 0 {
 		return failure(d.index, &e)
 	}
 	return nil
 }
 
-// Current runs fn on a thread where the device's context is current, for other
-// libraries that want it so; what was current there comes back after it.
+// Current runs fn on a thread where the device's context is current, and whose
+// calls harm no graph that another captures, for other libraries; what was there
+// before comes back after it.
 func (d *Device) Current(fn func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	var before C.owcu_handle
+	var g C.struct_owcu_guard
 	var e C.struct_owcu_error
-	if C.owcu_enter(d.ctx, &before, &e) != 0 {
+	if C.owcu_enter(&g, d.ctx, &e) != 0 {
 		return failure(d.index, &e)
 	}
-	defer C.owcu_leave(d.ctx, before)
+	defer C.owcu_leave(&g)
 	return fn()
 }
 
@@ -194,13 +211,14 @@ func (d *Device) Current(fn func() error) error {
 func (d *Device) functions() (*[kernels]C.owcu_handle, error) {
 	d.load.Lock()
 	defer d.load.Unlock()
-	if d.module.module == nil {
+	if !d.loaded {
 		names := []byte(kernelNames)
 		var e C.struct_owcu_error
 		if C.owcu_module_open(d.ctx, unsafe.Pointer(&built.X16[0]), C.uint64_t(len(built.X16)), (*C.char)(unsafe.Pointer(&names[0])),
 			kernels, &d.module, &d.kernels[0], &e) != 0 {
 			return nil, failure(d.index, &e)
 		}
+		d.loaded = true
 	}
 	return &d.kernels, nil
 }
@@ -218,12 +236,31 @@ func (d *Device) close() error {
 		time.Sleep(time.Millisecond)
 	}
 	d.mu.Unlock()
+	for { // the reaper may have kept what it found last
+		e := d.giveBack()
+		d.inter()
+		if e == nil {
+			break
+		}
+		if err == nil {
+			err = e
+		}
+	}
+	for _, event := range append(d.parting.events, d.link) {
+		for gone := event == nil; !gone; {
+			var e C.struct_owcu_error
+			gone = C.owcu_event(d.ctx, &event, &e) <= 0
+		}
+	}
+	var e C.struct_owcu_error
+	for C.owcu_stream_end(d.ctx, &d.stream, &e) > 0 {
+	}
+	for C.owcu_module_close(d.ctx, &d.module, &e) > 0 {
+	}
 	C.free(unsafe.Pointer(d.list))
 	driver.mu.Lock()
 	defer driver.mu.Unlock()
 	delete(driver.devices, d.index)
-	var e C.struct_owcu_error
-	C.owcu_module_close(d.ctx, &d.module, &e)
 	C.owcu_ctx_close(d.number, &e)
 	if e.call != nil && err == nil {
 		err = failure(d.index, &e)

@@ -139,6 +139,8 @@ func failure(device int, e *C.struct_owcu_error) error {
 	switch e.code {
 	case C.OWCU_FORKED:
 		return errForked()
+	case C.OWCU_CAPTURED:
+		return fault.New(fault.ErrNotSupported, "%s: the stream is being captured into a CUDA graph, of which this cannot be a part: do it before the capture, or on another stream", where)
 	case C.OWCU_OUT_OF_MEMORY:
 		return &fault.Memory{Where: where, Asked: -1, Free: -1, Total: -1, Err: C.GoString(e.call) + ": " + C.GoString(&e.text[0])}
 	}

@@ -17,11 +17,17 @@ typedef void *owcu_handle; // CUcontext, CUstream, CUevent, CUmodule, CUfunction
 enum {
 	OWCU_OUT_OF_MEMORY = 2,
 	OWCU_NOT_READY = 600,
-	OWCU_FORKED = -2, // ours: a call in a child of the process that began
+	OWCU_IMPLICIT = 906, // the legacy stream, while a stream that it waits for is captured
+	// Ours: a call in a child of the process that began; work for a stream that is
+	// being captured into a graph.
+	OWCU_FORKED = -2,
+	OWCU_CAPTURED = -3,
 };
 
 // X(field, symbol, arguments). Symbols carry the version whose signature this
-// is.
+// is. What synchronises the whole context is not among them, nor are copies that
+// are not asynchronous: they destroy any capture of a graph that is under way, on
+// whatever thread, and wait for work of others.
 #define OWCU_FUNCTIONS(X)                                                                                              \
 	X(init, "cuInit", (unsigned flags))                                                                            \
 	X(driver_version, "cuDriverGetVersion", (int *version))                                                        \
@@ -35,7 +41,7 @@ enum {
 	X(ctx_release, "cuDevicePrimaryCtxRelease_v2", (int device))                                                   \
 	X(ctx_get, "cuCtxGetCurrent", (owcu_handle *ctx))                                                              \
 	X(ctx_set, "cuCtxSetCurrent", (owcu_handle ctx))                                                               \
-	X(ctx_sync, "cuCtxSynchronize", (void))                                                                        \
+	X(thread_mode, "cuThreadExchangeStreamCaptureMode", (int *mode))                                               \
 	X(mem_alloc, "cuMemAlloc_v2", (owcu_ptr *p, size_t n))                                                         \
 	X(mem_free, "cuMemFree_v2", (owcu_ptr p))                                                                      \
 	X(mem_info, "cuMemGetInfo_v2", (size_t *unused, size_t *total))                                                \
@@ -43,7 +49,6 @@ enum {
 	X(host_unregister, "cuMemHostUnregister", (void *p))                                                           \
 	X(host_pointer, "cuMemHostGetDevicePointer_v2", (owcu_ptr *p, void *host, unsigned flags))                     \
 	X(copy_in, "cuMemcpyHtoDAsync_v2", (owcu_ptr dst, const void *src, size_t n, owcu_handle stream))              \
-	X(copy_out, "cuMemcpyDtoH_v2", (void *dst, owcu_ptr src, size_t n))                                            \
 	X(copy_out_async, "cuMemcpyDtoHAsync_v2", (void *dst, owcu_ptr src, size_t n, owcu_handle stream))             \
 	X(copy_across, "cuMemcpyDtoDAsync_v2", (owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle stream))             \
 	X(copy_any, "cuMemcpyAsync", (owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle stream))                       \
@@ -54,7 +59,7 @@ enum {
 	X(stream_destroy, "cuStreamDestroy_v2", (owcu_handle stream))                                                  \
 	X(stream_sync, "cuStreamSynchronize", (owcu_handle stream))                                                    \
 	X(stream_wait, "cuStreamWaitEvent", (owcu_handle stream, owcu_handle event, unsigned flags))                   \
-	X(stream_query, "cuStreamQuery", (owcu_handle stream))                                                         \
+	X(stream_capturing, "cuStreamIsCapturing", (owcu_handle stream, int *status))                                  \
 	X(event_create, "cuEventCreate", (owcu_handle *event, unsigned flags))                                         \
 	X(event_record, "cuEventRecord", (owcu_handle event, owcu_handle stream))                                      \
 	X(event_query, "cuEventQuery", (owcu_handle event))                                                            \

@@ -27,8 +27,13 @@ func (d *Device) NewEvent() (*Event, error) {
 // Free ends the event: no slot that it was given to is under way, and no stream
 // waits for it. What cannot be given back to a lost device is lost with it.
 func (v *Event) Free() {
-	var e C.struct_owcu_error
-	C.owcu_event(v.dev.ctx, &v.c, &e)
+	bury := func() bool {
+		var e C.struct_owcu_error
+		return C.owcu_event(v.dev.ctx, &v.c, &e) <= 0
+	}
+	if !bury() {
+		v.dev.later(bury)
+	}
 }
 
 // Before makes a stream go on after the event; its number is as for WaitFor.

@@ -9,7 +9,7 @@
 
 static int f_init(unsigned flags)
 {
-	int rc = begin(0);
+	int rc = queues(0);
 	(void)flags;
 	if (rc == NOT_INITIALIZED)
 		rc = devices ? 0 : 100;
@@ -19,45 +19,45 @@ static int f_init(unsigned flags)
 }
 static int f_driver_version(int *v)
 {
-	int rc = begin(0);
+	int rc = queues(0);
 	*v = version;
 	return end(rc);
 }
 static int f_device_count(int *n)
 {
-	int rc = begin(0);
+	int rc = queues(0);
 	*n = devices;
 	return end(rc);
 }
 static int f_device_get(int *d, int i)
 {
-	int rc = begin(0);
+	int rc = queues(0);
 	*d = i;
 	return end(rc ? rc : i < 0 || i >= devices ? 101 : 0);
 }
 static int f_device_name(char *s, int n, int d)
 {
-	int rc = begin(0);
+	int rc = queues(0);
 	snprintf(s, (size_t)n, "Fake GPU %d", d);
 	return end(rc);
 }
 static int f_device_attribute(int *v, int a, int d)
 {
-	int rc = begin(0);
+	int rc = queues(0);
 	(void)d;
 	*v = a == 75 ? 9 : a == 76 ? 0 : 132;
 	return end(rc);
 }
 static int f_device_memory(size_t *n, int d)
 {
-	int rc = begin(0);
+	int rc = queues(0);
 	(void)d;
 	*n = total;
 	return end(rc);
 }
 static int f_device_bus(char *s, int n, int d)
 {
-	int rc = begin(0);
+	int rc = queues(0);
 	snprintf(s, (size_t)n, "FFFF:%02X:00.0", d);
 	return end(rc);
 }
@@ -79,23 +79,33 @@ static int f_ctx_release(int d)
 }
 static int f_ctx_get(owcu_handle *c)
 {
-	int rc = begin(0);
+	int rc = queues(0);
 	*c = current;
 	return end(rc);
 }
 static int f_ctx_set(owcu_handle c)
 {
-	int rc = begin(0);
+	int rc = queues(0);
 	// Putting NULL back is part of cleaning up.
 	if (rc == 0 || c == NULL)
 		current = c;
 	return end(rc);
 }
-static int f_ctx_sync(void)
+static int f_thread_mode(int *mode)
 {
-	int rc = begin(1);
-	drain_all();
-	return end(rc);
+	int rc = queues(0), before = capture_mode;
+	if (refuses(&rc))
+		return end(rc);
+	st.relaxed += (*mode == RELAXED) - (before == RELAXED);
+	capture_mode = *mode;
+	*mode = before;
+	return end(0); // it is the thread's, not the device's
+}
+static int f_stream_capturing(owcu_handle s, int *status)
+{
+	int rc = queues(1);
+	*status = stream_of(s)->capturing;
+	return end(rc ? rc : (uintptr_t)s < 16 && blocking_captures ? IMPLICIT : 0);
 }
 static int f_mem_alloc(owcu_ptr *p, size_t n)
 {
@@ -122,7 +132,8 @@ static int f_mem_alloc(owcu_ptr *p, size_t n)
 static int f_mem_free(owcu_ptr p)
 {
 	int rc = begin(1);
-	drain_all();
+	if (refuses(&rc))
+		return end(rc);
 	for (struct block **at = &blocks; *at; at = &(*at)->next) {
 		struct block *b = *at;
 		if ((owcu_ptr)(uintptr_t)b->p != p)
@@ -132,6 +143,7 @@ static int f_mem_free(owcu_ptr p)
 				broke("a guard zone was overwritten");
 				break;
 			}
+		give_up(b->p, b->n);
 		memset(b->p, 0xdd, b->n);
 		*at = b->next;
 		st.blocks--;
@@ -165,10 +177,12 @@ static int f_host_register(void *p, size_t n, unsigned flags)
 static int f_host_unregister(void *p)
 {
 	int rc = begin(1);
-	drain_all();
+	if (refuses(&rc))
+		return end(rc);
 	for (struct pin **at = &pins; *at; at = &(*at)->next)
 		if ((*at)->p == p) {
 			struct pin *b = *at;
+			give_up(b->p, b->n);
 			*at = b->next;
 			free(b);
 			st.pins--;
@@ -179,14 +193,15 @@ static int f_host_unregister(void *p)
 }
 static int f_host_pointer(owcu_ptr *p, void *host, unsigned flags)
 {
-	int rc = begin(1);
+	int rc = queues(1);
 	(void)flags;
 	*p = (owcu_ptr)(uintptr_t)host;
 	return end(rc);
 }
 static int f_copy_in(owcu_ptr dst, const void *src, size_t n, owcu_handle s)
 {
-	int rc = begin(1);
+	int rc = queues(1);
+	rc = rc ? rc : on(s);
 	if (rc == 0 && covers((void *)(uintptr_t)dst, n) != 1) {
 		broke("a copy outside device memory");
 		rc = INVALID;
@@ -199,26 +214,18 @@ static int f_copy_in(owcu_ptr dst, const void *src, size_t n, owcu_handle s)
 		push(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = src, .n = n});
 	return end(rc);
 }
-static int f_copy_out(void *dst, owcu_ptr src, size_t n)
-{
-	int rc = begin(1);
-	drain(stream_of(NULL), NULL, 0);
-	if (rc == 0 && covers((void *)(uintptr_t)src, n) != 1)
-		rc = INVALID;
-	if (rc == 0)
-		memcpy(dst, (void *)(uintptr_t)src, n);
-	return end(rc);
-}
 static int f_copy_out_async(void *dst, owcu_ptr src, size_t n, owcu_handle s)
 {
-	int rc = begin(1);
+	int rc = queues(1);
+	rc = rc ? rc : on(s);
 	if (rc == 0)
 		push(s, (struct op){.kind = COPY, .dst = dst, .src = (void *)(uintptr_t)src, .n = n});
 	return end(rc);
 }
 static int f_copy_across(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
 {
-	int rc = begin(1);
+	int rc = queues(1);
+	rc = rc ? rc : on(s);
 	if (rc == 0 && (covers((void *)(uintptr_t)dst, n) != 1 || covers((void *)(uintptr_t)src, n) != 1)) {
 		broke("a copy outside device memory");
 		rc = INVALID;
@@ -229,21 +236,22 @@ static int f_copy_across(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
 }
 static int f_copy_any(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
 {
-	int rc = begin(1);
+	int rc = queues(1);
+	rc = rc ? rc : on(s);
 	// Memory that is not pinned is read before the call returns, as the driver does.
 	if (rc == 0 && covers((void *)(uintptr_t)src, n) == 0) {
-		drain(stream_of(s), NULL, 0);
+		drain(stream_of(s), NULL, 0, 1);
 		memcpy((void *)(uintptr_t)dst, (void *)(uintptr_t)src, n);
 	} else if (rc == 0) {
 		push(s, (struct op){.kind = COPY, .dst = (void *)(uintptr_t)dst, .src = (void *)(uintptr_t)src, .n = n});
 		if (covers((void *)(uintptr_t)dst, n) == 0)
-			drain(stream_of(s), NULL, 0);
+			drain(stream_of(s), NULL, 0, 1);
 	}
 	return end(rc);
 }
 static int f_pointer_attribute(void *value, int attribute, owcu_ptr p)
 {
-	int rc = begin(0);
+	int rc = queues(0);
 	struct block *b = rc == 0 && attribute == 9 ? block_of((void *)(uintptr_t)p) : NULL;
 	if (rc == 0 && b == NULL)
 		rc = INVALID;
@@ -253,14 +261,15 @@ static int f_pointer_attribute(void *value, int attribute, owcu_ptr p)
 }
 static int f_stream_ctx(owcu_handle s, owcu_handle *ctx)
 {
-	int rc = begin(1);
+	int rc = queues(1);
 	struct stream *t = stream_of(s);
 	*ctx = t->ctx != NULL ? t->ctx : current;
 	return end(rc);
 }
 static int f_fill(owcu_ptr dst, unsigned char v, size_t n, owcu_handle s)
 {
-	int rc = begin(1);
+	int rc = queues(1);
+	rc = rc ? rc : on(s);
 	if (rc == 0)
 		push(s, (struct op){.kind = FILL, .dst = (void *)(uintptr_t)dst, .value = v, .n = n});
 	return end(rc);
@@ -286,7 +295,10 @@ static int f_stream_create(owcu_handle *s, unsigned flags)
 static int f_stream_destroy(owcu_handle s)
 {
 	int rc = begin(1);
-	drain(s, NULL, 0);
+	rc = rc ? rc : on(s);
+	if (refuses(&rc))
+		return end(rc);
+	drain(s, NULL, 0, 1); // the driver does not wait; here the work would never end
 	for (int i = 0; i < 256; i++)
 		if (streams[i] == s)
 			streams[i] = NULL;
@@ -297,23 +309,20 @@ static int f_stream_destroy(owcu_handle s)
 static int f_stream_sync(owcu_handle s)
 {
 	int rc = begin(1);
-	drain(stream_of(s), NULL, 0);
+	rc = rc ? rc : on(s);
+	drain(stream_of(s), NULL, 0, 1);
 	return end(rc);
 }
 static int f_stream_wait(owcu_handle s, owcu_handle e, unsigned flags)
 {
-	int rc = begin(1);
+	int rc = queues(1);
+	rc = rc ? rc : on(s);
 	struct event *ev = e;
 	(void)flags;
 	// An event that was never recorded is no wait at all.
 	if (rc == 0 && ev->recorded)
 		push(s, (struct op){.kind = WAIT, .event = ev, .recorder = ev->stream, .at = ev->recorded});
 	return end(rc);
-}
-static int f_stream_query(owcu_handle s)
-{
-	int rc = begin(1);
-	return end(rc ? rc : stream_of(s)->first ? OWCU_NOT_READY : 0);
 }
 static int f_event_create(owcu_handle *e, unsigned flags)
 {
@@ -328,7 +337,8 @@ static int f_event_create(owcu_handle *e, unsigned flags)
 }
 static int f_event_record(owcu_handle e, owcu_handle s)
 {
-	int rc = begin(1);
+	int rc = queues(1);
+	rc = rc ? rc : on(s);
 	struct event *ev = e;
 	if (rc == 0) {
 		ev->stream = stream_of(s);
@@ -340,14 +350,17 @@ static int f_event_query(owcu_handle e)
 {
 	int rc = begin(1);
 	struct event *ev = e;
-	return end(rc ? rc : ev->done < ev->recorded ? OWCU_NOT_READY : 0);
+	int ready = ev->done >= ev->recorded;
+	if (rc == 0 && !ready) // not yet; and time goes by
+		drain(ev->stream, ev, ev->recorded, 0);
+	return end(rc ? rc : ready ? 0 : OWCU_NOT_READY);
 }
 static int f_event_sync(owcu_handle e)
 {
 	int rc = begin(1);
 	struct event *ev = e;
 	if (rc == 0 && ev->done < ev->recorded)
-		drain(ev->stream, ev, ev->recorded);
+		drain(ev->stream, ev, ev->recorded, 1);
 	return end(rc);
 }
 static int f_event_elapsed(float *ms, owcu_handle b, owcu_handle a)
@@ -366,8 +379,12 @@ static int f_event_elapsed(float *ms, owcu_handle b, owcu_handle a)
 static int f_event_destroy(owcu_handle e)
 {
 	int rc = begin(1);
-	drain_all(); // nothing queued may name it any more
-	free(e);
+	struct event *ev = e;
+	if (refuses(&rc))
+		return end(rc);
+	ev->next = ended; // what is queued may name it
+	ended = ev;
+	each(pass, NULL);
 	st.events--;
 	return end(rc);
 }
@@ -394,13 +411,15 @@ static int f_module_load(owcu_handle *m, const void *image)
 static int f_module_unload(owcu_handle m)
 {
 	int rc = begin(1);
+	if (refuses(&rc))
+		return end(rc);
 	free(m);
 	st.modules--;
 	return end(rc);
 }
 static int f_module_function(owcu_handle *f, owcu_handle m, const char *name)
 {
-	int rc = begin(1);
+	int rc = queues(1);
 	(void)m;
 	if (rc)
 		return end(rc);
@@ -414,7 +433,8 @@ static int f_module_function(owcu_handle *f, owcu_handle m, const char *name)
 static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                     unsigned shared, owcu_handle s, void **args, void **extra)
 {
-	int rc = begin(1);
+	int rc = queues(1);
+	rc = rc ? rc : on(s);
 	int kernel = (int)(uintptr_t)f - 1;
 	uint32_t n;
 	(void)extra;
@@ -453,7 +473,7 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 }
 static int f_error_name(owcu_result r, const char **s)
 {
-	*s = r == OOM ? "CUDA_ERROR_OUT_OF_MEMORY" : r == 999 ? "CUDA_ERROR_UNKNOWN" : "CUDA_ERROR_FAKE";
+	*s = r == OOM ? "CUDA_ERROR_OUT_OF_MEMORY" : r == 999 ? "CUDA_ERROR_UNKNOWN" : r == UNSUPPORTED ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED" : "CUDA_ERROR_FAKE";
 	return 0;
 }
 static int f_error_text(owcu_result r, const char **s)
@@ -475,7 +495,7 @@ const struct owcu_api *owcu_fake_api(void)
 void owcu_fake_reset(uint64_t memory)
 {
 	pthread_mutex_lock(&lock);
-	st.calls = st.broken = 0;
+	st.calls = st.broken = st.waited = 0;
 	st.what[0] = 0;
 	fail_in = 0;
 	lost = 0;
@@ -506,6 +526,39 @@ void owcu_fake_version(int v, int n)
 	devices = n;
 	initialized = 0;
 	pthread_mutex_unlock(&lock);
+}
+
+void owcu_fake_capture(uint64_t stream, int blocking, int on)
+{
+	pthread_mutex_lock(&lock);
+	captures += on ? 1 : -1;
+	if (blocking)
+		blocking_captures += on ? 1 : -1;
+	if (stream)
+		stream_of((owcu_handle)(uintptr_t)stream)->capturing = on;
+	pthread_mutex_unlock(&lock);
+}
+
+void owcu_fake_busy(uint64_t stream)
+{
+	pthread_mutex_lock(&lock);
+	push((owcu_handle)(uintptr_t)stream, (struct op){.kind = BUSY});
+	pthread_mutex_unlock(&lock);
+}
+
+static void calm(struct stream *s, void *arg)
+{
+	(void)arg;
+	for (struct op *o = s->first; o; o = o->next)
+		if (o->kind == BUSY)
+			*o = (struct op){.next = o->next, .kind = FILL}; // of no bytes
+}
+int owcu_fake_idle(void)
+{
+	pthread_mutex_lock(&lock);
+	each(calm, NULL);
+	each(pass, NULL);
+	return end(0);
 }
 
 void owcu_fake_fill(owcu_ptr p, int v, uint64_t n, uint64_t stream)

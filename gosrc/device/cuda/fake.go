@@ -37,7 +37,7 @@ func Fake(memory int64) (end func() string) {
 				text += err.Error() + "; "
 			}
 		}
-		if s := fakeGet(); s.broken > 0 || s.blocks+s.bytes+s.pins+s.streams+s.events+s.modules+s.contexts+s.pending != 0 {
+		if s := fakeGet(); s.broken > 0 || s.blocks+s.bytes+s.pins+s.streams+s.events+s.modules+s.contexts+s.pending+s.relaxed != 0 {
 			text += fmt.Sprintf("%+v", s)
 		}
 		return text
@@ -51,9 +51,31 @@ func FakeFail(nth int64, code int, sticky bool) { fakeFail(nth, code, sticky) }
 // FakeCalls counts the calls since Fake.
 func FakeCalls() int64 { return fakeGet().calls }
 
+// FakeBusy queues work on a stream that does not end before idle is called: who
+// waits for it meanwhile is counted by FakeWaited.
+func FakeBusy(stream uintptr) (idle func()) {
+	C.owcu_fake_busy(C.uint64_t(stream))
+	return func() { C.owcu_fake_idle() }
+}
+
+// FakeWaited counts, since Fake, the calls that waited for such work, or may have.
+func FakeWaited() int64 { return fakeGet().waited }
+
+// FakeCapture begins a capture of a graph in the global mode on a stream, or on one
+// of another library (0): what harms it breaks a rule. blocking: the default
+// stream waits for that stream.
+func FakeCapture(stream uintptr, blocking bool) (end func()) {
+	b := C.int(0)
+	if blocking {
+		b = 1
+	}
+	C.owcu_fake_capture(C.uint64_t(stream), b, 1)
+	return func() { C.owcu_fake_capture(C.uint64_t(stream), b, 0) }
+}
+
 type fakeState struct {
-	calls, blocks, bytes, pins, streams, events, modules, contexts, broken, pending int64
-	what                                                                            string
+	calls, blocks, bytes, pins, streams, events, modules, contexts, broken, pending, relaxed, waited int64
+	what                                                                                             string
 }
 
 // useFake puts the fake driver, with so much memory, in place of the real one.
@@ -65,6 +87,9 @@ func useFake(memory int64) {
 	C.owcu_use(C.owcu_fake_api())
 	driver.ready, driver.devices = false, nil
 }
+
+// fakeLose makes the device a lost one, which says so to every call.
+func fakeLose(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
 
 func fakeFail(nth int64, code int, sticky bool) {
 	s := C.int(0)
@@ -86,7 +111,7 @@ func fakeGet() fakeState {
 	C.owcu_fake_get(&s)
 	return fakeState{
 		int64(s.calls), int64(s.blocks), int64(s.bytes), int64(s.pins), int64(s.streams), int64(s.events),
-		int64(s.modules), int64(s.contexts), int64(s.broken), int64(s.pending), C.GoString(&s.what[0]),
+		int64(s.modules), int64(s.contexts), int64(s.broken), int64(s.pending), int64(s.relaxed), int64(s.waited), C.GoString(&s.what[0]),
 	}
 }
 

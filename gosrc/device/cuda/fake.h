@@ -4,6 +4,10 @@
 // freed. Work on a stream is done as late as the rules allow: when somebody
 // waits for it, or when another stream's wait asks for it; so an order that
 // was never asked for shows as wrong bytes. Kernels are the host twins.
+//
+// While a stream is being captured the driver is as strict as it may be: every
+// call destroys the capture but those that only queue work on other streams or
+// come from a thread in the relaxed mode.
 #ifndef OWCU_FAKE_H
 #define OWCU_FAKE_H
 
@@ -16,15 +20,17 @@ const struct owcu_api *owcu_fake_api(void);
 void owcu_fake_reset(uint64_t memory);
 
 // owcu_fake_fail makes the nth call from now (1: the next) return code. With
-// sticky, every later call but those that free does too, as after a lost
-// device. 0: never.
+// sticky, every later call but those that give back does too, as after a lost
+// device; with sticky 2 those too, after they have done it. 0: never.
 void owcu_fake_fail(int64_t nth, int code, int sticky);
 
 struct owcu_fake_state {
 	int64_t calls; // since the last reset
 	int64_t blocks, bytes, pins, streams, events, modules, contexts;
-	int64_t broken;  // guard zones overwritten, and rules broken
+	int64_t broken;  // guard zones overwritten, rules broken, captures destroyed
 	int64_t pending; // operations not done
+	int64_t relaxed; // threads that were left in the relaxed mode of capture
+	int64_t waited;  // for work of others: calls that did, or may have
 	char what[160];  // the first broken rule
 };
 void owcu_fake_get(struct owcu_fake_state *s);
@@ -34,6 +40,17 @@ void owcu_fake_version(int version, int devices);
 
 // owcu_fake_fill queues a fill on a stream, as another user of the device would.
 void owcu_fake_fill(owcu_ptr p, int v, uint64_t n, uint64_t stream);
+
+// owcu_fake_capture begins or ends a capture in the global mode on a stream, or on
+// one of somebody else's (0): one that the legacy stream waits for, if blocking.
+void owcu_fake_capture(uint64_t stream, int blocking, int on);
+
+// owcu_fake_busy queues work on a stream that does not end by itself: a call that waits
+// for it is counted, and goes on.
+void owcu_fake_busy(uint64_t stream);
+
+// owcu_fake_idle ends all such work. It returns 0.
+int owcu_fake_idle(void);
 
 // owcu_fake_fork forks, calls the driver in the child as owcu_alloc and
 // owcu_free do, and returns 0 if the child was refused without a single call.

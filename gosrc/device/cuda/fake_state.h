@@ -35,6 +35,7 @@ void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
 // Places in kernel_names.
 enum { K_OPEN = 10, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_ITEMS = K_LZ4 };
 
+enum { UNSUPPORTED = 900, IMPLICIT = 906, RELAXED = 2 }; // of stream capture
 enum { GUARD = 4096, ALIGN = 512, OOM = 2, INVALID = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -64,9 +65,11 @@ struct event {
 	int64_t when;           // the last was reached, in nanoseconds
 	unsigned untimed;
 	struct stream *stream;  // of the last record
+	struct event *next;     // of those that were ended
 };
+static struct event *ended;
 
-enum op_kind { COPY, FILL, LAUNCH, RECORD, WAIT };
+enum op_kind { COPY, FILL, LAUNCH, RECORD, WAIT, BUSY };
 struct op {
 	struct op *next;
 	enum op_kind kind;
@@ -84,13 +87,15 @@ struct op {
 struct stream {
 	void *ctx; // NULL: everybody's
 	struct op *first, **last;
-	int running;
+	int running, capturing;
 };
 // Handles below 16 are not pointers: 0 and 1 are the legacy stream, 2 is the
 // thread's. They are one here.
 static struct stream shared_stream;
 
 static __thread void *current;
+static __thread int capture_mode;
+static int captures, blocking_captures;
 static int contexts_mark[8];
 
 static void broke(const char *what)
@@ -99,16 +104,21 @@ static void broke(const char *what)
 		snprintf(st.what, sizeof st.what, "%s", what);
 }
 
-// begin counts a call and tells whether it fails.
-static int begin(int needs_context)
+static void lose(void); // ends all work with the device
+
+// queues counts a call that only queues work, or asks nothing of the device, and
+// tells whether it fails.
+static int queues(int needs_context)
 {
 	pthread_mutex_lock(&lock);
 	st.calls++;
 	if (lost)
 		return lost;
 	if (fail_in > 0 && --fail_in == 0) {
-		if (fail_sticky)
+		if (fail_sticky) {
 			lost = fail_code;
+			lose();
+		}
 		return fail_code;
 	}
 	if (!initialized)
@@ -117,6 +127,28 @@ static int begin(int needs_context)
 		return INVALID_CONTEXT;
 	return 0;
 }
+// begin is the same for all other calls, which a capture does not bear.
+static int begin(int needs_context)
+{
+	int rc = queues(needs_context);
+
+	if (captures > 0 && capture_mode != RELAXED) {
+		broke("a call that destroys a capture");
+		rc = UNSUPPORTED;
+	}
+	return rc;
+}
+
+// refuses tells whether a call that gives something back does nothing. A lost
+// device takes all back, so that it can be counted, and is silent about it unless
+// it is to be as a real one.
+static int refuses(int *rc)
+{
+	if (lost && fail_sticky < 2)
+		*rc = 0;
+	return *rc != 0 && !lost;
+}
+
 static int end(int rc)
 {
 	pthread_mutex_unlock(&lock);
@@ -151,7 +183,18 @@ static struct stream *stream_of(owcu_handle h)
 	return (uintptr_t)h < 16 ? &shared_stream : h;
 }
 
-static void drain(struct stream *s, struct event *until, int64_t at);
+static void drain(struct stream *s, struct event *until, int64_t at, int wait);
+
+// on tells what is wrong with work for a stream; a capture that it would become
+// part of, or that it would wait for, is destroyed.
+static int on(owcu_handle h)
+{
+	int rc = stream_of(h)->capturing ? UNSUPPORTED : (uintptr_t)h < 16 && blocking_captures ? IMPLICIT : 0;
+
+	if (rc)
+		broke("work for a stream that is being captured");
+	return rc;
+}
 
 // What ow_stream_open and its kin do; the memory of a batch's streams is theirs.
 static void stream_now(const struct op *o)
@@ -248,7 +291,8 @@ static void launch_now(const struct op *o)
 	}
 }
 
-static void do_op(struct op *o)
+// do_op tells whether it is done.
+static int do_op(struct op *o, int wait)
 {
 	switch (o->kind) {
 	case COPY:
@@ -273,20 +317,26 @@ static void do_op(struct op *o)
 		break;
 	case WAIT:
 		if (o->event->done < o->at)
-			drain(o->recorder, o->event, o->at);
-		break;
+			drain(o->recorder, o->event, o->at, wait);
+		return wait || o->event->done >= o->at;
+	case BUSY:
+		st.waited += wait;
+		return wait;
 	}
+	return 1;
 }
 
-// drain does a stream's work, all of it or until an event is reached.
-static void drain(struct stream *s, struct event *until, int64_t at)
+// drain does a stream's work, all of it or until an event is reached: as somebody
+// who waits for it, or as time goes by.
+static void drain(struct stream *s, struct event *until, int64_t at, int wait)
 {
 	if (s->running)
 		return;
 	s->running = 1;
 	while (s->first && !(until && until->done >= at)) {
 		struct op *o = s->first;
-		do_op(o);
+		if (!do_op(o, wait))
+			break;
 		s->first = o->next;
 		if (s->first == NULL)
 			s->last = &s->first;
@@ -308,15 +358,61 @@ static void push(owcu_handle h, struct op o)
 	st.pending++;
 }
 
-// All streams, so that a synchronise can drain them.
+// All streams.
 static struct stream *streams[256];
 
-static void drain_all(void)
+// each calls f for every stream.
+static void each(void (*f)(struct stream *s, void *arg), void *arg)
 {
-	drain(stream_of(NULL), NULL, 0);
+	f(stream_of(NULL), arg);
 	for (int i = 0; i < 256; i++)
 		if (streams[i])
-			drain(streams[i], NULL, 0);
+			f(streams[i], arg);
+}
+
+static void pass(struct stream *s, void *arg)
+{
+	(void)arg;
+	drain(s, NULL, 0, 0);
+}
+
+static void end_all(struct stream *s, void *arg)
+{
+	(void)arg;
+	drain(s, NULL, 0, 1);
+}
+static void lose(void) { each(end_all, NULL); }
+
+// A span of memory that is about to go, and whether something is queued for it;
+// whether there is work that does not end by itself.
+struct going {
+	const uint8_t *p;
+	size_t n;
+	int used, busy;
+};
+
+static void uses(struct stream *s, void *arg)
+{
+	struct going *g = arg;
+
+	for (struct op *o = s->first; o; o = o->next) {
+		const uint8_t *at[] = {o->dst, o->src, (void *)(uintptr_t)o->a, (void *)(uintptr_t)o->b, (void *)(uintptr_t)o->status};
+		for (int i = 0; i < 5; i++)
+			g->used |= at[i] >= g->p && at[i] < g->p + g->n;
+		g->busy |= o->kind == BUSY;
+	}
+}
+
+// give_up holds a call that frees memory to its rules, after which time goes by.
+static void give_up(const void *p, size_t n)
+{
+	struct going g = {.p = p, .n = n};
+
+	each(uses, &g);
+	if (g.used)
+		broke("memory was freed that queued work uses");
+	st.waited += g.busy; // the driver may wait there for all that is queued
+	each(pass, NULL);
 }
 
 #endif

@@ -18,64 +18,63 @@ enum {
 	ATTRIBUTE_MINOR = 76,
 };
 
-int owcu_enter(owcu_handle ctx, owcu_handle *before, struct owcu_error *e)
-{
-	struct guard g;
-	int rc = enter(&g, ctx, e);
+int owcu_enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e) { return enter(g, ctx, e); }
 
-	*before = g.before;
-	return rc;
-}
-
-void owcu_leave(owcu_handle ctx, owcu_handle before)
-{
-	struct guard g = {before, ctx};
-
-	leave(&g, 0);
-}
+void owcu_leave(struct owcu_guard *g) { leave(g, 0); }
 
 int owcu_begin(int *version, int *count, struct owcu_error *e)
 {
-	if (owcu_forked())
-		return failed(e, "fork", OWCU_FORKED);
-	if (TRY(init, (0)) || TRY(driver_version, (version)) || TRY(device_count, (count)))
+	int mode;
+	int rc = owcu_forked() ? failed(e, "fork", OWCU_FORKED) : TRY(init, (0)); // knows no modes before
+
+	if (rc || relax(&mode, e))
 		return -1;
-	return 0;
+	rc = TRY(driver_version, (version)) || TRY(device_count, (count)) ? -1 : 0;
+	harden(&mode);
+	return rc;
 }
 
 int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e)
 {
-	int d;
+	int d, mode;
 	size_t n = 0;
 
-	if (owcu_forked())
-		return failed(e, "fork", OWCU_FORKED);
-	if (TRY(device_get, (&d, ordinal)) || TRY(device_name, (info->name, sizeof info->name, d)) ||
-	    TRY(device_bus, (info->bus, sizeof info->bus, d)) || TRY(device_memory, (&n, d)) ||
-	    TRY(device_attribute, (&info->major, ATTRIBUTE_MAJOR, d)) ||
-	    TRY(device_attribute, (&info->minor, ATTRIBUTE_MINOR, d)) || TRY(device_attribute, (&info->sms, ATTRIBUTE_SMS, d)))
+	if (relax(&mode, e))
 		return -1;
+	int rc = TRY(device_get, (&d, ordinal)) || TRY(device_name, (info->name, sizeof info->name, d)) ||
+	         TRY(device_bus, (info->bus, sizeof info->bus, d)) || TRY(device_memory, (&n, d)) ||
+	         TRY(device_attribute, (&info->major, ATTRIBUTE_MAJOR, d)) ||
+	         TRY(device_attribute, (&info->minor, ATTRIBUTE_MINOR, d)) || TRY(device_attribute, (&info->sms, ATTRIBUTE_SMS, d));
 	info->memory = n;
-	return 0;
+	harden(&mode);
+	return rc ? -1 : 0;
 }
 
 int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, struct owcu_error *e)
 {
-	if (owcu_forked())
-		return failed(e, "fork", OWCU_FORKED);
-	return TRY(device_get, (device, ordinal)) || TRY(ctx_retain, (ctx, *device)) ? -1 : 0;
+	int mode;
+
+	if (relax(&mode, e))
+		return -1;
+	int rc = TRY(device_get, (device, ordinal)) || TRY(ctx_retain, (ctx, *device)) ? -1 : 0;
+	harden(&mode);
+	return rc;
 }
 
 int owcu_ctx_close(int device, struct owcu_error *e)
 {
-	if (owcu_forked())
-		return failed(e, "fork", OWCU_FORKED);
-	return TRY(ctx_release, (device));
+	int mode;
+
+	if (relax(&mode, e))
+		return -1;
+	int rc = TRY(ctx_release, (device));
+	harden(&mode);
+	return rc;
 }
 
 int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int64_t i = 0;
 	int rc = enter(&g, ctx, e);
 
@@ -84,29 +83,66 @@ int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out,
 		if (rc)
 			break;
 	}
-	if (rc)
-		while (i-- > 0)
-			owcu->mem_free(out[i]);
+	for (int64_t k = rc ? 0 : n; k < n; k++)
+		if (k >= i || owcu->mem_free(out[k]) == 0 || lost())
+			out[k] = 0;
 	return leave(&g, rc);
 }
 
-int owcu_free(owcu_handle ctx, int64_t n, const owcu_ptr *p, struct owcu_error *e)
+int owcu_free(owcu_handle ctx, int64_t n, owcu_ptr *p, struct owcu_error *e)
 {
-	struct guard g;
-	int rc = enter(&g, ctx, e);
+	struct owcu_guard g;
+	int rc = retire(&g, ctx, e);
 
-	if (owcu_forked())
+	if (rc)
 		return rc;
-	// Work on the memory may still be queued on a stream that we never saw.
-	rc |= TRY(ctx_sync, ());
-	for (int64_t i = 0; i < n; i++)
-		rc |= TRY(mem_free, (p[i]));
+	for (int64_t i = 0; i < n; i++) {
+		int refused = TRY(mem_free, (p[i]));
+		rc |= refused;
+		if (!refused || lost())
+			p[i] = 0;
+	}
 	return leave(&g, rc);
+}
+
+int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	struct owcu_error not_now = {0};
+	int rc = enter(&g, ctx, e), captured = 0;
+
+	// Before, so that nothing is recorded into a graph; and after, in case that a
+	// capture began in between: such an event must not be asked for.
+	for (int again = 0; rc == 0 && !captured && again < 2; again++) {
+		for (int i = 0; rc == 0 && !captured && i < n; i++) {
+			if (uncaptured(streams[i], &not_now)) {
+				captured = not_now.code == OWCU_CAPTURED;
+				rc = captured ? 0 : failed(e, not_now.call, not_now.code);
+			} else if (!again) {
+				rc = (events[i] == NULL && TRY(event_create, (&events[i], NO_TIMING))) ||
+				     TRY(event_record, (events[i], (owcu_handle)(uintptr_t)streams[i])) ? -1 : 0;
+			}
+		}
+	}
+	return leave(&g, rc && !lost() ? rc : captured);
+}
+
+int owcu_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, ctx, e), passed = 1;
+
+	for (int i = 0; rc == 0 && passed && i < n; i++) {
+		int code = events[i] != NULL ? owcu->event_query(events[i]) : 0;
+		passed = code != OWCU_NOT_READY;
+		rc = passed ? failed(e, name_event_query, code) : 0;
+	}
+	return leave(&g, rc && !lost() ? rc : passed);
 }
 
 int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
 	if (rc == 0)
@@ -116,18 +152,19 @@ int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e)
 
 int owcu_unregister(owcu_handle ctx, void *p, struct owcu_error *e)
 {
-	struct guard g;
-	int rc = enter(&g, ctx, e);
+	struct owcu_guard g;
+	int rc = retire(&g, ctx, e);
 
-	if (owcu_forked())
+	if (rc)
 		return rc;
-	rc |= TRY(host_unregister, (p));
+	if (TRY(host_unregister, (p)))
+		rc = lost() ? -1 : 1;
 	return leave(&g, rc);
 }
 
 int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	size_t a = 0, b = 0;
 	int rc = enter(&g, ctx, e);
 
@@ -138,90 +175,104 @@ int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_
 	return leave(&g, rc);
 }
 
-int owcu_read(owcu_handle ctx, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e)
+int owcu_read(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
+	if (rc == 0 && *stream == NULL)
+		rc = TRY(stream_create, (stream, NON_BLOCKING));
 	if (rc == 0)
-		rc = TRY(copy_out, (dst, src, n));
+		rc = TRY(copy_out_async, (dst, src, n, *stream)) | TRY(stream_sync, (*stream));
+	return leave(&g, rc);
+}
+
+int owcu_stream_end(owcu_handle ctx, owcu_handle *stream, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = *stream != NULL ? retire(&g, ctx, e) : 0;
+
+	if (rc || *stream == NULL)
+		return rc;
+	if (TRY(stream_destroy, (*stream)))
+		rc = lost() ? -1 : 1;
+	if (rc <= 0)
+		*stream = NULL;
 	return leave(&g, rc);
 }
 
 int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char *names, int count, struct owcu_module *m,
                      owcu_handle *kernels, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
-	m->module = m->image = NULL;
 	// The driver wants an aligned image and may look at it again when a kernel
 	// is first launched.
-	if (rc == 0 && posix_memalign(&m->image, 64, n))
-		rc = failed(e, "posix_memalign", OWCU_OUT_OF_MEMORY);
-	if (rc == 0) {
-		memcpy(m->image, image, n);
-		rc = TRY(module_load, (&m->module, m->image));
+	if (rc == 0 && m->image == NULL) {
+		if (posix_memalign(&m->image, 64, n)) {
+			m->image = NULL;
+			rc = failed(e, "posix_memalign", OWCU_OUT_OF_MEMORY);
+		} else {
+			memcpy(m->image, image, n);
+		}
 	}
+	if (rc == 0 && m->module == NULL)
+		rc = TRY(module_load, (&m->module, m->image));
 	for (int i = 0; rc == 0 && i < count; i++, names += strlen(names) + 1)
 		rc = TRY(module_function, (&kernels[i], m->module, names));
-	if (rc) {
-		if (m->module != NULL)
-			owcu->module_unload(m->module);
-		free(m->image);
-		m->module = m->image = NULL;
-	}
 	return leave(&g, rc);
 }
 
 int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e)
 {
-	struct guard g;
-	int rc = enter(&g, ctx, e);
+	struct owcu_guard g;
+	int rc = retire(&g, ctx, e);
 
-	if (owcu_forked() || m->module == NULL)
-		return leave(&g, rc);
-	rc |= TRY(module_unload, (m->module));
+	if (rc)
+		return rc;
+	if (m->module != NULL && TRY(module_unload, (m->module))) {
+		rc = lost() ? -1 : 1;
+		if (rc > 0)
+			return leave(&g, rc);
+	}
 	free(m->image);
 	m->module = m->image = NULL;
 	return leave(&g, rc);
 }
 
-// unmake undoes whatever part of a lane was made.
+// unmake undoes whatever part of a lane was made, and says 1 if the driver
+// refused some of it.
 static int unmake(struct owcu_lane *l, struct owcu_error *e)
 {
-	int rc = 0;
+	int left = 0;
 
 	for (int i = 0; i < OWCU_STREAMS; i++)
-		if (l->streams[i])
-			rc |= TRY(stream_sync, (l->streams[i]));
+		if (l->streams[i] && TRY(stream_sync, (l->streams[i])) && !lost())
+			return 1;
 	for (int i = 0; l->slots && i < l->made; i++) {
 		struct owcu_slot *s = l->slots[i];
-		if (s && s->copied)
-			rc |= TRY(event_destroy, (s->copied));
-		if (s && s->done)
-			rc |= TRY(event_destroy, (s->done));
-		for (int k = 0; s && k < 4; k++)
-			if (s->marks[k])
-				rc |= TRY(event_destroy, (s->marks[k]));
-		free(s);
+		if (s == NULL)
+			continue;
+		DROP(s->copied, event_destroy);
+		DROP(s->done, event_destroy);
+		for (int k = 0; k < 4; k++)
+			DROP(s->marks[k], event_destroy);
 	}
-	free(l->slots);
-	if (l->join)
-		rc |= TRY(event_destroy, (l->join));
-	if (l->origin)
-		rc |= TRY(event_destroy, (l->origin));
+	DROP(l->join, event_destroy);
+	DROP(l->origin, event_destroy);
 	for (int i = 0; i < OWCU_STREAMS; i++)
-		if (l->streams[i])
-			rc |= TRY(stream_destroy, (l->streams[i]));
-	if (l->scratch)
-		rc |= TRY(mem_free, (l->scratch));
-	if (l->staging)
-		rc |= TRY(mem_free, (l->staging));
-	if (l->pinned)
-		rc |= TRY(host_unregister, (l->pinned));
+		DROP(l->streams[i], stream_destroy);
+	DROP(l->scratch, mem_free);
+	DROP(l->staging, mem_free);
+	DROP(l->pinned, host_unregister);
+	if (left)
+		return 1;
+	for (int i = 0; l->slots && i < l->made; i++)
+		free(l->slots[i]);
+	free(l->slots);
 	free(l);
-	return rc;
+	return 0;
 }
 
 static int make(struct owcu_lane *l, void *pinned, uint64_t bytes, int nslots, struct owcu_error *e)
@@ -253,9 +304,9 @@ static int make(struct owcu_lane *l, void *pinned, uint64_t bytes, int nslots, s
 }
 
 struct owcu_lane *owcu_lane_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, const owcu_handle *kernels,
-                                struct owcu_error *e)
+                                struct owcu_lane **left, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	struct owcu_error ignored = {0};
 	struct owcu_lane *l = NULL;
 	int rc = enter(&g, ctx, e);
@@ -271,7 +322,8 @@ struct owcu_lane *owcu_lane_new(owcu_handle ctx, void *pinned, uint64_t bytes, i
 		rc = make(l, pinned, bytes, nslots, e);
 	}
 	if (rc && l) {
-		unmake(l, &ignored);
+		if (unmake(l, &ignored))
+			*left = l;
 		l = NULL;
 	}
 	leave(&g, rc);
@@ -280,18 +332,18 @@ struct owcu_lane *owcu_lane_new(owcu_handle ctx, void *pinned, uint64_t bytes, i
 
 int owcu_lane_free(struct owcu_lane *l, struct owcu_error *e)
 {
-	struct guard g;
-	int rc = enter(&g, l->ctx, e);
+	struct owcu_guard g;
+	int rc = retire(&g, l->ctx, e);
 
-	if (owcu_forked())
+	if (rc)
 		return rc;
-	rc |= unmake(l, e);
-	return leave(&g, rc);
+	rc = unmake(l, e);
+	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
 }
 
 int owcu_scratch(struct owcu_lane *l, uint64_t n, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, l->ctx, e);
 
 	if (rc == 0)
@@ -348,43 +400,49 @@ static int queue(struct owcu_lane *l, struct owcu_slot *s, struct owcu_error *e)
 
 int owcu_submit(struct owcu_lane *l, int slot, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	struct owcu_slot *s = l->slots[slot];
 	int rc = enter(&g, l->ctx, e);
 
-	if (rc == 0)
-		rc = queue(l, s, e);
-	if (rc && !owcu_forked()) {
+	if (rc)
+		return rc;
+	rc = queue(l, s, e);
+	if (rc) {
 		// Half of it may run, on memory that the caller is about to reuse.
 		owcu->stream_sync(l->streams[0]);
 		owcu->stream_sync(l->streams[1 + s->stream]);
-	} else if (rc == 0 && s->wait) {
-		rc = TRY(event_sync, (s->done));
+	} else if (s->wait && (rc = TRY(event_sync, (s->done)))) {
+		owcu->stream_sync(l->streams[1 + s->stream]);
 	}
 	return leave(&g, rc);
 }
 
 int owcu_wait(struct owcu_lane *l, int slot, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, l->ctx, e);
 
+	// A driver that refuses once may answer the next time, and without an answer
+	// nothing is known of the memory.
+	if (rc && enter(&g, l->ctx, e))
+		return rc;
 	if (rc == 0)
 		rc = TRY(event_sync, (l->slots[slot]->done));
 	for (int k = 0; rc == 0 && l->timed && k < 4; k++)
 		rc = TRY(event_elapsed, (&l->slots[slot]->at[k], l->origin, l->slots[slot]->marks[k]));
-	if (rc && !owcu_forked())
-		owcu->ctx_sync(); // whatever the event's fault, the memory must be at rest
+	// Whatever the event's fault, the memory must be at rest.
+	for (int i = 0; rc && i < OWCU_STREAMS; i++)
+		owcu->stream_sync(l->streams[i]);
 	return leave(&g, rc);
 }
 
 int owcu_join(struct owcu_lane *l, uint64_t stream, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, l->ctx, e);
 
 	if (rc == 0)
-		rc = TRY(event_record, (l->join, (owcu_handle)(uintptr_t)stream));
+		rc = uncaptured(stream, e) || TRY(event_record, (l->join, (owcu_handle)(uintptr_t)stream)) ? -1 : 0;
 	// A wait takes the event as it is now, so one event serves them all.
 	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
 		rc = TRY(stream_wait, (l->streams[i], l->join, 0));
@@ -393,68 +451,73 @@ int owcu_join(struct owcu_lane *l, uint64_t stream, struct owcu_error *e)
 
 int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e)
 {
-	struct guard g;
-	int rc = enter(&g, ctx, e);
+	struct owcu_guard g;
+	int rc = *event != NULL ? retire(&g, ctx, e) : enter(&g, ctx, e);
 
-	if (*event != NULL)
-		rc |= owcu_forked() ? 0 : TRY(event_destroy, (*event));
-	else if (rc == 0)
+	if (rc)
+		return rc;
+	if (*event == NULL)
 		rc = TRY(event_create, (event, NO_TIMING));
+	else if (TRY(event_destroy, (*event)))
+		rc = lost() ? -1 : 1;
 	return leave(&g, rc);
 }
 
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
 	if (rc == 0)
-		rc = TRY(stream_wait, ((owcu_handle)(uintptr_t)stream, event, 0));
+		rc = uncaptured(stream, e) || TRY(stream_wait, ((owcu_handle)(uintptr_t)stream, event, 0)) ? -1 : 0;
 	return leave(&g, rc);
 }
 
 int owcu_floor(struct owcu_lane *l, uint64_t stride, uint64_t head, uint64_t n, int count, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, l->ctx, e);
 
+	if (rc)
+		return rc;
 	for (int i = 0; rc == 0 && i < count; i++) {
 		uint64_t at = (uint64_t)(i % l->nslots) * stride + head;
 		rc = TRY(copy_in, (l->staging + at, (char *)l->pinned + at, n, l->streams[0]));
 	}
-	if (!owcu_forked())
-		rc |= TRY(stream_sync, (l->streams[0]));
+	rc |= TRY(stream_sync, (l->streams[0]));
 	return leave(&g, rc);
 }
 
 int owcu_across(struct owcu_lane *l, uint64_t dst, uint64_t n, int count, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, l->ctx, e);
 
+	if (rc)
+		return rc;
 	for (int i = 0; rc == 0 && i < count; i++)
 		rc = TRY(copy_across, (l->staging + dst, l->staging, n, l->streams[0]));
-	if (!owcu_forked())
-		rc |= TRY(stream_sync, (l->streams[0]));
+	rc |= TRY(stream_sync, (l->streams[0]));
 	return leave(&g, rc);
 }
 
 int owcu_again(struct owcu_lane *l, int count, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, l->ctx, e);
 
+	if (rc)
+		return rc;
 	for (int i = 0; rc == 0 && i < count; i++)
 		for (int k = 0; rc == 0 && k < l->nslots; k++)
 			rc = launch_all(l, l->slots[k], l->streams[1], e);
-	if (!owcu_forked())
-		rc |= TRY(stream_sync, (l->streams[1]));
+	rc |= TRY(stream_sync, (l->streams[1]));
 	return leave(&g, rc);
 }
 
 int owcu_timing(struct owcu_lane *l, int on, struct owcu_error *e)
 {
-	struct guard g;
+	struct owcu_guard g;
 	int rc = enter(&g, l->ctx, e);
 
 	l->timed = 0;

@@ -126,20 +126,17 @@ func (d *Device) lane(slots int, slotBytes int64) (*Lane, error) {
 	}
 	d.mu.Lock()
 	kept := &d.idle[rank(slotBytes)]
-	if l := *kept; l != nil {
-		*kept = nil
+	l := *kept
+	*kept = nil
+	d.mu.Unlock()
+	if l != nil {
 		if need := int64(slots) * stride(slotBytes); slots <= len(l.all) && need <= l.pages.n && l.pages.n <= 2*need+huge {
 			l.closed = false
-			d.mu.Unlock()
 			l.shape(slots, stride(slotBytes))
 			return l, nil
 		}
-		d.mu.Unlock()
-		if err := l.destroy(); err != nil {
-			return nil, err
-		}
-	} else {
-		d.mu.Unlock()
+		l.end()
+		d.later(l.release)
 	}
 	fns, err := d.functions()
 	if err != nil {
@@ -157,11 +154,13 @@ func (d *Device) lane(slots int, slotBytes int64) (*Lane, error) {
 			return nil, err
 		}
 	}
-	l, err := d.newLane(p, most, fns)
+	l, err = d.newLane(&p, most, fns)
 	if errors.Is(err, fault.ErrMemory) {
-		// Tensors that nobody holds any more may lie where the staging could.
-		if e := d.reap(); e == nil {
-			l, err = d.newLane(p, most, fns)
+		// Dropped tensors, or another lane, may lie where the
+		// staging could.
+		d.inter()
+		if e := d.giveBack(); e == nil && p.raw != nil {
+			l, err = d.newLane(&p, most, fns)
 		}
 	}
 	if err != nil {
@@ -172,15 +171,21 @@ func (d *Device) lane(slots int, slotBytes int64) (*Lane, error) {
 	return l, nil
 }
 
-// newLane makes a lane of some pages, with no slots yet but room for most.
-func (d *Device) newLane(p pages, most int, fns *[kernels]C.owcu_handle) (*Lane, error) {
+// newLane makes a lane of some pages, with no slots yet but room for most. After
+// an error the pages are the caller's still, unless they are zero.
+func (d *Device) newLane(p *pages, most int, fns *[kernels]C.owcu_handle) (*Lane, error) {
 	var e C.struct_owcu_error
-	c := C.owcu_lane_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), &fns[0], &e)
+	var left *C.struct_owcu_lane
+	c := C.owcu_lane_new(d.ctx, p.p, C.uint64_t(p.n), C.int(most), &fns[0], &left, &e)
 	if c == nil {
+		if left != nil {
+			d.later((&Lane{dev: d, c: left, pages: *p}).release)
+			*p = pages{}
+		}
 		return nil, failure(d.index, &e)
 	}
 	l := &Lane{
-		dev: d, c: c, pages: p, free: make(chan *Slot, most), queue: make(chan *Slot, most),
+		dev: d, c: c, pages: *p, free: make(chan *Slot, most), queue: make(chan *Slot, most),
 		ended: make(chan struct{}), moved: make(chan struct{}),
 	}
 	for i, s := range unsafe.Slice(c.slots, most) {
@@ -353,10 +358,11 @@ func (l *Lane) round(s *Slot, b *build) error {
 	return nil
 }
 
-// fail notes a device error. Out of memory is not one: the next call may do.
+// fail notes a device error. Out of memory is not one, nor is a stream that is
+// being captured: the next call may do.
 func (l *Lane) fail(e *C.struct_owcu_error) error {
 	err := failure(l.dev.index, e)
-	if e.code != C.OWCU_OUT_OF_MEMORY && l.broken == nil {
+	if e.code != C.OWCU_OUT_OF_MEMORY && e.code != C.OWCU_CAPTURED && l.broken == nil {
 		l.broken = err
 	}
 	return err
@@ -459,18 +465,34 @@ func (l *Lane) Close() {
 		return
 	}
 	d.mu.Unlock()
-	_ = l.destroy() // what cannot be given back to a lost device is lost with it
+	l.end()
+	d.later(l.release)
 }
 
 // destroy frees the lane; nothing is under way.
 func (l *Lane) destroy() error {
+	l.end()
+	var e C.struct_owcu_error
+	return l.dev.given(l.giveBack(&e), &e, l.release)
+}
+
+// end ends the completer; nothing is under way.
+func (l *Lane) end() {
 	close(l.queue)
 	<-l.ended
+}
+
+// release gives a lane without a completer back to the driver, and says whether
+// it is gone.
+func (l *Lane) release() bool {
 	var e C.struct_owcu_error
-	rc := C.owcu_lane_free(l.c, &e)
-	l.pages.free()
-	if rc != 0 {
-		return failure(l.dev.index, &e)
+	return l.giveBack(&e) <= 0
+}
+
+func (l *Lane) giveBack(e *C.struct_owcu_error) C.int {
+	rc := C.owcu_lane_free(l.c, e)
+	if rc <= 0 {
+		l.pages.free() // not before: they are registered
 	}
-	return nil
+	return rc
 }

@@ -2,8 +2,10 @@
 //
 // Every function makes the device's context current for its own duration and
 // puts back what was current before: it may run on a thread of Python's, where
-// torch has a device of its own chosen. On an error the rest of the calls is
-// left out, and e says which call failed and how.
+// torch has a device of its own chosen. For as long its thread is in the relaxed
+// mode of stream capture, so that no call harms a graph that another thread, or
+// this one, is capturing. On an error the rest of the calls is left out, and e
+// says which call failed and how.
 #ifndef OWCU_LANE_H
 #define OWCU_LANE_H
 
@@ -73,24 +75,44 @@ int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e);
 int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, struct owcu_error *e);
 int owcu_ctx_close(int device, struct owcu_error *e);
 
-// owcu_enter makes the context current on this thread, and owcu_leave puts back
-// what was: for calls of other libraries in between.
-int owcu_enter(owcu_handle ctx, owcu_handle *before, struct owcu_error *e);
-void owcu_leave(owcu_handle ctx, owcu_handle before);
+// A guard keeps what owcu_enter changed on a thread.
+struct owcu_guard {
+	owcu_handle before, ctx;
+	int mode;
+};
 
-// owcu_alloc gets all n pieces or none.
+// owcu_enter makes the context current on this thread and its mode of capture
+// relaxed, and owcu_leave puts back what was: for calls of other libraries in
+// between. After an error there is nothing to put back.
+int owcu_enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e);
+void owcu_leave(struct owcu_guard *g);
+
+// owcu_alloc gets all n pieces or none. After an error out has what the driver
+// refused to take back, for owcu_free later, and 0 else.
 int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out, struct owcu_error *e);
-// owcu_free waits for everything queued on the device and frees n pieces; it
-// goes on after an error and reports the first.
-int owcu_free(owcu_handle ctx, int64_t n, const owcu_ptr *p, struct owcu_error *e);
+// owcu_free frees n pieces that no work uses any more, and writes 0 over those
+// that are gone. It goes on after an error and reports the first; of a lost
+// device everything is gone.
+int owcu_free(owcu_handle ctx, int64_t n, owcu_ptr *p, struct owcu_error *e);
+// owcu_mark records an event on each of n streams, and makes those events that
+// there are not. It says 1, and means nothing by them, while one of the streams
+// is being captured.
+int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e);
+// owcu_passed says 1 when all work before the events is done, and 0 while it is
+// not. It does not wait.
+int owcu_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e);
 // owcu_register pins [p, p+n) for every context of the process.
 int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e);
+// owcu_unregister says 1 if the driver refused it and may not the next time.
 int owcu_unregister(owcu_handle ctx, void *p, struct owcu_error *e);
 int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
-int owcu_read(owcu_handle ctx, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
+// owcu_read copies on a stream of ours, which it makes the first time.
+int owcu_read(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
+int owcu_stream_end(owcu_handle ctx, owcu_handle *stream, struct owcu_error *e);
 
 // owcu_module loads an image, of which it keeps a copy until it is closed, and
-// looks up kernels by names, which are separated by NUL.
+// looks up kernels by names, which are separated by NUL. After an error it may be
+// opened again; m is zero the first time. Closing it says 1 as owcu_unregister does.
 struct owcu_module {
 	owcu_handle module;
 	void *image;
@@ -102,9 +124,13 @@ int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error 
 // owcu_lane_new registers [pinned, pinned+bytes) and makes the streams, events
 // and staging of a lane; NULL with nothing left behind on an error. Unregister
 // goes with owcu_lane_free; the memory itself stays the caller's. Whoever uses
-// the slots says how many, and where the status words of each are.
+// the slots says how many, and where the status words of each are. If the driver
+// refuses to take back what was made before an error, that is *left, for
+// owcu_lane_free.
 struct owcu_lane *owcu_lane_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, const owcu_handle *kernels,
-                                struct owcu_error *e);
+                                struct owcu_lane **left, struct owcu_error *e);
+// owcu_lane_free says 1 if the driver refused some of it: then it may be called
+// again, for the rest. Anything else: the lane is gone, and so is its pinning.
 int owcu_lane_free(struct owcu_lane *l, struct owcu_error *e);
 int owcu_scratch(struct owcu_lane *l, uint64_t n, struct owcu_error *e);
 
@@ -117,8 +143,9 @@ int owcu_wait(struct owcu_lane *l, int slot, struct owcu_error *e);
 // else.
 int owcu_join(struct owcu_lane *l, uint64_t stream, struct owcu_error *e);
 
-// owcu_event makes an event without times, or ends one that nothing needs any more;
-// owcu_event_before makes a stream go on after its last record.
+// owcu_event makes an event without times, or ends one that nothing needs any more
+// (1: as owcu_unregister); owcu_event_before makes a stream go on after its last
+// record.
 int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e);
 int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 

@@ -41,6 +41,9 @@ func Trim() error { return nil }
 // Index is the number of the device.
 func (d *Device) Index() int { return 0 }
 
+// Used tells of a stream.
+func (d *Device) Used(uintptr) {}
+
 // Alloc allocates tensors.
 func (d *Device) Alloc([]int64) ([]device.Memory, error) { return nil, errNone }
 
@@ -57,7 +60,7 @@ func (d *Device) Read([]byte, device.Memory) error { return errNone }
 func (d *Device) Register([]byte) error { return errNone }
 
 // Unregister undoes it.
-func (d *Device) Unregister([]byte) error { return errNone }
+func (d *Device) Unregister([]byte, func()) {}
 
 // Lane makes a lane.
 func (d *Device) Lane(int, int64) (*Lane, error) { return nil, errNone }
@@ -183,6 +186,9 @@ func (d *Device) SyncStream(uintptr) error { return errNone }
 
 // OwnsStream refuses a stream of another device.
 func (d *Device) OwnsStream(uintptr) error { return errNone }
+
+// ThreadMode has no modes.
+func ThreadMode(int) int { return -1 }
 
 // DeviceOf is the device of an address: none.
 func DeviceOf(uint64) int { return -1 }

@@ -74,13 +74,18 @@ func (d *Device) Register(b []byte) error {
 	return nil
 }
 
-// Unregister undoes Register, when no copy is under way.
-func (d *Device) Unregister(b []byte) error {
-	var e C.struct_owcu_error
-	if C.owcu_unregister(d.ctx, unsafe.Pointer(&b[0]), &e) != 0 {
-		return failure(d.index, &e)
-	}
-	return nil
+// Unregister undoes Register, when no copy is under way, and then calls `then`:
+// soon, and not before it returns, since the driver may wait there for work of
+// others. Until then the memory is the driver's.
+func (d *Device) Unregister(b []byte, then func()) {
+	d.later(func() bool {
+		var e C.struct_owcu_error
+		if C.owcu_unregister(d.ctx, unsafe.Pointer(&b[0]), &e) > 0 {
+			return false
+		}
+		then() // a lost device has let go already
+		return true
+	})
 }
 
 func (m pages) free() {

@@ -16,25 +16,35 @@ func (d *Device) Copy(on Queue, dst, src uint64, n int64, wait bool) error {
 	if n <= 0 {
 		return nil
 	}
-	after := make([]C.uint64_t, len(on.After)+1)
-	for i, s := range on.After {
-		after[i] = C.uint64_t(s)
+	if err := d.follow(on.Stream, on.After...); err != nil {
+		return err
 	}
 	w := C.int(0)
 	if wait {
 		w = 1
 	}
 	var e C.struct_owcu_error
-	if C.owcu_copy(d.ctx, C.uint64_t(on.Stream), &after[0], C.uint64_t(len(on.After)), C.owcu_ptr(dst), C.owcu_ptr(src), C.uint64_t(n), w, &e) != 0 {
+	if C.owcu_copy(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.owcu_ptr(src), C.uint64_t(n), w, &e) != 0 {
 		return failure(d.index, &e)
 	}
 	return nil
 }
 
 // Follow makes a stream wait for what is queued on another now.
-func (d *Device) Follow(stream, after uintptr) error {
+func (d *Device) Follow(stream, after uintptr) error { return d.follow(stream, after) }
+
+func (d *Device) follow(stream uintptr, after ...uintptr) error {
+	if len(after) == 0 {
+		return nil
+	}
+	others := make([]C.uint64_t, len(after))
+	for i, s := range after {
+		others[i] = C.uint64_t(s)
+	}
 	var e C.struct_owcu_error
-	if C.owcu_follow(d.ctx, C.uint64_t(stream), C.uint64_t(after), &e) != 0 {
+	d.linking.Lock()
+	defer d.linking.Unlock()
+	if C.owcu_follow(d.ctx, &d.link, C.uint64_t(stream), &others[0], C.uint64_t(len(others)), &e) != 0 {
 		return failure(d.index, &e)
 	}
 	return nil
@@ -83,6 +93,17 @@ func (d *Device) OwnsStream(stream uintptr) error {
 		return fault.New(fault.ErrArgument, "the stream %#x is not one of cuda:%d", stream, d.index)
 	}
 	return nil
+}
+
+// ThreadMode sets the mode of stream capture of the calling thread, a number of
+// CUstreamCaptureMode, and gives the one before; -1 if there is no driver, or for
+// another number, which change nothing. It is for threads of Python's, on which
+// torch is called next.
+func ThreadMode(mode int) int {
+	if mode < 0 || Available() != nil {
+		return -1
+	}
+	return int(C.owcu_thread_mode(C.int(mode)))
 }
 
 // DeviceOf is the number of the device that an address is of, and -1 for memory

@@ -1,0 +1,449 @@
+//go:build cgo && owfake
+
+package cuda
+
+import (
+	"errors"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// The driver may wait for work of others wherever something is given back, and
+// every call but few destroys a capture of a graph that is under way on any
+// thread: what breaks a rule of the fake driver's fails these tests at their end.
+
+// alone keeps the reaper out, so that a test takes its steps.
+func (d *Device) alone(t *testing.T) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.reaping = true
+	t.Cleanup(func() { // runs before the device is closed
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.reaping = false
+		d.watch()
+	})
+}
+
+// dict is the memory of many small tensors, as a load makes it.
+func dict(t *testing.T, d *Device) (drop func()) {
+	t.Helper()
+	mem, err := d.Alloc([]int64{16 << 10, 1 << 20, 300, 5 << 20, 16 << 10})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return func() {
+		for _, m := range mem {
+			m.Release()
+		}
+	}
+}
+
+// held counts allocations but those that are kept for the next load.
+func held(d *Device) int64 {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return fakeGet().blocks - int64(len(d.kept))
+}
+
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); !ok(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%s: %+v", what, fakeGet())
+		}
+	}
+}
+
+// Whatever this package does while a graph is being captured, by another thread
+// or another library, the capture lives on; and all of it works.
+func TestCaptureLivesOn(t *testing.T) {
+	t.Run("beside other streams", func(t *testing.T) { captureLivesOn(t, false) })
+	t.Run("which the default stream waits for", func(t *testing.T) { captureLivesOn(t, true) })
+}
+
+func captureLivesOn(t *testing.T, blocking bool) {
+	r := random(t)
+	d := begun(t)
+	var p piece
+	p.coded(weights(r, x16.BF16, 8000), x16.BF16)
+	p.raw(weights(r, x16.BF16, 30_000))
+	life := func() {
+		for i, size := range []int64{64 << 10, 256 << 10, 64 << 10} { // lanes are made, kept and given back
+			l, err := d.Lane(3+i, size)
+			if err != nil {
+				t.Fatal(err)
+			}
+			other, err := d.Lane(2, size)
+			if err != nil {
+				t.Fatal(err)
+			}
+			p.run(t, d, l, 0)
+			p.run(t, d, other, 1)
+			l.Close()
+			other.Close()
+		}
+		mine, err := newPages(4096)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := unsafe.Slice((*byte)(mine.p), 4096)
+		if err := d.Register(b); err != nil {
+			t.Error(err)
+		}
+		gone := make(chan struct{})
+		d.Unregister(b, func() { mine.free(); close(gone) })
+		<-gone
+		v, err := d.NewEvent()
+		if err != nil {
+			t.Fatal(err)
+		}
+		v.Free()
+		dict(t, d)()
+		if _, _, err := d.Free(); err != nil {
+			t.Error(err)
+		}
+		if err := d.Current(func() error { return nil }); err != nil {
+			t.Error(err)
+		}
+		if _, err := Info(); err != nil {
+			t.Error(err)
+		}
+		d.Prepare()
+		if err := d.Trim(); err != nil {
+			t.Error(err)
+		}
+	}
+	before := dict(t, d)
+	end := FakeCapture(0, blocking)
+	before()
+	life()
+	if !blocking { // else the default stream, on which the memory may be used, is out of reach
+		eventually(t, "nothing was freed during the capture", func() bool { return held(d) == 0 })
+	}
+	if s := fakeGet(); s.broken > 0 {
+		t.Error(s.what)
+	}
+	end()
+	eventually(t, "not all was freed after the capture", func() bool { return held(d) == 0 })
+	life()
+}
+
+// Work on a stream that is being captured is refused before the capture is
+// harmed, and the caller is told what to do.
+func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
+	d, l := open(t, 2, 64<<10)
+	stream, err := d.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := d.FreeStream(stream); err != nil {
+			t.Error(err)
+		}
+	}()
+	mem, err := d.Alloc([]int64{4096, 4096})
+	if err != nil {
+		t.Fatal(err)
+	}
+	v, err := d.NewEvent()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dst, src := uint64(uintptr(mem[0].Ptr)), uint64(uintptr(mem[1].Ptr))
+	streams := []Stream{{Src: src, Stored: 4096, Dst: dst, Size: 4096, Chunk: 4096}}
+	on := Queue{Stream: stream}
+	all := map[string]func() error{
+		"WaitFor":      func() error { return l.WaitFor(stream) },
+		"Before":       func() error { return v.Before(stream) },
+		"Copy":         func() error { return d.Copy(on, dst, src, 4096, false) },
+		"Copy, waits":  func() error { return d.Copy(on, dst, src, 4096, true) },
+		"Copy after":   func() error { return d.Copy(Queue{Stream: 1, After: []uintptr{stream}}, dst, src, 4096, false) },
+		"Follow":       func() error { return d.Follow(stream, 1) },
+		"Follow after": func() error { return d.Follow(1, stream) },
+		"SyncStream":   func() error { return d.SyncStream(stream) },
+		"FreeStream":   func() error { return d.FreeStream(stream) },
+		"Decode":       func() error { _, err := d.Decode(on, FormatX16, streams); return err },
+		"Decode after": func() error {
+			_, err := d.Decode(Queue{Stream: 1, After: []uintptr{stream}}, FormatX16, streams)
+			return err
+		},
+		"Peek":   func() error { _, err := d.Peek(on, 0, FormatX16, streams); return err },
+		"Encode": func() error { _, err := d.Encode(on, 6, streams, dst); return err },
+	}
+	end := FakeCapture(stream, false)
+	for name, call := range all {
+		if err := call(); !errors.Is(err, fault.ErrNotSupported) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	end()
+	for _, name := range []string{"WaitFor", "Before", "Copy", "Copy after", "Follow", "Follow after", "SyncStream"} {
+		if err := all[name](); err != nil {
+			t.Errorf("%s after the capture: %v", name, err)
+		}
+	}
+	v.Free()
+	for _, m := range mem {
+		m.Release()
+	}
+}
+
+// A load waits for nothing that others have queued, though an earlier one's memory
+// was dropped, its lane does not fit, and another load ends beside it.
+func TestLoadDoesNotWaitForOthers(t *testing.T) {
+	r := random(t)
+	d := begun(t)
+	d.alone(t)
+	var p piece
+	p.coded(weights(r, x16.BF16, 8000), x16.BF16)
+	p.raw(weights(r, x16.BF16, 40_000))
+	load := func(slots int, size int64) {
+		l, err := d.Lane(slots, size)
+		if err != nil {
+			t.Fatal(err)
+		}
+		second, err := d.Lane(slots, size)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.run(t, d, l, 0) // and drops what it loaded
+		p.run(t, d, second, 0)
+		l.Close()
+		second.Close()
+	}
+	load(2, 64<<10)
+	drop := dict(t, d)
+	side, err := d.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	idle := FakeBusy(side)
+	drop()
+	for i := range 3 {
+		load(2+i, 64<<10<<i)
+	}
+	mine, err := newPages(4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := unsafe.Slice((*byte)(mine.p), 4096)
+	if err := d.Register(b); err != nil {
+		t.Fatal(err)
+	}
+	d.Unregister(b, mine.free)
+	if n := FakeWaited(); n != 0 {
+		t.Errorf("%d calls waited for work of others", n)
+	}
+	idle()
+	if err := d.FreeStream(side); err != nil {
+		t.Error(err)
+	}
+}
+
+// Memory is not freed while a user's stream, which was told of, has work; and the
+// reaper looks without waiting.
+func TestMemoryOutlivesItsUsers(t *testing.T) {
+	d := begun(t)
+	d.alone(t)
+	side, err := d.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.Used(side)
+	d.Used(side)
+	for _, stream := range []uintptr{side, 1} {
+		mem, err := d.Alloc([]int64{70_000})
+		if err != nil {
+			t.Fatal(err)
+		}
+		idle := FakeBusy(stream)
+		fakeFill(mem[0], 7, stream) // queued behind the other: uses the memory
+		mem[0].Release()
+		for range 5 {
+			if err := d.reap(false); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if s := fakeGet(); held(d) != 1 || s.waited != 0 {
+			t.Errorf("stream %#x: %+v", stream, s)
+		}
+		idle()
+		eventually(t, "not freed when its users were done", func() bool {
+			if err := d.reap(false); err != nil {
+				t.Fatal(err)
+			}
+			return held(d) == 0
+		})
+	}
+	// While the user's stream is captured nothing can be asked of it.
+	dict(t, d)()
+	end := FakeCapture(side, false)
+	for range 3 {
+		if err := d.reap(true); err != nil { // which does not wait for the capture's end
+			t.Fatal(err)
+		}
+	}
+	if held(d) == 0 {
+		t.Error("freed while its user was captured")
+	}
+	end()
+	if err := d.giveBack(); err != nil || fakeGet().blocks != 0 {
+		t.Errorf("after the capture: %v, %+v", err, fakeGet())
+	}
+	if err := d.FreeStream(side); err != nil {
+		t.Error(err)
+	}
+	d.mu.Lock()
+	d.users = nil // it was told of a stream that does not live as long as the process
+	d.mu.Unlock()
+}
+
+// What the driver refuses to free is kept, with its header, and freed once when it
+// no longer refuses: memory of tensors, a lane's, a batch's, what was registered,
+// and what was got before an error.
+func TestRefusedIsTriedAgain(t *testing.T) {
+	d := begun(t)
+	d.alone(t)
+	for nth := int64(1); nth < 60; nth++ {
+		dict(t, d)()
+		fakeFail(nth, 900, false)
+		err := d.giveBack()
+		reached := fakeGet()
+		fakeFail(0, 0, false)
+		if err == nil && reached.blocks != 0 {
+			t.Fatalf("call %d refused: %+v without an error", nth, reached)
+		}
+		if err := d.giveBack(); err != nil {
+			t.Fatalf("call %d was refused: then %v", nth, err)
+		}
+		d.inter()
+		if s := fakeGet(); s.blocks != 0 || s.broken > 0 || s.relaxed != 0 {
+			t.Fatalf("call %d was refused: %+v", nth, s)
+		}
+	}
+	d.mu.Lock()
+	live := d.live
+	d.mu.Unlock()
+	if live != 0 {
+		t.Errorf("%d blocks are said to live", live)
+	}
+	// A lane, with scratch and marks, and what stands in for it while it fails.
+	for nth := int64(1); nth < 120; nth += 3 {
+		l, err := d.Lane(2, 64<<10)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.Close()
+		fakeFail(nth, 900, false)
+		_ = d.Trim() // an error or not: it is the reaper's then
+		fakeFail(0, 0, false)
+		d.inter()
+		if s := fakeGet(); s.blocks != 0 || s.pins != 0 || s.broken > 0 {
+			t.Fatalf("a lane, call %d: %+v", nth, s)
+		}
+	}
+	for nth := int64(1); nth < 80; nth++ {
+		fakeFail(nth, 999, false)
+		l, err := d.Lane(2, 64<<10)
+		mem, err2 := d.Alloc([]int64{1 << 20, 1 << 20, 1 << 20})
+		fakeFail(0, 0, false)
+		if err == nil {
+			l.Close()
+		}
+		if err2 == nil {
+			for _, m := range mem {
+				m.Release()
+			}
+		}
+		if err := d.Trim(); err != nil {
+			t.Fatal(err)
+		}
+		if s := fakeGet(); s.blocks != 0 || s.pins != 0 || s.broken > 0 {
+			t.Fatalf("making fails at call %d: %+v", nth, s)
+		}
+	}
+}
+
+// With a lost device goes what could not be given back to it: nothing is tried for
+// ever, and nothing freed twice.
+func TestLostDeviceTakesAll(t *testing.T) {
+	d := begun(t)
+	d.alone(t)
+	l, err := d.Lane(2, 64<<10)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Close()
+	v, err := d.NewEvent()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dict(t, d)()
+	if err := d.reap(true); err != nil { // and is kept
+		t.Fatal(err)
+	}
+	drop := dict(t, d)
+	dict(t, d)()
+	drop()
+	fakeLose(719)
+	if err := d.Trim(); !errors.Is(err, fault.ErrDevice) {
+		t.Errorf("%v", err)
+	}
+	v.Free()
+	d.mu.Lock()
+	live, graves, kept := d.live, len(d.graves), len(d.kept)
+	d.mu.Unlock()
+	fakeFail(0, 0, false)
+	if s := fakeGet(); live+graves+kept != 0 || s.blocks+s.pins != 0 || s.broken > 0 {
+		t.Errorf("%d blocks, %d graves, %d kept: %+v", live, graves, kept, s)
+	}
+}
+
+// Memory that was dropped serves the next load without a call of the driver; what
+// is more than the engine keeps goes back, and all of it when memory is short.
+func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
+	d := begun(t)
+	d.alone(t)
+	big := []int64{100 << 20, 60 << 20}
+	for range 3 {
+		dict(t, d)()
+		if err := d.reap(true); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := fakeGet().blocks; n != 1 {
+		t.Errorf("%d allocations for the same three times", n)
+	}
+	calls := FakeCalls()
+	drop := dict(t, d)
+	if n := FakeCalls() - calls; n != 0 || held(d) != 1 {
+		t.Errorf("%d calls of the driver for what is kept", n)
+	}
+	drop()
+	mem, err := d.Alloc(big)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range mem {
+		m.Release()
+	}
+	if err := d.reap(true); err != nil {
+		t.Fatal(err)
+	}
+	if s := fakeGet(); held(d) != 0 || s.bytes > keepBytes {
+		t.Errorf("%+v is kept", s)
+	}
+	mem, err = d.Alloc([]int64{250 << 20}) // all that there is, nearly
+	if err != nil {
+		t.Fatal(err)
+	}
+	mem[0].Release()
+	if err := d.Trim(); err != nil || fakeGet().blocks != 0 {
+		t.Errorf("%v, %+v", err, fakeGet())
+	}
+}
