@@ -129,7 +129,7 @@ def test_arrays_share_the_memory_and_keep_it(how: Callable[[Any], Any]) -> None:
     gc.collect()
     assert array.__array_interface__["data"] == (address, False)
     assert (array.shape, array.ndim, array.size, array.item_size, array.buffer_size) == ((3, 4), 2, 12, 4, 48)
-    assert array.dtype == numpy.int32 and array.strides is None and array.precision == 0 and array.capacity == 48
+    assert array.dtype == numpy.int32 and array.strides == (16, 4) and array.precision == 0 and array.capacity == 48
     assert array.buffer_kind is nvcomp.ArrayBufferKind.STRIDED_HOST and array.cpu() is array
     numpy.testing.assert_array_equal(numpy.asarray(array), numpy.arange(12).reshape(3, 4))
     out = torch.from_dlpack(array)
@@ -242,14 +242,13 @@ def test_streams_of_reference_libraries(name: str) -> None:
         plain = content(size)
         raw = bytes(nvcomp.Codec(algorithm=name, bitstream_kind=nvcomp.BitstreamKind.RAW).encode(plain))
         assert decode(raw, size) == plain
-        for version, digits in {5: 4 if name == "LZ4" else 8, 6: 16}.items():
-            kind, prefix = nvcomp.BitstreamKind.WITH_UNCOMPRESSED_SIZE, size.to_bytes(digits, "little")
-            sized = nvcomp.Codec(algorithm=name, bitstream_kind=kind, native_version=version)
-            assert bytes(sized.encode(plain)) == prefix + raw
-            assert bytes(sized.decode(prefix + encode(plain))) == plain
+        prefix = size.to_bytes(4 if name == "LZ4" else 8, "little")
+        sized = nvcomp.Codec(algorithm=name, bitstream_kind=nvcomp.BitstreamKind.WITH_UNCOMPRESSED_SIZE)
+        assert bytes(sized.encode(plain)) == prefix + raw
+        assert bytes(sized.decode(prefix + encode(plain))) == plain
         native = bytes(nvcomp.Codec(algorithm=name, uncomp_chunk_size=1 << 24).encode(plain))
         if size:
-            at = int.from_bytes(native[40:44], "little")
+            at = int.from_bytes(native[56:60], "little")
             assert decode(native[at : at + int.from_bytes(native[at - 8 : at], "little")], size) == plain
 
 
@@ -328,6 +327,48 @@ def test_out() -> None:
         codec.decode(nvcomp.as_arrays(shared, [0], [made.buffer_size])[0], out=shared)
     with pytest.raises(ValueError, match="out"):
         codec.decode([made], out=[room, room])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_that_overlap_are_refused(name: str) -> None:
+    """One another, another's source, one Array of ours twice: ArgumentError, and nothing is written."""
+    plain = content(3000)
+    codec = nvcomp.Codec(algorithm=name)
+    made = codec.encode(plain)
+    most = codec.get_max_comp_buffer_size(plain)
+    for work, source, need in ((codec.decode, bytes(made), 3000), (codec.encode, plain, most)):
+        room = bytearray(2 * need)
+        whole = memoryview(room)
+        with pytest.raises(ow.ArgumentError, match="two outputs overlap"):
+            work([source, source], out=[whole[:need], whole[need - 1 : 2 * need - 1]])
+        assert not any(room)
+        sources = [source, bytearray(source)]
+        with pytest.raises(ow.ArgumentError, match="out overlaps the source"):
+            work(sources, out=[memoryview(sources[1]), whole[:need]])
+        assert sources[1] == source and not any(room)
+        for few in (b"few", plain):  # too small, so that it would be made to fit, and large enough
+            ours = codec.decode(codec.encode(few))
+            with pytest.raises(ow.ArgumentError, match="one Array for two results"):
+                work([source, source], out=[ours, ours])
+            assert bytes(ours) == few
+        two = work([source, source], out=[whole[:need], whole[need:]])
+        assert bytes(two[0]) == bytes(two[1]) == bytes(work(source))
+
+
+def test_strides_are_a_tuple_as_nvcomps() -> None:
+    """Of dense Arrays too, of what a Codec made, and empty ones; the interfaces say None, as nvCOMP's do."""
+    codec = nvcomp.Codec(algorithm="LZ4", data_type="<i4")
+    for array, want in (
+        (nvcomp.as_array(numpy.zeros((2, 3, 4), numpy.int16)), (24, 8, 2)),
+        (nvcomp.as_array(b"abc"), (1,)),
+        (nvcomp.as_array(numpy.zeros(0, numpy.int64)), (8,)),
+        (nvcomp.as_array(numpy.float32(3)), ()),
+        (codec.decode(codec.encode(bytes(64))), (4,)),
+        (nvcomp.as_arrays(bytearray(9), [1], [3])[0], (1,)),
+    ):
+        assert array.strides == want and array.__array_interface__["strides"] is None
+        assert array.__cuda_array_interface__["strides"] is None
+        assert numpy.asarray(array).strides == want
 
 
 def test_configs() -> None:
@@ -414,22 +455,38 @@ def test_algorithms_that_only_nvcomp_has() -> None:
     assert set(told) == {*NAMES, *original.ALGORITHMS} and all(told[n].startswith("cpu") for n in NAMES)
     if original._installed() is not None:
         pytest.skip("nvCOMP is installed: it answers for itself")
-    header = bytearray(bytes(nvcomp.Codec(algorithm="lz4").encode(content(1000))))
-    for name, number in original.ALGORITHMS.items():
+    for name in original.ALGORITHMS:
         assert "nvidia-nvcomp-cu13" in told[name]
         with pytest.raises(ow.NotSupportedError, match=f"{name}.*nvidia-nvcomp-cu13"):
             nvcomp.Codec(algorithm=name.lower())
-        header[6] = number
-        with pytest.raises(ow.NotSupportedError, match=f"{name}.*nvidia-nvcomp-cu13"):
-            nvcomp.Codec().decode(header)
     assert bytes(nvcomp.Codec(algorithm="X16").encode(b"abc"))[6] == ord("X")
 
 
-def test_native_versions() -> None:
-    """Streams for nvCOMP 5 and 6, whose headers differ; both are read."""
-    for version, magic in ((5, b"\x26\x13\x91\x52\x05"), (6, b"\x27\x13\x91\x52\x06")):
-        made = nvcomp.Codec(algorithm="gzip", native_version=version).encode(content(70_000))
-        assert bytes(made)[:5] == magic and bytes(nvcomp.Codec().decode(made)) == content(70_000)
+def test_streams_that_nvcomp_wrote_name_what_reads_them() -> None:
+    """Native, sized and Cascaded streams that are not ours: refused by their class, with the wheel's name."""
+    if original.usable():
+        pytest.skip("nvCOMP is installed: it reads them")
+    theirs = bytearray(bytes(nvcomp.Codec(algorithm="lz4").encode(content(1000))))
+    theirs[:5] = b"\x01\x02\x03\x04\x06"
+    raw, sized = nvcomp.BitstreamKind.RAW, nvcomp.BitstreamKind.WITH_UNCOMPRESSED_SIZE
+    for codec, stream, kind in (
+        (nvcomp.Codec(), theirs, ow.FormatError),
+        (nvcomp.Codec(algorithm="LZ4"), theirs, ow.FormatError),
+        (nvcomp.Codec(algorithm="Cascaded", bitstream_kind=raw), b"\0\0\0\x90" + bytes(20), ow.CorruptError),
+        (nvcomp.Codec(algorithm="Snappy", bitstream_kind=sized), (5).to_bytes(8, "little") + bytes(20), ow.CorruptError),
+    ):
+        works = [codec.decode, lambda s, c=codec: c.decode([s])]
+        if codec._bitstream != "with_size":  # the length of which is told before what follows is looked at
+            works += [codec.get_uncomp_buffer_size, codec.decompression_config]
+        for work in works:
+            with pytest.raises(kind, match=r"if nvCOMP wrote this.*nvidia-nvcomp-cu13"):
+                work(stream)
+    with pytest.raises(ow.FormatError) as error:
+        nvcomp.Codec(ask_nvcomp=False).decode(theirs)
+    assert "if nvCOMP wrote this" not in str(error.value)
+    with pytest.raises(ow.CorruptError) as damaged:  # ours, and damaged: nothing of nvCOMP's
+        nvcomp.Codec().decode(bytes(nvcomp.Codec(algorithm="lz4").encode(content(1000)))[:-200])
+    assert "nvCOMP" not in str(damaged.value)
 
 
 # Streams and allocators.
