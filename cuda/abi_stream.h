@@ -1,4 +1,4 @@
-/* Streams that are opened on the device: bitstreams of nvCOMP's kinds whose
+/* Streams that are opened on the device: native, raw and sized bitstreams whose
  * stored bytes the host has not seen. Rules as in abi.h: plain C, fixed sizes,
  * no padding.
  *

@@ -1,6 +1,5 @@
 // Package bitstream turns buffers into compressed ones and back, many at a
-// time on all cores: open algorithms in the three kinds of bitstream that
-// nvCOMP knows.
+// time on all cores: open algorithms, and X16, in three kinds of bitstream.
 //
 // Raw is one block of the algorithm and nothing else. WithSize is the length of
 // the content before it, little-endian: u64, or u32 for LZ4, as numcodecs has it.
@@ -68,7 +67,7 @@ type algorithm struct {
 	most func(src []byte) (int64, error)
 }
 
-// maxBlock is the longest chunk of a Native stream, as nvCOMP has it.
+// maxBlock is the longest chunk of a Native stream.
 const maxBlock = 16 << 20
 
 func ints(f func(int) int) func(int64) int64 { return func(n int64) int64 { return int64(f(int(n))) } }

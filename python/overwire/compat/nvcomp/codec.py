@@ -7,10 +7,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ... import codecs, gpu
-from ..._apart import apart
 from ...errors import ArgumentError, CorruptError, FormatError, NotSupportedError, OverwireError
-from . import devices, onboard, original, streams
-from .arrays import Array, BatchArray, each
+from . import devices, onboard, original, placing, streams
+from .arrays import Array, BatchArray
 from .dtypes import Kind, integers_name, kind_of, safetensors_name
 from .enums import BitshuffleMode, BitstreamKind, ChecksumPolicy, DecompressBackend
 
@@ -186,9 +185,9 @@ class Codec:
         a source or another `out`, or where lengths are not those of the config.
         """
         self._open()
-        many, sources = _listed(array)
+        many, sources = placing.listed(array)
         device = self._device(sources)
-        outs = _outs(out, many, sources, 1 if device is None else self._on(device))
+        outs = placing.outputs(out, many, sources, 1 if device is None else self._on(device))
         if self._original is not None:
             return self._original.run("encode", sources, many, outs=outs, compression_config=compression_config)
         self._fits(compression_config, CompressConfig, [a.buffer_size for a in sources], many)
@@ -222,9 +221,9 @@ class Codec:
         """
         self._open()
         kind = kind_of(data_type) if data_type else self._type or (0, 8, 1)
-        many, sources = _listed(src)
+        many, sources = placing.listed(src)
         device = self._device(sources)
-        outs = _outs(out, many, sources, 1 if device is None else self._on(device))
+        outs = placing.outputs(out, many, sources, 1 if device is None else self._on(device))
         if self._original is not None:
             return self._original.run("decode", sources, many, data_type, outs=outs, decompression_config=decompression_config)
         sizes = shapes = None
@@ -232,7 +231,7 @@ class Codec:
             self._mine(decompression_config, DecompressConfig)
             if decompression_config._theirs is not None and self._reader is not None:
                 made = self._reader.run("decode", sources, many, outs=outs, decompression_config=decompression_config._theirs)
-                return _as(made, kind)
+                return placing.typed(made, kind)
             sizes, shapes = decompression_config._sizes, decompression_config._shapes
             if len(sizes) != len(sources):
                 raise ValueError(f"the config is for {len(sizes)} buffers, not {len(sources)}")
@@ -241,11 +240,11 @@ class Codec:
         except _Theirs as found:
             nvcomp, at = self._asked(found), found.at
         if not many:
-            return _as(nvcomp.run("decode", sources, False, outs=outs), kind)
+            return placing.typed(nvcomp.run("decode", sources, False, outs=outs), kind)
         results: list[Any] = [None] * len(sources)
         ours = [i for i in range(len(sources)) if i not in at]
         parts = [outs and [outs[i] for i in part] for part in (at, ours)]
-        theirs = _as(nvcomp.run("decode", [sources[i] for i in at], True, outs=parts[0]), kind)
+        theirs = placing.typed(nvcomp.run("decode", [sources[i] for i in at], True, outs=parts[0]), kind)
         for i, array in zip(at + ours, [*theirs, *self.decode([sources[i] for i in ours], data_type, parts[1])], strict=True):
             results[i] = array
         return BatchArray(results)
@@ -318,14 +317,14 @@ class Codec:
         sizes: Sequence[int] | None = None,
     ) -> Any:
         device = self._device(sources)
-        hosts = [_on_host(a) for a in sources]
+        hosts = [placing.on_host(a) for a in sources]
         spans = [a._span for a in hosts]
         into: list[codecs.Span | None] = [None] * len(sources)
         need: list[int] = []
         if outs is not None:
             if any(o is not None and o._native for o in outs):
                 need = self._need(op, hosts, spans)
-            into = [_room(o, need[i] if need else 0) for i, o in enumerate(outs)]
+            into = [placing.room(o, need[i] if need else 0) for i, o in enumerate(outs)]
         if streams.has_allocator("host") and device is None and None in into:
             # Memory first, as long as it may have to be.
             need = need or self._need(op, hosts, spans)
@@ -351,7 +350,7 @@ class Codec:
             if sizes is not None and coded.nbytes != sizes[i]:
                 raise ValueError(f"buffer {i} decodes to {coded.nbytes} bytes, the config says {sizes[i]}")
             given = outs[i] if outs is not None else None
-            results.append(_result(coded, into[i], given, kind, device, 1 if device is None else self._on(device)))
+            results.append(placing.result(coded, into[i], given, kind, device, 1 if device is None else self._on(device)))
             results[i]._pending = late
         return BatchArray(results) if many else results[0]
 
@@ -432,7 +431,7 @@ class Codec:
         self._open()
         if self._original is not None:
             codec = self._original.codec
-            many, sources = (False, []) if isinstance(src, self._original.impl.CompressConfig) else _listed(src)
+            many, sources = (False, []) if isinstance(src, self._original.impl.CompressConfig) else placing.listed(src)
             theirs: DecompressConfig = codec.decompression_config(self._original.lend(sources, many) if sources else src)
             return theirs
         if isinstance(src, CompressConfig):
@@ -441,7 +440,7 @@ class Codec:
             native = self._bitstream == "native"
             shapes = [(n, chunk if native else max(n, 1), self._algorithm) for n in src._sizes]
             return self._config(DecompressConfig, list(src._sizes), src._many, shapes)
-        many, sources = _listed(src)
+        many, sources = placing.listed(src)
         found = [self._shape(a) for a in sources]
         if None not in found:
             return self._config(DecompressConfig, [shape[0] for shape in found if shape is not None], many, found)
@@ -469,8 +468,8 @@ class Codec:
         """The most bytes that encoding an Array gives."""
         self._open()
         if self._original is not None:
-            return int(self._original.codec.get_max_comp_buffer_size(self._original.lend(_listed(source)[1], False)))
-        return self._max([_listed(source)[1][0].buffer_size])[0]
+            return int(self._original.codec.get_max_comp_buffer_size(self._original.lend(placing.listed(source)[1], False)))
+        return self._max([placing.listed(source)[1][0].buffer_size])[0]
 
     get_max_compressed_buffer_size = get_max_comp_buffer_size  # 5.3's notes say it so
 
@@ -478,8 +477,8 @@ class Codec:
         """How many bytes a stream decodes to."""
         self._open()
         if self._original is not None:
-            return int(self._original.codec.get_uncomp_buffer_size(self._original.lend(_listed(source)[1], False)))
-        array = _listed(source)[1][0]
+            return int(self._original.codec.get_uncomp_buffer_size(self._original.lend(placing.listed(source)[1], False)))
+        array = placing.listed(source)[1][0]
         shape = self._shape(array)
         try:
             return shape[0] if shape is not None else self._sizes([array])[0]
@@ -496,7 +495,7 @@ class Codec:
         return 8 if self._algorithm else 16
 
     def _sizes(self, sources: list[Array]) -> list[int]:
-        spans = [_on_host(a)._span for a in sources]
+        spans = [placing.on_host(a)._span for a in sources]
         found = codecs.run("size", spans, algorithm=self._algorithm or None, bitstream=self._bitstream)
         self._look(found, spans)
         for coded in found:
@@ -567,100 +566,6 @@ def _named(algorithm: str) -> str:
     if algorithm:
         raise ValueError(f'Unknown algorithm: "{algorithm}".')
     return ""
-
-
-def _listed(source: Any) -> tuple[bool, list[Array]]:
-    many = isinstance(source, (list, tuple))
-    return many, each(source if many else [source])
-
-
-def _on_host(array: Array) -> Array:
-    if array._strides is not None:
-        raise ValueError(f"the Array is not contiguous: its strides are {array._strides}")
-    host = array.cpu()
-    if host is None:
-        raise NotSupportedError("overwire: nvcomp: the Array lies on a GPU that cannot be copied from")
-    return host
-
-
-def _outs(out: Any, many: bool, sources: list[Array], stream: int) -> list[Array | None] | None:
-    """The Arrays of `out`, ready for a stream, which overlap neither one another nor
-    any source."""
-    if out is None:
-        return None
-    if many and (not isinstance(out, (list, tuple)) or len(out) != len(sources)):
-        raise ValueError(f"out: expected a list of {len(sources)} buffers")
-    arrays = [o if o is None or isinstance(o, Array) else Array(o, stream) for o in (out if many else [out])]
-    given = [a for a in arrays if a is not None]
-    if len({id(a) for a in given}) < len(given):
-        raise ArgumentError("overwire: nvcomp: out: one Array for two results: each needs its own")
-    apart([a._span for a in sources], [(a._span.address, a._capacity) for a in given])
-    return arrays
-
-
-def _as(made: Any, kind: Kind) -> Any:
-    """Arrays of bytes, or a batch of them, as elements of a kind."""
-    size = kind[1] * kind[2] // 8
-    for array in made if isinstance(made, BatchArray) else [made]:
-        if array.buffer_size % size:
-            raise ValueError(f"{array.buffer_size} bytes are no whole number of elements of {kind[1]} bits")
-        array._kind, array._shape, array._strides = kind, (array.buffer_size // size,), None
-    return made
-
-
-def _room(array: Array | None, need: int) -> codecs.Span | None:
-    """The memory of an `out`; None: new memory, where there is none, for an Array of
-    ours that is too small, and where the result is copied to a GPU."""
-    if array is None:
-        return None
-    if array._readonly:
-        raise ValueError("out is read-only")
-    if array._strides is not None:
-        raise ValueError("out is not contiguous")
-    if array._device != (1, 0):
-        return None
-    if not array._native:
-        return codecs.Span(array._span.address, array.buffer_size, array)
-    return codecs.Span(array._span.address, array.capacity, array._span.keep) if array.capacity >= need else None
-
-
-def _result(
-    coded: codecs.Coded, span: codecs.Span | None, out: Array | None, kind: Kind, device: int | None, stream: int
-) -> Array:
-    if coded.nbytes % (kind[1] * kind[2] // 8):
-        raise ValueError(f"{coded.nbytes} bytes are no whole number of elements of {kind[1]} bits")
-    placed = span is not None
-    if span is None:
-        span = codecs.Span(coded.address, coded.nbytes, coded.memory)
-    made = Array._of(span, coded.nbytes, kind)
-    made._capacity = span.nbytes
-    if out is not None and not out._native:
-        if placed:
-            made._native = False
-            return made
-        return _onto(made, out, stream)
-    if device is not None:
-        moved = devices.to_device(made, index=device, stream=stream)
-        made = moved if moved is not None else made
-    if out is None:
-        return made
-    out.__dict__.update(made.__dict__)
-    return out
-
-
-def _onto(made: Array, out: Array, stream: int) -> Array:
-    """A result in memory of a GPU that is the caller's."""
-    nbytes, device = made.buffer_size, out._device[1]
-    if out.buffer_size < nbytes:
-        raise ValueError(f"out has {out.buffer_size} bytes, {nbytes} are needed")
-    if out._stream != stream:
-        gpu.follow(stream, out._stream, device=device)
-    if nbytes:
-        devices.onto(made, out._span.address, device, stream)
-    placed = Array._of(codecs.Span(out._span.address, nbytes, out), nbytes, made._kind, out._device)
-    placed._capacity, placed._native = out.buffer_size, False
-    placed._stream = placed._joined = stream
-    return placed
 
 
 def backends() -> dict[str, str]:

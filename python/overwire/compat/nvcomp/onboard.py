@@ -16,9 +16,9 @@ __all__ = ["decode", "encode", "shape_of"]
 # Contents of one stream: bytes, bytes of a chunk, and the algorithm.
 Shape = tuple[int, int, str]
 
-# No chunk that an encoder makes is longer, and no block of LZ4 or Snappy gives more.
+# No chunk that an encoder makes is longer, and no byte of a stream stands for more.
 _MOST_CHUNK = 16 << 20
-_RATIO = {"LZ4": 255, "Snappy": 32}
+_RATIO = {"LZ4": 255, "Snappy": 32, "Cascaded": 512, "X16": 1 << 20}
 
 
 def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape | None:
@@ -38,6 +38,8 @@ def _glances(arrays: Sequence[Array], algorithm: str, bitstream: str, device: in
     for array, row in zip(arrays, rows, strict=True):
         name = row.algorithm or ""
         most = array._span.nbytes * _RATIO.get(name, 1 << 40)
+        if name == "X16" and bitstream != "native":
+            most = _MOST_CHUNK
         if row.error is not None or row.size > most or row.chunk > _MOST_CHUNK:
             return None
         shapes.append((row.size, row.chunk if bitstream == "native" and row.size else max(row.size, 1), name))
