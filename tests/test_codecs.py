@@ -321,6 +321,10 @@ def test_what_is_a_buffer() -> None:
     import torch
 
     grid = torch.arange(12).reshape(3, 4)
+    made = codecs.encode(bytes(range(200)), "lz4")
+    for out in (torch.zeros(300, dtype=torch.uint8), numpy.zeros(300, numpy.uint8), codecs.span(bytearray(300))):
+        assert codecs.decode(made, out=out) == bytes(range(200)) == bytes(codecs.decode([made], out=[out])[0])
+    assert codecs.decode(codecs.encode(b"", "lz4"), out=torch.zeros(9, dtype=torch.uint8)) == b""
     for source in (grid, grid.numpy(), memoryview(grid.numpy()), bytearray(grid.numpy().tobytes())):
         assert bytes(codecs.decode(codecs.encode(source, "lz4"))) == grid.numpy().tobytes()
     for wrong in (grid.t(), numpy.arange(9)[::2], 3, "text", None):

@@ -262,9 +262,21 @@ def run(
 def _view(coded: Coded) -> memoryview:
     if coded.memory is None:
         return memoryview(bytearray())
-    block = (ctypes.c_ubyte * coded.nbytes).from_address(coded.address)
-    vars(block)["memory"] = coded.memory  # lives as long as a view of it
+    return _bytes_at(coded.address, coded.nbytes, coded.memory)
+
+
+def _bytes_at(address: int, nbytes: int, keep: Any) -> memoryview:
+    block = (ctypes.c_ubyte * nbytes).from_address(address)
+    vars(block)["memory"] = keep  # lives as long as a view of it
     return memoryview(block).cast("B")
+
+
+def _written(out: Any, place: Span, nbytes: int) -> memoryview:
+    """The part of an output that was written: of a DLPack tensor or a Span too."""
+    try:
+        return memoryview(out).cast("B")[:nbytes]
+    except TypeError:
+        return _bytes_at(place.address, nbytes, place.keep) if nbytes else memoryview(bytearray())
 
 
 def _results(sources: Any, out: Any, op: str, **spec: Any) -> Any:
@@ -284,7 +296,10 @@ def _results(sources: Any, out: Any, op: str, **spec: Any) -> Any:
         values = [coded.nbytes for coded in made]
     else:
         given = (out if many else [out]) if out is not None else [None] * len(made)
-        values = [_view(c) if o is None else memoryview(o).cast("B")[: c.nbytes] for c, o in zip(made, given, strict=True)]
+        places = outs if outs is not None else [None] * len(made)
+        values = [
+            _view(c) if p is None else _written(o, p, c.nbytes) for c, o, p in zip(made, given, places, strict=True)
+        ]
     return values if many else values[0]
 
 
