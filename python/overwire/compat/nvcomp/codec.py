@@ -109,7 +109,7 @@ class Codec:
 
     LZ4, Snappy, Cascaded and X16 streams that lie on a GPU are decoded there by
     kernels, on `cuda_stream` (else torch's current stream), and with a
-    DecompressConfig nothing waits: what is wrong with the bytes is told by the first
+    DecompressConfig nothing waits: what is wrong with the bytes shows at the first
     look at an Array that is done (`cpu()` waits for it), or by `decode` of a `strict`
     Codec. X16 is encoded there too, which waits for the lengths. Everything else,
     checksums too, is work of the CPU, with copies of the Arrays there and back:
