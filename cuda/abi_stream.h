@@ -1,4 +1,4 @@
-/* Streams that are opened on the device: bitstreams of nvCOMP's kinds whose
+/* Streams that are opened on the device: native, raw and sized bitstreams whose
  * stored bytes the host has not seen. Rules as in abi.h: plain C, fixed sizes,
  * no padding.
  *
@@ -29,9 +29,9 @@ typedef struct ow_stream {
     uint64_t chunk;       /* content bytes of a chunk, all but the last */
     uint32_t first, rows; /* in the table: rows = ceil(size / chunk), or 1 */
     uint32_t kind;        /* OW_STREAM_NATIVE, ... */
-    uint32_t format;      /* nvCOMP's number of the algorithm; 'X' is X16 */
+    uint32_t format;      /* nvCOMP's number of the algorithm (nvcompFormatType_t); 'X' is X16 */
     uint32_t arg;         /* of the items; when made, the transform, 0 for none */
-    uint32_t version;     /* when made: nvCOMP's, 5 or 6 */
+    uint32_t zero;
 } ow_stream; /* 64 bytes */
 
 /* What stands before the streams of a batch. The streams follow. */
@@ -57,6 +57,7 @@ typedef struct ow_stream_peek_t {
     uint32_t status;
 } ow_stream_peek_t; /* 24 bytes */
 
+enum { OW_STREAM_MAGIC = 0x5342574f }; /* of native streams: "OWBS" */
 enum { OW_STREAM_NATIVE = 0, OW_STREAM_RAW = 1, OW_STREAM_SIZED = 2 };
 enum { OW_STREAM_LZ4 = 0, OW_STREAM_SNAPPY = 1, OW_STREAM_CASCADED = 4, OW_STREAM_X16 = 'X' };
 

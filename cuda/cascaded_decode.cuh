@@ -1,7 +1,7 @@
-// Cascaded blocks: one warp decodes one block. The layouts, by their bytes, stand
-// in gosrc/codec/cascaded (nvCOMP 6's in six.go): a head, then chunks of 4096 bytes of
-// content, each with arrays of run lengths, the first value of each layer of
-// differences, and an array of values; arrays are packed to the bits they need.
+// Cascaded blocks: one warp decodes one block. The layout, by its bytes, stands in
+// gosrc/codec/cascaded: a head, then chunks of 4096 bytes of content, each with
+// arrays of run lengths, the first value of each layer of differences, and an
+// array of values; arrays are packed to the bits they need.
 //
 // A chunk's values go to and fro between two buffers in shared memory, a layer
 // at a time: differences by prefix sums, runs by prefix sums of their lengths
@@ -144,22 +144,21 @@ template <u32 S> OW_DEV u32 cascaded_runs(u32 to, u32 from, u32 n, const Cascade
     return made;
 }
 
-// Where the parts of a chunk lie: of stage i, run lengths or the first value of
-// differences, lane i knows it, of the values lane 31. The stages of the open
-// layout are numbered as nvCOMP 6 does: run lengths and differences by turns.
+// Where the parts of a chunk lie: of stage i, which is run lengths where i is even and
+// differences where it is odd, lane i knows it, of the values lane 31. The stages of
+// `set` are there.
 struct CascadedChunk {
-    u32 used, set, runs, place, bytes;
+    u32 used, set, place, bytes;
     bool packed;
 };
 
-// cascaded_open finds the parts of the chunk at src, of `left` bytes at most, as
-// the open layout has it. False: it is none.
+// cascaded_open finds the parts of the chunk at src, of `left` bytes at most.
+// False: it is none.
 template <u32 S> OW_DEV bool cascaded_open(CascadedChunk& c, const u8* src, u32 left, u32 head) {
     constexpr u32 word = S > 4 ? S : 4;
     u32 rles = head & 255, deltas = head >> 8 & 255;
     c.packed = head >> 16 & 255;
     c.set = (0x1555u & ((1u << 2 * rles) - 1)) | (0x2aaau & ((1u << 2 * deltas) - 1));
-    c.runs = 0x5555;
     u32 firsts = (4 + 4 * (rles + 1) + S - 1) / S * S, at = firsts + (S * deltas + 3) / 4 * 4;
     if (left < at) return false;
     c.used = any32(src);
@@ -176,42 +175,13 @@ template <u32 S> OW_DEV bool cascaded_open(CascadedChunk& c, const u8* src, u32 
     return true;
 }
 
-// cascaded_open6 is the same as nvCOMP 6 has it.
-template <u32 S> OW_DEV bool cascaded_open6(CascadedChunk& c, const u8* src, u32 left) {
-    constexpr u32 word = S > 4 ? S : 4;
-    if (left < 8) return false;
-    u32 head = any32(src), values = any32(src + 4), at = 8;
-    c.used = head & 0xffff;
-    c.set = head >> 16 & 255;
-    c.runs = head >> 24;
-    c.packed = true;
-    c.place = c.bytes = 0;
-    if (c.used < 8 || c.used > left || c.used % word || c.set >> 7 || (c.runs & ~c.set)) return false;
-    for (u32 i = 0; i < 7; i++) {
-        if (!(c.set >> i & 1)) continue;
-        u32 n = word;
-        if (c.runs >> i & 1) {
-            if (c.used - at < 4) return false;
-            n = any32(src + at);
-            at += 4;
-        }
-        if (n > c.used - at || n % 4) return false;
-        if (lane() == i) c.place = at, c.bytes = n;
-        at += n;
-    }
-    at = (at + word - 1) / word * word;
-    if (at > c.used || values > c.used - at || (at + values + word - 1) / word * word != c.used) return false;
-    if (lane() == 31) c.place = at, c.bytes = values;
-    return true;
-}
-
 // cascaded_chunk decodes the chunk at src, of `left` bytes at most, to dst;
 // `used` and `made` are the bytes of either. False: it is none.
 template <u32 S>
 OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shared, u32 head, u32& used, u32& made) {
     constexpr u32 most = kCascadedChunk / S;
     CascadedChunk c;
-    if (head >> 31 ? !cascaded_open6<S>(c, src, left) : !cascaded_open<S>(c, src, left, head)) return false;
+    if (!cascaded_open<S>(c, src, left, head)) return false;
     used = c.used;
     CascadedArray a;
     if (!cascaded_array<S>(a, src + shfl(c.place, 31), shfl(c.bytes, 31), c.packed, most)) return false;
@@ -224,7 +194,7 @@ OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shar
     for (u32 i = 14; i-- > 0;) {
         if (!(c.set >> i & 1)) continue;
         u32 p = shfl(c.place, i), b = shfl(c.bytes, i);
-        if (c.runs >> i & 1) {
+        if (i % 2 == 0) {
             if (!cascaded_array<2>(a, src + p, b, c.packed, most) || a.n != n) return false;
             n = cascaded_runs<S>(out, in, n, a, most);
             if (n == kMany) return false;
@@ -251,18 +221,14 @@ OW_DEV u32 cascaded_block(const u8* src, u32 n, u8* dst, u32 cap, u32 shared, u3
     out = 0;
     if (n < 8) return OW_BATCH_INPUT;
     u32 head = any32(src), size = any32(src + 4), type = head >> 24;
-    bool six = type >> 7;  // nvCOMP 6's, which has no layers here
-    if (six && (head & 0xffffff)) return OW_BATCH_INPUT;
-    if (six) type -= 128;
     if ((head & 255) > 7 || (head >> 8 & 255) > 7 || (head >> 16 & 255) > 1 || type > 7) return OW_BATCH_INPUT;
     u32 element = 1u << type / 2;
     if (size % element || size > (u64)(n - 8) * (kCascadedChunk / 8)) return OW_BATCH_INPUT;
     if (size > cap) return OW_BATCH_ROOM;
     u32 left = n - 8;
     src += 8;
-    bool whole = left >= size && left <= (size + 3) / 4 * 4;
-    if ((head & 0xffffff) == 0 && (!six || whole)) {
-        if (!whole) return OW_BATCH_INPUT;
+    if ((head & 0xffffff) == 0) {
+        if (left < size || left > (size + 3) / 4 * 4) return OW_BATCH_INPUT;
         if (size) copy_run<false>(dst, src, size, src, src + left);
         out = size;
         return 0;

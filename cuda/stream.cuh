@@ -36,36 +36,31 @@ OW_DEV u64 load_bytes(const u8* p, u32 n) {
     return v;
 }
 
+// Bytes of a native stream's header; its tables follow.
+constexpr u32 kNativeHead = 64;
+
 struct Native {
     u64 payload, size, chunks, chunk;
-    u32 offset, row, format;
+    u32 offset, format;
 };
 
 // native_open reads the header of a native stream of n bytes. src is a multiple
 // of 8.
 OW_DEV u32 native_open(Native& h, const u8* src, u64 n) {
-    if (n < 64) return OW_STREAM_HEADER;
-    u32 magic = ldg32(src), starts, stored, content;
+    if (n < kNativeHead) return OW_STREAM_HEADER;
+    u32 magic = ldg32(src), version = ldg8(src + 4), starts = ldg8(src + 32), stored = ldg8(src + 44), content = ldg8(src + 45);
     h.format = ldg8(src + 6);
     h.payload = load64(src + 8);
     h.size = load64(src + 16);
     h.chunks = load64(src + 24);
-    if (magic == 0x52911326) {
-        h.chunk = load64(src + 48);
-        h.offset = ldg32(src + 56);
-        starts = ldg8(src + 32), stored = ldg8(src + 44), content = ldg8(src + 45);
-    } else if (magic == 0x52911327) {
-        h.chunk = load64(src + 32);
-        h.offset = ldg32(src + 40);
-        starts = ldg8(src + 52), stored = ldg8(src + 53), content = ldg8(src + 54);
-    } else {
-        return OW_STREAM_HEADER;
-    }
-    h.row = 16 + (stored ? 4 : 0) + (content ? 4 : 0);
+    h.chunk = load64(src + 48);
+    h.offset = ldg32(src + 56);
+    u32 row = 16 + (stored ? 4 : 0) + (content ? 4 : 0);
+    if (magic != OW_STREAM_MAGIC || version != 1) return OW_STREAM_HEADER;
     if (h.offset > n || h.payload > n - h.offset || h.size >> 62 || h.chunk >> 40) return OW_STREAM_HEADER;
-    if (h.size == 0) return 0;
+    if (h.chunks > n / row || kNativeHead + h.chunks * row > h.offset) return OW_STREAM_HEADER;
+    if (h.size == 0) return h.chunks ? (u32)OW_STREAM_HEADER : 0;
     if (h.chunk == 0 || (h.size + h.chunk - 1) / h.chunk != h.chunks || !starts) return OW_STREAM_HEADER;
-    if (h.chunks > n / h.row || 64 + h.chunks * h.row > h.offset) return OW_STREAM_HEADER;
     return 0;
 }
 
@@ -76,13 +71,8 @@ struct Block {
 };
 
 // sized_prefix is how many bytes stand before the block of a sized stream: its
-// length in 4 (LZ4) or 8, or, as nvCOMP 6 has it, with zeros after it, in 16. No
-// block of a content begins with so many zeros.
-OW_DEV u32 sized_prefix(const ow_stream& s, const u8* src) {
-    bool lz4 = s.format == OW_STREAM_LZ4;
-    if (s.stored > 16 && load_bytes(src + 8, 8) == 0 && (!lz4 || load_bytes(src + 4, 4) == 0)) return 16;
-    return lz4 ? 4 : 8;
-}
+// length.
+OW_DEV u32 sized_prefix(const ow_stream& s) { return s.format == OW_STREAM_LZ4 ? 4 : 8; }
 
 // stream_block finds block k of a stream: no bytes stored where there is none.
 // It returns bits of status.
@@ -98,16 +88,16 @@ OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
         if (h.format != s.format || h.size != s.size) return OW_STREAM_OTHER;
         if (h.size == 0) return 0;  // no chunk
         if (h.chunk != s.chunk || h.chunks != s.rows) return OW_STREAM_OTHER;
-        const u8* tables = src + ((h.offset - h.chunks * h.row) & ~7ull);
+        const u8* tables = src + kNativeHead;
         u64 at = load64(tables + 8 * (u64)k), n = load64(tables + 8 * (h.chunks + k));
         if (at > h.payload || n > h.payload - at) return OW_STREAM_CHUNK;
         b.src = src + h.offset + at;
         b.stored = n;
         return n ? 0 : OW_STREAM_CHUNK;
     }
-    u32 prefix = s.kind == OW_STREAM_RAW ? 0 : sized_prefix(s, src);
+    u32 prefix = s.kind == OW_STREAM_RAW ? 0 : sized_prefix(s);
     if (s.stored < prefix) return OW_STREAM_HEADER;
-    if (prefix && load_bytes(src, prefix < 8 ? prefix : 8) != s.size) return OW_STREAM_OTHER;
+    if (prefix && load_bytes(src, prefix) != s.size) return OW_STREAM_OTHER;
     b.src = src + prefix;
     b.stored = s.stored - prefix;
     return b.stored ? 0 : OW_STREAM_CHUNK;
@@ -170,9 +160,9 @@ OW_DEV void stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, u32 i
         p.status = s.src % 8 ? (u32)OW_STREAM_PLACE : native_open(h, src, s.stored);
         if (!p.status) p.size = h.size, p.chunk = h.chunk, p.format = h.format;
     } else if (s.kind == OW_STREAM_SIZED) {
-        u32 prefix = sized_prefix(s, src);
+        u32 prefix = sized_prefix(s);
         if (s.stored < prefix) p.status = OW_STREAM_HEADER;
-        else p.size = load_bytes(src, prefix < 8 ? prefix : 8);
+        else p.size = load_bytes(src, prefix);
     } else if (s.format == OW_STREAM_X16) {
         if (s.stored < kBlockHead) p.status = OW_STREAM_HEADER;
         else p.size = load_bytes(src + 4, 4);

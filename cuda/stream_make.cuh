@@ -9,9 +9,6 @@
 
 namespace ow {
 
-// A native stream of X16 without checksums: header and tables begin like this.
-constexpr u32 kTables = 72;
-
 OW_DEV u32 stream_chunk(const ow_stream& s, u32 k) {
     u64 left = s.size - (u64)k * s.chunk;
     return (u32)(left < s.chunk ? left : s.chunk);
@@ -36,7 +33,8 @@ OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u
     u8* dst = (u8*)(uintptr_t)s.dst;
     bool native = s.kind == OW_STREAM_NATIVE;
     u32 n = native && !s.size ? 0 : s.rows;
-    u64 front = native ? kTables + 16 * (u64)n : s.kind == OW_STREAM_SIZED ? 8 : 0, off = 0;
+    // A native payload begins 8 before a multiple of 16: header and tables are one.
+    u64 front = native ? kNativeHead + 16 * (u64)n + 8 : s.kind == OW_STREAM_SIZED ? 8 : 0, off = 0;
     bool bad = front > s.stored;
     for (u32 base = 0; base < n && !bad; base += 32) {
         u32 k = base + lane(), bytes = 0, stored = 0;
@@ -59,8 +57,8 @@ OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u
         bad = front + off > s.stored;
         if (k < n) {
             if (native) {
-                store64(dst + kTables + 8 * (u64)k, at);
-                store64(dst + kTables + 8 * ((u64)n + k), stored);
+                store64(dst + kNativeHead + 8 * (u64)k, at);
+                store64(dst + kNativeHead + 8 * ((u64)n + k), stored);
             }
             rows[s.first + k].dst = s.dst + front + at;
             rows[s.first + k].dst_cap = bad ? 0 : stored;
@@ -77,23 +75,17 @@ OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u
     *out = {front + off, s.chunk, s.format, 0};
     if (s.kind == OW_STREAM_SIZED) store64(dst, s.size);
     if (!native) return;
-    for (u32 k = 0; k < kTables; k += 8) store64(dst + k, 0);
-    stg32(dst, s.version == 5 ? 0x52911326 : 0x52911327);
-    stg8(dst + 4, s.version);
-    stg8(dst + 5, s.version == 5 ? 3 : 0);
+    for (u32 k = 0; k < kNativeHead; k += 8) store64(dst + k, 0);
+    store64(dst + front - 8, 0);
+    stg32(dst, OW_STREAM_MAGIC);
+    stg8(dst + 4, 1);
     stg8(dst + 6, s.format);
     store64(dst + 8, off);
     store64(dst + 16, s.size);
     store64(dst + 24, n);
-    if (s.version == 5) {
-        stg8(dst + 32, 1);
-        store64(dst + 48, s.chunk);
-        stg32(dst + 56, (u32)front);
-    } else {
-        store64(dst + 32, s.chunk);
-        stg32(dst + 40, (u32)front);
-        stg8(dst + 52, 1);
-    }
+    stg8(dst + 32, 1);
+    store64(dst + 48, s.chunk);
+    stg32(dst + 56, (u32)front);
 }
 
 // stream_join puts a warp's share of a row down: head, block, padding.

@@ -67,16 +67,15 @@ def test_raw_streams_cross_decode(algorithm: str, contents: dict[int, bytes]) ->
     """Raw and sized blocks, both ways, at every size that is special."""
     encode, decode = OTHERS[algorithm]
     for size, plain in contents.items():
-        prefixes = {5: size.to_bytes(4 if algorithm == "LZ4" else 8, "little"), 6: size.to_bytes(16, "little")}
+        prefix = size.to_bytes(4 if algorithm == "LZ4" else 8, "little")
         ours = bytes(codecs.encode(plain, algorithm, bitstream="raw"))
         assert decode(ours, size) == plain, size
         theirs = encode(plain)
         assert codecs.decode(theirs, algorithm, bitstream="raw") == plain, size
-        for version, prefix in prefixes.items():
-            sized = bytes(codecs.encode(plain, algorithm, bitstream="with_size", version=version))
-            assert sized == prefix + ours, (size, version)
-            assert len(sized) <= codecs.max_size(size, algorithm, bitstream="with_size")
-            assert codecs.decode(prefix + theirs, algorithm, bitstream="with_size") == plain, (size, version)
+        sized = bytes(codecs.encode(plain, algorithm, bitstream="with_size"))
+        assert sized == prefix + ours, size
+        assert len(sized) <= codecs.max_size(size, algorithm, bitstream="with_size")
+        assert codecs.decode(prefix + theirs, algorithm, bitstream="with_size") == plain, size
         assert codecs.content_size(theirs, algorithm, bitstream="raw") == size
 
 
@@ -90,11 +89,11 @@ NUMCODECS = {
 
 @pytest.mark.parametrize("name", sorted(NUMCODECS))
 def test_numcodecs_cross_decodes(name: str, contents: dict[int, bytes]) -> None:
-    """Zarr's codecs read ours and we theirs: of LZ4 the length in 4 bytes, which is version 5's."""
+    """Zarr's codecs read ours and we theirs: of LZ4 with the length in 4 bytes before it."""
     theirs, algorithm, kind = NUMCODECS[name]
     for size, plain in contents.items():
         if size:
-            assert bytes(theirs.decode(codecs.encode(plain, algorithm, bitstream=kind, version=5))) == plain, size
+            assert bytes(theirs.decode(codecs.encode(plain, algorithm, bitstream=kind))) == plain, size
         assert codecs.decode(theirs.encode(plain), algorithm, bitstream=kind) == plain, size
 
 
@@ -109,28 +108,26 @@ def test_numcodecs_zlib_is_deflate_in_a_wrapper(contents: dict[int, bytes]) -> N
 @pytest.mark.parametrize("algorithm", codecs.algorithms())
 def test_native_chunks_are_blocks_of_the_library(algorithm: str, contents: dict[int, bytes]) -> None:
     """Every chunk of a native stream decodes by the reference library, where the header says it is."""
-    for version, (at_chunk, at_offset) in {5: (48, 56), 6: (32, 40)}.items():
-        for size, plain in contents.items():
-            if size == 10_000_000 and version == 5:
-                continue  # the same chunks behind another header
-            made = bytes(codecs.encode(plain, algorithm, version=version, chunk_size=65536))
-            assert codecs.decode(made) == plain
-            u64 = [int.from_bytes(made[i : i + 8], "little") for i in range(0, 64, 8)]
-            count = -(-size // 65536)
-            assert (u64[2], u64[3], u64[at_chunk // 8]) == (size, count, 65536)
-            offset = int.from_bytes(made[at_offset : at_offset + 4], "little")
-            assert offset + u64[1] == len(made)
-            if algorithm not in OTHERS:
-                continue
-            tables = [int.from_bytes(made[offset - 16 * count + 8 * i :][:8], "little") for i in range(2 * count)]
-            for k in range(count):
-                start = offset + tables[k]
-                part = plain[k * 65536 : (k + 1) * 65536]
-                assert OTHERS[algorithm][1](made[start : start + tables[count + k]], len(part)) == part
+    for size, plain in contents.items():
+        made = bytes(codecs.encode(plain, algorithm, chunk_size=65536))
+        assert codecs.decode(made) == plain and codecs.is_native(made) and not codecs.is_native(made[1:])
+        u64 = [int.from_bytes(made[i : i + 8], "little") for i in range(0, 64, 8)]
+        count = -(-size // 65536)
+        assert (made[:4], u64[2], u64[3], u64[6]) == (b"OWBS", size, count, 65536)
+        offset = int.from_bytes(made[56:60], "little")
+        assert offset + u64[1] == len(made)
+        if algorithm not in OTHERS:
+            continue
+        tables = [int.from_bytes(made[64 + 8 * i :][:8], "little") for i in range(2 * count)]
+        for k in range(count):
+            start = offset + tables[k]
+            part = plain[k * 65536 : (k + 1) * 65536]
+            assert OTHERS[algorithm][1](made[start : start + tables[count + k]], len(part)) == part
 
 
 def _nvcomp_cpu() -> Any:
-    """nvCOMP's GDeflate on the CPU, where its wheel is installed: (compress, decompress)."""
+    """nvCOMP's GDeflate on the CPU, where its wheel is installed: the functions of its
+    public header nvcomp/native/gdeflate_cpu.h, (compress, decompress)."""
     for wheel in ("nvidia-libnvcomp-cu13", "nvidia-libnvcomp-cu12"):
         try:
             files = metadata.distribution(wheel).files or []
@@ -170,7 +167,7 @@ def test_gdeflate_of_nvcomp_cross_decodes(seed: int) -> None:
     """Streams of nvCOMP's own CPU library and ours, both ways, at its levels and ours."""
     library = _nvcomp_cpu()
     if library is None:
-        pytest.skip("nvidia-libnvcomp is not installed; its streams in gosrc/codec/gdeflate/testdata are held by go test")
+        pytest.skip("nvidia-libnvcomp is not installed; streams of NVIDIA's libdeflate are held by go test")
     compress, decompress = library
     r = random.Random(seed)
     for size in (1, 2, 7, 31, 32, 33, 1000, 65535, 65536):
@@ -245,11 +242,89 @@ def test_lists_empty_lists_and_out() -> None:
     assert codecs.max_size([10, 1000], "Snappy") == [codecs.max_size(10, "Snappy"), codecs.max_size(1000, "Snappy")]
 
 
+def _parts(nbytes: int, *extents: tuple[int, int]) -> list[memoryview]:
+    """Parts of one new buffer, each (where, bytes)."""
+    whole = memoryview(bytearray(nbytes))
+    return [whole[at : at + n] for at, n in extents]
+
+
+@pytest.mark.parametrize("kind", codecs.BITSTREAMS)
+@pytest.mark.parametrize("algorithm", codecs.algorithms())
+def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: str, kind: str) -> None:
+    """Over their own source, another's, or one another, by one byte or all of them, alone or in a list."""
+    plain = content(3000)
+    stored = bytes(codecs.encode(plain, algorithm, bitstream=kind))
+    most = codecs.max_size(len(plain), algorithm, bitstream=kind)
+    n = len(stored)
+    for work, source, need in (
+        (lambda s, o: codecs.decode(s, algorithm, bitstream=kind, out=o), stored, 3000),
+        (lambda s, o: codecs.encode(s, algorithm, bitstream=kind, out=o), plain, most),
+    ):
+        n = len(source)
+        for at in (0, 1, n - 1, n // 2):  # out begins in the source
+            src, out = _parts(n + need, (0, n), (at, need))
+            src[:] = source
+            with pytest.raises(ow.ArgumentError, match="out overlaps the source"):
+                work(src, out)
+            assert src == source
+        src, out = _parts(n + need, (need - 1, n), (0, need))  # and ends in it
+        src[:] = source
+        with pytest.raises(ow.ArgumentError, match="out overlaps the source"):
+            work([src], [out])
+        assert src == source and not any(out[:-1])
+        a, b, first, second, over = _parts(2 * n + 2 * need, (0, n), (n, n), (2 * n, need), (2 * n + need - 1, need), (n, need))
+        a[:] = b[:] = source
+        for outs in ([first, second], [second, first], [first, first]):
+            with pytest.raises(ow.ArgumentError, match="two outputs overlap"):
+                work([a, b], outs)
+            assert not any(first) and not any(second) and a == b == source
+        with pytest.raises(ow.ArgumentError, match="out overlaps the source"):  # another's
+            work([a, b], [over, None])
+        assert a == b == source and not any(second)
+        # Side by side, one source twice, an empty source inside, and no output at all.
+        a, first, second = _parts(n + 2 * need, (0, n), (n, need), (n + need, need))
+        a[:] = source
+        made = work([a, a], [second, first])
+        assert bytes(made[0]) == bytes(made[1]) == bytes(work(source, None)) and a == source
+        assert work([a, a], [None, first])[1] == made[0]
+    empty = memoryview(bytearray(200))
+    assert codecs.decode(codecs.encode(empty[:0], algorithm, bitstream=kind, out=empty), algorithm, bitstream=kind) == b""
+
+
+def test_overlaps_are_found_as_by_trying_every_pair(seed: int) -> None:
+    from overwire._apart import apart
+
+    r = random.Random(seed)
+    refused = 0
+    for _ in range(3000):
+        def places(most: int) -> list[tuple[int, int]]:
+            return [(r.randrange(60), r.choice((0, 1, 3, 9))) for _ in range(r.randrange(most))]
+
+        sources, outs = places(5), places(5)
+
+        def meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+            return bool(set(range(a[0], sum(a))) & set(range(b[0], sum(b))))
+
+        wrong = any(meet(o, s) for o in outs for s in sources) or any(meet(a, b) for i, a in enumerate(outs) for b in outs[:i])
+        try:
+            apart(sources, outs)
+        except ow.ArgumentError:
+            refused += 1
+            assert wrong, (sources, outs)
+        else:
+            assert not wrong, (sources, outs)
+    assert 300 < refused < 2700
+
+
 def test_what_is_a_buffer() -> None:
     import numpy
     import torch
 
     grid = torch.arange(12).reshape(3, 4)
+    made = codecs.encode(bytes(range(200)), "lz4")
+    for out in (torch.zeros(300, dtype=torch.uint8), numpy.zeros(300, numpy.uint8), codecs.span(bytearray(300))):
+        assert codecs.decode(made, out=out) == bytes(range(200)) == bytes(codecs.decode([made], out=[out])[0])
+    assert codecs.decode(codecs.encode(b"", "lz4"), out=torch.zeros(9, dtype=torch.uint8)) == b""
     for source in (grid, grid.numpy(), memoryview(grid.numpy()), bytearray(grid.numpy().tobytes())):
         assert bytes(codecs.decode(codecs.encode(source, "lz4"))) == grid.numpy().tobytes()
     for wrong in (grid.t(), numpy.arange(9)[::2], 3, "text", None):
@@ -300,6 +375,15 @@ def test_results_outlive_everything_and_are_freed() -> None:
 def _resident() -> int:
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_streams_of_other_writers_name_what_reads_them() -> None:
+    """What does not begin as ours or as nvCOMP 2.2's is refused, and the error says what to install."""
+    made = bytearray(codecs.encode(content(5000), "LZ4", checksums=True))
+    made[:5] = b"\x01\x02\x03\x04\x06"
+    for work in (codecs.decode, codecs.content_size):
+        with pytest.raises(ow.FormatError, match="begins with 0102030406.*nvidia-nvcomp-cu13"):
+            work(made)
 
 
 def test_bad_bytes_are_typed_errors() -> None:

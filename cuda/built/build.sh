@@ -1,6 +1,8 @@
 #!/bin/sh
 # Compiles kernels.cu into x16.fatbin beside this script, and notes the hash of
-# the sources. The same sources and compiler give the same bytes in any folder.
+# the sources. The same sources and compiler give the same bytes in any folder: nvcc
+# puts a hash of the sources' folder into names, so that it is given a copy in
+# one that is always the same.
 #
 #   cuda/built/build.sh NVCC [OUT]
 #
@@ -9,7 +11,13 @@
 set -eu
 cd "$(dirname "$0")/.."
 nvcc=$1
-out=${2:-built}
+out=$(cd "${2:-built}" && pwd)
+copy=/tmp/overwire-kernels
+mkdir -m 700 "$copy" || { echo "$copy: another build runs, or one was killed: remove it" >&2; exit 1; }
+trap 'rm -rf "$copy"' EXIT
+trap 'exit 1' HUP INT TERM
+cp *.h *.cu *.cuh "$copy"
+cd "$copy"
 # -O3 as in the measured ladder. No -lineinfo: it writes paths.
 set -- -std=c++17 -O3 --compress-mode=size
 for arch in 80 86 89 90 100 120; do

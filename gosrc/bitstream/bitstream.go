@@ -1,11 +1,9 @@
 // Package bitstream turns buffers into compressed ones and back, many at a
-// time on all cores: open algorithms in the three kinds of bitstream that
-// nvCOMP knows.
+// time on all cores: open algorithms, and X16, in three kinds of bitstream.
 //
 // Raw is one block of the algorithm and nothing else. WithSize is the length of
-// the content before it, little-endian: u64 and eight zeros, as nvCOMP 6 writes
-// it, or u64 alone, u32 for LZ4, as nvCOMP 5 and numcodecs do (X16: u64). Native is nvCOMP's container of independent chunks, which
-// native.go lays out.
+// the content before it, little-endian: u64, or u32 for LZ4, as numcodecs has it.
+// Native is a container of independent chunks, which native.go lays out.
 //
 // Bytes may be hostile: the length of the content is known, and held against
 // what the stored bytes can give at most, before anything is allocated, and
@@ -26,7 +24,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// Kind is how a block is wrapped; the numbers are nvCOMP's.
+// Kind is how a block is wrapped; the numbers are those of nvCOMP's BitstreamKind.
 type Kind int
 
 // The kinds.
@@ -36,7 +34,8 @@ const (
 	WithSize
 )
 
-// Algorithm is the number that a Native header has for one.
+// Algorithm is the number that a Native header has for one: its place in nvCOMP's
+// documented enum nvcompFormatType_t.
 type Algorithm uint8
 
 // The algorithms. X16 is ours: nvCOMP has no such number and refuses it.
@@ -68,7 +67,7 @@ type algorithm struct {
 	most func(src []byte) (int64, error)
 }
 
-// maxBlock is the longest chunk of a Native stream, as nvCOMP has it.
+// maxBlock is the longest chunk of a Native stream.
 const maxBlock = 16 << 20
 
 func ints(f func(int) int) func(int64) int64 { return func(n int64) int64 { return int64(f(int(n))) } }
@@ -117,12 +116,7 @@ var algorithms = []algorithm{
 	},
 	{
 		name: "Cascaded", id: Cascaded, maxChunk: maxBlock, bound: ints(cascaded.Bound),
-		encode: func(dst, src []byte, s *Spec) ([]byte, error) {
-			if s.Version == 6 {
-				return cascaded.Encode6(dst, src, *s.Cascaded)
-			}
-			return cascaded.Encode(dst, src, *s.Cascaded)
-		},
+		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return cascaded.Encode(dst, src, *s.Cascaded) },
 		decode: cascaded.Decode, size: cascaded.Size, most: times(cascaded.MaxRatio),
 	},
 	{name: "ANS", id: ANS},
@@ -169,27 +163,20 @@ func byID(id Algorithm) (*algorithm, error) {
 	return nil, fault.New(fault.ErrFormat, "a native stream of format %d", id)
 }
 
-// prefix is how many bytes WithSize puts before a block that is written: what
-// nvCOMP of that version does, of 5 for LZ4 numcodecs too. X16 is nobody else's.
-func (a *algorithm) prefix(version int) int {
-	switch {
-	case a.id == X16:
-		return 8
-	case version == 6:
-		return 16
-	case a.id == LZ4:
+// prefix is how many bytes WithSize puts before a block.
+func (a *algorithm) prefix() int {
+	if a.id == LZ4 {
 		return 4
 	}
 	return 8
 }
 
-// prefixOf is the same of a stream, of either version: in 6's, what follows the
-// length is zero. No block of a content begins with so many zeros.
-func (a *algorithm) prefixOf(src []byte) int {
-	if len(src) > 16 && binary.LittleEndian.Uint64(src[8:]) == 0 && (a.id != LZ4 || binary.LittleEndian.Uint32(src[4:]) == 0) {
-		return 16
+// length reads what stands before the block of a WithSize stream.
+func length(p []byte) uint64 {
+	if len(p) == 4 {
+		return uint64(binary.LittleEndian.Uint32(p))
 	}
-	return a.prefix(5)
+	return binary.LittleEndian.Uint64(p)
 }
 
 // possible refuses a length that a block cannot have.
@@ -208,7 +195,6 @@ func (a *algorithm) possible(src []byte, n int64) error {
 type part struct {
 	src      []byte
 	at, n    int64
-	from     int64  // where src stands in its stream
 	stored   uint32 // checksums of src and of the content, where the stream has them
 	contents uint32
 }
@@ -218,7 +204,8 @@ type layout struct {
 	algo  *algorithm
 	size  int64
 	parts []part
-	sums  sumKind // those of the parts
+	// summed: the parts have checksums, which are to be compared.
+	summed bool
 	// damaged: a checksum says so, that of the header. It is decoded all the same,
 	// for whoever looks at the bytes.
 	damaged bool
@@ -233,16 +220,13 @@ func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 		return parseNative(src, s, algo)
 	case WithSize:
 		if algo == nil {
-			return layout{}, fault.New(fault.ErrArgument, "the algorithm of a stream without nvCOMP's header must be said")
+			return layout{}, fault.New(fault.ErrArgument, "the algorithm of a stream that is not native must be said")
 		}
-		k := algo.prefixOf(src)
+		k := algo.prefix()
 		if len(src) < k {
 			return layout{}, fault.New(fault.ErrCorrupt, "%d bytes have no room for the length of the content", len(src))
 		}
-		n := uint64(binary.LittleEndian.Uint32(src))
-		if k >= 8 {
-			n = binary.LittleEndian.Uint64(src)
-		}
+		n := length(src[:k])
 		block := src[k:]
 		if n > 1<<62 {
 			return layout{}, fault.New(fault.ErrCorrupt, "a content of %d bytes", n)
@@ -253,7 +237,7 @@ func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 		return layout{algo: algo, size: int64(n), parts: []part{{src: block, n: int64(n)}}}, nil
 	case Raw:
 		if algo == nil {
-			return layout{}, fault.New(fault.ErrArgument, "the algorithm of a stream without nvCOMP's header must be said")
+			return layout{}, fault.New(fault.ErrArgument, "the algorithm of a stream that is not native must be said")
 		}
 		n, err := algo.size(src)
 		if err != nil {

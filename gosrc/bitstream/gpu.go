@@ -62,10 +62,7 @@ func GPUTransform(dtype string, sample []byte) (int, error) {
 
 // GPUEncode queues the making of streams of X16 out of contents that lie on a
 // GPU: see cuda.Device.Encode. scratch has room bytes.
-func GPUEncode(index int, on cuda.Queue, version int, streams []cuda.Stream, scratch uint64, room int64) (*cuda.Batch, error) {
-	if version != 5 && version != 6 {
-		return nil, fault.New(fault.ErrArgument, "native streams of version %d: 5 and 6 are known", version)
-	}
+func GPUEncode(index int, on cuda.Queue, streams []cuda.Stream, scratch uint64, room int64) (*cuda.Batch, error) {
 	if need := cuda.Scratch(streams); need > room || scratch%16 != 0 {
 		return nil, fault.New(fault.ErrArgument, "%d bytes of scratch at %#x, %d are needed", room, scratch, need)
 	}
@@ -73,7 +70,7 @@ func GPUEncode(index int, on cuda.Queue, version int, streams []cuda.Stream, scr
 	if err != nil {
 		return nil, err
 	}
-	return d.Encode(on, uint32(version), streams, scratch)
+	return d.Encode(on, streams, scratch)
 }
 
 // A Glance is what GPUPeek sees of a stream.

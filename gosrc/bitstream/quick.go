@@ -1,7 +1,5 @@
 package bitstream
 
-import "encoding/binary"
-
 // quickBytes is the most content of a quick Run: some tens of milliseconds of
 // the slowest decoder.
 const quickBytes = 32 << 20
@@ -33,11 +31,8 @@ func worst(s *Spec, src []byte) int64 {
 		}
 		a, _ = byID(h.format)
 		limit = int64(min(h.size, 1<<40))
-	case s.Kind == WithSize && len(src) >= 8:
-		limit = int64(min(binary.LittleEndian.Uint64(src), 1<<40))
-		if a != nil && a.prefixOf(src) == 4 {
-			limit = int64(binary.LittleEndian.Uint32(src))
-		}
+	case s.Kind == WithSize && a != nil && len(src) >= a.prefix():
+		limit = int64(min(length(src[:a.prefix()]), 1<<40))
 	}
 	if a == nil {
 		return 0 // an error

@@ -3,6 +3,7 @@ package bitstream
 import (
 	"context"
 	"encoding/binary"
+	"hash/crc32"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -32,7 +33,7 @@ const (
 	VerifyAlways    = "always" // a stream without them is an error
 )
 
-// Default content bytes of a chunk: nvCOMP's, and what X16 gains most with.
+// Default content bytes of a chunk: 64 KiB as nvCOMP's, and what X16 gains most with.
 const (
 	defaultChunk    = 64 << 10
 	defaultChunkX16 = 1 << 20
@@ -44,10 +45,9 @@ type Spec struct {
 	Algorithm string            `json:"algorithm"` // "": what a Native stream says
 	Kind      Kind              `json:"kind"`
 	Chunk     int64             `json:"chunk"`    // content bytes of a Native chunk; 0: the algorithm's own
-	Version   int               `json:"version"`  // of nvCOMP, whose streams are written: 5 or 6 (also 0)
 	Level     int               `json:"level"`    // Deflate, Gzip, GDeflate: nvCOMP's algorithm_type
 	DType     string            `json:"dtype"`    // X16: what the bytes are, as safetensors has it; "": found out
-	Cascaded  *cascaded.Options `json:"cascaded"` // nil: nvCOMP's own; elements are what DType says, or 4 bytes (version 6), or bytes
+	Cascaded  *cascaded.Options `json:"cascaded"` // nil: cascaded.Default; elements are what DType says, or bytes
 	Sums      bool              `json:"sums"`     // encode: Native streams get checksums
 	Verify    string            `json:"verify"`
 	Sizes     []int64           `json:"sizes"` // OpBound: lengths of contents, instead of buffers
@@ -102,12 +102,6 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 		}
 		if s.Chunk < 1 || s.Chunk > algo.maxChunk {
 			return nil, fault.New(fault.ErrArgument, "chunks of %d bytes: %s takes 1 to %d", s.Chunk, algo.name, algo.maxChunk)
-		}
-		if s.Version == 0 {
-			s.Version = 6
-		}
-		if s.Version != 5 && s.Version != 6 {
-			return nil, fault.New(fault.ErrArgument, "streams of version %d: 5 and 6 are known", s.Version)
 		}
 		if s.Sums && s.Kind != Native {
 			return nil, fault.New(fault.ErrArgument, "only native streams have checksums")
@@ -241,7 +235,7 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	layouts := make([]layout, len(in))
 	err := each(ctx, len(in), total(in), func(i int) {
 		layouts[i], out[i].Err = parse(in[i].Src, s, algo)
-		out[i].Bytes, out[i].Summed = layouts[i].size, layouts[i].sums != sumNone && s.Verify != VerifyNever
+		out[i].Bytes, out[i].Summed = layouts[i].size, layouts[i].summed
 	})
 	if err != nil {
 		return nil, err
@@ -268,7 +262,7 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		l := &layouts[i]
 		p := &l.parts[k]
 		to := dst[i][p.at : p.at+p.n : p.at+p.n]
-		err := decodePart(l, to, p, out[i].Summed)
+		err := decodePart(l, to, p)
 		if err != nil {
 			mu.Lock()
 			if out[i].Err == nil {
@@ -289,8 +283,8 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	return out, nil
 }
 
-func decodePart(l *layout, to []byte, p *part, verify bool) error {
-	if verify && l.sums.of(p.src, p.from) != p.stored {
+func decodePart(l *layout, to []byte, p *part) error {
+	if l.summed && crc32.ChecksumIEEE(p.src) != p.stored {
 		// The bytes are for whoever looks at them all the same.
 		_ = l.algo.decode(to, p.src)
 		return fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
@@ -298,7 +292,7 @@ func decodePart(l *layout, to []byte, p *part, verify bool) error {
 	if err := l.algo.decode(to, p.src); err != nil {
 		return err
 	}
-	if verify && !l.sums.holds(to, p.at, p.contents) {
+	if l.summed && crc32.ChecksumIEEE(to) != p.contents {
 		return fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
 	}
 	return nil
@@ -309,9 +303,9 @@ func bound(s *Spec, algo *algorithm, n int64) int64 {
 	switch s.Kind {
 	case Native:
 		chunks := sizes.CeilDiv(n, s.Chunk)
-		return max(nativeTables(algo, 5, chunks, s.Sums), nativeTables(algo, 6, chunks, s.Sums)) + chunks*algo.padded(algo.bound(min(n, s.Chunk)))
+		return nativeTables(algo, chunks, s.Sums) + chunks*algo.padded(algo.bound(min(n, s.Chunk)))
 	case WithSize:
-		return int64(algo.prefix(6)) + algo.bound(n)
+		return int64(algo.prefix()) + algo.bound(n)
 	}
 	return algo.bound(n)
 }
@@ -374,11 +368,6 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 			tasks = append(tasks, task{int32(i), int32(k), at, min(at+step, n)})
 		}
 		specs[i] = *s
-		if o := s.Cascaded; algo.id == Cascaded && !known && s.Version >= 6 && n%4 == 0 && s.Chunk%4 == 0 {
-			four := *o
-			four.Type = cascaded.UInt // what nvCOMP 6 takes where nobody says, to read it as well
-			specs[i].Cascaded = &four
-		}
 	}
 	if algo.id == X16 {
 		if err := each(ctx, len(in), total(in), func(i int) {
@@ -402,7 +391,7 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		}
 		parts[x.buffer][x.part] = made
 		if s.Sums {
-			sums[x.buffer][x.part][1] = sumsOf(s.Version).of(from, x.from)
+			sums[x.buffer][x.part] = [2]uint32{crc32.ChecksumIEEE(made), crc32.ChecksumIEEE(from)}
 		}
 	})
 	if err != nil {
@@ -411,11 +400,6 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	for i := range in {
 		if out[i].Err == nil {
 			out[i].Bytes = joined(s, algo, parts[i])
-		}
-	}
-	if s.Sums {
-		if err := sumStored(ctx, s, algo, parts, sums); err != nil {
-			return nil, err
 		}
 	}
 	dst, err := place(in, out)
@@ -433,29 +417,6 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		return nil, err
 	}
 	return out, nil
-}
-
-// sumStored fills in the checksums of stored parts, which depend on where in
-// their streams they will stand.
-func sumStored(ctx context.Context, s *Spec, algo *algorithm, parts [][][]byte, sums [][][2]uint32) error {
-	type task struct {
-		buffer, part int
-		at           int64
-	}
-	var tasks []task
-	var bytes int64
-	for i, list := range parts {
-		at := nativeTables(algo, s.Version, int64(len(list)), true)
-		for k, p := range list {
-			tasks = append(tasks, task{i, k, at})
-			at += algo.padded(int64(len(p)))
-			bytes += int64(len(p))
-		}
-	}
-	return each(ctx, len(tasks), bytes, func(t int) {
-		x := tasks[t]
-		sums[x.buffer][x.part][0] = sumsOf(s.Version).of(parts[x.buffer][x.part], x.at)
-	})
 }
 
 // elements is Cascaded's type for a dtype: bytes where it has none, as for the
@@ -484,13 +445,13 @@ func elements(d tensor.DType) cascaded.Type {
 func joined(s *Spec, algo *algorithm, parts [][]byte) int64 {
 	switch s.Kind {
 	case Native:
-		n := nativeTables(algo, s.Version, int64(len(parts)), s.Sums)
+		n := nativeTables(algo, int64(len(parts)), s.Sums)
 		for _, p := range parts {
 			n += algo.padded(int64(len(p)))
 		}
 		return n
 	case WithSize:
-		return int64(algo.prefix(s.Version) + len(parts[0]))
+		return int64(algo.prefix() + len(parts[0]))
 	}
 	return int64(len(parts[0]))
 }
@@ -499,16 +460,15 @@ func joined(s *Spec, algo *algorithm, parts [][]byte) int64 {
 func join(dst []byte, s *Spec, algo *algorithm, size int64, parts [][]byte, sums [][2]uint32) {
 	switch s.Kind {
 	case Native:
-		tables := dst[:nativeTables(algo, s.Version, int64(len(parts)), s.Sums)]
+		tables := dst[:nativeTables(algo, int64(len(parts)), s.Sums)]
 		clear(tables)
-		at, _ := putNative(tables, s, algo, size, parts, sums)
+		at := putNative(tables, s, algo, size, parts, sums)
 		for i, p := range parts {
 			n := copy(dst[at[i]:], p)
 			clear(dst[at[i]+int64(n) : at[i]+algo.padded(int64(n))])
 		}
 	case WithSize:
-		k := algo.prefix(s.Version)
-		clear(dst[:k])
+		k := algo.prefix()
 		if k == 4 {
 			binary.LittleEndian.PutUint32(dst, uint32(size))
 		} else {

@@ -118,11 +118,11 @@ def gpu_peek(
 
 
 def gpu_encode(
-    device: int, stream: int, after: bytes, kind: int, version: int, contents: bytes, scratch: int, room: int
+    device: int, stream: int, after: bytes, kind: int, contents: bytes, scratch: int, room: int
 ) -> int:
     """Queue the making of streams of X16, six numbers each (address and bytes of the
     content, of the room, bytes of a chunk, transform); return the batch."""
-    number: int = _engine._call(_engine._core().gpu_encode, device, stream, after, kind, version, contents, scratch, room)
+    number: int = _engine._call(_engine._core().gpu_encode, device, stream, after, kind, contents, scratch, room)
     return number
 
 

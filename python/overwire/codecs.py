@@ -6,11 +6,12 @@
     plain = codecs.decode(stored)                       # bytes of the same length
     many = codecs.encode([a, b, c], "Zstd", bitstream="raw")
 
-`bitstream` is how a block is wrapped, in nvCOMP's kinds: "native", its
-container of independent chunks, which says algorithm and length; "raw", one
-block of the algorithm and nothing else, as lz4, zstandard, zlib or python-snappy
-read it; "with_size", a raw block behind the length of its content: in 16 bytes
-as nvCOMP 6 has it, or, with version=5, in 4 (LZ4, as numcodecs) or 8.
+`bitstream` is how a block is wrapped: "native", a container of independent
+chunks, which says algorithm and length; "raw", one block of the algorithm and
+nothing else, as lz4, zstandard, zlib, python-snappy or nvCOMP read it;
+"with_size", a raw block behind the length of its content, little-endian in 8
+bytes, or, of LZ4, in 4, as numcodecs has it. Native streams are overwire's own;
+those of nvCOMP 2.2 are read too (docs/nvcomp.md).
 
 Bytes may come from a stranger: a length is held against what the stored bytes
 can give before memory is taken for it, and every decoder fills exactly that or
@@ -27,6 +28,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, overload
 
 from . import _engine
+from ._apart import apart
 from ._engine_codecs import codec_names, codec_now, codec_start, codec_take
 from .errors import ArgumentError, NotSupportedError
 from .jobs import Job
@@ -43,13 +45,14 @@ __all__ = [
     "dlpack",
     "encode",
     "exporter",
+    "is_native",
     "lent",
     "max_size",
     "run",
     "span",
 ]
 
-#: The kinds of bitstream, in the order of nvCOMP's numbers.
+#: The kinds of bitstream, in the order of nvCOMP's BitstreamKind.
 BITSTREAMS = ("native", "raw", "with_size")
 
 _VERIFY = {False: "", True: "present", "always": "always"}
@@ -186,7 +189,6 @@ def _spec(
     dtype: str | None,
     cascaded: tuple[int, int, bool] | None,
     checksums: bool,
-    version: int,
     verify: str,
     sizes: tuple[int, ...],
 ) -> str:
@@ -197,7 +199,6 @@ def _spec(
         "kind": BITSTREAMS.index(bitstream),
         "chunk": chunk_size or 0,
         "level": level,
-        "version": version,
         "dtype": dtype or "",
         "cascaded": dict(zip(("rles", "deltas", "pack"), cascaded, strict=True)) if cascaded is not None else None,
         "sums": checksums,
@@ -218,7 +219,6 @@ def run(
     dtype: str | None = None,
     cascaded: tuple[int, int, bool] | None = None,
     checksums: bool = False,
-    version: int = 6,
     verify: bool | str = False,
     out: Sequence[Span | None] | None = None,
     sizes: Sequence[int] = (),
@@ -227,8 +227,9 @@ def run(
     `Coded` for each source, whose errors are values.
 
     `op` is "encode", "decode", "size" or "bound"; `out` has for each source its
-    own output, or None for new memory. "bound" takes `sizes` and no sources. Raises what concerns all of them:
-    ArgumentError, OutOfMemoryError.
+    own output, or None for new memory. "bound" takes `sizes` and no sources. Raises
+    what concerns all of them, before anything is written: ArgumentError, also where
+    an output overlaps another or a source, OutOfMemoryError.
     """
     if bitstream not in BITSTREAMS:
         raise ArgumentError(f"overwire: bitstream {bitstream!r}: expected one of {', '.join(BITSTREAMS)}")
@@ -237,9 +238,10 @@ def run(
     if cascaded is not None:
         cascaded = tuple(cascaded)  # type: ignore[assignment]
     text = _spec(
-        op, algorithm, bitstream, chunk_size, level, dtype, cascaded, checksums, version, _VERIFY[verify], tuple(sizes)
+        op, algorithm, bitstream, chunk_size, level, dtype, cascaded, checksums, _VERIFY[verify], tuple(sizes)
     )
     outs = out if out is not None else [None] * len(sources)
+    apart(sources, [o for o in outs if o is not None])
     buffers = [
         (s.address, s.nbytes, False, 0, 0) if o is None else (s.address, s.nbytes, True, o.address, o.nbytes)
         for s, o in zip(sources, outs, strict=True)
@@ -261,9 +263,21 @@ def run(
 def _view(coded: Coded) -> memoryview:
     if coded.memory is None:
         return memoryview(bytearray())
-    block = (ctypes.c_ubyte * coded.nbytes).from_address(coded.address)
-    vars(block)["memory"] = coded.memory  # lives as long as a view of it
+    return _bytes_at(coded.address, coded.nbytes, coded.memory)
+
+
+def _bytes_at(address: int, nbytes: int, keep: Any) -> memoryview:
+    block = (ctypes.c_ubyte * nbytes).from_address(address)
+    vars(block)["memory"] = keep  # lives as long as a view of it
     return memoryview(block).cast("B")
+
+
+def _written(out: Any, place: Span, nbytes: int) -> memoryview:
+    """The part of an output that was written: of a DLPack tensor or a Span too."""
+    try:
+        return memoryview(out).cast("B")[:nbytes]
+    except TypeError:
+        return _bytes_at(place.address, nbytes, place.keep) if nbytes else memoryview(bytearray())
 
 
 def _results(sources: Any, out: Any, op: str, **spec: Any) -> Any:
@@ -283,7 +297,10 @@ def _results(sources: Any, out: Any, op: str, **spec: Any) -> Any:
         values = [coded.nbytes for coded in made]
     else:
         given = (out if many else [out]) if out is not None else [None] * len(made)
-        values = [_view(c) if o is None else memoryview(o).cast("B")[: c.nbytes] for c, o in zip(made, given, strict=True)]
+        places = outs if outs is not None else [None] * len(made)
+        values = [
+            _view(c) if p is None else _written(o, p, c.nbytes) for c, o, p in zip(made, given, places, strict=True)
+        ]
     return values if many else values[0]
 
 
@@ -298,7 +315,6 @@ def encode(
     dtype: str | None = ...,
     cascaded: tuple[int, int, bool] | None = ...,
     checksums: bool = ...,
-    version: int = ...,
     out: Any = ...,
 ) -> list[memoryview]: ...
 @overload
@@ -312,7 +328,6 @@ def encode(
     dtype: str | None = ...,
     cascaded: tuple[int, int, bool] | None = ...,
     checksums: bool = ...,
-    version: int = ...,
     out: Any = ...,
 ) -> memoryview: ...
 def encode(
@@ -325,7 +340,6 @@ def encode(
     dtype: str | None = None,
     cascaded: tuple[int, int, bool] | None = None,
     checksums: bool = False,
-    version: int = 6,
     out: Any = None,
 ) -> Any:
     """Compresses a buffer, or each of a list: see `span` for what is one.
@@ -335,20 +349,15 @@ def encode(
     Deflate, Gzip and GDeflate: 0 (entropy coding alone) to 5 (smallest). `dtype`
     tells X16 what the bytes are, by safetensors' name ("BF16"), which finds out
     otherwise, and Cascaded how long its elements are and whether they have a sign
-    ("I32"), which takes 4 bytes otherwise, as nvCOMP 6 does where nobody says, or
-    single ones where they are no whole number of those, or in version 5; `cascaded` is how many layers of run
-    lengths and of differences it makes, up to 7, and whether it packs bits: None
-    is nvCOMP's (2, 1, True). In version 6 they are the most that it makes, 4 and
-    3, and bits are always packed. `checksums` puts those of header, stored and
-    plain bytes into native streams, which nvCOMP 6 verifies; in version 5 they are
-    ours. `version` is that of the nvCOMP that shall read the stream, native or
-    sized, or one of Cascaded: 5 or 6, each of which refuses the other's; `decode`
-    reads both.
+    ("I32"), which takes single bytes otherwise. `cascaded` is how many layers of run
+    lengths and of differences Cascaded makes, up to 7, and whether it packs bits:
+    None is (2, 1, True). `checksums` puts CRC-32 of header, stored and plain bytes
+    into native streams.
 
     Returns a memoryview that owns its memory, or, with `out` (a writable buffer,
     or a list with one or None for each source), the part of `out` that was
-    written. Raises ArgumentError, also where `out` is too small: `max_size`
-    tells what is enough.
+    written. Raises ArgumentError, also where `out` is too small (`max_size` tells
+    what is enough) or overlaps another output or a source: nothing is written then.
     """
     return _results(
         source,
@@ -361,7 +370,6 @@ def encode(
         dtype=dtype,
         cascaded=cascaded,
         checksums=checksums,
-        version=version,
     )
 
 
@@ -398,11 +406,18 @@ def decode(
     "always" refuses those without. A raw stream of Deflate, Gzip or GDeflate does
     not tell its length and is decoded twice.
 
-    Raises CorruptError and FormatError for bad bytes, NotSupportedError for
-    algorithms that only nvCOMP decodes and for checksums of an nvCOMP before 6,
-    and ArgumentError. Of a list, the first error is raised, after all are done.
+    Raises CorruptError and FormatError for bad bytes, and for streams that only
+    nvCOMP reads, NotSupportedError for algorithms that only nvCOMP decodes and for
+    checksums of nvCOMP's, and ArgumentError. Of a list, the first error is raised, after all are done.
     """
     return _results(source, out, "decode", algorithm=algorithm, bitstream=bitstream, verify=verify)
+
+
+def is_native(source: Any) -> bool:
+    """Whether a stream is a native one as `encode` makes them, by how it begins. Raises
+    as `span`."""
+    place = span(source)
+    return place.nbytes >= 64 and ctypes.string_at(place.address, 4) == b"OWBS"
 
 
 def content_size(source: Any, algorithm: str | None = None, *, bitstream: str = "native") -> Any:

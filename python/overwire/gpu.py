@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import _gpu
+from ._apart import apart
 from .errors import ArgumentError, ForkedError, NotSupportedError
 
 __all__ = [
@@ -166,8 +167,9 @@ def copy(
     queued now on those of `after`. Without `wait` the bytes are there when the
     stream has come so far; memory of the host that is not pinned waits anyway.
 
-    Raises DeviceError.
+    Raises ArgumentError where the two overlap, DeviceError.
     """
+    apart([(src, nbytes)], [(dst, nbytes)])
     _gpu.gpu_copy(device, stream, _packed(after), dst, src, nbytes, wait)
 
 
@@ -281,8 +283,11 @@ def decode(
     its error in the Batch, and nothing outside source and destination is
     touched. Checksums are not compared here.
 
-    Raises ArgumentError, NotSupportedError, DeviceError, OutOfMemoryError.
+    Raises ArgumentError, also where a content overlaps another or a stream,
+    NotSupportedError, DeviceError, OutOfMemoryError.
     """
+    streams = list(streams)
+    apart(streams, [one[2:4] for one in streams])
     packed = b"".join([_five(*one) for one in streams])
     return Batch(_gpu.gpu_decode(device, stream, _packed(after), _KINDS[bitstream], algorithm, packed))
 
@@ -325,7 +330,6 @@ def encode(
     contents: Sequence[tuple[int, int, int, int, int, int]],
     *,
     bitstream: str = "native",
-    version: int = 6,
     after: Sequence[int] = (),
 ) -> Batch:
     """Queues the making of X16 streams out of contents that lie on a GPU, on one
@@ -339,12 +343,11 @@ def encode(
     Takes as much memory of the device as the contents have, until it is done.
     Raises as `decode`.
     """
+    apart(contents, [one[2:4] for one in contents])
     slot = (max((min(c[1], c[4]) for c in contents), default=0) + 15) & ~15
     rows = sum(max(1, -(-c[1] // c[4])) for c in contents)
     scratch = alloc(slot * rows, device, stream)
     flat = [number for one in contents for number in one]
     packed = struct.pack(f"={len(flat)}q", *flat)
-    number = _gpu.gpu_encode(
-        device, stream, _packed(after), _KINDS[bitstream], version, packed, scratch.address, scratch.nbytes
-    )
+    number = _gpu.gpu_encode(device, stream, _packed(after), _KINDS[bitstream], packed, scratch.address, scratch.nbytes)
     return Batch(number, scratch)

@@ -88,12 +88,12 @@ PyObject *ow_gpu_peek(PyObject *self, PyObject *args)
 	return list;
 }
 
-// gpu_encode(device, stream, after, kind, version, contents, scratch, room):
+// gpu_encode(device, stream, after, kind, contents, scratch, room):
 // contents are packed by six native int64: see face.GPUEncode.
 PyObject *ow_gpu_encode(PyObject *self, PyObject *args)
 {
 	struct place p;
-	int kind, version;
+	int kind;
 	const char *packed;
 	Py_ssize_t bytes;
 	unsigned long long scratch;
@@ -102,7 +102,7 @@ PyObject *ow_gpu_encode(PyObject *self, PyObject *args)
 	char *err;
 
 	(void)self;
-	if (ow_child() || !PyArg_ParseTuple(args, "iKy#iiy#KL", &p.device, &p.stream, &p.after, &p.nafter, &kind, &version, &packed, &bytes,
+	if (ow_child() || !PyArg_ParseTuple(args, "iKy#iy#KL", &p.device, &p.stream, &p.after, &p.nafter, &kind, &packed, &bytes,
 	                                    &scratch, &room))
 		return NULL;
 	if (p.nafter % 8 || bytes % 48) {
@@ -110,7 +110,7 @@ PyObject *ow_gpu_encode(PyObject *self, PyObject *args)
 		return NULL;
 	}
 	Py_BEGIN_ALLOW_THREADS
-	err = ow_go_gpu_encode(p.device, p.stream, (void *)p.after, p.nafter / 8, kind, version, (void *)packed, bytes / 8, scratch, room,
+	err = ow_go_gpu_encode(p.device, p.stream, (void *)p.after, p.nafter / 8, kind, (void *)packed, bytes / 8, scratch, room,
 	                       &batch);
 	Py_END_ALLOW_THREADS
 	if (err != NULL)

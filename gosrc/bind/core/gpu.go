@@ -66,10 +66,10 @@ func ow_go_gpu_peek(device C.int, stream C.uint64_t, after unsafe.Pointer, nafte
 }
 
 //export ow_go_gpu_encode
-func ow_go_gpu_encode(device C.int, stream C.uint64_t, after unsafe.Pointer, nafter C.int64_t, kind, version C.int, packed unsafe.Pointer, n C.int64_t,
+func ow_go_gpu_encode(device C.int, stream C.uint64_t, after unsafe.Pointer, nafter C.int64_t, kind C.int, packed unsafe.Pointer, n C.int64_t,
 	scratch C.uint64_t, room C.int64_t, batch *C.uint64_t) *C.char {
 	return guarded("encode", func() error {
-		h, err := face.GPUEncode(int(device), queueOf(stream, after, nafter), int(kind), int(version), numbers(packed, n), uint64(scratch), int64(room))
+		h, err := face.GPUEncode(int(device), queueOf(stream, after, nafter), int(kind), numbers(packed, n), uint64(scratch), int64(room))
 		*batch = C.uint64_t(h)
 		return err
 	})

@@ -18,7 +18,7 @@ static PyMethodDef functions[] = {
 	{"codec_start", ow_codec_start, METH_VARARGS, "codec_start(spec, buffers)\n--\n\nSee overwire._engine."},
 	{"codec_take", ow_codec_take, METH_O, "codec_take(job)\n--\n\nSee overwire._engine."},
 	{"gpu_decode", ow_gpu_decode, METH_VARARGS, "gpu_decode(device, stream, after, kind, algorithm, streams)\n--\n\nSee overwire._engine."},
-	{"gpu_encode", ow_gpu_encode, METH_VARARGS, "gpu_encode(device, stream, after, kind, version, contents, scratch, room)\n--\n\nSee overwire._engine."},
+	{"gpu_encode", ow_gpu_encode, METH_VARARGS, "gpu_encode(device, stream, after, kind, contents, scratch, room)\n--\n\nSee overwire._engine."},
 	{"gpu_peek", ow_gpu_peek, METH_VARARGS, "gpu_peek(device, stream, after, kind, algorithm, streams)\n--\n\nSee overwire._engine."},
 	{"gpu_wait", ow_gpu_wait, METH_VARARGS, "gpu_wait(batch, wait)\n--\n\nSee overwire._engine."},
 	{"gpu_alloc", ow_gpu_alloc, METH_VARARGS, "gpu_alloc(device, nbytes)\n--\n\nSee overwire._engine."},

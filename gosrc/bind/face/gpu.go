@@ -103,7 +103,7 @@ func GPUDecode(index int, on cuda.Queue, kind int, algorithm string, packed []in
 
 // GPUEncode queues the making of streams of X16, each given by six numbers: address
 // and bytes of the content, of the room for the stream, bytes of a chunk, transform.
-func GPUEncode(index int, on cuda.Queue, kind, version int, packed []int64, scratch uint64, room int64) (uint64, error) {
+func GPUEncode(index int, on cuda.Queue, kind int, packed []int64, scratch uint64, room int64) (uint64, error) {
 	if kind < 0 || kind > int(bitstream.WithSize) || len(packed)%6 != 0 {
 		return 0, fault.New(fault.ErrArgument, "%d numbers of contents of kind %d", len(packed), kind)
 	}
@@ -112,7 +112,7 @@ func GPUEncode(index int, on cuda.Queue, kind, version int, packed []int64, scra
 		p := packed[6*i:]
 		streams[i] = cuda.Stream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4], Arg: uint32(p[5]), Kind: cuda.Kind(kind)}
 	}
-	b, err := bitstream.GPUEncode(index, on, version, streams, scratch, room)
+	b, err := bitstream.GPUEncode(index, on, streams, scratch, room)
 	if err != nil {
 		return 0, err
 	}

@@ -1,6 +1,6 @@
-// Package cascaded is nvCOMP's Cascaded: run lengths, differences and packed
-// bits of integers, as its last open release (2.2) lays them out and 5.x does,
-// and, in six.go, as 6.0 does. Other writers: nvCOMP.
+// Package cascaded is Cascaded: run lengths, differences and packed bits of
+// integers, as nvCOMP's last open release, 2.2, lays them out: github.com/NVIDIA/nvcomp,
+// branch-2.2, src/CascadedKernels.cuh (BSD-3).
 //
 // All is little-endian; T is an element, of 1, 2, 4 or 8 bytes.
 //
@@ -32,6 +32,7 @@ package cascaded
 
 import (
 	"encoding/binary"
+	"math/bits"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/fault"
@@ -44,7 +45,7 @@ const (
 	maxDeltas  = 7
 )
 
-// Options say how to encode; Default is nvCOMP's.
+// Options say how to encode.
 type Options struct {
 	Type   Type `json:"-"`
 	RLEs   int  `json:"rles"`   // layers of run lengths
@@ -52,10 +53,10 @@ type Options struct {
 	Pack   bool `json:"pack"`   // the bits of what is left
 }
 
-// Default is what nvCOMP does when it is told nothing but the type.
+// Default is what nvCOMP 2.2 does when it is told nothing but the type.
 func Default(t Type) Options { return Options{Type: t, RLEs: 2, Deltas: 1, Pack: true} }
 
-// Type is the number that nvCOMP has for an element.
+// Type is the number that nvCOMP has for an element (nvcompType_t).
 type Type uint8
 
 // The types.
@@ -210,7 +211,7 @@ func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, 
 			}
 			in, out = out[:n], in[:cap(in)]
 			before := len(dst)
-			dst = array(dst, s.counts[:n], 2, o.Pack, true)
+			dst = array(dst, s.counts[:n], 2, o.Pack)
 			le.PutUint32(dst[chunk+4*(layer+1):], uint32(len(dst)-before))
 			dst = grow(dst, up(len(dst)-start, 4)-(len(dst)-start))
 		}
@@ -227,16 +228,15 @@ func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, 
 	}
 	dst = grow(dst, up(len(dst)-start, max(4, size))-(len(dst)-start))
 	before := len(dst)
-	dst = array(dst, in, size, o.Pack, true)
+	dst = array(dst, in, size, o.Pack)
 	le.PutUint32(dst[chunk+4*(o.RLEs+1):], uint32(len(dst)-before))
 	dst = grow(dst, up(len(dst)-start, max(4, size))-(len(dst)-start))
 	le.PutUint32(dst[chunk:], uint32(len(dst)-chunk))
 	return dst, true
 }
 
-// array appends values of which the lowest size bytes count, as numbers with a
-// sign or not.
-func array(dst []byte, values []uint64, size int, pack, signed bool) []byte {
+// array appends values of which the lowest size bytes count.
+func array(dst []byte, values []uint64, size int, pack bool) []byte {
 	if !pack {
 		at := len(dst)
 		dst = grow(dst, len(values)*size)
@@ -244,7 +244,7 @@ func array(dst []byte, values []uint64, size int, pack, signed bool) []byte {
 		return dst
 	}
 	mask := ^uint64(0) >> (64 - 8*size)
-	least, width := span(values, size, signed)
+	least, width := span(values, size)
 	at := len(dst)
 	words := (len(values)*width + 31) / 32
 	dst = grow(dst, packedHead(size)+4*words)
@@ -268,4 +268,32 @@ func array(dst []byte, values []uint64, size int, pack, signed bool) []byte {
 		le.PutUint32(put, uint32(low))
 	}
 	return dst
+}
+
+// span is the smallest of values, of which the lowest size bytes count, as
+// numbers with a sign, and the bits of the largest above it.
+func span(values []uint64, size int) (least uint64, width int) {
+	shift := 64 - 8*size
+	const flip = 1 << 63 // makes signed numbers ordered as unsigned ones
+	var most uint64
+	for i, v := range values {
+		x := v<<shift ^ flip
+		if i == 0 || x < least {
+			least = x
+		}
+		if i == 0 || x > most {
+			most = x
+		}
+	}
+	return (least ^ flip) >> shift, bits.Len64((most - least) >> shift)
+}
+
+func (o Options) check(src []byte) error {
+	if err := o.Check(); err != nil {
+		return err
+	}
+	if size := o.Type.Size(); len(src)%size != 0 || uint64(len(src)) > 1<<32-1 {
+		return fault.New(fault.ErrArgument, "Cascaded: %d bytes are no whole number of elements of %d", len(src), size)
+	}
+	return nil
 }

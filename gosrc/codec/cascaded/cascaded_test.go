@@ -37,9 +37,6 @@ func contents(n, size int) map[string][]byte {
 	return out
 }
 
-// The writers, by nvCOMP's version.
-var encoders = map[int]func(dst, src []byte, o Options) ([]byte, error){5: Encode, 6: Encode6}
-
 // Every type, every number of layers, packed or not: what went in comes back,
 // no longer than the bound says, and the size is told.
 func TestRoundTrip(t *testing.T) {
@@ -50,20 +47,18 @@ func TestRoundTrip(t *testing.T) {
 					for deltas := range 4 {
 						for _, pack := range []bool{false, true} {
 							o := Options{typ, rles, deltas, pack}
-							for version, encode := range encoders {
-								made, err := encode([]byte("front"), src, o)
-								if err != nil {
-									t.Fatal(err)
-								}
-								made = made[5:]
-								size, err := Size(made)
-								if err != nil || size != int64(n) || len(made) > Bound(n) || len(made)%4 != 0 {
-									t.Fatalf("%d: %+v %s of %d: size %d in %d bytes, %v", version, o, name, n, size, len(made), err)
-								}
-								got := make([]byte, n)
-								if err := Decode(got, made); err != nil || !bytes.Equal(got, src) {
-									t.Fatalf("%d: %+v %s of %d: %v", version, o, name, n, err)
-								}
+							made, err := Encode([]byte("front"), src, o)
+							if err != nil {
+								t.Fatal(err)
+							}
+							made = made[5:]
+							size, err := Size(made)
+							if err != nil || size != int64(n) || len(made) > Bound(n) || len(made)%4 != 0 {
+								t.Fatalf("%+v %s of %d: size %d in %d bytes, %v", o, name, n, size, len(made), err)
+							}
+							got := make([]byte, n)
+							if err := Decode(got, made); err != nil || !bytes.Equal(got, src) {
+								t.Fatalf("%+v %s of %d: %v", o, name, n, err)
 							}
 						}
 					}
@@ -111,20 +106,31 @@ func TestLayout(t *testing.T) {
 	}
 }
 
+// A type that 2.2 does not have is refused, with any layers or none.
+func TestUnknownTypes(t *testing.T) {
+	for _, typ := range []byte{8, 0x80, 0x84, 0x85, 0xFF} {
+		for _, layers := range []string{"\x00\x00\x00", "\x01\x00\x00", "\x02\x01\x01"} {
+			src := append([]byte(layers), typ, 4, 0, 0, 0, 1, 2, 3, 4)
+			if n, err := Size(src); !errors.Is(err, fault.ErrCorrupt) {
+				t.Errorf("type %#x behind %x: %d bytes, %v", typ, layers, n, err)
+			}
+			if err := Decode(make([]byte, 4), src); !errors.Is(err, fault.ErrCorrupt) {
+				t.Errorf("type %#x behind %x: %v", typ, layers, err)
+			}
+		}
+	}
+}
+
 // Options out of range, and contents of no whole number of elements, are the
 // caller's mistake: no byte is dropped.
 func TestArguments(t *testing.T) {
 	for _, o := range []Options{{Type: 8}, {RLEs: 8}, {RLEs: -1}, {Deltas: 8}, {Deltas: -1}} {
-		for _, encode := range encoders {
-			if _, err := encode(nil, nil, o); !errors.Is(err, fault.ErrArgument) {
-				t.Errorf("%+v: %v", o, err)
-			}
+		if _, err := Encode(nil, nil, o); !errors.Is(err, fault.ErrArgument) {
+			t.Errorf("%+v: %v", o, err)
 		}
 	}
-	for _, encode := range encoders {
-		if _, err := encode(nil, make([]byte, 7), Default(Int)); !errors.Is(err, fault.ErrArgument) {
-			t.Errorf("7 bytes of int: %v", err)
-		}
+	if _, err := Encode(nil, make([]byte, 7), Default(Int)); !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("7 bytes of int: %v", err)
 	}
 }
 
@@ -136,27 +142,25 @@ func TestDamage(t *testing.T) {
 			if name != "runs" && name != "ramp" {
 				continue
 			}
-			for version, encode := range encoders {
-				made, err := encode(nil, src, o)
-				if err != nil {
-					t.Fatal(err)
+			made, err := Encode(nil, src, o)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := make([]byte, len(src)+8)
+			for n := range made {
+				if err := Decode(got[:len(src)], made[:n]); !errors.Is(err, fault.ErrCorrupt) {
+					t.Fatalf("%+v cut at %d of %d: %v", o, n, len(made), err)
 				}
-				got := make([]byte, len(src)+8)
-				for n := range made {
-					if err := Decode(got[:len(src)], made[:n]); !errors.Is(err, fault.ErrCorrupt) {
-						t.Fatalf("%d: %+v cut at %d of %d: %v", version, o, n, len(made), err)
-					}
+			}
+			for bit := range 8 * min(len(made), 400) {
+				made[bit/8] ^= 1 << (bit % 8)
+				if err := Decode(got[:len(src):len(src)], made); err != nil && !errors.Is(err, fault.ErrCorrupt) {
+					t.Fatalf("%+v bit %d: %v", o, bit, err)
 				}
-				for bit := range 8 * min(len(made), 400) {
-					made[bit/8] ^= 1 << (bit % 8)
-					if err := Decode(got[:len(src):len(src)], made); err != nil && !errors.Is(err, fault.ErrCorrupt) {
-						t.Fatalf("%d: %+v bit %d: %v", version, o, bit, err)
-					}
-					made[bit/8] ^= 1 << (bit % 8)
-				}
-				if !bytes.Equal(got[len(src):], make([]byte, 8)) {
-					t.Fatal("written past the end")
-				}
+				made[bit/8] ^= 1 << (bit % 8)
+			}
+			if !bytes.Equal(got[len(src):], make([]byte, 8)) {
+				t.Fatal("written past the end")
 			}
 		}
 	}
@@ -166,10 +170,8 @@ func TestDamage(t *testing.T) {
 func FuzzDecode(f *testing.F) {
 	for typ := Char; typ <= ULongLong; typ++ {
 		for _, src := range contents(200, typ.Size()) {
-			for _, encode := range encoders {
-				made, _ := encode(nil, src, Default(typ))
-				f.Add(made)
-			}
+			made, _ := Encode(nil, src, Default(typ))
+			f.Add(made)
 		}
 	}
 	f.Fuzz(func(t *testing.T, src []byte) {
@@ -187,15 +189,13 @@ func FuzzDecode(f *testing.F) {
 		}
 		o := Options{Type(src[0] % 8), int(src[1] % 4), int(src[2] % 4), src[3]%2 > 0}
 		src = src[:len(src)&^7]
-		for version, encode := range encoders {
-			made, err := encode(nil, src, o)
-			if err != nil {
-				t.Fatal(err)
-			}
-			got := make([]byte, len(src))
-			if err := Decode(got, made); err != nil || !bytes.Equal(got, src) {
-				t.Fatalf("%d: %+v: round trip: %v", version, o, err)
-			}
+		made, err := Encode(nil, src, o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := make([]byte, len(src))
+		if err := Decode(got, made); err != nil || !bytes.Equal(got, src) {
+			t.Fatalf("%+v: round trip: %v", o, err)
 		}
 	})
 }

@@ -9,37 +9,33 @@ func corrupt(format string, args ...any) error {
 // Size returns how many bytes the block decodes to, as it says itself: held
 // against what its own bytes can give. Errors are fault.ErrCorrupt.
 func Size(src []byte) (int64, error) {
-	n, _, _, err := parse(src)
+	n, _, err := parse(src)
 	return n, err
 }
 
-// parse reads the head of a block; is6: what follows is as nvCOMP 6 has it.
-func parse(src []byte) (n int64, o Options, is6 bool, err error) {
+// parse reads the head of a block.
+func parse(src []byte) (n int64, o Options, err error) {
 	if len(src) < headBytes {
-		return 0, Options{}, false, corrupt("%d bytes are no block", len(src))
+		return 0, Options{}, corrupt("%d bytes are no block", len(src))
 	}
 	o = Options{RLEs: int(src[0]), Deltas: int(src[1]), Pack: src[2] != 0, Type: Type(src[3])}
-	if o.RLEs == 0 && o.Deltas == 0 && !o.Pack && o.Type >= six {
-		is6 = true
-		o.Type -= six
-	}
 	if o.Check() != nil || src[2] > 1 {
-		return 0, o, false, corrupt("layers %d and %d, packing %d, type %d", src[0], src[1], src[2], src[3])
+		return 0, o, corrupt("layers %d and %d, packing %d, type %d", src[0], src[1], src[2], src[3])
 	}
 	n = int64(le.Uint32(src[4:]))
 	if n%int64(o.Type.Size()) != 0 {
-		return 0, o, false, corrupt("%d bytes are no whole number of elements of %d", n, o.Type.Size())
+		return 0, o, corrupt("%d bytes are no whole number of elements of %d", n, o.Type.Size())
 	}
 	if n > int64(len(src)-headBytes)*MaxRatio {
-		return 0, o, false, corrupt("%d bytes cannot decode to %d", len(src), n)
+		return 0, o, corrupt("%d bytes cannot decode to %d", len(src), n)
 	}
-	return n, o, is6, nil
+	return n, o, nil
 }
 
 // Decode fills dst, which must have the length of the content. Anything else
 // is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
-	n, o, is6, err := parse(src)
+	n, o, err := parse(src)
 	if err != nil {
 		return err
 	}
@@ -47,11 +43,6 @@ func Decode(dst, src []byte) error {
 		return corrupt("the block has %d bytes, not %d", n, len(dst))
 	}
 	body := src[headBytes:]
-	if is6 {
-		s := scratches.Get().(*scratch)
-		defer scratches.Put(s)
-		return s.decodeSix(dst, body, o.Type.Size())
-	}
 	if o.RLEs == 0 && o.Deltas == 0 && !o.Pack {
 		if len(body) < len(dst) || len(body) > up(len(dst), 4) {
 			return corrupt("%d bytes are stored as %d", len(dst), len(body))
@@ -179,6 +170,43 @@ func values(out []uint64, src []byte, size int, packed bool, most int) (int, err
 			}
 		}
 		out[i] = v&mask + least
+	}
+	return n, nil
+}
+
+// addUp makes values of the first of them and differences.
+func addUp(out, in []uint64, first []byte, size, most int) (int, error) {
+	if len(in) >= most {
+		return 0, corrupt("more than %d elements in a chunk", most)
+	}
+	load(out[:1], first, size)
+	v := out[0]
+	for i, d := range in {
+		v += d
+		out[i+1] = v
+	}
+	return len(in) + 1, nil
+}
+
+// repeat makes values of runs of them.
+func (s *scratch) repeat(out, in []uint64, lengths []byte, packed bool, most int) (int, error) {
+	runs, err := values(s.counts[:], lengths, 2, packed, most)
+	if err != nil {
+		return 0, err
+	}
+	if runs != len(in) {
+		return 0, corrupt("%d run lengths for %d values", runs, len(in))
+	}
+	n := 0
+	for i, v := range in {
+		times := int(s.counts[i])
+		if times > most-n {
+			return 0, corrupt("more than %d elements in a chunk", most)
+		}
+		for k := range times {
+			out[n+k] = v
+		}
+		n += times
 	}
 	return n, nil
 }

@@ -1,5 +1,6 @@
 // Package gdeflate is GDeflate: Deflate whose bits lie in 32 lanes, so that 32
-// threads can decode one stream. Other writers: DirectStorage, nvCOMP.
+// threads can decode one stream. Other writers: DirectStorage, nvCOMP. The layout is
+// that of github.com/NVIDIA/libdeflate, branch gdeflate (MIT, Apache-2.0).
 //
 // A lane is a sequence of bits, kept in words of 32, the lowest bit first. A
 // stream starts with the first word of each lane. A reader that is left with

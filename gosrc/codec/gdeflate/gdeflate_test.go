@@ -100,9 +100,10 @@ func golden(kind string, n int) []byte {
 	return out[:n]
 }
 
-// Streams that nvCOMP 5.3's CPU library wrote (stored, fixed and dynamic
-// blocks) decode here. It decodes ours: tests/test_codecs.py, where it is installed.
-func TestStreamsOfNvcomp(t *testing.T) {
+// Streams that NVIDIA's libdeflate wrote (branch gdeflate, MIT; as the crate gdeflate-sys
+// 0.4.1 has it), a page each, of stored, fixed and dynamic blocks, decode here. The
+// names say what of, and the level.
+func TestStreamsOfLibdeflate(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.bin")
 	if err != nil || len(files) != 6 {
 		t.Fatalf("%d golden streams, %v", len(files), err)

@@ -100,7 +100,7 @@ func length(src []byte, at, n int) (int64, int, bool) {
 // is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
 	if len(dst) == 0 {
-		// The one sequence of no literals; nvCOMP fills up behind it.
+		// The one sequence of no literals.
 		if n, err := Size(src); err == nil && n == 0 {
 			return nil
 		}
@@ -108,8 +108,8 @@ func Decode(dst, src []byte) error {
 	}
 	n, err := lz4.UncompressBlock(src, dst)
 	if err != nil {
-		// The last token has no match, and nobody reads the length of it there;
-		// nvCOMP leaves bits in it that the library takes for a mistake.
+		// The last sequence has no match, so that the length of one in its token says
+		// nothing (lz4_Block_format.md); the library takes bits there for a mistake.
 		if at, ok := last(src); ok && src[at]&15 != 0 {
 			own := slices.Clone(src)
 			own[at] &^= 15

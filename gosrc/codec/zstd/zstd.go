@@ -22,7 +22,7 @@ const maxWindow = 128 << 20
 
 var (
 	encoders = sync.Pool{New: func() any {
-		// CRC off: nvCOMP's frames have none, and containers have sums of their own.
+		// CRC off: containers have sums of their own.
 		// All literals: weights have no matches and are worth coding all the same.
 		e, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true), zstd.WithEncoderCRC(false),
 			zstd.WithAllLitEntropyCompression(true))

@@ -379,10 +379,10 @@ func steps(b *C.struct_owcu_batch, all ...C.struct_owcu_step) {
 // Encode queues the making of streams of X16 out of contents: Src and Size of a
 // Stream are the content's, Dst and Stored the room for the stream, all on
 // multiples of 16, as Chunk is where there are several; Arg is the transform of
-// X16 (0: store as it is). A native stream is of nvCOMP's version 5 or 6. scratch
-// is memory of the device for a block of every chunk: Scratch tells how much.
+// X16 (0: store as it is). scratch is memory of the device for a block of
+// every chunk: Scratch tells how much.
 // Batch.Sizes tells how long the streams became.
-func (d *Device) Encode(on Queue, version uint32, streams []Stream, scratch uint64) (*Batch, error) {
+func (d *Device) Encode(on Queue, streams []Stream, scratch uint64) (*Batch, error) {
 	rows := 0
 	for i := range streams {
 		s := &streams[i]
@@ -399,7 +399,7 @@ func (d *Device) Encode(on Queue, version uint32, streams []Stream, scratch uint
 	if rows == 0 {
 		return &Batch{d: d}, nil
 	}
-	t := task{format: FormatX16, streams: streams, rows: rows, told: true, version: version, scratch: scratch}
+	t := task{format: FormatX16, streams: streams, rows: rows, told: true, scratch: scratch}
 	return d.start(on, t, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
 		threads := int(C.ow_x16_threads(C.uint64_t(slotOf(streams))))
 		encode := step(k[batchEncode], rows, threads, threads)
@@ -412,11 +412,11 @@ func (d *Device) Encode(on Queue, version uint32, streams []Stream, scratch uint
 // A task is what a batch is about. rows 0: the streams are only looked at. told:
 // kernels say something of each stream.
 type task struct {
-	format, version uint32
-	streams         []Stream
-	rows            int
-	told            bool
-	scratch         uint64
+	format  uint32
+	streams []Stream
+	rows    int
+	told    bool
+	scratch uint64
 }
 
 // start writes a batch on a pad and queues it.
@@ -442,7 +442,6 @@ func (d *Device) start(on Queue, t task, plan func(*[batchKernels]C.owcu_handle,
 		entries[i] = C.ow_stream{
 			src: C.uint64_t(s.Src), stored: C.uint64_t(s.Stored), dst: C.uint64_t(s.Dst), size: C.uint64_t(s.Size), chunk: C.uint64_t(s.Chunk),
 			first: C.uint32_t(first), kind: C.uint32_t(s.Kind), format: C.uint32_t(format), arg: C.uint32_t(s.Arg),
-			version: C.uint32_t(t.version),
 		}
 		if rows > 0 {
 			k := s.rows()

@@ -138,7 +138,7 @@ func TestBatchX16(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 5)))
 	for _, spec := range []bitstream.Spec{
-		{Chunk: 64 << 10}, {Chunk: 16 << 10, Version: 5, Sums: true}, {Chunk: 1 << 20, DType: "BF16"}, {Chunk: 4096},
+		{Chunk: 64 << 10}, {Chunk: 16 << 10, Sums: true}, {Chunk: 1 << 20, DType: "BF16"}, {Chunk: 4096},
 		{Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
 	} {
 		spec.Algorithm = "X16"
@@ -176,7 +176,7 @@ func TestBatchItems(t *testing.T) {
 	in := contents(rand.New(rand.NewPCG(5, 11)))
 	for name, format := range map[string]uint32{"LZ4": 0, "Snappy": 1, "Cascaded": 4} {
 		for _, spec := range []bitstream.Spec{
-			{Chunk: 64 << 10}, {Chunk: 1000, Version: 5, Sums: true}, {Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
+			{Chunk: 64 << 10}, {Chunk: 1000, Sums: true}, {Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
 		} {
 			spec.Algorithm = name
 			stored := encoded(t, spec, in)
@@ -211,7 +211,7 @@ func TestBatchEncode(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 12)))
 	for _, spec := range []bitstream.Spec{
-		{Chunk: 64 << 10, Version: 6}, {Chunk: 16 << 10, Version: 5}, {Chunk: 4096, Version: 6}, {Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
+		{Chunk: 64 << 10}, {Chunk: 16 << 10}, {Chunk: 4096}, {Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
 	} {
 		spec.Algorithm, spec.DType = "X16", "BF16"
 		want := encoded(t, spec, in)
@@ -229,7 +229,7 @@ func TestBatchEncode(t *testing.T) {
 		tight := streams[5]
 		tight.Stored, tight.Dst = int64(len(want[5]))-1, g.room(len(want[5])-1, 0)
 		streams = append(streams, tight)
-		b, err := g.Encode(cuda.Queue{}, uint32(spec.Version), streams, g.room(int(cuda.Scratch(streams)), 0))
+		b, err := g.Encode(cuda.Queue{}, streams, g.room(int(cuda.Scratch(streams)), 0))
 		if err != nil {
 			t.Fatal(err)
 		}

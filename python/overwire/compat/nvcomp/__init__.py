@@ -4,8 +4,10 @@ its programs import it.
     import overwire.compat.nvcomp as nvcomp
 
 The names are those of nvCOMP 4.2 to 6.0. LZ4, Snappy, Zstd, Deflate, Gzip,
-GDeflate and Cascaded read and write its bitstreams without a GPU; X16 is our own
-codec, by its own name. `backends()` says what does the work of each algorithm.
+GDeflate and Cascaded need no GPU; X16 is our own codec, by its own name. RAW
+streams are those of the algorithms; native and sized ones are overwire's, and what
+nvCOMP itself wrote of these is read by an installed nvCOMP: docs/nvcomp.md.
+`backends()` says what does the work of each algorithm.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .enums import (
 )
 from .streams import CudaStream, set_device_allocator, set_host_allocator, set_pinned_allocator
 
-#: The version whose names and streams these are.
+#: The version whose names these are.
 __version__ = "6.0.0"
 #: The version of CUDA that the kernels are compiled with; none is needed without a GPU.
 __cuda_version__ = 13000

@@ -119,6 +119,10 @@ class Array(codecs.exporter()):  # type: ignore[misc]
             if error is not None:
                 raise error
 
+    def _told(self) -> BaseException | None:
+        """What `_ready` would raise, when it is known: it is kept for that."""
+        return self._pending.told(True) if isinstance(self._pending, Later) else self._pending
+
     # What it is.
 
     @property
@@ -167,9 +171,10 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return prod(self._shape)
 
     @property
-    def strides(self) -> tuple[int, ...] | None:
-        """Bytes between neighbours along each dimension; None: dense, C order."""
-        return self._strides
+    def strides(self) -> tuple[int, ...]:
+        """Bytes between neighbours along each dimension. The array interfaces say None
+        where they are those of a dense array in C order, as nvCOMP's do."""
+        return self._strides if self._strides is not None else tuple(s * self.item_size for s in _dense(self._shape))
 
     # Giving it on.
 

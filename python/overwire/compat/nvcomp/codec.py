@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ... import codecs, gpu
-from ...errors import ArgumentError, CorruptError, NotSupportedError
-from . import devices, onboard, original, streams
-from .arrays import Array, BatchArray, each
+from ...errors import ArgumentError, CorruptError, FormatError, NotSupportedError, OverwireError
+from . import devices, onboard, original, placing, streams
+from .arrays import Array, BatchArray
 from .dtypes import Kind, integers_name, kind_of, safetensors_name
 from .enums import BitshuffleMode, BitstreamKind, ChecksumPolicy, DecompressBackend
 
@@ -41,7 +41,7 @@ _OPTIONS: dict[str, type | tuple[type, ...]] = {
     ),
     # Ours.
     "strict": bool,
-    "native_version": int,
+    "ask_nvcomp": bool,
 }  # fmt: skip
 
 _COMPUTE = (ChecksumPolicy.COMPUTE_AND_NO_VERIFY, ChecksumPolicy.COMPUTE_AND_VERIFY_IF_PRESENT, ChecksumPolicy.COMPUTE_AND_VERIFY)
@@ -52,6 +52,18 @@ _VERIFY: dict[ChecksumPolicy, bool | str] = {
     ChecksumPolicy.COMPUTE_AND_VERIFY_IF_PRESENT: True,
     ChecksumPolicy.COMPUTE_AND_VERIFY: "always",
 }
+
+
+# The options that reading takes, which an nvCOMP that is asked to read is given.
+_READING = ("algorithm", "device_id", "cuda_stream", "bitstream_kind", "checksum_policy", "data_type")
+
+
+class _Theirs(Exception):
+    """Streams that are not ours, by their places in the batch, and why the first was refused."""
+
+    def __init__(self, at: list[int], error: OverwireError) -> None:
+        super().__init__(at, error)
+        self.at, self.error = at, error
 
 
 class CompressConfig:
@@ -68,7 +80,7 @@ class CompressConfig:
 
 class DecompressConfig:
     """What `Codec.decompression_config` returns: the lengths that will be decoded,
-    and of streams for a GPU those of their chunks."""
+    and of streams for a GPU those of their chunks; of nvCOMP's streams its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("nvidia.nvcomp.nvcomp_impl.DecompressConfig: No constructor defined!")
@@ -77,6 +89,9 @@ class DecompressConfig:
     _sizes: list[int]
     _shapes: Any
     _many: bool
+
+
+    _theirs: Any = None
 
 
 _Config = TypeVar("_Config", CompressConfig, DecompressConfig)
@@ -89,19 +104,23 @@ class Codec:
     `device_id`, `cuda_stream`, `uncomp_chunk_size`, `bitstream_kind`,
     `checksum_policy`, `data_type`, `algorithm_type` and the rest. Ours are
     `strict` (a checksum that does not match raises in `decode`, not at the first
-    look at the bytes) and `native_version` (5 or 6, the default: which
-    nvCOMP shall read the native and sized streams that are written).
+    look at the bytes) and `ask_nvcomp` (False: no stream that is refused here is
+    handed to an installed nvCOMP, whose decoders trust their input).
 
     LZ4, Snappy, Cascaded and X16 streams that lie on a GPU are decoded there by
     kernels, on `cuda_stream` (else torch's current stream), and with a
-    DecompressConfig nothing waits: what is wrong with the bytes is told by the first look at an Array that
-    is done (`cpu()` waits for it), or by `decode` of a `strict` Codec. X16 is
-    encoded there too, which waits for the lengths. Everything else, checksums too,
-    is work of the CPU, with copies of the Arrays there and back: `backends()` tells. Where there is a GPU, results lie
-    there. Cascaded's elements are `data_type`, else those of the Arrays, if they
-    agree; of Arrays of bytes 4 at a time, if those are whole, as in nvCOMP 6. ANS and Bitcomp are nvCOMP's own: an
-    installed nvCOMP is asked for them, and waited for; NotSupportedError names it
-    where there is none. Threads may share a Codec.
+    DecompressConfig nothing waits: what is wrong with the bytes shows at the first
+    look at an Array that is done (`cpu()` waits for it), or by `decode` of a `strict`
+    Codec. X16 is encoded there too, which waits for the lengths. Everything else,
+    checksums too, is work of the CPU, with copies of the Arrays there and back:
+    `backends()` tells. Where there is a GPU, results lie there. Cascaded's elements
+    are `data_type`, else those of the Arrays, if they agree, else bytes.
+
+    Native and sized streams, and Cascaded, are overwire's own (docs/nvcomp.md), and RAW
+    ones of the other algorithms anybody's. ANS and Bitcomp, and native, sized and
+    Cascaded streams that nvCOMP wrote, are nvCOMP's: an installed one is asked for
+    them, and waited for; where there is none, the error names the wheel.
+    Threads may share a Codec.
 
     Raises ValueError for unknown keywords and algorithms, RuntimeError for values
     of another type.
@@ -129,10 +148,10 @@ class Codec:
         if layers != [None, None, None]:
             rles, deltas, pack = (n if n is not None else d for n, d in zip(layers, (2, 1, True), strict=True))
             self._cascaded = (rles, deltas, bool(pack))
-        self._version: int = kwargs.get("native_version", 6)
         self._type: Kind | None = kind_of(kwargs["data_type"]) if kwargs.get("data_type") else None
         self._algorithm = _named(kwargs.get("algorithm", ""))
-        self._original: original.Original | None = None
+        self._original: original.Original | None = None  # where the algorithm is nvCOMP's
+        self._reader: original.Original | None = None  # once a stream was
         self._device_id: int | None = kwargs.get("device_id")
         self._stream: int | None = int(kwargs["cuda_stream"]) or 1 if "cuda_stream" in kwargs else None
         if self._device_id is not None and self._device_id >= 0 and gpu.count() and self._device_id >= gpu.count():
@@ -150,7 +169,7 @@ class Codec:
             raise ValueError("checksums are those of BitstreamKind.NVCOMP_NATIVE alone")
         if self._chunk is not None and self._chunk <= 0:
             raise ValueError(f"uncomp_chunk_size {self._chunk}: expected more than 0")
-        if self._algorithm:  # level, chunk size and version, before there is anything to encode
+        if self._algorithm:  # level and chunk size, before there is anything to encode
             self._max([1])
             if self._level != 1 or self._cascaded is not None:
                 codecs.encode(b"", self._algorithm, level=self._level, cascaded=self._cascaded)
@@ -162,25 +181,24 @@ class Codec:
 
         Returns an Array of `|i1`, or a BatchArray. `out` is an Array of a Codec's
         (it is made to fit) or any writable memory, whose address the result then
-        has; a list for a list. Raises ValueError where `out` is too small, is
-        part of the source, or where lengths are not those of the config.
+        has; a list for a list. Raises ValueError where `out` is too small, overlaps
+        a source or another `out`, or where lengths are not those of the config.
         """
         self._open()
-        many, sources = _listed(array)
+        many, sources = placing.listed(array)
+        device = self._device(sources)
+        outs = placing.outputs(out, many, sources, 1 if device is None else self._on(device))
         if self._original is not None:
-            outs = _outs(out, many, sources)
             return self._original.run("encode", sources, many, outs=outs, compression_config=compression_config)
         self._fits(compression_config, CompressConfig, [a.buffer_size for a in sources], many)
         if not self._algorithm:
             raise ValueError("Codec without an algorithm: it decodes, and cannot encode")
-        outs = _outs(out, many, sources)
-        device = self._device(sources)
         if device is not None and sources and self._algorithm == "X16" and self._policy not in _COMPUTE:
             there = self._there(sources, device)
             names = [safetensors_name(self._type or a._kind) for a in sources]
             if there is not None:
                 chunk = self._chunk or codecs.default_chunk("X16")
-                made = onboard.encode(there, names, self._bitstream, chunk, self._version, outs, device, self._on(device))
+                made = onboard.encode(there, names, self._bitstream, chunk, outs, device, self._on(device))
                 if made is not None:
                     return BatchArray(made) if many else made[0]
         return self._run("encode", sources, outs, many, (0, 8, 1))
@@ -194,6 +212,8 @@ class Codec:
         torch's; by default the Codec's, and `|i1` without one. Bytes are taken as
         they are, never converted.
 
+        Of a list, some streams may be ours and some nvCOMP's.
+
         Raises CorruptError and FormatError (ValueErrors) for bad bytes. A
         checksum that does not match is told by the first look at the Array, as a
         RuntimeError, unless the Codec is `strict`. Raises RuntimeError where
@@ -201,21 +221,45 @@ class Codec:
         """
         self._open()
         kind = kind_of(data_type) if data_type else self._type or (0, 8, 1)
-        many, sources = _listed(src)
+        many, sources = placing.listed(src)
+        device = self._device(sources)
+        outs = placing.outputs(out, many, sources, 1 if device is None else self._on(device))
         if self._original is not None:
-            for a in sources:
-                if a._device == (1, 0) and self._bitstream == "native":
-                    original.check_stream(bytes(a._buffer().cast("B")[:64]), self._original.impl.__version__)
-            outs = _outs(out, many, sources)
             return self._original.run("decode", sources, many, data_type, outs=outs, decompression_config=decompression_config)
         sizes = shapes = None
         if decompression_config is not None:
             self._mine(decompression_config, DecompressConfig)
+            if decompression_config._theirs is not None and self._reader is not None:
+                made = self._reader.run("decode", sources, many, outs=outs, decompression_config=decompression_config._theirs)
+                return placing.typed(made, kind)
             sizes, shapes = decompression_config._sizes, decompression_config._shapes
             if len(sizes) != len(sources):
                 raise ValueError(f"the config is for {len(sizes)} buffers, not {len(sources)}")
-        outs = _outs(out, many, sources)
-        device = self._device(sources)
+        try:
+            return self._decode(sources, outs, many, kind, sizes, shapes, device)
+        except _Theirs as found:
+            nvcomp, at = self._asked(found), found.at
+        if not many:
+            return placing.typed(nvcomp.run("decode", sources, False, outs=outs), kind)
+        results: list[Any] = [None] * len(sources)
+        ours = [i for i in range(len(sources)) if i not in at]
+        parts = [outs and [outs[i] for i in part] for part in (at, ours)]
+        theirs = placing.typed(nvcomp.run("decode", [sources[i] for i in at], True, outs=parts[0]), kind)
+        for i, array in zip(at + ours, [*theirs, *self.decode([sources[i] for i in ours], data_type, parts[1])], strict=True):
+            results[i] = array
+        return BatchArray(results)
+
+    def _decode(
+        self,
+        sources: list[Array],
+        outs: list[Array | None] | None,
+        many: bool,
+        kind: Kind,
+        sizes: list[int] | None,
+        shapes: list[onboard.Shape] | None,
+        device: int | None,
+    ) -> Any:
+        """Decodes by kernels or on the CPU; raises _Theirs."""
         if device is not None and sources and self._verifies is False:
             made = self._onboard(sources, outs, kind, shapes, device)
             if made is not None:
@@ -223,7 +267,7 @@ class Codec:
         return self._run("decode", sources, outs, many, kind, sizes)
 
     def _onboard(
-        self, sources: list[Array], outs: list[Any] | None, kind: Kind, shapes: list[onboard.Shape] | None, device: int
+        self, sources: list[Array], outs: list[Array | None] | None, kind: Kind, shapes: list[onboard.Shape] | None, device: int
     ) -> list[Array] | None:
         """Decodes by kernels; None where there is none for it."""
         if self._algorithm and self._algorithm not in gpu.algorithms():
@@ -233,6 +277,12 @@ class Codec:
         if there is None:
             return None
         made = onboard.decode(there, shapes, self._algorithm, self._bitstream, kind, outs, device, stream)
+        if made is not None and shapes is None and self._bitstream == "with_size" and self._algorithm != "X16" and self._may_ask():
+            # Nothing but decoding tells a sized stream of nvCOMP's: it is waited for.
+            errors = [array._told() for array in made]
+            at = [i for i, error in enumerate(errors) if isinstance(error, CorruptError)]
+            if at:
+                raise _Theirs(at, next(e for e in errors if isinstance(e, CorruptError)))
         if made is not None and self._strict:
             for array in made:
                 array._ready()
@@ -261,20 +311,20 @@ class Codec:
         self,
         op: str,
         sources: list[Array],
-        outs: list[Any] | None,
+        outs: list[Array | None] | None,
         many: bool,
         kind: Kind,
         sizes: Sequence[int] | None = None,
     ) -> Any:
         device = self._device(sources)
-        hosts = [_on_host(a) for a in sources]
+        hosts = [placing.on_host(a) for a in sources]
         spans = [a._span for a in hosts]
         into: list[codecs.Span | None] = [None] * len(sources)
         need: list[int] = []
         if outs is not None:
-            if any(isinstance(o, Array) and o._native for o in outs):
+            if any(o is not None and o._native for o in outs):
                 need = self._need(op, hosts, spans)
-            into = [_room(o, a, need[i] if need else 0) for i, (o, a) in enumerate(zip(outs, hosts, strict=True))]
+            into = [placing.room(o, need[i] if need else 0) for i, o in enumerate(outs)]
         if streams.has_allocator("host") and device is None and None in into:
             # Memory first, as long as it may have to be.
             need = need or self._need(op, hosts, spans)
@@ -291,16 +341,16 @@ class Codec:
             cascaded=self._cascaded,
             checksums=op == "encode" and self._policy in _COMPUTE,
             verify=self._verifies if op == "decode" else False,
-            version=self._version,
             out=into,
         )
+        self._look(made, spans)
         results = []
         for i, coded in enumerate(made):
-            late = self._failed(coded, sources[i])
+            late = self._failed(coded)
             if sizes is not None and coded.nbytes != sizes[i]:
                 raise ValueError(f"buffer {i} decodes to {coded.nbytes} bytes, the config says {sizes[i]}")
             given = outs[i] if outs is not None else None
-            results.append(_result(coded, into[i], given, kind, device, 1 if device is None else self._on(device)))
+            results.append(placing.result(coded, into[i], given, kind, device, 1 if device is None else self._on(device)))
             results[i]._pending = late
         return BatchArray(results) if many else results[0]
 
@@ -309,7 +359,7 @@ class Codec:
         kinds = {a._kind for a in hosts} if self._type is None else {self._type}
         kind = kinds.pop() if len(kinds) == 1 else (1, 8, 1)
         if self._algorithm == "Cascaded":
-            return None if self._type is None and kind[1] == 8 else integers_name(kind)
+            return integers_name(kind)
         return safetensors_name(kind)
 
     def _need(self, op: str, hosts: list[Array], spans: list[codecs.Span]) -> list[int]:
@@ -318,17 +368,41 @@ class Codec:
         found = codecs.run("size", spans, algorithm=self._algorithm or None, bitstream=self._bitstream)
         return [0 if c.error is not None else c.nbytes for c in found]  # the error is decode's to raise
 
-    def _failed(self, coded: codecs.Coded, source: Array) -> RuntimeError | None:
+    def _look(self, made: Sequence[codecs.Coded], spans: Sequence[codecs.Span]) -> None:
+        """Raises _Theirs where streams that were refused may be such as nvCOMP writes."""
+        at = [i for i, (coded, span) in enumerate(zip(made, spans, strict=True)) if self._theirs(coded, span)]
+        if at:
+            error = made[at[0]].error
+            assert isinstance(error, OverwireError)
+            raise _Theirs(at, error)
+
+    def _theirs(self, coded: codecs.Coded, span: codecs.Span) -> bool:
+        if coded.error is None or self._algorithm == "X16":
+            return False
+        if self._bitstream == "native":
+            return isinstance(coded.error, (FormatError, NotSupportedError)) and not codecs.is_native(span)
+        return isinstance(coded.error, CorruptError) and (self._bitstream == "with_size" or self._algorithm == "Cascaded")
+
+    def _may_ask(self) -> bool:
+        return self._kwargs.get("ask_nvcomp", True) and original.usable()
+
+    def _asked(self, found: _Theirs) -> original.Original:
+        """nvCOMP, to read what is its; the error of ours, with what is missing, where
+        it is not to be had."""
+        if self._reader is None:
+            if not self._may_ask():
+                raise original.hinted(found.error) if self._kwargs.get("ask_nvcomp", True) else found.error
+            given = {name: self._kwargs[name] for name in _READING if name in self._kwargs}
+            if not isinstance(given.get("data_type", ""), str) or given.get("data_type", "<")[:1] not in "<|":
+                del given["data_type"]  # a name of ours
+            self._reader = original.Original(self._algorithm or "the stream", given, verifies=self._verifies is not False)
+        return self._reader
+
+    def _failed(self, coded: codecs.Coded) -> RuntimeError | None:
         """Raises what is wrong with one buffer; returns what is told later."""
         error = coded.error
         if error is None:
             return None
-        if isinstance(error, NotSupportedError):
-            name = original.algorithm_of(bytes(_on_host(source)._buffer())[:64])
-            if name is not None:
-                self._ask(name)  # names what is missing
-                raise NotSupportedError(f"overwire: nvcomp: say algorithm={name!r} to have nvCOMP decode this") from error
-            raise error
         if isinstance(error, ArgumentError) and "no checksums to verify" in str(error):
             raise RuntimeError("The stream has no checksums, and the policy is COMPUTE_AND_VERIFY.") from error
         if coded.summed and isinstance(error, CorruptError) and not self._strict:
@@ -357,7 +431,7 @@ class Codec:
         self._open()
         if self._original is not None:
             codec = self._original.codec
-            many, sources = (False, []) if isinstance(src, self._original.impl.CompressConfig) else _listed(src)
+            many, sources = (False, []) if isinstance(src, self._original.impl.CompressConfig) else placing.listed(src)
             theirs: DecompressConfig = codec.decompression_config(self._original.lend(sources, many) if sources else src)
             return theirs
         if isinstance(src, CompressConfig):
@@ -366,11 +440,19 @@ class Codec:
             native = self._bitstream == "native"
             shapes = [(n, chunk if native else max(n, 1), self._algorithm) for n in src._sizes]
             return self._config(DecompressConfig, list(src._sizes), src._many, shapes)
-        many, sources = _listed(src)
+        many, sources = placing.listed(src)
         found = [self._shape(a) for a in sources]
         if None not in found:
             return self._config(DecompressConfig, [shape[0] for shape in found if shape is not None], many, found)
-        return self._config(DecompressConfig, self._sizes(sources), many)
+        try:
+            return self._config(DecompressConfig, self._sizes(sources), many)
+        except _Theirs as theirs_all:
+            nvcomp, at = self._asked(theirs_all), theirs_all.at
+        if len(at) < len(sources):
+            raise NotSupportedError("overwire: nvcomp: a config is for streams of one writer: some of these are ours, some nvCOMP's")
+        made = self._config(DecompressConfig, [], many)
+        made._theirs = nvcomp.codec.decompression_config(nvcomp.lend(sources, many))
+        return made
 
     def _shape(self, array: Array) -> onboard.Shape | None:
         """What a stream for a GPU says of itself; None: the host is asked."""
@@ -386,8 +468,8 @@ class Codec:
         """The most bytes that encoding an Array gives."""
         self._open()
         if self._original is not None:
-            return int(self._original.codec.get_max_comp_buffer_size(self._original.lend(_listed(source)[1], False)))
-        return self._max([_listed(source)[1][0].buffer_size])[0]
+            return int(self._original.codec.get_max_comp_buffer_size(self._original.lend(placing.listed(source)[1], False)))
+        return self._max([placing.listed(source)[1][0].buffer_size])[0]
 
     get_max_compressed_buffer_size = get_max_comp_buffer_size  # 5.3's notes say it so
 
@@ -395,10 +477,14 @@ class Codec:
         """How many bytes a stream decodes to."""
         self._open()
         if self._original is not None:
-            return int(self._original.codec.get_uncomp_buffer_size(self._original.lend(_listed(source)[1], False)))
-        array = _listed(source)[1][0]
+            return int(self._original.codec.get_uncomp_buffer_size(self._original.lend(placing.listed(source)[1], False)))
+        array = placing.listed(source)[1][0]
         shape = self._shape(array)
-        return shape[0] if shape is not None else self._sizes([array])[0]
+        try:
+            return shape[0] if shape is not None else self._sizes([array])[0]
+        except _Theirs as found:
+            nvcomp = self._asked(found)
+        return int(nvcomp.codec.get_uncomp_buffer_size(nvcomp.lend([array], False)))
 
     def get_required_compression_alignment(self) -> int:
         """The alignment that suits nvCOMP too; nothing is required here."""
@@ -409,11 +495,11 @@ class Codec:
         return 8 if self._algorithm else 16
 
     def _sizes(self, sources: list[Array]) -> list[int]:
-        found = codecs.run(
-            "size", [_on_host(a)._span for a in sources], algorithm=self._algorithm or None, bitstream=self._bitstream
-        )
-        for coded, source in zip(found, sources, strict=True):
-            self._failed(coded, source)
+        spans = [placing.on_host(a)._span for a in sources]
+        found = codecs.run("size", spans, algorithm=self._algorithm or None, bitstream=self._bitstream)
+        self._look(found, spans)
+        for coded in found:
+            self._failed(coded)
         return [c.nbytes for c in found]
 
     def _max(self, sizes: list[int]) -> list[int]:
@@ -457,7 +543,7 @@ class Codec:
         return devices.current() if gpu.count() else None
 
     def _ask(self, algorithm: str) -> original.Original:
-        own = {k: v for k, v in self._kwargs.items() if k not in ("strict", "native_version")}
+        own = {k: v for k, v in self._kwargs.items() if k not in ("strict", "ask_nvcomp")}
         return original.Original(algorithm, own | {"algorithm": algorithm})
 
     def _open(self) -> None:
@@ -470,7 +556,7 @@ class Codec:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._closed = True
-        self._original = None
+        self._original = self._reader = None
 
 
 def _named(algorithm: str) -> str:
@@ -480,89 +566,6 @@ def _named(algorithm: str) -> str:
     if algorithm:
         raise ValueError(f'Unknown algorithm: "{algorithm}".')
     return ""
-
-
-def _listed(source: Any) -> tuple[bool, list[Array]]:
-    many = isinstance(source, (list, tuple))
-    return many, each(source if many else [source])
-
-
-def _on_host(array: Array) -> Array:
-    if array._strides is not None:
-        raise ValueError(f"the Array is not contiguous: its strides are {array._strides}")
-    host = array.cpu()
-    if host is None:
-        raise NotSupportedError("overwire: nvcomp: the Array lies on a GPU that cannot be copied from")
-    return host
-
-
-def _outs(out: Any, many: bool, sources: list[Array]) -> list[Any] | None:
-    if out is None:
-        return None
-    if not many:
-        return [out]
-    if not isinstance(out, (list, tuple)) or len(out) != len(sources):
-        raise ValueError(f"out: expected a list of {len(sources)} buffers")
-    return list(out)
-
-
-def _room(out: Any, source: Array, need: int) -> codecs.Span | None:
-    """The memory of an `out`; None: new memory, for an Array of ours that is too
-    small, and where the result is copied to a GPU."""
-    array = out if isinstance(out, Array) else Array(out)
-    if array._readonly:
-        raise ValueError("out is read-only")
-    if array._strides is not None:
-        raise ValueError("out is not contiguous")
-    if array._device != (1, 0):
-        return None
-    ours = out is array and out._native
-    if ours and array.capacity < need:
-        return None
-    at, size = array._span.address, array.capacity if ours else array.buffer_size
-    if at < source._span.address + source._span.nbytes and source._span.address < at + size:
-        raise ValueError("out overlaps the source")
-    return codecs.Span(at, size, array._span.keep if ours else array)
-
-
-def _result(
-    coded: codecs.Coded, span: codecs.Span | None, out: Any, kind: Kind, device: int | None, stream: int
-) -> Array:
-    if coded.nbytes % (kind[1] * kind[2] // 8):
-        raise ValueError(f"{coded.nbytes} bytes are no whole number of elements of {kind[1]} bits")
-    placed = span is not None
-    if span is None:
-        span = codecs.Span(coded.address, coded.nbytes, coded.memory)
-    made = Array._of(span, coded.nbytes, kind)
-    made._capacity = span.nbytes
-    ours = isinstance(out, Array) and out._native
-    if out is not None and not ours:
-        if placed:
-            made._native = False
-            return made
-        return _onto(made, out if isinstance(out, Array) else Array(out, stream), stream)
-    if device is not None:
-        moved = devices.to_device(made, index=device, stream=stream)
-        made = moved if moved is not None else made
-    if not ours:
-        return made
-    out.__dict__.update(made.__dict__)
-    return out  # type: ignore[no-any-return]
-
-
-def _onto(made: Array, out: Array, stream: int) -> Array:
-    """A result in memory of a GPU that is the caller's."""
-    nbytes, device = made.buffer_size, out._device[1]
-    if out.buffer_size < nbytes:
-        raise ValueError(f"out has {out.buffer_size} bytes, {nbytes} are needed")
-    if out._stream != stream:
-        gpu.follow(stream, out._stream, device=device)
-    if nbytes:
-        devices.onto(made, out._span.address, device, stream)
-    placed = Array._of(codecs.Span(out._span.address, nbytes, out), nbytes, made._kind, out._device)
-    placed._capacity, placed._native = out.buffer_size, False
-    placed._stream = placed._joined = stream
-    return placed
 
 
 def backends() -> dict[str, str]:

@@ -5,7 +5,6 @@ the contents are. X16 is encoded there too, which waits once: for the lengths.""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ... import codecs, gpu
 from . import devices
@@ -17,9 +16,9 @@ __all__ = ["decode", "encode", "shape_of"]
 # Contents of one stream: bytes, bytes of a chunk, and the algorithm.
 Shape = tuple[int, int, str]
 
-# No chunk that an encoder makes is longer, and no block of LZ4 or Snappy gives more.
+# No chunk that an encoder makes is longer, and no byte of a stream stands for more.
 _MOST_CHUNK = 16 << 20
-_RATIO = {"LZ4": 255, "Snappy": 32}
+_RATIO = {"LZ4": 255, "Snappy": 32, "Cascaded": 512, "X16": 1 << 20}
 
 
 def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape | None:
@@ -39,6 +38,8 @@ def _glances(arrays: Sequence[Array], algorithm: str, bitstream: str, device: in
     for array, row in zip(arrays, rows, strict=True):
         name = row.algorithm or ""
         most = array._span.nbytes * _RATIO.get(name, 1 << 40)
+        if name == "X16" and bitstream != "native":
+            most = _MOST_CHUNK
         if row.error is not None or row.size > most or row.chunk > _MOST_CHUNK:
             return None
         shapes.append((row.size, row.chunk if bitstream == "native" and row.size else max(row.size, 1), name))
@@ -51,7 +52,7 @@ def decode(
     algorithm: str,
     bitstream: str,
     kind: Kind,
-    outs: Sequence[Any] | None,
+    outs: Sequence[Array | None] | None,
     device: int,
     stream: int,
 ) -> list[Array] | None:
@@ -59,7 +60,7 @@ def decode(
     that their contents will be; None where kernels do not do it: then nothing has
     happened. `shapes` None: the streams are asked first, and waited for.
 
-    Raises ValueError where an `out` is too small, read-only, or part of a source.
+    Raises ValueError where an `out` is too small or read-only.
     """
     if shapes is None:
         shapes = _glances(arrays, algorithm, bitstream, device, stream)
@@ -82,20 +83,16 @@ def decode(
         if size % item:
             raise ValueError(f"{size} bytes are no whole number of elements of {kind[1]} bits")
         out = None if outs is None else outs[i]
-        if type(out) is Array and out._fits(size, kind, where):
+        if out is not None and out._fits(size, kind, where):
             result = out  # the usual way, and the short one
+        elif out is not None and not out._native and out._device != where:
+            return None
         else:
-            plain = out is None or isinstance(out, Array)
-            given = out if plain else Array(out, stream)
-            if given is not None and not (plain and given._native) and given._device != where:
-                return None
-            result = _target(given, plain, size, kind, device, stream)
+            result = _target(out, size, kind, device, stream)
         source = _placed(array, x16, bitstream, device, stream)
         src, dst = source._span[0], result._span[0]
         if x16 and dst % 16:
             return None
-        if dst < src + nbytes and src < dst + result._capacity:
-            raise ValueError("out overlaps the source")
         if source._late(stream):
             after.append(source._stream)
         if result._late(stream):
@@ -116,8 +113,7 @@ def encode(
     names: Sequence[str | None],
     bitstream: str,
     chunk: int,
-    version: int,
-    outs: Sequence[Any] | None,
+    outs: Sequence[Array | None] | None,
     device: int,
     stream: int,
 ) -> list[Array] | None:
@@ -134,17 +130,13 @@ def encode(
         if step > _MOST_CHUNK or (size > step and step % 16):
             return None
         out = None if outs is None else outs[i]
-        plain = out is None or isinstance(out, Array)
-        given = out if plain else Array(out, stream)
-        if given is not None and not (plain and given._native) and given._device != (2, device):
+        if out is not None and not out._native and out._device != (2, device):
             return None
         bound = codecs.max_size(size, "X16", bitstream=bitstream, chunk_size=chunk if native else None)
         how = _transform(array, name, device, stream)
-        room = _target(given, plain, bound, _BYTE, device, stream, exact=False)
+        room = _target(out, bound, _BYTE, device, stream, exact=False)
         if room._span.address % 16:
             return None
-        if room._span.address < array._span.address + size and array._span.address < room._span.address + room._capacity:
-            raise ValueError("out overlaps the source")
         if room._late(stream):
             after.append(room._stream)
         made.append(room)
@@ -158,9 +150,7 @@ def encode(
             after.append(source._stream)
         contents.append((source._span.address, size, room._span.address, room._capacity, step, how))
         sources.append(source)  # until it was read
-    batch = gpu.encode(
-        device, stream, contents, bitstream=bitstream, version=version, after=list(dict.fromkeys(after)) if after else ()
-    )
+    batch = gpu.encode(device, stream, contents, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ())
     for result, told in zip(made, batch.wait(), strict=True):
         if not isinstance(told, int):
             assert told is not None
@@ -191,9 +181,7 @@ def _transform(array: Array, name: str | None, device: int, stream: int) -> int:
     return found or 0
 
 
-def _target(
-    given: Array | None, plain: bool, size: int, kind: Kind, device: int, stream: int, exact: bool = True
-) -> Array:
+def _target(given: Array | None, size: int, kind: Kind, device: int, stream: int, exact: bool = True) -> Array:
     """The Array that a content becomes: `given`, where it has the room (which is
     known later, if size is a bound and not exact)."""
     if given is None:
@@ -204,7 +192,7 @@ def _target(
         raise ValueError("out is read-only")
     if given._strides is not None:
         raise ValueError("out is not contiguous")
-    ours = plain and given._native
+    ours = given._native
     capacity = given._capacity if ours else given._span.nbytes
     before = given._stream, given._joined
     if ours and (capacity < size or given._device != (2, device)):

@@ -1,4 +1,5 @@
-"""nvCOMP itself, where it is installed: asked for what only it decodes.
+"""nvCOMP itself, where it is installed: asked for what only it encodes and decodes,
+through its own Python API.
 
 It is never imported before that, and never a dependency.
 """
@@ -14,37 +15,18 @@ from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 from ... import gpu
-from ...errors import DeviceError, NotSupportedError
+from ...errors import DeviceError, NotSupportedError, OverwireError
 from .arrays import Array, BatchArray
 
-__all__ = ["ALGORITHMS", "Original", "algorithm_of", "backend", "check_stream"]
+__all__ = ["ALGORITHMS", "Original", "backend", "hinted", "usable"]
 
-#: What nvCOMP alone encodes and decodes, and the format numbers of native streams.
-ALGORITHMS = {"ANS": 2, "Bitcomp": 5}
+#: What nvCOMP alone encodes and decodes.
+ALGORITHMS = ("ANS", "Bitcomp")
 
 _WHEELS = ("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12")
 _OLDEST, _NEWEST = 5, 6  # major versions whose API this module knows
-_MAGICS = {b"\x26\x13\x91\x52": 5, b"\x27\x13\x91\x52": 6}
 
 _impl: Any = None
-
-
-def algorithm_of(header: bytes) -> str | None:
-    """Which of these a native stream is."""
-    if len(header) < 64 or header[:4] not in _MAGICS:
-        return None
-    return next((name for name, number in ALGORITHMS.items() if number == header[6]), None)
-
-
-def check_stream(header: bytes, version: str) -> None:
-    """Raises NotSupportedError where a native stream is that of another major
-    version than `version`: ANS and Bitcomp of one are not those of the next."""
-    written = _MAGICS.get(header[:4])
-    if written is not None and written != int(version.split(".")[0]):
-        raise NotSupportedError(
-            f"overwire: nvcomp: the stream was written by nvCOMP {written}, and nvCOMP {version} is installed, "
-            "which does not read it"
-        )
 
 
 def _installed() -> metadata.Distribution | None:
@@ -76,6 +58,18 @@ def backend() -> str:
         return f"none: needs the wheel {' or '.join(_WHEELS)}"
     wrong = _unfit(found.version)
     return f"none: {wrong}" if wrong else f"nvcomp {found.version}"
+
+
+def usable() -> bool:
+    """Whether there is an nvCOMP to ask, and a GPU, which it needs."""
+    return gpu.count() > 0 and backend().startswith("nvcomp ")
+
+
+def hinted(error: OverwireError) -> OverwireError:
+    """An error of ours that names what nvCOMP needs to read the stream."""
+    lacks = backend() if gpu.count() else f"needs a GPU and the wheel {' or '.join(_WHEELS)}"
+    text = f"{error}; if nvCOMP wrote this, only nvCOMP reads it ({lacks.removeprefix('none: ')})"
+    return type(error)(text, chunk=error.chunk, offset=error.offset)
 
 
 def _load(algorithm: str) -> Any:
@@ -114,12 +108,16 @@ def _load(algorithm: str) -> Any:
 class Original:
     """A Codec of nvCOMP's, which threads may share: it is one thread's at a time.
 
+    algorithm: what it is asked for, in errors. kwargs: of nvCOMP's Codec. verifies:
+        it compares checksums, and tells what it found when it decodes.
+
     Raises NotSupportedError without nvCOMP, and what that raises itself, such as
     without a GPU.
     """
 
-    def __init__(self, algorithm: str, kwargs: dict[str, Any]) -> None:
+    def __init__(self, algorithm: str, kwargs: dict[str, Any], verifies: bool = False) -> None:
         self.impl = _load(algorithm)
+        self._verifies = verifies
         theirs = {}
         for name, value in kwargs.items():
             kind = getattr(self.impl, type(value).__name__, None)
@@ -143,6 +141,9 @@ class Original:
                 given["out"] = self.impl.as_arrays(list(outs)) if many else self.impl.as_array(outs[0])
             lent = self.lend(sources, many)
             made = getattr(self.codec, verb)(lent, *args, **given)
+            if self._verifies and verb == "decode":
+                for each in made if many else [made]:
+                    each.cpu()  # nvCOMP tells at the first look, and only there, that a checksum does not match
             arrays = [self._taken(each, made) for each in (made if many else [made])]
         return BatchArray(arrays) if many else arrays[0]
 

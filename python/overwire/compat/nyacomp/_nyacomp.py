@@ -414,7 +414,7 @@ def _foreign(entry: _Entry) -> Any:
     size = entry.file.decompressed_size
     # At the most 64 KiB chunks, each with its row in the tables, that are stored.
     most = 2 * size + (1 << 20)
-    data = bytearray(overwire.read_bytes(entry.place, most))
+    data = overwire.read_bytes(entry.place, most)
     flat = torch.empty(size, dtype=torch.uint8)
     hlif.decode(entry.place, data, flat.numpy())
     return flat.to(device())

@@ -6,10 +6,10 @@
     48 u64 plain bytes of a chunk              56 u32 offset of the payload
     64 the format's own header; u64 offset, u64 bytes of each chunk; u32 checksums
 
-It is the native stream of today's nvCOMP but for the magic, which was 0 before
-nvCOMP 5, and the chunks of GDeflate are the open ones. nvCOMP does not publish
-its checksums, so that they are not compared: nyacomp does not either, but a
-changed byte may go unseen where it breaks no chunk. Compress such files again.
+It is the container of nvCOMP 2.2, the last release whose source is open, with 0 as
+magic, and the chunks of GDeflate are the open ones. nvCOMP does not publish its
+checksums, so that they are not compared: nyacomp does not either, but a changed
+byte may go unseen where it breaks no chunk. Compress such files again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ log = logging.getLogger("overwire")
 
 FORMATS = ("LZ4", "Snappy", "ANS", "GDeflate", "Cascaded", "Bitcomp", "Zstd", "Deflate", "Gzip")
 _HEADER = struct.Struct("<IBBB1xQQQ16xQI4x")
-_NATIVE = 0x52911326  # of nvCOMP 5, which has the same offsets
 _HIDDEN = ("ANS", "Bitcomp")  # nobody has said how their chunks are made
 
 #: What turns a bundle of nyacomp's into one of overwire's.
@@ -53,7 +52,7 @@ def parse(head: bytes, size: int) -> Header | None:
     if len(head) < _HEADER.size:
         return None
     magic, major, minor, kind, payload, plain, chunks, chunk_bytes, offset = _HEADER.unpack_from(head)
-    if magic not in (0, _NATIVE) or not 1 <= major < 64 or kind >= len(FORMATS):
+    if magic != 0 or not 2 <= major <= 4 or kind >= len(FORMATS):
         return None
     if not _HEADER.size <= offset <= size or payload > size - offset:
         return None
@@ -85,9 +84,8 @@ def refuse(place: str, found: Header) -> None:
         )
 
 
-def decode(place: str, data: bytearray, out: Any) -> None:
-    """Decodes a whole file of nvCOMP's, which is changed, into a writable buffer of
-    just its plain bytes. CorruptError, FormatError, NotSupportedError."""
+def decode(place: str, data: bytes | bytearray | memoryview, out: Any) -> None:
+    """Decodes a whole file of nvCOMP's into a writable buffer of just its plain bytes. CorruptError, FormatError, NotSupportedError."""
     found = parse(bytes(data[: _HEADER.size]), len(data))
     if found is None:
         raise overwire.FormatError(f"overwire: open {place}: neither a container of overwire's nor a file of nvCOMP's", source=place)
@@ -96,8 +94,6 @@ def decode(place: str, data: bytearray, out: Any) -> None:
     if found.plain != size:
         raise overwire.FormatError(f"overwire: open {place}: {found.plain} bytes in it, {size} wanted", source=place)
     log.warning("%s: its checksums are nvCOMP's own and are not compared; compress the model again: %s", place, RECOMPRESS)
-    # The same header under today's name; at 7 stands whose the checksums are.
-    struct.pack_into("<IBBBB", data, 0, _NATIVE, 5, 0, FORMATS.index(found.format), 0)
     try:
         got = codecs.decode(data, found.format, out=out, verify=False)
     except overwire.OverwireError as error:

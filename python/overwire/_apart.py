@@ -1,0 +1,34 @@
+"""Whether memory that is written lies apart from all else: one check for every codec."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .errors import ArgumentError
+
+__all__ = ["apart"]
+
+Place = Sequence[Any]  # address, bytes, and what else there may be
+
+
+def apart(sources: Iterable[Place], outs: Iterable[Place]) -> None:
+    """Refuses outputs that overlap one another or any source; sources may overlap.
+
+    Each is an address and a number of bytes, of which none overlaps anything.
+    Raises ArgumentError. Takes n log n steps.
+    """
+    written = [(out[0], out[0] + out[1]) for out in outs if out[1] > 0]
+    if not written:
+        return
+    written.sort()
+    ends = [end for _, end in written]
+    for (_, end), (start, _) in zip(written, written[1:], strict=False):
+        if start < end:
+            raise ArgumentError(f"overwire: out: two outputs overlap at {start:#x}: each needs memory of its own")
+    for source in sources:
+        at, nbytes = source[0], source[1]
+        i = bisect_right(ends, at)  # the first output that ends behind the source's beginning
+        if nbytes > 0 and i < len(written) and written[i][0] < at + nbytes:
+            raise ArgumentError(f"overwire: out overlaps the source at {at:#x}: it would be overwritten while it is read")

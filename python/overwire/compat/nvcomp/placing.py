@@ -1,0 +1,108 @@
+"""Where the bytes of a Codec come from, and where its results go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ... import codecs, gpu
+from ..._apart import apart
+from ...errors import ArgumentError, NotSupportedError
+from . import devices
+from .arrays import Array, BatchArray, each
+from .dtypes import Kind
+
+__all__ = ["listed", "on_host", "outputs", "result", "room", "typed"]
+
+
+def listed(source: Any) -> tuple[bool, list[Array]]:
+    many = isinstance(source, (list, tuple))
+    return many, each(source if many else [source])
+
+
+def on_host(array: Array) -> Array:
+    if array._strides is not None:
+        raise ValueError(f"the Array is not contiguous: its strides are {array._strides}")
+    host = array.cpu()
+    if host is None:
+        raise NotSupportedError("overwire: nvcomp: the Array lies on a GPU that cannot be copied from")
+    return host
+
+
+def outputs(out: Any, many: bool, sources: list[Array], stream: int) -> list[Array | None] | None:
+    """The Arrays of `out`, ready for a stream, which overlap neither one another nor
+    any source."""
+    if out is None:
+        return None
+    if many and (not isinstance(out, (list, tuple)) or len(out) != len(sources)):
+        raise ValueError(f"out: expected a list of {len(sources)} buffers")
+    arrays = [o if o is None or isinstance(o, Array) else Array(o, stream) for o in (out if many else [out])]
+    given = [a for a in arrays if a is not None]
+    if len({id(a) for a in given}) < len(given):
+        raise ArgumentError("overwire: nvcomp: out: one Array for two results: each needs its own")
+    apart([a._span for a in sources], [(a._span.address, a._capacity) for a in given])
+    return arrays
+
+
+def typed(made: Any, kind: Kind) -> Any:
+    """Arrays of bytes, or a batch of them, as elements of a kind."""
+    size = kind[1] * kind[2] // 8
+    for array in made if isinstance(made, BatchArray) else [made]:
+        if array.buffer_size % size:
+            raise ValueError(f"{array.buffer_size} bytes are no whole number of elements of {kind[1]} bits")
+        array._kind, array._shape, array._strides = kind, (array.buffer_size // size,), None
+    return made
+
+
+def room(array: Array | None, need: int) -> codecs.Span | None:
+    """The memory of an `out`; None: new memory, where there is none, for an Array of
+    ours that is too small, and where the result is copied to a GPU."""
+    if array is None:
+        return None
+    if array._readonly:
+        raise ValueError("out is read-only")
+    if array._strides is not None:
+        raise ValueError("out is not contiguous")
+    if array._device != (1, 0):
+        return None
+    if not array._native:
+        return codecs.Span(array._span.address, array.buffer_size, array)
+    return codecs.Span(array._span.address, array.capacity, array._span.keep) if array.capacity >= need else None
+
+
+def result(
+    coded: codecs.Coded, span: codecs.Span | None, out: Array | None, kind: Kind, device: int | None, stream: int
+) -> Array:
+    if coded.nbytes % (kind[1] * kind[2] // 8):
+        raise ValueError(f"{coded.nbytes} bytes are no whole number of elements of {kind[1]} bits")
+    placed = span is not None
+    if span is None:
+        span = codecs.Span(coded.address, coded.nbytes, coded.memory)
+    made = Array._of(span, coded.nbytes, kind)
+    made._capacity = span.nbytes
+    if out is not None and not out._native:
+        if placed:
+            made._native = False
+            return made
+        return _onto(made, out, stream)
+    if device is not None:
+        moved = devices.to_device(made, index=device, stream=stream)
+        made = moved if moved is not None else made
+    if out is None:
+        return made
+    out.__dict__.update(made.__dict__)
+    return out
+
+
+def _onto(made: Array, out: Array, stream: int) -> Array:
+    """A result in memory of a GPU that is the caller's."""
+    nbytes, device = made.buffer_size, out._device[1]
+    if out.buffer_size < nbytes:
+        raise ValueError(f"out has {out.buffer_size} bytes, {nbytes} are needed")
+    if out._stream != stream:
+        gpu.follow(stream, out._stream, device=device)
+    if nbytes:
+        devices.onto(made, out._span.address, device, stream)
+    placed = Array._of(codecs.Span(out._span.address, nbytes, out), nbytes, made._kind, out._device)
+    placed._capacity, placed._native = out.buffer_size, False
+    placed._stream = placed._joined = stream
+    return placed
