@@ -113,7 +113,7 @@ func tensorizer(ctx context.Context, src source.Source, head []byte, opt Options
 			return nil, src, err
 		}
 	}
-	plain, err := f.Source(src, opt.Decrypt)
+	plain, err := f.Source(ctx, src, opt.Decrypt)
 	if err != nil {
 		return nil, src, err
 	}

@@ -83,8 +83,8 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 
 // Names returns the tensors that index.json files promise, without opening a
 // shard; ok is false when some of the files have no index.
-func Names(spec Spec) (names []string, ok bool, err error) {
-	return format.Names(context.Background(), spec.URIs, open.With(spec.Storage), format.Options{List: open.Lister(spec.Storage)})
+func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) {
+	return format.Names(ctx, spec.URIs, open.With(spec.Storage), format.Options{List: open.Lister(spec.Storage)})
 }
 
 // Index is what the model holds.

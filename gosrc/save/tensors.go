@@ -23,7 +23,7 @@ func tensorizer(path string) bool { return strings.HasSuffix(path, ".tensors") }
 // up, encrypted if the file is, and written by one worker. It returns the size
 // of the file.
 func (w *writer) tensors(ctx context.Context, to output, path string, items []*item) (int64, error) {
-	key, err := tensors.KeyOf(w.spec.Storage.Encrypt)
+	key, err := tensors.KeyOf(ctx, w.spec.Storage.Encrypt)
 	if err != nil {
 		return 0, wrap("save", path, "", -1, err)
 	}

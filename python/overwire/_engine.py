@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "buffer_of",
+    "call",
     "cli",
     "close_model",
     "codec_names",
@@ -72,7 +73,7 @@ __all__ = [
 ]
 
 # How long the exit of the process waits for cancelled jobs, and how long a
-# call that opens files may keep Ctrl-C waiting, in milliseconds.
+# preload that opens its files may keep Ctrl-C waiting, in milliseconds.
 _EXIT_MS = 2000
 _SLICE_MS = 50
 
@@ -200,6 +201,17 @@ def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     raise fault
 
 
+def call(verb: str, text: str) -> str:
+    """One verb of the engine that may wait, from its start to its result: see
+    gosrc/bind/face/calls.go for what they are called.
+
+    Ctrl-C raises KeyboardInterrupt within 50 ms or so. The verb is cancelled then,
+    what it had opened is closed, and memory that it was lent is no longer in use.
+    """
+    found: str = _call(_core().call, verb, text)
+    return found
+
+
 def _handle(number: int) -> int:
     """A handle, checked: Go would take -1 for 2**64 - 1."""
     if type(number) is int and 0 < number < 1 << 64:
@@ -215,8 +227,7 @@ def _handle(number: int) -> int:
 def open_model(spec: str) -> int:
     """Open and index files: JSON {"uris": [...], "map": true | false | null,
     "lenient": bool, "keys": [...], "storage": {...}}."""
-    number: int = _call(_core().api_OpenModel, spec)
-    return number
+    return int(call("open", spec))
 
 
 def index_names(spec: str) -> str:
@@ -224,8 +235,7 @@ def index_names(spec: str) -> str:
 
     The spec is that of `open_model`; no shard is opened.
     """
-    text: str = _call(_core().api_IndexNames, spec)
-    return text
+    return call("names", spec)
 
 
 def close_model(model: int) -> None:
@@ -382,8 +392,7 @@ def fetch_start(spec: str) -> int:
 
 def presign(spec: str) -> str:
     """A URL of JSON {"uris": [one], "storage": {...}, "seconds": n}. It is a secret."""
-    url: str = _call(_core().api_Presign, spec)
-    return url
+    return call("presign", spec)
 
 
 # Preloads.
@@ -525,14 +534,12 @@ def empty_cache() -> None:
 
 def inspect(spec: str) -> str:
     """Describe files by their headers alone, as JSON: JSON {"uris": [...], "storage": {...}}."""
-    text: str = _call(_core().api_Inspect, spec)
-    return text
+    return call("inspect", spec)
 
 
 def doctor(measure: bool = False) -> str:
     """What the engine finds on this machine, as JSON."""
-    text: str = _call(_core().api_Doctor, _program(["--measure"] if measure else []))
-    return text
+    return call("doctor", _program(["--measure"] if measure else []))
 
 
 def knobs() -> str:

@@ -21,10 +21,6 @@ func Setup(env string) (string, error) {
 
 func Knobs() (string, error) { return face.Call("knobs", face.Knobs) }
 
-func Doctor(program string) (string, error) {
-	return face.Call("doctor", func() (string, error) { return face.Doctor(program) })
-}
-
 func CodecNames() (string, error) { return face.Call("codecs", face.CodecNames) }
 
 func GpuCount() (int, error) { return face.Call("gpu", face.GPUCount) }
@@ -61,18 +57,6 @@ func GpuTransform(dtype string, sample uint64, n int64) (int, error) {
 
 func GpuBatchFree(batch uint64) (int, error) {
 	return done("gpu", func() error { face.GPUBatchFree(batch); return nil })
-}
-
-func Inspect(uri string) (string, error) {
-	return face.Call("inspect", func() (string, error) { return face.Inspect(uri) })
-}
-
-func OpenModel(spec string) (uint64, error) {
-	return face.Call("open", func() (uint64, error) { return face.OpenModel(spec) })
-}
-
-func IndexNames(spec string) (string, error) {
-	return face.Call("open", func() (string, error) { return face.IndexNames(spec) })
 }
 
 func CloseModel(model uint64) (int, error) {
@@ -123,10 +107,6 @@ func FetchStart(spec string) (uint64, error) {
 	return face.Call("fetch", func() (uint64, error) { return face.FetchStart(spec) })
 }
 
-func Presign(spec string) (string, error) {
-	return face.Call("presign", func() (string, error) { return face.Presign(spec) })
-}
-
 func CliStart(program string) (uint64, error) {
 	return face.Call("cli", func() (uint64, error) { return face.CliStart(program) })
 }
@@ -165,26 +145,6 @@ func RelayWait(job uint64, piece, ms int) (bool, error) {
 
 func RelayDecode(job uint64, piece int, stream uint64) (int, error) {
 	return done("relay", func() error { return face.RelayDecode(job, piece, stream) })
-}
-
-func TensorsRecords(spec string) (string, error) {
-	return face.Call("records", func() (string, error) { return face.TensorsRecords(spec) })
-}
-
-func TensorsWrite(spec string) (string, error) {
-	return face.Call("write", func() (string, error) { return face.TensorsWrite(spec) })
-}
-
-func TensorsFront(spec string) (string, error) {
-	return face.Call("front", func() (string, error) { return face.TensorsFront(spec) })
-}
-
-func TensorsSums(spec string) (string, error) {
-	return face.Call("sums", func() (string, error) { return face.TensorsSums(spec) })
-}
-
-func TensorsKey(spec string) (string, error) {
-	return face.Call("key", func() (string, error) { return face.TensorsKey(spec) })
 }
 
 func EmptyCache() (int, error) { return done("empty cache", face.EmptyCache) }

@@ -447,27 +447,6 @@ PyObject * _wrap__core_api_ModelPin(PyObject * PYBINDGEN_UNUSED(dummy), PyObject
 
 
 PyObject *
-_wrap__core_api_OpenModel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    uint64_t retval;
-    char *spec;
-    const char *keywords[] = {"spec", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
-        return NULL;
-    }
-    retval = api_OpenModel(spec);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "K", retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_OpenModel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
 _wrap__core_api_Panic(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs))
 {
     PyObject *py_retval;
@@ -702,29 +681,6 @@ PyObject * _wrap__core_api_CodecNames(PyObject *PYBINDGEN_UNUSED(_args), PyObjec
 
 
 PyObject *
-_wrap__core_api_Doctor(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    char *retval;
-    char *program;
-    const char *keywords[] = {"program", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &program)) {
-        return NULL;
-    }
-    retval = api_Doctor(program);
-    if (PyErr_Occurred()) {
-        if (retval != NULL) free(retval);
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "s", retval);
-    free(retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_Doctor(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
 _wrap__core_api_GpuNames(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs))
 {
     PyObject *py_retval;
@@ -742,52 +698,6 @@ _wrap__core_api_GpuNames(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_
     return py_retval;
 }
 PyObject * _wrap__core_api_GpuNames(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PYBINDGEN_UNUSED(_kwargs));
-
-
-PyObject *
-_wrap__core_api_IndexNames(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    char *retval;
-    char *spec;
-    const char *keywords[] = {"spec", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
-        return NULL;
-    }
-    retval = api_IndexNames(spec);
-    if (PyErr_Occurred()) {
-        if (retval != NULL) free(retval);
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "s", retval);
-    free(retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_IndexNames(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__core_api_Inspect(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    char *retval;
-    char *uri;
-    const char *keywords[] = {"uri", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &uri)) {
-        return NULL;
-    }
-    retval = api_Inspect(uri);
-    if (PyErr_Occurred()) {
-        if (retval != NULL) free(retval);
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "s", retval);
-    free(retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_Inspect(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
 
 PyObject *
@@ -880,29 +790,6 @@ PyObject * _wrap__core_api_ModelInfo(PyObject * PYBINDGEN_UNUSED(dummy), PyObjec
 
 
 PyObject *
-_wrap__core_api_Presign(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    char *retval;
-    char *spec;
-    const char *keywords[] = {"spec", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
-        return NULL;
-    }
-    retval = api_Presign(spec);
-    if (PyErr_Occurred()) {
-        if (retval != NULL) free(retval);
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "s", retval);
-    free(retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_Presign(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
 _wrap__core_api_RelayShares(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -947,121 +834,6 @@ _wrap__core_api_Setup(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObje
 }
 PyObject * _wrap__core_api_Setup(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
 
-
-PyObject *
-_wrap__core_api_TensorsFront(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    char *retval;
-    char *spec;
-    const char *keywords[] = {"spec", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
-        return NULL;
-    }
-    retval = api_TensorsFront(spec);
-    if (PyErr_Occurred()) {
-        if (retval != NULL) free(retval);
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "s", retval);
-    free(retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_TensorsFront(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__core_api_TensorsKey(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    char *retval;
-    char *spec;
-    const char *keywords[] = {"spec", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
-        return NULL;
-    }
-    retval = api_TensorsKey(spec);
-    if (PyErr_Occurred()) {
-        if (retval != NULL) free(retval);
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "s", retval);
-    free(retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_TensorsKey(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__core_api_TensorsRecords(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    char *retval;
-    char *spec;
-    const char *keywords[] = {"spec", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
-        return NULL;
-    }
-    retval = api_TensorsRecords(spec);
-    if (PyErr_Occurred()) {
-        if (retval != NULL) free(retval);
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "s", retval);
-    free(retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_TensorsRecords(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__core_api_TensorsSums(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    char *retval;
-    char *spec;
-    const char *keywords[] = {"spec", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
-        return NULL;
-    }
-    retval = api_TensorsSums(spec);
-    if (PyErr_Occurred()) {
-        if (retval != NULL) free(retval);
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "s", retval);
-    free(retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_TensorsSums(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__core_api_TensorsWrite(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    char *retval;
-    char *spec;
-    const char *keywords[] = {"spec", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &spec)) {
-        return NULL;
-    }
-    retval = api_TensorsWrite(spec);
-    if (PyErr_Occurred()) {
-        if (retval != NULL) free(retval);
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "s", retval);
-    free(retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_TensorsWrite(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
 static PyMethodDef _core_functions[] = {
     {(char *) "api_CliStart", (PyCFunction) _wrap__core_api_CliStart, METH_KEYWORDS|METH_VARARGS, "api_CliStart(program)\n\ntype: program: char *" },
     {(char *) "api_CloseModel", (PyCFunction) _wrap__core_api_CloseModel, METH_KEYWORDS|METH_VARARGS, "api_CloseModel(model)\n\ntype: model: uint64_t" },
@@ -1082,7 +854,6 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_JobFree", (PyCFunction) _wrap__core_api_JobFree, METH_KEYWORDS|METH_VARARGS, "api_JobFree(job)\n\ntype: job: uint64_t" },
     {(char *) "api_LoadSettle", (PyCFunction) _wrap__core_api_LoadSettle, METH_KEYWORDS|METH_VARARGS, "api_LoadSettle(job, pairs, n, stream)\n\ntype: job: uint64_t\ntype: pairs: uint64_t\ntype: n: int64_t\ntype: stream: uint64_t" },
     {(char *) "api_ModelPin", (PyCFunction) _wrap__core_api_ModelPin, METH_KEYWORDS|METH_VARARGS, "api_ModelPin(model, options)\n\ntype: model: uint64_t\ntype: options: char *" },
-    {(char *) "api_OpenModel", (PyCFunction) _wrap__core_api_OpenModel, METH_KEYWORDS|METH_VARARGS, "api_OpenModel(spec)\n\ntype: spec: char *" },
     {(char *) "api_Panic", (PyCFunction) _wrap__core_api_Panic, METH_NOARGS, "api_Panic()\n\n" },
     {(char *) "api_PreloadFind", (PyCFunction) _wrap__core_api_PreloadFind, METH_KEYWORDS|METH_VARARGS, "api_PreloadFind(uris)\n\ntype: uris: char *" },
     {(char *) "api_PreloadModel", (PyCFunction) _wrap__core_api_PreloadModel, METH_KEYWORDS|METH_VARARGS, "api_PreloadModel(job, ms)\n\ntype: job: uint64_t\ntype: ms: int64_t" },
@@ -1094,22 +865,13 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_Shutdown", (PyCFunction) _wrap__core_api_Shutdown, METH_KEYWORDS|METH_VARARGS, "api_Shutdown(ms)\n\ntype: ms: int64_t" },
     {(char *) "api_VerifyStart", (PyCFunction) _wrap__core_api_VerifyStart, METH_KEYWORDS|METH_VARARGS, "api_VerifyStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_CodecNames", (PyCFunction) _wrap__core_api_CodecNames, METH_NOARGS, "api_CodecNames()\n\n" },
-    {(char *) "api_Doctor", (PyCFunction) _wrap__core_api_Doctor, METH_KEYWORDS|METH_VARARGS, "api_Doctor(program)\n\ntype: program: char *" },
     {(char *) "api_GpuNames", (PyCFunction) _wrap__core_api_GpuNames, METH_NOARGS, "api_GpuNames()\n\n" },
-    {(char *) "api_IndexNames", (PyCFunction) _wrap__core_api_IndexNames, METH_KEYWORDS|METH_VARARGS, "api_IndexNames(spec)\n\ntype: spec: char *" },
-    {(char *) "api_Inspect", (PyCFunction) _wrap__core_api_Inspect, METH_KEYWORDS|METH_VARARGS, "api_Inspect(uri)\n\ntype: uri: char *" },
     {(char *) "api_JobProgress", (PyCFunction) _wrap__core_api_JobProgress, METH_KEYWORDS|METH_VARARGS, "api_JobProgress(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobReport", (PyCFunction) _wrap__core_api_JobReport, METH_KEYWORDS|METH_VARARGS, "api_JobReport(job)\n\ntype: job: uint64_t" },
     {(char *) "api_Knobs", (PyCFunction) _wrap__core_api_Knobs, METH_NOARGS, "api_Knobs()\n\n" },
     {(char *) "api_ModelInfo", (PyCFunction) _wrap__core_api_ModelInfo, METH_KEYWORDS|METH_VARARGS, "api_ModelInfo(model)\n\ntype: model: uint64_t" },
-    {(char *) "api_Presign", (PyCFunction) _wrap__core_api_Presign, METH_KEYWORDS|METH_VARARGS, "api_Presign(spec)\n\ntype: spec: char *" },
     {(char *) "api_RelayShares", (PyCFunction) _wrap__core_api_RelayShares, METH_KEYWORDS|METH_VARARGS, "api_RelayShares(job)\n\ntype: job: uint64_t" },
     {(char *) "api_Setup", (PyCFunction) _wrap__core_api_Setup, METH_KEYWORDS|METH_VARARGS, "api_Setup(env)\n\ntype: env: char *" },
-    {(char *) "api_TensorsFront", (PyCFunction) _wrap__core_api_TensorsFront, METH_KEYWORDS|METH_VARARGS, "api_TensorsFront(spec)\n\ntype: spec: char *" },
-    {(char *) "api_TensorsKey", (PyCFunction) _wrap__core_api_TensorsKey, METH_KEYWORDS|METH_VARARGS, "api_TensorsKey(spec)\n\ntype: spec: char *" },
-    {(char *) "api_TensorsRecords", (PyCFunction) _wrap__core_api_TensorsRecords, METH_KEYWORDS|METH_VARARGS, "api_TensorsRecords(spec)\n\ntype: spec: char *" },
-    {(char *) "api_TensorsSums", (PyCFunction) _wrap__core_api_TensorsSums, METH_KEYWORDS|METH_VARARGS, "api_TensorsSums(spec)\n\ntype: spec: char *" },
-    {(char *) "api_TensorsWrite", (PyCFunction) _wrap__core_api_TensorsWrite, METH_KEYWORDS|METH_VARARGS, "api_TensorsWrite(spec)\n\ntype: spec: char *" },
     {NULL, NULL, 0, NULL}
 };
 #if PY_VERSION_HEX >= 0x03000000

@@ -100,21 +100,6 @@ func api_DevicePrepare(name *C.char) C.longlong {
 	return C.longlong(cret)
 }
 
-//export api_Doctor
-func api_Doctor(program *C.char) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.Doctor(C.GoString(program))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
 //export api_EmptyCache
 func api_EmptyCache() C.longlong {
 	_saved_thread := C.PyEval_SaveThread()
@@ -295,36 +280,6 @@ func api_GpuTransform(dtype *C.char, sample C.ulonglong, n C.longlong) C.longlon
 	return C.longlong(cret)
 }
 
-//export api_IndexNames
-func api_IndexNames(spec *C.char) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.IndexNames(C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_Inspect
-func api_Inspect(uri *C.char) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.Inspect(C.GoString(uri))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
 //export api_JobCancel
 func api_JobCancel(job C.ulonglong) C.longlong {
 	_saved_thread := C.PyEval_SaveThread()
@@ -445,21 +400,6 @@ func api_ModelPin(model C.ulonglong, options *C.char) C.ulonglong {
 	return C.ulonglong(cret)
 }
 
-//export api_OpenModel
-func api_OpenModel(spec *C.char) C.ulonglong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.OpenModel(C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.ulonglong(0)
-	}
-	return C.ulonglong(cret)
-}
-
 //export api_Panic
 func api_Panic() C.longlong {
 	_saved_thread := C.PyEval_SaveThread()
@@ -518,21 +458,6 @@ func api_PreloadStart(spec *C.char) C.ulonglong {
 		return C.ulonglong(0)
 	}
 	return C.ulonglong(cret)
-}
-
-//export api_Presign
-func api_Presign(spec *C.char) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.Presign(C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
 }
 
 //export api_RelayAim
@@ -638,81 +563,6 @@ func api_Shutdown(ms C.longlong) C.char {
 		return boolGoToPy(false)
 	}
 	return boolGoToPy(cret)
-}
-
-//export api_TensorsFront
-func api_TensorsFront(spec *C.char) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.TensorsFront(C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_TensorsKey
-func api_TensorsKey(spec *C.char) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.TensorsKey(C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_TensorsRecords
-func api_TensorsRecords(spec *C.char) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.TensorsRecords(C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_TensorsSums
-func api_TensorsSums(spec *C.char) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.TensorsSums(C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_TensorsWrite
-func api_TensorsWrite(spec *C.char) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.TensorsWrite(C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
 }
 
 //export api_VerifyStart

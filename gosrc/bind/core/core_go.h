@@ -80,7 +80,6 @@ extern long long int api_CloseModel(long long unsigned int model);
 extern char* api_CodecNames(void);
 extern long long unsigned int api_ConvertStart(char* spec);
 extern long long int api_DevicePrepare(char* name);
-extern char* api_Doctor(char* program);
 extern long long int api_EmptyCache(void);
 extern long long unsigned int api_FetchStart(char* spec);
 extern long long int api_GpuBatchFree(long long unsigned int batch);
@@ -93,8 +92,6 @@ extern long long int api_GpuStreamFree(long long int device, long long unsigned 
 extern long long unsigned int api_GpuStreamNew(long long int device);
 extern long long int api_GpuStreamSync(long long int device, long long unsigned int stream);
 extern long long int api_GpuTransform(char* dtype, long long unsigned int sample, long long int n);
-extern char* api_IndexNames(char* spec);
-extern char* api_Inspect(char* uri);
 extern long long int api_JobCancel(long long unsigned int job);
 extern long long int api_JobFree(long long unsigned int job);
 extern char* api_JobProgress(long long unsigned int job);
@@ -103,12 +100,10 @@ extern char* api_Knobs(void);
 extern long long int api_LoadSettle(long long unsigned int job, long long unsigned int pairs, long long int n, long long unsigned int stream);
 extern char* api_ModelInfo(long long unsigned int model);
 extern long long unsigned int api_ModelPin(long long unsigned int model, char* options);
-extern long long unsigned int api_OpenModel(char* spec);
 extern long long int api_Panic(void);
 extern long long unsigned int api_PreloadFind(char* uris);
 extern long long unsigned int api_PreloadModel(long long unsigned int job, long long int ms);
 extern long long unsigned int api_PreloadStart(char* spec);
-extern char* api_Presign(char* spec);
 extern long long int api_RelayAim(long long unsigned int job, char* requests);
 extern long long int api_RelayDecode(long long unsigned int job, long long int piece, long long unsigned int stream);
 extern char* api_RelayShares(long long unsigned int job);
@@ -116,11 +111,6 @@ extern long long unsigned int api_RelayStart(long long unsigned int model, char*
 extern char api_RelayWait(long long unsigned int job, long long int piece, long long int ms);
 extern char* api_Setup(char* env);
 extern char api_Shutdown(long long int ms);
-extern char* api_TensorsFront(char* spec);
-extern char* api_TensorsKey(char* spec);
-extern char* api_TensorsRecords(char* spec);
-extern char* api_TensorsSums(char* spec);
-extern char* api_TensorsWrite(char* spec);
 extern long long unsigned int api_VerifyStart(char* spec);
 
 #ifdef __cplusplus

@@ -6,6 +6,7 @@ PyObject *ow_gopy_init(void);
 
 static PyMethodDef functions[] = {
 	{"forked", ow_forked, METH_NOARGS, "forked()\n--\n\nWhether this is a forked child of the process that loaded this."},
+	{"call", ow_call, METH_VARARGS, "call(verb, text)\n--\n\nSee overwire._engine."},
 	{"job_wait", ow_job_wait, METH_VARARGS, "job_wait(job, timeout)\n--\n\nSee overwire._engine."},
 	{"job_next", ow_job_next, METH_VARARGS, "job_next(job, timeout, raw)\n--\n\nSee overwire._engine."},
 	{"job_take", ow_job_take, METH_VARARGS, "job_take(job, raw)\n--\n\nSee overwire._engine."},

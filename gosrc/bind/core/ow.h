@@ -68,6 +68,7 @@ const char *ow_text(PyObject *o, Py_ssize_t *n); // UTF-8 without NUL, or NULL a
 // The functions of the module, one file a duty.
 PyObject *ow_forked(PyObject *self, PyObject *none);
 PyObject *ow_job_wait(PyObject *self, PyObject *args);
+PyObject *ow_call(PyObject *self, PyObject *args);
 PyObject *ow_job_next(PyObject *self, PyObject *args);
 PyObject *ow_job_take(PyObject *self, PyObject *args);
 PyObject *ow_job_gather(PyObject *self, PyObject *args);

@@ -3,7 +3,6 @@ package face
 import (
 	"context"
 	"os"
-	"slices"
 
 	"github.com/overwire/overwire/gosrc/cli"
 	"github.com/overwire/overwire/gosrc/job"
@@ -34,14 +33,4 @@ func CliStart(text string) (uint64, error) {
 		j.SetReport(cli.Main(ctx, j, p.Argv, os.Stdout, os.Stderr, p.env()))
 		return nil
 	})), nil
-}
-
-// Doctor describes the machine as JSON; the argument --measure measures the
-// wires of its GPUs too.
-func Doctor(text string) (string, error) {
-	p, err := parse[program]("program", text)
-	if err != nil {
-		return "", err
-	}
-	return encode(cli.Diagnose(p.env(), slices.Contains(p.Argv, "--measure")))
 }

@@ -185,7 +185,7 @@ func idle(t *testing.T) {
 
 // A job that has ended says so even when asked with no time at all.
 func TestWaitOfNoTime(t *testing.T) {
-	m, err := OpenModel(spec(t, plain(t, 1000)))
+	m, err := opened(spec(t, plain(t, 1000)))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -18,12 +18,13 @@ import (
 // An entry is a job that Python has a handle to: one of any verb, a load, or a
 // preload, which becomes a load when its files are open.
 type entry struct {
-	job    *job.Job         // nil: a preload
-	load   *load.Loading    // nil: not a load (yet)
-	pre    *preload.Preload // nil: not a preload
-	coding *coding          // nil: not a codec job
-	relay  *load.Relay      // nil: not a relay
-	mine   bool             // pre was handed over: its model and tensors are this handle's
+	job     *job.Job         // nil: a preload
+	load    *load.Loading    // nil: not a load (yet)
+	pre     *preload.Preload // nil: not a preload
+	coding  *coding          // nil: not a codec job
+	calling *calling         // nil: not a call
+	relay   *load.Relay      // nil: not a relay
+	mine    bool             // pre was handed over: its model and tensors are this handle's
 }
 
 var jobs = newTable[*entry]("job")
@@ -125,6 +126,9 @@ func Free(h uint64) {
 	case e.coding != nil:
 		e.job.Cancel()
 		e.coding.drop()
+	case e.calling != nil:
+		e.job.Cancel()
+		e.calling.drop()
 	case e.job != nil:
 		e.job.Cancel()
 	case e.mine:

@@ -11,9 +11,9 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// TensorsRecords tells of the one .tensors file of the JSON of a load.Spec,
+// tensorsRecords tells of the one .tensors file of the JSON of a load.Spec,
 // whose field "records" asks for the records too: the JSON of load.TensorsFile.
-func TensorsRecords(spec string) (string, error) {
+func tensorsRecords(ctx context.Context, spec string) (string, error) {
 	s, err := parse[load.Spec]("spec", spec)
 	if err != nil {
 		return "", err
@@ -27,7 +27,7 @@ func TensorsRecords(spec string) (string, error) {
 	if len(s.URIs) != 1 {
 		return "", fault.New(fault.ErrArgument, "%d files", len(s.URIs))
 	}
-	f, err := load.Records(context.Background(), s.URIs[0], s.Storage, more.Records)
+	f, err := load.Records(ctx, s.URIs[0], s.Storage, more.Records)
 	if err != nil {
 		return "", err
 	}
@@ -66,11 +66,11 @@ func dataAt(addr uint64, n int64) ([]byte, error) {
 	return memory(addr, n), nil
 }
 
-// TensorsWrite writes the "items" of the JSON, whose data lie at "pointers", as
+// tensorsWrite writes the "items" of the JSON, whose data lie at "pointers", as
 // save.Records does: "record data" of each, in a JSON list, and where the last
 // one ends. The file is the descriptor "fd"; "path" is its name in errors. With
 // a "key" (hex digits, made as "derive" says) items are encrypted.
-func TensorsWrite(spec string) (string, error) {
+func tensorsWrite(ctx context.Context, spec string) (string, error) {
 	s, err := parse[struct {
 		Items    []record            `json:"items"`
 		Pointers []uint64            `json:"pointers"`
@@ -105,7 +105,7 @@ func TensorsWrite(spec string) (string, error) {
 			return "", err
 		}
 	}
-	end, err := save.Records(context.Background(), s.FD, s.Path, s.Offset, items, data, key, s.Threads)
+	end, err := save.Records(ctx, s.FD, s.Path, s.Offset, items, data, key, s.Threads)
 	if err != nil {
 		return "", err
 	}
@@ -119,9 +119,9 @@ func TensorsWrite(spec string) (string, error) {
 	}{places, end})
 }
 
-// TensorsFront gives, in hex digits, the head and the index of a .tensors file:
+// tensorsFront gives, in hex digits, the head and the index of a .tensors file:
 // JSON with its "items" as they were written, with the "length" of the index.
-func TensorsFront(spec string) (string, error) {
+func tensorsFront(_ context.Context, spec string) (string, error) {
 	f, err := parse[struct {
 		Items   []record `json:"items"`
 		Length  int64    `json:"length"`
@@ -147,10 +147,10 @@ func TensorsFront(spec string) (string, error) {
 	return hex.EncodeToString(b), nil
 }
 
-// TensorsSums gives CRC32 and SHA-256 of each of the "items" of the JSON: its
+// tensorsSums gives CRC32 and SHA-256 of each of the "items" of the JSON: its
 // "prefix" (hex digits), and its "bytes" at its "pointer". In hex digits, as they
 // are written: a JSON list of pairs.
-func TensorsSums(spec string) (string, error) {
+func tensorsSums(ctx context.Context, spec string) (string, error) {
 	s, err := parse[struct {
 		Items []struct {
 			Prefix  string `json:"prefix"`
@@ -172,7 +172,7 @@ func TensorsSums(spec string) (string, error) {
 			return "", err
 		}
 	}
-	if err := tensors.Run(context.Background(), "sums", save.Threads(), false, flows); err != nil {
+	if err := tensors.Run(ctx, "sums", save.Threads(), false, flows); err != nil {
 		return "", err
 	}
 	out := make([][2]string, len(flows))
@@ -183,9 +183,9 @@ func TensorsSums(spec string) (string, error) {
 	return encode(out)
 }
 
-// TensorsKey derives a key from the "password" (hex digits) of the JSON and its
+// tensorsKey derives a key from the "password" (hex digits) of the JSON and its
 // tensors.Derivation.
-func TensorsKey(spec string) (string, error) {
+func tensorsKey(ctx context.Context, spec string) (string, error) {
 	d, err := parse[tensors.Derivation]("spec", spec)
 	if err != nil {
 		return "", err
@@ -200,7 +200,7 @@ func TensorsKey(spec string) (string, error) {
 	if err != nil || len(password) == 0 {
 		return "", fault.New(fault.ErrArgument, "the password is empty")
 	}
-	key, err := d.Key(password)
+	key, err := d.Key(ctx, password)
 	if err != nil {
 		return "", err
 	}

@@ -63,36 +63,6 @@ func Setup(env string) (string, error) {
 // Knobs returns the table of settings as JSON.
 func Knobs() (string, error) { return encode(knob.Table()) }
 
-// OpenModel opens what the JSON of a load.Spec names.
-func OpenModel(spec string) (uint64, error) {
-	s, err := parse[load.Spec]("spec", spec)
-	if err != nil {
-		return 0, err
-	}
-	m, err := load.Open(context.Background(), s)
-	if err != nil {
-		return 0, err
-	}
-	return models.put(m), nil
-}
-
-// IndexNames returns the tensors that the index.json files of a load.Spec
-// promise, as a JSON list, or null when some of its files have no index.
-func IndexNames(spec string) (string, error) {
-	s, err := parse[load.Spec]("spec", spec)
-	if err != nil {
-		return "", err
-	}
-	names, ok, err := load.Names(s)
-	if err != nil {
-		return "", err
-	}
-	if !ok {
-		return "null", nil
-	}
-	return encode(names)
-}
-
 // CloseModel ends a model; a handle that is not there is no mistake.
 func CloseModel(h uint64) {
 	if m, ok := models.take(h); ok {
@@ -328,39 +298,6 @@ func FetchStart(spec string) (uint64, error) {
 		j.SetReport(r)
 		return err
 	})), nil
-}
-
-// Presign makes a URL that reads the one s3:// object of the JSON of a load.Spec
-// without credentials for so many "seconds". It is a secret.
-func Presign(spec string) (string, error) {
-	s, err := parse[load.Spec]("spec", spec)
-	if err != nil {
-		return "", err
-	}
-	life, err := parse[struct {
-		Seconds int `json:"seconds"`
-	}]("spec", spec)
-	if err != nil {
-		return "", err
-	}
-	if len(s.URIs) != 1 {
-		return "", fault.New(fault.ErrArgument, "%d URIs", len(s.URIs))
-	}
-	return open.Presign(context.Background(), s.URIs[0], s.Storage, time.Duration(life.Seconds)*time.Second)
-}
-
-// Inspect describes the files of the JSON of a load.Spec by their headers
-// alone, as JSON.
-func Inspect(spec string) (string, error) {
-	s, err := parse[load.Spec]("spec", spec)
-	if err != nil {
-		return "", err
-	}
-	r, err := save.Inspect(context.Background(), s.URIs, s.Storage)
-	if err != nil {
-		return "", err
-	}
-	return encode(r)
 }
 
 // PreloadStart begins a preload of what the JSON names: the fields of

@@ -1,12 +1,14 @@
 package tensors
 
 import (
+	"context"
 	"crypto/rand"
 
 	"golang.org/x/crypto/argon2"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 // ChunkBytes is how much is encrypted at once: each chunk is a box of
@@ -26,6 +28,7 @@ const (
 	minKeyMemory = 8 << 10 // libsodium's
 	maxKeyMemory = 4 << 30
 	maxKeyPasses = 1 << 10
+	maxKeyWork   = 64 << 30 // passes times memory: a minute or two, 16 times libsodium's "sensitive"
 
 	moderatePasses, moderateMemory = 3, 256 << 20
 )
@@ -46,15 +49,46 @@ func (d Derivation) Check() error {
 	if d.Passes > maxKeyPasses || d.Memory > maxKeyMemory {
 		return fault.New(fault.ErrNotSupported, "a key derivation of %d passes over %d bytes is above %d over %d", d.Passes, d.Memory, maxKeyPasses, int64(maxKeyMemory))
 	}
+	if d.Passes*d.Memory > maxKeyWork {
+		return fault.New(fault.ErrNotSupported, "a key derivation of %d passes over %d bytes passes over more than %d bytes in all", d.Passes, d.Memory, int64(maxKeyWork))
+	}
 	return nil
 }
 
-// Key makes the key of a password. It takes d.Memory bytes and about a second.
-func (d Derivation) Key(password []byte) ([]byte, error) {
+// deriving is held by the derivation that runs. There is one at a time, so that
+// those whose callers have gone do not add up their memory.
+var deriving = make(chan struct{}, 1)
+
+// Key makes the key of a password. It takes d.Memory bytes, and about a second
+// where that is 256 MiB. The end of ctx ends the wait at once; the derivation itself
+// cannot be stopped, and ends in the background.
+func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
 	if err := d.Check(); err != nil {
 		return nil, err
 	}
-	return argon2.IDKey(password, d.Salt, uint32(d.Passes), uint32(d.Memory/1024), 1, keyBytes), nil
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	select {
+	case deriving <- struct{}{}:
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+	made := make(chan []byte, 1)
+	spawn.Go("key derivation", func() {
+		defer func() { <-deriving }()
+		defer close(made)
+		made <- argon2.IDKey(password, d.Salt, uint32(d.Passes), uint32(d.Memory/1024), 1, keyBytes)
+	})
+	select {
+	case key, ok := <-made:
+		if !ok {
+			return nil, fault.New(fault.ErrEngine, "the key derivation ended without a key")
+		}
+		return key, nil
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
 }
 
 // A Crypt says how a tensor's data are encrypted.
@@ -175,17 +209,17 @@ type Key struct {
 // KeyOf makes the key of a file that will be written: of OptionKey, or of
 // OptionPassword with a new salt and libsodium's moderate limits (256 MiB, about
 // a second). It is nil where the options have neither.
-func KeyOf(opt map[string]string) (*Key, error) {
+func KeyOf(ctx context.Context, opt map[string]string) (*Key, error) {
 	if _, ok := opt[OptionPassword]; !ok {
 		if _, ok := opt[OptionKey]; !ok {
 			return nil, nil
 		}
-		k, err := keyOf(&Crypt{}, opt, map[string]*[keyBytes]byte{})
+		k, err := keyOf(ctx, &Crypt{}, opt, map[string]*[keyBytes]byte{})
 		return &Key{Bytes: k}, err
 	}
 	d := &Derivation{Passes: moderatePasses, Memory: moderateMemory, Salt: make([]byte, saltBytes)}
 	_, _ = rand.Read(d.Salt) // cannot fail
-	k, err := keyOf(&Crypt{Derive: d}, opt, map[string]*[keyBytes]byte{})
+	k, err := keyOf(ctx, &Crypt{Derive: d}, opt, map[string]*[keyBytes]byte{})
 	return &Key{Bytes: k, Derive: d}, err
 }
 

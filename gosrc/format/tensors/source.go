@@ -64,7 +64,7 @@ const (
 // read. A key for a file that is not encrypted is fault.ErrCrypto, as is a
 // password where none was used. With OptionCRC32 the records must have been
 // read.
-func (f *File) Source(src source.Source, decrypt map[string]string) (source.Source, error) {
+func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string]string) (source.Source, error) {
 	wrong := func(format string, args ...any) error {
 		return f.at("", -1, fault.New(fault.ErrCrypto, format, args...))
 	}
@@ -90,7 +90,7 @@ func (f *File) Source(src source.Source, decrypt map[string]string) (source.Sour
 		c := f.Records[i].Crypt
 		sp := span{off: e.Data, end: e.Data + e.Bytes, name: e.Name, crypt: c}
 		var err error
-		if sp.key, err = keyOf(c, decrypt, keys); err != nil {
+		if sp.key, err = keyOf(ctx, c, decrypt, keys); err != nil {
 			return nil, f.at(e.Name, e.Record, err)
 		}
 		s.spans = append(s.spans, sp)
@@ -103,7 +103,7 @@ func (f *File) Source(src source.Source, decrypt map[string]string) (source.Sour
 
 // keyOf is the key of a tensor: nil if none was given. Derived ones are kept,
 // since a file has one for all its tensors.
-func keyOf(c *Crypt, decrypt map[string]string, keys map[string]*[keyBytes]byte) (*[keyBytes]byte, error) {
+func keyOf(ctx context.Context, c *Crypt, decrypt map[string]string, keys map[string]*[keyBytes]byte) (*[keyBytes]byte, error) {
 	if text, ok := decrypt[OptionKey]; ok {
 		if keys[""] == nil {
 			b, err := hex.DecodeString(text)
@@ -127,7 +127,7 @@ func keyOf(c *Crypt, decrypt map[string]string, keys map[string]*[keyBytes]byte)
 		if err != nil || len(password) == 0 {
 			return nil, fault.New(fault.ErrArgument, "the password is empty")
 		}
-		k, err := c.Derive.Key(password)
+		k, err := c.Derive.Key(ctx, password)
 		if err != nil {
 			return nil, err
 		}

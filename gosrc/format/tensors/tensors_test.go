@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -152,7 +153,7 @@ func TestGoldenEncrypted(t *testing.T) {
 	} {
 		src := golden(t, name)
 		f := read(t, src)
-		plain, err := f.Source(src, opt)
+		plain, err := f.Source(t.Context(), src, opt)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -187,7 +188,7 @@ func TestGoldenEncrypted(t *testing.T) {
 			"another password": {OptionPassword: "00"},
 			"none":             nil,
 		} {
-			plain, err := f.Source(src, bad)
+			plain, err := f.Source(t.Context(), src, bad)
 			if err == nil {
 				err = plain.ReadAt(t.Context(), make([]byte, 4), ix.Tensors[0].Off)
 			}
@@ -207,13 +208,13 @@ func TestDerivation(t *testing.T) {
 		{Derivation{1, 8 << 10, make([]byte, 16)}, "185d9543e6945bb30c6ecb2d1ac58a388ddfe954c34cf395a4fa12f986897662"},
 		{Derivation{2, 64 << 20, make([]byte, 16)}, "8d1ba1796cb05f8149872aa298cc5e3f587ffebe339deb7b2fc1c0f25da23514"},
 	} {
-		got, err := c.d.Key([]byte("test"))
+		got, err := c.d.Key(t.Context(), []byte("test"))
 		if err != nil || hex.EncodeToString(got) != c.want {
 			t.Errorf("%+v: %x %v", c.d, got, err)
 		}
 	}
 	for _, d := range []Derivation{{0, 8192, make([]byte, 16)}, {1, 8191, make([]byte, 16)}, {1, 8192, nil}, {1, 1 << 60, make([]byte, 16)}, {1 << 40, 8192, make([]byte, 16)}} {
-		if _, err := d.Key([]byte("x")); err == nil {
+		if _, err := d.Key(t.Context(), []byte("x")); err == nil {
 			t.Errorf("%+v was taken", d)
 		}
 	}
@@ -272,7 +273,7 @@ func TestSealed(t *testing.T) {
 	if err := ix.Validate(nil); err != nil {
 		t.Fatal(err)
 	}
-	plain, err := f.Source(src, map[string]string{OptionKey: hex.EncodeToString(key[:])})
+	plain, err := f.Source(t.Context(), src, map[string]string{OptionKey: hex.EncodeToString(key[:])})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -308,7 +309,7 @@ func TestSealed(t *testing.T) {
 		at := ix.Tensors[i].Off + r.Int64N(ix.Tensors[i].Bytes)
 		bad := append(bytesSource{}, b...)
 		bad[at] ^= 1 << r.IntN(8)
-		plain, err := f.Source(bad, map[string]string{OptionKey: hex.EncodeToString(key[:])})
+		plain, err := f.Source(t.Context(), bad, map[string]string{OptionKey: hex.EncodeToString(key[:])})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -457,4 +458,30 @@ func TestOtherDTypes(t *testing.T) {
 	if err != nil || ix.Validate(nil) != nil || ix.Tensors[0].DType != tensor.U8 || ix.Tensors[0].Shape[1] != 16 || ix.Tensors[1].Shape[1] != 4 {
 		t.Errorf("%+v %v", ix, err)
 	}
+}
+
+// The end of a context ends the wait for a derivation, while the derivation itself
+// goes on; the next one waits for it, and obeys its own context too.
+func TestDerivationIsLeft(t *testing.T) {
+	long := Derivation{3, 128 << 20, make([]byte, 16)}
+	ctx, cancel := context.WithCancel(t.Context())
+	spawn.Go("test", func() {
+		for len(deriving) == 0 {
+			time.Sleep(time.Millisecond)
+		}
+		cancel()
+	})
+	if k, err := long.Key(ctx, []byte("x")); !errors.Is(err, context.Canceled) {
+		t.Fatalf("%x %v", k, err)
+	}
+	if len(deriving) == 0 {
+		t.Fatal("the call returned when the derivation had ended")
+	}
+	for range 2 { // with the place taken, and with a context that has ended
+		if k, err := long.Key(ctx, []byte("x")); !errors.Is(err, context.Canceled) {
+			t.Fatalf("%x %v", k, err)
+		}
+	}
+	deriving <- struct{}{} // it ends
+	<-deriving
 }
