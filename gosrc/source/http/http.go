@@ -41,10 +41,6 @@ import (
 const (
 	// firstBytes come with the opening: what safetensors.Read asks for first.
 	firstBytes = 256 << 10
-	// openTries is how often an object is asked for at first, unless the server
-	// itself says that it is busy: a wrong name, or a server that is down,
-	// should be told soon.
-	openTries = 3
 )
 
 // options are what storage_options= may name.
@@ -102,20 +98,8 @@ func open(ctx context.Context, uri string, opt source.Options, r *revision) (*So
 	if o.client, err = hold(opt); err != nil {
 		return nil, err
 	}
-	strikes := 0
-	judge := func(err error) (retry.Verdict, time.Duration) {
-		var busy *failed
-		verdict, after := o.Judge(err)
-		if !errors.As(err, &busy) {
-			strikes++
-		}
-		if strikes >= openTries {
-			verdict = retry.Never
-		}
-		return verdict, after
-	}
 	var s *Source
-	err = retry.Do(ctx, max(0, far.Retries)+1, far.Timeout, judge, func(ctx context.Context) (err error) {
+	err = retry.Do(ctx, far, o.Judge, func(ctx context.Context) (err error) {
 		s, err = o.first(ctx, far)
 		return err
 	})
@@ -453,7 +437,7 @@ func (o *object) Judge(err error) (retry.Verdict, time.Duration) {
 	case errors.As(err, &gone):
 		return retry.Changed, 0
 	case errors.As(err, &busy):
-		return retry.Again, busy.after
+		return retry.Busy, busy.after
 	case errors.As(err, &name) && name.IsNotFound, fault.Classed(err), badTLS(err):
 		return retry.Never, 0
 	}

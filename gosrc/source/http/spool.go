@@ -2,6 +2,7 @@ package http
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"hash/maphash"
 	"io"
@@ -14,6 +15,11 @@ import (
 	"github.com/overwire/overwire/gosrc/source/retry"
 	"github.com/overwire/overwire/gosrc/source/spool"
 )
+
+// progress is how many bytes a GET must bring within the timeout: what ranges must.
+const progress = 64 << 10
+
+var errStalled = errors.New("no progress")
 
 // A stream is an object of a server without ranges (HTTP/1.0, and what makes
 // its answers on the fly): one GET brings it in order into a spool.
@@ -75,7 +81,7 @@ func (s *stream) Close() error {
 func (s *stream) fill(ctx context.Context) error {
 	s.hash.SetSeed(maphash.MakeSeed())
 	tries := max(0, s.far.Retries) + 1
-	for failed := 0; ; {
+	for failed, silent := 0, 0; ; {
 		before := s.Have()
 		err := s.get(ctx)
 		if err == nil {
@@ -84,17 +90,23 @@ func (s *stream) fill(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		if s.Have() > before {
+		if s.Have()-before >= progress {
 			failed = 0
 		}
 		verdict, after := s.o.Judge(err)
 		failed++
+		if verdict == retry.Again && !s.pinned {
+			silent++
+		}
 		switch {
 		case verdict == retry.Changed:
 			return fault.New(fault.ErrCorrupt, "changed while it was read: %v", err)
-		case verdict == retry.Never || failed >= tries:
+		case verdict == retry.Never || failed >= tries || silent >= retry.OpenTries:
 			if fault.Classed(err) {
 				return err
+			}
+			if err == errStalled {
+				return fault.New(fault.ErrTimeout, "less than %d bytes in %v (after %d attempts)", progress, s.far.Timeout, failed)
 			}
 			return fault.New(fault.ErrIO, "%v (after %d attempts)", err, failed)
 		}
@@ -108,12 +120,11 @@ func (s *stream) fill(ctx context.Context) error {
 func (s *stream) get(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	stall := &wrong{fmt.Sprintf("no progress in %v", s.far.Timeout)}
-	watchdog := time.AfterFunc(s.far.Timeout, func() { cancel(stall) })
+	watchdog := time.AfterFunc(s.far.Timeout, func() { cancel(errStalled) })
 	defer watchdog.Stop()
 	named := func(err error) error {
-		if context.Cause(ctx) == error(stall) {
-			return stall
+		if context.Cause(ctx) == errStalled {
+			return errStalled
 		}
 		return err
 	}
@@ -147,11 +158,12 @@ func (s *stream) get(ctx context.Context) error {
 	var again maphash.Hash
 	again.SetSeed(s.hash.Seed())
 	buf := make([]byte, 256<<10)
-	seen, old := int64(0), s.Have()
+	seen, old, mark := int64(0), s.Have(), int64(0)
 	for {
 		n, err := resp.Body.Read(buf)
 		b := buf[:n]
-		if n > 0 {
+		if seen+int64(n)-mark >= progress {
+			mark = seen + int64(n)
 			watchdog.Reset(s.far.Timeout)
 		}
 		if k := min(int64(n), old-seen); k > 0 {

@@ -54,7 +54,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, e
 		return nil, n.at("open", -1, err)
 	}
 	o := &object{name: n, server: s}
-	err = retry.Do(ctx, s.tries(), s.retry.Timeout, judge, func(ctx context.Context) error {
+	err = retry.Do(ctx, s.retry, judge, func(ctx context.Context) error {
 		return s.with(ctx, func(ctx context.Context, c *redis.Client) (err error) {
 			o.values, err = find(ctx, c, n.key)
 			return err

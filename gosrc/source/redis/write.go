@@ -67,14 +67,20 @@ func (u *upload) do(ctx context.Context, fn func(context.Context, *redis.Client)
 	return do(ctx, u.server, fn)
 }
 
+// do is one request with retries; a server that has never answered is asked
+// retry.OpenTries times.
 func do(ctx context.Context, s *server, fn func(context.Context, *redis.Client) error) error {
 	for failed := 0; ; {
 		err := s.with(ctx, fn)
+		var a *answer
+		if err == nil || errors.As(err, &a) {
+			s.heard.Store(true)
+		}
 		if err == nil {
 			return nil
 		}
 		verdict, after := judge(err)
-		if failed++; ctx.Err() != nil || verdict != retry.Again || failed >= s.tries() {
+		if failed++; ctx.Err() != nil || verdict == retry.Never || failed >= s.tries() || failed >= retry.OpenTries && !s.heard.Load() {
 			return err
 		}
 		if err := retry.Pause(ctx, failed, after); err != nil {

@@ -12,6 +12,7 @@ package retry
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"math/rand/v2"
 	"sync"
@@ -28,9 +29,15 @@ type Verdict int
 // The verdicts.
 const (
 	Never   Verdict = iota // asking again cannot help
-	Again                  // the network, or the store for the moment
+	Again                  // there was no answer, or not all of it: the network, or a store that is down
+	Busy                   // the store answered that it cannot for the moment
 	Changed                // the object is another one by now
 )
+
+// OpenTries is how often a store is asked that has not answered once, however many
+// retries it may have: a wrong name, or a server that is down, should be reported
+// soon. A store that says that it is busy has answered.
+const OpenTries = 3
 
 // A Fetcher opens ranges of one object. It is safe for concurrent use.
 type Fetcher interface {
@@ -257,14 +264,17 @@ func pause(ctx context.Context, base time.Duration, failed int, after time.Durat
 	}
 }
 
-// Do runs a single request, as opening an object is, until it succeeds: at
-// most tries times, with the pauses and the watchdog of a range.
-func Do(ctx context.Context, tries int, timeout time.Duration, judge func(error) (Verdict, time.Duration), fn func(ctx context.Context) error) error {
-	for failed := 0; ; {
+// Do runs a single request, as opening an object is, until it succeeds, with the
+// pauses of a range: each try has Options.Timeout, there is one more than
+// Options.Retries, and at most OpenTries without an answer. A try that is out of
+// time is one without an answer.
+func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), fn func(ctx context.Context) error) error {
+	opt.defaults()
+	for failed, silent := 0, 0; ; {
 		err := func() error {
 			ctx, cancel := context.WithCancelCause(ctx)
 			defer cancel(nil)
-			defer time.AfterFunc(timeout, func() { cancel(errStalled) }).Stop()
+			defer time.AfterFunc(opt.Timeout, func() { cancel(errStalled) }).Stop()
 			return stalled(ctx, fn(ctx))
 		}()
 		if err == nil {
@@ -277,10 +287,17 @@ func Do(ctx context.Context, tries int, timeout time.Duration, judge func(error)
 		if !errors.Is(err, errStalled) {
 			verdict, after = judge(err)
 		}
-		if failed++; verdict != Again || failed >= tries {
+		failed++
+		if verdict == Again {
+			silent++
+		}
+		if verdict == Never || verdict == Changed || failed > opt.Retries || silent >= OpenTries {
+			if failed > 1 {
+				return fmt.Errorf("%w (after %d attempts)", classed(err), failed)
+			}
 			return classed(err)
 		}
-		if err := Pause(ctx, failed, after); err != nil {
+		if err := pause(ctx, opt.base, failed, after); err != nil {
 			return err
 		}
 	}

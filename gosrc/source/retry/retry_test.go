@@ -435,3 +435,43 @@ func (l *limiter) queued() int {
 	defer l.mu.Unlock()
 	return len(l.waiting)
 }
+
+// A store that gives no answer, in whatever way, is asked OpenTries times; one that
+// says that it is busy as often as it has retries; none more often than that.
+func TestOpenTries(t *testing.T) {
+	silent, busy := errors.New("connection refused"), errors.New("503")
+	judge := func(err error) (Verdict, time.Duration) {
+		if errors.Is(err, busy) {
+			return Busy, 0
+		}
+		return Again, 0
+	}
+	hang := func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
+	answer := func(err error) func(context.Context) error {
+		return func(context.Context) error { return err }
+	}
+	for _, c := range []struct {
+		name    string
+		retries int
+		answers []func(context.Context) error // the last one stays
+		want    int
+		class   error
+	}{
+		{"hangs", 8, []func(context.Context) error{hang}, OpenTries, fault.ErrTimeout},
+		{"refuses", 8, []func(context.Context) error{answer(silent)}, OpenTries, fault.ErrIO},
+		{"hangs and refuses", 8, []func(context.Context) error{hang, answer(silent), hang, hang}, OpenTries, fault.ErrTimeout},
+		{"is busy", 8, []func(context.Context) error{answer(busy)}, 9, fault.ErrIO},
+		{"is busy and hangs", 8, []func(context.Context) error{answer(busy), hang, answer(busy), hang}, 5, fault.ErrTimeout},
+		{"no retries", -1, []func(context.Context) error{hang}, 1, fault.ErrTimeout},
+		{"one retry", 1, []func(context.Context) error{hang}, 2, fault.ErrTimeout},
+	} {
+		asked := 0
+		err := Do(t.Context(), Options{Retries: c.retries, Timeout: time.Millisecond, base: time.Microsecond}, judge, func(ctx context.Context) error {
+			asked++
+			return c.answers[min(asked, len(c.answers))-1](ctx)
+		})
+		if asked != c.want || !errors.Is(err, c.class) {
+			t.Errorf("%s: asked %d times, want %d; %v", c.name, asked, c.want, err)
+		}
+	}
+}

@@ -234,10 +234,10 @@ func judge(err error) (retry.Verdict, time.Duration) {
 	}
 	switch {
 	case r.code == "SlowDown", strings.HasPrefix(r.code, "Throttling"), r.status == http.StatusServiceUnavailable, r.status == http.StatusTooManyRequests:
-		return retry.Again, max(r.after, 200*time.Millisecond)
+		return retry.Busy, max(r.after, 200*time.Millisecond)
 	case r.code == "RequestTimeout", r.code == "InternalError", r.status == http.StatusRequestTimeout,
 		r.status >= 500 && r.status != http.StatusNotImplemented:
-		return retry.Again, r.after
+		return retry.Busy, r.after
 	}
 	return retry.Never, 0
 }

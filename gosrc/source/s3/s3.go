@@ -98,7 +98,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 	}
 	f := &fetcher{name: n, client: c}
 	var head []byte
-	err = retry.Do(ctx, c.tries(), c.retry.Timeout, c.judge, func(ctx context.Context) (err error) {
+	err = retry.Do(ctx, c.retry, c.judge, func(ctx context.Context) (err error) {
 		head, err = f.first(ctx)
 		return err
 	})
@@ -292,7 +292,7 @@ func (c *client) tries() int { return max(0, c.retry.Retries) + 1 }
 func (c *client) judge(err error) (retry.Verdict, time.Duration) {
 	if cache, ok := c.creds.(*aws.CredentialsCache); ok && expired(err) {
 		cache.Invalidate()
-		return retry.Again, 0
+		return retry.Busy, 0
 	}
 	return judge(err)
 }

@@ -270,7 +270,8 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 }
 
 // try is call with retries and a watchdog: a request that sends and receives
-// nothing for the timeout is given up.
+// nothing for the timeout is given up. A store that has never answered is asked
+// retry.OpenTries times.
 func try[T any](ctx context.Context, c *client, bucket string, fn func(context.Context, *s3.Client) (T, error)) (T, error) {
 	for failed := 0; ; {
 		out, err := func() (T, error) {
@@ -283,11 +284,15 @@ func try[T any](ctx context.Context, c *client, bucket string, fn func(context.C
 			out, err := call(ctx, c, bucket, func(api *s3.Client) (T, error) { return fn(ctx, api) })
 			return out, classify(ctx, err)
 		}()
+		var r *refusal
+		if err == nil || errors.As(err, &r) {
+			c.heard.Store(true)
+		}
 		if err == nil {
 			return out, nil
 		}
 		verdict, after := c.judge(err)
-		if failed++; ctx.Err() != nil || verdict != retry.Again || failed >= c.tries() {
+		if failed++; ctx.Err() != nil || verdict == retry.Never || failed >= c.tries() || failed >= retry.OpenTries && !c.heard.Load() {
 			return out, err
 		}
 		if err := retry.Pause(ctx, failed, after); err != nil {

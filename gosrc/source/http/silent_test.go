@@ -1,0 +1,81 @@
+package http
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	stdhttp "net/http"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/retry"
+)
+
+// A server without ranges that falls silent, or brings a byte now and then, is left
+// after as many tries as one that never answers, each as long as the timeout.
+func TestSilentSpool(t *testing.T) {
+	for name, body := range map[string]func(io.Writer){
+		"silent after the first answer": nil,
+		"trickles": func(w io.Writer) {
+			fmt.Fprint(w, "HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+			for {
+				if _, err := w.Write([]byte{0}); err != nil {
+					return
+				}
+				time.Sleep(5 * time.Millisecond)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer l.Close()
+			var whole atomic.Int64 // GETs of the whole object
+			spawn.Go("server", func() {
+				for {
+					c, err := l.Accept()
+					if err != nil {
+						return
+					}
+					spawn.Go("connection", func() {
+						defer c.Close()
+						in := bufio.NewReader(c)
+						for {
+							req, err := stdhttp.ReadRequest(in)
+							if err != nil {
+								return
+							}
+							if req.Header.Get("Range") != "" {
+								fmt.Fprint(c, "HTTP/1.1 200 OK\r\nContent-Length: 1\r\nConnection: close\r\n\r\nx")
+								return
+							}
+							whole.Add(1)
+							if body != nil {
+								body(c)
+								return
+							}
+						}
+					})
+				}
+			})
+			s, err := Open(t.Context(), "http://"+l.Addr().String()+"/m", source.Options{Storage: map[string]string{"timeout": "0.1", "retries": "4"}})
+			want := int64(retry.OpenTries)
+			if err == nil { // the size is known
+				want = 5
+				err = s.ReadAt(t.Context(), make([]byte, 1000), 900_000)
+				_ = s.Close()
+			}
+			if !errors.Is(err, fault.ErrTimeout) || whole.Load() != want {
+				t.Errorf("asked %d times, want %d: %v", whole.Load(), want, err)
+			}
+		})
+	}
+}
