@@ -3,11 +3,11 @@ package cli
 import (
 	"bytes"
 	"encoding/hex"
-	"io"
-	"os"
+	"errors"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
 // Keys and passwords of .tensors files are named, never written out: other users
@@ -64,17 +64,12 @@ func (c *call) secret(name, from string) ([]byte, error) {
 	kind, rest, _ := strings.Cut(from, ":")
 	switch {
 	case kind == "file" && rest != "":
-		f, err := os.Open(rest)
-		if err != nil {
-			return nil, &fault.At{Verb: "open", Source: rest, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
-		}
-		defer f.Close()
-		b, err := io.ReadAll(io.LimitReader(f, most+1))
-		if err != nil {
-			return nil, &fault.At{Verb: "read", Source: rest, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
-		}
-		if len(b) > most {
+		b, err := regular.Read(rest, most)
+		if errors.Is(err, fault.ErrFormat) {
 			return nil, usage("--%s: %s has more than %d bytes", name, rest, most)
+		}
+		if err != nil {
+			return nil, &fault.At{Verb: "read", Source: rest, Chunk: -1, Offset: -1, Err: err}
 		}
 		return b, nil
 	case kind == "env" && rest != "":

@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 // Keys and passwords come out of files and variables, never off the command
@@ -35,6 +37,10 @@ func TestKeys(t *testing.T) {
 		return status, errs.String()
 	}
 	key, text, words := write("raw", string(raw)), write("hex", digits+"\n"), write("words", "planted words\n")
+	pipe := at("pipe")
+	if err := unix.Mkfifo(pipe, 0o600); err != nil {
+		t.Fatal(err)
+	}
 	sealed, again, back := at("sealed.tensors"), at("again.tensors"), at("back.safetensors")
 	for _, c := range []struct {
 		status int
@@ -57,6 +63,8 @@ func TestKeys(t *testing.T) {
 		{ExitUsage, "not set", []string{"verify", sealed, "--decrypt-key", "env:NOBODY"}},
 		{ExitUsage, "empty", []string{"verify", sealed, "--decrypt-password", write("nothing", "\n")}},
 		{ExitNotFound, "absent", []string{"verify", sealed, "--decrypt-key", "file:" + at("absent")}},
+		{ExitUsage, "not a regular file", []string{"verify", sealed, "--decrypt-key", "file:" + pipe}},
+		{ExitUsage, "not a regular file", []string{"verify", sealed, "--decrypt-password", "file:/dev/zero"}},
 		{ExitUsage, "only .tensors", []string{"convert", plain, "-o", at("x.safetensors"), "--encrypt-key", key}},
 		{ExitUsage, "not folders", []string{"convert", sealed, "-o", mkdir(t, at("dir.tensors")), "--decrypt-key", key, "--encrypt-key", key}},
 		{ExitUsage, "no option", []string{"decompress", sealed, "-o", at("y"), "--encrypt-key", key}},

@@ -10,6 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -151,18 +152,9 @@ func listed(ctx context.Context, dir string, names []string, open Opener) ([]str
 }
 
 func fromIndex(path string) ([]string, *safetensors.Shards, error) {
-	st, err := os.Stat(path)
-	if err == nil && st.Size() > tensor.MaxHeader {
-		err = fault.New(fault.ErrFormat, "an index of %d bytes", st.Size())
-	} else if err != nil {
-		err = fault.FromOS(err)
-	}
+	b, err := regular.Read(path, tensor.MaxHeader)
 	if err != nil {
 		return nil, nil, at(path, err)
-	}
-	b, err := os.ReadFile(path)
-	if err != nil {
-		return nil, nil, at(path, fault.FromOS(err))
 	}
 	shards, err := safetensors.ReadIndexJSON(path, b)
 	if err != nil {

@@ -15,6 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/format/tensors"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -252,7 +253,7 @@ func indexOf(ctx context.Context, src []string, storage source.Options) (name st
 	if !strings.HasSuffix(path, ".index.json") {
 		return "", nil
 	}
-	b, err := os.ReadFile(path)
+	b, err := regular.Read(path, tensor.MaxHeader)
 	if err != nil {
 		return "", nil
 	}
@@ -310,7 +311,7 @@ func companions(src []string, dst string, parts []part) ([]part, error) {
 				strings.HasSuffix(n.Name(), extension+".index.json") {
 				continue
 			}
-			b, err := os.ReadFile(path)
+			b, err := regular.Read(path, maxCompanion)
 			if err != nil {
 				return nil, atomicfile.Failed(path, -1, err)
 			}

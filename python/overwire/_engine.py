@@ -46,8 +46,6 @@ __all__ = [
     "exporter",
     "fetch_start",
     "forked",
-    "index_names",
-    "inspect",
     "job_cancel",
     "job_capsules",
     "job_free",
@@ -67,7 +65,6 @@ __all__ = [
     "open_model",
     "preload_find",
     "preload_start",
-    "presign",
     "save_start",
     "verify_start",
 ]
@@ -202,8 +199,8 @@ def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def call(verb: str, text: str) -> str:
-    """One verb of the engine that may wait, from its start to its result: see
-    gosrc/bind/face/calls.go for what they are called.
+    """One verb of the engine that may wait, from its start to its result. Its name
+    and text are those of the table in gosrc/bind/face/calls.go: JSON, mostly.
 
     Ctrl-C raises KeyboardInterrupt within 50 ms or so. The verb is cancelled then,
     what it had opened is closed, and memory that it was lent is no longer in use.
@@ -228,14 +225,6 @@ def open_model(spec: str) -> int:
     """Open and index files: JSON {"uris": [...], "map": true | false | null,
     "lenient": bool, "keys": [...], "storage": {...}}."""
     return int(call("open", spec))
-
-
-def index_names(spec: str) -> str:
-    """The names that index.json files promise: JSON, "null" where files have none.
-
-    The spec is that of `open_model`; no shard is opened.
-    """
-    return call("names", spec)
 
 
 def close_model(model: int) -> None:
@@ -390,11 +379,6 @@ def fetch_start(spec: str) -> int:
     return number
 
 
-def presign(spec: str) -> str:
-    """A URL of JSON {"uris": [one], "storage": {...}, "seconds": n}. It is a secret."""
-    return call("presign", spec)
-
-
 # Preloads.
 
 
@@ -530,11 +514,6 @@ def _raw() -> Any:
 def empty_cache() -> None:
     """Give back device and pinned memory that is only kept for the next load."""
     _call(_core().api_EmptyCache)
-
-
-def inspect(spec: str) -> str:
-    """Describe files by their headers alone, as JSON: JSON {"uris": [...], "storage": {...}}."""
-    return call("inspect", spec)
 
 
 def doctor(measure: bool = False) -> str:

@@ -43,7 +43,7 @@ def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None)
     uris, _ = _uris(local(source), storage_options)
     if len(uris) != 1:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
-    found: dict[str, Any] = json.loads(_engine.inspect(json.dumps({"uris": uris, **storage(storage_options, uris)})))
+    found: dict[str, Any] = json.loads(_engine.call("inspect", json.dumps({"uris": uris, **storage(storage_options, uris)})))
     return found
 
 

@@ -122,7 +122,7 @@ class Model:
         else:
             spec: dict[str, Any] = {"uris": uris, "map": mmap, "lenient": bool(lenient), **reach}
             if keys is None and filter is not None:
-                names: list[str] | None = json.loads(_engine.index_names(json.dumps(spec)))
+                names: list[str] | None = json.loads(_engine.call("names", json.dumps(spec)))
                 if names is not None:
                     filter = _over(filter, names)
                     spec["keys"] = keys = [name for name in names if filter(name)]

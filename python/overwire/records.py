@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import _engine_records
+from . import _engine
 from .errors import ArgumentError
 from .sources import SourceLike, resolve
 from .storage import StorageOptions, storage
@@ -89,7 +89,7 @@ def read_records(source: SourceLike, *, storage_options: StorageOptions | None =
     """
     uris, keep = resolve(source)
     spec = {"uris": uris, "records": True, **storage(storage_options, uris)}
-    found = json.loads(_engine_records.tensors_records(json.dumps(spec)))
+    found = json.loads(_engine.call("records", json.dumps(spec)))
     del keep
     return RecordFile(found["version"], found["encrypted"], found["total"], found["size"], tuple(map(_record, found["entries"])))
 
@@ -117,7 +117,7 @@ def derive_key(password: bytes, derivation: KeyDerivation) -> bytes:
     """The 32 bytes of a key. Takes `derivation.memory` bytes, and about a second
     where that is 256 MiB. CryptographyError for parameters that libsodium would
     refuse, NotSupportedError above 4 GiB or 1,024 passes."""
-    return bytes.fromhex(_engine_records.tensors_key(json.dumps({"password": password.hex(), **derivation.spec()})))
+    return bytes.fromhex(_engine.call("key", json.dumps({"password": password.hex(), **derivation.spec()})))
 
 
 def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
@@ -125,7 +125,7 @@ def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
     and memory by its address and its bytes, which do not change meanwhile. On all
     cores, without the GIL; of many items of one size faster than one by one."""
     spec = {"items": [{"prefix": prefix.hex(), "pointer": pointer, "bytes": nbytes} for prefix, pointer, nbytes in items]}
-    return [(bytes.fromhex(crc), bytes.fromhex(sha)) for crc, sha in json.loads(_engine_records.tensors_sums(json.dumps(spec)))]
+    return [(bytes.fromhex(crc), bytes.fromhex(sha)) for crc, sha in json.loads(_engine.call("sums", json.dumps(spec)))]
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def write_records(
         "key": "" if key is None else key.hex(),
         "derive": None if derivation is None else derivation.spec(),
     }
-    places = json.loads(_engine_records.tensors_write(json.dumps(spec)))["places"]
+    places = json.loads(_engine.call("write", json.dumps(spec)))["places"]
     sealed = key is not None
     return [
         Record(r.name, r.type, r.module, r.dtype, r.shape, at, data, r.nbytes, b"", None, None, sealed and r.nbytes > 0, derivation)
@@ -208,4 +208,4 @@ def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, 
     if not 0 <= index_bytes <= 1 << 30:
         raise ArgumentError(f"overwire: an index of {index_bytes} bytes")
     spec = {"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)}
-    return bytes.fromhex(_engine_records.tensors_front(json.dumps(spec)))
+    return bytes.fromhex(_engine.call("front", json.dumps(spec)))

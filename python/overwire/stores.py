@@ -56,7 +56,7 @@ def presign(uri: str, seconds: int, *, storage_options: StorageOptions | None = 
     Raises ArgumentError for unsigned access, AccessError without credentials,
     NotSupportedError for other stores.
     """
-    return _engine.presign(json.dumps({"uris": [uri], "seconds": seconds, **storage(storage_options, [uri])}))
+    return _engine.call("presign", json.dumps({"uris": [uri], "seconds": seconds, **storage(storage_options, [uri])}))
 
 
 class ObjectReader(io.RawIOBase):

@@ -28,6 +28,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
 // A Target is one file that will appear, whole, under its name: it is written
@@ -294,10 +295,10 @@ func removeOrphans(sys FS, path, mark string, age time.Duration) {
 // alive reports whether a process still holds the temporary file; in doubt it
 // does.
 func alive(path string) bool {
-	f, err := os.Open(path)
+	fd, _, err := regular.Open(path)
 	if err != nil {
 		return true
 	}
-	defer f.Close()
-	return syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != nil
+	defer syscall.Close(fd)
+	return syscall.Flock(fd, syscall.LOCK_EX|syscall.LOCK_NB) != nil
 }

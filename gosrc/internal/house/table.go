@@ -20,9 +20,10 @@ var mayImport = map[string][]string{
 	"internal/house":      {},
 	"internal/sha256":     {},
 	"internal/crc":        {},
-	"internal/atomicfile": {"fault"},
+	"internal/atomicfile": {"fault", "internal/regular"},
 	"internal/sizes":      {},
 	"internal/rawjson":    {},
+	"internal/regular":    {"fault"},
 
 	"job": {"fault", "internal/spawn", "internal/rawjson"},
 
@@ -34,7 +35,7 @@ var mayImport = map[string][]string{
 	"source/spool":      {"source", "fault", "internal/..."},
 	"source/cache":      {"source", "source/file", "fault", "internal/..."},
 	"source/pipe":       {"source", "source/route", "source/spool", "fault", "knob", "internal/..."},
-	"source/route":      {"fault"},
+	"source/route":      {"fault", "internal/..."},
 	"source/http":       {"source", "source/retry", "source/route", "source/spool", "fault", "knob", "internal/..."},
 	"source/parts":      {"source", "fault", "knob", "internal/..."},
 	"source/s3":         {"source", "source/retry", "source/route", "source/parts", "fault", "knob", "internal/..."},

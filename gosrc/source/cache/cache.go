@@ -31,6 +31,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
@@ -110,10 +111,11 @@ func bare(uri string) string {
 func find(ctx context.Context, key string, size int64) *os.File {
 	names, _ := filepath.Glob(escape(key) + "-*")
 	for _, name := range names {
-		f, err := os.Open(name)
+		fd, _, err := regular.Open(name)
 		if err != nil {
 			continue
 		}
+		f := os.NewFile(uintptr(fd), name)
 		if sum, err := sumOf(ctx, f, size); err == nil && name == key+"-"+sum {
 			return f
 		}

@@ -29,6 +29,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -56,22 +57,9 @@ func Open(path string) (*File, error) {
 	fail := func(err error) (*File, error) {
 		return nil, &fault.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: err}
 	}
-	var fd int
-	err := again(func() (err error) {
-		fd, err = unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
-		return err
-	})
+	fd, st, err := regular.Open(path)
 	if err != nil {
-		return fail(fault.FromOS(&os.PathError{Op: "open", Path: path, Err: err}))
-	}
-	var st unix.Stat_t
-	if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
-		_ = unix.Close(fd)
-		return fail(fault.FromOS(&os.PathError{Op: "stat", Path: path, Err: err}))
-	}
-	if st.Mode&unix.S_IFMT != unix.S_IFREG {
-		_ = unix.Close(fd)
-		return fail(fault.New(fault.ErrArgument, "not a regular file"))
+		return fail(err)
 	}
 	return made(path, fd, &st), nil
 }
@@ -86,8 +74,8 @@ func FromFD(fd int, uri string) (*File, error) {
 	if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
 		return fail(fault.FromOS(err))
 	}
-	if st.Mode&unix.S_IFMT != unix.S_IFREG {
-		return fail(fault.New(fault.ErrArgument, "not a regular file"))
+	if err := regular.Check(&st); err != nil {
+		return fail(err)
 	}
 	own, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {

@@ -5,12 +5,12 @@ import (
 	"context"
 	"net/http"
 	"net/url"
-	"os"
 	"path/filepath"
 	"strings"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -180,7 +180,7 @@ func login(env map[string]string) string {
 		}
 		home = filepath.Join(user, ".cache", "huggingface")
 	}
-	b, err := os.ReadFile(filepath.Join(home, "token"))
+	b, err := regular.Read(filepath.Join(home, "token"), regular.MaxSetting)
 	if err != nil {
 		return "" // not logged in
 	}

@@ -210,7 +210,7 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 	cmd.Stdout, cmd.Stderr = w, said
 	if path := knob.DownloaderLog.Get(); path != "" {
 		// The folder may be anybody's: no link of theirs is followed.
-		log, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+		log, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
 		if err != nil {
 			_ = w.Close()
 			return fmt.Errorf("%s=%s: %w", knob.DownloaderLog.Name(), path, fault.FromOS(err))

@@ -11,12 +11,14 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
 	"github.com/redis/go-redis/v9/maintnotifications"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
 )
@@ -64,6 +66,7 @@ func (n name) at(verb string, off int64, err error) error {
 type server struct {
 	opt   redis.Options
 	retry retry.Options
+	heard atomic.Bool // the server has answered once
 
 	mu   sync.Mutex
 	idle []*lane
@@ -124,9 +127,9 @@ func connect(n name, opt source.Options) (*server, error) {
 			file = opt.Env["SSL_CERT_FILE"]
 		}
 		if file != "" {
-			pem, err := os.ReadFile(file)
+			pem, err := regular.Read(file, regular.MaxSetting)
 			if err != nil {
-				return nil, &fault.At{Verb: "open", Source: file, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
+				return nil, &fault.At{Verb: "open", Source: file, Chunk: -1, Offset: -1, Err: err}
 			}
 			s.opt.TLSConfig.RootCAs = x509.NewCertPool()
 			if !s.opt.TLSConfig.RootCAs.AppendCertsFromPEM(pem) {
@@ -297,7 +300,7 @@ func judge(err error) (retry.Verdict, time.Duration) {
 	if errors.As(err, &a) {
 		switch a.word {
 		case "LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN":
-			return retry.Again, 200 * time.Millisecond
+			return retry.Busy, 200 * time.Millisecond
 		}
 		return retry.Never, 0
 	}

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/net/http/httpproxy"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
 // Settings of New, besides those of the transport.
@@ -117,7 +118,7 @@ func authorities(file, dir string) (*x509.CertPool, error) {
 	}
 	pool, found := x509.NewCertPool(), false
 	for _, f := range files {
-		b, err := os.ReadFile(f)
+		b, err := regular.Read(f, regular.MaxSetting)
 		if err != nil && f == file {
 			return nil, unread(f, err)
 		}

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/aws/aws-sdk-go-v2/aws"
@@ -27,6 +28,7 @@ type client struct {
 	*settings
 	transport *route.Client
 	creds     aws.CredentialsProvider // nil: unsigned
+	heard     atomic.Bool             // the store has answered once
 	guessed   bool                    // creds are the machine's, if it has any: nothing names them
 
 	mu      sync.Mutex

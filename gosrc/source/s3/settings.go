@@ -8,13 +8,13 @@ import (
 	"errors"
 	"net"
 	"net/url"
-	"os"
 	"path/filepath"
 	"strings"
 
 	"github.com/aws/aws-sdk-go-v2/config"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
 )
@@ -200,9 +200,9 @@ func validRegion(name string) bool {
 
 // readToken reads a small file that the environment names.
 func readToken(path string) (string, error) {
-	b, err := os.ReadFile(path)
+	b, err := regular.Read(path, regular.MaxSetting)
 	if err != nil {
-		return "", fault.FromOS(err)
+		return "", err
 	}
 	return strings.TrimSpace(string(b)), nil
 }

@@ -1,0 +1,70 @@
+package format
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/file"
+)
+
+// An index.json that is no regular file, or has no end, is refused: nothing waits for
+// a writer, and nothing is read into memory that does not fit there.
+func TestIndexIsAFile(t *testing.T) {
+	opener := func(_ context.Context, uri string) (source.Source, error) { return file.Open(uri) }
+	for name, c := range map[string]struct {
+		put  func(path string) error
+		want error
+	}{
+		"a pipe":         {func(p string) error { return unix.Mkfifo(p, 0o600) }, fault.ErrArgument},
+		"/dev/zero":      {func(p string) error { return os.Symlink("/dev/zero", p) }, fault.ErrArgument},
+		"a terminal":     {func(p string) error { return os.Symlink("/dev/ptmx", p) }, fault.ErrArgument},
+		"a folder":       {func(p string) error { return os.Mkdir(p, 0o700) }, fault.ErrArgument},
+		"its own folder": {func(p string) error { return os.Symlink(".", p) }, fault.ErrArgument},
+		"a loop":         {func(p string) error { return os.Symlink(p, p) }, fault.ErrArgument},
+		"nothing":        {func(p string) error { return os.Symlink("nowhere", p) }, fault.ErrNotFound},
+		"of /proc":       {func(p string) error { return os.Symlink("/proc/self/status", p) }, fault.ErrFormat},
+		"memory":         {func(p string) error { return os.Symlink("/proc/self/mem", p) }, fault.ErrIO},
+		"a terabyte": {func(p string) error {
+			return errors.Join(os.WriteFile(p, nil, 0o600), os.Truncate(p, 1<<40))
+		}, fault.ErrFormat},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			path := filepath.Join(dir, "model.safetensors.index.json")
+			if err := c.put(path); err != nil {
+				t.Fatal(err)
+			}
+			for _, uri := range []string{dir, path} {
+				if name == "a folder" && uri == path || name == "its own folder" && uri == path {
+					continue // it is a folder, then, and has no model
+				}
+				ended := make(chan error, 2)
+				spawn.Go("test", func() {
+					_, _, err := OpenAll(t.Context(), []string{uri}, opener, Options{})
+					ended <- err
+					_, _, err = Names(t.Context(), []string{uri}, opener, Options{})
+					ended <- err
+				})
+				for range 2 {
+					select {
+					case err := <-ended:
+						if !errors.Is(err, c.want) {
+							t.Errorf("%v, want %v", err, c.want)
+						}
+					case <-time.After(20 * time.Second):
+						t.Fatal("hangs")
+					}
+				}
+			}
+		})
+	}
+}

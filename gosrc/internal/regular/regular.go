@@ -1,0 +1,102 @@
+// Package regular opens and reads regular files, and nothing that waits for a
+// writer or has no end: a pipe, a socket or a device under a file's name is refused
+// at once.
+//
+// The file is opened first and looked at then, so that nobody can put another in
+// its place in between. Errors have a class of fault, and no place: that is the
+// caller's to add.
+package regular
+
+import (
+	"errors"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// Open opens a regular file for reading, and tells its state. The descriptor is the
+// caller's; it is open with O_NONBLOCK, which a file of a disk takes no notice of.
+func Open(path string) (fd int, st unix.Stat_t, err error) {
+	err = again(func() (err error) {
+		fd, err = unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+		return err
+	})
+	if errors.Is(err, unix.ENXIO) { // a socket
+		return -1, st, errSpecial
+	}
+	if err != nil {
+		return -1, st, fault.FromOS(&os.PathError{Op: "open", Path: path, Err: err})
+	}
+	if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
+		_ = unix.Close(fd)
+		return -1, st, fault.FromOS(&os.PathError{Op: "stat", Path: path, Err: err})
+	}
+	if err := Check(&st); err != nil {
+		_ = unix.Close(fd)
+		return -1, st, err
+	}
+	return fd, st, nil
+}
+
+var errSpecial = fault.New(fault.ErrArgument, "not a regular file")
+
+// Check refuses the state of what is no regular file.
+func Check(st *unix.Stat_t) error {
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return errSpecial
+	}
+	return nil
+}
+
+// MaxSetting is the size up to which a file of settings is read: certificates, a token.
+const MaxSetting = 16 << 20
+
+// step is how much is asked for beyond what a file says to have: those of /proc say 0.
+const step = 32 << 10
+
+// Read returns the content of a small file: fault.ErrFormat if it has more than most
+// bytes, or says so before any is read.
+func Read(path string, most int64) ([]byte, error) {
+	fd, st, err := Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(fd)
+	large := func(n int64) error {
+		return fault.New(fault.ErrFormat, "%d bytes or more, where there may be %d", n, most)
+	}
+	if st.Size > most {
+		return nil, large(st.Size)
+	}
+	b := make([]byte, 0, min(max(st.Size, 0), most)+1)
+	for {
+		if len(b) == cap(b) {
+			b = append(b, make([]byte, step)...)[:len(b)]
+		}
+		var n int
+		err := again(func() (err error) {
+			n, err = unix.Read(fd, b[len(b):cap(b)])
+			return err
+		})
+		if err != nil { // EAGAIN too: it has nothing now, and waiting may be for ever
+			return nil, fault.FromOS(&os.PathError{Op: "read", Path: path, Err: err})
+		}
+		if n == 0 {
+			return b, nil
+		}
+		if b = b[:len(b)+n]; int64(len(b)) > most {
+			return nil, large(int64(len(b)))
+		}
+	}
+}
+
+// again repeats fn while a signal interrupts it.
+func again(fn func() error) error {
+	for {
+		if err := fn(); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}

@@ -1,0 +1,88 @@
+package regular
+
+import (
+	"bytes"
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/fault"
+)
+
+// What is no regular file is refused, directly and behind a link, and nothing waits.
+func TestOnlyRegularFiles(t *testing.T) {
+	dir := t.TempDir()
+	in := func(name string) string { return filepath.Join(dir, name) }
+	write := func(name string, b []byte) string {
+		if err := os.WriteFile(in(name), b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return in(name)
+	}
+	link := func(name, to string) string {
+		if err := os.Symlink(to, in(name)); err != nil {
+			t.Fatal(err)
+		}
+		return in(name)
+	}
+	if err := unix.Mkfifo(in("fifo"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Chdir(dir) // the name of a socket is short
+	l, err := net.Listen("unix", "socket")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	sparse := write("sparse", nil)
+	if err := os.Truncate(sparse, 1<<40); err != nil {
+		t.Fatal(err)
+	}
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer w.Close()
+	descriptor := "/proc/self/fd/" + strconv.Itoa(int(r.Fd()))
+	for _, c := range []struct {
+		path  string
+		class error // nil: it is read
+		bytes int   // -1: some
+	}{
+		{write("plain", []byte("content")), nil, 7},
+		{write("empty", nil), nil, 0},
+		{write("full", make([]byte, 1000)), nil, 1000},
+		{write("over", make([]byte, 1001)), fault.ErrFormat, 0},
+		{link("link", "plain"), nil, 7},
+		{"/proc/self/stat", nil, -1},
+		{"/proc/self/smaps", fault.ErrFormat, 0}, // of size 0, with more than the limit
+		{"/proc/self/mem", fault.ErrIO, 0},
+		{sparse, fault.ErrFormat, 0},
+		{in("fifo"), fault.ErrArgument, 0},
+		{link("to fifo", "fifo"), fault.ErrArgument, 0},
+		{in("socket"), fault.ErrArgument, 0},
+		{dir, fault.ErrArgument, 0},
+		{"/dev/zero", fault.ErrArgument, 0},
+		{link("to zero", "/dev/zero"), fault.ErrArgument, 0},
+		{"/dev/null", fault.ErrArgument, 0},
+		{descriptor, fault.ErrArgument, 0},
+		{link("loop", "loop"), fault.ErrArgument, 0},
+		{filepath.Join(link("here", "."), "here", "here", "fifo"), fault.ErrArgument, 0},
+		{link("dangling", "nowhere"), fault.ErrNotFound, 0},
+		{in("absent"), fault.ErrNotFound, 0},
+	} {
+		b, err := Read(c.path, 1000)
+		if c.class != nil && !errors.Is(err, c.class) || c.class == nil && (err != nil || c.bytes >= 0 && len(b) != c.bytes || c.bytes < 0 && len(b) == 0) {
+			t.Errorf("%s: %d bytes, %v; want %d, %v", c.path, len(b), err, c.bytes, c.class)
+		}
+	}
+	if b, err := Read(in("plain"), 7); err != nil || !bytes.Equal(b, []byte("content")) {
+		t.Errorf("%q %v", b, err)
+	}
+}
