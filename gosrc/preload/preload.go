@@ -6,11 +6,13 @@ package preload
 
 import (
 	"context"
+	"errors"
 	"path/filepath"
 	"strings"
 	"sync"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -19,11 +21,15 @@ import (
 // A Preload is one background load, from its opening on.
 type Preload struct {
 	key     string
-	opened  chan struct{} // closed when the three below are set
+	cancel  context.CancelCauseFunc // ends the opening
+	opened  chan struct{}           // closed when the three below are set
 	model   *load.Model
 	loading *load.Loading
 	err     error
 }
+
+// errCancelled is what the opening of a preload that was given up fails with.
+var errCancelled = fault.New(fault.ErrCancelled, "by the caller")
 
 var (
 	mu    sync.Mutex
@@ -39,17 +45,22 @@ func Start(spec load.Spec, opt load.Options) *Preload {
 	if p := ready[key]; p != nil {
 		return p
 	}
-	p := &Preload{key: key, opened: make(chan struct{})}
+	ctx, cancel := context.WithCancelCause(context.Background())
+	p := &Preload{key: key, cancel: cancel, opened: make(chan struct{})}
 	ready[key] = p
 	spawn.Go("preload", func() {
+		defer cancel(nil)
 		defer close(p.opened)
 		p.err = spawn.Guard("preload", func() (err error) {
-			if p.model, err = load.Open(context.Background(), spec); err != nil {
+			if p.model, err = load.Open(ctx, spec); err != nil {
 				return err
 			}
 			p.loading, err = p.model.Start(nil, opt)
 			return err
 		})
+		if errors.Is(p.err, context.Canceled) { // by whichever part noticed first
+			p.err = errCancelled
+		}
 	})
 	return p
 }
@@ -76,7 +87,14 @@ func (p *Preload) Drop() {
 	if !mine {
 		return
 	}
-	spawn.Go("preload drop", func() {
+	p.Discard()
+}
+
+// Discard ends a preload that was handed over, or is dropped, wherever it is, and
+// frees what it has. It does not wait.
+func (p *Preload) Discard() {
+	p.cancel(errCancelled)
+	spawn.Go("preload discard", func() {
 		<-p.opened
 		if p.loading != nil {
 			p.loading.Close()

@@ -28,6 +28,7 @@ from .errors import (
     NotFoundError,
     OverwireError,
 )
+from .files import read_file, regular
 from .frames import Bytes, check_device, frame_for
 from .landing import DEVICES, ORDER, Landing, devices_of
 from .models import Model
@@ -226,8 +227,11 @@ def _keep_previous(target: str, container: str) -> None:
 
 
 def _digest(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
+    found = hashlib.sha256()
+    with open(path, "rb", buffering=0, opener=regular) as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def _fits(container: str, digest: str, options: StorageOptions | None = None) -> bool:
@@ -310,11 +314,7 @@ def _load(
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     target = _target(path)
     storage(options, [target])  # refused for a local path
-    if is_remote(target):
-        data = read(target, options, _MOST)
-    else:
-        with _os_errors("open", target), open(target, "rb") as file:
-            data = file.read()
+    data = read(target, options, _MOST) if is_remote(target) else read_file(target)
     digest = hashlib.sha256(data).hexdigest()
     beside = is_remote(target) and tensors is None
     with (

@@ -17,7 +17,8 @@ import hashlib
 import os
 from typing import NamedTuple
 
-from .errors import AccessError, FormatError, NotFoundError, NotSupportedError
+from .errors import AccessError, ArgumentError, FormatError, NotFoundError, NotSupportedError
+from .files import regular
 from .sources import read_bytes
 from .storage import is_remote, shown
 
@@ -273,7 +274,7 @@ def _is_header(head: bytes) -> bool:
 
 def _head(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             return file.read(9)
-    except OSError:
+    except (OSError, ArgumentError):
         return b""  # whoever opens it says why

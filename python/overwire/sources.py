@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import stat
 from collections.abc import Iterable
 from typing import Any, Union
 
-from .errors import AccessError, ArgumentError, FormatError, IOFailure, NotFoundError
+from .errors import ArgumentError
+from .files import read_file
 from .storage import is_remote
 
 __all__ = ["SourceLike", "is_file", "local", "number_of", "path_of", "read_bytes", "resolve"]
@@ -88,7 +90,8 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
     limit: the most bytes that are read; a file that has more is refused.
     storage_options: as for `load_file`.
     Raises NotFoundError, AccessError, IOFailure, FormatError above the limit,
-    NotSupportedError for other schemes.
+    ArgumentError for what is no regular file, OutOfMemoryError for what does not fit
+    into memory, NotSupportedError for other schemes.
     """
     uri = local(source)
     from .storage import storage
@@ -98,21 +101,7 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
 
         return read(uri, storage_options, (1 << 62) if limit is None else limit)
     storage(storage_options, [uri])  # refused for a local path
-    path = path_of(uri) if is_file(uri) else uri
-    try:
-        with open(path, "rb") as file:
-            found = file.read() if limit is None else file.read(limit + 1)
-    except FileNotFoundError as error:
-        raise NotFoundError(f"overwire: open {uri}: not found", source=uri) from error
-    except IsADirectoryError as error:
-        raise FormatError(f"overwire: open {uri}: it is a folder", source=uri) from error
-    except PermissionError as error:
-        raise AccessError(f"overwire: open {uri}: permission denied", source=uri) from error
-    except OSError as error:
-        raise IOFailure(f"overwire: read {uri}: {error.strerror}", source=uri) from error
-    if limit is not None and len(found) > limit:
-        raise FormatError(f"overwire: read {uri}: more than {limit} bytes", source=uri)
-    return found
+    return read_file(path_of(uri) if is_file(uri) else uri, limit, uri)
 
 
 def number_of(file: Any) -> int | None:
@@ -138,6 +127,8 @@ def _open_file(file: Any) -> tuple[list[str], Any]:
             file.flush()
     number = number_of(file)
     if number is not None:
+        if stat.S_ISCHR(os.fstat(number).st_mode):
+            raise ArgumentError("overwire: source: the file is a device, which has no end")
         with contextlib.suppress(OSError, ValueError):
             size = os.fstat(number).st_size
             if size and file.tell() in (0, size):

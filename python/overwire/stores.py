@@ -9,6 +9,7 @@ import io
 import json
 import mmap
 import os
+import select
 import tempfile
 import weakref
 from base64 import b64decode
@@ -21,6 +22,9 @@ from .sources import local
 from .storage import StorageOptions, shown, storage
 
 __all__ = ["ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"]
+
+# How long a read may keep Ctrl-C waiting, in milliseconds.
+_SLICE_MS = 50
 
 
 def write_bytes(uri: str, data: bytes, options: StorageOptions | None, stale: Sequence[str] = ()) -> None:
@@ -135,6 +139,11 @@ class ObjectReader(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         if self._job is None or not len(view):
             return 0
+        # In slices: a signal that comes just before a read would else be heard after it.
+        waiting = select.poll()
+        waiting.register(self._pipe, select.POLLIN)
+        while not waiting.poll(_SLICE_MS):
+            pass
         got = os.readv(self._pipe, [view])
         if not got:
             self._job.wait()  # an error of the store

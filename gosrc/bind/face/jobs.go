@@ -8,7 +8,6 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
@@ -132,7 +131,7 @@ func Free(h uint64) {
 	case e.job != nil:
 		e.job.Cancel()
 	case e.mine:
-		e.discard()
+		e.pre.Discard()
 	}
 }
 
@@ -233,16 +232,3 @@ func Shutdown(d time.Duration) bool {
 // EmptyCache gives back the device and pinned memory that is only kept for the
 // next load. It starts no driver.
 func EmptyCache() error { return cuda.Trim() }
-
-// discard gives up a preload that was handed over.
-func (e *entry) discard() {
-	spawn.Go("preload discard", func() {
-		m, l, _, _ := e.pre.Opened(-1)
-		if l != nil {
-			l.Close()
-		}
-		if m != nil {
-			m.Close()
-		}
-	})
-}

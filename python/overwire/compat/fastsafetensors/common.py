@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import overwire
+from overwire.files import regular
 
 from . import cpp
 from .st_types import Device, DeviceType, DType
@@ -203,7 +204,7 @@ class SafeTensorsMetadata:
     @classmethod
     def from_file(cls, filename: str, framework: FrameworkOpBase) -> SafeTensorsMetadata:
         """Of a path."""
-        fd = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
+        fd = regular(filename)
         try:
             return cls.from_fd(fd, filename, framework)
         finally:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from overwire.files import regular
+
 from .common import init_logger
 
 __all__ = ["CONFIG_ENV_VAR", "DEFAULT_CONFIG_PATH", "LoaderConfig", "load_config"]
@@ -68,7 +70,7 @@ class LoaderConfig:
 
     @classmethod
     def _from_json(cls, path: str) -> LoaderConfig:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=regular) as file:
             data = json.load(file)
         if not isinstance(data, dict):
             raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")

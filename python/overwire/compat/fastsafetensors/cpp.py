@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import overwire
+from overwire.files import regular
 
 __all__ = [
     "close_gds", "cpp_metrics", "cpu_free", "cpu_malloc", "cufile_version", "gds_device_buffer", "gds_file_handle", "gds_file_reader",
@@ -354,7 +355,7 @@ class gds_file_handle:
 
     def __init__(self, filename: str, o_direct: bool, use_cuda: bool) -> None:
         self._fd = -1
-        self._fd = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = regular(filename)
 
     def __del__(self) -> None:
         if self._fd >= 0:

@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import overwire
+from overwire.files import regular
 
 from . import bundles, manifests
 
@@ -32,7 +33,7 @@ def load(path: str) -> Any:
             raise refused
         import nyacomp  # type: ignore[import-not-found]
 
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             module = file.read(2) == b"PK"
         return (nyacomp.load_compressed if module else nyacomp.load_compressed_pickle)(path)
 

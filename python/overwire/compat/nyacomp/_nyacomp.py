@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import overwire
+from overwire.files import regular
 from overwire.sources import path_of
 
 from . import hlif, manifests, settings
@@ -394,7 +395,7 @@ def _raw(entry: _Entry) -> Any:
         data = bytearray(overwire.read_bytes(place, size))
     else:
         data = bytearray(size)
-        with open(place, "rb", buffering=0) as file:
+        with open(place, "rb", buffering=0, opener=regular) as file:
             view, at = memoryview(data), 0
             while at < size and (count := file.readinto(view[at:])):
                 at += count

@@ -11,6 +11,7 @@ from typing import Any, Union
 
 import overwire
 from overwire import layout
+from overwire.files import regular
 
 from . import _nyacomp, manifests, partition, settings
 from .merging import split_tensors, tensor_size
@@ -168,7 +169,7 @@ def _load(path: PathLike, verb: Any) -> Any:
         if not os.path.exists(path) or manifests.find(path, manifests.MERGE_INFO) is None or not _foreign(path):
             raise
     tensors = split_tensors(_stored(path, keep=False), manifests.read_merge_info(path))
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         if file.read(2) == b"PK":
             return _filled(path, tensors)
         file.seek(0)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import overwire
 from overwire import codecs
+from overwire.files import regular
 
 __all__ = ["FORMATS", "RECOMPRESS", "Header", "decode", "parse", "refuse", "sniff"]
 
@@ -62,7 +63,7 @@ def parse(head: bytes, size: int) -> Header | None:
 def sniff(place: str) -> Header | None:
     """What a local file is: None for one of overwire's containers, the header of
     nvCOMP's. FormatError for a file that is neither."""
-    with open(place, "rb") as file:
+    with open(place, "rb", opener=regular) as file:
         head = file.read(_HEADER.size)
         size = file.seek(0, 2)
     if head[4:9] == b"\0\0\0\0{":

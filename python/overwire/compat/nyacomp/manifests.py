@@ -165,7 +165,7 @@ def read_merge_info(path: str | os.PathLike[str]) -> str:
     place = find(path, MERGE_INFO)
     if place is None:
         raise overwire.NotFoundError(f"overwire: open {path}: {MERGE_INFO} is not beside it", source=os.fspath(path))
-    return place.read_text()
+    return overwire.read_bytes(place, _LIMIT).decode()
 
 
 def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[list[int]]]:

@@ -6,7 +6,8 @@ import os
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ...errors import AccessError
+from ...errors import AccessError, NotFoundError, OverwireError
+from ...files import read_file, regular
 from ...stores import ObjectWriter, presign
 
 default_s3_read_endpoint = "accel-object.ord1.coreweave.com"
@@ -14,6 +15,9 @@ default_s3_write_endpoint = "object.ord1.coreweave.com"
 
 # URLs that are made here live until the end of the next day, as tensorizer's.
 _DAY = 86400
+
+
+_SETTINGS = 1 << 20  # bytes of a file of settings
 
 
 class ParsedCredentials(NamedTuple):
@@ -39,9 +43,10 @@ def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
     config = configparser.ConfigParser(interpolation=None)
     for path in paths:
         try:
-            if not config.read(os.fsdecode(path)):
-                continue
-        except configparser.Error as error:
+            config.read_string(read_file(os.fsdecode(path), _SETTINGS).decode())
+        except (NotFoundError, AccessError):
+            continue
+        except (configparser.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{os.fsdecode(path)} is no .s3cfg file") from error
         if "default" not in config:
             raise ValueError(f"No default section in {os.fsdecode(path)}")
@@ -113,8 +118,8 @@ def configured_endpoint() -> str | None:
             return os.environ[name]
     config = configparser.ConfigParser(interpolation=None)
     try:
-        config.read(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"))
-    except configparser.Error:
+        config.read_string(read_file(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"), _SETTINGS).decode())
+    except (configparser.Error, UnicodeDecodeError, OverwireError):
         return None  # whoever signs reads it again, and says so
     profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
     for name in (f"profile {profile}", profile):
@@ -196,5 +201,5 @@ def upload(path: Any, uri: str, options: dict[str, Any]) -> None:
     """Copies a local file into an object."""
     import shutil
 
-    with open(path, "rb") as source, ObjectWriter(uri, storage_options=options) as target:
+    with open(path, "rb", opener=regular) as source, ObjectWriter(uri, storage_options=options) as target:
         shutil.copyfileobj(source, target, 16 << 20)

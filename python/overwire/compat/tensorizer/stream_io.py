@@ -15,6 +15,7 @@ from io import SEEK_CUR, SEEK_END, SEEK_SET
 from typing import Any
 
 from ...errors import OverwireError
+from ...files import regular
 from ...storage import shown
 from ...stores import ObjectReader, ObjectWriter
 from . import _s3
@@ -88,7 +89,7 @@ def _certificates(path: str | os.PathLike[str]) -> bool:
     """Whether a file, or a file of a folder, has a certificate."""
     if os.path.isdir(path):
         return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         return b"-----BEGIN CERTIFICATE-----" in file.read()
 
 
@@ -453,6 +454,7 @@ def open_stream(
     path = path.removeprefix("file://") if scheme else path
     if set(mode) & set("wax") and os.path.dirname(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-    stream = open(path, mode, buffering=-1 if buffer_size is None else buffer_size)  # noqa: SIM115 - the caller's
+    # The caller's. A pipe that is to be read would wait for a writer, and cannot seek.
+    stream = open(path, mode, -1 if buffer_size is None else buffer_size, opener=regular if normal == "br" else None)  # noqa: SIM115
     stream.seek(begin or 0)
     return stream

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 import overwire
+from overwire.files import regular
 
 from .. import cpp
 from ..allocation import track
@@ -191,7 +192,7 @@ class TorchOp(FrameworkOpBase):
 
     def mmap_file_pinned(self, filename: str, length: int, offset: int) -> TorchTensor:
         host = torch.empty(length, dtype=torch.uint8)
-        with open(filename, "rb", buffering=0) as file:
+        with open(filename, "rb", buffering=0, opener=regular) as file:
             file.seek(offset)
             into, done = memoryview(host.numpy()), 0  # type: ignore[arg-type,unused-ignore]
             while done < length:

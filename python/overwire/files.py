@@ -1,0 +1,94 @@
+"""Opens and reads regular files, and nothing that waits for a writer or has no end.
+
+A pipe, a socket or a device under a file's name is refused at once: the file is
+opened without waiting, and looked at by its descriptor, so that nothing can take
+its place in between. Whatever reads a file by a name that it was given, or that it
+found in another file, reads it by this module or through the engine.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+
+from .errors import AccessError, ArgumentError, FormatError, IOFailure, NotFoundError, OutOfMemoryError
+
+__all__ = ["read_file", "regular"]
+
+# Bytes read at once: a moment, between which Ctrl-C is heard.
+_STEP = 8 << 20
+
+
+def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY | os.O_CLOEXEC) -> int:
+    """A descriptor of a regular file; `opener=regular` makes `open` take no other.
+
+    flags: those of `os.open`, for reading. Raises ArgumentError for what is no regular
+    file, and what `os.open` raises.
+    """
+    try:
+        number = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a socket, or a device that is not there
+            raise
+        raise _special(path) from None
+    try:
+        mode = os.fstat(number).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(mode):
+            raise _special(path)
+    except BaseException:
+        os.close(number)
+        raise
+    return number
+
+
+def _special(path: str | os.PathLike[str]) -> ArgumentError:
+    name = os.fsdecode(path)
+    return ArgumentError(f"overwire: open {name}: not a regular file", source=name)
+
+
+def read_file(path: str, limit: int | None = None, name: str | None = None) -> bytes:
+    """The whole content of a regular file.
+
+    limit: the most bytes that are read; FormatError for a file that has more, before
+        anything is read where its size says so. None: what the machine's memory holds,
+        OutOfMemoryError above that.
+    name: what errors call it; None: its path.
+
+    Raises NotFoundError, AccessError, FormatError for a folder, ArgumentError for what is
+    no regular file, IOFailure.
+    """
+    name = path if name is None else name
+    try:
+        with open(path, "rb", buffering=0, opener=regular) as file:
+            size = os.fstat(file.fileno()).st_size
+            most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if limit is None else limit
+            content = io.BytesIO()
+            # To the end, whatever the size: that of files in /proc is 0.
+            while max(size, content.tell()) <= most:
+                block = file.read(min(_STEP, max(size, content.tell()) - content.tell() + (64 << 10)))
+                if block is None:
+                    raise IOFailure(f"overwire: read {name}: it has nothing to read now, and may never have", source=name)
+                if not block:
+                    return content.getvalue()
+                content.write(block)
+            size = max(size, content.tell())
+    except FileNotFoundError as error:
+        raise NotFoundError(f"overwire: open {name}: not found", source=name) from error
+    except IsADirectoryError as error:
+        raise FormatError(f"overwire: open {name}: it is a folder", source=name) from error
+    except PermissionError as error:
+        raise AccessError(f"overwire: open {name}: permission denied", source=name) from error
+    except (IOFailure, ArgumentError):
+        raise
+    except OSError as error:
+        raise IOFailure(f"overwire: read {name}: {error.strerror}", source=name) from error
+    except MemoryError as error:
+        raise OutOfMemoryError(f"overwire: read {name}: {size} bytes do not fit into memory", source=name, asked=size) from error
+    if limit is None:
+        text = f"overwire: read {name}: {size} bytes are more than the {most} of this machine's memory"
+        raise OutOfMemoryError(text, source=name, asked=size, total=most)
+    raise FormatError(f"overwire: read {name}: more than {limit} bytes", source=name)
