@@ -90,13 +90,16 @@ def refuse(kinds, call, *args):
     except kinds:
         return
     sys.exit(f"{call.__name__}{args!r} was taken")
-for call in (e.open_model, e.convert_start, e.verify_start, e.preload_start, e.inspect):
+for call in (e.open_model, e.convert_start, e.verify_start, e.preload_start):
     for text in ("a\\0b", "\\ud800"):
         refuse(ValueError, call, text)
     refuse(TypeError, call, 1)
     refuse(TypeError, call, b"{}")
 for text in ("", "[]", "{", '{"uris": 1}'):
     refuse(ValueError, e.open_model, text)
+refuse(ValueError, e.call, "destroy", "{}")
+refuse(ValueError, e.call, "\\0", "{}")
+refuse(TypeError, e.call, 1, "{}")
 refuse(ValueError, e.load_start, model, None, "\\0")
 refuse(ValueError, e.load_start, model, None, "nonsense")
 refuse(TypeError, e.load_start, model, "text", "{}")
