@@ -56,7 +56,7 @@ calls = [
     lambda: e.load_start(1, None, "{}"), lambda: e.job_wait(1, None), lambda: e.job_next(1, None),
     lambda: e.job_take(1), lambda: e.job_progress(1), lambda: e.job_cancel(1), lambda: e.job_free(1),
     lambda: e.job_report(1), lambda: e.save_start("{}", []), lambda: e.convert_start("{}"),
-    lambda: e.verify_start("{}"), lambda: e.inspect("x"), lambda: e.doctor(), lambda: e.knobs(),
+    lambda: e.verify_start("{}"), lambda: e.call("inspect", "x"), lambda: e.doctor(), lambda: e.knobs(),
     lambda: e.cli([]), lambda: e.preload_start("{}"), lambda: e.preload_find("x"),
 ]
 def body():

@@ -336,7 +336,7 @@ for compress in (False, True):
     landed = dict(zip(names, load(path)))
     assert ctypes.string_at(landed["w"][1], n * 2) == values.tobytes()
     assert json.loads(e.model_info(model))["sources"][0]["overwire"] is compress
-    assert json.loads(e.inspect(json.dumps({"uris": [path]})))
+    assert json.loads(e.call("inspect", json.dumps({"uris": [path]})))
     verify = e.verify_start(json.dumps({"uris": [path]}))
     assert e.job_wait(verify, None) and json.loads(e.job_report(verify))
 convert = e.convert_start(json.dumps({"uris": [f"{sys.argv[1]}/True.safetensors"], "path": f"{sys.argv[1]}/back.safetensors"}))

@@ -33,10 +33,6 @@ __all__ = [
     "call",
     "cli",
     "close_model",
-    "codec_names",
-    "codec_now",
-    "codec_start",
-    "codec_take",
     "convert_start",
     "device_prepare",
     "dlpack_give",
@@ -209,9 +205,43 @@ def call(verb: str, text: str) -> str:
     return found
 
 
+class _Job(int):
+    """The number of a job, which ends with its last holder: it is cancelled, and what
+    it was lent is no longer in use then."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        _finish("api_JobEnd", self)
+
+
+class _Model(int):
+    """The number of an open model, which its last holder closes."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        _finish("api_CloseModel", self)
+
+
+def _finish(function: str, number: int) -> None:
+    if number and _loaded is not None and not isinstance(_loaded, (_Forked, _Exiting)):
+        try:
+            getattr(_loaded, function)(number)
+        except RuntimeError:
+            pass  # a forked child, or an engine that has failed
+
+
+def _own(kind: Callable[[Any], T], function: Callable[..., Any], *args: Any) -> T:
+    """`kind(function(*args))` without a moment for a signal handler in between, in
+    which a number would be nobody's: both calls are made by C."""
+    found: T = _call(next, map(kind, map(function, *((arg,) for arg in args))))
+    return found
+
+
 def _handle(number: int) -> int:
     """A handle, checked: Go would take -1 for 2**64 - 1."""
-    if type(number) is int and 0 < number < 1 << 64:
+    if type(number) in (int, _Job, _Model) and 0 < number < 1 << 64:
         return number
     from . import errors
 
@@ -224,7 +254,7 @@ def _handle(number: int) -> int:
 def open_model(spec: str) -> int:
     """Open and index files: JSON {"uris": [...], "map": true | false | null,
     "lenient": bool, "keys": [...], "storage": {...}}."""
-    return int(call("open", spec))
+    return _own(_Model, _core().call, "open", spec)
 
 
 def close_model(model: int) -> None:
@@ -247,7 +277,7 @@ def model_info(model: int) -> str:
 def model_pin(model: int, options: str) -> int:
     """Start to bring a model's files into memory, where later loads find them;
     return the job. Fails while loads of the model run. JSON {"device", "threads"}."""
-    number: int = _call(_core().api_ModelPin, _handle(model), options)
+    number: int = _own(_Job, _core().api_ModelPin, _handle(model), options)
     return number
 
 
@@ -262,7 +292,7 @@ def load_start(model: int, requests: bytes | None, options: str) -> int:
     (hi -1: to the end); None asks for every tensor, whole. A destination stays
     valid until the job has ended. `options` is JSON: {"threads": n}.
     """
-    number: int = _call(_core().load_start, _handle(model), requests, options)
+    number: int = _own(_Job, _core().load_start, _handle(model), requests, options)
     return number
 
 
@@ -357,25 +387,25 @@ def save_start(spec: str, tensors: list[tuple[str, str, tuple[int, ...], int, in
     JSON of save.Spec: {"path", "metadata", "compress", "parts", "shard", ...}, and
     "cuda": for each tensor 1 + the GPU that its address is of, or 0.
     """
-    number: int = _call(_core().save_start, spec, tensors)
+    number: int = _own(_Job, _core().save_start, spec, tensors)
     return number
 
 
 def convert_start(spec: str) -> int:
     """Start to rewrite files: JSON {"uris": [...]} and the fields of save.Spec."""
-    number: int = _call(_core().api_ConvertStart, spec)
+    number: int = _own(_Job, _core().api_ConvertStart, spec)
     return number
 
 
 def verify_start(spec: str) -> int:
     """Start to prove files: JSON {"uris": [...]}; see `job_report`."""
-    number: int = _call(_core().api_VerifyStart, spec)
+    number: int = _own(_Job, _core().api_VerifyStart, spec)
     return number
 
 
 def fetch_start(spec: str) -> int:
     """Start to write the bytes of JSON {"uris": [...], "storage": {...}, "most": n, "from", "to"} to its open file "fd"."""
-    number: int = _call(_core().api_FetchStart, spec)
+    number: int = _own(_Job, _core().api_FetchStart, spec)
     return number
 
 
@@ -400,12 +430,12 @@ def preload_find(spec: str) -> tuple[int, int] | None:
     close and free. Raises what the opening of the files raised.
     """
     core = _core()
-    job: int = _call(core.api_PreloadFind, spec)
+    job: int = _own(_Job, core.api_PreloadFind, spec)
     if job == 0:
         return None
     try:
         while True:  # in slices, for Ctrl-C
-            model: int = _call(core.api_PreloadModel, job, _SLICE_MS)
+            model: int = _own(_Model, core.api_PreloadModel, job, _SLICE_MS)
             if model:
                 return model, job
     except BaseException:
@@ -413,52 +443,7 @@ def preload_find(spec: str) -> tuple[int, int] | None:
         raise
 
 
-# Codecs, and memory of other objects.
-
-
-def codec_names() -> str:
-    """The algorithms that `codec_start` takes: a JSON list."""
-    text: str = _call(_core().api_CodecNames)
-    return text
-
-
-def codec_start(spec: str, buffers: list[tuple[int, int, bool, int, int]]) -> int:
-    """Start to encode, decode or measure buffers, return the job.
-
-    A buffer is (address, bytes, own, out address, out bytes): with `own` its
-    result goes to `out`, else to new memory. All of it stays alive and
-    unchanged until the job has ended. `spec` is the JSON of bitstream.Spec.
-    """
-    number: int = _call(_core().codec_start, spec, buffers)
-    return number
-
-
-def codec_take(job: int) -> list[tuple[Capsule | None, int, int, BaseException | None, bool]]:
-    """After the end, for every buffer: (capsule, address, bytes, error, summed).
-
-    The capsule ("dltensor" of uint8) is the caller's; None for a buffer with
-    memory of its own, without bytes, or that failed early. A buffer that failed
-    late keeps its memory. `summed`: its checksums were compared.
-    """
-    return _coded(_call(_core().codec_take, _handle(job)))
-
-
-def codec_now(
-    spec: str, buffers: list[tuple[int, int, bool, int, int]]
-) -> list[tuple[Capsule | None, int, int, BaseException | None, bool]] | None:
-    """What `codec_start` and `codec_take` do, in one call that is not interrupted;
-    None, and nothing was done, where it may take longer than a moment."""
-    rows = _call(_core().codec_now, spec, buffers)
-    return None if rows is None else _coded(rows)
-
-
-def _coded(
-    rows: list[tuple[Capsule | None, int, int, str | None, int]],
-) -> list[tuple[Capsule | None, int, int, BaseException | None, bool]]:
-    return [
-        (capsule, address, size, None if text is None else _fault(RuntimeError(text)), bool(summed))
-        for capsule, address, size, text, summed in rows
-    ]
+# Memory of other objects.
 
 
 def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
@@ -558,7 +543,7 @@ def cli(argv: Sequence[str]) -> int:
 
     sys.stdout.flush()
     sys.stderr.flush()
-    job: int = _call(_core().api_CliStart, _program(argv))
+    job: int = _own(_Job, _core().api_CliStart, _program(argv))
     try:
         job_wait(job, None)
         code: int = json.loads(job_report(job))

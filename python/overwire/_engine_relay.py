@@ -3,7 +3,7 @@ gosrc/load/relay.go."""
 
 from __future__ import annotations
 
-from ._engine import _call, _core, _handle
+from ._engine import _call, _core, _handle, _Job, _own
 
 __all__ = ["relay_aim", "relay_decode", "relay_start", "relay_wait"]
 
@@ -11,7 +11,7 @@ __all__ = ["relay_aim", "relay_decode", "relay_start", "relay_wait"]
 def relay_start(model: int, spec: str) -> tuple[int, str]:
     """Start one rank's part in a load of several: the JSON of a load.RelaySpec. Returns the job,
     and as JSON how many bytes each rank's share of each piece has in its buffer."""
-    job: int = _call(_core().api_RelayStart, _handle(model), spec)
+    job: int = _own(_Job, _core().api_RelayStart, _handle(model), spec)
     return job, _call(_core().api_RelayShares, job)
 
 

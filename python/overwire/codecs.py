@@ -27,6 +27,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, overload
 
 from . import _engine
+from ._engine_codecs import codec_names, codec_now, codec_start, codec_take
 from .errors import ArgumentError, NotSupportedError
 from .jobs import Job
 
@@ -94,7 +95,7 @@ class Lent(NamedTuple):
 
 def algorithms() -> tuple[str, ...]:
     """The names that `encode` and `decode` take; their case does not matter."""
-    return tuple(json.loads(_engine.codec_names()))
+    return tuple(json.loads(codec_names()))
 
 
 def default_chunk(algorithm: str) -> int:
@@ -243,13 +244,13 @@ def run(
         (s.address, s.nbytes, False, 0, 0) if o is None else (s.address, s.nbytes, True, o.address, o.nbytes)
         for s, o in zip(sources, outs, strict=True)
     ]
-    made = _engine.codec_now(text, buffers)
+    made = codec_now(text, buffers)
     if made is not None:
         return [Coded._make(row) for row in made]
-    job = Job(_engine.codec_start(text, buffers), f"codec {op}")
+    job = Job(codec_start(text, buffers), f"codec {op}")
     try:
         job.wait()
-        return [Coded(*row) for row in _engine.codec_take(job.number)]
+        return [Coded(*row) for row in codec_take(job.number)]
     except BaseException:
         job.cancel()  # nothing writes to the buffers any more
         raise

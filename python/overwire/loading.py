@@ -71,11 +71,12 @@ def load_file(
         scheme. Values are texts, numbers or bools; None is as if not given.
         http, https, hf: headers (a mapping), token (bearer), cacert, capath,
         insecure; timeout (seconds without progress, 30), connections (at most,
-        64: as many are open as bring more than fewer did), retries (8). Headers,
-        token, and a URL's user and password go to the scheme, host and port that
-        they were given for, and over no redirect to others. A server with neither
-        an ETag nor a date is read by one request, in order. Files of hf:// are
-        those of one commit. `cache`, a folder, keeps whole files: they are
+        64: as many are open as bring more than fewer did), retries (8; a server
+        that has not answered once is asked 3 times in all). Headers, token, and a
+        URL's user and password go to the scheme, host and port that they were
+        given for, and over no redirect to others. A server with neither an ETag
+        nor a date is read by one request, in order. Files of hf:// are those of
+        one commit. `cache`, a folder, keeps whole files: they are
         fetched once, and compared with their hash on every use; nothing is evicted.
         s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile;
         anon (unsigned); region, endpoint_url, path_style, sse_customer_key (32

@@ -95,6 +95,10 @@ func JobFree(job uint64) (int, error) {
 	return done("free", func() error { face.Free(job); return nil })
 }
 
+func JobEnd(job uint64) (int, error) {
+	return done("end", func() error { face.End(job); return nil })
+}
+
 func ConvertStart(spec string) (uint64, error) {
 	return face.Call("convert", func() (uint64, error) { return face.ConvertStart(spec) })
 }

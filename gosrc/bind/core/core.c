@@ -380,6 +380,27 @@ PyObject * _wrap__core_api_JobCancel(PyObject * PYBINDGEN_UNUSED(dummy), PyObjec
 
 
 PyObject *
+_wrap__core_api_JobEnd(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    int64_t retval;
+    uint64_t job;
+    const char *keywords[] = {"job", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "K", (char **) keywords, &job)) {
+        return NULL;
+    }
+    retval = api_JobEnd(job);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "L", retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_JobEnd(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_JobFree(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -851,6 +872,7 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_GpuStreamSync", (PyCFunction) _wrap__core_api_GpuStreamSync, METH_KEYWORDS|METH_VARARGS, "api_GpuStreamSync(device, stream)\n\ntype: device: int64_t\ntype: stream: uint64_t" },
     {(char *) "api_GpuTransform", (PyCFunction) _wrap__core_api_GpuTransform, METH_KEYWORDS|METH_VARARGS, "api_GpuTransform(dtype, sample, n)\n\ntype: dtype: char *\ntype: sample: uint64_t\ntype: n: int64_t" },
     {(char *) "api_JobCancel", (PyCFunction) _wrap__core_api_JobCancel, METH_KEYWORDS|METH_VARARGS, "api_JobCancel(job)\n\ntype: job: uint64_t" },
+    {(char *) "api_JobEnd", (PyCFunction) _wrap__core_api_JobEnd, METH_KEYWORDS|METH_VARARGS, "api_JobEnd(job)\n\ntype: job: uint64_t" },
     {(char *) "api_JobFree", (PyCFunction) _wrap__core_api_JobFree, METH_KEYWORDS|METH_VARARGS, "api_JobFree(job)\n\ntype: job: uint64_t" },
     {(char *) "api_LoadSettle", (PyCFunction) _wrap__core_api_LoadSettle, METH_KEYWORDS|METH_VARARGS, "api_LoadSettle(job, pairs, n, stream)\n\ntype: job: uint64_t\ntype: pairs: uint64_t\ntype: n: int64_t\ntype: stream: uint64_t" },
     {(char *) "api_ModelPin", (PyCFunction) _wrap__core_api_ModelPin, METH_KEYWORDS|METH_VARARGS, "api_ModelPin(model, options)\n\ntype: model: uint64_t\ntype: options: char *" },

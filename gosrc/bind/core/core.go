@@ -295,6 +295,21 @@ func api_JobCancel(job C.ulonglong) C.longlong {
 	return C.longlong(cret)
 }
 
+//export api_JobEnd
+func api_JobEnd(job C.ulonglong) C.longlong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.JobEnd(uint64(job))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.longlong(0)
+	}
+	return C.longlong(cret)
+}
+
 //export api_JobFree
 func api_JobFree(job C.ulonglong) C.longlong {
 	_saved_thread := C.PyEval_SaveThread()

@@ -93,6 +93,7 @@ extern long long unsigned int api_GpuStreamNew(long long int device);
 extern long long int api_GpuStreamSync(long long int device, long long unsigned int stream);
 extern long long int api_GpuTransform(char* dtype, long long unsigned int sample, long long int n);
 extern long long int api_JobCancel(long long unsigned int job);
+extern long long int api_JobEnd(long long unsigned int job);
 extern long long int api_JobFree(long long unsigned int job);
 extern char* api_JobProgress(long long unsigned int job);
 extern char* api_JobReport(long long unsigned int job);

@@ -135,6 +135,16 @@ func Free(h uint64) {
 	}
 }
 
+// End cancels a job, waits until nothing of the caller's is in use any more, and
+// forgets it. A preload is forgotten as Free does, without a wait.
+func End(h uint64) {
+	if e, err := jobs.get(h); err == nil && e.job != nil {
+		e.job.Cancel()
+		_, _ = e.job.Wait(-1)
+	}
+	Free(h)
+}
+
 // A Landed is one request of a load that is ready, and its tensor, which is
 // the receiver's from now on.
 type Landed struct {

@@ -53,6 +53,26 @@ func Check(st *unix.Stat_t) error {
 // MaxSetting is the size up to which a file of settings is read: certificates, a token.
 const MaxSetting = 16 << 20
 
+// Sized refuses a file that says to have no bytes and has some, as those of /proc do.
+func Sized(fd int, st *unix.Stat_t) error {
+	if st.Size > 0 {
+		return nil
+	}
+	var b [1]byte
+	n := 0
+	err := again(func() (err error) {
+		n, err = unix.Pread(fd, b[:], 0)
+		return err
+	})
+	switch {
+	case err != nil:
+		return fault.FromOS(&os.PathError{Op: "read", Path: "its beginning", Err: err})
+	case n > 0:
+		return fault.New(fault.ErrNotSupported, "a file that does not tell its size, as those of /proc; copy it first")
+	}
+	return nil
+}
+
 // step is how much is asked for beyond what a file says to have: those of /proc say 0.
 const step = 32 << 10
 

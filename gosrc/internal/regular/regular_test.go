@@ -86,3 +86,21 @@ func TestOnlyRegularFiles(t *testing.T) {
 		t.Errorf("%q %v", b, err)
 	}
 }
+
+// A file has the size that it tells, or is refused.
+func TestSized(t *testing.T) {
+	empty := filepath.Join(t.TempDir(), "empty")
+	if err := os.WriteFile(empty, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]error{empty: nil, os.Args[0]: nil, "/proc/self/status": fault.ErrNotSupported, "/proc/self/mem": fault.ErrIO} {
+		fd, st, err := Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := Sized(fd, &st); !errors.Is(err, want) {
+			t.Errorf("%s: %v, want %v", path, err, want)
+		}
+		_ = unix.Close(fd)
+	}
+}

@@ -61,6 +61,10 @@ func Open(path string) (*File, error) {
 	if err != nil {
 		return fail(err)
 	}
+	if err := regular.Sized(fd, &st); err != nil {
+		_ = unix.Close(fd)
+		return fail(err)
+	}
 	return made(path, fd, &st), nil
 }
 
@@ -75,6 +79,9 @@ func FromFD(fd int, uri string) (*File, error) {
 		return fail(fault.FromOS(err))
 	}
 	if err := regular.Check(&st); err != nil {
+		return fail(err)
+	}
+	if err := regular.Sized(fd, &st); err != nil {
 		return fail(err)
 	}
 	own, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)

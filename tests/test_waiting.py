@@ -1,0 +1,119 @@
+"""Every verb that can wait, on what does not answer: servers that are silent, trickle or
+stop, and pipes, devices and the like under the names of files.
+
+Each ends by itself with a class of ours, and Ctrl-C ends it at once, long before its
+time is up. The cells of a table run in one process: see waiting_worker.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("waiting_worker.py")
+# retry.OpenTries.
+TRIES = 3
+
+
+def cells(table: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """The cells of one table. A cell that hangs, or ends the process, is shown."""
+    process = subprocess.Popen(
+        [sys.executable, str(WORKER), table, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, errors = process.communicate(timeout=400)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert process.returncode == 0, f"{lines[-1:]}\n{errors[-6000:]}"
+    found = {line["cell"]: line for line in lines if "cell" in line}
+    assert len(found) > 20
+    return found
+
+
+def bad(found: dict[str, dict[str, Any]], good: Any) -> list[dict[str, Any]]:
+    return [cell for cell in found.values() if not good(cell)]
+
+
+def test_servers_that_do_not_answer(tmp_path: Path) -> None:
+    """A verb ends with a class of ours after a timeout, and a try that is out of time counts as one."""
+    found = cells("servers", tmp_path)
+
+    def good(cell: dict[str, Any]) -> bool:
+        # Two files of a list are opened at once.
+        tries = TRIES * (2 if "list" in cell["cell"] else 1)
+        wanted = ("CancelledError",) if "close" in cell["cell"] else ("DeadlineError", "OverwireError")
+        return cell["ended"] in wanted and 1 <= cell.get("seen", 1) <= tries
+
+    assert not bad(found, good)
+    # Not fewer than that either; one may be lost where the machine is busy for longer than the timeout.
+    assert max(cell["seen"] for cell in found.values() if cell["cell"].endswith("silent")) >= TRIES
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    """Whatever lies under a file's name, each verb that opens it ends, and with a class of ours."""
+    found = cells("special", tmp_path)
+
+    def good(cell: dict[str, Any]) -> bool:
+        name, ended = cell["cell"], cell["ended"]
+        if ended == "returned":
+            return may_go_well(name)
+        return bool(ended.endswith("Error") or ended == "IOFailure") and (name.startswith("overwire ") or ended != "OverwireError")
+
+    assert not bad(found, good)
+    assert found["load_compressed_pickle, bundle is terabytes"]["ended"] in ("OutOfMemoryError", "FormatError")
+    for name in ("compress_pickle", "compress_pickle again", "load_compressed_pickle"):
+        beside = [cell for cell in found.values() if cell["cell"].startswith(f"{name}, neighbours")]
+        assert [cell for cell in beside if cell["ended"] != "CancelledError"] == []
+
+
+def may_go_well(name: str) -> bool:
+    verb, _, place = name.partition(", ")
+    return (
+        verb == "save_file"  # it replaces the name, or what a link leads to
+        or (verb in ("preload", "inspect", "verify") and place.startswith("bundle"))  # they read the container alone
+        or (verb == "read_bytes" and place.endswith("/proc"))
+        or (verb == "ObjectReader" and place.endswith("terabytes"))  # of which it reads a byte
+    )
+
+
+def test_ctrl_c_ends_every_wait(tmp_path: Path) -> None:
+    """KeyboardInterrupt comes while a minute of the timeout is left, and connections are closed then."""
+    found = cells("signals", tmp_path)
+    assert found.pop("files that are left")["ended"] == "none"
+    assert not bad(found, lambda cell: cell["ended"] == "KeyboardInterrupt")
+
+
+def test_compat_modules(tmp_path: Path) -> None:
+    """The same of the modules that stand in for others."""
+    pytest.importorskip("torch")
+    found = cells("torch", tmp_path)
+
+    def good(cell: dict[str, Any]) -> bool:
+        name, ended = cell["cell"], cell["ended"]
+        if "http" in name or "redis" in name:
+            return bool(ended == "KeyboardInterrupt")
+        return bool(ended == "CancelledError" or (ended == "returned" and name in GO_WELL))
+
+    assert not bad(found, good)
+
+
+GO_WELL = {
+    "open_stream of /proc",
+    "open_stream of terabytes",
+    "nyacomp read_merge_info of /proc",
+    "s3cfg of link to nothing",
+}

@@ -1,0 +1,589 @@
+"""Calls every verb that can wait on what does not answer, in one process; started by
+test_waiting.py.
+
+    waiting_worker.py servers | special | signals | torch FOLDER
+
+prints one JSON object a cell: its name, how it ended, and what a server saw of it. By
+hand, `signals` also shows how long Ctrl-C took ("heard", in seconds).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# What hangs for so long is shown, and ends the process.
+HANG = 20.0
+
+HEADER = json.dumps({"a": {"dtype": "U8", "shape": [2 << 20], "data_offsets": [0, 2 << 20]}}).encode()
+MODEL = (len(HEADER) + -len(HEADER) % 8).to_bytes(8, "little") + HEADER + b" " * (-len(HEADER) % 8) + bytes(2 << 20)
+
+FIRST = (
+    f'HTTP/1.1 206 Partial Content\r\nETag: "1"\r\nContent-Range: bytes 0-262143/{len(MODEL)}\r\n'
+    "Content-Length: 262144\r\n\r\n"
+).encode()
+
+
+class Server(threading.Thread):
+    """Accepts connections, and answers them as its kind says:
+
+    silent: never; trickle: a header, then a byte now and then; headers: a header
+    without an end; stops: the first 256 KiB of a model, and nothing after that.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(daemon=True)
+        self.kind = kind
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port = self.listener.getsockname()[1]
+        self.seen = 0  # connections
+        self.reached = threading.Event()
+        self.open: dict[socket.socket, bytes] = {}
+        self.dribbles: set[socket.socket] = set()
+        self.start()
+
+    def reset(self) -> None:
+        """Forgets what it has seen."""
+        self.seen = 0
+        self.reached.clear()
+
+    def drained(self) -> int:
+        """How many connections there were, when the last one is closed."""
+        while self.open:
+            time.sleep(0.005)
+        return self.seen
+
+    def run(self) -> None:
+        while True:
+            ready, _, _ = select.select([self.listener, *self.open], [], [], 0.05)
+            for sock in ready:
+                if sock is self.listener:
+                    got, _ = sock.accept()
+                    self.open[got] = b""
+                    self.seen += 1
+                    continue
+                try:
+                    data = sock.recv(65536)
+                except OSError:
+                    data = b""
+                if not data:
+                    del self.open[sock]
+                    self.dribbles.discard(sock)
+                    sock.close()
+                elif sock not in self.dribbles:
+                    self.open[sock] += data
+                    self.answer(sock)
+            for sock in list(self.dribbles):
+                with contextlib.suppress(OSError):
+                    sock.send(b"X-More: and more\r\n" if self.kind == "headers" else b"x")
+
+    def answer(self, sock: socket.socket) -> None:
+        text = self.open[sock]
+        if text.startswith((b"GET", b"HEAD", b"PUT", b"POST", b"DELETE")) and b"\r\n\r\n" not in text:
+            return
+        self.open[sock] = b""
+        if self.kind == "stops" and b"range: bytes=0-262143" in text.lower():
+            sock.sendall(FIRST + MODEL[:262144])
+            return
+        if self.kind == "trickle":
+            sock.sendall(FIRST)
+            self.dribbles.add(sock)
+        elif self.kind == "headers":
+            sock.sendall(b"HTTP/1.1 200 OK\r\n")
+            self.dribbles.add(sock)
+        self.reached.set()
+
+
+@contextlib.contextmanager
+def watched(name: str) -> Iterator[None]:
+    """What hangs in here ends the process, with all stacks, after its name."""
+    print(json.dumps({"begins": name}), flush=True)
+    faulthandler.dump_traceback_later(HANG, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def tell(name: str, **found: Any) -> None:
+    print(json.dumps({"cell": name, **found}), flush=True)
+
+
+def ending(verb: Callable[[], Any]) -> str:
+    """How a call ends: "returned", the class of an error of overwire's, or that of another."""
+    import overwire as ow
+
+    try:
+        verb()
+    except ow.OverwireError as error:
+        return type(error).__name__
+    except Exception as error:
+        return f"not one of ours: {type(error).__name__}: {error}"
+    return "returned"
+
+
+def cli(*argv: str) -> Callable[[], Any]:
+    """The command line, as a verb: its statuses are those of classes."""
+
+    def verb() -> None:
+        import overwire as ow
+        from overwire import _engine
+
+        status = _engine.cli(list(argv))
+        if status == 130:
+            raise KeyboardInterrupt
+        if status:
+            raise ow.OverwireError(str(status))
+
+    return verb
+
+
+def urls(server: Server, folder: Path, options: dict[str, str]) -> dict[str, Callable[[], Any]]:
+    """Every verb that reaches out over http."""
+    import overwire as ow
+    from overwire.records import read_records
+    from overwire.stores import ObjectReader
+
+    host = f"http://127.0.0.1:{server.port}"
+    url, o = host + "/m.safetensors", {"storage_options": options}
+    storage = ["--storage", json.dumps(options)]
+    return {
+        "load_file": lambda: ow.load_file(url, framework="np", **o),
+        "load_file keys": lambda: ow.load_file(url, framework="np", keys=["a"], **o),
+        "load_file index.json": lambda: ow.load_file(url + ".index.json", framework="np", **o),
+        "load_file folder": lambda: ow.load_file(host + "/folder/", framework="np", **o),
+        "load_file filter": lambda: ow.load_file(host + "/folder/", framework="np", filter=bool, **o),
+        "load_file list": lambda: ow.load_file([url, host + "/n.safetensors"], framework="np", **o),
+        "stream": lambda: list(ow.stream(url, framework="np", **o)),
+        "safe_open": lambda: ow.safe_open(url, "np", **o),
+        "plan": lambda: ow.plan(url, framework="np", **o),
+        "inspect": lambda: ow.inspect(url, **o),
+        "verify": lambda: ow.verify(url, **o),
+        "convert": lambda: ow.convert(url, folder / "out.safetensors", **o),
+        "read_bytes": lambda: ow.read_bytes(url, **o),
+        "read_records": lambda: read_records(host + "/m.tensors", **o),
+        "ObjectReader": lambda: ObjectReader(url, **o).read(),
+        "ObjectReader close": lambda: close_early(ObjectReader(url, **o), server),
+        "preload": lambda: ended_preload(ow.preload(url, **o), "wait"),
+        "preload result": lambda: ended_preload(ow.preload(url + "?2", **o), "result"),
+        "preload meta.csv": lambda: ow.preload(host + "/nya/meta.csv", **o),
+        "preload pickle": lambda: ow.preload(host + "/x.pkl", **o),
+        "preload and load": lambda: (ow.preload(url + "?3", **o), ow.load_file(url + "?3", framework="np", **o)),
+        "load_compressed_pickle": lambda: ow.load_compressed_pickle(host + "/x.pkl", **o),
+        "load_compressed": lambda: ow.load_compressed(host + "/x.pth", **o),
+        "overwire inspect": cli("inspect", url, *storage),
+        "overwire verify": cli("verify", url, *storage),
+        "overwire load": cli("load", url, *storage),
+        "overwire fetch": cli("fetch", url, "-o", str(folder / "fetched"), *storage),
+        "overwire compress": cli("compress", url, "-o", str(folder / "packed"), *storage),
+    }
+
+
+def ended_preload(preload: Any, method: str) -> None:
+    """Waits for a preload, and stops it: it would go on after Ctrl-C, as it is meant to."""
+    try:
+        getattr(preload, method)()
+    finally:
+        preload.cancel()
+
+
+def close_early(reader: Any, server: Server) -> None:
+    """Closes a reader whose request is out; then waits as the others do."""
+    server.reached.wait(HANG)
+    reader.close()
+    raise_typed()
+
+
+def raise_typed() -> None:
+    import overwire as ow
+
+    raise ow.CancelledError("closed, as it was meant")
+
+
+def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, Callable[[], Any]]:
+    """Every verb that reaches a store, there and back."""
+    import numpy as np
+    import overwire as ow
+    from overwire.stores import ObjectReader, ObjectWriter, presign, write_bytes
+
+    s3 = {**options, "endpoint_url": f"http://127.0.0.1:{silent.port}", "region": "us-east-1", "key": "k", "secret": "s"}
+    redis = f"redis://127.0.0.1:{silent.port}"
+    tensors = {"a": np.zeros(8, np.uint8)}
+
+    def written(uri: str, o: dict[str, str]) -> None:
+        with ObjectWriter(uri, storage_options=o) as file:
+            file.write(b"content")
+
+    verbs: dict[str, Callable[[], Any]] = {}
+    for name, host, o in (("s3", "s3://bucket", s3), ("redis", redis, options)):
+        for verb, call in {
+            "load_file": lambda u, o: ow.load_file(u + "/m.safetensors", framework="np", storage_options=o),
+            "folder": lambda u, o: ow.load_file(u + "/folder/", framework="np", storage_options=o),
+            "save_file": lambda u, o: ow.save_file(tensors, u + "/m.safetensors", storage_options=o),
+            "save_file shards": lambda u, o: ow.save_file(tensors, u + "/m.safetensors", max_shard_size=8, storage_options=o),
+            "convert": lambda u, o: ow.convert(folder / "sound.safetensors", u + "/m.safetensors", storage_options=o),
+            "compress_pickle": lambda u, o: ow.compress_pickle(tensors, u + "/x.pkl", storage_options=o),
+            "ObjectReader": lambda u, o: ObjectReader(u + "/x", storage_options=o).read(),
+            "ObjectWriter": lambda u, o: written(u + "/x", o),
+            "write_bytes": lambda u, o: write_bytes(u + "/x", b"content", o),
+        }.items():
+            verbs[f"{name} {verb}"] = lambda call=call, host=host, o=o: call(host, o)
+    # Its credentials are at a server, too; the timeout of these is the SDK's.
+    verbs["presign"] = lambda: presign(
+        "s3://bucket/x", 60, storage_options={**options, "endpoint_url": s3["endpoint_url"], "region": "us-east-1"}
+    )
+    return verbs
+
+
+def servers(folder: Path) -> None:
+    """Each verb at each kind of server, with a short timeout: a class of ours, and so many tries."""
+    kinds = {kind: Server(kind) for kind in ("silent", "trickle", "headers")}
+    options = {"timeout": "0.1"}
+    for kind, server in kinds.items():
+        for name, verb in urls(server, folder, options).items():
+            if kind != "silent" and name.startswith(("load_file ", "preload", "overwire")):
+                continue  # they open as others do
+            server.reset()
+            with watched(f"{name}, {kind}"):
+                ended, seen = ending(verb), server.drained()
+            tell(f"{name}, {kind}", ended=ended, seen=seen)
+    server = Server("stops")
+    for name in ("load_file", "stream", "ObjectReader", "read_bytes", "convert", "preload"):
+        verb = urls(server, folder, {**options, "retries": "1"})[name]
+        with watched(f"{name}, stops"):
+            tell(f"{name}, stops", ended=ending(verb))
+    silent = kinds["silent"]
+    for name, verb in stores(silent, folder, options).items():
+        if name != "presign":
+            silent.reset()
+            with watched(name):
+                ended, seen = ending(verb), silent.drained()
+            tell(name, ended=ended, seen=seen)
+
+
+def interrupted(name: str, verb: Callable[[], Any], reached: Callable[[], Any], at: Server | None = None) -> None:
+    """Runs a verb that would wait for a minute, and sends SIGINT once it has reached out."""
+    sent = [0.0]
+    over = threading.Event()
+
+    def send() -> None:
+        reached()
+        if not over.is_set():
+            sent[0] = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    if at is not None:
+        at.reset()
+    sender = threading.Thread(target=send, daemon=True)
+    with watched(name):
+        ended, heard = "", 0.0
+        try:
+            try:
+                sender.start()
+                verb()
+                ended = "returned"
+            except KeyboardInterrupt:
+                ended, heard = "KeyboardInterrupt", time.monotonic() - sent[0]
+            except BaseException as error:
+                ended = repr(error)
+            over.set()
+            if at is not None:
+                at.reached.set()
+            sender.join()
+        except KeyboardInterrupt:  # it had ended before
+            ended = ended or "late"
+        # What it had opened is closed.
+        if at is not None:
+            at.drained()
+    tell(name, ended=ended, heard=round(heard, 4))
+
+
+def signals(folder: Path) -> None:
+    """Ctrl-C in each verb while it waits, with a timeout that is much later."""
+    options = {"timeout": "60"}
+    silent = Server("silent")
+    for name, verb in {**urls(silent, folder, options), **stores(silent, folder, options)}.items():
+        if name == "ObjectReader close":
+            continue
+        os.environ.pop("AWS_CONTAINER_CREDENTIALS_FULL_URI", None)
+        if name == "presign":
+            os.environ["AWS_CONTAINER_CREDENTIALS_FULL_URI"] = f"http://127.0.0.1:{silent.port}/credentials"
+            silent.reset()
+        # The SDK fetches credentials for all callers at once, and ends that by a timeout of its own.
+        interrupted(name, verb, silent.reached.wait, None if name == "presign" else silent)
+    for kind in ("trickle", "headers", "stops"):
+        server = Server(kind)
+        for name in ("load_file", "stream", "safe_open", "ObjectReader", "verify", "preload"):
+            if kind != "stops" or name not in ("safe_open", "verify"):  # of such a file they read the beginning
+                interrupted(f"{name}, {kind}", urls(server, folder, options)[name], server.reached.wait, server)
+    left = sorted(path.name for path in folder.iterdir() if path.name != "sound.safetensors")
+    tell("files that are left", ended=" ".join(left) or "none")
+    keys(folder)
+
+
+def keys(folder: Path) -> None:
+    """Ctrl-C in the derivation of a key, which itself cannot be stopped."""
+    import numpy as np
+    import overwire as ow
+    from overwire.records import KeyDerivation, derive_key
+
+    # So many passes take minutes; the memory is small.
+    passes, memory = 1024, 64 << 20
+    path = folder / "sealed.tensors"
+    ow.save_file({"a": np.zeros(1000, np.uint8)}, path, storage_options={"encryption_password": "x"})
+    data = path.read_bytes()
+    old = (3).to_bytes(8, "little") + (256 << 20).to_bytes(8, "little")
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, passes.to_bytes(8, "little") + memory.to_bytes(8, "little")))
+    secret = {"storage_options": {"decryption_password": "x"}}
+
+    def soon() -> None:
+        time.sleep(0.2)
+
+    for name, verb in {
+        "derive_key": lambda: derive_key(b"x", KeyDerivation(passes, memory, bytes(16))),
+        "load_file of a sealed file": lambda: ow.load_file(path, framework="np", **secret),
+        "verify of a sealed file": lambda: ow.verify(path, **secret),
+        "convert of a sealed file": lambda: ow.convert(path, folder / "open.safetensors", **secret),
+        "save_file of a sealed file": lambda: ow.save_file(
+            {"a": np.zeros(1000, np.uint8)}, folder / "y.tensors", storage_options={"encryption_password": "x"}
+        ),
+    }.items():
+        interrupted(name, verb, soon)
+
+
+# What may lie under a file's name: how it is made.
+SPECIAL: dict[str, Callable[[Path], Any]] = {
+    "pipe": os.mkfifo,
+    "link to a pipe": lambda path: (os.mkfifo(path.with_name(path.name + "-pipe")), path.symlink_to(path.name + "-pipe")),
+    "/dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "/dev/null": lambda path: path.symlink_to("/dev/null"),
+    "/proc": lambda path: path.symlink_to("/proc/self/status"),
+    "memory": lambda path: path.symlink_to("/proc/self/mem"),
+    "link to itself": lambda path: path.symlink_to(path),
+    "link to its folder": lambda path: path.symlink_to("."),
+    "folder": lambda path: path.mkdir(),
+    "link to nothing": lambda path: path.symlink_to("nowhere"),
+}
+_held: list[Any] = []
+
+
+def bound(path: Path) -> None:
+    sock = socket.socket(socket.AF_UNIX)
+    here = os.getcwd()
+    os.chdir(path.parent)  # the name of a socket is short
+    sock.bind(path.name)
+    os.chdir(here)
+    _held.append(sock)
+
+
+def terabytes(path: Path) -> None:
+    with path.open("wb") as file:
+        os.truncate(file.fileno(), 1 << 43)
+
+
+SPECIAL |= {"socket": bound, "terabytes": terabytes}
+
+
+def special(folder: Path) -> None:
+    """Each kind of special file in each place that a verb opens by name."""
+    import numpy as np
+    import overwire as ow
+    from overwire.compat.safetensors import numpy as st
+    from overwire.records import read_records
+    from overwire.stores import ObjectReader
+
+    tensors = {"a": np.zeros(64, np.uint8)}
+    index = json.dumps({"metadata": {"total_size": 64}, "weight_map": {"a": "model-00001-of-00001.safetensors"}})
+
+    def model(at: Path, make: Callable[[Path], Any]) -> dict[str, Callable[[], Any]]:
+        path = at / "m.safetensors"
+        make(path)
+        return {
+            "load_file": lambda: ow.load_file(path, framework="np"),
+            "load_file folder": lambda: ow.load_file(at, framework="np"),
+            "load_file list": lambda: ow.load_file([path], framework="np"),
+            "stream": lambda: list(ow.stream(path, framework="np")),
+            "safe_open": lambda: ow.safe_open(path, "np"),
+            "plan": lambda: ow.plan(path, framework="np"),
+            "pin": lambda: ow.pin(path).release(),
+            "inspect": lambda: ow.inspect(path),
+            "verify": lambda: ow.verify(path),
+            "convert": lambda: ow.convert(path, at / "out.safetensors"),
+            "preload": lambda: ow.preload(path).result(HANG),
+            "read_bytes": lambda: ow.read_bytes(path, 1 << 20),
+            "read_records": lambda: read_records(path),
+            "ObjectReader": lambda: ObjectReader(path).read(1),
+            "overwire verify": cli("verify", str(path)),
+            "overwire fetch": cli("fetch", str(path), "-o", str(at / "fetched")) if make is not terabytes else must_not,
+            "compat.safetensors.numpy": lambda: ours(lambda: st.load_file(path)),
+            # Last: where there may be a file, there is one then.
+            "save_file": lambda: ow.save_file(tensors, path),
+        }
+
+    def shard(at: Path, make: Callable[[Path], Any]) -> dict[str, Callable[[], Any]]:
+        (at / "model.safetensors.index.json").write_text(index)
+        make(at / "model-00001-of-00001.safetensors")
+        return {
+            "load_file": lambda: ow.load_file(at, framework="np"),
+            "verify": lambda: ow.verify(at),
+            "convert": lambda: ow.convert(at, f"{at}-out/"),
+        }
+
+    def index_json(at: Path, make: Callable[[Path], Any]) -> dict[str, Callable[[], Any]]:
+        ow.save_file(tensors, at / "model-00001-of-00001.safetensors")
+        make(at / "model.safetensors.index.json")
+        return {
+            "load_file": lambda: ow.load_file(at, framework="np"),
+            "load_file filter": lambda: ow.load_file(at, framework="np", filter=bool),
+            "inspect": lambda: ow.inspect(at),
+            "convert": lambda: ow.convert(at, f"{at}-out/"),
+            "save_file": lambda: ow.save_file(tensors, at / "model.safetensors", max_shard_size=64),
+        }
+
+    def bundle(at: Path, make: Callable[[Path], Any]) -> dict[str, Callable[[], Any]]:
+        path = at / "x.pkl"
+        ow.compress_pickle(tensors, path)
+        path.unlink()
+        make(path)
+        return {
+            "load_compressed_pickle": lambda: ow.load_compressed_pickle(path),
+            "load_compressed": lambda: ow.load_compressed(path),
+            "preload": lambda: ow.preload(path).result(HANG),
+            "inspect": lambda: ow.inspect(path),
+            "verify": lambda: ow.verify(path),
+        }
+
+    def container(at: Path, make: Callable[[Path], Any]) -> dict[str, Callable[[], Any]]:
+        path = at / "x.pkl"
+        ow.compress_pickle(tensors, path)
+        (at / "nya/x.safetensors").unlink()
+        make(at / "nya/x.safetensors")
+        return {
+            "load_compressed_pickle": lambda: ow.load_compressed_pickle(path),
+            "preload": lambda: ow.preload(path).result(HANG),
+        }
+
+    def manifest(at: Path, make: Callable[[Path], Any]) -> dict[str, Callable[[], Any]]:
+        make(at / "meta.csv")
+        return {
+            "preload": lambda: ow.preload(at / "meta.csv").result(HANG),
+            "inspect": lambda: ow.inspect(at / "meta.csv"),
+        }
+
+    def neighbours(at: Path, make: Callable[[Path], Any]) -> dict[str, Callable[[], Any]]:
+        make(at / "x.pth")  # has the container's name, if it is a pickle
+        make(at / "unrelated.pkl")
+        return {
+            "compress_pickle": lambda: must(ow.compress_pickle(tensors, at / "x.pkl")),
+            "compress_pickle again": lambda: must(ow.compress_pickle(tensors, at / "x.pkl")),
+            "load_compressed_pickle": lambda: must(ow.load_compressed_pickle(at / "x.pkl")),
+        }
+
+    places = [model, shard, index_json, bundle, container, manifest, neighbours]
+    for number, (kind, make) in enumerate(SPECIAL.items()):
+        for place in places:
+            at = folder / f"{place.__name__}-{number}"
+            at.mkdir()
+            for name, verb in place(at, make).items():
+                cell = f"{name}, {place.__name__} is {kind}"
+                with watched(cell):
+                    ended = ending(verb)
+                tell(cell, ended=ended)
+    with open("/dev/zero", "rb") as file, watched("load_file of an open device"):
+        tell("load_file of an open device", ended=ending(lambda: ow.load_file(file, framework="np")))
+
+
+def must_not() -> None:
+    """Is not asked for: it would copy all of it."""
+    raise_typed()
+
+
+def must(_: Any) -> None:
+    """It went well, which is what is wanted here."""
+    raise_typed()
+
+
+def ours(verb: Callable[[], Any]) -> None:
+    """Of a compat module, whose errors are the original's."""
+    try:
+        verb()
+    except Exception:
+        raise_typed()
+
+
+def with_torch(folder: Path) -> None:
+    """The compat modules that need torch."""
+    import overwire as ow
+    from overwire.compat import fastsafetensors, nyacomp, tensorizer
+    from overwire.compat.fastsafetensors.common import SafeTensorsMetadata
+    from overwire.compat.fastsafetensors.config import LoaderConfig
+    from overwire.compat.nyacomp import hlif, manifests
+    from overwire.compat.safetensors import torch as st
+
+    def deserialized(path: Path) -> None:
+        with tensorizer.TensorDeserializer(str(path), device="cpu") as found:
+            list(found.items())
+
+    for number, (kind, make) in enumerate(SPECIAL.items()):
+        at = folder / str(number)
+        at.mkdir()
+        for name in ("m.safetensors", "m.tensors", "x.pth", "config.json", "merged_tensors.csv", ".s3cfg"):
+            make(at / name)
+        fast = fastsafetensors.SingleGroup()
+
+        def fastload(at: Path = at, fast: Any = fast) -> None:
+            loader = fastsafetensors.SafeTensorsFileLoader(fast, "cpu")
+            loader.add_filenames({0: [str(at / "m.safetensors")]})
+            loader.copy_files_to_device()
+
+        for name, verb in {
+            "safetensors.torch.load_file": lambda at=at: st.load_file(at / "m.safetensors"),
+            "TensorDeserializer": lambda at=at: deserialized(at / "m.tensors"),
+            "open_stream": lambda at=at: tensorizer.stream_io.open_stream(str(at / "m.tensors")).read(1) and None,
+            "s3cfg": lambda at=at: tensorizer._s3.s3cfg_values(str(at / ".s3cfg")),
+            "fastsafetensors": fastload,
+            "SafeTensorsMetadata": lambda at=at: SafeTensorsMetadata.from_file(str(at / "m.safetensors"), None),
+            "LoaderConfig": lambda at=at: LoaderConfig.from_file(str(at / "config.json")),
+            "nyacomp.load_compressed": lambda at=at: nyacomp.load_compressed(at / "x.pth"),
+            "nyacomp sniff": lambda at=at: hlif.sniff(str(at / "x.pth")),
+            "nyacomp read_merge_info": lambda at=at: manifests.read_merge_info(at / "x.pth"),
+            "load_model": lambda at=at: ow.load_model(None, at / "m.safetensors"),
+        }.items():
+            cell = f"{name} of {kind}"
+            with watched(cell):
+                ended = ending(lambda verb=verb: ours(verb))
+            tell(cell, ended=ended)
+    silent = Server("silent")
+    host = f"http://127.0.0.1:{silent.port}"
+    for name, verb in {
+        "open_stream http": lambda: tensorizer.stream_io.open_stream(host + "/m.tensors").read(1),
+        "open_stream redis": lambda: tensorizer.stream_io.open_stream(f"redis://127.0.0.1:{silent.port}/m").read(1),
+        "TensorDeserializer http": lambda: tensorizer.TensorDeserializer(host + "/m.tensors", device="cpu"),
+        "safetensors.torch.load_file http": lambda: ow.load_file(host + "/m.safetensors", storage_options={"timeout": "60"}),
+    }.items():
+        interrupted(name, verb, silent.reached.wait, silent)
+
+
+if __name__ == "__main__":
+    what, where = sys.argv[1], Path(sys.argv[2])
+    # A shell's background jobs inherit "ignored".
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for variable in [name for name in os.environ if name.startswith(("AWS_", "OVERWIRE_", "PRELOAD", "REDISCLI_"))]:
+        del os.environ[variable]
+    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    os.environ["AWS_CONFIG_FILE"] = os.environ["AWS_SHARED_CREDENTIALS_FILE"] = os.devnull
+    where.joinpath("sound.safetensors").write_bytes(MODEL)
+    {"servers": servers, "special": special, "signals": signals, "torch": with_torch}[what](where)
+    os._exit(0)  # derivations go on
