@@ -39,7 +39,8 @@ class Server(threading.Thread):
     """Accepts connections, and answers them as its kind says:
 
     silent: never; trickle: a header, then a byte now and then; headers: a header
-    without an end; stops: the first 256 KiB of a model, and nothing after that.
+    without an end; stops: the first 256 KiB of a model, and nothing after that; store:
+    the beginning of an upload to S3, and nothing after that.
     """
 
     def __init__(self, kind: str) -> None:
@@ -95,6 +96,10 @@ class Server(threading.Thread):
         self.open[sock] = b""
         if self.kind == "stops" and b"range: bytes=0-262143" in text.lower():
             sock.sendall(FIRST + MODEL[:262144])
+            return
+        if self.kind == "store" and text.startswith(b"POST") and b"?uploads" in text:
+            body = b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
+            sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             return
         if self.kind == "trickle":
             sock.sendall(FIRST)
@@ -327,9 +332,32 @@ def signals(folder: Path) -> None:
         for name in ("load_file", "stream", "safe_open", "ObjectReader", "verify", "preload"):
             if kind != "stops" or name not in ("safe_open", "verify"):  # of such a file they read the beginning
                 interrupted(f"{name}, {kind}", urls(server, folder, options)[name], server.reached.wait, server)
+    uploads(Server("store"), options)
     left = sorted(path.name for path in folder.iterdir() if path.name != "sound.safetensors")
     tell("files that are left", ended=" ".join(left) or "none")
     keys(folder)
+
+
+def uploads(server: Server, options: dict[str, str]) -> None:
+    """Ctrl-C while parts are on their way to a store, where they are to be given up then."""
+    import numpy as np
+
+    import overwire as ow
+    from overwire.stores import ObjectWriter
+
+    o = {**options, "endpoint_url": f"http://127.0.0.1:{server.port}", "region": "us-east-1", "key": "k", "secret": "s"}
+    tensors = {"a": np.zeros(40 << 20, np.uint8)}
+
+    def written() -> None:
+        with ObjectWriter("s3://bucket/x", storage_options=o) as file:
+            file.write(tensors["a"].data)
+
+    for name, verb in {
+        "save_file to a store that stops": lambda: ow.save_file(tensors, "s3://bucket/m.safetensors", compress=False, storage_options=o),
+        "ObjectWriter to a store that stops": written,
+    }.items():
+        server.reset()
+        interrupted(name, verb, server.reached.wait)
 
 
 def keys(folder: Path) -> None:

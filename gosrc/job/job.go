@@ -27,8 +27,10 @@ type Job struct {
 
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	done   chan struct{}
-	err    error // set before done is closed
+	done   chan struct{} // the job has ended for who waits for it
+	gone   chan struct{} // it has, to the last of its cleaning up
+	end    sync.Once     // of done
+	err    error         // set before done is closed
 
 	mu     sync.Mutex
 	report any
@@ -39,7 +41,7 @@ var errCancelled = fault.New(fault.ErrCancelled, "by the caller")
 
 // New returns a job that has not begun; Go begins it.
 func New(name string) *Job {
-	j := &Job{Name: name, done: make(chan struct{})}
+	j := &Job{Name: name, done: make(chan struct{}), gone: make(chan struct{})}
 	j.ctx, j.cancel = context.WithCancelCause(context.Background())
 	return j
 }
@@ -53,15 +55,31 @@ func (j *Job) Go(run func(ctx context.Context, j *Job) error) {
 		defer func() {
 			j.cancel(nil)
 			live.remove(j)
-			close(j.done)
+			j.finish(fault.New(fault.ErrEngine, "%s ended without a result", j.Name)) // unless it has
+			close(j.gone)
 		}()
-		err := spawn.Guard(j.Name, func() error { return run(j.ctx, j) })
+		j.finish(spawn.Guard(j.Name, func() error { return run(j.ctx, j) }))
+	})
+}
+
+func (j *Job) finish(err error) {
+	j.end.Do(func() {
 		// A cancelled job says so, whichever of its parts noticed first.
 		if err != nil && errors.Is(err, context.Canceled) {
 			err = errCancelled
 		}
 		j.err = err
+		close(j.done)
 	})
+}
+
+// Failed ends a cancelled job for those who wait, while its verb still cleans up: what
+// it asks of a server may take long. Nothing of the caller's may be in use any more.
+// CancelAll waits for the verb itself. It does nothing to a job that is not cancelled.
+func (j *Job) Failed(err error) {
+	if err != nil && j.ctx.Err() != nil {
+		j.finish(err)
+	}
 }
 
 // Start is New and Go.
@@ -166,8 +184,17 @@ func CancelAll(d time.Duration) bool {
 		j.Cancel()
 	}
 	end := time.Now().Add(d)
+	late := time.NewTimer(max(0, time.Until(end)))
+	defer late.Stop()
 	for _, j := range jobs {
-		if done, _ := j.Wait(max(0, time.Until(end))); !done {
+		select {
+		case <-j.gone:
+			continue
+		default:
+		}
+		select {
+		case <-j.gone:
+		case <-late.C:
 			return false
 		}
 	}

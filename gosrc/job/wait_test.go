@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
 )
 
 // A job that has ended has ended, however short the wait.
@@ -19,5 +22,35 @@ func TestWaitZero(t *testing.T) {
 	running := New("y")
 	if done, _ := running.Wait(0); done {
 		t.Error("a job that has not begun has ended")
+	}
+}
+
+// A cancelled job that cleans up keeps nobody waiting but CancelAll; one that was not
+// cancelled has not failed before its end.
+func TestFailed(t *testing.T) {
+	clean := make(chan struct{})
+	j := Start("x", func(ctx context.Context, j *Job) error {
+		j.Failed(errors.New("too early"))
+		<-ctx.Done()
+		j.Failed(context.Cause(ctx))
+		<-clean
+		return errors.New("said too late")
+	})
+	if done, err := j.Wait(time.Millisecond); done {
+		t.Fatal("has ended:", err)
+	}
+	j.Cancel()
+	if done, err := j.Wait(time.Minute); !done || !errors.Is(err, fault.ErrCancelled) {
+		t.Fatal(done, err)
+	}
+	if CancelAll(time.Millisecond) {
+		t.Error("CancelAll did not wait for what cleans up")
+	}
+	close(clean)
+	if !CancelAll(time.Minute) {
+		t.Error("still running")
+	}
+	if !errors.Is(j.Err(), fault.ErrCancelled) {
+		t.Error(j.Err())
 	}
 }

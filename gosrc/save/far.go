@@ -59,6 +59,7 @@ func (w *writer) beside(ctx context.Context, parts []part) error {
 func (w *writer) saveFar(ctx context.Context, parts []part, rep Report) (_ Report, err error) {
 	var drafts []source.Draft
 	defer func() {
+		w.job.Failed(err)
 		for _, d := range drafts {
 			d.Drop()
 		}

@@ -563,7 +563,10 @@ def cli(argv: Sequence[str]) -> int:
 
 def main() -> None:
     """The command `overwire`."""
-    sys.exit(cli(sys.argv[1:]))
+    try:
+        sys.exit(cli(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)  # while the engine was being loaded
 
 
 def forked() -> bool:

@@ -200,7 +200,7 @@ func SaveStart(spec string, in []save.Input) (uint64, error) {
 			if !source.Remote(s.Path) {
 				return atomicfile.Write(s.Path, in[0].Data)
 			}
-			return open.Put(ctx, s.Path, s.Storage, in[0].Data, put.Stale)
+			return open.Put(ctx, s.Path, s.Storage, in[0].Data, put.Stale, j.Failed)
 		})), nil
 	}
 	if put.Made != "" {

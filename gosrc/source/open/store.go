@@ -79,13 +79,17 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 }
 
 // Put writes an object of a few bytes, and removes what it makes stale once it
-// stands.
-func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale []string) error {
+// stands. failed hears of an error before anything is cleaned up at the store, when
+// data is no longer in use.
+func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale []string, failed func(error)) (err error) {
 	d, err := Create(ctx, uri, opt, int64(len(data)))
 	if err != nil {
 		return err
 	}
-	defer d.Drop()
+	defer func() {
+		failed(err)
+		d.Drop()
+	}()
 	if err := d.Write(data, 0); err != nil {
 		return err
 	}
