@@ -8,13 +8,12 @@ time is up. The cells of a table run in one process: see waiting_worker.py.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 
 WORKER = Path(__file__).with_name("waiting_worker.py")
@@ -24,19 +23,9 @@ TRIES = 3
 
 def cells(table: str, folder: Path) -> dict[str, dict[str, Any]]:
     """The cells of one table. A cell that hangs, or ends the process, is shown."""
-    process = subprocess.Popen(
-        [sys.executable, str(WORKER), table, str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    command = [sys.executable, str(WORKER), table, str(folder)]
+    with processes.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         out, errors = process.communicate(timeout=400)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert process.returncode == 0, f"{lines[-1:]}\n{errors[-6000:]}"
     found = {line["cell"]: line for line in lines if "cell" in line}

@@ -341,7 +341,6 @@ def signals(folder: Path) -> None:
 def uploads(server: Server, options: dict[str, str]) -> None:
     """Ctrl-C while parts are on their way to a store, where they are to be given up then."""
     import numpy as np
-
     import overwire as ow
     from overwire.stores import ObjectWriter
 
