@@ -1,0 +1,93 @@
+"""Servers that do not answer, or not to the end; for waiting_worker.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import threading
+import time
+
+HEADER = json.dumps({"a": {"dtype": "U8", "shape": [2 << 20], "data_offsets": [0, 2 << 20]}}).encode()
+MODEL = (len(HEADER) + -len(HEADER) % 8).to_bytes(8, "little") + HEADER + b" " * (-len(HEADER) % 8) + bytes(2 << 20)
+
+FIRST = (
+    f'HTTP/1.1 206 Partial Content\r\nETag: "1"\r\nContent-Range: bytes 0-262143/{len(MODEL)}\r\n'
+    "Content-Length: 262144\r\n\r\n"
+).encode()
+
+
+class Server(threading.Thread):
+    """Accepts connections, and answers them as its kind says:
+
+    silent: never; trickle: a header, then a byte now and then; headers: a header
+    without an end; stops: the first 256 KiB of a model, and nothing after that; store:
+    the beginning of an upload to S3, and nothing after that.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(daemon=True)
+        self.kind = kind
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port = self.listener.getsockname()[1]
+        self.seen = 0  # connections
+        self.reached = threading.Event()
+        self.open: dict[socket.socket, bytes] = {}
+        self.dribbles: set[socket.socket] = set()
+        self.start()
+
+    def reset(self) -> None:
+        """Forgets what it has seen."""
+        self.seen = 0
+        self.reached.clear()
+
+    def drained(self) -> int:
+        """How many connections there were, when the last one is closed."""
+        while self.open:
+            time.sleep(0.005)
+        return self.seen
+
+    def run(self) -> None:
+        while True:
+            ready, _, _ = select.select([self.listener, *self.open], [], [], 0.05)
+            for sock in ready:
+                if sock is self.listener:
+                    got, _ = sock.accept()
+                    self.open[got] = b""
+                    self.seen += 1
+                    continue
+                try:
+                    data = sock.recv(65536)
+                except OSError:
+                    data = b""
+                if not data:
+                    del self.open[sock]
+                    self.dribbles.discard(sock)
+                    sock.close()
+                elif sock not in self.dribbles:
+                    self.open[sock] += data
+                    self.answer(sock)
+            for sock in list(self.dribbles):
+                with contextlib.suppress(OSError):
+                    sock.send(b"X-More: and more\r\n" if self.kind == "headers" else b"x")
+
+    def answer(self, sock: socket.socket) -> None:
+        text = self.open[sock]
+        if text.startswith((b"GET", b"HEAD", b"PUT", b"POST", b"DELETE")) and b"\r\n\r\n" not in text:
+            return
+        self.open[sock] = b""
+        if self.kind == "stops" and b"range: bytes=0-262143" in text.lower():
+            sock.sendall(FIRST + MODEL[:262144])
+            return
+        if self.kind == "store" and text.startswith(b"POST") and b"?uploads" in text:
+            body = b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
+            sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            return
+        if self.kind == "trickle":
+            sock.sendall(FIRST)
+            self.dribbles.add(sock)
+        elif self.kind == "headers":
+            sock.sendall(b"HTTP/1.1 200 OK\r\n")
+            self.dribbles.add(sock)
+        self.reached.set()
