@@ -250,14 +250,14 @@ def signals(folder: Path) -> None:
         for name in ("load_file", "stream", "safe_open", "ObjectReader", "verify", "preload"):
             if kind != "stops" or name not in ("safe_open", "verify"):  # of such a file they read the beginning
                 interrupted(f"{name}, {kind}", urls(server, folder, options)[name], server.reached.wait, server)
-    nobodys(silent, folder)
+    nobodys(Server("silent"))
     uploads(Server("store"), options)
     left = sorted(path.name for path in folder.iterdir() if path.name != "sound.safetensors")
     tell("files that are left", ended=" ".join(left) or "none")
     keys(folder)
 
 
-def nobodys(server: Server, folder: Path) -> None:
+def nobodys(server: Server) -> None:
     """A signal between the start of a job and the moment that its number is kept drops the number."""
     from overwire import _engine
 
