@@ -48,6 +48,9 @@ func (w *writer) beside(ctx context.Context, parts []part) error {
 	}
 	index := indexPath(path)
 	shards, err := w.readIndex(ctx, index)
+	if errors.Is(err, fault.ErrTimeout) || errors.Is(err, fault.ErrIO) && remote(path) {
+		return err // a store that does not answer will not do so for the save either
+	}
 	if shards == nil || err != nil || slices.Contains(shards.Files, filepath.Base(path)) {
 		return nil // none that a folder is loaded by
 	}
