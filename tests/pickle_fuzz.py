@@ -161,9 +161,9 @@ def touch_tensor(one: Any) -> None:
 
 
 def touch_array(one: Any) -> None:
-    if one.size < 100_000:
+    if 0 < one.size < 100_000:
         one.tobytes()
-        if one.flags.writeable and one.size:
+        if one.flags.writeable:
             one[(-1,) * one.ndim] = one[(-1,) * one.ndim].copy()
         one.tolist()
     elif one.size:
