@@ -164,9 +164,11 @@ def test_credentials_are_kept_apart(serve: Callable[..., str], tmp_path: Path) -
     from overwire import models
 
     with models.Model(url, storage_options={"token": "b"}) as model:
-        assert model.preload is None
+        model.join()
+        assert not model.joined
     with models.Model(url, storage_options={"token": "a"}) as model:
-        assert model.preload is not None
+        model.join()
+        assert model.joined
 
 
 def test_preload_from_the_environment(serve: Callable[..., str], tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_preload_from_the_environment(serve: Callable[..., str], tmp_path: Path)
 import overwire, json
 tensors = overwire.load_file({url!r}, framework="np")
 from overwire import preloading
-assert preloading._started and not preloading._failed
+assert preloading._started
 print(json.dumps(sorted(tensors)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PRELOAD_PATH": url}, check=True)

@@ -102,7 +102,7 @@ assert "torch" not in sys.modules
 import overwire, torch
 from nyacomp import _nyacomp
 from overwire import preloading
-assert preloading._started and not preloading._failed
+assert preloading._started
 wanted = torch.load("wanted.pt")
 model = nyacomp.load_compressed("model/boneless_model.pth")
 assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted, strict=True))

@@ -49,6 +49,7 @@ def test_forked_children_are_refused(big: str, small: str) -> None:
 import ctypes
 big, small, n = sys.argv[1], sys.argv[2], int(sys.argv[3])
 busy = LongJob(big)
+from overwire._engine_preload import preload_join
 tensors = load(small)
 address = tensors[0][1]
 calls = [
@@ -57,7 +58,7 @@ calls = [
     lambda: e.job_take(1), lambda: e.job_progress(1), lambda: e.job_cancel(1), lambda: e.job_free(1),
     lambda: e.job_report(1), lambda: e.save_start("{}", []), lambda: e.convert_start("{}"),
     lambda: e.verify_start("{}"), lambda: e.call("inspect", "x"), lambda: e.doctor(), lambda: e.knobs(),
-    lambda: e.cli([]), lambda: e.preload_start("{}"), lambda: e.preload_find("x"),
+    lambda: e.cli([]), lambda: e.preload_start("{}"), lambda: preload_join(1, "{}"),
 ]
 def body():
     for call in calls:
@@ -299,10 +300,11 @@ assert rows["OVERWIRE_THREADS"]["value"] == "1", rows["OVERWIRE_THREADS"]
     assert "overwire WARNING" in done.stderr and "OVERWIRE_NO_SUCH" in done.stderr
 
 
-def test_preload_is_found_once(small: str, tmp_path: Path) -> None:
-    """Whoever comes first gets model and tensors of a preload; a preload of nothing fails where it is found."""
+def test_a_preload_is_joined_once(small: str, tmp_path: Path) -> None:
+    """A load takes the tensors of a preload, and no later one does; of a preload of nothing only its own job hears."""
     run("""
 import ctypes
+from overwire._engine_preload import preload_join
 path, missing = sys.argv[1], sys.argv[2]
 job = e.preload_start(json.dumps({"uris": [path]}))
 assert e.job_wait(job, None) and e.job_progress(job)[2] == 1
@@ -311,28 +313,31 @@ try:
 except errors.ArgumentError:
     pass
 else:
-    sys.exit("a preload's tensors belong to its finder")
-model, found = e.preload_find(json.dumps({"uris": [path]}))
-assert e.preload_find(json.dumps({"uris": [path]})) is None
-assert [row[0] for row in e.model_table(model)] == ["x"]
-assert e.job_wait(found, None)
-(capsule, address), = e.job_take(found)
-e.job_free(found); e.close_model(model); e.job_free(job)
+    sys.exit("a preload's tensors belong to loads")
+def joins():
+    model = e.open_model(json.dumps({"uris": [path]}))
+    return model, json.loads(preload_join(model, "{}"))["device"]
+model, device = joins()
+assert device == ""
+load = e.load_start(model, None, "{}")
+assert e.job_wait(load, None)
+(capsule, address), = e.job_take(load)
+e.job_free(load); e.close_model(model); e.job_free(job)
 assert ctypes.string_at(address, 256) == bytes(range(256))
+assert joins()[1] is None
 
 job = e.preload_start(json.dumps({"uris": [missing]}))
-for call in (lambda: e.job_wait(job, None), lambda: e.preload_find(json.dumps({"uris": [missing]}))):
-    try:
-        call()
-    except errors.NotFoundError as error:
-        assert "missing" in str(error)
-    else:
-        sys.exit("no error")
-assert e.preload_find(json.dumps({"uris": [missing]})) is None
+try:
+    e.job_wait(job, None)
+except errors.NotFoundError as error:
+    assert "missing" in str(error)
+else:
+    sys.exit("no error")
+assert joins()[1] is None
 
 job = e.preload_start(json.dumps({"uris": [path]}))
-e.job_cancel(job)  # dropped, not found any more
-assert e.preload_find(json.dumps({"uris": [path]})) is None
+e.job_cancel(job)  # dropped, not joined any more
+assert joins()[1] is None
 """, small, tmp_path / "missing.safetensors")
 
 

@@ -14,7 +14,7 @@ var (
 		"File, folder, index.json, pickle or meta.csv whose tensors start loading when overwire is imported.",
 		alias{name: "PRELOAD_PATH"})
 	PreloadDevice = text("OVERWIRE_PRELOAD_DEVICE", "cpu",
-		"Device that the preload loads to; cpu leaves CUDA untouched, for programs that fork.")
+		"Device that the preload loads to; cpu leaves CUDA untouched, for programs that fork; cuda is the GPU of LOCAL_RANK.")
 	NoPreload = flag("OVERWIRE_NO_PRELOAD",
 		"Do not preload, whatever names a file.",
 		alias{name: "NO_PRELOAD"}, alias{name: "LOAD_UNCOMPRESSED"})

@@ -59,6 +59,7 @@ type Loading struct {
 	wants  []plan.Want
 	casts  []device.Cast // by request; nil: none
 	lane   device.Lane   // nil: the host; mu guards it while others may ask
+	mapped []bool        // by request: it lies in a mapped file
 
 	// Of requests whose place becomes known while the load runs; nil: none.
 	places *places
@@ -102,17 +103,29 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if err := knob.Read.Check(opt.Read); err != nil {
 		return nil, fault.New(fault.ErrArgument, "read %q: %v", opt.Read, err)
 	}
+	if all := m.served(reqs, wants, tgt, opt); all != nil {
+		return m.fromStocks(reqs, wants, tgt, opt, all)
+	}
+	return m.start(reqs, wants, tgt, opt)
+}
+
+func newLoading(m *Model, tgt target, wants []plan.Want) *Loading {
+	return &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)),
+		ready: make([]int, 0, len(wants)), wake: make(chan struct{})}
+}
+
+// start is Start for what was checked, out of the files.
+func (m *Model) start(reqs []Request, wants []plan.Want, tgt target, opt Options) (*Loading, error) {
 	if err := m.hold(); err != nil {
 		return nil, err
 	}
-	l := &Loading{target: tgt, job: job.New("load"), model: m, wants: wants, mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants)),
-		ready: make([]int, 0, len(wants)), wake: make(chan struct{})}
+	l := newLoading(m, tgt, wants)
+	var err error
 	if l.casts, err = castsOf(m.ix, wants, tgt, opt.Cast); err != nil {
 		m.drop()
 		return nil, err
 	}
-	mapped, err := l.allocate(reqs)
-	if err != nil {
+	if l.mapped, err = l.allocate(reqs); err != nil {
 		cpu.Release(l.mem)
 		m.drop()
 		return nil, err
@@ -126,7 +139,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	}
 	l.job.Go(func(ctx context.Context, j *job.Job) error {
 		defer l.ended()
-		return l.run(ctx, j, reqs, mapped, opt)
+		return l.run(ctx, j, reqs, l.mapped, opt)
 	})
 	return l, nil
 }

@@ -42,6 +42,7 @@ type Model struct {
 	ix   *tensor.Index
 	srcs []source.Source
 	mapp string // a value of OVERWIRE_MMAP
+	key  string // of how its files were reached: source.Options.Key
 	// When Open began and ended, for traces.
 	opened [2]time.Time
 
@@ -53,6 +54,8 @@ type Model struct {
 	// who asks for a tensor again gets a mapping of the load's own.
 	mappings []mapped
 	given    []bool // by tensor: its bytes in the mapping have, or had, an owner
+
+	stocks []joined // by file: what has its tensors already; nil: none has
 
 	pinning bool    // a Pin runs: no load may
 	pin     *pinned // nil: not pinned
@@ -78,7 +81,7 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Model{ix: ix, srcs: srcs, mapp: mapping(spec.Map), opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
+	return &Model{ix: ix, srcs: srcs, mapp: mapping(spec.Map), key: spec.Storage.Key(), opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
 }
 
 // Names returns the tensors that index.json files promise, without opening a
@@ -165,6 +168,7 @@ func (m *Model) drop() {
 	last := m.refs == 0
 	m.mu.Unlock()
 	if last {
+		m.leave()
 		for _, s := range m.srcs {
 			_ = s.Close()
 		}

@@ -1,116 +1,488 @@
 // Package preload is the load that starts by itself, when overwire is imported
 // with a preload variable set. It needs neither Python nor its lock: it opens,
-// reads and decodes while the interpreter imports other things. What it has
-// loaded is handed over once, to the first load of the same files.
+// reads and decodes while the interpreter imports other things.
+//
+// A load joins a preload file by file, and only of the very bytes that it would
+// read itself: the load opens its files, and those whose identity is that of a
+// preloaded file (device, inode, size, times; of a store's object its ETag or
+// date) need not be read. Each tensor is handed out once. A preload whose file
+// was replaced or written to, or whose tensors are not what the load asks for, is
+// dropped. One that failed is forgotten: the load then has an error of its own, or
+// none.
 package preload
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/file"
 	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // A Preload is one background load, from its opening on.
 type Preload struct {
-	key     string
-	cancel  context.CancelCauseFunc // ends the opening
-	opened  chan struct{}           // closed when the three below are set
-	model   *load.Model
-	loading *load.Loading
-	err     error
+	uris    []string
+	reached string // source.Options.Key
+	device  string // as the load's options name it; "" is the host
+	read    string // a value of OVERWIRE_READ
+	cancel  context.CancelFunc
+
+	paused chan struct{} // closed when it waits for a file that is being written
+	opened chan struct{} // closed when those below are set
+	stock  *load.Stock
+	files  []preloaded
+	err    error
 }
 
-// errCancelled is what the opening of a preload that was given up fails with.
-var errCancelled = fault.New(fault.ErrCancelled, "by the caller")
+// preloaded is one file of a preload.
+type preloaded struct {
+	id    source.Identity
+	uri   string
+	names []string // that stand for it
+}
 
 var (
 	mu    sync.Mutex
-	ready = map[string]*Preload{}
+	live  []*Preload
+	notes []Note // of preloads that were dropped, until Join tells
 )
 
+// A Note is why a preload was dropped. Routine is what a program does on purpose.
+type Note struct {
+	Text    string `json:"text"`
+	Routine bool   `json:"routine"`
+}
+
+var errCancelled = fault.New(fault.ErrCancelled, "by the caller")
+
 // Start begins to load everything that spec names. A second Start of the same
-// files returns the first, unless that was handed over already.
+// files to the same device returns the first, unless they were replaced since, or
+// taken.
 func Start(spec load.Spec, opt load.Options) *Preload {
-	key := keyOf(spec)
+	p := &Preload{uris: named(spec.URIs), reached: spec.Storage.Key(), device: host(opt.Device), read: how(opt.Read),
+		paused: make(chan struct{}), opened: make(chan struct{})}
 	mu.Lock()
 	defer mu.Unlock()
-	if p := ready[key]; p != nil {
-		return p
+	prune()
+	for _, old := range slices.Clone(live) {
+		if !slices.Equal(old.uris, p.uris) || old.reached != p.reached {
+			continue
+		}
+		if old.device == p.device && old.read == p.read && old.whole() {
+			return old
+		}
+		old.forget("", true)
 	}
-	ctx, cancel := context.WithCancelCause(context.Background())
-	p := &Preload{key: key, cancel: cancel, opened: make(chan struct{})}
-	ready[key] = p
+	live = append(live, p)
+	ctx, cancel := context.WithCancel(context.Background())
+	p.cancel = cancel
 	spawn.Go("preload", func() {
-		defer cancel(nil)
+		defer cancel()
 		defer close(p.opened)
-		p.err = spawn.Guard("preload", func() (err error) {
-			if p.model, err = load.Open(ctx, spec); err != nil {
-				return err
-			}
-			p.loading, err = p.model.Start(nil, opt)
-			return err
-		})
-		if errors.Is(p.err, context.Canceled) { // by whichever part noticed first
+		p.err = spawn.Guard("preload", func() error { return p.open(ctx, spec, opt) })
+		if errors.Is(p.err, context.Canceled) {
 			p.err = errCancelled
 		}
+		if p.err != nil {
+			mu.Lock()
+			live = slices.DeleteFunc(live, func(q *Preload) bool { return q == p })
+			mu.Unlock()
+		}
 	})
 	return p
 }
 
-// Take finds the preload of what spec names and hands it over: the caller owns it,
-// and no later Take gets it. It returns nil if there is none.
-func Take(spec load.Spec) *Preload {
-	key := keyOf(spec)
-	mu.Lock()
-	defer mu.Unlock()
-	p := ready[key]
-	delete(ready, key)
-	return p
+// open opens the files and starts to fill the stock.
+func (p *Preload) open(ctx context.Context, spec load.Spec, opt load.Options) error {
+	m, ids, err := p.quiet(ctx, spec)
+	if err != nil {
+		return err
+	}
+	for i, s := range m.Index().Sources {
+		p.files = append(p.files, preloaded{ids[i], s.URI, names(s.URI)})
+	}
+	if p.stock, err = load.NewStock(m, opt); err != nil {
+		m.Close()
+	}
+	return err
 }
 
-// Drop forgets the preload, unless it was handed over, and cancels it.
+// The times of a file system are as coarse as a tick of the kernel's clock; of
+// some, which have no parts of a second, two seconds.
+const (
+	tick   = 40 * time.Millisecond
+	coarse = 2100 * time.Millisecond
+	looks  = 50
+)
+
+// quiet opens files that were not written to for so long that the next change
+// shows in their times. Of a file that was saved just now it waits for that.
+func (p *Preload) quiet(ctx context.Context, spec load.Spec) (*load.Model, []source.Identity, error) {
+	var before []source.Identity
+	for look := range looks {
+		m, err := load.Open(ctx, spec)
+		if err != nil {
+			return nil, nil, err
+		}
+		ids, settled, known := m.States()
+		if known && (settled || slices.Equal(ids, before)) {
+			return m, ids, nil
+		}
+		where := m.Index().Sources[0].URI
+		m.Close()
+		if !known {
+			return nil, nil, &fault.At{Verb: "preload", Source: where, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrNotSupported,
+				"its server gives neither an ETag nor a date that a load could compare: it is read by the load alone")}
+		}
+		pause := tick
+		if slices.ContainsFunc(ids, func(id source.Identity) bool { return id.Object == "" && id.Changed%int64(time.Second) == 0 }) {
+			pause = coarse
+		}
+		before = ids
+		if look == 1 || look == 0 && pause > tick {
+			close(p.paused) // whoever loads it need not wait too
+		}
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+			return nil, nil, ctx.Err()
+		}
+	}
+	return nil, nil, &fault.At{Verb: "preload", Source: spec.URIs[0], Chunk: -1, Offset: -1, Err: fault.New(fault.ErrIO, "it is being written to")}
+}
+
+// Drop forgets the preload and cancels it. What loads have joined they keep.
 func (p *Preload) Drop() {
 	mu.Lock()
-	mine := ready[p.key] == p
-	if mine {
-		delete(ready, p.key)
-	}
-	mu.Unlock()
-	if !mine {
-		return
-	}
-	p.Discard()
+	defer mu.Unlock()
+	p.forget("", true)
 }
 
-// Discard ends a preload that was handed over, or is dropped, wherever it is, and
-// frees what it has. It does not wait.
-func (p *Preload) Discard() {
-	p.cancel(errCancelled)
-	spawn.Go("preload discard", func() {
+// forget is Drop, with what Join shall say of it. The caller holds mu.
+func (p *Preload) forget(why string, routine bool) {
+	if !slices.Contains(live, p) {
+		return
+	}
+	live = slices.DeleteFunc(live, func(q *Preload) bool { return q == p })
+	if why != "" {
+		notes = append(notes, Note{fmt.Sprintf("the preload of %s is dropped: %s", fault.Redact(p.uris[0]), why), routine})
+	}
+	p.cancel()
+	end := func() {
 		<-p.opened
-		if p.loading != nil {
-			p.loading.Close()
+		if p.stock != nil {
+			p.stock.Drop()
 		}
-		if p.model != nil {
-			p.model.Close()
+	}
+	if _, done, _ := p.Opened(0); done {
+		end() // at once, before the load that has no use for it takes as much again
+	} else {
+		spawn.Go("preload drop", end)
+	}
+}
+
+// prune forgets what was handed over. The caller holds mu.
+func prune() {
+	live = slices.DeleteFunc(live, func(p *Preload) bool {
+		select {
+		case <-p.opened:
+			return p.stock == nil || p.stock.Spent()
+		default:
+			return false
 		}
 	})
 }
 
+// whole says that all of it is there for a load, or will be. The caller holds mu.
+func (p *Preload) whole() bool {
+	s, done, err := p.Opened(0)
+	return !done || err == nil && s.Whole() && p.replaced() == ""
+}
+
+// replaced names a local file of the preload that is another by now, or gone; ""
+// if none is, and while the files are not open. The caller holds mu.
+func (p *Preload) replaced() string {
+	select {
+	case <-p.opened:
+	default:
+		return ""
+	}
+	for _, f := range p.files {
+		if path, ok := local(f.uri); ok && f.id.Object == "" {
+			if now, err := file.Identify(path); err != nil || now != f.id {
+				return f.uri
+			}
+		}
+	}
+	return ""
+}
+
+// Sweep drops the preloads of what a save has just replaced: of local files, and
+// of objects of a store at or below a URI.
+func Sweep(uri string) {
+	mu.Lock()
+	defer mu.Unlock()
+	prune()
+	for _, p := range slices.Clone(live) {
+		gone := p.replaced()
+		for _, u := range p.uris {
+			if source.Remote(uri) && (u == uri || strings.HasPrefix(u, strings.TrimSuffix(uri, "/")+"/") || strings.HasPrefix(uri, strings.TrimSuffix(u, "/")+"/")) {
+				gone = u
+			}
+		}
+		if gone != "" {
+			p.forget(fault.Redact(gone)+" was replaced", true)
+		}
+	}
+}
+
+// Said returns why preloads were dropped, once.
+func Said() []Note {
+	mu.Lock()
+	defer mu.Unlock()
+	said := notes
+	notes = nil
+	return said
+}
+
+// An Answer is what Join found.
+type Answer struct {
+	// Device is where the tensors land that loads of the model take from preloads;
+	// nil: it joins none.
+	Device *string `json:"device"`
+	// Notes say why preloads were dropped, since the last Answer.
+	Notes []Note `json:"notes"`
+}
+
+// Join lets loads of a model to a device take what was preloaded of its files.
+// Preloads of them that are of no use to it are dropped: they are of other bytes,
+// on another device, or read in another way; with alone, whatever they are. It
+// waits, at most for d, until preloads that may be of the same files have opened
+// theirs; done is false when that has passed.
+func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answer, done bool) {
+	srcs := m.Index().Sources
+	if !opened(srcs, d) {
+		return a, false
+	}
+	ids, _, _ := m.States()
+	device := host(opt.Device)
+	mu.Lock()
+	defer mu.Unlock()
+	prune()
+	for _, p := range slices.Clone(live) {
+		select {
+		case <-p.opened:
+		default:
+			if p.names(srcs) { // it is paused
+				p.forget("its file was being written to", false)
+			}
+			continue
+		}
+		if p.reached != m.Reached() || p.err != nil {
+			continue
+		}
+		pairs, other := p.match(srcs, ids)
+		if len(pairs) == 0 && other == "" {
+			continue
+		}
+		why, routine := p.unfit(m, pairs, device, how(opt.Read))
+		switch {
+		case other != "":
+			p.forget(other+" was replaced since", false)
+			continue
+		case alone:
+			p.forget("this load reads the files itself", false)
+			continue
+		case a.Device != nil && *a.Device != p.device:
+			p.forget("others of the load's files are on "+cmp.Or(*a.Device, "the host"), false)
+			continue
+		case why != "":
+			p.forget(why, routine)
+			continue
+		}
+		for _, at := range pairs {
+			if m.Join(at[0], p.stock, at[1], p.files[at[1]].id) {
+				a.Device = &p.device
+			} else {
+				p.forget(fault.Redact(srcs[at[0]].URI)+" was written to since", false)
+			}
+		}
+	}
+	a.Notes, notes = notes, nil
+	return a, true
+}
+
+// match pairs a model's files with those of the preload that are the same, and were
+// not handed over. other
+// is a file of the preload that another one stands in place of.
+func (p *Preload) match(srcs []tensor.Source, ids []source.Identity) (pairs [][2]int, other string) {
+	for i, id := range ids {
+		if id == (source.Identity{}) { // of memory, or of a server that tells nothing
+			continue
+		}
+		k := slices.IndexFunc(p.files, func(f preloaded) bool { return f.id == id })
+		if k >= 0 {
+			if !p.stock.Gone(k) {
+				pairs = append(pairs, [2]int{i, k})
+			}
+			continue
+		}
+		mine := names(srcs[i].URI)
+		for _, f := range p.files {
+			if slices.ContainsFunc(f.names, func(n string) bool { return slices.Contains(mine, n) }) {
+				other = fault.Redact(f.uri)
+			}
+		}
+	}
+	return pairs, other
+}
+
+// unfit says why the tensors of a preload are not what a load of a model to a
+// device gives; "" if they are.
+func (p *Preload) unfit(m *load.Model, pairs [][2]int, device, read string) (why string, routine bool) {
+	if p.device != "" && p.device != device {
+		return "it is on " + p.device + ", and the load goes to " + cmp.Or(device, "the host"), false
+	}
+	if p.read != read {
+		return fmt.Sprintf("it was read in the way %q, and the load says %q", p.read, read), false
+	}
+	for _, at := range pairs {
+		switch mapped := p.stock.Mapped(at[1]); {
+		case mapped && device != "":
+			return "its tensors are mapped files, which a load to a GPU reads, now out of the page cache", true
+		case device == "" && !m.MapsAs(at[0], p.stock.Model(), at[1]):
+			return "one maps the file, and the other reads it", false
+		}
+	}
+	return "", false
+}
+
+// opened waits until every preload has opened its files that may be those of a
+// model: local ones, or of the same server.
+func opened(srcs []tensor.Source, d time.Duration) bool {
+	mu.Lock()
+	waiting := slices.Clone(live)
+	mu.Unlock()
+	late := time.NewTimer(d)
+	defer late.Stop()
+	for _, p := range waiting {
+		if !slices.ContainsFunc(p.uris, func(u string) bool {
+			return slices.ContainsFunc(srcs, func(s tensor.Source) bool { return origin(u) == origin(s.URI) })
+		}) {
+			continue
+		}
+		select {
+		case <-p.opened:
+			continue
+		default:
+		}
+		select {
+		case <-p.opened:
+		case <-p.paused:
+		case <-late.C:
+			return false
+		}
+	}
+	return true
+}
+
+// origin is the server of a URI; "" is this machine.
+func origin(uri string) string {
+	if _, ok := local(uri); ok {
+		return ""
+	}
+	scheme, rest, _ := strings.Cut(uri, "://")
+	server, _, _ := strings.Cut(rest, "/")
+	return strings.ToLower(scheme + "://" + server)
+}
+
+// local is the path of a local file.
+func local(uri string) (path string, ok bool) {
+	switch open.Scheme(uri) {
+	case "":
+		return uri, true
+	case "file":
+		path, err := open.FilePath(uri)
+		return path, err == nil
+	}
+	return "", false
+}
+
+// named is a list of URIs however their paths were written.
+func named(uris []string) []string {
+	all := make([]string, len(uris))
+	for i, u := range uris {
+		has := names(u)
+		all[i] = has[len(has)-1]
+	}
+	return all
+}
+
+// names are those that a file has: of a local one its absolute path, and what
+// that leads to by links.
+func names(uri string) []string {
+	path, ok := local(uri)
+	if !ok {
+		return []string{uri}
+	}
+	if abs, err := filepath.Abs(path); err == nil {
+		path = abs
+	}
+	if real, err := filepath.EvalSymlinks(path); err == nil && real != path {
+		return []string{path, real}
+	}
+	return []string{path}
+}
+
+// names says whether the preload was asked for one of a model's files, by its own
+// name, its folder's, or that of an index.json beside it.
+func (p *Preload) names(srcs []tensor.Source) bool {
+	for _, s := range srcs {
+		for _, n := range names(s.URI) {
+			if slices.ContainsFunc(p.uris, func(u string) bool {
+				return u == n || strings.HasPrefix(n, strings.TrimSuffix(u, "/")+"/") ||
+					strings.HasSuffix(u, ".index.json") && filepath.Dir(u) == filepath.Dir(n)
+			}) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// host is a device's name, "" for the host.
+func host(device string) string {
+	switch device {
+	case "cpu":
+		return ""
+	case "cuda":
+		return "cuda:0"
+	}
+	return device
+}
+
+// how is the way of reading that an option means.
+func how(read string) string { return cmp.Or(read, knob.Read.Get()) }
+
 // Opened waits, at most for d (for ever if negative), until the files are open
-// and the load runs, and returns both. done is false when d has passed first.
-func (p *Preload) Opened(d time.Duration) (m *load.Model, l *load.Loading, done bool, err error) {
+// and the load runs, and returns its stock. done is false when d has passed first.
+func (p *Preload) Opened(d time.Duration) (s *load.Stock, done bool, err error) {
 	select {
 	case <-p.opened: // also when d is 0: a timer might win against it
-		return p.model, p.loading, true, p.err
+		return p.stock, true, p.err
 	default:
 	}
 	var late <-chan time.Time // never
@@ -121,37 +493,8 @@ func (p *Preload) Opened(d time.Duration) (m *load.Model, l *load.Loading, done 
 	}
 	select {
 	case <-p.opened:
-		return p.model, p.loading, true, p.err
+		return p.stock, true, p.err
 	case <-late:
-		return nil, nil, false, nil
+		return nil, false, nil
 	}
-}
-
-// keyOf names a list of files however their paths were written, and how they
-// are reached: nobody gets what another's credentials have fetched.
-func keyOf(spec load.Spec) string {
-	keys := make([]string, len(spec.URIs))
-	for i, u := range spec.URIs {
-		keys[i] = u
-		path := u
-		switch open.Scheme(u) {
-		case "":
-		case "file":
-			p, err := open.FilePath(u)
-			if err != nil {
-				continue
-			}
-			path = p
-		default:
-			continue
-		}
-		if abs, err := filepath.Abs(path); err == nil {
-			path = abs
-		}
-		if real, err := filepath.EvalSymlinks(path); err == nil {
-			path = real
-		}
-		keys[i] = path
-	}
-	return strings.Join(keys, "\x00") + spec.Storage.Key()
 }

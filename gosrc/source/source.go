@@ -44,12 +44,57 @@ type Identity struct {
 	Size          int64
 	Modified      int64 // ns since 1970
 	Changed       int64 // ns since 1970
+	// Object is the URI of what is no local file, and what pins it there.
+	Object string
 }
 
-// An Identified source has an Identity; ok is false as long as a change of the
-// bytes might not show in it.
+// An Identified source has an Identity, that of the moment when it was opened;
+// ok is false as long as a change of the bytes might not show in it. Now is the
+// Identity that it has by now: a file may have been written to.
 type Identified interface {
 	Identity() (id Identity, ok bool)
+	Now() (Identity, error)
+}
+
+// A Pinned source has an Identity of its store's: an ETag, a date, keys that
+// are used once. "" is none.
+type Pinned interface {
+	Source
+	Identity() string
+}
+
+// An Over is a source that gives what another one has in other words.
+type Over interface{ Under() Source }
+
+// IdentityOf is what tells the state in which a source was opened from every
+// other; known is false where nothing does. settled is false as long as a change
+// might not show.
+func IdentityOf(s Source) (id Identity, settled, known bool) {
+	switch s := s.(type) {
+	case Over:
+		return IdentityOf(s.Under())
+	case Identified:
+		id, settled = s.Identity()
+		return id, settled, true
+	case Pinned:
+		if pin := s.Identity(); pin != "" {
+			return Identity{Size: s.Size(), Object: s.URI() + "\x00" + pin}, true, true
+		}
+	}
+	return id, false, false
+}
+
+// Unchanged says whether a source has the Identity id still.
+func Unchanged(s Source, id Identity) bool {
+	switch s := s.(type) {
+	case Over:
+		return Unchanged(s.Under(), id)
+	case Identified:
+		now, err := s.Now()
+		return err == nil && now == id
+	}
+	now, _, known := IdentityOf(s)
+	return known && now == id
 }
 
 // A Lender is a source whose bytes lie in memory, where their checksums have

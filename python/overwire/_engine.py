@@ -42,6 +42,7 @@ __all__ = [
     "exporter",
     "fetch_start",
     "forked",
+    "forked_error",
     "job_cancel",
     "job_capsules",
     "job_free",
@@ -59,7 +60,6 @@ __all__ = [
     "model_pin",
     "model_table",
     "open_model",
-    "preload_find",
     "preload_start",
     "save_start",
     "verify_start",
@@ -83,12 +83,7 @@ class _Forked:
     """Stands in for the module in a forked child, where Go must not be entered."""
 
     def __getattr__(self, name: str) -> Any:
-        from . import errors
-
-        raise errors.ForkedError(
-            "overwire: this process was forked from one that had started the engine, and cannot use it; "
-            "use the spawn or forkserver start method, or fork before the first call"
-        )
+        raise forked_error()
 
 
 class _Exiting:
@@ -375,7 +370,7 @@ def job_cancel(job: int) -> None:
 def job_free(job: int) -> None:
     """Forget a job: cancelled if it runs, tensors not taken are freed.
 
-    A preload that nobody took over goes on. A handle that is gone is no error.
+    A preload goes on. A handle that is gone is no error.
     """
     _call(_core().api_JobFree, _handle(job))
 
@@ -416,31 +411,11 @@ def preload_start(spec: str) -> int:
     """Start a preload: JSON {"uris": [...], "map", "threads"}, return its job.
 
     The files are opened by the engine too: this returns at once. `job_wait`,
-    `job_progress` and `job_cancel` work on the job; its tensors belong to the
-    one who finds it.
+    `job_progress` and `job_cancel` work on the job; its tensors go to the loads
+    that join it.
     """
     number: int = _call(_core().api_PreloadStart, spec)
     return number
-
-
-def preload_find(spec: str) -> tuple[int, int] | None:
-    """Take over the preload of JSON {"uris": [...], "storage": {...}}: (model, job) as if just started.
-
-    None if there is none. It is found once; model and job are the caller's to
-    close and free. Raises what the opening of the files raised.
-    """
-    core = _core()
-    job: int = _own(_Job, core.api_PreloadFind, spec)
-    if job == 0:
-        return None
-    try:
-        while True:  # in slices, for Ctrl-C
-            model: int = _own(_Model, core.api_PreloadModel, job, _SLICE_MS)
-            if model:
-                return model, job
-    except BaseException:
-        job_free(job)
-        raise
 
 
 # Memory of other objects.
@@ -571,4 +546,16 @@ def main() -> None:
 
 def forked() -> bool:
     """Whether this is a child of a process that had loaded the engine."""
-    return isinstance(_loaded, _Forked) or (_loaded is not None and bool(_loaded.forked()))
+    if isinstance(_loaded, (_Forked, _Exiting)):
+        return isinstance(_loaded, _Forked)
+    return _loaded is not None and bool(_loaded.forked())
+
+
+def forked_error() -> BaseException:
+    """What every call raises in such a child."""
+    from . import errors
+
+    return errors.ForkedError(
+        "overwire: this process was forked from one that had started the engine, and cannot use it; "
+        "use the spawn or forkserver start method, or fork before the first call"
+    )

@@ -236,7 +236,7 @@ def _digest(path: str) -> str:
 
 def _fits(container: str, digest: str, options: StorageOptions | None = None) -> bool:
     try:
-        with Model(container, preloaded=False, storage_options=options) as model:
+        with Model(container, storage_options=options) as model:
             return (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest
     except (FormatError, CorruptError, NotFoundError):
         return False

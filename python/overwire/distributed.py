@@ -116,7 +116,7 @@ def load(
         opened.append(
             _Load(
                 team, shard, device, dtype, keys, filter, framework, progress, max_memory,
-                lambda where: Model(source, mmap, where, preloaded=False, lenient=lenient, storage_options=storage_options),
+                lambda where: Model(source, mmap, where, lenient=lenient, storage_options=storage_options),
             )
         )  # fmt: skip
         return opened[0].describe()
@@ -161,10 +161,12 @@ class _Load:
         wire = team.wire(where)
         prepare(wire or where)
         self._model = open_on(where)
+        self._model.alone()  # what was preloaded is not shared out
         self._wired = self._model
         try:
             if wire and wire != where:
                 self._wired = open_on(wire)
+                self._wired.alone()
             self._room = Room(team, self._frame, self._model, self._wired)
             chosen = self._model.choose(keys, filter)
             self._chosen = list(range(len(self._model.table))) if chosen is None else chosen

@@ -99,11 +99,8 @@ class Landing:
             # What the engine does not reach goes by way of the host, and so does
             # what may be an array's.
             groups.setdefault(target if self._noted and target.startswith("cuda:") else "cpu", []).append(place)
-        self._on_host = model.preload is not None or not self._noted
-        if model.preload is not None:
-            number, model.preload = model.preload, None
-            begin(Job(number, "load", watcher), None)
-        elif len(groups) <= 1 and "cuda" not in "".join(groups):
+        self._on_host = not self._noted
+        if len(groups) <= 1 and "cuda" not in "".join(groups):
             begin(model.start(None, watcher), None)
         else:
             for device, order in groups.items():

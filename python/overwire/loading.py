@@ -107,7 +107,9 @@ def load_file(
 
     Raises NotFoundError, FormatError, CorruptError (which tensor, chunk and
     offset), TensorNotFoundError for keys, OutOfMemoryError, NotSupportedError,
-    ArgumentError. Ctrl-C cancels the load and frees what had landed.
+    ArgumentError. Ctrl-C cancels the load and frees what had landed. In a child of
+    fork, where the engine cannot run, plain local files are read through the package
+    safetensors, and all else is ForkedError.
     """
     if group is not None or shard is not None:
         if read is not None:
@@ -120,8 +122,14 @@ def load_file(
         )  # fmt: skip
     frame = frame_for(framework)
     where = check_device(device, frame)
-    prepare(where)
     wanted = None if dtype is None else frame.dtype(dtype)  # a wrong one is refused before anything is read
+    if _engine.forked():
+        from .forking import ForkedModel
+
+        alone = ForkedModel(source, where, keys, filter, storage_options)
+        fit(alone, frame, wanted, max_memory)
+        return alone.load(alone.chosen, frame, dtype, None)
+    prepare(where)
     with ExitStack() as stack:
         stack.enter_context(many_objects())  # the table has as many as the tensors, and is gone before the collector looks
         model = stack.enter_context(
@@ -166,7 +174,8 @@ def stream(
         model = stack.enter_context(
             Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options, read=read)
         )
-        if max_memory is None or model.preload is not None:
+        model.join()
+        if max_memory is None or model.joined:
             fit(model, frame, wanted, max_memory)  # a preload has all of it already
             return _begin(model, model.chosen, frame, wanted, watch(progress, "stream"))
         budget = parse_size(max_memory, "max_memory")
@@ -179,16 +188,10 @@ def stream(
 
 def _begin(model: Model, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> _Stream:
     rows: Sequence[Any] = model.table if chosen is None else [model.table[at] for at in chosen]
-    cast = ""
-    if model.preload is None:
-        rows, cast = model.casting(rows, wanted)
+    rows, cast = model.casting(rows, wanted)
     raw = frame.raw({row[1] for row in rows})
-    if model.preload is not None:
-        number, model.preload = model.preload, None
-        keep = None if chosen is None else set(chosen)
-        return _Stream(Job(number, "load", watcher), model.table, keep, frame, wanted, raw, {}, model.device, model.device != "cpu")
     job, places = model.begin(chosen, rows, frame, watcher, cast)
-    return _Stream(job, rows, None, frame, wanted, raw, places, model.device)
+    return _Stream(job, rows, frame, wanted, raw, places, model.device, model.lands != model.device)
 
 
 class _Stream(Iterator[tuple[str, Any]]):
@@ -199,7 +202,6 @@ class _Stream(Iterator[tuple[str, Any]]):
         self,
         job: Job,
         rows: Any,
-        keep: set[int] | None,
         frame: Any,
         wanted: Any,
         raw: bool,
@@ -211,30 +213,27 @@ class _Stream(Iterator[tuple[str, Any]]):
         self._moved = moved  # what lands may be elsewhere: a preload's on the host
         self._places = places  # tensors that were made before the load, and not yet yielded
         self._job: Job | None = job
-        self._rows, self._keep = rows, keep
+        self._rows = rows
         self._frame, self._wanted, self._raw = frame, wanted, raw
         self._landed: list[tuple[int, Any, int]] = []
 
     def __next__(self) -> tuple[str, Any]:
-        while True:
-            if not self._landed:
-                if self._job is None:
-                    raise StopIteration
-                try:
-                    self._landed = self._job.next(None, self._raw)
-                    if not self._landed:
-                        self._job.wait()  # an error of the load
-                except BaseException:
-                    self.close()
-                    raise
+        if not self._landed:
+            if self._job is None:
+                raise StopIteration
+            try:
+                self._landed = self._job.next(None, self._raw)
                 if not self._landed:
-                    job, self._job = self._job, None
-                    job.done()
-                    raise StopIteration
-                self._landed.reverse()
-            at, capsule, pointer = self._landed.pop()
-            if self._keep is None or at in self._keep:
-                break
+                    self._job.wait()  # an error of the load
+            except BaseException:
+                self.close()
+                raise
+            if not self._landed:
+                job, self._job = self._job, None
+                job.done()
+                raise StopIteration
+            self._landed.reverse()
+        at, capsule, pointer = self._landed.pop()
         row = self._rows[at]
         tensor = self._places.pop(at, None)
         if tensor is None:

@@ -40,8 +40,9 @@ class Pinned:
     """
 
     def __init__(self, source: SourceLike, device: str, progress: ProgressLike) -> None:
-        model = Model(source, False, preloaded=False)
+        model = Model(source, False)
         try:
+            model.alone()
             job = Job(_engine.model_pin(model.handle, json.dumps({"device": device})), "pin", watch(progress, "pin"))
             with job:
                 job.wait()

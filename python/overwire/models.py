@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from . import _engine
 from .dtypes import CAST_FROM, CAST_TO, nbytes
-from .errors import ArgumentError, OutOfMemoryError, TensorNotFoundError
+from .errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError
 from .frames import Frame, check_empty
 from .jobs import Job, log
 from .progress import Watcher
@@ -21,7 +21,7 @@ from .selecting import Experts
 from .sources import SourceLike, resolve
 from .storage import StorageOptions, shown, storage
 
-__all__ = ["LARGE", "Model", "Request", "Row", "WHOLE", "prepare", "whole", "wholes"]
+__all__ = ["LARGE", "Model", "Request", "Row", "WHOLE", "prepare", "whole", "wholes", "written"]
 
 #: What is wanted: (tensor, destination, lo0, hi0, lo1, hi1); a destination of 0
 #: lets the engine allocate.
@@ -82,7 +82,6 @@ class Model:
         source: SourceLike,
         mmap: bool | None = None,
         device: str = "cpu",
-        preloaded: bool = True,
         lenient: bool = False,
         keys: Iterable[str] | None = None,
         filter: Callable[[str], bool] | None = None,
@@ -96,6 +95,11 @@ class Model:
             raise ArgumentError("overwire: read: expected 'auto', 'buffered', 'direct', 'gds' or None")
         self.read = read
         self.chosen: list[int] | None = None  # what keys and filter leave, None for all
+        #: Where `start` lands tensors: `device`, but for a preload to the host that a
+        #: load to a GPU joins. None: not known yet; see `join`.
+        self.lands: str | None = None
+        #: Whether loads take tensors that were preloaded.
+        self.joined = False
         if keys is not None:
             if isinstance(keys, str):
                 raise ArgumentError("overwire: keys: expected several names, got one str")
@@ -106,6 +110,7 @@ class Model:
         if shared is not None:  # a model that somebody else keeps open
             self.__dict__.update(shared().on(device).__dict__)
             self.read = read
+            self.lands = device  # it has the files' bytes itself
             self.chosen = self.choose(keys, filter)
             return
         if mmap is not None and not isinstance(mmap, bool):
@@ -113,27 +118,20 @@ class Model:
         uris, keep = resolve(source)
         #: As people may see them.
         self.uris = [shown(uri) for uri in uris]
-        self.preload: int | None = None  # the running job of a preload, once
-        reach = storage(storage_options, uris)
-        found = _preloaded(uris, device, reach) if preloaded else None
-        if found is not None:
-            self._handle, self.preload = found
-            if device != "cpu":
-                from .frame_torch import used_on
-
-                used_on(device)
-            log.debug("load %s: joins its preload", self.uris[0])
-        else:
-            spec: dict[str, Any] = {"uris": uris, "map": mmap, "lenient": bool(lenient), **reach}
-            if keys is None and filter is not None:
-                names: list[str] | None = json.loads(_engine.call("names", json.dumps(spec)))
-                if names is not None:
-                    filter = _over(filter, names)
-                    spec["keys"] = keys = [name for name in names if filter(name)]
-                    filter = None  # it has spoken
-            elif keys is not None:
-                spec["keys"] = [key for key in keys if isinstance(key, str)]
+        spec: dict[str, Any] = {"uris": uris, "map": mmap, "lenient": bool(lenient), **storage(storage_options, uris)}
+        if keys is None and filter is not None:
+            names: list[str] | None = json.loads(_engine.call("names", json.dumps(spec)))
+            if names is not None:
+                filter = _over(filter, names)
+                spec["keys"] = keys = [name for name in names if filter(name)]
+                filter = None  # it has spoken
+        elif keys is not None:
+            spec["keys"] = [key for key in keys if isinstance(key, str)]
+        try:
             self._handle = _engine.open_model(json.dumps(spec))
+        except (CorruptError, FormatError, NotFoundError):
+            written(uris[0])  # what was preloaded of them is of no use either
+            raise
         del keep  # the engine has its own descriptors now
         self._open = True
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]]
@@ -149,18 +147,34 @@ class Model:
             raise
 
     def close(self) -> None:
-        """Closes the handle, and drops a preload that nobody took."""
+        """Closes the handle. What a preload has of the files and no load took is
+        freed, if some of it was taken."""
         if self._open:
             self._open = False
-            if self.preload is not None:
-                _engine.job_free(self.preload)
-                self.preload = None
-            _engine.close_model(self._handle)
+            if not _engine.forked():  # a child of fork has no engine, and nothing to close
+                _engine.close_model(self._handle)
+
+    def join(self) -> str:
+        """Joins what was preloaded of the files, if it is what loads of this model
+        to its device give. Returns where `start` lands tensors."""
+        if self.lands is None:
+            found = _preloaded(self._handle, self.device, self.read)
+            self.joined = found is not None
+            self.lands = self.device if found is None else found
+            if self.joined:
+                log.debug("load %s: joins its preload", self.uris[0])
+        return self.lands
+
+    def alone(self) -> None:
+        """For loads that cannot take what was preloaded of the files: it is dropped."""
+        if self.lands is None:
+            _preloaded(self._handle, self.device, self.read, alone=True)
+            self.lands = self.device
 
     def on(self, device: str) -> Model:
         """The same model, as long as it is open, for loads to another device."""
         view = object.__new__(type(self))
-        view.__dict__.update(self.__dict__, device=device, _open=False)
+        view.__dict__.update(self.__dict__, device=device, lands=None, joined=False, _open=False)
         return view
 
     @property
@@ -234,27 +248,29 @@ class Model:
         cast: str = "",
     ) -> Job:
         """Starts a load of requests, as they are or packed by `wholes`; None for
-        every tensor, whole. cast: as `casting` has it."""
+        every tensor, whole. cast: as `casting` has it. Tensors land on what `join`
+        returns; whole ones without a destination may come out of a preload."""
+        lands = self.join()
         packed = None
         if requests is not None:
             packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
-        options: dict[str, Any] = {"device": self.device, "cast": cast, "read": self.read or ""}
-        if self.device != "cpu":
+        options: dict[str, Any] = {"device": lands, "cast": cast, "read": self.read or ""}
+        if lands != "cpu":
             from .frame_torch import stream_of, used_on
 
-            used_on(self.device)
+            used_on(lands)
             if requests is not None:
-                options["stream"] = stream_of(self.device)
+                options["stream"] = stream_of(lands)
         text = json.dumps(options)
         try:
             number = _engine.load_start(self._handle, packed, text)
         except OutOfMemoryError:
-            if self.device == "cpu" or "torch" not in sys.modules:
+            if lands == "cpu" or "torch" not in sys.modules:
                 raise
             from .frame_torch import give_back
 
             # Memory that torch only keeps is no reason to fail.
-            give_back(self.device)
+            give_back(lands)
             number = _engine.load_start(self._handle, packed, text)
         return Job(number, "load", watcher)
 
@@ -269,8 +285,8 @@ class Model:
         """Starts a load of whole tensors. Returns the job, and by position in
         rows the tensors that were made for it: large ones on a GPU land in
         tensors of torch's allocator. The others land in memory of the engine's:
-        small ones, which torch makes more slowly than the engine loads them, and
-        all on the host."""
+        small ones, which torch makes more slowly than the engine loads them, all
+        on the host, and all of a load that joined a preload: they are on `lands`."""
         numbers = range(len(rows)) if chosen is None else chosen
 
         def requests(pointers: list[int]) -> bytes | None:
@@ -302,7 +318,7 @@ class Model:
                 if not size:
                     check_empty(dtype, shape, name)
         pointers = [0] * len(rows)
-        large = [] if self.device == "cpu" else [at for at, row in enumerate(rows) if row[3] >= LARGE]
+        large = [] if self.join() == "cpu" or self.joined else [at for at, row in enumerate(rows) if row[3] >= LARGE]
         for at in large:
             pointers[at] = _LATER
         job = self.start(requests(pointers), watcher, cast)
@@ -338,8 +354,9 @@ class Model:
 
     def casting(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
         """The rows as they land when the engine casts to a torch dtype on the way,
-        and its name for that; "" where it does not: on the host, for other types."""
-        if wanted is None or self.device == "cpu":
+        and its name for that; "" where it does not: on the host, for other types,
+        out of a preload."""
+        if wanted is None or self.join() == "cpu" or self.joined:
             return rows, ""
         from .frame_torch import SAVED
 
@@ -360,31 +377,17 @@ class Model:
         if not rows:
             return {}
         wanted = None if dtype is None else frame.dtype(dtype)
-        cast = ""
-        if self.preload is None:
-            rows, cast = self.casting(rows, wanted)
+        rows, cast = self.casting(rows, wanted)
         raw = frame.raw({row[1] for row in rows})
-        if self.preload is not None:
-            number, self.preload = self.preload, None
-            job = Job(number, "load", watcher)
-            mine = chosen  # the preload loads everything
-            places: dict[int, Any] = {}
-            moved = self.device != "cpu"  # it may have gone to the host
-        else:
-            job, places = self.begin(chosen, rows, frame, watcher, cast)
-            mine = None
-            moved = False
+        job, places = self.begin(chosen, rows, frame, watcher, cast)
         with job, many_objects():
-            if mine is None and frame.make is not None and not raw:
+            if frame.make is not None and not raw:
                 crowd = self.device != "cpu" and len(rows) - len(places) >= _CROWD
                 tensors = (_gathered if crowd else _taken)(job, rows, frame, frame.make, places, self.device)
             else:
                 job.wait()
-                landed = job.take(raw)
-                if mine is not None:
-                    landed = [landed[at] for at in mine]
-                tensors = frame.adopt_all(landed, rows, raw, places, self.device)
-        if moved:
+                tensors = frame.adopt_all(job.take(raw), rows, raw, places, self.device)
+        if self.lands != self.device:
             for at, tensor in enumerate(tensors):  # one at a time: only one is held twice
                 tensors[at] = tensor.to(self.device)
         if wanted is not None:
@@ -394,9 +397,7 @@ class Model:
         return dict(zip(map(itemgetter(0), rows), tensors, strict=True))
 
 
-def _taken(
-    job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any], Any], places: dict[int, Any], device: str
-) -> list[Any]:
+def _taken(job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any], Any], places: dict[int, Any], device: str) -> list[Any]:
     # Job.take and Frame.adopt_all for capsules that need nothing but `make`.
     job.wait()
     capsules, missing = job.capsules()
@@ -408,9 +409,7 @@ def _taken(
     return tensors
 
 
-def _gathered(
-    job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any], Any], places: dict[int, Any], device: str
-) -> list[Any]:
+def _gathered(job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any], Any], places: dict[int, Any], device: str) -> list[Any]:
     # The same while the job runs: tensors by the ten thousand are made beside the
     # bytes that still arrive.
     tensors: list[Any] = [None] * len(rows)
@@ -454,10 +453,18 @@ def wholes(numbers: Sequence[int], pointers: Sequence[int] | None = None) -> byt
     return flat.tobytes()
 
 
-def _preloaded(uris: list[str], device: str, reach: dict[str, Any]) -> tuple[int, int] | None:
+def _preloaded(handle: int, device: str, read: str | None, alone: bool = False) -> str | None:
     # Nothing can have been preloaded before that module was imported.
     preloading = sys.modules.get("overwire.preloading")
     if preloading is None:
         return None
-    found: tuple[int, int] | None = preloading.find(uris, device, reach)
+    found: str | None = preloading.join(handle, device, read, alone)
     return found
+
+
+def written(path: str) -> None:
+    """Says that a file was replaced, or is not what it was, by no save of the
+    engine's: a preload of it is dropped. A path or URI."""
+    preloading = sys.modules.get("overwire.preloading")
+    if preloading is not None:
+        preloading.sweep(path)

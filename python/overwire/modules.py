@@ -9,8 +9,7 @@ from typing import Any
 
 from .errors import ArgumentError, ModelMismatchError
 from .frames import check_device, frame_for
-from .jobs import Job
-from .models import WHOLE, Model
+from .models import WHOLE, Model, whole
 from .planning import fit
 from .progress import ProgressLike, watch
 from .saving import Report, save_file
@@ -81,23 +80,21 @@ def load_model(
                 done[target.data_ptr()] = name
             direct.append(lands)
             requests.append((at, target.data_ptr() if lands else 0, 0, WHOLE, 0, WHOLE))
-        # A preload has everything in memory of its own.
+        views = {}
+        for name in names:
+            where = fixed or _place(targets[name])
+            if where not in views:
+                views[where] = model.on(where)
+                views[where].join()
+        for number, name in enumerate(names):
+            # On a GPU, what was preloaded is copied from where it is.
+            where = fixed or _place(targets[name])
+            if views[where].joined and where != "cpu":
+                direct[number] = False
+                requests[number] = whole(requests[number][0])
         beside = [request[0] for request, lands in zip(requests, direct, strict=True) if not lands]
-        if model.preload is not None:
-            beside = list(range(len(model.table)))
         fit(model, frame, None, max_memory, [model.row(at) for at in beside])
         watcher = watch(progress, "load")
-        if model.preload is not None:
-            # What is in memory already is copied from there.
-            number, model.preload = model.preload, None
-            raw = frame.raw({row[1] for row in model.table})
-            with Job(number, "load", watcher) as job:
-                job.wait()
-                landed = job.take(raw)
-            for name in names:
-                at = wanted[name]
-                _put(module, name, targets[name], frame.adopt(*landed[at], model.table[at][1], model.table[at][2], model.device))
-            return missing, unexpected
         # One load for each device, all at once.
         groups: dict[str, list[int]] = {}
         for number, name in enumerate(names):
@@ -105,7 +102,7 @@ def load_model(
         with contextlib.ExitStack() as stack:
             jobs = []
             for where, group in groups.items():
-                jobs.append(stack.enter_context(model.on(where).start([requests[number] for number in group], watcher)))
+                jobs.append(stack.enter_context(views[where].start([requests[number] for number in group], watcher)))
                 watcher = None
             for job, (where, group) in zip(jobs, groups.items(), strict=True):
                 job.wait()
@@ -115,7 +112,8 @@ def load_model(
                     landed[at] = (None, 0)
                     if not direct[number]:
                         row = model.table[wanted[names[number]]]
-                        _put(module, names[number], targets[names[number]], frame.adopt(capsule, pointer, row[1], row[2], where))
+                        tensor = frame.adopt(capsule, pointer, row[1], row[2], views[where].join())
+                        _put(module, names[number], targets[names[number]], tensor)
     return missing, unexpected
 
 

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from . import _engine
 from .dtypes import BITS, PACKED, nbytes
-from .errors import ArgumentError, NotSupportedError
+from .errors import ArgumentError, CorruptError, NotSupportedError
 from .frames import check_device, frame_for
-from .models import LARGE, WHOLE, Model, whole
+from .models import LARGE, WHOLE, Model
 from .slices import plan
 from .sources import SourceLike
 from .storage import StorageOptions
 
+if TYPE_CHECKING:
+    from .forking import ForkedModel
+
 __all__ = ["TensorSlice", "safe_open"]
+
+
+def _states(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
+    # What tells files from those that take their place; see `ForkedModel`.
+    states: list[tuple[int, ...] | None] = []
+    for path in paths:
+        try:
+            state = os.stat(path)
+            states.append((state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+        except (OSError, ValueError):
+            states.append(None)
+    return states
 
 
 class safe_open:
@@ -27,7 +44,11 @@ class safe_open:
     A context manager; `close` may be called by hand. Tensors are the caller's
     and outlive it. Threads may share one object.
 
-    Raises what `load_file` raises; ArgumentError after it was closed.
+    In a child of fork, where the engine cannot run, plain local files are read
+    through the package safetensors, those that were opened before the fork too.
+
+    Raises what `load_file` raises; ArgumentError after it was closed; ForkedError
+    in such a child for compressed files, folders, URIs and GPUs.
     """
 
     def __init__(
@@ -44,7 +65,14 @@ class safe_open:
         self._frame = frame_for(framework)
         where = check_device(device, self._frame)
         self._dtype = None if dtype is None else self._frame.dtype(dtype)
-        self._model: Model | None = Model(source, mmap, where, preloaded=False, lenient=lenient, storage_options=storage_options)
+        self._model: Model | None
+        if _engine.forked():
+            from .forking import ForkedModel
+
+            self._model = ForkedModel(source, where, storage_options=storage_options)
+        else:
+            self._model = Model(source, mmap, where, lenient=lenient, storage_options=storage_options)
+            self._seen = _states(self._model.uris)
 
     def __enter__(self) -> safe_open:
         self._live()
@@ -67,6 +95,14 @@ class safe_open:
     def _live(self) -> Model:
         if self._model is None:
             raise ArgumentError("overwire: the file is closed")
+        if _engine.forked() and not hasattr(self._model, "read_alone"):
+            from .forking import ForkedModel
+
+            if self._seen != _states(self._model.uris):
+                raise CorruptError(
+                    f"overwire: open {self._model.uris[0]}: the file was replaced since it was opened", source=self._model.uris[0]
+                )
+            self._model = ForkedModel(self._model.uris, self._model.device)
         return self._model
 
     def keys(self) -> list[str]:
@@ -142,17 +178,19 @@ class TensorSlice:
     def __getitem__(self, index: Any) -> Any:
         file, row = self._file, self._row
         model, frame = file._live(), file._frame
+        if _engine.forked():
+            return self._alone(index)
         if row.dtype in PACKED:
             return self._packed(index)
         planned = plan(index, row.shape)
         if planned.empty:
             tensor = frame.empty(row.dtype, planned.shape, model.device)
+        elif planned.shape == row.shape:
+            tensor = model.load([self._at], frame, None, None)[row.name]
         else:
             (lo0, hi0), (lo1, hi1) = planned.block
             request = (self._at, 0, lo0, hi0, lo1, hi1)
-            if planned.shape == row.shape:
-                request = whole(self._at)
-            elif len(row.shape) == 1:
+            if len(row.shape) == 1:
                 request = (self._at, 0, lo0, hi0, 0, WHOLE)
             lands = [(row.name, row.dtype, planned.shape, nbytes(row.dtype, planned.shape))]
             places: dict[int, Any] = {}
@@ -168,6 +206,11 @@ class TensorSlice:
         if file._dtype is not None:
             tensor = frame.cast(tensor, row.dtype, file._dtype)
         return tensor
+
+    def _alone(self, index: Any) -> Any:
+        file, row = self._file, self._row
+        tensor = cast("ForkedModel", file._live()).read_alone(self._at, file._frame, index)
+        return tensor if file._dtype is None else file._frame.cast(tensor, row.dtype, file._dtype)
 
     def _packed(self, index: Any) -> Any:
         # Elements share bytes, so the tensor is read whole. Where the framework

@@ -131,7 +131,7 @@ def plan(
     where = check_device(device, frame)
     wanted = None if dtype is None else frame.dtype(dtype)
     with Model(
-        source, None, where, preloaded=False, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options
+        source, None, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options
     ) as model:
         rows = _rows(model)
         final, peak = _sizes(rows, frame, wanted)

@@ -1,39 +1,43 @@
 """preload: a load that runs in the engine while Python does other things.
 
 By hand, or at the import of overwire when OVERWIRE_PRELOAD (or nyacomp's
-PRELOAD_PATH) names something. The first load of the same path joins it and
-takes the tensors over; what nobody takes is freed at exit.
+PRELOAD_PATH) names something. Loads of the same files join it: they take the
+tensors over, each once; what is left of a file that was loaded from is freed
+with that load, and the rest at exit.
+
+The same file is the same bytes: a load opens its files, and the engine compares
+them, one by one, with those that were preloaded, by device, inode, size and times
+(objects of stores: by ETag, or date). A preload of what was replaced or written to
+since is dropped, which is logged as a warning, and so is one whose tensors are not
+what the load asks for: on another GPU, mapped where the load reads, read in
+another way. The load then reads the files itself, and also where the preload had
+failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import stat
 import sys
-import threading
 from typing import Any
 
 from . import _engine, layout
-from .errors import ArgumentError, DeadlineError, NotSupportedError, OverwireError
+from ._engine_preload import preload_join, preload_sweep
+from .errors import ArgumentError, DeadlineError, NotSupportedError
 from .frames import check_device, frame_for
 from .progress import Progress
 from .remote import uris_of
 from .sources import SourceLike, resolve
 from .storage import StorageOptions, shown, storage
 
-__all__ = ["Preload", "find", "preload", "start_from_environment"]
+__all__ = ["Preload", "join", "preload", "start_from_environment", "sweep"]
 
 log = logging.getLogger("overwire")
 
-_lock = threading.Lock()
 _started = False
-# Paths whose preload could not even begin, with the reason: the load of the
-# same path says so too.
-_failed: dict[str, OverwireError] = {}
-
-# Where each preload goes.
-_devices: dict[tuple[str, ...], str] = {}
 
 # The engine's spellings of yes; it warns about what is neither yes nor no.
 _YES = frozenset({"1", "true", "yes", "on", "y", "t"})
@@ -51,8 +55,6 @@ class Preload:
         #: Where the tensors go: "cpu" or "cuda:N".
         self.device = device
         self._job = _engine.preload_start(json.dumps({"uris": uris, "device": device, **(reach or {})}))
-        with _lock:
-            _devices[_key(uris)] = device
         _started = True
 
     def __repr__(self) -> str:
@@ -83,8 +85,8 @@ class Preload:
             raise DeadlineError(f"overwire: preload {self.path}: not done in {timeout} s", source=self.path)
 
     def cancel(self) -> None:
-        """Stops it; what has landed is freed, unless a load has taken it over.
-        A later load of the path reads it anew."""
+        """Stops it; what has landed is freed, but for the files that a load has
+        joined. A later load of the path reads it anew."""
         _engine.job_cancel(self._job)
 
 
@@ -98,29 +100,51 @@ def preload(
     once; torch need not be imported.
 
     source: what `load_file` takes (but no open file), or a bundle: its pickle,
-        or its meta.csv. `load_file`, `stream`, `load_model` of the same path,
-        and `load_compressed*` of the same bundle, join it.
+        or its meta.csv. `load_file`, `stream`, `safe_open`, `load_model`,
+        `load_compressed*` and what stands for other packages join it, for all of
+        its files or some, by whatever name; `load_file` with group does not.
     device: "cpu" (or "host"): into host memory, with CUDA untouched, for
-        programs that fork; a load to a GPU moves the tensors on. "cuda",
-        "cuda:1": to that GPU; loads to the same one join it. Bundles go to the
-        host only.
+        programs that fork; a load to a GPU moves the tensors on, but reads plain
+        files, which are mapped, out of the page cache. "cuda:1": to that GPU;
+        loads to the same one join it. "cuda": to the GPU that is current in
+        torch; before torch is imported, to the one that LOCAL_RANK names, or
+        SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID; to the first
+        without them, or where CUDA_VISIBLE_DEVICES leaves one. Bundles go to
+        the host only.
     storage_options: as for `load_file`; a load joins with the same options only.
 
-    Errors of the files show in `wait`, and in the load that joins. Raises
-    NotFoundError, FormatError, NotSupportedError for a pickle or meta.csv that
-    names no container.
+    A tensor is handed out once: `safe_open` that is asked for it again reads it.
+    Of a file that was saved within the last moment the preload waits, 40 ms, and
+    2 s where times have whole seconds, until a later change would show.
+
+    Errors of the files show in `wait` alone; a load reads them anew. It raises
+    NotSupportedError there for an object whose server gives neither an ETag nor a
+    date, which no load could compare. Raises NotFoundError, FormatError,
+    NotSupportedError for a pickle or meta.csv that names no container,
+    ArgumentError for what is neither a file nor a folder.
     """
     where = _device(device)
     if hasattr(source, "read"):
         raise ArgumentError("overwire: preload: an open file cannot be preloaded; give its path")
     paths, _ = resolve(source)
+    for path in paths:
+        _refuse_special(path)
     uris = [uri for path in paths for uri in uris_of(path, storage_options)]
-    with _lock:
-        for path in paths:
-            _failed.pop(path, None)
     if where != "cpu" and any(path.endswith((".pkl", ".pth", ".csv")) for path in paths):
         raise NotSupportedError(f"overwire: preload {', '.join(map(shown, paths))}: bundles are preloaded to the host only")
     return Preload(", ".join(map(shown, paths)), uris, where, storage(storage_options, uris))
+
+
+def _refuse_special(path: str) -> None:
+    # A look into a FIFO or a device may never end.
+    with contextlib.suppress(OSError):
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ArgumentError(f"overwire: preload {path}: not a regular file", source=path)
+
+
+# Who says which of a machine's processes this is, before torch is there.
+_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
 def _device(device: Any) -> str:
@@ -128,26 +152,50 @@ def _device(device: Any) -> str:
         return "cpu"
     text = str(device)
     if text == "cuda" and "torch" not in sys.modules:
-        return "cuda:0"  # without asking for torch
+        return f"cuda:{_rank()}"  # without asking for torch
     if text.startswith("cuda:") and text[5:].isdecimal():
         return text
     return check_device(device, None if text == "cpu" else frame_for("torch"))
 
 
-def _key(uris: list[str]) -> tuple[str, ...]:
-    return tuple(uri if "://" in uri else os.path.realpath(uri) for uri in uris)
+def _rank() -> int:
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if seen and "," not in seen:
+        return 0
+    for name in _RANKS:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    return 0
 
 
-def find(uris: list[str], device: str, reach: dict[str, Any]) -> tuple[int, int] | None:
-    """Takes over the preload of these files: (model, job), None if there is
-    none for this device. Raises what went wrong when it was started."""
-    with _lock:
-        for uri in uris:
-            if uri in _failed:
-                raise _failed.pop(uri)
-        if not _started or _devices.get(_key(uris), "cpu") not in ("cpu", device):
-            return None
-    return _engine.preload_find(json.dumps({"uris": uris, **reach}))
+def join(model: int, device: str, read: str | None, alone: bool) -> str | None:
+    """Lets loads of an open model take what was preloaded: where it lies, "cpu" or
+    the GPU; None if there is nothing. alone: drops it."""
+    if not _started:
+        return None
+    found = json.loads(preload_join(model, json.dumps({"device": device, "read": read or "", "alone": alone})))
+    _say(found)
+    return None if found["device"] is None else found["device"] or "cpu"
+
+
+def sweep(path: str) -> None:
+    """Drops preloads of what was just replaced at a path or URI."""
+    if _started and not _engine.forked():
+        _say(json.loads(preload_sweep(path)))
+
+
+def _say(answer: dict[str, Any]) -> None:
+    for note in answer["notes"] or ():
+        log.log(logging.INFO if note["routine"] else logging.WARNING, "%s", note["text"])
+
+
+def _is_child() -> bool:
+    """Whether multiprocessing has started this process: a worker, which imports the
+    program again, or the server that forks workers. Each would load all of it."""
+    if any(arg == "--multiprocessing-fork" or "from multiprocessing.forkserver import" in arg for arg in sys.orig_argv):
+        return True
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and (process.parent_process() is not None or hasattr(process.current_process(), "_inheriting"))
 
 
 def _flag(name: str) -> bool:
@@ -157,10 +205,13 @@ def _flag(name: str) -> bool:
 def start_from_environment() -> None:
     """What the import of overwire does when a preload variable is set.
 
-    Never raises: a wrong path is a warning here, and an error at the load.
+    Never raises: a wrong path is a warning here, and the load's to find out.
+    Processes that multiprocessing starts do not preload; ranks of torchrun do.
     NO_PRELOAD and LOAD_UNCOMPRESSED (nyacomp's) and OVERWIRE_NO_PRELOAD stop it.
     """
     if any(map(_flag, ("OVERWIRE_NO_PRELOAD", "NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
+        return
+    if _is_child():
         return
     name = "OVERWIRE_PRELOAD" if os.environ.get("OVERWIRE_PRELOAD") else "PRELOAD_PATH"
     path = os.environ[name]
@@ -171,12 +222,9 @@ def start_from_environment() -> None:
             from .errors import NotFoundError
 
             raise NotFoundError(f"overwire: open {path}: not found", source=path)
+        _refuse_special(path)
         if "://" not in path and path.endswith(".csv"):
             layout.refuse_urls(path)
         preload(path, device=os.environ.get("OVERWIRE_PRELOAD_DEVICE") or "cpu")
-    except OverwireError as error:
-        with _lock:
-            _failed[path] = error
-        log.warning("%s=%s: nothing is preloaded: %s", name, shown(os.environ[name]), error)
     except Exception as error:  # an import must not fail for this
         log.warning("%s=%s: nothing is preloaded: %s", name, shown(os.environ[name]), error)

@@ -45,7 +45,7 @@ def uris_of(path: str, options: StorageOptions | None) -> list[str]:
         candidates = layout.remote_containers_of(path)
         for candidate in candidates:
             with contextlib.suppress(NotFoundError):
-                Model(candidate, preloaded=False, storage_options=options).close()
+                Model(candidate, storage_options=options).close()
                 return [candidate]
         return candidates[:1]  # whoever opens it says so
     return [path]

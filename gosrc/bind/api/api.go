@@ -127,14 +127,14 @@ func PreloadStart(spec string) (uint64, error) {
 	return face.Call("preload", func() (uint64, error) { return face.PreloadStart(spec) })
 }
 
-func PreloadFind(uris string) (uint64, error) {
-	return face.Call("preload", func() (uint64, error) { return face.PreloadFind(uris) })
+func PreloadJoin(model uint64, options string, ms int) (string, error) {
+	return face.Call("preload", func() (string, error) {
+		return face.PreloadJoin(model, options, time.Duration(ms)*time.Millisecond)
+	})
 }
 
-func PreloadModel(job uint64, ms int) (uint64, error) {
-	return face.Call("preload", func() (uint64, error) {
-		return face.PreloadModel(job, time.Duration(ms)*time.Millisecond)
-	})
+func PreloadSweep(uri string) (string, error) {
+	return face.Call("preload", func() (string, error) { return face.PreloadSweep(uri) })
 }
 
 func RelayStart(model uint64, spec string) (uint64, error) {

@@ -529,49 +529,6 @@ PyObject * _wrap__core_api_Panic(PyObject *PYBINDGEN_UNUSED(_args), PyObject *PY
 
 
 PyObject *
-_wrap__core_api_PreloadFind(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    uint64_t retval;
-    char *uris;
-    const char *keywords[] = {"uris", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &uris)) {
-        return NULL;
-    }
-    retval = api_PreloadFind(uris);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "K", retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_PreloadFind(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
-_wrap__core_api_PreloadModel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    PyObject *py_retval;
-    uint64_t retval;
-    uint64_t job;
-    int64_t ms;
-    const char *keywords[] = {"job", "ms", NULL};
-
-    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "KL", (char **) keywords, &job, &ms)) {
-        return NULL;
-    }
-    retval = api_PreloadModel(job, ms);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "K", retval);
-    return py_retval;
-}
-PyObject * _wrap__core_api_PreloadModel(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
 _wrap__core_api_PreloadStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -854,6 +811,54 @@ PyObject * _wrap__core_api_ModelInfo(PyObject * PYBINDGEN_UNUSED(dummy), PyObjec
 
 
 PyObject *
+_wrap__core_api_PreloadJoin(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    uint64_t model;
+    char *options;
+    int64_t ms;
+    const char *keywords[] = {"model", "options", "ms", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "KsL", (char **) keywords, &model, &options, &ms)) {
+        return NULL;
+    }
+    retval = api_PreloadJoin(model, options, ms);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_PreloadJoin(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
+_wrap__core_api_PreloadSweep(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
+{
+    PyObject *py_retval;
+    char *retval;
+    char *uri;
+    const char *keywords[] = {"uri", NULL};
+
+    if (ow_child() || !PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "s", (char **) keywords, &uri)) {
+        return NULL;
+    }
+    retval = api_PreloadSweep(uri);
+    if (PyErr_Occurred()) {
+        if (retval != NULL) free(retval);
+        return NULL;
+    }
+    py_retval = Py_BuildValue((char *) "s", retval);
+    free(retval);
+    return py_retval;
+}
+PyObject * _wrap__core_api_PreloadSweep(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
+
+
+PyObject *
 _wrap__core_api_RelayShares(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     PyObject *py_retval;
@@ -922,8 +927,6 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_LoadSettle", (PyCFunction) _wrap__core_api_LoadSettle, METH_KEYWORDS|METH_VARARGS, "api_LoadSettle(job, pairs, n, stream)\n\ntype: job: uint64_t\ntype: pairs: uint64_t\ntype: n: int64_t\ntype: stream: uint64_t" },
     {(char *) "api_ModelPin", (PyCFunction) _wrap__core_api_ModelPin, METH_KEYWORDS|METH_VARARGS, "api_ModelPin(model, options)\n\ntype: model: uint64_t\ntype: options: char *" },
     {(char *) "api_Panic", (PyCFunction) _wrap__core_api_Panic, METH_NOARGS, "api_Panic()\n\n" },
-    {(char *) "api_PreloadFind", (PyCFunction) _wrap__core_api_PreloadFind, METH_KEYWORDS|METH_VARARGS, "api_PreloadFind(uris)\n\ntype: uris: char *" },
-    {(char *) "api_PreloadModel", (PyCFunction) _wrap__core_api_PreloadModel, METH_KEYWORDS|METH_VARARGS, "api_PreloadModel(job, ms)\n\ntype: job: uint64_t\ntype: ms: int64_t" },
     {(char *) "api_PreloadStart", (PyCFunction) _wrap__core_api_PreloadStart, METH_KEYWORDS|METH_VARARGS, "api_PreloadStart(spec)\n\ntype: spec: char *" },
     {(char *) "api_RelayAim", (PyCFunction) _wrap__core_api_RelayAim, METH_KEYWORDS|METH_VARARGS, "api_RelayAim(job, requests)\n\ntype: job: uint64_t\ntype: requests: char *" },
     {(char *) "api_RelayDecode", (PyCFunction) _wrap__core_api_RelayDecode, METH_KEYWORDS|METH_VARARGS, "api_RelayDecode(job, piece, stream)\n\ntype: job: uint64_t\ntype: piece: int64_t\ntype: stream: uint64_t" },
@@ -937,6 +940,8 @@ static PyMethodDef _core_functions[] = {
     {(char *) "api_JobReport", (PyCFunction) _wrap__core_api_JobReport, METH_KEYWORDS|METH_VARARGS, "api_JobReport(job)\n\ntype: job: uint64_t" },
     {(char *) "api_Knobs", (PyCFunction) _wrap__core_api_Knobs, METH_NOARGS, "api_Knobs()\n\n" },
     {(char *) "api_ModelInfo", (PyCFunction) _wrap__core_api_ModelInfo, METH_KEYWORDS|METH_VARARGS, "api_ModelInfo(model)\n\ntype: model: uint64_t" },
+    {(char *) "api_PreloadJoin", (PyCFunction) _wrap__core_api_PreloadJoin, METH_KEYWORDS|METH_VARARGS, "api_PreloadJoin(model, options, ms)\n\ntype: model: uint64_t\ntype: options: char *\ntype: ms: int64_t" },
+    {(char *) "api_PreloadSweep", (PyCFunction) _wrap__core_api_PreloadSweep, METH_KEYWORDS|METH_VARARGS, "api_PreloadSweep(uri)\n\ntype: uri: char *" },
     {(char *) "api_RelayShares", (PyCFunction) _wrap__core_api_RelayShares, METH_KEYWORDS|METH_VARARGS, "api_RelayShares(job)\n\ntype: job: uint64_t" },
     {(char *) "api_Setup", (PyCFunction) _wrap__core_api_Setup, METH_KEYWORDS|METH_VARARGS, "api_Setup(env)\n\ntype: env: char *" },
     {NULL, NULL, 0, NULL}

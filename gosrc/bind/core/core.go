@@ -460,34 +460,19 @@ func api_Panic() C.longlong {
 	return C.longlong(cret)
 }
 
-//export api_PreloadFind
-func api_PreloadFind(uris *C.char) C.ulonglong {
+//export api_PreloadJoin
+func api_PreloadJoin(model C.ulonglong, options *C.char, ms C.longlong) *C.char {
 	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.PreloadFind(C.GoString(uris))
+	cret, __err := api.PreloadJoin(uint64(model), C.GoString(options), int(ms))
 
 	C.PyEval_RestoreThread(_saved_thread)
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
 		C.free(unsafe.Pointer(estr))
-		return C.ulonglong(0)
+		return C.CString("")
 	}
-	return C.ulonglong(cret)
-}
-
-//export api_PreloadModel
-func api_PreloadModel(job C.ulonglong, ms C.longlong) C.ulonglong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.PreloadModel(uint64(job), int(ms))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.ulonglong(0)
-	}
-	return C.ulonglong(cret)
+	return C.CString(cret)
 }
 
 //export api_PreloadStart
@@ -503,6 +488,21 @@ func api_PreloadStart(spec *C.char) C.ulonglong {
 		return C.ulonglong(0)
 	}
 	return C.ulonglong(cret)
+}
+
+//export api_PreloadSweep
+func api_PreloadSweep(uri *C.char) *C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.PreloadSweep(C.GoString(uri))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.CString("")
+	}
+	return C.CString(cret)
 }
 
 //export api_RelayAim

@@ -104,9 +104,9 @@ extern long long int api_LoadSettle(long long unsigned int job, long long unsign
 extern char* api_ModelInfo(long long unsigned int model);
 extern long long unsigned int api_ModelPin(long long unsigned int model, char* options);
 extern long long int api_Panic(void);
-extern long long unsigned int api_PreloadFind(char* uris);
-extern long long unsigned int api_PreloadModel(long long unsigned int job, long long int ms);
+extern char* api_PreloadJoin(long long unsigned int model, char* options, long long int ms);
 extern long long unsigned int api_PreloadStart(char* spec);
+extern char* api_PreloadSweep(char* uri);
 extern long long int api_RelayAim(long long unsigned int job, char* requests);
 extern long long int api_RelayDecode(long long unsigned int job, long long int piece, long long unsigned int stream);
 extern char* api_RelayShares(long long unsigned int job);

@@ -110,13 +110,3 @@ func (t *table[T]) take(h uint64) (v T, ok bool) {
 	delete(t.all, h)
 	return v, ok
 }
-
-// swap replaces the object under a handle.
-func (t *table[T]) swap(h uint64, v T) (old T, ok bool) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if old, ok = t.all[h]; ok {
-		t.all[h] = v
-	}
-	return old, ok
-}

@@ -211,7 +211,8 @@ func TestWaitOfNoTime(t *testing.T) {
 	idle(t)
 }
 
-// Preloads: handed over once, also when they fail, and forgotten when dropped.
+// Preloads: joined by one load, also while they open, and without a trace after
+// either was freed at any moment.
 func TestPreloadHandOver(t *testing.T) {
 	path := plain(t, 1<<20)
 	missing := path + ".missing"
@@ -221,27 +222,29 @@ func TestPreloadHandOver(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, err := TakeAll(h); !errors.Is(err, fault.ErrArgument) {
-			t.Fatal("tensors for one who has not found it:", err)
+			t.Fatal("tensors for one who has not joined it:", err)
 		}
-		found, err := PreloadFind(spec(t, path))
-		if err != nil || found == 0 {
-			t.Fatal(found, err)
-		}
-		if again, err := PreloadFind(spec(t, path)); again != 0 || err != nil {
-			t.Fatal("found twice:", again, err)
-		}
-		if round%2 == 1 { // the finder changes its mind, at any moment
-			Free(found)
-			Free(h)
-			continue
-		}
-		m, err := PreloadModel(found, time.Minute)
+		m, err := opened(spec(t, path))
 		if err != nil || m == 0 {
 			t.Fatal(m, err)
 		}
+		answer, err := PreloadJoin(m, "{}", time.Minute)
+		if err != nil || answer != `{"device":"","notes":null}` {
+			t.Fatal(answer, err)
+		}
+		load, err := LoadStart(m, nil, "{}")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if round%2 == 1 { // the caller changes its mind, at any moment
+			Free(load)
+			CloseModel(m)
+			Free(h)
+			continue
+		}
 		for over := false; !over; {
 			var landed []Landed
-			if landed, over, err = Next(found, 10, time.Second); err != nil {
+			if landed, over, err = Next(load, 10, time.Second); err != nil {
 				t.Fatal(err)
 			}
 			for _, l := range landed {
@@ -249,7 +252,7 @@ func TestPreloadHandOver(t *testing.T) {
 			}
 		}
 		CloseModel(m)
-		Free(found)
+		Free(load)
 		Free(h)
 	}
 	h, err := PreloadStart(spec(t, missing))

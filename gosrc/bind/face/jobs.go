@@ -15,15 +15,14 @@ import (
 )
 
 // An entry is a job that Python has a handle to: one of any verb, a load, or a
-// preload, which becomes a load when its files are open.
+// preload, whose tensors are no handle's.
 type entry struct {
 	job     *job.Job         // nil: a preload
-	load    *load.Loading    // nil: not a load (yet)
+	load    *load.Loading    // nil: not a load
 	pre     *preload.Preload // nil: not a preload
 	coding  *coding          // nil: not a codec job
 	calling *calling         // nil: not a call
 	relay   *load.Relay      // nil: not a relay
-	mine    bool             // pre was handed over: its model and tensors are this handle's
 }
 
 var jobs = newTable[*entry]("job")
@@ -31,17 +30,17 @@ var jobs = newTable[*entry]("job")
 // start runs a verb as a job and gives it a handle.
 func start(j *job.Job) uint64 { return jobs.put(&entry{job: j}) }
 
-// running returns the job, and the load if it is one, waiting at most for d
-// while a preload still opens its files; then both are nil.
-func (e *entry) running(d time.Duration) (*job.Job, *load.Loading, error) {
+// running returns the job, waiting at most for d while a preload still opens its
+// files; then it is nil.
+func (e *entry) running(d time.Duration) (*job.Job, error) {
 	if e.pre == nil {
-		return e.job, e.load, nil
+		return e.job, nil
 	}
-	_, l, opened, err := e.pre.Opened(d)
+	s, opened, err := e.pre.Opened(d)
 	if err != nil || !opened {
-		return nil, nil, err
+		return nil, err
 	}
-	return l.Job(), l, nil
+	return s.Job(), nil
 }
 
 // Wait waits for the end of a job, at most for d, and returns the job's error
@@ -51,7 +50,7 @@ func Wait(h uint64, d time.Duration) (done bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	j, _, err := e.running(d)
+	j, err := e.running(d)
 	if err != nil || j == nil {
 		return false, err
 	}
@@ -74,7 +73,7 @@ func Progress(h uint64) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	j, _, err := e.running(0)
+	j, err := e.running(0)
 	if err != nil || j == nil {
 		return "0 0 0 0", nil // its error is Wait's to tell
 	}
@@ -88,7 +87,7 @@ func Report(h uint64) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	j, _, err := e.running(0)
+	j, err := e.running(0)
 	if err != nil || j == nil {
 		return "null", err
 	}
@@ -102,19 +101,18 @@ func Cancel(h uint64) error {
 	if err != nil {
 		return err
 	}
-	if e.pre != nil && !e.mine {
+	if e.pre != nil {
 		e.pre.Drop()
 		return nil
 	}
-	if j, _, err := e.running(0); err == nil && j != nil {
+	if j, err := e.running(0); err == nil && j != nil {
 		j.Cancel()
 	}
 	return nil
 }
 
 // Free forgets a job. One that runs is cancelled, and tensors that nobody has
-// taken are freed once nothing writes to them; a preload that was not handed
-// over goes on. It does nothing for a handle that is not there: to free twice
+// taken are freed once nothing writes to them; a preload goes on. It does nothing for a handle that is not there: to free twice
 // is no mistake worth an exception.
 func Free(h uint64) {
 	e, ok := jobs.take(h)
@@ -130,8 +128,6 @@ func Free(h uint64) {
 		e.calling.drop()
 	case e.job != nil:
 		e.job.Cancel()
-	case e.mine:
-		e.pre.Discard()
 	}
 }
 
@@ -159,8 +155,8 @@ type Landed struct {
 // and returns up to most of them in order of arrival. over: none will follow;
 // the error is then the job's.
 func Next(h uint64, most int, d time.Duration) (landed []Landed, over bool, err error) {
-	j, l, err := loading(h, d)
-	if err != nil || l == nil {
+	j, l, err := loading(h)
+	if err != nil {
 		return nil, false, err
 	}
 	at, more := l.Ready(most, d)
@@ -176,11 +172,11 @@ func Next(h uint64, most int, d time.Duration) (landed []Landed, over bool, err 
 
 // TakeAll hands out every tensor of a load that has ended, by request.
 func TakeAll(h uint64) ([]Landed, error) {
-	j, l, err := loading(h, 0)
+	j, l, err := loading(h)
 	if err != nil {
 		return nil, err
 	}
-	if l == nil || !ended(j) {
+	if !ended(j) {
 		return nil, fault.New(fault.ErrArgument, "job %d has not ended: wait for it first", h)
 	}
 	if err := j.Err(); err != nil {
@@ -199,16 +195,16 @@ func taken(l *load.Loading, i int) Landed {
 	return t
 }
 
-// loading returns the load behind a handle; nil while a preload opens.
-func loading(h uint64, d time.Duration) (*job.Job, *load.Loading, error) {
+// loading returns the load behind a handle.
+func loading(h uint64) (*job.Job, *load.Loading, error) {
 	e, err := jobs.get(h)
 	if err != nil {
 		return nil, nil, err
 	}
-	if e.load == nil && !e.mine {
+	if e.load == nil {
 		return nil, nil, fault.New(fault.ErrArgument, "job %d does not load tensors for this caller", h)
 	}
-	return e.running(d)
+	return e.job, e.load, nil
 }
 
 // Prepare makes a device ready for a load; see load.Prepare.
@@ -217,11 +213,11 @@ func Prepare(device string) { load.Prepare(device) }
 // Settle tells a load where requests land that were to learn it later: n pairs
 // of numbers at an address, request and place; see load.Loading.Settle.
 func Settle(h, pairs uint64, n int, stream uint64) error {
-	_, l, err := loading(h, 0)
+	_, l, err := loading(h)
 	if err != nil {
 		return err
 	}
-	if l == nil || n < 0 || n > 0 && pairs == 0 {
+	if n < 0 || n > 0 && pairs == 0 {
 		return fault.New(fault.ErrArgument, "settle: %d pairs at %#x for job %d", n, pairs, h)
 	}
 	at := uintptr(pairs)

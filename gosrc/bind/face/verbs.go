@@ -196,6 +196,7 @@ func SaveStart(spec string, in []save.Input) (uint64, error) {
 			return 0, fault.New(fault.ErrArgument, "raw: one tensor of bytes was expected")
 		}
 		return start(job.Start("save", func(ctx context.Context, j *job.Job) error {
+			defer preload.Sweep(s.Path)
 			j.SetReport(save.Report{})
 			if !source.Remote(s.Path) {
 				return atomicfile.Write(s.Path, in[0].Data)
@@ -204,11 +205,15 @@ func SaveStart(spec string, in []save.Input) (uint64, error) {
 		})), nil
 	}
 	if put.Made != "" {
-		return start(job.Start("save", func(context.Context, *job.Job) error { return atomicfile.Rename(put.Made, s.Path) })), nil
+		return start(job.Start("save", func(context.Context, *job.Job) error {
+			defer preload.Sweep(s.Path)
+			return atomicfile.Rename(put.Made, s.Path)
+		})), nil
 	}
 	return start(job.Start("save", func(ctx context.Context, j *job.Job) error {
 		r, err := save.Write(ctx, j, s, in)
 		j.SetReport(r)
+		preload.Sweep(s.Path)
 		return err
 	})), nil
 }
@@ -257,6 +262,7 @@ func ConvertStart(spec string) (uint64, error) {
 	return start(job.Start("convert", func(ctx context.Context, j *job.Job) error {
 		r, err := save.Convert(ctx, j, from.URIs, to.Path, to)
 		j.SetReport(r)
+		preload.Sweep(to.Path)
 		return err
 	})), nil
 }
@@ -314,38 +320,35 @@ func PreloadStart(spec string) (uint64, error) {
 	return jobs.put(&entry{pre: preload.Start(s, opt)}), nil
 }
 
-// PreloadFind takes over the preload of the files that the JSON of a load.Spec
-// names, reached in the same way, and returns its job, or 0 if there is none.
-func PreloadFind(spec string) (uint64, error) {
-	s, err := parse[load.Spec]("spec", spec)
+// PreloadJoin lets loads of a model take what was preloaded of its files, and
+// returns a preload.Answer as JSON: "" if time is up first. options are the JSON of
+// load.Options, those of the loads, and "alone": the loads take nothing, and
+// preloads of the files are dropped.
+func PreloadJoin(h uint64, options string, d time.Duration) (string, error) {
+	opt, err := parse[load.Options]("options", options)
 	if err != nil {
-		return 0, err
+		return "", err
 	}
-	p := preload.Take(s)
-	if p == nil {
-		return 0, nil
+	how, err := parse[struct {
+		Alone bool `json:"alone"`
+	}]("options", options)
+	if err != nil {
+		return "", err
 	}
-	return jobs.put(&entry{pre: p, mine: true}), nil
+	m, err := models.get(h)
+	if err != nil {
+		return "", err
+	}
+	a, done := preload.Join(m, opt, how.Alone, d)
+	if !done {
+		return "", nil
+	}
+	return encode(a)
 }
 
-// PreloadModel waits, at most for d, until the preload behind a job has opened
-// its files, and gives its model a handle: 0 if time is up.
-func PreloadModel(h uint64, d time.Duration) (uint64, error) {
-	e, err := jobs.get(h)
-	if err != nil {
-		return 0, err
-	}
-	if !e.mine {
-		return 0, fault.New(fault.ErrArgument, "job %d is no preload that was taken over", h)
-	}
-	m, l, opened, err := e.pre.Opened(d)
-	if err != nil || !opened {
-		return 0, err
-	}
-	// The model has a handle of its own from here on; only the tensors are
-	// still the job's.
-	if _, ok := jobs.swap(h, &entry{job: l.Job(), load: l}); !ok {
-		return 0, fault.New(fault.ErrArgument, "job %d was freed", h)
-	}
-	return models.put(m), nil
+// PreloadSweep drops the preloads of what was just replaced at a URI; see
+// preload.Sweep. It returns a preload.Answer with its notes as JSON.
+func PreloadSweep(uri string) (string, error) {
+	preload.Sweep(uri)
+	return encode(preload.Answer{Notes: preload.Said()})
 }

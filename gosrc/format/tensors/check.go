@@ -58,6 +58,9 @@ func (f *File) check(src source.Source) (source.Source, error) {
 	return c, nil
 }
 
+// Under is the file; see source.Over.
+func (c *checked) Under() source.Source { return c.Source }
+
 // Far and Prefetch are those of what is below; see load.Model.
 func (c *checked) Far() int {
 	if f, ok := c.Source.(interface{ Far() int }); ok {

@@ -172,6 +172,9 @@ type box struct {
 	used  int64 // clock
 }
 
+// Under is the file; see source.Over.
+func (s *sealed) Under() source.Source { return s.Source }
+
 func (s *sealed) Size() int64 { return s.size + s.zeros }
 
 // Far is how many reads at once are worth while; see load.Model.

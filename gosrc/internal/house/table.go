@@ -76,7 +76,7 @@ var mayImport = map[string][]string{
 		"knob", "tensor", "fault", "internal/..."},
 	"save": {"format/...", "codec/...", "source", "source/open", "job", "knob", "tensor", "fault",
 		"internal/..."},
-	"preload": {"load", "source/open", "job", "device", "knob", "tensor", "fault", "internal/..."},
+	"preload": {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "fault", "internal/..."},
 	"weights": {"tensor", "fault", "internal/..."},
 	"serve":   {"fault", "internal/..."},
 	"fetch":   {"source", "source/open", "job", "fault", "internal/..."},

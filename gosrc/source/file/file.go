@@ -92,9 +92,13 @@ func FromFD(fd int, uri string) (*File, error) {
 }
 
 func made(uri string, fd int, st *unix.Stat_t) *File {
-	return &File{uri: uri, size: st.Size, fd: fd, opened: time.Now(), id: source.Identity{
+	return &File{uri: uri, size: st.Size, fd: fd, opened: time.Now(), id: identity(st)}
+}
+
+func identity(st *unix.Stat_t) source.Identity {
+	return source.Identity{
 		Device: uint64(st.Dev), Inode: st.Ino, Size: st.Size, Modified: st.Mtim.Nano(), Changed: st.Ctim.Nano(),
-	}}
+	}
 }
 
 // URI is the path as it was given.
@@ -112,6 +116,28 @@ const settle = 3 * time.Second
 func (f *File) Identity() (source.Identity, bool) {
 	last := time.Unix(0, max(f.id.Modified, f.id.Changed))
 	return f.id, f.opened.Sub(last) > settle
+}
+
+// Now is the file's state by now; see source.Identified.
+func (f *File) Now() (id source.Identity, err error) {
+	err = f.WithFD(func(fd int) error {
+		var st unix.Stat_t
+		if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
+			return f.at(-1, fault.FromOS(err))
+		}
+		id = identity(&st)
+		return nil
+	})
+	return id, err
+}
+
+// Identify is the Identity of the file at a path, which is not opened.
+func Identify(path string) (source.Identity, error) {
+	var st unix.Stat_t
+	if err := again(func() error { return unix.Stat(path, &st) }); err != nil {
+		return source.Identity{}, &fault.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
+	}
+	return identity(&st), nil
 }
 
 // ReadAt fills p from off; see source.Source.

@@ -163,7 +163,8 @@ func (s *Source) Turn(ctx context.Context) (source.Range, error) {
 }
 
 // Identity is what pins the object: its ETag, else its date, "" if the server
-// gives neither. A weak ETag pins nothing.
+// gives neither. A weak ETag pins nothing, nor does a date of just now: it has
+// whole seconds, and a second change in one of them leaves no trace.
 func (s *Source) Identity() string {
 	if strings.HasPrefix(s.o.etag, "W/") {
 		return ""
@@ -171,11 +172,19 @@ func (s *Source) Identity() string {
 	if s.o.etag != "" {
 		return s.o.etag
 	}
-	if q := s.o.url.RawQuery; q != "" && s.o.modified != "" { // one date may be that of many objects
+	date, err := http.ParseTime(s.o.date)
+	modified, err2 := http.ParseTime(s.o.modified)
+	if err != nil || err2 != nil || date.Sub(modified) < settle {
+		return ""
+	}
+	if q := s.o.url.RawQuery; q != "" { // one date may be that of many objects
 		return fmt.Sprintf("%s %x", s.o.modified, sha256.Sum256([]byte(q)))
 	}
 	return s.o.modified
 }
+
+// settle is how old a date must be, by the server's own clock, to pin.
+const settle = 2 * time.Second
 
 // Counts is what was asked of the server; zero for one without ranges.
 func (s *Source) Counts() retry.Counts {
@@ -199,6 +208,7 @@ type object struct {
 	size     int64
 	etag     string // as the server writes it, "" if it has none
 	modified string // Last-Modified
+	date     string // of the answer that said so
 
 	way   route.Way
 	mu    sync.Mutex
@@ -244,7 +254,7 @@ func (o *object) first(ctx context.Context, far retry.Options) (*Source, error) 
 	if n, _ := resp.Body.Read(make([]byte, 1)); n > 0 {
 		return nil, &wrong{"the body is longer than its range"}
 	}
-	o.size, o.etag, o.modified = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified")
+	o.size, o.etag, o.modified, o.date = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"), resp.Header.Get("Date")
 	far.Host, far.Range = o.url.Scheme+"://"+o.url.Host, retry.RangeBytes
 	return &Source{Source: retry.New(o, far), head: head, o: o}, nil
 }

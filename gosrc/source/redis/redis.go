@@ -43,8 +43,19 @@ type object struct {
 	size   int64
 }
 
-// Open opens a file. It implements source.Source by source/retry.
-func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, error) {
+// An Object is an open file. It implements source.Source by source/retry.
+type Object struct {
+	*retry.Source
+	pin string
+}
+
+// Identity is the key of the first value of a file that was written here, which
+// no other file ever has: see upload. A server has no dates: of what others wrote
+// it is "".
+func (o *Object) Identity() string { return o.pin }
+
+// Open opens a file.
+func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) {
 	n, err := parse(uri)
 	if err != nil {
 		return nil, err
@@ -73,7 +84,11 @@ func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, e
 	r := s.retry
 	r.Host = n.scheme + "://" + n.host
 	r.Connections = cmp.Or(r.Connections, 16) // one thread answers them all
-	return retry.New(o, r), nil
+	pin := ""
+	if first := o.values[0].key; len(first) > len(n.key) && ours.MatchString(first[len(n.key)+1:]) {
+		pin = first
+	}
+	return &Object{retry.New(o, r), pin}, nil
 }
 
 // find returns the values of a file in the order of their offsets, nil if

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import overwire
+from overwire.forking import forked, refuse_compressed
 
 from . import _bytes, _files
 
@@ -40,7 +42,11 @@ def _stand_in(module: str, name: str, original: Any) -> Any:
     if module == "safetensors":
         ours = {"safe_open": _files.safe_open, "_safe_open_handle": _files._safe_open_handle, "deserialize": _bytes.deserialize}[name]
         if isinstance(ours, type):
-            return type(name, (ours,), {"__slots__": (), "__doc__": ours.__doc__, "__module__": ours.__module__})
+
+            def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
+                return _original(original, args, kwargs) if forked() else object.__new__(cls)
+
+            return type(name, (ours,), {"__slots__": (), "__doc__": ours.__doc__, "__module__": ours.__module__, "__new__": made})
         return _calls(lambda: ours, original)
     return _calls(lambda: getattr(import_module(f"overwire.compat.{module}"), name), original)
 
@@ -48,10 +54,30 @@ def _stand_in(module: str, name: str, original: Any) -> Any:
 def _calls(ours: Callable[[], Any], original: Any) -> Any:
     @functools.wraps(original)
     def through_overwire(*args: Any, **kwargs: Any) -> Any:
-        return ours()(*args, **kwargs)
+        return _original(original, args, kwargs) if forked() else ours()(*args, **kwargs)
 
     through_overwire.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return through_overwire
+
+
+# What the originals call the file, or its bytes.
+_SUBJECTS = ("filename", "f", "data", "bytes")
+
+
+def _original(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The original's answer, in a child of fork. ForkedError for compressed files,
+    which it cannot read."""
+    with contextlib.suppress(TypeError, ValueError):  # it says itself what is wrong with its arguments
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        subject = next((given[name] for name in _SUBJECTS if name in given), None)
+        if subject is not None:
+            refuse_compressed(subject)
+    return original(*args, **kwargs)
+
+
+def behind(found: Any) -> Any:
+    """What a stand-in stands for; anything else is what it is."""
+    return next((original for original, ours in _swapped.values() if ours is found), found)
 
 
 def _rebind(swap: dict[int, tuple[Any, Any]]) -> None:
@@ -148,6 +174,10 @@ def patch_safetensors() -> SafetensorsPatch:
     module has bound them, and in modules that are imported meanwhile. Writing
     stays safetensors' own. transformers, diffusers and accelerate need nothing
     else; names of files stay what they were.
+
+    Children of fork, such as workers of a DataLoader, cannot use the engine: in
+    them safetensors' own functions read plain files, what was opened before the
+    fork included, and compressed ones are ForkedError.
 
     Returns a context manager with `undo`. Patches may be nested and may
     overlap; what was bound is restored when the last one ends.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...models import written
 from ...records import NewRecord, Record, make_front, write_records
 from ...sources import number_of
 from . import _dtypes, _paths
@@ -262,6 +263,7 @@ class TensorSerializer:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+            written(str(getattr(file, "name", "")))
 
     def __enter__(self) -> TensorSerializer:
         return self

@@ -1,0 +1,444 @@
+package load
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// A Stock is all tensors of a model, loaded before anybody asks for them. Loads of
+// other models that hold the same files (see Model.Join) take them out of it: each
+// is handed out once, and what is not there is read. What went wrong with a stock
+// is no load's error.
+type Stock struct {
+	model *Model
+	l     *Loading // request k is tensor k, whole
+	names []map[string]int32
+
+	mu     sync.Mutex
+	landed []bool
+	over   bool          // nothing else will land
+	wake   chan struct{} // closed and renewed when one of these changes
+	files  []stocked
+	left   int  // files that are not gone
+	drop   bool // files go when nobody uses them
+}
+
+// stocked is one file of a stock.
+type stocked struct {
+	users int
+	taken bool // some of its tensors are, and so the rest goes with the last user
+	gone  bool
+}
+
+// NewStock begins to load all of a model, which is the stock's from here on.
+func NewStock(m *Model, opt Options) (*Stock, error) {
+	l, err := m.Start(nil, opt)
+	if err != nil {
+		return nil, err
+	}
+	s := &Stock{model: m, l: l, names: make([]map[string]int32, len(m.srcs)), landed: make([]bool, l.Len()), wake: make(chan struct{}),
+		files: make([]stocked, len(m.srcs)), left: len(m.srcs)}
+	for i := range s.names {
+		s.names[i] = map[string]int32{}
+	}
+	for k := range m.ix.Tensors {
+		t := &m.ix.Tensors[k]
+		s.names[t.Source][t.Name] = int32(k)
+	}
+	spawn.Go("stock", func() {
+		for more := true; more; {
+			var at []int
+			at, more = l.Ready(1<<20, time.Hour)
+			s.arrived(at, !more)
+		}
+	})
+	return s, nil
+}
+
+// Job is the load that fills the stock.
+func (s *Stock) Job() *job.Job { return s.l.Job() }
+
+// Model is what the stock holds; it is the stock's.
+func (s *Stock) Model() *Model { return s.model }
+
+// Spent says that nothing of it is left to be handed out.
+func (s *Stock) Spent() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.left == 0
+}
+
+// Whole says that no load has begun to take from it.
+func (s *Stock) Whole() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return !slices.ContainsFunc(s.files, func(f stocked) bool { return f.taken || f.gone })
+}
+
+// Gone says that nothing of one file is left.
+func (s *Stock) Gone(file int) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.files[file].gone
+}
+
+// Drop frees what no model uses, and the rest as soon as none does.
+func (s *Stock) Drop() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.drop = true
+	for i := range s.files {
+		s.tidy(i)
+	}
+}
+
+func (s *Stock) arrived(at []int, over bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, k := range at {
+		s.landed[k] = true
+		if s.files[s.model.ix.Tensors[k].Source].gone {
+			s.free(k)
+		}
+	}
+	s.over = s.over || over
+	close(s.wake)
+	s.wake = make(chan struct{})
+}
+
+// free lets go of a tensor that landed; a Loading gives each out once.
+func (s *Stock) free(k int) {
+	if mem, _, _, ok := s.l.Take(k); ok {
+		mem.Release()
+	}
+}
+
+// use counts a model in, or out (-1), as a user of a file; false: it is gone.
+func (s *Stock) use(file, n int) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f := &s.files[file]
+	if f.gone {
+		return false
+	}
+	f.users += n
+	s.tidy(file)
+	return true
+}
+
+// tidy frees a file's tensors once nobody will ask for them. The caller holds mu.
+func (s *Stock) tidy(file int) {
+	f := &s.files[file]
+	if f.gone || f.users > 0 || !f.taken && !s.drop {
+		return
+	}
+	f.gone = true
+	for _, k := range s.names[file] {
+		if s.landed[k] {
+			s.free(int(k))
+		}
+	}
+	if s.left--; s.left == 0 {
+		s.l.Close()
+		s.model.Close()
+	}
+}
+
+// find is the tensor of the stock that a model's tensor is.
+func (s *Stock) find(m *Model, tensor int32, file int) (k int32, ok bool) {
+	t := &m.ix.Tensors[tensor]
+	if k, ok = s.names[file][t.Name]; !ok {
+		return 0, false
+	}
+	u := &s.model.ix.Tensors[k]
+	return k, t.Off == u.Off && t.Bytes == u.Bytes && t.DType == u.DType && t.Count == u.Count && slices.Equal(t.Shape, u.Shape)
+}
+
+// claim notes that a tensor will be asked for.
+func (s *Stock) claim(file int) {
+	s.mu.Lock()
+	s.files[file].taken = true
+	s.mu.Unlock()
+}
+
+// take waits for a tensor and hands it out. It is not there if it was handed out
+// before, if the stock's load failed, or if ctx has ended.
+func (s *Stock) take(ctx context.Context, k int32) (mem device.Memory, ok bool) {
+	for {
+		s.mu.Lock()
+		landed, over, wake := s.landed[k], s.over, s.wake
+		s.mu.Unlock()
+		if landed {
+			mem, _, _, ok = s.l.Take(int(k))
+			return mem, ok
+		}
+		if over {
+			return mem, false
+		}
+		select {
+		case <-wake:
+		case <-ctx.Done():
+			return mem, false
+		}
+	}
+}
+
+// A joined file of a model is in a stock too, as its file of that number.
+type joined struct {
+	stock *Stock
+	file  int
+	id    source.Identity // of both
+}
+
+// States are the identities of the model's files when they were opened; known is
+// false if one has none, settled if a change of one might not show in it.
+func (m *Model) States() (ids []source.Identity, settled, known bool) {
+	settled, known = true, true
+	for _, s := range m.srcs {
+		id, quiet, ok := source.IdentityOf(s)
+		ids, settled, known = append(ids, id), settled && quiet, known && ok
+	}
+	return ids, settled, known
+}
+
+// Reached is source.Options.Key of how the model's files were reached.
+func (m *Model) Reached() string { return m.key }
+
+// Join lets loads of the model take what a stock has of the model's file i, which
+// is number `file` there, until the model ends. id is what that was when the stock
+// began. It returns false, and does nothing, if the model's is not that, or was
+// written to since.
+func (m *Model) Join(i int, s *Stock, file int, id source.Identity) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.shut || m.pin != nil || m.pinning {
+		return false
+	}
+	if m.stocks == nil {
+		m.stocks = make([]joined, len(m.srcs))
+	}
+	if m.stocks[i].stock != nil {
+		return m.stocks[i].stock == s
+	}
+	if !source.Unchanged(m.srcs[i], id) || !s.use(file, 1) {
+		return false
+	}
+	m.stocks[i] = joined{s, file, id}
+	return true
+}
+
+// leave ends what Join began. The model has ended.
+func (m *Model) leave() {
+	for _, j := range m.stocks {
+		if j.stock != nil {
+			j.stock.use(j.file, -1)
+		}
+	}
+}
+
+// MapsAs says whether two models treat a file alike, the one's file i and the
+// other's k: both map its plain tensors, or neither does.
+func (m *Model) MapsAs(i int, other *Model, k int) bool {
+	return m.ix.Sources[i].Overwire || m.maps(m.srcs[i]) == other.maps(other.srcs[k])
+}
+
+// Mapped says that plain tensors of the stock's file lie in a mapping of it.
+func (s *Stock) Mapped(file int) bool {
+	return slices.ContainsFunc(s.l.wants, func(w plan.Want) bool {
+		return int(s.model.ix.Tensors[w.Tensor].Source) == file && s.l.mapped[w.Tensor]
+	})
+}
+
+// due is a request that a stock serves.
+type due struct {
+	at   int // request
+	from joined
+	k    int32
+	// The stock's is a mapping, and the request has a place: what is in a mapping
+	// is never copied, since a file that was cut off meanwhile ends a process that
+	// looks at it. It is read instead, and the stock's let go.
+	reread bool
+}
+
+// served says which requests the model's stocks serve; nil: none.
+func (m *Model) served(reqs []Request, wants []plan.Want, tgt target, opt Options) []due {
+	m.mu.Lock()
+	stocks := m.stocks
+	m.mu.Unlock()
+	if stocks == nil || opt.Cast != "" {
+		return nil
+	}
+	var all []due
+	same := make([]int8, len(stocks)) // by file: whether it is what it was when it was joined; 0: not looked
+	for i, r := range reqs {
+		if r.Dest == Later {
+			return nil
+		}
+		n := m.ix.Tensors[wants[i].Tensor].Source
+		from := stocks[n]
+		if from.stock != nil && same[n] == 0 {
+			if same[n] = 1; !source.Unchanged(m.srcs[n], from.id) {
+				same[n] = -1
+				from.stock.Drop()
+			}
+		}
+		if same[n] < 0 {
+			continue
+		}
+		whole := r.Lo0 == 0 && r.Hi0 == plan.Whole && r.Lo1 == 0 && r.Hi1 == plan.Whole
+		if from.stock == nil || !whole || from.stock.l.target != tgt || r.Dest != 0 && tgt.gpu != nil {
+			continue
+		}
+		k, ok := from.stock.find(m, wants[i].Tensor, from.file)
+		if !ok {
+			continue
+		}
+		all = append(all, due{at: i, from: from, k: k, reread: r.Dest != 0 && from.stock.l.mapped[k]})
+	}
+	for _, d := range all {
+		d.from.stock.claim(d.from.file)
+	}
+	// In the order in which a stock fills.
+	slices.SortStableFunc(all, func(a, b due) int { return int(a.k) - int(b.k) })
+	return all
+}
+
+// fromStocks is Start for requests some of which stocks serve; the others, and
+// those that a stock turns out not to have, are loads of their own.
+func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt target, opt Options, all []due) (*Loading, error) {
+	if err := m.hold(); err != nil {
+		return nil, err
+	}
+	l := newLoading(m, tgt, wants)
+	l.mapped = make([]bool, len(reqs))
+	own := make([]bool, len(reqs))
+	for i := range own {
+		own[i] = true
+	}
+	for _, d := range all {
+		own[d.at] = d.reread
+	}
+	var rest []int
+	for i, mine := range own {
+		if mine {
+			rest = append(rest, i)
+		}
+	}
+	all = slices.DeleteFunc(all, func(d due) bool { return d.reread })
+	var beside *Loading
+	if len(rest) > 0 {
+		var err error
+		if beside, err = m.start(pick(reqs, rest), pick(wants, rest), tgt, opt); err != nil {
+			m.drop()
+			return nil, err
+		}
+	}
+	l.job.Go(func(ctx context.Context, j *job.Job) error {
+		defer l.ended()
+		start := time.Now()
+		rep := Report{Tensors: int64(len(reqs))}
+		for i := range wants {
+			rep.Bytes += wants[i].Bytes
+		}
+		j.TotalBytes.Store(rep.Bytes)
+		j.TotalTensors.Store(rep.Tensors)
+		besides := make(chan error, 1)
+		spawn.Go("load beside", func() {
+			besides <- spawn.Guard("load beside", func() error { return l.forward(ctx, beside, rest, &rep) })
+		})
+		missing := l.draw(ctx, reqs, all, &rep)
+		err := <-besides
+		if err == nil && ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
+		if err == nil && len(missing) > 0 {
+			var more *Loading
+			if more, err = m.start(pick(reqs, missing), pick(wants, missing), tgt, opt); err == nil {
+				err = l.forward(ctx, more, missing, &rep)
+			}
+		}
+		rep.Seconds = time.Since(start).Seconds()
+		j.SetReport(rep)
+		return err
+	})
+	return l, nil
+}
+
+func pick[T any](all []T, at []int) []T {
+	some := make([]T, len(at))
+	for i, k := range at {
+		some[i] = all[k]
+	}
+	return some
+}
+
+// draw takes what is due out of the stocks, and returns what was not there.
+func (l *Loading) draw(ctx context.Context, reqs []Request, all []due, rep *Report) (missing []int) {
+	var mapped int64
+	for _, d := range all {
+		mem, ok := d.from.stock.take(ctx, d.k)
+		switch {
+		case !ok:
+			missing = append(missing, d.at)
+			continue
+		case reqs[d.at].Dest != 0:
+			copy(unsafe.Slice((*byte)(address(reqs[d.at].Dest)), mem.Bytes), mem.Slice())
+			mem.Release()
+			mem = device.Memory{}
+		case d.from.stock.l.mapped[d.k]:
+			mapped += mem.Bytes
+		}
+		l.arrive(d.at, mem)
+	}
+	l.mu.Lock()
+	rep.Mapped += mapped
+	l.mu.Unlock()
+	slices.Sort(missing)
+	return missing
+}
+
+// forward hands over what another load of the model brings; at says for which
+// requests. It ends with that load; nil is none.
+func (l *Loading) forward(ctx context.Context, from *Loading, at []int, rep *Report) error {
+	if from == nil {
+		return nil
+	}
+	defer from.Close()
+	defer context.AfterFunc(ctx, from.job.Cancel)()
+	for more := true; more; {
+		var landed []int
+		landed, more = from.Ready(1<<20, time.Hour)
+		for _, i := range landed {
+			mem, _, _, _ := from.Take(i)
+			l.arrive(at[i], mem)
+		}
+	}
+	if err := from.job.Err(); err != nil {
+		return err
+	}
+	if r, ok := from.job.Value().(Report); ok {
+		l.mu.Lock()
+		rep.Mapped, rep.Past, rep.Direct = rep.Mapped+r.Mapped, rep.Past+r.Past, rep.Direct+r.Direct
+		rep.NoDirect, rep.Stages, rep.Trace = r.NoDirect, r.Stages, r.Trace
+		l.mu.Unlock()
+	}
+	return nil
+}
+
+// arrive is land for memory that another load brought.
+func (l *Loading) arrive(i int, mem device.Memory) {
+	l.mu.Lock()
+	l.mem[i] = mem
+	l.mu.Unlock()
+	l.job.Bytes.Add(l.wants[i].Bytes)
+	l.land(int32(i))
+}

@@ -1,0 +1,158 @@
+"""Children of fork, such as workers of a DataLoader, read plain safetensors files after the engine ran in their parent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+# What a worker reads, by every name of safetensors'; `opened` was opened in the parent.
+WORKER = """
+import sys
+import overwire as ow, safetensors, safetensors.numpy, safetensors.torch, torch
+from safetensors import safe_open as bound
+from safetensors.torch import load_file as bound_load
+
+def check(plain, packed, opened, patched):
+    want = torch.arange(12.0).reshape(3, 4)
+    reads = {
+        "safe_open": lambda p: safetensors.safe_open(p, "pt").get_tensor("w"),
+        "safe_open, numpy": lambda p: torch.from_numpy(safetensors.safe_open(p, framework="np").get_tensor("w")),
+        "bound before": lambda p: bound(p, "pt").get_tensor("w"),
+        "get_slice": lambda p: safetensors.safe_open(filename=p, framework="pt").get_slice("w")[:],
+        "load_file": lambda p: safetensors.torch.load_file(p)["w"],
+        "load_file, bound before": lambda p: bound_load(p)["w"],
+        "load": lambda p: safetensors.torch.load(open(p, "rb").read())["w"],
+        "numpy.load_file": lambda p: torch.from_numpy(safetensors.numpy.load_file(p)["w"]),
+        "numpy.load": lambda p: torch.from_numpy(safetensors.numpy.load(open(p, "rb").read())["w"]),
+        "load_model": lambda p: model(p),
+        "deserialize": lambda p: floats(dict(safetensors.deserialize(open(p, "rb").read()))["w"]["data"]),
+        "ow.load_file": lambda p: ow.load_file(p)["w"],
+        "ow.load_file, list": lambda p: ow.load_file([p], keys=["w"])["w"],
+        "ow.load_file, numpy": lambda p: torch.from_numpy(ow.load_file(p, framework="np")["w"]),
+        "ow.load_file, open": lambda p: ow.load_file(open(p, "rb"))["w"],
+        "ow.safe_open": lambda p: ow.safe_open(p).get_tensor("w"),
+        "ow.safe_open, slice": lambda p: torch.cat([ow.safe_open(p).get_slice("w")[:1], ow.safe_open(p).get_slice("w")[1:, ::1]]),
+    }
+    if hasattr(safetensors, "_safe_open_handle"):
+        reads["_safe_open_handle"] = lambda p: safetensors._safe_open_handle(open(p, "rb"), "pt").get_tensor("w")
+    for name, read in reads.items():
+        got = read(plain)
+        assert torch.equal(got, want), name
+        if patched or name.startswith("ow."):
+            try:
+                read(packed)
+            except ow.ForkedError:
+                pass
+            else:
+                raise AssertionError(f"{name}: no ForkedError for a compressed file")
+    for name, file in opened.items():
+        assert file.keys() == ["b", "w"] and len(file.keys()) == 2, name
+        assert torch.equal(torch.as_tensor(file.get_tensor("w")), want), name
+        assert torch.equal(torch.as_tensor(file.get_slice("w")[1]), want[1]), name
+    mine = ow.load_file(plain)["w"]
+    mine.zero_()
+    assert torch.equal(ow.load_file(plain)["w"], want) and ow.load_file(plain, dtype="bfloat16")["w"].dtype == torch.bfloat16
+    assert ow.safe_open(plain).metadata() == {"who": "test"}
+    for wrong, kind in (("nope", FileNotFoundError), (__file__, ow.FormatError)):
+        try:
+            ow.load_file(wrong)
+        except kind:
+            continue
+        raise AssertionError(wrong)
+    safetensors.torch.save_file({"w": want}, plain + ".out")  # writing is safetensors' own
+    assert torch.equal(safetensors.torch.load(safetensors.torch.save({"w": want}))["w"], want)
+    return 1
+
+def floats(data):
+    return torch.frombuffer(data, dtype=torch.float32).reshape(3, 4)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(3, 4))
+        self.b = torch.nn.Parameter(torch.zeros(2))
+
+def model(p):
+    made = Model()
+    safetensors.torch.load_model(made, p)
+    return made.w.detach()
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, *what):
+        self.what = what
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, at):
+        return check(*self.what)
+"""
+
+PROGRAM = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import worker
+import overwire as ow, safetensors.torch, torch
+
+tensors = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2)}
+ow.save_file(tensors, "plain dir/p.safetensors", {"who": "test"}, compress=False)
+ow.save_file(tensors, "c.safetensors")
+opened = {"ow": ow.safe_open("plain dir/p.safetensors"), "np": ow.safe_open("plain dir/p.safetensors", "np")}
+def run(patched):
+    data = worker.Data(os.path.abspath("plain dir/p.safetensors"), os.path.abspath("c.safetensors"), opened, patched)
+    loader = torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context="fork")
+    assert next(iter(loader)).item() == 1
+
+run(False)
+with ow.patch_safetensors():
+    ow_read = safetensors.torch.load_file("c.safetensors")  # the engine reads here
+    assert torch.equal(ow_read["w"], tensors["w"])
+    opened["patched"] = safetensors.safe_open("plain dir/p.safetensors", "pt")
+    opened["patched numpy"] = safetensors.safe_open("plain dir/p.safetensors", "np")
+    run(True)
+    assert torch.equal(safetensors.safe_open("c.safetensors", "pt").get_tensor("w"), tensors["w"])
+
+# A file that another took the place of is not the one that was opened.
+ow.save_file({"w": torch.zeros(3, 4), "b": torch.ones(2)}, "plain dir/p.safetensors", compress=False)
+child = os.fork()
+if child == 0:
+    try:
+        opened["ow"].get_tensor("w")
+    except ow.CorruptError:
+        os._exit(0)
+    os._exit(1)
+assert os.waitpid(child, 0)[1] == 0
+print("ok")
+"""
+
+
+def test_workers_of_a_data_loader(tmp_path: Path, script) -> None:
+    """Every read of a plain file works in a forked worker, patched or not; compressed files are ForkedError."""
+    pytest.importorskip("safetensors")
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "plain dir").mkdir()
+    done = script(PROGRAM)
+    assert done.stdout == "ok\n" and "Exception ignored" not in done.stderr, done.stderr
+
+
+def test_without_the_package(tmp_path: Path, script) -> None:
+    """Where safetensors is not installed a forked child is told so, by its class."""
+    script(
+        """
+import os, sys
+sys.modules["safetensors"] = None  # as if it were not there
+import numpy as np, overwire as ow
+ow.save_file({"w": np.ones(3)}, "p", compress=False)
+child = os.fork()
+if child == 0:
+    for call in (lambda: ow.load_file("p", framework="np"), lambda: ow.safe_open("p", "np"), lambda: next(ow.stream("p", framework="np"))):
+        try:
+            call()
+        except ow.ForkedError:
+            continue
+        os._exit(1)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    )
