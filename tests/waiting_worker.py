@@ -102,7 +102,9 @@ def urls(server: Server, folder: Path, options: dict[str, str]) -> dict[str, Cal
         "preload result": lambda: ended_preload(ow.preload(url + "?2", **o), "result"),
         "preload meta.csv": lambda: ow.preload(host + "/nya/meta.csv", **o),
         "preload pickle": lambda: ow.preload(host + "/x.pkl", **o),
-        "preload and load": lambda: (ow.preload(url + "?3", **o), ow.load_file(url + "?3", framework="np", **o)),
+        "preload and load": lambda: beside_preload(
+            ow.preload(url + "?3", **o), lambda: ow.load_file(url + "?3", framework="np", **o)
+        ),
         "load_compressed_pickle": lambda: ow.load_compressed_pickle(host + "/x.pkl", **o),
         "load_compressed": lambda: ow.load_compressed(host + "/x.pth", **o),
         "overwire inspect": cli("inspect", url, *storage),
@@ -117,6 +119,14 @@ def ended_preload(preload: Any, method: str) -> None:
     """Waits for a preload, and stops it: it would go on after Ctrl-C, as it is meant to."""
     try:
         getattr(preload, method)()
+    finally:
+        preload.cancel()
+
+
+def beside_preload(preload: Any, load: Callable[[], Any]) -> None:
+    """Loads what is being preloaded: each opens the file by itself. Stops the preload afterwards."""
+    try:
+        load()
     finally:
         preload.cancel()
 
