@@ -11,6 +11,7 @@ import "C"
 import (
 	"errors"
 	"fmt"
+	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -135,7 +136,7 @@ func (d *Device) pieces(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) 
 	defer d.mu.Unlock()
 	for i := range got {
 		if got[i] != 0 {
-			d.kept = append(d.kept, span{got[i], want[i]})
+			d.kept = append(d.kept, span{got[i], want[i], time.Now()})
 		}
 	}
 	return nil, err

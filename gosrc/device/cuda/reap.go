@@ -20,7 +20,9 @@ import (
 // memory is short or somebody asks (Trim): the driver may wait there for work of
 // others, and no load shall. It waits for nothing itself: memory of tensors is
 // freed when all that was queued on the streams of its users is done, which an
-// event on each tells, or kept for the next load; while one of these streams is
+// event on each tells, and then kept for the next load: as much as keepBytes for
+// good, what is more for keepFor, in which a model that takes the place of another
+// finds it; while one of these streams is
 // captured into a graph there is no such event, and the memory stays. What the
 // driver refuses is tried again.
 
@@ -35,31 +37,43 @@ type parting struct {
 	events []C.owcu_handle
 }
 
-// A span is memory of the device without a holder, which no work uses. Some is kept
+// A span is memory of the device without a holder, which no work uses. It is kept
 // for the next load: to give it back to the driver may wait for everything that
 // is queued on the device, and stop all other calls meanwhile.
 type span struct {
 	at    C.owcu_ptr
 	bytes C.uint64_t
+	since time.Time // it is kept
 }
 
-// What is kept at most: the small tensors of most models.
+// What is kept for good: the small tensors of most models. What is more goes back
+// to the driver after keepFor.
 const (
 	keepBytes  = 128 << 20
 	keepPieces = 64
+	keepFor    = time.Second
 )
 
-// keep takes a piece, if there is room. d.mu is held.
-func (d *Device) keep(p span) bool {
-	n := p.bytes
+// surplus takes from what is kept that which is too much and old, the oldest first.
+// d.mu is held. more says that there is more of it, not old enough.
+func (d *Device) surplus() (old []C.owcu_ptr, more bool) {
+	n, left := C.uint64_t(0), len(d.kept)
 	for _, k := range d.kept {
 		n += k.bytes
 	}
-	if n > keepBytes || len(d.kept) >= keepPieces {
-		return false
+	for _, k := range d.kept { // in the order of their time
+		if n <= keepBytes && left <= keepPieces {
+			break
+		}
+		if time.Since(k.since) < keepFor {
+			more = true
+			break
+		}
+		old = append(old, k.at)
+		n, left = n-k.bytes, left-1
 	}
-	d.kept = append(d.kept, p)
-	return true
+	d.kept = d.kept[len(old):]
+	return old, more
 }
 
 // fit gives the smallest piece that is kept for n bytes, unless it is much too
@@ -180,39 +194,34 @@ func (d *Device) part() (busy bool, err error) {
 		return false, failure(d.index, &e)
 	}
 	d.mu.Lock()
-	var gone []C.owcu_ptr
-	over := p.blocks[:0] // what is not kept
 	for _, b := range p.blocks {
 		base, n := b.Base()
-		if d.keep(span{address(base), C.uint64_t(n)}) {
-			d.live--
-			C.free(unsafe.Pointer(b))
-			continue
-		}
-		over, gone = append(over, b), append(gone, address(base))
+		d.kept = append(d.kept, span{address(base), C.uint64_t(n), time.Now()})
+		C.free(unsafe.Pointer(b))
 	}
+	d.live -= len(p.blocks)
+	d.watch() // for what is too much of it
 	d.mu.Unlock()
-	p.blocks = over
-	if len(over) == 0 {
-		return true, nil // there may be more on the list
-	}
-	rc := C.owcu_free(d.ctx, C.int64_t(len(gone)), &gone[0], &e)
-	left := over[:0]
-	for i, b := range over {
-		if gone[i] != 0 {
-			left = append(left, b)
-		} else {
-			C.free(unsafe.Pointer(b))
-		}
-	}
+	p.blocks = p.blocks[:0]
+	return true, nil // there may be more on the list
+}
+
+// shed gives back what is kept too much of, for too long, and says whether there
+// will be more.
+func (d *Device) shed() bool {
 	d.mu.Lock()
-	d.live -= len(gone) - len(left)
+	old, more := d.surplus()
 	d.mu.Unlock()
-	p.blocks = left
-	if rc != 0 {
-		return false, failure(d.index, &e)
+	if len(old) > 0 {
+		var e C.struct_owcu_error
+		C.owcu_free(d.ctx, C.int64_t(len(old)), &old[0], &e)
+		for _, at := range old {
+			if at != 0 {
+				d.loose(at)
+			}
+		}
 	}
-	return true, nil
+	return more
 }
 
 // loose has the reaper free a piece that nothing ever used.
@@ -278,9 +287,10 @@ func (d *Device) reaper() {
 	pause := least
 	for {
 		time.Sleep(pause)
+		more := d.shed()
 		d.mu.Lock()
 		before := d.live + len(d.graves)
-		if before == 0 {
+		if before == 0 && !more {
 			d.reaping = false
 			d.mu.Unlock()
 			return
