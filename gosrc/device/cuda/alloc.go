@@ -11,7 +11,6 @@ import "C"
 import (
 	"errors"
 	"fmt"
-	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -136,7 +135,7 @@ func (d *Device) pieces(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) 
 	defer d.mu.Unlock()
 	for i := range got {
 		if got[i] != 0 {
-			d.kept = append(d.kept, span{got[i], want[i], time.Now()})
+			d.kept = append(d.kept, span{got[i], want[i]})
 		}
 	}
 	return nil, err

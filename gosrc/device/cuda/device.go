@@ -55,6 +55,7 @@ type Device struct {
 	list    *unsafe.Pointer // device.Listed blocks that nobody holds; in C memory
 	live    int             // blocks not yet freed
 	kept    []span          // free memory for the next load
+	touched time.Time       // when kept was last added to or taken from
 	graves  []func() bool   // what is given back later
 	users   []C.uint64_t    // streams that Used was told of
 	reaping bool

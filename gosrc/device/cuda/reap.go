@@ -21,8 +21,8 @@ import (
 // others, and no load shall. It waits for nothing itself: memory of tensors is
 // freed when all that was queued on the streams of its users is done, which an
 // event on each tells, and then kept for the next load: as much as keepBytes for
-// good, what is more for keepFor, in which a model that takes the place of another
-// finds it; while one of these streams is
+// good, what is more until nothing was dropped or loaded for keepFor, so that a model
+// that takes the place of another finds it; while one of these streams is
 // captured into a graph there is no such event, and the memory stays. What the
 // driver refuses is tried again.
 
@@ -43,37 +43,35 @@ type parting struct {
 type span struct {
 	at    C.owcu_ptr
 	bytes C.uint64_t
-	since time.Time // it is kept
 }
 
 // What is kept for good: the small tensors of most models. What is more goes back
-// to the driver after keepFor.
+// to the driver when for keepFor nothing was added or taken.
 const (
 	keepBytes  = 128 << 20
 	keepPieces = 64
 	keepFor    = time.Second
 )
 
-// surplus takes from what is kept that which is too much and old, the oldest first.
-// d.mu is held. more says that there is more of it, not old enough.
-func (d *Device) surplus() (old []C.owcu_ptr, more bool) {
+// surplus takes from what is kept that which is too much, the oldest first. d.mu is
+// held. later says that it is too early for that.
+func (d *Device) surplus() (old []C.owcu_ptr, later bool) {
 	n, left := C.uint64_t(0), len(d.kept)
 	for _, k := range d.kept {
 		n += k.bytes
 	}
-	for _, k := range d.kept { // in the order of their time
+	for _, k := range d.kept {
 		if n <= keepBytes && left <= keepPieces {
 			break
 		}
-		if time.Since(k.since) < keepFor {
-			more = true
-			break
+		if time.Since(d.touched) < keepFor {
+			return nil, true
 		}
 		old = append(old, k.at)
 		n, left = n-k.bytes, left-1
 	}
 	d.kept = d.kept[len(old):]
-	return old, more
+	return old, false
 }
 
 // fit gives the smallest piece that is kept for n bytes, unless it is much too
@@ -88,7 +86,7 @@ func (d *Device) fit(n C.uint64_t) (best span, ok bool) {
 	if at < 0 {
 		return span{}, false
 	}
-	best = d.kept[at]
+	best, d.touched = d.kept[at], time.Now()
 	d.kept = append(d.kept[:at], d.kept[at+1:]...)
 	return best, true
 }
@@ -196,10 +194,11 @@ func (d *Device) part() (busy bool, err error) {
 	d.mu.Lock()
 	for _, b := range p.blocks {
 		base, n := b.Base()
-		d.kept = append(d.kept, span{address(base), C.uint64_t(n), time.Now()})
+		d.kept = append(d.kept, span{address(base), C.uint64_t(n)})
 		C.free(unsafe.Pointer(b))
 	}
 	d.live -= len(p.blocks)
+	d.touched = time.Now()
 	d.watch() // for what is too much of it
 	d.mu.Unlock()
 	p.blocks = p.blocks[:0]

@@ -104,9 +104,9 @@ func moving(t *testing.T, after int64, names bool) (endpoint string, at func(com
 		case strings.HasPrefix(file, "none"):
 			w.WriteHeader(404)
 		case strings.HasPrefix(file, "lfs"):
-			http.Redirect(w, r, fmt.Sprintf("%s/%s?commit=%d", store.URL, file, commit), 302)
+			http.Redirect(w, r, fmt.Sprintf("%s/%s?commit=%d", store.URL, file, commit), http.StatusFound)
 		case strings.HasPrefix(file, "same"): // within the hub, as it does for small files
-			http.Redirect(w, r, "/org/name/resolve/"+sha(commit)+"/"+strings.TrimPrefix(file, "same"), 307)
+			http.Redirect(w, r, "/org/name/resolve/"+sha(commit)+"/"+strings.TrimPrefix(file, "same"), http.StatusTemporaryRedirect)
 		default:
 			body(w, r, commit, file)
 		}
