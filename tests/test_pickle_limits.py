@@ -216,6 +216,17 @@ def test_blocks_of_no_size_are_refused(fenced: Fenced) -> None:
                 load(sparse(layout, parts, size), fenced, bytes(24), bytes(16))
 
 
+def test_rows_that_lead_out_of_a_sparse_tensor_are_refused(fenced: Fenced) -> None:
+    # torch's check reads the plain indices where the rows say, before it looks at the rows.
+    far = 1 << 40
+    for rows in ((0, far, 0), (0, -far, 0), (0, 1, 0), (far, far, 0), (0, 0, far), (0, -(1 << 63), 0)):
+        for layout, shape in (("sparse_csr", (0,)), ("sparse_csc", (0,)), ("sparse_bsr", (0, 4, 1)), ("sparse_bsc", (0, 4, 1))):
+            stride = (1,) if len(shape) == 1 else (4, 1, 1)
+            parts = tensor(0, "int64", 24, (3,), (1,)) + tensor(1, "int64", 8, (0,), (1,)) + tensor(2, "float64", 32, shape, stride)
+            with pytest.raises(ow.FormatError):
+                load(sparse(layout, parts, (8, 4)), fenced, struct.pack("<3q", *rows), bytes(8), bytes(32))
+
+
 def test_parameters_of_quantised_tensors_are_their_own(fenced: Fenced) -> None:
     scales, zeros = tensor(0, "float64", 16, (2,), (1,)), tensor(1, "int64", 16, (2,), (1,))
     storage = push(("storage", 2, "quint8", 6)) + b"Q"

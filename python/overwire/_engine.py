@@ -528,7 +528,7 @@ def cli(argv: Sequence[str]) -> int:
         from . import errors
 
         try:
-            job_wait(job, 5.0)
+            job_wait(job, 30.0)  # of a busy machine; a second Ctrl-C ends it
         except (errors.OverwireError, KeyboardInterrupt):
             pass  # its own words for having been cancelled, or a second Ctrl-C
         return 130

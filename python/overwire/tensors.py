@@ -207,9 +207,23 @@ def _sparse(budget: Budget, layout: Any, data: Any) -> Any:
         blocks = values.shape[compressed.dim() : compressed.dim() + 2]
         if len(blocks) != 2 or 0 in blocks:  # torch divides by them
             raise _malformed("a sparse tensor's block")
-    return torch.sparse_compressed_tensor(
-        _private(budget, compressed), _private(budget, plain), values, size, layout=layout, check_invariants=True
-    )
+    rows = _private(budget, compressed)
+    if not _ascends(rows, plain.shape[-1]):
+        raise _malformed("a sparse tensor's rows")
+    return torch.sparse_compressed_tensor(rows, _private(budget, plain), values, size, layout=layout, check_invariants=True)
+
+
+def _ascends(rows: Any, count: int) -> bool:
+    """Whether compressed rows go up from 0 to count: torch's own check of the plain
+    indices reads where the rows say before it has looked at them."""
+    import torch
+
+    if rows.dtype not in (torch.int32, torch.int64) or rows.shape[-1] == 0:
+        return False
+    if rows.device.type == "meta":
+        return True
+    inside = bool(((rows >= 0) & (rows <= count)).all())
+    return inside and bool((rows[..., 0] == 0).all() and (rows[..., -1] == count).all() and (rows[..., 1:] >= rows[..., :-1]).all())
 
 
 def _shape(size: Any) -> tuple[int, ...]:
