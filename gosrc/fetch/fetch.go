@@ -93,7 +93,11 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	defer cancel(nil)
 	pieces := make(chan *piece, window)
 	free := make(chan []byte, window)
-	for range begin {
+	ready := begin
+	if spec.Own { // a program that others read: it fetches ahead, whatever they take
+		ready = window
+	}
+	for range ready {
 		free <- nil
 	}
 	var rep Report
@@ -115,7 +119,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 			cancel(err) // only the first cause stays
 		}
 	})
-	more := window - begin
+	more := window - ready
 	for p := range pieces {
 		<-p.done
 		if p.err == nil && ctx.Err() == nil {

@@ -107,6 +107,9 @@ func Start(spec load.Spec, opt load.Options) *Preload {
 
 // open opens the files and starts to fill the stock.
 func (p *Preload) open(ctx context.Context, spec load.Spec, opt load.Options) error {
+	if at := slices.IndexFunc(spec.URIs, open.Downloaded); at >= 0 {
+		return unknown(spec.URIs[at], "an external downloader gives")
+	}
 	m, ids, err := p.quiet(ctx, spec)
 	if err != nil {
 		return err
@@ -118,6 +121,13 @@ func (p *Preload) open(ctx context.Context, spec load.Spec, opt load.Options) er
 		m.Close()
 	}
 	return err
+}
+
+// unknown is the error of what a load could not know again: read by it alone, it is
+// read once.
+func unknown(uri, who string) error {
+	return &fault.At{Verb: "preload", Source: uri, Chunk: -1, Offset: -1,
+		Err: fault.New(fault.ErrNotSupported, "%s neither an ETag nor a date that a load could compare: it is read by the load alone", who)}
 }
 
 // The times of a file system are as coarse as a tick of the kernel's clock; of
@@ -144,8 +154,7 @@ func (p *Preload) quiet(ctx context.Context, spec load.Spec) (*load.Model, []sou
 		where := m.Index().Sources[0].URI
 		m.Close()
 		if !known {
-			return nil, nil, &fault.At{Verb: "preload", Source: where, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrNotSupported,
-				"its server gives neither an ETag nor a date that a load could compare: it is read by the load alone")}
+			return nil, nil, unknown(where, "its server gives")
 		}
 		pause := tick
 		if slices.ContainsFunc(ids, func(id source.Identity) bool { return id.Object == "" && id.Changed%int64(time.Second) == 0 }) {

@@ -26,5 +26,7 @@ def preload_join(model: int, options: str) -> str:
 def preload_sweep(uri: str) -> str:
     """Drop the preloads of what was just replaced at a path or URI; return what
     `preload_join` does, of the notes."""
-    text: str = _call(_core().api_PreloadSweep, uri)
+    import json
+
+    text: str = _call(_core().api_PreloadSweep, json.dumps(uri))
     return text

@@ -348,7 +348,11 @@ func PreloadJoin(h uint64, options string, d time.Duration) (string, error) {
 
 // PreloadSweep drops the preloads of what was just replaced at a URI; see
 // preload.Sweep. It returns a preload.Answer with its notes as JSON.
-func PreloadSweep(uri string) (string, error) {
+func PreloadSweep(text string) (string, error) {
+	uri, err := parse[string]("uri", text)
+	if err != nil {
+		return "", err
+	}
 	preload.Sweep(uri)
 	return encode(preload.Answer{Notes: preload.Said()})
 }

@@ -73,11 +73,17 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 func direct(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
 	own := Own(opt)
 	return func(ctx context.Context, uri string) (source.Source, error) {
-		if program := knob.Downloader.Get(); program != "" && (Scheme(uri) == "http" || Scheme(uri) == "https") {
-			return wrap(pipe.Open(ctx, program, uri, opt))
+		if Downloaded(uri) {
+			return wrap(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
 		}
 		return own(ctx, uri)
 	}
+}
+
+// Downloaded says whether an external downloader brings what is at a URI: then
+// nothing tells one state of it from another.
+func Downloaded(uri string) bool {
+	return knob.Downloader.Get() != "" && (Scheme(uri) == "http" || Scheme(uri) == "https")
 }
 
 // argvs is how many URLs one program gets: there is a limit to what arguments
