@@ -444,6 +444,32 @@ func TestBombs(t *testing.T) {
 	}
 }
 
+// No integer of a stream, its header, tables or block (Gzip's own among them), gets
+// more than an error of a class, whatever it is set to.
+func TestIntegers(t *testing.T) {
+	src := text(1_000, 3)
+	for _, name := range Names() {
+		for _, kind := range kinds {
+			made, err := one(t, Spec{Op: OpEncode, Algorithm: name, Kind: kind, Chunk: 512, Level: 1}, src)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for at := range min(len(made), 140) {
+				for _, width := range []int{2, 4, 8} {
+					for _, v := range []uint64{0, 1, 1 << 31, 1 << 32, 1<<63 - 64, 1 << 63, 1<<64 - 1} {
+						bad := bytes.Clone(made)
+						for k := range min(width, len(bad)-at) {
+							bad[at+k] = byte(v >> (8 * k))
+						}
+						_, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: kind}, bad)
+						typed(t, fmt.Sprintf("%s kind %d: %d bytes at %d = %d", name, kind, width, at, v), err)
+					}
+				}
+			}
+		}
+	}
+}
+
 // What is done at once is little, also where hostile bytes promise or hold much.
 func TestQuick(t *testing.T) {
 	src := text(100_000, 3)
