@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -540,11 +539,8 @@ func TestCancel(t *testing.T) {
 	if out, err := Run(ctx, Spec{Op: OpEncode, Algorithm: "Zstd"}, []Buffer{{Src: src}}); !errors.Is(err, context.Canceled) {
 		t.Errorf("%v, %v", out, err)
 	}
-	for i := 0; spawn.Running() != 0; i++ {
-		if i > 1000 {
-			t.Fatalf("left: %v", spawn.Names())
-		}
-		time.Sleep(time.Millisecond)
+	if n := spawn.Left(); len(n) != 0 {
+		t.Fatalf("left: %v", n)
 	}
 }
 

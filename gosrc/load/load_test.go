@@ -62,13 +62,9 @@ func opened(t testing.TB, spec Spec) *Model {
 // settled waits until no goroutine of ours is left.
 func settled(t *testing.T) {
 	t.Helper()
-	for range 200 {
-		if spawn.Running() == 0 {
-			return
-		}
-		time.Sleep(10 * time.Millisecond)
+	if n := spawn.Left(); len(n) != 0 {
+		t.Errorf("still running: %v", n)
 	}
-	t.Errorf("still running: %v", spawn.Names())
 }
 
 // Mapped or read, whole or sliced, from one file or several: the bytes are the

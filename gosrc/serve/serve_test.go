@@ -69,8 +69,8 @@ func TestServe(t *testing.T) {
 	if err := s.Close(); err != nil {
 		t.Error(err)
 	}
-	if n := spawn.Running(); n != 0 {
-		t.Errorf("left: %v", spawn.Names())
+	if n := spawn.Left(); len(n) != 0 {
+		t.Errorf("left: %v", n)
 	}
 }
 

@@ -176,10 +176,8 @@ func spec(t *testing.T, paths ...string) string {
 // idle waits until no goroutine of the engine runs.
 func idle(t *testing.T) {
 	t.Helper()
-	for end := time.Now().Add(5 * time.Second); spawn.Running() > 0; time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatal("still running:", spawn.Names())
-		}
+	if n := spawn.Left(); len(n) != 0 {
+		t.Fatal("still running:", n)
 	}
 }
 

@@ -16,6 +16,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
 )
@@ -79,6 +80,19 @@ func Names() []string {
 	}
 	slices.Sort(all)
 	return all
+}
+
+// Left waits, a minute at most, until no goroutine of Go runs but those named,
+// and lists the others that still do: the leak test of every package. It waits
+// because a goroutine leaves the count a moment after it has released whatever
+// waits for its result.
+func Left(but ...string) []string {
+	for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+		left := slices.DeleteFunc(Names(), func(n string) bool { return slices.Contains(but, n) })
+		if len(left) == 0 || time.Now().After(end) {
+			return left
+		}
+	}
 }
 
 // Heal forgets a panic. Only tests that provoke one may call it (the house

@@ -8,7 +8,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
 )
@@ -61,6 +60,9 @@ func TestGuardPassesErrors(t *testing.T) {
 // panic or leave by Goexit.
 func TestCounter(t *testing.T) {
 	quiet(t)
+	if n := Left(); len(n) != 0 { // of the tests before
+		t.Fatalf("still running: %v", n)
+	}
 	hold := make(chan struct{})
 	var wg sync.WaitGroup
 	for _, end := range []func(){func() {}, func() { panic("x") }, runtime.Goexit} {
@@ -72,13 +74,7 @@ func TestCounter(t *testing.T) {
 	}
 	close(hold)
 	wg.Wait()
-	for i := 0; Running() != 0; i++ {
-		if i > 1000 {
-			t.Fatalf("still running: %v", Names())
-		}
-		time.Sleep(time.Millisecond)
-	}
-	if len(Names()) != 0 {
-		t.Errorf("names left: %v", Names())
+	if n := Left(); len(n) != 0 || Running() != 0 {
+		t.Errorf("%d left: %v", Running(), n)
 	}
 }

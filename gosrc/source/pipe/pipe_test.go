@@ -137,7 +137,7 @@ func TestFailures(t *testing.T) {
 	if _, err := Open(ctx, "/no/such/program", "http://h/x", source.Options{}); !errors.Is(err, fault.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
-	if n := spawn.Names(); len(n) != 0 {
+	if n := spawn.Left(); len(n) != 0 {
 		t.Errorf("left: %v", n)
 	}
 }

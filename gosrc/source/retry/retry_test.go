@@ -104,8 +104,8 @@ func random(n int) []byte {
 
 func TestSuite(t *testing.T) {
 	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source { return New(&store{data: data}, Options{Range: 1}) })
-	if n := spawn.Running(); n != 0 {
-		t.Errorf("left: %v", spawn.Names())
+	if n := spawn.Left(); len(n) != 0 {
+		t.Errorf("left: %v", n)
 	}
 }
 
