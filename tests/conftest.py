@@ -63,7 +63,7 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 def every_dtype() -> dict[str, Any]:
     """A torch tensor of each dtype that torch has, with every byte value in it."""
     import torch
-    from overwire.frame_torch import _TYPES
+    from overwire.frameworks.torch import _TYPES
 
     every = torch.arange(256, dtype=torch.uint8).repeat(3)
     made = {name: every.clone().view(dtype).reshape(3, -1) for name, dtype in _TYPES.items() if name != "BOOL"}

@@ -29,7 +29,8 @@ from typing import Any
 import overwire as ow
 import torch
 import torch.distributed as dist
-from overwire import distributed, teams
+from overwire import distributed
+from overwire.distributed import group as teams
 
 RANK, LOCAL = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 CUDA = torch.cuda.is_available()

@@ -11,8 +11,10 @@ from typing import Any
 import overwire as ow
 import torch
 import torch.distributed as dist
-from overwire import distributed, relays, teams
-from overwire.models import Model
+from overwire import distributed
+from overwire.distributed import group as teams
+from overwire.distributed import relays
+from overwire.model.opened import Model
 
 # Where tensors are loaded to, one device a rank.
 BACKEND = os.environ.get("GROUP_BACKEND", "gloo")

@@ -174,7 +174,7 @@ def touch_array(one: Any) -> None:
 def run_case(seed: int, number: int, fenced: Fenced) -> str:
     """Runs one case; what came of it. Any other exception is a failure."""
     import overwire as ow
-    from overwire import unpickling
+    from overwire.bundles import unpickling
 
     data, blobs, last = Maker(random.Random(f"{seed}.{number}")).case()
     fenced.lay(blobs, last)

@@ -17,7 +17,7 @@ def seeds() -> list[tuple[list[bytes], list[bytes]]]:
     """Pickles of our own writer, opcode by opcode, and their blobs."""
     import numpy as np
     import torch
-    from overwire.pickling import described, dump
+    from overwire.bundles.pickling import described, dump
     from torch import nn
 
     torch.manual_seed(1)

@@ -15,7 +15,8 @@ from conftest import ROOT
 torch = pytest.importorskip("torch")
 
 import overwire as ow  # noqa: E402
-from overwire import distributed, teams  # noqa: E402
+from overwire import distributed  # noqa: E402
+from overwire.distributed import group as teams  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import overwire as ow
 import pytest
 import torch
 from conftest import raw, same, ugly
-from overwire.frames import frame_for
+from overwire.frameworks.choose import frame_for
 
 
 def resident() -> int:

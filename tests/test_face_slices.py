@@ -12,7 +12,7 @@ import pytest
 import safetensors
 import torch
 from conftest import every_dtype, raw, same
-from overwire.slices import plan
+from overwire.model.indexing import plan
 
 SHAPES = [(), (7,), (1,), (0,), (6, 5), (5, 0), (3, 4, 5), (2, 3, 4, 5)]
 

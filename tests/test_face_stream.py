@@ -10,7 +10,7 @@ import overwire as ow
 import pytest
 import torch
 from conftest import every_dtype, same, ugly
-from overwire import loading
+from overwire.verbs import stream as streaming
 
 
 @pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
@@ -52,7 +52,7 @@ def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytes
     tensors = {f"t{i}": torch.randn(100 + 37 * (i % 5), 50).bfloat16() for i in range(40)} | {"big": torch.randn(300, 50)}
     ow.save_file(tensors, tmp_path / "m")
     size = {name: tensor.nbytes for name, tensor in tensors.items()}
-    begin, started, yielded, most = loading._begin, 0, 0, 0
+    begin, started, yielded, most = streaming._begin, 0, 0, 0
 
     def counted(model, chosen, *rest):
         nonlocal started, most
@@ -60,7 +60,7 @@ def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytes
         most = max(most, started - yielded)
         return begin(model, chosen, *rest)
 
-    monkeypatch.setattr(loading, "_begin", counted)
+    monkeypatch.setattr(streaming, "_begin", counted)
     for budget in (60_000, 100_000, sum(size.values()), "1MB"):
         started = yielded = most = 0
         seen: list[ow.Progress] = []

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from overwire.frame_torch import SAVED  # noqa: E402
+from overwire.frameworks.torch import SAVED  # noqa: E402
 
 KINDS = ["llama-bf16", "fp16", "fp32", "fp32-bf16", "fp8-e4m3", "fp8-e5m2", "int8", "int4", "tied", "pruned", "uniform", "hostile"]
 

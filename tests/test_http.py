@@ -161,7 +161,7 @@ def test_credentials_are_kept_apart(serve: Callable[..., str], tmp_path: Path) -
     ow.save_file(weights(n=1), tmp_path / "m.safetensors")
     url = serve() + "m.safetensors"
     ow.preload(url, storage_options={"token": "a"}).wait()
-    from overwire import models
+    from overwire.model import opened as models
 
     with models.Model(url, storage_options={"token": "b"}) as model:
         model.join()
@@ -179,8 +179,8 @@ def test_preload_from_the_environment(serve: Callable[..., str], tmp_path: Path)
     code = f"""
 import overwire, json
 tensors = overwire.load_file({url!r}, framework="np")
-from overwire import preloading
-assert preloading._started
+from overwire.model import joining
+assert joining._started
 print(json.dumps(sorted(tensors)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PRELOAD_PATH": url}, check=True)
@@ -292,7 +292,7 @@ def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
 )
 def test_container_beside_a_uri(uri: str, first: str) -> None:
     """The folder nya is beside the pickle, whatever follows its name."""
-    from overwire import layout
+    from overwire.model import layout
 
     assert layout.remote_containers_of(uri)[0] == first
 

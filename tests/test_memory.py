@@ -11,7 +11,7 @@ import overwire as ow
 import pytest
 import torch
 from conftest import same
-from overwire import frame_torch
+from overwire.frameworks import torch as frame_torch
 
 
 def test_empty_cache_starts_no_driver(script) -> None:

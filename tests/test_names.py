@@ -15,8 +15,9 @@ from urllib.parse import quote_from_bytes
 import numpy as np
 import overwire as ow
 import pytest
-from overwire import layout, sources, stores
+from overwire import stores
 from overwire.compat.nyacomp import manifests
+from overwire.model import layout, sources
 
 # Stems; U+FFFD is what a name that is not UTF-8 must never become.
 STEMS = {

@@ -101,8 +101,8 @@ import sys
 assert "torch" not in sys.modules
 import overwire, torch
 from nyacomp import _nyacomp
-from overwire import preloading
-assert preloading._started
+from overwire.model import joining
+assert joining._started
 wanted = torch.load("wanted.pt")
 model = nyacomp.load_compressed("model/boneless_model.pth")
 assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted, strict=True))

@@ -12,8 +12,9 @@ import overwire as ow
 import pytest
 import torch
 from conftest import same
-from overwire import bundles, layout
+from overwire.bundles import bundle as bundles
 from overwire.compat import nyacomp
+from overwire.model import layout
 from torch import nn
 
 
@@ -262,7 +263,7 @@ def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> No
     with ow.safe_open(tmp_path / "nya/x.safetensors", "np") as f:
         assert f.metadata()["overwire.devices"] == "cpu\nnumpy"
     # As a machine with more GPUs than any has writes it.
-    monkeypatch.setattr("overwire.bundles.devices_of", lambda blobs: "cuda:99\nnumpy")
+    monkeypatch.setattr("overwire.bundles.bundle.devices_of", lambda blobs: "cuda:99\nnumpy")
     ow.compress_pickle(obj, path)
     for _ in range(2):
         with pytest.raises(ow.DeviceError, match="cuda:99.*device=") as caught:
@@ -272,11 +273,11 @@ def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> No
     same(got["w"], obj["w"])
     assert got["n"].tolist() == obj["n"].tolist()
     for note in ("cpu", "", "cpu\ncpu"):  # of old files, and of no use
-        monkeypatch.setattr("overwire.bundles.devices_of", lambda blobs, note=note: note)
+        monkeypatch.setattr("overwire.bundles.bundle.devices_of", lambda blobs, note=note: note)
         ow.compress_pickle(obj, path)
         same(ow.load_compressed_pickle(path)["w"], obj["w"])
     for note in ("cpu\ncpu\ncpu", "nonsense"):
-        monkeypatch.setattr("overwire.bundles.devices_of", lambda blobs, note=note: note)
+        monkeypatch.setattr("overwire.bundles.bundle.devices_of", lambda blobs, note=note: note)
         ow.compress_pickle(obj, path)
         with pytest.raises((ow.FormatError, ow.DeviceError)):
             ow.load_compressed_pickle(path)

@@ -186,8 +186,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "overwire.rebuild.spec_of": ("O",),
     "overwire.rebuild.annotations": (),
     "overwire._engine.cli": (["compress"],),
-    "overwire.bundles.write_bytes": ("sentinel", b"x", None),
-    "overwire.allowlist.AllowList": ("x",),
+    "overwire.bundles.bundle.write_bytes": ("sentinel", b"x", None),
+    "overwire.bundles.allowlist.AllowList": ("x",),
 }
 
 # Reaching onwards from something that is on the list.

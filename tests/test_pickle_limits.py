@@ -18,7 +18,7 @@ from typing import Any
 
 import overwire as ow
 import pytest
-from overwire import unpickling
+from overwire.bundles import unpickling
 from pickle_cases import named, push
 from pickle_fuzz import Fenced
 

@@ -448,7 +448,7 @@ def test_each_rank_preloads_to_its_gpu(monkeypatch: pytest.MonkeyPatch, env: dic
     """Without torch: the GPU that the launcher means."""
     import sys
 
-    from overwire import preloading
+    from overwire.verbs import preload as preloading
 
     for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)

@@ -219,8 +219,8 @@ def test_plan(tmp_path: Path) -> None:
 def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
     """What a crowd of small tensors on a GPU is taken over by, here on the host: every
     tensor in its place, those without bytes and those that have a place already too."""
-    from overwire.frames import frame_for
-    from overwire.models import Model, _gathered
+    from overwire.frameworks.choose import frame_for
+    from overwire.model.opened import Model, _gathered
 
     want = {f"t{at}": torch.full((at % 5, 3), float(at)) for at in range(3000)}
     path = tmp_path / "many.safetensors"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import overwire as ow
 import pytest
-from overwire import storage
+from overwire import _environment
+from overwire.model import options as storage
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,7 +17,7 @@ def test_environment_names_are_those_of_the_engine() -> None:
     """Python sends the variables that the engine lists, proxies in both cases, and no others."""
     text = (ROOT / "gosrc/source/options.go").read_text()
     listed = re.findall(r'"([A-Z_*]+)"', text[text.index("var EnvNames") : text.index("// Check refuses")])
-    assert set(listed) == {*storage._NAMES, storage._PREFIX + "*"}
+    assert set(listed) == {*_environment._NAMES, _environment._PREFIX + "*"}
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,10 +25,10 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "one")
     monkeypatch.setenv("https_proxy", "http://p")
     monkeypatch.setenv("OTHER_SECRET", "x")
-    found = storage.environment()
+    found = _environment.environment()
     assert found["AWS_REGION"] == "one" and found["https_proxy"] == "http://p" and "OTHER_SECRET" not in found
     monkeypatch.setenv("AWS_REGION", "two")
-    assert storage.environment()["AWS_REGION"] == "two"
+    assert _environment.environment()["AWS_REGION"] == "two"
 
 
 def test_values_become_text() -> None:

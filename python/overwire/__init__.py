@@ -16,12 +16,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from . import codecs, compat, distributed, errors
-    from .bundles import (
-        compress,
-        compress_pickle,
-        load_compressed,
-        load_compressed_pickle,
-    )
+    from .bundles.bundle import compress, compress_pickle, load_compressed, load_compressed_pickle
     from .compat.safetensors.patching import SafetensorsPatch, patch_safetensors
     from .errors import (
         AccessError,
@@ -45,19 +40,20 @@ if TYPE_CHECKING:
         TensorNotFoundError,
         UntrustedPickleError,
     )
+    from .frameworks.spec import TensorSpec
     from .jobs import last_report
-    from .loading import load_file, stream
-    from .looking import convert, doctor, inspect, verify
-    from .memory import Pinned, empty_cache, pin
-    from .modules import load_model, save_model
-    from .opening import TensorSlice, safe_open
-    from .planning import LoadPlan, PlannedFile, PlannedTensor, plan
-    from .preloading import Preload, preload
+    from .model.plan import LoadPlan, PlannedFile, PlannedTensor, plan
+    from .model.reading import read_bytes
+    from .model.selection import experts
     from .progress import Progress
-    from .saving import Report, save_file
-    from .selecting import experts
-    from .sources import read_bytes
-    from .specs import TensorSpec
+    from .verbs.inspecting import convert, doctor, inspect, verify
+    from .verbs.load import load_file
+    from .verbs.modules import load_model, save_model
+    from .verbs.open import TensorSlice, safe_open
+    from .verbs.pin import Pinned, empty_cache, pin
+    from .verbs.preload import Preload, preload
+    from .verbs.save import Report, save_file
+    from .verbs.stream import stream
 
 __all__ = [
     "AccessError",
@@ -122,38 +118,38 @@ __all__ = [
 # Where the functions and plain classes live; every other name of __all__ is an
 # exception, or a module of its own.
 _HOMES = {
-    "LoadPlan": "planning",
-    "Pinned": "memory",
-    "PlannedFile": "planning",
-    "PlannedTensor": "planning",
-    "Preload": "preloading",
+    "LoadPlan": "model.plan",
+    "Pinned": "verbs.pin",
+    "PlannedFile": "model.plan",
+    "PlannedTensor": "model.plan",
+    "Preload": "verbs.preload",
     "Progress": "progress",
-    "Report": "saving",
+    "Report": "verbs.save",
     "SafetensorsPatch": "compat.safetensors.patching",
-    "TensorSlice": "opening",
-    "TensorSpec": "specs",
-    "compress": "bundles",
-    "compress_pickle": "bundles",
-    "convert": "looking",
-    "doctor": "looking",
-    "empty_cache": "memory",
-    "experts": "selecting",
-    "inspect": "looking",
+    "TensorSlice": "verbs.open",
+    "TensorSpec": "frameworks.spec",
+    "compress": "bundles.bundle",
+    "compress_pickle": "bundles.bundle",
+    "convert": "verbs.inspecting",
+    "doctor": "verbs.inspecting",
+    "empty_cache": "verbs.pin",
+    "experts": "model.selection",
+    "inspect": "verbs.inspecting",
     "last_report": "jobs",
-    "load_compressed": "bundles",
-    "load_compressed_pickle": "bundles",
-    "load_file": "loading",
-    "load_model": "modules",
+    "load_compressed": "bundles.bundle",
+    "load_compressed_pickle": "bundles.bundle",
+    "load_file": "verbs.load",
+    "load_model": "verbs.modules",
     "patch_safetensors": "compat.safetensors.patching",
-    "pin": "memory",
-    "plan": "planning",
-    "preload": "preloading",
-    "read_bytes": "sources",
-    "safe_open": "opening",
-    "save_file": "saving",
-    "save_model": "modules",
-    "stream": "loading",
-    "verify": "looking",
+    "pin": "verbs.pin",
+    "plan": "model.plan",
+    "preload": "verbs.preload",
+    "read_bytes": "model.reading",
+    "safe_open": "verbs.open",
+    "save_file": "verbs.save",
+    "save_model": "verbs.modules",
+    "stream": "verbs.stream",
+    "verify": "verbs.inspecting",
 }
 
 if not TYPE_CHECKING:
@@ -174,6 +170,6 @@ if not TYPE_CHECKING:
 
 
 if _os.environ.get("OVERWIRE_PRELOAD") or _os.environ.get("PRELOAD_PATH"):
-    from .preloading import start_from_environment as _start
+    from .verbs.preload import start_from_environment as _start
 
     _start()

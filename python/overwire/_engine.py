@@ -17,6 +17,8 @@ import _thread
 import os
 import sys
 
+from ._environment import environment, told
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -487,12 +489,6 @@ def knobs() -> str:
     return text
 
 
-def told(text: str) -> str:
-    """A word of the command line or the environment as the engine has it: by its
-    bytes, whatever Python takes them for."""
-    return os.fsencode(text).decode("utf-8", "surrogateescape")
-
-
 def _program(argv: Sequence[str]) -> str:
     """What the command line of the engine must know of this process."""
     import json
@@ -500,8 +496,6 @@ def _program(argv: Sequence[str]) -> str:
     version = "%d.%d.%d" % sys.version_info[:3]
     about: dict[str, Any] = {"argv": [told(word) for word in argv], "python": sys.executable or "", "version": version}
     if any("://" in word for word in argv):
-        from .storage import environment
-
         about["storage"] = {"env": environment()}
     named = {word.rpartition("env:")[2] for word in argv if "env:" in word}
     about["secrets"] = {name: told(os.environ[name]) for name in named if name in os.environ}

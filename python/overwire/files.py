@@ -12,10 +12,11 @@ import errno
 import io
 import os
 import stat
+from typing import Any
 
 from .errors import AccessError, ArgumentError, FormatError, IOFailure, NotFoundError, OutOfMemoryError
 
-__all__ = ["read_file", "regular"]
+__all__ = ["number_of", "read_file", "regular"]
 
 # Bytes read at once: a moment, between which Ctrl-C is heard.
 _STEP = 8 << 20
@@ -48,6 +49,17 @@ def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY | os.O_CLOEXE
 def _special(path: str | os.PathLike[str]) -> ArgumentError:
     name = os.fsdecode(path)
     return ArgumentError(f"overwire: open {name}: not a regular file", source=name)
+
+
+def number_of(file: Any) -> int | None:
+    """The descriptor of an open file that reads its very bytes. None for others,
+    whatever their `fileno` says: it may be that of the bytes that they decompress
+    or decrypt."""
+    plain = file.file if type(file).__module__ == "tempfile" and hasattr(file, "file") else file
+    raw = getattr(plain, "raw", None) if isinstance(plain, (io.BufferedReader, io.BufferedWriter, io.BufferedRandom)) else plain
+    if type(raw) is not io.FileIO or raw.closed:
+        return None
+    return raw.fileno()
 
 
 def read_file(path: str, limit: int | None = None, name: str | None = None) -> bytes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .budget import Budget
+from .bundles.budget import Budget
 from .errors import ArgumentError, FormatError
 
 __all__ = ["array", "dtype", "scalar", "spec_of"]
@@ -81,7 +81,7 @@ def np_dtype(spec: Spec, *, budget: Budget | None = None, depth: int = 0) -> Any
     if _OWN.fullmatch(spec):
         return np.dtype(spec)
     if _ADDED.fullmatch(spec):
-        from .frames import frame_for
+        from .frameworks.choose import frame_for
 
         try:
             return frame_for("np").dtype(spec)

@@ -16,8 +16,8 @@ from typing import Any
 
 from . import _engine
 from .errors import ArgumentError
-from .sources import SourceLike, resolve
-from .storage import StorageOptions, storage
+from .model.options import StorageOptions, storage
+from .model.sources import SourceLike, resolve
 
 __all__ = ["KeyDerivation", "NewRecord", "Record", "RecordFile", "derive_key", "make_front", "read_records", "sums", "write_records"]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from . import _engine
 from .jobs import Job
-from .sources import local
-from .storage import StorageOptions, shown, storage
+from .model.options import StorageOptions, storage
+from .paths import local, shown
 
 __all__ = ["ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"]
 

@@ -41,7 +41,6 @@ func TestBadTree(t *testing.T) {
 		"file lengths":     {"python/overwire/long.py"},
 		"room lengths":     {"bench", "device/cuda", "gosrc/tensor"}, // three are listed, and short there
 		"architecture":     {"ARCHITECTURE.md", "ARCHITECTURE.md", "ARCHITECTURE.md"},
-		"python compat":    {"python/overwire/compat/nyacomp.py:1", "python/overwire/compat/nyacomp.py:2", "python/overwire/compat/nyacomp.py:3"},
 		"python printing":  {"python/overwire/compat/nyacomp.py:4"},
 		"machine paths":    {"README.md:2"},
 	}

@@ -24,7 +24,6 @@ var Rules = map[string]func(*Tree) []Finding{
 	"file lengths":     fileLengths,
 	"room lengths":     roomLengths,
 	"architecture":     architecture,
-	"python compat":    compat,
 	"python printing":  pythonPrinting,
 	"machine paths":    machinePaths,
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import overwire
-from overwire.files import regular
+from overwire.plumbing import regular
 
 from . import cpp
 from .st_types import Device, DeviceType, DType

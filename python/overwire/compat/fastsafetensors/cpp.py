@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import overwire
-from overwire.files import regular
+from overwire.plumbing import regular
 
 __all__ = [
     "close_gds", "cpp_metrics", "cpu_free", "cpu_malloc", "cufile_version", "gds_device_buffer", "gds_file_handle", "gds_file_reader",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import overwire
-from overwire.stores import publish
+from overwire.plumbing import publish
 
 from .common import MAX_HEADER, SafeTensorsMetadata
 from .frameworks import TensorBase, get_framework_op

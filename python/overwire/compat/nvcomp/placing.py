@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ... import codecs, gpu
-from ..._apart import apart
 from ...errors import ArgumentError, NotSupportedError
+from ...plumbing import apart
 from . import devices
 from .arrays import Array, BatchArray, each
 from .dtypes import Kind

@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 import overwire
-from overwire.files import regular
+from overwire.plumbing import regular
 
 from . import bundles, manifests
 

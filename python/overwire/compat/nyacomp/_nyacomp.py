@@ -22,8 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import overwire
-from overwire.files import regular
-from overwire.sources import path_of
+from overwire.plumbing import path_of, regular
 
 from . import hlif, manifests, settings
 
@@ -272,8 +271,7 @@ def _brought(entries: list[_Entry]) -> Iterator[None]:
     if not entries:
         yield
         return
-    from overwire.storage import shown
-    from overwire.stores import ObjectReader
+    from overwire.plumbing import ObjectReader, shown
 
     urls = [entry.place for entry in entries]
     sizes = [entry.file.compressed_size for entry in entries]

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Union
 
 import overwire
-from overwire import layout
-from overwire.files import regular
+from overwire.plumbing import refuse_urls, regular
 
 from . import _nyacomp, manifests, partition, settings
 from .merging import split_tensors, tensor_size
@@ -144,7 +143,7 @@ def start_preload() -> None:
         decompressor = _nyacomp.AsyncDecompressor.joining(path)
     elif not path and os.path.exists(DEFAULT_META):
         try:
-            layout.refuse_urls(os.path.abspath(DEFAULT_META))
+            refuse_urls(os.path.abspath(DEFAULT_META))
         except overwire.OverwireError:  # get(), which is asked for, meets what there is to meet
             decompressor = _nyacomp.AsyncDecompressor.joining(DEFAULT_META)
         else:

@@ -16,7 +16,7 @@ from typing import Any, Union
 from urllib.parse import quote
 
 import overwire
-from overwire.stores import ObjectWriter
+from overwire.plumbing import ObjectWriter
 
 from . import _nyacomp, partition, settings
 from .merging import tensor_size

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import overwire
 from overwire import codecs
-from overwire.files import regular
+from overwire.plumbing import regular
 
 __all__ = ["FORMATS", "RECOMPRESS", "Header", "decode", "parse", "refuse", "sniff"]
 

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import overwire
-from overwire.sources import local
-from overwire.stores import write_bytes
-from overwire.unpickling import load_plain
+from overwire.plumbing import load_plain, local, write_bytes
 
 from . import settings
 

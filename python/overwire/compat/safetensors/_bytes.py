@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import overwire
-from overwire.saving import save_bytes
-from overwire.sources import local
+from overwire.plumbing import local, save_bytes
 
 from ._errors import SafetensorError, reading, writing
 

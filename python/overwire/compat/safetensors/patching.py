@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import overwire
-from overwire.forking import forked, refuse_compressed
+from overwire.plumbing import forked, refuse_compressed
 
 from . import _bytes, _files
 

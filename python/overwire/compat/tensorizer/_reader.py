@@ -9,13 +9,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ... import load_file, safe_open
 from ...errors import CorruptError, FormatError, NotSupportedError
-from ...loading import load_file
-from ...opening import safe_open
+from ...plumbing import ObjectReader, number_of, shown
 from ...records import Record, RecordFile, derive_key, read_records, sums
-from ...sources import number_of
-from ...storage import shown
-from ...stores import ObjectReader
 from . import _dtypes, _paths, _s3
 from ._encryption import CryptographyError, DecryptionParams
 from ._types import FileFeatureFlags, HashMismatchError, HashType, TensorEntry, TensorHash, TensorType

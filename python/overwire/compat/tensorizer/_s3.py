@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ...errors import AccessError, NotFoundError, OverwireError
-from ...files import read_file, regular
-from ...stores import ObjectWriter, presign
+from ...plumbing import ObjectWriter, presign, read_file, regular
 
 default_s3_read_endpoint = "accel-object.ord1.coreweave.com"
 default_s3_write_endpoint = "object.ord1.coreweave.com"

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...models import written
+from ...plumbing import number_of, written
 from ...records import NewRecord, Record, make_front, write_records
-from ...sources import number_of
 from . import _dtypes, _paths
 from ._encryption import EncryptionParams
 from ._types import TensorType

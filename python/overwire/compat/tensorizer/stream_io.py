@@ -15,9 +15,7 @@ from io import SEEK_CUR, SEEK_END, SEEK_SET
 from typing import Any
 
 from ...errors import OverwireError
-from ...files import read_file, regular
-from ...storage import shown
-from ...stores import ObjectReader, ObjectWriter
+from ...plumbing import ObjectReader, ObjectWriter, read_file, regular, shown
 from . import _s3
 from ._s3 import default_s3_read_endpoint, default_s3_write_endpoint
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 import overwire
-from overwire.files import regular
+from overwire.plumbing import regular
 
 from .. import cpp
 from ..allocation import track

@@ -1,0 +1,417 @@
+"""What a pickle may name, and do with it, without `trust=True`.
+
+The rule: a pickle may build data and torch's own modules, nothing else. Beside
+the list of globals itself, these make that hold:
+
+- A pickle calls only what has a function here that checks its arguments: exact
+  types, numbers within bounds, sizes charged to the budget. It calls what honest
+  pickles call, and nothing that opcodes make anyway.
+- Functions that rebuild tensors stand for torch's (see `tensors`). numpy's own
+  pickle functions are not on the list (see `rebuild`).
+- It sets the state only of modules and ordered dicts: attributes of its own,
+  no special names, none that hides a method.
+
+Nothing is imported because a pickle names it, but torch and numpy themselves.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from .. import rebuild
+from ..errors import FormatError, UntrustedPickleError
+from .budget import ATTRIBUTE, LONGEST, Budget, attributes
+
+__all__ = ["AllowList", "Guard"]
+
+# Immutable types (their attributes cannot be set), which call nothing.
+_TYPES: dict[tuple[str, str], Any] = {
+    ("builtins", name): getattr(__import__("builtins"), name)
+    for name in (
+        "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int",
+        "list", "object", "range", "set", "slice", "str", "tuple",
+    )
+}  # fmt: skip
+_TYPES |= {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "defaultdict"): collections.defaultdict,
+    ("collections", "deque"): collections.deque,
+    ("datetime", "date"): datetime.date,
+    ("datetime", "datetime"): datetime.datetime,
+    ("datetime", "time"): datetime.time,
+    ("datetime", "timedelta"): datetime.timedelta,
+    ("datetime", "timezone"): datetime.timezone,
+    ("decimal", "Decimal"): decimal.Decimal,
+}
+# Values that a pickle may hold, but not call.
+_NUMPY_TYPES = frozenset(
+    {
+        "bool",
+        "bool_",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    }
+)
+_ACTIVATIONS = frozenset(
+    {
+        "relu",
+        "relu6",
+        "gelu",
+        "silu",
+        "mish",
+        "elu",
+        "selu",
+        "celu",
+        "leaky_relu",
+        "prelu",
+        "rrelu",
+        "glu",
+        "tanh",
+        "sigmoid",
+        "hardtanh",
+        "hardswish",
+        "hardsigmoid",
+        "softplus",
+        "softsign",
+        "softmax",
+        "log_softmax",
+        "logsigmoid",
+        "normalize",
+    }
+)
+
+
+# What a module keeps its parts in.
+_PARTS = ("_parameters", "_buffers", "_modules")
+# What a module has beside its own attributes.
+_MODULE = 4096
+
+
+class Guard:
+    """Stands for a function that a pickle may call: `call` checks the arguments
+    behind the budget. tensor: whether what it makes is a tensor."""
+
+    __slots__ = ("call", "tensor")
+
+    def __init__(self, call: Callable[..., Any], tensor: bool = False) -> None:
+        self.call = call
+        self.tensor = tensor
+
+
+class AllowList:
+    """The rules for one unpickling, which is charged to `budget`."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+
+    def wrong(self, verb: str, thing: Any) -> UntrustedPickleError:
+        """The error for a pickle that does with a thing what it may not."""
+        kind = thing if isinstance(thing, type) else type(thing)
+        return self._refuse(f"it {verb} {kind.__module__}.{kind.__qualname__}")
+
+    def unlisted(self, module: str, name: str) -> UntrustedPickleError:
+        """The error for a global that a pickle may not name."""
+        whole = f"{module}.{name}"[:LONGEST]
+        return self._refuse(f"it names {whole if whole.isprintable() else ascii(whole)}")
+
+    def _refuse(self, what: str) -> UntrustedPickleError:
+        return self.budget.refuse(f"{what}, which is not on the allow-list")
+
+    def call(self, function: Any, args: tuple[Any, ...]) -> Any:
+        """What a call makes."""
+        if type(function) is Guard:
+            return function.call(self.budget, *args)
+        if isinstance(function, type):
+            make = _CALLS.get(function) or (_torch_calls().get(function) if "torch" in sys.modules else None)
+            if make is not None:
+                return make(self.budget, *args)
+        raise self.wrong("calls", function)
+
+    def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
+        """An empty object of a class."""
+        torch = sys.modules.get("torch")
+        if kind is not object and not (torch is not None and isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
+            raise self.wrong("makes an empty", kind)
+        if args:
+            raise FormatError("an empty object takes no arguments")
+        if kind is not object:
+            self.budget.memory(_MODULE)
+        return kind.__new__(kind)
+
+    def set_state(self, made: Any, state: Any) -> None:
+        """Gives an object its attributes."""
+        if type(made) is collections.OrderedDict:
+            made.__dict__.update(attributes(self.budget, made, state))
+            return
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(made, torch.nn.Module):
+            raise self.wrong("sets the state of", made)
+        own = attributes(self.budget, made, state)
+        for name, kind in zip(_PARTS, (torch.Tensor, torch.Tensor, torch.nn.Module), strict=True):
+            if name in own:
+                own[name] = _parts(self.budget, own[name], kind)
+        if isinstance(made, torch.nn.RNNBase):
+            _check_rnn(self.budget, type(made), own)
+        type(made).__setstate__(made, own)
+
+    def find(self, module: str, name: str) -> Any:
+        """What a pickle gets for a global; UntrustedPickleError if nothing."""
+        found = _TYPES.get((module, name))
+        if found is None:
+            if module == "overwire.rebuild" and name in _REBUILD:
+                found = _REBUILD[name]
+            elif module == "numpy" and name in _NUMPY_TYPES:
+                import numpy
+
+                found = vars(numpy).get(name)
+            elif module == "torch" or module.startswith("torch."):
+                found = _torch(module, name)
+        if found is None:
+            raise self.unlisted(module, name)
+        return found
+
+
+def _torch(module: str, name: str) -> Any:
+    import torch
+
+    from . import tensors
+
+    if module == "torch":
+        return _torch_top(torch, name)
+    if module == "torch._utils" and name in tensors.REBUILDERS:
+        return Guard(tensors.REBUILDERS[name], tensor=True)
+    if module == "torch._utils" and name.startswith("torch."):
+        # How memory formats pickle: by a path through whatever module.
+        found = vars(torch).get(name[6:])
+        return found if isinstance(found, torch.memory_format) else None
+    if module == "torch.serialization" and name == "_get_layout":
+        return _LAYOUT
+    if module == "torch._tensor" and name == "_rebuild_from_type_v2":
+        return _FROM_TYPE
+    if module == "torch.nn.parameter" and name in ("Parameter", "Buffer"):
+        return vars(torch.nn.parameter).get(name)
+    if module == "torch.nn.functional" and name in _ACTIVATIONS:
+        return vars(torch.nn.functional).get(name)
+    if module == "torch._C._nn" and name == "gelu":
+        return torch._C._nn.gelu
+    if module.startswith("torch.nn.modules."):
+        found = getattr(sys.modules.get(module), "__dict__", {}).get(name)
+        if isinstance(found, type) and issubclass(found, torch.nn.Module) and found.__module__ == module:
+            return found
+    return None
+
+
+def _torch_top(torch: Any, name: str) -> Any:
+    # Its own names only: torch imports modules when it is asked for others.
+    found = vars(torch).get(name)
+    if name in ("Size", "Tensor", "device"):
+        return found
+    if name in _ACTIVATIONS:
+        return found if not isinstance(found, FunctionType) else None
+    kinds = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+    return found if isinstance(found, kinds) else None
+
+
+# -- states
+
+
+def _parts(budget: Budget, parts: Any, kind: Any) -> Any:
+    """A copy of the parts of a module: nothing else of the pickle holds it."""
+    if type(parts) is not dict and type(parts) is not collections.OrderedDict:
+        raise FormatError("a module's parts are malformed")
+    budget.memory(ATTRIBUTE * len(parts))
+    for name, part in parts.items():
+        if type(name) is not str or not (part is None or isinstance(part, kind)):
+            raise FormatError("a module's part is malformed")
+        if name.startswith("__"):
+            raise budget.refuse(f"it sets {name[:LONGEST]!a} of a module, which is not on the allow-list")
+    return type(parts)(parts)
+
+
+def _check_rnn(budget: Budget, kind: type, own: dict[str, Any]) -> None:
+    """torch collects the attributes of these names: none may be a method."""
+    rows = own.get("_all_weights", own.get("all_weights"))
+    if type(rows) is not list:
+        raise FormatError("the weights of an RNN are malformed")
+    for row in [own.get("_flat_weights_names"), *rows]:
+        if type(row) is not list:
+            raise FormatError("the weights of an RNN are malformed")
+        budget.work(1 + len(row))
+        for name in row:
+            if type(name) is not str or hasattr(kind, name):
+                raise FormatError("the weights of an RNN are malformed")
+
+
+# -- calls, with checked arguments
+
+
+def _is_int(number: Any, bits: int = 63) -> bool:
+    return type(number) is int and number.bit_length() <= bits
+
+
+def _wrong_args(what: str) -> FormatError:
+    return FormatError(f"the arguments of {what} are malformed")
+
+
+def _complex(budget: Budget, real: Any = 0.0, imag: Any = 0.0) -> complex:
+    if type(real) is not float or type(imag) is not float:
+        raise _wrong_args("complex")
+    return complex(real, imag)
+
+
+def _range(budget: Budget, *args: Any) -> range:
+    if not all(_is_int(n, 1 << 10) for n in args):
+        raise _wrong_args("range")
+    return range(*args)
+
+
+def _slice(budget: Budget, *args: Any) -> slice:
+    made = slice(*args)
+    budget.nest(made, args)
+    return made
+
+
+def _ordered(budget: Budget) -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict()
+
+
+def _default(budget: Budget, factory: Any = None) -> collections.defaultdict[Any, Any]:
+    if factory is not None and not isinstance(factory, type):
+        raise budget.refuse("it makes a defaultdict of other than a class, which is not on the allow-list")
+    return collections.defaultdict(factory)
+
+
+def _deque(budget: Budget, items: Any = (), most: Any = None) -> collections.deque[Any]:
+    if type(items) not in (tuple, list) or items or not (most is None or _is_int(most) and most >= 0):
+        raise _wrong_args("deque")
+    return collections.deque((), most)
+
+
+def _timezone_or_none(zone: tuple[Any, ...]) -> bool:
+    return len(zone) <= 1 and all(type(part) is datetime.timezone for part in zone)
+
+
+def _date(budget: Budget, data: Any) -> datetime.date:
+    if type(data) is not bytes or len(data) != 4:
+        raise _wrong_args("date")
+    make: Any = datetime.date
+    return make(data)  # type: ignore[no-any-return]
+
+
+def _datetime(budget: Budget, data: Any, *zone: Any) -> datetime.datetime:
+    if type(data) is not bytes or len(data) != 10 or not _timezone_or_none(zone):
+        raise _wrong_args("datetime")
+    make: Any = datetime.datetime
+    return make(data, *zone)  # type: ignore[no-any-return]
+
+
+def _time(budget: Budget, data: Any, *zone: Any) -> datetime.time:
+    if type(data) is not bytes or len(data) != 6 or not _timezone_or_none(zone):
+        raise _wrong_args("time")
+    make: Any = datetime.time
+    return make(data, *zone)  # type: ignore[no-any-return]
+
+
+def _timedelta(budget: Budget, *args: Any) -> datetime.timedelta:
+    if len(args) > 3 or not all(_is_int(n) for n in args):
+        raise _wrong_args("timedelta")
+    return datetime.timedelta(*args)
+
+
+def _timezone(budget: Budget, offset: Any, *name: Any) -> datetime.timezone:
+    if type(offset) is not datetime.timedelta or len(name) > 1 or not all(type(n) is str for n in name):
+        raise _wrong_args("timezone")
+    return datetime.timezone(offset, *name)
+
+
+def _decimal(budget: Budget, text: Any) -> decimal.Decimal:
+    if type(text) is not str:
+        raise _wrong_args("Decimal")
+    budget.memory(len(text))
+    return decimal.Decimal(text)
+
+
+_CALLS: dict[type, Callable[..., Any]] = {
+    complex: _complex,
+    range: _range,
+    slice: _slice,
+    collections.OrderedDict: _ordered,
+    collections.defaultdict: _default,
+    collections.deque: _deque,
+    datetime.date: _date,
+    datetime.datetime: _datetime,
+    datetime.time: _time,
+    datetime.timedelta: _timedelta,
+    datetime.timezone: _timezone,
+    decimal.Decimal: _decimal,
+}
+
+
+def _size(budget: Budget, dims: Any) -> Any:
+    import torch
+
+    if type(dims) is not tuple or not all(_is_int(d) for d in dims):
+        raise _wrong_args("Size")
+    budget.memory(8 * len(dims))
+    return torch.Size(dims)
+
+
+def _device(budget: Budget, kind: Any, *index: Any) -> Any:
+    import torch
+
+    if type(kind) is not str or len(index) > 1 or not all(_is_int(n, 7) and n >= 0 for n in index):
+        raise _wrong_args("device")
+    return torch.device(kind, *index)
+
+
+def _torch_calls() -> dict[Any, Callable[..., Any]]:
+    torch = sys.modules["torch"]
+    return {torch.Size: _size, torch.device: _device}
+
+
+def _layout(budget: Budget, name: Any) -> Any:
+    import torch
+
+    found = vars(torch).get(name.removeprefix("torch.")) if type(name) is str else None
+    if not isinstance(found, torch.layout):
+        raise _wrong_args("a layout")
+    return found
+
+
+def _from_type(budget: Budget, function: Any, kind: Any, args: Any, state: Any) -> Any:
+    import torch
+
+    from .tensors import subclassed
+
+    if type(function) is not Guard or not function.tensor or type(args) is not tuple:
+        raise _wrong_args("a tensor of a subclass")
+    if not any(kind is allowed for allowed in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", None))):
+        raise _wrong_args("a tensor of a subclass")
+    return subclassed(budget, function.call(budget, *args), kind, state)
+
+
+_LAYOUT, _FROM_TYPE = Guard(_layout), Guard(_from_type)
+
+
+def _rebuilder(function: Callable[..., Any]) -> Guard:
+    return Guard(lambda budget, *args: function(*args, budget=budget))
+
+
+_REBUILD = {function.__name__: _rebuilder(function) for function in (rebuild.array, rebuild.dtype, rebuild.scalar)}

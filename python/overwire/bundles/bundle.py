@@ -1,0 +1,369 @@
+"""nyacomp's four verbs: any Python object with tensors in it, as a small
+pickle and one compressed container beside it.
+
+A bundle at `D/x.pkl` is the pickle, `D/nya/x.safetensors` and `D/nya/meta.csv`
+(see `layout`). The container is written first and the pickle last. Each knows
+the other by the pickle's digest, and the container before it is kept until the
+pickle is in place: whoever reads while a bundle is replaced, or after a save
+was killed half-way, gets the old object or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Union
+
+from ..errors import AccessError, ArgumentError, CorruptError, FormatError, IOFailure, NotFoundError, OverwireError
+from ..files import read_file, regular
+from ..frameworks.choose import check_device, frame_for
+from ..frameworks.frame import Bytes
+from ..model import layout
+from ..model.opened import Model
+from ..model.options import StorageOptions, storage
+from ..model.reading import read
+from ..model.sources import SourceLike
+from ..paths import is_file, is_remote, local, path_of, shown
+from ..progress import ProgressLike, watch
+from ..stores import write_bytes
+from ..verbs.save import save_bytes
+from .landing import DEVICES, ORDER, Landing, devices_of
+
+__all__ = ["compress", "compress_pickle", "load_compressed", "load_compressed_pickle"]
+
+_DIGEST = "overwire.pickle"
+_PathLike = Union[str, "os.PathLike[str]"]
+
+
+def compress_pickle(
+    obj: Any,
+    path: _PathLike,
+    *,
+    compress: bool = True,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> float:
+    """Saves any Python object, its tensors compressed beside its pickle.
+
+    Everything that pickles is kept, bit for bit: torch tensors with their ties,
+    views of one storage, strides, memory format, requires_grad and subclass;
+    parameters, buffers, modules; bool, complex, fp8, sub-byte, quantised and
+    sparse tensors; numpy arrays with their views and strides. As with
+    torch.save, a view brings the whole of its storage along, and `.grad` and
+    hooks are not kept. The object is not changed. Tensors on a GPU are copied
+    down chunk by chunk, and remember their device.
+
+    Writes `path`, `nya/<stem>.safetensors` and `nya/meta.csv` in its folder,
+    each atomically, the pickle last. In a store (s3://, redis://) the container
+    is `nya/<name>.safetensors` or `nya/<name>.b.safetensors` in turn, so that
+    the old object stays whole until the new one takes its place.
+
+    compress: False stores the tensors' bytes as they are, in a container that
+        every safetensors reader reads.
+    storage_options: as for `load_file`, for a path that is a URI.
+
+    Returns stored / original tensor bytes, as nyacomp does: 0.67 means that a
+    third was gained; 1.0 if there are no tensors.
+
+    Raises what pickle raises for objects that do not pickle, AccessError,
+    IOFailure, NotSupportedError for storages without bytes (meta).
+    """
+    return _save(obj, path, {}, compress, progress, storage_options)
+
+
+def compress(
+    model: Any,
+    path: _PathLike = "./boneless_model.pth",
+    *,
+    compress: bool = True,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> float:
+    """`compress_pickle` for a torch module, a diffusers-like pipeline (an object
+    with `.config` that names its modules) or a state dict, nested in any way.
+
+    The same as `compress_pickle`, but tensors in the container have the names
+    that they have in the model ("unet.conv_in.weight"), so that `safe_open` and
+    `inspect` show them. Returns stored / original.
+    """
+    return _save(model, path, _names(model), compress, progress, storage_options)
+
+
+def load_compressed_pickle(
+    path: _PathLike,
+    *,
+    trust: bool = False,
+    device: Any = None,
+    tensors: SourceLike | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> Any:
+    """Loads what `compress_pickle` saved; reading and decoding go on while the
+    pickle imports and builds. Joins a preload of the same bundle.
+
+    trust: a pickle can run any code. False allows containers, plain data,
+        tensors, parameters, numpy arrays and torch.nn's own modules, and raises
+        UntrustedPickleError naming the first other global; True allows all.
+    device: where torch's tensors shall be, wherever they were when saved: "cpu",
+        "cuda", "cuda:1". None: where each was; DeviceError if that is not here.
+        numpy arrays stay on the host. On a GPU they are decoded there.
+    tensors: the container, where it is not in its place beside the pickle: a
+        path or URI.
+    storage_options: as for `load_file`, for a path that is a URI.
+
+    Returns the object; its tensors own their memory. Raises UntrustedPickleError,
+    NotFoundError if one of the files is missing, CorruptError, FormatError.
+    """
+    return _load(path, trust, device, tensors, progress, storage_options)
+
+
+def load_compressed(
+    path: _PathLike = "./boneless_model.pth",
+    *,
+    trust: bool = False,
+    device: Any = None,
+    tensors: SourceLike | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> Any:
+    """Loads what `compress` saved: see `load_compressed_pickle`."""
+    return _load(path, trust, device, tensors, progress, storage_options)
+
+
+# -- saving
+
+
+def _save(
+    obj: Any,
+    path: _PathLike,
+    names: Mapping[int, str],
+    compress: bool,
+    progress: ProgressLike,
+    options: StorageOptions | None,
+) -> float:
+    from .pickling import described, dump
+
+    target = _target(path)
+    storage(options, [target])  # wrong ones are refused before anything is done
+    data, blobs = dump(obj, names)
+    far = is_remote(target)
+    container = layout.far_containers_of(target)[0] if far else layout.container_of(target)
+    if container == target:
+        raise ArgumentError(f"overwire: compress {shown(target)}: the path is that of its container")
+    tensors = [(blob.name, described(blob)) for blob in blobs]
+    digest = hashlib.sha256(data).hexdigest()
+    # The blob's number is its place in this list; the container sorts by name.
+    order = "\n".join(blob.name for blob in blobs)
+    metadata = {_DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {_DIGEST: digest}
+    if far:
+        return _save_far(target, data, tensors, metadata, progress, options, compress)
+    if "\n" in os.path.basename(container):
+        raise ArgumentError(f"overwire: compress {target!r}: the name has a line break, and meta.csv lists files by lines")
+    if len(os.fsencode(os.path.basename(container))) > 255:
+        raise ArgumentError(f"overwire: compress {target!r}: the name is too long for that of its container")
+    with _os_errors("save", target):
+        os.makedirs(os.path.dirname(container), exist_ok=True)
+        if any(_fits(container, _digest(rival)) for rival in layout.rivals_of(target)):
+            container = layout.second_container_of(target)
+        _keep_previous(target, container)
+        report = save_bytes(tensors, container, metadata, compress=compress, progress=progress, like=target)
+        size = os.stat(container).st_size
+        write_bytes(layout.meta_of(target), os.fsencode(layout.meta_text(container, size)), None)
+        write_bytes(target, data, None)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(layout.previous_of(container))
+    stored = size if report.bytes_in else 0
+    return stored / report.bytes_in if report.bytes_in else 1.0
+
+
+# What is left of an object without its tensors, when it comes from far away.
+_MOST = 1 << 30
+
+
+def _save_far(
+    target: str,
+    data: bytes,
+    tensors: list[tuple[str, Bytes]],
+    metadata: Mapping[str, str],
+    progress: ProgressLike,
+    options: StorageOptions | None,
+    compress: bool,
+) -> float:
+    # Two names take turns: the container of the pickle that stands is not
+    # touched until the new pickle has taken its place.
+    new, old = layout.far_containers_of(target)
+    with contextlib.suppress(NotFoundError):
+        if _fits(new, hashlib.sha256(read(target, options, _MOST)).hexdigest(), options):
+            new, old = old, new
+    report = save_bytes(tensors, new, metadata, compress=compress, progress=progress, storage_options=options)
+    text = layout.meta_text(layout.far_name(new), report.bytes_out)
+    write_bytes(layout.meta_of(target), text.encode(), options)
+    write_bytes(target, data, options, stale=[old])
+    return report.bytes_out / report.bytes_in if report.bytes_in else 1.0
+
+
+def _keep_previous(target: str, container: str) -> None:
+    # A second name for the old container, as long as the old pickle stands. If
+    # an earlier save was killed, the older copy may be the one that fits.
+    previous = layout.previous_of(container)
+    try:
+        if os.path.exists(previous) and not _fits(container, _digest(target)):
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(previous)
+        os.link(container, previous)
+    except OSError:
+        return  # no old bundle, or a file system without links
+
+
+def _digest(path: str) -> str:
+    found = hashlib.sha256()
+    with open(path, "rb", buffering=0, opener=regular) as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _fits(container: str, digest: str, options: StorageOptions | None = None) -> bool:
+    try:
+        with Model(container, storage_options=options) as model:
+            return (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest
+    except (FormatError, CorruptError, NotFoundError):
+        return False
+    except OverwireError:
+        if options is not None or is_remote(container):
+            raise  # a store that is out of reach says nothing about what it holds
+        return False
+
+
+def _target(path: _PathLike) -> str:
+    """A pickle's path, or the URI of one in a store."""
+    target = local(path)
+    return path_of(target) if is_file(target) else target
+
+
+@contextlib.contextmanager
+def _os_errors(verb: str, path: str) -> Iterator[None]:
+    """Our classes for what the operating system says."""
+    try:
+        yield
+    except OverwireError:
+        raise
+    except OSError as error:
+        kinds = {FileNotFoundError: NotFoundError, PermissionError: AccessError}
+        kind = ArgumentError if error.errno == errno.ENAMETOOLONG else kinds.get(type(error), IOFailure)
+        place = error.filename or path
+        raise kind(f"overwire: {verb} {place}: {error.strerror}", source=path) from error
+
+
+def _names(model: Any) -> dict[int, str]:
+    """What tensors are called in a model: id -> name. The first name counts."""
+    names: dict[int, str] = {}
+    torch = sys.modules.get("torch")
+    numpy = sys.modules.get("numpy")
+
+    def walk(value: Any, prefix: str, depth: int) -> None:
+        if torch is not None and isinstance(value, torch.nn.Module):
+            for kind in (value.named_parameters, value.named_buffers):
+                for name, tensor in kind():
+                    names.setdefault(id(tensor), prefix + name)
+                    # A parameter is pickled through its `.data`: another object,
+                    # which only its storage ties to this one.
+        elif (torch is not None and isinstance(value, torch.Tensor)) or (numpy is not None and isinstance(value, numpy.ndarray)):
+            names.setdefault(id(value), prefix.rstrip("."))
+        elif isinstance(value, Mapping) and depth < 8:
+            for key, part in value.items():
+                walk(part, f"{prefix}{key}.", depth + 1)
+        elif isinstance(value, (list, tuple)) and depth < 8:
+            for at, part in enumerate(value):
+                walk(part, f"{prefix}{at}.", depth + 1)
+        elif isinstance(getattr(value, "config", None), Mapping) and depth < 8:
+            # Its own attributes only: diffusers warns of other keys.
+            held = getattr(value, "__dict__", {})
+            for key in value.config:
+                if not str(key).startswith("_"):
+                    walk(held.get(key), f"{prefix}{key}.", depth + 1)
+
+    walk(model, "", 0)
+    return names
+
+
+# -- loading
+
+
+def _load(
+    path: _PathLike,
+    trust: bool,
+    device: Any,
+    tensors: SourceLike | None,
+    progress: ProgressLike,
+    options: StorageOptions | None,
+) -> Any:
+    from . import unpickling
+
+    where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
+    target = _target(path)
+    storage(options, [target])  # refused for a local path
+    data = read(target, options, _MOST) if is_remote(target) else read_file(target)
+    digest = hashlib.sha256(data).hexdigest()
+    beside = is_remote(target) and tensors is None
+    with (
+        _open_remote(target, digest, options) if beside else _open(target, digest, tensors, options) as model,
+        Landing(model, shown(target), where, watch(progress, "load")) as blobs,
+    ):
+        made = unpickling.load(data, blobs, shown(target), trust)
+        blobs.wait()  # an error in a blob that nothing asked for
+    return made
+
+
+def _open(target: str, digest: str, tensors: SourceLike | None, options: StorageOptions | None) -> Model:
+    """The container that belongs to this very pickle."""
+    container = layout.container_of(target)
+    candidates: list[SourceLike] = [container, layout.previous_of(container)]
+    if tensors is not None:
+        container, candidates = str(tensors), [tensors]
+    for candidate in candidates:
+        try:
+            model = Model(candidate, storage_options=None if tensors is None else options)
+        except NotFoundError:
+            if candidate is candidates[0]:
+                raise NotFoundError(
+                    f"overwire: open {target}: its tensors are not at {container}; copy the folder beside the pickle with it",
+                    source=target,
+                ) from None
+            break
+        metadata = model.info()[0].get("metadata") or {}
+        if metadata.get(_DIGEST) == digest:
+            return model
+        model.close()
+        if _DIGEST not in metadata:
+            break
+    raise CorruptError(
+        f"overwire: open {target}: the pickle and {container} are not of one save",
+        source=target,
+    )
+
+
+def _open_remote(target: str, digest: str, options: StorageOptions | None) -> Model:
+    """`_open` for a URI; there is no container of before."""
+    found = False
+    for candidate in layout.remote_containers_of(target):
+        try:
+            model = Model(candidate, storage_options=options)
+        except NotFoundError:
+            continue
+        found = True
+        if (model.info()[0].get("metadata") or {}).get(_DIGEST) == digest:
+            return model
+        model.close()
+    target, container = shown(target), shown(layout.remote_containers_of(target)[0])
+    if not found:
+        raise NotFoundError(
+            f"overwire: open {target}: its tensors are not at {container}; upload the folder beside the pickle with it",
+            source=target,
+        )
+    raise CorruptError(f"overwire: open {target}: the pickle and {container} are not of one save", source=target)

@@ -1,0 +1,175 @@
+"""The blobs of a bundle while they land, each on its device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from ..dtypes import nbytes
+from ..errors import DeviceError, FormatError
+from ..frameworks.choose import frame_for
+from ..jobs import Job
+from ..model.opened import Model
+
+__all__ = ["DEVICES", "Landing", "ORDER", "devices_of"]
+
+# Notes in a container: the names of its blobs in their order, and where each of
+# them was, a line each (one line: all of them). They stand in files.
+ORDER = "overwire.blobs"
+DEVICES = "overwire.devices"
+
+# What stands for a device with a numpy array, which has none.
+_ARRAY = "numpy"
+
+
+def devices_of(blobs: Sequence[Any]) -> str:
+    """The note of where blobs are: torch's name of the device of a storage."""
+    devices = [str(blob.data.device) if hasattr(blob.data, "untyped") else _ARRAY for blob in blobs]
+    return devices[0] if len(set(devices)) == 1 else "\n".join(devices)
+
+
+class Landing:
+    """`unpickling.Blobs` out of a container. A context manager around all use:
+    when it ends, nothing is being written any more.
+
+    device: where storages shall be; None: where they were when saved.
+    """
+
+    def __init__(self, model: Model, source: str, device: str | None, watcher: Any) -> None:
+        self._source = source
+        self._rows = model.table
+        metadata = model.info()[0].get("metadata") or {}
+        names = metadata.get(ORDER, "").split("\n") if model.table else []
+        try:
+            self._places = [model.places[name] for name in names]
+        except KeyError as error:
+            raise FormatError(f"overwire: open {source}: its container lacks a tensor", source=source) from error
+        self._targets = self._wanted(metadata.get(DEVICES, ""), device)
+        # By place: a tensor that waits for its bytes; what has landed.
+        self._tensors: dict[int, Any] = {}
+        self._landed: dict[int, tuple[Any, int]] = {}
+        self._made: dict[int, Any] = {}
+        # The job that brings each place, and for each job its places by request.
+        self._jobs: list[tuple[Job, list[int] | None]] = []
+        self._by: dict[int, int] = {}
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            self._start(model, stack, watcher)
+            self._stack = stack.pop_all()
+
+    def _wanted(self, note: str, device: str | None) -> list[str]:
+        """The device of each blob."""
+        count = len(self._places)
+        self._noted = bool(note)
+        were = note.split("\n") if note else ["cpu"]
+        if len(were) == 1:
+            were *= count
+        if len(were) != count:
+            raise FormatError(f"overwire: open {self._source}: its container does not say where its tensors were", source=self._source)
+        if device is None:
+            for name in set(were) - {"cpu", _ARRAY}:
+                self._present(name)
+        return ["cpu" if name == _ARRAY else device or name for name in were]
+
+    def _present(self, name: str) -> None:
+        import torch
+
+        try:
+            if name.startswith("cuda:") and int(name[5:]) >= torch.cuda.device_count():
+                raise RuntimeError(f"there are {torch.cuda.device_count()} CUDA devices")
+            torch.empty(0, device=name)
+        except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0]
+            raise DeviceError(
+                f"overwire: load {self._source}: its tensors were on {name!r}, which is not here ({reason}): "
+                "say where they shall be with device=, as device='cpu'",
+                source=self._source,
+            ) from error
+
+    def _start(self, model: Model, stack: contextlib.ExitStack, watcher: Any) -> None:
+        def begin(job: Job, order: list[int] | None) -> None:
+            number = len(self._jobs)
+            self._jobs.append((stack.enter_context(job), order))
+            self._by.update(dict.fromkeys(range(len(self._rows)) if order is None else order, number))
+
+        groups: dict[str, list[int]] = {}
+        for place, target in dict(zip(self._places, self._targets, strict=True)).items():
+            # What the engine does not reach goes by way of the host, and so does
+            # what may be an array's.
+            groups.setdefault(target if self._noted and target.startswith("cuda:") else "cpu", []).append(place)
+        self._on_host = not self._noted
+        if len(groups) <= 1 and "cuda" not in "".join(groups):
+            begin(model.start(None, watcher), None)
+        else:
+            for device, order in groups.items():
+                view = model.on(device)
+                job, tensors = view.begin(order, [self._rows[at] for at in order], frame_for("torch"), watcher)
+                self._tensors.update((order[at], tensor) for at, tensor in tensors.items())
+                begin(job, order)
+                watcher = None
+
+    def __enter__(self) -> Landing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def wait(self) -> None:
+        """Waits until every blob has landed; raises the error of one that did not."""
+        for job, _ in self._jobs:
+            job.wait()
+
+    def _get(self, blob: int, size: int) -> tuple[Any, int]:
+        """The capsule and address of a blob, once; no capsule: its tensor waits."""
+        if blob < 0 or blob >= len(self._places):
+            raise self._malformed()
+        at = self._places[blob]
+        if nbytes(self._rows[at][1], self._rows[at][2]) != size:
+            raise self._malformed()
+        job, order = self._jobs[self._by[at]]
+        while at not in self._landed:
+            news = job.next(None, True)
+            if not news:
+                job.wait()
+                raise self._malformed()  # taken already: under another number
+            for place, capsule, pointer in news:
+                self._landed[place if order is None else order[place]] = (capsule, pointer)
+        return self._landed.pop(at)
+
+    def storage(self, blob: int, size: int) -> Any:
+        found = self._made.get(blob)
+        if found is None:
+            from torch.utils.dlpack import from_dlpack
+
+            capsule, _ = self._get(blob, size)
+            tensor = self._tensors.pop(self._places[blob], None)
+            if tensor is None:
+                tensor = from_dlpack(capsule)
+            if str(tensor.device) != self._targets[blob]:
+                tensor = tensor.to(self._targets[blob])
+            found = self._made[blob] = tensor.untyped_storage()
+        elif not hasattr(found, "untyped") or found.nbytes() != size:
+            raise self._malformed()
+        return found
+
+    def base(self, blob: int, size: int) -> Any:
+        found = self._made.get(blob)
+        if found is None:
+            frame_for("np")
+            from ..frameworks.numpy import hold
+
+            if 0 <= blob < len(self._targets) and self._targets[blob].startswith("cuda:") and not self._on_host:
+                raise self._malformed()  # memory of a GPU is a storage's
+            capsule, pointer = self._get(blob, size)
+            found = self._made[blob] = hold(capsule, pointer, size)
+        elif hasattr(found, "untyped") or found.nbytes != size:
+            raise self._malformed()
+        return found
+
+    def _malformed(self) -> FormatError:
+        return FormatError(
+            f"overwire: unpickle {self._source}: a reference to a tensor does not fit its container",
+            source=self._source,
+        )

@@ -1,0 +1,356 @@
+"""The interpreter of untrusted pickles.
+
+It knows the opcodes that pickles of bundles have (protocol 5, and what it shares
+with 4 and 2), and no others. Python's own unpickler sets items of any object,
+calls what an instance names, and takes lengths at their word; here each opcode
+names the exact types that it works on, lengths are compared with what is there,
+and all else is asked of the allow-list and charged to the budget.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from struct import unpack_from
+from typing import Any
+
+from ..errors import FormatError
+from .allowlist import AllowList
+
+__all__ = ["Machine"]
+
+_STOP, _MEMOIZE, _BINGET, _BININT1 = (code[0] for code in (pickle.STOP, pickle.MEMOIZE, pickle.BINGET, pickle.BININT1))
+
+
+class Machine:
+    """One run over one pickle.
+
+    data: the pickle; allow: what it may name and do; reference: what a
+    persistent id stands for.
+    """
+
+    def __init__(self, data: bytes, allow: AllowList, reference: Callable[[Any], Any]) -> None:
+        self._data = data
+        self._at = 0
+        self._allow = allow
+        self._budget = allow.budget
+        self._reference = reference
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        """The object. UntrustedPickleError for what is not allowed, any exception
+        for what is nonsense; `at` says where."""
+        data, memo = self._data, self._memo
+        while True:
+            code = data[self._at]
+            self._at += 1
+            # The most frequent ones here, where they cost least.
+            if code == _MEMOIZE:
+                memo[len(memo)] = self._stack[-1]
+            elif code == _BINGET:
+                self._stack.append(memo[data[self._at]])
+                self._at += 1
+            elif code == _BININT1:
+                self._stack.append(data[self._at])
+                self._at += 1
+            elif code == _STOP:
+                return self._stack.pop()
+            else:
+                do = _DO[code]
+                if do is None:
+                    raise self._unknown(code)
+                do(self)
+
+    @property
+    def at(self) -> int:
+        """The offset behind what was read last."""
+        return self._at
+
+    # -- reading
+
+    def _short(self) -> FormatError:
+        return FormatError("the pickle is cut short")
+
+    def _unknown(self, code: int) -> Exception:
+        if bytes((code,)) in _KNOWN:
+            return self._budget.refuse("it uses an opcode that honest bundles do not have, which is not on the allow-list")
+        return FormatError(f"there is no opcode {code}")
+
+    def _take(self, count: int) -> int:
+        """Where the next `count` bytes begin; all of them are there."""
+        start = self._at
+        if count > len(self._data) - start:
+            raise self._short()
+        self._at = start + count
+        return start
+
+    def _number(self, size: int) -> int:
+        start = self._take(size)
+        return int.from_bytes(self._data[start : start + size], "little")
+
+    def _line(self) -> str:
+        end = self._data.find(b"\n", self._at)
+        if end < 0:
+            raise self._short()
+        start, self._at = self._at, end + 1
+        return self._data[start:end].decode()
+
+    def _blob(self, size: int) -> bytes:
+        start = self._take(size)
+        return self._data[start : start + size]
+
+    def _items(self) -> list[Any]:
+        """What was pushed since the last mark."""
+        items = self._stack
+        self._stack = self._marks.pop()
+        return items
+
+    # -- frames, marks and memory
+
+    def protocol(self) -> None:
+        if self._number(1) > pickle.HIGHEST_PROTOCOL:
+            raise FormatError("the pickle has a newer protocol")
+
+    def frame(self) -> None:
+        # Bytes follow one another anyway: a frame must be there, no more.
+        if self._number(8) > len(self._data) - self._at:
+            raise self._short()
+
+    def mark(self) -> None:
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._items()
+
+    def pop_mark(self) -> None:
+        self._items()
+
+    def binput(self) -> None:
+        self._memo[self._number(1)] = self._stack[-1]
+
+    def long_binput(self) -> None:
+        self._memo[self._number(4)] = self._stack[-1]
+
+    def long_binget(self) -> None:
+        self._stack.append(self._memo[self._number(4)])
+
+    # -- plain values
+
+    def none(self) -> None:
+        self._stack.append(None)
+
+    def true(self) -> None:
+        self._stack.append(True)
+
+    def false(self) -> None:
+        self._stack.append(False)
+
+    def binint(self) -> None:
+        self._stack.append(unpack_from("<i", self._data, self._take(4))[0])
+
+    def binint2(self) -> None:
+        start = self._take(2)
+        self._stack.append(self._data[start] | self._data[start + 1] << 8)
+
+    def long1(self) -> None:
+        self._stack.append(int.from_bytes(self._blob(self._number(1)), "little", signed=True))
+
+    def long4(self) -> None:
+        size = unpack_from("<i", self._data, self._take(4))[0]
+        if size < 0:
+            raise FormatError("an integer has a negative length")
+        self._stack.append(int.from_bytes(self._blob(size), "little", signed=True))
+
+    def binfloat(self) -> None:
+        self._stack.append(unpack_from(">d", self._data, self._take(8))[0])
+
+    def text1(self) -> None:
+        start = self._at + 1
+        end = self._at = start + self._data[self._at]
+        if end > len(self._data):
+            raise self._short()
+        self._stack.append(str(self._data[start:end], "utf-8", "surrogatepass"))
+
+    def text4(self) -> None:
+        self._stack.append(str(self._blob(self._number(4)), "utf-8", "surrogatepass"))
+
+    def text8(self) -> None:
+        self._stack.append(str(self._blob(self._number(8)), "utf-8", "surrogatepass"))
+
+    def bytes1(self) -> None:
+        self._stack.append(self._blob(self._number(1)))
+
+    def bytes4(self) -> None:
+        self._stack.append(self._blob(self._number(4)))
+
+    def bytes8(self) -> None:
+        self._stack.append(self._blob(self._number(8)))
+
+    def bytearray8(self) -> None:
+        self._stack.append(bytearray(self._blob(self._number(8))))
+
+    # -- containers
+
+    def empty_tuple(self) -> None:
+        self._stack.append(())
+
+    def tuple1(self) -> None:
+        self._stack[-1] = (self._stack[-1],)
+
+    def tuple2(self) -> None:
+        last = self._stack.pop()
+        self._stack[-1] = (self._stack[-1], last)
+
+    def tuple3(self) -> None:
+        last = self._stack.pop()
+        middle = self._stack.pop()
+        self._stack[-1] = (self._stack[-1], middle, last)
+
+    def make_tuple(self) -> None:
+        items = self._items()
+        self._stack.append(tuple(items))
+
+    def empty_list(self) -> None:
+        self._stack.append([])
+
+    def append(self) -> None:
+        item = self._stack.pop()
+        self._growing("appends").append(item)
+
+    def appends(self) -> None:
+        items = self._items()
+        self._growing("appends").extend(items)
+
+    def _growing(self, what: str) -> Any:
+        target = self._stack[-1]
+        if type(target) is not list and type(target) is not deque:
+            raise self._allow.wrong(what + " to", target)
+        return target
+
+    def empty_dict(self) -> None:
+        self._stack.append({})
+
+    def setitem(self) -> None:
+        value = self._stack.pop()
+        self._set([self._stack.pop(), value])
+
+    def setitems(self) -> None:
+        self._set(self._items())
+
+    def _set(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        kind = type(target)
+        if kind is not dict and kind is not OrderedDict and kind is not defaultdict:
+            raise self._allow.wrong("sets an item of", target)
+        keys, values = items[::2], items[1::2]
+        self._budget.keys(target, keys)
+        if kind is defaultdict:
+            self._budget.nest(target, values)
+        for key, value in zip(keys, values, strict=True):
+            target[key] = value
+
+    def empty_set(self) -> None:
+        self._stack.append(set())
+
+    def additems(self) -> None:
+        items = self._items()
+        target = self._stack[-1]
+        if type(target) is not set:
+            raise self._allow.wrong("adds items to", target)
+        self._budget.keys(target, items)
+        target.update(items)
+
+    def make_frozenset(self) -> None:
+        items = self._items()
+        self._budget.keys(items, items)
+        self._stack.append(frozenset(items))
+
+    # -- what the allow-list decides
+
+    def named(self) -> None:
+        module = self._line()
+        self._stack.append(self._allow.find(module, self._line()))
+
+    def stack_named(self) -> None:
+        name = self._stack.pop()
+        module = self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise FormatError("a name is no text")
+        self._stack.append(self._allow.find(module, name))
+
+    def reduce(self) -> None:
+        args = self._stack.pop()
+        if type(args) is not tuple:
+            raise FormatError("arguments are no tuple")
+        self._stack[-1] = self._allow.call(self._stack[-1], args)
+
+    def newobj(self) -> None:
+        args = self._stack.pop()
+        if type(args) is not tuple:
+            raise FormatError("arguments are no tuple")
+        self._stack[-1] = self._allow.new(self._stack[-1], args)
+
+    def build(self) -> None:
+        state = self._stack.pop()
+        self._allow.set_state(self._stack[-1], state)
+
+    def referenced(self) -> None:
+        self._stack[-1] = self._reference(self._stack[-1])
+
+
+_KNOWN = frozenset(getattr(pickle, name) for name in pickle.__all__ if type(getattr(pickle, name)) is bytes)
+
+_DO: list[Callable[[Machine], None] | None] = [None] * 256
+for _code, _do in {
+    pickle.PROTO: Machine.protocol,
+    pickle.FRAME: Machine.frame,
+    pickle.MARK: Machine.mark,
+    pickle.POP: Machine.pop,
+    pickle.POP_MARK: Machine.pop_mark,
+    pickle.BINPUT: Machine.binput,
+    pickle.LONG_BINPUT: Machine.long_binput,
+    pickle.LONG_BINGET: Machine.long_binget,
+    pickle.NONE: Machine.none,
+    pickle.NEWTRUE: Machine.true,
+    pickle.NEWFALSE: Machine.false,
+    pickle.BININT: Machine.binint,
+    pickle.BININT2: Machine.binint2,
+    pickle.LONG1: Machine.long1,
+    pickle.LONG4: Machine.long4,
+    pickle.BINFLOAT: Machine.binfloat,
+    pickle.SHORT_BINUNICODE: Machine.text1,
+    pickle.BINUNICODE: Machine.text4,
+    pickle.BINUNICODE8: Machine.text8,
+    pickle.SHORT_BINBYTES: Machine.bytes1,
+    pickle.BINBYTES: Machine.bytes4,
+    pickle.BINBYTES8: Machine.bytes8,
+    pickle.BYTEARRAY8: Machine.bytearray8,
+    pickle.EMPTY_TUPLE: Machine.empty_tuple,
+    pickle.TUPLE1: Machine.tuple1,
+    pickle.TUPLE2: Machine.tuple2,
+    pickle.TUPLE3: Machine.tuple3,
+    pickle.TUPLE: Machine.make_tuple,
+    pickle.EMPTY_LIST: Machine.empty_list,
+    pickle.APPEND: Machine.append,
+    pickle.APPENDS: Machine.appends,
+    pickle.EMPTY_DICT: Machine.empty_dict,
+    pickle.SETITEM: Machine.setitem,
+    pickle.SETITEMS: Machine.setitems,
+    pickle.EMPTY_SET: Machine.empty_set,
+    pickle.ADDITEMS: Machine.additems,
+    pickle.FROZENSET: Machine.make_frozenset,
+    pickle.GLOBAL: Machine.named,
+    pickle.STACK_GLOBAL: Machine.stack_named,
+    pickle.REDUCE: Machine.reduce,
+    pickle.NEWOBJ: Machine.newobj,
+    pickle.BUILD: Machine.build,
+    pickle.BINPERSID: Machine.referenced,
+}.items():
+    _DO[_code[0]] = _do

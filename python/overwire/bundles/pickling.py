@@ -1,0 +1,255 @@
+"""The pickler of bundles: a small pickle, and a list of blobs beside it.
+
+Tensors are pickled as torch itself pickles them, except for their storages,
+which become blobs: so ties, views of one storage, strides, parameters,
+requires_grad, subclasses, quantised and sparse tensors are torch's business,
+and come back as they were. numpy arrays become (blob, offset, shape, strides).
+
+Persistent ids, which stand in files and never change:
+
+    ("storage", blob, torch dtype or "", bytes)     "" is an untyped storage
+    ("array", blob, spec, shape, strides, offset, writable, array number, bytes)
+
+Blob -1 has no bytes. Two arrays with one number are one object.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from .. import rebuild
+from ..errors import NotSupportedError
+from ..frameworks.frame import Bytes
+
+__all__ = ["Blob", "TensorPickler", "dump"]
+
+
+class Blob:
+    """Bytes to be stored: a torch storage or the base of numpy arrays, and the
+    best that is known of what they mean."""
+
+    __slots__ = ("data", "dtype", "name", "shape")
+
+    def __init__(self, name: str, data: Any, dtype: str, shape: tuple[int, ...]) -> None:
+        self.name = name
+        self.data = data
+        self.dtype = dtype
+        self.shape = shape
+
+
+# Types that hold no tensor and are met most often.
+_PLAIN = frozenset({str, int, float, bool, bytes, complex, type(None), dict, list, tuple, set, type})
+
+
+class TensorPickler(pickle.Pickler):
+    """Pickles with protocol 5 and keeps the tensors' bytes out of it.
+
+    `blobs` are in the order in which they were met. They are the caller's
+    memory, kept alive and never changed.
+    """
+
+    def __init__(self, file: Any, names: Mapping[int, str]) -> None:
+        super().__init__(file, protocol=5)
+        self.blobs: list[Blob] = []
+        self._torch = sys.modules.get("torch")
+        self._numpy = sys.modules.get("numpy")
+        self._names = names  # id of a tensor -> what its blob shall be called
+        self._taken: set[str] = set()
+        self._storages: dict[int, int] = {}
+        self._hints: dict[int, tuple[Any, str, str, tuple[int, ...]]] = {}
+        self._bases: dict[int, int] = {}
+        self._arrays: dict[int, tuple[int, Any]] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind in _PLAIN:
+            return None
+        torch, numpy = self._torch, self._numpy
+        if torch is not None:
+            if isinstance(obj, torch.Tensor):
+                self._hint(obj)
+                return None
+            if isinstance(obj, torch.storage.TypedStorage):
+                dtype = str(obj.dtype).removeprefix("torch.")
+                return self._storage(obj._untyped_storage, dtype)
+            if isinstance(obj, torch.UntypedStorage):
+                return self._storage(obj, "")
+        if numpy is not None and kind is numpy.ndarray:
+            return self._array(obj)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        numpy = self._numpy
+        if numpy is None:
+            return NotImplemented
+        if isinstance(obj, numpy.dtype):
+            spec = rebuild.spec_of(obj)
+            return NotImplemented if spec is None else (rebuild.dtype, (spec,))
+        if isinstance(obj, numpy.generic):
+            spec = rebuild.spec_of(obj.dtype)
+            if spec is None or obj.dtype.hasobject:
+                return NotImplemented
+            return rebuild.scalar, (spec, obj.tobytes())
+        if type(obj) is numpy.ndarray and obj.dtype.hasobject:
+            spec = rebuild.spec_of(obj.dtype)
+            if spec is None:
+                return NotImplemented
+            fortran = bool(obj.flags.f_contiguous and not obj.flags.c_contiguous)
+            items = list(obj.reshape(-1))
+            return rebuild.array, (spec, obj.shape, fortran, items)
+        return NotImplemented
+
+    # -- blobs
+
+    def _name(self, wanted: str) -> str:
+        name = wanted if wanted and wanted != "overwire.index" else f"blob.{len(self.blobs)}"
+        while name in self._taken:
+            name = f"{name}.{len(self.blobs)}"
+        self._taken.add(name)
+        return name
+
+    def _hint(self, tensor: Any) -> None:
+        # A storage has neither dtype nor shape; a dense tensor that covers it
+        # tells both. Kept with the storage, so that its number is not reused.
+        torch: Any = self._torch
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            return  # a wrapper without a storage
+        number = storage._cdata
+        if number in self._hints or number in self._storages:
+            return
+        saved = _torch_names().get(tensor.dtype, "")
+        shape = tuple(tensor.shape)
+        size = tensor.numel() * tensor.element_size()
+        if size != storage.nbytes() or not tensor.is_contiguous():
+            shape = (storage.nbytes() // tensor.element_size(),)
+        self._hints[number] = (storage, self._names.get(id(tensor), ""), saved, shape)
+
+    def _storage(self, storage: Any, dtype: str) -> Any:
+        if storage.device.type == "meta":
+            raise NotSupportedError("overwire: compress: a storage on the meta device has no bytes")
+        size = storage.nbytes()
+        if size == 0:
+            return ("storage", -1, dtype, 0)
+        number = storage._cdata
+        blob = self._storages.get(number)
+        if blob is None:
+            _, name, saved, shape = self._hints.get(number, (None, "", "", ()))
+            if not saved and dtype:
+                torch: Any = self._torch
+                saved = _torch_names().get(getattr(torch, dtype), "")
+                shape = (size // getattr(torch, dtype).itemsize,)
+            saved, shape = _fitting(saved, shape, size)
+            blob = self._storages[number] = len(self.blobs)
+            self.blobs.append(Blob(self._name(name), storage, saved, shape))
+        return ("storage", blob, dtype, size)
+
+    def _array(self, array: Any) -> Any:
+        if array.dtype.hasobject:
+            return None
+        spec = rebuild.spec_of(array.dtype)
+        if spec is None:
+            return None
+        known = self._arrays.get(id(array))
+        if known is None:
+            known = self._arrays[id(array)] = (len(self._arrays), array)
+        blob, offset, size = -1, 0, 0
+        strides = array.strides
+        if array.nbytes:
+            base = _base(array)
+            blob, offset, size = self._base(base, array)
+            if offset < 0:
+                base = array.copy(order="C")
+                blob, offset, size = self._base(base, base)
+                strides = base.strides
+        writable = bool(array.flags.writeable)
+        return (
+            "array", blob, spec, array.shape, strides, offset, writable, known[0], size,
+        )  # fmt: skip
+
+    def _base(self, base: Any, array: Any) -> tuple[int, int, int]:
+        start, end = _bounds(base)
+        size = end - start
+        lo, hi = _bounds(array)
+        if base.nbytes != size or lo < start or hi > end:
+            return -1, -1, 0  # with holes: not one run of bytes
+        first = array.__array_interface__["data"][0]
+        blob = self._bases.get(start)
+        if blob is None or self.blobs[blob].data.nbytes != size:
+            blob = self._bases[start] = len(self.blobs)
+            saved = _numpy_names().get(base.dtype.name, "")
+            shape = base.shape if base.flags.c_contiguous else (base.size,)
+            saved, shape = _fitting(saved, shape, size)
+            name = self._names.get(id(base)) or self._names.get(id(array)) or ""
+            self.blobs.append(Blob(self._name(name), base, saved, shape))
+        return blob, first - start, size
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """The addresses between which an array that is not empty lies."""
+    lo = hi = array.__array_interface__["data"][0]
+    for size, stride in zip(array.shape, array.strides, strict=True):
+        lo += min(0, (size - 1) * stride)
+        hi += max(0, (size - 1) * stride)
+    return lo, hi + array.itemsize
+
+
+def _base(array: Any) -> Any:
+    """The array that owns the bytes, as far as there is a plain one: a memory
+    map is not followed, since its file may be much larger than its views."""
+    base = array
+    while type(base.base) is type(base) and not base.base.dtype.hasobject:
+        base = base.base
+    return base
+
+
+def _fitting(saved: str, shape: tuple[int, ...], size: int) -> tuple[str, tuple[int, ...]]:
+    """The dtype and shape to store bytes under: U8 unless both fit exactly."""
+    from ..dtypes import nbytes
+
+    if saved == "F4" and shape:
+        shape = (*shape[:-1], shape[-1] * 2)
+    if saved and nbytes(saved, shape) == size:
+        return saved, shape
+    return "U8", (size,)
+
+
+def _torch_names() -> Mapping[Any, str]:
+    from ..frameworks.torch import SAVED
+
+    return SAVED
+
+
+def _numpy_names() -> Mapping[str, str]:
+    from ..frameworks.numpy import SAVED
+
+    # Unpacked F4 has a byte an element, which is U8 in a container.
+    return {name: saved for name, saved in SAVED.items() if saved != "F4"}
+
+
+def dump(obj: Any, names: Mapping[int, str]) -> tuple[bytes, list[Blob]]:
+    """The pickle of an object, and its blobs."""
+    out = io.BytesIO()
+    pickler = TensorPickler(out, names)
+    pickler.dump(obj)
+    return out.getvalue(), pickler.blobs
+
+
+def described(blob: Blob) -> Bytes:
+    """A blob's bytes; copied to the host if neither that nor a GPU has them."""
+    data = blob.data
+    if hasattr(data, "untyped"):  # a torch storage
+        from ..frameworks.torch import on_gpu, settled
+
+        if data.device.type != "cpu" and not on_gpu(data):
+            data = data.cpu()
+        return Bytes(blob.dtype, blob.shape, data.data_ptr(), data.nbytes(), data, settled(data))
+    start, _ = _bounds(data)
+    return Bytes(blob.dtype, blob.shape, start, data.nbytes, data)

@@ -1,0 +1,306 @@
+"""torch's functions that rebuild tensors, for pickles that are not trusted.
+
+They make what torch's own make, of checked arguments: exact types, each read
+once; extents computed before torch hears of them, in Python's integers; memory
+and work charged to the budget.
+
+What a tensor's validity depends on lies in memory of its own: the indices of a
+sparse tensor and the parameters of a quantised one are copied before they are
+checked, so that no other tensor of the pickle can change them afterwards.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import FormatError
+from .budget import Budget, attributes
+
+__all__ = ["REBUILDERS", "check_extent", "subclassed", "tensor_v3"]
+
+# Sizes, strides and offsets in bytes stay below, wherever torch multiplies them.
+_LIMIT = 1 << 62
+_DIMS = 64
+
+
+def _malformed(what: str) -> FormatError:
+    return FormatError(f"{what} is malformed")
+
+
+def _dims(dims: Any) -> tuple[int, ...]:
+    """A size or stride, read once. FormatError unless it is one."""
+    import torch
+
+    if type(dims) is not tuple and type(dims) is not list and type(dims) is not torch.Size or len(dims) > _DIMS:
+        raise _malformed("a tensor's size")
+    taken = tuple(dims)
+    for d in taken:
+        if type(d) is not int or not 0 <= d < _LIMIT:
+            raise _malformed("a tensor's size")
+    return taken
+
+
+def check_extent(
+    nbytes: int | None, item: int, offset: Any, size: Any, stride: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """The size and stride of a view that lies inside a storage of `nbytes`; None:
+    it has no storage. FormatError if it does not."""
+    size, stride = _dims(size), _dims(stride)
+    if type(offset) is not int or not 0 <= offset < _LIMIT or len(size) != len(stride):
+        raise _malformed("a tensor")
+    last, count = offset, 1
+    for d, s in zip(size, stride, strict=True):
+        if d > 1:
+            last += (d - 1) * s
+            count *= d
+    if last * item >= _LIMIT or count * item >= _LIMIT:
+        raise _malformed("a tensor's size")
+    if nbytes is not None and 0 not in size and (last + 1) * item > nbytes:
+        raise _malformed("a tensor that reaches beyond its storage")
+    return size, stride
+
+
+def _flag(flag: Any) -> bool:
+    if type(flag) is not bool:
+        raise _malformed("a tensor's flag")
+    return flag
+
+
+def _metadata(metadata: Any, dtype: Any) -> Any:
+    """The bits of a view: which of them a dtype can have, torch asserts only."""
+    if metadata is None:
+        return None
+    if type(metadata) is not dict or len(metadata) > 2:
+        raise _malformed("a tensor's metadata")
+    taken = dict(metadata)
+    for name, bit in taken.items():
+        if type(name) is not str or name not in ("conj", "neg") or type(bit) is not bool:
+            raise _malformed("a tensor's metadata")
+    if taken.get("conj") and not dtype.is_complex:
+        raise _malformed("a tensor's metadata")
+    return taken
+
+
+def _tensor_v2(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any = None,
+               metadata: Any = None) -> Any:  # fmt: skip
+    import torch
+
+    if type(storage) is not torch.storage.TypedStorage:
+        raise _malformed("a tensor's storage")
+    raw, dtype = storage._untyped_storage, storage.dtype
+    size, stride = check_extent(raw.nbytes(), dtype.itemsize, offset, size, stride)
+    make: Any = torch._utils._rebuild_tensor_v2
+    return make(storage, offset, size, stride, _flag(grad), collections.OrderedDict(), _metadata(metadata, dtype))
+
+
+def tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any,
+              dtype: Any, metadata: Any = None) -> Any:  # fmt: skip
+    """torch's `_rebuild_tensor_v3`, of the untyped storages that bundles have."""
+    import torch
+
+    if type(storage) is not torch.UntypedStorage or type(dtype) is not torch.dtype:
+        raise _malformed("a tensor's storage")
+    size, stride = check_extent(storage.nbytes(), dtype.itemsize, offset, size, stride)
+    # torch's function wants a typed storage, of whatever type.
+    typed: Any = torch.storage.TypedStorage
+    make: Any = torch._utils._rebuild_tensor_v3
+    return make(
+        typed(wrap_storage=storage, dtype=torch.uint8, _internal=True), offset, size, stride, _flag(grad),
+        collections.OrderedDict(), dtype, _metadata(metadata, dtype),
+    )  # fmt: skip
+
+
+def _tensor_v3(budget: Budget, *args: Any) -> Any:
+    return tensor_v3(*args)
+
+
+def _dense(tensor: Any) -> Any:
+    """A plain tensor with memory; FormatError for others."""
+    import torch
+
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise _malformed("a part of a tensor")
+    return tensor
+
+
+def _private(budget: Budget, tensor: Any) -> Any:
+    """A copy that nothing else of the pickle holds; one for equal views, so that
+    sparse tensors of one mask share it."""
+    import torch
+
+    view = _dense(tensor).detach()
+    key = (
+        view.untyped_storage()._cdata, view.storage_offset(), tuple(view.shape), view.stride(), view.dtype,
+        view.is_conj(), view.is_neg(),
+    )  # fmt: skip
+    known = budget.private.get(key)
+    if known is None:
+        budget.memory(view.numel() * view.element_size())
+        # The view keeps its storage, so that no other gets its address.
+        known = budget.private[key] = (view.clone(memory_format=torch.contiguous_format), view)
+    return known[0]
+
+
+def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, params: Any, grad: Any,
+             hooks: Any) -> Any:  # fmt: skip
+    import torch
+
+    if type(storage) is not torch.storage.TypedStorage or type(params) is not tuple:
+        raise _malformed("a quantised tensor")
+    raw, dtype = storage._untyped_storage, storage.dtype
+    size, stride = check_extent(raw.nbytes(), dtype.itemsize, offset, size, stride)
+    scheme = params[0] if params else None
+    make: Any
+    # Made empty, and laid over the storage then: no size is worth any memory.
+    if scheme is torch.per_tensor_affine and len(params) == 3:
+        _, scale, zero = params
+        if type(scale) is not float or type(zero) is not int or zero.bit_length() > 63:
+            raise _malformed("a quantised tensor")
+        make = torch._empty_affine_quantized
+        made = make((0,), scale=scale, zero_point=zero, dtype=dtype, device=raw.device)
+    elif (scheme is torch.per_channel_affine or scheme is torch.per_channel_affine_float_qparams) and len(params) == 4:
+        _, scales, zeros, axis = params
+        if type(axis) is not int or not 0 <= axis < len(size):
+            raise _malformed("a quantised tensor")
+        # torch has no kernel for this, and its process ends when one is asked for.
+        floating = () if dtype is torch.qint32 else (torch.float32,)
+        for part, kinds in ((scales, (torch.float32, torch.float64)), (zeros, (torch.int32, torch.int64, *floating))):
+            if _dense(part).dtype not in kinds or tuple(part.shape) != (size[axis],):
+                raise _malformed("a quantised tensor's parameter")
+        made = torch._empty_per_channel_affine_quantized(
+            tuple(d if at == axis else 0 for at, d in enumerate(size)) if len(size) > 1 else size,
+            scales=_private(budget, scales), zero_points=_private(budget, zeros),
+            axis=axis, dtype=dtype, device=raw.device,
+        )  # fmt: skip
+    else:
+        raise _malformed("a quantised tensor")
+    made.set_(storage, offset, size, stride)
+    made.requires_grad = _flag(grad)
+    made._backward_hooks = collections.OrderedDict()
+    return made
+
+
+def _sparse(budget: Budget, layout: Any, data: Any) -> Any:
+    import torch
+
+    if type(data) is not tuple or type(layout) is not torch.layout or len(data) not in (3, 4):
+        raise _malformed("a sparse tensor")
+    if layout is torch.sparse_coo:
+        indices, values, size = data[:3]
+        coalesced = data[3] if len(data) == 4 else None
+        if coalesced is not None:
+            _flag(coalesced)
+        size = _shape(size)
+        values = _sparse_parts(budget, [indices], values)
+        # Checked as they will stay, so that no use reads outside the tensor.
+        return torch.sparse_coo_tensor(_private(budget, indices), values, size, check_invariants=True, is_coalesced=coalesced)
+    kinds = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+    if len(data) != 4 or not any(layout is kind for kind in kinds):
+        raise _malformed("a sparse tensor")
+    compressed, plain, values, size = data
+    size = _shape(size)
+    values = _sparse_parts(budget, [compressed, plain], values)
+    if layout is torch.sparse_bsr or layout is torch.sparse_bsc:
+        blocks = values.shape[compressed.dim() : compressed.dim() + 2]
+        if len(blocks) != 2 or 0 in blocks:  # torch divides by them
+            raise _malformed("a sparse tensor's block")
+    rows = _private(budget, compressed)
+    if not _ascends(rows, plain.shape[-1]):
+        raise _malformed("a sparse tensor's rows")
+    return torch.sparse_compressed_tensor(rows, _private(budget, plain), values, size, layout=layout, check_invariants=True)
+
+
+def _ascends(rows: Any, count: int) -> bool:
+    """Whether compressed rows go up from 0 to count: torch's own check of the plain
+    indices reads where the rows say before it has looked at them."""
+    import torch
+
+    if rows.dtype not in (torch.int32, torch.int64) or rows.shape[-1] == 0:
+        return False
+    if rows.device.type == "meta":
+        return True
+    inside = bool(((rows >= 0) & (rows <= count)).all())
+    return inside and bool((rows[..., 0] == 0).all() and (rows[..., -1] == count).all() and (rows[..., 1:] >= rows[..., :-1]).all())
+
+
+def _shape(size: Any) -> tuple[int, ...]:
+    """The size of a tensor without strides; FormatError where it overflows."""
+    taken = _dims(size)
+    count = 1
+    for d in taken:
+        count *= max(d, 1)
+    if count >= _LIMIT:
+        raise _malformed("a tensor's size")
+    return taken
+
+
+def _sparse_parts(budget: Budget, indices: list[Any], values: Any) -> Any:
+    """Checks the parts of a sparse tensor but for their contents; its values."""
+    values = _packed(_dense(values))
+    for part in indices:
+        if _dense(part).device != values.device or part.dim() == 0:
+            raise _malformed("a sparse tensor")
+        # Sorting them is what a check may cost; entries of no size count, too.
+        budget.work(part.numel() + part.shape[-1])
+    return values
+
+
+def _packed(values: Any) -> Any:
+    """The same values, with the stride of no gap where a dimension has one element
+    or none: torch's sparse kernels take the first stride for a row's length."""
+    strides: list[int] = []
+    step = 1
+    for d, s in zip(reversed(values.shape), reversed(values.stride()), strict=True):
+        strides.insert(0, s if d > 1 else step)
+        step = max(d, 1) * strides[0]
+    return values if tuple(strides) == values.stride() else values.as_strided(values.shape, strides)
+
+
+def _meta(budget: Budget, dtype: Any, size: Any, stride: Any, grad: Any) -> Any:
+    import torch
+
+    if type(dtype) is not torch.dtype:
+        raise _malformed("a tensor's dtype")
+    size, stride = check_extent(None, dtype.itemsize, 0, size, stride)
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=_flag(grad))
+
+
+def _parameter(budget: Budget, data: Any, grad: Any, hooks: Any = None, state: Any = None) -> Any:
+    import torch
+
+    if not isinstance(data, torch.Tensor):
+        raise _malformed("a parameter")
+    made = torch.nn.Parameter(data, _flag(grad))
+    _set_attributes(budget, made, state)
+    return made
+
+
+def subclassed(budget: Budget, made: Any, kind: Any, state: Any) -> Any:
+    """A tensor as one of `kind`, with attributes of its own."""
+    if type(made) is not kind:
+        made = made.as_subclass(kind)
+    if type(state) is tuple and len(state) == 2 and (state[1] is None or type(state[1]) is dict and not state[1]):
+        state = state[0]
+    _set_attributes(budget, made, state)
+    return made
+
+
+def _set_attributes(budget: Budget, made: Any, state: Any) -> None:
+    if state is None:
+        return
+    own = attributes(budget, made, state)
+    budget.nest(made, own.values())
+    made.__dict__.update(own)
+
+
+REBUILDERS: dict[str, Callable[..., Any]] = {
+    "_rebuild_tensor_v2": _tensor_v2,
+    "_rebuild_tensor_v3": _tensor_v3,
+    "_rebuild_qtensor": _qtensor,
+    "_rebuild_sparse_tensor": _sparse,
+    "_rebuild_meta_tensor_no_storage": _meta,
+    "_rebuild_parameter": _parameter,
+    "_rebuild_parameter_with_state": _parameter,
+}

@@ -1,0 +1,192 @@
+"""The unpicklers of bundles: they ask for blobs while these are still landing.
+
+A trusted pickle is Python's business; one that is not goes through `machine`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, Protocol
+
+from ..errors import FormatError, NotSupportedError, OutOfMemoryError, OverwireError
+from ..rebuild import np_dtype
+from .allowlist import AllowList
+from .budget import Budget
+from .machine import Machine
+from .tensors import tensor_v3
+
+__all__ = ["Blobs", "load", "load_plain"]
+
+
+class Blobs(Protocol):
+    """The bytes beside a pickle, by blob number."""
+
+    def storage(self, blob: int, size: int) -> Any:
+        """A torch UntypedStorage; the same one each time. Waits for it."""
+
+    def base(self, blob: int, size: int) -> Any:
+        """A flat uint8 numpy array; the same one each time. Waits for it."""
+
+
+class _References:
+    """Turns persistent ids into storages and arrays, trusting none of them."""
+
+    def __init__(self, blobs: Blobs, source: str, budget: Budget | None) -> None:
+        self._blobs = blobs
+        self._source = source
+        self._budget = budget
+        self._arrays: dict[int, Any] = {}
+        self._known: set[int] = set()
+
+    def get(self, pid: Any) -> Any:
+        """What a persistent id stands for; FormatError if it is malformed."""
+        if type(pid) is int or type(pid) is str and pid.isdigit():
+            raise NotSupportedError(
+                f"overwire: unpickle {self._source}: it was written by nyacomp itself; load it there and compress it again with overwire",
+                source=self._source,
+            )
+        if type(pid) is tuple and pid and type(pid[0]) is str:
+            if pid[0] == "storage" and len(pid) == 4:
+                return self._storage(*pid[1:])
+            if pid[0] == "array" and len(pid) == 9:
+                return self._array(*pid[1:])
+        raise self._malformed()
+
+    def _malformed(self) -> FormatError:
+        return FormatError(
+            f"overwire: unpickle {self._source}: a reference to a tensor is malformed",
+            source=self._source,
+        )
+
+    def _count(self, blob: int, size: int) -> None:
+        if self._budget is not None and blob not in self._known:
+            self._known.add(blob)
+            self._budget.add_blob(size)
+
+    def _storage(self, blob: Any, dtype: Any, size: Any) -> Any:
+        import torch
+
+        make_untyped: Any = torch.UntypedStorage
+        make_typed: Any = torch.storage.TypedStorage
+
+        if type(blob) is not int or type(dtype) is not str or type(size) is not int:
+            raise self._malformed()
+        kind = vars(torch).get(dtype) if dtype else torch.uint8
+        if not isinstance(kind, torch.dtype) or size < 0 or (blob < 0) != (size == 0):
+            raise self._malformed()
+        storage = make_untyped(0) if size == 0 else self._blobs.storage(blob, size)
+        self._count(blob, size)
+        if not dtype:
+            return storage
+        return make_typed(wrap_storage=storage, dtype=kind, _internal=True)
+
+    def _array(self, blob: Any, spec: Any, shape: Any, strides: Any, offset: Any, writable: Any,
+               number: Any, size: Any) -> Any:  # fmt: skip
+        import numpy as np
+
+        whole = [blob, offset, number, size]
+        if any(type(n) is not int for n in whole) or type(writable) is not bool:
+            raise self._malformed()
+        found = self._arrays.get(number)
+        if found is not None:
+            return found
+        kind = np_dtype(spec, budget=self._budget)
+        if kind.hasobject or not _inside(shape, strides, offset, kind.itemsize, size):
+            raise self._malformed()
+        if blob >= 0:
+            base = self._blobs.base(blob, size)
+            self._count(blob, size)
+            array = np.ndarray(shape, kind, base, offset, strides)
+        elif 0 in shape or not kind.itemsize:
+            if self._budget is not None:
+                self._budget.memory(kind.itemsize)  # numpy takes an element's size for none
+            array = np.empty(shape, kind)
+        else:
+            raise self._malformed()
+        array.flags.writeable = writable
+        self._arrays[number] = array
+        return array
+
+
+# Of arrays: dimensions, and sizes in bytes, below which numpy's sums do not wrap.
+_DIMS, _LIMIT = 64, 1 << 62
+
+
+def _inside(shape: Any, strides: Any, offset: int, item: int, size: int) -> bool:
+    """Whether an array lies within `size` bytes, computed in Python's integers:
+    numpy's own check wraps around."""
+    if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides) or len(shape) > _DIMS:
+        return False
+    low = high = offset
+    count = item
+    for d, s in zip(shape, strides, strict=True):
+        if type(d) is not int or type(s) is not int or not 0 <= d < _LIMIT or abs(s) >= _LIMIT:
+            return False
+        reach = max(d - 1, 0) * s
+        low += min(reach, 0)
+        high += max(reach, 0)
+        count *= max(d, 1)
+        if max(-low, high, count) >= _LIMIT:
+            return False
+    if 0 in shape:
+        return 0 <= offset <= size
+    return low >= 0 and high + item <= size
+
+
+class _Trusting(pickle.Unpickler):
+    """Imports and calls whatever the pickle says."""
+
+    def __init__(self, data: bytes, references: _References) -> None:
+        super().__init__(io.BytesIO(data))
+        self._references = references
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._references.get(pid)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return tensor_v3  # takes the untyped storages that we hand out
+        return super().find_class(module, name)
+
+
+def load(data: bytes, blobs: Blobs, source: str, trust: bool) -> Any:
+    """Unpickles `data`; UntrustedPickleError as `load_compressed_pickle` says."""
+    if trust:
+        return _Trusting(data, _References(blobs, source, None)).load()
+    budget = Budget(source, len(data))
+    references = _References(blobs, source, budget)
+    return _careful(Machine(data, AllowList(budget), references.get), source)
+
+
+class _NoNames(AllowList):
+    def find(self, module: str, name: str) -> Any:
+        raise self.unlisted(module, name)
+
+
+def load_plain(data: bytes, source: str) -> Any:
+    """Unpickles numbers, texts and containers of them, which name nothing and
+    refer to no blob: UntrustedPickleError for anything else, FormatError."""
+    budget = Budget(source, len(data))
+
+    def refuse(pid: Any) -> Any:
+        raise budget.refuse("it refers to something beside it")
+
+    return _careful(Machine(data, _NoNames(budget), refuse), source)
+
+
+def _careful(machine: Machine, source: str) -> Any:
+    try:
+        return machine.run()
+    except OverwireError as error:
+        if type(error) is FormatError and error.source is None:
+            told = str(error).removeprefix("overwire: unpickle: ")
+            raise FormatError(f"overwire: unpickle {source}: {told} (at byte {machine.at})", source=source, offset=machine.at) from error
+        raise
+    except Exception as error:
+        # A hostile or broken pickle fails in any way it likes; to the caller
+        # that is one thing. What is not text in an error is the pickle's.
+        told = type(error).__name__ + "".join(f": {part[:200]}" for part in error.args[:1] if type(part) is str)
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            raise OutOfMemoryError(f"overwire: unpickle {source}: {told}", source=source) from error
+        raise FormatError(f"overwire: unpickle {source}: {told} (at byte {machine.at})", source=source, offset=machine.at) from error

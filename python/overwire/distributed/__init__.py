@@ -1,0 +1,8 @@
+"""Loads by the ranks of a process group together, and what they have measured."""
+
+from __future__ import annotations
+
+from .exchange import shard_range
+from .loading import ShardLike, agree, load, rates
+
+__all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]

@@ -1,0 +1,188 @@
+"""Relays: stored bytes travel between the ranks of a host, and each decodes.
+
+Of the stored bytes each rank reads an equal share, over its own link to its own
+GPU, and gets the others' from the others; then every rank decodes what it needs
+of all (of plain tensors: puts it in its place). A relay goes in pieces, each in
+one of a few buffers. Beside the tensors it takes the ring of these buffers and
+no more.
+
+The engine reads, lays out and decodes (`gosrc/load/relay.go`); what is here
+carries the pieces. All ranks of the group must come here with the same tensors.
+On GPUs reading, uploading, gathering and decoding of successive pieces overlap,
+ordered by their streams; the thread here only queues, as far ahead as there are
+buffers.
+
+Failure: a rank that cannot go on still trades, whatever its buffers hold, until
+the ranks next agree; so nobody waits for it, and nothing of it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .._engine_relay import relay_aim, relay_decode, relay_start, relay_wait
+from ..jobs import Job, log
+from ..model.opened import WHOLE
+from .exchange import Room, Task
+
+__all__ = ["Relay"]
+
+# Buffers of the ring, and bytes in each for each rank of a host: it is all that a
+# relay takes beside the tensors. A chunk always fits, and what lies between it
+# and the next.
+_BUFFERS = 4
+_SHARE = 32 << 20
+
+# Pieces after which the ranks agree that all is well.
+_AGREE = 32
+
+# A wait for the engine is in slices of so many milliseconds, for Ctrl-C.
+_SLICE_MS = 50
+
+
+class Relay:
+    """Tensors that go by a relay. The constructor begins to read, and is local;
+    what fails in it is said by `run`."""
+
+    def __init__(self, room: Room, tasks: list[Task]) -> None:
+        self._room, self._tasks = room, tasks
+        self._model = room.wired
+        self._job: Job | None = None
+        self._shares: list[int] = []  # by piece: bytes of each rank's
+        self._size = _SHARE * room.team.most_near
+        self._on = 0  # the stream on which all of it goes on
+        self._tensors: list[Any] = []
+        self._error: BaseException | None = None
+        self._ours = True
+        self._spent: dict[str, float] = {}  # seconds of this thread, by step
+        try:
+            self._begin()
+        except BaseException as error:  # said by `run`, when the others can hear it
+            self._fail(error)
+
+    def _begin(self) -> None:
+        room, model = self._room, self._model
+        team = room.team
+        self._on = self._stream()
+        spec: dict[str, Any] = {
+            "tensors": [task.at for task in self._tasks],
+            "ring": [buffer.data_ptr() for buffer in room.ring(_BUFFERS, self._size)],
+            "size": self._size,
+            "ranks": len(team.near),
+            "widest": team.most_near,
+            "rank": team.near.index(team.rank),
+            "device": model.device,
+            "stream": self._on,
+            "timeline": log.isEnabledFor(logging.DEBUG),
+        }
+        number, shares = relay_start(model.handle, json.dumps(spec))
+        self._job = Job(number, "relay")
+        self._shares = json.loads(shares)
+        # While the first bytes are on their way. Each decode goes after what is
+        # queued for memory that the tensors got.
+        rows, blocks = [], []
+        for task in self._tasks:
+            block = room.block_read(task, team.rank)
+            blocks.append(block)
+            row = task.row
+            if block is not None:
+                shape = room.part_shape(task, team.rank)
+                whole = max(1, room.count(task.shape))
+                row = row._replace(shape=shape, nbytes=row.nbytes * room.count(shape) // whole)
+            rows.append(row)
+        self._tensors = room.frame.empty_on(model.device, rows)
+        requests = [
+            (task.at, tensor.data_ptr(), *(block or (0, WHOLE, 0, WHOLE)))
+            for task, tensor, block in zip(self._tasks, self._tensors, blocks, strict=True)
+            if tensor.numel()
+        ]
+        relay_aim(number, json.dumps(requests))
+
+    def _stream(self) -> int:
+        # What is queued there now comes before what the engine does.
+        if self._model.device == "cpu":
+            return 0
+        from ..frameworks.torch import stream_of
+
+        return stream_of(self._model.device)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        if self._job is not None:
+            self._job.cancel()  # nothing writes to the ring any more
+            report = self._job.report()
+            self._ours = not isinstance(report, dict) or bool(report["ours"])
+
+    def run(self, agree: Callable[[BaseException | None, bool], Any], decoded: Callable[[int], None]) -> list[Any]:
+        """Collective. This rank's tensors, where they are sent from.
+
+        agree: raises on all ranks if it was given an error on one; the bool says
+            that the error is not of bytes that another rank brought. decoded:
+            gets the bytes of tensors decoded so far, now and then. What fails
+            after the last agreement is raised here alone.
+        """
+        try:
+            agree(self._error, True)  # from here on all ranks have the same pieces
+            for piece in range(len(self._shares)):
+                self._try(self._arrive, piece)
+                self._try(self._trade, piece)
+                self._try(self._decode, piece)
+                if piece % _AGREE == _AGREE - 1:
+                    self._try(lambda _: decoded(self._done()), piece)
+                    agree(self._error, self._ours)
+            self._try(self._end, len(self._shares))
+            agree(self._error, self._ours)
+        except BaseException:
+            self.abandon()
+            raise
+        log.debug("relay: %d pieces, seconds of %s", len(self._shares), {name: round(spent, 4) for name, spent in self._spent.items()})
+        tensors, self._tensors = self._tensors, []
+        cut = [self._room.cut(task, tensor) for task, tensor in zip(self._tasks, tensors, strict=True)]
+        return [tensor.to(self._room.model.device) for tensor in cut] if self._model is not self._room.model else cut
+
+    def _try(self, step: Callable[[int], None], piece: int) -> None:
+        # After a failure only trading goes on.
+        if self._error is not None and step != self._trade:
+            return
+        began = time.perf_counter()
+        try:
+            step(piece)
+        except BaseException as error:
+            self._fail(error)
+        name = step.__name__.strip("_<>")
+        self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - began
+
+    def _arrive(self, piece: int) -> None:
+        assert self._job is not None
+        while not relay_wait(self._job.number, piece, _SLICE_MS):
+            pass
+
+    def _trade(self, piece: int) -> None:
+        buffer = self._room.ring(_BUFFERS, self._size)[piece % _BUFFERS]
+        self._room.team.gather(buffer, self._shares[piece])
+
+    def _decode(self, piece: int) -> None:
+        assert self._job is not None
+        relay_decode(self._job.number, piece, self._on)
+
+    def _done(self) -> int:
+        return self._job.progress().bytes if self._job is not None else 0
+
+    def _end(self, _: int) -> None:
+        assert self._job is not None
+        self._job.wait()
+        self._job.done()
+
+    def abandon(self) -> None:
+        """Ends what runs; then nobody writes to its memory."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.cancel()
+            job.free()
+        self._tensors = []

@@ -1,0 +1,95 @@
+"""What the package needs of a framework: tensors made of landed memory, and described.
+
+A frame turns what the engine landed (a DLPack capsule and its address) into a
+tensor that owns the memory, and describes a tensor's bytes for saving. torch
+and numpy are both optional; neither is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ..dtypes import nbytes
+from ..errors import NotSupportedError
+
+__all__ = ["Bytes", "Frame", "check_empty"]
+
+
+class Bytes(NamedTuple):
+    """A tensor's bytes as they are saved: contiguous, on the host, or on the
+    CUDA device `cuda` - 1, where all work on them has ended.
+
+    `keep` holds the memory at `pointer` and must outlive its use.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pointer: int
+    nbytes: int
+    keep: Any
+    cuda: int = 0
+
+
+class Frame(Protocol):
+    """What the rest of this package needs of a framework.
+
+    Dtypes are safetensors' names, shapes count elements as the file's header
+    does. Every returned tensor is writable and owns its memory.
+    """
+
+    name: str
+
+    @property
+    def make(self) -> Callable[[Any], Any] | None:
+        """Makes a tensor of a capsule, taken over, that is exported as it is and has
+        bytes, where one C call does; else None."""
+
+    def raw(self, dtypes: Iterable[str]) -> bool:
+        """Whether the engine must export these dtypes as plain integers."""
+
+    def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
+        """The tensor of one landed request. Takes over the capsule."""
+
+    def adopt_all(
+        self,
+        landed: Sequence[tuple[Any, int]],
+        rows: Sequence[tuple[Any, ...]],
+        raw: bool,
+        places: Mapping[int, Any],
+        device: str,
+    ) -> list[Any]:
+        """`adopt` for many at once: rows are those of the model's table. places
+        are tensors that landed where they are, by position."""
+
+    def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
+        """A new tensor; what is in it is undefined."""
+
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
+        """New tensors for rows of the table, on a GPU. again: when its memory is
+        full, once more without what the engine keeps there."""
+
+    def dtype(self, wanted: Any) -> Any:
+        """The framework's own dtype for a `dtype=` argument."""
+
+    def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
+        """The tensor in another dtype, if `dtype` is one that is cast."""
+
+    def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
+        """`tensor[index]`, negative steps included, owning only its result."""
+
+    def describe(self, tensor: Any) -> Bytes:
+        """A tensor's logical bytes; copies what is not dense or not on the host."""
+
+
+def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> None:
+    """Raise NotSupportedError for an empty tensor whose other dimensions overflow.
+
+    safetensors allows that; torch and numpy count the bytes of its strides in 63 bits.
+    """
+    if nbytes(dtype, tuple(d for d in shape if d)) >= 1 << 63:
+        what = "" if name is None else f"tensor {name!r}: "
+        raise NotSupportedError(
+            f"overwire: {what}shape {list(shape)} of {dtype}: beside the zero its dimensions overflow; only framework='bytes' takes it",
+            tensor=name,
+        )

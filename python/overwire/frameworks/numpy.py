@@ -1,0 +1,197 @@
+"""numpy arrays. Importing this module imports numpy.
+
+bfloat16, the fp8 kinds and fp4 are types of the package ml_dtypes, which is
+imported when the first of them is met.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import BITS, FLOATS, PACKED, nbytes, packed_shape
+from ..errors import ArgumentError, MissingPackageError, NotSupportedError
+from .frame import Bytes, check_empty
+
+__all__ = ["SAVED", "NumpyFrame", "hold"]
+
+_OWN = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+_EXTRA = {
+    "F4": "float4_e2m1fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "BF16": "bfloat16",
+}
+SAVED = {dtype: name for name, dtype in (_OWN | _EXTRA).items()}
+
+
+class _Holder:
+    # What numpy calls the base of an array: the capsule frees the memory when
+    # the last array over it is gone.
+    __slots__ = ("__array_interface__", "capsule")
+
+    def __init__(self, capsule: Any, pointer: int, kind: str, shape: tuple[int, ...]):
+        self.capsule = capsule
+        self.__array_interface__ = {
+            "data": (pointer, False),
+            "shape": shape,
+            "typestr": kind,
+            "version": 3,
+        }
+
+
+def hold(capsule: Any, pointer: int, size: int) -> Any:
+    """A writable uint8 array over `size` bytes at `pointer`, which keeps the
+    capsule alive."""
+    if size == 0:
+        return np.empty(0, np.uint8)
+    return np.asarray(_Holder(capsule, pointer, "|u1", (size,)))
+
+
+def _extra(name: str) -> np.dtype[Any]:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise MissingPackageError(f"overwire: numpy has no {name}; the package ml_dtypes adds it: pip install ml_dtypes") from error
+    if not hasattr(ml_dtypes, _EXTRA[name]):
+        raise NotSupportedError(f"overwire: this version of ml_dtypes has no {_EXTRA[name]}; a newer one has: pip install -U ml_dtypes")
+    made: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _EXTRA[name]))
+    return made
+
+
+class NumpyFrame:
+    """The frame of numpy; see `frame.Frame`.
+
+    F4 is unpacked to one element a byte, as ml_dtypes has it. F6 has no
+    array type of its packed form and stays bytes.
+    """
+
+    name = "numpy"
+    make: Callable[[Any], Any] | None = None
+
+    def __init__(self) -> None:
+        self._types: dict[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in _OWN.items()}
+        self._kinds = {name: t.str for name, t in self._types.items()}
+
+    def _type(self, name: str) -> np.dtype[Any]:
+        found = self._types.get(name)
+        if found is None:
+            found = np.dtype(np.uint8) if name.startswith("F6_") else _extra(name)
+            self._types[name] = found
+        return found
+
+    def raw(self, dtypes: Iterable[str]) -> bool:
+        return False  # only the address counts: capsules are never unpacked
+
+    def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
+        if capsule is None or 0 in shape:
+            return self.empty(dtype, shape)
+        kind = self._kinds.get(dtype)
+        if kind is not None:
+            return np.asarray(_Holder(capsule, pointer, kind, shape))
+        target = self._type(dtype)
+        if dtype in PACKED:
+            flat = hold(capsule, pointer, nbytes(dtype, shape))
+            if dtype == "F4":
+                return _unpack(flat).view(target).reshape(shape)
+            return flat.reshape(packed_shape(dtype, shape))
+        plain = np.asarray(_Holder(capsule, pointer, f"<u{BITS[dtype] // 8}", shape))
+        return plain.view(target)
+
+    def adopt_all(
+        self,
+        landed: Sequence[tuple[Any, int]],
+        rows: Sequence[tuple[Any, ...]],
+        raw: bool,
+        places: Mapping[int, Any],
+        device: str,
+    ) -> list[Any]:
+        adopt = self.adopt
+        return [adopt(capsule, pointer, dtype, shape) for (capsule, pointer), (_, dtype, shape, *_) in zip(landed, rows, strict=True)]
+
+    def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
+        check_empty(dtype, shape)
+        if dtype.startswith("F6_"):
+            shape = packed_shape(dtype, shape)
+        return np.empty(shape, self._type(dtype))
+
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
+        raise NotSupportedError(f"overwire: numpy has no arrays on {device}")
+
+    def dtype(self, wanted: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(wanted, torch.dtype):
+            wanted = str(wanted).removeprefix("torch.")
+        if isinstance(wanted, str):
+            wanted = (_OWN | _EXTRA).get(wanted, wanted)
+            for name, text in _EXTRA.items():
+                if wanted == text:
+                    return self._type(name)
+        try:
+            return np.dtype(wanted)
+        except TypeError as error:
+            raise ArgumentError(f"overwire: dtype {wanted!r}: expected a numpy dtype, 'bfloat16' or 'BF16'") from error
+
+    def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
+        return tensor.astype(wanted, copy=False) if dtype in FLOATS else tensor
+
+    def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
+        result = tensor[index]
+        if not isinstance(result, np.ndarray):
+            return np.array(result, dtype=tensor.dtype)
+        if result.size != tensor.size or not result.flags.c_contiguous:
+            result = result.copy(order="C")
+        return result
+
+    def describe(self, tensor: Any) -> Bytes:
+        if not isinstance(tensor, (np.ndarray, np.generic)):
+            raise ArgumentError(f"overwire: expected a numpy array, got {type(tensor).__name__}")
+        array = np.asarray(tensor)
+        if array.dtype.byteorder not in "=|" and array.dtype.kind in "biufc":
+            array = array.astype(array.dtype.newbyteorder("="))
+        name = SAVED.get(array.dtype.name)
+        if name is None or array.dtype.kind in "OSUMm":
+            raise NotSupportedError(f"overwire: safetensors cannot hold numpy {array.dtype} arrays; compress_pickle keeps them")
+        shape = array.shape
+        dense = np.asarray(array, order="C")
+        if sys.byteorder != "little":
+            raise NotSupportedError("overwire: only little-endian machines are supported")
+        if name == "F4":
+            if dense.size % 2:
+                raise ArgumentError("overwire: F4 needs an even number of elements")
+            dense = _pack(dense)
+        address = dense.__array_interface__["data"][0]
+        return Bytes(name, shape, address if dense.nbytes else 0, dense.nbytes, dense)
+
+
+def _unpack(flat: Any) -> Any:
+    """One element a byte from two; the low half comes first."""
+    both = np.empty(flat.size * 2, np.uint8)
+    both[0::2] = flat & 15
+    both[1::2] = flat >> 4
+    return both
+
+
+def _pack(array: Any) -> Any:
+    flat = array.view(np.uint8).reshape(-1)
+    return (flat[0::2] & 15) | (flat[1::2] << 4)

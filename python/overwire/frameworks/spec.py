@@ -1,0 +1,108 @@
+"""TensorSpec: a tensor's bytes by address, for saving without a framework."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from ..dtypes import BITS, nbytes
+from ..errors import ArgumentError, NotSupportedError
+from .frame import Bytes
+
+__all__ = ["TensorSpec"]
+
+# What frameworks call the types.
+_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float4_e2m1fn_x2": "F4",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "complex64": "C64",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+}
+
+
+class TensorSpec:
+    """A dense tensor somewhere in host memory; `save_file` takes it as a value.
+
+    dtype: a name of safetensors ("BF16") or of torch and numpy ("bfloat16",
+        "float4_e2m1fn_x2").
+    shape: in elements. Of "float4_e2m1fn_x2", two elements a byte, as torch has
+        it: the last dimension counts bytes, and `shape` shows it doubled.
+    data_ptr: address of the first byte; data_len: bytes, exactly those of the
+        tensor.
+
+    The memory is the caller's: it stays valid and unchanged until the call
+    that is given the spec has returned.
+
+    Raises NotSupportedError for a dtype that safetensors lacks, OverflowError
+    for a negative number. Whether length and shape agree is seen by the save.
+    """
+
+    __slots__ = ("_data_len", "_data_ptr", "_dtype", "_shape")
+
+    def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
+        name = _NAMES.get(dtype, dtype)
+        if name not in BITS:
+            raise NotSupportedError(f'Unknown dtype "{dtype}". Supported dtypes: {", ".join(_NAMES)}')
+        dims = [_unsigned(d) for d in shape]
+        if dtype == "float4_e2m1fn_x2" and dims:
+            dims[-1] *= 2
+        self._dtype, self._shape = name, dims
+        self._data_ptr, self._data_len = _unsigned(data_ptr), _unsigned(data_len)
+
+    @property
+    def dtype(self) -> str:
+        """The name in the file: "F32", "BF16" ..."""
+        return self._dtype
+
+    @property
+    def shape(self) -> list[int]:
+        """In elements, as the file's header has it."""
+        return list(self._shape)
+
+    @property
+    def data_ptr(self) -> int:
+        """The address of the first byte."""
+        return self._data_ptr
+
+    @property
+    def data_len(self) -> int:
+        """The length in bytes."""
+        return self._data_len
+
+    def __repr__(self) -> str:
+        return f"TensorSpec(dtype={self._dtype!r}, shape={self._shape}, data_ptr={self._data_ptr}, data_len={self._data_len})"
+
+    def describe(self) -> Bytes:
+        """The bytes as they are saved. ArgumentError if length and shape disagree."""
+        shape = tuple(self._shape)
+        wanted = nbytes(self._dtype, shape)
+        if self._data_len != wanted or (wanted and not self._data_ptr):
+            raise ArgumentError(
+                f"overwire: {self._data_len} bytes at {self._data_ptr:#x} for shape {self._shape} of {self._dtype}, which take {wanted}"
+            )
+        return Bytes(self._dtype, shape, self._data_ptr if wanted else 0, wanted, self)
+
+
+def _unsigned(value: int) -> int:
+    number = operator.index(value)
+    if number < 0:
+        raise OverflowError("can't convert negative int to unsigned")
+    if number >= 1 << 63:
+        raise OverflowError("int too big to convert")
+    return number

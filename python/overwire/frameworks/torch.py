@@ -1,0 +1,306 @@
+"""torch tensors. Importing this module imports torch.
+
+The engine's capsules become tensors without a copy: each has a storage of
+exactly its own bytes, which the engine's memory backs until the storage dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+
+from .. import _engine, _gpu
+from ..dtypes import FLOATS, PACKED, packed_shape
+from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
+from ..gpu import beside_captures, refuse_capture
+from .frame import Bytes, check_empty
+
+__all__ = ["SAVED", "TorchFrame"]
+
+_NAMES = {
+    "BOOL": "bool",
+    "F4": "float4_e2m1fn_x2",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+# The function in C, where it has this name: of what torch wraps around it we
+# need nothing, and it costs a quarter more.
+from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
+
+# What this torch has; an older one lacks some of the names.
+_TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)}
+SAVED = {dtype: name for name, dtype in _TYPES.items()}
+
+
+def _native(name: str) -> bool:
+    # Whether this torch takes such a capsule as it is. Asked of torch itself,
+    # because its DLPack grew type by type.
+    if name in PACKED or name not in _TYPES:
+        return False
+    try:
+        probe = torch.empty(0, dtype=torch.uint8).view(_TYPES[name])
+        return bool(from_dlpack(probe.__dlpack__()).dtype == _TYPES[name])
+    except (RuntimeError, BufferError, TypeError):
+        return False
+
+
+@contextlib.contextmanager
+def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
+    # torch's errors on a GPU as ours; and its calls harm no capture of another thread.
+    try:
+        with beside_captures():
+            yield
+    except OverwireError:
+        raise
+    except torch.OutOfMemoryError as error:
+        free, total = _room(device)
+        room = "" if free is None else f"{free} are free of {total}: "
+        raise OutOfMemoryError(
+            f"overwire: {wanted} bytes of tensors on {device}: {room}{error}", asked=wanted, free=free, total=total
+        ) from error
+    except (RuntimeError, AssertionError) as error:  # no driver, no such device
+        raise DeviceError(f"overwire: device {device!r}: {error}") from error
+
+
+def _room(device: str) -> tuple[int | None, int | None]:
+    try:
+        with beside_captures():
+            free, total = torch.cuda.mem_get_info(torch.device(device))
+        return free, total
+    except (RuntimeError, AssertionError):
+        return None, None
+
+
+def give_back(device: str) -> None:
+    """Lets torch's allocator give its unused memory back to the device."""
+    with _errors_of(device):
+        torch.cuda.empty_cache()
+
+
+def stream_of(device: str) -> int:
+    """torch's current stream, as DLPack numbers it: 1 is the default one.
+
+    The engine waits for what is queued there before it writes into memory of
+    torch's allocator, which may be in use by it. Raises NotSupportedError where that
+    stream is being captured into a CUDA graph.
+    """
+    with _errors_of(device):
+        _refuse_capture(device)
+        return torch.cuda.current_stream(torch.device(device)).cuda_stream or 1
+
+
+def _refuse_capture(device: Any) -> None:
+    with torch.cuda.device(torch.device(device)):
+        refuse_capture(torch)
+
+
+def used_on(device: str) -> None:
+    """Tells the engine of torch's current stream, where tensors in its memory are
+    about to be used: their memory then outlives what is queued there.
+
+    A stream of somebody else's (`torch.cuda.ExternalStream`) may end before the
+    process does, and is not told of.
+    """
+    with _errors_of(device):
+        _refuse_capture(device)
+        stream = torch.cuda.current_stream(torch.device(device))
+    if stream.cuda_stream and stream.stream_id != stream.cuda_stream:
+        _gpu.gpu_used(stream.device_index, stream.cuda_stream)
+
+
+def on_gpu(data: Any) -> bool:
+    """Whether the engine can read a tensor or storage where it lies, on a GPU."""
+    return data.device.type == "cuda" and torch.version.cuda is not None
+
+
+def settled(data: Any) -> int:
+    """0 for memory of the host; for a GPU's 1 + its number, after the work that
+    is queued on its current stream now, as torch's own copies to the host are: the
+    engine's reads wait for no stream."""
+    if data.device.type != "cuda":
+        return 0
+    with _errors_of(str(data.device)):
+        _refuse_capture(data.device)
+        torch.cuda.current_stream(data.device).synchronize()
+    return int(data.device.index) + 1
+
+
+class TorchFrame:
+    """The frame of torch; see `frame.Frame`."""
+
+    name = "torch"
+    make: Callable[[Any], Any] | None = staticmethod(from_dlpack)
+
+    def __init__(self) -> None:
+        self._native: dict[str, bool] = {}
+
+    def _is_native(self, name: str) -> bool:
+        known = self._native.get(name)
+        if known is None:
+            known = self._native[name] = _native(name)
+        return known
+
+    def raw(self, dtypes: Iterable[str]) -> bool:
+        return not all(self._is_native(name) for name in dtypes)
+
+    def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
+        if capsule is None or 0 in shape:
+            return self.empty(dtype, shape, device)
+        tensor = from_dlpack(capsule)
+        if tensor.dtype is _TYPES.get(dtype) and dtype not in PACKED:
+            return tensor
+        return self._packed(tensor, dtype, shape) if dtype in PACKED else tensor.view(self._type(dtype))
+
+    def adopt_all(
+        self,
+        landed: Sequence[tuple[Any, int]],
+        rows: Sequence[tuple[Any, ...]],
+        raw: bool,
+        places: Mapping[int, Any],
+        device: str,
+    ) -> list[Any]:
+        return [
+            places[at] if at in places else self.adopt(*land, row[1], row[2], device)
+            for at, (land, row) in enumerate(zip(landed, rows, strict=True))
+        ]
+
+    def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
+        check_empty(dtype, shape)
+        if dtype in PACKED:
+            shape = packed_shape(dtype, shape)
+        return torch.empty(shape, dtype=self._type(dtype), device=device)
+
+    def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
+        with _errors_of(device, sum(row[3] for row in rows)):
+            try:
+                return self._many(device, rows)
+            except torch.OutOfMemoryError:
+                if not again:
+                    raise
+                # What was made is gone, now that the handler has ended.
+            _engine.empty_cache()  # the engine's staging may lie where they could
+            return self._many(device, rows)
+
+    def _many(self, device: str, rows: Sequence[Any]) -> list[Any]:
+        # There may be tens of thousands: empty_strided costs half of what empty
+        # does, whose arguments torch looks at in several ways.
+        where, new, made = torch.device(device), torch.empty_strided, []
+        strides: dict[tuple[int, ...], list[int]] = {}
+        for _, dtype, shape, *_ in rows:
+            if dtype in PACKED:
+                made.append(self.empty(dtype, shape, device))
+                continue
+            dense = strides.get(shape)
+            if dense is None:
+                dense = strides[shape] = [1] * len(shape)
+                for dim in range(len(shape) - 1, 0, -1):
+                    dense[dim - 1] = dense[dim] * max(shape[dim], 1)
+            made.append(new(shape, dense, dtype=self._type(dtype), device=where))
+        return made
+
+    def _type(self, name: str) -> torch.dtype:
+        if name.startswith("F6_"):
+            return torch.uint8
+        try:
+            return _TYPES[name]
+        except KeyError:
+            raise NotSupportedError(
+                f"overwire: torch {torch.__version__} has no dtype for {name}; a newer torch has, or load with framework='np'"
+            ) from None
+
+    def _packed(self, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> Any:
+        # F4 becomes torch's pairs, its last dimension halved; what torch has no
+        # type for stays bytes.
+        flat = tensor.view(torch.uint8).reshape(-1)
+        target = packed_shape(dtype, shape)
+        return flat.view(self._type(dtype)).view(target)
+
+    def dtype(self, wanted: Any) -> Any:
+        if isinstance(wanted, torch.dtype):
+            return wanted
+        if isinstance(wanted, str):
+            found = _TYPES.get(wanted) or getattr(torch, wanted, None)
+            if isinstance(found, torch.dtype):
+                return found
+        raise ArgumentError(f"overwire: dtype {wanted!r}: expected a torch.dtype, 'bfloat16' or 'BF16'")
+
+    def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
+        return tensor.to(wanted) if dtype in FLOATS else tensor
+
+    def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
+        if dtype == "F4":
+            # torch cannot index pairs; as bytes it can, if the pairs stay whole.
+            pairs = self.index(tensor.view(torch.uint8), index, "U8")
+            return pairs.view(_TYPES["F4"])
+        flips, forward, at = [], [], 0
+        for entry in index:
+            if isinstance(entry, slice) and (entry.step or 1) < 0:
+                entry, flip = _forward(entry)
+                if flip:
+                    flips.append(at)
+            if not isinstance(entry, int):
+                at += 1
+            forward.append(entry)
+        result = tensor[tuple(forward)]
+        if flips:
+            result = result.flip(flips)
+        elif result.numel() == tensor.numel() and result.is_contiguous():
+            return tensor.view(result.shape)  # only its dimensions were changed
+        if result.numel() != tensor.numel() or not result.is_contiguous():
+            # A view would keep the whole block that was read.
+            result = result.clone(memory_format=torch.contiguous_format)
+        return result
+
+    def describe(self, tensor: Any) -> Bytes:
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"overwire: expected a torch tensor, got {type(tensor).__name__}")
+        name = SAVED.get(tensor.dtype)
+        if name is None or tensor.layout != torch.strided or tensor.is_quantized:
+            kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
+            raise NotSupportedError(f"overwire: safetensors cannot hold {kind} tensors; compress_pickle keeps them")
+        if tensor.device.type == "meta":
+            raise ArgumentError("overwire: a tensor on the meta device has no bytes")
+        dense = tensor.detach()
+        if dense.is_conj():
+            dense = dense.resolve_conj()
+        if dense.is_neg():
+            dense = dense.resolve_neg()
+        if not on_gpu(dense) or not dense.is_contiguous():
+            dense = dense.to("cpu").contiguous()
+        shape = tuple(dense.shape)
+        if name == "F4":
+            if not shape:
+                raise ArgumentError("overwire: a pair of F4 needs a last dimension")
+            shape = (*shape[:-1], shape[-1] * 2)
+        size = dense.numel() * dense.element_size()
+        return Bytes(name, shape, dense.data_ptr() if size else 0, size, dense, settled(dense))
+
+
+def _forward(entry: slice) -> tuple[slice, bool]:
+    """The rising slice of the same elements as a falling, normalised one, and
+    whether the order must be turned round after it."""
+    count = len(range(entry.start, -1 if entry.stop is None else entry.stop, entry.step))
+    if count == 0:
+        return slice(0, 0, 1), False
+    last = entry.start + (count - 1) * entry.step
+    return slice(last, entry.start + 1, -entry.step), count > 1

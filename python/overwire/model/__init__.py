@@ -1,0 +1,1 @@
+"""An opened model: its sources, table, selection, plan, and loads of it."""

@@ -1,0 +1,162 @@
+"""Plain files in children of fork, which cannot use the engine: what
+`safe_open` and `load_file` read there goes through the package safetensors.
+
+Workers of a DataLoader are such children, on Linux by default up to Python 3.13.
+Compressed files, folders, URIs and GPUs need the engine: ForkedError, as for
+every other verb.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .. import _engine
+from ..dtypes import nbytes
+from ..errors import ArgumentError, FormatError, NotFoundError, NotSupportedError
+from ..frameworks.frame import Frame
+from ..progress import Watcher
+from .indexing import plan
+from .opened import Model
+from .options import StorageOptions, storage
+from .sources import SourceLike, resolve
+
+__all__ = ["ForkedModel", "forked", "original", "refuse_compressed"]
+
+# The longest header that the format allows.
+_HEADER = 100_000_000
+
+
+def forked() -> bool:
+    """Whether this is a child of a process that had started the engine."""
+    return _engine.forked()
+
+
+def original(name: str) -> Any:
+    """A name of the package safetensors, as it was before `patch_safetensors`.
+    ForkedError where the package is not installed."""
+    try:
+        import safetensors
+    except ImportError:
+        raise _engine.forked_error() from None
+    found = getattr(safetensors, name)
+    patching = sys.modules.get("overwire.compat.safetensors.patching")
+    if patching is not None:
+        found = patching.behind(found)
+    if getattr(found, "__module__", "").startswith("overwire"):
+        raise _engine.forked_error()  # ours goes by that name
+    return found
+
+
+def refuse_compressed(source: Any) -> None:
+    """ForkedError if a path, an open file or a file's bytes are a container of
+    overwire's. What is no safetensors file at all is left to its reader."""
+    try:
+        if isinstance(source, (bytes, bytearray, memoryview)):
+            view = memoryview(source)
+            header = bytes(view[8 : 8 + int.from_bytes(view[:8], "little")])
+        elif hasattr(source, "fileno"):
+            header = _header(source.fileno())
+        else:
+            number = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                header = _header(number)
+            finally:
+                os.close(number)
+        ours = b'"overwire"' in header and "overwire" in json.loads(header)["__metadata__"]
+    except (OSError, TypeError, ValueError, KeyError):
+        return
+    if ours:
+        raise _engine.forked_error()
+
+
+def _header(number: int) -> bytes:
+    return os.pread(number, min(_HEADER, int.from_bytes(os.pread(number, 8, 0), "little")), 8)
+
+
+class ForkedModel(Model):
+    """A model of plain local files, for what `safe_open` and `load_file` do with
+    one: its table, and tensors one by one. Each is the caller's own.
+
+    Raises ForkedError for what needs the engine or where the package safetensors
+    is not installed, and what opening the files raises, as classes of ours.
+    """
+
+    def __init__(
+        self,
+        source: SourceLike,
+        device: str = "cpu",
+        keys: Iterable[str] | None = None,
+        filter: Callable[[str], bool] | None = None,
+        storage_options: StorageOptions | None = None,
+    ) -> None:
+        if hasattr(source, "shared_model") or device != "cpu":
+            raise _engine.forked_error()
+        self._open = False  # there is no handle
+        self.device = self.lands = device
+        self.joined = False
+        self.uris, self._keep = resolve(source)
+        if any(not os.path.isfile(uri) and os.path.exists(uri) or "://" in uri for uri in self.uris):
+            raise _engine.forked_error()
+        storage(storage_options, self.uris)  # refused for a local path
+        for uri in self.uris:
+            refuse_compressed(uri)
+        self._places = None
+        self.table = []
+        self._files: dict[tuple[int, str], Any] = {}
+        for at in range(len(self.uris)):
+            file = self._file(at, "np")
+            order = file.offset_keys() if hasattr(file, "offset_keys") else file.keys()
+            for name in order:
+                about = file.get_slice(name)
+                shape = tuple(about.get_shape())
+                size = nbytes(about.get_dtype(), shape)
+                self.table.append((name, about.get_dtype(), shape, size, size, at, -1))
+        self._refuse_twins()
+        if isinstance(keys, str) or filter is not None and not callable(filter):
+            raise ArgumentError("overwire: keys: expected several names; filter: expected a callable of a name")
+        self.chosen = self.choose(keys, filter)
+
+    def _file(self, at: int, framework: str) -> Any:
+        file = self._files.get((at, framework))
+        if file is None:
+            opened = original("safe_open")
+            try:
+                file = opened(self.uris[at], framework)
+            except FileNotFoundError as error:
+                raise NotFoundError(f"overwire: open {self.uris[at]}: not found", source=self.uris[at]) from error
+            except Exception as error:
+                raise FormatError(f"overwire: open {self.uris[at]}: {error}", source=self.uris[at]) from error
+            self._files[at, framework] = file
+        return file
+
+    def info(self) -> list[dict[str, Any]]:
+        return [{"uri": uri, "metadata": self._file(at, "np").metadata()} for at, uri in enumerate(self.uris)]
+
+    def read_alone(self, at: int, frame: Frame, index: Any = None) -> Any:
+        """One tensor, or `tensor[index]` of it."""
+        row = self.row(at)
+        framework = {"torch": "pt", "numpy": "np"}.get(frame.name)
+        if framework is None:
+            raise _engine.forked_error()
+        try:
+            tensor = self._file(row.source, framework).get_tensor(row.name)
+        except Exception as error:
+            raise NotSupportedError(f"overwire: read {row.name!r} of {self.uris[row.source]}: {error}", tensor=row.name) from error
+        if index is not None:
+            cut = plan(index, row.shape, dims=0).cut
+            tensor = frame.index(tensor, cut, row.dtype) if cut else tensor
+        # Its memory is the whole file's.
+        return tensor.clone() if framework == "pt" else tensor.copy()
+
+    def load(self, chosen: list[int] | None, frame: Frame, dtype: Any, watcher: Watcher | None) -> dict[str, Any]:
+        wanted = None if dtype is None else frame.dtype(dtype)
+        made = {}
+        for at in range(len(self.table)) if chosen is None else chosen:
+            row = self.row(at)
+            tensor = self.read_alone(at, frame)
+            made[row.name] = tensor if wanted is None else frame.cast(tensor, row.dtype, wanted)
+        return made

@@ -1,0 +1,113 @@
+"""Index arithmetic of slices: which block to read, and what to cut from it.
+
+The engine reads a contiguous range of dim 0 times a contiguous range of dim 1.
+Any basic index (ints, slices with steps, Ellipsis, None) is split into the
+smallest such block and an index into it, which the framework applies.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+from ..errors import SliceError
+
+__all__ = ["Entry", "Plan", "plan"]
+
+#: One entry of an index into the block: an int, a normalised slice, or None
+#: for a new dimension.
+Entry = int | slice | None
+
+
+class Plan(NamedTuple):
+    """What an index asks for.
+
+    block: the range of each of the first two dimensions, (lo, hi) each, whole
+    where there is nothing to cut. shape: of the block. cut: an index into the
+    block; () when it is the block itself. empty: the result has no elements.
+    """
+
+    block: tuple[tuple[int, int], tuple[int, int]]
+    shape: tuple[int, ...]
+    cut: tuple[Entry, ...]
+    empty: bool
+
+
+def _expand(index: Any, rank: int) -> list[Any]:
+    """The index as a list with one entry a dimension (and the Nones)."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    given = sum(1 for e in entries if e is not None and e is not Ellipsis)
+    dots = [at for at, e in enumerate(entries) if e is Ellipsis]
+    if len(dots) > 1:
+        raise SliceError("overwire: slice: an index may have only one '...'")
+    if given > rank:
+        raise SliceError(f"overwire: slice: {given} indices for {rank} dimensions")
+    fill = [slice(None)] * (rank - given)
+    at = dots[0] if dots else len(entries)
+    return entries[:at] + fill + entries[at + len(dots) :]
+
+
+def _entry(entry: Any, size: int, dim: int) -> int | range:
+    if isinstance(entry, slice):
+        try:
+            return range(size)[entry]
+        except (TypeError, ValueError) as error:
+            raise SliceError(f"overwire: slice of dimension {dim}: {error}") from error
+    if isinstance(entry, bool):
+        raise SliceError("overwire: slice: masks are not supported; index the loaded tensor")
+    try:
+        number = operator.index(entry)
+    except TypeError:
+        raise SliceError(
+            f"overwire: slice of dimension {dim}: expected an int, a slice, '...' or None, "
+            f"got {type(entry).__name__}; index the loaded tensor instead"
+        ) from None
+    if not -size <= number < size:
+        raise SliceError(f"overwire: index {number} is out of range for dimension {dim} of {size}")
+    return number + size if number < 0 else number
+
+
+def plan(index: Any, shape: tuple[int, ...], dims: int = 2) -> Plan:
+    """Splits an index of a tensor of this shape. SliceError if it is none.
+
+    dims: how many leading dimensions the block may cut; with 0 it is the whole
+    tensor, and the cut is the index itself, normalised.
+    """
+    block = [(0, size) for size in shape[:2]] + [(0, 1)] * (2 - len(shape[:2]))
+    cut: list[Entry] = []
+    cuts = empty = False
+    dim = 0
+    for entry in _expand(index, len(shape)):
+        if entry is None:
+            cut.append(None)
+            cuts = True
+            continue
+        size = shape[dim]
+        wanted = _entry(entry, size, dim)
+        lo = 0
+        if isinstance(wanted, int):
+            if dim < dims:
+                lo = wanted
+                block[dim] = (wanted, wanted + 1)
+            cut.append(wanted - lo)
+            cuts = True
+        elif len(wanted) == 0:
+            empty = True
+            cut.append(slice(0, 0, 1))
+        else:
+            hi = size
+            if dim < dims:
+                lo, hi = min(wanted[0], wanted[-1]), max(wanted[0], wanted[-1]) + 1
+                block[dim] = (lo, hi)
+            relative = range(wanted.start - lo, wanted.stop - lo, wanted.step)
+            cut.append(_slice(relative))
+            cuts = cuts or relative != range(hi - lo)
+        dim += 1
+    empty = empty or 0 in shape
+    sizes = tuple(hi - lo for lo, hi in block[: len(shape)]) + shape[2:]
+    return Plan((block[0], block[1]), sizes, tuple(cut) if cuts or empty else (), empty)
+
+
+def _slice(r: range) -> slice:
+    # A falling range may end at -1, which a slice would read from the end.
+    return slice(r.start, None if r.stop < 0 else r.stop, r.step)

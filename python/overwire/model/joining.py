@@ -1,0 +1,43 @@
+"""How loads take what was preloaded of their files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from .. import _engine
+from .._engine_preload import preload_join, preload_sweep
+from ..jobs import log
+
+__all__ = ["join", "started", "written"]
+
+_started = False
+
+
+def started() -> None:
+    """Says that there is a preload now: until then nothing asks for one."""
+    global _started
+    _started = True
+
+
+def join(model: int, device: str, read: str | None, alone: bool) -> str | None:
+    """Lets loads of an open model take what was preloaded: where it lies, "cpu" or
+    the GPU; None if there is nothing. alone: drops it."""
+    if not _started:
+        return None
+    found = json.loads(preload_join(model, json.dumps({"device": device, "read": read or "", "alone": alone})))
+    _say(found)
+    return None if found["device"] is None else found["device"] or "cpu"
+
+
+def written(path: str) -> None:
+    """Says that a file was replaced, or is not what it was, by no save of the
+    engine's: a preload of it is dropped. A path or URI."""
+    if _started and not _engine.forked():
+        _say(json.loads(preload_sweep(path)))
+
+
+def _say(answer: dict[str, Any]) -> None:
+    for note in answer["notes"] or ():
+        log.log(logging.INFO if note["routine"] else logging.WARNING, "%s", note["text"])

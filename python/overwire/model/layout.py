@@ -1,0 +1,280 @@
+"""Where the pieces of a pickled bundle lie, and nyacomp's meta.csv.
+
+For `D/x.pkl`: the pickle itself, `D/nya/x.safetensors` (every tensor of it) and
+`D/nya/meta.csv`. The csv has nyacomp's form, so that scripts that upload what
+it lists, or point PRELOAD_PATH at it, keep working:
+
+    line 1        thread bins: commas between threads, semicolons between files
+    other lines   filename shape dtype decompressed_size compressed_size
+
+where a shape has semicolons between dims, and ours is one line: the container
+as a tensor of bytes. This module opens no tensor file and imports little.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import NamedTuple
+
+from ..errors import AccessError, ArgumentError, FormatError, NotFoundError, NotSupportedError
+from ..files import regular
+from ..paths import is_remote, shown
+from .reading import read_bytes
+
+__all__ = [
+    "MetaRow",
+    "container_of",
+    "far_containers_of",
+    "far_name",
+    "meta_of",
+    "previous_of",
+    "preload_uris",
+    "read_meta",
+    "refuse_urls",
+    "remote_containers_in",
+    "remote_containers_of",
+    "rivals_of",
+    "second_container_of",
+]
+
+FOLDER = "nya"
+META = "meta.csv"
+_MODEL_ENDINGS = (".safetensors", ".json")
+
+
+class MetaRow(NamedTuple):
+    """One file that a meta.csv lists."""
+
+    filename: str
+    shape: tuple[int, ...]
+    dtype: str
+    decompressed_size: int
+    compressed_size: int
+
+
+def container_of(pickle_path: str) -> str:
+    """The container of a pickle: D/x.pkl -> D/nya/x.safetensors; or, where that
+    is another's (D/x.pth), D/nya/x.pkl.safetensors."""
+    for other in far_containers_of(pickle_path):  # the second choice, or a copy out of a store
+        if os.path.exists(other):
+            return other
+    folder, name = os.path.split(pickle_path)
+    stem = os.path.splitext(name)[0] or name
+    return os.path.join(folder, FOLDER, stem + ".safetensors")
+
+
+def second_container_of(pickle_path: str) -> str:
+    """The name for a pickle whose first choice is taken."""
+    folder, name = os.path.split(pickle_path)
+    return os.path.join(folder, FOLDER, name + ".safetensors")
+
+
+def rivals_of(pickle_path: str) -> list[str]:
+    """Other pickles in the folder with the same first choice."""
+    folder, name = os.path.split(pickle_path)
+    stem = os.path.splitext(name)[0] or name
+    paths = [os.path.join(folder, other) for other in os.listdir(folder) if other != name]
+    return [p for p in paths if os.path.splitext(os.path.basename(p))[0] == stem and is_pickle(p)]
+
+
+def previous_of(container: str) -> str:
+    """Where the container before it is kept while a bundle is replaced."""
+    folder, name = os.path.split(container)
+    if len(os.fsencode(name)) > 251:  # of the 255 bytes that names have
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return os.path.join(folder, name + ".old")
+
+
+def far_containers_of(uri: str) -> tuple[str, str]:
+    """The two names that the container of a pickle in a store takes in turn.
+    Neither is that of a pickle with another ending."""
+    first = second_container_of(uri)
+    return first, first.removesuffix(".safetensors") + ".b.safetensors"
+
+
+def far_name(uri: str) -> str:
+    """The last name of a URI."""
+    return uri.rpartition("/")[2]
+
+
+def meta_of(pickle_path: str) -> str:
+    """The csv of a pickle: D/x.pkl -> D/nya/meta.csv."""
+    return os.path.join(os.path.dirname(pickle_path), FOLDER, META)
+
+
+def meta_text(container: str, size: int) -> str:
+    """The csv for one container of `size` bytes. It is found beside the csv; a
+    line has room for its folder, unless that has a line break in its name."""
+    row = MetaRow(os.path.basename(container) if "\n" in container else container, (size,), "uint8", size, size)
+    shape = ";".join(map(str, row.shape))
+    return f"0\n{row.filename} {shape} {row.dtype} {size} {size}"
+
+
+def read_meta(path: str) -> list[MetaRow]:
+    """The rows of a meta.csv (a path or a URI), ours or nyacomp's. FormatError
+    if it is none."""
+    return _rows(path, os.fsdecode(read_bytes(path, 1 << 24)))  # names may be any bytes
+
+
+def _rows(path: str, text: str) -> list[MetaRow]:
+    rows = []
+    for number, line in enumerate(text.split("\n")[1:], start=2):
+        line = line.removesuffix("\r")
+        if not line.strip():
+            continue
+        try:
+            # From the right: a filename may have spaces.
+            filename, shape, dtype, plain, stored = line.rsplit(" ", 4)
+            dims = tuple(int(d) for d in shape.split(";") if d)
+            rows.append(MetaRow(filename, dims, dtype, int(plain), int(stored)))
+        except ValueError as error:
+            raise FormatError(
+                f"overwire: open {shown(path)} line {number}: expected 'filename shape dtype decompressed_size compressed_size'",
+                source=path,
+            ) from error
+    return rows
+
+
+def containers_in(path: str) -> list[str]:
+    """The containers that a meta.csv (a path or a URI) lists, wherever its
+    folder has gone since. Raw entries are none: whoever wants them reads them."""
+    # D/meta.csv is nyacomp's older place of D/nya/meta.csv.
+    if not os.path.exists(path) and os.path.basename(path) == META:
+        newer = os.path.join(os.path.dirname(path), FOLDER, META)
+        path = newer if os.path.exists(newer) else path
+    found = []
+    for row in read_meta(path):
+        if row.filename.endswith("raw"):
+            continue
+        place = _place_of(path, row.filename)
+        if not row.filename.endswith(".safetensors") and os.path.exists(place) and not is_container(place):
+            raise _by_nyacomp(path, row.filename)
+        found.append(place)
+    if not found:
+        raise FormatError(f"overwire: open {path}: it lists no container", source=path)
+    return found
+
+
+def _by_nyacomp(meta: str, filename: str) -> NotSupportedError:
+    """What is said of a file in a meta.csv that is no container."""
+    name = os.path.basename(filename)
+    return NotSupportedError(
+        f"overwire: open {meta}: {name!r} was written by nyacomp itself; compress the model again with overwire", source=meta
+    )
+
+
+def _containers(uri: str, rows: list[MetaRow]) -> list[str]:
+    names = [row.filename for row in rows if not row.filename.endswith("raw")]
+    for name in names:
+        if not name.endswith(".safetensors"):
+            raise _by_nyacomp(shown(uri), name)
+    if not names:
+        raise FormatError(f"overwire: open {shown(uri)}: it lists no container", source=shown(uri))
+    return names
+
+
+def _cut(uri: str) -> tuple[str, str, str]:
+    """A URI's folder with its slash, its last name, and what follows that: a
+    query, or the revision of hf://."""
+    marks = "@" if uri.startswith("hf://") else "?#" if uri.startswith(("http://", "https://")) else ""
+    start = uri.index("://") + 3
+    end = min((at for at in (uri.find(mark, start) for mark in marks) if at >= 0), default=len(uri))
+    if marks == "?#":
+        # A user's password may have any of these; it ends before the host.
+        host = uri.find("/", start)
+        end = min((at for at in (uri.find(mark, max(host, start)) for mark in marks) if at >= 0), default=len(uri))
+    slash = uri.rfind("/", start, end) + 1
+    return uri[:slash], uri[slash:end], uri[end:]
+
+
+def remote_containers_of(uri: str) -> list[str]:
+    """Where the container of a pickle behind a URI may be: as `container_of`,
+    which of the names it has only opening tells."""
+    folder, name, rest = _cut(uri)
+    stem = os.path.splitext(name)[0] or name
+    return [f"{folder}{FOLDER}/{part}.safetensors{rest}" for part in (stem, name, name + ".b")]
+
+
+def remote_containers_in(uri: str, text: str) -> list[str]:
+    """The containers that a meta.csv behind a URI lists: each is beside it, or,
+    of a csv in nyacomp's older place, in the folder nya beside it."""
+    folder, _, rest = _cut(uri)
+    names = _containers(uri, _rows(uri, text))
+    return [f"{folder}{beside(folder, name)}{rest}" for name in names]
+
+
+def beside(folder: str, filename: str) -> str:
+    """Where a file that a csv lists is from the csv's folder (with its slash) on."""
+    parent, name = os.path.split(filename)
+    below = os.path.basename(parent) == FOLDER and not folder.endswith(f"/{FOLDER}/")
+    return f"{FOLDER}/{name}" if below else name
+
+
+def refuse_urls(meta: str) -> None:
+    """What an import may not do for a meta.csv of this machine, which may come from
+    anywhere: ask the URLs in it, unless DOWNLOAD (nyacomp's) says so. AccessError."""
+    if os.environ.get("DOWNLOAD", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
+        return
+    for place in containers_in(meta):
+        if is_remote(place):
+            raise AccessError(
+                f"overwire: open {meta}: it names {shown(place)}; a preload at import follows URLs of a local manifest "
+                "only with DOWNLOAD=1: set that, or call preload by hand",
+                source=meta,
+            )
+
+
+def _place_of(meta: str, filename: str) -> str:
+    """Where a file that a meta.csv lists is now: beside the csv, or as its name
+    stands. Names of nyacomp's begin with a slash that is not always meant."""
+    folder, name = os.path.split(meta)[0], os.path.basename(filename)
+    standing = filename if "://" in filename else os.path.join(folder, filename)
+    tried = [os.path.join(folder, name), os.path.join(folder, FOLDER, name), standing, filename.lstrip("/")]
+    for place in tried:
+        if os.path.exists(place):
+            return place
+    return tried[0] if "://" in meta and "://" not in filename else standing
+
+
+def preload_uris(path: str) -> list[str]:
+    """What a preload of this path reads: a container, folder or index.json is
+    read itself; a pickle or a meta.csv stands for its containers."""
+    if path.endswith(".csv"):
+        return containers_in(path)
+    if "://" in path:
+        return [path]
+    if not path.endswith(_MODEL_ENDINGS) and not os.path.isdir(path):
+        container = container_of(path)
+        if os.path.exists(container):
+            return [container]
+        if is_pickle(path):
+            raise NotFoundError(
+                f"overwire: open {path}: its tensors are not at {container}; copy the folder beside the pickle with it",
+                source=path,
+            )
+    return [path]
+
+
+def is_pickle(path: str) -> bool:
+    """Whether a file begins as pickles of protocol 2 and later do."""
+    head = _head(path)
+    return head[:1] == b"\x80" and not _is_header(head)
+
+
+def is_container(path: str) -> bool:
+    """Whether a file begins as safetensors files do, whatever its name."""
+    return _is_header(_head(path))
+
+
+def _is_header(head: bytes) -> bool:
+    # The length of a header has 8 bytes, of which it needs fewer than 4.
+    return head[4:9] == b"\0\0\0\0{"
+
+
+def _head(path: str) -> bytes:
+    try:
+        with open(path, "rb", opener=regular) as file:
+            return file.read(9)
+    except (OSError, ArgumentError):
+        return b""  # whoever opens it says why

@@ -1,0 +1,40 @@
+"""Which files a path or URI stands for: those of a bundle, or itself."""
+
+from __future__ import annotations
+
+import contextlib
+
+from ..errors import FormatError, NotFoundError
+from ..paths import is_remote, shown
+from . import layout
+from .opened import Model
+from .options import StorageOptions
+from .reading import read
+
+__all__ = ["uris_of"]
+
+# A manifest, and a pickle without its tensors.
+_MANIFEST = 1 << 24
+_PICKLE_ENDINGS = (".pkl", ".pickle", ".pth", ".pt")
+
+
+def uris_of(path: str, options: StorageOptions | None) -> list[str]:
+    """`layout.preload_uris`, for URIs too: a manifest is read, and a pickle
+    stands for its container."""
+    if not is_remote(path):
+        return layout.preload_uris(path)
+    name = path.partition("?")[0].partition("#")[0]
+    if name.endswith(".csv"):
+        try:
+            text = read(path, options, _MANIFEST).decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"overwire: open {shown(path)}: not a meta.csv", source=shown(path)) from error
+        return layout.remote_containers_in(path, text)
+    if name.endswith(_PICKLE_ENDINGS):
+        candidates = layout.remote_containers_of(path)
+        for candidate in candidates:
+            with contextlib.suppress(NotFoundError):
+                Model(candidate, storage_options=options).close()
+                return [candidate]
+        return candidates[:1]  # whoever opens it says so
+    return [path]

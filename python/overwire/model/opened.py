@@ -1,0 +1,455 @@
+"""An opened model on the Python side: its table of tensors, and loads of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from .. import _engine
+from ..dtypes import CAST_FROM, CAST_TO, nbytes
+from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError
+from ..frameworks.frame import Frame, check_empty
+from ..jobs import Job, log
+from ..model.joining import join, written
+from ..paths import shown
+from ..progress import Watcher
+from .options import StorageOptions, storage
+from .selection import Experts
+from .sources import SourceLike, resolve
+
+__all__ = ["LARGE", "Model", "Request", "Row", "WHOLE", "prepare", "whole", "wholes"]
+
+#: What is wanted: (tensor, destination, lo0, hi0, lo1, hi1); a destination of 0
+#: lets the engine allocate.
+Request = tuple[int, int, int, int, int, int]
+
+#: The end of a range that means "all of it".
+WHOLE = -1
+
+# Bytes from which a tensor on a GPU comes from torch's own allocator, and how
+# many of them are made at a time.
+LARGE = 1 << 20
+_BATCH = 32
+
+# The destination of a request that learns it while the load runs.
+_LATER = 1
+
+# From so many tensors in memory of the engine's on, they are taken over while the
+# rest arrives, not after it; how long to wait for some more, in seconds.
+_CROWD = 2000
+_PAUSE = 0.004
+
+
+@contextlib.contextmanager
+def many_objects() -> Iterator[None]:
+    """Keeps the cycle collector still while thousands of objects are made.
+
+    None of them is garbage, yet their number alone would start full
+    collections, which cost more than the objects.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Row(NamedTuple):
+    """One tensor of the table, as the engine gives it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stored: int
+    source: int
+    alias: int
+
+
+class Model:
+    """An open model. Not more than a handle and its table; `close` ends it,
+    tensors and running loads live on."""
+
+    def __init__(
+        self,
+        source: SourceLike,
+        mmap: bool | None = None,
+        device: str = "cpu",
+        lenient: bool = False,
+        keys: Iterable[str] | None = None,
+        filter: Callable[[str], bool] | None = None,
+        storage_options: StorageOptions | None = None,
+        read: str | None = None,
+    ):
+        """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
+        with an index.json only the shards that hold some of it are opened."""
+        self.device = device
+        if read is not None and not isinstance(read, str):
+            raise ArgumentError("overwire: read: expected 'auto', 'buffered', 'direct', 'gds' or None")
+        self.read = read
+        self.chosen: list[int] | None = None  # what keys and filter leave, None for all
+        #: Where `start` lands tensors: `device`, but for a preload to the host that a
+        #: load to a GPU joins. None: not known yet; see `join`.
+        self.lands: str | None = None
+        #: Whether loads take tensors that were preloaded.
+        self.joined = False
+        if keys is not None:
+            if isinstance(keys, str):
+                raise ArgumentError("overwire: keys: expected several names, got one str")
+            keys = list(keys)
+        if filter is not None and not callable(filter):
+            raise ArgumentError("overwire: filter: expected a callable of a name")
+        shared = getattr(source, "shared_model", None)
+        if shared is not None:  # a model that somebody else keeps open
+            self.__dict__.update(shared().on(device).__dict__)
+            self.read = read
+            self.lands = device  # it has the files' bytes itself
+            self.chosen = self.choose(keys, filter)
+            return
+        if mmap is not None and not isinstance(mmap, bool):
+            raise ArgumentError("overwire: mmap: expected True, False or None")
+        uris, keep = resolve(source)
+        #: As people may see them.
+        self.uris = [shown(uri) for uri in uris]
+        spec: dict[str, Any] = {"uris": uris, "map": mmap, "lenient": bool(lenient), **storage(storage_options, uris)}
+        if keys is None and filter is not None:
+            names: list[str] | None = json.loads(_engine.call("names", json.dumps(spec)))
+            if names is not None:
+                filter = _over(filter, names)
+                spec["keys"] = keys = [name for name in names if filter(name)]
+                filter = None  # it has spoken
+        elif keys is not None:
+            spec["keys"] = [key for key in keys if isinstance(key, str)]
+        try:
+            self._handle = _engine.open_model(json.dumps(spec))
+        except (CorruptError, FormatError, NotFoundError):
+            written(uris[0])  # what was preloaded of them is of no use either
+            raise
+        del keep  # the engine has its own descriptors now
+        self._open = True
+        self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]]
+        try:
+            with many_objects():
+                self.table = _engine.model_table(self._handle)
+            self._places: dict[str, int] | None = None
+            if self.table and self.table[-1][5] > 0:  # several files
+                self._refuse_twins()
+            self.chosen = self.choose(keys, filter)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the handle. What a preload has of the files and no load took is
+        freed, if some of it was taken."""
+        if self._open:
+            self._open = False
+            if not _engine.forked():  # a child of fork has no engine, and nothing to close
+                _engine.close_model(self._handle)
+
+    def join(self) -> str:
+        """Joins what was preloaded of the files, if it is what loads of this model
+        to its device give. Returns where `start` lands tensors."""
+        if self.lands is None:
+            found = join(self._handle, self.device, self.read, False)
+            self.joined = found is not None
+            self.lands = self.device if found is None else found
+            if self.joined:
+                log.debug("load %s: joins its preload", self.uris[0])
+        return self.lands
+
+    def alone(self) -> None:
+        """For loads that cannot take what was preloaded of the files: it is dropped."""
+        if self.lands is None:
+            join(self._handle, self.device, self.read, True)
+            self.lands = self.device
+
+    def on(self, device: str) -> Model:
+        """The same model, as long as it is open, for loads to another device."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__, device=device, lands=None, joined=False, _open=False)
+        return view
+
+    @property
+    def handle(self) -> int:
+        """The engine's number of it."""
+        return self._handle
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _refuse_twins(self) -> None:
+        seen: dict[str, int] = {}
+        for name, *_, source, _alias in self.table:
+            first = seen.setdefault(name, source)
+            if first != source:
+                uris = [part["uri"] for part in self.info()]
+                raise ArgumentError(
+                    f'overwire: open {uris[source]} tensor "{name}": it is in {uris[first]} too; open one of the files, or each by itself',
+                    source=uris[source],
+                    tensor=name,
+                )
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Name to position in the table."""
+        if self._places is None:
+            self._places = {row[0]: at for at, row in enumerate(self.table)}
+        return self._places
+
+    def place(self, name: str) -> int:
+        """The position of a tensor; TensorNotFoundError if it is not there."""
+        at = self.places.get(name) if isinstance(name, str) else None
+        if at is None:
+            raise TensorNotFoundError(
+                f"overwire: no tensor {name!r} in {', '.join(self.uris)}",
+                source=self.uris[0],
+                tensor=str(name),
+            )
+        return at
+
+    def row(self, at: int) -> Row:
+        """One row of the table, with names."""
+        return Row(*self.table[at])
+
+    def info(self) -> list[dict[str, Any]]:
+        """For each source: uri, size, metadata, overwire."""
+        sources: list[dict[str, Any]] = json.loads(_engine.model_info(self._handle))["sources"]
+        return sources
+
+    def choose(
+        self,
+        keys: Iterable[str] | None,
+        filter: Callable[[str], bool] | None,
+    ) -> list[int] | None:
+        """The positions that `keys=` and `filter=` leave, None for all."""
+        if keys is None and filter is None:
+            return None
+        chosen = list(range(len(self.table))) if keys is None else list(dict.fromkeys(self.place(key) for key in keys))
+        if filter is not None:
+            filter = _over(filter, (row[0] for row in self.table))
+            chosen = [at for at in chosen if filter(self.table[at][0])]
+        return chosen
+
+    def start(
+        self,
+        requests: bytes | Sequence[Request] | None,
+        watcher: Watcher | None = None,
+        cast: str = "",
+    ) -> Job:
+        """Starts a load of requests, as they are or packed by `wholes`; None for
+        every tensor, whole. cast: as `casting` has it. Tensors land on what `join`
+        returns; whole ones without a destination may come out of a preload."""
+        lands = self.join()
+        packed = None
+        if requests is not None:
+            packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
+        options: dict[str, Any] = {"device": lands, "cast": cast, "read": self.read or ""}
+        if lands != "cpu":
+            from ..frameworks.torch import stream_of, used_on
+
+            used_on(lands)
+            if requests is not None:
+                options["stream"] = stream_of(lands)
+        text = json.dumps(options)
+        try:
+            number = _engine.load_start(self._handle, packed, text)
+        except OutOfMemoryError:
+            if lands == "cpu" or "torch" not in sys.modules:
+                raise
+            from ..frameworks.torch import give_back
+
+            # Memory that torch only keeps is no reason to fail.
+            give_back(lands)
+            number = _engine.load_start(self._handle, packed, text)
+        return Job(number, "load", watcher)
+
+    def begin(
+        self,
+        chosen: list[int] | None,
+        rows: Sequence[Any],
+        frame: Frame,
+        watcher: Watcher | None = None,
+        cast: str = "",
+    ) -> tuple[Job, dict[int, Any]]:
+        """Starts a load of whole tensors. Returns the job, and by position in
+        rows the tensors that were made for it: large ones on a GPU land in
+        tensors of torch's allocator. The others land in memory of the engine's:
+        small ones, which torch makes more slowly than the engine loads them, all
+        on the host, and all of a load that joined a preload: they are on `lands`."""
+        numbers = range(len(rows)) if chosen is None else chosen
+
+        def requests(pointers: list[int]) -> bytes | None:
+            return None if chosen is None and not any(pointers) else wholes(numbers, pointers)
+
+        return self._begin(requests, rows, frame, watcher, cast)
+
+    def begin_blocks(
+        self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame
+    ) -> tuple[Job, dict[int, Any]]:
+        """The same for blocks of tensors: (position, ranges of dims 0 and 1), with
+        rows whose shape and bytes are the block's."""
+
+        def requests(pointers: list[int]) -> list[Request]:
+            return [(at, pointer, *block) for (at, block), pointer in zip(blocks, pointers, strict=True)]
+
+        return self._begin(requests, rows, frame)
+
+    def _begin(
+        self,
+        requests: Callable[[list[int]], bytes | Sequence[Request] | None],
+        rows: Sequence[Any],
+        frame: Frame,
+        watcher: Watcher | None = None,
+        cast: str = "",
+    ) -> tuple[Job, dict[int, Any]]:
+        if frame.name != "bytes":
+            for name, dtype, shape, size, *_ in rows:
+                if not size:
+                    check_empty(dtype, shape, name)
+        pointers = [0] * len(rows)
+        large = [] if self.join() == "cpu" or self.joined else [at for at, row in enumerate(rows) if row[3] >= LARGE]
+        for at in large:
+            pointers[at] = _LATER
+        job = self.start(requests(pointers), watcher, cast)
+        if not large:
+            return job, {}
+        try:
+            return job, self._settle(job, large, rows, frame)
+        except OutOfMemoryError:
+            job.cancel()
+            job.free()
+        except BaseException:
+            job.cancel()
+            job.free()
+            raise
+        # Once more, with what the load itself took out of the way first.
+        tensors = frame.empty_on(self.device, [rows[at] for at in large])
+        for at, tensor in zip(large, tensors, strict=True):
+            pointers[at] = tensor.data_ptr()
+        return self.start(requests(pointers), watcher, cast), dict(zip(large, tensors, strict=True))
+
+    def _settle(self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame) -> dict[int, Any]:
+        # The tensors are made while the first bytes are on their way: growing
+        # torch's allocator takes some 50 us a tensor.
+        from ..frameworks.torch import stream_of
+
+        places: dict[int, Any] = {}
+        for first in range(0, len(large), _BATCH):
+            part = large[first : first + _BATCH]
+            tensors = frame.empty_on(self.device, [rows[at] for at in part], again=False)
+            job.settle([n for at, tensor in zip(part, tensors, strict=True) for n in (at, tensor.data_ptr())], stream_of(self.device))
+            places.update(zip(part, tensors, strict=True))
+        return places
+
+    def casting(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
+        """The rows as they land when the engine casts to a torch dtype on the way,
+        and its name for that; "" where it does not: on the host, for other types,
+        out of a preload."""
+        if wanted is None or self.join() == "cpu" or self.joined:
+            return rows, ""
+        from ..frameworks.torch import SAVED
+
+        name = SAVED.get(wanted, "")
+        if name not in CAST_TO:
+            return rows, ""
+        return [(row[0], name, row[2], nbytes(name, row[2]), *row[4:]) if row[1] in CAST_FROM else row for row in rows], name
+
+    def load(
+        self,
+        chosen: list[int] | None,
+        frame: Frame,
+        dtype: Any,
+        watcher: Watcher | None,
+    ) -> dict[str, Any]:
+        """The chosen tensors, whole, in a dict in the order of `chosen`."""
+        rows: Sequence[Any] = self.table if chosen is None else [self.table[at] for at in chosen]
+        if not rows:
+            return {}
+        wanted = None if dtype is None else frame.dtype(dtype)
+        rows, cast = self.casting(rows, wanted)
+        raw = frame.raw({row[1] for row in rows})
+        job, places = self.begin(chosen, rows, frame, watcher, cast)
+        with job, many_objects():
+            if frame.make is not None and not raw:
+                crowd = self.device != "cpu" and len(rows) - len(places) >= _CROWD
+                tensors = (_gathered if crowd else _taken)(job, rows, frame, frame.make, places, self.device)
+            else:
+                job.wait()
+                tensors = frame.adopt_all(job.take(raw), rows, raw, places, self.device)
+        if self.lands != self.device:
+            for at, tensor in enumerate(tensors):  # one at a time: only one is held twice
+                tensors[at] = tensor.to(self.device)
+        if wanted is not None:
+            # One at a time, so that only one is held twice.
+            for at, row in enumerate(rows):
+                tensors[at] = frame.cast(tensors[at], row[1], wanted)
+        return dict(zip(map(itemgetter(0), rows), tensors, strict=True))
+
+
+def _taken(job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any], Any], places: dict[int, Any], device: str) -> list[Any]:
+    # Job.take and Frame.adopt_all for capsules that need nothing but `make`.
+    job.wait()
+    capsules, missing = job.capsules()
+    if not missing:
+        return list(map(make, capsules))
+    tensors = [None if capsule is None else make(capsule) for capsule in capsules]
+    for at in missing:
+        tensors[at] = places[at] if at in places else frame.empty(rows[at][1], rows[at][2], device)
+    return tensors
+
+
+def _gathered(job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any], Any], places: dict[int, Any], device: str) -> list[Any]:
+    # The same while the job runs: tensors by the ten thousand are made beside the
+    # bytes that still arrive.
+    tensors: list[Any] = [None] * len(rows)
+    for at, tensor in places.items():
+        tensors[at] = tensor
+    ended = False
+    while not ended:
+        ended = job.ended(_PAUSE)
+        while (columns := job.gather(0)) is not None:
+            for at, tensor in zip(columns[1], map(make, columns[0]), strict=True):
+                tensors[at] = tensor
+    for at, tensor in enumerate(tensors):
+        if tensor is None:
+            tensors[at] = frame.empty(rows[at][1], rows[at][2], device)
+    return tensors
+
+
+def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:
+    return filter.over(names) if isinstance(filter, Experts) else filter
+
+
+def prepare(device: str) -> None:
+    """Begins to make a GPU ready, so that a load need not wait for it."""
+    if device != "cpu":
+        _engine.device_prepare(device)
+
+
+def whole(at: int) -> Request:
+    """The request for all of a tensor in memory of the engine's."""
+    return (at, 0, 0, WHOLE, 0, WHOLE)
+
+
+def wholes(numbers: Sequence[int], pointers: Sequence[int] | None = None) -> bytes:
+    """The requests for all of many tensors, packed, in memory of the engine's or
+    at pointers that are not 0: a few C calls for all of them."""
+    flat = array("q", bytes(6 * 8 * len(numbers)))
+    flat[0::6] = array("q", numbers)
+    if pointers is not None:
+        flat[1::6] = array("q", pointers)
+    flat[3::6] = flat[5::6] = array("q", [WHOLE]) * len(numbers)
+    return flat.tobytes()

@@ -1,0 +1,43 @@
+"""The bytes of whole small files: manifests, indexes, pickles without their tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from .. import _engine
+from ..files import read_file
+from ..jobs import Job
+from ..paths import is_file, is_remote, local, path_of
+from .options import StorageOptions, storage
+
+__all__ = ["read", "read_bytes"]
+
+
+def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, storage_options: Any = None) -> bytes:
+    """The bytes of one whole file: a path or a URI.
+
+    For what stands beside models: manifests, indexes, raw tensors.
+
+    limit: the most bytes that are read; a file that has more is refused.
+    storage_options: as for `load_file`.
+    Raises NotFoundError, AccessError, IOFailure, FormatError above the limit,
+    ArgumentError for what is no regular file, OutOfMemoryError for what does not fit
+    into memory, NotSupportedError for other schemes.
+    """
+    uri = local(source)
+    if is_remote(uri):
+        return read(uri, storage_options, (1 << 62) if limit is None else limit)
+    storage(storage_options, [uri])  # refused for a local path
+    return read_file(path_of(uri) if is_file(uri) else uri, limit, uri)
+
+
+def read(uri: str, options: StorageOptions | None, most: int) -> bytes:
+    """All bytes of a URI; FormatError if there are more than `most`."""
+    with os.fdopen(os.memfd_create("overwire"), "w+b") as memory:
+        spec = {"uris": [uri], "fd": memory.fileno(), "most": most, **storage(options, [uri])}
+        with Job(_engine.fetch_start(json.dumps(spec)), "fetch") as job:
+            job.wait()
+        memory.seek(0)
+        return memory.read()

@@ -1,0 +1,74 @@
+"""What a user calls a model (a path, a list, a folder, an open file), in the
+engine's words: a list of URIs. Parsing and opening is the engine's."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import stat
+from collections.abc import Iterable
+from typing import Any, Union
+
+from ..errors import ArgumentError
+from ..files import number_of
+from ..paths import local
+
+__all__ = ["SourceLike", "resolve"]
+
+#: A path or URI of a file, a folder or an index.json; several of them; or a
+#: binary file open for reading, which is read from where it stands, or, where that
+#: is its end, from its beginning.
+SourceLike = Union[str, "os.PathLike[str]", Iterable[Union[str, "os.PathLike[str]"]], Any]
+
+
+def resolve(source: SourceLike) -> tuple[list[str], Any]:
+    """The URIs of a source, and what must stay alive until they are open."""
+    if isinstance(source, (str, bytes, os.PathLike)):
+        return [local(source)], None
+    if hasattr(source, "read"):
+        return _open_file(source)
+    try:
+        uris = [local(part) for part in source]
+    except TypeError:
+        raise ArgumentError(f"overwire: source: expected a path, a list of paths or an open file, got {type(source).__name__}") from None
+    if not uris:
+        raise ArgumentError("overwire: source: the list of files is empty")
+    return uris, None
+
+
+def _open_file(file: Any) -> tuple[list[str], Any]:
+    # What remains of it from where it stands; of one at its end, which was just
+    # written, all of it. A file of the disk at either place is opened again by its
+    # number, which also finds unlinked ones. Everything else that reads is copied
+    # to anonymous memory first.
+    if isinstance(file, io.TextIOBase):
+        raise ArgumentError("overwire: source: the file is not open in binary mode")
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        if file.writable():
+            file.flush()
+    number = number_of(file)
+    if number is not None:
+        if stat.S_ISCHR(os.fstat(number).st_mode):
+            raise ArgumentError("overwire: source: the file is a device, which has no end")
+        with contextlib.suppress(OSError, ValueError):
+            size = os.fstat(number).st_size
+            if size and file.tell() in (0, size):
+                return [f"/proc/self/fd/{number}"], file
+    memory = os.fdopen(os.memfd_create("overwire"), "w+b")
+    again = False
+    while True:
+        block = file.read(1 << 20)
+        if not block and not memory.tell() and not again:
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                file.seek(0)
+            again = True
+            continue
+        if not isinstance(block, (bytes, bytearray, memoryview)):
+            memory.close()
+            raise ArgumentError("overwire: source: the file is not open in binary mode")
+        if not block:
+            break
+        memory.write(block)
+    memory.flush()
+    return [f"/proc/self/fd/{memory.fileno()}"], memory

@@ -1,0 +1,74 @@
+"""What a path or URI says by its text alone: where it leads, and how people may see it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .errors import ArgumentError
+
+__all__ = ["is_file", "is_remote", "local", "path_of", "shown"]
+
+
+def is_remote(uri: str) -> bool:
+    """Whether a path has a scheme that is not file://."""
+    scheme, found, _ = uri.partition("://")
+    return bool(found) and scheme.lower() != "file" and not set(scheme) & set("/\\.")
+
+
+def shown(uri: str) -> str:
+    """A URI as people may see it: without user, password, query and fragment.
+    Local paths stay as they are."""
+    if not is_remote(uri):
+        return uri
+    scheme, _, rest = uri.partition("://")
+    plain, cut, _ = rest.partition("?")
+    plain, cut2, _ = plain.partition("#")
+    host, slash, path = plain.partition("/")
+    user, at, host = host.rpartition("@")
+    return f"{scheme}://{'***@' if at else ''}{host}{slash}{path}{'?***' if cut or cut2 else ''}"
+
+
+def local(path: Any) -> str:
+    """One path or URI as text; a relative path is made absolute, so that a
+    later change of the working directory does not matter.
+
+    What os.fsencode makes of the text is the name that is opened, whatever its
+    bytes are. A text that no name has, and a URI that is not UTF-8, are
+    ArgumentError."""
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        raise ArgumentError(f"overwire: path: expected a str or os.PathLike, got {type(path).__name__}") from None
+    if not text or "\0" in text:
+        raise ArgumentError("overwire: path: it is empty or has a NUL byte")
+    try:
+        same = os.fsencode(text) == text.encode("utf-8", "surrogateescape")
+        if is_remote(text):
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"overwire: path: {text!r} is no name of a file, nor a URI: {error.reason}") from None
+    if not same:
+        raise ArgumentError(f"overwire: path {text!r}: the engine's names are UTF-8, and Python's are not: start it with -X utf8")
+    if is_remote(text) or is_file(text):
+        return text
+    # ".." after a symbolic link is not the name before: the system finds it.
+    return os.path.join(os.getcwd(), text) if ".." in text.split("/") else os.path.abspath(text)
+
+
+def is_file(uri: str) -> bool:
+    """Whether a path is written as a file:// URI."""
+    return uri[:7].lower() == "file://"
+
+
+def path_of(uri: str) -> str:
+    """The path of a file:// URI: the very bytes that its escapes stand for.
+    ArgumentError for another host's, and for a bare ? or #, which some readers
+    take for the end of the path and others for a part of the name."""
+    from urllib.parse import unquote_to_bytes
+
+    host, slash, rest = uri.partition("://")[2].partition("/")
+    path = os.fsdecode(unquote_to_bytes(os.fsencode(slash + rest)))
+    if host not in ("", "localhost") or not slash or set(rest) & set("?#") or "\0" in path:
+        raise ArgumentError(f"overwire: open {uri}: not the URI of a local file (? is written %3F there, # %23)", source=uri)
+    return path

@@ -1,0 +1,65 @@
+"""What drop-ins and plug-ins are built of, beside the names of `overwire` itself.
+
+Those names are for users, these for code that stands for another library. Nothing
+here is imported before it is used.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from ._apart import apart
+    from .bundles.unpickling import load_plain
+    from .files import number_of, read_file, regular
+    from .model.forked import forked, refuse_compressed
+    from .model.joining import written
+    from .model.layout import refuse_urls
+    from .paths import local, path_of, shown
+    from .stores import ObjectReader, ObjectWriter, presign, publish, write_bytes
+    from .verbs.save import save_bytes
+
+__all__ = [
+    "ObjectReader",
+    "ObjectWriter",
+    "apart",
+    "forked",
+    "load_plain",
+    "local",
+    "number_of",
+    "path_of",
+    "presign",
+    "publish",
+    "read_file",
+    "refuse_compressed",
+    "refuse_urls",
+    "regular",
+    "save_bytes",
+    "shown",
+    "write_bytes",
+    "written",
+]
+
+# Module -> its names above; a test compares them.
+_HOMES = {
+    "_apart": ("apart",),
+    "bundles.unpickling": ("load_plain",),
+    "files": ("number_of", "read_file", "regular"),
+    "model.forked": ("forked", "refuse_compressed"),
+    "model.joining": ("written",),
+    "model.layout": ("refuse_urls",),
+    "paths": ("local", "path_of", "shown"),
+    "stores": ("ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
+    "verbs.save": ("save_bytes",),
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        from importlib import import_module
+
+        for home, names in _HOMES.items():
+            if name in names:
+                value = globals()[name] = getattr(import_module("overwire." + home), name)
+                return value
+        raise AttributeError(f"module 'overwire.plumbing' has no attribute {name!r}")

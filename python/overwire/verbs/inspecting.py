@@ -1,0 +1,127 @@
+"""inspect, verify, convert, doctor: the verbs about files and the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Union
+
+from .. import _engine
+from ..errors import ArgumentError
+from ..jobs import Job
+from ..model.locate import uris_of
+from ..model.options import StorageOptions, parse_size, storage
+from ..model.sources import SourceLike, resolve
+from ..paths import local, shown
+from ..progress import ProgressLike, watch
+from .save import Report
+
+__all__ = ["convert", "doctor", "inspect", "verify"]
+
+_PathLike = Union[str, "os.PathLike[str]"]
+
+
+def _uris(source: SourceLike, options: StorageOptions | None) -> tuple[list[str], Any]:
+    uris, keep = resolve(source)
+    if keep is None:
+        uris = [uri for path in uris for uri in uris_of(path, options)]
+    return uris, keep
+
+
+def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None) -> dict[str, Any]:
+    """What a model holds, by its headers alone; no tensor byte is read.
+
+    source: a file, folder, index.json, or a bundle's pickle or meta.csv; plain
+        or compressed.
+    storage_options: as for `load_file`.
+
+    Returns a dict: "sources", each with uri, format ("safetensors" or
+    "overwire"), size, metadata and "tensors" (name, dtype, shape, bytes,
+    stored, ratio, coding, chunks), and "totals" over all of them.
+    Raises NotFoundError, FormatError, CorruptError.
+    """
+    uris, _ = _uris(local(source), storage_options)
+    if len(uris) != 1:
+        raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
+    found: dict[str, Any] = json.loads(_engine.call("inspect", json.dumps({"uris": uris, **storage(storage_options, uris)})))
+    return found
+
+
+def verify(source: SourceLike, *, progress: ProgressLike = None, storage_options: StorageOptions | None = None) -> dict[str, Any]:
+    """Proves every byte: checksums of stored bytes, every decode, and the hash
+    of every tensor.
+
+    source: what `inspect` takes, or a list of files.
+    storage_options: as for `load_file`.
+
+    Returns a dict: ok (always True: anything wrong raises), tensors, bytes,
+    stored, seconds, and "files", each with what was "checked": "contents", or
+    only "structure" for plain safetensors, which has no checksums.
+    Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError.
+    """
+    uris, keep = _uris(source, storage_options)
+    number = _engine.verify_start(json.dumps({"uris": uris, **storage(storage_options, uris)}))
+    with Job(number, "verify", watch(progress, "verify")) as job:
+        job.wait()
+        found: dict[str, Any] = job.report()
+    del keep
+    return found
+
+
+def convert(
+    source: SourceLike,
+    path: _PathLike,
+    *,
+    compress: bool = True,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> Report:
+    """Rewrites a model: plain to compressed, compressed to plain
+    (compress=False), other shards. Memory does not grow with the model.
+
+    source: what `inspect` takes, or a list of files.
+    path, metadata, max_shard_size: as for `save_file`; metadata None keeps that
+        of the source.
+    storage_options: as for `load_file`, for source and path; `decryption_*` are
+        for the source and `encryption_*`, as for `save_file`, for the path. From
+        .tensors to .tensors, types, modules and every dtype stay: so files are
+        encrypted, decrypted, or given another key.
+
+    Returns a Report; raises what loading and saving raise.
+    """
+    reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
+    uris, keep = _uris(source, reach or None)
+    target = local(path)
+    spec: dict[str, Any] = {
+        "uris": uris,
+        "path": target,
+        "compress": bool(compress),
+        "shard": parse_size(max_shard_size),
+        **storage(storage_options, [*uris, target], writes=True),
+    }
+    if metadata is not None:
+        spec["metadata"] = dict(metadata)
+    with Job(_engine.convert_start(json.dumps(spec)), "convert", watch(progress, "convert")) as job:
+        job.wait()
+        report = job.report()
+    del keep
+    return Report.of(report)
+
+
+def doctor(*, measure: bool = False) -> dict[str, Any]:
+    """What the engine finds on this machine: CPU, decoder, memory, versions,
+    and the settings with the environment variables that made them.
+
+    "gpu" holds the versions of NVIDIA's driver and "devices", each with name,
+    memory (bytes), compute capability, PCI link (0 where the system does not
+    tell), and the kernels that it would run; or the "reason" why there is none.
+    "gpudirect_storage" says whether that is "real" here, and "why" (not).
+    Asking loads the driver if there is one, without a context on any GPU.
+    measure: copies to each GPU for about 0.2 s and adds "wire", in GB/s; that
+        makes a context there, after which the process must not fork for CUDA.
+    """
+    found: dict[str, Any] = json.loads(_engine.doctor(measure))
+    return found

@@ -1,0 +1,241 @@
+"""load_model and save_model: a torch module's tensors, in place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ArgumentError, ModelMismatchError
+from ..frameworks.choose import check_device, frame_for
+from ..model.opened import WHOLE, Model, whole
+from ..model.options import StorageOptions
+from ..model.plan import fit
+from ..model.sources import SourceLike
+from ..progress import ProgressLike, watch
+from .save import Report, save_file
+
+__all__ = ["load_model", "save_model"]
+
+
+def load_model(
+    module: Any,
+    source: SourceLike,
+    strict: bool = True,
+    device: Any = None,
+    *,
+    progress: ProgressLike = None,
+    mmap: bool | None = None,
+    storage_options: StorageOptions | None = None,
+    lenient: bool = False,
+    max_memory: int | str | None = None,
+) -> tuple[list[str], list[str]]:
+    """Loads a file into a torch module's own parameters and buffers.
+
+    Bytes land directly in the module's tensors where these are dense and of the
+    file's dtype, each where it is, on the host or a GPU: no second copy of the
+    model. Others are loaded beside it and copied (cast) into place one by one;
+    those on the meta device are replaced by what was loaded. Tied tensors are
+    loaded once.
+
+    device: where to load; None: where each tensor is, and those of the meta
+        device on the host. Tensors that are elsewhere are copied there.
+
+    storage_options: as for `load_file`.
+    strict: raise if tensors are missing in the file, or unexpected in it.
+    lenient: as for `load_file`.
+    max_memory: the most bytes that may be loaded beside the module's own
+        tensors, on all devices together: those that do not land in them, and
+        what takes the place of the meta device's.
+
+    Returns (missing, unexpected) names, as safetensors.torch.load_model. Names
+    tied to a loaded one are neither.
+
+    Raises ModelMismatchError and, for max_memory, OutOfMemoryError before
+    anything is changed or allocated, also for shapes that differ, and what `load_file` raises. After an error during the load itself
+    the module's values are partly old and partly new.
+
+    `load_state_dict` hooks of the module are not run.
+    """
+    frame = frame_for("torch")
+    fixed = None if device is None else check_device(device, frame)
+    import torch
+
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
+    targets: dict[str, Any] = module.state_dict(keep_vars=True)
+    with Model(source, mmap, fixed or _single(targets), lenient=lenient, storage_options=storage_options) as model:
+        missing, unexpected, wanted = _match(module, targets, model, strict)
+        names = list(wanted)
+        requests, direct = [], []
+        done: dict[int, str] = {}
+        for name in names:
+            at, target = wanted[name], targets[name]
+            lands = _lands(target, model.table[at][1], fixed or _place(target))
+            # Two names of one tensor: the second landing would race the first.
+            if lands and target.data_ptr() in done:
+                lands = False
+            if lands and target.numel():
+                done[target.data_ptr()] = name
+            direct.append(lands)
+            requests.append((at, target.data_ptr() if lands else 0, 0, WHOLE, 0, WHOLE))
+        views = {}
+        for name in names:
+            where = fixed or _place(targets[name])
+            if where not in views:
+                views[where] = model.on(where)
+                views[where].join()
+        for number, name in enumerate(names):
+            # On a GPU, what was preloaded is copied from where it is.
+            where = fixed or _place(targets[name])
+            if views[where].joined and where != "cpu":
+                direct[number] = False
+                requests[number] = whole(requests[number][0])
+        beside = [request[0] for request, lands in zip(requests, direct, strict=True) if not lands]
+        fit(model, frame, None, max_memory, [model.row(at) for at in beside])
+        watcher = watch(progress, "load")
+        # One load for each device, all at once.
+        groups: dict[str, list[int]] = {}
+        for number, name in enumerate(names):
+            groups.setdefault(fixed or _place(targets[name]), []).append(number)
+        with contextlib.ExitStack() as stack:
+            jobs = []
+            for where, group in groups.items():
+                jobs.append(stack.enter_context(views[where].start([requests[number] for number in group], watcher)))
+                watcher = None
+            for job, (where, group) in zip(jobs, groups.items(), strict=True):
+                job.wait()
+                landed = job.take(frame.raw({model.table[wanted[names[number]]][1] for number in group}))
+                for at, number in enumerate(group):
+                    capsule, pointer = landed[at]
+                    landed[at] = (None, 0)
+                    if not direct[number]:
+                        row = model.table[wanted[names[number]]]
+                        tensor = frame.adopt(capsule, pointer, row[1], row[2], views[where].join())
+                        _put(module, names[number], targets[names[number]], tensor)
+    return missing, unexpected
+
+
+def _place(target: Any) -> str:
+    """Where a module's tensor is loaded, when nothing else was said."""
+    return str(target.device) if getattr(target, "is_cuda", False) else "cpu"
+
+
+def _single(targets: Mapping[str, Any]) -> str:
+    """The one device of a module's tensors, for a preload to be joined; several:
+    the host."""
+    places = {_place(target) for target in targets.values()}
+    return places.pop() if len(places) == 1 else "cpu"
+
+
+def _match(module: Any, targets: Mapping[str, Any], model: Model, strict: bool) -> tuple[list[str], list[str], dict[str, int]]:
+    """Missing and unexpected names, and the place of each tensor to load."""
+    wanted = {name: model.places[name] for name in targets if name in model.places}
+    loaded = {_identity(targets[name]) for name in wanted}
+    missing = [name for name, target in targets.items() if name not in wanted and _identity(target) not in loaded]
+    unexpected = [row[0] for row in model.table if row[0] not in targets]
+    problems = []
+    if strict and missing:
+        problems.append("missing in the file: " + ", ".join(map(repr, sorted(missing))))
+    if strict and unexpected:
+        problems.append("unexpected in the file: " + ", ".join(map(repr, sorted(unexpected))))
+    for name, at in wanted.items():
+        target, (_, dtype, shape, *_rest) = targets[name], model.table[at]
+        if not hasattr(target, "shape"):
+            problems.append(f"{name!r} is not a tensor in the module")
+            continue
+        here = tuple(target.shape)
+        if dtype == "F4" and shape:
+            shape = (*shape[:-1], shape[-1] // 2)
+        if here != shape:
+            problems.append(f"{name!r} has shape {here} in the module, {shape} in the file")
+    if problems:
+        raise ModelMismatchError(
+            f"overwire: load {model.uris[0]} into {type(module).__name__}: " + "; ".join(problems),
+            source=model.uris[0],
+        )
+    return missing, unexpected, wanted
+
+
+def _identity(target: Any) -> Any:
+    if not hasattr(target, "data_ptr") or target.device.type == "meta" or not target.numel():
+        return id(target)
+    return (target.data_ptr(), tuple(target.shape), target.stride(), target.dtype)
+
+
+def _lands(target: Any, dtype: str, where: str) -> bool:
+    """Whether the engine can write the tensor's own bytes."""
+    from ..frameworks.torch import SAVED
+
+    return (
+        str(target.device) == where
+        and not target.is_sparse
+        and SAVED.get(target.dtype) == dtype
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def _put(module: Any, name: str, target: Any, loaded: Any) -> None:
+    import torch
+
+    if target.device.type != "meta":
+        with torch.no_grad():
+            target.copy_(loaded)
+        return
+    # A module made on the meta device: the loaded tensor takes the place,
+    # under every name that the placeholder has.
+    if isinstance(target, torch.nn.Parameter):
+        loaded = torch.nn.Parameter(loaded.to(target.dtype), requires_grad=target.requires_grad)
+    else:
+        loaded = loaded.to(target.dtype)
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for key, value in table.items():
+                if value is target:
+                    table[key] = loaded
+
+
+def save_model(
+    module: Any,
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    compress: bool = True,
+    max_shard_size: int | str | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> Report:
+    """Saves a torch module's parameters and persistent buffers by name.
+
+    Tied tensors are stored once. A plain file (compress=False) has only the
+    first of their names, with {dropped name: kept name} in its metadata, as
+    safetensors.torch.save_model writes it; a compressed one has all of them.
+
+    Other arguments, the report and errors are those of `save_file`.
+    """
+    frame_for("torch")
+    import torch
+
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
+    tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    notes = dict(metadata or {})
+    notes.setdefault("format", "pt")
+    if not compress:
+        kept: dict[Any, str] = {}
+        for name in sorted(tensors):
+            first = kept.setdefault(_identity(tensors[name]), name)
+            if first != name:
+                notes.setdefault(name, first)
+                del tensors[name]
+    return save_file(
+        tensors,
+        path,
+        notes,
+        compress=compress,
+        max_shard_size=max_shard_size,
+        progress=progress,
+        storage_options=storage_options,
+    )

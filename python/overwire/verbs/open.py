@@ -1,0 +1,232 @@
+"""safe_open: tensors and slices of open files, one at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from .. import _engine
+from ..dtypes import BITS, PACKED, nbytes
+from ..errors import ArgumentError, CorruptError, NotSupportedError
+from ..frameworks.choose import check_device, frame_for
+from ..model.indexing import plan
+from ..model.opened import LARGE, WHOLE, Model
+from ..model.options import StorageOptions
+from ..model.sources import SourceLike
+
+if TYPE_CHECKING:
+    from ..model.forked import ForkedModel
+
+__all__ = ["TensorSlice", "safe_open"]
+
+
+def _states(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
+    # What tells files from those that take their place; see `ForkedModel`.
+    states: list[tuple[int, ...] | None] = []
+    for path in paths:
+        try:
+            state = os.stat(path)
+            states.append((state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+        except (OSError, ValueError):
+            states.append(None)
+    return states
+
+
+class safe_open:
+    """Opens plain or compressed safetensors files for reading by name.
+
+    source: as for `load_file`: a path, a folder, an index.json, a list of
+        paths, an open file.
+    framework: "pt", "np" or "bytes"; None: torch if it is installed, else numpy.
+    device, dtype, mmap, lenient, storage_options: as for `load_file`.
+
+    A context manager; `close` may be called by hand. Tensors are the caller's
+    and outlive it. Threads may share one object.
+
+    In a child of fork, where the engine cannot run, plain local files are read
+    through the package safetensors, those that were opened before the fork too.
+
+    Raises what `load_file` raises; ArgumentError after it was closed; ForkedError
+    in such a child for compressed files, folders, URIs and GPUs.
+    """
+
+    def __init__(
+        self,
+        source: SourceLike,
+        framework: str | None = None,
+        device: Any = "cpu",
+        *,
+        dtype: Any = None,
+        mmap: bool | None = None,
+        storage_options: StorageOptions | None = None,
+        lenient: bool = False,
+    ) -> None:
+        self._frame = frame_for(framework)
+        where = check_device(device, self._frame)
+        self._dtype = None if dtype is None else self._frame.dtype(dtype)
+        self._model: Model | None
+        if _engine.forked():
+            from ..model.forked import ForkedModel
+
+            self._model = ForkedModel(source, where, storage_options=storage_options)
+        else:
+            self._model = Model(source, mmap, where, lenient=lenient, storage_options=storage_options)
+            self._seen = _states(self._model.uris)
+
+    def __enter__(self) -> safe_open:
+        self._live()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # `getattr`: the constructor may have failed.
+        if getattr(self, "_model", None) is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the files. Does nothing the second time."""
+        model, self._model = self._model, None
+        if model is not None:
+            model.close()
+
+    def _live(self) -> Model:
+        if self._model is None:
+            raise ArgumentError("overwire: the file is closed")
+        if _engine.forked() and not hasattr(self._model, "read_alone"):
+            from ..model.forked import ForkedModel
+
+            if self._seen != _states(self._model.uris):
+                raise CorruptError(
+                    f"overwire: open {self._model.uris[0]}: the file was replaced since it was opened", source=self._model.uris[0]
+                )
+            self._model = ForkedModel(self._model.uris, self._model.device)
+        return self._model
+
+    def keys(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self.offset_keys())
+
+    def offset_keys(self) -> list[str]:
+        """The names of all tensors, in the order of their bytes in the files."""
+        return [row[0] for row in self._live().table]
+
+    def __len__(self) -> int:
+        return len(self._live().table)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._live().places
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the writer noted in `__metadata__`, without our own entry.
+
+        None if there is nothing. Of several files all entries together; where
+        two differ the first file's counts.
+        """
+        merged: dict[str, str] = {}
+        for source in self._live().info():
+            for key, value in (source.get("metadata") or {}).items():
+                if key != "overwire":
+                    merged.setdefault(key, value)
+        return merged or None
+
+    def get_tensor(self, name: str) -> Any:
+        """One tensor, the caller's own. TensorNotFoundError if it is not there."""
+        return self.get_tensors([name])[name]
+
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Several tensors, read together; None for all. In the order of names."""
+        model = self._live()
+        chosen = model.choose(names, None)
+        return model.load(chosen, self._frame, self._dtype, None)
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """The tensor as something to index; nothing is read yet."""
+        self._live().place(name)
+        return TensorSlice(self, name)
+
+
+class TensorSlice:
+    """A tensor of an open file that is read as it is indexed.
+
+    `s[3]`, `s[:, ::2]`, `s[..., -1]`, `s[5:2:-1, None]`: ints, slices with any
+    step, Ellipsis and None, as numpy has them. Read is the smallest block of
+    dims 0 and 1 that holds the result. The result is the caller's own tensor
+    and holds only its own bytes. Lists and masks are not indices here.
+    """
+
+    def __init__(self, file: safe_open, name: str) -> None:
+        self._file = file
+        self._name = name
+        model = file._live()
+        self._at = model.place(name)
+        self._row = model.row(self._at)
+
+    def get_shape(self) -> list[int]:
+        """The whole tensor's shape, in elements, as the file's header has it."""
+        return list(self._row.shape)
+
+    def get_dtype(self) -> str:
+        """The dtype's name in the file: "F32", "BF16", "F8_E4M3" ..."""
+        return self._row.dtype
+
+    def __repr__(self) -> str:
+        return f"TensorSlice({self._name!r}, {self._row.dtype}, {self.get_shape()})"
+
+    def __getitem__(self, index: Any) -> Any:
+        file, row = self._file, self._row
+        model, frame = file._live(), file._frame
+        if _engine.forked():
+            return self._alone(index)
+        if row.dtype in PACKED:
+            return self._packed(index)
+        planned = plan(index, row.shape)
+        if planned.empty:
+            tensor = frame.empty(row.dtype, planned.shape, model.device)
+        elif planned.shape == row.shape:
+            tensor = model.load([self._at], frame, None, None)[row.name]
+        else:
+            (lo0, hi0), (lo1, hi1) = planned.block
+            request = (self._at, 0, lo0, hi0, lo1, hi1)
+            if len(row.shape) == 1:
+                request = (self._at, 0, lo0, hi0, 0, WHOLE)
+            lands = [(row.name, row.dtype, planned.shape, nbytes(row.dtype, planned.shape))]
+            places: dict[int, Any] = {}
+            if model.device != "cpu" and lands[0][3] >= LARGE:
+                places[0] = frame.empty_on(model.device, lands)[0]
+                request = (request[0], places[0].data_ptr(), *request[2:])
+            raw = frame.raw((row.dtype,))
+            with model.start([request]) as job:
+                job.wait()
+                tensor = frame.adopt_all(job.take(raw), lands, raw, places, model.device)[0]
+        if planned.cut:
+            tensor = frame.index(tensor, planned.cut, row.dtype)
+        if file._dtype is not None:
+            tensor = frame.cast(tensor, row.dtype, file._dtype)
+        return tensor
+
+    def _alone(self, index: Any) -> Any:
+        file, row = self._file, self._row
+        tensor = cast("ForkedModel", file._live()).read_alone(self._at, file._frame, index)
+        return tensor if file._dtype is None else file._frame.cast(tensor, row.dtype, file._dtype)
+
+    def _packed(self, index: Any) -> Any:
+        # Elements share bytes, so the tensor is read whole. Where the framework
+        # keeps them packed, the last dimension cannot be cut.
+        frame, row = self._file._frame, self._row
+        tensor = self._file.get_tensor(self._name)
+        planned = plan(index, row.shape, dims=0)
+        if tuple(tensor.shape) == row.shape:
+            return frame.index(tensor, planned.cut, row.dtype) if planned.cut else tensor
+        entries = [entry for entry in planned.cut if entry is not None]
+        whole_last = not entries or entries[-1] == slice(0, row.shape[-1], 1)
+        if len(tensor.shape) != len(row.shape) or not whole_last:
+            raise NotSupportedError(
+                f"overwire: {row.dtype} has {8 / BITS[row.dtype]:g} elements a byte: its last "
+                "dimension cannot be sliced here; load it, or use framework='np' for F4",
+                tensor=self._name,
+            )
+        cut = plan(index, tuple(tensor.shape), dims=0).cut
+        return frame.index(tensor, cut, row.dtype) if cut else tensor

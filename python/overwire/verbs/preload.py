@@ -1,0 +1,204 @@
+"""preload: a load that runs in the engine while Python does other things.
+
+By hand, or at the import of overwire when OVERWIRE_PRELOAD (or nyacomp's
+PRELOAD_PATH) names something. Loads of the same files join it: they take the
+tensors over, each once; what is left of a file that was loaded from is freed
+with that load, and the rest at exit.
+
+The same file is the same bytes: a load opens its files, and the engine compares
+them, one by one, with those that were preloaded, by device, inode, size and times
+(objects of stores: by ETag, or date). A preload of what was replaced or written to
+since is dropped, which is logged as a warning, and so is one whose tensors are not
+what the load asks for: on another GPU, mapped where the load reads, read in
+another way. The load then reads the files itself, and also where the preload had
+failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import sys
+from typing import Any
+
+from .. import _engine
+from ..errors import ArgumentError, DeadlineError, NotFoundError, NotSupportedError
+from ..frameworks.choose import check_device, frame_for
+from ..jobs import log
+from ..model import layout
+from ..model.joining import started
+from ..model.locate import uris_of
+from ..model.options import StorageOptions, storage
+from ..model.sources import SourceLike, resolve
+from ..paths import shown
+from ..progress import Progress
+
+__all__ = ["Preload", "preload", "start_from_environment"]
+
+# The engine's spellings of yes; it warns about what is neither yes nor no.
+_YES = frozenset({"1", "true", "yes", "on", "y", "t"})
+
+
+class Preload:
+    """A running preload. Dropping the object does not stop it."""
+
+    def __init__(self, path: str, uris: list[str], device: str, reach: dict[str, Any] | None = None) -> None:
+        #: What was asked for.
+        self.path = path
+        #: The files that are read.
+        self.uris = uris
+        #: Where the tensors go: "cpu" or "cuda:N".
+        self.device = device
+        self._job = _engine.preload_start(json.dumps({"uris": uris, "device": device, **(reach or {})}))
+        started()
+
+    def __repr__(self) -> str:
+        return f"Preload({self.path!r})"
+
+    def __del__(self) -> None:
+        # The handle alone: the preload goes on. `getattr`: the constructor may
+        # have failed.
+        job = getattr(self, "_job", None)
+        if job is not None:
+            _engine.job_free(job)
+
+    def progress(self) -> Progress:
+        """How far it is: tensor bytes and tensors, done and total (0 before the
+        files are open)."""
+        return Progress(*_engine.job_progress(self._job))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until everything is in memory, at most `timeout` seconds.
+
+        True when it is, False when time was up. Raises the error of the load.
+        """
+        return _engine.job_wait(self._job, timeout)
+
+    def result(self, timeout: float | None = None) -> None:
+        """`wait` that raises DeadlineError instead of returning False."""
+        if not self.wait(timeout):
+            raise DeadlineError(f"overwire: preload {self.path}: not done in {timeout} s", source=self.path)
+
+    def cancel(self) -> None:
+        """Stops it; what has landed is freed, but for the files that a load has
+        joined. A later load of the path reads it anew."""
+        _engine.job_cancel(self._job)
+
+
+def preload(
+    source: SourceLike,
+    *,
+    device: Any = "cpu",
+    storage_options: StorageOptions | None = None,
+) -> Preload:
+    """Starts to load, in the engine's own threads, without the GIL. Returns at
+    once; torch need not be imported.
+
+    source: what `load_file` takes (but no open file), or a bundle: its pickle,
+        or its meta.csv. `load_file`, `stream`, `safe_open`, `load_model`,
+        `load_compressed*` and what stands for other packages join it, for all of
+        its files or some, by whatever name; `load_file` with group does not.
+    device: "cpu" (or "host"): into host memory, with CUDA untouched, for
+        programs that fork; a load to a GPU moves the tensors on, but reads plain
+        files, which are mapped, out of the page cache. "cuda:1": to that GPU;
+        loads to the same one join it. "cuda": to the GPU that is current in
+        torch; before torch is imported, to the one that LOCAL_RANK names, or
+        SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID; to the first
+        without them, or where CUDA_VISIBLE_DEVICES leaves one. Bundles go to
+        the host only.
+    storage_options: as for `load_file`; a load joins with the same options only.
+
+    A tensor is handed out once: `safe_open` that is asked for it again reads it.
+    Of a file that was saved within the last moment the preload waits, 40 ms, and
+    2 s where times have whole seconds, until a later change would show.
+
+    Errors of the files show in `wait` alone; a load reads them anew. It raises
+    NotSupportedError there for an object whose server gives neither an ETag nor a
+    date, which no load could compare. Raises NotFoundError, FormatError,
+    NotSupportedError for a pickle or meta.csv that names no container,
+    ArgumentError for what is neither a file nor a folder.
+    """
+    where = _device(device)
+    if hasattr(source, "read"):
+        raise ArgumentError("overwire: preload: an open file cannot be preloaded; give its path")
+    paths, _ = resolve(source)
+    for path in paths:
+        _refuse_special(path)
+    uris = [uri for path in paths for uri in uris_of(path, storage_options)]
+    if where != "cpu" and any(path.endswith((".pkl", ".pth", ".csv")) for path in paths):
+        raise NotSupportedError(f"overwire: preload {', '.join(map(shown, paths))}: bundles are preloaded to the host only")
+    return Preload(", ".join(map(shown, paths)), uris, where, storage(storage_options, uris))
+
+
+def _refuse_special(path: str) -> None:
+    # A look into a FIFO or a device may never end.
+    with contextlib.suppress(OSError):
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ArgumentError(f"overwire: preload {path}: not a regular file", source=path)
+
+
+# Who says which of a machine's processes this is, before torch is there.
+_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+
+
+def _device(device: Any) -> str:
+    if device == "host":
+        return "cpu"
+    text = str(device)
+    if text == "cuda" and "torch" not in sys.modules:
+        return f"cuda:{_rank()}"  # without asking for torch
+    if text.startswith("cuda:") and text[5:].isdecimal():
+        return text
+    return check_device(device, None if text == "cpu" else frame_for("torch"))
+
+
+def _rank() -> int:
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if seen and "," not in seen:
+        return 0
+    for name in _RANKS:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    return 0
+
+
+def _is_child() -> bool:
+    """Whether multiprocessing has started this process: a worker, which imports the
+    program again, or the server that forks workers. Each would load all of it."""
+    if any(arg == "--multiprocessing-fork" or "from multiprocessing.forkserver import" in arg for arg in sys.orig_argv):
+        return True
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and (process.parent_process() is not None or hasattr(process.current_process(), "_inheriting"))
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in _YES
+
+
+def start_from_environment() -> None:
+    """What the import of overwire does when a preload variable is set.
+
+    Never raises: a wrong path is a warning here, and the load's to find out.
+    Processes that multiprocessing starts do not preload; ranks of torchrun do.
+    NO_PRELOAD and LOAD_UNCOMPRESSED (nyacomp's) and OVERWIRE_NO_PRELOAD stop it.
+    """
+    if any(map(_flag, ("OVERWIRE_NO_PRELOAD", "NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
+        return
+    if _is_child():
+        return
+    name = "OVERWIRE_PRELOAD" if os.environ.get("OVERWIRE_PRELOAD") else "PRELOAD_PATH"
+    path = os.environ[name]
+    if "://" not in path:
+        path = os.path.abspath(path)
+    try:
+        if "://" not in path and not os.path.exists(path) and not path.endswith(".csv"):
+            raise NotFoundError(f"overwire: open {path}: not found", source=path)
+        _refuse_special(path)
+        if "://" not in path and path.endswith(".csv"):
+            layout.refuse_urls(path)
+        preload(path, device=os.environ.get("OVERWIRE_PRELOAD_DEVICE") or "cpu")
+    except Exception as error:  # an import must not fail for this
+        log.warning("%s=%s: nothing is preloaded: %s", name, shown(os.environ[name]), error)

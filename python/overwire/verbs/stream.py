@@ -1,0 +1,149 @@
+"""stream: whole tensors as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from .. import _engine
+from ..errors import OverwireError
+from ..frameworks.choose import check_device, frame_for
+from ..frameworks.frame import Frame
+from ..jobs import Job
+from ..model.opened import Model, prepare
+from ..model.options import StorageOptions, parse_size
+from ..model.plan import fit, held
+from ..model.sources import SourceLike
+from ..progress import ProgressLike, Watcher, watch
+from .windows import Windows, windows_of
+
+__all__ = ["stream"]
+
+
+def stream(
+    source: SourceLike,
+    *,
+    device: Any = "cpu",
+    dtype: Any = None,
+    keys: Iterable[str] | None = None,
+    filter: Callable[[str], bool] | None = None,
+    framework: str | None = None,
+    progress: ProgressLike = None,
+    mmap: bool | None = None,
+    read: str | None = None,
+    storage_options: StorageOptions | None = None,
+    lenient: bool = False,
+    max_memory: int | str | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Yields (name, tensor) in the order of arrival; arguments and tensors as
+    for `load_file`, but for
+
+    max_memory: the most bytes of tensors that are loaded, or being loaded, and
+        not yet yielded: those that were are the caller's to let go. It goes in
+        windows of half of that. A single tensor that takes more is refused.
+
+    The file is opened, and the load begins, with this call; each tensor is
+    complete when it is yielded. Closing the iterator early (`break`, `close`,
+    an exception in the loop) cancels the rest and frees it.
+    An error of the load is raised after the tensors that had landed before it.
+    """
+    frame = frame_for(framework)
+    where = check_device(device, frame)
+    prepare(where)
+    wanted = None if dtype is None else frame.dtype(dtype)
+    with ExitStack() as stack:
+        model = stack.enter_context(
+            Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options, read=read)
+        )
+        model.join()
+        if max_memory is None or model.joined:
+            fit(model, frame, wanted, max_memory)  # a preload has all of it already
+            return _begin(model, model.chosen, frame, wanted, watch(progress, "stream"))
+        budget = parse_size(max_memory, "max_memory")
+        chosen = list(range(len(model.table))) if model.chosen is None else model.chosen
+        windows = windows_of(model, chosen, held(model, chosen, frame, wanted), budget)
+        watcher = watch(progress, "stream")
+        stack.pop_all()  # the model is the stream's
+        return Windows(model, windows, budget, lambda window, part: _begin(model, window, frame, wanted, part), watcher)
+
+
+def _begin(model: Model, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> _Stream:
+    rows: Sequence[Any] = model.table if chosen is None else [model.table[at] for at in chosen]
+    rows, cast = model.casting(rows, wanted)
+    raw = frame.raw({row[1] for row in rows})
+    job, places = model.begin(chosen, rows, frame, watcher, cast)
+    return _Stream(job, rows, frame, wanted, raw, places, model.device, model.lands != model.device)
+
+
+class _Stream(Iterator[tuple[str, Any]]):
+    # A class and not a generator: a generator that was never started would not
+    # run its `finally`, and the load has begun.
+
+    def __init__(
+        self,
+        job: Job,
+        rows: Any,
+        frame: Any,
+        wanted: Any,
+        raw: bool,
+        places: dict[int, Any],
+        device: str,
+        moved: bool = False,
+    ) -> None:
+        self._device = device
+        self._moved = moved  # what lands may be elsewhere: a preload's on the host
+        self._places = places  # tensors that were made before the load, and not yet yielded
+        self._job: Job | None = job
+        self._rows = rows
+        self._frame, self._wanted, self._raw = frame, wanted, raw
+        self._landed: list[tuple[int, Any, int]] = []
+
+    def __next__(self) -> tuple[str, Any]:
+        if not self._landed:
+            if self._job is None:
+                raise StopIteration
+            try:
+                self._landed = self._job.next(None, self._raw)
+                if not self._landed:
+                    self._job.wait()  # an error of the load
+            except BaseException:
+                self.close()
+                raise
+            if not self._landed:
+                job, self._job = self._job, None
+                job.done()
+                raise StopIteration
+            self._landed.reverse()
+        at, capsule, pointer = self._landed.pop()
+        row = self._rows[at]
+        tensor = self._places.pop(at, None)
+        if tensor is None:
+            tensor = self._frame.adopt(capsule, pointer, row[1], row[2], self._device)
+            if self._moved:
+                tensor = tensor.to(self._device)
+        if self._wanted is not None:
+            tensor = self._frame.cast(tensor, row[1], self._wanted)
+        return row[0], tensor
+
+    def landed(self) -> bool:
+        """Whether all of it has; an error is raised where it comes in turn."""
+        if self._job is None:
+            return True
+        try:
+            return _engine.job_wait(self._job.number, 0.0)
+        except OverwireError:
+            return False
+
+    def close(self) -> None:
+        """Ends the stream; the rest is cancelled and freed."""
+        job, self._job = self._job, None
+        self._landed = []
+        if job is not None:
+            if self._places:
+                job.cancel()  # the engine writes to them until it has stopped
+            job.free()
+        self._places = {}
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,122 @@
+"""Streams in bounded memory: one window of tensors after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..errors import OutOfMemoryError
+from ..model.opened import Model, Row
+from ..progress import Progress, Watcher
+
+__all__ = ["Windows", "windows_of"]
+
+
+def windows_of(model: Model, chosen: Sequence[int], sizes: Sequence[int], budget: int) -> list[tuple[list[int], int]]:
+    """Neighbours that load together, and their bytes: half the budget at most,
+    so that one window loads while another is taken; a tensor that is larger is
+    alone.
+
+    Raises OutOfMemoryError for a tensor that is larger than the budget.
+    """
+    windows: list[tuple[list[int], int]] = []
+    for at, size in zip(chosen, sizes, strict=True):
+        if size > budget:
+            row = Row(*model.table[at])
+            raise OutOfMemoryError(
+                f"overwire: stream {model.uris[0]}: {row.name!r} alone takes {size} bytes on {model.device}, "
+                f"{size - budget} over max_memory of {budget}",
+                source=model.uris[0],
+                tensor=row.name,
+            )
+        if windows and windows[-1][1] + size <= budget // 2:
+            windows[-1] = (windows[-1][0], windows[-1][1] + size)
+            windows[-1][0].append(at)
+        else:
+            windows.append(([at], size))
+    return windows
+
+
+class Windows(Iterator[tuple[str, Any]]):
+    """The tensors of all windows. `begin` starts the stream of one, which has
+    `landed()` and `close()`. It owns the model."""
+
+    def __init__(
+        self,
+        model: Model,
+        windows: list[tuple[list[int], int]],
+        budget: int,
+        begin: Callable[[list[int], Watcher | None], Any],
+        watcher: Watcher | None,
+    ) -> None:
+        self._model, self._begin, self._budget = model, begin, budget
+        self._left = windows[::-1]
+        self._watcher = watcher
+        self._total = (sum(model.table[at][3] for at in (p for w, _ in windows for p in w)), sum(len(w) for w, _ in windows))
+        self._passed = (0, 0)
+        self._now: tuple[Any, int] | None = None  # a stream, and the bytes of its window
+        self._next: tuple[Any, int] | None = None
+        try:
+            self._now = self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> tuple[Any, int] | None:
+        if not self._left:
+            return None
+        window, size = self._left.pop()
+        part = None
+        if self._watcher is not None:
+            part = _Part(self._watcher, self._passed, self._total)
+            done, count = self._passed
+            self._passed = (done + sum(self._model.table[at][3] for at in window), count + len(window))
+        return self._begin(window, part), size
+
+    def __next__(self) -> tuple[str, Any]:
+        try:
+            while self._now is not None:
+                stream, size = self._now
+                # Only when this one has landed: two loads at once would share the way.
+                if self._next is None and self._left and size + self._left[-1][1] <= self._budget and stream.landed():
+                    self._next = self._start()
+                for found in stream:
+                    pair: tuple[str, Any] = found
+                    return pair
+                self._now, self._next = self._next, None
+                if self._now is None:
+                    self._now = self._start()
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the stream; the rest is cancelled and freed."""
+        for running in (self._now, self._next):
+            if running is not None:
+                running[0].close()
+        self._now = self._next = None
+        self._left = []
+        self._model.close()
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_next"):
+            self.close()
+
+
+class _Part(Watcher):
+    # Counts of one window as those of all of them.
+
+    def __init__(self, whole: Watcher, passed: tuple[int, int], total: tuple[int, int]) -> None:
+        self._whole, self._passed, self._total = whole, passed, total
+
+    def update(self, now: Progress) -> None:
+        self._whole.update(Progress(self._passed[0] + now.bytes, self._total[0], self._passed[1] + now.tensors, self._total[1]))
+
+    def close(self) -> None:
+        pass

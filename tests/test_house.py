@@ -1,0 +1,212 @@
+"""The layers of python/overwire: imports go downward only, in no circle.
+
+Every import counts, those inside functions and for type checkers too, and so does a
+module that is named in a text (`sys.modules["overwire..."]`). What must be otherwise
+stands in ALLOWED with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+import overwire
+import pytest
+from overwire import plumbing
+
+PACKAGE = Path(overwire.__file__).parent
+
+# From the bottom up; patterns of module names without "overwire.". A module may import
+# its own layer and those below.
+LAYERS: list[tuple[str, str]] = [
+    ("words", "errors dtypes paths files _apart _environment"),
+    ("engine", "_core _engine _engine_* _gpu progress jobs codecs gpu"),
+    ("frameworks", "frameworks frameworks.*"),
+    ("model", "model model.* stores records"),
+    ("distributed", "distributed distributed.*"),  # below the verbs: load_file(group=) is one of them
+    ("verbs", "verbs verbs.*"),
+    ("bundles", "bundles bundles.* rebuild"),  # rebuild: pickles name it, so it stays where it is
+    ("plumbing", "plumbing"),
+    ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_*"),
+]
+
+# Modules that the outside may import, beside the names of overwire.__all__.
+PUBLIC = {"codecs", "distributed", "errors", "gpu", "plumbing", "records"}
+
+# (importer, imported) -> why.
+ALLOWED = {
+    ("model.forked", "compat.safetensors.patching"): "asks sys.modules whether the patch is there, to read behind it; imports nothing",
+    ("__main__", "_engine"): "the command line is the engine's",
+}
+
+
+class Import(NamedTuple):
+    importer: str
+    imported: str
+    names: tuple[str, ...]
+    line: int
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Every module by its name without "overwire.": "" is the package itself."""
+    found = {}
+    for path in sorted(package.rglob("*.py*")):
+        parts = path.relative_to(package).with_suffix("").parts
+        if path.suffix in (".py", ".pyi") and "_path" not in parts:
+            found[".".join(parts).removesuffix("__init__").removesuffix(".")] = path
+    return found
+
+
+def imports(package: Path) -> list[Import]:
+    known = modules(package)
+    out = []
+    for name, path in known.items():
+        whole = ["overwire", *name.split(".")] if name else ["overwire"]
+        own = whole if path.stem == "__init__" else whole[:-1]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                base = [*own[: len(own) - node.level + 1]] if node.level else []
+                base += (node.module or "").split(".") if node.module else []
+                if base[:1] != ["overwire"]:
+                    continue
+                at = ".".join(base[1:])
+                for alias in node.names:
+                    inner = f"{at}.{alias.name}".removeprefix(".")
+                    if inner in known:
+                        out.append(Import(name, inner, (), node.lineno))
+                    else:
+                        out.append(Import(name, at, (alias.name,), node.lineno))
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    first, _, rest = alias.name.partition(".")
+                    if first == "overwire":
+                        out.append(Import(name, rest, (), node.lineno))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said = node.value.removeprefix("overwire.")
+                if said != node.value and said in known:
+                    out.append(Import(name, said, (), node.lineno))
+    return [found for found in out if found.imported != found.importer]
+
+
+def layer_of(name: str) -> int | None:
+    for at, (_, patterns) in enumerate(LAYERS):
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return at
+    return None
+
+
+def findings(package: Path, public: set[str]) -> list[str]:
+    """What breaks the rules, a line each."""
+    out = []
+    top = len(LAYERS) - 1
+    known = modules(package)
+    for name in known:
+        if name and layer_of(name) is None:
+            out.append(f"{name}: stands in no layer")
+    edges: dict[str, set[str]] = {name: set() for name in known}
+    for one in imports(package):
+        where = f"{one.importer}:{one.line} imports {one.imported or 'overwire'}"
+        mine, theirs = layer_of(one.importer), layer_of(one.imported)
+        if not one.importer or one.importer == "plumbing" or mine is None or (one.importer, one.imported) in ALLOWED:
+            continue  # the two tables of names; what is said already
+        if mine == top:
+            wing, other = one.importer.split(".")[:2], one.imported.split(".")[:2]
+            if one.imported == "":
+                out += [f"{where}: {name} is no public name" for name in one.names if name not in public]
+            elif theirs != top and one.imported.split(".")[0] not in PUBLIC:
+                out.append(f"{where}: not public")
+            elif theirs == top and len(wing) == len(other) == 2 and other != wing and "__main__" not in wing:
+                out.append(f"{where}: a neighbour, which can be dropped alone")
+            continue
+        if one.imported == "":
+            out.append(f"{where}: the package itself, which stands above")
+        elif theirs is not None and theirs > mine:
+            out.append(f"{where}: upward, from {LAYERS[mine][0]} to {LAYERS[theirs][0]}")
+        else:
+            edges[one.importer].add(one.imported)
+    out += [f"a circle: {' -> '.join(circle)}" for circle in circles(edges)]
+    return out
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """One circle for each module that is the first found to close one."""
+    state: dict[str, int] = {}
+    path: list[str] = []
+    out = []
+
+    def visit(name: str) -> None:
+        state[name] = 1
+        path.append(name)
+        for other in sorted(edges.get(name, ())):
+            if state.get(other) == 1:
+                out.append([*path[path.index(other) :], other])
+            elif other not in state:
+                visit(other)
+        path.pop()
+        state[name] = 2
+
+    for name in sorted(edges):
+        if name not in state:
+            visit(name)
+    return out
+
+
+def test_imports_go_downward() -> None:
+    assert findings(PACKAGE, set(overwire.__all__)) == []
+
+
+def test_every_exception_is_needed() -> None:
+    """What ALLOWED excuses is there."""
+    assert set(ALLOWED) <= {(one.importer, one.imported) for one in imports(PACKAGE)}
+
+
+TREE = {
+    "__init__.py": "",
+    "_engine.py": "",
+    "errors.py": "",
+    "jobs.py": "from . import errors\n",
+    "model/__init__.py": "",
+    "model/plan.py": "",
+    "model/sources.py": "from .plan import x\n",
+    "verbs/load.py": "from ..model.sources import x\n",
+    "compat/__init__.py": "",
+    "compat/one/__init__.py": "from overwire import load_file\n",
+    "compat/two.py": "from .. import errors\nfrom . import names\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "found"),
+    [
+        ("errors.py", "def f():\n    from .jobs import Job\n", "errors:2 imports jobs: upward, from words to engine"),
+        ("jobs.py", "TYPE_CHECKING = 0\nif TYPE_CHECKING:\n    from .model.plan import x\n", "jobs:3 imports model.plan: upward"),
+        ("model/sources.py", "import sys\nsys.modules['overwire.verbs.load']\n", "model.sources:2 imports verbs.load: upward"),
+        ("verbs/load.py", "from overwire import load_file\n", "verbs.load:1 imports overwire: the package itself"),
+        ("model/plan.py", "from . import sources\n", "a circle: model.plan -> model.sources -> model.plan"),
+        ("compat/one/__init__.py", "from ...verbs.load import f\n", "compat.one:1 imports verbs.load: not public"),
+        ("compat/one/__init__.py", "from ... import _engine, errors\n", "compat.one:1 imports _engine: not public"),
+        ("compat/one/__init__.py", "from overwire import load_file, hidden\n", "compat.one:1 imports overwire: hidden is no public name"),
+        ("compat/one/__init__.py", "from ..two import x\n", "compat.one:1 imports compat.two: a neighbour"),
+        ("new.py", "", "new: stands in no layer"),
+    ],
+)
+def test_what_breaks_a_rule_is_found(tmp_path: Path, path: str, text: str, found: str) -> None:
+    for name, content in TREE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert findings(tmp_path, {"load_file"}) == []
+    (tmp_path / path).write_text(text)
+    got = findings(tmp_path, {"load_file"})
+    assert len(got) == 1 and got[0].startswith(found), got
+
+
+def test_the_tables_of_names_agree() -> None:
+    """Each public name is found where its table says, and nothing else is."""
+    assert set(overwire._HOMES) <= set(overwire.__all__)
+    for name in overwire.__all__:
+        assert getattr(overwire, name) is not None, name
+    assert sorted(name for names in plumbing._HOMES.values() for name in names) == plumbing.__all__
+    for name in plumbing.__all__:
+        assert callable(getattr(plumbing, name)), name
