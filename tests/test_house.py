@@ -8,6 +8,7 @@ stands in ALLOWED with its reason.
 from __future__ import annotations
 
 import ast
+import pickle
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -210,3 +211,19 @@ def test_the_tables_of_names_agree() -> None:
     assert sorted(name for names in plumbing._HOMES.values() for name in names) == plumbing.__all__
     for name in plumbing.__all__:
         assert callable(getattr(plumbing, name)), name
+
+
+def test_classes_say_where_users_find_them() -> None:
+    """So pickles of them name no module of the layers, which may move."""
+    reports = [
+        overwire.Report(1, 1, 1.0, 0.1, 1, 0, 0, ("m",)),
+        overwire.Progress(1, 2, 3, 4),
+        overwire.LoadPlan((overwire.PlannedTensor("t", "F32", (1,), 4, 4, "m"),), (overwire.PlannedFile("m", 1, 4, 4, 80),), 4, 4, 4),
+    ]
+    for name in overwire.__all__:
+        kind = getattr(overwire, name)
+        if isinstance(kind, type) and not issubclass(kind, Exception) and kind.__module__ != "overwire.compat.safetensors.patching":
+            assert kind.__module__ == "overwire", name
+    for report in reports:
+        said = pickle.dumps(report)
+        assert pickle.loads(said) == report and b"overwire." not in said

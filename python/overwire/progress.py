@@ -24,6 +24,9 @@ class Progress(NamedTuple):
     total_tensors: int
 
 
+Progress.__module__ = "overwire"  # where users find it, and pickles too
+
+
 #: What `progress=` takes: None or False for nothing, True for a bar, or a
 #: callable that gets a `Progress` about ten times a second and once at the end.
 ProgressLike = None | bool | Callable[[Progress], Any]

@@ -53,6 +53,8 @@ class TensorSpec:
     for a negative number. Whether length and shape agree is seen by the save.
     """
 
+    __module__ = "overwire"
+
     __slots__ = ("_data_len", "_data_ptr", "_dtype", "_shape")
 
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:

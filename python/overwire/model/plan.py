@@ -25,6 +25,8 @@ class PlannedTensor:
     stored: bytes in the file; file: where it is.
     """
 
+    __module__ = "overwire"
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -37,6 +39,8 @@ class PlannedTensor:
 class PlannedFile:
     """One file that would be read: its wanted tensors, their bytes in memory
     and in the file, and the size of the file."""
+
+    __module__ = "overwire"
 
     file: str
     tensors: int
@@ -53,6 +57,8 @@ class LoadPlan:
     hold at any moment, which is more where `dtype=` casts. stored: bytes that
     are read or mapped. Files without a wanted tensor are not listed.
     """
+
+    __module__ = "overwire"
 
     tensors: tuple[PlannedTensor, ...]
     files: tuple[PlannedFile, ...]

@@ -51,6 +51,8 @@ class safe_open:
     in such a child for compressed files, folders, URIs and GPUs.
     """
 
+    __module__ = "overwire"
+
     def __init__(
         self,
         source: SourceLike,
@@ -156,6 +158,8 @@ class TensorSlice:
     dims 0 and 1 that holds the result. The result is the caller's own tensor
     and holds only its own bytes. Lists and masks are not indices here.
     """
+
+    __module__ = "overwire"
 
     def __init__(self, file: safe_open, name: str) -> None:
         self._file = file

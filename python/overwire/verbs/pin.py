@@ -39,6 +39,8 @@ class Pinned:
     `stream`, `load_model`, `safe_open`. Threads may share it.
     """
 
+    __module__ = "overwire"
+
     def __init__(self, source: SourceLike, device: str, progress: ProgressLike) -> None:
         model = Model(source, False)
         try:

@@ -44,6 +44,8 @@ _YES = frozenset({"1", "true", "yes", "on", "y", "t"})
 class Preload:
     """A running preload. Dropping the object does not stop it."""
 
+    __module__ = "overwire"
+
     def __init__(self, path: str, uris: list[str], device: str, reach: dict[str, Any] | None = None) -> None:
         #: What was asked for.
         self.path = path

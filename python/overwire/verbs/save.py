@@ -31,6 +31,8 @@ class Report:
     files: absolute paths, or URIs, in the order written, an index.json last.
     """
 
+    __module__ = "overwire"
+
     bytes_in: int
     bytes_out: int
     ratio: float
