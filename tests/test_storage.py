@@ -8,7 +8,7 @@ from pathlib import Path
 import overwire as ow
 import pytest
 from overwire import _environment
-from overwire.model import options as storage
+from overwire.model import storage
 
 ROOT = Path(__file__).resolve().parent.parent
 

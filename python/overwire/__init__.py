@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from .frameworks.spec import TensorSpec
     from .jobs import last_report
+    from .model.options import LoadOptions, StorageOptions
     from .model.plan import LoadPlan, PlannedFile, PlannedTensor, plan
     from .model.reading import read_bytes
     from .model.selection import experts
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from .verbs.open import TensorSlice, safe_open
     from .verbs.pin import Pinned, empty_cache, pin
     from .verbs.preload import Preload, preload
+    from .verbs.results import Diagnosis, Inspection, Verification
     from .verbs.save import Report, save_file
     from .verbs.stream import stream
 
@@ -63,10 +65,13 @@ __all__ = [
     "DeadlineError",
     "CryptographyError",
     "DeviceError",
+    "Diagnosis",
     "EngineError",
     "ForkedError",
     "FormatError",
     "IOFailure",
+    "Inspection",
+    "LoadOptions",
     "LoadPlan",
     "MissingPackageError",
     "ModelMismatchError",
@@ -82,10 +87,12 @@ __all__ = [
     "Report",
     "SafetensorsPatch",
     "SliceError",
+    "StorageOptions",
     "TensorNotFoundError",
     "TensorSlice",
     "TensorSpec",
     "UntrustedPickleError",
+    "Verification",
     "__version__",
     "codecs",
     "compat",
@@ -118,6 +125,9 @@ __all__ = [
 # Where the functions and plain classes live; every other name of __all__ is an
 # exception, or a module of its own.
 _HOMES = {
+    "Diagnosis": "verbs.results",
+    "Inspection": "verbs.results",
+    "LoadOptions": "model.options",
     "LoadPlan": "model.plan",
     "Pinned": "verbs.pin",
     "PlannedFile": "model.plan",
@@ -126,8 +136,10 @@ _HOMES = {
     "Progress": "progress",
     "Report": "verbs.save",
     "SafetensorsPatch": "compat.safetensors.patching",
+    "StorageOptions": "model.options",
     "TensorSlice": "verbs.open",
     "TensorSpec": "frameworks.spec",
+    "Verification": "verbs.results",
     "compress": "bundles.bundle",
     "compress_pickle": "bundles.bundle",
     "convert": "verbs.inspecting",

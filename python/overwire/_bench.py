@@ -21,7 +21,7 @@ import zlib
 from typing import Any
 
 
-def framework() -> str:
+def framework() -> Any:
     """The framework that both sides load into: torch if there, else numpy."""
     try:
         import torch  # noqa: F401
@@ -56,7 +56,7 @@ def consume(tensors: dict[str, Any]) -> int:
     return total
 
 
-def warm(fw: str) -> None:
+def warm(fw: Any) -> None:
     """Starts the engine and loads the framework's parts, on a tiny file."""
     import os
     import tempfile

@@ -194,7 +194,7 @@ def compare(torch: Any, tensors: dict[str, Any], sums: str) -> None:
         raise ValueError(f"{len(wrong)} tensors did not come back bit for bit, the first {wrong[0]!r}")
 
 
-def verify(device: str, sums: str, files: list[str], options: dict[str, Any] | None = None) -> dict[str, Any]:
+def verify(device: str, sums: str, files: list[str], options: Any = None) -> dict[str, Any]:
     """Compares the CRC-32 of every tensor's bytes with what was saved."""
     torch, wait = torch_on(device)
     import overwire
@@ -206,7 +206,7 @@ def verify(device: str, sums: str, files: list[str], options: dict[str, Any] | N
     return {"bytes": nbytes(tensors), "tensors": len(tensors)}
 
 
-def tensors_options(how: str, key: str) -> dict[str, Any] | None:
+def tensors_options(how: str, key: str) -> Any:
     """storage_options for a .tensors file: plain, crc32 or key."""
     known: dict[str, dict[str, Any]] = {"crc32": {"verify_crc32": True}, "key": {"decryption_key": key}}
     return known.get(how)

@@ -16,8 +16,8 @@ from typing import Any
 
 from . import _engine
 from .errors import ArgumentError
-from .model.options import StorageOptions, storage
 from .model.sources import SourceLike, resolve
+from .model.storage import storage
 
 __all__ = ["KeyDerivation", "NewRecord", "Record", "RecordFile", "derive_key", "make_front", "read_records", "sums", "write_records"]
 
@@ -78,7 +78,7 @@ class RecordFile:
     records: tuple[Record, ...]
 
 
-def read_records(source: SourceLike, *, storage_options: StorageOptions | None = None) -> RecordFile:
+def read_records(source: SourceLike, *, storage_options: Mapping[str, object] | None = None) -> RecordFile:
     """Reads the index and the records of a .tensors file, and none of its data.
 
     source: a path, a URI, or a binary file open for reading.

@@ -13,12 +13,12 @@ import select
 import tempfile
 import weakref
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _engine
 from .jobs import Job
-from .model.options import StorageOptions, storage
+from .model.storage import storage
 from .paths import local, shown
 
 __all__ = ["ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"]
@@ -27,7 +27,7 @@ __all__ = ["ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"]
 _SLICE_MS = 50
 
 
-def write_bytes(uri: str, data: bytes, options: StorageOptions | None, stale: Sequence[str] = ()) -> None:
+def write_bytes(uri: str, data: bytes, options: Mapping[str, object] | None, stale: Sequence[str] = ()) -> None:
     """Replaces one file or object in one step, and then removes what it makes
     stale. A local file keeps its mode, owner and ACL; a symbolic link is followed.
 
@@ -37,7 +37,7 @@ def write_bytes(uri: str, data: bytes, options: StorageOptions | None, stale: Se
     _put(uri, pointer, len(data), options, stale)
 
 
-def _put(uri: str, pointer: int, size: int, options: StorageOptions | None, stale: Sequence[str] = ()) -> None:
+def _put(uri: str, pointer: int, size: int, options: Mapping[str, object] | None, stale: Sequence[str] = ()) -> None:
     spec = {"path": uri, "raw": True, "stale": list(stale), **storage(options, [uri])}
     number = _engine.save_start(json.dumps(spec), [("", "U8", (size,), pointer, size)])
     with Job(number, "save") as job:
@@ -53,7 +53,7 @@ def publish(made: str, path: str) -> None:
         job.wait()
 
 
-def presign(uri: str, seconds: int, *, storage_options: StorageOptions | None = None) -> str:
+def presign(uri: str, seconds: int, *, storage_options: Mapping[str, object] | None = None) -> str:
     """A URL that reads an s3:// object without credentials for so many seconds,
     at most seven days. Whoever has it can read the object: it is a secret.
 
@@ -86,7 +86,7 @@ class ObjectReader(io.RawIOBase):
         end: int | None = None,
         *,
         sizes: Sequence[int] | None = None,
-        storage_options: StorageOptions | None = None,
+        storage_options: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__()
         self._job: Job | None = None
@@ -205,7 +205,7 @@ class ObjectWriter(io.BufferedRandom):
     What is still open when the process ends is written then.
     """
 
-    def __init__(self, uri: str, *, storage_options: StorageOptions | None = None) -> None:
+    def __init__(self, uri: str, *, storage_options: Mapping[str, object] | None = None) -> None:
         self._uri, self._options = uri, storage_options
         storage(storage_options, [uri])  # wrong ones are told now
         _engine.knobs()  # the engine runs, and ends after what is registered now

@@ -24,9 +24,10 @@ from ..frameworks.choose import check_device, frame_for
 from ..frameworks.frame import Bytes
 from ..model import layout
 from ..model.opened import Model
-from ..model.options import StorageOptions, storage
+from ..model.options import StorageOptions
 from ..model.reading import read
 from ..model.sources import SourceLike
+from ..model.storage import storage
 from ..paths import is_file, is_remote, local, path_of, shown
 from ..progress import ProgressLike, watch
 from ..stores import write_bytes

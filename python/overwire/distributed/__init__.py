@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from ..model.options import ShardLike
 from .exchange import shard_range
-from .loading import ShardLike, agree, load, rates
+from .loading import agree, load, rates
 
 __all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]

@@ -33,28 +33,28 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..dtypes import PACKED, packed_shape
 from ..errors import ArgumentError, NotSupportedError
-from ..frameworks.choose import check_device, frame_for
-from ..model.opened import Model, Row, prepare
-from ..model.options import StorageOptions
+from ..frameworks.choose import check_device, check_dtype, frame_for
+from ..model.opened import Model, Row, opening, prepare
+from ..model.options import DeviceLike, ShardLike, StreamOptions, TorchName, check_options
 from ..model.plan import fit
 from ..model.sources import SourceLike
-from ..progress import Progress, ProgressLike, watch
+from ..progress import Progress, watch
 from . import group as ranks
 from .exchange import Batch, Room, Task, shard_range
 from .group import Team, team_of
 from .relays import Relay
 
-__all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack
 
-#: Which dimension each tensor is cut along: a mapping by name, or a callable of
-#: (name, shape) that returns it, or None for a tensor that stays whole.
-ShardLike = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None] | None
+__all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]
 
 # Tensor bytes of a batch, and of a try: enough for rates to be those of large
 # loads, though each way takes some milliseconds to begin. Two batches of a rank
@@ -83,17 +83,10 @@ def load(
     group: Any,
     shard: ShardLike = None,
     *,
-    device: Any = "cpu",
-    dtype: Any = None,
-    keys: Iterable[str] | None = None,
-    filter: Callable[[str], bool] | None = None,
-    framework: str | None = None,
-    progress: ProgressLike = None,
-    mmap: bool | None = None,
-    storage_options: StorageOptions | None = None,
-    lenient: bool = False,
-    max_memory: int | str | None = None,
-) -> dict[str, Any]:
+    device: DeviceLike = "cpu",
+    framework: TorchName | None = None,
+    **options: Unpack[StreamOptions],
+) -> dict[str, torch.Tensor]:
     """`load_file` over a process group; all ranks of it must call this.
 
     source: must hold the same tensors on every rank. keys, filter: may differ
@@ -107,18 +100,16 @@ def load(
     load raises; ArgumentError where the ranks ask for different things;
     IOFailure where the others cannot be reached.
     """
+    check_options("load", options, StreamOptions)
+    if options.get("read") is not None:
+        raise ArgumentError("overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike")
     if group is None:
         raise ArgumentError("overwire: shard: needs the group whose ranks share the tensors")
     team = team_of(group)
     opened: list[_Load] = []
 
     def begin() -> dict[str, Any]:
-        opened.append(
-            _Load(
-                team, shard, device, dtype, keys, filter, framework, progress, max_memory,
-                lambda where: Model(source, mmap, where, lenient=lenient, storage_options=storage_options),
-            )
-        )  # fmt: skip
+        opened.append(_Load(team, source, shard, device, framework, options))
         return opened[0].describe()
 
     with _current(device):
@@ -136,16 +127,14 @@ class _Load:
     def __init__(
         self,
         team: Team,
+        source: SourceLike,
         shard: ShardLike,
         device: Any,
-        dtype: Any,
-        keys: Iterable[str] | None,
-        filter: Callable[[str], bool] | None,
         framework: str | None,
-        progress: ProgressLike,
-        max_memory: int | str | None,
-        open_on: Callable[[str], Model],
+        options: StreamOptions,
     ) -> None:
+        whole = {name: value for name, value in opening(options).items() if name not in ("keys", "filter")}  # every rank the same table
+        dtype = options.get("dtype")
         self._team = team
         self._late: BaseException | None = None
         self._waiting: Batch | None = None  # being read, and not sent yet
@@ -156,23 +145,23 @@ class _Load:
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
         where = check_device(device, self._frame)
-        self._dtype = None if dtype is None else self._frame.dtype(dtype)
-        self._watcher = watch(progress, "load")
+        self._dtype = check_dtype(self._frame, dtype)
+        self._watcher = watch(options.get("progress"), "load")
         wire = team.wire(where)
         prepare(wire or where)
-        self._model = open_on(where)
+        self._model = Model(source, device=where, **whole)
         self._model.alone()  # what was preloaded is not shared out
         self._wired = self._model
         try:
             if wire and wire != where:
-                self._wired = open_on(wire)
+                self._wired = Model(source, device=wire, **whole)
                 self._wired.alone()
             self._room = Room(team, self._frame, self._model, self._wired)
-            chosen = self._model.choose(keys, filter)
+            chosen = self._model.choose(options.get("keys"), options.get("filter"))
             self._chosen = list(range(len(self._model.table))) if chosen is None else chosen
             self._dims = self._cuts(shard)
             self._may_send = bool(wire)
-            fit(self._model, self._frame, self._dtype, max_memory, [self._row(at) for at in self._chosen])
+            fit(self._model, self._frame, self._dtype, options.get("max_memory"), [self._row(at) for at in self._chosen])
         except BaseException:
             self.close()
             raise

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import Frame
 
-__all__ = ["check_device", "frame_for", "frame_of"]
+__all__ = ["check_device", "check_dtype", "frame_for", "frame_of"]
 
 _NAMES = {
     "pt": "torch",
@@ -61,6 +61,20 @@ def frame_of(tensor: Any) -> Frame:
     if numpy is not None and isinstance(tensor, (numpy.ndarray, numpy.generic)):
         return frame_for("numpy")
     raise ArgumentError(f"overwire: expected a torch tensor or a numpy array, got {type(tensor).__name__}")
+
+
+def check_dtype(frame: Frame, dtype: Any) -> Any:
+    """The frame's own dtype for a `dtype=` argument, None for None. ArgumentError for
+    one that floating tensors would lose their values in."""
+    if dtype is None:
+        return None
+    wanted = frame.dtype(dtype)
+    if not frame.floating(wanted):
+        raise ArgumentError(
+            f"overwire: dtype {dtype!r}: floating tensors are cast to floating types alone ('bfloat16', 'F32'); "
+            "convert what was loaded instead"
+        )
+    return wanted
 
 
 def check_device(device: Any, frame: Frame | None = None) -> str:

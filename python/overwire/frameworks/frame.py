@@ -72,6 +72,9 @@ class Frame(Protocol):
     def dtype(self, wanted: Any) -> Any:
         """The framework's own dtype for a `dtype=` argument."""
 
+    def floating(self, wanted: Any) -> bool:
+        """Whether a dtype of the framework's is one that tensors are cast to."""
+
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
         """The tensor in another dtype, if `dtype` is one that is cast."""
 

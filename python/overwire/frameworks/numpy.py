@@ -152,6 +152,9 @@ class NumpyFrame:
         except TypeError as error:
             raise ArgumentError(f"overwire: dtype {wanted!r}: expected a numpy dtype, 'bfloat16' or 'BF16'") from error
 
+    def floating(self, wanted: Any) -> bool:
+        return wanted.kind == "f" or SAVED.get(wanted.name) in FLOATS
+
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
         return tensor.astype(wanted, copy=False) if dtype in FLOATS else tensor
 

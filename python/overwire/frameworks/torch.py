@@ -244,6 +244,9 @@ class TorchFrame:
                 return found
         raise ArgumentError(f"overwire: dtype {wanted!r}: expected a torch.dtype, 'bfloat16' or 'BF16'")
 
+    def floating(self, wanted: Any) -> bool:
+        return SAVED.get(wanted) in FLOATS
+
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
         return tensor.to(wanted) if dtype in FLOATS else tensor
 

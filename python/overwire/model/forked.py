@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .. import _engine
@@ -21,8 +21,8 @@ from ..frameworks.frame import Frame
 from ..progress import Watcher
 from .indexing import plan
 from .opened import Model
-from .options import StorageOptions, storage
-from .sources import SourceLike, resolve
+from .sources import resolve
+from .storage import storage
 
 __all__ = ["ForkedModel", "forked", "original", "refuse_compressed"]
 
@@ -87,11 +87,11 @@ class ForkedModel(Model):
 
     def __init__(
         self,
-        source: SourceLike,
+        source: Any,
         device: str = "cpu",
         keys: Iterable[str] | None = None,
         filter: Callable[[str], bool] | None = None,
-        storage_options: StorageOptions | None = None,
+        storage_options: Mapping[str, object] | None = None,
     ) -> None:
         if hasattr(source, "shared_model") or device != "cpu":
             raise _engine.forked_error()
@@ -152,8 +152,7 @@ class ForkedModel(Model):
         # Its memory is the whole file's.
         return tensor.clone() if framework == "pt" else tensor.copy()
 
-    def load(self, chosen: list[int] | None, frame: Frame, dtype: Any, watcher: Watcher | None) -> dict[str, Any]:
-        wanted = None if dtype is None else frame.dtype(dtype)
+    def load(self, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> dict[str, Any]:
         made = {}
         for at in range(len(self.table)) if chosen is None else chosen:
             row = self.row(at)

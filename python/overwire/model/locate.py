@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 from ..errors import FormatError, NotFoundError
 from ..paths import is_remote, shown
 from . import layout
 from .opened import Model
-from .options import StorageOptions
 from .reading import read
 
 __all__ = ["uris_of"]
@@ -18,7 +18,7 @@ _MANIFEST = 1 << 24
 _PICKLE_ENDINGS = (".pkl", ".pickle", ".pth", ".pt")
 
 
-def uris_of(path: str, options: StorageOptions | None) -> list[str]:
+def uris_of(path: str, options: Mapping[str, object] | None) -> list[str]:
     """`layout.preload_uris`, for URIs too: a manifest is read, and a pickle
     stands for its container."""
     if not is_remote(path):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import gc
 import json
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -19,11 +20,11 @@ from ..jobs import Job, log
 from ..model.joining import join, written
 from ..paths import shown
 from ..progress import Watcher
-from .options import StorageOptions, storage
 from .selection import Experts
-from .sources import SourceLike, resolve
+from .sources import resolve
+from .storage import storage
 
-__all__ = ["LARGE", "Model", "Request", "Row", "WHOLE", "prepare", "whole", "wholes"]
+__all__ = ["LARGE", "Model", "opening", "Request", "Row", "WHOLE", "prepare", "whole", "wholes"]
 
 #: What is wanted: (tensor, destination, lo0, hi0, lo1, hi1); a destination of 0
 #: lets the engine allocate.
@@ -44,6 +45,9 @@ _LATER = 1
 # rest arrives, not after it; how long to wait for some more, in seconds.
 _CROWD = 2000
 _PAUSE = 0.004
+
+# How many names a missing one is compared with, to guess what was meant.
+_NEAR = 500
 
 
 @contextlib.contextmanager
@@ -75,19 +79,28 @@ class Row(NamedTuple):
     alias: int
 
 
+#: Keywords of `Model` among the options of the verbs.
+_OPENS = ("mmap", "lenient", "keys", "filter", "storage_options", "read")
+
+
+def opening(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a verb's options that `Model` takes."""
+    return {name: options[name] for name in _OPENS if name in options}
+
+
 class Model:
     """An open model. Not more than a handle and its table; `close` ends it,
     tensors and running loads live on."""
 
     def __init__(
         self,
-        source: SourceLike,
+        source: Any,
         mmap: bool | None = None,
         device: str = "cpu",
         lenient: bool = False,
         keys: Iterable[str] | None = None,
         filter: Callable[[str], bool] | None = None,
-        storage_options: StorageOptions | None = None,
+        storage_options: Mapping[str, object] | None = None,
         read: str | None = None,
     ):
         """keys, filter: what will be loaded, in `chosen` afterwards. Of a model
@@ -214,11 +227,19 @@ class Model:
         at = self.places.get(name) if isinstance(name, str) else None
         if at is None:
             raise TensorNotFoundError(
-                f"overwire: no tensor {name!r} in {', '.join(self.uris)}",
+                f"overwire: no tensor {name!r} in {', '.join(self.uris)}{self._near(name)}",
                 source=self.uris[0],
                 tensor=str(name),
             )
         return at
+
+    def _near(self, name: object) -> str:
+        # Few are compared: programs may ask for many names that are not there.
+        if not isinstance(name, str):
+            return ""
+        alike = [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR]
+        near = difflib.get_close_matches(name, alike, 1)
+        return f"; did you mean {near[0]!r}?" if near else ""
 
     def row(self, at: int) -> Row:
         """One row of the table, with names."""
@@ -371,14 +392,14 @@ class Model:
         self,
         chosen: list[int] | None,
         frame: Frame,
-        dtype: Any,
+        wanted: Any,
         watcher: Watcher | None,
     ) -> dict[str, Any]:
-        """The chosen tensors, whole, in a dict in the order of `chosen`."""
+        """The chosen tensors, whole, in a dict in the order of `chosen`; wanted: the
+        framework's dtype to cast to, None as they are."""
         rows: Sequence[Any] = self.table if chosen is None else [self.table[at] for at in chosen]
         if not rows:
             return {}
-        wanted = None if dtype is None else frame.dtype(dtype)
         rows, cast = self.casting(rows, wanted)
         raw = frame.raw({row[1] for row in rows})
         job, places = self.begin(chosen, rows, frame, watcher, cast)

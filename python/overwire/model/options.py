@@ -1,109 +1,220 @@
-"""What a caller says of stores and sizes, in the engine's words."""
+"""The arguments of the verbs: one type for what a load takes, one for reaching stores."""
 
 from __future__ import annotations
 
-import os
+import difflib
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union
 
-from .._environment import environment
 from ..errors import ArgumentError
-from ..jobs import log
-from ..paths import is_remote
+from ..progress import ProgressLike
 
-__all__ = ["StorageOptions", "parse_size", "storage"]
+if TYPE_CHECKING:
+    import numpy
+    import torch
 
-#: Options of a store by name; see `storage`.
-StorageOptions = Mapping[str, object]
+__all__ = [
+    "ArrayName",
+    "BytesName",
+    "DTypeLike",
+    "DeviceLike",
+    "FrameworkName",
+    "LoadOptions",
+    "ModuleOptions",
+    "OpenOptions",
+    "PinnedOptions",
+    "PlanOptions",
+    "ReadWay",
+    "ShardLike",
+    "StorageOptions",
+    "StreamOptions",
+    "TorchName",
+    "check_options",
+    "parse_size",
+]
 
-# Options of .tensors files, wherever they lie.
-_OF_TENSORS = ("decryption_key", "decryption_password", "encryption_key", "encryption_password", "other_dtypes_as_bytes", "verify_crc32")
+#: "cpu", "cuda", "cuda:1", a torch.device, or the number of a GPU.
+DeviceLike = Union[str, int, "torch.device"]
 
-def storage(options: StorageOptions | None, uris: Iterable[str], *, writes: bool = False) -> dict[str, Any]:
-    """The entries of a spec that say how to reach its URIs: {} for local paths.
+#: A torch or numpy dtype, or a name: "bfloat16", "BF16".
+DTypeLike = Union[str, "torch.dtype", "numpy.dtype[Any]", type[Any]]
 
-    `decryption_key` (32 bytes, or their hex digits) and `decryption_password`
-    (a text or bytes) are for encrypted .tensors files, wherever they lie;
-    `other_dtypes_as_bytes` takes tensors of theirs whose dtype safetensors lacks
-    as "U8" with one dimension more, and `verify_crc32` holds plain tensors of
-    theirs to their CRC32 while they are read. `encryption_key` and `encryption_password`
-    encrypt a .tensors file that is written, and are refused unless `writes`.
-    Values become text; None is dropped; `headers`, a mapping, becomes one entry
-    a header. Which names a scheme has the engine says. ArgumentError for
-    options of another kind, or beside local paths alone.
+TorchName = Literal["pt", "torch", "pytorch"]
+ArrayName = Literal["np", "numpy"]
+BytesName = Literal["bytes"]
+#: What `framework=` takes beside None.
+FrameworkName = Literal["pt", "torch", "pytorch", "np", "numpy", "bytes"]
+
+#: What `read=` takes beside None.
+ReadWay = Literal["auto", "buffered", "direct", "gds"]
+
+#: Which dimension each tensor is cut along: a mapping by name, or a callable of
+#: (name, shape) that returns it, or None for a tensor that stays whole.
+ShardLike = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None] | None
+
+_Text = Union[str, "PathLike[str]", None]
+_Secret = str | bytes | None
+
+
+class StorageOptions(TypedDict, total=False):
+    """How to reach URIs that are no local files, by names of the scheme. None is as if
+    not given; an option of another scheme is an ArgumentError.
+
+    http, https, hf: headers (a mapping), token (bearer), cacert, capath, insecure;
+    timeout (seconds without progress, 30), connections (at most, 64: as many are open as
+    bring more than fewer did), retries (8; a server that has not answered once is asked 3
+    times in all). Headers, token, and a URL's user and password go to the scheme, host
+    and port that they were given for, and over no redirect to others. A server with
+    neither an ETag nor a date is read by one request, in order. Files of hf:// are those
+    of one commit. `cache`, a folder, keeps whole files: they are fetched once, and
+    compared with their hash on every use; nothing is evicted.
+
+    s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile; anon
+    (unsigned); region, endpoint_url, path_style, sse_customer_key (32 bytes or their
+    base64), cacert, timeout, connections, retries. Without them credentials, region and
+    endpoint are found as AWS's own tools find them: AWS_* of os.environ, shared files,
+    web identity, SSO, processes, containers, machines; where there are none, requests are
+    unsigned.
+
+    redis, rediss (redis://host:port/key): username, password (else REDISCLI_AUTH), db,
+    cacert, timeout, connections, retries; one value, or tensorizer's keys
+    `key:...:offset`.
+
+    .tensors files, wherever they lie: decryption_key (32 bytes or 64 hex digits) or
+    decryption_password to read, encryption_key or encryption_password to write them;
+    other_dtypes_as_bytes takes tensors whose dtype safetensors lacks as "U8" with one
+    dimension more; verify_crc32 holds plain tensors to their CRC32.
+
+    What is replaced in a store while it is read is a CorruptError, never a mixture.
     """
-    if options is not None and not isinstance(options, Mapping):
-        raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(options).__name__}")
-    of_tensors = {"decrypt": _keys(options or {}, "decryption"), "encrypt": _keys(options or {}, "encryption")}
-    if (options or {}).get("other_dtypes_as_bytes"):
-        of_tensors["decrypt"]["bytes"] = "true"
-    if (options or {}).get("verify_crc32"):
-        of_tensors["decrypt"]["crc32"] = "true"
-    if of_tensors["encrypt"] and not writes:
-        raise ArgumentError("overwire: storage_options: encryption_key and encryption_password are for what writes .tensors files")
-    if any(of_tensors.values()):
-        options = {name: value for name, value in (options or {}).items() if name not in _OF_TENSORS}
-        found = storage(options or None, uris)
-        found.setdefault("storage", {}).update({name: said for name, said in of_tensors.items() if said})
-        return found
-    if not any(map(is_remote, uris)):
-        if options:
-            raise ArgumentError("overwire: storage_options: they are for URIs; a local path takes none")
-        return {}
-    texts: dict[str, str] = {}
-    for name, value in (options or {}).items():
-        if not isinstance(name, str):
-            raise ArgumentError("overwire: storage_options: a name is not a str")
-        if name == "headers" and value is not None:
-            if not isinstance(value, Mapping):
-                raise ArgumentError("overwire: storage_options: headers: expected a mapping of names to texts")
-            texts.update({f"header.{key}": _text("headers", part) for key, part in value.items()})
-        elif value is not None:
-            texts[name] = _text(name, value)
-    if texts.get("insecure") == "true":
-        _warn_once()
-    return {"storage": {"storage": texts, "env": environment()}}
+
+    headers: Mapping[str, str] | None
+    token: str | None
+    cacert: _Text
+    capath: _Text
+    insecure: bool | None
+    timeout: float | None
+    connections: int | None
+    retries: int | None
+    cache: _Text
+    key: str | None
+    secret: str | None
+    profile: str | None
+    anon: bool | None
+    region: str | None
+    endpoint_url: str | None
+    path_style: bool | None
+    sse_customer_key: str | None
+    username: str | None
+    password: str | None
+    db: int | None
+    decryption_key: _Secret
+    decryption_password: _Secret
+    encryption_key: _Secret
+    encryption_password: _Secret
+    other_dtypes_as_bytes: bool | None
+    verify_crc32: bool | None
 
 
-_warned = False
+class _Reach(TypedDict, total=False):
+    storage_options: StorageOptions | None
+    lenient: bool
 
 
-def _warn_once() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        log.warning("storage_options: insecure: certificates are not checked; whoever is on the way can change the weights")
+class OpenOptions(_Reach, total=False):
+    """Those of `safe_open`; see `LoadOptions`."""
+
+    dtype: DTypeLike | None
+    mmap: bool | None
 
 
-def _keys(options: StorageOptions, prefix: str) -> dict[str, str]:
-    """The key or the password of .tensors files, as the engine has it: in hex digits."""
-    key, password = options.get(f"{prefix}_key"), options.get(f"{prefix}_password")
-    if key is not None and password is not None:
-        raise ArgumentError(f"overwire: storage_options: {prefix}_key and {prefix}_password exclude each other")
-    if key is not None:
-        if isinstance(key, (bytes, bytearray, memoryview)):
-            key = bytes(key).hex()
-        if not isinstance(key, str) or len(key) != 64 or not set(key.lower()) <= set("0123456789abcdef"):
-            raise ArgumentError(f"overwire: storage_options: {prefix}_key: expected 32 bytes, or 64 hex digits")
-        return {"key": key}
-    if password is not None:
-        if isinstance(password, str):
-            password = password.encode()
-        if not isinstance(password, (bytes, bytearray, memoryview)) or not len(password):
-            raise ArgumentError(f"overwire: storage_options: {prefix}_password: expected a text or bytes, not empty")
-        return {"password": bytes(password).hex()}
-    return {}
+class ModuleOptions(_Reach, total=False):
+    """Those of `load_model`; see `LoadOptions`."""
+
+    progress: ProgressLike
+    mmap: bool | None
+    max_memory: int | str | None
 
 
-def _text(name: str, value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (str, int, float)):
-        return str(value)
-    if isinstance(value, os.PathLike):
-        return os.fsdecode(value)
-    raise ArgumentError(f"overwire: storage_options: {name}: expected a text, a number or a bool, got {type(value).__name__}")
+class PinnedOptions(TypedDict, total=False):
+    """Those of loads of a pinned model; see `LoadOptions`."""
+
+    dtype: DTypeLike | None
+    keys: Iterable[str] | None
+    filter: Callable[[str], bool] | None
+    progress: ProgressLike
+
+
+class PlanOptions(_Reach, total=False):
+    """Those of `plan`; see `LoadOptions`."""
+
+    dtype: DTypeLike | None
+    keys: Iterable[str] | None
+    filter: Callable[[str], bool] | None
+
+
+class StreamOptions(PlanOptions, total=False):
+    """Those of `stream`; see `LoadOptions`."""
+
+    progress: ProgressLike
+    mmap: bool | None
+    read: ReadWay | None
+    max_memory: int | str | None
+
+
+class LoadOptions(StreamOptions, total=False):
+    """What `load_file` takes beside source, device and framework. Each may be left out;
+    other verbs take some of them, by the same names.
+
+    dtype: casts every floating tensor (F16, BF16, F32, F64 and the fp8 kinds):
+        on a GPU as it lands, where source and target are of the usual kinds,
+        else after it; a torch or numpy dtype, or a name ("bfloat16",
+        "BF16"). Integers, BOOL and packed types stay as they are.
+    keys, filter: read only these names; only names for which filter is true
+        (see `experts`). Of a model with an index.json only the shards that hold
+        some of them are opened, and filter chooses among the names of the index.
+    progress: True for a bar, or a callable that gets a `Progress`.
+    mmap: whether plain tensors of local files are mapped copy-on-write instead
+        of read; None: yes. Compressed tensors are never mapped. A file that is
+        mapped must not be truncated while its tensors live.
+    read: how local files are read, as OVERWIRE_READ says it, which None means:
+        "auto", "buffered" (through the page cache), "direct" (past it), "gds":
+        plain tensors to a GPU by GPUDirect Storage. Where that is not real
+        (`doctor()["gpudirect_storage"]`), or does not reach a file, a warning
+        says so once, and reading is "auto". Not with group.
+    storage_options: how to reach URIs that are no local files; see `StorageOptions`.
+    lenient: accepts plain files that other readers let pass: bytes after the
+        last tensor, a name or key twice (the last one counts), metadata that is
+        not strings (kept as its JSON text). False holds the format's rules.
+    max_memory: the most bytes that tensors may take on the device (int,
+        "20GB", "512MiB"); a load that would take more is refused with the
+        numbers before anything is allocated. `plan` tells them in advance.
+    group: a torch.distributed process group whose ranks all make this call:
+        they share the reading, and what fails on one raises on all. None: no
+        collective.
+    shard: with group: name -> dimension to cut a tensor along; this rank gets
+        its block of ceil(size / ranks). See `distributed`.
+    """
+
+    group: Any
+    shard: ShardLike
+
+
+for _kind in (LoadOptions, StorageOptions):
+    _kind.__module__ = "overwire"  # where users find them
+
+
+def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
+    """Raises TypeError, as a call with a wrong keyword does, for names that are not
+    those of a kind of options."""
+    known = kind.__optional_keys__
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, "device", "framework"], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{hint}")
 
 
 _UNITS = {"": 1, "B": 1}

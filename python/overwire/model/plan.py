@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..dtypes import BITS, FLOATS
 from ..errors import OutOfMemoryError
-from ..frameworks.choose import check_device, frame_for
+from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..frameworks.frame import Frame
-from .opened import Model, Row
-from .options import StorageOptions, parse_size
+from .opened import Model, Row, opening
+from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size
 from .sources import SourceLike
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["LoadPlan", "PlannedFile", "PlannedTensor", "fit", "held", "plan"]
 
@@ -66,6 +68,12 @@ class LoadPlan:
     peak: int
     stored: int
 
+    def __repr__(self) -> str:
+        return (
+            f"LoadPlan({len(self.tensors)} tensors of {len(self.files)} files, "
+            f"nbytes={self.nbytes}, peak={self.peak}, stored={self.stored})"
+        )
+
 
 def _sizes(rows: list[Row], frame: Frame, wanted: Any) -> tuple[list[int], int]:
     """Bytes of each tensor when all is done, and the peak on the way there."""
@@ -118,27 +126,18 @@ def fit(model: Model, frame: Frame, wanted: Any, max_memory: int | str | None, r
 
 
 def plan(
-    source: SourceLike,
-    *,
-    device: Any = "cpu",
-    dtype: Any = None,
-    keys: Iterable[str] | None = None,
-    filter: Callable[[str], bool] | None = None,
-    framework: str | None = None,
-    storage_options: StorageOptions | None = None,
-    lenient: bool = False,
+    source: SourceLike, device: DeviceLike = "cpu", *, framework: FrameworkName | None = None, **options: Unpack[PlanOptions]
 ) -> LoadPlan:
     """What `load_file` with the same arguments would load, by headers alone.
 
     Returns a `LoadPlan`. Allocates nothing and reads no tensor byte; a GPU is
     not touched. Raises what the opening of `load_file` raises.
     """
+    check_options("plan", options, PlanOptions)
     frame = frame_for(framework)
     where = check_device(device, frame)
-    wanted = None if dtype is None else frame.dtype(dtype)
-    with Model(
-        source, None, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options
-    ) as model:
+    wanted = check_dtype(frame, options.get("dtype"))
+    with Model(source, device=where, **opening(options)) as model:
         rows = _rows(model)
         final, peak = _sizes(rows, frame, wanted)
         info = model.info()

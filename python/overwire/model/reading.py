@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from .. import _engine
 from ..files import read_file
 from ..jobs import Job
 from ..paths import is_file, is_remote, local, path_of
-from .options import StorageOptions, storage
+from .storage import storage
 
 __all__ = ["read", "read_bytes"]
 
@@ -33,7 +34,7 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
     return read_file(path_of(uri) if is_file(uri) else uri, limit, uri)
 
 
-def read(uri: str, options: StorageOptions | None, most: int) -> bytes:
+def read(uri: str, options: Mapping[str, object] | None, most: int) -> bytes:
     """All bytes of a URI; FormatError if there are more than `most`."""
     with os.fdopen(os.memfd_create("overwire"), "w+b") as memory:
         spec = {"uris": [uri], "fd": memory.fileno(), "most": most, **storage(options, [uri])}

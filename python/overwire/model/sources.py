@@ -8,21 +8,42 @@ import io
 import os
 import stat
 from collections.abc import Iterable
-from typing import Any, Union
+from typing import Any, Protocol, Union
 
 from ..errors import ArgumentError
 from ..files import number_of
 from ..paths import local
 
-__all__ = ["SourceLike", "resolve"]
+__all__ = ["SourceLike", "named", "resolve"]
 
-#: A path or URI of a file, a folder or an index.json; several of them; or a
+class BinaryFile(Protocol):
+    """A file that is open for reading in binary mode."""
+
+    def read(self, size: int = ..., /) -> bytes: ...
+
+
+class Shared(Protocol):
+    """A model that is open already: a `Pinned` one."""
+
+    def shared_model(self) -> Any: ...
+
+
+#: A path or URI of a file, a folder or an index.json; several of them; a
 #: binary file open for reading, which is read from where it stands, or, where that
-#: is its end, from its beginning.
-SourceLike = Union[str, "os.PathLike[str]", Iterable[Union[str, "os.PathLike[str]"]], Any]
+#: is its end, from its beginning; or a `Pinned` model.
+SourceLike = Union[str, "os.PathLike[str]", Iterable[Union[str, "os.PathLike[str]"]], BinaryFile, Shared]
 
 
-def resolve(source: SourceLike) -> tuple[list[str], Any]:
+def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
+    """The source of a call that may give it by safetensors' word, `filename=`."""
+    if filename is None:
+        return source
+    if source is not None:
+        raise TypeError(f"{verb}() got both {name} and filename")
+    return filename
+
+
+def resolve(source: Any) -> tuple[list[str], Any]:
     """The URIs of a source, and what must stay alive until they are open."""
     if isinstance(source, (str, bytes, os.PathLike)):
         return [local(source)], None

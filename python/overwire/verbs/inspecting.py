@@ -11,10 +11,12 @@ from .. import _engine
 from ..errors import ArgumentError
 from ..jobs import Job
 from ..model.locate import uris_of
-from ..model.options import StorageOptions, parse_size, storage
+from ..model.options import StorageOptions, parse_size
 from ..model.sources import SourceLike, resolve
+from ..model.storage import storage
 from ..paths import local, shown
 from ..progress import ProgressLike, watch
+from .results import Diagnosis, Inspection, Verification
 from .save import Report
 
 __all__ = ["convert", "doctor", "inspect", "verify"]
@@ -22,14 +24,14 @@ __all__ = ["convert", "doctor", "inspect", "verify"]
 _PathLike = Union[str, "os.PathLike[str]"]
 
 
-def _uris(source: SourceLike, options: StorageOptions | None) -> tuple[list[str], Any]:
+def _uris(source: SourceLike, options: Mapping[str, object] | None) -> tuple[list[str], Any]:
     uris, keep = resolve(source)
     if keep is None:
         uris = [uri for path in uris for uri in uris_of(path, options)]
     return uris, keep
 
 
-def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None) -> dict[str, Any]:
+def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None) -> Inspection:
     """What a model holds, by its headers alone; no tensor byte is read.
 
     source: a file, folder, index.json, or a bundle's pickle or meta.csv; plain
@@ -44,11 +46,11 @@ def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None)
     uris, _ = _uris(local(source), storage_options)
     if len(uris) != 1:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
-    found: dict[str, Any] = json.loads(_engine.call("inspect", json.dumps({"uris": uris, **storage(storage_options, uris)})))
+    found: Inspection = json.loads(_engine.call("inspect", json.dumps({"uris": uris, **storage(storage_options, uris)})))
     return found
 
 
-def verify(source: SourceLike, *, progress: ProgressLike = None, storage_options: StorageOptions | None = None) -> dict[str, Any]:
+def verify(source: SourceLike, *, progress: ProgressLike = None, storage_options: StorageOptions | None = None) -> Verification:
     """Proves every byte: checksums of stored bytes, every decode, and the hash
     of every tensor.
 
@@ -64,7 +66,7 @@ def verify(source: SourceLike, *, progress: ProgressLike = None, storage_options
     number = _engine.verify_start(json.dumps({"uris": uris, **storage(storage_options, uris)}))
     with Job(number, "verify", watch(progress, "verify")) as job:
         job.wait()
-        found: dict[str, Any] = job.report()
+        found: Verification = job.report()
     del keep
     return found
 
@@ -111,7 +113,7 @@ def convert(
     return Report.of(report)
 
 
-def doctor(*, measure: bool = False) -> dict[str, Any]:
+def doctor(*, measure: bool = False) -> Diagnosis:
     """What the engine finds on this machine: CPU, decoder, memory, versions,
     and the settings with the environment variables that made them.
 
@@ -123,5 +125,5 @@ def doctor(*, measure: bool = False) -> dict[str, Any]:
     measure: copies to each GPU for about 0.2 s and adds "wire", in GB/s; that
         makes a context there, after which the process must not fork for CUDA.
     """
-    found: dict[str, Any] = json.loads(_engine.doctor(measure))
+    found: Diagnosis = json.loads(_engine.doctor(measure))
     return found

@@ -5,31 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, ModelMismatchError
 from ..frameworks.choose import check_device, frame_for
-from ..model.opened import WHOLE, Model, whole
-from ..model.options import StorageOptions
+from ..model.opened import WHOLE, Model, opening, whole
+from ..model.options import DeviceLike, ModuleOptions, StorageOptions, check_options
 from ..model.plan import fit
-from ..model.sources import SourceLike
+from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
 from .save import Report, save_file
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack
 
 __all__ = ["load_model", "save_model"]
 
 
 def load_model(
-    module: Any,
-    source: SourceLike,
+    module: torch.nn.Module,
+    source: SourceLike | None = None,
     strict: bool = True,
-    device: Any = None,
+    device: DeviceLike | None = None,
     *,
-    progress: ProgressLike = None,
-    mmap: bool | None = None,
-    storage_options: StorageOptions | None = None,
-    lenient: bool = False,
-    max_memory: int | str | None = None,
+    filename: SourceLike | None = None,
+    **options: Unpack[ModuleOptions],
 ) -> tuple[list[str], list[str]]:
     """Loads a file into a torch module's own parameters and buffers.
 
@@ -42,9 +43,9 @@ def load_model(
     device: where to load; None: where each tensor is, and those of the meta
         device on the host. Tensors that are elsewhere are copied there.
 
-    storage_options: as for `load_file`.
     strict: raise if tensors are missing in the file, or unexpected in it.
-    lenient: as for `load_file`.
+    options: those of `ModuleOptions`: progress, mmap, storage_options, lenient, as for
+        `load_file`, and max_memory.
     max_memory: the most bytes that may be loaded beside the module's own
         tensors, on all devices together: those that do not land in them, and
         what takes the place of the meta device's.
@@ -58,6 +59,8 @@ def load_model(
 
     `load_state_dict` hooks of the module are not run.
     """
+    check_options("load_model", options, ModuleOptions)
+    source = named("load_model", source, filename)
     frame = frame_for("torch")
     fixed = None if device is None else check_device(device, frame)
     import torch
@@ -65,7 +68,7 @@ def load_model(
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
     targets: dict[str, Any] = module.state_dict(keep_vars=True)
-    with Model(source, mmap, fixed or _single(targets), lenient=lenient, storage_options=storage_options) as model:
+    with Model(source, device=fixed or _single(targets), **opening(options)) as model:
         missing, unexpected, wanted = _match(module, targets, model, strict)
         names = list(wanted)
         requests, direct = [], []
@@ -93,8 +96,8 @@ def load_model(
                 direct[number] = False
                 requests[number] = whole(requests[number][0])
         beside = [request[0] for request, lands in zip(requests, direct, strict=True) if not lands]
-        fit(model, frame, None, max_memory, [model.row(at) for at in beside])
-        watcher = watch(progress, "load")
+        fit(model, frame, None, options.get("max_memory"), [model.row(at) for at in beside])
+        watcher = watch(options.get("progress"), "load")
         # One load for each device, all at once.
         groups: dict[str, list[int]] = {}
         for number, name in enumerate(names):

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, cast, overload
 
 from .. import _engine
 from ..dtypes import BITS, PACKED, nbytes
 from ..errors import ArgumentError, CorruptError, NotSupportedError
-from ..frameworks.choose import check_device, frame_for
+from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.indexing import plan
-from ..model.opened import LARGE, WHOLE, Model
-from ..model.options import StorageOptions
-from ..model.sources import SourceLike
+from ..model.opened import LARGE, WHOLE, Model, opening
+from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, OpenOptions, TorchName, check_options
+from ..model.sources import SourceLike, named
 
 if TYPE_CHECKING:
+    import numpy
+    import torch
+    from typing_extensions import TypeVar, Unpack
+
     from ..model.forked import ForkedModel
 
 __all__ = ["TensorSlice", "safe_open"]
+
+
+if TYPE_CHECKING:
+    T = TypeVar("T", default=Any)  # what the framework's tensors are
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
 
 
 def _states(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
@@ -33,13 +45,15 @@ def _states(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
     return states
 
 
-class safe_open:
+class safe_open(Generic[T]):
     """Opens plain or compressed safetensors files for reading by name.
 
     source: as for `load_file`: a path, a folder, an index.json, a list of
         paths, an open file.
     framework: "pt", "np" or "bytes"; None: torch if it is installed, else numpy.
-    device, dtype, mmap, lenient, storage_options: as for `load_file`.
+    device: as for `load_file`.
+    filename: another word for source, that of safetensors.
+    options: dtype, mmap, lenient, storage_options, as in `LoadOptions`.
 
     A context manager; `close` may be called by hand. Tensors are the caller's
     and outlive it. Threads may share one object.
@@ -53,30 +67,98 @@ class safe_open:
 
     __module__ = "overwire"
 
+    @overload
     def __init__(
-        self,
-        source: SourceLike,
-        framework: str | None = None,
-        device: Any = "cpu",
+        self: safe_open[torch.Tensor],
+        source: SourceLike | None = None,
+        framework: TorchName | None = None,
+        device: DeviceLike = "cpu",
         *,
-        dtype: Any = None,
-        mmap: bool | None = None,
-        storage_options: StorageOptions | None = None,
-        lenient: bool = False,
+        filename: SourceLike | None = None,
+        **options: Unpack[OpenOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: safe_open[numpy.ndarray[Any, Any]],
+        source: SourceLike,
+        framework: ArrayName,
+        device: DeviceLike = "cpu",
+        *,
+        filename: None = None,
+        **options: Unpack[OpenOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: safe_open[numpy.ndarray[Any, Any]],
+        *,
+        filename: SourceLike,
+        framework: ArrayName,
+        device: DeviceLike = "cpu",
+        **options: Unpack[OpenOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: safe_open[memoryview],
+        source: SourceLike,
+        framework: BytesName,
+        device: DeviceLike = "cpu",
+        *,
+        filename: None = None,
+        **options: Unpack[OpenOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: safe_open[memoryview],
+        *,
+        filename: SourceLike,
+        framework: BytesName,
+        device: DeviceLike = "cpu",
+        **options: Unpack[OpenOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: safe_open[Any],
+        source: SourceLike,
+        framework: FrameworkName | None,
+        device: DeviceLike = "cpu",
+        *,
+        filename: None = None,
+        **options: Unpack[OpenOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: safe_open[Any],
+        *,
+        filename: SourceLike,
+        framework: FrameworkName | None,
+        device: DeviceLike = "cpu",
+        **options: Unpack[OpenOptions],
+    ) -> None: ...
+
+    def __init__(
+        self, source: Any = None, framework: Any = None, device: Any = "cpu", *, filename: Any = None, **options: Any
     ) -> None:
+        check_options("safe_open", options, OpenOptions)
+        source = named("safe_open", source, filename)
         self._frame = frame_for(framework)
         where = check_device(device, self._frame)
-        self._dtype = None if dtype is None else self._frame.dtype(dtype)
+        self._dtype = check_dtype(self._frame, options.get("dtype"))
         self._model: Model | None
         if _engine.forked():
             from ..model.forked import ForkedModel
 
-            self._model = ForkedModel(source, where, storage_options=storage_options)
+            self._model = ForkedModel(source, where, storage_options=options.get("storage_options"))
         else:
-            self._model = Model(source, mmap, where, lenient=lenient, storage_options=storage_options)
+            self._model = Model(source, device=where, **opening(options))
             self._seen = _states(self._model.uris)
 
-    def __enter__(self) -> safe_open:
+    def __enter__(self) -> safe_open[T]:
         self._live()
         return self
 
@@ -87,6 +169,13 @@ class safe_open:
         # `getattr`: the constructor may have failed.
         if getattr(self, "_model", None) is not None:
             self.close()
+
+    def __repr__(self) -> str:
+        if self._model is None:
+            return "safe_open(closed)"
+        uris, count = self._model.uris, len(self._model.table)
+        more = f" and {len(uris) - 1} more" if len(uris) > 1 else ""
+        return f"safe_open({uris[0]!r}{more}, {self._frame.name!r}, {self._model.device!r}): {count} tensors"
 
     def close(self) -> None:
         """Closes the files. Does nothing the second time."""
@@ -134,23 +223,23 @@ class safe_open:
                     merged.setdefault(key, value)
         return merged or None
 
-    def get_tensor(self, name: str) -> Any:
+    def get_tensor(self, name: str) -> T:
         """One tensor, the caller's own. TensorNotFoundError if it is not there."""
         return self.get_tensors([name])[name]
 
-    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, T]:
         """Several tensors, read together; None for all. In the order of names."""
         model = self._live()
         chosen = model.choose(names, None)
         return model.load(chosen, self._frame, self._dtype, None)
 
-    def get_slice(self, name: str) -> TensorSlice:
+    def get_slice(self, name: str) -> TensorSlice[T]:
         """The tensor as something to index; nothing is read yet."""
         self._live().place(name)
         return TensorSlice(self, name)
 
 
-class TensorSlice:
+class TensorSlice(Generic[T]):
     """A tensor of an open file that is read as it is indexed.
 
     `s[3]`, `s[:, ::2]`, `s[..., -1]`, `s[5:2:-1, None]`: ints, slices with any
@@ -161,7 +250,7 @@ class TensorSlice:
 
     __module__ = "overwire"
 
-    def __init__(self, file: safe_open, name: str) -> None:
+    def __init__(self, file: safe_open[T], name: str) -> None:
         self._file = file
         self._name = name
         model = file._live()
@@ -179,7 +268,11 @@ class TensorSlice:
     def __repr__(self) -> str:
         return f"TensorSlice({self._name!r}, {self._row.dtype}, {self.get_shape()})"
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> T:
+        found: T = self._read(index)
+        return found
+
+    def _read(self, index: Any) -> Any:
         file, row = self._file, self._row
         model, frame = file._live(), file._frame
         if _engine.forked():
@@ -220,7 +313,7 @@ class TensorSlice:
         # Elements share bytes, so the tensor is read whole. Where the framework
         # keeps them packed, the last dimension cannot be cut.
         frame, row = self._file._frame, self._row
-        tensor = self._file.get_tensor(self._name)
+        tensor: Any = self._file.get_tensor(self._name)
         planned = plan(index, row.shape, dims=0)
         if tuple(tensor.shape) == row.shape:
             return frame.index(tensor, planned.cut, row.dtype) if planned.cut else tensor

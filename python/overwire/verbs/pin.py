@@ -4,17 +4,25 @@ for the next load."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from .. import _engine
 from ..errors import ArgumentError
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import Job
 from ..model.opened import Model
+from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, PinnedOptions, TorchName, check_options
 from ..model.sources import SourceLike
 from ..progress import ProgressLike, watch
+from .load import load_file
+from .stream import stream
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+    from typing_extensions import Unpack
 
 __all__ = ["Pinned", "empty_cache", "pin"]
 
@@ -64,35 +72,87 @@ class Pinned:
             raise ArgumentError("overwire: the pinned model was released")
         return model
 
+    @overload
     def load_file(
         self,
+        device: DeviceLike = "cpu",
         *,
-        device: Any = "cpu",
-        dtype: Any = None,
-        keys: Iterable[str] | None = None,
-        filter: Callable[[str], bool] | None = None,
-        framework: str | None = None,
-        progress: ProgressLike = None,
-    ) -> dict[str, Any]:
-        """`overwire.load_file` of this model."""
-        from .load import load_file
+        framework: TorchName | None = None,
+        **options: Unpack[PinnedOptions],
+    ) -> dict[str, torch.Tensor]: ...
 
-        return load_file(self, device=device, dtype=dtype, keys=keys, filter=filter, framework=framework, progress=progress)
+    @overload
+    def load_file(
+        self,
+        device: DeviceLike = "cpu",
+        *,
+        framework: ArrayName,
+        **options: Unpack[PinnedOptions],
+    ) -> dict[str, numpy.ndarray[Any, Any]]: ...
 
+    @overload
+    def load_file(
+        self,
+        device: DeviceLike = "cpu",
+        *,
+        framework: BytesName,
+        **options: Unpack[PinnedOptions],
+    ) -> dict[str, memoryview]: ...
+
+    @overload
+    def load_file(
+        self,
+        device: DeviceLike = "cpu",
+        *,
+        framework: FrameworkName | None,
+        **options: Unpack[PinnedOptions],
+    ) -> dict[str, Any]: ...
+
+    def load_file(self, device: Any = "cpu", *, framework: Any = None, **options: Any) -> dict[str, Any]:
+        """`overwire.load_file` of this model. options: dtype, keys, filter, progress."""
+        check_options("load_file", options, PinnedOptions)
+        return load_file(self, device, framework=framework, **options)
+
+    @overload
     def stream(
         self,
+        device: DeviceLike = "cpu",
         *,
-        device: Any = "cpu",
-        dtype: Any = None,
-        keys: Iterable[str] | None = None,
-        filter: Callable[[str], bool] | None = None,
-        framework: str | None = None,
-        progress: ProgressLike = None,
-    ) -> Iterator[tuple[str, Any]]:
-        """`overwire.stream` of this model."""
-        from .stream import stream
+        framework: TorchName | None = None,
+        **options: Unpack[PinnedOptions],
+    ) -> Iterator[tuple[str, torch.Tensor]]: ...
 
-        return stream(self, device=device, dtype=dtype, keys=keys, filter=filter, framework=framework, progress=progress)
+    @overload
+    def stream(
+        self,
+        device: DeviceLike = "cpu",
+        *,
+        framework: ArrayName,
+        **options: Unpack[PinnedOptions],
+    ) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]: ...
+
+    @overload
+    def stream(
+        self,
+        device: DeviceLike = "cpu",
+        *,
+        framework: BytesName,
+        **options: Unpack[PinnedOptions],
+    ) -> Iterator[tuple[str, memoryview]]: ...
+
+    @overload
+    def stream(
+        self,
+        device: DeviceLike = "cpu",
+        *,
+        framework: FrameworkName | None,
+        **options: Unpack[PinnedOptions],
+    ) -> Iterator[tuple[str, Any]]: ...
+
+    def stream(self, device: Any = "cpu", *, framework: Any = None, **options: Any) -> Iterator[tuple[str, Any]]:
+        """`overwire.stream` of this model. options: dtype, keys, filter, progress."""
+        check_options("stream", options, PinnedOptions)
+        return stream(self, device, framework=framework, **options)
 
     def release(self) -> None:
         """Gives the memory back, once the loads that run have ended. Tensors that
@@ -121,7 +181,7 @@ class Pinned:
             self.release()
 
 
-def pin(source: SourceLike, *, device: Any = None, progress: ProgressLike = None) -> Pinned:
+def pin(source: SourceLike, *, device: DeviceLike | None = None, progress: ProgressLike = None) -> Pinned:
     """Brings a model's files into host memory as they are stored, and keeps them
     there until `release`: for loading again and again, or for waking a model that
     was put aside, with neither disk nor network. Of compressed files that takes

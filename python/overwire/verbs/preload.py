@@ -30,8 +30,9 @@ from ..jobs import log
 from ..model import layout
 from ..model.joining import started
 from ..model.locate import uris_of
-from ..model.options import StorageOptions, storage
+from ..model.options import StorageOptions
 from ..model.sources import SourceLike, resolve
+from ..model.storage import storage
 from ..paths import shown
 from ..progress import Progress
 

@@ -14,7 +14,9 @@ from ..frameworks.choose import frame_of
 from ..frameworks.frame import Bytes
 from ..frameworks.spec import TensorSpec
 from ..jobs import Job
-from ..model.options import StorageOptions, parse_size, storage
+from ..model.options import StorageOptions, parse_size
+from ..model.sources import named
+from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
 
@@ -59,9 +61,10 @@ class Report:
 
 def save_file(
     tensors: Mapping[str, Any],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     metadata: Mapping[str, str] | None = None,
     *,
+    filename: str | os.PathLike[str] | None = None,
     compress: bool = True,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
@@ -81,6 +84,7 @@ def save_file(
         that it replaces. Beside the index of shards of the same name
         (model.safetensors.index.json), by which the folder would still load the
         old model, one file is refused; with max_shard_size it replaces them.
+    filename: another word for path, that of safetensors.
     metadata: texts for `__metadata__`; safetensors' own loaders look for
         {"format": "pt"}.
     compress: writes overwire's container, a safetensors file whose tensors are
@@ -103,6 +107,7 @@ def save_file(
     Raises ArgumentError, NotSupportedError for types that safetensors lacks,
     AccessError, IOFailure (a full disk).
     """
+    path = named("save_file", path, filename, "path")
     if not isinstance(tensors, Mapping):
         raise ArgumentError(f"overwire: tensors: expected a dict of tensors, got {type(tensors).__name__}")
     described: list[tuple[str, Bytes]] = []

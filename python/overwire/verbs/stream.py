@@ -2,40 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from .. import _engine
 from ..errors import OverwireError
-from ..frameworks.choose import check_device, frame_for
+from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..frameworks.frame import Frame
 from ..jobs import Job
-from ..model.opened import Model, prepare
-from ..model.options import StorageOptions, parse_size
+from ..model.opened import Model, opening, prepare
+from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, StreamOptions, TorchName, check_options, parse_size
 from ..model.plan import fit, held
 from ..model.sources import SourceLike
-from ..progress import ProgressLike, Watcher, watch
+from ..progress import Watcher, watch
 from .windows import Windows, windows_of
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+    from typing_extensions import Unpack
 
 __all__ = ["stream"]
 
 
+@overload
 def stream(
     source: SourceLike,
+    device: DeviceLike = "cpu",
     *,
-    device: Any = "cpu",
-    dtype: Any = None,
-    keys: Iterable[str] | None = None,
-    filter: Callable[[str], bool] | None = None,
-    framework: str | None = None,
-    progress: ProgressLike = None,
-    mmap: bool | None = None,
-    read: str | None = None,
-    storage_options: StorageOptions | None = None,
-    lenient: bool = False,
-    max_memory: int | str | None = None,
-) -> Iterator[tuple[str, Any]]:
+    framework: TorchName | None = None,
+    **options: Unpack[StreamOptions],
+) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@overload
+def stream(
+    source: SourceLike,
+    device: DeviceLike = "cpu",
+    *,
+    framework: ArrayName,
+    **options: Unpack[StreamOptions],
+) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]: ...
+
+
+@overload
+def stream(
+    source: SourceLike,
+    device: DeviceLike = "cpu",
+    *,
+    framework: BytesName,
+    **options: Unpack[StreamOptions],
+) -> Iterator[tuple[str, memoryview]]: ...
+
+
+@overload
+def stream(
+    source: SourceLike,
+    device: DeviceLike = "cpu",
+    *,
+    framework: FrameworkName | None,
+    **options: Unpack[StreamOptions],
+) -> Iterator[tuple[str, Any]]: ...
+
+
+def stream(source: SourceLike, device: Any = "cpu", *, framework: Any = None, **options: Any) -> Iterator[tuple[str, Any]]:
     """Yields (name, tensor) in the order of arrival; arguments and tensors as
     for `load_file`, but for
 
@@ -48,14 +79,14 @@ def stream(
     an exception in the loop) cancels the rest and frees it.
     An error of the load is raised after the tensors that had landed before it.
     """
+    check_options("stream", options, StreamOptions)
     frame = frame_for(framework)
     where = check_device(device, frame)
     prepare(where)
-    wanted = None if dtype is None else frame.dtype(dtype)
+    wanted = check_dtype(frame, options.get("dtype"))
+    max_memory, progress = options.get("max_memory"), options.get("progress")
     with ExitStack() as stack:
-        model = stack.enter_context(
-            Model(source, mmap, where, lenient=lenient, keys=keys, filter=filter, storage_options=storage_options, read=read)
-        )
+        model = stack.enter_context(Model(source, device=where, **opening(options)))
         model.join()
         if max_memory is None or model.joined:
             fit(model, frame, wanted, max_memory)  # a preload has all of it already
@@ -125,6 +156,9 @@ class _Stream(Iterator[tuple[str, Any]]):
         if self._wanted is not None:
             tensor = self._frame.cast(tensor, row[1], self._wanted)
         return row[0], tensor
+
+    def __repr__(self) -> str:
+        return f"<stream of {len(self._rows)} tensors to {self._device}{'' if self._job is not None else ', ended'}>"
 
     def landed(self) -> bool:
         """Whether all of it has; an error is raised where it comes in turn."""

@@ -92,6 +92,10 @@ class Windows(Iterator[tuple[str, Any]]):
         self.close()
         raise StopIteration
 
+    def __repr__(self) -> str:
+        ended = "" if self._now is not None else ", ended"
+        return f"<stream of {self._total[1]} tensors to {self._model.device}, {self._budget} bytes at a time{ended}>"
+
     def close(self) -> None:
         """Ends the stream; the rest is cancelled and freed."""
         for running in (self._now, self._next):

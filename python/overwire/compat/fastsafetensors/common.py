@@ -286,7 +286,7 @@ def _nbytes(frame: TensorFrame) -> int:
     return _product(frame.shape) * frame.dtype.bits // 8
 
 
-def _numeric(framework: FrameworkOpBase) -> str:
+def _numeric(framework: FrameworkOpBase) -> Any:
     return "pt" if framework.get_name() == "pytorch" else "np"
 
 

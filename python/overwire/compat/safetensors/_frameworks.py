@@ -17,7 +17,7 @@ class Framework(NamedTuple):
     """native: what overwire loads. finish: makes of that (with the file, the
     name and the device) the framework's own tensor."""
 
-    native: str
+    native: Any
     finish: Callable[[Any, overwire.safe_open, str, str], Any]
 
 

@@ -93,7 +93,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self._verify_hash = bool(verify_hash) and verify_hash != "crc32"
         self._dtype = dtype
         self._lazy_load = lazy_load
-        self._storage: dict[str, Any] = {}
+        self._storage: Any = {}
         self._source = self._resolve(file_obj)
         if num_readers is not None and num_readers > 1 and not isinstance(self._source, str):
             raise ValueError(
@@ -489,7 +489,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def _path(self) -> str:
         return self._source if isinstance(self._source, str) else f"/proc/self/fd/{self._source.fileno()}"
 
-    def _reach(self) -> dict[str, Any] | None:
+    def _reach(self) -> dict[str, object] | None:
         ours = ("other_dtypes_as_bytes", "decryption_key", "decryption_password", "verify_crc32")
         return {name: value for name, value in self._storage.items() if name not in ours} or None
 

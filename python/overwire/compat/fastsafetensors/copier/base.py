@@ -176,7 +176,7 @@ class EngineCopier(CopierInterface):
     that as they land. found: what has arrived. Threads may wait at the same time.
     """
 
-    read: str | None = None
+    read: Any = None
     dtype = DType.AUTO
 
     def __init__(self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase) -> None:

@@ -1,0 +1,167 @@
+"""What inspect, verify and doctor return, as the engine has it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
+
+__all__ = ["Diagnosis", "Inspection", "Verification"]
+
+Format = Literal["overwire", "safetensors", "tensors"]
+
+
+class InspectedTensor(TypedDict):
+    """One tensor. bytes: in memory; stored: in the file; ratio: stored / bytes; alias_of:
+    the tensor whose bytes it shares."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    bytes: int
+    stored: int
+    ratio: float
+    coding: str
+    chunks: int
+    parts: NotRequired[int]
+    alias_of: NotRequired[str]
+
+
+class InspectedFile(TypedDict):
+    """One file. header: bytes before the data section."""
+
+    uri: str
+    format: Format
+    size: int
+    header: int
+    metadata: dict[str, str]
+    tensors: list[InspectedTensor]
+
+
+class Total(TypedDict):
+    """Sums over tensors."""
+
+    tensors: int
+    bytes: int
+    stored: int
+    ratio: float
+
+
+class Inspection(TypedDict):
+    """What `inspect` returns. totals: by dtype; "" for all."""
+
+    sources: list[InspectedFile]
+    totals: dict[str, Total]
+
+
+class VerifiedFile(TypedDict):
+    """One file. checked: every byte of its contents, or its structure alone."""
+
+    uri: str
+    format: Format
+    checked: Literal["contents", "structure"]
+    tensors: int
+    bytes: int
+    stored: int
+
+
+class Verification(TypedDict):
+    """What `verify` returns. note: what could not be proven."""
+
+    ok: Literal[True]
+    tensors: int
+    bytes: int
+    stored: int
+    seconds: float
+    files: list[VerifiedFile]
+    note: NotRequired[str]
+
+
+class Machine(TypedDict):
+    """The host."""
+
+    os: str
+    arch: str
+    cpu: str
+    cores: int
+    decoder: str
+    transparent_huge_pages: str
+    go: str
+
+
+class Memory(TypedDict):
+    """Bytes of host memory; limit: of the control group, 0 for none."""
+
+    total: int
+    available: int
+    limit: int
+
+
+class Device(TypedDict):
+    """One GPU. memory: bytes; kernels or unusable: what it runs, or why nothing; wire:
+    GB/s of pinned copies to it, where that was measured."""
+
+    index: int
+    name: str
+    memory: int
+    compute: str
+    processors: int
+    pci: str
+    link_width: int
+    link_gen: int
+    driver: str
+    kernels: NotRequired[str]
+    unusable: NotRequired[str]
+    wire: NotRequired[float]
+
+
+class Gpu(TypedDict):
+    """NVIDIA's driver and its devices, or the reason why there is none."""
+
+    reason: NotRequired[str]
+    driver: NotRequired[str]
+    cuda: NotRequired[str]
+    devices: list[Device]
+
+
+#: What the environment asks to preload. from: the variable that names it.
+PreloadSetting = TypedDict("PreloadSetting", {"path": str, "from": str, "device": str, "off": bool, "found": bool})
+
+
+class DirectStorage(TypedDict):
+    """Whether GPUDirect Storage is real here, and why (not)."""
+
+    real: bool
+    why: str
+    library: str
+    version: str
+    module: str
+
+
+#: One setting. from: the variable that set it.
+Setting = TypedDict(
+    "Setting",
+    {"name": str, "type": str, "default": str, "value": str, "from": "NotRequired[str]", "aliases": "NotRequired[list[str]]", "doc": str},
+)
+
+
+class Diagnosis(TypedDict):
+    """What `doctor` returns. engine: "ok", or what failed."""
+
+    version: str
+    python: NotRequired[str]
+    machine: Machine
+    cpu_features: list[str]
+    memory: Memory
+    gpu: Gpu
+    preload: PreloadSetting
+    gpudirect_storage: DirectStorage
+    engine: str
+    goroutines: int
+    settings: list[Setting]
+    advice: list[str]
+
+
+for _kind in (Diagnosis, Inspection, Verification):
+    _kind.__module__ = "overwire"  # where users find them
