@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -63,7 +64,7 @@ def to_bf16(array: np.ndarray) -> np.ndarray:
     return array.astype(ml_dtypes.bfloat16) if array.dtype == np.float32 else array
 
 
-def best(times: int, work) -> float:
+def best(times: int, work: Callable[[], object]) -> float:
     """The median seconds of several runs."""
     seconds = []
     for _ in range(times):
@@ -88,7 +89,7 @@ def floors(path: str) -> tuple[float, float]:
 
         def read() -> None:
             fresh = np.empty(size, np.uint8)
-            list(pool.map(lambda p: os.preadv(f.fileno(), [fresh[p]], p.start), parts))
+            list(pool.map(lambda p: os.preadv(f.fileno(), [fresh[p].data], p.start), parts))
 
         return size / best(5, copy) / 1e9, size / best(5, read) / 1e9
 

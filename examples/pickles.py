@@ -3,14 +3,15 @@
 import overwire as ow
 import torch
 
-model = torch.nn.Sequential(torch.nn.Embedding(500, 64), torch.nn.Linear(64, 500, bias=False))
-model[1].weight = model[0].weight  # a tie, stored once and tied again when loaded
+words, head = torch.nn.Embedding(500, 64), torch.nn.Linear(64, 500, bias=False)
+head.weight = words.weight  # a tie, stored once and tied again when loaded
+model = torch.nn.Sequential(words, head)
 
 ratio = ow.compress(model, "boneless_model.pth")  # stored / original
 again = ow.load_compressed("boneless_model.pth")
-assert again[0].weight is again[1].weight and torch.equal(again[0].weight, model[0].weight)
+assert again[0].weight is again[1].weight and torch.equal(again[0].weight, words.weight)
 
-bundle = {"model": model, "step": 7, "rows": model[0].weight.detach()[:10]}
+bundle = {"model": model, "step": 7, "rows": words.weight.detach()[:10]}
 ow.compress_pickle(bundle, "bundle.pkl")
 assert ow.load_compressed_pickle("bundle.pkl")["step"] == 7
 

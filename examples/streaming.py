@@ -11,4 +11,4 @@ for name, tensor in ow.stream("model.safetensors"):  # in the order of arrival
 
 module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
 missing, unexpected = ow.load_model(module, "model.safetensors")  # straight into its parameters
-assert not missing and not unexpected and torch.equal(module[1].weight, source[1].weight)
+assert not missing and not unexpected and torch.equal(module.state_dict()["1.weight"], source.state_dict()["1.weight"])

@@ -540,7 +540,7 @@ def test_naming_imports_nothing(fenced: Fenced) -> None:
     """torch imports some of its modules when it is asked for their names."""
     source = """
 import sys, torch, numpy, overwire
-from overwire import unpickling
+from overwire.bundles import unpickling
 from test_pickle_limits import named, push
 class Blobs:
     def storage(self, blob, size):

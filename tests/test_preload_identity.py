@@ -354,7 +354,7 @@ def test_a_path_that_appears_later(script, tmp_path: Path) -> None:
     done = script(
         """
 import numpy as np, overwire as ow
-from overwire import saving
+from overwire.verbs import save
 ow.save_file({"w": np.ones(3)}, "later.safetensors")
 assert ow.load_file("later.safetensors", framework="np")["w"].sum() == 3
 """,
