@@ -18,7 +18,7 @@ VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 # too, that take long to compile for it.
 RACE := ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/pipeline/... ./gosrc/ring/... ./gosrc/source/file \
         ./gosrc/source/retry ./gosrc/source/parts ./gosrc/source/cache ./gosrc/source/spool ./gosrc/source/pipe
-LONG_RACE := ./gosrc/bind/face/... ./gosrc/bitstream/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
+LONG_RACE := ./gosrc/bind/face/... ./gosrc/nvcomp/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
 
 # `make test` ends within 15 minutes on two cores, installs included. It leaves out
 # what takes long to compile, Go's tests of S3 among it, tests marked slow, and most

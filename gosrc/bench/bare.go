@@ -12,11 +12,11 @@ import (
 	"github.com/klauspost/compress/zstd"
 	"github.com/pierrec/lz4/v4"
 
-	"github.com/overwire/overwire/gosrc/codec/deflate"
-	ourlz4 "github.com/overwire/overwire/gosrc/codec/lz4"
-	oursnappy "github.com/overwire/overwire/gosrc/codec/snappy"
-	ourzstd "github.com/overwire/overwire/gosrc/codec/zstd"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/nvcomp/deflate"
+	ourlz4 "github.com/overwire/overwire/gosrc/nvcomp/lz4"
+	oursnappy "github.com/overwire/overwire/gosrc/nvcomp/snappy"
+	ourzstd "github.com/overwire/overwire/gosrc/nvcomp/zstd"
 )
 
 const (

@@ -1,4 +1,4 @@
-package bitstream
+package nvcomp
 
 import (
 	"encoding/binary"

@@ -1,4 +1,4 @@
-package bitstream
+package nvcomp
 
 // quickBytes is the most content of a quick Run: some tens of milliseconds of
 // the slowest decoder.

@@ -1,4 +1,4 @@
-package bitstream
+package nvcomp
 
 import (
 	"context"
@@ -8,13 +8,13 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/overwire/overwire/gosrc/codec/cascaded"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/nvcomp/cascaded"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -244,7 +244,7 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	if err != nil {
 		return nil, err
 	}
-	type task struct{ buffer, part int32 }
+	type task struct{ buffer, block int32 }
 	var tasks []task
 	var bytes int64
 	for i := range layouts {
@@ -252,17 +252,17 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 			continue
 		}
 		bytes += out[i].Bytes
-		for k := range layouts[i].parts {
+		for k := range layouts[i].blocks {
 			tasks = append(tasks, task{int32(i), int32(k)})
 		}
 	}
 	var mu sync.Mutex
 	err = each(ctx, len(tasks), bytes, func(t int) {
-		i, k := tasks[t].buffer, tasks[t].part
+		i, k := tasks[t].buffer, tasks[t].block
 		l := &layouts[i]
-		p := &l.parts[k]
+		p := &l.blocks[k]
 		to := dst[i][p.at : p.at+p.n : p.at+p.n]
-		err := decodePart(l, to, p)
+		err := decodeBlock(l, to, p)
 		if err != nil {
 			mu.Lock()
 			if out[i].Err == nil {
@@ -283,7 +283,7 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	return out, nil
 }
 
-func decodePart(l *layout, to []byte, p *part) error {
+func decodeBlock(l *layout, to []byte, p *block) error {
 	if l.summed && crc32.ChecksumIEEE(p.src) != p.stored {
 		// The bytes are for whoever looks at them all the same.
 		_ = l.algo.decode(to, p.src)
@@ -310,12 +310,91 @@ func bound(s *Spec, algo *algorithm, n int64) int64 {
 	return algo.bound(n)
 }
 
+// An encoding is one block to be made: bytes from to to of a buffer.
+type encoding struct {
+	buffer   int32
+	block    int32
+	from, to int64
+}
+
+// encodeAll makes every buffer's blocks on all cores, and joins those of a
+// buffer in its output.
 func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Result, error) {
-	var d tensor.DType
-	known := false
+	d, known, err := settle(s, algo)
+	if err != nil {
+		return nil, err
+	}
+	out := make([]Result, len(in))
+	blocks := make([][][]byte, len(in))
+	sums := make([][][2]uint32, len(in))
+	specs := make([]Spec, len(in))
+	tasks := divide(s, algo, in, out)
+	count := make([]int, len(in))
+	for _, t := range tasks {
+		count[t.buffer]++
+	}
+	for i, n := range count {
+		specs[i], blocks[i] = *s, make([][]byte, n)
+		if s.Sums {
+			sums[i] = make([][2]uint32, n)
+		}
+	}
+	if algo.id == X16 {
+		if err := each(ctx, len(in), total(in), func(i int) {
+			specs[i].transform = transformFor(d, known, in[i].Src)
+		}); err != nil {
+			return nil, err
+		}
+	}
+	var mu sync.Mutex
+	err = each(ctx, len(tasks), total(in), func(t int) {
+		x := tasks[t]
+		from := in[x.buffer].Src[x.from:x.to]
+		made, err := algo.encode(nil, from, &specs[x.buffer])
+		if err != nil {
+			mu.Lock()
+			if out[x.buffer].Err == nil {
+				out[x.buffer].Err = &fault.At{Verb: "encode", Chunk: int64(x.block), Offset: x.from, Err: err}
+			}
+			mu.Unlock()
+			return
+		}
+		blocks[x.buffer][x.block] = made
+		if s.Sums {
+			sums[x.buffer][x.block] = [2]uint32{crc32.ChecksumIEEE(made), crc32.ChecksumIEEE(from)}
+		}
+	})
+	if err != nil {
+		return nil, err
+	}
+	for i := range in {
+		if out[i].Err == nil {
+			out[i].Bytes = joined(s, algo, blocks[i])
+		}
+	}
+	dst, err := place(in, out)
+	if err != nil {
+		return nil, err
+	}
+	err = each(ctx, len(in), total(in), func(i int) {
+		if out[i].Err == nil {
+			join(dst[i], &specs[i], algo, int64(len(in[i].Src)), blocks[i], sums[i])
+		}
+		blocks[i] = nil
+	})
+	if err != nil {
+		Release(out)
+		return nil, err
+	}
+	return out, nil
+}
+
+// settle fills in what the Spec leaves to the algorithm, and refuses what the
+// algorithm cannot do. known says whether the Spec names a dtype: d.
+func settle(s *Spec, algo *algorithm) (d tensor.DType, known bool, err error) {
 	if s.DType != "" {
 		if d, known = tensor.ParseDType(s.DType); !known {
-			return nil, fault.New(fault.ErrArgument, "no such dtype: %q", s.DType)
+			return d, false, fault.New(fault.ErrArgument, "no such dtype: %q", s.DType)
 		}
 	}
 	if algo.id == Cascaded {
@@ -326,97 +405,35 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		o.Type = elements(d)
 		s.Cascaded = &o
 		if s.Kind == Native && s.Chunk%int64(s.Cascaded.Type.Size()) != 0 {
-			return nil, fault.New(fault.ErrArgument, "chunks of %d bytes are no whole number of elements of %d", s.Chunk, s.Cascaded.Type.Size())
+			return d, known, fault.New(fault.ErrArgument, "chunks of %d bytes are no whole number of elements of %d", s.Chunk, s.Cascaded.Type.Size())
 		}
 	}
 	switch algo.id {
 	case Deflate, Gzip, GDeflate, Cascaded:
-		if _, err := algo.encode(nil, nil, s); err != nil { // the level, or the options, are the Spec's mistake
-			return nil, err
-		}
+		_, err = algo.encode(nil, nil, s) // the level, or the options, are the Spec's mistake
 	}
-	type task struct {
-		buffer   int32
-		part     int32
-		from, to int64
-	}
-	var tasks []task
-	out := make([]Result, len(in))
-	parts := make([][][]byte, len(in))
-	sums := make([][][2]uint32, len(in))
-	specs := make([]Spec, len(in))
+	return d, known, err
+}
+
+// divide cuts the buffers into blocks, in order. One too long for its kind of
+// stream gets its error in out, and no block.
+func divide(s *Spec, algo *algorithm, in []Buffer, out []Result) (tasks []encoding) {
 	for i := range in {
 		n := int64(len(in[i].Src))
 		if s.Kind != Native && n > maxWhole {
 			out[i].Err = fault.New(fault.ErrArgument, "%d bytes are too many for one block of %s: use a native stream", n, algo.name)
 			continue
 		}
-		step := s.Chunk
+		step, count := s.Chunk, int(sizes.CeilDiv(n, max(s.Chunk, 1)))
 		if s.Kind != Native {
-			step = max(n, 1)
-		}
-		count := int(sizes.CeilDiv(n, step))
-		if s.Kind != Native {
-			count = 1 // an empty block is a block
-		}
-		parts[i] = make([][]byte, count)
-		if s.Sums {
-			sums[i] = make([][2]uint32, count)
+			step, count = max(n, 1), 1 // an empty block is a block
 		}
 		for k := range count {
 			at := int64(k) * step
-			tasks = append(tasks, task{int32(i), int32(k), at, min(at+step, n)})
-		}
-		specs[i] = *s
-	}
-	if algo.id == X16 {
-		if err := each(ctx, len(in), total(in), func(i int) {
-			specs[i].transform = transformFor(d, known, in[i].Src)
-		}); err != nil {
-			return nil, err
+			tasks = append(tasks, encoding{int32(i), int32(k), at, min(at+step, n)})
 		}
 	}
-	var mu sync.Mutex
-	err := each(ctx, len(tasks), total(in), func(t int) {
-		x := tasks[t]
-		from := in[x.buffer].Src[x.from:x.to]
-		made, err := algo.encode(nil, from, &specs[x.buffer])
-		if err != nil {
-			mu.Lock()
-			if out[x.buffer].Err == nil {
-				out[x.buffer].Err = &fault.At{Verb: "encode", Chunk: int64(x.part), Offset: x.from, Err: err}
-			}
-			mu.Unlock()
-			return
-		}
-		parts[x.buffer][x.part] = made
-		if s.Sums {
-			sums[x.buffer][x.part] = [2]uint32{crc32.ChecksumIEEE(made), crc32.ChecksumIEEE(from)}
-		}
-	})
-	if err != nil {
-		return nil, err
-	}
-	for i := range in {
-		if out[i].Err == nil {
-			out[i].Bytes = joined(s, algo, parts[i])
-		}
-	}
-	dst, err := place(in, out)
-	if err != nil {
-		return nil, err
-	}
-	err = each(ctx, len(in), total(in), func(i int) {
-		if out[i].Err == nil {
-			join(dst[i], &specs[i], algo, int64(len(in[i].Src)), parts[i], sums[i])
-		}
-		parts[i] = nil
-	})
-	if err != nil {
-		Release(out)
-		return nil, err
-	}
-	return out, nil
+	return tasks
 }
 
 // elements is Cascaded's type for a dtype: bytes where it has none, as for the
@@ -441,29 +458,29 @@ func elements(d tensor.DType) cascaded.Type {
 	return cascaded.UChar
 }
 
-// joined is the length of a stream of these parts.
-func joined(s *Spec, algo *algorithm, parts [][]byte) int64 {
+// joined is the length of a stream of these blocks.
+func joined(s *Spec, algo *algorithm, blocks [][]byte) int64 {
 	switch s.Kind {
 	case Native:
-		n := nativeTables(algo, int64(len(parts)), s.Sums)
-		for _, p := range parts {
+		n := nativeTables(algo, int64(len(blocks)), s.Sums)
+		for _, p := range blocks {
 			n += algo.padded(int64(len(p)))
 		}
 		return n
 	case WithSize:
-		return int64(algo.prefix() + len(parts[0]))
+		return int64(algo.prefix() + len(blocks[0]))
 	}
-	return int64(len(parts[0]))
+	return int64(len(blocks[0]))
 }
 
-// join writes a stream of these parts into dst, which has its length.
-func join(dst []byte, s *Spec, algo *algorithm, size int64, parts [][]byte, sums [][2]uint32) {
+// join writes a stream of these blocks into dst, which has its length.
+func join(dst []byte, s *Spec, algo *algorithm, size int64, blocks [][]byte, sums [][2]uint32) {
 	switch s.Kind {
 	case Native:
-		tables := dst[:nativeTables(algo, int64(len(parts)), s.Sums)]
+		tables := dst[:nativeTables(algo, int64(len(blocks)), s.Sums)]
 		clear(tables)
-		at := putNative(tables, s, algo, size, parts, sums)
-		for i, p := range parts {
+		at := putNative(tables, s, algo, size, blocks, sums)
+		for i, p := range blocks {
 			n := copy(dst[at[i]:], p)
 			clear(dst[at[i]+int64(n) : at[i]+algo.padded(int64(n))])
 		}
@@ -474,8 +491,8 @@ func join(dst []byte, s *Spec, algo *algorithm, size int64, parts [][]byte, sums
 		} else {
 			binary.LittleEndian.PutUint64(dst, uint64(size))
 		}
-		copy(dst[k:], parts[0])
+		copy(dst[k:], blocks[0])
 	default:
-		copy(dst, parts[0])
+		copy(dst, blocks[0])
 	}
 }

@@ -1,4 +1,4 @@
-package bitstream
+package nvcomp
 
 import (
 	"bytes"
@@ -283,12 +283,12 @@ func TestNativeLayout(t *testing.T) {
 			}
 			for i := range 3 {
 				off, size := le.Uint64(made[64+8*i:]), le.Uint64(made[88+8*i:])
-				part := src[4096*i : min(4096*(i+1), len(src))]
+				content := src[4096*i : min(4096*(i+1), len(src))]
 				block := made[uint64(offset)+off:][:size]
-				if got, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: Raw}, block); err != nil || !bytes.Equal(got, part) {
+				if got, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: Raw}, block); err != nil || !bytes.Equal(got, content) {
 					t.Errorf("%s: chunk %d: %v", name, i, err)
 				}
-				if sums && (le.Uint32(made[112+4*i:]) != crc32.ChecksumIEEE(block) || le.Uint32(made[124+4*i:]) != crc32.ChecksumIEEE(part)) {
+				if sums && (le.Uint32(made[112+4*i:]) != crc32.ChecksumIEEE(block) || le.Uint32(made[124+4*i:]) != crc32.ChecksumIEEE(content)) {
 					t.Errorf("%s: chunk %d has other checksums than CRC-32", name, i)
 				}
 			}

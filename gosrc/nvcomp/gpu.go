@@ -1,4 +1,4 @@
-package bitstream
+package nvcomp
 
 import (
 	"github.com/overwire/overwire/gosrc/codec/x16"

@@ -1,4 +1,4 @@
-package bitstream
+package nvcomp
 
 import (
 	"encoding/binary"
@@ -141,9 +141,9 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	offsets := src[tables:]
 	sizes := offsets[8*count:]
 	sums, payload := sizes[8*count:], src[h.offset:uint64(h.offset)+h.payload]
-	out.parts = make([]part, count)
+	out.blocks = make([]block, count)
 	var stored uint64
-	for i := range out.parts {
+	for i := range out.blocks {
 		off, size := le.Uint64(offsets[8*i:]), le.Uint64(sizes[8*i:])
 		if off > h.payload || size > h.payload-off {
 			return bad("chunk %d has %d bytes at %d of %d", i, size, off, h.payload)
@@ -151,7 +151,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 		if stored += size; stored > h.payload {
 			return bad("its chunks overlap")
 		}
-		p := part{src: payload[off : off+size], at: int64(uint64(i) * h.chunk)}
+		p := block{src: payload[off : off+size], at: int64(uint64(i) * h.chunk)}
 		p.n = min(int64(h.chunk), out.size-p.at)
 		if out.summed {
 			p.stored, p.contents = le.Uint32(sums[4*i:]), le.Uint32(sums[4*(count+i):])
@@ -159,7 +159,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 		if err := algo.possible(p.src, p.n); err != nil {
 			return layout{}, &fault.At{Verb: "decode", Chunk: int64(i), Offset: int64(uint64(h.offset) + off), Err: err}
 		}
-		out.parts[i] = p
+		out.blocks[i] = p
 	}
 	return out, nil
 }
@@ -195,7 +195,7 @@ func (a *algorithm) padded(n int64) int64 {
 }
 
 // putNative writes header and tables into dst, which has nativeTables bytes
-// of zeros, for chunks of these stored parts and sums. It returns where each
+// of zeros, for chunks of these stored blocks and sums. It returns where each
 // chunk goes.
 func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte, sums [][2]uint32) (at []int64) {
 	le := binary.LittleEndian
@@ -203,16 +203,16 @@ func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte
 	tables := dst[headBytes:]
 	at = make([]int64, count)
 	var off int64
-	for i, part := range stored {
+	for i, b := range stored {
 		at[i] = head + off
 		le.PutUint64(tables[8*i:], uint64(off))
-		le.PutUint64(tables[8*(count+i):], uint64(len(part)))
+		le.PutUint64(tables[8*(count+i):], uint64(len(b)))
 		if sums != nil {
 			row := tables[16*count:]
 			le.PutUint32(row[4*i:], sums[i][0])
 			le.PutUint32(row[4*(count+i):], sums[i][1])
 		}
-		off += algo.padded(int64(len(part)))
+		off += algo.padded(int64(len(b)))
 	}
 	le.PutUint32(dst, magic)
 	dst[4], dst[6], dst[32] = layoutOne, byte(algo.id), 1

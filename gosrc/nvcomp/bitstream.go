@@ -1,5 +1,8 @@
-// Package bitstream turns buffers into compressed ones and back, many at a
-// time on all cores: open algorithms, and X16, in three kinds of bitstream.
+// Package nvcomp is the wing for nvCOMP's bitstreams: it turns buffers into
+// compressed ones and back, many at a time on all cores, by open algorithms,
+// which lie in the packages below, and by X16. There are three kinds of
+// bitstream. The library knows this package alone; what loads and saves files
+// knows nothing of it.
 //
 // Raw is one block of the algorithm and nothing else. WithSize is the length of
 // the content before it, little-endian: u64, or u32 for LZ4, as numcodecs has it.
@@ -7,21 +10,21 @@
 //
 // Bytes may be hostile: the length of the content is known, and held against
 // what the stored bytes can give at most, before anything is allocated, and
-// every decoder fills exactly its part or fails. Nothing here keeps a buffer
+// every decoder fills exactly its share of the memory or fails. Nothing here keeps a buffer
 // after Run has returned.
-package bitstream
+package nvcomp
 
 import (
 	"encoding/binary"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/codec/cascaded"
-	"github.com/overwire/overwire/gosrc/codec/deflate"
-	"github.com/overwire/overwire/gosrc/codec/gdeflate"
-	"github.com/overwire/overwire/gosrc/codec/lz4"
-	"github.com/overwire/overwire/gosrc/codec/snappy"
-	"github.com/overwire/overwire/gosrc/codec/zstd"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/nvcomp/cascaded"
+	"github.com/overwire/overwire/gosrc/nvcomp/deflate"
+	"github.com/overwire/overwire/gosrc/nvcomp/gdeflate"
+	"github.com/overwire/overwire/gosrc/nvcomp/lz4"
+	"github.com/overwire/overwire/gosrc/nvcomp/snappy"
+	"github.com/overwire/overwire/gosrc/nvcomp/zstd"
 )
 
 // Kind is how a block is wrapped; the numbers are those of nvCOMP's BitstreamKind.
@@ -191,8 +194,8 @@ func (a *algorithm) possible(src []byte, n int64) error {
 	return nil
 }
 
-// A part is one block and its place in the content.
-type part struct {
+// A block is what one call of the algorithm made, and its offset in the content.
+type block struct {
 	src      []byte
 	at, n    int64
 	stored   uint32 // checksums of src and of the content, where the stream has them
@@ -201,10 +204,10 @@ type part struct {
 
 // A layout is a stream that was looked at and not yet decoded.
 type layout struct {
-	algo  *algorithm
-	size  int64
-	parts []part
-	// summed: the parts have checksums, which are to be compared.
+	algo   *algorithm
+	size   int64
+	blocks []block
+	// summed: the blocks have checksums, which are to be compared.
 	summed bool
 	// damaged: a checksum says so, that of the header. It is decoded all the same,
 	// for whoever looks at the bytes.
@@ -212,7 +215,7 @@ type layout struct {
 }
 
 // parse looks at a stream: what it is, how long its content is, where its
-// parts lie. It allocates as many parts as the stream's own bytes can hold.
+// blocks lie. It allocates as many blocks as the stream's own bytes can hold.
 // capacity is the length of the caller's own memory, -1 if there is none.
 func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 	switch s.Kind {
@@ -227,14 +230,14 @@ func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 			return layout{}, fault.New(fault.ErrCorrupt, "%d bytes have no room for the length of the content", len(src))
 		}
 		n := length(src[:k])
-		block := src[k:]
+		rest := src[k:]
 		if n > 1<<62 {
 			return layout{}, fault.New(fault.ErrCorrupt, "a content of %d bytes", n)
 		}
-		if err := algo.possible(block, int64(n)); err != nil {
+		if err := algo.possible(rest, int64(n)); err != nil {
 			return layout{}, err
 		}
-		return layout{algo: algo, size: int64(n), parts: []part{{src: block, n: int64(n)}}}, nil
+		return layout{algo: algo, size: int64(n), blocks: []block{{src: rest, n: int64(n)}}}, nil
 	case Raw:
 		if algo == nil {
 			return layout{}, fault.New(fault.ErrArgument, "the algorithm of a stream that is not native must be said")
@@ -243,7 +246,7 @@ func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 		if err != nil {
 			return layout{}, err
 		}
-		return layout{algo: algo, size: n, parts: []part{{src: src, n: n}}}, nil
+		return layout{algo: algo, size: n, blocks: []block{{src: src, n: n}}}, nil
 	}
 	return layout{}, fault.New(fault.ErrArgument, "kind of bitstream %d", s.Kind)
 }
