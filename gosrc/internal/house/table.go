@@ -73,10 +73,14 @@ var mayImport = map[string][]string{
 	"weights": {"tensor", "fault", "internal/..."},
 	"serve":   {"fault", "internal/..."},
 	"fetch":   {"source", "source/open", "job", "fault", "internal/..."},
-	"bench": {"weights", "serve", "load", "save", "pipeline", "codec/...", "nvcomp/...", "device/...", "job", "knob", "tensor", "fault",
-		"format/tensors", "source", "source/file", "internal/..."},
-	"cli": {"load", "save", "preload", "bench", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
+	"measure": {"weights", "load", "save", "codec/x16", "device/cpu", "device/cuda", "job", "tensor", "fault", "internal/..."},
+	"bench":   {"measure", "load", "save", "device/cuda", "job", "fault"},
+	"cli": {"load", "save", "preload", "bench", "measure", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "fault", "internal/..."},
+
+	// The rig is a program beside the library: nobody imports it.
+	"rig": {"measure", "weights", "serve", "load", "save", "pipeline", "codec/...", "nvcomp/...", "device/...", "job", "knob", "tensor", "fault",
+		"format/tensors", "source", "source/file", "internal/..."},
 
 	// The nvCOMP wing: what exists for its bitstreams only. Its door is the room
 	// nvcomp; nobody else of the library imports what lies behind.
@@ -100,9 +104,9 @@ var mayImport = map[string][]string{
 var modules = map[string][]string{
 	"golang.org/x/sys":                        {""},
 	"github.com/zeebo/xxh3":                   {"codec", "save", "format", "load", "source/cache"},
-	"github.com/dustin/go-humanize":           {"cli"},
-	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4", "bench"}, // bench: a codec beside its library
-	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "bench"},
+	"github.com/dustin/go-humanize":           {"cli", "rig"},
+	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4", "rig"}, // rig: a codec beside its library
+	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "rig"},
 	"github.com/go-python/gopy":               {"bind"},
 	"go.uber.org/goleak":                      {""},
 	"golang.org/x/net/http/httpproxy":         {"source/route"},
@@ -123,7 +127,8 @@ var mayWrite = map[string]string{
 	"source/cache": "names are made of contents and never replaced; syncing would cost more than fetching again",
 	"source/spool": "a file without a name",
 	"source/pipe":  "a log that is only added to",
-	"bench":        "scratch files in a folder of its own",
+	"measure":      "scratch files in a folder of its own",
+	"rig":          "scratch files in the folder of its run",
 }
 
 // longFiles and longRooms are over the limit, each with its reason. An entry
@@ -131,7 +136,7 @@ var mayWrite = map[string]string{
 var (
 	longFiles = map[string]string{}
 	longRooms = map[string]string{
-		"bench":       "a group of rows for each thing that is promised; they share floors, rows and the table",
+		"rig":         "a group of rows for each thing that is promised; they share models, child processes and the table",
 		"device/cuda": "a thousand of its lines are the fake driver of its tests, which has to lie where cgo compiles it",
 	}
 )

@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"bytes"
@@ -13,6 +13,7 @@ import (
 	"github.com/pierrec/lz4/v4"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/nvcomp/deflate"
 	ourlz4 "github.com/overwire/overwire/gosrc/nvcomp/lz4"
 	oursnappy "github.com/overwire/overwire/gosrc/nvcomp/snappy"
@@ -116,7 +117,7 @@ func (r *run) bareRows(name string, src []byte, ours, library coder) error {
 			return err
 		}
 		mine, bare := float64(len(src))/seconds[0]/1e9, float64(len(src))/seconds[1]/1e9
-		r.add(Row{Group: "codec", Name: fmt.Sprintf("%s, words, 64 KiB: %s, one core", name, what), Value: mine, Unit: "GB/s",
+		r.Add(measure.Row{Group: "codec", Name: fmt.Sprintf("%s, words, 64 KiB: %s, one core", name, what), Value: mine, Unit: "GB/s",
 			Floor: bare, FloorName: "its library alone", Goal: fmt.Sprintf("share >= %v", bareShare), Reached: atLeast(mine/bare, bareShare)})
 	}
 	return nil
@@ -125,13 +126,13 @@ func (r *run) bareRows(name string, src []byte, ours, library coder) error {
 // byTurns runs both sides one after the other, several times and once before,
 // and returns the fastest of each: the work is the same every time.
 func (r *run) byTurns(side func(i int) error) (best [2]float64, err error) {
-	for round := range 5*r.opt.Repeat + 1 {
+	for round := range 5*r.Repeat + 1 {
 		for k := range 2 {
 			i := (k + round) % 2
-			if err := r.stopped(); err != nil {
+			if err := r.Stopped(); err != nil {
 				return best, err
 			}
-			s, err := timed(func() error { return side(i) })
+			s, err := measure.Timed(func() error { return side(i) })
 			if err != nil {
 				return best, err
 			}

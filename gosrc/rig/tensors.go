@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"fmt"
@@ -10,9 +10,9 @@ import (
 	"github.com/overwire/overwire/gosrc/format/tensors"
 	"github.com/overwire/overwire/gosrc/internal/sha256"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
-	"github.com/overwire/overwire/gosrc/weights"
 )
 
 // benchKey encrypts the files of these rows.
@@ -27,30 +27,25 @@ func (r *run) tensors() error {
 		return err
 	}
 	const group = "tensors"
-	all, err := weights.Make(weights.Options{Kind: "llama-bf16", Size: min(r.opt.Size, tensorsMost), Seed: 6, Threads: r.opt.Threads})
+	in, total, err := r.Make("llama-bf16", min(r.Size, tensorsMost), 6)
 	if err != nil {
 		return err
 	}
-	in := inputs(all)
-	var total int64
-	for _, t := range in {
-		total += int64(len(t.Data))
-	}
-	plain := r.path("of.safetensors")
-	if _, err := save.Write(r.ctx, nil, save.Spec{Path: plain, Threads: r.opt.Threads}, in); err != nil {
+	plain := r.Path("of.safetensors")
+	if _, err := save.Write(r.Ctx, nil, save.Spec{Path: plain, Threads: r.Threads}, in); err != nil {
 		return err
 	}
-	all, in = nil, nil
+	in = nil
 	freeMemory()
 	name := func(what string) string { return fmt.Sprintf("%.1f GB .tensors: %s", float64(total)/1e9, what) }
 	// Both write, each reads the other's, every byte is compared; the files stay for the rows.
-	ours, theirs, sealed, words := r.path("ours.tensors"), r.path("theirs.tensors"), r.path("sealed.tensors"), r.path("words.tensors")
+	ours, theirs, sealed, words := r.Path("ours.tensors"), r.Path("theirs.tensors"), r.Path("sealed.tensors"), r.Path("words.tensors")
 	res, err := r.python("tensors", "check", plain, ours, theirs, sealed, words, benchKey)
 	if err != nil {
 		return err
 	}
 	if res.Missing != "" {
-		r.missing(group, name("all rows"), res.Missing)
+		r.Missing(group, name("all rows"), res.Missing)
 		return nil
 	}
 	sha, together, err := r.sha256()
@@ -65,7 +60,7 @@ func (r *run) tensors() error {
 	}
 	writing := func(how string) func(string) []string {
 		return func(m string) []string {
-			return []string{"tensors", "write", m, plain, r.path("written.tensors"), how, benchKey}
+			return []string{"tensors", "write", m, plain, r.Path("written.tensors"), how, benchKey}
 		}
 	}
 	rows := []versus{
@@ -79,7 +74,7 @@ func (r *run) tensors() error {
 	for _, row := range rows {
 		note := ""
 		if strings.Contains(row.what, "hash") {
-			note = fmt.Sprintf("SHA-256 alone on %d cores: %.2f GB/s", r.opt.Threads, together)
+			note = fmt.Sprintf("SHA-256 alone on %d cores: %.2f GB/s", r.Threads, together)
 		}
 		if err := r.versus(name(row.what), total, row, note); err != nil {
 			return err
@@ -88,7 +83,7 @@ func (r *run) tensors() error {
 	return r.tensorsOfS3(name("TensorDeserializer of S3 (versitygw)"), theirs, total)
 }
 
-// A versus is something that both sides do, by the arguments of _bench_tensors.py,
+// A versus is something that both sides do, by the arguments of workers/rig_tensors.py,
 // and how many times as fast as theirs ours should be.
 type versus struct {
 	what string
@@ -103,11 +98,11 @@ func (r *run) versus(name string, total int64, v versus, note string) error {
 		return err
 	}
 	if missing != "" {
-		r.missing("tensors", name, missing)
+		r.Missing("tensors", name, missing)
 		return nil
 	}
-	ours, theirs := rate(total, s[0]), rate(total, s[1])
-	r.add(Row{Group: "tensors", Name: name, Value: ours, Unit: "GB/s", Floor: theirs, FloorName: notes[1], Note: note,
+	ours, theirs := measure.Rate(total, s[0]), measure.Rate(total, s[1])
+	r.Add(measure.Row{Group: "tensors", Name: name, Value: ours, Unit: "GB/s", Floor: theirs, FloorName: notes[1], Note: note,
 		Goal: fmt.Sprintf(">= %.1f x theirs", v.goal), Reached: atLeast(ours, v.goal*theirs)})
 	return nil
 }
@@ -115,15 +110,15 @@ func (r *run) versus(name string, total int64, v versus, note string) error {
 // verifyTensors measures `overwire verify` of a file that has a SHA-256 of every
 // tensor, beside SHA-256 by itself.
 func (r *run) verifyTensors(name, file string, total int64, sha, together float64) error {
-	seconds, err := r.median(func() error {
-		_, err := save.Verify(r.ctx, nil, []string{file}, source.Options{})
+	seconds, err := r.Median(func() error {
+		_, err := save.Verify(r.Ctx, nil, []string{file}, source.Options{})
 		return err
 	})
 	if err != nil {
 		return err
 	}
-	v := rate(total, seconds)
-	r.add(Row{Group: "tensors", Name: name, Value: v, Unit: "GB/s", Floor: sha, FloorName: fmt.Sprintf("crypto/sha256 on %d cores", r.opt.Threads),
+	v := measure.Rate(total, seconds)
+	r.Add(measure.Row{Group: "tensors", Name: name, Value: v, Unit: "GB/s", Floor: sha, FloorName: fmt.Sprintf("crypto/sha256 on %d cores", r.Threads),
 		Goal: ">= 1 x", Reached: atLeast(v, sha), Note: fmt.Sprintf("sixteen messages at once: %.2f", together)})
 	return nil
 }
@@ -134,7 +129,7 @@ func (r *run) cipher() error {
 	const name = "XSalsa20-Poly1305, one core, boxes of 2 MiB in cache"
 	box := make([]byte, tensors.ChunkBytes)
 	c, key := tensors.NewCrypt(tensors.ChunkBytes, nil), new([32]byte)
-	seconds, err := r.median(func() error {
+	seconds, err := r.Median(func() error {
 		for range 64 {
 			c.Seal(box, 0, key)
 		}
@@ -143,7 +138,7 @@ func (r *run) cipher() error {
 	if err != nil {
 		return err
 	}
-	row := Row{Group: "tensors", Name: name, Value: rate(64*tensors.ChunkBytes, seconds), Unit: "GB/s"}
+	row := measure.Row{Group: "tensors", Name: name, Value: measure.Rate(64*tensors.ChunkBytes, seconds), Unit: "GB/s"}
 	res, err := r.python("tensors", "sodium")
 	switch {
 	case err != nil:
@@ -151,10 +146,10 @@ func (r *run) cipher() error {
 	case res.Missing != "":
 		row.Note = res.Missing
 	default:
-		row.Floor, row.FloorName = rate(64*tensors.ChunkBytes, res.Seconds), res.Note
+		row.Floor, row.FloorName = measure.Rate(64*tensors.ChunkBytes, res.Seconds), res.Note
 		row.Goal, row.Reached = ">= libsodium's", atLeast(row.Value, row.Floor)
 	}
-	r.add(row)
+	r.Add(row)
 	return nil
 }
 
@@ -163,8 +158,8 @@ func (r *run) cipher() error {
 func (r *run) sha256() (alone, together float64, err error) {
 	const piece, rounds = 64 << 10, 32
 	measure := func(messages int) (float64, error) {
-		seconds, err := r.median(func() error {
-			return spawn.Each("bench", r.opt.Threads, r.opt.Threads, func(int) error {
+		seconds, err := r.Median(func() error {
+			return spawn.Each("bench", r.Threads, r.Threads, func(int) error {
 				hashes, pieces := make([]hash.Hash, sha256.Lanes), make([][]byte, sha256.Lanes)
 				for i := range hashes {
 					hashes[i], pieces[i] = sha256.New(), make([]byte, piece)
@@ -177,7 +172,7 @@ func (r *run) sha256() (alone, together float64, err error) {
 				return nil
 			})
 		})
-		return rate(int64(r.opt.Threads)*sha256.Lanes*piece*rounds, seconds), err
+		return measure.Rate(int64(r.Threads)*sha256.Lanes*piece*rounds, seconds), err
 	}
 	if alone, err = measure(1); err == nil {
 		together, err = measure(sha256.Lanes)
@@ -194,8 +189,8 @@ func (r *run) deviceTensors() error {
 		size int64
 		hows []string
 	}{
-		{"llama-bf16", r.opt.Size, []string{"plain", "crc32", "key"}},
-		{"moe-bf16", r.opt.Size / 100 * 77, []string{"plain"}},
+		{"llama-bf16", r.Size, []string{"plain", "crc32", "key"}},
+		{"moe-bf16", r.Size / 100 * 77, []string{"plain"}},
 	} {
 		if err := r.deviceTensorsOf(x.kind, x.size, x.hows); err != nil {
 			return err
@@ -205,23 +200,19 @@ func (r *run) deviceTensors() error {
 }
 
 func (r *run) deviceTensorsOf(kind string, size int64, hows []string) error {
-	dir := r.path("tensors")
+	dir := r.Path("tensors")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return err
 	}
 	defer os.RemoveAll(dir)
-	all, err := weights.Make(weights.Options{Kind: kind, Size: size, Seed: 4, Threads: r.opt.Threads})
+	in, total, err := r.Make(kind, size, 4)
 	if err != nil {
 		return err
 	}
-	in := inputs(all)
-	m := &model{kind: kind, tensors: len(in), sums: filepath.Join(dir, "sums.json")}
-	for _, t := range in {
-		m.bytes += int64(len(t.Data))
-	}
+	m := &model{kind: kind, bytes: total, tensors: len(in), sums: filepath.Join(dir, "sums.json")}
 	files := map[string]string{}
 	for _, how := range hows {
-		spec := save.Spec{Path: filepath.Join(dir, "plain.tensors"), Threads: r.opt.Threads}
+		spec := save.Spec{Path: filepath.Join(dir, "plain.tensors"), Threads: r.Threads}
 		if files[how] = spec.Path; how == "crc32" {
 			continue // the same file
 		}
@@ -230,23 +221,23 @@ func (r *run) deviceTensorsOf(kind string, size int64, hows []string) error {
 			spec.Storage = source.Options{Encrypt: map[string]string{tensors.OptionKey: benchKey}}
 			files[how] = spec.Path
 		}
-		rep, err := save.Write(r.ctx, nil, spec, in)
+		rep, err := save.Write(r.Ctx, nil, spec, in)
 		if err != nil {
 			return err
 		}
-		r.add(Row{Group: "tensors", Name: fmt.Sprintf("%.1f GB %s, %d tensors, %s: written", float64(m.bytes)/1e9, kind, m.tensors, how),
-			Value: rate(m.bytes, rep.Seconds), Unit: "GB/s"})
+		r.Add(measure.Row{Group: "tensors", Name: fmt.Sprintf("%.1f GB %s, %d tensors, %s: written", float64(m.bytes)/1e9, kind, m.tensors, how),
+			Value: measure.Rate(m.bytes, rep.Seconds), Unit: "GB/s"})
 	}
 	if err := r.writeSums(filepath.Join("tensors", "sums.json"), in); err != nil {
 		return err
 	}
-	all, in = nil, nil
+	in = nil
 	freeMemory()
 	var tasks []task
 	for _, how := range hows {
 		tasks = append(tasks, task{"verify " + how, variant(how), []string{"tensors-verify", r.opt.Device, m.sums, how, benchKey, files[how]}})
 	}
-	for n := range r.opt.Repeat {
+	for n := range r.Repeat {
 		for _, how := range hows {
 			tasks = append(tasks, task{how, variant(how), []string{"tensors", r.opt.Device, how, benchKey, files[how]}})
 			if n == 0 && how != "crc32" {
@@ -275,13 +266,13 @@ func (r *run) deviceTensorsOf(kind string, size int64, hows []string) error {
 				continue
 			}
 			for _, w := range whichLoad {
-				row := Row{Group: "tensors", Name: name + ": " + w.name, Unit: "GB/s"}
-				o.spread(&row, func(res deviceResult) float64 { return rate(res.Bytes, w.of(res)) })
+				row := measure.Row{Group: "tensors", Name: name + ": " + w.name, Unit: "GB/s"}
+				o.spread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
 				row.Floor, row.FloorName = r.limit(m, plain)
 				if goal := goals[kind+" "+how]; who == "" && goal > 0 && w.name == "second load" {
 					r.goal(&row, fmt.Sprintf(">= %.0f on a wire of 55", goal), atLeast(row.Value, goal))
 				}
-				r.add(row)
+				r.Add(row)
 			}
 		}
 	}

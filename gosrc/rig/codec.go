@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"bytes"
@@ -9,9 +9,9 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
-	"github.com/overwire/overwire/gosrc/weights"
 )
 
 // codecBytes is how much of each kind the codec rows take, unless the load
@@ -39,13 +39,13 @@ var ratios = []struct {
 
 // codec measures what compression gains, and the coder alone on one core.
 func (r *run) codec() error {
-	size := min(codecBytes, r.opt.Size)
+	size := min(codecBytes, r.Size)
 	for _, k := range ratios {
-		all, err := weights.Make(weights.Options{Kind: k.kind, Size: size, Seed: 1, Threads: r.opt.Threads})
+		in, _, err := r.Make(k.kind, size, 1)
 		if err != nil {
 			return err
 		}
-		if err := r.ratio(k.name, inputs(all), k.goal, k.near); err != nil {
+		if err := r.ratio(k.name, in, k.goal, k.near); err != nil {
 			return err
 		}
 		if k.kind == "llama-bf16" {
@@ -58,97 +58,46 @@ func (r *run) codec() error {
 		return err
 	}
 	if r.opt.File == "" {
-		r.missing("codec", "real fp32: stored / original", "give real weights with --file model.safetensors")
+		r.Missing("codec", "real fp32: stored / original", "give real weights with --file model.safetensors")
 		return nil
 	}
-	in, err := realTensors(r)
+	in, err := r.File(r.opt.File)
 	if err != nil {
 		return err
 	}
 	return r.ratio("real fp32", in, 0.84, false)
 }
 
-func inputs(all []weights.Tensor) []save.Input {
-	in := make([]save.Input, len(all))
-	for i, t := range all {
-		in[i] = save.Input{Name: t.Name, DType: t.DType, Shape: t.Shape, Data: t.Data}
-	}
-	return in
-}
-
-// realTensors loads the file of the options into Go's memory.
-func realTensors(r *run) (in []save.Input, err error) {
-	err = loaded(r, r.opt.File, load.Options{}, func(m *load.Model, data [][]byte) error {
-		for i, t := range m.Index().Tensors {
-			in = append(in, save.Input{Name: t.Name, DType: t.DType, Shape: t.Shape, Data: bytes.Clone(data[i])})
-		}
-		return nil
-	})
-	return in, err
-}
-
 // compressed is the file that ratio and coder work on.
 const compressed = "codec.safetensors"
 
-// ratio saves tensors compressed, loads them back, compares every byte, and
-// reports size and bound. Tied tensors are stored once; the bound counts each.
+// ratio adds the row of what compression gains, beside its goal.
 func (r *run) ratio(name string, in []save.Input, goal float64, near bool) error {
-	rep, err := save.Write(r.ctx, nil, save.Spec{Path: r.path(compressed), Compress: true, Threads: r.opt.Threads}, in)
+	row, err := r.Ratio(r.Path(compressed), in)
 	if err != nil {
 		return err
 	}
-	if err := r.same(r.path(compressed), in); err != nil {
-		return err
-	}
-	var bound, total float64
-	for _, t := range in {
-		bound += min(Bound(t.DType, t.Data), float64(len(t.Data)))
-		total += float64(len(t.Data))
-	}
-	row := Row{Group: "codec", Name: name + ": stored / original", Value: rep.Ratio, Unit: "x",
-		Floor: bound / total, FloorName: "order-0 bound"}
+	row.Group, row.Name = "codec", name+": stored / original"
 	if goal > 0 {
 		row.Goal = fmt.Sprintf("<= %.3f", goal)
-		row.Reached = atMost(rep.Ratio, goal)
+		row.Reached = atMost(row.Value, goal)
 	}
 	if near {
 		row.Goal += ", <= 1.005 x bound"
-		ok := *row.Reached && rep.Ratio*total/bound <= 1.005
+		ok := *row.Reached && row.Value/row.Floor <= 1.005
 		row.Reached = &ok
 	}
-	r.add(row)
+	r.Add(row)
 	return nil
-}
-
-// same loads a file and compares it with what was saved.
-func (r *run) same(path string, in []save.Input) error { return r.sameRead(path, in, "") }
-
-// sameRead is same in one way of reading.
-func (r *run) sameRead(path string, in []save.Input, how string) error {
-	want := map[string]*save.Input{}
-	for i := range in {
-		want[in[i].Name] = &in[i]
-	}
-	return loaded(r, path, load.Options{Read: how}, func(m *load.Model, data [][]byte) error {
-		if len(data) != len(in) {
-			return fault.New(fault.ErrEngine, "%s: %d tensors came back of %d", path, len(data), len(in))
-		}
-		for i, t := range m.Index().Tensors {
-			if w := want[t.Name]; w == nil || w.DType != t.DType || !bytes.Equal(w.Data, data[i]) {
-				return fault.New(fault.ErrEngine, "%s: tensor %q did not come back bit for bit", path, t.Name)
-			}
-		}
-		return nil
-	})
 }
 
 // coder measures the decoders and the encoder on the bf16 file of ratio.
 func (r *run) coder() error {
-	file, err := os.ReadFile(r.path(compressed))
+	file, err := os.ReadFile(r.Path(compressed))
 	if err != nil {
 		return fault.New(fault.ErrIO, "%v", err)
 	}
-	m, err := load.Open(r.ctx, load.Spec{URIs: []string{r.path(compressed)}})
+	m, err := load.Open(r.Ctx, load.Spec{URIs: []string{r.Path(compressed)}})
 	if err != nil {
 		return err
 	}
@@ -162,8 +111,8 @@ func (r *run) coder() error {
 		}
 	}
 	stored := func(c tensor.Chunk) []byte { return file[c.Off : c.Off+int64(c.Stored)] }
-	return fresh(total, func(dst []byte) error {
-		touch(dst)
+	return measure.Fresh(total, func(dst []byte) error {
+		measure.Touch(dst)
 		stream := func(level x16.Level) error {
 			out := dst
 			for _, c := range chunks {
@@ -184,24 +133,24 @@ func (r *run) coder() error {
 			goal := map[x16.Level]float64{x16.AVX512: 10, x16.AVX2: 4, x16.Scalar: 1.2}[level]
 			name := fmt.Sprintf("decode bf16, %v, one core, in cache", level)
 			if level > x16.Best() {
-				r.missing("codec", name, "this CPU or build has no such instructions")
+				r.Missing("codec", name, "this CPU or build has no such instructions")
 				continue
 			}
 			v, err := r.resident(level, dst)
 			if err != nil {
 				return err
 			}
-			r.add(Row{Group: "codec", Name: name, Value: v, Unit: "GB/s", Floor: r.report.Floors.CopyOne,
+			r.Add(measure.Row{Group: "codec", Name: name, Value: v, Unit: "GB/s", Floor: r.Report.Floors.CopyOne,
 				FloorName: "memcpy one core", Goal: fmt.Sprintf(">= %g", goal), Reached: atLeast(v, goal)})
 		}
-		v, err := r.speed(total, func() error { return stream(x16.Best()) })
+		v, err := r.Speed(total, func() error { return stream(x16.Best()) })
 		if err != nil {
 			return err
 		}
-		r.add(Row{Group: "codec", Name: fmt.Sprintf("decode bf16, %v, one core, to memory", x16.Best()), Value: v, Unit: "GB/s",
-			Floor: r.report.Floors.CopyOne, FloorName: "memcpy one core", Goal: ">= 0.6 x floor",
-			Reached: atLeast(v, 0.6*r.report.Floors.CopyOne)})
-		v, err = r.speed(total, func() error {
+		r.Add(measure.Row{Group: "codec", Name: fmt.Sprintf("decode bf16, %v, one core, to memory", x16.Best()), Value: v, Unit: "GB/s",
+			Floor: r.Report.Floors.CopyOne, FloorName: "memcpy one core", Goal: ">= 0.6 x floor",
+			Reached: atLeast(v, 0.6*r.Report.Floors.CopyOne)})
+		v, err = r.Speed(total, func() error {
 			for _, c := range chunks {
 				if codec.Sum(stored(c)) != c.Sum {
 					return fault.New(fault.ErrCorrupt, "checksum of a chunk just written")
@@ -212,7 +161,7 @@ func (r *run) coder() error {
 		if err != nil {
 			return err
 		}
-		r.add(Row{Group: "codec", Name: "CRC32C of the stored bytes, one core, per tensor byte", Value: v, Unit: "GB/s"})
+		r.Add(measure.Row{Group: "codec", Name: "CRC32C of the stored bytes, one core, per tensor byte", Value: v, Unit: "GB/s"})
 		return nil
 	})
 }
@@ -233,7 +182,7 @@ func (r *run) resident(level x16.Level, original []byte) (float64, error) {
 		return 0, fault.New(fault.ErrEngine, "the %v decoder gives other bytes", level)
 	}
 	const times = 400
-	return r.speed(times*int64(len(src)), func() error {
+	return r.Speed(times*int64(len(src)), func() error {
 		for range times {
 			if err := x16.DecodeAt(level, dst, chunk, x16.BF16, seg); err != nil {
 				return err
@@ -275,11 +224,11 @@ func (r *run) encoder(src []byte) error {
 	}); err != nil {
 		return err
 	}
-	v, err := r.speed(int64(len(src)), func() error { return each(nil) })
+	v, err := r.Speed(int64(len(src)), func() error { return each(nil) })
 	if err != nil {
 		return err
 	}
-	r.add(Row{Group: "codec", Name: "encode bf16, one core", Value: v, Unit: "GB/s", Floor: r.report.Floors.CopyOne,
+	r.Add(measure.Row{Group: "codec", Name: "encode bf16, one core", Value: v, Unit: "GB/s", Floor: r.Report.Floors.CopyOne,
 		FloorName: "memcpy one core", Goal: ">= 0.8", Reached: atLeast(v, 0.8)})
 	return nil
 }

@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"context"
@@ -15,6 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -33,14 +34,14 @@ func (r *run) netDevice(m *model) error {
 	if err != nil {
 		return err
 	}
-	r.add(Row{Group: "net", Name: "raw TCP over the loopback, nobody looks at the bytes", Value: tcp, Unit: "GB/s"})
+	r.Add(measure.Row{Group: "net", Name: "raw TCP over the loopback, nobody looks at the bytes", Value: tcp, Unit: "GB/s"})
 	floor, name := tcp, "raw TCP"
 	if r.gpu != nil {
 		if floor, err = r.bestSlots(m.files[plain], []int{8, 16, 32}); err != nil {
 			return err
 		}
 		name = "raw TCP to the device"
-		r.add(Row{Group: "net", Name: "raw TCP into the pinned slots of a load, and on to the device", Value: floor, Unit: "GB/s",
+		r.Add(measure.Row{Group: "net", Name: "raw TCP into the pinned slots of a load, and on to the device", Value: floor, Unit: "GB/s",
 			Floor: tcp, FloorName: "raw TCP", Note: "nobody looks at the bytes"})
 	}
 	urls := map[variant][]string{}
@@ -54,7 +55,7 @@ func (r *run) netDevice(m *model) error {
 	for _, v := range variants {
 		tasks = append(tasks, task{"verify " + string(v), v, append([]string{"verify", r.opt.Device, m.sums}, urls[v]...)})
 	}
-	for range r.opt.Repeat {
+	for range r.Repeat {
 		for _, v := range variants {
 			tasks = append(tasks, task{string(v), v, append([]string{"load", r.opt.Device}, urls[v]...)})
 		}
@@ -71,8 +72,8 @@ func (r *run) netDevice(m *model) error {
 			continue
 		}
 		for _, w := range whichLoad {
-			row := Row{Group: "net", Name: fmt.Sprintf("%s over HTTP: %s", m.name(v), w.name), Unit: "GB/s"}
-			o.spread(&row, func(res deviceResult) float64 { return rate(res.Bytes, w.of(res)) })
+			row := measure.Row{Group: "net", Name: fmt.Sprintf("%s over HTTP: %s", m.name(v), w.name), Unit: "GB/s"}
+			o.spread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
 			row.Floor, row.FloorName = floor, name
 			if v == packed {
 				row.Floor, row.FloorName = floor/m.ratio, fmt.Sprintf("%s / %.3f", name, m.ratio)
@@ -83,7 +84,7 @@ func (r *run) netDevice(m *model) error {
 			if w.name == "second load" {
 				row.Note += "; " + waits(o.results)
 			}
-			r.add(row)
+			r.Add(row)
 		}
 	}
 	return nil
@@ -127,11 +128,11 @@ func (r *run) bestSlots(files []string, conns []int) (float64, error) {
 	total = max(slot, total/slot*slot)
 	best := 0.0
 	for _, n := range conns {
-		seconds, err := r.median(func() error { return slotsOnce(r.ctx, lane, mem[0].Ptr, files, total, n) })
+		seconds, err := r.Median(func() error { return slotsOnce(r.Ctx, lane, mem[0].Ptr, files, total, n) })
 		if err != nil {
 			return 0, err
 		}
-		best = max(best, rate(total, seconds))
+		best = max(best, measure.Rate(total, seconds))
 	}
 	return best, nil
 }
@@ -139,7 +140,6 @@ func (r *run) bestSlots(files []string, conns []int) (float64, error) {
 // slotsOnce brings total bytes, whole slots, to dst, which has room for one.
 // Every connection brings all files over and over, for as long as it is asked.
 func slotsOnce(ctx context.Context, lane *cuda.Lane, dst unsafe.Pointer, files []string, total int64, conns int) error {
-	const part = 1 << 20
 	_, slot := cuda.Ring()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel() // no connection waits for a slot that another will not fill
@@ -151,94 +151,107 @@ func slotsOnce(ctx context.Context, lane *cuda.Lane, dst unsafe.Pointer, files [
 	defer senders.Wait()
 	defer l.Close()
 	senders.Add(1)
-	spawn.Go("bench tcp", func() {
-		defer senders.Done()
-		for n := 0; ; n++ {
-			c, err := l.Accept()
-			if err != nil {
-				return
-			}
-			senders.Add(1)
-			spawn.Go("bench tcp", func() {
-				defer senders.Done()
-				defer c.Close()
-				for k := n; sent(c, files[k%len(files)]) == nil; k++ {
-				}
-			})
-		}
-	})
-	type piece struct {
-		mu   sync.Mutex
-		slot *cuda.Slot
-		left int64
-	}
-	parts := (slot + part - 1) / part
-	pieces := make([]piece, total/slot)
-	for i := range pieces {
-		pieces[i].left = parts
-	}
-	var next atomic.Int64
-	var bad atomic.Pointer[error]
-	jobs := []device.Job{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(slot), Logical: uint32(slot)}, Dst: dst}}
-	bring := func(c net.Conn) error {
-		for i := next.Add(1) - 1; i < total/slot*parts; i = next.Add(1) - 1 {
-			p, at := &pieces[i/parts], i%parts*part
-			p.mu.Lock()
-			var err error
-			if p.slot == nil {
-				p.slot, err = lane.Get(ctx)
-			}
-			s := p.slot
-			p.mu.Unlock()
-			if err != nil {
-				return err
-			}
-			if _, err = io.ReadFull(c, s.Bytes[at:min(at+part, slot)]); err != nil {
-				return fault.New(fault.ErrIO, "%v", err)
-			}
-			p.mu.Lock()
-			p.left--
-			full := p.left == 0
-			p.mu.Unlock()
-			if !full {
-				continue
-			}
-			p.slot = nil
-			err = lane.Submit(s, slot, jobs, func(_ int, err error) {
-				if err != nil {
-					bad.CompareAndSwap(nil, &err)
-				}
-			})
-			if err != nil {
-				return err
-			}
-		}
-		return nil
-	}
-	err = parallel(conns, int64(conns), 1, func(int, int64, int64) error {
+	spawn.Go("bench tcp", func() { defer senders.Done(); sendAll(l, files, &senders) })
+	f := &filling{lane: lane, slot: slot, pieces: make([]shared, total/slot),
+		tasks: []device.Job{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(slot), Logical: uint32(slot)}, Dst: dst}}}
+	err = measure.Parallel(conns, int64(conns), 1, func(int, int64, int64) error {
 		c, err := net.Dial("tcp", l.Addr().String())
 		if err != nil {
 			return fault.New(fault.ErrIO, "%v", err)
 		}
 		defer c.Close()
-		err = bring(c)
+		err = f.bring(ctx, c)
 		if err != nil {
 			cancel()
 		}
 		return err
 	})
-	for i := range pieces { // what an error left half filled
-		if s := pieces[i].slot; s != nil {
+	for i := range f.pieces { // what an error left half filled
+		if s := f.pieces[i].slot; s != nil {
 			lane.Put(s)
 		}
 	}
 	if e := lane.Drain(context.WithoutCancel(ctx)); err == nil {
 		err = e
 	}
-	if p := bad.Load(); err == nil && p != nil {
+	if p := f.bad.Load(); err == nil && p != nil {
 		err = *p
 	}
 	return err
+}
+
+// sendAll sends files over every connection until the other end has enough.
+func sendAll(l net.Listener, files []string, senders *sync.WaitGroup) {
+	for n := 0; ; n++ {
+		c, err := l.Accept()
+		if err != nil {
+			return
+		}
+		senders.Add(1)
+		spawn.Go("bench tcp", func() {
+			defer senders.Done()
+			defer c.Close()
+			for k := n; sent(c, files[k%len(files)]) == nil; k++ {
+			}
+		})
+	}
+}
+
+// shareBytes is what a connection brings of a slot at a time.
+const shareBytes = 1 << 20
+
+// A filling is slots that connections fill together, a share each.
+type filling struct {
+	lane   *cuda.Lane
+	slot   int64
+	tasks  []device.Job // of every slot: to where its bytes go
+	pieces []shared
+	next   atomic.Int64 // share of all pieces
+	bad    atomic.Pointer[error]
+}
+
+// shared is one slot's worth; done counts the shares that are there.
+type shared struct {
+	mu   sync.Mutex
+	slot *cuda.Slot
+	done int64
+}
+
+// bring fills shares out of one connection until all are taken.
+func (f *filling) bring(ctx context.Context, c net.Conn) error {
+	shares := (f.slot + shareBytes - 1) / shareBytes
+	for i := f.next.Add(1) - 1; i < int64(len(f.pieces))*shares; i = f.next.Add(1) - 1 {
+		p, at := &f.pieces[i/shares], i%shares*shareBytes
+		p.mu.Lock()
+		var err error
+		if p.slot == nil {
+			p.slot, err = f.lane.Get(ctx)
+		}
+		s := p.slot
+		p.mu.Unlock()
+		if err != nil {
+			return err
+		}
+		if _, err = io.ReadFull(c, s.Bytes[at:min(at+shareBytes, f.slot)]); err != nil {
+			return fault.New(fault.ErrIO, "%v", err)
+		}
+		p.mu.Lock()
+		p.done++
+		full := p.done == shares
+		p.mu.Unlock()
+		if !full {
+			continue
+		}
+		p.slot = nil
+		if err := f.lane.Submit(s, f.slot, f.tasks, func(_ int, err error) {
+			if err != nil {
+				f.bad.CompareAndSwap(nil, &err)
+			}
+		}); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // sent writes a file to a connection.

@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"fmt"
@@ -10,9 +10,9 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/serve"
-	"github.com/overwire/overwire/gosrc/weights"
 )
 
 const (
@@ -25,17 +25,12 @@ const (
 // both ends share the cores: over shaped links, and over the bare loopback
 // beside what TCP alone carries there.
 func (r *run) net() error {
-	all, err := weights.Make(weights.Options{Kind: "llama-bf16", Size: min(r.opt.Size, netMost), Seed: 2, Threads: r.opt.Threads})
+	in, total, err := r.Make("llama-bf16", min(r.Size, netMost), 2)
 	if err != nil {
 		return err
 	}
-	in := inputs(all)
-	var total int64
-	for _, t := range in {
-		total += int64(len(t.Data))
-	}
 	for name, compress := range map[string]bool{netPlain: false, netCompressed: true} {
-		if _, err := save.Write(r.ctx, r.job, save.Spec{Path: r.path(name), Compress: compress, Threads: r.opt.Threads}, in); err != nil {
+		if _, err := save.Write(r.Ctx, r.Job, save.Spec{Path: r.Path(name), Compress: compress, Threads: r.Threads}, in); err != nil {
 			return err
 		}
 	}
@@ -47,7 +42,7 @@ func (r *run) net() error {
 		{"bare loopback", 0, 0},
 	} {
 		err := func() error {
-			s, err := serve.New(r.dir, serve.Options{Rate: int64(link.rate * 1e9), Each: int64(link.each * 1e9)})
+			s, err := serve.New(r.Folder, serve.Options{Rate: int64(link.rate * 1e9), Each: int64(link.each * 1e9)})
 			if err != nil {
 				return err
 			}
@@ -55,7 +50,7 @@ func (r *run) net() error {
 			floor, floorName := link.rate, "the link"
 			if floor == 0 {
 				floorName = "raw TCP into fresh memory, plain bytes"
-				if floor, err = r.rawTCP(r.path(netPlain)); err != nil {
+				if floor, err = r.rawTCP(r.Path(netPlain)); err != nil {
 					return err
 				}
 			}
@@ -63,29 +58,29 @@ func (r *run) net() error {
 				what, file string
 				goal       float64
 			}{{"plain", netPlain, 0.97}, {"compressed bf16", netCompressed, 1.45}} {
-				row := Row{Group: "net", Name: fmt.Sprintf("%s over HTTP, %s", x.what, link.name), Unit: "GB/s", Floor: floor, FloorName: floorName}
+				row := measure.Row{Group: "net", Name: fmt.Sprintf("%s over HTTP, %s", x.what, link.name), Unit: "GB/s", Floor: floor, FloorName: floorName}
 				if link.rate == 0 {
 					x.goal = 0.85
 				}
-				if err := r.same(s.URL()+x.file, in); err != nil {
+				if err := r.Same(s.URL()+x.file, in); err != nil {
 					return err
 				}
-				seconds, err := r.medianOf(func() (float64, error) { return r.arrival(s.URL() + x.file) })
+				seconds, err := r.MedianOf(func() (float64, error) { return r.arrival(s.URL() + x.file) })
 				if err != nil {
 					return err
 				}
-				row.Value = rate(total, seconds)
+				row.Value = measure.Rate(total, seconds)
 				if link.rate == 0 && x.file == netCompressed {
-					seconds, err := r.medianOf(func() (float64, error) { return r.arrival(r.path(x.file)) })
+					seconds, err := r.MedianOf(func() (float64, error) { return r.arrival(r.Path(x.file)) })
 					if err != nil {
 						return err
 					}
-					row.Floor, row.FloorName = rate(total, seconds), "the same file from the page cache"
+					row.Floor, row.FloorName = measure.Rate(total, seconds), "the same file from the page cache"
 				}
 				if link.each == 0 && (link.rate != 0 || x.file == netPlain) {
 					row.Goal, row.Reached = fmt.Sprintf("%.2f of it", x.goal), atLeast(row.Value/floor, x.goal)
 				}
-				r.add(row)
+				r.Add(row)
 			}
 			return nil
 		}()
@@ -99,7 +94,7 @@ func (r *run) net() error {
 // arrival is how long it takes from opening a model until all of it is there.
 func (r *run) arrival(uri string) (seconds float64, err error) {
 	start := time.Now()
-	err = loaded(r, uri, load.Options{}, func(*load.Model, [][]byte) error {
+	err = r.Loaded(uri, load.Options{}, func(*load.Model, [][]byte) error {
 		seconds = time.Since(start).Seconds()
 		return nil
 	})
@@ -110,13 +105,13 @@ func (r *run) arrival(uri string) (seconds float64, err error) {
 // its time.
 func (r *run) firstTensor() error {
 	const latency = 20 * time.Millisecond
-	s, err := serve.New(r.dir, serve.Options{Latency: latency})
+	s, err := serve.New(r.Folder, serve.Options{Latency: latency})
 	if err != nil {
 		return err
 	}
 	defer s.Close()
-	seconds, err := r.median(func() error {
-		m, err := load.Open(r.ctx, load.Spec{URIs: []string{s.URL() + netCompressed}})
+	seconds, err := r.Median(func() error {
+		m, err := load.Open(r.Ctx, load.Spec{URIs: []string{s.URL() + netCompressed}})
 		if err != nil {
 			return err
 		}
@@ -138,7 +133,7 @@ func (r *run) firstTensor() error {
 	if err != nil {
 		return err
 	}
-	r.add(Row{Group: "net", Name: "open over HTTP and load one small tensor, 20 ms an answer", Value: seconds * 1e3, Unit: "ms",
+	r.Add(measure.Row{Group: "net", Name: "open over HTTP and load one small tensor, 20 ms an answer", Value: seconds * 1e3, Unit: "ms",
 		Floor: 2 * latency.Seconds() * 1e3, FloorName: "two answers", Note: "a header, then a range"})
 	return nil
 }
@@ -147,7 +142,7 @@ func (r *run) firstTensor() error {
 // sendfile at one end, reads into fresh memory at the other. The best of a few
 // numbers of connections.
 func (r *run) rawTCP(path string) (float64, error) {
-	return r.bestTCP(path, []int{1, 2, 4, 8}, fresh)
+	return r.bestTCP(path, []int{1, 2, 4, 8}, measure.Fresh)
 }
 
 // bestTCP is rawTCP for some numbers of connections, into the memory that room
@@ -163,9 +158,9 @@ func (r *run) bestTCP(path string, conns []int, room func(int64, func([]byte) er
 	}
 	best := 0.0
 	for _, n := range conns {
-		seconds, err := r.medianOf(func() (s float64, err error) {
+		seconds, err := r.MedianOf(func() (s float64, err error) {
 			err = room(size, func(m []byte) error {
-				s, err = timed(func() error { return rawOnce(path, m, size, n) })
+				s, err = measure.Timed(func() error { return rawOnce(path, m, size, n) })
 				return err
 			})
 			return s, err
@@ -173,7 +168,7 @@ func (r *run) bestTCP(path string, conns []int, room func(int64, func([]byte) er
 		if err != nil {
 			return 0, err
 		}
-		best = max(best, rate(size, seconds))
+		best = max(best, measure.Rate(size, seconds))
 	}
 	return best, nil
 }
@@ -204,7 +199,7 @@ func rawOnce(path string, m []byte, size int64, conns int) error {
 			})
 		}
 	})
-	return parallel(conns, size, part, func(_ int, lo, hi int64) error {
+	return measure.Parallel(conns, size, part, func(_ int, lo, hi int64) error {
 		c, err := net.Dial("tcp", l.Addr().String())
 		if err != nil {
 			return fault.New(fault.ErrIO, "%v", err)

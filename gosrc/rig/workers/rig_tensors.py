@@ -1,11 +1,11 @@
-"""tensorizer's files in the rows of `overwire bench`, beside tensorizer itself.
+"""tensorizer's files in the rows of the rig, beside tensorizer itself.
 
-    python -m overwire._bench tensors check SAFETENSORS OURS THEIRS SEALED WORDS KEY
-    python -m overwire._bench tensors read ours|theirs FILE plain|hash|key|password KEY
-    python -m overwire._bench tensors write ours|theirs SAFETENSORS OUT plain|key KEY
-    python -m overwire._bench tensors upload FILE URI ENDPOINT KEY
-    python -m overwire._bench tensors s3 ours|theirs URI ENDPOINT KEY
-    python -m overwire._bench tensors sodium
+    python rig_rows.py tensors check SAFETENSORS OURS THEIRS SEALED WORDS KEY
+    python rig_rows.py tensors read ours|theirs FILE plain|hash|key|password KEY
+    python rig_rows.py tensors write ours|theirs SAFETENSORS OUT plain|key KEY
+    python rig_rows.py tensors upload FILE URI ENDPOINT KEY
+    python rig_rows.py tensors s3 ours|theirs URI ENDPOINT KEY
+    python rig_rows.py tensors sodium
 
 Both sides are called in the same way. KEY: 64 hex digits, of the file WORDS and
 "password" as a text; of S3 what the server takes for key and secret. Nobody waits
@@ -55,9 +55,8 @@ def far(module: Any, uri: str, endpoint: str, key: bytes) -> Any:
 
 def check(plain: str, ours: str, theirs: str, sealed: str, words: str, key: bytes) -> dict[str, Any]:
     """Writes the files, and compares every byte of what either reads of the other's."""
-    import torch
-
     import overwire
+    import torch
 
     tensors = overwire.load_file(plain, framework="pt")
     written(side("ours"), tensors, ours, None)
@@ -98,7 +97,7 @@ def sodium() -> dict[str, Any]:
 
 
 def measure(argv: list[str]) -> dict[str, Any]:
-    """What `_bench.main` returns."""
+    """What `rig_rows.main` returns."""
     if argv[0] == "sodium":
         return sodium()
     try:
@@ -115,7 +114,7 @@ def measure(argv: list[str]) -> dict[str, Any]:
         return {"seconds": 0}
     module = side(argv[1])
     note = f"tensorizer {theirs.__version__}" if argv[1] == "theirs" else "overwire"
-    from ._bench import consume, warm
+    from rig_rows import consume, warm
 
     warm("pt")
     if argv[0] == "write":

@@ -1,6 +1,6 @@
 //go:build cgo && owfake
 
-package bench
+package main
 
 import (
 	"encoding/json"
@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/measure"
 )
 
 // On the fake driver everything that needs no Python is measured, after its
@@ -18,7 +19,7 @@ import (
 func TestDeviceFake(t *testing.T) {
 	end := cuda.Fake(2 << 30)
 	dir, trace := t.TempDir(), filepath.Join(t.TempDir(), "trace.json")
-	rep, err := Run(t.Context(), nil, Options{Device: "cuda", Size: 8 << 20, Repeat: 1, Dir: dir, Trace: trace})
+	rep, err := Run(t.Context(), nil, Options{Device: "cuda", Trace: trace, Options: measure.Options{Size: 8 << 20, Repeat: 1, Dir: dir}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -66,7 +67,7 @@ func TestDeviceFakeFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	cuda.FakeFail(40, 999, true)
-	rep, err := Run(t.Context(), nil, Options{Device: "cuda", Size: 1 << 20, Repeat: 1, Dir: t.TempDir(), Only: []string{"kernel", "bf16"}})
+	rep, err := Run(t.Context(), nil, Options{Device: "cuda", Only: []string{"kernel", "bf16"}, Options: measure.Options{Size: 1 << 20, Repeat: 1, Dir: t.TempDir()}})
 	if err == nil || len(rep.Failures) == 0 || !strings.Contains(err.Error(), rep.Failures[0]) {
 		t.Fatalf("%v, %q", err, rep.Failures)
 	}

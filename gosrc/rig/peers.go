@@ -1,9 +1,13 @@
-package bench
+package main
+
+import (
+	"github.com/overwire/overwire/gosrc/measure"
+)
 
 import "fmt"
 
 // peers are other loaders of plain files, by their names on PyPI; what is not
-// installed says so in its row. _bench_device.py knows how each is called.
+// installed says so in its row. workers/rig_device.py knows how each is called.
 var peers = []string{"instanttensor", "safetensors", "fastsafetensors", "runai-model-streamer"}
 
 // beside measures plain loads of ours and of others, each in fresh processes, by
@@ -12,7 +16,7 @@ func (r *run) beside(m *model) {
 	r.step("peers", m.kind+": beside other loaders", func() error {
 		dev := r.opt.Device
 		tasks := []task{{"verify", plain, append([]string{"verify", dev, m.sums}, m.files[plain]...)}}
-		for range r.opt.Repeat {
+		for range r.Repeat {
 			tasks = append(tasks, task{"ours", plain, append([]string{"load", dev}, m.files[plain]...)},
 				task{"load_file", plain, append([]string{"peer", dev}, m.files[plain]...)})
 			for _, p := range peers {
@@ -50,15 +54,15 @@ func (r *run) both(m *model, name string, o *outcome, best float64) float64 {
 		r.step("peers", name, func() error { return lacking("%v", o.err) })
 		return 0
 	}
-	var row Row
+	var row measure.Row
 	for _, w := range whichLoad {
-		row = Row{Group: "peers", Name: name + ": " + w.name, Unit: "GB/s"}
-		o.spread(&row, func(res deviceResult) float64 { return rate(res.Bytes, w.of(res)) })
+		row = measure.Row{Group: "peers", Name: name + ": " + w.name, Unit: "GB/s"}
+		o.spread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
 		row.Floor, row.FloorName = r.limit(m, plain)
 		if best > 0 && w.name == "second load" {
 			r.goal(&row, fmt.Sprintf(">= the others' best, %.1f", best), atLeast(row.Value, best))
 		}
-		r.add(row)
+		r.Add(row)
 	}
 	return row.Value
 }

@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"encoding/binary"
@@ -10,6 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/measure"
 )
 
 // headers measures opening a plain file of very many tensors: its header is
@@ -30,7 +31,7 @@ func (r *run) headers() error {
 	}
 	head = append(head, '}')
 	binary.LittleEndian.PutUint64(head, uint64(len(head)-8))
-	path := r.path("header.safetensors")
+	path := r.Path("header.safetensors")
 	defer os.Remove(path)
 	err := os.WriteFile(path, head, 0o600)
 	if err == nil {
@@ -39,12 +40,12 @@ func (r *run) headers() error {
 	if err != nil {
 		return fault.New(fault.ErrIO, "%v", err)
 	}
-	s, err := r.median(func() error {
+	s, err := r.Median(func() error {
 		now := time.Now() // another state of the file: no header of it is known yet
 		if err := os.Chtimes(path, now, now); err != nil {
 			return fault.New(fault.ErrIO, "%v", err)
 		}
-		m, err := load.Open(r.ctx, load.Spec{URIs: []string{path}})
+		m, err := load.Open(r.Ctx, load.Spec{URIs: []string{path}})
 		if err == nil {
 			m.Close()
 		}
@@ -54,7 +55,7 @@ func (r *run) headers() error {
 		return err
 	}
 	text := head[8:]
-	floor, err := r.median(func() error {
+	floor, err := r.Median(func() error {
 		type entry struct {
 			DType   string   `json:"dtype"`
 			Shape   []int64  `json:"shape"`
@@ -80,7 +81,7 @@ func (r *run) headers() error {
 		note += fmt.Sprintf("%.2f us", 1e6*res.Seconds/tensors)
 	}
 	us := 1e6 * s / tensors
-	r.add(Row{Group: "many", Name: fmt.Sprintf("open a plain file of %d tensors: each", tensors), Value: us, Unit: "us",
+	r.Add(measure.Row{Group: "many", Name: fmt.Sprintf("open a plain file of %d tensors: each", tensors), Value: us, Unit: "us",
 		Floor: 1e6 * floor / tensors, FloorName: "encoding/json", Goal: "<= 1", Reached: atMost(us, 1), Note: note})
 	return nil
 }

@@ -1,6 +1,6 @@
-"""The rows of `overwire bench --device` that need Python, one measurement a process.
+"""The rows of `overwire-rig --device` that need Python, one measurement a process.
 
-    python -m overwire._bench_device BEGAN MODE DEVICE [[PEER] SUMS] FILE...
+    python rig_device.py BEGAN MODE DEVICE [[PEER] SUMS] FILE...
 
 load, verify, memory, peer, peer-cpu, with get everything ready (torch imported, the
 CUDA context made), print "ready", wait for a line, and then do their work: so
@@ -225,7 +225,7 @@ def tensors_load(device: str, how: str, key: str, path: str) -> dict[str, Any]:
 
 def tensors_peer(device: str, how: str, key: str, path: str) -> dict[str, Any]:
     _, wait = torch_on(device)
-    from ._bench_tensors import opened, side
+    from rig_tensors import opened, side
 
     try:
         tensorizer = side("theirs")
@@ -364,7 +364,7 @@ def answer(argv: list[str]) -> dict[str, Any]:
         return main(argv)
     except Missing as why:
         return {"missing": str(why)}
-    except Exception as error:  # told to the bench, which goes on with the next row
+    except Exception as error:  # told to the rig, which goes on with the next row
         return {"error": f"{type(error).__name__}: {error}"}
 
 

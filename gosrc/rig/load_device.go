@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"fmt"
@@ -6,6 +6,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/measure"
 )
 
 // big measures the large model: whole loads beside what others do, what a load
@@ -36,10 +37,10 @@ func (r *run) manySmall(m *model) {
 			return lacking("needs the rates of bf16 and many in the same run")
 		}
 		us := 1e6 * float64(m.bytes) / 1e9 * (1/at - 1/bf16) / float64(m.tensors)
-		row := Row{Group: "many", Name: "a tensor beside its bytes, Python included, second load", Value: us, Unit: "us",
+		row := measure.Row{Group: "many", Name: "a tensor beside its bytes, Python included, second load", Value: us, Unit: "us",
 			Note: fmt.Sprintf("%.1f GB/s against %.1f", at, bf16)}
 		r.goal(&row, "<= 1.5", atMost(us, 1.5))
-		r.add(row)
+		r.Add(row)
 		return nil
 	})
 }
@@ -47,10 +48,10 @@ func (r *run) manySmall(m *model) {
 // limit is the rate at which tensor bytes can arrive by way of the wire, and
 // its name. 0: not known.
 func (r *run) limit(m *model, v variant) (float64, string) {
-	wire := r.report.Device.Wire
+	wire := r.Report.Device.Wire
 	switch {
 	case r.gpu == nil:
-		return r.report.Floors.RawCopy, "pread to fresh memory"
+		return r.Report.Floors.RawCopy, "pread to fresh memory"
 	case wire > 0 && v == packed:
 		return wire / m.ratio, fmt.Sprintf("the wire / %.3f", m.ratio)
 	}
@@ -66,13 +67,13 @@ func (r *run) pairs(group string, m *model, variants []variant, peers int) {
 		for _, v := range variants {
 			tasks = append(tasks, task{"verify " + string(v), v, append([]string{"verify", dev, m.sums}, m.files[v]...)})
 		}
-		for n := range max(r.opt.Repeat, peers) {
+		for n := range max(r.Repeat, peers) {
 			for _, v := range variants {
-				if n < r.opt.Repeat {
+				if n < r.Repeat {
 					tasks = append(tasks, task{string(v), v, append([]string{"load", dev}, m.files[v]...)})
 				}
 			}
-			if n < min(peers, r.opt.Repeat) {
+			if n < min(peers, r.Repeat) {
 				tasks = append(tasks, task{"peer", plain, append([]string{"peer", dev}, m.files[plain]...)},
 					task{"peer-cpu", plain, append([]string{"peer-cpu", dev}, m.files[plain]...)})
 			}
@@ -97,10 +98,10 @@ func (r *run) pairs(group string, m *model, variants []variant, peers int) {
 				continue
 			}
 			for _, w := range whichLoad {
-				row := Row{Group: group, Name: name + ": " + w.name, Unit: "GB/s"}
-				o.spread(&row, func(res deviceResult) float64 { return rate(res.Bytes, w.of(res)) })
+				row := measure.Row{Group: group, Name: name + ": " + w.name, Unit: "GB/s"}
+				o.spread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
 				row.Floor, row.FloorName = r.limit(m, plain)
-				r.add(row)
+				r.Add(row)
 			}
 		}
 		return nil
@@ -109,7 +110,7 @@ func (r *run) pairs(group string, m *model, variants []variant, peers int) {
 
 // goal sets what the project wants of loads to a GPU; the host has its own rows
 // elsewhere.
-func (r *run) goal(row *Row, text string, reached *bool) {
+func (r *run) goal(row *measure.Row, text string, reached *bool) {
 	if r.gpu != nil {
 		row.Goal, row.Reached = text, reached
 	}
@@ -132,10 +133,10 @@ func (r *run) loadRows(group string, m *model, v variant, o *outcome) {
 	if len(o.results) == 0 {
 		return
 	}
-	var rows [2]Row
+	var rows [2]measure.Row
 	for i, w := range whichLoad {
-		row := Row{Group: group, Name: name + ": " + w.name, Unit: "GB/s"}
-		o.spread(&row, func(res deviceResult) float64 { return rate(res.Bytes, w.of(res)) })
+		row := measure.Row{Group: group, Name: name + ": " + w.name, Unit: "GB/s"}
+		o.spread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
 		row.Floor, row.FloorName = r.limit(m, v)
 		rows[i] = row
 	}
@@ -154,8 +155,8 @@ func (r *run) loadRows(group string, m *model, v variant, o *outcome) {
 	case group == "many":
 		goal(r.rates["bf16 "+string(v)], 0.88, "the large model")
 	}
-	r.add(rows[0])
-	r.add(rows[1])
+	r.Add(rows[0])
+	r.Add(rows[1])
 }
 
 // goLoads measures loads by the engine alone, the cost of the checksums by
@@ -170,13 +171,13 @@ func (r *run) goLoads(m *model) error {
 			return rep, 0, err
 		}
 		opt.Device, opt.Threads = r.opt.Device, r.threads
-		s, err = timed(func() error {
-			rep, err = loadedReport(r, m.files[packed], opt)
+		s, err = measure.Timed(func() error {
+			rep, err = r.Load(m.files[packed], opt, nil)
 			return err
 		})
 		return rep, s, err
 	}
-	for n := range r.opt.Repeat + 1 {
+	for n := range r.Repeat + 1 {
 		for _, noCheck := range []bool{false, true} {
 			_, s, err := once(load.Options{NoCheck: noCheck})
 			switch {
@@ -190,16 +191,16 @@ func (r *run) goLoads(m *model) error {
 			}
 		}
 	}
-	row := Row{Group: "bf16", Name: m.name(packed) + ": Go alone", Value: rate(m.bytes, middle(on)), Unit: "GB/s"}
+	row := measure.Row{Group: "bf16", Name: m.name(packed) + ": Go alone", Value: measure.Rate(m.bytes, measure.Middle(on)), Unit: "GB/s"}
 	row.Floor, row.FloorName = r.limit(m, packed)
-	r.add(row)
-	cost := 100 * (middle(on)/middle(off) - 1)
-	row = Row{Group: "bf16", Name: "cost of the checksums", Value: cost, Unit: "%"}
+	r.Add(row)
+	cost := 100 * (measure.Middle(on)/measure.Middle(off) - 1)
+	row = measure.Row{Group: "bf16", Name: "cost of the checksums", Value: cost, Unit: "%"}
 	r.goal(&row, "<= 2 %", atMost(cost, 2))
-	r.add(row)
+	r.Add(row)
 	file := r.opt.Trace
 	if file == "" {
-		file = r.path("trace.json")
+		file = r.Path("trace.json")
 	}
 	rep, s, err := once(load.Options{Trace: file})
 	if err != nil {
@@ -213,33 +214,13 @@ func (r *run) goLoads(m *model) error {
 		note += fmt.Sprintf(" %s %.3f s", g.Verb, g.Seconds)
 	}
 	if c := rep.Trace.Copy; c != nil {
-		r.add(Row{Group: "bf16", Name: "traced load: the copy stream is busy", Value: 100 * c.Busy / s, Unit: "%",
+		r.Add(measure.Row{Group: "bf16", Name: "traced load: the copy stream is busy", Value: 100 * c.Busy / s, Unit: "%",
 			Note: fmt.Sprintf("%.4f s of %.4f; %d gaps, %.4f s, the longest %.4f; %.4f before the first copy, %.4f after the last; %s",
 				c.Busy, s, c.Gaps, c.Idle, c.Longest, c.Lead, c.Tail, note)})
 		return nil
 	}
-	r.add(Row{Group: "bf16", Name: "traced load", Value: rate(m.bytes, s), Unit: "GB/s", Note: note})
+	r.Add(measure.Row{Group: "bf16", Name: "traced load", Value: measure.Rate(m.bytes, s), Unit: "GB/s", Note: note})
 	return nil
-}
-
-// loadedReport loads files into memory of the options' device and lets go.
-func loadedReport(r *run, files []string, opt load.Options) (rep load.Report, err error) {
-	mapped := false
-	m, err := load.Open(r.ctx, load.Spec{URIs: files, Map: &mapped})
-	if err != nil {
-		return rep, err
-	}
-	defer m.Close()
-	l, err := m.Start(nil, opt)
-	if err != nil {
-		return rep, err
-	}
-	defer l.Close()
-	if _, err := l.Job().Wait(-1); err != nil {
-		return rep, err
-	}
-	rep, _ = l.Job().Value().(load.Report)
-	return rep, nil
 }
 
 // memory is what a load holds beside its tensors.
@@ -250,11 +231,11 @@ func (r *run) memory(m *model) error {
 	}
 	res := o.results[0]
 	mib := func(name string, n int64, goal bool) {
-		row := Row{Group: "bf16", Name: name, Value: float64(n) / (1 << 20), Unit: "MiB"}
+		row := measure.Row{Group: "bf16", Name: name, Value: float64(n) / (1 << 20), Unit: "MiB"}
 		if goal {
 			row.Goal, row.Reached = "<= 128", atMost(row.Value, 128)
 		}
-		r.add(row)
+		r.Add(row)
 	}
 	if r.gpu != nil {
 		mib("peak of device memory beside the tensors", res.Device, true)
@@ -268,7 +249,7 @@ func (r *run) memory(m *model) error {
 // process, with and without torch, by turns.
 func (r *run) starts(m *model) error {
 	all := map[string]*outcome{"first": {}, "preload": {}, "torch": {}}
-	for n := range r.opt.Repeat + 1 {
+	for n := range r.Repeat + 1 {
 		for _, mode := range []string{"first", "preload", "torch"} {
 			o := all[mode]
 			if o.err != nil {
@@ -294,13 +275,13 @@ func (r *run) starts(m *model) error {
 		if o.results[0].Torch {
 			return fault.New(fault.ErrEngine, "torch was imported")
 		}
-		row := Row{Group: "start", Name: "process start to the first tensor there, no torch", Unit: "s"}
+		row := measure.Row{Group: "start", Name: "process start to the first tensor there, no torch", Unit: "s"}
 		o.spread(&row, firstOf)
 		r.goal(&row, "<= 0.5", atMost(row.Value, 0.5))
-		r.add(row)
-		row = Row{Group: "start", Name: fmt.Sprintf("process start to all %.1f GB there, no torch", float64(m.bytes)/1e9), Unit: "s"}
+		r.Add(row)
+		row = measure.Row{Group: "start", Name: fmt.Sprintf("process start to all %.1f GB there, no torch", float64(m.bytes)/1e9), Unit: "s"}
 		o.spread(&row, secondOf)
-		r.add(row)
+		r.Add(row)
 		return nil
 	})
 	r.step("start", "process start to usable in torch, preloaded", func() error {
@@ -311,16 +292,16 @@ func (r *run) starts(m *model) error {
 		if len(bare.results) == 0 {
 			return bare.err
 		}
-		var torch Row
+		var torch measure.Row
 		bare.spread(&torch, firstOf)
-		row := Row{Group: "start", Name: fmt.Sprintf("process start to %.1f GB usable in torch, preloaded", float64(m.bytes)/1e9), Unit: "s",
+		row := measure.Row{Group: "start", Name: fmt.Sprintf("process start to %.1f GB usable in torch, preloaded", float64(m.bytes)/1e9), Unit: "s",
 			Floor: torch.Value, FloorName: "import torch alone"}
 		o.spread(&row, secondOf)
 		r.goal(&row, "<= floor + 0.15 s", atMost(row.Value, torch.Value+0.15))
-		after := Row{}
+		after := measure.Row{}
 		o.spread(&after, func(d deviceResult) float64 { return d.Second - d.First })
 		row.Note = fmt.Sprintf("%.3f s after torch was imported", after.Value)
-		r.add(row)
+		r.Add(row)
 		return nil
 	})
 	return nil
@@ -335,7 +316,7 @@ func (r *run) coldDevice(m *model) error {
 		return err
 	}
 	if share > 0.02 {
-		return lacking("the pages stay in memory: %.1f %% are resident after they were dropped (%s)", 100*share, r.report.Device.Files)
+		return lacking("the pages stay in memory: %.1f %% are resident after they were dropped (%s)", 100*share, r.Report.Device.Files)
 	}
 	files := m.files[packed][:1]
 	s, err := r.directRead(files, 16)
@@ -344,7 +325,7 @@ func (r *run) coldDevice(m *model) error {
 	}
 	fits := max(1, min(len(m.files[packed]), int(patience.Seconds()/max(s, 1e-6))))
 	files = m.files[packed][:fits]
-	rounds := max(1, min(r.opt.Repeat, int(60/(2*s*float64(fits)+1))))
+	rounds := max(1, min(r.Repeat, int(60/(2*s*float64(fits)+1))))
 	var direct []float64
 	worst := 0.0
 	var tasks []task
@@ -368,11 +349,11 @@ func (r *run) coldDevice(m *model) error {
 	if err != nil {
 		return err
 	}
-	row := Row{Group: "cold", Name: fmt.Sprintf("%.1f GB %s, compressed: from a cold disk", float64(o.results[0].Bytes)/1e9, m.kind), Unit: "GB/s",
-		Floor: rate(stored, middle(direct)), FloorName: "O_DIRECT, 16 threads"}
-	o.spread(&row, func(d deviceResult) float64 { return rate(d.Bytes, d.First) })
+	row := measure.Row{Group: "cold", Name: fmt.Sprintf("%.1f GB %s, compressed: from a cold disk", float64(o.results[0].Bytes)/1e9, m.kind), Unit: "GB/s",
+		Floor: measure.Rate(stored, measure.Middle(direct)), FloorName: "O_DIRECT, 16 threads"}
+	o.spread(&row, func(d deviceResult) float64 { return measure.Rate(d.Bytes, d.First) })
 	r.goal(&row, ">= 1.45 x floor", atLeast(row.Value, 1.45*row.Floor))
-	row.Note = fmt.Sprintf("at most %.2f %% of the pages resident before a load, by mincore; %s", 100*worst, r.report.Device.Files)
-	r.add(row)
+	row.Note = fmt.Sprintf("at most %.2f %% of the pages resident before a load, by mincore; %s", 100*worst, r.Report.Device.Files)
+	r.Add(row)
 	return nil
 }

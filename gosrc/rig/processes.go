@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"bufio"
@@ -13,10 +13,11 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/pipeline"
 )
 
-// A deviceResult is the last line that python/overwire/_bench_device.py prints.
+// A deviceResult is the last line that workers/rig_device.py prints.
 type deviceResult struct {
 	First  float64 `json:"first"`  // seconds
 	Second float64 `json:"second"` // seconds
@@ -59,10 +60,10 @@ var (
 // begin starts a process, which is killed after limit.
 func (r *run) begin(t task, limit time.Duration) (*child, error) {
 	if r.opt.Python == "" {
-		return nil, lacking("needs Python: run it as the overwire command, or set OVERWIRE_PYTHON")
+		return nil, lacking(noPython)
 	}
-	ctx, stop := context.WithTimeout(r.ctx, limit)
-	c := &child{task: t, stop: stop, cmd: exec.CommandContext(ctx, r.opt.Python, append([]string{"-m", "overwire._bench_device", strconv.FormatInt(time.Now().UnixNano(), 10)}, t.args...)...)}
+	ctx, stop := context.WithTimeout(r.Ctx, limit)
+	c := &child{task: t, stop: stop, cmd: exec.CommandContext(ctx, r.opt.Python, append([]string{r.worker("rig_device.py"), strconv.FormatInt(time.Now().UnixNano(), 10)}, t.args...)...)}
 	c.cmd.WaitDelay = 5 * time.Second
 	c.cmd.Stderr = &c.stderr
 	in, err := c.cmd.StdinPipe()
@@ -147,7 +148,7 @@ func (r *run) taskTurns(m *model, tasks []task, before func() error) map[string]
 			o.results = append(o.results, *res)
 		}
 	}
-	atOnce := max(2, min(8, r.opt.Threads/2))
+	atOnce := max(2, min(8, r.Threads/2))
 	for len(tasks) > 0 {
 		n := min(atOnce, len(tasks))
 		group := tasks[:n]
@@ -215,10 +216,10 @@ func (r *run) longest(m *model) time.Duration {
 
 // outOfTime is the reason why nothing more is begun.
 func (r *run) outOfTime() error {
-	if err := r.stopped(); err != nil {
+	if err := r.Stopped(); err != nil {
 		return err
 	}
-	if time.Since(r.began) > r.opt.Limit {
+	if time.Since(r.Began) > r.opt.Limit {
 		return lacking("the %.0f s of this run were over", r.opt.Limit.Seconds())
 	}
 	return nil
@@ -239,12 +240,12 @@ func (r *run) fromStart(m *model, t task) (deviceResult, error) {
 
 // spread sets a row's value to the median of what get gives of each result, and
 // its range.
-func (o *outcome) spread(row *Row, get func(deviceResult) float64) {
+func (o *outcome) spread(row *measure.Row, get func(deviceResult) float64) {
 	var all []float64
 	for _, res := range o.results {
 		all = append(all, get(res))
 	}
-	row.Value, row.Runs = middle(all), len(all)
+	row.Value, row.Runs = measure.Middle(all), len(all)
 	row.Low, row.High = slices.Min(all), slices.Max(all)
 	if row.Note == "" {
 		row.Note = o.results[0].Note

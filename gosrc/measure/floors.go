@@ -1,4 +1,4 @@
-package bench
+package measure
 
 import (
 	"os"
@@ -24,11 +24,12 @@ type Floors struct {
 	RawCopy  float64 `json:"pread_to_fresh_all_cores"` // page cache into fresh memory: a load that does nothing
 }
 
-// floorBytes is beyond every cache, unless the whole run is a toy.
-func (r *run) floorBytes() int64 { return max(32<<20, min(512<<20, r.opt.Size>>20<<20)) }
+// FloorBytes is how much the floors take: beyond every cache, unless the whole
+// run is a toy.
+func (r *Run) FloorBytes() int64 { return max(32<<20, min(512<<20, r.Size>>20<<20)) }
 
-// fresh maps memory as the CPU device does, calls fn with it and unmaps it.
-func fresh(n int64, fn func([]byte) error) error {
+// Fresh maps memory as the CPU device does, calls fn with it and unmaps it.
+func Fresh(n int64, fn func([]byte) error) error {
 	p, length, err := cpu.Map(n)
 	if err != nil {
 		return err
@@ -37,18 +38,19 @@ func fresh(n int64, fn func([]byte) error) error {
 	return fn(unsafe.Slice((*byte)(p), n))
 }
 
-func (r *run) floors() error {
-	f := &r.report.Floors
-	threads, floorBytes := r.opt.Threads, r.floorBytes()
-	err := fresh(floorBytes, func(src []byte) error {
-		return fresh(floorBytes, func(dst []byte) (err error) {
-			touch(src)
-			touch(dst)
-			if f.CopyOne, err = r.speed(floorBytes, func() error { copy(dst, src); return nil }); err != nil {
+// MeasureFloors fills in the report's floors.
+func (r *Run) MeasureFloors() error {
+	f := &r.Report.Floors
+	threads, floorBytes := r.Threads, r.FloorBytes()
+	err := Fresh(floorBytes, func(src []byte) error {
+		return Fresh(floorBytes, func(dst []byte) (err error) {
+			Touch(src)
+			Touch(dst)
+			if f.CopyOne, err = r.Speed(floorBytes, func() error { copy(dst, src); return nil }); err != nil {
 				return err
 			}
-			f.CopyAll, err = r.speed(floorBytes, func() error {
-				return parallel(threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error {
+			f.CopyAll, err = r.Speed(floorBytes, func() error {
+				return Parallel(threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error {
 					copy(dst[lo:hi], src[lo:hi])
 					return nil
 				})
@@ -59,7 +61,7 @@ func (r *run) floors() error {
 	if err != nil {
 		return err
 	}
-	file, err := r.cachedFile()
+	file, err := r.CachedFile()
 	if err != nil {
 		return err
 	}
@@ -73,15 +75,15 @@ func (r *run) floors() error {
 		for i := range bufs {
 			bufs[i] = make([]byte, piece)
 		}
-		if *c.read, err = r.speed(floorBytes, func() error {
-			return parallel(c.threads, floorBytes, piece, func(w int, lo, hi int64) error {
-				return readAt(file, bufs[w][:hi-lo], lo)
+		if *c.read, err = r.Speed(floorBytes, func() error {
+			return Parallel(c.threads, floorBytes, piece, func(w int, lo, hi int64) error {
+				return ReadAt(file, bufs[w][:hi-lo], lo)
 			})
 		}); err != nil {
 			return err
 		}
 		if *c.fault, err = r.freshSpeed(func(m []byte) error {
-			return parallel(c.threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error { touch(m[lo:hi]); return nil })
+			return Parallel(c.threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error { Touch(m[lo:hi]); return nil })
 		}); err != nil {
 			return err
 		}
@@ -89,7 +91,7 @@ func (r *run) floors() error {
 			continue
 		}
 		if *c.rawResult, err = r.freshSpeed(func(m []byte) error {
-			return parallel(c.threads, floorBytes, piece, func(_ int, lo, hi int64) error { return readAt(file, m[lo:hi], lo) })
+			return Parallel(c.threads, floorBytes, piece, func(_ int, lo, hi int64) error { return ReadAt(file, m[lo:hi], lo) })
 		}); err != nil {
 			return err
 		}
@@ -97,21 +99,12 @@ func (r *run) floors() error {
 	return nil
 }
 
-// speed is the median GB/s of fn over n bytes.
-func (r *run) speed(n int64, fn func() error) (float64, error) {
-	s, err := r.median(fn)
-	if err != nil {
-		return 0, err
-	}
-	return rate(n, s), nil
-}
-
-// freshSpeed is speed over memory that fn is the first to touch; making and
+// freshSpeed is Speed over memory that fn is the first to touch; making and
 // dropping it is not counted.
-func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
-	s, err := r.medianOf(func() (s float64, err error) {
-		err = fresh(r.floorBytes(), func(m []byte) error {
-			s, err = timed(func() error { return fn(m) })
+func (r *Run) freshSpeed(fn func([]byte) error) (float64, error) {
+	s, err := r.MedianOf(func() (s float64, err error) {
+		err = Fresh(r.FloorBytes(), func(m []byte) error {
+			s, err = Timed(func() error { return fn(m) })
 			return err
 		})
 		return s, err
@@ -119,12 +112,12 @@ func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
 	if err != nil {
 		return 0, err
 	}
-	return rate(r.floorBytes(), s), nil
+	return Rate(r.FloorBytes(), s), nil
 }
 
-// cachedFile is a file of floorBytes bytes whose pages are in the page cache.
-func (r *run) cachedFile() (*os.File, error) {
-	file, err := os.Create(r.path("floor"))
+// CachedFile is a file of FloorBytes bytes whose pages are in the page cache.
+func (r *Run) CachedFile() (*os.File, error) {
+	file, err := os.Create(r.Path("floor"))
 	if err != nil {
 		return nil, fault.New(fault.ErrIO, "%v", err)
 	}
@@ -132,7 +125,7 @@ func (r *run) cachedFile() (*os.File, error) {
 	for i := range buf {
 		buf[i] = byte(i * 7)
 	}
-	for n := int64(0); n < r.floorBytes() && err == nil; n += int64(len(buf)) {
+	for n := int64(0); n < r.FloorBytes() && err == nil; n += int64(len(buf)) {
 		_, err = file.Write(buf)
 	}
 	if err != nil {
@@ -142,23 +135,24 @@ func (r *run) cachedFile() (*os.File, error) {
 	return file, nil
 }
 
-func readAt(f *os.File, p []byte, off int64) error {
+// ReadAt fills p.
+func ReadAt(f *os.File, p []byte, off int64) error {
 	if _, err := f.ReadAt(p, off); err != nil {
 		return fault.New(fault.ErrIO, "%v", err)
 	}
 	return nil
 }
 
-// touch writes one byte into every page.
-func touch(m []byte) {
+// Touch writes one byte into every page.
+func Touch(m []byte) {
 	for i := 0; i < len(m); i += 4096 {
 		m[i] = 1
 	}
 }
 
-// parallel cuts [0, n) into steps and has so many workers take them. The
+// Parallel cuts [0, n) into steps and has so many workers take them. The
 // first error is returned.
-func parallel(workers int, n, step int64, fn func(worker int, lo, hi int64) error) error {
+func Parallel(workers int, n, step int64, fn func(worker int, lo, hi int64) error) error {
 	var next atomic.Int64
 	var first atomic.Pointer[error]
 	work := func(w int) {
@@ -178,7 +172,7 @@ func parallel(workers int, n, step int64, fn func(worker int, lo, hi int64) erro
 		var wg sync.WaitGroup
 		for w := range workers {
 			wg.Add(1)
-			spawn.Go("bench", func() { defer wg.Done(); work(w) })
+			spawn.Go("measure", func() { defer wg.Done(); work(w) })
 		}
 		wg.Wait()
 	}

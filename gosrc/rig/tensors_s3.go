@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"context"
@@ -16,7 +16,7 @@ import (
 func (r *run) tensorsOfS3(name, file string, total int64) error {
 	program, err := exec.LookPath("versitygw")
 	if err != nil {
-		r.missing("tensors", name, "needs versitygw on PATH (`make build/bin/versitygw` compiles it)")
+		r.Missing("tensors", name, "needs versitygw on PATH (`make build/bin/versitygw` compiles it)")
 		return nil
 	}
 	url, stop, err := r.startS3(program)
@@ -27,7 +27,7 @@ func (r *run) tensorsOfS3(name, file string, total int64) error {
 	const uri = "s3://models/theirs.tensors"
 	if res, err := r.python("tensors", "upload", file, uri, url, benchKey); err != nil || res.Missing != "" {
 		if err == nil {
-			r.missing("tensors", name, res.Missing)
+			r.Missing("tensors", name, res.Missing)
 		}
 		return err
 	}
@@ -37,7 +37,7 @@ func (r *run) tensorsOfS3(name, file string, total int64) error {
 // startS3 starts a server with a bucket "models", for whom benchKey is key and
 // secret. stop ends it.
 func (r *run) startS3(program string) (url string, stop func(), err error) {
-	root := r.path("s3")
+	root := r.Path("s3")
 	for _, dir := range []string{"iam", "data/models"} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o700); err != nil {
 			return "", nil, fault.FromOS(err)
@@ -49,7 +49,7 @@ func (r *run) startS3(program string) (url string, stop func(), err error) {
 	}
 	addr := l.Addr().String()
 	_ = l.Close()
-	ctx, cancel := context.WithCancel(r.ctx)
+	ctx, cancel := context.WithCancel(r.Ctx)
 	cmd := exec.CommandContext(ctx, program, "--port", addr, "--keep-alive", "--quiet", "--iam-dir", filepath.Join(root, "iam"), "posix", filepath.Join(root, "data"))
 	cmd.Env = append(cmd.Environ(), "ROOT_ACCESS_KEY="+benchKey, "ROOT_SECRET_KEY="+benchKey)
 	if err := cmd.Start(); err != nil {
@@ -61,7 +61,7 @@ func (r *run) startS3(program string) (url string, stop func(), err error) {
 		_ = cmd.Wait()
 		_ = os.RemoveAll(root)
 	}
-	for until := time.Now().Add(20 * time.Second); time.Now().Before(until) && r.stopped() == nil; time.Sleep(20 * time.Millisecond) {
+	for until := time.Now().Add(20 * time.Second); time.Now().Before(until) && r.Stopped() == nil; time.Sleep(20 * time.Millisecond) {
 		if c, err := net.Dial("tcp", addr); err == nil {
 			_ = c.Close()
 			return "http://" + addr, stop, nil

@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"bytes"
@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/weights"
 )
@@ -30,27 +31,27 @@ func freeMemory() { debug.FreeOSMemory() }
 // slower than any later one, and would be measured instead of us.
 func (r *run) touchAhead() {
 	const longest = 75 * time.Second
-	want := r.opt.Size*3 + 2<<30
+	want := r.Size*3 + 2<<30
 	n := min(want, available()*8/10) &^ (64<<20 - 1)
-	if r.opt.Size < 1<<30 || n <= 0 {
+	if r.Size < 1<<30 || n <= 0 {
 		return
 	}
 	var done atomic.Int64
 	start := time.Now()
-	err := fresh(n, func(m []byte) error {
-		return parallel(r.opt.Threads, n, 64<<20, func(_ int, lo, hi int64) error {
-			if time.Since(start) < longest && r.ctx.Err() == nil {
-				touch(m[lo:hi])
+	err := measure.Fresh(n, func(m []byte) error {
+		return measure.Parallel(r.Threads, n, 64<<20, func(_ int, lo, hi int64) error {
+			if time.Since(start) < longest && r.Ctx.Err() == nil {
+				measure.Touch(m[lo:hi])
 				done.Add(hi - lo)
 			}
 			return nil
 		})
 	})
 	if err != nil {
-		r.missing("floors", "first touch of the machine's memory", err.Error())
+		r.Missing("floors", "first touch of the machine's memory", err.Error())
 		return
 	}
-	r.add(Row{Group: "floors", Name: "first touch of the machine's memory, all cores, once", Value: rate(done.Load(), time.Since(start).Seconds()),
+	r.Add(measure.Row{Group: "floors", Name: "first touch of the machine's memory, all cores, once", Value: measure.Rate(done.Load(), time.Since(start).Seconds()),
 		Unit: "GB/s", Note: fmt.Sprintf("%.0f of %.0f GB", float64(done.Load())/1e9, float64(want)/1e9)})
 }
 
@@ -81,29 +82,23 @@ func (r *run) deviceFloors() error {
 	if r.gpu == nil {
 		return lacking("%s is the host: its floors stand above", r.opt.Device)
 	}
-	d := r.report.Device
 	slot := int64(cuda.DefaultSlotBytes)
 	lane, err := r.gpu.Lane(cuda.DefaultSlots, slot)
 	if err != nil {
 		return err
 	}
 	defer func() { lane.Close(); _ = r.gpu.Trim() }()
-	total := max(16<<20, min(r.opt.Size, 4<<30))
 	for _, n := range []int64{slot, 1 << 20, 256 << 10} {
-		count := int(total / n)
-		v, err := r.medianOf(func() (float64, error) {
-			took, err := lane.Floor(n, count)
-			return took.Seconds(), err
-		})
+		v, err := r.ToDevice(lane, n)
 		if err != nil {
 			return err
 		}
 		name := fmt.Sprintf("pinned copy to the device, %d KiB at a time", n>>10)
 		if n == slot {
 			name += " (a slot)"
-			d.Wire = rate(n*int64(count), v)
+			r.Report.Device.Wire = v
 		}
-		r.add(Row{Group: "floors", Name: name, Value: rate(n*int64(count), v), Unit: "GB/s"})
+		r.Add(measure.Row{Group: "floors", Name: name, Value: v, Unit: "GB/s"})
 	}
 	return r.readFloors(lane)
 }
@@ -112,29 +107,29 @@ func (r *run) deviceFloors() error {
 func (r *run) readFloors(lane *cuda.Lane) error {
 	var slots []*cuda.Slot
 	for range cuda.DefaultSlots {
-		s, err := lane.Get(r.ctx)
+		s, err := lane.Get(r.Ctx)
 		if err != nil {
 			return err
 		}
 		defer lane.Put(s)
 		slots = append(slots, s)
 	}
-	file, err := r.cachedFile()
+	file, err := r.CachedFile()
 	if err != nil {
 		return err
 	}
 	defer file.Close()
 	const piece = 1 << 20
 	for _, threads := range []int{1, 8, 16} {
-		v, err := r.speed(r.floorBytes(), func() error {
-			return parallel(threads, r.floorBytes(), piece, func(w int, lo, hi int64) error {
-				return readAt(file, slots[w%len(slots)].Bytes[:hi-lo], lo)
+		v, err := r.Speed(r.FloorBytes(), func() error {
+			return measure.Parallel(threads, r.FloorBytes(), piece, func(w int, lo, hi int64) error {
+				return measure.ReadAt(file, slots[w%len(slots)].Bytes[:hi-lo], lo)
 			})
 		})
 		if err != nil {
 			return err
 		}
-		r.add(Row{Group: "floors", Name: fmt.Sprintf("page cache into pinned memory, pread of 1 MiB, %d threads", threads), Value: v, Unit: "GB/s"})
+		r.Add(measure.Row{Group: "floors", Name: fmt.Sprintf("page cache into pinned memory, pread of 1 MiB, %d threads", threads), Value: v, Unit: "GB/s"})
 	}
 	return nil
 }
@@ -145,7 +140,7 @@ func (r *run) kernels() error {
 	if r.gpu == nil {
 		return lacking("%s has no kernels", r.opt.Device)
 	}
-	most := min(1<<30, r.opt.Size/8)
+	most := min(1<<30, r.Size/8)
 	for _, k := range []struct {
 		kind      string
 		transform uint8
@@ -166,7 +161,7 @@ func (r *run) kernels() error {
 // launch, as a piece of the pipeline has it.
 func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 	const chunk = 1 << 20
-	all, err := weights.Make(weights.Options{Kind: kind, Size: min(32<<20, max(4<<20, n)), Seed: 5, Threads: r.opt.Threads})
+	all, err := weights.Make(weights.Options{Kind: kind, Size: min(32<<20, max(4<<20, n)), Seed: 5, Threads: r.Threads})
 	if err != nil {
 		return err
 	}
@@ -205,7 +200,7 @@ func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 		return err
 	}
 	defer mem[0].Release()
-	s, err := lane.Get(r.ctx)
+	s, err := lane.Get(r.Ctx)
 	if err != nil {
 		return err
 	}
@@ -227,7 +222,7 @@ func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 	}); err != nil {
 		return err
 	}
-	if err := lane.Drain(context.WithoutCancel(r.ctx)); err != nil {
+	if err := lane.Drain(context.WithoutCancel(r.Ctx)); err != nil {
 		return err
 	}
 	if p := bad.Load(); p != nil {
@@ -241,7 +236,7 @@ func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 
 // decoded compares what lies on the device with a pattern that repeats.
 func (r *run) decoded(m device.Memory, want []byte) error {
-	return fresh(m.Bytes, func(got []byte) error {
+	return measure.Fresh(m.Bytes, func(got []byte) error {
 		if err := r.gpu.Read(got, m); err != nil {
 			return err
 		}
@@ -262,40 +257,40 @@ func (r *run) timeKernel(lane *cuda.Lane, kind string, logical, stored int64, al
 	if _, err := lane.Again(2); err != nil { // warms up
 		return err
 	}
-	v, err := r.medianOf(func() (float64, error) {
+	v, err := r.MedianOf(func() (float64, error) {
 		took, err := lane.Again(times)
 		return took.Seconds() / float64(times), err
 	})
 	if err != nil {
 		return err
 	}
-	row := Row{Group: "kernel", Value: rate(logical, v), Unit: "GB/s"}
+	row := measure.Row{Group: "kernel", Value: measure.Rate(logical, v), Unit: "GB/s"}
 	if alone {
 		row.Name = fmt.Sprintf("decode %s, %d MiB in one launch, launch and wait included", kind, logical>>20)
 		row.Goal, row.Reached = ">= 400", atLeast(row.Value, 400)
-		r.add(row)
+		r.Add(row)
 		return nil
 	}
 	row.Name = fmt.Sprintf("decode %s, %d MiB in one launch", kind, logical>>20)
 	// A byte of tensors is read as ratio bytes and written as one; a byte copied
 	// is read and written.
 	n := min(stored, 512<<20) &^ 255
-	c, err := r.medianOf(func() (float64, error) {
+	c, err := r.MedianOf(func() (float64, error) {
 		took, err := lane.Across(n, times)
 		return took.Seconds() / float64(times), err
 	})
 	if err != nil {
 		return err
 	}
-	across := rate(n, c)
+	across := measure.Rate(n, c)
 	row.Floor, row.FloorName = across*2/(1+float64(stored)/float64(logical)), "device memory"
 	row.Note = fmt.Sprintf("ratio %.4f; copies on the device %.0f GB/s", float64(stored)/float64(logical), across)
 	if kind == "llama-bf16" {
-		r.report.Device.Across = across
-		r.add(Row{Group: "kernel", Name: fmt.Sprintf("copy of %d MiB inside the device's memory", n>>20), Value: across, Unit: "GB/s"})
+		r.Report.Device.Across = across
+		r.Add(measure.Row{Group: "kernel", Name: fmt.Sprintf("copy of %d MiB inside the device's memory", n>>20), Value: across, Unit: "GB/s"})
 		row.Goal, row.Reached = ">= 0.94 x floor (2.4 TB/s on an H200)", atLeast(row.Value, 0.94*row.Floor)
 	}
-	r.add(row)
+	r.Add(row)
 	return nil
 }
 
@@ -328,9 +323,9 @@ func (r *run) directRead(files []string, threads int) (float64, error) {
 	}
 	defer cpu.Unmap(p, length)
 	buf := unsafe.Slice((*byte)(p), int64(threads)*piece)
-	touch(buf)
-	return timed(func() error {
-		return parallel(threads, int64(len(parts)), 1, func(w int, lo, _ int64) error {
+	measure.Touch(buf)
+	return measure.Timed(func() error {
+		return measure.Parallel(threads, int64(len(parts)), 1, func(w int, lo, _ int64) error {
 			return readDirect(parts[lo].f, buf[w*piece:(w+1)*piece], parts[lo].at)
 		})
 	})

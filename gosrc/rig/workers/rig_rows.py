@@ -1,11 +1,11 @@
-"""The rows of `overwire bench` that need Python, one measurement a process.
+"""The rows of the rig that need Python, one measurement a process.
 
-    python -m overwire._bench verify FILE SUMS.json
-    python -m overwire._bench load FILE
-    python -m overwire._bench consume FILE
-    python -m overwire._bench peer FILE
-    python -m overwire._bench json FILE         (the header of a plain file, by json alone)
-    python -m overwire._bench tensors ...       (see _bench_tensors.py)
+    python rig_rows.py verify FILE SUMS.json
+    python rig_rows.py load FILE
+    python rig_rows.py consume FILE
+    python rig_rows.py peer FILE
+    python rig_rows.py json FILE         (the header of a plain file, by json alone)
+    python rig_rows.py tensors ...       (see rig_tensors.py)
 
 Each prints one line of JSON: {"seconds": s, "note": what was measured} or
 {"missing": why not}. Imports and the start of the engine are not timed.
@@ -100,7 +100,7 @@ def timed(load: Any, use: Any) -> float:
 
 def main(argv: list[str]) -> dict[str, Any]:
     if argv[0] == "tensors":
-        from ._bench_tensors import measure
+        from rig_tensors import measure
 
         return measure(argv[1:])
     what, path = argv[0], argv[1]

@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"fmt"
@@ -8,9 +8,9 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source/file"
-	"github.com/overwire/overwire/gosrc/weights"
 )
 
 // cold measures loads of files that are not in the page cache, by turns with
@@ -18,33 +18,18 @@ import (
 // dropped from the cache and the cache is asked how much of it is left.
 func (r *run) cold() error {
 	const group = "cold"
-	all, err := weights.Make(weights.Options{Kind: "llama-bf16", Size: min(r.opt.Size, 2e9), Seed: 4, Threads: r.opt.Threads})
+	plain, packed := r.Path("cold-plain.safetensors"), r.Path("cold.safetensors")
+	total, err := r.coldFiles(plain, packed)
 	if err != nil {
 		return err
 	}
-	in := inputs(all)
-	var total int64
-	for _, t := range in {
-		total += int64(len(t.Data))
-	}
-	plain, packed := r.path("cold-plain.safetensors"), r.path("cold.safetensors")
-	for path, compress := range map[string]bool{plain: false, packed: true} {
-		if _, err := save.Write(r.ctx, r.job, save.Spec{Path: path, Compress: compress, Threads: r.opt.Threads}, in); err != nil {
-			return err
-		}
-		for _, how := range []string{"direct", "buffered"} {
-			if err := r.sameRead(path, in, how); err != nil {
-				return err
-			}
-		}
-	}
 	disk := coldFile{path: plain}
 	if _, err := disk.floor(); err != nil {
-		r.missing(group, "loads of cold files", err.Error())
+		r.Missing(group, "loads of cold files", err.Error())
 		return nil
 	}
 	if left, err := disk.evict(); err != nil || left > 0.01 {
-		r.missing(group, "loads of cold files", fmt.Sprintf("the file cannot be dropped from the page cache (%.2f of it stay)", left))
+		r.Missing(group, "loads of cold files", fmt.Sprintf("the file cannot be dropped from the page cache (%.2f of it stay)", left))
 		return nil
 	}
 	ways := []struct {
@@ -58,9 +43,9 @@ func (r *run) cold() error {
 		{"compressed, through the cache", packed, "buffered", false},
 	}
 	floors, seconds, left := []float64{}, make([][]float64, len(ways)), make([]float64, len(ways))
-	for range r.opt.Repeat {
+	for range r.Repeat {
 		for i, w := range ways {
-			if err := r.stopped(); err != nil {
+			if err := r.Stopped(); err != nil {
 				return err
 			}
 			f := coldFile{path: w.path}
@@ -77,7 +62,7 @@ func (r *run) cold() error {
 				}
 				left[i] = max(left[i], share)
 			}
-			s, err := timed(func() error { return loaded(r, w.path, load.Options{Read: w.how}, nil) })
+			s, err := measure.Timed(func() error { return r.Loaded(w.path, load.Options{Read: w.how}, nil) })
 			if err != nil {
 				return err
 			}
@@ -88,9 +73,9 @@ func (r *run) cold() error {
 	if err != nil {
 		return fault.New(fault.ErrIO, "%v", err)
 	}
-	floor := rate(st.Size(), middle(floors))
+	floor := measure.Rate(st.Size(), measure.Middle(floors))
 	for i, w := range ways {
-		row := Row{Group: group, Name: fmt.Sprintf("load %.1f GB %s", float64(total)/1e9, w.name), Value: rate(total, middle(seconds[i])), Unit: "GB/s",
+		row := measure.Row{Group: group, Name: fmt.Sprintf("load %.1f GB %s", float64(total)/1e9, w.name), Value: measure.Rate(total, measure.Middle(seconds[i])), Unit: "GB/s",
 			Floor: floor, FloorName: "O_DIRECT, 16 x 1 MiB", Note: fmt.Sprintf("at most %.4f of the file resident before", left[i])}
 		switch {
 		case w.warm:
@@ -100,9 +85,29 @@ func (r *run) cold() error {
 		case w.how == "direct":
 			row.Goal, row.Reached = ">= 1.45 x floor", atLeast(row.Value/floor, 1.45)
 		}
-		r.add(row)
+		r.Add(row)
 	}
 	return nil
+}
+
+// coldFiles writes the model, plain and packed, compares every byte in each way
+// of reading, and returns how many bytes of tensors it has.
+func (r *run) coldFiles(plain, packed string) (int64, error) {
+	in, total, err := r.Make("llama-bf16", min(r.Size, 2e9), 4)
+	if err != nil {
+		return 0, err
+	}
+	for path, compress := range map[string]bool{plain: false, packed: true} {
+		if _, err := save.Write(r.Ctx, r.Job, save.Spec{Path: path, Compress: compress, Threads: r.Threads}, in); err != nil {
+			return 0, err
+		}
+		for _, how := range []string{"direct", "buffered"} {
+			if err := r.SameRead(path, in, how); err != nil {
+				return 0, err
+			}
+		}
+	}
+	return total, nil
 }
 
 // coldFile is a file that is read off the disk.
@@ -142,10 +147,10 @@ func (c coldFile) floor() (float64, error) {
 		return 0, fault.New(fault.ErrNotSupported, "%d bytes are too few to measure", st.Size())
 	}
 	var s float64
-	err = fresh(readers*piece, func(m []byte) (err error) {
-		touch(m)
-		s, err = timed(func() error {
-			return parallel(readers, n, piece, func(w int, lo, hi int64) error { return readAt(f, m[w*piece:][:hi-lo], lo) })
+	err = measure.Fresh(readers*piece, func(m []byte) (err error) {
+		measure.Touch(m)
+		s, err = measure.Timed(func() error {
+			return measure.Parallel(readers, n, piece, func(w int, lo, hi int64) error { return measure.ReadAt(f, m[w*piece:][:hi-lo], lo) })
 		})
 		return err
 	})

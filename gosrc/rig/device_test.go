@@ -1,4 +1,4 @@
-package bench
+package main
 
 import (
 	"context"
@@ -12,6 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/measure"
 )
 
 // What is no device, no part, or goes with other rows, is refused by class.
@@ -24,7 +25,7 @@ func TestDeviceRefuses(t *testing.T) {
 		{Options{Device: "cuda:x"}, fault.ErrArgument},
 		{Options{Device: "cpu", What: "load"}, fault.ErrArgument},
 		{Options{Device: "cpu", Only: []string{"all"}}, fault.ErrArgument},
-		{Options{Device: "cpu", Out: "no/such/folder/report"}, fault.ErrIO},
+		{Options{Device: "cpu", Options: measure.Options{Out: "no/such/folder/report"}}, fault.ErrIO},
 	} {
 		c.opt.Dir, c.opt.Size, c.opt.Repeat = t.TempDir(), 1<<20, 1
 		if _, err := Run(t.Context(), nil, c.opt); !errors.Is(err, c.want) {
@@ -37,7 +38,7 @@ func TestDeviceRefuses(t *testing.T) {
 // report all the same, and leaves no file.
 func TestDeviceOutOfTime(t *testing.T) {
 	dir, out := t.TempDir(), filepath.Join(t.TempDir(), "report.json")
-	rep, err := Run(t.Context(), nil, Options{Device: "cpu", Size: 1 << 20, Repeat: 1, Dir: dir, Limit: 1, Out: out})
+	rep, err := Run(t.Context(), nil, Options{Device: "cpu", Limit: 1, Options: measure.Options{Size: 1 << 20, Repeat: 1, Dir: dir, Out: out}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -47,7 +48,7 @@ func TestDeviceOutOfTime(t *testing.T) {
 		}
 	}
 	b, err := os.ReadFile(out)
-	var again Report
+	var again measure.Report
 	if err == nil {
 		err = json.Unmarshal(b, &again)
 	}
@@ -64,7 +65,7 @@ func TestDeviceOutOfTime(t *testing.T) {
 func interpreter(t *testing.T, script string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "python")
-	text := "#!/bin/sh\nMODE=$4 N=$6\n" + script
+	text := "#!/bin/sh\nMODE=$3 N=$5\n" + script
 	if err := os.WriteFile(path, []byte(text), 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -72,8 +73,8 @@ func interpreter(t *testing.T, script string) string {
 }
 
 func someRun(t *testing.T, python string, limit time.Duration) *run {
-	return &run{began: time.Now(), ctx: t.Context(), opt: Options{Python: python, Threads: 4, Limit: limit}, dir: t.TempDir(),
-		rates: map[string]float64{}, report: Report{Device: &Device{}}}
+	return &run{Run: &measure.Run{Began: time.Now(), Ctx: t.Context(), Folder: t.TempDir(), Options: measure.Options{Threads: 4}, Report: measure.Report{Device: &measure.Device{}}},
+		opt: Options{Python: python, Limit: limit}, rates: map[string]float64{}}
 }
 
 // Each process is measured alone, after its word; one that crashes, hangs, says
@@ -120,7 +121,7 @@ func TestTaskTurns(t *testing.T) {
 				t.Errorf("%v: is it lacking?", o.err)
 			}
 			if c.name == "good" {
-				row := Row{}
+				row := measure.Row{}
 				o.spread(&row, func(d deviceResult) float64 { return d.First })
 				if row.Value != 2 || row.Runs != 3 || words != 4 {
 					t.Errorf("%+v after %d words", row, words)
@@ -137,7 +138,7 @@ func TestTaskTurns(t *testing.T) {
 func TestTaskTurnsCancelled(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	r := someRun(t, interpreter(t, "echo ready; exec sleep 3600"), time.Hour)
-	r.ctx = ctx
+	r.Ctx = ctx
 	time.AfterFunc(300*time.Millisecond, cancel)
 	o := r.taskTurns(&model{}, []task{{"load", packed, []string{"load", "cpu"}}}, nil)["load"]
 	if o.err == nil || len(o.results) > 0 {
@@ -148,7 +149,7 @@ func TestTaskTurnsCancelled(t *testing.T) {
 // The range and the median are those of what get gives.
 func TestSpread(t *testing.T) {
 	o := outcome{results: []deviceResult{{First: 3}, {First: 1}, {First: 2, Note: "last"}, {First: 10}}}
-	row := Row{Note: "kept"}
+	row := measure.Row{Note: "kept"}
 	o.spread(&row, func(d deviceResult) float64 { return 10 * d.First })
 	if row.Value != 25 || row.Low != 10 || row.High != 100 || row.Runs != 4 || row.Note != "kept" {
 		t.Errorf("%+v", row)
@@ -174,7 +175,7 @@ func TestDropped(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if fs := fileSystem(path); fs != "tmpfs" && share > 0.02 || fs == "tmpfs" && share != 1 {
+	if fs := measure.FileSystem(path); fs != "tmpfs" && share > 0.02 || fs == "tmpfs" && share != 1 {
 		t.Errorf("on %s a share of %.3f is resident", fs, share)
 	}
 	if _, err := dropped([]string{path + "?"}); !errors.Is(err, fault.ErrIO) {
