@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"flag"
+	"os"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -66,5 +68,24 @@ func TestCommand(t *testing.T) {
 	err := command(t.Context(), failing, &text, &text)
 	if err == nil || !strings.Contains(text.String(), `"failures"`) || !strings.Contains(text.String(), "FAILED: ") {
 		t.Errorf("%v: %s", err, text.String())
+	}
+}
+
+// Every command that the page of figures names is one that the rig takes.
+func TestCommandsOfThePage(t *testing.T) {
+	page, err := os.ReadFile("../../docs/benchmarks.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := 0
+	for _, m := range regexp.MustCompile("overwire-rig([^`#\n]*)").FindAllStringSubmatch(string(page), -1) {
+		argv, _, _ := strings.Cut(m[1], ">") // what a shell takes away
+		if _, _, err := parse(strings.Fields(argv), &bytes.Buffer{}); err != nil {
+			t.Errorf("overwire-rig%s: %v", m[1], err)
+		}
+		found++
+	}
+	if found < 10 {
+		t.Errorf("%d commands", found)
 	}
 }
