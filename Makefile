@@ -83,7 +83,7 @@ test: ## what must pass: lint, Go and Python tests, fuzzing, the wheel, AddressS
 # The inner loop: what a change breaks first, within two minutes on two cores. It
 # leaves out fuzzing, what is compiled a second time, and tests of many processes.
 HEAVY := build demo distributed examples face_memory fastsafetensors fastsafetensors_later fastsafetensors_plugins nyacomp_readme \
-         patch_safetensors pickle_hostile preload process secrets stores tensorizer_matrix tensorizer_readme tensorizer_stores
+         patch_safetensors pickle_hostile preload process rig secrets stores tensorizer_matrix tensorizer_readme tensorizer_stores
 
 quick: build ## the inner loop, under two minutes: gofmt, vet, ruff, Go tests, most Python tests
 	@$(MAKE) --no-print-directory golint

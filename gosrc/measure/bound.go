@@ -1,5 +1,7 @@
 package measure
 
+// This file computes the least size that the weight codec could reach.
+
 import (
 	"math"
 

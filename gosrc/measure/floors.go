@@ -1,5 +1,7 @@
 package measure
 
+// This file measures what the machine gives without us.
+
 import (
 	"os"
 	"runtime"

@@ -1,5 +1,7 @@
 package measure
 
+// This file makes weights, loads them back and compares them, and opens devices.
+
 import (
 	"bytes"
 	"fmt"

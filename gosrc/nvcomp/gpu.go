@@ -1,5 +1,7 @@
 package nvcomp
 
+// This file decodes and makes bitstreams that lie on a GPU.
+
 import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/cuda"

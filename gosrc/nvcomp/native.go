@@ -1,5 +1,7 @@
 package nvcomp
 
+// This file lays out the native stream, nvCOMP's container of chunks.
+
 import (
 	"encoding/binary"
 	"hash/crc32"

@@ -1,5 +1,7 @@
 package nvcomp
 
+// This file tells which batches end at once.
+
 // quickBytes is the most content of a quick Run: some tens of milliseconds of
 // the slowest decoder.
 const quickBytes = 32 << 20

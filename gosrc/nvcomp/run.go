@@ -1,5 +1,7 @@
 package nvcomp
 
+// This file is the verb: a batch of buffers through one algorithm, on all cores.
+
 import (
 	"context"
 	"encoding/binary"

@@ -1,5 +1,7 @@
 package nvcomp
 
+// This file makes one block of the weight codec, with its header.
+
 import (
 	"encoding/binary"
 	"sync"

@@ -1,5 +1,7 @@
 package main
 
+// This file measures each open codec beside the library that it is made of.
+
 import (
 	"bytes"
 	"fmt"

@@ -1,5 +1,7 @@
 package main
 
+// This file drops files from the page cache, counts what stays, and reads around it.
+
 import (
 	"errors"
 	"os"

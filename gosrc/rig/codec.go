@@ -1,5 +1,7 @@
 package main
 
+// This file measures ratios, and the weight codec alone on one core.
+
 import (
 	"bytes"
 	"fmt"

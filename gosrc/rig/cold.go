@@ -1,5 +1,7 @@
 package main
 
+// This file measures loads of files that are not in the page cache.
+
 import (
 	"fmt"
 	"os"

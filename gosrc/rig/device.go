@@ -1,5 +1,7 @@
 package main
 
+// This file measures loads to a device, part by part.
+
 import (
 	"errors"
 	"fmt"

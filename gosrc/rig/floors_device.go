@@ -1,5 +1,7 @@
 package main
 
+// This file measures what a device gives without loads: copies, kernels, reads of the disk.
+
 import (
 	"bytes"
 	"context"

@@ -1,5 +1,7 @@
 package main
 
+// This file measures the opening of a file of very many tensors.
+
 import (
 	"encoding/binary"
 	"encoding/json"

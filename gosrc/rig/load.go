@@ -1,5 +1,7 @@
 package main
 
+// This file measures loads from the page cache, and what a tensor costs.
+
 import (
 	"encoding/json"
 	"fmt"

@@ -1,5 +1,7 @@
 package main
 
+// This file measures whole loads to a device, their memory and their start.
+
 import (
 	"fmt"
 	"time"

@@ -1,5 +1,7 @@
 package main
 
+// This file is the command line.
+
 import (
 	"context"
 	"encoding/json"

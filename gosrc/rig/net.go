@@ -1,5 +1,7 @@
 package main
 
+// This file measures loads over HTTP, beside what TCP carries.
+
 import (
 	"fmt"
 	"io"

@@ -1,5 +1,7 @@
 package main
 
+// This file measures loads over HTTP to a device.
+
 import (
 	"context"
 	"fmt"

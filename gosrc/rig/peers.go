@@ -1,5 +1,7 @@
 package main
 
+// This file measures other loaders of plain files beside ours.
+
 import (
 	"github.com/overwire/overwire/gosrc/measure"
 )

@@ -1,5 +1,7 @@
 package main
 
+// This file writes the table.
+
 import (
 	"fmt"
 	"io"

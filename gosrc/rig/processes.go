@@ -1,5 +1,7 @@
 package main
 
+// This file runs measurements of a device in processes of their own.
+
 import (
 	"bufio"
 	"bytes"

@@ -1,5 +1,7 @@
 package main
 
+// This file runs measurements in fresh interpreters, and has the rows that need one.
+
 import (
 	"bytes"
 	"embed"

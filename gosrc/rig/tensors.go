@@ -1,5 +1,7 @@
 package main
 
+// This file measures tensorizer's files beside tensorizer.
+
 import (
 	"fmt"
 	"hash"

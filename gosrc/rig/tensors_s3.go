@@ -1,5 +1,7 @@
 package main
 
+// This file measures tensorizer's files in S3, from a server on this machine.
+
 import (
 	"context"
 	"net"
