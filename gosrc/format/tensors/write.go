@@ -1,12 +1,12 @@
 package tensors
 
 import (
+	"crypto/sha256"
 	"hash"
 	"hash/crc32"
 	"math"
 
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/sha256"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 

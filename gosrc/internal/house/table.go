@@ -18,7 +18,6 @@ var mayImport = map[string][]string{
 	"internal/spawn":      {"fault"},
 	"internal/ordered":    {"fault", "internal/spawn"},
 	"internal/house":      {},
-	"internal/sha256":     {},
 	"internal/crc":        {},
 	"internal/atomicfile": {"fault", "internal/regular"},
 	"internal/sizes":      {},
