@@ -7,10 +7,10 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/format/tensors"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/save"
-	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensorizer"
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
@@ -115,7 +115,7 @@ func (r *run) versus(name string, total int64, v versus, note string) error {
 // tensor, beside SHA-256 by itself.
 func (r *run) verifyTensors(name, file string, total int64, sha float64) error {
 	seconds, err := r.median(func() error {
-		_, err := save.Verify(r.ctx, nil, []string{file}, source.Options{})
+		_, err := save.Verify(r.ctx, nil, []string{file}, format.Access{})
 		return err
 	})
 	if err != nil {
@@ -131,8 +131,8 @@ func (r *run) verifyTensors(name, file string, total int64, sha float64) error {
 // cipher and the authenticator over boxes of 2 MiB.
 func (r *run) cipher() error {
 	const name = "XSalsa20-Poly1305, one core, boxes of 2 MiB in cache"
-	box := make([]byte, tensors.ChunkBytes)
-	c, key := tensors.NewCrypt(tensors.ChunkBytes, nil), new([32]byte)
+	box := make([]byte, tensorizer.ChunkBytes)
+	c, key := tensorizer.NewCrypt(tensorizer.ChunkBytes, nil), new([32]byte)
 	seconds, err := r.median(func() error {
 		for range 64 {
 			c.Seal(box, 0, key)
@@ -142,7 +142,7 @@ func (r *run) cipher() error {
 	if err != nil {
 		return err
 	}
-	row := Row{Group: "tensors", Name: name, Value: rate(64*tensors.ChunkBytes, seconds), Unit: "GB/s"}
+	row := Row{Group: "tensors", Name: name, Value: rate(64*tensorizer.ChunkBytes, seconds), Unit: "GB/s"}
 	res, err := r.python("tensors", "sodium")
 	switch {
 	case err != nil:
@@ -150,7 +150,7 @@ func (r *run) cipher() error {
 	case res.Missing != "":
 		row.Note = res.Missing
 	default:
-		row.Floor, row.FloorName = rate(64*tensors.ChunkBytes, res.Seconds), res.Note
+		row.Floor, row.FloorName = rate(64*tensorizer.ChunkBytes, res.Seconds), res.Note
 	}
 	r.add(row)
 	return nil
@@ -213,7 +213,7 @@ func (r *run) deviceTensorsOf(kind string, size int64, hows []string) error {
 		}
 		if how == "key" {
 			spec.Path = filepath.Join(dir, "sealed.tensors")
-			spec.Storage = source.Options{Encrypt: map[string]string{tensors.OptionKey: benchKey}}
+			spec.Storage = format.Access{Encrypt: map[string]string{tensorizer.OptionKey: benchKey}}
 			files[how] = spec.Path
 		}
 		rep, err := save.Write(r.ctx, nil, spec, in)
