@@ -1,5 +1,7 @@
 package save
 
+// This file decides how each tensor is stored.
+
 import (
 	"bytes"
 	"cmp"

@@ -1,5 +1,7 @@
 package save
 
+// This file is the table of formats that are written and verified.
+
 import (
 	"context"
 	"strings"

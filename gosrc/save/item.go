@@ -1,5 +1,7 @@
 package save
 
+// This file describes the tensors that are written, and where their bytes are.
+
 import (
 	"context"
 	"math"

@@ -1,5 +1,7 @@
 package save
 
+// This file saves to local files, which appear together.
+
 import (
 	"context"
 	"os"

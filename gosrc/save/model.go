@@ -1,5 +1,7 @@
 package save
 
+// This file opens the models that Convert, Verify and Inspect read.
+
 import (
 	"context"
 	"maps"

@@ -1,5 +1,7 @@
 package save
 
+// This file saves to the objects of a store.
+
 import (
 	"context"
 	"errors"

@@ -1,5 +1,7 @@
 package save
 
+// This file cuts a model into shards and names them.
+
 import (
 	"fmt"
 	"path/filepath"

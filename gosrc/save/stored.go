@@ -1,5 +1,7 @@
 package save
 
+// This file reads the tensors of other files piece by piece.
+
 import (
 	"container/list"
 	"context"

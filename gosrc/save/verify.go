@@ -1,5 +1,7 @@
 package save
 
+// This file has the verb Verify.
+
 import (
 	"context"
 	"time"

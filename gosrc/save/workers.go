@@ -1,5 +1,7 @@
 package save
 
+// This file counts workers and gives ended contexts their error class.
+
 import (
 	"context"
 	"errors"

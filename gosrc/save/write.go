@@ -1,5 +1,7 @@
 package save
 
+// This file has the one save, and the writer of safetensors files and containers.
+
 import (
 	"context"
 

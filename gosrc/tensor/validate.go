@@ -24,7 +24,7 @@ type Known func(c Codec, transform uint8, d DType) bool
 // Validate is the one validator of an Index. It holds for every source:
 //
 //   - tensors stand source by source, in the order of their bytes, back to back
-//     from the data section, without holes (but those of .tensors files) or
+//     from the data section, without holes (but in files with Gaps) or
 //     overlaps, inside the file;
 //   - names are unique in their source and valid UTF-8; dtype, rank and shape
 //     are sound and give exactly the bytes that are said;

@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file seals and opens one box.
+
 import (
 	"crypto/subtle"
 

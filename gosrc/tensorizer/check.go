@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file compares the CRC32 of tensors while they are read.
+
 import (
 	"cmp"
 	"context"

@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file joins CRC-32 sums of consecutive bytes.
+
 import (
 	"hash/crc32"
 	"sync"

@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file has the encryption of records: keys, nonces and boxes.
+
 import (
 	"context"
 	"crypto/rand"

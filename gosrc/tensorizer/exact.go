@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file verifies the bytes of a file that no sum covers.
+
 import (
 	"context"
 	"math"

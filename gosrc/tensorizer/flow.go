@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file runs tensors past their sums on several workers.
+
 import (
 	"cmp"
 	"context"

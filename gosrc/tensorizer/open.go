@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file opens .tensors files: for loading, for verification, and to describe them.
+
 import (
 	"context"
 	"encoding/hex"

@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file parses heads, indexes and records into a File.
+
 import (
 	"context"
 	"errors"

@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file writes whole files, and records into a file that somebody else has open.
+
 import (
 	"context"
 

@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file has the settings by which callers read and write .tensors files.
+
 import (
 	"bytes"
 	"encoding/hex"

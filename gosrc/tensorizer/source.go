@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file gives the plain bytes of a file, decrypting what is encrypted.
+
 import (
 	"context"
 	"encoding/hex"

@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file verifies files by their sums.
+
 import (
 	"bytes"
 	"context"

@@ -1,5 +1,7 @@
 package tensorizer
 
+// This file lays out what is written: head, index and records.
+
 import (
 	"crypto/sha256"
 	"hash"
