@@ -1,4 +1,4 @@
-package tensors
+package tensorizer
 
 import (
 	"errors"

@@ -1,12 +1,14 @@
-package tensors
+package tensorizer
+
+// This file lays out what is written: head, index and records.
 
 import (
+	"crypto/sha256"
 	"hash"
 	"hash/crc32"
 	"math"
 
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/sha256"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 

@@ -1,4 +1,6 @@
-package tensors
+package tensorizer
+
+// This file has the encryption of records: keys, nonces and boxes.
 
 import (
 	"context"

@@ -1,4 +1,6 @@
-package tensors
+package tensorizer
+
+// This file gives the plain bytes of a file, decrypting what is encrypted.
 
 import (
 	"context"
@@ -24,7 +26,7 @@ func (f *File) Index(opt map[string]string) (*tensor.Index, error) {
 			}
 		}
 	}
-	ix := &tensor.Index{Sources: []tensor.Source{{URI: f.URI, Size: f.Size, Tensorizer: true}}}
+	ix := &tensor.Index{Sources: []tensor.Source{{URI: f.URI, Size: f.Size, Format: Format, Gaps: true}}}
 	at := f.Size
 	if len(f.Entries) > 0 {
 		ix.Sources[0].Data = f.Entries[0].Data
@@ -48,14 +50,6 @@ func (f *File) Index(opt map[string]string) (*tensor.Index, error) {
 	ix.Sources[0].Size = at
 	return ix, nil
 }
-
-// The options of .tensors files; see source.Options.Decrypt.
-const (
-	OptionKey      = "key"      // 64 hex digits
-	OptionPassword = "password" // hex digits of the password's bytes
-	OptionBytes    = "bytes"    // that other dtypes are read as bytes; see Index
-	OptionCRC32    = "crc32"    // that plain tensors are held to their CRC32 while they are read
-)
 
 // Source gives the bytes that Index speaks of: src itself where the file has
 // them as they are, or else a source over it, which owns it then: it decrypts

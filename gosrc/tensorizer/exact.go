@@ -1,4 +1,6 @@
-package tensors
+package tensorizer
+
+// This file verifies the bytes of a file that no sum covers.
 
 import (
 	"context"

@@ -1,5 +1,7 @@
 package save
 
+// This file saves to the objects of a store.
+
 import (
 	"context"
 	"errors"
@@ -10,7 +12,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
-	"github.com/overwire/overwire/gosrc/format/tensors"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -58,62 +59,32 @@ func (w *writer) beside(ctx context.Context, parts []part) error {
 		"remove that and its shards first, or save with max_shard_size (--shard), which replaces them", filepath.Base(index))
 }
 
-// saveFar is save for a store.
-func (w *writer) saveFar(ctx context.Context, parts []part, rep Report) (_ Report, err error) {
-	var drafts []source.Draft
-	defer func() {
-		w.job.Failed(err)
-		for _, d := range drafts {
-			d.Drop()
-		}
-	}()
-	for _, p := range parts {
-		d, err := open.Create(ctx, p.path, w.spec.Storage, p.most())
-		if err != nil {
-			return Report{}, err
-		}
-		drafts = append(drafts, d)
-		size := int64(len(p.blob))
-		if p.blob != nil {
-			err = d.Write(p.blob, 0)
-		} else if tensorizer(p.path) {
-			size, err = w.tensors(ctx, d, p.path, p.items)
-		} else {
-			f := &fileWriter{writer: w, output: d, path: p.path, part: p}
-			size, err = f.write(ctx)
-		}
-		if err == nil {
-			err = d.Finish(size)
-		}
-		if err != nil {
-			return Report{}, wrap("save", p.path, "", -1, err)
-		}
-		rep.BytesOut += size
-		rep.Files = append(rep.Files, p.path)
-	}
-	if err := w.publishFar(ctx, parts, drafts); err != nil {
-		return Report{}, err
-	}
-	rep.Ratio = 1
-	if rep.BytesIn > 0 {
-		rep.Ratio = float64(rep.BytesOut) / float64(rep.BytesIn)
-	}
-	return rep, nil
+// objects is the destination of a save to a store.
+type objects struct {
+	*writer
+	drafts []source.Draft
 }
 
-// most is more than the part can have bytes.
-func (p *part) most() int64 {
-	n := int64(len(p.blob)) + 256<<20 // header and index, whatever their size
-	for _, t := range p.items {
-		n += t.bytes + t.bytes/128 + 2*tensors.Align
+func (o *objects) create(ctx context.Context, path string, most int64) (draft, error) {
+	d, err := open.Create(ctx, path, o.spec.Storage.Options, most)
+	if err != nil {
+		return nil, err
 	}
-	return n
+	o.drafts = append(o.drafts, d)
+	return d, nil
 }
 
-// publishFar shows the objects, the one that readers look for last. A store
+func (o *objects) drop(err error) {
+	o.job.Failed(err)
+	for _, d := range o.drafts {
+		d.Drop()
+	}
+}
+
+// publish shows the objects, the one that readers look for last. A store
 // has no step that shows several: where the old index would name new shards it
-// is removed first. What the old model leaves is removed at the end.
-func (w *writer) publishFar(ctx context.Context, parts []part, drafts []source.Draft) error {
+// is removed first.
+func (o *objects) publish(ctx context.Context, parts []part) error {
 	kept := map[string]bool{}
 	for _, p := range parts {
 		kept[p.path] = true
@@ -121,36 +92,36 @@ func (w *writer) publishFar(ctx context.Context, parts []part, drafts []source.D
 	last := parts[len(parts)-1].path
 	index := last
 	if len(parts) == 1 {
-		index = indexPath(w.spec.Path)
+		index = indexPath(o.spec.Path)
 	}
 	var old []string
-	if len(parts) > 1 || w.spec.Shard != 0 {
+	if len(parts) > 1 || o.spec.Shard != 0 {
 		var err error
-		if old, err = w.oldShards(ctx, index); err != nil {
+		if old, err = o.oldShards(ctx, index); err != nil {
 			return err
 		}
 	}
 	again := slices.ContainsFunc(old, func(p string) bool { return kept[p] })
 	if again && len(parts) > 1 {
-		if err := open.Remove(ctx, last, w.spec.Storage); err != nil {
+		if err := open.Remove(ctx, last, o.spec.Storage.Options); err != nil {
 			return err
 		}
 	}
-	for _, d := range drafts {
+	for _, d := range o.drafts {
 		if err := d.Publish(); err != nil {
 			return err
 		}
 	}
-	if w.spec.Shard == 0 {
+	if o.spec.Shard == 0 {
 		return nil
 	}
 	// The model stands: what cannot be removed now is told, all the same.
 	var first error
-	for _, p := range append(old, w.spec.Path, indexPath(w.spec.Path)) {
+	for _, p := range append(old, o.spec.Path, indexPath(o.spec.Path)) {
 		if kept[p] {
 			continue
 		}
-		if err := open.Remove(ctx, p, w.spec.Storage); err != nil && first == nil {
+		if err := open.Remove(ctx, p, o.spec.Storage.Options); err != nil && first == nil {
 			first = err
 		}
 	}
@@ -179,7 +150,7 @@ func (w *writer) oldShards(ctx context.Context, index string) (out []string, err
 
 // readIndex reads an index; nil if there is none. A broken one names nothing.
 func (w *writer) readIndex(ctx context.Context, index string) (*safetensors.Shards, error) {
-	s, err := open.With(w.spec.Storage)(ctx, index)
+	s, err := open.With(w.spec.Storage.Options)(ctx, index)
 	if errors.Is(err, fault.ErrNotFound) {
 		return nil, nil
 	}

@@ -1,4 +1,6 @@
-package tensors
+package tensorizer
+
+// This file compares the CRC32 of tensors while they are read.
 
 import (
 	"cmp"
@@ -9,7 +11,6 @@ import (
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/crc"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -117,7 +118,7 @@ func (t *passing) pass(p []byte, off int64) error {
 	slices.SortFunc(t.pieces, func(a, b summed) int { return cmp.Compare(a.off, b.off) })
 	sum := t.start
 	for _, have := range t.pieces {
-		sum = crc.Join(sum, have.crc, have.n)
+		sum = crcJoin(sum, have.crc, have.n)
 	}
 	t.left, t.pieces = t.end-t.off, nil
 	if sum != t.want {

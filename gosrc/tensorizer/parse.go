@@ -1,4 +1,6 @@
-package tensors
+package tensorizer
+
+// This file parses heads, indexes and records into a File.
 
 import (
 	"context"

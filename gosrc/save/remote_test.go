@@ -19,6 +19,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -34,9 +35,9 @@ func tiled(name string, r *rand.Rand, rows int) Input {
 }
 
 // object reads all of an object.
-func object(t testing.TB, uri string, opt source.Options) []byte {
+func object(t testing.TB, uri string, opt format.Access) []byte {
 	t.Helper()
-	s, err := open.With(opt)(bg, uri)
+	s, err := open.With(opt.Options)(bg, uri)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -58,10 +59,10 @@ func TestFarIsNear(t *testing.T) {
 	big[2].DType = big[0].DType
 	for _, store := range []struct {
 		base string
-		opt  source.Options
+		opt  format.Access
 	}{
-		{"s3://models/dir", source.Options{Storage: s3.Options()}},
-		{"redis://" + red.Addr + "/dir", source.Options{Storage: map[string]string{"password": sourcetest.RedisPassword}}},
+		{"s3://models/dir", format.Access{Options: source.Options{Storage: s3.Options()}}},
+		{"redis://" + red.Addr + "/dir", format.Access{Options: source.Options{Storage: map[string]string{"password": sourcetest.RedisPassword}}}},
 	} {
 		for name, in := range map[string][]Input{"big": big, "small": big[1:], "none": nil} {
 			specs := []Spec{{}, {Compress: true}, {Compress: true, Parts: 8, ChunkBytes: 64 << 10}}
@@ -97,7 +98,7 @@ func TestFarIsNear(t *testing.T) {
 // the old one leaves goes, and nothing else does.
 func TestFarShards(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
-	opt := source.Options{Storage: s.Options()}
+	opt := format.Access{Options: source.Options{Storage: s.Options()}}
 	r := newRand(t)
 	keep := filepath.Join(s.Data, "m", "other-00001-of-00002.safetensors")
 	if err := os.MkdirAll(filepath.Dir(keep), 0o755); err != nil {
@@ -111,7 +112,7 @@ func TestFarShards(t *testing.T) {
 		in = append(in, bf16(n, r, 64, 100))
 	}
 	names := func() string {
-		found, err := open.List(bg, "s3://models/m/", opt)
+		found, err := open.List(bg, "s3://models/m/", opt.Options)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -145,7 +146,7 @@ func TestFarShards(t *testing.T) {
 // model, and nothing of the new one.
 func TestFarFailures(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
-	direct := source.Options{Storage: s.Options()}
+	direct := format.Access{Options: source.Options{Storage: s.Options()}}
 	in := []Input{tiled("w", newRand(t), 2200)}
 	path := "s3://models/m.safetensors"
 	write(t, Spec{Path: path, Storage: direct}, in[:0])
@@ -162,7 +163,7 @@ func TestFarFailures(t *testing.T) {
 		p.ServeHTTP(w, r)
 	}))
 	t.Cleanup(h.Close)
-	opt := source.Options{Storage: s.Options()}
+	opt := format.Access{Options: source.Options{Storage: s.Options()}}
 	opt.Storage["endpoint_url"] = h.URL
 	unchanged := func(what string, err error, class error) {
 		t.Helper()
@@ -216,7 +217,7 @@ func TestFarFailures(t *testing.T) {
 // Convert reads from one store and writes to another, folders and all.
 func TestFarConvert(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
-	opt := source.Options{Storage: s.Options()}
+	opt := format.Access{Options: source.Options{Storage: s.Options()}}
 	in := []Input{bf16("a", newRand(t), 64, 100), bf16("b", newRand(t), 64, 100)}
 	dir := t.TempDir()
 	write(t, Spec{Path: filepath.Join(dir, "w.safetensors"), Shard: 13_000}, in)

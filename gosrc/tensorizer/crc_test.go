@@ -1,4 +1,4 @@
-package crc
+package tensorizer
 
 import (
 	"hash/crc32"
@@ -13,7 +13,7 @@ func TestJoin(t *testing.T) {
 		b[i] = byte(i * i >> 3)
 	}
 	for cut := 0; cut <= len(b); cut += 13 {
-		if got := Join(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
+		if got := crcJoin(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
 			t.Fatalf("cut at %d: %08x", cut, got)
 		}
 	}
@@ -26,7 +26,7 @@ func TestJoin(t *testing.T) {
 			b[i] = byte(r.Uint32())
 		}
 		cut := r.IntN(len(b) + 1)
-		if got := Join(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
+		if got := crcJoin(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
 			t.Fatalf("%d bytes cut at %d: %08x", len(b), cut, got)
 		}
 	}
@@ -36,12 +36,12 @@ func TestJoin(t *testing.T) {
 func TestPower(t *testing.T) {
 	p := uint32(1) << 31
 	for n := range uint64(3000) {
-		if got := Power(n); got != p {
+		if got := crcPower(n); got != p {
 			t.Fatalf("x to the %d: %08x, not %08x", n, got, p)
 		}
-		p = Times(1<<30, p)
+		p = crcTimes(1<<30, p)
 	}
-	if a, b := Power(1<<40+5), Times(Power(1<<39), Times(Power(1<<39), Power(5))); a != b {
+	if a, b := crcPower(1<<40+5), crcTimes(crcPower(1<<39), crcTimes(crcPower(1<<39), crcPower(5))); a != b {
 		t.Errorf("x to the 2^40+5: %08x, not %08x", a, b)
 	}
 }

@@ -1,4 +1,4 @@
-// Package tensors reads and writes the .tensors files of CoreWeave's
+// Package tensorizer reads and writes the .tensors files of CoreWeave's
 // tensorizer. All integers are little-endian, nothing is aligned:
 //
 //	"|TZR|" | u32 version | 32 bytes of flags | u64 data bytes | 8 zero bytes | u64 tensors | u64 L | L bytes of index | records | 8 zero bytes
@@ -22,7 +22,7 @@
 // A file becomes a tensor.Index as any other. What of it cannot be read as it
 // lies (encrypted data, tensors without data) a Source of this room gives as
 // plain bytes: see File.Source.
-package tensors
+package tensorizer
 
 import (
 	"encoding/binary"
@@ -36,6 +36,10 @@ import (
 )
 
 const (
+	// Format is the name of the format in an index; see tensor.Source.
+	Format = "tensors"
+	// Extension ends the paths that are written in it.
+	Extension = ".tensors"
 	// Magic begins every file.
 	Magic = "|TZR|"
 	// PathMark begins names that are paths: a JSON list of texts and numbers.

@@ -1,4 +1,4 @@
-package tensors
+package tensorizer
 
 import (
 	"bytes"
@@ -111,7 +111,7 @@ func TestReferenceBytes(t *testing.T) {
 
 func golden(t testing.TB, name string) bytesSource {
 	t.Helper()
-	f, err := os.Open(filepath.Join("../../../tests/goldens/tensorizer/2.12.1", name+".tensors.gz"))
+	f, err := os.Open(filepath.Join("../../tests/goldens/tensorizer/2.12.1", name+".tensors.gz"))
 	if err != nil {
 		t.Fatal(err)
 	}
