@@ -18,7 +18,7 @@ VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 # too, that take long to compile for it.
 RACE := ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/pipeline/... ./gosrc/ring/... ./gosrc/source/file \
         ./gosrc/source/retry ./gosrc/source/parts ./gosrc/source/cache ./gosrc/source/spool ./gosrc/source/pipe
-LONG_RACE := ./gosrc/bind/face/... ./gosrc/bitstream/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
+LONG_RACE := ./gosrc/bind/face/... ./gosrc/nvcomp/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
 
 # `make test` ends within 15 minutes on two cores, installs included. It leaves out
 # what takes long to compile, Go's tests of S3 among it, tests marked slow, and most
@@ -41,7 +41,7 @@ export GOEXPERIMENT ?= simd
 export GOFLAGS ?= -tags=netgo,osusergo
 export FUZZTIME JOBS
 
-.PHONY: help venv build gen engine packages more test quick lint golint pylint static gotest suite fuzz pytest wheel asan demo bench clean
+.PHONY: help venv build gen engine packages more test quick lint golint pylint static gotest suite fuzz pytest wheel asan demo rig bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,7 +83,7 @@ test: ## what must pass: lint, Go and Python tests, fuzzing, the wheel, AddressS
 # The inner loop: what a change breaks first, within two minutes on two cores. It
 # leaves out fuzzing, what is compiled a second time, and tests of many processes.
 HEAVY := build demo distributed examples face_memory fastsafetensors fastsafetensors_later fastsafetensors_plugins nyacomp_readme \
-         patch_safetensors pickle_hostile preload process secrets stores tensorizer_matrix tensorizer_readme tensorizer_stores
+         patch_safetensors pickle_hostile preload process rig secrets stores tensorizer_matrix tensorizer_readme tensorizer_stores
 
 quick: build ## the inner loop, under two minutes: gofmt, vet, ruff, Go tests, most Python tests
 	@$(MAKE) --no-print-directory golint
@@ -123,7 +123,7 @@ golint:
 
 pylint: venv
 	$(PY) -m ruff check --quiet .
-	$(PY) -m mypy --strict python/overwire setup.py wheels
+	$(PY) -m mypy --strict python/overwire setup.py wheels gosrc/rig/workers
 
 gotest: ## Go tests: with SIMD, the decoders' without, the GPU's on a fake driver, and under the race detector
 	go test $(LEAN) $(ROOMS)
@@ -154,8 +154,12 @@ asan: $(BUILT) ## Python tests of the engine under AddressSanitizer
 demo: build ## the main job on real weights, with figures and proof
 	$(PY) examples/demo.py
 
-bench: build ## every figure beside the floor of this machine
-	$(VENV)/bin/overwire bench
+rig: ## build/bin/overwire-rig, which measures for those who work on this: see docs/benchmarks.md
+	@mkdir -p $(BIN)
+	go build $(LEAN) -trimpath -o $(BIN)/overwire-rig ./gosrc/rig
+
+bench: build rig ## every figure beside the floor of this machine and its goal
+	$(BIN)/overwire-rig --python $(PY)
 	$(PY) tests/bench_binding.py
 
 clean: ## remove what was built and installed
@@ -177,10 +181,10 @@ fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels'
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
 		go test $(SHORT) -tags owfake,netgo,osusergo,nostores ./gosrc/device/cuda
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test -tags owfake,netgo,osusergo,nostores -run Fake ./gosrc/bench ./gosrc/cli
+		go test -tags owfake,netgo,osusergo,nostores -run Fake ./gosrc/bench ./gosrc/rig ./gosrc/cli
 
 fakepy: build ## Python's tests of codecs on a GPU, on an engine with the fake driver
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" GOFLAGS= $(PY) tests/fake_gpu.py
 
-gpubench: build ## on a machine with a GPU: its tests, the memory checkers, every figure
-	PYTHON=$(PY) tests/device_run.sh
+gpubench: build rig ## on a machine with a GPU: its tests, the memory checkers, every figure
+	PYTHON=$(PY) RIG=$(BIN)/overwire-rig tests/device_run.sh

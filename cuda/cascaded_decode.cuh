@@ -1,5 +1,5 @@
 // Cascaded blocks: one warp decodes one block. The layout, by its bytes, stands in
-// gosrc/codec/cascaded: a head, then chunks of 4096 bytes of content, each with
+// gosrc/nvcomp/cascaded: a head, then chunks of 4096 bytes of content, each with
 // arrays of run lengths, the first value of each layer of differences, and an
 // array of values; arrays are packed to the bits they need.
 //

@@ -1,5 +1,5 @@
 // Bitstreams opened on the device: from a stream's bytes to a row for each of
-// its chunks. docs of the layout: gosrc/bitstream/native.go. One thread a row,
+// its chunks. docs of the layout: gosrc/nvcomp/native.go. One thread a row,
 // no warp operations, no shared memory; the X16 kernel is a warp a share of a
 // row, and opens that itself.
 #ifndef OVERWIRE_STREAM_CUH
@@ -103,7 +103,7 @@ OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
     return b.stored ? 0 : OW_STREAM_CHUNK;
 }
 
-// The head of an X16 block (gosrc/bitstream/x16.go): u8 codec, u8 transform,
+// The head of an X16 block (gosrc/nvcomp/x16.go): u8 codec, u8 transform,
 // u16 tiles per segment, u32 bytes of content.
 constexpr u32 kBlockHead = 8;
 // A chunk's word `zero` says what its block is: a transform, or one of these.

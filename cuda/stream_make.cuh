@@ -1,4 +1,4 @@
-// Streams of X16 made on the device (gosrc/bitstream/native.go, x16.go): rows out
+// Streams of X16 made on the device (gosrc/nvcomp/native.go, x16.go): rows out
 // of contents, then, when every row has its block, the layout, and the bytes in
 // their places. The same bytes as the host's encoder makes, where its blocks are
 // the same.

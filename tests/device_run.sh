@@ -1,7 +1,8 @@
 #!/bin/bash
 # What a machine with an NVIDIA GPU shows of overwire: that it is right, then how
-# fast it is. Needs overwire and torch in PYTHON, pytest for the tests,
-# compute-sanitizer and nvCOMP's wheels (in WHEELS) for what needs them.
+# fast it is. Needs overwire and torch in PYTHON, the rig (`make rig`) in RIG for
+# the figures, pytest for the tests, compute-sanitizer and nvCOMP's wheels (in
+# WHEELS) for what needs them.
 #
 #   tests/device_run.sh                      everything, 15 minutes at most
 #   tests/device_run.sh bench                some steps: doctor tests sanitizer nvcomp bench
@@ -12,6 +13,7 @@
 set -u
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
+RIG=${RIG:-build/bin/overwire-rig}
 OUT=${OUT:-/tmp/overwire-gpu}
 DIR=${DIR:-${TMPDIR:-/tmp}}
 mkdir -p "$OUT"
@@ -61,7 +63,7 @@ for name in ${*:-doctor tests sanitizer nvcomp bench}; do
     sanitizer) sanitizer ;;
     nvcomp) step nvcomp 120 "$PYTHON" cuda/lab/nvcomp_row.py ${WHEELS:+--wheels "$WHEELS"} ;;
     # shellcheck disable=SC2086 # BENCH are several words
-    bench) step bench 570 "$PYTHON" -m overwire bench --device cuda --dir "$DIR" --out "$OUT/bench.json" --trace "$OUT/trace.json" ${BENCH:-} ;;
+    bench) step bench 570 "$RIG" --python "$PYTHON" --device cuda --dir "$DIR" --out "$OUT/bench.json" --trace "$OUT/trace.json" ${BENCH:-} ;;
     *) echo "no step is called $name" && failed="$failed $name" ;;
     esac
 done

@@ -1,277 +1,242 @@
-// Package bench measures what overwire promises and prints each figure beside
-// the floor that the same machine showed in the same run: what copying,
-// reading or touching that memory costs without us.
+// Package bench measures what a user asks of a machine: how small weights
+// become, how fast they are saved and loaded, to the host or to a GPU, and what
+// this machine's memory, files and wire allow, in the same run.
 //
-// Bytes are compared before anything is timed. GB/s are 10^9 bytes of tensors,
-// not of files. A figure is the median of several runs, of several fresh
-// processes where a process has a part in it. Rows that lose are printed like
-// rows that win, and rows that cannot be measured say why.
+// Every load is one of the engine, out of the page cache and into fresh memory;
+// bytes are compared before anything is timed. What the project wants of itself,
+// and what other libraries do, is measured by the rig (gosrc/rig).
 package bench
 
 import (
 	"context"
-	"encoding/json"
-	"os"
+	"fmt"
 	"path/filepath"
-	"runtime"
-	"slices"
-	"time"
+	"runtime/debug"
 
-	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/measure"
+	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Options choose what is measured. The zero value measures everything at the
-// sizes of docs/benchmarks.md.
+// Options choose what is measured. The zero value measures loads to the host
+// with 2 GB of made weights.
 type Options struct {
-	What    string // "codec", "load", "cold", "import", "many", "net", "tensors"; "" or "all": each
-	Size    int64  // tensor bytes of the load rows; 0: 4 GB
-	File    string // real F32 weights for the codec rows, "" for none
-	Repeat  int    // runs of each measurement; 0: 5
-	Dir     string // for files of up to twice Size; "": the system's temporary folder
-	Python  string // interpreter with overwire in it; "": rows that need one are not measured
-	Threads int    // 0: all cores
-	// Device, if not "", asks for the rows of loads to that device ("cuda",
-	// "cuda:1", "cpu") and for no others: those of Parts, or of all.
-	Device string
-	Only   []string
-	// Limit ends them: what has not begun by then is not measured. 0: 450 s.
-	Limit time.Duration
-	Trace string // file that gets the Chrome trace of one load of compressed bf16
-	// Out, if not "", is a file that gets the report as JSON, anew after every
-	// row: nothing is lost if the run is cut off.
-	Out string
-	// Begin, if not nil, gets the report when its machine and floors are known,
-	// and Row gets every row as soon as it is measured.
-	Begin func(*Report)
-	Row   func(Row)
+	measure.Options
+	Device string // where loads go: "cuda", "cuda:1", "cpu"; "": "cpu"
+	File   string // weights of the user's own whose ratio is measured too, "" for none
 }
 
-// Whats are the values of Options.What.
-var Whats = []string{"all", "codec", "load", "cold", "many", "net", "tensors", "import"}
-
-// A Row is one line of the table.
-type Row struct {
-	Group string  `json:"group"`
-	Name  string  `json:"name"`
-	Value float64 `json:"value"`
-	Unit  string  `json:"unit"`
-	// Floor is what the machine gives without us, in the same unit, and Share
-	// is Value / Floor. Zero when there is none.
-	Floor     float64 `json:"floor,omitempty"`
-	FloorName string  `json:"floor_name,omitempty"`
-	Share     float64 `json:"share,omitempty"`
-	// Runs is how many processes Value is the median of, Low and High their range.
-	Runs int     `json:"runs,omitempty"`
-	Low  float64 `json:"low,omitempty"`
-	High float64 `json:"high,omitempty"`
-	// Goal says what the project wants of this row; Reached is nil when it
-	// wants nothing or nothing was measured.
-	Goal    string `json:"goal,omitempty"`
-	Reached *bool  `json:"reached,omitempty"`
-	Note    string `json:"note,omitempty"`
-	// Missing is why the row was not measured.
-	Missing string `json:"missing,omitempty"`
+// kinds are the weights whose ratio is measured.
+var kinds = []struct{ kind, name string }{
+	{"llama-bf16", "bf16 weights"},
+	{"fp16", "fp16 weights"},
+	{"fp32", "fp32 weights"},
+	{"fp8-e4m3", "fp8 weights (e4m3)"},
+	{"int8", "int8 weights"},
 }
 
-// A Report is a whole run.
-type Report struct {
-	Machine Machine `json:"machine"`
-	Floors  Floors  `json:"floors"`
-	Rows    []Row   `json:"rows"`
-	Seconds float64 `json:"seconds"`
-	// Device is what Options.Device named, and Failures are the steps of its
-	// rows that went wrong; the others were measured all the same.
-	Device   *Device  `json:"device,omitempty"`
-	Failures []string `json:"failures,omitempty"`
-}
+// sampleBytes is the size of weights whose ratio is measured.
+const sampleBytes = 64 << 20
 
-// Machine is what the figures were measured on.
-type Machine struct {
-	OS      string `json:"os"`
-	Arch    string `json:"arch"`
-	CPU     string `json:"cpu"`
-	Cores   int    `json:"cores"`
-	Decoder string `json:"decoder"` // the best that this CPU has
-	THP     string `json:"transparent_huge_pages"`
-	Go      string `json:"go"`
-}
-
-// ThisMachine describes the machine.
-func ThisMachine() Machine {
-	return Machine{
-		OS: runtime.GOOS, Arch: runtime.GOARCH, CPU: cpuName(), Cores: runtime.GOMAXPROCS(0),
-		Decoder: x16.Using().String(), THP: thp(), Go: runtime.Version(),
-	}
-}
-
-// run is one run of the benchmark.
+// run is one run.
 type run struct {
-	began  time.Time
-	ctx    context.Context
-	job    *job.Job
-	opt    Options
-	dir    string
-	report Report
-	// Of the rows of a device: the GPU, nil for the host, the threads that
-	// loads get (0: as many as they want), and rates by group and variant.
-	gpu     *cuda.Device
-	threads int
-	rates   map[string]float64
-	out     error // of writing Options.Out
+	*measure.Run
+	opt  Options
+	gpu  *cuda.Device // nil: loads go to the host
+	wire float64      // GB/s of copies to the GPU
 }
 
-// Run measures. Its files are gone when it returns.
-func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
-	start := time.Now()
-	if opt.What == "" {
-		opt.What = "all"
+// Run measures. Its files are gone when it returns. Errors are those of the
+// verbs that it measures; a folder with too little space is fault.ErrIO.
+func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
+	if opt.Size <= 0 {
+		opt.Size = 2e9
 	}
-	if !slices.Contains(Whats, opt.What) {
-		return Report{}, fault.New(fault.ErrArgument, "nothing to measure is called %q", opt.What)
-	}
-	if opt.Device != "" && opt.What != "all" {
-		return Report{}, fault.New(fault.ErrArgument, "the rows of a device are measured by themselves, not with %q", opt.What)
-	}
-	for _, part := range opt.Only {
-		if !slices.Contains(Parts, part) {
-			return Report{}, fault.New(fault.ErrArgument, "no part is called %q", part)
-		}
-	}
-	if opt.Size == 0 && opt.Device != "" {
-		opt.Size = 16_060_000_000
-	}
-	if opt.Size == 0 {
-		opt.Size = 4e9
-	}
-	if opt.Limit <= 0 {
-		opt.Limit = 450 * time.Second
-	}
-	if opt.Repeat <= 0 {
-		opt.Repeat = 5
-	}
-	threads := opt.Threads
-	if opt.Threads <= 0 {
-		opt.Threads = runtime.GOMAXPROCS(0)
-	}
-	dir, err := os.MkdirTemp(opt.Dir, "overwire-bench-")
+	m, err := measure.Start(ctx, j, opt.Options)
 	if err != nil {
-		return Report{}, fault.New(fault.ErrIO, "%v", err)
+		return measure.Report{}, err
 	}
-	defer os.RemoveAll(dir)
-	r := &run{began: start, ctx: ctx, job: j, opt: opt, dir: dir, threads: threads, rates: map[string]float64{}}
-	r.report.Machine = ThisMachine()
-	if opt.Device != "" {
-		err := r.device()
-		r.report.Seconds = time.Since(start).Seconds()
-		return r.report, err
-	}
-	for _, g := range []struct {
-		name string
-		run  func() error
-	}{
-		{"floors", r.floors}, {"codec", r.codec}, {"load", r.load}, {"cold", r.cold}, {"many", r.many}, {"net", r.net},
-		{"tensors", r.tensors},
-		{"import", r.imports},
-	} {
-		if g.name != "floors" && opt.What != "all" && opt.What != g.name || g.name == "floors" && opt.What == "import" {
-			continue
+	defer m.Close()
+	r := &run{Run: m, opt: opt}
+	for _, step := range []func() error{r.open, r.estimate, r.machine, r.sizes, r.loads} {
+		if err := step(); err != nil {
+			return r.Report, err
 		}
-		if err := g.run(); err != nil {
-			return r.report, err
-		}
-		if g.name == "floors" && opt.Begin != nil {
-			opt.Begin(&r.report)
+		if err := r.Stopped(); err != nil {
+			return r.Report, err
 		}
 	}
-	r.report.Seconds = time.Since(start).Seconds()
-	return r.report, nil
+	return r.Finish(), nil
 }
 
-// add keeps a row and shows it.
-func (r *run) add(row Row) {
-	if row.Floor > 0 {
-		row.Share = row.Value / row.Floor
-	}
-	r.report.Rows = append(r.report.Rows, row)
-	r.report.Seconds = time.Since(r.began).Seconds()
-	if r.opt.Row != nil {
-		r.opt.Row(row)
-	}
-	if r.opt.Out != "" && r.out == nil {
-		r.out = r.writeOut()
-	}
-}
+// needs is how many bytes the run's files take at most.
+func (r *run) needs() int64 { return 2*r.Size + r.FloorBytes() + 64<<20 }
 
-// writeOut replaces the report's file. Its first error ends the run.
-func (r *run) writeOut() error {
-	b, err := json.MarshalIndent(r.report, "", "  ")
-	if err == nil {
-		err = atomicfile.Write(r.opt.Out, append(b, '\n'))
+// open opens the device and looks at the space for files.
+func (r *run) open() (err error) {
+	if r.opt.Device != "" {
+		if r.gpu, err = r.OpenDevice(r.opt.Device); err != nil {
+			return err
+		}
 	}
-	if err != nil {
-		return fault.New(fault.ErrIO, "%v", err)
+	if free := r.Free(); free >= 0 && free < r.needs() {
+		return fault.New(fault.ErrIO, "%.1f GB are free in %s and %.1f are needed: name another folder, or a smaller size",
+			float64(free)/1e9, filepath.Dir(r.Folder), float64(r.needs())/1e9)
 	}
 	return nil
 }
 
-// missing adds a row that could not be measured.
-func (r *run) missing(group, name, why string) { r.add(Row{Group: group, Name: name, Missing: why}) }
-
-func (r *run) path(name string) string { return filepath.Join(r.dir, name) }
-
-// stopped returns the error of a cancelled run.
-func (r *run) stopped() error {
-	if r.ctx.Err() != nil {
-		return fault.New(fault.ErrCancelled, "bench")
-	}
-	return r.out
-}
-
-// median runs fn so many times and returns the median of its seconds.
-func (r *run) median(fn func() error) (float64, error) {
-	return r.medianOf(func() (float64, error) {
-		start := time.Now()
-		err := fn()
-		return time.Since(start).Seconds(), err
-	})
-}
-
-// medianOf is median for functions that know their time themselves.
-func (r *run) medianOf(fn func() (float64, error)) (float64, error) {
-	all := make([]float64, 0, r.opt.Repeat)
-	for range r.opt.Repeat {
-		if err := r.stopped(); err != nil {
-			return 0, err
+// estimate says how long the run will take: every kind of work is done once in
+// small, and counted as often as the run does it.
+func (r *run) estimate() error {
+	n := min(16<<20, r.Size)
+	path := r.Path("estimate.safetensors")
+	var in []save.Input
+	var seconds [5]float64
+	for i, step := range []func() error{
+		func() (err error) { in, _, err = r.Make("llama-bf16", n, 1); return err },
+		func() error {
+			_, err := save.Write(r.Ctx, r.Job, save.Spec{Path: path, Threads: r.Threads}, in)
+			return err
+		},
+		func() error { _, err := r.Ratio(path, in); return err },
+		func() error { return r.Same(path, in) },
+		func() error { return measure.Fresh(n, func(m []byte) error { measure.Touch(m); return nil }) },
+	} {
+		var err error
+		if seconds[i], err = measure.Timed(step); err != nil {
+			return err
 		}
-		s, err := fn()
+	}
+	made, plain, packed, loaded, touched := seconds[0], seconds[1], seconds[2], seconds[3], seconds[4]
+	times := func(bytes int64) float64 { return float64(bytes) / float64(n) }
+	repeat := float64(r.Repeat)
+	r.Report.Estimate = 1 + times(r.FloorBytes())*7*repeat*touched +
+		float64(len(kinds))*times(min(sampleBytes, r.Size))*(made+packed) +
+		times(r.Size)*(made+plain+packed+(2*repeat+3)*loaded)
+	if r.Begin != nil {
+		r.Begin(&r.Report)
+	}
+	return nil
+}
+
+// machine measures what memory, files and the wire give without us.
+func (r *run) machine() error {
+	if err := r.MeasureFloors(); err != nil {
+		return err
+	}
+	f := r.Report.Floors
+	row := measure.Row{Group: "this machine", Unit: "GB/s"}
+	row.Name, row.Value, row.Note = "copy memory", f.CopyAll, fmt.Sprintf("one core %s", measure.Number(f.CopyOne))
+	r.Add(row)
+	row.Name, row.Value, row.Note = "read the page cache into fresh memory", f.RawCopy, ""
+	r.Add(row)
+	if r.gpu == nil {
+		return nil
+	}
+	lane, err := r.gpu.Lane(cuda.DefaultSlots, cuda.DefaultSlotBytes)
+	if err != nil {
+		return err
+	}
+	defer func() { lane.Close(); _ = r.gpu.Trim() }()
+	if r.wire, err = r.ToDevice(lane, cuda.DefaultSlotBytes); err != nil {
+		return err
+	}
+	r.Report.Device.Wire = r.wire
+	row.Name, row.Value = "copy pinned memory to "+r.Report.Device.Name, r.wire
+	r.Add(row)
+	return nil
+}
+
+// sizes measures how small weights become.
+func (r *run) sizes() error {
+	add := func(name string, in []save.Input) error {
+		row, err := r.Ratio(r.Path("sizes.safetensors"), in)
 		if err != nil {
-			return 0, err
+			return err
 		}
-		all = append(all, s)
+		row.Group, row.Name, row.FloorName = "size", name, "the least that is possible"
+		r.Add(row)
+		return r.Stopped()
 	}
-	return middle(all), nil
+	for _, k := range kinds {
+		in, _, err := r.Make(k.kind, min(sampleBytes, r.Size), 1)
+		if err != nil {
+			return err
+		}
+		if err := add(k.name, in); err != nil {
+			return err
+		}
+	}
+	if r.opt.File == "" {
+		return nil
+	}
+	in, err := r.File(r.opt.File)
+	if err != nil {
+		return err
+	}
+	return add(filepath.Base(r.opt.File)+"'s weights", in)
 }
 
-func middle(all []float64) float64 {
-	all = slices.Clone(all)
-	slices.Sort(all)
-	n := len(all)
-	return (all[(n-1)/2] + all[n/2]) / 2
+// loads measures saving and loading of one model, compressed and plain.
+func (r *run) loads() error {
+	in, total, err := r.Make("llama-bf16", r.Size, 2)
+	if err != nil {
+		return err
+	}
+	files := map[bool]string{false: r.Path("plain.safetensors"), true: r.Path("compressed.safetensors")}
+	var speed [2]float64
+	ratio := 1.0
+	for i, compress := range []bool{false, true} {
+		rep, err := save.Write(r.Ctx, r.Job, save.Spec{Path: files[compress], Compress: compress, Threads: r.Threads}, in)
+		if err != nil {
+			return err
+		}
+		speed[i], ratio = measure.Rate(total, rep.Seconds), rep.Ratio
+		if err := r.Same(files[compress], in); err != nil {
+			return err
+		}
+	}
+	in = nil
+	debug.FreeOSMemory() // loads have the machine's memory to themselves
+	r.Add(measure.Row{Group: "save", Name: fmt.Sprintf("compress and save %.1f GB of bf16", float64(total)/1e9), Value: speed[1], Unit: "GB/s",
+		Floor: speed[0], FloorName: "saving it as it is"})
+	if r.gpu != nil {
+		defer func() { _ = r.gpu.Trim() }()
+	}
+	for _, x := range []struct {
+		compress bool
+		name     string
+		ratio    float64
+	}{{true, "compressed", ratio}, {false, "plain", 1}} {
+		if err := r.load(files[x.compress], x.name, total, x.ratio); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
-// atLeast and atMost say whether a goal is reached.
-func atLeast(v, goal float64) *bool { ok := v >= goal; return &ok }
-func atMost(v, goal float64) *bool  { ok := v <= goal; return &ok }
-
-// rate is GB/s.
-func rate(bytes int64, seconds float64) float64 { return float64(bytes) / seconds / 1e9 }
-
-func timed(fn func() error) (float64, error) {
-	start := time.Now()
-	err := fn()
-	return time.Since(start).Seconds(), err
+// load measures loads of a file: the first of this process, which makes what
+// the others find ready, and the median of those behind it.
+func (r *run) load(path, name string, total int64, ratio float64) error {
+	opt := load.Options{Device: r.opt.Device, Threads: r.opt.Threads}
+	once := func() error { return r.Loaded(path, opt, nil) }
+	first, err := measure.Timed(once)
+	if err != nil {
+		return err
+	}
+	seconds, err := r.Median(once)
+	if err != nil {
+		return err
+	}
+	row := measure.Row{Group: "load", Name: fmt.Sprintf("load %.1f GB of %s bf16", float64(total)/1e9, name), Value: measure.Rate(total, seconds), Unit: "GB/s",
+		Floor: r.Report.Floors.RawCopy, FloorName: "what this machine's memory allows", Note: fmt.Sprintf("the first at %s", measure.Number(measure.Rate(total, first)))}
+	if r.gpu != nil {
+		row.Floor, row.FloorName = r.wire/ratio, "what the wire allows"
+	}
+	r.Add(row)
+	return nil
 }

@@ -7,9 +7,9 @@ import (
 
 	"github.com/dustin/go-humanize"
 
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/knob"
-	"github.com/overwire/overwire/gosrc/source"
 )
 
 // An option of a verb. One without a value's name is a switch.
@@ -40,8 +40,8 @@ var threadsOption = option{name: "threads", short: "j", value: "N", doc: "cores 
 var storageOption = option{name: "storage", value: "JSON", doc: "how to reach URIs: storage_options of Python, as a JSON object"}
 
 // storage is how URIs are reached: --storage, and the environment.
-func (c *call) storage() (source.Options, error) {
-	opt := c.env.Storage
+func (c *call) storage() (format.Access, error) {
+	opt := format.Access{Options: c.env.Storage}
 	var err error
 	if opt.Decrypt, err = c.keys("decrypt"); err != nil {
 		return opt, err

@@ -3,53 +3,48 @@ package cli
 import (
 	"fmt"
 	"io"
-	"slices"
 	"strings"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/bench"
+	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
 var benchVerb = &verb{
-	name: "bench", args: "[codec|load|cold|many|net|tensors|import|all] | --device DEVICE | gen KIND OUT", least: 0, most: 3,
-	short: "measure, each figure beside the machine's floor; or make weights",
+	name: "bench", args: "[--device DEVICE] | gen KIND OUT", least: 0, most: 3,
+	short: "measure this machine: how small weights become, how fast they load; or make weights",
 	long: `
-Measures ratios, coder, loads, cost of a tensor and of the import, and prints
-every figure beside what copying or reading the same memory costs in the same
-run. Bytes are compared before anything is timed. Needs about twice --size in
-the temporary folder and three times in memory.
-
---device measures loads to a GPU (or, for comparison, to "cpu") and nothing
-else: pinned copies and disk beside loads of 16 GB in fresh processes, first and
-second, warm and cold, many small tensors, start-up, memory, and safetensors in
-the same run. About 6 minutes, 35 GB of disk and 50 GB of memory, or less with
---size; what fails or is not there has a row that says so.
+Measures how small weights become, how fast they are saved, and how fast they
+are loaded, to the host's memory or, with --device, to a GPU; beside each load
+stands what this machine's memory or wire allows, measured in the same run.
+Bytes are compared before anything is timed. It says first how long it will
+take. It needs a bit more than twice --size in the temporary folder and three
+times in memory, and loads out of the page cache.
 
 gen writes realistic weights as a plain safetensors file:
 ` + kindsText(),
-	example: `overwire bench codec --file model.safetensors
-overwire bench load --size 4GB --repeat 5 --json
-overwire bench --device cuda --out report.json --trace trace.json
+	example: `overwire bench
+overwire bench --device cuda --size 8GB --dir /dev/shm
+overwire bench --file model.safetensors --json
 overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 	options: []option{
-		{name: "size", value: "SIZE", doc: "tensor bytes of the load rows (default 4GB; of a device 16.06GB), or to generate"},
-		{name: "device", value: "DEVICE", doc: "measure loads to cuda, cuda:1, cpu"},
-		{name: "only", value: "PARTS", doc: "of the device's rows: " + strings.Join(bench.Parts, ",")},
-		{name: "limit", value: "SECONDS", doc: "of the device's rows: begin nothing more after that (default 450)"},
-		{name: "out", value: "FILE", doc: "write the report as JSON too, anew after every row"},
-		traceOption,
-		{name: "file", value: "FILE", doc: "real F32 weights for the codec rows"},
+		{name: "size", value: "SIZE", doc: "tensor bytes to save and load (default 2GB), or to generate"},
+		{name: "device", value: "DEVICE", doc: "where to load to: cuda, cuda:1, cpu (default cpu)"},
+		{name: "file", value: "FILE", doc: "weights of your own: how small they become"},
 		{name: "repeat", value: "N", doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
-		{name: "seed", value: "N", doc: "of the generated weights"},
+		{name: "seed", value: "N", doc: "gen: of the weights"},
 		{name: "force", short: "f", doc: "gen: write over what is there"},
 		threadsOption,
 	},
 	run: func(c *call) error {
-		if len(c.args) > 0 && c.args[0] == "gen" {
+		switch {
+		case len(c.args) > 0 && c.args[0] == "gen":
 			return c.generate()
+		case len(c.args) > 0:
+			return usage("bench %s: write overwire bench, or overwire bench gen KIND OUT", c.args[0])
 		}
 		return c.measure()
 	},
@@ -63,19 +58,10 @@ func kindsText() string {
 	return b.String()
 }
 
-func (c *call) measure() error {
-	opt := bench.Options{File: c.opts["file"], Dir: c.opts["dir"], Python: c.env.Python}
-	switch len(c.args) {
-	case 0:
-	case 1:
-		opt.What = c.args[0]
-	default:
-		return usage("bench measures one thing: %s", strings.Join(bench.Whats, ", "))
-	}
-	if opt.What != "" && !slices.Contains(bench.Whats, opt.What) {
-		return usage("bench %s: not one of %s, gen", opt.What, strings.Join(bench.Whats, ", "))
-	}
-	var err error
+// measure is bench without gen.
+func (c *call) measure() (err error) {
+	opt := bench.Options{Device: c.opts["device"], File: c.opts["file"]}
+	opt.Dir = c.opts["dir"]
 	if opt.Size, err = c.size("size"); err != nil {
 		return err
 	}
@@ -85,45 +71,22 @@ func (c *call) measure() error {
 	if opt.Threads, err = c.threads(); err != nil {
 		return err
 	}
-	opt.Device, opt.Out, opt.Trace = c.opts["device"], c.opts["out"], c.opts["trace"]
-	if only := c.opts["only"]; only != "" {
-		opt.Only = strings.Split(only, ",")
-	}
-	if opt.Device == "" && (opt.Only != nil || c.opts["limit"] != "") {
-		return usage("--only and --limit go with --device")
-	}
-	for _, part := range opt.Only {
-		if !slices.Contains(bench.Parts, part) {
-			return usage("--only %s: not of %s", part, strings.Join(bench.Parts, ","))
-		}
-	}
-	limit, err := c.number("limit", 0, 1, 1e6)
-	if err != nil {
-		return err
-	}
-	opt.Limit = time.Duration(limit) * time.Second
 	if !c.is("json") { // rows appear as they are measured
 		group := ""
-		opt.Begin = func(rep *bench.Report) { rep.Text(c.stdout) }
-		opt.Row = func(r bench.Row) {
-			if r.Group != group {
-				group = r.Group
+		opt.Begin = func(rep *measure.Report) { bench.WriteHead(c.stdout, rep) }
+		opt.Row = func(row measure.Row) {
+			if row.Group != group {
+				group = row.Group
 				fmt.Fprintf(c.stdout, "%s\n", group)
 			}
-			r.Text(c.stdout)
+			bench.WriteRow(c.stdout, row)
 		}
 	}
 	rep, err := bench.Run(c.ctx, c.job, opt)
-	if err != nil && len(rep.Failures) == 0 {
+	if err != nil {
 		return err
 	}
-	if shown := c.show(rep, func(w io.Writer) { fmt.Fprintf(w, "%.0f s\n", rep.Seconds) }); shown != nil {
-		return shown
-	}
-	if err != nil {
-		return &shownError{err}
-	}
-	return nil
+	return c.show(rep, func(w io.Writer) { fmt.Fprintf(w, "%.0f s\n", rep.Seconds) })
 }
 
 // generate writes made weights.
@@ -159,12 +122,7 @@ func (c *call) generate() error {
 		return err
 	}
 	made := time.Since(start).Seconds()
-	in := make([]save.Input, len(all))
-	var total int64
-	for i, t := range all {
-		in[i] = save.Input{Name: t.Name, DType: t.DType, Shape: t.Shape, Data: t.Data}
-		total += int64(len(t.Data))
-	}
+	in, total := measure.Inputs(all)
 	rep, err := save.Write(c.ctx, c.job, save.Spec{Path: out, Threads: opt.Threads,
 		Metadata: map[string]string{"format": "pt", "made_by": fmt.Sprintf("overwire bench gen %s --seed %d", opt.Kind, seed)}}, in)
 	if err != nil {

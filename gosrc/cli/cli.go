@@ -19,7 +19,6 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
-	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -52,7 +51,7 @@ const exitText = `exit status:
 
 // Env is what the caller knows and the engine cannot: all of it may be empty.
 type Env struct {
-	Python        string // sys.executable, for the rows of bench that need one
+	Python        string // sys.executable, for doctor
 	PythonVersion string
 	Storage       source.Options // the environment of stores; options of --storage are added
 	// Secrets are the variables that arguments of the form env:NAME name.
@@ -79,9 +78,6 @@ var errHelp = errors.New("help")
 func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writer, env Env) int {
 	if j == nil {
 		j = job.New("cli")
-	}
-	if env.Python == "" {
-		env.Python = knob.Python.Get()
 	}
 	if len(argv) == 0 {
 		fmt.Fprint(stderr, Help())

@@ -10,12 +10,12 @@ import (
 
 	"golang.org/x/sys/cpu"
 
-	"github.com/overwire/overwire/gosrc/bench"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/gds"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/measure"
 )
 
 var versionVerb = &verb{
@@ -52,18 +52,18 @@ means. With --measure, the rate of pinned copies to each GPU.`,
 
 // A Diagnosis is what doctor found.
 type Diagnosis struct {
-	Version  string        `json:"version"`
-	Python   string        `json:"python,omitempty"`
-	Machine  bench.Machine `json:"machine"`
-	Features []string      `json:"cpu_features"`
-	Memory   Memory        `json:"memory"`
-	GPU      GPU           `json:"gpu"`
-	Preload  Preload       `json:"preload"`
-	GDS      gds.Report    `json:"gpudirect_storage"`
-	Engine   string        `json:"engine"` // "ok", or the panic that poisoned it
-	Workers  int           `json:"goroutines"`
-	Settings []knob.Row    `json:"settings"`
-	Advice   []string      `json:"advice"`
+	Version  string          `json:"version"`
+	Python   string          `json:"python,omitempty"`
+	Machine  measure.Machine `json:"machine"`
+	Features []string        `json:"cpu_features"`
+	Memory   Memory          `json:"memory"`
+	GPU      GPU             `json:"gpu"`
+	Preload  Preload         `json:"preload"`
+	GDS      gds.Report      `json:"gpudirect_storage"`
+	Engine   string          `json:"engine"` // "ok", or the panic that poisoned it
+	Workers  int             `json:"goroutines"`
+	Settings []knob.Row      `json:"settings"`
+	Advice   []string        `json:"advice"`
 }
 
 // Memory is in bytes; Limit is the control group's, 0 without one.
@@ -83,12 +83,12 @@ type Preload struct {
 }
 
 // Diagnose looks at the machine and asks NVIDIA's driver, if there is one, for
-// its GPUs. Only with measure it makes contexts there, and copies.
-func Diagnose(env Env, measure bool) Diagnosis {
+// its GPUs. Only with wire it makes contexts there, and copies.
+func Diagnose(env Env, wire bool) Diagnosis {
 	d := Diagnosis{
-		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python), Machine: bench.ThisMachine(),
+		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python), Machine: measure.ThisMachine(),
 		Features: features(), Memory: memory(), GDS: gds.Probe(), Engine: "ok", Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
-		GPU: diagnoseGPU(measure),
+		GPU: diagnoseGPU(wire),
 	}
 	if err := spawn.Poisoned(); err != nil {
 		d.Engine = err.Error()

@@ -97,7 +97,7 @@ func (c *call) convert(compress bool) error {
 	if !c.is("force") {
 		check := free
 		if open.Writable(out) {
-			check = func(out string) error { return c.freeFar(out, storage) }
+			check = func(out string) error { return c.freeFar(out, storage.Options) }
 		}
 		if err := check(out); err != nil {
 			return err

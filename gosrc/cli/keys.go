@@ -1,13 +1,12 @@
 package cli
 
 import (
-	"bytes"
-	"encoding/hex"
 	"errors"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/regular"
+	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
 // Keys and passwords of .tensors files are named, never written out: other users
@@ -35,25 +34,21 @@ func (c *call) keys(prefix string) (map[string]string, error) {
 		if err != nil {
 			return nil, err
 		}
-		if len(b) != 32 {
-			b = bytes.TrimSpace(b)
-			raw, err := hex.DecodeString(string(b))
-			if err != nil || len(raw) != 32 {
-				return nil, usage("--%s-key: expected 32 bytes or 64 hex digits there", prefix)
-			}
-			b = raw
+		settings, ok := tensorizer.KeySettings(b)
+		if !ok {
+			return nil, usage("--%s-key: expected 32 bytes or 64 hex digits there", prefix)
 		}
-		return map[string]string{"key": hex.EncodeToString(b)}, nil
+		return settings, nil
 	case isPassword:
 		b, err := c.secret(prefix+"-password", password)
 		if err != nil {
 			return nil, err
 		}
-		b = bytes.TrimSuffix(bytes.TrimSuffix(b, []byte("\n")), []byte("\r"))
-		if len(b) == 0 {
+		settings, ok := tensorizer.PasswordSettings(b)
+		if !ok {
 			return nil, usage("--%s-password: it is empty there", prefix)
 		}
-		return map[string]string{"password": hex.EncodeToString(b)}, nil
+		return settings, nil
 	}
 	return nil, nil
 }

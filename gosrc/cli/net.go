@@ -41,7 +41,7 @@ and owner, and a symbolic link is followed.`,
 		if c.is("json") && out == "" {
 			return usage("--json needs -o OUT: standard output is for the bytes")
 		}
-		spec := fetch.Spec{URIs: c.args, Storage: storage, Own: true}
+		spec := fetch.Spec{URIs: c.args, Storage: storage.Options, Own: true}
 		if out == "" {
 			rep, err := fetch.Fetch(c.ctx, c.job, spec, c.stdout)
 			if err == nil && c.is("verbose") {

@@ -32,7 +32,7 @@ Whoever has the URL can read the object until it expires: treat it as a secret.`
 		if err != nil {
 			return err
 		}
-		url, err := open.Presign(c.ctx, c.args[0], storage, time.Duration(seconds)*time.Second)
+		url, err := open.Presign(c.ctx, c.args[0], storage.Options, time.Duration(seconds)*time.Second)
 		if err != nil {
 			return err
 		}

@@ -6,14 +6,15 @@ package format
 import (
 	"context"
 	"math"
+	"slices"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
-	"github.com/overwire/overwire/gosrc/format/tensors"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
 // Options of Open. The zero value is strict and takes any codec that
@@ -32,9 +33,41 @@ type Options struct {
 	// List gives the files in a folder far away, sorted; fault.ErrNotSupported
 	// where the store cannot tell. nil: none can.
 	List func(ctx context.Context, uri string) ([]string, error)
-	// Decrypt is source.Options.Decrypt. Only .tensors files may be encrypted: a key
-	// for another file is fault.ErrCrypto. Of the rest others take no notice.
-	Decrypt map[string]string
+	// Settings are Access.Decrypt.
+	Settings map[string]string
+}
+
+// Access is how files are reached, and what their formats have to be told.
+type Access struct {
+	source.Options
+	// Decrypt has the settings of formats that are read: the key or the password of
+	// an encrypted file, and what else the package tensorizer knows. A key for a
+	// file that is not encrypted is fault.ErrCrypto.
+	Decrypt map[string]string `json:"decrypt"`
+	// Encrypt has the key or the password of a file that is written.
+	Encrypt map[string]string `json:"encrypt"`
+}
+
+// Key is the same text for the same Storage and Decrypt: what was reached with one
+// may not be given to a caller with another. It has the values in it.
+func (a Access) Key() string {
+	return a.Options.Key() + "\x01" + source.Options{Storage: a.Decrypt}.Key()
+}
+
+// A reader reads the index of one kind of file.
+type reader struct {
+	is func(head []byte) bool
+	// index gives the index, validated, and the source to read tensors by, which
+	// owns src where it is another.
+	index func(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error)
+}
+
+// readers are asked one after the other.
+var readers = []reader{
+	{tensorizer.Is, func(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error) {
+		return tensorizer.Index(ctx, src, head, opt.Settings, opt.Known)
+	}},
+	{func([]byte) bool { return true }, ours},
 }
 
 // Open reads the index of every source and joins them into one, in the order
@@ -62,7 +95,7 @@ func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index
 // one reads the index of one source, and gives the source to read it by.
 func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, source.Source, error) {
 	key, keep := opt.Cache.key(src, opt.Lenient)
-	if keep && len(opt.Decrypt) == 0 {
+	if keep && len(opt.Settings) == 0 {
 		if ix := opt.Cache.get(key, src.URI()); ix != nil {
 			return ix, src, nil
 		}
@@ -71,81 +104,44 @@ func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, so
 	if err != nil {
 		return nil, src, err
 	}
-	if tensors.Is(head) {
-		ix, plain, err := tensorizer(ctx, src, head, opt)
-		if err == nil && keep && plain == src && len(opt.Decrypt) == 0 {
-			opt.Cache.put(key, ix)
-		}
-		return ix, plain, err
-	}
-	for _, secret := range []string{tensors.OptionKey, tensors.OptionPassword} {
-		if _, given := opt.Decrypt[secret]; given {
-			return nil, src, &fault.At{Verb: "index", Source: src.URI(), Chunk: -1, Offset: -1,
-				Err: fault.New(fault.ErrCrypto, "a %s was given, and the file is not encrypted: it is no .tensors file", secret)}
-		}
-	}
-	ix, err := ours(ctx, src, head, opt)
-	if _, asked := opt.Decrypt[tensors.OptionCRC32]; asked && err == nil && !ix.Sources[0].Overwire {
-		return nil, src, &fault.At{Verb: "index", Source: src.URI(), Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrArgument, "verify_crc32 was asked for, and a plain safetensors file has no sums to compare")}
-	}
-	if err == nil && keep {
+	i := slices.IndexFunc(readers, func(r reader) bool { return r.is(head) })
+	ix, plain, err := readers[i].index(ctx, src, head, opt)
+	if err == nil && keep && plain == src && len(opt.Settings) == 0 {
 		opt.Cache.put(key, ix)
 	}
-	return ix, src, err
-}
-
-// tensorizer reads a .tensors file.
-func tensorizer(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error) {
-	f, err := tensors.Read(ctx, src, head)
-	if err != nil {
-		return nil, src, err
-	}
-	ix, err := f.Index(opt.Decrypt)
-	if err != nil {
-		return nil, src, err
-	}
-	if err := ix.Validate(opt.Known); err != nil {
-		return nil, src, err
-	}
-	if _, ok := opt.Decrypt[tensors.OptionCRC32]; ok {
-		if err := f.ReadRecords(ctx, src); err != nil {
-			return nil, src, err
-		}
-	}
-	plain, err := f.Source(ctx, src, opt.Decrypt)
-	if err != nil {
-		return nil, src, err
-	}
-	return ix, plain, nil
+	return ix, plain, err
 }
 
 // ours reads a safetensors file or an overwire container.
-func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, error) {
+func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error) {
 	uri := src.URI()
+	if err := tensorizer.Refuse(uri, opt.Settings, true); err != nil {
+		return nil, src, err
+	}
 	h, err := safetensors.ReadOn(ctx, src, head, safetensors.Options{Lenient: opt.Lenient})
 	if err != nil {
-		return nil, err
+		return nil, src, err
 	}
 	marked, err := overwire.Is(&h)
 	if err != nil {
-		return nil, &fault.At{Verb: "index", Source: uri, Chunk: -1, Offset: 0, Err: err}
+		return nil, src, &fault.At{Verb: "index", Source: uri, Chunk: -1, Offset: 0, Err: err}
 	}
 	if marked {
 		blob, err := index(ctx, src, &h)
 		if err != nil {
-			return nil, err
+			return nil, src, err
 		}
-		return overwire.Decode(blob, &h, uri, src.Size(), opt.Known)
+		ix, err := overwire.Decode(blob, &h, uri, src.Size(), opt.Known)
+		return ix, src, err
 	}
 	ix := &tensor.Index{
-		Sources: []tensor.Source{{URI: uri, Size: src.Size(), Data: h.Data, Metadata: h.Metadata}},
+		Sources: []tensor.Source{{URI: uri, Size: src.Size(), Data: h.Data, Metadata: h.Metadata, Format: tensor.FormatSafetensors}},
 		Tensors: h.Tensors,
 	}
 	if err := ix.Validate(opt.Known); err != nil {
-		return nil, err
+		return nil, src, err
 	}
-	return ix, nil
+	return ix, src, tensorizer.Refuse(uri, opt.Settings, false)
 }
 
 // index returns the bytes of a container's index, which is the first tensor,

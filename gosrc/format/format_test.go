@@ -263,7 +263,7 @@ func TestOpenMany(t *testing.T) {
 	if err := ix.Validate(nil); err != nil {
 		t.Fatal(err)
 	}
-	if len(ix.Sources) != 5 || ix.Sources[1].Metadata["a"] != "b" || ix.Sources[1].Overwire || !ix.Sources[4].Overwire || ix.Sources[3].URI != "d" {
+	if len(ix.Sources) != 5 || ix.Sources[1].Metadata["a"] != "b" || ix.Sources[1].Overwire() || !ix.Sources[4].Overwire() || ix.Sources[3].URI != "d" {
 		t.Errorf("sources %+v", ix.Sources)
 	}
 	for _, name := range []string{"tied", "plain", "t.BF16", "a"} {
@@ -368,7 +368,7 @@ func FuzzIndex(f *testing.F) {
 			}
 			return
 		}
-		if !ix.Sources[0].Overwire {
+		if !ix.Sources[0].Overwire() {
 			return
 		}
 		front := b[:ix.Sources[0].Data]

@@ -185,7 +185,7 @@ func TestGoldensRead(t *testing.T) {
 			t.Errorf("%s: %v", path, err)
 			continue
 		}
-		if !ix.Sources[0].Overwire {
+		if !ix.Sources[0].Overwire() {
 			continue
 		}
 		for i := range ix.Tensors {
@@ -211,7 +211,7 @@ func TestKinds(t *testing.T) {
 		t.Fatal(err)
 	}
 	src := ix.Sources[0]
-	if !src.Overwire || src.Size != int64(len(b)) || src.Data != 4096 || len(src.Metadata) != 2 || src.Metadata["läufer"] != "a\n\"b\"" {
+	if !src.Overwire() || src.Size != int64(len(b)) || src.Data != 4096 || len(src.Metadata) != 2 || src.Metadata["läufer"] != "a\n\"b\"" {
 		t.Errorf("source %+v", src)
 	}
 	var got []string

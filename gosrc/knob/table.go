@@ -48,8 +48,6 @@ var (
 		alias{name: "SILENT", to: whenTrue("silent"), shared: true})
 	Trace = text("OVERWIRE_TRACE", "",
 		"File that gets a Chrome trace of the last load, for Perfetto.")
-	Python = text("OVERWIRE_PYTHON", "",
-		"Interpreter for the rows of `overwire bench` that need Python; the overwire command passes its own.")
 )
 
 // table lists them all, in the order in which they are shown. A test compares
@@ -58,5 +56,5 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Threads, Downloader, DownloaderLog, MMap, Read, CPU, Log, Trace, Python,
+	Preload, PreloadDevice, NoPreload, Threads, Downloader, DownloaderLog, MMap, Read, CPU, Log, Trace,
 }

@@ -38,7 +38,7 @@ func (l *Loading) straight(lane gpuLane) (*direct, error) {
 			case !ok:
 				d.why = fault.Redact(s.URI()) + " is no local file"
 				continue
-			case l.model.ix.Sources[i].Overwire:
+			case l.model.ix.Sources[i].Overwire():
 				d.why = fault.Redact(s.URI()) + " has checksums, which are compared on the host"
 				continue
 			}

@@ -165,7 +165,7 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 		}
 		t := &ix.Tensors[l.wants[i].Data]
 		off, row := l.wants[i].Run(ix)
-		if l.target.gpu == nil && row && maps[t.Source] && !ix.Sources[t.Source].Overwire && off%int64(t.DType.Align()) == 0 {
+		if l.target.gpu == nil && row && maps[t.Source] && !ix.Sources[t.Source].Overwire() && off%int64(t.DType.Align()) == 0 {
 			isMapped[i] = true
 			if !l.model.claim(int32(l.wants[i].Data)) {
 				own[i] = 1

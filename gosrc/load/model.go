@@ -30,7 +30,7 @@ type Spec struct {
 	// Lenient accepts what other parsers of safetensors let pass.
 	Lenient bool `json:"lenient"`
 	// Storage says how to reach what is no local file.
-	Storage source.Options `json:"storage"`
+	Storage format.Access `json:"storage"`
 	// Keys are the names that will be asked for; nil: all. Of a model with an
 	// index.json only the shards that have one of them are opened.
 	Keys []string `json:"keys"`
@@ -42,7 +42,7 @@ type Model struct {
 	ix   *tensor.Index
 	srcs []source.Source
 	mapp string // a value of OVERWIRE_MMAP
-	key  string // of how its files were reached: source.Options.Key
+	key  string // of how its files were reached: format.Access.Key
 	// When Open began and ended, for traces.
 	opened [2]time.Time
 
@@ -74,9 +74,9 @@ var headers format.Cache
 // validated when it returns.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
-	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage), format.Options{
-		Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers, List: open.Lister(spec.Storage),
-		Decrypt: spec.Storage.Decrypt,
+	ix, srcs, err := format.OpenAll(ctx, spec.URIs, open.With(spec.Storage.Options), format.Options{
+		Lenient: spec.Lenient, Keys: spec.Keys, Known: codec.Known, Cache: &headers, List: open.Lister(spec.Storage.Options),
+		Settings: spec.Storage.Decrypt,
 	})
 	if err != nil {
 		return nil, err
@@ -87,7 +87,7 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 // Names returns the tensors that index.json files promise, without opening a
 // shard; ok is false when some of the files have no index.
 func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) {
-	return format.Names(ctx, spec.URIs, open.With(spec.Storage), format.Options{List: open.Lister(spec.Storage)})
+	return format.Names(ctx, spec.URIs, open.With(spec.Storage.Options), format.Options{List: open.Lister(spec.Storage.Options)})
 }
 
 // Index is what the model holds.

@@ -210,7 +210,7 @@ func (m *Model) States() (ids []source.Identity, settled, known bool) {
 	return ids, settled, known
 }
 
-// Reached is source.Options.Key of how the model's files were reached.
+// Reached is format.Access.Key of how the model's files were reached.
 func (m *Model) Reached() string { return m.key }
 
 // Join lets loads of the model take what a stock has of the model's file i, which
@@ -248,7 +248,7 @@ func (m *Model) leave() {
 // MapsAs says whether two models treat a file alike, the one's file i and the
 // other's k: both map its plain tensors, or neither does.
 func (m *Model) MapsAs(i int, other *Model, k int) bool {
-	return m.ix.Sources[i].Overwire || m.maps(m.srcs[i]) == other.maps(other.srcs[k])
+	return m.ix.Sources[i].Overwire() || m.maps(m.srcs[i]) == other.maps(other.srcs[k])
 }
 
 // Mapped says that plain tensors of the stock's file lie in a mapping of it.

@@ -100,7 +100,11 @@ func build(r *rand.Rand) *model {
 			m.ix.Tensors = append(m.ix.Tensors, t)
 			m.logical = append(m.logical, data)
 		}
-		m.ix.Sources = append(m.ix.Sources, tensor.Source{URI: "mem", Size: int64(len(file)), Overwire: overwire})
+		format := tensor.FormatSafetensors
+		if overwire {
+			format = tensor.FormatOverwire
+		}
+		m.ix.Sources = append(m.ix.Sources, tensor.Source{URI: "mem", Size: int64(len(file)), Format: format})
 		m.srcs = append(m.srcs, &sourcetest.Mem{Name: "mem", Data: file})
 	}
 	return m

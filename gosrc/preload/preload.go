@@ -35,7 +35,7 @@ import (
 // A Preload is one background load, from its opening on.
 type Preload struct {
 	uris    []string
-	reached string // source.Options.Key
+	reached string // format.Access.Key
 	device  string // as the load's options name it; "" is the host
 	read    string // a value of OVERWIRE_READ
 	cancel  context.CancelFunc

@@ -16,9 +16,9 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
-	"github.com/overwire/overwire/gosrc/source"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 )
@@ -315,7 +315,7 @@ func TestKill(t *testing.T) {
 			}
 			got := read(t, main)
 			same(t, version(got["a"].Data[0]), got)
-			if _, err := Verify(bg, nil, []string{main}, source.Options{}); err != nil {
+			if _, err := Verify(bg, nil, []string{main}, format.Access{}); err != nil {
 				t.Fatal(err)
 			}
 			kept++

@@ -1,5 +1,7 @@
 package save
 
+// This file decides how each tensor is stored.
+
 import (
 	"bytes"
 	"cmp"
@@ -10,6 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -47,7 +50,7 @@ func (w *writer) classify(ctx context.Context, items []*item) error {
 		e := encoders.Get().(*x16.Encoder)
 		defer encoders.Put(e)
 		if err := t.choose(ctx, e, w.spec.ChunkBytes); err != nil {
-			return wrap("save", w.spec.Path, t.name, -1, err)
+			return fault.Locate("save", w.spec.Path, t.name, -1, err)
 		}
 		if t.form != compressed {
 			t.parts = 1
@@ -194,7 +197,7 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 		err := ordered.Each(ctx, "save.alias", w.threads, len(pool), func(k int) error {
 			m, err := mark(pool[k])
 			keys[k] = sameKey{pool[k].dtype, pool[k].bytes, m}
-			return wrap("save", w.spec.Path, pool[k].name, -1, err)
+			return fault.Locate("save", w.spec.Path, pool[k].name, -1, err)
 		})
 		if err != nil {
 			return err
@@ -222,7 +225,7 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 		}
 		same, err := equal(ctx, t, f)
 		if err != nil {
-			return wrap("save", w.spec.Path, t.name, -1, err)
+			return fault.Locate("save", w.spec.Path, t.name, -1, err)
 		}
 		if same {
 			t.form, t.of = alias, f

@@ -1,5 +1,7 @@
 package save
 
+// This file has the verb Convert.
+
 import (
 	"context"
 	"errors"
@@ -13,7 +15,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
-	"github.com/overwire/overwire/gosrc/format/tensors"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/job"
@@ -56,12 +57,10 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	}
 	dst = spec.Path // without its scheme
 	from := spec.Storage
-	if tensorizer(dst) { // which has dtypes that nobody else has
-		from.Decrypt = maps.Clone(from.Decrypt)
-		if from.Decrypt == nil {
-			from.Decrypt = map[string]string{}
-		}
-		from.Decrypt[tensors.OptionBytes] = "true"
+	if more := formatOf(dst).settings; len(more) > 0 {
+		more = maps.Clone(more)
+		maps.Copy(more, from.Decrypt)
+		from.Decrypt = more
 	}
 	m, err := openModel(ctx, src, from)
 	if err != nil {
@@ -73,11 +72,6 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	folder := isFolder(dst, len(m.srcs))
 	if folder && len(spec.Storage.Encrypt) > 0 {
 		return Report{}, badArgument(dst, "", "only single .tensors files are encrypted, not folders")
-	}
-	if tensorizer(dst) || folder {
-		if err := m.recordsOf(ctx, items); err != nil {
-			return Report{}, err
-		}
 	}
 	groups := [][]*item{items}
 	if folder && spec.Shard == 0 {
@@ -117,7 +111,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 }
 
 func (w *writer) prepare(ctx context.Context, items []*item) error {
-	if !w.spec.Compress || tensorizer(w.spec.Path) {
+	if !w.spec.Compress || !formatOf(w.spec.Path).coded {
 		return nil
 	}
 	return w.classify(ctx, items)
@@ -165,7 +159,7 @@ func (m *model) parts(ctx context.Context, spec Spec, dst string, src []string, 
 			maps.Copy(meta, spec.Metadata)
 			parts = append(parts, part{path: join(dst, name), metadata: meta, items: m.of(k, items)})
 		}
-		if name, meta := indexOf(ctx, src, spec.Storage); name != "" {
+		if name, meta := indexOf(ctx, src, spec.Storage.Options); name != "" {
 			parts = append(parts, part{path: join(dst, name), blob: shardIndex(parts, meta)})
 		}
 	}
@@ -201,7 +195,7 @@ func alone(ctx context.Context, src []string, dst string, spec Spec, parts []par
 		return nil
 	}
 	if remote(dst) {
-		names, err := open.List(ctx, dst, spec.Storage)
+		names, err := open.List(ctx, dst, spec.Storage.Options)
 		if errors.Is(err, fault.ErrNotFound) || errors.Is(err, fault.ErrNotSupported) {
 			return nil
 		}
@@ -327,12 +321,12 @@ func isFolder(dst string, files int) bool {
 		return true
 	}
 	if remote(dst) {
-		return files > 1 && !strings.HasSuffix(dst, extension) && !tensorizer(dst)
+		return files > 1 && !namesFile(dst)
 	}
 	if st, err := os.Stat(dst); err == nil {
 		return st.IsDir()
 	}
-	return files > 1 && !strings.HasSuffix(dst, extension) && !tensorizer(dst)
+	return files > 1 && !namesFile(dst)
 }
 
 // makeFolder makes dst if it is not there, and returns it if it was made.

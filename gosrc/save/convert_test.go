@@ -4,7 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/format"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -53,7 +53,7 @@ func TestConvertThereAndBack(t *testing.T) {
 		{Compress: true, Parts: 4, Threads: 1},
 	} {
 		convert(t, []string{at("packed")}, at("packed"), spec) // onto itself
-		if _, err := Verify(bg, nil, []string{at("packed")}, source.Options{}); err != nil {
+		if _, err := Verify(bg, nil, []string{at("packed")}, format.Access{}); err != nil {
 			t.Fatalf("%+v: %v", spec, err)
 		}
 		same(t, in, read(t, at("packed")))
@@ -81,7 +81,7 @@ func TestConvertFolder(t *testing.T) {
 	convert(t, []string{src}, dst, Spec{Compress: true})
 	same(t, in, read(t, dst))
 	noTemps(t, dst)
-	if _, err := Verify(bg, nil, []string{dst}, source.Options{}); err != nil {
+	if _, err := Verify(bg, nil, []string{dst}, format.Access{}); err != nil {
 		t.Fatal(err)
 	}
 	back := filepath.Join(t.TempDir(), "back")

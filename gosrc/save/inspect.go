@@ -1,11 +1,13 @@
 package save
 
+// This file has the verb Inspect.
+
 import (
 	"context"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -52,7 +54,7 @@ type InspectedTensor struct {
 }
 
 // Inspect reads headers and indexes, and no tensor bytes.
-func Inspect(ctx context.Context, uris []string, storage source.Options) (any, error) {
+func Inspect(ctx context.Context, uris []string, storage format.Access) (any, error) {
 	m, err := openModel(ctx, uris, storage)
 	if err != nil {
 		return nil, classed(ctx, err)
@@ -61,7 +63,7 @@ func Inspect(ctx context.Context, uris []string, storage source.Options) (any, e
 	out := &Inspection{Totals: map[string]*Total{"": {}}}
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
-		out.Sources = append(out.Sources, InspectedFile{URI: fault.Redact(s.URI), Format: formatName(s), Size: s.Size,
+		out.Sources = append(out.Sources, InspectedFile{URI: fault.Redact(s.URI), Format: s.Format, Size: s.Size,
 			Header: s.Data, Metadata: m.metadata(k), Tensors: []InspectedTensor{}})
 	}
 	for i := range m.ix.Tensors {

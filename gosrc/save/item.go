@@ -1,12 +1,14 @@
 package save
 
+// This file describes the tensors that are written, and where their bytes are.
+
 import (
 	"context"
 	"math"
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/format/overwire"
-	"github.com/overwire/overwire/gosrc/format/tensors"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -52,6 +54,12 @@ const (
 	alias
 )
 
+// An origin is a file that tensors come from.
+type origin struct {
+	src    source.Source
+	format string // tensor.Source.Format
+}
+
 // An item is one tensor on its way into a file.
 type item struct {
 	name  string
@@ -64,8 +72,7 @@ type item struct {
 	// is coded there (0: not).
 	known          *tensor.Tensor
 	knownTransform uint8
-	// Convert to a .tensors file: what the record of a .tensors source says.
-	record *tensors.Item
+	origin         *origin // Convert: where the tensor comes from
 
 	// Set by classify.
 	form      form

@@ -1,5 +1,7 @@
 package save
 
+// This file orders the tensors of a file and cuts them into tasks.
+
 import (
 	"cmp"
 	"slices"

@@ -1,5 +1,7 @@
 package save
 
+// This file opens the models that Convert, Verify and Inspect read.
+
 import (
 	"context"
 	"maps"
@@ -18,9 +20,9 @@ type model struct {
 	srcs []source.Source
 }
 
-func openModel(ctx context.Context, uris []string, storage source.Options) (*model, error) {
-	ix, srcs, err := format.OpenAll(ctx, uris, open.With(storage), format.Options{
-		Known: codec.Known, List: open.Lister(storage), Decrypt: storage.Decrypt,
+func openModel(ctx context.Context, uris []string, storage format.Access) (*model, error) {
+	ix, srcs, err := format.OpenAll(ctx, uris, open.With(storage.Options), format.Options{
+		Known: codec.Known, List: open.Lister(storage.Options), Settings: storage.Decrypt,
 	})
 	if err != nil {
 		return nil, err
@@ -52,6 +54,10 @@ func (m *model) items(threads int) []*item {
 		}
 		return bodies[i]
 	}
+	origins := make([]origin, len(m.srcs))
+	for k := range origins {
+		origins[k] = origin{m.srcs[k], m.ix.Sources[k].Format}
+	}
 	items := make([]*item, len(bodies))
 	for i := range items {
 		t := &m.ix.Tensors[i]
@@ -59,8 +65,8 @@ func (m *model) items(threads int) []*item {
 		if t.Alias >= 0 {
 			holder = int(t.Alias)
 		}
-		it := &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: t.Bytes, body: at(holder), parts: 1}
-		if m.ix.Sources[t.Source].Overwire {
+		it := &item{name: t.Name, dtype: t.DType, shape: t.Shape, bytes: t.Bytes, body: at(holder), parts: 1, origin: &origins[t.Source]}
+		if m.ix.Sources[t.Source].Overwire() {
 			it.known = t
 			h := &m.ix.Tensors[holder]
 			for _, ch := range m.ix.Chunks[h.First : h.First+h.Count] {

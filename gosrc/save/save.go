@@ -19,9 +19,9 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
-	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -87,7 +87,7 @@ type Spec struct {
 
 	// Storage says how to reach what is no local file: the target, and what
 	// Convert reads.
-	Storage source.Options `json:"storage,omitzero"`
+	Storage format.Access `json:"storage,omitzero"`
 	// Away has, by position, the tensors whose bytes are not in host memory:
 	// their Input has no Data.
 	Away map[int]*Away `json:"-"`
@@ -127,7 +127,7 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 		return Report{}, err
 	}
 	w := newWriter(spec, j)
-	if spec.Compress && !tensorizer(spec.Path) {
+	if spec.Compress && formatOf(spec.Path).coded {
 		if err := w.classify(ctx, items); err != nil {
 			return Report{}, classed(ctx, err)
 		}
@@ -174,35 +174,11 @@ func (s *Spec) check() error {
 		return bad("threads must not be negative")
 	case s.Shard < 0:
 		return bad("shard must not be negative")
-	case len(s.Storage.Encrypt) > 0 && !tensorizer(s.Path):
-		return bad("only .tensors files are encrypted")
-	case tensorizer(s.Path) && s.Shard > 0:
-		return bad(".tensors files are not sharded")
-	case tensorizer(s.Path) && len(s.Metadata) > 0:
-		return bad(".tensors files hold no metadata")
+	}
+	if why := formatOf(s.Path).refuse(s); why != "" {
+		return bad("%s", why)
 	}
 	return checkMetadata(s.Path, s.Metadata)
-}
-
-// wrap puts the place around an error that has none yet.
-func wrap(verb, source, name string, chunk int64, err error) error {
-	if err == nil {
-		return nil
-	}
-	if at, ok := err.(*fault.At); ok {
-		c := *at
-		if c.Tensor == "" {
-			c.Tensor = name
-		}
-		if c.Chunk < 0 {
-			c.Chunk = chunk
-		}
-		if c.Source == "" {
-			c.Source = source
-		}
-		return &c
-	}
-	return &fault.At{Verb: verb, Source: source, Tensor: name, Chunk: chunk, Offset: -1, Err: err}
 }
 
 // badArgument is the caller's mistake about one target or tensor.

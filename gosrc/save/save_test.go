@@ -6,7 +6,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
-	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/format"
 	"math"
 	"math/rand/v2"
 	"os"
@@ -61,7 +61,7 @@ func bf16(name string, r *rand.Rand, rows, cols int) Input {
 // read gives every tensor of some files, through the engine's own way.
 func read(t testing.TB, uris ...string) map[string]Input {
 	t.Helper()
-	m, err := openModel(bg, uris, source.Options{})
+	m, err := openModel(bg, uris, format.Access{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -183,7 +183,7 @@ func TestRoundTrip(t *testing.T) {
 			rep := write(t, spec, in)
 			noTemps(t, dir)
 			same(t, in, read(t, spec.Path))
-			v, err := Verify(bg, nil, []string{spec.Path}, source.Options{})
+			v, err := Verify(bg, nil, []string{spec.Path}, format.Access{})
 			if err != nil || !v.OK || v.Tensors != len(in) {
 				t.Fatalf("%+v %v", v, err)
 			}
@@ -191,7 +191,7 @@ func TestRoundTrip(t *testing.T) {
 			if rep.BytesOut != st.Size() || rep.Tensors != len(in) {
 				t.Fatalf("report %+v, size %d", rep, st.Size())
 			}
-			m, err := openModel(bg, []string{spec.Path}, source.Options{})
+			m, err := openModel(bg, []string{spec.Path}, format.Access{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -211,7 +211,7 @@ func TestNothing(t *testing.T) {
 		if got := read(t, p); len(got) != 0 {
 			t.Fatal(got)
 		}
-		if _, err := Verify(bg, nil, []string{p}, source.Options{}); err != nil {
+		if _, err := Verify(bg, nil, []string{p}, format.Access{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -268,7 +268,7 @@ func TestAliases(t *testing.T) {
 	if rep.Aliases != 3 {
 		t.Fatalf("%d aliases", rep.Aliases)
 	}
-	got, err := Inspect(bg, []string{p}, source.Options{})
+	got, err := Inspect(bg, []string{p}, format.Access{})
 	if err != nil {
 		t.Fatal(err)
 	}

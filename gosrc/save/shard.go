@@ -1,16 +1,14 @@
 package save
 
+// This file cuts a model into shards and names them.
+
 import (
-	"context"
 	"fmt"
-	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/format/safetensors"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 )
 
 // extension is what shard names keep at their end; a path without it gets it
@@ -82,38 +80,6 @@ func listable(parts []part) error {
 		}
 	}
 	return nil
-}
-
-// replaced lists what a save in shards makes stale beside the files that it
-// replaces, so that nobody opens the old model by another name: the file under
-// the very path (when there are several now), the index (when there is one
-// file now), and shards of the old index that bear our names.
-func (w *writer) replaced(targets []*atomicfile.Target) []string {
-	path, err := atomicfile.Follow(w.spec.Path)
-	if err != nil || w.spec.Shard == 0 {
-		return nil
-	}
-	kept := map[string]bool{}
-	for _, t := range targets {
-		kept[t.Path] = true
-	}
-	shards, _ := w.oldShards(context.Background(), indexPath(path)) // one that cannot be read names nothing
-	old := append([]string{path, indexPath(path)}, shards...)
-	return slices.DeleteFunc(old, func(p string) bool {
-		st, err := os.Lstat(p)
-		return kept[p] || err != nil || !st.Mode().IsRegular()
-	})
-}
-
-// retire removes what replaced has listed, now that the new model stands.
-func (w *writer) retire(old []string) error {
-	var first error
-	for _, p := range old {
-		if err := w.spec.fs.Remove(p); err != nil && first == nil {
-			first = atomicfile.Failed(p, -1, err)
-		}
-	}
-	return first
 }
 
 // shardIndex is the index.json of some files; metadata are what a rewritten

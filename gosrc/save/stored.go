@@ -1,5 +1,7 @@
 package save
 
+// This file reads the tensors of other files piece by piece.
+
 import (
 	"container/list"
 	"context"
@@ -145,7 +147,7 @@ func (s *stored) read(ctx context.Context, dst []byte, k, whole int64) error {
 	t := s.t
 	if t.Count == 0 {
 		off := t.Off + k*s.plain
-		return wrap("read", s.src.URI(), t.Name, -1, s.src.ReadAt(ctx, dst, off))
+		return fault.Locate("read", s.src.URI(), t.Name, -1, s.src.ReadAt(ctx, dst, off))
 	}
 	c := s.idx.Chunks[int64(t.First)+k]
 	fail := func(verb string, err error) error {
@@ -164,7 +166,7 @@ func (s *stored) read(ctx context.Context, dst []byte, k, whole int64) error {
 		in = (*p)[:c.Stored]
 	}
 	if err := s.src.ReadAt(ctx, in, c.Off); err != nil {
-		return wrap("read", s.src.URI(), t.Name, k, err)
+		return fault.Locate("read", s.src.URI(), t.Name, k, err)
 	}
 	if sum := codec.Sum(in); sum != c.Sum {
 		return fail("check", fault.New(fault.ErrCorrupt, "checksum mismatch: %08x, not %08x", sum, c.Sum))

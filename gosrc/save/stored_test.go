@@ -5,12 +5,12 @@ import (
 	"context"
 	"errors"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
-	"github.com/overwire/overwire/gosrc/source"
 	"path/filepath"
 	"sync/atomic"
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format"
 )
 
 func TestStoredRanges(t *testing.T) {
@@ -23,7 +23,7 @@ func TestStoredRanges(t *testing.T) {
 	for _, parts := range []int{1, 2, 8} {
 		p := filepath.Join(t.TempDir(), "m")
 		write(t, Spec{Path: p, Compress: true, Parts: parts, ChunkBytes: 4096 << r.IntN(6)}, in)
-		m, err := openModel(bg, []string{p}, source.Options{})
+		m, err := openModel(bg, []string{p}, format.Access{})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -12,12 +12,12 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/format/tensors"
-	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-var sealedBy = source.Options{Decrypt: map[string]string{tensors.OptionKey: strings.Repeat("17", 32)}}
+var sealedBy = format.Access{Decrypt: map[string]string{tensorizer.OptionKey: strings.Repeat("17", 32)}}
 
 // packedTensors is a .tensors file without padding, so that it is small: flat
 // and nested names, every kind of record, of the given version at least.
@@ -25,10 +25,10 @@ func packedTensors(t *testing.T, sealed bool, version uint32) []byte {
 	t.Helper()
 	key, _ := hex.DecodeString(strings.Repeat("17", 32))
 	texts := []string{"<f4", "|V1\x00torch.float8_e4m3fn", "<i2", "<f4"}
-	items := make([]tensors.Item, len(texts))
+	items := make([]tensorizer.Item, len(texts))
 	data := make([][]byte, len(texts))
 	for i, name := range []string{"a", "\x1e[\"m\",0,\"w\"]", "\x1e[\"m\",1]", "empty"} {
-		items[i] = tensors.Item{Module: uint16(i), Type: tensors.StateDict, Name: name, Text: texts[i], Dims: []int64{6}, Sealed: sealed}
+		items[i] = tensorizer.Item{Module: uint16(i), Type: tensorizer.StateDict, Name: name, Text: texts[i], Dims: []int64{6}, Sealed: sealed}
 	}
 	data[0], data[1], data[2] = make([]byte, 24), make([]byte, 6), make([]byte, 12)
 	if items[3].Dims = []int64{0, 3}; version == 4 || version == 5 {
@@ -46,7 +46,7 @@ func packedTensors(t *testing.T, sealed bool, version uint32) []byte {
 		}
 		if items[i].Bytes = int64(len(data[i])); sealed && data[i] != nil {
 			dst := bytes.Clone(data[i]) // one box
-			items[i].Crypt = tensors.NewCrypt(items[i].Bytes, nil)
+			items[i].Crypt = tensorizer.NewCrypt(items[i].Bytes, nil)
 			items[i].Crypt.Seal(dst, 0, (*[32]byte)(key))
 			s := items[i].Summer()
 			s.Write(data[i])
@@ -57,20 +57,20 @@ func packedTensors(t *testing.T, sealed bool, version uint32) []byte {
 		s.Write(data[i])
 		data[i] = append(items[i].Finish(s), data[i]...)
 	}
-	length := tensors.IndexBytes(items)
-	at := tensors.Start(length)
+	length := tensorizer.IndexBytes(items)
+	at := tensorizer.Start(length)
 	for i := range items {
 		items[i].Record = at
 		at += int64(len(data[i]))
 	}
-	b, err := tensors.Front(items, version, length)
+	b, err := tensorizer.Front(items, version, length)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, d := range data {
 		b = append(b, d...)
 	}
-	return append(b, make([]byte, tensors.Tail)...)
+	return append(b, make([]byte, tensorizer.Tail)...)
 }
 
 // Every single flipped bit of a plain and of an encrypted .tensors file is
@@ -84,7 +84,7 @@ func TestTensorsFlips(t *testing.T) {
 	}
 	written := filepath.Join(t.TempDir(), "x.tensors")
 	in := []Input{{Name: "a", DType: tensor.F32, Shape: []int64{5}, Data: make([]byte, 20)}}
-	if _, err := Write(t.Context(), nil, Spec{Path: written, Storage: source.Options{Encrypt: maps.Clone(sealedBy.Decrypt)}}, in); err != nil {
+	if _, err := Write(t.Context(), nil, Spec{Path: written, Storage: format.Access{Encrypt: maps.Clone(sealedBy.Decrypt)}}, in); err != nil {
 		t.Fatal(err)
 	}
 	b, err := os.ReadFile(written)
@@ -95,7 +95,7 @@ func TestTensorsFlips(t *testing.T) {
 	var wg sync.WaitGroup
 	flips := 0
 	for name, whole := range files {
-		opt := source.Options{}
+		opt := format.Access{}
 		if strings.Contains(name, "sealed") {
 			opt = sealedBy
 		}
@@ -155,14 +155,14 @@ func TestTensorsRekeyed(t *testing.T) {
 	if err := os.WriteFile(at("a.tensors"), packedTensors(t, false, 4), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	convert := func(from, to string, opt source.Options) {
+	convert := func(from, to string, opt format.Access) {
 		t.Helper()
 		if _, err := Convert(t.Context(), nil, []string{at(from)}, at(to), Spec{Compress: true, Storage: opt}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	convert("a.tensors", "b.tensors", source.Options{})
-	convert("b.tensors", "sealed.tensors", source.Options{Encrypt: sealedBy.Decrypt})
+	convert("a.tensors", "b.tensors", format.Access{})
+	convert("b.tensors", "sealed.tensors", format.Access{Encrypt: sealedBy.Decrypt})
 	convert("sealed.tensors", "c.tensors", sealedBy)
 	b, _ := os.ReadFile(at("b.tensors"))
 	if c, _ := os.ReadFile(at("c.tensors")); string(b) != string(c) || len(b) == 0 {
@@ -175,7 +175,7 @@ func TestTensorsRekeyed(t *testing.T) {
 		to    string
 		class error
 	}{{"x.safetensors", fault.ErrArgument}, {"folder/", fault.ErrArgument}} {
-		_, err := Convert(t.Context(), nil, []string{at("a.tensors")}, at("")+"/"+c.to, Spec{Storage: source.Options{Encrypt: sealedBy.Decrypt}})
+		_, err := Convert(t.Context(), nil, []string{at("a.tensors")}, at("")+"/"+c.to, Spec{Storage: format.Access{Encrypt: sealedBy.Decrypt}})
 		if !errors.Is(err, c.class) {
 			t.Errorf("encrypted %s: %v", c.to, err)
 		}

@@ -1,14 +1,15 @@
 package save
 
+// This file has the verb Verify.
+
 import (
 	"context"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/job"
-	"github.com/overwire/overwire/gosrc/source"
-	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
 )
 
@@ -41,7 +42,7 @@ type VerifiedFile struct {
 // and the report says so; of a .tensors file every tensor has its sums, and the
 // tags of encrypted ones are held to the key. The first error ends it, with file, tensor, chunk
 // and offset where they are known.
-func Verify(ctx context.Context, j *job.Job, uris []string, storage source.Options) (VerifyReport, error) {
+func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Access) (VerifyReport, error) {
 	start := time.Now()
 	var rep VerifyReport
 	m, err := openModel(ctx, uris, storage)
@@ -62,8 +63,8 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 	plainFiles := 0
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
-		f := VerifiedFile{URI: fault.Redact(s.URI), Format: formatName(s), Checked: "contents", Stored: s.Size}
-		if !s.Overwire && !s.Tensorizer {
+		f := VerifiedFile{URI: fault.Redact(s.URI), Format: s.Format, Checked: "contents", Stored: s.Size}
+		if formatNamed(s).verify == nil {
 			f.Checked = "structure"
 			plainFiles++
 		}
@@ -73,28 +74,21 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 	if plainFiles > 0 {
 		rep.Note = "plain safetensors files hold no checksums: only their structure was verified"
 	}
-	items := m.items(threads(0))
+	items := m.items(Threads(0))
 	var total int64
 	for i, t := range items {
 		f := &rep.Files[m.ix.Tensors[i].Source]
 		f.Tensors++
 		f.Bytes += t.bytes
-		if t.known != nil || m.ix.Sources[m.ix.Tensors[i].Source].Tensorizer {
+		if formatNamed(&m.ix.Sources[m.ix.Tensors[i].Source]).verify != nil {
 			total += t.bytes
 		}
 	}
 	j.TotalBytes.Store(total)
 	j.TotalTensors.Store(int64(len(items)))
 	for k := range m.ix.Sources {
-		if m.ix.Sources[k].Overwire {
-			if err := m.zeros(ctx, k); err != nil {
-				return err
-			}
-		}
-	}
-	for k := range m.ix.Sources {
-		if m.ix.Sources[k].Tensorizer {
-			if err := m.sums(ctx, j, k, rep); err != nil {
+		if verify := formatNamed(&m.ix.Sources[k]).verify; verify != nil {
+			if err := verify(ctx, m, j, k, rep); err != nil {
 				return err
 			}
 		}
@@ -105,7 +99,7 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 // zeros holds the bytes of source k that belong to nothing, between the chunks
 // and after them, to what the writer leaves there. Header and index have sums
 // of their own that format.Open has checked.
-func (m *model) zeros(ctx context.Context, k int) error {
+func zeros(ctx context.Context, m *model, _ *job.Job, k int, _ *VerifyReport) error {
 	var pad [64]byte
 	gap := func(i int, from, to int64) error {
 		for from < to {
@@ -118,7 +112,7 @@ func (m *model) zeros(ctx context.Context, k int) error {
 			}
 			for n, b := range p {
 				if b != 0 {
-					return wrap("verify", m.ix.Sources[k].URI, m.ix.Tensors[i].Name, -1, &fault.At{Verb: "verify", Chunk: -1,
+					return fault.Locate("verify", m.ix.Sources[k].URI, m.ix.Tensors[i].Name, -1, &fault.At{Verb: "verify", Chunk: -1,
 						Offset: from + int64(n), Err: fault.New(fault.ErrCorrupt, "padding that is not zero")})
 				}
 			}
@@ -172,7 +166,7 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 			spans = append(spans, span{t, i, off, n, off+n == t.bytes})
 		}
 	}
-	n := threads(0)
+	n := Threads(0)
 	window := 3*n + 2
 	bufs := make([][]byte, window)
 	var h xxh3.Hasher
@@ -213,8 +207,8 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 	for i, t := range items {
 		rt := &m.ix.Tensors[i]
 		switch {
-		case m.ix.Sources[rt.Source].Tensorizer:
-			continue // m.sums has counted it
+		case formatNamed(&m.ix.Sources[rt.Source]).proves:
+			continue // and was counted then
 		case t.known == nil:
 			rep.Tensors++
 		case rt.Alias >= 0:
@@ -241,14 +235,4 @@ func (m *model) corrupt(i int, format string, args ...any) error {
 	t := &m.ix.Tensors[i]
 	return &fault.At{Verb: "verify", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: t.Off,
 		Err: fault.New(fault.ErrCorrupt, format, args...)}
-}
-
-func formatName(s *tensor.Source) string {
-	if s.Overwire {
-		return "overwire"
-	}
-	if s.Tensorizer {
-		return "tensors"
-	}
-	return "safetensors"
 }

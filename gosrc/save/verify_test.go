@@ -64,7 +64,7 @@ func TestGoldens(t *testing.T) {
 		for name := range goldenSpecs {
 			p := filepath.Join(dir, name)
 			same(t, goldenTensors(), read(t, p))
-			if v, err := Verify(bg, nil, []string{p}, source.Options{}); err != nil || !v.OK {
+			if v, err := Verify(bg, nil, []string{p}, format.Access{}); err != nil || !v.OK {
 				t.Errorf("%s: %v", p, err)
 			}
 		}
@@ -169,7 +169,7 @@ func TestEveryTruncation(t *testing.T) {
 func TestVerifyPlain(t *testing.T) {
 	// Promise: a plain file's structure is verified, and the report says that
 	// its contents were not.
-	v, err := Verify(bg, nil, []string{filepath.Join(goldens, goldenVersion, "plain.safetensors")}, source.Options{})
+	v, err := Verify(bg, nil, []string{filepath.Join(goldens, goldenVersion, "plain.safetensors")}, format.Access{})
 	if err != nil || v.Note == "" || v.Files[0].Checked != "structure" || v.Bytes != 0 {
 		t.Fatalf("%+v %v", v, err)
 	}
@@ -180,7 +180,7 @@ func TestVerifyPlace(t *testing.T) {
 	p := filepath.Join(t.TempDir(), "m")
 	r := fixedRand()
 	write(t, Spec{Path: p, Compress: true, ChunkBytes: 4096}, []Input{bf16("a", r, 64, 64), bf16("b", r, 64, 64)})
-	m, err := openModel(bg, []string{p}, source.Options{})
+	m, err := openModel(bg, []string{p}, format.Access{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -189,7 +189,7 @@ func TestVerifyPlace(t *testing.T) {
 	b, _ := os.ReadFile(p)
 	b[c.Off+200] ^= 4
 	_ = os.WriteFile(p, b, 0o600)
-	_, err = Verify(bg, nil, []string{p}, source.Options{})
+	_, err = Verify(bg, nil, []string{p}, format.Access{})
 	var at *fault.At
 	if !errors.As(err, &at) || at.Tensor != "b" || at.Chunk != 1 || at.Offset != c.Off || !strings.Contains(err.Error(), "checksum") {
 		t.Fatal(err)
@@ -198,7 +198,7 @@ func TestVerifyPlace(t *testing.T) {
 
 func TestInspect(t *testing.T) {
 	// Promise: Inspect tells dtype, shape, sizes and coding of every tensor.
-	got, err := Inspect(bg, []string{filepath.Join(goldens, goldenVersion, "container.safetensors")}, source.Options{})
+	got, err := Inspect(bg, []string{filepath.Join(goldens, goldenVersion, "container.safetensors")}, format.Access{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,5 +1,7 @@
 package save
 
+// This file counts workers and gives ended contexts their error class.
+
 import (
 	"context"
 	"errors"
@@ -10,9 +12,9 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 )
 
-// threads is how many workers there are: as asked, as the environment says, or
-// one a core.
-func threads(asked int) int {
+// Threads is how many workers there are: as asked, or if that is 0 as the environment
+// says, or one a core.
+func Threads(asked int) int {
 	if asked <= 0 {
 		asked = knob.Threads.Get()
 	}
@@ -21,9 +23,6 @@ func threads(asked int) int {
 	}
 	return min(asked, 256)
 }
-
-// Threads is how many workers a verb has that was not told.
-func Threads() int { return threads(0) }
 
 // classed gives the bare errors of an ended context their class, wherever in a
 // verb they were noticed.

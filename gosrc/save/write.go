@@ -1,16 +1,15 @@
 package save
 
+// This file has the one save, and the writer of safetensors files and containers.
+
 import (
 	"context"
-	"os"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/overwire"
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
@@ -27,7 +26,7 @@ func newWriter(spec Spec, j *job.Job) *writer {
 	if j == nil {
 		j = job.New("save")
 	}
-	return &writer{spec: spec, job: j, threads: threads(spec.Threads)}
+	return &writer{spec: spec, job: j, threads: Threads(spec.Threads)}
 }
 
 // A part is one file of a save.
@@ -38,6 +37,26 @@ type part struct {
 	blob     []byte // not tensors but these bytes: an index.json, a copied file
 }
 
+// A draft is one file that is being written, and that nobody sees until its
+// destination is published; see source.Draft.
+type draft interface {
+	URI() string
+	Write(p []byte, off int64) error
+	Skip(lo, hi int64) error
+	Finish(size int64) error
+}
+
+// A destination takes the files of one save and shows them together.
+type destination interface {
+	// create begins a file. It gets most bytes at most.
+	create(ctx context.Context, path string, most int64) (draft, error)
+	// publish gives the finished files their names: the last one is what readers
+	// look for. What the old model leaves is removed then.
+	publish(ctx context.Context, parts []part) error
+	// drop ends the save, of which err is the outcome: what was not published goes.
+	drop(err error)
+}
+
 // save writes the files and publishes them together; the last one is what
 // readers look for. Nothing remains of a save that fails.
 func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error) {
@@ -45,7 +64,7 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		return rep, nil
 	}
 	for _, p := range parts {
-		if tensorizer(p.path) {
+		if !formatOf(p.path).coded {
 			for _, t := range p.items {
 				t.form, t.of = plain, nil
 			}
@@ -58,42 +77,27 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 	if err := w.beside(ctx, parts); err != nil {
 		return Report{}, err
 	}
-	if remote(w.spec.Path) {
-		return w.saveFar(ctx, parts, rep)
-	}
-	if err := w.room(parts); err != nil {
+	to, err := w.destination(parts)
+	if err != nil {
 		return Report{}, err
 	}
-	like := w.like(parts)
-	var targets []*atomicfile.Target
 	defer func() {
-		for _, t := range targets {
-			t.Drop()
-		}
+		to.drop(err)
 		if err != nil {
 			rep = Report{}
 		}
 	}()
 	for _, p := range parts {
-		t, err := atomicfile.New(w.spec.fs, p.path, like)
+		d, err := to.create(ctx, p.path, p.most())
 		if err != nil {
 			return rep, err
 		}
-		targets = append(targets, t)
-		size := int64(len(p.blob))
-		if p.blob != nil {
-			err = t.Write(p.blob, 0)
-		} else if tensorizer(p.path) {
-			size, err = w.tensors(ctx, onDisk{t}, t.Path, p.items)
-		} else {
-			f := &fileWriter{writer: w, output: t, path: t.Path, part: p}
-			size, err = f.write(ctx)
+		size, err := w.write(ctx, d, p)
+		if err == nil {
+			err = d.Finish(size)
 		}
 		if err != nil {
-			return rep, err
-		}
-		if err := w.finish(ctx, t, size); err != nil {
-			return rep, err
+			return rep, fault.Locate("save", d.URI(), "", -1, err)
 		}
 		rep.BytesOut += size
 		rep.Files = append(rep.Files, p.path)
@@ -101,51 +105,38 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 	if err := cancelled(ctx); err != nil {
 		return rep, err
 	}
-	old := w.replaced(targets)
-	if err := atomicfile.Publish(w.spec.fs, targets); err != nil {
+	if err := to.publish(ctx, parts); err != nil {
 		return rep, err
 	}
-	if err := w.retire(old); err != nil {
-		return rep, err
-	}
-	rep.Ratio = 1
-	if rep.BytesIn > 0 {
-		rep.Ratio = float64(rep.BytesOut) / float64(rep.BytesIn)
-	}
+	rep.Ratio = ratio(rep.BytesOut, rep.BytesIn)
 	return rep, nil
 }
 
-// like is the file whose mode new files get: one of the model that is replaced. A
-// private model stays private, in however many files.
-func (w *writer) like(parts []part) string {
-	for _, path := range []string{parts[len(parts)-1].path, w.spec.Path, indexPath(w.spec.Path), w.spec.Like} {
-		if real, err := atomicfile.Follow(path); err == nil {
-			if st, err := os.Lstat(real); err == nil && st.Mode().IsRegular() {
-				return real
-			}
-		}
+// write writes one file and returns its size.
+func (w *writer) write(ctx context.Context, to draft, p part) (int64, error) {
+	if p.blob != nil {
+		return int64(len(p.blob)), to.Write(p.blob, 0)
 	}
-	return ""
+	return formatOf(p.path).write(ctx, w, to, p)
 }
 
-// finish waits for the disk, which may take seconds, but not longer than for
-// a cancel: the sync then ends alone, on a file that has no name any more.
-func (w *writer) finish(ctx context.Context, t *atomicfile.Target, size int64) error {
-	done := make(chan error, 1)
-	path := t.Path
-	f := t.Hand() // closes the file; t has only the name now
-	spawn.Go("save.sync", func() {
-		err := fault.New(fault.ErrEngine, "sync did not end")
-		defer func() { done <- err }()
-		err = f.Finish(size)
-		f.Drop()
-	})
-	select {
-	case err := <-done:
-		return err
-	case <-ctx.Done():
-		return wrap("save", path, "", -1, cancelled(ctx))
+func (w *writer) destination(parts []part) (destination, error) {
+	if remote(w.spec.Path) {
+		return &objects{writer: w}, nil
 	}
+	if err := w.room(parts); err != nil {
+		return nil, err
+	}
+	return &files{writer: w, like: w.like(parts)}, nil
+}
+
+// most is more than the part can have bytes.
+func (p *part) most() int64 {
+	n := int64(len(p.blob)) + 256<<20 // header and index, whatever their size
+	for _, t := range p.items {
+		n += t.bytes + t.bytes/128 + 8192 // data may begin on pages
+	}
+	return n
 }
 
 func (w *writer) count(parts []part, rep *Report) {
@@ -165,46 +156,10 @@ func (w *writer) count(parts []part, rep *Report) {
 	w.job.TotalTensors.Store(int64(rep.Tensors))
 }
 
-// room refuses a save that cannot fit, where the file system can tell: old and
-// new file are there together until the rename. For compressed tensors it goes
-// by their samples, a little in the writer's favour: a disk that fills up
-// later is an error all the same.
-func (w *writer) room(parts []part) error {
-	var need float64
-	for _, p := range parts {
-		need += float64(len(p.blob))
-		for _, t := range p.items {
-			switch t.form {
-			case plain:
-				need += float64(t.bytes)
-			case compressed:
-				need += float64(t.bytes) * t.expect * 0.97
-			}
-		}
-	}
-	dir := atomicfile.Folder(parts[0].path)
-	if real, err := atomicfile.Follow(parts[0].path); err == nil {
-		dir = atomicfile.Folder(real)
-	}
-	if free, ok := w.spec.fs.Free(dir); ok && float64(free) < need {
-		return &fault.At{Verb: "save", Source: w.spec.Path, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrIO, "no space left: about %d bytes are needed and %d are free in %s", int64(need), free, dir)}
-	}
-	return nil
-}
-
-// An output takes the bytes of one file.
-type output interface {
-	// Write puts bytes at an offset; it is safe in parallel.
-	Write(p []byte, off int64) error
-	// Skip says that nobody will write [lo, hi): it holds zeros.
-	Skip(lo, hi int64) error
-}
-
 // fileWriter writes one file of tensors.
 type fileWriter struct {
 	*writer
-	output
+	draft
 	path   string
 	part   part
 	order  []*item          // in the order of their data
@@ -241,7 +196,7 @@ type slot struct {
 // write returns the size of the file.
 func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	if err := f.plan(); err != nil {
-		return 0, wrap("save", f.path, "", -1, err)
+		return 0, fault.Locate("save", f.path, "", -1, err)
 	}
 	f.pos = f.start
 	window := 2*f.threads + 4
@@ -252,7 +207,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 		Work: func(worker, k int) error {
 			c := f.tasks[k]
 			if err := f.encode(ctx, worker, k); err != nil {
-				return wrap("save", f.path, c.t.name, -1, err)
+				return fault.Locate("save", f.path, c.t.name, -1, err)
 			}
 			return nil
 		},
@@ -260,14 +215,14 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 		Flush: f.flush,
 	}
 	if err := o.Run(ctx, "save.encode"); err != nil {
-		return 0, wrap("save", f.path, "", -1, err)
+		return 0, fault.Locate("save", f.path, "", -1, err)
 	}
 	f.slots, f.enc = nil, nil
 	front, size, err := f.seal()
 	if err != nil {
-		return 0, wrap("save", f.path, "", -1, err)
+		return 0, fault.Locate("save", f.path, "", -1, err)
 	}
-	return size, f.output.Write(front, 0)
+	return size, f.draft.Write(front, 0)
 }
 
 // encode reads task k and makes its stored bytes.
@@ -326,8 +281,7 @@ func (f *fileWriter) place(k int) error {
 		if c.ends {
 			t.hash, t.hashed = sum128(&f.hasher), true
 			if t.known != nil && t.hash != t.known.Hash {
-				return wrap("save", "", t.name, -1,
-					fault.New(fault.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)"))
+				return fault.Locate("save", "", t.name, -1, errOtherBytes())
 			}
 		}
 	}
@@ -345,7 +299,7 @@ func (f *fileWriter) place(k int) error {
 	}
 	gap := f.pos
 	f.pos = s.at + int64(len(s.out))
-	return f.output.Skip(gap, s.at)
+	return f.draft.Skip(gap, s.at)
 }
 
 // flush writes task k.
@@ -354,8 +308,8 @@ func (f *fileWriter) flush(k int) error {
 	if c.n == 0 {
 		return nil
 	}
-	if err := f.output.Write(s.out, s.at); err != nil {
-		return wrap("save", f.path, c.t.name, -1, err)
+	if err := f.draft.Write(s.out, s.at); err != nil {
+		return fault.Locate("save", f.path, c.t.name, -1, err)
 	}
 	f.job.Bytes.Add(int64(c.n))
 	s.data, s.out = nil, nil

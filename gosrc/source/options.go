@@ -19,11 +19,6 @@ type Options struct {
 	// Env is the process's environment as Python sees it, the names of EnvNames
 	// only. Go's own view of it is that of the process's start.
 	Env map[string]string `json:"env"`
-	// Decrypt has the key or the password of encrypted files, and what else is
-	// to be said of .tensors files: see the room format/tensors.
-	Decrypt map[string]string `json:"decrypt"`
-	// Encrypt has the key or the password of a .tensors file that is written.
-	Encrypt map[string]string `json:"encrypt"`
 }
 
 // HeaderPrefix begins the entries of Options.Storage that are HTTP headers.
@@ -76,15 +71,12 @@ func (o Options) Number(name string, def, lo, hi float64) (float64, error) {
 	return n, nil
 }
 
-// Key is the same text for the same Storage and Decrypt: what was reached with one may not
-// be given to a caller with another. It has the values in it.
+// Key is the same text for the same Storage: what was reached with one may not be
+// given to a caller with another. It has the values in it.
 func (o Options) Key() string {
 	var b strings.Builder
 	for _, k := range slices.Sorted(maps.Keys(o.Storage)) {
 		b.WriteString("\x00" + strconv.Quote(k) + strconv.Quote(o.Storage[k]))
-	}
-	for _, k := range slices.Sorted(maps.Keys(o.Decrypt)) {
-		b.WriteString("\x01" + strconv.Quote(k) + strconv.Quote(o.Decrypt[k]))
 	}
 	return b.String()
 }

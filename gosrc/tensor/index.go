@@ -79,11 +79,19 @@ type Source struct {
 	Size     int64
 	Data     int64 // offset of the data section
 	Metadata map[string]string
-	Overwire bool // has an overwire index
-	// Tensorizer: a .tensors file, in which a record stands before each tensor's
-	// bytes. Its tensors are plain, with gaps between them.
-	Tensorizer bool
+	Format   string // its name: see FormatOverwire
+	Gaps     bool   // something else may stand between the tensors' bytes
 }
+
+// The names of the formats that the engine itself has rules for. What has another
+// one holds plain tensors.
+const (
+	FormatOverwire    = "overwire" // has an overwire index
+	FormatSafetensors = "safetensors"
+)
+
+// Overwire says whether the file has an overwire index.
+func (s *Source) Overwire() bool { return s.Format == FormatOverwire }
 
 // An Index is everything known of a model before a data byte is read: all
 // validated, nothing lazily parsed. It is immutable once built and safe for

@@ -156,7 +156,7 @@ func TestGeometry(t *testing.T) {
 func container() *Index {
 	h := [16]byte{1}
 	return &Index{
-		Sources: []Source{{URI: "a", Size: 108, Data: 100}, {URI: "b", Size: 8192, Data: 4096, Overwire: true}},
+		Sources: []Source{{URI: "a", Size: 108, Data: 100}, {URI: "b", Size: 8192, Data: 4096, Format: FormatOverwire}},
 		Tensors: []Tensor{
 			{Name: "x", Shape: []int64{4}, Bytes: 4, Off: 100, Stored: 4, Alias: -1, DType: U8, Plain: true},
 			{Name: "y", Shape: []int64{1}, Bytes: 4, Off: 104, Stored: 4, Alias: -1, DType: F32, Plain: true},

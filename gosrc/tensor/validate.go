@@ -24,7 +24,7 @@ type Known func(c Codec, transform uint8, d DType) bool
 // Validate is the one validator of an Index. It holds for every source:
 //
 //   - tensors stand source by source, in the order of their bytes, back to back
-//     from the data section, without holes (but those of .tensors files) or
+//     from the data section, without holes (but in files with Gaps) or
 //     overlaps, inside the file;
 //   - names are unique in their source and valid UTF-8; dtype, rank and shape
 //     are sound and give exactly the bytes that are said;
@@ -105,7 +105,7 @@ func (v *validator) tensor(i int) error {
 			return v.bad(i, -1, -1, "data section outside the file")
 		}
 		v.began, v.src, v.next = true, s, src.Data
-		if src.Overwire && t.Off > src.Data {
+		if src.Overwire() && t.Off > src.Data {
 			v.next = t.Off // the index itself lies before the first tensor
 		}
 	}
@@ -125,7 +125,7 @@ func (v *validator) tensor(i int) error {
 	if size != t.Bytes {
 		return v.bad(i, -1, t.Off, "TensorInvalidInfo: %d bytes for shape %v of %v, which take %d", t.Bytes, t.Shape, t.DType, size)
 	}
-	if t.Off != v.next && !(src.Tensorizer && t.Off > v.next) || t.Stored < 0 {
+	if t.Off != v.next && !(src.Gaps && t.Off > v.next) || t.Stored < 0 {
 		return v.bad(i, -1, t.Off, "InvalidOffset: bytes begin at %d, not at %d", t.Off, v.next)
 	}
 	if t.Stored > src.Size-t.Off {
@@ -138,7 +138,7 @@ func (v *validator) tensor(i int) error {
 	if t.Alias != -1 {
 		return v.alias(i)
 	}
-	if !src.Overwire || t.Bytes == 0 {
+	if !src.Overwire() || t.Bytes == 0 {
 		if t.Stored != t.Bytes || !t.Plain || t.Count != 0 || t.Parts != 0 || t.ChunkBytes != 0 {
 			return v.bad(i, -1, t.Off, "a tensor without chunks has to be plain")
 		}
@@ -149,7 +149,7 @@ func (v *validator) tensor(i int) error {
 
 func (v *validator) alias(i int) error {
 	t := &v.ix.Tensors[i]
-	if t.Alias < 0 || int(t.Alias) >= len(v.ix.Tensors) || !v.ix.Sources[t.Source].Overwire {
+	if t.Alias < 0 || int(t.Alias) >= len(v.ix.Tensors) || !v.ix.Sources[t.Source].Overwire() {
 		return v.bad(i, -1, -1, "alias of tensor %d, which is not there", t.Alias)
 	}
 	to := &v.ix.Tensors[t.Alias]

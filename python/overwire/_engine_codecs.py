@@ -22,7 +22,7 @@ def codec_start(spec: str, buffers: list[tuple[int, int, bool, int, int]]) -> in
 
     A buffer is (address, bytes, own, out address, out bytes): with `own` its
     result goes to `out`, else to new memory. All of it stays alive and
-    unchanged until the job has ended. `spec` is the JSON of bitstream.Spec.
+    unchanged until the job has ended. `spec` is the JSON of nvcomp.Spec.
     """
     number: int = _own(_Job, _core().codec_start, spec, buffers)
     return number

@@ -192,7 +192,7 @@ def _spec(
     verify: str,
     sizes: tuple[int, ...],
 ) -> str:
-    """The JSON of a bitstream.Spec."""
+    """The JSON of a nvcomp.Spec."""
     spec = {
         "op": op,
         "algorithm": algorithm or "",

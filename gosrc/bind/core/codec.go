@@ -12,13 +12,13 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/bind/face"
-	"github.com/overwire/overwire/gosrc/bitstream"
 	"github.com/overwire/overwire/gosrc/dlpack"
+	"github.com/overwire/overwire/gosrc/nvcomp"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-func buffersOf(in *C.struct_ow_buffer, n C.int64_t) ([]bitstream.Buffer, error) {
-	buffers := make([]bitstream.Buffer, n)
+func buffersOf(in *C.struct_ow_buffer, n C.int64_t) ([]nvcomp.Buffer, error) {
+	buffers := make([]nvcomp.Buffer, n)
 	for i, v := range unsafe.Slice(in, n) {
 		var err error
 		if buffers[i], err = face.CodecBuffer(v.src, int64(v.bytes), v.own != 0, v.out, int64(v.room)); err != nil {

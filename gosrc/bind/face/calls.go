@@ -196,7 +196,7 @@ func presign(ctx context.Context, spec string) (string, error) {
 	if len(s.URIs) != 1 {
 		return "", fault.New(fault.ErrArgument, "%d URIs", len(s.URIs))
 	}
-	return open.Presign(ctx, s.URIs[0], s.Storage, time.Duration(life.Seconds)*time.Second)
+	return open.Presign(ctx, s.URIs[0], s.Storage.Options, time.Duration(life.Seconds)*time.Second)
 }
 
 // doctor describes the machine as JSON; the argument --measure measures the

@@ -5,25 +5,25 @@ import (
 	"sync"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/bitstream"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/nvcomp"
 )
 
 // A coding is the result of a codec job until somebody takes it.
 type coding struct {
 	mu      sync.Mutex
-	results []bitstream.Result
+	results []nvcomp.Result
 	dropped bool // the handle is gone: nobody will take it
 }
 
 // keep hands the results over, and whether anyone may still want them.
-func (c *coding) keep(results []bitstream.Result) {
+func (c *coding) keep(results []nvcomp.Result) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.dropped {
-		bitstream.Release(results)
+		nvcomp.Release(results)
 		return
 	}
 	c.results = results
@@ -33,7 +33,7 @@ func (c *coding) drop() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.dropped = true
-	bitstream.Release(c.results)
+	nvcomp.Release(c.results)
 	c.results = nil
 }
 
@@ -47,27 +47,27 @@ type Coded struct {
 }
 
 // CodecNames lists the algorithms that CodecStart takes, as JSON.
-func CodecNames() (string, error) { return encode(bitstream.Names()) }
+func CodecNames() (string, error) { return encode(nvcomp.Names()) }
 
 // CodecBuffer describes one buffer; both pieces of memory stay as they are
 // until the job has ended. out nil: memory is made for it.
-func CodecBuffer(src unsafe.Pointer, n int64, own bool, out unsafe.Pointer, room int64) (bitstream.Buffer, error) {
+func CodecBuffer(src unsafe.Pointer, n int64, own bool, out unsafe.Pointer, room int64) (nvcomp.Buffer, error) {
 	if n < 0 || n > 0 && src == nil || room < 0 || room > 0 && out == nil {
-		return bitstream.Buffer{}, fault.New(fault.ErrArgument, "%d bytes at %p into %d at %p", n, src, room, out)
+		return nvcomp.Buffer{}, fault.New(fault.ErrArgument, "%d bytes at %p into %d at %p", n, src, room, out)
 	}
-	return bitstream.Buffer{Src: unsafe.Slice((*byte)(src), n), Dst: unsafe.Slice((*byte)(out), room), Own: own}, nil
+	return nvcomp.Buffer{Src: unsafe.Slice((*byte)(src), n), Dst: unsafe.Slice((*byte)(out), room), Own: own}, nil
 }
 
 // CodecStart begins to encode or decode buffers; spec is the JSON of a
-// bitstream.Spec.
-func CodecStart(spec string, in []bitstream.Buffer) (uint64, error) {
+// nvcomp.Spec.
+func CodecStart(spec string, in []nvcomp.Buffer) (uint64, error) {
 	s, err := codecSpec(spec)
 	if err != nil {
 		return 0, err
 	}
 	c := &coding{}
 	j := job.Start("codec "+s.Op, func(ctx context.Context, _ *job.Job) error {
-		results, err := bitstream.Run(ctx, s, in)
+		results, err := nvcomp.Run(ctx, s, in)
 		if err == nil {
 			c.keep(results)
 		}
@@ -95,7 +95,7 @@ func CodecTake(h uint64) ([]Coded, error) {
 	return out, nil
 }
 
-func coded(results []bitstream.Result) []Coded {
+func coded(results []nvcomp.Result) []Coded {
 	out := make([]Coded, len(results))
 	for i, r := range results {
 		out[i] = Coded{Mem: r.Mem, Bytes: r.Bytes, Summed: r.Summed}
@@ -109,23 +109,23 @@ func coded(results []bitstream.Result) []Coded {
 // specs are those that were parsed already: programs ask the same again and again.
 var specs struct {
 	mu  sync.Mutex
-	all map[string]bitstream.Spec
+	all map[string]nvcomp.Spec
 }
 
 const maxSpecs = 64
 
-func codecSpec(text string) (bitstream.Spec, error) {
+func codecSpec(text string) (nvcomp.Spec, error) {
 	specs.mu.Lock()
 	defer specs.mu.Unlock()
 	if s, ok := specs.all[text]; ok {
 		return s, nil
 	}
-	s, err := parse[bitstream.Spec]("spec", text)
+	s, err := parse[nvcomp.Spec]("spec", text)
 	if err != nil {
 		return s, err
 	}
 	if len(specs.all) >= maxSpecs || specs.all == nil {
-		specs.all = map[string]bitstream.Spec{}
+		specs.all = map[string]nvcomp.Spec{}
 	}
 	specs.all[text] = s
 	return s, nil
@@ -133,11 +133,11 @@ func codecSpec(text string) (bitstream.Spec, error) {
 
 // CodecNow is CodecStart and CodecTake in one, on the caller's thread, where
 // that is over soon; else it does nothing and says so.
-func CodecNow(spec string, in []bitstream.Buffer) (out []Coded, done bool, err error) {
+func CodecNow(spec string, in []nvcomp.Buffer) (out []Coded, done bool, err error) {
 	s, err := codecSpec(spec)
-	if err != nil || !bitstream.Quick(&s, in) {
+	if err != nil || !nvcomp.Quick(&s, in) {
 		return nil, false, err
 	}
-	results, err := bitstream.Run(context.Background(), s, in)
+	results, err := nvcomp.Run(context.Background(), s, in)
 	return coded(results), err == nil, err
 }

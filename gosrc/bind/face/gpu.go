@@ -1,10 +1,10 @@
 package face
 
 import (
-	"github.com/overwire/overwire/gosrc/bitstream"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/nvcomp"
 )
 
 var batches = newTable[*cuda.Batch]("batch")
@@ -19,7 +19,7 @@ func GPUCount() (int, error) {
 }
 
 // GPUNames lists the algorithms whose streams kernels decode, as JSON.
-func GPUNames() (string, error) { return encode(bitstream.GPUNames()) }
+func GPUNames() (string, error) { return encode(nvcomp.GPUNames()) }
 
 // GPUOf is the GPU that an address is of, or -1.
 func GPUOf(address uint64) (int, error) { return cuda.DeviceOf(address), nil }
@@ -94,7 +94,7 @@ func GPUDecode(index int, on cuda.Queue, kind int, algorithm string, packed []in
 	if err != nil {
 		return 0, err
 	}
-	b, err := bitstream.GPUDecode(index, on, algorithm, streams)
+	b, err := nvcomp.GPUDecode(index, on, algorithm, streams)
 	if err != nil {
 		return 0, err
 	}
@@ -104,7 +104,7 @@ func GPUDecode(index int, on cuda.Queue, kind int, algorithm string, packed []in
 // GPUEncode queues the making of streams of X16, each given by six numbers: address
 // and bytes of the content, of the room for the stream, bytes of a chunk, transform.
 func GPUEncode(index int, on cuda.Queue, kind int, packed []int64, scratch uint64, room int64) (uint64, error) {
-	if kind < 0 || kind > int(bitstream.WithSize) || len(packed)%6 != 0 {
+	if kind < 0 || kind > int(nvcomp.WithSize) || len(packed)%6 != 0 {
 		return 0, fault.New(fault.ErrArgument, "%d numbers of contents of kind %d", len(packed), kind)
 	}
 	streams := make([]cuda.Stream, len(packed)/6)
@@ -112,7 +112,7 @@ func GPUEncode(index int, on cuda.Queue, kind int, packed []int64, scratch uint6
 		p := packed[6*i:]
 		streams[i] = cuda.Stream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4], Arg: uint32(p[5]), Kind: cuda.Kind(kind)}
 	}
-	b, err := bitstream.GPUEncode(index, on, streams, scratch, room)
+	b, err := nvcomp.GPUEncode(index, on, streams, scratch, room)
 	if err != nil {
 		return 0, err
 	}
@@ -125,20 +125,20 @@ func GPUTransform(dtype string, sample uint64, n int64) (int, error) {
 	if n < 0 || n > 0 && sample == 0 {
 		return 0, fault.New(fault.ErrArgument, "a sample of %d bytes at %#x", n, sample)
 	}
-	return bitstream.GPUTransform(dtype, memory(sample, n))
+	return nvcomp.GPUTransform(dtype, memory(sample, n))
 }
 
 // GPUPeek asks streams what they are.
-func GPUPeek(index int, on cuda.Queue, kind int, algorithm string, packed []int64) ([]bitstream.Glance, error) {
+func GPUPeek(index int, on cuda.Queue, kind int, algorithm string, packed []int64) ([]nvcomp.Glance, error) {
 	streams, err := streamsOf(kind, packed)
 	if err != nil {
 		return nil, err
 	}
-	return bitstream.GPUPeek(index, on, bitstream.Kind(kind), algorithm, streams)
+	return nvcomp.GPUPeek(index, on, nvcomp.Kind(kind), algorithm, streams)
 }
 
 func streamsOf(kind int, packed []int64) ([]cuda.Stream, error) {
-	if kind < 0 || kind > int(bitstream.WithSize) || len(packed)%5 != 0 {
+	if kind < 0 || kind > int(nvcomp.WithSize) || len(packed)%5 != 0 {
 		return nil, fault.New(fault.ErrArgument, "%d numbers of streams of kind %d", len(packed), kind)
 	}
 	streams := make([]cuda.Stream, len(packed)/5)

@@ -6,13 +6,14 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/format/tensors"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
 // tensorsRecords tells of the one .tensors file of the JSON of a load.Spec,
-// whose field "records" asks for the records too: the JSON of load.TensorsFile.
+// whose field "records" asks for the records too: the JSON of tensorizer.Description.
 func tensorsRecords(ctx context.Context, spec string) (string, error) {
 	s, err := parse[load.Spec]("spec", spec)
 	if err != nil {
@@ -27,11 +28,16 @@ func tensorsRecords(ctx context.Context, spec string) (string, error) {
 	if len(s.URIs) != 1 {
 		return "", fault.New(fault.ErrArgument, "%d files", len(s.URIs))
 	}
-	f, err := load.Records(ctx, s.URIs[0], s.Storage, more.Records)
+	src, err := open.With(s.Storage.Options)(ctx, s.URIs[0])
 	if err != nil {
 		return "", err
 	}
-	return encode(f)
+	defer src.Close()
+	f, err := tensorizer.Open(ctx, src, more.Records)
+	if err != nil {
+		return "", err
+	}
+	return encode(f.Describe())
 }
 
 // A record is a tensor of a .tensors file that is being written.
@@ -47,8 +53,8 @@ type record struct {
 	Sealed bool    `json:"sealed"` // the file is encrypted
 }
 
-func (r *record) item() (tensors.Item, error) {
-	it := tensors.Item{Module: r.Module, Type: r.Type, Name: r.Name, Text: r.DType, Dims: r.Dims, Bytes: r.Bytes, Record: r.Record, Sealed: r.Sealed}
+func (r *record) item() (tensorizer.Item, error) {
+	it := tensorizer.Item{Module: r.Module, Type: r.Type, Name: r.Name, Text: r.DType, Dims: r.Dims, Bytes: r.Bytes, Record: r.Record, Sealed: r.Sealed}
 	return it, it.Check()
 }
 
@@ -67,19 +73,19 @@ func dataAt(addr uint64, n int64) ([]byte, error) {
 }
 
 // tensorsWrite writes the "items" of the JSON, whose data lie at "pointers", as
-// save.Records does: "record data" of each, in a JSON list, and where the last
+// tensorizer.Records does: "record data" of each, in a JSON list, and where the last
 // one ends. The file is the descriptor "fd"; "path" is its name in errors. With
 // a "key" (hex digits, made as "derive" says) items are encrypted.
 func tensorsWrite(ctx context.Context, spec string) (string, error) {
 	s, err := parse[struct {
-		Items    []record            `json:"items"`
-		Pointers []uint64            `json:"pointers"`
-		FD       int                 `json:"fd"`
-		Path     string              `json:"path"`
-		Offset   int64               `json:"offset"`
-		Threads  int                 `json:"threads"`
-		Key      string              `json:"key"`
-		Derive   *tensors.Derivation `json:"derive"`
+		Items    []record               `json:"items"`
+		Pointers []uint64               `json:"pointers"`
+		FD       int                    `json:"fd"`
+		Path     string                 `json:"path"`
+		Offset   int64                  `json:"offset"`
+		Threads  int                    `json:"threads"`
+		Key      string                 `json:"key"`
+		Derive   *tensorizer.Derivation `json:"derive"`
 	}]("spec", spec)
 	if err != nil {
 		return "", err
@@ -87,15 +93,15 @@ func tensorsWrite(ctx context.Context, spec string) (string, error) {
 	if len(s.Pointers) != len(s.Items) || s.FD < 0 || s.Offset < 0 {
 		return "", fault.New(fault.ErrArgument, "%d tensors at %d addresses, descriptor %d, offset %d", len(s.Items), len(s.Pointers), s.FD, s.Offset)
 	}
-	var key *tensors.Key
+	var key *tensorizer.Key
 	if s.Key != "" {
 		b, err := hex.DecodeString(s.Key)
 		if err != nil || len(b) != 32 {
 			return "", fault.New(fault.ErrArgument, "a key has 32 bytes")
 		}
-		key = &tensors.Key{Bytes: (*[32]byte)(b), Derive: s.Derive}
+		key = &tensorizer.Key{Bytes: (*[32]byte)(b), Derive: s.Derive}
 	}
-	items, data := make([]tensors.Item, len(s.Items)), make([][]byte, len(s.Items))
+	items, data := make([]tensorizer.Item, len(s.Items)), make([][]byte, len(s.Items))
 	for i := range items {
 		s.Items[i].Sealed = key != nil
 		if items[i], err = s.Items[i].item(); err != nil {
@@ -105,7 +111,7 @@ func tensorsWrite(ctx context.Context, spec string) (string, error) {
 			return "", err
 		}
 	}
-	end, err := save.Records(ctx, s.FD, s.Path, s.Offset, items, data, key, s.Threads)
+	end, err := tensorizer.Records(ctx, s.FD, s.Path, s.Offset, items, data, key, save.Threads(s.Threads))
 	if err != nil {
 		return "", err
 	}
@@ -130,7 +136,7 @@ func tensorsFront(_ context.Context, spec string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	items := make([]tensors.Item, len(f.Items))
+	items := make([]tensorizer.Item, len(f.Items))
 	for i := range f.Items {
 		if items[i], err = f.Items[i].item(); err != nil {
 			return "", err
@@ -140,7 +146,7 @@ func tensorsFront(_ context.Context, spec string) (string, error) {
 	if f.Length < 0 || f.Length > 1<<30 {
 		return "", fault.New(fault.ErrArgument, "an index of %d bytes", f.Length)
 	}
-	b, err := tensors.Front(items, f.Version, f.Length)
+	b, err := tensorizer.Front(items, f.Version, f.Length)
 	if err != nil {
 		return "", err
 	}
@@ -161,18 +167,18 @@ func tensorsSums(ctx context.Context, spec string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	flows := make([]tensors.Flow, len(s.Items))
+	flows := make([]tensorizer.Flow, len(s.Items))
 	for i, t := range s.Items {
 		p, err := hex.DecodeString(t.Prefix)
 		if err != nil {
 			return "", fault.New(fault.ErrArgument, "prefix: %v", err)
 		}
-		flows[i] = tensors.Flow{Sum: tensors.NewSummer(p), Bytes: t.Bytes}
+		flows[i] = tensorizer.Flow{Sum: tensorizer.NewSummer(p), Bytes: t.Bytes}
 		if flows[i].Memory, err = dataAt(t.Pointer, t.Bytes); err != nil {
 			return "", err
 		}
 	}
-	if err := tensors.Run(ctx, "sums", save.Threads(), false, flows); err != nil {
+	if err := tensorizer.Run(ctx, "sums", save.Threads(0), false, flows); err != nil {
 		return "", err
 	}
 	out := make([][2]string, len(flows))
@@ -184,9 +190,9 @@ func tensorsSums(ctx context.Context, spec string) (string, error) {
 }
 
 // tensorsKey derives a key from the "password" (hex digits) of the JSON and its
-// tensors.Derivation.
+// tensorizer.Derivation.
 func tensorsKey(ctx context.Context, spec string) (string, error) {
-	d, err := parse[tensors.Derivation]("spec", spec)
+	d, err := parse[tensorizer.Derivation]("spec", spec)
 	if err != nil {
 		return "", err
 	}

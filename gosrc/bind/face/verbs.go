@@ -95,7 +95,7 @@ func ModelInfo(h uint64) (string, error) {
 		Sources []source `json:"sources"`
 	}{make([]source, len(ix.Sources))}
 	for i, s := range ix.Sources {
-		info.Sources[i] = source{fault.Redact(s.URI), s.Size, s.Metadata, s.Overwire}
+		info.Sources[i] = source{fault.Redact(s.URI), s.Size, s.Metadata, s.Overwire()}
 	}
 	return encode(info)
 }
@@ -201,7 +201,7 @@ func SaveStart(spec string, in []save.Input) (uint64, error) {
 			if !source.Remote(s.Path) {
 				return atomicfile.Write(s.Path, in[0].Data)
 			}
-			return open.Put(ctx, s.Path, s.Storage, in[0].Data, put.Stale, j.Failed)
+			return open.Put(ctx, s.Path, s.Storage.Options, in[0].Data, put.Stale, j.Failed)
 		})), nil
 	}
 	if put.Made != "" {

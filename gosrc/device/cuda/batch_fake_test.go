@@ -9,9 +9,9 @@ import (
 	"testing"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/bitstream"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/nvcomp"
 )
 
 // What a stream that comes first writes is there before a batch reads it, and a
@@ -19,7 +19,7 @@ import (
 func TestBatchOrder(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 8)))[5:6]
-	spec := bitstream.Spec{Algorithm: "X16", Chunk: 16 << 10}
+	spec := nvcomp.Spec{Algorithm: "X16", Chunk: 16 << 10}
 	stored := encoded(t, spec, in)
 	streams := g.streams(spec, in, stored)
 	first, err := g.NewStream()
@@ -86,7 +86,7 @@ func TestOtherDevice(t *testing.T) {
 // Whichever call of the driver fails, a batch ends typed, and nothing is left.
 func TestBatchEveryCallFails(t *testing.T) {
 	in := contents(rand.New(rand.NewPCG(5, 9)))[3:5]
-	spec := bitstream.Spec{Algorithm: "X16", Chunk: 4096}
+	spec := nvcomp.Spec{Algorithm: "X16", Chunk: 4096}
 	stored := encoded(t, spec, in)
 	life := func() (err error) {
 		d, err := cuda.Open(0)

@@ -11,10 +11,10 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/bitstream"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/nvcomp"
 )
 
 // contents are of every length that is special, and of both kinds: chunks that
@@ -35,18 +35,18 @@ func contents(r *rand.Rand) [][]byte {
 }
 
 // encoded is what overwire makes of contents.
-func encoded(t *testing.T, spec bitstream.Spec, in [][]byte) [][]byte {
+func encoded(t *testing.T, spec nvcomp.Spec, in [][]byte) [][]byte {
 	t.Helper()
-	spec.Op = bitstream.OpEncode
-	var buffers []bitstream.Buffer
+	spec.Op = nvcomp.OpEncode
+	var buffers []nvcomp.Buffer
 	for _, b := range in {
-		buffers = append(buffers, bitstream.Buffer{Src: b})
+		buffers = append(buffers, nvcomp.Buffer{Src: b})
 	}
-	results, err := bitstream.Run(t.Context(), spec, buffers)
+	results, err := nvcomp.Run(t.Context(), spec, buffers)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer bitstream.Release(results)
+	defer nvcomp.Release(results)
 	var out [][]byte
 	for _, r := range results {
 		if r.Err != nil {
@@ -115,15 +115,15 @@ func (g *gpu) get(at uint64, n int64) []byte {
 }
 
 // streams puts encoded contents on the device, each beside room for its content.
-func (g *gpu) streams(spec bitstream.Spec, in, stored [][]byte) []cuda.Stream {
+func (g *gpu) streams(spec nvcomp.Spec, in, stored [][]byte) []cuda.Stream {
 	var all []cuda.Stream
 	off := 0
-	if spec.Kind == bitstream.Raw {
+	if spec.Kind == nvcomp.Raw {
 		off = 8 // so that what is behind the head lies on a multiple of 16
 	}
 	for i := range in {
 		s := cuda.Stream{Kind: cuda.Kind(spec.Kind), Stored: int64(len(stored[i])), Size: int64(len(in[i])), Chunk: spec.Chunk}
-		if spec.Kind != bitstream.Native {
+		if spec.Kind != nvcomp.Native {
 			s.Chunk = max(1, s.Size)
 		}
 		s.Src, s.Dst = g.put(stored[i], off), g.room(max(1, len(in[i])), 0)
@@ -137,9 +137,9 @@ func (g *gpu) streams(spec bitstream.Spec, in, stored [][]byte) []cuda.Stream {
 func TestBatchX16(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 5)))
-	for _, spec := range []bitstream.Spec{
+	for _, spec := range []nvcomp.Spec{
 		{Chunk: 64 << 10}, {Chunk: 16 << 10, Sums: true}, {Chunk: 1 << 20, DType: "BF16"}, {Chunk: 4096},
-		{Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
+		{Kind: nvcomp.Raw}, {Kind: nvcomp.WithSize},
 	} {
 		spec.Algorithm = "X16"
 		stored := encoded(t, spec, in)
@@ -149,7 +149,7 @@ func TestBatchX16(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i, p := range peeked {
-			if p.Err != nil || p.Size != streams[i].Size || p.Format != cuda.FormatX16 || p.Size > 0 && p.Chunk != spec.Chunk && spec.Kind == bitstream.Native {
+			if p.Err != nil || p.Size != streams[i].Size || p.Format != cuda.FormatX16 || p.Size > 0 && p.Chunk != spec.Chunk && spec.Kind == nvcomp.Native {
 				t.Errorf("%+v: stream %d: %+v", spec, i, p)
 			}
 		}
@@ -175,8 +175,8 @@ func TestBatchItems(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 11)))
 	for name, format := range map[string]uint32{"LZ4": 0, "Snappy": 1, "Cascaded": 4} {
-		for _, spec := range []bitstream.Spec{
-			{Chunk: 64 << 10}, {Chunk: 1000, Sums: true}, {Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
+		for _, spec := range []nvcomp.Spec{
+			{Chunk: 64 << 10}, {Chunk: 1000, Sums: true}, {Kind: nvcomp.Raw}, {Kind: nvcomp.WithSize},
 		} {
 			spec.Algorithm = name
 			stored := encoded(t, spec, in)
@@ -210,8 +210,8 @@ func TestBatchItems(t *testing.T) {
 func TestBatchEncode(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 12)))
-	for _, spec := range []bitstream.Spec{
-		{Chunk: 64 << 10}, {Chunk: 16 << 10}, {Chunk: 4096}, {Kind: bitstream.Raw}, {Kind: bitstream.WithSize},
+	for _, spec := range []nvcomp.Spec{
+		{Chunk: 64 << 10}, {Chunk: 16 << 10}, {Chunk: 4096}, {Kind: nvcomp.Raw}, {Kind: nvcomp.WithSize},
 	} {
 		spec.Algorithm, spec.DType = "X16", "BF16"
 		want := encoded(t, spec, in)
@@ -219,7 +219,7 @@ func TestBatchEncode(t *testing.T) {
 		for i := range in {
 			room := len(want[i]) + 40
 			chunk := spec.Chunk
-			if spec.Kind != bitstream.Native {
+			if spec.Kind != nvcomp.Native {
 				chunk = max(1, int64(len(in[i])))
 			}
 			streams = append(streams, cuda.Stream{
@@ -267,7 +267,7 @@ func TestBatchHostile(t *testing.T) {
 	if testing.Short() {
 		count = 60
 	}
-	for _, spec := range []bitstream.Spec{{Algorithm: "X16", Chunk: 16 << 10}, {Algorithm: "X16", Kind: bitstream.WithSize}} {
+	for _, spec := range []nvcomp.Spec{{Algorithm: "X16", Chunk: 16 << 10}, {Algorithm: "X16", Kind: nvcomp.WithSize}} {
 		good := encoded(t, spec, [][]byte{content})[0]
 		in, stored := [][]byte{content}, [][]byte{good}
 		for range count {
@@ -317,7 +317,7 @@ func TestBatchHostile(t *testing.T) {
 func TestBatchMisplaced(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 6)))[5:6]
-	spec := bitstream.Spec{Algorithm: "X16", Kind: bitstream.WithSize}
+	spec := nvcomp.Spec{Algorithm: "X16", Kind: nvcomp.WithSize}
 	stored := encoded(t, spec, in)
 	streams := g.streams(spec, in, stored)
 	streams[0].Src = g.put(stored[0], 4)
@@ -338,7 +338,7 @@ func TestBatchMisplaced(t *testing.T) {
 func TestBatchMany(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 7)))[3:5]
-	spec := bitstream.Spec{Algorithm: "X16", Chunk: 4096}
+	spec := nvcomp.Spec{Algorithm: "X16", Chunk: 4096}
 	stored := encoded(t, spec, in)
 	bad := bytes.Clone(stored[1])
 	bad[17] ^= 1 // the length
@@ -386,7 +386,7 @@ func TestBatchMany(t *testing.T) {
 func TestBatchLarge(t *testing.T) {
 	g := newGPU(t)
 	content := bytes.Repeat([]byte{1, 2, 3, 0}, 100_000)
-	spec := bitstream.Spec{Algorithm: "X16", Chunk: 64}
+	spec := nvcomp.Spec{Algorithm: "X16", Chunk: 64}
 	for range 6 {
 		stored := encoded(t, spec, [][]byte{content})
 		streams := g.streams(spec, [][]byte{content}, stored)

@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// A cascade is how a Cascaded block is made (the layout: gosrc/codec/cascaded).
+// A cascade is how a Cascaded block is made (the layout: gosrc/nvcomp/cascaded).
 type cascade struct {
 	kind, rles, deltas int
 	pack               bool

@@ -10,8 +10,8 @@ import (
 	"testing"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/codec/lz4"
-	"github.com/overwire/overwire/gosrc/codec/snappy"
+	"github.com/overwire/overwire/gosrc/nvcomp/lz4"
+	"github.com/overwire/overwire/gosrc/nvcomp/snappy"
 )
 
 // A fence is memory between two pages that nobody may touch: whoever reads or

@@ -16,6 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/dlpack"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
@@ -479,7 +480,7 @@ func TestWholeWayOverHTTP(t *testing.T) {
 		m.Close()
 		for _, connections := range []string{"1", "64"} { // each has a slot of its own
 			m, err := load.Open(t.Context(), load.Spec{URIs: []string{s.URL() + filepath.Base(path)},
-				Storage: source.Options{Storage: map[string]string{"connections": connections}}})
+				Storage: format.Access{Options: source.Options{Storage: map[string]string{"connections": connections}}}})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -29,7 +29,7 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 		}
 	}
 	ix := &tensor.Index{
-		Sources: []tensor.Source{{URI: uri, Size: size, Data: h.Data, Metadata: metadata, Overwire: true}},
+		Sources: []tensor.Source{{URI: uri, Size: size, Data: h.Data, Metadata: metadata, Format: tensor.FormatOverwire}},
 		Tensors: make([]tensor.Tensor, d.tensors),
 		Chunks:  make([]tensor.Chunk, d.chunks),
 	}

@@ -314,7 +314,7 @@ func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) 
 	if int64(len(front)) != l.header {
 		return nil, 0, fault.New(fault.ErrEngine, "header of %d bytes in room for %d", len(front), l.header)
 	}
-	ix := tensor.Index{Sources: []tensor.Source{{Size: l.pos, Data: l.header, Overwire: true}}, Tensors: l.Tensors, Chunks: l.Chunks}
+	ix := tensor.Index{Sources: []tensor.Source{{Size: l.pos, Data: l.header, Format: tensor.FormatOverwire}}, Tensors: l.Tensors, Chunks: l.Chunks}
 	if err := ix.Validate(known); err != nil {
 		return nil, 0, fault.New(fault.ErrEngine, "about to write what no reader takes: %v", err)
 	}

@@ -211,8 +211,8 @@ func inits(t *Tree) (out []Finding) {
 
 func printing(t *Tree) (out []Finding) {
 	t.each(func(r *Room, f *File) {
-		if f.Test || strings.HasPrefix(r.Path, "bind/") {
-			return // bind gives the process's own streams to cli
+		if f.Test || strings.HasPrefix(r.Path, "bind/") || f.AST.Name.Name == "main" {
+			return // bind gives the process's own streams to cli; a program owns its process
 		}
 		found := func(n ast.Node, call string) {
 			out = append(out, Finding{t.at(n), call,

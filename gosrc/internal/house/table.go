@@ -18,8 +18,6 @@ var mayImport = map[string][]string{
 	"internal/spawn":      {"fault"},
 	"internal/ordered":    {"fault", "internal/spawn"},
 	"internal/house":      {},
-	"internal/sha256":     {},
-	"internal/crc":        {},
 	"internal/atomicfile": {"fault", "internal/regular"},
 	"internal/sizes":      {},
 	"internal/rawjson":    {},
@@ -45,25 +43,22 @@ var mayImport = map[string][]string{
 	"codec":             {"codec/...", "tensor", "fault", "knob", "internal/..."},
 	"codec/raw":         {"tensor", "fault", "internal/..."},
 	"codec/x16":         {"tensor", "fault", "knob", "internal/..."},
-	"codec/lz4":         {"fault"},
-	"codec/snappy":      {"fault"},
-	"codec/zstd":        {"fault"},
-	"codec/deflate":     {"fault"},
-	"codec/gdeflate":    {"fault"},
-	"codec/cascaded":    {"fault"},
 	"codec/codectest":   {"codec/...", "tensor", "fault", "knob", "internal/..."},
 	"device":            {"tensor", "fault", "internal/..."},
 	"device/cpu":        {"device", "codec", "tensor", "fault", "knob", "internal/..."},
 	"device/cuda":       {"device", "codec/x16", "tensor", "fault", "knob", "internal/..."},
 	"device/gds":        {"fault", "internal/..."},
-	"format":            {"format/...", "tensor", "source", "fault", "internal/..."},
+	"format":            {"format/...", "tensorizer", "tensor", "source", "fault", "internal/..."},
 	"format/safetensors": {"tensor", "source", "fault",
 		"internal/..."},
-	"format/tensors": {"tensor", "source", "fault", "internal/..."},
 	// The container is a safetensors file (docs/format.md 1): one parser and
 	// one validator serve both, so this one step sideways is meant.
 	"format/overwire": {"format/safetensors", "tensor", "source", "fault", "codec",
 		"internal/..."},
+
+	// Wings: all that exists for another project's files. The tables of format and of
+	// save name them; nothing else of the engine knows them.
+	"tensorizer": {"tensor", "source", "fault", "internal/..."},
 
 	"ring":     {"device", "fault", "internal/..."},
 	"plan":     {"device", "tensor", "fault"}, // device for the words Job and View
@@ -71,42 +66,55 @@ var mayImport = map[string][]string{
 	"dlpack":   {"tensor", "device", "fault"},
 
 	// The verbs.
-	"bitstream": {"codec/lz4", "codec/snappy", "codec/zstd", "codec/deflate", "codec/gdeflate", "codec/cascaded", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "fault", "internal/..."},
 	"load": {"format/...", "plan", "pipeline", "codec", "source", "source/open", "source/memory", "device/...", "ring", "job",
 		"knob", "tensor", "fault", "internal/..."},
-	"save": {"format/...", "codec/...", "source", "source/open", "job", "knob", "tensor", "fault",
+	"save": {"format/...", "tensorizer", "codec/...", "source", "source/open", "job", "knob", "tensor", "fault",
 		"internal/..."},
 	"preload": {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "fault", "internal/..."},
 	"weights": {"tensor", "fault", "internal/..."},
 	"serve":   {"fault", "internal/..."},
 	"fetch":   {"source", "source/open", "job", "fault", "internal/..."},
-	"bench": {"weights", "serve", "load", "save", "pipeline", "codec/...", "device/...", "job", "knob", "tensor", "fault",
-		"format/tensors", "source", "source/file", "internal/..."},
-	"cli": {"load", "save", "preload", "bench", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
+	"measure": {"weights", "load", "save", "codec/x16", "device/cpu", "device/cuda", "job", "tensor", "fault", "internal/..."},
+	"bench":   {"measure", "load", "save", "device/cuda", "job", "fault"},
+	"cli": {"format", "tensorizer", "load", "save", "preload", "bench", "measure", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "fault", "internal/..."},
+
+	// The rig is a program beside the library: nobody imports it.
+	"rig": {"measure", "weights", "serve", "load", "save", "pipeline", "codec/...", "nvcomp/...", "device/...", "job", "knob", "tensor", "fault",
+		"format", "tensorizer", "source", "source/file", "internal/..."},
+
+	// The nvCOMP wing: what exists for its bitstreams only. Its door is the room
+	// nvcomp; nobody else of the library imports what lies behind.
+	"nvcomp":          {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "fault", "internal/..."},
+	"nvcomp/lz4":      {"fault"},
+	"nvcomp/snappy":   {"fault"},
+	"nvcomp/zstd":     {"fault"},
+	"nvcomp/deflate":  {"fault"},
+	"nvcomp/gdeflate": {"fault"},
+	"nvcomp/cascaded": {"fault"},
 
 	// The face towards Python.
 	"bind/api": {"bind/face"},
-	"bind/face": {"format/tensors", "load", "save", "bitstream", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job",
+	"bind/face": {"tensorizer", "load", "save", "nvcomp", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job",
 		"knob",
 		"tensor", "fault", "internal/..."},
-	"bind/core": {"bind/api", "bind/face", "bitstream", "dlpack", "device", "device/cuda", "save", "load", "tensor", "internal/..."},
+	"bind/core": {"bind/api", "bind/face", "nvcomp", "dlpack", "device", "device/cuda", "save", "load", "tensor", "internal/..."},
 }
 
 // modules says which rooms may import a module that is not ours; "" is all.
 var modules = map[string][]string{
 	"golang.org/x/sys":                        {""},
 	"github.com/zeebo/xxh3":                   {"codec", "save", "format", "load", "source/cache"},
-	"github.com/dustin/go-humanize":           {"cli"},
-	"github.com/pierrec/lz4/v4":               {"codec/lz4", "bench"}, // bench: a codec beside its library
-	"github.com/klauspost/compress":           {"codec/snappy", "codec/zstd", "codec/deflate", "bench"},
+	"github.com/dustin/go-humanize":           {"cli", "rig"},
+	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4", "rig"}, // rig: a codec beside its library
+	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "rig"},
 	"github.com/go-python/gopy":               {"bind"},
 	"go.uber.org/goleak":                      {""},
 	"golang.org/x/net/http/httpproxy":         {"source/route"},
 	"github.com/aws/aws-sdk-go-v2":            {"source/s3"},
 	"github.com/aws/smithy-go":                {"source/s3"}, // the SDK's errors
 	"github.com/redis/go-redis":               {"source/redis"},
-	"golang.org/x/crypto":                     {"format/tensors"},
+	"golang.org/x/crypto":                     {"tensorizer"},
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
 }
 
@@ -120,7 +128,8 @@ var mayWrite = map[string]string{
 	"source/cache": "names are made of contents and never replaced; syncing would cost more than fetching again",
 	"source/spool": "a file without a name",
 	"source/pipe":  "a log that is only added to",
-	"bench":        "scratch files in a folder of its own",
+	"measure":      "scratch files in a folder of its own",
+	"rig":          "scratch files in the folder of its run",
 }
 
 // longFiles and longRooms are over the limit, each with its reason. An entry
@@ -128,7 +137,7 @@ var mayWrite = map[string]string{
 var (
 	longFiles = map[string]string{}
 	longRooms = map[string]string{
-		"bench":       "a group of rows for each thing that is promised; they share floors, rows and the table",
+		"rig":         "a group of rows for each thing that is promised; they share models, child processes and the table",
 		"device/cuda": "a thousand of its lines are the fake driver of its tests, which has to lie where cgo compiles it",
 	}
 )

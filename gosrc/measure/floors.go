@@ -1,0 +1,207 @@
+package measure
+
+// This file measures what the machine gives without us.
+
+import (
+	"os"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// Floors are what the machine gives without us, in GB/s.
+type Floors struct {
+	CopyOne  float64 `json:"memcpy_one_core"`          // memory to memory, both in place
+	CopyAll  float64 `json:"memcpy_all_cores"`         //
+	ReadOne  float64 `json:"pread_one_core"`           // page cache into one buffer that stays in the cache
+	ReadAll  float64 `json:"pread_all_cores"`          //
+	FaultOne float64 `json:"page_faults_one_core"`     // first touch of fresh huge pages
+	FaultAll float64 `json:"page_faults_all_cores"`    //
+	RawCopy  float64 `json:"pread_to_fresh_all_cores"` // page cache into fresh memory: a load that does nothing
+}
+
+// FloorBytes is how much the floors take: beyond every cache, unless the whole
+// run is a toy.
+func (r *Run) FloorBytes() int64 { return max(32<<20, min(512<<20, r.Size>>20<<20)) }
+
+// Fresh maps memory as the CPU device does, calls fn with it and unmaps it.
+func Fresh(n int64, fn func([]byte) error) error {
+	p, length, err := cpu.Map(n)
+	if err != nil {
+		return err
+	}
+	defer cpu.Unmap(p, length)
+	return fn(unsafe.Slice((*byte)(p), n))
+}
+
+// MeasureFloors fills in the report's floors.
+func (r *Run) MeasureFloors() error {
+	f := &r.Report.Floors
+	threads, floorBytes := r.Threads, r.FloorBytes()
+	err := Fresh(floorBytes, func(src []byte) error {
+		return Fresh(floorBytes, func(dst []byte) (err error) {
+			Touch(src)
+			Touch(dst)
+			if f.CopyOne, err = r.Speed(floorBytes, func() error { copy(dst, src); return nil }); err != nil {
+				return err
+			}
+			f.CopyAll, err = r.Speed(floorBytes, func() error {
+				return Parallel(threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error {
+					copy(dst[lo:hi], src[lo:hi])
+					return nil
+				})
+			})
+			return err
+		})
+	})
+	if err != nil {
+		return err
+	}
+	file, err := r.CachedFile()
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	for _, c := range []struct {
+		threads                int
+		read, fault, rawResult *float64
+	}{{1, &f.ReadOne, &f.FaultOne, nil}, {threads, &f.ReadAll, &f.FaultAll, &f.RawCopy}} {
+		const piece = 1 << 20
+		bufs := make([][]byte, c.threads)
+		for i := range bufs {
+			bufs[i] = make([]byte, piece)
+		}
+		if *c.read, err = r.Speed(floorBytes, func() error {
+			return Parallel(c.threads, floorBytes, piece, func(w int, lo, hi int64) error {
+				return ReadAt(file, bufs[w][:hi-lo], lo)
+			})
+		}); err != nil {
+			return err
+		}
+		if *c.fault, err = r.freshSpeed(func(m []byte) error {
+			return Parallel(c.threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error { Touch(m[lo:hi]); return nil })
+		}); err != nil {
+			return err
+		}
+		if c.rawResult == nil {
+			continue
+		}
+		if *c.rawResult, err = r.freshSpeed(func(m []byte) error {
+			return Parallel(c.threads, floorBytes, piece, func(_ int, lo, hi int64) error { return ReadAt(file, m[lo:hi], lo) })
+		}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// freshSpeed is Speed over memory that fn is the first to touch; making and
+// dropping it is not counted.
+func (r *Run) freshSpeed(fn func([]byte) error) (float64, error) {
+	s, err := r.MedianOf(func() (s float64, err error) {
+		err = Fresh(r.FloorBytes(), func(m []byte) error {
+			s, err = Timed(func() error { return fn(m) })
+			return err
+		})
+		return s, err
+	})
+	if err != nil {
+		return 0, err
+	}
+	return Rate(r.FloorBytes(), s), nil
+}
+
+// CachedFile is a file of FloorBytes bytes whose pages are in the page cache.
+func (r *Run) CachedFile() (*os.File, error) {
+	file, err := os.Create(r.Path("floor"))
+	if err != nil {
+		return nil, fault.New(fault.ErrIO, "%v", err)
+	}
+	buf := make([]byte, 8<<20)
+	for i := range buf {
+		buf[i] = byte(i * 7)
+	}
+	for n := int64(0); n < r.FloorBytes() && err == nil; n += int64(len(buf)) {
+		_, err = file.Write(buf)
+	}
+	if err != nil {
+		file.Close()
+		return nil, fault.New(fault.ErrIO, "%v", err)
+	}
+	return file, nil
+}
+
+// ReadAt fills p.
+func ReadAt(f *os.File, p []byte, off int64) error {
+	if _, err := f.ReadAt(p, off); err != nil {
+		return fault.New(fault.ErrIO, "%v", err)
+	}
+	return nil
+}
+
+// Touch writes one byte into every page.
+func Touch(m []byte) {
+	for i := 0; i < len(m); i += 4096 {
+		m[i] = 1
+	}
+}
+
+// Parallel cuts [0, n) into steps and has so many workers take them. The
+// first error is returned.
+func Parallel(workers int, n, step int64, fn func(worker int, lo, hi int64) error) error {
+	var next atomic.Int64
+	var first atomic.Pointer[error]
+	work := func(w int) {
+		for first.Load() == nil {
+			lo := next.Add(step) - step
+			if lo >= n {
+				return
+			}
+			if err := fn(w, lo, min(n, lo+step)); err != nil {
+				first.CompareAndSwap(nil, &err)
+			}
+		}
+	}
+	if workers <= 1 {
+		work(0)
+	} else {
+		var wg sync.WaitGroup
+		for w := range workers {
+			wg.Add(1)
+			spawn.Go("measure", func() { defer wg.Done(); work(w) })
+		}
+		wg.Wait()
+	}
+	if p := first.Load(); p != nil {
+		return *p
+	}
+	return spawn.Poisoned()
+}
+
+// cpuName is what the kernel calls the processor.
+func cpuName() string {
+	b, _ := os.ReadFile("/proc/cpuinfo")
+	for line := range strings.Lines(string(b)) {
+		if name, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(name) == "model name" {
+			return strings.TrimSpace(value)
+		}
+	}
+	return runtime.GOARCH
+}
+
+// thp is the kernel's setting for transparent huge pages: "madvise".
+func thp() string {
+	b, err := os.ReadFile("/sys/kernel/mm/transparent_hugepage/enabled")
+	if err != nil {
+		return "unknown"
+	}
+	_, rest, _ := strings.Cut(string(b), "[")
+	word, _, _ := strings.Cut(rest, "]")
+	return word
+}

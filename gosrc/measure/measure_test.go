@@ -1,0 +1,84 @@
+package measure
+
+import (
+	"errors"
+	"math"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/weights"
+)
+
+// The bound of data whose entropy is known by construction.
+func TestBound(t *testing.T) {
+	all := func(n int, f func(i int) byte) []byte {
+		b := make([]byte, n)
+		for i := range b {
+			b[i] = f(i)
+		}
+		return b
+	}
+	const n = 1 << 16
+	for _, c := range []struct {
+		name string
+		d    tensor.DType
+		data []byte
+		want float64 // share of the bytes
+	}{
+		{"one exponent, every mantissa and sign", tensor.BF16, all(n, func(i int) byte {
+			if i%2 == 0 {
+				return byte(i/2)&0x7f | 0x80 // low bit of the exponent
+			}
+			return byte(i/2)&0x80 | 0x3f
+		}), 0.5},
+		{"constant", tensor.BF16, all(n, func(int) byte { return 0x3f }), 0},
+		{"nothing to gain", tensor.I64, all(n, func(i int) byte { return byte(i) }), 1},
+		{"four equal high nibbles, every low one", tensor.I8, all(n, func(i int) byte { return byte(i&15 | i>>4&3<<4) }), 0.75},
+		{"two equal nibbles", tensor.F4, all(n, func(i int) byte { return byte(i&1 | i>>1&1<<4) }), 0.25},
+		{"fp32 that holds one byte", tensor.F32, all(n, func(i int) byte {
+			if i%4 == 2 { // seven bits of mantissa
+				return byte(i/4) & 0x7f
+			}
+			return 0
+		}), 7. / 32},
+	} {
+		if got := Bound(c.d, c.data) / float64(len(c.data)); math.Abs(got-c.want) > 1e-9 {
+			t.Errorf("%s: %.6f of the bytes, want %.6f", c.name, got, c.want)
+		}
+	}
+	for _, d := range []tensor.DType{tensor.BF16, tensor.F32, tensor.U8} {
+		if got := Bound(d, nil); got != 0 {
+			t.Errorf("%v without bytes: %v", d, got)
+		}
+	}
+	// Generated bf16: (8 + H) / 16 with H from 2.55 to 2.65.
+	w, err := weights.Make(weights.Options{Size: 8 << 20})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := Bound(tensor.BF16, w[0].Data) / float64(len(w[0].Data)); got < 10.55/16 || got > 10.65/16 {
+		t.Errorf("generated bf16: %.4f", got)
+	}
+}
+
+// The first error of parallel work wins, every part is done once otherwise.
+func TestParallel(t *testing.T) {
+	done := make([]int, 1000)
+	if err := Parallel(4, 1000, 7, func(_ int, lo, hi int64) error {
+		for i := lo; i < hi; i++ {
+			done[i]++
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	for i, n := range done {
+		if n != 1 {
+			t.Fatalf("part %d done %d times", i, n)
+		}
+	}
+	boom := errors.New("boom")
+	if err := Parallel(4, 1000, 7, func(int, int64, int64) error { return boom }); err != boom {
+		t.Errorf("got %v", err)
+	}
+}

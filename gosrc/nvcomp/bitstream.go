@@ -1,0 +1,252 @@
+// Package nvcomp is the wing for nvCOMP's bitstreams: it turns buffers into
+// compressed ones and back, many at a time on all cores, by open algorithms,
+// which lie in the packages below, and by X16. There are three kinds of
+// bitstream. The library knows this package alone; what loads and saves files
+// knows nothing of it.
+//
+// Raw is one block of the algorithm and nothing else. WithSize is the length of
+// the content before it, little-endian: u64, or u32 for LZ4, as numcodecs has it.
+// Native is a container of independent chunks, which native.go lays out.
+//
+// Bytes may be hostile: the length of the content is known, and held against
+// what the stored bytes can give at most, before anything is allocated, and
+// every decoder fills exactly its share of the memory or fails. Nothing here keeps a buffer
+// after Run has returned.
+package nvcomp
+
+import (
+	"encoding/binary"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/nvcomp/cascaded"
+	"github.com/overwire/overwire/gosrc/nvcomp/deflate"
+	"github.com/overwire/overwire/gosrc/nvcomp/gdeflate"
+	"github.com/overwire/overwire/gosrc/nvcomp/lz4"
+	"github.com/overwire/overwire/gosrc/nvcomp/snappy"
+	"github.com/overwire/overwire/gosrc/nvcomp/zstd"
+)
+
+// Kind is how a block is wrapped; the numbers are those of nvCOMP's BitstreamKind.
+type Kind int
+
+// The kinds.
+const (
+	Native Kind = iota
+	Raw
+	WithSize
+)
+
+// Algorithm is the number that a Native header has for one: its place in nvCOMP's
+// documented enum nvcompFormatType_t.
+type Algorithm uint8
+
+// The algorithms. X16 is ours: nvCOMP has no such number and refuses it.
+const (
+	LZ4      Algorithm = 0
+	Snappy   Algorithm = 1
+	ANS      Algorithm = 2
+	GDeflate Algorithm = 3
+	Cascaded Algorithm = 4
+	Bitcomp  Algorithm = 5
+	Zstd     Algorithm = 6
+	Deflate  Algorithm = 7
+	Gzip     Algorithm = 8
+	X16      Algorithm = 'X'
+)
+
+// An algorithm is what one can do; blocks nil: only its name is known here.
+type algorithm struct {
+	name     string
+	id       Algorithm
+	maxChunk int64
+	// bound is the most bytes that encode appends for n.
+	bound  func(n int64) int64
+	encode func(dst, src []byte, s *Spec) ([]byte, error)
+	decode func(dst, src []byte) error
+	// size finds the length of the content of a block: exactly.
+	size func(src []byte) (int64, error)
+	// most is cheap: no block of these bytes decodes to more.
+	most func(src []byte) (int64, error)
+}
+
+// maxBlock is the longest chunk of a Native stream.
+const maxBlock = 16 << 20
+
+func ints(f func(int) int) func(int64) int64 { return func(n int64) int64 { return int64(f(int(n))) } }
+
+func times(ratio int64) func([]byte) (int64, error) {
+	return func(src []byte) (int64, error) { return int64(len(src)) * ratio, nil }
+}
+
+func deflated(name string, id Algorithm, gz bool) algorithm {
+	return algorithm{
+		name: name, id: id, maxChunk: maxBlock,
+		bound:  ints(deflate.Bound),
+		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return deflate.Encode(dst, src, s.Level, gz) },
+		decode: func(dst, src []byte) error { return deflate.Decode(dst, src, gz) },
+		size:   func(src []byte) (int64, error) { return deflate.Size(src, gz) },
+		most:   times(deflate.MaxRatio),
+	}
+}
+
+var algorithms = []algorithm{
+	{
+		name: "LZ4", id: LZ4, maxChunk: maxBlock, bound: ints(lz4.Bound),
+		encode: func(dst, src []byte, _ *Spec) ([]byte, error) { return lz4.Encode(dst, src) },
+		decode: lz4.Decode, size: lz4.Size, most: times(255),
+	},
+	{
+		name: "Snappy", id: Snappy, maxChunk: maxBlock, bound: ints(snappy.Bound),
+		encode: func(dst, src []byte, _ *Spec) ([]byte, error) { return snappy.Encode(dst, src) },
+		decode: snappy.Decode, size: snappy.Size, most: times(32),
+	},
+	{
+		name: "Zstd", id: Zstd, maxChunk: maxBlock, bound: ints(zstd.Bound),
+		encode: func(dst, src []byte, _ *Spec) ([]byte, error) { return zstd.Encode(dst, src) },
+		decode: zstd.Decode, size: zstd.Size, most: zstd.Size, // headers only, as nvCOMP and libzstd write them
+	},
+	deflated("Deflate", Deflate, false),
+	deflated("Gzip", Gzip, true),
+	{
+		name: "GDeflate", id: GDeflate, maxChunk: maxBlock, bound: ints(gdeflate.Bound),
+		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return gdeflate.Encode(dst, src, s.Level) },
+		decode: gdeflate.Decode, size: gdeflate.Size, most: times(gdeflate.MaxRatio),
+	},
+	{
+		name: "X16", id: X16, maxChunk: maxBlock, bound: x16Bound,
+		encode: x16Encode, decode: x16Decode, size: x16Size, most: x16Size,
+	},
+	{
+		name: "Cascaded", id: Cascaded, maxChunk: maxBlock, bound: ints(cascaded.Bound),
+		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return cascaded.Encode(dst, src, *s.Cascaded) },
+		decode: cascaded.Decode, size: cascaded.Size, most: times(cascaded.MaxRatio),
+	},
+	{name: "ANS", id: ANS},
+	{name: "Bitcomp", id: Bitcomp},
+}
+
+// Names lists the algorithms that this room encodes and decodes.
+func Names() []string {
+	var names []string
+	for _, a := range algorithms {
+		if a.decode != nil {
+			names = append(names, a.name)
+		}
+	}
+	return names
+}
+
+func closed(a *algorithm) error {
+	return fault.New(fault.ErrNotSupported, "%s streams are not decoded or made here", a.name)
+}
+
+// byName finds an algorithm, whatever the case of its letters.
+func byName(name string) (*algorithm, error) {
+	for i := range algorithms {
+		if a := &algorithms[i]; strings.EqualFold(a.name, name) {
+			if a.decode == nil {
+				return nil, closed(a)
+			}
+			return a, nil
+		}
+	}
+	return nil, fault.New(fault.ErrArgument, "no such algorithm: %q", name)
+}
+
+func byID(id Algorithm) (*algorithm, error) {
+	for i := range algorithms {
+		if a := &algorithms[i]; a.id == id {
+			if a.decode == nil {
+				return nil, closed(a)
+			}
+			return a, nil
+		}
+	}
+	return nil, fault.New(fault.ErrFormat, "a native stream of format %d", id)
+}
+
+// prefix is how many bytes WithSize puts before a block.
+func (a *algorithm) prefix() int {
+	if a.id == LZ4 {
+		return 4
+	}
+	return 8
+}
+
+// length reads what stands before the block of a WithSize stream.
+func length(p []byte) uint64 {
+	if len(p) == 4 {
+		return uint64(binary.LittleEndian.Uint32(p))
+	}
+	return binary.LittleEndian.Uint64(p)
+}
+
+// possible refuses a length that a block cannot have.
+func (a *algorithm) possible(src []byte, n int64) error {
+	most, err := a.most(src)
+	if err != nil {
+		return err
+	}
+	if n < 0 || n > most {
+		return fault.New(fault.ErrCorrupt, "%d bytes of %s cannot decode to %d", len(src), a.name, n)
+	}
+	return nil
+}
+
+// A block is what one call of the algorithm made, and its offset in the content.
+type block struct {
+	src      []byte
+	at, n    int64
+	stored   uint32 // checksums of src and of the content, where the stream has them
+	contents uint32
+}
+
+// A layout is a stream that was looked at and not yet decoded.
+type layout struct {
+	algo   *algorithm
+	size   int64
+	blocks []block
+	// summed: the blocks have checksums, which are to be compared.
+	summed bool
+	// damaged: a checksum says so, that of the header. It is decoded all the same,
+	// for whoever looks at the bytes.
+	damaged bool
+}
+
+// parse looks at a stream: what it is, how long its content is, where its
+// blocks lie. It allocates as many blocks as the stream's own bytes can hold.
+// capacity is the length of the caller's own memory, -1 if there is none.
+func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
+	switch s.Kind {
+	case Native:
+		return parseNative(src, s, algo)
+	case WithSize:
+		if algo == nil {
+			return layout{}, fault.New(fault.ErrArgument, "the algorithm of a stream that is not native must be said")
+		}
+		k := algo.prefix()
+		if len(src) < k {
+			return layout{}, fault.New(fault.ErrCorrupt, "%d bytes have no room for the length of the content", len(src))
+		}
+		n := length(src[:k])
+		rest := src[k:]
+		if n > 1<<62 {
+			return layout{}, fault.New(fault.ErrCorrupt, "a content of %d bytes", n)
+		}
+		if err := algo.possible(rest, int64(n)); err != nil {
+			return layout{}, err
+		}
+		return layout{algo: algo, size: int64(n), blocks: []block{{src: rest, n: int64(n)}}}, nil
+	case Raw:
+		if algo == nil {
+			return layout{}, fault.New(fault.ErrArgument, "the algorithm of a stream that is not native must be said")
+		}
+		n, err := algo.size(src)
+		if err != nil {
+			return layout{}, err
+		}
+		return layout{algo: algo, size: n, blocks: []block{{src: src, n: n}}}, nil
+	}
+	return layout{}, fault.New(fault.ErrArgument, "kind of bitstream %d", s.Kind)
+}

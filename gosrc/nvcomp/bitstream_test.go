@@ -1,0 +1,590 @@
+package nvcomp
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+var kinds = []Kind{Native, Raw, WithSize}
+
+// text is n bytes that compress a little, the same for a seed.
+func text(n int, seed uint64) []byte {
+	r := rand.New(rand.NewPCG(seed, 1))
+	out := make([]byte, 0, n+64)
+	for len(out) < n {
+		if len(out) > 100 && r.IntN(3) > 0 {
+			at := r.IntN(len(out) - 40)
+			out = append(out, out[at:at+4+r.IntN(30)]...)
+		} else {
+			for range 1 + r.IntN(20) {
+				out = append(out, byte(r.IntN(64)))
+			}
+		}
+	}
+	return out[:n:n]
+}
+
+// one runs one buffer and returns a copy of what came out.
+func one(t testing.TB, s Spec, src []byte) ([]byte, error) {
+	t.Helper()
+	out, err := Run(context.Background(), s, []Buffer{{Src: src}})
+	if err != nil {
+		return nil, err
+	}
+	defer Release(out)
+	if out[0].Err != nil {
+		return nil, out[0].Err
+	}
+	if out[0].Bytes == 0 {
+		return nil, nil
+	}
+	return bytes.Clone(out[0].Mem.Slice()), nil
+}
+
+// Every algorithm gives back every content in every kind, the size that it
+// finds is the content's, and no stream is longer than its bound.
+func TestRoundTrip(t *testing.T) {
+	long := 2<<20 + 5
+	if testing.Short() {
+		long = 300_000
+	}
+	whole := text(long, 7)
+	for _, name := range Names() {
+		for _, kind := range kinds {
+			for _, n := range []int{0, 1, 7, 1000, 65535, 65536, 65537, long} {
+				for _, sums := range []bool{false, true} {
+					if sums && kind != Native || n == long && !sums {
+						continue
+					}
+					src := whole[:n:n]
+					s := Spec{Op: OpEncode, Algorithm: name, Kind: kind, Level: 1, Sums: sums}
+					made, err := one(t, s, src)
+					if err != nil {
+						t.Fatalf("%s kind %d %d bytes: %v", name, kind, n, err)
+					}
+					d := Spec{Op: OpDecode, Algorithm: name, Kind: kind}
+					if sums {
+						d.Verify = VerifyAlways
+					}
+					if kind == Native {
+						d.Algorithm = ""
+					}
+					got, err := one(t, d, made)
+					if err != nil || !bytes.Equal(got, src) {
+						t.Fatalf("%s kind %d %d bytes: %d back, %v", name, kind, n, len(got), err)
+					}
+					d.Op, s.Op = OpSize, OpBound
+					size, err := Run(context.Background(), d, []Buffer{{Src: made}})
+					if err != nil || size[0].Err != nil || size[0].Bytes != int64(n) {
+						t.Errorf("%s kind %d: size %d, want %d (%v, %v)", name, kind, size[0].Bytes, n, err, size[0].Err)
+					}
+					s.Sizes = []int64{int64(len(src))}
+					most, _ := Run(context.Background(), s, nil)
+					if int64(len(made)) > most[0].Bytes {
+						t.Errorf("%s kind %d: %d bytes, the bound is %d", name, kind, len(made), most[0].Bytes)
+					}
+				}
+			}
+		}
+	}
+}
+
+// Incompressible bytes stay under the bound, at every level.
+func TestBoundOfNoise(t *testing.T) {
+	noise := make([]byte, 200_001)
+	r := rand.New(rand.NewPCG(3, 3))
+	for i := range noise {
+		noise[i] = byte(r.Uint32())
+	}
+	for _, name := range Names() {
+		for _, kind := range kinds {
+			for level := range 6 {
+				s := Spec{Op: OpEncode, Algorithm: name, Kind: kind, Level: level}
+				made, err := one(t, s, noise)
+				if err != nil {
+					t.Fatal(err)
+				}
+				s.Op = OpBound
+				s.Sizes = []int64{int64(len(noise))}
+				most, _ := Run(context.Background(), s, nil)
+				if int64(len(made)) > most[0].Bytes {
+					t.Errorf("%s kind %d level %d: %d over the bound %d", name, kind, level, len(made), most[0].Bytes)
+				}
+			}
+		}
+	}
+}
+
+// What is written sized begins with the length of the content, in 4 bytes of LZ4 and
+// 8 of others, and is otherwise the raw block.
+func TestSized(t *testing.T) {
+	for _, name := range Names() {
+		for _, src := range [][]byte{nil, {0}, make([]byte, 16), make([]byte, 70_000), text(40, 1), text(70_000, 2)} {
+			made, err := one(t, Spec{Op: OpEncode, Algorithm: name, Kind: WithSize}, src)
+			if err != nil {
+				t.Fatal(err)
+			}
+			want := binary.LittleEndian.AppendUint64(nil, uint64(len(src)))
+			if name == "LZ4" {
+				want = want[:4]
+			}
+			raw, _ := one(t, Spec{Op: OpEncode, Algorithm: name, Kind: Raw}, src)
+			if !bytes.Equal(made, append(want, raw...)) {
+				t.Errorf("%s of %d bytes: % x", name, len(src), made[:min(len(made), 20)])
+			}
+		}
+	}
+}
+
+// The last sequence of an LZ4 block has no match: what its token says of the length of
+// one means nothing, and other writers leave bits there.
+func TestLastTokenOfLZ4(t *testing.T) {
+	for _, c := range []struct {
+		before, last string
+		want         string
+	}{
+		{"", "\x10z", "z"},
+		{"", "\x70bcdefgh", "bcdefgh"},
+		{"\x18a\x01\x00", "\xC0bcdefghijklm", "aaaaaaaaaaaaabcdefghijklm"}, // a, and 12 of it again
+	} {
+		for bits := range 16 {
+			src := []byte(c.before + c.last)
+			src[len(c.before)] |= byte(bits)
+			if got, err := one(t, Spec{Op: OpDecode, Algorithm: "LZ4", Kind: Raw}, src); err != nil || string(got) != c.want {
+				t.Errorf("%x: %q, %v", src, got, err)
+			}
+		}
+	}
+}
+
+// The algorithms of nvCOMP's open release, and the bytes of their own headers.
+var ownOpen = map[string]int{"GDeflate": 4, "LZ4": 4, "Snappy": 1, "Cascaded": 24}
+
+// openStream lays a content out as nvCOMP 2.2 does: chunks in any order and without
+// gaps, room for checksums that are flagged and private.
+func openStream(t testing.TB, a *algorithm, own int, src []byte, step int) []byte {
+	le := binary.LittleEndian
+	var chunks [][]byte
+	for at := 0; at < len(src); at += step {
+		made, err := one(t, Spec{Op: OpEncode, Algorithm: a.name, Kind: Raw, Level: 1}, src[at:min(at+step, len(src))])
+		if err != nil {
+			t.Fatal(err)
+		}
+		chunks = append(chunks, made)
+	}
+	n, first := len(chunks), (64+own+7)&^7
+	head := make([]byte, first+24*n)
+	var payload []byte
+	for i := n - 1; i >= 0; i-- {
+		le.PutUint64(head[first+8*i:], uint64(len(payload)))
+		le.PutUint64(head[first+8*(n+i):], uint64(len(chunks[i])))
+		payload = append(payload, chunks[i]...)
+	}
+	head[4], head[5], head[6] = 2, 2, byte(a.id)
+	le.PutUint64(head[8:], uint64(len(payload)))
+	le.PutUint64(head[16:], uint64(len(src)))
+	le.PutUint64(head[24:], uint64(n))
+	head[32], head[44], head[45] = 1, 1, 1
+	le.PutUint64(head[48:], uint64(step))
+	le.PutUint32(head[56:], uint32(len(head)))
+	return append(head, payload...)
+}
+
+// Streams of nvCOMP 2.2, the last release that was open, are read; their private
+// checksums are refused by name where they are asked for.
+func TestStreamsOfTheOpenRelease(t *testing.T) {
+	le := binary.LittleEndian
+	src := text(150_000, 8)
+	for name, own := range ownOpen {
+		a, err := byName(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		made := openStream(t, a, own, src, 65536)
+		if got, err := one(t, Spec{Op: OpDecode}, made); err != nil || !bytes.Equal(got, src) {
+			t.Errorf("%s: %d bytes, %v", name, len(got), err)
+		}
+		if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyIfPresent}, made); !errors.Is(err, fault.ErrNotSupported) {
+			t.Errorf("%s: private checksums: %v", name, err)
+		}
+		le.PutUint32(made[56:], uint32((64+own+7)&^7+8*3))
+		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrCorrupt) {
+			t.Errorf("%s without room for its tables: %v", name, err)
+		}
+		made[4] = 0
+		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrFormat) {
+			t.Errorf("%s of no version: %v", name, err)
+		}
+	}
+}
+
+// A stream of another writer is refused, and the error names what reads it.
+func TestStreamsOfOthers(t *testing.T) {
+	made, err := one(t, Spec{Op: OpEncode, Algorithm: "LZ4", Sums: true}, text(1000, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for what, change := range map[string]func(p []byte){
+		"another magic":        func(p []byte) { copy(p, "\x12\x34\x56\x78\x06") },
+		"zeros":                func(p []byte) { clear(p[:8]) },
+		"2.2's of version 5":   func(p []byte) { copy(p, "\x00\x00\x00\x00\x05") },
+		"a changed first byte": func(p []byte) { p[0] ^= 1 },
+	} {
+		theirs := bytes.Clone(made)
+		change(theirs)
+		for _, op := range []string{OpDecode, OpSize} {
+			_, err := one(t, Spec{Op: op}, theirs)
+			if !errors.Is(err, fault.ErrFormat) || !strings.Contains(err.Error(), "nvidia-nvcomp-cu13") {
+				t.Errorf("%s, %s: %v", what, op, err)
+			}
+		}
+	}
+	made[4] = 2
+	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrFormat) || !strings.Contains(err.Error(), "later overwire") {
+		t.Errorf("a layout of the future: %v", err)
+	}
+}
+
+// The header and the tables behind it, field for field.
+func TestNativeLayout(t *testing.T) {
+	le := binary.LittleEndian
+	src := text(10_000, 1)
+	for _, name := range Names() {
+		for _, sums := range []bool{false, true} {
+			made, err := one(t, Spec{Op: OpEncode, Algorithm: name, Chunk: 4096, Sums: sums}, src)
+			if err != nil {
+				t.Fatal(err)
+			}
+			a, _ := byName(name)
+			offset, flag := 64+3*16, byte(0)
+			if sums {
+				offset, flag = 64+3*24, 1
+			}
+			if name == "X16" && offset%16 == 0 {
+				offset += 8
+			}
+			if string(made[:8]) != "OWBS\x01\x00"+string(rune(a.id))+"\x00" || made[32] != 1 || made[44] != flag || made[45] != flag {
+				t.Errorf("%s: begins with % x", name, made[:48])
+			}
+			got := []uint64{le.Uint64(made[8:]), le.Uint64(made[16:]), le.Uint64(made[24:]), le.Uint64(made[48:]), uint64(le.Uint32(made[56:]))}
+			if want := []uint64{uint64(len(made) - offset), 10_000, 3, 4096, uint64(offset)}; !slices.Equal(got, want) {
+				t.Errorf("%s: %d, want %d", name, got, want)
+			}
+			for i := range 3 {
+				off, size := le.Uint64(made[64+8*i:]), le.Uint64(made[88+8*i:])
+				content := src[4096*i : min(4096*(i+1), len(src))]
+				block := made[uint64(offset)+off:][:size]
+				if got, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: Raw}, block); err != nil || !bytes.Equal(got, content) {
+					t.Errorf("%s: chunk %d: %v", name, i, err)
+				}
+				if sums && (le.Uint32(made[112+4*i:]) != crc32.ChecksumIEEE(block) || le.Uint32(made[124+4*i:]) != crc32.ChecksumIEEE(content)) {
+					t.Errorf("%s: chunk %d has other checksums than CRC-32", name, i)
+				}
+			}
+		}
+	}
+}
+
+// Buffers with memory of their own land there, one that is too small is an
+// error of its own, and the rest of the batch is done.
+func TestOwnMemory(t *testing.T) {
+	src := text(100_000, 1)
+	made, err := one(t, Spec{Op: OpEncode, Algorithm: "Zstd"}, src)
+	if err != nil {
+		t.Fatal(err)
+	}
+	big, small := make([]byte, len(src)+9), make([]byte, len(src)-1)
+	out, err := Run(context.Background(), Spec{Op: OpDecode}, []Buffer{
+		{Src: made, Dst: big, Own: true}, {Src: made, Dst: small, Own: true}, {Src: []byte("no stream")}, {Src: made},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer Release(out)
+	if out[0].Err != nil || !bytes.Equal(big[:len(src)], src) || out[0].Mem.Block != nil || !bytes.Equal(big[len(src):], make([]byte, 9)) {
+		t.Errorf("own memory: %+v", out[0])
+	}
+	if !errors.Is(out[1].Err, fault.ErrArgument) || !errors.Is(out[2].Err, fault.ErrFormat) {
+		t.Errorf("errors: %v, %v", out[1].Err, out[2].Err)
+	}
+	if out[3].Err != nil || !bytes.Equal(out[3].Mem.Slice(), src) {
+		t.Errorf("the last: %v", out[3].Err)
+	}
+}
+
+// A stream with checksums is refused when any byte of a chunk, or a sum, has
+// changed; the content's length stays, so that it can be looked at.
+func TestChecksums(t *testing.T) {
+	src := text(150_000, 5)
+	made, err := one(t, Spec{Op: OpEncode, Algorithm: "Snappy", Sums: true}, src)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for at := range made {
+		if at > 300 && at%97 != 0 {
+			continue
+		}
+		bad := bytes.Clone(made)
+		bad[at] ^= 4
+		out, err := Run(context.Background(), Spec{Op: OpDecode, Verify: VerifyAlways}, []Buffer{{Src: bad}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if out[0].Err == nil && at < len(made)-8 { // the last may be padding
+			t.Errorf("a flip at %d went unseen", at)
+		}
+		if at >= 64+3*16 && at < len(made)-8 && (!errors.Is(out[0].Err, fault.ErrCorrupt) || !out[0].Summed || out[0].Bytes != int64(len(src))) {
+			t.Errorf("a flip at %d: %+v", at, out[0])
+		}
+		Release(out)
+	}
+	plain, _ := one(t, Spec{Op: OpEncode, Algorithm: "Snappy"}, src)
+	if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, plain); !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("a stream without checksums: %v", err)
+	}
+	if got, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, made); err != nil || !bytes.Equal(got, src) {
+		t.Errorf("as it was made: %v", err)
+	}
+}
+
+// typed holds an error to the classes that bytes may cause.
+func typed(t testing.TB, what string, err error) {
+	t.Helper()
+	if err != nil && !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrFormat) &&
+		!errors.Is(err, fault.ErrNotSupported) && !errors.Is(err, fault.ErrArgument) {
+		t.Fatalf("%s: %v", what, err)
+	}
+}
+
+// No truncation of a stream decodes, and no flip of a bit does worse than a
+// typed error or other bytes of the same length, in memory of that length.
+func TestDamage(t *testing.T) {
+	src := text(700, 9)
+	for _, name := range Names() {
+		for _, kind := range kinds {
+			made, err := one(t, Spec{Op: OpEncode, Algorithm: name, Kind: kind, Chunk: 256, Level: 2}, src)
+			if err != nil {
+				t.Fatal(err)
+			}
+			d := Spec{Op: OpDecode, Algorithm: name, Kind: kind}
+			for n := range made {
+				if kind == Native && n >= len(made)-8 { // may be padding
+					break
+				}
+				got, err := one(t, d, made[:n])
+				typed(t, "truncated", err)
+				// A raw block of LZ4, cut between two sequences, is one still.
+				if err == nil && !(name == "LZ4" && kind == Raw && len(got) < len(src)) {
+					t.Fatalf("%s kind %d cut at %d of %d decodes to %d", name, kind, n, len(made), len(got))
+				}
+			}
+			bad := bytes.Clone(made)
+			step := 1
+			if testing.Short() { // under the race detector
+				step = 41
+			}
+			for bit := 0; bit < 8*len(made); bit += step {
+				bad[bit/8] ^= 1 << (bit % 8)
+				_, err := one(t, d, bad)
+				typed(t, fmt.Sprintf("%s kind %d bit %d", name, kind, bit), err)
+				bad[bit/8] ^= 1 << (bit % 8)
+			}
+		}
+	}
+}
+
+// Lengths that the stored bytes cannot have are refused before any memory is
+// taken for them.
+func TestBombs(t *testing.T) {
+	le := binary.LittleEndian
+	src := text(10_000, 2)
+	for _, name := range Names() {
+		made, err := one(t, Spec{Op: OpEncode, Algorithm: name, Kind: WithSize, Level: 1}, src)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if name == "LZ4" {
+			le.PutUint32(made, 1<<31)
+		} else {
+			le.PutUint64(made, 1<<45)
+		}
+		if _, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: WithSize}, made); !errors.Is(err, fault.ErrCorrupt) {
+			t.Errorf("%s: %v", name, err)
+		}
+		made, _ = one(t, Spec{Op: OpEncode, Algorithm: name, Level: 1}, src)
+		for _, huge := range []uint64{1 << 40, 1 << 63, 1<<64 - 1} {
+			le.PutUint64(made[16:], huge)
+			le.PutUint64(made[48:], huge)
+			if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrCorrupt) {
+				t.Errorf("%s native of %d: %v", name, huge, err)
+			}
+		}
+	}
+	// Chunks that all point to the same bytes.
+	made, _ := one(t, Spec{Op: OpEncode, Algorithm: "LZ4", Chunk: 4096}, make([]byte, 40_960))
+	off, sizes := made[64:144], made[144:224]
+	for i := range 10 {
+		le.PutUint64(off[8*i:], 0)
+		le.PutUint64(sizes[8*i:], le.Uint64(sizes)+8)
+	}
+	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrCorrupt) {
+		t.Errorf("overlapping chunks: %v", err)
+	}
+}
+
+// No integer of a stream, its header, tables or block (Gzip's own among them), gets
+// more than an error of a class, whatever it is set to.
+func TestIntegers(t *testing.T) {
+	src := text(1_000, 3)
+	for _, name := range Names() {
+		for _, kind := range kinds {
+			made, err := one(t, Spec{Op: OpEncode, Algorithm: name, Kind: kind, Chunk: 512, Level: 1}, src)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for at := range min(len(made), 140) {
+				for _, width := range []int{2, 4, 8} {
+					for _, v := range []uint64{0, 1, 1 << 31, 1 << 32, 1<<63 - 64, 1 << 63, 1<<64 - 1} {
+						bad := bytes.Clone(made)
+						for k := range min(width, len(bad)-at) {
+							bad[at+k] = byte(v >> (8 * k))
+						}
+						_, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: kind}, bad)
+						typed(t, fmt.Sprintf("%s kind %d: %d bytes at %d = %d", name, kind, width, at, v), err)
+					}
+				}
+			}
+		}
+	}
+}
+
+// What is done at once is little, also where hostile bytes promise or hold much.
+func TestQuick(t *testing.T) {
+	src := text(100_000, 3)
+	for _, c := range []struct {
+		what string
+		s    Spec
+		src  []byte
+		want bool
+	}{
+		{"a small encode", Spec{Op: OpEncode, Algorithm: "Zstd"}, src, true},
+		{"a large encode", Spec{Op: OpEncode, Algorithm: "LZ4"}, make([]byte, alone+1), false},
+		{"a size", Spec{Op: OpSize, Algorithm: "LZ4", Kind: Raw}, src, true},
+		{"what may be a bomb of GDeflate", Spec{Op: OpSize, Algorithm: "GDeflate", Kind: Raw}, src, false},
+		{"what may be a bomb of Zstd", Spec{Op: OpDecode, Algorithm: "Zstd", Kind: Raw}, src, false},
+		{"what says how little it is", Spec{Op: OpDecode, Algorithm: "Zstd", Kind: WithSize}, []byte{9, 0, 0, 0, 0, 0, 0, 0, 1}, true},
+		{"no stream at all", Spec{Op: OpDecode}, src, true},
+		{"no algorithm", Spec{Op: OpDecode, Kind: Raw}, src, true},
+	} {
+		if got := Quick(&c.s, []Buffer{{Src: c.src}}); got != c.want {
+			t.Errorf("%s: %v", c.what, got)
+		}
+	}
+	made, err := one(t, Spec{Op: OpEncode, Algorithm: "GDeflate", Level: 1}, make([]byte, 40<<20))
+	if err != nil || len(made) > alone {
+		t.Fatalf("%d bytes, %v", len(made), err)
+	}
+	if Quick(&Spec{Op: OpDecode}, []Buffer{{Src: made}}) {
+		t.Error("40 MB of zeros are decoded at once")
+	}
+}
+
+// Specs that make no sense are the caller's mistake, and names that only
+// nvCOMP decodes are not supported.
+func TestSpecs(t *testing.T) {
+	for _, c := range []struct {
+		s    Spec
+		want error
+	}{
+		{Spec{Op: "x", Algorithm: "LZ4"}, fault.ErrArgument},
+		{Spec{Op: OpEncode}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "nope"}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "ANS"}, fault.ErrNotSupported},
+		{Spec{Op: OpDecode, Algorithm: "bitcomp"}, fault.ErrNotSupported},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Chunk: -1}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Chunk: 1 << 30}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Kind: Raw, Sums: true}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Kind: 3}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "GZIP", Level: 6}, fault.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "X16", DType: "F17"}, fault.ErrArgument},
+	} {
+		if out, err := Run(context.Background(), c.s, []Buffer{{Src: []byte("abc")}}); !errors.Is(err, c.want) {
+			t.Errorf("%+v: %v, %v", c.s, out, err)
+		}
+	}
+	if _, err := one(t, Spec{Op: OpDecode, Kind: Raw}, []byte("abc")); !errors.Is(err, fault.ErrArgument) {
+		t.Errorf("raw without an algorithm: %v", err)
+	}
+	if out, err := Run(context.Background(), Spec{Op: OpDecode}, nil); err != nil || len(out) != 0 {
+		t.Errorf("no buffers: %v, %v", out, err)
+	}
+}
+
+// A cancelled run ends with the context's error, and no worker is left.
+func TestCancel(t *testing.T) {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	src := text(4<<20, 4)
+	if out, err := Run(ctx, Spec{Op: OpEncode, Algorithm: "Zstd"}, []Buffer{{Src: src}}); !errors.Is(err, context.Canceled) {
+		t.Errorf("%v, %v", out, err)
+	}
+	if n := spawn.Left(); len(n) != 0 {
+		t.Fatalf("left: %v", n)
+	}
+}
+
+// FuzzDecode gives every open format bytes of a stranger: a typed error or a
+// content, never a panic, and never memory that the bytes cannot fill.
+func FuzzDecode(f *testing.F) {
+	src := text(600, 11)
+	for i, name := range Names() {
+		for k, kind := range kinds {
+			made, err := one(f, Spec{Op: OpEncode, Algorithm: name, Kind: kind, Chunk: 256, Sums: kind == Native, Level: 1}, src)
+			if err != nil {
+				f.Fatal(err)
+			}
+			f.Add(uint8(i), uint8(k), made)
+		}
+	}
+	for name, own := range ownOpen {
+		a, _ := byName(name)
+		f.Add(uint8(slices.Index(Names(), name)), uint8(0), openStream(f, a, own, src, 256))
+	}
+	f.Fuzz(func(t *testing.T, algo, kind uint8, src []byte) {
+		names := Names()
+		s := Spec{Op: OpDecode, Kind: kinds[int(kind)%len(kinds)], Verify: []string{VerifyNever, VerifyIfPresent, VerifyAlways}[kind/8%3]}
+		if s.Kind != Native || kind&64 != 0 {
+			s.Algorithm = names[int(algo)%len(names)]
+		}
+		s.Op = OpSize
+		size, err := Run(context.Background(), s, []Buffer{{Src: src}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		typed(t, "size", size[0].Err)
+		if size[0].Err != nil || size[0].Bytes > 4<<20 {
+			return
+		}
+		s.Op = OpDecode
+		out, err := Run(context.Background(), s, []Buffer{{Src: src}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer Release(out)
+		typed(t, "decode", out[0].Err)
+		if out[0].Bytes != size[0].Bytes {
+			t.Fatalf("%d bytes, %d were declared", out[0].Bytes, size[0].Bytes)
+		}
+	})
+}

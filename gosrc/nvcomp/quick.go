@@ -1,0 +1,55 @@
+package nvcomp
+
+// This file tells which batches end at once.
+
+// quickBytes is the most content of a quick Run: some tens of milliseconds of
+// the slowest decoder.
+const quickBytes = 32 << 20
+
+// Quick says whether Run ends so soon that nobody need be able to interrupt
+// it, and mostly without goroutines: little goes in, and no decoder can make
+// much of it, whatever its bytes say.
+func Quick(s *Spec, in []Buffer) bool {
+	n := total(in)
+	if n > alone || s.Op == OpEncode || s.Op == OpBound {
+		return n <= alone
+	}
+	var most int64
+	for i := range in {
+		most += worst(s, in[i].Src)
+	}
+	return most <= quickBytes
+}
+
+// worst is the most bytes that decoding or measuring src goes through.
+func worst(s *Spec, src []byte) int64 {
+	limit := int64(1) << 40
+	a, _ := byName(s.Algorithm)
+	switch {
+	case s.Kind == Native:
+		h, err := parseHeader(src)
+		if err != nil {
+			return 0
+		}
+		a, _ = byID(h.format)
+		limit = int64(min(h.size, 1<<40))
+	case s.Kind == WithSize && a != nil && len(src) >= a.prefix():
+		limit = int64(min(length(src[:a.prefix()]), 1<<40))
+	}
+	if a == nil {
+		return 0 // an error
+	}
+	return min(limit, int64(len(src))*a.ratio())
+}
+
+// ratio is more than one byte of a block can stand for.
+func (a *algorithm) ratio() int64 {
+	switch a.id {
+	case Zstd:
+		return 128 << 10 / 4 // a block of one byte, repeated
+	case X16:
+		return 1 << 20
+	}
+	n, _ := a.most(make([]byte, 1))
+	return n
+}

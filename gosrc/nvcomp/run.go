@@ -1,0 +1,500 @@
+package nvcomp
+
+// This file is the verb: a batch of buffers through one algorithm, on all cores.
+
+import (
+	"context"
+	"encoding/binary"
+	"hash/crc32"
+	"runtime"
+	"sync"
+	"sync/atomic"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/nvcomp/cascaded"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// What Run does with each buffer.
+const (
+	OpEncode = "encode"
+	OpDecode = "decode"
+	OpSize   = "size"  // of the content of a stream
+	OpBound  = "bound" // the most bytes that encoding gives
+)
+
+// When decoding compares the checksums of a Native stream.
+const (
+	VerifyNever     = ""
+	VerifyIfPresent = "present"
+	VerifyAlways    = "always" // a stream without them is an error
+)
+
+// Default content bytes of a chunk: 64 KiB as nvCOMP's, and what X16 gains most with.
+const (
+	defaultChunk    = 64 << 10
+	defaultChunkX16 = 1 << 20
+)
+
+// A Spec says what to do. The zero value of each field but Op is a good default.
+type Spec struct {
+	Op        string            `json:"op"`
+	Algorithm string            `json:"algorithm"` // "": what a Native stream says
+	Kind      Kind              `json:"kind"`
+	Chunk     int64             `json:"chunk"`    // content bytes of a Native chunk; 0: the algorithm's own
+	Level     int               `json:"level"`    // Deflate, Gzip, GDeflate: nvCOMP's algorithm_type
+	DType     string            `json:"dtype"`    // X16: what the bytes are, as safetensors has it; "": found out
+	Cascaded  *cascaded.Options `json:"cascaded"` // nil: cascaded.Default; elements are what DType says, or bytes
+	Sums      bool              `json:"sums"`     // encode: Native streams get checksums
+	Verify    string            `json:"verify"`
+	Sizes     []int64           `json:"sizes"` // OpBound: lengths of contents, instead of buffers
+
+	transform uint8
+}
+
+// A Buffer is one input, and the caller's own memory for its output, if Own.
+type Buffer struct {
+	Src, Dst []byte
+	Own      bool
+}
+
+// A Result is what became of one Buffer. Mem is the receiver's, and zero where
+// the buffer had memory of its own. Err leaves Mem and Bytes as they are: bytes
+// that are wrong may still be looked at.
+type Result struct {
+	Mem    device.Memory
+	Bytes  int64
+	Err    error
+	Summed bool // its checksums were compared
+}
+
+// Release gives back what nobody has taken.
+func Release(results []Result) {
+	for i := range results {
+		results[i].Mem.Release()
+		results[i].Mem = device.Memory{}
+	}
+}
+
+// Run does what s says with every buffer, on all cores. What is wrong with one
+// of them is its own Err and leaves the others alone; an error of Run is the
+// Spec's, or for want of memory, and then there are no results.
+func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
+	var algo *algorithm
+	if s.Algorithm != "" {
+		var err error
+		if algo, err = byName(s.Algorithm); err != nil {
+			return nil, err
+		}
+	}
+	if s.Op != OpDecode && s.Op != OpSize {
+		if algo == nil {
+			return nil, fault.New(fault.ErrArgument, "an algorithm must be said")
+		}
+		if s.Chunk == 0 {
+			s.Chunk = defaultChunk
+			if algo.id == X16 {
+				s.Chunk = defaultChunkX16
+			}
+		}
+		if s.Chunk < 1 || s.Chunk > algo.maxChunk {
+			return nil, fault.New(fault.ErrArgument, "chunks of %d bytes: %s takes 1 to %d", s.Chunk, algo.name, algo.maxChunk)
+		}
+		if s.Sums && s.Kind != Native {
+			return nil, fault.New(fault.ErrArgument, "only native streams have checksums")
+		}
+	}
+	if s.Kind < Native || s.Kind > WithSize {
+		return nil, fault.New(fault.ErrArgument, "kind of bitstream %d", s.Kind)
+	}
+	switch s.Op {
+	case OpEncode:
+		return encodeAll(ctx, &s, algo, in)
+	case OpDecode:
+		return decodeAll(ctx, &s, algo, in)
+	case OpSize:
+		out := make([]Result, len(in))
+		err := each(ctx, len(in), total(in), func(i int) {
+			var l layout
+			l, out[i].Err = parse(in[i].Src, &s, algo)
+			out[i].Bytes = l.size
+		})
+		return out, err
+	case OpBound:
+		out := make([]Result, len(s.Sizes))
+		for i, n := range s.Sizes {
+			if n < 0 || n > 1<<50 {
+				return nil, fault.New(fault.ErrArgument, "a content of %d bytes", n)
+			}
+			out[i].Bytes = bound(&s, algo, n)
+		}
+		return out, nil
+	}
+	return nil, fault.New(fault.ErrArgument, "op %q", s.Op)
+}
+
+func total(in []Buffer) (n int64) {
+	for i := range in {
+		n += int64(len(in[i].Src))
+	}
+	return n
+}
+
+// maxWhole is the longest content of one block: LZ4's own limit.
+const maxWhole = 0x7E000000
+
+// alone is the work, in bytes, below which starting goroutines costs more than
+// it saves.
+const alone = 256 << 10
+
+// each calls fn for 0 to n-1, on all cores if there are bytes enough. fn keeps
+// its own errors; each returns the context's, or a panic's.
+func each(ctx context.Context, n int, bytes int64, fn func(i int)) error {
+	workers := knob.Threads.Get()
+	if workers <= 0 {
+		workers = runtime.GOMAXPROCS(0)
+	}
+	workers = min(workers, n)
+	if bytes < alone {
+		workers = 1
+	}
+	var next atomic.Int64
+	work := func() error {
+		for {
+			i := int(next.Add(1)) - 1
+			if i >= n {
+				return nil
+			}
+			if ctx.Err() != nil {
+				return ctx.Err()
+			}
+			fn(i)
+		}
+	}
+	if workers <= 1 {
+		return work()
+	}
+	errs := make([]error, workers)
+	var wg sync.WaitGroup
+	for w := range workers - 1 {
+		wg.Add(1)
+		spawn.Go("codec", func() {
+			defer wg.Done()
+			errs[w+1] = fault.New(fault.ErrEngine, "a worker did not end")
+			errs[w+1] = work()
+		})
+	}
+	errs[0] = spawn.Guard("codec", work) // a panic must not leave the others behind
+	wg.Wait()
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// place gives every buffer its output: its own memory, or new. Buffers with an
+// Err get none.
+func place(in []Buffer, out []Result) ([][]byte, error) {
+	sizes := make([]int64, len(in))
+	for i := range in {
+		switch {
+		case out[i].Err != nil:
+		case !in[i].Own:
+			sizes[i] = out[i].Bytes
+		case int64(len(in[i].Dst)) < out[i].Bytes:
+			out[i].Err = fault.New(fault.ErrArgument, "the output has %d bytes, %d are needed", len(in[i].Dst), out[i].Bytes)
+		}
+	}
+	mem, err := cpu.Alloc(sizes)
+	if err != nil {
+		return nil, err
+	}
+	dst := make([][]byte, len(in))
+	for i := range in {
+		switch {
+		case out[i].Err != nil:
+		case in[i].Own:
+			dst[i] = in[i].Dst[:out[i].Bytes:out[i].Bytes]
+		default:
+			out[i].Mem = mem[i]
+			if sizes[i] > 0 {
+				dst[i] = mem[i].Slice()
+			}
+		}
+	}
+	return dst, nil
+}
+
+func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Result, error) {
+	out := make([]Result, len(in))
+	layouts := make([]layout, len(in))
+	err := each(ctx, len(in), total(in), func(i int) {
+		layouts[i], out[i].Err = parse(in[i].Src, s, algo)
+		out[i].Bytes, out[i].Summed = layouts[i].size, layouts[i].summed
+	})
+	if err != nil {
+		return nil, err
+	}
+	dst, err := place(in, out)
+	if err != nil {
+		return nil, err
+	}
+	type task struct{ buffer, block int32 }
+	var tasks []task
+	var bytes int64
+	for i := range layouts {
+		if dst[i] == nil && out[i].Bytes > 0 || out[i].Err != nil {
+			continue
+		}
+		bytes += out[i].Bytes
+		for k := range layouts[i].blocks {
+			tasks = append(tasks, task{int32(i), int32(k)})
+		}
+	}
+	var mu sync.Mutex
+	err = each(ctx, len(tasks), bytes, func(t int) {
+		i, k := tasks[t].buffer, tasks[t].block
+		l := &layouts[i]
+		p := &l.blocks[k]
+		to := dst[i][p.at : p.at+p.n : p.at+p.n]
+		err := decodeBlock(l, to, p)
+		if err != nil {
+			mu.Lock()
+			if out[i].Err == nil {
+				out[i].Err = &fault.At{Verb: "decode", Chunk: int64(k), Offset: -1, Err: err}
+			}
+			mu.Unlock()
+		}
+	})
+	if err != nil {
+		Release(out)
+		return nil, err
+	}
+	for i := range layouts {
+		if layouts[i].damaged && out[i].Err == nil {
+			out[i].Err = fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
+		}
+	}
+	return out, nil
+}
+
+func decodeBlock(l *layout, to []byte, p *block) error {
+	if l.summed && crc32.ChecksumIEEE(p.src) != p.stored {
+		// The bytes are for whoever looks at them all the same.
+		_ = l.algo.decode(to, p.src)
+		return fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
+	}
+	if err := l.algo.decode(to, p.src); err != nil {
+		return err
+	}
+	if l.summed && crc32.ChecksumIEEE(to) != p.contents {
+		return fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
+	}
+	return nil
+}
+
+// bound is the most bytes that a stream of n bytes has.
+func bound(s *Spec, algo *algorithm, n int64) int64 {
+	switch s.Kind {
+	case Native:
+		chunks := sizes.CeilDiv(n, s.Chunk)
+		return nativeTables(algo, chunks, s.Sums) + chunks*algo.padded(algo.bound(min(n, s.Chunk)))
+	case WithSize:
+		return int64(algo.prefix()) + algo.bound(n)
+	}
+	return algo.bound(n)
+}
+
+// An encoding is one block to be made: bytes from to to of a buffer.
+type encoding struct {
+	buffer   int32
+	block    int32
+	from, to int64
+}
+
+// encodeAll makes every buffer's blocks on all cores, and joins those of a
+// buffer in its output.
+func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Result, error) {
+	d, known, err := settle(s, algo)
+	if err != nil {
+		return nil, err
+	}
+	out := make([]Result, len(in))
+	blocks := make([][][]byte, len(in))
+	sums := make([][][2]uint32, len(in))
+	specs := make([]Spec, len(in))
+	tasks := divide(s, algo, in, out)
+	count := make([]int, len(in))
+	for _, t := range tasks {
+		count[t.buffer]++
+	}
+	for i, n := range count {
+		specs[i], blocks[i] = *s, make([][]byte, n)
+		if s.Sums {
+			sums[i] = make([][2]uint32, n)
+		}
+	}
+	if algo.id == X16 {
+		if err := each(ctx, len(in), total(in), func(i int) {
+			specs[i].transform = transformFor(d, known, in[i].Src)
+		}); err != nil {
+			return nil, err
+		}
+	}
+	var mu sync.Mutex
+	err = each(ctx, len(tasks), total(in), func(t int) {
+		x := tasks[t]
+		from := in[x.buffer].Src[x.from:x.to]
+		made, err := algo.encode(nil, from, &specs[x.buffer])
+		if err != nil {
+			mu.Lock()
+			if out[x.buffer].Err == nil {
+				out[x.buffer].Err = &fault.At{Verb: "encode", Chunk: int64(x.block), Offset: x.from, Err: err}
+			}
+			mu.Unlock()
+			return
+		}
+		blocks[x.buffer][x.block] = made
+		if s.Sums {
+			sums[x.buffer][x.block] = [2]uint32{crc32.ChecksumIEEE(made), crc32.ChecksumIEEE(from)}
+		}
+	})
+	if err != nil {
+		return nil, err
+	}
+	for i := range in {
+		if out[i].Err == nil {
+			out[i].Bytes = joined(s, algo, blocks[i])
+		}
+	}
+	dst, err := place(in, out)
+	if err != nil {
+		return nil, err
+	}
+	err = each(ctx, len(in), total(in), func(i int) {
+		if out[i].Err == nil {
+			join(dst[i], &specs[i], algo, int64(len(in[i].Src)), blocks[i], sums[i])
+		}
+		blocks[i] = nil
+	})
+	if err != nil {
+		Release(out)
+		return nil, err
+	}
+	return out, nil
+}
+
+// settle fills in what the Spec leaves to the algorithm, and refuses what the
+// algorithm cannot do. known says whether the Spec names a dtype: d.
+func settle(s *Spec, algo *algorithm) (d tensor.DType, known bool, err error) {
+	if s.DType != "" {
+		if d, known = tensor.ParseDType(s.DType); !known {
+			return d, false, fault.New(fault.ErrArgument, "no such dtype: %q", s.DType)
+		}
+	}
+	if algo.id == Cascaded {
+		o := cascaded.Default(0)
+		if s.Cascaded != nil {
+			o = *s.Cascaded
+		}
+		o.Type = elements(d)
+		s.Cascaded = &o
+		if s.Kind == Native && s.Chunk%int64(s.Cascaded.Type.Size()) != 0 {
+			return d, known, fault.New(fault.ErrArgument, "chunks of %d bytes are no whole number of elements of %d", s.Chunk, s.Cascaded.Type.Size())
+		}
+	}
+	switch algo.id {
+	case Deflate, Gzip, GDeflate, Cascaded:
+		_, err = algo.encode(nil, nil, s) // the level, or the options, are the Spec's mistake
+	}
+	return d, known, err
+}
+
+// divide cuts the buffers into blocks, in order. One too long for its kind of
+// stream gets its error in out, and no block.
+func divide(s *Spec, algo *algorithm, in []Buffer, out []Result) (tasks []encoding) {
+	for i := range in {
+		n := int64(len(in[i].Src))
+		if s.Kind != Native && n > maxWhole {
+			out[i].Err = fault.New(fault.ErrArgument, "%d bytes are too many for one block of %s: use a native stream", n, algo.name)
+			continue
+		}
+		step, count := s.Chunk, int(sizes.CeilDiv(n, max(s.Chunk, 1)))
+		if s.Kind != Native {
+			step, count = max(n, 1), 1 // an empty block is a block
+		}
+		for k := range count {
+			at := int64(k) * step
+			tasks = append(tasks, encoding{int32(i), int32(k), at, min(at+step, n)})
+		}
+	}
+	return tasks
+}
+
+// elements is Cascaded's type for a dtype: bytes where it has none, as for the
+// zero value that stands for no dtype.
+func elements(d tensor.DType) cascaded.Type {
+	switch d {
+	case tensor.I8:
+		return cascaded.Char
+	case tensor.I16:
+		return cascaded.Short
+	case tensor.U16, tensor.F16, tensor.BF16:
+		return cascaded.UShort
+	case tensor.I32:
+		return cascaded.Int
+	case tensor.U32, tensor.F32:
+		return cascaded.UInt
+	case tensor.I64:
+		return cascaded.LongLong
+	case tensor.U64, tensor.F64:
+		return cascaded.ULongLong
+	}
+	return cascaded.UChar
+}
+
+// joined is the length of a stream of these blocks.
+func joined(s *Spec, algo *algorithm, blocks [][]byte) int64 {
+	switch s.Kind {
+	case Native:
+		n := nativeTables(algo, int64(len(blocks)), s.Sums)
+		for _, p := range blocks {
+			n += algo.padded(int64(len(p)))
+		}
+		return n
+	case WithSize:
+		return int64(algo.prefix() + len(blocks[0]))
+	}
+	return int64(len(blocks[0]))
+}
+
+// join writes a stream of these blocks into dst, which has its length.
+func join(dst []byte, s *Spec, algo *algorithm, size int64, blocks [][]byte, sums [][2]uint32) {
+	switch s.Kind {
+	case Native:
+		tables := dst[:nativeTables(algo, int64(len(blocks)), s.Sums)]
+		clear(tables)
+		at := putNative(tables, s, algo, size, blocks, sums)
+		for i, p := range blocks {
+			n := copy(dst[at[i]:], p)
+			clear(dst[at[i]+int64(n) : at[i]+algo.padded(int64(n))])
+		}
+	case WithSize:
+		k := algo.prefix()
+		if k == 4 {
+			binary.LittleEndian.PutUint32(dst, uint32(size))
+		} else {
+			binary.LittleEndian.PutUint64(dst, uint64(size))
+		}
+		copy(dst[k:], blocks[0])
+	default:
+		copy(dst, blocks[0])
+	}
+}

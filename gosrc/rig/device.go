@@ -1,0 +1,191 @@
+package main
+
+// This file measures loads to a device, part by part.
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/measure"
+	"github.com/overwire/overwire/gosrc/save"
+)
+
+// Parts are the values of Options.Only, in the order in which they are measured.
+// peers is left out unless it is named: others' loads take longer than all else.
+var Parts = []string{"floors", "kernel", "bf16", "start", "cold", "net", "many", "kinds", "tensors", "peers"}
+
+// openDevice opens what Options.Device names.
+func (r *run) openDevice() error {
+	gpu, err := r.OpenDevice(r.opt.Device)
+	r.gpu, r.opt.Device = gpu, r.Report.Device.Name
+	return err
+}
+
+// device measures loads to a device. Each part is by itself: one that fails
+// leaves a row that says so, and the others are measured; the first failure is
+// returned at the end.
+func (r *run) device() error {
+	if err := r.openDevice(); err != nil {
+		return err
+	}
+	r.touchAhead()
+	if err := r.MeasureFloors(); err != nil {
+		return err
+	}
+	if r.Begin != nil {
+		r.Begin(&r.Report)
+	}
+	r.part("floors", "floors of the device", r.deviceFloors)
+	r.part("kernel", "the decoder alone", r.kernels)
+	if r.wanted("bf16") || r.wanted("start") || r.wanted("cold") || r.wanted("net") {
+		r.step("bf16", "making the model", func() error { return r.withModel("bf16", "llama-bf16", r.Size, r.big) })
+	}
+	r.part("many", "making the model", func() error {
+		return r.withModel("many", "moe-bf16", r.Size/100*77, r.manySmall)
+	})
+	for _, kind := range []string{"fp16", "fp32", "fp8-e4m3"} {
+		r.part("kinds", "making the "+kind+" model", func() error {
+			return r.withModel("kinds", kind, r.Size/4, func(m *model) { r.pairs("kinds", m, []variant{packed}, 0) })
+		})
+	}
+	r.part("tensors", "tensorizer's files", r.deviceTensors)
+	if slices.Contains(r.opt.Only, "peers") {
+		r.step("peers", "making the model", func() error { return r.withModel("peers", "llama-bf16", r.Size, r.beside) })
+		r.step("peers", "making the model", func() error { return r.withModel("peers", "moe-bf16", r.Size/100*77, r.beside) })
+	}
+	if err := r.Stopped(); err != nil {
+		return err
+	}
+	if len(r.Report.Failures) > 0 {
+		return fault.New(fault.ErrEngine, "%d steps failed, the first: %s", len(r.Report.Failures), r.Report.Failures[0])
+	}
+	return nil
+}
+
+func (r *run) wanted(part string) bool {
+	return len(r.opt.Only) == 0 || slices.Contains(r.opt.Only, part)
+}
+
+// part is step for a part that Options.Only may leave out. The floors of the
+// device are what the others are held against: they are never left out.
+func (r *run) part(part, name string, fn func() error) {
+	if part == "floors" || r.wanted(part) {
+		r.step(part, name, fn)
+	}
+}
+
+// step does one thing, unless the run was stopped or its time is up. What goes
+// wrong becomes a row and a failure, and the run goes on.
+func (r *run) step(group, name string, fn func() error) {
+	if r.Stopped() != nil {
+		return
+	}
+	if time.Since(r.Began) > r.opt.Limit {
+		r.Missing(group, name, fmt.Sprintf("the %.0f s of this run were over", r.opt.Limit.Seconds()))
+		return
+	}
+	err := fn()
+	var lacking *lackingError
+	switch {
+	case err == nil || r.Stopped() != nil:
+	case errors.As(err, &lacking):
+		r.Missing(group, name, lacking.why)
+	default:
+		r.Report.Failures = append(r.Report.Failures, fmt.Sprintf("%s, %s: %v", group, name, err))
+		r.Missing(group, name, "FAILED: "+fault.Redact(err.Error()))
+	}
+}
+
+// A lackingError says why something cannot be measured on this machine.
+type lackingError struct{ why string }
+
+func (e *lackingError) Error() string { return e.why }
+
+func lacking(format string, args ...any) error { return &lackingError{fmt.Sprintf(format, args...)} }
+
+// A model is one set of weights, plain and compressed.
+type model struct {
+	kind    string
+	bytes   int64 // of tensors
+	tensors int
+	ratio   float64 // of the compressed files to those bytes
+	files   map[variant][]string
+	sums    string
+}
+
+// A variant is how a model is stored.
+type variant string
+
+const (
+	packed variant = "compressed"
+	plain  variant = "plain"
+)
+
+func (m *model) name(v variant) string {
+	return fmt.Sprintf("%.1f GB %s, %s", float64(m.bytes)/1e9, m.kind, v)
+}
+
+// withModel makes weights, writes them in four shards or fewer, calls fn, and
+// removes the files.
+func (r *run) withModel(group, kind string, size int64, fn func(*model)) error {
+	dir := r.Path(kind)
+	defer os.RemoveAll(dir)
+	if free := r.Free(); free >= 0 && free < 2*size+64<<20 {
+		return lacking("%.1f GB are free in %s, and it takes %.1f", float64(free)/1e9, r.Folder, 2*float64(size)/1e9)
+	}
+	m, err := r.makeModel(dir, group, kind, size)
+	if err != nil {
+		return err
+	}
+	fn(m)
+	return nil
+}
+
+func (r *run) makeModel(dir, group, kind string, size int64) (*model, error) {
+	start := time.Now()
+	in, total, err := r.Make(kind, size, 4)
+	if err != nil {
+		return nil, err
+	}
+	defer freeMemory()
+	made := time.Since(start).Seconds()
+	m := &model{kind: kind, bytes: total, tensors: len(in), files: map[variant][]string{}, sums: filepath.Join(dir, "sums.json")}
+	var stored int64
+	note := fmt.Sprintf("made at %.1f GB/s", measure.Rate(m.bytes, made))
+	for _, v := range []variant{plain, packed} {
+		if err := r.Stopped(); err != nil {
+			return nil, err
+		}
+		folder := filepath.Join(dir, string(v))
+		if err := os.MkdirAll(folder, 0o700); err != nil {
+			return nil, fault.New(fault.ErrIO, "%v", err)
+		}
+		rep, err := save.Write(r.Ctx, nil, save.Spec{Path: filepath.Join(folder, "model.safetensors"), Compress: v == packed,
+			Threads: r.Threads, Shard: m.bytes/4 + m.bytes/32 + 1}, in)
+		if err != nil {
+			return nil, err
+		}
+		note += fmt.Sprintf(", written %s at %.1f GB/s", v, measure.Rate(m.bytes, rep.Seconds))
+		for _, f := range rep.Files {
+			if strings.HasSuffix(f, ".safetensors") {
+				m.files[v] = append(m.files[v], f)
+			}
+		}
+		if v == packed {
+			stored = rep.BytesOut
+		}
+	}
+	m.ratio = float64(stored) / float64(m.bytes)
+	if err := r.writeSums(filepath.Join(kind, "sums.json"), in); err != nil {
+		return nil, err
+	}
+	r.Add(measure.Row{Group: group, Name: fmt.Sprintf("%.1f GB %s, %d tensors in %d files: stored / original", float64(m.bytes)/1e9, kind, m.tensors, len(m.files[packed])),
+		Value: m.ratio, Unit: "x", Note: note})
+	return m, nil
+}

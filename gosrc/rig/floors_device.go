@@ -1,0 +1,334 @@
+package main
+
+// This file measures what a device gives without loads: copies, kernels, reads of the disk.
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"runtime/debug"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/measure"
+	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/weights"
+)
+
+// freeMemory gives what was made back to the system, for the processes that
+// are measured next.
+func freeMemory() { debug.FreeOSMemory() }
+
+// touchAhead touches once as much memory as the run will use: in a fresh
+// virtual machine the first touch of a page is the host's work, a hundred times
+// slower than any later one, and would be measured instead of us.
+func (r *run) touchAhead() {
+	const longest = 75 * time.Second
+	want := r.Size*3 + 2<<30
+	n := min(want, available()*8/10) &^ (64<<20 - 1)
+	if r.Size < 1<<30 || n <= 0 {
+		return
+	}
+	var done atomic.Int64
+	start := time.Now()
+	err := measure.Fresh(n, func(m []byte) error {
+		return measure.Parallel(r.Threads, n, 64<<20, func(_ int, lo, hi int64) error {
+			if time.Since(start) < longest && r.Ctx.Err() == nil {
+				measure.Touch(m[lo:hi])
+				done.Add(hi - lo)
+			}
+			return nil
+		})
+	})
+	if err != nil {
+		r.Missing("floors", "first touch of the machine's memory", err.Error())
+		return
+	}
+	r.Add(measure.Row{Group: "floors", Name: "first touch of the machine's memory, all cores, once", Value: measure.Rate(done.Load(), time.Since(start).Seconds()),
+		Unit: "GB/s", Note: fmt.Sprintf("%.0f of %.0f GB", float64(done.Load())/1e9, float64(want)/1e9)})
+}
+
+// available is how much memory can be used, by the machine or by the control
+// group.
+func available() int64 {
+	n := int64(1) << 62
+	b, _ := os.ReadFile("/proc/meminfo")
+	for line := range strings.Lines(string(b)) {
+		if name, rest, _ := strings.Cut(line, ":"); name == "MemAvailable" {
+			kb, err := strconv.ParseInt(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 10, 64)
+			if err == nil {
+				n = kb << 10
+			}
+		}
+	}
+	if b, err := os.ReadFile("/sys/fs/cgroup/memory.max"); err == nil {
+		if limit, err := strconv.ParseInt(strings.TrimSpace(string(b)), 10, 64); err == nil {
+			n = min(n, limit)
+		}
+	}
+	return n
+}
+
+// deviceFloors are what the machine gives between disk, memory and device, with
+// nothing of ours in between.
+func (r *run) deviceFloors() error {
+	if r.gpu == nil {
+		return lacking("%s is the host: its floors stand above", r.opt.Device)
+	}
+	slot := int64(cuda.DefaultSlotBytes)
+	lane, err := r.gpu.Lane(cuda.DefaultSlots, slot)
+	if err != nil {
+		return err
+	}
+	defer func() { lane.Close(); _ = r.gpu.Trim() }()
+	for _, n := range []int64{slot, 1 << 20, 256 << 10} {
+		v, err := r.ToDevice(lane, n)
+		if err != nil {
+			return err
+		}
+		name := fmt.Sprintf("pinned copy to the device, %d KiB at a time", n>>10)
+		if n == slot {
+			name += " (a slot)"
+			r.Report.Device.Wire = v
+		}
+		r.Add(measure.Row{Group: "floors", Name: name, Value: v, Unit: "GB/s"})
+	}
+	return r.readFloors(lane)
+}
+
+// readFloors reads a cached file into the lane's pinned memory.
+func (r *run) readFloors(lane *cuda.Lane) error {
+	var slots []*cuda.Slot
+	for range cuda.DefaultSlots {
+		s, err := lane.Get(r.Ctx)
+		if err != nil {
+			return err
+		}
+		defer lane.Put(s)
+		slots = append(slots, s)
+	}
+	file, err := r.CachedFile()
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	const piece = 1 << 20
+	for _, threads := range []int{1, 8, 16} {
+		v, err := r.Speed(r.FloorBytes(), func() error {
+			return measure.Parallel(threads, r.FloorBytes(), piece, func(w int, lo, hi int64) error {
+				return measure.ReadAt(file, slots[w%len(slots)].Bytes[:hi-lo], lo)
+			})
+		})
+		if err != nil {
+			return err
+		}
+		r.Add(measure.Row{Group: "floors", Name: fmt.Sprintf("page cache into pinned memory, pread of 1 MiB, %d threads", threads), Value: v, Unit: "GB/s"})
+	}
+	return nil
+}
+
+// kernels measures the decoder without anything around it: chunks that lie on
+// the device are decoded again and again, all of them in one launch.
+func (r *run) kernels() error {
+	if r.gpu == nil {
+		return lacking("%s has no kernels", r.opt.Device)
+	}
+	most := min(1<<30, r.Size/8)
+	for _, k := range []struct {
+		kind      string
+		transform uint8
+		bytes     int64
+		alone     bool
+	}{
+		{"llama-bf16", x16.BF16, most, false}, {"llama-bf16", x16.BF16, min(most, 64<<20), true}, {"fp16", x16.FP16, most / 4, false},
+		{"fp32", x16.FP32, most / 4, false}, {"fp8-e4m3", x16.E4M3, most / 4, false},
+	} {
+		if err := r.kernel(k.kind, k.transform, k.bytes, k.alone); err != nil {
+			return fmt.Errorf("%s: %w", k.kind, err)
+		}
+	}
+	return nil
+}
+
+// kernel measures one launch that makes n bytes; alone: with a wait after each
+// launch, as a piece of the pipeline has it.
+func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
+	const chunk = 1 << 20
+	all, err := weights.Make(weights.Options{Kind: kind, Size: min(32<<20, max(4<<20, n)), Seed: 5, Threads: r.Threads})
+	if err != nil {
+		return err
+	}
+	var big []byte // the largest tensors are matrices
+	for _, t := range all {
+		if len(t.Data) > len(big) {
+			big = t.Data
+		}
+	}
+	big = big[:len(big)/chunk*chunk]
+	if len(big) == 0 {
+		big = bytes.Repeat(all[0].Data, chunk/len(all[0].Data)+1)[:chunk]
+	}
+	var e x16.Encoder
+	var stored [][]byte
+	var segs []uint16
+	for at := 0; at < len(big); at += chunk {
+		b, seg, ok := e.Encode(nil, big[at:at+chunk], transform)
+		if !ok {
+			return fault.New(fault.ErrEngine, "a chunk of generated %s did not compress", kind)
+		}
+		stored, segs = append(stored, b), append(segs, seg)
+	}
+	slot := int64(0)
+	count := int(max(1, n/chunk))
+	for i := range count {
+		slot += int64(len(stored[i%len(stored)])+15) &^ 15
+	}
+	lane, err := r.gpu.Lane(2, slot)
+	if err != nil {
+		return err
+	}
+	defer func() { lane.Close(); _ = r.gpu.Trim() }()
+	mem, err := r.gpu.Alloc([]int64{int64(count) * chunk})
+	if err != nil {
+		return err
+	}
+	defer mem[0].Release()
+	s, err := lane.Get(r.Ctx)
+	if err != nil {
+		return err
+	}
+	jobs := make([]device.Job, count)
+	at, bytesIn := 0, int64(0)
+	for i := range jobs {
+		k := i % len(stored)
+		copy(s.Bytes[at:], stored[k])
+		jobs[i] = device.Job{Chunk: tensor.Chunk{Codec: tensor.CodecX16, Transform: transform, SegTiles: segs[k], Stored: uint32(len(stored[k])), Logical: chunk},
+			Src: uint32(at), Dst: unsafe.Add(mem[0].Ptr, i*chunk)}
+		bytesIn += int64(len(stored[k]))
+		at += (len(stored[k]) + 15) &^ 15
+	}
+	var bad atomic.Pointer[error]
+	if err := lane.Submit(s, int64(at), jobs, func(_ int, err error) {
+		if err != nil {
+			bad.CompareAndSwap(nil, &err)
+		}
+	}); err != nil {
+		return err
+	}
+	if err := lane.Drain(context.WithoutCancel(r.Ctx)); err != nil {
+		return err
+	}
+	if p := bad.Load(); p != nil {
+		return *p
+	}
+	if err := r.decoded(mem[0], big); err != nil {
+		return err
+	}
+	return r.timeKernel(lane, kind, int64(count)*chunk, bytesIn, alone)
+}
+
+// decoded compares what lies on the device with a pattern that repeats.
+func (r *run) decoded(m device.Memory, want []byte) error {
+	return measure.Fresh(m.Bytes, func(got []byte) error {
+		if err := r.gpu.Read(got, m); err != nil {
+			return err
+		}
+		for at := 0; at < len(got); at += len(want) {
+			if n := min(len(want), len(got)-at); !bytes.Equal(got[at:at+n], want[:n]) {
+				return fault.New(fault.ErrEngine, "the GPU decodes to other bytes")
+			}
+		}
+		return nil
+	})
+}
+
+func (r *run) timeKernel(lane *cuda.Lane, kind string, logical, stored int64, alone bool) error {
+	times := 20
+	if alone {
+		times = 1
+	}
+	if _, err := lane.Again(2); err != nil { // warms up
+		return err
+	}
+	v, err := r.MedianOf(func() (float64, error) {
+		took, err := lane.Again(times)
+		return took.Seconds() / float64(times), err
+	})
+	if err != nil {
+		return err
+	}
+	row := measure.Row{Group: "kernel", Value: measure.Rate(logical, v), Unit: "GB/s"}
+	if alone {
+		row.Name = fmt.Sprintf("decode %s, %d MiB in one launch, launch and wait included", kind, logical>>20)
+		row.Goal, row.Reached = ">= 400", atLeast(row.Value, 400)
+		r.Add(row)
+		return nil
+	}
+	row.Name = fmt.Sprintf("decode %s, %d MiB in one launch", kind, logical>>20)
+	// A byte of tensors is read as ratio bytes and written as one; a byte copied
+	// is read and written.
+	n := min(stored, 512<<20) &^ 255
+	c, err := r.MedianOf(func() (float64, error) {
+		took, err := lane.Across(n, times)
+		return took.Seconds() / float64(times), err
+	})
+	if err != nil {
+		return err
+	}
+	across := measure.Rate(n, c)
+	row.Floor, row.FloorName = across*2/(1+float64(stored)/float64(logical)), "device memory"
+	row.Note = fmt.Sprintf("ratio %.4f; copies on the device %.0f GB/s", float64(stored)/float64(logical), across)
+	if kind == "llama-bf16" {
+		r.Report.Device.Across = across
+		r.Add(measure.Row{Group: "kernel", Name: fmt.Sprintf("copy of %d MiB inside the device's memory", n>>20), Value: across, Unit: "GB/s"})
+		row.Goal, row.Reached = ">= 0.94 x floor (2.4 TB/s on an H200)", atLeast(row.Value, 0.94*row.Floor)
+	}
+	r.Add(row)
+	return nil
+}
+
+// directRead reads files around the page cache, in pieces of 1 MiB, and
+// returns the seconds.
+func (r *run) directRead(files []string, threads int) (float64, error) {
+	const piece = 1 << 20
+	type part struct {
+		f  *os.File
+		at int64
+	}
+	var parts []part
+	for _, name := range files {
+		f, err := openDirect(name)
+		if err != nil {
+			return 0, err
+		}
+		defer f.Close()
+		info, err := f.Stat()
+		if err != nil {
+			return 0, fault.New(fault.ErrIO, "%v", err)
+		}
+		for at := int64(0); at < info.Size(); at += piece {
+			parts = append(parts, part{f, at})
+		}
+	}
+	p, length, err := cpu.Map(int64(threads) * piece)
+	if err != nil {
+		return 0, err
+	}
+	defer cpu.Unmap(p, length)
+	buf := unsafe.Slice((*byte)(p), int64(threads)*piece)
+	measure.Touch(buf)
+	return measure.Timed(func() error {
+		return measure.Parallel(threads, int64(len(parts)), 1, func(w int, lo, _ int64) error {
+			return readDirect(parts[lo].f, buf[w*piece:(w+1)*piece], parts[lo].at)
+		})
+	})
+}

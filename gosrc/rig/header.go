@@ -1,0 +1,89 @@
+package main
+
+// This file measures the opening of a file of very many tensors.
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"fmt"
+	"os"
+	"strconv"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/measure"
+)
+
+// headers measures opening a plain file of very many tensors: its header is
+// parsed and every rule of the format held, each time anew. Beside it two parsers
+// of any JSON, which hold no rule.
+func (r *run) headers() error {
+	const tensors, each = 200_000, 512
+	head := []byte{0, 0, 0, 0, 0, 0, 0, 0, '{'}
+	for i := range tensors {
+		if i > 0 {
+			head = append(head, ',')
+		}
+		head = fmt.Appendf(head, `"model.layers.%d.mlp.experts.%d.w%d.weight":{"dtype":"BF16","shape":[16,16],"data_offsets":[`, i/3000, i%128, i)
+		head = strconv.AppendInt(head, int64(i)*each, 10)
+		head = append(head, ',')
+		head = strconv.AppendInt(head, int64(i+1)*each, 10)
+		head = append(head, "]}"...)
+	}
+	head = append(head, '}')
+	binary.LittleEndian.PutUint64(head, uint64(len(head)-8))
+	path := r.Path("header.safetensors")
+	defer os.Remove(path)
+	err := os.WriteFile(path, head, 0o600)
+	if err == nil {
+		err = os.Truncate(path, int64(len(head))+tensors*each) // a hole: no tensor is read
+	}
+	if err != nil {
+		return fault.New(fault.ErrIO, "%v", err)
+	}
+	s, err := r.Median(func() error {
+		now := time.Now() // another state of the file: no header of it is known yet
+		if err := os.Chtimes(path, now, now); err != nil {
+			return fault.New(fault.ErrIO, "%v", err)
+		}
+		m, err := load.Open(r.Ctx, load.Spec{URIs: []string{path}})
+		if err == nil {
+			m.Close()
+		}
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	text := head[8:]
+	floor, err := r.Median(func() error {
+		type entry struct {
+			DType   string   `json:"dtype"`
+			Shape   []int64  `json:"shape"`
+			Offsets [2]int64 `json:"data_offsets"`
+		}
+		var table map[string]entry
+		if err := json.Unmarshal(text, &table); err != nil || len(table) != tensors {
+			return fault.New(fault.ErrEngine, "encoding/json: %d tensors, %v", len(table), err)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	res, err := r.python("json", path)
+	if err != nil {
+		return err
+	}
+	note := fmt.Sprintf("%.0f MB of header; Python's json alone: ", float64(len(head))/1e6)
+	if res.Missing != "" {
+		note += res.Missing
+	} else {
+		note += fmt.Sprintf("%.2f us", 1e6*res.Seconds/tensors)
+	}
+	us := 1e6 * s / tensors
+	r.Add(measure.Row{Group: "many", Name: fmt.Sprintf("open a plain file of %d tensors: each", tensors), Value: us, Unit: "us",
+		Floor: 1e6 * floor / tensors, FloorName: "encoding/json", Goal: "<= 1", Reached: atMost(us, 1), Note: note})
+	return nil
+}

@@ -1,0 +1,91 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"flag"
+	"os"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/measure"
+)
+
+// What is measured may stand before or behind the options.
+func TestParse(t *testing.T) {
+	for _, argv := range [][]string{
+		{"net", "--size", "1GB", "--repeat=5", "--dir", "/dev/shm", "-json"},
+		{"--size", "1GB", "--repeat", "5", "--dir", "/dev/shm", "--json", "net"},
+	} {
+		opt, asJSON, err := parse(argv, &bytes.Buffer{})
+		if err != nil || opt.What != "net" || opt.Size != 1e9 || opt.Repeat != 5 || opt.Dir != "/dev/shm" || !asJSON || opt.Python != "python3" {
+			t.Errorf("%q: %+v, %v, %v", argv, opt, asJSON, err)
+		}
+	}
+	opt, _, err := parse([]string{"--device", "cuda", "--only", "bf16,many", "--limit", "220", "--out", "o", "--trace", "t", "--python", "p", "--threads", "3"}, &bytes.Buffer{})
+	if err != nil || opt.Device != "cuda" || strings.Join(opt.Only, ",") != "bf16,many" || opt.Limit != 220*time.Second || opt.Size != 16_060_000_000 ||
+		opt.Out != "o" || opt.Trace != "t" || opt.Python != "p" || opt.Threads != 3 {
+		t.Errorf("%+v, %v", opt, err)
+	}
+}
+
+// A command line that makes no sense is an argument error; help shows every option.
+func TestParseRefuses(t *testing.T) {
+	for _, text := range []string{
+		"speed", "codec load", "codec --size none", "--size 0", "--repeat x", "--repeat -1", "--threads -1", "--only bf16", "--limit 3",
+		"--device cuda --only all", "--device cuda codec", "--fast", "--device cpu --limit -1",
+	} {
+		if _, _, err := parse(strings.Fields(text), &bytes.Buffer{}); !errors.Is(err, fault.ErrArgument) {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+	var text bytes.Buffer
+	if _, _, err := parse([]string{"--help"}, &text); !errors.Is(err, flag.ErrHelp) || !strings.Contains(text.String(), "-limit") || !strings.Contains(text.String(), "peers") {
+		t.Errorf("%v: %s", err, text.String())
+	}
+}
+
+// A command shows rows as a table or one JSON document.
+func TestCommand(t *testing.T) {
+	var text, document bytes.Buffer
+	argv := []string{"import", "--python", "", "--size", "1MB", "--dir", t.TempDir()}
+	if err := command(t.Context(), argv, &text, &text); err != nil || !strings.Contains(text.String(), "import\n  import overwire, over a bare interpreter") {
+		t.Errorf("%v: %s", err, text.String())
+	}
+	var rep measure.Report
+	if err := command(t.Context(), append(argv, "--json"), &document, &text); err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(document.Bytes(), &rep); err != nil || len(rep.Rows) != 1 || rep.Rows[0].Missing != noPython {
+		t.Errorf("%v: %s", err, document.String())
+	}
+	text.Reset()
+	failing := []string{"--device", "cpu", "--size", "1MB", "--repeat", "1", "--dir", t.TempDir(), "--python", "/no/such/python", "--only", "start", "--json"}
+	err := command(t.Context(), failing, &text, &text)
+	if err == nil || !strings.Contains(text.String(), `"failures"`) || !strings.Contains(text.String(), "FAILED: ") {
+		t.Errorf("%v: %s", err, text.String())
+	}
+}
+
+// Every command that the page of figures names is one that the rig takes.
+func TestCommandsOfThePage(t *testing.T) {
+	page, err := os.ReadFile("../../docs/benchmarks.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := 0
+	for _, m := range regexp.MustCompile("overwire-rig([^`#\n]*)").FindAllStringSubmatch(string(page), -1) {
+		argv, _, _ := strings.Cut(m[1], ">") // what a shell takes away
+		if _, _, err := parse(strings.Fields(argv), &bytes.Buffer{}); err != nil {
+			t.Errorf("overwire-rig%s: %v", m[1], err)
+		}
+		found++
+	}
+	if found < 10 {
+		t.Errorf("%d commands", found)
+	}
+}

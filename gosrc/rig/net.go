@@ -1,0 +1,228 @@
+package main
+
+// This file measures loads over HTTP, beside what TCP carries.
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/measure"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/serve"
+)
+
+const (
+	netPlain      = "net-plain.safetensors"
+	netCompressed = "net.safetensors"
+	netMost       = 1 << 30 // tensor bytes: a slow link takes its time
+)
+
+// net measures loads over HTTP from a server in this very process, so that
+// both ends share the cores: over shaped links, and over the bare loopback
+// beside what TCP alone carries there.
+func (r *run) net() error {
+	in, total, err := r.Make("llama-bf16", min(r.Size, netMost), 2)
+	if err != nil {
+		return err
+	}
+	for name, compress := range map[string]bool{netPlain: false, netCompressed: true} {
+		if _, err := save.Write(r.Ctx, r.Job, save.Spec{Path: r.Path(name), Compress: compress, Threads: r.Threads}, in); err != nil {
+			return err
+		}
+	}
+	for _, link := range []struct {
+		name       string
+		rate, each float64 // GB/s; 0: what TCP carries
+	}{
+		{"link of 0.3 GB/s", 0.3, 0}, {"link of 1.25 GB/s", 1.25, 0}, {"link of 5 GB/s", 5, 0}, {"1.25 GB/s, 0.04 a connection", 1.25, 0.04},
+		{"bare loopback", 0, 0},
+	} {
+		err := func() error {
+			s, err := serve.New(r.Folder, serve.Options{Rate: int64(link.rate * 1e9), Each: int64(link.each * 1e9)})
+			if err != nil {
+				return err
+			}
+			defer s.Close()
+			floor, floorName := link.rate, "the link"
+			if floor == 0 {
+				floorName = "raw TCP into fresh memory, plain bytes"
+				if floor, err = r.rawTCP(r.Path(netPlain)); err != nil {
+					return err
+				}
+			}
+			for _, x := range []struct {
+				what, file string
+				goal       float64
+			}{{"plain", netPlain, 0.97}, {"compressed bf16", netCompressed, 1.45}} {
+				row := measure.Row{Group: "net", Name: fmt.Sprintf("%s over HTTP, %s", x.what, link.name), Unit: "GB/s", Floor: floor, FloorName: floorName}
+				if link.rate == 0 {
+					x.goal = 0.85
+				}
+				if err := r.Same(s.URL()+x.file, in); err != nil {
+					return err
+				}
+				seconds, err := r.MedianOf(func() (float64, error) { return r.arrival(s.URL() + x.file) })
+				if err != nil {
+					return err
+				}
+				row.Value = measure.Rate(total, seconds)
+				if link.rate == 0 && x.file == netCompressed {
+					seconds, err := r.MedianOf(func() (float64, error) { return r.arrival(r.Path(x.file)) })
+					if err != nil {
+						return err
+					}
+					row.Floor, row.FloorName = measure.Rate(total, seconds), "the same file from the page cache"
+				}
+				if link.each == 0 && (link.rate != 0 || x.file == netPlain) {
+					row.Goal, row.Reached = fmt.Sprintf("%.2f of it", x.goal), atLeast(row.Value/floor, x.goal)
+				}
+				r.Add(row)
+			}
+			return nil
+		}()
+		if err != nil {
+			return err
+		}
+	}
+	return r.firstTensor()
+}
+
+// arrival is how long it takes from opening a model until all of it is there.
+func (r *run) arrival(uri string) (seconds float64, err error) {
+	start := time.Now()
+	err = r.Loaded(uri, load.Options{}, func(*load.Model, [][]byte) error {
+		seconds = time.Since(start).Seconds()
+		return nil
+	})
+	return seconds, err
+}
+
+// firstTensor measures how long one small tensor takes where an answer takes
+// its time.
+func (r *run) firstTensor() error {
+	const latency = 20 * time.Millisecond
+	s, err := serve.New(r.Folder, serve.Options{Latency: latency})
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	seconds, err := r.Median(func() error {
+		m, err := load.Open(r.Ctx, load.Spec{URIs: []string{s.URL() + netCompressed}})
+		if err != nil {
+			return err
+		}
+		defer m.Close()
+		small := int64(0)
+		for i, t := range m.Index().Tensors {
+			if b := m.Index().Tensors[small].Bytes; t.Bytes > 0 && (t.Bytes < b || b == 0) {
+				small = int64(i)
+			}
+		}
+		l, err := m.Start([]load.Request{{Tensor: small, Hi0: -1, Hi1: -1}}, load.Options{})
+		if err != nil {
+			return err
+		}
+		defer l.Close()
+		_, err = l.Job().Wait(-1)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	r.Add(measure.Row{Group: "net", Name: "open over HTTP and load one small tensor, 20 ms an answer", Value: seconds * 1e3, Unit: "ms",
+		Floor: 2 * latency.Seconds() * 1e3, FloorName: "two answers", Note: "a header, then a range"})
+	return nil
+}
+
+// rawTCP is what connections bring of a file when nobody looks at the bytes:
+// sendfile at one end, reads into fresh memory at the other. The best of a few
+// numbers of connections.
+func (r *run) rawTCP(path string) (float64, error) {
+	return r.bestTCP(path, []int{1, 2, 4, 8}, measure.Fresh)
+}
+
+// bestTCP is rawTCP for some numbers of connections, into the memory that room
+// gives; nil keeps one buffer a connection, as a ring does.
+func (r *run) bestTCP(path string, conns []int, room func(int64, func([]byte) error) error) (float64, error) {
+	st, err := os.Stat(path)
+	if err != nil {
+		return 0, fault.FromOS(err)
+	}
+	size := st.Size()
+	if room == nil {
+		room = func(_ int64, fn func([]byte) error) error { return fn(nil) }
+	}
+	best := 0.0
+	for _, n := range conns {
+		seconds, err := r.MedianOf(func() (s float64, err error) {
+			err = room(size, func(m []byte) error {
+				s, err = measure.Timed(func() error { return rawOnce(path, m, size, n) })
+				return err
+			})
+			return s, err
+		})
+		if err != nil {
+			return 0, err
+		}
+		best = max(best, measure.Rate(size, seconds))
+	}
+	return best, nil
+}
+
+func rawOnce(path string, m []byte, size int64, conns int) error {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return fault.New(fault.ErrIO, "%v", err)
+	}
+	defer l.Close()
+	part := (size + int64(conns) - 1) / int64(conns)
+	spawn.Go("bench tcp", func() {
+		for n := range conns {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			spawn.Go("bench tcp", func() {
+				defer c.Close()
+				f, err := os.Open(path)
+				if err != nil {
+					return
+				}
+				defer f.Close()
+				if _, err := f.Seek(int64(n)*part, io.SeekStart); err == nil {
+					_, _ = io.CopyN(c, f, min(part, size-int64(n)*part))
+				}
+			})
+		}
+	})
+	return measure.Parallel(conns, size, part, func(_ int, lo, hi int64) error {
+		c, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			return fault.New(fault.ErrIO, "%v", err)
+		}
+		defer c.Close()
+		// Which part this connection brings is of no matter: all are alike.
+		step := make([]byte, 1<<20)
+		for at := lo; at < hi; {
+			b := step
+			if m != nil {
+				b = m[at:min(hi, at+4<<20)]
+			}
+			n, err := c.Read(b[:min(int64(len(b)), hi-at)])
+			at += int64(n)
+			if err == io.EOF {
+				return nil
+			}
+			if err != nil {
+				return fault.New(fault.ErrIO, "%v", err)
+			}
+		}
+		return nil
+	})
+}

@@ -1,0 +1,268 @@
+package main
+
+// This file measures loads over HTTP to a device.
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/measure"
+	"github.com/overwire/overwire/gosrc/serve"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// netDevice measures loads to the device over HTTP, in processes of their own,
+// from a server in this one, beside what TCP alone carries between the two ends
+// of the loopback into memory that is there already.
+func (r *run) netDevice(m *model) error {
+	dir := filepath.Dir(filepath.Dir(m.files[plain][0]))
+	s, err := serve.New(dir, serve.Options{})
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	tcp, err := r.bestTCP(m.files[plain][0], []int{4, 8, 16, 32}, nil)
+	if err != nil {
+		return err
+	}
+	r.Add(measure.Row{Group: "net", Name: "raw TCP over the loopback, nobody looks at the bytes", Value: tcp, Unit: "GB/s"})
+	floor, name := tcp, "raw TCP"
+	if r.gpu != nil {
+		if floor, err = r.bestSlots(m.files[plain], []int{8, 16, 32}); err != nil {
+			return err
+		}
+		name = "raw TCP to the device"
+		r.Add(measure.Row{Group: "net", Name: "raw TCP into the pinned slots of a load, and on to the device", Value: floor, Unit: "GB/s",
+			Floor: tcp, FloorName: "raw TCP", Note: "nobody looks at the bytes"})
+	}
+	urls := map[variant][]string{}
+	for v, files := range m.files {
+		for _, f := range files {
+			urls[v] = append(urls[v], s.URL()+string(v)+"/"+filepath.Base(f))
+		}
+	}
+	variants := []variant{packed, plain}
+	var tasks []task
+	for _, v := range variants {
+		tasks = append(tasks, task{"verify " + string(v), v, append([]string{"verify", r.opt.Device, m.sums}, urls[v]...)})
+	}
+	for range r.Repeat {
+		for _, v := range variants {
+			tasks = append(tasks, task{string(v), v, append([]string{"load", r.opt.Device}, urls[v]...)})
+		}
+	}
+	all := r.taskTurns(m, tasks, nil)
+	for _, v := range variants {
+		o := all[string(v)]
+		for _, err := range []error{all["verify "+string(v)].err, o.err} {
+			if err != nil {
+				r.step("net", m.name(v)+" over HTTP", func() error { return err })
+			}
+		}
+		if len(o.results) == 0 || all["verify "+string(v)].err != nil {
+			continue
+		}
+		for _, w := range whichLoad {
+			row := measure.Row{Group: "net", Name: fmt.Sprintf("%s over HTTP: %s", m.name(v), w.name), Unit: "GB/s"}
+			o.spread(&row, func(res deviceResult) float64 { return measure.Rate(res.Bytes, w.of(res)) })
+			row.Floor, row.FloorName = floor, name
+			if v == packed {
+				row.Floor, row.FloorName = floor/m.ratio, fmt.Sprintf("%s / %.3f", name, m.ratio)
+				r.goal(&row, ">= 40 GB/s, or 0.85 of it", atLeast(row.Value, min(40, 0.85*row.Floor)))
+			} else {
+				r.goal(&row, ">= 0.85 of it", atLeast(row.Value, 0.85*row.Floor))
+			}
+			if w.name == "second load" {
+				row.Note += "; " + waits(o.results)
+			}
+			r.Add(row)
+		}
+	}
+	return nil
+}
+
+// waits says what the workers of the last of some loads were at, on average.
+func waits(results []deviceResult) string {
+	st := results[len(results)-1].Stages
+	if st.Workers == 0 || st.WallNS == 0 {
+		return "no stages"
+	}
+	text := fmt.Sprintf("%d workers in %.0f ms:", st.Workers, float64(st.WallNS)/1e6)
+	for _, x := range []struct {
+		name string
+		ns   int64
+	}{{"a turn", st.TurnNS}, {"an answer", st.AnswerNS}, {"bytes", st.ReadNS}, {"checksums", st.CheckNS}, {"a slot", st.WaitNS}, {"handing over", st.DecodeNS}} {
+		text += fmt.Sprintf(" %s %.0f %%,", x.name, 100*float64(x.ns)/float64(st.Workers*st.WallNS))
+	}
+	return text[:len(text)-1]
+}
+
+// bestSlots is what TCP and the wire carry one after the other: a lane as loads
+// have it, whose slots connections fill, a part each, and which are copied to
+// the device when they are full. The best of a few numbers of connections.
+func (r *run) bestSlots(files []string, conns []int) (float64, error) {
+	_, slot := cuda.Ring()
+	lane, err := r.gpu.Lane(0, 0)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { lane.Close(); _ = r.gpu.Trim() }()
+	mem, err := r.gpu.Alloc([]int64{slot})
+	if err != nil {
+		return 0, err
+	}
+	defer mem[0].Release()
+	total, err := sizeOf(files)
+	if err != nil {
+		return 0, err
+	}
+	total = max(slot, total/slot*slot)
+	best := 0.0
+	for _, n := range conns {
+		seconds, err := r.Median(func() error { return slotsOnce(r.Ctx, lane, mem[0].Ptr, files, total, n) })
+		if err != nil {
+			return 0, err
+		}
+		best = max(best, measure.Rate(total, seconds))
+	}
+	return best, nil
+}
+
+// slotsOnce brings total bytes, whole slots, to dst, which has room for one.
+// Every connection brings all files over and over, for as long as it is asked.
+func slotsOnce(ctx context.Context, lane *cuda.Lane, dst unsafe.Pointer, files []string, total int64, conns int) error {
+	_, slot := cuda.Ring()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel() // no connection waits for a slot that another will not fill
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return fault.New(fault.ErrIO, "%v", err)
+	}
+	var senders sync.WaitGroup
+	defer senders.Wait()
+	defer l.Close()
+	senders.Add(1)
+	spawn.Go("bench tcp", func() { defer senders.Done(); sendAll(l, files, &senders) })
+	f := &filling{lane: lane, slot: slot, pieces: make([]shared, total/slot),
+		tasks: []device.Job{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(slot), Logical: uint32(slot)}, Dst: dst}}}
+	err = measure.Parallel(conns, int64(conns), 1, func(int, int64, int64) error {
+		c, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			return fault.New(fault.ErrIO, "%v", err)
+		}
+		defer c.Close()
+		err = f.bring(ctx, c)
+		if err != nil {
+			cancel()
+		}
+		return err
+	})
+	for i := range f.pieces { // what an error left half filled
+		if s := f.pieces[i].slot; s != nil {
+			lane.Put(s)
+		}
+	}
+	if e := lane.Drain(context.WithoutCancel(ctx)); err == nil {
+		err = e
+	}
+	if p := f.bad.Load(); err == nil && p != nil {
+		err = *p
+	}
+	return err
+}
+
+// sendAll sends files over every connection until the other end has enough.
+func sendAll(l net.Listener, files []string, senders *sync.WaitGroup) {
+	for n := 0; ; n++ {
+		c, err := l.Accept()
+		if err != nil {
+			return
+		}
+		senders.Add(1)
+		spawn.Go("bench tcp", func() {
+			defer senders.Done()
+			defer c.Close()
+			for k := n; sent(c, files[k%len(files)]) == nil; k++ {
+			}
+		})
+	}
+}
+
+// shareBytes is what a connection brings of a slot at a time.
+const shareBytes = 1 << 20
+
+// A filling is slots that connections fill together, a share each.
+type filling struct {
+	lane   *cuda.Lane
+	slot   int64
+	tasks  []device.Job // of every slot: to where its bytes go
+	pieces []shared
+	next   atomic.Int64 // share of all pieces
+	bad    atomic.Pointer[error]
+}
+
+// shared is one slot's worth; done counts the shares that are there.
+type shared struct {
+	mu   sync.Mutex
+	slot *cuda.Slot
+	done int64
+}
+
+// bring fills shares out of one connection until all are taken.
+func (f *filling) bring(ctx context.Context, c net.Conn) error {
+	shares := (f.slot + shareBytes - 1) / shareBytes
+	for i := f.next.Add(1) - 1; i < int64(len(f.pieces))*shares; i = f.next.Add(1) - 1 {
+		p, at := &f.pieces[i/shares], i%shares*shareBytes
+		p.mu.Lock()
+		var err error
+		if p.slot == nil {
+			p.slot, err = f.lane.Get(ctx)
+		}
+		s := p.slot
+		p.mu.Unlock()
+		if err != nil {
+			return err
+		}
+		if _, err = io.ReadFull(c, s.Bytes[at:min(at+shareBytes, f.slot)]); err != nil {
+			return fault.New(fault.ErrIO, "%v", err)
+		}
+		p.mu.Lock()
+		p.done++
+		full := p.done == shares
+		p.mu.Unlock()
+		if !full {
+			continue
+		}
+		p.slot = nil
+		if err := f.lane.Submit(s, f.slot, f.tasks, func(_ int, err error) {
+			if err != nil {
+				f.bad.CompareAndSwap(nil, &err)
+			}
+		}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// sent writes a file to a connection.
+func sent(c net.Conn, path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	_, err = io.Copy(c, f)
+	return err
+}

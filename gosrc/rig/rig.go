@@ -1,0 +1,121 @@
+// The rig measures what overwire promises, for those who work on it: each figure
+// beside the floor that the same machine showed in the same run, beside what the
+// project wants of it, and beside what other libraries do. It is a program of its
+// own, which is no part of the library: `make rig` builds build/bin/overwire-rig.
+//
+// A figure is the median of several runs, of several fresh processes where a
+// process has a part in it; what needs Python is measured by the scripts in
+// workers, which the program carries with it.
+package main
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/measure"
+)
+
+// Options choose what is measured. The zero value measures everything at the
+// sizes of docs/benchmarks.md, but for what needs Python.
+type Options struct {
+	measure.Options        // Size 0: 4 GB, to a device 16.06
+	What            string // one of Whats; "" or "all": each
+	File            string // real F32 weights for the codec rows, "" for none
+	Python          string // interpreter with overwire in it; "": rows that need one are not measured
+	// Device, if not "", asks for the rows of loads to that device ("cuda",
+	// "cuda:1", "cpu") and for no others: those of Parts, or of all.
+	Device string
+	Only   []string
+	// Limit ends them: what has not begun by then is not measured. 0: 450 s.
+	Limit time.Duration
+	Trace string // file that gets the Chrome trace of one load of compressed bf16
+}
+
+// Whats are the values of Options.What.
+var Whats = []string{"all", "codec", "load", "cold", "many", "net", "tensors", "import"}
+
+// run is one run of the rig.
+type run struct {
+	*measure.Run
+	opt Options
+	// Of the rows of a device: the GPU, nil for the host, the threads that
+	// loads get (0: as many as they want), and rates by group and variant.
+	gpu     *cuda.Device
+	threads int
+	rates   map[string]float64
+}
+
+// check refuses what cannot be measured.
+func (opt *Options) check() error {
+	if opt.What == "" {
+		opt.What = "all"
+	}
+	if !slices.Contains(Whats, opt.What) {
+		return fault.New(fault.ErrArgument, "nothing to measure is called %q", opt.What)
+	}
+	if opt.Device != "" && opt.What != "all" {
+		return fault.New(fault.ErrArgument, "the rows of a device are measured by themselves, not with %q", opt.What)
+	}
+	for _, part := range opt.Only {
+		if !slices.Contains(Parts, part) {
+			return fault.New(fault.ErrArgument, "no part is called %q", part)
+		}
+	}
+	if opt.Size == 0 && opt.Device != "" {
+		opt.Size = 16_060_000_000
+	}
+	if opt.Size == 0 {
+		opt.Size = 4e9
+	}
+	if opt.Limit <= 0 {
+		opt.Limit = 450 * time.Second
+	}
+	return nil
+}
+
+// Run measures. Its files are gone when it returns.
+func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
+	if err := opt.check(); err != nil {
+		return measure.Report{}, err
+	}
+	m, err := measure.Start(ctx, j, opt.Options)
+	if err != nil {
+		return measure.Report{}, err
+	}
+	defer m.Close()
+	r := &run{Run: m, opt: opt, threads: opt.Threads, rates: map[string]float64{}}
+	if err := r.unpackWorkers(); err != nil {
+		return r.Report, err
+	}
+	if opt.Device != "" {
+		err := r.device()
+		return r.Finish(), err
+	}
+	for _, g := range []struct {
+		name string
+		run  func() error
+	}{
+		{"floors", r.MeasureFloors}, {"codec", r.codec}, {"load", r.load}, {"cold", r.cold}, {"many", r.many}, {"net", r.net},
+		{"tensors", r.tensors},
+		{"import", r.imports},
+	} {
+		if g.name != "floors" && opt.What != "all" && opt.What != g.name || g.name == "floors" && opt.What == "import" {
+			continue
+		}
+		if err := g.run(); err != nil {
+			return r.Report, err
+		}
+		if g.name == "floors" && opt.Begin != nil {
+			opt.Begin(&r.Report)
+		}
+	}
+	return r.Finish(), nil
+}
+
+// atLeast and atMost say whether a goal is reached.
+func atLeast(v, goal float64) *bool { ok := v >= goal; return &ok }
+func atMost(v, goal float64) *bool  { ok := v <= goal; return &ok }

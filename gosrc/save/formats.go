@@ -1,0 +1,174 @@
+package save
+
+// This file is the table of formats that are written and verified.
+
+import (
+	"context"
+	"strings"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/tensorizer"
+	"github.com/zeebo/xxh3"
+)
+
+// A fileFormat is one kind of file that is written and verified.
+type fileFormat struct {
+	name string // tensor.Source.Format
+	// extension ends the paths that become such files; "": a row with another name
+	// writes them.
+	extension string
+	coded     bool // tensors may be compressed, or stand for another's bytes
+	// refuse says what of a Spec such a file cannot do; "" is nothing.
+	refuse func(s *Spec) string
+	// settings are what sources are read with in addition when they become such a
+	// file.
+	settings map[string]string
+	write    func(ctx context.Context, w *writer, to draft, p part) (size int64, err error)
+	// verify proves what source k says of itself; nil: such files hold no sums, and
+	// what opening them has proven is all. With proves it proves their tensors too.
+	verify func(ctx context.Context, m *model, j *job.Job, k int, rep *VerifyReport) error
+	proves bool
+}
+
+// formats are all of them. A path goes to the first whose extension it has, or else
+// to the last.
+var formats = []fileFormat{
+	{
+		name: tensorizer.Format, extension: tensorizer.Extension,
+		refuse:   refusedByTensors,
+		settings: map[string]string{tensorizer.OptionBytes: "true"}, // it has dtypes that nobody else has
+		write:    writeTensors,
+		verify:   verifyTensors, proves: true,
+	},
+	{name: tensor.FormatOverwire, verify: zeros},
+	{
+		name: tensor.FormatSafetensors, extension: extension, coded: true,
+		refuse: refusedBySafetensors,
+		write:  writeSafetensors,
+	},
+}
+
+// formatOf is the format of a file that is written.
+func formatOf(path string) *fileFormat {
+	for i := range formats {
+		if f := &formats[i]; f.extension != "" && strings.HasSuffix(path, f.extension) {
+			return f
+		}
+	}
+	return &formats[len(formats)-1]
+}
+
+// namesFile says whether a path ends as those of a format do.
+func namesFile(path string) bool { return strings.HasSuffix(path, formatOf(path).extension) }
+
+// formatNamed is the format of a source.
+func formatNamed(s *tensor.Source) *fileFormat {
+	for i := range formats {
+		if formats[i].name == s.Format {
+			return &formats[i]
+		}
+	}
+	return &formats[len(formats)-1]
+}
+
+func refusedBySafetensors(s *Spec) string {
+	if len(s.Storage.Encrypt) > 0 {
+		return "only .tensors files are encrypted"
+	}
+	return ""
+}
+
+func refusedByTensors(s *Spec) string {
+	switch {
+	case s.Shard > 0:
+		return ".tensors files are not sharded"
+	case len(s.Metadata) > 0:
+		return ".tensors files hold no metadata"
+	}
+	return ""
+}
+
+// writeSafetensors writes a plain file, or a container of docs/format.md.
+func writeSafetensors(ctx context.Context, w *writer, to draft, p part) (int64, error) {
+	f := &fileWriter{writer: w, draft: to, path: to.URI(), part: p}
+	return f.write(ctx)
+}
+
+// writeTensors writes a .tensors file. Tensors that come from such a file keep
+// their types, modules and dtypes; others are those of a state dict.
+func writeTensors(ctx context.Context, w *writer, to draft, p part) (int64, error) {
+	known := map[*origin]map[string]tensorizer.Item{}
+	all := make([]tensorizer.Tensor, len(p.items))
+	for i, t := range p.items {
+		if t.origin == nil || t.origin.format != tensorizer.Format {
+			it, err := tensorizer.NewItem(t.name, t.dtype, t.shape, t.bytes)
+			if err != nil {
+				return 0, fault.Locate("save", to.URI(), t.name, -1, err)
+			}
+			all[i] = tensorizer.Tensor{Item: it, Data: w.data(t)}
+			continue
+		}
+		if known[t.origin] == nil {
+			f, err := tensorizer.Open(ctx, t.origin.src, true)
+			if err != nil {
+				return 0, err
+			}
+			known[t.origin] = f.Items()
+		}
+		all[i] = tensorizer.Tensor{Item: known[t.origin][t.name], Data: w.data(t)}
+	}
+	return tensorizer.Write(ctx, to, tensorizer.How{Path: to.URI(), Encrypt: w.spec.Storage.Encrypt, Workers: w.threads, InOrder: remote(p.path)}, all)
+}
+
+// data is the flow of a tensor's bytes, held to the hash of their source.
+func (w *writer) data(t *item) tensorizer.Flow {
+	var f tensorizer.Flow
+	if m, ok := t.body.(memory); ok {
+		f.Memory = m
+	} else {
+		if s, ok := t.body.(*stored); ok {
+			f.Step = s.block()
+		}
+		f.Next = t.body.bytes
+	}
+	whole := xxh3.New()
+	f.Pass = func(p []byte) error {
+		if t.known != nil {
+			_, _ = whole.Write(p)
+		}
+		w.job.Bytes.Add(int64(len(p)))
+		return nil
+	}
+	f.Done = func() error {
+		if t.known != nil && t.bytes > 0 && sum128(whole) != t.known.Hash {
+			return errOtherBytes()
+		}
+		w.job.Tensors.Add(1)
+		return nil
+	}
+	return f
+}
+
+// errOtherBytes is that of a tensor whose source has a hash that its bytes do not.
+func errOtherBytes() error {
+	return fault.New(fault.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)")
+}
+
+func verifyTensors(ctx context.Context, m *model, j *job.Job, k int, rep *VerifyReport) error {
+	far, ok := m.srcs[k].(interface{ Far() int })
+	var mu sync.Mutex
+	return tensorizer.Verify(ctx, m.srcs[k], tensorizer.Proof{
+		Workers: Threads(0), InOrder: ok && far.Far() > 0,
+		Passed: func(n int64) { j.Bytes.Add(n) },
+		Proven: func(n int64) {
+			mu.Lock()
+			defer mu.Unlock()
+			rep.Tensors++
+			rep.Bytes += n
+			j.Tensors.Add(1)
+		},
+	})
+}

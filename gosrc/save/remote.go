@@ -1,0 +1,167 @@
+package save
+
+// This file saves to the objects of a store.
+
+import (
+	"context"
+	"errors"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// remote reports whether a path is that of a store.
+func remote(path string) bool {
+	s := open.Scheme(path)
+	return s != "" && s != "file"
+}
+
+// join is the path or URI of a name in a folder, which stays as it is: ".." after a
+// symbolic link is not the name before.
+func join(dir, name string) string {
+	switch {
+	case dir == "":
+		return name
+	case strings.HasSuffix(dir, "/"):
+		return dir + name
+	default:
+		return dir + "/" + name
+	}
+}
+
+// beside refuses one file beside the index of a model in shards that has its name,
+// since the folder would still be loaded by that index: the old model, or both.
+func (w *writer) beside(ctx context.Context, parts []part) error {
+	path := parts[len(parts)-1].path
+	if w.spec.Beside || w.spec.Shard != 0 || len(parts) > 1 || !strings.HasSuffix(path, extension) {
+		return nil
+	}
+	if !remote(path) {
+		path, _ = atomicfile.Follow(path) // what is wrong with it is told by the write
+	}
+	index := indexPath(path)
+	shards, err := w.readIndex(ctx, index)
+	if errors.Is(err, fault.ErrTimeout) || errors.Is(err, fault.ErrIO) && remote(path) {
+		return err // a store that does not answer will not do so for the save either
+	}
+	if shards == nil || err != nil || slices.Contains(shards.Files, filepath.Base(path)) {
+		return nil // none that a folder is loaded by
+	}
+	return badArgument(path, "", "beside it is %s, by which its folder would still load the old model: "+
+		"remove that and its shards first, or save with max_shard_size (--shard), which replaces them", filepath.Base(index))
+}
+
+// objects is the destination of a save to a store.
+type objects struct {
+	*writer
+	drafts []source.Draft
+}
+
+func (o *objects) create(ctx context.Context, path string, most int64) (draft, error) {
+	d, err := open.Create(ctx, path, o.spec.Storage.Options, most)
+	if err != nil {
+		return nil, err
+	}
+	o.drafts = append(o.drafts, d)
+	return d, nil
+}
+
+func (o *objects) drop(err error) {
+	o.job.Failed(err)
+	for _, d := range o.drafts {
+		d.Drop()
+	}
+}
+
+// publish shows the objects, the one that readers look for last. A store
+// has no step that shows several: where the old index would name new shards it
+// is removed first.
+func (o *objects) publish(ctx context.Context, parts []part) error {
+	kept := map[string]bool{}
+	for _, p := range parts {
+		kept[p.path] = true
+	}
+	last := parts[len(parts)-1].path
+	index := last
+	if len(parts) == 1 {
+		index = indexPath(o.spec.Path)
+	}
+	var old []string
+	if len(parts) > 1 || o.spec.Shard != 0 {
+		var err error
+		if old, err = o.oldShards(ctx, index); err != nil {
+			return err
+		}
+	}
+	again := slices.ContainsFunc(old, func(p string) bool { return kept[p] })
+	if again && len(parts) > 1 {
+		if err := open.Remove(ctx, last, o.spec.Storage.Options); err != nil {
+			return err
+		}
+	}
+	for _, d := range o.drafts {
+		if err := d.Publish(); err != nil {
+			return err
+		}
+	}
+	if o.spec.Shard == 0 {
+		return nil
+	}
+	// The model stands: what cannot be removed now is told, all the same.
+	var first error
+	for _, p := range append(old, o.spec.Path, indexPath(o.spec.Path)) {
+		if kept[p] {
+			continue
+		}
+		if err := open.Remove(ctx, p, o.spec.Storage.Options); err != nil && first == nil {
+			first = err
+		}
+	}
+	return first
+}
+
+// oldShards lists the shards of the model's own name in an index, if there is
+// one.
+func (w *writer) oldShards(ctx context.Context, index string) (out []string, err error) {
+	if !strings.HasSuffix(index, ".index.json") {
+		return nil, nil
+	}
+	shards, err := w.readIndex(ctx, index)
+	if shards == nil {
+		return nil, err
+	}
+	dir, stem := stemOf(strings.TrimSuffix(index, ".index.json"))
+	name := regexp.MustCompile("^" + regexp.QuoteMeta(stem) + `-\d{5}-of-\d{5}` + regexp.QuoteMeta(extension) + "$")
+	for _, f := range shards.Files {
+		if name.MatchString(f) {
+			out = append(out, join(dir, f))
+		}
+	}
+	return out, nil
+}
+
+// readIndex reads an index; nil if there is none. A broken one names nothing.
+func (w *writer) readIndex(ctx context.Context, index string) (*safetensors.Shards, error) {
+	s, err := open.With(w.spec.Storage.Options)(ctx, index)
+	if errors.Is(err, fault.ErrNotFound) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer s.Close()
+	b := make([]byte, min(s.Size(), tensor.MaxHeader)) // a larger one is not ours
+	if err := s.ReadAt(ctx, b, 0); err != nil {
+		return nil, err
+	}
+	shards, _ := safetensors.ReadIndexJSON(index, b)
+	return &shards, nil
+}

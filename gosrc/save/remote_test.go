@@ -1,0 +1,242 @@
+//go:build !nostores
+
+package save
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
+)
+
+// tiled is a tensor of many rows of 4096, quickly made.
+func tiled(name string, r *rand.Rand, rows int) Input {
+	in := bf16(name, r, 20, 4096)
+	in.Data = bytes.Repeat(in.Data, rows/20)
+	in.Shape[0] = int64(rows)
+	return in
+}
+
+// object reads all of an object.
+func object(t testing.TB, uri string, opt format.Access) []byte {
+	t.Helper()
+	s, err := open.With(opt.Options)(bg, uri)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	b := make([]byte, s.Size())
+	if err := s.ReadAt(bg, b, 0); err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// A file in a store has, byte for byte, what the same save writes to the disk:
+// small, in many parts, plain and compressed, with any header.
+func TestFarIsNear(t *testing.T) {
+	s3 := sourcetest.StartS3(t, false)
+	red := sourcetest.StartRedis(t, false)
+	r := newRand(t)
+	big := []Input{tiled("w", r, 2200), bf16("v", r, 7, 33), {"n", 0, []int64{0}, nil}}
+	big[2].DType = big[0].DType
+	for _, store := range []struct {
+		base string
+		opt  format.Access
+	}{
+		{"s3://models/dir", format.Access{Options: source.Options{Storage: s3.Options()}}},
+		{"redis://" + red.Addr + "/dir", format.Access{Options: source.Options{Storage: map[string]string{"password": sourcetest.RedisPassword}}}},
+	} {
+		for name, in := range map[string][]Input{"big": big, "small": big[1:], "none": nil} {
+			specs := []Spec{{}, {Compress: true}, {Compress: true, Parts: 8, ChunkBytes: 64 << 10}}
+			if name == "big" && testing.Short() {
+				specs = specs[1:2]
+			}
+			for _, spec := range specs {
+				near := filepath.Join(t.TempDir(), "m.safetensors")
+				spec.Metadata = map[string]string{"long": strings.Repeat("x", 70_000)}
+				spec.Path = near
+				want := write(t, spec, in)
+				spec.Path, spec.Storage = store.base+"/m.safetensors", store.opt
+				got := write(t, spec, in)
+				b, err := os.ReadFile(near)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if far := object(t, spec.Path, store.opt); !bytes.Equal(far, b) {
+					t.Fatalf("%s %s: %d bytes there, %d here, or other ones", store.base, name, len(far), len(b))
+				}
+				if got.BytesOut != want.BytesOut || got.Ratio != want.Ratio || len(got.Files) != 1 || got.Files[0] != spec.Path {
+					t.Fatalf("%+v, here %+v", got, want)
+				}
+				if _, err := Verify(bg, nil, []string{spec.Path}, store.opt); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+}
+
+// Shards in a store: the index comes last, a new set replaces an old one, what
+// the old one leaves goes, and nothing else does.
+func TestFarShards(t *testing.T) {
+	s := sourcetest.StartS3(t, false)
+	opt := format.Access{Options: source.Options{Storage: s.Options()}}
+	r := newRand(t)
+	keep := filepath.Join(s.Data, "m", "other-00001-of-00002.safetensors")
+	if err := os.MkdirAll(filepath.Dir(keep), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(keep, []byte("not ours"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	var in []Input
+	for _, n := range []string{"a", "b", "c"} {
+		in = append(in, bf16(n, r, 64, 100))
+	}
+	names := func() string {
+		found, err := open.List(bg, "s3://models/m/", opt.Options)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range found {
+			found[i] = strings.TrimPrefix(found[i], "s3://models/m/")
+		}
+		return strings.Join(found, " ")
+	}
+	other := " other-00001-of-00002.safetensors"
+	for _, c := range []struct {
+		shard int64
+		want  string
+	}{
+		{26_000, "w-00001-of-00002.safetensors w-00002-of-00002.safetensors w.safetensors.index.json"},
+		{30_000, "w-00001-of-00002.safetensors w-00002-of-00002.safetensors w.safetensors.index.json"},
+		{13_000, "w-00001-of-00003.safetensors w-00002-of-00003.safetensors w-00003-of-00003.safetensors w.safetensors.index.json"},
+		{1 << 30, "w.safetensors"},
+		{13_000, "w-00001-of-00003.safetensors w-00002-of-00003.safetensors w-00003-of-00003.safetensors w.safetensors.index.json"},
+	} {
+		rep := write(t, Spec{Path: "s3://models/m/w.safetensors", Shard: c.shard, Compress: true, Storage: opt}, in)
+		if got := names(); got != strings.TrimSpace(other+" "+c.want) {
+			t.Fatalf("shards of %d: %s", c.shard, got)
+		}
+		if last := rep.Files[len(rep.Files)-1]; len(rep.Files) > 1 && !strings.HasSuffix(last, ".index.json") {
+			t.Fatal(rep.Files)
+		}
+	}
+}
+
+// A store that fails at any request, or a caller who cancels, leaves the old
+// model, and nothing of the new one.
+func TestFarFailures(t *testing.T) {
+	s := sourcetest.StartS3(t, false)
+	direct := format.Access{Options: source.Options{Storage: s.Options()}}
+	in := []Input{tiled("w", newRand(t), 2200)}
+	path := "s3://models/m.safetensors"
+	write(t, Spec{Path: path, Storage: direct}, in[:0])
+	old := object(t, path, direct)
+	var fail, seen atomic.Int64
+	u, _ := url.Parse(s.URL)
+	p := &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(u); r.Out.Host = r.In.Host }}
+	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method != http.MethodDelete && seen.Add(1) == fail.Load() {
+			_, _ = io.Copy(io.Discard, r.Body)
+			w.WriteHeader(http.StatusInternalServerError)
+			return
+		}
+		p.ServeHTTP(w, r)
+	}))
+	t.Cleanup(h.Close)
+	opt := format.Access{Options: source.Options{Storage: s.Options()}}
+	opt.Storage["endpoint_url"] = h.URL
+	unchanged := func(what string, err error, class error) {
+		t.Helper()
+		if !errors.Is(err, class) || !strings.Contains(err.Error(), path) {
+			t.Fatalf("%s: %v", what, err)
+		}
+		if !bytes.Equal(object(t, path, direct), old) {
+			t.Fatalf("%s: the old model is gone", what)
+		}
+		if left, _ := filepath.Glob(filepath.Join(s.Data, ".sgwtmp", "multipart", "*", "*")); len(left) != 0 {
+			more, _ := filepath.Glob(left[0] + "/*")
+			t.Fatalf("%s %d: parts are left: %v %v", what, fail.Load(), left, more)
+		}
+	}
+	requests := int64(1)
+	for ; ; requests++ {
+		seen.Store(0)
+		fail.Store(requests)
+		_, err := Write(bg, nil, Spec{Path: path, Storage: opt}, in)
+		if seen.Load() < requests {
+			if err != nil {
+				t.Fatal(err)
+			}
+			break
+		}
+		unchanged("request failed", err, fault.ErrIO)
+	}
+	if requests < 6 { // create, 3 or more parts, complete
+		t.Fatalf("%d requests were failed in turn", requests-1)
+	}
+	t.Logf("%d requests failed in turn", requests-1)
+	write(t, Spec{Path: path, Storage: direct}, in[:0])
+	ctx, cancel := context.WithCancelCause(bg)
+	j := job.New("save")
+	fail.Store(0)
+	go func() {
+		for j.Bytes.Load() == 0 {
+			select {
+			case <-ctx.Done():
+				return
+			default:
+			}
+		}
+		cancel(fault.ErrCancelled)
+	}()
+	_, err := Write(ctx, j, Spec{Path: path, Storage: opt}, in)
+	cancel(nil)
+	unchanged("cancelled", err, fault.ErrCancelled)
+}
+
+// Convert reads from one store and writes to another, folders and all.
+func TestFarConvert(t *testing.T) {
+	s := sourcetest.StartS3(t, false)
+	opt := format.Access{Options: source.Options{Storage: s.Options()}}
+	in := []Input{bf16("a", newRand(t), 64, 100), bf16("b", newRand(t), 64, 100)}
+	dir := t.TempDir()
+	write(t, Spec{Path: filepath.Join(dir, "w.safetensors"), Shard: 13_000}, in)
+	if err := os.WriteFile(filepath.Join(dir, "config.json"), []byte("{}"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Convert(bg, nil, []string{dir}, "s3://models/c/", Spec{Compress: true, Storage: opt}); err != nil {
+		t.Fatal(err)
+	}
+	if string(object(t, "s3://models/c/config.json", opt)) != "{}" {
+		t.Fatal("the companion is another")
+	}
+	back := filepath.Join(t.TempDir(), "back.safetensors")
+	src := []string{"s3://models/c/w-00001-of-00002.safetensors", "s3://models/c/w-00002-of-00002.safetensors"}
+	if _, err := Convert(bg, nil, src, back, Spec{Storage: opt}); err != nil {
+		t.Fatal(err)
+	}
+	same(t, in, read(t, back))
+	if _, err := Convert(bg, nil, []string{back}, "s3://models/c/", Spec{Storage: opt}); !errors.Is(err, fault.ErrArgument) {
+		t.Error("a folder that holds other weights:", err)
+	}
+}

@@ -1,0 +1,128 @@
+package tensorizer
+
+// This file compares the CRC32 of tensors while they are read.
+
+import (
+	"cmp"
+	"context"
+	"hash/crc32"
+	"slices"
+	"sort"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// checked is a source whose plain tensors are held to their CRC32 while they are
+// read, whatever reads them and in what order: each piece is summed up by itself,
+// and the sums of a tensor's pieces are joined when the last of them has passed.
+// The read that completes a tensor with another sum fails. What is read in
+// pieces that overlap, or never as a whole, is not compared.
+type checked struct {
+	source.Source
+	passing []passing // by offset
+}
+
+// passing is a tensor on its way.
+type passing struct {
+	off, end int64
+	name     string
+	start    uint32 // the sum of what stands before the data
+	want     uint32
+
+	mu     sync.Mutex
+	left   int64
+	pieces []summed
+}
+
+type summed struct {
+	off, n int64
+	crc    uint32
+}
+
+// check puts a source over src that compares the CRC32 of every plain tensor of
+// a file whose records were read. Encrypted ones have a MAC for each box.
+func (f *File) check(src source.Source) (source.Source, error) {
+	c := &checked{Source: src, passing: make([]passing, 0, len(f.Entries))}
+	for i := range f.Entries {
+		e, r := &f.Entries[i], &f.Records[i]
+		if e.Bytes == 0 || r.Crypt != nil {
+			continue
+		}
+		if r.CRC32 == nil {
+			return nil, f.at(e.Name, e.Record, fault.New(fault.ErrNotSupported, "the tensor has no CRC32"))
+		}
+		c.passing = append(c.passing, passing{off: e.Data, end: e.Data + e.Bytes, name: e.Name, left: e.Bytes,
+			start: crc32.ChecksumIEEE(r.Prefix), want: le.Uint32(r.CRC32)})
+	}
+	return c, nil
+}
+
+// Under is the file; see source.Over.
+func (c *checked) Under() source.Source { return c.Source }
+
+// Far and Prefetch are those of what is below; see load.Model.
+func (c *checked) Far() int {
+	if f, ok := c.Source.(interface{ Far() int }); ok {
+		return f.Far()
+	}
+	return 0
+}
+
+func (c *checked) Prefetch(off, n int64) {
+	if p, ok := c.Source.(interface{ Prefetch(off, n int64) }); ok {
+		p.Prefetch(off, n)
+	}
+}
+
+// Coding passes on how the data at an offset are stored; see save.Inspect.
+func (c *checked) Coding(off int64) string {
+	if s, ok := c.Source.(interface{ Coding(off int64) string }); ok {
+		return s.Coding(off)
+	}
+	return "plain"
+}
+
+// ReadAt is that of the source below; see source.Source.
+func (c *checked) ReadAt(ctx context.Context, p []byte, off int64) error {
+	if err := c.Source.ReadAt(ctx, p, off); err != nil {
+		return err
+	}
+	end := off + int64(len(p))
+	for i := sort.Search(len(c.passing), func(i int) bool { return c.passing[i].end > off }); i < len(c.passing) && c.passing[i].off < end; i++ {
+		t := &c.passing[i]
+		lo, hi := max(off, t.off), min(end, t.end)
+		if err := t.pass(p[lo-off:hi-off], lo); err != nil {
+			return &fault.At{Verb: "check", Source: c.URI(), Tensor: t.name, Chunk: -1, Offset: t.off, Err: err}
+		}
+	}
+	return nil
+}
+
+// pass takes notice of a piece.
+func (t *passing) pass(p []byte, off int64) error {
+	piece := summed{off, int64(len(p)), crc32.ChecksumIEEE(p)}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, have := range t.pieces {
+		if have.off < piece.off+piece.n && piece.off < have.off+have.n {
+			t.left, t.pieces = t.end-t.off, nil // somebody begins anew
+			break
+		}
+	}
+	t.pieces = append(t.pieces, piece)
+	if t.left -= piece.n; t.left > 0 {
+		return nil
+	}
+	slices.SortFunc(t.pieces, func(a, b summed) int { return cmp.Compare(a.off, b.off) })
+	sum := t.start
+	for _, have := range t.pieces {
+		sum = crcJoin(sum, have.crc, have.n)
+	}
+	t.left, t.pieces = t.end-t.off, nil
+	if sum != t.want {
+		return fault.New(fault.ErrCorrupt, "checksum mismatch: CRC32 %08x, not %08x", sum, t.want)
+	}
+	return nil
+}

@@ -1,0 +1,47 @@
+package tensorizer
+
+import (
+	"hash/crc32"
+	"math/rand/v2"
+	"testing"
+)
+
+// Sums of parts joined are the sum of the whole, wherever it is cut.
+func TestJoin(t *testing.T) {
+	b := make([]byte, 5000)
+	for i := range b {
+		b[i] = byte(i * i >> 3)
+	}
+	for cut := 0; cut <= len(b); cut += 13 {
+		if got := crcJoin(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
+			t.Fatalf("cut at %d: %08x", cut, got)
+		}
+	}
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	for range 300 {
+		b := make([]byte, r.IntN(10_000))
+		for i := range b {
+			b[i] = byte(r.Uint32())
+		}
+		cut := r.IntN(len(b) + 1)
+		if got := crcJoin(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]), int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
+			t.Fatalf("%d bytes cut at %d: %08x", len(b), cut, got)
+		}
+	}
+}
+
+// A power is that many times x, also above 32 bits.
+func TestPower(t *testing.T) {
+	p := uint32(1) << 31
+	for n := range uint64(3000) {
+		if got := crcPower(n); got != p {
+			t.Fatalf("x to the %d: %08x, not %08x", n, got, p)
+		}
+		p = crcTimes(1<<30, p)
+	}
+	if a, b := crcPower(1<<40+5), crcTimes(crcPower(1<<39), crcTimes(crcPower(1<<39), crcPower(5))); a != b {
+		t.Errorf("x to the 2^40+5: %08x, not %08x", a, b)
+	}
+}

@@ -1,0 +1,261 @@
+package tensorizer
+
+// This file has the encryption of records: keys, nonces and boxes.
+
+import (
+	"context"
+	"crypto/rand"
+
+	"golang.org/x/crypto/argon2"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// ChunkBytes is how much is encrypted at once: each chunk is a box of
+// XSalsa20-Poly1305 of its own, with the tensor's nonce plus its number.
+const ChunkBytes = 2 << 20
+
+const (
+	keyBytes   = 32
+	nonceBytes = 24
+	macBytes   = 16
+	saltBytes  = 16
+
+	chunkKey, chunkParallel, chunkSequential = 1, 2, 3
+	methodPassword                           = 1
+	argon2id13                               = 2
+
+	minKeyMemory = 8 << 10 // libsodium's
+	maxKeyMemory = 4 << 30
+	maxKeyPasses = 1 << 10
+	maxKeyWork   = 64 << 30 // passes times memory: a minute or two, 16 times libsodium's "sensitive"
+
+	moderatePasses, moderateMemory = 3, 256 << 20
+)
+
+// A Derivation says how a key is made of a password: Argon2id 1.3, one lane.
+type Derivation struct {
+	Passes uint64 `json:"passes"` // opslimit
+	Memory uint64 `json:"memory"` // memlimit, in bytes
+	Salt   []byte `json:"salt"`
+}
+
+// Check holds a derivation to the limits of libsodium, and to ours: a file must
+// not ask for all the memory of a machine.
+func (d Derivation) Check() error {
+	if d.Passes < 1 || d.Memory < minKeyMemory || len(d.Salt) != saltBytes {
+		return fault.New(fault.ErrCrypto, "a key derivation of %d passes over %d bytes with a salt of %d", d.Passes, d.Memory, len(d.Salt))
+	}
+	if d.Passes > maxKeyPasses || d.Memory > maxKeyMemory {
+		return fault.New(fault.ErrNotSupported, "a key derivation of %d passes over %d bytes is above %d over %d", d.Passes, d.Memory, maxKeyPasses, int64(maxKeyMemory))
+	}
+	if d.Passes*d.Memory > maxKeyWork {
+		return fault.New(fault.ErrNotSupported, "a key derivation of %d passes over %d bytes passes over more than %d bytes in all", d.Passes, d.Memory, int64(maxKeyWork))
+	}
+	return nil
+}
+
+// deriving is held by the derivation that runs. There is one at a time, so that
+// those whose callers have gone do not add up their memory.
+var deriving = make(chan struct{}, 1)
+
+// Key makes the key of a password. It takes d.Memory bytes, and about a second
+// where that is 256 MiB. The end of ctx ends the wait at once; the derivation itself
+// cannot be stopped, and ends in the background.
+func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
+	if err := d.Check(); err != nil {
+		return nil, err
+	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	select {
+	case deriving <- struct{}{}:
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+	made := make(chan []byte, 1)
+	spawn.Go("key derivation", func() {
+		defer func() { <-deriving }()
+		defer close(made)
+		made <- argon2.IDKey(password, d.Salt, uint32(d.Passes), uint32(d.Memory/1024), 1, keyBytes)
+	})
+	select {
+	case key, ok := <-made:
+		if !ok {
+			return nil, fault.New(fault.ErrEngine, "the key derivation ended without a key")
+		}
+		return key, nil
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+}
+
+// A Crypt says how a tensor's data are encrypted.
+type Crypt struct {
+	Derive *Derivation // nil: by a key that has no password
+	Chunk  int64       // bytes of a box
+	Said   int64       // the same by the file's word, which does not count for a single box
+	Nonce  [nonceBytes]byte
+	MACs   [][macBytes]byte
+}
+
+// parseCrypt reads the encryption of a record whose data have so many bytes;
+// nil: it is not encrypted.
+func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
+	early := fault.New(fault.ErrFormat, "the encryption of the record ends early")
+	r := reader{b: b}
+	var c Crypt
+	boxes := false
+	for range r.u(2) {
+		n := r.u(8) // of kind and body
+		if r.short || n > uint64(len(b)) {
+			return nil, early
+		}
+		body := reader{b: r.take(int(n))}
+		kind := body.u(2)
+		if body.short {
+			return nil, early
+		}
+		switch kind {
+		case chunkKey:
+			if method := body.u(2); method != methodPassword && !body.short {
+				return nil, fault.New(fault.ErrNotSupported, "key derivation method %d", method)
+			}
+			d := Derivation{Passes: body.u(8), Memory: body.u(8)}
+			if alg := body.u(4); alg != argon2id13 && !body.short {
+				return nil, fault.New(fault.ErrNotSupported, "password hash %d", alg)
+			}
+			d.Salt = append([]byte(nil), body.take(int(body.u(2)))...)
+			c.Derive = &d
+		case chunkParallel:
+			size := body.u(8)
+			copy(c.Nonce[:], body.take(nonceBytes))
+			count := body.u(8)
+			if body.short || count > uint64(len(body.b)-body.p)/macBytes {
+				return nil, early
+			}
+			c.MACs = make([][macBytes]byte, count)
+			for i := range c.MACs {
+				copy(c.MACs[i][:], body.take(macBytes))
+			}
+			c.Said = int64(size)
+			if c.Chunk = c.Said; count == 1 {
+				c.Chunk = bytes
+			}
+			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || count == 0 || sizes.CeilDiv(bytes, c.Chunk) != int64(count) {
+				return nil, fault.New(fault.ErrFormat, "%d chunks of %d for %d encrypted bytes", count, size, bytes)
+			}
+			boxes = true
+		case chunkSequential:
+			c.MACs = make([][macBytes]byte, 1)
+			copy(c.Nonce[:], body.take(nonceBytes))
+			copy(c.MACs[0][:], body.take(macBytes))
+			c.Chunk = bytes
+			boxes = true
+		default:
+			return nil, fault.New(fault.ErrNotSupported, "encryption of kind %d", kind)
+		}
+		if body.short {
+			return nil, early
+		}
+	}
+	if r.short {
+		return nil, early
+	}
+	if !boxes || bytes == 0 {
+		return nil, nil
+	}
+	return &c, nil
+}
+
+// nonce is that of box i: the first, plus i, as one number of 24 bytes.
+func (c *Crypt) nonce(i int64) *[nonceBytes]byte {
+	n := c.Nonce
+	carry := uint64(i)
+	for k := range n {
+		carry += uint64(n[k])
+		n[k] = byte(carry)
+		carry >>= 8
+	}
+	return &n
+}
+
+// open decrypts box i of the data in place; p is of no use if it fails.
+func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
+	if !openBox(p, &c.MACs[i], c.nonce(i), key) {
+		return fault.New(fault.ErrCrypto, "decryption failed: another key, or the data have changed")
+	}
+	return nil
+}
+
+// NewCrypt says how so many bytes will be encrypted, by a nonce that was never
+// used; its boxes are to be sealed.
+func NewCrypt(bytes int64, derive *Derivation) *Crypt {
+	c := &Crypt{Derive: derive, Chunk: ChunkBytes, Said: ChunkBytes, MACs: make([][macBytes]byte, sizes.CeilDiv(bytes, ChunkBytes))}
+	_, _ = rand.Read(c.Nonce[:]) // cannot fail
+	return c
+}
+
+// Seal encrypts box i of the data in place. It is safe in parallel, once a box.
+func (c *Crypt) Seal(p []byte, i int64, key *[keyBytes]byte) { c.MACs[i] = sealBox(p, c.nonce(i), key) }
+
+// A Key is what a whole file is encrypted by.
+type Key struct {
+	Bytes  *[keyBytes]byte
+	Derive *Derivation // what it was made of; nil: nothing
+}
+
+// KeyOf makes the key of a file that will be written: of OptionKey, or of
+// OptionPassword with a new salt and libsodium's moderate limits (256 MiB, about
+// a second). It is nil where the options have neither.
+func KeyOf(ctx context.Context, opt map[string]string) (*Key, error) {
+	if _, ok := opt[OptionPassword]; !ok {
+		if _, ok := opt[OptionKey]; !ok {
+			return nil, nil
+		}
+		k, err := keyOf(ctx, &Crypt{}, opt, map[string]*[keyBytes]byte{})
+		return &Key{Bytes: k}, err
+	}
+	d := &Derivation{Passes: moderatePasses, Memory: moderateMemory, Salt: make([]byte, saltBytes)}
+	_, _ = rand.Read(d.Salt) // cannot fail
+	k, err := keyOf(ctx, &Crypt{Derive: d}, opt, map[string]*[keyBytes]byte{})
+	return &Key{Bytes: k, Derive: d}, err
+}
+
+// append writes the encryption of a record, its length first; of a nil Crypt
+// that there is none.
+func (c *Crypt) append(dst []byte) []byte {
+	start := len(dst)
+	dst = le.AppendUint64(dst, 0)
+	switch {
+	case c == nil:
+		dst = le.AppendUint16(dst, 0)
+	case c.Derive == nil:
+		dst = le.AppendUint16(dst, 1)
+	default:
+		dst = le.AppendUint16(dst, 2)
+		dst = le.AppendUint64(dst, uint64(2+2+8+8+4+2+len(c.Derive.Salt)))
+		dst = le.AppendUint16(dst, chunkKey)
+		dst = le.AppendUint16(dst, methodPassword)
+		dst = le.AppendUint64(dst, c.Derive.Passes)
+		dst = le.AppendUint64(dst, c.Derive.Memory)
+		dst = le.AppendUint32(dst, argon2id13)
+		dst = le.AppendUint16(dst, uint16(len(c.Derive.Salt)))
+		dst = append(dst, c.Derive.Salt...)
+	}
+	if c != nil {
+		dst = le.AppendUint64(dst, uint64(2+8+nonceBytes+8+macBytes*len(c.MACs)))
+		dst = le.AppendUint16(dst, chunkParallel)
+		dst = le.AppendUint64(dst, uint64(c.Chunk))
+		dst = append(dst, c.Nonce[:]...)
+		dst = le.AppendUint64(dst, uint64(len(c.MACs)))
+		for i := range c.MACs {
+			dst = append(dst, c.MACs[i][:]...)
+		}
+	}
+	le.PutUint64(dst[start:], uint64(len(dst)-start-8))
+	return dst
+}

@@ -1,0 +1,69 @@
+package tensorizer
+
+// This file verifies the bytes of a file that no sum covers.
+
+import (
+	"context"
+	"math"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// Exact holds a file, whose records were read, to what every writer writes
+// although no reader needs it: nothing is between head, index, records and end,
+// what is unused is zero, and what is said twice is the same. With it and the
+// sums of the tensors every byte of a file is proven, but for the parameters of a
+// password's key where the file is read by the key itself.
+func (f *File) Exact(ctx context.Context, src source.Source) error {
+	bad := func(name string, off int64, format string, args ...any) error {
+		return f.at(name, off, fault.New(fault.ErrCorrupt, format, args...))
+	}
+	zeros := func(p []byte, off int64) error {
+		for i, b := range p {
+			if b != 0 {
+				return bad("", off+int64(i), "%#x where the file is to be zero", b)
+			}
+		}
+		return nil
+	}
+	if f.Version < 4 {
+		if err := zeros(f.head[9:41], 9); err != nil {
+			return err
+		}
+	}
+	if err := zeros(f.head[49:57], 49); err != nil {
+		return err
+	}
+	next := headSize + int64(le.Uint64(f.head[65:]))
+	if err := zeros(f.rest, next-int64(len(f.rest))); err != nil {
+		return err
+	}
+	total, version := int64(0), uint32(1)
+	for i := range f.Entries {
+		e, r := &f.Entries[i], &f.Records[i]
+		if e.Record != next {
+			return bad(e.Name, e.Record, "the record begins at %d, not at %d", e.Record, next)
+		}
+		if c := r.Crypt; c != nil && len(c.MACs) == 1 && c.Said != 0 && c.Said != ChunkBytes {
+			return bad(e.Name, e.Record, "a box of %d bytes in chunks of %d", e.Bytes, c.Said)
+		}
+		it := Item{Text: e.Text, Dims: e.Dims, Bytes: e.Bytes, Sealed: f.Encrypted}
+		version = max(version, it.Version())
+		next = e.Data + e.Bytes
+		total += e.Bytes
+	}
+	switch {
+	case total != f.Total:
+		return bad("", 41, "%d bytes of data by the head, %d by the index", f.Total, total)
+	case f.Version < version:
+		return bad("", 5, "version %d with what came with version %d", f.Version, version)
+	case f.Size-next > math.MaxUint16:
+		return bad("", next, "%d bytes behind the last tensor", f.Size-next)
+	}
+	tail := make([]byte, f.Size-next)
+	if err := src.ReadAt(ctx, tail, next); err != nil {
+		return err
+	}
+	return zeros(tail, next)
+}

@@ -1,0 +1,89 @@
+package tensorizer
+
+// This file runs tensors past their sums on several workers.
+
+import (
+	"cmp"
+	"context"
+	"slices"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/ordered"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+)
+
+// A Flow is the data of one tensor on their way past its sums. Its functions are
+// called by one worker at a time.
+type Flow struct {
+	Sum   *Summer
+	Bytes int64
+	// Next gives bytes [off, off+len(buf)): either buf, filled, or others that
+	// stay until the next call.
+	Next func(ctx context.Context, buf []byte, off int64) ([]byte, error)
+	// Step is what Next gives in one, or a multiple of it; 0: anything.
+	Step int64
+	// Memory, if not nil, is all of the data: Next is not needed then.
+	Memory []byte
+	// Pass, if not nil, gets every piece once it was summed up, in order.
+	Pass func(p []byte) error
+	// Done is called when all bytes have passed.
+	Done func() error
+}
+
+// Pieces of memory stay in the second-level cache from the sums to Pass; other
+// bodies are read in blocks.
+const (
+	memoryPiece = 64 << 10
+	readPiece   = 1 << 20
+)
+
+// Run lets all flows pass, each on one of several workers: the largest first,
+// so that no worker waits for it at the end, or in their order where inOrder
+// says so. The first error ends everything.
+func Run(ctx context.Context, name string, workers int, inOrder bool, flows []Flow) error {
+	order := make([]*Flow, len(flows))
+	for i := range flows {
+		order[i] = &flows[i]
+	}
+	if !inOrder {
+		slices.SortStableFunc(order, func(a, b *Flow) int { return cmp.Compare(b.Bytes, a.Bytes) })
+	}
+	return ordered.Each(ctx, name, workers, len(order), func(k int) error { return order[k].run(ctx) })
+}
+
+// run lets one flow pass, piece by piece.
+func (f *Flow) run(ctx context.Context) error {
+	var buf []byte
+	for off := int64(0); off < f.Bytes; {
+		if ctx.Err() != nil {
+			return fault.FromOS(context.Cause(ctx))
+		}
+		p, err := f.piece(ctx, &buf, off)
+		if err != nil {
+			return err
+		}
+		f.Sum.Write(p)
+		if f.Pass != nil {
+			if err := f.Pass(p); err != nil {
+				return err
+			}
+		}
+		off += int64(len(p))
+	}
+	if f.Done != nil {
+		return f.Done()
+	}
+	return nil
+}
+
+func (f *Flow) piece(ctx context.Context, buf *[]byte, off int64) ([]byte, error) {
+	if f.Memory != nil {
+		return f.Memory[off:min(off+memoryPiece, f.Bytes)], nil
+	}
+	step := max(1, f.Step)
+	n := min(sizes.RoundUp(readPiece, step), f.Bytes-off)
+	if *buf == nil {
+		*buf = make([]byte, n)
+	}
+	return f.Next(ctx, (*buf)[:n], off)
+}

@@ -1,0 +1,139 @@
+package tensorizer
+
+// This file opens .tensors files: for loading, for verification, and to describe them.
+
+import (
+	"context"
+	"encoding/hex"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// firstRead is how much of a file is read first: the index of most lies in it.
+const firstRead = 256 << 10
+
+// Open reads the head and the index of a file, and its records if they are asked
+// for or the file is encrypted. The error is fault.ErrFormat for another kind of
+// file, and else that of Read.
+func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
+	head := make([]byte, max(0, min(src.Size(), firstRead)))
+	if err := src.ReadAt(ctx, head, 0); err != nil {
+		return nil, fault.Locate("index", src.URI(), "", -1, err)
+	}
+	if !Is(head) {
+		return nil, &fault.At{Verb: "index", Source: src.URI(), Chunk: -1, Offset: 0, Err: fault.New(fault.ErrFormat, "not a .tensors file")}
+	}
+	f, err := Read(ctx, src, head)
+	if err == nil && records {
+		err = f.ReadRecords(ctx, src)
+	}
+	return f, err
+}
+
+// Index reads the file that starts with head: its index, validated, and the source
+// to read its tensors by (see File.Source), as the settings say. known tells the
+// codecs that can be decoded.
+func Index(ctx context.Context, src source.Source, head []byte, settings map[string]string, known tensor.Known) (*tensor.Index, source.Source, error) {
+	f, err := Read(ctx, src, head)
+	if err != nil {
+		return nil, src, err
+	}
+	ix, err := f.Index(settings)
+	if err != nil {
+		return nil, src, err
+	}
+	if err := ix.Validate(known); err != nil {
+		return nil, src, err
+	}
+	if _, ok := settings[OptionCRC32]; ok {
+		if err := f.ReadRecords(ctx, src); err != nil {
+			return nil, src, err
+		}
+	}
+	plain, err := f.Source(ctx, src, settings)
+	if err != nil {
+		return nil, src, err
+	}
+	return ix, plain, nil
+}
+
+// Refuse holds a caller's settings against a file of another kind: a key is
+// fault.ErrCrypto there, and CRC32 to compare is fault.ErrArgument where the file
+// has no sums of its own.
+func Refuse(uri string, settings map[string]string, sums bool) error {
+	at := func(class error, format string, args ...any) error {
+		return &fault.At{Verb: "index", Source: uri, Chunk: -1, Offset: -1, Err: fault.New(class, format, args...)}
+	}
+	for _, secret := range []string{OptionKey, OptionPassword} {
+		if _, given := settings[secret]; given {
+			return at(fault.ErrCrypto, "a %s was given, and the file is not encrypted: it is no .tensors file", secret)
+		}
+	}
+	if _, asked := settings[OptionCRC32]; asked && !sums {
+		return at(fault.ErrArgument, "verify_crc32 was asked for, and a plain safetensors file has no sums to compare")
+	}
+	return nil
+}
+
+// A Description is a file in its own words.
+type Description struct {
+	URI       string             `json:"uri"`
+	Version   uint32             `json:"version"`
+	Encrypted bool               `json:"encrypted"`
+	Total     int64              `json:"total"` // bytes of data
+	Size      int64              `json:"size"`
+	Entries   []EntryDescription `json:"entries"`
+}
+
+// An EntryDescription is one of a file's tensors. What stands in the record itself
+// is there only if the records were read.
+type EntryDescription struct {
+	Name   string  `json:"name"`
+	Type   uint8   `json:"type"`
+	DType  string  `json:"dtype"`
+	Dims   []int64 `json:"dims"`
+	Record int64   `json:"record"`
+	Data   int64   `json:"data"`
+	Bytes  int64   `json:"bytes"`
+
+	Module uint16      `json:"module"`
+	Prefix []byte      `json:"prefix,omitempty"`
+	CRC32  string      `json:"crc32,omitempty"`
+	SHA256 string      `json:"sha256,omitempty"`
+	Sealed bool        `json:"sealed"`
+	Derive *Derivation `json:"derive,omitempty"`
+}
+
+// Describe says what head, index and the records that were read say; no data are
+// read.
+func (f *File) Describe() *Description {
+	out := &Description{URI: fault.Redact(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total, Size: f.Size,
+		Entries: make([]EntryDescription, len(f.Entries))}
+	for i := range f.Entries {
+		e := &f.Entries[i]
+		r := EntryDescription{Name: e.Name, Type: e.Type, DType: e.Text, Dims: e.Dims, Record: e.Record, Data: e.Data, Bytes: e.Bytes}
+		if f.Records != nil {
+			rec := &f.Records[i]
+			r.Module, r.Prefix = rec.Module, rec.Prefix
+			r.CRC32, r.SHA256 = hex.EncodeToString(rec.CRC32), hex.EncodeToString(rec.SHA256)
+			if rec.Crypt != nil {
+				r.Sealed, r.Derive = true, rec.Crypt.Derive
+			}
+		}
+		out.Entries[i] = r
+	}
+	return out
+}
+
+// Items gives the tensors by name in the words in which they would be written
+// again; the records must have been read.
+func (f *File) Items() map[string]Item {
+	items := make(map[string]Item, len(f.Entries))
+	for i := range f.Entries {
+		e := &f.Entries[i]
+		items[e.Name] = Item{Module: f.Records[i].Module, Type: e.Type, Name: e.Name, Text: e.Text, Dims: e.Dims, Bytes: e.Bytes}
+	}
+	return items
+}

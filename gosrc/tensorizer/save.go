@@ -1,0 +1,182 @@
+package tensorizer
+
+// This file writes whole files, and records into a file that somebody else has open.
+
+import (
+	"context"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+)
+
+// An Output takes the bytes of one file.
+type Output interface {
+	// Write puts bytes at an offset; it is safe in parallel.
+	Write(p []byte, off int64) error
+}
+
+// A Tensor is one that is written: what the file says of it, and its bytes. Write
+// sets Sum and Bytes of Data, calls Pass before a piece is encrypted and written,
+// and Done before the record is.
+type Tensor struct {
+	Item Item
+	Data Flow
+}
+
+// How says how a file is written.
+type How struct {
+	Path    string            // its name in errors
+	Encrypt map[string]string // OptionKey or OptionPassword; neither: in plain
+	Workers int
+	InOrder bool // the output takes bytes best in their order
+}
+
+// Write writes a whole file: an index as long as it needs, the data of each tensor
+// on a page. Each tensor is summed up, encrypted if the file is, and written by one
+// worker. It returns the size of the file.
+func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error) {
+	fail := func(name string, err error) error { return fault.Locate("save", how.Path, name, -1, err) }
+	key, err := KeyOf(ctx, how.Encrypt)
+	if err != nil {
+		return 0, fail("", err)
+	}
+	items := make([]Item, len(all))
+	for i := range all {
+		it := all[i].Item
+		if err := it.Check(); err != nil {
+			return 0, fail(it.Name, err)
+		}
+		if it.Sealed = key != nil; key != nil && it.Bytes > 0 {
+			it.Crypt = NewCrypt(it.Bytes, key.Derive)
+		}
+		items[i] = it
+	}
+	length := IndexBytes(items)
+	at := Start(length)
+	for i := range items {
+		items[i].Record = at
+		if items[i].Bytes > 0 {
+			items[i].PadTo(Align)
+		}
+		at = items[i].Data() + items[i].Bytes
+	}
+	front, err := Front(items, 1, length)
+	if err != nil {
+		return 0, fail("", err)
+	}
+	if err := to.Write(front, 0); err != nil {
+		return 0, err
+	}
+	flows := make([]Flow, len(all))
+	for i := range all {
+		flows[i] = written(to, how.Path, &items[i], key, all[i].Data)
+	}
+	if err := Run(ctx, "tensorizer.save", how.Workers, how.InOrder, flows); err != nil {
+		return 0, err
+	}
+	return at + Tail, to.Write(make([]byte, Tail), at)
+}
+
+// Records writes the records of a file and their data, one behind the other from
+// an offset of an open file, and sets the Record of every item; head and index are
+// the caller's. data has the bytes of each item, which stay as they are; key, if
+// not nil, is what items that are Sealed are encrypted by. It returns where the
+// last one ends. A file that takes bytes only at its end (O_APPEND) must not be
+// given.
+func Records(ctx context.Context, fd int, path string, at int64, items []Item, data [][]byte, key *Key, workers int) (int64, error) {
+	flows := make([]Flow, len(items))
+	for i := range items {
+		it := &items[i]
+		if it.Sealed && it.Bytes > 0 {
+			it.Crypt = NewCrypt(it.Bytes, key.Derive)
+		}
+		it.Record = at
+		at = it.Data() + it.Bytes
+		flows[i] = written(descriptor{fd, path}, path, it, key, Flow{Bytes: it.Bytes, Memory: data[i]})
+	}
+	return at, Run(ctx, "tensorizer.save", workers, false, flows)
+}
+
+// written is a flow of data whose bytes go to their place in the file, encrypted if
+// the item is, and the record behind them.
+func written(to Output, path string, it *Item, key *Key, data Flow) Flow {
+	at, end := it.Data(), it.Data()+it.Bytes
+	fail := func(err error) error { return fault.Locate("save", path, it.Name, -1, err) }
+	put := func(p []byte) error {
+		err := to.Write(p, at)
+		at += int64(len(p))
+		return err
+	}
+	var box []byte // what is encrypted, until it is a whole box
+	seal := func(p []byte) error {
+		for len(p) > 0 {
+			if box == nil {
+				box = make([]byte, 0, min(it.Bytes, ChunkBytes))
+			}
+			n := copy(box[len(box):cap(box)], p)
+			box, p = box[:len(box)+n], p[n:]
+			if len(box) == cap(box) || at+int64(len(box)) == end {
+				it.Crypt.Seal(box, (at-it.Data())/ChunkBytes, key.Bytes)
+				if err := put(box); err != nil {
+					return err
+				}
+				box = box[:0]
+			}
+		}
+		return nil
+	}
+	if it.Crypt == nil {
+		seal = put
+	}
+	f := data
+	f.Sum, f.Bytes = it.Summer(), it.Bytes
+	if data.Next != nil {
+		f.Next = func(ctx context.Context, buf []byte, off int64) ([]byte, error) {
+			p, err := data.Next(ctx, buf, off)
+			return p, fail(err)
+		}
+	}
+	f.Pass = func(p []byte) error {
+		if data.Pass != nil {
+			if err := data.Pass(p); err != nil {
+				return fail(err)
+			}
+		}
+		return fail(seal(p))
+	}
+	f.Done = func() error {
+		box = nil
+		if data.Done != nil {
+			if err := data.Done(); err != nil {
+				return fail(err)
+			}
+		}
+		return fail(to.Write(it.Finish(f.Sum), it.Record))
+	}
+	return f
+}
+
+// descriptor is an output that is somebody else's open file.
+type descriptor struct {
+	fd   int
+	path string
+}
+
+func (d descriptor) Write(p []byte, off int64) error {
+	for len(p) > 0 {
+		n, err := unix.Pwrite(d.fd, p, off)
+		if err == unix.EINTR {
+			continue
+		}
+		if err == nil && n == 0 {
+			err = unix.EIO
+		}
+		if err != nil {
+			return atomicfile.Failed(d.path, off, err)
+		}
+		p, off = p[n:], off+int64(n)
+	}
+	return nil
+}

@@ -1,0 +1,332 @@
+package tensorizer
+
+// This file gives the plain bytes of a file, decrypting what is encrypted.
+
+import (
+	"context"
+	"encoding/hex"
+	"runtime"
+	"sort"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Index is the file as every other room sees it: plain tensors at the offsets
+// of the Source that File.Source gives. Tensors without data come last there.
+// A tensor of a dtype that safetensors lacks is fault.ErrNotSupported, unless
+// opt has OptionBytes: then it is one of bytes, with one dimension more.
+func (f *File) Index(opt map[string]string) (*tensor.Index, error) {
+	if _, ok := opt[OptionBytes]; !ok {
+		for i := range f.Entries {
+			if err := f.Entries[i].other; err != nil {
+				return nil, err
+			}
+		}
+	}
+	ix := &tensor.Index{Sources: []tensor.Source{{URI: f.URI, Size: f.Size, Format: Format, Gaps: true}}}
+	at := f.Size
+	if len(f.Entries) > 0 {
+		ix.Sources[0].Data = f.Entries[0].Data
+	}
+	for _, zeros := range []bool{false, true} {
+		for i := range f.Entries {
+			e := &f.Entries[i]
+			if (e.Bytes != e.full) != zeros {
+				continue
+			}
+			t := tensor.Tensor{Name: e.Name, DType: e.dtype, Shape: e.shape, Bytes: e.full, Stored: e.full, Off: e.Data, Alias: -1, Plain: true}
+			switch {
+			case zeros:
+				t.Off, at = at, at+e.full
+			case f.Records != nil && f.Records[i].Crypt != nil:
+				t.Block = f.Records[i].Crypt.Chunk
+			}
+			ix.Tensors = append(ix.Tensors, t)
+		}
+	}
+	ix.Sources[0].Size = at
+	return ix, nil
+}
+
+// Source gives the bytes that Index speaks of: src itself where the file has
+// them as they are, or else a source over it, which owns it then: it decrypts
+// chunks on whatever core asks, keeps the last ones, and gives zeros for
+// tensors without data. Without a key everything but encrypted data can be
+// read. A key for a file that is not encrypted is fault.ErrCrypto, as is a
+// password where none was used. With OptionCRC32 the records must have been
+// read.
+func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string]string) (source.Source, error) {
+	wrong := func(format string, args ...any) error {
+		return f.at("", -1, fault.New(fault.ErrCrypto, format, args...))
+	}
+	_, key := decrypt[OptionKey]
+	_, password := decrypt[OptionPassword]
+	if (key || password) && !f.Encrypted {
+		return nil, wrong("a key was given, and the file is not encrypted")
+	}
+	if _, ok := decrypt[OptionCRC32]; ok {
+		var err error
+		if src, err = f.check(src); err != nil {
+			return nil, err
+		}
+	}
+	s := &sealed{Source: src, size: f.Size, most: int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes), boxes: map[boxKey]*box{}}
+	keys := map[string]*[keyBytes]byte{}
+	for i := range f.Entries {
+		e := &f.Entries[i]
+		s.zeros = s.zeros + e.full - e.Bytes
+		if f.Records == nil || f.Records[i].Crypt == nil {
+			continue
+		}
+		c := f.Records[i].Crypt
+		sp := span{off: e.Data, end: e.Data + e.Bytes, name: e.Name, crypt: c}
+		var err error
+		if sp.key, err = keyOf(ctx, c, decrypt, keys); err != nil {
+			return nil, f.at(e.Name, e.Record, err)
+		}
+		s.spans = append(s.spans, sp)
+	}
+	if s.zeros == 0 && len(s.spans) == 0 {
+		return src, nil
+	}
+	return s, nil
+}
+
+// keyOf is the key of a tensor: nil if none was given. Derived ones are kept,
+// since a file has one for all its tensors.
+func keyOf(ctx context.Context, c *Crypt, decrypt map[string]string, keys map[string]*[keyBytes]byte) (*[keyBytes]byte, error) {
+	if text, ok := decrypt[OptionKey]; ok {
+		if keys[""] == nil {
+			b, err := hex.DecodeString(text)
+			if err != nil || len(b) != keyBytes {
+				return nil, fault.New(fault.ErrArgument, "a key has %d bytes", keyBytes)
+			}
+			keys[""] = (*[keyBytes]byte)(b)
+		}
+		return keys[""], nil
+	}
+	text, ok := decrypt[OptionPassword]
+	if !ok {
+		return nil, nil
+	}
+	if c.Derive == nil {
+		return nil, fault.New(fault.ErrCrypto, "a password was given, and the file was encrypted with a key of no password's")
+	}
+	id := string(le.AppendUint64(le.AppendUint64(nil, c.Derive.Passes), c.Derive.Memory)) + string(c.Derive.Salt)
+	if keys[id] == nil {
+		password, err := hex.DecodeString(text)
+		if err != nil || len(password) == 0 {
+			return nil, fault.New(fault.ErrArgument, "the password is empty")
+		}
+		k, err := c.Derive.Key(ctx, password)
+		if err != nil {
+			return nil, err
+		}
+		keys[id] = (*[keyBytes]byte)(k)
+	}
+	return keys[id], nil
+}
+
+// A span is the encrypted data of one tensor.
+type span struct {
+	off, end int64
+	name     string
+	crypt    *Crypt
+	key      *[keyBytes]byte
+}
+
+// sealed is a source whose data were encrypted, with zeros behind its end.
+// Whole boxes are decrypted straight into place; of others the latest are
+// kept, so that readers of small pieces decrypt each of them once.
+type sealed struct {
+	source.Source
+	size, zeros int64
+	spans       []span // by offset
+
+	most  int64 // bytes of boxes worth keeping
+	mu    sync.Mutex
+	held  int64
+	clock int64
+	boxes map[boxKey]*box
+}
+
+type boxKey struct {
+	span int
+	n    int64
+}
+
+// A box is one that was decrypted, or is being.
+type box struct {
+	ready chan struct{}
+	data  []byte
+	err   error
+	used  int64 // clock
+}
+
+// Under is the file; see source.Over.
+func (s *sealed) Under() source.Source { return s.Source }
+
+func (s *sealed) Size() int64 { return s.size + s.zeros }
+
+// Far is how many reads at once are worth while; see load.Model.
+func (s *sealed) Far() int {
+	if f, ok := s.Source.(interface{ Far() int }); ok {
+		return f.Far()
+	}
+	return 0
+}
+
+// Prefetch passes on what will be read soon.
+func (s *sealed) Prefetch(off, n int64) {
+	if p, ok := s.Source.(interface{ Prefetch(off, n int64) }); ok && off < s.size {
+		p.Prefetch(off, min(n, s.size-off))
+	}
+}
+
+// Coding says how the data at an offset are stored; see save.Inspect.
+func (s *sealed) Coding(off int64) string {
+	i := sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
+	switch {
+	case off >= s.size:
+		return "zeros"
+	case i < len(s.spans) && s.spans[i].off <= off:
+		return "encrypted"
+	}
+	return "plain"
+}
+
+// ReadAt gives plain bytes; see source.Source.
+func (s *sealed) ReadAt(ctx context.Context, p []byte, off int64) error {
+	if off < 0 || int64(len(p)) > s.Size()-off {
+		return s.Source.ReadAt(ctx, p, off) // says what is wrong
+	}
+	for len(p) > 0 {
+		i := sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
+		n := int64(len(p))
+		switch {
+		case off >= s.size:
+			clear(p)
+		case i < len(s.spans) && s.spans[i].off <= off:
+			sp := &s.spans[i]
+			n = min(n, sp.end-off)
+			if err := s.open(ctx, p[:n], i, off-sp.off); err != nil {
+				return err
+			}
+		default:
+			n = min(n, s.size-off)
+			if i < len(s.spans) {
+				n = min(n, s.spans[i].off-off)
+			}
+			if err := s.Source.ReadAt(ctx, p[:n], off); err != nil {
+				return err
+			}
+		}
+		p, off = p[n:], off+n
+	}
+	return nil
+}
+
+// open fills p with the plain bytes of a span from off.
+func (s *sealed) open(ctx context.Context, p []byte, i int, off int64) error {
+	sp := &s.spans[i]
+	for len(p) > 0 {
+		k := off / sp.crypt.Chunk
+		from := k * sp.crypt.Chunk
+		size := min(sp.crypt.Chunk, sp.end-sp.off-from)
+		if off == from && int64(len(p)) >= size {
+			if err := s.decrypt(ctx, p[:size], i, k); err != nil {
+				return err
+			}
+			p, off = p[size:], off+size
+			continue
+		}
+		data, err := s.get(ctx, boxKey{i, k}, size)
+		if err != nil {
+			return err
+		}
+		n := copy(p, data[off-from:])
+		p, off = p[n:], off+int64(n)
+	}
+	return nil
+}
+
+// decrypt reads one whole box into dst.
+func (s *sealed) decrypt(ctx context.Context, dst []byte, i int, k int64) error {
+	sp := &s.spans[i]
+	at := sp.off + k*sp.crypt.Chunk
+	fail := func(err error) error {
+		return &fault.At{Verb: "decrypt", Source: s.URI(), Tensor: sp.name, Chunk: k, Offset: at, Err: err}
+	}
+	if sp.key == nil {
+		return fail(fault.New(fault.ErrCrypto, "the tensor is encrypted, and no key was given"))
+	}
+	if err := s.Source.ReadAt(ctx, dst, at); err != nil {
+		return err
+	}
+	if err := sp.crypt.open(dst, k, sp.key); err != nil {
+		clear(dst) // not what it seems
+		return fail(err)
+	}
+	return nil
+}
+
+// get returns a decrypted box, made by the first who asks.
+func (s *sealed) get(ctx context.Context, key boxKey, size int64) ([]byte, error) {
+	s.mu.Lock()
+	s.clock++
+	b := s.boxes[key]
+	if b != nil {
+		b.used = s.clock
+		s.mu.Unlock()
+		select {
+		case <-b.ready:
+			if b.err == nil {
+				return b.data, nil
+			}
+			// Whoever made it may have been cancelled; this caller was not.
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+		data := make([]byte, size)
+		return data, s.decrypt(ctx, data, key.span, key.n)
+	}
+	b = &box{ready: make(chan struct{}), used: s.clock, err: fault.New(fault.ErrEngine, "a box was not opened")}
+	s.boxes[key] = b
+	s.held += size
+	s.trim(key)
+	s.mu.Unlock()
+	defer close(b.ready)
+	data := make([]byte, size)
+	err := s.decrypt(ctx, data, key.span, key.n)
+	if err != nil {
+		b.err = err
+		s.mu.Lock()
+		if s.boxes[key] == b {
+			delete(s.boxes, key)
+			s.held -= size
+		}
+		s.mu.Unlock()
+		return nil, err
+	}
+	b.data, b.err = data, nil
+	return data, nil
+}
+
+// trim lets the boxes go that nobody used for longest; with mu held.
+func (s *sealed) trim(keep boxKey) {
+	for s.held > s.most && len(s.boxes) > 1 {
+		var oldest boxKey
+		found := false
+		for k, b := range s.boxes {
+			if k != keep && (!found || b.used < s.boxes[oldest].used) {
+				oldest, found = k, true
+			}
+		}
+		sp := &s.spans[oldest.span]
+		s.held -= min(sp.crypt.Chunk, sp.end-sp.off-oldest.n*sp.crypt.Chunk)
+		delete(s.boxes, oldest)
+	}
+}

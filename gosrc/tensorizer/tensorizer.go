@@ -1,0 +1,190 @@
+// Package tensorizer reads and writes the .tensors files of CoreWeave's
+// tensorizer. All integers are little-endian, nothing is aligned:
+//
+//	"|TZR|" | u32 version | 32 bytes of flags | u64 data bytes | 8 zero bytes | u64 tensors | u64 L | L bytes of index | records | 8 zero bytes
+//
+//	index entry: [u32 entry version, 1 or 5, in files of version 5] u16 n, name | u8 type | u8 n, dtype | u8 rank | dims, u32 or u64 each |
+//	             u64 offset of the record | u64 offset of the data | u64 bytes of the data
+//	record:      u64 bytes up to the data | u16 module | u8 type | u16 n, name | u8 n, dtype | u8 rank | dims |
+//	             u16 n, hashes: u8 count, each u8 kind, u8 n, sum | [u64 n, encryption] | [padding] | i64 bytes of the data | the data
+//	encryption:  u16 count, each: u64 n, u16 kind, body
+//
+// Versions: 1; 2 has dtypes of torch's own; 3 is encrypted; 4 has flags and
+// tensors without data ("meta"), which read as zeros; 5 has dims of 2^32 and
+// more, where the entry's version is 5. Flags: 1 encrypted, 2 index entries have
+// versions. Sums are over the record up to its data, with the sums as zeros and
+// without encryption, and over the data before encryption.
+//
+// Specification: the code of tensorizer 2.11 and 2.12, which tests hold this
+// room against in both directions. The unreleased layout of 3.0-dev, which
+// calls itself 5 too but lacks the second flag, is refused.
+//
+// A file becomes a tensor.Index as any other. What of it cannot be read as it
+// lies (encrypted data, tensors without data) a Source of this room gives as
+// plain bytes: see File.Source.
+package tensorizer
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const (
+	// Format is the name of the format in an index; see tensor.Source.
+	Format = "tensors"
+	// Extension ends the paths that are written in it.
+	Extension = ".tensors"
+	// Magic begins every file.
+	Magic = "|TZR|"
+	// PathMark begins names that are paths: a JSON list of texts and numbers.
+	PathMark = "\x1e"
+
+	headSize = 73
+	tailSize = 8
+
+	// The flags.
+	encrypted = 1
+	tagged    = 2 // index entries begin with their version: always in version 5
+
+	maxVersion = 5
+	maxMeta    = 16 << 30 // bytes of zeros that a file may stand for
+)
+
+// What a tensor is of: the type of an entry.
+const (
+	Parameter = iota
+	Buffer
+	StateDict
+)
+
+var le = binary.LittleEndian
+
+// Is says whether a file that starts with head is a .tensors file.
+func Is(head []byte) bool { return len(head) >= len(Magic) && string(head[:len(Magic)]) == Magic }
+
+// numpy has the dtypes that numpy has, by its names for them; torch the others,
+// as tensorizer writes them: a numpy type of their size, NUL, torch's name.
+var (
+	numpy = map[string]tensor.DType{
+		"|b1": tensor.Bool, "|u1": tensor.U8, "|i1": tensor.I8,
+		"<i2": tensor.I16, "<u2": tensor.U16, "<f2": tensor.F16,
+		"<i4": tensor.I32, "<u4": tensor.U32, "<f4": tensor.F32,
+		"<i8": tensor.I64, "<u8": tensor.U64, "<f8": tensor.F64, "<c8": tensor.C64,
+	}
+	torch = map[string]tensor.DType{
+		"torch.bfloat16": tensor.BF16, "torch.float8_e4m3fn": tensor.F8E4M3, "torch.float8_e5m2": tensor.F8E5M2,
+		"torch.float8_e4m3fnuz": tensor.F8E4M3FNUZ, "torch.float8_e5m2fnuz": tensor.F8E5M2FNUZ,
+		"torch.float8_e8m0fnu": tensor.F8E8M0, "torch.float4_e2m1fn_x2": tensor.F4,
+	}
+)
+
+// dtypeOf reads a dtype, and the shape that goes with it: torch counts F4 in
+// pairs.
+func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
+	if d, ok := numpy[text]; ok {
+		return d, dims, nil
+	}
+	form, name, opaque := strings.Cut(text, "\x00")
+	if opaque {
+		if strings.Contains(name, "\x00") {
+			return 0, nil, fault.New(fault.ErrFormat, "dtype %q", text)
+		}
+		if d, ok := torch[name]; ok {
+			if want := opaqueForm(d); form != want {
+				return 0, nil, fault.New(fault.ErrFormat, "dtype %q: %s takes the place of %s, not of %s", text, name, want, form)
+			}
+			if d == tensor.F4 {
+				if len(dims) == 0 {
+					return 0, nil, fault.New(fault.ErrNotSupported, "a single pair of F4")
+				}
+				dims = append([]int64(nil), dims...)
+				if dims[len(dims)-1] > 1<<62 {
+					return 0, nil, fault.New(fault.ErrFormat, "shape %v", dims)
+				}
+				dims[len(dims)-1] *= 2
+			}
+			return d, dims, nil
+		}
+	}
+	return 0, nil, fault.New(fault.ErrNotSupported, "dtype %q, which safetensors has no name for", text)
+}
+
+// itemSize is the bytes of an element of a dtype that only numpy or torch has.
+func itemSize(text string) (int64, bool) {
+	form, _, _ := strings.Cut(text, "\x00")
+	if len(form) < 3 || form[0] != '<' && form[0] != '|' || !strings.Contains("Vc", form[1:2]) {
+		return 0, false
+	}
+	n, err := strconv.ParseUint(form[2:], 10, 8)
+	return int64(n), err == nil && n > 0
+}
+
+func opaqueForm(d tensor.DType) string {
+	if d.Bits() == 16 {
+		return "<V2"
+	}
+	return "|V1"
+}
+
+// dtypeText is the way back.
+func dtypeText(d tensor.DType, shape []int64) (text string, dims []int64, err error) {
+	for text, known := range numpy {
+		if d == known {
+			return text, shape, nil
+		}
+	}
+	for name, known := range torch {
+		if d != known {
+			continue
+		}
+		if d == tensor.F4 {
+			if len(shape) == 0 || shape[len(shape)-1]%2 != 0 {
+				return "", nil, fault.New(fault.ErrNotSupported, "F4 of shape %v: .tensors files hold pairs", shape)
+			}
+			shape = append([]int64(nil), shape...)
+			shape[len(shape)-1] /= 2
+		}
+		return opaqueForm(d) + "\x00" + name, shape, nil
+	}
+	return "", nil, fault.New(fault.ErrNotSupported, ".tensors files have no %v", d)
+}
+
+// checkName holds a name to the rules: UTF-8, and a path only where a state
+// dict was saved.
+func checkName(name string, kind uint8) error {
+	if !utf8.ValidString(name) {
+		return fault.New(fault.ErrFormat, "name is not UTF-8")
+	}
+	path, is := strings.CutPrefix(name, PathMark)
+	if !is {
+		return nil
+	}
+	if kind != StateDict {
+		return fault.New(fault.ErrFormat, "a path names what is no state dict's")
+	}
+	bad := fault.New(fault.ErrFormat, "a path that is no list of texts and numbers")
+	if !strings.HasPrefix(path, "[") || !strings.HasSuffix(path, "]") || strings.ContainsAny(path, "\r\n") {
+		return bad
+	}
+	var parts []json.RawMessage
+	if json.Unmarshal([]byte(path), &parts) != nil || len(parts) == 0 {
+		return bad
+	}
+	for _, p := range parts {
+		var text string
+		var number uint64
+		if p[0] == '"' && json.Unmarshal(p, &text) == nil {
+			continue
+		}
+		if p[0] < '0' || p[0] > '9' || json.Unmarshal(p, &number) != nil {
+			return bad
+		}
+	}
+	return nil
+}

@@ -1,0 +1,73 @@
+package tensorizer
+
+// This file verifies files by their sums.
+
+import (
+	"bytes"
+	"context"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A Proof says how a file is verified.
+type Proof struct {
+	Workers int
+	InOrder bool // the tensors are read in the order of the file
+	// Passed is called with the bytes that were read, Proven with those of each
+	// tensor that holds. Both are called by several workers at once.
+	Passed, Proven func(bytes int64)
+}
+
+// Verify proves a file, of which src is what File.Source gives: every record says
+// what the index says, the sums of every tensor are those of its bytes, the tags of
+// encrypted ones fit the key, and nothing else is there. The first error ends it.
+func Verify(ctx context.Context, src source.Source, p Proof) error {
+	f, err := Open(ctx, src, true)
+	if err != nil {
+		return err
+	}
+	if err := f.Exact(ctx, src); err != nil {
+		return err
+	}
+	flows := make([]Flow, len(f.Entries))
+	for i := range f.Entries {
+		flows[i] = f.proof(src, i, p)
+	}
+	return Run(ctx, "tensorizer.verify", p.Workers, p.InOrder, flows)
+}
+
+// proof is the flow of tensor i past its sums.
+func (f *File) proof(src source.Source, i int, p Proof) Flow {
+	e, r := &f.Entries[i], &f.Records[i]
+	bad := func(class error, format string, args ...any) error {
+		return &fault.At{Verb: "verify", Source: f.URI, Tensor: e.Name, Chunk: -1, Offset: e.Record, Err: fault.New(class, format, args...)}
+	}
+	sum := NewSummer(r.Prefix)
+	flow := Flow{Sum: sum, Bytes: e.Bytes}
+	if r.Crypt != nil && r.Crypt.Chunk <= tensor.MaxChunkBytes {
+		flow.Step = r.Crypt.Chunk // whole boxes
+	}
+	flow.Next = func(ctx context.Context, buf []byte, off int64) ([]byte, error) {
+		return buf, fault.Locate("verify", f.URI, e.Name, -1, src.ReadAt(ctx, buf, e.Data+off))
+	}
+	flow.Pass = func(b []byte) error {
+		p.Passed(int64(len(b)))
+		return nil
+	}
+	flow.Done = func() error {
+		crc, sha := sum.Sums()
+		switch {
+		case r.CRC32 == nil && r.SHA256 == nil:
+			return bad(fault.ErrNotSupported, "the tensor has no sum that could be compared")
+		case r.CRC32 != nil && !bytes.Equal(crc, r.CRC32):
+			return bad(fault.ErrCorrupt, "checksum mismatch: CRC32 %x, not %x", crc, r.CRC32)
+		case r.SHA256 != nil && !bytes.Equal(sha, r.SHA256):
+			return bad(fault.ErrCorrupt, "checksum mismatch: SHA-256 %x, not %x", sha, r.SHA256)
+		}
+		p.Proven(e.Bytes)
+		return nil
+	}
+	return flow
+}

@@ -1,0 +1,291 @@
+package tensorizer
+
+// This file lays out what is written: head, index and records.
+
+import (
+	"crypto/sha256"
+	"hash"
+	"hash/crc32"
+	"math"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Align divides the offset of the data in files that are laid out with
+// padding: what disks and GPUs read directly begins on a page.
+const Align = 4096
+
+// An Item is a tensor to be written: its place and, once its bytes were seen,
+// its sums.
+type Item struct {
+	Module uint16
+	Type   uint8
+	Name   string
+	Text   string  // dtype; see TextOf
+	Dims   []int64 // as they are written
+	Bytes  int64   // of the data; 0 with dims that are not: without data
+	Crypt  *Crypt  // nil: plain
+	Record int64   // where the record begins
+	Pad    int64   // bytes between the record's last field and its length of data
+
+	// Sealed says that the file is encrypted: every record has room for it.
+	Sealed bool
+}
+
+// NewItem describes a tensor of a state dict.
+func NewItem(name string, d tensor.DType, shape []int64, bytes int64) (Item, error) {
+	text, dims, err := dtypeText(d, shape)
+	if err != nil {
+		return Item{}, err
+	}
+	it := Item{Type: StateDict, Name: name, Text: text, Dims: dims, Bytes: bytes}
+	return it, it.Check()
+}
+
+// Check holds an item to what the format can say.
+func (it *Item) Check() error {
+	if err := checkName(it.Name, it.Type); err != nil {
+		return fault.New(fault.ErrArgument, "%v", err)
+	}
+	switch {
+	case it.Type > StateDict:
+		return fault.New(fault.ErrArgument, "type %d", it.Type)
+	case len(it.Name) > math.MaxUint16:
+		return fault.New(fault.ErrArgument, "a name of %d bytes", len(it.Name))
+	case len(it.Text) > math.MaxUint8 || len(it.Dims) > math.MaxUint8:
+		return fault.New(fault.ErrArgument, "dtype %q, rank %d", it.Text, len(it.Dims))
+	case it.Bytes < 0:
+		return fault.New(fault.ErrArgument, "%d bytes", it.Bytes)
+	}
+	for _, d := range it.Dims {
+		if d < 0 {
+			return fault.New(fault.ErrArgument, "shape %v", it.Dims)
+		}
+	}
+	return nil
+}
+
+// Version is the least that a file with this item has.
+func (it *Item) Version() uint32 {
+	v := uint32(1)
+	for i := range it.Text {
+		if it.Text[i] == 0 {
+			v = 2
+		}
+	}
+	if it.Sealed {
+		v = 3
+	}
+	if it.Bytes == 0 && !empty(it.Dims) {
+		v = 4
+	}
+	if it.wide() {
+		v = 5
+	}
+	return v
+}
+
+func empty(dims []int64) bool {
+	for _, d := range dims {
+		if d == 0 {
+			return true
+		}
+	}
+	return false
+}
+
+func (it *Item) wide() bool {
+	for _, d := range it.Dims {
+		if d > math.MaxUint32 {
+			return true
+		}
+	}
+	return false
+}
+
+// size is the bytes of the record up to the data.
+func (it *Item) size() int64 { return int64(len(it.front(nil))) + it.Pad }
+
+// Data is where the data begin.
+func (it *Item) Data() int64 { return it.Record + it.size() }
+
+// PadTo makes the data begin at a multiple of align; only whole items can be.
+func (it *Item) PadTo(align int64) {
+	it.Pad = 0
+	it.Pad = (align - it.Data()%align) % align
+}
+
+// crc says whether the item has a CRC32 beside the SHA-256: encrypted data do
+// not.
+func (it *Item) crc() bool { return it.Crypt == nil }
+
+func (it *Item) appendDims(dst []byte) []byte {
+	for _, d := range it.Dims {
+		if it.wide() {
+			dst = le.AppendUint64(dst, uint64(d))
+		} else {
+			dst = le.AppendUint32(dst, uint32(d))
+		}
+	}
+	return dst
+}
+
+func (it *Item) appendWords(dst []byte) []byte {
+	dst = le.AppendUint16(dst, uint16(len(it.Name)))
+	dst = append(dst, it.Name...)
+	dst = append(dst, it.Type, byte(len(it.Text)))
+	dst = append(dst, it.Text...)
+	dst = append(dst, byte(len(it.Dims)))
+	return it.appendDims(dst)
+}
+
+// front is the record without its padding, its sums zero.
+func (it *Item) front(dst []byte) []byte {
+	dst = le.AppendUint64(dst, 0) // length: see Append
+	dst = le.AppendUint16(dst, it.Module)
+	dst = append(dst, it.Type)
+	dst = le.AppendUint16(dst, uint16(len(it.Name)))
+	dst = append(dst, it.Name...)
+	dst = append(dst, byte(len(it.Text)))
+	dst = append(dst, it.Text...)
+	dst = append(dst, byte(len(it.Dims)))
+	dst = it.appendDims(dst)
+	if it.crc() {
+		dst = le.AppendUint16(dst, 1+2+4+2+32)
+		dst = append(dst, 2, 0, 4, 0, 0, 0, 0)
+	} else {
+		dst = le.AppendUint16(dst, 1+2+32)
+		dst = append(dst, 1)
+	}
+	dst = append(dst, 1, 32)
+	dst = append(dst, make([]byte, 32)...)
+	if it.Sealed {
+		dst = it.Crypt.append(dst)
+	}
+	return le.AppendUint64(dst, uint64(it.Bytes))
+}
+
+// record is the record with its padding, its sums zero, and where they are.
+func (it *Item) record() (b []byte, crc, sha int) {
+	b = it.front(nil)
+	last := len(b) - 8
+	b = append(b[:last], make([]byte, it.Pad+8)...)
+	le.PutUint64(b[len(b)-8:], uint64(it.Bytes))
+	le.PutUint64(b, uint64(len(b)))
+	at := 8 + 2 + 1 + 2 + len(it.Name) + 1 + len(it.Text) + 1 + len(it.appendDims(nil)) + 2 + 1
+	if it.crc() {
+		return b, at + 2, at + 2 + 4 + 2
+	}
+	return b, -1, at + 2
+}
+
+// A Summer sums a tensor up: what its record says, and then its data in order.
+type Summer struct {
+	crc uint32
+	sha hash.Hash
+}
+
+// NewSummer begins with what is summed up before the data.
+func NewSummer(prefix []byte) *Summer {
+	s := &Summer{sha: sha256.New()}
+	s.Write(prefix)
+	return s
+}
+
+// Write takes the next bytes of the data, before they are encrypted.
+func (s *Summer) Write(p []byte) {
+	s.crc = crc32.Update(s.crc, crc32.IEEETable, p)
+	_, _ = s.sha.Write(p)
+}
+
+// Sums gives the sums as they are written.
+func (s *Summer) Sums() (crc, sha []byte) {
+	return le.AppendUint32(nil, s.crc), s.sha.Sum(nil)
+}
+
+// Summer begins to sum the item up.
+func (it *Item) Summer() *Summer {
+	plain := *it
+	b, _, _ := plain.record()
+	if it.Sealed { // the encryption is not summed up
+		n := len(it.Crypt.append(nil))
+		end := len(b) - 8 - int(it.Pad)
+		b = append(b[:end-n], b[end:]...)
+	}
+	return NewSummer(b)
+}
+
+// Finish gives the whole record, now that all data were summed up.
+func (it *Item) Finish(s *Summer) []byte {
+	b, crc, sha := it.record()
+	sum, digest := s.Sums()
+	if crc >= 0 {
+		copy(b[crc:], sum)
+	}
+	copy(b[sha:], digest)
+	return b
+}
+
+// IndexBytes is what the index of items takes; each has room for the tag of
+// version 5, which any of them may bring about.
+func IndexBytes(items []Item) int64 {
+	n := int64(0)
+	for i := range items {
+		n += int64(4 + len(items[i].appendWords(nil)) + 24)
+	}
+	return n
+}
+
+// Front is the head and the index of a file, the index length bytes long:
+// tensorizer's own has 262,144. version is the least.
+func Front(items []Item, version uint32, length int64) ([]byte, error) {
+	version = max(version, 1)
+	var total uint64
+	flags := byte(0)
+	for i := range items {
+		version = max(version, items[i].Version())
+		total += uint64(items[i].Bytes)
+		if items[i].Sealed {
+			flags = encrypted
+		}
+	}
+	b := append([]byte(nil), Magic...)
+	b = le.AppendUint32(b, version)
+	switch {
+	case version < 4:
+		flags = 0
+	case version == maxVersion:
+		flags |= tagged
+	}
+	b = append(b, flags)
+	b = append(b, make([]byte, 31)...)
+	b = le.AppendUint64(b, total)
+	b = append(b, make([]byte, 8)...)
+	b = le.AppendUint64(b, uint64(len(items)))
+	b = le.AppendUint64(b, uint64(length))
+	for i := range items {
+		it := &items[i]
+		if version == maxVersion {
+			tag := uint32(1)
+			if it.wide() {
+				tag = 5
+			}
+			b = le.AppendUint32(b, tag)
+		}
+		b = it.appendWords(b)
+		b = le.AppendUint64(b, uint64(it.Record))
+		b = le.AppendUint64(b, uint64(it.Data()))
+		b = le.AppendUint64(b, uint64(it.Bytes))
+	}
+	if over := int64(len(b)) - headSize - length; over > 0 {
+		return nil, fault.New(fault.ErrArgument, "the index takes %d bytes more than its %d", over, length)
+	}
+	return append(b, make([]byte, headSize+length-int64(len(b)))...), nil
+}
+
+// Start is where the first record begins.
+func Start(length int64) int64 { return headSize + length }
+
+// Tail is the bytes after the last record: zeros.
+const Tail = tailSize
