@@ -137,7 +137,7 @@ func (r *run) machine() error {
 	if r.gpu == nil {
 		return nil
 	}
-	lane, err := r.gpu.Lane(cuda.DefaultSlots, cuda.DefaultSlotBytes)
+	lane, err := r.gpu.Queue(cuda.DefaultSlots, cuda.DefaultSlotBytes)
 	if err != nil {
 		return err
 	}

@@ -69,7 +69,7 @@ func wire(index int) (float64, error) {
 		return 0, err
 	}
 	defer func() { _ = d.Trim() }() // the figure is there; a lost device says so later
-	l, err := d.Lane(cuda.DefaultSlots, cuda.DefaultSlotBytes)
+	l, err := d.Queue(cuda.DefaultSlots, cuda.DefaultSlotBytes)
 	if err != nil {
 		return 0, err
 	}

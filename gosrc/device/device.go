@@ -1,5 +1,5 @@
 // Package device is where tensors land and chunks are decoded. It knows
-// memory, and decode jobs by codec id; it knows nothing of files.
+// memory, queues, and decode tasks by codec id; it knows nothing of files.
 package device
 
 import (
@@ -122,7 +122,7 @@ func ReturnPages(p unsafe.Pointer, n int64) {
 }
 
 // A View says which bytes of a chunk land where, when that is not simply all
-// of them in a row: the chunk holds bytes [At, At+logical) of a matrix with
+// of them contiguous: the chunk holds bytes [At, At+logical) of a matrix with
 // rows of Row bytes (its column part), whose first column is column Col of the
 // tensor's rows; wanted are rows [Row0, Row1) and byte columns [Col0, Col1) of
 // the tensor, packed.
@@ -153,12 +153,12 @@ func (v *View) Runs(logical int64, fn func(dst, src, n int64)) {
 	}
 }
 
-// A Job is one stored chunk in a staged piece and where its bytes go.
-type Job struct {
+// A DecodeTask is one stored chunk in a staged piece and where its bytes go.
+type DecodeTask struct {
 	Chunk tensor.Chunk
 	Src   uint32         // offset in the piece
 	Dst   unsafe.Pointer // the destination: of the chunk's first byte, or of the View's
-	View  *View          // nil: all of the chunk, in a row
+	View  *View          // nil: all of the chunk, contiguous
 	// Cast, where the device can, turns the chunk's elements, all of them, into
 	// those of another type on their way to Dst; the zero value does not.
 	Cast Cast

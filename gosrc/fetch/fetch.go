@@ -154,12 +154,11 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 // identity is what the store of a source says that tells this state of it from
 // others, nil if nothing.
 func identity(s source.Source) []byte {
-	switch id := s.(type) {
-	case interface{ Identity() string }:
-		return []byte(id.Identity())
-	case source.Identified:
-		at, _ := id.Identity() // one that may miss a change still finds most
-		return fmt.Append(nil, at.Device, at.Inode, at.Modified)
+	switch f := s.Facts(); {
+	case f.File != nil: // one that may miss a change still finds most
+		return fmt.Append(nil, f.Identity.Device, f.Identity.Inode, f.Identity.Modified)
+	case f.Identity.Known():
+		return []byte(f.Identity.Pin)
 	}
 	return nil
 }

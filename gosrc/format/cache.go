@@ -39,12 +39,8 @@ func (c *Cache) key(src source.Source, lenient bool) (k cacheKey, ok bool) {
 	if c == nil {
 		return k, false
 	}
-	s, ok := src.(source.Identified)
-	if !ok {
-		return k, false
-	}
-	id, ok := s.Identity()
-	return cacheKey{id, lenient}, ok
+	f := src.Facts()
+	return cacheKey{f.Identity, lenient}, f.File != nil && f.Settled
 }
 
 // get returns the index of a file under the name that it has now, or nil.

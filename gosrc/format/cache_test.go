@@ -47,9 +47,10 @@ func plainFile(t *testing.T, path string, n int, prefix string) {
 // it would be some seconds later.
 type settled struct{ counted }
 
-func (s settled) Identity() (source.Identity, bool) {
-	id, _ := s.File.Identity()
-	return id, true
+func (s settled) Facts() source.Facts {
+	f := s.File.Facts()
+	f.Settled = true
+	return f
 }
 
 // A second open reads and parses nothing, names the file as it is called now,

@@ -82,7 +82,7 @@ var readers = []reader{
 // gives. Two sources may have tensors of one name; Index.Find tells.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
 	parts := make([]*tensor.Index, len(srcs))
-	err := spawn.Each("open", together, len(srcs), func(i int) (err error) {
+	err := spawn.Each(ctx, "open", together, len(srcs), func(i int) (err error) {
 		parts[i], srcs[i], err = one(ctx, srcs[i], opt)
 		return err
 	})

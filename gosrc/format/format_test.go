@@ -321,6 +321,8 @@ type sparse struct {
 	size int64
 }
 
+func (s *sparse) Facts() source.Facts { return source.Facts{} }
+
 func (s *sparse) Size() int64 { return s.size }
 
 func (s *sparse) ReadAt(_ context.Context, p []byte, off int64) error {

@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -29,7 +30,9 @@ type memory struct {
 	reads int
 }
 
-func (m *memory) URI() string  { return m.name }
+func (m *memory) URI() string         { return m.name }
+func (m *memory) Facts() source.Facts { return source.Facts{} }
+
 func (m *memory) Size() int64  { return int64(len(m.b)) }
 func (m *memory) Close() error { return nil }
 

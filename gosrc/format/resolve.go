@@ -245,7 +245,7 @@ func sources(ctx context.Context, files []string, open Opener) ([]source.Source,
 	srcs := make([]source.Source, len(files))
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	_ = spawn.Each("open", together, len(files), func(i int) error {
+	_ = spawn.Each(ctx, "open", together, len(files), func(i int) error {
 		s, err := open(ctx, files[i])
 		if err != nil {
 			cancel(err) // only the first cause stays

@@ -124,11 +124,11 @@ func (t *late) place(i int32) unsafe.Pointer {
 }
 
 // cast brings what landed beside its place there.
-func (t *late) cast(ctx context.Context, lane device.Lane, land func(int32)) error {
+func (t *late) cast(ctx context.Context, queue *cuda.Queue, land func(int32)) error {
 	for _, i := range t.landed {
 		c := t.l.casts[i]
 		dst := device.Memory{Ptr: t.place(i), Bytes: t.l.landing(int(i))}
-		if err := lane.(gpuLane).Cast(ctx, dst, t.mem[i], c.From, c.To); err != nil {
+		if err := queue.Cast(ctx, dst, t.mem[i], c.From, c.To); err != nil {
 			x := &t.l.model.ix.Tensors[t.l.wants[i].Tensor]
 			return &fault.At{Verb: "land", Source: t.l.model.ix.Sources[x.Source].URI, Tensor: x.Name, Chunk: -1, Offset: -1, Err: err}
 		}

@@ -1,22 +1,20 @@
 package load
 
 import (
-	"cmp"
 	"context"
-	"slices"
 	"sync"
 	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/plan"
-	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -38,14 +36,16 @@ type Options struct {
 type Report struct {
 	Bytes   int64 `json:"bytes"` // of tensors
 	Tensors int64 `json:"tensors"`
-	Mapped  int64 `json:"mapped"`     // bytes that are mapped, not read
-	Past    int64 `json:"past_cache"` // bytes that were read past the page cache
-	Direct  int64 `json:"gds"`        // bytes that GPUDirect Storage read
-	// NoDirect is why files were not read by GPUDirect Storage though it was asked
+	Mapped  int64 `json:"mapped"` // bytes that are mapped, not read
+	// DirectIO is the bytes that direct I/O read, past the page cache; GDS those that
+	// GPUDirect Storage did.
+	DirectIO int64 `json:"past_cache"`
+	GDS      int64 `json:"gds"`
+	// NoGDS is why files were not read by GPUDirect Storage though it was asked
 	// for; "" if they were, or it was not.
-	NoDirect string          `json:"no_gds,omitempty"`
-	Seconds  float64         `json:"seconds"`
-	Stages   pipeline.Stages `json:"stages"`
+	NoGDS   string          `json:"no_gds,omitempty"`
+	Seconds float64         `json:"seconds"`
+	Stages  pipeline.Stages `json:"stages"`
 	// Trace sums up the trace, if one was asked for.
 	Trace *pipeline.Summary `json:"trace,omitempty"`
 }
@@ -53,13 +53,14 @@ type Report struct {
 // A Loading is a load that runs or has ended. Tensors can be taken as soon as
 // they are ready. It is safe for concurrent use.
 type Loading struct {
-	job    *job.Job
-	model  *Model
-	target target
-	wants  []plan.Want
-	casts  []device.Cast // by request; nil: none
-	lane   device.Lane   // nil: the host; mu guards it while others may ask
-	mapped []bool        // by request: it lies in a mapped file
+	job     *job.Job
+	model   *Model
+	target  target
+	wants   []plan.Want
+	casts   []device.Cast // by request; nil: none
+	machine plan.Machine
+	queue   *cuda.Queue // nil: the host; mu guards it while others may ask
+	mapped  []bool      // by request: it lies in a mapped file
 
 	// Of requests whose place becomes known while the load runs; nil: none.
 	places *places
@@ -132,14 +133,15 @@ func (m *Model) start(reqs []Request, wants []plan.Want, tgt target, opt Options
 	}
 	// Here and not in the job: a caller who is out of memory may be able to give
 	// some back, and try again.
-	if l.lane, err = tgt.lane(0, m.steps() > 0); err != nil {
+	l.machine = m.machine(tgt, opt.Threads, true)
+	if l.queue, err = tgt.queue(0, l.machine); err != nil {
 		cpu.Release(l.mem)
 		m.drop()
 		return nil, m.where("stage", err)
 	}
 	l.job.Go(func(ctx context.Context, j *job.Job) error {
 		defer l.ended()
-		return l.run(ctx, j, reqs, l.mapped, opt)
+		return l.run(ctx, j, reqs, opt)
 	})
 	return l, nil
 }
@@ -233,185 +235,6 @@ func (l *Loading) waiting(reqs []Request) error {
 	return nil
 }
 
-// run is the job: it populates what is mapped and runs the pipeline for the
-// rest.
-func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, mapped []bool, opt Options) error {
-	start := time.Now()
-	dest := make([]unsafe.Pointer, len(reqs))
-	var total, mappedBytes int64
-	var maps []int
-	for i := range reqs {
-		total += l.wants[i].Bytes
-		switch {
-		case mapped[i]:
-			maps = append(maps, i)
-			mappedBytes += l.wants[i].Bytes
-		case l.told != nil && l.told[i], l.later != nil && l.later[i] > 0:
-			dest[i] = address(pending)
-		case reqs[i].Dest != 0:
-			dest[i] = address(reqs[i].Dest)
-		default:
-			dest[i] = l.mem[i].Ptr
-		}
-	}
-	if l.later != nil {
-		ctx, cancel := context.WithCancel(ctx)
-		provided := l.provide(ctx)
-		defer func() {
-			cancel()
-			<-provided
-		}()
-	}
-	j.TotalBytes.Store(total)
-	j.TotalTensors.Store(int64(len(reqs)))
-	threads := opt.Threads
-	if threads <= 0 {
-		threads = knob.Threads.Get()
-	}
-	far, steps := l.model.far(), l.model.steps()
-	lim := l.target.limits(far > 1, steps > 0)
-	if l.model.planned() {
-		lim.Align = readAlign
-	}
-	planning := time.Now()
-	p := plan.Make(l.model.ix, l.wants, dest, lim)
-	planned := time.Now()
-	how := cmp.Or(opt.Read, knob.Read.Get())
-	told, depth := expect(l.model.srcs, p, how)
-	if threads <= 0 {
-		threads = max(l.target.readers(), depth, far)
-	}
-	traceFile := cmp.Or(opt.Trace, knob.Trace.Get())
-	var trace *pipeline.Trace
-	if traceFile != "" {
-		trace = pipeline.NewTrace()
-		trace.Verb("open", l.model.opened[0], l.model.opened[1], 0)
-		trace.Verb("plan", planning, planned, total)
-	}
-	late, err := l.plantCasts(p, dest)
-	if err != nil {
-		return err
-	}
-	defer late.free()
-	for i, n := range p.Left {
-		if n == 0 && !mapped[i] {
-			l.land(int32(i))
-		}
-	}
-	l.prefault(maps)
-	for _, i := range maps {
-		j.Bytes.Add(l.mem[i].Bytes)
-		l.land(int32(i))
-	}
-	if pin := l.model.pin; pin != nil && l.target.gpu != nil {
-		if err := l.model.register(pin, l.target.gpu); err != nil {
-			return err
-		}
-	}
-	lane, err := l.laneFor(p)
-	if err != nil {
-		return l.model.where("stage", err)
-	}
-	if lane != nil {
-		if opt.Stream != 0 {
-			if err := lane.(gpuLane).WaitFor(uintptr(opt.Stream)); err != nil {
-				return l.model.where("stage", err)
-			}
-		}
-	}
-	var ways *direct
-	if lane != nil && how == "gds" {
-		if ways, err = l.straight(lane.(gpuLane)); err != nil {
-			return l.model.where("stage", err)
-		}
-	}
-	var ranges func() int64
-	if steps > 0 {
-		if lane != nil {
-			steps = farRange
-		}
-		// Few round trips, and still a few ranges for each connection: at the
-		// end none should be waited for long.
-		ranges = func() int64 {
-			reads := max(1, min(threads, l.model.atOnce()))
-			return min(steps, max(lim.Piece, p.Read/int64(4*reads)))
-		}
-	}
-	task := &pipeline.Task{
-		Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: p, Lane: lane, Direct: ways.by(), Workers: threads, Range: ranges, NoCheck: opt.NoCheck, Trace: trace,
-		Landed: late.or(l.land), Progress: func(n int64) { j.Bytes.Add(n) },
-	}
-	if l.places != nil {
-		task.Place = l.places.real
-	}
-	st, err := pipeline.Run(ctx, task)
-	ways.close()
-	if err == nil {
-		err = late.cast(ctx, lane, l.land)
-	}
-	if err == nil {
-		err = l.model.uncut()
-	}
-	seconds := time.Since(start).Seconds()
-	var past int64
-	for _, s := range told {
-		past += s.Past()
-	}
-	rep := Report{Bytes: total, Tensors: int64(len(reqs)), Mapped: mappedBytes, Past: past, Seconds: seconds, Stages: st}
-	if ways != nil {
-		rep.Direct, rep.NoDirect = ways.bytes.Load(), ways.why
-	}
-	if trace != nil && err == nil {
-		err = trace.WriteFile(traceFile)
-		sum := trace.Summary()
-		rep.Trace = &sum
-	}
-	j.SetReport(rep)
-	return err
-}
-
-// planned says whether a source of the model reads in ways that depend on the
-// load.
-func (m *Model) planned() bool {
-	return slices.ContainsFunc(m.srcs, func(s source.Source) bool { _, ok := s.(source.Planned); return ok })
-}
-
-// expect tells the sources of a plan what is coming, and returns those that it
-// told and how many reads at once serve them best.
-func expect(srcs []source.Source, p *plan.Plan, how string) (told []source.Planned, depth int) {
-	last := int32(-1)
-	for i := range p.Pieces { // in the order of the sources
-		s := p.Pieces[i].Source
-		if s == last {
-			continue
-		}
-		last = s
-		if planned, ok := srcs[s].(source.Planned); ok {
-			told = append(told, planned)
-			depth = max(depth, planned.Expect(p.Read, how))
-		}
-	}
-	return told, depth
-}
-
-// laneFor is the load's lane, in place of which another is made if a piece of
-// the plan is larger than its slots.
-func (l *Loading) laneFor(p *plan.Plan) (device.Lane, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	stepped := l.model.steps() > 0
-	if _, size := ring(stepped); l.lane != nil && p.Slot > size {
-		l.lane.Close()
-		l.lane = nil
-		lane, err := l.target.lane(p.Slot, stepped)
-		if err != nil {
-			return nil, err
-		}
-		l.lane = lane
-	}
-	return l.lane, nil
-}
-
 // prefault brings the pages of mapped tensors in while their owner is already
 // at work: the job does not wait for it. Neighbours in one mapping go with one
 // call. What it works on is held until it is done.
@@ -469,13 +292,13 @@ func (l *Loading) land(i int32) {
 // more.
 func (l *Loading) ended() {
 	l.mu.Lock()
-	l.over = true // and nobody asks for the lane any more
+	l.over = true // and the queue is asked for no more
 	if l.shut {
 		cpu.Release(l.mem)
 	}
 	l.mu.Unlock()
-	if l.lane != nil {
-		l.lane.Close()
+	if l.queue != nil {
+		l.queue.Close()
 	}
 	l.model.drop()
 }

@@ -93,34 +93,10 @@ func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) 
 // Index is what the model holds.
 func (m *Model) Index() *tensor.Index { return m.ix }
 
-// far is how many reads at once the model's sources can make use of, 0 if all
-// are local files.
-func (m *Model) far() (reads int) {
-	for _, s := range m.srcs {
-		if f, ok := s.(interface{ Far() int }); ok {
-			reads = max(reads, f.Far())
-		}
-	}
-	return reads
-}
-
-// steps is how many bytes a range of the model's sources best has that is read
-// in steps, 0 unless all of them are a source.Ranged.
-func (m *Model) steps() (bytes int64) {
-	for _, s := range m.srcs {
-		r, ok := s.(source.Ranged)
-		if !ok || r.Ranged() == 0 {
-			return 0
-		}
-		bytes = max(bytes, r.Ranged())
-	}
-	return bytes
-}
-
 // atOnce is how many ranges are read in steps at once as things stand.
 func (m *Model) atOnce() (reads int) {
 	for _, s := range m.srcs {
-		if r, ok := s.(source.Ranged); ok {
+		if r := s.Facts().Ranges; r != nil {
 			reads = max(reads, r.AtOnce())
 		}
 	}
@@ -218,7 +194,7 @@ func (m *Model) shared(source int, n int64) (mapped, error) {
 // that meets a truncation may give zeros and no error.
 func (m *Model) uncut() error {
 	for _, s := range m.srcs {
-		if _, ok := s.(mappable); !ok {
+		if s.Facts().File == nil {
 			continue
 		}
 		if err := withFD(s, func(fd int) error { return cpu.StillHas(fd, s.Size()) }); err != nil {
@@ -226,12 +202,6 @@ func (m *Model) uncut() error {
 		}
 	}
 	return nil
-}
-
-// A mappable source is a file; Remote says that it lies on a network.
-type mappable interface {
-	Remote() bool
-	WithFD(fn func(fd int) error) error
 }
 
 func mapSource(src source.Source, holders int64, alone bool) (mp mapped, err error) {
@@ -242,8 +212,9 @@ func mapSource(src source.Source, holders int64, alone bool) (mp mapped, err err
 	return mp, err
 }
 
+// withFD calls fn with the descriptor of a source that is a file.
 func withFD(src source.Source, fn func(fd int) error) error {
-	err := src.(mappable).WithFD(fn)
+	err := src.Facts().File.WithFD(fn)
 	var at *fault.At
 	switch {
 	case errors.As(err, &at) && at.Source == "":
@@ -271,6 +242,6 @@ func mapping(word *bool) string {
 // are not, unless somebody asks for it: a page at a time is the slowest way to
 // read them, and a server that goes away would end the process.
 func (m *Model) maps(s source.Source) bool {
-	f, ok := s.(mappable)
-	return ok && (m.mapp == "on" || m.mapp == "auto" && !f.Remote())
+	f := s.Facts()
+	return f.File != nil && (m.mapp == "on" || m.mapp == "auto" && !f.Remote)
 }

@@ -1,10 +1,9 @@
 package load
 
 import (
+	"cmp"
 	"context"
-	"runtime"
 	"sync"
-	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -16,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
-	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source/memory"
 )
 
@@ -109,17 +108,14 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 		j.TotalBytes.Add(size)
 	}
 	j.TotalTensors.Store(int64(len(m.ix.Tensors)))
-	if threads <= 0 {
-		threads = knob.Threads.Get()
-	}
-	readers, cores := threads, threads
-	if threads <= 0 {
-		cores = runtime.GOMAXPROCS(0)
-		readers = max(cores, feeders)
-	}
-	err := together(ctx, readers, len(parts), func(ctx context.Context, i int) error {
+	mc := m.machine(target{}, threads, false)
+	cores := cmp.Or(mc.Threads, mc.Cores)
+	reading, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	err := spawn.Each(reading, "pin", cmp.Or(mc.Threads, max(cores, plan.Feeders)), len(parts), func(i int) error {
 		x := parts[i]
-		if err := m.srcs[x.source].ReadAt(ctx, p.bytes[x.source][x.off:x.off+x.n], x.off); err != nil {
+		if err := m.srcs[x.source].ReadAt(reading, p.bytes[x.source][x.off:x.off+x.n], x.off); err != nil {
+			cancel(err) // only the first cause stays
 			return err
 		}
 		j.Bytes.Add(x.n)
@@ -128,7 +124,7 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 	if err != nil {
 		return err
 	}
-	return together(ctx, cores, len(m.ix.Tensors), func(_ context.Context, i int) error {
+	return spawn.Each(ctx, "pin", cores, len(m.ix.Tensors), func(i int) error {
 		j.Tensors.Add(1)
 		return m.compare(p, i)
 	})
@@ -142,36 +138,6 @@ func (m *Model) compare(p *pinned, i int) error {
 			return &fault.At{Verb: "check", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(k), Offset: c.Off,
 				Err: fault.New(fault.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", c.Sum, sum)}
 		}
-	}
-	return nil
-}
-
-// together runs fn for 0 to n-1 on several workers; the first error ends it.
-func together(ctx context.Context, workers, n int, fn func(ctx context.Context, i int) error) error {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	var next atomic.Int64
-	var wg sync.WaitGroup
-	for range min(workers, n) {
-		wg.Add(1)
-		spawn.Go("pin", func() {
-			defer wg.Done()
-			err := spawn.Guard("pin", func() error {
-				for i := next.Add(1) - 1; i < int64(n) && ctx.Err() == nil; i = next.Add(1) - 1 {
-					if err := fn(ctx, int(i)); err != nil {
-						return err
-					}
-				}
-				return nil
-			})
-			if err != nil {
-				cancel(err) // only the first cause stays
-			}
-		})
-	}
-	wg.Wait()
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
 	}
 	return nil
 }

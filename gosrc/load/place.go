@@ -145,8 +145,8 @@ func (l *Loading) Settle(pairs []int64, stream uint64) error {
 	if l.places == nil || len(pairs)%2 != 0 {
 		return fault.New(fault.ErrArgument, "settle: no request waits for a place, or half a pair")
 	}
-	if lane, ok := l.lane.(gpuLane); ok && stream != 0 {
-		if err := lane.WaitFor(uintptr(stream)); err != nil {
+	if l.queue != nil && stream != 0 {
+		if err := l.queue.WaitFor(uintptr(stream)); err != nil {
 			return l.model.where("stage", err)
 		}
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
@@ -43,9 +44,9 @@ func TestReadWays(t *testing.T) {
 		if b, err := l.Job().Report(); err != nil || json.Unmarshal(b, &rep) != nil {
 			t.Fatal(err)
 		}
-		t.Logf("%s: %d of %d bytes past the cache", how, rep.Past, rep.Bytes)
-		if how != "direct" && rep.Past != 0 || rep.Past > rep.Stages.ReadBytes {
-			t.Errorf("%s: %d bytes past the cache", how, rep.Past)
+		t.Logf("%s: %d of %d bytes by direct I/O", how, rep.DirectIO, rep.Bytes)
+		if how != "direct" && rep.DirectIO != 0 || rep.DirectIO > rep.Stages.ReadBytes {
+			t.Errorf("%s: %d bytes by direct I/O", how, rep.DirectIO)
 		}
 		l.Close()
 		s, err := m.Start([]Request{{Tensor: 3, Lo0: 17, Hi0: 113, Hi1: -1}, {Tensor: 3, Hi0: -1, Lo1: 5000, Hi1: 9999}}, Options{Read: how})
@@ -160,7 +161,11 @@ func TestChangedDuringALoad(t *testing.T) {
 // remote is a file as if it lay on a network.
 type remote struct{ *file.File }
 
-func (remote) Remote() bool { return true }
+func (r remote) Facts() source.Facts {
+	f := r.File.Facts()
+	f.Remote = true
+	return f
+}
 
 // Plain files are mapped unless somebody says no, on a network only if
 // somebody says yes, and the argument goes before the setting.

@@ -3,15 +3,16 @@ package load
 import (
 	"cmp"
 	"context"
-	"runtime"
 	"slices"
 	"sync"
 	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/pipeline"
@@ -49,23 +50,24 @@ type RelaySpec struct {
 //
 // Its methods are safe for concurrent use.
 type Relay struct {
-	job    *job.Job
-	model  *Model
-	target target
-	spec   *RelaySpec
-	ix     *tensor.Index  // in which all that travels has chunks
-	bare   map[int32]bool // tensors that have them there alone, without checksums
-	at     []relayed      // by number of a chunk in ix
-	pieces []relayPiece
-	jobs   []device.Job // of this rank's requests, by piece
-	refs   []plan.Ref   // of each job
-	wants  []plan.Want
-	start  time.Time
-	fetch  *plan.Plan
-	shares []plan.Want // of fetch: a chunk each
-	spots  []plan.Spot
-	lane   *cuda.Lane  // decodes; nil: the host does
-	feed   device.Lane // fetches; nil: the host
+	job     *job.Job
+	model   *Model
+	target  target
+	spec    *RelaySpec
+	ix      *tensor.Index  // in which all that travels has chunks
+	bare    map[int32]bool // tensors that have them there alone, without checksums
+	at      []relayed      // by number of a chunk in ix
+	pieces  []relayPiece
+	jobs    []device.DecodeTask // of this rank's requests, by piece
+	refs    []plan.Ref          // of each job
+	wants   []plan.Want
+	start   time.Time
+	fetch   *plan.Plan
+	shares  []plan.Want // of fetch: a chunk each
+	spots   []plan.Spot
+	machine plan.Machine
+	queue   *cuda.Queue  // decodes; nil: the host does
+	feed    device.Queue // fetches; nil: the host
 	// By buffer, on a GPU: this rank's share is there; all of it was decoded.
 	full, idle []*cuda.Event
 
@@ -126,13 +128,14 @@ func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 		return nil, m.where("open", err)
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now()}
+	r.machine = m.machine(tgt, spec.Threads, false)
 	if err := r.layOut(); err != nil {
 		return nil, err
 	}
 	if err := m.hold(); err != nil {
 		return nil, err
 	}
-	if err := r.lanes(); err != nil {
+	if err := r.queues(); err != nil {
 		m.drop()
 		return nil, m.where("stage", err)
 	}
@@ -140,9 +143,9 @@ func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 	return r, nil
 }
 
-// lanes makes what a GPU needs: a lane that fetches, one that decodes, and the
+// queues makes what a GPU needs: a queue that fetches, one that decodes, and the
 // events between them.
-func (r *Relay) lanes() (err error) {
+func (r *Relay) queues() (err error) {
 	gpu := r.target.gpu
 	if gpu == nil {
 		return nil
@@ -163,33 +166,33 @@ func (r *Relay) lanes() (err error) {
 			r.idle = append(r.idle, v)
 		}
 	}
-	feed, err := r.target.lane(r.fetch.Slot, false)
+	feed, err := r.target.queue(r.fetch.Slot, r.machine)
 	if err != nil {
 		return err
 	}
-	r.feed = feedLane{feed.(gpuLane), r}
-	if r.lane, err = gpu.Lane(len(r.spec.Ring), cuda.TablesOnly); err != nil {
+	r.feed = feedQueue{feed, r}
+	if r.queue, err = gpu.Queue(len(r.spec.Ring), cuda.TablesOnly); err != nil {
 		return err
 	}
 	if r.spec.Timeline {
-		if err := r.lane.Time(r.kernels()); err != nil {
+		if err := r.queue.Time(r.kernels()); err != nil {
 			return err
 		}
 	}
 	if r.spec.Stream != 0 { // the ring may still be in use there
-		return feed.(gpuLane).WaitFor(uintptr(r.spec.Stream))
+		return feed.WaitFor(uintptr(r.spec.Stream))
 	}
 	return nil
 }
 
-// letGo gives back what lanes made; it waits for what is under way there.
+// letGo gives back what queues made; it waits for what is under way there.
 func (r *Relay) letGo() {
-	if r.lane != nil {
+	if r.queue != nil {
 		if r.spec.Timeline { // only a broken lane refuses
-			_ = r.lane.Drain(context.Background())
-			_ = r.lane.Time(nil)
+			_ = r.queue.Drain(context.Background())
+			_ = r.queue.Time(nil)
 		}
-		r.lane.Close()
+		r.queue.Close()
 	}
 	if r.feed != nil {
 		r.feed.Close()
@@ -199,22 +202,22 @@ func (r *Relay) letGo() {
 	}
 }
 
-// A feedLane is the lane that fetches. What it submits is written when the piece
+// A feedQueue is the queue that fetches. What it submits is written when the piece
 // before in the same buffer was decoded; that it is on its way is all that the
 // caller waits for.
-type feedLane struct {
-	gpuLane
+type feedQueue struct {
+	*cuda.Queue
 	r *Relay
 }
 
-func (l feedLane) Submit(s device.Slot, n int64, jobs []device.Job, done func(job int, err error)) error {
-	r, slot := l.r, s.(gpuSlot).Slot
-	k := r.filling(jobs[0].Dst)
+func (q feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
+	r := q.r
+	k := r.filling(tasks[0].Dst)
 	b := k % len(r.spec.Ring)
-	slot.Order(r.idle[b], r.full[b])
-	err := l.gpuLane.Submit(s, n, jobs, done)
+	s.(*cuda.Slot).Order(r.idle[b], r.full[b])
+	err := q.Queue.Submit(s, n, tasks, done)
 	if err == nil {
-		r.landed(k, len(jobs))
+		r.landed(k, len(tasks))
 	}
 	return err
 }
@@ -235,20 +238,14 @@ func (r *Relay) filling(dst unsafe.Pointer) int {
 	return r.free + (b-r.free%n+n)%n
 }
 
-func (r *Relay) threads() int { return cmp.Or(max(0, r.spec.Threads), max(0, knob.Threads.Get())) }
-
 // run is the job.
 func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	defer r.model.drop()
 	defer r.close()
-	told, depth := expect(r.model.srcs, r.fetch, cmp.Or(r.spec.Read, knob.Read.Get()))
-	threads := r.threads()
-	if threads == 0 {
-		threads = max(r.target.readers(), depth, r.model.far())
-	}
+	files, depth := expect(r.model.srcs, r.fetch, cmp.Or(r.spec.Read, knob.Read.Get()))
 	ahead := r.ahead()
 	task := &pipeline.Task{
-		Index: r.model.ix, Sources: r.model.srcs, Wants: r.shares, Plan: r.fetch, Lane: r.feed, Workers: threads, NoCheck: r.spec.NoCheck,
+		Index: r.model.ix, Sources: r.model.srcs, Wants: r.shares, Plan: r.fetch, Queue: r.feed, Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
 		Gate: func(ctx context.Context, job int32) error {
 			return r.wait(ctx, &r.free, int(r.spots[job].Group)-len(r.spec.Ring)+1-ahead)
 		},
@@ -265,7 +262,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 			return dst, r.wait(ctx, &r.free, int(r.spots[spot].Group)-len(r.spec.Ring)+1)
 		}
 	}
-	if r.spec.Timeline && r.lane != nil {
+	if r.spec.Timeline && r.queue != nil {
 		task.Trace = pipeline.NewTrace()
 	}
 	st, err := pipeline.Run(ctx, task)
@@ -281,8 +278,8 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	rep := RelayReport{Report: Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
-	for _, s := range told {
-		rep.Past += s.Past()
+	for _, f := range files {
+		rep.DirectIO += f.DirectBytes()
 	}
 	if r.spec.Timeline {
 		for i := range r.pieces {
@@ -309,7 +306,7 @@ func (r *Relay) note(when *int64, last bool) {
 
 // kernels puts down when the kernels of pieces ran; they are told of in the order
 // of their Decodes, which is that of the pieces.
-func (r *Relay) kernels() cuda.Span {
+func (r *Relay) kernels() device.Span {
 	k := 0
 	return func(verb string, _ int, begin, end time.Time, _ int64) {
 		r.mu.Lock()
@@ -323,7 +320,7 @@ func (r *Relay) kernels() cuda.Span {
 }
 
 // ahead is how many pieces more than the ring has may be read into the slots of
-// a lane, where they wait for a buffer that can be asked for. Together they leave
+// the queue, where they wait for a buffer that can be asked for. Together they leave
 // one slot free: what the buffers wait for needs it.
 func (r *Relay) ahead() int {
 	slots, size := cuda.Ring()
@@ -341,7 +338,7 @@ func (r *Relay) ahead() int {
 	return min(len(r.spec.Ring), (slots-1)/most)
 }
 
-// close waits for the Decodes and lets the lanes go.
+// close waits for the Decodes and lets the queues go.
 func (r *Relay) close() {
 	r.mu.Lock()
 	r.shut = true
@@ -472,7 +469,7 @@ func (r *Relay) told(k int) (bool, error) {
 	p.seen.Told = time.Since(r.start).Microseconds()
 	r.mu.Unlock()
 	defer r.busy.Done()
-	if r.lane == nil || p.begin == len(r.spots) || int(r.spots[p.begin].Group) != k {
+	if r.queue == nil || p.begin == len(r.spots) || int(r.spots[p.begin].Group) != k {
 		return true, nil // nothing of it is this rank's
 	}
 	if err := r.full[k%len(r.full)].Before(uintptr(r.spec.Stream)); err != nil {
@@ -502,7 +499,7 @@ func (r *Relay) Decode(k int, stream uint64) error {
 	r.busy.Add(1)
 	r.mu.Unlock()
 	defer r.busy.Done()
-	if r.lane == nil {
+	if r.queue == nil {
 		return r.onHost(k)
 	}
 	return r.onDevice(k, stream)
@@ -513,9 +510,9 @@ func (r *Relay) onHost(k int) error {
 	p := &r.pieces[k]
 	base := address(uintptr(r.spec.Ring[k%len(r.spec.Ring)]))
 	jobs := r.jobs[p.first:p.last]
-	err := together(context.Background(), cmp.Or(r.threads(), runtime.GOMAXPROCS(0)), len(jobs), func(_ context.Context, i int) error {
+	err := spawn.Each(context.Background(), "relay", cmp.Or(r.machine.Threads, r.machine.Cores), len(jobs), func(i int) error {
 		j := &jobs[i]
-		if err := pipeline.Decode(j, unsafe.Slice((*byte)(unsafe.Add(base, j.Src)), j.Chunk.Stored)); err != nil {
+		if err := cpu.Decode(j, unsafe.Slice((*byte)(unsafe.Add(base, j.Src)), j.Chunk.Stored)); err != nil {
 			return r.where(p.first+i, err)
 		}
 		r.job.Bytes.Add(int64(j.Chunk.Logical))
@@ -532,13 +529,14 @@ func (r *Relay) onHost(k int) error {
 
 // onDevice queues the decoding.
 func (r *Relay) onDevice(k int, stream uint64) error {
-	slot, err := r.lane.Get(context.Background()) // each comes back, whatever happens
+	s, err := r.queue.Get(context.Background()) // each comes back, whatever happens
 	if err != nil {
 		return err
 	}
+	slot := s.(*cuda.Slot)
 	if stream != 0 {
-		if err := r.lane.WaitFor(uintptr(stream)); err != nil {
-			r.lane.Put(slot)
+		if err := r.queue.WaitFor(uintptr(stream)); err != nil {
+			r.queue.Put(slot)
 			err = r.model.where("decode", err)
 			r.fail(err, true)
 			return err
@@ -547,13 +545,13 @@ func (r *Relay) onDevice(k int, stream uint64) error {
 	p := &r.pieces[k]
 	n := p.share * int64(r.spec.Ranks)
 	jobs := r.jobs[p.first:p.last]
-	slot.LendDevice(uintptr(r.spec.Ring[k%len(r.spec.Ring)]), n)
+	slot.ViewDevice(uintptr(r.spec.Ring[k%len(r.spec.Ring)]), n)
 	slot.Order(r.full[k%len(r.full)], r.idle[k%len(r.idle)])
 	if len(jobs) == 0 { // this rank wants nothing of it: the buffer is free after the trade
-		jobs = []device.Job{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}
+		jobs = []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}
 	}
 	left := len(jobs)
-	err = r.lane.Submit(slot, n, jobs, func(i int, err error) {
+	err = r.queue.Submit(slot, n, jobs, func(i int, err error) {
 		if err != nil {
 			r.fail(r.where(p.first+i, err), false)
 			return

@@ -111,11 +111,7 @@ func (r *Relay) layOut() error {
 		r.share(all[begin:end], sum)
 		begin = end
 	}
-	lim := r.target.limits(r.model.far() > 1, false)
-	if r.model.planned() {
-		lim.Align = readAlign
-	}
-	r.fetch, r.shares = plan.Stored(r.ix, r.spots, lim)
+	r.fetch, r.shares = plan.Stored(r.ix, r.spots, r.machine.Limits())
 	return nil
 }
 
@@ -129,7 +125,7 @@ func (r *Relay) place(c chunkOf) *relayed { return &r.at[r.ix.Tensors[c.data].Fi
 func roomOf(c *tensor.Chunk) int64 { return int64(c.Stored) + 2*chunkAlign }
 
 // share makes a piece of chunks, in shares of about as many bytes, and places
-// them. What lies in a row in the file lies so in the buffer. All shares have the
+// them. What is contiguous in the file is so in the buffer. All shares have the
 // room of the largest, so that they can be gathered at once.
 func (r *Relay) share(chunks []chunkOf, sum int64) {
 	ranks, number := r.spec.Ranks, len(r.pieces)

@@ -204,8 +204,8 @@ type joined struct {
 func (m *Model) States() (ids []source.Identity, settled, known bool) {
 	settled, known = true, true
 	for _, s := range m.srcs {
-		id, quiet, ok := source.IdentityOf(s)
-		ids, settled, known = append(ids, id), settled && quiet, known && ok
+		f := s.Facts()
+		ids, settled, known = append(ids, f.Identity), settled && f.Settled, known && f.Identity.Known()
 	}
 	return ids, settled, known
 }
@@ -229,7 +229,7 @@ func (m *Model) Join(i int, s *Stock, file int, id source.Identity) bool {
 	if m.stocks[i].stock != nil {
 		return m.stocks[i].stock == s
 	}
-	if !source.Unchanged(m.srcs[i], id) || !s.use(file, 1) {
+	if !m.srcs[i].Facts().Unchanged(id) || !s.use(file, 1) {
 		return false
 	}
 	m.stocks[i] = joined{s, file, id}
@@ -286,7 +286,7 @@ func (m *Model) served(reqs []Request, wants []plan.Want, tgt target, opt Option
 		n := m.ix.Tensors[wants[i].Tensor].Source
 		from := stocks[n]
 		if from.stock != nil && same[n] == 0 {
-			if same[n] = 1; !source.Unchanged(m.srcs[n], from.id) {
+			if same[n] = 1; !m.srcs[n].Facts().Unchanged(from.id) {
 				same[n] = -1
 				from.stock.Drop()
 			}
@@ -427,8 +427,8 @@ func (l *Loading) forward(ctx context.Context, from *Loading, at []int, rep *Rep
 	}
 	if r, ok := from.job.Value().(Report); ok {
 		l.mu.Lock()
-		rep.Mapped, rep.Past, rep.Direct = rep.Mapped+r.Mapped, rep.Past+r.Past, rep.Direct+r.Direct
-		rep.NoDirect, rep.Stages, rep.Trace = r.NoDirect, r.Stages, r.Trace
+		rep.Mapped, rep.DirectIO, rep.GDS = rep.Mapped+r.Mapped, rep.DirectIO+r.DirectIO, rep.GDS+r.GDS
+		rep.NoGDS, rep.Stages, rep.Trace = r.NoGDS, r.Stages, r.Trace
 		l.mu.Unlock()
 	}
 	return nil

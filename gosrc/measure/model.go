@@ -168,7 +168,7 @@ func (r *Run) OpenDevice(name string) (*cuda.Device, error) {
 }
 
 // ToDevice is the rate of pinned copies to a lane's device, n bytes at a time.
-func (r *Run) ToDevice(lane *cuda.Lane, n int64) (float64, error) {
+func (r *Run) ToDevice(lane *cuda.Queue, n int64) (float64, error) {
 	count := int(max(16<<20, min(r.Size, 4<<30)) / n)
 	v, err := r.MedianOf(func() (float64, error) {
 		took, err := lane.Floor(n, count)

@@ -31,7 +31,7 @@ func onGPU(name string) (uint32, error) {
 
 // GPUDecode queues the decoding of streams of one algorithm that lie on a GPU,
 // to where their content shall be: see cuda.Device.Decode.
-func GPUDecode(index int, on cuda.Queue, name string, streams []cuda.Stream) (*cuda.Batch, error) {
+func GPUDecode(index int, on cuda.Order, name string, streams []cuda.Stream) (*cuda.Batch, error) {
 	id, err := onGPU(name)
 	if err != nil {
 		return nil, err
@@ -64,7 +64,7 @@ func GPUTransform(dtype string, sample []byte) (int, error) {
 
 // GPUEncode queues the making of streams of X16 out of contents that lie on a
 // GPU: see cuda.Device.Encode. scratch has room bytes.
-func GPUEncode(index int, on cuda.Queue, streams []cuda.Stream, scratch uint64, room int64) (*cuda.Batch, error) {
+func GPUEncode(index int, on cuda.Order, streams []cuda.Stream, scratch uint64, room int64) (*cuda.Batch, error) {
 	if need := cuda.Scratch(streams); need > room || scratch%16 != 0 {
 		return nil, fault.New(fault.ErrArgument, "%d bytes of scratch at %#x, %d are needed", room, scratch, need)
 	}
@@ -85,7 +85,7 @@ type Glance struct {
 // GPUPeek asks streams that lie on a GPU what they are, and waits for the answer.
 // name "" is for native streams, which say it. A length that only decoding tells
 // is fault.ErrNotSupported.
-func GPUPeek(index int, on cuda.Queue, kind Kind, name string, streams []cuda.Stream) ([]Glance, error) {
+func GPUPeek(index int, on cuda.Order, kind Kind, name string, streams []cuda.Stream) ([]Glance, error) {
 	var id uint32
 	if name != "" || kind != Native {
 		var err error

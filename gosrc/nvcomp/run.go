@@ -8,7 +8,6 @@ import (
 	"hash/crc32"
 	"runtime"
 	"sync"
-	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
@@ -159,44 +158,10 @@ func each(ctx context.Context, n int, bytes int64, fn func(i int)) error {
 	if workers <= 0 {
 		workers = runtime.GOMAXPROCS(0)
 	}
-	workers = min(workers, n)
 	if bytes < alone {
 		workers = 1
 	}
-	var next atomic.Int64
-	work := func() error {
-		for {
-			i := int(next.Add(1)) - 1
-			if i >= n {
-				return nil
-			}
-			if ctx.Err() != nil {
-				return ctx.Err()
-			}
-			fn(i)
-		}
-	}
-	if workers <= 1 {
-		return work()
-	}
-	errs := make([]error, workers)
-	var wg sync.WaitGroup
-	for w := range workers - 1 {
-		wg.Add(1)
-		spawn.Go("codec", func() {
-			defer wg.Done()
-			errs[w+1] = fault.New(fault.ErrEngine, "a worker did not end")
-			errs[w+1] = work()
-		})
-	}
-	errs[0] = spawn.Guard("codec", work) // a panic must not leave the others behind
-	wg.Wait()
-	for _, err := range errs {
-		if err != nil {
-			return err
-		}
-	}
-	return nil
+	return spawn.Each(ctx, "codec", workers, n, func(i int) error { fn(i); return nil })
 }
 
 // place gives every buffer its output: its own memory, or new. Buffers with an

@@ -7,8 +7,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A batch is parts that one worker does in a row: Parts[first:end]. If they are
-// one range of a source.Ranged, n is its length, gaps between them included;
+// A batch is parts that one worker does one after the other: Parts[first:end]. If
+// they are one range of a source's Ranges, n is its length, gaps between them included;
 // else 0.
 type batch struct {
 	first, end int32
@@ -19,26 +19,26 @@ type batch struct {
 // another range.
 const gap = 256 << 10
 
-// A queue hands the parts out in order.
-type queue struct {
+// A feed gives the parts out in order.
+type feed struct {
 	*Task
-	turns context.Context // ends when there are no parts left
-	empty context.CancelFunc
+	facts   []source.Facts  // by source
+	permits context.Context // ends when there are no parts left
+	empty   context.CancelFunc
 
 	mu      sync.Mutex
 	next    int   // part
 	skipped int64 // bytes of gaps in ranges
 }
 
-// take gives the next batch: one part, or, of a source that is read in steps, all of
-// a piece, which so is one worker's, and of those after it what the range has room
-// for. The latter only if it is of the source that the caller has a turn of, nil if
-// of none: else the batch has no parts yet, and from is where to wait for a turn. ok
-// is false when there are no parts left.
+// take returns the next batch: one part, or, for a source that is read in steps, as
+// many pieces as fit one range. The latter only if permit is of that source, nil if
+// the caller has none: else the batch has no parts yet, and from is where to wait
+// for a permit. ok is false when there are no parts left.
 //
-// Whoever has a range open waits for slots; those who have them wait for no range,
-// so that one slot will do for any number of workers.
-func (q *queue) take(turn source.Ranged) (b batch, from source.Ranged, ok bool) {
+// A worker that has a range open waits for slots; one that has a slot waits for no
+// range, so that one slot will do for any number of workers.
+func (q *feed) take(permit source.Ranges) (b batch, from source.Ranges, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	parts, pieces := q.Plan.Parts, q.Plan.Pieces
@@ -48,9 +48,9 @@ func (q *queue) take(turn source.Ranged) (b batch, from source.Ranged, ok bool) 
 	first := &parts[q.next]
 	b = batch{first: int32(q.next), end: int32(q.next)}
 	if q.Range != nil {
-		from, _ = q.Sources[pieces[first.Piece].Source].(source.Ranged)
+		from = q.facts[pieces[first.Piece].Source].Ranges
 	}
-	if from != turn {
+	if from != permit {
 		return b, from, true
 	}
 	q.next++

@@ -15,6 +15,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -35,22 +36,21 @@ type Task struct {
 	Sources []source.Source // by Tensor.Source
 	Wants   []plan.Want
 	Plan    *plan.Plan
-	// Lane is the device; nil: the host. The pipeline does not close it.
-	Lane device.Lane
-	// Direct, by source, reads plain tensors' bytes straight into the device's
+	// Queue is the device's; nil: the host. The pipeline does not close it.
+	Queue device.Queue
+	// GDS, by source, reads plain tensors' bytes straight into the device's
 	// memory; nil: none, or not of that source. Bytes that have a checksum go
 	// through the host, where it is compared.
-	Direct  []device.Reader
+	GDS     []device.Reader
 	Workers int // 0: one a core
-	// Range, if not nil, says how many bytes a worker best asks a source.Ranged for
+	// Range, if not nil, says how many bytes a worker best asks of a source's Ranges
 	// at once, to read them part by part. There is no Gate with it.
 	Range   func() int64
 	NoCheck bool // for benchmarks only: leave the checksums out
 	Trace   *Trace
 
-	// Place, if not nil, gives each job its place, right before it is submitted
-	// to the device; it may wait for it. The pipeline's own places stand for it
-	// until then.
+	// Place, if not nil, gives each job its destination, right before it is submitted
+	// to the device; it may wait for it.
 	Place func(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error)
 
 	// Gate, if there is one, is asked before the bytes of a job's piece are
@@ -69,7 +69,7 @@ type Stages struct {
 	ReadBytes int64 `json:"read_bytes"` // stored bytes, gaps between them included
 	LandBytes int64 `json:"land_bytes"`
 	WaitNS    int64 `json:"wait_ns"`   // for a free slot
-	TurnNS    int64 `json:"turn_ns"`   // for a turn at a source far away
+	PermitNS  int64 `json:"turn_ns"`   // for a permit to open a range
 	AnswerNS  int64 `json:"answer_ns"` // for the beginning of its answers
 	ReadNS    int64 `json:"read_ns"`
 	CheckNS   int64 `json:"check_ns"`
@@ -92,98 +92,100 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	if len(t.Plan.Pieces) == 0 {
 		return st, nil
 	}
-	lane := t.Lane
-	if lane == nil {
+	queue := t.Queue
+	if queue == nil {
 		slots := workers
 		if t.Range != nil {
 			slots = min(slots, max(rangeSlots, runtime.GOMAXPROCS(0)))
 		}
-		host, err := NewHost(slots, t.Plan.Slot)
+		host, err := cpu.NewQueue(slots, t.Plan.Slot)
 		if err != nil {
 			return st, err
 		}
 		defer host.Close()
-		lane = host
-		st.SlotBytes, st.RingBytes = t.Plan.Slot, t.Plan.Slot*int64(slots)
+		queue, st.SlotBytes = host, t.Plan.Slot
 	}
-
-	if p, ok := lane.(interface{ Pinned() int64 }); ok {
-		st.RingBytes = p.Pinned()
-	}
-	r := &run{queue: queue{Task: t}, lane: lane, handOver: "decode"}
-	if dev, ok := lane.(timer); ok {
-		r.handOver = "submit"
-		if t.Trace != nil {
-			if err := dev.Time(t.Trace.device); err != nil {
-				return st, err
-			}
-			defer func() { _ = dev.Time(nil) }() // only a broken lane refuses
+	st.RingBytes = queue.StagingBytes()
+	r := newRun(t, queue)
+	if t.Trace != nil {
+		if err := queue.Time(t.Trace.device); err != nil {
+			return st, err
 		}
+		defer func() { _ = queue.Time(nil) }() // only a broken device refuses
 	}
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	r.ctx, r.cancel, r.staged = ctx, cancel, make([]staged, len(t.Plan.Pieces))
-	r.turns, r.empty = context.WithCancel(ctx)
+	r.ctx, r.cancel = context.WithCancelCause(ctx)
+	defer r.cancel(nil)
+	r.permits, r.empty = context.WithCancel(r.ctx)
 	defer r.empty()
-	for i := range t.Plan.Parts {
-		r.staged[t.Plan.Parts[i].Piece].left++
-	}
-	var wg sync.WaitGroup
 	var mu sync.Mutex
-	for n := range workers {
-		wg.Add(1)
-		spawn.Go("pipeline worker", func() {
-			defer wg.Done()
-			w := worker{run: r, n: n}
-			if err := spawn.Guard("pipeline worker", w.loop); err != nil {
-				cancel(err) // only the first cause stays
-			}
-			if t.Trace != nil {
-				t.Trace.add(w.spans)
-			}
-			mu.Lock()
-			st.WaitNS += w.st.WaitNS
-			st.TurnNS += w.st.TurnNS
-			st.AnswerNS += w.st.AnswerNS
-			st.ReadNS += w.st.ReadNS
-			st.CheckNS += w.st.CheckNS
-			st.DecodeNS += w.st.DecodeNS
-			mu.Unlock()
-		})
-	}
-	wg.Wait()
+	spawn.Workers("pipeline worker", workers, r.cancel, func(n int) error { // only the first cause stays
+		w := worker{run: r, n: n}
+		err := w.loop()
+		if t.Trace != nil {
+			t.Trace.add(w.spans)
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		st.add(&w.st)
+		return err
+	})
 	for i := range r.staged { // what an error left half filled
 		if s := &r.staged[i]; s.slot != nil {
-			lane.Put(s.slot)
+			queue.Put(s.slot)
 		}
 	}
 	// What was submitted is waited for even after an error: nothing may write
 	// to the tensors once Run has returned.
-	if err := lane.Drain(context.WithoutCancel(ctx)); err != nil {
-		cancel(err)
+	if err := queue.Drain(context.WithoutCancel(ctx)); err != nil {
+		r.cancel(err)
 	}
 	st.LandBytes = r.landed.Load()
 	st.ReadBytes += r.skipped
 	st.WallNS = time.Since(start).Nanoseconds()
-	if ctx.Err() != nil {
-		return st, context.Cause(ctx)
+	if r.ctx.Err() != nil {
+		return st, context.Cause(r.ctx)
 	}
 	return st, nil
 }
 
+func newRun(t *Task, queue device.Queue) *run {
+	r := &run{feed: feed{Task: t, facts: make([]source.Facts, len(t.Sources))}, queue: queue, staged: make([]staged, len(t.Plan.Pieces)), submit: "decode"}
+	if queue.Asynchronous() {
+		r.submit = "submit"
+	}
+	for i, s := range t.Sources {
+		r.facts[i] = s.Facts()
+		r.prefetches = r.prefetches || r.facts[i].Prefetch != nil
+	}
+	for i := range t.Plan.Parts {
+		r.staged[t.Plan.Parts[i].Piece].left++
+	}
+	return r
+}
+
+// add sums up what a worker's stages took.
+func (st *Stages) add(w *Stages) {
+	st.WaitNS += w.WaitNS
+	st.PermitNS += w.PermitNS
+	st.AnswerNS += w.AnswerNS
+	st.ReadNS += w.ReadNS
+	st.CheckNS += w.CheckNS
+	st.DecodeNS += w.DecodeNS
+}
+
 // run is what the workers of one Run share.
 type run struct {
-	queue
+	feed
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	lane   device.Lane
+	queue  device.Queue
 	staged []staged     // by piece
 	landed atomic.Int64 // bytes
-	// handOver is what a worker's part in the decoding is called in a trace.
-	handOver string
+	submit string       // what a worker's part in the decoding is called in a trace
 
-	prefetch  sync.Mutex
-	announced int64 // pieces that prefetchers were told of; prefetch guards it
+	prefetches bool // some source does
+	prefetch   sync.Mutex
+	announced  int64 // pieces that sources were told of; prefetch guards it
 }
 
 // A staged piece is one that workers fill together: the first of them gets the
@@ -194,13 +196,10 @@ type staged struct {
 	left int         // parts to come
 }
 
-// A prefetcher is a source that can be told what will be read soon.
-type prefetcher interface{ Prefetch(off, n int64) }
-
 // announce keeps the sources told of the next pieces. One worker does it at a
 // time; the others pass by.
 func (r *run) announce(piece int64) {
-	if !r.prefetch.TryLock() {
+	if !r.prefetches || !r.prefetch.TryLock() {
 		return
 	}
 	defer r.prefetch.Unlock()
@@ -214,8 +213,8 @@ func (r *run) announce(piece int64) {
 	}
 	for ; i < int64(len(r.Plan.Pieces)) && n < ahead; i++ {
 		p := &r.Plan.Pieces[i]
-		if f, ok := r.Sources[p.Source].(prefetcher); ok {
-			f.Prefetch(p.Off, p.Len)
+		if tell := r.facts[p.Source].Prefetch; tell != nil {
+			tell(p.Off, p.Len)
 		}
 		n += p.Len
 	}
@@ -257,13 +256,13 @@ func (w *worker) loop() error {
 	}
 }
 
-// ranged waits for a turn and does the next batch in it, if there still is one of that
-// source; job is where an error is told to be.
-func (w *worker) ranged(from source.Ranged, job int32) error {
+// ranged waits for a permit and does the next batch with it, if there still is one of
+// that source; job is where an error is said to be.
+func (w *worker) ranged(from source.Ranges, job int32) error {
 	t0 := time.Now()
-	steps, err := from.Turn(w.turns)
+	steps, err := from.OpenRange(w.permits)
 	if err != nil {
-		if w.ctx.Err() == nil && w.turns.Err() != nil {
+		if w.ctx.Err() == nil && w.permits.Err() != nil {
 			return nil // others did what was left
 		}
 		return w.where("read", job, err)
@@ -321,8 +320,7 @@ func (w *worker) read(src source.Source, b []byte, off int64) error {
 }
 
 func (w *worker) part(part *plan.Part, p *plan.Piece) error {
-	src := w.Sources[p.Source]
-	lender, lends := src.(source.Lender)
+	src, view := w.Sources[p.Source], w.facts[p.Source].View
 	t0 := time.Now()
 	if w.Gate != nil {
 		if err := w.Gate(w.ctx, p.First); err != nil {
@@ -330,14 +328,14 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		}
 		w.st.WaitNS += w.lap("stage", &t0, 0)
 	}
-	if p.Direct != nil {
-		b := unsafe.Slice((*byte)(p.Direct), p.Len)
+	if p.InPlace != nil {
+		b := unsafe.Slice((*byte)(p.InPlace), p.Len)
 		if err := w.read(src, b, p.Off); err != nil {
 			return w.where("read", p.First, err)
 		}
 		w.waited(&t0)
 		w.st.ReadNS += w.lap("read", &t0, p.Len)
-		if !lends {
+		if view == nil {
 			if err := w.check(p.First, b); err != nil {
 				return err
 			}
@@ -353,16 +351,16 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 	}
 	w.st.WaitNS += w.lap("stage", &t0, 0)
 	switch {
-	case w.straight(p):
+	case w.byGDS(p):
 		// One read for all of the piece: parts are cut for cores, of which this
 		// needs none.
 		if part.From == 0 {
-			if err := w.Direct[p.Source].ReadInto(w.ctx, slot.(device.Twinned).Twin(), p.Len, p.Off); err != nil {
+			if err := w.GDS[p.Source].ReadInto(w.ctx, slot.DeviceMirror(), p.Len, p.Off); err != nil {
 				return w.where("read", p.First, err)
 			}
 			w.st.ReadNS += w.lap("read", &t0, p.Len)
 		}
-	case !lends:
+	case view == nil:
 		if err := w.fill(src, p, part, slot.Memory()[:p.Len], &t0); err != nil {
 			return err
 		}
@@ -370,33 +368,33 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 	if !s.last() {
 		return nil
 	}
-	if lends {
-		b, err := lender.Lend(p.Off, p.Len)
+	if view != nil {
+		b, err := view(p.Off, p.Len)
 		if err != nil {
-			w.lane.Put(slot)
+			w.queue.Put(slot)
 			return w.where("read", p.First, err)
 		}
-		slot.Borrow(b)
+		slot.View(b)
 	}
 	if err := w.settle(p); err != nil {
-		w.lane.Put(slot)
+		w.queue.Put(slot)
 		return err
 	}
-	err = w.lane.Submit(slot, p.Len, w.Plan.Jobs[p.First:p.First+p.Count], func(i int, err error) {
+	err = w.queue.Submit(slot, p.Len, w.Plan.Jobs[p.First:p.First+p.Count], func(i int, err error) {
 		if err != nil {
 			w.cancel(w.where("decode", p.First+int32(i), err)) // only the first cause stays
 			return
 		}
 		w.land(p.First + int32(i))
 	})
-	w.st.DecodeNS += w.lap(w.handOver, &t0, p.Len)
+	w.st.DecodeNS += w.lap(w.submit, &t0, p.Len)
 	if err != nil { // of the device: no job of the piece was begun
 		return w.where("copy", p.First, err)
 	}
 	return nil
 }
 
-// settle gives the jobs of a piece their places.
+// settle gives the jobs of a piece their destinations.
 func (r *run) settle(p *plan.Piece) error {
 	if r.Place == nil {
 		return nil
@@ -411,10 +409,10 @@ func (r *run) settle(p *plan.Piece) error {
 	return nil
 }
 
-// straight says whether a piece goes from its source to the device without the
-// host: if there is a way, and no checksum in it.
-func (w *worker) straight(p *plan.Piece) bool {
-	if w.Direct == nil || w.Direct[p.Source] == nil {
+// byGDS says whether a piece goes from its source to the device without the host:
+// if there is a way, and no checksum in it.
+func (w *worker) byGDS(p *plan.Piece) bool {
+	if w.GDS == nil || w.GDS[p.Source] == nil {
 		return false
 	}
 	for i := p.First; i < p.First+p.Count; i++ {
@@ -425,13 +423,13 @@ func (w *worker) straight(p *plan.Piece) bool {
 	return true
 }
 
-// stage gives the slot of a piece; whoever comes first waits for a free one,
-// and the others for him.
+// stage gives the slot of a piece; the first worker that asks waits for a free one,
+// and the others for that.
 func (r *run) stage(s *staged) (device.Slot, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.slot == nil {
-		slot, err := r.lane.Get(r.ctx)
+		slot, err := r.queue.Get(r.ctx)
 		if err != nil {
 			return nil, err
 		}
@@ -451,14 +449,14 @@ func (s *staged) last() bool {
 	return true
 }
 
-// fill reads a part of a piece into its slot and compares its checksums. What
-// is near is read in steps, so that a chunk is summed while it is in the core's
-// cache; what is far away is asked for at once.
+// fill reads a part of a piece into its slot and compares its checksums. Where a
+// read costs no round trip it reads in steps, so that a chunk is summed while it is
+// in the core's cache; else it asks for all of it at once.
 func (w *worker) fill(src source.Source, p *plan.Piece, part *plan.Part, b []byte, t0 *time.Time) error {
-	const near, block = 1 << 20, 4096
+	const inCache, block = 1 << 20, 4096
 	step := part.To - part.From
-	if _, ok := src.(prefetcher); ok && !part.Whole {
-		step = near
+	if w.facts[p.Source].Concurrency == 0 && !part.Whole {
+		step = inCache
 	}
 	have := part.From
 	read := func(job int32, end int64) error {
@@ -547,17 +545,16 @@ func (r *run) where(verb string, job int32, err error) error {
 
 // waited takes what a range waited for out of the time since *t.
 func (w *worker) waited(t *time.Time) {
-	from, ok := w.steps.(source.Waiter)
-	if !ok {
+	if w.steps == nil {
 		return
 	}
-	turn, answer := from.Waited()
-	w.st.TurnNS += turn.Nanoseconds()
+	permit, answer := w.steps.Waited()
+	w.st.PermitNS += permit.Nanoseconds()
 	w.st.AnswerNS += answer.Nanoseconds()
 	for _, x := range []struct {
 		verb string
 		took time.Duration
-	}{{"turn", turn}, {"answer", answer}} {
+	}{{"turn", permit}, {"answer", answer}} {
 		if w.Trace != nil && x.took > 0 {
 			w.spans = append(w.spans, span{x.verb, onWorker, w.n, *t, t.Add(x.took), 0})
 		}

@@ -177,10 +177,10 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 		task.Range = func() int64 { return m.steps }
 	}
 	if m.slots > 0 {
-		if task.Lane, err = NewHost(m.slots, task.Plan.Slot); err != nil {
+		if task.Queue, err = cpu.NewQueue(m.slots, task.Plan.Slot); err != nil {
 			return nil, nil, err
 		}
-		defer task.Lane.Close()
+		defer task.Queue.Close()
 	}
 	m.stages, err = Run(ctx, task)
 	close(landed)
@@ -206,7 +206,7 @@ func TestRunMatchesSlicing(t *testing.T) {
 		m := build(r)
 		reqs := m.requests(r)
 		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Part: int64(r.IntN(2) * r.IntN(900)),
-			Direct: r.IntN(2) == 0, Align: []int64{0, 1, 16, 256, 4096}[r.IntN(5)]}
+			InPlace: r.IntN(2) == 0, Align: []int64{0, 1, 16, 256, 4096}[r.IntN(5)]}
 		if r.IntN(2) == 0 { // in ranges of several pieces, or of several parts
 			m.steps, m.slots = int64(r.IntN(9000)), r.IntN(3)
 			for i, s := range m.srcs {
@@ -306,7 +306,7 @@ func TestRanges(t *testing.T) {
 			add(m.ix, i*(n+c.gap), n)
 			reqs = append(reqs, plan.Request{Tensor: i, Hi0: plan.Whole, Hi1: plan.Whole})
 		}
-		got, _, err := m.run(context.Background(), reqs, plan.Limits{Piece: n, Direct: true}, 2)
+		got, _, err := m.run(context.Background(), reqs, plan.Limits{Piece: n, InPlace: true}, 2)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -359,8 +359,8 @@ func rangesOnALane(t *testing.T, slots, permits int, steps int64, ranges int) {
 	if all, open := src.Ranges(); int(all) != ranges || open != 0 {
 		t.Errorf("%d ranges, %d open", all, open)
 	}
-	if n := int64(ranges); m.stages.TurnNS != n*3 || m.stages.AnswerNS != n*5 {
-		t.Errorf("waited %d and %d ns", m.stages.TurnNS, m.stages.AnswerNS)
+	if n := int64(ranges); m.stages.PermitNS != n*3 || m.stages.AnswerNS != n*5 {
+		t.Errorf("waited %d and %d ns", m.stages.PermitNS, m.stages.AnswerNS)
 	}
 	sums := map[string]int{}
 	for _, g := range m.trace.Summary().Stages {
@@ -377,13 +377,19 @@ type narrow struct {
 	permit chan struct{}
 }
 
-func (s *narrow) Turn(ctx context.Context) (source.Range, error) {
+func (s *narrow) Facts() source.Facts {
+	f := s.Steps.Facts()
+	f.Ranges = s
+	return f
+}
+
+func (s *narrow) OpenRange(ctx context.Context) (source.Range, error) {
 	select {
 	case s.permit <- struct{}{}:
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
-	r, err := s.Steps.Turn(ctx)
+	r, err := s.Steps.OpenRange(ctx)
 	return &permitted{Range: r, s: s}, err
 }
 

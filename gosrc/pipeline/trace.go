@@ -17,9 +17,8 @@ import (
 // A Trace records what everybody did when: one span for each stage of each
 // piece. A nil *Trace records nothing.
 //
-// On a host lane "decode" is a worker's own time. On a device that tells its
-// times, "copy" and "decode" are the device's, and "submit" is what a worker
-// spends on handing a piece over.
+// On the host "decode" is a worker's own time. On an asynchronous device "copy" and
+// "decode" are the device's, and "submit" is what a worker spends on Queue.Submit.
 type Trace struct {
 	start time.Time
 	mu    sync.Mutex
@@ -42,11 +41,6 @@ type span struct {
 	n          int // of the worker or stream
 	begin, end time.Time
 	bytes      int64
-}
-
-// A timer is a lane that can tell what its device did when.
-type timer interface {
-	Time(span func(verb string, stream int, begin, end time.Time, bytes int64)) error
 }
 
 // NewTrace starts a trace now.
@@ -78,8 +72,8 @@ type Summary struct {
 }
 
 // A StageSum is what all spans of one stage have together. "stage" is the wait
-// for a free slot; "turn" and "answer" are those for a source far away, of ranges
-// that are read in steps.
+// for a free slot; "turn" and "answer" are those for a permit and for the
+// beginning of an answer, of ranges that are read in steps.
 type StageSum struct {
 	Verb    string  `json:"verb"`
 	Spans   int     `json:"spans"`

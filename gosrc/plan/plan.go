@@ -47,19 +47,18 @@ type Limits struct {
 	// that have so many bytes: sources that read whole blocks into place need no
 	// copy then. A power of two.
 	Align int64
-	// Direct lets raw runs be read straight to their place: on the host, where
-	// a destination can be read into.
-	Direct bool
+	// InPlace lets raw runs be read straight to their destination: on the host,
+	// where it can be read into.
+	InPlace bool
 }
 
-// A Piece is one contiguous read. Jobs[First:First+Count] lie in it. If Direct
-// is set, the bytes go straight to their place: there is one job or none, and
-// it is raw.
+// A Piece is one contiguous read. Jobs[First:First+Count] lie in it. If InPlace
+// is set, the bytes go straight there: there is one job or none, and it is raw.
 type Piece struct {
 	Source       int32
 	First, Count int32
 	Off, Len     int64
-	Direct       unsafe.Pointer
+	InPlace      unsafe.Pointer
 }
 
 // A Part is what one worker does of a piece: it reads bytes [From, To) of it and
@@ -80,7 +79,7 @@ type Ref struct{ Want, N int32 }
 type Plan struct {
 	Pieces []Piece
 	Parts  []Part // in the order of the pieces; every byte of a piece is in one
-	Jobs   []device.Job
+	Jobs   []device.DecodeTask
 	Refs   []Ref   // of each job
 	Left   []int32 // per want: its jobs; a want with none has no bytes to wait for
 	Slot   int64   // bytes of the largest piece that needs a slot
@@ -178,7 +177,7 @@ func sliced(shape []int64, n0, n1 int64) []int64 {
 }
 
 // Run is the byte range [Off, Off+Bytes) of the tensor's source that holds a
-// want of a plain tensor in a row; ok is false if it is scattered or stored
+// want of a plain tensor contiguously; ok is false if it is scattered or stored
 // in chunks.
 func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
 	t := &ix.Tensors[w.Data]
@@ -198,7 +197,7 @@ func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Pl
 			jobs += max(1, int(ix.Tensors[wants[i].Data].Count))
 		}
 	}
-	m.pos, m.p.Jobs, m.p.Refs = make([]place, 0, jobs), make([]device.Job, 0, jobs), make([]Ref, 0, jobs)
+	m.pos, m.p.Jobs, m.p.Refs = make([]place, 0, jobs), make([]device.DecodeTask, 0, jobs), make([]Ref, 0, jobs)
 	for i := range wants {
 		if dest[i] == nil || wants[i].Bytes == 0 {
 			continue
@@ -229,11 +228,11 @@ type place struct {
 	source   int32
 	job      int32
 	off, len int64
-	direct   bool
+	inPlace  bool
 }
 
-func (m *maker) add(want, n, source int32, off int64, direct bool, j device.Job) {
-	m.pos = append(m.pos, place{source, int32(len(m.p.Jobs)), off, int64(j.Chunk.Stored), direct})
+func (m *maker) add(want, n, source int32, off int64, inPlace bool, j device.DecodeTask) {
+	m.pos = append(m.pos, place{source, int32(len(m.p.Jobs)), off, int64(j.Chunk.Stored), inPlace})
 	m.p.Jobs = append(m.p.Jobs, j)
 	m.p.Refs = append(m.p.Refs, Ref{want, n})
 	m.p.Left[want]++
@@ -257,7 +256,7 @@ func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointe
 			c := &m.ix.Chunks[int64(t.First)+part*perPart+k]
 			at := k * int64(t.ChunkBytes)
 			n := min(int64(t.ChunkBytes), partBytes-at)
-			j := device.Job{Chunk: *c, Dst: dest}
+			j := device.DecodeTask{Chunk: *c, Dst: dest}
 			whole := w.col0 == col && w.col1 == col+partRow && at >= w.row0*partRow && at+n <= w.row1*partRow
 			if whole {
 				j.Dst = unsafe.Add(dest, at-w.row0*partRow)
@@ -267,7 +266,7 @@ func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointe
 					continue
 				}
 			}
-			m.add(want, int32(part*perPart+k), t.Source, c.Off, whole && c.Codec == tensor.CodecRaw && n >= directMin, j)
+			m.add(want, int32(part*perPart+k), t.Source, c.Off, whole && c.Codec == tensor.CodecRaw && n >= inPlaceMin, j)
 		}
 	}
 }
@@ -278,12 +277,12 @@ func wants(v *device.View, n int64) (any bool) {
 	return any
 }
 
-// directMin is the size from which a raw run is read straight to its place
+// inPlaceMin is the size from which a raw run is read straight to its destination
 // rather than through a slot.
-const directMin = 128 << 10
+const inPlaceMin = 128 << 10
 
-// plain adds the jobs of a tensor that lies in the file as it is. A run in a
-// row is cut at the piece size; scattered columns are read row by row where
+// plain adds the jobs of a tensor that lies in the file as it is. A contiguous
+// run is cut at the piece size; scattered columns are read row by row where
 // rows are long, and by whole bands of rows where they are short.
 func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	raw := func(off, n int64) tensor.Chunk {
@@ -292,17 +291,17 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 	if off, ok := w.Run(m.ix); ok {
 		for at, n := int64(0), int64(0); at < w.Bytes; at += n {
 			n = min(m.upTo(off+at, t), w.Bytes-at)
-			m.add(want, -1, t.Source, off+at, n >= directMin, device.Job{Chunk: raw(off+at, n), Dst: unsafe.Add(dest, at)})
+			m.add(want, -1, t.Source, off+at, n >= inPlaceMin, device.DecodeTask{Chunk: raw(off+at, n), Dst: unsafe.Add(dest, at)})
 		}
 		return
 	}
 	width := w.col1 - w.col0
-	if width >= directMin || w.rowBytes-width > m.lim.Gap {
+	if width >= inPlaceMin || w.rowBytes-width > m.lim.Gap {
 		for r := w.row0; r < w.row1; r++ {
 			for at, n := int64(0), int64(0); at < width; at += n {
 				off := t.Off + r*w.rowBytes + w.col0 + at
 				n = min(m.upTo(off, t), width-at)
-				m.add(want, -1, t.Source, off, n >= directMin, device.Job{Chunk: raw(off, n), Dst: unsafe.Add(dest, (r-w.row0)*width+at)})
+				m.add(want, -1, t.Source, off, n >= inPlaceMin, device.DecodeTask{Chunk: raw(off, n), Dst: unsafe.Add(dest, (r-w.row0)*width+at)})
 			}
 		}
 		return
@@ -311,7 +310,7 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 	for r := w.row0; r < w.row1; r += band {
 		rows := min(band, w.row1-r)
 		at := r * w.rowBytes
-		m.add(want, -1, t.Source, t.Off+at, false, device.Job{Chunk: raw(t.Off+at, rows*w.rowBytes), Dst: dest,
+		m.add(want, -1, t.Source, t.Off+at, false, device.DecodeTask{Chunk: raw(t.Off+at, rows*w.rowBytes), Dst: dest,
 			View: &device.View{At: at, Row: w.rowBytes, Row0: w.row0, Row1: w.row1, Col0: w.col0, Col1: w.col1}})
 	}
 }
@@ -319,7 +318,7 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 // block is that of a tensor, unless a piece of such a size is too much.
 func (m *maker) block(t *tensor.Tensor) int64 {
 	most := m.lim.Piece
-	if m.lim.Direct { // it takes no slot
+	if m.lim.InPlace { // it takes no slot
 		most = max(most, tensor.MaxChunkBytes)
 	}
 	if t.Block > most {
@@ -358,7 +357,7 @@ func (m *maker) order() {
 		return
 	}
 	slices.SortFunc(m.pos, byPlace)
-	jobs, refs := make([]device.Job, len(m.p.Jobs)), make([]Ref, len(m.p.Refs))
+	jobs, refs := make([]device.DecodeTask, len(m.p.Jobs)), make([]Ref, len(m.p.Refs))
 	for i := range m.pos {
 		jobs[i], refs[i] = m.p.Jobs[m.pos[i].job], m.p.Refs[m.pos[i].job]
 	}
@@ -376,10 +375,10 @@ func (m *maker) cut(from, to int) {
 		if end-begin > m.lim.Piece { // no larger a slot for the sake of it
 			begin, end = at.off, at.off+at.len
 		}
-		alone := m.lim.Direct && at.direct && !(i > 0 && m.pos[i-1].off == at.off && m.pos[i-1].source == at.source) &&
+		alone := m.lim.InPlace && at.inPlace && !(i > 0 && m.pos[i-1].off == at.off && m.pos[i-1].source == at.source) &&
 			!(i+1 < len(m.pos) && m.pos[i+1].off == at.off && m.pos[i+1].source == at.source)
 		if alone {
-			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: at.off, Len: at.len, Direct: p.Jobs[i].Dst})
+			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: at.off, Len: at.len, InPlace: p.Jobs[i].Dst})
 			p.Read += at.len
 			cur = nil
 			continue
@@ -413,7 +412,7 @@ func (m *maker) split() {
 			cur = Part{Piece: int32(k), First: first, From: at}
 		}
 		have := int64(0) // bytes that the jobs so far reach to
-		for i := piece.First; m.lim.Part > 0 && piece.Direct == nil && i < piece.First+piece.Count; i++ {
+		for i := piece.First; m.lim.Part > 0 && piece.InPlace == nil && i < piece.First+piece.Count; i++ {
 			j := &p.Jobs[i]
 			at := int64(j.Src)
 			if at >= have && at-cur.From >= m.lim.Part {

@@ -31,7 +31,7 @@ func TestAlign(t *testing.T) {
 		for s := range int32(1 + r.IntN(3)) {
 			off := int64(8 + r.IntN(20_000))
 			for range 1 + r.IntN(40) {
-				n := []int64{r.Int64N(100), r.Int64N(50_000), r.Int64N(300_000), r.Int64N(4 << 20), piece, directMin}[r.IntN(6)]
+				n := []int64{r.Int64N(100), r.Int64N(50_000), r.Int64N(300_000), r.Int64N(4 << 20), piece, inPlaceMin}[r.IntN(6)]
 				reqs = append(reqs, Request{Tensor: int64(len(ix.Tensors)), Hi0: Whole, Hi1: Whole})
 				ix.Tensors = append(ix.Tensors, tensor.Tensor{Name: "t", Source: s, Alias: -1, DType: tensor.U8, Shape: []int64{n}, Bytes: n, Off: off})
 				off += n
@@ -46,7 +46,7 @@ func TestAlign(t *testing.T) {
 		for i := range dest {
 			dest[i] = unsafe.Pointer(&place[0])
 		}
-		lim := Limits{Piece: piece, Gap: 64 << 10, Align: block, Direct: r.IntN(2) == 0}
+		lim := Limits{Piece: piece, Gap: 64 << 10, Align: block, InPlace: r.IntN(2) == 0}
 		p := Make(ix, wants, dest, lim)
 		var read int64
 		landed := make([]int64, len(wants))
@@ -56,7 +56,7 @@ func TestAlign(t *testing.T) {
 			if c.Off < 0 || c.Len <= 0 || c.Off+c.Len > size || c.Len > piece {
 				t.Fatalf("piece %+v of a file of %d", c, size)
 			}
-			if c.Direct != nil {
+			if c.InPlace != nil {
 				job := p.Jobs[c.First]
 				landed[p.Refs[c.First].Want] += c.Len
 				if first := job.Dst == dest[0]; c.Count != 1 || c.Off%block != 0 && !first {

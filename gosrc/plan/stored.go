@@ -39,7 +39,7 @@ func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 		if s.Bare {
 			number = -1
 		}
-		m.add(int32(i), number, t.Source, c.Off, n >= directMin, device.Job{Chunk: c, Dst: s.Dst})
+		m.add(int32(i), number, t.Source, c.Off, n >= inPlaceMin, device.DecodeTask{Chunk: c, Dst: s.Dst})
 	}
 	m.cut(begin, len(spots))
 	m.split()

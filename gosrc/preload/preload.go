@@ -110,7 +110,7 @@ func (p *Preload) open(ctx context.Context, spec load.Spec, opt load.Options) er
 	if at := slices.IndexFunc(spec.URIs, open.Downloaded); at >= 0 {
 		return unknown(spec.URIs[at], "an external downloader gives")
 	}
-	m, ids, err := p.quiet(ctx, spec)
+	m, ids, err := p.whenSettled(ctx, spec)
 	if err != nil {
 		return err
 	}
@@ -138,9 +138,9 @@ const (
 	looks  = 50
 )
 
-// quiet opens files that were not written to for so long that the next change
+// whenSettled opens files that were not written to for so long that the next change
 // shows in their times. Of a file that was saved just now it waits for that.
-func (p *Preload) quiet(ctx context.Context, spec load.Spec) (*load.Model, []source.Identity, error) {
+func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model, []source.Identity, error) {
 	var before []source.Identity
 	for look := range looks {
 		m, err := load.Open(ctx, spec)

@@ -85,7 +85,7 @@ func (r *run) deviceFloors() error {
 		return lacking("%s is the host: its floors stand above", r.opt.Device)
 	}
 	slot := int64(cuda.DefaultSlotBytes)
-	lane, err := r.gpu.Lane(cuda.DefaultSlots, slot)
+	lane, err := r.gpu.Queue(cuda.DefaultSlots, slot)
 	if err != nil {
 		return err
 	}
@@ -106,8 +106,8 @@ func (r *run) deviceFloors() error {
 }
 
 // readFloors reads a cached file into the lane's pinned memory.
-func (r *run) readFloors(lane *cuda.Lane) error {
-	var slots []*cuda.Slot
+func (r *run) readFloors(lane *cuda.Queue) error {
+	var slots []device.Slot
 	for range cuda.DefaultSlots {
 		s, err := lane.Get(r.Ctx)
 		if err != nil {
@@ -125,7 +125,7 @@ func (r *run) readFloors(lane *cuda.Lane) error {
 	for _, threads := range []int{1, 8, 16} {
 		v, err := r.Speed(r.FloorBytes(), func() error {
 			return measure.Parallel(threads, r.FloorBytes(), piece, func(w int, lo, hi int64) error {
-				return measure.ReadAt(file, slots[w%len(slots)].Bytes[:hi-lo], lo)
+				return measure.ReadAt(file, slots[w%len(slots)].Memory()[:hi-lo], lo)
 			})
 		})
 		if err != nil {
@@ -192,7 +192,7 @@ func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 	for i := range count {
 		slot += int64(len(stored[i%len(stored)])+15) &^ 15
 	}
-	lane, err := r.gpu.Lane(2, slot)
+	lane, err := r.gpu.Queue(2, slot)
 	if err != nil {
 		return err
 	}
@@ -206,12 +206,12 @@ func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 	if err != nil {
 		return err
 	}
-	jobs := make([]device.Job, count)
+	jobs := make([]device.DecodeTask, count)
 	at, bytesIn := 0, int64(0)
 	for i := range jobs {
 		k := i % len(stored)
-		copy(s.Bytes[at:], stored[k])
-		jobs[i] = device.Job{Chunk: tensor.Chunk{Codec: tensor.CodecX16, Transform: transform, SegTiles: segs[k], Stored: uint32(len(stored[k])), Logical: chunk},
+		copy(s.Memory()[at:], stored[k])
+		jobs[i] = device.DecodeTask{Chunk: tensor.Chunk{Codec: tensor.CodecX16, Transform: transform, SegTiles: segs[k], Stored: uint32(len(stored[k])), Logical: chunk},
 			Src: uint32(at), Dst: unsafe.Add(mem[0].Ptr, i*chunk)}
 		bytesIn += int64(len(stored[k]))
 		at += (len(stored[k]) + 15) &^ 15
@@ -251,7 +251,7 @@ func (r *run) decoded(m device.Memory, want []byte) error {
 	})
 }
 
-func (r *run) timeKernel(lane *cuda.Lane, kind string, logical, stored int64, alone bool) error {
+func (r *run) timeKernel(lane *cuda.Queue, kind string, logical, stored int64, alone bool) error {
 	times := 20
 	if alone {
 		times = 1

@@ -102,7 +102,7 @@ func waits(results []deviceResult) string {
 	for _, x := range []struct {
 		name string
 		ns   int64
-	}{{"a turn", st.TurnNS}, {"an answer", st.AnswerNS}, {"bytes", st.ReadNS}, {"checksums", st.CheckNS}, {"a slot", st.WaitNS}, {"handing over", st.DecodeNS}} {
+	}{{"a permit", st.PermitNS}, {"an answer", st.AnswerNS}, {"bytes", st.ReadNS}, {"checksums", st.CheckNS}, {"a slot", st.WaitNS}, {"handing over", st.DecodeNS}} {
 		text += fmt.Sprintf(" %s %.0f %%,", x.name, 100*float64(x.ns)/float64(st.Workers*st.WallNS))
 	}
 	return text[:len(text)-1]
@@ -113,7 +113,7 @@ func waits(results []deviceResult) string {
 // the device when they are full. The best of a few numbers of connections.
 func (r *run) bestSlots(files []string, conns []int) (float64, error) {
 	_, slot := cuda.Ring()
-	lane, err := r.gpu.Lane(0, 0)
+	lane, err := r.gpu.Queue(0, 0)
 	if err != nil {
 		return 0, err
 	}
@@ -141,7 +141,7 @@ func (r *run) bestSlots(files []string, conns []int) (float64, error) {
 
 // slotsOnce brings total bytes, whole slots, to dst, which has room for one.
 // Every connection brings all files over and over, for as long as it is asked.
-func slotsOnce(ctx context.Context, lane *cuda.Lane, dst unsafe.Pointer, files []string, total int64, conns int) error {
+func slotsOnce(ctx context.Context, lane *cuda.Queue, dst unsafe.Pointer, files []string, total int64, conns int) error {
 	_, slot := cuda.Ring()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel() // no connection waits for a slot that another will not fill
@@ -155,7 +155,7 @@ func slotsOnce(ctx context.Context, lane *cuda.Lane, dst unsafe.Pointer, files [
 	senders.Add(1)
 	spawn.Go("bench tcp", func() { defer senders.Done(); sendAll(l, files, &senders) })
 	f := &filling{lane: lane, slot: slot, pieces: make([]shared, total/slot),
-		tasks: []device.Job{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(slot), Logical: uint32(slot)}, Dst: dst}}}
+		tasks: []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(slot), Logical: uint32(slot)}, Dst: dst}}}
 	err = measure.Parallel(conns, int64(conns), 1, func(int, int64, int64) error {
 		c, err := net.Dial("tcp", l.Addr().String())
 		if err != nil {
@@ -204,9 +204,9 @@ const shareBytes = 1 << 20
 
 // A filling is slots that connections fill together, a share each.
 type filling struct {
-	lane   *cuda.Lane
+	lane   *cuda.Queue
 	slot   int64
-	tasks  []device.Job // of every slot: to where its bytes go
+	tasks  []device.DecodeTask // of every slot: to where its bytes go
 	pieces []shared
 	next   atomic.Int64 // share of all pieces
 	bad    atomic.Pointer[error]
@@ -215,7 +215,7 @@ type filling struct {
 // shared is one slot's worth; done counts the shares that are there.
 type shared struct {
 	mu   sync.Mutex
-	slot *cuda.Slot
+	slot device.Slot
 	done int64
 }
 
@@ -234,7 +234,7 @@ func (f *filling) bring(ctx context.Context, c net.Conn) error {
 		if err != nil {
 			return err
 		}
-		if _, err = io.ReadFull(c, s.Bytes[at:min(at+shareBytes, f.slot)]); err != nil {
+		if _, err = io.ReadFull(c, s.Memory()[at:min(at+shareBytes, f.slot)]); err != nil {
 			return fault.New(fault.ErrIO, "%v", err)
 		}
 		p.mu.Lock()

@@ -3,6 +3,7 @@ package main
 // This file measures tensorizer's files beside tensorizer.
 
 import (
+	"context"
 	"crypto/sha256"
 	"fmt"
 	"os"
@@ -157,7 +158,7 @@ func (r *run) cipher() error {
 func (r *run) sha256() (float64, error) {
 	const piece, rounds = 64 << 10, 512
 	seconds, err := r.Median(func() error {
-		return spawn.Each("bench", r.Threads, r.Threads, func(int) error {
+		return spawn.Each(context.Background(), "bench", r.Threads, r.Threads, func(int) error {
 			h, p := sha256.New(), make([]byte, piece)
 			for range rounds {
 				_, _ = h.Write(p) // cannot fail

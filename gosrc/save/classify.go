@@ -13,8 +13,8 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
 )
@@ -42,7 +42,7 @@ func (w *writer) classify(ctx context.Context, items []*item) error {
 		return err
 	}
 	encoders := sync.Pool{New: func() any { return new(x16.Encoder) }}
-	return ordered.Each(ctx, "save.classify", w.threads, len(items), func(k int) error {
+	return spawn.Each(ctx, "save.classify", w.threads, len(items), func(k int) error {
 		t := items[k]
 		if t.form == alias {
 			return nil
@@ -194,7 +194,7 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 		func(t *item) ([16]byte, error) { return t.hashAll(ctx) },
 	} {
 		keys := make([]sameKey, len(pool))
-		err := ordered.Each(ctx, "save.alias", w.threads, len(pool), func(k int) error {
+		err := spawn.Each(ctx, "save.alias", w.threads, len(pool), func(k int) error {
 			m, err := mark(pool[k])
 			keys[k] = sameKey{pool[k].dtype, pool[k].bytes, m}
 			return fault.Locate("save", w.spec.Path, pool[k].name, -1, err)

@@ -158,10 +158,9 @@ func errOtherBytes() error {
 }
 
 func verifyTensors(ctx context.Context, m *model, j *job.Job, k int, rep *VerifyReport) error {
-	far, ok := m.srcs[k].(interface{ Far() int })
 	var mu sync.Mutex
 	return tensorizer.Verify(ctx, m.srcs[k], tensorizer.Proof{
-		Workers: Threads(0), InOrder: ok && far.Far() > 0,
+		Workers: Threads(0), InOrder: m.srcs[k].Facts().Concurrency > 0,
 		Passed: func(n int64) { j.Bytes.Add(n) },
 		Proven: func(n int64) {
 			mu.Lock()

@@ -96,8 +96,8 @@ func (m *model) coding(t *tensor.Tensor) string {
 	if t.Alias >= 0 {
 		return "alias"
 	}
-	if c, ok := m.srcs[t.Source].(interface{ Coding(off int64) string }); ok {
-		return c.Coding(t.Off)
+	if coding := m.srcs[t.Source].Facts().Coding; coding != nil {
+		return coding(t.Off)
 	}
 	name, raw := "plain", false
 	for _, c := range m.ix.Chunks[t.First : t.First+t.Count] {

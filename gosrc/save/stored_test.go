@@ -4,7 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"github.com/overwire/overwire/gosrc/internal/ordered"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"path/filepath"
 	"sync/atomic"
 	"testing"
@@ -48,7 +48,7 @@ func TestStoredRanges(t *testing.T) {
 			off := r.Int64N(size)
 			jobs = append(jobs, job{it, r.Int64N(it.parts), off, 1 + r.Int64N(min(size-off, 1<<r.IntN(18)))})
 		}
-		err = ordered.Each(bg, "test", 4, len(jobs), func(k int) error {
+		err = spawn.Each(bg, "test", 4, len(jobs), func(k int) error {
 			j := jobs[k]
 			mem := *j.it
 			mem.body = memory(want[j.it.name].Data)
@@ -88,7 +88,7 @@ func TestCache(t *testing.T) {
 	if err := get(1, 10, bad); err != bad {
 		t.Fatal(err)
 	}
-	if err := ordered.Each(bg, "test", 8, 100, func(int) error { return get(1, 10, nil) }); err != nil {
+	if err := spawn.Each(bg, "test", 8, 100, func(int) error { return get(1, 10, nil) }); err != nil {
 		t.Fatal(err)
 	}
 	if made.Load() != 2 {

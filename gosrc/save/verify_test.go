@@ -82,7 +82,9 @@ func TestGoldens(t *testing.T) {
 // bytesSource is a file in memory.
 type bytesSource []byte
 
-func (bytesSource) URI() string   { return "memory" }
+func (bytesSource) URI() string           { return "memory" }
+func (s bytesSource) Facts() source.Facts { return source.Facts{} }
+
 func (s bytesSource) Size() int64 { return int64(len(s)) }
 func (bytesSource) Close() error  { return nil }
 

@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// A URI of something far away is taken apart here, so that formats can find
+// A remote URI is taken apart here, so that formats can find
 // the shards beside an index without knowing any store.
 
 // Remote reports whether a name is a URI of anything but a local file.

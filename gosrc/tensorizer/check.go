@@ -59,30 +59,8 @@ func (f *File) check(src source.Source) (source.Source, error) {
 	return c, nil
 }
 
-// Under is the file; see source.Over.
-func (c *checked) Under() source.Source { return c.Source }
-
-// Far and Prefetch are those of what is below; see load.Model.
-func (c *checked) Far() int {
-	if f, ok := c.Source.(interface{ Far() int }); ok {
-		return f.Far()
-	}
-	return 0
-}
-
-func (c *checked) Prefetch(off, n int64) {
-	if p, ok := c.Source.(interface{ Prefetch(off, n int64) }); ok {
-		p.Prefetch(off, n)
-	}
-}
-
-// Coding passes on how the data at an offset are stored; see save.Inspect.
-func (c *checked) Coding(off int64) string {
-	if s, ok := c.Source.(interface{ Coding(off int64) string }); ok {
-		return s.Coding(off)
-	}
-	return "plain"
-}
+// Facts are those of the source below, whose bytes are compared by ReadAt.
+func (c *checked) Facts() source.Facts { return c.Source.Facts().ReadAtOnly() }
 
 // ReadAt is that of the source below; see source.Source.
 func (c *checked) ReadAt(ctx context.Context, p []byte, off int64) error {

@@ -8,8 +8,8 @@ import (
 	"slices"
 
 	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 // A Flow is the data of one tensor on their way past its sums. Its functions are
@@ -48,7 +48,7 @@ func Run(ctx context.Context, name string, workers int, inOrder bool, flows []Fl
 	if !inOrder {
 		slices.SortStableFunc(order, func(a, b *Flow) int { return cmp.Compare(b.Bytes, a.Bytes) })
 	}
-	return ordered.Each(ctx, name, workers, len(order), func(k int) error { return order[k].run(ctx) })
+	return spawn.Each(ctx, name, workers, len(order), func(k int) error { return order[k].run(ctx) })
 }
 
 // run lets one flow pass, piece by piece.

@@ -216,7 +216,7 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 		return nil
 	}
 	records := make([]Record, len(f.Entries))
-	err := spawn.Each("index", maxTogether, len(f.Entries), func(i int) error {
+	err := spawn.Each(ctx, "index", maxTogether, len(f.Entries), func(i int) error {
 		e := &f.Entries[i]
 		n := e.Data - e.Record
 		if n > tensor.MaxHeader {

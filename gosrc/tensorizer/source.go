@@ -166,28 +166,24 @@ type box struct {
 	used  int64 // clock
 }
 
-// Under is the file; see source.Over.
-func (s *sealed) Under() source.Source { return s.Source }
-
 func (s *sealed) Size() int64 { return s.size + s.zeros }
 
-// Far is how many reads at once are worth while; see load.Model.
-func (s *sealed) Far() int {
-	if f, ok := s.Source.(interface{ Far() int }); ok {
-		return f.Far()
+// Facts are those of the source below, whose bytes are decrypted by ReadAt.
+func (s *sealed) Facts() source.Facts {
+	f := s.Source.Facts().ReadAtOnly()
+	f.Coding = s.coding
+	if tell := f.Prefetch; tell != nil {
+		f.Prefetch = func(off, n int64) {
+			if off < s.size {
+				tell(off, min(n, s.size-off))
+			}
+		}
 	}
-	return 0
+	return f
 }
 
-// Prefetch passes on what will be read soon.
-func (s *sealed) Prefetch(off, n int64) {
-	if p, ok := s.Source.(interface{ Prefetch(off, n int64) }); ok && off < s.size {
-		p.Prefetch(off, min(n, s.size-off))
-	}
-}
-
-// Coding says how the data at an offset are stored; see save.Inspect.
-func (s *sealed) Coding(off int64) string {
+// coding says how the data at an offset are stored.
+func (s *sealed) coding(off int64) string {
 	i := sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
 	switch {
 	case off >= s.size:

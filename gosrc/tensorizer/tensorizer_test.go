@@ -25,7 +25,9 @@ import (
 // bytesSource is a source in memory.
 type bytesSource []byte
 
-func (bytesSource) URI() string   { return "x.tensors" }
+func (bytesSource) URI() string           { return "x.tensors" }
+func (b bytesSource) Facts() source.Facts { return source.Facts{} }
+
 func (b bytesSource) Size() int64 { return int64(len(b)) }
 func (bytesSource) Close() error  { return nil }
 

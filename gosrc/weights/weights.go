@@ -9,10 +9,9 @@
 package weights
 
 import (
+	"context"
 	"runtime"
 	"slices"
-	"sync"
-	"sync/atomic"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -134,24 +133,13 @@ func fillAll(k Kind, o Options, parts []part, out []Tensor, jobs []block) {
 	if threads <= 0 {
 		threads = runtime.GOMAXPROCS(0)
 	}
-	var next atomic.Int64
-	var wg sync.WaitGroup
-	for range min(threads, len(jobs)) {
-		wg.Add(1)
-		spawn.Go("weights", func() {
-			defer wg.Done()
-			var scratch [blockElements]float32
-			const batch = 16 // blocks taken at once
-			for {
-				at := int(next.Add(batch)) - batch
-				if at >= len(jobs) {
-					return
-				}
-				for _, b := range jobs[at:min(at+batch, len(jobs))] {
-					fill(k, parts[b.part], o.Seed, b, out[b.part].Data, scratch[:b.n])
-				}
-			}
-		})
-	}
-	wg.Wait()
+	const batch = 16 // blocks taken at once
+	batches := slices.Collect(slices.Chunk(jobs, batch))
+	_ = spawn.Each(context.Background(), "weights", threads, len(batches), func(i int) error { // a panic poisons
+		var scratch [blockElements]float32
+		for _, b := range batches[i] {
+			fill(k, parts[b.part], o.Seed, b, out[b.part].Data, scratch[:b.n])
+		}
+		return nil
+	})
 }

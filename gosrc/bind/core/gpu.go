@@ -17,8 +17,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-func queueOf(stream C.uint64_t, after unsafe.Pointer, n C.int64_t) cuda.Queue {
-	q := cuda.Queue{Stream: uintptr(stream)}
+func queueOf(stream C.uint64_t, after unsafe.Pointer, n C.int64_t) cuda.Order {
+	q := cuda.Order{Stream: uintptr(stream)}
 	if n > 0 {
 		q.After = unsafe.Slice((*uintptr)(after), n)
 	}

@@ -89,7 +89,7 @@ func GPUBatchFree(batch uint64) { batches.take(batch) }
 
 // GPUDecode queues the decoding of streams, each given by five numbers: address,
 // bytes, and of the content address, bytes and those of a chunk.
-func GPUDecode(index int, on cuda.Queue, kind int, algorithm string, packed []int64) (uint64, error) {
+func GPUDecode(index int, on cuda.Order, kind int, algorithm string, packed []int64) (uint64, error) {
 	streams, err := streamsOf(kind, packed)
 	if err != nil {
 		return 0, err
@@ -103,7 +103,7 @@ func GPUDecode(index int, on cuda.Queue, kind int, algorithm string, packed []in
 
 // GPUEncode queues the making of streams of X16, each given by six numbers: address
 // and bytes of the content, of the room for the stream, bytes of a chunk, transform.
-func GPUEncode(index int, on cuda.Queue, kind int, packed []int64, scratch uint64, room int64) (uint64, error) {
+func GPUEncode(index int, on cuda.Order, kind int, packed []int64, scratch uint64, room int64) (uint64, error) {
 	if kind < 0 || kind > int(nvcomp.WithSize) || len(packed)%6 != 0 {
 		return 0, fault.New(fault.ErrArgument, "%d numbers of contents of kind %d", len(packed), kind)
 	}
@@ -129,7 +129,7 @@ func GPUTransform(dtype string, sample uint64, n int64) (int, error) {
 }
 
 // GPUPeek asks streams what they are.
-func GPUPeek(index int, on cuda.Queue, kind int, algorithm string, packed []int64) ([]nvcomp.Glance, error) {
+func GPUPeek(index int, on cuda.Order, kind int, algorithm string, packed []int64) ([]nvcomp.Glance, error) {
 	streams, err := streamsOf(kind, packed)
 	if err != nil {
 		return nil, err
@@ -188,7 +188,7 @@ func GPUAlloc(index int, n int64) (device.Memory, error) {
 }
 
 // GPUCopy queues a copy between any two places.
-func GPUCopy(index int, on cuda.Queue, dst, src uint64, n int64, wait bool) error {
+func GPUCopy(index int, on cuda.Order, dst, src uint64, n int64, wait bool) error {
 	d, err := cuda.Open(index)
 	if err != nil {
 		return err

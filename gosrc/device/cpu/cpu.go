@@ -152,25 +152,25 @@ func Map(n int64) (unsafe.Pointer, int64, error) {
 // Unmap gives memory of Map back.
 func Unmap(p unsafe.Pointer, length int64) { _ = unix.MunmapPtr(p, uintptr(length)) }
 
-// A Decoder runs jobs for one goroutine. The zero value is ready; it keeps
-// scratch for chunks that do not land in a row.
+// A Decoder runs decode tasks for one goroutine. The zero value is ready; it keeps
+// scratch for chunks that do not land contiguously.
 type Decoder struct{ scratch []byte }
 
-// Run decodes the chunk of one job out of its stored bytes.
-func (d *Decoder) Run(j *device.Job, stored []byte) error {
-	n := int64(j.Chunk.Logical)
-	if j.View == nil {
-		return codec.Decode(unsafe.Slice((*byte)(j.Dst), n), stored, j.Chunk)
+// Run decodes the chunk of one task out of its stored bytes.
+func (d *Decoder) Run(t *device.DecodeTask, stored []byte) error {
+	n := int64(t.Chunk.Logical)
+	if t.View == nil {
+		return codec.Decode(unsafe.Slice((*byte)(t.Dst), n), stored, t.Chunk)
 	}
 	if int64(cap(d.scratch)) < n {
 		d.scratch = make([]byte, n)
 	}
 	whole := d.scratch[:n]
-	if err := codec.Decode(whole, stored, j.Chunk); err != nil {
+	if err := codec.Decode(whole, stored, t.Chunk); err != nil {
 		return err
 	}
-	j.View.Runs(n, func(dst, src, n int64) {
-		copy(unsafe.Slice((*byte)(unsafe.Add(j.Dst, dst)), n), whole[src:src+n])
+	t.View.Runs(n, func(dst, src, n int64) {
+		copy(unsafe.Slice((*byte)(unsafe.Add(t.Dst, dst)), n), whole[src:src+n])
 	})
 	return nil
 }

@@ -304,7 +304,7 @@ const MaxBatch = 1 << 24
 // Decode queues the decoding of streams of one algorithm on a stream of the
 // caller's, after what is queued now on those of `on.After`. It does not wait:
 // sources and destinations stay as they are until the Batch is done.
-func (d *Device) Decode(on Queue, format uint32, streams []Stream) (*Batch, error) {
+func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, error) {
 	rows := 0
 	for i := range streams {
 		s := &streams[i]
@@ -342,7 +342,7 @@ func (d *Device) Decode(on Queue, format uint32, streams []Stream) (*Batch, erro
 // Peek asks streams how long their content is, and waits for the answer. Only
 // Src and Stored of them count. Of raw blocks only those of X16 and Snappy say
 // it.
-func (d *Device) Peek(on Queue, kind Kind, format uint32, streams []Stream) ([]Peeked, error) {
+func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]Peeked, error) {
 	if len(streams) == 0 {
 		return nil, nil
 	}
@@ -382,7 +382,7 @@ func steps(b *C.struct_owcu_batch, all ...C.struct_owcu_step) {
 // X16 (0: store as it is). scratch is memory of the device for a block of
 // every chunk: Scratch tells how much.
 // Batch.Sizes tells how long the streams became.
-func (d *Device) Encode(on Queue, streams []Stream, scratch uint64) (*Batch, error) {
+func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, error) {
 	rows := 0
 	for i := range streams {
 		s := &streams[i]
@@ -420,7 +420,7 @@ type task struct {
 }
 
 // start writes a batch on a pad and queues it.
-func (d *Device) start(on Queue, t task, plan func(*[batchKernels]C.owcu_handle, *C.struct_owcu_batch, uint32)) (*Batch, error) {
+func (d *Device) start(on Order, t task, plan func(*[batchKernels]C.owcu_handle, *C.struct_owcu_batch, uint32)) (*Batch, error) {
 	format, streams, rows := t.format, t.streams, t.rows
 	g := &d.batch
 	g.mu.Lock()

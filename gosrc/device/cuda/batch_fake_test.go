@@ -31,11 +31,11 @@ func TestBatchOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	late := g.room(len(stored[0]), 0)
-	if err := g.Copy(cuda.Queue{Stream: first}, late, streams[0].Src, streams[0].Stored, false); err != nil {
+	if err := g.Copy(cuda.Order{Stream: first}, late, streams[0].Src, streams[0].Stored, false); err != nil {
 		t.Fatal(err)
 	}
 	streams[0].Src = late
-	b, err := g.Decode(cuda.Queue{Stream: second, After: []uintptr{first}}, cuda.FormatX16, streams)
+	b, err := g.Decode(cuda.Order{Stream: second, After: []uintptr{first}}, cuda.FormatX16, streams)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -46,7 +46,7 @@ func TestBatchOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := make([]byte, len(in[0]))
-	if err := g.Copy(cuda.Queue{Stream: first}, uint64(uintptr(unsafe.Pointer(&got[0]))), streams[0].Dst, streams[0].Size, true); err != nil {
+	if err := g.Copy(cuda.Order{Stream: first}, uint64(uintptr(unsafe.Pointer(&got[0]))), streams[0].Dst, streams[0].Size, true); err != nil {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(got, in[0]) {
@@ -100,14 +100,14 @@ func TestBatchEveryCallFails(t *testing.T) {
 		defer mem[0].Release()
 		defer mem[1].Release()
 		src := uint64(uintptr(mem[0].Ptr))
-		if err := d.Copy(cuda.Queue{Stream: 1, After: []uintptr{2}}, src, uint64(uintptr(unsafe.Pointer(&stored[0][0]))), mem[0].Bytes, true); err != nil {
+		if err := d.Copy(cuda.Order{Stream: 1, After: []uintptr{2}}, src, uint64(uintptr(unsafe.Pointer(&stored[0][0]))), mem[0].Bytes, true); err != nil {
 			return err
 		}
 		s := []cuda.Stream{{Src: src, Stored: mem[0].Bytes, Dst: uint64(uintptr(mem[1].Ptr)), Size: mem[1].Bytes, Chunk: 4096}}
-		if _, err := d.Peek(cuda.Queue{}, 0, cuda.FormatX16, s); err != nil {
+		if _, err := d.Peek(cuda.Order{}, 0, cuda.FormatX16, s); err != nil {
 			return err
 		}
-		b, err := d.Decode(cuda.Queue{After: []uintptr{1}}, cuda.FormatX16, s)
+		b, err := d.Decode(cuda.Order{After: []uintptr{1}}, cuda.FormatX16, s)
 		if err != nil {
 			return err
 		}
@@ -118,7 +118,7 @@ func TestBatchEveryCallFails(t *testing.T) {
 		}
 		got := make([]byte, len(in[0]))
 		if err == nil {
-			err = d.Copy(cuda.Queue{}, uint64(uintptr(unsafe.Pointer(&got[0]))), s[0].Dst, s[0].Size, true)
+			err = d.Copy(cuda.Order{}, uint64(uintptr(unsafe.Pointer(&got[0]))), s[0].Dst, s[0].Size, true)
 		}
 		if err == nil && !bytes.Equal(got, in[0]) {
 			t.Error("other bytes")

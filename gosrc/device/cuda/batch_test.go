@@ -97,7 +97,7 @@ func (g *gpu) room(n, off int) uint64 {
 func (g *gpu) put(b []byte, off int) uint64 {
 	at := g.room(len(b), off)
 	if len(b) > 0 {
-		if err := g.Copy(cuda.Queue{}, at, uint64(uintptr(unsafe.Pointer(&b[0]))), int64(len(b)), true); err != nil {
+		if err := g.Copy(cuda.Order{}, at, uint64(uintptr(unsafe.Pointer(&b[0]))), int64(len(b)), true); err != nil {
 			g.t.Fatal(err)
 		}
 	}
@@ -107,7 +107,7 @@ func (g *gpu) put(b []byte, off int) uint64 {
 func (g *gpu) get(at uint64, n int64) []byte {
 	b := make([]byte, n)
 	if n > 0 {
-		if err := g.Copy(cuda.Queue{}, uint64(uintptr(unsafe.Pointer(&b[0]))), at, n, true); err != nil {
+		if err := g.Copy(cuda.Order{}, uint64(uintptr(unsafe.Pointer(&b[0]))), at, n, true); err != nil {
 			g.t.Fatal(err)
 		}
 	}
@@ -144,7 +144,7 @@ func TestBatchX16(t *testing.T) {
 		spec.Algorithm = "X16"
 		stored := encoded(t, spec, in)
 		streams := g.streams(spec, in, stored)
-		peeked, err := g.Peek(cuda.Queue{}, cuda.Kind(spec.Kind), cuda.FormatX16, streams)
+		peeked, err := g.Peek(cuda.Order{}, cuda.Kind(spec.Kind), cuda.FormatX16, streams)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -153,7 +153,7 @@ func TestBatchX16(t *testing.T) {
 				t.Errorf("%+v: stream %d: %+v", spec, i, p)
 			}
 		}
-		b, err := g.Decode(cuda.Queue{}, cuda.FormatX16, streams)
+		b, err := g.Decode(cuda.Order{}, cuda.FormatX16, streams)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -184,7 +184,7 @@ func TestBatchItems(t *testing.T) {
 			bad := streams[5]
 			bad.Dst, bad.Src = g.room(int(bad.Size), 0), g.put(stored[5], 8)
 			bad.Stored -= 9
-			b, err := g.Decode(cuda.Queue{}, format, append(streams, bad))
+			b, err := g.Decode(cuda.Order{}, format, append(streams, bad))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -229,7 +229,7 @@ func TestBatchEncode(t *testing.T) {
 		tight := streams[5]
 		tight.Stored, tight.Dst = int64(len(want[5]))-1, g.room(len(want[5])-1, 0)
 		streams = append(streams, tight)
-		b, err := g.Encode(cuda.Queue{}, streams, g.room(int(cuda.Scratch(streams)), 0))
+		b, err := g.Encode(cuda.Order{}, streams, g.room(int(cuda.Scratch(streams)), 0))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -286,7 +286,7 @@ func TestBatchHostile(t *testing.T) {
 		streams = append(streams, streams[0]) // of another length and chunk than is said
 		last := &streams[len(streams)-1]
 		last.Size, last.Dst = 100, g.room(100, 0)
-		b, err := g.Decode(cuda.Queue{}, cuda.FormatX16, streams)
+		b, err := g.Decode(cuda.Order{}, cuda.FormatX16, streams)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -321,14 +321,14 @@ func TestBatchMisplaced(t *testing.T) {
 	stored := encoded(t, spec, in)
 	streams := g.streams(spec, in, stored)
 	streams[0].Src = g.put(stored[0], 4)
-	b, err := g.Decode(cuda.Queue{}, cuda.FormatX16, streams)
+	b, err := g.Decode(cuda.Order{}, cuda.FormatX16, streams)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if errs, err := b.Wait(); err != nil || !errors.Is(errs[0], fault.ErrNotSupported) {
 		t.Error(errs, err)
 	}
-	if _, err := g.Decode(cuda.Queue{}, 99, streams); !errors.Is(err, fault.ErrNotSupported) {
+	if _, err := g.Decode(cuda.Order{}, 99, streams); !errors.Is(err, fault.ErrNotSupported) {
 		t.Errorf("no such decoder: %v", err)
 	}
 }
@@ -361,7 +361,7 @@ func TestBatchMany(t *testing.T) {
 				if i%7 == 0 {
 					streams = hurt
 				}
-				b, err := g.Decode(cuda.Queue{Stream: q, After: []uintptr{1}}, cuda.FormatX16, streams)
+				b, err := g.Decode(cuda.Order{Stream: q, After: []uintptr{1}}, cuda.FormatX16, streams)
 				if err != nil {
 					t.Error(err)
 					return
@@ -390,7 +390,7 @@ func TestBatchLarge(t *testing.T) {
 	for range 6 {
 		stored := encoded(t, spec, [][]byte{content})
 		streams := g.streams(spec, [][]byte{content}, stored)
-		b, err := g.Decode(cuda.Queue{}, cuda.FormatX16, streams)
+		b, err := g.Decode(cuda.Order{}, cuda.FormatX16, streams)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -63,7 +63,7 @@ func full(r *rand.Rand, n int) *piece {
 
 // flood submits a piece until total logical bytes went to memory of dst, with
 // so many workers; before is what a worker does with its slot first.
-func flood(t *testing.T, l *Lane, p *piece, dst device.Memory, total int64, workers int, before func(i int64, s *Slot)) (int64, time.Duration) {
+func flood(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64, workers int, before func(i int64, s *Slot)) (int64, time.Duration) {
 	each := int64(0)
 	for i := range p.jobs {
 		each += int64(p.jobs[i].Chunk.Logical)
@@ -85,7 +85,7 @@ func flood(t *testing.T, l *Lane, p *piece, dst device.Memory, total int64, work
 					return
 				}
 				if before != nil {
-					before(i, s)
+					before(i, s.(*Slot))
 				}
 				jobs := slices.Clone(p.jobs)
 				at := i % room * each
@@ -127,14 +127,14 @@ func flood(t *testing.T, l *Lane, p *piece, dst device.Memory, total int64, work
 }
 
 // fill puts a piece into every slot of a lane.
-func fill(t *testing.T, l *Lane, p *piece) {
-	var all []*Slot
+func fill(t *testing.T, l *Queue, p *piece) {
+	var all []device.Slot
 	for range l.slots {
 		s, err := l.Get(t.Context())
 		if err != nil {
 			t.Fatal(err)
 		}
-		copy(s.Bytes, p.bytes)
+		copy(s.Memory(), p.bytes)
 		all = append(all, s)
 	}
 	for _, s := range all {
@@ -156,7 +156,7 @@ func TestBench(t *testing.T) {
 	t.Logf("%+v, %d cores, opened in %v", info, runtime.GOMAXPROCS(0), opened)
 	for i := range 3 {
 		start := time.Now()
-		l, err := d.Lane(DefaultSlots, DefaultSlotBytes)
+		l, err := d.Queue(DefaultSlots, DefaultSlotBytes)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -182,7 +182,7 @@ func TestBench(t *testing.T) {
 		slots int
 		bytes int64
 	}{{DefaultSlots, DefaultSlotBytes}, {26, 4 << 20}} {
-		l, err := d.Lane(g.slots, g.bytes)
+		l, err := d.Queue(g.slots, g.bytes)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -221,7 +221,7 @@ func TestBench(t *testing.T) {
 
 // benchRead adds what a loader does: pieces come out of the page cache, and
 // their checksums are compared.
-func benchRead(t *testing.T, l *Lane, p *piece, dst device.Memory, total int64, name string, workers ...int) {
+func benchRead(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64, name string, workers ...int) {
 	const copies = 64
 	f, err := os.Create(filepath.Join(*benchDir, "overwire-cuda-bench"))
 	if err != nil {
@@ -356,7 +356,7 @@ func TestManyLoads(t *testing.T) {
 	}
 	var first int64
 	for i := range rounds {
-		l, err := d.Lane(2, 1<<20)
+		l, err := d.Queue(2, 1<<20)
 		if err != nil {
 			t.Fatal(err)
 		}

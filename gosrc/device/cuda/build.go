@@ -34,7 +34,7 @@ const (
 // round or several. It keeps its memory between pieces.
 type build struct {
 	s        *Slot
-	jobs     []device.Job
+	jobs     []device.DecodeTask
 	at       int    // the next job
 	begun    bool   // a round was filled
 	base     uint64 // where the kernels find the piece's first byte
@@ -64,7 +64,7 @@ type launch struct{ kernel, first, n int }
 
 // begin checks a piece's jobs and decides which bytes go to the staging: those
 // of chunks that a kernel reads. Other raw chunks are copied to their places.
-func (b *build) begin(s *Slot, n int64, jobs []device.Job) {
+func (b *build) begin(s *Slot, n int64, jobs []device.DecodeTask) {
 	b.s, b.jobs, b.at, b.begun, b.staged, b.around, b.base = s, jobs, 0, false, false, false, s.dev
 	b.lo, b.hi = n, 0
 	small, smallLo, smallHi := 0, n, int64(0)
@@ -88,14 +88,14 @@ func (b *build) begin(s *Slot, n int64, jobs []device.Job) {
 		b.lo, b.hi = min(b.lo, smallLo), max(b.hi, smallHi)
 	}
 	b.lo &^= 15
-	if s.far != 0 { // all of it is there
-		b.base, b.lo, b.hi, b.staged = s.far, 0, n, true
+	if s.onDev != 0 { // all of it is there
+		b.base, b.lo, b.hi, b.staged = s.onDev, 0, n, true
 	}
 }
 
 // check says whether a job can be run. Words in a chunk that only decoding can
 // check are left to the kernel.
-func check(s *Slot, n int64, j *device.Job) error {
+func check(s *Slot, n int64, j *device.DecodeTask) error {
 	c := &j.Chunk
 	lo, hi := int64(j.Src), int64(j.Src)+int64(c.Stored)
 	if hi > n || j.Dst == nil && c.Logical > 0 {
@@ -114,13 +114,13 @@ func check(s *Slot, n int64, j *device.Job) error {
 		if lo%16 != 0 {
 			return fault.New(fault.ErrCorrupt, "X16 chunk at %d, which is not a multiple of 16", lo)
 		}
-		if s.far != 0 {
+		if s.onDev != 0 {
 			if c.Transform < 1 || c.Transform > C.OW_BYTES || c.SegTiles == 0 || c.Logical > tensor.MaxChunkBytes {
 				return fault.New(fault.ErrCorrupt, "X16 chunk of %d bytes with transform %d in segments of %d tiles", c.Logical, c.Transform, c.SegTiles)
 			}
 			return nil
 		}
-		return x16.Check(s.staged()[lo:hi], *c)
+		return x16.Check(s.Memory()[lo:hi], *c)
 	}
 	return fault.New(fault.ErrNotSupported, "codec %d on a GPU", uint8(c.Codec))
 }
@@ -155,7 +155,7 @@ func (b *build) fill(scratch uint64) {
 }
 
 // checkCast says whether the elements of a job's chunk can be cast.
-func checkCast(j *device.Job) error {
+func checkCast(j *device.DecodeTask) error {
 	if j.Cast.To == 0 {
 		return nil
 	}
@@ -171,7 +171,7 @@ func checkCast(j *device.Job) error {
 
 // around says that a chunk goes through scratch: kernels write whole chunks, to
 // multiples of 16, and cast from whole elements.
-func around(j *device.Job) bool {
+func around(j *device.DecodeTask) bool {
 	if j.Cast.To != 0 {
 		return j.Chunk.Codec == tensor.CodecX16 || int(j.Src)%(j.Cast.From.Bits()/8) != 0
 	}
@@ -179,7 +179,7 @@ func around(j *device.Job) bool {
 }
 
 // coded adds an X16 chunk.
-func (b *build) coded(j *device.Job, scratch uint64) bool {
+func (b *build) coded(j *device.DecodeTask, scratch uint64) bool {
 	through := around(j)
 	n := x16.Segments(j.Chunk)
 	need := chunkSize + n*segSize
@@ -222,7 +222,7 @@ func (b *build) coded(j *device.Job, scratch uint64) bool {
 
 // raw adds a raw chunk: from the staging if it is there, else by a copy of its
 // own.
-func (b *build) raw(j *device.Job, scratch uint64) bool {
+func (b *build) raw(j *device.DecodeTask, scratch uint64) bool {
 	if j.Cast.To != 0 {
 		return b.rawCast(j, scratch)
 	}
@@ -231,7 +231,7 @@ func (b *build) raw(j *device.Job, scratch uint64) bool {
 		if len(b.copies)+3 > C.OWCU_COPIES {
 			return false
 		}
-		b.copies = append(b.copies, C.struct_owcu_copy{dst: address(j.Dst), src: unsafe.Pointer(&b.s.staged()[lo]), n: C.uint64_t(hi - lo)})
+		b.copies = append(b.copies, C.struct_owcu_copy{dst: address(j.Dst), src: unsafe.Pointer(&b.s.Memory()[lo]), n: C.uint64_t(hi - lo)})
 		return true
 	}
 	moves := b.scattered(j, b.base+uint64(lo), uint64(uintptr(j.Dst)))
@@ -246,7 +246,7 @@ func (b *build) raw(j *device.Job, scratch uint64) bool {
 
 // scattered is a job's bytes as moves: one, or for a view whole rows and a
 // partial row at either end.
-func (b *build) scattered(j *device.Job, src, dst uint64) (out []C.ow_move) {
+func (b *build) scattered(j *device.DecodeTask, src, dst uint64) (out []C.ow_move) {
 	if j.View == nil {
 		return []C.ow_move{{src: C.uint64_t(src), dst: C.uint64_t(dst), width: C.uint32_t(j.Chunk.Logical), rows: 1}}
 	}
@@ -269,7 +269,7 @@ func (b *build) scattered(j *device.Job, src, dst uint64) (out []C.ow_move) {
 
 // rawCast adds a raw chunk whose elements are cast out of the staging, or out of
 // scratch where they do not lie on their own size there.
-func (b *build) rawCast(j *device.Job, scratch uint64) bool {
+func (b *build) rawCast(j *device.DecodeTask, scratch uint64) bool {
 	src := b.base + uint64(j.Src)
 	need := tablesOfCast(j)
 	var moves []C.ow_move
@@ -294,7 +294,7 @@ func (b *build) rawCast(j *device.Job, scratch uint64) bool {
 
 // roomInScratch is where the job's bytes go in scratch; what was there may have
 // to be done with first.
-func (b *build) roomInScratch(j *device.Job, scratch uint64) uint64 {
+func (b *build) roomInScratch(j *device.DecodeTask, scratch uint64) uint64 {
 	if b.inScr+int64(j.Chunk.Logical) > scratchBytes {
 		b.flushBatch()
 		b.inScr = 0
@@ -303,13 +303,13 @@ func (b *build) roomInScratch(j *device.Job, scratch uint64) uint64 {
 }
 
 // tablesOfCast is the bytes of tables that a job's cast needs.
-func tablesOfCast(j *device.Job) int {
+func tablesOfCast(j *device.DecodeTask) int {
 	n := int(j.Chunk.Logical) / (j.Cast.From.Bits() / 8)
 	return castSize + (n+C.OW_CAST_PART-1)/C.OW_CAST_PART*partSize
 }
 
 // casting adds the cast of a job's elements, which lie at src.
-func (b *build) casting(j *device.Job, src uint64) {
+func (b *build) casting(j *device.DecodeTask, src uint64) {
 	k := C.uint32_t(len(b.casts))
 	n := int(j.Chunk.Logical) / (j.Cast.From.Bits() / 8)
 	b.casts = append(b.casts, C.ow_cast{src: C.uint64_t(src), dst: C.uint64_t(uintptr(j.Dst)), n: C.uint64_t(n),
@@ -371,7 +371,7 @@ func (b *build) write() {
 	size = (size + 15) &^ 15
 	table := unsafe.Add(s.host, -size)
 	device := s.dev - uint64(size)
-	if s.far != 0 {
+	if s.onDev != 0 {
 		// The kernels read them where they are: a copy would wait for those of other
 		// lanes, which keep the wire busy for milliseconds.
 		device = uint64(s.c.status) + headBytes - uint64(size)
@@ -386,16 +386,16 @@ func (b *build) write() {
 	clear(unsafe.Slice((*uint32)(head), len(b.chunks)))
 
 	copies := s.c.copies[:0]
-	if size > 0 && s.far == 0 {
+	if size > 0 && s.onDev == 0 {
 		upto := int64(0)
-		if !b.staged && b.lo <= nearby && b.hi > b.lo && s.lent == nil {
+		if !b.staged && b.lo <= nearby && b.hi > b.lo && s.view == nil {
 			upto, b.staged = b.hi, true
 		}
 		copies = append(copies, C.struct_owcu_copy{dst: C.owcu_ptr(device), src: table, n: C.uint64_t(int64(size) + upto)})
 		if !b.staged && b.hi > b.lo {
 			b.staged = true
 			copies = append(copies, C.struct_owcu_copy{
-				dst: C.owcu_ptr(s.dev + uint64(b.lo)), src: unsafe.Pointer(&s.staged()[b.lo]), n: C.uint64_t(b.hi - b.lo),
+				dst: C.owcu_ptr(s.dev + uint64(b.lo)), src: unsafe.Pointer(&s.Memory()[b.lo]), n: C.uint64_t(b.hi - b.lo),
 			})
 		}
 	}

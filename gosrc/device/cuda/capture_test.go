@@ -74,11 +74,11 @@ func captureLivesOn(t *testing.T, blocking bool) {
 	p.raw(weights(r, x16.BF16, 30_000))
 	life := func() {
 		for i, size := range []int64{64 << 10, 256 << 10, 64 << 10} { // lanes are made, kept and given back
-			l, err := d.Lane(3+i, size)
+			l, err := d.Queue(3+i, size)
 			if err != nil {
 				t.Fatal(err)
 			}
-			other, err := d.Lane(2, size)
+			other, err := d.Queue(2, size)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -156,20 +156,20 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	}
 	dst, src := uint64(uintptr(mem[0].Ptr)), uint64(uintptr(mem[1].Ptr))
 	streams := []Stream{{Src: src, Stored: 4096, Dst: dst, Size: 4096, Chunk: 4096}}
-	on := Queue{Stream: stream}
+	on := Order{Stream: stream}
 	all := map[string]func() error{
 		"WaitFor":      func() error { return l.WaitFor(stream) },
 		"Before":       func() error { return v.Before(stream) },
 		"Copy":         func() error { return d.Copy(on, dst, src, 4096, false) },
 		"Copy, waits":  func() error { return d.Copy(on, dst, src, 4096, true) },
-		"Copy after":   func() error { return d.Copy(Queue{Stream: 1, After: []uintptr{stream}}, dst, src, 4096, false) },
+		"Copy after":   func() error { return d.Copy(Order{Stream: 1, After: []uintptr{stream}}, dst, src, 4096, false) },
 		"Follow":       func() error { return d.Follow(stream, 1) },
 		"Follow after": func() error { return d.Follow(1, stream) },
 		"SyncStream":   func() error { return d.SyncStream(stream) },
 		"FreeStream":   func() error { return d.FreeStream(stream) },
 		"Decode":       func() error { _, err := d.Decode(on, FormatX16, streams); return err },
 		"Decode after": func() error {
-			_, err := d.Decode(Queue{Stream: 1, After: []uintptr{stream}}, FormatX16, streams)
+			_, err := d.Decode(Order{Stream: 1, After: []uintptr{stream}}, FormatX16, streams)
 			return err
 		},
 		"Peek":   func() error { _, err := d.Peek(on, 0, FormatX16, streams); return err },
@@ -203,11 +203,11 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	p.coded(weights(r, x16.BF16, 8000), x16.BF16)
 	p.raw(weights(r, x16.BF16, 40_000))
 	load := func(slots int, size int64) {
-		l, err := d.Lane(slots, size)
+		l, err := d.Queue(slots, size)
 		if err != nil {
 			t.Fatal(err)
 		}
-		second, err := d.Lane(slots, size)
+		second, err := d.Queue(slots, size)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -334,7 +334,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	}
 	// A lane, with scratch and marks, and what stands in for it while it fails.
 	for nth := int64(1); nth < 120; nth += 3 {
-		l, err := d.Lane(2, 64<<10)
+		l, err := d.Queue(2, 64<<10)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -349,7 +349,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	}
 	for nth := int64(1); nth < 80; nth++ {
 		fakeFail(nth, 999, false)
-		l, err := d.Lane(2, 64<<10)
+		l, err := d.Queue(2, 64<<10)
 		mem, err2 := d.Alloc([]int64{1 << 20, 1 << 20, 1 << 20})
 		fakeFail(0, 0, false)
 		if err == nil {
@@ -374,7 +374,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 func TestLostDeviceTakesAll(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
-	l, err := d.Lane(2, 64<<10)
+	l, err := d.Queue(2, 64<<10)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,7 +15,7 @@ import (
 )
 
 // upload brings bytes to the device.
-func upload(t *testing.T, d *Device, l *Lane, b []byte) device.Memory {
+func upload(t *testing.T, d *Device, l *Queue, b []byte) device.Memory {
 	t.Helper()
 	mem, err := d.Alloc([]int64{int64(len(b))})
 	if err != nil {
@@ -27,8 +27,8 @@ func upload(t *testing.T, d *Device, l *Lane, b []byte) device.Memory {
 		if err != nil {
 			t.Fatal(err)
 		}
-		n := copy(s.Bytes, b[at:])
-		job := []device.Job{{Chunk: tensor.Chunk{Stored: uint32(n), Logical: uint32(n)}, Dst: unsafe.Add(mem[0].Ptr, at)}}
+		n := copy(s.Memory(), b[at:])
+		job := []device.DecodeTask{{Chunk: tensor.Chunk{Stored: uint32(n), Logical: uint32(n)}, Dst: unsafe.Add(mem[0].Ptr, at)}}
 		if err := l.Submit(s, int64(n), job, func(_ int, err error) {
 			if err != nil {
 				t.Error(err)

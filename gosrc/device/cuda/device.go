@@ -34,9 +34,9 @@ type Device struct {
 	index  int
 	number C.int // the driver's
 	ctx    C.owcu_handle
-	spare  chan pages // one of them: the host memory of a first lane, when touched
+	spare  chan pages // one of them: the host memory of a first queue, when touched
 
-	making  sync.Mutex // of a lane
+	making  sync.Mutex // of a queue
 	freeing sync.Mutex // of blocks
 	parting parting    // guarded by freeing
 	burying sync.Mutex // of what is given back later
@@ -51,7 +51,7 @@ type Device struct {
 	link    C.owcu_handle // event
 
 	mu      sync.Mutex
-	idle    [2]*Lane        // by rank
+	idle    [2]*Queue       // by rank
 	list    *unsafe.Pointer // device.Listed blocks that nobody holds; in C memory
 	live    int             // blocks not yet freed
 	kept    []span          // free memory for the next load
@@ -64,12 +64,12 @@ type Device struct {
 	batch batches
 }
 
-// firstRing is the pinned memory of a default lane; tests make it smaller.
+// firstRing is the pinned memory of a default queue; tests make it smaller.
 var firstRing = DefaultSlots * stride(DefaultSlotBytes)
 
 // Open gives the device with the given index. The first call makes its context,
 // which takes some 0.2 s, unless torch has done so; the pinned memory of a first
-// lane is made ready beside that.
+// queue is made ready beside that.
 func Open(index int) (*Device, error) {
 	driver.mu.Lock()
 	defer driver.mu.Unlock()
@@ -88,7 +88,7 @@ func Open(index int) (*Device, error) {
 	}
 	d := &Device{index: index, spare: make(chan pages, 1), list: list}
 	spawn.Go("cuda ring", func() {
-		p, _ := newPages(firstRing) // zero if there is none: Lane tries again
+		p, _ := newPages(firstRing) // zero if there is none: Queue tries again
 		d.spare <- p
 	})
 	var e C.struct_owcu_error
@@ -125,14 +125,14 @@ func Trim() (err error) {
 // Index is the number of the device.
 func (d *Device) Index() int { return d.index }
 
-// Trim gives back what is kept between loads: the idle lane with its pinned
+// Trim gives back what is kept between loads: the idle queue with its pinned
 // memory and staging, and tensors' memory that has no holder any more. It waits
 // for the work that uses that, and the driver may for more; memory whose users
 // are captured into a graph stays until that is over.
 func (d *Device) Trim() error {
 	d.mu.Lock()
 	idle := d.idle
-	d.idle = [2]*Lane{}
+	d.idle = [2]*Queue{}
 	d.mu.Unlock()
 	d.takeSpare().free()
 	var err error

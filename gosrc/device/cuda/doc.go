@@ -4,7 +4,7 @@
 // runs where there is none.
 //
 // A Device is one GPU's primary context, retained once per process, its flags
-// untouched. A Lane is what one load needs there: pinned slots, staging of the
+// untouched. A Queue is what one load needs there: pinned slots, staging of the
 // same size on the device, streams. Chunks are validated on the host before a
 // kernel sees them, and the kernels are safe for any bytes: a corrupt chunk is
 // an error of its job, and the context lives on.
@@ -13,10 +13,7 @@
 // works in a forked child: the driver does not.
 package cuda
 
-import (
-	"fmt"
-	"time"
-)
+import "fmt"
 
 // A DeviceInfo describes one GPU.
 type DeviceInfo struct {
@@ -31,11 +28,7 @@ type DeviceInfo struct {
 	Driver     string `json:"driver"`     // CUDA version of the driver: "13.0"
 }
 
-// A Span is told what the device did when: "copy" or "decode", on which of a
-// lane's streams, and how many bytes were copied or made.
-type Span = func(verb string, stream int, begin, end time.Time, bytes int64)
-
-// The default geometry of a lane: enough slots that readers, copies and decoders
+// The default geometry of a queue: enough slots that readers, copies and decoders
 // all have some in hand, each large enough for the copy engine. With their
 // tables they take 104 MiB, pinned and on the device, where 16 MiB of scratch
 // may join them.
@@ -44,7 +37,7 @@ const (
 	DefaultSlotBytes = 8 << 20
 )
 
-// ring is the geometry of a lane that is not asked for another; tests on the
+// ring is the geometry of a queue that is not asked for another; tests on the
 // fake driver make it smaller.
 var ring = struct {
 	slots int
@@ -58,12 +51,12 @@ const headBytes = 576 << 10
 // stride is the room of a slot of n bytes.
 func stride(n int64) int64 { return headBytes + (n+4095)&^4095 }
 
-// Ring is the slots of a lane, and their bytes, for loads of no special size.
+// Ring is the slots of a queue, and their bytes, for loads of no special size.
 func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
-// FarRing is the same memory cut for sources far away, whose connections each fill
+// RemoteRing is the same memory cut for remote sources, whose connections each fill
 // a slot alone: more of them, and smaller.
-func FarRing() (slots int, bytes int64) {
+func RemoteRing() (slots int, bytes int64) {
 	bytes = ring.bytes / 2
 	return int(int64(ring.slots) * stride(ring.bytes) / stride(bytes)), bytes
 }

@@ -7,7 +7,7 @@ package cuda
 */
 import "C"
 
-// An Event is a point in a device's work, by which lanes and streams are ordered.
+// An Event is a point in a device's work, by which queues and streams are ordered.
 // It means the last time that it was told of; before the first it is no wait.
 type Event struct {
 	dev *Device
@@ -47,6 +47,6 @@ func (v *Event) Before(stream uintptr) error {
 
 // Order makes the caller's slot's next Submit write to the jobs' places after an
 // event, though its bytes may cross the wire before; and tells the other when that
-// and what earlier ones with an Order wrote is there. Slots that lend memory of
+// and what earlier ones with an Order wrote is there. Slots that view memory of
 // the device do not wait for each other, and tell of themselves.
 func (s *Slot) Order(after, then *Event) { s.c.after, s.c.then = after.c, then.c }

@@ -34,7 +34,7 @@ func CanCast(c device.Cast) bool {
 // Cast turns the elements of src, of type from, into elements of type to at
 // dst, on the device, and waits for it: floats of 32 and 16 bits into one
 // another, and of 8 bits into those. The two do not overlap.
-func (l *Lane) Cast(ctx context.Context, dst, src device.Memory, from, to tensor.DType) error {
+func (l *Queue) Cast(ctx context.Context, dst, src device.Memory, from, to tensor.DType) error {
 	cf, okf := castable[from]
 	ct, okt := castable[to]
 	if !okf || !okt || to.Bits() == 8 {
@@ -51,7 +51,7 @@ func (l *Lane) Cast(ctx context.Context, dst, src device.Memory, from, to tensor
 		if err != nil {
 			return err
 		}
-		err = l.cast(s, C.ow_cast{
+		err = l.cast(s.(*Slot), C.ow_cast{
 			src: C.uint64_t(uintptr(src.Ptr) + uintptr(at*int64(from.Bits()/8))),
 			dst: C.uint64_t(uintptr(dst.Ptr) + uintptr(at*int64(to.Bits()/8))), n: C.uint64_t(k), from: cf, to: ct,
 		})
@@ -63,7 +63,7 @@ func (l *Lane) Cast(ctx context.Context, dst, src device.Memory, from, to tensor
 	return nil
 }
 
-func (l *Lane) cast(s *Slot, c C.ow_cast) error {
+func (l *Queue) cast(s *Slot, c C.ow_cast) error {
 	n := int(c.n+C.OW_CAST_PART-1) / C.OW_CAST_PART
 	parts := make([]C.ow_part, n)
 	for i := range parts {

@@ -16,7 +16,7 @@ import (
 // What tests need of the fake driver; C is out of reach of test files.
 
 // Fake puts the fake driver, with so much memory, in place of the real one, for
-// tests of other rooms; lanes are small. end closes its devices and says what was left behind or
+// tests of other rooms; queues are small. end closes its devices and says what was left behind or
 // which rule of the driver's was broken: "" is good.
 func Fake(memory int64) (end func() string) {
 	useFake(memory)
@@ -118,7 +118,7 @@ func fakeGet() fakeState {
 // fakeFork says whether a forked child is refused, without a call.
 func fakeFork(d *Device) bool { return C.owcu_fake_fork(C.owcu_handle(d.ctx)) == 0 }
 
-// fakeFill queues a fill of m on a stream that is not the lane's.
+// fakeFill queues a fill of m on a stream that is not the queue's.
 func fakeFill(m device.Memory, v byte, stream uintptr) {
 	C.owcu_fake_fill(address(m.Ptr), C.int(v), C.uint64_t(m.Bytes), C.uint64_t(stream))
 }

@@ -97,7 +97,7 @@ func TestWaitFor(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		copy(s.Bytes, p.bytes)
+		copy(s.Memory(), p.bytes)
 		if err := l.Submit(s, int64(len(p.bytes)), p.jobs, func(_ int, err error) {
 			if err != nil {
 				t.Error(err)
@@ -136,14 +136,14 @@ func life(p *piece) error {
 	}
 	mem, e := d.Alloc(sizes)
 	first(e)
-	l, e := d.Lane(2, 64<<10)
+	l, e := d.Queue(2, 64<<10)
 	first(e)
 	if err == nil {
 		first(l.WaitFor(1))
 		first(l.Time(func(string, int, time.Time, time.Time, int64) {}))
 		for range 3 {
 			s, _ := l.Get(context.Background())
-			copy(s.Bytes, p.bytes)
+			copy(s.Memory(), p.bytes)
 			for i := range p.jobs {
 				p.jobs[i].Dst = unsafe.Add(mem[i].Ptr, i%2)
 			}

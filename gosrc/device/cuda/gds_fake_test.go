@@ -170,8 +170,8 @@ func TestGDS(t *testing.T) {
 				t.Fatal(err)
 			}
 			c := counts()
-			if c.Drivers != 1 || c.Handles+c.Buffers+c.Wrong != 0 || c.Bytes != rep.Direct || rep.Direct < rep.Bytes || rep.NoDirect != "" {
-				t.Errorf("%+v, %d bytes by it of %d, %q", c, rep.Direct, rep.Bytes, rep.NoDirect)
+			if c.Drivers != 1 || c.Handles+c.Buffers+c.Wrong != 0 || c.Bytes != rep.GDS || rep.GDS < rep.Bytes || rep.NoGDS != "" {
+				t.Errorf("%+v, %d bytes by it of %d, %q", c, rep.GDS, rep.Bytes, rep.NoGDS)
 			}
 			if mode == "s" && c.Reads < 3*rep.Stages.Pieces {
 				t.Errorf("%d reads of %d pieces are not short", c.Reads, rep.Stages.Pieces)
@@ -219,8 +219,8 @@ func TestGDSFallsBack(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if rep.Direct != 0 || !strings.Contains(rep.NoDirect, c.why) {
-					t.Errorf("%d bytes, %q", rep.Direct, rep.NoDirect)
+				if rep.GDS != 0 || !strings.Contains(rep.NoGDS, c.why) {
+					t.Errorf("%d bytes, %q", rep.GDS, rep.NoGDS)
 				}
 			}
 			if n := counts(); n.Reads+n.Handles+n.Buffers != 0 || n.Drivers > 1 {
@@ -232,7 +232,7 @@ func TestGDSFallsBack(t *testing.T) {
 	defer gds.Use("libnone.so", "none")()
 	_, m, want := written(t, save.Spec{}, "", 1<<20)
 	rep, err := gdsLoad(t, m, load.Options{}, nil, of(m, want))
-	if err != nil || rep.Direct != 0 || !strings.Contains(rep.NoDirect, "neither libcufile nor") {
+	if err != nil || rep.GDS != 0 || !strings.Contains(rep.NoGDS, "neither libcufile nor") {
 		t.Errorf("%v, %+v", err, rep)
 	}
 	if _, err := m.Start(nil, load.Options{Read: "gsd"}); !errors.Is(err, fault.ErrArgument) {
@@ -319,8 +319,8 @@ func TestGDSCasts(t *testing.T) {
 	narrow := map[string][]byte{"a": in[0].Data, "b": {7}, "c": {0x80, 0x3f, 0, 0xc0}}
 	for to, want := range map[string]map[string][]byte{"F32": wide, "BF16": narrow} {
 		rep, err := gdsLoad(t, m, load.Options{Cast: to}, nil, func(i int) []byte { return want[m.Index().Tensors[i].Name] })
-		if err != nil || rep.Direct == 0 {
-			t.Errorf("%s: %v, %d bytes", to, err, rep.Direct)
+		if err != nil || rep.GDS == 0 {
+			t.Errorf("%s: %v, %d bytes", to, err, rep.GDS)
 		}
 	}
 }

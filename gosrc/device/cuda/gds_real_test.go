@@ -30,11 +30,11 @@ func TestGDSLibrary(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if rep.NoDirect != "" {
-		t.Skip(rep.NoDirect)
+	if rep.NoGDS != "" {
+		t.Skip(rep.NoGDS)
 	}
-	if rep.Direct < rep.Bytes {
-		t.Errorf("%d bytes by it of %d", rep.Direct, rep.Bytes)
+	if rep.GDS < rep.Bytes {
+		t.Errorf("%d bytes by it of %d", rep.GDS, rep.Bytes)
 	}
-	t.Logf("%d bytes by %s %s (%s)", rep.Direct, found.Library, found.Version, found.Why)
+	t.Logf("%d bytes by %s %s (%s)", rep.GDS, found.Library, found.Version, found.Why)
 }

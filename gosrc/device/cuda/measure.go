@@ -10,12 +10,13 @@ import "C"
 import (
 	"time"
 
+	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// Floor measures the wire: count copies of n bytes from the lane's slots to
+// Floor measures the wire: count copies of n bytes from the queue's slots to
 // their staging, and nothing else. No slot is in use meanwhile.
-func (l *Lane) Floor(n int64, count int) (time.Duration, error) {
+func (l *Queue) Floor(n int64, count int) (time.Duration, error) {
 	if n <= 0 || n > l.size || count <= 0 {
 		return 0, fault.New(fault.ErrArgument, "%d copies of %d bytes", count, n)
 	}
@@ -27,13 +28,16 @@ func (l *Lane) Floor(n int64, count int) (time.Duration, error) {
 	return time.Since(start), nil
 }
 
-// Pinned is how many bytes of host memory are registered for the lane, and as
+// StagingBytes is how many bytes of host memory are registered for the queue, and as
 // many lie on the device for them.
-func (l *Lane) Pinned() int64 { return l.pages.n }
+func (l *Queue) StagingBytes() int64 { return l.pages.n }
+
+// Asynchronous is true: a completer tells of what has landed.
+func (l *Queue) Asynchronous() bool { return true }
 
 // Across measures the device's memory: count copies of n bytes from one half of
 // the staging to the other. No slot is in use meanwhile.
-func (l *Lane) Across(n int64, count int) (time.Duration, error) {
+func (l *Queue) Across(n int64, count int) (time.Duration, error) {
 	half := l.pages.n / 2 &^ 255
 	if n <= 0 || n > half || count <= 0 {
 		return 0, fault.New(fault.ErrArgument, "%d copies of %d bytes", count, n)
@@ -48,9 +52,9 @@ func (l *Lane) Across(n int64, count int) (time.Duration, error) {
 
 // Again measures the kernels alone: it launches those of every slot's last piece
 // again, count times, and copies nothing. The pieces were submitted since the
-// lane was made, have landed, needed no scratch and one round, and their
+// queue was made, have landed, needed no scratch and one round, and their
 // destinations are still held. No slot is in use meanwhile.
-func (l *Lane) Again(count int) (time.Duration, error) {
+func (l *Queue) Again(count int) (time.Duration, error) {
 	if count <= 0 {
 		return 0, fault.New(fault.ErrArgument, "%d launches", count)
 	}
@@ -70,7 +74,7 @@ func (l *Lane) Again(count int) (time.Duration, error) {
 // Time has every piece tell, when it has landed, when the device copied it and
 // when its kernels ran; nil: no more. Nothing is under way. Of a piece that
 // takes several rounds the last is told.
-func (l *Lane) Time(span Span) error {
+func (l *Queue) Time(span device.Span) error {
 	on := C.int(0)
 	if span != nil {
 		on = 1
@@ -90,7 +94,7 @@ func (l *Lane) Time(span Span) error {
 }
 
 // told passes on when a piece that has landed was copied and decoded.
-func (l *Lane) told(s *Slot) {
+func (l *Queue) told(s *Slot) {
 	l.mu.Lock()
 	span, origin := l.span, l.origin
 	l.mu.Unlock()

@@ -17,7 +17,7 @@ import (
 
 // sent submits a piece and waits until it has landed in fresh memory, which the
 // caller releases.
-func sent(t *testing.T, d *Device, l *Lane, p *piece) []device.Memory {
+func sent(t *testing.T, d *Device, l *Queue, p *piece) []device.Memory {
 	t.Helper()
 	sizes := make([]int64, len(p.jobs))
 	for i := range p.jobs {
@@ -34,7 +34,7 @@ func sent(t *testing.T, d *Device, l *Lane, p *piece) []device.Memory {
 	if err != nil {
 		t.Fatal(err)
 	}
-	copy(s.Bytes, p.bytes)
+	copy(s.Memory(), p.bytes)
 	if err := l.Submit(s, int64(len(p.bytes)), p.jobs, func(_ int, err error) {
 		if err != nil {
 			t.Error(err)

@@ -17,8 +17,8 @@ var errNone = fault.New(fault.ErrNotSupported, "CUDA: this build has no cgo")
 // A Device is one GPU.
 type Device struct{}
 
-// A Lane is what one load needs of a device.
-type Lane struct{}
+// A Queue is what one load needs of a device.
+type Queue struct{}
 
 // A Slot is one piece's staging memory.
 type Slot struct{ Bytes []byte }
@@ -62,29 +62,32 @@ func (d *Device) Register([]byte) error { return errNone }
 // Unregister undoes it.
 func (d *Device) Unregister([]byte, func()) {}
 
-// Lane makes a lane.
-func (d *Device) Lane(int, int64) (*Lane, error) { return nil, errNone }
+// Queue makes a queue.
+func (d *Device) Queue(int, int64) (*Queue, error) { return nil, errNone }
 
-// Prepare makes a lane.
+// Prepare makes a queue.
 func (d *Device) Prepare() {}
 
 // Get waits for a slot.
-func (l *Lane) Get(context.Context) (*Slot, error) { return nil, errNone }
+func (l *Queue) Get(context.Context) (device.Slot, error) { return nil, errNone }
 
-// Lend lets registered memory take the place of the slot's.
-func (s *Slot) Lend([]byte) {}
+// Memory is the slot's bytes.
+func (s *Slot) Memory() []byte { return s.Bytes }
 
-// Twin is the slot's place on the device.
-func (s *Slot) Twin() unsafe.Pointer { return nil }
+// View lets registered memory take the place of the slot's.
+func (s *Slot) View([]byte) {}
 
-// Staging is the memory that slots have their twins in.
-func (l *Lane) Staging() (unsafe.Pointer, int64) { return nil, 0 }
+// DeviceMirror is the slot's memory on the device.
+func (s *Slot) DeviceMirror() unsafe.Pointer { return nil }
+
+// Staging is the memory that has the slots' mirrors.
+func (l *Queue) Staging() (unsafe.Pointer, int64) { return nil, 0 }
 
 // Current runs a function with the device's context.
 func (d *Device) Current(func() error) error { return errNone }
 
-// LendDevice lets memory of the device take the place of the slot's.
-func (s *Slot) LendDevice(uintptr, int64) {}
+// ViewDevice lets memory of the device take the place of the slot's.
+func (s *Slot) ViewDevice(uintptr, int64) {}
 
 // An Event is a point in a device's work.
 type Event struct{}
@@ -101,46 +104,51 @@ func (v *Event) Before(uintptr) error { return errNone }
 // Order puts what a slot writes between two events.
 func (s *Slot) Order(_, _ *Event) {}
 
-// TablesOnly is the size of slots that only lend memory of the device.
+// TablesOnly is the size of slots that only view memory of the device.
 const TablesOnly = 4096
 
 // Put gives a slot back.
-func (l *Lane) Put(*Slot) {}
+func (l *Queue) Put(device.Slot) {}
 
 // Submit sends a slot's bytes on their way.
-func (l *Lane) Submit(*Slot, int64, []device.Job, func(int, error)) error { return errNone }
-
-// Drain waits for all that was submitted.
-func (l *Lane) Drain(context.Context) error { return errNone }
-
-// WaitFor lets the lane wait for a stream.
-func (l *Lane) WaitFor(uintptr) error { return errNone }
-
-// Close gives the lane back.
-func (l *Lane) Close() {}
-
-// Cast casts on the device.
-func (l *Lane) Cast(context.Context, device.Memory, device.Memory, tensor.DType, tensor.DType) error {
+func (l *Queue) Submit(device.Slot, int64, []device.DecodeTask, func(int, error)) error {
 	return errNone
 }
 
-// Pinned is the lane's pinned memory.
-func (l *Lane) Pinned() int64 { return 0 }
+// Drain waits for all that was submitted.
+func (l *Queue) Drain(context.Context) error { return errNone }
+
+// WaitFor lets the queue wait for a stream.
+func (l *Queue) WaitFor(uintptr) error { return errNone }
+
+// Close gives the queue back.
+func (l *Queue) Close() {}
+
+// Asynchronous is that of a device.
+func (l *Queue) Asynchronous() bool { return true }
+
+// Cast casts on the device.
+func (l *Queue) Cast(context.Context, device.Memory, device.Memory, tensor.DType, tensor.DType) error {
+	return errNone
+}
+
+// StagingBytes is the queue's pinned memory.
+func (l *Queue) StagingBytes() int64 { return 0 }
 
 // Across measures the device's memory.
-func (l *Lane) Across(int64, int) (time.Duration, error) { return 0, errNone }
+func (l *Queue) Across(int64, int) (time.Duration, error) { return 0, errNone }
 
 // Again measures the kernels.
-func (l *Lane) Again(int) (time.Duration, error) { return 0, errNone }
+func (l *Queue) Again(int) (time.Duration, error) { return 0, errNone }
 
 // Time has pieces tell when they were copied and decoded.
-func (l *Lane) Time(Span) error { return errNone }
+func (l *Queue) Time(device.Span) error { return errNone }
 
 // CanCast says whether there is a kernel for a cast.
 func CanCast(device.Cast) bool { return false }
 
 // Floor measures the wire.
-func (l *Lane) Floor(int64, int) (time.Duration, error) { return 0, errNone }
+func (l *Queue) Floor(int64, int) (time.Duration, error) { return 0, errNone }
 
 // A Batch is work that was queued on a stream.
 type Batch struct{}
@@ -149,13 +157,13 @@ type Batch struct{}
 func Decodes(uint32) bool { return false }
 
 // Decode queues the decoding of streams.
-func (d *Device) Decode(Queue, uint32, []Stream) (*Batch, error) { return nil, errNone }
+func (d *Device) Decode(Order, uint32, []Stream) (*Batch, error) { return nil, errNone }
 
 // Peek asks streams how long their content is.
-func (d *Device) Peek(Queue, Kind, uint32, []Stream) ([]Peeked, error) { return nil, errNone }
+func (d *Device) Peek(Order, Kind, uint32, []Stream) ([]Peeked, error) { return nil, errNone }
 
 // Encode queues the making of streams.
-func (d *Device) Encode(Queue, uint32, []Stream, uint64) (*Batch, error) { return nil, errNone }
+func (d *Device) Encode(Order, uint32, []Stream, uint64) (*Batch, error) { return nil, errNone }
 
 // Scratch is the memory that Encode needs.
 func Scratch([]Stream) int64 { return 0 }
@@ -170,7 +178,7 @@ func (b *Batch) Done() bool { return true }
 func (b *Batch) Wait() ([]error, error) { return nil, errNone }
 
 // Copy queues a copy.
-func (d *Device) Copy(Queue, uint64, uint64, int64, bool) error { return errNone }
+func (d *Device) Copy(Order, uint64, uint64, int64, bool) error { return errNone }
 
 // Follow makes a stream wait for another.
 func (d *Device) Follow(uintptr, uintptr) error { return errNone }

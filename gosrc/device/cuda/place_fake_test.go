@@ -169,7 +169,7 @@ func TestPrepare(t *testing.T) {
 	d.Prepare()
 	before, _, _ := d.Free()
 	d.Prepare()
-	l, err := d.Lane(0, 0)
+	l, err := d.Queue(0, 0)
 	if err != nil {
 		t.Fatal(err)
 	}

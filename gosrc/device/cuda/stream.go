@@ -43,10 +43,10 @@ func split(streams []Stream, rows int) int {
 	return int(n)
 }
 
-// A Queue is where work goes: a stream, as DLPack counts them (1 the legacy
+// An Order is where work goes: a stream, as DLPack counts them (1 the legacy
 // default stream, 2 the thread's, else a handle; 0 is 1), after what is queued on
 // others now.
-type Queue struct {
+type Order struct {
 	Stream uintptr
 	After  []uintptr
 }

@@ -37,7 +37,7 @@ func random(t testing.TB) *rand.Rand {
 // A piece is a slot's content in the making: chunks, and what they must give.
 type piece struct {
 	bytes []byte
-	jobs  []device.Job
+	jobs  []device.DecodeTask
 	want  [][]byte // of each job's destination; nil: an error
 }
 
@@ -46,7 +46,7 @@ func (p *piece) add(stored []byte, c tensor.Chunk, v *device.View, want []byte) 
 		p.bytes = append(p.bytes, 0xee)
 	}
 	c.Stored = uint32(len(stored))
-	p.jobs = append(p.jobs, device.Job{Chunk: c, Src: uint32(len(p.bytes)), View: v})
+	p.jobs = append(p.jobs, device.DecodeTask{Chunk: c, Src: uint32(len(p.bytes)), View: v})
 	p.bytes = append(p.bytes, stored...)
 	p.want = append(p.want, want)
 }
@@ -103,7 +103,7 @@ func weights(r *rand.Rand, transform uint8, n int) []byte {
 }
 
 // size is the bytes of a job's destination.
-func size(j *device.Job) int64 {
+func size(j *device.DecodeTask) int64 {
 	if v := j.View; v != nil {
 		return (v.Row1 - v.Row0) * (v.Col1 - v.Col0)
 	}
@@ -112,7 +112,7 @@ func size(j *device.Job) int64 {
 
 // run sends a piece through a lane into fresh memory and compares what landed;
 // shift moves every destination off its alignment. It returns the errors.
-func (p *piece) run(t testing.TB, d *Device, l *Lane, shift int64) []error {
+func (p *piece) run(t testing.TB, d *Device, l *Queue, shift int64) []error {
 	t.Helper()
 	sizes := make([]int64, len(p.jobs))
 	for i := range p.jobs {
@@ -134,7 +134,7 @@ func (p *piece) run(t testing.TB, d *Device, l *Lane, shift int64) []error {
 	if err != nil {
 		t.Fatal(err)
 	}
-	copy(s.Bytes, p.bytes)
+	copy(s.Memory(), p.bytes)
 	errs := make([]error, len(p.jobs))
 	calls := make([]int, len(p.jobs))
 	if err := l.Submit(s, int64(len(p.bytes)), p.jobs, func(i int, err error) { errs[i] = err; calls[i]++ }); err != nil {
@@ -166,10 +166,10 @@ func (p *piece) run(t testing.TB, d *Device, l *Lane, shift int64) []error {
 }
 
 // open gives a device and a small lane, both ended with the test.
-func open(t testing.TB, slots int, slotBytes int64) (*Device, *Lane) {
+func open(t testing.TB, slots int, slotBytes int64) (*Device, *Queue) {
 	t.Helper()
 	d := begun(t)
-	l, err := d.Lane(slots, slotBytes)
+	l, err := d.Queue(slots, slotBytes)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -398,7 +398,7 @@ func TestCastWhileLanding(t *testing.T) {
 					return l
 				}
 				plainly, fused := loaded(load.Options{}), loaded(load.Options{Cast: to.String()})
-				lane, err := d.Lane(0, 0)
+				lane, err := d.Queue(0, 0)
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // memory is a source that lies in memory and counts its reads.
@@ -19,6 +20,8 @@ func inMemory(b []byte) *memory { return &memory{b: b, size: -1} }
 
 func (m *memory) URI() string  { return "model.safetensors" }
 func (m *memory) Close() error { return nil }
+
+func (m *memory) Facts() source.Facts { return source.Facts{} }
 
 func (m *memory) Size() int64 {
 	if m.size >= 0 {

@@ -39,7 +39,8 @@ func TestBadTree(t *testing.T) {
 		"printing":         {"gosrc/codec/codec.go:17"},
 		"healing":          {"gosrc/codec/codec.go:18"},
 		"file lengths":     {"python/overwire/long.py"},
-		"room lengths":     {"device/cuda", "gosrc/tensor", "rig"}, // three are listed, and short there
+		"function lengths": {"gosrc/codec/long.go:82", "internal/atomicfile.Publish", "serve.fail"}, // two are listed, and short there
+		"room lengths":     {"device/cuda", "gosrc/tensor", "rig"},                                  // three are listed, and short there
 		"architecture":     {"ARCHITECTURE.md", "ARCHITECTURE.md", "ARCHITECTURE.md"},
 		"python printing":  {"python/overwire/compat/nyacomp.py:4"},
 		"machine paths":    {"README.md:2"},
@@ -100,6 +101,7 @@ func read(t *testing.T, root string) *Tree {
 		}
 		write("python/overwire/long.py", "x = 1\n", 601)
 		write("python/overwire/right.py", "x = 1\n", 600)
+		write("gosrc/codec/long.go", "package codec\n\nfunc right() {"+strings.Repeat("\n", 78)+"\n}; func wrong() {"+strings.Repeat("\n", 79)+"\n}", 2)
 		for _, f := range []string{"a", "b", "c", "d", "e", "f"} {
 			write("gosrc/tensor/"+f+".go", "package tensor\n", 600)
 		}

@@ -22,6 +22,7 @@ var Rules = map[string]func(*Tree) []Finding{
 	"printing":         printing,
 	"healing":          healing,
 	"file lengths":     fileLengths,
+	"function lengths": functionLengths,
 	"room lengths":     roomLengths,
 	"architecture":     architecture,
 	"python printing":  pythonPrinting,
@@ -269,6 +270,32 @@ func fileLengths(t *Tree) (out []Finding) {
 		}
 	}
 	return append(out, stale(longFiles, over)...)
+}
+
+func functionLengths(t *Tree) (out []Finding) {
+	over := map[string]bool{}
+	t.each(func(r *Room, f *File) {
+		if f.Test || f.Generated {
+			return
+		}
+		for _, d := range f.AST.Decls {
+			fn, ok := d.(*ast.FuncDecl)
+			if !ok {
+				continue
+			}
+			n := t.fset.Position(fn.End()).Line - t.fset.Position(fn.Pos()).Line + 1
+			name := r.Path + "." + fn.Name.Name
+			if n <= maxFunctionLines {
+				continue
+			}
+			over[name] = true
+			if longFunctions[name] == "" {
+				out = append(out, Finding{t.at(fn), fmt.Sprintf("%s has %d lines", fn.Name.Name, n),
+					fmt.Sprintf("a function is read at a glance: at most %d lines, or an entry with its reason in gosrc/internal/house/table.go", maxFunctionLines)})
+			}
+		}
+	})
+	return append(out, stale(longFunctions, over)...)
 }
 
 func roomLengths(t *Tree) (out []Finding) {

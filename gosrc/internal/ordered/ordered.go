@@ -43,18 +43,7 @@ func (o *Tasks) Run(ctx context.Context, name string) error {
 	r.wake.L = &r.mu
 	stop := context.AfterFunc(ctx, func() { r.fail(fault.FromOS(context.Cause(ctx))) })
 	defer stop()
-	workers := max(1, min(o.Workers, o.N))
-	var wg sync.WaitGroup
-	wg.Add(workers)
-	for w := range workers {
-		spawn.Go(name, func() {
-			defer wg.Done()
-			if err := spawn.Guard(name, func() error { return r.loop(w) }); err != nil {
-				r.fail(err)
-			}
-		})
-	}
-	wg.Wait()
+	spawn.Workers(name, min(o.Workers, o.N), r.fail, r.loop)
 	r.mu.Lock() // a cancel may still be saying so
 	defer r.mu.Unlock()
 	return r.err
@@ -150,11 +139,4 @@ func (r *run) over(k int) {
 		r.base++
 	}
 	r.wake.Broadcast()
-}
-
-// Each runs work over 0..n-1 on several workers, in no order.
-func Each(ctx context.Context, name string, workers, n int, work func(k int) error) error {
-	o := Tasks{N: n, Window: 4 * workers, Workers: workers,
-		Work: func(_, k int) error { return work(k) }}
-	return o.Run(ctx, name)
 }

@@ -1,39 +1,65 @@
 package spawn
 
 import (
+	"context"
 	"sync"
 	"sync/atomic"
+
+	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// Each calls fn for 0 to n-1, at most so many at once, until one fails, and
-// waits for all that were begun. It returns the error of the first by number
-// among those that failed.
-func Each(name string, together, n int, fn func(i int) error) error {
-	errs := make([]error, n)
-	var next atomic.Int64
-	var failed atomic.Bool
-	work := func() {
-		for !failed.Load() {
-			i := int(next.Add(1)) - 1
-			if i >= n {
-				return
-			}
-			if errs[i] = Guard(name, func() error { return fn(i) }); errs[i] != nil {
-				failed.Store(true)
-			}
+// Workers runs fn for worker 0 to n-1 at once, at least one of them, and waits for
+// all; the caller's goroutine is worker 0. failed hears of each error, at once and
+// from several goroutines: it should tell the other workers.
+func Workers(name string, n int, failed func(error), fn func(worker int) error) {
+	work := func(w int) {
+		if err := Guard(name, func() error { return fn(w) }); err != nil {
+			failed(err)
 		}
 	}
 	var wg sync.WaitGroup
-	for range min(together, n) - 1 {
+	for w := 1; w < n; w++ {
 		wg.Add(1)
-		Go(name, func() { defer wg.Done(); work() })
+		Go(name, func() { defer wg.Done(); work(w) })
 	}
-	work()
+	work(0)
 	wg.Wait()
-	for _, err := range errs {
-		if err != nil {
-			return err
+}
+
+// Each calls fn for 0 to n-1 on several workers, until one call fails or ctx
+// ends, and waits for all that were begun. It returns the error of the first by
+// number among those that failed.
+func Each(ctx context.Context, name string, workers, n int, fn func(i int) error) error {
+	var (
+		next  atomic.Int64
+		ended atomic.Bool
+		mu    sync.Mutex
+		least = n
+		err   error
+	)
+	if n == 0 {
+		return nil
+	}
+	note := func(i int, e error) {
+		mu.Lock()
+		defer mu.Unlock()
+		if ended.Store(true); i < least || err == nil {
+			least, err = i, e
 		}
 	}
-	return nil
+	Workers(name, min(workers, n), func(e error) { note(n, e) }, func(int) error {
+		for i := int(next.Add(1)) - 1; i < n && !ended.Load(); i = int(next.Add(1)) - 1 {
+			e := ctx.Err()
+			if e != nil {
+				e = fault.FromOS(context.Cause(ctx))
+			} else {
+				e = Guard(name, func() error { return fn(i) })
+			}
+			if e != nil {
+				note(i, e)
+			}
+		}
+		return nil
+	})
+	return err
 }

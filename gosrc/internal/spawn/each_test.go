@@ -1,16 +1,20 @@
 package spawn
 
 import (
+	"context"
 	"errors"
 	"sync/atomic"
 	"testing"
+
+	"github.com/overwire/overwire/gosrc/fault"
 )
 
 // Each calls for every number once, never more at a time than it may, and
 // returns the error of the least number that failed; nothing runs after it.
 func TestEach(t *testing.T) {
+	ctx := context.Background()
 	var now, most, calls atomic.Int64
-	if err := Each("test", 3, 100, func(int) error {
+	if err := Each(ctx, "test", 3, 100, func(int) error {
 		n := now.Add(1)
 		defer now.Add(-1)
 		for m := most.Load(); n > m && !most.CompareAndSwap(m, n); m = most.Load() {
@@ -22,7 +26,7 @@ func TestEach(t *testing.T) {
 	}
 	bad := errors.New("bad")
 	for range 50 {
-		if err := Each("test", 4, 40, func(i int) error {
+		if err := Each(ctx, "test", 4, 40, func(i int) error {
 			if i >= 2 {
 				return errors.New("later")
 			}
@@ -34,7 +38,59 @@ func TestEach(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := Each("test", 4, 0, func(int) error { return bad }); err != nil {
+	if err := Each(ctx, "test", 4, 0, func(int) error { return bad }); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// Each ends with its context, and with a panic; no worker is left.
+func TestEachEnds(t *testing.T) {
+	quiet(t)
+	ctx, cancel := context.WithCancelCause(context.Background())
+	why := fault.New(fault.ErrCancelled, "enough")
+	var calls atomic.Int64
+	err := Each(ctx, "test", 3, 1<<30, func(i int) error {
+		if calls.Add(1) == 100 {
+			cancel(why)
+		}
+		return nil
+	})
+	if !errors.Is(err, why) || calls.Load() > 200 {
+		t.Errorf("%v after %d calls", err, calls.Load())
+	}
+	if err := Each(context.Background(), "test", 3, 1<<30, func(i int) error {
+		if i == 100 {
+			panic("planted")
+		}
+		return nil
+	}); !errors.Is(err, fault.ErrEngine) {
+		t.Errorf("%v", err)
+	}
+	if n := Left(); len(n) != 0 {
+		t.Error(n)
+	}
+}
+
+// Every worker has a number of its own, and an error of any is heard of while the
+// others run.
+func TestWorkers(t *testing.T) {
+	for _, n := range []int{0, 1, 5} {
+		var all, at atomic.Int64
+		failed := make(chan error, 1)
+		bad := errors.New("bad")
+		Workers("test", n, func(err error) { failed <- err }, func(w int) error {
+			all.Add(1)
+			at.Add(1 << (4 * w))
+			if w == max(0, n-1) {
+				return bad
+			}
+			if w == 0 {
+				failed <- <-failed // waits for the last worker's
+			}
+			return nil
+		})
+		if want := int64(max(1, n)); all.Load() != want || at.Load() != (1<<(4*want)-1)/15 || <-failed != bad {
+			t.Errorf("%d workers: %d, %#x", n, all.Load(), at.Load())
+		}
 	}
 }

@@ -1,4 +1,4 @@
-// Package cache keeps whole objects of far sources in a local folder.
+// Package cache keeps whole objects of remote sources in a local folder.
 //
 // A file is called KEY-SUM: KEY is made of the URI (without its query, which may
 // be a signature), the object's ETag and its size, SUM is the XXH3-128 of its
@@ -37,25 +37,21 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// An identified source knows what pins its object: an ETag or a date, "" if
-// the store gives none.
-type identified interface{ Identity() string }
-
 const (
 	part  = 4 << 20 // is one read
-	reads = 24      // of a far source at once, if so many pay
+	reads = 24      // of a remote source at once, if so many pay
 )
 
 // Keep returns the object of src out of the folder, fetching it first if it is
 // not there; src is closed. What nothing identifies is not kept: src comes
 // back as it is.
 func Keep(ctx context.Context, dir string, src source.Source) (source.Source, error) {
-	id, ok := src.(identified)
-	if !ok || id.Identity() == "" {
+	pin := src.Facts().Identity.Pin
+	if pin == "" {
 		return src, nil
 	}
 	defer src.Close()
-	f, err := keep(ctx, dir, src, id.Identity())
+	f, err := keep(ctx, dir, src, pin)
 	if err != nil {
 		var at *fault.At
 		if errors.As(err, &at) || ctx.Err() != nil {
@@ -71,11 +67,11 @@ func Keep(ctx context.Context, dir string, src source.Source) (source.Source, er
 	return local, nil
 }
 
-func keep(ctx context.Context, dir string, src source.Source, id string) (*os.File, error) {
+func keep(ctx context.Context, dir string, src source.Source, pin string) (*os.File, error) {
 	if err := os.MkdirAll(dir, 0o777); err != nil {
 		return nil, fault.FromOS(err)
 	}
-	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%d", bare(src.URI()), id, src.Size()))
+	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%d", bare(src.URI()), pin, src.Size()))
 	key := filepath.Join(dir, hex.EncodeToString(hash[:16]))
 	if f := find(ctx, key, src.Size()); f != nil || ctx.Err() != nil {
 		return f, context.Cause(ctx)

@@ -25,7 +25,10 @@ type tagged struct {
 	fail bool
 }
 
-func (t *tagged) Identity() string { return t.id }
+func (t *tagged) Facts() (f source.Facts) {
+	f.Identity, f.Settled = source.Pinned(t, t.id)
+	return f
+}
 
 func (t *tagged) ReadAt(ctx context.Context, p []byte, off int64) error {
 	t.read.Add(int64(len(p)))
@@ -56,7 +59,7 @@ func names(t *testing.T, dir string) (kept []string) {
 }
 
 func TestSuite(t *testing.T) {
-	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+	sourcetest.Suite(t, sourcetest.Is{File: true, Known: true}, func(t *testing.T, data []byte) source.Source {
 		s, err := Keep(context.Background(), t.TempDir(), &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: data}, id: "e", read: new(atomic.Int64)})
 		if err != nil {
 			t.Fatal(err)

@@ -8,13 +8,13 @@
 // load it again, in the next process or the next rank: then it comes out of
 // memory, many times faster than off the disk. A model that does not fit would
 // push out what others keep there and itself before it is read again; it is
-// read past the cache (O_DIRECT), range by range: what is resident anyway is
-// taken from there. On network file systems the cache and its read-ahead are
+// read by direct I/O (O_DIRECT), range by range: what is resident anyway is
+// taken from the cache. On network file systems the cache and its read-ahead are
 // the fast path, and nothing goes around them. OVERWIRE_READ overrules all
 // this. Where O_DIRECT does not exist, or breaks off, the buffered read takes
 // over in the middle of a range: which way bytes come decides the time alone.
 //
-// Reads past the cache are threads with pread, not io_uring: on the disks that
+// Direct I/O is threads with pread, not io_uring: on the disks that
 // were measured, both saturate the device from 8 reads in flight on.
 package file
 
@@ -46,9 +46,10 @@ type File struct {
 	fd   int
 	shut bool
 
+	kind   int // of file system
 	id     source.Identity
 	opened time.Time
-	past   past // reading past the page cache
+	direct direct
 }
 
 // Open opens a regular file for reading. Directories and special files are
@@ -92,7 +93,7 @@ func FromFD(fd int, uri string) (*File, error) {
 }
 
 func made(uri string, fd int, st *unix.Stat_t) *File {
-	return &File{uri: uri, size: st.Size, fd: fd, opened: time.Now(), id: identity(st)}
+	return &File{uri: uri, size: st.Size, fd: fd, kind: kindOf(fd), opened: time.Now(), id: identity(st)}
 }
 
 func identity(st *unix.Stat_t) source.Identity {
@@ -112,14 +113,19 @@ func (f *File) Size() int64 { return f.size }
 // in the same tick leaves no trace.
 const settle = 3 * time.Second
 
-// Identity is the file's state when it was opened; see source.Identified.
-func (f *File) Identity() (source.Identity, bool) {
+// Facts are those of a file, which is remote if it lies on a network file system,
+// or on one that keeps a cache of its own.
+func (f *File) Facts() source.Facts {
 	last := time.Unix(0, max(f.id.Modified, f.id.Changed))
-	return f.id, f.opened.Sub(last) > settle
+	facts := source.Facts{Remote: f.kind == network, Identity: f.id, Settled: f.opened.Sub(last) > settle, Now: f.now, File: f}
+	if f.kind == network {
+		facts.Prefetch = f.prefetch
+	}
+	return facts
 }
 
-// Now is the file's state by now; see source.Identified.
-func (f *File) Now() (id source.Identity, err error) {
+// now is the file's state by now.
+func (f *File) now() (id source.Identity, err error) {
 	err = f.WithFD(func(fd int) error {
 		var st unix.Stat_t
 		if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
@@ -150,18 +156,18 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if f.shut {
 		return f.at(off, fault.New(fault.ErrArgument, "the source is closed"))
 	}
-	direct := f.past.wants(f, off, len(p))
+	bypass := f.direct.wants(f, off, len(p))
 	for len(p) > 0 {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
 		var n int
 		var err error
-		if direct {
-			n, err = f.past.read(p, off)
+		if bypass {
+			n, err = f.direct.read(p, off)
 			if refused(err) {
-				f.past.stop()
-				direct = false
+				f.direct.stop()
+				bypass = false
 				continue
 			}
 		} else {
@@ -183,24 +189,15 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// Prefetch tells the kernel that a range will be read soon, where read-ahead
+// prefetch tells the kernel that a range will be read soon, for read-ahead that
 // has a network to cross. On disks, reads in flight do as well or better (they
-// were measured by turns): there it does nothing, and nothing for what is read
-// past the cache. It never waits for data and never fails: it is advice.
-func (f *File) Prefetch(off, n int64) {
+// were measured alternately), and what direct I/O reads it would read twice.
+func (f *File) prefetch(off, n int64) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
-	if !f.shut && !f.past.wants(f, off, int(n)) && kindOf(f.fd) == network {
+	if !f.shut && !f.direct.wants(f, off, int(n)) {
 		_ = unix.Fadvise(f.fd, off, n, unix.FADV_WILLNEED)
 	}
-}
-
-// Remote says that the file lies on a network file system, or on one that
-// keeps a cache of its own.
-func (f *File) Remote() bool {
-	f.mu.RLock()
-	defer f.mu.RUnlock()
-	return !f.shut && kindOf(f.fd) == network
 }
 
 // WithFD calls fn with the open descriptor, which stays open meanwhile.
@@ -221,7 +218,7 @@ func (f *File) Close() error {
 		return nil
 	}
 	f.shut = true
-	f.past.close()
+	f.direct.close()
 	if err := unix.Close(f.fd); err != nil {
 		return f.at(-1, fault.FromOS(err))
 	}

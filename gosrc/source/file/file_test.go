@@ -25,7 +25,7 @@ func write(t *testing.T, data []byte) string {
 
 func TestSuite(t *testing.T) {
 	t.Run("path", func(t *testing.T) {
-		sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+		sourcetest.Suite(t, sourcetest.Is{File: true, Known: true}, func(t *testing.T, data []byte) source.Source {
 			f, err := Open(write(t, data))
 			if err != nil {
 				t.Fatal(err)
@@ -34,7 +34,7 @@ func TestSuite(t *testing.T) {
 		})
 	})
 	t.Run("descriptor", func(t *testing.T) {
-		sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+		sourcetest.Suite(t, sourcetest.Is{File: true, Known: true}, func(t *testing.T, data []byte) source.Source {
 			o, err := os.Open(write(t, data))
 			if err != nil {
 				t.Fatal(err)

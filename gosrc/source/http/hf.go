@@ -31,15 +31,15 @@ func (h *Hub) Open(ctx context.Context, uri string, opt source.Options) (*Source
 	}
 	r := h.revision(ref)
 	select { // the first is alone, until it has learned the commit
-	case r.turn <- struct{}{}:
+	case r.asking <- struct{}{}:
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
 	if r.settled() {
-		<-r.turn
+		<-r.asking
 		return named(ctx, uri, opt, r)
 	}
-	defer func() { <-r.turn }()
+	defer func() { <-r.asking }()
 	s, err := named(ctx, uri, opt, r)
 	if err == nil {
 		r.settle()
@@ -54,7 +54,7 @@ func (h *Hub) revision(ref source.HF) *revision {
 	key := ref.Repo + "@" + name
 	r := h.revisions[key]
 	if r == nil {
-		r = &revision{name: name, turn: make(chan struct{}, 1)}
+		r = &revision{name: name, asking: make(chan struct{}, 1)}
 		if isCommit(name) {
 			r.commit = name
 		}
@@ -69,8 +69,8 @@ func (h *Hub) revision(ref source.HF) *revision {
 // A revision is a branch, tag or commit of a repository, and the commit that
 // it was when the load began.
 type revision struct {
-	name string
-	turn chan struct{}
+	name   string
+	asking chan struct{}
 
 	mu     sync.Mutex
 	commit string // "" until an answer names it

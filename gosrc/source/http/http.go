@@ -76,7 +76,7 @@ func open(ctx context.Context, uri string, opt source.Options, r *revision) (*So
 	if err := opt.Check(scheme, options...); err != nil {
 		return nil, err
 	}
-	far, err := retry.Parse(opt)
+	tries, err := retry.Parse(opt)
 	if err != nil {
 		return nil, err
 	}
@@ -99,12 +99,12 @@ func open(ctx context.Context, uri string, opt source.Options, r *revision) (*So
 		return nil, err
 	}
 	var s *Source
-	err = retry.Do(ctx, far, o.Judge, func(ctx context.Context) (err error) {
-		s, err = o.first(ctx, far)
+	err = retry.Do(ctx, tries, o.Judge, func(ctx context.Context) (err error) {
+		s, err = o.first(ctx, tries)
 		return err
 	})
 	if err == nil && s == nil { // no ranges, or no use for them
-		s, err = o.spooled(ctx, far)
+		s, err = o.spooled(ctx, tries)
 	}
 	if err != nil {
 		o.client.drop()
@@ -128,44 +128,18 @@ func (s *Source) Close() error {
 	return s.Source.Close()
 }
 
-// Far says how many reads at once are useful, as retry.Source does; 1 for a
-// server without ranges.
-func (s *Source) Far() int {
-	if f, ok := s.Source.(*retry.Source); ok {
-		return f.Far()
-	}
-	return 1
+// Facts are those of the ranges, or of what one GET brings in order, and what
+// pins the object.
+func (s *Source) Facts() source.Facts {
+	f := s.Source.Facts()
+	f.Identity, f.Settled = source.Pinned(s, s.pin())
+	return f
 }
 
-// Ranged and Turn read in steps, as retry.Source does; a server without ranges
-// has nothing to gain from it.
-func (s *Source) Ranged() int64 {
-	if f, ok := s.Source.(*retry.Source); ok {
-		return f.Ranged()
-	}
-	return 0
-}
-
-// AtOnce is the limiter's number.
-func (s *Source) AtOnce() int {
-	if f, ok := s.Source.(*retry.Source); ok {
-		return f.AtOnce()
-	}
-	return 1
-}
-
-// Turn waits for a range; see source.Ranged.
-func (s *Source) Turn(ctx context.Context) (source.Range, error) {
-	if f, ok := s.Source.(source.Ranged); ok {
-		return f.Turn(ctx)
-	}
-	return nil, fault.New(fault.ErrEngine, "%s has no ranges", s.URI())
-}
-
-// Identity is what pins the object: its ETag, else its date, "" if the server
+// pin is what pins the object: its ETag, else its date, "" if the server
 // gives neither. A weak ETag pins nothing, nor does a date of just now: it has
 // whole seconds, and a second change in one of them leaves no trace.
-func (s *Source) Identity() string {
+func (s *Source) pin() string {
 	if strings.HasPrefix(s.o.etag, "W/") {
 		return ""
 	}
@@ -221,7 +195,7 @@ func (o *object) Close() error { o.client.drop(); return nil }
 
 // first asks for the first bytes. It returns nil, and no error, if the server
 // gives no ranges of this object, or nothing that holds them together.
-func (o *object) first(ctx context.Context, far retry.Options) (*Source, error) {
+func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error) {
 	resp, err := o.get(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", firstBytes-1)}})
 	if err != nil {
 		return nil, err
@@ -255,8 +229,8 @@ func (o *object) first(ctx context.Context, far retry.Options) (*Source, error) 
 		return nil, &wrong{"the body is longer than its range"}
 	}
 	o.size, o.etag, o.modified, o.date = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"), resp.Header.Get("Date")
-	far.Host, far.Range = o.url.Scheme+"://"+o.url.Host, retry.RangeBytes
-	return &Source{Source: retry.New(o, far), head: head, o: o}, nil
+	tries.Host, tries.Range = o.url.Scheme+"://"+o.url.Host, retry.RangeBytes
+	return &Source{Source: retry.New(o, tries), head: head, o: o}, nil
 }
 
 // Fetch opens a range; see retry.Fetcher.

@@ -78,7 +78,7 @@ func settled(t *testing.T) {
 func TestSuite(t *testing.T) {
 	for name, opt := range map[string]serve.Options{"ranges": {}, "plain": {NoRanges: true}, "chunked": {Chunked: true}} {
 		t.Run(name, func(t *testing.T) {
-			sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+			sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: name != "ranges", Stepped: name == "ranges", Known: true}, func(t *testing.T, data []byte) source.Source {
 				_, uri := started(t, data, opt)
 				return opened(t, uri, nil)
 			})
@@ -155,7 +155,7 @@ func TestFaults(t *testing.T) {
 			if r.IntN(4) == 0 {
 				return src.ReadAt(context.Background(), p, off)
 			}
-			g, err := sourcetest.Begin(context.Background(), src, off, int64(len(p)))
+			g, err := sourcetest.Begin(context.Background(), src.Facts().Ranges, off, int64(len(p)))
 			if err != nil {
 				return err
 			}
@@ -298,8 +298,8 @@ func TestChanged(t *testing.T) {
 					t.Errorf("%s: at %d: %v, or bytes of two versions", name, off, err)
 				}
 			}
-			if src.Identity() != "" && date == "" {
-				t.Errorf("%s: %q", name, src.Identity())
+			if src.pin() != "" && date == "" {
+				t.Errorf("%s: %q", name, src.pin())
 			}
 			src.Close()
 			s.Close()
@@ -317,7 +317,7 @@ func TestChanged(t *testing.T) {
 		}))
 		defer s.Close()
 		src := opened(t, s.URL+"/x?version=1", nil)
-		if id := opened(t, s.URL+"/x?version=2", nil).Identity(); id == src.Identity() || id == "" {
+		if id := opened(t, s.URL+"/x?version=2", nil).pin(); id == src.pin() || id == "" {
 			t.Errorf("two objects of one date are both %q", id)
 		}
 		if err := src.ReadAt(ctx, make([]byte, 100), 500_000); !errors.Is(err, fault.ErrCorrupt) {

@@ -103,7 +103,7 @@ func executable(path string) bool {
 func TestNginx(t *testing.T) {
 	dir, ranges, plain, secure, c := nginx(t)
 	for base, storage := range map[string]map[string]string{ranges: nil, plain: nil, secure: {"cacert": c.ca}} {
-		sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+		sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: base == plain, Stepped: base != plain, Known: true}, func(t *testing.T, data []byte) source.Source {
 			if err := os.WriteFile(filepath.Join(dir, "x"), data, 0o644); err != nil {
 				t.Fatal(err)
 			}
@@ -121,7 +121,7 @@ func TestNginx(t *testing.T) {
 		if err := src.ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, data) {
 			t.Errorf("%s: %v, or other bytes", uri, err)
 		}
-		if ranged := src.Far() > 1; ranged != (uri == ranges+"x") {
+		if ranged := src.Facts().Concurrency > 1; ranged != (uri == ranges+"x") {
 			t.Errorf("%s: ranges %v", uri, ranged)
 		}
 	}

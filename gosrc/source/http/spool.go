@@ -30,8 +30,8 @@ var errStalled = errors.New("no progress")
 // that the object ends, gives no way to tell a cut; formats find it.
 type stream struct {
 	*spool.File
-	o   *object
-	far retry.Options
+	o     *object
+	tries retry.Options
 
 	cancel context.CancelCauseFunc
 	ended  chan struct{} // fill has
@@ -45,12 +45,12 @@ type stream struct {
 
 // spooled opens an object that has no ranges; it returns when the size is
 // known.
-func (o *object) spooled(ctx context.Context, far retry.Options) (*Source, error) {
+func (o *object) spooled(ctx context.Context, tries retry.Options) (*Source, error) {
 	f, err := spool.New(o.uri)
 	if err != nil {
 		return nil, err
 	}
-	s := &stream{File: f, o: o, far: far, ended: make(chan struct{})}
+	s := &stream{File: f, o: o, tries: tries, ended: make(chan struct{})}
 	run, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	s.cancel = cancel
 	spawn.Go("http spool", func() {
@@ -80,7 +80,7 @@ func (s *stream) Close() error {
 // fill brings the object, beginning again when a GET breaks.
 func (s *stream) fill(ctx context.Context) error {
 	s.hash.SetSeed(maphash.MakeSeed())
-	tries := max(0, s.far.Retries) + 1
+	most := max(0, s.tries.Retries) + 1
 	for failed, silent := 0, 0; ; {
 		before := s.Have()
 		err := s.get(ctx)
@@ -101,12 +101,12 @@ func (s *stream) fill(ctx context.Context) error {
 		switch {
 		case verdict == retry.Changed:
 			return fault.New(fault.ErrCorrupt, "changed while it was read: %v", err)
-		case verdict == retry.Never || failed >= tries || silent >= retry.OpenTries:
+		case verdict == retry.Never || failed >= most || silent >= retry.OpenTries:
 			if fault.Classed(err) {
 				return err
 			}
 			if err == errStalled {
-				return fault.New(fault.ErrTimeout, "less than %d bytes in %v (after %d attempts)", progress, s.far.Timeout, failed)
+				return fault.New(fault.ErrTimeout, "less than %d bytes in %v (after %d attempts)", progress, s.tries.Timeout, failed)
 			}
 			return fault.New(fault.ErrIO, "%v (after %d attempts)", err, failed)
 		}
@@ -120,7 +120,7 @@ func (s *stream) fill(ctx context.Context) error {
 func (s *stream) get(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	watchdog := time.AfterFunc(s.far.Timeout, func() { cancel(errStalled) })
+	watchdog := time.AfterFunc(s.tries.Timeout, func() { cancel(errStalled) })
 	defer watchdog.Stop()
 	named := func(err error) error {
 		if context.Cause(ctx) == errStalled {
@@ -164,7 +164,7 @@ func (s *stream) get(ctx context.Context) error {
 		b := buf[:n]
 		if seen+int64(n)-mark >= progress {
 			mark = seen + int64(n)
-			watchdog.Reset(s.far.Timeout)
+			watchdog.Reset(s.tries.Timeout)
 		}
 		if k := min(int64(n), old-seen); k > 0 {
 			_, _ = again.Write(b[:k])

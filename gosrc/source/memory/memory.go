@@ -1,5 +1,5 @@
 // Package memory is the source of bytes that lie in memory already: a file that
-// was read whole. It lends them, so that nobody copies what is there.
+// was read whole. Facts.View gives the very bytes, so that nobody copies them.
 package memory
 
 import (
@@ -7,9 +7,10 @@ import (
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Memory is such a source. It implements source.Source and source.Lender.
+// A Memory is such a source. It implements source.Source.
 type Memory struct {
 	uri   string
 	bytes []byte
@@ -39,22 +40,25 @@ func (m *Memory) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	b, err := m.part(off, int64(len(p)))
+	b, err := m.slice(off, int64(len(p)))
 	if err == nil {
 		copy(p, b)
 	}
 	return err
 }
 
-// Lend gives the bytes themselves; see source.Lender.
-func (m *Memory) Lend(off, n int64) ([]byte, error) {
+// Facts say that the bytes are resident.
+func (m *Memory) Facts() source.Facts { return source.Facts{View: m.view} }
+
+// view gives the bytes themselves.
+func (m *Memory) view(off, n int64) ([]byte, error) {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
-	return m.part(off, n)
+	return m.slice(off, n)
 }
 
-// part is a range of the bytes. m.mu is held.
-func (m *Memory) part(off, n int64) ([]byte, error) {
+// slice is a range of the bytes. m.mu is held.
+func (m *Memory) slice(off, n int64) ([]byte, error) {
 	if m.shut {
 		return nil, m.at(off, fault.New(fault.ErrArgument, "the source is closed"))
 	}
@@ -64,8 +68,7 @@ func (m *Memory) part(off, n int64) ([]byte, error) {
 	return m.bytes[off : off+n : off+n], nil
 }
 
-// Close frees the bytes after the copies in flight; nothing of them is lent any
-// more.
+// Close frees the bytes after the copies in flight; views of them end.
 func (m *Memory) Close() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -211,7 +211,7 @@ func (d *Draft) Finish(size int64) error {
 		}
 	}
 	select {
-	case <-d.quiet():
+	case <-d.idle():
 	case <-d.ctx.Done():
 	}
 	d.mu.Lock()
@@ -262,22 +262,22 @@ func (d *Draft) Drop() {
 	d.stop(fault.ErrCancelled)
 	// A part whose last byte is on its way would come after the abort, and stay
 	// there: what is nearly done may end.
-	quiet, late := d.quiet(), time.NewTimer(grace)
+	idle, late := d.idle(), time.NewTimer(grace)
 	select {
-	case <-quiet:
+	case <-idle:
 	case <-late.C:
 	}
 	late.Stop()
 	d.cut(fault.ErrCancelled)
-	<-quiet
+	<-idle
 	d.open, d.free = nil, nil
 	d.store.Abort()
 }
 
 const grace = time.Second
 
-// quiet is closed when no part is being sent; none is begun meanwhile.
-func (d *Draft) quiet() <-chan struct{} {
+// idle is closed when no part is being sent; none is begun meanwhile.
+func (d *Draft) idle() <-chan struct{} {
 	done := make(chan struct{})
 	spawn.Go("source.parts", func() {
 		defer close(done)

@@ -133,9 +133,6 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 	return srcs, nil
 }
 
-// Far says that one read at a time is enough: bytes come in order.
-func (s *Source) Far() int { return 1 }
-
 // Close frees the source; the last one ends the program.
 func (s *Source) Close() error {
 	s.once.Do(func() {

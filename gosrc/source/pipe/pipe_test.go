@@ -60,7 +60,7 @@ func curl(t *testing.T) string {
 // With curl it is a source like any other, of one URL or of several at once.
 func TestCurl(t *testing.T) {
 	program := curl(t)
-	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+	sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: true}, func(t *testing.T, data []byte) source.Source {
 		s, err := Open(context.Background(), program, served(t, map[string][]byte{"x": data})+"x", source.Options{})
 		if err != nil {
 			t.Fatal(err)

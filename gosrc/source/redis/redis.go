@@ -49,10 +49,14 @@ type Object struct {
 	pin string
 }
 
-// Identity is the key of the first value of a file that was written here, which
-// no other file ever has: see upload. A server has no dates: of what others wrote
-// it is "".
-func (o *Object) Identity() string { return o.pin }
+// Facts are those of a remote object. What pins it is the key of the first value
+// of a file that was written here, which no other file ever has: see upload. A
+// server has no dates: nothing pins what others wrote.
+func (o *Object) Facts() source.Facts {
+	f := o.Source.Facts()
+	f.Identity, f.Settled = source.Pinned(o, o.pin)
+	return f
+}
 
 // Open opens a file.
 func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) {

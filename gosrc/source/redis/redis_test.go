@@ -87,7 +87,7 @@ func TestServer(t *testing.T) {
 			scheme = "rediss://"
 		}
 		at := scheme + s.Addr + "/"
-		sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+		sourcetest.Suite(t, sourcetest.Is{Remote: true, Known: true}, func(t *testing.T, data []byte) source.Source {
 			put(t, with(s), at+"suite", data)
 			o, err := Open(bg, at+"suite", with(s))
 			if err != nil {

@@ -9,12 +9,13 @@ import (
 	"time"
 )
 
-// A limiter decides how many ranges of one host are open at once. It climbs:
-// while every permit is in use it compares the throughput of a window with the
-// best of late. One step more that brings at least gain is kept and followed by
-// another, twice as large if it brought nearly as much as it added; one that does
-// not is taken back, and the next is tried after rest windows, then after twice as
-// many, and so on. A store that says it has too much to do halves the number.
+// A limiter is the adaptive concurrency of one host: it decides how many ranges are
+// open at once. While every permit is in use it compares the throughput of a window
+// with the best of the recent ones. A probe step that brings at least probeGain is
+// kept and followed by another, twice as large if it brought nearly as much as it
+// added; one that does not is taken back, and the next is tried after backoffWindows,
+// then after twice as many, and so on. A store that says it has too much to do halves
+// the number.
 type limiter struct {
 	host string
 	refs int
@@ -26,14 +27,14 @@ type limiter struct {
 	most    int
 	limit   int
 	open    int
-	waiting []chan struct{} // closed when its turn has come
+	waiting []chan struct{} // closed when it has a permit
 
-	saturated bool    // somebody waited in this window
-	last      float64 // bytes a second of the best window of late
-	before    int     // limit to go back to; 0: the last step was none
-	resting   int
-	failed    int // steps in a row that brought nothing, 4 at most
-	halved    time.Time
+	saturated    bool    // a range waited in this window
+	bestRate     float64 // bytes a second of the best recent window
+	probedFrom   int     // limit to go back to; 0: no probe step is being judged
+	waitWindows  int     // until the next probe step
+	failedProbes int     // consecutive, 4 at most
+	halved       time.Time
 }
 
 const (
@@ -44,11 +45,14 @@ const (
 	// to 10 % more than 8, in loads that end before the first window does.
 	first  = 8
 	window = 150 * time.Millisecond
-	gain   = 1.1
-	steep  = 1.4   // half as many again that bring so much: each has its own share
-	fade   = 0.998 // of the best window, in each that is worse: links change
-	rest   = 4
-	calm   = time.Second
+	// A step of half as many again is kept if the rate grows by probeGain, and doubled
+	// if it grows by fullGain: each connection then has its own share.
+	probeGain      = 1.1
+	fullGain       = 1.4
+	rateDecay      = 0.998 // of the best rate, in each window that is worse: links change
+	backoffWindows = 4
+	// One overload is halved for once, however many answers tell of it.
+	overloadPause = time.Second
 )
 
 var (
@@ -103,24 +107,24 @@ func (l *limiter) acquire(ctx context.Context) error {
 		l.mu.Unlock()
 		return nil
 	}
-	turn := make(chan struct{})
-	l.waiting = append(l.waiting, turn)
+	permit := make(chan struct{})
+	l.waiting = append(l.waiting, permit)
 	l.saturated = true
 	l.mu.Unlock()
 	select {
-	case <-turn:
+	case <-permit:
 		return nil
 	case <-ctx.Done():
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for i, w := range l.waiting {
-		if w == turn {
+		if w == permit {
 			l.waiting = append(l.waiting[:i], l.waiting[i+1:]...)
 			return context.Cause(ctx)
 		}
 	}
-	l.open-- // its turn had come
+	l.open-- // it had the permit already
 	l.admit()
 	return context.Cause(ctx)
 }
@@ -142,7 +146,7 @@ func (l *limiter) count(n int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.saturated {
-		l.climb(float64(l.bytes.Load()) / (time.Duration(now-due) + window).Seconds())
+		l.adapt(float64(l.bytes.Load()) / (time.Duration(now-due) + window).Seconds())
 	}
 	l.measure()
 	l.admit()
@@ -156,44 +160,45 @@ func (l *limiter) release() {
 	l.admit()
 }
 
-// climb judges the last step by the throughput of a window, and takes another. A
-// window that was good by chance holds steps back; none leads to one, or what the
-// link does by itself would add up to connections that nobody needs.
-func (l *limiter) climb(rate float64) {
+// adapt judges the last probe step by the throughput of a window, and takes another.
+// One lucky window may delay a step but never causes one, so noise cannot ratchet the
+// limit up.
+func (l *limiter) adapt(rate float64) {
 	switch {
-	case l.before != 0 && rate < l.last*gain: // the step brought nothing
-		l.limit, l.before, l.resting, l.failed = l.before, 0, rest<<l.failed, min(l.failed+1, 4)
-	case l.resting > 0:
-		l.resting--
-		l.last = max(rate, l.last*fade)
+	case l.probedFrom != 0 && rate < l.bestRate*probeGain:
+		l.limit, l.probedFrom = l.probedFrom, 0
+		l.waitWindows, l.failedProbes = backoffWindows<<l.failedProbes, min(l.failedProbes+1, 4)
+	case l.waitWindows > 0:
+		l.waitWindows--
+		l.bestRate = max(rate, l.bestRate*rateDecay)
 	default:
 		more := max(1, l.limit/2)
-		if l.before != 0 {
-			l.failed = 0
-			if rate >= l.last*steep {
+		if l.probedFrom != 0 {
+			l.failedProbes = 0
+			if rate >= l.bestRate*fullGain {
 				more = l.limit
 			}
 		}
-		l.last = max(rate, l.last*fade)
+		l.bestRate = max(rate, l.bestRate*rateDecay)
 		if l.limit < l.most {
-			l.before = l.limit
+			l.probedFrom = l.limit
 			l.limit = min(l.most, l.limit+more)
 		} else {
-			l.before = 0
+			l.probedFrom = 0
 		}
 	}
 }
 
-// overloaded halves the number of open ranges: once for all the answers that
-// tell of the same crowd.
+// overloaded halves the number of open ranges, once for all the answers that tell of
+// one overload.
 func (l *limiter) overloaded() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if time.Since(l.halved) < calm {
+	if time.Since(l.halved) < overloadPause {
 		return
 	}
 	l.halved = time.Now()
-	l.limit, l.before, l.resting, l.last = max(1, l.limit/2), 0, rest, 0
+	l.limit, l.probedFrom, l.waitWindows, l.bestRate = max(1, l.limit/2), 0, backoffWindows, 0
 }
 
 func (l *limiter) admit() {

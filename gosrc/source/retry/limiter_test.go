@@ -9,12 +9,12 @@ import (
 	"time"
 )
 
-// The limit climbs while throughput follows and comes back when it does not.
-func TestClimb(t *testing.T) {
+// The limit rises while throughput follows and comes back when it does not.
+func TestAdapts(t *testing.T) {
 	l := hold("", 64)
 	rate := func() float64 { return float64(min(l.limit, 20)) } // 20 saturate the link
 	for range 200 {
-		l.climb(rate())
+		l.adapt(rate())
 	}
 	if l.limit < 18 || l.limit > 40 {
 		t.Errorf("%d open where 20 are enough", l.limit)
@@ -23,14 +23,14 @@ func TestClimb(t *testing.T) {
 
 // A link whose throughput goes up and down by itself is not mistaken for one that
 // more connections fill, however long a load is.
-func TestClimbInNoise(t *testing.T) {
+func TestAdaptsInNoise(t *testing.T) {
 	seed := time.Now().UnixNano()
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(uint64(seed), 0))
 	for range 20 {
 		l := hold("", 1024)
 		for range 2000 { // five minutes
-			l.climb(float64(min(l.limit, 20)) * (0.8 + 0.4*r.Float64()))
+			l.adapt(float64(min(l.limit, 20)) * (0.8 + 0.4*r.Float64()))
 		}
 		if l.limit < 16 || l.limit > 120 {
 			t.Errorf("%d open where 20 are enough", l.limit)
@@ -39,17 +39,17 @@ func TestClimbInNoise(t *testing.T) {
 }
 
 // What a store with too much to do gave before is no measure of what it gives now.
-func TestClimbAgain(t *testing.T) {
+func TestAdaptsAgain(t *testing.T) {
 	l := hold("", 64)
 	for range 100 {
-		l.climb(float64(l.limit))
+		l.adapt(float64(l.limit))
 	}
 	l.overloaded()
 	if l.limit != 32 {
 		t.Errorf("%d open", l.limit)
 	}
 	for range 30 {
-		l.climb(float64(l.limit))
+		l.adapt(float64(l.limit))
 	}
 	if l.limit != 64 {
 		t.Errorf("%d open after a while", l.limit)
@@ -58,14 +58,14 @@ func TestClimbAgain(t *testing.T) {
 
 // Of a store that gives each connection little, more are opened, until there are
 // enough; the bytes as they come say so, not the ranges that end.
-func TestClimbsByBytes(t *testing.T) {
+func TestAdaptsByBytes(t *testing.T) {
 	s := &store{data: random(64 << 10)}
 	s.fault = func(_, _ int64, b []byte) (io.Reader, error) { return &drip{bytes.NewReader(b)}, nil }
 	src := New(s, Options{})
 	defer src.Close()
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
-	for range src.Far() {
+	for range src.opt.Connections {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
@@ -84,10 +84,10 @@ func TestClimbsByBytes(t *testing.T) {
 		}()
 	}
 	begun := time.Now()
-	for src.AtOnce() < src.Far() && time.Since(begun) < time.Minute {
+	for src.AtOnce() < src.opt.Connections && time.Since(begun) < time.Minute {
 		time.Sleep(10 * time.Millisecond)
 	}
-	if n := src.AtOnce(); n < src.Far() {
+	if n := src.AtOnce(); n < src.opt.Connections {
 		t.Errorf("%d at once", n)
 	}
 	close(stop)

@@ -14,19 +14,15 @@ import (
 // takes four times the 20 ms after which they answer.
 const RangeBytes = 8 << 20
 
-// Ranged is how many bytes a range best has that is read in steps: so many
-// that a round trip is lost in them. 0: steps cost what ranges do.
-func (s *Source) Ranged() int64 { return s.opt.Range }
-
 // AtOnce is how many ranges are open at once as things stand; see limiter.go.
 func (s *Source) AtOnce() int { return s.limit.atOnce() }
 
-// Turn waits for a permit; see source.Ranged.
-func (s *Source) Turn(ctx context.Context) (source.Range, error) {
+// OpenRange waits for a permit; see source.Ranges.
+func (s *Source) OpenRange(ctx context.Context) (source.Range, error) {
 	ctx, end := s.within(ctx, -1)
 	defer end()
-	r := &span{s: s}
-	if err := r.turn(ctx); err != nil {
+	r := &byteRange{s: s}
+	if err := r.acquire(ctx); err != nil {
 		return nil, err
 	}
 	return r, nil
@@ -42,17 +38,17 @@ func (s *Source) within(ctx context.Context, off int64) (context.Context, func()
 	}
 }
 
-// A span is a range that is read in order, by one goroutine. It has a permit until
+// A byteRange is read in order, by one goroutine. It has a permit until
 // its end: what its reader does between two steps is time in which the kernel takes
 // in the next. Where its body breaks it waits for no other, since by then its reader
 // may hold what those who have one wait for; where there was no answer yet, others
-// have their turn first.
-type span struct {
+// have their permits first.
+type byteRange struct {
 	s        *Source
 	ctx      context.Context // the caller's, and the source's
 	finish   func()          // ends it
 	off, end int64
-	failed   int // in a row
+	failed   int // consecutive
 	permit   bool
 	answered bool
 	waited   [2]time.Duration
@@ -61,12 +57,12 @@ type span struct {
 	body  io.ReadCloser
 	about context.Context
 	drop  context.CancelCauseFunc
-	dog   *time.Timer
+	watch *time.Timer // the watchdog: it ends a body that brings nothing
 	got   int64
 }
 
-// begin sets what the span reads; the first step asks for it.
-func (r *span) begin(ctx context.Context, off, n int64) error {
+// begin sets what the range reads; the first step asks for it.
+func (r *byteRange) begin(ctx context.Context, off, n int64) error {
 	s := r.s
 	if off < 0 || n < 0 || off > s.Size() || n > s.Size()-off {
 		return s.at(off, fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", n, s.Size()))
@@ -83,7 +79,7 @@ func (r *span) begin(ctx context.Context, off, n int64) error {
 }
 
 // Begin asks for n bytes from off.
-func (r *span) Begin(ctx context.Context, off, n int64) error {
+func (r *byteRange) Begin(ctx context.Context, off, n int64) error {
 	if err := r.begin(ctx, off, n); err != nil {
 		return err
 	}
@@ -91,7 +87,7 @@ func (r *span) Begin(ctx context.Context, off, n int64) error {
 }
 
 // Close gives up what was not read.
-func (r *span) Close() error {
+func (r *byteRange) Close() error {
 	r.shut()
 	r.done()
 	if r.finish != nil {
@@ -100,8 +96,8 @@ func (r *span) Close() error {
 	return nil
 }
 
-// turn waits for a permit.
-func (r *span) turn(ctx context.Context) error {
+// acquire waits for a permit.
+func (r *byteRange) acquire(ctx context.Context) error {
 	asked := time.Now()
 	if err := r.s.limit.acquire(ctx); err != nil {
 		return err
@@ -112,22 +108,22 @@ func (r *span) turn(ctx context.Context) error {
 }
 
 // done gives the permit back, if there is one.
-func (r *span) done() {
+func (r *byteRange) done() {
 	if r.permit {
 		r.permit = false
 		r.s.limit.release()
 	}
 }
 
-// Waited tells what was waited for; see source.Waiter.
-func (r *span) Waited() (turn, answer time.Duration) {
-	turn, answer = r.waited[0], r.waited[1]
+// Waited tells what was waited for; see source.Range.
+func (r *byteRange) Waited() (permit, answer time.Duration) {
+	permit, answer = r.waited[0], r.waited[1]
 	r.waited = [2]time.Duration{}
-	return turn, answer
+	return permit, answer
 }
 
 // Next fills p with what comes next.
-func (r *span) Next(p []byte) error {
+func (r *byteRange) Next(p []byte) error {
 	s := r.s
 	if r.ctx.Err() != nil {
 		return context.Cause(r.ctx)
@@ -179,11 +175,11 @@ func (r *span) Next(p []byte) error {
 
 // read reads on in the body, opening one if there is none, until p is full or
 // the body breaks.
-func (r *span) read(p []byte) (int, error) {
+func (r *byteRange) read(p []byte) (int, error) {
 	s := r.s
 	if r.body == nil {
 		if !r.permit {
-			if err := r.turn(r.ctx); err != nil {
+			if err := r.acquire(r.ctx); err != nil {
 				return 0, err
 			}
 		}
@@ -191,13 +187,13 @@ func (r *span) read(p []byte) (int, error) {
 		r.got = 0
 		r.about, r.drop = context.WithCancelCause(r.ctx)
 		drop := r.drop
-		r.dog = time.AfterFunc(s.opt.Timeout, func() { drop(errStalled) })
+		r.watch = time.AfterFunc(s.opt.Timeout, func() { drop(errStalled) })
 		s.counts[0].Add(1)
 		body, err := s.f.Fetch(r.about, r.off, r.end-r.off)
 		r.waited[1] += time.Since(begun)
 		if err != nil {
 			err = stalled(r.about, err)
-			r.quiet()
+			r.unwatch()
 			if !r.answered {
 				r.done()
 			}
@@ -205,7 +201,7 @@ func (r *span) read(p []byte) (int, error) {
 		}
 		r.body, r.answered = body, true
 	}
-	r.dog.Reset(s.opt.Timeout)
+	r.watch.Reset(s.opt.Timeout)
 	got, mark := 0, 0
 	for got < len(p) {
 		n, err := r.body.Read(p[got:])
@@ -223,11 +219,11 @@ func (r *span) read(p []byte) (int, error) {
 		}
 		if int64(got-mark) >= s.opt.Floor {
 			mark = got
-			r.dog.Reset(s.opt.Timeout)
+			r.watch.Reset(s.opt.Timeout)
 		}
 	}
 	if r.off+int64(got) < r.end {
-		r.dog.Stop()
+		r.watch.Stop()
 		return got, nil
 	}
 	// A body says that it ends, so that its connection can serve again.
@@ -240,16 +236,16 @@ func (r *span) read(p []byte) (int, error) {
 }
 
 // shut closes the body, if one is open.
-func (r *span) shut() {
+func (r *byteRange) shut() {
 	if r.body != nil {
 		_ = r.body.Close()
 		r.body = nil
-		r.quiet()
+		r.unwatch()
 	}
 }
 
-// quiet ends what watches one body.
-func (r *span) quiet() {
-	r.dog.Stop()
+// unwatch ends the watchdog of one body.
+func (r *byteRange) unwatch() {
+	r.watch.Stop()
 	r.drop(nil)
 }

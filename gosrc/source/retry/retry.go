@@ -1,5 +1,5 @@
-// Package retry makes a source of something that opens ranges of an object far
-// away: every failure costs a resume at the byte reached, never a restart and
+// Package retry makes a source of something that opens ranges of a remote
+// object: every failure costs a resume at the byte reached, never a restart and
 // never a wrong byte.
 //
 // A range that breaks is asked for again from its first missing byte, after a
@@ -64,14 +64,14 @@ type Options struct {
 	Host string
 	// Connections is the most ranges open at once, 64 if 0.
 	Connections int
-	// Retries is how often in a row a range may fail without bringing Floor
-	// bytes; 8 if 0, none if negative.
+	// Retries is how many consecutive failures a range may have that bring less
+	// than Floor bytes; 8 if 0, none if negative.
 	Retries int
 	// Timeout is how long a range may bring less than Floor bytes: 30 s if 0.
 	Timeout time.Duration
 	// Floor is what counts as progress: 64 KiB if 0.
 	Floor int64
-	// Range is what Source.Ranged answers: set where a body may be read in
+	// Range is the RangeBytes of the source: set where a body may be read in
 	// steps at no cost.
 	Range int64
 
@@ -157,9 +157,14 @@ func (s *Source) URI() string { return s.f.URI() }
 // Size is the fetcher's.
 func (s *Source) Size() int64 { return s.f.Size() }
 
-// Far is how many reads at once this source can make use of, at most: it says,
-// too, that a read costs a round trip, so that few large ones are better than many.
-func (s *Source) Far() int { return s.opt.Connections }
+// Facts are those of an object whose every read costs a round trip.
+func (s *Source) Facts() source.Facts {
+	f := source.Facts{Remote: true, Concurrency: s.opt.Connections}
+	if s.opt.Range > 0 {
+		f.RangeBytes, f.Ranges = s.opt.Range, s
+	}
+	return f
+}
 
 // Counts says what was done so far.
 func (s *Source) Counts() Counts {
@@ -182,7 +187,7 @@ func (s *Source) Close() error {
 // ReadAt fills p from off; see source.Source. Bytes go from the connection
 // straight into p.
 func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
-	r := span{s: s}
+	r := byteRange{s: s}
 	if err := r.begin(ctx, off, int64(len(p))); err != nil {
 		return err
 	}
@@ -245,7 +250,7 @@ const (
 	most = 10 * time.Second
 )
 
-// Pause waits before a try after so many failures in a row, with full jitter;
+// Pause waits before a try after so many consecutive failures, with full jitter;
 // after is how long the store asked for, which is obeyed up to a minute.
 func Pause(ctx context.Context, failed int, after time.Duration) error {
 	return pause(ctx, base, failed, after)

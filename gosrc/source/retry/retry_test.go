@@ -103,7 +103,7 @@ func random(n int) []byte {
 }
 
 func TestSuite(t *testing.T) {
-	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source { return New(&store{data: data}, Options{Range: 1}) })
+	sourcetest.Suite(t, sourcetest.Is{Remote: true, Stepped: true}, func(t *testing.T, data []byte) source.Source { return New(&store{data: data}, Options{Range: 1}) })
 	if n := spawn.Left(); len(n) != 0 {
 		t.Errorf("left: %v", n)
 	}
@@ -304,7 +304,7 @@ func TestLimiter(t *testing.T) {
 	src.Close()
 }
 
-// A range that breaks goes on before those that wait for their turn: its reader may
+// A range that breaks goes on before those that wait for a permit: its reader may
 // hold what they would wait for then. One that had no answer yet lets them pass.
 func TestTurns(t *testing.T) {
 	s := &store{data: random(100)}
@@ -354,17 +354,17 @@ func TestTurns(t *testing.T) {
 	}
 }
 
-// A turn that is not used is the next one's; a closed source has none.
-func TestTurnUnused(t *testing.T) {
+// A permit that is not used is the next one's; a closed source has none.
+func TestPermitUnused(t *testing.T) {
 	src := New(&store{data: random(100)}, Options{Connections: 1})
-	one, err := src.Turn(t.Context())
+	one, err := src.OpenRange(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancelCause(t.Context())
 	done := make(chan error)
 	wait := func(ctx context.Context) {
-		_, err := src.Turn(ctx)
+		_, err := src.OpenRange(ctx)
 		done <- err
 	}
 	go wait(ctx)
@@ -377,7 +377,7 @@ func TestTurnUnused(t *testing.T) {
 	}
 	_ = one.Close()
 	_ = one.Close()
-	if one, err = src.Turn(t.Context()); err != nil || src.limit.open != 1 || src.Counts().Requests != 0 {
+	if one, err = src.OpenRange(t.Context()); err != nil || src.limit.open != 1 || src.Counts().Requests != 0 {
 		t.Errorf("%v, %d open, %d requests", err, src.limit.open, src.Counts().Requests)
 	}
 	go wait(t.Context())
@@ -391,7 +391,7 @@ func TestTurnUnused(t *testing.T) {
 	_ = one.Close()
 }
 
-// A range tells how long it waited for its turn and for its answer, once.
+// A range tells how long it waited for its permit and for its answer, once.
 func TestWaited(t *testing.T) {
 	const pause = 20 * time.Millisecond
 	s := New(&store{data: random(100), fault: func(_, _ int64, b []byte) (io.Reader, error) {
@@ -403,8 +403,8 @@ func TestWaited(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if turn, answer := one.(source.Waiter).Waited(); turn >= pause || answer < pause {
-		t.Errorf("the first: %v for its turn, %v for its answer", turn, answer)
+	if permit, answer := one.Waited(); permit >= pause || answer < pause {
+		t.Errorf("the first: %v for its permit, %v for its answer", permit, answer)
 	}
 	var two source.Range
 	done := make(chan error, 1)
@@ -422,11 +422,11 @@ func TestWaited(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer two.Close()
-	if turn, answer := two.(source.Waiter).Waited(); turn < pause || answer < pause {
-		t.Errorf("the second: %v for its turn, %v for its answer", turn, answer)
+	if permit, answer := two.Waited(); permit < pause || answer < pause {
+		t.Errorf("the second: %v for its permit, %v for its answer", permit, answer)
 	}
-	if turn, answer := two.(source.Waiter).Waited(); turn != 0 || answer != 0 {
-		t.Errorf("again: %v, %v", turn, answer)
+	if permit, answer := two.Waited(); permit != 0 || answer != 0 {
+		t.Errorf("again: %v, %v", permit, answer)
 	}
 }
 

@@ -111,12 +111,13 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 	return &Object{Source: retry.New(f, o), etag: f.etag, head: head}, nil
 }
 
-// Identity is the ETag, "" if the store gives none.
-func (o *Object) Identity() string {
-	if o.etag == nil {
-		return ""
+// Facts are those of a remote object, which its ETag pins if the store gives one.
+func (o *Object) Facts() source.Facts {
+	f := o.Source.Facts()
+	if o.etag != nil {
+		f.Identity, f.Settled = source.Pinned(o, *o.etag)
 	}
-	return *o.etag
+	return f
 }
 
 // ReadAt fills p from off; see source.Source. The first read is served from

@@ -98,7 +98,7 @@ func TestServer(t *testing.T) {
 	t.Parallel()
 	for _, tls := range []bool{false, true} {
 		s := sourcetest.StartS3(t, tls)
-		sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+		sourcetest.Suite(t, sourcetest.Is{Remote: true, Stepped: true, Known: true}, func(t *testing.T, data []byte) source.Source {
 			put(t, with(s), "s3://models/suite", data)
 			o, err := Open(bg, "s3://models/suite", with(s))
 			if err != nil {

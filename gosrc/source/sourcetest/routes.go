@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"crypto/tls"
 	"errors"
-	"fmt"
 	"io"
 	"log"
 	"math/rand/v2"
@@ -166,66 +165,66 @@ func (w *World) answer(name string, rw http.ResponseWriter, r *http.Request) {
 	http.ServeContent(rw, r, "", time.Time{}, bytes.NewReader(w.Data))
 }
 
+type locations = map[string]string
+
+// redirects are what a client meets, what it may ask after that, and the error that
+// it ends with.
+var redirects = []struct {
+	name, start string
+	steps       locations
+	seen        string // in order
+	refused     error
+}{
+	{"no redirect", "http://{pub}/a", nil, "pub/a+", nil},
+	{"its query is for it alone", "http://{pub}/a?sig=" + Planted, locations{"pub/a": "http://{pub2}/b"}, "pub/a+? pub2/b", nil},
+	{"user and password are for it alone", "http://user:" + Planted + "@{pub}/a", locations{"pub/a": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
+	{"within the origin", "http://{pub}/a", locations{"pub/a": "/b"}, "pub/a+ pub/b+", nil},
+	{"a query alone", "http://{pub}/a?sig=" + Planted, locations{"pub/a": "b?x=1"}, "pub/a+? pub/b+", nil},
+	{"the origin in other letters", "http://{pub}/a", locations{"pub/a": "HTTP://{pub}/b#part"}, "pub/a+ pub/b+", nil},
+	{"another port", "http://{pub}/a", locations{"pub/a": "http://127.0.0.1:{tls:}/b"}, "pub/a+", fault.ErrIO},
+	{"the same host, upgraded", "http://{pub}/a", locations{"pub/a": "https://{tls}/b"}, "pub/a+ tls/b", nil},
+	{"another host", "http://{pub}/a", locations{"pub/a": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
+	{"another host without a scheme", "http://{pub}/a", locations{"pub/a": "//{pub2}/b"}, "pub/a+ pub2/b", nil},
+	{"there and back", "http://{pub}/a", locations{"pub/a": "http://{pub2}/b", "pub2/b": "http://{pub}/c"}, "pub/a+ pub2/b pub/c", nil},
+	{"a user in the Location", "http://{pub}/a", locations{"pub/a": "http://u:p@{pub2}/b"}, "pub/a+ pub2/b", nil},
+	{"TLS to TLS", "https://{tls}/a", locations{"tls/a": "https://{tls2}/b"}, "tls/a+ tls2/b", nil},
+	{"out of TLS", "https://{tls}/a", locations{"tls/a": "http://{pub2}/b"}, "tls/a+", fault.ErrPermission},
+	{"into TLS and out", "http://{pub}/a", locations{"pub/a": "https://{tls2}/b", "tls2/b": "http://{pub}/c"}, "pub/a+ tls2/b", fault.ErrPermission},
+	{"into a private network", "http://{pub}/a", locations{"pub/a": "http://{net}/b"}, "pub/a+", fault.ErrPermission},
+	{"and over another host", "http://{pub}/a", locations{"pub/a": "http://{pub2}/b", "pub2/b": "http://{net}/c"}, "pub/a+ pub2/b", fault.ErrPermission},
+	{"an address of IPv4 in IPv6", "http://{pub}/a", locations{"pub/a": "http://[::ffff:127.0.0.2]:{net:}/b"}, "pub/a+", fault.ErrPermission},
+	{"an address in one number", "http://{pub}/a", locations{"pub/a": "http://2130706434:{net:}/b"}, "pub/a+", fault.ErrIO},
+	{"an address in two", "http://{net}/a", locations{"net/a": "http://127.2:{net:}/b"}, "net/a+", fault.ErrIO},
+	{"an address in hex", "http://{net}/a", locations{"net/a": "http://0x7f000002:{net:}/b"}, "net/a+", fault.ErrIO},
+	{"an address beyond ASCII", "http://{net}/a", locations{"net/a": "http://127。0。0。２:{net:}/b"}, "net/a+", fault.ErrIO},
+	{"an address with a dot", "http://{net}/a", locations{"net/a": "http://127.0.0.2.:{net:}/b"}, "net/a+", fault.ErrIO},
+	{"this machine", "http://{pub}/a", locations{"pub/a": "http://[::1]:{pub:}/b"}, "pub/a+", fault.ErrPermission},
+	{"metadata", "http://{pub}/a", locations{"pub/a": "http://{link}/latest"}, "pub/a+", fault.ErrPermission},
+	{"metadata, from a private network", "http://{net}/a", locations{"net/a": "http://{link}/latest"}, "net/a+", fault.ErrPermission},
+	{"within a private network", "http://{net}/a", locations{"net/a": "http://{net2}/b"}, "net/a+ net2/b", nil},
+	{"out of a private network", "http://{net}/a", locations{"net/a": "http://{pub}/b"}, "net/a+ pub/b", nil},
+	{"out and back", "http://{net}/a", locations{"net/a": "http://{pub}/b", "pub/b": "http://{net2}/c"}, "net/a+ pub/b net2/c", nil},
+	{"a later range", "http://{pub}/a", locations{"pub/a@later": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
+	{"a later range, inwards", "http://{pub}/a", locations{"pub/a@later": "http://{net}/b"}, "pub/a+", fault.ErrPermission},
+	{"a file", "http://{pub}/a", locations{"pub/a": "file:///etc/passwd"}, "pub/a+", fault.ErrPermission},
+	{"ftp", "http://{pub}/a", locations{"pub/a": "ftp://{pub2}/b"}, "pub/a+", fault.ErrPermission},
+	{"s3", "http://{pub}/a", locations{"pub/a": "s3://bucket/key"}, "pub/a+", fault.ErrPermission},
+	{"nowhere", "http://{pub}/a", locations{"pub/a": ""}, "pub/a+", fault.ErrIO},
+	{"no host", "http://{pub}/a", locations{"pub/a": "http:///b"}, "pub/a+", fault.ErrIO},
+	{"no path either", "http://{pub}/a", locations{"pub/a": "http:b"}, "pub/a+", fault.ErrIO},
+	{"no URL", "http://{pub}/a", locations{"pub/a": "http://[/" + Planted}, "pub/a+", fault.ErrIO},
+	{"five", "http://{pub}/0", locations{"pub/0": "/1", "pub/1": "/2", "pub/2": "/3", "pub/3": "/4", "pub/4": "/5", "pub/6": "/7"}, "pub/0+ pub/1+ pub/2+ pub/3+ pub/4+ pub/5+", nil},
+	{"six", "http://{pub}/0", locations{"pub/0": "/1", "pub/1": "/2", "pub/2": "/3", "pub/3": "/4", "pub/4": "/5", "pub/5": "/6"},
+		"pub/0+ pub/1+ pub/2+ pub/3+ pub/4+ pub/5+", fault.ErrIO},
+}
+
 // Routes runs a client of HTTP through the table of redirects. read opens a URL
 // with these options and returns all of its bytes, brought in several requests.
 func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, error)) {
 	w := NewWorld(t)
 	given := map[string]string{"header.Authorization": "Bearer " + Planted, "header.X-Key": Planted, "header.Cookie": "id=" + Planted,
 		"header.User-Agent": Planted, "cacert": w.CA, "retries": "0"}
-	long := map[string]string{}
-	for i := range 7 {
-		long[fmt.Sprintf("pub/%d", i)] = fmt.Sprintf("/%d", i+1)
-	}
-	delete(long, "pub/5")
-	type steps = map[string]string
-	for _, c := range []struct {
-		name, start string
-		steps       steps
-		seen        string // in order
-		refused     error
-	}{
-		{"no redirect", "http://{pub}/a", nil, "pub/a+", nil},
-		{"its query is for it alone", "http://{pub}/a?sig=" + Planted, steps{"pub/a": "http://{pub2}/b"}, "pub/a+? pub2/b", nil},
-		{"user and password are for it alone", "http://user:" + Planted + "@{pub}/a", steps{"pub/a": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
-		{"within the origin", "http://{pub}/a", steps{"pub/a": "/b"}, "pub/a+ pub/b+", nil},
-		{"a query alone", "http://{pub}/a?sig=" + Planted, steps{"pub/a": "b?x=1"}, "pub/a+? pub/b+", nil},
-		{"the origin in other letters", "http://{pub}/a", steps{"pub/a": "HTTP://{pub}/b#part"}, "pub/a+ pub/b+", nil},
-		{"another port", "http://{pub}/a", steps{"pub/a": "http://127.0.0.1:{tls:}/b"}, "pub/a+", fault.ErrIO},
-		{"the same host, upgraded", "http://{pub}/a", steps{"pub/a": "https://{tls}/b"}, "pub/a+ tls/b", nil},
-		{"another host", "http://{pub}/a", steps{"pub/a": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
-		{"another host without a scheme", "http://{pub}/a", steps{"pub/a": "//{pub2}/b"}, "pub/a+ pub2/b", nil},
-		{"there and back", "http://{pub}/a", steps{"pub/a": "http://{pub2}/b", "pub2/b": "http://{pub}/c"}, "pub/a+ pub2/b pub/c", nil},
-		{"a user in the Location", "http://{pub}/a", steps{"pub/a": "http://u:p@{pub2}/b"}, "pub/a+ pub2/b", nil},
-		{"TLS to TLS", "https://{tls}/a", steps{"tls/a": "https://{tls2}/b"}, "tls/a+ tls2/b", nil},
-		{"out of TLS", "https://{tls}/a", steps{"tls/a": "http://{pub2}/b"}, "tls/a+", fault.ErrPermission},
-		{"into TLS and out", "http://{pub}/a", steps{"pub/a": "https://{tls2}/b", "tls2/b": "http://{pub}/c"}, "pub/a+ tls2/b", fault.ErrPermission},
-		{"into a private network", "http://{pub}/a", steps{"pub/a": "http://{net}/b"}, "pub/a+", fault.ErrPermission},
-		{"and over another host", "http://{pub}/a", steps{"pub/a": "http://{pub2}/b", "pub2/b": "http://{net}/c"}, "pub/a+ pub2/b", fault.ErrPermission},
-		{"an address of IPv4 in IPv6", "http://{pub}/a", steps{"pub/a": "http://[::ffff:127.0.0.2]:{net:}/b"}, "pub/a+", fault.ErrPermission},
-		{"an address in one number", "http://{pub}/a", steps{"pub/a": "http://2130706434:{net:}/b"}, "pub/a+", fault.ErrIO},
-		{"an address in two", "http://{net}/a", steps{"net/a": "http://127.2:{net:}/b"}, "net/a+", fault.ErrIO},
-		{"an address in hex", "http://{net}/a", steps{"net/a": "http://0x7f000002:{net:}/b"}, "net/a+", fault.ErrIO},
-		{"an address beyond ASCII", "http://{net}/a", steps{"net/a": "http://127。0。0。２:{net:}/b"}, "net/a+", fault.ErrIO},
-		{"an address with a dot", "http://{net}/a", steps{"net/a": "http://127.0.0.2.:{net:}/b"}, "net/a+", fault.ErrIO},
-		{"this machine", "http://{pub}/a", steps{"pub/a": "http://[::1]:{pub:}/b"}, "pub/a+", fault.ErrPermission},
-		{"metadata", "http://{pub}/a", steps{"pub/a": "http://{link}/latest"}, "pub/a+", fault.ErrPermission},
-		{"metadata, from a private network", "http://{net}/a", steps{"net/a": "http://{link}/latest"}, "net/a+", fault.ErrPermission},
-		{"within a private network", "http://{net}/a", steps{"net/a": "http://{net2}/b"}, "net/a+ net2/b", nil},
-		{"out of a private network", "http://{net}/a", steps{"net/a": "http://{pub}/b"}, "net/a+ pub/b", nil},
-		{"out and back", "http://{net}/a", steps{"net/a": "http://{pub}/b", "pub/b": "http://{net2}/c"}, "net/a+ pub/b net2/c", nil},
-		{"a later range", "http://{pub}/a", steps{"pub/a@later": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
-		{"a later range, inwards", "http://{pub}/a", steps{"pub/a@later": "http://{net}/b"}, "pub/a+", fault.ErrPermission},
-		{"a file", "http://{pub}/a", steps{"pub/a": "file:///etc/passwd"}, "pub/a+", fault.ErrPermission},
-		{"ftp", "http://{pub}/a", steps{"pub/a": "ftp://{pub2}/b"}, "pub/a+", fault.ErrPermission},
-		{"s3", "http://{pub}/a", steps{"pub/a": "s3://bucket/key"}, "pub/a+", fault.ErrPermission},
-		{"nowhere", "http://{pub}/a", steps{"pub/a": ""}, "pub/a+", fault.ErrIO},
-		{"no host", "http://{pub}/a", steps{"pub/a": "http:///b"}, "pub/a+", fault.ErrIO},
-		{"no path either", "http://{pub}/a", steps{"pub/a": "http:b"}, "pub/a+", fault.ErrIO},
-		{"no URL", "http://{pub}/a", steps{"pub/a": "http://[/" + Planted}, "pub/a+", fault.ErrIO},
-		{"five", "http://{pub}/0", long, "pub/0+ pub/1+ pub/2+ pub/3+ pub/4+ pub/5+", nil},
-		{"six", "http://{pub}/0", steps{"pub/0": "/1", "pub/1": "/2", "pub/2": "/3", "pub/3": "/4", "pub/4": "/5", "pub/5": "/6"},
-			"pub/0+ pub/1+ pub/2+ pub/3+ pub/4+ pub/5+", fault.ErrIO},
-	} {
+	for _, c := range redirects {
 		for _, code := range []int{301, 302, 303, 307, 308} {
 			w.Script(code, c.steps)
 			opt := source.Options{Storage: given}
@@ -250,7 +249,7 @@ func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, err
 		}
 	}
 	for _, code := range []int{300, 304, 305, 306} {
-		w.Script(code, steps{"pub/a": "http://{pub2}/b"})
+		w.Script(code, locations{"pub/a": "http://{pub2}/b"})
 		if _, err := read(w.URL("http://{pub}/a"), source.Options{Storage: given}); err == nil || unique(w.Seen()) != "pub/a+" {
 			t.Errorf("%d: %v after %v", code, err, w.Seen())
 		}

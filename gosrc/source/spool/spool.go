@@ -11,6 +11,7 @@ import (
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // A File is filled by one goroutine and read by any. It implements
@@ -88,6 +89,9 @@ func (f *File) Size() int64 {
 	defer f.mu.Unlock()
 	return f.size
 }
+
+// Facts say that one read at a time is enough: the bytes come in order.
+func (f *File) Facts() source.Facts { return source.Facts{Remote: true, Concurrency: 1} }
 
 // ReadAt waits for its bytes; see source.Source.
 func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {

@@ -25,7 +25,7 @@ func made(t *testing.T) *File {
 
 // It is a source while it is being filled.
 func TestSuite(t *testing.T) {
-	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+	sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: true}, func(t *testing.T, data []byte) source.Source {
 		f := made(t)
 		f.Expect(int64(len(data)))
 		done := make(chan struct{})

@@ -64,7 +64,7 @@ func evict(t *testing.T, f *File, off, n int64) {
 
 // Past the cache, a file is the source that it is through it.
 func TestSuiteDirect(t *testing.T) {
-	sourcetest.Suite(t, func(t *testing.T, data []byte) source.Source {
+	sourcetest.Suite(t, sourcetest.Is{File: true, Known: true}, func(t *testing.T, data []byte) source.Source {
 		return opened(t, write(t, data), int64(len(data)), "direct")
 	})
 }
@@ -79,7 +79,7 @@ func TestAnyAlignment(t *testing.T) {
 	for _, how := range []string{"direct", "buffered", "auto"} {
 		t.Run(how, func(t *testing.T) {
 			f := opened(t, path, 1<<50, how)
-			t.Logf("O_DIRECT aligned to %d", f.past.align)
+			t.Logf("O_DIRECT aligned to %d", f.direct.align)
 			var wg sync.WaitGroup
 			for g := range 4 {
 				r := rand.New(rand.NewPCG(seed, uint64(g)))
@@ -121,7 +121,7 @@ func TestAnyAlignment(t *testing.T) {
 	}
 }
 
-// In a load that does not fit into memory, what is cold is read past the cache
+// In a load that does not fit into memory, what is cold is read by direct I/O
 // and stays cold, and what is resident is taken from there.
 func TestColdStaysCold(t *testing.T) {
 	path, data := noise(t, 3*window+100_000, 7)
@@ -133,14 +133,14 @@ func TestColdStaysCold(t *testing.T) {
 	if d := f.Expect(1<<50, "auto"); d != depth {
 		t.Fatalf("depth %d of a load that is cold in part", d)
 	}
-	if f.past.load.Load() == nil {
+	if f.direct.load.Load() == nil {
 		t.Skip("no O_DIRECT here")
 	}
 	got := make([]byte, len(data))
 	const piece = 1 << 20
 	for at := 0; at < len(data); at += piece {
 		end := min(len(data), at+piece)
-		f.Prefetch(int64(at), int64(end-at)) // must not bring in what is read past the cache
+		f.prefetch(int64(at), int64(end-at)) // must not bring in what direct I/O reads
 		if err := f.ReadAt(context.Background(), got[at:end], int64(at)); err != nil {
 			t.Fatal(err)
 		}
@@ -148,8 +148,8 @@ func TestColdStaysCold(t *testing.T) {
 	if !bytes.Equal(got, data) {
 		t.Fatal("wrong bytes")
 	}
-	if f.Past() != window {
-		t.Errorf("%d bytes past the cache, want %d", f.Past(), window)
+	if f.DirectBytes() != window {
+		t.Errorf("%d bytes by direct I/O, want %d", f.DirectBytes(), window)
 	}
 	for i, want := range []float64{1, 0, 1} {
 		if share, _ := resident(f.fd, int64(i)*window, window); share < want-0.1 || share > want+0.1 {
@@ -197,18 +197,18 @@ func TestResident(t *testing.T) {
 func TestRefusedDirect(t *testing.T) {
 	path, data := noise(t, 3<<20+5, 4)
 	f := opened(t, path, 1, "direct")
-	if f.past.align < 2 {
+	if f.direct.align < 2 {
 		t.Skip("no O_DIRECT here")
 	}
-	f.past.align = 1 // what the kernel will not take
+	f.direct.align = 1 // what the kernel will not take
 	got := make([]byte, len(data)-1)
 	if err := f.ReadAt(context.Background(), got, 1); err != nil || !bytes.Equal(got, data[1:]) {
 		t.Fatalf("%v, or wrong bytes", err)
 	}
-	if !f.past.stopped.Load() {
+	if !f.direct.stopped.Load() {
 		t.Skip("this file system takes any offset")
 	}
-	if f.past.wants(f, 0, 1<<20) {
+	if f.direct.wants(f, 0, 1<<20) {
 		t.Error("tried again after it was refused")
 	}
 }
@@ -290,7 +290,8 @@ func TestIdentity(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer f.Close()
-		return f.Identity()
+		facts := f.Facts()
+		return facts.Identity, facts.Settled
 	}
 	a, ok := state()
 	if ok {

@@ -28,7 +28,7 @@ func TestWorkers(t *testing.T) {
 	for w := range 5 {
 		wg.Go(func() {
 			for range 4 {
-				mine := piece{bytes: p.bytes, jobs: append([]device.Job(nil), p.jobs...)}
+				mine := piece{bytes: p.bytes, jobs: append([]device.DecodeTask(nil), p.jobs...)}
 				sizes := make([]int64, len(mine.jobs))
 				for i := range sizes {
 					sizes[i] = size(&mine.jobs[i])
@@ -46,7 +46,7 @@ func TestWorkers(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				copy(s.Bytes, mine.bytes)
+				copy(s.Memory(), mine.bytes)
 				landed := make(chan error, len(mine.jobs))
 				if err := l.Submit(s, int64(len(mine.bytes)), mine.jobs, func(_ int, err error) { landed <- err }); err != nil {
 					t.Error(err)
@@ -79,16 +79,16 @@ func TestLaneIsCutAgain(t *testing.T) {
 	p.coded(weights(r, x16.BF16, 90_000), x16.BF16)
 	p.raw(weights(r, x16.Bytes, 20_000))
 	slots, size := Ring()
-	far, farSize := FarRing()
+	far, farSize := RemoteRing()
 	if far <= slots || farSize >= size || int64(far)*stride(farSize) > int64(slots)*stride(size) {
 		t.Errorf("%d slots of %d from far away, %d of %d for files", far, farSize, slots, size)
 	}
-	var first *Lane
+	var first *Queue
 	for i, cut := range []struct {
 		slots int
 		size  int64
 	}{{slots, size}, {far, farSize}, {slots / 2, 2 * size}, {far, farSize}, {slots, size}} {
-		l, err := d.Lane(cut.slots, cut.size)
+		l, err := d.Queue(cut.slots, cut.size)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -100,18 +100,18 @@ func TestLaneIsCutAgain(t *testing.T) {
 		if len(l.slots) != cut.slots {
 			t.Errorf("%d slots, not %d", len(l.slots), cut.slots)
 		}
-		all := make([]*Slot, cut.slots)
+		all := make([]device.Slot, cut.slots)
 		for k := range all {
 			if all[k], err = l.Get(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			for j := range all[k].Bytes {
-				all[k].Bytes[j] = byte(k)
+			for j := range all[k].Memory() {
+				all[k].Memory()[j] = byte(k)
 			}
 		}
 		for k, s := range all {
-			if int64(len(s.Bytes)) < cut.size || s.Bytes[0] != byte(k) || s.Bytes[len(s.Bytes)-1] != byte(k) {
-				t.Errorf("slot %d of %d bytes is not its own", k, len(s.Bytes))
+			if int64(len(s.Memory())) < cut.size || s.Memory()[0] != byte(k) || s.Memory()[len(s.Memory())-1] != byte(k) {
+				t.Errorf("slot %d of %d bytes is not its own", k, len(s.Memory()))
 			}
 			l.Put(s)
 		}
@@ -126,7 +126,7 @@ func TestLaneIsCutAgain(t *testing.T) {
 // Close waits for the rest.
 func TestCancel(t *testing.T) {
 	d := begun(t)
-	l, err := d.Lane(1, 1<<20)
+	l, err := d.Queue(1, 1<<20)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -145,7 +145,7 @@ func TestCancel(t *testing.T) {
 	}
 	defer mem[0].Release()
 	gate, called := make(chan struct{}), false
-	job := []device.Job{{Chunk: tensor.Chunk{Stored: 1000, Logical: 1000}, Dst: mem[0].Ptr}}
+	job := []device.DecodeTask{{Chunk: tensor.Chunk{Stored: 1000, Logical: 1000}, Dst: mem[0].Ptr}}
 	if err := l.Submit(s, 1000, job, func(int, error) { <-gate; called = true }); err != nil {
 		t.Fatal(err)
 	}
@@ -157,7 +157,7 @@ func TestCancel(t *testing.T) {
 	if !called {
 		t.Error("Close did not wait")
 	}
-	again, err := d.Lane(1, 1<<20)
+	again, err := d.Queue(1, 1<<20)
 	if err != nil || again != l {
 		t.Errorf("the idle lane was not used again: %v", err)
 	}

@@ -12,12 +12,12 @@ import (
 )
 
 const (
-	// depth is the reads in flight that a disk wants when it is read past the
-	// page cache, and when the cache has to be filled.
+	// depth is the reads in flight that a disk wants for direct I/O,
+	// and when the cache has to be filled.
 	depth = 16
 	// window is how much of a file is judged as one: resident or cold.
 	window = 16 << 20
-	// least is the smallest read that goes past the cache: below it the disk's
+	// least is the smallest direct read: below it the disk's
 	// latency, which read-ahead hides, is what counts.
 	least = 128 << 10
 	// page is the alignment of memory that is read into in place. Devices would
@@ -29,9 +29,9 @@ const (
 	bounce = 1 << 20
 )
 
-// past reads a file past the page cache.
-type past struct {
-	load    atomic.Pointer[windows] // nil: nothing goes past the cache
+// direct reads a file by direct I/O (O_DIRECT).
+type direct struct {
+	load    atomic.Pointer[windows] // nil: nothing is read so
 	stopped atomic.Bool
 
 	mu    sync.Mutex // opening
@@ -44,7 +44,7 @@ type past struct {
 type windows struct {
 	forced bool // what is resident does not count
 	state  []atomic.Int32
-	bytes  atomic.Int64 // read past the cache
+	bytes  atomic.Int64 // read by direct I/O
 }
 
 // The states of a window.
@@ -54,34 +54,33 @@ const (
 	cold
 )
 
-// Expect decides how the coming load reads; see source.Planned.
+// Expect decides how the coming load reads; see source.File.
 func (f *File) Expect(total int64, how string) int {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
-	f.past.load.Store(nil)
+	f.direct.load.Store(nil)
 	if f.shut || how == "buffered" {
 		return 0
 	}
 	forced := how == "direct"
 	if !forced {
-		kind := kindOf(f.fd)
-		if kind == inMemory || !f.anyCold() {
+		if f.kind == inMemory || !f.anyCold() {
 			return 0
 		}
-		if kind == network || total <= available()/2 {
+		if f.kind == network || total <= available()/2 {
 			return depth
 		}
 	}
-	if !f.past.open(f.fd) {
+	if !f.direct.open(f.fd) {
 		return 0
 	}
-	f.past.load.Store(&windows{forced: forced, state: make([]atomic.Int32, f.size/window+1)})
+	f.direct.load.Store(&windows{forced: forced, state: make([]atomic.Int32, f.size/window+1)})
 	return depth
 }
 
-// Past is how many bytes came past the cache; see source.Planned.
-func (f *File) Past() int64 {
-	if l := f.past.load.Load(); l != nil {
+// DirectBytes is how many bytes direct I/O has read; see source.File.
+func (f *File) DirectBytes() int64 {
+	if l := f.direct.load.Load(); l != nil {
 		return l.bytes.Load()
 	}
 	return 0
@@ -98,9 +97,9 @@ func (f *File) anyCold() bool {
 	return false
 }
 
-// wants says whether n bytes at off are to be read past the cache. f.mu is
+// wants says whether n bytes at off are to be read by direct I/O. f.mu is
 // held.
-func (p *past) wants(f *File, off int64, n int) bool {
+func (p *direct) wants(f *File, off int64, n int) bool {
 	l := p.load.Load()
 	if l == nil || n < least || p.stopped.Load() {
 		return false
@@ -120,9 +119,9 @@ func (p *past) wants(f *File, off int64, n int) bool {
 	return state == cold
 }
 
-// open opens the file behind fd once more, past the cache: that very file,
+// open opens the file behind fd once more, for direct I/O: that very file,
 // whatever its name means by now.
-func (p *past) open(fd int) bool {
+func (p *direct) open(fd int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.tried {
@@ -168,7 +167,7 @@ var buffers = sync.Pool{New: func() any {
 
 // read reads some of p from off, in place if memory and offset allow it and by
 // way of a buffer if not. Like pread, it gives 0 at the end of the file.
-func (p *past) read(b []byte, off int64) (int, error) {
+func (p *direct) read(b []byte, off int64) (int, error) {
 	head := off % p.align
 	if whole := min(len(b), step) &^ (page - 1); head == 0 && whole > 0 && uintptr(unsafe.Pointer(&b[0]))%page == 0 {
 		n, err := unix.Pread(p.fd, b[:whole], off)
@@ -184,7 +183,7 @@ func (p *past) read(b []byte, off int64) (int, error) {
 	return p.count(copy(b, (*buf)[head:got])), nil
 }
 
-func (p *past) count(n int) int {
+func (p *direct) count(n int) int {
 	if l := p.load.Load(); l != nil && n > 0 {
 		l.bytes.Add(int64(n))
 	}
@@ -197,10 +196,10 @@ func refused(err error) bool {
 }
 
 // stop gives direct reads up for this file.
-func (p *past) stop() { p.stopped.Store(true) }
+func (p *direct) stop() { p.stopped.Store(true) }
 
 // close closes the second descriptor. No read is under way.
-func (p *past) close() {
+func (p *direct) close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.load.Store(nil)

@@ -12,30 +12,29 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// direct is GPUDirect Storage for one load.
-type direct struct {
-	readers []device.Reader // by source; nil: through the host
-	files   []*gds.File
-	undo    func() // of the staging's registration
-	gpu     *cuda.Device
-	base    unsafe.Pointer // of the staging
-	bytes   atomic.Int64   // read so
-	why     string         // why some of the sources are read through the host; "" if none is
+// gdsReads is GPUDirect Storage for one load.
+type gdsReads struct {
+	by    []device.Reader // by source; nil: through the host
+	files []*gds.File
+	undo  func() // of the staging's registration
+	gpu   *cuda.Device
+	base  unsafe.Pointer // of the staging
+	bytes atomic.Int64   // read so
+	why   string         // why some of the sources are read through the host; "" if none is
 }
 
-// straight makes the local files of a load ready for GPUDirect Storage. What it
+// byGDS makes the local files of a load ready for GPUDirect Storage. What it
 // does not reach is read through the host.
-func (l *Loading) straight(lane gpuLane) (*direct, error) {
-	base, n := lane.Staging()
-	d := &direct{readers: make([]device.Reader, len(l.model.srcs)), gpu: l.target.gpu, base: base, undo: func() {}}
+func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
+	base, n := queue.Staging()
+	d := &gdsReads{by: make([]device.Reader, len(l.model.srcs)), gpu: l.target.gpu, base: base, undo: func() {}}
 	err := d.gpu.Current(func() error {
 		for i, s := range l.model.srcs {
-			on, ok := s.(mappable)
-			_, lends := s.(source.Lender)
+			facts := s.Facts()
 			switch {
-			case lends:
+			case facts.View != nil:
 				continue
-			case !ok:
+			case facts.File == nil:
 				d.why = fault.Redact(s.URI()) + " is no local file"
 				continue
 			case l.model.ix.Sources[i].Overwire():
@@ -43,7 +42,7 @@ func (l *Loading) straight(lane gpuLane) (*direct, error) {
 				continue
 			}
 			var f *gds.File
-			err := on.WithFD(func(fd int) (err error) {
+			err := facts.File.WithFD(func(fd int) (err error) {
 				f, err = gds.Open(fd)
 				return err
 			})
@@ -52,7 +51,7 @@ func (l *Loading) straight(lane gpuLane) (*direct, error) {
 				continue
 			}
 			d.files = append(d.files, f)
-			d.readers[i] = &directFile{d, f, s}
+			d.by[i] = &gdsFile{d, f, s}
 		}
 		if d.files != nil {
 			d.undo = gds.Register(base, n)
@@ -62,16 +61,16 @@ func (l *Loading) straight(lane gpuLane) (*direct, error) {
 	return d, err
 }
 
-// by is the readers; d may be nil.
-func (d *direct) by() []device.Reader {
+// readers are those of the sources; d may be nil.
+func (d *gdsReads) readers() []device.Reader {
 	if d == nil {
 		return nil
 	}
-	return d.readers
+	return d.by
 }
 
 // close ends it; no read is under way. d may be nil.
-func (d *direct) close() {
+func (d *gdsReads) close() {
 	if d == nil {
 		return
 	}
@@ -87,14 +86,14 @@ func (d *direct) close() {
 	}
 }
 
-// A directFile is one source; see device.Reader.
-type directFile struct {
-	*direct
+// A gdsFile is one source; see device.Reader.
+type gdsFile struct {
+	*gdsReads
 	file *gds.File
 	src  source.Source
 }
 
-func (f *directFile) ReadInto(ctx context.Context, dst unsafe.Pointer, n, off int64) error {
+func (f *gdsFile) ReadInto(ctx context.Context, dst unsafe.Pointer, n, off int64) error {
 	at := int64(uintptr(dst) - uintptr(f.base))
 	for n > 0 {
 		if ctx.Err() != nil {

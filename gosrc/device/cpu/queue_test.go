@@ -1,0 +1,141 @@
+package cpu
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+var _ device.Queue = (*Queue)(nil)
+
+// A slot has one owner at a time, slots do not overlap, and Close waits for
+// all of them and releases the memory.
+func TestQueueSlots(t *testing.T) {
+	q, err := NewQueue(4, 100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for g := range 16 {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			for range 200 {
+				s, err := q.Get(context.Background())
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				b := s.Memory()
+				if len(b) < 100 || s.DeviceMirror() != nil {
+					t.Errorf("a slot of %d bytes, mirrored at %v", len(b), s.DeviceMirror())
+				}
+				for i := range b {
+					b[i] = byte(g)
+				}
+				for _, x := range b {
+					if x != byte(g) {
+						t.Error("two owners")
+					}
+				}
+				q.Put(s)
+			}
+		}()
+	}
+	wg.Wait()
+	if q.StagingBytes() < 400 || q.Asynchronous() {
+		t.Errorf("%d bytes, asynchronous: %v", q.StagingBytes(), q.Asynchronous())
+	}
+	last, err := q.Get(context.Background())
+	if err != nil {
+		t.Fatal(err)
+	}
+	closed := make(chan struct{})
+	go func() { defer close(closed); q.Close() }()
+	select {
+	case <-closed:
+		t.Fatal("closed while a slot is in use")
+	case <-time.After(20 * time.Millisecond):
+	}
+	last.Memory()[0] = 1
+	q.Put(last)
+	<-closed
+	if err := unix.Madvise(unsafe.Slice((*byte)(q.base), q.length), unix.MADV_NORMAL); !errors.Is(err, unix.ENOMEM) {
+		t.Errorf("the memory was not released: %v", err)
+	}
+}
+
+func TestQueueGetEndsWithItsContext(t *testing.T) {
+	q, err := NewQueue(1, 10)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, _ := q.Get(context.Background())
+	cause := errors.New("enough")
+	ctx, cancel := context.WithCancelCause(context.Background())
+	time.AfterFunc(10*time.Millisecond, func() { cancel(cause) })
+	if _, err := q.Get(ctx); !errors.Is(err, cause) {
+		t.Errorf("%v, want the cause", err)
+	}
+	q.Put(s)
+	defer func() {
+		if recover() == nil {
+			t.Error("a slot given back twice passes")
+		}
+	}()
+	q.Put(s)
+}
+
+// Tasks of a piece land where they belong, out of the slot or of a view, which
+// ends with Submit; the first that fails is the error of those behind it, and
+// the slot is back whatever happens.
+func TestQueueSubmit(t *testing.T) {
+	q, err := NewQueue(1, 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer q.Close()
+	raw := func(src, n uint32, dst *byte) device.DecodeTask {
+		return device.DecodeTask{Chunk: tensor.Chunk{Stored: n, Logical: n, Codec: tensor.CodecRaw}, Src: src, Dst: unsafe.Pointer(dst)}
+	}
+	submit := func(view []byte, tasks ...device.DecodeTask) (errs []error) {
+		s, err := q.Get(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		copy(s.Memory(), "0123456789")
+		if view != nil {
+			s.View(view)
+		}
+		if err := q.Submit(s, 10, tasks, func(i int, err error) {
+			if i != len(errs) {
+				t.Errorf("task %d is told of after %d", i, len(errs))
+			}
+			errs = append(errs, err)
+		}); err != nil {
+			t.Fatal(err)
+		}
+		return errs
+	}
+	mem := make([]byte, 8)
+	if errs := submit(nil, raw(2, 3, &mem[0]), raw(7, 2, &mem[4])); errs[0] != nil || errs[1] != nil || string(mem) != "234\x0078\x00\x00" {
+		t.Errorf("%v, %q", errs, mem)
+	}
+	if errs := submit([]byte("abcdefghij"), raw(2, 3, &mem[0])); errs[0] != nil || string(mem[:3]) != "cde" {
+		t.Errorf("of a view: %v, %q", errs, mem)
+	}
+	bad := raw(0, 3, &mem[0])
+	bad.Chunk.Logical = 4
+	errs := submit(nil, raw(5, 1, &mem[0]), bad, raw(0, 1, &mem[1]))
+	if len(errs) != 3 || errs[0] != nil || errs[1] == nil || errs[2] != errs[1] || mem[0] != '5' || mem[1] == '0' {
+		t.Errorf("%v, %q", errs, mem)
+	}
+}

@@ -1,0 +1,116 @@
+//go:build cgo
+
+package cuda
+
+/*
+#include "batch.h"
+*/
+import "C"
+
+import "github.com/overwire/overwire/gosrc/fault"
+
+// Copy queues a copy of n bytes between any two places, of the device or the
+// host; with wait it is done when Copy returns. Memory of the host that is not
+// pinned makes it wait in any case.
+func (d *Device) Copy(on Order, dst, src uint64, n int64, wait bool) error {
+	if n <= 0 {
+		return nil
+	}
+	if err := d.follow(on.Stream, on.After...); err != nil {
+		return err
+	}
+	w := C.int(0)
+	if wait {
+		w = 1
+	}
+	var e C.struct_owcu_error
+	if C.owcu_copy(d.ctx, C.uint64_t(on.Stream), C.owcu_ptr(dst), C.owcu_ptr(src), C.uint64_t(n), w, &e) != 0 {
+		return failure(d.index, &e)
+	}
+	return nil
+}
+
+// Follow makes a stream wait for what is queued on another now.
+func (d *Device) Follow(stream, after uintptr) error { return d.follow(stream, after) }
+
+func (d *Device) follow(stream uintptr, after ...uintptr) error {
+	if len(after) == 0 {
+		return nil
+	}
+	others := make([]C.uint64_t, len(after))
+	for i, s := range after {
+		others[i] = C.uint64_t(s)
+	}
+	var e C.struct_owcu_error
+	d.linking.Lock()
+	defer d.linking.Unlock()
+	if C.owcu_follow(d.ctx, &d.link, C.uint64_t(stream), &others[0], C.uint64_t(len(others)), &e) != 0 {
+		return failure(d.index, &e)
+	}
+	return nil
+}
+
+// NewStream makes a stream, which FreeStream ends.
+func (d *Device) NewStream() (uintptr, error) {
+	var e C.struct_owcu_error
+	var s C.uint64_t
+	if C.owcu_stream_new(d.ctx, &s, &e) != 0 {
+		return 0, failure(d.index, &e)
+	}
+	return uintptr(s), nil
+}
+
+// FreeStream ends a stream when its work is done, without waiting for that.
+func (d *Device) FreeStream(stream uintptr) error {
+	var e C.struct_owcu_error
+	if C.owcu_stream_free(d.ctx, C.uint64_t(stream), &e) != 0 {
+		return failure(d.index, &e)
+	}
+	return nil
+}
+
+// SyncStream waits for what is queued on a stream.
+func (d *Device) SyncStream(stream uintptr) error {
+	var e C.struct_owcu_error
+	if C.owcu_stream_sync(d.ctx, C.uint64_t(stream), &e) != 0 {
+		return failure(d.index, &e)
+	}
+	return nil
+}
+
+// OwnsStream refuses a stream of another device. The special ones are
+// everybody's.
+func (d *Device) OwnsStream(stream uintptr) error {
+	if stream <= 2 {
+		return nil
+	}
+	var e C.struct_owcu_error
+	var here C.int
+	if C.owcu_stream_here(d.ctx, C.uint64_t(stream), &here, &e) != 0 {
+		return failure(d.index, &e)
+	}
+	if here == 0 {
+		return fault.New(fault.ErrArgument, "the stream %#x is not one of cuda:%d", stream, d.index)
+	}
+	return nil
+}
+
+// ThreadMode sets the mode of stream capture of the calling thread, a number of
+// CUstreamCaptureMode, and gives the one before; -1 if there is no driver, or for
+// another number, which change nothing. It is for threads of Python's, on which
+// torch is called next.
+func ThreadMode(mode int) int {
+	if mode < 0 || Available() != nil {
+		return -1
+	}
+	return int(C.owcu_thread_mode(C.int(mode)))
+}
+
+// DeviceOf is the number of the device that an address is of, and -1 for memory
+// of the host.
+func DeviceOf(address uint64) int {
+	if Available() != nil {
+		return -1
+	}
+	return int(C.owcu_pointer_device(C.owcu_ptr(address)))
+}

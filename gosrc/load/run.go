@@ -1,0 +1,222 @@
+package load
+
+import (
+	"cmp"
+	"context"
+	"runtime"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/pipeline"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// machine is what a load of the model to a target runs on and reads from; ranges
+// that are read in steps count if stepped.
+func (m *Model) machine(t target, threads int, stepped bool) plan.Machine {
+	mc := plan.Machine{Cores: runtime.GOMAXPROCS(0), Threads: cmp.Or(max(0, threads), max(0, knob.Threads.Get()))}
+	for _, s := range m.srcs {
+		f := s.Facts()
+		mc.Concurrency = max(mc.Concurrency, f.Concurrency)
+		mc.DirectIO = mc.DirectIO || f.File != nil
+		stepped = stepped && f.Ranges != nil
+		mc.RangeBytes = max(mc.RangeBytes, f.RangeBytes)
+	}
+	if !stepped {
+		mc.RangeBytes = 0
+	}
+	if t.gpu != nil {
+		_, mc.SlotBytes = ring(mc)
+	}
+	return mc
+}
+
+// A shape is what a load will do: which bytes are read where, and by whom.
+type shape struct {
+	dest           []unsafe.Pointer // by request
+	maps           []int            // requests that are mapped
+	bytes, mapped  int64
+	plan           *plan.Plan
+	begun, planned time.Time
+}
+
+// shape gives every request its destination and plans the reading of what is not
+// mapped. It reads nothing.
+func (l *Loading) shape(reqs []Request) *shape {
+	s := &shape{dest: make([]unsafe.Pointer, len(reqs))}
+	for i := range reqs {
+		n := l.wants[i].Bytes
+		s.bytes += n
+		switch {
+		case l.mapped[i]:
+			s.maps = append(s.maps, i)
+			s.mapped += n
+		case l.told != nil && l.told[i], l.later != nil && l.later[i] > 0:
+			s.dest[i] = address(pending)
+		case reqs[i].Dest != 0:
+			s.dest[i] = address(reqs[i].Dest)
+		default:
+			s.dest[i] = l.mem[i].Ptr
+		}
+	}
+	s.begun = time.Now()
+	s.plan = plan.Make(l.model.ix, l.wants, s.dest, l.machine.Limits())
+	s.planned = time.Now()
+	return s
+}
+
+// run is the job: shape, run, report.
+func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Options) error {
+	start := time.Now()
+	if l.later != nil {
+		ctx, cancel := context.WithCancel(ctx)
+		provided := l.provide(ctx)
+		defer func() {
+			cancel()
+			<-provided
+		}()
+	}
+	s := l.shape(reqs)
+	j.TotalBytes.Store(s.bytes)
+	j.TotalTensors.Store(int64(len(reqs)))
+	how := cmp.Or(opt.Read, knob.Read.Get())
+	files, depth := expect(l.model.srcs, s.plan, how)
+	late, err := l.plantCasts(s.plan, s.dest)
+	if err != nil {
+		return err
+	}
+	defer late.free()
+	l.landMapped(j, s)
+	queue, err := l.prepare(s.plan, opt.Stream)
+	if err != nil {
+		return err
+	}
+	task := l.task(s, queue, depth, opt)
+	var ways *gdsReads
+	if queue != nil && how == "gds" {
+		if ways, err = l.byGDS(queue); err != nil {
+			return l.model.where("stage", err)
+		}
+	}
+	task.GDS, task.Landed = ways.readers(), late.or(l.land)
+	task.Progress = func(n int64) { j.Bytes.Add(n) }
+	rep := Report{Bytes: s.bytes, Tensors: int64(len(reqs)), Mapped: s.mapped}
+	rep.Stages, err = pipeline.Run(ctx, task)
+	ways.close()
+	if err == nil {
+		err = late.cast(ctx, queue, l.land)
+	}
+	if err == nil {
+		err = l.model.uncut()
+	}
+	rep.Seconds = time.Since(start).Seconds()
+	if err == nil && task.Trace != nil {
+		sum := task.Trace.Summary()
+		rep.Trace = &sum
+		err = task.Trace.WriteFile(traceFile(opt))
+	}
+	for _, f := range files {
+		rep.DirectIO += f.DirectBytes()
+	}
+	if ways != nil {
+		rep.GDS, rep.NoGDS = ways.bytes.Load(), ways.why
+	}
+	j.SetReport(rep)
+	return err
+}
+
+func traceFile(opt Options) string { return cmp.Or(opt.Trace, knob.Trace.Get()) }
+
+// landMapped lets the requests land that nothing is read for.
+func (l *Loading) landMapped(j *job.Job, s *shape) {
+	for i, n := range s.plan.Left {
+		if n == 0 && !l.mapped[i] {
+			l.land(int32(i))
+		}
+	}
+	l.prefault(s.maps)
+	for _, i := range s.maps {
+		j.Bytes.Add(l.mem[i].Bytes)
+		l.land(int32(i))
+	}
+}
+
+// prepare makes the GPU's queue fit the plan, after the work of the caller's
+// stream; nil: the host.
+func (l *Loading) prepare(p *plan.Plan, stream uint64) (*cuda.Queue, error) {
+	if l.target.gpu == nil {
+		return nil, nil
+	}
+	if pin := l.model.pin; pin != nil {
+		if err := l.model.register(pin, l.target.gpu); err != nil {
+			return nil, err
+		}
+	}
+	queue, err := l.queueFor(p)
+	if err == nil && stream != 0 {
+		err = queue.WaitFor(uintptr(stream))
+	}
+	if err != nil {
+		return nil, l.model.where("stage", err)
+	}
+	return queue, nil
+}
+
+// queueFor is the load's queue, in place of which another is made if a piece of
+// the plan is larger than its slots.
+func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if p.Slot > l.machine.SlotBytes {
+		l.queue.Close()
+		l.queue = nil
+		queue, err := l.target.queue(p.Slot, l.machine)
+		if err != nil {
+			return nil, err
+		}
+		l.queue = queue
+	}
+	return l.queue, nil
+}
+
+// task is what the pipeline runs of a shape.
+func (l *Loading) task(s *shape, queue *cuda.Queue, depth int, opt Options) *pipeline.Task {
+	t := &pipeline.Task{Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: s.plan, Workers: l.machine.Workers(depth), NoCheck: opt.NoCheck}
+	if queue != nil {
+		t.Queue = queue
+	}
+	if l.places != nil {
+		t.Place = l.places.real
+	}
+	if traceFile(opt) != "" {
+		t.Trace = pipeline.NewTrace()
+		t.Trace.Verb("open", l.model.opened[0], l.model.opened[1], 0)
+		t.Trace.Verb("plan", s.begun, s.planned, s.bytes)
+	}
+	if l.machine.RangeBytes > 0 {
+		t.Range = func() int64 { return l.machine.Range(s.plan.Read, min(t.Workers, l.model.atOnce())) }
+	}
+	return t
+}
+
+// expect tells the files of a plan what is coming, and returns those that it told
+// and how many reads at once serve them best.
+func expect(srcs []source.Source, p *plan.Plan, how string) (files []source.File, depth int) {
+	last := int32(-1)
+	for i := range p.Pieces { // in the order of the sources
+		s := p.Pieces[i].Source
+		if s == last {
+			continue
+		}
+		last = s
+		if f := srcs[s].Facts().File; f != nil {
+			files = append(files, f)
+			depth = max(depth, f.Expect(p.Read, how))
+		}
+	}
+	return files, depth
+}

@@ -1,0 +1,45 @@
+package plan
+
+import "testing"
+
+// What is read at once, and by how many, of every kind of source and device.
+func TestMachine(t *testing.T) {
+	const slot, rng = 8 << 20, 8 << 20
+	for _, c := range []struct {
+		name    string
+		m       Machine
+		lim     Limits
+		workers int // at depth 20
+	}{
+		{"local", Machine{Cores: 4}, Limits{Piece: 1 << 20, Gap: 64 << 10, InPlace: true}, 20},
+		{"local, direct I/O", Machine{Cores: 64, DirectIO: true}, Limits{Piece: 1 << 20, Gap: 64 << 10, InPlace: true, Align: 4096}, 64},
+		{"in order", Machine{Cores: 4, Concurrency: 1}, Limits{Piece: 1 << 20, Gap: 64 << 10, InPlace: true}, 20},
+		{"remote", Machine{Cores: 4, Concurrency: 64}, Limits{Piece: 4 << 20, Gap: 512 << 10, InPlace: true}, 64},
+		{"remote, in steps", Machine{Cores: 4, Concurrency: 64, RangeBytes: rng}, Limits{Piece: 1 << 20, Gap: 64 << 10, InPlace: true}, 64},
+		{"said", Machine{Cores: 4, Concurrency: 64, Threads: 3}, Limits{Piece: 4 << 20, Gap: 512 << 10, InPlace: true}, 3},
+		{"device", Machine{Cores: 64, SlotBytes: slot}, Limits{Piece: slot, Gap: 256 << 10, Part: 1 << 20}, 20},
+		{"device, remote", Machine{Cores: 64, SlotBytes: slot, Concurrency: 16}, Limits{Piece: slot, Gap: 512 << 10, Part: 4 << 20}, 20},
+		{"device, in steps", Machine{SlotBytes: slot, Concurrency: 64, RangeBytes: rng, DirectIO: true}, Limits{Piece: slot, Gap: 256 << 10, Part: 1 << 20, Align: 4096}, 64},
+	} {
+		if lim := c.m.Limits(); lim != c.lim {
+			t.Errorf("%s: %+v, want %+v", c.name, lim, c.lim)
+		}
+		if n := c.m.Workers(20); n != c.workers {
+			t.Errorf("%s: %d workers, want %d", c.name, n, c.workers)
+		}
+	}
+	host, dev := Machine{Concurrency: 64, RangeBytes: rng}, Machine{SlotBytes: slot, Concurrency: 64, RangeBytes: rng}
+	for _, c := range []struct {
+		m      Machine
+		read   int64
+		atOnce int
+		want   int64
+	}{
+		{host, 1 << 40, 8, rng}, {host, 64 << 20, 8, 2 << 20}, {host, 10, 8, 1 << 20}, {host, 64 << 20, 0, rng},
+		{dev, 1 << 40, 8, 32 << 20}, {dev, 64 << 20, 1, 16 << 20}, {dev, 64 << 20, 16, slot},
+	} {
+		if n := c.m.Range(c.read, c.atOnce); n != c.want {
+			t.Errorf("%+v: a range of %d, want %d", c, n, c.want)
+		}
+	}
+}
