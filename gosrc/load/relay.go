@@ -188,7 +188,7 @@ func (r *Relay) queues() (err error) {
 // letGo gives back what queues made; it waits for what is under way there.
 func (r *Relay) letGo() {
 	if r.queue != nil {
-		if r.spec.Timeline { // only a broken lane refuses
+		if r.spec.Timeline { // only a broken device refuses
 			_ = r.queue.Drain(context.Background())
 			_ = r.queue.Time(nil)
 		}

@@ -28,7 +28,7 @@ type model struct {
 	logical [][]byte // by tensor
 	trace   *Trace   // of the next run
 	steps   int64    // Task.Range of the next run
-	slots   int      // of a lane of its own; 0: the pipeline's
+	slots   int      // of a queue of its own; 0: the pipeline's
 	stages  Stages   // of the last
 }
 
@@ -321,10 +321,10 @@ func TestRanges(t *testing.T) {
 	}
 }
 
-// On a lane a range goes on from piece to piece, if it has room for more than one,
+// With few slots a range goes on from piece to piece, if it has room for more than one,
 // and never ends within one. It all ends with one permit, or one slot, among four
 // workers.
-func TestRangesOnALane(t *testing.T) {
+func TestRangesWithFewSlots(t *testing.T) {
 	for _, c := range []struct {
 		slots  int
 		steps  int64
@@ -336,12 +336,12 @@ func TestRangesOnALane(t *testing.T) {
 	} {
 		for _, permits := range []int{1, 2, 4} {
 			t.Run(fmt.Sprintf("%d slots, ranges of %d KiB, %d permits", c.slots, c.steps>>10, permits),
-				func(t *testing.T) { rangesOnALane(t, c.slots, permits, c.steps, c.ranges) })
+				func(t *testing.T) { rangesWithFewSlots(t, c.slots, permits, c.steps, c.ranges) })
 		}
 	}
 }
 
-func rangesOnALane(t *testing.T, slots, permits int, steps int64, ranges int) {
+func rangesWithFewSlots(t *testing.T, slots, permits int, steps int64, ranges int) {
 	data := make([]byte, 1<<20)
 	_, _ = rand.NewChaCha8([32]byte{2}).Read(data)
 	src := &narrow{Steps: &sourcetest.Steps{Source: &sourcetest.Mem{Name: "m", Data: data}}, permit: make(chan struct{}, permits)}

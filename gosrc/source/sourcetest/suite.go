@@ -273,7 +273,7 @@ func (s *suite) states(t *testing.T) {
 	if !s.is.Known {
 		return
 	}
-	if f.Identity.Size != src.Size() || (f.Identity.Object == "") != (f.File != nil) || (f.Identity.Pin == "") != (f.File != nil) {
+	if id := f.Identity; id.Size != src.Size() || (id.Object == "") != (id.Pin == "") || (id.Object == "") != (id.Inode != 0) || f.File != nil && id.Inode == 0 {
 		t.Errorf("%+v of %d bytes", f.Identity, src.Size())
 	}
 	other := s.open(t, append([]byte{'x'}, s.data...))
