@@ -93,16 +93,6 @@ func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) 
 // Index is what the model holds.
 func (m *Model) Index() *tensor.Index { return m.ix }
 
-// atOnce is how many ranges are read in steps at once as things stand.
-func (m *Model) atOnce() (reads int) {
-	for _, s := range m.srcs {
-		if r := s.Facts().Ranges; r != nil {
-			reads = max(reads, r.AtOnce())
-		}
-	}
-	return reads
-}
-
 // Close ends the handle. Loads that run go on; the sources are closed after
 // the last of them. Close may be called more than once.
 func (m *Model) Close() {

@@ -198,7 +198,17 @@ func (l *Loading) task(s *shape, queue *cuda.Queue, depth int, opt Options) *pip
 		t.Trace.Verb("plan", s.begun, s.planned, s.bytes)
 	}
 	if l.machine.RangeBytes > 0 {
-		t.Range = func() int64 { return l.machine.Range(s.plan.Read, min(t.Workers, l.model.atOnce())) }
+		ranges := make([]source.Ranges, len(l.model.srcs))
+		for i, src := range l.model.srcs {
+			ranges[i] = src.Facts().Ranges
+		}
+		t.Range = func() int64 {
+			atOnce := 0
+			for _, r := range ranges {
+				atOnce = max(atOnce, r.AtOnce())
+			}
+			return l.machine.Range(s.plan.Read, min(t.Workers, atOnce))
+		}
 	}
 	return t
 }
