@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ._apart import apart
     from .bundles.unpickling import load_plain
     from .files import number_of, read_file, regular
-    from .model.forked import forked, refuse_compressed
+    from .model.forked import forked, is_compressed, refuse_compressed
     from .model.joining import written
     from .model.layout import refuse_urls
     from .paths import local, path_of, shown
@@ -24,6 +24,7 @@ __all__ = [
     "ObjectWriter",
     "apart",
     "forked",
+    "is_compressed",
     "load_plain",
     "local",
     "number_of",
@@ -45,7 +46,7 @@ _HOMES = {
     "_apart": ("apart",),
     "bundles.unpickling": ("load_plain",),
     "files": ("number_of", "read_file", "regular"),
-    "model.forked": ("forked", "refuse_compressed"),
+    "model.forked": ("forked", "is_compressed", "refuse_compressed"),
     "model.joining": ("written",),
     "model.layout": ("refuse_urls",),
     "paths": ("local", "path_of", "shown"),

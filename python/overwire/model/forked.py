@@ -24,7 +24,7 @@ from .opened import Model
 from .sources import resolve
 from .storage import storage
 
-__all__ = ["ForkedModel", "forked", "original", "refuse_compressed"]
+__all__ = ["ForkedModel", "forked", "is_compressed", "original", "refuse_compressed"]
 
 # The longest header that the format allows.
 _HEADER = 100_000_000
@@ -54,6 +54,14 @@ def original(name: str) -> Any:
 def refuse_compressed(source: Any) -> None:
     """ForkedError if a path, an open file or a file's bytes are a container of
     overwire's. What is no safetensors file at all is left to its reader."""
+    if is_compressed(source):
+        raise _engine.forked_error()
+
+
+def is_compressed(source: Any) -> bool | None:
+    """Whether a path of a local file, an open file or a file's bytes are a container
+    of overwire's; None for what is no safetensors file. Reads the header alone, without
+    the engine."""
     try:
         if isinstance(source, (bytes, bytearray, memoryview)):
             view = memoryview(source)
@@ -66,11 +74,11 @@ def refuse_compressed(source: Any) -> None:
                 header = _header(number)
             finally:
                 os.close(number)
-        ours = b'"overwire"' in header and "overwire" in json.loads(header)["__metadata__"]
-    except (OSError, TypeError, ValueError, KeyError):
-        return
-    if ours:
-        raise _engine.forked_error()
+        if not header.startswith(b"{"):
+            return None
+        return b'"overwire"' in header and "overwire" in json.loads(header).get("__metadata__", ())
+    except (OSError, TypeError, ValueError, KeyError, AttributeError):
+        return None
 
 
 def _header(number: int) -> bytes:

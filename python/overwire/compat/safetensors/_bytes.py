@@ -52,13 +52,18 @@ def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: 
 
     Raises SafetensorError, also for what the system refuses.
     """
+    write(tensor_dict, filename, metadata, compress=False)
+
+
+def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] | None, *, compress: bool) -> None:
+    """`serialize_file`, of specs of overwire's."""
     _check(tensor_dict, metadata)
     path = os.fspath(filename)
     with writing():
         described = [(name, spec.describe()) for name, spec in tensor_dict.items()]
         # What else is in the folder is the caller's affair: transformers writes
         # the index of its shards after them.
-        save_bytes(described, local(path), metadata, compress=False, beside=True)
+        save_bytes(described, local(path), metadata, compress=compress, beside=True)
 
 
 def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | None = None) -> bytes:

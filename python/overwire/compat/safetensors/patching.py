@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import overwire
-from overwire.plumbing import forked, refuse_compressed
+from overwire.plumbing import forked, is_compressed, refuse_compressed
+from overwire.integrations import Lazy
 
-from . import _bytes, _files
+from . import _bytes, _files, _lazy
 
 __all__ = ["SafetensorsPatch", "patch_safetensors"]
 
@@ -30,48 +31,137 @@ _READERS = {
     "safetensors.tensorflow": ("load_file", "load"),
     "safetensors.paddle": ("load_file", "load"),
 }
+# The one function by which safetensors' modules write files.
+_WRITER = "serialize_file"
+# Libraries whose own loaders are told, too: modules of overwire.integrations.
+_LIBRARIES = ("transformers", "accelerate")
 
 _lock = threading.RLock()
-_depth = 0
+_patches: list[SafetensorsPatch] = []  # in force, in the order of their beginning
 _swapped: dict[int, tuple[Any, Any]] = {}  # by id: what to replace, and by what
+_hooked: set[str] = set()
+
+
+def _device() -> str | None:
+    """The device that the latest patch names."""
+    return next((patch.device for patch in reversed(_patches) if patch.device is not None), None)
 
 
 def _stand_in(module: str, name: str, original: Any) -> Any:
     """What stands for one of the original's names while patched: an object of
     its own, so that undoing finds it and nothing else."""
-    if module == "safetensors":
-        ours = {"safe_open": _files.safe_open, "_safe_open_handle": _files._safe_open_handle, "deserialize": _bytes.deserialize}[name]
-        if isinstance(ours, type):
+    if name == _WRITER:
+        return _writes(original)
+    if module != "safetensors":
+        return _calls(lambda: getattr(import_module(f"overwire.compat.{module}"), name), original)
+    if name == "deserialize":
+        return _calls(lambda: _bytes.deserialize, original)
+    return _opens(name, original)
 
-            def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
-                return _original(original, args, kwargs) if forked() else object.__new__(cls)
 
-            return type(name, (ours,), {"__slots__": (), "__doc__": ours.__doc__, "__module__": ours.__module__, "__new__": made})
-        return _calls(lambda: ours, original)
-    return _calls(lambda: getattr(import_module(f"overwire.compat.{module}"), name), original)
+def _opens(name: str, original: Any) -> type[Any]:
+    lazy = name == "safe_open"
+    base: Any = _files.safe_open if lazy else _files._safe_open_handle
+
+    def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if forked():
+            return _original(original, args, kwargs)
+        _hook()
+        call = _Call(original, args, kwargs)
+        if not call.left_to_safetensors():
+            return object.__new__(cls)
+        file = original(*args, **kwargs)
+        return _lazy.PlainFile(file, _lazy.path_of(call.subject)) if lazy and call.torch else file
+
+    def opened(self: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> None:
+        base.__init__(self, filename, framework, _where(device), backend=backend)
+        self._path = _lazy.path_of(filename) if lazy else ""
+        self._elsewhere = {}
+
+    def get_slice(self: Any, key: str) -> Any:
+        inner = base.get_slice(self, key)
+        if not lazy or self._framework.native != "pt":
+            return inner
+        return _lazy.Slice(inner, self._path, key, self._device, self._elsewhere)
+
+    body = {"__slots__": ("_elsewhere", "_path"), "__new__": made, "__init__": opened, "get_slice": get_slice}
+    get_slice.__doc__ = base.get_slice.__doc__
+    return type(name, (base,), body | {"__doc__": base.__doc__, "__module__": base.__module__})
+
+
+def _where(device: Any) -> Any:
+    # A library that says "cpu" may only be one that does not say: hence `device=`.
+    return _device() or device if device is None or str(device) == "cpu" else device
 
 
 def _calls(ours: Callable[[], Any], original: Any) -> Any:
     @functools.wraps(original)
     def through_overwire(*args: Any, **kwargs: Any) -> Any:
-        return _original(original, args, kwargs) if forked() else ours()(*args, **kwargs)
+        if forked():
+            return _original(original, args, kwargs)
+        _hook()
+        call = _Call(original, args, kwargs)
+        if call.left_to_safetensors():
+            return original(*args, **kwargs)
+        device = _device()
+        if device is not None and call.takes_device and _where(call.device) != call.device:
+            call.given["device"] = device
+            return ours()(**call.given)
+        return ours()(*args, **kwargs)
 
     through_overwire.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return through_overwire
+
+
+def _writes(original: Any) -> Any:
+    @functools.wraps(original)
+    def serialize_file(tensor_dict: Any, filename: Any, metadata: Any = None) -> None:
+        if forked() or not any(patch.compress for patch in _patches):
+            return original(tensor_dict, filename, metadata)
+        ours = {
+            name: _bytes.TensorSpec(dtype=spec.dtype, shape=spec.shape, data_ptr=spec.data_ptr, data_len=spec.data_len)
+            for name, spec in tensor_dict.items()
+        }
+        return _bytes.write(ours, filename, metadata, compress=True)
+
+    return serialize_file
 
 
 # What the originals call the file, or its bytes.
 _SUBJECTS = ("filename", "f", "data", "bytes")
 
 
+class _Call:
+    # A call of one of the originals: what is read, and where to.
+
+    def __init__(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.given: dict[str, Any] = {}
+        self.takes_device = False
+        with contextlib.suppress(TypeError, ValueError):  # it says itself what is wrong with its arguments
+            signature = _signature(original)
+            self.given = dict(signature.bind(*args, **kwargs).arguments)
+            self.takes_device = "device" in signature.parameters
+        self.subject = next((self.given[name] for name in _SUBJECTS if name in self.given), None)
+        self.device = self.given.get("device", "cpu")
+        self.torch = self.given.get("framework") in ("pt", "torch", "pytorch")
+
+    def left_to_safetensors(self) -> bool:
+        """Whether the original is as good: for plain files, which it maps, on the CPU."""
+        where = "cpu" if self.device is None else str(self.device)
+        return where == "cpu" and _device() is None and is_compressed(self.subject) is False
+
+
+@functools.lru_cache(maxsize=64)
+def _signature(original: Any) -> inspect.Signature:
+    return inspect.signature(original)
+
+
 def _original(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The original's answer, in a child of fork. ForkedError for compressed files,
     which it cannot read."""
-    with contextlib.suppress(TypeError, ValueError):  # it says itself what is wrong with its arguments
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        subject = next((given[name] for name in _SUBJECTS if name in given), None)
-        if subject is not None:
-            refuse_compressed(subject)
+    subject = _Call(original, args, kwargs).subject
+    if subject is not None:
+        refuse_compressed(subject)
     return original(*args, **kwargs)
 
 
@@ -80,12 +170,14 @@ def behind(found: Any) -> Any:
     return next((original for original, ours in _swapped.values() if ours is found), found)
 
 
-def _rebind(swap: dict[int, tuple[Any, Any]]) -> None:
+def _rebind(swap: dict[int, tuple[Any, Any]], tops: tuple[str, ...] = ()) -> None:
     # Whoever wrote `from safetensors.torch import load_file` has the name in
     # its own module. Modules may be added meanwhile, hence the copies.
-    for module in list(sys.modules.values()):
+    for module_name, module in list(sys.modules.items()):
+        if tops and module_name.partition(".")[0] not in tops:
+            continue
         names = getattr(module, "__dict__", None)
-        if type(names) is not dict or names is globals():
+        if type(names) is not dict or names is globals() or swap.keys().isdisjoint(map(id, tuple(names.values()))):
             continue
         for name, value in names.copy().items():
             found = swap.get(id(value))
@@ -99,16 +191,41 @@ def _patch() -> None:
     except ImportError as error:
         raise overwire.MissingPackageError("overwire: patch_safetensors: the package safetensors is not installed") from error
     swap = {}
-    for module in _READERS:
+    for module, names in _READERS.items():
         held = safetensors if module == "safetensors" else _module(module)
         if held is None:
             continue
-        for name in _READERS[module]:
+        for name in (*names, _WRITER) if held is safetensors else names:
             original = getattr(held, name, None)
             if original is not None:  # an older version lacks some
                 swap[id(original)] = (original, _stand_in(module, name, original))
     _swapped.update(swap)
     _rebind(swap)
+    _hook()
+
+
+def _hook() -> None:
+    # Libraries may be imported after the patch: each file that is opened looks.
+    if all(library in _hooked or library not in sys.modules for library in _LIBRARIES):
+        return
+    with _lock:
+        swap = {}
+        for library in _LIBRARIES:
+            if library in sys.modules and library not in _hooked and _patches:
+                pairs = import_module(f"overwire.integrations.{library}").hooks(_found, _LAZY)
+                if pairs:  # else what it looks for is not there yet
+                    _hooked.add(library)
+                    swap.update({id(original): (original, ours) for original, ours in pairs})
+        if swap:
+            _swapped.update(swap)
+            _rebind(swap, _LIBRARIES)
+
+
+def _found(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
+
+
+_LAZY = Lazy(slice=_lazy.Slice, ahead=_lazy.Ahead, plan=_lazy.plan, compressed=is_compressed, open=_files.safe_open)
 
 
 def _module(name: str) -> Any:
@@ -126,33 +243,39 @@ def _undo() -> None:
     swap = {id(ours): (ours, original) for original, ours in _swapped.values()}
     _rebind(swap)
     _swapped.clear()
+    _hooked.clear()
 
 
 class SafetensorsPatch:
     """What `patch_safetensors` returns: in force until `undo`, or until the end
     of its `with`."""
 
-    __slots__ = ("_on",)
+    __slots__ = ("_on", "compress", "device")
 
-    def __init__(self) -> None:
-        global _depth
+    def __init__(self, device: Any = None, compress: bool = False) -> None:
         self._on = False
+        self.device = None if device is None else _files._device(device)
+        self.compress = bool(compress)
         with _lock:
-            if _depth == 0:
+            if not _patches:
                 _patch()
-            _depth += 1
+            _patches.append(self)
             self._on = True
+        _hook()
+
+    def __repr__(self) -> str:
+        state = "in force" if self._on else "ended"
+        return f"<overwire.SafetensorsPatch {state}, device={self.device!r}, compress={self.compress}>"
 
     def undo(self) -> None:
         """Ends it. The last patch to end restores everything; again, it does
         nothing."""
-        global _depth
         with _lock:
             if not self._on:
                 return
             self._on = False
-            _depth -= 1
-            if _depth == 0:
+            _patches.remove(self)
+            if not _patches:
                 _undo()
 
     def __enter__(self) -> SafetensorsPatch:
@@ -162,26 +285,37 @@ class SafetensorsPatch:
         self.undo()
 
 
-def patch_safetensors() -> SafetensorsPatch:
+def patch_safetensors(*, device: Any = None, compress: bool = False) -> SafetensorsPatch:
     """Makes every library in this process that reads with the package
     safetensors read through overwire, compressed files included.
 
         with overwire.patch_safetensors():
-            model = AutoModel.from_pretrained(folder)
+            model = AutoModel.from_pretrained(folder, device_map="cuda")
 
     In force from the call on, for all threads: `safe_open`, `deserialize`, and
     `load_file`, `load`, `load_model` of safetensors' modules, wherever a loaded
-    module has bound them, and in modules that are imported meanwhile. Writing
-    stays safetensors' own. transformers, diffusers and accelerate need nothing
-    else; names of files stay what they were.
+    module has bound them, and in modules that are imported meanwhile.
+    transformers, diffusers, accelerate and peft need nothing else; names of files
+    stay what they were. transformers' models are loaded in one pass, each tensor
+    onto the device that `device_map` gives it.
+
+    device: where tensors are to be that a library asks for without a device, or on
+        the CPU ("cuda", "cuda:1", a torch.device). What transformers and accelerate
+        load is where their `device_map` says, whatever this is. None: where the
+        library asks; plain files that it asks for on the CPU are then left to
+        safetensors, which maps them. "cpu": those go through overwire as well.
+    compress: whether what is written with safetensors (`save_file`,
+        `save_pretrained`) is written compressed. Such files need overwire to be read.
 
     Children of fork, such as workers of a DataLoader, cannot use the engine: in
     them safetensors' own functions read plain files, what was opened before the
-    fork included, and compressed ones are ForkedError.
+    fork included, and write plain ones; compressed ones are ForkedError.
 
     Returns a context manager with `undo`. Patches may be nested and may
-    overlap; what was bound is restored when the last one ends.
+    overlap: the latest `device` counts, any `compress` does, and what was bound is
+    restored when the last one ends.
 
-    Raises MissingPackageError where safetensors is not installed.
+    Raises MissingPackageError where safetensors is not installed; SafetensorError
+    for a device that is none.
     """
-    return SafetensorsPatch()
+    return SafetensorsPatch(device, compress)

@@ -1,0 +1,214 @@
+"""What `safe_open` gives while patched: slices that may be loaded ahead, all of a
+model in one pass of the engine, and plain files that safetensors itself reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import overwire
+
+from ._errors import reading
+from ._files import safe_open
+
+__all__ = ["Ahead", "PlainFile", "Slice", "path_of", "plan"]
+
+# What the engine casts as it lands, bit for bit as torch does.
+_CASTS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+
+
+class Slice:
+    """A tensor of an open file, read as it is indexed.
+
+    inner: safetensors' own slice of a plain file, or ours, whose results are on
+    the device where. path: the file, for loads of more than this tensor. mapped:
+    whether safetensors maps it, which on the CPU is as good as a load.
+    """
+
+    __slots__ = ("_elsewhere", "_give", "_inner", "_mapped", "_where", "name", "path")
+
+    def __init__(self, inner: Any, path: str, name: str, where: str, elsewhere: dict[str, safe_open], mapped: bool = False) -> None:
+        self._inner, self.path, self.name, self._where, self._mapped = inner, path, name, where, mapped
+        self._elsewhere = elsewhere  # the same file, opened for other devices
+        noted = getattr(_thread, "plan", None)
+        self._give = None if noted is None else noted(self)
+
+    def get_shape(self) -> list[int]:
+        """The whole tensor's shape, in elements."""
+        shape: list[int] = self._inner.get_shape()
+        return shape
+
+    def get_dtype(self) -> str:
+        """The dtype's name in the file: "F32", "BF16" ..."""
+        dtype: str = self._inner.get_dtype()
+        return dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._give is not None and index is Ellipsis:
+            give, self._give = self._give, None
+            return give()
+        return self._inner[index]
+
+    def device(self, asked: Any) -> str | None:
+        """Where the engine is to land it; None: safetensors' way is as good."""
+        if asked is None:
+            asked = "cpu"
+        if isinstance(asked, int):
+            asked = f"cuda:{asked}"
+        kind, _, number = str(asked).partition(":")
+        if kind == "cuda":
+            import torch
+
+            return f"cuda:{number or torch.cuda.current_device()}"
+        return "cpu" if kind == "cpu" and not self._mapped else None
+
+    def on(self, device: str) -> Any:
+        """The same tensor, to index, with results on a device."""
+        if device == self._where:
+            return self._inner
+        file = self._elsewhere.get(device)
+        if file is None:
+            file = self._elsewhere[device] = safe_open(self.path, "pt", device)
+        return file.get_slice(self.name)
+
+
+class PlainFile:
+    """A plain file, which safetensors itself reads; its slices are `Slice`s."""
+
+    def __init__(self, inner: Any, path: str) -> None:
+        self._inner, self._path = inner, path
+        self._elsewhere: dict[str, safe_open] = {}
+
+    def __enter__(self) -> PlainFile:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._inner.__exit__(*exc)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get_slice(self, name: str) -> Slice:
+        """The tensor as something to index; nothing is read yet."""
+        return Slice(self._inner.get_slice(name), self._path, name, "cpu", self._elsewhere, mapped=True)
+
+
+class Ahead:
+    """One load of many tensors: see `overwire.integrations.Ahead`. Threads may
+    share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, str], _Pass] = {}  # by device and cast: what is still being noted
+
+    def want(self, tensor: Slice, device: str, dtype: Any = None) -> Callable[[], Any]:
+        """Notes a whole tensor; returns what gives it, once."""
+        stored = _CASTS.get(tensor.get_dtype())
+        wanted = str(dtype).removeprefix("torch.")
+        cast = wanted if stored is not None and wanted in _CASTS.values() and wanted != stored else ""
+        with self._lock:
+            current = self._open.get((device, cast))
+            if current is None or not current.note(tensor.path, tensor.name):
+                current = self._open[device, cast] = _Pass(device, cast)
+                current.note(tensor.path, tensor.name)
+        return lambda: current.give(tensor.path, tensor.name)
+
+    def close(self) -> None:
+        """Ends it; what landed and was not given is freed."""
+        for current in self._open.values():
+            current.close()
+        self._open = {}
+
+
+class _Pass:
+    # The tensors of one device and one cast. Given in the order in which they are
+    # asked for; that of the engine's arrival is the files'.
+
+    def __init__(self, device: str, cast: str) -> None:
+        self._names: dict[str, dict[str, None]] = {}  # by file, in the order of asking
+        self._begun = False
+        self._device, self._cast = device, cast
+        self._lock = threading.Lock()
+        self._arrivals: Iterator[tuple[tuple[str, str], Any]] = iter(())
+        self._landed: dict[tuple[str, str], Any] = {}
+        self._given: set[tuple[str, str]] = set()
+        self._failed: BaseException | None = None
+
+    def note(self, path: str, name: str) -> bool:
+        """False if it is too late for this tensor."""
+        with self._lock:
+            if not self._begun:
+                self._names.setdefault(path, {})[name] = None
+            return name in self._names.get(path, ()) and (path, name) not in self._given
+
+    def give(self, path: str, name: str) -> Any:
+        with self._lock, reading(path, "Error while reading"):
+            if not self._begun:
+                self._begun = True
+                self._arrivals = self._load()
+            if self._failed is not None:
+                raise self._failed
+            try:
+                while (path, name) not in self._landed:
+                    key, tensor = next(self._arrivals)
+                    self._landed[key] = tensor
+            except BaseException as error:
+                self._failed = error
+                self._landed = {}
+                raise
+            self._given.add((path, name))
+            if len(self._given) == sum(map(len, self._names.values())):
+                for _ in self._arrivals:  # there is no more: the load ends and is reported
+                    pass
+            return self._landed.pop((path, name))
+
+    def close(self) -> None:
+        with self._lock:
+            self._failed = self._failed or overwire.CancelledError("overwire: the load of a model ahead has ended")
+            self._arrivals, self._landed = iter(()), {}
+
+    def _load(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        # One stream over all files; of files with a name in common, one each.
+        owner = {name: path for path, names in self._names.items() for name in names}
+        if len(owner) == sum(map(len, self._names.values())):
+            with contextlib.suppress(overwire.ArgumentError):
+                return (((owner[name], name), tensor) for name, tensor in self._stream(list(self._names), list(owner)))
+        return (((path, name), tensor) for path, names in self._names.items() for name, tensor in self._stream([path], list(names)))
+
+    def _stream(self, paths: list[str], names: list[str]) -> Iterator[tuple[str, Any]]:
+        source: Any = paths if len(paths) > 1 else paths[0]
+        return overwire.stream(source, keys=names, device=self._device, dtype=self._cast or None, framework="pt")
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def plan(device: Callable[[str], Any]) -> Iterator[None]:
+    """While it lasts, slices that this thread opens and that `device` gives a
+    device to are loaded ahead, one pass a device, when the first is read."""
+    ahead = Ahead()
+
+    def noted(tensor: Slice) -> Callable[[], Any] | None:
+        asked = device(tensor.name)
+        target = None if asked is None else tensor.device(asked)
+        return None if target is None else ahead.want(tensor, target)
+
+    before = getattr(_thread, "plan", None)
+    _thread.plan = noted
+    try:
+        yield
+    finally:
+        _thread.plan = before
+        ahead.close()
+
+
+def path_of(filename: Any) -> str:
+    """A file's name as it will still be right when the folder has changed."""
+    name = os.fsdecode(filename)
+    return name if "://" in name else os.path.abspath(name)

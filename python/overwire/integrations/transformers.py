@@ -1,0 +1,131 @@
+"""transformers' loader under `overwire.patch_safetensors`: a model's tensors are
+loaded in one pass, each onto the device that `device_map` gives its parameter.
+
+transformers 5 hands every slice, with its device and dtype, to `spawn_materialize`
+before it takes the first; transformers 4 loads a shard at a time in
+`load_shard_file`, of which the arguments tell both. Both allocate device memory
+from torch's allocator, out of what transformers' warm-up reserved there, and what
+lands is the parameter: nothing copies it again.
+
+Read one by one, as they are asked for, are: models of which a part is offloaded to
+disk, and models that are quantised while they load; loading ahead would need the
+memory that these ways of loading save. Slices of a tensor-parallel plan are read
+one by one, too, each straight to its device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from . import Lazy
+
+__all__ = ["MODULES", "hooks"]
+
+#: The modules of transformers that `hooks` looks into.
+MODULES = ("transformers.core_model_loading", "transformers.modeling_utils")
+
+
+def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
+    """The names that change, and what stands for each while patched."""
+    convert = found(MODULES[0], "convert_and_load_state_dict_in_model")
+    spawn = found(MODULES[0], "spawn_materialize")
+    if convert is not None and spawn is not None:
+        return _of_five(convert, spawn, lazy)
+    shard = found(MODULES[1], "load_shard_file")
+    return [] if shard is None else [(shard, _of_four(shard, lazy))]
+
+
+class _Result(Future[Any]):
+    # What transformers takes for the result of a worker thread. The tensor arrives
+    # by the engine's threads; whoever asks first begins the load.
+
+    def __init__(self, give: Callable[[], Any]) -> None:
+        super().__init__()
+        self._give = give
+        self._lock = threading.Lock()
+
+    def result(self, timeout: float | None = None) -> Any:
+        with self._lock:
+            if not self.done():
+                try:
+                    self.set_result(self._give())
+                except BaseException as error:
+                    self.set_exception(error)
+        return super().result(timeout)
+
+
+def _of_five(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, Any]]:
+    loading = threading.local()
+
+    @functools.wraps(convert)
+    def convert_and_load_state_dict_in_model(model: Any, state_dict: Any, load_config: Any, *rest: Any, **more: Any) -> Any:
+        before = getattr(loading, "ahead", None)
+        sparing = _on_disk(load_config.device_map) or _quantises(load_config.hf_quantizer)
+        with contextlib.closing(lazy.ahead()) as ahead:
+            loading.ahead = None if sparing else ahead
+            try:
+                return convert(model, state_dict, load_config, *rest, **more)
+            finally:
+                loading.ahead = before
+
+    @functools.wraps(spawn)
+    def spawn_materialize(
+        thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, sharding_op: Any = None, tensor_idx: Any = None
+    ) -> Any:
+        target = tensor.device(device) if isinstance(tensor, lazy.slice) else None
+        if target is None:
+            return spawn(thread_pool, tensor, device, dtype, sharding_op, tensor_idx)
+        ahead = getattr(loading, "ahead", None)
+        if ahead is None or sharding_op is not None:
+            return spawn(thread_pool, tensor.on(target), device, dtype, sharding_op, tensor_idx)
+        give = ahead.want(tensor, target, dtype)
+
+        def materialize() -> Any:
+            return give().to(device=device, dtype=dtype)  # the same tensor, but for casts that the engine leaves to torch
+
+        return materialize if thread_pool is None else _Result(materialize)
+
+    return [(convert, convert_and_load_state_dict_in_model), (spawn, spawn_materialize)]
+
+
+def _of_four(shard: Any, lazy: Lazy) -> Any:
+    @functools.wraps(shard)
+    def load_shard_file(args: Any) -> Any:
+        # In the order of transformers 4.57: what is not so is not this version.
+        if len(args) != 14 or not isinstance(args[6], dict):
+            return shard(args)
+        device_map, quantizer, names, mesh = args[4], args[5], args[6], args[13]
+        if mesh is not None or _on_disk(device_map) or _quantises(quantizer):
+            return shard(args)
+        devices = _device_of(device_map)
+        with lazy.plan(lambda name: devices(names[name]) if name in names else None):
+            return shard(args)
+
+    return load_shard_file
+
+
+def _device_of(device_map: Any) -> Callable[[str], Any]:
+    # As transformers does: the longest prefixes come first.
+    if device_map is None:
+        return lambda name: "cpu"
+    pattern = re.compile("|".join(re.escape(prefix) for prefix in sorted(device_map, reverse=True)))
+
+    def device(name: str) -> Any:
+        match = pattern.search(name)
+        return None if match is None else device_map[match.group()]
+
+    return device
+
+
+def _on_disk(device_map: Any) -> bool:
+    return device_map is not None and "disk" in device_map.values()
+
+
+def _quantises(quantizer: Any) -> bool:
+    return quantizer is not None and not quantizer.pre_quantized
