@@ -32,8 +32,10 @@ var compressVerb = &verb{
 Reads safetensors files, a folder of shards or an index.json, and writes them
 in the overwire container: still safetensors files, whose tensors are stored
 compressed where that gains something. Every bit comes back. OUT is complete
-or absent, whatever happens meanwhile; a folder keeps its file names, its
-index.json and its small companions (config, tokenizer).`,
+or absent, whatever happens meanwhile. A folder becomes a folder that keeps its
+file names, its index.json and its small companions (config, tokenizer), with the
+folders below it, such as the parts of a diffusers pipeline. Other files over
+64 MiB and weights in other files are not copied, and are listed.`,
 	example: "overwire compress model.safetensors -o model.ow.safetensors",
 	options: append(slices.Clone(writeOptions), partsOption),
 	run:     func(c *call) error { return c.convert(true) },
@@ -110,6 +112,9 @@ func (c *call) convert(compress bool) error {
 	return c.show(rep, func(w io.Writer) {
 		for _, f := range rep.Files {
 			fmt.Fprintf(w, "%s\n", f)
+		}
+		for _, f := range rep.Left {
+			fmt.Fprintf(w, "not copied: %s\n", f)
 		}
 		fmt.Fprintf(w, "%s -> %s  %.4f of it  %s tensors, %s compressed, %s aliases  %.2f s  %s\n",
 			bytesText(rep.BytesIn), bytesText(rep.BytesOut), rep.Ratio, humanize.Comma(int64(rep.Tensors)),

@@ -146,9 +146,33 @@ func listed(ctx context.Context, dir string, names []string, open Opener) ([]str
 	case len(indexes) > 1:
 		return nil, nil, at(dir, fault.New(fault.ErrArgument, "several models in one folder, name one of them: %s", strings.Join(indexes, ", ")))
 	case len(files) == 0:
-		return nil, nil, at(dir, fault.New(fault.ErrNotFound, "no %s file in this folder", suffix))
+		return nil, nil, at(dir, fault.New(fault.ErrNotFound, "no %s file in this folder%s", suffix, below(dir)))
 	}
 	return files, nil, nil
+}
+
+// below names the folders one level down that hold weights, as those of a
+// diffusers pipeline do.
+func below(dir string) string {
+	if source.Remote(dir) {
+		return ""
+	}
+	found, _ := filepath.Glob(escapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
+	var names []string
+	for _, path := range found { // sorted by name
+		if name := filepath.Base(filepath.Dir(path)); len(names) == 0 || names[len(names)-1] != name {
+			names = append(names, name)
+		}
+	}
+	if len(names) == 0 {
+		return ""
+	}
+	return ": open a folder below it (" + strings.Join(names[:min(len(names), 8)], ", ") + ")"
+}
+
+// escapeGlob keeps a folder's name from being read as a pattern.
+func escapeGlob(path string) string {
+	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
 }
 
 func fromIndex(path string) ([]string, *safetensors.Shards, error) {

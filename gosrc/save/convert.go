@@ -36,8 +36,12 @@ const maxCompanion = 64 << 20
 // are copied, up to 64 MiB each; other weights must not be there. Otherwise all tensors go into the file dst
 // (or its shards, if spec says so), with the metadata of all sources, the
 // first one's where they differ. dst is a folder if it is one, if it ends in a
-// slash, or if the source has several files and dst does not end in
+// slash, or if the source is a folder or has several files and dst does not end in
 // .safetensors or .tensors. spec.Path is ignored; spec.Metadata are set over the sources'.
+//
+// Of one local folder the folders below it are converted and copied likewise: a
+// diffusers pipeline stays one. What names them, the files of the folder itself,
+// is written last.
 //
 // Converting a file onto itself is safe: it is read until the new one stands.
 func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec Spec) (Report, error) {
@@ -56,6 +60,22 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		return Report{}, err
 	}
 	dst = spec.Path // without its scheme
+	if len(src) == 1 && !remote(dst) && isFolder(dst, src, 1) {
+		dir := localPath(src[0])
+		branches, err := tree(dir, dst)
+		if err != nil {
+			return Report{}, err
+		}
+		if len(branches) > 1 && slices.ContainsFunc(branches, func(b branch) bool { return b.weights }) {
+			return convertTree(ctx, j, dir, dst, branches, spec)
+		}
+	}
+	return convertOne(ctx, j, src, dst, spec)
+}
+
+// convertOne converts what is opened as one model.
+func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec Spec) (Report, error) {
+	spec.Path = dst
 	from := spec.Storage
 	if more := formatOf(dst).settings; len(more) > 0 {
 		more = maps.Clone(more)
@@ -69,7 +89,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	defer m.close()
 	w := newWriter(spec, j)
 	items := m.items(w.threads)
-	folder := isFolder(dst, len(m.srcs))
+	folder := isFolder(dst, src, len(m.srcs))
 	if folder && len(spec.Storage.Encrypt) > 0 {
 		return Report{}, badArgument(dst, "", "only single .tensors files are encrypted, not folders")
 	}
@@ -96,7 +116,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		}
 	}
 	w.spec.Path = pathIn(folder, w.spec)
-	parts, err := m.parts(ctx, w.spec, dst, src, folder, items)
+	parts, left, err := m.parts(ctx, w.spec, dst, src, folder, items)
 	if err == nil && folder {
 		err = alone(ctx, src, dst, w.spec, parts)
 	}
@@ -107,6 +127,7 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	if err != nil && made != "" {
 		_ = os.Remove(made)
 	}
+	rep.Left = left
 	return rep, err
 }
 
@@ -128,8 +149,10 @@ func (m *model) of(k int, items []*item) []*item {
 	return out
 }
 
-// parts is what Convert writes.
-func (m *model) parts(ctx context.Context, spec Spec, dst string, src []string, folder bool, items []*item) ([]part, error) {
+// parts is what Convert writes, and left the files of source folders that it does not.
+func (m *model) parts(
+	ctx context.Context, spec Spec, dst string, src []string, folder bool, items []*item,
+) (parts []part, left []string, err error) {
 	all := map[string]string{}
 	for k := range m.srcs {
 		for key, v := range m.metadata(k) {
@@ -138,7 +161,6 @@ func (m *model) parts(ctx context.Context, spec Spec, dst string, src []string, 
 			}
 		}
 	}
-	var parts []part
 	switch {
 	case !folder || spec.Shard > 0:
 		maps.Copy(all, spec.Metadata)
@@ -149,7 +171,7 @@ func (m *model) parts(ctx context.Context, spec Spec, dst string, src []string, 
 		for k, s := range m.srcs {
 			name := filepath.Base(source.Path(localPath(s.URI())))
 			if seen[name] {
-				return nil, badArgument(dst, "", "two sources are called %q", name)
+				return nil, nil, badArgument(dst, "", "two sources are called %q", name)
 			}
 			seen[name] = true
 			meta := m.metadata(k)
@@ -164,11 +186,11 @@ func (m *model) parts(ctx context.Context, spec Spec, dst string, src []string, 
 		}
 	}
 	if !folder {
-		return parts, nil
+		return parts, nil, nil
 	}
-	others, err := companions(src, dst, parts)
+	others, left, err := companions(src, dst, parts)
 	// What is beside the model comes first, what names it last.
-	return append(others, parts...), err
+	return append(others, parts...), left, err
 }
 
 // pathIn is the file that is written, or that shards have their names from.
@@ -278,10 +300,10 @@ func remoteIndexOf(ctx context.Context, uri string, storage source.Options) (nam
 	return name, x.Metadata
 }
 
-// companions reads the small other files of source folders. Hidden files,
-// links that lead nowhere, and weights in any form stay behind.
-func companions(src []string, dst string, parts []part) ([]part, error) {
-	var out []part
+// companions reads the small other files of source folders. Large files and
+// weights that are not the model's are left, and named; hidden files and links that
+// lead nowhere are left without a word.
+func companions(src []string, dst string, parts []part) (out []part, left []string, err error) {
 	taken := map[string]bool{}
 	for _, p := range parts {
 		taken[filepath.Base(p.path)] = true
@@ -295,38 +317,40 @@ func companions(src []string, dst string, parts []part) ([]part, error) {
 		}
 		names, err := os.ReadDir(dir)
 		if err != nil {
-			return nil, atomicfile.Failed(dir, -1, err)
+			return nil, nil, atomicfile.Failed(dir, -1, err)
 		}
 		for _, n := range names {
 			path := join(dir, n.Name())
 			st, err := os.Stat(path)
-			if err != nil || !st.Mode().IsRegular() || st.Size() > maxCompanion || taken[n.Name()] ||
-				strings.HasPrefix(n.Name(), ".") || strings.HasSuffix(n.Name(), extension) ||
-				strings.HasSuffix(n.Name(), extension+".index.json") {
+			if err != nil || !st.Mode().IsRegular() || taken[n.Name()] || strings.HasPrefix(n.Name(), ".") {
+				continue
+			}
+			if st.Size() > maxCompanion || strings.HasSuffix(n.Name(), extension) || strings.HasSuffix(n.Name(), extension+".index.json") {
+				left = append(left, path)
 				continue
 			}
 			b, err := regular.Read(path, maxCompanion)
 			if err != nil {
-				return nil, atomicfile.Failed(path, -1, err)
+				return nil, nil, atomicfile.Failed(path, -1, err)
 			}
 			taken[n.Name()] = true
 			out = append(out, part{path: join(dst, n.Name()), blob: slices.Clip(append([]byte{}, b...))})
 		}
 	}
-	return out, nil
+	return out, left, nil
 }
 
-func isFolder(dst string, files int) bool {
+// isFolder tells whether dst is to be a folder: one for several files or for a
+// folder, unless its name says that it is a file.
+func isFolder(dst string, src []string, files int) bool {
 	if strings.HasSuffix(dst, string(filepath.Separator)) {
 		return true
 	}
-	if remote(dst) {
-		return files > 1 && !namesFile(dst)
-	}
-	if st, err := os.Stat(dst); err == nil {
+	if st, err := os.Stat(dst); err == nil && !remote(dst) {
 		return st.IsDir()
 	}
-	return files > 1 && !namesFile(dst)
+	several := files > 1 || len(src) == 1 && isDir(src[0])
+	return several && !namesFile(dst)
 }
 
 // makeFolder makes dst if it is not there, and returns it if it was made.

@@ -192,3 +192,71 @@ func TestConvertRefuses(t *testing.T) {
 	}
 	noTemps(t, dir)
 }
+
+func TestConvertOneFileFolder(t *testing.T) {
+	// Promise: a folder in gives a folder out, with what lies beside the weights,
+	// though they are one file and OUT is new and has no slash.
+	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
+	in := some(newRand(t))
+	write(t, Spec{Path: filepath.Join(src, "model.safetensors")}, in)
+	os.WriteFile(filepath.Join(src, "config.json"), []byte("{}"), 0o600)
+	os.Mkdir(filepath.Join(src, "tokenizer"), 0o700)
+	os.WriteFile(filepath.Join(src, "tokenizer", "vocab.txt"), []byte("a b"), 0o600)
+	convert(t, []string{src}, dst, Spec{Compress: true})
+	same(t, in, read(t, dst))
+	for name, want := range map[string]string{"config.json": "{}", "tokenizer/vocab.txt": "a b"} {
+		if b, err := os.ReadFile(filepath.Join(dst, name)); err != nil || string(b) != want {
+			t.Errorf("%s: %q %v", name, b, err)
+		}
+	}
+	// A name that says file is one.
+	file := filepath.Join(t.TempDir(), "one.safetensors")
+	convert(t, []string{src}, file, Spec{Compress: true})
+	same(t, in, read(t, file))
+}
+
+func TestConvertTree(t *testing.T) {
+	// Promise: a folder whose models lie in folders below it stays one; what is not
+	// copied is listed; a failure leaves nothing of a folder that was made.
+	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
+	in := some(newRand(t))
+	for _, part := range []string{"unet", "vae", ".cache"} {
+		os.Mkdir(filepath.Join(src, part), 0o700)
+		write(t, Spec{Path: filepath.Join(src, part, "weights.safetensors"), Shard: 700000}, in)
+	}
+	os.WriteFile(filepath.Join(src, "model_index.json"), []byte("{}"), 0o600)
+	os.WriteFile(filepath.Join(src, "unet", "other.safetensors"), []byte("x"), 0o600) // not in the index
+	rep := convert(t, []string{src}, dst, Spec{Compress: true})
+	for _, part := range []string{"unet", "vae"} {
+		same(t, in, read(t, filepath.Join(dst, part)))
+	}
+	if _, err := os.Stat(filepath.Join(dst, ".cache")); err == nil {
+		t.Error("a hidden folder was converted")
+	}
+	if last := rep.Files[len(rep.Files)-1]; filepath.Base(last) != "model_index.json" {
+		t.Errorf("written last: %s", last)
+	}
+	if len(rep.Left) != 1 || filepath.Base(rep.Left[0]) != "other.safetensors" || rep.Tensors != 2*len(in) {
+		t.Errorf("%+v", rep)
+	}
+	if _, err := Inspect(bg, []string{dst}, format.Access{}); err != nil {
+		t.Error(err)
+	}
+	if v, err := Verify(bg, nil, []string{dst}, format.Access{}); err != nil || len(v.Files) < 4 {
+		t.Error(err, v)
+	}
+	convert(t, []string{src}, src, Spec{Compress: true}) // onto itself
+	same(t, in, read(t, filepath.Join(src, "vae")))
+	os.WriteFile(filepath.Join(src, "vae", "weights.safetensors.index.json"), []byte("{}"), 0o600)
+	gone := filepath.Join(t.TempDir(), "gone")
+	if _, err := Convert(bg, nil, []string{src}, gone, Spec{Compress: true}); err == nil {
+		t.Error("a broken index was converted")
+	}
+	if _, err := os.Stat(gone); err == nil {
+		t.Error("something is left of a conversion that failed")
+	}
+	_, err := Inspect(bg, []string{filepath.Join(src, "none")}, format.Access{})
+	if !errors.Is(err, fault.ErrNotFound) {
+		t.Error(err)
+	}
+}

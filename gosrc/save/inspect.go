@@ -55,7 +55,7 @@ type InspectedTensor struct {
 
 // Inspect reads headers and indexes, and no tensor bytes.
 func Inspect(ctx context.Context, uris []string, storage format.Access) (any, error) {
-	m, err := openModel(ctx, uris, storage)
+	m, err := openModel(ctx, spread(uris), storage)
 	if err != nil {
 		return nil, classed(ctx, err)
 	}

@@ -103,9 +103,10 @@ type Report struct {
 	Ratio      float64  `json:"ratio"`
 	Seconds    float64  `json:"seconds"`
 	Tensors    int      `json:"tensors"`
-	Compressed int      `json:"compressed"` // tensors stored compressed
-	Aliases    int      `json:"aliases"`    // tensors stored as another's bytes
-	Files      []string `json:"files"`      // written, in order; an index.json last
+	Compressed int      `json:"compressed"`     // tensors stored compressed
+	Aliases    int      `json:"aliases"`        // tensors stored as another's bytes
+	Files      []string `json:"files"`          // written, in order; an index.json last
+	Left       []string `json:"left,omitempty"` // of a source folder: too large to be copied along, or other weights
 }
 
 // Write saves tensors. Every argument is checked before the target's folder is

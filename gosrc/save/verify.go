@@ -45,7 +45,7 @@ type VerifiedFile struct {
 func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Access) (VerifyReport, error) {
 	start := time.Now()
 	var rep VerifyReport
-	m, err := openModel(ctx, uris, storage)
+	m, err := openModel(ctx, spread(uris), storage)
 	if err != nil {
 		return rep, classed(ctx, err)
 	}

@@ -152,8 +152,8 @@ func (w *writer) count(parts []part, rep *Report) {
 			}
 		}
 	}
-	w.job.TotalBytes.Store(rep.BytesIn)
-	w.job.TotalTensors.Store(int64(rep.Tensors))
+	w.job.TotalBytes.Store(w.job.Bytes.Load() + rep.BytesIn) // of a tree: more than before
+	w.job.TotalTensors.Store(w.job.Tensors.Load() + int64(rep.Tensors))
 }
 
 // fileWriter writes one file of tensors.

@@ -31,6 +31,8 @@ class Report:
     when nothing came in. seconds: wall time. compressed: tensors stored
     compressed; aliases: tensors stored as another's bytes (tied or identical).
     files: absolute paths, or URIs, in the order written, an index.json last.
+    left: files of a converted folder that were not copied along: over 64 MiB, or
+    weights that are not the model's.
     """
 
     __module__ = "overwire"
@@ -43,6 +45,7 @@ class Report:
     compressed: int
     aliases: int
     files: tuple[str, ...]
+    left: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Report:
@@ -56,6 +59,7 @@ class Report:
             compressed=int(report["compressed"]),
             aliases=int(report["aliases"]),
             files=tuple(report.get("files") or ()),
+            left=tuple(report.get("left") or ()),
         )
 
 
