@@ -48,10 +48,12 @@ help: ## this list
 
 venv: $(VENV)/.ready ## .venv with what the tests need
 
-$(VENV)/.ready: requirements-test.txt
+$(VENV)/.ready: requirements-test.txt requirements-transformers5.txt
 	@test -n "$(PYTHON)" || { echo "overwire needs Python 3.10 to 3.13 on PATH"; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
+	rm -rf $(VENV)/transformers5
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target $(VENV)/transformers5 -r requirements-transformers5.txt
 	@touch $@
 
 build: venv ## compile the engine and install the package into .venv (editable)

@@ -18,6 +18,8 @@ var (
 	NoPreload = flag("OVERWIRE_NO_PRELOAD",
 		"Do not preload, whatever names a file.",
 		alias{name: "NO_PRELOAD"}, alias{name: "LOAD_UNCOMPRESSED"})
+	Patch = flag("OVERWIRE_PATCH",
+		"Let what reads with the package safetensors read through overwire, from the import of overwire on.")
 	Threads = number("OVERWIRE_THREADS", 0, 1024, 0,
 		"Worker threads for reading, coding and decoding; 0 is one for each CPU that the process may use.",
 		alias{name: "NUM_THREADS"})
@@ -56,5 +58,5 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Threads, Downloader, DownloaderLog, MMap, Read, CPU, Log, Trace,
+	Preload, PreloadDevice, NoPreload, Patch, Threads, Downloader, DownloaderLog, MMap, Read, CPU, Log, Trace,
 }

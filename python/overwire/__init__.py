@@ -1,9 +1,10 @@
 """overwire: compresses model weights without loss and loads them back fast.
 
 Importing this does no work: no engine, no thread, no torch, no numpy. Each name
-below is fetched from its module when it is first used. The one exception is a
-preload that an environment variable asks for (`OVERWIRE_PRELOAD` or nyacomp's
-`PRELOAD_PATH`): it starts here, in the engine's own threads.
+below is fetched from its module when it is first used. The exceptions are what an
+environment variable asks for: a preload (`OVERWIRE_PRELOAD` or nyacomp's
+`PRELOAD_PATH`), which starts here, in the engine's own threads; and
+`patch_safetensors` (`OVERWIRE_PATCH`).
 """
 
 import os as _os
@@ -185,3 +186,8 @@ if _os.environ.get("OVERWIRE_PRELOAD") or _os.environ.get("PRELOAD_PATH"):
     from .verbs.preload import start_from_environment as _start
 
     _start()
+
+if _os.environ.get("OVERWIRE_PATCH"):
+    from .compat.safetensors.patching import patch_from_environment as _patch
+
+    _patch()

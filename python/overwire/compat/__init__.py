@@ -53,6 +53,7 @@ _MODULES: dict[str, dict[str, str]] = {
         "nyacomp.partition": "nyacomp.partition",
     },
     "nyacomp_core": {"_nyacomp": "nyacomp._nyacomp"},
+    "safetensors": {},  # the package itself, patched; see `_patch`
     "tensorizer": {"tensorizer": "tensorizer"} | {f"tensorizer.{name}": f"tensorizer.{name}" for name in _TENSORIZER.split()},
 }
 
@@ -67,9 +68,14 @@ def install(name: str) -> None:
     "fastsafetensors", "nvcomp" (as nvidia.nvcomp), "tensorizer", "nyacomp", or
     "nyacomp_core" for its extension `_nyacomp` alone.
 
+    "safetensors" stays the installed package, and reads through overwire for the
+    rest of the process: `overwire.patch_safetensors()`, never undone.
+
     Whoever imported the original before keeps it. Raises ArgumentError for
     other names.
     """
+    if name == "safetensors":
+        return _patch()
     for original, ours in _table(name).items():
         module = sys.modules[original] = import_module(f"{__name__}.{ours}")
         parent, _, child = original.rpartition(".")
@@ -77,6 +83,21 @@ def install(name: str) -> None:
             setattr(_namespace(parent), child, module)
     if not any(isinstance(finder, _Alias) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Alias())
+
+
+def _patch() -> None:
+    # On PYTHONPATH the folder of `path` stands before the package: what is being
+    # imported from there gives way to it.
+    folder = path("safetensors")
+    if str(getattr(sys.modules.get("safetensors"), "__file__", "")).startswith(folder):
+        del sys.modules["safetensors"]
+        paths = sys.path[:]
+        sys.path[:] = [entry for entry in paths if Path(entry).resolve() != Path(folder)]
+        try:
+            import_module("safetensors")
+        finally:
+            sys.path[:] = paths
+    import_module("overwire.compat.safetensors.patching").patch_safetensors()
 
 
 class _Alias(MetaPathFinder):

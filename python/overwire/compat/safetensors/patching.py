@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -35,6 +37,10 @@ _READERS = {
 _WRITER = "serialize_file"
 # Libraries whose own loaders are told, too: modules of overwire.integrations.
 _LIBRARIES = ("transformers", "accelerate")
+
+# Thousands of modules that take safetensors inside functions, if at all: to look
+# through them would take longer than to load a model.
+_OTHERS = frozenset(sys.stdlib_module_names - {"__main__"}) | {"mpmath", "numpy", "sympy", "torch", "triton"}
 
 _lock = threading.RLock()
 _patches: list[SafetensorsPatch] = []  # in force, in the order of their beginning
@@ -174,7 +180,8 @@ def _rebind(swap: dict[int, tuple[Any, Any]], tops: tuple[str, ...] = ()) -> Non
     # Whoever wrote `from safetensors.torch import load_file` has the name in
     # its own module. Modules may be added meanwhile, hence the copies.
     for module_name, module in list(sys.modules.items()):
-        if tops and module_name.partition(".")[0] not in tops:
+        top = module_name.partition(".")[0]
+        if top not in tops if tops else top in _OTHERS:
             continue
         names = getattr(module, "__dict__", None)
         if type(names) is not dict or names is globals() or swap.keys().isdisjoint(map(id, tuple(names.values()))):
@@ -319,3 +326,14 @@ def patch_safetensors(*, device: Any = None, compress: bool = False) -> Safetens
     for a device that is none.
     """
     return SafetensorsPatch(device, compress)
+
+
+def patch_from_environment() -> None:
+    """What the import of overwire does when OVERWIRE_PATCH is set: the patch, for
+    the rest of the process. Never raises."""
+    if os.environ["OVERWIRE_PATCH"].strip().lower() not in ("1", "true", "yes", "on", "y", "t"):
+        return
+    try:
+        patch_safetensors()
+    except Exception as error:  # an import must not fail for this
+        logging.getLogger("overwire").warning("OVERWIRE_PATCH: safetensors is not patched: %s", error)
