@@ -85,7 +85,13 @@ def compare(folder: Path, maps: list[Any], dtypes: tuple[Any, ...] = ("auto", to
 def dense(folder: Path) -> None:
     config = transformers.LlamaConfig(**SMALL)
     save(transformers.LlamaForCausalLM(config).bfloat16(), folder)
-    parts = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": torch.device("cpu")}
+    parts = {
+        "model.embed_tokens": "cpu",
+        "model.layers": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": torch.device("cpu"),
+    }
     compare(folder, [None, "cpu", "auto", {"": "cpu"}, parts])
     if FIVE:  # transformers 4 asks safetensors for that device, which has none
         with ow.patch_safetensors():

@@ -157,7 +157,7 @@ func below(dir string) string {
 	if source.Remote(dir) {
 		return ""
 	}
-	found, _ := filepath.Glob(escapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
+	found, _ := filepath.Glob(EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
 	var names []string
 	for _, path := range found { // sorted by name
 		if name := filepath.Base(filepath.Dir(path)); len(names) == 0 || names[len(names)-1] != name {
@@ -170,8 +170,8 @@ func below(dir string) string {
 	return ": open a folder below it (" + strings.Join(names[:min(len(names), 8)], ", ") + ")"
 }
 
-// escapeGlob keeps a folder's name from being read as a pattern.
-func escapeGlob(path string) string {
+// EscapeGlob keeps a folder's name from being read as a pattern.
+func EscapeGlob(path string) string {
 	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
 }
 

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/regular"
@@ -62,11 +63,11 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	dst = spec.Path // without its scheme
 	if len(src) == 1 && !remote(dst) && isFolder(dst, src, 1) {
 		dir := localPath(src[0])
-		branches, err := tree(dir, dst)
+		branches, err := format.Tree(dir, dst)
 		if err != nil {
 			return Report{}, err
 		}
-		if len(branches) > 1 && slices.ContainsFunc(branches, func(b branch) bool { return b.weights }) {
+		if len(branches) > 1 && slices.ContainsFunc(branches, func(b format.Branch) bool { return b.Weights }) {
 			return convertTree(ctx, j, dir, dst, branches, spec)
 		}
 	}
@@ -260,7 +261,7 @@ func indexOf(ctx context.Context, src []string, storage source.Options) (name st
 		return remoteIndexOf(ctx, path, storage)
 	}
 	if st, err := os.Stat(path); err == nil && st.IsDir() {
-		found, _ := filepath.Glob(join(escapeGlob(path), "*"+extension+".index.json"))
+		found, _ := filepath.Glob(join(format.EscapeGlob(path), "*"+extension+".index.json"))
 		if len(found) != 1 {
 			return "", nil
 		}
@@ -349,8 +350,8 @@ func isFolder(dst string, src []string, files int) bool {
 	if st, err := os.Stat(dst); err == nil && !remote(dst) {
 		return st.IsDir()
 	}
-	several := files > 1 || len(src) == 1 && isDir(src[0])
-	return several && !namesFile(dst)
+	st, err := os.Stat(localPath(src[0]))
+	return (files > 1 || len(src) == 1 && err == nil && st.IsDir()) && !namesFile(dst)
 }
 
 // makeFolder makes dst if it is not there, and returns it if it was made.
@@ -379,9 +380,4 @@ func localPath(uri string) string {
 		}
 	}
 	return uri
-}
-
-// escapeGlob keeps a folder's name from being read as a pattern.
-func escapeGlob(path string) string {
-	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
 }

@@ -1,64 +1,16 @@
 package save
 
+// This file converts folders of several models.
+
 import (
 	"context"
 	"os"
 	"path/filepath"
-	"strings"
 
+	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
 )
-
-// maxDepth is how far below a model's folder others are looked for.
-const maxDepth = 8
-
-// A branch is a folder of a tree of models: a diffusers pipeline has one for
-// each of its parts.
-type branch struct {
-	path    string // below the tree's own folder; "": that folder itself
-	weights bool   // whether a model lies there
-}
-
-// tree returns the folders below dir that hold files, and dir itself last: what
-// names the others (model_index.json) is written last. Hidden folders, links and
-// avoid, the folder that is written, are left out. dir may be anything; what is
-// no local folder has no branches.
-func tree(dir, avoid string) ([]branch, error) {
-	if st, err := os.Stat(dir); remote(dir) || err != nil || !st.IsDir() {
-		return nil, nil
-	}
-	here, _ := os.Stat(avoid)
-	var out []branch
-	var walk func(rel string, depth int) error
-	walk = func(rel string, depth int) error {
-		entries, err := os.ReadDir(filepath.Join(dir, rel))
-		if err != nil {
-			return atomicfile.Failed(filepath.Join(dir, rel), -1, err)
-		}
-		b, files := branch{path: rel}, false
-		for _, e := range entries {
-			below := filepath.Join(rel, e.Name())
-			switch hidden := strings.HasPrefix(e.Name(), "."); {
-			case e.IsDir() && !hidden && depth < maxDepth:
-				if st, err := e.Info(); err == nil && here != nil && os.SameFile(st, here) {
-					continue
-				}
-				if err := walk(below, depth+1); err != nil {
-					return err
-				}
-			case !e.IsDir() && !hidden:
-				files = true
-				b.weights = b.weights || strings.HasSuffix(e.Name(), extension) || strings.HasSuffix(e.Name(), extension+".index.json")
-			}
-		}
-		if files || rel == "" {
-			out = append(out, b)
-		}
-		return nil
-	}
-	return out, walk("", 0)
-}
 
 // spread replaces folders without weights of their own by the folders below
 // them that have some.
@@ -66,15 +18,15 @@ func spread(uris []string) []string {
 	var out []string
 	for _, uri := range uris {
 		dir := localPath(uri)
-		branches, err := tree(dir, "")
-		if n := len(branches); err != nil || n == 0 || branches[n-1].weights {
+		branches, err := format.Tree(dir, "")
+		if n := len(branches); err != nil || n == 0 || branches[n-1].Weights {
 			out = append(out, uri)
 			continue
 		}
 		before := len(out)
 		for _, b := range branches {
-			if b.weights {
-				out = append(out, filepath.Join(dir, b.path))
+			if b.Weights {
+				out = append(out, filepath.Join(dir, b.Path))
 			}
 		}
 		if len(out) == before {
@@ -87,7 +39,7 @@ func spread(uris []string) []string {
 // convertTree converts a folder's models, each into the folder of the same path
 // below dst, and copies what lies beside them. A dst that it made is removed if
 // one of them fails.
-func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []branch, spec Spec) (rep Report, err error) {
+func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []format.Branch, spec Spec) (rep Report, err error) {
 	made, err := makeFolder(dst)
 	if err != nil {
 		return rep, err
@@ -100,12 +52,12 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []br
 		}()
 	}
 	for _, b := range branches {
-		from, to := filepath.Join(dir, b.path), filepath.Join(dst, b.path)
+		from, to := filepath.Join(dir, b.Path), filepath.Join(dst, b.Path)
 		if err := os.MkdirAll(to, 0o777); err != nil {
 			return rep, atomicfile.Failed(to, -1, err)
 		}
 		var one Report
-		if b.weights {
+		if b.Weights {
 			one, err = convertOne(ctx, j, []string{from}, to, spec)
 		} else {
 			one, err = copyBeside(ctx, j, from, to, spec)
@@ -142,10 +94,4 @@ func (r *Report) add(o Report) {
 	if r.BytesIn > 0 {
 		r.Ratio = float64(r.BytesOut) / float64(r.BytesIn)
 	}
-}
-
-// isDir tells whether a source is a local folder.
-func isDir(uri string) bool {
-	st, err := os.Stat(localPath(uri))
-	return err == nil && st.IsDir()
 }

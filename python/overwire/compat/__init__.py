@@ -75,7 +75,8 @@ def install(name: str) -> None:
     other names.
     """
     if name == "safetensors":
-        return _patch()
+        _patch()
+        return
     for original, ours in _table(name).items():
         module = sys.modules[original] = import_module(f"{__name__}.{ours}")
         parent, _, child = original.rpartition(".")

@@ -15,7 +15,7 @@ import overwire
 from ._errors import reading
 from ._files import safe_open
 
-__all__ = ["Ahead", "PlainFile", "Slice", "path_of", "plan"]
+__all__ = ["Ahead", "PlainFile", "Planned", "Slice", "path_of"]
 
 # What the engine casts as it lands, bit for bit as torch does.
 _CASTS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -35,7 +35,7 @@ class Slice:
         self._inner, self.path, self.name, self._where, self._mapped = inner, path, name, where, mapped
         self._elsewhere = elsewhere  # the same file, opened for other devices
         noted = getattr(_thread, "plan", None)
-        self._give = None if noted is None else noted(self)
+        self._give = None if noted is None else noted.note(self)
 
     def get_shape(self) -> list[int]:
         """The whole tensor's shape, in elements."""
@@ -188,24 +188,28 @@ class _Pass:
 _thread = threading.local()
 
 
-@contextlib.contextmanager
-def plan(device: Callable[[str], Any]) -> Iterator[None]:
-    """While it lasts, slices that this thread opens and that `device` gives a
-    device to are loaded ahead, one pass a device, when the first is read."""
-    ahead = Ahead()
+class Planned:
+    """A context manager: while it lasts, slices that this thread opens and that
+    `device` gives a device to are loaded ahead, one pass a device, when the first
+    is read."""
 
-    def noted(tensor: Slice) -> Callable[[], Any] | None:
-        asked = device(tensor.name)
+    def __init__(self, device: Callable[[str], Any]) -> None:
+        self._asked, self._ahead = device, Ahead()
+        self._before: Planned | None = None
+
+    def note(self, tensor: Slice) -> Callable[[], Any] | None:
+        """What gives a slice's tensor; None if it is not loaded ahead."""
+        asked = self._asked(tensor.name)
         target = None if asked is None else tensor.device(asked)
-        return None if target is None else ahead.want(tensor, target)
+        return None if target is None else self._ahead.want(tensor, target)
 
-    before = getattr(_thread, "plan", None)
-    _thread.plan = noted
-    try:
-        yield
-    finally:
-        _thread.plan = before
-        ahead.close()
+    def __enter__(self) -> Planned:
+        self._before, _thread.plan = getattr(_thread, "plan", None), self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _thread.plan = self._before
+        self._ahead.close()
 
 
 def path_of(filename: Any) -> str:

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import overwire
-from overwire.plumbing import forked, is_compressed, refuse_compressed
 from overwire.integrations import Lazy
+from overwire.plumbing import forked, is_compressed, refuse_compressed
 
 from . import _bytes, _files, _lazy
 
@@ -123,12 +123,13 @@ def _writes(original: Any) -> Any:
     @functools.wraps(original)
     def serialize_file(tensor_dict: Any, filename: Any, metadata: Any = None) -> None:
         if forked() or not any(patch.compress for patch in _patches):
-            return original(tensor_dict, filename, metadata)
+            original(tensor_dict, filename, metadata)
+            return
         ours = {
             name: _bytes.TensorSpec(dtype=spec.dtype, shape=spec.shape, data_ptr=spec.data_ptr, data_len=spec.data_len)
             for name, spec in tensor_dict.items()
         }
-        return _bytes.write(ours, filename, metadata, compress=True)
+        _bytes.write(ours, filename, metadata, compress=True)
 
     return serialize_file
 
@@ -232,7 +233,7 @@ def _found(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
-_LAZY = Lazy(slice=_lazy.Slice, ahead=_lazy.Ahead, plan=_lazy.plan, compressed=is_compressed, open=_files.safe_open)
+_LAZY = Lazy(slice=_lazy.Slice, ahead=_lazy.Ahead, plan=_lazy.Planned, compressed=is_compressed, open=_files.safe_open)
 
 
 def _module(name: str) -> Any:

@@ -1,0 +1,62 @@
+package format
+
+// This file finds the models of a folder and of the folders below it.
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// maxDepth is how far below a model's folder others are looked for.
+const maxDepth = 8
+
+// A Branch is a folder of a tree of models: a diffusers pipeline has one for
+// each of its parts.
+type Branch struct {
+	Path    string // below the tree's own folder; "": that folder itself
+	Weights bool   // whether a model lies there
+}
+
+// Tree returns the folders below dir that hold files, and dir itself last: what
+// names the others (model_index.json) is written last. Hidden folders, links and
+// avoid, the folder that is written, are left out. dir may be anything; what is
+// no local folder has no branches.
+func Tree(dir, avoid string) ([]Branch, error) {
+	if st, err := os.Stat(dir); source.Remote(dir) || err != nil || !st.IsDir() {
+		return nil, nil
+	}
+	here, _ := os.Stat(avoid)
+	var out []Branch
+	var walk func(rel string, depth int) error
+	walk = func(rel string, depth int) error {
+		entries, err := os.ReadDir(filepath.Join(dir, rel))
+		if err != nil {
+			return at(filepath.Join(dir, rel), fault.FromOS(err))
+		}
+		b, files := Branch{Path: rel}, false
+		for _, e := range entries {
+			below := filepath.Join(rel, e.Name())
+			switch hidden := strings.HasPrefix(e.Name(), "."); {
+			case e.IsDir() && !hidden && depth < maxDepth:
+				if st, err := e.Info(); err == nil && here != nil && os.SameFile(st, here) {
+					continue
+				}
+				if err := walk(below, depth+1); err != nil {
+					return err
+				}
+			case !e.IsDir() && !hidden:
+				files = true
+				b.Weights = b.Weights || strings.HasSuffix(e.Name(), suffix) || strings.HasSuffix(e.Name(), suffix+indexSuffix)
+			}
+		}
+		if files || rel == "" {
+			out = append(out, b)
+		}
+		return nil
+	}
+	return out, walk("", 0)
+}
