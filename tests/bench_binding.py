@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from overwire import _engine as e
+import engine_calls as e
 from process_helper import write_plain
 
 COUNT, SIZE = 18_867, 1024

@@ -123,7 +123,7 @@ def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> 
     python = venv / "bin/python"
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "GOPROXY": "off", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     tool(python, "-m", "pip", "install", what, cwd=tmp_path, **offline)
-    said = tool(python, "-c", "import overwire, overwire._engine as e; e.knobs(); print(overwire.__file__)", cwd=tmp_path)
+    said = tool(python, "-c", "import overwire, overwire._verbs as e; e.knobs(); print(overwire.__file__)", cwd=tmp_path)
     assert Path(said.strip()).is_relative_to(venv)
     assert re.match(r"overwire \d", tool(venv / "bin/overwire", "--version", cwd=tmp_path))
     tool(python, "-m", "pip", "uninstall", "-y", "overwire", cwd=tmp_path)
