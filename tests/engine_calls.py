@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overwire import _verbs
 from overwire._engine import (
@@ -22,7 +22,9 @@ from overwire._engine import (
     main,
     program,
 )
-from overwire.jobs import Landed
+
+if TYPE_CHECKING:
+    from overwire.jobs import Landed
 
 __all__ = ["cli", "forked", "main"]
 
@@ -96,6 +98,8 @@ def job_wait(job: int, timeout: Any) -> bool:
 
 def columns(job: int, timeout: float | None = None, raw: bool = False) -> Landed | None:
     """What has landed since the last call."""
+    from overwire.jobs import Landed
+
     made = core().take(job, timeout, TAKE_NEXT | (TAKE_RAW if raw else 0))
     return None if made is None else Landed(made[1], made[2], True)
 
@@ -107,6 +111,8 @@ def job_next(job: int, timeout: float | None, raw: bool = False) -> list[tuple[i
 
 def job_columns(job: int, raw: bool = False) -> Landed:
     """All that a job that has ended gives."""
+    from overwire.jobs import Landed
+
     made = core().take(job, 0, TAKE_ALL | (TAKE_RAW if raw else 0))
     assert made is not None
     return Landed(made[1], made[2], False)

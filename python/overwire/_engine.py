@@ -252,15 +252,15 @@ def cli(argv: Sequence[str]) -> int:
     The engine writes to the descriptors 1 and 2. Ctrl-C cancels, waits for the
     clean-up and gives 130.
     """
-    from . import _verbs
+    import json
 
     sys.stdout.flush()
     sys.stderr.flush()
-    job = _verbs.cli(program(argv))
+    job = core().start("cli", json.dumps(program(argv)), b"")
     try:
         return int(core().take(job, None, TAKE_LAST)[0])
     except KeyboardInterrupt:
-        _verbs.cancel(job)
+        core().call("cancel", "", job.to_bytes(8, "little"))
         from . import errors
 
         try:
