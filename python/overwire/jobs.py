@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _verbs
 from ._engine import FREE_NOW, TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core
+from .errors import ArgumentError
 from .progress import Progress, Watcher
 
 if TYPE_CHECKING:
@@ -173,7 +174,10 @@ class Job:
         touches memory that was lent to it."""
         if self._freed:
             return
-        _verbs.cancel(self.number)
+        try:
+            _verbs.cancel(self.number)
+        except ArgumentError:
+            return  # taken to the last, and forgotten: an interrupt came before that was noted
         while True:
             try:
                 if core().wait(self.number, 1.0):
