@@ -173,7 +173,7 @@ func (v Verb) lends() Verb { v.lent = true; return v }
 
 // Table lists the verbs.
 func Table() []Verb {
-	return slices.Concat(modelVerbs(), jobVerbs(), fileVerbs(), tensorsVerbs(), codecVerbs(), gpuVerbs())
+	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), tensorsVerbs(), codecVerbs(), gpuVerbs())
 }
 
 var verbs = func() map[string]*Verb {
