@@ -318,6 +318,7 @@ class SaveReport(TypedDict):
     compressed: int
     aliases: int
     files: list[str]
+    left: NotRequired[list[str]]
 
 
 class SaveRequest(TypedDict, total=False):

@@ -71,6 +71,7 @@ SETTINGS: frozenset[str] = frozenset({
     "OVERWIRE_NO_PRELOAD",
     "NO_PRELOAD",
     "LOAD_UNCOMPRESSED",
+    "OVERWIRE_PATCH",
     "OVERWIRE_THREADS",
     "NUM_THREADS",
     "OVERWIRE_DOWNLOADER",
