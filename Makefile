@@ -18,7 +18,7 @@ VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 # too, that take long to compile for it.
 RACE := ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/pipeline/... ./gosrc/ring/... ./gosrc/source/file \
         ./gosrc/source/retry ./gosrc/source/parts ./gosrc/source/cache ./gosrc/source/spool ./gosrc/source/pipe
-LONG_RACE := ./gosrc/bind/face/... ./gosrc/nvcomp/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
+LONG_RACE := ./gosrc/bind/binding/... ./gosrc/nvcomp/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
 
 # `make test` ends within 15 minutes on two cores, installs included. It leaves out
 # what takes long to compile, Go's tests of S3 among it, tests marked slow, and most
@@ -59,8 +59,9 @@ $(VENV)/.ready: requirements-test.txt requirements-transformers5.txt
 build: venv ## compile the engine and install the package into .venv (editable)
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps -e .
 
-gen: venv $(BIN)/gopy ## rewrite the generated glue in gosrc/bind/core
+gen: venv $(BIN)/gopy ## rewrite what is generated: the glue in gosrc/bind/core, and the engine's tables in Python
 	$(PY) gosrc/bind/gen.py $(BIN)
+	$(PY) gosrc/bind/gen_python.py
 
 $(BIN)/gopy: go.mod
 	@mkdir -p $(BIN)

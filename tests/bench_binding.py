@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from overwire import _engine as e
+import engine_calls as e
 from process_helper import write_plain
 
 COUNT, SIZE = 18_867, 1024
@@ -61,8 +61,8 @@ def main() -> None:
 
         n = 2000
         model = e.open_model(spec)
-        show("a call through gopy (job_progress), of 2000", calls(n, e.job_progress, job := loaded()), n)
-        show("a call in C (job_wait of an ended job)", calls(n, e.job_wait, job, 0), n)
+        show("a verb that answers (progress), of 2000", calls(n, e.job_progress, job := loaded()), n)
+        show("a wait for a job that has ended", calls(n, e.job_wait, job, 0), n)
         free(job)
         print(f"a tensor, of {COUNT}:")
         show("  open_model: headers and index", best(7, lambda: None, lambda _: e.open_model(spec), lambda _, h: e.close_model(h)))

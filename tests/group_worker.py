@@ -207,10 +207,10 @@ def hurt(folder: Path) -> None:
     good = folder / "plain.safetensors"
     own = folder / f"hurt-{rank}.safetensors"
     header = good.read_bytes()[8 : 8 + int.from_bytes(good.read_bytes()[:8], "little")]
-    starts = Model.start, relays.relay_start
+    starts = Model.start, relays.relay
 
     def restore() -> None:
-        Model.start, relays.relay_start = starts  # type: ignore[method-assign]
+        Model.start, relays.relay = starts  # type: ignore[method-assign]
 
     def meanwhile(change: Any) -> None:  # between the opening of the file and the first read
         def before(start: Any) -> Any:
@@ -222,7 +222,7 @@ def hurt(folder: Path) -> None:
 
             return first
 
-        Model.start, relays.relay_start = before(starts[0]), before(starts[1])  # type: ignore[method-assign]
+        Model.start, relays.relay = before(starts[0]), before(starts[1])  # type: ignore[method-assign]
 
     def raises(kind: type[Exception], text: str, path: Any, **named: Any) -> Exception:
         try:

@@ -22,7 +22,8 @@ PRELUDE = """
 import json, os, signal, sys, threading, time
 sys.path.insert(0, %r)
 from process_helper import *
-from overwire import _engine as e, errors
+import engine_calls as e
+from overwire import errors
 """ % str(Path(__file__).parent)
 
 
@@ -72,7 +73,7 @@ class LongJob:
     """A load that takes many seconds and little memory: thousands of tensors, all into one place."""
 
     def __init__(self, path: str) -> None:
-        from overwire import _engine as e
+        import engine_calls as e
 
         size, count = BIG
         self.memory = bytearray(size)
@@ -83,7 +84,7 @@ class LongJob:
         self.job = e.load_start(self.model, requests, '{"threads": 1}')
 
     def end(self) -> None:
-        from overwire import _engine as e
+        import engine_calls as e
         from overwire import errors
 
         e.job_cancel(self.job)
@@ -96,7 +97,7 @@ class LongJob:
 
 def load(path: str, raw: bool = False) -> list[tuple[object, int]]:
     """Load every tensor of a file: the list of job_take."""
-    from overwire import _engine as e
+    import engine_calls as e
 
     model = e.open_model(json.dumps({"uris": [path]}))
     job = e.load_start(model, None, "{}")

@@ -90,16 +90,32 @@ def test_library_names_no_place(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_glue_is_what_gen_writes(tmp_path: Path) -> None:
-    """The committed glue comes out of gopy and pybindgen byte for byte."""
-    pytest.importorskip("pybindgen")
+    """The committed glue comes out of gopy byte for byte."""
     tools = ROOT / "build/bin"
     if not (tools / "gopy").exists():
         tools = tmp_path / "bin"
         tools.mkdir()
         tool("go", "build", "-o", f"{tools}/", "tool", GOEXPERIMENT="")
     tool(sys.executable, "gosrc/bind/gen.py", tools, tmp_path)
-    for name in ("core.go", "core.c", "core_go.h"):
+    for name in ("core.go", "core_go.h"):
         assert (tmp_path / name).read_text() == (ROOT / "gosrc/bind/core" / name).read_text(), f"{name}: run make gen"
+
+
+def test_python_tables_are_what_gen_writes(tmp_path: Path) -> None:
+    """Verbs, their types, dtypes, names and error classes come out of the engine's tables byte for byte."""
+    tool(sys.executable, "gosrc/bind/gen_python.py", tmp_path)
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == ["_requests.py", "_tables.py", "_verbs.py", "errors.py"]
+    for name in written:
+        assert (tmp_path / name).read_text() == (ROOT / "python/overwire" / name).read_text(), f"{name}: run make gen"
+
+
+def test_the_stub_names_what_the_module_has() -> None:
+    from overwire import _core
+
+    stub = (ROOT / "python/overwire/_core.pyi").read_text()
+    listed = re.findall(r"^(?:def|class) (\w+)", stub, re.M)
+    assert sorted(listed) == sorted(name for name in dir(_core) if not name.startswith("__"))
 
 
 def test_sdist_has_the_tree(dist: Path) -> None:
@@ -108,7 +124,7 @@ def test_sdist_has_the_tree(dist: Path) -> None:
     with tarfile.open(path) as tar:
         members = tar.getmembers()
     names = {m.name.split("/", 1)[1] for m in members}
-    for name in ("PKG-INFO", "setup.py", "pyproject.toml", "go.mod", "go.sum", "gosrc/bind/core/core.c", "python/overwire/py.typed"):
+    for name in ("PKG-INFO", "setup.py", "pyproject.toml", "go.mod", "go.sum", "gosrc/bind/core/call.c", "python/overwire/py.typed"):
         assert name in names
     assert not [n for n in names if n.endswith((".so", ".pyc", ".whl")) or "/." in n or n.startswith(".")]
     assert len({m.mtime for m in members}) == 1 and all(m.uid == 0 for m in members)
@@ -123,7 +139,7 @@ def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> 
     python = venv / "bin/python"
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "GOPROXY": "off", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     tool(python, "-m", "pip", "install", what, cwd=tmp_path, **offline)
-    said = tool(python, "-c", "import overwire, overwire._engine as e; e.knobs(); print(overwire.__file__)", cwd=tmp_path)
+    said = tool(python, "-c", "import overwire, overwire._verbs as e; e.knobs(); print(overwire.__file__)", cwd=tmp_path)
     assert Path(said.strip()).is_relative_to(venv)
     assert re.match(r"overwire \d", tool(venv / "bin/overwire", "--version", cwd=tmp_path))
     tool(python, "-m", "pip", "uninstall", "-y", "overwire", cwd=tmp_path)

@@ -103,7 +103,7 @@ def test_config_waits_for_nothing(name: str, contents: dict[int, bytes]) -> None
     encoded = codec.encode([there(p) for p in plain])
     config = codec.decompression_config(codec.compression_config([len(p) for p in plain]))
     asked: list[str] = []
-    real = gpu._gpu.gpu_peek, gpu._gpu.gpu_wait, gpu._gpu.gpu_stream_sync, gpu._gpu.gpu_copy
+    real = gpu._verbs.gpu_peek, gpu._verbs.gpu_wait, gpu._verbs.gpu_stream_sync, gpu._verbs.gpu_copy
     names = ("gpu_peek", "gpu_wait", "gpu_stream_sync", "gpu_copy")
     try:
         for which, function in zip(names, real, strict=True):
@@ -112,12 +112,12 @@ def test_config_waits_for_nothing(name: str, contents: dict[int, bytes]) -> None
                 asked.append(which)
                 return function(*args)
 
-            setattr(gpu._gpu, which, watched)
+            setattr(gpu._verbs, which, watched)
         made = codec.decode(encoded, decompression_config=config)
         assert asked == []
     finally:
         for which, function in zip(names, real, strict=True):
-            setattr(gpu._gpu, which, function)
+            setattr(gpu._verbs, which, function)
     assert [back(m) for m in made] == plain
 
 

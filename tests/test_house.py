@@ -22,8 +22,8 @@ PACKAGE = Path(overwire.__file__).parent
 # From the bottom up; patterns of module names without "overwire.". A module may import
 # its own layer and those below.
 LAYERS: list[tuple[str, str]] = [
-    ("words", "errors dtypes paths files _apart _environment"),
-    ("engine", "_core _engine _engine_* _gpu progress jobs codecs gpu"),
+    ("words", "errors dtypes paths files _apart _environment _tables"),
+    ("engine", "_core _engine _requests _verbs progress jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
     ("model", "model model.* stores records"),
     ("distributed", "distributed distributed.*"),  # below the verbs: load_file(group=) is one of them

@@ -49,16 +49,15 @@ def test_forked_children_are_refused(big: str, small: str) -> None:
 import ctypes
 big, small, n = sys.argv[1], sys.argv[2], int(sys.argv[3])
 busy = LongJob(big)
-from overwire._engine_preload import preload_join
 tensors = load(small)
 address = tensors[0][1]
 calls = [
-    lambda: e.open_model("{}"), lambda: e.close_model(1), lambda: e.model_table(1), lambda: e.model_info(1),
+    lambda: e.open_model("{}"), lambda: e.close_model(1),
     lambda: e.load_start(1, None, "{}"), lambda: e.job_wait(1, None), lambda: e.job_next(1, None),
     lambda: e.job_take(1), lambda: e.job_progress(1), lambda: e.job_cancel(1), lambda: e.job_free(1),
     lambda: e.job_report(1), lambda: e.save_start("{}", []), lambda: e.convert_start("{}"),
-    lambda: e.verify_start("{}"), lambda: e.call("inspect", "x"), lambda: e.doctor(), lambda: e.knobs(),
-    lambda: e.cli([]), lambda: e.preload_start("{}"), lambda: preload_join(1, "{}"),
+    lambda: e.verify_start("{}"), lambda: e.run("inspect", "x"), lambda: e.doctor(), lambda: e.knobs(),
+    lambda: e.cli([]), lambda: e.preload_start("{}"), lambda: e.preload_join(1, "{}"),
 ]
 def body():
     for call in calls:
@@ -84,7 +83,7 @@ busy.end()
 
 
 def test_raw_module_refuses_in_children(small: str) -> None:
-    """The C wrappers hold the line for whoever comes past overwire._engine."""
+    """The C functions hold the line for whoever comes past overwire._verbs."""
     run("""
 from overwire import _core as raw
 e.knobs()
@@ -101,7 +100,7 @@ def body():
             except TypeError:
                 pass  # another number of arguments, then
             except RuntimeError as error:
-                assert "ForkedError" in str(error), (name, error)
+                assert isinstance(error, errors.ForkedError), (name, error)
                 break
         else:
             os._exit(3)
@@ -273,10 +272,10 @@ assert not failed, failed
 def test_panic_poisons_and_python_lives() -> None:
     """A panic in Go is EngineError, also for every later call; its stack is printed once; the process goes on."""
     done = run("""
-from overwire import _core as raw
-for call in (lambda: raw.api_Panic(), lambda: e.knobs(), lambda: e.open_model("{}"), lambda: e.job_wait(1, None)):
+from overwire import _verbs
+for call in (lambda: _verbs.panic(), lambda: e.knobs(), lambda: e.open_model("{}"), lambda: e.job_wait(1, None)):
     try:
-        e._call(call)
+        call()
     except errors.EngineError as error:
         assert "panic in panic: asked for" in str(error)
     else:
@@ -294,7 +293,7 @@ import logging
 logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
 os.environ["OVERWIRE_THREADS"] = "1"
 os.environ["OVERWIRE_NO_SUCH"] = "1"
-rows = {row["name"]: row for row in json.loads(e.knobs())}
+rows = {row["name"]: row for row in e.knobs()}
 assert rows["OVERWIRE_THREADS"]["value"] == "1", rows["OVERWIRE_THREADS"]
 """)
     assert "overwire WARNING" in done.stderr and "OVERWIRE_NO_SUCH" in done.stderr
@@ -304,7 +303,6 @@ def test_a_preload_is_joined_once(small: str, tmp_path: Path) -> None:
     """A load takes the tensors of a preload, and no later one does; of a preload of nothing only its own job hears."""
     run("""
 import ctypes
-from overwire._engine_preload import preload_join
 path, missing = sys.argv[1], sys.argv[2]
 job = e.preload_start(json.dumps({"uris": [path]}))
 assert e.job_wait(job, None) and e.job_progress(job)[2] == 1
@@ -316,7 +314,7 @@ else:
     sys.exit("a preload's tensors belong to loads")
 def joins():
     model = e.open_model(json.dumps({"uris": [path]}))
-    return model, json.loads(preload_join(model, "{}"))["device"]
+    return model, e.preload_join(model, "{}")["device"]
 model, device = joins()
 assert device == ""
 load = e.load_start(model, None, "{}")

@@ -29,8 +29,8 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_wrong_handles() -> None:
     """Stale, invented and ill-typed handles are ArgumentError; to close or free twice is nothing."""
     run("""
-calls = [e.model_table, e.model_info, lambda h: e.load_start(h, None, "{}"), lambda h: e.job_wait(h, 0),
-         lambda h: e.job_next(h, 0), e.job_take, lambda h: e.job_gather(h, 0), e.job_capsules, e.job_progress, e.job_report, e.job_cancel]
+calls = [lambda h: e.load_start(h, None, "{}"), lambda h: e.job_wait(h, 0), lambda h: e.preload_join(h, "{}"),
+         lambda h: e.job_next(h, 0), e.job_take, e.job_progress, e.job_report, e.job_cancel]
 for call in calls:
     for handle in (0, -1, 1 << 64, (1 << 64) - 1, 4711, 1.0, "1", None, True):
         try:
@@ -97,24 +97,27 @@ for call in (e.open_model, e.convert_start, e.verify_start, e.preload_start):
     refuse(TypeError, call, b"{}")
 for text in ("", "[]", "{", '{"uris": 1}'):
     refuse(ValueError, e.open_model, text)
-refuse(ValueError, e.call, "destroy", "{}")
-refuse(ValueError, e.call, "\\0", "{}")
-refuse(TypeError, e.call, 1, "{}")
+refuse(ValueError, e.run, "destroy", "{}")
+refuse(ValueError, e.run, "knobs", "{}")
+refuse(ValueError, e.run, "\\0", "{}")
+refuse(TypeError, e.run, 1, "{}")
 refuse(ValueError, e.load_start, model, None, "\\0")
 refuse(ValueError, e.load_start, model, None, "nonsense")
 refuse(TypeError, e.load_start, model, "text", "{}")
-refuse(TypeError, e.load_start, model, bytearray(48), "{}")
+refuse(TypeError, e.core().start, "load", "{}", bytearray(16))
+refuse(ValueError, e.core().start, "load", "{}", bytes(8))
 refuse(ValueError, e.load_start, model, b"x", "{}")
 for request in [(-1, 0, 0, -1, 0, -1), (10**6, 0, 0, -1, 0, -1), (0, 0, 2, 1, 0, -1), (0, 0, 0, 99, 0, -1), (0, 0, -5, -1, 0, -1)]:
     refuse((ValueError, KeyError, IndexError), e.load_start, model, struct.pack("=6q", *request), "{}")
 good = ("x", "U8", (1,), id(e), 1)
 spec = json.dumps({"path": "/nonexistent-folder/x.safetensors"})
-for tensors in ((), [None], [("x",)], [good[:4]], [("x", "U8", [1], 1, 1)], [(1, "U8", (1,), 1, 1)], [("x", "U8", (1.5,), 1, 1)]):
-    refuse(TypeError, e.save_start, spec, tensors)
-for tensors in ([("\\0", *good[1:])], [("x", "U9", *good[2:])], [("x", "U8", (1,), 0, 1)], [("x", "U8", (1,), id(e), -1)]):
-    refuse(ValueError, e.save_start, spec, tensors)
-for number in (1 << 70, -(1 << 70)):
-    refuse(OverflowError, e.save_start, spec, [("x", "U8", (number,), id(e), 1)])
+for tensors in ([("\\0", *good[1:])], [("x", "U9", *good[2:])], [("x", "U8", (1,), 0, 1)], [("x", "U8", (1,), id(e), -1)],
+                [(1, *good[1:])], [("x", "U8", (1.5,), id(e), 1)], [("x", "U8", (1 << 70,), id(e), 1)], [("x", "U8", None, id(e), 2)]):
+    refuse(ValueError, lambda: e.job_wait(e.save_start(spec, tensors), None))
+columns = {"path": "/nonexistent-folder/x.safetensors", "names": ["x"], "dtypes": ["U8"], "shapes": [[1]]}
+for wrong in ({"names": []}, {"dtypes": []}, {"shapes": [[1], [1]]}):
+    refuse(ValueError, e.core().start, "save", json.dumps(columns | wrong), struct.pack("=3q", id(e), 1, 0))
+refuse(ValueError, e.core().start, "save", json.dumps(columns), struct.pack("=2q", id(e), 1))
 job = e.load_start(model, None, "{}")
 for timeout in ("1", [], float("nan")):
     refuse((TypeError, ValueError), e.job_wait, job, timeout)
@@ -133,7 +136,7 @@ table = e.model_table(model)
 assert {row[0]: (row[1], list(row[2]), row[3], row[4]) for row in table} == {
     name: (t["dtype"], t["shape"], *[t["data_offsets"][1] - t["data_offsets"][0]] * 2) for name, t in header.items()}
 assert all(row[5:] == (0, -1) for row in table)
-source, = json.loads(e.model_info(model))["sources"]
+source, = e.model_info(model)["sources"]
 assert source["uri"] == sys.argv[1] and source["size"] == os.path.getsize(sys.argv[1]) and not source["overwire"]
 """, every)
 
@@ -208,8 +211,8 @@ assert e.job_take(job) == [(None, 0)] * n
 
 
 def test_tensors_handed_out_in_columns(every: str) -> None:
-    """job_gather and job_capsules hand out what job_next and job_take do: what has
-    bytes with its position, and what has none by its position alone."""
+    """Columns hand out what job_next and job_take do: what has bytes with its position,
+    and how many have none."""
     run("""
 import struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -218,12 +221,15 @@ empty = [at for at, row in enumerate(rows) if 0 in row[2]]
 assert empty
 job = e.load_start(model, None, "{}")
 seen = []
-while (columns := e.job_gather(job, None)) is not None:
-    assert len(columns[0]) == len(columns[1]) and None not in columns[0]
-    seen += columns[1]
+while (landed := e.columns(job)).capsules:
+    assert len(landed.positions) == len(landed.addresses) == len(landed.capsules)
+    usable = list(landed.usable())
+    assert len(usable) == len(landed.capsules) - landed.missing and None not in [capsule for _, capsule in usable]
+    seen += [at for at, _ in usable]
 assert sorted(seen + empty) == list(range(len(rows)))
-assert e.job_gather(job, 0) is None
-assert e.job_capsules(job) == ([None] * len(rows), list(range(len(rows))))
+assert not e.columns(job, 0).capsules
+again = e.job_columns(job)
+assert again.capsules == [None] * len(rows) and again.missing == len(rows) and list(again.usable()) == []
 e.job_free(job)
 place = bytearray(48)
 import ctypes
@@ -231,8 +237,8 @@ at = ctypes.addressof(ctypes.c_char.from_buffer(place))
 number = [row[0] for row in rows].index("I32")
 job = e.load_start(model, struct.pack("=18q", number, at, 0, -1, 0, -1, number, 0, 0, -1, 0, -1, empty[0], 0, 0, -1, 0, -1), "{}")
 assert e.job_wait(job, None)
-capsules, missing = e.job_capsules(job)
-assert [capsule is None for capsule in capsules] == [True, False, True] and missing == [0, 2]
+landed = e.job_columns(job)
+assert landed.capsules[0] is None and landed.missing == 2 and [at for at, _ in landed.usable()] == [1]
 """, every)
 
 
@@ -297,9 +303,9 @@ def half(job):
     e.job_next(job, None)
 def columns(job):
     e.job_wait(job, None)
-    kept = e.job_capsules(job)
+    kept = e.job_columns(job)
 def gathered(job):
-    kept = [e.job_gather(job, None)]
+    kept = [e.columns(job)]
 def leave(job):
     e.job_wait(job, None)
 def hurry(job):
@@ -335,8 +341,8 @@ for compress in (False, True):
     names = [row[0] for row in e.model_table(model)]
     landed = dict(zip(names, load(path)))
     assert ctypes.string_at(landed["w"][1], n * 2) == values.tobytes()
-    assert json.loads(e.model_info(model))["sources"][0]["overwire"] is compress
-    assert json.loads(e.call("inspect", json.dumps({"uris": [path]})))
+    assert e.model_info(model)["sources"][0]["overwire"] is compress
+    assert e.run("inspect", json.dumps({"uris": [path]}))
     verify = e.verify_start(json.dumps({"uris": [path]}))
     assert e.job_wait(verify, None) and json.loads(e.job_report(verify))
 convert = e.convert_start(json.dumps({"uris": [f"{sys.argv[1]}/True.safetensors"], "path": f"{sys.argv[1]}/back.safetensors"}))

@@ -37,14 +37,14 @@ ids = [v["name"] for v in VECTORS]
 def engine():
     """The built library, or a skip that says why."""
     try:
-        from overwire import _engine
+        from overwire import _verbs
     except ImportError as e:
         pytest.skip(f"overwire is not installed: {e}")
     try:
-        _engine.doctor()  # loads _core
+        _verbs.knobs()  # loads _core
     except (ImportError, OSError) as e:
         pytest.skip(f"overwire._core is not built: {e}")
-    return _engine
+    return _verbs
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=ids)
@@ -71,12 +71,12 @@ def test_ours(vector, tmp_path):
     eng = engine()
     path = tmp_path / "model.safetensors"
     path.write_bytes(base64.b64decode(vector["file"]))
-    spec = json.dumps({"uris": [str(path)]})
+    spec = {"uris": [str(path)]}
     if vector["ours"] == "":
-        eng.close_model(eng.open_model(spec))
+        eng.open(spec)
         return
     with pytest.raises(Exception) as caught:
-        eng.close_model(eng.open_model(spec))
+        eng.open(spec)
     assert type(caught.value).__name__ == vector["ours"]
     assert "model.safetensors" in str(caught.value)
 

@@ -17,7 +17,8 @@ def test_environment_names_are_those_of_the_engine() -> None:
     """Python sends the variables that the engine lists, proxies in both cases, and no others."""
     text = (ROOT / "gosrc/source/options.go").read_text()
     listed = re.findall(r'"([A-Z_*]+)"', text[text.index("var EnvNames") : text.index("// Check refuses")])
-    assert set(listed) == {*_environment._NAMES, _environment._PREFIX + "*"}
+    proxies = {name.lower() for name in listed if name.endswith("_PROXY")}
+    assert {*listed, *proxies} == {*_environment._NAMES, *(name + "*" for name in _environment._PREFIXES)} and proxies
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +35,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_become_text() -> None:
     """bool, numbers, paths and headers are texts; None is left out."""
     made = storage.storage({"anon": True, "timeout": 2.5, "cacert": Path("/x"), "key": None, "headers": {"A": 1}}, ["s3://b/k"])
-    assert made["storage"]["storage"] == {"anon": "true", "timeout": "2.5", "cacert": "/x", "header.A": "1"}
+    assert made["storage"] == {"anon": "true", "timeout": "2.5", "cacert": "/x", "header.A": "1"}
     assert storage.storage(None, ["/x", "file:///y"]) == {}
 
 

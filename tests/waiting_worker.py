@@ -269,11 +269,11 @@ def signals(folder: Path) -> None:
 
 def nobodys(server: Server) -> None:
     """A signal between the start of a job and the moment that its number is kept drops the number."""
-    from overwire import _engine
+    from engine_calls import fetch_start, verify_start
 
     spec = {"uris": [f"http://127.0.0.1:{server.port}/m.safetensors"], "storage": {"storage": {"timeout": "60"}}}
     with watched("a number that nobody holds"), open(os.devnull, "wb") as sink:
-        for start in (_engine.verify_start, _engine.fetch_start):
+        for start in (verify_start, fetch_start):
             server.reset()
             number = start(json.dumps({**spec, "fd": sink.fileno()}))
             server.reached.wait()

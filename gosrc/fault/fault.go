@@ -6,6 +6,7 @@ package fault
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 )
 
@@ -29,35 +30,43 @@ var (
 	ErrEngine       = errors.New("engine failure")    // a bug of ours: a recovered panic
 )
 
-// classes maps each sentinel to the name of the Python exception, in the order
-// in which they are looked for.
-var classes = []struct {
-	err error
-	py  string
-}{
-	{ErrCancelled, "CancelledError"},
-	{ErrForked, "ForkedError"},
-	{ErrEngine, "EngineError"},
-	{ErrCorrupt, "CorruptError"},
-	{ErrFormat, "FormatError"},
-	{ErrNotFound, "NotFoundError"},
-	{ErrPermission, "AccessError"},
-	{ErrTimeout, "DeadlineError"},
-	{ErrMemory, "OutOfMemoryError"},
-	{ErrArgument, "ArgumentError"},
-	{ErrKey, "TensorNotFoundError"},
-	{ErrNotSupported, "NotSupportedError"},
-	{ErrDevice, "DeviceError"},
-	{ErrCrypto, "CryptographyError"},
-	{ErrIO, "IOFailure"},
+// A ClassOf is an error class, and the Python exception that it becomes: its name,
+// the built-in that a user would catch without knowing us, and its documentation. Own:
+// it has fields of its own.
+type ClassOf struct {
+	Err               error
+	Python, Base, Doc string
+	Own               bool
 }
+
+// classes are in the order in which they are looked for.
+var classes = []ClassOf{
+	{ErrCancelled, "CancelledError", "RuntimeError", "The work was cancelled: by the caller, or because the process ends.", false},
+	{ErrForked, "ForkedError", "RuntimeError", "The engine was started before `fork`, and this is the child.", false},
+	{ErrEngine, "EngineError", "RuntimeError", "A bug of ours. The engine refuses further work; please report it.", false},
+	{ErrCorrupt, "CorruptError", "ValueError", "A valid file whose bytes have changed.", false},
+	{ErrFormat, "FormatError", "ValueError", "Bytes that were never a valid file of this kind.", false},
+	{ErrNotFound, "NotFoundError", "FileNotFoundError", "No such file or object.", false},
+	{ErrPermission, "AccessError", "PermissionError", "The file is there, but may not be read or written.", false},
+	{ErrTimeout, "DeadlineError", "TimeoutError", "The time given was not enough.", false},
+	{ErrMemory, "OutOfMemoryError", "MemoryError", "Host or device memory was not enough. What had been taken is given back.", true},
+	{ErrArgument, "ArgumentError", "ValueError", "The caller's mistake: the message says which argument.", false},
+	{ErrKey, "TensorNotFoundError", "KeyError", "No tensor of that name.", false},
+	{ErrNotSupported, "NotSupportedError", "NotImplementedError", "Valid, but not something this build can do.", false},
+	{ErrDevice, "DeviceError", "RuntimeError", "The device or its driver failed.", false},
+	{ErrCrypto, "CryptographyError", "ValueError", "A key is missing, or is another, or encrypted bytes have changed.", false},
+	{ErrIO, "IOFailure", "OSError", "The medium failed: an I/O error, a full disk, a short read.", false},
+}
+
+// Classes lists them.
+func Classes() []ClassOf { return slices.Clone(classes) }
 
 // Class returns the name of the Python exception for err; errors of no class
 // are EngineError, since every error of ours should have one.
 func Class(err error) string {
 	for _, c := range classes {
-		if errors.Is(err, c.err) {
-			return c.py
+		if errors.Is(err, c.Err) {
+			return c.Python
 		}
 	}
 	return "EngineError"

@@ -16,14 +16,14 @@ import (
 func TestClass(t *testing.T) {
 	seen := map[string]bool{}
 	for _, c := range classes {
-		err := fmt.Errorf("outer: %w", &At{Verb: "read", Chunk: -1, Offset: -1, Err: New(c.err, "why")})
-		if got := Class(err); got != c.py {
-			t.Errorf("Class(%v) = %q, want %q", c.err, got, c.py)
+		err := fmt.Errorf("outer: %w", &At{Verb: "read", Chunk: -1, Offset: -1, Err: New(c.Err, "why")})
+		if got := Class(err); got != c.Python {
+			t.Errorf("Class(%v) = %q, want %q", c.Err, got, c.Python)
 		}
-		if seen[c.py] {
-			t.Errorf("two classes are %q", c.py)
+		if seen[c.Python] {
+			t.Errorf("two classes are %q", c.Python)
 		}
-		seen[c.py] = true
+		seen[c.Python] = true
 	}
 	if got := Class(errors.New("stray")); got != "EngineError" {
 		t.Errorf("an error without a class is %q", got)
@@ -73,15 +73,15 @@ func TestFromOS(t *testing.T) {
 	}
 }
 
-// Encode promises valid JSON with the six keys, joined from every At on the
-// way, and no secret in any of them.
-func TestEncode(t *testing.T) {
+// Text promises one line of JSON, joined from every At on the way, without what is
+// not known, and no secret in any of it.
+func TestText(t *testing.T) {
 	inner := &At{"decode", "", "", 3, 99, New(ErrCorrupt, "bad \"bytes\"\n\xff in s3://AKIAABCDEFGHIJKLMNOP:k/y@b/k")}
 	err := &At{"load", "redis://:hunter2@host/0?password=hunter2", "läyer", -1, -1, fmt.Errorf("wrapped: %w", inner)}
-	text := Encode(err)
+	text := Text(err)
 	body, ok := strings.CutPrefix(text, Prefix)
 	if !ok || strings.Contains(text, "hunter2") || strings.Contains(text, "AKIA") || strings.ContainsRune(text, '\n') {
-		t.Fatalf("Encode: %s", text)
+		t.Fatalf("Text: %s", text)
 	}
 	var got struct {
 		Class, Message, Source, Tensor string
@@ -92,10 +92,21 @@ func TestEncode(t *testing.T) {
 	}
 	if got.Class != "CorruptError" || got.Tensor != "läyer" || got.Chunk != 3 || got.Offset != 99 ||
 		got.Source != "redis://***@host/0?***" || !strings.HasPrefix(got.Message, "overwire: load redis://") {
-		t.Errorf("Encode: %+v", got)
+		t.Errorf("Text: %+v", got)
 	}
-	if Encode(nil) != "" {
-		t.Error("Encode(nil) is not empty")
+	for _, c := range []struct {
+		err  error
+		want string
+	}{
+		{&At{Verb: "decode", Source: "m.safetensors", Tensor: "x", Chunk: 17, Offset: 4096, Err: New(ErrCorrupt, "checksum mismatch")},
+			`{"class":"CorruptError","message":"overwire: decode m.safetensors tensor \"x\" chunk 17 @4096: corrupt data: checksum mismatch","source":"m.safetensors","tensor":"x","chunk":17,"offset":4096}`},
+		{&At{Verb: "open", Source: "f", Chunk: -1, Offset: -1, Err: ErrNotFound}, `{"class":"NotFoundError","message":"overwire: open f: not found","source":"f"}`},
+		{fmt.Errorf("outer: %w", ErrTimeout), `{"class":"DeadlineError","message":"overwire: outer: timed out"}`},
+		{errors.New("of no class"), `{"class":"EngineError","message":"overwire: of no class"}`},
+	} {
+		if got := Text(c.err); got != Prefix+c.want {
+			t.Errorf("\n got %s\nwant %s", got, Prefix+c.want)
+		}
 	}
 }
 

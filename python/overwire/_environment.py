@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import os
 
+from ._tables import STORES
+
 __all__ = ["environment", "told"]
 
-# Environment variables that a store may need: gosrc/source/options.go, EnvNames.
-_PREFIX = "AWS_"
-_NAMES = (
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "ALL_PROXY",
-    "NO_PROXY",
-    "HF_TOKEN",
-    "HF_ENDPOINT",
-    "HF_HOME",
-    "SSL_CERT_FILE",
-    "SSL_CERT_DIR",
-    "HOME",
-    "USERPROFILE",
-    "CURL_CA_BUNDLE",
-    "REQUESTS_CA_BUNDLE",
-    "REDISCLI_AUTH",
-)
+# Variables that a store may need, by their names and by the beginnings of names.
+_NAMES = {name for name in STORES if not name.endswith("*")}
+_NAMES |= {name.lower() for name in _NAMES if name.endswith("_PROXY")}
+_PREFIXES = tuple(name[:-1] for name in STORES if name.endswith("*"))
 
 
 def told(text: str) -> str:
@@ -34,5 +22,4 @@ def told(text: str) -> str:
 
 def environment() -> dict[str, str]:
     """What stores read of the environment, as `os.environ` has it now."""
-    names = set(_NAMES) | {name.lower() for name in _NAMES if name.endswith("_PROXY")}
-    return {name: told(value) for name, value in os.environ.items() if name in names or name.startswith(_PREFIX)}
+    return {name: told(value) for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}

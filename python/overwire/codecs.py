@@ -23,15 +23,19 @@ from __future__ import annotations
 
 import ctypes
 import json
+import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from . import _engine
 from ._apart import apart
-from ._engine_codecs import codec_names, codec_now, codec_start, codec_take
-from .errors import ArgumentError, NotSupportedError
+from ._verbs import codec, codec_names, codec_now
+from .errors import ArgumentError, NotSupportedError, told
 from .jobs import Job
+
+if TYPE_CHECKING:
+    from ._engine import Result
 
 __all__ = [
     "BITSTREAMS",
@@ -98,7 +102,7 @@ class Lent(NamedTuple):
 
 def algorithms() -> tuple[str, ...]:
     """The names that `encode` and `decode` take; their case does not matter."""
-    return tuple(json.loads(codec_names()))
+    return tuple(codec_names())
 
 
 def default_chunk(algorithm: str) -> int:
@@ -242,22 +246,33 @@ def run(
     )
     outs = out if out is not None else [None] * len(sources)
     apart(sources, [o for o in outs if o is not None])
-    buffers = [
-        (s.address, s.nbytes, False, 0, 0) if o is None else (s.address, s.nbytes, True, o.address, o.nbytes)
-        for s, o in zip(sources, outs, strict=True)
-    ]
-    made = codec_now(text, buffers)
-    if made is not None:
-        return [Coded._make(row) for row in made]
-    job = Job(codec_start(text, buffers), f"codec {op}")
+    numbers: list[int] = []
+    for s, o in zip(sources, outs, strict=True):
+        numbers += (s.address, s.nbytes, 0, 0, 0) if o is None else (s.address, s.nbytes, 1, o.address, o.nbytes)
+    packed = struct.pack(f"={len(numbers)}q", *numbers)
+    made = codec_now(text, packed)
+    if made[1]:
+        return _coded(made)
+    job = Job(codec(text, packed), f"codec {op}")
     try:
-        job.wait()
-        return [Coded(*row) for row in codec_take(job.number)]
+        return _coded(job.result())
     except BaseException:
         job.cancel()  # nothing writes to the buffers any more
         raise
     finally:
         job.free()
+
+
+def _coded(made: Result) -> list[Coded]:
+    text, numbers, capsules, _, _ = made
+    flat = memoryview(numbers).cast("q")
+    rows = [
+        Coded(capsule, address, size, None, summed != 0)
+        for capsule, address, size, summed in zip(capsules, flat[1::3], flat[2::3], flat[3::3], strict=True)
+    ]
+    for at, fields in (json.loads(text) or {}).items() if text else ():
+        rows[int(at)] = rows[int(at)]._replace(error=told(fields))
+    return rows
 
 
 def _view(coded: Coded) -> memoryview:

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import pickle
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 __all__ = [
     "AccessError",
     "ArgumentError",
@@ -32,6 +36,10 @@ __all__ = [
     "TensorNotFoundError",
     "UntrustedPickleError",
 ]
+
+
+# What the engine's texts begin with.
+_PREFIX = "overwire-fault:"
 
 
 class OverwireError(Exception):
@@ -68,7 +76,36 @@ class OverwireError(Exception):
         return str(self.args[0]) if self.args else ""
 
 
-# One class for each row of the table in gosrc/fault; a test compares the two.
+class OutOfMemoryError(OverwireError, MemoryError):
+    """Host or device memory was not enough. What had been taken is given back.
+
+    `asked`, `free`, `total` are bytes: what was wanted, and how much of the
+    device's memory was unused then; None where it is not known.
+    """
+
+    asked: int | None
+    free: int | None
+    total: int | None
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        asked: int | None = None,
+        free: int | None = None,
+        total: int | None = None,
+        source: str | None = None,
+        tensor: str | None = None,
+        chunk: int | None = None,
+        offset: int | None = None,
+    ) -> None:
+        super().__init__(message, source=source, tensor=tensor, chunk=chunk, offset=offset)
+        self.asked = asked
+        self.free = free
+        self.total = total
+
+
+# By `make gen` out of the table in gosrc/fault: do not edit.
 
 
 class CancelledError(OverwireError, RuntimeError):
@@ -103,35 +140,6 @@ class DeadlineError(OverwireError, TimeoutError):
     """The time given was not enough."""
 
 
-class OutOfMemoryError(OverwireError, MemoryError):
-    """Host or device memory was not enough. What had been taken is given back.
-
-    `asked`, `free`, `total` are bytes: what was wanted, and how much of the
-    device's memory was unused then; None where it is not known.
-    """
-
-    asked: int | None
-    free: int | None
-    total: int | None
-
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        asked: int | None = None,
-        free: int | None = None,
-        total: int | None = None,
-        source: str | None = None,
-        tensor: str | None = None,
-        chunk: int | None = None,
-        offset: int | None = None,
-    ) -> None:
-        super().__init__(message, source=source, tensor=tensor, chunk=chunk, offset=offset)
-        self.asked = asked
-        self.free = free
-        self.total = total
-
-
 class ArgumentError(OverwireError, ValueError):
     """The caller's mistake: the message says which argument."""
 
@@ -156,6 +164,9 @@ class IOFailure(OverwireError, OSError):
     """The medium failed: an I/O error, a full disk, a short read."""
 
 
+# End of what is generated.
+
+
 # Classes of the Python side alone.
 
 
@@ -174,3 +185,37 @@ class MissingPackageError(OverwireError, ImportError):
 
 class UntrustedPickleError(OverwireError, pickle.UnpicklingError):
     """A pickle asks for something outside the allow-list: see `trust=True`."""
+
+
+# What the engine raises: called by the C files of gosrc/bind/core.
+
+
+def of_engine(error: BaseException) -> BaseException:
+    """The exception that an error text of the engine names; other errors as they are."""
+    text = str(error)
+    if not text.startswith(_PREFIX):
+        return error
+    import json
+
+    return told(json.loads(text[len(_PREFIX) :]))
+
+
+def told(fields: dict[str, Any]) -> BaseException:
+    """The exception that the engine describes."""
+    fields = dict(fields)
+    kind = globals().get(fields.pop("class"), EngineError)
+    made: BaseException = kind(fields.pop("message"), **fields)
+    return made
+
+
+def not_a_handle(number: object) -> BaseException:
+    """What is raised for what is no handle."""
+    return ArgumentError(f"overwire: {number!r} is not a handle")
+
+
+def forked() -> BaseException:
+    """What every call raises in a child of a process that had loaded the engine."""
+    return ForkedError(
+        "overwire: this process was forked from one that had started the engine, and cannot use it; "
+        "use the spawn or forkserver start method, or fork before the first call"
+    )

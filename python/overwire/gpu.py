@@ -20,11 +20,15 @@ import json
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _gpu
+from . import _verbs
 from ._apart import apart
-from .errors import ArgumentError, ForkedError, NotSupportedError
+from ._engine import FREE_NOW, core
+from .errors import ArgumentError, ForkedError, NotSupportedError, told
+
+if TYPE_CHECKING:
+    from ._engine import Result
 
 __all__ = [
     "Batch",
@@ -80,7 +84,7 @@ def count() -> int:
     """How many GPUs there are; 0 where there is no driver. Asked once."""
     global _counted
     if _counted is None:
-        _counted = _gpu.gpu_count()
+        _counted = _verbs.gpu_count()
     return _counted
 
 
@@ -88,7 +92,7 @@ def algorithms() -> tuple[str, ...]:
     """The algorithms that `decode` takes."""
     global _decoded
     if _decoded is None:
-        _decoded = tuple(json.loads(_gpu.gpu_names()))
+        _decoded = tuple(_verbs.gpu_names())
     return _decoded
 
 
@@ -114,8 +118,8 @@ def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
         return Memory(0, 0, None, device)
     torch = torch_of()
     if torch is None:
-        keep, address = _gpu.gpu_alloc(device, nbytes)
-        return Memory(address, nbytes, keep, device)
+        _, numbers, (keep,), _, _ = _verbs.gpu_alloc(device, nbytes)
+        return Memory(int.from_bytes(numbers, "little"), nbytes, keep, device)
     if (int(torch.cuda.current_stream(device).cuda_stream) or 1) == (stream or 1):
         tensor = _empty(torch, nbytes, device)
     else:
@@ -128,11 +132,11 @@ def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
 def beside_captures() -> Iterator[None]:
     """For calls of torch's: on this thread they harm no CUDA graph that another
     thread captures meanwhile in torch's default mode, as growing its allocator does."""
-    before = _gpu.gpu_mode(_RELAXED)
+    before = _verbs.gpu_mode(_RELAXED)
     try:
         yield
     finally:
-        _gpu.gpu_mode(before)
+        _verbs.gpu_mode(before)
 
 
 def refuse_capture(torch: Any) -> None:
@@ -170,7 +174,7 @@ def copy(
     Raises ArgumentError where the two overlap, DeviceError.
     """
     apart([(src, nbytes)], [(dst, nbytes)])
-    _gpu.gpu_copy(device, stream, _packed(after), dst, src, nbytes, wait)
+    _verbs.gpu_copy(device, stream, dst, src, nbytes, wait, len(after), _packed(after))
 
 
 def _packed(after: Sequence[int]) -> bytes:
@@ -179,37 +183,37 @@ def _packed(after: Sequence[int]) -> bytes:
 
 def device_of(address: int) -> int:
     """The number of the GPU that an address is of; -1 for the host's."""
-    return _gpu.gpu_of(address)
+    return _verbs.gpu_of(address)
 
 
 def follow(stream: int, after: int, *, device: int) -> None:
     """Lets a stream wait for what is queued on another now; the caller does not wait."""
     if (stream or 1) != (after or 1):
-        _gpu.gpu_follow(device, stream, after)
+        _verbs.gpu_follow(device, stream, after)
 
 
 def stream_new(device: int) -> int:
     """A new stream of a device, which `stream_free` ends."""
-    return _gpu.gpu_stream_new(device)
+    return _verbs.gpu_stream_new(device)
 
 
 def stream_free(stream: int, device: int) -> None:
     """Ends a stream when its work is done, without waiting for that. In a forked
     child it does nothing: the stream is the parent's."""
     try:
-        _gpu.gpu_stream_free(device, stream)
+        _verbs.gpu_stream_free(device, stream)
     except ForkedError:
         pass
 
 
 def stream_sync(stream: int, device: int) -> None:
     """Waits for what is queued on a stream."""
-    _gpu.gpu_stream_sync(device, stream)
+    _verbs.gpu_stream_sync(device, stream)
 
 
 def stream_check(stream: int, device: int) -> None:
     """Raises ArgumentError for a stream of another device."""
-    _gpu.gpu_stream_check(device, stream)
+    _verbs.gpu_stream_check(device, stream)
 
 
 class Batch:
@@ -243,7 +247,7 @@ class Batch:
     def _known(self, wait: bool) -> list[BaseException | int | None] | None:
         if self._errors is None:
             try:
-                found = _gpu.gpu_wait(self._number, wait)
+                found = _became(_verbs.gpu_wait(self._number, wait))
             except ArgumentError:
                 if self._errors is None:  # another thread was told meanwhile
                     raise
@@ -256,9 +260,20 @@ class Batch:
     def __del__(self) -> None:
         if getattr(self, "_errors", ()) is None:
             try:
-                _gpu.gpu_batch_free(self._number)
+                core().free(self._number, FREE_NOW)
             except ForkedError:
                 pass  # the parent's
+
+
+def _became(made: Result) -> list[BaseException | int | None] | None:
+    text, numbers, _, _, _ = made
+    if not numbers:
+        return None
+    _, count, *sizes = memoryview(numbers).cast("q")
+    became: list[BaseException | int | None] = list(sizes) if sizes else [None] * count
+    for at, fields in json.loads(text).items() if text else ():
+        became[int(at)] = told(fields)
+    return became
 
 
 def decode(
@@ -289,7 +304,7 @@ def decode(
     streams = list(streams)
     apart(streams, [one[2:4] for one in streams])
     packed = b"".join([_five(*one) for one in streams])
-    return Batch(_gpu.gpu_decode(device, stream, _packed(after), _KINDS[bitstream], algorithm, packed))
+    return Batch(_verbs.gpu_decode(algorithm, device, stream, _KINDS[bitstream], len(after), _packed(after) + packed))
 
 
 def glance(
@@ -309,8 +324,13 @@ def glance(
     """
     flat = [number for one in streams for number in (*one, 0, 0, 1)]
     packed = struct.pack(f"={len(flat)}q", *flat)
-    rows = _gpu.gpu_peek(device, stream, _packed(after), _KINDS[bitstream], algorithm or "", packed)
-    return [Glance(*row) for row in rows]
+    text, numbers, _, _, _ = _verbs.gpu_peek(algorithm or "", device, stream, _KINDS[bitstream], len(after), _packed(after) + packed)
+    found, sizes = json.loads(text), memoryview(numbers).cast("q")
+    errors = {int(at): told(fields) for at, fields in found["errors"].items()}
+    return [
+        Glance(size, chunk, None if at in errors else name, errors.get(at))
+        for at, (size, chunk, name) in enumerate(zip(sizes[::2], sizes[1::2], found["algorithms"] or (), strict=True))
+    ]
 
 
 def transform(dtype: str | None, sample: Any = None) -> int | None:
@@ -320,7 +340,7 @@ def transform(dtype: str | None, sample: Any = None) -> int | None:
     from .codecs import span
 
     place = span(sample) if sample is not None else None
-    number = _gpu.gpu_transform(dtype or "", 0 if place is None else place.address, 0 if place is None else place.nbytes)
+    number = _verbs.gpu_transform(dtype or "", 0 if place is None else place.address, 0 if place is None else place.nbytes)
     return number if number >= 0 else None
 
 
@@ -349,5 +369,5 @@ def encode(
     scratch = alloc(slot * rows, device, stream)
     flat = [number for one in contents for number in one]
     packed = struct.pack(f"={len(flat)}q", *flat)
-    number = _gpu.gpu_encode(device, stream, _packed(after), _KINDS[bitstream], packed, scratch.address, scratch.nbytes)
+    number = _verbs.gpu_encode(device, stream, _KINDS[bitstream], scratch.address, scratch.nbytes, len(after), _packed(after) + packed)
     return Batch(number, scratch)

@@ -11,14 +11,19 @@ import json
 import logging
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import _engine
+from . import _verbs
+from ._engine import FREE_NOW, TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core
+from .errors import ArgumentError
 from .progress import Progress, Watcher
 
-__all__ = ["Job", "last_report", "log"]
+if TYPE_CHECKING:
+    from ._engine import Result
+
+__all__ = ["Job", "Landed", "last_report", "log", "progress_of"]
 
 log = logging.getLogger("overwire")
 
@@ -52,30 +57,66 @@ def last_report() -> dict[str, Any] | None:
     return report if isinstance(report, dict) else None
 
 
+def progress_of(number: int) -> Progress:
+    """How far a job is."""
+    return Progress(*memoryview(_verbs.progress(number)[1]).cast("q"))
+
+
+class Landed:
+    """Tensors that have landed, in columns.
+
+    capsules: "dltensor" each, the caller's; None for what has a destination of its own,
+    or was handed out before. addresses: of each, 0 without memory or bytes. missing: how
+    many of these there are. positions: of `next`, the requests.
+    """
+
+    __slots__ = ("addresses", "capsules", "missing", "positions")
+
+    def __init__(self, numbers: bytes, capsules: list[Any], positions: bool):
+        flat = memoryview(numbers).cast("q")
+        count = len(capsules)
+        self.capsules = capsules
+        self.missing = flat[0]
+        self.positions = flat[1 : 1 + count].tolist() if positions else range(count)
+        self.addresses = flat[-count:].tolist() if count else []
+
+    def pairs(self) -> list[tuple[Any, int]]:
+        """(capsule, address) of each."""
+        return list(zip(self.capsules, self.addresses, strict=True))
+
+    def usable(self) -> Iterator[tuple[int, Any]]:
+        """(position, capsule) of what has memory and bytes."""
+        if not self.missing:
+            return zip(self.positions, self.capsules, strict=True)
+        found = zip(self.positions, self.capsules, self.addresses, strict=True)
+        return ((at, capsule) for at, capsule, address in found if address)
+
+
 class Job:
     """One running engine job, by its number."""
 
-    __slots__ = ("_freed", "_watcher", "number", "verb")
+    __slots__ = ("_freed", "_report", "_watcher", "number", "verb")
 
-    def __init__(self, number: int, verb: str, watcher: Watcher | None = None):
+    def __init__(self, number: JobNumber, verb: str, watcher: Watcher | None = None):
         self.number = number
         self.verb = verb
         self._watcher = watcher
         self._freed = False
+        self._report: str | None = None  # of a job that the engine has forgotten
 
     def wait(self) -> None:
         """Waits for the end and raises the job's error. Ctrl-C ends the wait."""
         watcher = self._watcher
         if watcher is None:
-            _engine.job_wait(self.number, None)
+            core().wait(self.number, None)
         else:
-            while not _engine.job_wait(self.number, _TICK):
+            while not core().wait(self.number, _TICK):
                 watcher.update(self.progress())
             watcher.update(self.progress())
 
     def ended(self, timeout: float) -> bool:
         """Whether it has ended, after `timeout` seconds at most; raises its error."""
-        over = _engine.job_wait(self.number, timeout)
+        over: bool = core().wait(self.number, timeout)
         if self._watcher is not None:
             self._watcher.update(self.progress())
         return over
@@ -83,47 +124,63 @@ class Job:
     def settle(self, pairs: Sequence[int], stream: int) -> None:
         """Tells where requests land that were to learn it while the load runs:
         request, address, request, address; after what is queued on the stream."""
-        flat = array("q", pairs)
-        _engine.load_settle(self.number, flat.buffer_info()[0], len(flat) // 2, stream)
+        _verbs.settle(self.number, stream, array("q", pairs).tobytes())
 
-    def next(self, timeout: float | None, raw: bool) -> list[tuple[int, Any, int]]:
-        """Positions newly landed, with capsule and pointer; [] at the end."""
-        landed = _engine.job_next(self.number, timeout, raw)
+    def next(self, timeout: float | None, raw: bool = False) -> Landed | None:
+        """What has newly landed; without tensors at the end, None when time is up."""
+        made = core().take(self.number, timeout, TAKE_NEXT | (TAKE_RAW if raw else 0))
         if self._watcher is not None:
             self._watcher.update(self.progress())
-        return landed
+        return None if made is None else Landed(made[1], made[2], True)
 
-    def gather(self, timeout: float | None) -> tuple[list[Any], list[int]] | None:
-        """As `next`, in columns: capsules and positions of what has bytes, exported
-        as it is; None at the end, or when time is up."""
-        columns = _engine.job_gather(self.number, timeout)
+    def take(self, raw: bool = False) -> Landed:
+        """Waits for the end: what each request landed in, ownership included, by
+        request. The engine has forgotten the job then."""
+        made = self._last(TAKE_RAW if raw else 0)
+        return Landed(made[1], made[2], False)
+
+    def finish(self) -> Any:
+        """Waits for the end: what the job says of itself. The engine has forgotten it then."""
+        return json.loads(self._last(0)[0])
+
+    def result(self) -> Result:
+        """Waits for the end: what the job gives beside its report. The engine has
+        forgotten it then."""
+        return self._last(0)
+
+    def _last(self, how: int) -> Result:
         if self._watcher is not None:
-            self._watcher.update(self.progress())
-        return columns
-
-    def capsules(self) -> tuple[list[Any], list[int]]:
-        """As `take`, in columns: capsules, and where they are None."""
-        return _engine.job_capsules(self.number)
-
-    def take(self, raw: bool = False) -> list[tuple[Any, int]]:
-        """After `wait`: what each request landed in, ownership included."""
-        return _engine.job_take(self.number, raw)
+            self.wait()
+        made: Result = core().take(self.number, None, TAKE_LAST | how)
+        self.number.over = self._freed = True
+        self._report = made[0]
+        if self._watcher is not None:
+            self._watcher.close()
+        return made
 
     def progress(self) -> Progress:
         """How far it is."""
-        return Progress(*_engine.job_progress(self.number))
+        return progress_of(self.number)
 
     def report(self) -> Any:
         """What the job says of itself, after it has ended."""
-        return json.loads(_engine.job_report(self.number))
+        return json.loads(self._said())
+
+    def _said(self) -> str:
+        return self._report if self._report is not None else _verbs.report(self.number)[0]
 
     def cancel(self) -> None:
         """Asks the job to stop and waits until it has: nothing of it then
         touches memory that was lent to it."""
-        _engine.job_cancel(self.number)
+        if self._freed:
+            return
+        try:
+            _verbs.cancel(self.number)
+        except ArgumentError:
+            return  # taken to the last, and forgotten: an interrupt came before that was noted
         while True:
             try:
-                if _engine.job_wait(self.number, 1.0):
+                if core().wait(self.number, 1.0):
                     return
             except KeyboardInterrupt:
                 continue  # the buffers are not ours again before the job ends
@@ -136,7 +193,8 @@ class Job:
             self._freed = True
             if self._watcher is not None:
                 self._watcher.close()
-            _engine.job_free(self.number)
+            core().free(self.number, FREE_NOW)
+            self.number.over = True
 
     def __enter__(self) -> Job:
         return self
@@ -164,7 +222,7 @@ class Job:
 
     def _remember(self) -> None:
         global _last
-        text = _engine.job_report(self.number)
+        text = self._said()
         with _lock:
             _last = text
         log.debug("%s: %s", self.verb, text)

@@ -9,15 +9,19 @@ tensors belong to, their sums, how they are encrypted. No torch is needed.
 from __future__ import annotations
 
 import base64
-import json
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import _engine
+from . import _verbs
 from .errors import ArgumentError
 from .model.sources import SourceLike, resolve
 from .model.storage import storage
+
+if TYPE_CHECKING:
+    from ._requests import Record as RecordItem
+    from ._requests import TensorizerDerivation, WriteRequest
 
 __all__ = ["KeyDerivation", "NewRecord", "Record", "RecordFile", "derive_key", "make_front", "read_records", "sums", "write_records"]
 
@@ -33,7 +37,7 @@ class KeyDerivation:
     memory: int
     salt: bytes
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> TensorizerDerivation:
         """In the engine's words."""
         return {"passes": self.passes, "memory": self.memory, "salt": base64.b64encode(self.salt).decode()}
 
@@ -88,8 +92,9 @@ def read_records(source: SourceLike, *, storage_options: Mapping[str, object] | 
     dtypes that are not known, CorruptError, NotFoundError.
     """
     uris, keep = resolve(source)
-    spec = {"uris": uris, "records": True, **storage(storage_options, uris)}
-    found = json.loads(_engine.call("records", json.dumps(spec)))
+    if len(uris) != 1:
+        raise ArgumentError(f"overwire: {len(uris)} files where one was expected")
+    found = _verbs.records({"uri": uris[0], "records": True, "storage": storage(storage_options, uris)})
     del keep
     return RecordFile(found["version"], found["encrypted"], found["total"], found["size"], tuple(map(_record, found["entries"])))
 
@@ -117,15 +122,16 @@ def derive_key(password: bytes, derivation: KeyDerivation) -> bytes:
     """The 32 bytes of a key. Takes `derivation.memory` bytes, and about a second
     where that is 256 MiB. CryptographyError for parameters that libsodium would
     refuse, NotSupportedError above 4 GiB or 1,024 passes."""
-    return bytes.fromhex(_engine.call("key", json.dumps({"password": password.hex(), **derivation.spec()})))
+    return bytes.fromhex(_verbs.key({"password": password.hex(), **derivation.spec()}))
 
 
 def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
     """CRC32 and SHA-256, as records have them, of each of some items: a prefix,
     and memory by its address and its bytes, which do not change meanwhile. On all
     cores, without the GIL; of many items of one size faster than one by one."""
-    spec = {"items": [{"prefix": prefix.hex(), "pointer": pointer, "bytes": nbytes} for prefix, pointer, nbytes in items]}
-    return [(bytes.fromhex(crc), bytes.fromhex(sha)) for crc, sha in json.loads(_engine.call("sums", json.dumps(spec)))]
+    given = list(items)
+    numbers = array("q", [n for _, pointer, nbytes in given for n in (pointer, nbytes)]).tobytes()
+    return [(bytes.fromhex(crc), bytes.fromhex(sha)) for crc, sha in _verbs.sums([prefix.hex() for prefix, _, _ in given], numbers)]
 
 
 @dataclass(frozen=True)
@@ -165,11 +171,10 @@ def write_records(
     cannot be written; then some of it may be.
     """
     new = list(records)
-    spec = {
+    spec: WriteRequest = {
         "items": [
             {"name": r.name, "type": r.type, "module": r.module, "dtype": r.dtype, "dims": list(r.shape), "bytes": r.nbytes} for r in new
         ],
-        "pointers": [r.pointer for r in new],
         "fd": file,
         "path": path,
         "offset": offset,
@@ -177,7 +182,7 @@ def write_records(
         "key": "" if key is None else key.hex(),
         "derive": None if derivation is None else derivation.spec(),
     }
-    places = json.loads(_engine.call("write", json.dumps(spec)))["places"]
+    places = _verbs.write(spec, array("q", [r.pointer for r in new]).tobytes())["places"]
     sealed = key is not None
     return [
         Record(r.name, r.type, r.module, r.dtype, r.shape, at, data, r.nbytes, b"", None, None, sealed and r.nbytes > 0, derivation)
@@ -192,7 +197,7 @@ def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, 
     the least; it is raised to what the records need. ArgumentError when they do
     not fit.
     """
-    items = [
+    items: list[RecordItem] = [
         {
             "name": r.name,
             "type": r.type,
@@ -207,5 +212,4 @@ def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, 
     ]
     if not 0 <= index_bytes <= 1 << 30:
         raise ArgumentError(f"overwire: an index of {index_bytes} bytes")
-    spec = {"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)}
-    return bytes.fromhex(_engine.call("front", json.dumps(spec)))
+    return bytes.fromhex(_verbs.front({"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)}))

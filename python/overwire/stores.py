@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import ctypes
 import io
-import json
 import mmap
 import os
 import select
@@ -14,12 +13,16 @@ import tempfile
 import weakref
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import _engine
+from . import _verbs
+from ._engine import buffer_of
 from .jobs import Job
 from .model.storage import storage
 from .paths import local, shown
+
+if TYPE_CHECKING:
+    from ._requests import FetchPin, FetchRequest
 
 __all__ = ["ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"]
 
@@ -38,9 +41,7 @@ def write_bytes(uri: str, data: bytes, options: Mapping[str, object] | None, sta
 
 
 def _put(uri: str, pointer: int, size: int, options: Mapping[str, object] | None, stale: Sequence[str] = ()) -> None:
-    spec = {"path": uri, "raw": True, "stale": list(stale), **storage(options, [uri])}
-    number = _engine.save_start(json.dumps(spec), [("", "U8", (size,), pointer, size)])
-    with Job(number, "save") as job:
+    with Job(_verbs.put({"path": uri, "stale": list(stale), "storage": storage(options, [uri])}, pointer, size), "save") as job:
         job.wait()
 
 
@@ -49,7 +50,7 @@ def publish(made: str, path: str) -> None:
     `write_bytes` had written it; raises what that does, and leaves `made` then.
 
     Whoever makes it opens it with mode 0600 where there is a file to replace."""
-    with Job(_engine.save_start(json.dumps({"path": path, "made": made}), []), "save") as job:
+    with Job(_verbs.rename({"path": path, "made": made}), "save") as job:
         job.wait()
 
 
@@ -60,7 +61,7 @@ def presign(uri: str, seconds: int, *, storage_options: Mapping[str, object] | N
     Raises ArgumentError for unsigned access, AccessError without credentials,
     NotSupportedError for other stores.
     """
-    return _engine.call("presign", json.dumps({"uris": [uri], "seconds": seconds, **storage(storage_options, [uri])}))
+    return _verbs.presign({"uri": uri, "seconds": seconds, "storage": storage(storage_options, [uri])})
 
 
 class ObjectReader(io.RawIOBase):
@@ -95,7 +96,7 @@ class ObjectReader(io.RawIOBase):
         self._sizes = None if sizes is None else list(sizes)
         self._end, self._at = end, begin
         self._reach = storage(storage_options, self._uris)  # with the environment as it is now, however often it connects
-        self._pin: dict[str, Any] | None = None
+        self._pin: FetchPin | None = None
         self._start()
 
     def _start(self) -> None:
@@ -108,9 +109,11 @@ class ObjectReader(io.RawIOBase):
 
             fcntl.fcntl(sink, 1031, 1 << 20)  # F_SETPIPE_SZ
         try:
-            spec = {"uris": self._uris, "fd": sink, "from": self._at, "to": self._end or 0, "sizes": self._sizes, "pin": self._pin}
-            spec |= self._reach
-            self._job = Job(_engine.fetch_start(json.dumps(spec)), "fetch")
+            spec: FetchRequest = {"uris": self._uris, "fd": sink, "from": self._at, "to": self._end or 0, "pin": self._pin}
+            spec["storage"] = self._reach
+            if self._sizes is not None:
+                spec["sizes"] = self._sizes
+            self._job = Job(_verbs.fetch(spec), "fetch")
         finally:
             os.close(sink)
 
@@ -208,7 +211,7 @@ class ObjectWriter(io.BufferedRandom):
     def __init__(self, uri: str, *, storage_options: Mapping[str, object] | None = None) -> None:
         self._uri, self._options = uri, storage_options
         storage(storage_options, [uri])  # wrong ones are told now
-        _engine.knobs()  # the engine runs, and ends after what is registered now
+        _verbs.knobs()  # the engine runs, and ends after what is registered now
         _finish_at_exit()
         with tempfile.NamedTemporaryFile(prefix="overwire-") as temporary:
             super().__init__(io.FileIO(os.dup(temporary.fileno()), "r+"))
@@ -230,7 +233,7 @@ class ObjectWriter(io.BufferedRandom):
                 write_bytes(self._uri, b"", self._options)
                 return
             with mmap.mmap(self.fileno(), size, access=mmap.ACCESS_READ) as view:
-                pointer, size, holder = _engine.buffer_of(view)
+                pointer, size, holder = buffer_of(view)
                 try:
                     _put(self._uri, pointer, size, self._options)
                 finally:

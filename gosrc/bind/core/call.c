@@ -1,22 +1,135 @@
-// Calls of verbs that may wait: one text in, one out, and Ctrl-C in between.
-#include "_cgo_export.h"
+// Verbs: a request goes to Go, and a result or a job comes back. A request is a
+// text and numbers, native int64 packed in bytes.
 #include "ow.h"
 
-#include <stdlib.h>
+#include <string.h>
+
+static PyObject *kinds[2]; // Job and Model, as setup was given them
+
+int ow_handle(PyObject *o, uint64_t *h)
+{
+	int64_t n = PyLong_Check(o) && !PyBool_Check(o) ? PyLong_AsLongLong(o) : 0;
+	*h = (uint64_t)n;
+	if (n > 0)
+		return 0;
+	PyErr_Clear();
+	ow_raise_by("not_a_handle", o);
+	return -1;
+}
+
+void ow_free(uint64_t handle, int how)
+{
+	PyObject *kind, *value, *trace;
+
+	PyErr_Fetch(&kind, &value, &trace);
+	api_Free(handle, how);
+	PyErr_Clear(); // of an engine that has failed
+	PyErr_Restore(kind, value, trace);
+}
+
+PyObject *ow_handle_of(int kind, uint64_t handle)
+{
+	// The class runs no Python: no signal handler comes between the number and
+	// whoever owns it.
+	PyObject *o = PyObject_CallFunction(kinds[kind], "K", (unsigned long long)handle);
+	if (o == NULL)
+		ow_free(handle, free_ended);
+	return o;
+}
+
+struct request {
+	const char *verb, *text, *numbers;
+	int64_t count;
+};
+
+static const char *text_of(PyObject *o)
+{
+	Py_ssize_t n;
+	const char *s = PyUnicode_AsUTF8AndSize(o, &n);
+	if (s != NULL && memchr(s, 0, (size_t)n) != NULL) {
+		PyErr_SetString(PyExc_ValueError, "embedded null character");
+		return NULL;
+	}
+	return s;
+}
+
+// request_of reads (verb, text, numbers), which stay the tuple's.
+static int request_of(PyObject *args, const char *name, struct request *r)
+{
+	PyObject *verb, *text, *numbers;
+	char *packed;
+	Py_ssize_t n;
+
+	if (ow_child() || !PyArg_UnpackTuple(args, name, 3, 3, &verb, &text, &numbers))
+		return -1;
+	if ((r->verb = text_of(verb)) == NULL || (r->text = text_of(text)) == NULL || PyBytes_AsStringAndSize(numbers, &packed, &n))
+		return -1;
+	if (n % 8) {
+		PyErr_SetString(PyExc_ValueError, "packed numbers of a wrong length");
+		return -1;
+	}
+	r->numbers = packed;
+	r->count = n / 8;
+	return 0;
+}
+
+static uint64_t started(struct request *r)
+{
+	return api_Start((char *)r->verb, (char *)r->text, (uintptr_t)r->numbers, r->count);
+}
+
+// setup(environment, Job, Model): the Result of the settings. The classes are those
+// of the numbers that own a job and a model.
+PyObject *ow_setup(PyObject *self, PyObject *args)
+{
+	PyObject *text, *job, *model;
+
+	(void)self;
+	if (ow_child() || !PyArg_UnpackTuple(args, "setup", 3, 3, &text, &job, &model))
+		return NULL;
+	const char *env = text_of(text);
+	if (env == NULL)
+		return NULL;
+	Py_INCREF(job);
+	Py_INCREF(model);
+	kinds[kind_job] = job;
+	kinds[kind_model] = model;
+	uint64_t made = api_Setup((char *)env);
+	return made != 0 ? ow_result(made) : ow_raised();
+}
+
+// call(verb, text, numbers): the Result of a verb that does not wait.
+PyObject *ow_call(PyObject *self, PyObject *args)
+{
+	struct request r;
+
+	(void)self;
+	if (request_of(args, "call", &r))
+		return NULL;
+	uint64_t made = api_Call((char *)r.verb, (char *)r.text, (uintptr_t)r.numbers, r.count);
+	return made != 0 ? ow_result(made) : ow_raised();
+}
+
+// start(verb, text, numbers): the Job of a verb that waits.
+PyObject *ow_start(PyObject *self, PyObject *args)
+{
+	struct request r;
+
+	(void)self;
+	if (request_of(args, "start", &r))
+		return NULL;
+	uint64_t job = started(&r);
+	return job != 0 ? ow_handle_of(kind_job, job) : ow_raised();
+}
 
 // ended waits in slices; 0: it has ended without an error. With -1 there is an
 // exception: the verb's, or a signal handler's.
 static int ended(uint64_t job)
 {
 	for (;;) {
-		int64_t ns = ow_slice(INT64_MAX);
-		int done = 0;
-		char *err;
-		Py_BEGIN_ALLOW_THREADS
-		err = ow_go_wait(job, ns, &done);
-		Py_END_ALLOW_THREADS
-		if (err != NULL) {
-			ow_raise(err);
+		int done = api_Wait(job, ow_slice(INT64_MAX));
+		if (PyErr_Occurred()) {
+			ow_raised();
 			return -1;
 		}
 		// Also when it is done: else the exception would come when the result, a
@@ -28,40 +141,41 @@ static int ended(uint64_t job)
 	}
 }
 
-// call(verb, text): the text that the verb gives. After an exception nothing of it
-// is left, and nothing of the caller's is in use.
-PyObject *ow_call(PyObject *self, PyObject *args)
+// run(verb, text, numbers): the Result of a verb that waits, from its start to its
+// end. After an exception nothing of it is left, and nothing of the caller's is in use.
+PyObject *ow_run(PyObject *self, PyObject *args)
 {
-	PyObject *verb, *text;
-	Py_ssize_t verb_len, text_len;
-	uint64_t job = 0;
-	char *err, *found = NULL;
-	int64_t n = 0;
+	enum { last = 4 }; // binding.TakeLast
+	struct request r;
 
 	(void)self;
-	if (ow_child() || !PyArg_UnpackTuple(args, "call", 2, 2, &verb, &text))
+	if (request_of(args, "run", &r))
 		return NULL;
-	const char *v = ow_text(verb, &verb_len), *t = v != NULL ? ow_text(text, &text_len) : NULL;
-	if (t == NULL)
-		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	err = ow_go_begin((char *)v, verb_len, (char *)t, text_len, &job);
-	Py_END_ALLOW_THREADS
-	if (err != NULL)
-		return ow_raise(err);
+	uint64_t job = started(&r);
+	if (job == 0)
+		return ow_raised();
 	if (ended(job)) {
-		PyObject *kind, *value, *trace;
-		PyErr_Fetch(&kind, &value, &trace);
-		Py_BEGIN_ALLOW_THREADS
-		ow_go_abandon(job);
-		Py_END_ALLOW_THREADS
-		PyErr_Restore(kind, value, trace);
+		ow_free(job, free_called);
 		return NULL;
 	}
-	err = ow_go_result(job, &found, &n);
-	if (err != NULL)
-		return ow_raise(err);
-	PyObject *out = PyUnicode_FromStringAndSize(found, (Py_ssize_t)n);
-	free(found);
-	return out;
+	uint64_t made = api_Take(job, 0, last);
+	return made != 0 ? ow_result(made) : ow_raised();
+}
+
+// free(handle, how): as binding.Free has it.
+PyObject *ow_free_handle(PyObject *self, PyObject *args)
+{
+	PyObject *handle, *how;
+	uint64_t h;
+
+	(void)self;
+	if (ow_child() || !PyArg_UnpackTuple(args, "free", 2, 2, &handle, &how) || ow_handle(handle, &h))
+		return NULL;
+	long n = PyLong_AsLong(how);
+	if (n == -1 && PyErr_Occurred())
+		return NULL;
+	api_Free(h, n);
+	if (PyErr_Occurred())
+		return ow_raised();
+	Py_RETURN_NONE;
 }

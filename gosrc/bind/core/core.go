@@ -2,6 +2,10 @@
 
 //go:build pyext
 
+// Package main is the library that Python imports as overwire._core. This file is
+// written by `make gen`: the functions of bind/api, called without Python's lock.
+// The C files, by hand, are the functions that Python sees: waits that obey Ctrl-C,
+// capsules, tables, and the refusal in forked children.
 package main
 
 /*
@@ -25,10 +29,10 @@ func boolGoToPy(b bool) C.char {
 	return 0
 }
 
-//export api_CliStart
-func api_CliStart(program *C.char) C.ulonglong {
+//export api_Call
+func api_Call(verb *C.char, request *C.char, numbers C.ulonglong, n C.longlong) C.ulonglong {
 	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.CliStart(C.GoString(program))
+	cret, __err := api.Call(C.GoString(verb), C.GoString(request), uint64(numbers), int(n))
 
 	C.PyEval_RestoreThread(_saved_thread)
 	if __err != nil {
@@ -40,10 +44,10 @@ func api_CliStart(program *C.char) C.ulonglong {
 	return C.ulonglong(cret)
 }
 
-//export api_CloseModel
-func api_CloseModel(model C.ulonglong) C.longlong {
+//export api_Free
+func api_Free(handle C.ulonglong, how C.longlong) C.longlong {
 	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.CloseModel(uint64(model))
+	cret, __err := api.Free(uint64(handle), int(how))
 
 	C.PyEval_RestoreThread(_saved_thread)
 	if __err != nil {
@@ -53,535 +57,10 @@ func api_CloseModel(model C.ulonglong) C.longlong {
 		return C.longlong(0)
 	}
 	return C.longlong(cret)
-}
-
-//export api_CodecNames
-func api_CodecNames() *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.CodecNames()
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_ConvertStart
-func api_ConvertStart(spec *C.char) C.ulonglong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.ConvertStart(C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.ulonglong(0)
-	}
-	return C.ulonglong(cret)
-}
-
-//export api_DevicePrepare
-func api_DevicePrepare(name *C.char) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.DevicePrepare(C.GoString(name))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_EmptyCache
-func api_EmptyCache() C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.EmptyCache()
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_FetchStart
-func api_FetchStart(spec *C.char) C.ulonglong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.FetchStart(C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.ulonglong(0)
-	}
-	return C.ulonglong(cret)
-}
-
-//export api_GpuBatchFree
-func api_GpuBatchFree(batch C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuBatchFree(uint64(batch))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_GpuCount
-func api_GpuCount() C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuCount()
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_GpuFollow
-func api_GpuFollow(device C.longlong, stream C.ulonglong, after C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuFollow(int(device), uint64(stream), uint64(after))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_GpuMode
-func api_GpuMode(mode C.longlong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuMode(int(mode))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_GpuNames
-func api_GpuNames() *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuNames()
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_GpuOf
-func api_GpuOf(address C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuOf(uint64(address))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_GpuStreamCheck
-func api_GpuStreamCheck(device C.longlong, stream C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuStreamCheck(int(device), uint64(stream))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_GpuStreamFree
-func api_GpuStreamFree(device C.longlong, stream C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuStreamFree(int(device), uint64(stream))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_GpuStreamNew
-func api_GpuStreamNew(device C.longlong) C.ulonglong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuStreamNew(int(device))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.ulonglong(0)
-	}
-	return C.ulonglong(cret)
-}
-
-//export api_GpuStreamSync
-func api_GpuStreamSync(device C.longlong, stream C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuStreamSync(int(device), uint64(stream))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_GpuTransform
-func api_GpuTransform(dtype *C.char, sample C.ulonglong, n C.longlong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuTransform(C.GoString(dtype), uint64(sample), int64(n))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_GpuUsed
-func api_GpuUsed(device C.longlong, stream C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.GpuUsed(int(device), uint64(stream))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_JobCancel
-func api_JobCancel(job C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.JobCancel(uint64(job))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_JobEnd
-func api_JobEnd(job C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.JobEnd(uint64(job))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_JobFree
-func api_JobFree(job C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.JobFree(uint64(job))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_JobProgress
-func api_JobProgress(job C.ulonglong) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.JobProgress(uint64(job))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_JobReport
-func api_JobReport(job C.ulonglong) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.JobReport(uint64(job))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_Knobs
-func api_Knobs() *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.Knobs()
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_LoadSettle
-func api_LoadSettle(job C.ulonglong, pairs C.ulonglong, n C.longlong, stream C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.LoadSettle(uint64(job), uint64(pairs), int(n), uint64(stream))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_ModelInfo
-func api_ModelInfo(model C.ulonglong) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.ModelInfo(uint64(model))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_ModelPin
-func api_ModelPin(model C.ulonglong, options *C.char) C.ulonglong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.ModelPin(uint64(model), C.GoString(options))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.ulonglong(0)
-	}
-	return C.ulonglong(cret)
-}
-
-//export api_Panic
-func api_Panic() C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.Panic()
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_PreloadJoin
-func api_PreloadJoin(model C.ulonglong, options *C.char, ms C.longlong) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.PreloadJoin(uint64(model), C.GoString(options), int(ms))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_PreloadStart
-func api_PreloadStart(spec *C.char) C.ulonglong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.PreloadStart(C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.ulonglong(0)
-	}
-	return C.ulonglong(cret)
-}
-
-//export api_PreloadSweep
-func api_PreloadSweep(uri *C.char) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.PreloadSweep(C.GoString(uri))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_RelayAim
-func api_RelayAim(job C.ulonglong, requests *C.char) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.RelayAim(uint64(job), C.GoString(requests))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_RelayDecode
-func api_RelayDecode(job C.ulonglong, piece C.longlong, stream C.ulonglong) C.longlong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.RelayDecode(uint64(job), int(piece), uint64(stream))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
-//export api_RelayShares
-func api_RelayShares(job C.ulonglong) *C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.RelayShares(uint64(job))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.CString("")
-	}
-	return C.CString(cret)
-}
-
-//export api_RelayStart
-func api_RelayStart(model C.ulonglong, spec *C.char) C.ulonglong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.RelayStart(uint64(model), C.GoString(spec))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return C.ulonglong(0)
-	}
-	return C.ulonglong(cret)
-}
-
-//export api_RelayWait
-func api_RelayWait(job C.ulonglong, piece C.longlong, ms C.longlong) C.char {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.RelayWait(uint64(job), int(piece), int(ms))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return boolGoToPy(false)
-	}
-	return boolGoToPy(cret)
 }
 
 //export api_Setup
-func api_Setup(env *C.char) *C.char {
+func api_Setup(env *C.char) C.ulonglong {
 	_saved_thread := C.PyEval_SaveThread()
 	cret, __err := api.Setup(C.GoString(env))
 
@@ -590,30 +69,15 @@ func api_Setup(env *C.char) *C.char {
 		estr := C.CString(__err.Error())
 		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
 		C.free(unsafe.Pointer(estr))
-		return C.CString("")
+		return C.ulonglong(0)
 	}
-	return C.CString(cret)
+	return C.ulonglong(cret)
 }
 
-//export api_Shutdown
-func api_Shutdown(ms C.longlong) C.char {
+//export api_Start
+func api_Start(verb *C.char, request *C.char, numbers C.ulonglong, n C.longlong) C.ulonglong {
 	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.Shutdown(int(ms))
-
-	C.PyEval_RestoreThread(_saved_thread)
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
-		C.free(unsafe.Pointer(estr))
-		return boolGoToPy(false)
-	}
-	return boolGoToPy(cret)
-}
-
-//export api_VerifyStart
-func api_VerifyStart(spec *C.char) C.ulonglong {
-	_saved_thread := C.PyEval_SaveThread()
-	cret, __err := api.VerifyStart(C.GoString(spec))
+	cret, __err := api.Start(C.GoString(verb), C.GoString(request), uint64(numbers), int(n))
 
 	C.PyEval_RestoreThread(_saved_thread)
 	if __err != nil {
@@ -623,4 +87,34 @@ func api_VerifyStart(spec *C.char) C.ulonglong {
 		return C.ulonglong(0)
 	}
 	return C.ulonglong(cret)
+}
+
+//export api_Take
+func api_Take(job C.ulonglong, ns C.longlong, how C.longlong) C.ulonglong {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.Take(uint64(job), int(ns), int(how))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return C.ulonglong(0)
+	}
+	return C.ulonglong(cret)
+}
+
+//export api_Wait
+func api_Wait(job C.ulonglong, ns C.longlong) C.char {
+	_saved_thread := C.PyEval_SaveThread()
+	cret, __err := api.Wait(uint64(job), int(ns))
+
+	C.PyEval_RestoreThread(_saved_thread)
+	if __err != nil {
+		estr := C.CString(__err.Error())
+		C.PyErr_SetString(C.PyExc_RuntimeError, estr)
+		C.free(unsafe.Pointer(estr))
+		return boolGoToPy(false)
+	}
+	return boolGoToPy(cret)
 }

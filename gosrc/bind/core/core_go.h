@@ -75,46 +75,12 @@ typedef struct { void *data; GoInt len; GoInt cap; } GoSlice;
 extern "C" {
 #endif
 
-extern long long unsigned int api_CliStart(char* program);
-extern long long int api_CloseModel(long long unsigned int model);
-extern char* api_CodecNames(void);
-extern long long unsigned int api_ConvertStart(char* spec);
-extern long long int api_DevicePrepare(char* name);
-extern long long int api_EmptyCache(void);
-extern long long unsigned int api_FetchStart(char* spec);
-extern long long int api_GpuBatchFree(long long unsigned int batch);
-extern long long int api_GpuCount(void);
-extern long long int api_GpuFollow(long long int device, long long unsigned int stream, long long unsigned int after);
-extern long long int api_GpuMode(long long int mode);
-extern char* api_GpuNames(void);
-extern long long int api_GpuOf(long long unsigned int address);
-extern long long int api_GpuStreamCheck(long long int device, long long unsigned int stream);
-extern long long int api_GpuStreamFree(long long int device, long long unsigned int stream);
-extern long long unsigned int api_GpuStreamNew(long long int device);
-extern long long int api_GpuStreamSync(long long int device, long long unsigned int stream);
-extern long long int api_GpuTransform(char* dtype, long long unsigned int sample, long long int n);
-extern long long int api_GpuUsed(long long int device, long long unsigned int stream);
-extern long long int api_JobCancel(long long unsigned int job);
-extern long long int api_JobEnd(long long unsigned int job);
-extern long long int api_JobFree(long long unsigned int job);
-extern char* api_JobProgress(long long unsigned int job);
-extern char* api_JobReport(long long unsigned int job);
-extern char* api_Knobs(void);
-extern long long int api_LoadSettle(long long unsigned int job, long long unsigned int pairs, long long int n, long long unsigned int stream);
-extern char* api_ModelInfo(long long unsigned int model);
-extern long long unsigned int api_ModelPin(long long unsigned int model, char* options);
-extern long long int api_Panic(void);
-extern char* api_PreloadJoin(long long unsigned int model, char* options, long long int ms);
-extern long long unsigned int api_PreloadStart(char* spec);
-extern char* api_PreloadSweep(char* uri);
-extern long long int api_RelayAim(long long unsigned int job, char* requests);
-extern long long int api_RelayDecode(long long unsigned int job, long long int piece, long long unsigned int stream);
-extern char* api_RelayShares(long long unsigned int job);
-extern long long unsigned int api_RelayStart(long long unsigned int model, char* spec);
-extern char api_RelayWait(long long unsigned int job, long long int piece, long long int ms);
-extern char* api_Setup(char* env);
-extern char api_Shutdown(long long int ms);
-extern long long unsigned int api_VerifyStart(char* spec);
+extern long long unsigned int api_Call(char* verb, char* request, long long unsigned int numbers, long long int n);
+extern long long int api_Free(long long unsigned int handle, long long int how);
+extern long long unsigned int api_Setup(char* env);
+extern long long unsigned int api_Start(char* verb, char* request, long long unsigned int numbers, long long int n);
+extern long long unsigned int api_Take(long long unsigned int job, long long int ns, long long int how);
+extern char api_Wait(long long unsigned int job, long long int ns);
 
 #ifdef __cplusplus
 }

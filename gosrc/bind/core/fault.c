@@ -1,13 +1,30 @@
-// Errors: texts from Go become RuntimeError, which overwire._engine turns into
-// the exception that the text names; and the refusal in forked children.
+// Errors: texts from Go become the exceptions of overwire.errors; and the refusal in
+// forked children.
 #include "ow.h"
 
-#include <stdlib.h>
-
-PyObject *ow_raise(char *text)
+// ow_raise_by raises what a function of overwire.errors makes.
+void ow_raise_by(const char *function, PyObject *argument)
 {
-	PyErr_SetString(PyExc_RuntimeError, text);
-	free(text);
+	PyObject *errors = PyImport_ImportModule("overwire.errors");
+	PyObject *f = errors != NULL ? PyObject_GetAttrString(errors, function) : NULL;
+	PyObject *made = f != NULL ? PyObject_CallFunctionObjArgs(f, argument, NULL) : NULL;
+	if (made != NULL)
+		PyErr_SetObject((PyObject *)Py_TYPE(made), made);
+	Py_XDECREF(made);
+	Py_XDECREF(f);
+	Py_XDECREF(errors);
+}
+
+PyObject *ow_raised(void)
+{
+	PyObject *kind, *value, *trace;
+
+	PyErr_Fetch(&kind, &value, &trace);
+	PyErr_NormalizeException(&kind, &value, &trace);
+	ow_raise_by("of_engine", value);
+	Py_XDECREF(kind);
+	Py_XDECREF(value);
+	Py_XDECREF(trace);
 	return NULL;
 }
 
@@ -15,9 +32,7 @@ int ow_child(void)
 {
 	if (!ow_fork_flag())
 		return 0;
-	PyErr_SetString(PyExc_RuntimeError,
-	                "overwire-fault:{\"class\":\"ForkedError\",\"message\":\"overwire: this process was forked from one "
-	                "that had started the engine; use the spawn or forkserver start method\"}");
+	ow_raise_by("forked", NULL);
 	return 1;
 }
 

@@ -1,57 +1,22 @@
-// What the hand-written C files of this room share.
+// What the C files of this package share.
 #ifndef OW_H
 #define OW_H
 
 #include <Python.h>
 #include <stdint.h>
 
-// Results of the Go functions that C calls, in memory of malloc.
+#include "core_go.h"
 
-struct ow_item { // one request of a load that has landed
-	int64_t at;    // its position
-	void *managed; // a DLManagedTensor, owned by the receiver; NULL: nothing is handed out
-	void *data;
-};
-
-struct ow_input { // one tensor to be saved; all of it is borrowed for the call
-	const char *name;
-	int64_t name_len;
-	const char *dtype;
-	int64_t dtype_len;
-	const int64_t *shape;
-	int64_t ndim;
-	void *data; // borrowed until the job ends
-	int64_t bytes;
-};
-
-struct ow_buffer { // one buffer to be encoded or decoded; borrowed until the job ends
-	void *src;
-	int64_t bytes;
-	void *out; // with own: where the result goes
-	int64_t room;
-	int own;
-};
-
-struct ow_coded { // its result
-	void *managed; // as in ow_item
-	void *data;
-	int64_t bytes;
-	char *error; // of malloc, or NULL
-	int summed;
-};
-
-struct ow_told { // of one stream of a batch on a GPU
-	int64_t size, chunk;
-	char *algorithm, *error; // of malloc, or NULL
-};
-
-// room dlpack
+// package dlpack
 void ow_managed_delete(void *managed);
 int ow_fork_watch(void);
 int ow_fork_flag(void);
 
-// fault.c. ow_raise takes a text of malloc from Go, raises it and frees it.
-PyObject *ow_raise(char *text);
+// fault.c. ow_raised makes the exception that is set, an error of Go's, the one that
+// its text names, and returns NULL.
+PyObject *ow_raised(void);
+// ow_raise_by raises what a function of overwire.errors makes of an argument.
+void ow_raise_by(const char *function, PyObject *argument);
 // ow_child raises ForkedError and returns 1 in a forked child of the process
 // that loaded the engine, where Go must not be entered.
 int ow_child(void);
@@ -61,37 +26,37 @@ int ow_child(void);
 int ow_deadline(PyObject *timeout, int64_t *deadline);
 int64_t ow_slice(int64_t deadline);
 
-// args.c
+// call.c. ow_free forgets a handle, and keeps the exception that is set.
+enum { free_now, free_ended, free_called }; // as binding.Free has them
+void ow_free(uint64_t handle, int how);
 int ow_handle(PyObject *o, uint64_t *h);
-const char *ow_text(PyObject *o, Py_ssize_t *n); // UTF-8 without NUL, or NULL and an exception
+// ow_handle_of makes the object that owns a handle: of the class Job or Model that
+// setup was given. Without memory the handle is freed.
+enum { kind_job, kind_model };
+PyObject *ow_handle_of(int kind, uint64_t handle);
 
-// The functions of the module, one file a duty.
-PyObject *ow_forked(PyObject *self, PyObject *none);
-PyObject *ow_job_wait(PyObject *self, PyObject *args);
-PyObject *ow_call(PyObject *self, PyObject *args);
-PyObject *ow_job_next(PyObject *self, PyObject *args);
-PyObject *ow_job_take(PyObject *self, PyObject *args);
-PyObject *ow_job_gather(PyObject *self, PyObject *args);
-PyObject *ow_job_capsules(PyObject *self, PyObject *args);
-PyObject *ow_model_table(PyObject *self, PyObject *handle);
-PyObject *ow_load_start(PyObject *self, PyObject *args);
-PyObject *ow_save_start(PyObject *self, PyObject *args);
-PyObject *ow_codec_start(PyObject *self, PyObject *args);
-PyObject *ow_codec_take(PyObject *self, PyObject *handle);
-PyObject *ow_gpu_decode(PyObject *self, PyObject *args);
-PyObject *ow_gpu_encode(PyObject *self, PyObject *args);
-PyObject *ow_gpu_peek(PyObject *self, PyObject *args);
-PyObject *ow_gpu_wait(PyObject *self, PyObject *args);
-PyObject *ow_gpu_alloc(PyObject *self, PyObject *args);
-PyObject *ow_gpu_copy(PyObject *self, PyObject *args);
-PyObject *ow_codec_now(PyObject *self, PyObject *args);
-PyObject *ow_buffer_of(PyObject *self, PyObject *args);
-PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule);
-PyObject *ow_dlpack_give(PyObject *self, PyObject *args);
-int ow_add_exporter(PyObject *module); // the type Exporter
+// result.c. ow_result makes a Result out of a struct ow_result at an address.
+PyObject *ow_result(uint64_t address);
+
+// table.c: the rows of a model's table.
+PyObject *ow_rows(const char *buffer);
 
 // capsule.c. A new "dltensor" capsule that owns managed, or NULL (managed is
 // then freed).
 PyObject *ow_capsule(void *managed);
+
+// The functions of the module.
+PyObject *ow_forked(PyObject *self, PyObject *none);
+PyObject *ow_setup(PyObject *self, PyObject *args);
+PyObject *ow_call(PyObject *self, PyObject *args);
+PyObject *ow_run(PyObject *self, PyObject *args);
+PyObject *ow_start(PyObject *self, PyObject *args);
+PyObject *ow_wait(PyObject *self, PyObject *args);
+PyObject *ow_take(PyObject *self, PyObject *args);
+PyObject *ow_free_handle(PyObject *self, PyObject *args);
+PyObject *ow_buffer_of(PyObject *self, PyObject *args);
+PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule);
+PyObject *ow_dlpack_give(PyObject *self, PyObject *args);
+int ow_add_exporter(PyObject *module); // the type Exporter
 
 #endif

@@ -1,9 +1,7 @@
 // The table of a model's tensors: one list of tuples out of the buffer that
-// face.PackTable lays out.
-#include "_cgo_export.h"
+// binding.PackTable lays out.
 #include "ow.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 static int64_t next(const char **p)
@@ -84,26 +82,15 @@ static PyObject *row(const char **p, PyObject *const *dtypes, struct common *kno
 	return t;
 }
 
-// model_table(model): [(name, dtype, shape, bytes, stored, source, alias)].
-PyObject *ow_model_table(PyObject *self, PyObject *handle)
+// ow_rows: [(name, dtype, shape, bytes, stored, source, alias)].
+PyObject *ow_rows(const char *buffer)
 {
 	enum { most = 64 };
 	PyObject *dtypes[most] = {NULL}, *list = NULL;
-	uint64_t h;
 	struct common known[commons] = {{0}};
-	char *buffer = NULL, *err;
-
-	(void)self;
-	if (ow_child() || ow_handle(handle, &h))
-		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	err = ow_go_table(h, &buffer);
-	Py_END_ALLOW_THREADS
-	if (err != NULL)
-		return ow_raise(err);
-
 	const char *p = buffer;
 	int64_t n = next(&p), names = next(&p);
+
 	if (names > most) {
 		PyErr_SetString(PyExc_SystemError, "overwire: more dtypes than the table builder has room for");
 		goto out;
@@ -130,6 +117,5 @@ out:
 		Py_XDECREF(known[i].shape);
 		Py_XDECREF(known[i].count);
 	}
-	free(buffer);
 	return list;
 }

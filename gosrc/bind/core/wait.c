@@ -1,6 +1,5 @@
 // Waiting for jobs: asleep in slices without the GIL, so that other threads
 // run and Ctrl-C is obeyed after at most one slice.
-#include "_cgo_export.h"
 #include "ow.h"
 
 #include <math.h>
@@ -38,31 +37,54 @@ int64_t ow_slice(int64_t deadline)
 	return left < 0 ? 0 : left < slice ? left : slice;
 }
 
-// job_wait(job, timeout): True when the job has ended, False when time is up.
-PyObject *ow_job_wait(PyObject *self, PyObject *args)
+// wait(job, timeout): True when the job has ended, False when time is up.
+PyObject *ow_wait(PyObject *self, PyObject *args)
 {
 	PyObject *job, *timeout;
 	uint64_t h;
 	int64_t deadline;
 
 	(void)self;
-	if (ow_child() || !PyArg_UnpackTuple(args, "job_wait", 2, 2, &job, &timeout) || ow_handle(job, &h) ||
+	if (ow_child() || !PyArg_UnpackTuple(args, "wait", 2, 2, &job, &timeout) || ow_handle(job, &h) ||
 	    ow_deadline(timeout, &deadline))
 		return NULL;
 	for (;;) {
-		int64_t ns = ow_slice(deadline);
-		int done = 0;
-		char *err;
-		Py_BEGIN_ALLOW_THREADS
-		err = ow_go_wait(h, ns, &done);
-		Py_END_ALLOW_THREADS
-		if (err != NULL)
-			return ow_raise(err);
+		int done = api_Wait(h, ow_slice(deadline));
+		if (PyErr_Occurred())
+			return ow_raised();
 		if (done)
 			Py_RETURN_TRUE;
 		if (PyErr_CheckSignals())
 			return NULL;
 		if (ow_slice(deadline) == 0)
 			Py_RETURN_FALSE;
+	}
+}
+
+// take(job, timeout, how): the Result of a job as binding.Take has it, None when
+// time is up.
+PyObject *ow_take(PyObject *self, PyObject *args)
+{
+	PyObject *job, *timeout, *how;
+	uint64_t h;
+	int64_t deadline;
+
+	(void)self;
+	if (ow_child() || !PyArg_UnpackTuple(args, "take", 3, 3, &job, &timeout, &how) || ow_handle(job, &h) ||
+	    ow_deadline(timeout, &deadline))
+		return NULL;
+	long n = PyLong_AsLong(how);
+	if (n == -1 && PyErr_Occurred())
+		return NULL;
+	for (;;) {
+		uint64_t made = api_Take(h, ow_slice(deadline), n);
+		if (made != 0)
+			return ow_result(made);
+		if (PyErr_Occurred())
+			return ow_raised();
+		if (PyErr_CheckSignals())
+			return NULL;
+		if (ow_slice(deadline) == 0)
+			Py_RETURN_NONE;
 	}
 }

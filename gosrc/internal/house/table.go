@@ -12,7 +12,7 @@ const module = "github.com/overwire/overwire/gosrc/"
 var mayImport = map[string][]string{
 	// The words: standard library only.
 	"tensor": {"fault", "internal/sizes"}, // for the classes of its errors
-	"fault":  {},
+	"fault":  {"internal/rawjson"},
 	"knob":   {},
 
 	"internal/spawn":      {"fault"},
@@ -93,11 +93,12 @@ var mayImport = map[string][]string{
 	"nvcomp/cascaded": {"fault"},
 
 	// The face towards Python.
-	"bind/api": {"bind/face"},
-	"bind/face": {"tensorizer", "load", "save", "nvcomp", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job",
+	"bind/api": {"bind/binding", "dlpack"},
+	"bind/binding": {"tensorizer", "format", "load", "save", "nvcomp", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job",
 		"knob",
 		"tensor", "fault", "internal/..."},
-	"bind/core": {"bind/api", "bind/face", "nvcomp", "dlpack", "device", "device/cuda", "save", "load", "tensor", "internal/..."},
+	"bind/core": {"bind/api"},
+	"bind/gen":  {"bind/binding", "device", "device/cuda", "fault", "knob", "source", "tensor"},
 }
 
 // modules says which rooms may import a module that is not ours; "" is all.

@@ -157,7 +157,7 @@ func TestRefusals(t *testing.T) {
 			t.Errorf("%s: %v", q.what, err)
 			continue
 		}
-		for _, text := range []string{err.Error(), fault.Encode(err)} {
+		for _, text := range []string{err.Error(), fault.Text(err)} {
 			if strings.Contains(text, "planted") || strings.Contains(text, sourcetest.RedisPassword) {
 				t.Errorf("%s: %s shows a secret", q.what, text)
 			}

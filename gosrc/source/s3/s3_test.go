@@ -33,7 +33,7 @@ func noSecret(t *testing.T, err error) {
 	if err == nil {
 		t.Fatal("no error")
 	}
-	for _, text := range []string{err.Error(), fault.Encode(err)} {
+	for _, text := range []string{err.Error(), fault.Text(err)} {
 		for _, s := range []string{sourcetest.S3Key, sourcetest.S3Secret, "planted", "X-Amz-Signature", "Credential="} {
 			if strings.Contains(text, s) {
 				t.Errorf("%q shows %q", text, s)

@@ -131,10 +131,10 @@ class Landing:
         job, order = self._jobs[self._by[at]]
         while at not in self._landed:
             news = job.next(None, True)
-            if not news:
+            if news is None or not news.capsules:
                 job.wait()
                 raise self._malformed()  # taken already: under another number
-            for place, capsule, pointer in news:
+            for place, capsule, pointer in zip(news.positions, news.capsules, news.addresses, strict=True):
                 self._landed[place if order is None else order[place]] = (capsule, pointer)
         return self._landed.pop(at)
 

@@ -153,8 +153,7 @@ class _Reading:
             return
         raw = self._frame.raw({want.row.dtype for want in self._wants})
         with job:
-            job.wait()
-            landed = job.take(raw)
+            landed = job.take(raw).pairs()
         for at, (want, (capsule, pointer)) in enumerate(zip(self._busy, landed, strict=True)):
             if at in places:
                 yield want.slot, places[at]

@@ -18,16 +18,19 @@ the ranks next agree; so nobody waits for it, and nothing of it is used.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
+from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .._engine_relay import relay_aim, relay_decode, relay_start, relay_wait
+from .._verbs import relay, relay_aim, relay_decode, relay_shares, relay_wait
 from ..jobs import Job, log
 from ..model.opened import WHOLE
 from .exchange import Room, Task
+
+if TYPE_CHECKING:
+    from .._requests import LoadRelaySpec
 
 __all__ = ["Relay"]
 
@@ -68,7 +71,7 @@ class Relay:
         room, model = self._room, self._model
         team = room.team
         self._on = self._stream()
-        spec: dict[str, Any] = {
+        spec: LoadRelaySpec = {
             "tensors": [task.at for task in self._tasks],
             "ring": [buffer.data_ptr() for buffer in room.ring(_BUFFERS, self._size)],
             "size": self._size,
@@ -79,9 +82,9 @@ class Relay:
             "stream": self._on,
             "timeline": log.isEnabledFor(logging.DEBUG),
         }
-        number, shares = relay_start(model.handle, json.dumps(spec))
+        number = relay(spec, model.handle)
         self._job = Job(number, "relay")
-        self._shares = json.loads(shares)
+        self._shares = relay_shares(number)
         # While the first bytes are on their way. Each decode goes after what is
         # queued for memory that the tensors got.
         rows, blocks = [], []
@@ -100,7 +103,7 @@ class Relay:
             for task, tensor, block in zip(self._tasks, self._tensors, blocks, strict=True)
             if tensor.numel()
         ]
-        relay_aim(number, json.dumps(requests))
+        relay_aim(number, array("q", [n for request in requests for n in request]).tobytes())
 
     def _stream(self) -> int:
         # What is queued there now comes before what the engine does.

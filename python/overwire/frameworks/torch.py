@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from .. import _engine, _gpu
+from .. import _verbs
 from ..dtypes import FLOATS, PACKED, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..gpu import beside_captures, refuse_capture
@@ -125,7 +125,7 @@ def used_on(device: str) -> None:
         _refuse_capture(device)
         stream = torch.cuda.current_stream(torch.device(device))
     if stream.cuda_stream and stream.stream_id != stream.cuda_stream:
-        _gpu.gpu_used(stream.device_index, stream.cuda_stream)
+        _verbs.gpu_used(stream.device_index, stream.cuda_stream)
 
 
 def on_gpu(data: Any) -> bool:
@@ -198,7 +198,7 @@ class TorchFrame:
                 if not again:
                     raise
                 # What was made is gone, now that the handler has ended.
-            _engine.empty_cache()  # the engine's staging may lie where they could
+            _verbs.empty_cache()  # the engine's staging may lie where they could
             return self._many(device, rows)
 
     def _many(self, device: str, rows: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .. import _engine
+from .. import _engine, errors
 from ..dtypes import nbytes
 from ..errors import ArgumentError, FormatError, NotFoundError, NotSupportedError
 from ..frameworks.frame import Frame
@@ -41,13 +41,13 @@ def original(name: str) -> Any:
     try:
         import safetensors
     except ImportError:
-        raise _engine.forked_error() from None
+        raise errors.forked() from None
     found = getattr(safetensors, name)
     patching = sys.modules.get("overwire.compat.safetensors.patching")
     if patching is not None:
         found = patching.behind(found)
     if getattr(found, "__module__", "").startswith("overwire"):
-        raise _engine.forked_error()  # ours goes by that name
+        raise errors.forked()  # ours goes by that name
     return found
 
 
@@ -55,7 +55,7 @@ def refuse_compressed(source: Any) -> None:
     """ForkedError if a path, an open file or a file's bytes are a container of
     overwire's. What is no safetensors file at all is left to its reader."""
     if is_compressed(source):
-        raise _engine.forked_error()
+        raise errors.forked()
 
 
 def is_compressed(source: Any) -> bool | None:
@@ -102,13 +102,13 @@ class ForkedModel(Model):
         storage_options: Mapping[str, object] | None = None,
     ) -> None:
         if hasattr(source, "shared_model") or device != "cpu":
-            raise _engine.forked_error()
+            raise errors.forked()
         self._open = False  # there is no handle
         self.device = self.lands = device
         self.joined = False
         self.uris, self._keep = resolve(source)
         if any(not os.path.isfile(uri) and os.path.exists(uri) or "://" in uri for uri in self.uris):
-            raise _engine.forked_error()
+            raise errors.forked()
         storage(storage_options, self.uris)  # refused for a local path
         for uri in self.uris:
             refuse_compressed(uri)
@@ -149,7 +149,7 @@ class ForkedModel(Model):
         row = self.row(at)
         framework = {"torch": "pt", "numpy": "np"}.get(frame.name)
         if framework is None:
-            raise _engine.forked_error()
+            raise errors.forked()
         try:
             tensor = self._file(row.source, framework).get_tensor(row.name)
         except Exception as error:

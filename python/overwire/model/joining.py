@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .. import _engine
-from .._engine_preload import preload_join, preload_sweep
+from .. import _verbs
+from .._engine import forked
 from ..jobs import log
+
+if TYPE_CHECKING:
+    from .._requests import PreloadAnswer
 
 __all__ = ["join", "started", "written"]
 
@@ -26,7 +28,7 @@ def join(model: int, device: str, read: str | None, alone: bool) -> str | None:
     the GPU; None if there is nothing. alone: drops it."""
     if not _started:
         return None
-    found = json.loads(preload_join(model, json.dumps({"device": device, "read": read or "", "alone": alone})))
+    found = _verbs.join({"device": device, "read": read or "", "alone": alone}, model)
     _say(found)
     return None if found["device"] is None else found["device"] or "cpu"
 
@@ -34,10 +36,10 @@ def join(model: int, device: str, read: str | None, alone: bool) -> str | None:
 def written(path: str) -> None:
     """Says that a file was replaced, or is not what it was, by no save of the
     engine's: a preload of it is dropped. A path or URI."""
-    if _started and not _engine.forked():
-        _say(json.loads(preload_sweep(path)))
+    if _started and not forked():
+        _say(_verbs.sweep(path))
 
 
-def _say(answer: dict[str, Any]) -> None:
+def _say(answer: PreloadAnswer) -> None:
     for note in answer["notes"] or ():
         log.log(logging.INFO if note["routine"] else logging.WARNING, "%s", note["text"])

@@ -10,9 +10,10 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import _engine
+from .. import _verbs
+from .._engine import FREE_NOW, core, forked
 from ..dtypes import CAST_FROM, CAST_TO, nbytes
 from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError
 from ..frameworks.frame import Frame, check_empty
@@ -23,6 +24,10 @@ from ..progress import Watcher
 from .selection import Experts
 from .sources import resolve
 from .storage import storage
+
+if TYPE_CHECKING:
+    from .._engine import ModelNumber
+    from .._requests import LoadOptions, LoadSpec
 
 __all__ = ["LARGE", "Model", "opening", "Request", "Row", "WHOLE", "prepare", "whole", "wholes"]
 
@@ -92,6 +97,8 @@ class Model:
     """An open model. Not more than a handle and its table; `close` ends it,
     tensors and running loads live on."""
 
+    _handle: ModelNumber
+
     def __init__(
         self,
         source: Any,
@@ -133,9 +140,9 @@ class Model:
         uris, keep = resolve(source)
         #: As people may see them.
         self.uris = [shown(uri) for uri in uris]
-        spec: dict[str, Any] = {"uris": uris, "map": mmap, "lenient": bool(lenient), **storage(storage_options, uris)}
+        spec: LoadSpec = {"uris": uris, "map": mmap, "lenient": bool(lenient), "storage": storage(storage_options, uris)}
         if keys is None and filter is not None:
-            names: list[str] | None = json.loads(_engine.call("names", json.dumps(spec)))
+            names = _verbs.names(spec)
             if names is not None:
                 filter = _over(filter, names)
                 spec["keys"] = keys = [name for name in names if filter(name)]
@@ -143,16 +150,17 @@ class Model:
         elif keys is not None:
             spec["keys"] = [key for key in keys if isinstance(key, str)]
         try:
-            self._handle = _engine.open_model(json.dumps(spec))
+            with many_objects():
+                text, _, _, table, self._handle = _verbs.open(spec)
         except (CorruptError, FormatError, NotFoundError):
             written(uris[0])  # what was preloaded of them is of no use either
             raise
         del keep  # the engine has its own descriptors now
         self._open = True
-        self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]]
+        assert table is not None
+        self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] = table
+        self._sources = text
         try:
-            with many_objects():
-                self.table = _engine.model_table(self._handle)
             self._places: dict[str, int] | None = None
             if self.table and self.table[-1][5] > 0:  # several files
                 self._refuse_twins()
@@ -166,8 +174,9 @@ class Model:
         freed, if some of it was taken."""
         if self._open:
             self._open = False
-            if not _engine.forked():  # a child of fork has no engine, and nothing to close
-                _engine.close_model(self._handle)
+            if not forked():  # a child of fork has no engine, and nothing to close
+                core().free(self._handle, FREE_NOW)
+                self._handle.over = True
 
     def join(self) -> str:
         """Joins what was preloaded of the files, if it is what loads of this model
@@ -193,7 +202,7 @@ class Model:
         return view
 
     @property
-    def handle(self) -> int:
+    def handle(self) -> ModelNumber:
         """The engine's number of it."""
         return self._handle
 
@@ -247,7 +256,7 @@ class Model:
 
     def info(self) -> list[dict[str, Any]]:
         """For each source: uri, size, metadata, overwire."""
-        sources: list[dict[str, Any]] = json.loads(_engine.model_info(self._handle))["sources"]
+        sources: list[dict[str, Any]] = json.loads(self._sources)["sources"]
         return sources
 
     def choose(
@@ -274,19 +283,18 @@ class Model:
         every tensor, whole. cast: as `casting` has it. Tensors land on what `join`
         returns; whole ones without a destination may come out of a preload."""
         lands = self.join()
-        packed = None
+        packed = b""
         if requests is not None:
             packed = requests if isinstance(requests, bytes) else array("q", [n for request in requests for n in request]).tobytes()
-        options: dict[str, Any] = {"device": lands, "cast": cast, "read": self.read or ""}
+        options: LoadOptions = {"device": lands, "cast": cast, "read": self.read or ""}
         if lands != "cpu":
             from ..frameworks.torch import stream_of, used_on
 
             used_on(lands)
             if requests is not None:
                 options["stream"] = stream_of(lands)
-        text = json.dumps(options)
         try:
-            number = _engine.load_start(self._handle, packed, text)
+            number = _verbs.load(options, self._handle, requests is None, packed)
         except OutOfMemoryError:
             if lands == "cpu" or "torch" not in sys.modules:
                 raise
@@ -294,7 +302,7 @@ class Model:
 
             # Memory that torch only keeps is no reason to fail.
             give_back(lands)
-            number = _engine.load_start(self._handle, packed, text)
+            number = _verbs.load(options, self._handle, requests is None, packed)
         return Job(number, "load", watcher)
 
     def begin(
@@ -408,8 +416,7 @@ class Model:
                 crowd = self.device != "cpu" and len(rows) - len(places) >= _CROWD
                 tensors = (_gathered if crowd else _taken)(job, rows, frame, frame.make, places, self.device)
             else:
-                job.wait()
-                tensors = frame.adopt_all(job.take(raw), rows, raw, places, self.device)
+                tensors = frame.adopt_all(job.take(raw).pairs(), rows, raw, places, self.device)
         if self.lands != self.device:
             for at, tensor in enumerate(tensors):  # one at a time: only one is held twice
                 tensors[at] = tensor.to(self.device)
@@ -422,13 +429,15 @@ class Model:
 
 def _taken(job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any], Any], places: dict[int, Any], device: str) -> list[Any]:
     # Job.take and Frame.adopt_all for capsules that need nothing but `make`.
-    job.wait()
-    capsules, missing = job.capsules()
-    if not missing:
-        return list(map(make, capsules))
-    tensors = [None if capsule is None else make(capsule) for capsule in capsules]
-    for at in missing:
-        tensors[at] = places[at] if at in places else frame.empty(rows[at][1], rows[at][2], device)
+    landed = job.take()
+    if not landed.missing:
+        return list(map(make, landed.capsules))
+    tensors: list[Any] = [None] * len(rows)
+    for at, capsule in landed.usable():
+        tensors[at] = make(capsule)
+    for at, tensor in enumerate(tensors):
+        if tensor is None:
+            tensors[at] = places[at] if at in places else frame.empty(rows[at][1], rows[at][2], device)
     return tensors
 
 
@@ -441,9 +450,9 @@ def _gathered(job: Job, rows: Sequence[Any], frame: Frame, make: Callable[[Any],
     ended = False
     while not ended:
         ended = job.ended(_PAUSE)
-        while (columns := job.gather(0)) is not None:
-            for at, tensor in zip(columns[1], map(make, columns[0]), strict=True):
-                tensors[at] = tensor
+        while (landed := job.next(0)) is not None and landed.capsules:
+            for at, capsule in landed.usable():
+                tensors[at] = make(capsule)
     for at, tensor in enumerate(tensors):
         if tensor is None:
             tensors[at] = frame.empty(rows[at][1], rows[at][2], device)
@@ -457,7 +466,7 @@ def _over(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str]
 def prepare(device: str) -> None:
     """Begins to make a GPU ready, so that a load need not wait for it."""
     if device != "cpu":
-        _engine.device_prepare(device)
+        _verbs.prepare(device)
 
 
 def whole(at: int) -> Request:

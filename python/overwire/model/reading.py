@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from .. import _engine
+from .. import _verbs
 from ..files import read_file
 from ..jobs import Job
 from ..paths import is_file, is_remote, local, path_of
@@ -37,8 +36,7 @@ def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, stor
 def read(uri: str, options: Mapping[str, object] | None, most: int) -> bytes:
     """All bytes of a URI; FormatError if there are more than `most`."""
     with os.fdopen(os.memfd_create("overwire"), "w+b") as memory:
-        spec = {"uris": [uri], "fd": memory.fileno(), "most": most, **storage(options, [uri])}
-        with Job(_engine.fetch_start(json.dumps(spec)), "fetch") as job:
+        with Job(_verbs.fetch({"uris": [uri], "fd": memory.fileno(), "most": most, "storage": storage(options, [uri])}), "fetch") as job:
             job.wait()
         memory.seek(0)
         return memory.read()

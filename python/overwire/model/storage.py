@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .._environment import environment
 from ..errors import ArgumentError
 from ..jobs import log
 from ..paths import is_remote
 
+if TYPE_CHECKING:
+    from .._requests import FormatAccess
+
 __all__ = ["storage"]
 
 # Options of .tensors files, wherever they lie.
 _OF_TENSORS = ("decryption_key", "decryption_password", "encryption_key", "encryption_password", "other_dtypes_as_bytes", "verify_crc32")
 
-def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes: bool = False) -> dict[str, Any]:
-    """The entries of a spec that say how to reach its URIs: {} for local paths.
+def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes: bool = False) -> FormatAccess:
+    """What a request says about reaching its URIs: {} for local paths.
 
     `decryption_key` (32 bytes, or their hex digits) and `decryption_password`
     (a text or bytes) are for encrypted .tensors files, wherever they lie;
@@ -41,7 +44,10 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
     if any(of_tensors.values()):
         options = {name: value for name, value in (options or {}).items() if name not in _OF_TENSORS}
         found = storage(options or None, uris)
-        found.setdefault("storage", {}).update({name: said for name, said in of_tensors.items() if said})
+        if of_tensors["decrypt"]:
+            found["decrypt"] = of_tensors["decrypt"]
+        if of_tensors["encrypt"]:
+            found["encrypt"] = of_tensors["encrypt"]
         return found
     if not any(map(is_remote, uris)):
         if options:
@@ -59,7 +65,7 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
             texts[name] = _text(name, value)
     if texts.get("insecure") == "true":
         _warn_once()
-    return {"storage": {"storage": texts, "env": environment()}}
+    return {"storage": texts, "env": environment()}
 
 
 _warned = False

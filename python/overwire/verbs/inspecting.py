@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
-from .. import _engine
+from .. import _verbs
+from .._engine import program
 from ..errors import ArgumentError
 from ..jobs import Job
 from ..model.locate import uris_of
@@ -18,6 +18,9 @@ from ..paths import local, shown
 from ..progress import ProgressLike, watch
 from .results import Diagnosis, Inspection, Verification
 from .save import Report
+
+if TYPE_CHECKING:
+    from .._requests import ConvertRequest
 
 __all__ = ["convert", "doctor", "inspect", "verify"]
 
@@ -46,7 +49,7 @@ def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None)
     uris, _ = _uris(local(source), storage_options)
     if len(uris) != 1:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
-    found: Inspection = json.loads(_engine.call("inspect", json.dumps({"uris": uris, **storage(storage_options, uris)})))
+    found: Inspection = _verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)})
     return found
 
 
@@ -63,10 +66,9 @@ def verify(source: SourceLike, *, progress: ProgressLike = None, storage_options
     Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError.
     """
     uris, keep = _uris(source, storage_options)
-    number = _engine.verify_start(json.dumps({"uris": uris, **storage(storage_options, uris)}))
+    number = _verbs.verify({"uris": uris, "storage": storage(storage_options, uris)})
     with Job(number, "verify", watch(progress, "verify")) as job:
-        job.wait()
-        found: Verification = job.report()
+        found: Verification = job.finish()
     del keep
     return found
 
@@ -97,18 +99,17 @@ def convert(
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
     uris, keep = _uris(source, reach or None)
     target = local(path)
-    spec: dict[str, Any] = {
+    spec: ConvertRequest = {
         "uris": uris,
         "path": target,
         "compress": bool(compress),
         "shard": parse_size(max_shard_size),
-        **storage(storage_options, [*uris, target], writes=True),
+        "storage": storage(storage_options, [*uris, target], writes=True),
     }
     if metadata is not None:
         spec["metadata"] = dict(metadata)
-    with Job(_engine.convert_start(json.dumps(spec)), "convert", watch(progress, "convert")) as job:
-        job.wait()
-        report = job.report()
+    with Job(_verbs.convert(spec), "convert", watch(progress, "convert")) as job:
+        report = job.finish()
     del keep
     return Report.of(report)
 
@@ -125,5 +126,5 @@ def doctor(*, measure: bool = False) -> Diagnosis:
     measure: copies to each GPU for about 0.2 s and adds "wire", in GB/s; that
         makes a context there, after which the process must not fork for CUDA.
     """
-    found: Diagnosis = json.loads(_engine.doctor(measure))
+    found: Diagnosis = _verbs.doctor(program(["--measure"] if measure else []))
     return found

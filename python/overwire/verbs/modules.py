@@ -108,8 +108,7 @@ def load_model(
                 jobs.append(stack.enter_context(views[where].start([requests[number] for number in group], watcher)))
                 watcher = None
             for job, (where, group) in zip(jobs, groups.items(), strict=True):
-                job.wait()
-                landed = job.take(frame.raw({model.table[wanted[names[number]]][1] for number in group}))
+                landed = job.take(frame.raw({model.table[wanted[names[number]]][1] for number in group})).pairs()
                 for at, number in enumerate(group):
                     capsule, pointer = landed[at]
                     landed[at] = (None, 0)

@@ -296,8 +296,7 @@ class TensorSlice(Generic[T]):
                 request = (request[0], places[0].data_ptr(), *request[2:])
             raw = frame.raw((row.dtype,))
             with model.start([request]) as job:
-                job.wait()
-                tensor = frame.adopt_all(job.take(raw), lands, raw, places, model.device)[0]
+                tensor = frame.adopt_all(job.take(raw).pairs(), lands, raw, places, model.device)[0]
         if planned.cut:
             tensor = frame.index(tensor, planned.cut, row.dtype)
         if file._dtype is not None:

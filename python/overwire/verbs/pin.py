@@ -3,12 +3,11 @@ for the next load."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
-from .. import _engine
+from .. import _verbs
 from ..errors import ArgumentError
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import Job
@@ -36,7 +35,7 @@ def empty_cache() -> None:
 
     Does nothing where no GPU was used. Raises DeviceError for a lost device.
     """
-    _engine.empty_cache()
+    _verbs.empty_cache()
 
 
 class Pinned:
@@ -53,7 +52,7 @@ class Pinned:
         model = Model(source, False)
         try:
             model.alone()
-            job = Job(_engine.model_pin(model.handle, json.dumps({"device": device})), "pin", watch(progress, "pin"))
+            job = Job(_verbs.pin({"device": device}, model.handle), "pin", watch(progress, "pin"))
             with job:
                 job.wait()
             #: Bytes of host memory: what the files have.

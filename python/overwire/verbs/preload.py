@@ -17,16 +17,16 @@ failed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import _engine
+from .. import _verbs
+from .._engine import FREE_NOW, core
 from ..errors import ArgumentError, DeadlineError, NotFoundError, NotSupportedError
 from ..frameworks.choose import check_device, frame_for
-from ..jobs import log
+from ..jobs import log, progress_of
 from ..model import layout
 from ..model.joining import started
 from ..model.locate import uris_of
@@ -35,6 +35,9 @@ from ..model.sources import SourceLike, resolve
 from ..model.storage import storage
 from ..paths import shown
 from ..progress import Progress
+
+if TYPE_CHECKING:
+    from .._requests import FormatAccess
 
 __all__ = ["Preload", "preload", "start_from_environment"]
 
@@ -47,14 +50,14 @@ class Preload:
 
     __module__ = "overwire"
 
-    def __init__(self, path: str, uris: list[str], device: str, reach: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: str, uris: list[str], device: str, reach: FormatAccess | None = None) -> None:
         #: What was asked for.
         self.path = path
         #: The files that are read.
         self.uris = uris
         #: Where the tensors go: "cpu" or "cuda:N".
         self.device = device
-        self._job = _engine.preload_start(json.dumps({"uris": uris, "device": device, **(reach or {})}))
+        self._job = _verbs.preload({"uris": uris, "device": device, "storage": reach or {}})
         started()
 
     def __repr__(self) -> str:
@@ -65,19 +68,21 @@ class Preload:
         # have failed.
         job = getattr(self, "_job", None)
         if job is not None:
-            _engine.job_free(job)
+            core().free(job, FREE_NOW)
+            job.over = True
 
     def progress(self) -> Progress:
         """How far it is: tensor bytes and tensors, done and total (0 before the
         files are open)."""
-        return Progress(*_engine.job_progress(self._job))
+        return progress_of(self._job)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until everything is in memory, at most `timeout` seconds.
 
         True when it is, False when time was up. Raises the error of the load.
         """
-        return _engine.job_wait(self._job, timeout)
+        ended: bool = core().wait(self._job, timeout)
+        return ended
 
     def result(self, timeout: float | None = None) -> None:
         """`wait` that raises DeadlineError instead of returning False."""
@@ -87,7 +92,7 @@ class Preload:
     def cancel(self) -> None:
         """Stops it; what has landed is freed, but for the files that a load has
         joined. A later load of the path reads it anew."""
-        _engine.job_cancel(self._job)
+        _verbs.cancel(self._job)
 
 
 def preload(

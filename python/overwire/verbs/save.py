@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import _engine
+from .. import _verbs
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import frame_of
 from ..frameworks.frame import Bytes
@@ -19,6 +19,9 @@ from ..model.sources import named
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
+
+if TYPE_CHECKING:
+    from .._requests import SaveRequest
 
 __all__ = ["Report", "save_bytes", "save_file"]
 
@@ -151,17 +154,16 @@ def save_bytes(
 
     like: a local file whose mode, owner and ACL a new file gets. beside: an index
     of shards of the same name may stay beside it."""
-    spec: dict[str, Any] = {"path": path, "compress": bool(compress), "shard": shard, "like": like or "", "beside": beside}
-    spec |= storage(storage_options, [path], writes=True)
+    spec: SaveRequest = {"path": path, "compress": bool(compress), "shard": shard, "like": like or "", "beside": beside}
+    spec["storage"] = storage(storage_options, [path], writes=True)
     if metadata is not None:
         for key, value in metadata.items():
             if not isinstance(key, str) or not isinstance(value, str):
                 raise ArgumentError(f"overwire: metadata: keys and values must be str ({key!r}: {value!r})")
         spec["metadata"] = dict(metadata)
-    if any(b.cuda for _, b in described):
-        spec["cuda"] = [b.cuda for _, b in described]
-    number = _engine.save_start(json.dumps(spec), [(name, b.dtype, b.shape, b.pointer, b.nbytes) for name, b in described])
-    with Job(number, "save", watch(progress, "save")) as job:
-        job.wait()
-        report = job.report()
-    return Report.of(report)
+    spec["names"] = [name for name, _ in described]
+    spec["dtypes"] = [b.dtype for _, b in described]
+    spec["shapes"] = [list(b.shape) for _, b in described]
+    numbers = array("q", [n for _, b in described for n in (b.pointer, b.nbytes, b.cuda)]).tobytes()
+    with Job(_verbs.save(spec, numbers), "save", watch(progress, "save")) as job:
+        return Report.of(job.finish())

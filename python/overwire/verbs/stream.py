@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, overload
 
-from .. import _engine
 from ..errors import OverwireError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..frameworks.frame import Frame
@@ -135,7 +134,9 @@ class _Stream(Iterator[tuple[str, Any]]):
             if self._job is None:
                 raise StopIteration
             try:
-                self._landed = self._job.next(None, self._raw)
+                news = self._job.next(None, self._raw)
+                if news is not None:
+                    self._landed = list(zip(news.positions, news.capsules, news.addresses, strict=True))
                 if not self._landed:
                     self._job.wait()  # an error of the load
             except BaseException:
@@ -165,7 +166,7 @@ class _Stream(Iterator[tuple[str, Any]]):
         if self._job is None:
             return True
         try:
-            return _engine.job_wait(self._job.number, 0.0)
+            return self._job.ended(0.0)
         except OverwireError:
             return False
 

@@ -1,4 +1,4 @@
-package face
+package binding
 
 import (
 	"encoding/binary"
@@ -17,50 +17,30 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Python learns class, place and message from one text.
-func TestText(t *testing.T) {
-	at := &fault.At{Verb: "decode", Source: "m.safetensors", Tensor: "x", Chunk: 17, Offset: 4096,
-		Err: fault.New(fault.ErrCorrupt, "checksum mismatch")}
-	for _, c := range []struct {
-		err  error
-		want string
-	}{
-		{at, `{"class":"CorruptError","message":"overwire: decode m.safetensors tensor \"x\" chunk 17 @4096: corrupt data: checksum mismatch","source":"m.safetensors","tensor":"x","chunk":17,"offset":4096}`},
-		{&fault.At{Verb: "open", Source: "f", Chunk: -1, Offset: -1, Err: fault.ErrNotFound}, `{"class":"NotFoundError","message":"overwire: open f: not found","source":"f"}`},
-		{fmt.Errorf("outer: %w", fault.ErrTimeout), `{"class":"DeadlineError","message":"overwire: outer: timed out"}`},
-		{errors.New("of no class"), `{"class":"EngineError","message":"overwire: of no class"}`},
-	} {
-		if got := Text(c.err); got != prefix+c.want {
-			t.Errorf("\n got %s\nwant %s", got, prefix+c.want)
-		}
-	}
-}
-
 // A panic is an error, and so is everything after it.
-func TestCallGuards(t *testing.T) {
+func TestGuard(t *testing.T) {
 	defer spawn.Heal()
 	stderr := os.Stderr
 	os.Stderr, _ = os.Open(os.DevNull)
 	defer func() { os.Stderr = stderr }()
-	if v, err := Call("fine", func() (int, error) { return 3, nil }); v != 3 || err != nil {
+	if v, err := Guard("fine", func() (int, error) { return 3, nil }); v != 3 || err != nil {
 		t.Fatal(v, err)
 	}
-	if v, err := Call("bad", func() (int, error) { return 3, fault.ErrKey }); v != 0 || err == nil {
+	if v, err := Guard("bad", func() (int, error) { return 3, fault.ErrKey }); v != 0 || err == nil {
 		t.Fatal(v, err)
 	}
 	for range 2 {
-		v, err := Call("broken", func() (int, error) { panic("ouch") })
+		v, err := Guard("broken", func() (int, error) { panic("ouch") })
 		if v != 0 || err == nil || !strings.Contains(err.Error(), "EngineError") || !strings.Contains(err.Error(), "ouch") {
 			t.Fatal(v, err)
 		}
 	}
-	if _, err := Call("fine", func() (int, error) { return 3, nil }); err == nil {
+	if _, err := Guard("fine", func() (int, error) { return 3, nil }); err == nil {
 		t.Error("a poisoned engine went on")
 	}
 }
 
 func TestHandlesAreNeverUsedTwice(t *testing.T) {
-	tab := newTable[int]("thing")
 	var wg sync.WaitGroup
 	var seen sync.Map
 	for range 8 {
@@ -68,17 +48,20 @@ func TestHandlesAreNeverUsedTwice(t *testing.T) {
 		spawn.Go("test", func() {
 			defer wg.Done()
 			for i := range 1000 {
-				h := tab.put(i)
+				h := keep(i)
 				if _, twice := seen.LoadOrStore(h, true); twice || h == 0 {
 					t.Errorf("handle %d twice", h)
 				}
-				if v, err := tab.get(h); v != i || err != nil {
+				if v, err := get[int](h); v != i || err != nil {
 					t.Error(v, err)
 				}
-				if v, ok := tab.take(h); v != i || !ok {
+				if _, err := get[*entry](h); !errors.Is(err, fault.ErrArgument) {
+					t.Error("an int is no job:", err)
+				}
+				if v, ok := drop(h); v != i || !ok {
 					t.Error(v, ok)
 				}
-				if _, err := tab.get(h); !errors.Is(err, fault.ErrArgument) {
+				if _, err := get[int](h); !errors.Is(err, fault.ErrArgument) {
 					t.Error(err)
 				}
 			}
@@ -131,17 +114,13 @@ func TestPackTable(t *testing.T) {
 }
 
 func TestRequests(t *testing.T) {
-	if _, err := Requests(make([]byte, 47)); !errors.Is(err, fault.ErrArgument) {
+	if _, err := requests(make([]int64, 5)); !errors.Is(err, fault.ErrArgument) {
 		t.Error(err)
 	}
-	if r, err := Requests(nil); len(r) != 0 || r == nil || err != nil {
+	if r, err := requests(nil); len(r) != 0 || r == nil || err != nil {
 		t.Error("no request is not every tensor:", r, err)
 	}
-	var b []byte
-	for _, v := range []int64{7, 4096, 1, 2, 3, -1} {
-		b = binary.LittleEndian.AppendUint64(b, uint64(v))
-	}
-	r, err := Requests(b)
+	r, err := requests([]int64{7, 4096, 1, 2, 3, -1})
 	if err != nil || len(r) != 1 {
 		t.Fatal(r, err)
 	}
@@ -181,32 +160,81 @@ func idle(t *testing.T) {
 	}
 }
 
-// A job that has ended says so even when asked with no time at all.
-func TestWaitOfNoTime(t *testing.T) {
-	m, err := opened(spec(t, plain(t, 1000)))
+// all starts to load every tensor of a model.
+func all(t *testing.T, m uint64) uint64 {
+	t.Helper()
+	h, err := Start("load", "{}", []int64{int64(m), 1})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer CloseModel(m)
+	return h
+}
+
+// A job that has ended says so even when asked with no time at all.
+func TestWaitOfNoTime(t *testing.T) {
+	m, err := openedModel(spec(t, plain(t, 1000)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer Free(m, FreeNow)
 	for range 100 {
-		h, err := LoadStart(m, nil, "{}")
-		if err != nil {
-			t.Fatal(err)
-		}
+		h := all(t, m)
 		if done, err := Wait(h, time.Minute); !done || err != nil {
 			t.Fatal(done, err)
 		}
 		if done, err := Wait(h, 0); !done || err != nil {
 			t.Fatal("not done after all:", err)
 		}
-		all, err := TakeAll(h)
-		if err != nil || len(all) != 1 || !all[0].OK {
-			t.Fatal(all, err)
+		r, err := Take(h, 0, TakeAll)
+		if err != nil || len(r.Tensors) != 1 || !r.Tensors[0].OK || len(r.Numbers) != 2 || r.Numbers[0] != 0 || r.Numbers[1] == 0 || r.Text != "" {
+			t.Fatal(r, err)
 		}
-		all[0].Mem.Release()
-		Free(h)
+		r.Drop()
+		Free(h, FreeNow)
 	}
 	idle(t)
+}
+
+// What is taken last comes with the report, and the job is forgotten.
+func TestTakeLast(t *testing.T) {
+	m, err := openedModel(spec(t, plain(t, 1000)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer Free(m, FreeNow)
+	h := all(t, m)
+	r, err := Take(h, time.Minute, TakeLast)
+	if err != nil || len(r.Tensors) != 1 || !strings.Contains(r.Text, `"bytes":1000`) {
+		t.Fatal(r, err)
+	}
+	r.Drop()
+	if _, err := Take(h, 0, TakeAll); !errors.Is(err, fault.ErrArgument) {
+		t.Error("the job is still there:", err)
+	}
+	idle(t)
+}
+
+// Every verb refuses numbers that it has no use for, and says what it is.
+func TestTable(t *testing.T) {
+	for _, v := range Table() {
+		if v.Doc == "" || !strings.HasSuffix(v.Doc, ".") {
+			t.Errorf("%s: %q", v.Name, v.Doc)
+		}
+		if v.Kind == Answered != (v.call != nil) || v.Kind == Answered == (v.start != nil) {
+			t.Errorf("%s: of kind %d", v.Name, v.Kind)
+		}
+		if v.Tail != "" {
+			continue
+		}
+		numbers := make([]int64, len(v.Ints)+1)
+		_, err := Call(v.Name, "{}", numbers)
+		if v.Kind != Answered {
+			_, err = Start(v.Name, "{}", numbers)
+		}
+		if !errors.Is(err, fault.ErrArgument) || !strings.Contains(err.Error(), "numbers") {
+			t.Errorf("%s: %v", v.Name, err)
+		}
+	}
 }
 
 // Preloads: joined by one load, also while they open, and without a trace after
@@ -215,45 +243,47 @@ func TestPreloadHandOver(t *testing.T) {
 	path := plain(t, 1<<20)
 	missing := path + ".missing"
 	for round := range 50 {
-		h, err := PreloadStart(spec(t, path))
+		h, err := Start("preload", spec(t, path), nil)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := TakeAll(h); !errors.Is(err, fault.ErrArgument) {
+		if _, err := Take(h, 0, TakeAll); !errors.Is(err, fault.ErrArgument) {
 			t.Fatal("tensors for one who has not joined it:", err)
 		}
-		m, err := opened(spec(t, path))
+		m, err := openedModel(spec(t, path))
 		if err != nil || m == 0 {
 			t.Fatal(m, err)
 		}
-		answer, err := PreloadJoin(m, "{}", time.Minute)
+		answer, err := called("join", "{}", int64(m))
 		if err != nil || answer != `{"device":"","notes":null}` {
 			t.Fatal(answer, err)
 		}
-		load, err := LoadStart(m, nil, "{}")
-		if err != nil {
-			t.Fatal(err)
-		}
+		load := all(t, m)
 		if round%2 == 1 { // the caller changes its mind, at any moment
-			Free(load)
-			CloseModel(m)
-			Free(h)
+			Free(load, FreeNow)
+			Free(m, FreeNow)
+			Free(h, FreeNow)
 			continue
 		}
 		for over := false; !over; {
-			var landed []Landed
-			if landed, over, err = Next(load, 10, time.Second); err != nil {
+			r, err := Take(load, time.Second, TakeNext)
+			if err != nil {
 				t.Fatal(err)
 			}
-			for _, l := range landed {
-				l.Mem.Release()
+			if r == nil {
+				continue
 			}
+			over = len(r.Tensors) == 0
+			if len(r.Numbers) != 1+2*len(r.Tensors) {
+				t.Fatal(r.Numbers)
+			}
+			r.Drop()
 		}
-		CloseModel(m)
-		Free(load)
-		Free(h)
+		Free(m, FreeNow)
+		Free(load, FreeNow)
+		Free(h, FreeNow)
 	}
-	h, err := PreloadStart(spec(t, missing))
+	h, err := Start("preload", spec(t, missing), nil)
 	if err != nil {
 		t.Fatal(err)
 	}

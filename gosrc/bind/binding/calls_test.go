@@ -1,46 +1,64 @@
-package face
+package binding
 
 import (
 	"encoding/json"
 	"errors"
 	"net"
-	"strconv"
 	"testing"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/load"
 )
 
-// called runs a verb to its end.
-func called(name, text string) (string, error) {
-	h, err := Begin(name, text)
+// result runs a verb to its end.
+func result(name, text string, numbers ...int64) (*Result, error) {
+	h, err := Start(name, text, numbers)
+	if err != nil {
+		return nil, err
+	}
+	r, err := Take(h, time.Minute, TakeLast)
+	if err != nil {
+		Free(h, FreeCalled)
+	}
+	return r, err
+}
+
+func called(name, text string, numbers ...int64) (string, error) {
+	r, err := result(name, text, numbers...)
 	if err != nil {
 		return "", err
 	}
-	if done, err := Wait(h, time.Minute); !done || err != nil {
-		Abandon(h)
-		return "", err
-	}
-	return Result(h)
+	return r.Text, nil
 }
 
-func opened(spec string) (uint64, error) {
-	text, err := called("open", spec)
+func openedModel(spec string) (uint64, error) {
+	r, err := result("open", spec)
 	if err != nil {
 		return 0, err
 	}
-	return strconv.ParseUint(text, 10, 64)
+	return r.Model, nil
+}
+
+// openModels counts the models that are open.
+func openModels() (n int) {
+	handles.mu.Lock()
+	defer handles.mu.Unlock()
+	for _, v := range handles.all {
+		if _, ok := v.(*load.Model); ok {
+			n++
+		}
+	}
+	return n
 }
 
 // A result has one receiver; one that nobody receives is freed.
 func TestResultIsTakenOnce(t *testing.T) {
-	models.mu.Lock()
-	before := len(models.all)
-	models.mu.Unlock()
+	before := openModels()
 	open := spec(t, plain(t, 1000))
 	for round := range 50 {
-		h, err := Begin("open", open)
+		h, err := Start("open", open, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -50,19 +68,17 @@ func TestResultIsTakenOnce(t *testing.T) {
 			}
 		}
 		if round%3 == 0 {
-			Free(h)
+			Free(h, FreeNow)
 		} else {
-			Abandon(h)
+			Free(h, FreeCalled)
 		}
-		if _, err := Result(h); !errors.Is(err, fault.ErrArgument) {
+		if _, err := Take(h, 0, TakeAll); !errors.Is(err, fault.ErrArgument) {
 			t.Fatal("a result of a call that was given up:", err)
 		}
 	}
 	idle(t)
-	models.mu.Lock()
-	defer models.mu.Unlock()
-	if len(models.all) != before {
-		t.Errorf("%d models are open that were %d", len(models.all), before)
+	if n := openModels(); n != before {
+		t.Errorf("%d models are open that were %d", n, before)
 	}
 }
 
@@ -90,13 +106,13 @@ func TestAbandonedCallsEnd(t *testing.T) {
 		{"open", host + "/m.safetensors"}, {"open", host + "/m.safetensors.index.json"}, {"open", host + "/folder/"},
 		{"names", host + "/folder/"}, {"inspect", host + "/m.safetensors"}, {"records", host + "/m.tensors"},
 	} {
-		text, _ := json.Marshal(map[string]any{"uris": []string{c.uri}})
-		h, err := Begin(c.verb, string(text))
+		text, _ := json.Marshal(map[string]any{"uris": []string{c.uri}, "uri": c.uri})
+		h, err := Start(c.verb, string(text), nil)
 		if err != nil {
 			t.Fatal(err)
 		}
 		server := <-accepted
-		Abandon(h)
+		Free(h, FreeCalled)
 		// The server sees the end of its connection: its request, and no more.
 		_ = server.SetReadDeadline(time.Now().Add(20 * time.Second))
 		for b := make([]byte, 4096); ; {
@@ -119,7 +135,7 @@ func TestAbandonedCallsEnd(t *testing.T) {
 }
 
 func TestCallOfNoVerb(t *testing.T) {
-	if _, err := Begin("destroy", "{}"); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Start("destroy", "{}", nil); !errors.Is(err, fault.ErrArgument) {
 		t.Error(err)
 	}
 	if _, err := called("open", "["); !errors.Is(err, fault.ErrArgument) {

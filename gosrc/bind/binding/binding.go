@@ -1,0 +1,215 @@
+// Package binding answers what Python asks of the engine: six functions, a table
+// of verbs (Table), and handles. It decides nothing.
+//
+// A verb has one request and one result, both JSON; numbers by the thousand, and
+// addresses, go beside the text as int64, and tensors come back as memory that is
+// the receiver's. Every call is guarded. Everything here is safe for concurrent use.
+package binding
+
+import (
+	"errors"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/rawjson"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Guard runs fn for Python. A panic in it, or an earlier one anywhere in the
+// engine, is an error, and every error leaves as the text of fault.Text.
+func Guard[T any](name string, fn func() (T, error)) (T, error) {
+	var out, zero T
+	err := spawn.Poisoned()
+	if err == nil {
+		err = spawn.Guard(name, func() (err error) {
+			out, err = fn()
+			return err
+		})
+	}
+	if err != nil {
+		return zero, errors.New(fault.Text(err))
+	}
+	return out, nil
+}
+
+// A Result is what a verb gives. It is the receiver's: the memory of Tensors, and
+// the handle Model.
+type Result struct {
+	Text    string  // JSON, or ""
+	Numbers []int64 // what they are stands in the verb's row
+	Tensors []Exported
+	Raw     bool          // Tensors go out as unsigned integers of their width
+	Table   *tensor.Index // of a model that was opened
+	Model   uint64        // its handle
+}
+
+// An Exported is a tensor that leaves. OK is false where there is none: it landed
+// in memory of the caller's, or was handed out before.
+type Exported struct {
+	Mem   device.Memory
+	Shape []int64
+	DType tensor.DType
+	OK    bool
+}
+
+// Drop frees a result that nobody receives.
+func (r *Result) Drop() {
+	for _, t := range r.Tensors {
+		if t.OK {
+			t.Mem.Release()
+		}
+	}
+	if r.Model != 0 {
+		Free(r.Model, FreeNow)
+	}
+	*r = Result{}
+}
+
+// setup is what Setup gives.
+type setup struct {
+	// Warnings are for people: values that were ignored, names that mean nothing.
+	Warnings []string `json:"warnings"`
+	// Log is the value of OVERWIRE_LOG, "" where nothing has set it.
+	Log string `json:"log"`
+}
+
+// Setup takes the environment as Python sees it, a JSON object.
+func Setup(env string) (*Result, error) {
+	vars, err := parse[map[string]string](env)
+	if err != nil {
+		return nil, err
+	}
+	s := setup{Warnings: knob.Load(vars)}
+	codec.Use(knob.CPU.Get())
+	for _, row := range knob.Table() {
+		if row.Name == "OVERWIRE_LOG" && row.From != "" {
+			s.Log = row.Value
+		}
+	}
+	return encode(s)
+}
+
+// Call answers a verb on the caller's thread. numbers are the caller's memory.
+func Call(name, request string, numbers []int64) (*Result, error) {
+	v, err := verbOf(name)
+	if err == nil && v.call == nil {
+		err = fault.New(fault.ErrArgument, "the verb %q is a job", name)
+	}
+	if err == nil {
+		err = v.counted(numbers)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return v.call(request, numbers)
+}
+
+// Start begins a verb and returns its job. numbers are the caller's memory, and
+// were copied when it returns; what they point to stays as it is until the job has
+// ended.
+func Start(name, request string, numbers []int64) (uint64, error) {
+	v, err := verbOf(name)
+	if err == nil && v.start == nil {
+		err = fault.New(fault.ErrArgument, "the verb %q is no job", name)
+	}
+	if err == nil {
+		err = v.counted(numbers)
+	}
+	if err != nil {
+		return 0, err
+	}
+	e, err := v.start(v, request, numbers)
+	if err != nil {
+		return 0, err
+	}
+	return keep(e), nil
+}
+
+// Wait waits for the end of a job, at most for d, and returns the job's error
+// once it has ended.
+func Wait(job uint64, d time.Duration) (done bool, err error) {
+	e, err := get[*entry](job)
+	if err != nil {
+		return false, err
+	}
+	return e.wait(d)
+}
+
+// How a job is taken from.
+const (
+	TakeAll  = 0      // when it has ended: all that it gives
+	TakeNext = 1 << 0 // of a load: what has landed since the last call
+	TakeRaw  = 1 << 1 // dtypes are those of unsigned integers of the same width
+	TakeLast = 1 << 2 // with all that it gives: its report too, and the job is forgotten
+)
+
+// Take waits for what a job gives, at most for d; nil: there is nothing yet. The
+// numbers of a load are how many of the tensors have no memory or no bytes, and the
+// address of each (0); with TakeNext the position of each comes before. No tensors:
+// none will follow.
+func Take(job uint64, d time.Duration, how int) (*Result, error) {
+	e, err := get[*entry](job)
+	if err != nil {
+		return nil, err
+	}
+	if how&TakeNext != 0 {
+		return e.next(d, how&TakeRaw != 0)
+	}
+	if e.pre != nil {
+		return nil, fault.New(fault.ErrArgument, "job %d is a preload, whose tensors are those of loads", job)
+	}
+	if ended, err := e.wait(d); err != nil || !ended {
+		return nil, err
+	}
+	r, err := e.all(how&TakeRaw != 0)
+	if err == nil && how&TakeLast != 0 {
+		if r.Text == "" {
+			r.Text, err = e.report()
+		}
+		drop(job)
+		e.close()
+	}
+	return r, err
+}
+
+// How a handle is freed.
+const (
+	FreeNow    = 0 // a job that runs is cancelled
+	FreeEnded  = 1 // and it has ended: nothing of the caller's is in use any more
+	FreeCalled = 2 // the same of a verb that somebody waited for; see abandonWait
+)
+
+// Free forgets what a handle is of: a job, a model, a batch. A preload and a batch
+// go on, and so do the loads of a model. A handle that is gone is no mistake.
+func Free(handle uint64, how int) {
+	if e, err := get[*entry](handle); err == nil && how != FreeNow {
+		e.rest(how)
+	}
+	switch v, _ := drop(handle); v := v.(type) {
+	case *entry:
+		v.close()
+	case interface{ Close() }:
+		v.Close()
+	}
+}
+
+// parse reads a JSON text of Python's.
+func parse[T any](text string) (v T, err error) {
+	if err := rawjson.Unmarshal(text, &v); err != nil {
+		return v, fault.New(fault.ErrArgument, "request: %v", err)
+	}
+	return v, nil
+}
+
+// encode makes a result of JSON.
+func encode(v any) (*Result, error) {
+	b, err := rawjson.Marshal(v)
+	if err != nil {
+		return nil, fault.New(fault.ErrEngine, "result: %v", err)
+	}
+	return &Result{Text: string(b)}, nil
+}

@@ -1,0 +1,103 @@
+package binding
+
+import (
+	"context"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/internal/rawjson"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/nvcomp"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+type codecRequest = Dumped[nvcomp.Spec]
+
+// bufferWords is how many numbers a buffer of a codec's has.
+const bufferWords = 5
+
+const buffers = "of a buffer each: address, bytes, whether it has an output of its own, address and bytes of that"
+
+func codecVerbs() []Verb {
+	return []Verb{
+		answered("codec_names", "The algorithms that codec takes.", func(none, []int64) ([]string, error) { return nvcomp.Names(), nil }),
+		begun[codecRequest, *Result]("codec",
+			"Encode, decode or measure buffers, which stay as they are until the job has ended. Its result has for each the address, the bytes, and whether checksums were compared; its memory, where it has no output of its own; and errors by number.",
+			startCodec).tail(buffers).lends(),
+		answered("codec_now", "What codec does, in one call; no numbers, and nothing was done, where that may take longer than a moment.",
+			func(q codecRequest, n []int64) (*Result, error) {
+				in, err := buffersOf(n)
+				if err != nil || !nvcomp.Quick(&q.Value, in) {
+					return &Result{}, err
+				}
+				results, err := nvcomp.Run(context.Background(), q.Value, in)
+				if err != nil {
+					return nil, err
+				}
+				return coded(results)
+			}).tail(buffers),
+	}
+}
+
+func buffersOf(n []int64) ([]nvcomp.Buffer, error) {
+	if len(n)%bufferWords != 0 {
+		return nil, fault.New(fault.ErrArgument, "%d numbers are no whole number of buffers", len(n))
+	}
+	in := make([]nvcomp.Buffer, len(n)/bufferWords)
+	for i := range in {
+		b := n[bufferWords*i:]
+		src, err := dataAt(uint64(b[0]), b[1])
+		if err != nil {
+			return nil, err
+		}
+		dst, err := dataAt(uint64(b[3]), b[4])
+		if err != nil {
+			return nil, err
+		}
+		in[i] = nvcomp.Buffer{Src: src, Dst: dst, Own: b[2] != 0}
+	}
+	return in, nil
+}
+
+func startCodec(v *Verb, q codecRequest, n []int64) (*entry, error) {
+	in, err := buffersOf(n)
+	if err != nil {
+		return nil, err
+	}
+	return background("codec "+q.Value.Op, v.lent, func(ctx context.Context, _ *job.Job) (any, error) {
+		results, err := nvcomp.Run(ctx, q.Value, in)
+		if err != nil {
+			return none{}, err
+		}
+		return coded(results)
+	}), nil
+}
+
+// failures are errors by number, in the text of a result; none: no text.
+type failures map[int]fault.Told
+
+func (f failures) text() (string, error) {
+	if len(f) == 0 {
+		return "", nil
+	}
+	b, err := rawjson.Marshal(f)
+	return string(b), err
+}
+
+// coded makes a result: first 1, that it was done.
+func coded(results []nvcomp.Result) (*Result, error) {
+	r, failed := &Result{Numbers: make([]int64, 1, 1+3*len(results)), Tensors: make([]Exported, len(results))}, failures{}
+	r.Numbers[0] = 1
+	for i, one := range results {
+		r.Numbers = append(r.Numbers, int64(uintptr(one.Mem.Ptr)), one.Bytes, truth(one.Summed))
+		if one.Err != nil {
+			failed[i] = fault.Tell(one.Err)
+		}
+		if one.Mem.Block != nil {
+			r.Tensors[i] = Exported{Mem: one.Mem, Shape: []int64{one.Mem.Bytes}, DType: tensor.U8, OK: true}
+		}
+	}
+	r.Raw = true
+	var err error
+	r.Text, err = failed.text()
+	return r, err
+}

@@ -1,0 +1,240 @@
+package binding
+
+import (
+	"context"
+	"os"
+	"slices"
+	"strings"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/cli"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/fetch"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/preload"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// saveRequest is a save.Spec and the tensors, in columns.
+type saveRequest struct {
+	save.Spec
+	Names  []string  `json:"names"`
+	DTypes []string  `json:"dtypes"`
+	Shapes [][]int64 `json:"shapes"`
+}
+
+// putRequest is bytes that become a file or object as they are.
+type putRequest struct {
+	Path    string        `json:"path"`
+	Stale   []string      `json:"stale"` // URIs that are removed after it
+	Storage format.Access `json:"storage"`
+}
+
+type renameRequest struct {
+	Made string `json:"made"`
+	Path string `json:"path"`
+}
+
+type convertRequest struct {
+	URIs []string `json:"uris"`
+	save.Spec
+}
+
+type filesRequest struct {
+	URIs    []string      `json:"uris"`
+	Storage format.Access `json:"storage"`
+}
+
+type fetchRequest struct {
+	fetch.Spec
+	FD uintptr `json:"fd"` // a duplicate is used
+}
+
+type presignRequest struct {
+	URI     string        `json:"uri"`
+	Storage format.Access `json:"storage"`
+	Seconds int           `json:"seconds"`
+}
+
+// program is what Python tells about itself, and its command line.
+type program struct {
+	Argv    []string       `json:"argv"`
+	Python  string         `json:"python"`
+	Version string         `json:"version"`
+	Storage source.Options `json:"storage"` // the environment of stores
+	// Secrets are the variables that the command line names.
+	Secrets map[string]string `json:"secrets"`
+}
+
+func (p program) env() cli.Env {
+	return cli.Env{Python: p.Python, PythonVersion: p.Version, Storage: p.Storage, Secrets: p.Secrets}
+}
+
+func fileVerbs() []Verb {
+	return []Verb{
+		begun[saveRequest, save.Report]("save", "Write tensors, whose memory stays as it is until the job has ended.", startSave).
+			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)"),
+		started("put", "Replace a file or object by bytes that stay as they are until the job has ended.", put).ints("address", "nbytes").lends(),
+		started("rename", "Give a finished file the name of another of its folder.",
+			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
+				defer preload.Sweep(q.Path)
+				return save.Report{}, atomicfile.Rename(q.Made, q.Path)
+			}),
+		started("convert", "Rewrite files.",
+			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {
+				defer preload.Sweep(q.Path)
+				return save.Convert(ctx, j, q.URIs, q.Path, q.Spec)
+			}),
+		started("verify", "Prove every byte of files.",
+			func(ctx context.Context, j *job.Job, q filesRequest, _ []int64) (save.VerifyReport, error) {
+				return save.Verify(ctx, j, q.URIs, q.Storage)
+			}),
+		begun[fetchRequest, fetch.Report]("fetch", "Write the bytes of URIs to an open file.", startFetch),
+		awaited("inspect", "Describe files by their headers alone.",
+			func(ctx context.Context, q filesRequest, _ []int64) (any, error) {
+				return save.Inspect(ctx, q.URIs, q.Storage)
+			}),
+		awaited("presign", "A URL that reads an object of S3 without credentials for so many seconds. It is a secret.",
+			func(ctx context.Context, q presignRequest, _ []int64) (string, error) {
+				return open.Presign(ctx, q.URI, q.Storage.Options, time.Duration(q.Seconds)*time.Second)
+			}),
+		awaited("doctor", "Describe the machine; the argument --measure measures the wires of its GPUs too.",
+			func(_ context.Context, q program, _ []int64) (any, error) {
+				return cli.Diagnose(q.env(), slices.Contains(q.Argv, "--measure")), nil
+			}),
+		started("cli", "Run a command line; its report is the exit status.",
+			func(ctx context.Context, j *job.Job, q program, _ []int64) (int, error) {
+				return cli.Main(ctx, j, q.Argv, os.Stdout, os.Stderr, q.env()), nil
+			}),
+		answered("knobs", "The settings with their present values.", func(none, []int64) ([]knob.Row, error) { return knob.Table(), nil }),
+	}
+}
+
+func startSave(_ *Verb, q saveRequest, n []int64) (*entry, error) {
+	in, err := inputs(&q, n)
+	if err != nil {
+		return nil, err
+	}
+	return background("save", true, func(ctx context.Context, j *job.Job) (any, error) {
+		defer preload.Sweep(q.Path)
+		return save.Write(ctx, j, q.Spec, in)
+	}), nil
+}
+
+// inputs are the tensors of a request. Those that lie on a GPU are fetched from there.
+func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
+	if len(q.DTypes) != len(q.Names) || len(q.Shapes) != len(q.Names) || len(n) != 3*len(q.Names) {
+		return nil, fault.New(fault.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers of tensors", len(q.Names), len(q.DTypes), len(q.Shapes), len(n))
+	}
+	in := make([]save.Input, len(q.Names))
+	for i, name := range q.Names {
+		if strings.ContainsRune(name, 0) {
+			return nil, fault.New(fault.ErrArgument, "tensor %q: the name has a NUL", name)
+		}
+		d, ok := tensor.ParseDType(q.DTypes[i])
+		if !ok {
+			return nil, fault.New(fault.ErrArgument, "tensor %q: no such dtype: %q", name, q.DTypes[i])
+		}
+		address, nbytes, gpu := n[3*i], n[3*i+1], int(n[3*i+2])-1
+		in[i] = save.Input{Name: name, DType: d, Shape: q.Shapes[i]}
+		data, err := dataAt(uint64(address), nbytes)
+		switch {
+		case err != nil:
+			return nil, &fault.At{Verb: "save", Tensor: name, Chunk: -1, Offset: -1, Err: err}
+		case gpu < 0 || nbytes == 0:
+			in[i].Data = data
+			continue
+		}
+		d0, err := cuda.Open(gpu)
+		if err != nil {
+			return nil, err
+		}
+		base := unsafe.Pointer(unsafe.SliceData(data))
+		if q.Away == nil {
+			q.Away = map[int]*save.Away{}
+		}
+		q.Away[i] = &save.Away{Addr: uintptr(base), Bytes: nbytes, Read: func(dst []byte, off int64) error {
+			return d0.Read(dst, device.Memory{Ptr: unsafe.Add(base, off), Bytes: int64(len(dst))})
+		}}
+	}
+	return in, nil
+}
+
+func put(ctx context.Context, j *job.Job, q putRequest, n []int64) (save.Report, error) {
+	data, err := dataAt(uint64(n[0]), n[1])
+	if err != nil {
+		return save.Report{}, err
+	}
+	defer preload.Sweep(q.Path)
+	if !source.Remote(q.Path) {
+		return save.Report{}, atomicfile.Write(q.Path, data)
+	}
+	return save.Report{}, open.Put(ctx, q.Path, q.Storage.Options, data, q.Stale, j.Failed)
+}
+
+func startFetch(_ *Verb, q fetchRequest, _ []int64) (*entry, error) {
+	own, err := unix.FcntlInt(q.FD, unix.F_DUPFD_CLOEXEC, 3)
+	if err != nil {
+		return nil, fault.FromOS(err)
+	}
+	return background("fetch", false, func(ctx context.Context, j *job.Job) (any, error) {
+		f := os.NewFile(uintptr(own), "fetch")
+		defer f.Close()
+		return fetch.Fetch(ctx, j, q.Spec, f)
+	}), nil
+}
+
+// jobVerbs are about jobs, and about the engine itself.
+func jobVerbs() []Verb {
+	return []Verb{
+		answered("progress", "Bytes and tensors done of a job, each with its total.",
+			func(_ none, n []int64) (*Result, error) {
+				e, err := get[*entry](uint64(n[0]))
+				if err != nil {
+					return nil, err
+				}
+				return &Result{Numbers: e.progress()}, nil
+			}).ints("job"),
+		answered("report", "What a job says of itself, null before it has something to say.",
+			func(_ none, n []int64) (*Result, error) {
+				e, err := get[*entry](uint64(n[0]))
+				if err != nil {
+					return nil, err
+				}
+				text, err := e.report()
+				return &Result{Text: text}, err
+			}).ints("job"),
+		answered("cancel", "Ask a job to stop. Its memory is at rest when it has ended.",
+			func(_ none, n []int64) (none, error) {
+				e, err := get[*entry](uint64(n[0]))
+				if err == nil {
+					e.cancel()
+				}
+				return none{}, err
+			}).ints("job"),
+		answered("empty_cache", "Give back device and pinned memory that is only kept for the next load.",
+			func(none, []int64) (none, error) { return none{}, cuda.Trim() }),
+		answered("shutdown", "Cancel everything that runs and wait for its end (1; 0: it runs on), ms at most: what a process does before it exits.",
+			func(_ none, n []int64) (int64, error) {
+				ended := job.CancelAll(time.Duration(n[0]) * time.Millisecond)
+				if ended {
+					load.Prepared()
+					cuda.Shutdown()
+				}
+				return truth(ended), nil
+			}).ints("ms"),
+		answered("panic", "Panic: tests show with it that the guard holds.", func(none, []int64) (none, error) { panic("asked for") }),
+	}
+}

@@ -1,0 +1,237 @@
+package binding
+
+import (
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/nvcomp"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const (
+	afters  = "streams that come first, afters of them"
+	streams = afters + "; then of a stream each: address and bytes, address and bytes of its content, bytes of a chunk"
+)
+
+// What a stream of a batch has, as numbers.
+const (
+	streamWords  = 5
+	contentWords = 6
+)
+
+// onDevice is a verb of a GPU: the number that comes first.
+func onDevice[R any](name, doc string, run func(d *cuda.Device, n []int64) (R, error)) Verb {
+	return answered(name, doc, func(_ none, n []int64) (r R, err error) {
+		d, err := cuda.Open(int(n[0]))
+		if err != nil {
+			return r, err
+		}
+		return run(d, n[1:])
+	})
+}
+
+func gpuVerbs() []Verb {
+	return []Verb{
+		answered("gpu_count", "How many GPUs there are; 0 without a driver.", func(none, []int64) (int64, error) {
+			if cuda.Available() != nil {
+				return 0, nil
+			}
+			info, err := cuda.Info()
+			return int64(len(info)), err
+		}),
+		answered("gpu_names", "The algorithms whose streams a GPU decodes.", func(none, []int64) ([]string, error) { return nvcomp.GPUNames(), nil }),
+		answered("gpu_of", "The GPU that an address is of; -1: none.",
+			func(_ none, n []int64) (int64, error) { return int64(cuda.DeviceOf(uint64(n[0]))), nil }).ints("address"),
+		answered("gpu_mode", "Set this thread's mode of stream capture (CUstreamCaptureMode): the one before; -1 for no driver, and for -1, which changes nothing.",
+			func(_ none, n []int64) (int64, error) { return int64(cuda.ThreadMode(int(n[0]))), nil }).ints("mode"),
+		onDevice("gpu_used", "Tell of a stream that works on memory of the engine's, and lives as long as the process.",
+			func(d *cuda.Device, n []int64) (none, error) { d.Used(uintptr(n[0])); return none{}, nil }).ints("device", "stream"),
+		onDevice("gpu_follow", "Let a stream wait for what is queued on another now.",
+			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.Follow(uintptr(n[0]), uintptr(n[1])) }).ints("device", "stream", "after"),
+		onDevice("gpu_stream_new", "A new stream.", func(d *cuda.Device, _ []int64) (int64, error) {
+			s, err := d.NewStream()
+			return int64(s), err
+		}).ints("device"),
+		onDevice("gpu_stream_free", "End a stream when its work is done, without waiting for it.",
+			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.FreeStream(uintptr(n[0])) }).ints("device", "stream"),
+		onDevice("gpu_stream_sync", "Wait for what is queued on a stream.",
+			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.SyncStream(uintptr(n[0])) }).ints("device", "stream"),
+		onDevice("gpu_stream_check", "Refuse a stream of another GPU.",
+			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.OwnsStream(uintptr(n[0])) }).ints("device", "stream"),
+		answered("gpu_transform", "The transform of X16 for a dtype, or a sample in host memory; -1: it takes one.",
+			func(dtype Text, n []int64) (int64, error) {
+				sample, err := dataAt(uint64(n[0]), n[1])
+				if err != nil {
+					return 0, err
+				}
+				t, err := nvcomp.GPUTransform(string(dtype), sample)
+				return int64(t), err
+			}).ints("sample", "nbytes"),
+		answered("gpu_alloc", "Memory of a GPU: the one tensor of the result, and its address.", gpuAlloc).ints("device", "nbytes"),
+		answered("gpu_copy", "Queue a copy between any two places.",
+			func(_ none, n []int64) (none, error) {
+				d, err := cuda.Open(int(n[0]))
+				if err != nil {
+					return none{}, err
+				}
+				on, _, err := queueOf(n[1], n[6], n[7:])
+				if err != nil {
+					return none{}, err
+				}
+				return none{}, d.Copy(on, uint64(n[2]), uint64(n[3]), n[4], n[5] != 0)
+			}).ints("device", "stream", "dst", "src", "nbytes", "wait", "afters").tail(afters),
+		answered("gpu_decode", "Queue the decoding of streams: the batch. It does not wait.",
+			func(name Text, n []int64) (int64, error) {
+				on, list, err := streamsOf(n)
+				if err != nil {
+					return 0, err
+				}
+				b, err := nvcomp.GPUDecode(int(n[0]), on, string(name), list)
+				return keepBatch(b, err)
+			}).ints("device", "stream", "kind", "afters").tail(streams),
+		answered("gpu_peek", "Ask streams what they are, and wait: of each the bytes of the content and of a chunk; algorithms and errors by number.", gpuPeek).
+			ints("device", "stream", "kind", "afters").tail(streams),
+		answered("gpu_encode", "Queue the making of streams of X16: the batch.", gpuEncode).
+			ints("device", "stream", "kind", "scratch", "room", "afters").
+			tail(afters + "; then of a stream each: address and bytes of the content, of the room for the stream, bytes of a chunk, transform"),
+		answered("gpu_wait", "What became of a batch's streams, once: 1, and the length of each that was made; errors by number. Nothing: it is not done, and not to be waited for.",
+			gpuWait).ints("batch", "wait"),
+	}
+}
+
+func keepBatch(b *cuda.Batch, err error) (int64, error) {
+	if err != nil {
+		return 0, err
+	}
+	return int64(keep(b)), nil
+}
+
+// queueOf is a stream, and those of the rest that come first; what follows them is
+// returned, too.
+func queueOf(stream, after int64, rest []int64) (q cuda.Order, follows []int64, err error) {
+	if after < 0 || after > int64(len(rest)) {
+		return q, nil, fault.New(fault.ErrArgument, "%d streams that come first, of %d numbers", after, len(rest))
+	}
+	q.Stream = uintptr(stream)
+	for _, s := range rest[:after] {
+		q.After = append(q.After, uintptr(s))
+	}
+	return q, rest[after:], nil
+}
+
+func streamsOf(n []int64) (cuda.Order, []cuda.Stream, error) {
+	kind := n[2]
+	on, flat, err := queueOf(n[1], n[3], n[4:])
+	if err == nil && (kind < 0 || kind > int64(nvcomp.WithSize) || len(flat)%streamWords != 0) {
+		err = fault.New(fault.ErrArgument, "%d numbers of streams of kind %d", len(flat), kind)
+	}
+	if err != nil {
+		return on, nil, err
+	}
+	list := make([]cuda.Stream, len(flat)/streamWords)
+	for i := range list {
+		p := flat[streamWords*i:]
+		list[i] = cuda.Stream{Src: uint64(p[0]), Stored: p[1], Dst: uint64(p[2]), Size: p[3], Chunk: p[4], Kind: cuda.Kind(kind)}
+	}
+	return on, list, nil
+}
+
+func gpuEncode(_ none, n []int64) (int64, error) {
+	kind := n[2]
+	on, flat, err := queueOf(n[1], n[5], n[6:])
+	if err == nil && (kind < 0 || kind > int64(nvcomp.WithSize) || len(flat)%contentWords != 0) {
+		err = fault.New(fault.ErrArgument, "%d numbers of contents of kind %d", len(flat), kind)
+	}
+	if err != nil {
+		return 0, err
+	}
+	list := make([]cuda.Stream, len(flat)/contentWords)
+	for i := range list {
+		p := flat[contentWords*i:]
+		list[i] = cuda.Stream{Src: uint64(p[0]), Size: p[1], Dst: uint64(p[2]), Stored: p[3], Chunk: p[4], Arg: uint32(p[5]), Kind: cuda.Kind(kind)}
+	}
+	b, err := nvcomp.GPUEncode(int(n[0]), on, list, uint64(n[3]), n[4])
+	return keepBatch(b, err)
+}
+
+func gpuAlloc(_ none, n []int64) (*Result, error) {
+	d, err := cuda.Open(int(n[0]))
+	if err != nil {
+		return nil, err
+	}
+	mem, err := d.Alloc([]int64{n[1]})
+	if err != nil {
+		return nil, err
+	}
+	one := Exported{Mem: mem[0], Shape: []int64{mem[0].Bytes}, DType: tensor.U8, OK: true}
+	return &Result{Tensors: []Exported{one}, Raw: true, Numbers: []int64{int64(uintptr(mem[0].Ptr))}}, nil
+}
+
+// peeked is the text of gpu_peek's result.
+type peeked struct {
+	Algorithms []string `json:"algorithms"`
+	Errors     failures `json:"errors"`
+}
+
+func gpuPeek(name Text, n []int64) (*Result, error) {
+	on, list, err := streamsOf(n)
+	if err != nil {
+		return nil, err
+	}
+	all, err := nvcomp.GPUPeek(int(n[0]), on, nvcomp.Kind(n[2]), string(name), list)
+	if err != nil {
+		return nil, err
+	}
+	p, numbers := peeked{Errors: failures{}}, make([]int64, 0, 2*len(all))
+	for i, g := range all {
+		numbers = append(numbers, g.Size, g.Chunk)
+		p.Algorithms = append(p.Algorithms, g.Algorithm)
+		if g.Err != nil {
+			p.Errors[i] = fault.Tell(g.Err)
+		}
+	}
+	r, err := encode(p)
+	if err == nil {
+		r.Numbers = numbers
+	}
+	return r, err
+}
+
+func gpuWait(_ none, n []int64) (*Result, error) {
+	h := uint64(n[0])
+	b, err := get[*cuda.Batch](h)
+	if err != nil {
+		return nil, err
+	}
+	if n[1] == 0 && !b.Done() {
+		return &Result{}, nil
+	}
+	errs, err := b.Wait()
+	drop(h)
+	if err != nil {
+		return nil, err
+	}
+	r, failed := &Result{Numbers: append([]int64{1, int64(len(errs))}, b.Sizes()...)}, failures{}
+	for i, e := range errs {
+		if e != nil {
+			failed[i] = fault.Tell(&fault.At{Verb: "decode", Chunk: -1, Offset: -1, Err: e})
+		}
+	}
+	r.Text, err = failed.text()
+	return r, err
+}
+
+// memory is the caller's, of n bytes from an address.
+func memory(addr uint64, n int64) []byte {
+	p := uintptr(addr)
+	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&p))), n)
+}
+
+// dataAt is memory whose address and size came from outside.
+func dataAt(addr uint64, n int64) ([]byte, error) {
+	if n < 0 || n > 0 && addr == 0 {
+		return nil, fault.New(fault.ErrArgument, "%d bytes at %#x", n, addr)
+	}
+	return memory(addr, n), nil
+}

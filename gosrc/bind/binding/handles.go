@@ -1,0 +1,54 @@
+package binding
+
+import (
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/load"
+)
+
+// handles are the objects that Python holds: *load.Model, *entry (a job) and
+// *cuda.Batch. Numbers are never used twice, so a stale one is an error and never
+// another's object.
+var handles = struct {
+	mu   sync.Mutex
+	last uint64
+	all  map[uint64]any
+}{all: map[uint64]any{}}
+
+func keep(v any) uint64 {
+	handles.mu.Lock()
+	defer handles.mu.Unlock()
+	handles.last++
+	handles.all[handles.last] = v
+	return handles.last
+}
+
+func get[T any](h uint64) (T, error) {
+	handles.mu.Lock()
+	v, ok := handles.all[h].(T)
+	handles.mu.Unlock()
+	if ok {
+		return v, nil
+	}
+	kind := "object"
+	switch any(v).(type) {
+	case *load.Model:
+		kind = "open model"
+	case *entry:
+		kind = "job"
+	case *cuda.Batch:
+		kind = "batch"
+	}
+	return v, fault.New(fault.ErrArgument, "handle %d is not that of a %s", h, kind)
+}
+
+// drop forgets a handle; ok is false if it was not there.
+func drop(h uint64) (v any, ok bool) {
+	handles.mu.Lock()
+	defer handles.mu.Unlock()
+	v, ok = handles.all[h]
+	delete(handles.all, h)
+	return v, ok
+}

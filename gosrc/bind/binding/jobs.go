@@ -1,0 +1,205 @@
+package binding
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/preload"
+)
+
+// An entry is a job that Python has a handle to: one of any verb, or a preload,
+// whose tensors are no handle's.
+type entry struct {
+	job   *job.Job         // nil: a preload
+	load  *load.Loading    // nil: not a load
+	relay *load.Relay      // nil: not a relay
+	pre   *preload.Preload // nil: not a preload
+	// lent: it works on memory of the caller's, which is the caller's again only
+	// when it has ended.
+	lent bool
+
+	mu     sync.Mutex
+	result *Result // of a verb that gives more than a report; nil: not yet, or taken
+	gone   bool    // the handle is: nobody will take the result
+}
+
+// background runs a verb as a job. What it returns is the job's report, also beside
+// an error, or a *Result, which somebody takes.
+func background(name string, lent bool, run func(ctx context.Context, j *job.Job) (any, error)) *entry {
+	e := &entry{lent: lent}
+	e.job = job.Start(name, func(ctx context.Context, j *job.Job) error {
+		v, err := run(ctx, j)
+		switch r := v.(type) {
+		case *Result:
+			if err == nil {
+				e.give(r)
+			}
+		case none:
+		default:
+			j.SetReport(r)
+		}
+		return err
+	})
+	return e
+}
+
+func (e *entry) give(r *Result) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.gone {
+		r.Drop()
+		return
+	}
+	e.result = r
+}
+
+// running returns the job, waiting at most for d while a preload still opens its
+// files; then it is nil.
+func (e *entry) running(d time.Duration) (*job.Job, error) {
+	if e.pre == nil {
+		return e.job, nil
+	}
+	s, opened, err := e.pre.Opened(d)
+	if err != nil || !opened {
+		return nil, err
+	}
+	return s.Job(), nil
+}
+
+func (e *entry) wait(d time.Duration) (bool, error) {
+	j, err := e.running(d)
+	if err != nil || j == nil {
+		return false, err
+	}
+	return j.Wait(d)
+}
+
+// batch bounds what one TakeNext returns: enough to make the call cheap, little
+// enough to let the caller work while the rest arrives.
+const batch = 1024
+
+func (e *entry) next(d time.Duration, raw bool) (*Result, error) {
+	if e.load == nil {
+		return nil, fault.New(fault.ErrArgument, "the job does not load tensors for this caller")
+	}
+	at, more := e.load.Ready(batch, d)
+	if len(at) == 0 {
+		if more {
+			return nil, nil
+		}
+		_, err := e.job.Wait(-1) // has ended
+		return &Result{Numbers: []int64{0}}, err
+	}
+	numbers := make([]int64, 1, 1+2*len(at))
+	for _, i := range at {
+		numbers = append(numbers, int64(i))
+	}
+	return export(e.load, at, numbers, raw), nil
+}
+
+// all is what a job that has ended gives.
+func (e *entry) all(raw bool) (*Result, error) {
+	if e.load != nil {
+		at := make([]int, e.load.Len())
+		for i := range at {
+			at[i] = i
+		}
+		return export(e.load, at, make([]int64, 1, 1+len(at)), raw), nil
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	r := e.result
+	e.result = nil
+	if r == nil {
+		r = &Result{}
+	}
+	return r, nil
+}
+
+// export takes requests of a load that have landed. numbers gets their addresses,
+// and first how many have none.
+func export(l *load.Loading, at []int, numbers []int64, raw bool) *Result {
+	r := &Result{Tensors: make([]Exported, len(at)), Raw: raw}
+	for n, i := range at {
+		t := &r.Tensors[n]
+		t.Mem, t.Shape, t.DType, t.OK = l.Take(i)
+		if t.Mem.Ptr == nil {
+			numbers[0]++
+		}
+		numbers = append(numbers, int64(uintptr(t.Mem.Ptr)))
+	}
+	r.Numbers = numbers
+	return r
+}
+
+// report is what the job says of itself: JSON, "null" before it has something to say.
+func (e *entry) report() (string, error) {
+	j, err := e.running(0)
+	if err != nil || j == nil {
+		return "null", err
+	}
+	b, err := j.Report()
+	return string(b), err
+}
+
+// progress returns bytes and tensors done, each with its total.
+func (e *entry) progress() []int64 {
+	j, err := e.running(0)
+	if err != nil || j == nil {
+		return make([]int64, 4) // its error is Wait's to tell
+	}
+	b, tb, t, tt := j.Progress()
+	return []int64{b, tb, t, tt}
+}
+
+// cancel asks the job to stop, and does not wait for it.
+func (e *entry) cancel() {
+	if e.pre != nil {
+		e.pre.Drop()
+		return
+	}
+	e.job.Cancel()
+}
+
+// abandonWait is how long a verb that holds nothing of the caller's is waited for
+// when the caller gives it up: most are over by then, and so leave no trace. One that
+// hangs in the system (a file system that does not answer) ends when that lets it.
+const abandonWait = 50 * time.Millisecond
+
+// rest cancels the job and waits until nothing of the caller's is in use. A preload,
+// which has nothing of a caller's, goes on.
+func (e *entry) rest(how int) {
+	if e.pre != nil {
+		return
+	}
+	e.job.Cancel()
+	wait := time.Duration(-1)
+	if how == FreeCalled && !e.lent {
+		wait = abandonWait
+	}
+	_, _ = e.job.Wait(wait)
+}
+
+// close cancels a job that runs. Tensors that nobody has taken are freed once
+// nothing writes to them; a preload goes on.
+func (e *entry) close() {
+	switch {
+	case e.pre != nil:
+		return
+	case e.load != nil:
+		e.load.Close()
+		return
+	}
+	e.job.Cancel()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.gone = true
+	if e.result != nil {
+		e.result.Drop()
+		e.result = nil
+	}
+}

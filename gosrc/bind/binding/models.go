@@ -1,0 +1,204 @@
+package binding
+
+import (
+	"context"
+	"encoding/binary"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/preload"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// opened is what opening a model gives beside its handle and its table.
+type opened struct {
+	Sources []openedSource `json:"sources"`
+}
+
+type openedSource struct {
+	URI      string            `json:"uri"` // as people may see it
+	Size     int64             `json:"size"`
+	Metadata map[string]string `json:"metadata"`
+	Overwire bool              `json:"overwire"`
+}
+
+// preloaded is what is preloaded: what is opened, and how it is loaded.
+type preloadRequest struct {
+	load.Spec
+	load.Options
+}
+
+type joinRequest struct {
+	load.Options
+	// Alone: the loads take nothing, and preloads of the files are dropped.
+	Alone bool `json:"alone"`
+}
+
+func modelVerbs() []Verb {
+	return []Verb{
+		awaited("open", "Open and index files: the model, and its table.", openModel),
+		awaited("names", "The tensors that the index.json files of a model promise; null where a file has no index.",
+			func(ctx context.Context, q load.Spec, _ []int64) (*[]string, error) {
+				names, ok, err := load.Names(ctx, q)
+				if !ok {
+					return nil, err
+				}
+				return &names, err
+			}),
+		begun[load.Options, load.Report]("load",
+			"Load tensors of a model; whole: every tensor, whole. Destinations stay valid until the job has ended.", startLoad).
+			ints("model", "whole").tail("of a request each: tensor, destination (0: allocate, 1: see settle), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)"),
+		answered("settle", "Tell a load where requests with the destination 1 land. What is queued on the stream now precedes what lands there.",
+			func(_ none, n []int64) (none, error) {
+				e, err := get[*entry](uint64(n[0]))
+				if err == nil && (e.load == nil || len(n)%2 != 0) {
+					err = fault.New(fault.ErrArgument, "settle: %d numbers for job %d", len(n), n[0])
+				}
+				if err != nil {
+					return none{}, err
+				}
+				return none{}, e.load.Settle(n[2:], uint64(n[1]))
+			}).ints("job", "stream").tail("pairs of request and address"),
+		begun[load.Options, load.PinReport]("pin",
+			"Bring a model's files into memory, where later loads find them; fails while loads of the model run.",
+			func(_ *Verb, q load.Options, n []int64) (*entry, error) {
+				m, err := get[*load.Model](uint64(n[0]))
+				if err != nil {
+					return nil, err
+				}
+				j, err := m.Pin(q)
+				return &entry{job: j}, err
+			}).ints("model"),
+		answered("prepare", "Begin to make a GPU ready for a load, without waiting.",
+			func(device Text, _ []int64) (none, error) { load.Prepare(string(device)); return none{}, nil }),
+		begun[preloadRequest, none]("preload", "Preload files: its tensors go to the loads that join it.",
+			func(_ *Verb, q preloadRequest, _ []int64) (*entry, error) {
+				return &entry{pre: preload.Start(q.Spec, q.Options)}, nil
+			}),
+		awaited("join", "Let loads of a model take what was preloaded of its files.", joinPreload).ints("model"),
+		answered("sweep", "Drop the preloads of what was just replaced at a path or URI.",
+			func(uri string, _ []int64) (preload.Answer, error) {
+				preload.Sweep(uri)
+				return preload.Answer{Notes: preload.Said()}, nil
+			}),
+	}
+}
+
+func truth(yes bool) int64 {
+	if yes {
+		return 1
+	}
+	return 0
+}
+
+func openModel(ctx context.Context, q load.Spec, _ []int64) (*Result, error) {
+	m, err := load.Open(ctx, q)
+	if err != nil {
+		return nil, err
+	}
+	ix := m.Index()
+	o := opened{make([]openedSource, len(ix.Sources))}
+	for i, s := range ix.Sources {
+		o.Sources[i] = openedSource{fault.Redact(s.URI), s.Size, s.Metadata, s.Overwire()}
+	}
+	r, err := encode(o)
+	if err != nil {
+		m.Close()
+		return nil, err
+	}
+	r.Model, r.Table = keep(m), ix
+	return r, nil
+}
+
+// requestWords is how many numbers a request of a load has, in the order of the
+// fields of load.Request.
+const requestWords = 6
+
+// requests unpacks what Python packed.
+func requests(n []int64) ([]load.Request, error) {
+	if len(n)%requestWords != 0 {
+		return nil, fault.New(fault.ErrArgument, "%d numbers are no whole number of requests", len(n))
+	}
+	reqs := make([]load.Request, len(n)/requestWords)
+	for i := range reqs {
+		w := n[requestWords*i:]
+		reqs[i] = load.Request{Tensor: w[0], Dest: uintptr(w[1]), Lo0: w[2], Hi0: w[3], Lo1: w[4], Hi1: w[5]}
+	}
+	return reqs, nil
+}
+
+func startLoad(_ *Verb, q load.Options, n []int64) (*entry, error) {
+	m, err := get[*load.Model](uint64(n[0]))
+	if err != nil {
+		return nil, err
+	}
+	var reqs []load.Request // nil: every tensor, whole
+	if n[1] == 0 {
+		if reqs, err = requests(n[2:]); err != nil {
+			return nil, err
+		}
+	}
+	l, err := m.Start(reqs, q)
+	if err != nil {
+		return nil, err
+	}
+	return &entry{job: l.Job(), load: l}, nil
+}
+
+// joinSlice is how long a preload that opens its files may hold a call that was
+// given up.
+const joinSlice = 50 * time.Millisecond
+
+func joinPreload(ctx context.Context, q joinRequest, n []int64) (preload.Answer, error) {
+	m, err := get[*load.Model](uint64(n[0]))
+	if err != nil {
+		return preload.Answer{}, err
+	}
+	for {
+		a, done := preload.Join(m, q.Options, q.Alone, joinSlice)
+		if done || ctx.Err() != nil {
+			return a, ctx.Err()
+		}
+	}
+}
+
+// PackTable puts the tensors of a model into one buffer, which C turns into
+// Python tuples in one go. All integers are little-endian:
+//
+//	u64 tensors, u64 dtype names
+//	each dtype name, by code:  u64 length, bytes
+//	each tensor:               u64 name length, u64 dtype code, u64 rank,
+//	                           i64 dims[rank], i64 bytes, stored, source, alias, name bytes
+//
+// where the reader is bind/core/table.c.
+func PackTable(ix *tensor.Index) []byte {
+	n := 16 + 16*(tensor.NumDTypes+1)
+	for i := range ix.Tensors {
+		n += 7*8 + 8*len(ix.Tensors[i].Shape) + len(ix.Tensors[i].Name)
+	}
+	b := make([]byte, 0, n)
+	put := func(v int64) { b = binary.LittleEndian.AppendUint64(b, uint64(v)) }
+	put(int64(len(ix.Tensors)))
+	put(int64(tensor.NumDTypes + 1))
+	for d := range tensor.NumDTypes + 1 {
+		name := tensor.DType(d).String()
+		put(int64(len(name)))
+		b = append(b, name...)
+	}
+	for i := range ix.Tensors {
+		t := &ix.Tensors[i]
+		put(int64(len(t.Name)))
+		put(int64(t.DType))
+		put(int64(len(t.Shape)))
+		for _, d := range t.Shape {
+			put(d)
+		}
+		put(t.Bytes)
+		put(t.Stored)
+		put(int64(t.Source))
+		put(int64(t.Alias))
+		b = append(b, t.Name...)
+	}
+	return b
+}

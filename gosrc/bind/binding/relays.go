@@ -1,0 +1,79 @@
+package binding
+
+import (
+	"time"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/load"
+)
+
+// relayVerbs are one rank's part in a load of several.
+func relayVerbs() []Verb {
+	return []Verb{
+		begun[load.RelaySpec, load.RelayReport]("relay", "Load with the other ranks: this one's share.", startRelay).ints("model"),
+		answered("relay_shares", "How many bytes each rank's share of each piece has in its buffer.",
+			func(_ none, n []int64) ([]int64, error) {
+				r, err := relayOf(n[0])
+				if err != nil {
+					return nil, err
+				}
+				return r.Shares(), nil
+			}).ints("job"),
+		answered("relay_aim", "Say what this rank wants, before the first decode.",
+			func(_ none, n []int64) (none, error) {
+				r, err := relayOf(n[0])
+				if err != nil {
+					return none{}, err
+				}
+				n = n[1:]
+				if len(n)%requestWords != 0 {
+					return none{}, fault.New(fault.ErrArgument, "%d numbers are no whole number of requests", len(n))
+				}
+				list := make([][requestWords]int64, len(n)/requestWords)
+				for i := range list {
+					copy(list[i][:], n[requestWords*i:])
+				}
+				return none{}, r.Aim(list)
+			}).ints("job").tail("requests, as those of a load"),
+		answered("relay_wait", "Wait, ms at most, until this rank's share of a piece is in its buffer (1; 0: not yet); on a GPU until it is on its way, and what is queued on the relay's stream then goes after it.",
+			func(_ none, n []int64) (int64, error) {
+				r, err := relayOf(n[0])
+				if err != nil {
+					return 0, err
+				}
+				there, err := r.Wait(int(n[1]), time.Duration(n[2])*time.Millisecond)
+				return truth(there), err
+			}).ints("job", "piece", "ms"),
+		answered("relay_decode", "Decode a piece whose buffer is full, after what is queued on a stream (0: none), and free the buffer.",
+			func(_ none, n []int64) (none, error) {
+				r, err := relayOf(n[0])
+				if err != nil {
+					return none{}, err
+				}
+				return none{}, r.Decode(int(n[1]), uint64(n[2]))
+			}).ints("job", "piece", "stream"),
+	}
+}
+
+func startRelay(_ *Verb, q load.RelaySpec, n []int64) (*entry, error) {
+	m, err := get[*load.Model](uint64(n[0]))
+	if err != nil {
+		return nil, err
+	}
+	r, err := m.Relay(&q)
+	if err != nil {
+		return nil, err
+	}
+	return &entry{job: r.Job(), relay: r}, nil
+}
+
+func relayOf(h int64) (*load.Relay, error) {
+	e, err := get[*entry](uint64(h))
+	if err != nil {
+		return nil, err
+	}
+	if e.relay == nil {
+		return nil, fault.New(fault.ErrArgument, "job %d is no relay", h)
+	}
+	return e.relay, nil
+}

@@ -1,0 +1,193 @@
+package binding
+
+import (
+	"context"
+	"reflect"
+	"slices"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/job"
+)
+
+// A Kind is how Python uses a verb.
+type Kind int
+
+const (
+	Answered Kind = iota // Call: it does not wait
+	Awaited              // a job from whose start to whose end the caller waits
+	Started              // a job that the caller watches
+)
+
+// A Verb is a row of the table: a request, a result, and what to do. `make gen`
+// writes the Python function of each, overwire/_verbs.py.
+type Verb struct {
+	Name string
+	Kind Kind
+	Doc  string // one sentence, and what its numbers are
+	Ints []string
+	// Tail says what the numbers after Ints are; "": there are none.
+	Tail string
+	// Of the JSON; nil: there is none. A request that is a Text is no JSON but the
+	// word itself, a Dumped[T] the JSON of a T that Python keeps, and asks with again.
+	Request, Result reflect.Type
+
+	// lent: the verb works on memory of the caller's, which is the caller's again
+	// only when it has ended.
+	lent  bool
+	call  func(request string, numbers []int64) (*Result, error)
+	start func(v *Verb, request string, numbers []int64) (*entry, error)
+}
+
+type (
+	none struct{} // no request, or no result
+	// A Text is a request of one word.
+	Text string
+	// A Dumped is a request whose text is parsed when it is first seen: programs ask
+	// the same again and again.
+	Dumped[T any] struct{ Value T }
+)
+
+// dumped are requests that were parsed, by type and text.
+var dumped struct {
+	mu  sync.Mutex
+	all map[any]any
+}
+
+const maxDumped = 64
+
+func (d *Dumped[T]) read(text string) error {
+	type key struct{ text string } // of T: another type for each
+	dumped.mu.Lock()
+	defer dumped.mu.Unlock()
+	if v, ok := dumped.all[key{text}]; ok {
+		d.Value = v.(T)
+		return nil
+	}
+	v, err := parse[T](text)
+	if err != nil {
+		return err
+	}
+	if len(dumped.all) >= maxDumped || dumped.all == nil {
+		dumped.all = map[any]any{}
+	}
+	dumped.all[key{text}] = v
+	d.Value = v
+	return nil
+}
+
+// reader is a request with a reading of its own.
+type reader interface{ read(text string) error }
+
+func (t *Text) read(text string) error { *t = Text(text); return nil }
+
+func (*none) read(string) error { return nil }
+
+func read[Q any](text string) (q Q, err error) {
+	if r, ok := any(&q).(reader); ok {
+		return q, r.read(text)
+	}
+	return parse[Q](text)
+}
+
+// given makes a Result of what a verb returned.
+func given(v any) (*Result, error) {
+	switch v := v.(type) {
+	case none:
+		return &Result{}, nil
+	case *Result:
+		return v, nil
+	case int64:
+		return &Result{Numbers: []int64{v}}, nil
+	}
+	return encode(v)
+}
+
+// typed says what a row's JSON is; nil: none.
+func typed[T any]() reflect.Type {
+	t := reflect.TypeFor[T]()
+	if t == reflect.TypeFor[none]() {
+		return nil
+	}
+	return t
+}
+
+func (v *Verb) counted(numbers []int64) error {
+	if len(numbers) < len(v.Ints) || v.Tail == "" && len(numbers) > len(v.Ints) {
+		return fault.New(fault.ErrArgument, "%s: %d numbers where %d were expected", v.Name, len(numbers), len(v.Ints))
+	}
+	return nil
+}
+
+// ints names the numbers of a row, and tail what follows them.
+func (v Verb) ints(names ...string) Verb { v.Ints = names; return v }
+
+func (v Verb) tail(doc string) Verb { v.Tail = doc; return v }
+
+// answered is a verb that does not wait.
+func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) Verb {
+	v := Verb{Name: name, Doc: doc, Request: typed[Q](), Result: typed[R]()}
+	v.call = func(request string, numbers []int64) (*Result, error) {
+		q, err := read[Q](request)
+		if err != nil {
+			return nil, err
+		}
+		r, err := run(q, numbers)
+		if err != nil {
+			return nil, err
+		}
+		return given(r)
+	}
+	return v
+}
+
+// awaited is a verb that may wait: for a server, a disk, a key derivation.
+func awaited[Q, R any](name, doc string, run func(ctx context.Context, q Q, n []int64) (R, error)) Verb {
+	return started(name, doc, func(ctx context.Context, _ *job.Job, q Q, n []int64) (R, error) { return run(ctx, q, n) }).of(Awaited)
+}
+
+// started is a verb that is watched.
+func started[Q, R any](name, doc string, run func(ctx context.Context, j *job.Job, q Q, n []int64) (R, error)) Verb {
+	return begun[Q, R](name, doc, func(v *Verb, q Q, n []int64) (*entry, error) {
+		n = slices.Clone(n)
+		return background(v.Name, v.lent, func(ctx context.Context, j *job.Job) (any, error) { return run(ctx, j, q, n) }), nil
+	})
+}
+
+// begun is a verb whose start is a function of the engine's.
+func begun[Q, R any](name, doc string, start func(v *Verb, q Q, n []int64) (*entry, error)) Verb {
+	v := Verb{Name: name, Kind: Started, Doc: doc, Request: typed[Q](), Result: typed[R]()}
+	v.start = func(v *Verb, request string, numbers []int64) (*entry, error) {
+		q, err := read[Q](request)
+		if err != nil {
+			return nil, err
+		}
+		return start(v, q, numbers)
+	}
+	return v
+}
+
+func (v Verb) of(k Kind) Verb { v.Kind = k; return v }
+
+func (v Verb) lends() Verb { v.lent = true; return v }
+
+// Table lists the verbs.
+func Table() []Verb {
+	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), tensorsVerbs(), codecVerbs(), gpuVerbs())
+}
+
+var verbs = func() map[string]*Verb {
+	all := map[string]*Verb{}
+	for _, v := range Table() {
+		all[v.Name] = &v
+	}
+	return all
+}()
+
+func verbOf(name string) (*Verb, error) {
+	v := verbs[name]
+	if v == nil {
+		return nil, fault.New(fault.ErrArgument, "there is no verb %q", name)
+	}
+	return v, nil
+}

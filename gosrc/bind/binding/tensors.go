@@ -1,0 +1,173 @@
+package binding
+
+import (
+	"context"
+	"encoding/hex"
+
+	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/source/open"
+	"github.com/overwire/overwire/gosrc/tensorizer"
+)
+
+type recordsRequest struct {
+	URI     string        `json:"uri"`
+	Storage format.Access `json:"storage"`
+	Records bool          `json:"records"`
+}
+
+// writeRequest is tensors that are written to an open file of tensorizer's.
+type writeRequest struct {
+	Items   []record `json:"items"`
+	FD      int      `json:"fd"`
+	Path    string   `json:"path"` // its name in errors
+	Offset  int64    `json:"offset"`
+	Threads int      `json:"threads"`
+	// Key, in hex digits, encrypts the tensors; Derive says how it was made.
+	Key    string                 `json:"key"`
+	Derive *tensorizer.Derivation `json:"derive"`
+}
+
+// written is record and data of each tensor, and where the last one ends.
+type written struct {
+	Places [][2]int64 `json:"places"`
+	End    int64      `json:"end"`
+}
+
+type frontRequest struct {
+	Items   []record `json:"items"` // as they were written
+	Length  int64    `json:"length"`
+	Version uint32   `json:"version"`
+}
+
+type keyRequest struct {
+	tensorizer.Derivation
+	Password string `json:"password"` // in hex digits
+}
+
+func tensorsVerbs() []Verb {
+	return []Verb{
+		awaited("records", "What stands in a .tensors file; records: with the records.",
+			func(ctx context.Context, q recordsRequest, _ []int64) (tensorizer.Description, error) {
+				src, err := open.With(q.Storage.Options)(ctx, q.URI)
+				if err != nil {
+					return tensorizer.Description{}, err
+				}
+				defer src.Close()
+				f, err := tensorizer.Open(ctx, src, q.Records)
+				if err != nil {
+					return tensorizer.Description{}, err
+				}
+				return *f.Describe(), nil
+			}),
+		awaited("write", "Write tensors to an open .tensors file, encrypted with a key.", tensorsWrite).tail("the address of each").lends(),
+		awaited("front", "The head and the index of a .tensors file, in hex digits.", tensorsFront),
+		awaited("sums", "CRC32 and SHA-256 of each of several byte sequences, which begin with a prefix (hex digits); in hex digits.", tensorsSums).
+			tail("address and bytes of each").lends(),
+		awaited("key", "Derive a key from a password; in hex digits.", tensorsKey),
+	}
+}
+
+// A record is a tensor of a .tensors file that is being written.
+type record struct {
+	Module uint16  `json:"module"`
+	Type   uint8   `json:"type"`
+	Name   string  `json:"name"`
+	DType  string  `json:"dtype"`
+	Dims   []int64 `json:"dims"`
+	Bytes  int64   `json:"bytes"`
+	Record int64   `json:"record"`
+	Data   int64   `json:"data"`
+	Sealed bool    `json:"sealed"` // the file is encrypted
+}
+
+func (r *record) item() (tensorizer.Item, error) {
+	it := tensorizer.Item{Module: r.Module, Type: r.Type, Name: r.Name, Text: r.DType, Dims: r.Dims, Bytes: r.Bytes, Record: r.Record, Sealed: r.Sealed}
+	return it, it.Check()
+}
+
+func tensorsWrite(ctx context.Context, q writeRequest, n []int64) (written, error) {
+	if len(n) != len(q.Items) || q.FD < 0 || q.Offset < 0 {
+		return written{}, fault.New(fault.ErrArgument, "%d tensors at %d addresses, descriptor %d, offset %d", len(q.Items), len(n), q.FD, q.Offset)
+	}
+	var key *tensorizer.Key
+	if q.Key != "" {
+		b, err := hex.DecodeString(q.Key)
+		if err != nil || len(b) != 32 {
+			return written{}, fault.New(fault.ErrArgument, "a key has 32 bytes")
+		}
+		key = &tensorizer.Key{Bytes: (*[32]byte)(b), Derive: q.Derive}
+	}
+	items, data := make([]tensorizer.Item, len(q.Items)), make([][]byte, len(q.Items))
+	for i := range items {
+		var err error
+		q.Items[i].Sealed = key != nil
+		if items[i], err = q.Items[i].item(); err != nil {
+			return written{}, err
+		}
+		if data[i], err = dataAt(uint64(n[i]), items[i].Bytes); err != nil {
+			return written{}, err
+		}
+	}
+	end, err := tensorizer.Records(ctx, q.FD, q.Path, q.Offset, items, data, key, save.Threads(q.Threads))
+	if err != nil {
+		return written{}, err
+	}
+	w := written{make([][2]int64, len(items)), end}
+	for i := range items {
+		w.Places[i] = [2]int64{items[i].Record, items[i].Data()}
+	}
+	return w, nil
+}
+
+func tensorsFront(_ context.Context, q frontRequest, _ []int64) (string, error) {
+	items := make([]tensorizer.Item, len(q.Items))
+	for i := range q.Items {
+		var err error
+		if items[i], err = q.Items[i].item(); err != nil {
+			return "", err
+		}
+		items[i].Pad = q.Items[i].Data - items[i].Data()
+	}
+	if q.Length < 0 || q.Length > 1<<30 {
+		return "", fault.New(fault.ErrArgument, "an index of %d bytes", q.Length)
+	}
+	b, err := tensorizer.Front(items, q.Version, q.Length)
+	return hex.EncodeToString(b), err
+}
+
+func tensorsSums(ctx context.Context, prefixes []string, n []int64) ([][2]string, error) {
+	if len(n) != 2*len(prefixes) {
+		return nil, fault.New(fault.ErrArgument, "%d prefixes, %d numbers", len(prefixes), len(n))
+	}
+	flows := make([]tensorizer.Flow, len(prefixes))
+	for i, prefix := range prefixes {
+		p, err := hex.DecodeString(prefix)
+		if err != nil {
+			return nil, fault.New(fault.ErrArgument, "prefix: %v", err)
+		}
+		flows[i] = tensorizer.Flow{Sum: tensorizer.NewSummer(p), Bytes: n[2*i+1]}
+		if flows[i].Memory, err = dataAt(uint64(n[2*i]), n[2*i+1]); err != nil {
+			return nil, err
+		}
+	}
+	if err := tensorizer.Run(ctx, "sums", save.Threads(0), false, flows); err != nil {
+		return nil, err
+	}
+	out := make([][2]string, len(flows))
+	for i := range flows {
+		crc, sha := flows[i].Sum.Sums()
+		out[i] = [2]string{hex.EncodeToString(crc), hex.EncodeToString(sha)}
+	}
+	return out, nil
+}
+
+func tensorsKey(ctx context.Context, q keyRequest, _ []int64) (string, error) {
+	password, err := hex.DecodeString(q.Password)
+	if err != nil || len(password) == 0 {
+		return "", fault.New(fault.ErrArgument, "the password is empty")
+	}
+	key, err := q.Derivation.Key(ctx, password)
+	return hex.EncodeToString(key), err
+}
