@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
-from . import _engine
+from ._engine import main
 
 __all__ = ["main"]
 
-
-def main() -> int:
-    """Runs the command of sys.argv and returns its exit code."""
-    return _engine.cli(sys.argv[1:])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

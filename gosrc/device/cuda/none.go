@@ -163,7 +163,7 @@ func (d *Device) Decode(Order, uint32, []Stream) (*Batch, error) { return nil, e
 func (d *Device) Peek(Order, Kind, uint32, []Stream) ([]Peeked, error) { return nil, errNone }
 
 // Encode queues the making of streams.
-func (d *Device) Encode(Order, uint32, []Stream, uint64) (*Batch, error) { return nil, errNone }
+func (d *Device) Encode(Order, []Stream, uint64) (*Batch, error) { return nil, errNone }
 
 // Scratch is the memory that Encode needs.
 func Scratch([]Stream) int64 { return 0 }
