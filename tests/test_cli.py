@@ -152,3 +152,25 @@ def test_bench_runs_small():
     for row in report["rows"]:
         assert row["value"] > 0, row
         assert not {"goal", "reached", "missing"} & row.keys()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: signal.Signals):
+    """SIGTERM and SIGHUP end it as they end any program, but first its temporary file goes."""
+    # The slow server keeps the command at work.
+    folder, out = tmp_path / "out", tmp_path / "out" / "x.safetensors"
+    folder.mkdir()
+    serve = [sys.executable, "-m", "overwire", "serve", str(plain.parent), "--each", "1MB"]
+    with processes.started(serve, stdout=subprocess.PIPE, text=True) as server:
+        url = server.stdout.readline().strip() + plain.name
+        command = [sys.executable, "-m", "overwire", "fetch", url, "-o", str(out)]
+        with processes.started(command, stderr=subprocess.PIPE, text=True) as process:
+            deadline = time.monotonic() + 60
+            while not any(folder.iterdir()) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert [path.name.startswith(".x.safetensors.tmp-") for path in folder.iterdir()] == [True]
+            process.send_signal(number)
+            _, stderr = process.communicate(timeout=60)
+            assert process.returncode == -number, stderr
+            assert "Traceback" not in stderr
+    assert list(folder.iterdir()) == []

@@ -249,13 +249,24 @@ def program(argv: Sequence[str]) -> Program:
 def cli(argv: Sequence[str]) -> int:
     """Run the command line, without the program's name; return the exit code.
 
-    The engine writes to the descriptors 1 and 2. Ctrl-C cancels, waits for the
-    clean-up and gives 130.
+    The engine writes to the descriptors 1 and 2. Ctrl-C, SIGTERM and SIGHUP cancel
+    and wait for the clean-up, so that no temporary file stays. Ctrl-C returns 130;
+    the other two then end the process as they do by default.
     """
     import json
+    import signal
+
+    stopped: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        stopped.append(number)
+        raise KeyboardInterrupt
 
     sys.stdout.flush()
     sys.stderr.flush()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, stop)
     job = core().start("cli", json.dumps(program(argv)), b"")
     try:
         return int(core().take(job, None, TAKE_LAST)[0])
@@ -266,7 +277,10 @@ def cli(argv: Sequence[str]) -> int:
         try:
             core().wait(job, 30.0)  # of a busy machine; a second Ctrl-C ends it
         except (errors.OverwireError, KeyboardInterrupt):
-            pass  # its own words for having been cancelled, or a second Ctrl-C
+            pass  # the error of a cancelled job, or a second signal
+        if stopped:
+            signal.signal(stopped[0], signal.SIG_DFL)
+            os.kill(os.getpid(), stopped[0])
         return 130
     finally:
         core().free(job, FREE_NOW)
