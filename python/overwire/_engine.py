@@ -157,7 +157,7 @@ class JobNumber(int):
 
 
 class ModelNumber(int):
-    """The number of an open model, which its last holder closes."""
+    """The number of an open model, which is closed when its last reference goes."""
 
     over = False
 

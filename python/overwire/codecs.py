@@ -106,7 +106,7 @@ def algorithms() -> tuple[str, ...]:
 
 
 def default_chunk(algorithm: str) -> int:
-    """Content bytes of a native chunk, where nobody says it."""
+    """Content bytes of a native chunk, unless `chunk_size` sets them."""
     return 1 << 20 if algorithm == "X16" else 64 << 10
 
 
@@ -145,12 +145,11 @@ def span(source: Any, *, writable: bool = False) -> Span:
 
 
 def lent(source: Any, stream: int = 1) -> Lent:
-    """Takes over a DLPack tensor: a fresh capsule, or an object with `__dlpack__`.
+    """Takes over a DLPack tensor: a new capsule, or an object with `__dlpack__`.
 
-    stream: that of CUDA (1: the default one) which a tensor of a GPU is made
-        ready for.
+    stream: the CUDA stream that will use a tensor of a GPU (1: the default one).
 
-    Raises ArgumentError for a capsule that somebody has taken.
+    Raises ArgumentError for a capsule that was taken before.
     """
     if not hasattr(source, "__dlpack__"):
         capsule = source

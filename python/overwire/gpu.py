@@ -249,7 +249,7 @@ class Batch:
             try:
                 found = _became(_verbs.gpu_wait(self._number, wait))
             except ArgumentError:
-                if self._errors is None:  # another thread was told meanwhile
+                if self._errors is None:  # another thread got the errors meanwhile
                     raise
                 return self._errors
             if found is None:

@@ -170,8 +170,8 @@ class Job:
         return self._report if self._report is not None else _verbs.report(self.number)[0]
 
     def cancel(self) -> None:
-        """Asks the job to stop and waits until it has: nothing of it then
-        touches memory that was lent to it."""
+        """Asks the job to stop and waits for its end: it uses no memory of the caller
+        after that."""
         if self._freed:
             return
         try:

@@ -40,8 +40,10 @@ def local(path: Any) -> str:
         text = os.fsdecode(path)
     except TypeError:
         raise ArgumentError(f"overwire: path: expected a str or os.PathLike, got {type(path).__name__}") from None
-    if not text or "\0" in text:
-        raise ArgumentError("overwire: path: it is empty or has a NUL byte")
+    if not text:
+        raise ArgumentError("overwire: path: it is empty")
+    if "\0" in text:
+        raise ArgumentError("overwire: path: it has a NUL byte; pass the name of a file, or an open file, not its content")
     try:
         same = os.fsencode(text) == text.encode("utf-8", "surrogateescape")
         if is_remote(text):

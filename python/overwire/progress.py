@@ -1,4 +1,4 @@
-"""How far a verb has come, shown to people or handed to a callable."""
+"""The progress of a verb, as a bar or for a callable."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Line(Watcher):
 
 
 def watch(progress: ProgressLike, verb: str) -> Watcher | None:
-    """The watcher for a `progress=` argument, None if nobody looks."""
+    """The watcher of a `progress=` argument; None without one."""
     if progress is None or progress is False:
         return None
     if progress is True:

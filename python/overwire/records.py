@@ -1,9 +1,9 @@
-"""The records of tensorizer's .tensors files: what they say of themselves, and
-what it takes to write one a tensor at a time.
+"""The records of tensorizer's .tensors files, and writing such a file tensor by
+tensor.
 
 `load_file`, `safe_open`, `stream`, `verify`, `convert` and `save_file` take
-.tensors files as they are; this is for who must know more: the modules that
-tensors belong to, their sums, how they are encrypted. No torch is needed.
+.tensors files directly. This module is for programs that need more: the modules
+of tensors, their checksums, their encryption. It does not need torch.
 """
 
 from __future__ import annotations

@@ -49,14 +49,14 @@ def publish(made: str, path: str) -> None:
     """Gives the finished file `made` the name `path` in the same folder, as if
     `write_bytes` had written it; raises what that does, and leaves `made` then.
 
-    Whoever makes it opens it with mode 0600 where there is a file to replace."""
+    If there is a file to replace, create `made` with mode 0600."""
     with Job(_verbs.rename({"path": path, "made": made}), "save") as job:
         job.wait()
 
 
 def presign(uri: str, seconds: int, *, storage_options: Mapping[str, object] | None = None) -> str:
-    """A URL that reads an s3:// object without credentials for so many seconds,
-    at most seven days. Whoever has it can read the object: it is a secret.
+    """A URL that reads an s3:// object without credentials, for the given seconds, at
+    most seven days. Anyone who has it can read the object: keep it secret.
 
     Raises ArgumentError for unsigned access, AccessError without credentials,
     NotSupportedError for other stores.
@@ -128,7 +128,7 @@ class ObjectReader(io.RawIOBase):
 
     def _stop(self) -> None:
         job, self._job = self._job, None
-        if self._pipe >= 0:  # first: whoever writes to it would never hear of a cancel
+        if self._pipe >= 0:  # first: its writer would not notice a cancel
             os.close(self._pipe)
             self._pipe = -1
         if job is not None:
@@ -210,7 +210,7 @@ class ObjectWriter(io.BufferedRandom):
 
     def __init__(self, uri: str, *, storage_options: Mapping[str, object] | None = None) -> None:
         self._uri, self._options = uri, storage_options
-        storage(storage_options, [uri])  # wrong ones are told now
+        storage(storage_options, [uri])  # refuses wrong ones now
         _verbs.knobs()  # the engine runs, and ends after what is registered now
         _finish_at_exit()
         with tempfile.NamedTemporaryFile(prefix="overwire-") as temporary:

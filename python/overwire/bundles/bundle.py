@@ -4,8 +4,8 @@ pickle and one compressed container beside it.
 A bundle at `D/x.pkl` is the pickle, `D/nya/x.safetensors` and `D/nya/meta.csv`
 (see `layout`). The container is written first and the pickle last. Each knows
 the other by the pickle's digest, and the container before it is kept until the
-pickle is in place: whoever reads while a bundle is replaced, or after a save
-was killed half-way, gets the old object or the new one.
+pickle is in place: a reader gets the old object or the new one, also while a
+bundle is replaced, or after a save was killed.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _save(
     return stored / report.bytes_in if report.bytes_in else 1.0
 
 
-# What is left of an object without its tensors, when it comes from far away.
+# The most bytes of a remote object without its tensors.
 _MOST = 1 << 30
 
 

@@ -71,7 +71,7 @@ def install(name: str) -> None:
     "safetensors" stays the installed package, and reads through overwire for the
     rest of the process: `overwire.patch_safetensors()`, never undone.
 
-    Whoever imported the original before keeps it. Raises ArgumentError for
+    Modules that have imported the original keep it. Raises ArgumentError for
     other names.
     """
     if name == "safetensors":
@@ -130,7 +130,7 @@ class _Ours(Loader):
 
 
 def _namespace(name: str) -> ModuleType:
-    """A namespace package, made where nobody has installed a part of it."""
+    """A namespace package; a new one if no part of it is installed."""
     try:
         return import_module(name)
     except ModuleNotFoundError:

@@ -161,7 +161,7 @@ class _Reading:
                 yield want.slot, self._frame.adopt(capsule, pointer, want.row.dtype, want.shape, self._model.device)
 
     def abandon(self) -> None:
-        """Cancels what still runs; then nobody writes to its memory."""
+        """Cancels running work; nothing writes to its memory after that."""
         job, self._job = self._job, None
         if job is not None:
             job.cancel()
@@ -270,7 +270,7 @@ class Batch:
         return tensors
 
     def abandon(self) -> None:
-        """Ends reading that nobody waits for. Does nothing after `arrive`."""
+        """Ends reading that is no longer needed. Does nothing after `arrive`."""
         if self._reading is not None:
             self._reading.abandon()
             self._reading = None

@@ -386,7 +386,7 @@ def _current(device: Any) -> AbstractContextManager[Any]:
 
 
 def _split(tasks: list[Task], room: int) -> tuple[list[Task], list[Task]]:
-    # The first of them, of about so many bytes, and the rest.
+    # The first tasks, of about `room` bytes, and the rest.
     for end, task in enumerate(tasks):
         if end and task.row.nbytes > room:
             return tasks[:end], tasks[end:]

@@ -13,7 +13,7 @@ ordered by their streams; the thread here only queues, as far ahead as there are
 buffers.
 
 Failure: a rank that cannot go on still trades, whatever its buffers hold, until
-the ranks next agree; so nobody waits for it, and nothing of it is used.
+the ranks next agree: so no rank waits for it, and no rank uses its bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SHARE = 32 << 20
 # Pieces after which the ranks agree that all is well.
 _AGREE = 32
 
-# A wait for the engine is in slices of so many milliseconds, for Ctrl-C.
+# Waits for the engine are in slices of this many milliseconds, for Ctrl-C.
 _SLICE_MS = 50
 
 
@@ -183,7 +183,7 @@ class Relay:
         self._job.done()
 
     def abandon(self) -> None:
-        """Ends what runs; then nobody writes to its memory."""
+        """Ends running work; nothing writes to its memory after that."""
         job, self._job = self._job, None
         if job is not None:
             job.cancel()

@@ -47,7 +47,9 @@ def frame_for(framework: str | None) -> Frame:
 
                 frame = NumpyFrame()
         except ImportError as error:
-            raise MissingPackageError(f"overwire: framework {name!r} needs the package {name}: pip install {name}") from error
+            raise MissingPackageError(
+                f"overwire: framework {name!r} needs the package {name}: pip install {name}, or load with framework='bytes'"
+            ) from error
         _frames[name] = frame
     return frame
 
@@ -60,7 +62,9 @@ def frame_of(tensor: Any) -> Frame:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(tensor, (numpy.ndarray, numpy.generic)):
         return frame_for("numpy")
-    raise ArgumentError(f"overwire: expected a torch tensor or a numpy array, got {type(tensor).__name__}")
+    raise ArgumentError(
+        f"overwire: expected a torch tensor or a numpy array, got {type(tensor).__name__}; compress_pickle stores other objects"
+    )
 
 
 def check_dtype(frame: Frame, dtype: Any) -> Any:
@@ -71,8 +75,8 @@ def check_dtype(frame: Frame, dtype: Any) -> Any:
     wanted = frame.dtype(dtype)
     if not frame.floating(wanted):
         raise ArgumentError(
-            f"overwire: dtype {dtype!r}: floating tensors are cast to floating types alone ('bfloat16', 'F32'); "
-            "convert what was loaded instead"
+            f"overwire: dtype {dtype!r}: floating tensors can only be cast to floating types ('bfloat16', 'F32'); "
+            "load without dtype= and convert the tensors"
         )
     return wanted
 
@@ -101,7 +105,7 @@ def check_device(device: Any, frame: Frame | None = None) -> str:
     if kind != "cuda":
         raise NotSupportedError(f"overwire: device {text!r}: only 'cpu' and 'cuda' are supported")
     if frame is None:
-        raise NotSupportedError(f"overwire: device {text!r}: this goes to the host only; move the tensors with .to()")
+        raise NotSupportedError(f"overwire: device {text!r}: this loads to the host only; move the tensors with .to()")
     if frame.name != "torch":
         raise NotSupportedError(f"overwire: device {text!r}: {frame.name} has no arrays on a GPU; load with framework='pt'")
     if number:

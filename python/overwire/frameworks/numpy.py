@@ -150,7 +150,7 @@ class NumpyFrame:
         try:
             return np.dtype(wanted)
         except TypeError as error:
-            raise ArgumentError(f"overwire: dtype {wanted!r}: expected a numpy dtype, 'bfloat16' or 'BF16'") from error
+            raise ArgumentError(f"overwire: dtype {wanted!r}: expected a numpy dtype, or a name as 'float16' or 'F16'") from error
 
     def floating(self, wanted: Any) -> bool:
         return wanted.kind == "f" or SAVED.get(wanted.name) in FLOATS

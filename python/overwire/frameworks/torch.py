@@ -115,11 +115,11 @@ def _refuse_capture(device: Any) -> None:
 
 
 def used_on(device: str) -> None:
-    """Tells the engine of torch's current stream, where tensors in its memory are
-    about to be used: their memory then outlives what is queued there.
+    """Names torch's current stream to the engine before tensors in its memory are used
+    there: their memory then outlives the queued work.
 
-    A stream of somebody else's (`torch.cuda.ExternalStream`) may end before the
-    process does, and is not told of.
+    A foreign stream (`torch.cuda.ExternalStream`) is left out: it may end before
+    the process does.
     """
     with _errors_of(device):
         _refuse_capture(device)
@@ -242,7 +242,7 @@ class TorchFrame:
             found = _TYPES.get(wanted) or getattr(torch, wanted, None)
             if isinstance(found, torch.dtype):
                 return found
-        raise ArgumentError(f"overwire: dtype {wanted!r}: expected a torch.dtype, 'bfloat16' or 'BF16'")
+        raise ArgumentError(f"overwire: dtype {wanted!r}: expected a torch.dtype, or a name as 'float16' or 'F16'")
 
     def floating(self, wanted: Any) -> bool:
         return SAVED.get(wanted) in FLOATS

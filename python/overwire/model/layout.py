@@ -138,7 +138,7 @@ def _rows(path: str, text: str) -> list[MetaRow]:
 
 def containers_in(path: str) -> list[str]:
     """The containers that a meta.csv (a path or a URI) lists, wherever its
-    folder has gone since. Raw entries are none: whoever wants them reads them."""
+    folder is now. Raw entries are not containers and are left out."""
     # D/meta.csv is nyacomp's older place of D/nya/meta.csv.
     if not os.path.exists(path) and os.path.basename(path) == META:
         newer = os.path.join(os.path.dirname(path), FOLDER, META)
@@ -277,4 +277,4 @@ def _head(path: str) -> bytes:
         with open(path, "rb", opener=regular) as file:
             return file.read(9)
     except (OSError, ArgumentError):
-        return b""  # whoever opens it says why
+        return b""  # opening it reports why

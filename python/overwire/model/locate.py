@@ -36,5 +36,5 @@ def uris_of(path: str, options: Mapping[str, object] | None) -> list[str]:
             with contextlib.suppress(NotFoundError):
                 Model(candidate, storage_options=options).close()
                 return [candidate]
-        return candidates[:1]  # whoever opens it says so
+        return candidates[:1]  # opening it reports that
     return [path]

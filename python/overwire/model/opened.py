@@ -43,11 +43,11 @@ WHOLE = -1
 LARGE = 1 << 20
 _BATCH = 32
 
-# The destination of a request that learns it while the load runs.
+# The destination of a request whose address is set while the load runs.
 _LATER = 1
 
-# From so many tensors in memory of the engine's on, they are taken over while the
-# rest arrives, not after it; how long to wait for some more, in seconds.
+# At this many tensors in the engine's memory, they are taken over while the rest
+# arrives, not afterwards; the pause for more to arrive, in seconds.
 _CROWD = 2000
 _PAUSE = 0.004
 

@@ -93,8 +93,8 @@ def _sizes(rows: list[Row], frame: Frame, wanted: Any) -> tuple[list[int], int]:
 
 
 def held(model: Model, chosen: list[int], frame: Frame, wanted: Any) -> list[int]:
-    """Bytes that each of these takes at most until it is handed over: a cast on
-    the host holds both for a moment."""
+    """The most bytes that each of these takes until it is returned: a cast on the host
+    has both dtypes for a moment."""
     landing, _ = model.casting([model.table[at] for at in chosen], wanted)
     return [_sizes([Row(*row)], frame, wanted)[1] for row in landing]
 

@@ -75,7 +75,7 @@ def _warn_once() -> None:
     global _warned
     if not _warned:
         _warned = True
-        log.warning("storage_options: insecure: certificates are not checked; whoever is on the way can change the weights")
+        log.warning("storage_options: insecure: certificates are not checked, so anyone on the network path can change the weights")
 
 
 def _keys(options: Mapping[str, object], prefix: str) -> dict[str, str]:

@@ -35,7 +35,7 @@ def _uris(source: SourceLike, options: Mapping[str, object] | None) -> tuple[lis
 
 
 def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None) -> Inspection:
-    """What a model holds, by its headers alone; no tensor byte is read.
+    """Lists the tensors of a model from its headers, without reading a tensor.
 
     source: a file, folder, index.json, or a bundle's pickle or meta.csv; plain
         or compressed.
@@ -54,15 +54,15 @@ def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None)
 
 
 def verify(source: SourceLike, *, progress: ProgressLike = None, storage_options: StorageOptions | None = None) -> Verification:
-    """Proves every byte: checksums of stored bytes, every decode, and the hash
+    """Checks every byte: the checksums of stored bytes, every decode, and the hash
     of every tensor.
 
     source: what `inspect` takes, or a list of files.
     storage_options: as for `load_file`.
 
-    Returns a dict: ok (always True: anything wrong raises), tensors, bytes,
-    stored, seconds, and "files", each with what was "checked": "contents", or
-    only "structure" for plain safetensors, which has no checksums.
+    Returns a dict: ok (always True, since damage raises), tensors, bytes, stored,
+    seconds, and "files", each with what was "checked": "contents", or only
+    "structure" for plain safetensors files, which have no checksums.
     Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError.
     """
     uris, keep = _uris(source, storage_options)
@@ -87,8 +87,8 @@ def convert(
     (compress=False), other shards. Memory does not grow with the model.
 
     source: what `inspect` takes, or a list of files.
-    path, metadata, max_shard_size: as for `save_file`; metadata None keeps that
-        of the source.
+    path, metadata, max_shard_size: as for `save_file`; metadata None keeps the
+        metadata of the source.
     storage_options: as for `load_file`, for source and path; `decryption_*` are
         for the source and `encryption_*`, as for `save_file`, for the path. From
         .tensors to .tensors, types, modules and every dtype stay: so files are
@@ -115,16 +115,16 @@ def convert(
 
 
 def doctor(*, measure: bool = False) -> Diagnosis:
-    """What the engine finds on this machine: CPU, decoder, memory, versions,
-    and the settings with the environment variables that made them.
+    """Reports this machine as the engine sees it: CPU, decoder, memory, versions, and
+    the settings with the environment variables that set them.
 
-    "gpu" holds the versions of NVIDIA's driver and "devices", each with name,
-    memory (bytes), compute capability, PCI link (0 where the system does not
-    tell), and the kernels that it would run; or the "reason" why there is none.
-    "gpudirect_storage" says whether that is "real" here, and "why" (not).
-    Asking loads the driver if there is one, without a context on any GPU.
-    measure: copies to each GPU for about 0.2 s and adds "wire", in GB/s; that
-        makes a context there, after which the process must not fork for CUDA.
+    "gpu" has the versions of NVIDIA's driver and "devices", each with name, memory
+    (bytes), compute capability, PCI link (0: unknown) and the kernels that it would
+    run; or the "reason" why no GPU can be used. "gpudirect_storage" says whether it
+    is "real" here, and "why". The call loads the driver if there is one, but creates
+    no context on a GPU.
+    measure: copy to each GPU for about 0.2 s and add "wire", in GB/s. That creates
+        a context there, and a process that has one cannot use CUDA after a fork.
     """
     found: Diagnosis = _verbs.doctor(program(["--measure"] if measure else []))
     return found

@@ -70,29 +70,29 @@ def load_file(
 ) -> dict[str, Any]:
     """Loads tensors from plain or compressed safetensors files.
 
-    source: a path of a file, a folder or an index.json; a list of paths; a file
-        open for reading in binary mode; or a `Pinned` model. A name that stands in two files
-        is an error.
-    device: where the tensors shall be: "cpu", "cuda", "cuda:1", a torch.device.
-        On a GPU they are torch tensors out of torch's own allocator, and
-        compressed ones are decoded there.
-    framework: "pt", "np", or "bytes" for writable memoryviews of the bytes;
-        None: torch if it is installed, else numpy.
-    filename: another word for source, that of safetensors.
+    source: the path or URI of a file, a folder or an index.json; a list of them; a
+        file open for reading in binary mode; or a `Pinned` model. A tensor name that
+        two files have is an error.
+    device: the device of the tensors: "cpu", "cuda", "cuda:1", a torch.device. On a
+        GPU they are torch tensors from torch's allocator; compressed tensors are
+        decoded there.
+    framework: "pt", "np", or "bytes" for writable memoryviews; None: torch if it is
+        installed, else numpy.
+    filename: source, by the name that safetensors gives it.
     options: those of `LoadOptions`: dtype, keys, filter, progress, mmap, read,
         storage_options, lenient, max_memory, group, shard.
 
-    Returns name -> tensor, in the order of the files (with keys: of keys).
-    The tensors are the caller's: writable, each in a storage of its own, valid
-    after the file is closed or deleted; freeing one frees its memory. F4 comes
-    as torch.float4_e2m1fn_x2 with the last dimension halved, or unpacked in
-    numpy; F6 comes as its bytes, U8.
+    Returns a dict of name to tensor, in the order of the files, or of keys. The
+    tensors belong to the caller: they are writable, have a storage each, stay valid
+    when the file is deleted, and free their memory one by one. F4 is
+    torch.float4_e2m1fn_x2 with the last dimension halved, or unpacked in numpy; F6
+    is returned as its bytes, U8.
 
-    Raises NotFoundError, FormatError, CorruptError (which tensor, chunk and
-    offset), TensorNotFoundError for keys, OutOfMemoryError, NotSupportedError,
-    ArgumentError; TypeError for an option that there is not. Ctrl-C cancels the load and frees what had landed. In a child of
-    fork, where the engine cannot run, plain local files are read through the package
-    safetensors, and all else is ForkedError.
+    Raises NotFoundError, FormatError, CorruptError (with tensor, chunk and offset),
+    TensorNotFoundError for keys, OutOfMemoryError, NotSupportedError, ArgumentError;
+    TypeError for an unknown option. Ctrl-C cancels the load and frees its memory. The
+    engine cannot run in a forked child: there, plain local files are read with the
+    package safetensors, and all else raises ForkedError.
     """
     check_options("load_file", options, LoadOptions)
     source = named("load_file", source, filename)

@@ -32,32 +32,30 @@ def load_model(
     filename: SourceLike | None = None,
     **options: Unpack[ModuleOptions],
 ) -> tuple[list[str], list[str]]:
-    """Loads a file into a torch module's own parameters and buffers.
+    """Loads a file into the parameters and buffers of a torch module.
 
-    Bytes land directly in the module's tensors where these are dense and of the
-    file's dtype, each where it is, on the host or a GPU: no second copy of the
-    model. Others are loaded beside it and copied (cast) into place one by one;
-    those on the meta device are replaced by what was loaded. Tied tensors are
-    loaded once.
+    A tensor of the module that is dense and has the file's dtype is filled in place,
+    on the host or on a GPU: there is no second copy of the model. Other tensors are
+    loaded separately and copied (cast) one by one; tensors on the meta device are
+    replaced. Tied tensors are loaded once.
 
-    device: where to load; None: where each tensor is, and those of the meta
-        device on the host. Tensors that are elsewhere are copied there.
+    device: the device to load to; None: the device of each tensor, and the host for
+        tensors of the meta device. Tensors on another device are copied to it.
 
     strict: raise if tensors are missing in the file, or unexpected in it.
     options: those of `ModuleOptions`: progress, mmap, storage_options, lenient, as for
         `load_file`, and max_memory.
-    max_memory: the most bytes that may be loaded beside the module's own
-        tensors, on all devices together: those that do not land in them, and
-        what takes the place of the meta device's.
+    max_memory: the most bytes, on all devices together, for tensors that are not
+        filled in place: copies, and tensors that replace those of the meta device.
 
     Returns (missing, unexpected) names, as safetensors.torch.load_model. Names
     tied to a loaded one are neither.
 
-    Raises ModelMismatchError and, for max_memory, OutOfMemoryError before
-    anything is changed or allocated, also for shapes that differ, and what `load_file` raises. After an error during the load itself
-    the module's values are partly old and partly new.
+    Raises ModelMismatchError, also for other shapes, and OutOfMemoryError for
+    max_memory, both before it changes or allocates anything; and what `load_file`
+    raises. If the load itself fails, the module has old values and new ones.
 
-    `load_state_dict` hooks of the module are not run.
+    `load_state_dict` hooks of the module do not run.
     """
     check_options("load_model", options, ModuleOptions)
     source = named("load_model", source, filename)
@@ -211,9 +209,9 @@ def save_model(
 ) -> Report:
     """Saves a torch module's parameters and persistent buffers by name.
 
-    Tied tensors are stored once. A plain file (compress=False) has only the
-    first of their names, with {dropped name: kept name} in its metadata, as
-    safetensors.torch.save_model writes it; a compressed one has all of them.
+    Tied tensors are stored once. A compressed file has all their names. A plain file
+    (compress=False) has the first name only, and {dropped name: kept name} in its
+    metadata, as safetensors.torch.save_model writes it.
 
     Other arguments, the report and errors are those of `save_file`.
     """

@@ -52,17 +52,17 @@ class safe_open(Generic[T]):
         paths, an open file.
     framework: "pt", "np" or "bytes"; None: torch if it is installed, else numpy.
     device: as for `load_file`.
-    filename: another word for source, that of safetensors.
+    filename: source, by the name that safetensors gives it.
     options: dtype, mmap, lenient, storage_options, as in `LoadOptions`.
 
-    A context manager; `close` may be called by hand. Tensors are the caller's
-    and outlive it. Threads may share one object.
+    A context manager; you may also call `close`. Tensors belong to the caller and
+    stay valid after it. Threads may share one object.
 
-    In a child of fork, where the engine cannot run, plain local files are read
-    through the package safetensors, those that were opened before the fork too.
+    The engine cannot run in a forked child: there, plain local files, also those
+    opened before the fork, are read with the package safetensors.
 
-    Raises what `load_file` raises; ArgumentError after it was closed; ForkedError
-    in such a child for compressed files, folders, URIs and GPUs.
+    Raises what `load_file` raises; ArgumentError once it is closed; in a forked
+    child, ForkedError for compressed files, folders, URIs and GPUs.
     """
 
     __module__ = "overwire"
@@ -178,7 +178,7 @@ class safe_open(Generic[T]):
         return f"safe_open({uris[0]!r}{more}, {self._frame.name!r}, {self._model.device!r}): {count} tensors"
 
     def close(self) -> None:
-        """Closes the files. Does nothing the second time."""
+        """Closes the files. A second call does nothing."""
         model, self._model = self._model, None
         if model is not None:
             model.close()
@@ -211,10 +211,8 @@ class safe_open(Generic[T]):
         return name in self._live().places
 
     def metadata(self) -> dict[str, str] | None:
-        """What the writer noted in `__metadata__`, without our own entry.
-
-        None if there is nothing. Of several files all entries together; where
-        two differ the first file's counts.
+        """The `__metadata__` of the file, without overwire's own entry; None if there is
+        none. Of several files, the entries of all; the first file wins.
         """
         merged: dict[str, str] = {}
         for source in self._live().info():
@@ -224,28 +222,28 @@ class safe_open(Generic[T]):
         return merged or None
 
     def get_tensor(self, name: str) -> T:
-        """One tensor, the caller's own. TensorNotFoundError if it is not there."""
+        """Loads one tensor. Raises TensorNotFoundError if the files do not have it."""
         return self.get_tensors([name])[name]
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, T]:
-        """Several tensors, read together; None for all. In the order of names."""
+        """Loads several tensors together, in the order of names; None: all of them."""
         model = self._live()
         chosen = model.choose(names, None)
         return model.load(chosen, self._frame, self._dtype, None)
 
     def get_slice(self, name: str) -> TensorSlice[T]:
-        """The tensor as something to index; nothing is read yet."""
+        """Returns a `TensorSlice`; nothing is read before it is indexed."""
         self._live().place(name)
         return TensorSlice(self, name)
 
 
 class TensorSlice(Generic[T]):
-    """A tensor of an open file that is read as it is indexed.
+    """A tensor of an open file; indexing it reads the elements.
 
-    `s[3]`, `s[:, ::2]`, `s[..., -1]`, `s[5:2:-1, None]`: ints, slices with any
-    step, Ellipsis and None, as numpy has them. Read is the smallest block of
-    dims 0 and 1 that holds the result. The result is the caller's own tensor
-    and holds only its own bytes. Lists and masks are not indices here.
+    Indices are ints, slices with any step, Ellipsis and None, as in numpy: `s[3]`,
+    `s[:, ::2]`, `s[..., -1]`, `s[5:2:-1, None]`; lists and masks are not supported.
+    It reads the smallest block of dimensions 0 and 1 that has the result. The result
+    is a new tensor with only its own bytes.
     """
 
     __module__ = "overwire"

@@ -27,23 +27,23 @@ __all__ = ["Pinned", "empty_cache", "pin"]
 
 
 def empty_cache() -> None:
-    """Gives back the device and pinned memory that the engine only keeps for the
-    next load, on every GPU that was used: about 112 MiB each, and at most 128 MiB
-    of dropped small tensors. It waits for the work that uses those. Loads that run,
-    tensors that live and models that were pinned keep theirs. The next load to a
-    GPU makes it anew, which takes some 50 ms.
+    """Frees the device and pinned memory that the engine keeps for the next load: about
+    112 MiB for each GPU that was used, and at most 128 MiB of dropped small tensors.
+    It waits for the work that uses that memory. Running loads, tensors in use and
+    pinned models keep theirs. The next load to a GPU allocates it again, which takes
+    about 50 ms.
 
-    Does nothing where no GPU was used. Raises DeviceError for a lost device.
+    Does nothing if no GPU was used. Raises DeviceError for a lost device.
     """
     _verbs.empty_cache()
 
 
 class Pinned:
-    """A model whose files lie in host memory as they are stored, compressed: see
+    """A model whose files are kept in host memory as they are stored, compressed: see
     `pin`. A context manager that ends with `release`.
 
-    It stands wherever a path may stand that is loaded from: `load_file`,
-    `stream`, `load_model`, `safe_open`. Threads may share it.
+    `load_file`, `stream`, `load_model` and `safe_open` take it in place of a path.
+    Threads may share it.
     """
 
     __module__ = "overwire"
@@ -154,8 +154,8 @@ class Pinned:
         return stream(self, device, framework=framework, **options)
 
     def release(self) -> None:
-        """Gives the memory back, once the loads that run have ended. Tensors that
-        were loaded live on. Does nothing the second time."""
+        """Frees the memory, once running loads have ended. Loaded tensors stay valid. A
+        second call does nothing."""
         model, self._model = self._model, None
         if model is not None:
             model.close()
@@ -181,22 +181,21 @@ class Pinned:
 
 
 def pin(source: SourceLike, *, device: DeviceLike | None = None, progress: ProgressLike = None) -> Pinned:
-    """Brings a model's files into host memory as they are stored, and keeps them
-    there until `release`: for loading again and again, or for waking a model that
-    was put aside, with neither disk nor network. Of compressed files that takes
-    about two thirds of the tensors' bytes.
+    """Reads a model's files into host memory as they are stored, and keeps them until
+    `release`: to load the model again and again without disk or network. Compressed
+    files take about two thirds of the tensors' bytes.
 
         with ow.pin("model.safetensors", device="cuda") as pinned:
             weights = pinned.load_file(device="cuda")
 
-    A GPU copies straight out of this memory, at the full rate of its link, and
-    decodes there. Every checksum is compared once, here; later loads compare none.
+    A GPU copies from this memory at the full rate of its link, and decodes. Every
+    checksum is compared once, here, and not again by later loads.
 
-    source: as for `load_file`, local or not. The files may change or go
+    source: as for `load_file`, local or remote. The files may be changed or deleted
         afterwards.
-    device: a GPU ("cuda", "cuda:1") to register the memory with now. None: the
-        first load to a GPU does that, once for all GPUs, at some 35 GB/s; until
-        then CUDA is not touched, and without a GPU the memory is ordinary.
+    device: a GPU ("cuda", "cuda:1") to register the memory with now. None: the first
+        load to a GPU registers it, once for all GPUs, at about 35 GB/s; until then
+        CUDA is not used, and without a GPU the memory is ordinary.
     progress: as for `load_file`; its bytes are those of the files.
 
     Raises what `load_file` raises: CorruptError names tensor, chunk and offset;

@@ -72,26 +72,26 @@ class Preload:
             job.over = True
 
     def progress(self) -> Progress:
-        """How far it is: tensor bytes and tensors, done and total (0 before the
-        files are open)."""
+        """Tensor bytes and tensors, done and total; the totals are 0 until the files are
+        open."""
         return progress_of(self._job)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until everything is in memory, at most `timeout` seconds.
+        """Waits at most `timeout` seconds until every tensor is in memory.
 
-        True when it is, False when time was up. Raises the error of the load.
+        Returns True if it is, False after the timeout. Raises the error of the load.
         """
         ended: bool = core().wait(self._job, timeout)
         return ended
 
     def result(self, timeout: float | None = None) -> None:
-        """`wait` that raises DeadlineError instead of returning False."""
+        """Waits like `wait`, but raises DeadlineError after the timeout."""
         if not self.wait(timeout):
             raise DeadlineError(f"overwire: preload {self.path}: not done in {timeout} s", source=self.path)
 
     def cancel(self) -> None:
-        """Stops it; what has landed is freed, but for the files that a load has
-        joined. A later load of the path reads it anew."""
+        """Stops it and frees its tensors, except those of files that a load has joined. A
+        later load of the path reads the files again."""
         _verbs.cancel(self._job)
 
 
@@ -101,16 +101,16 @@ def preload(
     device: Any = "cpu",
     storage_options: StorageOptions | None = None,
 ) -> Preload:
-    """Starts to load, in the engine's own threads, without the GIL. Returns at
-    once; torch need not be imported.
+    """Starts a load in the engine's threads, without the GIL, and returns at once.
+    torch need not be imported.
 
     source: what `load_file` takes (but no open file), or a bundle: its pickle,
         or its meta.csv. `load_file`, `stream`, `safe_open`, `load_model`,
-        `load_compressed*` and what stands for other packages join it, for all of
-        its files or some, by whatever name; `load_file` with group does not.
+        `load_compressed*` and the compat modules join it, for all of its files or
+        some of them, by any of their names; `load_file` with group does not.
     device: "cpu" (or "host"): into host memory, with CUDA untouched, for
-        programs that fork; a load to a GPU moves the tensors on, but reads plain
-        files, which are mapped, out of the page cache. "cuda:1": to that GPU;
+        programs that fork. A load to a GPU then moves the tensors; plain files,
+        which are mapped, it reads from the page cache. "cuda:1": to that GPU;
         loads to the same one join it. "cuda": to the GPU that is current in
         torch; before torch is imported, to the one that LOCAL_RANK names, or
         SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID; to the first
@@ -118,15 +118,15 @@ def preload(
         the host only.
     storage_options: as for `load_file`; a load joins with the same options only.
 
-    A tensor is handed out once: `safe_open` that is asked for it again reads it.
-    Of a file that was saved within the last moment the preload waits, 40 ms, and
-    2 s where times have whole seconds, until a later change would show.
+    The preload gives each tensor once: a `safe_open` that needs it again reads it. If
+    a file was saved just now, the preload waits (40 ms, or 2 s where file times have
+    whole seconds) until a later change would be noticed.
 
-    Errors of the files show in `wait` alone; a load reads them anew. It raises
-    NotSupportedError there for an object whose server gives neither an ETag nor a
-    date, which no load could compare. Raises NotFoundError, FormatError,
-    NotSupportedError for a pickle or meta.csv that names no container,
-    ArgumentError for what is neither a file nor a folder.
+    Raises NotFoundError, FormatError, NotSupportedError for a pickle or meta.csv that
+    names no container, and ArgumentError if the source is neither a file nor a
+    folder. Later errors are raised by `wait`, and a load then reads the files itself.
+    `wait` raises NotSupportedError for an object whose server gives neither an ETag
+    nor a date, because no load could compare it.
     """
     where = _device(device)
     if hasattr(source, "read"):

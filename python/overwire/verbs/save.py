@@ -31,7 +31,7 @@ class Report:
     """What was written.
 
     bytes_in: tensor bytes. bytes_out: bytes of the files. ratio: out / in, 1.0
-    when nothing came in. seconds: wall time. compressed: tensors stored
+    without tensors. seconds: wall time. compressed: tensors stored
     compressed; aliases: tensors stored as another's bytes (tied or identical).
     files: absolute paths, or URIs, in the order written, an index.json last.
     left: files of a converted folder that were not copied along: over 64 MiB, or
@@ -52,7 +52,7 @@ class Report:
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Report:
-        """The report in the engine's words."""
+        """The report from the engine's JSON."""
         return cls(
             bytes_in=int(report["bytes_in"]),
             bytes_out=int(report["bytes_out"]),
@@ -79,44 +79,43 @@ def save_file(
 ) -> Report:
     """Saves torch tensors, numpy arrays or `TensorSpec`s (also mixed) by name.
 
-    path: the file to write (ending in .tensors: one of tensorizer's), replaced
-        atomically: whatever stops a save, readers
-        find the old file or the new one. s3://bucket/key and
-        redis://host:port/key (rediss:// with TLS) are written as they are made,
-        without a file in between and in bounded memory, and show when they are
-        whole. Shards in a store that take the names of old ones remove the old
-        index first: meanwhile there is no model, never a mixture. A file that is
-        replaced keeps its mode, owner and POSIX ACL, and a symbolic link is
-        followed; a new one has what the umask leaves, or the mode of the model
-        that it replaces. Beside the index of shards of the same name
-        (model.safetensors.index.json), by which the folder would still load the
-        old model, one file is refused; with max_shard_size it replaces them.
-    filename: another word for path, that of safetensors.
-    metadata: texts for `__metadata__`; safetensors' own loaders look for
-        {"format": "pt"}.
-    compress: writes overwire's container, a safetensors file whose tensors are
-        losslessly compressed where that gains at least 1 %. False writes a
-        plain file that every safetensors reader reads.
-    max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int);
-        more goes to model-00001-of-00002.safetensors and so on, with
-        model.safetensors.index.json beside them.
-    storage_options: as for `load_file`, for a path that is a URI. Several
-        processes that write one key at once leave one of their files.
+    path: the file to write; .tensors makes a tensorizer file. It is replaced
+        atomically: whatever stops a save, readers find the old file or the new one.
+        s3://bucket/key and redis://host:port/key (rediss:// with TLS) are streamed
+        in bounded memory, without a local file, and appear when they are complete.
+        New shards with the names of old ones in a store remove the old index first:
+        until the new one is written there is no model, never a mixture. A replaced
+        file keeps its mode, owner and POSIX ACL, and a symbolic link is followed. A
+        new file has the mode that the umask leaves, or that of the model that it
+        replaces. If the folder has an index of shards of the same name
+        (model.safetensors.index.json), a single file is refused, because the folder
+        would still load the old model; with max_shard_size the shards are replaced.
+    filename: path, by the name that safetensors gives it.
+    metadata: texts for `__metadata__`; some loaders require {"format": "pt"}.
+    compress: write overwire's container, whose tensors are compressed without loss
+        where that gains at least 1 %; only overwire can read them. False writes a
+        plain file for every safetensors reader.
+    max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int). A
+        larger model becomes model-00001-of-00002.safetensors and so on, with
+        model.safetensors.index.json.
+    storage_options: as for `load_file`, if path is a URI. If several processes write
+        one key at once, one of their files stays.
         `encryption_key` (32 bytes or 64 hex digits) or `encryption_password`
         encrypts a .tensors file, by tensorizer's XSalsa20-Poly1305: the bytes
         of tensors, not their names and shapes.
 
-    Tensors are read in place, those on a GPU chunk by chunk as they are written;
-    those that are not dense are copied to the host first. They must not change before this returns. Tied tensors are
-    stored once when compressing. Only logical values are stored: strides,
-    gradients and subclasses are not (see `compress_pickle`).
+    Do not change the tensors before this returns: they are read in place, tensors on
+    a GPU chunk by chunk; tensors that are not dense are copied to the host first.
+    Tied tensors are stored once when compressing. Only values are stored, not strides,
+    gradients or subclasses (see `compress_pickle`).
 
     Raises ArgumentError, NotSupportedError for types that safetensors lacks,
     AccessError, IOFailure (a full disk).
     """
     path = named("save_file", path, filename, "path")
     if not isinstance(tensors, Mapping):
-        raise ArgumentError(f"overwire: tensors: expected a dict of tensors, got {type(tensors).__name__}")
+        advice = "; save_model saves a module" if hasattr(tensors, "state_dict") else ""
+        raise ArgumentError(f"overwire: tensors: expected a dict of tensors, got {type(tensors).__name__}{advice}")
     described: list[tuple[str, Bytes]] = []
     for name, tensor in tensors.items():
         if not isinstance(name, str):

@@ -66,17 +66,17 @@ def stream(
 
 
 def stream(source: SourceLike, device: Any = "cpu", *, framework: Any = None, **options: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (name, tensor) in the order of arrival; arguments and tensors as
-    for `load_file`, but for
+    """Yields (name, tensor) in the order of arrival. Arguments and tensors are those of
+    `load_file`, except
 
-    max_memory: the most bytes of tensors that are loaded, or being loaded, and
-        not yet yielded: those that were are the caller's to let go. It goes in
-        windows of half of that. A single tensor that takes more is refused.
+    max_memory: the most bytes of tensors that are loaded, or being loaded, and not
+        yet yielded; the caller frees those that were. The load goes in windows of
+        half of that. A single larger tensor is refused.
 
-    The file is opened, and the load begins, with this call; each tensor is
-    complete when it is yielded. Closing the iterator early (`break`, `close`,
-    an exception in the loop) cancels the rest and frees it.
-    An error of the load is raised after the tensors that had landed before it.
+    This call opens the file and starts the load; each tensor is complete when it is
+    yielded. Closing the iterator early (`break`, `close`, an exception in the loop)
+    cancels the rest and frees it. An error of the load is raised after the tensors
+    that arrived before it.
     """
     check_options("stream", options, StreamOptions)
     frame = frame_for(framework)
@@ -171,7 +171,7 @@ class _Stream(Iterator[tuple[str, Any]]):
             return False
 
     def close(self) -> None:
-        """Ends the stream; the rest is cancelled and freed."""
+        """Ends the stream: cancels and frees the rest."""
         job, self._job = self._job, None
         self._landed = []
         if job is not None:
