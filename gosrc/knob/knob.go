@@ -1,10 +1,10 @@
 // Package knob has every environment variable of overwire in one table: name,
 // type, default, one sentence, and the older names that are honoured.
 //
-// Nothing else reads the environment. Inside Python, Go never sees changes of
+// Nothing else reads the environment. Inside Python, Go does not see changes of
 // os.environ, so Python passes its own variables to Load; the command line and
-// tests of Go pass Environ. Arguments of a call win over every knob. A bad
-// value gives a warning and the default, never an abort.
+// Go tests pass Environ. An argument of a call wins over its knob. A bad value
+// causes a warning and the default, never an abort.
 //
 // Load and the getters are safe for concurrent use.
 package knob
@@ -31,22 +31,22 @@ type setting[T any] struct {
 	from string // the variable that set it, "" for the default
 }
 
-// entry is what a knob's line of the table says.
+// An entry is one line of the table.
 type entry struct {
 	name, kind, doc string
 	aliases         []alias
 }
 
-// An alias is another name. to translates its value to the knob's ("" means
-// not set); nil takes it as it is. Names that unrelated programs use too
-// (DEBUG) are shared: their odd values are not ours to warn about.
+// An alias is another name of a knob. to translates its value ("" means not
+// set); nil keeps the value. A name that unrelated programs use too (DEBUG) is
+// shared: a value that we cannot parse causes no warning.
 type alias struct {
 	name   string
 	to     func(string) string
 	shared bool
 }
 
-// Get returns the value: of the last Load, or the default.
+// Get returns the value that the last Load set, or the default.
 func (k *Knob[T]) Get() T {
 	if s := k.val.Load(); s != nil {
 		return s.val
@@ -54,14 +54,14 @@ func (k *Knob[T]) Get() T {
 	return k.def
 }
 
-// Set reports whether the environment of the last Load decided the value.
+// Set reports whether the environment given to the last Load set the value.
 func (k *Knob[T]) Set() bool {
 	s := k.val.Load()
 	return s != nil && s.from != ""
 }
 
-// Check says what is wrong with a value that a call has for the knob's; "" is
-// none.
+// Check returns why a call may not use text as the knob's value, or nil. The
+// empty text stands for the knob's own value.
 func (k *Knob[T]) Check(text string) error {
 	if text == "" {
 		return nil
@@ -70,10 +70,10 @@ func (k *Knob[T]) Check(text string) error {
 	return err
 }
 
-// Name returns the variable's first name.
+// Name returns the variable's main name.
 func (k *Knob[T]) Name() string { return k.name }
 
-// load takes the knob's value out of env. An empty variable is not set.
+// load sets the knob from env. An empty variable counts as not set.
 func (k *Knob[T]) load(env map[string]string) (warning string) {
 	k.val.Store(nil)
 	for _, a := range append([]alias{{name: k.name}}, k.aliases...) {
@@ -91,7 +91,7 @@ func (k *Knob[T]) load(env map[string]string) (warning string) {
 			return ""
 		}
 		if !a.shared {
-			return fmt.Sprintf("%s=%q ignored: %v; using %s", a.name, raw, err, shown(k.def))
+			return fmt.Sprintf("%s=%q ignored: %v; using the default, %s", a.name, raw, err, shown(k.def))
 		}
 	}
 	return ""
@@ -119,8 +119,8 @@ type Row struct {
 	Doc     string   `json:"doc"`
 }
 
-// Load replaces every knob's value by what env says and returns warnings for
-// people: values that were ignored, and OVERWIRE_ names that mean nothing.
+// Load sets every knob from env and returns warnings for the user: values that
+// were ignored, and OVERWIRE_ names that are not settings.
 func Load(env map[string]string) []string {
 	var warnings []string
 	known := map[string]bool{}
@@ -139,7 +139,7 @@ func Load(env map[string]string) []string {
 	return warnings
 }
 
-// Environ returns the environment that this process started with.
+// Environ returns the environment with which this process started.
 func Environ() map[string]string {
 	env := map[string]string{}
 	for _, kv := range os.Environ() {
@@ -150,7 +150,7 @@ func Environ() map[string]string {
 	return env
 }
 
-// Table returns every knob with its present value.
+// Table returns every knob with its current value.
 func Table() []Row {
 	rows := make([]Row, len(table))
 	for i, k := range table {
@@ -199,7 +199,7 @@ func flag(name, doc string, aliases ...alias) *Knob[bool] {
 	}
 }
 
-// truth reads the spellings of yes and no that people use.
+// truth parses the common spellings of yes and no.
 func truth(s string) (bool, error) {
 	switch strings.ToLower(s) {
 	case "1", "true", "yes", "on", "y", "t":
@@ -210,8 +210,8 @@ func truth(s string) (bool, error) {
 	return false, fmt.Errorf("neither yes nor no")
 }
 
-// whenTrue gives value when a variable says yes and nothing when it says no;
-// other texts stand, to be refused or passed over.
+// whenTrue translates yes to value and no to "". It keeps any other text, which
+// the knob then refuses.
 func whenTrue(value string) func(string) string {
 	return func(s string) string {
 		yes, err := truth(s)
