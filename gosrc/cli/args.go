@@ -1,7 +1,12 @@
 package cli
 
+// This file parses argument lists into verbs, options and arguments, and makes
+// the help texts.
+
 import (
+	"cmp"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -12,20 +17,20 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 )
 
-// An option of a verb. One without a value's name is a switch.
+// An option of a verb. An option without a value is a switch.
 type option struct {
 	name  string // --name
 	short string // -n, or ""
-	value string // what stands for its value in help: "N", "" for a switch
+	value string // what help prints for the value: "N"; "" for a switch
 	doc   string
 }
 
 // A verb is one word after overwire.
 type verb struct {
 	name    string
-	args    string // how its arguments are written: "SRC... -o OUT"
-	least   int    // arguments at least
-	most    int    // at most; -1: any number
+	args    string // the arguments as help prints them: "SRC... -o OUT"
+	least   int    // least number of arguments
+	most    int    // most arguments; -1: no limit
 	short   string // one line
 	long    string // a paragraph, for --help
 	example string
@@ -37,9 +42,9 @@ var jsonOption = option{name: "json", doc: "print one JSON document for machines
 
 var threadsOption = option{name: "threads", short: "j", value: "N", doc: "cores to use (default: all)"}
 
-var storageOption = option{name: "storage", value: "JSON", doc: "how to reach URIs: storage_options of Python, as a JSON object"}
+var storageOption = option{name: "storage", value: "JSON", doc: `options of the stores that URIs name, as {"timeout": "10"} (Python's storage_options)`}
 
-// storage is how URIs are reached: --storage, and the environment.
+// storage returns the options of stores: from --storage and the environment.
 func (c *call) storage() (format.Access, error) {
 	opt := format.Access{Options: c.env.Storage}
 	var err error
@@ -54,16 +59,16 @@ func (c *call) storage() (format.Access, error) {
 		return opt, nil
 	}
 	if err := rawjson.Unmarshal(text, &opt.Storage); err != nil {
-		return opt, usage(`--storage: expected a JSON object of texts, as {"timeout": "10"}`)
+		return opt, usage(`--storage: expected a JSON object of strings, as {"timeout": "10"}`)
 	}
 	if on, _ := opt.Flag("insecure"); on {
-		fmt.Fprintln(c.stderr, "overwire: insecure: certificates are not checked; whoever is on the way can change the weights")
+		fmt.Fprintln(c.stderr, "overwire: insecure: certificates are not checked, so anyone on the network path can change the weights")
 	}
 	return opt, nil
 }
 
-// verbs lists them in the order of help. It is filled by a function because
-// the verbs' code reaches this list again through help.
+// verbs lists the verbs in the order of help. It is a function because the
+// verbs' code reaches this list again through help.
 func verbs() []*verb {
 	return []*verb{
 		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, loadVerb, fetchVerb, serveVerb, presignVerb, benchVerb,
@@ -87,7 +92,7 @@ func Help() string {
 	for _, v := range verbs() {
 		fmt.Fprintf(&b, "  %-11s %s\n", v.name, v.short)
 	}
-	b.WriteString("\n`overwire VERB --help` tells more, with an example. Paths that begin with - go after --.\n\n")
+	b.WriteString("\n`overwire VERB --help` describes a verb, with an example. Put paths that begin with - after --.\n\n")
 	return b.String() + exitText
 }
 
@@ -113,7 +118,7 @@ func indent(text string) string {
 	return "  " + strings.ReplaceAll(strings.TrimSpace(text), "\n", "\n  ")
 }
 
-// parse sorts argv into options and arguments. Options may stand anywhere
+// parse splits argv into options and arguments. Options may stand anywhere
 // before "--"; a value is the next word or follows "=".
 func (c *call) parse(argv []string) error {
 	c.opts = map[string]string{}
@@ -135,7 +140,8 @@ func (c *call) parse(argv []string) error {
 		o := match(known, name)
 		switch {
 		case o == nil:
-			return usage("%s has no option %s; see: overwire %s --help (paths that begin with - go after --)", c.verb.name, name, c.verb.name)
+			return usage("%s has no option %s%s; see: overwire %s --help (put paths that begin with - after --)",
+				c.verb.name, name, meant(name, names(known)), c.verb.name)
 		case o.value == "" && given:
 			return usage("--%s takes no value", o.name)
 		case o.value == "":
@@ -151,6 +157,11 @@ func (c *call) parse(argv []string) error {
 		}
 		c.opts[o.name] = value
 	}
+	return c.checkArgs()
+}
+
+// checkArgs refuses a wrong number of arguments, and arguments that name no file.
+func (c *call) checkArgs() error {
 	if n := len(c.args); n < c.verb.least || c.verb.most >= 0 && n > c.verb.most {
 		return usage("wrong number of arguments; write: overwire %s %s", c.verb.name, c.verb.args)
 	}
@@ -158,8 +169,53 @@ func (c *call) parse(argv []string) error {
 		if a == "" || strings.ContainsRune(a, 0) {
 			return usage("an argument is empty or holds a NUL")
 		}
+		if a == "-" {
+			return usage("%s cannot read standard input: name a file (a file called - is ./-)", c.verb.name)
+		}
+	}
+	if c.opts["output"] == "-" && c.verb.name != fetchVerb.name {
+		return usage("%s cannot write to standard output: name a file (a file called - is ./-)", c.verb.name)
 	}
 	return nil
+}
+
+// names lists how the options are written.
+func names(known []option) []string {
+	var all []string
+	for _, o := range known {
+		all = append(all, "--"+o.name)
+	}
+	return all
+}
+
+// meant returns ", did you mean X?" for the name nearest to word, or "" if none
+// is near: at most a third of its letters may be wrong.
+func meant(word string, names []string) string {
+	best := slices.MinFunc(names, func(a, b string) int { return cmp.Compare(edits(word, a), edits(word, b)) })
+	if edits(word, best)*3 > len(best) {
+		return ""
+	}
+	return ", did you mean " + best + "?"
+}
+
+// edits counts the letters to insert, remove or replace that make a of b.
+func edits(a, b string) int {
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range len(a) {
+		diagonal := row[0]
+		row[0] = i + 1
+		for j := range len(b) {
+			wrong := 1
+			if a[i] == b[j] {
+				wrong = 0
+			}
+			diagonal, row[j+1] = row[j+1], min(row[j+1]+1, row[j]+1, diagonal+wrong)
+		}
+	}
+	return row[len(b)]
 }
 
 func match(known []option, word string) *option {
@@ -173,7 +229,7 @@ func match(known []option, word string) *option {
 
 func (c *call) is(name string) bool { return c.opts[name] == "yes" }
 
-// number reads an option that is a whole number, def if it is not given.
+// number returns an option that is a whole number, or def if it is not given.
 func (c *call) number(name string, def, lo, hi int) (int, error) {
 	text, ok := c.opts[name]
 	if !ok {
@@ -186,7 +242,7 @@ func (c *call) number(name string, def, lo, hi int) (int, error) {
 	return n, nil
 }
 
-// size reads an option in bytes: 4GB, 512MiB, 1000.
+// size returns an option in bytes: 4GB, 512MiB, 1000.
 func (c *call) size(name string) (int64, error) {
 	text, ok := c.opts[name]
 	if !ok {
@@ -194,10 +250,10 @@ func (c *call) size(name string) (int64, error) {
 	}
 	n, err := humanize.ParseBytes(text)
 	if err != nil || n == 0 || n > 1<<50 {
-		return 0, usage("--%s %s: not a size like 4GB or 512MiB", name, text)
+		return 0, usage("--%s %s: not a size; write it as 4GB or 512MiB", name, text)
 	}
 	return int64(n), nil
 }
 
-// threads is --threads, or what the environment says; 0: all cores.
+// threads returns --threads, or OVERWIRE_THREADS; 0 means all cores.
 func (c *call) threads() (int, error) { return c.number("threads", knob.Threads.Get(), 1, 4096) }

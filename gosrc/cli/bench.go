@@ -1,5 +1,7 @@
 package cli
 
+// This file has the verb bench.
+
 import (
 	"fmt"
 	"io"
@@ -14,14 +16,14 @@ import (
 
 var benchVerb = &verb{
 	name: "bench", args: "[--device DEVICE] | gen KIND OUT", least: 0, most: 3,
-	short: "measure this machine: how small weights become, how fast they load; or make weights",
+	short: "measure this machine: how small weights become and how fast they load; or make weights",
 	long: `
-Measures how small weights become, how fast they are saved, and how fast they
-are loaded, to the host's memory or, with --device, to a GPU; beside each load
-stands what this machine's memory or wire allows, measured in the same run.
-Bytes are compared before anything is timed. It says first how long it will
-take. It needs a bit more than twice --size in the temporary folder and three
-times in memory, and loads out of the page cache.
+Measures the size of compressed weights, and how fast they are saved and loaded,
+to host memory or, with --device, to a GPU. Beside each load stands what memory
+or link allow here, measured in the same run. Bytes are compared before anything
+is timed. The first line estimates how long it takes. It needs a bit more than
+twice --size in the temporary folder and three times in memory, and loads from
+the page cache.
 
 gen writes realistic weights as a plain safetensors file:
 ` + kindsText(),
@@ -31,12 +33,12 @@ overwire bench --file model.safetensors --json
 overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 	options: []option{
 		{name: "size", value: "SIZE", doc: "tensor bytes to save and load (default 2GB), or to generate"},
-		{name: "device", value: "DEVICE", doc: "where to load to: cuda, cuda:1, cpu (default cpu)"},
-		{name: "file", value: "FILE", doc: "weights of your own: how small they become"},
+		{name: "device", value: "DEVICE", doc: "device to load to: cuda, cuda:1, cpu (default cpu)"},
+		{name: "file", value: "FILE", doc: "your own weights, to see how small they become"},
 		{name: "repeat", value: "N", doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
-		{name: "seed", value: "N", doc: "gen: of the weights"},
-		{name: "force", short: "f", doc: "gen: write over what is there"},
+		{name: "seed", value: "N", doc: "gen: seed of the weights"},
+		{name: "force", short: "f", doc: "gen: replace OUT if it exists"},
 		threadsOption,
 	},
 	run: func(c *call) error {
@@ -89,7 +91,7 @@ func (c *call) measure() (err error) {
 	return c.show(rep, func(w io.Writer) { fmt.Fprintf(w, "%.0f s\n", rep.Seconds) })
 }
 
-// generate writes made weights.
+// generate writes weights of a kind.
 func (c *call) generate() error {
 	if len(c.args) != 3 {
 		return usage("write: overwire bench gen KIND OUT [--size SIZE]; kinds:\n%s", kindsText())

@@ -2,9 +2,8 @@
 // command line. It needs no Python; the console script of the Python package
 // and tests call Main.
 //
-// Results go to stdout, for people or, with --json, as one JSON document;
-// everything else goes to stderr. The exit status tells what kind of thing
-// went wrong (see Help).
+// Results go to stdout, as text or, with --json, as one JSON document; all else
+// goes to stderr. The exit status is the kind of failure (see Help).
 package cli
 
 import (
@@ -14,6 +13,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/fault"
@@ -49,11 +49,12 @@ const exitText = `exit status:
   130  interrupted
 `
 
-// Env is what the caller knows and the engine cannot: all of it may be empty.
+// Env is what the caller knows and the engine cannot know. Every field may be
+// empty.
 type Env struct {
 	Python        string // sys.executable, for doctor
 	PythonVersion string
-	Storage       source.Options // the environment of stores; options of --storage are added
+	Storage       source.Options // options of stores from the environment; --storage adds to them
 	// Secrets are the variables that arguments of the form env:NAME name.
 	Secrets map[string]string
 }
@@ -65,23 +66,28 @@ type call struct {
 	env            Env
 	stdout, stderr io.Writer
 	verb           *verb
-	args           []string // that are no options
+	args           []string // the words that are not options
 	opts           map[string]string
+	clear          func() // removes the progress line
 }
 
-// errHelp asks for the verb's help text.
+// errHelp is parse's answer to --help.
 var errHelp = errors.New("help")
 
 // Main runs one command line (without the program's name) and returns the exit
-// status. The job's counters show how far it is; j may be nil. It returns soon
-// after ctx is cancelled. knob.Load must have run before.
+// status. The job's counters show its progress; j may be nil. Main returns soon
+// after ctx is cancelled. Call knob.Load first.
 func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writer, env Env) int {
 	if j == nil {
 		j = job.New("cli")
 	}
-	if len(argv) == 0 {
+	first := slices.IndexFunc(argv, func(word string) bool { return word != "--json" })
+	if first < 0 {
 		fmt.Fprint(stderr, Help())
 		return ExitUsage
+	}
+	if first > 0 { // --json before the verb
+		argv = slices.Insert(slices.Clone(argv[first:]), 1, argv[:first]...)
 	}
 	switch argv[0] {
 	case "-h", "--help", "help":
@@ -91,7 +97,7 @@ func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writ
 	}
 	v := find(argv[0])
 	if v == nil {
-		return failed(stderr, stdout, false, usage("no verb is called %q; see: overwire --help", argv[0]))
+		return failed(stderr, stdout, slices.Contains(argv, "--json"), noVerb(argv[0]))
 	}
 	c := &call{ctx: ctx, job: j, env: env, stdout: stdout, stderr: stderr, verb: v}
 	err := c.parse(argv[1:])
@@ -100,9 +106,9 @@ func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writ
 		return ExitOK
 	}
 	if err == nil {
-		stop := c.progress()
+		c.clear = c.progress()
 		err = v.run(c)
-		stop()
+		c.clear()
 	}
 	return failed(stderr, stdout, c.is("json"), err)
 }
@@ -114,28 +120,36 @@ func help(about []string, stdout, stderr io.Writer) int {
 	}
 	v := find(about[0])
 	if v == nil {
-		return failed(stderr, stdout, false, usage("no verb is called %q", about[0]))
+		return failed(stderr, stdout, false, noVerb(about[0]))
 	}
 	fmt.Fprint(stdout, v.help())
 	return ExitOK
 }
 
-// A wrong command line is a usageError; its text says what to write instead.
+func noVerb(name string) error {
+	var all []string
+	for _, v := range verbs() {
+		all = append(all, v.name)
+	}
+	return usage("no verb is called %q%s; see: overwire --help", name, meant(name, all))
+}
+
+// A usageError is a wrong command line; its text says what to write instead.
 type usageError struct{ text string }
 
 func (e *usageError) Error() string { return e.text }
 
 func (e *usageError) Unwrap() error { return fault.ErrArgument }
 
-// A shownError came after the result, which was shown with what went wrong in
-// it: with --json that stays the one document.
+// A shownError is an error that the printed result already reports. With --json
+// that result stays the only document.
 type shownError struct{ error }
 
 func (e *shownError) Unwrap() error { return e.error }
 
 func usage(format string, args ...any) error { return &usageError{fmt.Sprintf(format, args...)} }
 
-// failed shows an error and returns its exit status.
+// failed prints an error and returns its exit status.
 func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 	if err == nil {
 		return ExitOK
@@ -149,7 +163,7 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 	return status(err)
 }
 
-// failure is an error for machines.
+// failure returns an error as --json prints it.
 func failure(err error, text string) map[string]any {
 	f := map[string]any{"class": fault.Class(err), "message": text, "status": status(err)}
 	var at *fault.At
@@ -168,7 +182,7 @@ func failure(err error, text string) map[string]any {
 	return f
 }
 
-// statuses gives each class its exit status, the first that fits.
+// statuses maps each class to its exit status; the first match counts.
 var statuses = []struct {
 	err    error
 	status int
@@ -198,8 +212,10 @@ func status(err error) int {
 	return ExitEngine
 }
 
-// show prints a result: as JSON if asked for, else by text.
+// show removes the progress line and prints a result: as JSON with --json, else
+// by text.
 func (c *call) show(v any, text func(w io.Writer)) error {
+	c.clear()
 	if c.is("json") {
 		return writeJSON(c.stdout, v)
 	}
@@ -217,7 +233,7 @@ func writeJSON(w io.Writer, v any) error {
 		return fault.New(fault.ErrEngine, "result: %v", err)
 	}
 	var text bytes.Buffer
-	_ = json.Indent(&text, b, "", "  ") // JSON of our own is sound
+	_ = json.Indent(&text, b, "", "  ") // cannot fail: rawjson made it
 	text.WriteByte('\n')
 	if _, err := w.Write(text.Bytes()); err != nil {
 		return fault.New(fault.ErrIO, "standard output: %v", err)

@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -51,7 +53,13 @@ func TestUsage(t *testing.T) {
 		says   string
 	}{
 		{nil, ExitUsage, "usage: overwire VERB"},
-		{[]string{"squash"}, ExitUsage, `no verb is called "squash"`},
+		{[]string{"squash"}, ExitUsage, `no verb is called "squash"; see`},
+		{[]string{"comprss"}, ExitUsage, "did you mean compress?"},
+		{[]string{"help", "inspct"}, ExitUsage, "did you mean inspect?"},
+		{[]string{"inspect", "--sumary", file}, ExitUsage, "did you mean --summary?"},
+		{[]string{"inspect", "-"}, ExitUsage, "cannot read standard input"},
+		{[]string{"compress", file, "-o", "-"}, ExitUsage, "cannot write to standard output"},
+		{[]string{"fetch", "https://host/x", file}, ExitUsage, "fetch URL -o FILE"},
 		{[]string{"help", "squash"}, ExitUsage, "no verb"},
 		{[]string{"compress"}, ExitUsage, "write: overwire compress SRC... -o OUT"},
 		{[]string{"compress", file}, ExitUsage, "needs -o OUT"},
@@ -219,6 +227,48 @@ func TestLoad(t *testing.T) {
 	}
 }
 
+// What people read says what was gained, and no rate of what was not read.
+func TestAnswers(t *testing.T) {
+	for _, c := range []struct {
+		in, out int64
+		want    string
+	}{
+		{0, 300, "0 B of tensors, 300 B written"},
+		{1e6, 1_000_300, "1.0 MB of tensors, 1.0 MB written"},
+		{91e6, 76e6, "91 MB of tensors, 76 MB written: 16.5 % smaller, 15 MB saved"},
+	} {
+		if got := sizesText(c.in, c.out); got != c.want {
+			t.Errorf("%q, want %q", got, c.want)
+		}
+	}
+	plain := made(t, "llama-bf16")
+	if out := must(t, "load", plain); !strings.Contains(out, "mapped, not read") || strings.Contains(out, "GB/s") {
+		t.Errorf("load says %q", out)
+	}
+	if out := must(t, "verify", plain); strings.Contains(out, "GB/s") {
+		t.Errorf("verify says %q", out)
+	}
+}
+
+// The progress line has gone when the result appears.
+func TestClear(t *testing.T) {
+	var out bytes.Buffer
+	c := &call{stdout: &out, clear: func() { out.WriteString("[cleared]") }}
+	if err := c.show(nil, func(w io.Writer) { fmt.Fprint(w, "result") }); err != nil || out.String() != "[cleared]result" {
+		t.Errorf("%v, %q", err, &out)
+	}
+}
+
+// --json may stand before the verb.
+func TestJSONFirst(t *testing.T) {
+	if a, b := must(t, "--json", "version"), must(t, "version", "--json"); a != b {
+		t.Errorf("%q and %q", a, b)
+	}
+	if status, out, _ := overwire("--json", "squash"); status != ExitUsage || !strings.Contains(out, `"ArgumentError"`) {
+		t.Errorf("status %d, %q", status, out)
+	}
+}
+
 // A cancelled command ends with 130 and leaves nothing behind.
 func TestInterrupted(t *testing.T) {
 	plain := made(t, "llama-bf16")
@@ -246,7 +296,7 @@ func TestDoctor(t *testing.T) {
 			t.Errorf("doctor --env lacks %s", r.Name)
 		}
 	}
-	for _, want := range []string{"decoder", "gpu ", "set by NUM_THREADS", "PRELOAD_PATH names /no/such/file, which is not there"} {
+	for _, want := range []string{"decoder", "gpu ", "set by NUM_THREADS", "PRELOAD_PATH names /no/such/file, which does not exist"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("doctor lacks %q:\n%s", want, out)
 		}

@@ -1,5 +1,7 @@
 package cli
 
+// This file has the verbs doctor and version.
+
 import (
 	"fmt"
 	"io"
@@ -32,17 +34,17 @@ var versionVerb = &verb{
 
 var doctorVerb = &verb{
 	name: "doctor", args: "", most: 0,
-	short: "show what the machine has and what overwire makes of it",
+	short: "report the machine, the GPUs and the settings in use",
 	long: `
-Shows versions, the CPU's features and the decoder chosen, cores, huge pages,
-memory and its limit, GPUs and what they run, or why there are none, whether
-GPUDirect Storage is real here, the preload, and settings that are not at their
-default. With --env, every setting: the environment variable, its value, what it
-means. With --measure, the rate of pinned copies to each GPU.`,
+Prints versions, CPU features and the chosen decoder, cores, huge pages, memory
+and its limit, the GPUs or why none can be used, whether GPUDirect Storage works
+here, the preload, and every setting that is not at its default. --env prints
+every setting: environment variable, value, meaning. --measure adds the rate of
+pinned copies to each GPU.`,
 	example: "overwire doctor --env",
 	options: []option{
-		{name: "env", doc: "every environment variable that is honoured"},
-		{name: "measure", doc: "measure the wire of each GPU, a second or less for each"},
+		{name: "env", doc: "print every environment variable that overwire reads"},
+		{name: "measure", doc: "measure copies from pinned host memory to each GPU, about a second for each"},
 	},
 	run: func(c *call) error {
 		d := Diagnose(c.env, c.is("measure"))
@@ -50,7 +52,7 @@ means. With --measure, the rate of pinned copies to each GPU.`,
 	},
 }
 
-// A Diagnosis is what doctor found.
+// A Diagnosis is what doctor reports.
 type Diagnosis struct {
 	Version  string          `json:"version"`
 	Python   string          `json:"python,omitempty"`
@@ -73,7 +75,7 @@ type Memory struct {
 	Limit     int64 `json:"limit"`
 }
 
-// Preload says what a new process would load at import.
+// Preload is the load that a new process would start at import.
 type Preload struct {
 	Path   string `json:"path"`
 	From   string `json:"from"` // the variable that names it
@@ -82,8 +84,8 @@ type Preload struct {
 	Found  bool   `json:"found"`
 }
 
-// Diagnose looks at the machine and asks NVIDIA's driver, if there is one, for
-// its GPUs. Only with wire it makes contexts there, and copies.
+// Diagnose examines the machine and asks NVIDIA's driver, if there is one, for
+// its GPUs. It creates CUDA contexts and copies only if wire is set.
 func Diagnose(env Env, wire bool) Diagnosis {
 	d := Diagnosis{
 		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python), Machine: measure.ThisMachine(),
@@ -115,18 +117,18 @@ func (d *Diagnosis) advise() {
 		add("the scalar decoder is in use: this CPU or build has no AVX2 (built without GOEXPERIMENT=simd?)")
 	}
 	if d.Machine.THP == "never" {
-		add("transparent huge pages are off: fresh memory costs several times more to touch (set them to madvise)")
+		add("transparent huge pages are off, so touching new memory takes several times longer: set them to madvise")
 	}
 	if p := d.Preload; p.Path != "" && !p.Off && !p.Found {
-		add("%s names %s, which is not there", p.From, p.Path)
+		add("%s names %s, which does not exist", p.From, p.Path)
 	}
 	d.adviseGPU(add)
 	if d.Machine.Cores == 1 {
-		add("one core: reading and decoding take turns")
+		add("one core: overwire cannot read and decode at the same time")
 	}
 }
 
-// features lists those of the CPU's that matter here.
+// features lists the CPU features that overwire can use.
 func features() []string {
 	out := []string{}
 	for _, f := range []struct {
@@ -187,16 +189,18 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 	case p.Path == "":
 		line("preload", "none")
 	case p.Off:
-		line("preload", "off, by a setting; %s names %s", p.From, p.Path)
+		line("preload", "switched off by %s; %s names %s", knob.NoPreload.Name(), p.From, p.Path)
+	case !p.Found:
+		line("preload", "%s to %s, set by %s: not found", p.Path, p.Device, p.From)
 	default:
-		line("preload", "%s to %s, by %s, found: %v", p.Path, p.Device, p.From, p.Found)
+		line("preload", "%s to %s, set by %s", p.Path, p.Device, p.From)
 	}
-	real := "not here"
+	real := "unavailable"
 	if d.GDS.Real {
 		real = "libcufile " + d.GDS.Version + ", nvidia-fs " + d.GDS.Module
 	}
-	line("direct storage", "%s: %s", real, d.GDS.Why)
-	line("engine", "%s, %d workers", d.Engine, d.Workers)
+	line("gpudirect storage", "%s: %s", real, d.GDS.Why)
+	line("engine", "%s", d.Engine)
 	t.Flush()
 	for _, a := range d.Advice {
 		fmt.Fprintf(w, "advice: %s\n", a)

@@ -1,5 +1,8 @@
 package cli
 
+// This file has the verbs that write and examine files: compress, decompress,
+// convert, inspect, verify.
+
 import (
 	"fmt"
 	"io"
@@ -17,17 +20,17 @@ import (
 
 var writeOptions = append([]option{
 	{name: "output", short: "o", value: "OUT", doc: "file or folder to write"},
-	{name: "force", short: "f", doc: "write over what is there"},
-	{name: "shard", value: "SIZE", doc: "most tensor bytes in one file, e.g. 5GB (default: as the source)"},
+	{name: "force", short: "f", doc: "replace OUT if it exists"},
+	{name: "shard", value: "SIZE", doc: "most tensor bytes in one file, e.g. 5GB (default: the shards of the source)"},
 	storageOption,
 	threadsOption,
 }, decryptOptions...)
 
-var partsOption = option{name: "parts", value: "P", doc: "column parts: 1, 2, 4 or 8, so that slices of dimension 1 are read alone"}
+var partsOption = option{name: "parts", value: "P", doc: "divide columns into 1, 2, 4 or 8 parts, so that a slice along dimension 1 reads only its own"}
 
 var compressVerb = &verb{
 	name: "compress", args: "SRC... -o OUT", least: 1, most: -1,
-	short: "write tensors compressed, without loss",
+	short: "compress tensors without loss",
 	long: `
 Reads safetensors files, a folder of shards or an index.json, and writes them
 in the overwire container: still safetensors files, whose tensors are stored
@@ -43,10 +46,10 @@ folders below it, such as the parts of a diffusers pipeline. Other files over
 
 var decompressVerb = &verb{
 	name: "decompress", args: "SRC... -o OUT", least: 1, most: -1,
-	short: "write plain safetensors again",
+	short: "turn compressed files back into plain safetensors",
 	long: `
 Reads compressed (or plain) files and writes plain safetensors files that any
-reader takes, bit for bit what was compressed.`,
+reader can load. Every tensor is bit for bit what was compressed.`,
 	example: "overwire decompress model.ow.safetensors -o model.safetensors",
 	options: slices.Clone(writeOptions),
 	run:     func(c *call) error { return c.convert(false) },
@@ -56,10 +59,10 @@ var convertVerb = &verb{
 	name: "convert", args: "SRC... -o OUT --to FORMAT", least: 1, most: -1,
 	short: "change format, shards or column parts",
 	long: `
-Streams tensors from any number of files into one file, several shards or a
-folder. --to overwire compresses, --to safetensors writes plain. An OUT that
-ends in .tensors becomes a file of tensorizer's, encrypted if a key or password
-is given for it; of a source that is one, types, modules and every dtype stay.`,
+Copies the tensors of any number of files into one file, several shards or a
+folder. --to overwire compresses, --to safetensors does not. If OUT ends in
+.tensors, it becomes a tensorizer file, encrypted if you give a key or password;
+if the source is one too, it keeps its types, modules and dtypes.`,
 	example: `overwire convert model-0000*.safetensors -o model.safetensors --to overwire --parts 4
 overwire convert model.tensors -o secret.tensors --encrypt-key file:model.key`,
 	options: slices.Concat(writeOptions, []option{partsOption,
@@ -71,16 +74,16 @@ overwire convert model.tensors -o secret.tensors --encrypt-key file:model.key`,
 		case "safetensors":
 			return c.convert(false)
 		default:
-			return usage("--to %s: overwire or safetensors", to)
+			return usage("--to %s: write overwire or safetensors", to)
 		}
 	},
 }
 
-// convert is compress, decompress and convert.
+// convert runs compress, decompress and convert.
 func (c *call) convert(compress bool) error {
 	out := c.opts["output"]
 	if out == "" {
-		return usage("%s needs -o OUT", c.verb.name)
+		return usage("%s needs -o OUT, the file or folder to write", c.verb.name)
 	}
 	storage, err := c.storage()
 	if err != nil {
@@ -99,7 +102,7 @@ func (c *call) convert(compress bool) error {
 	if !c.is("force") {
 		check := free
 		if open.Writable(out) {
-			check = func(out string) error { return c.freeFar(out, storage.Options) }
+			check = func(out string) error { return c.freeRemote(out, storage.Options) }
 		}
 		if err := check(out); err != nil {
 			return err
@@ -116,34 +119,49 @@ func (c *call) convert(compress bool) error {
 		for _, f := range rep.Left {
 			fmt.Fprintf(w, "not copied: %s\n", f)
 		}
-		fmt.Fprintf(w, "%s -> %s  %.4f of it  %s tensors, %s compressed, %s aliases  %.2f s  %s\n",
-			bytesText(rep.BytesIn), bytesText(rep.BytesOut), rep.Ratio, humanize.Comma(int64(rep.Tensors)),
-			humanize.Comma(int64(rep.Compressed)), humanize.Comma(int64(rep.Aliases)), rep.Seconds, rateText(rep.BytesIn, rep.Seconds))
+		counts := humanize.Comma(int64(rep.Tensors)) + " tensors"
+		if rep.Compressed > 0 {
+			counts += fmt.Sprintf(", %s compressed", humanize.Comma(int64(rep.Compressed)))
+		}
+		if rep.Aliases > 0 {
+			counts += fmt.Sprintf(", %s stored once with another", humanize.Comma(int64(rep.Aliases)))
+		}
+		fmt.Fprintf(w, "%s  %s  %.2f s  %s\n", sizesText(rep.BytesIn, rep.BytesOut), counts, rep.Seconds, rateText(rep.BytesIn, rep.Seconds))
 	})
 }
 
-// free refuses to write over a file, or into a folder that has something in it.
+// sizesText says what tensors of in bytes came to in files of out bytes.
+func sizesText(in, out int64) string {
+	text := fmt.Sprintf("%s of tensors, %s written", bytesText(in), bytesText(out))
+	if percent := 100 * (1 - float64(out)/float64(in)); in > 0 && percent >= 0.05 {
+		text += fmt.Sprintf(": %.1f %% smaller, %s saved", percent, bytesText(in-out))
+	}
+	return text
+}
+
+// free refuses to replace a file, or to write into a folder that is not empty.
 func free(out string) error {
 	info, err := os.Stat(out)
 	if err != nil {
-		return nil // absent, or the save will say what is wrong
+		return nil // absent, or the save reports what is wrong
 	}
 	if info.IsDir() {
 		if list, err := os.ReadDir(out); err != nil || len(list) == 0 {
 			return nil
 		}
 	}
-	return usage("%s exists; give --force to write over it", out)
+	return usage("%s exists; give --force to replace it", out)
 }
 
 var inspectVerb = &verb{
 	name: "inspect", args: "SRC...", least: 1, most: -1,
-	short: "show tensors, dtypes, sizes, ratios and codecs",
+	short: "list tensors with dtypes, shapes, sizes and codecs",
 	long: `
-Reads headers and indexes only, of plain safetensors files too. The ratio is
-stored / original; the coding is "plain", "alias" or codec/transform.`,
+Reads headers and indexes only, of plain safetensors files too. "ratio" is
+stored / original bytes. "stored as" is plain; alias, for a tensor that shares
+the bytes of another; or the codec and the element type it was made for.`,
 	example: "overwire inspect model.ow.safetensors --summary",
-	options: []option{{name: "summary", short: "s", doc: "totals only, no line for each tensor"}, storageOption},
+	options: []option{{name: "summary", short: "s", doc: "print totals only, not each tensor"}, storageOption},
 	run: func(c *call) error {
 		storage, err := c.storage()
 		if err != nil {
@@ -155,7 +173,7 @@ stored / original; the coding is "plain", "alias" or codec/transform.`,
 		}
 		in, ok := result.(*save.Inspection)
 		if !ok {
-			return fault.New(fault.ErrEngine, "inspect gave a %T", result)
+			return fault.New(fault.ErrEngine, "inspect returned a %T", result)
 		}
 		if c.is("summary") {
 			for i := range in.Sources {
@@ -177,7 +195,7 @@ func inspected(w io.Writer, in *save.Inspection) {
 			continue
 		}
 		t := table(w)
-		fmt.Fprint(t, "  tensor\tdtype\tshape\tbytes\tstored\tratio\tcoding\n")
+		fmt.Fprint(t, "  tensor\tdtype\tshape\tbytes\tstored\tratio\tstored as\n")
 		for _, x := range f.Tensors {
 			coding := x.Coding
 			if x.AliasOf != "" {
@@ -202,13 +220,13 @@ func inspected(w io.Writer, in *save.Inspection) {
 
 var verifyVerb = &verb{
 	name: "verify", args: "SRC...", least: 1, most: -1,
-	short: "prove that files are whole",
+	short: "check every byte of files against their checksums",
 	long: `
-Of compressed files, looks at every byte: checksums of chunks, decoding, and
-the hash of every tensor; of .tensors files too, those that are encrypted need
-their key. Plain safetensors files hold no checksums, so only
-their structure can be proven, and the report says so. The first damage ends
-it with status 1 and names file, tensor, chunk and offset.`,
+Reads every byte of compressed and .tensors files: compares the checksum of each
+chunk, decodes it, and compares the hash of each tensor. Encrypted files need
+their key. Plain safetensors files have no checksums, so only their structure is
+checked, and the report says so. The first damage ends the command with status 1
+and names file, tensor, chunk and offset.`,
 	example: "overwire verify model.ow.safetensors && echo whole",
 	options: append([]option{storageOption}, decryptOptions...),
 	run: func(c *call) error {
@@ -228,7 +246,11 @@ it with status 1 and names file, tensor, chunk and offset.`,
 			if rep.Note != "" {
 				fmt.Fprintf(w, "note: %s\n", rep.Note)
 			}
-			fmt.Fprintf(w, "ok  %.2f s  %s\n", rep.Seconds, rateText(rep.Bytes, rep.Seconds))
+			rate := ""
+			if rep.Bytes > 0 {
+				rate = "  " + rateText(rep.Bytes, rep.Seconds)
+			}
+			fmt.Fprintf(w, "ok  %.2f s%s\n", rep.Seconds, rate)
 		})
 	},
 }
@@ -252,8 +274,8 @@ func shapeText(shape []int64) string {
 	return "[" + strings.Join(words, ",") + "]"
 }
 
-// safe shows text out of a file without letting it steer the terminal or
-// break the table.
+// safe makes text from a file safe to print: it can neither control the
+// terminal nor break the table.
 func safe(s string) string {
 	const most = 200
 	clean := strings.Map(func(r rune) rune {

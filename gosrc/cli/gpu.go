@@ -1,5 +1,7 @@
 package cli
 
+// This file has what doctor reports of GPUs.
+
 import (
 	"fmt"
 	"os"
@@ -10,31 +12,31 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// GPU is what doctor found of CUDA.
+// GPU is what doctor reports of CUDA.
 type GPU struct {
-	// Reason says in words why nothing can be loaded to a GPU; "" when it can.
+	// Reason is why no GPU can be used; "" if one can.
 	Reason  string      `json:"reason,omitempty"`
-	Driver  string      `json:"driver,omitempty"` // the kernel module's: "580.159.03"
-	CUDA    string      `json:"cuda,omitempty"`   // what the driver is for: "13.0"
+	Driver  string      `json:"driver,omitempty"` // the kernel module's version: "580.159.03"
+	CUDA    string      `json:"cuda,omitempty"`   // the CUDA version that the driver supports: "13.0"
 	Devices []GPUDevice `json:"devices"`
 }
 
-// A GPUDevice is one GPU, with what overwire makes of it.
+// A GPUDevice is one GPU, and how overwire would use it.
 type GPUDevice struct {
 	cuda.DeviceInfo
-	// Kernels is the code that it runs: "sm_90", or "PTX", compiled by the
-	// driver at first use. "": none, and Unusable says why.
+	// Kernels is the code that it runs: "sm_90", or "PTX", which the driver
+	// compiles at first use. "" is none, and Unusable says why.
 	Kernels  string `json:"kernels,omitempty"`
 	Unusable string `json:"unusable,omitempty"`
-	// Wire is the measured rate of pinned copies to it in GB/s, 0 if nobody asked.
+	// Wire is the measured rate of pinned copies to it in GB/s; 0: not measured.
 	Wire float64 `json:"wire,omitempty"`
 }
 
-// wireTime is about how long one device's wire is measured.
+// wireTime is about how long the copies to one device are measured.
 const wireTime = 200 * time.Millisecond
 
-// diagnoseGPU asks the driver; with measure, each wire too, which makes a
-// context on each GPU.
+// diagnoseGPU asks the driver. With measure it also times copies to each GPU,
+// which creates a context there.
 func diagnoseGPU(measure bool) GPU {
 	g := GPU{Driver: moduleVersion(), Devices: []GPUDevice{}}
 	info, err := cuda.Info()
@@ -46,7 +48,7 @@ func diagnoseGPU(measure bool) GPU {
 		g.CUDA = d.Driver
 		one := GPUDevice{DeviceInfo: d, Kernels: cuda.Kernels(d.Compute)}
 		if one.Kernels == "" {
-			one.Unusable = fmt.Sprintf("compute capability %s, and 8.0 is the least", d.Compute)
+			one.Unusable = fmt.Sprintf("compute capability %s; overwire needs 8.0 or later", d.Compute)
 		} else if measure {
 			if one.Wire, err = wire(d.Index); err != nil {
 				one.Unusable = words(err)
@@ -57,12 +59,12 @@ func diagnoseGPU(measure bool) GPU {
 	return g
 }
 
-// words are an error's without its class, which the place already tells.
+// words returns an error's text without its class, which its place implies.
 func words(err error) string {
 	return strings.TrimPrefix(fault.Redact(err.Error()), fault.ErrDevice.Error()+": ")
 }
 
-// wire measures pinned copies of a slot's size.
+// wire measures pinned copies of one slot each, in GB/s.
 func wire(index int) (float64, error) {
 	d, err := cuda.Open(index)
 	if err != nil {
@@ -87,7 +89,8 @@ func wire(index int) (float64, error) {
 	}
 }
 
-// moduleVersion is the version of the driver's part in the system's kernel.
+// moduleVersion returns the version of the driver's kernel module, "" if it is
+// not readable.
 func moduleVersion() string {
 	b, err := os.ReadFile("/sys/module/nvidia/version")
 	if err != nil {
@@ -98,11 +101,11 @@ func moduleVersion() string {
 
 func (d *Diagnosis) adviseGPU(add func(format string, args ...any)) {
 	if d.GPU.Reason != "" && d.GPU.Driver != "" {
-		add("the system has NVIDIA's driver %s, but this process cannot use it: a container needs the GPU handed in (--gpus all, or NVIDIA's runtime)", d.GPU.Driver)
+		add("the system has NVIDIA's driver %s, but this process cannot use it: start the container with its GPUs (--gpus all, or NVIDIA's runtime)", d.GPU.Driver)
 	}
 	for _, g := range d.GPU.Devices {
 		if g.LinkWidth > 0 && g.LinkWidth < 16 {
-			add("cuda:%d has a link of %d lanes: the wire is what loads wait for", g.Index, g.LinkWidth)
+			add("cuda:%d is connected by %d PCIe lanes of 16: loads wait for that link", g.Index, g.LinkWidth)
 		}
 	}
 }
@@ -110,7 +113,7 @@ func (d *Diagnosis) adviseGPU(add func(format string, args ...any)) {
 func (g *GPU) text(line func(name, format string, args ...any)) {
 	driver := "driver " + g.Driver
 	if g.Driver == "" {
-		driver = "driver of a version that the system does not tell"
+		driver = "driver of unknown version"
 	}
 	if g.Reason != "" {
 		line("gpu", "none: %s", g.Reason)
@@ -118,7 +121,7 @@ func (g *GPU) text(line func(name, format string, args ...any)) {
 	}
 	line("gpu", "%s, for CUDA %s", driver, g.CUDA)
 	for _, d := range g.Devices {
-		link := "link not readable"
+		link := "unknown link"
 		if d.LinkWidth > 0 && d.LinkGen > 0 {
 			link = fmt.Sprintf("PCIe %d x%d", d.LinkGen, d.LinkWidth)
 		}
@@ -127,7 +130,7 @@ func (g *GPU) text(line func(name, format string, args ...any)) {
 		case d.Unusable != "":
 			usable = "UNUSABLE: " + d.Unusable
 		case d.Wire > 0:
-			usable += fmt.Sprintf(", measured wire %.1f GB/s", d.Wire)
+			usable += fmt.Sprintf(", copies measured at %.1f GB/s", d.Wire)
 		}
 		line(fmt.Sprintf("cuda:%d", d.Index), "%s, %s, compute %s, %d processors, %s at %s, %s", d.Name, bytesText(d.Memory), d.Compute, d.Processors, link, d.PCI, usable)
 	}

@@ -1,5 +1,7 @@
 package cli
 
+// This file reads keys and passwords of encrypted .tensors files.
+
 import (
 	"errors"
 	"strings"
@@ -9,20 +11,21 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// Keys and passwords of .tensors files are named, never written out: other users
-// of the machine see command lines.
+// Options name where a key or password is, never the secret itself: other users
+// of the machine can read command lines.
 var (
 	decryptOptions = []option{
-		{name: "decrypt-key", value: "FROM", doc: "of encrypted .tensors files: file:PATH or env:NAME with 32 bytes or 64 hex digits"},
-		{name: "decrypt-password", value: "FROM", doc: "likewise, with a password"},
+		{name: "decrypt-key", value: "FROM", doc: "key of encrypted .tensors files: file:PATH or env:NAME that holds 32 bytes or 64 hex digits"},
+		{name: "decrypt-password", value: "FROM", doc: "password of encrypted .tensors files: file:PATH or env:NAME"},
 	}
 	encryptOptions = []option{
-		{name: "encrypt-key", value: "FROM", doc: "of the .tensors file that is written"},
-		{name: "encrypt-password", value: "FROM", doc: "likewise"},
+		{name: "encrypt-key", value: "FROM", doc: "key to encrypt the .tensors file with: file:PATH or env:NAME"},
+		{name: "encrypt-password", value: "FROM", doc: "password to encrypt it with: file:PATH or env:NAME"},
 	}
 )
 
-// keys are the options that begin with a prefix, as the engine has them.
+// keys returns the key or password that the options with a prefix name, in the
+// form that the engine takes.
 func (c *call) keys(prefix string) (map[string]string, error) {
 	key, isKey := c.opts[prefix+"-key"]
 	password, isPassword := c.opts[prefix+"-password"]
@@ -36,7 +39,7 @@ func (c *call) keys(prefix string) (map[string]string, error) {
 		}
 		settings, ok := tensorizer.KeySettings(b)
 		if !ok {
-			return nil, usage("--%s-key: expected 32 bytes or 64 hex digits there", prefix)
+			return nil, usage("--%s-key: %s must hold 32 bytes or 64 hex digits", prefix, key)
 		}
 		return settings, nil
 	case isPassword:
@@ -46,14 +49,14 @@ func (c *call) keys(prefix string) (map[string]string, error) {
 		}
 		settings, ok := tensorizer.PasswordSettings(b)
 		if !ok {
-			return nil, usage("--%s-password: it is empty there", prefix)
+			return nil, usage("--%s-password: %s is empty", prefix, password)
 		}
 		return settings, nil
 	}
 	return nil, nil
 }
 
-// secret reads what file:PATH or env:NAME has.
+// secret reads the content of file:PATH or env:NAME.
 func (c *call) secret(name, from string) ([]byte, error) {
 	const most = 64 << 10
 	kind, rest, _ := strings.Cut(from, ":")
@@ -74,5 +77,5 @@ func (c *call) secret(name, from string) ([]byte, error) {
 		}
 		return []byte(text), nil
 	}
-	return nil, usage("--%s: expected file:PATH or env:NAME; a secret itself would show in the list of processes", name)
+	return nil, usage("--%s: write file:PATH or env:NAME; a secret on the command line would show in the list of processes", name)
 }

@@ -60,7 +60,7 @@ func TestKeys(t *testing.T) {
 		{ExitUsage, "list of processes", []string{"verify", sealed, "--decrypt-password=planted"}},
 		{ExitUsage, "exclude", []string{"verify", sealed, "--decrypt-key", key, "--decrypt-password", words}},
 		{ExitUsage, "32 bytes", []string{"verify", sealed, "--decrypt-key", words}},
-		{ExitUsage, "not set", []string{"verify", sealed, "--decrypt-key", "env:NOBODY"}},
+		{ExitUsage, "not set", []string{"verify", sealed, "--decrypt-key", "env:UNSET"}},
 		{ExitUsage, "empty", []string{"verify", sealed, "--decrypt-password", write("nothing", "\n")}},
 		{ExitNotFound, "absent", []string{"verify", sealed, "--decrypt-key", "file:" + at("absent")}},
 		{ExitUsage, "not a regular file", []string{"verify", sealed, "--decrypt-key", "file:" + pipe}},

@@ -1,5 +1,7 @@
 package cli
 
+// This file has the verb load, which measures a load.
+
 import (
 	"fmt"
 	"io"
@@ -16,22 +18,23 @@ var traceOption = option{name: "trace", value: "FILE", doc: "write a Chrome trac
 
 var loadVerb = &verb{
 	name: "load", args: "SRC...", least: 1, most: -1,
-	short: "load a model, say what it cost, and let it go",
+	short: "load a model and report how long it took",
 	long: `
 Loads every tensor of files, a folder or an index.json, as load_file does, into
-memory of the host or of a GPU, and says how fast. With --trace it also says
-what each stage took and, on a GPU, when the wire had nothing to do. Plain
-files for the CPU are mapped, which costs nothing, unless OVERWIRE_MMAP=off.`,
+host or GPU memory, prints the time and the rate, and frees the memory. With
+--trace it also prints the time of each stage and, on a GPU, how long the copy
+stream was idle. Plain files for the CPU are mapped, not read, so that their
+rate means nothing and is left out; set OVERWIRE_MMAP=off to have them read.`,
 	example: "overwire load model.ow.safetensors --device cuda --repeat 3 --trace trace.json",
 	options: append([]option{
 		{name: "device", value: "DEVICE", doc: "cpu (default), cuda, cuda:1"},
-		{name: "repeat", value: "N", doc: "loads, one after the other (default 1)"},
+		{name: "repeat", value: "N", doc: "number of loads, one after the other (default 1)"},
 		traceOption, threadsOption, storageOption,
 	}, decryptOptions...),
 	run: (*call).load,
 }
 
-// load is the verb. Its report is a list: one load.Report each time.
+// load runs the verb. Its report is a list: one load.Report for each load.
 func (c *call) load() error {
 	threads, err := c.threads()
 	if err != nil {
@@ -56,11 +59,15 @@ func (c *call) load() error {
 	}
 	return c.show(map[string]any{"loads": reports}, func(w io.Writer) {
 		for _, r := range reports {
-			mapped := ""
-			if r.Mapped > 0 {
-				mapped = fmt.Sprintf(", %s of them mapped", bytesText(r.Mapped))
+			mapped, rate := "", "  "+rateText(r.Bytes-r.Mapped, r.Seconds)
+			switch r.Mapped {
+			case 0:
+			case r.Bytes:
+				mapped, rate = ", mapped, not read", ""
+			default:
+				mapped = fmt.Sprintf(", %s of them mapped, not read", bytesText(r.Mapped))
 			}
-			fmt.Fprintf(w, "%s tensors, %s%s, %.4f s  %s\n", humanize.Comma(r.Tensors), bytesText(r.Bytes), mapped, r.Seconds, rateText(r.Bytes, r.Seconds))
+			fmt.Fprintf(w, "%s tensors, %s%s, %.4f s%s\n", humanize.Comma(r.Tensors), bytesText(r.Bytes), mapped, r.Seconds, rate)
 		}
 		if sum := reports[repeat-1].Trace; sum != nil {
 			traced(w, sum, reports[repeat-1].Stages.Workers)
@@ -97,10 +104,10 @@ func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
 	return rep, nil
 }
 
-// traced prints what a trace comes to.
+// traced prints the sums of a trace.
 func traced(w io.Writer, s *pipeline.Summary, workers int64) {
 	what := map[string]string{
-		"open": "open and index", "stage": "wait for a slot", "turn": "wait for a connection", "answer": "wait for an answer", "submit": "hand to the device", "land": "tensors complete",
+		"open": "open and index", "stage": "wait for a slot", "turn": "wait for a connection", "permit": "wait for a connection", "answer": "wait for the response", "submit": "submit to the device", "land": "tensors complete",
 	}
 	t := table(w)
 	fmt.Fprintf(t, "stage\ttimes\tseconds\tlongest\tbytes\t(%.4f s, %d workers; seconds are summed over all of them)\n", s.Seconds, workers)

@@ -1,5 +1,7 @@
 package cli
 
+// This file has the verbs fetch and serve.
+
 import (
 	"fmt"
 	"io"
@@ -16,20 +18,21 @@ import (
 )
 
 var fetchVerb = &verb{
-	name: "fetch", args: "[-o OUT] URL...", least: 1, most: -1,
-	short: "download URLs, one after the other, to standard output",
+	name: "fetch", args: "URL... [-o OUT]", least: 1, most: -1,
+	short: "download URLs to a file, or one after the other to standard output",
 	long: `
-Writes the bodies of the URLs (or files) to standard output, in order and
-nothing else: what nyacomp's remotefile does. Ranges are fetched ahead, several
-at once, resumed where a connection breaks, and held in 64 MiB at most. Any
-failure, a short body or an HTTP error among them, gives a status that is not 0.
-With -o OUT the file is complete or absent; one that is replaced keeps its mode
-and owner, and a symbolic link is followed.`,
-	example: "overwire fetch https://host/a.bin https://host/b.bin | consumer",
+Writes the bodies of the URLs (or files) to OUT, or to standard output, in order
+and nothing else. Ranges are fetched ahead, several at once, resumed where a
+connection breaks, and held in at most 64 MiB. Any failure, a short body or an
+HTTP error among them, gives a status that is not 0. OUT is complete or absent;
+if it replaces a file, it keeps that file's mode and owner, and a symbolic link
+is followed. -o - writes to standard output even if that is a terminal.`,
+	example: "overwire fetch https://host/model.safetensors -o model.safetensors\n" +
+		"overwire fetch https://host/a.bin https://host/b.bin | consumer",
 	options: []option{
-		{name: "output", short: "o", value: "OUT", doc: "file to write instead"},
-		{name: "silent", short: "s", doc: "accepted; it says nothing but errors anyway"},
-		{name: "verbose", short: "v", doc: "say on standard error how much came, and how fast"},
+		{name: "output", short: "o", value: "OUT", doc: "file to write (default: standard output)"},
+		{name: "silent", short: "s", doc: "does nothing: fetch prints only errors anyway; taken for nyacomp's sake"},
+		{name: "verbose", short: "v", doc: "report bytes, time and rate on standard error"},
 		storageOption,
 	},
 	run: func(c *call) error {
@@ -38,11 +41,11 @@ and owner, and a symbolic link is followed.`,
 			return err
 		}
 		out := c.opts["output"]
-		if c.is("json") && out == "" {
-			return usage("--json needs -o OUT: standard output is for the bytes")
+		if err := c.checkFetch(out); err != nil {
+			return err
 		}
 		spec := fetch.Spec{URIs: c.args, Storage: storage.Options, Own: true}
-		if out == "" {
+		if out == "" || out == "-" {
 			rep, err := fetch.Fetch(c.ctx, c.job, spec, c.stdout)
 			if err == nil && c.is("verbose") {
 				fmt.Fprintf(c.stderr, "%s in %.2f s, %s\n", bytesText(rep.Bytes), rep.Seconds, rateText(rep.Bytes, rep.Seconds))
@@ -63,26 +66,46 @@ and owner, and a symbolic link is followed.`,
 	},
 }
 
+// checkFetch refuses to write the bytes to a terminal, between JSON, or when one
+// of the arguments was probably meant as the output.
+func (c *call) checkFetch(out string) error {
+	if out != "" && out != "-" {
+		return nil
+	}
+	if c.is("json") {
+		return usage("--json needs -o OUT: the bytes go to standard output")
+	}
+	isURL := func(arg string) bool { return strings.Contains(arg, "://") }
+	if file := slices.IndexFunc(c.args, func(arg string) bool { return !isURL(arg) }); out == "" && file >= 0 && slices.ContainsFunc(c.args, isURL) {
+		return usage("%s is not a URL: write overwire fetch URL -o FILE to save to a file; -o - to have the bytes of URLs and files on standard output",
+			c.args[file])
+	}
+	if out == "" && terminal(c.stdout) {
+		return usage("standard output is a terminal: save to a file by -o FILE, or send the bytes to a program by |")
+	}
+	return nil
+}
+
 var serveVerb = &verb{
 	name: "serve", args: "DIR", least: 1, most: 1,
-	short: "serve a folder over HTTP, for experiments: link speed, latency, faults",
+	short: "serve a folder over HTTP, to try out link speeds, latencies and faults",
 	long: `
-Serves the files of DIR with ranges and ETags until it is interrupted. It binds
-to this machine alone unless --address says otherwise, and asks for no password.
---faults takes probabilities of one answer: ` + strings.Join(slices.Sorted(maps.Keys(serve.Kinds)), ", ") + ".",
+Serves the files of DIR with ranges and ETags until it is interrupted. It listens
+on this machine alone unless --address says otherwise, and asks for no password.
+--faults takes the probability that a response has a fault: ` + strings.Join(slices.Sorted(maps.Keys(serve.Kinds)), ", ") + ".",
 	example: "overwire serve models --address 127.0.0.1:8080 --rate 300MB --latency 20 --faults reset=0.1,503=0.05",
 	options: []option{
 		{name: "address", value: "HOST:PORT", doc: "where to listen (default 127.0.0.1:0, a free port)"},
-		{name: "rate", value: "SIZE", doc: "bytes a second over all connections, e.g. 1.25GB"},
-		{name: "each", value: "SIZE", doc: "bytes a second of one connection, as object stores have"},
-		{name: "latency", value: "MS", doc: "milliseconds before each answer"},
+		{name: "rate", value: "SIZE", doc: "bytes per second over all connections, e.g. 1.25GB"},
+		{name: "each", value: "SIZE", doc: "bytes per second of one connection, as object stores limit it"},
+		{name: "latency", value: "MS", doc: "milliseconds before each response"},
 		{name: "faults", value: "LIST", doc: "name=probability,..."},
-		{name: "seed", value: "N", doc: "of the faults"},
-		{name: "retry-after", value: "S", doc: "seconds that 429 and 503 ask for"},
-		{name: "no-ranges", doc: "take no notice of ranges, as old servers do"},
-		{name: "chunked", doc: "name no length either"},
+		{name: "seed", value: "N", doc: "seed of the random faults"},
+		{name: "retry-after", value: "S", doc: "seconds that responses 429 and 503 ask to wait"},
+		{name: "no-ranges", doc: "ignore Range headers, as old servers do"},
+		{name: "chunked", doc: "send no Content-Length either"},
 		{name: "cert", value: "PEM", doc: "certificate, for TLS"},
-		{name: "key", value: "PEM", doc: "its key"},
+		{name: "key", value: "PEM", doc: "private key of the certificate"},
 	},
 	run: func(c *call) error {
 		opt := serve.Options{Address: c.opts["address"], NoRanges: c.is("no-ranges"), Chunked: c.is("chunked"), Cert: c.opts["cert"], Key: c.opts["key"]}

@@ -1,10 +1,13 @@
 package cli
 
+// This file shows the progress of a verb on a terminal.
+
 import (
 	"fmt"
 	"io"
 	"os"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -12,9 +15,10 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// progress shows the job on stderr while a verb runs, if people look there,
-// and returns what takes the line away again.
-func (c *call) progress() (stop func()) {
+// progress shows the job's counters on stderr while a verb runs, if stderr is a
+// terminal. The returned function ends that and removes the line; it may be
+// called more than once.
+func (c *call) progress() (clear func()) {
 	if !terminal(c.stderr) {
 		return func() {}
 	}
@@ -40,10 +44,10 @@ func (c *call) progress() (stop func()) {
 			}
 		}
 	})
-	return func() { close(end); <-gone }
+	return sync.OnceFunc(func() { close(end); <-gone })
 }
 
-// progressLine is empty as long as there is nothing to tell.
+// progressLine returns the line to show, "" while no total is known.
 func progressLine(verb string, done, total int64, d time.Duration) string {
 	if total <= 0 || done < 0 {
 		return ""
@@ -56,7 +60,7 @@ func progressLine(verb string, done, total int64, d time.Duration) string {
 	return line
 }
 
-// terminal says whether a writer is one.
+// terminal reports whether w is a terminal.
 func terminal(w io.Writer) bool {
 	f, ok := w.(*os.File)
 	if !ok {

@@ -1,5 +1,7 @@
 package cli
 
+// This file has the verb presign, and checks of objects to be written.
+
 import (
 	"errors"
 	"fmt"
@@ -14,13 +16,13 @@ import (
 
 var presignVerb = &verb{
 	name: "presign", args: "s3://BUCKET/KEY", least: 1, most: 1,
-	short: "make an https URL that reads an object without credentials, for a while",
+	short: "make an https URL that reads an S3 object without credentials, for a while",
 	long: `
 Signs a URL (version 4) with the credentials at hand, without asking the store.
-Whoever has the URL can read the object until it expires: treat it as a secret.`,
+Anyone who has the URL can read the object until it expires: keep it secret.`,
 	example: "overwire presign s3://models/m.safetensors --expires 3600",
 	options: []option{
-		{name: "expires", value: "SECONDS", doc: "life of the URL, at most 604800 (default: 3600)"},
+		{name: "expires", value: "SECONDS", doc: "how long the URL is valid, at most 604800 (default: 3600)"},
 		storageOption,
 	},
 	run: func(c *call) error {
@@ -44,8 +46,8 @@ Whoever has the URL can read the object until it expires: treat it as a secret.`
 	},
 }
 
-// freeFar refuses to write over an object. Folders are Convert's to judge.
-func (c *call) freeFar(out string, storage source.Options) error {
+// freeRemote refuses to replace an object. Convert checks folders itself.
+func (c *call) freeRemote(out string, storage source.Options) error {
 	if strings.HasSuffix(out, "/") {
 		return nil
 	}
@@ -57,5 +59,5 @@ func (c *call) freeFar(out string, storage source.Options) error {
 		return err
 	}
 	_ = s.Close()
-	return usage("%s exists; give --force to write over it", out)
+	return usage("%s exists; give --force to replace it", out)
 }
