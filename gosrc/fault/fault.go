@@ -1,17 +1,18 @@
-// Package fault has the error classes of overwire: one sentinel a class, the
-// Python exception each becomes, one typed error that says where, and the
-// redaction of secrets in texts that people see.
+// Package fault has the error classes of overwire: one sentinel and one Python
+// exception for each class, one typed error that says where it happened, and
+// the redaction of secrets in texts that people see.
 package fault
 
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"slices"
 	"strings"
 )
 
-// The classes. Every error that leaves a room wraps exactly one of them, so
-// that errors.Is tells its kind whatever was wrapped around it.
+// The classes. Every error that leaves a package wraps exactly one of them, so
+// that errors.Is finds its class through any wrapping.
 var (
 	ErrFormat       = errors.New("bad format")        // bytes that were never a valid file of this kind
 	ErrCorrupt      = errors.New("corrupt data")      // a valid file whose bytes have changed
@@ -24,7 +25,7 @@ var (
 	ErrKey          = errors.New("no such tensor")    //
 	ErrNotSupported = errors.New("not supported")     // valid, but not something this build can do
 	ErrDevice       = errors.New("device error")      //
-	ErrCrypto       = errors.New("cryptography")      // a key that is missing or another, encrypted bytes that have changed
+	ErrCrypto       = errors.New("cryptography")      // a missing or wrong key, or changed encrypted bytes
 	ErrCancelled    = errors.New("cancelled")         // by the caller or by another error
 	ErrForked       = errors.New("engine forked")     // used in a child of the process that started it
 	ErrEngine       = errors.New("engine failure")    // a bug of ours: a recovered panic
@@ -61,8 +62,8 @@ var classes = []ClassOf{
 // Classes lists them.
 func Classes() []ClassOf { return slices.Clone(classes) }
 
-// Class returns the name of the Python exception for err; errors of no class
-// are EngineError, since every error of ours should have one.
+// Class returns the name of the Python exception for err. An error without a
+// class is an EngineError, since each of ours should have one.
 func Class(err error) string {
 	for _, c := range classes {
 		if errors.Is(err, c.Err) {
@@ -72,10 +73,10 @@ func Class(err error) string {
 	return "EngineError"
 }
 
-// An At says where something went wrong. Zero fields are left out of the
-// text; Chunk and Offset are -1 when they are not known.
+// An At says where something went wrong. The text leaves zero fields out; Chunk
+// and Offset are -1 when they are not known.
 type At struct {
-	Verb   string // one of the ten, or what was asked for: "decode", "save"
+	Verb   string // one of the ten verbs of ARCHITECTURE.md, or the caller's: "decode", "save"
 	Source string
 	Tensor string
 	Chunk  int64
@@ -83,7 +84,8 @@ type At struct {
 	Err    error // wraps one class
 }
 
-// Error reads: decode model.safetensors tensor "x" chunk 17 @4096: checksum mismatch
+// Error returns: decode model.safetensors tensor "x" chunk 17 @4096: checksum mismatch.
+// A system error names the path only if it is not Source.
 func (a *At) Error() string {
 	var b strings.Builder
 	b.WriteString(a.Verb)
@@ -99,10 +101,15 @@ func (a *At) Error() string {
 	if a.Offset >= 0 {
 		fmt.Fprintf(&b, " @%d", a.Offset)
 	}
-	return b.String() + ": " + a.Err.Error()
+	reason := a.Err.Error()
+	var sys *fs.PathError
+	if errors.As(a.Err, &sys) && sys.Path == a.Source {
+		reason = strings.Replace(reason, sys.Error(), sys.Err.Error(), 1)
+	}
+	return b.String() + ": " + reason
 }
 
-// Unwrap lets errors.Is and errors.As see the cause.
+// Unwrap returns the cause.
 func (a *At) Unwrap() error { return a.Err }
 
 // New returns an error of a class with a formatted reason:

@@ -41,6 +41,15 @@ func TestAtText(t *testing.T) {
 	if bare.Error() != "open: not found" {
 		t.Errorf("got %q", bare)
 	}
+	for path, want := range map[string]string{
+		"a": "open a: not found: no such file or directory",
+		"b": "open a: not found: open b: no such file or directory", // a path of a folder's, say
+	} {
+		err := &At{"open", "a", "", -1, -1, FromOS(&os.PathError{Op: "open", Path: path, Err: syscall.ENOENT})}
+		if err.Error() != want || !errors.Is(err, syscall.ENOENT) {
+			t.Errorf("got  %s\nwant %s", err, want)
+		}
+	}
 }
 
 // FromOS promises a class for each error of the system and keeps the error.

@@ -1,7 +1,9 @@
 package fault
 
-// Locate says where err happened, as far as err does not say so itself: the file,
-// the tensor ("": none) and the chunk (-1: none). nil stays nil.
+// This file adds places to errors.
+
+// Locate adds the file, the tensor ("": none) and the chunk (-1: none) to err, as far
+// as err has none of its own. It returns nil for nil.
 func Locate(verb, source, tensor string, chunk int64, err error) error {
 	if err == nil {
 		return nil

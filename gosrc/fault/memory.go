@@ -1,17 +1,19 @@
 package fault
 
+// This file has the error of an allocation that failed.
+
 import "fmt"
 
 // A Memory is an ErrMemory with its sizes in bytes, each -1 where it is not
-// known: what was asked for, and how much of the whole was free.
+// known: the size of the allocation, the free memory and all memory.
 type Memory struct {
 	Where              string // "cuda:0", "host"
 	Asked, Free, Total int64
-	For                string // what it was for: "3 tensors"
-	Err                string // the words of the system or the driver
+	For                string // the purpose: "3 tensors"
+	Err                string // the text of the system or the driver
 }
 
-// Error reads: out of memory: cuda:0: 4096 bytes for 3 tensors: 100 are free of 9000 (cuMemAlloc_v2: ...)
+// Error returns: out of memory: cuda:0: 4096 bytes for 3 tensors: 100 are free of 9000 (cuMemAlloc_v2: ...)
 func (m *Memory) Error() string {
 	s := ErrMemory.Error() + ": " + m.Where
 	if m.Asked >= 0 {
@@ -29,5 +31,5 @@ func (m *Memory) Error() string {
 	return s
 }
 
-// Unwrap is its class.
+// Unwrap returns the class.
 func (m *Memory) Unwrap() error { return ErrMemory }

@@ -140,8 +140,8 @@ func TestOrderOfBytes(t *testing.T) {
 	}
 }
 
-// A header costs one read when it fits the first guess and two when not, and
-// what came along is handed on.
+// A header costs one read if it fits the first guess, else two, and Ahead has the
+// data that was read with it.
 func TestReads(t *testing.T) {
 	for _, n := range []int{0, 1, 100, 2000, 5000} {
 		entries, size := model(n)
@@ -295,5 +295,19 @@ func BenchmarkParse(b *testing.B) {
 			}
 			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(n), "ns/tensor")
 		})
+	}
+}
+
+// A file of another kind is named, with what to do, before the rule that it broke.
+func TestOtherKinds(t *testing.T) {
+	for head, want := range map[string]string{
+		"PK\x03\x04 and more":            "not a safetensors file but a zip archive, as torch.save and numpy.savez write: load it",
+		"\x1f\x8b\x08 and more":          "not a safetensors file but a gzip file: gunzip it first (HeaderTooLarge: ",
+		"version https://git-lfs":        "git lfs pull",
+		"just some text, longer than it": "not a safetensors file (HeaderTooLarge: ",
+	} {
+		if _, err := Length([]byte(head), 1<<40); !errors.Is(err, fault.ErrFormat) || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v", head, err)
+		}
 	}
 }

@@ -7,16 +7,16 @@
 //
 // Specification: the README and safetensors/src/tensor.rs of
 // huggingface/safetensors, release 0.8. Compatible implementations: that one;
-// our tests hold both to the same verdicts. Where this reader refuses more, it
-// does so for one of these reasons:
+// our tests compare the verdicts of both. This reader refuses more only for one of
+// these reasons:
 //
 //   - a duplicate key, which the README forbids and serde keeps the last of;
-//   - a tensor entry as a JSON array, or a dtype as an object, which serde
-//     takes for a struct and an enum;
+//   - a tensor entry as a JSON array, or a dtype as an object, which serde accepts
+//     as a struct and an enum;
 //   - rank over 64, a dimension or offset of 2^63 or more, over 65,536 entries
 //     of metadata: no model has them.
 //
-// Unknown fields of a tensor entry are ignored, as the original does.
+// Unknown fields of a tensor entry are ignored, as there.
 package safetensors
 
 import (
@@ -24,6 +24,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"hash/crc32"
+	"strings"
 
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/source"
@@ -31,27 +32,27 @@ import (
 )
 
 const (
-	// MetadataKey is the one name that is no tensor.
+	// MetadataKey is the one name that is not a tensor.
 	MetadataKey = "__metadata__"
 
 	firstRead   = 256 << 10
 	minEntry    = len(`"":{"dtype":"U8","shape":[],"data_offsets":[0,0]}`)
 	maxMetadata = 1 << 16
-	// maxDepth is how deep values may nest, the two levels of the header
-	// included: serde_json's limit.
+	// maxDepth is the most levels of nested values, with the two of the header:
+	// serde_json's limit.
 	maxDepth = 127
 )
 
 // Options of Read and Parse. The zero value is strict.
 type Options struct {
-	// Lenient accepts what other readers let through: bytes after the last
-	// tensor, duplicate keys (the last one wins), metadata that is not strings
-	// (kept as its JSON text).
+	// Lenient accepts what other readers accept: bytes after the last tensor,
+	// duplicate keys (the last one wins), metadata that is not strings (kept as
+	// its JSON text).
 	Lenient bool
 }
 
-// A Header is everything that a file's header says, checked against the rules
-// of the format and the size of the file.
+// A Header is a decoded header, checked against the rules of the format and the size
+// of the file.
 type Header struct {
 	// Tensors in the order of their bytes, those without bytes by name. Off is
 	// from the start of the file; Source is 0, Alias -1.
@@ -59,19 +60,20 @@ type Header struct {
 	Metadata map[string]string // nil when the file has none
 	Data     int64             // offset of the data section, 8 + N
 	Sum      uint32            // CRC32C of everything before the data section
-	// Ahead is what Read got beside the header: the first bytes of the data
-	// section, perhaps none.
+	// Ahead has the first bytes of the data section, those that Read read with
+	// the header; it may be empty.
 	Ahead []byte
 }
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// Read reads and checks the header of a file, in one read when it fits into
-// 256 KiB and in two when not. Nothing is allocated on the word of the file
-// alone: the length is checked against the file's size first.
+// Read reads and checks the header of a file: in one read if it fits into
+// 256 KiB, else in two. It checks the header's length against the file's size
+// before it allocates.
 //
 // Bad bytes are fault.ErrFormat, a file cut short fault.ErrCorrupt; the error
-// is a fault.At and has the original's word for it ("HeaderTooLarge").
+// is a fault.At and contains the name that the safetensors library gives it
+// ("HeaderTooLarge").
 func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 	buf, err := Head(ctx, src)
 	if err != nil {
@@ -80,7 +82,7 @@ func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 	return ReadOn(ctx, src, buf, opt)
 }
 
-// Head reads what Read looks at first.
+// Head reads the first bytes of a file, as Read does.
 func Head(ctx context.Context, src source.Source) ([]byte, error) {
 	buf := make([]byte, max(0, min(src.Size(), firstRead)))
 	if err := src.ReadAt(ctx, buf, 0); err != nil {
@@ -89,7 +91,7 @@ func Head(ctx context.Context, src source.Source) ([]byte, error) {
 	return buf, nil
 }
 
-// ReadOn is Read for who has what Head gives.
+// ReadOn is Read for a caller that has called Head: buf is Head's result.
 func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (Header, error) {
 	size := src.Size()
 	n, err := Length(buf, size)
@@ -120,35 +122,40 @@ func Length(head []byte, size int64) (int64, error) {
 	}
 	n := binary.LittleEndian.Uint64(head)
 	if n > tensor.MaxHeader {
-		return 0, fault.New(fault.ErrFormat, "HeaderTooLarge: %d bytes%s", n, looksLike(head))
+		return 0, fault.New(fault.ErrFormat, "%s (HeaderTooLarge: it would have %d bytes)", notOurs(head), n)
 	}
 	if int64(n) > size-8 {
 		class := fault.ErrFormat
 		if len(head) > 8 && (head[8] == '{' || isSpace(head[8])) {
-			class = fault.ErrCorrupt // it began well
+			class = fault.ErrCorrupt // it begins as a header does
 		}
 		return 0, fault.New(class, "InvalidHeaderLength: truncated, the header takes %d bytes and the file has %d", 8+n, size)
 	}
 	return int64(n), nil
 }
 
-// looksLike names the kinds of file that people open by mistake.
-func looksLike(head []byte) string {
-	for _, m := range []struct{ magic, what string }{
-		{"PK\x03\x04", "a zip file, as torch.save writes"},
-		{"\x80\x02", "a pickle"}, {"\x80\x04", "a pickle"}, {"\x80\x05", "a pickle"},
-		{"GGUF", "a GGUF file"}, {"\x93NUMPY", "a .npy file"}, {"\x89HDF", "an HDF5 file"},
-		{"version ", "a Git LFS pointer"}, {"<!DOCTYP", "a web page"}, {"<html", "a web page"}, {"{", "JSON"},
+// notOurs says what a file is that has no safetensors header, and what to do
+// with it. It knows the kinds of file that people open by mistake.
+func notOurs(head []byte) string {
+	const convert = "load it with the library that wrote it, and save its tensors with overwire.save_file"
+	for _, m := range []struct{ magic, what, do string }{
+		{"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write", convert},
+		{"\x80\x02", "a pickle", convert}, {"\x80\x04", "a pickle", convert}, {"\x80\x05", "a pickle", convert},
+		{"GGUF", "a GGUF file", convert}, {"\x93NUMPY", "a .npy file", convert}, {"\x89HDF", "an HDF5 file", convert},
+		{"\x1f\x8b", "a gzip file", "gunzip it first"},
+		{"version ", "a Git LFS pointer", "get the file itself by git lfs pull"},
+		{"<!DOCTYP", "a web page", "check the URL that it came from"}, {"<html", "a web page", "check the URL that it came from"},
+		{"{", "JSON", "name the .safetensors file; an index of shards must be called *.index.json"},
 	} {
-		if len(head) >= len(m.magic) && string(head[:len(m.magic)]) == m.magic {
-			return " (this looks like " + m.what + ", not a safetensors file)"
+		if strings.HasPrefix(string(head), m.magic) {
+			return "not a safetensors file but " + m.what + ": " + m.do
 		}
 	}
-	return ""
+	return "not a safetensors file"
 }
 
-// Parse checks the header of a file of the given size; head is its first
-// 8 + N bytes, as Length gave N. Nothing of the result points into head.
+// Parse parses and checks the header of a file of the given size; head is its first
+// 8 + N bytes, with N from Length. The result does not refer to head.
 func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
 	n, err := Length(head, size)
 	if err == nil && int64(len(head)) != 8+n {
@@ -165,7 +172,7 @@ func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
 	return h, h.check(uri, size, opt)
 }
 
-// located says where, as far as it is known and err does not say itself.
+// located adds the place to an error that has none.
 func located(uri, name string, off int64, err error) error {
 	var at *fault.At
 	if errors.As(err, &at) {
