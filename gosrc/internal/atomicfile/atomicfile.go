@@ -1,15 +1,15 @@
-// Package atomicfile writes files that appear whole: under a temporary name in
-// their own folder, brought to the disk, and only then renamed. Whatever stops the
-// writing, readers find the old file or the new one.
+// Package atomicfile writes files that appear whole: each is written under a
+// temporary name in its folder, synced to the disk, and only then renamed.
+// Whatever stops the writing, readers find the old file or the new one.
 //
-// A new file has what the umask leaves of 0666. One that replaces another keeps
-// that one's mode (without set-id bits), owner, group and POSIX ACL; until it has
-// them its temporary file is the writer's alone (0600), so that a private file is
-// at no moment open to more readers than the old one was. Where the group may not
-// be given, it gets no more than everybody has. Other extended attributes and
-// further names (hard links) stay with the old file. A symbolic link is followed
-// and stays: what it leads to is replaced. The umask, which is the whole process's,
-// is never touched.
+// A new file has the mode that the umask leaves of 0666. A file that replaces
+// another keeps the old one's mode (without set-id bits), owner, group and POSIX
+// ACL; until then only the writer can read it (0600), so a private file is never
+// open to more readers than the old one was. If the process may not set the
+// group, the group gets no more rights than everybody. Other extended attributes
+// and further names (hard links) stay with the old file. A symbolic link is
+// followed and kept: its target is replaced. The umask, which belongs to the
+// whole process, is never changed.
 package atomicfile
 
 import (
@@ -31,51 +31,61 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
-// A Target is one file that will appear, whole, under its name: it is written
-// under a temporary name in the same folder, and takes its own name by a
-// rename once it is on the disk. Until then whatever had the name keeps it.
+// A Target is one file that is being written. It has a temporary name in the
+// same folder, and gets its own name by a rename once it is on the disk. Until
+// then an older file of that name stays.
 type Target struct {
-	Path string // where it will be, symbolic links followed
+	Path string // the file's path, symbolic links followed
 	fs   FS
-	temp string      // "" once renamed or removed
+	temp string      // the temporary path; "" once renamed or removed
 	file File        // nil once closed
-	old  fs.FileInfo // what had the name when the writing began; nil: nothing
+	old  fs.FileInfo // the file that had the name when the writing began, or nil
 	like string      // see New
-	lock *os.File    // the file again, with its lock; may be nil
+	lock *os.File    // a second descriptor, which holds the lock; may be nil
 
 	written atomic.Int64
 }
 
-// kickEvery is how many bytes are written before the disk is asked to begin
-// with them, so that not all of them wait for the sync at the end.
+// kickEvery is the number of bytes after which the disk is asked to start
+// writing, so that the sync at the end has less to wait for.
 const kickEvery = 32 << 20
 
-// New opens the temporary file for path. Where nothing is there, the new file gets
-// mode, owner, group and ACL of the file like ("": what the umask leaves).
+// New opens the temporary file for path, and removes those that killed saves of
+// the same path left. If path does not exist, the new file gets mode, owner,
+// group and ACL of the file like ("": the mode that the umask leaves).
 func New(sys FS, path, like string) (*Target, error) {
 	t := &Target{fs: sys, like: like}
 	var err error
 	if t.Path, t.old, err = look(path); err != nil {
 		return nil, err
 	}
-	removeOrphans(sys, t.Path, tempMark, time.Minute)
 	t.temp = hiddenName(t.Path, tempMark)
 	if t.file, err = sys.Create(t.temp, t.mode()); err != nil {
 		return nil, Failed(path, -1, err)
 	}
 	if f, ok := t.file.(*os.File); ok {
-		// Says that somebody lives behind this name, until Drop; see
-		// removeOrphans. A shard is closed long before the last one is written.
+		// Until Drop, the lock shows removeOrphans that this process is alive. It
+		// needs a descriptor of its own: a shard's file is closed long before the
+		// last shard is written.
 		if syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
 			if fd, _, no := syscall.Syscall(syscall.SYS_FCNTL, f.Fd(), syscall.F_DUPFD_CLOEXEC, 0); no == 0 {
 				t.lock = os.NewFile(fd, t.temp)
 			}
 		}
 	}
+	age := time.Minute
+	if t.lock != nil { // locks work here: a file without one has no writer
+		age = lockTime
+	}
+	removeOrphans(sys, t.Path, tempMark, age)
 	return t, nil
 }
 
-// look finds where a path leads, and the regular file there, nil if there is none.
+// lockTime is more than a writer needs from creating its file to locking it.
+const lockTime = 5 * time.Second
+
+// look follows the symbolic links of a path, and returns the regular file there,
+// nil if there is none.
 func look(path string) (real string, old fs.FileInfo, err error) {
 	if real, err = Follow(path); err != nil {
 		return "", nil, Failed(path, -1, err)
@@ -92,7 +102,7 @@ func look(path string) (real string, old fs.FileInfo, err error) {
 	return real, old, nil
 }
 
-// mode is that of the temporary file.
+// mode returns the mode of the temporary file.
 func (t *Target) mode() fs.FileMode {
 	if _, now := t.pattern(); now != nil {
 		return 0o600
@@ -100,7 +110,7 @@ func (t *Target) mode() fs.FileMode {
 	return 0o666
 }
 
-// pattern is the file whose mode the new one gets, nil if the umask says it.
+// pattern returns the file whose mode the new one gets, nil if the umask decides.
 func (t *Target) pattern() (string, fs.FileInfo) {
 	for _, path := range []string{t.Path, t.like} {
 		if st, err := os.Lstat(path); err == nil && st.Mode().IsRegular() {
@@ -110,9 +120,8 @@ func (t *Target) pattern() (string, fs.FileInfo) {
 	return "", nil
 }
 
-// adopt gives the written file the owner, ACL and mode that it shall have, of the
-// old file as it is now. The mode comes last: up to there the file is the writer's
-// alone.
+// adopt gives the written file the owner, ACL and mode of the old file, as that
+// is now. The mode comes last: until then only the writer can read the file.
 func (t *Target) adopt() error {
 	path, old := t.pattern()
 	if old == nil {
@@ -120,7 +129,7 @@ func (t *Target) adopt() error {
 	}
 	mode := old.Mode().Perm()
 	if own, ok := old.Sys().(*syscall.Stat_t); ok {
-		// Only root may give files away; for anyone else the file is theirs.
+		// Only root may change the owner; for all others it stays the writer.
 		if t.file.Chown(int(own.Uid), int(own.Gid)) != nil && t.file.Chown(-1, int(own.Gid)) != nil {
 			mode &^= (^mode & 0o007) << 3
 		}
@@ -133,11 +142,11 @@ func (t *Target) adopt() error {
 	return Failed(t.Path, -1, t.file.Chmod(mode))
 }
 
-// copyACL gives an open file the POSIX ACL of a path, or takes away what it has
-// from its folder. File systems without ACLs are fine.
+// copyACL gives an open file the POSIX ACL of a path, or removes the ACL that it
+// has from its folder. It does nothing on file systems without ACLs.
 func copyACL(path string, fd int) error {
 	const name = "system.posix_acl_access"
-	acl := make([]byte, 1<<16) // the most that an extended attribute has
+	acl := make([]byte, 1<<16) // the largest extended attribute
 	n, err := unix.Getxattr(path, name, acl)
 	switch {
 	case err == nil:
@@ -151,7 +160,7 @@ func copyACL(path string, fd int) error {
 	return err
 }
 
-// Write puts bytes at an offset; it is safe in parallel.
+// Write writes p at an offset; it is safe in parallel.
 func (t *Target) Write(p []byte, off int64) error {
 	n, err := t.file.WriteAt(p, off)
 	if err != nil {
@@ -165,11 +174,10 @@ func (t *Target) Write(p []byte, off int64) error {
 	return nil
 }
 
-// Skip has nothing to do: what is not written of a file is zero.
+// Skip does nothing: bytes of a file that are not written are zero.
 func (t *Target) Skip(_, _ int64) error { return nil }
 
-// Finish gives the file its size, its owner and its mode, and waits until it is on
-// the disk.
+// Finish sets the file's size, owner and mode, and waits until it is on the disk.
 func (t *Target) Finish(size int64) error {
 	if err := t.file.Truncate(size); err != nil {
 		return Failed(t.Path, size, err)
@@ -185,15 +193,15 @@ func (t *Target) Finish(size int64) error {
 	return Failed(t.Path, -1, f.Close())
 }
 
-// Hand returns a target that has t's open file and can only finish it; t keeps the
-// name. It is for a Finish that t's owner may not wait for.
+// Hand moves t's open file to a new target, which can only Finish it; t keeps
+// the name. It is for a Finish that t's owner may not wait for.
 func (t *Target) Hand() *Target {
 	h := &Target{Path: t.Path, fs: t.fs, old: t.old, like: t.like, file: t.file}
 	t.file = nil
 	return h
 }
 
-// Drop ends a target: it removes what was not published.
+// Drop ends a target: it removes the file if it was not published.
 func (t *Target) Drop() {
 	if t.lock != nil {
 		_ = t.lock.Close()
@@ -215,11 +223,11 @@ func Follow(path string) (string, error) {
 	for range 40 {
 		to, err := os.Readlink(path)
 		if err != nil {
-			return path, nil // not a link, or not there: whoever opens it will say
+			return path, nil // not a link, or absent: opening it reports that
 		}
 		if !filepath.IsAbs(to) {
-			// As the system does it: ".." in to is the parent of where path is, which
-			// is not always the name before.
+			// As the system does it: ".." in to is the parent of path's real folder,
+			// which need not be the name before it.
 			to = path[:strings.LastIndexByte(path, '/')+1] + to
 		}
 		path = to
@@ -228,8 +236,8 @@ func Follow(path string) (string, error) {
 }
 
 const (
-	tempMark   = ".tmp-" // being written
-	oldMark    = ".old-" // moved out of the way while a set of files is published
+	tempMark   = ".tmp-" // a file that is being written
+	oldMark    = ".old-" // an old file, moved away while a set of files is published
 	hiddenRand = 16      // hex digits after the mark
 )
 
@@ -241,7 +249,8 @@ func hiddenName(path, mark string) string {
 	return dir + hiddenStem(name, mark) + hex.EncodeToString(r[:])
 }
 
-// hiddenStem cuts names near the limit of file systems, 255 bytes.
+// hiddenStem returns the name without its random digits. It cuts names near the
+// limit of file systems, 255 bytes.
 func hiddenStem(name, mark string) string {
 	most := 255 - 1 - len(mark) - hiddenRand
 	if len(name) > most {
@@ -253,9 +262,9 @@ func hiddenStem(name, mark string) string {
 	return "." + name + mark
 }
 
-// removeOrphans removes hidden files of earlier saves of this path whose process
-// was killed: nobody holds their lock, and nothing was done to them for a
-// while. What it cannot remove it leaves.
+// removeOrphans removes the hidden files that killed saves of this path left:
+// those that no process has locked and that have not changed for age. It ignores
+// errors.
 func removeOrphans(sys FS, path, mark string, age time.Duration) {
 	dir, name := filepath.Split(path)
 	if dir == "" {
@@ -280,7 +289,7 @@ func removeOrphans(sys FS, path, mark string, age time.Duration) {
 			}
 			touched := st.ModTime()
 			if own, ok := st.Sys().(*syscall.Stat_t); ok && mark == oldMark {
-				touched = time.Unix(own.Ctim.Unix()) // when it got this name
+				touched = time.Unix(own.Ctim.Unix()) // the time of its renaming
 			}
 			if time.Since(touched) >= age && !alive(p) {
 				_ = sys.Remove(p)
@@ -292,8 +301,7 @@ func removeOrphans(sys FS, path, mark string, age time.Duration) {
 	}
 }
 
-// alive reports whether a process still holds the temporary file; in doubt it
-// does.
+// alive reports whether a process holds the lock of a temporary file, or may.
 func alive(path string) bool {
 	fd, _, err := regular.Open(path)
 	if err != nil {

@@ -83,8 +83,8 @@ func (f *watched) Sync() error {
 func TestModes(t *testing.T) {
 	// Promise: a replaced file's mode is kept, a new one has what the umask leaves or
 	// the mode of the file that it is to be like; links stay; other names keep the old
-	// bytes; and between the first call and the last nobody may read or write what may
-	// not read or write the end.
+	// bytes; and from the first call to the last, only those who may read or write
+	// the finished file can read or write the temporary one.
 	for _, mask := range []int{0o022, 0o027, 0o077} {
 		old := syscall.Umask(mask)
 		for _, c := range []struct {
@@ -412,6 +412,18 @@ func TestOrphans(t *testing.T) {
 	}
 	if got := strings.Join(names, " "); got != ".m.tmp-0000000000000000 .m.tmp-fedcba9876543210 .m.tmp-notes .other.tmp-0123456789abcdef m" {
 		t.Fatal(got)
+	}
+	// A minute is for folders without locks; where they work, seconds are enough.
+	q := filepath.Join(dir, ".m.tmp-1111111111111111")
+	if err := os.WriteFile(q, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_ = os.Chtimes(q, time.Now(), time.Now().Add(-2*lockTime))
+	if err := Write(p, nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(q); !errors.Is(err, fs.ErrNotExist) {
+		t.Fatal("still there:", err)
 	}
 	// Old shards that a kill left moved away go only when they are asked about.
 	old := filepath.Join(dir, ".m.old-0123456789abcdef")

@@ -1,5 +1,7 @@
 package atomicfile
 
+// This file has the few calls of a file system that writing needs.
+
 import (
 	"errors"
 	"io/fs"
@@ -9,22 +11,21 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// FS is what writing needs of a file system. The tests put one in its place
-// whose i-th call fails.
+// FS is a file system to write to. Tests use one whose i-th call fails.
 type FS interface {
-	// Create makes a new file, never opening one that exists, with what the
-	// umask leaves of mode.
+	// Create makes a new file, with the mode that the umask leaves of mode. It
+	// never opens an existing file.
 	Create(path string, mode fs.FileMode) (File, error)
 	Rename(from, to string) error
 	Remove(path string) error
 	// SyncDir makes the names in a folder durable.
 	SyncDir(dir string) error
-	// Free is how many bytes may still be written below dir; ok is false
-	// where the system cannot tell.
+	// Free returns how many bytes may still be written below dir; ok is false
+	// if the system does not say.
 	Free(dir string) (n int64, ok bool)
 }
 
-// File is a new file being written; WriteAt is safe in parallel.
+// A File is a new file that is being written; WriteAt is safe in parallel.
 type File interface {
 	WriteAt(p []byte, off int64) (int, error)
 	Truncate(size int64) error
@@ -37,7 +38,7 @@ type File interface {
 // Disk is the real file system.
 type Disk struct{}
 
-// Create is for FS, as are the others.
+// Create implements FS, as the other methods do.
 func (Disk) Create(path string, mode fs.FileMode) (File, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, mode)
 	if err != nil {
@@ -52,8 +53,8 @@ func (Disk) Rename(from, to string) error { return os.Rename(from, to) }
 // Remove is os.Remove.
 func (Disk) Remove(path string) error { return os.Remove(path) }
 
-// SyncDir ignores EINVAL and ENOTSUP: file systems that have no durable
-// folders say so, and there is nothing more that could be done.
+// SyncDir ignores EINVAL and ENOTSUP, which file systems without durable folders
+// return: nothing more can be done there.
 func (Disk) SyncDir(dir string) error {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -66,7 +67,7 @@ func (Disk) SyncDir(dir string) error {
 	return errors.Join(err, d.Close())
 }
 
-// Free is what the user may still take.
+// Free returns the bytes that this user may still write.
 func (Disk) Free(dir string) (int64, bool) {
 	var s syscall.Statfs_t
 	if err := syscall.Statfs(dir, &s); err != nil || s.Bsize <= 0 || s.Blocks == 0 {
@@ -75,13 +76,13 @@ func (Disk) Free(dir string) (int64, bool) {
 	return int64(s.Bavail) * int64(s.Bsize), true
 }
 
-// Failed gives a system error its class and its place. off is -1 where there
-// is none.
+// Failed gives a system error its class and its place. off is -1 if it has no
+// offset.
 func Failed(path string, off int64, err error) error {
 	if err == nil {
 		return nil
 	}
-	// The path is said once, by At; the system's words are enough here.
+	// At names the path.
 	var pe *fs.PathError
 	if errors.As(err, &pe) {
 		err = pe.Err

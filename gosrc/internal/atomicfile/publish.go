@@ -1,5 +1,7 @@
 package atomicfile
 
+// This file gives written files their names.
+
 import (
 	"io/fs"
 	"os"
@@ -9,14 +11,13 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// Publish gives finished targets their names: the last one is the one that
-// readers look for (the only file, or the index of the shards).
+// Publish gives finished targets their names. The last target is the file that
+// readers open: the only file, or the index of the shards.
 //
-// One file replaces another in one step. Of several, where names of the old
-// set come again in the new one, no order of renames is safe for a reader who
-// comes in between; so the old last file is moved away first: that reader
-// finds no model, never half of each. When a step fails the steps before it
-// are taken back.
+// One file replaces another in one step. If several files replace a set that
+// shares names with them, no order of renames is safe for a reader in between;
+// so the old last file is moved away first: such a reader finds no model, never
+// half of each. If a step fails, the steps before it are undone.
 func Publish(sys FS, ts []*Target) (err error) {
 	type step struct{ from, to string }
 	var done []step
@@ -28,7 +29,7 @@ func Publish(sys FS, ts []*Target) (err error) {
 		return nil
 	}
 	var backups []string
-	again := false // names of the old set come again
+	again := false // the old set shares names with the new one
 	defer func() {
 		if err != nil {
 			for i := len(done) - 1; i >= 0; i-- {
@@ -43,7 +44,7 @@ func Publish(sys FS, ts []*Target) (err error) {
 			_ = sys.Remove(b)
 		}
 		if again {
-			// A set that a kill left half replaced is needed no more.
+			// A set that a killed save half replaced is no longer needed.
 			for _, t := range ts {
 				removeOrphans(sys, t.Path, oldMark, time.Minute)
 			}
@@ -85,22 +86,22 @@ func Publish(sys FS, ts []*Target) (err error) {
 		}
 	}
 	if !again {
-		// This rename cannot be taken back: it is what replaces the old file.
+		// This rename cannot be undone: it replaces the old file.
 		if err := sys.Rename(last.temp, last.Path); err != nil {
 			return Failed(last.Path, -1, err)
 		}
 		last.temp = ""
 		done = nil
 	}
-	// A folder that does not sync leaves the old name or the new one after a
-	// power loss, either of them whole; but the caller must hear of it.
+	// If the folder was not synced, a power loss leaves the old file or the new
+	// one, each of them whole; the caller must know.
 	if serr := sys.SyncDir(Folder(last.Path)); serr != nil {
 		return Failed(last.Path, -1, serr)
 	}
 	return nil
 }
 
-// Folder is the folder of a path as the system finds it: ".." is not taken out.
+// Folder returns the folder of a path as the system finds it: ".." stays in it.
 func Folder(path string) string {
 	switch at := strings.LastIndexByte(path, '/'); at {
 	case -1:
@@ -112,7 +113,7 @@ func Folder(path string) string {
 	}
 }
 
-// Write replaces a file by data.
+// Write replaces a file with data.
 func Write(path string, data []byte) error {
 	return With(path, func(f *os.File) error {
 		_, err := f.Write(data)
@@ -120,7 +121,7 @@ func Write(path string, data []byte) error {
 	})
 }
 
-// With replaces a file by what fill writes. If fill fails, nothing has happened.
+// With replaces a file with what fill writes. If fill fails, the old file stays.
 func With(path string, fill func(f *os.File) error) error {
 	t, err := New(Disk{}, path, "")
 	if err != nil {
@@ -129,7 +130,7 @@ func With(path string, fill func(f *os.File) error) error {
 	defer t.Drop()
 	f := t.file.(*os.File) // Disk's
 	if err := fill(f); err != nil {
-		if fault.Classed(err) { // not of this file
+		if fault.Classed(err) { // not an error of this file
 			return err
 		}
 		return Failed(path, -1, err)
