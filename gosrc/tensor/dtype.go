@@ -1,7 +1,5 @@
-// Package tensor holds the words that every other room speaks: DType, Tensor,
-// Chunk, Index; the one validator of them; and every limit.
-//
-// It does no I/O and imports only the standard library.
+// Package tensor has the types that every other package uses (DType, Tensor, Chunk,
+// Index), their one validator, and every limit. It does no I/O.
 package tensor
 
 // A DType is an element type of the safetensors format. The values are the

@@ -1,5 +1,7 @@
 package tensor
 
+// This file finds tensors by name.
+
 import (
 	"hash/maphash"
 
@@ -7,8 +9,8 @@ import (
 )
 
 // names is an open-addressing table from name to tensor number. It takes 8
-// bytes a tensor where a map takes 50, and its seed is random, so that no file
-// can choose names that collide.
+// bytes per tensor, a map would take 50. Its seed is random, so that no file can
+// choose names that collide.
 type names struct {
 	seed  maphash.Seed
 	slots []int32 // tensor number + 1; 0 is free; a power of two, at most half full
@@ -22,8 +24,8 @@ func newNames(n int) names {
 	return names{maphash.MakeSeed(), make([]int32, size)}
 }
 
-// put adds tensor i and returns the tensor of the same source that has its
-// name already, or -1. Tensors of other sources may share the name.
+// put adds tensor i. It returns the tensor of the same source that already has
+// this name, or -1. Tensors of other sources may have it too.
 func (n *names) put(ts []Tensor, i int) int {
 	mask := uint64(len(n.slots) - 1)
 	h := maphash.String(n.seed, ts[i].Name) & mask
@@ -37,10 +39,9 @@ func (n *names) put(ts []Tensor, i int) int {
 	return -1
 }
 
-// Find returns the number of the tensor of that name. No such tensor is
-// fault.ErrKey; a name that several sources have is fault.ErrArgument naming
-// two of them. The table is built by the first call; Find is safe for
-// concurrent use.
+// Find returns the number of the tensor with that name. It returns fault.ErrKey if
+// there is none, and fault.ErrArgument, naming two sources, if several sources
+// have the name. The first call builds the table. Find is safe for concurrent use.
 func (ix *Index) Find(name string) (int, error) {
 	ix.build()
 	n, found := &ix.names, -1
@@ -72,7 +73,7 @@ func (ix *Index) build() {
 	})
 }
 
-// FindIn returns the number of the tensor of that name in one source, or -1.
+// FindIn returns the number of the tensor with that name in one source, or -1.
 func (ix *Index) FindIn(source int, name string) int {
 	ix.build()
 	n := &ix.names
@@ -85,8 +86,8 @@ func (ix *Index) FindIn(source int, name string) int {
 	return -1
 }
 
-// Duplicate returns the number of the first tensor whose name another one of
-// its source has already, or -1.
+// Duplicate returns the number of the first tensor whose name an earlier tensor of
+// its source has, or -1.
 func Duplicate(ts []Tensor) int {
 	n := newNames(len(ts))
 	for i := range ts {

@@ -1,13 +1,15 @@
 package tensor
 
+// This file computes the sizes of tensors and how chunks divide them.
+
 import (
 	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
 // Size returns the bytes of a tensor: the product of its shape times the bits
-// of an element, every step checked. The words are those of safetensors, and so
-// is the order of the steps: what follows a dimension of zero may be any number.
+// of an element, every step checked. Names of errors and order of steps are
+// those of safetensors: after a dimension of zero, any dimension is accepted.
 func Size(d DType, shape []int64) (int64, error) {
 	if !d.Valid() {
 		return 0, fault.New(fault.ErrFormat, "unknown dtype code %d", uint8(d))
@@ -31,8 +33,7 @@ func Size(d DType, shape []int64) (int64, error) {
 	return int64(total / 8), nil // at most 2^61
 }
 
-// Rows returns the rows of the matrix that a tensor is seen as: dim 0, or 1
-// for rank 0.
+// Rows returns the rows of a tensor as a matrix: dimension 0, or 1 for rank 0.
 func (t *Tensor) Rows() int64 {
 	if len(t.Shape) == 0 {
 		return 1
@@ -40,9 +41,9 @@ func (t *Tensor) Rows() int64 {
 	return t.Shape[0]
 }
 
-// RowBits returns the bits of one row. Sub-byte dtypes may have rows that end
-// inside a byte; then the tensor can neither be cut into column parts nor be
-// sliced by rows. A tensor without bytes has 0.
+// RowBits returns the bits of one row, 0 for a tensor without bytes. Rows of
+// sub-byte dtypes may end inside a byte; such a tensor can neither be divided into
+// column parts nor be sliced by rows.
 func (t *Tensor) RowBits() int64 {
 	rows := t.Rows()
 	if rows == 0 || t.Bytes == 0 {
@@ -65,8 +66,8 @@ func (t *Tensor) Elements() int64 {
 	return n
 }
 
-// Splits reports whether the tensor's rows can be cut into p column parts:
-// every part whole elements and whole bytes.
+// Splits reports whether the tensor's rows can be divided into p column parts of
+// whole elements and whole bytes.
 func (t *Tensor) Splits(p int) bool {
 	if p == 1 {
 		return true
@@ -75,11 +76,10 @@ func (t *Tensor) Splits(p int) bool {
 	return row > 0 && row%int64(p*t.DType.Bits()) == 0 && row/int64(p)%8 == 0
 }
 
-// A Grid is how a tensor's bytes are cut into chunks (docs/format.md 2). Part p
-// holds columns [p, p+1) x RowBytes / Parts of every row, gathered row after
-// row; its bytes are cut into chunks of ChunkBytes, the last one shorter.
-// Chunks are numbered part by part. With one part, a part is the tensor's
-// bytes in their natural order.
+// A Grid divides a tensor's bytes into chunks (docs/format.md 2). Column part p
+// has the columns [p, p+1) x RowBytes / Parts of every row, row after row; its
+// bytes are divided into chunks of ChunkBytes, the last one shorter. Chunks are
+// numbered part by part. A single part is the tensor's bytes in their order.
 type Grid struct {
 	Parts      int64
 	PartBytes  int64 // of one part
@@ -106,7 +106,7 @@ func (t *Tensor) Grid() Grid {
 // Chunks returns how many chunks there are.
 func (g Grid) Chunks() int64 { return g.Parts * g.PerPart }
 
-// Chunk returns where chunk i of the tensor lies: its part, and the bytes
+// Chunk returns the position of chunk i of the tensor: its part, and the bytes
 // [lo, hi) of that part. i is in [0, Chunks()).
 func (g Grid) Chunk(i int64) (part, lo, hi int64) {
 	part = i / g.PerPart

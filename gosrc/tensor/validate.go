@@ -1,5 +1,7 @@
 package tensor
 
+// This file validates an Index.
+
 import (
 	"fmt"
 	"math"
@@ -8,35 +10,35 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// Limits of the container's grid and chunks.
+// Limits of a container's chunks.
 const (
 	ChunkAlign   = 4096 // chunk bytes are a multiple of it
 	StoredAlign  = 16   // stored chunks of a tensor that is not plain start on it
-	BlobAlign    = 64   // so many bytes divide what such a tensor stores
+	BlobAlign    = 64   // the stored bytes of such a tensor are a multiple of it
 	MaxSegTiles  = 256
 	maxTransform = 8
 )
 
-// A Known func tells whether a reader can decode chunks of a codec and a
+// A Known func reports whether a reader can decode chunks of a codec and a
 // transform for a dtype.
 type Known func(c Codec, transform uint8, d DType) bool
 
 // Validate is the one validator of an Index. It holds for every source:
 //
-//   - tensors stand source by source, in the order of their bytes, back to back
-//     from the data section, without holes (but in files with Gaps) or
-//     overlaps, inside the file;
+//   - tensors come source by source, in the order of their bytes, which follow
+//     each other from the data section on, inside the file, without overlaps and
+//     (except in files with Gaps) without gaps;
 //   - names are unique in their source and valid UTF-8; dtype, rank and shape
-//     are sound and give exactly the bytes that are said;
+//     are sound and give exactly the stated number of bytes;
 //   - the chunk grid fits the tensor and its chunks fit the grid, in order,
 //     each inside its tensor's stored bytes, none larger than its logical bytes;
-//   - aliases lead to a tensor of the same source, dtype, size and content that
-//     is no alias itself;
-//   - codec and transform are known (nil: they are in docs/format.md).
+//   - an alias refers to a tensor of the same source, dtype, size and content that
+//     is not an alias;
+//   - codec and transform are known (if known is nil: those of docs/format.md).
 //
-// What a file ends with after its last tensor is the format's business. The
-// error is a fault.At of class fault.ErrFormat, or fault.ErrNotSupported for an
-// unknown codec. Nothing is allocated but one table of names.
+// The package of each format checks the bytes after the last tensor. The error is
+// a fault.At of class fault.ErrFormat, or fault.ErrNotSupported for an unknown
+// codec. Validate allocates one table of names.
 func (ix *Index) Validate(known Known) error {
 	if known == nil {
 		known = documented
@@ -56,7 +58,7 @@ func (ix *Index) Validate(known Known) error {
 	return nil
 }
 
-// documented knows whatever docs/format.md does.
+// documented knows the codecs and transforms of docs/format.md.
 func documented(c Codec, transform uint8, _ DType) bool {
 	switch c {
 	case CodecRaw:
@@ -150,7 +152,7 @@ func (v *validator) tensor(i int) error {
 func (v *validator) alias(i int) error {
 	t := &v.ix.Tensors[i]
 	if t.Alias < 0 || int(t.Alias) >= len(v.ix.Tensors) || !v.ix.Sources[t.Source].Overwire() {
-		return v.bad(i, -1, -1, "alias of tensor %d, which is not there", t.Alias)
+		return v.bad(i, -1, -1, "alias of tensor %d, which does not exist", t.Alias)
 	}
 	to := &v.ix.Tensors[t.Alias]
 	switch {
