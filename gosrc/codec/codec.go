@@ -1,6 +1,6 @@
 // Package codec turns stored chunks into logical bytes and back. Each codec is
-// a room below this one with a Decode and an Encode over byte slices, chosen
-// by the explicit table here: nothing registers itself.
+// a package below this one with a Decode and an Encode over byte slices, chosen by
+// the switches here: no codec registers itself.
 package codec
 
 import (
@@ -14,7 +14,7 @@ import (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// Sum is the checksum of stored chunks: CRC-32C (Castagnoli).
+// Sum returns the checksum of stored bytes: CRC-32C (Castagnoli).
 func Sum(p []byte) uint32 { return sum(p) }
 
 // Known reports whether this build decodes chunks of a codec and transform,
@@ -35,10 +35,9 @@ func Known(c tensor.Codec, transform uint8, d tensor.DType) bool {
 
 // Decode fills dst with the logical bytes of one stored chunk.
 //
-// len(dst) must be c.Logical and len(src) c.Stored. Bad bytes are
-// fault.ErrCorrupt, and dst then holds nothing of use; nothing is ever written
-// outside dst. The checksum is the caller's to compare first (Sum). Safe for
-// concurrent use.
+// len(dst) must be c.Logical and len(src) c.Stored. Compare the checksum (Sum)
+// first. Bad bytes are fault.ErrCorrupt, and the content of dst is then undefined;
+// Decode never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte, c tensor.Chunk) error {
 	if uint64(len(dst)) != uint64(c.Logical) || uint64(len(src)) != uint64(c.Stored) {
 		return fault.New(fault.ErrArgument, "chunk of %d -> %d bytes given buffers of %d -> %d",
@@ -56,9 +55,9 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 	return fault.New(fault.ErrNotSupported, "codec %d", uint8(c.Codec))
 }
 
-// Use chooses the decoder by name: "scalar", "avx2", "avx512"; any other name,
-// and one above what the machine has, is the best there is. It is for the
-// start of a process: not safe beside Decode.
+// Use chooses the decoder by name: "scalar", "avx2", "avx512". Any other name, or one
+// that the machine lacks, chooses the best that it has. Call it at the start of a
+// process: it is not safe beside Decode.
 func Use(name string) {
 	level, ok := map[string]x16.Level{"scalar": x16.Scalar, "avx2": x16.AVX2, "avx512": x16.AVX512}[name]
 	if !ok {

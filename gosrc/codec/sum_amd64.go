@@ -2,6 +2,8 @@
 
 package codec
 
+// This file computes CRC-32C with AVX-512 and carry-less multiplication.
+
 import (
 	"hash/crc32"
 	"simd/archsimd"

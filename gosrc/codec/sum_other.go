@@ -2,6 +2,8 @@
 
 package codec
 
+// This file computes CRC-32C where there is no AVX-512.
+
 import "hash/crc32"
 
 func sum(p []byte) uint32 { return crc32.Checksum(p, castagnoli) }

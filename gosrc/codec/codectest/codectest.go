@@ -1,6 +1,6 @@
-// Package codectest is the one suite that every codec passes: what comes out
-// is what went in, nothing outside the destination is touched, and bad bytes
-// give an error of class Corrupt, never a panic.
+// Package codectest is the suite that every codec passes: decoding gives back the
+// encoded bytes, writes nothing outside the destination, and answers bad bytes with
+// an error of class Corrupt, never a panic.
 package codectest
 
 import (
@@ -13,25 +13,24 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// guard is how many bytes around every buffer must stay as they were.
+// guard is the number of bytes around every buffer that must not change.
 const guard = 128
 
 // A Codec is one codec, or one twin of a codec, with one set of parameters.
 type Codec struct {
-	// Encode appends the chunk of src to dst; ok false means not worth it.
-	// note is what the index would remember for Decode.
+	// Encode appends the chunk of src to dst; ok is false if it gains nothing.
+	// note is what the index would store for Decode.
 	Encode func(dst, src []byte) (out []byte, note uint16, ok bool)
 	Decode func(dst, src []byte, note uint16) error
 }
 
-// A Sample is one input by name.
+// A Sample is a named input.
 type Sample struct {
 	Name string
 	Data []byte
 }
 
-// Run passes the samples through the suite. Random choices come from seed,
-// which is printed.
+// Run runs the suite on the samples. Random choices come from seed, which it prints.
 func Run(t *testing.T, c Codec, samples []Sample, seed uint64) {
 	t.Helper()
 	t.Logf("seed %d", seed)
@@ -70,8 +69,7 @@ func Run(t *testing.T, c Codec, samples []Sample, seed uint64) {
 func Decode(c Codec, chunk []byte, size int, note uint16) ([]byte, error) {
 	room := bytes.Repeat([]byte{0xa5}, size+2*guard)
 	dst := room[guard : guard+size : guard+size]
-	// src ends with its backing array, so that the race detector and
-	// sanitizers see reads beyond it.
+	// src ends with its array, so that sanitizers see reads beyond it.
 	src := append(make([]byte, 0, len(chunk)), chunk...)
 	err := c.Decode(dst, src, note)
 	for i, b := range room {
@@ -88,8 +86,8 @@ func Decode(c Codec, chunk []byte, size int, note uint16) ([]byte, error) {
 	return dst, err
 }
 
-// mutate breaks a chunk in many ways. Some give other bytes, most give an
-// error; none may do anything else.
+// mutate changes a chunk in many ways. A change may give other bytes or an error,
+// and nothing else.
 func mutate(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, note uint16) {
 	t.Helper()
 	check := func(what string, p []byte, size int, note uint16, mayPass bool) {
@@ -106,7 +104,7 @@ func mutate(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, note ui
 		p := bytes.Clone(chunk)
 		for range 1 + r.IntN(3) {
 			i := r.IntN(len(p))
-			if r.IntN(2) == 0 { // most of the structure is in front
+			if r.IntN(2) == 0 { // most of the structure is at the front
 				i = r.IntN(min(len(p), 256))
 			}
 			p[i] ^= byte(1 << r.IntN(8))

@@ -147,8 +147,8 @@ func (d *decoder) kernel512(run []*segment) {
 	}
 }
 
-// emit512 makes the next tile but so many of every segment of run from the
-// labels in acc.
+// emit512 writes a tile of every segment of run from the labels in acc: the tile
+// that is tile tiles after those already written.
 func (d *decoder) emit512(run []*segment, acc *[4][lanes]uint32, tile int) {
 	values := archsimd.LoadUint8x64(&d.fast.values)
 	order0, order1 := archsimd.LoadUint8x64(&order512[0]), archsimd.LoadUint8x64(&order512[1])

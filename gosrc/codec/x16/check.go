@@ -1,26 +1,27 @@
 package x16
 
+// This file checks chunks before a GPU decodes them.
+
 import (
 	"encoding/binary"
 
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// room stands for destinations that are only measured, never touched: it costs
-// addresses, not memory.
-var room [tensor.MaxChunkBytes]byte
+// target is a destination that is measured but never touched: it takes addresses,
+// not memory.
+var target [tensor.MaxChunkBytes]byte
 
-// Check does what Decode does before it decodes a word: it checks the header,
-// the table, the directory and the segments' first states of a chunk of c, so
-// that a GPU is never given tables that make no sense. Any error is
-// fault.ErrCorrupt. It is safe for concurrent use.
+// Check checks what Decode checks before it decodes a word: the header, the table,
+// the directory and the segments' first states of a chunk of c. So a GPU never gets
+// inconsistent tables. Any error is fault.ErrCorrupt. It is safe for concurrent use.
 func Check(src []byte, c tensor.Chunk) error {
 	if c.Logical > tensor.MaxChunkBytes || uint64(len(src)) != uint64(c.Stored) {
 		return corrupt("chunk of %d -> %d bytes in %d", c.Stored, c.Logical, len(src))
 	}
 	d := decoders.Get().(*decoder)
 	defer decoders.Put(d)
-	err := d.parse(room[:c.Logical:c.Logical], src, c.Transform, c.SegTiles)
+	err := d.parse(target[:c.Logical:c.Logical], src, c.Transform, c.SegTiles)
 	d.dst = nil
 	for seg := 0; err == nil && seg < d.segs; seg++ {
 		at := d.offset(seg)
@@ -36,8 +37,8 @@ func Check(src []byte, c tensor.Chunk) error {
 	return err
 }
 
-// Segments is how many segments a chunk of c has, the work items of a GPU: at
-// least one, whose warp copies the tail. The chunk has passed Check.
+// Segments returns the number of segments of a chunk of c, the work items of a GPU.
+// It is at least one, whose warp copies the tail. The chunk has passed Check.
 func Segments(c tensor.Chunk) int {
 	tiles := int(c.Logical) * 8 / forms[c.Transform].bits / tileSyms
 	return max(1, (tiles+int(c.SegTiles)-1)/int(c.SegTiles))

@@ -1,25 +1,27 @@
 package x16
 
+// This file decodes a chunk, by the fastest decoder that this machine has.
+
 import (
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// A Level is an instruction set that a decoder is written for.
+// A Level is an instruction set of a decoder.
 type Level uint8
 
-// The levels, in rising order of speed.
+// The levels, from slow to fast.
 const (
 	Scalar Level = iota
 	AVX2
 	AVX512
 )
 
-// String returns the level's name for people ("AVX-512").
+// String returns the level's name ("AVX-512").
 func (l Level) String() string { return [...]string{"scalar", "AVX2", "AVX-512"}[l] }
 
-// best is what this machine and build can do; level is what is used.
+// best is the highest level of this machine and build; level is the one in use.
 var (
 	best  = detect()
 	level = best
@@ -31,17 +33,17 @@ func Best() Level { return best }
 // Using returns the level that Decode and Encode use.
 func Using() Level { return level }
 
-// Use sets the level that Decode and Encode use, at most Best. It is for the
-// start of a process: not safe beside Decode and Encode.
+// Use sets the level that Decode and Encode use, at most Best. Call it at the start
+// of a process: it is not safe beside Decode and Encode.
 func Use(l Level) { level = min(l, best) }
 
 var decoders = sync.Pool{New: func() any { return &decoder{lanes: new(laneMemory)} }}
 
-// Decode fills dst with the logical bytes of the chunk src, whose transform
-// and tiles per segment stand in the index.
+// Decode fills dst with the logical bytes of the chunk src. The transform and the
+// tiles per segment are those of the index.
 //
-// Any error is fault.ErrCorrupt: dst then holds nothing of use. It reads
-// nothing outside src, writes nothing outside dst, and is safe for concurrent
+// Any error is fault.ErrCorrupt, and the content of dst is then undefined. Decode
+// reads nothing outside src, writes nothing outside dst, and is safe for concurrent
 // use.
 func Decode(dst, src []byte, transform uint8, segTiles uint16) error {
 	return DecodeAt(level, dst, src, transform, segTiles)
@@ -74,8 +76,8 @@ func (d *decoder) decode(dst, src []byte, transform uint8, segTiles uint16) erro
 	if d.level > Scalar {
 		d.fast.build(d)
 	}
-	// Segments are decoded some at a time, so that one's latencies hide behind
-	// the others' work.
+	// Several segments are decoded together, so that the latencies of one hide
+	// behind the work of the others.
 	for seg := 0; seg < d.segs; {
 		n := min(len(d.run), d.segs-seg)
 		run := d.run[:n]
@@ -104,7 +106,7 @@ func (d *decoder) segments(run []segment) error {
 		for i := range run {
 			run[i].want, run[i].got = min(batch, run[i].tiles), 0
 		}
-		d.kernel(run) // leaves to the scalar twin what it cannot do safely
+		d.kernel(run) // leaves the rest to the scalar twin
 		for i := range run {
 			s := &run[i]
 			if !d.scalar(s, s.vals[s.got*tileSyms:s.want*tileSyms]) {
@@ -118,7 +120,7 @@ func (d *decoder) segments(run []segment) error {
 	return nil
 }
 
-// decodeOne puts together a chunk whose symbols are all the same.
+// decodeOne decodes a chunk whose symbols are all the same.
 func (d *decoder) decodeOne() {
 	v := d.palette[d.symbol]
 	vals := d.vals[0][:fillTiles*tileSyms]
@@ -130,7 +132,7 @@ func (d *decoder) decodeOne() {
 	}
 }
 
-// planes gives the bytes of every plane from tile on, for n tiles.
+// planes returns the bytes of every plane for n tiles from tile on.
 func (d *decoder) planes(tile, n int) (p [maxPlanes][]byte) {
 	for i, bits := range d.form.planes {
 		size := n * tileSyms / 8 * bits
@@ -144,7 +146,7 @@ func (d *decoder) planes(tile, n int) (p [maxPlanes][]byte) {
 	return
 }
 
-// merge puts the values of whole tiles together with their planes, in dst.
+// merge joins the values of whole tiles and their planes into dst.
 func (d *decoder) merge(vals []byte, tile int) {
 	size := d.tileBytes()
 	for len(vals) > 0 {

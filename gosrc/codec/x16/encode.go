@@ -1,23 +1,25 @@
 package x16
 
+// This file encodes a chunk.
+
 import (
 	"encoding/binary"
 	"math/bits"
 )
 
-// gain is the size, as a share of the logical bytes, above which a chunk is
-// better stored raw.
+// gain is the size, as a share of the logical bytes, above which a chunk is stored
+// raw.
 const gain = 0.99
 
 // defaultSegTiles is the longest segment that encoders make: 64 Ki symbols.
 // Half of it costs 0.13 % more bytes for 4 % more speed on the CPU. On an H200
 // it makes no difference to large launches, and 64 MiB alone still decode at
-// 0.49 TB/s, six times what the wire brings.
+// 0.49 TB/s, six times the rate of the link.
 const defaultSegTiles = 256
 
-// An Encoder makes chunks. It keeps its scratch memory between them, so that
-// one which has seen a chunk of some size allocates nothing for the next. The
-// zero value is ready; one goroutine uses it at a time.
+// An Encoder encodes chunks. It keeps its scratch memory, so that the next chunk of
+// the same size allocates nothing. The zero value is ready; one goroutine uses it at
+// a time.
 type Encoder struct {
 	vals  []byte            // symbol values, later symbols
 	plane [maxPlanes][]byte // one each
@@ -47,10 +49,9 @@ type coder struct {
 	freq    uint32
 }
 
-// Encode appends the chunk of src to dst. The number of tiles per segment
-// goes into the index with it. ok is false, and dst unchanged, if that would
-// not be worth it: store the bytes raw then. The same src gives the same chunk
-// on every machine.
+// Encode appends the chunk of src to dst. Store the number of tiles per segment in
+// the index. ok is false, and dst unchanged, if that would gain too little: then
+// store the bytes raw. The same src gives the same chunk on every machine.
 func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, segTiles uint16, ok bool) {
 	if !known(transform) {
 		return dst, 0, false
@@ -125,7 +126,7 @@ func whole(v byte, bits int) bool {
 // segments are 13 % of a bf16 tensor of 4 KB.
 const minSegTiles = 32
 
-// grid cuts tiles into equal segments of at most longest tiles, a multiple of
+// grid divides tiles into equal segments of at most longest tiles, a multiple of
 // four of them where there are enough, since decoders run four at a time.
 func grid(tiles, longest int) (segTiles, segs int) {
 	if longest == 0 {

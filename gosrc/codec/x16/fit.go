@@ -1,5 +1,7 @@
 package x16
 
+// This file chooses the symbols of a chunk and their frequencies.
+
 import "math"
 
 // escapeBits is what one escape costs beside its symbol: u16 + u8.

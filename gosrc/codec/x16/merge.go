@@ -1,5 +1,7 @@
 package x16
 
+// This file joins symbol values and planes into elements: the scalar reference.
+
 import "encoding/binary"
 
 // mergeScalar puts symbol values and planes together: the inverse of split.

@@ -2,6 +2,8 @@
 
 package x16
 
+// This file joins symbol values and planes into elements, in vectors.
+
 import (
 	"simd/archsimd"
 	"unsafe"

@@ -1,5 +1,7 @@
 package x16
 
+// This file parses a chunk and drives the decoding of its segments.
+
 import (
 	"encoding/binary"
 

@@ -1,5 +1,7 @@
 package x16
 
+// This file decodes segments without vectors: the reference of the other decoders.
+
 import (
 	"bytes"
 	"encoding/binary"

@@ -2,6 +2,8 @@
 
 package x16
 
+// This file has what the AVX2 and AVX-512 decoders share.
+
 import (
 	"simd/archsimd"
 	"unsafe"

@@ -1,5 +1,7 @@
 package x16
 
+// This file divides elements into symbol values and planes: the scalar reference.
+
 import "encoding/binary"
 
 // splitScalar takes elements apart into symbol values and planes. vals has

@@ -2,6 +2,8 @@
 
 package x16
 
+// This file divides elements into symbol values and planes with AVX-512.
+
 import (
 	"simd/archsimd"
 	"unsafe"

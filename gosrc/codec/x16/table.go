@@ -1,5 +1,7 @@
 package x16
 
+// This file checks and expands the probability table of a chunk.
+
 import "github.com/overwire/overwire/gosrc/fault"
 
 // A table is the probability model of a chunk as it is stored: what each of
@@ -80,8 +82,8 @@ func newTable(freq [16]uint8) (t table) {
 	for k, f := range freq {
 		left[k] = int(f)
 	}
-	// Buckets are closed one at a time; whoever gives may fall below 16 and
-	// is then closed in its turn, so somebody above 16 exists while any is
+	// Buckets are closed one at a time. A giver that falls below 16 is closed
+	// next, so a bucket above 16 exists while any is
 	// below (their mean is 16).
 	var closed [16]bool
 	for range 16 {
