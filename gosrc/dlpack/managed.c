@@ -1,7 +1,7 @@
-// Tensors in C memory: made in one allocation, freed by whoever holds them
-// last, on any thread, without Go and without Python. In a forked child
-// nothing is freed: the pages are shared with the parent, and the child must
-// be able to exit without touching anything of ours.
+// Tensors in C memory: one allocation each, freed with the last reference, on
+// any thread, without Go and without Python. A forked child frees nothing: it
+// shares the pages with the parent, and must be able to exit without touching
+// the engine.
 #include "managed.h"
 
 #include <pthread.h>

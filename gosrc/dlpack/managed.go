@@ -15,9 +15,9 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// New returns a DLManagedTensor in C memory that describes mem and takes over
-// its hold: from then on mem belongs to whoever calls the deleter. On an error
-// the hold is still the caller's.
+// New returns a DLManagedTensor in C memory that describes mem, and takes over
+// its reference: the deleter releases it. If New fails, the reference is still
+// the caller's.
 func New(mem device.Memory, t Type, shape []int64) (unsafe.Pointer, error) {
 	m := C.ow_managed_new(mem.Ptr, C.int64_t(mem.Bytes), (*C.struct_ow_block)(unsafe.Pointer(mem.Block)),
 		C.struct_ow_type{code: C.uint8_t(t.Code), bits: C.uint8_t(t.Bits), lanes: C.uint16_t(t.Lanes)},
@@ -28,19 +28,19 @@ func New(mem device.Memory, t Type, shape []int64) (unsafe.Pointer, error) {
 	return unsafe.Pointer(m), nil
 }
 
-// A Batch is many calls of New in one of C, which a call of its own for each
-// would cost as much as the work.
+// A Batch makes many tensors by one call of C: a call for each would cost as much
+// as the work.
 type Batch struct {
 	all  []C.struct_ow_wanted
 	dims []int64
 }
 
-// NewBatch has room for n tensors.
+// NewBatch returns a batch with space for n tensors.
 func NewBatch(n int) *Batch {
 	return &Batch{make([]C.struct_ow_wanted, 0, n), make([]int64, 0, 2*n)}
 }
 
-// Add does what New does, at Make.
+// Add queues what New would do; Make does it.
 func (b *Batch) Add(mem device.Memory, t Type, shape []int64) {
 	b.all = append(b.all, C.struct_ow_wanted{
 		data: C.uint64_t(uintptr(mem.Ptr)), block: C.uint64_t(uintptr(unsafe.Pointer(mem.Block))), bytes: C.int64_t(mem.Bytes),
@@ -50,8 +50,8 @@ func (b *Batch) Add(mem device.Memory, t Type, shape []int64) {
 	b.dims = append(b.dims, shape...)
 }
 
-// Make hands the DLManagedTensor of each to fn, in order. On an error none is
-// left, and all holds are still the caller's.
+// Make calls fn with each DLManagedTensor, in order. If Make fails, it has freed
+// them all, and every reference is still the caller's.
 func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
 	made := int(C.ow_managed_many(unsafe.SliceData(b.all), C.int64_t(len(b.all)), (*C.int64_t)(unsafe.SliceData(b.dims))))
 	if made < len(b.all) {
@@ -66,5 +66,5 @@ func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
 	return nil
 }
 
-// Delete does what the last consumer of a tensor does.
+// Delete calls the deleter, as the last consumer of a tensor does.
 func Delete(managed unsafe.Pointer) { C.ow_managed_delete(managed) }

@@ -1,5 +1,5 @@
-// The C side of this room. Structures are DLPack's own (dmlc/dlpack, ABI of
-// version 0.x, which every consumer reads), under names of ours.
+// The C side of this package. The structures are DLPack's (dmlc/dlpack, the ABI
+// of version 0.x, which every consumer reads), under our names.
 #ifndef OW_MANAGED_H
 #define OW_MANAGED_H
 
@@ -47,7 +47,7 @@ struct ow_listed {
 };
 
 // ow_managed_new describes n bytes at data, dense in C order, on the CPU or,
-// with cuda > 0, on CUDA device cuda - 1, and takes over one hold of block (NULL: memory that nobody frees). NULL: out of memory,
+// with cuda > 0, on CUDA device cuda - 1, and takes over one hold of block (NULL: memory that is never freed). NULL: out of memory,
 // and the hold is still the caller's.
 struct ow_managed *ow_managed_new(void *data, int64_t n, struct ow_block *block, struct ow_type type, int32_t ndim,
                                   const int64_t *shape, int32_t cuda);
