@@ -1,7 +1,7 @@
-// Package fetch is the verb that brings the bytes of URIs, one after the other,
-// to one writer, whatever is in them. Parts are read ahead, several at once: two
-// at first, and one more for each that was taken, up to a window that does not
-// grow. Looking at the beginning alone does not fetch the rest.
+// Package fetch is the verb that writes the bytes of URIs, one after the other, to
+// one writer. It reads parts ahead, several at once: two at first, and one more
+// for each that was written, up to a fixed window. So a caller that stops at the
+// beginning has not fetched the rest.
 package fetch
 
 import (
@@ -20,46 +20,46 @@ import (
 )
 
 const (
-	first  = 256 << 10 // the first part of each: what its opening may have brought
+	first  = 256 << 10 // the first part of each: opening the source may have read it
 	part   = 4 << 20
-	window = 16 // parts in memory
-	begin  = 2  // of them, before any was taken
+	window = 16 // most parts in memory
+	begin  = 2  // parts that are read before any was written
 )
 
 // A Spec says what to fetch.
 type Spec struct {
 	URIs    []string       `json:"uris"`
 	Storage source.Options `json:"storage"`
-	// Sizes are the bytes that the objects have; nil: that is not known. Another
-	// number is an error before the first byte, and an external downloader is
-	// then started once for all of them.
+	// Sizes are the sizes of the objects in bytes; nil: unknown. If an object has
+	// another size, Fetch fails before its first byte. With sizes, an external
+	// downloader is started once for all objects.
 	Sizes []int64 `json:"sizes"`
-	// Own leaves nothing to an external downloader, which this may be.
+	// Own never uses the external downloader, which may be this program.
 	Own bool `json:"own"`
-	// Most is the most bytes that all of them may have; 0: any number.
+	// Most is the most bytes that all objects together may have; 0: no limit.
 	Most int64 `json:"most"`
-	// From and To are the bytes of the one URI to fetch, To exclusive; 0: to its
-	// end. What the object has not got is not an error.
+	// From and To (exclusive) are the bytes to fetch of the one URI; To 0: to its
+	// end. An object that ends earlier is no error.
 	From int64 `json:"from"`
 	To   int64 `json:"to"`
-	// Pin is the one object as another fetch has found it: if it is another one
-	// now, that is fault.ErrCorrupt before the first byte.
+	// Pin is the state of the one object in an earlier fetch. If the object has
+	// changed, Fetch returns fault.ErrCorrupt before the first byte.
 	Pin *Pin `json:"pin"`
 }
 
-// A Pin tells one state of an object from others, by what its store says of it.
+// A Pin identifies one state of an object by what its store reports.
 type Pin struct {
 	Size int64 `json:"size"`
-	// Identity is an ETag, a date, or a file's inode and time; nil where the
-	// store gives nothing of the kind. Bytes, since an ETag need not be UTF-8.
+	// Identity is an ETag, a date, or a file's inode and time; nil if the store
+	// reports none. It is bytes, since an ETag need not be UTF-8.
 	Identity []byte `json:"identity"`
 }
 
-// A Report is what was fetched.
+// A Report describes what was fetched.
 type Report struct {
 	Bytes   int64   `json:"bytes"`
 	Seconds float64 `json:"seconds"`
-	// Pin is there from the opening on, for one URI alone.
+	// Pin is set once the source is open, if there is one URI.
 	Pin *Pin `json:"pin"`
 }
 
@@ -68,7 +68,7 @@ type piece struct {
 	buf  []byte
 	err  error
 	done chan struct{}
-	last source.Source // to be closed after this piece
+	last source.Source // the source to close after this piece
 }
 
 // Fetch writes the bytes of every URI to w. After an error w has a prefix of
@@ -94,7 +94,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	pieces := make(chan *piece, window)
 	free := make(chan []byte, window)
 	ready := begin
-	if spec.Own { // a program that others read: it fetches ahead, whatever they take
+	if spec.Own { // another program reads the output: fetch ahead however fast it reads
 		ready = window
 	}
 	for range ready {
@@ -116,7 +116,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 		defer wg.Done()
 		defer close(pieces)
 		if err := spawn.Guard("fetch", func() error { return ahead(ctx, j, spec, opened, pieces, free, &wg) }); err != nil {
-			cancel(err) // only the first cause stays
+			cancel(err) // the first cause counts
 		}
 	})
 	more := window - ready
@@ -151,8 +151,8 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	return rep, nil
 }
 
-// identity is what the store of a source says that tells this state of it from
-// others, nil if nothing.
+// identity returns what the store reports to distinguish this state of a source
+// from others, or nil.
 func identity(s source.Source) []byte {
 	switch f := s.Facts(); {
 	case f.File != nil: // one that may miss a change still finds most
@@ -163,7 +163,7 @@ func identity(s source.Source) []byte {
 	return nil
 }
 
-// same compares what is found with the pin; nil pins nothing.
+// same compares the state now with the pin. A nil pin accepts every state.
 func (p *Pin) same(now *Pin, uri string) error {
 	if p == nil || p.Size == now.Size && bytes.Equal(p.Identity, now.Identity) {
 		return nil
@@ -176,8 +176,8 @@ func (p *Pin) same(now *Pin, uri string) error {
 		Err: fault.New(fault.ErrCorrupt, "changed since it was opened: %s", what)}
 }
 
-// ahead opens the sources and starts the reads, as far as there are buffers.
-// opened hears of each source that was opened.
+// ahead opens the sources and starts reads while there are free buffers. It calls
+// opened for each source.
 func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source) error, pieces chan<- *piece, free <-chan []byte, wg *sync.WaitGroup) error {
 	dial := open.With(spec.Storage)
 	switch {
@@ -236,7 +236,7 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source
 			if off+n == size {
 				p.last = s
 			}
-			pieces <- p // has room: there are as many buffers as places
+			pieces <- p // never blocks: there are no more buffers than places
 			wg.Add(1)
 			spawn.Go("fetch part", func() {
 				defer wg.Done()

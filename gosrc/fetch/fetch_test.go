@@ -64,15 +64,15 @@ func TestFetch(t *testing.T) {
 	if err != nil || !bytes.Equal(got.Bytes(), want) {
 		t.Fatalf("%v, or other bytes", err)
 	}
-	calm, err := serve.New(dir, serve.Options{})
+	steady, err := serve.New(dir, serve.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer calm.Close()
-	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{calm.URL() + "b", calm.URL() + "none"}}, io.Discard); !errors.Is(err, fault.ErrNotFound) {
+	defer steady.Close()
+	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{steady.URL() + "b", steady.URL() + "none"}}, io.Discard); !errors.Is(err, fault.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
-	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{calm.URL() + "d"}}, full{}); !errors.Is(err, fault.ErrIO) {
+	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{steady.URL() + "d"}}, full{}); !errors.Is(err, fault.ErrIO) {
 		t.Errorf("%v", err)
 	}
 	if _, err := Fetch(context.Background(), nil, Spec{}, io.Discard); !errors.Is(err, fault.ErrArgument) {
