@@ -1,5 +1,7 @@
 package format
 
+// This file keeps the indexes of files that were opened before.
+
 import (
 	"container/list"
 	"sync"
@@ -11,15 +13,15 @@ import (
 // cacheBytes bounds what a Cache holds, about 400,000 tensors.
 const cacheBytes = 64 << 20
 
-// A Cache keeps the indexes of files that were opened, the latest ones up to
-// a bound, so that opening such a file again reads and parses nothing. What it
-// gives is of the very state of the file that is open: sources without an
-// Identity, and files that were changed a moment ago, are not kept. The zero
-// value is ready; it is safe for concurrent use.
+// A Cache keeps the indexes of the files opened last, up to a bound, so that opening
+// such a file again reads and parses nothing. An index from the cache is that of
+// the file's present state: the cache does not keep sources without an Identity, or
+// files that changed a moment ago. The zero value is ready to use. A Cache is safe
+// for concurrent use.
 type Cache struct {
 	mu    sync.Mutex
 	by    map[cacheKey]*list.Element // of *cached
-	order list.List                  // the latest first
+	order list.List                  // the last used first
 	bytes int64
 }
 
@@ -34,7 +36,7 @@ type cached struct {
 	bytes int64
 }
 
-// key says under what a source's index is kept, if it is.
+// key returns the key of a source's index; ok is false if it may not be kept.
 func (c *Cache) key(src source.Source, lenient bool) (k cacheKey, ok bool) {
 	if c == nil {
 		return k, false
@@ -43,7 +45,7 @@ func (c *Cache) key(src source.Source, lenient bool) (k cacheKey, ok bool) {
 	return cacheKey{f.Identity, lenient}, f.File != nil && f.Settled
 }
 
-// get returns the index of a file under the name that it has now, or nil.
+// get returns the index of a file, with the name that the file has now, or nil.
 func (c *Cache) get(k cacheKey, uri string) *tensor.Index {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -58,7 +60,7 @@ func (c *Cache) get(k cacheKey, uri string) *tensor.Index {
 	return &tensor.Index{Sources: []tensor.Source{s}, Tensors: was.Tensors, Chunks: was.Chunks}
 }
 
-// put keeps the index of one source and drops the oldest ones for it.
+// put keeps the index of one source, and drops old ones to make space.
 func (c *Cache) put(k cacheKey, ix *tensor.Index) {
 	e := &cached{k, ix, footprint(ix)}
 	c.mu.Lock()
@@ -78,7 +80,7 @@ func (c *Cache) put(k cacheKey, ix *tensor.Index) {
 	}
 }
 
-// footprint is about how much memory an index takes.
+// footprint estimates the memory of an index.
 func footprint(ix *tensor.Index) int64 {
 	n := 1024 + 128*int64(len(ix.Tensors)) + 32*int64(len(ix.Chunks))
 	for i := range ix.Tensors {

@@ -1,6 +1,6 @@
-// Package format turns sources into an Index: it sees which kind of file each
-// source is, reads what it says of itself, and holds all of it to the rules
-// before a byte of data is read. Each kind is a room below this one.
+// Package format turns sources into an Index: it finds out which kind of file each
+// source is, reads its header and index, and validates them before a byte of data
+// is read. Each kind of file has a package of its own.
 package format
 
 import (
@@ -17,27 +17,27 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// Options of Open. The zero value is strict and takes any codec that
-// docs/format.md has.
+// Options of Open. The zero value is strict and accepts every codec of
+// docs/format.md.
 type Options struct {
 	// Lenient is for plain safetensors files; see safetensors.Options.
 	Lenient bool
-	// Keys are the tensors that will be asked for; nil: all. OpenAll leaves
-	// shards alone that have none of them by the word of an index.json.
+	// Keys are the tensors that the caller will use; nil: all. OpenAll does not
+	// open shards that have none of them according to an index.json.
 	Keys []string
-	// Known tells the codecs that can be decoded: codec.Known.
+	// Known reports which codecs can be decoded: codec.Known.
 	Known tensor.Known
-	// Cache, if not nil, is asked for indexes first and keeps those that are
-	// read. It must always be used with the same Known.
+	// Cache, if not nil, keeps the indexes that are read. Always use it with the
+	// same Known.
 	Cache *Cache
-	// List gives the files in a folder far away, sorted; fault.ErrNotSupported
-	// where the store cannot tell. nil: none can.
+	// List returns the files in a remote folder, sorted; fault.ErrNotSupported
+	// if the store cannot list them. nil: no store can.
 	List func(ctx context.Context, uri string) ([]string, error)
 	// Settings are Access.Decrypt.
 	Settings map[string]string
 }
 
-// Access is how files are reached, and what their formats have to be told.
+// Access says how to reach files, and has the settings of their formats.
 type Access struct {
 	source.Options
 	// Decrypt has the settings of formats that are read: the key or the password of
@@ -48,8 +48,8 @@ type Access struct {
 	Encrypt map[string]string `json:"encrypt"`
 }
 
-// Key is the same text for the same Storage and Decrypt: what was reached with one
-// may not be given to a caller with another. It has the values in it.
+// Key returns a text that is equal for equal Storage and Decrypt: a caller may only
+// share what was opened with the same Key. It contains secrets.
 func (a Access) Key() string {
 	return a.Options.Key() + "\x01" + source.Options{Storage: a.Decrypt}.Key()
 }
@@ -57,12 +57,12 @@ func (a Access) Key() string {
 // A reader reads the index of one kind of file.
 type reader struct {
 	is func(head []byte) bool
-	// index gives the index, validated, and the source to read tensors by, which
-	// owns src where it is another.
+	// index returns the validated index and the source of the tensors' bytes. If
+	// that is not src, it owns src.
 	index func(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error)
 }
 
-// readers are asked one after the other.
+// readers are tried in this order.
 var readers = []reader{
 	{tensorizer.Is, func(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error) {
 		return tensorizer.Index(ctx, src, head, opt.Settings, opt.Known)
@@ -71,15 +71,15 @@ var readers = []reader{
 }
 
 // Open reads the index of every source and joins them into one, in the order
-// given: source i of the result is srcs[i]. Each costs one read, or two when
-// header and index are over 256 KiB, three when both are, and none if the
-// cache has it. Several are read at once. Sources that have to be decrypted are
-// replaced in srcs by those that do it.
+// given: source i of the result is srcs[i]. Each costs one read, two if
+// header and index take more than 256 KiB, three if each of them does, and none if
+// the cache has it. Several are read at once. Open replaces encrypted sources in
+// srcs with sources that decrypt them.
 //
 // The error is a fault.At: fault.ErrFormat for bytes that are no such file,
 // fault.ErrCorrupt for a file that has changed or was cut short,
-// fault.ErrNotSupported for one of a newer version, and whatever the source
-// gives. Two sources may have tensors of one name; Index.Find tells.
+// fault.ErrNotSupported for one of a newer version, or the error of a source. Two
+// sources may have tensors of the same name; Index.Find reports that.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
 	parts := make([]*tensor.Index, len(srcs))
 	err := spawn.Each(ctx, "open", together, len(srcs), func(i int) (err error) {
@@ -92,7 +92,7 @@ func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index
 	return Join(parts)
 }
 
-// one reads the index of one source, and gives the source to read it by.
+// one reads the index of one source, and returns the source that reads its data.
 func one(ctx context.Context, src source.Source, opt Options) (*tensor.Index, source.Source, error) {
 	key, keep := opt.Cache.key(src, opt.Lenient)
 	if keep && len(opt.Settings) == 0 {
@@ -144,8 +144,8 @@ func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*te
 	return ix, src, tensorizer.Refuse(uri, opt.Settings, false)
 }
 
-// index returns the bytes of a container's index, which is the first tensor,
-// from what came with the header when they are there.
+// index returns the bytes of a container's index, its first tensor. It reads only
+// those that were not read with the header.
 func index(ctx context.Context, src source.Source, h *safetensors.Header) ([]byte, error) {
 	t := &h.Tensors[0]
 	if t.Name != overwire.IndexName {
@@ -167,8 +167,8 @@ func index(ctx context.Context, src source.Source, h *safetensors.Header) ([]byt
 	return blob, nil
 }
 
-// Join makes one Index of several, each valid, and takes them over: source
-// numbers, chunk numbers and aliases are moved along. One comes back as it is.
+// Join joins several valid indexes into one, and reuses their memory: it renumbers
+// sources, chunks and aliases. A single index is returned unchanged.
 func Join(parts []*tensor.Index) (*tensor.Index, error) {
 	if len(parts) == 1 {
 		return parts[0], nil

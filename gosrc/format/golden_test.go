@@ -59,8 +59,7 @@ func bytesOf(i int, n int64) []byte {
 	return b
 }
 
-// build writes a container with raw chunks, as the codec rooms are not for this
-// one: every layout and every grid, and bytes that read back.
+// build writes a container with raw chunks, as this package may not import codecs: every layout and every grid, and bytes that read back.
 func build(t testing.TB, metadata map[string]string, items []overwire.Item) []byte {
 	t.Helper()
 	l, err := overwire.NewLayout(metadata, items)

@@ -1,5 +1,7 @@
 package format
 
+// This file finds the files of a model that a user names.
+
 import (
 	"context"
 	"errors"
@@ -24,13 +26,13 @@ const (
 // An Opener opens one URI.
 type Opener = func(ctx context.Context, uri string) (source.Source, error)
 
-// Resolve turns what a user names into the files to open, in order: a file is
-// itself; an index.json is its shards; a folder is the shards of its
-// *.safetensors.index.json, or else its *.safetensors files by name. shards is
-// set where an index decided.
+// Resolve returns the files to open for a name, in order: a file stands for itself,
+// an index.json for its shards, a folder for the shards of its
+// *.safetensors.index.json, or else for its *.safetensors files by name. shards is
+// set if an index decided.
 //
-// A folder far away is a URI that ends in a slash, or a repository of hf://.
-// Where the store does not list it, it is what one of the usual names gives.
+// A remote folder is a URI that ends in a slash, or a repository of hf://. If
+// the store does not list it, the usual names of models are tried.
 func Resolve(ctx context.Context, uri string, open Opener, opt Options) (files []string, shards *safetensors.Shards, err error) {
 	if source.Remote(uri) {
 		return remote(ctx, uri, open, opt)
@@ -191,9 +193,9 @@ func fromIndex(path string) ([]string, *safetensors.Shards, error) {
 	return files, &shards, nil
 }
 
-// OpenAll resolves names, opens every file with open, and indexes them. A
-// tensor that an index.json promises has to be in the file that it names.
-// The caller owns the sources; after an error there are none.
+// OpenAll resolves names, opens every file with open, and indexes them. A tensor
+// of an index.json must be in the file that the index names. The caller closes the
+// sources; if OpenAll fails, it has closed them.
 func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source, err error) {
 	defer func() {
 		if err != nil {
@@ -228,7 +230,7 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 			return nil, srcs, err
 		}
 		part, err := Open(ctx, opened, opt)
-		copy(srcs[len(srcs)-len(opened):], opened) // those to read by
+		copy(srcs[len(srcs)-len(opened):], opened) // the sources to read from
 		if err != nil {
 			return nil, srcs, err
 		}
@@ -243,9 +245,8 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 	return ix, srcs, err
 }
 
-// Names returns the tensors that the index.json of every one of the uris
-// promises, without opening a shard; ok is false when one of them has no index,
-// so that only its files know.
+// Names returns the tensors that the index.json of each URI lists, without opening a
+// shard. ok is false if one has no index.json.
 func Names(ctx context.Context, uris []string, open Opener, opt Options) (names []string, ok bool, err error) {
 	names = []string{}
 	for _, uri := range uris {
@@ -260,11 +261,11 @@ func Names(ctx context.Context, uris []string, open Opener, opt Options) (names 
 	return names, true, nil
 }
 
-// together is how many files are opened, or indexed, at once: far away each
-// costs round trips, near by a core.
+// together is how many files are opened, or indexed, at once. A remote file
+// costs round trips, a local one a core.
 const together = 16
 
-// sources opens files. What it has opened is the caller's, error or not.
+// sources opens files. The caller closes them, even after an error.
 func sources(ctx context.Context, files []string, open Opener) ([]source.Source, error) {
 	srcs := make([]source.Source, len(files))
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -272,7 +273,7 @@ func sources(ctx context.Context, files []string, open Opener) ([]source.Source,
 	_ = spawn.Each(ctx, "open", together, len(files), func(i int) error {
 		s, err := open(ctx, files[i])
 		if err != nil {
-			cancel(err) // only the first cause stays
+			cancel(err) // the first cause counts
 			return err
 		}
 		srcs[i] = s

@@ -1,5 +1,7 @@
 package overwire
 
+// This file reads a container's index.
+
 import (
 	"hash/crc32"
 	"math"
@@ -10,13 +12,13 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Decode reads the index of one file and returns everything known of it,
-// validated; its Metadata is the user's, without our mark. h is the file's
-// header, which Is found to be ours, and blob the bytes of IndexName.
+// Decode decodes and validates the index of one file. The Metadata of the result is
+// the user's, without our mark. h is the file's header, for which Is returned true,
+// and blob the bytes of IndexName.
 //
-// The checksum comes first: bytes that have changed are fault.ErrCorrupt and
-// nothing in them is believed. Sound bytes that say something impossible are
-// fault.ErrFormat, and something new fault.ErrNotSupported.
+// Decode compares the checksum first: changed bytes are fault.ErrCorrupt. An
+// impossible value under a right checksum is fault.ErrFormat, and a newer version or
+// feature fault.ErrNotSupported.
 func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known tensor.Known) (*tensor.Index, error) {
 	d := decoder{blob: blob, h: h}
 	if err := d.frame(); err != nil {
@@ -35,7 +37,7 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	}
 	shapes := make([]int64, d.dims)
 	for i := range shapes {
-		shapes[i] = int64(le.Uint64(d.blob[headerSize+8*i:])) // negative ones are for Validate to find
+		shapes[i] = int64(le.Uint64(d.blob[headerSize+8*i:])) // Validate refuses negative ones
 	}
 	for i := range ix.Tensors {
 		name := h.Tensors[i+1].Name
@@ -58,12 +60,12 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	return ix, nil
 }
 
-// A decoder knows where the parts of a blob lie; counts are believed once
-// frame has held them to the blob's size and its checksum.
+// A decoder has the offsets of the sections of a blob. Use its counts only after
+// frame has checked them against the blob's size and checksum.
 type decoder struct {
 	blob                  []byte
 	h                     *safetensors.Header
-	at                    int64 // what is looked at, for errors
+	at                    int64 // the offset being decoded, for errors
 	tensors, chunks, dims int
 	records, chunkRecords int // offsets
 	newer                 bool
@@ -100,7 +102,7 @@ func (d *decoder) frame() error {
 	if !allZero(b[end+4:]) {
 		return corrupt(end+4, "the padding of the index is not zero")
 	}
-	// From here on the bytes are what a writer wrote.
+	// From here on, the bytes are as a writer wrote them.
 	major, minor := le.Uint16(b[4:]), le.Uint16(b[6:])
 	d.newer = minor > Minor
 	if major != Major || le.Uint64(b[8:]) != 0 || le.Uint16(b[28:]) != tensorSize || le.Uint16(b[30:]) != chunkSize {
@@ -127,8 +129,8 @@ func (d *decoder) frame() error {
 	return nil
 }
 
-// tensor puts record i and what the header says of the same tensor together;
-// both have to agree. It takes the tensor's dims off shapes.
+// tensor combines record i with the header's entry of the same tensor; the two must
+// agree. It takes the tensor's dims from shapes.
 func (d *decoder) tensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 	off := d.records + tensorSize*i
 	d.at = int64(off)

@@ -1,5 +1,7 @@
 package overwire
 
+// This file lays out a container that is being written.
+
 import (
 	"cmp"
 	"math"
@@ -12,61 +14,59 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Item is a tensor that a container shall hold, before it is known how many
-// bytes it will take.
+// An Item is a tensor to be stored; its stored size is not known yet.
 type Item struct {
 	Name  string
 	DType tensor.DType
 	Shape []int64
-	// Plain: stored as it is, readable by any safetensors reader. Tensors
-	// without bytes are plain whatever this says.
+	// Plain: stored as any safetensors reader expects it. Tensors without bytes
+	// are always plain.
 	Plain bool
-	// Alias is 1 + the number of the item that holds the same bytes, 0: none.
+	// Alias is 1 + the number of the item that has the same bytes; 0: none.
 	Alias int
-	// Parts are the column parts, 0 and 1: none. Plain tensors have none.
+	// Parts is the number of column parts; 0 means 1. Plain tensors have 1.
 	Parts int
-	// ChunkBytes is the logical size of a chunk; 0 for aliases and tensors
-	// without bytes, where it means nothing.
+	// ChunkBytes is the logical size of a chunk. It is unused for aliases and
+	// tensors without bytes.
 	ChunkBytes int64
 }
 
-// A Layout is a container being written. All counts are fixed from the start,
-// and with them the size of the index and room enough for the header: so the
-// chunks are written first, one behind the other from Start on, and the two
-// that describe them last.
+// A Layout is a container that is being written. All counts are fixed from the
+// start, and so are the size of the index and the space for the header: the chunks
+// are written first, one after the other from Start on, then index and header.
 //
 //	l, err := NewLayout(metadata, items)
 //	for c := range l.Chunks {        // in this order; encode in any
 //		... encode the chunk, set Sum, Codec, Transform, SegTiles ...
 //		off, err := l.Place(c, stored)
-//		... write it at off; what lies between chunks is zero ...
+//		... write it at off; the bytes between chunks are zero ...
 //	}
-//	... set Hash of every l.Tensors that is no alias ...
+//	... set Hash of every l.Tensors that is not an alias ...
 //	front, size, err := l.Seal(known) // write front at 0; the file has size bytes
 //
 // The same items and chunks give the same bytes. Not safe for concurrent use,
 // except that the fields of different chunks may be set by different
 // goroutines.
 type Layout struct {
-	// Tensors in file order. Hash is for the writer to set, Off and Stored
-	// come from Place, the rest is fixed.
+	// Tensors in file order. The writer sets Hash, Place sets Off and Stored, the
+	// rest is fixed.
 	Tensors []tensor.Tensor
-	// Chunks in file order. Logical is fixed, Off and Stored come from Place,
-	// the rest is for the writer to set.
+	// Chunks in file order. Logical is fixed, Place sets Off and Stored, the
+	// writer sets the rest.
 	Chunks []tensor.Chunk
-	// Items[i] is the item that Tensors[i] is.
+	// Items[i] is the number of the item of Tensors[i].
 	Items []int
 
 	metadata map[string]string
 	header   int64 // bytes left for the header
 	index    int64
-	pos      int64 // where the next byte goes
+	pos      int64 // offset of the next byte
 	placed   int   // chunks
 	at       int   // the tensor that the next chunk belongs to, or one before it
 }
 
-// NewLayout plans a container. Items that cannot be, and metadata that has our
-// own entry, are fault.ErrArgument.
+// NewLayout plans a container. Items that cannot be stored, and metadata with our
+// own key, are fault.ErrArgument.
 func NewLayout(metadata map[string]string, items []Item) (*Layout, error) {
 	l := &Layout{metadata: make(map[string]string, len(metadata)+1)}
 	for k, v := range metadata {
@@ -107,7 +107,7 @@ func NewLayout(metadata map[string]string, items []Item) (*Layout, error) {
 	if l.header-8 > tensor.MaxHeader {
 		return nil, fault.New(fault.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards", l.header, tensor.MaxHeader)
 	}
-	// A trial, so that names and metadata that cannot be are told now.
+	// A trial: names and metadata that cannot be stored are refused now.
 	if _, err := safetensors.AppendHeader(nil, l.metadata, l.entries(), DataAlign); err != nil {
 		return nil, err
 	}
@@ -156,7 +156,7 @@ func refuse(it *Item, format string, args ...any) error {
 	return &fault.At{Verb: "save", Tensor: it.Name, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrArgument, format, args...)}
 }
 
-// order puts items into the groups of docs/format.md section 1.
+// order sorts items into the groups of docs/format.md section 1.
 func (l *Layout) order(items []Item, sizes []int64) {
 	l.Items = make([]int, len(items))
 	for i := range items {
@@ -180,8 +180,8 @@ func (l *Layout) order(items []Item, sizes []int64) {
 		}
 		return strings.Compare(items[a].Name, items[b].Name)
 	})
-	// What has no bytes in the file and stands at its end has the same
-	// data_offsets whatever its group: by name, as readers sort it.
+	// Tensors without bytes at the end of the file have the same data_offsets in
+	// every group: they are sorted by name, as readers do.
 	tail := len(l.Items)
 	for tail > 0 && (sizes[l.Items[tail-1]] == 0 || items[l.Items[tail-1]].Alias != 0) {
 		tail--
@@ -189,7 +189,7 @@ func (l *Layout) order(items []Item, sizes []int64) {
 	slices.SortFunc(l.Items[tail:], func(a, b int) int { return cmp.Compare(items[a].Name, items[b].Name) })
 }
 
-// grid fills Tensors and Chunks with all that is fixed.
+// grid sets the fixed fields of Tensors and Chunks.
 func (l *Layout) grid(items []Item, sizes []int64) error {
 	place := make([]int32, len(items))
 	for i, item := range l.Items {
@@ -238,8 +238,8 @@ func (l *Layout) grid(items []Item, sizes []int64) error {
 // Start returns the offset of the first chunk.
 func (l *Layout) Start() int64 { return l.header + l.index }
 
-// Place says where chunk c goes, which takes stored bytes, and notes both.
-// Chunks are placed in their order.
+// Place returns the offset of chunk c, which takes stored bytes, and notes both.
+// Place chunks in their order.
 func (l *Layout) Place(c int, stored uint32) (off int64, err error) {
 	if c != l.placed || c >= len(l.Chunks) {
 		return 0, fault.New(fault.ErrEngine, "chunk %d placed after %d of %d", c, l.placed, len(l.Chunks))
@@ -265,8 +265,8 @@ func (l *Layout) Place(c int, stored uint32) (off int64, err error) {
 	return ch.Off, nil
 }
 
-// skip gives the tensors without chunks before the next chunk their place, and
-// the one of the next chunk its beginning.
+// skip sets the offsets of the tensors without chunks before the next chunk, and
+// that of the tensor of the next chunk.
 func (l *Layout) skip() {
 	for ; l.at < len(l.Tensors); l.at++ {
 		l.Tensors[l.at].Off = l.pos
@@ -276,8 +276,8 @@ func (l *Layout) skip() {
 	}
 }
 
-// entries are the tensors as the safetensors header shows them, with the
-// stored sizes known so far.
+// entries returns the tensors as entries of the safetensors header, with the
+// stored sizes as far as they are known.
 func (l *Layout) entries() []safetensors.Entry {
 	out := make([]safetensors.Entry, 0, len(l.Tensors)+1)
 	out = append(out, safetensors.Entry{Name: IndexName, DType: tensor.U8, Shape: []int64{l.index}, End: l.index})
@@ -296,8 +296,8 @@ func (l *Layout) entries() []safetensors.Entry {
 }
 
 // Seal returns the bytes before the first chunk, header and index, and the
-// size of the file. Every chunk has been placed. It runs the validator that
-// readers run: no file leaves that they would refuse. known is as there.
+// size of the file. Place every chunk first. Seal validates the result as
+// readers do. known is that of tensor.Index.Validate.
 func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) {
 	if l.placed != len(l.Chunks) {
 		return nil, 0, fault.New(fault.ErrEngine, "%d of %d chunks placed", l.placed, len(l.Chunks))

@@ -68,8 +68,8 @@ func write(l *Layout, seed uint64) ([]byte, int64, error) {
 	return l.Seal(nil)
 }
 
-// Whatever is laid out reads back as it was, sealed in the room that was left
-// for it before a chunk was placed, and twice the same.
+// Every layout reads back as it was, sealed in the space that was left for it
+// before a chunk was placed, and gives the same bytes a second time.
 func TestLayoutRoundTrip(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -120,7 +120,7 @@ func TestLayoutRoundTrip(t *testing.T) {
 	}
 }
 
-// Items that cannot be are the caller's mistake, told before anything is written.
+// Items that cannot be stored are refused before anything is written.
 func TestLayoutRefuses(t *testing.T) {
 	ok := Item{Name: "a", DType: tensor.U8, Shape: []int64{4}, ChunkBytes: 4096}
 	change := func(fn func(*Item)) []Item { it := ok; fn(&it); return []Item{it} }
@@ -141,7 +141,7 @@ func TestLayoutRefuses(t *testing.T) {
 		"unsplittable":     change(func(it *Item) { it.Parts = 2 }),
 		"plain in parts":   change(func(it *Item) { it.Shape, it.Parts, it.Plain = []int64{4, 4}, 2, true }),
 		"alias of itself":  change(func(it *Item) { it.Alias = 1 }),
-		"alias of nobody":  change(func(it *Item) { it.Alias = 2 }),
+		"alias of no item": change(func(it *Item) { it.Alias = 2 }),
 		"alias negative":   change(func(it *Item) { it.Alias = -1 }),
 		"alias, size":      {ok, {Name: "b", DType: tensor.U8, Shape: []int64{5}, Alias: 1}},
 		"alias, dtype":     {ok, {Name: "b", DType: tensor.I8, Shape: []int64{4}, Alias: 1}},
@@ -160,7 +160,7 @@ func TestLayoutRefuses(t *testing.T) {
 	}
 }
 
-// A writer that breaks the order of Place, or seals too early, is told so.
+// A writer that breaks the order of Place, or seals too early, gets an error.
 func TestLayoutMisuse(t *testing.T) {
 	items := []Item{{Name: "a", DType: tensor.U8, Shape: []int64{9000}, ChunkBytes: 4096}}
 	for name, use := range map[string]func(*Layout) error{

@@ -7,8 +7,8 @@
 //	                          header 64 | dims u64 each | tensors 64 each | chunks 32 each | CRC32C, padding
 //
 // Specification: docs/format.md sections 1, 2 and 4; nothing else writes it.
-// This room knows the bytes of the index; what they may say is the business of
-// tensor.Index.Validate, which Decode calls.
+// This package knows the bytes of the index; tensor.Index.Validate, which Decode
+// calls, checks their values.
 package overwire
 
 import (
@@ -27,17 +27,16 @@ import (
 )
 
 const (
-	// IndexName is the tensor that holds the index; no other may be called so.
+	// IndexName is the tensor that has the index. No other tensor may have this name.
 	IndexName = "overwire.index"
 	// MetadataKey is the entry of the metadata that marks a file as ours.
 	MetadataKey = "overwire"
 
-	// Major and Minor are the version that is written. A reader refuses another
-	// major and ignores a larger minor. Major 0 was drafts, which no release
-	// has written.
+	// Major and Minor are the version that we write. A reader refuses another major
+	// and accepts a larger minor. No release has written major 0.
 	Major, Minor = 1, 0
 
-	// DataAlign divides the offset of the data section.
+	// DataAlign: the offset of the data section is a multiple of it.
 	DataAlign = 4096
 
 	magic       = "OWIX"
@@ -48,7 +47,7 @@ const (
 	noAlias     = math.MaxUint32
 )
 
-// What a tensor record's layout says.
+// The layouts of a tensor record.
 const (
 	layoutChunks = iota
 	layoutPlain
@@ -65,9 +64,9 @@ func mark() string {
 	return `{"format":"` + strconv.Itoa(Major) + "." + strconv.Itoa(Minor) + `","index":"` + IndexName + `"}`
 }
 
-// Is reports whether a file is an overwire container, and refuses one that
-// only half is: a lost mark or index means that the header has changed, and
-// its blobs must not be taken for tensors of bytes.
+// Is reports whether a file is an overwire container. It refuses a file that has the
+// mark without the index, or the index without the mark: its header has changed,
+// and its blobs are not tensors of bytes.
 func Is(h *safetensors.Header) (bool, error) {
 	value, marked := h.Metadata[MetadataKey]
 	indexed := false
@@ -89,7 +88,7 @@ func Is(h *safetensors.Header) (bool, error) {
 	}
 	if err := json.Unmarshal([]byte(value), &m); err != nil {
 		if !indexed {
-			return false, nil // somebody else's entry
+			return false, nil // an entry of another program
 		}
 		return false, fault.New(fault.ErrCorrupt, "metadata entry %q: %v", MetadataKey, err)
 	}
@@ -107,7 +106,7 @@ func Is(h *safetensors.Header) (bool, error) {
 	return true, nil
 }
 
-// remedy is what to do about a file of another major version.
+// remedy says what to do about a file of another major version.
 func remedy(major uint64) string {
 	if major < Major {
 		return "it is a draft of before the first release; compress the model again"
@@ -115,12 +114,12 @@ func remedy(major uint64) string {
 	return "upgrade overwire"
 }
 
-// blobSize returns the bytes of an index, without overflow for any counts.
+// blobSize returns the bytes of an index. It does not overflow.
 func blobSize(tensors, chunks, dims uint64) uint64 {
 	return sizes.RoundUp(headerSize+8*dims+tensorSize*tensors+chunkSize*chunks+trailerSize, tensor.BlobAlign)
 }
 
-// A record is a tensor of the index as its bytes say it.
+// A record is a decoded tensor record.
 type record struct {
 	dtype      tensor.DType
 	rank       int
@@ -155,9 +154,9 @@ func (r *record) read(b []byte) {
 	}
 }
 
-// Append appends the index of a file to dst: ts and chunks are those of one
-// source, valid, their numbers from 0. head is everything before the data
-// section, which the index has a checksum of.
+// Append appends the index of a file to dst. ts and chunks are valid, of one source,
+// and numbered from 0. head is everything before the data section; the index has
+// its checksum.
 func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte) []byte {
 	dims := 0
 	for i := range ts {
@@ -209,5 +208,5 @@ func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte) 
 	return append(dst, make([]byte, start+int(size)-len(dst))...)
 }
 
-// allZero is for reserved bytes, which mean nothing to this version.
+// allZero checks reserved bytes.
 func allZero(b []byte) bool { return len(bytes.Trim(b, "\x00")) == 0 }

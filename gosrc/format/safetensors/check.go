@@ -1,5 +1,7 @@
 package safetensors
 
+// This file checks the tensors of a header against the rules of the format.
+
 import (
 	"cmp"
 	"slices"
@@ -9,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// check holds the parsed tensors to the rules of the format, in the order in
-// which the original does, and gives them their final order and offsets.
+// check checks the parsed tensors against the rules of the format, in the order of
+// the safetensors library, and sets their final order and offsets.
 func (h *Header) check(uri string, size int64, opt Options) error {
 	if err := h.unique(uri, opt); err != nil {
 		return err
@@ -50,7 +52,7 @@ func (h *Header) check(uri string, size int64, opt Options) error {
 		}
 		t.Off, t.Bytes = at, bytes
 	}
-	have := size - h.Data // not negative: Length saw to it
+	have := size - h.Data // not negative: Length checked it
 	if end > have {
 		return located(uri, "", size, fault.New(fault.ErrCorrupt,
 			"MetadataIncompleteBuffer: truncated, the file has %d bytes of %d", size, uint64(h.Data)+uint64(end)))

@@ -1,5 +1,7 @@
 package safetensors
 
+// This file parses the JSON of a header.
+
 import (
 	"bytes"
 	"strings"
@@ -9,13 +11,13 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A parser reads exactly the grammar of the header. Names and shapes lie in
-// blocks that many tensors share, and no block grows: the heap stays within a
-// small multiple of the header, and a tensor costs no allocation of its own.
+// A parser accepts exactly the grammar of the header. Tensors share blocks for their
+// names and shapes, and no block grows: the heap stays within a small multiple of
+// the header, and a tensor needs no allocation.
 type parser struct {
 	scanner
 	data     int64
-	tensor   string // being read
+	tensor   string // the tensor being read
 	tensors  []tensor.Tensor
 	metadata map[string]string
 	said     bool // "__metadata__" was there
@@ -28,7 +30,7 @@ func (p *parser) header() error {
 		p.bad = p.p + i
 		return fault.New(fault.ErrFormat, "InvalidHeader: not UTF-8")
 	}
-	// A closing brace a tensor, and never more than fit.
+	// One closing brace per tensor, and at most as many as the header has space for.
 	body := p.b[p.p:]
 	p.tensors = make([]tensor.Tensor, 0, min(bytes.Count(body, []byte{'}'}), len(body)/minEntry+1))
 	for more := p.open('{', '}'); more; more = p.more('}') {
@@ -56,7 +58,7 @@ func invalidUTF8(b []byte) int {
 	return -1
 }
 
-// member reads a name and what belongs to it.
+// member reads a name and its value.
 func (p *parser) member() bool {
 	name, ok := p.string()
 	if !ok {
@@ -76,13 +78,13 @@ func (p *parser) member() bool {
 // intern copies a name into a block.
 func (p *parser) intern(name []byte) string {
 	if p.names.Cap()-p.names.Len() < len(name) {
-		// What is left of the header bounds what is left of the names.
+		// The rest of the header bounds the rest of the names.
 		p.names = strings.Builder{}
 		p.names.Grow(max(len(name), min(64<<10, len(p.b)-p.p)))
 	}
 	from := p.names.Len()
 	p.names.Write(name)
-	return p.names.String()[from:] // stays: the block never moves
+	return p.names.String()[from:] // stays valid: the block never moves
 }
 
 // shape copies dims into a block.
@@ -99,7 +101,7 @@ func (p *parser) shape(dims []int64) []int64 {
 }
 
 // meta reads the value of "__metadata__": an object of strings, or null, which
-// the original reads as none.
+// means none.
 func (p *parser) meta() bool {
 	if p.said && !p.lenient {
 		return p.fail("duplicate field `%s`", MetadataKey)
@@ -157,8 +159,8 @@ const (
 	hasOffsets
 )
 
-// entry reads one tensor. Off and Stored are what data_offsets says, relative
-// to the data section, for check to judge.
+// entry reads one tensor. It sets Off and Stored from data_offsets, relative to the
+// data section; check checks them.
 func (p *parser) entry() bool {
 	t := tensor.Tensor{Name: p.tensor, Alias: -1, Plain: true}
 	seen, base := 0, len(p.keys)

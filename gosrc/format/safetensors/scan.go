@@ -1,5 +1,7 @@
 package safetensors
 
+// This file scans JSON, token by token.
+
 import (
 	"bytes"
 	"encoding/binary"
@@ -13,12 +15,12 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// A scanner walks JSON that is known to be UTF-8. Every method that returns
-// false has left the reason in err; nothing is read after that.
+// A scanner reads JSON that is known to be UTF-8. A method that returns false has set
+// err; do not read on after that.
 type scanner struct {
 	b       []byte
 	p       int // next byte
-	bad     int // where it went wrong
+	bad     int // offset of the error
 	err     error
 	lenient bool
 	scratch []byte // the last string that had escapes
@@ -51,7 +53,7 @@ func (s *scanner) space() byte {
 
 // take skips white space and then c.
 func (s *scanner) take(c byte) bool {
-	if s.p < len(s.b) && s.b[s.p] == c { // no white space: every writer we know
+	if s.p < len(s.b) && s.b[s.p] == c { // no white space, as known writers write
 		s.p++
 		return true
 	}
@@ -62,8 +64,8 @@ func (s *scanner) take(c byte) bool {
 	return true
 }
 
-// more stands after a member of a list that ends with end: true when another
-// one follows, false at the end, and false with err set on anything else.
+// more reads on after a member of a list that ends with end. It returns true if
+// another member follows, false at the end, and false with err set otherwise.
 func (s *scanner) more(end byte) bool {
 	switch c := s.space(); {
 	case c == ',' && s.p < len(s.b):
@@ -79,7 +81,7 @@ func (s *scanner) more(end byte) bool {
 	return s.fail("expected ',' or %q", end)
 }
 
-// open takes the byte that begins a list, and says whether it has members.
+// open reads the byte that begins a list, and reports whether it has members.
 func (s *scanner) open(begin, end byte) bool {
 	if !s.take(begin) {
 		return false
@@ -128,7 +130,7 @@ func (s *scanner) plain() {
 	for s.p+8 <= len(s.b) {
 		x := binary.LittleEndian.Uint64(s.b[s.p:])
 		q, e := x^(ones*'"'), x^(ones*'\\')
-		// The lowest bit set is right: borrows only spoil bytes above a hit.
+		// The lowest bit set is right: the subtractions only spoil bytes above a hit.
 		hit := ((q - ones) & ^q) | ((e - ones) & ^e) | ((x - ones*0x20) & ^x)
 		if hit &= highs; hit != 0 {
 			s.p += bits.TrailingZeros64(hit) / 8
@@ -189,8 +191,8 @@ func (s *scanner) hex4() (rune, bool) {
 	return rune(v), true
 }
 
-// unsigned reads a whole number without sign, point or exponent that fits into
-// an int64. over tells numbers that are whole but larger.
+// unsigned reads a whole number without sign, point or exponent. over reports that
+// it does not fit into an int64.
 func (s *scanner) unsigned() (v int64, over, ok bool) {
 	s.space()
 	start := s.p
@@ -217,8 +219,8 @@ func (s *scanner) unsigned() (v int64, over, ok bool) {
 	return v, over, true
 }
 
-// skip reads any value at the given depth and forgets it; it is checked all
-// the same, for duplicate keys too (by their text, escapes unresolved).
+// skip reads and ignores any value at the given depth. It checks the value, also for
+// duplicate keys (by their text, with escapes unresolved).
 func (s *scanner) skip(depth int) bool {
 	c := s.space()
 	switch {

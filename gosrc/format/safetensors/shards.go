@@ -1,5 +1,7 @@
 package safetensors
 
+// This file reads model.safetensors.index.json.
+
 import (
 	"cmp"
 	"path/filepath"
@@ -17,8 +19,7 @@ type Shards struct {
 	Files     []string // sorted; each a plain name beside the index
 	Weights   []Weight // in the order of the index
 	TotalSize int64    // bytes of all tensors, -1 when the index does not say
-	// Metadata is everything else that stands beside total_size, each value as
-	// its JSON text.
+	// Metadata has the other entries of "metadata", each value as its JSON text.
 	Metadata map[string]string
 }
 
@@ -28,9 +29,9 @@ type Weight struct {
 	File int
 }
 
-// ReadIndexJSON reads an index. Nothing it names is opened before all of it is
-// sound: a file name has to be a sibling of the index, without folders, "..",
-// drive, scheme or NUL; no name comes twice. Bad input is fault.ErrFormat.
+// ReadIndexJSON parses and checks an index. A file name must be that of a sibling of
+// the index, without folders, "..", drive, scheme or NUL, and no name may occur
+// twice. Bad input is fault.ErrFormat.
 func ReadIndexJSON(uri string, b []byte) (Shards, error) {
 	if len(b) > tensor.MaxHeader {
 		return Shards{}, located(uri, "", 0, fault.New(fault.ErrFormat, "an index of %d bytes", len(b)))
@@ -43,7 +44,7 @@ func ReadIndexJSON(uri string, b []byte) (Shards, error) {
 		return Shards{}, located(uri, r.tensor, int64(r.bad), r.err)
 	}
 	out := r.out
-	// Name order, so that the number of a source never depends on the JSON's.
+	// Sorted, so that the number of a source does not depend on the order in JSON.
 	sorted := slices.Clone(out.Files)
 	slices.Sort(sorted)
 	place := make([]int, len(sorted))
@@ -146,8 +147,8 @@ func (r *shardReader) about() bool {
 	return r.err == nil
 }
 
-// total reads total_size, which some writers give as a float. It is a note for
-// people; nothing is allocated by it.
+// total reads total_size, which some writers give as a float. It is information
+// only: nothing is allocated by it.
 func total(text string) int64 {
 	if n, err := strconv.ParseInt(text, 10, 64); err == nil && n >= 0 {
 		return n
@@ -192,7 +193,7 @@ func (r *shardReader) weights() bool {
 	return r.err == nil
 }
 
-// notSibling says why a name is no plain name of a file beside the index.
+// notSibling returns why a name is not that of a file beside the index, or "".
 func notSibling(name string) string {
 	switch {
 	case name == "" || name == ".":
@@ -207,8 +208,8 @@ func notSibling(name string) string {
 	return ""
 }
 
-// Check holds an index against the files it names: Files[i] is source i of ix.
-// Every tensor has to be where the index says; what else the files have stays.
+// Check compares an index with its files: Files[i] is source i of ix. Every tensor
+// must be in the file that the index names; the files may have more tensors.
 func (s *Shards) Check(ix *tensor.Index) error {
 	if len(ix.Sources) != len(s.Files) {
 		return fault.New(fault.ErrArgument, "%d files for an index that names %d", len(ix.Sources), len(s.Files))
@@ -222,11 +223,10 @@ func (s *Shards) Check(ix *tensor.Index) error {
 	return nil
 }
 
-// Only returns the index of the files that have one of the tensors, with all
-// that is in them. A name that the index does not have may be in any file, so
-// then it is all of them.
+// Only returns the index of the files that have one of the named tensors, with all
+// their tensors. If the index lacks a name, the result has every file.
 func (s *Shards) Only(names []string) Shards {
-	wanted := make(map[string]bool, len(names)) // and whether it was met
+	wanted := make(map[string]bool, len(names)) // true once found
 	for _, name := range names {
 		wanted[name] = false
 	}

@@ -1,5 +1,7 @@
 package safetensors
 
+// This file writes headers.
+
 import (
 	"cmp"
 	"encoding/binary"
@@ -23,7 +25,7 @@ type Entry struct {
 }
 
 // Order sorts entries as safetensors writes them: larger dtypes first, in each
-// dtype by name. A dtype's code is its place in that order, so that every
+// dtype by name. A dtype's code is its position in that order. So every
 // tensor is aligned to its element if the data section is.
 func Order(entries []Entry) {
 	slices.SortFunc(entries, func(a, b Entry) int {
@@ -52,10 +54,10 @@ func Place(entries []Entry) (int64, error) {
 
 // AppendHeader appends N and the header's JSON to dst, padded with spaces so
 // that 8 + N is a multiple of padTo (0: 8, as safetensors does). Metadata comes
-// first, sorted by key; entries stand in the order given, which is the order
-// of their bytes. The same input gives the same bytes.
+// first, sorted by key, then the entries in the given order, which is that of their
+// bytes. The same input gives the same bytes.
 //
-// What Parse would refuse is refused here, with fault.ErrArgument.
+// Input that Parse would refuse is fault.ErrArgument.
 func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo int) ([]byte, error) {
 	if err := writable(metadata, entries); err != nil {
 		return dst, err
@@ -84,10 +86,9 @@ func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo
 	return dst, nil
 }
 
-// HeaderBound returns the most bytes that AppendHeader appends for these
-// entries before padding, whatever their offsets turn out to be, as long as
-// none is over limit. A shape that is not known yet is given as large as it
-// may become. So a writer can leave room for the header and write it last.
+// HeaderBound returns the most bytes that AppendHeader appends for these entries
+// before padding, for any offsets up to limit. Give an unknown shape as large as it
+// may become. So a writer can reserve space for the header and write it last.
 func HeaderBound(metadata map[string]string, entries []Entry, limit int64) int64 {
 	scratch := appendMetadata(nil, metadata)
 	n := int64(8+len("{}")) + int64(len(scratch))
@@ -173,8 +174,8 @@ func appendEntry(dst []byte, e *Entry) []byte {
 	return append(dst, ']', '}', ',')
 }
 
-// AppendString appends s as a JSON string, escaping only what JSON demands,
-// exactly as serde_json does. s is UTF-8.
+// AppendString appends s as a JSON string and escapes only what JSON requires, as
+// serde_json does. s is UTF-8.
 func AppendString(dst []byte, s string) []byte {
 	const hex = "0123456789abcdef"
 	dst = append(dst, '"')
