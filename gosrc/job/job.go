@@ -1,5 +1,5 @@
-// Package job is a verb that is running: it can be watched, waited for and
-// cancelled, and keeps its result until it is fetched.
+// Package job runs a verb in the background: callers watch it, wait for it, cancel
+// it, and take its result.
 //
 // A Job is safe for concurrent use. Its counters only rise.
 package job
@@ -20,15 +20,15 @@ import (
 type Job struct {
 	Name string
 
-	// What progress shows: bytes and tensors done, and how many there are.
-	// Bytes are tensor bytes, not stored ones.
+	// The progress: bytes and tensors done, and their totals. Bytes are tensor
+	// bytes, not stored bytes.
 	Bytes, TotalBytes     atomic.Int64
 	Tensors, TotalTensors atomic.Int64
 
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	done   chan struct{} // the job has ended for who waits for it
-	gone   chan struct{} // it has, to the last of its cleaning up
+	done   chan struct{} // closed when the job has ended, for those that wait
+	gone   chan struct{} // closed when its verb has returned, after its clean-up
 	end    sync.Once     // of done
 	err    error         // set before done is closed
 
@@ -46,9 +46,9 @@ func New(name string) *Job {
 	return j
 }
 
-// Go runs the verb in the background, once. The context that run gets ends
-// when the job is cancelled; run must then return soon, having released what
-// it holds. A panic in run becomes the job's error (fault.ErrEngine).
+// Go runs the verb in the background; call it once. If the job is cancelled,
+// run's context ends, and run must release what it holds and return soon. A panic
+// in run becomes the job's error (fault.ErrEngine).
 func (j *Job) Go(run func(ctx context.Context, j *Job) error) {
 	live.add(j)
 	spawn.Go(j.Name, func() {
@@ -64,7 +64,7 @@ func (j *Job) Go(run func(ctx context.Context, j *Job) error) {
 
 func (j *Job) finish(err error) {
 	j.end.Do(func() {
-		// A cancelled job says so, whichever of its parts noticed first.
+		// A cancelled job reports that, whichever worker noticed first.
 		if err != nil && errors.Is(err, context.Canceled) {
 			err = errCancelled
 		}
@@ -73,9 +73,10 @@ func (j *Job) finish(err error) {
 	})
 }
 
-// Failed ends a cancelled job for those who wait, while its verb still cleans up: what
-// it asks of a server may take long. Nothing of the caller's may be in use any more.
-// CancelAll waits for the verb itself. It does nothing to a job that is not cancelled.
+// Failed ends a cancelled job for those that wait, while its verb still cleans up:
+// requests to a server may take long. The verb may no longer use the caller's
+// memory. CancelAll waits for the verb itself. Failed does nothing to a job that is
+// not cancelled.
 func (j *Job) Failed(err error) {
 	if err != nil && j.ctx.Err() != nil {
 		j.finish(err)
@@ -151,7 +152,7 @@ func (j *Job) Report() ([]byte, error) {
 	return b, nil
 }
 
-// set holds the jobs that are running, for CancelAll.
+// A set holds the running jobs, for CancelAll.
 type set struct {
 	mu   sync.Mutex
 	jobs map[*Job]struct{}
@@ -171,8 +172,8 @@ func (s *set) remove(j *Job) {
 	s.mu.Unlock()
 }
 
-// CancelAll cancels every running job and waits for them, at most for d. It is
-// what a process does before it exits. It reports whether all have ended.
+// CancelAll cancels every running job and waits for their end, at most for d. It
+// reports whether all have ended. A process calls it before it exits.
 func CancelAll(d time.Duration) bool {
 	live.mu.Lock()
 	jobs := make([]*Job, 0, len(live.jobs))

@@ -25,7 +25,7 @@ func TestWaitZero(t *testing.T) {
 	}
 }
 
-// A cancelled job that cleans up keeps nobody waiting but CancelAll; one that was not
+// A cancelled job that cleans up keeps only CancelAll waiting; one that was not
 // cancelled has not failed before its end.
 func TestFailed(t *testing.T) {
 	clean := make(chan struct{})
