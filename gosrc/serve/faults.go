@@ -1,5 +1,7 @@
 package serve
 
+// This file makes the server fail in the ways that real servers do.
+
 import (
 	"bufio"
 	"bytes"
@@ -21,7 +23,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Kinds are the faults there are, each with what the client sees.
+// Kinds maps each fault to what the client sees.
 var Kinds = map[string]string{
 	"reset":   "the connection is reset within the body",
 	"short":   "the connection ends within the body",
@@ -38,7 +40,7 @@ var Kinds = map[string]string{
 	"429":     "429 with Retry-After",
 }
 
-// dice decides what goes wrong.
+// dice chooses the faults.
 type dice struct {
 	mu    sync.Mutex
 	r     *rand.Rand
@@ -60,7 +62,7 @@ func newDice(p map[string]float64, seed uint64) (*dice, error) {
 	return &dice{r: rand.New(rand.NewPCG(seed, 0)), names: slices.Sorted(maps.Keys(p)), p: p, seen: map[string]int64{}}, nil
 }
 
-// roll names the fault of one answer, "" for none.
+// roll returns the fault of one response, "" for none.
 func (d *dice) roll() string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -91,7 +93,8 @@ func (d *dice) counts() map[string]int64 {
 	return maps.Clone(d.seen)
 }
 
-// fail answers with a fault; false if it does not fit the request.
+// fail sends a response with a fault, or returns false if the fault does not suit
+// the request.
 func (s *Server) fail(kind string, w http.ResponseWriter, r *http.Request, f *os.File, size int64, tag string) bool {
 	from, to, ranged := int64(0), size-1, false
 	if _, err := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &from, &to); err == nil && from <= to && from < size && !s.opt.NoRanges && !s.opt.Chunked {
@@ -181,8 +184,8 @@ func (s *Server) fail(kind string, w http.ResponseWriter, r *http.Request, f *os
 	return true
 }
 
-// linger calls fn at each tick until it is false, the client has gone or the
-// server ends.
+// linger calls fn at each tick until fn returns false, the client disconnects or
+// the server closes.
 func (s *Server) linger(c net.Conn, tick time.Duration, fn func() bool) {
 	gone := make(chan struct{})
 	t := time.NewTicker(tick)
@@ -209,8 +212,8 @@ func (s *Server) linger(c net.Conn, tick time.Duration, fn func() bool) {
 	}
 }
 
-// reset closes a connection with RST instead of FIN: below TLS, if there is
-// any, which is how a cut TLS stream looks.
+// reset closes a connection with RST instead of FIN, below TLS if there is TLS:
+// the client sees a cut TLS stream.
 func reset(c net.Conn) {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()

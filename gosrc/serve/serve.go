@@ -1,8 +1,8 @@
-// Package serve is a small HTTP server of the files below one folder: ranges,
-// strong ETags, If-Match; a link of any speed and latency; and, by probability
-// and seed, the faults that networks and stores have. It is for tests and
+// Package serve is a small HTTP server of the files below one folder. It has ranges,
+// strong ETags and If-Match, simulates a link of any speed and latency, and makes,
+// by probability and seed, the faults of networks and stores. It is for tests and
 // experiments, not for the internet: it has no passwords, and binds to this
-// machine unless told otherwise.
+// machine unless Options name another address.
 package serve
 
 import (
@@ -28,19 +28,20 @@ import (
 // a free port of 127.0.0.1.
 type Options struct {
 	Address string        // "127.0.0.1:0"
-	Rate    int64         // bytes a second, all connections together; 0: no limit
-	Each    int64         // bytes a second of one connection; 0: no limit
-	Latency time.Duration // before every answer
-	// NoRanges takes no notice of ranges, as HTTP/1.0 servers do; Chunked
-	// names no length either.
+	Rate    int64         // bytes per second over all connections; 0: no limit
+	Each    int64         // bytes per second of one connection; 0: no limit
+	Latency time.Duration // before every response
+	// NoRanges ignores Range headers, as HTTP/1.0 servers do; Chunked sends no
+	// Content-Length either.
 	NoRanges, Chunked bool
 	Cert, Key         string // PEM files; both for TLS
-	// Faults are probabilities of one answer, by the names of Kinds.
+	// Faults are the probabilities that a response has a fault, by the names of
+	// Kinds.
 	Faults map[string]float64
 	Seed   uint64
-	// RetryAfter is what 429 and 503 ask for.
+	// RetryAfter is the pause that responses 429 and 503 ask for.
 	RetryAfter time.Duration
-	// Header, if not nil, is asked before each answer; false refuses with 401.
+	// Header, if not nil, is called before each response; false refuses with 401.
 	Header func(http.Header) bool
 }
 
@@ -53,13 +54,13 @@ type Server struct {
 	dice *dice
 	addr string
 	done chan struct{}
-	end  chan struct{} // closed by Close: ends answers that stall
+	end  chan struct{} // closed by Close: ends stalled responses
 
 	once sync.Once
-	Sent atomic.Int64 // bytes of bodies, and of headers, that the kernel took
+	Sent atomic.Int64 // bytes of bodies and headers that the kernel accepted
 }
 
-// New starts to serve a folder.
+// New starts a server of a folder.
 func New(dir string, opt Options) (*Server, error) {
 	if opt.Address == "" {
 		opt.Address = "127.0.0.1:0"
@@ -96,7 +97,7 @@ func New(dir string, opt Options) (*Server, error) {
 	return s, nil
 }
 
-// URL is the address of the folder, with a slash at its end.
+// URL returns the address of the folder, with a slash at its end.
 func (s *Server) URL() string {
 	if s.opt.Cert != "" {
 		return "https://" + s.addr + "/"
@@ -104,7 +105,7 @@ func (s *Server) URL() string {
 	return "http://" + s.addr + "/"
 }
 
-// Faults counts the faults so far, by kind.
+// Faults returns the number of faults until now, by kind.
 func (s *Server) Faults() map[string]int64 { return s.dice.counts() }
 
 // Close ends the server and every connection.
@@ -173,17 +174,17 @@ func (s *Server) answer(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// A link is the wire that all connections share, or what one of them has.
+// A link limits the rate of all connections, or of one.
 type link struct {
 	rate int64
 	mu   sync.Mutex
-	free time.Time // when it has sent what it was given
+	free time.Time // when it will have sent its bytes
 }
 
-// step is how much is put on a shaped link at once.
+// step is the most bytes that a shaped link takes at once.
 const step = 256 << 10
 
-// send waits until the link has room for n bytes.
+// send waits until the link can send n bytes.
 func (l *link) send(n int) {
 	if l.rate <= 0 {
 		return
@@ -196,7 +197,7 @@ func (l *link) send(n int) {
 	l.free = l.free.Add(time.Duration(float64(n) / float64(l.rate) * 1e9))
 	wait := l.free.Sub(now)
 	l.mu.Unlock()
-	if wait > 2*time.Millisecond { // shorter sleeps are longer than they say
+	if wait > 2*time.Millisecond { // shorter sleeps take longer than asked
 		time.Sleep(wait - time.Millisecond)
 	}
 }
@@ -214,14 +215,14 @@ func (l *listener) Accept() (net.Conn, error) {
 	return &conn{c.(*net.TCPConn), l.s, link{rate: l.s.opt.Each}}, nil
 }
 
-// A conn counts and shapes what is written. sendfile goes on working.
+// A conn counts and shapes writes. sendfile works through it.
 type conn struct {
 	*net.TCPConn
 	s   *Server
 	own link
 }
 
-// send waits until both links have room for n bytes.
+// send waits until both links can send n bytes.
 func (c *conn) send(n int) {
 	c.own.send(n)
 	c.s.link.send(n)
