@@ -1,5 +1,7 @@
 package weights
 
+// This file fills tensors with realistic values.
+
 import (
 	"encoding/binary"
 	"math"
@@ -22,8 +24,8 @@ func (r *rng) next() uint64 {
 	return hi ^ lo
 }
 
-// seeded mixes numbers into a generator's start, so that neighbouring blocks
-// have nothing in common.
+// seeded mixes numbers into a generator's start, so that neighbouring blocks are
+// independent.
 func seeded(words ...uint64) rng {
 	r := rng(0x9e3779b97f4a7c15)
 	for _, w := range words {
@@ -95,8 +97,8 @@ func fill(k Kind, p part, seed uint64, b block, dst []byte, scratch []float32) {
 	put(p, &r, dst, scratch)
 }
 
-// rows fills scratch with normal values times their row's scale. Quantised
-// dtypes come out in units of their own range instead.
+// rows fills scratch with normal values times their row's scale; values of
+// quantised dtypes are in units of their own range.
 func rows(p part, seed uint64, b block, r *rng, scratch []float32) {
 	cols := p.cols()
 	for i := int64(0); i < b.n; {
@@ -130,8 +132,8 @@ func rowScale(seed uint64, part int, row int64) float32 {
 	return float32(math.Exp2(spread * float64(gauss(uint32(r.next())))))
 }
 
-// put writes values in a dtype. U8 stands for two 4-bit integers; the second
-// of each pair is made here.
+// put writes values in a dtype. A U8 is two 4-bit integers; put makes the second
+// of each pair.
 func put(p part, r *rng, dst []byte, vals []float32) {
 	switch p.dtype {
 	case tensor.BF16:
@@ -189,7 +191,7 @@ func throughBF16(v *float32) {
 
 func abs(v float32) float32 { return math.Float32frombits(math.Float32bits(v) &^ (1 << 31)) }
 
-// half rounds to the nearest F16; what is too large becomes infinite.
+// half rounds to the nearest F16; too large values become infinite.
 func half(v float32) uint16 {
 	u := math.Float32bits(v)
 	sign := uint16(u >> 16 & 0x8000)
@@ -211,8 +213,8 @@ func boolBit(b bool) uint32 {
 	return 0
 }
 
-// small rounds to an 8-bit float with so many bits of exponent and mantissa,
-// and saturates at the largest finite value that E4M3FN and E5M2 have.
+// small rounds to an 8-bit float with the given bits of exponent and mantissa,
+// and saturates at the largest finite value of E4M3FN and E5M2.
 func small(v float32, ebits, mbits int) byte {
 	u := math.Float32bits(v)
 	sign := byte(u >> 24 & 0x80)

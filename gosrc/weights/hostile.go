@@ -1,5 +1,7 @@
 package weights
 
+// This file makes tensors that stress codecs: extreme values, sizes, shapes and names.
+
 import (
 	"encoding/binary"
 	"fmt"
@@ -8,9 +10,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// hostile lists what breaks codecs: values at the edges of every float, sizes
-// around every boundary, shapes without elements or dimensions, names that
-// need escapes.
+// hostile returns tensors that break weak codecs: values at the edges of every
+// float, sizes around every boundary, shapes without elements or dimensions, names
+// that need escapes.
 func hostile(seed uint64) []Tensor {
 	r := seeded(seed, 0x6057)
 	var out []Tensor
@@ -49,7 +51,7 @@ func hostile(seed uint64) []Tensor {
 	return out
 }
 
-// floats are value patterns that stress the exponent coder.
+// floats adds patterns of values that stress the exponent coder.
 func floats(r *rng, add func(string, tensor.DType, []int64, []byte)) {
 	const n = 70001
 	for _, f := range []struct {
@@ -74,7 +76,7 @@ func floats(r *rng, add func(string, tensor.DType, []int64, []byte)) {
 			{"17 exponents", func(int) uint64 { return code(top/4 + r.next()%min(17, top+1)) }},
 			{"16 exponents", func(int) uint64 { return code(r.next() % 16) }},
 			{"every exponent", func(int) uint64 { return code(r.next() & top) }},
-			{"two regimes", func(i int) uint64 { // the second half looks like nothing in the first
+			{"two regimes", func(i int) uint64 { // the second half has other values than the first
 				if i < n/2 {
 					return code(top / 2)
 				}

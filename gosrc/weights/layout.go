@@ -1,5 +1,7 @@
 package weights
 
+// This file lists the tensors of each kind of model.
+
 import (
 	"fmt"
 	"math"
@@ -22,7 +24,7 @@ type role uint8
 const (
 	matrix role = iota // rows of normal values
 	norm               // a vector of gains around a half
-	scale              // what a quantised matrix is multiplied by
+	scale              // scales of a quantised matrix
 )
 
 func (p part) elements() int64 {
@@ -33,7 +35,7 @@ func (p part) elements() int64 {
 	return n
 }
 
-// cols is the length of one row: what shares a scale.
+// cols returns the length of a row, whose elements share a scale.
 func (p part) cols() int64 {
 	if len(p.shape) < 2 {
 		return max(1, p.elements())
@@ -41,7 +43,7 @@ func (p part) cols() int64 {
 	return max(1, p.shape[len(p.shape)-1])
 }
 
-// A builder lists parts in the dtype of a kind.
+// A builder collects parts in the dtype of a kind.
 type builder struct {
 	k     Kind
 	parts []part
@@ -59,7 +61,7 @@ func (b *builder) add(p part) {
 func (b *builder) matrix(name string, sigma float32, rows, cols int64) {
 	p := part{name: name, dtype: b.k.dtype, shape: []int64{rows, cols}, sigma: sigma}
 	if b.k.Name == "int4" {
-		p.shape[1] = (cols + 1) / 2 // two in a byte
+		p.shape[1] = (cols + 1) / 2 // two per byte
 	}
 	b.add(p)
 	switch b.k.dtype {
@@ -73,12 +75,12 @@ func (b *builder) matrix(name string, sigma float32, rows, cols int64) {
 func (b *builder) norm(name string, n int64) {
 	d := b.k.dtype
 	if d.Bits() < 16 {
-		d = tensor.BF16 // nobody quantises a norm
+		d = tensor.BF16 // norms are not quantised
 	}
 	b.add(part{name: name, dtype: d, shape: []int64{n}, role: norm})
 }
 
-// llama lists the tensors of Llama 3 8B at about so many bytes: first with
+// llama lists the tensors of Llama 3 8B that take about size bytes: first with
 // fewer layers, then with everything narrower, and the vocabulary makes up
 // the rest.
 func llama(k Kind, size int64) []part {
@@ -167,7 +169,7 @@ func moe(k Kind, size int64) []part {
 	return rest(func(v int64) *builder { return list(shrink, v) }, size, vocab).parts
 }
 
-// rest chooses the vocabulary so that the bytes come out at size.
+// rest chooses the vocabulary for which all tensors take size bytes.
 func rest(list func(vocab int64) *builder, size, most int64) *builder {
 	low := list(64)
 	perRow := (list(128).bytes - low.bytes) / 64

@@ -1,11 +1,10 @@
-// Package weights makes realistic model weights out of a seed: the input of
-// demos, benchmarks and tests that have no gigabytes to download.
+// Package weights makes realistic model weights from a seed, for demos, benchmarks
+// and tests that should not download gigabytes.
 //
-// The same kind, size and seed give the same bytes on every machine and for
-// any number of threads. What makes weights realistic for a codec is the
-// spread of their exponents: values are normal around zero with a scale for
-// every row, which gives the 2.55 to 2.65 bits of exponent entropy that real
-// checkpoints show.
+// The same kind, size and seed give the same bytes on every machine and for any
+// number of threads. For a codec, the distribution of exponents makes weights
+// realistic: values are normal around zero, with a scale for every row, which
+// gives 2.55 to 2.65 bits of exponent entropy, as real checkpoints have.
 package weights
 
 import (
@@ -18,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Tensor is one made tensor: Data holds exactly its logical bytes.
+// A Tensor is a generated tensor: Data has exactly its bytes.
 type Tensor struct {
 	Name  string
 	DType tensor.DType
@@ -26,27 +25,26 @@ type Tensor struct {
 	Data  []byte
 }
 
-// Options choose what Make makes. The zero value is the smallest set of the
-// first kind.
+// Options of Make. The zero value gives the smallest set of the first kind.
 type Options struct {
 	Kind    string // a Kind's name; "" is the first
-	Size    int64  // bytes of all tensors together, met to about 1 %; 0 is the kind's default
+	Size    int64  // bytes of all tensors, to about 1 %; 0: the default of the kind
 	Seed    uint64
 	Threads int // 0: one for each CPU
 }
 
-// A Kind is one sort of model.
+// A Kind is a kind of model.
 type Kind struct {
 	Name string
 	Doc  string
 	Size int64 // the default, in bytes
-	// layout lists the tensors of about so many bytes; hostile has none.
+	// layout lists tensors that take about size bytes; hostile has none.
 	layout func(k Kind, size int64) []part
 	dtype  tensor.DType
-	change func(*float32) // what the kind does to a value, nil for nothing
+	change func(*float32) // changes each value; may be nil
 }
 
-// Kinds lists every kind, for --help and for tests that take them all.
+// Kinds returns every kind.
 func Kinds() []Kind { return slices.Clone(kinds) }
 
 var kinds = []Kind{
@@ -65,7 +63,7 @@ var kinds = []Kind{
 	{Name: "hostile", Doc: "every dtype, NaN payloads, subnormals, odd, empty and 0-dim shapes; its size is fixed"},
 }
 
-// Find returns the kind of a name.
+// Find returns the kind with a name.
 func Find(name string) (Kind, error) {
 	if name == "" {
 		return kinds[0], nil
@@ -77,7 +75,7 @@ func Find(name string) (Kind, error) {
 	return kinds[i], nil
 }
 
-// MaxSize bounds what Make holds in memory at once.
+// MaxSize is the most bytes that Make generates.
 const MaxSize = 1 << 40
 
 // Make makes the tensors, in file order. Tied tensors share their Data.
@@ -119,8 +117,8 @@ func Make(o Options) ([]Tensor, error) {
 	return out, nil
 }
 
-// A block is a run of elements of one tensor, made alone from its own seed:
-// that is what makes the bytes independent of the threads.
+// A block is a run of elements of one tensor. It has a seed of its own, so the
+// bytes do not depend on the number of threads.
 type block struct {
 	part     int
 	first, n int64
