@@ -1,5 +1,5 @@
-// Package ordered runs tasks on several workers, with a part in the middle of
-// each that keeps their order.
+// Package ordered runs tasks on several workers, and one step of each task in the
+// order of the tasks.
 package ordered
 
 import (
@@ -10,16 +10,15 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Tasks are n tasks for several workers, of which a middle part runs strictly
-// in order:
+// Tasks are n tasks for several workers. Each has three steps:
 //
 //	Work(w, k)  in parallel: read and encode task k
-//	Turn(k)     one at a time, k = 0, 1, 2 …: hash it, give it its place
+//	Turn(k)     one at a time, k = 0, 1, 2 …: hash it, place it
 //	Flush(k)    in parallel: write it
 //
-// At most Window tasks are between Work and the end of Flush, so what belongs
-// to task k may lie in slot k mod Window: that bounds the memory. The first
-// error ends everything; so does the context.
+// At most Window tasks are between Work and the end of Flush, so task k may use
+// slot k mod Window: that bounds the memory. The first error ends all tasks, and
+// so does the context.
 type Tasks struct {
 	N, Window   int
 	Workers     int
@@ -34,17 +33,17 @@ const (
 	working
 	worked  // waits for its turn
 	placed  // waits for its flush
-	flushed // waits for the tasks before it, that the window may move on
+	flushed // waits for the tasks before it, so that the window moves on
 )
 
-// Run returns when every worker has ended: nothing of a task is in use after.
+// Run runs all tasks. It returns when every worker has ended.
 func (o *Tasks) Run(ctx context.Context, name string) error {
 	r := &run{Tasks: o, state: make([]slotState, o.Window)}
 	r.wake.L = &r.mu
 	stop := context.AfterFunc(ctx, func() { r.fail(fault.FromOS(context.Cause(ctx))) })
 	defer stop()
 	spawn.Workers(name, min(o.Workers, o.N), r.fail, r.loop)
-	r.mu.Lock() // a cancel may still be saying so
+	r.mu.Lock() // a cancelled context may still be setting the error
 	defer r.mu.Unlock()
 	return r.err
 }
@@ -54,11 +53,11 @@ type run struct {
 	mu    sync.Mutex
 	wake  sync.Cond
 	state []slotState
-	// Tasks below base are over, those below next have been taken; front is
-	// the first that has not had its turn. base <= front <= next <= base+Window.
+	// Tasks below base have ended, tasks below next have begun; front is the first
+	// task whose Turn is to come. base <= front <= next <= base+Window.
 	base, front, next int
-	turning           bool // a worker has the turn
-	unflushed         int  // placed slots that no worker has taken
+	turning           bool // a worker runs Turn
+	unflushed         int  // tasks that wait for their Flush
 	err               error
 }
 
@@ -92,7 +91,7 @@ func (r *run) loop(w int) error {
 				k++
 			}
 			r.unflushed--
-			r.state[k%r.Window] = working // nobody else takes it
+			r.state[k%r.Window] = working // no other worker takes it
 			if err := do(func() error { return r.Flush(k) }); err != nil {
 				return err
 			}
@@ -131,7 +130,7 @@ func (r *run) loop(w int) error {
 	}
 }
 
-// over ends task k and moves the window.
+// over marks task k as ended and moves the window.
 func (r *run) over(k int) {
 	r.state[k%r.Window] = flushed
 	for r.base < r.front && r.state[r.base%r.Window] == flushed {

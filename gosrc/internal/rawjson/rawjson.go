@@ -1,7 +1,7 @@
-// Package rawjson is JSON between the engine and other programs, in texts of any
-// bytes. JSON holds characters; names of files are bytes. A byte that is part of
-// no character is written as the escape \udc80 ... \udcff, which is what Python's
-// os.fsdecode makes of it and os.fsencode takes back: no two names become one.
+// Package rawjson reads and writes JSON whose texts may hold any bytes. JSON holds
+// characters, but names of files are bytes. A byte that is part of no character is
+// written as the escape \udc80 ... \udcff, as Python's os.fsdecode does, so that no
+// two names become one.
 package rawjson
 
 import (
@@ -15,18 +15,18 @@ import (
 	"unicode/utf8"
 )
 
-// Inside this package a byte is NUL and two hex digits wherever encoding/json
-// looks at a text; NUL itself is written so, too.
+// mark begins the form that such a byte, and NUL, has while encoding/json handles
+// a text: NUL and two hex digits.
 const mark = "\x00"
 
 // markJSON is the mark as JSON writes it.
 const markJSON = `\u0000`
 
-// Marshal is json.Marshal that keeps the bytes of texts that are not UTF-8, and
-// leaves <, > and & as they are.
+// Marshal is json.Marshal, but it keeps bytes that are not UTF-8, and does not
+// escape <, > and &.
 func Marshal(v any) ([]byte, error) {
 	b, err := plain(v)
-	// A character U+FFFD of a text stands there as itself, not as an escape.
+	// encoding/json writes the character U+FFFD as itself, and bad bytes as the escape.
 	if err != nil || !bytes.Contains(b, []byte(`\ufffd`)) {
 		return b, err
 	}
@@ -59,9 +59,8 @@ func plain(v any) ([]byte, error) {
 	return bytes.TrimSuffix(out.Bytes(), []byte("\n")), nil
 }
 
-// Unmarshal is json.Unmarshal that makes bytes of the escapes \udc80 ... \udcff,
-// and keeps bytes that are no UTF-8 in a text. Other lone surrogates stand for no
-// bytes, and are refused.
+// Unmarshal is json.Unmarshal, but it turns the escapes \udc80 ... \udcff into
+// bytes, and keeps bytes that are not UTF-8. It refuses other lone surrogates.
 func Unmarshal(text string, v any) error {
 	if utf8.ValidString(text) && !strings.Contains(text, `\ud`) && !strings.Contains(text, `\uD`) {
 		return json.Unmarshal([]byte(text), v)
@@ -95,8 +94,8 @@ func Unmarshal(text string, v any) error {
 	return nil
 }
 
-// rewrite copies a JSON text, with what each has written in place of every \uXXXX;
-// each returns how many bytes of the rest it has used up.
+// rewrite copies a JSON text and calls each to replace every \uXXXX; each returns
+// how many bytes of the rest it has consumed.
 func rewrite(text string, each func(out *strings.Builder, escape, rest string) int) string {
 	var out strings.Builder
 	for i := 0; i < len(text); {
@@ -118,8 +117,7 @@ func rewrite(text string, each func(out *strings.Builder, escape, rest string) i
 	return out.String()
 }
 
-// runeOf is the number of the escape \uXXXX that a text begins with, -1 if there
-// is none.
+// runeOf returns the number of the escape \uXXXX at the beginning of a text, or -1.
 func runeOf(text string) rune {
 	if len(text) < 6 || text[:2] != `\u` {
 		return -1
@@ -131,7 +129,7 @@ func runeOf(text string) rune {
 	return rune(n)
 }
 
-// toMarks writes the bytes that are part of no character, and NUL, as marks.
+// toMarks replaces bytes that are part of no character, and NUL, with marks.
 func toMarks(text string) string {
 	if utf8.ValidString(text) && !strings.Contains(text, mark) {
 		return text
@@ -149,7 +147,7 @@ func toMarks(text string) string {
 	return out.String()
 }
 
-// fromMarks is toMarks backwards.
+// fromMarks undoes toMarks.
 func fromMarks(text string) string {
 	before, rest, found := strings.Cut(text, mark)
 	if !found {
@@ -159,7 +157,7 @@ func fromMarks(text string) string {
 	for found {
 		b, err := hex.DecodeString(rest[:min(2, len(rest))])
 		if err != nil || len(b) != 1 {
-			return text // none of ours: Unmarshal marks every NUL
+			return text // not a mark: Unmarshal marks every NUL
 		}
 		before, rest, found = strings.Cut(rest[2:], mark)
 		out = append(append(out, b...), before...)
@@ -167,7 +165,7 @@ func fromMarks(text string) string {
 	return string(out)
 }
 
-// mapped is a copy of v in which fn went over every text that JSON sees.
+// mapped returns a copy of v with fn applied to every text that JSON writes.
 func mapped(v reflect.Value, fn func(string) string) reflect.Value {
 	if !v.IsValid() {
 		return reflect.Zero(reflect.TypeFor[any]())
@@ -214,8 +212,8 @@ func mapped(v reflect.Value, fn func(string) string) reflect.Value {
 	return out
 }
 
-// texts reports whether values of a type may hold texts: numbers by the thousand
-// need no look.
+// texts reports whether values of a type may hold texts, so that long lists of
+// numbers need not be searched.
 func texts(t reflect.Type) bool {
 	return t.Kind() == reflect.String || t.Kind() >= reflect.Array && t.Kind() != reflect.UnsafePointer && t.Kind() != reflect.Func
 }

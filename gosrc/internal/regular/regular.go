@@ -2,9 +2,8 @@
 // writer or has no end: a pipe, a socket or a device under a file's name is refused
 // at once.
 //
-// The file is opened first and looked at then, so that nobody can put another in
-// its place in between. Errors have a class of fault, and no place: that is the
-// caller's to add.
+// The file is opened first and examined then, so that no other can take its place
+// in between. Errors have a class of fault, but no place: the caller adds that.
 package regular
 
 import (
@@ -16,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// Open opens a regular file for reading, and tells its state. The descriptor is the
-// caller's; it is open with O_NONBLOCK, which a file of a disk takes no notice of.
+// Open opens a regular file for reading and returns its state. The caller closes
+// the descriptor. It has O_NONBLOCK, which regular files ignore.
 func Open(path string) (fd int, st unix.Stat_t, err error) {
 	err = again(func() (err error) {
 		fd, err = unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
@@ -42,7 +41,7 @@ func Open(path string) (fd int, st unix.Stat_t, err error) {
 
 var errSpecial = fault.New(fault.ErrArgument, "not a regular file")
 
-// Check refuses the state of what is no regular file.
+// Check refuses the state of anything but a regular file.
 func Check(st *unix.Stat_t) error {
 	if st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return errSpecial
@@ -50,10 +49,11 @@ func Check(st *unix.Stat_t) error {
 	return nil
 }
 
-// MaxSetting is the size up to which a file of settings is read: certificates, a token.
+// MaxSetting is the largest file of settings that is read: certificates, a token.
 const MaxSetting = 16 << 20
 
-// Sized refuses a file that says to have no bytes and has some, as those of /proc do.
+// Sized refuses a file whose stated size is 0 although it has bytes, as files of
+// /proc do.
 func Sized(fd int, st *unix.Stat_t) error {
 	if st.Size > 0 {
 		return nil
@@ -68,16 +68,16 @@ func Sized(fd int, st *unix.Stat_t) error {
 	case err != nil:
 		return fault.FromOS(&os.PathError{Op: "read", Path: "its beginning", Err: err})
 	case n > 0:
-		return fault.New(fault.ErrNotSupported, "a file that does not tell its size, as those of /proc; copy it first")
+		return fault.New(fault.ErrNotSupported, "its size is unknown, as that of files of /proc is: copy it to a disk first")
 	}
 	return nil
 }
 
-// step is how much is asked for beyond what a file says to have: those of /proc say 0.
+// step is how much is read beyond the stated size of a file: files of /proc state 0.
 const step = 32 << 10
 
-// Read returns the content of a small file: fault.ErrFormat if it has more than most
-// bytes, or says so before any is read.
+// Read returns the content of a small file. A file of more than most bytes, stated
+// or real, is fault.ErrFormat.
 func Read(path string, most int64) ([]byte, error) {
 	fd, st, err := Open(path)
 	if err != nil {

@@ -1,15 +1,14 @@
-// Package sizes is the arithmetic of sizes and counts that come out of files:
-// no sum on its way wraps.
+// Package sizes computes with sizes and counts from files, without overflow.
 package sizes
 
 import "math/bits"
 
-// An Integer is what sizes and counts are held in.
+// An Integer is a type of sizes and counts.
 type Integer interface {
 	~int | ~int64 | ~uint32 | ~uint64
 }
 
-// CeilDiv is n / d rounded up, for n >= 0 and d > 0.
+// CeilDiv returns n / d rounded up, for n >= 0 and d > 0.
 func CeilDiv[T Integer](n, d T) T {
 	q := n / d
 	if n%d != 0 {
@@ -18,11 +17,11 @@ func CeilDiv[T Integer](n, d T) T {
 	return q
 }
 
-// RoundUp is the least multiple of to that is n or more, for n >= 0 and to > 0.
-// T holds it for every n that has passed tensor.Size, which leaves 2 bits.
+// RoundUp returns the least multiple of to that is n or more, for n >= 0 and
+// to > 0. It fits T for every n that tensor.Size returned, which leaves 2 bits.
 func RoundUp[T Integer](n, to T) T { return CeilDiv(n, to) * to }
 
-// Mul is a times b, and 0 and false where that is more than 64 bits hold.
+// Mul returns a times b, or 0 and false if that exceeds 64 bits.
 func Mul(a, b uint64) (uint64, bool) {
 	hi, lo := bits.Mul64(a, b)
 	if hi != 0 {

@@ -1,5 +1,7 @@
 package spawn
 
+// This file calls a function for many numbers at once.
+
 import (
 	"context"
 	"sync"

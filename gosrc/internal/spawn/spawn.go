@@ -1,11 +1,10 @@
 // Package spawn starts every goroutine of the engine and guards every call
-// into it: a Go panic that nobody recovers would end the Python process that
-// we live in.
+// into it: an unrecovered Go panic would end the Python process.
 //
-// A recovered panic prints its stack once to standard error and poisons the
-// engine: state that a panic left half-changed is not to be trusted, so the
-// face towards Python asks Poisoned first and refuses. Panics that Go cannot
-// recover (concurrent map writes, a fault inside C) still end the process.
+// A recovered panic prints its stack once to standard error and poisons the engine:
+// a panic may leave state half changed, so the binding asks Poisoned before each
+// call and refuses. Panics that Go cannot recover (concurrent map writes, a crash
+// inside C) still end the process.
 package spawn
 
 import (
@@ -33,9 +32,8 @@ var (
 
 type poisoned struct{ err error }
 
-// Go runs fn in a goroutine of its own. A panic in fn poisons the engine and
-// ends that goroutine only: whoever waits for its result must be released by
-// a defer inside fn.
+// Go runs fn in a new goroutine. A panic in fn poisons the engine and ends only
+// that goroutine: fn must defer what releases those that wait for its result.
 func Go(name string, fn func()) {
 	enter(name)
 	go func() {
@@ -55,8 +53,8 @@ func Guard(name string, fn func() error) (err error) {
 	return fn()
 }
 
-// Poisoned returns nil, or the fault.ErrEngine of the first panic: what every
-// later call into the engine should return.
+// Poisoned returns nil, or the fault.ErrEngine of the first panic, which every later
+// call into the engine should return.
 func Poisoned() error {
 	if p := poison.Load(); p != nil {
 		return p.err
@@ -64,11 +62,11 @@ func Poisoned() error {
 	return nil
 }
 
-// Running counts the goroutines that Go has started and that have not ended.
-// A leak test compares it before and after.
+// Running returns the number of goroutines that Go has started and that have not
+// ended. Leak tests compare it before and after.
 func Running() int { return int(running.Load()) }
 
-// Names lists what Running counts, sorted, a name once for each goroutine.
+// Names returns the sorted names of the goroutines that Running counts.
 func Names() []string {
 	mu.Lock()
 	defer mu.Unlock()
@@ -82,10 +80,10 @@ func Names() []string {
 	return all
 }
 
-// Left waits, a minute at most, until no goroutine of Go runs but those named,
-// and lists the others that still do: the leak test of every package. It waits
-// because a goroutine leaves the count a moment after it has released whatever
-// waits for its result.
+// Left waits up to a minute until only the named goroutines run, and returns the
+// names of the others: it is the leak test of every package. It waits because a
+// goroutine leaves the count a moment after it has released those that wait for
+// its result.
 func Left(but ...string) []string {
 	for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
 		left := slices.DeleteFunc(Names(), func(n string) bool { return slices.Contains(but, n) })
@@ -95,8 +93,8 @@ func Left(but ...string) []string {
 	}
 }
 
-// Heal forgets a panic. Only tests that provoke one may call it (the house
-// tests hold everyone to that).
+// Heal forgets a panic. Only tests that provoke one may call it, which the house
+// tests check.
 func Heal() { poison.Store(nil) }
 
 func caught(name string, v any) error {
