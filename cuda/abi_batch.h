@@ -47,7 +47,7 @@ enum { OW_BATCH_WARPS = 4, OW_BATCH_THREADS = 32 * OW_BATCH_WARPS, OW_BATCH_MOST
 
 static inline uint32_t ow_batch_blocks(uint32_t per, uint32_t n) { return (n + per - 1) / per; }
 
-/* Threads of a block for chunks of so many bytes. */
+/* Threads of a block that encodes chunks of this many bytes. */
 static inline uint32_t ow_x16_threads(uint64_t chunk) { return chunk <= 1 << 20 ? 128 : chunk <= 2 << 20 ? 256 : 512; }
 
 #endif

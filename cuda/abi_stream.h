@@ -34,7 +34,7 @@ typedef struct ow_stream {
     uint32_t zero;
 } ow_stream; /* 64 bytes */
 
-/* What stands before the streams of a batch. The streams follow. */
+/* The header of a batch. Its streams follow. */
 typedef struct ow_stream_head {
     uint32_t streams, rows;
     uint32_t split;         /* X16: warps that share a chunk */
@@ -42,8 +42,8 @@ typedef struct ow_stream_head {
     uint64_t scratch, slot; /* when made: room for a block of each row, and its bytes, multiples of 16 */
 } ow_stream_head; /* 32 bytes */
 
-/* A small batch, which ow_stream_x16 takes among its arguments where it is told of no
- * other: nothing has to be sent before it. */
+/* A small batch. ow_stream_x16 takes it as an argument when it has no other batch:
+ * nothing has to be copied first. */
 enum { OW_STREAM_FEW = 16 };
 typedef struct ow_stream_few {
     ow_stream_head head;
@@ -68,7 +68,7 @@ enum {
     OW_STREAM_CHUNK = 1 << 10,  /* a chunk outside the payload, or of an impossible form */
     OW_STREAM_PLACE = 1 << 11,  /* a block of X16 that does not lie on a multiple of 16 */
     OW_STREAM_DATA = 1 << 12,   /* a block that its decoder refuses */
-    OW_STREAM_ROOM = 1 << 13    /* more than the room that was given */
+    OW_STREAM_ROOM = 1 << 13    /* more bytes than the output has space for */
 };
 
 #endif

@@ -6,7 +6,7 @@
 
 static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
 
-// A warp an item; so many blocks an SM: 12 leave 40 registers, 16 leave 32.
+// One warp per item. Blocks per SM limit registers: 12 leave 40, 16 leave 32.
 #define OW_WARP_KERNEL(name, job_body, bytes, blocks)                                               \
     extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, blocks)                           \
         name(ow_batch_item* items, uint32_t n) {                                                     \

@@ -1,5 +1,5 @@
-// X16 chunks that nobody has looked at: what is accepted is what the Go decoder's
-// Check accepts (gosrc/codec/x16/parse.go).
+// Checks X16 chunks that the host has not seen. It accepts exactly what Check of
+// the Go decoder accepts (gosrc/codec/x16/check.go).
 #ifndef OVERWIRE_X16_VET_CUH
 #define OVERWIRE_X16_VET_CUH
 
@@ -7,8 +7,8 @@
 
 namespace ow {
 
-// What x16_vet has to know of a transform: bytes of a tile, symbol values, whether
-// there are escapes, and the widths of its planes, four bits each.
+// A transform as x16_vet needs it: bytes of a tile, symbol values, whether it has
+// escapes, and the widths of its planes, four bits each.
 struct X16Form { u32 tile, values; bool escapes; u32 planes, widths; };
 
 template <int TR> OW_DEV X16Form x16_form() {

@@ -156,7 +156,7 @@ std::function<void(ow_batch_item*, uint32_t)> launched(Kernel kernel, uint32_t p
     return [=](ow_batch_item* items, uint32_t n) { kernel<<<ow_batch_blocks(per, n), OW_BATCH_THREADS>>>(items, n); };
 }
 
-// Raw streams of X16: what ow_stream_x16 and its twin say of them, told in items.
+// Raw streams of X16: the statuses of ow_stream_x16 and of its twin, as items.
 std::vector<ow_stream> raw_streams(const std::vector<ow_batch_item>& items) {
     std::vector<ow_stream> out;
     for (uint32_t i = 0; i < items.size(); i++) {
@@ -466,7 +466,7 @@ int time_x16(int tr, uint32_t chunk, uint32_t mib, int reps) {
     unsigned long long wrong = 0;
     printf("x16 %-8s %4u KiB  ratio %.4f  %s  encode %7.1f GB/s in (%.3f ms)\n", lab::layout(tr).name, chunk >> 10, (double)sum / total,
            refused ? "WRONG" : "exact", total / ms / 1e6, ms);
-    // As streams are decoded, by so many warps a chunk, and with a list of segments.
+    // Decoded as streams, by several warps per chunk, and by a list of segments.
     std::vector<ow_x16_chunk> chunks;
     std::vector<ow_x16_seg> list;
     std::vector<uint64_t> head(8 + 2 * n), heads(n);
