@@ -10,7 +10,7 @@ ow.save_file(weights, "model.safetensors")
 # Compressed bytes cross the wire; they are unpacked, and cast, on the device.
 tensors = ow.load_file("model.safetensors", device=device, dtype="float16")
 
-# Stored bytes kept in pinned memory: reloads need no disk, and two thirds of the room.
+# Stored bytes kept in pinned memory: reloads need no disk, and two thirds of the memory.
 with ow.pin("model.safetensors", device=device) as pinned:
     for _ in range(2):
         tensors = ow.load_file(pinned, device=device)

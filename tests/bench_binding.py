@@ -1,7 +1,7 @@
 """What the line between Python and the engine costs: python tests/bench_binding.py
 
 Prints, asserts nothing about time. A file of 18,867 tensors of 1 KB (the number
-of a mixture-of-experts checkpoint) is opened, listed, loaded and handed out.
+of a mixture-of-experts checkpoint) is opened, listed, loaded and exported.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
         print(f"a tensor, of {COUNT}:")
         show("  open_model: headers and index", best(7, lambda: None, lambda _: e.open_model(spec), lambda _, h: e.close_model(h)))
         show("  model_table", best(7, lambda: model, e.model_table, lambda *_: None))
-        show("  load, all told, without handing out", best(7, lambda: None, loaded, lambda _, job: free(job)))
+        show("  load, in all, without exporting", best(7, lambda: None, loaded, lambda _, job: free(job)))
         show("  job_take: structure, capsule, tuple", best(7, loaded, e.job_take, free))
         dropping: list[Any] = []
 

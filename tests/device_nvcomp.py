@@ -121,9 +121,9 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
             return f"- {error}"
         said("")
         try:
-            # nvCOMP has to be told the elements of Cascaded, and so has who asks it.
-            told = {name: value for name, value in options.items() if name == "data_type"}
-            got = same(ours.decode(algorithm, kind, stored, **told), plain)
+            # nvCOMP needs the element type of Cascaded, and so does its caller.
+            given = {name: value for name, value in options.items() if name == "data_type"}
+            got = same(ours.decode(algorithm, kind, stored, **given), plain)
             if got == "ok" and kind == "raw" and algorithm in OPEN:  # on the CPU, which never asks nvCOMP
                 got = same(codecs.decode(stored, algorithm, bitstream=kind), plain)
         except Exception as error:

@@ -243,10 +243,10 @@ class Bench:
         timed(load)
         log.setLevel(logging.WARNING)
         mine = ow.last_report() or {}
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, {key: mine.get(key) for key in ("timeline", "trace", "seconds", "stages")})
-        self.rows.append({"row": f"timeline: {title}", "ranks": told})
-        for rank, one in enumerate(told if RANK == 0 else ()):
+        sent: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sent, {key: mine.get(key) for key in ("timeline", "trace", "seconds", "stages")})
+        self.rows.append({"row": f"timeline: {title}", "ranks": sent})
+        for rank, one in enumerate(sent if RANK == 0 else ()):
             pieces = one["timeline"] or []
             copies = (one["trace"] or {}).get("copy_stream")
             print(f"-- rank {rank}: {one['seconds']:.4f} s, {len(pieces)} pieces, copies {copies}, {one['stages']}")

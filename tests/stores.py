@@ -95,7 +95,7 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 class Front(BaseHTTPRequestHandler):
     """A proxy before a store, which keeps the host, since that is signed. It records what is asked, as (method, path with
-    its query, headers, status, bytes of the answer's body), and refuses what it is told to."""
+    its query, headers, status, bytes of the answer's body), and refuses the requests that the test names."""
 
     protocol_version = "HTTP/1.1"
     behind: str

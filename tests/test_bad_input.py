@@ -182,7 +182,7 @@ def plain(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("mmap", [None, False])
 def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mmap: bool | None, compress: bool) -> None:
-    """After it was opened, by whoever opened it: a CorruptError with file and offset,
+    """After it was opened, in each way of opening: a CorruptError with file and offset,
     never zeros that a read may give behind the end."""
     path, tensors = plain
 

@@ -141,7 +141,7 @@ def test_settings_come_from_the_environment():
     settings = {row["name"]: row for row in json.loads(done.stdout)["settings"]}
     assert settings["OVERWIRE_THREADS"]["value"] == "1"
     assert settings["OVERWIRE_LOG"]["value"] == "warning"
-    assert "OVERWIRE_LOG" in done.stderr  # the bad value is told, and nothing more happens
+    assert "OVERWIRE_LOG" in done.stderr  # the bad value is reported, and nothing more happens
 
 
 def test_bench_runs_small():

@@ -320,8 +320,8 @@ def test_out() -> None:
     assert codec.decode(made, out=grown) is grown and bytes(grown) == plain
     target = bytearray(codec.get_max_comp_buffer_size(plain))
     assert bytes(codec.decode(codec.encode(plain, out=target))) == plain
-    rooms = [bytearray(5000), bytearray(5001)]
-    assert [a.shape for a in codec.decode([made, made], out=rooms)] == [(5000,), (5000,)] and rooms[0] == plain
+    outputs = [bytearray(5000), bytearray(5001)]
+    assert [a.shape for a in codec.decode([made, made], out=outputs)] == [(5000,), (5000,)] and outputs[0] == plain
     shared = bytearray(bytes(made) + bytes(5000))
     with pytest.raises(ValueError, match="overlaps"):
         codec.decode(nvcomp.as_arrays(shared, [0], [made.buffer_size])[0], out=shared)
@@ -357,7 +357,7 @@ def test_configs() -> None:
 
 
 def test_checksums() -> None:
-    """Told at the first look, once, and for one Array of a batch only; strict raises in decode."""
+    """Raised on first access, once, and for one Array of a batch only; strict raises in decode."""
     codec = nvcomp.Codec(algorithm="snappy", checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY)
     plain = content(100_000)
     good = codec.encode(plain)
@@ -409,12 +409,12 @@ def test_damaged_streams_raise(name: str, seed: int) -> None:
 
 def test_algorithms_that_only_nvcomp_has() -> None:
     """A clear error that names the wheel, for the name and for a stream; X16 is never called ANS."""
-    told = nvcomp.backends()
-    assert set(told) == {*NAMES, *original.ALGORITHMS} and all(told[n].startswith("cpu") for n in NAMES)
+    listed = nvcomp.backends()
+    assert set(listed) == {*NAMES, *original.ALGORITHMS} and all(listed[n].startswith("cpu") for n in NAMES)
     if original._installed() is not None:
         pytest.skip("nvCOMP is installed: it answers for itself")
     for name in original.ALGORITHMS:
-        assert "nvidia-nvcomp-cu13" in told[name]
+        assert "nvidia-nvcomp-cu13" in listed[name]
         with pytest.raises(ow.NotSupportedError, match=f"{name}.*nvidia-nvcomp-cu13"):
             nvcomp.Codec(algorithm=name.lower())
     assert bytes(nvcomp.Codec(algorithm="X16").encode(b"abc"))[6] == ord("X")

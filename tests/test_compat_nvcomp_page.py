@@ -150,7 +150,7 @@ def test_streams_that_nvcomp_wrote_name_what_reads_them() -> None:
         (nvcomp.Codec(algorithm="Snappy", bitstream_kind=sized), (5).to_bytes(8, "little") + bytes(20), ow.CorruptError),
     ):
         works = [codec.decode, lambda s, c=codec: c.decode([s])]
-        if codec._bitstream != "with_size":  # the length of which is told before what follows is looked at
+        if codec._bitstream != "with_size":  # its length is checked before what follows
             works += [codec.get_uncomp_buffer_size, codec.decompression_config]
         for work in works:
             with pytest.raises(kind, match=r"if nvCOMP wrote this.*nvidia-nvcomp-cu13"):
@@ -198,6 +198,6 @@ def test_the_script_for_real_nvcomp_works() -> None:
     command = [sys.executable, str(ROOT / "tests/device_nvcomp.py"), "--json", "--module", "overwire.compat.nvcomp"]
     command += ["--sizes", "0,7,65537", "--only", "LZ4,ANS"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["wrong"], len(told["results"]["LZ4"])) == (1, 1, 16), done.stdout + done.stderr
-    assert "nvidia-nvcomp-cu13" in told["results"]["ANS"]["the process"]
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["wrong"], len(report["results"]["LZ4"])) == (1, 1, 16), done.stdout + done.stderr
+    assert "nvidia-nvcomp-cu13" in report["results"]["ANS"]["the process"]

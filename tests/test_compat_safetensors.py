@@ -263,7 +263,7 @@ def test_every_index(plain: str, packed: str, framework: str, name: str) -> None
                 if name == "b":
                     assert np.array_equal(got, full[index]), index
             else:
-                # Where two things are wrong with an index, either may be told.
+                # If two things are wrong with an index, either may be reported.
                 assert kind(error) == kind(refused) or kind(refused) in WIDER, (index, error, refused)
                 if kind(refused) == "SafetensorError":
                     assert str(error).split(" with shape")[0] == str(refused).split(" with shape")[0], index

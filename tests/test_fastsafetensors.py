@@ -167,7 +167,7 @@ def test_tensors_outlive_everything(files: list[str]) -> None:
     del buffer, loader
     gc.collect()
     assert torch.equal(kept, want)
-    assert get_framework_op("pt").get_mem_used() == 0, "closed buffers lease nothing, whoever holds tensors"
+    assert get_framework_op("pt").get_mem_used() == 0, "closed buffers lease nothing, even while tensors are held"
     assert fst.live_allocation_count() == count + 1
     assert fst.live_allocation_bytes() == nbytes + kept.untyped_storage().nbytes()
     del kept

@@ -241,7 +241,7 @@ def later() -> Iterator[type[Later]]:
         return Later if kwargs.get("bare") else lambda *args: Later(*args)
 
     copier.register_copier_constructor("later", Later)(new)
-    copier.register_copier_constructor("lent")(lambda device, **kwargs: copier.create_copier_constructor("later", device, **kwargs))
+    copier.register_copier_constructor("renamed")(lambda device, **kwargs: copier.create_copier_constructor("later", device, **kwargs))
     Later.asked = []
     yield Later
 
@@ -250,7 +250,7 @@ def test_a_plug_in_s_tensors_are_waited_for_one_by_one(files: list[str], later: 
     want = ow.load_file(files[0])
     loader = BaseSafeTensorsFileLoader(None, "cpu", "later")
     assert loader.copier_class is Later is copier.copier_class_of(Later)
-    assert BaseSafeTensorsFileLoader(None, "cpu", "lent").copier_class is Later, "what is made counts, not what was asked for"
+    assert BaseSafeTensorsFileLoader(None, "cpu", "renamed").copier_class is Later, "what is made counts, not what was asked for"
     assert copier.copier_class_of(lambda *_: None) is CopierInterface  # type: ignore[arg-type,return-value]
     loader.add_filenames({0: files[:1]})
     buffer = loader.copy_files_to_device(allow_inflight=True)
@@ -261,7 +261,7 @@ def test_a_plug_in_s_tensors_are_waited_for_one_by_one(files: list[str], later: 
     buffer.close()
     assert later.asked[3:] == ["finish"] and used() == 0, "what is read to is not freed before it is read"
     assert plain(got) == plain({name: want[name] for name in got})
-    # dtype= needs all bytes first, and so does whoever does not ask for it.
+    # dtype= needs all bytes first, and so does a caller that does not ask for it.
     for named in ({"dtype": DType.F32, "allow_inflight": True}, {}):
         later.asked.clear()
         buffer = loader.copy_files_to_device(**named)  # type: ignore[arg-type]

@@ -137,7 +137,7 @@ def test_workers_of_a_data_loader(tmp_path: Path, script) -> None:
 
 
 def test_without_the_package(tmp_path: Path, script) -> None:
-    """Where safetensors is not installed a forked child is told so, by its class."""
+    """Where safetensors is not installed a forked child gets an error of that class."""
     script(
         """
 import os, sys

@@ -72,7 +72,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
 
 
 def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes) -> None:
-    """Alone, in a batch among ours, into outputs, as a type, with a config; ours are never handed on."""
+    """Alone, in a batch among ours, into outputs, as a type, with a config; ours are never passed on."""
     ours = nvcomp.Codec(algorithm="LZ4").encode(there(plain))
     theirs = marked(back(ours))
     for codec in (nvcomp.Codec(), nvcomp.Codec(algorithm="LZ4")):
@@ -160,7 +160,7 @@ def test_delegated_to_nvcomp(name: str, kind: Any, plain: bytes) -> None:
 @needs_torch
 @pytest.mark.parametrize("name", ["LZ4", "Snappy", "Zstd", "Deflate", "GDeflate", "Cascaded"])
 def test_streams_that_nvcomp_wrote_are_read_through_it(name: str, plain: bytes) -> None:
-    """Native ones with its checksums, and sized ones; a changed byte is told."""
+    """Native ones with its checksums, and sized ones; a changed byte is reported."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     if theirs is nvcomp:
         pytest.skip("nvidia.nvcomp is this module")

@@ -23,7 +23,7 @@ OUTSIDE = "outside.safetensors"
 
 
 class Place:
-    """A folder, served; a file beside it that nobody may reach; a server that nobody may ask."""
+    """A folder, served; a file beside it that must not be read; a server that must not be asked."""
 
     def __init__(self, root: Path, url: str, canary: str) -> None:
         self.root, self.folder, self.url, self.canary = root, root / "models", url, canary

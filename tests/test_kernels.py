@@ -57,7 +57,7 @@ def test_every_kernel_is_in_the_module() -> None:
 
 
 def test_every_batch_kernel_is_in_the_module() -> None:
-    # abi_batch.h lists them for whoever launches them.
+    # abi_batch.h lists them for the code that launches them.
     listed = set(re.findall(r"^ \*   (ow_\w+) +\d", (CUDA / "abi_batch.h").read_text(encoding="utf-8"), re.M))
     text = (CUDA / "batch.cu").read_text(encoding="utf-8")
     kernels = set(re.findall(r"^OW_WARP_KERNEL\((\w+),", text, re.M)) | set(re.findall(r"__launch_bounds__\([^)]*\) (ow_\w+)\(", text))

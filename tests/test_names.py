@@ -210,10 +210,10 @@ def test_errors_have_the_name_and_can_be_printed(tmp_path: Path) -> None:
     path = os.path.join(os.fsencode(tmp_path), b"none\xe9")
     verbs: list[Callable[[bytes], object]] = [ow.load_file, ow.read_bytes, ow.load_compressed_pickle, ow.inspect]  # type: ignore[list-item]
     for verb in verbs:
-        with pytest.raises(ow.NotFoundError) as told:
+        with pytest.raises(ow.NotFoundError) as raised:
             verb(path)
-        assert told.value.source is not None and os.fsencode(told.value.source) == path
-        assert "none\\udce9" in str(told.value).encode("utf-8").decode()
+        assert raised.value.source is not None and os.fsencode(raised.value.source) == path
+        assert "none\\udce9" in str(raised.value).encode("utf-8").decode()
 
 
 def test_dots_after_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -436,7 +436,7 @@ VARIABLES = (
 
 def test_no_variable_ends_the_import_or_is_set(tmp_path: Path, script) -> None:
     """Every variable that nyacomp, its extension and remotefile read or set, with nonsense and with a number in it: the
-    import ends well, no variable is set, nothing is written, and each is told of in docs/nyacomp.md."""
+    import ends well, no variable is set, nothing is written, and docs/nyacomp.md names each."""
     source = """
 import os, sys
 before = dict(os.environ)

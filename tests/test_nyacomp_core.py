@@ -81,7 +81,7 @@ def test_any_number_of_bins(tmp_path: Path, bins: str) -> None:
     csv = _write(tmp_path / "nya", _some(), bins)
     for got, tensor in zip(_nyacomp.decompress_from_meta(str(csv)), _some(), strict=True):
         same(got, tensor)
-        got.zero_()  # writable, and nobody else's
+        got.zero_()  # writable, and not shared
     files = [_nyacomp.CompressedFile(str(tmp_path / "nya/0.gz"), [900, 80], "bfloat16", 144000, 1)]
     assert "0.gz" in repr(files[0]) and not files[0].raw
     same(_nyacomp.batch_decompress(files, [[], [0], []])[0], _some()[0])
@@ -185,7 +185,7 @@ def test_it_loads_before_it_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFi
     for got, tensor in zip(decompressor.get(), wanted, strict=True):
         same(got, tensor)
     assert "joins its preload" in caplog.text
-    # Files that were written to meanwhile are read: nobody gets what was there before.
+    # Files that were written to meanwhile are read: no load returns the old bytes.
     decompressor = _nyacomp.AsyncDecompressor(csv)
     assert decompressor._preload is not None and decompressor._preload.wait(60)
     for at in (0, 1):

@@ -277,7 +277,7 @@ def families() -> Iterator[Case]:
 
 
 def builds() -> Iterator[Case]:
-    """BUILD on what the list hands out."""
+    """BUILD on what the list allows."""
     states = {
         "dict": push({"__defaults__": (1,), "evil": 1}),
         "slots": push((None, {"__defaults__": (1,), "forward": 1, "__doc__": "evil"})),

@@ -91,7 +91,7 @@ READS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "change", [_save, _rename, _in_place, _convert, _by_safetensors, _by_the_original], ids=lambda made: made.__name__[1:]
 )
 def test_a_file_that_was_replaced(tmp_path: Path, caplog: Log, compress: bool, change: Callable[..., None]) -> None:
-    """Whoever replaced the file, and whatever reads it: the tensors of now, and one line in the log."""
+    """However the file was replaced, and in every way of reading: the tensors of now, and one line in the log."""
     path = tmp_path / "m.safetensors"
     for name, read in READS.items():
         ow.save_file(OLD, path, compress=compress)
@@ -152,7 +152,7 @@ def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> No
 
 
 def test_bundles(tmp_path: Path, caplog: Log) -> None:
-    """Two saves of one structure have the same pickle, and are told apart; an unchanged bundle is joined."""
+    """Two saves of one structure have the same pickle, and are distinguished; an unchanged bundle is joined."""
     path = tmp_path / "x.pkl"
     for old, new in ((OLD, NEW), (NEW, OLD)):
         ow.compress_pickle(old, path)

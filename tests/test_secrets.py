@@ -1,7 +1,7 @@
 """Promise: what a caller trusts us with is shown nowhere.
 
 One program plants a secret of each kind and makes loads and saves succeed and fail, on servers that tell back all they
-were told; then everything that it and its children have shown or left behind is searched."""
+were given; then everything that it and its children have shown or left behind is searched."""
 
 from __future__ import annotations
 
@@ -161,20 +161,20 @@ except ow.OverwireError as error:
 
 
 class _Echo(BaseHTTPRequestHandler):
-    """Refuses, and tells in its answer everything that it was told."""
+    """Refuses, and repeats in its answer everything that it was sent."""
 
     def _answer(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         self.rfile.read(length)
-        told = " ".join(f"{name}: {value}" for name, value in self.headers.items()).replace("<", "&lt;").replace("&", "&amp;")
+        shown = " ".join(f"{name}: {value}" for name, value in self.headers.items()).replace("<", "&lt;").replace("&", "&amp;")
         status = {"redirect": 302, "m.safetensors": 403}.get(self.path.split("?")[0].rsplit("/", 1)[-1], 400)
-        body = f"<Error><Code>Refused</Code><Message>{self.path} {told}</Message><RequestId>{told}</RequestId></Error>".encode()
-        self.send_response(status, f"{told} {self.path}"[:400])
+        body = f"<Error><Code>Refused</Code><Message>{self.path} {shown}</Message><RequestId>{shown}</RequestId></Error>".encode()
+        self.send_response(status, f"{shown} {self.path}"[:400])
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Location", f"http://127.0.0.1:1{self.path}")
-        self.send_header("x-amz-request-id", told[:900])
-        self.send_header("X-Error-Message", told[:900])
+        self.send_header("x-amz-request-id", shown[:900])
+        self.send_header("X-Error-Message", shown[:900])
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

@@ -60,7 +60,7 @@ def test_only_the_shards_that_are_needed(tmp_path: Path, compress: bool) -> None
     where = sharded(tensors, tmp_path, lambda name: int(name[1:]) % 4, compress)
     wanted = ["t5", "t1", "t2"]
     for file in set(where.values()) - {where[name] for name in wanted}:
-        (tmp_path / file).unlink()  # whoever opens it fails
+        (tmp_path / file).unlink()  # opening it fails
     for source in (tmp_path, tmp_path / "model.safetensors.index.json"):
         for loaded in (
             ow.load_file(source, keys=wanted),

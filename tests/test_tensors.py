@@ -112,7 +112,7 @@ def test_reads_the_reference(tmp_path: Path, encrypted: bool) -> None:
 
 @pytest.mark.parametrize("options", [{"decryption_key": bytes(range(32))}, {"decryption_password": "the secret one"}])
 def test_a_key_for_what_is_not_encrypted(tmp_path: Path, options: dict[str, Any]) -> None:
-    """It is an error at every verb, not ignored: whoever gives a key believes that the
+    """It is an error at every verb, not ignored: a caller that gives a key believes that the
     file is sealed. The error names the file and no secret."""
     tensors = {"a": torch.ones(3)}
     plain, packed, open_ = (str(tmp_path / name) for name in ("plain.safetensors", "packed.safetensors", "open.tensors"))

@@ -83,7 +83,7 @@ def test_ctrl_c_ends_every_wait(tmp_path: Path) -> None:
     """KeyboardInterrupt comes while a minute of the timeout is left, and connections are closed then."""
     found = cells("signals", tmp_path)
     assert found.pop("files that are left")["ended"] == "none"
-    assert found.pop("a number that nobody holds")["ended"] == "closed"
+    assert found.pop("a number that no one holds")["ended"] == "closed"
     assert not bad(found, lambda cell: cell["ended"] == "KeyboardInterrupt")
 
 

@@ -180,7 +180,7 @@ def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, C
 
 
 def servers(folder: Path) -> None:
-    """Each verb at each kind of server, with a short timeout: a class of ours, and so many tries."""
+    """Each verb at each kind of server, with a short timeout: a class of ours, and the documented number of tries."""
     kinds = {kind: Server(kind) for kind in ("silent", "trickle", "headers")}
     options = {"timeout": "0.1"}
     for kind, server in kinds.items():
@@ -272,14 +272,14 @@ def nobodys(server: Server) -> None:
     from engine_calls import fetch_start, verify_start
 
     spec = {"uris": [f"http://127.0.0.1:{server.port}/m.safetensors"], "storage": {"storage": {"timeout": "60"}}}
-    with watched("a number that nobody holds"), open(os.devnull, "wb") as sink:
+    with watched("a number that no one holds"), open(os.devnull, "wb") as sink:
         for start in (verify_start, fetch_start):
             server.reset()
             number = start(json.dumps({**spec, "fd": sink.fileno()}))
             server.reached.wait()
             del number
             server.drained()
-    tell("a number that nobody holds", ended="closed")
+    tell("a number that no one holds", ended="closed")
 
 
 def uploads(server: Server, options: dict[str, str]) -> None:
@@ -309,7 +309,7 @@ def keys(folder: Path) -> None:
     import overwire as ow
     from overwire.records import KeyDerivation, derive_key
 
-    # So many passes take minutes; the memory is small.
+    # These passes take minutes; the memory is small.
     passes, memory = 1024, 64 << 20
     path = folder / "sealed.tensors"
     ow.save_file({"a": np.zeros(1000, np.uint8)}, path, storage_options={"encryption_password": "x"})
