@@ -1,5 +1,7 @@
 package house
 
+// This file has the rules about Go packages and the sizes of files.
+
 import (
 	"fmt"
 	"go/ast"
@@ -23,57 +25,60 @@ var Rules = map[string]func(*Tree) []Finding{
 	"healing":          healing,
 	"file lengths":     fileLengths,
 	"function lengths": functionLengths,
-	"room lengths":     roomLengths,
+	"package lengths":  packageLengths,
 	"architecture":     architecture,
 	"python printing":  pythonPrinting,
 	"machine paths":    machinePaths,
+	"words":            words,
+	"duties":           duties,
+	"one meaning":      oneType,
 }
 
-// matches says whether a room is meant by one of the patterns.
-func matches(room string, patterns []string) bool {
+// matches reports whether a package matches one of the patterns.
+func matches(pkg string, patterns []string) bool {
 	return slices.ContainsFunc(patterns, func(p string) bool {
 		if stem, ok := strings.CutSuffix(p, "/..."); ok {
-			return room == stem || strings.HasPrefix(room, stem+"/")
+			return pkg == stem || strings.HasPrefix(pkg, stem+"/")
 		}
-		return room == p
+		return pkg == p
 	})
 }
 
 func imports(t *Tree) (out []Finding) {
 	for _, name := range t.names() {
 		if _, ok := mayImport[name]; !ok {
-			out = append(out, Finding{"gosrc/" + name, "this room is not in the table of rooms",
-				"every room has one duty and a written list of rooms it may import: " +
+			out = append(out, Finding{"gosrc/" + name, "this package is not in the table of packages",
+				"every package has one duty and a written list of packages it may import: " +
 					"add it to ARCHITECTURE.md and to gosrc/internal/house/table.go"})
 		}
 	}
-	t.each(func(r *Room, f *File) {
+	t.each(func(r *Package, f *File) {
 		if _, ok := mayImport[r.Path]; !ok || f.Test {
-			return // reported above; and tests may borrow any room
+			return // reported above; and tests may import any package
 		}
 		for _, spec := range f.AST.Imports {
 			p, _ := strconv.Unquote(spec.Path.Value)
-			if room, ok := strings.CutPrefix(p, module); ok {
-				if room != r.Path && !matches(room, mayImport[r.Path]) {
-					out = append(out, Finding{t.at(spec), fmt.Sprintf("%s imports %s", r.Path, room),
-						"a room is understood, tested and replaced alone only if it knows no more than the table allows; " +
-							"leaves never import each other sideways and nobody imports upwards"})
+			if pkg, ok := strings.CutPrefix(p, module); ok {
+				if pkg != r.Path && !matches(pkg, mayImport[r.Path]) {
+					out = append(out, Finding{t.at(spec), fmt.Sprintf("%s imports %s", r.Path, pkg),
+						"a package can be understood, tested and replaced alone only if it imports no more than the table allows; " +
+							"leaves never import each other, and no package imports upwards"})
 				}
 				continue
 			}
 			if first, _, _ := strings.Cut(p, "/"); strings.Contains(first, ".") && !allowedModule(p, r.Path) {
 				out = append(out, Finding{t.at(spec), fmt.Sprintf("%s imports %s", r.Path, p),
-					"each foreign module enters by one door, listed in gosrc/internal/house/table.go"})
+					"each foreign module is imported in one place, listed in gosrc/internal/house/table.go"})
 			}
 		}
 	})
 	return out
 }
 
-func allowedModule(imported, room string) bool {
-	for mod, rooms := range modules {
+func allowedModule(imported, pkg string) bool {
+	for mod, users := range modules {
 		if imported == mod || strings.HasPrefix(imported, mod+"/") {
-			return slices.ContainsFunc(rooms, func(r string) bool { return r == "" || matches(room, []string{r + "/..."}) })
+			return slices.ContainsFunc(users, func(u string) bool { return u == "" || matches(pkg, []string{u + "/..."}) })
 		}
 	}
 	return false
@@ -81,11 +86,11 @@ func allowedModule(imported, room string) bool {
 
 func cgo(t *Tree) (out []Finding) {
 	for _, name := range t.names() { // generated files too
-		for _, f := range t.Rooms[name].Files {
+		for _, f := range t.Packages[name].Files {
 			for _, spec := range f.AST.Imports {
-				if spec.Path.Value == `"C"` && !matches(name, cgoRooms) && !f.Ignored {
+				if spec.Path.Value == `"C"` && !matches(name, cgoPackages) && !f.Ignored {
 					out = append(out, Finding{t.at(spec), name + ` imports "C"`,
-						"cgo stays in " + strings.Join(cgoRooms, ", ") +
+						"cgo stays in " + strings.Join(cgoPackages, ", ") +
 							", so that everything else builds, tests and races with CGO_ENABLED=0"})
 				}
 			}
@@ -96,7 +101,7 @@ func cgo(t *Tree) (out []Finding) {
 
 func comments(t *Tree) (out []Finding) {
 	for _, name := range t.names() {
-		r := t.Rooms[name]
+		r := t.Packages[name]
 		var with []string
 		code := 0
 		for _, f := range r.Files {
@@ -111,7 +116,7 @@ func comments(t *Tree) (out []Finding) {
 		if code > 0 && len(with) != 1 {
 			out = append(out, Finding{"gosrc/" + name,
 				fmt.Sprintf("%d package comments %s", len(with), strings.Join(with, " ")),
-				"a room says its one duty and its contract in one place"})
+				"a package states its duty and its contract in one place"})
 		}
 	}
 	return out
@@ -121,15 +126,15 @@ func packageNames(t *Tree) (out []Finding) {
 	for _, name := range t.names() {
 		if slices.Contains(vague, path.Base(name)) {
 			out = append(out, Finding{"gosrc/" + name, "a package called " + path.Base(name),
-				"a room is named by its duty; a drawer for everything has none"})
+				"a package is named by its duty; one for everything has none"})
 		}
 	}
 	return out
 }
 
 func goStatements(t *Tree) (out []Finding) {
-	t.each(func(r *Room, f *File) {
-		// Rooms of tests (sourcetest, codectest) are tests.
+	t.each(func(r *Package, f *File) {
+		// Packages for tests (sourcetest, codectest) are tests.
 		if f.Test || strings.HasSuffix(r.Path, "test") || r.Path == "internal/spawn" {
 			return
 		}
@@ -171,14 +176,14 @@ func calls(t *Tree, f *File, importPath string, names []string, found func(ast.N
 
 func environment(t *Tree) (out []Finding) {
 	names := []string{"Getenv", "LookupEnv", "Environ", "Setenv", "Unsetenv", "Clearenv", "ExpandEnv"}
-	t.each(func(r *Room, f *File) {
+	t.each(func(r *Package, f *File) {
 		if f.Test || r.Path == "knob" {
 			return
 		}
 		for _, pkg := range []string{"os", "syscall", "golang.org/x/sys/unix"} {
 			calls(t, f, pkg, names, func(n ast.Node, call string) {
 				out = append(out, Finding{t.at(n), call,
-					"inside Python, Go does not see os.environ: every variable stands in the table of room knob"})
+					"inside Python, Go does not see os.environ: every variable is in the table of package knob"})
 			})
 		}
 	})
@@ -186,7 +191,7 @@ func environment(t *Tree) (out []Finding) {
 }
 
 func fileWriting(t *Tree) (out []Finding) {
-	t.each(func(r *Room, f *File) {
+	t.each(func(r *Package, f *File) {
 		if f.Test || r.Path == "internal/atomicfile" || strings.HasSuffix(r.Path, "test") || mayWrite[r.Path] != "" {
 			return
 		}
@@ -199,7 +204,7 @@ func fileWriting(t *Tree) (out []Finding) {
 }
 
 func inits(t *Tree) (out []Finding) {
-	t.each(func(r *Room, f *File) {
+	t.each(func(r *Package, f *File) {
 		for _, d := range f.AST.Decls {
 			if fn, ok := d.(*ast.FuncDecl); ok && fn.Recv == nil && fn.Name.Name == "init" {
 				out = append(out, Finding{t.at(fn), "an init function",
@@ -211,7 +216,7 @@ func inits(t *Tree) (out []Finding) {
 }
 
 func printing(t *Tree) (out []Finding) {
-	t.each(func(r *Room, f *File) {
+	t.each(func(r *Package, f *File) {
 		if f.Test || strings.HasPrefix(r.Path, "bind/") || f.AST.Name.Name == "main" {
 			return // bind gives the process's own streams to cli; a program owns its process
 		}
@@ -231,7 +236,7 @@ func printing(t *Tree) (out []Finding) {
 }
 
 func healing(t *Tree) (out []Finding) {
-	t.each(func(r *Room, f *File) {
+	t.each(func(r *Package, f *File) {
 		if f.Test {
 			return
 		}
@@ -245,7 +250,7 @@ func healing(t *Tree) (out []Finding) {
 
 func fileLengths(t *Tree) (out []Finding) {
 	generated := map[string]bool{}
-	for _, r := range t.Rooms {
+	for _, r := range t.Packages {
 		for _, f := range r.Files {
 			generated[f.Path] = f.Generated
 		}
@@ -298,31 +303,31 @@ func functionLengths(t *Tree) (out []Finding) {
 	return append(out, stale(longFunctions, over)...)
 }
 
-func roomLengths(t *Tree) (out []Finding) {
+func packageLengths(t *Tree) (out []Finding) {
 	over := map[string]bool{}
 	for _, name := range t.names() {
 		n := 0
-		for _, f := range t.Rooms[name].Files {
+		for _, f := range t.Packages[name].Files {
 			if !f.Test && !f.Generated {
 				n += f.Lines
 			}
 		}
-		if n > maxRoomLines {
+		if n > maxPackageLines {
 			over[name] = true
-			if longRooms[name] == "" {
+			if longPackages[name] == "" {
 				out = append(out, Finding{"gosrc/" + name, fmt.Sprintf("%d lines without tests", n),
-					fmt.Sprintf("a room with more than %d lines has two duties: split it, or give the reason in gosrc/internal/house/table.go", maxRoomLines)})
+					fmt.Sprintf("a package of more than %d lines has two duties: split it, or give the reason in gosrc/internal/house/table.go", maxPackageLines)})
 			}
 		}
 	}
-	return append(out, stale(longRooms, over)...)
+	return append(out, stale(longPackages, over)...)
 }
 
 func stale(listed map[string]string, over map[string]bool) (out []Finding) {
 	for name := range listed {
 		if !over[name] {
 			out = append(out, Finding{name, "listed as too long and is not (any more)",
-				"an exception that nobody needs hides the next one"})
+				"an exception that is no longer needed hides the next one"})
 		}
 	}
 	return out

@@ -1,5 +1,7 @@
 package house
 
+// This file has helpers that read source files.
+
 import (
 	"bytes"
 	"io"

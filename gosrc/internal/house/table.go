@@ -1,14 +1,16 @@
 package house
 
+// This file is the table of packages: their imports, and every exception to a rule.
+
 // module is the path that our own imports begin with.
 const module = "github.com/overwire/overwire/gosrc/"
 
-// mayImport says which rooms a room may import. "x/..." is x and the rooms
-// below it. A room that is not listed here does not exist: add it with its one
-// duty to ARCHITECTURE.md first.
+// mayImport lists the packages that a package may import. "x/..." is x and the
+// packages below it. Every package must be listed: add it with its one duty to
+// ARCHITECTURE.md first.
 //
-// The order is the way of a byte: words, bytes, formats, the plan, the
-// pipeline, the verbs, the faces. Nobody imports a room further down.
+// The order follows a byte: words, bytes, formats, the plan, the pipeline, the
+// verbs, the bindings. No package imports one that is further down.
 var mayImport = map[string][]string{
 	// The words: standard library only.
 	"tensor": {"fault", "internal/sizes"}, // for the classes of its errors
@@ -78,12 +80,12 @@ var mayImport = map[string][]string{
 	"cli": {"format", "tensorizer", "load", "save", "preload", "bench", "measure", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "fault", "internal/..."},
 
-	// The rig is a program beside the library: nobody imports it.
+	// The rig is a program beside the library: no package imports it.
 	"rig": {"measure", "weights", "serve", "load", "save", "pipeline", "codec/...", "nvcomp/...", "device/...", "job", "knob", "tensor", "fault",
 		"format", "tensorizer", "source", "source/file", "internal/..."},
 
-	// The nvCOMP wing: what exists for its bitstreams only. Its door is the room
-	// nvcomp; nobody else of the library imports what lies behind.
+	// The nvCOMP wing exists for nvCOMP's bitstreams only. The library imports package
+	// nvcomp, but none of the packages below it.
 	"nvcomp":          {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "fault", "internal/..."},
 	"nvcomp/lz4":      {"fault"},
 	"nvcomp/snappy":   {"fault"},
@@ -101,7 +103,7 @@ var mayImport = map[string][]string{
 	"bind/gen":  {"bind/binding", "device", "device/cuda", "fault", "knob", "source", "tensor"},
 }
 
-// modules says which rooms may import a module that is not ours; "" is all.
+// modules lists the packages that may import a foreign module; "" is every package.
 var modules = map[string][]string{
 	"golang.org/x/sys":                        {""},
 	"github.com/zeebo/xxh3":                   {"codec", "save", "format", "load", "source/cache"},
@@ -118,11 +120,10 @@ var modules = map[string][]string{
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
 }
 
-// cgoRooms may say import "C". Everything else builds and tests with
-// CGO_ENABLED=0.
-var cgoRooms = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/gds"}
+// cgoPackages may import "C". All else builds and tests with CGO_ENABLED=0.
+var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/gds"}
 
-// mayWrite says which rooms make files of their own beside internal/atomicfile, and
+// mayWrite lists the packages that write files without internal/atomicfile, and
 // why.
 var mayWrite = map[string]string{
 	"source/cache": "names are made of contents and never replaced; syncing would cost more than fetching again",
@@ -135,8 +136,8 @@ var mayWrite = map[string]string{
 // longFiles, longRooms and longFunctions are over the limit, each with its reason. An entry
 // that is no longer needed fails too.
 var (
-	longFiles = map[string]string{}
-	longRooms = map[string]string{
+	longFiles    = map[string]string{}
+	longPackages = map[string]string{
 		"rig":         "a group of rows for each thing that is promised; they share models, child processes and the table",
 		"device/cuda": "a thousand of its lines are the fake driver of its tests, which has to lie where cgo compiles it",
 	}

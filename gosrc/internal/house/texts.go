@@ -1,5 +1,7 @@
 package house
 
+// This file has the rules about ARCHITECTURE.md, Python and texts.
+
 import (
 	"fmt"
 	"path"
@@ -7,29 +9,28 @@ import (
 	"strings"
 )
 
-// architecture holds ARCHITECTURE.md to the tree: it names every room and no
-// room that is not there.
+// architecture checks that ARCHITECTURE.md names every package, and no other.
 func architecture(t *Tree) (out []Finding) {
 	const file = "ARCHITECTURE.md"
 	text := t.read(file)
 	named := map[string]bool{}
 	for _, m := range regexp.MustCompile("(?m)^\\| `([a-z0-9/]+)` \\|").FindAllStringSubmatch(text, -1) {
 		named[m[1]] = true
-		if t.Rooms[m[1]] == nil {
-			out = append(out, Finding{file, "names the room " + m[1] + ", which is not there",
-				"a map that shows what is not there sends people astray"})
+		if t.Packages[m[1]] == nil {
+			out = append(out, Finding{file, "names the package " + m[1] + ", which does not exist",
+				"a wrong map misleads its readers"})
 		}
 	}
 	for _, name := range t.names() {
 		if !named[name] {
-			out = append(out, Finding{file, "does not name the room " + name,
-				"a newcomer finds any byte's place from this page: a table row \"| `room` | duty |\" for each"})
+			out = append(out, Finding{file, "does not name the package " + name,
+				"a newcomer finds any byte's place from this page: a table row \"| `package` | duty |\" for each"})
 		}
 	}
 	return out
 }
 
-// pythonPrinting holds the Python face to its logger.
+// pythonPrinting holds the Python package to its logger.
 func pythonPrinting(t *Tree) (out []Finding) {
 	call := regexp.MustCompile(`(^|[^\w.#"'])print\(`)
 	for _, p := range t.Texts {
@@ -51,7 +52,7 @@ func pythonPrinting(t *Tree) (out []Finding) {
 	return out
 }
 
-// machinePaths finds places of one machine in what everybody gets.
+// machinePaths finds paths of one machine in what every user gets.
 func machinePaths(t *Tree) (out []Finding) {
 	place := regexp.MustCompile(`(^|[\s"'=(:,` + "`" + `])/(work|root|home/\w+)(/|\b)`)
 	for _, p := range t.Texts {

@@ -18,3 +18,6 @@ func bad() {
 	spawn.Heal()
 	_ = env.WriteFile("x", nil, 0)
 }
+
+// Whoever reads this, reads a room.
+type Chunk struct{ farAway int }

@@ -1,2 +1,4 @@
 // Package util is a second drawer.
 package util
+
+type Chunk int
