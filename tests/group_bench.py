@@ -30,7 +30,7 @@ import overwire as ow
 import torch
 import torch.distributed as dist
 from overwire import distributed
-from overwire.distributed import group as teams
+from overwire.distributed import group as grouping
 
 RANK, LOCAL = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 CUDA = torch.cuda.is_available()
@@ -69,7 +69,7 @@ def nbytes(tensors: dict[str, Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-class Forced(teams.Rates):
+class Forced(grouping.Rates):
     """Every batch goes one way, where there is that way."""
 
     def __init__(self, way: str) -> None:
@@ -135,13 +135,13 @@ class Bench:
             dist.broadcast(here, 0)
             return size
 
-        team = teams.team_of(dist.group.WORLD)
-        team.settle([teams.host_name()] * ranks)
+        members = grouping.members_of(dist.group.WORLD)
+        members.settle([grouping.host_name()] * ranks)
         piece = 30 << 20 if CUDA else 1 << 20  # as relays have it
 
         def pieces() -> int:
             for _ in range(0, size, piece * ranks):
-                team.gather(here, piece)
+                members.gather(here, piece)
             return -(-size // (piece * ranks)) * piece * ranks
 
         self.floor("all-gather of 1 GiB", gather)
@@ -197,8 +197,8 @@ class Bench:
         if self.late(title):
             return
         group: Any = dist.group.WORLD
-        team = teams.team_of(group)
-        team.rates = teams.Rates() if way is None else Forced(way)
+        members = grouping.members_of(group)
+        members.rates = grouping.Rates() if way is None else Forced(way)
 
         def load() -> dict[str, Any]:
             if way == "solo" and RANK:
@@ -216,7 +216,7 @@ class Bench:
         if way != "solo":
             self.check(got, shard)
         del got
-        team.rates = teams.Rates() if way is None else team.rates
+        members.rates = grouping.Rates() if way is None else members.rates
         times: list[float] = []
         for _ in range(runs + (way is None)):
             seconds, got = timed(load)

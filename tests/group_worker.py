@@ -12,7 +12,7 @@ import overwire as ow
 import torch
 import torch.distributed as dist
 from overwire import distributed
-from overwire.distributed import group as teams
+from overwire.distributed import group as grouping
 from overwire.distributed import relays
 from overwire.model.opened import Model
 
@@ -49,7 +49,7 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
 SHARD = {"rows": 0, "uneven": 0, "columns": 1, "deep": 2, "few": 0, "bytes8": -1, "small.0": 0, "small.1": 1, "pairs": 1}
 
 
-class Forced(teams.Rates):
+class Forced(grouping.Rates):
     """Every batch goes one way."""
 
     way = ""
@@ -59,20 +59,20 @@ class Forced(teams.Rates):
 
 
 def every_way(folder: Path, group: Any, *files: str) -> None:
-    team = teams.team_of(group)
+    members = grouping.members_of(group)
     distributed._BATCH = distributed._TRY = 3 << 20
-    teams.TELLING = 1 << 16
+    grouping.TELLING = 1 << 16
     relays._SHARE, relays._AGREE = (1 << 20) + 4096, 3  # many pieces, and several rounds of the ring
     shard = {name: dim for name, dim in SHARD.items()}
     for file in files or ("plain.safetensors", "compressed.safetensors"):
         want = expected(folder / file, shard, dist.get_rank(group), dist.get_world_size(group))
         plain = file == "plain.safetensors"
         for way in ("broadcast", "gather", "scatter") if plain else ("each", "gather"):  # the others are tried below
-            team.rates = Forced()
-            team.rates.way = way
+            members.rates = Forced()
+            members.rates.way = way
             same(ow.load_file(folder / file, group=group, shard=shard, device=DEVICE), want)
         # Chosen by measuring: every way is tried, then one is kept.
-        team.rates = teams.Rates()
+        members.rates = grouping.Rates()
         for _ in range(3):
             same(ow.load_file(folder / file, group=group, shard=shard, device=DEVICE), want)
         measured = distributed.rates(group)
@@ -84,24 +84,24 @@ def every_way(folder: Path, group: Any, *files: str) -> None:
 def hosts(folder: Path) -> None:
     """Two hosts of two ranks: nothing is sent between them."""
     rank = dist.get_rank()
-    world = dist.new_group()  # a team that has not been settled yet
-    teams.host_name = lambda: f"host{rank // 2}"
+    world = dist.new_group()  # a members that has not been settled yet
+    grouping.host_name = lambda: f"host{rank // 2}"
     sent: list[Any] = []
-    trade = teams.Team.trade
-    teams.Team.trade = lambda self, out, come: (sent.extend(peer for peer, _ in out + come), trade(self, out, come))[1]  # type: ignore
-    team = teams.team_of(world)
-    team.rates = Forced()
-    team.rates.way = "broadcast"
+    trade = grouping.Members.trade
+    grouping.Members.trade = lambda self, out, come: (sent.extend(peer for peer, _ in out + come), trade(self, out, come))[1]  # type: ignore
+    members = grouping.members_of(world)
+    members.rates = Forced()
+    members.rates.way = "broadcast"
     path = folder / "plain.safetensors"
     same(ow.load_file(path, group=world, shard={"rows": 0}), expected(path, {"rows": 0}, rank, 4))
-    assert team.near == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert set(sent) == set(team.near) - {rank}
+    assert members.local == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert set(sent) == set(members.local) - {rank}
     # One rank on a host, and three on another: their relays keep step.
-    teams.host_name = lambda: "alone" if rank == 0 else "together"
+    grouping.host_name = lambda: "alone" if rank == 0 else "together"
     world = dist.new_group()
-    team = teams.team_of(world)
-    team.rates = Forced()
-    team.rates.way = "gather"
+    members = grouping.members_of(world)
+    members.rates = Forced()
+    members.rates.way = "gather"
     relays._SHARE, relays._AGREE = (1 << 20) + 4096, 2
     sent.clear()
     path = folder / "compressed.safetensors"
@@ -151,9 +151,9 @@ def failing(folder: Path) -> None:
     bad = folder / "damaged.safetensors" if rank == 1 else good
     relays._SHARE, relays._AGREE = (1 << 20) + 4096, 3
     for way in ("each", "broadcast", "gather", "own", "scatter"):
-        team = teams.team_of(world)
-        team.rates = Forced()
-        team.rates.way = way
+        members = grouping.members_of(world)
+        members.rates = Forced()
+        members.rates.way = way
         try:
             got = ow.load_file(bad, group=world, shard={"rows": 0})
         except ow.CorruptError as error:
@@ -165,7 +165,7 @@ def failing(folder: Path) -> None:
 
     # What each rank relays is read by one of them: the damage is met by the rank
     # whose share it is, said on all, and never taken for a fault of the others.
-    team.rates.way = "gather"
+    members.rates.way = "gather"
     met = []
     for damaged in range(2):
         for reader in range(2):
@@ -271,9 +271,9 @@ def hurt(folder: Path) -> None:
 def dying(folder: Path) -> None:
     """A rank that dies in the middle: the other ends with an error that says so."""
     rank = dist.get_rank()
-    team = teams.team_of(dist.group.WORLD)
-    team.rates = Forced()
-    team.rates.way = "gather"
+    members = grouping.members_of(dist.group.WORLD)
+    members.rates = Forced()
+    members.rates.way = "gather"
     relays._SHARE, relays._AGREE = (1 << 20) + 4096, 1
 
     def die(now: Any) -> None:
@@ -287,7 +287,7 @@ def dying(folder: Path) -> None:
         assert "cannot be reached" in str(error), error
         print("done dying", flush=True)
         os._exit(0)
-    raise AssertionError("nobody missed rank 1")
+    raise AssertionError("no rank missed rank 1")
 
 
 if __name__ == "__main__":

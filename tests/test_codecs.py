@@ -462,7 +462,7 @@ def test_foreign_memory_works_in_a_forked_child() -> None:
     child = os.fork()
     if child == 0:
         try:
-            ok = codecs.span(tensor).nbytes == 32 and torch.from_dlpack(_Holder(codecs.lent(tensor))).sum() == 6
+            ok = codecs.span(tensor).nbytes == 32 and torch.from_dlpack(_Holder(codecs.tensor_view(tensor))).sum() == 6
             try:
                 codecs.encode(b"abc")
             except ow.ForkedError:
@@ -473,14 +473,14 @@ def test_foreign_memory_works_in_a_forked_child() -> None:
 
 
 class _Holder:
-    """A Lent, handed on."""
+    """A TensorView, passed on."""
 
-    def __init__(self, lent: codecs.Lent) -> None:
-        self.lent = lent
+    def __init__(self, view: codecs.TensorView) -> None:
+        self.view = view
 
     def __dlpack__(self, **kwargs: object) -> object:
-        t = self.lent
+        t = self.view
         return codecs.dlpack(t, t.address, t.shape, t.strides or (1,), t.kind, t.device)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self.lent.device
+        return self.view.device

@@ -163,7 +163,7 @@ def test_array_interfaces_and_the_buffer_protocol(tmp_path: Any) -> None:
         assert torch.from_dlpack(writable).tolist() == list(b"xbc") and nvcomp.from_dlpack(writable.to_dlpack(stream)).size == 3
     taken = writable.to_dlpack()
     nvcomp.from_dlpack(taken)
-    with pytest.raises(ValueError, match="nobody has taken"):
+    with pytest.raises(ValueError, match="has taken"):
         nvcomp.from_dlpack(taken)
     for wrong in (3, None, object(), "text"):
         with pytest.raises(TypeError):

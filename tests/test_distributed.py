@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 import overwire as ow  # noqa: E402
 from overwire import distributed  # noqa: E402
-from overwire.distributed import group as teams  # noqa: E402
+from overwire.distributed import group as grouping  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_blocks_cover_a_dimension_once() -> None:
 
 
 def test_the_rule_tries_each_way_twice_and_keeps_the_fastest() -> None:
-    rates, speed = teams.Rates(), {"each": 3.0, "broadcast": 1.0, "gather": 2.0}
+    rates, speed = grouping.Rates(), {"each": 3.0, "broadcast": 1.0, "gather": 2.0}
     took = []
     for _ in range(8):
         way, trying = rates.choose(("kind",), tuple(speed))

@@ -16,7 +16,7 @@ import _thread
 import os
 import sys
 
-from ._environment import environment, told
+from ._environment import engine_text, environment
 from ._tables import SETTINGS
 
 TYPE_CHECKING = False
@@ -242,7 +242,7 @@ def program(argv: Sequence[str]) -> Program:
     if any("://" in word for word in argv):
         about["storage"] = {"env": environment()}
     named = {word.rpartition("env:")[2] for word in argv if "env:" in word}
-    about["secrets"] = {name: told(os.environ[name]) for name in named if name in os.environ}
+    about["secrets"] = {name: engine_text(os.environ[name]) for name in named if name in os.environ}
     return about
 
 

@@ -6,7 +6,7 @@ import os
 
 from ._tables import STORES
 
-__all__ = ["environment", "told"]
+__all__ = ["environment", "engine_text"]
 
 # Variables that a store may need, by their names and by the beginnings of names.
 _NAMES = {name for name in STORES if not name.endswith("*")}
@@ -14,12 +14,12 @@ _NAMES |= {name.lower() for name in _NAMES if name.endswith("_PROXY")}
 _PREFIXES = tuple(name[:-1] for name in STORES if name.endswith("*"))
 
 
-def told(text: str) -> str:
-    """A word of the command line or the environment as the engine has it: by its
-    bytes, whatever Python takes them for."""
+def engine_text(text: str) -> str:
+    """A word of the command line or the environment in the engine's encoding: UTF-8,
+    with other bytes as surrogates."""
     return os.fsencode(text).decode("utf-8", "surrogateescape")
 
 
 def environment() -> dict[str, str]:
-    """What stores read of the environment, as `os.environ` has it now."""
+    """The variables of `os.environ` that stores read, as they are now."""
     return {name: told(value) for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}

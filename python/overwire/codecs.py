@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BITSTREAMS",
     "Coded",
-    "Lent",
+    "TensorView",
     "Span",
     "algorithms",
     "content_size",
@@ -50,7 +50,7 @@ __all__ = [
     "encode",
     "exporter",
     "is_native",
-    "lent",
+    "tensor_view",
     "max_size",
     "run",
     "span",
@@ -87,10 +87,10 @@ class Coded(NamedTuple):
     summed: bool
 
 
-class Lent(NamedTuple):
-    """A DLPack tensor that was taken over: see `lent`. `strides` count elements,
-    None for a dense tensor; `kind` is (code, bits, lanes), `device` (type,
-    number), where type 1 is the host and 2 CUDA."""
+class TensorView(NamedTuple):
+    """The memory of a DLPack tensor: see `tensor_view`. `strides` count elements, None
+    for a dense tensor; `kind` is (code, bits, lanes); `device` is (type, number),
+    where type 1 is the host and 2 CUDA."""
 
     address: int
     shape: tuple[int, ...]
@@ -125,16 +125,16 @@ def span(source: Any, *, writable: bool = False) -> Span:
         pass  # no buffer
     except (BufferError, ValueError) as error:  # ValueError: numpy, of what is not dense
         raise ArgumentError(f"overwire: {type(source).__name__}: {error}") from error
-    lends = hasattr(source, "__dlpack__")
+    is_dlpack = hasattr(source, "__dlpack__")
     # DLPack's 1 and 3 are the host, and pinned memory of it.
-    if source.__dlpack_device__()[0] not in (1, 3) if lends else hasattr(source, "__cuda_array_interface__"):
+    if source.__dlpack_device__()[0] not in (1, 3) if is_dlpack else hasattr(source, "__cuda_array_interface__"):
         raise NotSupportedError(
             f"overwire: {type(source).__name__} lies on a GPU, and codecs work on memory of the host: move it there, "
             "or see overwire.gpu and overwire.compat.nvcomp"
         )
-    if not lends:
+    if not is_dlpack:
         raise ArgumentError(f"overwire: {type(source).__name__} is no buffer and no DLPack tensor")
-    tensor = lent(source)
+    tensor = tensor_view(source)
     size = tensor.kind[1] * tensor.kind[2]
     dense = 1
     for extent, stride in zip(reversed(tensor.shape), reversed(tensor.strides or tensor.shape), strict=True):
@@ -144,7 +144,7 @@ def span(source: Any, *, writable: bool = False) -> Span:
     return Span(tensor.address, dense * size // 8, tensor.keep)
 
 
-def lent(source: Any, stream: int = 1) -> Lent:
+def tensor_view(source: Any, stream: int = 1) -> TensorView:
     """Takes over a DLPack tensor: a new capsule, or an object with `__dlpack__`.
 
     stream: the CUDA stream that will use a tensor of a GPU (1: the default one).
@@ -158,7 +158,7 @@ def lent(source: Any, stream: int = 1) -> Lent:
     else:
         capsule = source.__dlpack__()
     try:
-        return Lent(*_engine.dlpack_take(capsule))
+        return TensorView(*_engine.dlpack_take(capsule))
     except ValueError as error:
         raise ArgumentError(f"overwire: {error}") from error
 
@@ -172,7 +172,7 @@ def dlpack(
     device: tuple[int, int],
 ) -> Any:
     """A new DLPack capsule ("dltensor") of memory that `owner` keeps; it keeps
-    owner. Fields as those of `Lent`."""
+    owner. Fields as those of `TensorView`."""
     return _engine.dlpack_give(owner, address, shape, strides, kind, device)
 
 

@@ -146,7 +146,7 @@ class _Trusting(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
-            return tensor_v3  # takes the untyped storages that we hand out
+            return tensor_v3  # takes the untyped storages that we return
         return super().find_class(module, name)
 
 
@@ -180,13 +180,13 @@ def _careful(machine: Machine, source: str) -> Any:
         return machine.run()
     except OverwireError as error:
         if type(error) is FormatError and error.source is None:
-            told = str(error).removeprefix("overwire: unpickle: ")
-            raise FormatError(f"overwire: unpickle {source}: {told} (at byte {machine.at})", source=source, offset=machine.at) from error
+            reason = str(error).removeprefix("overwire: unpickle: ")
+            raise FormatError(f"overwire: unpickle {source}: {reason} (at byte {machine.at})", source=source, offset=machine.at) from error
         raise
     except Exception as error:
         # A hostile or broken pickle fails in any way it likes; to the caller
         # that is one thing. What is not text in an error is the pickle's.
-        told = type(error).__name__ + "".join(f": {part[:200]}" for part in error.args[:1] if type(part) is str)
+        reason = type(error).__name__ + "".join(f": {part[:200]}" for part in error.args[:1] if type(part) is str)
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-            raise OutOfMemoryError(f"overwire: unpickle {source}: {told}", source=source) from error
-        raise FormatError(f"overwire: unpickle {source}: {told} (at byte {machine.at})", source=source, offset=machine.at) from error
+            raise OutOfMemoryError(f"overwire: unpickle {source}: {reason}", source=source) from error
+        raise FormatError(f"overwire: unpickle {source}: {reason} (at byte {machine.at})", source=source, offset=machine.at) from error

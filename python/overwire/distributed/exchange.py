@@ -16,7 +16,7 @@ from ..dtypes import PACKED, nbytes
 from ..frameworks.frame import Frame
 from ..jobs import Job
 from ..model.opened import WHOLE, Model, Row
-from .group import Team
+from .group import Members
 
 __all__ = ["Batch", "Room", "Task", "shard_range"]
 
@@ -50,8 +50,8 @@ class Room:
     """What the batches of one load share: the ranks, torch, and the model,
     opened for the device and (often the same) for where tensors are sent."""
 
-    def __init__(self, team: Team, frame: Frame, model: Model, wired: Model) -> None:
-        self.team, self.frame, self.model, self.wired = team, frame, model, wired
+    def __init__(self, members: Members, frame: Frame, model: Model, wired: Model) -> None:
+        self.members, self.frame, self.model, self.wired = members, frame, model, wired
         self._ring: list[Any] = []
 
     def drain(self) -> None:
@@ -70,7 +70,7 @@ class Room:
     def block(self, task: Task, rank: int) -> tuple[int, int]:
         """The part of the task's dimension that a rank of the group gets."""
         assert task.dim is not None
-        return shard_range(task.shape[task.dim], self.team.size, rank)
+        return shard_range(task.shape[task.dim], self.members.size, rank)
 
     def part_shape(self, task: Task, rank: int) -> tuple[int, ...]:
         """The shape of what a rank gets of a task."""
@@ -96,9 +96,9 @@ class Room:
 
     def cut(self, task: Task, tensor: Any) -> Any:
         """This rank's block of a tensor that may have been read whole."""
-        if tuple(tensor.shape) == self.part_shape(task, self.team.rank):
+        if tuple(tensor.shape) == self.part_shape(task, self.members.rank):
             return tensor
-        return self.block_of(task, tensor, self.team.rank)
+        return self.block_of(task, tensor, self.members.rank)
 
     def block_of(self, task: Task, tensor: Any, rank: int) -> Any:
         """A rank's block of a whole tensor, contiguous, its own memory."""
@@ -178,9 +178,9 @@ class Batch:
         self._error: BaseException | None = None
         self._tensors: list[Any] = [None] * len(tasks)  # what this rank has read, then its result
         self._sends: list[_Send] = []
-        team = room.team
-        self._me = team.near.index(team.rank)
-        self._count = len(team.near)
+        members = room.members
+        self._me = members.local.index(members.rank)
+        self._count = len(members.local)
         self._model = room.model if way in ("each", "own") or self._count == 1 else room.wired
         self._owners = self._owned()
         try:
@@ -211,10 +211,10 @@ class Batch:
             return []
         if owner == self._me:
             return [_Want(slot, row, task.at, whole, row.shape)]
-        block = self._room.block_read(task, self._room.team.rank)
+        block = self._room.block_read(task, self._room.members.rank)
         if block is None:
             return [_Want(slot, row, task.at, whole, row.shape)]
-        return [_Want(slot, row, task.at, block, self._room.part_shape(task, self._room.team.rank))]
+        return [_Want(slot, row, task.at, block, self._room.part_shape(task, self._room.members.rank))]
 
     def arrive(self) -> None:
         """Waits for the reading; `read` says what went wrong with it."""
@@ -254,12 +254,12 @@ class Batch:
 
     def send(self) -> list[Any]:
         """Collective. Sends, and returns this rank's tensors."""
-        team = self._room.team
+        members = self._room.members
         for first in range(0, len(self._sends), _TOGETHER):
             # NCCL runs what is started together at the same time.
-            team.trade(
-                [(team.near[peer], flat) for send in self._sends[first : first + _TOGETHER] for peer, flat in send.outgoing],
-                [(team.near[peer], flat) for send in self._sends[first : first + _TOGETHER] for peer, flat in send.incoming],
+            members.trade(
+                [(members.local[peer], flat) for send in self._sends[first : first + _TOGETHER] for peer, flat in send.outgoing],
+                [(members.local[peer], flat) for send in self._sends[first : first + _TOGETHER] for peer, flat in send.incoming],
             )
         for send in self._sends:
             send.finish()
@@ -312,18 +312,18 @@ class _Broadcast(_Send):
 class _Scatter(_Send):
     def __init__(self, batch: Batch, run: list[int], owner: int) -> None:
         super().__init__(batch)
-        team = batch._room.team
+        members = batch._room.members
         tasks = [batch.tasks[slot] for slot in run]
         if owner == batch._me:
             whole = [batch._tensors[slot] for slot in run]
-            for peer, rank in enumerate(team.near):
+            for peer, rank in enumerate(members.local):
                 blocks = [batch._room.block_of(task, tensor, rank) for task, tensor in zip(tasks, whole, strict=True)]
                 if peer == owner:
                     mine = blocks
                 else:
                     self.outgoing.append((peer, _join([_bytes(block) for block in blocks], True)))
         else:
-            mine = [batch._room.empty(task, batch._model.device, team.rank) for task in tasks]
+            mine = [batch._room.empty(task, batch._model.device, members.rank) for task in tasks]
         for slot, tensor in zip(run, mine, strict=True):
             batch._tensors[slot] = tensor
         self.parts = [_bytes(tensor) for tensor in mine]

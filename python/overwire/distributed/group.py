@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ..errors import ArgumentError, CancelledError, IOFailure, MissingPackageError, OverwireError
 
-__all__ = ["Rates", "Team", "team_of"]
+__all__ = ["Rates", "Members", "members_of"]
 
 _T = TypeVar("_T")
 
@@ -65,10 +65,10 @@ class Rates:
         }
 
 
-class Team:
+class Members:
     """A process group as a load needs it.
 
-    rank, size: in the group. near: the ranks of it on this host, in order.
+    rank, size: in the group. local: the ranks of it on this host, in order.
     """
 
     def __init__(self, group: Any) -> None:
@@ -78,7 +78,7 @@ class Team:
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        self.near: list[int] = []
+        self.local: list[int] = []
         self.most_near = 0  # ranks on the fullest host
         self.rates = Rates()
         self._warm: set[str] = set()
@@ -143,10 +143,10 @@ class Team:
                 raise _from_rank(rank, pickle.loads(fault))
 
     def settle(self, hosts: list[str]) -> None:
-        """Collective: who is on which host, once a team."""
-        if self.near:
+        """Collective: who is on which host, once a members."""
+        if self.local:
             return
-        self.near = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        self.local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.most_near = max(hosts.count(host) for host in set(hosts))
 
     def warm_up(self, wire: str) -> None:
@@ -155,22 +155,22 @@ class Team:
             import torch
 
             here = torch.zeros(2, dtype=torch.uint8, device=wire)
-            peers = [rank for rank in self.near if rank != self.rank]
+            peers = [rank for rank in self.local if rank != self.rank]
             self.trade([(peer, here[:1]) for peer in peers], [(peer, here[1:]) for peer in peers])
-            self.gather(torch.zeros(len(self.near), dtype=torch.uint8, device=wire), 1)
+            self.gather(torch.zeros(len(self.local), dtype=torch.uint8, device=wire), 1)
             self._warm.add(wire)
 
     def gather(self, buffer: Any, share: int) -> None:
         """Collective among the ranks of this host: rank r of it has bytes
         [r * share, (r + 1) * share) of the buffer, and gets the others'."""
-        me = self.near.index(self.rank)
-        whole, mine = buffer[: share * len(self.near)], buffer[share * me : share * (me + 1)]
-        if len(self.near) == self.size > 1:
+        me = self.local.index(self.rank)
+        whole, mine = buffer[: share * len(self.local)], buffer[share * me : share * (me + 1)]
+        if len(self.local) == self.size > 1:
             with _reaching():
                 self._dist.all_gather_into_tensor(whole, mine, group=self.group)
             return
         parts = whole.split(share)
-        peers = [(rank, part) for rank, part in zip(self.near, parts, strict=True) if rank != self.rank]
+        peers = [(rank, part) for rank, part in zip(self.local, parts, strict=True) if rank != self.rank]
         self.trade([(rank, mine) for rank, _ in peers], peers)
 
     def trade(self, outgoing: list[tuple[int, Any]], incoming: list[tuple[int, Any]]) -> None:
@@ -225,11 +225,11 @@ def host_name() -> str:
         return socket.gethostname() + " " + file.read().strip()
 
 
-_teams: weakref.WeakKeyDictionary[Any, Team] = weakref.WeakKeyDictionary()
+_members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
 
 
-def team_of(group: Any) -> Team:
-    """The team of a `torch.distributed` process group this process is in.
+def members_of(group: Any) -> Members:
+    """The members of a `torch.distributed` process group this process is in.
 
     Raises ArgumentError for anything else.
     """
@@ -242,7 +242,7 @@ def team_of(group: Any) -> Team:
         raise ArgumentError("overwire: group: this process is not in it; call this on its ranks alone")
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(f"overwire: group: expected a torch.distributed process group, got {type(group).__name__}")
-    team = _teams.get(group)
-    if team is None:
-        team = _teams[group] = Team(group)
-    return team
+    members = _members.get(group)
+    if members is None:
+        members = _members[group] = Members(group)
+    return members

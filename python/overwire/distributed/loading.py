@@ -47,7 +47,7 @@ from ..model.sources import SourceLike
 from ..progress import Progress, watch
 from . import group as ranks
 from .exchange import Batch, Room, Task, shard_range
-from .group import Team, team_of
+from .group import Members, members_of
 from .relays import Relay
 
 if TYPE_CHECKING:
@@ -69,13 +69,13 @@ _SMALL = 256 << 10
 def rates(group: Any) -> dict[str, dict[str, float]]:
     """What loads over this group have measured: kind of tensor to way to bytes
     a second of tensors, all ranks together counted once. No collective."""
-    return team_of(group).rates.table()
+    return members_of(group).rates.table()
 
 
 def agree(group: Any, error: BaseException | None) -> None:
     """Collective: raises on every rank of the group if one brings an error: that
     rank its own, the others one of the same class that names the rank."""
-    team_of(group).agree(error)
+    members_of(group).agree(error)
 
 
 def load(
@@ -105,17 +105,17 @@ def load(
         raise ArgumentError("overwire: read: a group's way of reading is set by OVERWIRE_READ, for all its ranks alike")
     if group is None:
         raise ArgumentError("overwire: shard: needs the group whose ranks share the tensors")
-    team = team_of(group)
+    members = members_of(group)
     opened: list[_Load] = []
 
     def begin() -> dict[str, Any]:
-        opened.append(_Load(team, source, shard, device, framework, options))
+        opened.append(_Load(members, source, shard, device, framework, options))
         return opened[0].describe()
 
     with _current(device):
         try:
-            told = team.exchange(begin)
-            return opened[0].run(told)
+            reports = members.exchange(begin)
+            return opened[0].run(reports)
         finally:
             for one in opened:
                 one.close()
@@ -126,7 +126,7 @@ class _Load:
 
     def __init__(
         self,
-        team: Team,
+        members: Members,
         source: SourceLike,
         shard: ShardLike,
         device: Any,
@@ -135,7 +135,7 @@ class _Load:
     ) -> None:
         whole = {name: value for name, value in opening(options).items() if name not in ("keys", "filter")}  # every rank the same table
         dtype = options.get("dtype")
-        self._team = team
+        self._team = members
         self._late: BaseException | None = None
         self._waiting: Batch | None = None  # being read, and not sent yet
         self._alone: list[Task] = []  # what this rank reads without the others
@@ -147,7 +147,7 @@ class _Load:
         where = check_device(device, self._frame)
         self._dtype = check_dtype(self._frame, dtype)
         self._watcher = watch(options.get("progress"), "load")
-        wire = team.wire(where)
+        wire = members.wire(where)
         prepare(wire or where)
         self._model = Model(source, device=where, **whole)
         self._model.alone()  # what was preloaded is not shared out
@@ -156,7 +156,7 @@ class _Load:
             if wire and wire != where:
                 self._wired = Model(source, device=wire, **whole)
                 self._wired.alone()
-            self._room = Room(team, self._frame, self._model, self._wired)
+            self._room = Room(members, self._frame, self._model, self._wired)
             chosen = self._model.choose(options.get("keys"), options.get("filter"))
             self._chosen = list(range(len(self._model.table))) if chosen is None else chosen
             self._dims = self._cuts(shard)
@@ -226,26 +226,26 @@ class _Load:
             "place": _place(self._model.uris[0]),
         }
 
-    def run(self, told: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collective. All ranks see the same `told`, so all decide alike."""
-        team, table = self._team, self._model.table
+    def run(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collective. All ranks see the same `reports`, so all decide alike."""
+        members, table = self._team, self._model.table
         for what in ("tensors", "shard", "dtype", "device"):
-            for rank, one in enumerate(told):
-                if one[what] != told[0][what]:
+            for rank, one in enumerate(reports):
+                if one[what] != reports[0][what]:
                     raise ArgumentError(f"overwire: group: {what} differs between ranks 0 and {rank}", source=self._model.uris[0])
-        team.settle([one["host"] for one in told])
-        shared = told[0]["wanted"]
-        for one in told[1:]:
+        members.settle([one["host"] for one in reports])
+        shared = reports[0]["wanted"]
+        for one in reports[1:]:
             shared = bytes(a & b for a, b in zip(shared, one["wanted"], strict=True))
         common = [at for at in range(len(table)) if shared[at >> 3] >> (at & 7) & 1]
         self._alone = [self._task(at) for at in self._chosen if not shared[at >> 3] >> (at & 7) & 1]
 
         wire = self._wired.device
-        if self._may_send and team.most_near > 1 and common:
-            team.warm_up(wire)
+        if self._may_send and members.most_near > 1 and common:
+            members.warm_up(wire)
         loaded: dict[int, Any] = {}
         try:
-            for kind, tasks in self._kinds(common, told[0]["place"]):
+            for kind, tasks in self._kinds(common, reports[0]["place"]):
                 while tasks:
                     tasks = self._some(kind, tasks, loaded)
             self._flush(loaded)
@@ -269,11 +269,11 @@ class _Load:
         # Tries are finished; a batch is sent while the next is read; what every
         # rank reads for itself is left for one load at the end, and so is what goes
         # by relay.
-        team = self._team
+        members = self._team
         if sum(task.row.nbytes for task in tasks) < ranks.TELLING:
             self._few += tasks
             return []
-        way, trying = team.rates.choose(kind, self._ways(kind))
+        way, trying = members.rates.choose(kind, self._ways(kind))
         if way in ("each", "own", "gather") and not trying:
             later = self._shared if way == "gather" else self._alone
             later += tasks
@@ -296,7 +296,7 @@ class _Load:
         if trying:
             self._room.drain()
             seconds = self._agree(time.perf_counter() - begun)
-            team.rates.note(kind, way, sum(task.row.nbytes for task in tasks), seconds)
+            members.rates.note(kind, way, sum(task.row.nbytes for task in tasks), seconds)
         return rest
 
     def _flush(self, loaded: dict[int, Any]) -> None:

@@ -56,7 +56,7 @@ class Relay:
         self._model = room.wired
         self._job: Job | None = None
         self._shares: list[int] = []  # by piece: bytes of each rank's
-        self._size = _SHARE * room.team.most_near
+        self._size = _SHARE * room.members.most_near
         self._on = 0  # the stream on which all of it goes on
         self._tensors: list[Any] = []
         self._error: BaseException | None = None
@@ -69,15 +69,15 @@ class Relay:
 
     def _begin(self) -> None:
         room, model = self._room, self._model
-        team = room.team
+        members = room.members
         self._on = self._stream()
         spec: LoadRelaySpec = {
             "tensors": [task.at for task in self._tasks],
             "ring": [buffer.data_ptr() for buffer in room.ring(_BUFFERS, self._size)],
             "size": self._size,
-            "ranks": len(team.near),
-            "widest": team.most_near,
-            "rank": team.near.index(team.rank),
+            "ranks": len(members.local),
+            "widest": members.most_near,
+            "rank": members.local.index(members.rank),
             "device": model.device,
             "stream": self._on,
             "timeline": log.isEnabledFor(logging.DEBUG),
@@ -89,11 +89,11 @@ class Relay:
         # queued for memory that the tensors got.
         rows, blocks = [], []
         for task in self._tasks:
-            block = room.block_read(task, team.rank)
+            block = room.block_read(task, members.rank)
             blocks.append(block)
             row = task.row
             if block is not None:
-                shape = room.part_shape(task, team.rank)
+                shape = room.part_shape(task, members.rank)
                 whole = max(1, room.count(task.shape))
                 row = row._replace(shape=shape, nbytes=row.nbytes * room.count(shape) // whole)
             rows.append(row)
@@ -168,7 +168,7 @@ class Relay:
 
     def _trade(self, piece: int) -> None:
         buffer = self._room.ring(_BUFFERS, self._size)[piece % _BUFFERS]
-        self._room.team.gather(buffer, self._shares[piece])
+        self._room.members.gather(buffer, self._shares[piece])
 
     def _decode(self, piece: int) -> None:
         assert self._job is not None

@@ -43,7 +43,7 @@ def live_allocation_bytes() -> int:
 
 class SharedDeviceAllocation:
     """A buffer that several share: it is freed, by `framework.free_tensor_memory`,
-    when the last of them releases it. Whoever makes it holds the first reference;
+    when the last of them releases it. Its maker holds the first reference;
     tensors made by `dlpack.from_cuda_buffer(..., owner)` hold one each.
 
     owns_memory: False for a buffer of nothing, which is not freed. Every method may

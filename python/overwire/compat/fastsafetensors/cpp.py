@@ -279,7 +279,7 @@ class _Reader:
             return done
         finally:
             os.close(fd)
-            with self._moved:  # whoever waits for more finds the error
+            with self._moved:  # those that wait for more get the error
                 self._moved.notify_all()
 
     def _read_cuda(self, fd: int, buffer: gds_device_buffer, offset: int, length: int, ptr_off: int, number: int) -> int:

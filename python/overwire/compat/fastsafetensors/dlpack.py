@@ -58,7 +58,7 @@ def _forget(address: int) -> None:
 
 
 def _unused(capsule: int) -> None:
-    # Only a capsule that nobody took still has this name.
+    # Only a capsule that was not taken still has this name.
     if _valid(capsule, _NAME):
         _forget(_pointer(capsule, _NAME))
 

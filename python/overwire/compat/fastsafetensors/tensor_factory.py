@@ -193,7 +193,7 @@ class LazyTensorFactory:
         if isinstance(copier, EngineCopier):
             copier.cancel()
         elif copier is not None and gbuf is not None:
-            with suppress(Exception):  # an error of bytes that nobody asked for
+            with suppress(Exception):  # an error of bytes that no one needs
                 if inflight:
                     copier.finish_io()
                 else:

@@ -36,7 +36,7 @@ class Later:
     def __init__(self, batch: gpu.Batch, at: int, keep: Any) -> None:
         self._batch, self._at, self._keep = batch, at, keep
 
-    def told(self, wait: bool) -> BaseException | None:
+    def error(self, wait: bool) -> BaseException | None:
         """The error, or None; NOT_YET while the work is under way."""
         errors = self._batch.wait() if wait else self._batch.poll()
         if errors is None:
@@ -81,7 +81,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._joined = 1  # a stream that has waited for it
 
     def _late(self, stream: int) -> bool:
-        """Whether a stream must wait before it touches the bytes: it is told once."""
+        """Whether a stream must wait before it uses the bytes. True once per stream."""
         if self._stream == stream or self._joined == stream:
             return False
         self._joined = stream
@@ -108,20 +108,20 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return made
 
     def _ready(self, wait: bool = True) -> None:
-        """Raises, once, what decoding found and kept for the first who looks. What a
-        GPU has not told yet is waited for, or left for later."""
+        """Raises the error of decoding, once. If a GPU has not reported it yet, waits for
+        it, or leaves it for later."""
         pending = self._pending
         if pending is None:
             return
-        error = pending.told(wait) if isinstance(pending, Later) else pending
+        error = pending.error(wait) if isinstance(pending, Later) else pending
         if error is not Later.NOT_YET:
             self._pending = None
             if error is not None:
                 raise error
 
-    def _told(self) -> BaseException | None:
-        """What `_ready` would raise, when it is known: it is kept for that."""
-        return self._pending.told(True) if isinstance(self._pending, Later) else self._pending
+    def _error(self) -> BaseException | None:
+        """The error that `_ready` would raise, if any; it stays for `_ready`."""
+        return self._pending.error(True) if isinstance(self._pending, Later) else self._pending
 
     # What it is.
 
@@ -257,8 +257,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     # Moving it.
 
     def cpu(self) -> Array | None:
-        """Itself on the host, else a copy there; None if that cannot be made. What
-        decoding on a GPU found wrong is told here at the latest."""
+        """Itself if it is on the host, else a copy there; None if that cannot be made.
+        Raises errors of decoding on a GPU at the latest."""
         self._ready()
         return self if self._device == _HOST else devices.to_host(self)
 
@@ -359,10 +359,10 @@ Looked = tuple[codecs.Span, tuple[int, ...], "tuple[int, ...] | None", Kind, tup
 def _look(source: Any, stream: int) -> Looked:
     """What an object's memory is, by the first protocol that it has."""
     if type(source).__name__ == "PyCapsule":
-        return _from_lent(codecs.lent(source))
+        return _from_view(codecs.tensor_view(source))
     if hasattr(source, "__dlpack__"):
         try:
-            return _from_lent(codecs.lent(source, stream))
+            return _from_view(codecs.tensor_view(source, stream))
         except (BufferError, TypeError, RuntimeError, ArgumentError):
             if not hasattr(source, "__array_interface__") and not hasattr(source, "__cuda_array_interface__"):
                 raise
@@ -388,7 +388,7 @@ def _look(source: Any, stream: int) -> Looked:
     return span, tuple(view.shape or ()), None, kind, _HOST, view.readonly
 
 
-def _from_lent(tensor: codecs.Lent) -> Looked:
+def _from_view(tensor: codecs.TensorView) -> Looked:
     item = tensor.kind[1] * tensor.kind[2] // 8
     if item == 0:
         raise ValueError(f"elements of {tensor.kind[1]} bits have no place of their own")

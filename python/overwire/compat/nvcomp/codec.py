@@ -105,7 +105,7 @@ class Codec:
     `checksum_policy`, `data_type`, `algorithm_type` and the rest. Ours are
     `strict` (a checksum that does not match raises in `decode`, not at the first
     look at the bytes) and `ask_nvcomp` (False: no stream that is refused here is
-    handed to an installed nvCOMP, whose decoders trust their input).
+    passed to an installed nvCOMP, whose decoders trust their input).
 
     LZ4, Snappy, Cascaded and X16 streams that lie on a GPU are decoded there by
     kernels, on `cuda_stream` (else torch's current stream), and with a
@@ -215,7 +215,7 @@ class Codec:
         Of a list, some streams may be ours and some nvCOMP's.
 
         Raises CorruptError and FormatError (ValueErrors) for bad bytes. A
-        checksum that does not match is told by the first look at the Array, as a
+        checksum that does not match is raised on first access to the Array, as a
         RuntimeError, unless the Codec is `strict`. Raises RuntimeError where
         checksums must be verified and there are none.
         """
@@ -279,7 +279,7 @@ class Codec:
         made = onboard.decode(there, shapes, self._algorithm, self._bitstream, kind, outs, device, stream)
         if made is not None and shapes is None and self._bitstream == "with_size" and self._algorithm != "X16" and self._may_ask():
             # Nothing but decoding tells a sized stream of nvCOMP's: it is waited for.
-            errors = [array._told() for array in made]
+            errors = [array._error() for array in made]
             at = [i for i, error in enumerate(errors) if isinstance(error, CorruptError)]
             if at:
                 raise _Theirs(at, next(e for e in errors if isinstance(e, CorruptError)))
@@ -355,7 +355,7 @@ class Codec:
         return BatchArray(results) if many else results[0]
 
     def _dtype(self, hosts: list[Array]) -> str | None:
-        """What an encoder is told of the bytes."""
+        """What an encoder knows of the bytes."""
         kinds = {a._kind for a in hosts} if self._type is None else {self._type}
         kind = kinds.pop() if len(kinds) == 1 else (1, 8, 1)
         if self._algorithm == "Cascaded":
@@ -399,7 +399,7 @@ class Codec:
         return self._reader
 
     def _failed(self, coded: codecs.Coded) -> RuntimeError | None:
-        """Raises what is wrong with one buffer; returns what is told later."""
+        """Raises what is wrong with one buffer; returns what is raised later."""
         error = coded.error
         if error is None:
             return None
@@ -432,7 +432,7 @@ class Codec:
         if self._original is not None:
             codec = self._original.codec
             many, sources = (False, []) if isinstance(src, self._original.impl.CompressConfig) else placing.listed(src)
-            theirs: DecompressConfig = codec.decompression_config(self._original.lend(sources, many) if sources else src)
+            theirs: DecompressConfig = codec.decompression_config(self._original.to_theirs(sources, many) if sources else src)
             return theirs
         if isinstance(src, CompressConfig):
             self._mine(src, CompressConfig)
@@ -451,7 +451,7 @@ class Codec:
         if len(at) < len(sources):
             raise NotSupportedError("overwire: nvcomp: a config is for streams of one writer: some of these are ours, some nvCOMP's")
         made = self._config(DecompressConfig, [], many)
-        made._theirs = nvcomp.codec.decompression_config(nvcomp.lend(sources, many))
+        made._theirs = nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many))
         return made
 
     def _shape(self, array: Array) -> onboard.Shape | None:
@@ -468,7 +468,7 @@ class Codec:
         """The most bytes that encoding an Array gives."""
         self._open()
         if self._original is not None:
-            return int(self._original.codec.get_max_comp_buffer_size(self._original.lend(placing.listed(source)[1], False)))
+            return int(self._original.codec.get_max_comp_buffer_size(self._original.to_theirs(placing.listed(source)[1], False)))
         return self._max([placing.listed(source)[1][0].buffer_size])[0]
 
     get_max_compressed_buffer_size = get_max_comp_buffer_size  # 5.3's notes say it so
@@ -477,14 +477,14 @@ class Codec:
         """How many bytes a stream decodes to."""
         self._open()
         if self._original is not None:
-            return int(self._original.codec.get_uncomp_buffer_size(self._original.lend(placing.listed(source)[1], False)))
+            return int(self._original.codec.get_uncomp_buffer_size(self._original.to_theirs(placing.listed(source)[1], False)))
         array = placing.listed(source)[1][0]
         shape = self._shape(array)
         try:
             return shape[0] if shape is not None else self._sizes([array])[0]
         except _Theirs as found:
             nvcomp = self._asked(found)
-        return int(nvcomp.codec.get_uncomp_buffer_size(nvcomp.lend([array], False)))
+        return int(nvcomp.codec.get_uncomp_buffer_size(nvcomp.to_theirs([array], False)))
 
     def get_required_compression_alignment(self) -> int:
         """The alignment that suits nvCOMP too; nothing is required here."""

@@ -85,11 +85,11 @@ def numpy_dtype(kind: Kind) -> Any:
 
 
 def safetensors_name(kind: Kind) -> str | None:
-    """What X16 is told of the bytes; None: it finds out."""
+    """The dtype for X16; None: X16 finds out itself."""
     return _SAFETENSORS.get(kind)
 
 
 def integers_name(kind: Kind) -> str:
-    """What Cascaded is told: integers of an element's length."""
+    """The dtype for Cascaded: integers of an element's length."""
     code, bits, lanes = kind
     return f"{'I' if code == 0 else 'U'}{bits}" if bits in (8, 16, 32, 64) and lanes == 1 else "U8"

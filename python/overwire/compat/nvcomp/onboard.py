@@ -151,12 +151,12 @@ def encode(
         contents.append((source._span.address, size, room._span.address, room._capacity, step, how))
         sources.append(source)  # until it was read
     batch = gpu.encode(device, stream, contents, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ())
-    for result, told in zip(made, batch.wait(), strict=True):
-        if not isinstance(told, int):
-            assert told is not None
-            raise told
-        result._span = codecs.Span(result._span.address, told, result._span.keep)
-        result._shape = (told,)
+    for result, size_or_error in zip(made, batch.wait(), strict=True):
+        if not isinstance(size_or_error, int):
+            assert size_or_error is not None
+            raise size_or_error
+        result._span = codecs.Span(result._span.address, size_or_error, result._span.keep)
+        result._shape = (size_or_error,)
         result._stream = result._joined = stream
     return made
 

@@ -125,8 +125,8 @@ class Original:
         self.codec = self.impl.Codec(**theirs)
         self._lock = threading.Lock()
 
-    def lend(self, sources: Sequence[Array], many: bool) -> Any:
-        """nvCOMP's Arrays of ours, which lie on a GPU then; it reads nothing else."""
+    def to_theirs(self, sources: Sequence[Array], many: bool) -> Any:
+        """nvCOMP's Arrays of ours, on a GPU: it reads nothing else."""
         arrays = [self.impl.as_array(a.cuda() or a) for a in sources]
         return self.impl.as_arrays(arrays) if many else arrays[0]
 
@@ -139,8 +139,8 @@ class Original:
         with self._lock:
             if outs is not None:
                 given["out"] = self.impl.as_arrays(list(outs)) if many else self.impl.as_array(outs[0])
-            lent = self.lend(sources, many)
-            made = getattr(self.codec, verb)(lent, *args, **given)
+            theirs = self.to_theirs(sources, many)
+            made = getattr(self.codec, verb)(theirs, *args, **given)
             if self._verifies and verb == "decode":
                 for each in made if many else [made]:
                     each.cpu()  # nvCOMP tells at the first look, and only there, that a checksum does not match

@@ -265,7 +265,7 @@ def _read(entries: list[_Entry], preload: overwire.Preload | None, sizes: bool =
 
 @contextlib.contextmanager
 def _brought(entries: list[_Entry]) -> Iterator[None]:
-    """Entries far away as files in a folder, for a while. The downloader is one
+    """Remote entries as files in a folder, for a while. The downloader is one
     process that gets all URLs, as nyacomp has it; its stream is cut by the sizes
     that are listed."""
     if not entries:

@@ -247,7 +247,7 @@ def get_tensors(path: PathLike) -> list[Any]:
 
 
 def _stored(path: PathLike, keep: bool) -> list[Any]:
-    # keep: whether the preload holds on to what it hands out.
+    # keep: whether the preload keeps the tensors that it returns.
     meta = manifests.find(path, manifests.META)
     if decompressor is not None and (meta is None or _same(decompressor.path, path)):
         return decompressor.get() if keep else decompressor.take()

@@ -28,7 +28,7 @@ log = logging.getLogger("overwire")
 
 FORMATS = ("LZ4", "Snappy", "ANS", "GDeflate", "Cascaded", "Bitcomp", "Zstd", "Deflate", "Gzip")
 _HEADER = struct.Struct("<IBBB1xQQQ16xQI4x")
-_HIDDEN = ("ANS", "Bitcomp")  # nobody has said how their chunks are made
+_HIDDEN = ("ANS", "Bitcomp")  # the layout of their chunks is not public
 
 #: What turns a bundle of nyacomp's into one of overwire's.
 RECOMPRESS = "python -m overwire.compat.nyacomp recompress MODEL.pkl NEW.pkl"

@@ -178,7 +178,7 @@ def behind(found: Any) -> Any:
 
 
 def _rebind(swap: dict[int, tuple[Any, Any]], tops: tuple[str, ...] = ()) -> None:
-    # Whoever wrote `from safetensors.torch import load_file` has the name in
+    # A module with `from safetensors.torch import load_file` has the name in
     # its own module. Modules may be added meanwhile, hence the copies.
     for module_name, module in list(sys.modules.items()):
         top = module_name.partition(".")[0]

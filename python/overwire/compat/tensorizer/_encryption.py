@@ -50,7 +50,7 @@ class EncryptionParams:
 
     @classmethod
     def random(cls) -> EncryptionParams:
-        """A key that nobody has; save `.key`, or nothing can be decrypted."""
+        """A new random key; save `.key`, or nothing can be decrypted."""
         return cls(key=secrets.token_bytes(_KEY_BYTES))
 
     @classmethod

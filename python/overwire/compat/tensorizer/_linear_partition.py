@@ -8,7 +8,7 @@ __all__ = ["greedy_linear_partition", "linear_partition", "partition"]
 
 
 def _filled(weights: Sequence[int], most: int) -> Iterator[slice]:
-    """Slices of at most so much, each as long as can be."""
+    """Slices of at most the given size, each as long as possible."""
     begin = total = 0
     for at, weight in enumerate(weights):
         if at > begin and total + weight > most:

@@ -153,8 +153,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             readable = True
         if isinstance(file_obj, io.TextIOBase) or not readable:
             mode = getattr(file_obj, "mode", "")
-            told = f', current mode="{mode}"' if mode else ""
-            raise ValueError(f'TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{told})')
+            given = f', current mode="{mode}"' if mode else ""
+            raise ValueError(f'TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{given})')
         self._own = file_obj
         if isinstance(file_obj, (stream_io.CURLStreamFile, stream_io.RedisStreamFile)) and file_obj.reach is not None:
             self._storage.update(file_obj.reach[1])

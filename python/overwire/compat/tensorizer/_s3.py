@@ -67,13 +67,13 @@ def infer_credentials(key: str | None, secret: str | None, config_path: Any = No
         return ParsedCredentials(None, None, key, secret, None)
     if config_path is not None and not os.path.exists(config_path):
         raise FileNotFoundError(f"Explicitly specified s3_config_path does not exist: {config_path}")
-    told = "Attempted to access an S3 bucket, but credentials were not provided, and "
+    begin = "Attempted to access an S3 bucket, but credentials were not provided, and "
     try:
         parsed = s3cfg_values(config_path)
     except ValueError as error:
-        raise ValueError(told + "the fallback .s3cfg file could not be parsed.") from error
+        raise ValueError(begin + "the fallback .s3cfg file could not be parsed.") from error
     if parsed.config_file is None:
-        raise ValueError(told + "no default .s3cfg file could be found.")
+        raise ValueError(begin + "no default .s3cfg file could be found.")
     found = parsed._replace(
         s3_access_key=parsed.s3_access_key if key is None else key, s3_secret_key=parsed.s3_secret_key if secret is None else secret
     )
@@ -119,7 +119,7 @@ def configured_endpoint() -> str | None:
     try:
         config.read_string(read_file(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"), _SETTINGS).decode())
     except (configparser.Error, UnicodeDecodeError, OverwireError):
-        return None  # whoever signs reads it again, and says so
+        return None  # signing reads it again, and reports that
     profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
     for name in (f"profile {profile}", profile):
         if name in config:

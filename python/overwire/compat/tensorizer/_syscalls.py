@@ -47,8 +47,8 @@ def try_fallocate(fd: int, offset: int, length: int, suppress_all_errors: bool =
 
 
 def prefault(address: Any, length: int) -> None:
-    """Has the system put memory behind so many bytes from an address; what they
-    hold stays."""
+    """Has the system back `length` bytes at an address with memory; their content
+    stays."""
     start = int(getattr(address, "value", address))
     first = start - start % mmap.PAGESIZE
     madvise = _function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

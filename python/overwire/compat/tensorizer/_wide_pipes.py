@@ -12,7 +12,7 @@ __all__ = ["get_max_pipe_size", "widen_new_pipes", "widen_pipe"]
 
 F_SETPIPE_SZ = 1031
 
-#: For systems where only pipes that are made can be told; here it does nothing.
+#: For systems where only new pipes can be widened; here it does nothing.
 widen_new_pipes = contextlib.nullcontext
 
 

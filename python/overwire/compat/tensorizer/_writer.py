@@ -32,9 +32,9 @@ _HEAD_BYTES = 73
 _ENTRY_BYTES = 33  # beside name, dtype and dims
 _TAIL = bytes(8)
 
-# What is written in one turn: tensors of so many bytes, of which so many had to
-# be copied to be on the host and in one piece, or are on their way to a file that
-# has no descriptor.
+# The most tensor bytes that are written together, and how many of them may be
+# copies: of tensors that are not on the host or not dense, or for a file that has
+# no descriptor.
 _TURN = 4 << 30
 _COPIED = 512 << 20
 
@@ -120,8 +120,8 @@ class TensorSerializer:
             both = True
         if isinstance(file_obj, io.TextIOBase) or not both:
             mode = getattr(file_obj, "mode", "")
-            told = f', current mode="{mode}"' if mode else ""
-            raise ValueError(f'TensorSerializer\'s file_obj must be readable, writable, and in binary mode (mode="wb+"{told})')
+            given = f', current mode="{mode}"' if mode else ""
+            raise ValueError(f'TensorSerializer\'s file_obj must be readable, writable, and in binary mode (mode="wb+"{given})')
 
     @property
     def total_tensor_bytes(self) -> int:

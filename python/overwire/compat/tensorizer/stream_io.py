@@ -111,7 +111,7 @@ class _Stream(io.BufferedIOBase):
         self._raw = ObjectReader(uri, begin or 0, end, storage_options={**_PATIENCE, **options})
         self._file = io.BufferedReader(self._raw, self._buffer_size)
 
-    def _told(self, error: object) -> str:
+    def _message(self, error: object) -> str:
         """The text of an OSError."""
         return str(error)
 
@@ -123,7 +123,7 @@ class _Stream(io.BufferedIOBase):
         try:
             return read(*args)
         except OverwireError as error:
-            raise OSError(self._told(error)) from error
+            raise OSError(self._message(error)) from error
         finally:
             self._waited(time.monotonic() - start)
 
@@ -237,8 +237,8 @@ class CURLStreamFile(_Stream):
         self._headers = dict(headers or {})
         options = {} if certificate_handling is None else certificate_handling.options(uri)
         # How the body is encoded is the engine's own to say.
-        if told := {name: str(value) for name, value in self._headers.items() if name.lower() != "accept-encoding"}:
-            options["headers"] = told
+        if sent := {name: str(value) for name, value in self._headers.items() if name.lower() != "accept-encoding"}:
+            options["headers"] = sent
         self._note: list[str] = []
         self.popen_latencies: list[float] = []
         self.http_response_latencies: list[float] = []
@@ -265,7 +265,7 @@ class CURLStreamFile(_Stream):
         """A text to add to the errors of this stream."""
         self._note.append(msg)
 
-    def _told(self, error: object) -> str:
+    def _message(self, error: object) -> str:
         return "".join([f"Failed to read from {self._name or shown(self.uri)}: {error}", *(f"\n{note}" for note in self._note)])
 
     def _fork(self, begin: int | None = None, end: int | None = None) -> CURLStreamFile:
@@ -281,7 +281,7 @@ class CURLStreamFile(_Stream):
         wanted = len(view) if self._end is None else max(0, min(len(view), self._end - self.tell()))
         got = super().readinto(view[:wanted])
         if got < wanted:
-            raise OSError(self._told(f"Requested {wanted} != {got}: the object ends before"))
+            raise OSError(self._message(f"Requested {wanted} != {got}: the object ends before"))
         return got
 
     readinto1 = readinto

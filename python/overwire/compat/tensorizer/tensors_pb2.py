@@ -77,7 +77,7 @@ def _build() -> dict[str, Any]:
         for made in optional:  # behind the others, as protoc has them
             made.oneof_index = len(message.oneof_decl)
             message.oneof_decl.add(name=f"_{made.name}")
-    # A pool of our own: whoever has the original too has its messages in the common one.
+    # A pool of our own: the original, if imported too, has its messages in the common one.
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     found: dict[str, Any] = {"DESCRIPTOR": pool.FindFileByName("tensors.proto")}

@@ -66,7 +66,7 @@ def validated_chunk_allocation_size(byte_ranges: list[tuple[int, int]], allocati
 class CopierInterface(ABC):
     """Brings one file's tensors to a device: `submit_io`, then `wait_io`.
 
-    One that can hand out tensors before all have arrived says so by
+    A copier that can return tensors before all have arrived says so by
     `enable_tensor_readiness`: then `prepare_tensors` is called in place of
     `wait_io`, `wait_tensor` before a tensor is used, and `finish_io` at the end.
     """
@@ -79,7 +79,7 @@ class CopierInterface(ABC):
 
     def prepare_tensors(self, gbuf: cpp.gds_device_buffer, owner: Any = None) -> Mapping[str, TensorBase]:
         """The file's tensors by name, whether their bytes are there or not."""
-        raise NotImplementedError(f"{type(self).__name__} hands out no tensors before all have arrived")
+        raise NotImplementedError(f"{type(self).__name__} returns no tensors before all have arrived")
 
     def wait_tensor(self, name: str) -> None:  # noqa: B027
         """Waits for the bytes of a tensor of `prepare_tensors`. Raises what reading raised."""
@@ -94,8 +94,8 @@ class CopierInterface(ABC):
 
     def set_chunk(self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None) -> None:
         """Called before `submit_io`: only these tensors, in a buffer of no more than
-        their ranges span, or of allocation_size bytes. NotImplementedError: whoever
-        asks has promised to hold no more."""
+        their ranges span, or of allocation_size bytes. NotImplementedError
+        otherwise: the caller has promised to hold no more."""
         raise NotImplementedError(
             f"{type(self).__name__} loads whole files: it has no set_chunk, which max_batch_bytes and device_memory_budget need"
         )

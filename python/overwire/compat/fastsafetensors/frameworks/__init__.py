@@ -115,7 +115,7 @@ class FrameworkOpBase(ABC):
         return gbuf
 
     def get_mem_used(self) -> int:
-        """Bytes that open buffers hold, whoever else holds their tensors."""
+        """Bytes that open buffers hold, also if others hold their tensors."""
         return sum(list(self._leases.values()))
 
     @abstractmethod
@@ -142,7 +142,7 @@ class FrameworkOpBase(ABC):
         self.uncount(gbuf)
 
     def uncount(self, gbuf: cpp.gds_device_buffer) -> None:
-        """Counts a buffer no more, whoever still holds it."""
+        """Stops counting a buffer, also if others hold it."""
         self._leases.pop(id(gbuf), None)
 
     @abstractmethod

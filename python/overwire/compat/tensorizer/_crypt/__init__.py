@@ -17,5 +17,5 @@ available: bool = True
 
 
 def random_bytes(size: int) -> bytes:
-    """So many random bytes, fit for keys."""
+    """`size` random bytes, fit for keys."""
     return secrets.token_bytes(size)
