@@ -42,12 +42,12 @@ func TestBadTree(t *testing.T) {
 		"healing":          {"gosrc/codec/codec.go:18"},
 		"file lengths":     {"python/overwire/long.py"},
 		"function lengths": {"gosrc/codec/long.go:82", "internal/atomicfile.Publish", "serve.fail"}, // two are listed, and short there
-		"room lengths":     {"device/cuda", "gosrc/tensor", "rig"},                                  // three are listed, and short there
+		"package lengths":  {"device/cuda", "gosrc/tensor", "rig"},                                  // three are listed, and short there
 		"architecture":     {"ARCHITECTURE.md", "ARCHITECTURE.md", "ARCHITECTURE.md"},
 		"python printing":  {"python/overwire/compat/nyacomp.py:4"},
 		"machine paths":    {"README.md:2"},
 		"words":            {"README.md:3", "gosrc/codec/codec.go:22", "gosrc/codec/codec.go:22", "gosrc/codec/codec.go:23"},
-		"duties": {"gosrc/codec/codec.go", "gosrc/tensor/a.go", "gosrc/tensor/b.go", "gosrc/tensor/c.go", "gosrc/tensor/d.go",
+		"duties": {"gosrc/codec/codec.go", "gosrc/codec/long.go", "gosrc/tensor/a.go", "gosrc/tensor/b.go", "gosrc/tensor/c.go", "gosrc/tensor/d.go",
 			"gosrc/tensor/e.go", "gosrc/tensor/f.go", "python/overwire/compat/nyacomp.py",
 			"python/overwire/compat/tensorizer.py", "python/overwire/long.py", "python/overwire/right.py"},
 		"one meaning": {"gosrc/util/b.go:4"},

@@ -279,7 +279,7 @@ func fileLengths(t *Tree) (out []Finding) {
 
 func functionLengths(t *Tree) (out []Finding) {
 	over := map[string]bool{}
-	t.each(func(r *Room, f *File) {
+	t.each(func(r *Package, f *File) {
 		if f.Test || f.Generated {
 			return
 		}

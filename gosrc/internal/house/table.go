@@ -133,8 +133,8 @@ var mayWrite = map[string]string{
 	"rig":          "scratch files in the folder of its run",
 }
 
-// longFiles, longRooms and longFunctions are over the limit, each with its reason. An entry
-// that is no longer needed fails too.
+// longFiles, longPackages and longFunctions are over the limit, each for a reason.
+// An entry that is no longer needed fails.
 var (
 	longFiles    = map[string]string{}
 	longPackages = map[string]string{
@@ -149,7 +149,7 @@ var (
 
 const (
 	maxFileLines     = 600
-	maxRoomLines     = 3000
+	maxPackageLines  = 3000
 	maxFunctionLines = 80
 )
 

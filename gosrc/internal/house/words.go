@@ -150,8 +150,8 @@ func opens(f *ast.File) bool {
 	return false
 }
 
-// oneMeaning are the words of docs/glossary.md that are exported types: each is
-// the type of one package.
+// oneMeaning are the words of docs/glossary.md that are exported types: each is the
+// type of one package, and of packages below it that implement it.
 var oneMeaning = []string{"Chunk", "Grid", "Index", "Plan", "Piece", "Ring", "Queue", "Task", "Permit", "Group", "Facts", "Golden", "Export"}
 
 func oneType(t *Tree) (out []Finding) {
@@ -170,11 +170,13 @@ func oneType(t *Tree) (out []Finding) {
 				if !slices.Contains(oneMeaning, name) {
 					continue
 				}
-				if other := owner[name]; other != "" && other != r.Path {
+				other := owner[name]
+				if other == "" {
+					owner[name] = r.Path
+				} else if other != r.Path && !strings.HasPrefix(r.Path, other+"/") {
 					out = append(out, Finding{t.at(s), fmt.Sprintf("type %s is also one of %s", name, other),
 						"a word of the glossary has one meaning: name one of the two by what it is"})
 				}
-				owner[name] = r.Path
 			}
 		}
 	})

@@ -1,6 +1,6 @@
 package spawn
 
-// This file calls a function for many numbers at once.
+// This file runs a function on several workers, or for many numbers.
 
 import (
 	"context"
@@ -10,9 +10,9 @@ import (
 	"github.com/overwire/overwire/gosrc/fault"
 )
 
-// Workers runs fn for worker 0 to n-1 at once, at least one of them, and waits for
-// all; the caller's goroutine is worker 0. failed hears of each error, at once and
-// from several goroutines: it should tell the other workers.
+// Workers runs fn for workers 0 to n-1 at the same time, at least for one, and waits
+// for all of them; the caller's goroutine is worker 0. It calls failed with each
+// error, at once and from several goroutines: failed should stop the other workers.
 func Workers(name string, n int, failed func(error), fn func(worker int) error) {
 	work := func(w int) {
 		if err := Guard(name, func() error { return fn(w) }); err != nil {
@@ -28,9 +28,9 @@ func Workers(name string, n int, failed func(error), fn func(worker int) error) 
 	wg.Wait()
 }
 
-// Each calls fn for 0 to n-1 on several workers, until one call fails or ctx
-// ends, and waits for all that were begun. It returns the error of the first by
-// number among those that failed.
+// Each calls fn for 0 to n-1 on several workers, until a call fails or ctx ends, and
+// waits for every call that began. It returns the error of the failed call with the
+// lowest number.
 func Each(ctx context.Context, name string, workers, n int, fn func(i int) error) error {
 	var (
 		next  atomic.Int64
