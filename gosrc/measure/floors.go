@@ -152,8 +152,8 @@ func Touch(m []byte) {
 	}
 }
 
-// Parallel cuts [0, n) into steps and has so many workers take them. The
-// first error is returned.
+// Parallel divides [0, n) into steps, which several workers take. It returns the
+// first error.
 func Parallel(workers int, n, step int64, fn func(worker int, lo, hi int64) error) error {
 	var next atomic.Int64
 	var first atomic.Pointer[error]

@@ -2,7 +2,7 @@
 // floors of the same machine in the same run, medians, and rows that say what
 // was measured.
 //
-// Whoever measures compares bytes before anything is timed. GB/s are 10^9 bytes
+// Measurements compare bytes before they time anything. GB/s are 10^9 bytes
 // of tensors, not of files. Rows that lose are shown like rows that win, and
 // rows that cannot be measured say why.
 package measure
@@ -100,8 +100,8 @@ func ThisMachine() Machine {
 type Run struct {
 	Options
 	Ctx    context.Context
-	Job    *job.Job // nil: nobody watches
-	Folder string   // of this run's files alone
+	Job    *job.Job // may be nil
+	Folder string   // has only the files of this run
 	Began  time.Time
 	Report Report
 	out    error // of writing Options.Out

@@ -209,8 +209,8 @@ type layout struct {
 	blocks []block
 	// summed: the blocks have checksums, which are to be compared.
 	summed bool
-	// damaged: a checksum says so, that of the header. It is decoded all the same,
-	// for whoever looks at the bytes.
+	// damaged: the checksum of the header does not match. The stream is decoded
+	// nevertheless, for callers that want the bytes.
 	damaged bool
 }
 

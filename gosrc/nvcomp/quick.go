@@ -6,9 +6,9 @@ package nvcomp
 // the slowest decoder.
 const quickBytes = 32 << 20
 
-// Quick says whether Run ends so soon that nobody need be able to interrupt
-// it, and mostly without goroutines: little goes in, and no decoder can make
-// much of it, whatever its bytes say.
+// Quick reports whether Run ends so soon that it need not be interruptible, mostly
+// without goroutines: the input is small, and so is everything that a decoder can
+// make of it.
 func Quick(s *Spec, in []Buffer) bool {
 	n := total(in)
 	if n > alone || s.Op == OpEncode || s.Op == OpBound {

@@ -72,7 +72,7 @@ type Result struct {
 	Summed bool // its checksums were compared
 }
 
-// Release gives back what nobody has taken.
+// Release frees the results that were not taken.
 func Release(results []Result) {
 	for i := range results {
 		results[i].Mem.Release()
@@ -252,7 +252,7 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 
 func decodeBlock(l *layout, to []byte, p *block) error {
 	if l.summed && crc32.ChecksumIEEE(p.src) != p.stored {
-		// The bytes are for whoever looks at them all the same.
+		// Decode nevertheless, for callers that want the bytes.
 		_ = l.algo.decode(to, p.src)
 		return fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
 	}

@@ -1,5 +1,7 @@
 package plan
 
+// This file chooses sizes of pieces, ranges and slots for a machine.
+
 // A Machine is what a load runs on and reads from. How much is read at once, and by
 // how many workers, follows from it.
 type Machine struct {
@@ -22,9 +24,8 @@ const (
 	// remotePiece takes 3 ms on a link of 10 Gbit/s: an answer's overhead is lost in
 	// it, and sixteen of them are all the memory that a load needs.
 	remotePiece = 4 << 20
-	// deviceRange is what a connection to a GPU's slots brings before it is asked
-	// again: of 4 MiB at a time its workers waited for answers 30 % of the time, of
-	// so many 5 %, and more of them gained nothing.
+	// deviceRange is the size of a range for a GPU's slots. With 4 MiB, workers
+	// waited for responses 30 % of the time, with 32 MiB 5 %; more gained nothing.
 	deviceRange = 32 << 20
 	// directAlign is the block that direct I/O begins and ends at; other sources are
 	// asked for just what is wanted.
@@ -70,8 +71,8 @@ func (m Machine) Workers(depth int) int {
 	return max(readers, depth, m.Concurrency)
 }
 
-// Range is how many bytes a range should have of a load that reads so many, when
-// atOnce of them are open: few round trips, and still a few ranges for each
+// Range returns how many bytes each range of a load should have, if atOnce ranges
+// are open: few round trips, and still a few ranges for each
 // connection, since at the end none should be waited for long.
 func (m Machine) Range(read int64, atOnce int) int64 {
 	most := m.RangeBytes

@@ -43,9 +43,9 @@ type Limits struct {
 	Piece int64 // bytes of a piece worth reading at once
 	Gap   int64 // bytes between two wanted runs that are cheaper to read than to skip
 	Part  int64 // bytes of a piece worth a worker of their own; 0: a piece is one worker's
-	// Align, if over 1, is what pieces begin and end at multiples of, in files
-	// that have so many bytes: sources that read whole blocks into place need no
-	// copy then. A power of two.
+	// Align, if over 1, is a power of two: pieces begin and end at multiples of it
+	// where the file is large enough, so that sources that read whole blocks in
+	// place need no copy.
 	Align int64
 	// InPlace lets raw runs be read straight to their destination: on the host,
 	// where it can be read into.
@@ -191,7 +191,7 @@ func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
 // leaves its want out.
 func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
 	m := maker{ix: ix, lim: lim, wants: wants, p: &Plan{Left: make([]int32, len(wants))}}
-	jobs := 0 // at least so many, unless slices leave some out
+	jobs := 0 // a lower bound, unless slices leave some out
 	for i := range wants {
 		if dest[i] != nil {
 			jobs += max(1, int(ix.Tensors[wants[i].Data].Count))

@@ -19,7 +19,7 @@ func TestAlign(t *testing.T) {
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
 	const block, piece = 4096, 1 << 20
-	// Addresses that nobody reads or writes, outside of Go's heap.
+	// Addresses that are never read or written, outside of Go's heap.
 	place, err := unix.Mmap(-1, 0, 8<<20, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
 		t.Fatal(err)

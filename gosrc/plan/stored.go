@@ -1,5 +1,7 @@
 package plan
 
+// This file plans reads of stored bytes.
+
 import (
 	"unsafe"
 

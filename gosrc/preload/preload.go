@@ -5,7 +5,7 @@
 // A load joins a preload file by file, and only of the very bytes that it would
 // read itself: the load opens its files, and those whose identity is that of a
 // preloaded file (device, inode, size, times; of a store's object its ETag or
-// date) need not be read. Each tensor is handed out once. A preload whose file
+// date) need not be read. Each tensor is given once. A preload whose file
 // was replaced or written to, or whose tensors are not what the load asks for, is
 // dropped. One that failed is forgotten: the load then has an error of its own, or
 // none.
@@ -162,7 +162,7 @@ func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model,
 		}
 		before = ids
 		if look == 1 || look == 0 && pause > tick {
-			close(p.paused) // whoever loads it need not wait too
+			close(p.paused) // a load of it need not wait, too
 		}
 		select {
 		case <-time.After(pause):
@@ -203,7 +203,7 @@ func (p *Preload) forget(why string, routine bool) {
 	}
 }
 
-// prune forgets what was handed over. The caller holds mu.
+// prune forgets preloads whose tensors were all given. The caller holds mu.
 func prune() {
 	live = slices.DeleteFunc(live, func(p *Preload) bool {
 		select {
@@ -334,9 +334,8 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 	return a, true
 }
 
-// match pairs a model's files with those of the preload that are the same, and were
-// not handed over. other
-// is a file of the preload that another one stands in place of.
+// match pairs a model's files with the same files of the preload that were not given
+// to a load. other is a file of the preload that was replaced.
 func (p *Preload) match(srcs []tensor.Source, ids []source.Identity) (pairs [][2]int, other string) {
 	for i, id := range ids {
 		if id == (source.Identity{}) { // of memory, or of a server that tells nothing

@@ -80,8 +80,8 @@ func bytes(t *testing.T, m *load.Model) string {
 	return string(all)
 }
 
-// A preload is joined by whatever name its file is opened, each tensor is handed
-// out once, and what is asked for again is read.
+// A load joins a preload by any name of its file, gets each tensor once, and reads
+// what it needs again.
 func TestJoin(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	p := begin(t, load.Options{}, path)
@@ -108,10 +108,10 @@ func TestJoin(t *testing.T) {
 	again.Close()
 	m.Close()
 	if !p.stock.Spent() {
-		t.Error("what was handed over is held")
+		t.Error("tensors that were given are held")
 	}
 	if ok, notes := joins(t, opening(t, load.Spec{URIs: []string{path}}), load.Options{}); ok || notes != "[]" {
-		t.Error("handed over twice", notes)
+		t.Error("given twice", notes)
 	}
 }
 
@@ -179,7 +179,7 @@ func TestReplaced(t *testing.T) {
 					t.Errorf("%q: the bytes of before", got)
 				}
 				if !p.stock.Spent() {
-					t.Error("what nobody can take is held")
+					t.Error("tensors that no load can take are held")
 				}
 				if _, notes := joins(t, m, load.Options{}); notes != "[]" {
 					t.Error("said twice:", notes)
@@ -263,7 +263,7 @@ func TestShards(t *testing.T) {
 		m.Close()
 	}
 	if p.stock.Spent() {
-		t.Error("a file that nobody loaded is gone")
+		t.Error("a file that was not loaded is gone")
 	}
 	m := opening(t, load.Spec{URIs: []string{dir}})
 	if ok, _ := joins(t, m, load.Options{}); !ok || bytes(t, m) != "aaaabbbbcccc" {
@@ -374,7 +374,7 @@ func TestSweep(t *testing.T) {
 	p, q := begin(t, load.Options{}, path), begin(t, load.Options{}, other)
 	Sweep(path)
 	if ok, _ := joins(t, opening(t, load.Spec{URIs: []string{path}}), load.Options{}); !ok {
-		t.Error("a file that nobody wrote to was swept")
+		t.Error("a file that was not written to was swept")
 	}
 	plainFile(t, path, "5678")
 	Sweep(path)

@@ -156,8 +156,8 @@ type sameKey struct {
 
 // findAliases marks tensors whose dtype and bytes are those of another: the
 // first of them by name keeps the bytes. Shapes may differ. Tensors of equal
-// size are told apart by a few samples; only those that agree there are
-// hashed whole, and only those of equal hash compared.
+// size are distinguished by a few samples; only those with equal samples are
+// hashed, and only those with equal hashes compared.
 func (w *writer) findAliases(ctx context.Context, items []*item) error {
 	sorted := slices.Clone(items)
 	slices.SortFunc(sorted, func(a, b *item) int { return cmp.Compare(a.name, b.name) })

@@ -202,9 +202,9 @@ func pathIn(folder bool, spec Spec) string {
 	return spec.Path
 }
 
-// alone refuses a folder that holds other weights: whoever opened it later
-// would find two models in one. Files of a source folder that is converted
-// onto itself were there before.
+// alone refuses a folder that has other weights: opened later, it would be two
+// models in one. Files of a source folder that is converted onto itself are
+// allowed.
 func alone(ctx context.Context, src []string, dst string, spec Spec, parts []part) error {
 	ours := map[string]bool{}
 	for _, p := range parts {

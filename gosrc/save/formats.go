@@ -39,7 +39,7 @@ var formats = []fileFormat{
 	{
 		name: tensorizer.Format, extension: tensorizer.Extension,
 		refuse:   refusedByTensors,
-		settings: map[string]string{tensorizer.OptionBytes: "true"}, // it has dtypes that nobody else has
+		settings: map[string]string{tensorizer.OptionBytes: "true"}, // it has dtypes that other formats lack
 		write:    writeTensors,
 		verify:   verifyTensors, proves: true,
 	},

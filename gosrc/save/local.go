@@ -111,9 +111,9 @@ func (w *writer) room(parts []part) error {
 	return nil
 }
 
-// replaced lists what a save in shards makes stale beside the files that it
-// replaces, so that nobody opens the old model by another name: the file under
-// the very path (when there are several now), the index (when there is one
+// replaced lists the files that a save in shards makes stale beside those that it
+// replaces, so that the old model cannot be opened by another name: the file at the
+// path itself (when there are several now), the index (when there is one
 // file now), and shards of the old index that bear our names.
 func (w *writer) replaced(targets []*atomicfile.Target) []string {
 	path, err := atomicfile.Follow(w.spec.Path)

@@ -45,7 +45,7 @@ func (w *writer) beside(ctx context.Context, parts []part) error {
 		return nil
 	}
 	if !remote(path) {
-		path, _ = atomicfile.Follow(path) // what is wrong with it is told by the write
+		path, _ = atomicfile.Follow(path) // the write reports errors
 	}
 	index := indexPath(path)
 	shards, err := w.readIndex(ctx, index)
@@ -115,7 +115,7 @@ func (o *objects) publish(ctx context.Context, parts []part) error {
 	if o.spec.Shard == 0 {
 		return nil
 	}
-	// The model stands: what cannot be removed now is told, all the same.
+	// The model is complete; but report what cannot be removed.
 	var first error
 	for _, p := range append(old, o.spec.Path, indexPath(o.spec.Path)) {
 		if kept[p] {

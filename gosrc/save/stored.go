@@ -187,7 +187,7 @@ type cache struct {
 	mu   sync.Mutex
 	size int64
 	by   map[cacheKey]*cached
-	lru  list.List // of *cached that nobody uses, oldest first
+	lru  list.List // of *cached that are not in use, oldest first
 }
 
 type cacheKey struct {
@@ -227,7 +227,7 @@ func (c *cache) get(key cacheKey, fill func() ([]byte, error)) (*cached, error) 
 			e.place = nil
 		}
 		c.mu.Unlock()
-		<-e.ready // whoever makes it is held to ctx
+		<-e.ready // its maker ends with ctx
 		if e.err != nil {
 			c.put(e)
 			return nil, e.err

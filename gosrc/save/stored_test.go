@@ -69,8 +69,8 @@ func TestStoredRanges(t *testing.T) {
 }
 
 func TestCache(t *testing.T) {
-	// Promise: a block is made once for all who ask at the same time; an error
-	// is not kept; what nobody uses goes when there is too much.
+	// Promise: a block is made once for all callers that ask at the same time; an
+	// error is not kept; unused blocks go when there are too many.
 	c := newCache(1)
 	c.most = 100
 	var made atomic.Int64

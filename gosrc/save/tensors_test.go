@@ -147,7 +147,7 @@ func anyOf(err error, classes ...error) bool {
 	return false
 }
 
-// Types, modules, dtypes that nobody else has, and tensors without data stay
+// Types, modules, dtypes that other formats lack, and tensors without data stay
 // when a .tensors file becomes another, encrypted or no longer.
 func TestTensorsRekeyed(t *testing.T) {
 	dir := t.TempDir()

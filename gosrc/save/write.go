@@ -37,7 +37,7 @@ type part struct {
 	blob     []byte // not tensors but these bytes: an index.json, a copied file
 }
 
-// A draft is one file that is being written, and that nobody sees until its
+// A draft is one file that is being written. Readers do not see it until its
 // destination is published; see source.Draft.
 type draft interface {
 	URI() string

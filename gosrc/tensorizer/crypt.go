@@ -102,8 +102,8 @@ type Crypt struct {
 	MACs   [][macBytes]byte
 }
 
-// parseCrypt reads the encryption of a record whose data have so many bytes;
-// nil: it is not encrypted.
+// parseCrypt parses the encryption of a record with the given bytes of data; nil: it
+// is not encrypted.
 func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 	early := fault.New(fault.ErrFormat, "the encryption of the record ends early")
 	r := reader{b: b}
@@ -191,8 +191,8 @@ func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
 	return nil
 }
 
-// NewCrypt says how so many bytes will be encrypted, by a nonce that was never
-// used; its boxes are to be sealed.
+// NewCrypt returns the encryption of the given number of bytes, with a new nonce. Its
+// boxes are still to be sealed.
 func NewCrypt(bytes int64, derive *Derivation) *Crypt {
 	c := &Crypt{Derive: derive, Chunk: ChunkBytes, Said: ChunkBytes, MACs: make([][macBytes]byte, sizes.CeilDiv(bytes, ChunkBytes))}
 	_, _ = rand.Read(c.Nonce[:]) // cannot fail

@@ -55,7 +55,7 @@ type File struct {
 	rest []byte // of the index, behind the entries
 }
 
-// maxTogether is how many records are read at once: far away each is a round trip.
+// maxTogether is how many records are read at once: each may cost a round trip.
 const maxTogether = 16
 
 // Read reads the head and the index of a file, of which head is the beginning,

@@ -282,7 +282,7 @@ func (s *sealed) get(ctx context.Context, key boxKey, size int64) ([]byte, error
 			if b.err == nil {
 				return b.data, nil
 			}
-			// Whoever made it may have been cancelled; this caller was not.
+			// Its maker may have been cancelled; this caller was not.
 		case <-ctx.Done():
 			return nil, context.Cause(ctx)
 		}
@@ -311,7 +311,7 @@ func (s *sealed) get(ctx context.Context, key boxKey, size int64) ([]byte, error
 	return data, nil
 }
 
-// trim lets the boxes go that nobody used for longest; with mu held.
+// trim drops the boxes that were not used for longest; mu is held.
 func (s *sealed) trim(keep boxKey) {
 	for s.held > s.most && len(s.boxes) > 1 {
 		var oldest boxKey

@@ -447,7 +447,7 @@ func TestGoldenWide(t *testing.T) {
 	}
 }
 
-// A dtype that safetensors lacks is refused by its name, or read as bytes by who
+// A dtype that safetensors lacks is refused by its name, or read as bytes if the caller
 // asks for that.
 func TestOtherDTypes(t *testing.T) {
 	items := []Item{{Name: "z", Type: StateDict, Text: "<c16", Dims: []int64{2}, Bytes: 32},

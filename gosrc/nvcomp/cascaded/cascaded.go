@@ -53,7 +53,7 @@ type Options struct {
 	Pack   bool `json:"pack"`   // the bits of what is left
 }
 
-// Default is what nvCOMP 2.2 does when it is told nothing but the type.
+// Default returns the options that nvCOMP 2.2 chooses for a type.
 func Default(t Type) Options { return Options{Type: t, RLEs: 2, Deltas: 1, Pack: true} }
 
 // Type is the number that nvCOMP has for an element (nvcompType_t).

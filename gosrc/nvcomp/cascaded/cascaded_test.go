@@ -37,8 +37,8 @@ func contents(n, size int) map[string][]byte {
 	return out
 }
 
-// Every type, every number of layers, packed or not: what went in comes back,
-// no longer than the bound says, and the size is told.
+// Every type, every number of layers, packed or not: the content comes back,
+// the stream is within the bound, and Size is right.
 func TestRoundTrip(t *testing.T) {
 	for typ := Char; typ <= ULongLong; typ++ {
 		for _, n := range []int{0, 8, 64, 4096, 4104, 9000} {

@@ -1,5 +1,7 @@
 package cascaded
 
+// This file decodes Cascaded blocks.
+
 import "github.com/overwire/overwire/gosrc/fault"
 
 func corrupt(format string, args ...any) error {

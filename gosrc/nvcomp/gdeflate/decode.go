@@ -1,5 +1,7 @@
 package gdeflate
 
+// This file decodes GDeflate streams.
+
 import (
 	"encoding/binary"
 	"sync"

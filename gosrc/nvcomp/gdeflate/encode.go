@@ -1,5 +1,7 @@
 package gdeflate
 
+// This file encodes GDeflate streams.
+
 import (
 	"encoding/binary"
 	"slices"

@@ -1,5 +1,7 @@
 package gdeflate
 
+// This file makes Huffman codes.
+
 import (
 	"cmp"
 	"math/bits"

@@ -1,5 +1,7 @@
 package gdeflate
 
+// This file finds matches.
+
 import "encoding/binary"
 
 // A token is a literal's byte, or match | (length-minMatch)<<15 | distance-1.
