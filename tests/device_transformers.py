@@ -5,7 +5,7 @@
     python tests/device_transformers.py --layers 2 --hidden 512 --device cpu   here
 
 Makes a model of Llama's shape in four shards, in memory (--dir), plain and
-compressed. Then fresh processes by turns time `from_pretrained`; the floor is the
+compressed. Then fresh processes, alternating, time `from_pretrained`; the floor is the
 same call with a `safe_open` whose tensors are `torch.empty` on the device, so
 that nothing is read. Every parameter is compared with the unpatched load's, byte
 for byte, and one run of each kind is profiled. Needs overwire, torch, transformers,
@@ -164,7 +164,7 @@ def child(args: argparse.Namespace) -> None:
     if gpu:
         torch.zeros(1, device=args.device)
         torch.cuda.synchronize()
-    told: dict[str, Any] = {"context": time.perf_counter() - began}
+    result: dict[str, Any] = {"context": time.perf_counter() - began}
     if kind.startswith("check-"):
         check(kind[6:], folder, args.device)
         return
@@ -182,12 +182,12 @@ def child(args: argparse.Namespace) -> None:
         if gpu:
             torch.cuda.synchronize()
         profile.disable()
-        told[turn] = time.perf_counter() - began
-        told[f"{turn} host MB"] = anon() - host
+        result[turn] = time.perf_counter() - began
+        result[f"{turn} host MB"] = anon() - host
         if gpu:
-            told["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
-            told["reserved GB"] = torch.cuda.max_memory_reserved() / 1e9
-            told["device GB"] = (free - torch.cuda.mem_get_info()[0]) / 1e9
+            result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+            result["reserved GB"] = torch.cuda.max_memory_reserved() / 1e9
+            result["device GB"] = (free - torch.cuda.mem_get_info()[0]) / 1e9
         assert next(model.parameters()).device.type == torch.device(args.device).type
         del model
         if profiled:
@@ -196,14 +196,14 @@ def child(args: argparse.Namespace) -> None:
         import overwire as ow
 
         report = ow.last_report()
-        told["engine"] = {key: report[key] for key in report if isinstance(report[key], (int, float, str))} if report else None
+        result["engine"] = {key: report[key] for key in report if isinstance(report[key], (int, float, str))} if report else None
     if profiled:
         text = io.StringIO()
         stats = pstats.Stats(profile, stream=text).strip_dirs()
         stats.sort_stats("cumulative").print_stats(45)
         stats.sort_stats("tottime").print_stats(25)
         print(f"== profile of {kind} ==\n{text.getvalue()}", file=sys.stderr)
-    print("RESULT " + json.dumps(told))
+    print("RESULT " + json.dumps(result))
 
 
 def check(kind: str, folder: Path, device: str) -> None:
@@ -264,10 +264,10 @@ def main() -> int:
             if number and time.perf_counter() - began > args.seconds:
                 break
             for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
-                told = run(kind)
-                if told is not None:
-                    rows[kind].append(told)
-                    print(f"{kind:10}", json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in told.items()}), flush=True)
+                result = run(kind)
+                if result is not None:
+                    rows[kind].append(result)
+                    print(f"{kind:10}", json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}), flush=True)
         for kind in ("packed-profile", "floor-profile"):
             run(kind)
         for kind in KINDS:

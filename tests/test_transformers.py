@@ -38,8 +38,8 @@ def test_every_parameter_is_that_of_the_unpatched_load(release: str, tmp_path: P
     if release == "5" and not FIVE.is_dir():
         pytest.skip(f"no transformers 5 in {FIVE}: make venv puts it there")
     pytest.importorskip("transformers")
-    told = run([str(ROOT / "tests" / "transformers_program.py"), str(tmp_path / "models")], tmp_path, FIVE if release == "5" else None)
-    assert told.splitlines()[-1].startswith(f"ok {release}"), told
+    output = run([str(ROOT / "tests" / "transformers_program.py"), str(tmp_path / "models")], tmp_path, FIVE if release == "5" else None)
+    assert output.splitlines()[-1].startswith(f"ok {release}"), output
 
 
 @pytest.mark.parametrize("page", ["transformers"])

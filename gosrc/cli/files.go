@@ -32,13 +32,13 @@ var compressVerb = &verb{
 	name: "compress", args: "SRC... -o OUT", least: 1, most: -1,
 	short: "compress tensors without loss",
 	long: `
-Reads safetensors files, a folder of shards or an index.json, and writes them
-in the overwire container: still safetensors files, whose tensors are stored
-compressed where that gains something. Every bit comes back. OUT is complete
-or absent, whatever happens meanwhile. A folder becomes a folder that keeps its
-file names, its index.json and its small companions (config, tokenizer), with the
-folders below it, such as the parts of a diffusers pipeline. Other files over
-64 MiB and weights in other files are not copied, and are listed.`,
+Reads safetensors files, a folder of shards or an index.json, and writes the
+same tensors compressed, where compression makes them smaller. decompress gives
+every bit back; reading OUT needs overwire. OUT is complete or absent, whatever
+happens meanwhile. A folder becomes a folder: it keeps its file names, its
+index.json, its small companions (config, tokenizer) and the folders below it, as
+a diffusers pipeline has them. Weights in other formats, and other files over
+64 MiB, are listed instead of copied.`,
 	example: "overwire compress model.safetensors -o model.ow.safetensors",
 	options: append(slices.Clone(writeOptions), partsOption),
 	run:     func(c *call) error { return c.convert(true) },

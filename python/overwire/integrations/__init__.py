@@ -1,5 +1,5 @@
-"""What other libraries' loaders are told while `overwire.patch_safetensors` is in
-force, one module each.
+"""The patches of other libraries' loaders while `overwire.patch_safetensors` is in
+force, one module for each library.
 
 Each module has `hooks(found, lazy)`: found looks up a name in a loaded module of
 the library, lazy is what the patch offers (`Lazy`). It returns pairs of a public

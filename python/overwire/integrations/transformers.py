@@ -42,8 +42,8 @@ def hooks(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]
 
 
 class _Result(Future[Any]):
-    # What transformers takes for the result of a worker thread. The tensor arrives
-    # by the engine's threads; whoever asks first begins the load.
+    # What transformers uses as the result of a worker thread. The engine's threads
+    # bring the tensor; the first request begins the load.
 
     def __init__(self, give: Callable[[], Any]) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ _READERS = {
 }
 # The one function by which safetensors' modules write files.
 _WRITER = "serialize_file"
-# Libraries whose own loaders are told, too: modules of overwire.integrations.
+# Libraries whose own loaders are patched, too: modules of overwire.integrations.
 _LIBRARIES = ("transformers", "accelerate")
 
 # Thousands of modules that take safetensors inside functions, if at all: to look
