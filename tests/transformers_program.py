@@ -167,8 +167,8 @@ def odd(folder: Path) -> None:
         with ow.safe_open(last, "pt") as file:
             twin = file.keys()[0]
             tensors[twin] = torch.ones_like(file.get_tensor(twin))
-        tensors["model.nobody.weight"] = torch.ones(5)
-        index["weight_map"]["model.nobody.weight"] = first.name
+        tensors["model.no_one.weight"] = torch.ones(5)
+        index["weight_map"]["model.no_one.weight"] = first.name
         write(tensors, first, {"format": "pt"})
         (folder / kind / "model.safetensors.index.json").write_text(json.dumps(index))
     loaded = []
