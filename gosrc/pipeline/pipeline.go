@@ -185,7 +185,7 @@ type run struct {
 
 	prefetches bool // some source does
 	prefetch   sync.Mutex
-	announced  int64 // pieces that sources were told of; prefetch guards it
+	announced  int64 // pieces announced to their sources; prefetch guards it
 }
 
 // A staged piece is one that workers fill together: the first of them gets the
@@ -196,7 +196,7 @@ type staged struct {
 	left int         // parts to come
 }
 
-// announce keeps the sources told of the next pieces. One worker does it at a
+// announce announces the next pieces to their sources. One worker does it at a
 // time; the others pass by.
 func (r *run) announce(piece int64) {
 	if !r.prefetches || !r.prefetch.TryLock() {

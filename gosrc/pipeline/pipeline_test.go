@@ -284,7 +284,7 @@ func TestRunEndsWithTheFirstError(t *testing.T) {
 	}
 }
 
-// Pieces that lie in a row, or nearly, are one range, up to the size that was
+// Pieces that are contiguous, or nearly, are one range, up to the size that was
 // asked for; nothing else is.
 func TestRanges(t *testing.T) {
 	data := make([]byte, 3<<20)
@@ -331,7 +331,7 @@ func TestRangesWithFewSlots(t *testing.T) {
 		ranges int
 	}{
 		{1, 100 << 10, 8}, // a piece has 128 KiB
-		{3, 300 << 10, 4}, // two pieces, the third has no room
+		{3, 300 << 10, 4}, // two pieces; the third does not fit
 		{9, 8 << 20, 1},
 	} {
 		for _, permits := range []int{1, 2, 4} {

@@ -1,6 +1,6 @@
 package source
 
-// A Draft is one object of a store that is being written, and that nobody sees
+// A Draft is one object of a store that is being written, and that no reader sees
 // until it is published. The context that it was created with holds for all
 // that it does but Drop.
 //
@@ -13,7 +13,7 @@ type Draft interface {
 	// Write puts bytes at an offset, each offset at most once. The bytes are
 	// the caller's again when it returns. It waits while the store is slower.
 	Write(p []byte, off int64) error
-	// Skip says that nobody will write [lo, hi): it holds zeros.
+	// Skip says that [lo, hi) will not be written: it is zero.
 	Skip(lo, hi int64) error
 	// Finish gives the object its size and returns when the store has all of
 	// it; what was neither written nor skipped is zero.

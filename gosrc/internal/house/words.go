@@ -23,7 +23,7 @@ var retired = []struct{ word, say string }{
 	{`(?i)\bin a row\b`, "contiguous"},
 	{`(?i)\bby turns\b`, "alternating"},
 	{`(?i)\bso (many|much)\b`, "n, that number, as many as"},
-	{`(?i)\b(nobody|whoever)\b`, "no one, the caller that, any process that"},
+	{`\b([Nn]obody|[Ww]hoever)\b`, "no one, the caller that, any process that"},
 	{`\b(of|to|by) who\b`, "for a caller that"},
 	{`(?i)\btold\b`, "documented, reported, passed to"},
 	{`\b(this|each|every|another|the|a|one|no|other|which) room\b( that| is| has| may| imports?\b|[.,;:]|$)|\brooms\b`, "package"},

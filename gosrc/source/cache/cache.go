@@ -39,7 +39,7 @@ import (
 
 const (
 	part  = 4 << 20 // is one read
-	reads = 24      // of a remote source at once, if so many pay
+	reads = 24      // most reads of a remote source at once
 )
 
 // Keep returns the object of src out of the folder, fetching it first if it is
@@ -84,7 +84,7 @@ func keep(ctx context.Context, dir string, src source.Source, pin string) (*os.F
 	if f := find(ctx, key, src.Size()); f != nil || ctx.Err() != nil { // another process was at it
 		return f, context.Cause(ctx)
 	}
-	// Whoever wrote these has died: the lock is ours.
+	// Their writer has died: the lock is ours.
 	left, _ := filepath.Glob(escape(key) + ".tmp-*")
 	for _, name := range left {
 		_ = os.Remove(name)

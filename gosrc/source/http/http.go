@@ -11,7 +11,7 @@
 // those that give nothing to pin an object by, neither an ETag nor a date: two
 // requests could bring bytes of two versions.
 //
-// Where requests may go, and what of the caller's goes along, is the room
+// Where requests may go, and what of the caller's goes along, is the package
 // route's to say; see follow.go.
 package http
 

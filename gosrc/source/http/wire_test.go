@@ -14,7 +14,7 @@ import (
 )
 
 // A wire counts what the kernel has received for a client: TLS, headers, and
-// what nobody has read included.
+// unread bytes included.
 type wire struct {
 	client     *client
 	came, open atomic.Int64

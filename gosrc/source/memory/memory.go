@@ -1,5 +1,5 @@
 // Package memory is the source of bytes that lie in memory already: a file that
-// was read whole. Facts.View gives the very bytes, so that nobody copies them.
+// was read whole. Facts.View gives the very bytes, so that they are not copied.
 package memory
 
 import (

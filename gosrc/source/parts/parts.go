@@ -59,7 +59,7 @@ type partial struct {
 	filled int64
 }
 
-// New starts a draft of parts of size bytes, of which so many are sent at once.
+// New starts a draft of parts of size bytes, several of which are sent at once.
 func New(ctx context.Context, store Store, size int64, parallel int) *Draft {
 	d := &Draft{store: store, part: size, open: map[int]*partial{}, sent: map[int]bool{}, tokens: make(chan struct{}, parallel)}
 	d.ctx, d.stop = context.WithCancelCause(ctx)

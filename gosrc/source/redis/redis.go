@@ -121,7 +121,7 @@ func together(ctx context.Context, c *redis.Client, key string) error {
 	if _, rest, ok := strings.Cut(key, "{"); ok && strings.IndexByte(rest, '}') > 0 {
 		return nil
 	}
-	// Who may not ask is told by the server itself what it does not have.
+	// A client without permission gets the error of the server itself.
 	if info, err := c.Info(ctx, "cluster").Result(); err == nil && strings.Contains(info, "cluster_enabled:1") {
 		return fault.New(fault.ErrNotSupported, "the server is part of a cluster, where the values of a file lie together only if its key has a {tag}")
 	}

@@ -146,7 +146,7 @@ func TestRefusals(t *testing.T) {
 		{"a hash", at + "hash", with(s), fault.ErrFormat, "WRONGTYPE"},
 		{"a hole", at + "hole", with(s), fault.ErrFormat, "begins at 5"},
 		{"an overlap", at + "twice", with(s), fault.ErrFormat, "begins at 0"},
-		{"nobody listens", "redis://127.0.0.1:1/m", with(s), fault.ErrIO, "refused"},
+		{"no server", "redis://127.0.0.1:1/m", with(s), fault.ErrIO, "refused"},
 		{"a password in the URI", "redis://:planted@" + s.Addr + "/m", with(s), fault.ErrArgument, "storage_options"},
 		{"no key", "redis://" + s.Addr, with(s), fault.ErrArgument, "expected"},
 		{"an unknown option", at + "m", with(s, "pasword", "planted"), fault.ErrArgument, "pasword"},
@@ -164,7 +164,7 @@ func TestRefusals(t *testing.T) {
 		}
 	}
 	if _, err := Create(bg, at+"m", with(s, "password", "planted-wrong"), 1); !errors.Is(err, fault.ErrPermission) {
-		t.Error("a wrong password is told before anything is written:", err)
+		t.Error("a wrong password is reported before anything is written:", err)
 	}
 	if b, err := get(at+"m", source.Options{Env: map[string]string{"REDISCLI_AUTH": sourcetest.RedisPassword}}); err != nil || len(b) != 1000 {
 		t.Error("REDISCLI_AUTH:", err)
@@ -325,7 +325,7 @@ func TestCut(t *testing.T) {
 	}
 }
 
-// through is a relay before a server: each block that passes is told to pass,
+// through is a relay before a server: each block that passes is reported to pass,
 // which says how much of it goes on, or less than 0 to cut the connection.
 func through(t *testing.T, addr string, pass func(int) int) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")

@@ -294,7 +294,7 @@ type answer struct {
 func (a *answer) Error() string { return a.class.Error() + ": " + a.word + ": " + a.text }
 func (a *answer) Unwrap() error { return a.class }
 
-// judge says what an error means to whoever could ask again.
+// judge says what an error means to a caller that could ask again.
 func judge(err error) (retry.Verdict, time.Duration) {
 	var a *answer
 	if errors.As(err, &a) {

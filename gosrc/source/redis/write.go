@@ -49,7 +49,7 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	var id [8]byte
 	_, _ = rand.Read(id[:]) // cannot fail
 	u := &upload{name: n, server: s, id: hex.EncodeToString(id[:])}
-	// A wrong password, or server of a cluster, is told before anything is encoded.
+	// A wrong password, or server of a cluster, is reported before anything is encoded.
 	if err := u.do(ctx, func(ctx context.Context, c *redis.Client) error {
 		if err := c.StrLen(ctx, n.key).Err(); err != nil {
 			return err

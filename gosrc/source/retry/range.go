@@ -148,7 +148,7 @@ func (r *byteRange) Next(p []byte) error {
 			return context.Cause(r.ctx)
 		}
 		if n > 0 && len(p) == 0 {
-			return nil // every byte is here: what ails the connection is nobody's trouble
+			return nil // every byte is here: errors of the connection do not matter
 		}
 		verdict, after := s.judge(err)
 		switch {

@@ -250,7 +250,7 @@ const (
 	most = 10 * time.Second
 )
 
-// Pause waits before a try after so many consecutive failures, with full jitter;
+// Pause waits before a try that follows failed consecutive failures, with full jitter;
 // after is how long the store asked for, which is obeyed up to a minute.
 func Pause(ctx context.Context, failed int, after time.Duration) error {
 	return pause(ctx, base, failed, after)

@@ -223,7 +223,7 @@ func innermost(err error) error {
 	}
 }
 
-// judge says what an error means to whoever could ask again.
+// judge says what an error means to a caller that could ask again.
 func judge(err error) (retry.Verdict, time.Duration) {
 	var r *refusal
 	if !errors.As(err, &r) {

@@ -144,7 +144,7 @@ func TestRefusals(t *testing.T) {
 		{"unsigned", "s3://models/m", with(s, "key", "", "secret", "", "anon", "true"), fault.ErrPermission, []string{"AccessDenied", "403"}},
 		{"no object", "s3://models/none", with(s), fault.ErrNotFound, []string{"NoSuchKey", "404", "s3://models/none"}},
 		{"no bucket", "s3://nothere/m", with(s), fault.ErrNotFound, []string{"NoSuchBucket", "404", "s3://nothere/m"}},
-		{"nobody listens", "s3://models/m", with(s, "endpoint_url", "http://127.0.0.1:1"), fault.ErrIO, []string{"refused"}},
+		{"no server", "s3://models/m", with(s, "endpoint_url", "http://127.0.0.1:1"), fault.ErrIO, []string{"refused"}},
 		{"a folder", "s3://models/", with(s), fault.ErrArgument, []string{"folder"}},
 		{"no bucket's name", "s3:///m", with(s), fault.ErrArgument, nil},
 		{"a password in the URI", "s3://planted:planted@models/m", with(s), fault.ErrArgument, []string{"storage_options"}},

@@ -169,7 +169,7 @@ func eventually(t testing.TB, what string, ready func() bool) {
 	}
 }
 
-// freePort is an address that nobody listens on.
+// freePort returns an address without a listener.
 func freePort(t testing.TB) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

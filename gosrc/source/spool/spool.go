@@ -116,7 +116,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// Close frees the file. Whoever fills it has to have stopped.
+// Close frees the file. Stop filling it first.
 func (f *File) Close() error {
 	var err error
 	f.change(func() {
