@@ -83,7 +83,7 @@ busy.end()
 
 
 def test_raw_module_refuses_in_children(small: str) -> None:
-    """The C functions hold the line for whoever comes past overwire._verbs."""
+    """The C functions check the arguments of callers that bypass overwire._verbs."""
     run("""
 from overwire import _core as raw
 e.knobs()

@@ -211,7 +211,7 @@ assert e.job_take(job) == [(None, 0)] * n
 
 
 def test_tensors_handed_out_in_columns(every: str) -> None:
-    """Columns hand out what job_next and job_take do: what has bytes with its position,
+    """Columns export what job_next and job_take do: what has bytes with its position,
     and how many have none."""
     run("""
 import struct

@@ -1,5 +1,7 @@
 package fault
 
+// This file gives errors of the system their classes.
+
 import (
 	"context"
 	"errors"

@@ -1,5 +1,7 @@
 package fault
 
+// This file describes errors for other languages.
+
 import (
 	"errors"
 

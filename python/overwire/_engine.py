@@ -119,7 +119,7 @@ def _load() -> Any:
         atexit.register(_at_exit)
 
         # Go sees the environment that the process started with, not os.environ.
-        env = {k: told(v) for k, v in os.environ.items() if k in SETTINGS or k.startswith("OVERWIRE_")}
+        env = {k: engine_text(v) for k, v in os.environ.items() if k in SETTINGS or k.startswith("OVERWIRE_")}
         found = json.loads(raw.setup(json.dumps(env), JobNumber, ModelNumber)[0])
         if found["warnings"] or found["log"]:
             import logging
@@ -147,8 +147,8 @@ def _at_exit() -> None:
 
 
 class JobNumber(int):
-    """The number of a job, which ends with its last holder: it is cancelled, and what it
-    was lent is no longer in use then."""
+    """The number of a job. When its last reference goes, the job is cancelled and no
+    longer uses the caller's memory."""
 
     over = False  # the engine has forgotten it
 
@@ -238,7 +238,7 @@ def _raw() -> Any:
 def program(argv: Sequence[str]) -> Program:
     """What the command line of the engine must know of this process."""
     version = "%d.%d.%d" % sys.version_info[:3]
-    about: Program = {"argv": [told(word) for word in argv], "python": sys.executable or "", "version": version}
+    about: Program = {"argv": [engine_text(word) for word in argv], "python": sys.executable or "", "version": version}
     if any("://" in word for word in argv):
         about["storage"] = {"env": environment()}
     named = {word.rpartition("env:")[2] for word in argv if "env:" in word}

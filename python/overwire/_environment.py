@@ -22,4 +22,4 @@ def engine_text(text: str) -> str:
 
 def environment() -> dict[str, str]:
     """The variables of `os.environ` that stores read, as they are now."""
-    return {name: told(value) for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
+    return {name: engine_text(value) for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}

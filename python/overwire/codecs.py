@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 from . import _engine
 from ._apart import apart
 from ._verbs import codec, codec_names, codec_now
-from .errors import ArgumentError, NotSupportedError, told
+from .errors import ArgumentError, NotSupportedError, error_of
 from .jobs import Job
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def _coded(made: Result) -> list[Coded]:
         for capsule, address, size, summed in zip(capsules, flat[1::3], flat[2::3], flat[3::3], strict=True)
     ]
     for at, fields in (json.loads(text) or {}).items() if text else ():
-        rows[int(at)] = rows[int(at)]._replace(error=told(fields))
+        rows[int(at)] = rows[int(at)]._replace(error=error_of(fields))
     return rows
 
 

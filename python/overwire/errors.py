@@ -197,10 +197,10 @@ def of_engine(error: BaseException) -> BaseException:
         return error
     import json
 
-    return told(json.loads(text[len(_PREFIX) :]))
+    return error_of(json.loads(text[len(_PREFIX) :]))
 
 
-def told(fields: dict[str, Any]) -> BaseException:
+def error_of(fields: dict[str, Any]) -> BaseException:
     """The exception that the engine describes."""
     fields = dict(fields)
     kind = globals().get(fields.pop("class"), EngineError)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import _verbs
 from ._apart import apart
 from ._engine import FREE_NOW, core
-from .errors import ArgumentError, ForkedError, NotSupportedError, told
+from .errors import ArgumentError, ForkedError, NotSupportedError, error_of
 
 if TYPE_CHECKING:
     from ._engine import Result
@@ -272,7 +272,7 @@ def _became(made: Result) -> list[BaseException | int | None] | None:
     _, count, *sizes = memoryview(numbers).cast("q")
     became: list[BaseException | int | None] = list(sizes) if sizes else [None] * count
     for at, fields in json.loads(text).items() if text else ():
-        became[int(at)] = told(fields)
+        became[int(at)] = error_of(fields)
     return became
 
 
@@ -326,7 +326,7 @@ def glance(
     packed = struct.pack(f"={len(flat)}q", *flat)
     text, numbers, _, _, _ = _verbs.gpu_peek(algorithm or "", device, stream, _KINDS[bitstream], len(after), _packed(after) + packed)
     found, sizes = json.loads(text), memoryview(numbers).cast("q")
-    errors = {int(at): told(fields) for at, fields in found["errors"].items()}
+    errors = {int(at): error_of(fields) for at, fields in found["errors"].items()}
     return [
         Glance(size, chunk, None if at in errors else name, errors.get(at))
         for at, (size, chunk, name) in enumerate(zip(sizes[::2], sizes[1::2], found["algorithms"] or (), strict=True))

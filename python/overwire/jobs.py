@@ -66,7 +66,7 @@ class Landed:
     """Tensors that have landed, in columns.
 
     capsules: "dltensor" each, the caller's; None for what has a destination of its own,
-    or was handed out before. addresses: of each, 0 without memory or bytes. missing: how
+    or was returned before. addresses: of each, 0 without memory or bytes. missing: how
     many of these there are. positions: of `next`, the requests.
     """
 
