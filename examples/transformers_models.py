@@ -16,8 +16,8 @@ except ImportError:
     sys.exit("this example needs transformers and accelerate")
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
-model = LlamaForCausalLM(config).bfloat16()
+config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)  # type: ignore[no-untyped-call, unused-ignore]
+model = LlamaForCausalLM(config).bfloat16()  # type: ignore[no-untyped-call, unused-ignore]
 
 with ow.patch_safetensors(compress=True):
     model.save_pretrained("model", max_shard_size="100KB")

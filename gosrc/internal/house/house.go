@@ -56,9 +56,8 @@ type File struct {
 }
 
 // outside are folders that are not checked: those of tools, caches and builds, all
-// ignored by git.
-var outside = []string{".git", ".cache", "build", "dist", "node_modules", "__pycache__",
-	".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "bin", "shared"}
+// ignored by git, like every hidden folder but .ci.
+var outside = []string{"build", "dist", "node_modules", "__pycache__", "bin", "shared"}
 
 // Read parses the Go packages below root/gosrc and lists the text files of root.
 func Read(root string) (*Tree, error) {
@@ -71,7 +70,7 @@ func Read(root string) (*Tree, error) {
 		rel = filepath.ToSlash(rel)
 		if d.IsDir() {
 			skip := slices.Contains(outside, d.Name()) || d.Name() == "testdata" && rel != "." ||
-				strings.HasPrefix(d.Name(), ".venv") || strings.HasSuffix(d.Name(), ".egg-info")
+				strings.HasPrefix(d.Name(), ".") && d.Name() != ".ci" || strings.HasSuffix(d.Name(), ".egg-info")
 			if skip && rel != "." {
 				return fs.SkipDir
 			}

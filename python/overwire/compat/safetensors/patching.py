@@ -153,9 +153,17 @@ class _Call:
         self.torch = self.given.get("framework") in ("pt", "torch", "pytorch")
 
     def left_to_safetensors(self) -> bool:
-        """Whether the original is as good: for plain files, which it maps, on the CPU."""
+        """Whether the original is as good: for plain files, which it maps, on the CPU.
+        It reads what breaks a rule of the format, so that such files are not left to it."""
         where = "cpu" if self.device is None else str(self.device)
-        return where == "cpu" and _device() is None and is_compressed(self.subject) is False
+        if where != "cpu" or _device() is not None or is_compressed(self.subject) is not False:
+            return False
+        plain: Any = self.subject
+        try:
+            with overwire.safe_open(plain, "bytes"):
+                return True
+        except (overwire.OverwireError, OSError, TypeError):
+            return False
 
 
 @functools.lru_cache(maxsize=64)
