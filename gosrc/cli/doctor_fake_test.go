@@ -15,7 +15,7 @@ import (
 func TestDoctorFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	out := must(t, "doctor")
-	for _, want := range []string{"for CUDA 13.0", "cuda:1", "Fake GPU 1", "compute 9.0", "kernels sm_90", "link not readable"} {
+	for _, want := range []string{"for CUDA 13.0", "cuda:1", "Fake GPU 1", "compute 9.0", "kernels sm_90", "unknown link"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("doctor lacks %q:\n%s", want, out)
 		}
