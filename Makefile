@@ -16,7 +16,7 @@ VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
 # Rooms where several goroutines meet, for the race detector; `make more` has those,
 # too, that take long to compile for it.
-RACE := ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/pipeline/... ./gosrc/ring/... ./gosrc/source/file \
+RACE := ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/pipeline/... ./gosrc/device/cpu ./gosrc/source/file \
         ./gosrc/source/retry ./gosrc/source/parts ./gosrc/source/cache ./gosrc/source/spool ./gosrc/source/pipe
 LONG_RACE := ./gosrc/bind/binding/... ./gosrc/nvcomp/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
 
