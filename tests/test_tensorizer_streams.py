@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import overwire as ow
 import pytest
+import torch
 from overwire.compat.tensorizer import TensorDeserializer, TensorSerializer, stream_io
 from overwire.stores import ObjectReader, ObjectWriter
 
@@ -127,6 +128,27 @@ def test_headers_within_a_host() -> None:
         with stream_io.CURLStreamFile(url + "/x", 3, 9, headers=SECRET) as stream:
             assert stream.read() == DATA[3:9]
         assert all(headers["X-Api-Key"] == "SECRET" for headers in kind.asked) and len(kind.asked) >= 2
+
+
+@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "one-get"])
+def test_headers_of_the_answer(ranges: bool, tmp_path: Path) -> None:
+    """The server's own headers can be read, those that say the same thing twice too, and
+    the length is that of the stream; `cache_status` of a file tells what a cache said."""
+    def say(h: Handler, data: bytes) -> bool:
+        if not ranges:
+            del h.headers["Range"]
+        h.part(data, headers={"ETag": '"1"', "X-Cache-Status": "HIT", "Via": "a", "via": "b"})
+        return True
+
+    (writer := TensorSerializer(path := tmp_path / "x.tensors")).write_state_dict({"a": torch.arange(9)})
+    writer.close()
+    with serving(say, data=path.read_bytes()) as (url, _):
+        with stream_io.CURLStreamFile(url + "/x", 3, 9) as stream:
+            found = stream.response_headers
+            assert found["etag"] == '"1"' and found["Content-Length"] == "6" and found["Content-Range"] is None
+            assert sorted(found.get_all("via")) == ["a", "b"]
+        with stream_io.CURLStreamFile(url + "/x") as whole, TensorDeserializer(whole, device="cpu") as file:
+            assert file.cache_status == "HIT" and torch.equal(file["a"], torch.arange(9))
 
 
 def test_same_ends() -> None:

@@ -61,6 +61,8 @@ type Report struct {
 	Seconds float64 `json:"seconds"`
 	// Pin is set once the source is open, if there is one URI.
 	Pin *Pin `json:"pin"`
+	// Headers are those of its server's first answer; nil: there were none.
+	Headers map[string][]string `json:"headers"`
 }
 
 // A piece is a part that is being read.
@@ -105,9 +107,9 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 		if len(spec.URIs) != 1 {
 			return nil
 		}
-		rep.Pin = &Pin{s.Size(), identity(s)}
+		rep.Pin, rep.Headers = &Pin{s.Size(), identity(s)}, s.Facts().Headers
 		if j != nil {
-			j.SetReport(Report{Pin: rep.Pin})
+			j.SetReport(Report{Pin: rep.Pin, Headers: rep.Headers})
 		}
 		return spec.Pin.same(rep.Pin, s.URI())
 	}

@@ -64,6 +64,9 @@ type Facts struct {
 	// Coding says in a word how the bytes at an offset are stored below, like
 	// "encrypted"; nil: as they are.
 	Coding func(off int64) string
+	// Headers are those of the answer that opened the source; nil: it came from no
+	// server that has any. They are the server's words, whatever it says in them.
+	Headers map[string][]string
 	// Prefetch tells what will be read soon, where that makes reads faster; it
 	// waits for nothing and never fails. nil: it would not.
 	Prefetch func(off, n int64)

@@ -38,6 +38,7 @@ class FetchReport(TypedDict):
     bytes: int
     seconds: float
     pin: FetchPin | None
+    headers: dict[str, list[str]]
 
 
 FetchRequest = TypedDict(

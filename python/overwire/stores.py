@@ -97,6 +97,7 @@ class ObjectReader(io.RawIOBase):
         self._end, self._at = end, begin
         self._reach = storage(storage_options, self._uris)  # with the environment as it is now, however often it connects
         self._pin: FetchPin | None = None
+        self._headers: dict[str, list[str]] = {}
         self._start()
 
     def _start(self) -> None:
@@ -121,10 +122,16 @@ class ObjectReader(io.RawIOBase):
         """Size and identity of a single source, once its first byte, or its end, was
         read: an ETag (in double quotes) or a date, "" where the store gives neither."""
         if self._pin is None and self._job is not None and len(self._uris) == 1:
-            self._pin = (self._job.report() or {}).get("pin")
+            report = self._job.report() or {}
+            self._pin, self._headers = report.get("pin"), report.get("headers") or {}
         if self._pin is None:
             return None
         return self._pin["size"], b64decode(self._pin["identity"] or "").decode("latin-1")
+
+    def headers(self) -> dict[str, list[str]]:
+        """Those of a single source's first answer, once `found` gives something; empty
+        where no HTTP server gave any."""
+        return self._headers
 
     def _stop(self) -> None:
         job, self._job = self._job, None

@@ -133,6 +133,7 @@ func (s *Source) Close() error {
 func (s *Source) Facts() source.Facts {
 	f := s.Source.Facts()
 	f.Identity, f.Settled = source.Pinned(s, s.pin())
+	f.Headers = s.o.answer
 	return f
 }
 
@@ -180,9 +181,10 @@ type object struct {
 	at       func(rev string) string
 
 	size     int64
-	etag     string // as the server writes it, "" if it has none
-	modified string // Last-Modified
-	date     string // of the answer that said so
+	answer   http.Header // the first
+	etag     string      // as the server writes it, "" if it has none
+	modified string      // Last-Modified
+	date     string      // of the answer that said so
 
 	way   route.Way
 	mu    sync.Mutex
@@ -228,6 +230,7 @@ func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error
 	if n, _ := resp.Body.Read(make([]byte, 1)); n > 0 {
 		return nil, &wrong{"the body is longer than its range"}
 	}
+	o.answer = resp.Header
 	o.size, o.etag, o.modified, o.date = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"), resp.Header.Get("Date")
 	tries.Host, tries.Range = o.url.Scheme+"://"+o.url.Host, retry.RangeBytes
 	return &Source{Source: retry.New(o, tries), head: head, o: o}, nil

@@ -146,6 +146,7 @@ func (s *stream) get(ctx context.Context) error {
 	length := resp.ContentLength // -1: not said
 	if !s.pinned {
 		s.pinned = true
+		s.o.answer = resp.Header
 		s.o.etag, s.o.modified, s.o.date = resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"), resp.Header.Get("Date")
 		if length >= 0 {
 			s.Expect(length)

@@ -248,18 +248,21 @@ class CURLStreamFile(_Stream):
             self._in().peek(1)
         except OverwireError as error:
             raise OSError(f"Failed to open stream for {self._name or shown(uri)}: {error}") from error
-        size, identity = self._raw.found() or (0, "")
+        size, _ = self._raw.found() or (0, "")
         if begin and begin >= size:
             raise OSError(f"Failed to open stream for {self._name or shown(uri)}: it has {size} bytes, and byte {begin} was asked for")
         self.http_response_latencies.append(time.monotonic() - start)
         self.popen_latencies.append(0.0)
         from email.message import Message
 
-        #: What the engine tells of the server's answer: Content-Length, and ETag or Last-Modified.
+        #: Those of the server's first answer, but for what it says of the range that the
+        #: engine asked for: Content-Length is that of this stream.
         self.response_headers = Message()
+        for name, values in self._raw.headers().items():
+            if name.lower() not in ("content-length", "content-range"):
+                for value in values:
+                    self.response_headers[name] = value
         self.response_headers["Content-Length"] = str(min(size, end or size) - (begin or 0))
-        if identity:
-            self.response_headers["ETag" if identity.startswith('"') else "Last-Modified"] = identity
 
     def register_error_context(self, msg: str) -> None:
         """A text to add to the errors of this stream."""
