@@ -27,9 +27,15 @@ from overwire import errors
 """ % str(Path(__file__).parent)
 
 
-def run(source: str, *args: object, timeout: float = 240, rc: int | None = 0) -> subprocess.CompletedProcess[str]:
-    """Run Python source after PRELUDE in a fresh interpreter."""
+def run(
+    source: str, *args: object, timeout: float = 240, rc: int | None = 0, small_quarantine: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run Python source after PRELUDE in a fresh interpreter. small_quarantine: for
+    sources that look at the process's memory, of which AddressSanitizer otherwise
+    keeps what was freed."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_P", "PRELOAD"))}
+    if small_quarantine and "ASAN_OPTIONS" in env:
+        env["ASAN_OPTIONS"] += ":quarantine_size_mb=4"
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + source, *map(str, args)],
         env=env,

@@ -317,10 +317,13 @@ for path in sys.argv[1:]:
             time.sleep(0.05)
             before = rss()
             rounds(20, use)
-            time.sleep(0.1)
-            grown = (rss() - before) >> 20
+            for _ in range(100):  # the last job's workers may be at it still
+                time.sleep(0.1)
+                grown = (rss() - before) >> 20
+                if grown < 16:
+                    break
             assert grown < 16, (path, mapped, use.__name__, grown)
-""", write_plain(tmp_path / "big.safetensors", big), write_plain(tmp_path / "many.safetensors", many))
+""", write_plain(tmp_path / "big.safetensors", big), write_plain(tmp_path / "many.safetensors", many), small_quarantine=True)
 
 
 def test_save_and_load_through_handles(tmp_path: Path) -> None:

@@ -31,7 +31,10 @@ PyObject *ow_handle_of(int kind, uint64_t handle)
 {
 	// The class runs no Python: no signal handler comes between the number and
 	// whoever owns it.
-	PyObject *o = PyObject_CallFunction(kinds[kind], "K", (unsigned long long)handle);
+	PyObject *number = PyLong_FromUnsignedLongLong(handle), *o = NULL;
+	if (number != NULL)
+		o = PyObject_CallFunctionObjArgs(kinds[kind], number, NULL);
+	Py_XDECREF(number);
 	if (o == NULL)
 		ow_free(handle, free_ended);
 	return o;
