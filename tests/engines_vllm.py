@@ -91,6 +91,18 @@ def folder(path: Path, config: dict[str, Any], tensors: dict[str, Any], compress
     return path
 
 
+def plug_in(base: Path) -> Path:
+    """A folder for the import path with the wheel's entry points, as pip would write them."""
+    sys.path.insert(0, str(ROOT))
+    import setup
+
+    info = base / "site" / f"{setup.name_version()}.dist-info"
+    info.mkdir(parents=True)
+    (info / "entry_points.txt").write_text(setup.entry_points())
+    (info / "METADATA").write_text(setup.metadata())
+    return info.parent
+
+
 def load(model: Path, world: int, rank: int, port: int, load_format: str, extra: dict[str, Any] | None = None) -> Any:
     """(model, configuration, seconds) of vLLM's get_model."""
     from vllm.config import set_current_vllm_config
@@ -246,20 +258,14 @@ def main() -> None:
     if len(sys.argv) > 1:
         rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
         return
-    sys.path.insert(0, str(ROOT))
-    import setup
-
     base = Path(tempfile.mkdtemp(prefix="overwire-vllm-"))
     try:
-        info = base / "site" / f"{setup.name_version()}.dist-info"  # the wheel's entry points, as pip would write them
-        info.mkdir(parents=True)
-        (info / "entry_points.txt").write_text(setup.entry_points())
-        (info / "METADATA").write_text(setup.metadata())
+        site = plug_in(base)
         for name, config in MODELS.items():
             tensors = weights(config)
             folder(base / name / "plain", config, tensors, False)
             folder(base / name / "compressed", config, tensors, True)
-        path = os.pathsep.join([str(info.parent), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(site), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**os.environ, "PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
         env.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_CACHE_ROOT=str(base / "cache"), VLLM_CPU_KVCACHE_SPACE="1")
         for world in (1, 2):

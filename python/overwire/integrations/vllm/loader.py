@@ -6,7 +6,6 @@ loaded; overwire reads them. Written for vLLM 0.32 and 0.33.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -22,9 +21,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
-import overwire
-from overwire.plumbing import parse_size
-
+from .. import options, weights
 from .coverage import Coverage
 
 __all__ = ["OverwireModelLoader"]
@@ -34,26 +31,10 @@ log = init_logger("vllm.overwire")
 
 KNOWN = ("0.32.", "0.33.")
 
-# The keys of --model-loader-extra-config, what they take, and what it is called.
-_KEYS: dict[str, tuple[Any, str]] = {
-    "source": (str, "a URL of the weights (http, https, s3, hf), or a path"),
-    "storage_options": (dict, "a mapping, as for overwire.load_file"),
-    "max_memory": ((str, int), "bytes, or a text as '1GiB'"),
+_KEYS = {
     "strict": (bool, "true or false"),
     "enable_weights_track": (bool, "true or false"),
 }
-
-
-def _checked(extra: Any) -> dict[str, Any]:
-    if not isinstance(extra, dict):
-        raise ValueError(f"overwire: model_loader_extra_config must be a mapping, got {type(extra).__name__}")
-    for key, value in extra.items():
-        if key not in _KEYS:
-            raise ValueError(f"overwire: model_loader_extra_config: unknown key {key!r}; there are {', '.join(_KEYS)}")
-        kind, words = _KEYS[key]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"overwire: model_loader_extra_config: {key} must be {words}, got {value!r}")
-    return {"max_memory": "1GiB", **extra}
 
 
 class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
@@ -66,7 +47,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
-        self._options = _checked(load_config.model_loader_extra_config)
+        self._options = options(load_config.model_loader_extra_config, _KEYS)
         if not vllm.__version__.startswith(KNOWN):
             log.warning_once("overwire was not tried with vLLM %s; it knows 0.32 and 0.33", vllm.__version__)
         self._reader = _Reader(load_config, self._options)
@@ -79,8 +60,8 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor of all that the model reads, secondary weights last."""
         self._reader.begin(model_config, model)
-        weights: Iterator[tuple[str, torch.Tensor]] = self._reader.get_all_weights(model_config, model)
-        return weights
+        found: Iterator[tuple[str, torch.Tensor]] = self._reader.get_all_weights(model_config, model)
+        return found
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Loads the model. ValueError, in vLLM's words, for a parameter, or a part of
@@ -102,12 +83,11 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     """vLLM's own loader with overwire in the place where it reads files."""
 
-    def __init__(self, load_config: Any, options: dict[str, Any]) -> None:
-        kept = {key: options[key] for key in ("enable_weights_track",) if key in options}
+    def __init__(self, load_config: Any, chosen: dict[str, Any]) -> None:
+        kept = {key: chosen[key] for key in ("enable_weights_track",) if key in chosen}
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=kept))
-        self._options = options
+        self._options = chosen
         self.counter_before_loading_weights: float = 0.0
-        self._budget = parse_size(options["max_memory"], "model_loader_extra_config: max_memory")
         self._device = "cpu"
         self.loaded: set[str] | None = None  # what the model says it has loaded
         self._remote: str | None = None  # the model whose weights are at options["source"]
@@ -122,33 +102,21 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.safetensors_load_strategy == "torchao":
             raise ValueError("overwire: torchao's safetensors are put together by vLLM alone: use --load-format safetensors")
-        unused = source.is_unused_weight
         where: Any
         if source.model_or_path == self._remote and not source.subfolder and source.allow_patterns_overrides is None:
-            where, listed = self._options["source"], None
+            where, index = self._options["source"], None
         else:
-            where, listed = self._files(source)
+            where, index = self._files(source)
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
-        reach: overwire.StorageOptions | None = self._options.get("storage_options")
-        plan = overwire.plan(where, filter=self._wanted, storage_options=reach)
-        if listed is not None:
-            _complete(plan, listed, self._wanted)
-        if unused is not None and not all(unused(tensor.name) for tensor in plan.tensors):
-            names = {tensor.name for tensor in plan.tensors if not unused(tensor.name)}
-        else:
-            names = {tensor.name for tensor in plan.tensors}
-        # One tensor at least must fit.
-        largest = max((tensor.nbytes for tensor in plan.tensors if tensor.name in names), default=0)
-        tensors = overwire.stream(
+        tensors = weights(
             where,
             self._device,
-            framework="pt",
-            in_order=True,
-            filter=names.__contains__,
-            max_memory=max(self._budget, largest, 1),
+            self._options,
+            wanted=self._wanted,
+            unused=source.is_unused_weight,
+            index=index,
             progress=bool(enable_tqdm(self.load_config.use_tqdm_on_load)),
-            storage_options=reach,
         )
         return ((source.prefix + name, tensor) for name, tensor in tensors)
 
@@ -160,8 +128,8 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def _wanted(self, name: str) -> bool:
         return not should_skip_weight(name, self.local_expert_ids)
 
-    def _files(self, source: Any) -> tuple[list[str], dict[str, str] | None]:
-        """The files of a source in vLLM's order, and what its index.json lists."""
+    def _files(self, source: Any) -> tuple[list[str], str | None]:
+        """The files of a source in vLLM's order, and their index.json, if it counts."""
         folder, files, safe, index = self._prepare_weights(
             source.model_or_path, source.subfolder, source.revision, source.fall_back_to_pt, source.allow_patterns_overrides
         )
@@ -176,26 +144,12 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
             )
             if not files:
                 raise RuntimeError(f"overwire: {folder}: --mm-encoder-only leaves no file of weights")
-        listed = None
-        path = os.path.join(folder, index)
-        if source.allow_patterns_overrides is None and os.path.isfile(path):
-            here = {os.path.realpath(file) for file in files}
-            with open(path, encoding="utf-8") as opened:
-                weights = json.load(opened)["weight_map"]
-            listed = {name: file for name, file in weights.items() if os.path.realpath(os.path.join(folder, file)) in here}
-        return sorted(files, key=_natural), listed
+        kept = os.path.join(folder, index) if source.allow_patterns_overrides is None else None
+        return sorted(files, key=_natural), kept
 
 
 def _natural(path: str) -> list[Any]:
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", os.path.basename(path))]
-
-
-def _complete(plan: overwire.LoadPlan, listed: dict[str, str], wanted: Any) -> None:
-    # What the index promises and no file holds would leave a parameter as it was made.
-    held = {tensor.name for tensor in plan.tensors}
-    missing = sorted(f"{name} (of {file})" for name, file in listed.items() if name not in held and wanted(name))
-    if missing:
-        raise ValueError(f"Following weights were not initialized from checkpoint: the index lists {missing}, and the files lack them")
 
 
 def _device(model: torch.nn.Module, load_config: Any) -> str:
