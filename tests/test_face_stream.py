@@ -36,11 +36,14 @@ def test_stream_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Whatever arrives first: the order of load_file's dict, with keys that of keys; in windows, too."""
     arrive = streaming.Job.next
 
-    def backwards(self: streaming.Job, timeout: float | None, raw: bool) -> list[tuple[int, object, int]]:
-        landed: list[tuple[int, object, int]] = []
-        while batch := arrive(self, timeout, raw):
-            landed += batch
-        return sorted(landed, key=lambda found: -found[0])
+    def backwards(self: streaming.Job, timeout: float | None, raw: bool = False) -> object:
+        found: list[tuple[int, object, int]] = []
+        while (news := arrive(self, timeout, raw)) is not None and news.capsules:
+            found += zip(news.positions, news.capsules, news.addresses, strict=True)
+        if news is not None:
+            found.sort(key=lambda row: -row[0])
+            news.positions, news.capsules, news.addresses = ([row[at] for row in found] for at in range(3))
+        return news
 
     monkeypatch.setattr(streaming.Job, "next", backwards)
     ow.save_file({f"t{i}": torch.full((100,), float(i)) for i in range(20)}, tmp_path / "m")
