@@ -6,10 +6,9 @@ itself imports its loaders, so a process that loads nothing pays for nothing.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import os
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -41,20 +40,22 @@ def _add(loaders: Any) -> None:
         loaders.register_model_loader(FORMAT)(OverwireModelLoader)
 
 
-class _Once(importlib.abc.MetaPathFinder):
+class _Once:
     """Finds vLLM's loaders as the other finders do, and adds the format after them."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _LOADERS:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader)
+            spec.loader = _Then(spec.loader)  # type: ignore[assignment]
         return spec
 
 
-class _Then(importlib.abc.Loader):
+class _Then:
+    # The loader of a module, and the format after it.
+
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
