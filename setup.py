@@ -68,6 +68,14 @@ def items(section: str, key: str) -> list[str]:
     return re.findall(r'"([^"]*)"', listed[1]) if listed else []
 
 
+def entry_points() -> str:
+    """Return the wheel's entry_points.txt: the commands, then each group of plug-ins."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    groups = [("console_scripts", "project.scripts")]
+    groups += [(name, f'project.entry-points."{name}"') for name in re.findall(r'^\[project\.entry-points\."([^"]+)"\]$', text, re.M)]
+    return "\n".join("\n".join([f"[{name}]", *items(section, "")]) + "\n" for name, section in groups)
+
+
 def metadata() -> str:
     p = project()
     lines = [
@@ -180,12 +188,11 @@ class Wheel:
         self.files: dict[str, bytes] = {}
 
     def write(self) -> str:
-        scripts = items("project.scripts", "")
         self.files[f"{self.info}/METADATA"] = metadata().encode()
         self.files[f"{self.info}/WHEEL"] = (
             f"Wheel-Version: 1.0\nGenerator: overwire-setup\nRoot-Is-Purelib: false\nTag: {self.label}\n".encode()
         )
-        self.files[f"{self.info}/entry_points.txt"] = ("[console_scripts]\n" + "\n".join(scripts) + "\n").encode()
+        self.files[f"{self.info}/entry_points.txt"] = entry_points().encode()
         if (ROOT / "LICENSE").exists():
             self.files[f"{self.info}/LICENSE"] = (ROOT / "LICENSE").read_bytes()
         record = []

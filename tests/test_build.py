@@ -66,7 +66,11 @@ def test_wheel_contents(wheel: Path) -> None:
     assert package | {"overwire/_core.abi3.so", "overwire/py.typed"} <= set(names)
     assert all(n.startswith(("overwire/", "overwire-")) for n in names)
     assert not [n for n in names if "__pycache__" in n or n.endswith((".go", ".c", ".h"))]
-    assert entry == "[console_scripts]\noverwire = overwire._engine:main\n"
+    assert entry == (
+        "[console_scripts]\noverwire = overwire._engine:main\n\n"
+        "[vllm.general_plugins]\noverwire = overwire.integrations.vllm:register\n\n"
+        "[sglang.srt.plugins]\noverwire = overwire.integrations.sglang:register\n"
+    )
     assert {i.date_time for i in infos} == {(1980, 1, 1, 0, 0, 0)}
     assert names[:-1] == sorted(names[:-1]) and names[-1].endswith("/RECORD")
 

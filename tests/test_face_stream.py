@@ -32,6 +32,35 @@ def test_stream_takes_the_arguments_of_load_file(tmp_path: Path) -> None:
     assert list(ow.stream(tmp_path / "m", keys=[])) == []
 
 
+def test_stream_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever arrives first: the order of load_file's dict, with keys that of keys; in windows, too."""
+    arrive = streaming.Job.next
+
+    def backwards(self: streaming.Job, timeout: float | None, raw: bool = False) -> object:
+        found: list[tuple[int, object, int]] = []
+        while (news := arrive(self, timeout, raw)) is not None and news.capsules:
+            found += zip(news.positions, news.capsules, news.addresses, strict=True)
+        if news is not None:
+            found.sort(key=lambda row: -row[0])
+            news.positions, news.capsules, news.addresses = ([row[at] for row in found] for at in range(3))
+        return news
+
+    monkeypatch.setattr(streaming.Job, "next", backwards)
+    ow.save_file({f"t{i}": torch.full((100,), float(i)) for i in range(20)}, tmp_path / "m")
+    names = list(ow.load_file(tmp_path / "m"))
+    for budget in (None, 4000):
+        streamed = list(ow.stream(tmp_path / "m", in_order=True, max_memory=budget))
+        assert [name for name, _ in streamed] == names
+        assert all(tensor[0] == float(name[1:]) for name, tensor in streamed)
+        assert [name for name, _ in ow.stream(tmp_path / "m", max_memory=budget)] != names
+    keys = ["t7", "t2", "t11"]
+    assert [name for name, _ in ow.stream(tmp_path / "m", in_order=True, keys=keys)] == keys
+    early = ow.stream(tmp_path / "m", in_order=True)
+    next(early)
+    early.close()
+    assert list(early) == []
+
+
 def test_stream_closed_early_ends_its_load(tmp_path: Path) -> None:
     ow.save_file({f"t{i}": torch.randn(200, 200) for i in range(40)}, tmp_path / "m")
     for taken in (0, 1, 7):

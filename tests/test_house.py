@@ -39,6 +39,7 @@ PUBLIC = {"codecs", "distributed", "errors", "gpu", "plumbing", "records"}
 # (importer, imported) -> why.
 ALLOWED = {
     ("model.forked", "compat.safetensors.patching"): "asks sys.modules whether the patch is there, to read behind it; imports nothing",
+    ("integrations.vllm", "_core"): "asks sys.modules whether the engine may run, which no fork survives; imports nothing",
     ("__main__", "_engine"): "the command line is the engine's",
 }
 

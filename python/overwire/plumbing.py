@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .model.forked import forked, is_compressed, refuse_compressed
     from .model.joining import written
     from .model.layout import refuse_urls
+    from .model.options import parse_size
     from .paths import local, path_of, shown
     from .stores import ObjectReader, ObjectWriter, presign, publish, write_bytes
     from .verbs.save import save_bytes
@@ -28,6 +29,7 @@ __all__ = [
     "load_plain",
     "local",
     "number_of",
+    "parse_size",
     "path_of",
     "presign",
     "publish",
@@ -49,6 +51,7 @@ _HOMES = {
     "model.forked": ("forked", "is_compressed", "refuse_compressed"),
     "model.joining": ("written",),
     "model.layout": ("refuse_urls",),
+    "model.options": ("parse_size",),
     "paths": ("local", "path_of", "shown"),
     "stores": ("ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
     "verbs.save": ("save_bytes",),

@@ -1,18 +1,21 @@
-"""The patches of other libraries' loaders while `overwire.patch_safetensors` is in
-force, one module for each library.
+"""What stands between overwire and other programs, one module or package each.
 
-Each module has `hooks(found, lazy)`: found looks up a name in a loaded module of
+For libraries: what they are told while `overwire.patch_safetensors` is in force. Each
+module has `hooks(found, lazy)`: found looks up a name in a loaded module of
 the library, lazy is what the patch offers (`Lazy`). It returns pairs of a public
 name of the library and what stands for it. A version of the library that lacks a
 name is served without that hook: its files are read as before, tensor by tensor.
+
+For engines: plug-ins that their own registries find, `vllm` and `sglang`; `weights` is
+what both read with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Ahead", "Lazy", "LazySlice"]
+__all__ = ["Ahead", "Lazy", "LazySlice", "options", "weights"]
 
 
 class LazySlice(Protocol):
@@ -56,3 +59,91 @@ class Lazy(NamedTuple):
     plan: Callable[[Callable[[str], Any]], Any]
     compressed: Callable[[Any], bool | None]
     open: Callable[..., Any]
+
+
+# Keys of --model-loader-extra-config that every engine's plug-in has: what each takes,
+# and how that is called.
+_KEYS: dict[str, tuple[Any, str]] = {
+    "source": (str, "a URL of the weights (http, https, s3, hf), or a path"),
+    "storage_options": (dict, "a mapping, as for overwire.load_file"),
+    "max_memory": ((str, int), "bytes, or a text as '1GiB'"),
+}
+
+
+def options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
+    """An engine's extra configuration, checked; max_memory in bytes, 1 GiB by default.
+
+    Raises ValueError for an unknown key, in words, and for a value of the wrong kind.
+    """
+    from ..plumbing import parse_size
+
+    if not isinstance(given, dict):
+        raise ValueError(f"overwire: model_loader_extra_config must be a mapping, got {type(given).__name__}")
+    keys = {**_KEYS, **more}
+    for key, value in given.items():
+        if key not in keys:
+            raise ValueError(f"overwire: model_loader_extra_config: unknown key {key!r}; there are {', '.join(keys)}")
+        kind, words = keys[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"overwire: model_loader_extra_config: {key} must be {words}, got {value!r}")
+    return {**given, "max_memory": parse_size(given.get("max_memory", "1GiB"), "model_loader_extra_config: max_memory")}
+
+
+def weights(
+    where: Any,
+    device: str,
+    chosen: Mapping[str, Any],
+    *,
+    wanted: Callable[[str], bool] = lambda name: True,
+    unused: Callable[[str], bool] | None = None,
+    index: str | None = None,
+    progress: bool = False,
+) -> Iterator[tuple[str, Any]]:
+    """Yields name and tensor of safetensors files, plain or compressed, in their order.
+
+    Each tensor is on the device and the caller's to keep. At most `max_memory` bytes, or
+    the largest tensor, are loaded ahead.
+
+    where: what `overwire.load_file` takes. chosen: what `options` returned. wanted: whether
+    a name is read. unused: whether the model ignores a name; where it ignores all, all are
+    read. index: the index.json of the files.
+
+    Raises ValueError for names that the index lists in these files and they lack; else
+    what `overwire.stream` raises.
+    """
+    import overwire
+
+    reach: Any = chosen.get("storage_options")
+    plan = overwire.plan(where, filter=wanted, framework="pt", storage_options=reach)
+    names = {tensor.name: tensor.nbytes for tensor in plan.tensors}
+    if index is not None:
+        _complete(index, where, names, wanted)
+    if unused is not None:
+        names = {name: size for name, size in names.items() if not unused(name)} or names
+    return overwire.stream(
+        where,
+        device,
+        framework="pt",
+        in_order=True,
+        filter=names.__contains__,
+        max_memory=max(chosen["max_memory"], max(names.values(), default=1), 1),
+        progress=progress,
+        storage_options=reach,
+    )
+
+
+def _complete(index: str, files: list[str], held: Mapping[str, Any], wanted: Callable[[str], bool]) -> None:
+    # What the index promises and no file holds would leave a parameter as it was made.
+    import json
+    import os
+
+    if not os.path.isfile(index):
+        return
+    with open(index, encoding="utf-8") as opened:
+        listed = json.load(opened)["weight_map"]
+    here = {os.path.realpath(file) for file in files}
+    folder = os.path.dirname(index)
+    missing = [name for name in listed if name not in held and wanted(name)]
+    lacking = sorted(f"{name} (of {listed[name]})" for name in missing if os.path.realpath(os.path.join(folder, listed[name])) in here)
+    if lacking:
+        raise ValueError(f"Following weights were not initialized from checkpoint: {lacking}: {index} lists them, and the files lack them")

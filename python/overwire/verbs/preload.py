@@ -182,6 +182,12 @@ def _is_child() -> bool:
     return process is not None and (process.parent_process() is not None or hasattr(process.current_process(), "_inheriting"))
 
 
+def _vllm_loads_elsewhere() -> bool:
+    """Whether this is vLLM's first process, which asks for plug-ins and leaves the
+    model to a child; a fork that the engine does not survive."""
+    return "vllm.plugins" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
+
+
 def _flag(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() in _YES
 
@@ -190,12 +196,13 @@ def start_from_environment() -> None:
     """What the import of overwire does when a preload variable is set.
 
     Never raises: a wrong path is a warning here, and the load's to find out.
-    Processes that multiprocessing starts do not preload; ranks of torchrun do.
+    Processes that multiprocessing starts do not preload; ranks of torchrun do. Nor
+    does vLLM's first process, unless VLLM_ENABLE_V1_MULTIPROCESSING=0 has it load.
     NO_PRELOAD and LOAD_UNCOMPRESSED (nyacomp's) and OVERWIRE_NO_PRELOAD stop it.
     """
     if any(map(_flag, ("OVERWIRE_NO_PRELOAD", "NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
         return
-    if _is_child():
+    if _is_child() or _vllm_loads_elsewhere():
         return
     name = "OVERWIRE_PRELOAD" if os.environ.get("OVERWIRE_PRELOAD") else "PRELOAD_PATH"
     path = os.environ[name]

@@ -31,6 +31,7 @@ def stream(
     device: DeviceLike = "cpu",
     *,
     framework: TorchName | None = None,
+    in_order: bool = False,
     **options: Unpack[StreamOptions],
 ) -> Iterator[tuple[str, torch.Tensor]]: ...
 
@@ -41,6 +42,7 @@ def stream(
     device: DeviceLike = "cpu",
     *,
     framework: ArrayName,
+    in_order: bool = False,
     **options: Unpack[StreamOptions],
 ) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]: ...
 
@@ -51,6 +53,7 @@ def stream(
     device: DeviceLike = "cpu",
     *,
     framework: BytesName,
+    in_order: bool = False,
     **options: Unpack[StreamOptions],
 ) -> Iterator[tuple[str, memoryview]]: ...
 
@@ -61,14 +64,19 @@ def stream(
     device: DeviceLike = "cpu",
     *,
     framework: FrameworkName | None,
+    in_order: bool = False,
     **options: Unpack[StreamOptions],
 ) -> Iterator[tuple[str, Any]]: ...
 
 
-def stream(source: SourceLike, device: Any = "cpu", *, framework: Any = None, **options: Any) -> Iterator[tuple[str, Any]]:
+def stream(
+    source: SourceLike, device: Any = "cpu", *, framework: Any = None, in_order: bool = False, **options: Any
+) -> Iterator[tuple[str, Any]]:
     """Yields (name, tensor) in the order of arrival. Arguments and tensors are those of
     `load_file`, except
 
+    in_order: yields in the order of `load_file`'s dict instead. Tensors that arrive
+        before their turn are held back, so an error of the load may drop some.
     max_memory: the most bytes of tensors that are loaded, or being loaded, and not
         yet yielded; the caller frees those that were. The load goes in windows of
         half of that. A single larger tensor is refused.
@@ -89,21 +97,23 @@ def stream(source: SourceLike, device: Any = "cpu", *, framework: Any = None, **
         model.join()
         if max_memory is None or model.joined:
             fit(model, frame, wanted, max_memory)  # a preload has all of it already
-            return _begin(model, model.chosen, frame, wanted, watch(progress, "stream"))
+            return _begin(model, model.chosen, frame, wanted, watch(progress, "stream"), in_order)
         budget = parse_size(max_memory, "max_memory")
         chosen = list(range(len(model.table))) if model.chosen is None else model.chosen
         windows = windows_of(model, chosen, held(model, chosen, frame, wanted), budget)
         watcher = watch(progress, "stream")
         stack.pop_all()  # the model is the stream's
-        return Windows(model, windows, budget, lambda window, part: _begin(model, window, frame, wanted, part), watcher)
+        return Windows(model, windows, budget, lambda window, part: _begin(model, window, frame, wanted, part, in_order), watcher)
 
 
-def _begin(model: Model, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> _Stream:
+def _begin(
+    model: Model, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None, in_order: bool
+) -> _Stream:
     rows: Sequence[Any] = model.table if chosen is None else [model.table[at] for at in chosen]
     rows, cast = model.casting(rows, wanted)
     raw = frame.raw({row[1] for row in rows})
     job, places = model.begin(chosen, rows, frame, watcher, cast)
-    return _Stream(job, rows, frame, wanted, raw, places, model.device, model.lands != model.device)
+    return _Stream(job, rows, frame, wanted, raw, places, model.device, model.lands != model.device, in_order)
 
 
 class _Stream(Iterator[tuple[str, Any]]):
@@ -119,7 +129,8 @@ class _Stream(Iterator[tuple[str, Any]]):
         raw: bool,
         places: dict[int, Any],
         device: str,
-        moved: bool = False,
+        moved: bool,
+        in_order: bool,
     ) -> None:
         self._device = device
         self._moved = moved  # what lands may be elsewhere: a preload's on the host
@@ -128,8 +139,20 @@ class _Stream(Iterator[tuple[str, Any]]):
         self._rows = rows
         self._frame, self._wanted, self._raw = frame, wanted, raw
         self._landed: list[tuple[int, Any, int]] = []
+        self._due = 0 if in_order else None  # the row whose turn it is
+        self._early: dict[int, tuple[int, Any, int]] = {}  # landed before their turn
 
     def __next__(self) -> tuple[str, Any]:
+        if self._due is None:
+            return self._tensor(*self._take())
+        while self._due not in self._early:
+            landed = self._take()
+            self._early[landed[0]] = landed
+        self._due += 1
+        return self._tensor(*self._early.pop(self._due - 1))
+
+    def _take(self) -> tuple[int, Any, int]:
+        """The next that has landed: row, capsule, pointer; StopIteration after the last."""
         if not self._landed:
             if self._job is None:
                 raise StopIteration
@@ -147,7 +170,9 @@ class _Stream(Iterator[tuple[str, Any]]):
                 job.done()
                 raise StopIteration
             self._landed.reverse()
-        at, capsule, pointer = self._landed.pop()
+        return self._landed.pop()
+
+    def _tensor(self, at: int, capsule: Any, pointer: int) -> tuple[str, Any]:
         row = self._rows[at]
         tensor = self._places.pop(at, None)
         if tensor is None:
@@ -173,7 +198,7 @@ class _Stream(Iterator[tuple[str, Any]]):
     def close(self) -> None:
         """Ends the stream: cancels and frees the rest."""
         job, self._job = self._job, None
-        self._landed = []
+        self._landed, self._early = [], {}
         if job is not None:
             if self._places:
                 job.cancel()  # the engine writes to them until it has stopped

@@ -1,0 +1,37 @@
+"""What `vllm serve --load-format overwire` and SGLang's plug-in read, and how.
+
+A folder of a model becomes a compressed one with the same file names; the engines then
+get its tensors in the order of the files, in bounded memory, each theirs to keep.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import overwire as ow
+
+try:
+    import torch
+except ImportError:
+    sys.exit("this example needs torch")
+
+plain = Path("model")
+plain.mkdir()
+(plain / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+tensors = {f"model.layers.{n}.mlp.down_proj.weight": torch.randn(256, 512).bfloat16() for n in range(8)}
+ow.save_file(tensors, plain / "model.safetensors", compress=False)
+
+# What `overwire compress model -o packed` does.
+ow.convert(plain, "packed")
+
+budget = 600_000  # bytes that are loaded ahead of the model
+names = []
+for name, tensor in ow.stream("packed", "cpu", framework="pt", in_order=True, max_memory=budget):
+    assert torch.equal(tensor, tensors[name])
+    names.append(name)
+assert names == [planned.name for planned in ow.plan("packed").tensors]
+
+print("vllm serve packed --load-format overwire")
+print("python -m sglang.launch_server --model-path packed --load-format overwire")

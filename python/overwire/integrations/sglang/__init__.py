@@ -1,0 +1,35 @@
+"""SGLang's plug-in: `--load-format overwire`.
+
+SGLang calls `register` in each of its processes. What the format means is looked up
+when SGLang makes the configuration of a load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["FORMAT", "register"]
+
+#: The name of the load format.
+FORMAT = "overwire"
+
+
+def register() -> None:
+    """Adds the load format to SGLang. Starts no engine."""
+    from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if FORMAT not in LOAD_FORMAT_CHOICES:
+        add_load_format_choices([FORMAT])
+        HookRegistry.register("sglang.srt.configs.load_config.LoadConfig._verify_load_format", _verify, HookType.AROUND)
+
+
+def _verify(original: Callable[..., None], config: Any) -> None:
+    # SGLang knows its own formats only, but it also takes a loader's class.
+    if isinstance(config.load_format, str) and config.load_format.lower() == FORMAT:
+        from .loader import OverwireModelLoader
+
+        config.load_format = OverwireModelLoader
+        return
+    original(config)

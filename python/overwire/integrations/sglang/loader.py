@@ -1,0 +1,74 @@
+"""SGLang's load format `overwire`: its own loader, which reads by overwire.
+
+Written for SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.configs.load_config import LoadFormat
+from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_safetensors
+
+from .. import options, weights
+
+__all__ = ["OverwireModelLoader"]
+
+_INDEX = "model.safetensors.index.json"
+
+
+class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
+    """Loads plain and compressed safetensors by overwire: each tensor is yielded to the
+    model's own `load_weights`, in the order of the files, on the GPU if torch uses one,
+    and is the model's to keep.
+
+    Raises ValueError for a wrong `model_loader_extra_config`.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        self._options = options(load_config.model_loader_extra_config or {}, {})
+        super().__init__(replace(load_config, load_format=LoadFormat.SAFETENSORS, model_loader_extra_config={}))
+
+    def download_model(self, model_config: Any) -> None:
+        """Brings the files that the model needs to this machine; with `source` nothing."""
+        if "source" not in self._options:
+            super().download_model(model_config)
+
+    def _get_weights_iterator(self, source: Any, *, resolved_source: Any = None, **startup: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        where: Any
+        index: str | None = None
+        # Only a model's first source, and not its secondary ones, knows the configuration.
+        if "source" in self._options and source.model_config is not None and source.allow_patterns_overrides is None:
+            where = self._options["source"]
+        else:
+            where, index = self._files(source, resolved_source)
+        tensors = weights(where, _device(), self._options, index=index)
+        if self.load_config.draft_model_idx is not None:
+            renamed: Iterator[tuple[str, torch.Tensor]] = self._filter_mtp_weights(tensors, source.prefix, self.load_config.draft_model_idx)
+            return renamed
+        return ((source.prefix + name, tensor) for name, tensor in tensors)
+
+    def _files(self, source: Any, resolved: Any) -> tuple[list[str], str | None]:
+        """The files of a source in SGLang's order, and their index.json, if it counts."""
+        if resolved is not None:
+            folder, files, safe = resolved.hf_folder, list(resolved.weight_files), resolved.use_safetensors
+        else:
+            folder, files, safe = self._prepare_weights(
+                source.model_or_path, source.revision, source.fall_back_to_pt, source.allow_patterns_overrides
+            )
+            if safe and source.model_config is not None:
+                files = maybe_add_mtp_safetensors(files, folder, _INDEX, source.model_config.hf_config)
+        if not safe or not all(file.endswith(".safetensors") for file in files):
+            names = ", ".join(map(os.path.basename, files[:3]))
+            raise ValueError(f"overwire: {folder}: no safetensors files but {names}: use --load-format auto")
+        return files, os.path.join(folder, _INDEX) if source.allow_patterns_overrides is None else None
+
+
+def _device() -> str:
+    if torch.version.hip or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "cpu"
+    return f"cuda:{torch.cuda.current_device()}"

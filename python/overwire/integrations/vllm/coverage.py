@@ -1,0 +1,94 @@
+"""Which parameters of a vLLM model a load has reached, shard by shard.
+
+vLLM takes no notice of a linear weight that no file holds, nor of a third of a fused
+one. So the loaders of parameters are watched while `load_weights` runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+__all__ = ["Coverage"]
+
+_QKV = frozenset("qkv")
+_EXPERT = frozenset(("w1", "w2", "w3"))
+
+
+class Coverage:
+    """While it is entered, notes what the `weight_loader` of each weight is called with.
+
+    Only parameters named `weight`, or `w13_weight` and `w2_weight` of fused experts, are
+    watched: biases, scales and caches may be missing by right.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._watched: list[tuple[str, Any, Any, Any]] = []  # name, parameter, its module, its own loader
+        self._shards: dict[str, set[Any]] = defaultdict(set)
+        self._experts: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        seen: set[int] = set()
+        for path, module in model.named_modules():
+            for own, param in module.named_parameters(recurse=False):
+                if own.removeprefix("w13_").removeprefix("w2_") == "weight" and id(param) not in seen:
+                    seen.add(id(param))
+                    loader = getattr(param, "weight_loader", None)
+                    if loader is not None:
+                        self._watched.append((f"{path}.{own}".lstrip("."), param, module, loader))
+
+    def __enter__(self) -> Coverage:
+        for name, param, _, loader in self._watched:
+            param.weight_loader = self._watch(name, loader)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for _, param, _, loader in self._watched:
+            param.weight_loader = loader
+
+    def _watch(self, name: str, loader: Any) -> Any:
+        @functools.wraps(loader)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            done = loader(*args, **kwargs)
+            self._note(name, [*args, *(value for key, value in kwargs.items() if key != "return_success")])
+            return done
+
+        return watched
+
+    def _note(self, name: str, arguments: list[Any]) -> None:
+        words = [word for word in arguments if not isinstance(word, torch.Tensor)]
+        part = next((word for word in words if isinstance(word, str) and word in _EXPERT), None)
+        if part is not None:
+            numbers = [word for word in words if isinstance(word, int) and not isinstance(word, bool)]
+            self._experts[name][part].update(numbers[:1])
+        for word in words or (None,):
+            self._shards[name].update(word if isinstance(word, (tuple, list)) else (word,))
+
+    def missing(self, loaded: set[str] | None) -> set[str]:
+        """Weights that nothing was loaded into, and parts of fused ones, as `name[part]`.
+
+        loaded: names that the model says it has loaded by whatever way; None if it says
+        nothing, and weights that no loader was called for are then taken as loaded.
+        """
+        out: set[str] = set()
+        experts: set[int] = set()
+        parts: dict[bool, set[str]] = {True: set(), False: set()}  # of w2, of w13
+        for name, held in self._experts.items():
+            parts[name.endswith("w2_weight")] |= held.keys()
+            experts.update(*held.values())
+        for name, _, module, _ in self._watched:
+            shards = self._shards.get(name, set())
+            if not shards:
+                if loaded is not None and name not in loaded:
+                    out.add(name)
+            elif name in self._experts:
+                for part in parts[name.endswith("w2_weight")]:
+                    out.update(f"{name}[{part} of expert {number}]" for number in experts - self._experts[name][part])
+            elif None in shards:
+                continue  # one tensor in the file
+            elif shards & _QKV:
+                out.update(f"{name}[{part}]" for part in _QKV - shards)
+            elif all(isinstance(shard, int) for shard in shards):
+                out.update(f"{name}[{part}]" for part in set(range(len(getattr(module, "output_sizes", ())))) - shards)
+        return out

@@ -1,0 +1,172 @@
+"""vLLM's load format `overwire`: which weights, from where, and in which memory.
+
+vLLM's own loader says which files and experts a model wants, and what it must have
+loaded; overwire reads them. Written for vLLM 0.32 and 0.33.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import vllm
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+from vllm.model_executor.model_loader.weight_utils import enable_tqdm
+
+from .. import options, weights
+from .coverage import Coverage
+
+__all__ = ["OverwireModelLoader"]
+
+# vLLM configures loggers of its own name only.
+log = init_logger("vllm.overwire")
+
+KNOWN = ("0.32.", "0.33.")
+
+_KEYS = {
+    "strict": (bool, "true or false"),
+    "enable_weights_track": (bool, "true or false"),
+}
+
+
+class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
+    """Loads plain and compressed safetensors by overwire: each tensor is yielded to the
+    model's own `load_weights`, in the order of the files, on the model's device, and is
+    the model's to keep.
+
+    Raises ValueError for a wrong `model_loader_extra_config`.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        self._options = options(load_config.model_loader_extra_config, _KEYS)
+        if not vllm.__version__.startswith(KNOWN):
+            log.warning_once("overwire was not tried with vLLM %s; it knows 0.32 and 0.33", vllm.__version__)
+        self._reader = _Reader(load_config, self._options)
+
+    def download_model(self, model_config: Any) -> None:
+        """Brings the files that the model needs to this machine; with `source` nothing."""
+        if "source" not in self._options:
+            self._reader.download_model(model_config)
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields name and tensor of all that the model reads, secondary weights last."""
+        self._reader.begin(model_config, model)
+        found: Iterator[tuple[str, torch.Tensor]] = self._reader.get_all_weights(model_config, model)
+        return found
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Loads the model. ValueError, in vLLM's words, for a parameter, or a part of
+        one, that the files do not hold."""
+        self._reader.begin(model_config, model)
+        if not self._options.get("strict", True) or model_config.quantization is not None:
+            self._reader.load_weights(model, model_config)  # names of quantised parameters are vLLM's to know
+            return
+        with Coverage(model) as coverage:
+            self._reader.load_weights(model, model_config)
+        missing = coverage.missing(self._reader.loaded)
+        if missing:
+            raise ValueError(
+                f"Following weights were not initialized from checkpoint: {missing} (found by overwire; "
+                "--model-loader-extra-config '{\"strict\": false}' leaves the question to vLLM)"
+            )
+
+
+class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
+    """vLLM's own loader with overwire in the place where it reads files."""
+
+    def __init__(self, load_config: Any, chosen: dict[str, Any]) -> None:
+        kept = {key: chosen[key] for key in ("enable_weights_track",) if key in chosen}
+        super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=kept))
+        self._options = chosen
+        self.counter_before_loading_weights: float = 0.0
+        self._device = "cpu"
+        self.loaded: set[str] | None = None  # what the model says it has loaded
+        self._remote: str | None = None  # the model whose weights are at options["source"]
+
+    def begin(self, model_config: Any, model: torch.nn.Module) -> None:
+        """Notes what is known before vLLM takes the parameters away, as a reload does."""
+        self._device = _device(model, self.load_config)
+        # A reload from another path must not read the first model's source.
+        first = model.__dict__.setdefault("_overwire_model", model_config.model)
+        self._remote = model_config.model if "source" in self._options and first == model_config.model else None
+
+    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.load_config.safetensors_load_strategy == "torchao":
+            raise ValueError("overwire: torchao's safetensors are put together by vLLM alone: use --load-format safetensors")
+        where: Any
+        if source.model_or_path == self._remote and not source.subfolder and source.allow_patterns_overrides is None:
+            where, index = self._options["source"], None
+        else:
+            where, index = self._files(source)
+        if not self.counter_before_loading_weights:
+            self.counter_before_loading_weights = time.perf_counter()
+        tensors = weights(
+            where,
+            self._device,
+            self._options,
+            wanted=self._wanted,
+            unused=source.is_unused_weight,
+            index=index,
+            progress=bool(enable_tqdm(self.load_config.use_tqdm_on_load)),
+        )
+        return ((source.prefix + name, tensor) for name, tensor in tensors)
+
+    def track_weights_loading(self, model: torch.nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any) -> None:
+        """vLLM's own check; what the model says is kept for ours."""
+        self.loaded = None if loaded_weights is None else set(loaded_weights)
+        super().track_weights_loading(model, loaded_weights, *args, **more)
+
+    def _wanted(self, name: str) -> bool:
+        return not should_skip_weight(name, self.local_expert_ids)
+
+    def _files(self, source: Any) -> tuple[list[str], str | None]:
+        """The files of a source in vLLM's order, and their index.json, if it counts."""
+        folder, files, safe, index = self._prepare_weights(
+            source.model_or_path, source.subfolder, source.revision, source.fall_back_to_pt, source.allow_patterns_overrides
+        )
+        if not safe:
+            names = ", ".join(map(os.path.basename, files[:3]))
+            raise ValueError(f"overwire: {folder}: no safetensors files but {names}: use --load-format auto")
+        if self._encoder_only_lm_prefixes is not None:
+            from vllm.model_executor.model_loader.weight_utils import filter_mm_encoder_only_safetensors_files
+
+            files = filter_mm_encoder_only_safetensors_files(
+                files, folder, index, self._encoder_only_lm_prefixes, weights_mapper=self._encoder_only_weights_mapper
+            )
+            if not files:
+                raise RuntimeError(f"overwire: {folder}: --mm-encoder-only leaves no file of weights")
+        kept = os.path.join(folder, index) if source.allow_patterns_overrides is None else None
+        return sorted(files, key=_natural), kept
+
+
+def _natural(path: str) -> list[Any]:
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", os.path.basename(path))]
+
+
+def _device(model: torch.nn.Module, load_config: Any) -> str:
+    """Where tensors are to land: where the model's parameters are, but those that are
+    offloaded; the host where the engine does not serve that device."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    engram = getattr(config, "engram_config", None)
+    if getattr(engram, "cpu_offload", False):
+        return "cpu"  # its tables can be larger than the device
+    if load_config.device is not None:
+        asked = torch.device(load_config.device)
+    else:
+        found = [param.device for param in model.parameters() if param.device.type != "meta"]
+        away = [device for device in found if device.type != "cpu"]
+        asked = (away or found or [torch.device(config.device_config.device if config else "cpu")])[0]
+    if asked.type != "cuda" or torch.version.hip:
+        return "cpu"
+    return f"cuda:{torch.cuda.current_device() if asked.index is None else asked.index}"

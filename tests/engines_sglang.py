@@ -1,0 +1,61 @@
+"""SGLang's real loader and plug-in machinery, with overwire's plug-in.
+
+    python tests/engines_sglang.py      needs SGLang's Python tree on PYTHONPATH; `make engines` sees to it
+
+On the CPU, without compiled kernels: entry points, hooks, LoadConfig, get_model_loader
+and the files of DefaultModelLoader are the released ones. No whole model is built. It is
+a script and not a test: SGLang takes long to import.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import engines_vllm as tiny
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def refused(words: str, call: Any) -> None:
+    try:
+        call()
+    except ValueError as error:
+        assert words in str(error), error
+        return
+    raise SystemExit(f"{words}: nothing was raised")
+
+
+def main(base: Path) -> None:
+    sys.path.insert(0, str(tiny.plug_in(base)))
+    tensors = tiny.weights(tiny.LLAMA)
+    folders = [tiny.folder(base / kind, tiny.LLAMA, tensors, kind == "compressed") for kind in ("plain", "compressed")]
+
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES
+    from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+    from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+    assert LOAD_FORMAT_CHOICES.count("overwire") == 1
+    assert LoadConfig(load_format="safetensors").load_format is LoadFormat.SAFETENSORS
+    set_global_server_args_for_scheduler(ServerArgs(model_path=str(folders[0]), device="cpu", load_format="overwire"))
+    for folder in folders:
+        loader = get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"max_memory": "64KiB"}))
+        assert isinstance(loader, DefaultModelLoader) and type(loader).__module__.startswith("overwire."), type(loader)
+        found = dict(loader._get_weights_iterator(DefaultModelLoader.Source(str(folder), None)))
+        assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
+        print(f"  {folder.name}: {len(found)} tensors as they were saved")
+    refused("unknown key 'speed'", lambda: get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"speed": 1})))
+    refused("'nonsense' is not a valid LoadFormat", lambda: LoadConfig(load_format="nonsense"))
+    print("SGLang reads by overwire")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="overwire-sglang-") as made:
+        main(Path(made))

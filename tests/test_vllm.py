@@ -1,0 +1,453 @@
+"""The plug-ins for vLLM and SGLang, against small stand-ins of what they hook into.
+
+The stand-ins have the signatures of vLLM 0.32 and 0.33 and of SGLang 0.5.23. The real
+code runs in tests/engines_vllm.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+VLLM = {
+    "__init__": '__version__ = "0.33.0"\n',
+    "logger": """
+import logging
+def init_logger(name):
+    log = logging.getLogger(name)
+    log.warning_once = log.info_once = log.info
+    return log
+""",
+    "config/__init__": "def get_current_vllm_config_or_none():\n    return None\n",
+    "config/load": """
+from dataclasses import dataclass, field
+@dataclass
+class LoadConfig:
+    load_format: str = "auto"
+    safetensors_load_strategy: str | None = None
+    model_loader_extra_config: dict = field(default_factory=dict)
+    device: str | None = None
+    use_tqdm_on_load: bool = True
+""",
+    "model_executor/__init__": "",
+    "model_executor/model_loader/__init__": """
+from .base_loader import BaseModelLoader
+from .default_loader import DefaultModelLoader
+_LOAD_FORMAT_TO_MODEL_LOADER = {"auto": DefaultModelLoader}
+def register_model_loader(load_format):
+    def _wrapper(model_loader_cls):
+        assert load_format not in _LOAD_FORMAT_TO_MODEL_LOADER
+        assert issubclass(model_loader_cls, BaseModelLoader)
+        _LOAD_FORMAT_TO_MODEL_LOADER[load_format] = model_loader_cls
+        return model_loader_cls
+    return _wrapper
+def get_model_loader(load_config):
+    return _LOAD_FORMAT_TO_MODEL_LOADER[load_config.load_format](load_config)
+""",
+    "model_executor/model_loader/base_loader": """
+from abc import ABC, abstractmethod
+class BaseModelLoader(ABC):
+    def __init__(self, load_config):
+        self.load_config = load_config
+    @abstractmethod
+    def download_model(self, model_config): ...
+    @abstractmethod
+    def load_weights(self, model, model_config): ...
+""",
+    "model_executor/model_loader/ep_weight_filter": """
+import re
+def should_skip_weight(weight_name, local_expert_ids):
+    found = re.search(r"\\.experts\\.(\\d+)\\.", weight_name)
+    return local_expert_ids is not None and found is not None and int(found[1]) not in local_expert_ids
+""",
+    "model_executor/model_loader/weight_utils": "def enable_tqdm(use_tqdm_on_load):\n    return False\n",
+    "model_executor/model_loader/default_loader": """
+import dataclasses, glob, os
+from .base_loader import BaseModelLoader
+class DefaultModelLoader(BaseModelLoader):
+    @dataclasses.dataclass
+    class Source:
+        model_or_path: str
+        revision: str | None
+        subfolder: str | None = None
+        prefix: str = ""
+        fall_back_to_pt: bool = True
+        allow_patterns_overrides: list | None = None
+        is_unused_weight: object = None
+    counter_before_loading_weights: float = 0.0
+    def __init__(self, load_config):
+        super().__init__(load_config)
+        assert load_config.load_format == "safetensors" and not set(load_config.model_loader_extra_config) - {"enable_weights_track"}
+        self.local_expert_ids = None
+        self._encoder_only_lm_prefixes = self._encoder_only_weights_mapper = None
+    def _prepare_weights(self, model_name_or_path, subfolder, revision, fall_back_to_pt, allow_patterns_overrides):
+        folder = os.path.join(model_name_or_path, subfolder) if subfolder else model_name_or_path
+        files = [f for p in allow_patterns_overrides or ["*.safetensors"] for f in glob.glob(os.path.join(folder, p))]
+        return folder, files[::-1], all(f.endswith(".safetensors") for f in files), "model.safetensors.index.json"
+    def get_all_weights(self, model_config, model):
+        yield from self._get_weights_iterator(DefaultModelLoader.Source(
+            model_config.model, model_config.revision, is_unused_weight=getattr(model, "is_unused_checkpoint_weight", None),
+            allow_patterns_overrides=getattr(model, "allow_patterns_overrides", None)))
+        for source in getattr(model, "secondary_weights", ()):
+            yield from self._get_weights_iterator(source)
+    def download_model(self, model_config):
+        self._prepare_weights(model_config.model, None, model_config.revision, True, None)
+    def load_weights(self, model, model_config):
+        self.local_expert_ids = getattr(model, "local_experts", None)
+        loaded = model.load_weights(self.get_all_weights(model_config, model))
+        if loaded is not None:
+            self.track_weights_loading(model, loaded, quantized=False)
+    def track_weights_loading(self, model, loaded_weights, quantized=False):
+        loaded_weights.update(name for name, _ in model.named_parameters() if "linear" in name)
+""",
+}
+
+SGLANG = {
+    "__init__": "",
+    "srt/__init__": "",
+    "srt/arg_groups/__init__": "",
+    "srt/arg_groups/choices": 'LOAD_FORMAT_CHOICES = ["auto", "safetensors"]\nadd_load_format_choices = LOAD_FORMAT_CHOICES.extend\n',
+    "srt/plugins/__init__": "",
+    "srt/plugins/hook_registry": """
+import enum, functools, pkgutil
+class HookType(enum.Enum):
+    AROUND = "around"
+class HookRegistry:
+    _hooks = []
+    @classmethod
+    def register(cls, target, hook, hook_type=None, *, source=None):
+        assert hook_type is HookType.AROUND
+        cls._hooks.append((target, hook))
+    @classmethod
+    def apply_hooks(cls):
+        for target, hook in cls._hooks:
+            path, name = target.rsplit(".", 1)
+            owner = pkgutil.resolve_name(path)
+            setattr(owner, name, functools.partialmethod(lambda self, hook, old: hook(old, self), hook, getattr(owner, name)))
+""",
+    "srt/configs/__init__": "",
+    "srt/configs/load_config": """
+import enum
+from dataclasses import dataclass, field
+class LoadFormat(str, enum.Enum):
+    AUTO = "auto"
+    SAFETENSORS = "safetensors"
+@dataclass
+class LoadConfig:
+    load_format: object = LoadFormat.AUTO
+    model_loader_extra_config: object = field(default_factory=dict)
+    draft_model_idx: int | None = None
+    def __post_init__(self):
+        self._verify_load_format()
+    def _verify_load_format(self):
+        if isinstance(self.load_format, str):
+            self.load_format = LoadFormat(self.load_format.lower())
+""",
+    "srt/model_loader/__init__": "",
+    "srt/model_loader/loader": """
+import dataclasses, glob, os
+def maybe_add_mtp_safetensors(hf_weights_files, hf_folder, index_file, hf_config):
+    return hf_weights_files
+class DefaultModelLoader:
+    @dataclasses.dataclass
+    class Source:
+        model_or_path: str
+        revision: str | None
+        prefix: str = ""
+        fall_back_to_pt: bool = True
+        allow_patterns_overrides: list | None = None
+        model_config: object = None
+    def __init__(self, load_config):
+        self.load_config = load_config
+        assert load_config.load_format == "safetensors" and load_config.model_loader_extra_config == {}
+    def _prepare_weights(self, model_name_or_path, revision, fall_back_to_pt, allow_patterns_overrides=None):
+        return model_name_or_path, sorted(glob.glob(os.path.join(model_name_or_path, "*.safetensors"))), True
+def get_model_loader(load_config, model_config=None):
+    assert isinstance(load_config.load_format, type)
+    return load_config.load_format(load_config)
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the stand-ins as packages."""
+    base = tmp_path_factory.mktemp("engines")
+    for package, files in (("vllm", VLLM), ("sglang", SGLANG)):
+        for name, text in files.items():
+            path = base / package / f"{name}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return base
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two compressed shards with an index.json, and a plain folder beside it."""
+    import overwire
+    import torch
+
+    base = tmp_path_factory.mktemp("model")
+    tensors = {f"{part}.weight": torch.arange(n, n + 4096, dtype=torch.bfloat16).view(64, 64) for n, part in enumerate(PARTS)}
+    for kind in ("plain", "compressed"):
+        (base / kind).mkdir()
+        for at, file in enumerate(("model-1.safetensors", "model-10.safetensors")):
+            overwire.save_file(dict(list(tensors.items())[at * 3 : at * 3 + 3]), base / kind / file, compress=kind == "compressed")
+        index = {name: f"model-{1 if n < 3 else 10}.safetensors" for n, name in enumerate(tensors)}
+        (base / kind / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return base
+
+
+PARTS = ["k", "q", "v", "linear", "mlp.experts.0", "mlp.experts.1"]
+
+PRELUDE = """
+import json, sys, types, importlib.metadata
+import torch
+base = sys.argv[1]
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.linear = torch.nn.Module(), torch.nn.Module()
+        self.qkv.weight = torch.nn.Parameter(torch.zeros(192, 64, dtype=torch.bfloat16), requires_grad=False)
+        self.linear.weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16), requires_grad=False)
+        def fused(param, loaded, shard=None):
+            at = "qkv".index(shard) * 64
+            param.data[at : at + 64].copy_(loaded)
+        self.qkv.weight.weight_loader = fused
+        self.linear.weight.weight_loader = lambda param, loaded: param.data.copy_(loaded)
+        self.kept = []
+    def load_weights(self, weights):
+        done = set()
+        for name, tensor in weights:
+            self.kept.append((name, tensor))
+            part = name.removesuffix(".weight")
+            if part in ("q", "k", "v"):
+                self.qkv.weight.weight_loader(self.qkv.weight, tensor, part)
+                done.add("qkv.weight")
+            elif part == "linear":
+                self.linear.weight.weight_loader(self.linear.weight, tensor)
+                done.add("linear.weight")
+        return done
+def config(path):
+    return types.SimpleNamespace(model=str(path), revision=None, quantization=None)
+def loader(extra=None):
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+    return get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config=extra or {}))
+def raised(kind, call):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+"""
+
+REGISTER = "from overwire.integrations.vllm import register\nregister()\n"
+
+
+def run(engines: Path, code: str, *arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\nsys.path.insert(0, {str(engines)!r})\n{code}", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_registration_runs_nothing(engines: Path) -> None:
+    """It imports neither torch nor vLLM's loaders nor the engine, as often as it is called;
+    the format is there when vLLM has imported its loaders, early or late."""
+    code = """
+from overwire.integrations.vllm import register
+register(); register()
+import vllm.config
+assert not {"torch", "overwire._core", "overwire._engine", "vllm.model_executor"} & set(sys.modules), sorted(sys.modules)
+import vllm.model_executor.model_loader as loaders
+assert list(loaders._LOAD_FORMAT_TO_MODEL_LOADER) == ["auto", "overwire"]
+register()
+assert not [finder for finder in sys.meta_path if "overwire" in type(finder).__module__]
+assert "overwire._core" not in sys.modules
+"""
+    run(engines, code)
+    late = "import vllm.model_executor.model_loader as loaders\n" + REGISTER + "assert 'overwire' in loaders._LOAD_FORMAT_TO_MODEL_LOADER\n"
+    run(engines, late)
+
+
+def test_loads_in_the_order_of_the_files(engines: Path, model: Path) -> None:
+    """Plain and compressed, in little memory; tensors outlive the next step and the loader."""
+    code = """
+for kind in ("plain", "compressed"):
+    made = Model()
+    loader({"max_memory": 10000}).load_weights(made, config(base + "/" + kind))
+    assert [name for name, _ in made.kept] == [p + ".weight" for p in json.loads(sys.argv[2])], made.kept
+    for n, (name, tensor) in enumerate(made.kept):
+        assert torch.equal(tensor, torch.arange(n, n + 4096, dtype=torch.bfloat16).view(64, 64)), name
+    assert torch.equal(made.qkv.weight, torch.cat([made.kept[n][1] for n in (1, 0, 2)]))
+    again = [name for name, _ in loader().get_all_weights(config(base + "/" + kind), made)]
+    assert again == [name for name, _ in made.kept]
+"""
+    run(engines, REGISTER + PRELUDE + code, model, json.dumps(PARTS))
+
+
+def test_chooses_as_vllm_does(engines: Path, model: Path) -> None:
+    """Experts of other ranks, unused weights, other patterns, secondary weights, a source."""
+    code = """
+from vllm.model_executor.model_loader import DefaultModelLoader
+def names(extra=None, path=base + "/compressed", **settings):
+    made = Model()
+    made.__dict__.update(settings)
+    chosen = loader({"strict": False, **(extra or {})})
+    chosen.load_weights(made, config(path))
+    return [name.removesuffix(".weight") for name, _ in made.kept]
+assert names(local_experts={1}) == ["k", "q", "v", "linear", "mlp.experts.1"]
+assert names(is_unused_checkpoint_weight=lambda name: "experts" in name) == ["k", "q", "v", "linear"]
+assert len(names(is_unused_checkpoint_weight=lambda name: True)) == 6
+assert names(allow_patterns_overrides=["model-1.safetensors"]) == ["k", "q", "v"]
+second = DefaultModelLoader.Source(base + "/plain", None, prefix="two.", allow_patterns_overrides=["model-10*"])
+assert names(secondary_weights=[second])[6:] == ["two.linear", "two.mlp.experts.0", "two.mlp.experts.1"]
+assert len(names({"source": base + "/plain"}, path="/nowhere")) == 6
+made = Model()
+there = loader({"source": base + "/plain"})
+list(there.get_all_weights(config("/nowhere"), made))
+assert len(list(there.get_all_weights(config(base + "/compressed"), made))) == 6
+import os, shutil
+shutil.copytree(base + "/plain", base + "/few")
+os.remove(base + "/few/model-10.safetensors")
+assert len(list(there.get_all_weights(config(base + "/few"), made))) == 3  # a reload from elsewhere reads what it is told
+there.download_model(config("/nowhere"))
+"""
+    run(engines, REGISTER + PRELUDE + code, model)
+
+
+def test_says_what_is_wrong(engines: Path, model: Path, tmp_path: Path) -> None:
+    """Keys, values, missing weights and parts, names that the index lists, damage."""
+    code = """
+import os, shutil, overwire
+def without(name, index=False):
+    path = sys.argv[2] + "/" + name.replace(".", "_") + str(index)
+    os.mkdir(path)
+    tensors = overwire.load_file(base + "/compressed")
+    del tensors[name]
+    overwire.save_file(tensors, path + "/model-1.safetensors")
+    if index:
+        weight_map = dict.fromkeys([*tensors, name], "model-1.safetensors")
+        open(path + "/model.safetensors.index.json", "w").write(json.dumps({"weight_map": weight_map}))
+    return path
+def load(path, extra=None):
+    loader(extra).load_weights(Model(), config(path))
+assert "unknown key 'speed'; there are " + ", ".join(sys.argv[3:]) in raised(ValueError, lambda: loader({"speed": 1}))
+for wrong in ({"source": 1}, {"max_memory": True}, {"max_memory": "much"}, {"strict": "no"}, {"storage_options": []}):
+    assert next(iter(wrong)) in raised(ValueError, lambda: loader(wrong))
+said = raised(ValueError, lambda: load(without("linear.weight")))
+assert "not initialized from checkpoint: {'linear.weight'}" in said, said
+said = raised(ValueError, lambda: load(without("k.weight")))
+assert "{'qkv.weight[k]'}" in said and "strict" in said, said
+load(without("v.weight"), {"strict": False})
+said = raised(ValueError, lambda: load(without("mlp.experts.0.weight", True)))
+assert "mlp.experts.0.weight (of model-1.safetensors)" in said, said
+bad = shutil.copytree(base + "/compressed", sys.argv[2] + "/bad")
+file = bad + "/model-10.safetensors"
+data = bytearray(open(file, "rb").read())
+data[-100] ^= 1
+open(file, "wb").write(data)
+said = raised(overwire.CorruptError, lambda: load(bad))
+assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, said
+"""
+    documented = re.findall(r"^\| `(\w+)` \| [^|]+ \|", (ROOT / "docs/vllm.md").read_text(encoding="utf-8"), re.M)
+    run(engines, REGISTER + PRELUDE + code, model, tmp_path, *documented)
+
+
+def test_joins_a_preload(engines: Path, model: Path) -> None:
+    """OVERWIRE_PRELOAD in the environment: the load takes over what was read."""
+    code = """
+import os
+os.environ["OVERWIRE_PRELOAD"] = sys.argv[1] + "/compressed"
+""" + PRELUDE + """
+from overwire.integrations.vllm import register
+from overwire.verbs import preload
+register()
+assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+def read():
+    return int(open("/proc/self/io").readline().split()[1])
+import time, overwire
+time.sleep(0.5)
+size = sum(os.path.getsize(base + "/compressed/" + f) for f in os.listdir(base + "/compressed") if f.endswith("rs"))
+chosen, made = loader(), Model()
+loader().load_weights(Model(), config(base + "/plain"))  # whose imports are reading, too
+before = read()
+chosen.load_weights(made, config(base + "/compressed"))
+joined = read() - before
+before = read()
+loader().load_weights(Model(), config(base + "/compressed"))
+alone = read() - before
+assert alone - joined > size * 0.8, (alone, joined, size)
+"""
+    run(engines, code, model)
+
+
+def test_a_parent_of_vllm_does_not_preload(engines: Path, model: Path) -> None:
+    """vLLM's first process leaves the model to a child, which a running engine would not survive."""
+    code = """
+import os, types
+os.environ["OVERWIRE_PRELOAD"] = sys.argv[1] + "/compressed"
+sys.modules["vllm.plugins"] = types.ModuleType("vllm.plugins")
+from overwire.integrations.vllm import register
+register()
+assert "overwire._core" not in sys.modules and "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
+"""
+    run(engines, code, model)
+
+
+def test_sglang(engines: Path, model: Path) -> None:
+    """The format is among the choices, its configuration becomes the loader, which reads."""
+    code = PRELUDE + """
+from overwire.integrations.sglang import register
+register(); register()
+assert "overwire._core" not in sys.modules
+from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES
+assert LOAD_FORMAT_CHOICES.count("overwire") == 1
+from sglang.srt.plugins.hook_registry import HookRegistry
+HookRegistry.apply_hooks()
+from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
+assert LoadConfig(load_format="SAFETENSORS").load_format is LoadFormat.SAFETENSORS
+raised(ValueError, lambda: LoadConfig(load_format="other"))
+for kind in ("plain", "compressed"):
+    made = get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"max_memory": "9KB"}))
+    assert isinstance(made, DefaultModelLoader)
+    found = list(made._get_weights_iterator(DefaultModelLoader.Source(base + "/" + kind, None, prefix="x.")))
+    assert [name for name, _ in found] == ["x." + p + ".weight" for p in json.loads(sys.argv[2])]
+    assert all(torch.equal(t, torch.arange(n, n + 4096, dtype=torch.bfloat16).view(64, 64)) for n, (_, t) in enumerate(found))
+made = get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"source": base + "/plain"}))
+first = DefaultModelLoader.Source("/nowhere", None, model_config=types.SimpleNamespace(hf_config=None))
+assert len(list(made._get_weights_iterator(first))) == 6
+assert "unknown key 'speed'" in raised(ValueError, lambda: get_model_loader(LoadConfig("overwire", {"speed": 1})))
+"""
+    run(engines, code, model, json.dumps(PARTS))
+
+
+def test_entry_points_of_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups that vLLM and SGLang look through name functions that exist."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    import configparser
+    import importlib
+    from importlib.metadata import EntryPoint
+
+    setup: Any = importlib.import_module("setup")
+    parser = configparser.ConfigParser()
+    parser.read_string(setup.entry_points())
+    assert dict(parser["console_scripts"]) == {"overwire": "overwire._engine:main"}
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        ((name, value),) = parser[group].items()
+        assert name == "overwire" and callable(EntryPoint(name, value, group).load())
