@@ -324,7 +324,7 @@ assert len(list(there.get_all_weights(config(base + "/compressed"), made))) == 6
 import os, shutil
 shutil.copytree(base + "/plain", base + "/few")
 os.remove(base + "/few/model-10.safetensors")
-assert len(list(there.get_all_weights(config(base + "/few"), made))) == 3  # a reload from elsewhere reads what it is told
+assert len(list(there.get_all_weights(config(base + "/few"), made))) == 3  # a reload from elsewhere reads what it is given
 there.download_model(config("/nowhere"))
 """
     run(engines, REGISTER + PRELUDE + code, model)

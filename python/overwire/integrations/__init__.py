@@ -1,6 +1,6 @@
 """What stands between overwire and other programs, one module or package each.
 
-For libraries: what they are told while `overwire.patch_safetensors` is in force. Each
+For libraries: what takes the place of their functions while `overwire.patch_safetensors` is in force. Each
 module has `hooks(found, lazy)`: found looks up a name in a loaded module of
 the library, lazy is what the patch offers (`Lazy`). It returns pairs of a public
 name of the library and what stands for it. A version of the library that lacks a
