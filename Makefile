@@ -7,8 +7,8 @@ PYTHON    ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.10
 VENV      := .venv
 PY        := $(VENV)/bin/python
 BIN       := build/bin
-FUZZTIME  ?= 20s
-JOBS      ?= 2
+FUZZTIME  ?= 10s
+JOBS      ?= 3
 BUILT     ?= build
 
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
@@ -77,7 +77,7 @@ $(BIN)/versitygw: # the S3 server of the tests; not optimised, it compiles in ha
 	GOBIN="$(CURDIR)/$(BIN)" CGO_ENABLED=0 go install -gcflags='github.com/...=-N -l' -ldflags="-s -w" $(VERSITYGW)
 
 test: ## what must pass: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
-	@for step in "packages venv engine golint gotest" "build pylint static" "fuzz $(BIN)/versitygw" "wheel asan" suite; do \
+	@for step in "packages venv engine golint gotest pylint static" "build fuzz $(BIN)/versitygw" "wheel asan" suite; do \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory -j3 -O BUILT= $$step || { echo "make $$step failed"; exit 1; }; \
 		echo "-- $$step: $$(($$(date +%s) - start)) s"; \
@@ -134,7 +134,7 @@ gotest: ## Go tests: with SIMD, the decoders' without, the GPU's on a fake drive
 	@$(MAKE) --no-print-directory fakegpu SHORT=-short
 	go test $(LEAN) -race -short $(RACE)
 
-fuzz: ## every fuzz target for FUZZTIME (20s), five at a time
+fuzz: ## every fuzz target for FUZZTIME (10s), five at a time
 	.ci/fuzz
 
 pytest: $(BUILT) ## the Python tests

@@ -48,6 +48,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(out)
 
 
+@pytest.mark.slow
 def test_every_group_with_python(rig: str, tmp_path: Path) -> None:
     """Rows that need Python have found it; a wrong command line says so."""
     for group in ("codec", "cold", "net", "import"):  # "load" and "many" take long at any size
