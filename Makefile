@@ -77,9 +77,9 @@ $(BIN)/versitygw: # the S3 server of the tests; not optimised, it compiles in ha
 	GOBIN="$(CURDIR)/$(BIN)" CGO_ENABLED=0 go install -gcflags='github.com/...=-N -l' -ldflags="-s -w" $(VERSITYGW)
 
 test: ## what must pass: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
-	@for step in "packages venv engine golint gotest pylint static" "build fuzz $(BIN)/versitygw" "wheel asan" suite; do \
+	@for step in "packages venv engine golint gotest fakegpu pylint static" "build fuzz $(BIN)/versitygw" "wheel asan" suite; do \
 		start=$$(date +%s); \
-		$(MAKE) --no-print-directory -j3 -O BUILT= $$step || { echo "make $$step failed"; exit 1; }; \
+		$(MAKE) --no-print-directory -j3 -O BUILT= SHORT=-short $$step || { echo "make $$step failed"; exit 1; }; \
 		echo "-- $$step: $$(($$(date +%s) - start)) s"; \
 	done
 
@@ -128,10 +128,9 @@ pylint: venv
 	$(PY) -m ruff check --quiet .
 	$(PY) -m mypy --strict python/overwire setup.py wheels gosrc/rig/workers
 
-gotest: ## Go tests: with SIMD, the decoders' without, the GPU's on a fake driver, and under the race detector
+gotest: ## Go tests: with SIMD, the decoders' without, and under the race detector; `make fakegpu` has the GPU's
 	go test $(LEAN) $(ROOMS)
 	GOEXPERIMENT= go test $(TWINS)
-	@$(MAKE) --no-print-directory fakegpu SHORT=-short
 	go test $(LEAN) -race -short $(RACE)
 
 fuzz: ## every fuzz target for FUZZTIME (10s), five at a time
