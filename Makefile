@@ -85,8 +85,10 @@ test: ## what must pass: lint, Go and Python tests, fuzzing, the wheel, AddressS
 
 # The inner loop: what a change breaks first, within two minutes on two cores. It
 # leaves out fuzzing, what is compiled a second time, and tests of many processes.
-HEAVY := build demo distributed examples face_memory fastsafetensors fastsafetensors_later fastsafetensors_plugins nyacomp_readme \
-         patch_safetensors pickle_hostile preload process rig secrets stores tensorizer_matrix tensorizer_readme tensorizer_stores
+HEAVY := build compat_nvcomp demo distributed examples face_memory face_stream fastsafetensors fastsafetensors_later fastsafetensors_plugins \
+         fastsafetensors_release forked hostile_manifests http nyacomp_readme patch_safetensors pickle_hostile pickle_limits preload \
+         preload_identity process process_handles processes redirects rig secrets stores tensorizer_matrix tensorizer_readme \
+         tensorizer_stores tensorizer_streams transformers typing vllm waiting writers
 
 quick: build ## the inner loop, under two minutes: gofmt, vet, ruff, Go tests, most Python tests
 	@$(MAKE) --no-print-directory golint
