@@ -25,7 +25,7 @@ type pinned struct {
 
 	mu         sync.Mutex
 	gpu        *cuda.Device // that the memory is registered through; nil: not yet
-	registered int          // so many of bytes are
+	registered int          // how many of bytes are
 }
 
 // A PinReport is what pinning a model cost.

@@ -80,7 +80,7 @@ func ring(m plan.Machine) (slots int, bytes int64) {
 	return cuda.Ring()
 }
 
-// queue makes the GPU's queue for pieces of at most so many bytes; nil lets the
+// queue makes the GPU's queue for pieces of at most `largest` bytes; nil lets the
 // pipeline make its own, on the host.
 func (t target) queue(largest int64, m plan.Machine) (*cuda.Queue, error) {
 	if t.gpu == nil {

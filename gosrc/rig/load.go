@@ -71,7 +71,7 @@ func (r *run) load() error {
 	}
 	gb := float64(total) / 1e9
 	rates := map[bool]float64{}
-	// On and off by turns, so that a drifting machine does not choose for us.
+	// On and off alternating, so that a drifting machine does not choose for us.
 	var on, off []float64
 	for range r.Repeat {
 		for _, noCheck := range []bool{false, true} {

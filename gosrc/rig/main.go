@@ -110,7 +110,7 @@ func parse(argv []string, stderr io.Writer) (opt Options, asJSON bool, err error
 		opt.Only = strings.Split(text, ",")
 		return nil
 	})
-	limit := f.Int("limit", 0, "of the device's rows: begin nothing more after so many seconds (default 450)")
+	limit := f.Int("limit", 0, "of the device's rows: begin nothing more after that many seconds (default 450)")
 	f.StringVar(&opt.Out, "out", "", "`file` that gets the report as JSON too, anew after every row")
 	f.StringVar(&opt.Trace, "trace", "", "`file` that gets a Chrome trace of one load")
 	f.StringVar(&opt.File, "file", "", "`file` of real F32 weights for the codec rows")

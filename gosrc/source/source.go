@@ -126,7 +126,7 @@ func (f Facts) Unchanged(id Identity) bool {
 	return now.Known() && now == id
 }
 
-// Ranges are read in steps, in order: whoever works on one step while the next
+// Ranges are read in steps, in order: a caller that works on one step while the next
 // is on its way asks for as much as hides a round trip and keeps as little as a
 // step.
 type Ranges interface {
@@ -147,7 +147,7 @@ type Range interface {
 	// Source.ReadAt does. After an error there is no other step.
 	Next(p []byte) error
 	// Waited tells what the steps since the last call waited for besides bytes: a
-	// permit, where only so many ranges may be open at once, and the beginning of
+	// permit, where only a limited number of ranges may be open at once, and the beginning of
 	// an answer.
 	Waited() (permit, answer time.Duration)
 	// Close gives up what was not read.

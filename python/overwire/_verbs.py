@@ -266,7 +266,7 @@ def inspect(request: FilesRequest) -> Any:
 
 
 def presign(request: PresignRequest) -> str:
-    """A URL that reads an object of S3 without credentials for so many seconds. It is a secret."""
+    """A URL that reads an object of S3 without credentials, for a time in seconds. It is a secret."""
     made: str = loads(core().run("presign", dumps(request), b"")[0])
     return made
 

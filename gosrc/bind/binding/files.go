@@ -106,7 +106,7 @@ func fileVerbs() []Verb {
 			func(ctx context.Context, q filesRequest, _ []int64) (any, error) {
 				return save.Inspect(ctx, q.URIs, q.Storage)
 			}),
-		awaited("presign", "A URL that reads an object of S3 without credentials for so many seconds. It is a secret.",
+		awaited("presign", "A URL that reads an object of S3 without credentials, for a time in seconds. It is a secret.",
 			func(ctx context.Context, q presignRequest, _ []int64) (string, error) {
 				return open.Presign(ctx, q.URI, q.Storage.Options, time.Duration(q.Seconds)*time.Second)
 			}),

@@ -30,7 +30,7 @@ void ow_free(uint64_t handle, int how)
 PyObject *ow_handle_of(int kind, uint64_t handle)
 {
 	// The class runs no Python: no signal handler comes between the number and
-	// whoever owns it.
+	// its owner.
 	PyObject *number = PyLong_FromUnsignedLongLong(handle), *o = NULL;
 	if (number != NULL)
 		o = PyObject_CallFunctionObjArgs(kinds[kind], number, NULL);

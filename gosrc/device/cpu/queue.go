@@ -39,7 +39,7 @@ func (s *slot) DeviceMirror() unsafe.Pointer { return nil }
 // collector has run twice.
 var decoders = sync.Pool{New: func() any { return new(Decoder) }}
 
-// NewQueue gives a queue with so many slots of at least so many bytes; none if
+// NewQueue gives a queue with that number of slots, each at least that long; none if
 // nothing needs a slot.
 func NewQueue(slots int, size int64) (*Queue, error) {
 	if size == 0 {

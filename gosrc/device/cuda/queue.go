@@ -54,7 +54,7 @@ type Queue struct {
 	origin   time.Time
 }
 
-// A Slot is one piece's place. Bytes is pinned memory; whoever got the slot
+// A Slot is one piece's place. Bytes is pinned memory; the caller that got the slot
 // owns it until Submit or Put.
 type Slot struct {
 	Bytes []byte
@@ -87,7 +87,7 @@ func rank(n int64) int {
 	return 0
 }
 
-// Queue gives a queue with so many slots of so many bytes; not positive numbers
+// Queue gives a queue with that number of slots of that many bytes; not positive numbers
 // mean the defaults. The device keeps one closed queue for the next who asks for
 // as much memory, however it is cut, so a second load pins and allocates nothing
 // (and one of TablesOnly).
