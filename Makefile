@@ -14,22 +14,27 @@ BUILT     ?= build
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 VERSITYGW   := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 
-# Rooms where several goroutines meet, for the race detector; `make more` has those,
-# too, that take long to compile for it.
+# Packages with several goroutines, for the race detector; `make more` adds those that
+# take long to compile for it.
 RACE := ./gosrc/internal/spawn/... ./gosrc/job/... ./gosrc/knob/... ./gosrc/pipeline/... ./gosrc/device/cpu ./gosrc/source/file \
         ./gosrc/source/retry ./gosrc/source/parts ./gosrc/source/cache ./gosrc/source/spool ./gosrc/source/pipe
 LONG_RACE := ./gosrc/bind/binding/... ./gosrc/nvcomp/... ./gosrc/load/... ./gosrc/preload/... ./gosrc/source/... ./gosrc/save
 
 # `make test` ends within 15 minutes on two cores, installs included. It leaves out
-# what takes long to compile, Go's tests of S3 among it, tests marked slow, and most
-# of the driver's calls that fail one by one: `make more` has them, and the rooms
-# that race for long. S3 is tested through the wheel; its server is compiled while
-# fuzzing, which ends by the clock, gives way.
+# what takes long to compile (Go's tests of S3), tests marked slow, most of the tests
+# that make each driver call fail, and long races: `make more` has them. S3 is tested
+# through the wheel; its server is compiled during fuzzing, which ends by the clock.
 LEAN  := -tags=netgo,osusergo,nostores
-ROOMS  = $$(go list ./gosrc/... | grep -v '/source/s3$$')
+GOPKGS  = $$(go list ./gosrc/... | grep -v '/source/s3$$')
 
-# Rooms that are other code without SIMD.
-TWINS := ./gosrc/codec/... ./gosrc/device/cpu ./gosrc/pipeline
+# Packages that are other code without SIMD: the tag takes it away.
+SCALAR := $(LEAN),scalar
+TWINS  := ./gosrc/codec/... ./gosrc/device/cpu ./gosrc/pipeline
+
+# All of vet but cgocall. That one reads the sources of a cgo package where it was first
+# compiled; with -trimpath the cache is shared by all checkouts, and that one may be gone.
+# `make more` has it.
+VETTED = -vet=$$(go tool vet help | awk '/^    [a-z]+ / && $$1 != "cgocall" {print $$1}' | paste -sd,)
 
 # Tests that go through the engine in processes of their own, for AddressSanitizer.
 # libstdc++ comes with it: libasan must find the C++ exceptions that torch throws.
@@ -37,11 +42,11 @@ ASAN_TESTS ?= tests/test_process.py tests/test_process_handles.py tests/test_pic
 ASAN_LIBS   = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libstdc++.so.6)
 
 export GOEXPERIMENT ?= simd
-# As the library has it; and so what is built with cgo and without is mostly one.
-export GOFLAGS ?= -tags=netgo,osusergo
+# As the library is built, so that tests and tools share what was compiled for it.
+export GOFLAGS ?= -tags=netgo,osusergo -trimpath -buildmode=pie
 export FUZZTIME JOBS
 
-.PHONY: help venv build gen engine packages more test quick lint golint pylint static gotest suite fuzz pytest wheel asan demo rig bench clean
+.PHONY: help venv build gen engine packages more test quick lint golint pylint static gotest race compiled gofmt suite fuzz pytest wheel asan demo rig bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,9 +56,9 @@ venv: $(VENV)/.ready ## .venv with what the tests need
 $(VENV)/.ready: requirements-test.txt requirements-transformers5.txt
 	@test -n "$(PYTHON)" || { echo "overwire needs Python 3.10 to 3.13 on PATH"; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
+	$(PY) -m pip install -q --no-compile --disable-pip-version-check -r requirements-test.txt
 	rm -rf $(VENV)/transformers5
-	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target $(VENV)/transformers5 -r requirements-transformers5.txt
+	$(PY) -m pip install -q --no-compile --disable-pip-version-check --no-deps --target $(VENV)/transformers5 -r requirements-transformers5.txt
 	@touch $@
 
 build: venv ## compile the engine and install the package into .venv (editable)
@@ -65,26 +70,27 @@ gen: venv $(BIN)/gopy ## rewrite what is generated: the glue in gosrc/bind/core,
 
 $(BIN)/gopy: go.mod
 	@mkdir -p $(BIN)
-	GOEXPERIMENT= go build -o $(BIN)/ tool
+	go build -o $(BIN)/ tool
 	@touch $@
 
 $(BIN)/staticcheck:
 	@mkdir -p $(BIN)
-	GOBIN="$(CURDIR)/$(BIN)" GOEXPERIMENT= go install $(STATICCHECK)
+	GOBIN="$(CURDIR)/$(BIN)" go install $(STATICCHECK)
 
-$(BIN)/versitygw: # the S3 server of the tests; not optimised, it compiles in half the time
+$(BIN)/versitygw: # the S3 server of the tests; without optimisation it compiles in half the time
 	@mkdir -p $(BIN)
-	GOBIN="$(CURDIR)/$(BIN)" CGO_ENABLED=0 go install -gcflags='github.com/...=-N -l' -ldflags="-s -w" $(VERSITYGW)
+	GOBIN="$(CURDIR)/$(BIN)" go install -gcflags='github.com/...=-N -l' -ldflags="-s -w" $(VERSITYGW)
 
+test: FUZZTIME = 5s
 test: ## what must pass: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer
-	@for step in "packages venv engine golint gotest fakegpu pylint static" "build fuzz $(BIN)/versitygw" "wheel asan" suite; do \
+	@for step in "packages compiled pylint race" "build fuzz $(BIN)/versitygw" "wheel asan" suite; do \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory -j3 -O BUILT= SHORT=-short $$step || { echo "make $$step failed"; exit 1; }; \
 		echo "-- $$step: $$(($$(date +%s) - start)) s"; \
 	done
 
-# The inner loop: what a change breaks first, within two minutes on two cores. It
-# leaves out fuzzing, what is compiled a second time, and tests of many processes.
+# The inner loop, under two minutes on two cores: without fuzzing, second builds, and
+# tests that start many processes.
 HEAVY := build compat_nvcomp demo distributed examples face_memory face_stream fastsafetensors fastsafetensors_later fastsafetensors_plugins \
          fastsafetensors_release forked hostile_manifests http nyacomp_readme patch_safetensors pickle_hostile pickle_limits preload \
          preload_identity process process_handles processes redirects rig secrets stores tensorizer_matrix tensorizer_readme \
@@ -93,47 +99,54 @@ HEAVY := build compat_nvcomp demo distributed examples face_memory face_stream f
 quick: build ## the inner loop, under two minutes: gofmt, vet, ruff, Go tests, most Python tests
 	@$(MAKE) --no-print-directory golint
 	$(PY) -m ruff check --quiet .
-	go test -short $(LEAN) $(ROOMS)
+	go test -short $(LEAN) $(GOPKGS)
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(HEAVY:%=--ignore=tests/test_%.py)
 
-engine: # compiled, like the Go tests, while the virtual environment is filled
+compiled: # one after the other, as each uses what the one before it has compiled
+	@for step in engine gotest fakegpu static; do $(MAKE) --no-print-directory $$step || exit 1; done
+
+engine:
 	$(PYTHON) setup.py ext
 
 packages: export DEBIAN_FRONTEND = noninteractive
-packages: # servers that the system has packages of, where they can be installed; tests skip what is not there
+packages: # servers from system packages, if they can be installed; tests skip those that are missing
 	@export PATH="$$PATH:/usr/sbin"; for s in nginx:nginx-light redis-server:redis-server; do \
 		command -v $${s%%:*} >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		{ apt-get update -qq; apt-get install -y -qq --no-install-recommends $${s##*:}; } >/dev/null 2>&1; } || \
-		echo "$${s%%:*} is not here and cannot be installed: its tests are skipped"; \
+		echo "$${s%%:*} is missing and cannot be installed: its tests are skipped"; \
 	done
 
 more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leaves out: Go's tests of S3, slow tests, long races
-	go vet ./gosrc/...
+	GOFLAGS=-tags=netgo,osusergo go vet ./gosrc/...
 	$(BIN)/staticcheck ./gosrc/...
 	go test ./gosrc/source/... ./gosrc/save ./gosrc/cli
-	go test -race -short $(LONG_RACE)
+	go test -buildmode=default -race -short $(LONG_RACE)
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
 	@$(MAKE) --no-print-directory fakegpu fakepy
 
 lint: golint pylint static ## gofmt, vet, staticcheck, ruff, mypy
-	CGO_ENABLED=0 go vet $(LEAN) $(ROOMS)
+	CGO_ENABLED=0 go vet $(LEAN) $(GOPKGS)
 
 static: $(BIN)/staticcheck
-	$(BIN)/staticcheck $(LEAN) $(ROOMS)
+	$(BIN)/staticcheck $(LEAN) $(GOPKGS)
 
-golint:
+golint: gofmt
+	go vet -cgocall=false $(LEAN) $(GOPKGS)
+	go vet -cgocall=false $(SCALAR) $(TWINS)
+
+gofmt:
 	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }
-	go vet $(LEAN) $(ROOMS)
-	GOEXPERIMENT= go vet $(TWINS)
 
 pylint: venv
 	$(PY) -m ruff check --quiet .
 	$(PY) -m mypy --strict python/overwire setup.py wheels gosrc/rig/workers
 
-gotest: ## Go tests: with SIMD, the decoders' without, and under the race detector; `make fakegpu` has the GPU's
-	go test $(LEAN) $(ROOMS)
-	GOEXPERIMENT= go test $(TWINS)
-	go test $(LEAN) -race -short $(RACE)
+gotest: gofmt ## Go tests, with all of vet: with SIMD, and the decoders' without; `make fakegpu` has the GPU's
+	go test $(VETTED) $(LEAN) $(GOPKGS)
+	go test $(VETTED) $(SCALAR) $(TWINS)
+
+race: ## Go tests under the race detector
+	go test -buildmode=default -vet=off $(LEAN) -race -short $(RACE)
 
 fuzz: ## every fuzz target for FUZZTIME (10s), five at a time
 	.ci/fuzz
@@ -141,7 +154,7 @@ fuzz: ## every fuzz target for FUZZTIME (10s), five at a time
 pytest: $(BUILT) ## the Python tests
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup
 
-suite: # after wheel, whose files it looks at
+suite: # after wheel, whose files it inspects
 	OVERWIRE_TEST_DIST="$(CURDIR)/dist" $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not slow"
 
 wheel: venv ## dist/: the wheel and the sdist, audited, the wheel imported by every Python here
@@ -158,7 +171,7 @@ asan: $(BUILT) ## Python tests of the engine under AddressSanitizer
 demo: build ## the main job on real weights, with figures and proof
 	$(PY) examples/demo.py
 
-rig: ## build/bin/overwire-rig, which measures for those who work on this: see docs/benchmarks.md
+rig: ## build/bin/overwire-rig, the developers' benchmarks: see docs/benchmarks.md
 	@mkdir -p $(BIN)
 	go build $(LEAN) -trimpath -o $(BIN)/overwire-rig ./gosrc/rig
 
@@ -169,11 +182,11 @@ bench: build rig ## every figure beside the floor of this machine and its goal
 clean: ## remove what was built and installed
 	rm -rf $(VENV) build dist python/overwire/_core.abi3.so
 
-# Real vLLM and SGLang on the CPU: their Python trees without what is compiled, and
-# the packages that importing them takes, once for all runs.
+# Real vLLM and SGLang on the CPU: their Python trees without compiled files, and the
+# packages that they import, installed once for all runs.
 ENGINES := build/engines
 .PHONY: engines
-engines: build $(ENGINES)/.ready ## real vLLM and SGLang load tiny models by overwire, byte for byte
+engines: build $(ENGINES)/.ready ## real vLLM and SGLang load tiny models through overwire, byte for byte
 	PYTHONPATH="$(CURDIR)/python:$(CURDIR)/$(ENGINES)" $(PY) tests/engines_vllm.py
 	PYTHONPATH="$(CURDIR)/python:$(CURDIR)/$(ENGINES)" $(PY) tests/engines_sglang.py
 
@@ -198,13 +211,13 @@ kernels: $(NVCC) ## compile cuda/built/x16.fatbin anew, byte for byte, by the pi
 $(NVCC):
 	$(PYTHON) -m pip install -q --disable-pip-version-check --target build/nvcc "cuda-toolkit[nvcc,cudart]==13.0.*"
 
-# Go does not see that a file of cuda/ has changed: their hash among the flags
-# tells it.
+# Go does not notice changes in cuda/: a hash of these files among the flags makes it
+# rebuild.
 fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels' host twins
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
 		go test $(SHORT) -tags owfake,netgo,osusergo,nostores ./gosrc/device/cuda
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test -tags owfake,netgo,osusergo,nostores -run Fake ./gosrc/bench ./gosrc/rig ./gosrc/cli
+		go test -tags owfake,netgo,osusergo,nostores -run Fake ./gosrc/load ./gosrc/bench ./gosrc/rig ./gosrc/cli
 
 fakepy: build ## Python's tests of codecs on a GPU, on an engine with the fake driver
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" GOFLAGS= $(PY) tests/fake_gpu.py

@@ -37,15 +37,22 @@ LIBRARY = PACKAGE / "_core.abi3.so"
 CORE = ROOT / "gosrc" / "bind" / "core"
 GO = (1, 26)
 FLOOR = (2, 17)  # glibc, of manylinux2014
+TAGS = "pyext,netgo,osusergo"
+# Packages whose functions are not inlined in the wheel's library, half a megabyte of it as
+# stored: what speaks with stores, and none whose small functions ours are built of.
+LEAN = (
+    "crypto/tls crypto/x509 encoding/asn1 encoding/json encoding/xml fmt math/big mime/... net net/http/... net/netip net/textproto "
+    "net/url regexp/... text/... vendor/... github.com/aws/... github.com/redis/... golang.org/x/net/... golang.org/x/text/..."
+)
 EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
 
-# What an sdist has: the tree without what is built, cached or hidden.
+# The contents of an sdist: the tree without built, cached or hidden files.
 SDIST = ("cuda", "docs", "examples", "gosrc", "python", "tests", "vendor", "wheels")
 LEFT_OUT = re.compile(r"(^|/)(__pycache__|\.[^/]*)(/|$)|\.(so|pyc|whl)$|(^|/)testdata/fuzz/")
 
 
-# Metadata. pyproject.toml is the source; a few lines read what stands there,
-# since Python 3.10 has no TOML reader.
+# Metadata, from pyproject.toml: a few lines read it, since Python 3.10 has no TOML
+# reader.
 
 
 def project() -> dict[str, str]:
@@ -76,16 +83,21 @@ def entry_points() -> str:
     return "\n".join("\n".join([f"[{name}]", *items(section, "")]) + "\n" for name, section in groups)
 
 
-def metadata() -> str:
+def metadata(licence: str = "", files: list[str] | None = None) -> str:
+    """Return METADATA: for a wheel with the licence of its whole content, and the files that
+    say so; for an sdist, which has no library, with the project's own licence."""
     p = project()
     lines = [
-        "Metadata-Version: 2.1",
+        "Metadata-Version: 2.4",
         f"Name: {p['name']}",
         f"Version: {p['version']}",
         f"Summary: {p['description']}",
-        f"License: {p['license']}",
+        f"License-Expression: {licence or p['license']}",
+        *(f"License-File: {name}" for name in files or []),
+        *(["Dynamic: License-Expression", "Dynamic: License-File"] if files is None else []),
         f"Requires-Python: {p['requires-python']}",
     ]
+    lines.append("Keywords: " + ",".join(items("project", "keywords")))
     lines += [f"Classifier: {c}" for c in items("project", "classifiers")]
     for extra in ("torch", "numpy", "progress"):
         requires = items("project.optional-dependencies", extra)
@@ -94,8 +106,14 @@ def metadata() -> str:
             lines += [f'Requires-Dist: {r}; extra == "{extra}"' for r in requires]
     readme = ROOT / p["readme"]
     if readme.exists():
-        lines += ["Description-Content-Type: text/markdown", "", readme.read_text(encoding="utf-8")]
+        lines += ["Description-Content-Type: text/markdown", "", without_links(readme.read_text(encoding="utf-8"))]
     return "\n".join(lines) + "\n"
+
+
+def without_links(page: str) -> str:
+    """Return a page without links into the tree, which lead nowhere on a package's page: the
+    text of each stays."""
+    return re.sub(r"\[([^\]]+)\]\((?!https?://|#)[^)]*\)", r"\1", page)
 
 
 def name_version() -> str:
@@ -117,8 +135,34 @@ def go_command() -> str:
     return go
 
 
-def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -> None:
-    """Compile gosrc/bind/core into the extension module at out; fake: for tests, with the driver of no GPU."""
+def go_environment() -> dict[str, str]:
+    """Return the environment that the library is built in."""
+    env = dict(os.environ)
+    env.update(
+        CGO_ENABLED="1",
+        GOEXPERIMENT=os.environ.get("GOEXPERIMENT", "simd"),
+        GOFLAGS=(env.get("GOFLAGS", "") + " -buildvcs=false").strip(),
+        GOAMD64="v1",
+    )
+    return env
+
+
+def third_parties() -> tuple[dict[str, str], str]:
+    """Return the files that list the linked modules, and the licence of the whole library."""
+    sys.path.insert(0, str(ROOT / "wheels"))
+    try:
+        import licences
+    finally:
+        sys.path.pop(0)
+    p = project()
+    modules = licences.linked(ROOT, go_command(), TAGS, go_environment())
+    bill = licences.bill(p["name"], p["version"], p["license"], modules, ROOT)
+    return {licences.TEXTS: licences.notices(modules), licences.BOM: bill}, licences.expression(p["license"], modules)
+
+
+def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False, lean: bool = False) -> None:
+    """Compile gosrc/bind/core into the extension module at out; fake: for tests, with the
+    driver of no GPU; lean: as small as it goes, which takes a minute more at first."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or platform.python_implementation() != "CPython":
         sys.exit("overwire: only CPython on Linux x86-64 is supported so far")
     include = sysconfig.get_path("include")
@@ -128,29 +172,22 @@ def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -
     ldflags = f"""-s -w -B none -buildid= '-extldflags="-Wl,--version-script={CORE / "exports.map"}"'"""
     if not asan:
         cflags += ["-include", str(CORE / "symver.h")]
-    env = dict(os.environ)
-    env.update(
-        CGO_ENABLED="1",
-        CGO_CFLAGS=shlex.join(cflags),
-        CGO_LDFLAGS="-O2 -g0",
-        GOEXPERIMENT=os.environ.get("GOEXPERIMENT", "simd"),
-        GOFLAGS=(env.get("GOFLAGS", "") + " -buildvcs=false").strip(),
-        GOAMD64="v1",
-    )
+    env = go_environment() | {"CGO_CFLAGS": shlex.join(cflags), "CGO_LDFLAGS": "-O2 -g0"}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build", dir=out.parent) as t:
         made = Path(t) / out.name
-        tags = "pyext,netgo,osusergo" + (",nostores" if asan or fake else "")  # what the sanitizer has nothing to say of
+        tags = TAGS + (",nostores" if asan or fake else "")  # pure Go, which the sanitizer cannot check
         tags += ",owfake,owfakeauto" if fake else ""
         command = [go_command(), "build", "-trimpath", f"-tags={tags}", "-buildmode=c-shared"]
         command += ["-asan"] if asan else []
+        command += [f"-gcflags={packages}=-l" for packages in LEAN.split()] if lean else []
         command += [f"-ldflags={ldflags}", "-o", str(made), "./gosrc/bind/core"]
         done = subprocess.run(command, cwd=ROOT, env=env, check=False)
         if done.returncode:
             sys.exit(f"overwire: go build failed (exit code {done.returncode}); its messages stand above")
         if not asan and not fake:
             symbol_floor(made)
-        os.replace(made, out)  # processes that have the old file mapped keep it
+        os.replace(made, out)  # processes that have mapped the old file keep it
 
 
 def symbol_floor(library: Path) -> tuple[int, int]:
@@ -187,14 +224,18 @@ class Wheel:
         self.label = label
         self.files: dict[str, bytes] = {}
 
-    def write(self) -> str:
-        self.files[f"{self.info}/METADATA"] = metadata().encode()
+    def write(self, parties: dict[str, str] | None = None, licence: str = "") -> str:
+        """Write it, with what `third_parties` returns."""
+        self.files[f"{self.info}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
+        for name, text in (parties or {}).items():
+            folder = "sboms" if name.endswith(".json") else "licenses"
+            self.files[f"{self.info}/{folder}/{name}"] = text.encode()
+        listed = sorted(name.partition("/licenses/")[2] for name in self.files if "/licenses/" in name)
+        self.files[f"{self.info}/METADATA"] = metadata(licence, listed).encode()
         self.files[f"{self.info}/WHEEL"] = (
             f"Wheel-Version: 1.0\nGenerator: overwire-setup\nRoot-Is-Purelib: false\nTag: {self.label}\n".encode()
         )
         self.files[f"{self.info}/entry_points.txt"] = entry_points().encode()
-        if (ROOT / "LICENSE").exists():
-            self.files[f"{self.info}/LICENSE"] = (ROOT / "LICENSE").read_bytes()
         record = []
         for name, data in sorted(self.files.items()):
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
@@ -217,7 +258,7 @@ def tree(folder: Path) -> list[Path]:
     return sorted(p for p in files if not LEFT_OUT.search(p.relative_to(ROOT).as_posix()))
 
 
-# The hooks of PEP 517 and 660. None needs a package at build time.
+# The hooks of PEP 517 and 660. None of them needs a package.
 
 
 def get_requires_for_build_wheel(config_settings: object = None) -> list[str]:
@@ -233,14 +274,14 @@ def get_requires_for_build_sdist(config_settings: object = None) -> list[str]:
 
 
 def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:
-    with tempfile.TemporaryDirectory() as t:  # the tree stays as it is
+    with tempfile.TemporaryDirectory() as t:  # leave the tree unchanged
         library = Path(t) / LIBRARY.name
-        build_library(library)
+        build_library(library, lean=True)
         wheel = Wheel(wheel_directory, tag(library))
         wheel.files[f"overwire/{LIBRARY.name}"] = library.read_bytes()
     for path in tree(PACKAGE):
         wheel.files[path.relative_to(PACKAGE.parent).as_posix()] = path.read_bytes()
-    return wheel.write()
+    return wheel.write(*third_parties())
 
 
 def build_editable(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:
@@ -263,6 +304,8 @@ def build_sdist(sdist_directory: str, config_settings: object = None) -> str:
             tar.addfile(entry, io.BytesIO(data))
 
         add("PKG-INFO", metadata().encode(), 0o644)
+        for part, text in sorted(third_parties()[0].items()):
+            add(f"licenses/{part}", text.encode(), 0o644)
         for f in sorted(files):
             rel = f.relative_to(ROOT).as_posix()
             if rel != "PKG-INFO":

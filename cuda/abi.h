@@ -6,15 +6,15 @@
  *
  * A launch decodes `n` segment jobs of one transform. Before it, the host has
  * compared the checksum of every chunk; the kernels are nevertheless safe for
- * any stored bytes: they read only [src, src + stored) and write only
- * [dst, dst + logical), and say what was wrong in status[chunk.status].
+ * any stored bytes: they read only [src, src + stored), write only
+ * [dst, dst + logical), and set bits of errors in status[chunk.status].
  */
 #ifndef OVERWIRE_ABI_H
 #define OVERWIRE_ABI_H
 
 #include <stdint.h>
 
-/* One stored chunk and where its logical bytes go. */
+/* One stored chunk and the destination of its logical bytes. */
 typedef struct ow_x16_chunk {
     uint64_t src;      /* device address of the stored bytes, multiple of 16 */
     uint64_t dst;      /* device address of the logical bytes, multiple of 16 */

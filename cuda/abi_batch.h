@@ -2,8 +2,8 @@
  * Plain C, fixed sizes, no padding, as in abi.h.
  *
  * Launch: kernel(const ow_batch_item *items, uint32_t n), block OW_BATCH_THREADS,
- * grid ow_batch_blocks(per, n), no dynamic shared memory. `per` is what the
- * kernel's line below says; a larger grid does no harm. Items, sources and
+ * grid ow_batch_blocks(per, n), no dynamic shared memory. `per` is in the kernel's
+ * line below; a larger grid is allowed. Items, sources and
  * destinations lie in device memory and do not overlap; every status is 0.
  *
  *   kernel               per  arg
@@ -15,8 +15,8 @@
  * Large chunks want more than four warps: ow_x16_encode takes blocks of up to
  * OW_BATCH_MOST threads (ow_x16_threads says how many are best).
  *
- * An item whose status is 0 has `written` bytes at dst. Any other item says why
- * it was refused, and its dst holds rubbish; whatever its bytes are, the kernels
+ * An item whose status is 0 has `written` bytes at dst. Another status says why the
+ * item was refused, and its dst is undefined. Whatever its bytes are, the kernels
  * read only [src, src + src_len) and write only [dst, dst + dst_cap).
  */
 #ifndef OVERWIRE_ABI_BATCH_H
@@ -40,7 +40,7 @@ enum {
     OW_BATCH_OFFSET = 32, /* a match reaches back before the first byte */
     OW_BATCH_ROOM = 64,   /* the output does not fit dst_cap */
     OW_BATCH_GAIN = 128,  /* X16: coding gains too little; store the bytes as they are */
-    OW_BATCH_ARG = 256    /* arg, an address or a length is not as it should be */
+    OW_BATCH_ARG = 256    /* arg, an address or a length is invalid */
 };
 
 enum { OW_BATCH_WARPS = 4, OW_BATCH_THREADS = 32 * OW_BATCH_WARPS, OW_BATCH_MOST = 512 };

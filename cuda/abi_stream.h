@@ -4,12 +4,12 @@
  *
  * A batch is a head, its streams, and a row for every chunk that the streams should
  * have. ow_stream_x16 compares each stream with what the host expects of it, and
- * decodes its chunks. For the kernels of abi_batch ow_stream_open does the former
- * and fills a table of rows, which they take, and ow_stream_close gathers what
- * they say. The other way round ow_stream_cut fills the rows, ow_x16_encode makes a block of
- * each, ow_stream_sum lays the streams out and ow_stream_join puts them down. What
- * is wrong is noted in the stream's word of status, and nothing outside
- * [src, src + stored) is read or outside [dst, dst + size) written.
+ * decodes its chunks. For the kernels of abi_batch, ow_stream_open compares the
+ * streams and fills the table of rows that they take, and ow_stream_close collects
+ * their status. To encode, ow_stream_cut fills the rows, ow_x16_encode makes a block
+ * of each, ow_stream_sum lays the streams out and ow_stream_join writes them. Errors
+ * are bits of the stream's status word. Nothing outside [src, src + stored) is read,
+ * and nothing outside [dst, dst + size) is written.
  */
 #ifndef OVERWIRE_ABI_STREAM_H
 #define OVERWIRE_ABI_STREAM_H
@@ -20,9 +20,9 @@
 /* Bytes of dynamic shared memory of ow_stream_x16. */
 enum { OW_STREAM_SHARED = OW_X16_SHARED + 32 * OW_X16_WARPS };
 
-/* One stream, and what the host expects of it. When streams are made, src and
- * size are those of the content, and dst and stored of the room for the stream,
- * all on multiples of 16. */
+/* One stream, and what the host expects of it. When streams are made, src and size
+ * describe the content, and dst and stored the space for the stream; all are
+ * multiples of 16. */
 typedef struct ow_stream {
     uint64_t src, stored; /* device address, a multiple of 8, and bytes */
     uint64_t dst, size;   /* of the content, exactly */
@@ -38,8 +38,8 @@ typedef struct ow_stream {
 typedef struct ow_stream_head {
     uint32_t streams, rows;
     uint32_t split;         /* X16: warps that share a chunk */
-    uint32_t told;          /* when made: where, behind the words of status, ow_stream_peek_t are written */
-    uint64_t scratch, slot; /* when made: room for a block of each row, and its bytes, multiples of 16 */
+    uint32_t answers;       /* when made: offset from the status words at which ow_stream_peek_t are written */
+    uint64_t scratch, slot; /* when made: space for a block of each row, and its bytes, multiples of 16 */
 } ow_stream_head; /* 32 bytes */
 
 /* A small batch. ow_stream_x16 takes it as an argument when it has no other batch:
@@ -50,7 +50,7 @@ typedef struct ow_stream_few {
     ow_stream streams[OW_STREAM_FEW];
 } ow_stream_few; /* 1056 bytes */
 
-/* What a stream says of itself: ow_stream_peek. */
+/* What a stream says about itself: ow_stream_peek. */
 typedef struct ow_stream_peek_t {
     uint64_t size, chunk;
     uint32_t format;
@@ -66,7 +66,7 @@ enum {
     OW_STREAM_HEADER = 1 << 8,  /* no such stream, or a damaged header */
     OW_STREAM_OTHER = 1 << 9,   /* another algorithm, length or chunk than was expected */
     OW_STREAM_CHUNK = 1 << 10,  /* a chunk outside the payload, or of an impossible form */
-    OW_STREAM_PLACE = 1 << 11,  /* a block of X16 that does not lie on a multiple of 16 */
+    OW_STREAM_PLACE = 1 << 11,  /* a block of X16 that is not aligned to 16 */
     OW_STREAM_DATA = 1 << 12,   /* a block that its decoder refuses */
     OW_STREAM_ROOM = 1 << 13    /* more bytes than the output has space for */
 };

@@ -1,12 +1,11 @@
-// Cascaded blocks: one warp decodes one block. The layout, by its bytes, stands in
-// gosrc/nvcomp/cascaded: a head, then chunks of 4096 bytes of content, each with
-// arrays of run lengths, the first value of each layer of differences, and an
-// array of values; arrays are packed to the bits they need.
+// Cascaded blocks: one warp decodes one block. gosrc/nvcomp/cascaded describes the
+// layout: a head, then chunks of 4096 bytes of content, each with arrays of run
+// lengths, the first value of each layer of differences, and an array of values;
+// arrays are packed to the bits they need.
 //
-// A chunk's values go to and fro between two buffers in shared memory, a layer
-// at a time: differences by prefix sums, runs by prefix sums of their lengths
-// and a search for each element. What is accepted is what the Go decoder
-// accepts.
+// A chunk's values alternate between two buffers in shared memory, a layer at a
+// time: differences by prefix sums, runs by prefix sums of their lengths and a
+// search for each element. It accepts exactly what the Go decoder accepts.
 #ifndef OVERWIRE_CASCADED_DECODE_CUH
 #define OVERWIRE_CASCADED_DECODE_CUH
 
@@ -51,8 +50,8 @@ template <u32 S> OW_DEV typename Element<S>::V element_any(const u8* p) {
 OW_DEV u32 element_shfl(u32 v, u32 from) { return shfl(v, from); }
 OW_DEV u64 element_shfl(u64 v, u32 from) { return (u64)shfl((u32)(v >> 32), from) << 32 | shfl((u32)v, from); }
 
-// An Array is a stored array: n values above `least`, of `width` bits, or as
-// they are.
+// An Array is a stored array: n values above `least`, packed to `width` bits or not
+// packed.
 struct CascadedArray {
     const u8* p;
     u32 n, width;
@@ -60,7 +59,7 @@ struct CascadedArray {
     bool packed;
 };
 
-// cascaded_array opens an array of at most `most` elements; false: it is none.
+// cascaded_array opens an array of at most `most` elements; false: it is invalid.
 template <u32 S> OW_DEV bool cascaded_array(CascadedArray& a, const u8* p, u32 bytes, bool packed, u32 most) {
     constexpr u32 word = S > 4 ? S : 4, head = (word + 4 + word - 1) / word * word;
     a.packed = packed;
@@ -112,8 +111,8 @@ template <u32 S> OW_DEV void cascaded_sums(u32 to, u32 from, u32 n, typename Ele
     syncwarp();
 }
 
-// cascaded_runs repeats n values as often as the array says. It gives how many
-// they have become, or kMany if that is more than `most`.
+// cascaded_runs repeats n values as often as the array of run lengths says. It
+// returns their new number, or kMany if that is more than `most`.
 constexpr u32 kMany = ~0u;
 
 template <u32 S> OW_DEV u32 cascaded_runs(u32 to, u32 from, u32 n, const CascadedArray& runs, u32 most) {
@@ -144,16 +143,16 @@ template <u32 S> OW_DEV u32 cascaded_runs(u32 to, u32 from, u32 n, const Cascade
     return made;
 }
 
-// Where the parts of a chunk lie: of stage i, which is run lengths where i is even and
-// differences where it is odd, lane i knows it, of the values lane 31. The stages of
-// `set` are there.
+// The offsets of a chunk's arrays. Of stage i, which is run lengths if i is even
+// and differences if it is odd, lane i knows the offset, of the values lane 31.
+// `set` has a bit for each stage of the chunk.
 struct CascadedChunk {
     u32 used, set, place, bytes;
     bool packed;
 };
 
-// cascaded_open finds the parts of the chunk at src, of `left` bytes at most.
-// False: it is none.
+// cascaded_open finds the arrays of the chunk at src, of `left` bytes at most.
+// False: it is invalid.
 template <u32 S> OW_DEV bool cascaded_open(CascadedChunk& c, const u8* src, u32 left, u32 head) {
     constexpr u32 word = S > 4 ? S : 4;
     u32 rles = head & 255, deltas = head >> 8 & 255;
@@ -175,8 +174,8 @@ template <u32 S> OW_DEV bool cascaded_open(CascadedChunk& c, const u8* src, u32 
     return true;
 }
 
-// cascaded_chunk decodes the chunk at src, of `left` bytes at most, to dst;
-// `used` and `made` are the bytes of either. False: it is none.
+// cascaded_chunk decodes the chunk at src, of `left` bytes at most, to dst; `used`
+// and `made` are the bytes of either. False: it is invalid.
 template <u32 S>
 OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shared, u32 head, u32& used, u32& made) {
     constexpr u32 most = kCascadedChunk / S;
@@ -216,7 +215,7 @@ OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shar
     return true;
 }
 
-// cascaded_block decodes; out is how many bytes. Returns 0 or a status.
+// cascaded_block decodes a block to `out` bytes. Returns 0 or a status.
 OW_DEV u32 cascaded_block(const u8* src, u32 n, u8* dst, u32 cap, u32 shared, u32& out) {
     out = 0;
     if (n < 8) return OW_BATCH_INPUT;

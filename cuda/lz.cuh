@@ -1,10 +1,9 @@
-// What the decoders of LZ4 and Snappy share: the input as it comes through
-// shared memory, and the two ways to make output, from the input and from the
-// output itself.
+// What the decoders of LZ4 and Snappy share: the input, which comes through shared
+// memory, and the two ways to make output, from the input and from earlier output.
 //
-// One warp decodes one chunk. All lanes know where input and output stand; each
-// looks at its own byte of the next 32 of the input, so that an element's head,
-// and its literals if they are few, come with one load.
+// One warp decodes one chunk. All lanes know the positions in input and output;
+// each looks at its own byte of the next 32 of the input, so that one load brings
+// an element's head, and its literals if they are few.
 #ifndef OVERWIRE_LZ_CUH
 #define OVERWIRE_LZ_CUH
 
@@ -15,8 +14,8 @@ namespace ow {
 
 constexpr u32 kFeedBlock = 512, kFeedRing = 2 * kFeedBlock, kFeedAhead = 64;
 
-// A Feed is the input on its way through a ring of two blocks in shared memory.
-// Offsets count from `base`, which is `src` rounded down to 16.
+// A Feed is the input in a ring of two blocks in shared memory. Offsets count from
+// `base`, which is `src` rounded down to 16.
 struct Feed {
     const u8* base;
     u32 begin, end;  // of the input
@@ -26,8 +25,8 @@ struct Feed {
     u32 mark;        // from here on feed_serve has something to do
 };
 
-// feed_issue asks for the block at `at`. What of it lies outside the input is
-// neither read nor written.
+// feed_issue requests the block at `at`. What of it is outside the input is neither
+// read nor written.
 OW_DEV void feed_issue(const u8* base, u32 begin, u32 end, u32 ring, u32 at) {
     at += 16 * lane();
     u32 to = ring | (at & (kFeedRing - 1));
@@ -41,16 +40,15 @@ OW_DEV void feed_issue(const u8* base, u32 begin, u32 end, u32 ring, u32 at) {
     }
 }
 
-// feed_serve sees to it that the bytes [at, at + kFeedAhead) of the input are in
-// the ring, and that the block behind them is on its way. It returns what the
-// Feed then has.
+// feed_serve makes sure that the bytes [at, at + kFeedAhead) of the input are in
+// the ring, and that the next block is on its way. It returns the Feed's new state.
 OW_COLD u32 feed_serve(const u8* base, u32 begin, u32 end, u32 ring, u32 have, u32 at) {
     u32 issued = have & ~1u, landed = have & 1 ? issued - kFeedBlock : issued;
-    if (at >= issued) {  // jumped over what is there
+    if (at >= issued) {  // jumped beyond the ring
         copy_wait();
         landed = issued = at & ~(kFeedBlock - 1);
     }
-    syncwarp();  // every lane is done with the block that goes
+    syncwarp();  // every lane is done with the block that is replaced
     OW_UNROLL(1)
     for (;;) {
         if (at + kFeedAhead > landed && landed < issued) {
@@ -81,8 +79,8 @@ OW_DEV void feed_open(Feed& f, const u8* src, u32 n, u32 ring) {
 OW_DEV u32 feed_peek(Feed& f, u32 at) {
     if (at >= f.mark) {
         f.have = feed_serve(f.base, f.begin, f.end, f.ring, f.have, at);
-        // What is on its way is waited for before it is looked at; the next
-        // block is asked for when the one before the last is done with.
+        // Wait for a block before it is read; request the next one when the last
+        // but one is no longer needed.
         if (f.have & 1) f.mark = f.have - 1 - kFeedBlock - (kFeedAhead - 1);
         else f.mark = f.have < f.end ? f.have - kFeedBlock : ~0u;
     }
@@ -95,14 +93,13 @@ OW_DEV void feed_close() {
     syncwarp();
 }
 
-// copy_run copies n bytes that do not overlap; `self`: out of what this warp has
-// written. Reads stay inside [lo, hi), which holds the source.
+// copy_run copies n bytes that do not overlap; `self`: the source is output of this
+// warp. Reads stay inside [lo, hi), which contains the source.
 template <bool SELF> OW_DEV u32 load8(const u8* p) { return SELF ? again8(p) : ldg8(p); }
 template <bool SELF> OW_DEV u32 load32(const u8* p) { return SELF ? again32(p) : ldg32(p); }
 
-// copy_long copies more than 64 bytes: words of the destination, each out of one
-// or two words of the source; what is left at both ends, at most 7 bytes,
-// singly.
+// copy_long copies more than 64 bytes: words of the destination, each from one or
+// two words of the source; the rest at both ends, at most 7 bytes, singly.
 template <bool SELF> OW_COLD void copy_long(u8* to, const u8* from, u32 n, const u8* lo, const u8* hi) {
     u32 head = (0u - (u32)(uintptr_t)to) & 3, off = (u32)(uintptr_t)(from + head) & 3;
     if (off && from + head < lo + off) head += 4;
@@ -151,7 +148,7 @@ template <bool SELF> OW_DEV void copy_run(u8* to, const u8* from, u32 n, const u
     }
 }
 
-// copy_again repeats more than 32 bytes that are `back` < n apart. From the
+// copy_again repeats more than 32 bytes from `back` < n bytes before. From the
 // first byte of the match on, the output has period `back`: each round copies as
 // many whole periods as there are.
 OW_COLD void copy_again(u8* to, u32 back, u32 n, const u8* lo, const u8* hi) {
@@ -170,8 +167,8 @@ OW_COLD void copy_again(u8* to, u32 back, u32 n, const u8* lo, const u8* hi) {
     }
 }
 
-// copy_match repeats n bytes from `back` before dst + out; 0 < back <= out, and
-// out + n <= cap. What is nearer than n repeats itself.
+// copy_match repeats n bytes from `back` before dst + out; 0 < back <= out, and out
+// + n <= cap. If back < n, the bytes repeat themselves.
 OW_DEV void copy_match(u8* dst, u32 out, u32 cap, u32 back, u32 n) {
     u8* to = dst + out;
     const u8* from = to - back;
@@ -186,31 +183,32 @@ OW_DEV void copy_match(u8* dst, u32 out, u32 cap, u32 back, u32 n) {
 
 // Short elements are decoded many at a time: those that begin in the next 32 bytes
 // of input. Each lane reads the byte it sees as the head of an element. By jumps
-// that double, a lane learns which elements follow on its own and what they make
-// together: those that follow on lane 0's are the right ones, and what is left
-// to make tells where each begins in the output.
+// that double, a lane learns which elements follow its own, and how many bytes they
+// make together. The elements that follow lane 0's are the real ones, and what is
+// left to make says where each begins in the output.
 //
-// Matches of what was there before, and literals, are copied four at a time, the
-// parts of an element being a table's entries in shared memory. Where a match reaches into what these elements make
-// themselves, each lane makes two bytes of the next 64 instead, if need be that at
-// the end of a chain of matches.
+// Literals, and matches of output that is complete, are copied four at a time, from
+// a table in shared memory with an entry for each. If a match refers to output of
+// these elements themselves, each lane instead makes two bytes of the next 64, if
+// necessary at the end of a chain of matches.
 
-// A Head is an element as its first byte says it: bytes it takes, literals and
-// match bytes it makes, the lane of its offset's bytes, and whether it is a short
-// one whose head (of LZ4: the whole) ends in the 32 bytes.
+// A Head is an element as its first byte describes it: how many input bytes it has,
+// how many literals and match bytes it makes, the lane of its offset's bytes, and
+// whether it is a short one whose head (of LZ4: the whole) ends in the 32 bytes.
 struct Head { u32 size, literals, match, back_at; bool is; };
 
-// Input and output that must be left: an element may begin with the last of the 32
-// bytes and have 60 literals.
+// How much input and output must be left: an element may begin with the last of the
+// 32 bytes and have 60 literals.
 constexpr u32 kShortIn = 96, kShortOut = 64;
 // Parts of at most 16 elements and an empty group of four. A Format has head, back,
-// which reads an offset out of a head and two bytes, and kBoth: an element may have
+// which reads an offset from a head and two bytes, and kBoth: an element may have
 // both literals and a match.
 constexpr u32 kShortTable = 24 * 16;
 
-// short_copy puts down m parts of at most 8 * N bytes, of which none needs another:
-// entries of an address, of bytes, and of the place behind `to`. Eight lanes have one
-// each, so four are made at a time. Empty ones follow, up to a multiple of four.
+// short_copy copies m parts of at most 8 * N bytes that do not depend on each
+// other. An entry has an address, a length, and an offset behind `to`. Eight lanes
+// take one part, so four are made at a time. Empty entries follow, up to a multiple
+// of four.
 template <u32 N> OW_DEV void short_copy(u8* to, u32 table, u32 m) {
     u32 l = lane() & 7, at = table + 2 * (lane() - l), end = at + 16 * m;
     to += l;
@@ -226,8 +224,9 @@ template <u32 N> OW_DEV void short_copy(u8* to, u32 table, u32 m) {
     }
 }
 
-// short_gather makes the bytes of elements that need each other: those of `heads`, which
-// end in the 32 bytes b and make n <= 64. is: the lane is one of them.
+// short_gather makes the bytes of elements that depend on each other: those of
+// `heads`, which end in the 32 bytes b and make n <= 64. is: the lane is one of
+// them.
 OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is, u32 start, u32 back, u32 n, u8* to, u32 table) {
     u32 me = bit(f.lane), upto = me | (me - 1), before = 0;
     u32 starts[2] = {any_or(is ? bit(start) : 0), any_or(is ? bit(start - 32) : 0)};
@@ -263,17 +262,16 @@ OW_DEV void short_gather(const Feed& f, const Head& h, u32 b, u32 heads, bool is
     if (f.lane + 32 < n) put8(to + 32, y & 32 ? y1 : y0);
 }
 
-// short_run decodes what begins at `at`, where b is the lane's peek, as far as
-// elements are short, and returns how many bytes they make: 0 if the first is
-// none, or if there is no room for all; kShortBad if an offset reaches back too
-// far. It advances `at`, not `out`. The caller has seen to it that kShortIn bytes
-// of input are left.
+// short_run decodes short elements from `at` on, where b is the lane's peek, and
+// returns how many bytes they make: 0 if the first is not short, or if there is no
+// space for all; kShortBad if an offset reaches back too far. It advances `at`, not
+// `out`. The caller makes sure that kShortIn bytes of input are left.
 constexpr u32 kShortBad = ~0u;
 template <class Format> OW_DEV u32 short_run(const Feed& f, u32 b, u32& at, u8* dst, u32 out, u32 room, u32 table) {
     Head h = Format::head(b, f.lane);
     u32 from = at, me = bit(f.lane), made = h.literals + h.match, seen = h.is ? me : 0;
-    // What the elements from here on make << 8, and the lane behind them: 32 and more, it
-    // is where they end.
+    // What the elements from here on make << 8, and the lane behind them; 32 and
+    // more: their end.
     u32 way = h.is ? made << 8 | umin(f.lane + h.size, 32) : 32;
     OW_UNROLL(4)
     for (u32 i = 0; i < 4; i++) {
@@ -342,7 +340,7 @@ OW_DEV LzPlace lz_place(u32 base, u32 warp) {
     return {base + warp * kFeedRing, base + OW_BATCH_WARPS * kFeedRing + warp * kShortTable};
 }
 
-// batch_result writes what became of an item.
+// batch_result writes an item's result.
 OW_DEV void batch_result(ow_batch_item* item, u32 status, u64 written) {
     if (lane() == 0) {
         item->written = status ? 0 : written;

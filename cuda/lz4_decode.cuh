@@ -43,7 +43,7 @@ struct Lz4 {
     OW_DEV u32 block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) { return lz4_block(f, dst, cap, table, out); }
 };
 
-// lz4_block decodes; out is how many bytes. Returns 0 or a status.
+// lz4_block decodes a block to `out` bytes. Returns 0 or a status.
 OW_DEV u32 lz4_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     out = 0;
     u32 at = f.begin;

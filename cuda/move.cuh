@@ -1,8 +1,8 @@
-// Copies and casts on the device: many small raw chunks to their aligned places
-// in one launch, column slices gathered out of decoded chunks, element types
-// changed. Bodies over warp.cuh, so that the host twin runs the same text.
+// Copies and casts on the device: many small raw chunks to their aligned
+// destinations in one launch, column slices gathered from decoded chunks, element
+// types changed. Bodies over warp.cuh, so that the host twin runs the same text.
 //
-// A move reads whole 32-bit words that hold wanted bytes, so up to 3 bytes on
+// A move reads whole 32-bit words that contain wanted bytes, so up to 3 bytes on
 // either side of a run; both ends of any allocation are aligned to that.
 #ifndef OVERWIRE_MOVE_CUH
 #define OVERWIRE_MOVE_CUH

@@ -32,7 +32,7 @@ struct Snappy {
     OW_DEV u32 block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) { return snappy_block(f, dst, cap, table, out); }
 };
 
-// snappy_block decodes; out is how many bytes. Returns 0 or a status.
+// snappy_block decodes a block to `out` bytes. Returns 0 or a status.
 OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     out = 0;
     u32 at = f.begin, b = feed_peek(f, at);
@@ -46,7 +46,7 @@ OW_DEV u32 snappy_block(Feed& f, u8* dst, u32 cap, u32 table, u32& out) {
     }
     if (said >> 32) return OW_BATCH_INPUT;
     if (said > cap) return OW_BATCH_ROOM;
-    // What follows may make as many bytes as were said, and must.
+    // The elements must make exactly as many bytes as the header says.
     u32 size = (u32)said;
     at += k + 1;
     b = feed_peek(f, at);

@@ -1,7 +1,7 @@
-// The kernels of stream.cuh and stream_make.cuh. ow_stream_open, _close, _cut
-// and _peek: a thread a row, or a stream; ow_stream_sum a warp a stream,
-// ow_stream_join a warp a share of a row; blocks of 32 * OW_X16_WARPS.
-// ow_stream_x16: a warp a share of a row, launched as the kernels of
+// The kernels of stream.cuh and stream_make.cuh. ow_stream_open, _close, _cut and
+// _peek: one thread per row or stream; ow_stream_sum one warp per stream,
+// ow_stream_join one warp per share of a row; blocks of 32 * OW_X16_WARPS.
+// ow_stream_x16: one warp per share of a row, launched as the kernels of
 // x16_decode.cu, with OW_STREAM_SHARED; without a head it takes that of `few`.
 #include "stream.cuh"
 #include "stream_make.cuh"

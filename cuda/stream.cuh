@@ -1,7 +1,7 @@
-// Bitstreams opened on the device: from a stream's bytes to a row for each of
-// its chunks. docs of the layout: gosrc/nvcomp/native.go. One thread a row,
-// no warp operations, no shared memory; the X16 kernel is a warp a share of a
-// row, and opens that itself.
+// Bitstreams opened on the device: from a stream's bytes to a row for each of its
+// chunks. gosrc/nvcomp/native.go describes the layout. One thread a row, no warp
+// operations, no shared memory; in the X16 kernel, where a warp has a share of a
+// row, the warp opens it itself.
 #ifndef OVERWIRE_STREAM_CUH
 #define OVERWIRE_STREAM_CUH
 
@@ -29,14 +29,14 @@ OW_DEV u64 load64(const u8* p) {
     return (u64)v.y << 32 | v.x;
 }
 
-// Bytes of any alignment, little-endian.
+// Reads of any alignment, little-endian.
 OW_DEV u64 load_bytes(const u8* p, u32 n) {
     u64 v = 0;
     for (u32 i = 0; i < n; i++) v |= (u64)ldg8(p + i) << (8 * i);
     return v;
 }
 
-// Bytes of a native stream's header; its tables follow.
+// The size of a native stream's header; its tables follow.
 constexpr u32 kNativeHead = 64;
 
 struct Native {
@@ -64,18 +64,17 @@ OW_DEV u32 native_open(Native& h, const u8* src, u64 n) {
     return 0;
 }
 
-// A stored block and its place in the content.
+// A stored block and the place of its content.
 struct Block {
     const u8* src;
     u64 stored, at, size;
 };
 
-// sized_prefix is how many bytes stand before the block of a sized stream: its
-// length.
+// sized_prefix is how many bytes precede the block of a sized stream: its length.
 OW_DEV u32 sized_prefix(const ow_stream& s) { return s.format == OW_STREAM_LZ4 ? 4 : 8; }
 
-// stream_block finds block k of a stream: no bytes stored where there is none.
-// It returns bits of status.
+// stream_block finds block k of a stream; a missing block has no stored bytes.
+// Returns bits of status.
 OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
     const u8* src = (const u8*)(uintptr_t)s.src;
     b.at = (u64)k * s.chunk;
@@ -106,10 +105,11 @@ OW_DEV u32 stream_block(Block& b, const ow_stream& s, u32 k) {
 // The head of an X16 block (gosrc/nvcomp/x16.go): u8 codec, u8 transform,
 // u16 tiles per segment, u32 bytes of content.
 constexpr u32 kBlockHead = 8;
-// A chunk's word `zero` says what its block is: a transform, or one of these.
+// A chunk's word `zero` says how its block is stored: with a transform, or as one
+// of these.
 constexpr u32 kPlain = 0, kDead = 0xffff;
 
-// x16_block checks a block's head and gives its chunk.
+// x16_block checks a block's head and returns its chunk.
 OW_DEV u32 x16_block(ow_x16_chunk& c, const Block& b, u64 dst) {
     if (b.stored < kBlockHead || b.stored >> 31) return OW_STREAM_CHUNK;
     u64 head = load_bytes(b.src, kBlockHead);
@@ -126,7 +126,7 @@ OW_DEV u32 x16_block(ow_x16_chunk& c, const Block& b, u64 dst) {
     return (c.src | c.dst) % 16 ? OW_STREAM_PLACE : 0;
 }
 
-// stream_open fills a row. That of a stream that is bad does nothing.
+// stream_open fills a row. The row of a bad stream does nothing.
 OW_DEV void stream_open(const ow_stream_head* head, ow_batch_item* rows, u32 row, u32* status) {
     u32 i = stream_of(head, row);
     ow_stream s = stream_list(head)[i];
@@ -143,14 +143,14 @@ OW_DEV void stream_open(const ow_stream_head* head, ow_batch_item* rows, u32 row
     if (bad) raise(status + i, bad);
 }
 
-// stream_close says of a row that was decoded whether it is whole.
+// stream_close checks that a row was decoded completely.
 OW_DEV void stream_close(const ow_stream_head* head, const ow_batch_item* rows, u32 row, u32* status) {
     const ow_batch_item& it = rows[row];
     if (it.src_len && (it.status || it.written != it.dst_cap)) raise(status + stream_of(head, row), OW_STREAM_DATA);
 }
 
-// stream_peek says of stream i how long its content is, as far as that stands
-// at a fixed place: native and sized streams, and blocks of X16 and Snappy.
+// stream_peek returns the length of stream i's content if it is at a fixed offset:
+// native and sized streams, and blocks of X16 and Snappy.
 OW_DEV void stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, u32 i) {
     const ow_stream& s = stream_list(head)[i];
     const u8* src = (const u8*)(uintptr_t)s.src;
@@ -206,7 +206,7 @@ template <int TR> OW_DEV void stream_segments(u32 kept, u32 share, u32 split, u3
     ow_x16_chunk c = X16Kept::chunk({kept, 0});
     u32 total = c.logical / (32 * Transform<TR>::kOut);
     u32 segs = (total + c.tiles - 1) / c.tiles, phase = 0;
-    // What the Go decoder looks at before it decodes: one of the warps does.
+    // What the Go decoder checks before it decodes: one of the warps does.
     if (share == 0 && total) {
         u32 bad = x16_vet(c, x16_form<TR>());
         if (bad && lane() == 0) raise(status + c.status, bad);
@@ -219,8 +219,8 @@ template <int TR> OW_DEV void stream_segments(u32 kept, u32 share, u32 split, u3
     }
 }
 
-// stream_x16 decodes a warp's share of a row: every split-th segment. kept:
-// shared address of 32 bytes of the warp's.
+// stream_x16 decodes a warp's share of a row: every split-th segment. kept: shared
+// address of 32 bytes of the warp's.
 OW_DEV void stream_x16(const ow_stream_head* head, u32 job, u32* status, X16Place place, u32 kept) {
     u32 split = head->split, row = job / split, share = job % split, i = stream_of(head, row);
     ow_stream s = stream_list(head)[i];

@@ -1,7 +1,6 @@
-// Streams of X16 made on the device (gosrc/nvcomp/native.go, x16.go): rows out
-// of contents, then, when every row has its block, the layout, and the bytes in
-// their places. The same bytes as the host's encoder makes, where its blocks are
-// the same.
+// X16 streams made on the device (gosrc/nvcomp/native.go, x16.go): rows from
+// contents, then, when every row has its block, the layout, and the bytes in their
+// places. The bytes are those of the host's encoder, if its blocks are the same.
 #ifndef OVERWIRE_STREAM_MAKE_CUH
 #define OVERWIRE_STREAM_MAKE_CUH
 
@@ -14,20 +13,20 @@ OW_DEV u32 stream_chunk(const ow_stream& s, u32 k) {
     return (u32)(left < s.chunk ? left : s.chunk);
 }
 
-// stream_cut fills a row: a chunk of content, and where its block is made.
+// stream_cut fills a row: a chunk of content, and the space for its block.
 OW_DEV void stream_cut(const ow_stream_head* head, ow_batch_item* rows, u32 row) {
     ow_stream s = stream_list(head)[stream_of(head, row)];
     u32 k = row - s.first;
     rows[row] = {s.src + (u64)k * s.chunk, stream_chunk(s, k), head->scratch + row * head->slot, head->slot, 0, 0, s.arg};
 }
 
-// What became of a row's chunk: a block, or the bytes as they are.
+// The result of a row's chunk: a block, or the bytes as they are.
 OW_DEV bool row_plain(const ow_batch_item& it, u32 transform) { return !transform || it.status == OW_BATCH_GAIN; }
 
 OW_DEV void store64(u8* p, u64 v) { stg64(p, {(u32)v, (u32)(v >> 32)}); }
 
-// stream_sum lays stream i out: each row gets its place and length, the stream
-// its tables and header, the host the length of it all.
+// stream_sum lays out stream i: it gives each row its offset and length, the stream
+// its tables and header, and the host the total length.
 OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u32* status) {
     ow_stream s = stream_list(head)[i];
     u8* dst = (u8*)(uintptr_t)s.dst;
@@ -71,7 +70,7 @@ OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u
         raise(status + i, OW_STREAM_ROOM);
         return;
     }
-    ow_stream_peek_t* out = (ow_stream_peek_t*)((u8*)status + head->told) + i;
+    ow_stream_peek_t* out = (ow_stream_peek_t*)((u8*)status + head->answers) + i;
     *out = {front + off, s.chunk, s.format, 0};
     if (s.kind == OW_STREAM_SIZED) store64(dst, s.size);
     if (!native) return;
@@ -88,7 +87,7 @@ OW_DEV void stream_sum(const ow_stream_head* head, ow_batch_item* rows, u32 i, u
     stg32(dst + 56, (u32)front);
 }
 
-// stream_join puts a warp's share of a row down: head, block, padding.
+// stream_join writes a warp's share of a row: head, block, padding.
 OW_DEV void stream_join(const ow_stream_head* head, const ow_batch_item* rows, u32 job, u32*) {
     u32 split = head->split, row = job / split, share = job % split;
     ow_stream s = stream_list(head)[stream_of(head, row)];

@@ -180,8 +180,8 @@ void run_warp(F f, bool falling = false) {
     host::run([](void* p) { (*(F*)p)(); }, &f, falling);
 }
 
-// run_phase is run_warp for one warp's part of a phase; shared memory is what
-// the phases before it left, or rubbish if it is the first.
+// run_phase is run_warp for one warp's part of a phase; shared memory is what the
+// phases before it left, or undefined in the first.
 template <class F>
 void run_phase(F f, bool first, bool falling = false) {
     host::run([](void* p) { (*(F*)p)(); }, &f, falling, !first);

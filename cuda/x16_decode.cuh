@@ -128,7 +128,7 @@ template <int TR> OW_DEV void x16_table(const X16Segment& s, u32 table) {
     sts128(table + 32 * lane() + 16, {e[4], e[5], e[6], e[7]});
 }
 
-// The word ring of one segment.
+// The ring of words of one segment.
 template <class Cfg> struct X16Words {
     static constexpr u32 kBlock = Cfg::kBlock, kRing = 2 * kBlock;
     const u8* src;   // the chunk
@@ -137,8 +137,8 @@ template <class Cfg> struct X16Words {
     u32 block;       // number of the block at the cursor
     u32 phase;       // of the barrier; toggles with every wait
 
-    // issue asks for block k. Bytes past the segment are left as they are: the
-    // cursor check at the end tells if they were used.
+    // issue requests block k. Bytes past the segment stay as they are: the cursor
+    // check at the end finds out whether they were used.
     OW_DEV void issue(X16Words& w, u32 k) {
         u32 at = w.first + k * kBlock, to = w.ring + (k & 1) * kBlock;
         if (Cfg::kBulk) {
@@ -175,9 +175,9 @@ template <class Cfg> struct X16Words {
         wait(w);
         issue(w, 1);
     }
-    // crossed moves on after the cursor entered another quarter of 256 bytes,
-    // at most one on. A block is asked for when its slot is free, and waited
-    // for when the next tile may need it. Returns the cursor, wrapped.
+    // crossed moves on after the cursor entered the next quarter of 256 bytes. A
+    // block is requested when its slot is free, and waited for when the next tile
+    // may need it. Returns the cursor, wrapped.
     OW_DEV u32 crossed(X16Words& w, u32 at) {
         u32 in = (at - w.ring) % kBlock;
         if (in >= kBlock - 256) {
@@ -344,9 +344,9 @@ struct X16Listed {
     OW_DEV u32 seg(const X16Listed& l) { return l.segs[l.job].seg; }
 };
 
-// x16_segment decodes one segment and, if it is the chunk's last, copies the
-// tail. `phase` is 0 before the warp's first job, and its barrier is
-// initialised. `table` says that the chunk's table is there, of another segment.
+// x16_segment decodes one segment and, if it is the chunk's last, copies the tail.
+// `phase` is 0 before the warp's first job, and its barrier is initialized.
+// `table`: the chunk's table is in shared memory, from another segment.
 template <int TR, class Cfg, class Job>
 OW_DEV void x16_segment(const Job& job, u32* status, X16Place place, u32& phase, bool& table) {
     typedef Transform<TR> X;
@@ -367,7 +367,7 @@ OW_DEV void x16_segment(const Job& job, u32* status, X16Place place, u32& phase,
             used = x16_tiles<TR, Cfg>(s, place, phase, bad);
         }
     }
-    // What the end needs is read again: kept, it would cost the tile loop ten
+    // Read again what the end needs: kept, it would cost the tile loop ten
     // registers.
     ow_x16_chunk c = Job::chunk(job);
     X16Segment s;

@@ -26,8 +26,8 @@ namespace ow {
 // address of its first slot << 16; inverse of the frequency.
 constexpr u32 kCounts = 0, kEntries = 8192, kBins = 10240, kSlots = 11264, kHead = 11520, kFacts = kHead + 96;
 constexpr u32 kEncodeShared = kFacts + 144, kEncodePhases = 7;
-// Facts: what the chunk will be; its planes' offset; whether it has escapes;
-// bits common to all elements, and to any, by warp.
+// Facts: the chunk's kind, its planes' offset, whether it has escapes, and the bits
+// common to all elements, and to any, by warp.
 constexpr u32 kState = kFacts, kPlanes = kFacts + 4, kEscapes = kFacts + 8, kAll = kFacts + 16, kAny = kFacts + 80;
 enum : u32 { kCoded = 0, kOneSymbol = 1, kRefused = 2 };
 constexpr u32 kMostChunk = 16 << 20;
@@ -52,7 +52,7 @@ OW_DEV u32 lane_unit() { return (lane() & 16) + 4 * (lane() & 3) + (lane() >> 2 
 
 OW_DEV u32 byte_of(u32x2 v, u32 i) { return (i < 4 ? v.x : v.y) >> (8 * (i & 3)) & 255; }
 
-// x16_tables writes what coding looks up, for a model and its buckets.
+// x16_tables writes the tables for coding with a model and its buckets.
 OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
     u32 first = lane() < 16 ? m.freq : 0;  // of the symbol's slots: those of the symbols before
     OW_UNROLL(1)
@@ -211,7 +211,7 @@ template <int TR> struct Encode {
     }
 
     // segment codes segment s, last symbol first. WRITE: words and planes go to
-    // their places; else words and escapes are counted into the list.
+    // their places; else words and escapes are only counted.
     template <bool WRITE> OW_DEV void segment(const Encode& e, u32 s) {
         u32 first = s * e.g.seg, t = umin(first + e.g.seg, e.g.tiles), entries = e.shared + kEntries;
         const u8* from = e.src + lane_unit() * kUnit;
@@ -387,7 +387,7 @@ template <int TR> struct Encode {
     }
 };
 
-// encode_refuses says why an item cannot be coded at all, or 0.
+// encode_refuses returns why an item cannot be coded at all, or 0.
 OW_DEV u32 encode_refuses(const ow_batch_item& it) {
     u32 tr = it.arg & 0xffff;
     if (tr < OW_BF16 || tr > OW_BYTES || it.src_len > kMostChunk || (it.src | it.dst) % 16) return OW_BATCH_ARG;

@@ -82,7 +82,8 @@ static const double kLog2[257] = {
 
 constexpr u32 kNone = ~0u;
 
-// A Model is what lane k knows of symbol k, and what all know of the whole.
+// A Model: what lane k knows about symbol k, and what all lanes know about the
+// whole.
 struct X16Model {
     u32 value, freq;  // of symbol k; 0 in lanes above 15
     u32 escape;       // the symbol that stands for all other values, or kNone
@@ -96,7 +97,7 @@ OW_DEV u32 sum16(u32 v) {  // over lanes 0..15, and over 16..31
     return v;
 }
 
-// A Pick is where one more slot gains most and where one less costs least.
+// A Pick says where one more slot gains most and where one less costs least.
 struct X16Pick {
     u32 up, down;  // symbols, or kNone
     double gain, cost;
@@ -121,8 +122,8 @@ OW_COLD X16Pick x16_pick(double c, u32 f) {
     return p;
 }
 
-// x16_freq shares 256 slots among counts that sum to n, so that the coded size
-// is the smallest there is, and gives that size in bits.
+// x16_freq divides 256 slots among counts that sum to n, so that the coded size is
+// minimal, and returns that size in bits.
 OW_COLD u32 x16_freq(u32 count, u32 n, double& bits) {
     u32 k = lane() & 15;
     count = shfl(count, k);  // both halves the same

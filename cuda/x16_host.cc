@@ -1,6 +1,6 @@
-// The host twin of x16_decode.cu: the same bodies, run by the warp of
-// warp_host.h. A fake driver "launches" this where there is no GPU; tests hold
-// it against the Go decoder. Slow (some 10 MB/s) and exact, not for users.
+// The host twin of x16_decode.cu: the same bodies, run by the warp of warp_host.h.
+// The fake driver launches this where there is no GPU, and tests compare it with
+// the Go decoder. It is slow (some 10 MB/s) and exact, and not for users.
 #include "x16_decode.cuh"
 
 namespace {
@@ -18,8 +18,8 @@ void all(const ow_x16_chunk* chunks, const ow_x16_seg* segs, uint32_t n, uint32_
 
 }  // namespace
 
-// ow_x16_host decodes n segment jobs on the calling thread; addresses in the
-// chunks are host addresses. Returns 0, or -1 for an unknown transform.
+// ow_x16_host decodes n segment jobs on the calling thread; addresses in the chunks
+// are host addresses. Returns 0, or -1 for an unknown transform.
 extern "C" int ow_x16_host(int transform, const ow_x16_chunk* chunks, const ow_x16_seg* segs, uint32_t n, uint32_t* status) {
     switch (transform) {
         case OW_BF16: all<OW_BF16>(chunks, segs, n, status); return 0;

@@ -1,4 +1,4 @@
-// How elements come apart into symbol values and planes: the other direction of
+// How elements are split into symbol values and planes: the inverse of
 // x16_transform.cuh. A lane holds the 8 consecutive elements of one unit.
 #ifndef OVERWIRE_X16_SPLIT_CUH
 #define OVERWIRE_X16_SPLIT_CUH
@@ -101,7 +101,7 @@ template <int TR> OW_DEV Unit unit_of(u32 e) {
     return u;
 }
 
-// fold brings what words have in common, or not, together for one element.
+// fold combines what words have in common, or not, for one element.
 template <int TR, bool AND> OW_DEV u32 fold(u32 v) {
     constexpr u32 bits = Transform<TR>::kOut * 8 / 8;  // of an element
     if (bits == 16) {

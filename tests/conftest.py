@@ -6,13 +6,13 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import processes
 import pytest
+import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,6 +27,7 @@ def pytest_configure() -> None:
 def nothing_stays() -> Iterator[None]:
     """No process that a test has started outlives the tests, however they end."""
     yield
+    warm.end()
     stayed = processes.left()
     assert not stayed, f"still running, and killed now: {stayed}"
 
@@ -39,25 +40,31 @@ def seed(request: pytest.FixtureRequest) -> Iterator[int]:
     yield value
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python source in a fresh interpreter, in tmp_path."""
+def cleaned(*more: str) -> dict[str, str]:
+    """The environment without what sets the engine, and without variables that begin with one of more."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD", *more))}
 
+
+def _script(start: Callable[..., subprocess.CompletedProcess[str]], folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(source: str, *, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD"))}
-        done = subprocess.run(
-            [sys.executable, "-c", source],
-            cwd=tmp_path,
-            env=clean | env,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        done = start(["-c", source], cwd=folder, env=cleaned() | env)
         if check:
             assert done.returncode == 0, done.stderr + done.stdout
         return done
 
     return run
+
+
+@pytest.fixture
+def torch_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs Python source in a process of its own, in tmp_path, that has imported torch and nothing else: see warm."""
+    return _script(warm.run, tmp_path)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs Python source in a fresh interpreter, in tmp_path."""
+    return _script(warm.fresh, tmp_path)
 
 
 def every_dtype() -> dict[str, Any]:

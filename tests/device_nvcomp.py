@@ -3,9 +3,9 @@ the other decodes are compared, at sizes around a chunk's.
 
     python tests/device_nvcomp.py [--wheels FOLDER] [--only LZ4,Zstd] [--json]
 
-Raw streams of the algorithms that are everybody's go both ways. nvCOMP's native and
-sized streams, its checksums and its Cascaded are read by overwire.compat.nvcomp,
-which asks nvCOMP for them, as it does for ANS and Bitcomp.
+Each side reads the other's raw streams of standard algorithms. overwire.compat.nvcomp
+reads nvCOMP's native and sized streams, its checksums and its Cascaded through
+nvCOMP, as it does ANS and Bitcomp.
 
 nvCOMP is NVIDIA's and not ours to hand on: it is used where its wheels
 (nvidia-nvcomp-cu13 and nvidia-libnvcomp-cu13, of one version, or -cu12) are

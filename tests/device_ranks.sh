@@ -16,7 +16,7 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-/tmp/overwire-ranks}
 DIR=${DIR:-${TMPDIR:-/tmp}}
 SIZE=${SIZE:-8GB}
-# NVLink multicast stays off: on a shared host it can take everybody's GPUs down.
+# NVLink multicast stays off: on a shared host it can disable other users' GPUs.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 mkdir -p "$OUT"

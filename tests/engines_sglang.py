@@ -3,7 +3,7 @@
     python tests/engines_sglang.py      needs SGLang's Python tree on PYTHONPATH; `make engines` sees to it
 
 On the CPU, without compiled kernels: entry points, hooks, LoadConfig, get_model_loader
-and the files of DefaultModelLoader are the released ones. No whole model is built. It is
+and DefaultModelLoader are the released ones. No whole model is built. It is
 a script and not a test: SGLang takes long to import.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,41 @@ def refused(words: str, call: Any) -> None:
         assert words in str(error), error
         return
     raise SystemExit(f"{words}: nothing was raised")
+
+
+class Fused(torch.nn.Module):
+    """Rows of q, k and v in one parameter, and half of the columns of the output."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+        self.qkv = torch.nn.Parameter(torch.zeros(128, tiny.HIDDEN, dtype=torch.bfloat16), requires_grad=False)
+        self.out = torch.nn.Parameter(torch.zeros(tiny.HIDDEN, 32, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name.startswith("model.layers.0.self_attn."):
+                part = name.split(".")[-2][0]
+                if part == "o":
+                    self.out.data.copy_(tensor[:, 32:] * 1 if self.reads else tensor[:, 32:])
+                else:
+                    low = {"q": 0, "k": 64, "v": 96}[part]
+                    self.qkv.data.narrow(0, low, tensor.shape[0]).copy_(tensor)
+
+
+def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
+    """SGLang's own way of loading a model, by slices and, where data is needed, without."""
+    at = "model.layers.0.self_attn."
+    fused = torch.cat([tensors[f"{at}{part}_proj.weight"] for part in "qkv"])
+    config = types.SimpleNamespace(model_path=folder, revision=None, hf_config=types.SimpleNamespace())
+    slices = tiny.planned()
+    for reads in (False, True):
+        slices.clear()
+        model = Fused(reads)
+        loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), torch.device("cpu"))
+        assert torch.equal(model.qkv, fused) and torch.equal(model.out, tensors[f"{at}o_proj.weight"][:, 32:]), reads
+        assert slices == ([] if reads else [4]), slices
+    print("  by slices as by tensors")
 
 
 def main(base: Path) -> None:
@@ -51,6 +87,7 @@ def main(base: Path) -> None:
         found = dict(loader._get_weights_iterator(DefaultModelLoader.Source(str(folder), None)))
         assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
         print(f"  {folder.name}: {len(found)} tensors as they were saved")
+        planned(loader, str(folder), tensors)
     refused("unknown key 'speed'", lambda: get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"speed": 1})))
     refused("'nonsense' is not a valid LoadFormat", lambda: LoadConfig(load_format="nonsense"))
     print("SGLang reads by overwire")

@@ -166,20 +166,38 @@ def without_kernels() -> None:
     UnquantizedFusedMoEMethod.process_weights_after_loading = lambda self, layer: None
 
 
+def planned() -> list[int]:
+    """A list that gets the number of slices of each plan that is carried out."""
+    from overwire.integrations import recording
+
+    out: list[int] = []
+    fill = recording.fill
+
+    def noted(copies: list[Any], most: int) -> None:
+        fill(copies, most)
+        out.append(len(copies))
+
+    recording.fill = noted
+    return out
+
+
 def rank_main(base: Path, world: int, rank: int, port: int) -> None:
     import vllm
 
     without_kernels()
     print(f"vLLM {vllm.__version__}, rank {rank} of {world}", flush=True)
+    plans = planned()
     for name in MODELS:
         at = base / name
         theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
         for kind in ("plain", "compressed"):
-            model, config = load(at / kind, world, rank, port, "overwire", {"max_memory": "64KiB"})
-            wrong = differences(state(model), theirs)
-            if wrong:
-                raise SystemExit(f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}")
-            print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own", flush=True)
+            for plan in (True, False):
+                plans.clear()
+                model, config = load(at / kind, world, rank, port, "overwire", {"max_memory": "64KiB", "plan": plan})
+                wrong = differences(state(model), theirs)
+                if wrong or bool(plans) != plan:
+                    raise SystemExit(f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}")
+                print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own, {sum(plans)} slices planned", flush=True)
             reload(model, config, theirs)
     if world == 1:
         bad(base, port)

@@ -87,8 +87,8 @@ def hosts(folder: Path) -> None:
     world = dist.new_group()  # a members that has not been settled yet
     grouping.host_name = lambda: f"host{rank // 2}"
     sent: list[Any] = []
-    trade = grouping.Members.trade
-    grouping.Members.trade = lambda self, out, come: (sent.extend(peer for peer, _ in out + come), trade(self, out, come))[1]  # type: ignore
+    send_receive = grouping.Members.send_receive
+    grouping.Members.send_receive = lambda self, out, come: (sent.extend(peer for peer, _ in out + come), send_receive(self, out, come))[1]  # type: ignore
     members = grouping.members_of(world)
     members.rates = Forced()
     members.rates.way = "broadcast"

@@ -5,6 +5,7 @@ The expensive things are built once for the whole file.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,12 +16,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import cleaned
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "wheels"))
+sys.path[:0] = [str(ROOT / "wheels"), str(ROOT)]
 
 import check  # noqa: E402
+import licences  # noqa: E402
 from elf import Elf  # noqa: E402
+
+import setup  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("build")
 
@@ -28,7 +33,7 @@ VERSIONS = check.pythons()
 
 
 def tool(*argv: object, cwd: Path = ROOT, **env: str) -> str:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD", "PYTHONPATH"))}
+    clean = cleaned("PYTHONPATH")
     done = subprocess.run([str(a) for a in argv], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -54,6 +59,59 @@ def test_wheel_is_sound(wheel: Path) -> None:
     """One exported symbol, libc alone, no glibc above the tag's, the stable ABI, a right RECORD."""
     assert check.audit(wheel) == []
     assert re.fullmatch(r"overwire-[\d.]+-cp310-abi3-manylinux_2_17_x86_64\.whl", wheel.name)
+
+
+def test_every_linked_module_has_its_licence() -> None:
+    """The modules of the bill of materials are those that the library itself says it has, each with a licence text."""
+    modules = licences.linked(ROOT, "go", setup.TAGS, setup.go_environment())
+    said = tool("go", "version", "-m", ROOT / "python/overwire/_core.abi3.so")
+    linked = {tuple(line.split("\t")[2:4]) for line in said.splitlines() if line.startswith("\tdep\t")}
+    assert len(linked) > 20 and {(one.path, one.version) for one in modules if one.path != "std"} == linked
+    texts, bill = licences.notices(modules), json.loads(licences.bill("overwire", "1", "Apache-2.0", modules, ROOT))
+    for one in modules:
+        assert one.licences and all(f"{one.path} {one.version}: {name}" in texts for name in one.texts), one.path
+    assert "golang.org/x/sys v" in texts and "std 1." in texts and "Copyright (c) 2015 Klaus Post" in texts
+    refs = [part["bom-ref"] for part in bill["components"]]
+    assert len(refs) == len(set(refs)) == len(modules) + 1 and bill["dependencies"][0]["dependsOn"] == refs
+    assert {"x16.fatbin"} == {part["name"] for part in bill["components"] if part["type"] == "file"}
+    page = (ROOT / "docs/dependencies.md").read_text()
+    for name in {name for one in modules for name in one.licences}:
+        assert name in page
+
+
+def test_the_package_page_leads_nowhere_wrong() -> None:
+    """Its text is the README's, without links into the tree; it names the Pythons that are tested."""
+    page = setup.metadata()
+    assert setup.without_links("[a](b.md) [`c`](d#e) [f](https://g/h) [i](#j)") == "a `c` [f](https://g/h) [i](#j)"
+    assert "docs/reliability.md" in page and not re.search(r"\]\((?!https?://)", page.partition("\n\n")[2])
+    assert [line for line in page.splitlines() if re.match(r"Classifier: .*Python :: 3\.\d+$", line)] == [
+        f"Classifier: Programming Language :: Python :: {version}" for version in check.PYTHONS
+    ]
+    assert "\nKeywords: safetensors," in page and "\nProvides-Extra: torch\n" in page
+
+
+def test_an_unknown_licence_ends_the_build(tmp_path: Path) -> None:
+    """A module whose licence is not one of the known, or that has none, is not linked in silence."""
+    assert licences.kinds("do what you like") == set()
+    three = "Redistribution and use in source and binary\n forms ... Neither the name of"
+    assert licences.kinds(three) == {"BSD-3-Clause"} and licences.kinds(three.partition("Neither")[0]) == {"BSD-2-Clause"}
+    package = {"Dir": str(tmp_path / "sub"), "Module": {"Path": "x.org/y", "Version": "v1", "Dir": str(tmp_path)}}
+    (tmp_path / "sub").mkdir()
+    go = tmp_path / "go"
+    go.write_text(f"#!/bin/sh\ncase $1 in list) echo '{json.dumps(package)}';; *) printf 'go1.26.1-X:simd\\n{tmp_path}/root\\n';; esac\n")
+    go.chmod(0o755)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/LICENSE").write_text(three)
+    for text, well in ((None, False), ("do what you like", False), ("Permission is hereby granted, free of charge", True)):
+        if text:
+            (tmp_path / "sub/LICENCE.md").write_text(text)
+        if not well:
+            with pytest.raises(SystemExit, match="x.org/y v1"):
+                licences.linked(tmp_path, str(go), "", dict(os.environ))
+            continue
+        one, std = licences.linked(tmp_path, str(go), "", dict(os.environ))
+        assert one.licences == ["MIT"] and list(one.texts) == ["sub/LICENCE.md"]
+        assert (std.version, std.licences) == ("1.26.1", ["BSD-3-Clause"])
 
 
 def test_wheel_contents(wheel: Path) -> None:
@@ -109,17 +167,25 @@ def test_python_tables_are_what_gen_writes(tmp_path: Path) -> None:
     """Verbs, their types, dtypes, names and error classes come out of the engine's tables byte for byte."""
     tool(sys.executable, "gosrc/bind/gen_python.py", tmp_path)
     written = sorted(path.name for path in tmp_path.iterdir())
-    assert written == ["_requests.py", "_tables.py", "_verbs.py", "errors.py"]
+    assert written == ["_core.pyi", "_requests.py", "_tables.py", "_verbs.py", "errors.py"]
     for name in written:
         assert (tmp_path / name).read_text() == (ROOT / "python/overwire" / name).read_text(), f"{name}: run make gen"
 
 
-def test_the_stub_names_what_the_module_has() -> None:
+def test_the_stub_is_of_the_module() -> None:
+    """The generated stub names what the module has, and each function takes the arguments that it lists."""
     from overwire import _core
 
     stub = (ROOT / "python/overwire/_core.pyi").read_text()
     listed = re.findall(r"^(?:def|class) (\w+)", stub, re.M)
     assert sorted(listed) == sorted(name for name in dir(_core) if not name.startswith("__"))
+    for signature, name, parameters in re.findall(r"^def ((\w+)\((.*)\) -> .*): \.\.\.$", stub, re.M):
+        function = getattr(_core, name)
+        assert function.__doc__.startswith(signature + "\n")
+        takes = parameters.count(": ")
+        for wrong in {max(takes - 1, 0), takes + 1} - {takes}:
+            with pytest.raises(TypeError):
+                function(*[None] * wrong)
 
 
 def test_sdist_has_the_tree(dist: Path) -> None:
@@ -128,6 +194,7 @@ def test_sdist_has_the_tree(dist: Path) -> None:
     with tarfile.open(path) as tar:
         members = tar.getmembers()
     names = {m.name.split("/", 1)[1] for m in members}
+    assert {"LICENSE", "licenses/THIRD-PARTY.txt", "licenses/overwire.cdx.json"} <= names
     for name in ("PKG-INFO", "setup.py", "pyproject.toml", "go.mod", "go.sum", "gosrc/bind/core/call.c", "python/overwire/py.typed"):
         assert name in names
     assert not [n for n in names if n.endswith((".so", ".pyc", ".whl")) or "/." in n or n.startswith(".")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -46,8 +47,16 @@ def test_round_trip(plain: Path, tmp_path: Path):
     assert small.stat().st_size == report["bytes_out"]
     assert "ok" in must("verify", str(small))
     assert "X16/bf16" in must("inspect", str(small))
-    must("decompress", str(small), "-o", str(back))
+    said = must("decompress", str(small), "-o", str(back))
     assert back.read_bytes() == plain.read_bytes()
+    assert f"sha256 equal: {hashlib.sha256(plain.read_bytes()).hexdigest()}  {back}\n" in said
+
+
+def test_what_keeps_no_original_is_said(plain: Path, tmp_path: Path):
+    small, back = tmp_path / "small.safetensors", tmp_path / "back.safetensors"
+    must("compress", str(plain), "-o", str(small), "--shard", "4MB")
+    said = must("decompress", str(small) + ".index.json", "-o", str(back))
+    assert f"new header, since no original is kept of it: {back}\n" in said and "sha256" not in said
 
 
 def test_what_the_command_line_wrote_python_loads(plain: Path, tmp_path: Path):
@@ -168,9 +177,47 @@ def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: s
             deadline = time.monotonic() + 60
             while not any(folder.iterdir()) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            assert [path.name.startswith(".x.safetensors.tmp-") for path in folder.iterdir()] == [True]
+            assert [path.name.startswith(".x.safetensors.overwire-") for path in folder.iterdir()] == [True]
             process.send_signal(number)
             _, stderr = process.communicate(timeout=60)
             assert process.returncode == -number, stderr
             assert "Traceback" not in stderr
     assert list(folder.iterdir()) == []
+
+
+def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
+    """The program, its arguments, environment, exit status and children are its own; only safetensors reads through
+    overwire."""
+    numpy = pytest.importorskip("numpy")
+    plain, small = tmp_path / "plain.safetensors", tmp_path / "small.safetensors"
+    report = overwire.save_file({"w": numpy.arange(9e4, dtype="float32").reshape(300, 300), "b": numpy.ones(7)}, small)
+    assert report.compressed
+    overwire.convert(small, plain, compress=False)
+
+    def refused(status: int, *words: str) -> str:
+        done = run("run", *words)
+        assert done.returncode == status and done.stdout == "", done.stderr
+        return done.stderr
+
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, subprocess, sys\n"
+        "from safetensors.numpy import load_file\n"
+        "tensors, plain = map(load_file, sys.argv[1:3])\n"
+        "assert sorted(tensors) == sorted(plain) and all((tensors[n] == plain[n]).all() for n in plain)\n"
+        "assert os.environ['MINE'] == 'x' and os.environ['PYTHONPATH'].endswith('/mine')\n"
+        "again = 'import sys, safetensors.numpy as s; print(len(s.load_file(sys.argv[1])))'\n"
+        "sys.exit(subprocess.run([sys.executable, '-c', again, sys.argv[1]]).returncode + 7)\n"
+    )
+    env = os.environ | {"MINE": "x", "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), "/mine"]))}
+    for dashes in ([], ["--"]):
+        done = run("run", *dashes, sys.executable, str(program), str(small), str(plain), env=env)
+        assert done.returncode == 7 and done.stderr == "", done.stderr
+        assert done.stdout == "2\n"
+    assert "no program is called" in refused(3, "none-of-that-name")
+    assert str(tmp_path) in refused(3, str(tmp_path))
+    assert "needs a program" in refused(2) and "needs a program" in refused(2, "--")
+    assert "no option --fast" in refused(2, "--fast", "python")
+    assert "ignores PYTHONPATH" in refused(2, "python3", "-sI", "-c", "1")
+    assert must("run", "python3", "-c", "print('-I')", "-I") == "-I\n"
+    assert "PROGRAM" in must("run", "--help")

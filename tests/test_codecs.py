@@ -357,7 +357,7 @@ def test_memory_of_a_gpu_is_refused_by_name(kind: type[OfAGPU]) -> None:
         lambda: codecs.content_size(kind()),
         lambda: codecs.decode(codecs.encode(bytes(64), "LZ4"), out=kind()),
     ):
-        with pytest.raises(ow.NotSupportedError, match=rf"{kind.__name__} lies on a GPU.*overwire\.gpu"):
+        with pytest.raises(ow.NotSupportedError, match=rf"{kind.__name__} is on a GPU.*overwire\.gpu"):
             work()
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import processes
 import pytest
-from conftest import ROOT
+from conftest import ROOT, cleaned
 
 torch = pytest.importorskip("torch")
 
@@ -59,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices: tuple[str, ...] = ()) -> None:
     """Runs the steps of group_worker on that many ranks; all must succeed."""
     store = f"store-{count}-{backend}-{'-'.join(steps)}"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD"))}
+    clean = cleaned()
     with contextlib.ExitStack() as stack:
         started = [
             stack.enter_context(processes.started(

@@ -49,7 +49,7 @@ def test_all_names_resolve_and_are_documented() -> None:
 
 
 def test_one_exception_for_each_class_of_the_engine() -> None:
-    source = (ROOT / "gosrc/fault/fault.go").read_text()
+    source = (ROOT / "gosrc/errs/errs.go").read_text()
     names = re.findall(r'\{Err\w+, "(\w+)", "', source)
     assert len(names) >= 14
     for name in names:
@@ -84,6 +84,55 @@ def test_log_level_comes_from_the_environment() -> None:
         "ow.doctor()\n"
         "print(logging.getLogger('overwire').level)"
     )
-    for env, level in (({}, "0"), ({"OVERWIRE_LOG": "error"}, "40"), ({"SILENT": "1"}, "100"), ({"DEBUG": "1"}, "10")):
-        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, check=True)
+    # DEBUG and SILENT are words of many programs; nyacomp's drop-in alone has them mean overwire.
+    drop_in = "import overwire.compat.nyacomp\n"
+    for env, more, level in (
+        ({}, "", "0"), ({"OVERWIRE_LOG": "error"}, "", "40"), ({"SILENT": "1", "NUM_THREADS": "x"}, "", "0"), ({"DEBUG": "1"}, "", "0"),
+        ({"SILENT": "1"}, drop_in, "100"), ({"DEBUG": "1"}, drop_in, "10"), ({"DEBUG": "1", "OVERWIRE_LOG": "info"}, drop_in, "20"),
+    ):  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", more + code], env={**os.environ, **env}, capture_output=True, text=True, check=True)
         assert done.stdout.split() == [level], (env, done.stderr)
+        assert "NUM_THREADS" not in done.stderr
+    late = subprocess.run([sys.executable, "-c", code + "\n" + drop_in], env={**os.environ, "DEBUG": "1"}, capture_output=True, text=True)
+    assert late.returncode == 0 and "DEBUG: without effect" in late.stderr
+
+
+def test_logs_speak_where_they_are_asked_for(script) -> None:
+    """OVERWIRE_LOG=info has a line for each load and save on stderr, until the program says where logs go."""
+    source = """
+import logging, sys
+import numpy, overwire as ow
+ow.save_file({"a": numpy.arange(1e5, dtype="float32"), "b": numpy.ones(3)}, "m")
+ow.load_file("m", framework="np")
+with ow.safe_open("m", "np") as file:
+    file["b"]
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+ow.load_file("m", framework="np")
+ow.load_file("m", framework="np", keys=["b"])
+"""
+    said = script(source, OVERWIRE_LOG="info")
+    lines = said.stderr.splitlines()
+    assert [" ".join(line.split()[:4]) for line in lines] == ["overwire: saved 2 tensors,", "overwire: loaded 2 tensors,"]
+    assert " as " in lines[0] and " GB/s" in lines[1]
+    assert [line.split()[:2] for line in said.stdout.splitlines()] == [["INFO", "loaded"]]
+    for env in ({}, {"OVERWIRE_LOG": "warning"}, {"OVERWIRE_LOG": "silent"}):
+        said = script(source, **env)
+        assert said.stdout == said.stderr == "", env
+    said = script(source, OVERWIRE_LOG="debug")
+    assert "loaded 1 tensor, 24 bytes" in said.stderr and '"stages":' in said.stderr and "DEBUG load: {" in said.stdout
+
+
+def test_a_report_in_a_line() -> None:
+    from overwire.jobs import sentence
+
+    stages = {"read_ns": 10, "answer_ns": 0, "turn_ns": 60, "check_ns": 5, "decode_ns": 20, "wait_ns": 5}
+    load = {"tensors": 290, "bytes": 2_000_000_000, "mapped": 0, "seconds": 0.4, "stages": stages}
+    assert sentence("load", load) == "loaded 290 tensors, 2 GB in 0.4 s, 5.00 GB/s, 70 % of the work reading"
+    assert sentence("load", load | {"mapped": 2_000_000_000}) == "loaded 290 tensors, 2 GB (all of it mapped, not read) in 0.4 s"
+    half = "loaded 290 tensors, 2 GB (1.5 GB of it mapped, not read) in 0.4 s, 1.25 GB/s, 70 % of the work reading"
+    assert sentence("load", load | {"mapped": 1_500_000_000}) == half
+    assert sentence("load", {"tensors": 1, "bytes": 0, "seconds": 0}) == "loaded 1 tensor, 0 bytes in 0 s"
+    save = {"tensors": 1234, "bytes_in": 4_500, "bytes_out": 2_999_999, "seconds": 2.0}
+    assert sentence("save", save) == "saved 1,234 tensors, 4.5 kB as 3 MB in 2 s, 0.00 GB/s"
+    assert sentence("fetch", {"bytes": 10**15, "seconds": 1e6}) == "fetched 1,000,000 GB in 1e+06 s, 1.00 GB/s"
+    assert sentence("presign", {"url": ""}) == ""

@@ -77,8 +77,8 @@ def test_a_view_keeps_what_it_needs(tmp_path: Path) -> None:
     assert view.tolist() == tensor.tolist() == list(range(3, 9))
 
 
-def test_a_thousand_loads_leave_nothing(script) -> None:
-    script(
+def test_a_thousand_loads_leave_nothing(torch_script) -> None:
+    torch_script(
         """
 import gc, os, random
 import numpy as np, torch, overwire as ow
@@ -118,7 +118,7 @@ assert count("task") <= tasks + 4, (count("task"), tasks)
     )
 
 
-def test_exit_while_tensors_and_loads_live(tmp_path: Path, script) -> None:
+def test_exit_while_tensors_and_loads_live(tmp_path: Path, torch_script) -> None:
     ow.save_file({"a": torch.randn(2000, 500)}, tmp_path / "m")
     for tail in (
         "stream = ow.stream('m'); next(stream)",
@@ -126,7 +126,7 @@ def test_exit_while_tensors_and_loads_live(tmp_path: Path, script) -> None:
         "p = ow.preload('m')",
         "x = ow.load_file('m')",
     ):
-        script(f"import overwire as ow\n{tail}")
+        torch_script(f"import overwire as ow\n{tail}")
 
 
 def test_smaps_is_there() -> None:

@@ -190,8 +190,8 @@ def test_threads_share_files(tmp_path: Path) -> None:
     assert failures == []
 
 
-def test_ctrl_c_stops_a_load_and_a_save(script) -> None:
-    done = script(
+def test_ctrl_c_stops_a_load_and_a_save(torch_script) -> None:
+    done = torch_script(
         """
 import os, signal, threading, time
 import torch, overwire as ow
@@ -215,7 +215,7 @@ hits = [hit for call in (lambda: ow.load_file("m"), lambda: ow.save_file(big, "m
 assert any(hits), hits
 assert os.path.getsize("m") == old
 assert torch.equal(ow.load_file("m")["t3"], big["t3"])
-# An interrupt before anybody waits lets a save go on to its end.
+# A save that no one waits for yet survives an interrupt and completes.
 end = time.monotonic() + 20
 while left := [n for root, _, names in os.walk(".") for n in names if "tmp" in n]:
     assert time.monotonic() < end, left
@@ -226,8 +226,8 @@ print("interrupted", sum(hits), "of", len(hits))
     assert "interrupted" in done.stdout
 
 
-def test_a_forked_child_is_told(tmp_path: Path, script) -> None:
-    script(
+def test_a_forked_child_is_told(tmp_path: Path, torch_script) -> None:
+    torch_script(
         """
 import os, sys, torch, overwire as ow
 ow.save_file({"a": torch.arange(5)}, "m")

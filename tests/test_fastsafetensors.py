@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, every_dtype
+import warm
+from conftest import ROOT, cleaned, every_dtype
 from fastsafetensors_plain import load, plain, two_files
 
 torch = pytest.importorskip("torch")
@@ -61,10 +60,10 @@ def rows(columns: int) -> Any:
 
 def run(folder: Path, *argv: str) -> str:
     """A program in `folder`, which finds ours under fastsafetensors' own name."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD", "FASTSAFETENSORS_"))}
+    clean = cleaned("FASTSAFETENSORS_")
     paths = [ow.compat.path("fastsafetensors"), *filter(None, [os.environ.get("PYTHONPATH")])]
     clean |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *argv], cwd=folder, env=clean, capture_output=True, text=True, timeout=120)
+    done = (warm.fresh if argv[0] == "-m" else warm.run)(argv, cwd=folder, env=clean, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -75,7 +74,7 @@ def torchrun(folder: Path, *argv: str) -> str:
 
 
 def both_ranks(folder: Path, *argv: str) -> None:
-    """The same without the launcher, which imports torch once more."""
+    """The same without the launcher, which would import torch a second time."""
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda rank: run(folder, *argv, str(rank)), range(2)))
     assert said == ["done\n"] * 2

@@ -127,12 +127,12 @@ print("ok")
 """
 
 
-def test_workers_of_a_data_loader(tmp_path: Path, script) -> None:
+def test_workers_of_a_data_loader(tmp_path: Path, torch_script) -> None:
     """Every read of a plain file works in a forked worker, patched or not; compressed files are ForkedError."""
     pytest.importorskip("safetensors")
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "plain dir").mkdir()
-    done = script(PROGRAM)
+    done = torch_script(PROGRAM)
     assert done.stdout == "ok\n" and "Exception ignored" not in done.stderr, done.stderr
 
 

@@ -22,7 +22,7 @@ PACKAGE = Path(overwire.__file__).parent
 # From the bottom up; patterns of module names without "overwire.". A module may import
 # its own layer and those below.
 LAYERS: list[tuple[str, str]] = [
-    ("words", "errors dtypes paths files _apart _environment _tables"),
+    ("words", "errors dtypes paths files _apart _environment _run _tables"),
     ("engine", "_core _engine _requests _verbs progress jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
     ("model", "model model.* stores records"),
@@ -35,6 +35,9 @@ LAYERS: list[tuple[str, str]] = [
 
 # Modules that the outside may import, beside the names of overwire.__all__.
 PUBLIC = {"codecs", "distributed", "errors", "gpu", "plumbing", "records"}
+
+# What plug-ins for engines share.
+SHARED = {"integrations.recording"}
 
 # (importer, imported) -> why.
 ALLOWED = {
@@ -119,7 +122,7 @@ def findings(package: Path, public: set[str]) -> list[str]:
                 out += [f"{where}: {name} is no public name" for name in one.names if name not in public]
             elif theirs != top and one.imported.split(".")[0] not in PUBLIC:
                 out.append(f"{where}: not public")
-            elif theirs == top and len(wing) == len(other) == 2 and other != wing and "__main__" not in wing:
+            elif theirs == top and len(wing) == len(other) == 2 and other != wing and "__main__" not in wing and one.imported not in SHARED:
                 out.append(f"{where}: a neighbour, which can be dropped alone")
             continue
         if one.imported == "":

@@ -172,7 +172,7 @@ def test_credentials_are_kept_apart(serve: Callable[..., str], tmp_path: Path) -
 
 
 def test_preload_from_the_environment(serve: Callable[..., str], tmp_path: Path) -> None:
-    """PRELOAD_PATH may be a URL."""
+    """OVERWIRE_PRELOAD may be a URL."""
     want = weights(n=3)
     ow.save_file(want, tmp_path / "m.safetensors")
     url = serve() + "m.safetensors"
@@ -183,12 +183,13 @@ from overwire.model import joining
 assert joining._started
 print(json.dumps(sorted(tensors)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PRELOAD_PATH": url}, check=True)
+    env = {**os.environ, "OVERWIRE_PRELOAD": url}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert json.loads(done.stdout) == sorted(want) and done.stderr == ""
 
 
 def test_external_downloader(serve: Callable[..., str], tmp_path: Path) -> None:
-    """DOWNLOADER_PATH leaves http to another program: curl, or overwire itself; a missing page is an error."""
+    """OVERWIRE_DOWNLOADER leaves http to another program: curl, or overwire itself; a missing page is an error."""
     want = weights(n=3)
     ow.save_file(want, tmp_path / "m.safetensors")
     url = serve()
@@ -199,7 +200,7 @@ def test_external_downloader(serve: Callable[..., str], tmp_path: Path) -> None:
     for program in ("/usr/bin/curl", str(ours)):
         if not os.path.exists(program):
             continue
-        env = {**os.environ, "DOWNLOADER_PATH": program}
+        env = {**os.environ, "OVERWIRE_DOWNLOADER": program}
         done = subprocess.run([sys.executable, "-c", code, url + "m.safetensors"], capture_output=True, text=True, env=env, check=True)
         assert done.stdout == "3\n"
         done = subprocess.run([sys.executable, "-c", code, url + "none"], capture_output=True, text=True, env=env, check=False)
@@ -287,6 +288,8 @@ def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
         ("https://u:p@h/a/x.pkl?s=/1", "https://u:p@h/a/nya/x.safetensors?s=/1"),
         ("https://u:p?@h/a/x.pkl", "https://u:p?@h/a/nya/x.safetensors"),
         ("hf://org/name/a/x.pkl@v1", "hf://org/name/a/nya/x.safetensors@v1"),
+        ("hf://org/name@v1/a/x.pkl", "hf://org/name/a/nya/x.safetensors@v1"),
+        ("https://h/a/my%20x.pkl?s=1#f", "https://h/a/nya/my%20x.safetensors?s=1#f"),
         ("s3://b/a?/x.pkl", "s3://b/a?/nya/x.safetensors"),
     ],
 )

@@ -4,6 +4,8 @@ accelerate load compressed files by their own names for it."""
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import sys
 import threading
 import types
@@ -18,6 +20,7 @@ import safetensors
 import safetensors.torch
 import torch
 from conftest import same
+from overwire.model import opened as opened_models
 
 
 def compress(folder: Path) -> int:
@@ -74,7 +77,7 @@ def test_transformers(llama: Any) -> None:
 
 
 def test_transformers_while_it_saves(llama: Any, tmp_path: Path) -> None:
-    """Saving goes on as ever, plain."""
+    """Saving still writes plain files."""
     import transformers
 
     model, one, _ = llama
@@ -284,3 +287,56 @@ spec = compat.TensorSpec(dtype="uint8", shape=[0], data_ptr=0, data_len=0)
 assert compat.deserialize(compat.serialize({"a": spec})) == [("a", {"dtype": "U8", "shape": [0], "data": bytearray()})]
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """)
+
+
+def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers opens a shard for its metadata and again for its tensors; the engine reads its header once."""
+    import transformers
+
+    model, one, many = llama
+    opened: list[str] = []
+    begin = opened_models._verbs.open
+
+    def counted(spec: Any) -> Any:
+        opened.extend(spec["uris"])
+        return begin(spec)
+
+    monkeypatch.setattr(opened_models._verbs, "open", counted)
+    for folder in (one, many):
+        opened.clear()
+        with ow.patch_safetensors():
+            equal(model, transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+        assert sorted(opened) == sorted(map(str, folder.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: bool) -> None:
+    """Between two readers nothing of a file is kept that is no longer its own, and no folder's or index's at all; when the
+    patch ends, the file is closed."""
+    path, links = tmp_path / "m.safetensors", Path("/proc/self/fd")
+
+    def held() -> int:
+        return sum(str(tmp_path) in os.path.realpath(link) for link in links.iterdir())
+
+    with ow.patch_safetensors(device="cpu"):
+        for value in range(4):
+            ow.save_file({"a": torch.full((50_000,), float(value)).bfloat16()}, tmp_path / "next", compress=compressed)
+            if value % 2:
+                (tmp_path / "next").replace(path)
+            else:
+                path.write_bytes((tmp_path / "next").read_bytes())
+            with safetensors.safe_open(path, "pt") as file:
+                assert file.metadata() is None
+            with safetensors.safe_open(path, "pt") as file:
+                part = file.get_slice("a")
+            assert part[7:9].tolist() == [value, value] and safetensors.torch.load_file(path)["a"][-1] == value
+        path.unlink()
+        with pytest.raises(FileNotFoundError):
+            safetensors.safe_open(path, "pt")
+        ow.save_file({"a": torch.zeros(3)}, path)
+        for source in (tmp_path, path):
+            assert safetensors.safe_open(source, "pt").keys() == ["a"]
+        del file, part
+        assert held()
+    gc.collect()
+    assert not held()

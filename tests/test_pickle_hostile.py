@@ -12,13 +12,13 @@ import hashlib
 import io
 import pickle
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 Case = tuple[str, bytes]
 
@@ -459,12 +459,12 @@ def hunt(folder: Path) -> None:
     # Whatever is imported lazily by honest work is imported now.
     ow.compress_pickle({"a": torch.ones(3), "l": torch.nn.Linear(2, 2), "s": torch.ones(2).to_sparse()}, folder / "honest.pkl")
     ow.load_compressed_pickle(folder / "honest.pkl")
-    for warm in (
+    for body in (
         b"\x80\x05" + stack_global("os", "system") + b".",
         whole(push(ARRAY) + b"Q"),
     ):
         with contextlib.suppress(ow.OverwireError):
-            ow.load_compressed_pickle(bundle(folder, 10**6, warm))
+            ow.load_compressed_pickle(bundle(folder, 10**6, body))
 
     events: list[str] = []
     watching = False
@@ -503,7 +503,7 @@ def hunt(folder: Path) -> None:
 
 
 def test_no_hostile_pickle_runs_code(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = warm.run([__file__, tmp_path], cwd=tmp_path, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "EVENT" not in done.stdout and "MADE" not in done.stdout, done.stdout[:5000]
     last = done.stdout.splitlines()[-1].split()

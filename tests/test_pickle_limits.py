@@ -8,16 +8,16 @@ ended the process run in one of their own, too.
 from __future__ import annotations
 
 import collections
+import functools
 import pickle
 import struct
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import overwire as ow
 import pytest
+import warm
 from overwire.bundles import unpickling
 from pickle_cases import named, push
 from pickle_fuzz import Fenced
@@ -339,6 +339,7 @@ def test_an_rnn_collects_no_methods(fenced: Fenced) -> None:
 # -- memory, time and depth
 
 
+@functools.cache
 def bombs() -> dict[str, bytes]:
     """Little pickles that would take much."""
     big = push(1 << 26)
@@ -458,8 +459,7 @@ def drop_bombs() -> None:
 
 def test_little_pickles_do_not_take_much() -> None:
     """In a process of its own, with a time that only a hang exceeds."""
-    command = [sys.executable, "-c", "import test_pickle_limits as t; t.drop_bombs()"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=240)
+    done = warm.run(["-c", "import test_pickle_limits as t; t.drop_bombs()"], cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     outcomes = dict(line.rsplit(": ", 1) for line in done.stdout.splitlines())
     assert outcomes.keys() >= bombs().keys() | {"outside in"}
@@ -561,7 +561,7 @@ for name in torch._lazy_modules:
 assert torch._lazy_modules
 print("NEW", sorted(set(sys.modules) - before))
 """
-    done = subprocess.run([sys.executable, "-c", source], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=240)
+    done = warm.run(["-c", source], cwd=Path(__file__).parent)
     assert done.stdout == "NEW []\n", done.stdout + done.stderr
 
 

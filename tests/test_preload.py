@@ -136,8 +136,10 @@ def test_at_import(tmp_path: Path, script, name: str, what: str) -> None:
     script(
         f"""
 import os, sys
+{"import overwire.compat.nyacomp" if name == "PRELOAD_PATH" else ""}
 import overwire as ow
-assert "overwire._engine" in sys.modules and "torch" not in sys.modules and "numpy" not in sys.modules
+assert "overwire._core" in sys.modules and "torch" not in sys.modules
+{"" if name == "PRELOAD_PATH" else "assert 'numpy' not in sys.modules"}
 os.chdir("/")
 if {what!r} in ("x.pkl", "nya/meta.csv", "meta.csv"):
     assert ow.load_compressed_pickle({str(tmp_path)!r} + "/x.pkl")["w"].sum() == 36
@@ -150,12 +152,17 @@ else:
 
 
 @pytest.mark.parametrize("stop", ["NO_PRELOAD", "LOAD_UNCOMPRESSED", "OVERWIRE_NO_PRELOAD"])
-def test_what_stops_it(tmp_path: Path, script, stop: str) -> None:
+def test_what_stops_it(tmp_path: Path, script, torch_script, stop: str) -> None:
+    """nyacomp's names count under its drop-in, and only there."""
     save(tmp_path)
-    source = "import sys, overwire\nprint('overwire._core' in sys.modules)"
-    assert script(source, PRELOAD_PATH="m.safetensors", **{stop: "1"}).stdout == "False\n"
-    assert script(source, PRELOAD_PATH="m.safetensors", **{stop: "0"}).stdout == "True\n"
-    assert script(source).stdout == "False\n"
+    under = "import sys, overwire.compat.nyacomp\nprint('overwire._core' in sys.modules)"
+    alone = "import sys, overwire\nprint('overwire._core' in sys.modules)"
+    assert torch_script(under, PRELOAD_PATH="m.safetensors", **{stop: "1"}).stdout == "False\n"
+    assert torch_script(under, PRELOAD_PATH="m.safetensors", **{stop: "0"}).stdout == "True\n"
+    assert torch_script(under).stdout == "False\n"
+    assert script(alone, PRELOAD_PATH="m.safetensors").stdout == "False\n"
+    ours = "False\n" if stop == "OVERWIRE_NO_PRELOAD" else "True\n"
+    assert script(alone, OVERWIRE_PRELOAD="m.safetensors", **{stop: "1"}).stdout == ours
 
 
 @pytest.mark.parametrize("what", ["nope.safetensors", "nope/meta.csv", "bad.pkl", "bad.csv", "scheme://x"])
@@ -180,8 +187,8 @@ except ow.OverwireError as error:
         assert f"OVERWIRE_PRELOAD={what}: nothing is preloaded" in done.stderr
 
 
-def test_it_needs_no_gil(script) -> None:
-    script(
+def test_it_needs_no_gil(torch_script) -> None:
+    torch_script(
         """
 import os
 import torch, overwire as ow

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,14 @@ def mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
+def let_go(path: Path) -> bool:
+    """Whether nothing maps the file soon: what populates a mapping holds it until it is done."""
+    until = time.monotonic() + 60
+    while mapped(path) and time.monotonic() < until:
+        time.sleep(0.002)
+    return not mapped(path)
+
+
 def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
     """mmap and read are the call's, whatever the preload did; lenient, dtype, keys and framework join."""
     path = tmp_path / "m.safetensors"
@@ -214,9 +223,9 @@ def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
         found = ow.load_file(path, **arguments)
         same(found["a"], NEW["a"])
         assert len(dropped(caplog)) == 1, arguments
-        assert mapped(path) == ("read" in arguments)
+        assert mapped(path) if "read" in arguments else let_go(path)
         del found
-        assert not mapped(path)
+        assert let_go(path)
     for arguments in ({"lenient": True}, {"dtype": torch.float16}, {"keys": ["a"]}, {"filter": lambda name: name == "a"}, {"mmap": None}):
         assert ow.preload(path).wait(60)
         same(ow.load_file(path, **arguments)["a"], NEW["a"].to(arguments.get("dtype", torch.float32)))

@@ -150,6 +150,7 @@ print(json.dumps(counts))
 
 COMMANDS = r"""
 import os, sys
+import overwire.compat.nyacomp
 import overwire as ow
 print(ow.doctor())
 ow.load_file(os.environ["PRELOAD_PATH"], framework="np")

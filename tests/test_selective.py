@@ -189,6 +189,14 @@ def test_budget(tmp_path: Path) -> None:
         ow.load_file(path, dtype="float32", max_memory=total + 1999)
     loaded = ow.load_file(path, dtype="float32", max_memory=total + 2000)
     assert sum(t.numel() * t.element_size() for t in loaded.values()) == total + 1000
+    # So does one to a type of the same size.
+    with pytest.raises(ow.OutOfMemoryError, match=rf"{total + 2000} bytes"):
+        ow.load_file(path, dtype="bfloat16", max_memory=total)
+    half = tmp_path / "half.safetensors"
+    ow.save_file({"b": torch.randn(500).half()}, half)
+    with pytest.raises(ow.OutOfMemoryError, match="1 tensors take 2000 bytes"):
+        ow.load_file(half, dtype="bfloat16", max_memory=1999)
+    assert ow.load_file(half, dtype="float16", max_memory=1000)["b"].dtype == torch.float16
     for wrong in (0, -1, "much", 1.5, True):
         with pytest.raises(ow.ArgumentError, match="max_memory"):
             ow.load_file(path, max_memory=wrong)  # type: ignore[arg-type]
@@ -207,7 +215,7 @@ def test_plan(tmp_path: Path) -> None:
         assert plan.nbytes == sum(t.nbytes for t in plan.tensors) == sum(f.nbytes for f in plan.files)
         assert plan.stored == sum(t.stored for t in plan.tensors) == sum(f.stored for f in plan.files)
         assert len(plan.tensors) == sum(f.tensors for f in plan.files)
-        assert plan.peak >= plan.nbytes
+        assert plan.peak >= plan.nbytes and plan.staging > plan.pinned == 0
         for f in plan.files:
             assert f.size == Path(f.file).stat().st_size and f.stored < f.size
     assert ow.plan(tmp_path, keys=[]) == ow.LoadPlan((), (), 0, 0, 0)
@@ -278,3 +286,19 @@ def test_bytes_and_specs(tmp_path: Path) -> None:
     with pytest.raises(ow.NotSupportedError):
         ow.TensorSpec(dtype="complex128", shape=[1], data_ptr=1, data_len=16)
     assert not (tmp_path / "x").exists()
+
+
+def test_device_names(tmp_path: Path) -> None:
+    """Whatever names the host is the host; what is no device's name is refused before a file is opened."""
+    ow.save_file({"a": torch.ones(3)}, tmp_path / "m")
+    for host in ("cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)):
+        assert ow.load_file(tmp_path / "m", host)["a"].device.type == "cpu"
+    for wrong in (None, True, 1.5, [], "", ":", "cuda:", "cuda:x", -1, "cuda:99999999999"):
+        with pytest.raises(ow.ArgumentError, match="expected .*torch.device"):
+            ow.load_file(tmp_path / "none", wrong)  # type: ignore[arg-type]
+    for other in ("mps", "meta", torch.device("meta"), "cu\0da", "\udc80"):
+        with pytest.raises(ow.NotSupportedError, match="only .*cpu"):
+            ow.load_file(tmp_path / "none", other)
+    for framework in ("np", "bytes"):
+        with pytest.raises(ow.NotSupportedError, match="cuda:0"):
+            ow.load_file(tmp_path / "m", "cuda:0", framework=framework)

@@ -5,8 +5,6 @@ gets overwire: only the bucket, the device and the model's name are others, and
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,8 @@ from typing import Any
 import overwire
 import pytest
 import stores
+import warm
+from conftest import cleaned
 
 # What the examples take from transformers.
 TRANSFORMERS = '''
@@ -302,11 +302,8 @@ def run(folder: Path, *programs: str, env: dict[str, str] | None = None) -> str:
         check += f"exec(compile(open('program{i}.py').read(), 'program{i}.py', 'exec'), {{}})\n"
     home = str(Path(overwire.__file__).parents[1])
     paths = [str(folder), overwire.compat.path("tensorizer"), home]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD", "AWS_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", check], cwd=folder, env=clean | {"PYTHONPATH": os.pathsep.join(paths)} | (env or {}),
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    clean = cleaned("AWS_")
+    done = warm.run(["-c", check], cwd=folder, env=clean | {"PYTHONPATH": os.pathsep.join(paths)} | (env or {}))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

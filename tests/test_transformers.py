@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,18 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from conftest import ROOT, same
+import warm
+from conftest import ROOT, cleaned, same
 
 FIVE = Path(os.environ.get("OVERWIRE_TEST_TRANSFORMERS5") or Path(sys.prefix) / "transformers5")
 
 
-def run(command: list[str], folder: Path, path: Path | None = None, **env: str) -> str:
-    """Runs Python with a folder before its path; returns what it printed."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD"))} | env
+def run(command: list[str], folder: Path, path: Path | None = None, *, fresh: bool = False, **env: str) -> str:
+    """Runs Python with a folder before its path; returns what it printed. fresh: torch is not imported yet."""
+    clean = cleaned() | env
     if path is not None:
         clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), clean.get("PYTHONPATH"))))
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=clean, capture_output=True, text=True, timeout=280)
+    done = (warm.fresh if fresh else warm.run)(command, cwd=folder, env=clean, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
     return done.stdout
 
@@ -120,11 +120,12 @@ def test_programs_that_are_not_changed(tmp_path: Path) -> None:
     """By a folder on PYTHONPATH, or by a variable where overwire is imported anyway."""
     ow.save_file({"a": torch.arange(4.0)}, tmp_path / "packed.safetensors")
     (tmp_path / "program.py").write_text(PROGRAM)
-    folder = Path(run(["-m", "overwire.compat", "path", "safetensors"], tmp_path).strip())
-    assert run(["program.py"], tmp_path, folder) == "['a'] [0.0, 1.0, 2.0, 3.0]\n"
-    assert "['a']" in run(["-c", "import overwire\n" + PROGRAM], tmp_path, OVERWIRE_PATCH="1")
+    folder = Path(run(["-m", "overwire.compat", "path", "safetensors"], tmp_path, fresh=True).strip())
+    assert run(["program.py"], tmp_path, folder, fresh=True) == "['a'] [0.0, 1.0, 2.0, 3.0]\n"
+    assert "['a']" in run(["-c", "import overwire\n" + PROGRAM], tmp_path, fresh=True, OVERWIRE_PATCH="1")
     ours = "import overwire, safetensors; print(safetensors.safe_open.__module__)"
-    assert run(["-c", ours], tmp_path, OVERWIRE_PATCH="0") == "builtins\n" != run(["-c", ours], tmp_path, OVERWIRE_PATCH="1")
+    assert run(["-c", ours], tmp_path, fresh=True, OVERWIRE_PATCH="0") == "builtins\n"
+    assert run(["-c", ours], tmp_path, fresh=True, OVERWIRE_PATCH="1") != "builtins\n"
 
 
 def test_without_the_package_the_variable_warns(script: Any) -> None:

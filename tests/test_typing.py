@@ -41,6 +41,9 @@ assert_type(ow.inspect("m")["sources"][0]["tensors"][0]["stored"], int)
 assert_type(ow.verify("m")["files"][0]["bytes"], int)
 assert_type(ow.doctor()["memory"]["total"], int)
 assert_type(ow.plan("m", device="cuda", filter=ow.experts(0, 2)).peak, int)
+last = ow.last_report()
+assert last is not None
+assert_type(last["stages"]["read_bytes"], int)
 report = ow.save_file(tensors={"a": torch.ones(1)}, filename="m")
 assert_type(report.ratio, float)
 options: ow.LoadOptions = {"mmap": False, "lenient": True}
@@ -73,6 +76,7 @@ ow.inspect("m")["totals"]["F32"]["size"]
 ow.verify(1)
 ow.doctor()["gpus"]
 ow.save_file({"a": 1}, 5)
+(ow.last_report() or {})["colour"]
 '''
 
 

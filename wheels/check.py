@@ -2,7 +2,7 @@
 
 Read from the library's own symbols: it exports PyInit__core alone, needs libc
 alone, no newer glibc than its tag says, and of Python only the stable ABI of
-3.10. RECORD has to be right. Then each interpreter found on PATH or by pyenv
+3.10. RECORD has to be right, and the licences of all that is linked are there. Then each interpreter found on PATH or by pyenv
 unpacks the wheel, imports it and asks the engine something.
 """
 
@@ -12,6 +12,7 @@ import base64
 import csv
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -26,8 +27,8 @@ from elf import Elf
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 # Names outside the stable ABI of 3.10 that a mistake in the shim would let in.
-# PyObject_GetBuffer and PyBuffer_Release joined it with 3.11, as 3.10 has them:
-# gosrc/bind/core/lend.c.
+# PyObject_GetBuffer and PyBuffer_Release joined it with 3.11; 3.10 has the same:
+# gosrc/bind/core/memory.c.
 NOT_STABLE = re.compile(
     r"^_Py(?!Arg_\w+_SizeT$|_(Dealloc|IncRef|DecRef|NoneStruct|TrueStruct|FalseStruct|BuildValue_SizeT)$)"
     r"|^Py(Complex_AsC|Run_|Buffer_(?!Release$))"
@@ -85,6 +86,16 @@ def audit(wheel: Path) -> list[str]:
         if not found or (int(found[1]), int(found[2])) > floor:
             wrong.append(f"needs {v.library} {v.version}, above the tag")
     wrong += [f"uses {s.name}" for s in elf.symbols() if not s.defined and NOT_STABLE.match(s.name)]
+
+    info = next(name for name in files if name.endswith(".dist-info/METADATA")).removesuffix("METADATA")
+    named = re.findall(r"^License-File: (.*)$", files[f"{info}METADATA"].decode(), re.M)
+    if len(named) < 2 or {f"{info}licenses/{name}" for name in named} - set(files):
+        wrong.append(f"the licences {named} are not all there")
+    bill = json.loads(files.get(f"{info}sboms/overwire.cdx.json", b"{}"))
+    texts = files.get(f"{info}licenses/THIRD-PARTY.txt", b"").decode()
+    modules = [part for part in bill.get("components", []) if part["type"] == "library"]
+    if len(modules) < 10 or any(f"\n{part['name']} {part['version']}: " not in texts for part in modules):
+        wrong.append("the bill of materials and the licences do not fit together")
 
     record = next(name for name in files if name.endswith(".dist-info/RECORD"))
     listed = {row[0]: row[1:] for row in csv.reader(io.StringIO(files[record].decode()))}

@@ -1,4 +1,4 @@
-"""What a shared library says of itself: exports, libraries, symbol versions.
+"""Reads a shared library's exports, libraries and symbol versions.
 
 A reader of little-endian ELF64 with what an audit of a wheel needs and nothing
 else. It reads the section headers, which every linker writes and `-s` keeps.

@@ -1,10 +1,10 @@
-// Package bench measures what a user asks of a machine: how small weights
-// become, how fast they are saved and loaded, to the host or to a GPU, and what
-// this machine's memory, files and wire allow, in the same run.
+// Package bench measures what users ask about a machine: ratios, how fast weights
+// are saved and loaded, to the host or to a GPU, and the floors of memory, files
+// and wire in the same run.
 //
-// Every load is one of the engine, out of the page cache and into fresh memory;
-// bytes are compared before anything is timed. What the project wants of itself,
-// and what other libraries do, is measured by the rig (gosrc/rig).
+// Every load is one of the engine, from the page cache into fresh memory; bytes are
+// compared before anything is timed. The rig (gosrc/rig) measures the project's
+// goals and other libraries.
 package bench
 
 import (
@@ -14,19 +14,19 @@ import (
 	"runtime/debug"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Options choose what is measured. The zero value measures loads to the host
-// with 2 GB of made weights.
+// Options choose what is measured. The zero value measures loads to the host with 2
+// GB of generated weights.
 type Options struct {
 	measure.Options
-	Device string // where loads go: "cuda", "cuda:1", "cpu"; "": "cpu"
-	File   string // weights of the user's own whose ratio is measured too, "" for none
+	Device string // device of the loads: "cuda", "cuda:1", "cpu"; "": "cpu"
+	File   string // the user's own weights, whose ratio is measured too; "" for none
 }
 
 // kinds are the weights whose ratio is measured.
@@ -49,8 +49,8 @@ type run struct {
 	wire float64      // GB/s of copies to the GPU
 }
 
-// Run measures. Its files are gone when it returns. Errors are those of the
-// verbs that it measures; a folder with too little space is fault.ErrIO.
+// Run measures. It removes its files before it returns. Errors are those of the
+// verbs that it measures; a folder with too little space is errs.ErrIO.
 func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
 	if opt.Size <= 0 {
 		opt.Size = 2e9
@@ -75,7 +75,7 @@ func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
 // needs is how many bytes the run's files take at most.
 func (r *run) needs() int64 { return 2*r.Size + r.FloorBytes() + 64<<20 }
 
-// open opens the device and looks at the space for files.
+// open opens the device and checks the space for files.
 func (r *run) open() (err error) {
 	if r.opt.Device != "" {
 		if r.gpu, err = r.OpenDevice(r.opt.Device); err != nil {
@@ -83,14 +83,14 @@ func (r *run) open() (err error) {
 		}
 	}
 	if free := r.Free(); free >= 0 && free < r.needs() {
-		return fault.New(fault.ErrIO, "%.1f GB are free in %s and %.1f are needed: name another folder, or a smaller size",
+		return errs.New(errs.ErrIO, "%.1f GB are free in %s and %.1f are needed: name another folder, or a smaller size",
 			float64(free)/1e9, filepath.Dir(r.Folder), float64(r.needs())/1e9)
 	}
 	return nil
 }
 
-// estimate says how long the run will take: every kind of work is done once in
-// small, and counted as often as the run does it.
+// estimate predicts how long the run will take: each kind of work is done once in
+// small, and multiplied by how often the run does it.
 func (r *run) estimate() error {
 	n := min(16<<20, r.Size)
 	path := r.Path("estimate.safetensors")
@@ -123,7 +123,7 @@ func (r *run) estimate() error {
 	return nil
 }
 
-// machine measures what memory, files and the wire give without us.
+// machine measures memory, files and the wire without overwire.
 func (r *run) machine() error {
 	if err := r.MeasureFloors(); err != nil {
 		return err
@@ -137,12 +137,12 @@ func (r *run) machine() error {
 	if r.gpu == nil {
 		return nil
 	}
-	lane, err := r.gpu.Queue(cuda.DefaultSlots, cuda.DefaultSlotBytes)
+	queue, err := r.gpu.Queue(cuda.DefaultSlots, cuda.DefaultSlotBytes)
 	if err != nil {
 		return err
 	}
-	defer func() { lane.Close(); _ = r.gpu.Trim() }()
-	if r.wire, err = r.ToDevice(lane, cuda.DefaultSlotBytes); err != nil {
+	defer func() { queue.Close(); _ = r.gpu.Trim() }()
+	if r.wire, err = r.ToDevice(queue, cuda.DefaultSlotBytes); err != nil {
 		return err
 	}
 	r.Report.Device.Wire = r.wire
@@ -151,7 +151,7 @@ func (r *run) machine() error {
 	return nil
 }
 
-// sizes measures how small weights become.
+// sizes measures ratios.
 func (r *run) sizes() error {
 	add := func(name string, in []save.Input) error {
 		row, err := r.Ratio(r.Path("sizes.safetensors"), in)
@@ -201,7 +201,7 @@ func (r *run) loads() error {
 		}
 	}
 	in = nil
-	debug.FreeOSMemory() // loads have the machine's memory to themselves
+	debug.FreeOSMemory() // leave the machine's memory to the loads
 	r.Add(measure.Row{Group: "save", Name: fmt.Sprintf("compress and save %.1f GB of bf16", float64(total)/1e9), Value: speed[1], Unit: "GB/s",
 		Floor: speed[0], FloorName: "saving it as it is"})
 	if r.gpu != nil {
@@ -219,8 +219,8 @@ func (r *run) loads() error {
 	return nil
 }
 
-// load measures loads of a file: the first of this process, which makes what
-// the others find ready, and the median of those behind it.
+// load measures loads of a file: the first of this process, which prepares what
+// later ones reuse, and the median of those after it.
 func (r *run) load(path, name string, total int64, ratio float64) error {
 	opt := load.Options{Device: r.opt.Device, Threads: r.opt.Threads}
 	once := func() error { return r.Loaded(path, opt, nil) }

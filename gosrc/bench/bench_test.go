@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
@@ -66,12 +66,12 @@ func TestRunRefuses(t *testing.T) {
 		opt  Options
 		want error
 	}{
-		{t.Context(), Options{Options: sized(1<<20, dir), Device: "tpu"}, fault.ErrArgument},
-		{t.Context(), Options{Options: sized(1<<20, dir), Device: "cuda:x"}, fault.ErrArgument},
-		{done, Options{Options: sized(1<<20, dir)}, fault.ErrCancelled},
-		{t.Context(), Options{Options: sized(1<<20, dir+"/none")}, fault.ErrIO},
-		{t.Context(), Options{Options: sized(1<<58, dir)}, fault.ErrIO},
-		{t.Context(), Options{Options: sized(1<<20, dir), File: dir + "/none"}, fault.ErrNotFound},
+		{t.Context(), Options{Options: sized(1<<20, dir), Device: "tpu"}, errs.ErrArgument},
+		{t.Context(), Options{Options: sized(1<<20, dir), Device: "cuda:x"}, errs.ErrArgument},
+		{done, Options{Options: sized(1<<20, dir)}, errs.ErrCancelled},
+		{t.Context(), Options{Options: sized(1<<20, dir+"/none")}, errs.ErrIO},
+		{t.Context(), Options{Options: sized(1<<58, dir)}, errs.ErrIO},
+		{t.Context(), Options{Options: sized(1<<20, dir), File: dir + "/none"}, errs.ErrNotFound},
 	} {
 		if _, err := Run(c.ctx, nil, c.opt); !errors.Is(err, c.want) {
 			t.Errorf("%+v: %v, want %v", c.opt, err, c.want)

@@ -1,6 +1,6 @@
 package bench
 
-// This file writes the answers for people.
+// This file prints the answers.
 
 import (
 	"fmt"
@@ -9,7 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
-// WriteHead says what is measured, on what, and about how long that takes.
+// WriteHead prints what is measured, on which machine, and about how long that
+// takes.
 func WriteHead(w io.Writer, rep *measure.Report) {
 	m := rep.Machine
 	fmt.Fprintf(w, "%s, %d cores, %s/%s, decoder %s\n", m.CPU, m.Cores, m.OS, m.Arch, m.Decoder)
@@ -21,7 +22,7 @@ func WriteHead(w io.Writer, rep *measure.Report) {
 	fmt.Fprintf(w, "this takes about %.0f s\n", max(1, rep.Estimate))
 }
 
-// WriteRow writes one row: what was done, the answer, and what the machine allows.
+// WriteRow prints one row: what was done, the answer, and the floor.
 func WriteRow(w io.Writer, row measure.Row) {
 	value := measure.Number(row.Value)
 	switch {

@@ -4,15 +4,14 @@ package cli
 // the help texts.
 
 import (
-	"cmp"
 	"fmt"
-	"slices"
 	"strconv"
 	"strings"
 
 	"github.com/dustin/go-humanize"
 
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/near"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/knob"
 )
@@ -71,7 +70,7 @@ func (c *call) storage() (format.Access, error) {
 // verbs' code reaches this list again through help.
 func verbs() []*verb {
 	return []*verb{
-		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, loadVerb, fetchVerb, serveVerb, presignVerb, benchVerb,
+		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, loadVerb, runVerb, fetchVerb, serveVerb, presignVerb, benchVerb,
 		doctorVerb, versionVerb,
 	}
 }
@@ -188,34 +187,12 @@ func names(known []option) []string {
 	return all
 }
 
-// meant returns ", did you mean X?" for the name nearest to word, or "" if none
-// is near: at most a third of its letters may be wrong.
+// meant returns ", did you mean X?" for the name nearest to word, or "".
 func meant(word string, names []string) string {
-	best := slices.MinFunc(names, func(a, b string) int { return cmp.Compare(edits(word, a), edits(word, b)) })
-	if edits(word, best)*3 > len(best) {
-		return ""
+	if best := near.Best(word, names); best != "" {
+		return ", did you mean " + best + "?"
 	}
-	return ", did you mean " + best + "?"
-}
-
-// edits counts the letters to insert, remove or replace that make a of b.
-func edits(a, b string) int {
-	row := make([]int, len(b)+1)
-	for j := range row {
-		row[j] = j
-	}
-	for i := range len(a) {
-		diagonal := row[0]
-		row[0] = i + 1
-		for j := range len(b) {
-			wrong := 1
-			if a[i] == b[j] {
-				wrong = 0
-			}
-			diagonal, row[j+1] = row[j+1], min(row[j+1]+1, row[j]+1, diagonal+wrong)
-		}
-	}
-	return row[len(b)]
+	return ""
 }
 
 func match(known []option, word string) *option {

@@ -16,7 +16,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
@@ -139,7 +139,7 @@ type usageError struct{ text string }
 
 func (e *usageError) Error() string { return e.text }
 
-func (e *usageError) Unwrap() error { return fault.ErrArgument }
+func (e *usageError) Unwrap() error { return errs.ErrArgument }
 
 // A shownError is an error that the printed result already reports. With --json
 // that result stays the only document.
@@ -154,7 +154,7 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 	if err == nil {
 		return ExitOK
 	}
-	text := fault.Redact(err.Error())
+	text := errs.Redact(err.Error())
 	fmt.Fprintf(stderr, "overwire: %s\n", text)
 	var shown *shownError
 	if asJSON && !errors.As(err, &shown) {
@@ -165,10 +165,10 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 
 // failure returns an error as --json prints it.
 func failure(err error, text string) map[string]any {
-	f := map[string]any{"class": fault.Class(err), "message": text, "status": status(err)}
-	var at *fault.At
+	f := map[string]any{"class": errs.Class(err), "message": text, "status": status(err)}
+	var at *errs.At
 	if errors.As(err, &at) {
-		f["source"] = fault.Redact(at.Source)
+		f["source"] = errs.Redact(at.Source)
 		if at.Tensor != "" {
 			f["tensor"] = at.Tensor
 		}
@@ -187,20 +187,20 @@ var statuses = []struct {
 	err    error
 	status int
 }{
-	{fault.ErrCancelled, ExitInterrupted},
+	{errs.ErrCancelled, ExitInterrupted},
 	{context.Canceled, ExitInterrupted},
-	{fault.ErrCorrupt, ExitBad},
-	{fault.ErrFormat, ExitBad},
-	{fault.ErrNotFound, ExitNotFound},
-	{fault.ErrPermission, ExitNotFound},
-	{fault.ErrKey, ExitNotFound},
-	{fault.ErrIO, ExitIO},
-	{fault.ErrTimeout, ExitIO},
-	{fault.ErrMemory, ExitIO},
-	{fault.ErrNotSupported, ExitNotSupported},
-	{fault.ErrDevice, ExitNotSupported},
-	{fault.ErrCrypto, ExitBad},
-	{fault.ErrArgument, ExitUsage},
+	{errs.ErrCorrupt, ExitBad},
+	{errs.ErrFormat, ExitBad},
+	{errs.ErrNotFound, ExitNotFound},
+	{errs.ErrPermission, ExitNotFound},
+	{errs.ErrKey, ExitNotFound},
+	{errs.ErrIO, ExitIO},
+	{errs.ErrTimeout, ExitIO},
+	{errs.ErrMemory, ExitIO},
+	{errs.ErrNotSupported, ExitNotSupported},
+	{errs.ErrDevice, ExitNotSupported},
+	{errs.ErrCrypto, ExitBad},
+	{errs.ErrArgument, ExitUsage},
 }
 
 func status(err error) int {
@@ -222,7 +222,7 @@ func (c *call) show(v any, text func(w io.Writer)) error {
 	b := &strings.Builder{}
 	text(b)
 	if _, err := io.WriteString(c.stdout, b.String()); err != nil {
-		return fault.New(fault.ErrIO, "standard output: %v", err)
+		return errs.New(errs.ErrIO, "standard output: %v", err)
 	}
 	return nil
 }
@@ -230,13 +230,13 @@ func (c *call) show(v any, text func(w io.Writer)) error {
 func writeJSON(w io.Writer, v any) error {
 	b, err := rawjson.Marshal(v)
 	if err != nil {
-		return fault.New(fault.ErrEngine, "result: %v", err)
+		return errs.New(errs.ErrEngine, "result: %v", err)
 	}
 	var text bytes.Buffer
 	_ = json.Indent(&text, b, "", "  ") // cannot fail: rawjson made it
 	text.WriteByte('\n')
 	if _, err := w.Write(text.Bytes()); err != nil {
-		return fault.New(fault.ErrIO, "standard output: %v", err)
+		return errs.New(errs.ErrIO, "standard output: %v", err)
 	}
 	return nil
 }

@@ -4,30 +4,35 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/save"
 )
 
 // overwire runs one command line.
 func overwire(argv ...string) (status int, stdout, stderr string) {
-	var out, errs bytes.Buffer
-	status = Main(context.Background(), nil, argv, &out, &errs, Env{})
-	return status, out.String(), errs.String()
+	var out, messages bytes.Buffer
+	status = Main(context.Background(), nil, argv, &out, &messages, Env{})
+	return status, out.String(), messages.String()
 }
 
 // must runs one that has to succeed.
 func must(t *testing.T, argv ...string) string {
 	t.Helper()
-	status, out, errs := overwire(argv...)
+	status, out, stderr := overwire(argv...)
 	if status != ExitOK {
-		t.Fatalf("overwire %q: status %d: %s", argv, status, errs)
+		t.Fatalf("overwire %q: status %d: %s", argv, status, stderr)
 	}
 	return out
 }
@@ -83,9 +88,9 @@ func TestUsage(t *testing.T) {
 		{[]string{"verify", file}, ExitBad, "x.safetensors"},
 		{[]string{"verify", "--", "-x"}, ExitNotFound, "-x"},
 	} {
-		status, out, errs := overwire(c.argv...)
-		if status != c.status || !strings.Contains(errs, c.says) || out != "" {
-			t.Errorf("overwire %q: status %d, want %d; stdout %q; stderr %q, want %q", c.argv, status, c.status, out, errs, c.says)
+		status, out, stderr := overwire(c.argv...)
+		if status != c.status || !strings.Contains(stderr, c.says) || out != "" {
+			t.Errorf("overwire %q: status %d, want %d; stdout %q; stderr %q, want %q", c.argv, status, c.status, out, stderr, c.says)
 		}
 	}
 }
@@ -165,7 +170,7 @@ func TestDamage(t *testing.T) {
 	if err := os.WriteFile(small, b, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	status, out, errs := overwire("verify", small, "--json")
+	status, out, stderr := overwire("verify", small, "--json")
 	var doc struct {
 		Error struct {
 			Class, Message, Source, Tensor string
@@ -180,8 +185,8 @@ func TestDamage(t *testing.T) {
 	if status != ExitBad || e.Status != ExitBad || e.Class != "CorruptError" || e.Tensor == "" || e.Chunk == nil || e.Offset == nil {
 		t.Errorf("status %d, %+v", status, e)
 	}
-	if !strings.Contains(errs, e.Tensor) {
-		t.Errorf("stderr %q", errs)
+	if !strings.Contains(stderr, e.Tensor) {
+		t.Errorf("stderr %q", stderr)
 	}
 }
 
@@ -219,9 +224,13 @@ func TestLoad(t *testing.T) {
 	if b, err := os.ReadFile(trace); err != nil || !json.Valid(b) {
 		t.Errorf("the trace: %v", err)
 	}
-	for _, argv := range [][]string{{"load", small, "--device", "tpu"}, {"load", small, "--trace"}, {"load"}} {
+	for _, argv := range [][]string{{"load", small, "--device", "tpu"}, {"load", small, "--device", "cuda:x"}, {"load", small, "--trace"}, {"load"}} {
+		want := ExitUsage
+		if slices.Contains(argv, "tpu") {
+			want = ExitNotSupported // a device, but none of ours
+		}
 		var stdout, stderr bytes.Buffer
-		if status := Main(t.Context(), nil, argv, &stdout, &stderr, Env{}); status != ExitUsage {
+		if status := Main(t.Context(), nil, argv, &stdout, &stderr, Env{}); status != want {
 			t.Errorf("%q: status %d, %s", argv, status, &stderr)
 		}
 	}
@@ -299,6 +308,108 @@ func TestDoctor(t *testing.T) {
 	for _, want := range []string{"decoder", "gpu ", "set by NUM_THREADS", "PRELOAD_PATH names /no/such/file, which does not exist"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("doctor lacks %q:\n%s", want, out)
+		}
+	}
+}
+
+// A pipeline's folder goes through every verb whole, and what was copied and left is said.
+func TestPipeline(t *testing.T) {
+	src := filepath.Join(t.TempDir(), "pipe")
+	model, err := os.ReadFile(made(t, "llama-bf16"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, text := range map[string]string{
+		"model_index.json": "{}", "unet/diffusion.safetensors": string(model), "unet/config.json": "{}", "vae/diffusion.safetensors": string(model),
+		"tokenizer/vocab.txt": "a b", "tokenizer/.hidden": "x",
+	} {
+		path := filepath.Join(src, name)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(text), 0o600)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	small, back := src+".small", src+".back"
+	said := must(t, "compress", src, "-o", small)
+	for _, want := range []string{
+		"copied: " + small + "/model_index.json\n", "copied: " + small + "/tokenizer/vocab.txt\n", "copied: " + small + "/unet/config.json\n",
+		"\n" + small + "/vae/diffusion.safetensors\n", "not copied: " + src + "/tokenizer/.hidden\n", " % smaller",
+	} {
+		if !strings.Contains(said, want) {
+			t.Errorf("compress lacks %q:\n%s", want, said)
+		}
+	}
+	must(t, "decompress", small, "-o", back)
+	for _, part := range []string{"unet", "vae"} {
+		if b, err := os.ReadFile(filepath.Join(back, part, "diffusion.safetensors")); err != nil || !bytes.Equal(b, model) {
+			t.Errorf("%s: %d bytes, %v", part, len(b), err)
+		}
+	}
+	var loads struct{ Loads []load.Report }
+	var found struct{ Sources []struct{ Tensors []any } }
+	if err := errors.Join(json.Unmarshal([]byte(must(t, "load", small, "--json")), &loads), json.Unmarshal([]byte(must(t, "inspect", small, "--json")), &found)); err != nil {
+		t.Fatal(err)
+	}
+	if len(found.Sources) != 2 || len(loads.Loads) != 1 || loads.Loads[0].Tensors != int64(2*len(found.Sources[0].Tensors)) {
+		t.Errorf("%+v %d", loads, len(found.Sources))
+	}
+	if said := must(t, "verify", small); strings.Count(said, "contents verified") != 2 {
+		t.Error(said)
+	}
+}
+
+// What inspect --estimate says before is what compress does, within a few per cent.
+func TestEstimate(t *testing.T) {
+	plain := made(t, "llama-bf16")
+	var before struct {
+		Sources  []any
+		Estimate save.Total
+	}
+	if err := json.Unmarshal([]byte(must(t, "inspect", plain, "--estimate", "--json")), &before); err != nil {
+		t.Fatal(err)
+	}
+	var after save.Report
+	small := plain + ".small"
+	if err := json.Unmarshal([]byte(must(t, "compress", plain, "-o", small, "--json")), &after); err != nil {
+		t.Fatal(err)
+	}
+	if e := before.Estimate; len(before.Sources) != 1 || e.Bytes != after.BytesIn || e.Tensors != after.Tensors || math.Abs(e.Ratio-after.Ratio) > 0.02 {
+		t.Errorf("%+v, and compress %+v", before, after)
+	}
+	// Of a compressed file it is what is stored already.
+	if out := must(t, "inspect", small, "-e", "--summary"); !strings.Contains(out, "compress would make about ") {
+		t.Error(out)
+	}
+	html := filepath.Join(t.TempDir(), "model.html")
+	if out := must(t, "inspect", small, "--html", html); !strings.Contains(out, html) {
+		t.Error(out)
+	}
+	if text, err := os.ReadFile(html); err != nil || !strings.Contains(string(text), small) {
+		t.Errorf("%v: %.200s", err, text)
+	}
+	if out := must(t, "inspect", small, "--summary"); strings.Contains(out, "would") {
+		t.Error(out)
+	}
+}
+
+// A preload that cannot succeed is no secret: doctor opens what is named.
+func TestDoctorOfPreloads(t *testing.T) {
+	t.Cleanup(func() { knob.Load(nil) })
+	dir := t.TempDir()
+	plain := made(t, "llama-bf16")
+	archive, pickle := filepath.Join(dir, "x.pt"), filepath.Join(dir, "x.pkl")
+	for _, path := range []string{archive, pickle} {
+		if err := os.WriteFile(path, []byte("PK\x03\x04 and more"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for path, want := range map[string]string{
+		plain: "", pickle: "", "https://user:secret@host/m.safetensors": "", archive: "names what cannot be loaded: ", dir: "names what cannot be loaded: ",
+		dir + "/none": "which does not exist",
+	} {
+		knob.Load(map[string]string{"OVERWIRE_PRELOAD": path})
+		advice := strings.Join(Diagnose(Env{}, false).Advice, "\n")
+		if strings.Contains(advice, "OVERWIRE_PRELOAD") != (want != "") || !strings.Contains(advice, want) || strings.Contains(advice, "secret") {
+			t.Errorf("%s: %s", path, advice)
 		}
 	}
 }

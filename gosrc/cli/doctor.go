@@ -3,10 +3,13 @@ package cli
 // This file has the verbs doctor and version.
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -14,10 +17,13 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/gds"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/measure"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
 var versionVerb = &verb{
@@ -58,6 +64,7 @@ type Diagnosis struct {
 	Python   string          `json:"python,omitempty"`
 	Machine  measure.Machine `json:"machine"`
 	Features []string        `json:"cpu_features"`
+	Cipher   string          `json:"cipher"` // of encrypted .tensors files
 	Memory   Memory          `json:"memory"`
 	GPU      GPU             `json:"gpu"`
 	Preload  Preload         `json:"preload"`
@@ -80,8 +87,10 @@ type Preload struct {
 	Path   string `json:"path"`
 	From   string `json:"from"` // the variable that names it
 	Device string `json:"device"`
-	Off    bool   `json:"off"` // by OVERWIRE_NO_PRELOAD
-	Found  bool   `json:"found"`
+	Off    bool   `json:"off"`   // by OVERWIRE_NO_PRELOAD
+	Found  bool   `json:"found"` // or not looked for: a URL
+
+	wrong error // why it cannot be loaded
 }
 
 // Diagnose examines the machine and asks NVIDIA's driver, if there is one, for
@@ -89,7 +98,7 @@ type Preload struct {
 func Diagnose(env Env, wire bool) Diagnosis {
 	d := Diagnosis{
 		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python), Machine: measure.ThisMachine(),
-		Features: features(), Memory: memory(), GDS: gds.Probe(), Engine: "ok", Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
+		Features: features(), Cipher: tensorizer.Cipher(), Memory: memory(), GDS: gds.Probe(), Engine: "ok", Workers: spawn.Running(), Settings: knob.Table(), Advice: []string{},
 		GPU: diagnoseGPU(wire),
 	}
 	if err := spawn.Poisoned(); err != nil {
@@ -100,15 +109,34 @@ func Diagnose(env Env, wire bool) Diagnosis {
 		if r.Name == knob.Preload.Name() {
 			d.Preload.From = r.From
 		}
-		d.Settings[i].Value = fault.Redact(r.Value) // people paste all this into issues
+		d.Settings[i].Value = errs.Redact(r.Value) // people paste all this into issues
 	}
 	if d.Preload.Path != "" {
-		_, err := os.Stat(d.Preload.Path)
-		d.Preload.Found = err == nil
-		d.Preload.Path = fault.Redact(d.Preload.Path)
+		d.Preload.look()
 	}
 	d.advise()
 	return d
+}
+
+// look finds out whether there is something to preload, and hides what is secret in
+// its name.
+func (p *Preload) look() {
+	path := p.Path
+	p.Path = errs.Redact(path)
+	if p.Found = source.Remote(path); p.Found {
+		return
+	}
+	if _, err := os.Stat(path); err != nil {
+		return
+	}
+	p.Found = true
+	if slices.Contains([]string{".pkl", ".pth", ".csv"}, filepath.Ext(path)) {
+		return // Python knows what these name
+	}
+	m, err := load.Open(context.Background(), load.Spec{URIs: []string{path}})
+	if p.wrong = err; err == nil {
+		m.Close()
+	}
 }
 
 func (d *Diagnosis) advise() {
@@ -121,6 +149,8 @@ func (d *Diagnosis) advise() {
 	}
 	if p := d.Preload; p.Path != "" && !p.Off && !p.Found {
 		add("%s names %s, which does not exist", p.From, p.Path)
+	} else if p.wrong != nil && !p.Off {
+		add("%s names what cannot be loaded: %s", p.From, errs.Redact(p.wrong.Error()))
 	}
 	d.adviseGPU(add)
 	if d.Machine.Cores == 1 {
@@ -177,6 +207,7 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 	}
 	line("machine", "%s, %d cores, %s/%s", d.Machine.CPU, d.Machine.Cores, d.Machine.OS, d.Machine.Arch)
 	line("features", "%s", strings.Join(d.Features, " "))
+	line("cipher", "%s", d.Cipher)
 	line("decoder", "%s", d.Machine.Decoder)
 	line("huge pages", "%s", d.Machine.THP)
 	limit := "no limit"
@@ -209,7 +240,10 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 		if !env && s.From == "" {
 			continue
 		}
-		names := strings.Join(append([]string{s.Name}, s.Aliases...), ", ")
+		names := s.Name
+		if len(s.Aliases) > 0 {
+			names += fmt.Sprintf(" (under nyacomp's drop-in: %s)", strings.Join(s.Aliases, ", "))
+		}
 		from := ""
 		if s.From != "" {
 			from = ", set by " + s.From

@@ -13,7 +13,9 @@ import (
 
 	"github.com/dustin/go-humanize"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/page"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
@@ -34,11 +36,12 @@ var compressVerb = &verb{
 	long: `
 Reads safetensors files, a folder of shards or an index.json, and writes the
 same tensors compressed, where compression makes them smaller. decompress gives
-every bit back; reading OUT needs overwire. OUT is complete or absent, whatever
-happens meanwhile. A folder becomes a folder: it keeps its file names, its
-index.json, its small companions (config, tokenizer) and the folders below it, as
-a diffusers pipeline has them. Weights in other formats, and other files over
-64 MiB, are listed instead of copied.`,
+the same files back, byte for byte; reading OUT needs overwire. OUT is complete or
+absent, whatever happens meanwhile. A folder becomes a folder: it keeps its file names, its
+index.json, its other files (config, tokenizer) and the folders below it, as a
+diffusers pipeline has them. Listed instead of copied are other weights (of 64 MiB
+and more if not safetensors), hidden files, and links that lead out of the folder
+to anything but a Hugging Face cache's own blobs.`,
 	example: "overwire compress model.safetensors -o model.ow.safetensors",
 	options: append(slices.Clone(writeOptions), partsOption),
 	run:     func(c *call) error { return c.convert(true) },
@@ -49,7 +52,10 @@ var decompressVerb = &verb{
 	short: "turn compressed files back into plain safetensors",
 	long: `
 Reads compressed (or plain) files and writes plain safetensors files that any
-reader can load. Every tensor is bit for bit what was compressed.`,
+reader can load. Every tensor is bit for bit what was compressed. A file that
+compress made from one safetensors file becomes that very file again: its SHA-256
+is compared before OUT appears, and printed. A file that keeps no original (it was
+saved from tensors, or is now in other shards) gets a new header; the output says so.`,
 	example: "overwire decompress model.ow.safetensors -o model.safetensors",
 	options: slices.Clone(writeOptions),
 	run:     func(c *call) error { return c.convert(false) },
@@ -113,11 +119,28 @@ func (c *call) convert(compress bool) error {
 		return err
 	}
 	return c.show(rep, func(w io.Writer) {
+		copied := map[string]string{}
+		for _, f := range rep.Copied {
+			copied[f] = "copied: "
+		}
 		for _, f := range rep.Files {
-			fmt.Fprintf(w, "%s\n", f)
+			fmt.Fprintf(w, "%s%s\n", copied[f], f)
 		}
 		for _, f := range rep.Left {
 			fmt.Fprintf(w, "not copied: %s\n", f)
+		}
+		for _, o := range rep.Originals {
+			switch {
+			case compress && o.SHA256 != "":
+				fmt.Fprintf(w, "sha256 %s  of the original that %s keeps\n", o.SHA256, o.File)
+			case !compress && !o.Compared:
+				fmt.Fprintf(w, "sha256 %s  %s (compressed over a network, which kept none to compare with)\n", o.SHA256, o.File)
+			case !compress:
+				fmt.Fprintf(w, "sha256 equal: %s  %s\n", o.SHA256, o.File)
+			}
+		}
+		for _, f := range rep.Anew {
+			fmt.Fprintf(w, "new header, since no original is kept of it: %s\n", f)
 		}
 		counts := humanize.Comma(int64(rep.Tensors)) + " tensors"
 		if rep.Compressed > 0 {
@@ -157,11 +180,15 @@ var inspectVerb = &verb{
 	name: "inspect", args: "SRC...", least: 1, most: -1,
 	short: "list tensors with dtypes, shapes, sizes and codecs",
 	long: `
-Reads headers and indexes only, of plain safetensors files too. "ratio" is
+Reads headers and indexes only, of plain safetensors files too; with --estimate
+also samples of the tensors, to say what compress would save. "ratio" is
 stored / original bytes. "stored as" is plain; alias, for a tensor that shares
-the bytes of another; or the codec and the element type it was made for.`,
+the bytes of another; or the codec and the element type it was made for. --html
+writes a page, in one file that asks no server, in which the tensors lie as a map.`,
 	example: "overwire inspect model.ow.safetensors --summary",
-	options: []option{{name: "summary", short: "s", doc: "print totals only, not each tensor"}, storageOption},
+	options: []option{{name: "summary", short: "s", doc: "print totals only, not each tensor"},
+		{name: "estimate", short: "e", doc: "say what compress would save"},
+		{name: "html", value: "FILE", doc: "write a page with a map of the tensors instead of listing them"}, storageOption},
 	run: func(c *call) error {
 		storage, err := c.storage()
 		if err != nil {
@@ -173,21 +200,49 @@ the bytes of another; or the codec and the element type it was made for.`,
 		}
 		in, ok := result.(*save.Inspection)
 		if !ok {
-			return fault.New(fault.ErrEngine, "inspect returned a %T", result)
+			return errs.New(errs.ErrEngine, "inspect returned a %T", result)
 		}
-		if c.is("summary") {
+		if path := c.opts["html"]; path != "" {
+			text, err := page.Model(in)
+			if err == nil {
+				err = atomicfile.Write(path, text)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		if c.is("summary") || c.opts["html"] != "" {
 			for i := range in.Sources {
 				in.Sources[i].Tensors = nil
 			}
 		}
-		return c.show(in, func(w io.Writer) { inspected(w, in) })
+		answer := struct {
+			*save.Inspection
+			Estimate *save.Total `json:"estimate,omitempty"`
+		}{Inspection: in}
+		if c.is("estimate") {
+			sum, err := save.Estimate(c.ctx, c.args, storage)
+			if err != nil {
+				return err
+			}
+			answer.Estimate = &sum
+		}
+		return c.show(answer, func(w io.Writer) {
+			inspected(w, in)
+			if path := c.opts["html"]; path != "" {
+				fmt.Fprintf(w, "%s: open it in a browser\n", path)
+			}
+			if sum := answer.Estimate; sum != nil {
+				fmt.Fprintf(w, "compress would make about %s of %s, %.1f %% less\n", bytesText(sum.Stored), bytesText(sum.Bytes), 100*(1-sum.Ratio))
+			}
+		})
 	},
 }
 
 // inspected prints a table of tensors for each file, and totals.
 func inspected(w io.Writer, in *save.Inspection) {
 	for _, f := range in.Sources {
-		fmt.Fprintf(w, "%s: %s, %s\n", fault.Redact(f.URI), f.Format, bytesText(f.Size))
+		fmt.Fprintf(w, "%s: %s, %s\n", errs.Redact(f.URI), f.Format, bytesText(f.Size))
 		for _, k := range sorted(f.Metadata) {
 			fmt.Fprintf(w, "  %s = %s\n", safe(k), safe(f.Metadata[k]))
 		}
@@ -240,7 +295,7 @@ and names file, tensor, chunk and offset.`,
 		}
 		return c.show(rep, func(w io.Writer) {
 			for _, f := range rep.Files {
-				fmt.Fprintf(w, "%s: %s, %s verified, %s tensors, %s\n", fault.Redact(f.URI), f.Format, f.Checked,
+				fmt.Fprintf(w, "%s: %s, %s verified, %s tensors, %s\n", errs.Redact(f.URI), f.Format, f.Checked,
 					humanize.Comma(int64(f.Tensors)), bytesText(f.Bytes))
 			}
 			if rep.Note != "" {

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // GPU is what doctor reports of CUDA.
@@ -61,7 +61,7 @@ func diagnoseGPU(measure bool) GPU {
 
 // words returns an error's text without its class, which its place implies.
 func words(err error) string {
-	return strings.TrimPrefix(fault.Redact(err.Error()), fault.ErrDevice.Error()+": ")
+	return strings.TrimPrefix(errs.Redact(err.Error()), errs.ErrDevice.Error()+": ")
 }
 
 // wire measures pinned copies of one slot each, in GB/s.

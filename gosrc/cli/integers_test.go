@@ -204,9 +204,9 @@ func TestIntegers(t *testing.T) {
 					if argv[0] != "inspect" {
 						argv = append(argv, c.options...)
 					}
-					status, _, errs := overwire(argv...)
+					status, _, stderr := overwire(argv...)
 					if ends[status]++; status == ExitEngine || status == ExitUsage || spawn.Poisoned() != nil {
-						t.Fatalf("%s: %q: status %d: %s", what, argv, status, errs)
+						t.Fatalf("%s: %q: status %d: %s", what, argv, status, stderr)
 					}
 				}
 			})

@@ -6,7 +6,7 @@ import (
 	"errors"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
@@ -63,11 +63,11 @@ func (c *call) secret(name, from string) ([]byte, error) {
 	switch {
 	case kind == "file" && rest != "":
 		b, err := regular.Read(rest, most)
-		if errors.Is(err, fault.ErrFormat) {
+		if errors.Is(err, errs.ErrFormat) {
 			return nil, usage("--%s: %s has more than %d bytes", name, rest, most)
 		}
 		if err != nil {
-			return nil, &fault.At{Verb: "read", Source: rest, Chunk: -1, Offset: -1, Err: err}
+			return nil, &errs.At{Verb: "read", Source: rest, Chunk: -1, Offset: -1, Err: err}
 		}
 		return b, nil
 	case kind == "env" && rest != "":

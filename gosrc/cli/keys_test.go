@@ -27,14 +27,14 @@ func TestKeys(t *testing.T) {
 	raw, _ := hex.DecodeString(digits)
 	env := Env{Secrets: map[string]string{"THE_KEY": digits, "OTHER": strings.Repeat("00", 32), "WORDS": "planted words"}}
 	run := func(argv ...string) (int, string) {
-		var out, errs bytes.Buffer
-		status := Main(t.Context(), nil, argv, &out, &errs, env)
+		var out, stderr bytes.Buffer
+		status := Main(t.Context(), nil, argv, &out, &stderr, env)
 		for _, secret := range []string{digits, string(raw), "planted"} {
-			if strings.Contains(out.String()+errs.String(), secret) {
+			if strings.Contains(out.String()+stderr.String(), secret) {
 				t.Errorf("overwire %q shows a secret", argv)
 			}
 		}
-		return status, errs.String()
+		return status, stderr.String()
 	}
 	key, text, words := write("raw", string(raw)), write("hex", digits+"\n"), write("words", "planted words\n")
 	pipe := at("pipe")
@@ -69,8 +69,8 @@ func TestKeys(t *testing.T) {
 		{ExitUsage, "not folders", []string{"convert", sealed, "-o", mkdir(t, at("dir.tensors")), "--decrypt-key", key, "--encrypt-key", key}},
 		{ExitUsage, "no option", []string{"decompress", sealed, "-o", at("y"), "--encrypt-key", key}},
 	} {
-		if status, errs := run(c.argv...); status != c.status || !strings.Contains(errs, c.says) {
-			t.Errorf("overwire %q: status %d, want %d; %q, want %q", c.argv, status, c.status, errs, c.says)
+		if status, stderr := run(c.argv...); status != c.status || !strings.Contains(stderr, c.says) {
+			t.Errorf("overwire %q: status %d, want %d; %q, want %q", c.argv, status, c.status, stderr, c.says)
 		}
 	}
 	a, _ := os.ReadFile(plain)

@@ -9,9 +9,10 @@ import (
 
 	"github.com/dustin/go-humanize"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/pipeline"
+	"github.com/overwire/overwire/gosrc/save"
 )
 
 var traceOption = option{name: "trace", value: "FILE", doc: "write a Chrome trace of the (last) load, for ui.perfetto.dev"}
@@ -21,7 +22,8 @@ var loadVerb = &verb{
 	short: "load a model and report how long it took",
 	long: `
 Loads every tensor of files, a folder or an index.json, as load_file does, into
-host or GPU memory, prints the time and the rate, and frees the memory. With
+host or GPU memory, prints the time and the rate, and frees the memory. Of a
+folder that holds models in folders below it, all of them are loaded. With
 --trace it also prints the time of each stage and, on a GPU, how long the copy
 stream was idle. Plain files for the CPU are mapped, not read, so that their
 rate means nothing and is left out; set OVERWIRE_MMAP=off to have them read.`,
@@ -80,7 +82,7 @@ func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
 	if err != nil {
 		return rep, err
 	}
-	m, err := load.Open(c.ctx, load.Spec{URIs: c.args, Storage: storage})
+	m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread(c.args), Storage: storage})
 	if err != nil {
 		return rep, err
 	}
@@ -95,7 +97,7 @@ func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
 	case <-c.ctx.Done():
 		l.Job().Cancel()
 		<-l.Job().Done()
-		return rep, fault.New(fault.ErrCancelled, "load")
+		return rep, errs.New(errs.ErrCancelled, "load")
 	}
 	if err := l.Job().Err(); err != nil {
 		return rep, err

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
@@ -52,7 +52,7 @@ func (c *call) freeRemote(out string, storage source.Options) error {
 		return nil
 	}
 	s, err := open.With(storage)(c.ctx, out)
-	if errors.Is(err, fault.ErrNotFound) {
+	if errors.Is(err, errs.ErrNotFound) {
 		return nil
 	}
 	if err != nil {

@@ -8,7 +8,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/raw"
 	"github.com/overwire/overwire/gosrc/codec/x16"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -36,23 +36,23 @@ func Known(c tensor.Codec, transform uint8, d tensor.DType) bool {
 // Decode fills dst with the logical bytes of one stored chunk.
 //
 // len(dst) must be c.Logical and len(src) c.Stored. Compare the checksum (Sum)
-// first. Bad bytes are fault.ErrCorrupt, and the content of dst is then undefined;
+// first. Bad bytes are errs.ErrCorrupt, and the content of dst is then undefined;
 // Decode never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte, c tensor.Chunk) error {
 	if uint64(len(dst)) != uint64(c.Logical) || uint64(len(src)) != uint64(c.Stored) {
-		return fault.New(fault.ErrArgument, "chunk of %d -> %d bytes given buffers of %d -> %d",
+		return errs.New(errs.ErrArgument, "chunk of %d -> %d bytes given buffers of %d -> %d",
 			c.Stored, c.Logical, len(src), len(dst))
 	}
 	switch c.Codec {
 	case tensor.CodecRaw:
 		if c.Transform != 0 {
-			return fault.New(fault.ErrCorrupt, "raw chunk with transform %d", c.Transform)
+			return errs.New(errs.ErrCorrupt, "raw chunk with transform %d", c.Transform)
 		}
 		return raw.Decode(dst, src)
 	case tensor.CodecX16:
 		return x16.Decode(dst, src, c.Transform, c.SegTiles)
 	}
-	return fault.New(fault.ErrNotSupported, "codec %d", uint8(c.Codec))
+	return errs.New(errs.ErrNotSupported, "codec %d", uint8(c.Codec))
 }
 
 // Use chooses the decoder by name: "scalar", "avx2", "avx512". Any other name, or one

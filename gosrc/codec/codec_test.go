@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -28,12 +28,12 @@ func TestDecode(t *testing.T) {
 	}{
 		{"raw", src, tensor.Chunk{Stored: n, Logical: n}, nil},
 		{"X16", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 1, SegTiles: st}, nil},
-		{"raw with a transform", src, tensor.Chunk{Stored: n, Logical: n, Transform: 1}, fault.ErrCorrupt},
-		{"X16 without one", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, SegTiles: st}, fault.ErrCorrupt},
-		{"X16 with an unknown one", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 9, SegTiles: st}, fault.ErrCorrupt},
-		{"no tiles per segment", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 1}, fault.ErrCorrupt},
-		{"a reserved codec", src, tensor.Chunk{Stored: n, Logical: n, Codec: 2}, fault.ErrNotSupported},
-		{"a record of another size", src, tensor.Chunk{Stored: n, Logical: n - 1}, fault.ErrArgument},
+		{"raw with a transform", src, tensor.Chunk{Stored: n, Logical: n, Transform: 1}, errs.ErrCorrupt},
+		{"X16 without one", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, SegTiles: st}, errs.ErrCorrupt},
+		{"X16 with an unknown one", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 9, SegTiles: st}, errs.ErrCorrupt},
+		{"no tiles per segment", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 1}, errs.ErrCorrupt},
+		{"a reserved codec", src, tensor.Chunk{Stored: n, Logical: n, Codec: 2}, errs.ErrNotSupported},
+		{"a record of another size", src, tensor.Chunk{Stored: n, Logical: n - 1}, errs.ErrArgument},
 	} {
 		dst := make([]byte, len(src))
 		if err := Decode(dst, c.src, c.rec); !errors.Is(err, c.want) || c.want == nil && !bytes.Equal(dst, src) {

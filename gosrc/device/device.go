@@ -1,5 +1,5 @@
-// Package device is where tensors land and chunks are decoded. It knows
-// memory, queues, and decode tasks by codec id; it knows nothing of files.
+// Package device defines memory of a device, decode tasks by codec id, and the
+// queues that run them. It knows nothing of files.
 package device
 
 import (
@@ -11,10 +11,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Block is the shared ownership of one piece of memory: the last of its
-// holders gives it back. It lies in memory that Go's collector does not own,
-// because the last holder is often a tensor of Python's, released by the C
-// deleter in gosrc/dlpack, which reads this very layout.
+// A Block is the shared ownership of one allocation: the last holder frees it. It
+// lies outside Go's heap, because the last holder is often a tensor of Python's,
+// released by the C deleter in gosrc/dlpack, which reads this very layout.
 type Block struct {
 	refs   int64
 	base   unsafe.Pointer
@@ -25,16 +24,19 @@ type Block struct {
 // The kinds of Block.
 const (
 	KindMap    = 0 // munmap(base, length) when the last holder is gone
-	KindRegion = 1 // besides, a holder that goes returns its own whole pages at once
-	KindCUDA   = 2 // a Listed: put on its list, and freed by whoever looks after that
+	KindRegion = 1 // as KindRegion, and each holder that goes also returns its own whole pages at once
+	KindCUDA   = 2 // a Listed: put on its list, and freed by the list's owner
 )
 
-// Hold adds a holder. The caller is one already.
+// Hold adds a holder. The caller must be one.
 func (b *Block) Hold() { atomic.AddInt64(&b.refs, 1) }
 
-// A Listed is a Block of memory that cannot be freed on any thread at any time:
-// the last holder puts it on a list, without a lock, and goes on. Its header
-// does not lie in the memory that it stands for. The C deleter knows the layout.
+// Alone reports whether the caller, which is a holder, is the only one.
+func (b *Block) Alone() bool { return atomic.LoadInt64(&b.refs) == 1 }
+
+// A Listed is a Block of memory that cannot be freed on any thread at any time: the
+// last holder puts it on a list, without a lock, and returns. Its header lies
+// outside that memory. The C deleter knows the layout.
 type Listed struct {
 	Block
 	next *Listed
@@ -42,17 +44,17 @@ type Listed struct {
 }
 
 // NewListed writes a Listed with n holders at p, which is C memory of
-// unsafe.Sizeof(Listed{}) bytes, as is the head of the list.
+// unsafe.Sizeof(Listed{}) bytes; the head of the list is C memory, too.
 func NewListed(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, list unsafe.Pointer) *Listed {
 	b := (*Listed)(p)
 	*b = Listed{Block: Block{refs: n, base: base, length: length, kind: KindCUDA}, list: (**Listed)(list)}
 	return b
 }
 
-// Next is the block below this one in a list that was taken.
+// Next is the next block of a list that was taken.
 func (b *Listed) Next() *Listed { return b.next }
 
-// Base is the memory that a Listed stands for.
+// Base is the memory that a Listed owns.
 func (b *Listed) Base() (unsafe.Pointer, uint64) { return b.base, b.length }
 
 func (b *Listed) push() {
@@ -74,7 +76,7 @@ func NewBlock(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, kin
 	return b
 }
 
-// Memory is one tensor's bytes and the Block that keeps them. The zero value
+// Memory is one tensor's bytes and the Block that keeps them alive. The zero value
 // is the memory of a tensor without bytes.
 type Memory struct {
 	Ptr   unsafe.Pointer
@@ -86,8 +88,8 @@ type Memory struct {
 // Slice is host memory as bytes. It is valid until Release.
 func (m Memory) Slice() []byte { return unsafe.Slice((*byte)(m.Ptr), m.Bytes) }
 
-// Release gives up one hold. The C deleter does the same for tensors that
-// were handed to Python.
+// Release ends one hold. The C deleter does the same for tensors that were exported
+// to Python.
 func (m Memory) Release() {
 	b := m.Block
 	if b == nil {
@@ -109,8 +111,8 @@ func (m Memory) Release() {
 // minReturn is the smallest run of pages worth a system call.
 const minReturn = 64 << 10
 
-// ReturnPages gives the whole pages inside [p, p+n) back to the system; their
-// contents are lost.
+// ReturnPages returns the whole pages inside [p, p+n) to the system; their contents
+// are lost.
 func ReturnPages(p unsafe.Pointer, n int64) {
 	const page = 4096
 	up := (page - int64(uintptr(p)&(page-1))) & (page - 1)
@@ -121,19 +123,18 @@ func ReturnPages(p unsafe.Pointer, n int64) {
 	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, up)), whole), unix.MADV_DONTNEED)
 }
 
-// A View says which bytes of a chunk land where, when that is not simply all
-// of them contiguous: the chunk holds bytes [At, At+logical) of a matrix with
-// rows of Row bytes (its column part), whose first column is column Col of the
-// tensor's rows; wanted are rows [Row0, Row1) and byte columns [Col0, Col1) of
-// the tensor, packed.
+// A View says which bytes of a chunk land where, unless all of them land
+// contiguously. The chunk contains bytes [At, At+logical) of a matrix with rows of
+// Row bytes (its column part), whose first column is column Col of the tensor's
+// rows. Wanted are rows [Row0, Row1) and byte columns [Col0, Col1) of the tensor,
+// packed.
 type View struct {
 	At, Row, Col           int64
 	Row0, Row1, Col0, Col1 int64
 }
 
-// Runs calls fn for each run of bytes that the view keeps of a chunk of the
-// given logical size: n bytes from offset src of the chunk go to offset dst of
-// the destination.
+// Runs calls fn for each run of wanted bytes in a chunk of the given logical size:
+// n bytes at offset src of the chunk belong at offset dst of the destination.
 func (v *View) Runs(logical int64, fn func(dst, src, n int64)) {
 	lo, hi := max(v.At, v.Row0*v.Row), min(v.At+logical, v.Row1*v.Row)
 	c0, c1 := max(v.Col0, v.Col)-v.Col, min(v.Col1, v.Col+v.Row)-v.Col
@@ -153,16 +154,17 @@ func (v *View) Runs(logical int64, fn func(dst, src, n int64)) {
 	}
 }
 
-// A DecodeTask is one stored chunk in a staged piece and where its bytes go.
+// A DecodeTask is one stored chunk in a staged piece and the destination of its
+// bytes.
 type DecodeTask struct {
 	Chunk tensor.Chunk
 	Src   uint32         // offset in the piece
-	Dst   unsafe.Pointer // the destination: of the chunk's first byte, or of the View's
-	View  *View          // nil: all of the chunk, contiguous
-	// Cast, where the device can, turns the chunk's elements, all of them, into
-	// those of another type on their way to Dst; the zero value does not.
+	Dst   unsafe.Pointer // destination of the chunk's first byte, or of the View's
+	View  *View          // nil: the whole chunk, contiguous
+	// Cast converts the chunk's elements to another dtype on their way to Dst, if
+	// the device supports it; the zero value converts nothing.
 	Cast Cast
 }
 
-// A Cast is between the element types of a chunk and of its destination.
+// A Cast names the element types of a chunk and of its destination.
 type Cast struct{ From, To tensor.DType }

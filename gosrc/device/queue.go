@@ -1,64 +1,67 @@
 package device
 
+// This file defines the queue of a device: slots, and the pieces submitted in them.
+
 import (
 	"context"
 	"time"
 	"unsafe"
 )
 
-// A Slot is one piece of staging memory. The caller that got it from a Queue owns
-// it until Submit or Put.
+// A Slot is the staging memory of one piece. The caller that got it from a Queue
+// owns it until Submit or Put.
 type Slot interface {
-	// Memory is the slot's bytes: pinned, where the device needs that.
+	// Memory is the slot's bytes, in pinned memory if the device needs that.
 	Memory() []byte
-	// View lets b take the place of the slot's own bytes until the slot is back:
-	// memory of the caller's that is not longer, stays as it is, and was
-	// registered with the device, where that needs it.
+	// View replaces the slot's own bytes by b until the slot is back. b must not be
+	// longer than the slot or change meanwhile, and must be registered with a
+	// device that needs that.
 	View(b []byte)
 	// DeviceMirror is the memory on the device to which Submit copies the slot's
-	// bytes; nil: the device needs none. A caller that asks has put the bytes there
-	// before Submit, which then copies none, and takes raw chunks only.
+	// bytes; nil: the device has none. A caller that asks for it puts the bytes
+	// there itself before Submit, which then copies nothing and takes raw chunks
+	// only.
 	DeviceMirror() unsafe.Pointer
 }
 
-// A Reader brings bytes of a source straight into the device's memory.
+// A Reader reads bytes of a source straight into device memory.
 type Reader interface {
-	// ReadInto fills n bytes at dst, in a slot's DeviceMirror, from off on, all of
-	// them, or returns an error, as source.Source does.
+	// ReadInto fills n bytes at dst, in a slot's DeviceMirror, from offset off, all
+	// of them, or returns an error, as source.Source does.
 	ReadInto(ctx context.Context, dst unsafe.Pointer, n, off int64) error
 }
 
-// A Span is told what a device did when: "copy" or "decode", on which of its
-// streams, and how many bytes were copied or made.
-type Span = func(verb string, stream int, begin, end time.Time, bytes int64)
+// A TraceFunc is called with what a device did: "copy" or "decode", on which
+// stream, when, and how many bytes were copied or decoded.
+type TraceFunc = func(verb string, stream int, begin, end time.Time, bytes int64)
 
 // A Queue is the ordered work of one device for one load: a fixed set of slots,
-// each with one owner at a time, of which it takes staged pieces and lands their
-// chunks. Any number of workers may use it at once.
+// each with one owner at a time. It takes staged pieces and lands their chunks. It
+// is safe for concurrent use.
 type Queue interface {
 	// Get waits for a free slot, or for the end of ctx.
 	Get(ctx context.Context) (Slot, error)
-	// Put gives a slot back that was not submitted. Giving one back twice is a
-	// bug, and panics.
+	// Put returns a slot that was not submitted. Returning one twice is a bug, and
+	// panics.
 	Put(s Slot)
-	// Submit decodes the tasks, whose Src lie in the first n bytes of the slot,
-	// to where they belong, and gives the slot back by itself. done is called
-	// once for each task, perhaps later and by another goroutine, when the task's
-	// bytes are in place or its error is known; it must not wait for the queue.
-	// After an error of Submit itself, done is not called.
+	// Submit decodes the tasks, whose Src lie in the first n bytes of the slot, to
+	// their destinations, and takes the slot back by itself. done is called once
+	// for each task, perhaps later and by another goroutine, when the task's bytes
+	// are in place or its error is known; it must not wait for the queue. If Submit
+	// itself returns an error, done is not called.
 	Submit(s Slot, n int64, tasks []DecodeTask, done func(task int, err error)) error
 	// Drain waits until every done call has returned, or for the end of ctx. It
 	// returns the error that broke the device, if one did.
 	Drain(ctx context.Context) error
-	// Asynchronous says that Submit returns before its tasks are done, and that
-	// the device has times of its own.
+	// Asynchronous reports whether Submit returns before its tasks are done; the
+	// device then has times of its own.
 	Asynchronous() bool
-	// Time has an asynchronous queue tell what it did with each piece, once that
-	// has landed; nil: no more. Nothing is under way.
-	Time(span Span) error
+	// Time makes an asynchronous queue report what it did with each piece once that
+	// has landed; nil ends this. No piece may be in flight.
+	Time(trace TraceFunc) error
 	// StagingBytes is the host memory of all slots.
 	StagingBytes() int64
-	// Close waits until every slot is back and for what is under way, and releases
-	// the queue.
+	// Close waits until every slot is back and all work has ended, and frees the
+	// queue.
 	Close()
 }

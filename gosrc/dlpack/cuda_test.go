@@ -37,7 +37,7 @@ func TestCUDA(t *testing.T) {
 		}
 		Delete(m)
 		if taken := *(**device.Listed)(list); i == 0 && taken != nil {
-			t.Error("listed while somebody holds it")
+			t.Error("listed while it has a holder")
 		}
 		mem.Release()
 		want = append(want, b)

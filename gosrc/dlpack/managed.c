@@ -26,7 +26,7 @@ int ow_fork_flag(void) { return forked; }
 
 void ow_block_release(struct ow_block *block, void *data, int64_t n)
 {
-	// Twins of Memory.Release and ReturnPages in the room device.
+	// Twins of Memory.Release and ReturnPages in the package device.
 	const uintptr_t page = 4096, least = 64 << 10;
 
 	if (block == NULL || forked)

@@ -12,7 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // New returns a DLManagedTensor in C memory that describes mem, and takes over
@@ -23,7 +23,7 @@ func New(mem device.Memory, t Type, shape []int64) (unsafe.Pointer, error) {
 		C.struct_ow_type{code: C.uint8_t(t.Code), bits: C.uint8_t(t.Bits), lanes: C.uint16_t(t.Lanes)},
 		C.int32_t(len(shape)), (*C.int64_t)(unsafe.SliceData(shape)), C.int32_t(mem.CUDA))
 	if m == nil {
-		return nil, fault.New(fault.ErrMemory, "the description of a tensor")
+		return nil, errs.New(errs.ErrMemory, "the description of a tensor")
 	}
 	return unsafe.Pointer(m), nil
 }
@@ -58,7 +58,7 @@ func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
 		for _, w := range b.all[:made] {
 			C.ow_managed_forget(w.managed)
 		}
-		return fault.New(fault.ErrMemory, "the descriptions of %d tensors", len(b.all))
+		return errs.New(errs.ErrMemory, "the descriptions of %d tensors", len(b.all))
 	}
 	for i := range b.all {
 		fn(i, *(*unsafe.Pointer)(unsafe.Pointer(&b.all[i].managed)))

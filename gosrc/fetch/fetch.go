@@ -12,7 +12,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
@@ -43,7 +43,7 @@ type Spec struct {
 	From int64 `json:"from"`
 	To   int64 `json:"to"`
 	// Pin is the state of the one object in an earlier fetch. If the object has
-	// changed, Fetch returns fault.ErrCorrupt before the first byte.
+	// changed, Fetch returns errs.ErrCorrupt before the first byte.
 	Pin *Pin `json:"pin"`
 }
 
@@ -78,16 +78,16 @@ type piece struct {
 func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, error) {
 	start := time.Now()
 	if len(spec.URIs) == 0 {
-		return Report{}, fault.New(fault.ErrArgument, "nothing to fetch")
+		return Report{}, errs.New(errs.ErrArgument, "nothing to fetch")
 	}
 	if spec.From < 0 || spec.To < 0 || (spec.From > 0 || spec.To > 0) && len(spec.URIs) != 1 {
-		return Report{}, fault.New(fault.ErrArgument, "bytes %d to %d of %d URIs", spec.From, spec.To, len(spec.URIs))
+		return Report{}, errs.New(errs.ErrArgument, "bytes %d to %d of %d URIs", spec.From, spec.To, len(spec.URIs))
 	}
 	if spec.Pin != nil && len(spec.URIs) != 1 {
-		return Report{}, fault.New(fault.ErrArgument, "one pin of %d URIs", len(spec.URIs))
+		return Report{}, errs.New(errs.ErrArgument, "one pin of %d URIs", len(spec.URIs))
 	}
 	if spec.Sizes != nil && len(spec.Sizes) != len(spec.URIs) {
-		return Report{}, fault.New(fault.ErrArgument, "%d sizes of %d URIs", len(spec.Sizes), len(spec.URIs))
+		return Report{}, errs.New(errs.ErrArgument, "%d sizes of %d URIs", len(spec.Sizes), len(spec.URIs))
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	var wg sync.WaitGroup
@@ -131,7 +131,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 				j.Bytes.Add(int64(n))
 			}
 			if err != nil {
-				p.err = fault.New(fault.ErrIO, "write: %v", err)
+				p.err = errs.New(errs.ErrIO, "write: %v", err)
 			}
 		}
 		if p.err != nil {
@@ -174,8 +174,8 @@ func (p *Pin) same(now *Pin, uri string) error {
 	if p.Size != now.Size {
 		what = fmt.Sprintf("it had %d bytes and has %d", p.Size, now.Size)
 	}
-	return &fault.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
-		Err: fault.New(fault.ErrCorrupt, "changed since it was opened: %s", what)}
+	return &errs.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
+		Err: errs.New(errs.ErrCorrupt, "changed since it was opened: %s", what)}
 }
 
 // ahead opens the sources and starts reads while there are free buffers. It calls
@@ -203,8 +203,8 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source
 		size := s.Size()
 		if spec.Sizes != nil && size != spec.Sizes[i] {
 			_ = s.Close()
-			return &fault.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
-				Err: fault.New(fault.ErrCorrupt, "%d bytes, %d wanted", size, spec.Sizes[i])}
+			return &errs.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
+				Err: errs.New(errs.ErrCorrupt, "%d bytes, %d wanted", size, spec.Sizes[i])}
 		}
 		if spec.To > 0 {
 			size = min(size, spec.To)
@@ -212,8 +212,8 @@ func ahead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source
 		from := min(spec.From, size)
 		if total += size - from; spec.Most > 0 && total > spec.Most {
 			_ = s.Close()
-			return &fault.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
-				Err: fault.New(fault.ErrFormat, "%d bytes, which is more than the %d that such a file may have", total, spec.Most)}
+			return &errs.At{Verb: "fetch", Source: uri, Chunk: -1, Offset: -1,
+				Err: errs.New(errs.ErrFormat, "%d bytes, which is more than the %d that such a file may have", total, spec.Most)}
 		}
 		if j != nil {
 			j.TotalBytes.Add(size - from)

@@ -17,7 +17,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/serve"
@@ -69,13 +69,13 @@ func TestFetch(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer steady.Close()
-	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{steady.URL() + "b", steady.URL() + "none"}}, io.Discard); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{steady.URL() + "b", steady.URL() + "none"}}, io.Discard); !errors.Is(err, errs.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
-	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{steady.URL() + "d"}}, full{}); !errors.Is(err, fault.ErrIO) {
+	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{steady.URL() + "d"}}, full{}); !errors.Is(err, errs.ErrIO) {
 		t.Errorf("%v", err)
 	}
-	if _, err := Fetch(context.Background(), nil, Spec{}, io.Discard); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Fetch(context.Background(), nil, Spec{}, io.Discard); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("%v", err)
 	}
 	if n := spawn.Left("serve", "serve watch"); len(n) != 0 {
@@ -118,7 +118,7 @@ func TestPin(t *testing.T) {
 			put(text)
 			var got bytes.Buffer
 			_, err := Fetch(context.Background(), nil, Spec{URIs: []string{uri}, From: 1, Pin: rep.Pin}, &got)
-			if !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "changed since it was opened") || got.Len() > 0 {
+			if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "changed since it was opened") || got.Len() > 0 {
 				t.Errorf("%s, %q: %v, %q", uri, text, err, &got)
 			}
 		}
@@ -130,7 +130,7 @@ func TestPin(t *testing.T) {
 			t.Errorf("%s: unchanged: %v", uri, err)
 		}
 	}
-	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{path, path}, Pin: &Pin{}}, io.Discard); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Fetch(context.Background(), nil, Spec{URIs: []string{path, path}, Pin: &Pin{}}, io.Discard); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("%v", err)
 	}
 }
@@ -212,12 +212,12 @@ func TestDownloader(t *testing.T) {
 				wrong := slices.Clone(whole)
 				wrong[i] += by
 				// A stream that is cut otherwise is known by what is too much, or missing, at its end.
-				if err := fetch(io.Discard, wrong...); !errors.Is(err, fault.ErrCorrupt) && (wrong[i] >= 0 || !errors.Is(err, fault.ErrArgument)) {
+				if err := fetch(io.Discard, wrong...); !errors.Is(err, errs.ErrCorrupt) && (wrong[i] >= 0 || !errors.Is(err, errs.ErrArgument)) {
 					t.Errorf("%q: body %d of %d bytes: %v", program, i, wrong[i], err)
 				}
 			}
 		}
-		if err := fetch(io.Discard, 1); !errors.Is(err, fault.ErrArgument) {
+		if err := fetch(io.Discard, 1); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%v", err)
 		}
 	}
@@ -226,13 +226,13 @@ func TestDownloader(t *testing.T) {
 		t.Errorf("%v: URLs by start: %q", err, text)
 	}
 	script("printf x; exit 22")
-	if err := fetch(io.Discard, whole...); !errors.Is(err, fault.ErrIO) || !strings.Contains(err.Error(), "exit status 22") {
+	if err := fetch(io.Discard, whole...); !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "exit status 22") {
 		t.Errorf("%v", err)
 	}
 	script("cat " + dir + "/a; exec sleep 1000")
 	ctx, cancel := context.WithCancelCause(context.Background())
-	time.AfterFunc(200*time.Millisecond, func() { cancel(fault.ErrCancelled) })
-	if _, err := Fetch(ctx, nil, Spec{URIs: uris, Sizes: whole}, io.Discard); !errors.Is(err, fault.ErrCancelled) {
+	time.AfterFunc(200*time.Millisecond, func() { cancel(errs.ErrCancelled) })
+	if _, err := Fetch(ctx, nil, Spec{URIs: uris, Sizes: whole}, io.Discard); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("%v", err)
 	}
 	if n := spawn.Left("serve", "serve watch"); len(n) != 0 {

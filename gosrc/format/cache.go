@@ -87,6 +87,7 @@ func footprint(ix *tensor.Index) int64 {
 		n += int64(len(ix.Tensors[i].Name)) + 8*int64(len(ix.Tensors[i].Shape))
 	}
 	for _, s := range ix.Sources {
+		n += int64(len(s.Mark))
 		for k, v := range s.Metadata {
 			n += int64(len(k)+len(v)) + 64
 		}

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
 )
@@ -147,7 +147,7 @@ func TestCacheKeepsNot(t *testing.T) {
 	}
 	defer g.Close()
 	for range 2 {
-		if _, err := Open(context.Background(), []source.Source{settled{counted{g, &reads}}}, Options{Cache: &c}); !errors.Is(err, fault.ErrFormat) {
+		if _, err := Open(context.Background(), []source.Source{settled{counted{g, &reads}}}, Options{Cache: &c}); !errors.Is(err, errs.ErrFormat) {
 			t.Error(err)
 		}
 	}
@@ -208,7 +208,7 @@ func TestOpenNamesTheFirst(t *testing.T) {
 		srcs = append(srcs, f)
 	}
 	for range 20 {
-		var at *fault.At
+		var at *errs.At
 		if _, err := Open(context.Background(), srcs, Options{}); !errors.As(err, &at) || filepath.Base(at.Source) != "20.safetensors" {
 			t.Fatal(err)
 		}

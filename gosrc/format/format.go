@@ -8,7 +8,7 @@ import (
 	"math"
 	"slices"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -30,7 +30,7 @@ type Options struct {
 	// Cache, if not nil, keeps the indexes that are read. Always use it with the
 	// same Known.
 	Cache *Cache
-	// List returns the files in a remote folder, sorted; fault.ErrNotSupported
+	// List returns the files in a remote folder, sorted; errs.ErrNotSupported
 	// if the store cannot list them. nil: no store can.
 	List func(ctx context.Context, uri string) ([]string, error)
 	// Settings are Access.Decrypt.
@@ -42,7 +42,7 @@ type Access struct {
 	source.Options
 	// Decrypt has the settings of formats that are read: the key or the password of
 	// an encrypted file, and what else the package tensorizer knows. A key for a
-	// file that is not encrypted is fault.ErrCrypto.
+	// file that is not encrypted is errs.ErrCrypto.
 	Decrypt map[string]string `json:"decrypt"`
 	// Encrypt has the key or the password of a file that is written.
 	Encrypt map[string]string `json:"encrypt"`
@@ -76,9 +76,9 @@ var readers = []reader{
 // the cache has it. Several are read at once. Open replaces encrypted sources in
 // srcs with sources that decrypt them.
 //
-// The error is a fault.At: fault.ErrFormat for bytes that are no such file,
-// fault.ErrCorrupt for a file that has changed or was cut short,
-// fault.ErrNotSupported for one of a newer version, or the error of a source. Two
+// The error is a errs.At: errs.ErrFormat for bytes that are no such file,
+// errs.ErrCorrupt for a file that has changed or was cut short,
+// errs.ErrNotSupported for one of a newer version, or the error of a source. Two
 // sources may have tensors of the same name; Index.Find reports that.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
 	parts := make([]*tensor.Index, len(srcs))
@@ -124,7 +124,7 @@ func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*te
 	}
 	marked, err := overwire.Is(&h)
 	if err != nil {
-		return nil, src, &fault.At{Verb: "index", Source: uri, Chunk: -1, Offset: 0, Err: err}
+		return nil, src, &errs.At{Verb: "index", Source: uri, Chunk: -1, Offset: 0, Err: err}
 	}
 	if marked {
 		blob, err := index(ctx, src, &h)
@@ -149,15 +149,15 @@ func ours(ctx context.Context, src source.Source, head []byte, opt Options) (*te
 func index(ctx context.Context, src source.Source, h *safetensors.Header) ([]byte, error) {
 	t := &h.Tensors[0]
 	if t.Name != overwire.IndexName {
-		return nil, &fault.At{Verb: "index", Source: src.URI(), Tensor: overwire.IndexName, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrCorrupt, "the index is not the first tensor")}
+		return nil, &errs.At{Verb: "index", Source: src.URI(), Tensor: overwire.IndexName, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrCorrupt, "the index is not the first tensor")}
 	}
 	if t.Bytes <= int64(len(h.Ahead)) {
 		return h.Ahead[:t.Bytes], nil
 	}
 	if t.Bytes > tensor.MaxIndex {
-		return nil, &fault.At{Verb: "index", Source: src.URI(), Tensor: t.Name, Chunk: -1, Offset: t.Off,
-			Err: fault.New(fault.ErrFormat, "an index of %d bytes is over %d", t.Bytes, tensor.MaxIndex)}
+		return nil, &errs.At{Verb: "index", Source: src.URI(), Tensor: t.Name, Chunk: -1, Offset: t.Off,
+			Err: errs.New(errs.ErrFormat, "an index of %d bytes is over %d", t.Bytes, tensor.MaxIndex)}
 	}
 	blob := make([]byte, t.Bytes)
 	had := copy(blob, h.Ahead)
@@ -178,7 +178,7 @@ func Join(parts []*tensor.Index) (*tensor.Index, error) {
 		sources, tensors, chunks = sources+len(p.Sources), tensors+len(p.Tensors), chunks+len(p.Chunks)
 	}
 	if max(sources, tensors, chunks) >= math.MaxInt32 {
-		return nil, fault.New(fault.ErrNotSupported, "%d files with %d tensors and %d chunks", sources, tensors, chunks)
+		return nil, errs.New(errs.ErrNotSupported, "%d files with %d tensors and %d chunks", sources, tensors, chunks)
 	}
 	out := &tensor.Index{
 		Sources: make([]tensor.Source, 0, sources),

@@ -13,7 +13,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/source"
@@ -44,11 +44,11 @@ func TestFlips(t *testing.T) {
 			}
 			b[bit/8] ^= 1 << (bit % 8)
 			_, err := open(b)
-			ok := errors.Is(err, fault.ErrCorrupt)
+			ok := errors.Is(err, errs.ErrCorrupt)
 			if bit/8 < data {
-				ok = ok || errors.Is(err, fault.ErrFormat) || errors.Is(err, fault.ErrNotSupported)
+				ok = ok || errors.Is(err, errs.ErrFormat) || errors.Is(err, errs.ErrNotSupported)
 			}
-			var at *fault.At
+			var at *errs.At
 			if !ok || !errors.As(err, &at) || at.Source != "model.safetensors" {
 				t.Errorf("%s: bit %d of byte %d: %v", name, bit%8, bit/8, err)
 			}
@@ -58,11 +58,11 @@ func TestFlips(t *testing.T) {
 			if thin && n%61 != 0 {
 				continue
 			}
-			if _, err := open(b[:n]); !errors.Is(err, fault.ErrCorrupt) && !(n <= 8 && errors.Is(err, fault.ErrFormat)) {
+			if _, err := open(b[:n]); !errors.Is(err, errs.ErrCorrupt) && !(n <= 8 && errors.Is(err, errs.ErrFormat)) {
 				t.Errorf("%s: cut to %d bytes: %v", name, n, err)
 			}
 		}
-		if _, err := open(append(b, 0)); !errors.Is(err, fault.ErrFormat) {
+		if _, err := open(append(b, 0)); !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("%s: a byte more: %v", name, err)
 		}
 	}
@@ -93,7 +93,7 @@ func attacks(ix *tensor.Index) []attack {
 	find := func(name string) int { i, _ := ix.Find(name); return i }
 	whole, long, tied, two, none := find("whole"), find("long"), find("tied"), find("two"), find("none")
 	first := func(i int) int { return int(ix.Tensors[i].First) }
-	f, ns, c := fault.ErrFormat, fault.ErrNotSupported, fault.ErrCorrupt
+	f, ns, c := errs.ErrFormat, errs.ErrNotSupported, errs.ErrCorrupt
 	return []attack{
 		{"major", u16(4, 2), ns, "upgrade"},
 		{"major of a draft", u16(4, 0), ns, "draft"},
@@ -160,7 +160,7 @@ func attacks(ix *tensor.Index) []attack {
 		{"logical", u32(chunk(first(whole))+12, 4095), f, "4095 logical"},
 		{"logical 4 GiB", u32(chunk(first(whole))+12, math.MaxUint32), f, "logical"},
 		{"codec", u8(chunk(first(whole))+20, 2), ns, "codec 2"},
-		{"codec of a plain tensor", u8(chunk(first(long))+20, 1), f, "back to back"},
+		{"codec of a plain tensor", u8(chunk(first(long))+20, 1), f, "stored as X16"},
 		{"transform of raw", u8(chunk(first(whole))+21, 1), f, ""},
 		{"chunk feature", u16(chunk(first(whole))+22, 1), ns, "features 0x1"},
 		{"segment tiles of raw", u16(chunk(first(whole))+24, 1), f, ""},
@@ -220,17 +220,17 @@ func TestHalfAContainer(t *testing.T) {
 		metadata, name string
 		class          error
 	}{
-		{`{"format":"1.0","index":"overwire.index"}`, "x", fault.ErrCorrupt},
-		{`{"format":"1.0","index":"x"}`, "overwire.index", fault.ErrCorrupt},
-		{`{"format":"2.0","index":"overwire.index"}`, "overwire.index", fault.ErrNotSupported},
-		{`{"format":"2.0","index":"other"}`, "x", fault.ErrNotSupported},
-		{`{"format":"0.1","index":"overwire.index"}`, "overwire.index", fault.ErrNotSupported}, // a draft
-		{`{"format":"0","index":"overwire.index"}`, "overwire.index", fault.ErrCorrupt},
-		{`{"format":"x.y","index":"overwire.index"}`, "overwire.index", fault.ErrCorrupt},
-		{`{}`, "overwire.index", fault.ErrCorrupt},
-		{`yes`, "overwire.index", fault.ErrCorrupt},
-		{`{"format":"1.0","index":"overwire.index"}`, "overwire.index", fault.ErrCorrupt}, // of no bytes
-		{`yes`, "x", nil}, // somebody else's entry in a plain file
+		{`{"format":"1.0","index":"overwire.index"}`, "x", errs.ErrCorrupt},
+		{`{"format":"1.0","index":"x"}`, "overwire.index", errs.ErrCorrupt},
+		{`{"format":"2.0","index":"overwire.index"}`, "overwire.index", errs.ErrNotSupported},
+		{`{"format":"2.0","index":"other"}`, "x", errs.ErrNotSupported},
+		{`{"format":"0.1","index":"overwire.index"}`, "overwire.index", errs.ErrNotSupported}, // a draft
+		{`{"format":"0","index":"overwire.index"}`, "overwire.index", errs.ErrCorrupt},
+		{`{"format":"x.y","index":"overwire.index"}`, "overwire.index", errs.ErrCorrupt},
+		{`{}`, "overwire.index", errs.ErrCorrupt},
+		{`yes`, "overwire.index", errs.ErrCorrupt},
+		{`{"format":"1.0","index":"overwire.index"}`, "overwire.index", errs.ErrCorrupt}, // of no bytes
+		{`yes`, "x", nil}, // another program's entry in a plain file
 	} {
 		_, err := open(header(c.metadata, c.name))
 		if c.class == nil && err != nil || c.class != nil && !errors.Is(err, c.class) {
@@ -238,7 +238,7 @@ func TestHalfAContainer(t *testing.T) {
 		}
 	}
 	head, _ := safetensors.AppendHeader(nil, nil, []safetensors.Entry{{Name: overwire.IndexName, DType: tensor.U8, Shape: []int64{0}}}, 0)
-	if _, err := open(head); !errors.Is(err, fault.ErrCorrupt) {
+	if _, err := open(head); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("an index without the mark: %v", err)
 	}
 }
@@ -282,8 +282,8 @@ func TestOpenMany(t *testing.T) {
 	}
 	files[1] = files[1][:len(files[1])-1]
 	srcs[1] = &memory{name: "b", b: files[1]}
-	var at *fault.At
-	if _, err := Open(context.Background(), srcs, Options{}); !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Source != "b" {
+	var at *errs.At
+	if _, err := Open(context.Background(), srcs, Options{}); !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Source != "b" {
 		t.Errorf("a bad second source: %v", err)
 	}
 	if ix, err := Open(context.Background(), nil, Options{}); err != nil || len(ix.Tensors) != 0 {
@@ -310,7 +310,7 @@ func TestLargeIndex(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := one(context.Background(), &sparse{memory{b: head}, 4096 + size}, Options{}); !errors.Is(err, fault.ErrFormat) {
+	if _, _, err := one(context.Background(), &sparse{memory{b: head}, 4096 + size}, Options{}); !errors.Is(err, errs.ErrFormat) {
 		t.Errorf("an index of a gigabyte: %v", err)
 	}
 }
@@ -364,8 +364,8 @@ func FuzzIndex(f *testing.F) {
 			t.Errorf("%d bytes of heap for %d", heap, len(b))
 		}
 		if err != nil {
-			var at *fault.At
-			if !errors.As(err, &at) || !fault.Classed(err) {
+			var at *errs.At
+			if !errors.As(err, &at) || !errs.Classed(err) {
 				t.Errorf("an error without class or place: %v", err)
 			}
 			return
@@ -374,7 +374,7 @@ func FuzzIndex(f *testing.F) {
 			return
 		}
 		front := b[:ix.Sources[0].Data]
-		again := append(slices.Clone(front), overwire.Append(nil, ix.Tensors, ix.Chunks, front)...)
+		again := append(slices.Clone(front), overwire.Append(nil, ix.Tensors, ix.Chunks, front, nil)...)
 		if len(again) > len(b) {
 			t.Fatalf("written again: %d bytes of %d", len(again), len(b))
 		}

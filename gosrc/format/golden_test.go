@@ -10,7 +10,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/source"
@@ -39,7 +39,7 @@ func (m *memory) Close() error { return nil }
 func (m *memory) ReadAt(_ context.Context, p []byte, off int64) error {
 	m.reads++
 	if off < 0 || off+int64(len(p)) > int64(len(m.b)) {
-		return fault.New(fault.ErrCorrupt, "truncated")
+		return errs.New(errs.ErrCorrupt, "truncated")
 	}
 	copy(p, m.b[off:])
 	return nil
@@ -62,7 +62,7 @@ func bytesOf(i int, n int64) []byte {
 // build writes a container with raw chunks, as this package may not import codecs: every layout and every grid, and bytes that read back.
 func build(t testing.TB, metadata map[string]string, items []overwire.Item) []byte {
 	t.Helper()
-	l, err := overwire.NewLayout(metadata, items)
+	l, err := overwire.NewLayout(metadata, items, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -145,8 +145,10 @@ func golden(t testing.TB) map[string][]byte {
 	}
 }
 
+// goldenPath is a file of the current writer; overwire-1.0 lacks the note in the
+// metadata entry.
 func goldenPath(name string) string {
-	return filepath.Join(goldens, "overwire-1.0", name+".safetensors")
+	return filepath.Join(goldens, "overwire-1.0-note", name+".safetensors")
 }
 
 // The writer still makes the golden files, byte for byte, and they still read.

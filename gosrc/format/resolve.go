@@ -10,7 +10,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -43,6 +43,9 @@ func Resolve(ctx context.Context, uri string, open Opener, opt Options) (files [
 	if st, err := os.Stat(uri); err == nil && st.IsDir() {
 		return folder(ctx, uri, open)
 	}
+	if err := missing(uri); err != nil {
+		return nil, nil, err
+	}
 	if strings.HasSuffix(uri, indexSuffix) {
 		return fromIndex(uri)
 	}
@@ -67,7 +70,7 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) ([]string
 		if err == nil {
 			return listed(ctx, uri, names, open)
 		}
-		if !errors.Is(err, fault.ErrNotSupported) {
+		if !errors.Is(err, errs.ErrNotSupported) {
 			return nil, nil, err
 		}
 	}
@@ -75,7 +78,7 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) ([]string
 		file := source.Beside(uri, name)
 		if strings.HasSuffix(name, indexSuffix) {
 			files, shards, err := fromRemoteIndex(ctx, file, open)
-			if err == nil || !errors.Is(err, fault.ErrNotFound) {
+			if err == nil || !errors.Is(err, errs.ErrNotFound) {
 				return files, shards, err
 			}
 			continue
@@ -85,11 +88,11 @@ func remote(ctx context.Context, uri string, open Opener, opt Options) ([]string
 			_ = s.Close()
 			return []string{file}, nil, nil
 		}
-		if !errors.Is(err, fault.ErrNotFound) {
+		if !errors.Is(err, errs.ErrNotFound) {
 			return nil, nil, err
 		}
 	}
-	return nil, nil, at(uri, fault.New(fault.ErrNotFound, "none of %s in this folder", strings.Join(usual, ", ")))
+	return nil, nil, at(uri, errs.New(errs.ErrNotFound, "none of %s in this folder", strings.Join(usual, ", ")))
 }
 
 func fromRemoteIndex(ctx context.Context, uri string, open Opener) ([]string, *safetensors.Shards, error) {
@@ -99,7 +102,7 @@ func fromRemoteIndex(ctx context.Context, uri string, open Opener) ([]string, *s
 	}
 	defer s.Close()
 	if s.Size() > tensor.MaxHeader {
-		return nil, nil, at(uri, fault.New(fault.ErrFormat, "an index of %d bytes", s.Size()))
+		return nil, nil, at(uri, errs.New(errs.ErrFormat, "an index of %d bytes", s.Size()))
 	}
 	b := make([]byte, s.Size())
 	if err := s.ReadAt(ctx, b, 0); err != nil {
@@ -119,7 +122,7 @@ func fromRemoteIndex(ctx context.Context, uri string, open Opener) ([]string, *s
 func folder(ctx context.Context, dir string, open Opener) ([]string, *safetensors.Shards, error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return nil, nil, at(dir, fault.FromOS(err))
+		return nil, nil, at(dir, errs.FromOS(err))
 	}
 	var names []string
 	for _, e := range entries { // sorted by name
@@ -146,9 +149,9 @@ func listed(ctx context.Context, dir string, names []string, open Opener) ([]str
 	case len(indexes) == 1:
 		return fromIndex(indexes[0])
 	case len(indexes) > 1:
-		return nil, nil, at(dir, fault.New(fault.ErrArgument, "several models in one folder, name one of them: %s", strings.Join(indexes, ", ")))
+		return nil, nil, at(dir, errs.New(errs.ErrArgument, "several models in one folder, name one of them: %s", strings.Join(indexes, ", ")))
 	case len(files) == 0:
-		return nil, nil, at(dir, fault.New(fault.ErrNotFound, "no %s file in this folder%s", suffix, below(dir)))
+		return nil, nil, at(dir, errs.New(errs.ErrNotFound, "no %s file in this folder%s", suffix, below(dir)))
 	}
 	return files, nil, nil
 }
@@ -158,6 +161,9 @@ func listed(ctx context.Context, dir string, names []string, open Opener) ([]str
 func below(dir string) string {
 	if source.Remote(dir) {
 		return ""
+	}
+	if hint := snapshots(dir); hint != "" {
+		return ": it is " + hint
 	}
 	found, _ := filepath.Glob(EscapeGlob(strings.TrimSuffix(dir, "/")) + "/*/*" + suffix)
 	var names []string
@@ -206,7 +212,7 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 		}
 	}()
 	if len(uris) == 0 {
-		return nil, nil, fault.New(fault.ErrArgument, "nothing to open")
+		return nil, nil, errs.New(errs.ErrArgument, "nothing to open")
 	}
 	var parts []*tensor.Index
 	for _, uri := range uris {
@@ -286,5 +292,5 @@ func sources(ctx context.Context, files []string, open Opener) ([]source.Source,
 }
 
 func at(uri string, err error) error {
-	return &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
+	return &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
 }

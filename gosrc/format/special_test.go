@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
@@ -24,18 +24,18 @@ func TestIndexIsAFile(t *testing.T) {
 		put  func(path string) error
 		want error
 	}{
-		"a pipe":         {func(p string) error { return unix.Mkfifo(p, 0o600) }, fault.ErrArgument},
-		"/dev/zero":      {func(p string) error { return os.Symlink("/dev/zero", p) }, fault.ErrArgument},
-		"a terminal":     {func(p string) error { return os.Symlink("/dev/ptmx", p) }, fault.ErrArgument},
-		"a folder":       {func(p string) error { return os.Mkdir(p, 0o700) }, fault.ErrArgument},
-		"its own folder": {func(p string) error { return os.Symlink(".", p) }, fault.ErrArgument},
-		"a loop":         {func(p string) error { return os.Symlink(p, p) }, fault.ErrArgument},
-		"nothing":        {func(p string) error { return os.Symlink("nowhere", p) }, fault.ErrNotFound},
-		"of /proc":       {func(p string) error { return os.Symlink("/proc/self/status", p) }, fault.ErrFormat},
-		"memory":         {func(p string) error { return os.Symlink("/proc/self/mem", p) }, fault.ErrIO},
+		"a pipe":         {func(p string) error { return unix.Mkfifo(p, 0o600) }, errs.ErrArgument},
+		"/dev/zero":      {func(p string) error { return os.Symlink("/dev/zero", p) }, errs.ErrArgument},
+		"a terminal":     {func(p string) error { return os.Symlink("/dev/ptmx", p) }, errs.ErrArgument},
+		"a folder":       {func(p string) error { return os.Mkdir(p, 0o700) }, errs.ErrArgument},
+		"its own folder": {func(p string) error { return os.Symlink(".", p) }, errs.ErrArgument},
+		"a loop":         {func(p string) error { return os.Symlink(p, p) }, errs.ErrArgument},
+		"nothing":        {func(p string) error { return os.Symlink("nowhere", p) }, errs.ErrNotFound},
+		"of /proc":       {func(p string) error { return os.Symlink("/proc/self/status", p) }, errs.ErrFormat},
+		"memory":         {func(p string) error { return os.Symlink("/proc/self/mem", p) }, errs.ErrIO},
 		"a terabyte": {func(p string) error {
 			return errors.Join(os.WriteFile(p, nil, 0o600), os.Truncate(p, 1<<40))
-		}, fault.ErrFormat},
+		}, errs.ErrFormat},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()

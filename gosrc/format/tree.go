@@ -7,7 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -23,11 +23,14 @@ type Branch struct {
 
 // Tree returns the folders below dir that hold files, and dir itself last: what
 // names the others (model_index.json) is written last. Hidden folders, links and
-// avoid, the folder that is written, are left out. dir may be anything; what is
-// no local folder has no branches.
+// avoid, the folder that is written, are left out. Folders more than maxDepth below
+// dir are refused. dir may be anything; what is no local folder has no branches.
 func Tree(dir, avoid string) ([]Branch, error) {
 	if st, err := os.Stat(dir); source.Remote(dir) || err != nil || !st.IsDir() {
 		return nil, nil
+	}
+	if hint := snapshots(dir); hint != "" {
+		return nil, at(dir, errs.New(errs.ErrArgument, "%s", hint))
 	}
 	here, _ := os.Stat(avoid)
 	var out []Branch
@@ -35,13 +38,15 @@ func Tree(dir, avoid string) ([]Branch, error) {
 	walk = func(rel string, depth int) error {
 		entries, err := os.ReadDir(filepath.Join(dir, rel))
 		if err != nil {
-			return at(filepath.Join(dir, rel), fault.FromOS(err))
+			return at(filepath.Join(dir, rel), errs.FromOS(err))
 		}
 		b, files := Branch{Path: rel}, false
 		for _, e := range entries {
 			below := filepath.Join(rel, e.Name())
 			switch hidden := strings.HasPrefix(e.Name(), "."); {
-			case e.IsDir() && !hidden && depth < maxDepth:
+			case e.IsDir() && !hidden && depth == maxDepth:
+				return at(filepath.Join(dir, below), errs.New(errs.ErrNotSupported, "this folder lies %d below %s, and at most %d are followed", depth+1, dir, maxDepth))
+			case e.IsDir() && !hidden:
 				if st, err := e.Info(); err == nil && here != nil && os.SameFile(st, here) {
 					continue
 				}
@@ -59,4 +64,17 @@ func Tree(dir, avoid string) ([]Branch, error) {
 		return nil
 	}
 	return out, walk("", 0)
+}
+
+// snapshots says what to name instead of a model's whole folder in a Hugging Face
+// cache; "" for other folders.
+func snapshots(dir string) string {
+	if !isDir(filepath.Join(dir, "blobs")) || !isDir(filepath.Join(dir, "snapshots")) {
+		return ""
+	}
+	hint := "a model's folder in a Hugging Face cache: name one of its snapshots"
+	if names := namesIn(filepath.Join(dir, "snapshots")); len(names) > 0 {
+		hint += ", as " + filepath.Join(dir, "snapshots", names[0])
+	}
+	return hint
 }

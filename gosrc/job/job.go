@@ -11,7 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
@@ -37,7 +37,7 @@ type Job struct {
 }
 
 // errCancelled is the cause that Cancel gives to the job's context.
-var errCancelled = fault.New(fault.ErrCancelled, "by the caller")
+var errCancelled = errs.New(errs.ErrCancelled, "by the caller")
 
 // New returns a job that has not begun; Go begins it.
 func New(name string) *Job {
@@ -46,16 +46,16 @@ func New(name string) *Job {
 	return j
 }
 
-// Go runs the verb in the background; call it once. If the job is cancelled,
-// run's context ends, and run must release what it holds and return soon. A panic
-// in run becomes the job's error (fault.ErrEngine).
+// Go runs the verb in the background; call it once. If the job is cancelled, run's
+// context ends, and run must release what it holds and return soon. A panic in run
+// becomes the job's error (errs.ErrEngine).
 func (j *Job) Go(run func(ctx context.Context, j *Job) error) {
 	live.add(j)
 	spawn.Go(j.Name, func() {
 		defer func() {
 			j.cancel(nil)
 			live.remove(j)
-			j.finish(fault.New(fault.ErrEngine, "%s ended without a result", j.Name)) // unless it has
+			j.finish(errs.New(errs.ErrEngine, "%s ended without a result", j.Name)) // unless it has
 			close(j.gone)
 		}()
 		j.finish(spawn.Guard(j.Name, func() error { return run(j.ctx, j) }))
@@ -147,7 +147,7 @@ func (j *Job) Report() ([]byte, error) {
 	defer j.mu.Unlock()
 	b, err := rawjson.Marshal(j.report)
 	if err != nil {
-		return nil, fault.New(fault.ErrEngine, "report of %s: %v", j.Name, err)
+		return nil, errs.New(errs.ErrEngine, "report of %s: %v", j.Name, err)
 	}
 	return b, nil
 }

@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // A job that has ended has ended, however short the wait.
@@ -40,7 +40,7 @@ func TestFailed(t *testing.T) {
 		t.Fatal("has ended:", err)
 	}
 	j.Cancel()
-	if done, err := j.Wait(time.Minute); !done || !errors.Is(err, fault.ErrCancelled) {
+	if done, err := j.Wait(time.Minute); !done || !errors.Is(err, errs.ErrCancelled) {
 		t.Fatal(done, err)
 	}
 	if CancelAll(time.Millisecond) {
@@ -50,7 +50,7 @@ func TestFailed(t *testing.T) {
 	if !CancelAll(time.Minute) {
 		t.Error("still running")
 	}
-	if !errors.Is(j.Err(), fault.ErrCancelled) {
+	if !errors.Is(j.Err(), errs.ErrCancelled) {
 		t.Error(j.Err())
 	}
 }

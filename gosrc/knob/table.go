@@ -9,8 +9,9 @@ import (
 
 const prefix = "OVERWIRE_"
 
-// The settings. The aliases are nyacomp's names, kept so that its scripts and
-// images go on working; our name wins where both are set.
+// The settings. The aliases are nyacomp's names, so that its scripts and images go on
+// working; our name wins where both are set. Python passes them on only where
+// nyacomp's drop-in is imported, since other programs have such names, too.
 var (
 	Preload = text("OVERWIRE_PRELOAD", "",
 		"Start loading this file, folder, index.json, pickle or meta.csv when overwire is imported.",
@@ -40,13 +41,13 @@ var (
 		"Map plain tensors instead of reading them: auto maps plain files on local disks when the device is the CPU.",
 		[]string{"auto", "on", "off"})
 	Read = choice("OVERWIRE_READ",
-		"How loads read local files: auto uses the page cache, but direct I/O (O_DIRECT) for uncached bytes of a load larger than half of the available memory; buffered and direct force one of the two; gds reads plain tensors straight into a GPU by GPUDirect Storage, where this machine has it.",
+		"How loads read local files: auto takes cached bytes from the page cache, and reads others by direct I/O (O_DIRECT) if they become tensors in the host's memory or the load is larger than half of the available memory; buffered and direct force one of the two; gds reads plain tensors straight into a GPU by GPUDirect Storage, where this machine has it.",
 		[]string{"auto", "buffered", "direct", "gds"})
 	CPU = choice("OVERWIRE_CPU",
 		"Decoder to use; if this CPU lacks it, the best decoder that the CPU has is used.",
 		[]string{"auto", "scalar", "avx2", "avx512"})
 	Log = choice("OVERWIRE_LOG",
-		"Lowest level of the messages sent to Python's logger \"overwire\".",
+		"Lowest level of the messages of Python's logger \"overwire\", which go to standard error where the program has not set up logging: info has a line for each load and save, debug their counters too.",
 		[]string{"warning", "debug", "info", "error", "silent"},
 		alias{name: "DEBUG", to: whenTrue("debug"), shared: true},
 		alias{name: "SILENT", to: whenTrue("silent"), shared: true})

@@ -1,5 +1,7 @@
 package load
 
+// This file converts floats to another dtype as they land on a GPU.
+
 import (
 	"context"
 	"sync"
@@ -8,20 +10,20 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// castsOf says which requests become another type as they land: those for whose
-// pair of types the GPU has a kernel.
+// castsOf says which requests become another dtype as they land: those for whose
+// pair of dtypes the GPU has a kernel.
 func castsOf(ix *tensor.Index, wants []plan.Want, tgt target, to string) ([]device.Cast, error) {
 	if to == "" {
 		return nil, nil
 	}
 	d, ok := tensor.ParseDType(to)
 	if !ok || tgt.gpu == nil {
-		return nil, fault.New(fault.ErrArgument, "cast to %q: expected a dtype, and a GPU", to)
+		return nil, errs.New(errs.ErrArgument, "cast to %q: expected a dtype, and a GPU", to)
 	}
 	casts := make([]device.Cast, len(wants))
 	for i := range wants {
@@ -33,23 +35,24 @@ func castsOf(ix *tensor.Index, wants []plan.Want, tgt target, to string) ([]devi
 	return casts, nil
 }
 
-// landing is the bytes of a request where it lands.
+// landing is how many bytes a request occupies at its destination.
 func (l *Loading) landing(i int) int64 {
 	n := l.wants[i].Bytes
 	if l.casts != nil && l.casts[i].To != 0 {
-		n = grown(n, l.casts[i])
+		n = castBytes(n, l.casts[i])
 	}
 	return n
 }
 
-// grown is the bytes that so many bytes, of whole elements, have after a cast.
-func grown(n int64, c device.Cast) int64 {
+// castBytes is how many bytes n bytes of whole elements occupy after a cast.
+func castBytes(n int64, c device.Cast) int64 {
 	return n / int64(c.From.Bits()/8) * int64(c.To.Bits()/8)
 }
 
-// late are the requests that cannot be cast chunk by chunk, because their chunks
-// hold parts of rows, or of elements: they land beside their place first.
-type late struct {
+// wholeCasts are the requests that cannot be cast chunk by chunk, because their
+// chunks hold parts of rows, or of elements: they land whole in memory of their
+// own, and are cast to their destination after that.
+type wholeCasts struct {
 	l    *Loading
 	dest []unsafe.Pointer
 	mem  []device.Memory // by request; nil: none
@@ -58,16 +61,16 @@ type late struct {
 	landed []int32
 }
 
-// plantCasts tells the jobs of a plan to cast, and where to.
-func (l *Loading) plantCasts(p *plan.Plan, dest []unsafe.Pointer) (*late, error) {
-	t := &late{l: l, dest: dest}
+// plantCasts adds casts and their destinations to the tasks of a plan.
+func (l *Loading) plantCasts(p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, error) {
+	t := &wholeCasts{l: l, dest: dest}
 	if l.casts == nil {
 		return t, nil
 	}
 	sizes := make([]int64, len(l.wants))
 	var any bool
 	for k, ref := range p.Refs {
-		c, j := l.casts[ref.Want], &p.Jobs[k]
+		c, j := l.casts[ref.Want], &p.Tasks[k]
 		if c.To == 0 {
 			continue
 		}
@@ -85,7 +88,7 @@ func (l *Loading) plantCasts(p *plan.Plan, dest []unsafe.Pointer) (*late, error)
 		t.mem = mem
 	}
 	for k, ref := range p.Refs {
-		c, j := l.casts[ref.Want], &p.Jobs[k]
+		c, j := l.casts[ref.Want], &p.Tasks[k]
 		if c.To == 0 {
 			continue
 		}
@@ -93,14 +96,15 @@ func (l *Loading) plantCasts(p *plan.Plan, dest []unsafe.Pointer) (*late, error)
 		if sizes[ref.Want] > 0 {
 			j.Dst = unsafe.Add(t.mem[ref.Want].Ptr, at)
 		} else {
-			j.Dst, j.Cast = unsafe.Add(dest[ref.Want], grown(at, c)), c
+			j.Dst, j.Cast = unsafe.Add(dest[ref.Want], castBytes(at, c)), c
 		}
 	}
 	return t, nil
 }
 
-// or calls land for what is in its place, and keeps what is not.
-func (t *late) or(land func(int32)) func(int32) {
+// or wraps land: it calls land for requests at their destination, and notes those
+// that are still to be cast.
+func (t *wholeCasts) or(land func(int32)) func(int32) {
 	if t.mem == nil {
 		return land
 	}
@@ -115,22 +119,22 @@ func (t *late) or(land func(int32)) func(int32) {
 	}
 }
 
-// place is where a request lands, which is known by now.
-func (t *late) place(i int32) unsafe.Pointer {
+// dst is where a request goes; it is known once the request has landed.
+func (t *wholeCasts) dst(i int32) unsafe.Pointer {
 	if uintptr(t.dest[i]) == pending {
-		return address(t.l.places.known[i].Load())
+		return address(t.l.dests.known[i].Load())
 	}
 	return t.dest[i]
 }
 
-// cast brings what landed beside its place there.
-func (t *late) cast(ctx context.Context, queue *cuda.Queue, land func(int32)) error {
+// cast casts what landed in memory of its own to its destination.
+func (t *wholeCasts) cast(ctx context.Context, queue *cuda.Queue, land func(int32)) error {
 	for _, i := range t.landed {
 		c := t.l.casts[i]
-		dst := device.Memory{Ptr: t.place(i), Bytes: t.l.landing(int(i))}
+		dst := device.Memory{Ptr: t.dst(i), Bytes: t.l.landing(int(i))}
 		if err := queue.Cast(ctx, dst, t.mem[i], c.From, c.To); err != nil {
 			x := &t.l.model.ix.Tensors[t.l.wants[i].Tensor]
-			return &fault.At{Verb: "land", Source: t.l.model.ix.Sources[x.Source].URI, Tensor: x.Name, Chunk: -1, Offset: -1, Err: err}
+			return &errs.At{Verb: "land", Source: t.l.model.ix.Sources[x.Source].URI, Tensor: x.Name, Chunk: -1, Offset: -1, Err: err}
 		}
 		t.mem[i].Release()
 		t.mem[i] = device.Memory{}
@@ -139,5 +143,5 @@ func (t *late) cast(ctx context.Context, queue *cuda.Queue, land func(int32)) er
 	return nil
 }
 
-// free gives up what was never cast.
-func (t *late) free() { cpu.Release(t.mem) }
+// free frees what was never cast.
+func (t *wholeCasts) free() { cpu.Release(t.mem) }

@@ -1,5 +1,7 @@
 package load
 
+// This file reads a load's local files by GPUDirect Storage.
+
 import (
 	"context"
 	"sync/atomic"
@@ -8,23 +10,23 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/gds"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
 // gdsReads is GPUDirect Storage for one load.
 type gdsReads struct {
-	by    []device.Reader // by source; nil: through the host
+	by    []device.Reader // by source; nil: read through the host
 	files []*gds.File
 	undo  func() // of the staging's registration
 	gpu   *cuda.Device
 	base  unsafe.Pointer // of the staging
-	bytes atomic.Int64   // read so
-	why   string         // why some of the sources are read through the host; "" if none is
+	bytes atomic.Int64   // read by it
+	why   string         // why some sources are read through the host; "": none is
 }
 
-// byGDS makes the local files of a load ready for GPUDirect Storage. What it
-// does not reach is read through the host.
+// byGDS prepares the load's local files for GPUDirect Storage. What it cannot reach
+// is read through the host.
 func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
 	base, n := queue.Staging()
 	d := &gdsReads{by: make([]device.Reader, len(l.model.srcs)), gpu: l.target.gpu, base: base, undo: func() {}}
@@ -35,10 +37,10 @@ func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
 			case facts.View != nil:
 				continue
 			case facts.File == nil:
-				d.why = fault.Redact(s.URI()) + " is no local file"
+				d.why = errs.Redact(s.URI()) + " is no local file"
 				continue
 			case l.model.ix.Sources[i].Overwire():
-				d.why = fault.Redact(s.URI()) + " has checksums, which are compared on the host"
+				d.why = errs.Redact(s.URI()) + " has checksums, which are compared on the host"
 				continue
 			}
 			var f *gds.File
@@ -61,7 +63,7 @@ func (l *Loading) byGDS(queue *cuda.Queue) (*gdsReads, error) {
 	return d, err
 }
 
-// readers are those of the sources; d may be nil.
+// readers returns a reader for each source; d may be nil.
 func (d *gdsReads) readers() []device.Reader {
 	if d == nil {
 		return nil
@@ -69,7 +71,7 @@ func (d *gdsReads) readers() []device.Reader {
 	return d.by
 }
 
-// close ends it; no read is under way. d may be nil.
+// close ends it, after the last read. d may be nil.
 func (d *gdsReads) close() {
 	if d == nil {
 		return
@@ -81,7 +83,7 @@ func (d *gdsReads) close() {
 		}
 		return nil
 	}
-	if d.gpu.Current(end) != nil { // a GPU that is lost; the files are not
+	if d.gpu.Current(end) != nil { // only a lost GPU refuses
 		_ = end()
 	}
 }
@@ -105,10 +107,10 @@ func (f *gdsFile) ReadInto(ctx context.Context, dst unsafe.Pointer, n, off int64
 			return err
 		})
 		if err == nil && got == 0 {
-			err = fault.New(fault.ErrCorrupt, "truncated: the file had %d bytes when it was opened", f.src.Size())
+			err = errs.New(errs.ErrCorrupt, "truncated: the file had %d bytes when it was opened", f.src.Size())
 		}
 		if err != nil {
-			return &fault.At{Verb: "read", Source: f.src.URI(), Chunk: -1, Offset: off, Err: err}
+			return &errs.At{Verb: "read", Source: f.src.URI(), Chunk: -1, Offset: off, Err: err}
 		}
 		at, off, n = at+got, off+got, n-got
 		f.bytes.Add(got)

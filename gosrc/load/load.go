@@ -1,5 +1,7 @@
 package load
 
+// This file runs a load of tensors and slices, and gives out what has landed.
+
 import (
 	"context"
 	"sync"
@@ -9,8 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/pipeline"
@@ -25,28 +26,28 @@ type Request = plan.Request
 type Options struct {
 	Device  string `json:"device"`   // "" or "cpu", "cuda", "cuda:1"
 	Stream  uint64 `json:"stream"`   // CUDA: the caller's, whose queued work precedes the load; 0: none
-	Cast    string `json:"cast"`     // CUDA: a dtype that floats become as they land, where there is a kernel; "": none
-	Threads int    `json:"threads"`  // 0: one a core
+	Cast    string `json:"cast"`     // CUDA: the dtype that floats become as they land, where there is a kernel for it; "": none
+	Threads int    `json:"threads"`  // 0: one per core
 	NoCheck bool   `json:"no_check"` // benchmarks only: no checksums
-	Read    string `json:"read"`     // as OVERWIRE_READ, which "" means
-	Trace   string `json:"trace"`    // file that gets a Chrome trace; "": what the knob says
+	Read    string `json:"read"`     // a value of OVERWIRE_READ; "": the setting's own
+	Trace   string `json:"trace"`    // path for a Chrome trace; "": the setting's own
 }
 
-// A Report is what a load cost.
+// A Report says what a load did and what it cost.
 type Report struct {
 	Bytes   int64 `json:"bytes"` // of tensors
 	Tensors int64 `json:"tensors"`
 	Mapped  int64 `json:"mapped"` // bytes that are mapped, not read
-	// DirectIO is the bytes that direct I/O read, past the page cache; GDS those that
-	// GPUDirect Storage did.
+	// DirectIO is the bytes read by direct I/O (O_DIRECT), GDS those read by
+	// GPUDirect Storage.
 	DirectIO int64 `json:"past_cache"`
 	GDS      int64 `json:"gds"`
-	// NoGDS is why files were not read by GPUDirect Storage though it was asked
-	// for; "" if they were, or it was not.
+	// NoGDS says why files were not read by GPUDirect Storage although it was asked
+	// for; else "".
 	NoGDS   string          `json:"no_gds,omitempty"`
 	Seconds float64         `json:"seconds"`
 	Stages  pipeline.Stages `json:"stages"`
-	// Trace sums up the trace, if one was asked for.
+	// Trace summarizes the trace, if one was asked for.
 	Trace *pipeline.Summary `json:"trace,omitempty"`
 }
 
@@ -59,22 +60,22 @@ type Loading struct {
 	wants   []plan.Want
 	casts   []device.Cast // by request; nil: none
 	machine plan.Machine
-	queue   *cuda.Queue // nil: the host; mu guards it while others may ask
+	queue   *cuda.Queue // nil: the host; mu guards it while the job runs
 	mapped  []bool      // by request: it lies in a mapped file
 
-	// Of requests whose place becomes known while the load runs; nil: none.
-	places *places
-	later  []int64 // by request: bytes that provide gets for it
-	told   []bool  // by request: the caller settles it
+	// Of requests whose destination becomes known during the load; nil: none.
+	dests   *destinations
+	later   []int64 // by request: bytes that provide allocates for it
+	settles []bool  // by request: the caller settles it
 
 	mu     sync.Mutex
 	mem    []device.Memory // by request; zero once taken
 	taken  []bool
-	ready  []int         // landed, not yet given out by Ready
-	wake   chan struct{} // closed and renewed when ready grows and someone is asleep
+	ready  []int         // landed, not yet returned by Ready
+	wake   chan struct{} // closed and renewed when ready grows and Ready waits
 	asleep bool          // Ready waits on wake
-	over   bool          // the job has ended: the memory is at rest
-	shut   bool          // Close was called: nothing is given out any more
+	over   bool          // the job has ended: nothing writes to the memory
+	shut   bool          // Close was called: nothing is exported any more
 }
 
 // whole asks for every tensor of the model.
@@ -86,9 +87,9 @@ func (m *Model) whole() []Request {
 	return reqs
 }
 
-// Start checks the requests, allocates what they need and begins to load; nil
-// asks for every tensor. Destinations that a request names must stay valid
-// until the job has ended.
+// Start checks the requests, allocates their memory and begins to load; nil asks
+// for every tensor. Destinations named by a request must stay valid until the job
+// has ended.
 func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if reqs == nil {
 		reqs = m.whole()
@@ -102,7 +103,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 		return nil, m.where("open", err)
 	}
 	if err := knob.Read.Check(opt.Read); err != nil {
-		return nil, fault.New(fault.ErrArgument, "read %q: %v", opt.Read, err)
+		return nil, errs.New(errs.ErrArgument, "read %q: %v", opt.Read, err)
 	}
 	if all := m.served(reqs, wants, tgt, opt); all != nil {
 		return m.fromStocks(reqs, wants, tgt, opt, all)
@@ -115,7 +116,7 @@ func newLoading(m *Model, tgt target, wants []plan.Want) *Loading {
 		ready: make([]int, 0, len(wants)), wake: make(chan struct{})}
 }
 
-// start is Start for what was checked, out of the files.
+// start is Start without the requests that a stock serves.
 func (m *Model) start(reqs []Request, wants []plan.Want, tgt target, opt Options) (*Loading, error) {
 	if err := m.hold(); err != nil {
 		return nil, err
@@ -131,9 +132,9 @@ func (m *Model) start(reqs []Request, wants []plan.Want, tgt target, opt Options
 		m.drop()
 		return nil, err
 	}
-	// Here and not in the job: a caller who is out of memory may be able to give
-	// some back, and try again.
-	l.machine = m.machine(tgt, opt.Threads, true)
+	// Allocate here and not in the job: a caller that is out of memory may be able
+	// to free some and try again.
+	l.machine = m.machine(tgt.gpu != nil, opt.Threads, true)
 	if l.queue, err = tgt.queue(0, l.machine); err != nil {
 		cpu.Release(l.mem)
 		m.drop()
@@ -146,19 +147,16 @@ func (m *Model) start(reqs []Request, wants []plan.Want, tgt target, opt Options
 	return l, nil
 }
 
-// allocate gives every request without a destination its memory: a part of a
-// mapped file where that is possible, fresh memory otherwise. It returns which
-// requests are mapped.
+// allocate gives every request without a destination its memory: a view of a mapped
+// file where that is possible, fresh memory otherwise. It returns which requests
+// are mapped.
 func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	ix := l.model.ix
 	isMapped := make([]bool, len(reqs))
 	sizes := make([]int64, len(reqs))
-	maps := make([]bool, len(ix.Sources))
-	for i, s := range l.model.srcs {
-		maps[i] = l.model.maps(s)
-	}
-	// By source: requests in the mapping that all loads share, and in one of
-	// this load's own.
+	maps := l.model.mapped()
+	// By source, how many requests use the mapping that all loads share, and how
+	// many use one of this load's own.
 	holders := make([][2]int64, len(ix.Sources))
 	own := make([]int8, len(reqs))
 	for i := range reqs {
@@ -166,8 +164,7 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 			continue
 		}
 		t := &ix.Tensors[l.wants[i].Data]
-		off, row := l.wants[i].Run(ix)
-		if l.target.gpu == nil && row && maps[t.Source] && !ix.Sources[t.Source].Overwire() && off%int64(t.DType.Align()) == 0 {
+		if l.target.gpu == nil && l.model.inFile(&l.wants[i], maps) {
 			isMapped[i] = true
 			if !l.model.claim(int32(l.wants[i].Data)) {
 				own[i] = 1
@@ -182,8 +179,8 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	}
 	if postpone(l.target.gpu, sizes) {
 		l.later = sizes
-		if l.places == nil {
-			l.places = newPlaces(len(reqs))
+		if l.dests == nil {
+			l.dests = newDestinations(len(reqs))
 		}
 	} else {
 		mem, err := l.target.alloc(sizes)
@@ -218,65 +215,24 @@ func (l *Loading) allocate(reqs []Request) ([]bool, error) {
 	return isMapped, nil
 }
 
-// waiting notes the requests that the caller settles later.
+// waiting notes the requests whose destination the caller settles later.
 func (l *Loading) waiting(reqs []Request) error {
 	for i := range reqs {
-		if reqs[i].Dest != Later || l.wants[i].Bytes == 0 {
+		if reqs[i].Dest != SettleLater || l.wants[i].Bytes == 0 {
 			continue
 		}
 		if l.target.gpu == nil {
-			return fault.New(fault.ErrArgument, "request %d: places on the host are known when a load begins", i)
+			return errs.New(errs.ErrArgument, "request %d: a destination on the host must be known when a load begins", i)
 		}
-		if l.told == nil {
-			l.told, l.places = make([]bool, len(reqs)), newPlaces(len(reqs))
+		if l.settles == nil {
+			l.settles, l.dests = make([]bool, len(reqs)), newDestinations(len(reqs))
 		}
-		l.told[i] = true
+		l.settles[i] = true
 	}
 	return nil
 }
 
-// prefault brings the pages of mapped tensors in while their owner is already
-// at work: the job does not wait for it. Neighbours in one mapping go with one
-// call. What it works on is held until it is done.
-func (l *Loading) prefault(maps []int) {
-	const step = 32 << 20
-	runs := make([]device.Memory, 0, len(maps))
-	for _, i := range maps {
-		m := l.mem[i]
-		if k := len(runs) - 1; k >= 0 {
-			r := &runs[k]
-			at := int64(uintptr(m.Ptr)) - int64(uintptr(r.Ptr))
-			if r.Block == m.Block && at >= 0 && at <= r.Bytes+step && at+m.Bytes <= step {
-				r.Bytes = max(r.Bytes, at+m.Bytes)
-				continue
-			}
-		}
-		m.Block.Hold()
-		runs = append(runs, m)
-	}
-	if len(runs) == 0 {
-		return
-	}
-	spawn.Go("prefault", func() {
-		for i, r := range runs {
-			for at := int64(0); at < r.Bytes; at += step {
-				// The disk works on the next step while this one is mapped.
-				switch next := at + step; {
-				case next < r.Bytes:
-					cpu.Announce(unsafe.Add(r.Ptr, next), min(step, r.Bytes-next))
-				case i+1 < len(runs):
-					cpu.Announce(runs[i+1].Ptr, min(step, runs[i+1].Bytes))
-				}
-				// An error here shows when the page is touched, as it does in
-				// any mapped file.
-				_ = cpu.Populate(unsafe.Add(r.Ptr, at), min(step, r.Bytes-at))
-			}
-			device.Memory{Block: r.Block}.Release() // the hold, not the owner's pages
-		}
-	})
-}
-
-// land marks a request as ready.
+// land marks a request as landed.
 func (l *Loading) land(i int32) {
 	l.job.Tensors.Add(1)
 	l.mu.Lock()
@@ -288,11 +244,10 @@ func (l *Loading) land(i int32) {
 	l.mu.Unlock()
 }
 
-// ended runs when the last worker has gone: nothing writes to the memory any
-// more.
+// ended runs after the last worker: nothing writes to the memory any more.
 func (l *Loading) ended() {
 	l.mu.Lock()
-	l.over = true // and the queue is asked for no more
+	l.over = true // no one may use the queue after this
 	if l.shut {
 		cpu.Release(l.mem)
 	}
@@ -303,15 +258,15 @@ func (l *Loading) ended() {
 	l.model.drop()
 }
 
-// Job is the load as a job.
+// Job is the load's job.
 func (l *Loading) Job() *job.Job { return l.job }
 
 // Len is the number of requests.
 func (l *Loading) Len() int { return len(l.wants) }
 
 // Ready returns the requests that have landed since the last call, in order of
-// arrival, at most limit of them; it waits up to d for the first. more is
-// false when the load has ended and everything was given out.
+// arrival, at most limit of them; it waits up to d for the first. more is false
+// when the load has ended and everything was returned.
 func (l *Loading) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
@@ -346,9 +301,9 @@ func (l *Loading) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 	}
 }
 
-// Take gives the memory, shape and dtype of a request to the caller, who owns
-// it from now on. It is for requests that have landed; one that has not, or
-// was taken, or had a destination of its own, gives ok false.
+// Take passes the memory of a request, with its shape and dtype, to the caller, who
+// owns it from then on. ok is false if the request has not landed, was taken
+// before, or had a destination of its own.
 func (l *Loading) Take(i int) (mem device.Memory, shape []int64, dtype tensor.DType, ok bool) {
 	if i < 0 || i >= len(l.wants) {
 		return mem, nil, 0, false
@@ -368,8 +323,8 @@ func (l *Loading) Take(i int) (mem device.Memory, shape []int64, dtype tensor.DT
 	return mem, w.Shape, dtype, true
 }
 
-// Close cancels the load if it runs, and frees what was not taken as soon as
-// nothing writes to it any more. It does not wait.
+// Close cancels a running load, and frees what was not taken as soon as nothing
+// writes to it. It does not wait.
 func (l *Loading) Close() {
 	l.job.Cancel()
 	l.mu.Lock()

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -14,7 +15,7 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
 )
@@ -57,6 +58,23 @@ func opened(t testing.TB, spec Spec) *Model {
 	}
 	t.Cleanup(m.Close)
 	return m
+}
+
+// ended starts a load of all of m, waits for its end, and returns its report, too.
+func ended(t testing.TB, m *Model, opt Options) (*Loading, Report) {
+	t.Helper()
+	l, err := m.Start(nil, opt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := l.Job().Wait(-1); err != nil {
+		t.Fatalf("%+v: %v", opt, err)
+	}
+	var rep Report
+	if b, err := l.Job().Report(); err != nil || json.Unmarshal(b, &rep) != nil {
+		t.Fatal(err)
+	}
+	return l, rep
 }
 
 // settled waits until no goroutine of ours is left.
@@ -150,20 +168,20 @@ func TestStartRefuses(t *testing.T) {
 		{Tensor: 0, Lo0: 2, Hi0: 1, Hi1: -1}, {Tensor: 0, Hi0: 5, Hi1: -1}, {Tensor: 0, Hi0: -1, Lo1: -1, Hi1: 3},
 		{Tensor: 1, Lo0: 1, Hi0: 1, Hi1: -1},
 	} {
-		if _, err := m.Start([]Request{q}, Options{}); !errors.Is(err, fault.ErrArgument) {
+		if _, err := m.Start([]Request{q}, Options{}); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%+v: %v, want ErrArgument", q, err)
 		}
 	}
-	for _, name := range []string{"gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:one"} {
-		if _, err := m.Start(nil, Options{Device: name}); !errors.Is(err, fault.ErrArgument) {
+	for _, name := range []string{"cuda:", "cuda:-1", "cuda:x", "cpu:one"} {
+		if _, err := m.Start(nil, Options{Device: name}); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("device %q: %v", name, err)
 		}
 	}
-	if _, err := m.Start(nil, Options{Device: "cuda:4096"}); !errors.Is(err, fault.ErrDevice) && !errors.Is(err, fault.ErrNotSupported) {
+	if _, err := m.Start(nil, Options{Device: "cuda:4096"}); !errors.Is(err, errs.ErrDevice) && !errors.Is(err, errs.ErrNotSupported) {
 		t.Errorf("cuda:4096: %v", err)
 	}
 	m.Close()
-	if _, err := m.Start(nil, Options{}); !errors.Is(err, fault.ErrArgument) {
+	if _, err := m.Start(nil, Options{}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("closed: %v", err)
 	}
 	for _, uris := range [][]string{nil, {filepath.Join(t.TempDir(), "no")}, {"gopher://x"}} {
@@ -218,7 +236,7 @@ func TestCloseAtAnyMoment(t *testing.T) {
 		time.Sleep(time.Duration(i*20) * time.Microsecond)
 		l.Close()
 		l.Close()
-		if _, err := l.Job().Wait(-1); err != nil && !errors.Is(err, fault.ErrCancelled) {
+		if _, err := l.Job().Wait(-1); err != nil && !errors.Is(err, errs.ErrCancelled) {
 			t.Fatal(err)
 		}
 		if _, _, _, ok := l.Take(0); ok {
@@ -241,8 +259,8 @@ func TestTruncatedUnderUs(t *testing.T) {
 			_, err = l.Job().Wait(-1)
 			l.Close()
 		}
-		var at *fault.At
-		if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Source != p || (!mapped && at.Tensor != "a.t1") {
+		var at *errs.At
+		if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Source != p || (!mapped && at.Tensor != "a.t1") {
 			t.Errorf("map=%v: %v", mapped, err)
 		}
 	}

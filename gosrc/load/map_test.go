@@ -55,7 +55,7 @@ func TestOneMapping(t *testing.T) {
 	if n := mappings(t, path); n != 1 {
 		t.Errorf("%d mappings after the second was released", n)
 	}
-	// Who goes takes his changes with him, and nobody else's bytes.
+	// Who goes takes his changes with him, and no one else's bytes.
 	page := first.Slice()[100_000:]
 	first.Release()
 	if page[0] != want[7][100_000] {

@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
@@ -25,14 +25,14 @@ type Spec struct {
 	// URIs are files, folders or index.json files, one or many shards.
 	URIs []string `json:"uris"`
 	// Map says whether plain tensors of files are mapped instead of read; nil:
-	// where the file system is no network's.
+	// except on network file systems.
 	Map *bool `json:"map"`
-	// Lenient accepts what other parsers of safetensors let pass.
+	// Lenient accepts headers that other safetensors parsers accept, too.
 	Lenient bool `json:"lenient"`
-	// Storage says how to reach what is no local file.
+	// Storage says how to reach remote files.
 	Storage format.Access `json:"storage"`
-	// Keys are the names that will be asked for; nil: all. Of a model with an
-	// index.json only the shards that have one of them are opened.
+	// Keys are the names that will be requested; nil: all. Of a model with an
+	// index.json, only the shards that contain one of them are opened.
 	Keys []string `json:"keys"`
 }
 
@@ -50,24 +50,25 @@ type Model struct {
 	refs int // 1 for the handle, 1 for each running load
 	shut bool
 	// One mapping of each source serves all loads: a process may have only some
-	// 65,000 mappings, and a model more tensors. Its bytes go to one owner each;
-	// who asks for a tensor again gets a mapping of the load's own.
+	// 65,000 mappings, and a model may have more tensors. Each byte of it has one
+	// owner at a time; a load that asks for a tensor again gets a mapping of its
+	// own.
 	mappings []mapped
 	given    []bool // by tensor: its bytes in the mapping have, or had, an owner
 
-	stocks []joined // by file: what has its tensors already; nil: none has
+	stocks []joined // by file: a stock that has its tensors already; nil: none
 
-	pinning bool    // a Pin runs: no load may
+	pinning bool    // Pin runs: no load may start
 	pin     *pinned // nil: not pinned
 }
 
-// mapped is a source in memory, held by the model.
+// mapped is the mapping of a source, held by the model.
 type mapped struct {
 	base  unsafe.Pointer
 	block *device.Block
 }
 
-// headers are those of the files that were opened last.
+// headers caches those of the files that were opened last.
 var headers format.Cache
 
 // Open opens and indexes a model. Everything its headers say has been
@@ -84,17 +85,17 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 	return &Model{ix: ix, srcs: srcs, mapp: mapping(spec.Map), key: spec.Storage.Key(), opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
 }
 
-// Names returns the tensors that index.json files promise, without opening a
-// shard; ok is false when some of the files have no index.
+// Names returns the tensors listed in index.json files, without opening a shard; ok
+// is false when some of the files have no index.
 func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) {
 	return format.Names(ctx, spec.URIs, open.With(spec.Storage.Options), format.Options{List: open.Lister(spec.Storage.Options)})
 }
 
-// Index is what the model holds.
+// Index is the model's index.
 func (m *Model) Index() *tensor.Index { return m.ix }
 
-// Close ends the handle. Loads that run go on; the sources are closed after
-// the last of them. Close may be called more than once.
+// Close ends the handle. Running loads continue; the sources are closed after the
+// last of them. Close may be called more than once.
 func (m *Model) Close() {
 	m.mu.Lock()
 	again := m.shut
@@ -105,9 +106,10 @@ func (m *Model) Close() {
 	}
 }
 
-// where names the model, by its first source, in an error that is of no tensor.
+// where adds the model, by its first source, to an error that is not about one
+// tensor.
 func (m *Model) where(verb string, err error) error {
-	at := &fault.At{Verb: verb, Chunk: -1, Offset: -1, Err: err}
+	at := &errs.At{Verb: verb, Chunk: -1, Offset: -1, Err: err}
 	if len(m.ix.Sources) > 0 {
 		at.Source = m.ix.Sources[0].URI
 	}
@@ -119,10 +121,10 @@ func (m *Model) hold() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.shut {
-		return fault.New(fault.ErrArgument, "the model is closed")
+		return errs.New(errs.ErrArgument, "the model is closed")
 	}
 	if m.pinning {
-		return fault.New(fault.ErrArgument, "the model is being pinned")
+		return errs.New(errs.ErrArgument, "the model is being pinned")
 	}
 	m.refs++
 	return nil
@@ -145,7 +147,7 @@ func (m *Model) drop() {
 }
 
 // claim makes the caller the owner of a tensor's bytes in the mapping that all
-// loads share; false if it has had one. The caller has a hold on the model.
+// loads share; false if another load has claimed them. The caller holds the model.
 func (m *Model) claim(tensor int32) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -157,7 +159,7 @@ func (m *Model) claim(tensor int32) bool {
 	return !had
 }
 
-// shared returns the mapping of a source, with n holders more.
+// shared returns the mapping of a source, with n more holders.
 func (m *Model) shared(source int, n int64) (mapped, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -180,8 +182,8 @@ func (m *Model) shared(source int, n int64) (mapped, error) {
 	return *mp, nil
 }
 
-// uncut refuses files that have become shorter since they were opened: a read
-// that meets a truncation may give zeros and no error.
+// uncut refuses files that have been truncated since they were opened: reading a
+// mapping there may give zeros and no error.
 func (m *Model) uncut() error {
 	for _, s := range m.srcs {
 		if s.Facts().File == nil {
@@ -205,19 +207,19 @@ func mapSource(src source.Source, holders int64, alone bool) (mp mapped, err err
 // withFD calls fn with the descriptor of a source that is a file.
 func withFD(src source.Source, fn func(fd int) error) error {
 	err := src.Facts().File.WithFD(fn)
-	var at *fault.At
+	var at *errs.At
 	switch {
 	case errors.As(err, &at) && at.Source == "":
 		at.Source = src.URI()
 		return at
 	case err != nil:
-		return &fault.At{Verb: "map", Source: src.URI(), Chunk: -1, Offset: -1, Err: err}
+		return &errs.At{Verb: "map", Source: src.URI(), Chunk: -1, Offset: -1, Err: err}
 	}
 	return nil
 }
 
-// mapping decides whether plain tensors are mapped: the caller's word, then
-// the knob.
+// mapping decides whether plain tensors are mapped: the caller's choice, then the
+// setting.
 func mapping(word *bool) string {
 	switch {
 	case word == nil:
@@ -228,9 +230,9 @@ func mapping(word *bool) string {
 	return "off"
 }
 
-// maps says whether plain tensors of a source are mapped. Files on a network
-// are not, unless somebody asks for it: a page at a time is the slowest way to
-// read them, and a server that goes away would end the process.
+// maps reports whether plain tensors of a source are mapped. Files on a network are
+// only if that was asked for: a page at a time is the slowest way to read them, and
+// a server that fails would end the process.
 func (m *Model) maps(s source.Source) bool {
 	f := s.Facts()
 	return f.File != nil && (m.mapp == "on" || m.mapp == "auto" && !f.Remote)

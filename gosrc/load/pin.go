@@ -1,5 +1,7 @@
 package load
 
+// This file keeps a model's stored bytes in host memory: Pin.
+
 import (
 	"cmp"
 	"context"
@@ -12,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -24,24 +26,24 @@ type pinned struct {
 	bytes [][]byte
 
 	mu         sync.Mutex
-	gpu        *cuda.Device // that the memory is registered through; nil: not yet
-	registered int          // how many of bytes are
+	gpu        *cuda.Device // the GPU through which the memory is registered; nil: not yet
+	registered int          // how many of bytes are registered
 }
 
-// A PinReport is what pinning a model cost.
+// A PinReport says what pinning a model cost.
 type PinReport struct {
 	Bytes   int64   `json:"bytes"` // of host memory
 	Seconds float64 `json:"seconds"`
 }
 
-// Pin brings the files of a model, as they are stored, into memory of the
-// engine's, compares every checksum there, and lets the files go: later loads
-// read nothing, and a GPU copies straight out of that memory, which is
-// registered with the driver for opt.Device, or else by the first load to a
-// GPU. The memory is freed after Close and the last load.
+// Pin reads the files of a model, as they are stored, into host memory, compares
+// every checksum there, and closes the files. Later loads read nothing: a GPU
+// copies straight out of that memory. It is registered with the driver for
+// opt.Device, or else by the first load to a GPU, and freed after Close and the
+// last load.
 //
-// The job's bytes are those of the files. No load of the model may run, and
-// none may start, before it has ended; if it fails, the model is what it was.
+// The job's bytes are those of the files. No load of the model may run, and none
+// may start, before it has ended. If it fails, the model is unchanged.
 func (m *Model) Pin(opt Options) (*job.Job, error) {
 	tgt, err := targetOf(opt.Device)
 	if err != nil {
@@ -51,11 +53,11 @@ func (m *Model) Pin(opt Options) (*job.Job, error) {
 	defer m.mu.Unlock()
 	switch {
 	case m.shut:
-		return nil, fault.New(fault.ErrArgument, "the model is closed")
+		return nil, errs.New(errs.ErrArgument, "the model is closed")
 	case m.pinning || m.pin != nil:
-		return nil, fault.New(fault.ErrArgument, "the model is pinned already")
+		return nil, errs.New(errs.ErrArgument, "the model is pinned already")
 	case m.refs != 1:
-		return nil, fault.New(fault.ErrArgument, "loads of the model run")
+		return nil, errs.New(errs.ErrArgument, "loads of the model run")
 	}
 	m.pinning = true
 	m.refs++
@@ -86,8 +88,7 @@ func (m *Model) Pin(opt Options) (*job.Job, error) {
 	}), nil
 }
 
-// readAll brings every source into memory and compares the checksums of all
-// chunks.
+// readAll reads every source into memory and compares the checksums of all chunks.
 func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int) error {
 	type part struct {
 		source int
@@ -108,7 +109,7 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 		j.TotalBytes.Add(size)
 	}
 	j.TotalTensors.Store(int64(len(m.ix.Tensors)))
-	mc := m.machine(target{}, threads, false)
+	mc := m.machine(false, threads, false)
 	cores := cmp.Or(mc.Threads, mc.Cores)
 	reading, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -130,20 +131,21 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 	})
 }
 
-// compare holds a tensor's chunks to their checksums.
+// compare compares the checksums of a tensor's chunks.
 func (m *Model) compare(p *pinned, i int) error {
 	t := &m.ix.Tensors[i]
 	for k, c := range m.ix.Chunks[t.First : t.First+t.Count] {
 		if sum := codec.Sum(p.bytes[t.Source][c.Off : c.Off+int64(c.Stored)]); sum != c.Sum {
-			return &fault.At{Verb: "check", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(k), Offset: c.Off,
-				Err: fault.New(fault.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", c.Sum, sum)}
+			return &errs.At{Verb: "check", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(k), Offset: c.Off,
+				Err: errs.New(errs.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", c.Sum, sum)}
 		}
 	}
 	return nil
 }
 
-// register pins the memory for all GPUs, through the first that asks. What was
-// registered before an error stays so, and the next try goes on from there.
+// register registers the memory for all GPUs, through the first that needs it.
+// After an error, the memory registered so far stays registered, and the next try
+// continues there.
 func (m *Model) register(p *pinned, gpu *cuda.Device) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -158,8 +160,7 @@ func (m *Model) register(p *pinned, gpu *cuda.Device) error {
 	return nil
 }
 
-// free gives the memory of a source back, when the driver has let go of it;
-// nothing copies from it any more.
+// free unregisters and frees the memory of a source; no copy from it is in flight.
 func (p *pinned) free(i int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -170,7 +171,7 @@ func (p *pinned) free(i int) {
 	}
 }
 
-// unmap gives memory of cpu.Map back; its length is that of its pages.
+// unmap frees memory of cpu.Map, whose length is rounded up to whole pages.
 func unmap(b []byte) {
 	page := int64(unix.Getpagesize())
 	cpu.Unmap(unsafe.Pointer(unsafe.SliceData(b)), (int64(len(b))+page-1)&^(page-1))

@@ -6,7 +6,7 @@ import (
 	"os"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -52,7 +52,7 @@ func TestPin(t *testing.T) {
 		if err := pin(t, m); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := m.Pin(Options{}); !errors.Is(err, fault.ErrArgument) {
+		if _, err := m.Pin(Options{}); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("pinned twice: %v", err)
 		}
 		if err := os.Remove(path); err != nil {
@@ -97,7 +97,7 @@ func TestPin(t *testing.T) {
 			mem.Release()
 		}
 		cols.Close()
-		if _, err := m.Pin(Options{}); !errors.Is(err, fault.ErrArgument) {
+		if _, err := m.Pin(Options{}); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("closed: %v", err)
 		}
 	}
@@ -121,8 +121,8 @@ func TestPinFails(t *testing.T) {
 	}
 	m := opened(t, Spec{URIs: []string{path}})
 	for range 2 {
-		var at *fault.At
-		if err := pin(t, m); !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Tensor != "b" || at.Chunk != 2 || at.Offset != c.Off || at.Source != path {
+		var at *errs.At
+		if err := pin(t, m); !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Tensor != "b" || at.Chunk != 2 || at.Offset != c.Off || at.Source != path {
 			t.Fatalf("damaged: %v", err)
 		}
 	}
@@ -143,14 +143,14 @@ func TestPinFails(t *testing.T) {
 	if err := m.hold(); err != nil { // as a load that runs does
 		t.Fatal(err)
 	}
-	if _, err := m.Pin(Options{}); !errors.Is(err, fault.ErrArgument) {
+	if _, err := m.Pin(Options{}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("pinned while a load runs: %v", err)
 	}
 	m.drop()
 	if err := os.Truncate(path, 1000); err != nil {
 		t.Fatal(err)
 	}
-	if err := pin(t, whole); !errors.Is(err, fault.ErrCorrupt) {
+	if err := pin(t, whole); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("truncated: %v", err)
 	}
 	other, _ := packed(t)
@@ -159,11 +159,11 @@ func TestPinFails(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := m.Start(nil, Options{}); err != nil && !errors.Is(err, fault.ErrArgument) {
+	if _, err := m.Start(nil, Options{}); err != nil && !errors.Is(err, errs.ErrArgument) {
 		t.Error(err) // or it was quicker
 	}
 	j.Cancel()
-	if _, err := j.Wait(-1); err != nil && !errors.Is(err, fault.ErrCancelled) {
+	if _, err := j.Wait(-1); err != nil && !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("cancelled: %v", err)
 	}
 	settled(t)

@@ -2,13 +2,12 @@ package load
 
 import (
 	"bytes"
-	"encoding/json"
 	"errors"
 	"os"
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
@@ -26,23 +25,13 @@ func TestReadWays(t *testing.T) {
 	off := false
 	for _, how := range ways {
 		m := opened(t, Spec{URIs: []string{p1, p2}, Map: &off})
-		l, err := m.Start(nil, Options{Read: how})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if _, err := l.Job().Wait(-1); err != nil {
-			t.Fatalf("%s: %v", how, err)
-		}
+		l, rep := ended(t, m, Options{Read: how})
 		for i := range want {
 			mem, _, _, ok := l.Take(i)
 			if !ok || !bytes.Equal(mem.Slice(), want[i]) {
 				t.Errorf("%s: tensor %d: %v, or wrong bytes", how, i, ok)
 			}
 			mem.Release()
-		}
-		var rep Report
-		if b, err := l.Job().Report(); err != nil || json.Unmarshal(b, &rep) != nil {
-			t.Fatal(err)
 		}
 		t.Logf("%s: %d of %d bytes by direct I/O", how, rep.DirectIO, rep.Bytes)
 		if how != "direct" && rep.DirectIO != 0 || rep.DirectIO > rep.Stages.ReadBytes {
@@ -95,8 +84,8 @@ func TestTruncatedUnderALoad(t *testing.T) {
 			_, err = l.Job().Wait(-1)
 			l.Close()
 		}
-		var at *fault.At
-		if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Source != path {
+		var at *errs.At
+		if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Source != path {
 			t.Errorf("%s: %v, want ErrCorrupt", how, err)
 			continue
 		}
@@ -146,7 +135,7 @@ func TestChangedDuringALoad(t *testing.T) {
 				}
 				mem.Release()
 			}
-		case replaced || !errors.Is(err, fault.ErrCorrupt):
+		case replaced || !errors.Is(err, errs.ErrCorrupt):
 			t.Errorf("run %d: %v", i, err)
 		default:
 			failed++
@@ -167,8 +156,8 @@ func (r remote) Facts() source.Facts {
 	return f
 }
 
-// Plain files are mapped unless somebody says no, on a network only if
-// somebody says yes, and the argument goes before the setting.
+// Plain files are mapped unless that is turned off, on a network only if it is turned
+// on, and the argument wins over the setting.
 func TestWhatIsMapped(t *testing.T) {
 	path, want := write(t, "a", []int64{3000, 100})
 	yes, no := true, false
@@ -187,17 +176,7 @@ func TestWhatIsMapped(t *testing.T) {
 			if far {
 				m.srcs[0] = remote{m.srcs[0].(*file.File)}
 			}
-			l, err := m.Start(nil, Options{})
-			if err != nil {
-				t.Fatal(err)
-			}
-			if _, err := l.Job().Wait(-1); err != nil {
-				t.Fatal(err)
-			}
-			var rep Report
-			if b, err := l.Job().Report(); err != nil || json.Unmarshal(b, &rep) != nil {
-				t.Fatal(err)
-			}
+			l, rep := ended(t, m, Options{})
 			mem, _, _, _ := l.Take(0)
 			if !bytes.Equal(mem.Slice(), want[0]) {
 				t.Error("wrong bytes")

@@ -1,5 +1,8 @@
 package load
 
+// This file loads by the ranks of a group together: each reads a share, and all
+// decode.
+
 import (
 	"cmp"
 	"context"
@@ -11,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -20,33 +23,33 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A RelaySpec says what several ranks load together. Tensors, Widest and Size are
-// the same on all of them, and Ranks on those of a host.
+// A RelaySpec says what the ranks of a group load together. Tensors, Widest and
+// Size are the same on all of them, and Ranks on those of a host.
 type RelaySpec struct {
-	Tensors  []int64  `json:"tensors"` // whose stored bytes travel, each one's all
-	Ring     []uint64 `json:"ring"`    // buffers of Size bytes on the device, the caller's until the job has ended
+	Tensors  []int64  `json:"tensors"` // whose stored bytes are shared, each one whole
+	Ring     []uint64 `json:"ring"`    // buffers of Size bytes on the device; the caller keeps them valid until the job has ended
 	Size     int64    `json:"size"`
 	Ranks    int      `json:"ranks"`  // of this host
-	Widest   int      `json:"widest"` // of the host with the most: pieces are alike on all hosts
+	Widest   int      `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
 	Rank     int      `json:"rank"`
 	Timeline bool     `json:"timeline"` // the report has a Timeline
 	Options
 }
 
-// A Relay is one rank's part in a load that several ranks do together: of the
-// stored bytes each rank reads a share, and the caller carries it to the others.
-// The bytes come in pieces, each in one buffer of the ring, in which every rank's
-// share has the same room, one behind the other. They are being read while the
-// caller makes room for the tensors (Aim). For each piece the caller then waits
-// for this rank's share (Wait), trades it for the others', and lets all of it be
-// decoded to where the requests want it (Decode); the buffer is then free for a
-// later piece. The job ends when every piece was decoded, or with the first error;
-// then nothing writes to the ring or the destinations any more.
+// A Relay is one rank's part in a group's load: each rank reads a share of the
+// stored bytes, and the caller exchanges the shares. The bytes come in pieces. A
+// piece occupies one buffer of the ring, which has equal space for each rank's
+// share, one after the other. Reading begins before the destinations are known
+// (Aim). For each piece the caller then waits for this rank's share (Wait),
+// exchanges it for the others', and has the whole piece decoded to where the
+// requests want it (Decode); the buffer is then free for a later piece. The job
+// ends when every piece was decoded, or with the first error; after that nothing
+// writes to the ring or the destinations.
 //
-// On a GPU none of this waits for the device: Wait returns when the share is on
-// its way, and lets the stream go on after it; Decode is queued behind the trade,
-// and what fills the buffer next behind that. The host waits for free slots, and
-// for a Decode to be queued, alone.
+// On a GPU none of this waits for the device: Wait returns when the share is on its
+// way, and makes the stream wait for it; Decode is queued behind the exchange, and
+// the next fill of the buffer behind Decode. The host waits only for free slots,
+// and for a Decode to be queued.
 //
 // Its methods are safe for concurrent use.
 type Relay struct {
@@ -54,8 +57,8 @@ type Relay struct {
 	model   *Model
 	target  target
 	spec    *RelaySpec
-	ix      *tensor.Index  // in which all that travels has chunks
-	bare    map[int32]bool // tensors that have them there alone, without checksums
+	ix      *tensor.Index  // an index in which all shared tensors have chunks
+	bare    map[int32]bool // tensors that have chunks there only, without checksums
 	at      []relayed      // by number of a chunk in ix
 	pieces  []relayPiece
 	jobs    []device.DecodeTask // of this rank's requests, by piece
@@ -68,67 +71,68 @@ type Relay struct {
 	machine plan.Machine
 	queue   *cuda.Queue  // decodes; nil: the host does
 	feed    device.Queue // fetches; nil: the host
-	// By buffer, on a GPU: this rank's share is there; all of it was decoded.
+	// By buffer, on a GPU: this rank's share has arrived; the whole piece was
+	// decoded.
 	full, idle []*cuda.Event
 
 	mu    sync.Mutex
 	wake  chan struct{} // closed and renewed when free or done grows
-	free  int           // pieces whose buffer can be asked for again: [0, free)
+	free  int           // pieces whose buffer may be filled again: [0, free)
 	done  int           // pieces that were decoded: [0, done)
 	err   error         // the first
-	ours  bool          // err is of bytes that this rank brought
-	aimed bool          // wants and jobs are there
+	ours  bool          // err is about bytes that this rank read
+	aimed bool          // wants and jobs are set
 	shut  bool
-	busy  sync.WaitGroup // Decodes
+	busy  sync.WaitGroup // Decode calls
 }
 
 type relayPiece struct {
-	share       int64 // the room of each rank's in the buffer
+	share       int64 // the space of each rank in the buffer
 	begin       int   // this rank's first spot
 	first, last int   // its jobs
 	landed      chan struct{}
-	left        int32 // chunks of this rank's share to come
+	left        int32 // chunks of this rank's share still to come
 	begun, free bool
 	done        bool
 	seen        PieceTimes
 }
 
-// PieceTimes is when what happened to a piece, in microseconds from the start of
-// the relay; 0: it did not.
+// PieceTimes is when the steps of a piece happened, in microseconds from the start
+// of the relay; 0: never.
 type PieceTimes struct {
-	Read     int64 `json:"read"`     // this rank's share was read and checked, and its buffer asked for
-	Uploaded int64 `json:"uploaded"` // it is known to be in the buffer
-	Asked    int64 `json:"asked"`    // the caller began to wait for it
-	Told     int64 `json:"told"`     // the caller was told of it, and trades
+	Read     int64 `json:"read"`     // this rank's share was read and checked, and its upload queued
+	Uploaded int64 `json:"uploaded"` // the upload was seen to have ended
+	Asked    int64 `json:"asked"`    // the caller began to wait for the share
+	Ready    int64 `json:"ready"`    // Wait returned, and the caller exchanges shares
 	Decode   int64 `json:"decode"`   // the caller asks for the decoding
-	Queued   int64 `json:"queued"`   // it is queued
-	Decoded  int64 `json:"decoded"`  // it is known to be done
-	// On a GPU: when its kernels began, behind the trade, and ended.
+	Queued   int64 `json:"queued"`   // the decoding is queued
+	Decoded  int64 `json:"decoded"`  // the decoding was seen to have ended
+	// On a GPU: when its kernels began, after the exchange, and ended.
 	From int64 `json:"from"`
 	To   int64 `json:"to"`
 }
 
-// A RelayReport is what a relay has to say of itself.
+// A RelayReport says what a relay did and what it cost.
 type RelayReport struct {
 	Report
-	// Ours says that an error is not of bytes that another rank brought, which
-	// that rank may know more of.
+	// Ours: the error is not about bytes of another rank, whose own error may say
+	// more.
 	Ours     bool         `json:"ours"`
 	Timeline []PieceTimes `json:"timeline,omitempty"`
 }
 
-// Relay begins one. The first pieces are being read when it returns.
+// Relay starts a relay. The first pieces are being read when it returns.
 func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 	spec.Widest = max(spec.Widest, spec.Ranks)
 	if spec.Ranks < 1 || spec.Widest > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 || slices.Contains(spec.Ring, 0) {
-		return nil, fault.New(fault.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks, len(spec.Ring))
+		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks, len(spec.Ring))
 	}
 	tgt, err := targetOf(spec.Device)
 	if err != nil {
 		return nil, m.where("open", err)
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now()}
-	r.machine = m.machine(tgt, spec.Threads, false)
+	r.machine = m.machine(tgt.gpu != nil, spec.Threads, false)
 	if err := r.layOut(); err != nil {
 		return nil, err
 	}
@@ -185,7 +189,7 @@ func (r *Relay) queues() (err error) {
 	return nil
 }
 
-// letGo gives back what queues made; it waits for what is under way there.
+// letGo frees what queues made, and waits for its work in flight.
 func (r *Relay) letGo() {
 	if r.queue != nil {
 		if r.spec.Timeline { // only a broken device refuses
@@ -202,9 +206,9 @@ func (r *Relay) letGo() {
 	}
 }
 
-// A feedQueue is the queue that fetches. What it submits is written when the piece
-// before in the same buffer was decoded; that it is on its way is all that the
-// caller waits for.
+// A feedQueue is the queue that fetches. The device writes what it submits only
+// when the buffer's earlier piece was decoded; the caller waits only until the copy
+// is queued.
 type feedQueue struct {
 	*cuda.Queue
 	r *Relay
@@ -222,8 +226,7 @@ func (q feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, don
 	return err
 }
 
-// filling is the piece that is being brought to the buffer at dst: the one that
-// may be there and was not decoded.
+// filling is the piece that is being copied to the buffer at dst.
 func (r *Relay) filling(dst unsafe.Pointer) int {
 	b := 0
 	for b < len(r.spec.Ring)-1 {
@@ -242,7 +245,7 @@ func (r *Relay) filling(dst unsafe.Pointer) int {
 func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	defer r.model.drop()
 	defer r.close()
-	files, depth := expect(r.model.srcs, r.fetch, cmp.Or(r.spec.Read, knob.Read.Get()))
+	files, depth := expect(r.model.srcs, r.fetch, false, cmp.Or(r.spec.Read, knob.Read.Get()))
 	ahead := r.ahead()
 	task := &pipeline.Task{
 		Index: r.model.ix, Sources: r.model.srcs, Wants: r.shares, Plan: r.fetch, Queue: r.feed, Workers: r.machine.Workers(depth), NoCheck: r.spec.NoCheck,
@@ -258,7 +261,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 		},
 	}
 	if ahead > 0 {
-		task.Place = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
+		task.Destination = func(ctx context.Context, spot int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
 			return dst, r.wait(ctx, &r.free, int(r.spots[spot].Group)-len(r.spec.Ring)+1)
 		}
 	}
@@ -294,7 +297,7 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	return r.err
 }
 
-// note puts the time down, of the first time or of the last.
+// note records the time of a step, the first or the last one.
 func (r *Relay) note(when *int64, last bool) {
 	now := time.Since(r.start).Microseconds()
 	r.mu.Lock()
@@ -304,14 +307,14 @@ func (r *Relay) note(when *int64, last bool) {
 	r.mu.Unlock()
 }
 
-// kernels puts down when the kernels of pieces ran; they are told of in the order
-// of their Decodes, which is that of the pieces.
-func (r *Relay) kernels() device.Span {
+// kernels records when the kernels of pieces ran; they are reported in the order of
+// the Decode calls, which is that of the pieces.
+func (r *Relay) kernels() device.TraceFunc {
 	k := 0
 	return func(verb string, _ int, begin, end time.Time, _ int64) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		if verb != "decode" { // comes first, for pieces without kernels too
+		if verb != "decode" { // reported first, even for pieces without kernels
 			k++
 			return
 		}
@@ -319,9 +322,9 @@ func (r *Relay) kernels() device.Span {
 	}
 }
 
-// ahead is how many pieces more than the ring has may be read into the slots of
-// the queue, where they wait for a buffer that can be asked for. Together they leave
-// one slot free: what the buffers wait for needs it.
+// ahead is how many pieces beyond the ring may be read into slots of the queue,
+// where they wait for a buffer. They leave one slot free: the decoding that frees
+// the buffers needs it.
 func (r *Relay) ahead() int {
 	slots, size := cuda.Ring()
 	if r.feed == nil || r.fetch.Slot > size {
@@ -338,7 +341,7 @@ func (r *Relay) ahead() int {
 	return min(len(r.spec.Ring), (slots-1)/most)
 }
 
-// close waits for the Decodes and lets the queues go.
+// close waits for Decode calls and frees the queues.
 func (r *Relay) close() {
 	r.mu.Lock()
 	r.shut = true
@@ -347,7 +350,7 @@ func (r *Relay) close() {
 	r.letGo()
 }
 
-// fail notes the first error and ends the job.
+// fail records the first error and ends the job.
 func (r *Relay) fail(err error, ours bool) {
 	r.mu.Lock()
 	if r.err == nil {
@@ -357,7 +360,7 @@ func (r *Relay) fail(err error, ours bool) {
 	r.job.Cancel()
 }
 
-// wait waits until free or done is so many pieces.
+// wait waits until *have, which is free or done, reaches pieces.
 func (r *Relay) wait(ctx context.Context, have *int, pieces int) error {
 	for {
 		r.mu.Lock()
@@ -374,8 +377,7 @@ func (r *Relay) wait(ctx context.Context, have *int, pieces int) error {
 	}
 }
 
-// landed counts chunks of this rank's share of a piece that are there, or on
-// their way.
+// landed counts chunks of this rank's share that have arrived or are on their way.
 func (r *Relay) landed(k, chunks int) {
 	p := &r.pieces[k]
 	now := time.Since(r.start).Microseconds()
@@ -387,8 +389,8 @@ func (r *Relay) landed(k, chunks int) {
 	}
 }
 
-// queued lets the buffer of a piece be asked for again: what comes there next
-// goes after its decoding. Buffers get free in the order of the pieces.
+// queued lets the buffer of a piece be filled again, after its decoding. Buffers
+// are freed in the order of the pieces.
 func (r *Relay) queued(k int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -400,7 +402,7 @@ func (r *Relay) queued(k int) {
 	r.moved()
 }
 
-// decoded counts a piece that is done with.
+// decoded counts a decoded piece.
 func (r *Relay) decoded(k int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -412,17 +414,17 @@ func (r *Relay) decoded(k int) {
 	r.moved()
 }
 
-// moved wakes who waits. r.mu is held.
+// moved wakes the waiting goroutines. r.mu is held.
 func (r *Relay) moved() {
 	close(r.wake)
 	r.wake = make(chan struct{})
 }
 
-// Job is the relay as a job.
+// Job is the relay's job.
 func (r *Relay) Job() *job.Job { return r.job }
 
-// Shares are, for each piece, the bytes of each rank's share in its buffer: that
-// of rank r of the host begins at r times as many.
+// Shares returns, for each piece, the size of a rank's share in its buffer: that of
+// rank r of the host begins at r times this size.
 func (r *Relay) Shares() []int64 {
 	out := make([]int64, len(r.pieces))
 	for i := range r.pieces {
@@ -431,12 +433,12 @@ func (r *Relay) Shares() []int64 {
 	return out
 }
 
-// Wait waits, at most for d, until this rank's share of a piece is in its
-// buffer; on a GPU until it is on its way there, and what is queued on the spec's
-// stream from now on goes after it. It returns the job's error if there is one.
+// Wait waits up to d until this rank's share of a piece is in its buffer. On a GPU
+// it waits until the share is on its way, and what is queued on the spec's stream
+// from then on follows it. It returns the job's error if there is one.
 func (r *Relay) Wait(k int, d time.Duration) (bool, error) {
 	if k < 0 || k >= len(r.pieces) {
-		return false, fault.New(fault.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
+		return false, errs.New(errs.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
 	}
 	p := &r.pieces[k]
 	r.note(&p.seen.Asked, false)
@@ -444,11 +446,11 @@ func (r *Relay) Wait(k int, d time.Duration) (bool, error) {
 	defer timer.Stop()
 	select {
 	case <-p.landed:
-		return r.told(k)
+		return r.release(k)
 	case <-r.job.Done():
-		select { // it may have landed, and been the last
+		select { // it may have landed, as the last piece
 		case <-p.landed:
-			return r.told(k)
+			return r.release(k)
 		default:
 			return false, r.job.Err()
 		}
@@ -457,8 +459,8 @@ func (r *Relay) Wait(k int, d time.Duration) (bool, error) {
 	}
 }
 
-// told lets the stream go on after a share that is on its way.
-func (r *Relay) told(k int) (bool, error) {
+// release makes the spec's stream wait for a share that is on its way.
+func (r *Relay) release(k int) (bool, error) {
 	r.mu.Lock()
 	if r.shut || r.err != nil {
 		defer r.mu.Unlock()
@@ -466,11 +468,11 @@ func (r *Relay) told(k int) (bool, error) {
 	}
 	r.busy.Add(1)
 	p := &r.pieces[k]
-	p.seen.Told = time.Since(r.start).Microseconds()
+	p.seen.Ready = time.Since(r.start).Microseconds()
 	r.mu.Unlock()
 	defer r.busy.Done()
 	if r.queue == nil || p.begin == len(r.spots) || int(r.spots[p.begin].Group) != k {
-		return true, nil // nothing of it is this rank's
+		return true, nil // none of it is this rank's
 	}
 	if err := r.full[k%len(r.full)].Before(uintptr(r.spec.Stream)); err != nil {
 		err = r.model.where("stage", err)
@@ -480,19 +482,18 @@ func (r *Relay) told(k int) (bool, error) {
 	return true, nil
 }
 
-// Decode decodes a piece whose buffer has every rank's share, and frees the
-// buffer when that is done. On a GPU it comes after what is queued on the stream
-// now and does not wait for it; an error is then the job's. Each piece is decoded
-// once.
+// Decode decodes a piece whose buffer has every rank's share, and then frees the
+// buffer. On a GPU it queues the decoding after the work that is on the stream now,
+// and does not wait; errors end the job. Each piece is decoded once.
 func (r *Relay) Decode(k int, stream uint64) error {
 	if k < 0 || k >= len(r.pieces) {
-		return fault.New(fault.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
+		return errs.New(errs.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
 	}
 	p := &r.pieces[k]
 	r.mu.Lock()
 	if r.shut || r.err != nil || p.begun || !r.aimed {
 		defer r.mu.Unlock()
-		return cmp.Or(r.err, fault.New(fault.ErrArgument, "relay: piece %d was decoded, or the job has ended, or has no requests yet", k))
+		return cmp.Or(r.err, errs.New(errs.ErrArgument, "relay: piece %d was decoded, or the job has ended, or has no requests yet", k))
 	}
 	p.begun = true
 	p.seen.Decode = time.Since(r.start).Microseconds()
@@ -529,7 +530,7 @@ func (r *Relay) onHost(k int) error {
 
 // onDevice queues the decoding.
 func (r *Relay) onDevice(k int, stream uint64) error {
-	s, err := r.queue.Get(context.Background()) // each comes back, whatever happens
+	s, err := r.queue.Get(context.Background()) // every slot comes back, even after errors
 	if err != nil {
 		return err
 	}
@@ -547,7 +548,7 @@ func (r *Relay) onDevice(k int, stream uint64) error {
 	jobs := r.jobs[p.first:p.last]
 	slot.ViewDevice(uintptr(r.spec.Ring[k%len(r.spec.Ring)]), n)
 	slot.Order(r.full[k%len(r.full)], r.idle[k%len(r.idle)])
-	if len(jobs) == 0 { // this rank wants nothing of it: the buffer is free after the trade
+	if len(jobs) == 0 { // this rank wants nothing of it: the buffer is free after the exchange
 		jobs = []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}
 	}
 	left := len(jobs)
@@ -570,7 +571,7 @@ func (r *Relay) onDevice(k int, stream uint64) error {
 	return nil
 }
 
-// where says of which tensor and chunk an error is.
+// where adds the tensor and chunk to an error.
 func (r *Relay) where(i int, err error) error {
 	if i >= len(r.refs) { // of a piece of which this rank wants nothing
 		return r.model.where("decode", err)
@@ -582,5 +583,5 @@ func (r *Relay) where(i int, err error) error {
 	if r.bare[w.Data] {
 		n = -1
 	}
-	return &fault.At{Verb: "decode", Source: r.model.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: n, Offset: r.jobs[i].Chunk.Off, Err: err}
+	return &errs.At{Verb: "decode", Source: r.model.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: n, Offset: r.jobs[i].Chunk.Off, Err: err}
 }

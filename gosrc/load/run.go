@@ -1,5 +1,7 @@
 package load
 
+// This file plans a load and runs its job.
+
 import (
 	"cmp"
 	"context"
@@ -15,9 +17,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// machine is what a load of the model to a target runs on and reads from; ranges
-// that are read in steps count if stepped.
-func (m *Model) machine(t target, threads int, stepped bool) plan.Machine {
+// machine describes, for the planner, what a load of the model to the host, or to a GPU,
+// runs on and reads from; stepped says whether ranges may be read in steps.
+func (m *Model) machine(gpu bool, threads int, stepped bool) plan.Machine {
 	mc := plan.Machine{Cores: runtime.GOMAXPROCS(0), Threads: cmp.Or(max(0, threads), max(0, knob.Threads.Get()))}
 	for _, s := range m.srcs {
 		f := s.Facts()
@@ -29,13 +31,13 @@ func (m *Model) machine(t target, threads int, stepped bool) plan.Machine {
 	if !stepped {
 		mc.RangeBytes = 0
 	}
-	if t.gpu != nil {
+	if gpu {
 		_, mc.SlotBytes = ring(mc)
 	}
 	return mc
 }
 
-// A shape is what a load will do: which bytes are read where, and by whom.
+// A shape is what a load will do: which bytes are read, and where they go.
 type shape struct {
 	dest           []unsafe.Pointer // by request
 	maps           []int            // requests that are mapped
@@ -44,7 +46,7 @@ type shape struct {
 	begun, planned time.Time
 }
 
-// shape gives every request its destination and plans the reading of what is not
+// shape gives every request its destination and plans the reads of what is not
 // mapped. It reads nothing.
 func (l *Loading) shape(reqs []Request) *shape {
 	s := &shape{dest: make([]unsafe.Pointer, len(reqs))}
@@ -55,7 +57,7 @@ func (l *Loading) shape(reqs []Request) *shape {
 		case l.mapped[i]:
 			s.maps = append(s.maps, i)
 			s.mapped += n
-		case l.told != nil && l.told[i], l.later != nil && l.later[i] > 0:
+		case l.settles != nil && l.settles[i], l.later != nil && l.later[i] > 0:
 			s.dest[i] = address(pending)
 		case reqs[i].Dest != 0:
 			s.dest[i] = address(reqs[i].Dest)
@@ -69,7 +71,7 @@ func (l *Loading) shape(reqs []Request) *shape {
 	return s
 }
 
-// run is the job: shape, run, report.
+// run is the job: plan, run, report.
 func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Options) error {
 	start := time.Now()
 	if l.later != nil {
@@ -84,7 +86,7 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 	j.TotalBytes.Store(s.bytes)
 	j.TotalTensors.Store(int64(len(reqs)))
 	how := cmp.Or(opt.Read, knob.Read.Get())
-	files, depth := expect(l.model.srcs, s.plan, how)
+	files, depth := expect(l.model.srcs, s.plan, l.target.gpu == nil, how)
 	late, err := l.plantCasts(s.plan, s.dest)
 	if err != nil {
 		return err
@@ -131,14 +133,16 @@ func (l *Loading) run(ctx context.Context, j *job.Job, reqs []Request, opt Optio
 
 func traceFile(opt Options) string { return cmp.Or(opt.Trace, knob.Trace.Get()) }
 
-// landMapped lets the requests land that nothing is read for.
+// landMapped lands the requests that need no read.
 func (l *Loading) landMapped(j *job.Job, s *shape) {
 	for i, n := range s.plan.Left {
 		if n == 0 && !l.mapped[i] {
 			l.land(int32(i))
 		}
 	}
-	l.prefault(s.maps)
+	if len(s.maps) > 0 {
+		l.prefault(s.maps)
+	}
 	for _, i := range s.maps {
 		j.Bytes.Add(l.mem[i].Bytes)
 		l.land(int32(i))
@@ -166,8 +170,8 @@ func (l *Loading) prepare(p *plan.Plan, stream uint64) (*cuda.Queue, error) {
 	return queue, nil
 }
 
-// queueFor is the load's queue, in place of which another is made if a piece of
-// the plan is larger than its slots.
+// queueFor is the load's queue. It is replaced if a piece of the plan is larger
+// than its slots.
 func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -183,14 +187,14 @@ func (l *Loading) queueFor(p *plan.Plan) (*cuda.Queue, error) {
 	return l.queue, nil
 }
 
-// task is what the pipeline runs of a shape.
+// task is the pipeline's task of a shape.
 func (l *Loading) task(s *shape, queue *cuda.Queue, depth int, opt Options) *pipeline.Task {
 	t := &pipeline.Task{Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: s.plan, Workers: l.machine.Workers(depth), NoCheck: opt.NoCheck}
 	if queue != nil {
 		t.Queue = queue
 	}
-	if l.places != nil {
-		t.Place = l.places.real
+	if l.dests != nil {
+		t.Destination = l.dests.resolve
 	}
 	if traceFile(opt) != "" {
 		t.Trace = pipeline.NewTrace()
@@ -213,9 +217,9 @@ func (l *Loading) task(s *shape, queue *cuda.Queue, depth int, opt Options) *pip
 	return t
 }
 
-// expect tells the files of a plan what is coming, and returns those that it told
-// and how many reads at once serve them best.
-func expect(srcs []source.Source, p *plan.Plan, how string) (files []source.File, depth int) {
+// expect announces the plan to its files; host says that it fills the host's memory.
+// It returns them, and how many reads in flight suit them best.
+func expect(srcs []source.Source, p *plan.Plan, host bool, how string) (files []source.File, depth int) {
 	last := int32(-1)
 	for i := range p.Pieces { // in the order of the sources
 		s := p.Pieces[i].Source
@@ -225,7 +229,7 @@ func expect(srcs []source.Source, p *plan.Plan, how string) (files []source.File
 		last = s
 		if f := srcs[s].Facts().File; f != nil {
 			files = append(files, f)
-			depth = max(depth, f.Expect(p.Read, how))
+			depth = max(depth, f.Expect(p.Read, host, how))
 		}
 	}
 	return files, depth

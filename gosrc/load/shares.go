@@ -1,11 +1,13 @@
 package load
 
+// This file divides a group's load into pieces and shares.
+
 import (
 	"cmp"
 	"slices"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -13,26 +15,28 @@ import (
 // chunkOf names a chunk: its tensor and number.
 type chunkOf struct{ data, n int32 }
 
-// relayed is where a chunk lies: in which piece, and where in its buffer; piece
-// is -1 for one that does not travel.
+// relayed is where a chunk travels: in which piece, and where in its buffer; piece
+// is -1 for a chunk that is not shared.
 type relayed struct {
 	piece int
 	off   int64
 }
 
 const (
-	// shareAlign is what shares in a buffer begin at multiples of.
+	// shareAlign is the alignment of shares in a buffer.
 	shareAlign = 256
-	// chunkAlign is what chunks lie at as they do in the file: X16 has to.
+	// chunkAlign is the alignment of chunks that are aligned in the file: X16 needs
+	// it.
 	chunkAlign = 16
-	// bareBytes is what plain tensors, which have no chunks, are cut into.
+	// bareBytes is the size of the chunks of plain tensors, which have none in the
+	// file.
 	bareBytes = 1 << 20
-	// maxRanks is more than a host has GPUs.
+	// maxRanks is more GPUs than any host has.
 	maxRanks = 256
 )
 
-// chunked is the model's index, in which the plain ones of these tensors have
-// chunks, too: raw ones without a checksum.
+// chunked is the model's index with chunks for plain tensors, too: raw ones without
+// a checksum.
 func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 	ix := r.model.ix
 	out := &tensor.Index{Sources: ix.Sources, Tensors: ix.Tensors, Chunks: ix.Chunks}
@@ -56,8 +60,8 @@ func (r *Relay) chunked(wants []plan.Want) *tensor.Index {
 	return out
 }
 
-// layOut cuts the stored chunks of the tensors into pieces and shares, in the
-// order of the files; every rank comes to the same pieces, and all of a host to
+// layOut divides the stored chunks of the tensors into pieces and shares, in the
+// order of the files. All ranks compute the same pieces, and all ranks of a host
 // the same shares.
 func (r *Relay) layOut() error {
 	spec := r.spec
@@ -78,7 +82,7 @@ func (r *Relay) layOut() error {
 	for i := range wants {
 		for n := range r.ix.Tensors[wants[i].Data].Count {
 			c := chunkOf{wants[i].Data, n}
-			if at := r.place(c); at.piece < 0 { // tied tensors share theirs
+			if at := r.place(c); at.piece < 0 { // tied tensors share their chunks
 				at.piece = 0
 				all = append(all, c)
 			}
@@ -94,9 +98,9 @@ func (r *Relay) layOut() error {
 		slices.SortFunc(all, inFile)
 	}
 	for begin := 0; begin < len(all); {
-		// As many chunks as surely fit, however the shares of so many ranks are
-		// padded. A sixteenth is left free, but for a chunk that needs it: shares
-		// then fill slots of a power of two.
+		// Take as many chunks as fit, however much the shares of all ranks are
+		// padded. A sixteenth stays free, unless a chunk needs it: shares then fill
+		// slots whose size is a power of two.
 		sum, largest, end := int64(0), int64(0), begin
 		for ; end < len(all); end++ {
 			n := roomOf(r.chunk(all[end]))
@@ -106,7 +110,7 @@ func (r *Relay) layOut() error {
 			sum, largest = sum+n, max(largest, n)
 		}
 		if end == begin+1 && int64(spec.Widest)*(sum+shareAlign) > spec.Size {
-			return fault.New(fault.ErrArgument, "relay: buffers of %d bytes are too small for a chunk of %d and %d ranks", spec.Size, sum, spec.Widest)
+			return errs.New(errs.ErrArgument, "relay: buffers of %d bytes are too small for a chunk of %d and %d ranks", spec.Size, sum, spec.Widest)
 		}
 		r.share(all[begin:end], sum)
 		begin = end
@@ -124,9 +128,9 @@ func (r *Relay) place(c chunkOf) *relayed { return &r.at[r.ix.Tensors[c.data].Fi
 // roomOf is the most that a chunk takes of a share.
 func roomOf(c *tensor.Chunk) int64 { return int64(c.Stored) + 2*chunkAlign }
 
-// share makes a piece of chunks, in shares of about as many bytes, and places
-// them. What is contiguous in the file is so in the buffer. All shares have the
-// room of the largest, so that they can be gathered at once.
+// share divides the chunks of a piece into shares of about equal size, and sets
+// their offsets. What is contiguous in the file stays contiguous in the buffer. All
+// shares have the space of the largest, so that one collective gathers them.
 func (r *Relay) share(chunks []chunkOf, sum int64) {
 	ranks, number := r.spec.Ranks, len(r.pieces)
 	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots)}
@@ -172,9 +176,9 @@ func (r *Relay) share(chunks []chunkOf, sum int64) {
 	r.pieces = append(r.pieces, p)
 }
 
-// Aim says what this rank wants: requests as those of a load, of the tensors that
-// travel, each with a destination. It comes once, before the first Decode; an
-// error leaves the relay as it was.
+// Aim sets what this rank wants: requests as those of a load, of shared tensors,
+// each with a destination. It is called once, before the first Decode; an error
+// leaves the relay as it was.
 func (r *Relay) Aim(requests [][6]int64) error {
 	reqs := make([]Request, len(requests))
 	dest := make([]unsafe.Pointer, len(reqs))
@@ -187,19 +191,19 @@ func (r *Relay) Aim(requests [][6]int64) error {
 		return err
 	}
 	p := plan.Make(r.ix, wants, dest, plan.Limits{Piece: 1})
-	where := make([]int, len(p.Jobs)) // jobs are in the order of the files, and so are pieces
-	for i := range p.Jobs {
+	where := make([]int, len(p.Tasks)) // jobs are in the order of the files, and so are pieces
+	for i := range p.Tasks {
 		at := r.place(chunkOf{wants[p.Refs[i].Want].Data, p.Refs[i].N})
 		if at.piece < 0 {
-			return fault.New(fault.ErrArgument, "relay: request %d is of a tensor that does not travel", p.Refs[i].Want)
+			return errs.New(errs.ErrArgument, "relay: request %d is of a tensor that does not travel", p.Refs[i].Want)
 		}
-		p.Jobs[i].Src = uint32(at.off)
+		p.Tasks[i].Src = uint32(at.off)
 		where[i] = at.piece
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.aimed {
-		return fault.New(fault.ErrArgument, "relay: it has its requests")
+		return errs.New(errs.ErrArgument, "relay: it has its requests")
 	}
 	for i, k := range where {
 		piece := &r.pieces[k]
@@ -208,7 +212,7 @@ func (r *Relay) Aim(requests [][6]int64) error {
 		}
 		piece.last = i + 1
 	}
-	r.jobs, r.refs = p.Jobs, p.Refs
+	r.jobs, r.refs = p.Tasks, p.Refs
 	for i := range wants {
 		r.job.TotalBytes.Add(wants[i].Bytes)
 	}

@@ -1,5 +1,8 @@
 package load
 
+// This file has stocks: models that were loaded before anything asked for their
+// tensors.
+
 import (
 	"context"
 	"slices"
@@ -14,10 +17,10 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Stock is all tensors of a model, loaded before anybody asks for them. Loads of
-// other models that hold the same files (see Model.Join) take them out of it: each
-// is handed out once, and what is not there is read. What went wrong with a stock
-// is no load's error.
+// A Stock is all tensors of a model, loaded before anything asks for them. Loads of
+// other models of the same files (see Model.Join) take tensors out of it: each
+// tensor is given once, and what is missing is read from the file. An error of a
+// stock is not an error of the loads that use it.
 type Stock struct {
 	model *Model
 	l     *Loading // request k is tensor k, whole
@@ -25,21 +28,21 @@ type Stock struct {
 
 	mu     sync.Mutex
 	landed []bool
-	over   bool          // nothing else will land
-	wake   chan struct{} // closed and renewed when one of these changes
+	over   bool          // no more tensors will land
+	wake   chan struct{} // closed and renewed when a field above changes
 	files  []stocked
 	left   int  // files that are not gone
-	drop   bool // files go when nobody uses them
+	drop   bool // free files when no model uses them
 }
 
 // stocked is one file of a stock.
 type stocked struct {
 	users int
-	taken bool // some of its tensors are, and so the rest goes with the last user
+	taken bool // a load took some of its tensors: the last user frees the rest
 	gone  bool
 }
 
-// NewStock begins to load all of a model, which is the stock's from here on.
+// NewStock begins to load all of a model. The stock owns the model from then on.
 func NewStock(m *Model, opt Options) (*Stock, error) {
 	l, err := m.Start(nil, opt)
 	if err != nil {
@@ -67,31 +70,31 @@ func NewStock(m *Model, opt Options) (*Stock, error) {
 // Job is the load that fills the stock.
 func (s *Stock) Job() *job.Job { return s.l.Job() }
 
-// Model is what the stock holds; it is the stock's.
+// Model is the stock's model, which the stock owns.
 func (s *Stock) Model() *Model { return s.model }
 
-// Spent says that nothing of it is left to be handed out.
+// Spent reports whether every file of it is gone.
 func (s *Stock) Spent() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.left == 0
 }
 
-// Whole says that no load has begun to take from it.
+// Whole reports whether no load has taken anything from it.
 func (s *Stock) Whole() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return !slices.ContainsFunc(s.files, func(f stocked) bool { return f.taken || f.gone })
 }
 
-// Gone says that nothing of one file is left.
+// Gone reports whether nothing of a file is left.
 func (s *Stock) Gone(file int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.files[file].gone
 }
 
-// Drop frees what no model uses, and the rest as soon as none does.
+// Drop frees the files that no model uses, and the others as soon as none does.
 func (s *Stock) Drop() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -115,14 +118,14 @@ func (s *Stock) arrived(at []int, over bool) {
 	s.wake = make(chan struct{})
 }
 
-// free lets go of a tensor that landed; a Loading gives each out once.
+// free frees a tensor that has landed and was not taken.
 func (s *Stock) free(k int) {
 	if mem, _, _, ok := s.l.Take(k); ok {
 		mem.Release()
 	}
 }
 
-// use counts a model in, or out (-1), as a user of a file; false: it is gone.
+// use adds n (1 or -1) to a file's users; false: the file is gone.
 func (s *Stock) use(file, n int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -135,7 +138,7 @@ func (s *Stock) use(file, n int) bool {
 	return true
 }
 
-// tidy frees a file's tensors once nobody will ask for them. The caller holds mu.
+// tidy frees a file's tensors once no model will ask for them. mu is held.
 func (s *Stock) tidy(file int) {
 	f := &s.files[file]
 	if f.gone || f.users > 0 || !f.taken && !s.drop {
@@ -153,7 +156,7 @@ func (s *Stock) tidy(file int) {
 	}
 }
 
-// find is the tensor of the stock that a model's tensor is.
+// find returns the stock's tensor that equals a model's tensor.
 func (s *Stock) find(m *Model, tensor int32, file int) (k int32, ok bool) {
 	t := &m.ix.Tensors[tensor]
 	if k, ok = s.names[file][t.Name]; !ok {
@@ -163,14 +166,14 @@ func (s *Stock) find(m *Model, tensor int32, file int) (k int32, ok bool) {
 	return k, t.Off == u.Off && t.Bytes == u.Bytes && t.DType == u.DType && t.Count == u.Count && slices.Equal(t.Shape, u.Shape)
 }
 
-// claim notes that a tensor will be asked for.
+// claim notes that a tensor of a file will be taken.
 func (s *Stock) claim(file int) {
 	s.mu.Lock()
 	s.files[file].taken = true
 	s.mu.Unlock()
 }
 
-// take waits for a tensor and hands it out. It is not there if it was handed out
+// take waits for a tensor and returns its memory. ok is false if it was taken
 // before, if the stock's load failed, or if ctx has ended.
 func (s *Stock) take(ctx context.Context, k int32) (mem device.Memory, ok bool) {
 	for {
@@ -192,15 +195,16 @@ func (s *Stock) take(ctx context.Context, k int32) (mem device.Memory, ok bool) 
 	}
 }
 
-// A joined file of a model is in a stock too, as its file of that number.
+// joined says which file of which stock a model's file is.
 type joined struct {
 	stock *Stock
 	file  int
 	id    source.Identity // of both
 }
 
-// States are the identities of the model's files when they were opened; known is
-// false if one has none, settled if a change of one might not show in it.
+// States are the identities of the model's files when they were opened. known is
+// false if one has none; settled is false if one could have changed without a new
+// identity.
 func (m *Model) States() (ids []source.Identity, settled, known bool) {
 	settled, known = true, true
 	for _, s := range m.srcs {
@@ -210,13 +214,13 @@ func (m *Model) States() (ids []source.Identity, settled, known bool) {
 	return ids, settled, known
 }
 
-// Reached is format.Access.Key of how the model's files were reached.
+// Reached is format.Access.Key of the way to the model's files.
 func (m *Model) Reached() string { return m.key }
 
 // Join lets loads of the model take what a stock has of the model's file i, which
-// is number `file` there, until the model ends. id is what that was when the stock
-// began. It returns false, and does nothing, if the model's is not that, or was
-// written to since.
+// is number `file` there, until the model ends. id is the file's identity when the
+// stock began. If the model's file has another one, or has been written to since,
+// Join returns false and does nothing.
 func (m *Model) Join(i int, s *Stock, file int, id source.Identity) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -236,7 +240,7 @@ func (m *Model) Join(i int, s *Stock, file int, id source.Identity) bool {
 	return true
 }
 
-// leave ends what Join began. The model has ended.
+// leave undoes Join, when the model ends.
 func (m *Model) leave() {
 	for _, j := range m.stocks {
 		if j.stock != nil {
@@ -245,13 +249,13 @@ func (m *Model) leave() {
 	}
 }
 
-// MapsAs says whether two models treat a file alike, the one's file i and the
+// MapsAs reports whether two models treat a file alike, one's file i and the
 // other's k: both map its plain tensors, or neither does.
 func (m *Model) MapsAs(i int, other *Model, k int) bool {
 	return m.ix.Sources[i].Overwire() || m.maps(m.srcs[i]) == other.maps(other.srcs[k])
 }
 
-// Mapped says that plain tensors of the stock's file lie in a mapping of it.
+// Mapped reports whether plain tensors of the stock's file are mapped.
 func (s *Stock) Mapped(file int) bool {
 	return slices.ContainsFunc(s.l.wants, func(w plan.Want) bool {
 		return int(s.model.ix.Tensors[w.Tensor].Source) == file && s.l.mapped[w.Tensor]
@@ -263,9 +267,10 @@ type due struct {
 	at   int // request
 	from joined
 	k    int32
-	// The stock's is a mapping, and the request has a place: what is in a mapping
-	// is never copied, since a file that was cut off meanwhile ends a process that
-	// looks at it. It is read instead, and the stock's let go.
+	// reread: the stock's tensor is in a mapping, but the request has a
+	// destination. Bytes of a mapping are never copied, since reading a truncated
+	// file's mapping ends the process. The tensor is read again instead, and the
+	// stock's freed.
 	reread bool
 }
 
@@ -278,9 +283,9 @@ func (m *Model) served(reqs []Request, wants []plan.Want, tgt target, opt Option
 		return nil
 	}
 	var all []due
-	same := make([]int8, len(stocks)) // by file: whether it is what it was when it was joined; 0: not looked
+	same := make([]int8, len(stocks)) // by file: whether it is unchanged since Join; 0: not checked
 	for i, r := range reqs {
-		if r.Dest == Later {
+		if r.Dest == SettleLater {
 			return nil
 		}
 		n := m.ix.Tensors[wants[i].Tensor].Source
@@ -313,7 +318,7 @@ func (m *Model) served(reqs []Request, wants []plan.Want, tgt target, opt Option
 }
 
 // fromStocks is Start for requests some of which stocks serve; the others, and
-// those that a stock turns out not to have, are loads of their own.
+// those that a stock cannot give, are loads of their own.
 func (m *Model) fromStocks(reqs []Request, wants []plan.Want, tgt target, opt Options, all []due) (*Loading, error) {
 	if err := m.hold(); err != nil {
 		return nil, err
@@ -381,7 +386,7 @@ func pick[T any](all []T, at []int) []T {
 	return some
 }
 
-// draw takes what is due out of the stocks, and returns what was not there.
+// draw takes what is due out of the stocks, and returns what was missing.
 func (l *Loading) draw(ctx context.Context, reqs []Request, all []due, rep *Report) (missing []int) {
 	var mapped int64
 	for _, d := range all {
@@ -406,8 +411,8 @@ func (l *Loading) draw(ctx context.Context, reqs []Request, all []due, rep *Repo
 	return missing
 }
 
-// forward hands over what another load of the model brings; at says for which
-// requests. It ends with that load; nil is none.
+// forward passes on what another load of the model brings; at maps its requests to
+// this load's. It returns when that load has ended; a nil load is empty.
 func (l *Loading) forward(ctx context.Context, from *Loading, at []int, rep *Report) error {
 	if from == nil {
 		return nil
@@ -434,7 +439,7 @@ func (l *Loading) forward(ctx context.Context, from *Loading, at []int, rep *Rep
 	return nil
 }
 
-// arrive is land for memory that another load brought.
+// arrive is land for memory that another load allocated.
 func (l *Loading) arrive(i int, mem device.Memory) {
 	l.mu.Lock()
 	l.mem[i] = mem

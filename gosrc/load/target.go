@@ -1,15 +1,15 @@
 package load
 
+// This file opens the device that a load lands on, and makes its queue.
+
 import (
+	"cmp"
 	"fmt"
-	"strconv"
-	"strings"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
 )
@@ -19,37 +19,26 @@ type target struct {
 	gpu *cuda.Device // nil: the host
 }
 
-// targetOf opens a device by torch's name for it: "cpu", "cuda", "cuda:1".
+// targetOf opens a device by name; "" is the host.
 func targetOf(name string) (target, error) {
-	kind, number, numbered := strings.Cut(name, ":")
-	index := 0
-	if numbered {
-		n, err := strconv.ParseUint(number, 10, 16)
-		if err != nil {
-			return target{}, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
-		}
-		index = int(n)
+	number, err := device.Number(cmp.Or(name, "cpu"))
+	if err != nil || number == device.Host {
+		return target{}, err
 	}
-	switch kind {
-	case "", "cpu":
-		return target{}, nil
-	case "cuda":
-		gpu, err := cuda.Open(index)
-		if err != nil {
-			err = fmt.Errorf("device %q: %w", name, err)
-		}
-		return target{gpu}, err
+	gpu, err := cuda.Open(int(max(0, number)))
+	if err != nil {
+		err = fmt.Errorf("device %q: %w", name, err)
 	}
-	return target{}, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
+	return target{gpu}, err
 }
 
 var preparing sync.WaitGroup
 
-// Prepared waits until no Prepare is under way: before a process ends.
+// Prepared waits for all calls of Prepare to finish, before the process ends.
 func Prepared() { preparing.Wait() }
 
-// Prepare makes a device ready for a load that is about to begin, while its files
-// are opened. It does not wait; the load tells what is wrong.
+// Prepare prepares a device, in the background, for a load whose files are being
+// opened. It reports no error: the load will.
 func Prepare(name string) {
 	preparing.Add(1)
 	spawn.Go("load prepare", func() {
@@ -71,8 +60,8 @@ func (t target) alloc(sizes []int64) ([]device.Memory, error) {
 	return cpu.Alloc(sizes)
 }
 
-// ring is the slots of a GPU's queue, and their bytes, for ranges that are read in
-// steps, or for anything else.
+// ring is the number of a GPU queue's slots and their bytes, for ranges that are
+// read in steps, or for anything else.
 func ring(m plan.Machine) (slots int, bytes int64) {
 	if m.RangeBytes > 0 {
 		return cuda.RemoteRing()
@@ -80,15 +69,21 @@ func ring(m plan.Machine) (slots int, bytes int64) {
 	return cuda.Ring()
 }
 
-// queue makes the GPU's queue for pieces of at most `largest` bytes; nil lets the
-// pipeline make its own, on the host.
+// queue makes the GPU's queue for pieces of at most `largest` bytes. On the host it
+// returns nil: the pipeline makes its own.
 func (t target) queue(largest int64, m plan.Machine) (*cuda.Queue, error) {
 	if t.gpu == nil {
 		return nil, nil
 	}
-	slots, size := ring(m)
+	slots, size := ringFor(largest, m)
+	return t.gpu.Queue(slots, size)
+}
+
+// ringFor is ring for pieces of at most `largest` bytes.
+func ringFor(largest int64, m plan.Machine) (slots int, size int64) {
+	slots, size = ring(m)
 	if largest > size {
 		slots, size = int(max(2, int64(slots)*size/largest)), largest
 	}
-	return t.gpu.Queue(slots, size)
+	return slots, size
 }

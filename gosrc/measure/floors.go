@@ -1,6 +1,6 @@
 package measure
 
-// This file measures what the machine gives without us.
+// This file measures the machine without overwire.
 
 import (
 	"os"
@@ -11,11 +11,11 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Floors are what the machine gives without us, in GB/s.
+// Floors are the machine's rates without overwire, in GB/s.
 type Floors struct {
 	CopyOne  float64 `json:"memcpy_one_core"`          // memory to memory, both in place
 	CopyAll  float64 `json:"memcpy_all_cores"`         //
@@ -23,11 +23,11 @@ type Floors struct {
 	ReadAll  float64 `json:"pread_all_cores"`          //
 	FaultOne float64 `json:"page_faults_one_core"`     // first touch of fresh huge pages
 	FaultAll float64 `json:"page_faults_all_cores"`    //
-	RawCopy  float64 `json:"pread_to_fresh_all_cores"` // page cache into fresh memory: a load that does nothing
+	RawCopy  float64 `json:"pread_to_fresh_all_cores"` // page cache into fresh memory: a load without decoding
 }
 
-// FloorBytes is how much the floors take: beyond every cache, unless the whole
-// run is a toy.
+// FloorBytes is how much memory the floors use: more than every cache, unless the
+// whole run is tiny.
 func (r *Run) FloorBytes() int64 { return max(32<<20, min(512<<20, r.Size>>20<<20)) }
 
 // Fresh maps memory as the CPU device does, calls fn with it and unmaps it.
@@ -101,8 +101,8 @@ func (r *Run) MeasureFloors() error {
 	return nil
 }
 
-// freshSpeed is Speed over memory that fn is the first to touch; making and
-// dropping it is not counted.
+// freshSpeed is Speed over memory that fn is the first to touch; mapping and
+// unmapping are not timed.
 func (r *Run) freshSpeed(fn func([]byte) error) (float64, error) {
 	s, err := r.MedianOf(func() (s float64, err error) {
 		err = Fresh(r.FloorBytes(), func(m []byte) error {
@@ -121,7 +121,7 @@ func (r *Run) freshSpeed(fn func([]byte) error) (float64, error) {
 func (r *Run) CachedFile() (*os.File, error) {
 	file, err := os.Create(r.Path("floor"))
 	if err != nil {
-		return nil, fault.New(fault.ErrIO, "%v", err)
+		return nil, errs.New(errs.ErrIO, "%v", err)
 	}
 	buf := make([]byte, 8<<20)
 	for i := range buf {
@@ -132,7 +132,7 @@ func (r *Run) CachedFile() (*os.File, error) {
 	}
 	if err != nil {
 		file.Close()
-		return nil, fault.New(fault.ErrIO, "%v", err)
+		return nil, errs.New(errs.ErrIO, "%v", err)
 	}
 	return file, nil
 }
@@ -140,7 +140,7 @@ func (r *Run) CachedFile() (*os.File, error) {
 // ReadAt fills p.
 func ReadAt(f *os.File, p []byte, off int64) error {
 	if _, err := f.ReadAt(p, off); err != nil {
-		return fault.New(fault.ErrIO, "%v", err)
+		return errs.New(errs.ErrIO, "%v", err)
 	}
 	return nil
 }
@@ -184,7 +184,7 @@ func Parallel(workers int, n, step int64, fn func(worker int, lo, hi int64) erro
 	return spawn.Poisoned()
 }
 
-// cpuName is what the kernel calls the processor.
+// cpuName is the kernel's name of the processor.
 func cpuName() string {
 	b, _ := os.ReadFile("/proc/cpuinfo")
 	for line := range strings.Lines(string(b)) {

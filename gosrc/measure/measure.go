@@ -1,10 +1,10 @@
-// Package measure is how a figure is obtained: a run with a folder of its own,
-// floors of the same machine in the same run, medians, and rows that say what
-// was measured.
+// Package measure is how figures are measured: a run with a folder of its own,
+// floors of the same machine in the same run, medians, and rows that say what was
+// measured.
 //
-// Measurements compare bytes before they time anything. GB/s are 10^9 bytes
-// of tensors, not of files. Rows that lose are shown like rows that win, and
-// rows that cannot be measured say why.
+// Measurements compare bytes before they time anything. GB/s are 10^9 bytes of
+// tensors, not of files. Rows that lose are shown like rows that win, and rows that
+// cannot be measured say why.
 package measure
 
 import (
@@ -18,22 +18,22 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// Options are common to everything that measures.
+// Options are common to all measurements.
 type Options struct {
 	Size    int64  // tensor bytes of the load rows
 	Repeat  int    // runs of each measurement; 0: 5
 	Threads int    // 0: all cores
 	Dir     string // where the run makes its folder; "": the system's temporary folder
-	// Out, if not "", is a file that gets the report as JSON, anew after every
-	// row: nothing is lost if the run is cut off.
+	// Out, if not "", is a file that gets the report as JSON, rewritten after every
+	// row, so that an interrupted run loses nothing.
 	Out string
-	// Begin, if not nil, gets the report when its head is known, and Row gets
-	// every row as soon as it is measured.
+	// Begin, if not nil, is called with the report when its head is known, and Row
+	// with every row as soon as it is measured.
 	Begin func(*Report)
 	Row   func(Row)
 }
@@ -44,8 +44,8 @@ type Row struct {
 	Name  string  `json:"name"`
 	Value float64 `json:"value"`
 	Unit  string  `json:"unit"`
-	// Floor is what the machine gives without us, in the same unit, and Share
-	// is Value / Floor. Zero when there is none.
+	// Floor is the rate of the bare operation, in the same unit, and Share is Value
+	// / Floor. Zero when there is none.
 	Floor     float64 `json:"floor,omitempty"`
 	FloorName string  `json:"floor_name,omitempty"`
 	Share     float64 `json:"share,omitempty"`
@@ -53,8 +53,8 @@ type Row struct {
 	Runs int     `json:"runs,omitempty"`
 	Low  float64 `json:"low,omitempty"`
 	High float64 `json:"high,omitempty"`
-	// Goal says what the project wants of this row; Reached is nil when it
-	// wants nothing or nothing was measured. Only the rig sets them.
+	// Goal is the project's goal for this row; Reached is nil if there is none or
+	// nothing was measured. Only the rig sets them.
 	Goal    string `json:"goal,omitempty"`
 	Reached *bool  `json:"reached,omitempty"`
 	Note    string `json:"note,omitempty"`
@@ -66,13 +66,12 @@ type Row struct {
 type Report struct {
 	Machine Machine `json:"machine"`
 	Floors  Floors  `json:"floors"`
-	// Estimate is how many seconds the run was expected to take, where somebody
-	// estimated it.
+	// Estimate is how many seconds the run was expected to take; 0: not estimated.
 	Estimate float64 `json:"estimate,omitempty"`
 	Rows     []Row   `json:"rows"`
 	Seconds  float64 `json:"seconds"`
-	// Device is the device of the load rows, nil for the host, and Failures are
-	// the steps that went wrong while the others were measured all the same.
+	// Device is the device of the load rows, nil for the host. Failures are the
+	// steps that failed while the others were measured.
 	Device   *Device  `json:"device,omitempty"`
 	Failures []string `json:"failures,omitempty"`
 }
@@ -83,7 +82,7 @@ type Machine struct {
 	Arch    string `json:"arch"`
 	CPU     string `json:"cpu"`
 	Cores   int    `json:"cores"`
-	Decoder string `json:"decoder"` // the best that this CPU has
+	Decoder string `json:"decoder"` // the best decoder of this CPU
 	THP     string `json:"transparent_huge_pages"`
 	Go      string `json:"go"`
 }
@@ -96,12 +95,13 @@ func ThisMachine() Machine {
 	}
 }
 
-// A Run is one run: its options with nothing left open, its folder, its report.
+// A Run is one run: its options with all defaults filled in, its folder, its
+// report.
 type Run struct {
 	Options
 	Ctx    context.Context
 	Job    *job.Job // may be nil
-	Folder string   // has only the files of this run
+	Folder string   // contains only the files of this run
 	Began  time.Time
 	Report Report
 	out    error // of writing Options.Out
@@ -117,7 +117,7 @@ func Start(ctx context.Context, j *job.Job, opt Options) (*Run, error) {
 	}
 	folder, err := os.MkdirTemp(opt.Dir, "overwire-bench-")
 	if err != nil {
-		return nil, fault.New(fault.ErrIO, "%v", err)
+		return nil, errs.New(errs.ErrIO, "%v", err)
 	}
 	return &Run{Options: opt, Ctx: ctx, Job: j, Folder: folder, Began: time.Now(), Report: Report{Machine: ThisMachine()}}, nil
 }
@@ -125,7 +125,7 @@ func Start(ctx context.Context, j *job.Job, opt Options) (*Run, error) {
 // Close removes the run's files.
 func (r *Run) Close() { os.RemoveAll(r.Folder) }
 
-// Finish is the report of a run that has nothing more to measure.
+// Finish returns the report of a run that is complete.
 func (r *Run) Finish() Report {
 	r.Report.Seconds = time.Since(r.Began).Seconds()
 	return r.Report
@@ -153,7 +153,7 @@ func (r *Run) writeOut() error {
 		err = atomicfile.Write(r.Out, append(b, '\n'))
 	}
 	if err != nil {
-		return fault.New(fault.ErrIO, "%v", err)
+		return errs.New(errs.ErrIO, "%v", err)
 	}
 	return nil
 }
@@ -167,7 +167,7 @@ func (r *Run) Path(name string) string { return filepath.Join(r.Folder, name) }
 // Stopped returns the error of a cancelled run, or that of writing its report.
 func (r *Run) Stopped() error {
 	if r.Ctx.Err() != nil {
-		return fault.New(fault.ErrCancelled, "bench")
+		return errs.New(errs.ErrCancelled, "bench")
 	}
 	return r.out
 }
@@ -177,7 +177,7 @@ func (r *Run) Median(fn func() error) (float64, error) {
 	return r.MedianOf(func() (float64, error) { return Timed(fn) })
 }
 
-// MedianOf is Median for functions that know their time themselves.
+// MedianOf is Median for functions that return their own seconds.
 func (r *Run) MedianOf(fn func() (float64, error)) (float64, error) {
 	all := make([]float64, 0, r.Repeat)
 	for range r.Repeat {

@@ -42,12 +42,12 @@ func TestBound(t *testing.T) {
 			return 0
 		}), 7. / 32},
 	} {
-		if got := Bound(c.d, c.data) / float64(len(c.data)); math.Abs(got-c.want) > 1e-9 {
+		if got := FieldEntropy(c.d, c.data) / float64(len(c.data)); math.Abs(got-c.want) > 1e-9 {
 			t.Errorf("%s: %.6f of the bytes, want %.6f", c.name, got, c.want)
 		}
 	}
 	for _, d := range []tensor.DType{tensor.BF16, tensor.F32, tensor.U8} {
-		if got := Bound(d, nil); got != 0 {
+		if got := FieldEntropy(d, nil); got != 0 {
 			t.Errorf("%v without bytes: %v", d, got)
 		}
 	}
@@ -56,7 +56,7 @@ func TestBound(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := Bound(tensor.BF16, w[0].Data) / float64(len(w[0].Data)); got < 10.55/16 || got > 10.65/16 {
+	if got := FieldEntropy(tensor.BF16, w[0].Data) / float64(len(w[0].Data)); got < 10.55/16 || got > 10.65/16 {
 		t.Errorf("generated bf16: %.4f", got)
 	}
 }

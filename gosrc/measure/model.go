@@ -11,13 +11,13 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
-// Inputs are made weights as save takes them, and their bytes.
+// Inputs are generated weights as save takes them, and their bytes.
 func Inputs(all []weights.Tensor) (in []save.Input, total int64) {
 	in = make([]save.Input, len(all))
 	for i, t := range all {
@@ -27,7 +27,7 @@ func Inputs(all []weights.Tensor) (in []save.Input, total int64) {
 	return in, total
 }
 
-// Make makes weights of a kind.
+// Make generates weights of a kind.
 func (r *Run) Make(kind string, size int64, seed uint64) (in []save.Input, total int64, err error) {
 	all, err := weights.Make(weights.Options{Kind: kind, Size: size, Seed: seed, Threads: r.Threads})
 	if err != nil {
@@ -38,8 +38,8 @@ func (r *Run) Make(kind string, size int64, seed uint64) (in []save.Input, total
 }
 
 // Load opens files, loads all of them into fresh memory of the options' device,
-// calls fn, if there is one, with the bytes by tensor, and gives them back.
-// Nothing is mapped. fn is for the host's memory only.
+// calls fn, if not nil, with the bytes by tensor, and frees them. Nothing is
+// mapped. fn must be nil for a GPU.
 func (r *Run) Load(uris []string, opt load.Options, fn func(*load.Model, [][]byte) error) (rep load.Report, err error) {
 	mapped := false
 	m, err := load.Open(r.Ctx, load.Spec{URIs: uris, Map: &mapped})
@@ -63,7 +63,7 @@ func (r *Run) Load(uris []string, opt load.Options, fn func(*load.Model, [][]byt
 	for i := range data {
 		mem, _, _, ok := l.Take(i)
 		if !ok {
-			return rep, fault.New(fault.ErrEngine, "%s: tensor %d has no memory", strings.Join(uris, ", "), i)
+			return rep, errs.New(errs.ErrEngine, "%s: tensor %d has no memory", strings.Join(uris, ", "), i)
 		}
 		defer mem.Release()
 		if mem.Bytes > 0 {
@@ -82,7 +82,7 @@ func (r *Run) Loaded(path string, opt load.Options, fn func(*load.Model, [][]byt
 // Same loads a file and compares it with what was saved.
 func (r *Run) Same(path string, in []save.Input) error { return r.SameRead(path, in, "") }
 
-// SameRead is Same in one way of reading.
+// SameRead is Same with one way of reading.
 func (r *Run) SameRead(path string, in []save.Input, how string) error {
 	want := map[string]*save.Input{}
 	for i := range in {
@@ -90,11 +90,11 @@ func (r *Run) SameRead(path string, in []save.Input, how string) error {
 	}
 	return r.Loaded(path, load.Options{Read: how}, func(m *load.Model, data [][]byte) error {
 		if len(data) != len(in) {
-			return fault.New(fault.ErrEngine, "%s: %d tensors came back of %d", path, len(data), len(in))
+			return errs.New(errs.ErrEngine, "%s: %d tensors came back of %d", path, len(data), len(in))
 		}
 		for i, t := range m.Index().Tensors {
 			if w := want[t.Name]; w == nil || w.DType != t.DType || !bytes.Equal(w.Data, data[i]) {
-				return fault.New(fault.ErrEngine, "%s: tensor %q did not come back bit for bit", path, t.Name)
+				return errs.New(errs.ErrEngine, "%s: tensor %q did not come back bit for bit", path, t.Name)
 			}
 		}
 		return nil
@@ -113,8 +113,8 @@ func (r *Run) File(path string) (in []save.Input, err error) {
 }
 
 // Ratio saves tensors compressed in a file, loads them back, compares every
-// byte, and returns the row of their size beside the bound. Tied tensors are
-// stored once; the bound counts each.
+// byte, and returns the row of their size beside the field entropy. Tied tensors
+// are stored once; the entropy counts each.
 func (r *Run) Ratio(path string, in []save.Input) (Row, error) {
 	rep, err := save.Write(r.Ctx, nil, save.Spec{Path: path, Compress: true, Threads: r.Threads}, in)
 	if err != nil {
@@ -123,15 +123,15 @@ func (r *Run) Ratio(path string, in []save.Input) (Row, error) {
 	if err := r.Same(path, in); err != nil {
 		return Row{}, err
 	}
-	var bound, total float64
+	var entropy, total float64
 	for _, t := range in {
-		bound += min(Bound(t.DType, t.Data), float64(len(t.Data)))
+		entropy += min(FieldEntropy(t.DType, t.Data), float64(len(t.Data)))
 		total += float64(len(t.Data))
 	}
-	return Row{Value: rep.Ratio, Unit: "x", Floor: bound / total, FloorName: "order-0 bound"}, nil
+	return Row{Value: rep.Ratio, Unit: "x", Floor: entropy / total, FloorName: "field entropy"}, nil
 }
 
-// Device is what the load rows go to.
+// Device is the destination of the load rows.
 type Device struct {
 	Name string            `json:"name"` // "cuda:0"
 	Info []cuda.DeviceInfo `json:"info,omitempty"`
@@ -154,7 +154,7 @@ func (r *Run) OpenDevice(name string) (*cuda.Device, error) {
 	}
 	switch {
 	case err != nil || kind != "cpu" && kind != "cuda":
-		return nil, fault.New(fault.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
+		return nil, errs.New(errs.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
 	case kind == "cpu":
 		return nil, nil
 	}
@@ -167,11 +167,11 @@ func (r *Run) OpenDevice(name string) (*cuda.Device, error) {
 	return gpu, err
 }
 
-// ToDevice is the rate of pinned copies to a lane's device, n bytes at a time.
-func (r *Run) ToDevice(lane *cuda.Queue, n int64) (float64, error) {
+// ToDevice is the rate of pinned copies to a queue's device, n bytes at a time.
+func (r *Run) ToDevice(queue *cuda.Queue, n int64) (float64, error) {
 	count := int(max(16<<20, min(r.Size, 4<<30)) / n)
 	v, err := r.MedianOf(func() (float64, error) {
-		took, err := lane.Floor(n, count)
+		took, err := queue.Floor(n, count)
 		return took.Seconds(), err
 	})
 	if err != nil {

@@ -1,24 +1,23 @@
-// Package nvcomp is the wing for nvCOMP's bitstreams: it turns buffers into
-// compressed ones and back, many at a time on all cores, by open algorithms,
-// which lie in the packages below, and by X16. There are three kinds of
-// bitstream. The library knows this package alone; what loads and saves files
-// knows nothing of it.
+// Package nvcomp implements nvCOMP's bitstreams: it encodes and decodes many
+// buffers at a time on all cores, by open algorithms, in the packages below, and by
+// X16. There are three kinds of bitstream. The packages that load and save files do
+// not use it.
 //
-// Raw is one block of the algorithm and nothing else. WithSize is the length of
-// the content before it, little-endian: u64, or u32 for LZ4, as numcodecs has it.
-// Native is a container of independent chunks, which native.go lays out.
+// Raw is one block of the algorithm and nothing else. WithSize is the length of the
+// content, little-endian (u64, or u32 for LZ4, as numcodecs has it), and a raw
+// block. Native is a container of independent chunks, which native.go describes.
 //
-// Bytes may be hostile: the length of the content is known, and held against
-// what the stored bytes can give at most, before anything is allocated, and
-// every decoder fills exactly its share of the memory or fails. Nothing here keeps a buffer
-// after Run has returned.
+// Bytes may be hostile: the length of the content is compared with what the stored
+// bytes can give at most before anything is allocated, and every decoder fills
+// exactly its share of the memory or fails. No buffer is used after Run has
+// returned.
 package nvcomp
 
 import (
 	"encoding/binary"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/nvcomp/cascaded"
 	"github.com/overwire/overwire/gosrc/nvcomp/deflate"
 	"github.com/overwire/overwire/gosrc/nvcomp/gdeflate"
@@ -27,7 +26,7 @@ import (
 	"github.com/overwire/overwire/gosrc/nvcomp/zstd"
 )
 
-// Kind is how a block is wrapped; the numbers are those of nvCOMP's BitstreamKind.
+// Kind is how a block is framed; the numbers are those of nvCOMP's BitstreamKind.
 type Kind int
 
 // The kinds.
@@ -37,11 +36,11 @@ const (
 	WithSize
 )
 
-// Algorithm is the number that a Native header has for one: its place in nvCOMP's
+// Algorithm is an algorithm's number in a Native header: its value in nvCOMP's
 // documented enum nvcompFormatType_t.
 type Algorithm uint8
 
-// The algorithms. X16 is ours: nvCOMP has no such number and refuses it.
+// The algorithms. X16 is overwire's own: nvCOMP has no such number and refuses it.
 const (
 	LZ4      Algorithm = 0
 	Snappy   Algorithm = 1
@@ -55,7 +54,8 @@ const (
 	X16      Algorithm = 'X'
 )
 
-// An algorithm is what one can do; blocks nil: only its name is known here.
+// An algorithm has functions for what it supports; blocks nil: only its name is
+// known here.
 type algorithm struct {
 	name     string
 	id       Algorithm
@@ -64,9 +64,9 @@ type algorithm struct {
 	bound  func(n int64) int64
 	encode func(dst, src []byte, s *Spec) ([]byte, error)
 	decode func(dst, src []byte) error
-	// size finds the length of the content of a block: exactly.
+	// size computes the exact length of the content of a block.
 	size func(src []byte) (int64, error)
-	// most is cheap: no block of these bytes decodes to more.
+	// most is a cheap upper bound of size.
 	most func(src []byte) (int64, error)
 }
 
@@ -126,7 +126,7 @@ var algorithms = []algorithm{
 	{name: "Bitcomp", id: Bitcomp},
 }
 
-// Names lists the algorithms that this room encodes and decodes.
+// Names lists the algorithms that this package encodes and decodes.
 func Names() []string {
 	var names []string
 	for _, a := range algorithms {
@@ -138,7 +138,7 @@ func Names() []string {
 }
 
 func closed(a *algorithm) error {
-	return fault.New(fault.ErrNotSupported, "%s streams are not decoded or made here", a.name)
+	return errs.New(errs.ErrNotSupported, "%s streams are not decoded or made here", a.name)
 }
 
 // byName finds an algorithm, whatever the case of its letters.
@@ -151,7 +151,7 @@ func byName(name string) (*algorithm, error) {
 			return a, nil
 		}
 	}
-	return nil, fault.New(fault.ErrArgument, "no such algorithm: %q", name)
+	return nil, errs.New(errs.ErrArgument, "no such algorithm: %q", name)
 }
 
 func byID(id Algorithm) (*algorithm, error) {
@@ -163,10 +163,10 @@ func byID(id Algorithm) (*algorithm, error) {
 			return a, nil
 		}
 	}
-	return nil, fault.New(fault.ErrFormat, "a native stream of format %d", id)
+	return nil, errs.New(errs.ErrFormat, "a native stream of format %d", id)
 }
 
-// prefix is how many bytes WithSize puts before a block.
+// prefix is how many bytes WithSize adds before a block.
 func (a *algorithm) prefix() int {
 	if a.id == LZ4 {
 		return 4
@@ -174,7 +174,7 @@ func (a *algorithm) prefix() int {
 	return 8
 }
 
-// length reads what stands before the block of a WithSize stream.
+// length reads the prefix of a WithSize stream.
 func length(p []byte) uint64 {
 	if len(p) == 4 {
 		return uint64(binary.LittleEndian.Uint32(p))
@@ -189,7 +189,7 @@ func (a *algorithm) possible(src []byte, n int64) error {
 		return err
 	}
 	if n < 0 || n > most {
-		return fault.New(fault.ErrCorrupt, "%d bytes of %s cannot decode to %d", len(src), a.name, n)
+		return errs.New(errs.ErrCorrupt, "%d bytes of %s cannot decode to %d", len(src), a.name, n)
 	}
 	return nil
 }
@@ -198,24 +198,24 @@ func (a *algorithm) possible(src []byte, n int64) error {
 type block struct {
 	src      []byte
 	at, n    int64
-	stored   uint32 // checksums of src and of the content, where the stream has them
+	stored   uint32 // checksums of src and of the content, if the stream has them
 	contents uint32
 }
 
-// A layout is a stream that was looked at and not yet decoded.
+// A layout describes a stream that was inspected and not yet decoded.
 type layout struct {
 	algo   *algorithm
 	size   int64
 	blocks []block
-	// summed: the blocks have checksums, which are to be compared.
+	// summed: the blocks have checksums, which must be compared.
 	summed bool
 	// damaged: the checksum of the header does not match. The stream is decoded
-	// nevertheless, for callers that want the bytes.
+	// anyway, for callers that want the bytes.
 	damaged bool
 }
 
-// parse looks at a stream: what it is, how long its content is, where its
-// blocks lie. It allocates as many blocks as the stream's own bytes can hold.
+// parse inspects a stream: its kind, the length of its content, the offsets of its
+// blocks. It allocates as many blocks as the stream's own bytes can contain.
 // capacity is the length of the caller's own memory, -1 if there is none.
 func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 	switch s.Kind {
@@ -223,16 +223,16 @@ func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 		return parseNative(src, s, algo)
 	case WithSize:
 		if algo == nil {
-			return layout{}, fault.New(fault.ErrArgument, "the algorithm of a stream that is not native must be said")
+			return layout{}, errs.New(errs.ErrArgument, "the algorithm of a stream that is not native must be said")
 		}
 		k := algo.prefix()
 		if len(src) < k {
-			return layout{}, fault.New(fault.ErrCorrupt, "%d bytes have no room for the length of the content", len(src))
+			return layout{}, errs.New(errs.ErrCorrupt, "%d bytes have no room for the length of the content", len(src))
 		}
 		n := length(src[:k])
 		rest := src[k:]
 		if n > 1<<62 {
-			return layout{}, fault.New(fault.ErrCorrupt, "a content of %d bytes", n)
+			return layout{}, errs.New(errs.ErrCorrupt, "a content of %d bytes", n)
 		}
 		if err := algo.possible(rest, int64(n)); err != nil {
 			return layout{}, err
@@ -240,7 +240,7 @@ func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 		return layout{algo: algo, size: int64(n), blocks: []block{{src: rest, n: int64(n)}}}, nil
 	case Raw:
 		if algo == nil {
-			return layout{}, fault.New(fault.ErrArgument, "the algorithm of a stream that is not native must be said")
+			return layout{}, errs.New(errs.ErrArgument, "the algorithm of a stream that is not native must be said")
 		}
 		n, err := algo.size(src)
 		if err != nil {
@@ -248,5 +248,5 @@ func parse(src []byte, s *Spec, algo *algorithm) (layout, error) {
 		}
 		return layout{algo: algo, size: n, blocks: []block{{src: src, n: n}}}, nil
 	}
-	return layout{}, fault.New(fault.ErrArgument, "kind of bitstream %d", s.Kind)
+	return layout{}, errs.New(errs.ErrArgument, "kind of bitstream %d", s.Kind)
 }

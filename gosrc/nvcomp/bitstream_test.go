@@ -12,7 +12,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -215,15 +215,15 @@ func TestStreamsOfTheOpenRelease(t *testing.T) {
 		if got, err := one(t, Spec{Op: OpDecode}, made); err != nil || !bytes.Equal(got, src) {
 			t.Errorf("%s: %d bytes, %v", name, len(got), err)
 		}
-		if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyIfPresent}, made); !errors.Is(err, fault.ErrNotSupported) {
+		if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyIfPresent}, made); !errors.Is(err, errs.ErrNotSupported) {
 			t.Errorf("%s: private checksums: %v", name, err)
 		}
 		le.PutUint32(made[56:], uint32((64+own+7)&^7+8*3))
-		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrCorrupt) {
+		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrCorrupt) {
 			t.Errorf("%s without room for its tables: %v", name, err)
 		}
 		made[4] = 0
-		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrFormat) {
+		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("%s of no version: %v", name, err)
 		}
 	}
@@ -245,13 +245,13 @@ func TestStreamsOfOthers(t *testing.T) {
 		change(theirs)
 		for _, op := range []string{OpDecode, OpSize} {
 			_, err := one(t, Spec{Op: op}, theirs)
-			if !errors.Is(err, fault.ErrFormat) || !strings.Contains(err.Error(), "nvidia-nvcomp-cu13") {
+			if !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), "nvidia-nvcomp-cu13") {
 				t.Errorf("%s, %s: %v", what, op, err)
 			}
 		}
 	}
 	made[4] = 2
-	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrFormat) || !strings.Contains(err.Error(), "later overwire") {
+	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), "later overwire") {
 		t.Errorf("a layout of the future: %v", err)
 	}
 }
@@ -315,7 +315,7 @@ func TestOwnMemory(t *testing.T) {
 	if out[0].Err != nil || !bytes.Equal(big[:len(src)], src) || out[0].Mem.Block != nil || !bytes.Equal(big[len(src):], make([]byte, 9)) {
 		t.Errorf("own memory: %+v", out[0])
 	}
-	if !errors.Is(out[1].Err, fault.ErrArgument) || !errors.Is(out[2].Err, fault.ErrFormat) {
+	if !errors.Is(out[1].Err, errs.ErrArgument) || !errors.Is(out[2].Err, errs.ErrFormat) {
 		t.Errorf("errors: %v, %v", out[1].Err, out[2].Err)
 	}
 	if out[3].Err != nil || !bytes.Equal(out[3].Mem.Slice(), src) {
@@ -344,13 +344,13 @@ func TestChecksums(t *testing.T) {
 		if out[0].Err == nil && at < len(made)-8 { // the last may be padding
 			t.Errorf("a flip at %d went unseen", at)
 		}
-		if at >= 64+3*16 && at < len(made)-8 && (!errors.Is(out[0].Err, fault.ErrCorrupt) || !out[0].Summed || out[0].Bytes != int64(len(src))) {
+		if at >= 64+3*16 && at < len(made)-8 && (!errors.Is(out[0].Err, errs.ErrCorrupt) || !out[0].Summed || out[0].Bytes != int64(len(src))) {
 			t.Errorf("a flip at %d: %+v", at, out[0])
 		}
 		Release(out)
 	}
 	plain, _ := one(t, Spec{Op: OpEncode, Algorithm: "Snappy"}, src)
-	if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, plain); !errors.Is(err, fault.ErrArgument) {
+	if _, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, plain); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a stream without checksums: %v", err)
 	}
 	if got, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, made); err != nil || !bytes.Equal(got, src) {
@@ -361,8 +361,8 @@ func TestChecksums(t *testing.T) {
 // typed holds an error to the classes that bytes may cause.
 func typed(t testing.TB, what string, err error) {
 	t.Helper()
-	if err != nil && !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrFormat) &&
-		!errors.Is(err, fault.ErrNotSupported) && !errors.Is(err, fault.ErrArgument) {
+	if err != nil && !errors.Is(err, errs.ErrCorrupt) && !errors.Is(err, errs.ErrFormat) &&
+		!errors.Is(err, errs.ErrNotSupported) && !errors.Is(err, errs.ErrArgument) {
 		t.Fatalf("%s: %v", what, err)
 	}
 }
@@ -419,14 +419,14 @@ func TestBombs(t *testing.T) {
 		} else {
 			le.PutUint64(made, 1<<45)
 		}
-		if _, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: WithSize}, made); !errors.Is(err, fault.ErrCorrupt) {
+		if _, err := one(t, Spec{Op: OpDecode, Algorithm: name, Kind: WithSize}, made); !errors.Is(err, errs.ErrCorrupt) {
 			t.Errorf("%s: %v", name, err)
 		}
 		made, _ = one(t, Spec{Op: OpEncode, Algorithm: name, Level: 1}, src)
 		for _, huge := range []uint64{1 << 40, 1 << 63, 1<<64 - 1} {
 			le.PutUint64(made[16:], huge)
 			le.PutUint64(made[48:], huge)
-			if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrCorrupt) {
+			if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrCorrupt) {
 				t.Errorf("%s native of %d: %v", name, huge, err)
 			}
 		}
@@ -438,7 +438,7 @@ func TestBombs(t *testing.T) {
 		le.PutUint64(off[8*i:], 0)
 		le.PutUint64(sizes[8*i:], le.Uint64(sizes)+8)
 	}
-	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, fault.ErrCorrupt) {
+	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("overlapping chunks: %v", err)
 	}
 }
@@ -507,23 +507,23 @@ func TestSpecs(t *testing.T) {
 		s    Spec
 		want error
 	}{
-		{Spec{Op: "x", Algorithm: "LZ4"}, fault.ErrArgument},
-		{Spec{Op: OpEncode}, fault.ErrArgument},
-		{Spec{Op: OpEncode, Algorithm: "nope"}, fault.ErrArgument},
-		{Spec{Op: OpEncode, Algorithm: "ANS"}, fault.ErrNotSupported},
-		{Spec{Op: OpDecode, Algorithm: "bitcomp"}, fault.ErrNotSupported},
-		{Spec{Op: OpEncode, Algorithm: "lz4", Chunk: -1}, fault.ErrArgument},
-		{Spec{Op: OpEncode, Algorithm: "lz4", Chunk: 1 << 30}, fault.ErrArgument},
-		{Spec{Op: OpEncode, Algorithm: "lz4", Kind: Raw, Sums: true}, fault.ErrArgument},
-		{Spec{Op: OpEncode, Algorithm: "lz4", Kind: 3}, fault.ErrArgument},
-		{Spec{Op: OpEncode, Algorithm: "GZIP", Level: 6}, fault.ErrArgument},
-		{Spec{Op: OpEncode, Algorithm: "X16", DType: "F17"}, fault.ErrArgument},
+		{Spec{Op: "x", Algorithm: "LZ4"}, errs.ErrArgument},
+		{Spec{Op: OpEncode}, errs.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "nope"}, errs.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "ANS"}, errs.ErrNotSupported},
+		{Spec{Op: OpDecode, Algorithm: "bitcomp"}, errs.ErrNotSupported},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Chunk: -1}, errs.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Chunk: 1 << 30}, errs.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Kind: Raw, Sums: true}, errs.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "lz4", Kind: 3}, errs.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "GZIP", Level: 6}, errs.ErrArgument},
+		{Spec{Op: OpEncode, Algorithm: "X16", DType: "F17"}, errs.ErrArgument},
 	} {
 		if out, err := Run(context.Background(), c.s, []Buffer{{Src: []byte("abc")}}); !errors.Is(err, c.want) {
 			t.Errorf("%+v: %v, %v", c.s, out, err)
 		}
 	}
-	if _, err := one(t, Spec{Op: OpDecode, Kind: Raw}, []byte("abc")); !errors.Is(err, fault.ErrArgument) {
+	if _, err := one(t, Spec{Op: OpDecode, Kind: Raw}, []byte("abc")); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("raw without an algorithm: %v", err)
 	}
 	if out, err := Run(context.Background(), Spec{Op: OpDecode}, nil); err != nil || len(out) != 0 {

@@ -1,11 +1,11 @@
 package nvcomp
 
-// This file decodes and makes bitstreams that lie on a GPU.
+// This file decodes and encodes bitstreams on a GPU.
 
 import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -20,7 +20,7 @@ func GPUNames() []string {
 	return names
 }
 
-// onGPU finds an algorithm, of those that the host knows or not.
+// onGPU finds an algorithm, whether or not the host implements it.
 func onGPU(name string) (uint32, error) {
 	a, err := byName(name)
 	if err != nil {
@@ -29,8 +29,8 @@ func onGPU(name string) (uint32, error) {
 	return uint32(a.id), nil
 }
 
-// GPUDecode queues the decoding of streams of one algorithm that lie on a GPU,
-// to where their content shall be: see cuda.Device.Decode.
+// GPUDecode queues the decoding of streams of one algorithm on a GPU: see
+// cuda.Device.Decode.
 func GPUDecode(index int, on cuda.Order, name string, streams []cuda.Stream) (*cuda.Batch, error) {
 	id, err := onGPU(name)
 	if err != nil {
@@ -44,13 +44,13 @@ func GPUDecode(index int, on cuda.Order, name string, streams []cuda.Stream) (*c
 }
 
 // GPUTransform is the transform of X16 for contents of a dtype (by safetensors'
-// name; "": not known), of which sample is some: 0 where none gains anything, -1
-// where it takes a sample to say and there is none.
+// name; "": unknown), of which sample is a part: 0 if none gains anything, -1 if a
+// sample is needed and missing.
 func GPUTransform(dtype string, sample []byte) (int, error) {
 	d, known := tensor.DType(0), false
 	if dtype != "" {
 		if d, known = tensor.ParseDType(dtype); !known {
-			return 0, fault.New(fault.ErrArgument, "no such dtype: %q", dtype)
+			return 0, errs.New(errs.ErrArgument, "no such dtype: %q", dtype)
 		}
 	}
 	if list := x16.TransformsFor(d); known && len(list) == 1 {
@@ -62,11 +62,11 @@ func GPUTransform(dtype string, sample []byte) (int, error) {
 	return int(transformFor(d, known, sample)), nil
 }
 
-// GPUEncode queues the making of streams of X16 out of contents that lie on a
-// GPU: see cuda.Device.Encode. scratch has room bytes.
+// GPUEncode queues the encoding of contents on a GPU to X16 streams: see
+// cuda.Device.Encode. scratch has room bytes.
 func GPUEncode(index int, on cuda.Order, streams []cuda.Stream, scratch uint64, room int64) (*cuda.Batch, error) {
 	if need := cuda.Scratch(streams); need > room || scratch%16 != 0 {
-		return nil, fault.New(fault.ErrArgument, "%d bytes of scratch at %#x, %d are needed", room, scratch, need)
+		return nil, errs.New(errs.ErrArgument, "%d bytes of scratch at %#x, %d are needed", room, scratch, need)
 	}
 	d, err := cuda.Open(index)
 	if err != nil {
@@ -75,16 +75,16 @@ func GPUEncode(index int, on cuda.Order, streams []cuda.Stream, scratch uint64, 
 	return d.Encode(on, streams, scratch)
 }
 
-// A Glance is what GPUPeek sees of a stream.
+// A Glance is what GPUPeek finds out about a stream.
 type Glance struct {
 	Size, Chunk int64
 	Algorithm   string
 	Err         error
 }
 
-// GPUPeek asks streams that lie on a GPU what they are, and waits for the answer.
-// name "" is for native streams, which say it. A length that only decoding tells
-// is fault.ErrNotSupported.
+// GPUPeek inspects streams on a GPU, and waits for the answer. name "" is for
+// native streams, which state it. A length that only decoding could find is
+// errs.ErrNotSupported.
 func GPUPeek(index int, on cuda.Order, kind Kind, name string, streams []cuda.Stream) ([]Glance, error) {
 	var id uint32
 	if name != "" || kind != Native {
@@ -94,7 +94,7 @@ func GPUPeek(index int, on cuda.Order, kind Kind, name string, streams []cuda.St
 		}
 	}
 	if kind == Raw && id != uint32(X16) && id != uint32(Snappy) {
-		return nil, fault.New(fault.ErrNotSupported, "a raw block of %s does not say its length at a fixed place", name)
+		return nil, errs.New(errs.ErrNotSupported, "a raw block of %s does not say its length at a fixed place", name)
 	}
 	d, err := cuda.Open(index)
 	if err != nil {
@@ -111,12 +111,12 @@ func GPUPeek(index int, on cuda.Order, kind Kind, name string, streams []cuda.St
 		switch {
 		case p.Err != nil:
 		case p.Format > 255 || err != nil:
-			out[i].Err = fault.New(fault.ErrFormat, "a native stream of format %d", p.Format)
+			out[i].Err = errs.New(errs.ErrFormat, "a native stream of format %d", p.Format)
 			if err != nil {
 				out[i].Err = err
 			}
 		case name != "" && uint32(a.id) != id:
-			out[i].Err = fault.New(fault.ErrArgument, "the stream is %s, not %s", a.name, name)
+			out[i].Err = errs.New(errs.ErrArgument, "the stream is %s, not %s", a.name, name)
 		default:
 			out[i].Algorithm = a.name
 		}

@@ -6,7 +6,7 @@ import (
 	"encoding/binary"
 	"hash/crc32"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
@@ -45,7 +45,7 @@ const (
 	headSumAt = 40
 )
 
-// header is what the common header of a stream says.
+// header is the common header of a stream.
 type header struct {
 	format                Algorithm
 	payload, size, chunks uint64
@@ -57,7 +57,7 @@ type header struct {
 
 func parseHeader(src []byte) (h header, err error) {
 	if len(src) < headBytes {
-		return h, fault.New(fault.ErrFormat, "%d bytes are no native stream", len(src))
+		return h, errs.New(errs.ErrFormat, "%d bytes are no native stream", len(src))
 	}
 	le := binary.LittleEndian
 	h = header{
@@ -67,17 +67,17 @@ func parseHeader(src []byte) (h header, err error) {
 	switch first := le.Uint32(src); {
 	case first == magic && src[4] == layoutOne:
 	case first == magic:
-		return h, fault.New(fault.ErrFormat, "a native stream of layout %d: a later overwire reads it", src[4])
+		return h, errs.New(errs.ErrFormat, "a native stream of layout %d: a later overwire reads it", src[4])
 	case first == 0 && src[4] >= 2 && src[4] <= 4:
 		h.open = true
 	default:
-		return h, fault.New(fault.ErrFormat, "no native stream of overwire or nvCOMP 2.2: it begins with %x; "+
+		return h, errs.New(errs.ErrFormat, "no native stream of overwire or nvCOMP 2.2: it begins with %x; "+
 			"what a later nvCOMP wrote is read by nvCOMP alone: overwire.compat.nvcomp asks it where nvidia-nvcomp-cu13 or -cu12 is installed", src[:5])
 	}
 	return h, nil
 }
 
-// tables is where a stream has its tables, and the bytes of a chunk in them.
+// tables is the offset of a stream's tables, and the bytes of a chunk in them.
 func (h *header) tables() (at, row uint64) {
 	if !h.open {
 		row = 16
@@ -98,7 +98,7 @@ func (h *header) tables() (at, row uint64) {
 
 func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	bad := func(format string, args ...any) (layout, error) {
-		return layout{}, fault.New(fault.ErrCorrupt, "native stream: "+format, args...)
+		return layout{}, errs.New(errs.ErrCorrupt, "native stream: "+format, args...)
 	}
 	h, err := parseHeader(src)
 	if err != nil {
@@ -109,7 +109,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 		return layout{}, err
 	}
 	if want != nil && want != algo {
-		return layout{}, fault.New(fault.ErrArgument, "the stream is %s, not %s", algo.name, want.name)
+		return layout{}, errs.New(errs.ErrArgument, "the stream is %s, not %s", algo.name, want.name)
 	}
 	n := uint64(len(src))
 	switch {
@@ -122,7 +122,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	case h.size == 0 && h.chunks > 0:
 		return bad("%d chunks of nothing", h.chunks)
 	case h.size > 0 && !h.starts:
-		return layout{}, fault.New(fault.ErrNotSupported, "a native stream without the offsets of its chunks")
+		return layout{}, errs.New(errs.ErrNotSupported, "a native stream without the offsets of its chunks")
 	}
 	tables, row := h.tables()
 	if h.chunks > n/row || tables+h.chunks*row > uint64(h.offset) {
@@ -132,11 +132,11 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	switch {
 	case s.Verify == VerifyNever:
 	case h.open && (h.stored || h.plain):
-		return layout{}, fault.New(fault.ErrNotSupported, "the stream has checksums of nvCOMP's, which are not public: decode without verifying them")
+		return layout{}, errs.New(errs.ErrNotSupported, "the stream has checksums of nvCOMP's, which are not public: decode without verifying them")
 	case out.summed:
 		out.damaged = headSum(src[:h.offset]) != binary.LittleEndian.Uint32(src[headSumAt:])
 	case s.Verify == VerifyAlways:
-		return layout{}, fault.New(fault.ErrArgument, "the stream has no checksums to verify")
+		return layout{}, errs.New(errs.ErrArgument, "the stream has no checksums to verify")
 	}
 	le := binary.LittleEndian
 	count := int(h.chunks)
@@ -159,7 +159,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 			p.stored, p.contents = le.Uint32(sums[4*i:]), le.Uint32(sums[4*(count+i):])
 		}
 		if err := algo.possible(p.src, p.n); err != nil {
-			return layout{}, &fault.At{Verb: "decode", Chunk: int64(i), Offset: int64(uint64(h.offset) + off), Err: err}
+			return layout{}, &errs.At{Verb: "decode", Chunk: int64(i), Offset: int64(uint64(h.offset) + off), Err: err}
 		}
 		out.blocks[i] = p
 	}
@@ -173,9 +173,9 @@ func headSum(p []byte) uint32 {
 	return crc32.Update(sum, crc32.IEEETable, p[headSumAt+4:])
 }
 
-// nativeTables is the offset of the payload for n chunks. Behind the head of an
-// X16 block lies what a GPU reads on multiples of 16: its payload begins 8
-// before one, and so do its chunks.
+// nativeTables is the offset of the payload for n chunks. What follows the head of
+// an X16 block is aligned to 16 for GPUs: the payload begins 8 before a multiple of
+// 16, and so do its chunks.
 func nativeTables(algo *algorithm, chunks int64, sums bool) int64 {
 	row := int64(16)
 	if sums {
@@ -188,7 +188,7 @@ func nativeTables(algo *algorithm, chunks int64, sums bool) int64 {
 	return n
 }
 
-// padded is the room of a stored chunk in a payload.
+// padded is the space of a stored chunk in a payload.
 func (a *algorithm) padded(n int64) int64 {
 	if a.id == X16 {
 		return (n + 15) &^ 15
@@ -196,9 +196,9 @@ func (a *algorithm) padded(n int64) int64 {
 	return (n + 7) &^ 7
 }
 
-// putNative writes header and tables into dst, which has nativeTables bytes
-// of zeros, for chunks of these stored blocks and sums. It returns where each
-// chunk goes.
+// putNative writes header and tables into dst, which has nativeTables bytes of
+// zeros, for chunks of these stored blocks and checksums. It returns the offset of
+// each chunk.
 func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte, sums [][2]uint32) (at []int64) {
 	le := binary.LittleEndian
 	head, count := int64(len(dst)), len(stored)

@@ -1,14 +1,14 @@
 package nvcomp
 
-// This file tells which batches end at once.
+// This file predicts which batches end quickly.
 
-// quickBytes is the most content of a quick Run: some tens of milliseconds of
-// the slowest decoder.
+// quickBytes is the most content of a quick Run: some tens of milliseconds of the
+// slowest decoder.
 const quickBytes = 32 << 20
 
 // Quick reports whether Run ends so soon that it need not be interruptible, mostly
-// without goroutines: the input is small, and so is everything that a decoder can
-// make of it.
+// without goroutines: the input is small, and so is everything that it can decode
+// to.
 func Quick(s *Spec, in []Buffer) bool {
 	n := total(in)
 	if n > alone || s.Op == OpEncode || s.Op == OpBound {
@@ -21,7 +21,7 @@ func Quick(s *Spec, in []Buffer) bool {
 	return most <= quickBytes
 }
 
-// worst is the most bytes that decoding or measuring src goes through.
+// worst is the most bytes that decoding or measuring src processes.
 func worst(s *Spec, src []byte) int64 {
 	limit := int64(1) << 40
 	a, _ := byName(s.Algorithm)
@@ -42,7 +42,7 @@ func worst(s *Spec, src []byte) int64 {
 	return min(limit, int64(len(src))*a.ratio())
 }
 
-// ratio is more than one byte of a block can stand for.
+// ratio is an upper bound of how many bytes one byte of a block decodes to.
 func (a *algorithm) ratio() int64 {
 	switch a.id {
 	case Zstd:

@@ -1,6 +1,6 @@
 package nvcomp
 
-// This file is the verb: a batch of buffers through one algorithm, on all cores.
+// This file runs a batch of buffers through one algorithm, on all cores.
 
 import (
 	"context"
@@ -11,7 +11,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -34,7 +34,7 @@ const (
 	VerifyAlways    = "always" // a stream without them is an error
 )
 
-// Default content bytes of a chunk: 64 KiB as nvCOMP's, and what X16 gains most with.
+// Default content bytes of a chunk: 64 KiB as in nvCOMP, and the best size for X16.
 const (
 	defaultChunk    = 64 << 10
 	defaultChunkX16 = 1 << 20
@@ -43,11 +43,11 @@ const (
 // A Spec says what to do. The zero value of each field but Op is a good default.
 type Spec struct {
 	Op        string            `json:"op"`
-	Algorithm string            `json:"algorithm"` // "": what a Native stream says
+	Algorithm string            `json:"algorithm"` // "": as a Native stream says
 	Kind      Kind              `json:"kind"`
-	Chunk     int64             `json:"chunk"`    // content bytes of a Native chunk; 0: the algorithm's own
+	Chunk     int64             `json:"chunk"`    // content bytes of a Native chunk; 0: the algorithm's default
 	Level     int               `json:"level"`    // Deflate, Gzip, GDeflate: nvCOMP's algorithm_type
-	DType     string            `json:"dtype"`    // X16: what the bytes are, as safetensors has it; "": found out
+	DType     string            `json:"dtype"`    // X16: the dtype by safetensors' name; "": found by samples
 	Cascaded  *cascaded.Options `json:"cascaded"` // nil: cascaded.Default; elements are what DType says, or bytes
 	Sums      bool              `json:"sums"`     // encode: Native streams get checksums
 	Verify    string            `json:"verify"`
@@ -62,9 +62,9 @@ type Buffer struct {
 	Own      bool
 }
 
-// A Result is what became of one Buffer. Mem is the receiver's, and zero where
-// the buffer had memory of its own. Err leaves Mem and Bytes as they are: bytes
-// that are wrong may still be looked at.
+// A Result is that of one Buffer. The receiver owns Mem, which is zero if the
+// buffer had memory of its own. With an Err, Mem and Bytes are still set, for
+// callers that want the invalid bytes.
 type Result struct {
 	Mem    device.Memory
 	Bytes  int64
@@ -80,9 +80,9 @@ func Release(results []Result) {
 	}
 }
 
-// Run does what s says with every buffer, on all cores. What is wrong with one
-// of them is its own Err and leaves the others alone; an error of Run is the
-// Spec's, or for want of memory, and then there are no results.
+// Run does what s says with every buffer, on all cores. An error of one buffer is
+// its own Err and does not affect the others; an error of Run is about the Spec or
+// for lack of memory, and then there are no results.
 func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 	var algo *algorithm
 	if s.Algorithm != "" {
@@ -93,7 +93,7 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 	}
 	if s.Op != OpDecode && s.Op != OpSize {
 		if algo == nil {
-			return nil, fault.New(fault.ErrArgument, "an algorithm must be said")
+			return nil, errs.New(errs.ErrArgument, "an algorithm must be said")
 		}
 		if s.Chunk == 0 {
 			s.Chunk = defaultChunk
@@ -102,14 +102,14 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 			}
 		}
 		if s.Chunk < 1 || s.Chunk > algo.maxChunk {
-			return nil, fault.New(fault.ErrArgument, "chunks of %d bytes: %s takes 1 to %d", s.Chunk, algo.name, algo.maxChunk)
+			return nil, errs.New(errs.ErrArgument, "chunks of %d bytes: %s takes 1 to %d", s.Chunk, algo.name, algo.maxChunk)
 		}
 		if s.Sums && s.Kind != Native {
-			return nil, fault.New(fault.ErrArgument, "only native streams have checksums")
+			return nil, errs.New(errs.ErrArgument, "only native streams have checksums")
 		}
 	}
 	if s.Kind < Native || s.Kind > WithSize {
-		return nil, fault.New(fault.ErrArgument, "kind of bitstream %d", s.Kind)
+		return nil, errs.New(errs.ErrArgument, "kind of bitstream %d", s.Kind)
 	}
 	switch s.Op {
 	case OpEncode:
@@ -128,13 +128,13 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 		out := make([]Result, len(s.Sizes))
 		for i, n := range s.Sizes {
 			if n < 0 || n > 1<<50 {
-				return nil, fault.New(fault.ErrArgument, "a content of %d bytes", n)
+				return nil, errs.New(errs.ErrArgument, "a content of %d bytes", n)
 			}
 			out[i].Bytes = bound(&s, algo, n)
 		}
 		return out, nil
 	}
-	return nil, fault.New(fault.ErrArgument, "op %q", s.Op)
+	return nil, errs.New(errs.ErrArgument, "op %q", s.Op)
 }
 
 func total(in []Buffer) (n int64) {
@@ -151,8 +151,8 @@ const maxWhole = 0x7E000000
 // it saves.
 const alone = 256 << 10
 
-// each calls fn for 0 to n-1, on all cores if there are bytes enough. fn keeps
-// its own errors; each returns the context's, or a panic's.
+// each calls fn for 0 to n-1, on all cores if there are enough bytes. fn keeps its
+// own errors; each returns the context's, or a panic's.
 func each(ctx context.Context, n int, bytes int64, fn func(i int)) error {
 	workers := knob.Threads.Get()
 	if workers <= 0 {
@@ -164,8 +164,8 @@ func each(ctx context.Context, n int, bytes int64, fn func(i int)) error {
 	return spawn.Each(ctx, "codec", workers, n, func(i int) error { fn(i); return nil })
 }
 
-// place gives every buffer its output: its own memory, or new. Buffers with an
-// Err get none.
+// place gives every buffer its output: its own memory, or new memory. Buffers with
+// an Err get none.
 func place(in []Buffer, out []Result) ([][]byte, error) {
 	sizes := make([]int64, len(in))
 	for i := range in {
@@ -174,7 +174,7 @@ func place(in []Buffer, out []Result) ([][]byte, error) {
 		case !in[i].Own:
 			sizes[i] = out[i].Bytes
 		case int64(len(in[i].Dst)) < out[i].Bytes:
-			out[i].Err = fault.New(fault.ErrArgument, "the output has %d bytes, %d are needed", len(in[i].Dst), out[i].Bytes)
+			out[i].Err = errs.New(errs.ErrArgument, "the output has %d bytes, %d are needed", len(in[i].Dst), out[i].Bytes)
 		}
 	}
 	mem, err := cpu.Alloc(sizes)
@@ -233,7 +233,7 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		if err != nil {
 			mu.Lock()
 			if out[i].Err == nil {
-				out[i].Err = &fault.At{Verb: "decode", Chunk: int64(k), Offset: -1, Err: err}
+				out[i].Err = &errs.At{Verb: "decode", Chunk: int64(k), Offset: -1, Err: err}
 			}
 			mu.Unlock()
 		}
@@ -244,7 +244,7 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	}
 	for i := range layouts {
 		if layouts[i].damaged && out[i].Err == nil {
-			out[i].Err = fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
+			out[i].Err = errs.New(errs.ErrCorrupt, "Checksum doesn't match.")
 		}
 	}
 	return out, nil
@@ -252,20 +252,20 @@ func decodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 
 func decodeBlock(l *layout, to []byte, p *block) error {
 	if l.summed && crc32.ChecksumIEEE(p.src) != p.stored {
-		// Decode nevertheless, for callers that want the bytes.
+		// Decode anyway, for callers that want the bytes.
 		_ = l.algo.decode(to, p.src)
-		return fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
+		return errs.New(errs.ErrCorrupt, "Checksum doesn't match.")
 	}
 	if err := l.algo.decode(to, p.src); err != nil {
 		return err
 	}
 	if l.summed && crc32.ChecksumIEEE(to) != p.contents {
-		return fault.New(fault.ErrCorrupt, "Checksum doesn't match.")
+		return errs.New(errs.ErrCorrupt, "Checksum doesn't match.")
 	}
 	return nil
 }
 
-// bound is the most bytes that a stream of n bytes has.
+// bound is the most bytes of a stream for n bytes of content.
 func bound(s *Spec, algo *algorithm, n int64) int64 {
 	switch s.Kind {
 	case Native:
@@ -277,15 +277,15 @@ func bound(s *Spec, algo *algorithm, n int64) int64 {
 	return algo.bound(n)
 }
 
-// An encoding is one block to be made: bytes from to to of a buffer.
+// An encoding is one block to make: bytes [from, to) of a buffer.
 type encoding struct {
 	buffer   int32
 	block    int32
 	from, to int64
 }
 
-// encodeAll makes every buffer's blocks on all cores, and joins those of a
-// buffer in its output.
+// encodeAll makes every buffer's blocks on all cores, and joins those of a buffer
+// in its output.
 func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Result, error) {
 	d, known, err := settle(s, algo)
 	if err != nil {
@@ -321,7 +321,7 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 		if err != nil {
 			mu.Lock()
 			if out[x.buffer].Err == nil {
-				out[x.buffer].Err = &fault.At{Verb: "encode", Chunk: int64(x.block), Offset: x.from, Err: err}
+				out[x.buffer].Err = &errs.At{Verb: "encode", Chunk: int64(x.block), Offset: x.from, Err: err}
 			}
 			mu.Unlock()
 			return
@@ -356,12 +356,12 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	return out, nil
 }
 
-// settle fills in what the Spec leaves to the algorithm, and refuses what the
-// algorithm cannot do. known says whether the Spec names a dtype: d.
+// settle fills in the defaults of the algorithm, and refuses what it does not
+// support. known reports whether the Spec names a dtype: d.
 func settle(s *Spec, algo *algorithm) (d tensor.DType, known bool, err error) {
 	if s.DType != "" {
 		if d, known = tensor.ParseDType(s.DType); !known {
-			return d, false, fault.New(fault.ErrArgument, "no such dtype: %q", s.DType)
+			return d, false, errs.New(errs.ErrArgument, "no such dtype: %q", s.DType)
 		}
 	}
 	if algo.id == Cascaded {
@@ -372,23 +372,23 @@ func settle(s *Spec, algo *algorithm) (d tensor.DType, known bool, err error) {
 		o.Type = elements(d)
 		s.Cascaded = &o
 		if s.Kind == Native && s.Chunk%int64(s.Cascaded.Type.Size()) != 0 {
-			return d, known, fault.New(fault.ErrArgument, "chunks of %d bytes are no whole number of elements of %d", s.Chunk, s.Cascaded.Type.Size())
+			return d, known, errs.New(errs.ErrArgument, "chunks of %d bytes are no whole number of elements of %d", s.Chunk, s.Cascaded.Type.Size())
 		}
 	}
 	switch algo.id {
 	case Deflate, Gzip, GDeflate, Cascaded:
-		_, err = algo.encode(nil, nil, s) // the level, or the options, are the Spec's mistake
+		_, err = algo.encode(nil, nil, s) // an invalid level, or invalid options
 	}
 	return d, known, err
 }
 
-// divide cuts the buffers into blocks, in order. One too long for its kind of
-// stream gets its error in out, and no block.
+// divide divides the buffers into blocks, in order. One that is too long for its
+// kind of stream gets its error in out, and no block.
 func divide(s *Spec, algo *algorithm, in []Buffer, out []Result) (tasks []encoding) {
 	for i := range in {
 		n := int64(len(in[i].Src))
 		if s.Kind != Native && n > maxWhole {
-			out[i].Err = fault.New(fault.ErrArgument, "%d bytes are too many for one block of %s: use a native stream", n, algo.name)
+			out[i].Err = errs.New(errs.ErrArgument, "%d bytes are too many for one block of %s: use a native stream", n, algo.name)
 			continue
 		}
 		step, count := s.Chunk, int(sizes.CeilDiv(n, max(s.Chunk, 1)))
@@ -403,8 +403,8 @@ func divide(s *Spec, algo *algorithm, in []Buffer, out []Result) (tasks []encodi
 	return tasks
 }
 
-// elements is Cascaded's type for a dtype: bytes where it has none, as for the
-// zero value that stands for no dtype.
+// elements is Cascaded's type for a dtype: bytes if it has none, as for the zero
+// value, which means no dtype.
 func elements(d tensor.DType) cascaded.Type {
 	switch d {
 	case tensor.I8:

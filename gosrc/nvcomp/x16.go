@@ -7,13 +7,13 @@ import (
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A block of X16 is a chunk of docs/format.md behind what the index of a file
-// would say of it: u8 codec (0 as it is, 1 X16), u8 transform, u16 tiles per
-// segment, u32 bytes of content.
+// A block of X16 is a chunk of docs/format.md after the fields that a file's index
+// would have for it: u8 codec (0 raw, 1 X16), u8 transform, u16 tiles per segment,
+// u32 bytes of content.
 const x16Head = 8
 
 func x16Bound(n int64) int64 { return n + x16Head }
@@ -22,7 +22,7 @@ var x16Encoders = sync.Pool{New: func() any { return new(x16.Encoder) }}
 
 func x16Encode(dst, src []byte, s *Spec) ([]byte, error) {
 	if len(src) > tensor.MaxChunkBytes {
-		return dst, fault.New(fault.ErrArgument, "X16 takes %d bytes a block at most, not %d: use a native stream", tensor.MaxChunkBytes, len(src))
+		return dst, errs.New(errs.ErrArgument, "X16 takes %d bytes a block at most, not %d: use a native stream", tensor.MaxChunkBytes, len(src))
 	}
 	e := x16Encoders.Get().(*x16.Encoder)
 	defer x16Encoders.Put(e)
@@ -42,7 +42,7 @@ func x16Encode(dst, src []byte, s *Spec) ([]byte, error) {
 
 func x16Chunk(src []byte) (tensor.Chunk, error) {
 	if len(src) < x16Head {
-		return tensor.Chunk{}, fault.New(fault.ErrCorrupt, "X16 block of %d bytes", len(src))
+		return tensor.Chunk{}, errs.New(errs.ErrCorrupt, "X16 block of %d bytes", len(src))
 	}
 	return tensor.Chunk{
 		Codec: tensor.Codec(src[0]), Transform: src[1], SegTiles: binary.LittleEndian.Uint16(src[2:]),
@@ -57,13 +57,13 @@ func x16Size(src []byte) (int64, error) {
 	}
 	switch {
 	case c.Logical > tensor.MaxChunkBytes:
-		err = fault.New(fault.ErrCorrupt, "X16 block of %d bytes", c.Logical)
+		err = errs.New(errs.ErrCorrupt, "X16 block of %d bytes", c.Logical)
 	case c.Codec == tensor.CodecRaw && (c.Logical != c.Stored || c.Transform != 0 || c.SegTiles != 0):
-		err = fault.New(fault.ErrCorrupt, "raw X16 block stores %d bytes for %d", c.Stored, c.Logical)
+		err = errs.New(errs.ErrCorrupt, "raw X16 block stores %d bytes for %d", c.Stored, c.Logical)
 	case c.Codec == tensor.CodecX16:
 		err = x16.Check(src[x16Head:], c)
 	case c.Codec != tensor.CodecRaw:
-		err = fault.New(fault.ErrCorrupt, "X16 block of codec %d", uint8(c.Codec))
+		err = errs.New(errs.ErrCorrupt, "X16 block of codec %d", uint8(c.Codec))
 	}
 	return int64(c.Logical), err
 }
@@ -74,7 +74,7 @@ func x16Decode(dst, src []byte) error {
 		return err
 	}
 	if uint64(c.Logical) != uint64(len(dst)) {
-		return fault.New(fault.ErrCorrupt, "X16 block has %d bytes, not %d", c.Logical, len(dst))
+		return errs.New(errs.ErrCorrupt, "X16 block has %d bytes, not %d", c.Logical, len(dst))
 	}
 	switch {
 	case c.Codec == tensor.CodecX16:
@@ -83,14 +83,14 @@ func x16Decode(dst, src []byte) error {
 		copy(dst, src[x16Head:])
 		return nil
 	}
-	return fault.New(fault.ErrCorrupt, "X16 block of codec %d stores %d bytes for %d", uint8(c.Codec), c.Stored, c.Logical)
+	return errs.New(errs.ErrCorrupt, "X16 block of codec %d stores %d bytes for %d", uint8(c.Codec), c.Stored, c.Logical)
 }
 
-// sampleBytes of a buffer decide on its transform.
+// sampleBytes of a buffer decide its transform.
 const sampleBytes = 256 << 10
 
-// transformFor chooses the transform that makes most of a buffer: of those of
-// its dtype, or of all when that is unknown. 0: none gains anything.
+// transformFor chooses the transform that compresses a buffer best: among those of
+// its dtype, or all if that is unknown. 0: none gains anything.
 func transformFor(d tensor.DType, known bool, src []byte) uint8 {
 	list := []uint8{x16.BF16, x16.FP16, x16.FP32, x16.E4M3, x16.E5M2, x16.Int8, x16.Nibbles, x16.Bytes}
 	if known {

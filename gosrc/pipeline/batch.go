@@ -1,5 +1,7 @@
 package pipeline
 
+// This file gives workers their next pieces, as reads or as ranges.
+
 import (
 	"context"
 	"sync"
@@ -7,45 +9,45 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A batch is parts that one worker does one after the other: Parts[first:end]. If
-// they are one range of a source's Ranges, n is its length, gaps between them included;
-// else 0.
+// A batch is the shares that one worker does one after the other:
+// Shares[first:end]. If they are one range of a source's Ranges, n is its length,
+// with the gaps between them; else 0.
 type batch struct {
 	first, end int32
 	n          int64
 }
 
-// gap is how many bytes are rather read and thrown away than skipped by
-// another range.
+// gap is up to how many bytes are read and discarded rather than skipped by a new
+// range.
 const gap = 256 << 10
 
-// A feed gives the parts out in order.
+// A feed gives out the worker shares in order.
 type feed struct {
 	*Task
 	facts   []source.Facts  // by source
-	permits context.Context // ends when there are no parts left
+	permits context.Context // ends when none are left
 	empty   context.CancelFunc
 
 	mu      sync.Mutex
-	next    int   // part
+	next    int   // share
 	skipped int64 // bytes of gaps in ranges
 }
 
-// take returns the next batch: one part, or, for a source that is read in steps, as
-// many pieces as fit one range. The latter only if permit is of that source, nil if
-// the caller has none: else the batch has no parts yet, and from is where to wait
-// for a permit. ok is false when there are no parts left.
+// take returns the next work: one share, or, for a source whose ranges are read in
+// steps, as many pieces as fit one range. For the latter, permit must be one of
+// that source; if it is nil or another's, the batch is empty and from says where to
+// get a permit. ok is false when no shares are left.
 //
-// A worker that has a range open waits for slots; one that has a slot waits for no
-// range, so that one slot will do for any number of workers.
+// A worker with an open range waits for slots; a worker with a slot waits for no
+// range. One slot is therefore enough for any number of workers.
 func (q *feed) take(permit source.Ranges) (b batch, from source.Ranges, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	parts, pieces := q.Plan.Parts, q.Plan.Pieces
-	if q.next == len(parts) {
+	shares, pieces := q.Plan.Shares, q.Plan.Pieces
+	if q.next == len(shares) {
 		return batch{}, nil, false
 	}
-	first := &parts[q.next]
+	first := &shares[q.next]
 	b = batch{first: int32(q.next), end: int32(q.next)}
 	if q.Range != nil {
 		from = q.facts[pieces[first.Piece].Source].Ranges
@@ -57,10 +59,10 @@ func (q *feed) take(permit source.Ranges) (b batch, from source.Ranges, ok bool)
 	if from != nil {
 		most := q.Range()
 		b.n = first.To - first.From
-		for ; q.next < len(parts); q.next++ {
-			last, part := &parts[q.next-1], &parts[q.next]
-			before, p := &pieces[last.Piece], &pieces[part.Piece]
-			between, n := p.Off+part.From-before.Off-last.To, part.To-part.From
+		for ; q.next < len(shares); q.next++ {
+			last, share := &shares[q.next-1], &shares[q.next]
+			before, p := &pieces[last.Piece], &pieces[share.Piece]
+			between, n := p.Off+share.From-before.Off-last.To, share.To-share.From
 			if p != before && (p.Source != before.Source || between < 0 || between > gap || b.n+between+p.Len > most) {
 				break
 			}
@@ -69,7 +71,7 @@ func (q *feed) take(permit source.Ranges) (b batch, from source.Ranges, ok bool)
 		}
 	}
 	b.end = int32(q.next)
-	if q.next == len(parts) {
+	if q.next == len(shares) {
 		q.empty()
 	}
 	return b, from, true

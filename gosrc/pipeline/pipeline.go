@@ -1,7 +1,7 @@
-// Package pipeline runs a plan: it reads pieces, checks and decodes their
-// chunks, and lands the bytes in the tensors. It is the only room that starts
-// workers. The first error wins and cancels the rest; when Run returns, no
-// worker is left and every slot is back.
+// Package pipeline runs a plan: it reads pieces, checks and decodes their chunks,
+// and lands the bytes in the tensors. Only this package starts workers for loading.
+// The first error wins and cancels the rest; when Run returns, no worker is left
+// and every slot is back.
 package pipeline
 
 import (
@@ -16,21 +16,21 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// rangeSlots are enough for any number of ranges on the host: while one waits, the
-// kernel takes in what follows.
+// rangeSlots is enough for any number of ranges on the host: while one waits for a
+// slot, the kernel receives its bytes.
 const rangeSlots = 16
 
-// ahead is how many bytes the prefetcher keeps announced before the readers.
+// ahead is how many bytes are announced before the readers.
 const ahead = 64 << 20
 
-// A Task is one plan with what it needs to run.
+// A Task is a plan and what it needs to run.
 type Task struct {
 	Index   *tensor.Index
 	Sources []source.Source // by Tensor.Source
@@ -38,39 +38,39 @@ type Task struct {
 	Plan    *plan.Plan
 	// Queue is the device's; nil: the host. The pipeline does not close it.
 	Queue device.Queue
-	// GDS, by source, reads plain tensors' bytes straight into the device's
-	// memory; nil: none, or not of that source. Bytes that have a checksum go
-	// through the host, where it is compared.
+	// GDS, by source, reads plain tensors' bytes straight into device memory; nil:
+	// not from that source. Bytes with a checksum go through the host, which
+	// compares it.
 	GDS     []device.Reader
-	Workers int // 0: one a core
-	// Range, if not nil, says how many bytes a worker best asks of a source's Ranges
-	// at once, to read them part by part. There is no Gate with it.
+	Workers int // 0: one per core
+	// Range, if not nil, says how many bytes a worker should request of a source's
+	// Ranges at once, to read them in steps. It excludes Gate.
 	Range   func() int64
-	NoCheck bool // for benchmarks only: leave the checksums out
+	NoCheck bool // for benchmarks only: skip checksums
 	Trace   *Trace
 
-	// Place, if not nil, gives each job its destination, right before it is submitted
-	// to the device; it may wait for it.
-	Place func(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error)
+	// Destination, if not nil, resolves a decode task's destination right before it
+	// is submitted to the device; it may wait.
+	Destination func(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error)
 
-	// Gate, if there is one, is asked before the bytes of a job's piece are
-	// brought: it waits until there is room for them, or for the end of ctx.
-	// Pieces may wait for earlier ones only.
-	Gate func(ctx context.Context, job int32) error
+	// Gate, if not nil, is called before a piece is read, with its first decode
+	// task: it waits until there is space for the piece, or until ctx ends. Pieces
+	// may wait for earlier ones only.
+	Gate func(ctx context.Context, task int32) error
 	// Landed is called once for each want whose last byte is in place, by any
-	// worker. Progress gets the logical bytes of each finished job.
+	// worker. Progress gets the tensor bytes of each finished decode task.
 	Landed   func(want int32)
 	Progress func(bytes int64)
 }
 
-// Stages is what a run cost, summed over its workers, in nanoseconds and bytes.
+// Stages says what a run cost, summed over its workers, in nanoseconds and bytes.
 type Stages struct {
 	Pieces    int64 `json:"pieces"`
-	ReadBytes int64 `json:"read_bytes"` // stored bytes, gaps between them included
+	ReadBytes int64 `json:"read_bytes"` // stored bytes, with the gaps between them
 	LandBytes int64 `json:"land_bytes"`
 	WaitNS    int64 `json:"wait_ns"`   // for a free slot
 	PermitNS  int64 `json:"turn_ns"`   // for a permit to open a range
-	AnswerNS  int64 `json:"answer_ns"` // for the beginning of its answers
+	AnswerNS  int64 `json:"answer_ns"` // for the beginning of responses
 	ReadNS    int64 `json:"read_ns"`
 	CheckNS   int64 `json:"check_ns"`
 	DecodeNS  int64 `json:"decode_ns"`
@@ -80,6 +80,15 @@ type Stages struct {
 	RingBytes int64 `json:"ring_bytes"`
 }
 
+// HostSlots is how many slots a run on the host makes for its workers, of which
+// each has a range open or asks for each piece.
+func HostSlots(workers int, ranges bool) int {
+	if ranges {
+		return min(workers, max(rangeSlots, runtime.GOMAXPROCS(0)))
+	}
+	return workers
+}
+
 // Run runs the task to its end.
 func Run(ctx context.Context, t *Task) (Stages, error) {
 	start := time.Now()
@@ -87,18 +96,14 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	if workers <= 0 {
 		workers = runtime.GOMAXPROCS(0)
 	}
-	workers = max(1, min(workers, len(t.Plan.Parts)))
+	workers = max(1, min(workers, len(t.Plan.Shares)))
 	st := Stages{Workers: int64(workers), Pieces: int64(len(t.Plan.Pieces)), ReadBytes: t.Plan.Read}
 	if len(t.Plan.Pieces) == 0 {
 		return st, nil
 	}
 	queue := t.Queue
 	if queue == nil {
-		slots := workers
-		if t.Range != nil {
-			slots = min(slots, max(rangeSlots, runtime.GOMAXPROCS(0)))
-		}
-		host, err := cpu.NewQueue(slots, t.Plan.Slot)
+		host, err := cpu.NewQueue(HostSlots(workers, t.Range != nil), t.Plan.Slot)
 		if err != nil {
 			return st, err
 		}
@@ -129,13 +134,13 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		st.add(&w.st)
 		return err
 	})
-	for i := range r.staged { // what an error left half filled
+	for i := range r.staged { // slots that an error left half filled
 		if s := &r.staged[i]; s.slot != nil {
 			queue.Put(s.slot)
 		}
 	}
-	// What was submitted is waited for even after an error: nothing may write
-	// to the tensors once Run has returned.
+	// Wait for what was submitted even after an error: nothing may write to the
+	// tensors once Run has returned.
 	if err := queue.Drain(context.WithoutCancel(ctx)); err != nil {
 		r.cancel(err)
 	}
@@ -157,13 +162,13 @@ func newRun(t *Task, queue device.Queue) *run {
 		r.facts[i] = s.Facts()
 		r.prefetches = r.prefetches || r.facts[i].Prefetch != nil
 	}
-	for i := range t.Plan.Parts {
-		r.staged[t.Plan.Parts[i].Piece].left++
+	for i := range t.Plan.Shares {
+		r.staged[t.Plan.Shares[i].Piece].left++
 	}
 	return r
 }
 
-// add sums up what a worker's stages took.
+// add adds the times of a worker's stages.
 func (st *Stages) add(w *Stages) {
 	st.WaitNS += w.WaitNS
 	st.PermitNS += w.PermitNS
@@ -181,23 +186,23 @@ type run struct {
 	queue  device.Queue
 	staged []staged     // by piece
 	landed atomic.Int64 // bytes
-	submit string       // what a worker's part in the decoding is called in a trace
+	submit string       // the name in traces of a worker's share in decoding
 
-	prefetches bool // some source does
+	prefetches bool // some source has Prefetch
 	prefetch   sync.Mutex
-	announced  int64 // pieces announced to their sources; prefetch guards it
+	announced  int64 // pieces announced to their sources; guarded by prefetch
 }
 
-// A staged piece is one that workers fill together: the first of them gets the
-// slot, the last submits it.
+// A staged piece is filled by several workers: the first gets the slot, the last
+// submits it.
 type staged struct {
 	mu   sync.Mutex
-	slot device.Slot // nil before it is there, and again once it is given away
-	left int         // parts to come
+	slot device.Slot // nil before it is there, and again once it was submitted or returned
+	left int         // shares to come
 }
 
-// announce announces the next pieces to their sources. One worker does it at a
-// time; the others pass by.
+// announce announces the next pieces to their sources. One worker at a time does
+// it; the others skip it.
 func (r *run) announce(piece int64) {
 	if !r.prefetches || !r.prefetch.TryLock() {
 		return
@@ -221,15 +226,15 @@ func (r *run) announce(piece int64) {
 	r.announced = i
 }
 
-// A worker takes batches one after the other: each part passes through all
-// stages in one pair of hands, while its bytes are in that core's cache.
+// A worker does batches one after the other. It takes each share through all
+// stages, while its bytes are in that core's cache.
 type worker struct {
 	*run
 	n     int // of this worker
 	st    Stages
 	spans []span
 
-	// The range that is open, nil if none is; where it stands; room for gaps.
+	// The open range, nil if there is none; its offset; a buffer for gaps.
 	steps source.Range
 	at    int64
 	waste []byte
@@ -248,7 +253,7 @@ func (w *worker) loop() error {
 		if from == nil {
 			err = w.batch(b)
 		} else {
-			err = w.ranged(from, w.Plan.Pieces[w.Plan.Parts[b.first].Piece].First)
+			err = w.ranged(from, w.Plan.Pieces[w.Plan.Shares[b.first].Piece].First)
 		}
 		if err != nil {
 			return err
@@ -256,16 +261,16 @@ func (w *worker) loop() error {
 	}
 }
 
-// ranged waits for a permit and does the next batch with it, if there still is one of
-// that source; job is where an error is said to be.
-func (w *worker) ranged(from source.Ranges, job int32) error {
+// ranged waits for a permit and does the next batch with it, unless other workers
+// have done them all; task says where an error happened.
+func (w *worker) ranged(from source.Ranges, task int32) error {
 	t0 := time.Now()
 	steps, err := from.OpenRange(w.permits)
 	if err != nil {
 		if w.ctx.Err() == nil && w.permits.Err() != nil {
-			return nil // others did what was left
+			return nil // others did the rest
 		}
-		return w.where("read", job, err)
+		return w.where("read", task, err)
 	}
 	w.steps = steps
 	defer func() {
@@ -276,10 +281,10 @@ func (w *worker) ranged(from source.Ranges, job int32) error {
 	if !ok || now != from {
 		return nil
 	}
-	part := &w.Plan.Parts[b.first]
-	p := &w.Plan.Pieces[part.Piece]
-	w.at = p.Off + part.From
-	if err := steps.Begin(w.ctx, w.at, b.n); err != nil { // no slot is kept while the answer is waited for
+	share := &w.Plan.Shares[b.first]
+	p := &w.Plan.Pieces[share.Piece]
+	w.at = p.Off + share.From
+	if err := steps.Begin(w.ctx, w.at, b.n); err != nil { // keep no slot while waiting for the response
 		return w.where("read", p.First, err)
 	}
 	w.waited(&t0)
@@ -291,16 +296,16 @@ func (w *worker) batch(b batch) error {
 		if w.ctx.Err() != nil {
 			return context.Cause(w.ctx)
 		}
-		part := &w.Plan.Parts[i]
-		w.announce(int64(part.Piece))
-		if err := w.part(part, &w.Plan.Pieces[part.Piece]); err != nil {
+		share := &w.Plan.Shares[i]
+		w.announce(int64(share.Piece))
+		if err := w.share(share, &w.Plan.Pieces[share.Piece]); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// read fills b from off of a source, or of the range that is open.
+// read fills b from off of a source, or of the open range.
 func (w *worker) read(src source.Source, b []byte, off int64) error {
 	if w.steps == nil {
 		return src.ReadAt(w.ctx, b, off)
@@ -319,7 +324,7 @@ func (w *worker) read(src source.Source, b []byte, off int64) error {
 	return w.steps.Next(b)
 }
 
-func (w *worker) part(part *plan.Part, p *plan.Piece) error {
+func (w *worker) share(share *plan.Share, p *plan.Piece) error {
 	src, view := w.Sources[p.Source], w.facts[p.Source].View
 	t0 := time.Now()
 	if w.Gate != nil {
@@ -344,7 +349,7 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		w.land(p.First)
 		return nil
 	}
-	s := &w.staged[part.Piece]
+	s := &w.staged[share.Piece]
 	slot, err := w.stage(s)
 	if err != nil {
 		return err
@@ -352,16 +357,16 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 	w.st.WaitNS += w.lap("stage", &t0, 0)
 	switch {
 	case w.byGDS(p):
-		// One read for all of the piece: parts are cut for cores, of which this
-		// needs none.
-		if part.From == 0 {
+		// Read the whole piece at once: shares exist for decoding on several cores,
+		// which this does not need.
+		if share.From == 0 {
 			if err := w.GDS[p.Source].ReadInto(w.ctx, slot.DeviceMirror(), p.Len, p.Off); err != nil {
 				return w.where("read", p.First, err)
 			}
 			w.st.ReadNS += w.lap("read", &t0, p.Len)
 		}
 	case view == nil:
-		if err := w.fill(src, p, part, slot.Memory()[:p.Len], &t0); err != nil {
+		if err := w.fill(src, p, share, slot.Memory()[:p.Len], &t0); err != nil {
 			return err
 		}
 	}
@@ -380,7 +385,7 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		w.queue.Put(slot)
 		return err
 	}
-	err = w.queue.Submit(slot, p.Len, w.Plan.Jobs[p.First:p.First+p.Count], func(i int, err error) {
+	err = w.queue.Submit(slot, p.Len, w.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
 		if err != nil {
 			w.cancel(w.where("decode", p.First+int32(i), err)) // only the first cause stays
 			return
@@ -388,29 +393,29 @@ func (w *worker) part(part *plan.Part, p *plan.Piece) error {
 		w.land(p.First + int32(i))
 	})
 	w.st.DecodeNS += w.lap(w.submit, &t0, p.Len)
-	if err != nil { // of the device: no job of the piece was begun
+	if err != nil { // an error of the device: none of the piece's tasks began
 		return w.where("copy", p.First, err)
 	}
 	return nil
 }
 
-// settle gives the jobs of a piece their destinations.
+// settle resolves the destinations of a piece's decode tasks.
 func (r *run) settle(p *plan.Piece) error {
-	if r.Place == nil {
+	if r.Destination == nil {
 		return nil
 	}
 	for i := p.First; i < p.First+p.Count; i++ {
-		dst, err := r.Place(r.ctx, r.Plan.Refs[i].Want, r.Plan.Jobs[i].Dst)
+		dst, err := r.Destination(r.ctx, r.Plan.Refs[i].Want, r.Plan.Tasks[i].Dst)
 		if err != nil {
 			return err
 		}
-		r.Plan.Jobs[i].Dst = dst
+		r.Plan.Tasks[i].Dst = dst
 	}
 	return nil
 }
 
-// byGDS says whether a piece goes from its source to the device without the host:
-// if there is a way, and no checksum in it.
+// byGDS reports whether a piece goes from its source to the device without the
+// host: if there is a reader, and no checksum to compare.
 func (w *worker) byGDS(p *plan.Piece) bool {
 	if w.GDS == nil || w.GDS[p.Source] == nil {
 		return false
@@ -423,8 +428,8 @@ func (w *worker) byGDS(p *plan.Piece) bool {
 	return true
 }
 
-// stage gives the slot of a piece; the first worker that asks waits for a free one,
-// and the others for that.
+// stage returns the slot of a piece; the first worker that asks waits for a free
+// one, and the others for that worker.
 func (r *run) stage(s *staged) (device.Slot, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -438,7 +443,7 @@ func (r *run) stage(s *staged) (device.Slot, error) {
 	return s.slot, nil
 }
 
-// last counts a part as filled. To the last one the slot belongs.
+// last counts a share as filled. The worker that fills the last one owns the slot.
 func (s *staged) last() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -449,21 +454,21 @@ func (s *staged) last() bool {
 	return true
 }
 
-// fill reads a part of a piece into its slot and compares its checksums. Where a
+// fill reads a share of a piece into its slot and compares its checksums. Where a
 // read costs no round trip it reads in steps, so that a chunk is summed while it is
-// in the core's cache; else it asks for all of it at once.
-func (w *worker) fill(src source.Source, p *plan.Piece, part *plan.Part, b []byte, t0 *time.Time) error {
+// in the core's cache; else it reads all of it at once.
+func (w *worker) fill(src source.Source, p *plan.Piece, share *plan.Share, b []byte, t0 *time.Time) error {
 	const inCache, block = 1 << 20, 4096
-	step := part.To - part.From
-	if w.facts[p.Source].Concurrency == 0 && !part.Whole {
+	step := share.To - share.From
+	if w.facts[p.Source].Concurrency == 0 && !share.Whole {
 		step = inCache
 	}
-	have := part.From
-	read := func(job int32, end int64) error {
+	have := share.From
+	read := func(task int32, end int64) error {
 		for have < end {
-			to := min((have+step+block-1)&^(block-1), part.To)
+			to := min((have+step+block-1)&^(block-1), share.To)
 			if err := w.read(src, b[have:to], p.Off+have); err != nil {
-				return w.where("read", job, err)
+				return w.where("read", task, err)
 			}
 			w.waited(t0)
 			w.st.ReadNS += w.lap("read", t0, to-have)
@@ -471,13 +476,13 @@ func (w *worker) fill(src source.Source, p *plan.Piece, part *plan.Part, b []byt
 		}
 		return nil
 	}
-	for i := part.First; i < part.First+part.Count; i++ {
-		j := &w.Plan.Jobs[i]
+	for i := share.First; i < share.First+share.Count; i++ {
+		j := &w.Plan.Tasks[i]
 		end := int64(j.Src) + int64(j.Chunk.Stored)
-		if err := read(i, min(end, part.To)); err != nil {
+		if err := read(i, min(end, share.To)); err != nil {
 			return err
 		}
-		if !w.checked(i) { // nor timed: there may be thousands in a piece
+		if !w.checked(i) { // untimed: a piece may have thousands
 			continue
 		}
 		if err := w.check(i, b[j.Src:end]); err != nil {
@@ -485,30 +490,30 @@ func (w *worker) fill(src source.Source, p *plan.Piece, part *plan.Part, b []byt
 		}
 		w.st.CheckNS += w.lap("check", t0, int64(j.Chunk.Stored))
 	}
-	// Bytes of a job that began in an earlier part.
-	return read(max(p.First, part.First-1), part.To)
+	// Bytes of a task that began in an earlier share.
+	return read(max(p.First, share.First-1), share.To)
 }
 
-// checked says whether a job has a checksum to compare. Bytes of a plain
+// checked reports whether a task has a checksum to compare. Bytes of a plain
 // safetensors file have none.
-func (w *worker) checked(job int32) bool { return !w.NoCheck && w.Plan.Refs[job].N >= 0 }
+func (w *worker) checked(task int32) bool { return !w.NoCheck && w.Plan.Refs[task].N >= 0 }
 
 // check compares the checksum of a chunk's stored bytes, if it has one.
-func (w *worker) check(job int32, stored []byte) error {
-	if !w.checked(job) {
+func (w *worker) check(task int32, stored []byte) error {
+	if !w.checked(task) {
 		return nil
 	}
-	j := &w.Plan.Jobs[job]
+	j := &w.Plan.Tasks[task]
 	if sum := codec.Sum(stored); sum != j.Chunk.Sum {
-		return w.where("check", job, fault.New(fault.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", j.Chunk.Sum, sum))
+		return w.where("check", task, errs.New(errs.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", j.Chunk.Sum, sum))
 	}
 	return nil
 }
 
-// land counts a job as done. Any goroutine calls it.
-func (r *run) land(job int32) {
-	n := int64(r.Plan.Jobs[job].Chunk.Logical)
-	want := r.Plan.Refs[job].Want
+// land counts a task as done. Any goroutine may call it.
+func (r *run) land(task int32) {
+	n := int64(r.Plan.Tasks[task].Chunk.Logical)
+	want := r.Plan.Refs[task].Want
 	r.landed.Add(n)
 	if r.Progress != nil {
 		r.Progress(n)
@@ -524,16 +529,16 @@ func (r *run) land(job int32) {
 	}
 }
 
-// where says at which tensor, chunk and offset an error happened; one that
-// another error or the caller caused stays as it is.
-func (r *run) where(verb string, job int32, err error) error {
+// where adds tensor, chunk and offset to an error. One that another error or the
+// caller caused stays as it is.
+func (r *run) where(verb string, task int32, err error) error {
 	if r.ctx.Err() != nil {
 		return context.Cause(r.ctx)
 	}
-	ref := r.Plan.Refs[job]
+	ref := r.Plan.Refs[task]
 	t := &r.Index.Tensors[r.Wants[ref.Want].Tensor]
-	at := &fault.At{Verb: verb, Source: r.Index.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(ref.N), Offset: r.Plan.Jobs[job].Chunk.Off, Err: err}
-	var inner *fault.At
+	at := &errs.At{Verb: verb, Source: r.Index.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(ref.N), Offset: r.Plan.Tasks[task].Chunk.Off, Err: err}
+	var inner *errs.At
 	if errors.As(err, &inner) { // a source names itself and the exact offset
 		at.Source, at.Err = inner.Source, inner.Err
 		if inner.Offset >= 0 {
@@ -543,7 +548,7 @@ func (r *run) where(verb string, job int32, err error) error {
 	return at
 }
 
-// waited takes what a range waited for out of the time since *t.
+// waited moves a range's waiting times out of the time since *t.
 func (w *worker) waited(t *time.Time) {
 	if w.steps == nil {
 		return
@@ -554,7 +559,7 @@ func (w *worker) waited(t *time.Time) {
 	for _, x := range []struct {
 		verb string
 		took time.Duration
-	}{{"turn", permit}, {"answer", answer}} {
+	}{{"permit", permit}, {"answer", answer}} {
 		if w.Trace != nil && x.took > 0 {
 			w.spans = append(w.spans, span{x.verb, onWorker, w.n, *t, t.Add(x.took), 0})
 		}
@@ -562,7 +567,7 @@ func (w *worker) waited(t *time.Time) {
 	}
 }
 
-// lap returns the nanoseconds since *t, moves it to now, and records the stage.
+// lap returns the nanoseconds since *t, moves *t to now, and records the stage.
 func (w *worker) lap(verb string, t *time.Time, bytes int64) int64 {
 	begin, now := *t, time.Now()
 	*t = now

@@ -12,7 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device/cpu"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
@@ -195,9 +195,8 @@ func (m *model) run(ctx context.Context, reqs []plan.Request, lim plan.Limits, w
 	return got, order, err
 }
 
-// Whatever is asked for, in whatever layout it is stored, arrives as slicing
-// element by element would give it, for every size of piece and part and every worker
-// count.
+// Any request of any layout gives the bytes that slicing element by element gives,
+// for every size of piece and share and every number of workers.
 func TestRunMatchesSlicing(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -205,7 +204,7 @@ func TestRunMatchesSlicing(t *testing.T) {
 	for range 500 {
 		m := build(r)
 		reqs := m.requests(r)
-		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Part: int64(r.IntN(2) * r.IntN(900)),
+		lim := plan.Limits{Piece: int64(1 + r.IntN(3000)), Gap: int64(r.IntN(200)), Share: int64(r.IntN(2) * r.IntN(900)),
 			InPlace: r.IntN(2) == 0, Align: []int64{0, 1, 16, 256, 4096}[r.IntN(5)]}
 		if r.IntN(2) == 0 { // in ranges of several pieces, or of several parts
 			m.steps, m.slots = int64(r.IntN(9000)), r.IntN(3)
@@ -240,7 +239,7 @@ func TestRunMatchesSlicing(t *testing.T) {
 	}
 }
 
-// Every read that fails ends the run with that error, at its place, and leaves
+// Every read that fails ends the run with that error and its position, and leaves
 // no worker behind.
 func TestRunEndsWithTheFirstError(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 5))
@@ -257,13 +256,13 @@ func TestRunEndsWithTheFirstError(t *testing.T) {
 		var f []*sourcetest.Faulty
 		m.srcs = nil
 		for _, s := range good {
-			f = append(f, &sourcetest.Faulty{Source: s, N: n, Err: fault.New(fault.ErrIO, "planted")})
+			f = append(f, &sourcetest.Faulty{Source: s, N: n, Err: errs.New(errs.ErrIO, "planted")})
 			m.srcs = append(m.srcs, f[len(f)-1])
 			if m.steps = n % 2 * 2000; m.steps > 0 {
 				m.srcs[len(m.srcs)-1] = &sourcetest.Steps{Source: f[len(f)-1]}
 			}
 		}
-		_, _, err := m.run(context.Background(), reqs, plan.Limits{Piece: 500, Part: 100}, 3)
+		_, _, err := m.run(context.Background(), reqs, plan.Limits{Piece: 500, Share: 100}, 3)
 		hit := false
 		for i := range f {
 			hit = hit || f[i].Reads() >= n
@@ -274,8 +273,8 @@ func TestRunEndsWithTheFirstError(t *testing.T) {
 			}
 			break
 		}
-		var at *fault.At
-		if !errors.Is(err, fault.ErrIO) || !errors.As(err, &at) || at.Source == "" || at.Offset < 0 {
+		var at *errs.At
+		if !errors.Is(err, errs.ErrIO) || !errors.As(err, &at) || at.Source == "" || at.Offset < 0 {
 			t.Fatalf("read %d fails: %v", n, err)
 		}
 	}
@@ -284,8 +283,8 @@ func TestRunEndsWithTheFirstError(t *testing.T) {
 	}
 }
 
-// Pieces that are contiguous, or nearly, are one range, up to the size that was
-// asked for; nothing else is.
+// Pieces that are contiguous, or nearly, are one range, up to the requested size;
+// others are not.
 func TestRanges(t *testing.T) {
 	data := make([]byte, 3<<20)
 	_, _ = rand.NewChaCha8([32]byte{1}).Read(data)
@@ -321,8 +320,8 @@ func TestRanges(t *testing.T) {
 	}
 }
 
-// With few slots a range goes on from piece to piece, if it has room for more than one,
-// and never ends within one. It all ends with one permit, or one slot, among four
+// With few slots a range continues from piece to piece, if there is space for more
+// than one, and never ends within one. One permit, or one slot, is enough for four
 // workers.
 func TestRangesWithFewSlots(t *testing.T) {
 	for _, c := range []struct {
@@ -349,7 +348,7 @@ func rangesWithFewSlots(t *testing.T, slots, permits int, steps int64, ranges in
 	m.ix.Tensors = []tensor.Tensor{{Name: "t", Alias: -1, DType: tensor.U8, Parts: 1, Shape: []int64{int64(len(data))}, Bytes: int64(len(data))}}
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
-	got, _, err := m.run(ctx, []plan.Request{{Hi0: plan.Whole, Hi1: plan.Whole}}, plan.Limits{Piece: 128 << 10, Part: 16 << 10}, 4)
+	got, _, err := m.run(ctx, []plan.Request{{Hi0: plan.Whole, Hi1: plan.Whole}}, plan.Limits{Piece: 128 << 10, Share: 16 << 10}, 4)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -366,7 +365,7 @@ func rangesWithFewSlots(t *testing.T, slots, permits int, steps int64, ranges in
 	for _, g := range m.trace.Summary().Stages {
 		sums[g.Verb] = g.Spans
 	}
-	if sums["turn"] != ranges || sums["answer"] != ranges || sums["read"] != 64 {
+	if sums["permit"] != ranges || sums["answer"] != ranges || sums["read"] != 64 {
 		t.Errorf("spans: %v", sums)
 	}
 }
@@ -395,15 +394,15 @@ func (s *narrow) OpenRange(ctx context.Context) (source.Range, error) {
 
 type permitted struct {
 	source.Range
-	s    *narrow
-	told bool
+	s        *narrow
+	reported bool
 }
 
-func (r *permitted) Waited() (turn, answer time.Duration) {
-	if r.told {
+func (r *permitted) Waited() (permit, answer time.Duration) {
+	if r.reported {
 		return 0, 0
 	}
-	r.told = true
+	r.reported = true
 	return 3, 5
 }
 
@@ -425,9 +424,9 @@ func TestRunChecksEveryChunk(t *testing.T) {
 			c := m.ix.Chunks[tn.First+k]
 			data := m.srcs[tn.Source].(*sourcetest.Mem).Data
 			data[c.Off] ^= 4
-			_, _, err := m.run(context.Background(), []plan.Request{{Tensor: int64(i), Hi0: -1, Hi1: -1}}, plan.Limits{Piece: 1000, Part: 200}, 2)
-			var at *fault.At
-			if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Chunk != int64(k) || at.Offset != c.Off || at.Tensor != tn.Name {
+			_, _, err := m.run(context.Background(), []plan.Request{{Tensor: int64(i), Hi0: -1, Hi1: -1}}, plan.Limits{Piece: 1000, Share: 200}, 2)
+			var at *errs.At
+			if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Chunk != int64(k) || at.Offset != c.Off || at.Tensor != tn.Name {
 				t.Fatalf("chunk %d: %v", k, err)
 			}
 			data[c.Off] ^= 4
@@ -435,7 +434,7 @@ func TestRunChecksEveryChunk(t *testing.T) {
 	}
 }
 
-// A cancelled run ends at once, even while a read blocks, with the cause.
+// A cancelled run ends at once with the cause, even while a read blocks.
 func TestRunCancel(t *testing.T) {
 	r := rand.New(rand.NewPCG(6, 6))
 	m := build(r)
@@ -450,9 +449,9 @@ func TestRunCancel(t *testing.T) {
 		reqs = append(reqs, plan.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole})
 	}
 	ctx, cancel := context.WithCancelCause(context.Background())
-	time.AfterFunc(20*time.Millisecond, func() { cancel(fault.ErrCancelled) })
-	_, _, err := m.run(ctx, reqs, plan.Limits{Piece: 500, Part: 100}, 2)
-	if !errors.Is(err, fault.ErrCancelled) {
+	time.AfterFunc(20*time.Millisecond, func() { cancel(errs.ErrCancelled) })
+	_, _, err := m.run(ctx, reqs, plan.Limits{Piece: 500, Share: 100}, 2)
+	if !errors.Is(err, errs.ErrCancelled) {
 		t.Fatal(err)
 	}
 }

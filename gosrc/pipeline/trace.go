@@ -1,5 +1,7 @@
 package pipeline
 
+// This file records when each stage of each piece ran, and writes traces.
+
 import (
 	"bufio"
 	"cmp"
@@ -10,23 +12,24 @@ import (
 	"sync"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 )
 
-// A Trace records what everybody did when: one span for each stage of each
-// piece. A nil *Trace records nothing.
+// A Trace records when each worker and stream was busy: one span for each stage of
+// each piece. A nil *Trace records nothing.
 //
-// On the host "decode" is a worker's own time. On an asynchronous device "copy" and
-// "decode" are the device's, and "submit" is what a worker spends on Queue.Submit.
+// On the host, "decode" is a worker's own time. On an asynchronous device, "copy"
+// and "decode" are times of the device, and "submit" is a worker's time in
+// Queue.Submit.
 type Trace struct {
 	start time.Time
 	mu    sync.Mutex
 	spans []span
 }
 
-// Where a span happened: on a worker by its number, on a stream of the device,
-// or in the verb itself.
+// Where a span happened: on a worker or a stream of the device, by number, or in
+// the verb itself.
 type place uint8
 
 const (
@@ -46,7 +49,7 @@ type span struct {
 // NewTrace starts a trace now.
 func NewTrace() *Trace { return &Trace{start: time.Now()} }
 
-// Verb records a stage that the verb itself went through, like its plan.
+// Verb records a stage of the verb itself, such as planning.
 func (t *Trace) Verb(verb string, begin, end time.Time, bytes int64) {
 	if t != nil {
 		t.add([]span{{verb, inVerb, 0, begin, end, bytes}})
@@ -64,16 +67,16 @@ func (t *Trace) add(spans []span) {
 }
 
 // A Summary is a trace in a few numbers. Seconds of a stage are summed over
-// all who were at it: 16 workers can read for 16 seconds in one.
+// workers: 16 workers can read for 16 seconds in one.
 type Summary struct {
 	Seconds float64    `json:"seconds"` // from the start of the load to its last span
-	Stages  []StageSum `json:"stages"`  // in the order of a byte's way
+	Stages  []StageSum `json:"stages"`  // in the order in which bytes pass them
 	Copy    *Gaps      `json:"copy_stream,omitempty"`
 }
 
-// A StageSum is what all spans of one stage have together. "stage" is the wait
-// for a free slot; "turn" and "answer" are those for a permit and for the
-// beginning of an answer, of ranges that are read in steps.
+// A StageSum sums the spans of one stage. "stage" is the wait for a free slot;
+// "permit" and "answer" are the waits for a permit and for the beginning of a
+// response, of ranges that are read in steps.
 type StageSum struct {
 	Verb    string  `json:"verb"`
 	Spans   int     `json:"spans"`
@@ -82,9 +85,9 @@ type StageSum struct {
 	Bytes   int64   `json:"bytes"`
 }
 
-// Gaps are the times when the device's copy stream had nothing to do between
-// its first copy and its last. Lead and Tail are before the first and after the
-// last: what the wire lost to the beginning and the end of the load.
+// Gaps are the times between the device's first copy and its last when its copy
+// stream was idle. Lead and Tail are the times before the first and after the last:
+// what the start and the end of the load cost the bus.
 type Gaps struct {
 	Busy    float64 `json:"busy"`
 	Gaps    int     `json:"gaps"`
@@ -94,9 +97,9 @@ type Gaps struct {
 	Tail    float64 `json:"tail"`
 }
 
-var order = []string{"open", "plan", "stage", "turn", "answer", "read", "check", "submit", "copy", "decode", "land"}
+var order = []string{"open", "plan", "stage", "permit", "answer", "read", "check", "submit", "copy", "decode", "land"}
 
-// Summary sums the trace up.
+// Summary sums up the trace.
 func (t *Trace) Summary() Summary {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -131,7 +134,7 @@ func (t *Trace) Summary() Summary {
 	return s
 }
 
-// gaps looks at the copies of one stream, which run one after the other.
+// gaps finds them among the copies of one stream, which run one after the other.
 func gaps(copies []span, first, last time.Time) *Gaps {
 	if len(copies) == 0 {
 		return nil
@@ -161,14 +164,14 @@ func later(a, b time.Time) time.Time {
 	return b
 }
 
-// WriteFile writes the trace in Chrome's trace event format, which Perfetto
-// opens, replacing the file: the host's workers are one process there, the
+// WriteFile writes the trace in Chrome's trace event format, which Perfetto opens,
+// in place of an existing file: the host's workers are one process in it, the
 // device's streams another.
 func (t *Trace) WriteFile(path string) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	err := atomicfile.With(path, t.write)
-	var at *fault.At
+	var at *errs.At
 	if errors.As(err, &at) {
 		at.Verb = "trace"
 	}

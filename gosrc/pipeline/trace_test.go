@@ -27,8 +27,8 @@ func made() *Trace {
 	return t
 }
 
-// The file is what Chrome and Perfetto take: named lines, spans in microseconds
-// that are never negative.
+// Chrome and Perfetto read the file: named rows, spans in microseconds that are
+// never negative.
 func TestTraceFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "trace.json")
 	tr := made()
@@ -69,7 +69,8 @@ func TestTraceFile(t *testing.T) {
 	if spans != len(tr.spans) {
 		t.Errorf("%d spans of %d", spans, len(tr.spans))
 	}
-	// Who reads the old file reads it to its end: the new one is another file.
+	// A program that has the old file open reads it to its end: the new one is
+	// another file.
 	other := filepath.Join(t.TempDir(), "other")
 	if err := errors.Join(os.Link(path, other), os.Chmod(path, 0o600), (&Trace{}).WriteFile(path)); err != nil {
 		t.Fatal(err)

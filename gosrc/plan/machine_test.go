@@ -17,9 +17,9 @@ func TestMachine(t *testing.T) {
 		{"remote", Machine{Cores: 4, Concurrency: 64}, Limits{Piece: 4 << 20, Gap: 512 << 10, InPlace: true}, 64},
 		{"remote, in steps", Machine{Cores: 4, Concurrency: 64, RangeBytes: rng}, Limits{Piece: 1 << 20, Gap: 64 << 10, InPlace: true}, 64},
 		{"said", Machine{Cores: 4, Concurrency: 64, Threads: 3}, Limits{Piece: 4 << 20, Gap: 512 << 10, InPlace: true}, 3},
-		{"device", Machine{Cores: 64, SlotBytes: slot}, Limits{Piece: slot, Gap: 256 << 10, Part: 1 << 20}, 20},
-		{"device, remote", Machine{Cores: 64, SlotBytes: slot, Concurrency: 16}, Limits{Piece: slot, Gap: 512 << 10, Part: 4 << 20}, 20},
-		{"device, in steps", Machine{SlotBytes: slot, Concurrency: 64, RangeBytes: rng, DirectIO: true}, Limits{Piece: slot, Gap: 256 << 10, Part: 1 << 20, Align: 4096}, 64},
+		{"device", Machine{Cores: 64, SlotBytes: slot}, Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20}, 20},
+		{"device, remote", Machine{Cores: 64, SlotBytes: slot, Concurrency: 16}, Limits{Piece: slot, Gap: 512 << 10, Share: 4 << 20}, 20},
+		{"device, in steps", Machine{SlotBytes: slot, Concurrency: 64, RangeBytes: rng, DirectIO: true}, Limits{Piece: slot, Gap: 256 << 10, Share: 1 << 20, Align: 4096}, 64},
 	} {
 		if lim := c.m.Limits(); lim != c.lim {
 			t.Errorf("%s: %+v, want %+v", c.name, lim, c.lim)

@@ -1,5 +1,5 @@
 // Package plan turns an index and a list of wanted tensors into read pieces
-// and decode jobs, in the order in which they should be read. It is pure: no
+// and decode tasks, in the order in which they should be read. It is pure: no
 // I/O, no clock, no goroutine, no randomness.
 package plan
 
@@ -10,17 +10,17 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 // Whole as Hi0 or Hi1 of a Request means: to the end.
 const Whole = -1
 
-// A Request asks for a tensor, or for rows [Lo0, Hi0) of dim 0 and
-// [Lo1, Hi1) of dim 1 of it. Dest, if not 0, is memory of the caller's for
-// exactly the bytes asked for; it must stay valid until the load has ended.
-// The layout is part of the face towards Python: six int64.
+// A Request asks for a tensor, or for rows [Lo0, Hi0) of dim 0 and [Lo1, Hi1) of
+// dim 1 of it. Dest, if not 0, is the caller's memory for exactly the requested
+// bytes; it must stay valid until the load has ended. Python passes a Request as
+// six int64 in this order.
 type Request struct {
 	Tensor             int64
 	Dest               uintptr
@@ -29,31 +29,32 @@ type Request struct {
 
 // A Want is a checked Request.
 type Want struct {
-	Tensor int32   // as asked for
+	Tensor int32   // the requested tensor
 	Data   int32   // the tensor that holds the bytes (Alias followed)
-	Shape  []int64 // of what lands
+	Shape  []int64 // bytes at the destination
 	Bytes  int64
 
 	rowBytes               int64 // of the whole tensor's matrix of dim 0 x rest
-	row0, row1, col0, col1 int64 // rows and byte columns wanted
+	row0, row1, col0, col1 int64 // requested rows and byte columns
 }
 
 // Limits are what the machine and the user allow.
 type Limits struct {
-	Piece int64 // bytes of a piece worth reading at once
-	Gap   int64 // bytes between two wanted runs that are cheaper to read than to skip
-	Part  int64 // bytes of a piece worth a worker of their own; 0: a piece is one worker's
+	Piece int64 // the most bytes that one read should have
+	Gap   int64 // gaps up to this many bytes are cheaper to read than to skip
+	Share int64 // the least bytes of a piece that deserve a worker of their own; 0: one worker does a whole piece
 	// Align, if over 1, is a power of two: pieces begin and end at multiples of it
-	// where the file is large enough, so that sources that read whole blocks in
-	// place need no copy.
+	// where the file is large enough, so that sources that read whole blocks need
+	// no extra copy.
 	Align int64
-	// InPlace lets raw runs be read straight to their destination: on the host,
-	// where it can be read into.
+	// InPlace allows raw runs to be read straight to their destination, which must
+	// be host memory.
 	InPlace bool
 }
 
-// A Piece is one contiguous read. Jobs[First:First+Count] lie in it. If InPlace
-// is set, the bytes go straight there: there is one job or none, and it is raw.
+// A Piece is one contiguous read, which contains Tasks[First:First+Count]. If
+// InPlace is set, the bytes go straight there: there is at most one task, and it is
+// raw.
 type Piece struct {
 	Source       int32
 	First, Count int32
@@ -61,40 +62,40 @@ type Piece struct {
 	InPlace      unsafe.Pointer
 }
 
-// A Part is what one worker does of a piece: it reads bytes [From, To) of it and
-// compares the checksums of Jobs[First:First+Count], which lie in them whole.
-type Part struct {
+// A Share is what one worker does of a piece: it reads bytes [From, To) of it and
+// compares the checksums of Tasks[First:First+Count], which lie in them whole.
+type Share struct {
 	Piece        int32
 	First, Count int32
 	From, To     int64
-	// Whole: it is made of blocks, each of which is read as one.
+	// Whole: the source stores it in blocks and reads each block as a whole.
 	Whole bool
 }
 
-// A Ref says which want a job serves. N is the chunk's number in its tensor, or
-// -1: bytes of a plain tensor, which have no checksum.
+// A Ref says which want a decode task serves. N is the chunk's number in its
+// tensor, or -1 for bytes of a plain tensor, which have no checksum.
 type Ref struct{ Want, N int32 }
 
 // A Plan is what a pipeline runs.
 type Plan struct {
 	Pieces []Piece
-	Parts  []Part // in the order of the pieces; every byte of a piece is in one
-	Jobs   []device.DecodeTask
-	Refs   []Ref   // of each job
-	Left   []int32 // per want: its jobs; a want with none has no bytes to wait for
+	Shares []Share // in the order of the pieces; every byte of a piece is in one
+	Tasks  []device.DecodeTask
+	Refs   []Ref   // of each task
+	Left   []int32 // per want: the number of its tasks; a want with none is complete at once
 	Slot   int64   // bytes of the largest piece that needs a slot
-	Read   int64   // bytes read in all
+	Read   int64   // sum of all pieces
 }
 
-// Check validates requests against an index and works out what each gives.
+// Check validates requests against an index and returns what each wants.
 func Check(ix *tensor.Index, reqs []Request) ([]Want, error) {
 	wants := make([]Want, len(reqs))
 	for i, r := range reqs {
 		if r.Tensor < 0 || r.Tensor >= int64(len(ix.Tensors)) {
-			return nil, fault.New(fault.ErrArgument, "request %d: tensor number %d of %d", i, r.Tensor, len(ix.Tensors))
+			return nil, errs.New(errs.ErrArgument, "request %d: tensor number %d of %d", i, r.Tensor, len(ix.Tensors))
 		}
 		if err := wants[i].set(ix, int32(r.Tensor), r); err != nil {
-			return nil, &fault.At{Verb: "plan", Source: ix.Sources[ix.Tensors[r.Tensor].Source].URI,
+			return nil, &errs.At{Verb: "plan", Source: ix.Sources[ix.Tensors[r.Tensor].Source].URI,
 				Tensor: ix.Tensors[r.Tensor].Name, Chunk: -1, Offset: -1, Err: err}
 		}
 	}
@@ -117,7 +118,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	lo0, hi0, ok0 := span(r.Lo0, r.Hi0, d0)
 	lo1, hi1, ok1 := span(r.Lo1, r.Hi1, d1)
 	if !ok0 || !ok1 {
-		return fault.New(fault.ErrArgument, "slice [%d:%d, %d:%d] of shape %v", r.Lo0, r.Hi0, r.Lo1, r.Hi1, t.Shape)
+		return errs.New(errs.ErrArgument, "slice [%d:%d, %d:%d] of shape %v", r.Lo0, r.Hi0, r.Lo1, r.Hi1, t.Shape)
 	}
 	w.Shape = t.Shape
 	w.Bytes = t.Bytes
@@ -134,7 +135,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 		return nil
 	}
 	if len(t.Shape) == 0 {
-		return fault.New(fault.ErrArgument, "a slice of a tensor of rank 0")
+		return errs.New(errs.ErrArgument, "a slice of a tensor of rank 0")
 	}
 	w.Shape = sliced(t.Shape, hi0-lo0, hi1-lo1)
 	bits := int64(t.DType.Bits())
@@ -148,10 +149,10 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 		w.rowBytes, w.row0, w.row1 = rowBits/8, lo0, hi0
 		w.col0, w.col1 = lo1*cellBits/8, hi1*cellBits/8
 	case lo1 == 0 && hi1 == d1 && lo0*rowBits%8 == 0 && hi0*rowBits%8 == 0:
-		// Rows that end inside a byte: a run of bytes all the same.
+		// Rows end inside a byte: treat the whole rows as a run of bytes.
 		w.rowBytes, w.row0, w.row1, w.col1 = 1, lo0*rowBits/8, hi0*rowBits/8, 1
 	default:
-		return fault.New(fault.ErrArgument, "slice [%d:%d, %d:%d] of %v %v does not begin and end on whole bytes", lo0, hi0, lo1, hi1, t.DType, t.Shape)
+		return errs.New(errs.ErrArgument, "slice [%d:%d, %d:%d] of %v %v does not begin and end on whole bytes", lo0, hi0, lo1, hi1, t.DType, t.Shape)
 	}
 	w.Bytes = (w.row1 - w.row0) * (w.col1 - w.col0)
 	return nil
@@ -176,9 +177,8 @@ func sliced(shape []int64, n0, n1 int64) []int64 {
 	return s
 }
 
-// Run is the byte range [Off, Off+Bytes) of the tensor's source that holds a
-// want of a plain tensor contiguously; ok is false if it is scattered or stored
-// in chunks.
+// Run is the byte range [Off, Off+Bytes) of a plain tensor's source that is the
+// want; ok is false if the want is scattered or stored in chunks.
 func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
 	t := &ix.Tensors[w.Data]
 	if t.Count != 0 || (w.col1-w.col0 != w.rowBytes && w.row1-w.row0 > 1) {
@@ -187,17 +187,17 @@ func (w *Want) Run(ix *tensor.Index) (off int64, ok bool) {
 	return t.Off + w.row0*w.rowBytes + w.col0, true
 }
 
-// Make plans the reading of wants into their destinations. A nil destination
-// leaves its want out.
+// Make plans how to read wants into their destinations. It leaves out a want whose
+// destination is nil.
 func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
 	m := maker{ix: ix, lim: lim, wants: wants, p: &Plan{Left: make([]int32, len(wants))}}
-	jobs := 0 // a lower bound, unless slices leave some out
+	tasks := 0 // a lower bound, unless slices leave some out
 	for i := range wants {
 		if dest[i] != nil {
-			jobs += max(1, int(ix.Tensors[wants[i].Data].Count))
+			tasks += max(1, int(ix.Tensors[wants[i].Data].Count))
 		}
 	}
-	m.pos, m.p.Jobs, m.p.Refs = make([]place, 0, jobs), make([]device.DecodeTask, 0, jobs), make([]Ref, 0, jobs)
+	m.pos, m.p.Tasks, m.p.Refs = make([]place, 0, tasks), make([]device.DecodeTask, 0, tasks), make([]Ref, 0, tasks)
 	for i := range wants {
 		if dest[i] == nil || wants[i].Bytes == 0 {
 			continue
@@ -220,26 +220,26 @@ type maker struct {
 	lim   Limits
 	wants []Want
 	p     *Plan
-	pos   []place // of each job, sorted with it
+	pos   []place // of each task, sorted with it
 }
 
-// A place is where the stored bytes of a job lie.
+// A place is where the stored bytes of a task are.
 type place struct {
 	source   int32
-	job      int32
+	task     int32
 	off, len int64
 	inPlace  bool
 }
 
 func (m *maker) add(want, n, source int32, off int64, inPlace bool, j device.DecodeTask) {
-	m.pos = append(m.pos, place{source, int32(len(m.p.Jobs)), off, int64(j.Chunk.Stored), inPlace})
-	m.p.Jobs = append(m.p.Jobs, j)
+	m.pos = append(m.pos, place{source, int32(len(m.p.Tasks)), off, int64(j.Chunk.Stored), inPlace})
+	m.p.Tasks = append(m.p.Tasks, j)
 	m.p.Refs = append(m.p.Refs, Ref{want, n})
 	m.p.Left[want]++
 }
 
-// chunks adds the jobs of a tensor that is stored in chunks: only those chunks
-// that hold wanted bytes.
+// chunks adds the tasks of a tensor that is stored in chunks: only for chunks that
+// contain wanted bytes.
 func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	parts := int64(max(1, t.Parts))
 	partBytes := t.Bytes / parts
@@ -271,7 +271,7 @@ func (m *maker) chunks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointe
 	}
 }
 
-// wants reports whether a view keeps any byte of its chunk.
+// wants reports whether a view contains any byte of its chunk.
 func wants(v *device.View, n int64) (any bool) {
 	v.Runs(n, func(_, _, _ int64) { any = true })
 	return any
@@ -281,9 +281,9 @@ func wants(v *device.View, n int64) (any bool) {
 // rather than through a slot.
 const inPlaceMin = 128 << 10
 
-// plain adds the jobs of a tensor that lies in the file as it is. A contiguous
-// run is cut at the piece size; scattered columns are read row by row where
-// rows are long, and by whole bands of rows where they are short.
+// plain adds the tasks of a plain tensor. A contiguous run is cut at the piece
+// size; scattered columns are read row by row where rows are long, and by whole
+// bands of rows where they are short.
 func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	raw := func(off, n int64) tensor.Chunk {
 		return tensor.Chunk{Off: off, Stored: uint32(n), Logical: uint32(n), Codec: tensor.CodecRaw}
@@ -315,7 +315,7 @@ func (m *maker) plain(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer
 	}
 }
 
-// block is that of a tensor, unless a piece of such a size is too much.
+// block is the tensor's block size, unless that is too large for a piece.
 func (m *maker) block(t *tensor.Tensor) int64 {
 	most := m.lim.Piece
 	if m.lim.InPlace { // it takes no slot
@@ -327,8 +327,8 @@ func (m *maker) block(t *tensor.Tensor) int64 {
 	return t.Block
 }
 
-// upTo is how many bytes from off on one piece takes of a tensor, ending with a
-// block or at a multiple of Align.
+// upTo is how many bytes from off on one piece takes of a tensor, so that it ends
+// with a block or at a multiple of Align.
 func (m *maker) upTo(off int64, t *tensor.Tensor) int64 {
 	if b := m.block(t); b > 0 {
 		return max(1, m.lim.Piece/b)*b - (off-t.Off)%b
@@ -341,44 +341,45 @@ func (m *maker) upTo(off int64, t *tensor.Tensor) int64 {
 	return m.lim.Piece
 }
 
-// down and up are the multiples of Align around off, which is in source s.
+// down and up are the multiples of Align around off in source s.
 func (m *maker) down(off int64) int64 { return off &^ (max(1, m.lim.Align) - 1) }
 
 func (m *maker) up(off int64, s int32) int64 {
 	return max(off, min(m.down(off+max(1, m.lim.Align)-1), m.ix.Sources[s].Size))
 }
 
-// order sorts the jobs by where they lie, unless they are in order already.
+// order sorts the tasks by the offset of their bytes, unless they are sorted
+// already.
 func (m *maker) order() {
 	byPlace := func(a, b place) int {
-		return cmp.Or(cmp.Compare(a.source, b.source), cmp.Compare(a.off, b.off), cmp.Compare(a.job, b.job))
+		return cmp.Or(cmp.Compare(a.source, b.source), cmp.Compare(a.off, b.off), cmp.Compare(a.task, b.task))
 	}
 	if slices.IsSortedFunc(m.pos, byPlace) {
 		return
 	}
 	slices.SortFunc(m.pos, byPlace)
-	jobs, refs := make([]device.DecodeTask, len(m.p.Jobs)), make([]Ref, len(m.p.Refs))
+	tasks, refs := make([]device.DecodeTask, len(m.p.Tasks)), make([]Ref, len(m.p.Refs))
 	for i := range m.pos {
-		jobs[i], refs[i] = m.p.Jobs[m.pos[i].job], m.p.Refs[m.pos[i].job]
+		tasks[i], refs[i] = m.p.Tasks[m.pos[i].task], m.p.Refs[m.pos[i].task]
 	}
-	m.p.Jobs, m.p.Refs = jobs, refs
+	m.p.Tasks, m.p.Refs = tasks, refs
 }
 
-// cut joins neighbouring jobs into pieces. Jobs on the same bytes (tied
-// tensors) share a piece. It is of the jobs [from, to).
+// cut joins neighbouring tasks of [from, to) into pieces. Tasks on the same bytes
+// (tied tensors) share a piece.
 func (m *maker) cut(from, to int) {
 	p := m.p
 	var cur *Piece
 	for i := from; i < to; i++ {
 		at := &m.pos[i]
 		begin, end := m.down(at.off), m.up(at.off+at.len, at.source)
-		if end-begin > m.lim.Piece { // no larger a slot for the sake of it
+		if end-begin > m.lim.Piece { // alignment must not need a larger slot
 			begin, end = at.off, at.off+at.len
 		}
 		alone := m.lim.InPlace && at.inPlace && !(i > 0 && m.pos[i-1].off == at.off && m.pos[i-1].source == at.source) &&
 			!(i+1 < len(m.pos) && m.pos[i+1].off == at.off && m.pos[i+1].source == at.source)
 		if alone {
-			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: at.off, Len: at.len, InPlace: p.Jobs[i].Dst})
+			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: at.off, Len: at.len, InPlace: p.Tasks[i].Dst})
 			p.Read += at.len
 			cur = nil
 			continue
@@ -392,30 +393,30 @@ func (m *maker) cut(from, to int) {
 			p.Pieces = append(p.Pieces, Piece{Source: at.source, First: int32(i), Count: 1, Off: begin, Len: end - begin})
 			cur = &p.Pieces[len(p.Pieces)-1]
 		}
-		p.Jobs[i].Src = uint32(min(at.off-cur.Off, math.MaxUint32))
+		p.Tasks[i].Src = uint32(min(at.off-cur.Off, math.MaxUint32))
 		p.Read += cur.Len
 		p.Slot = max(p.Slot, cur.Len)
 	}
 }
 
-// split shares pieces out among workers. A part begins with a job, so that each
-// checksum is one worker's; only bytes without one are cut anywhere.
+// split divides pieces among workers. A share begins with a task, so that one
+// worker computes each checksum; only bytes without a checksum are cut anywhere.
 func (m *maker) split() {
 	p := m.p
-	p.Parts = make([]Part, 0, len(p.Pieces))
+	p.Shares = make([]Share, 0, len(p.Pieces))
 	for k := range p.Pieces {
 		piece := &p.Pieces[k]
-		cur := Part{Piece: int32(k), First: piece.First}
+		cur := Share{Piece: int32(k), First: piece.First}
 		next := func(at int64, first int32) {
 			cur.To, cur.Count = at, first-cur.First
-			p.Parts = append(p.Parts, cur)
-			cur = Part{Piece: int32(k), First: first, From: at}
+			p.Shares = append(p.Shares, cur)
+			cur = Share{Piece: int32(k), First: first, From: at}
 		}
-		have := int64(0) // bytes that the jobs so far reach to
-		for i := piece.First; m.lim.Part > 0 && piece.InPlace == nil && i < piece.First+piece.Count; i++ {
-			j := &p.Jobs[i]
+		have := int64(0) // end of the tasks so far
+		for i := piece.First; m.lim.Share > 0 && piece.InPlace == nil && i < piece.First+piece.Count; i++ {
+			j := &p.Tasks[i]
 			at := int64(j.Src)
-			if at >= have && at-cur.From >= m.lim.Part {
+			if at >= have && at-cur.From >= m.lim.Share {
 				next(at, i)
 			}
 			end := at + int64(j.Chunk.Stored)
@@ -424,14 +425,14 @@ func (m *maker) split() {
 			case b > 0:
 				cur.Whole = true
 				for cut := at + b - (m.pos[i].off-t.Off)%b; cut < end; cut += b {
-					if at >= have && cut-cur.From >= m.lim.Part {
+					if at >= have && cut-cur.From >= m.lim.Share {
 						next(cut, i+1)
 						cur.Whole = true
 					}
 				}
 			case p.Refs[i].N < 0 && at >= have:
-				for end-cur.From >= 2*m.lim.Part {
-					next(cur.From+m.lim.Part, i+1)
+				for end-cur.From >= 2*m.lim.Share {
+					next(cur.From+m.lim.Share, i+1)
 				}
 			}
 			have = max(have, end)

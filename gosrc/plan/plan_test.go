@@ -12,7 +12,7 @@ import (
 )
 
 // With Align, every piece begins and ends at a block or the end of its file, no
-// staged piece outgrows a slot for that, and every job lies inside its piece;
+// staged piece outgrows a slot for that, and every task lies inside its piece;
 // what is read to its place begins at a block from a tensor's second piece on.
 func TestAlign(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
@@ -57,9 +57,9 @@ func TestAlign(t *testing.T) {
 				t.Fatalf("piece %+v of a file of %d", c, size)
 			}
 			if c.InPlace != nil {
-				job := p.Jobs[c.First]
+				task := p.Tasks[c.First]
 				landed[p.Refs[c.First].Want] += c.Len
-				if first := job.Dst == dest[0]; c.Count != 1 || c.Off%block != 0 && !first {
+				if first := task.Dst == dest[0]; c.Count != 1 || c.Off%block != 0 && !first {
 					t.Fatalf("read to its place: %+v", c)
 				}
 				continue
@@ -68,9 +68,9 @@ func TestAlign(t *testing.T) {
 				t.Fatalf("staged piece %+v of a file of %d", c, size)
 			}
 			for i := c.First; i < c.First+c.Count; i++ {
-				j := &p.Jobs[i]
+				j := &p.Tasks[i]
 				if c.Off+int64(j.Src) != j.Chunk.Off || int64(j.Src)+int64(j.Chunk.Stored) > c.Len {
-					t.Fatalf("job %+v outside of piece %+v", j, c)
+					t.Fatalf("task %+v outside of piece %+v", j, c)
 				}
 				landed[p.Refs[i].Want] += int64(j.Chunk.Logical)
 			}

@@ -9,9 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Spot is where a chunk goes as it is stored. Data is the tensor that holds
-// it, N its number there; Bare: it has no checksum. Pieces do not cross from one
-// group to the next.
+// A Spot is where a stored chunk goes. Data is the tensor that contains it, N its
+// number there; Bare: it has no checksum. A piece has spots of one group only.
 type Spot struct {
 	Data, N int32
 	Group   int32
@@ -19,9 +18,9 @@ type Spot struct {
 	Dst     unsafe.Pointer
 }
 
-// Stored plans the reading of chunks to their spots, as they are stored: their
-// checksums are compared, and nothing is decoded. Each spot has a want of its
-// own. Spots are in the order of their sources and offsets, and of groups.
+// Stored plans how to read chunks to their spots as they are stored: checksums are
+// compared, and nothing is decoded. Each spot has a want of its own. Spots are in
+// the order of their sources and offsets, and of groups.
 func Stored(ix *tensor.Index, spots []Spot, lim Limits) (*Plan, []Want) {
 	wants := make([]Want, len(spots))
 	m := maker{ix: ix, lim: lim, wants: wants, p: &Plan{Left: make([]int32, len(spots))}}

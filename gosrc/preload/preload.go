@@ -1,14 +1,13 @@
-// Package preload is the load that starts by itself, when overwire is imported
-// with a preload variable set. It needs neither Python nor its lock: it opens,
-// reads and decodes while the interpreter imports other things.
+// Package preload runs loads that start by themselves, when overwire is imported
+// with a preload variable set. They need neither Python nor its lock: they open,
+// read and decode while the interpreter imports other modules.
 //
-// A load joins a preload file by file, and only of the very bytes that it would
-// read itself: the load opens its files, and those whose identity is that of a
-// preloaded file (device, inode, size, times; of a store's object its ETag or
-// date) need not be read. Each tensor is given once. A preload whose file
-// was replaced or written to, or whose tensors are not what the load asks for, is
-// dropped. One that failed is forgotten: the load then has an error of its own, or
-// none.
+// A load joins a preload file by file, and only for the very bytes that it would
+// read itself: it opens its files, and does not read those whose identity is that
+// of a preloaded file (device, inode, size, times; of a store's object its ETag or
+// date). Each tensor is given once. A preload is dropped if its file was replaced
+// or written to, or if its tensors differ from what the load asks for. A preload
+// that failed is forgotten: the load then gets its own error, or none.
 package preload
 
 import (
@@ -22,7 +21,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/load"
@@ -32,7 +31,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Preload is one background load, from its opening on.
+// A Preload is one background load, including the opening of its files.
 type Preload struct {
 	uris    []string
 	reached string // format.Access.Key
@@ -41,7 +40,7 @@ type Preload struct {
 	cancel  context.CancelFunc
 
 	paused chan struct{} // closed when it waits for a file that is being written
-	opened chan struct{} // closed when those below are set
+	opened chan struct{} // closed when the fields below are set
 	stock  *load.Stock
 	files  []preloaded
 	err    error
@@ -57,20 +56,20 @@ type preloaded struct {
 var (
 	mu    sync.Mutex
 	live  []*Preload
-	notes []Note // of preloads that were dropped, until Join tells
+	notes []Note // notes of dropped preloads, until Join reports them
 )
 
-// A Note is why a preload was dropped. Routine is what a program does on purpose.
+// A Note says why a preload was dropped. Routine: the program did it on purpose.
 type Note struct {
 	Text    string `json:"text"`
 	Routine bool   `json:"routine"`
 }
 
-var errCancelled = fault.New(fault.ErrCancelled, "by the caller")
+var errCancelled = errs.New(errs.ErrCancelled, "by the caller")
 
-// Start begins to load everything that spec names. A second Start of the same
-// files to the same device returns the first, unless they were replaced since, or
-// taken.
+// Start starts to load everything that spec names. A second Start of the same files
+// to the same device returns the first, unless the files were replaced or taken
+// since.
 func Start(spec load.Spec, opt load.Options) *Preload {
 	p := &Preload{uris: named(spec.URIs), reached: spec.Storage.Key(), device: host(opt.Device), read: how(opt.Read),
 		paused: make(chan struct{}), opened: make(chan struct{})}
@@ -123,23 +122,23 @@ func (p *Preload) open(ctx context.Context, spec load.Spec, opt load.Options) er
 	return err
 }
 
-// unknown is the error of what a load could not know again: read by it alone, it is
-// read once.
+// unknown is the error for an object that a later load could not identify: only the
+// load itself may read it, once.
 func unknown(uri, who string) error {
-	return &fault.At{Verb: "preload", Source: uri, Chunk: -1, Offset: -1,
-		Err: fault.New(fault.ErrNotSupported, "%s neither an ETag nor a date that a load could compare: it is read by the load alone", who)}
+	return &errs.At{Verb: "preload", Source: uri, Chunk: -1, Offset: -1,
+		Err: errs.New(errs.ErrNotSupported, "%s neither an ETag nor a date that a load could compare: it is read by the load alone", who)}
 }
 
-// The times of a file system are as coarse as a tick of the kernel's clock; of
-// some, which have no parts of a second, two seconds.
+// Times of a file system are as coarse as a tick of the kernel's clock; without
+// fractions of a second, as two seconds.
 const (
 	tick   = 40 * time.Millisecond
 	coarse = 2100 * time.Millisecond
 	looks  = 50
 )
 
-// whenSettled opens files that were not written to for so long that the next change
-// shows in their times. Of a file that was saved just now it waits for that.
+// whenSettled opens files whose last change is so old that the next one will show
+// in their times. For a file that was saved just now it waits until then.
 func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model, []source.Identity, error) {
 	var before []source.Identity
 	for look := range looks {
@@ -162,7 +161,7 @@ func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model,
 		}
 		before = ids
 		if look == 1 || look == 0 && pause > tick {
-			close(p.paused) // a load of it need not wait, too
+			close(p.paused) // a later load need not wait, too
 		}
 		select {
 		case <-time.After(pause):
@@ -170,24 +169,24 @@ func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model,
 			return nil, nil, ctx.Err()
 		}
 	}
-	return nil, nil, &fault.At{Verb: "preload", Source: spec.URIs[0], Chunk: -1, Offset: -1, Err: fault.New(fault.ErrIO, "it is being written to")}
+	return nil, nil, &errs.At{Verb: "preload", Source: spec.URIs[0], Chunk: -1, Offset: -1, Err: errs.New(errs.ErrIO, "it is being written to")}
 }
 
-// Drop forgets the preload and cancels it. What loads have joined they keep.
+// Drop forgets the preload and cancels it. Loads keep what they have joined.
 func (p *Preload) Drop() {
 	mu.Lock()
 	defer mu.Unlock()
 	p.forget("", true)
 }
 
-// forget is Drop, with what Join shall say of it. The caller holds mu.
+// forget is Drop with a note for Join to report. mu is held.
 func (p *Preload) forget(why string, routine bool) {
 	if !slices.Contains(live, p) {
 		return
 	}
 	live = slices.DeleteFunc(live, func(q *Preload) bool { return q == p })
 	if why != "" {
-		notes = append(notes, Note{fmt.Sprintf("the preload of %s is dropped: %s", fault.Redact(p.uris[0]), why), routine})
+		notes = append(notes, Note{fmt.Sprintf("the preload of %s is dropped: %s", errs.Redact(p.uris[0]), why), routine})
 	}
 	p.cancel()
 	end := func() {
@@ -197,13 +196,13 @@ func (p *Preload) forget(why string, routine bool) {
 		}
 	}
 	if _, done, _ := p.Opened(0); done {
-		end() // at once, before the load that has no use for it takes as much again
+		end() // now, before the load that cannot use it allocates as much again
 	} else {
 		spawn.Go("preload drop", end)
 	}
 }
 
-// prune forgets preloads whose tensors were all given. The caller holds mu.
+// prune forgets preloads whose tensors were all given. mu is held.
 func prune() {
 	live = slices.DeleteFunc(live, func(p *Preload) bool {
 		select {
@@ -215,14 +214,14 @@ func prune() {
 	})
 }
 
-// whole says that all of it is there for a load, or will be. The caller holds mu.
+// whole reports whether a load can still get everything of it. mu is held.
 func (p *Preload) whole() bool {
 	s, done, err := p.Opened(0)
 	return !done || err == nil && s.Whole() && p.replaced() == ""
 }
 
-// replaced names a local file of the preload that is another by now, or gone; ""
-// if none is, and while the files are not open. The caller holds mu.
+// replaced names a local file of the preload that was replaced or removed; "" if
+// none was, or while the files are not open. mu is held.
 func (p *Preload) replaced() string {
 	select {
 	case <-p.opened:
@@ -239,8 +238,8 @@ func (p *Preload) replaced() string {
 	return ""
 }
 
-// Sweep drops the preloads of what a save has just replaced: of local files, and
-// of objects of a store at or below a URI.
+// Sweep drops the preloads of what a save has just replaced: local files, or
+// objects of a store at or below a URI.
 func Sweep(uri string) {
 	mu.Lock()
 	defer mu.Unlock()
@@ -253,12 +252,12 @@ func Sweep(uri string) {
 			}
 		}
 		if gone != "" {
-			p.forget(fault.Redact(gone)+" was replaced", true)
+			p.forget(errs.Redact(gone)+" was replaced", true)
 		}
 	}
 }
 
-// Said returns why preloads were dropped, once.
+// Said returns why preloads were dropped, each once.
 func Said() []Note {
 	mu.Lock()
 	defer mu.Unlock()
@@ -267,20 +266,20 @@ func Said() []Note {
 	return said
 }
 
-// An Answer is what Join found.
+// An Answer is the result of Join.
 type Answer struct {
-	// Device is where the tensors land that loads of the model take from preloads;
-	// nil: it joins none.
+	// Device is where tensors land that loads of the model take from preloads; nil:
+	// it joins none.
 	Device *string `json:"device"`
 	// Notes say why preloads were dropped, since the last Answer.
 	Notes []Note `json:"notes"`
 }
 
-// Join lets loads of a model to a device take what was preloaded of its files.
-// Preloads of them that are of no use to it are dropped: they are of other bytes,
-// on another device, or read in another way; with alone, whatever they are. It
-// waits, at most for d, until preloads that may be of the same files have opened
-// theirs; done is false when that has passed.
+// Join lets loads of a model to a device take what was preloaded of its files. It
+// drops preloads of these files that it cannot use: those of other bytes, on
+// another device, or read in another way; with alone, all of them. It waits up to d
+// until preloads that may be of the same files have opened theirs; done is false if
+// that did not suffice.
 func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answer, done bool) {
 	srcs := m.Index().Sources
 	if !opened(srcs, d) {
@@ -326,7 +325,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 			if m.Join(at[0], p.stock, at[1], p.files[at[1]].id) {
 				a.Device = &p.device
 			} else {
-				p.forget(fault.Redact(srcs[at[0]].URI)+" was written to since", false)
+				p.forget(errs.Redact(srcs[at[0]].URI)+" was written to since", false)
 			}
 		}
 	}
@@ -334,11 +333,11 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 	return a, true
 }
 
-// match pairs a model's files with the same files of the preload that were not given
-// to a load. other is a file of the preload that was replaced.
+// match pairs a model's files with the same files of the preload that were not
+// given to a load. other is a file of the preload that was replaced.
 func (p *Preload) match(srcs []tensor.Source, ids []source.Identity) (pairs [][2]int, other string) {
 	for i, id := range ids {
-		if id == (source.Identity{}) { // of memory, or of a server that tells nothing
+		if id == (source.Identity{}) { // of memory, or of a server that reports no identity
 			continue
 		}
 		k := slices.IndexFunc(p.files, func(f preloaded) bool { return f.id == id })
@@ -351,7 +350,7 @@ func (p *Preload) match(srcs []tensor.Source, ids []source.Identity) (pairs [][2
 		mine := names(srcs[i].URI)
 		for _, f := range p.files {
 			if slices.ContainsFunc(f.names, func(n string) bool { return slices.Contains(mine, n) }) {
-				other = fault.Redact(f.uri)
+				other = errs.Redact(f.uri)
 			}
 		}
 	}
@@ -359,7 +358,7 @@ func (p *Preload) match(srcs []tensor.Source, ids []source.Identity) (pairs [][2
 }
 
 // unfit says why the tensors of a preload are not what a load of a model to a
-// device gives; "" if they are.
+// device needs; "" if they are.
 func (p *Preload) unfit(m *load.Model, pairs [][2]int, device, read string) (why string, routine bool) {
 	if p.device != "" && p.device != device {
 		return "it is on " + p.device + ", and the load goes to " + cmp.Or(device, "the host"), false
@@ -378,8 +377,8 @@ func (p *Preload) unfit(m *load.Model, pairs [][2]int, device, read string) (why
 	return "", false
 }
 
-// opened waits until every preload has opened its files that may be those of a
-// model: local ones, or of the same server.
+// opened waits until every preload has opened the files that may be those of a
+// model: local ones, or those of the same server.
 func opened(srcs []tensor.Source, d time.Duration) bool {
 	mu.Lock()
 	waiting := slices.Clone(live)
@@ -429,7 +428,7 @@ func local(uri string) (path string, ok bool) {
 	return "", false
 }
 
-// named is a list of URIs however their paths were written.
+// named normalizes URIs, whichever way their paths were written.
 func named(uris []string) []string {
 	all := make([]string, len(uris))
 	for i, u := range uris {
@@ -439,8 +438,8 @@ func named(uris []string) []string {
 	return all
 }
 
-// names are those that a file has: of a local one its absolute path, and what
-// that leads to by links.
+// names are the names of a file: for a local one its absolute path, and the path
+// that this leads to through links.
 func names(uri string) []string {
 	path, ok := local(uri)
 	if !ok {
@@ -455,8 +454,8 @@ func names(uri string) []string {
 	return []string{path}
 }
 
-// names says whether the preload was asked for one of a model's files, by its own
-// name, its folder's, or that of an index.json beside it.
+// names reports whether the preload was asked for one of a model's files, by its
+// own name, its folder's, or that of an index.json beside it.
 func (p *Preload) names(srcs []tensor.Source) bool {
 	for _, s := range srcs {
 		for _, n := range names(s.URI) {
@@ -482,18 +481,18 @@ func host(device string) string {
 	return device
 }
 
-// how is the way of reading that an option means.
+// how is the way of reading that an option selects.
 func how(read string) string { return cmp.Or(read, knob.Read.Get()) }
 
-// Opened waits, at most for d (for ever if negative), until the files are open
-// and the load runs, and returns its stock. done is false when d has passed first.
+// Opened waits up to d (for ever if negative) until the files are open and the load
+// runs, and returns its stock. done is false if d has passed first.
 func (p *Preload) Opened(d time.Duration) (s *load.Stock, done bool, err error) {
 	select {
 	case <-p.opened: // also when d is 0: a timer might win against it
 		return p.stock, true, p.err
 	default:
 	}
-	var late <-chan time.Time // never
+	var late <-chan time.Time // never sent to
 	if d >= 0 {
 		t := time.NewTimer(d)
 		defer t.Stop()

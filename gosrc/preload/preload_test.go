@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 )
 
@@ -332,7 +332,7 @@ func TestOtherSettings(t *testing.T) {
 func TestFailed(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "later")
 	p := Start(load.Spec{URIs: []string{path}}, load.Options{})
-	if _, done, err := p.Opened(time.Minute); !done || !errors.Is(err, fault.ErrNotFound) {
+	if _, done, err := p.Opened(time.Minute); !done || !errors.Is(err, errs.ErrNotFound) {
 		t.Errorf("%v, want ErrNotFound", err)
 	}
 	plainFile(t, path, "12") // half of it

@@ -1,6 +1,6 @@
 package main
 
-// This file measures each open codec beside the library that it is made of.
+// This file measures each open codec beside the library that it uses.
 
 import (
 	"bytes"
@@ -14,7 +14,7 @@ import (
 	"github.com/klauspost/compress/zstd"
 	"github.com/pierrec/lz4/v4"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/nvcomp/deflate"
 	ourlz4 "github.com/overwire/overwire/gosrc/nvcomp/lz4"
@@ -25,18 +25,18 @@ import (
 const (
 	bareBytes = 1 << 20
 	bareChunk = 64 << 10
-	// bareShare is what a codec's call shall keep of its library's speed.
+	// bareShare is the share of its library's speed that a codec must reach.
 	bareShare = 0.95
 )
 
-// A coder encodes a chunk into dst, of length 0 and room enough, and decodes
+// A coder encodes a chunk into dst, of length 0 and enough capacity, and decodes
 // one into dst, of the content's length.
 type coder struct {
 	encode func(dst, src []byte) ([]byte, error)
 	decode func(dst, src []byte) error
 }
 
-// words are bytes that the codecs find something in: words in any order.
+// words are compressible bytes: words in random order.
 func words(n int) []byte {
 	r := rand.New(rand.NewPCG(1, 2))
 	var list [300][]byte
@@ -54,8 +54,8 @@ func words(n int) []byte {
 	return out[:n]
 }
 
-// bare measures each open codec's own call beside the library's that it is made
-// of: the same chunks, by turns, on one core.
+// bare measures each open codec's own call beside that of its library: the same
+// chunks, alternating, on one core.
 func (r *run) bare() error {
 	src := words(bareBytes)
 	for _, name := range []string{"LZ4", "Snappy", "Zstd", "Deflate", "Gzip"} {
@@ -70,7 +70,8 @@ func (r *run) bare() error {
 	return nil
 }
 
-// bareRows adds the rows of one codec. What either encodes, both decode.
+// bareRows adds the rows of one codec. Each side decodes what the other has
+// encoded.
 func (r *run) bareRows(name string, src []byte, ours, library coder) error {
 	var chunks [2][][]byte
 	room, back := make([]byte, 0, 2*bareChunk), make([]byte, bareChunk)
@@ -92,7 +93,7 @@ func (r *run) bareRows(name string, src []byte, ours, library coder) error {
 				return err
 			}
 			if compare && !bytes.Equal(back, src[i*bareChunk:][:bareChunk]) {
-				return fault.New(fault.ErrEngine, "%s gives other bytes", name)
+				return errs.New(errs.ErrEngine, "%s gives other bytes", name)
 			}
 		}
 		return nil
@@ -109,7 +110,7 @@ func (r *run) bareRows(name string, src []byte, ours, library coder) error {
 		}
 	}
 	for _, what := range []string{"encode", "decode"} {
-		seconds, err := r.byTurns(func(i int) error {
+		seconds, err := r.alternate(func(i int) error {
 			if what == "encode" {
 				return encode(both[i], nil)
 			}
@@ -125,9 +126,9 @@ func (r *run) bareRows(name string, src []byte, ours, library coder) error {
 	return nil
 }
 
-// byTurns runs both sides one after the other, several times and once before,
+// alternate runs both sides one after the other, several times after one warm-up,
 // and returns the fastest of each: the work is the same every time.
-func (r *run) byTurns(side func(i int) error) (best [2]float64, err error) {
+func (r *run) alternate(side func(i int) error) (best [2]float64, err error) {
 	for round := range 5*r.Repeat + 1 {
 		for k := range 2 {
 			i := (k + round) % 2
@@ -168,11 +169,11 @@ func coders(name string) (ours, library coder, err error) {
 	case "Zstd":
 		e, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithEncoderCRC(false), zstd.WithAllLitEntropyCompression(true))
 		if err != nil {
-			return ours, library, fault.New(fault.ErrEngine, "Zstandard: %v", err)
+			return ours, library, errs.New(errs.ErrEngine, "Zstandard: %v", err)
 		}
 		d, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1))
 		if err != nil {
-			return ours, library, fault.New(fault.ErrEngine, "Zstandard: %v", err)
+			return ours, library, errs.New(errs.ErrEngine, "Zstandard: %v", err)
 		}
 		return coder{ourzstd.Encode, ourzstd.Decode}, coder{
 			func(dst, src []byte) ([]byte, error) { return e.EncodeAll(src, dst), nil },
@@ -184,7 +185,7 @@ func coders(name string) (ours, library coder, err error) {
 	return deflating(true)
 }
 
-// deflating is Deflate or Gzip at the library's level 1, which ours is, too.
+// deflating is Deflate or Gzip at the library's level 1, which is ours, too.
 func deflating(gz bool) (ours, library coder, err error) {
 	ours = coder{
 		func(dst, src []byte) ([]byte, error) { return deflate.Encode(dst, src, 1, gz) },

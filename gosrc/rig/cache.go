@@ -9,17 +9,17 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// dropped asks the system to forget the pages of files, and says which share of
-// them is in memory still. Their bytes are on the disk: saves end with fsync.
+// dropped drops the pages of files from the page cache, and returns which share of
+// them is still there. Their bytes are on the disk: saves end with fsync.
 func dropped(files []string) (share float64, err error) {
 	var in, all int64
 	for _, name := range files {
 		f, err := os.Open(name)
 		if err != nil {
-			return 0, fault.New(fault.ErrIO, "%v", err)
+			return 0, errs.New(errs.ErrIO, "%v", err)
 		}
 		err = f.Sync()
 		if err == nil {
@@ -31,7 +31,7 @@ func dropped(files []string) (share float64, err error) {
 		}
 		f.Close()
 		if err != nil {
-			return 0, fault.New(fault.ErrIO, "%s: %v", name, err)
+			return 0, errs.New(errs.ErrIO, "%s: %v", name, err)
 		}
 		in, all = in+have, all+pages
 	}
@@ -70,7 +70,7 @@ func openDirect(name string) (*os.File, error) {
 		return nil, lacking("the file system of %s knows no O_DIRECT", name)
 	}
 	if err != nil {
-		return nil, fault.New(fault.ErrIO, "%s: %v", name, err)
+		return nil, errs.New(errs.ErrIO, "%s: %v", name, err)
 	}
 	return os.NewFile(uintptr(fd), name), nil
 }
@@ -85,9 +85,9 @@ func readDirect(f *os.File, p []byte, off int64) error {
 		case errors.Is(err, unix.EINVAL):
 			return lacking("the file system of %s knows no O_DIRECT", f.Name())
 		case err != nil:
-			return fault.New(fault.ErrIO, "%s at %d: %v", f.Name(), off, err)
+			return errs.New(errs.ErrIO, "%s at %d: %v", f.Name(), off, err)
 		case n == 0:
-			return fault.New(fault.ErrIO, "%s at %d: nothing to read", f.Name(), off)
+			return errs.New(errs.ErrIO, "%s at %d: nothing to read", f.Name(), off)
 		}
 		return nil
 	}
@@ -98,7 +98,7 @@ func sizeOf(files []string) (n int64, err error) {
 	for _, name := range files {
 		info, err := os.Stat(name)
 		if err != nil {
-			return 0, fault.New(fault.ErrIO, "%v", err)
+			return 0, errs.New(errs.ErrIO, "%v", err)
 		}
 		n += info.Size()
 	}

@@ -9,15 +9,15 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/x16"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// codecBytes is how much of each kind the codec rows take, unless the load
-// rows are asked for less.
+// codecBytes is how much of each kind the codec rows use, unless the load rows use
+// less.
 const codecBytes = 128 << 20
 
 // ratios are the kinds whose size is measured, and the goal of each.
@@ -73,7 +73,7 @@ func (r *run) codec() error {
 // compressed is the file that ratio and coder work on.
 const compressed = "codec.safetensors"
 
-// ratio adds the row of what compression gains, beside its goal.
+// ratio adds the row of a compression ratio, beside its goal.
 func (r *run) ratio(name string, in []save.Input, goal float64, near bool) error {
 	row, err := r.Ratio(r.Path(compressed), in)
 	if err != nil {
@@ -85,7 +85,7 @@ func (r *run) ratio(name string, in []save.Input, goal float64, near bool) error
 		row.Reached = atMost(row.Value, goal)
 	}
 	if near {
-		row.Goal += ", <= 1.005 x bound"
+		row.Goal += ", <= 1.005 x field entropy"
 		ok := *row.Reached && row.Value/row.Floor <= 1.005
 		row.Reached = &ok
 	}
@@ -97,7 +97,7 @@ func (r *run) ratio(name string, in []save.Input, goal float64, near bool) error
 func (r *run) coder() error {
 	file, err := os.ReadFile(r.Path(compressed))
 	if err != nil {
-		return fault.New(fault.ErrIO, "%v", err)
+		return errs.New(errs.ErrIO, "%v", err)
 	}
 	m, err := load.Open(r.Ctx, load.Spec{URIs: []string{r.Path(compressed)}})
 	if err != nil {
@@ -155,7 +155,7 @@ func (r *run) coder() error {
 		v, err = r.Speed(total, func() error {
 			for _, c := range chunks {
 				if codec.Sum(stored(c)) != c.Sum {
-					return fault.New(fault.ErrCorrupt, "checksum of a chunk just written")
+					return errs.New(errs.ErrCorrupt, "checksum of a chunk just written")
 				}
 			}
 			return nil
@@ -168,20 +168,20 @@ func (r *run) coder() error {
 	})
 }
 
-// resident is the rate of decoding one small chunk over and over.
+// resident is the rate of decoding one small chunk again and again.
 func (r *run) resident(level x16.Level, original []byte) (float64, error) {
 	src := original[:min(256<<10, len(original))]
 	var e x16.Encoder
 	chunk, seg, ok := e.Encode(nil, src, x16.BF16)
 	if !ok {
-		return 0, fault.New(fault.ErrEngine, "a chunk of generated bf16 did not compress")
+		return 0, errs.New(errs.ErrEngine, "a chunk of generated bf16 did not compress")
 	}
 	dst := make([]byte, len(src))
 	if err := x16.DecodeAt(level, dst, chunk, x16.BF16, seg); err != nil {
 		return 0, err
 	}
 	if !bytes.Equal(dst, src) {
-		return 0, fault.New(fault.ErrEngine, "the %v decoder gives other bytes", level)
+		return 0, errs.New(errs.ErrEngine, "the %v decoder gives other bytes", level)
 	}
 	const times = 400
 	return r.Speed(times*int64(len(src)), func() error {
@@ -194,8 +194,8 @@ func (r *run) resident(level x16.Level, original []byte) (float64, error) {
 	})
 }
 
-// encoder measures encoding chunks of 1 MiB on one core, every one of which is
-// decoded and compared first.
+// encoder measures encoding chunks of 1 MiB on one core; every one is decoded and
+// compared first.
 func (r *run) encoder(src []byte) error {
 	const piece = 1 << 20
 	var e x16.Encoder
@@ -205,7 +205,7 @@ func (r *run) encoder(src []byte) error {
 			p := src[at:min(len(src), at+piece)]
 			chunk, seg, ok := e.Encode(out[:0], p, x16.BF16)
 			if !ok {
-				return fault.New(fault.ErrEngine, "a chunk of generated bf16 did not compress")
+				return errs.New(errs.ErrEngine, "a chunk of generated bf16 did not compress")
 			}
 			if fn != nil {
 				if err := fn(p, chunk, seg); err != nil {
@@ -220,7 +220,7 @@ func (r *run) encoder(src []byte) error {
 			return err
 		}
 		if !bytes.Equal(back[:len(p)], p) {
-			return fault.New(fault.ErrEngine, "a chunk did not come back bit for bit")
+			return errs.New(errs.ErrEngine, "a chunk did not come back bit for bit")
 		}
 		return nil
 	}); err != nil {

@@ -8,16 +8,16 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// cold measures loads of files that are not in the page cache, by turns with
-// what the disk gives past it, because disks drift. Before each, the file is
-// dropped from the cache and the cache is asked how much of it is left.
+// cold measures loads of files that are not in the page cache, alternating with
+// direct reads of the same disk, because disks drift. Before each, the file is
+// dropped from the cache, and the kernel is asked how much of it is left.
 func (r *run) cold() error {
 	const group = "cold"
 	plain, packed := r.Path("cold-plain.safetensors"), r.Path("cold.safetensors")
@@ -38,10 +38,11 @@ func (r *run) cold() error {
 		name, path, how string
 		warm            bool
 	}{
-		{"plain, past the cache", plain, "direct", false},
+		{"plain, by direct I/O", plain, "direct", false},
 		{"plain, through the cache", plain, "buffered", false},
-		{"plain, once more: it is in the cache now", plain, "buffered", true},
-		{"compressed, past the cache", packed, "direct", false},
+		{"plain, again from the cache", plain, "buffered", true},
+		{"compressed, by default", packed, "auto", false},
+		{"compressed, by direct I/O", packed, "direct", false},
 		{"compressed, through the cache", packed, "buffered", false},
 	}
 	floors, seconds, left := []float64{}, make([][]float64, len(ways)), make([]float64, len(ways))
@@ -73,7 +74,7 @@ func (r *run) cold() error {
 	}
 	st, err := os.Stat(plain)
 	if err != nil {
-		return fault.New(fault.ErrIO, "%v", err)
+		return errs.New(errs.ErrIO, "%v", err)
 	}
 	floor := measure.Rate(st.Size(), measure.Middle(floors))
 	for i, w := range ways {
@@ -88,6 +89,28 @@ func (r *run) cold() error {
 			row.Goal, row.Reached = ">= 1.45 x floor", atLeast(row.Value/floor, 1.45)
 		}
 		r.Add(row)
+	}
+	return r.coldPython(plain, packed, total, floor)
+}
+
+// coldPython measures what a user's process sees, which has imported torch: cold
+// files, every byte read, in each way of reading and by safetensors.
+func (r *run) coldPython(plain, packed string, total int64, floor float64) error {
+	const group = "cold"
+	name := func(what string) string {
+		return fmt.Sprintf("load_file of %.1f GB, every byte read, %s", float64(total)/1e9, what)
+	}
+	s, notes, missing, err := r.turns([]string{"cold", packed, "auto"}, []string{"cold", packed, "buffered"}, []string{"cold", packed, "direct"},
+		[]string{"cold", plain, "auto"}, []string{"coldpeer", plain})
+	if missing != "" {
+		r.Missing(group, name("fresh process"), missing)
+	}
+	if missing != "" || err != nil {
+		return err
+	}
+	for i, what := range []string{"compressed, by default", "compressed, buffered", "compressed, direct", "plain, by default", "plain"} {
+		r.Add(measure.Row{Group: group, Name: name(what), Value: measure.Rate(total, s[i]), Unit: "GB/s", Floor: floor, FloorName: "O_DIRECT, 16 x 1 MiB",
+			Note: notes[i] + ", fresh process"})
 	}
 	return nil
 }
@@ -119,34 +142,34 @@ type coldFile struct{ path string }
 func (c coldFile) evict() (left float64, err error) {
 	f, err := os.Open(c.path)
 	if err != nil {
-		return 1, fault.New(fault.ErrIO, "%v", err)
+		return 1, errs.New(errs.ErrIO, "%v", err)
 	}
 	defer f.Close()
 	_ = unix.Fdatasync(int(f.Fd()))
 	_ = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED)
 	left, ok := file.Resident(f)
 	if !ok {
-		return 1, fault.New(fault.ErrNotSupported, "the kernel does not tell what is resident")
+		return 1, errs.New(errs.ErrNotSupported, "the kernel does not tell what is resident")
 	}
 	return left, nil
 }
 
-// floor reads the file's whole MiB with O_DIRECT into memory that is there
+// floor reads the file's whole MiB with O_DIRECT into memory that is touched
 // already, and returns the seconds for the whole file.
 func (c coldFile) floor() (float64, error) {
 	const readers, piece = 16, 1 << 20
 	f, err := os.OpenFile(c.path, os.O_RDONLY|unix.O_DIRECT, 0)
 	if err != nil {
-		return 0, fault.New(fault.ErrNotSupported, "no O_DIRECT on this file system: %v", err)
+		return 0, errs.New(errs.ErrNotSupported, "no O_DIRECT on this file system: %v", err)
 	}
 	defer f.Close()
 	st, err := f.Stat()
 	if err != nil {
-		return 0, fault.New(fault.ErrIO, "%v", err)
+		return 0, errs.New(errs.ErrIO, "%v", err)
 	}
 	n := st.Size() / piece * piece
 	if n == 0 {
-		return 0, fault.New(fault.ErrNotSupported, "%d bytes are too few to measure", st.Size())
+		return 0, errs.New(errs.ErrNotSupported, "%d bytes are too few to measure", st.Size())
 	}
 	var s float64
 	err = measure.Fresh(readers*piece, func(m []byte) (err error) {

@@ -1,6 +1,6 @@
 package main
 
-// This file measures loads to a device, part by part.
+// This file measures loads to a device, in parts.
 
 import (
 	"errors"
@@ -11,13 +11,14 @@ import (
 	"strings"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
 // Parts are the values of Options.Only, in the order in which they are measured.
-// peers is left out unless it is named: others' loads take longer than all else.
+// peers is left out unless it is named: loads by other libraries take longer than
+// all else.
 var Parts = []string{"floors", "kernel", "bf16", "start", "cold", "net", "many", "kinds", "tensors", "peers"}
 
 // openDevice opens what Options.Device names.
@@ -27,7 +28,7 @@ func (r *run) openDevice() error {
 	return err
 }
 
-// device measures loads to a device. Each part is by itself: one that fails
+// device measures loads to a device. The parts are independent: one that fails
 // leaves a row that says so, and the others are measured; the first failure is
 // returned at the end.
 func (r *run) device() error {
@@ -63,7 +64,7 @@ func (r *run) device() error {
 		return err
 	}
 	if len(r.Report.Failures) > 0 {
-		return fault.New(fault.ErrEngine, "%d steps failed, the first: %s", len(r.Report.Failures), r.Report.Failures[0])
+		return errs.New(errs.ErrEngine, "%d steps failed, the first: %s", len(r.Report.Failures), r.Report.Failures[0])
 	}
 	return nil
 }
@@ -72,16 +73,16 @@ func (r *run) wanted(part string) bool {
 	return len(r.opt.Only) == 0 || slices.Contains(r.opt.Only, part)
 }
 
-// part is step for a part that Options.Only may leave out. The floors of the
-// device are what the others are held against: they are never left out.
+// part is step for a part that Options.Only may leave out. The floors of the device
+// are never left out, since the others are compared with them.
 func (r *run) part(part, name string, fn func() error) {
 	if part == "floors" || r.wanted(part) {
 		r.step(part, name, fn)
 	}
 }
 
-// step does one thing, unless the run was stopped or its time is up. What goes
-// wrong becomes a row and a failure, and the run goes on.
+// step runs fn, unless the run was stopped or its time is up. An error becomes a
+// row and a failure, and the run continues.
 func (r *run) step(group, name string, fn func() error) {
 	if r.Stopped() != nil {
 		return
@@ -98,7 +99,7 @@ func (r *run) step(group, name string, fn func() error) {
 		r.Missing(group, name, lacking.why)
 	default:
 		r.Report.Failures = append(r.Report.Failures, fmt.Sprintf("%s, %s: %v", group, name, err))
-		r.Missing(group, name, "FAILED: "+fault.Redact(err.Error()))
+		r.Missing(group, name, "FAILED: "+errs.Redact(err.Error()))
 	}
 }
 
@@ -164,7 +165,7 @@ func (r *run) makeModel(dir, group, kind string, size int64) (*model, error) {
 		}
 		folder := filepath.Join(dir, string(v))
 		if err := os.MkdirAll(folder, 0o700); err != nil {
-			return nil, fault.New(fault.ErrIO, "%v", err)
+			return nil, errs.New(errs.ErrIO, "%v", err)
 		}
 		rep, err := save.Write(r.Ctx, nil, save.Spec{Path: filepath.Join(folder, "model.safetensors"), Compress: v == packed,
 			Threads: r.Threads, Shard: m.bytes/4 + m.bytes/32 + 1}, in)

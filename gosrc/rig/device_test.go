@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/measure"
 )
@@ -21,11 +21,11 @@ func TestDeviceRefuses(t *testing.T) {
 		opt  Options
 		want error
 	}{
-		{Options{Device: "tpu"}, fault.ErrArgument},
-		{Options{Device: "cuda:x"}, fault.ErrArgument},
-		{Options{Device: "cpu", What: "load"}, fault.ErrArgument},
-		{Options{Device: "cpu", Only: []string{"all"}}, fault.ErrArgument},
-		{Options{Device: "cpu", Options: measure.Options{Out: "no/such/folder/report"}}, fault.ErrIO},
+		{Options{Device: "tpu"}, errs.ErrArgument},
+		{Options{Device: "cuda:x"}, errs.ErrArgument},
+		{Options{Device: "cpu", What: "load"}, errs.ErrArgument},
+		{Options{Device: "cpu", Only: []string{"all"}}, errs.ErrArgument},
+		{Options{Device: "cpu", Options: measure.Options{Out: "no/such/folder/report"}}, errs.ErrIO},
 	} {
 		c.opt.Dir, c.opt.Size, c.opt.Repeat = t.TempDir(), 1<<20, 1
 		if _, err := Run(t.Context(), nil, c.opt); !errors.Is(err, c.want) {
@@ -178,7 +178,7 @@ func TestDropped(t *testing.T) {
 	if fs := measure.FileSystem(path); fs != "tmpfs" && share > 0.02 || fs == "tmpfs" && share != 1 {
 		t.Errorf("on %s a share of %.3f is resident", fs, share)
 	}
-	if _, err := dropped([]string{path + "?"}); !errors.Is(err, fault.ErrIO) {
+	if _, err := dropped([]string{path + "?"}); !errors.Is(err, errs.ErrIO) {
 		t.Error(err)
 	}
 }

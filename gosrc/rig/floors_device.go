@@ -18,19 +18,19 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
-// freeMemory gives what was made back to the system, for the processes that
-// are measured next.
+// freeMemory returns garbage to the system, for the processes that are measured
+// next.
 func freeMemory() { debug.FreeOSMemory() }
 
-// touchAhead touches once as much memory as the run will use: in a fresh
-// virtual machine the first touch of a page is the host's work, a hundred times
-// slower than any later one, and would be measured instead of us.
+// touchAhead touches as much memory as the run will use: in a new virtual machine
+// the first touch of a page is the host's work, a hundred times slower than later
+// ones, and would be measured instead of us.
 func (r *run) touchAhead() {
 	const longest = 75 * time.Second
 	want := r.Size*3 + 2<<30
@@ -78,20 +78,20 @@ func available() int64 {
 	return n
 }
 
-// deviceFloors are what the machine gives between disk, memory and device, with
-// nothing of ours in between.
+// deviceFloors are the machine's rates between disk, memory and device, without
+// overwire.
 func (r *run) deviceFloors() error {
 	if r.gpu == nil {
 		return lacking("%s is the host: its floors stand above", r.opt.Device)
 	}
 	slot := int64(cuda.DefaultSlotBytes)
-	lane, err := r.gpu.Queue(cuda.DefaultSlots, slot)
+	queue, err := r.gpu.Queue(cuda.DefaultSlots, slot)
 	if err != nil {
 		return err
 	}
-	defer func() { lane.Close(); _ = r.gpu.Trim() }()
+	defer func() { queue.Close(); _ = r.gpu.Trim() }()
 	for _, n := range []int64{slot, 1 << 20, 256 << 10} {
-		v, err := r.ToDevice(lane, n)
+		v, err := r.ToDevice(queue, n)
 		if err != nil {
 			return err
 		}
@@ -102,18 +102,18 @@ func (r *run) deviceFloors() error {
 		}
 		r.Add(measure.Row{Group: "floors", Name: name, Value: v, Unit: "GB/s"})
 	}
-	return r.readFloors(lane)
+	return r.readFloors(queue)
 }
 
-// readFloors reads a cached file into the lane's pinned memory.
-func (r *run) readFloors(lane *cuda.Queue) error {
+// readFloors reads a cached file into the queue's pinned memory.
+func (r *run) readFloors(queue *cuda.Queue) error {
 	var slots []device.Slot
 	for range cuda.DefaultSlots {
-		s, err := lane.Get(r.Ctx)
+		s, err := queue.Get(r.Ctx)
 		if err != nil {
 			return err
 		}
-		defer lane.Put(s)
+		defer queue.Put(s)
 		slots = append(slots, s)
 	}
 	file, err := r.CachedFile()
@@ -136,8 +136,8 @@ func (r *run) readFloors(lane *cuda.Queue) error {
 	return nil
 }
 
-// kernels measures the decoder without anything around it: chunks that lie on
-// the device are decoded again and again, all of them in one launch.
+// kernels measures the decoder alone: chunks on the device are decoded again and
+// again, all in one launch.
 func (r *run) kernels() error {
 	if r.gpu == nil {
 		return lacking("%s has no kernels", r.opt.Device)
@@ -160,7 +160,7 @@ func (r *run) kernels() error {
 }
 
 // kernel measures one launch that makes n bytes; alone: with a wait after each
-// launch, as a piece of the pipeline has it.
+// launch, as for a piece of the pipeline.
 func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 	const chunk = 1 << 20
 	all, err := weights.Make(weights.Options{Kind: kind, Size: min(32<<20, max(4<<20, n)), Seed: 5, Threads: r.Threads})
@@ -183,7 +183,7 @@ func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 	for at := 0; at < len(big); at += chunk {
 		b, seg, ok := e.Encode(nil, big[at:at+chunk], transform)
 		if !ok {
-			return fault.New(fault.ErrEngine, "a chunk of generated %s did not compress", kind)
+			return errs.New(errs.ErrEngine, "a chunk of generated %s did not compress", kind)
 		}
 		stored, segs = append(stored, b), append(segs, seg)
 	}
@@ -192,17 +192,17 @@ func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 	for i := range count {
 		slot += int64(len(stored[i%len(stored)])+15) &^ 15
 	}
-	lane, err := r.gpu.Queue(2, slot)
+	queue, err := r.gpu.Queue(2, slot)
 	if err != nil {
 		return err
 	}
-	defer func() { lane.Close(); _ = r.gpu.Trim() }()
+	defer func() { queue.Close(); _ = r.gpu.Trim() }()
 	mem, err := r.gpu.Alloc([]int64{int64(count) * chunk})
 	if err != nil {
 		return err
 	}
 	defer mem[0].Release()
-	s, err := lane.Get(r.Ctx)
+	s, err := queue.Get(r.Ctx)
 	if err != nil {
 		return err
 	}
@@ -217,14 +217,14 @@ func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 		at += (len(stored[k]) + 15) &^ 15
 	}
 	var bad atomic.Pointer[error]
-	if err := lane.Submit(s, int64(at), jobs, func(_ int, err error) {
+	if err := queue.Submit(s, int64(at), jobs, func(_ int, err error) {
 		if err != nil {
 			bad.CompareAndSwap(nil, &err)
 		}
 	}); err != nil {
 		return err
 	}
-	if err := lane.Drain(context.WithoutCancel(r.Ctx)); err != nil {
+	if err := queue.Drain(context.WithoutCancel(r.Ctx)); err != nil {
 		return err
 	}
 	if p := bad.Load(); p != nil {
@@ -233,10 +233,10 @@ func (r *run) kernel(kind string, transform uint8, n int64, alone bool) error {
 	if err := r.decoded(mem[0], big); err != nil {
 		return err
 	}
-	return r.timeKernel(lane, kind, int64(count)*chunk, bytesIn, alone)
+	return r.timeKernel(queue, kind, int64(count)*chunk, bytesIn, alone)
 }
 
-// decoded compares what lies on the device with a pattern that repeats.
+// decoded compares memory of the device with a repeating pattern.
 func (r *run) decoded(m device.Memory, want []byte) error {
 	return measure.Fresh(m.Bytes, func(got []byte) error {
 		if err := r.gpu.Read(got, m); err != nil {
@@ -244,23 +244,23 @@ func (r *run) decoded(m device.Memory, want []byte) error {
 		}
 		for at := 0; at < len(got); at += len(want) {
 			if n := min(len(want), len(got)-at); !bytes.Equal(got[at:at+n], want[:n]) {
-				return fault.New(fault.ErrEngine, "the GPU decodes to other bytes")
+				return errs.New(errs.ErrEngine, "the GPU decodes to other bytes")
 			}
 		}
 		return nil
 	})
 }
 
-func (r *run) timeKernel(lane *cuda.Queue, kind string, logical, stored int64, alone bool) error {
+func (r *run) timeKernel(queue *cuda.Queue, kind string, logical, stored int64, alone bool) error {
 	times := 20
 	if alone {
 		times = 1
 	}
-	if _, err := lane.Again(2); err != nil { // warms up
+	if _, err := queue.Again(2); err != nil { // warms up
 		return err
 	}
 	v, err := r.MedianOf(func() (float64, error) {
-		took, err := lane.Again(times)
+		took, err := queue.Again(times)
 		return took.Seconds() / float64(times), err
 	})
 	if err != nil {
@@ -274,11 +274,11 @@ func (r *run) timeKernel(lane *cuda.Queue, kind string, logical, stored int64, a
 		return nil
 	}
 	row.Name = fmt.Sprintf("decode %s, %d MiB in one launch", kind, logical>>20)
-	// A byte of tensors is read as ratio bytes and written as one; a byte copied
-	// is read and written.
+	// A byte of tensors costs reading ratio bytes and writing one; a copied byte is
+	// read and written.
 	n := min(stored, 512<<20) &^ 255
 	c, err := r.MedianOf(func() (float64, error) {
-		took, err := lane.Across(n, times)
+		took, err := queue.Across(n, times)
 		return took.Seconds() / float64(times), err
 	})
 	if err != nil {
@@ -313,7 +313,7 @@ func (r *run) directRead(files []string, threads int) (float64, error) {
 		defer f.Close()
 		info, err := f.Stat()
 		if err != nil {
-			return 0, fault.New(fault.ErrIO, "%v", err)
+			return 0, errs.New(errs.ErrIO, "%v", err)
 		}
 		for at := int64(0); at < info.Size(); at += piece {
 			parts = append(parts, part{f, at})

@@ -10,14 +10,14 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
-// headers measures opening a plain file of very many tensors: its header is
-// parsed and every rule of the format held, each time anew. Beside it two parsers
-// of any JSON, which hold no rule.
+// headers measures opening a plain file of very many tensors: its header is parsed
+// and checked anew each time. Beside it two general JSON parsers, which check no
+// rule of the format.
 func (r *run) headers() error {
 	const tensors, each = 200_000, 512
 	head := []byte{0, 0, 0, 0, 0, 0, 0, 0, '{'}
@@ -40,12 +40,12 @@ func (r *run) headers() error {
 		err = os.Truncate(path, int64(len(head))+tensors*each) // a hole: no tensor is read
 	}
 	if err != nil {
-		return fault.New(fault.ErrIO, "%v", err)
+		return errs.New(errs.ErrIO, "%v", err)
 	}
 	s, err := r.Median(func() error {
-		now := time.Now() // another state of the file: no header of it is known yet
+		now := time.Now() // another state of the file: its header is not cached
 		if err := os.Chtimes(path, now, now); err != nil {
-			return fault.New(fault.ErrIO, "%v", err)
+			return errs.New(errs.ErrIO, "%v", err)
 		}
 		m, err := load.Open(r.Ctx, load.Spec{URIs: []string{path}})
 		if err == nil {
@@ -65,7 +65,7 @@ func (r *run) headers() error {
 		}
 		var table map[string]entry
 		if err := json.Unmarshal(text, &table); err != nil || len(table) != tensors {
-			return fault.New(fault.ErrEngine, "encoding/json: %d tensors, %v", len(table), err)
+			return errs.New(errs.ErrEngine, "encoding/json: %d tensors, %v", len(table), err)
 		}
 		return nil
 	})

@@ -1,6 +1,6 @@
 package main
 
-// This file measures loads from the page cache, and what a tensor costs.
+// This file measures loads from the page cache, and the cost of a tensor.
 
 import (
 	"encoding/json"
@@ -8,7 +8,7 @@ import (
 	"hash/crc32"
 	"os"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
@@ -58,7 +58,7 @@ func (r *run) writeSums(name string, in []save.Input) error {
 		err = os.WriteFile(r.Path(name), b, 0o600)
 	}
 	if err != nil {
-		return fault.New(fault.ErrIO, "%v", err)
+		return errs.New(errs.ErrIO, "%v", err)
 	}
 	return nil
 }
@@ -122,7 +122,7 @@ const (
 	onePlain  = "one-plain.safetensors"
 )
 
-// many measures what a tensor costs beside its bytes: a model of 18,867 small
+// many measures the cost of a tensor beside its bytes: a model of 18,867 small
 // tensors against the same bytes in one tensor.
 func (r *run) many() error {
 	in, _, err := r.Make("moe-bf16", min(r.Size, 128<<20), 3)

@@ -6,13 +6,13 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
-// big measures the large model: whole loads beside what others do, what a load
-// holds, what comes before it, and the same from a cold disk.
+// big measures the large model: whole loads beside those of other libraries, the
+// memory of a load, what precedes it, and the same from a cold disk.
 func (r *run) big(m *model) {
 	if r.wanted("bf16") {
 		r.step("bf16", "loads without Python", func() error { return r.goLoads(m) })
@@ -47,8 +47,8 @@ func (r *run) manySmall(m *model) {
 	})
 }
 
-// limit is the rate at which tensor bytes can arrive by way of the wire, and
-// its name. 0: not known.
+// limit is the rate at which tensor bytes can arrive over the link, and its name.
+// 0: not known.
 func (r *run) limit(m *model, v variant) (float64, string) {
 	wire := r.Report.Device.Wire
 	switch {
@@ -60,8 +60,8 @@ func (r *run) limit(m *model, v variant) (float64, string) {
 	return wire, "the wire"
 }
 
-// pairs measures first and second loads of a model in fresh processes by turns,
-// after the bytes were compared, and beside them so many runs of the peers.
+// pairs measures first and second loads of a model in fresh processes, alternating,
+// after the bytes were compared, and n runs of the peers beside them.
 func (r *run) pairs(group string, m *model, variants []variant, peers int) {
 	r.step(group, m.kind+": whole loads", func() error {
 		dev := r.opt.Device
@@ -110,7 +110,7 @@ func (r *run) pairs(group string, m *model, variants []variant, peers int) {
 	})
 }
 
-// goal sets what the project wants of loads to a GPU; the host has its own rows
+// goal sets the project's goal for loads to a GPU; the host has its own rows
 // elsewhere.
 func (r *run) goal(row *measure.Row, text string, reached *bool) {
 	if r.gpu != nil {
@@ -126,7 +126,7 @@ var whichLoad = []struct {
 	{"second load", func(d deviceResult) float64 { return d.Second }},
 }
 
-// loadRows are the first and the second load of our own.
+// loadRows adds the first and the second load of ours.
 func (r *run) loadRows(group string, m *model, v variant, o *outcome) {
 	name := m.name(v)
 	if o.err != nil {
@@ -151,7 +151,7 @@ func (r *run) loadRows(group string, m *model, v variant, o *outcome) {
 	}
 	switch {
 	case group == "bf16" && v == packed:
-		goal(rows[1].Floor, 0.955, "floor") // 80 GB/s where the wire carries 55.6
+		goal(rows[1].Floor, 0.955, "floor") // 80 GB/s where the link carries 55.6
 	case group == "bf16":
 		goal(rows[1].Floor, 0.97, "floor")
 	case group == "many":
@@ -161,11 +161,11 @@ func (r *run) loadRows(group string, m *model, v variant, o *outcome) {
 	r.Add(rows[1])
 }
 
-// goLoads measures loads by the engine alone, the cost of the checksums by
-// turns, and where the time of one traced load goes.
+// goLoads measures loads by the engine alone, the cost of checksums (alternating),
+// and where the time of one traced load goes.
 func (r *run) goLoads(m *model) error {
 	if r.gpu != nil {
-		defer func() { _ = r.gpu.Trim() }() // the processes that follow have the machine to themselves
+		defer func() { _ = r.gpu.Trim() }() // leave the machine to the processes that follow
 	}
 	var on, off []float64
 	once := func(opt load.Options) (rep load.Report, s float64, err error) {
@@ -209,7 +209,7 @@ func (r *run) goLoads(m *model) error {
 		return err
 	}
 	if rep.Trace == nil {
-		return fault.New(fault.ErrEngine, "a traced load has no trace")
+		return errs.New(errs.ErrEngine, "a traced load has no trace")
 	}
 	note := fmt.Sprintf("%d workers:", rep.Stages.Workers)
 	for _, g := range rep.Trace.Stages {
@@ -225,7 +225,7 @@ func (r *run) goLoads(m *model) error {
 	return nil
 }
 
-// memory is what a load holds beside its tensors.
+// memory is what a load allocates beside its tensors.
 func (r *run) memory(m *model) error {
 	o := r.taskTurns(m, []task{{"memory", packed, append([]string{"memory", r.opt.Device}, m.files[packed]...)}}, nil)["memory"]
 	if o.err != nil {
@@ -247,8 +247,8 @@ func (r *run) memory(m *model) error {
 	return nil
 }
 
-// starts measures what comes before the first byte: from the start of the
-// process, with and without torch, by turns.
+// starts measures the time before the first byte: from the start of the process,
+// with and without torch, alternating.
 func (r *run) starts(m *model) error {
 	all := map[string]*outcome{"first": {}, "preload": {}, "torch": {}}
 	for n := range r.Repeat + 1 {
@@ -262,7 +262,7 @@ func (r *run) starts(m *model) error {
 				o.err = err
 				continue
 			}
-			if n > 0 { // the first brings Python's files into memory
+			if n > 0 { // the first reads Python's files into memory
 				o.results = append(o.results, res)
 			}
 		}
@@ -275,7 +275,7 @@ func (r *run) starts(m *model) error {
 			return o.err
 		}
 		if o.results[0].Torch {
-			return fault.New(fault.ErrEngine, "torch was imported")
+			return errs.New(errs.ErrEngine, "torch was imported")
 		}
 		row := measure.Row{Group: "start", Name: "process start to the first tensor there, no torch", Unit: "s"}
 		o.spread(&row, firstOf)
@@ -309,8 +309,8 @@ func (r *run) starts(m *model) error {
 	return nil
 }
 
-// coldDevice measures loads from the disk: the pages of the files are dropped before
-// each, and reading the same files around the page cache is the floor, by turns.
+// coldDevice measures loads from the disk: the pages of the files are dropped
+// before each. Direct reads of the same files are the floor, alternating.
 func (r *run) coldDevice(m *model) error {
 	const patience = 10 * time.Second // of one read of all the files
 	share, err := dropped(m.files[packed])

@@ -17,7 +17,7 @@ import (
 
 	"github.com/dustin/go-humanize"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/measure"
 )
@@ -45,19 +45,19 @@ func main() {
 	switch {
 	case err == nil || errors.Is(err, flag.ErrHelp):
 		return
-	case errors.Is(err, fault.ErrCancelled):
+	case errors.Is(err, errs.ErrCancelled):
 		fmt.Fprintln(os.Stderr, "overwire-rig: interrupted")
 		os.Exit(130)
 	}
-	fmt.Fprintf(os.Stderr, "overwire-rig: %s\n", fault.Redact(err.Error()))
-	if errors.Is(err, fault.ErrArgument) {
+	fmt.Fprintf(os.Stderr, "overwire-rig: %s\n", errs.Redact(err.Error()))
+	if errors.Is(err, errs.ErrArgument) {
 		os.Exit(2)
 	}
 	os.Exit(1)
 }
 
-// command runs one command line, without the program's name. A report with
-// failures in it is shown, and its error returned.
+// command runs one command line, without the program's name. A report with failures
+// is printed, and its error returned.
 func command(ctx context.Context, argv []string, stdout, stderr io.Writer) error {
 	opt, asJSON, err := parse(argv, stderr)
 	if err != nil {
@@ -89,7 +89,7 @@ func command(ctx context.Context, argv []string, stdout, stderr io.Writer) error
 	return errors.Join(err, wrong)
 }
 
-// parse reads the options; what is measured may stand before or behind them.
+// parse reads the options; they may stand before or after what is measured.
 func parse(argv []string, stderr io.Writer) (opt Options, asJSON bool, err error) {
 	f := flag.NewFlagSet("overwire-rig", flag.ContinueOnError)
 	f.SetOutput(stderr)
@@ -126,19 +126,19 @@ func parse(argv []string, stderr io.Writer) (opt Options, asJSON bool, err error
 		if errors.Is(err, flag.ErrHelp) {
 			return opt, false, err
 		}
-		return opt, false, fault.New(fault.ErrArgument, "%v", err)
+		return opt, false, errs.New(errs.ErrArgument, "%v", err)
 	}
 	switch {
 	case f.NArg() == 1 && opt.What == "":
 		opt.What = f.Arg(0)
 	case f.NArg() > 0:
-		return opt, false, fault.New(fault.ErrArgument, "it measures one thing: %s", strings.Join(Whats, ", "))
+		return opt, false, errs.New(errs.ErrArgument, "it measures one thing: %s", strings.Join(Whats, ", "))
 	}
 	if opt.Device == "" && (opt.Only != nil || *limit != 0) {
-		return opt, false, fault.New(fault.ErrArgument, "--only and --limit go with --device")
+		return opt, false, errs.New(errs.ErrArgument, "--only and --limit go with --device")
 	}
 	if opt.Repeat < 0 || opt.Threads < 0 || *limit < 0 {
-		return opt, false, fault.New(fault.ErrArgument, "--repeat, --threads and --limit are positive numbers")
+		return opt, false, errs.New(errs.ErrArgument, "--repeat, --threads and --limit are positive numbers")
 	}
 	opt.Limit = time.Duration(*limit) * time.Second
 	return opt, asJSON, opt.check()

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
@@ -39,7 +39,7 @@ func TestParseRefuses(t *testing.T) {
 		"speed", "codec load", "codec --size none", "--size 0", "--repeat x", "--repeat -1", "--threads -1", "--only bf16", "--limit 3",
 		"--device cuda --only all", "--device cuda codec", "--fast", "--device cpu --limit -1",
 	} {
-		if _, _, err := parse(strings.Fields(text), &bytes.Buffer{}); !errors.Is(err, fault.ErrArgument) {
+		if _, _, err := parse(strings.Fields(text), &bytes.Buffer{}); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%s: %v", text, err)
 		}
 	}

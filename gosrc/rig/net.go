@@ -9,7 +9,7 @@ import (
 	"os"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/measure"
@@ -20,12 +20,12 @@ import (
 const (
 	netPlain      = "net-plain.safetensors"
 	netCompressed = "net.safetensors"
-	netMost       = 1 << 30 // tensor bytes: a slow link takes its time
+	netMost       = 1 << 30 // tensor bytes: few, since a slow link needs time
 )
 
-// net measures loads over HTTP from a server in this very process, so that
-// both ends share the cores: over shaped links, and over the bare loopback
-// beside what TCP alone carries there.
+// net measures loads over HTTP from a server in this process, so that both ends
+// share the cores: over shaped links, and over the bare loopback beside the rate of
+// TCP alone.
 func (r *run) net() error {
 	in, total, err := r.Make("llama-bf16", min(r.Size, netMost), 2)
 	if err != nil {
@@ -38,7 +38,7 @@ func (r *run) net() error {
 	}
 	for _, link := range []struct {
 		name       string
-		rate, each float64 // GB/s; 0: what TCP carries
+		rate, each float64 // GB/s; 0: the rate of TCP
 	}{
 		{"link of 0.3 GB/s", 0.3, 0}, {"link of 1.25 GB/s", 1.25, 0}, {"link of 5 GB/s", 5, 0}, {"1.25 GB/s, 0.04 a connection", 1.25, 0.04},
 		{"bare loopback", 0, 0},
@@ -93,7 +93,7 @@ func (r *run) net() error {
 	return r.firstTensor()
 }
 
-// arrival is how long it takes from opening a model until all of it is there.
+// arrival is the time from opening a model until all of it has landed.
 func (r *run) arrival(uri string) (seconds float64, err error) {
 	start := time.Now()
 	err = r.Loaded(uri, load.Options{}, func(*load.Model, [][]byte) error {
@@ -103,8 +103,7 @@ func (r *run) arrival(uri string) (seconds float64, err error) {
 	return seconds, err
 }
 
-// firstTensor measures how long one small tensor takes where an answer takes
-// its time.
+// firstTensor measures the time for one small tensor over a link with latency.
 func (r *run) firstTensor() error {
 	const latency = 20 * time.Millisecond
 	s, err := serve.New(r.Folder, serve.Options{Latency: latency})
@@ -140,19 +139,19 @@ func (r *run) firstTensor() error {
 	return nil
 }
 
-// rawTCP is what connections bring of a file when nobody looks at the bytes:
-// sendfile at one end, reads into fresh memory at the other. The best of a few
-// numbers of connections.
+// rawTCP is the rate of connections whose bytes are not processed: sendfile at one
+// end, reads into fresh memory at the other. The best of several numbers of
+// connections.
 func (r *run) rawTCP(path string) (float64, error) {
 	return r.bestTCP(path, []int{1, 2, 4, 8}, measure.Fresh)
 }
 
-// bestTCP is rawTCP for some numbers of connections, into the memory that room
-// gives; nil keeps one buffer a connection, as a ring does.
+// bestTCP is rawTCP for several numbers of connections, into the memory that room
+// returns; nil keeps one buffer a connection, as a ring does.
 func (r *run) bestTCP(path string, conns []int, room func(int64, func([]byte) error) error) (float64, error) {
 	st, err := os.Stat(path)
 	if err != nil {
-		return 0, fault.FromOS(err)
+		return 0, errs.FromOS(err)
 	}
 	size := st.Size()
 	if room == nil {
@@ -178,7 +177,7 @@ func (r *run) bestTCP(path string, conns []int, room func(int64, func([]byte) er
 func rawOnce(path string, m []byte, size int64, conns int) error {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
-		return fault.New(fault.ErrIO, "%v", err)
+		return errs.New(errs.ErrIO, "%v", err)
 	}
 	defer l.Close()
 	part := (size + int64(conns) - 1) / int64(conns)
@@ -204,10 +203,10 @@ func rawOnce(path string, m []byte, size int64, conns int) error {
 	return measure.Parallel(conns, size, part, func(_ int, lo, hi int64) error {
 		c, err := net.Dial("tcp", l.Addr().String())
 		if err != nil {
-			return fault.New(fault.ErrIO, "%v", err)
+			return errs.New(errs.ErrIO, "%v", err)
 		}
 		defer c.Close()
-		// Which part this connection brings is of no matter: all are alike.
+		// Which share this connection reads does not matter: all are alike.
 		step := make([]byte, 1<<20)
 		for at := lo; at < hi; {
 			b := step
@@ -220,7 +219,7 @@ func rawOnce(path string, m []byte, size int64, conns int) error {
 				return nil
 			}
 			if err != nil {
-				return fault.New(fault.ErrIO, "%v", err)
+				return errs.New(errs.ErrIO, "%v", err)
 			}
 		}
 		return nil

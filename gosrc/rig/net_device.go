@@ -15,16 +15,16 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// netDevice measures loads to the device over HTTP, in processes of their own,
-// from a server in this one, beside what TCP alone carries between the two ends
-// of the loopback into memory that is there already.
+// netDevice measures loads to the device over HTTP, in processes of their own, from
+// a server in this one, beside the rate of TCP alone over the loopback into memory
+// that is touched already.
 func (r *run) netDevice(m *model) error {
 	dir := filepath.Dir(filepath.Dir(m.files[plain][0]))
 	s, err := serve.New(dir, serve.Options{})
@@ -36,7 +36,7 @@ func (r *run) netDevice(m *model) error {
 	if err != nil {
 		return err
 	}
-	r.Add(measure.Row{Group: "net", Name: "raw TCP over the loopback, nobody looks at the bytes", Value: tcp, Unit: "GB/s"})
+	r.Add(measure.Row{Group: "net", Name: "raw TCP over the loopback, bytes discarded", Value: tcp, Unit: "GB/s"})
 	floor, name := tcp, "raw TCP"
 	if r.gpu != nil {
 		if floor, err = r.bestSlots(m.files[plain], []int{8, 16, 32}); err != nil {
@@ -44,7 +44,7 @@ func (r *run) netDevice(m *model) error {
 		}
 		name = "raw TCP to the device"
 		r.Add(measure.Row{Group: "net", Name: "raw TCP into the pinned slots of a load, and on to the device", Value: floor, Unit: "GB/s",
-			Floor: tcp, FloorName: "raw TCP", Note: "nobody looks at the bytes"})
+			Floor: tcp, FloorName: "raw TCP", Note: "bytes are not processed"})
 	}
 	urls := map[variant][]string{}
 	for v, files := range m.files {
@@ -92,7 +92,7 @@ func (r *run) netDevice(m *model) error {
 	return nil
 }
 
-// waits says what the workers of the last of some loads were at, on average.
+// waits says what the workers of the last loads waited for, on average.
 func waits(results []deviceResult) string {
 	st := results[len(results)-1].Stages
 	if st.Workers == 0 || st.WallNS == 0 {
@@ -102,22 +102,22 @@ func waits(results []deviceResult) string {
 	for _, x := range []struct {
 		name string
 		ns   int64
-	}{{"a permit", st.PermitNS}, {"an answer", st.AnswerNS}, {"bytes", st.ReadNS}, {"checksums", st.CheckNS}, {"a slot", st.WaitNS}, {"handing over", st.DecodeNS}} {
+	}{{"a permit", st.PermitNS}, {"an answer", st.AnswerNS}, {"bytes", st.ReadNS}, {"checksums", st.CheckNS}, {"a slot", st.WaitNS}, {"submitting", st.DecodeNS}} {
 		text += fmt.Sprintf(" %s %.0f %%,", x.name, 100*float64(x.ns)/float64(st.Workers*st.WallNS))
 	}
 	return text[:len(text)-1]
 }
 
-// bestSlots is what TCP and the wire carry one after the other: a lane as loads
-// have it, whose slots connections fill, a part each, and which are copied to
-// the device when they are full. The best of a few numbers of connections.
+// bestSlots is the rate of TCP and the link one after the other: a queue as loads
+// use it, whose slots are filled by several connections together, and copied to the
+// device when they are full. The best of several numbers of connections.
 func (r *run) bestSlots(files []string, conns []int) (float64, error) {
 	_, slot := cuda.Ring()
-	lane, err := r.gpu.Queue(0, 0)
+	queue, err := r.gpu.Queue(0, 0)
 	if err != nil {
 		return 0, err
 	}
-	defer func() { lane.Close(); _ = r.gpu.Trim() }()
+	defer func() { queue.Close(); _ = r.gpu.Trim() }()
 	mem, err := r.gpu.Alloc([]int64{slot})
 	if err != nil {
 		return 0, err
@@ -130,7 +130,7 @@ func (r *run) bestSlots(files []string, conns []int) (float64, error) {
 	total = max(slot, total/slot*slot)
 	best := 0.0
 	for _, n := range conns {
-		seconds, err := r.Median(func() error { return slotsOnce(r.Ctx, lane, mem[0].Ptr, files, total, n) })
+		seconds, err := r.Median(func() error { return slotsOnce(r.Ctx, queue, mem[0].Ptr, files, total, n) })
 		if err != nil {
 			return 0, err
 		}
@@ -139,27 +139,28 @@ func (r *run) bestSlots(files []string, conns []int) (float64, error) {
 	return best, nil
 }
 
-// slotsOnce brings total bytes, whole slots, to dst, which has room for one.
-// Every connection brings all files over and over, for as long as it is asked.
-func slotsOnce(ctx context.Context, lane *cuda.Queue, dst unsafe.Pointer, files []string, total int64, conns int) error {
+// slotsOnce reads total bytes, whole slots, and copies each slot to dst, which has
+// space for one. Every connection sends all files again and again until its
+// receiver has enough.
+func slotsOnce(ctx context.Context, queue *cuda.Queue, dst unsafe.Pointer, files []string, total int64, conns int) error {
 	_, slot := cuda.Ring()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel() // no connection waits for a slot that another will not fill
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
-		return fault.New(fault.ErrIO, "%v", err)
+		return errs.New(errs.ErrIO, "%v", err)
 	}
-	var senders sync.WaitGroup
-	defer senders.Wait()
+	var sending sync.WaitGroup
+	defer sending.Wait()
 	defer l.Close()
-	senders.Add(1)
-	spawn.Go("bench tcp", func() { defer senders.Done(); sendAll(l, files, &senders) })
-	f := &filling{lane: lane, slot: slot, pieces: make([]shared, total/slot),
+	sending.Add(1)
+	spawn.Go("bench tcp", func() { defer sending.Done(); sendAll(l, files, &sending) })
+	f := &filling{queue: queue, slot: slot, pieces: make([]shared, total/slot),
 		tasks: []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw, Stored: uint32(slot), Logical: uint32(slot)}, Dst: dst}}}
 	err = measure.Parallel(conns, int64(conns), 1, func(int, int64, int64) error {
 		c, err := net.Dial("tcp", l.Addr().String())
 		if err != nil {
-			return fault.New(fault.ErrIO, "%v", err)
+			return errs.New(errs.ErrIO, "%v", err)
 		}
 		defer c.Close()
 		err = f.bring(ctx, c)
@@ -168,12 +169,12 @@ func slotsOnce(ctx context.Context, lane *cuda.Queue, dst unsafe.Pointer, files 
 		}
 		return err
 	})
-	for i := range f.pieces { // what an error left half filled
+	for i := range f.pieces { // slots that an error left half filled
 		if s := f.pieces[i].slot; s != nil {
-			lane.Put(s)
+			queue.Put(s)
 		}
 	}
-	if e := lane.Drain(context.WithoutCancel(ctx)); err == nil {
+	if e := queue.Drain(context.WithoutCancel(ctx)); err == nil {
 		err = e
 	}
 	if p := f.bad.Load(); err == nil && p != nil {
@@ -182,16 +183,16 @@ func slotsOnce(ctx context.Context, lane *cuda.Queue, dst unsafe.Pointer, files 
 	return err
 }
 
-// sendAll sends files over every connection until the other end has enough.
-func sendAll(l net.Listener, files []string, senders *sync.WaitGroup) {
+// sendAll sends files over every connection until its receiver has enough.
+func sendAll(l net.Listener, files []string, sending *sync.WaitGroup) {
 	for n := 0; ; n++ {
 		c, err := l.Accept()
 		if err != nil {
 			return
 		}
-		senders.Add(1)
+		sending.Add(1)
 		spawn.Go("bench tcp", func() {
-			defer senders.Done()
+			defer sending.Done()
 			defer c.Close()
 			for k := n; sent(c, files[k%len(files)]) == nil; k++ {
 			}
@@ -199,27 +200,27 @@ func sendAll(l net.Listener, files []string, senders *sync.WaitGroup) {
 	}
 }
 
-// shareBytes is what a connection brings of a slot at a time.
+// shareBytes is how much of a slot a connection reads at a time.
 const shareBytes = 1 << 20
 
-// A filling is slots that connections fill together, a share each.
+// A filling is the slots that connections fill together, a share each.
 type filling struct {
-	lane   *cuda.Queue
+	queue  *cuda.Queue
 	slot   int64
-	tasks  []device.DecodeTask // of every slot: to where its bytes go
+	tasks  []device.DecodeTask // of every slot: the destination of its bytes
 	pieces []shared
 	next   atomic.Int64 // share of all pieces
 	bad    atomic.Pointer[error]
 }
 
-// shared is one slot's worth; done counts the shares that are there.
+// shared is one slot; done counts the shares that have arrived.
 type shared struct {
 	mu   sync.Mutex
 	slot device.Slot
 	done int64
 }
 
-// bring fills shares out of one connection until all are taken.
+// bring reads shares from one connection until all are taken.
 func (f *filling) bring(ctx context.Context, c net.Conn) error {
 	shares := (f.slot + shareBytes - 1) / shareBytes
 	for i := f.next.Add(1) - 1; i < int64(len(f.pieces))*shares; i = f.next.Add(1) - 1 {
@@ -227,7 +228,7 @@ func (f *filling) bring(ctx context.Context, c net.Conn) error {
 		p.mu.Lock()
 		var err error
 		if p.slot == nil {
-			p.slot, err = f.lane.Get(ctx)
+			p.slot, err = f.queue.Get(ctx)
 		}
 		s := p.slot
 		p.mu.Unlock()
@@ -235,7 +236,7 @@ func (f *filling) bring(ctx context.Context, c net.Conn) error {
 			return err
 		}
 		if _, err = io.ReadFull(c, s.Memory()[at:min(at+shareBytes, f.slot)]); err != nil {
-			return fault.New(fault.ErrIO, "%v", err)
+			return errs.New(errs.ErrIO, "%v", err)
 		}
 		p.mu.Lock()
 		p.done++
@@ -245,7 +246,7 @@ func (f *filling) bring(ctx context.Context, c net.Conn) error {
 			continue
 		}
 		p.slot = nil
-		if err := f.lane.Submit(s, f.slot, f.tasks, func(_ int, err error) {
+		if err := f.queue.Submit(s, f.slot, f.tasks, func(_ int, err error) {
 			if err != nil {
 				f.bad.CompareAndSwap(nil, &err)
 			}

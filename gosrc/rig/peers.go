@@ -12,8 +12,8 @@ import "fmt"
 // installed says so in its row. workers/rig_device.py knows how each is called.
 var peers = []string{"instanttensor", "safetensors", "fastsafetensors", "runai-model-streamer"}
 
-// beside measures plain loads of ours and of others, each in fresh processes, by
-// turns, every byte compared.
+// beside measures plain loads of ours and of others, each in fresh processes,
+// alternating, every byte compared.
 func (r *run) beside(m *model) {
 	r.step("peers", m.kind+": beside other loaders", func() error {
 		dev := r.opt.Device
@@ -49,10 +49,10 @@ func (r *run) beside(m *model) {
 }
 
 // both adds the rows of a first and a second load, and returns the rate of the
-// second. best, if not 0, is what it should beat.
+// second. best, if not 0, is the rate it should exceed.
 func (r *run) both(m *model, name string, o *outcome, best float64) float64 {
 	if len(o.results) == 0 {
-		// Of another loader it is no failure of this run.
+		// A failure of another loader is no failure of this run.
 		r.step("peers", name, func() error { return lacking("%v", o.err) })
 		return 0
 	}

@@ -14,7 +14,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/pipeline"
 )
@@ -35,11 +35,11 @@ type deviceResult struct {
 	Error   string          `json:"error"`
 }
 
-// A task is one measurement in a process of its own. Tasks with one label are
-// runs of the same thing.
+// A task is one measurement in a process of its own. Tasks with one label repeat
+// the same measurement.
 type task struct {
 	label string
-	of    variant // what it loads; a failed verify of that skips it
+	of    variant // what it loads; skipped if verifying that failed
 	args  []string
 }
 
@@ -53,10 +53,10 @@ type child struct {
 	stderr bytes.Buffer
 }
 
-// What is slower is given up. Tests are less patient.
+// Limits; what is slower is killed. Tests use smaller ones.
 var (
-	startLimit = 150 * time.Second // to import torch and make a context, several at once
-	workLimit  = 45 * time.Second  // to load, and for each 400 MB a second more
+	startLimit = 150 * time.Second // to import torch and make a context, several processes at once
+	workLimit  = 45 * time.Second  // to load, and a second more for every 400 MB
 )
 
 // begin starts a process, which is killed after limit.
@@ -79,12 +79,12 @@ func (r *run) begin(t task, limit time.Duration) (*child, error) {
 	}
 	if err != nil {
 		stop()
-		return nil, fault.New(fault.ErrEngine, "%s: %v", r.opt.Python, err)
+		return nil, errs.New(errs.ErrEngine, "%s: %v", r.opt.Python, err)
 	}
 	return c, nil
 }
 
-// line reads one line; an early end is an error with what the process said last.
+// line reads one line; an early end is an error with the process's last output.
 func (c *child) line() (string, error) {
 	text, err := c.out.ReadString('\n')
 	if err == nil {
@@ -92,7 +92,7 @@ func (c *child) line() (string, error) {
 	}
 	wait := c.cmd.Wait()
 	lines := strings.Split(strings.TrimSpace(c.stderr.String()), "\n")
-	return "", fault.New(fault.ErrEngine, "%s: ended, or was given up: %v: %s", strings.Join(c.task.args, " "), wait, lines[len(lines)-1])
+	return "", errs.New(errs.ErrEngine, "%s: ended, or was given up: %v: %s", strings.Join(c.task.args, " "), wait, lines[len(lines)-1])
 }
 
 // result reads the answer.
@@ -103,10 +103,10 @@ func (c *child) result(text string) (res deviceResult, err error) {
 		}
 	}
 	if err := json.Unmarshal([]byte(text), &res); err != nil {
-		return res, fault.New(fault.ErrEngine, "%s printed %q", strings.Join(c.task.args, " "), text)
+		return res, errs.New(errs.ErrEngine, "%s printed %q", strings.Join(c.task.args, " "), text)
 	}
 	if res.Error != "" {
-		return res, fault.New(fault.ErrEngine, "%s: %s", c.task.args[0], res.Error)
+		return res, errs.New(errs.ErrEngine, "%s: %s", c.task.args[0], res.Error)
 	}
 	if res.Missing != "" {
 		return res, lacking("%s", res.Missing)
@@ -114,8 +114,8 @@ func (c *child) result(text string) (res deviceResult, err error) {
 	return res, nil
 }
 
-// end kills a process that still runs and waits for it: what it held is given
-// back before the next is measured.
+// end kills a process that still runs and waits for it, so that its memory is free
+// before the next measurement.
 func (c *child) end() {
 	_ = c.in.Close()
 	timer := time.AfterFunc(10*time.Second, c.stop) // it ends by itself, or not
@@ -127,13 +127,13 @@ func (c *child) end() {
 // outcome is what the tasks of one label gave.
 type outcome struct {
 	results []deviceResult
-	err     error // the first; what had been measured before it counts
+	err     error // the first error; what had been measured before it counts
 }
 
-// taskTurns runs tasks one after the other, each in a fresh process. Several are
-// started at once and wait, so that importing torch costs the run its time once
-// for each handful; while one is measured, the others sleep. before is called
-// right before each one's word.
+// taskTurns runs tasks one after the other, each in a fresh process. Several
+// processes start at once and wait, so that the time to import torch is spent once
+// for each group; while one is measured, the others sleep. before is called right
+// before each one starts to work.
 func (r *run) taskTurns(m *model, tasks []task, before func() error) map[string]*outcome {
 	all := map[string]*outcome{}
 	wrong := map[variant]error{} // the verify that failed
@@ -169,7 +169,7 @@ func (r *run) taskTurns(m *model, tasks []task, before func() error) map[string]
 			}
 			children[i] = c
 		}
-		early := make([]string, n) // answers of those that never got ready
+		early := make([]string, n) // results of those that failed to start
 		for i, c := range children {
 			if c == nil {
 				continue
@@ -197,7 +197,7 @@ func (r *run) taskTurns(m *model, tasks []task, before func() error) map[string]
 			var res deviceResult
 			if err == nil {
 				killer := time.AfterFunc(r.longest(m), c.stop)
-				_, _ = io.WriteString(c.in, "go\n") // a child that is gone shows in result
+				_, _ = io.WriteString(c.in, "go\n") // result reports a child that is gone
 				res, err = c.result(early[i])
 				killer.Stop()
 			}
@@ -216,7 +216,7 @@ func (r *run) longest(m *model) time.Duration {
 	return workLimit + time.Duration(m.bytes/400e6)*time.Second
 }
 
-// outOfTime is the reason why nothing more is begun.
+// outOfTime is the reason why nothing more is started.
 func (r *run) outOfTime() error {
 	if err := r.Stopped(); err != nil {
 		return err

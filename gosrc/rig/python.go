@@ -12,7 +12,7 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
@@ -25,7 +25,7 @@ var workers embed.FS
 // unpackWorkers writes Python's scripts to the run's folder.
 func (r *run) unpackWorkers() error {
 	if err := os.CopyFS(r.Folder, workers); err != nil {
-		return fault.New(fault.ErrIO, "%v", err)
+		return errs.New(errs.ErrIO, "%v", err)
 	}
 	return nil
 }
@@ -64,15 +64,15 @@ func (r *run) runPython(args ...string) (res pythonResult, err error) {
 			return res, stopped
 		}
 		lines := strings.Split(strings.TrimSpace(stderr.String()), "\n")
-		return res, fault.New(fault.ErrEngine, "%s %s: %v: %s", r.opt.Python, strings.Join(args, " "), err, lines[len(lines)-1])
+		return res, errs.New(errs.ErrEngine, "%s %s: %v: %s", r.opt.Python, strings.Join(args, " "), err, lines[len(lines)-1])
 	}
 	if err := json.Unmarshal(stdout.Bytes(), &res); err != nil {
-		return res, fault.New(fault.ErrEngine, "%s printed %q", strings.Join(args, " "), stdout.String())
+		return res, errs.New(errs.ErrEngine, "%s printed %q", strings.Join(args, " "), stdout.String())
 	}
 	return res, nil
 }
 
-// turns runs measurements in fresh processes by turns, after one warm-up of
+// turns runs measurements in fresh processes, alternating, after one warm-up of
 // each, and returns the median seconds of each; a missing reason ends it.
 func (r *run) turns(cmds ...[]string) (seconds []float64, notes []string, missing string, err error) {
 	all := make([][]float64, len(cmds))
@@ -137,8 +137,8 @@ func (r *run) value(suffix string) float64 {
 	return 0
 }
 
-// pythonPlain sets load_file of a plain file against safetensors' own; both
-// then read every byte, since a mapped file costs its reader otherwise nothing.
+// pythonPlain compares load_file of a plain file with safetensors' own; both then
+// read every byte, since mapping a file alone costs nothing.
 func (r *run) pythonPlain(total int64, gb float64) error {
 	name := fmt.Sprintf("load_file of %.1f GB plain safetensors, consumed", gb)
 	res, err := r.python("verify", r.Path(bigPlain), r.Path(bigSums))
@@ -188,7 +188,7 @@ func (r *run) pythonMany(n int) error {
 	return nil
 }
 
-// imports is what `import overwire` adds to a bare interpreter.
+// imports is the time that `import overwire` adds to a bare interpreter.
 func (r *run) imports() error {
 	const name = "import overwire, over a bare interpreter"
 	if r.opt.Python == "" {

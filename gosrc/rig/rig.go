@@ -1,11 +1,11 @@
-// The rig measures what overwire promises, for those who work on it: each figure
-// beside the floor that the same machine showed in the same run, beside what the
-// project wants of it, and beside what other libraries do. It is a program of its
-// own, which is no part of the library: `make rig` builds build/bin/overwire-rig.
+// The rig measures what overwire promises, for its developers: each figure beside
+// the floor of the same machine in the same run, beside its goal, and beside other
+// libraries. It is a program of its own and no part of the library: `make rig`
+// builds build/bin/overwire-rig.
 //
-// A figure is the median of several runs, of several fresh processes where a
-// process has a part in it; what needs Python is measured by the scripts in
-// workers, which the program carries with it.
+// A figure is the median of several runs, in fresh processes where the process
+// matters; what needs Python is measured by the scripts in workers, which are
+// embedded in the program.
 package main
 
 import (
@@ -14,25 +14,26 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
-// Options choose what is measured. The zero value measures everything at the
-// sizes of docs/benchmarks.md, but for what needs Python.
+// Options choose what is measured. The zero value measures everything at the sizes
+// of docs/benchmarks.md, except what needs Python.
 type Options struct {
 	measure.Options        // Size 0: 4 GB, to a device 16.06
 	What            string // one of Whats; "" or "all": each
 	File            string // real F32 weights for the codec rows, "" for none
-	Python          string // interpreter with overwire in it; "": rows that need one are not measured
-	// Device, if not "", asks for the rows of loads to that device ("cuda",
-	// "cuda:1", "cpu") and for no others: those of Parts, or of all.
+	Python          string // interpreter that has overwire; "": rows that need one are skipped
+	// Device, if not "", measures only loads to that device ("cuda", "cuda:1",
+	// "cpu"): the parts in Only, or all.
 	Device string
 	Only   []string
-	// Limit ends them: what has not begun by then is not measured. 0: 450 s.
+	// Limit is the time for them: what has not started by then is skipped. 0: 450
+	// s.
 	Limit time.Duration
-	Trace string // file that gets the Chrome trace of one load of compressed bf16
+	Trace string // path for the Chrome trace of one load of compressed bf16
 }
 
 // Whats are the values of Options.What.
@@ -42,27 +43,27 @@ var Whats = []string{"all", "codec", "load", "cold", "many", "net", "tensors", "
 type run struct {
 	*measure.Run
 	opt Options
-	// Of the rows of a device: the GPU, nil for the host, the threads that
-	// loads get (0: as many as they want), and rates by group and variant.
+	// For the rows of a device: the GPU, nil for the host; the threads of a load
+	// (0: the default); and rates by group and variant.
 	gpu     *cuda.Device
 	threads int
 	rates   map[string]float64
 }
 
-// check refuses what cannot be measured.
+// check refuses invalid options.
 func (opt *Options) check() error {
 	if opt.What == "" {
 		opt.What = "all"
 	}
 	if !slices.Contains(Whats, opt.What) {
-		return fault.New(fault.ErrArgument, "nothing to measure is called %q", opt.What)
+		return errs.New(errs.ErrArgument, "nothing to measure is called %q", opt.What)
 	}
 	if opt.Device != "" && opt.What != "all" {
-		return fault.New(fault.ErrArgument, "the rows of a device are measured by themselves, not with %q", opt.What)
+		return errs.New(errs.ErrArgument, "the rows of a device are measured by themselves, not with %q", opt.What)
 	}
 	for _, part := range opt.Only {
 		if !slices.Contains(Parts, part) {
-			return fault.New(fault.ErrArgument, "no part is called %q", part)
+			return errs.New(errs.ErrArgument, "no part is called %q", part)
 		}
 	}
 	if opt.Size == 0 && opt.Device != "" {
@@ -77,7 +78,7 @@ func (opt *Options) check() error {
 	return nil
 }
 
-// Run measures. Its files are gone when it returns.
+// Run measures. It removes its files before it returns.
 func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
 	if err := opt.check(); err != nil {
 		return measure.Report{}, err
@@ -116,6 +117,6 @@ func Run(ctx context.Context, j *job.Job, opt Options) (measure.Report, error) {
 	return r.Finish(), nil
 }
 
-// atLeast and atMost say whether a goal is reached.
+// atLeast and atMost report whether a goal is reached.
 func atLeast(v, goal float64) *bool { ok := v >= goal; return &ok }
 func atMost(v, goal float64) *bool  { ok := v <= goal; return &ok }

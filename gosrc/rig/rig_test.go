@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/measure"
 )
 
@@ -55,9 +55,9 @@ func TestRunRefuses(t *testing.T) {
 		opt  Options
 		want error
 	}{
-		{context.Background(), Options{What: "speed"}, fault.ErrArgument},
-		{done, Options{Options: measure.Options{Size: 1 << 20, Dir: t.TempDir()}}, fault.ErrCancelled},
-		{context.Background(), Options{Options: measure.Options{Dir: t.TempDir() + "/none"}}, fault.ErrIO},
+		{context.Background(), Options{What: "speed"}, errs.ErrArgument},
+		{done, Options{Options: measure.Options{Size: 1 << 20, Dir: t.TempDir()}}, errs.ErrCancelled},
+		{context.Background(), Options{Options: measure.Options{Dir: t.TempDir() + "/none"}}, errs.ErrIO},
 	} {
 		if _, err := Run(c.ctx, nil, c.opt); !errors.Is(err, c.want) {
 			t.Errorf("%+v: %v, want %v", c.opt, err, c.want)

@@ -23,7 +23,7 @@ var benchKey = strings.Repeat("5a", 32)
 const tensorsMost = 1 << 30 // bytes of the CPU rows
 
 // tensors measures tensorizer's files beside tensorizer itself, by the same calls
-// in fresh processes by turns, and its cipher beside libsodium.
+// in fresh processes, alternating, and its cipher beside libsodium.
 func (r *run) tensors() error {
 	if err := r.cipher(); err != nil {
 		return err
@@ -40,7 +40,8 @@ func (r *run) tensors() error {
 	in = nil
 	freeMemory()
 	name := func(what string) string { return fmt.Sprintf("%.1f GB .tensors: %s", float64(total)/1e9, what) }
-	// Both write, each reads the other's, every byte is compared; the files stay for the rows.
+	// Both write, each reads the other's, every byte is compared; the files stay
+	// for the rows.
 	ours, theirs, sealed, words := r.Path("ours.tensors"), r.Path("theirs.tensors"), r.Path("sealed.tensors"), r.Path("words.tensors")
 	res, err := r.python("tensors", "check", plain, ours, theirs, sealed, words, benchKey)
 	if err != nil {
@@ -85,15 +86,15 @@ func (r *run) tensors() error {
 	return r.tensorsOfS3(name("TensorDeserializer of S3 (versitygw)"), theirs, total)
 }
 
-// A versus is something that both sides do, by the arguments of workers/rig_tensors.py,
-// and how many times as fast as theirs ours should be.
+// A versus is something that both sides do, with the arguments of
+// workers/rig_tensors.py, and how many times faster than theirs ours should be.
 type versus struct {
 	what string
 	goal float64
 	args func(module string) []string
 }
 
-// versus runs both sides by turns.
+// versus runs both sides, alternating.
 func (r *run) versus(name string, total int64, v versus, note string) error {
 	s, notes, missing, err := r.turns(v.args("ours"), v.args("theirs"))
 	if err != nil {
@@ -109,8 +110,8 @@ func (r *run) versus(name string, total int64, v versus, note string) error {
 	return nil
 }
 
-// verifyTensors measures `overwire verify` of a file that has a SHA-256 of every
-// tensor, beside SHA-256 by itself.
+// verifyTensors measures `overwire verify` of a file with a SHA-256 for every
+// tensor, beside SHA-256 alone.
 func (r *run) verifyTensors(name, file string, total int64, sha float64) error {
 	seconds, err := r.Median(func() error {
 		_, err := save.Verify(r.Ctx, nil, []string{file}, format.Access{})
@@ -154,7 +155,7 @@ func (r *run) cipher() error {
 	return nil
 }
 
-// sha256 is the rate of all cores at SHA-256 of memory in their caches.
+// sha256 is the rate of SHA-256 on all cores, of memory in their caches.
 func (r *run) sha256() (float64, error) {
 	const piece, rounds = 64 << 10, 512
 	seconds, err := r.Median(func() error {

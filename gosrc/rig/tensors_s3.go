@@ -10,11 +10,11 @@ import (
 	"path/filepath"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// tensorsOfS3 measures loads from S3, of a server of its own on this machine:
-// versitygw, if PATH has it. It takes its part of the cores from both sides.
+// tensorsOfS3 measures loads from S3, from a server on this machine: versitygw, if
+// PATH has it. It uses cores of both sides.
 func (r *run) tensorsOfS3(name, file string, total int64) error {
 	program, err := exec.LookPath("versitygw")
 	if err != nil {
@@ -36,18 +36,18 @@ func (r *run) tensorsOfS3(name, file string, total int64) error {
 	return r.versus(name, total, versus{"", 3, func(m string) []string { return []string{"tensors", "s3", m, uri, url, benchKey} }}, "")
 }
 
-// startS3 starts a server with a bucket "models", for whom benchKey is key and
-// secret. stop ends it.
+// startS3 starts a server with a bucket "models", whose key and secret are
+// benchKey. stop ends it.
 func (r *run) startS3(program string) (url string, stop func(), err error) {
 	root := r.Path("s3")
 	for _, dir := range []string{"iam", "data/models"} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o700); err != nil {
-			return "", nil, fault.FromOS(err)
+			return "", nil, errs.FromOS(err)
 		}
 	}
 	l, err := net.Listen("tcp", "127.0.0.1:0") // a port that is free
 	if err != nil {
-		return "", nil, fault.FromOS(err)
+		return "", nil, errs.FromOS(err)
 	}
 	addr := l.Addr().String()
 	_ = l.Close()
@@ -56,7 +56,7 @@ func (r *run) startS3(program string) (url string, stop func(), err error) {
 	cmd.Env = append(cmd.Environ(), "ROOT_ACCESS_KEY="+benchKey, "ROOT_SECRET_KEY="+benchKey)
 	if err := cmd.Start(); err != nil {
 		cancel()
-		return "", nil, fault.New(fault.ErrEngine, "%s: %v", program, err)
+		return "", nil, errs.New(errs.ErrEngine, "%s: %v", program, err)
 	}
 	stop = func() {
 		cancel()
@@ -70,5 +70,5 @@ func (r *run) startS3(program string) (url string, stop func(), err error) {
 		}
 	}
 	stop()
-	return "", nil, fault.New(fault.ErrEngine, "%s did not begin to answer at %s (it needs a folder with extended attributes)", program, addr)
+	return "", nil, errs.New(errs.ErrEngine, "%s did not begin to answer at %s (it needs a folder with extended attributes)", program, addr)
 }

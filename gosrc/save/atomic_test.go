@@ -17,7 +17,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
@@ -161,8 +161,8 @@ func TestDiskFaults(t *testing.T) {
 				} else {
 					same(t, old, got)
 				}
-				var where *fault.At
-				if !errors.Is(err, fault.ErrIO) || !errors.As(err, &where) || !strings.HasPrefix(where.Source, dir) {
+				var where *errs.At
+				if !errors.Is(err, errs.ErrIO) || !errors.As(err, &where) || !strings.HasPrefix(where.Source, dir) {
 					t.Fatalf("%s: %v", sys.what, err)
 				}
 				if sys.what == "write" && where.Offset < 0 {
@@ -178,7 +178,7 @@ func TestNoRoom(t *testing.T) {
 	// anything is written.
 	dir := t.TempDir()
 	_, err := Write(bg, nil, Spec{Path: filepath.Join(dir, "m"), fs: &faultyFS{at: -1, full: true}}, []Input{bf16("w", fixedRand(), 40, 64)})
-	if !errors.Is(err, fault.ErrIO) || !strings.Contains(err.Error(), "5120") || !strings.Contains(err.Error(), "10 are free") {
+	if !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "5120") || !strings.Contains(err.Error(), "10 are free") {
 		t.Fatal(err)
 	}
 	if es, _ := os.ReadDir(dir); len(es) != 0 {
@@ -201,13 +201,13 @@ func TestFullDisk(t *testing.T) {
 	// The free-space check would refuse this too; here the disk itself does.
 	spec := Spec{Path: p, ChunkBytes: 1 << 16, fs: &faultyFS{at: -1}}
 	_, err := Write(bg, nil, spec, []Input{bf16("w", r, 1000, 1000)})
-	if !errors.Is(err, fault.ErrIO) || !strings.Contains(err.Error(), "no space") {
+	if !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "no space") {
 		t.Fatal(err)
 	}
 	spec.fs = blind{atomicfile.Disk{}}
 	_, err = Write(bg, nil, spec, []Input{bf16("w", r, 1000, 1000)})
-	var at *fault.At
-	if !errors.Is(err, fault.ErrIO) || !errors.Is(err, syscall.ENOSPC) || !errors.As(err, &at) || at.Source != p || at.Offset <= 0 {
+	var at *errs.At
+	if !errors.Is(err, errs.ErrIO) || !errors.Is(err, syscall.ENOSPC) || !errors.As(err, &at) || at.Source != p || at.Offset <= 0 {
 		t.Fatal(err)
 	}
 	same(t, old, read(t, p))
@@ -236,7 +236,7 @@ func TestCancel(t *testing.T) {
 		})
 		time.Sleep(d)
 		j.Cancel()
-		if done, err := j.Wait(time.Minute); !done || !errors.Is(err, fault.ErrCancelled) {
+		if done, err := j.Wait(time.Minute); !done || !errors.Is(err, errs.ErrCancelled) {
 			t.Fatal(done, err)
 		}
 		same(t, old, read(t, p))
@@ -362,7 +362,7 @@ func TestTargets(t *testing.T) {
 	write(t, Spec{Path: long}, in)
 	same(t, in, read(t, long))
 	for path, class := range map[string]error{
-		at("sub"): fault.ErrArgument, at("loop"): fault.ErrArgument, at("no/such"): fault.ErrNotFound, "/dev/null": fault.ErrArgument,
+		at("sub"): errs.ErrArgument, at("loop"): errs.ErrArgument, at("no/such"): errs.ErrNotFound, "/dev/null": errs.ErrArgument,
 	} {
 		if _, err := Write(bg, nil, Spec{Path: path}, in); !errors.Is(err, class) {
 			t.Errorf("%s: %v", path, err)

@@ -12,7 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -20,11 +20,11 @@ import (
 )
 
 const (
-	// minAlias: smaller tensors are not looked at for equal bytes; a record
-	// saved is worth less than the question.
+	// minAlias: smaller tensors are not compared for equality, since the saved
+	// record is worth less than the comparison.
 	minAlias = 1024
-	// minGain: a tensor that does not become smaller than this share of itself
-	// is stored plain, where any safetensors reader can read it.
+	// minGain: a tensor whose ratio is above this is stored plain, so that any
+	// safetensors reader can read it.
 	minGain = 0.99
 
 	sampleRuns  = 16
@@ -32,8 +32,8 @@ const (
 	wholeSample = sampleRuns * sampleBytes
 )
 
-// classify says of every item whether it is stored compressed, plain or as an
-// alias. It reads samples; whole tensors only where two may be equal.
+// classify decides for every item whether it is stored compressed, plain or as an
+// alias. It reads samples, and whole tensors only where two may be equal.
 func (w *writer) classify(ctx context.Context, items []*item) error {
 	for _, t := range items {
 		t.parts = t.chooseParts(w.spec.Parts)
@@ -50,7 +50,7 @@ func (w *writer) classify(ctx context.Context, items []*item) error {
 		e := encoders.Get().(*x16.Encoder)
 		defer encoders.Put(e)
 		if err := t.choose(ctx, e, w.spec.ChunkBytes); err != nil {
-			return fault.Locate("save", w.spec.Path, t.name, -1, err)
+			return errs.Locate("save", w.spec.Path, t.name, -1, err)
 		}
 		if t.form != compressed {
 			t.parts = 1
@@ -59,9 +59,9 @@ func (w *writer) classify(ctx context.Context, items []*item) error {
 	})
 }
 
-// choose takes the best transform for a tensor and decides whether it is worth
-// it. Tensors up to the size of a sample are tried out whole, so that small
-// ones pay for their tables; of larger ones 16 runs, evenly spread, are judged.
+// choose takes the best transform for a tensor and decides whether to use it. It
+// encodes tensors up to the size of a sample completely, so that small ones account
+// for their tables, and 16 evenly spread runs of larger ones.
 func (t *item) choose(ctx context.Context, e *x16.Encoder, chunkBytes int64) error {
 	t.form, t.expect = plain, 1
 	var candidates []uint8
@@ -90,7 +90,7 @@ func (t *item) choose(ctx context.Context, e *x16.Encoder, chunkBytes int64) err
 		}
 		return nil
 	}
-	if t.known != nil { // what the source's writer decided stands
+	if t.known != nil { // keep the decision of the source's writer
 		if t.knownTransform != 0 {
 			take(t.knownTransform, float64(t.known.Stored)/float64(t.known.Bytes))
 		}
@@ -106,7 +106,7 @@ func (t *item) choose(ctx context.Context, e *x16.Encoder, chunkBytes int64) err
 	return nil
 }
 
-// try encodes the whole of a small tensor and returns what it would take.
+// try encodes a whole small tensor and returns its stored size.
 func (t *item) try(ctx context.Context, e *x16.Encoder, transform uint8, chunkBytes int64) (int64, error) {
 	var total int64
 	buf := make([]byte, min(chunkBytes, t.bytes/t.parts))
@@ -128,7 +128,7 @@ func (t *item) try(ctx context.Context, e *x16.Encoder, transform uint8, chunkBy
 	return sizes.RoundUp(total, 64), nil
 }
 
-// sample returns evenly spread runs of a tensor that is larger than that.
+// sample returns evenly spread runs of a tensor that is larger than a sample.
 func (t *item) sample(ctx context.Context) ([]byte, error) {
 	out := make([]byte, wholeSample)
 	for i := range int64(sampleRuns) {
@@ -146,24 +146,24 @@ func (t *item) sample(ctx context.Context) ([]byte, error) {
 	return out, nil
 }
 
-// sameKey groups tensors that may be equal. mark is the address of the bytes,
-// a hash of a few of them, or a hash of all, from one step to the next.
+// sameKey groups tensors that may be equal. From one step to the next, mark is the
+// address of the bytes, a hash of a few of them, or a hash of all.
 type sameKey struct {
 	dtype tensor.DType
 	bytes int64
 	mark  [16]byte
 }
 
-// findAliases marks tensors whose dtype and bytes are those of another: the
-// first of them by name keeps the bytes. Shapes may differ. Tensors of equal
-// size are distinguished by a few samples; only those with equal samples are
-// hashed, and only those with equal hashes compared.
+// findAliases marks tensors whose dtype and bytes equal another's: the first by
+// name keeps the bytes. Shapes may differ. Tensors of equal size are compared by a
+// few samples; those with equal samples are hashed, and those with equal hashes
+// compared.
 func (w *writer) findAliases(ctx context.Context, items []*item) error {
 	sorted := slices.Clone(items)
 	slices.SortFunc(sorted, func(a, b *item) int { return cmp.Compare(a.name, b.name) })
 	none := func(*item) ([16]byte, error) { return [16]byte{}, nil }
 
-	// The same memory: no question of size, nothing to read.
+	// Tensors in the same memory are equal without reading.
 	at := map[sameKey]*item{}
 	for _, t := range sorted {
 		var addr uintptr
@@ -197,7 +197,7 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 		err := spawn.Each(ctx, "save.alias", w.threads, len(pool), func(k int) error {
 			m, err := mark(pool[k])
 			keys[k] = sameKey{pool[k].dtype, pool[k].bytes, m}
-			return fault.Locate("save", w.spec.Path, pool[k].name, -1, err)
+			return errs.Locate("save", w.spec.Path, pool[k].name, -1, err)
 		})
 		if err != nil {
 			return err
@@ -225,7 +225,7 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 		}
 		same, err := equal(ctx, t, f)
 		if err != nil {
-			return fault.Locate("save", w.spec.Path, t.name, -1, err)
+			return errs.Locate("save", w.spec.Path, t.name, -1, err)
 		}
 		if same {
 			t.form, t.of = alias, f
@@ -239,8 +239,8 @@ func (w *writer) findAliases(ctx context.Context, items []*item) error {
 	return nil
 }
 
-// glance hashes three small pieces of a tensor; for an overwire source its
-// whole hash, which is known.
+// glance hashes three small pieces of a tensor; for an overwire source it returns
+// the stored hash of the whole.
 func (t *item) glance(ctx context.Context) ([16]byte, error) {
 	if t.known != nil {
 		return t.known.Hash, nil
@@ -257,13 +257,13 @@ func (t *item) glance(ctx context.Context) ([16]byte, error) {
 	return sum128(&h), nil
 }
 
-// hashAll is XXH3-128 over the logical bytes, once for each tensor.
+// hashAll is XXH3-128 of the logical bytes, computed once for each tensor.
 func (t *item) hashAll(ctx context.Context) ([16]byte, error) {
 	if t.hashed {
 		return t.hash, nil
 	}
 	if t.known != nil {
-		// Checked against the bytes when they are read: see fileWriter.turn.
+		// The bytes are checked against it when they are read: see fileWriter.turn.
 		t.hash, t.hashed = t.known.Hash, t.parts > 1
 		return t.hash, nil
 	}
@@ -273,7 +273,7 @@ func (t *item) hashAll(ctx context.Context) ([16]byte, error) {
 	return t.hash, err
 }
 
-// walk gives all bytes of a tensor, in plain order.
+// walk calls f with all bytes of a tensor, in plain order.
 func (t *item) walk(ctx context.Context, f func(p []byte) error) error {
 	var buf []byte
 	const piece = 1 << 20
@@ -295,7 +295,7 @@ func (t *item) walk(ctx context.Context, f func(p []byte) error) error {
 	return nil
 }
 
-// piece is body.bytes for bodies that may be direct: buf is then not needed.
+// piece is body.bytes, which for a direct body does not use buf.
 func (t *item) piece(ctx context.Context, buf []byte, off, n int64) ([]byte, error) {
 	if m, ok := t.body.(memory); ok {
 		return m[off : off+n], nil

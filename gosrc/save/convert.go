@@ -13,38 +13,41 @@ import (
 	"strings"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/companions"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
-	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
-	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// maxCompanion is the size up to which other files of a folder (config.json,
-// a tokenizer) are copied along.
-const maxCompanion = 64 << 20
-
 // Convert reads tensors from anything that can be opened (files, folders, an
-// index.json; plain or compressed) and writes them as spec says, a window of
-// chunks at a time: never the whole model in memory.
+// index.json; plain or compressed) and writes them as spec says, a window of chunks
+// at a time: never the whole model in memory.
 //
-// When dst is a folder, every file keeps its name, its tensors and its
-// metadata; an index.json is rewritten, and the other files of a source folder
-// are copied, up to 64 MiB each; other weights must not be there. Otherwise all tensors go into the file dst
-// (or its shards, if spec says so), with the metadata of all sources, the
+// A container keeps what is needed to write the plain file that it was made from
+// again, byte for byte, if that file becomes one container with the same metadata;
+// when such a container becomes one plain file, it is that file.
+//
+// If dst is a folder, every file keeps its name, its tensors and its metadata; an
+// index.json and the other files of a source folder are copied (see package
+// companions); dst must not have other weights. Otherwise all tensors go into the
+// file dst (or its shards, if spec says so), with the metadata of all sources, the
 // first one's where they differ. dst is a folder if it is one, if it ends in a
 // slash, or if the source is a folder or has several files and dst does not end in
-// .safetensors or .tensors. spec.Path is ignored; spec.Metadata are set over the sources'.
+// .safetensors or .tensors. spec.Path is ignored; spec.Metadata override the
+// sources'.
 //
-// Of one local folder the folders below it are converted and copied likewise: a
-// diffusers pipeline stays one. What names them, the files of the folder itself,
-// is written last.
+// If src is one local folder, the folders below it are converted and copied in the
+// same way: a diffusers pipeline stays one. The files of the folder itself, which
+// refer to the others, are written last.
 //
-// Converting a file onto itself is safe: it is read until the new one stands.
+// A new file can be read by no more users than the file that it is made from; one
+// that replaces a file keeps that file's mode, as always.
+//
+// Converting a file onto itself is safe: it is read until the new one is complete.
 func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec Spec) (Report, error) {
 	start := time.Now()
 	rep, err := convertAll(ctx, j, src, dst, spec)
@@ -71,11 +74,11 @@ func convertAll(ctx context.Context, j *job.Job, src []string, dst string, spec 
 			return convertTree(ctx, j, dir, dst, branches, spec)
 		}
 	}
-	return convertOne(ctx, j, src, dst, spec)
+	return convertOne(ctx, j, src, dst, spec, beside{})
 }
 
 // convertOne converts what is opened as one model.
-func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec Spec) (Report, error) {
+func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec Spec, how beside) (Report, error) {
 	spec.Path = dst
 	from := spec.Storage
 	if more := formatOf(dst).settings; len(more) > 0 {
@@ -96,7 +99,7 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 	}
 	groups := [][]*item{items}
 	if folder && spec.Shard == 0 {
-		// Files stay what they are: aliases must not reach from one to another.
+		// Files stay separate: aliases must not refer from one to another.
 		groups = nil
 		for k := range m.srcs {
 			groups = append(groups, m.of(k, items))
@@ -117,13 +120,17 @@ func convertOne(ctx context.Context, j *job.Job, src []string, dst string, spec 
 		}
 	}
 	w.spec.Path = pathIn(folder, w.spec)
-	parts, left, err := m.parts(ctx, w.spec, dst, src, folder, items)
+	parts, err := m.parts(ctx, w.spec, dst, src, folder, items)
+	var left []string
 	if err == nil && folder {
-		err = alone(ctx, src, dst, w.spec, parts)
+		if err = alone(ctx, src, dst, w.spec, parts); err == nil {
+			parts, left, err = withCompanions(src, dst, parts, how)
+		}
 	}
 	var rep Report
 	if err == nil {
 		rep, err = w.save(ctx, parts)
+		rep.Anew = m.anew(w.spec, parts, rep.Originals)
 	}
 	if err != nil && made != "" {
 		_ = os.Remove(made)
@@ -150,10 +157,10 @@ func (m *model) of(k int, items []*item) []*item {
 	return out
 }
 
-// parts is what Convert writes, and left the files of source folders that it does not.
+// parts are the files of tensors that Convert writes, and their index.
 func (m *model) parts(
 	ctx context.Context, spec Spec, dst string, src []string, folder bool, items []*item,
-) (parts []part, left []string, err error) {
+) (parts []part, err error) {
 	all := map[string]string{}
 	for k := range m.srcs {
 		for key, v := range m.metadata(k) {
@@ -164,15 +171,24 @@ func (m *model) parts(
 	}
 	switch {
 	case !folder || spec.Shard > 0:
+		merged := spec
 		maps.Copy(all, spec.Metadata)
-		spec.Metadata = all
-		parts = shards(spec, items)
+		merged.Metadata = all
+		parts = shards(merged, items)
+		for i := range parts {
+			parts[i].mode = m.mode()
+		}
+		if len(parts) == 1 && len(m.srcs) == 1 {
+			if parts[0].original, err = m.original(ctx, spec, 0); err != nil {
+				return nil, err
+			}
+		}
 	default:
 		seen := map[string]bool{}
 		for k, s := range m.srcs {
 			name := filepath.Base(source.Path(localPath(s.URI())))
 			if seen[name] {
-				return nil, nil, badArgument(dst, "", "two sources are called %q", name)
+				return nil, badArgument(dst, "", "two sources are called %q", name)
 			}
 			seen[name] = true
 			meta := m.metadata(k)
@@ -180,21 +196,75 @@ func (m *model) parts(
 				meta = map[string]string{}
 			}
 			maps.Copy(meta, spec.Metadata)
-			parts = append(parts, part{path: join(dst, name), metadata: meta, items: m.of(k, items)})
+			o, err := m.original(ctx, spec, k)
+			if err != nil {
+				return nil, err
+			}
+			parts = append(parts, part{path: join(dst, name), metadata: meta, items: m.of(k, items), mode: modeOf(s.URI()), original: o})
 		}
-		if name, meta := indexOf(ctx, src, spec.Storage.Options); name != "" {
-			parts = append(parts, part{path: join(dst, name), blob: shardIndex(parts, meta)})
+		if len(src) == 1 {
+			if name, b := original.IndexJSON(ctx, localPath(src[0]), spec.Storage.Options); name != "" {
+				parts = append(parts, part{path: join(dst, name), blob: b, mode: m.mode()})
+			}
 		}
 	}
-	if !folder {
-		return parts, nil, nil
-	}
-	others, left, err := companions(src, dst, parts)
-	// What is beside the model comes first, what names it last.
-	return append(others, parts...), left, err
+	return parts, nil
 }
 
-// pathIn is the file that is written, or that shards have their names from.
+// beside says how the other files of a source folder are copied.
+type beside struct {
+	root    string // see companions.Folder
+	folders bool   // the folders below are converted, too
+}
+
+// withCompanions puts the other files of source folders before the parts of the
+// model, since what refers to others comes last, and lists those that are not
+// copied. Weights are opened as every load opens them, through any link: only their
+// tensors are copied.
+func withCompanions(src []string, dst string, parts []part, how beside) (all []part, left []string, err error) {
+	taken := map[string]bool{}
+	for _, p := range parts {
+		taken[filepath.Base(p.path)] = true
+	}
+	for _, s := range src {
+		found, skipped, err := companions.Find(companions.Folder{Path: localPath(s), Root: how.root, Avoid: dst, Below: how.folders}, taken)
+		if err != nil {
+			return nil, nil, err
+		}
+		for _, f := range found {
+			taken[f.Name] = true
+			all = append(all, part{path: join(dst, f.Name), copy: &f, mode: f.Mode | 0o600})
+		}
+		left = append(left, skipped...)
+	}
+	return append(all, parts...), left, nil
+}
+
+// mode is the mode that all local files of the model allow; 0 if none is local.
+func (m *model) mode() (all fs.FileMode) {
+	for _, s := range m.srcs {
+		if mode := modeOf(s.URI()); mode != 0 && all != 0 {
+			all &= mode
+		} else if mode != 0 {
+			all = mode
+		}
+	}
+	return all
+}
+
+// modeOf is the mode of a local file; 0 if there is none.
+func modeOf(uri string) fs.FileMode {
+	if source.Remote(uri) {
+		return 0
+	}
+	st, err := os.Stat(localPath(uri))
+	if err != nil {
+		return 0
+	}
+	return st.Mode().Perm() | 0o600
+}
+
+// pathIn is the file to write, or the path that shards are named after.
 func pathIn(folder bool, spec Spec) string {
 	if folder {
 		return join(spec.Path, "model"+extension)
@@ -202,9 +272,8 @@ func pathIn(folder bool, spec Spec) string {
 	return spec.Path
 }
 
-// alone refuses a folder that has other weights: opened later, it would be two
-// models in one. Files of a source folder that is converted onto itself are
-// allowed.
+// alone refuses a folder that has other weights, since it would then be opened as
+// two models. Files of a source folder that is converted onto itself are allowed.
 func alone(ctx context.Context, src []string, dst string, spec Spec, parts []part) error {
 	ours := map[string]bool{}
 	for _, p := range parts {
@@ -219,7 +288,7 @@ func alone(ctx context.Context, src []string, dst string, spec Spec, parts []par
 	}
 	if remote(dst) {
 		names, err := open.List(ctx, dst, spec.Storage.Options)
-		if errors.Is(err, fault.ErrNotFound) || errors.Is(err, fault.ErrNotSupported) {
+		if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrNotSupported) {
 			return nil
 		}
 		for i := 0; i < len(names) && err == nil; i++ {
@@ -250,99 +319,22 @@ func alone(ctx context.Context, src []string, dst string, spec Spec, parts []par
 	return nil
 }
 
-// indexOf finds the index.json that a single source was opened by, and what
-// its metadata say.
-func indexOf(ctx context.Context, src []string, storage source.Options) (name string, metadata map[string]string) {
-	if len(src) != 1 {
-		return "", nil
+// anew lists the plain files made from containers that are not their originals.
+func (m *model) anew(spec Spec, parts []part, originals []Original) (out []string) {
+	if spec.Compress || !formatOf(spec.Path).coded {
+		return nil
 	}
-	path := localPath(src[0])
-	if source.Remote(path) {
-		return remoteIndexOf(ctx, path, storage)
-	}
-	if st, err := os.Stat(path); err == nil && st.IsDir() {
-		found, _ := filepath.Glob(join(format.EscapeGlob(path), "*"+extension+".index.json"))
-		if len(found) != 1 {
-			return "", nil
-		}
-		path = found[0]
-	}
-	if !strings.HasSuffix(path, ".index.json") {
-		return "", nil
-	}
-	b, err := regular.Read(path, tensor.MaxHeader)
-	if err != nil {
-		return "", nil
-	}
-	s, _ := safetensors.ReadIndexJSON(path, b) // sound: the weights were opened by it
-	return filepath.Base(path), s.Metadata
-}
-
-// remoteIndexOf is indexOf for a URI; a folder that cannot be listed has the
-// usual name.
-func remoteIndexOf(ctx context.Context, uri string, storage source.Options) (name string, metadata map[string]string) {
-	if source.Folder(uri) {
-		uri = source.Beside(uri, "model"+extension+".index.json")
-	}
-	name = filepath.Base(source.Path(uri))
-	if !strings.HasSuffix(name, ".index.json") {
-		return "", nil
-	}
-	s, err := open.With(storage)(ctx, uri)
-	if err != nil {
-		return "", nil
-	}
-	defer s.Close()
-	b := make([]byte, min(s.Size(), tensor.MaxHeader))
-	if err := s.ReadAt(ctx, b, 0); err != nil {
-		return "", nil
-	}
-	x, _ := safetensors.ReadIndexJSON(uri, b) // sound: the weights were opened by it
-	return name, x.Metadata
-}
-
-// companions reads the small other files of source folders. Large files and
-// weights that are not the model's are left, and named; hidden files and links that
-// lead nowhere are left without a word.
-func companions(src []string, dst string, parts []part) (out []part, left []string, err error) {
-	taken := map[string]bool{}
 	for _, p := range parts {
-		taken[filepath.Base(p.path)] = true
-	}
-	here, _ := os.Stat(dst)
-	for _, s := range src {
-		dir := localPath(s)
-		st, err := os.Stat(dir)
-		if err != nil || !st.IsDir() || (here != nil && os.SameFile(st, here)) {
-			continue
-		}
-		names, err := os.ReadDir(dir)
-		if err != nil {
-			return nil, nil, atomicfile.Failed(dir, -1, err)
-		}
-		for _, n := range names {
-			path := join(dir, n.Name())
-			st, err := os.Stat(path)
-			if err != nil || !st.Mode().IsRegular() || taken[n.Name()] || strings.HasPrefix(n.Name(), ".") {
-				continue
-			}
-			if st.Size() > maxCompanion || strings.HasSuffix(n.Name(), extension) || strings.HasSuffix(n.Name(), extension+".index.json") {
-				left = append(left, path)
-				continue
-			}
-			b, err := regular.Read(path, maxCompanion)
-			if err != nil {
-				return nil, nil, atomicfile.Failed(path, -1, err)
-			}
-			taken[n.Name()] = true
-			out = append(out, part{path: join(dst, n.Name()), blob: slices.Clip(append([]byte{}, b...))})
+		ours := slices.ContainsFunc(p.items, func(t *item) bool { return t.known != nil })
+		if ours && !slices.ContainsFunc(originals, func(o Original) bool { return o.File == p.path }) {
+			out = append(out, p.path)
 		}
 	}
-	return out, left, nil
+	return out
 }
 
-// isFolder tells whether dst is to be a folder: one for several files or for a
-// folder, unless its name says that it is a file.
+// isFolder reports whether dst should be a folder: it is one for several files or
+// for a folder, unless its name is that of a file.
 func isFolder(dst string, src []string, files int) bool {
 	if strings.HasSuffix(dst, string(filepath.Separator)) {
 		return true
@@ -354,8 +346,8 @@ func isFolder(dst string, src []string, files int) bool {
 	return (files > 1 || len(src) == 1 && err == nil && st.IsDir()) && !namesFile(dst)
 }
 
-// makeFolder makes dst if it is not there, and returns it if it was made.
-// Stores need no folders.
+// makeFolder makes dst if it is missing, and returns it if it was made. Stores need
+// no folders.
 func makeFolder(dst string) (made string, err error) {
 	if remote(dst) {
 		return "", nil

@@ -7,7 +7,7 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/tensorizer"
@@ -17,29 +17,28 @@ import (
 // A fileFormat is one kind of file that is written and verified.
 type fileFormat struct {
 	name string // tensor.Source.Format
-	// extension ends the paths that become such files; "": a row with another name
-	// writes them.
+	// extension ends the paths of such files; "": all other paths.
 	extension string
-	coded     bool // tensors may be compressed, or stand for another's bytes
-	// refuse says what of a Spec such a file cannot do; "" is nothing.
+	coded     bool // tensors may be compressed, or be aliases
+	// refuse returns what such a file does not support in a Spec; "": nothing.
 	refuse func(s *Spec) string
-	// settings are what sources are read with in addition when they become such a
-	// file.
+	// settings are added when sources are read to become such a file.
 	settings map[string]string
 	write    func(ctx context.Context, w *writer, to draft, p part) (size int64, err error)
-	// verify proves what source k says of itself; nil: such files hold no sums, and
-	// what opening them has proven is all. With proves it proves their tensors too.
+	// verify checks the sums that source k holds; nil: such files hold none, and
+	// opening them has checked all there is. With proves it checks their tensors
+	// too.
 	verify func(ctx context.Context, m *model, j *job.Job, k int, rep *VerifyReport) error
 	proves bool
 }
 
-// formats are all of them. A path goes to the first whose extension it has, or else
+// formats lists them. A path belongs to the first whose extension it has, or else
 // to the last.
 var formats = []fileFormat{
 	{
 		name: tensorizer.Format, extension: tensorizer.Extension,
 		refuse:   refusedByTensors,
-		settings: map[string]string{tensorizer.OptionBytes: "true"}, // it has dtypes that other formats lack
+		settings: map[string]string{tensorizer.OptionBytes: "true"}, // it supports dtypes that other formats lack
 		write:    writeTensors,
 		verify:   verifyTensors, proves: true,
 	},
@@ -61,7 +60,7 @@ func formatOf(path string) *fileFormat {
 	return &formats[len(formats)-1]
 }
 
-// namesFile says whether a path ends as those of a format do.
+// namesFile reports whether a path has a format's extension.
 func namesFile(path string) bool { return strings.HasSuffix(path, formatOf(path).extension) }
 
 // formatNamed is the format of a source.
@@ -97,8 +96,8 @@ func writeSafetensors(ctx context.Context, w *writer, to draft, p part) (int64, 
 	return f.write(ctx)
 }
 
-// writeTensors writes a .tensors file. Tensors that come from such a file keep
-// their types, modules and dtypes; others are those of a state dict.
+// writeTensors writes a .tensors file. Tensors from such a file keep their types,
+// modules and dtypes; others become those of a state dict.
 func writeTensors(ctx context.Context, w *writer, to draft, p part) (int64, error) {
 	known := map[*origin]map[string]tensorizer.Item{}
 	all := make([]tensorizer.Tensor, len(p.items))
@@ -106,7 +105,7 @@ func writeTensors(ctx context.Context, w *writer, to draft, p part) (int64, erro
 		if t.origin == nil || t.origin.format != tensorizer.Format {
 			it, err := tensorizer.NewItem(t.name, t.dtype, t.shape, t.bytes)
 			if err != nil {
-				return 0, fault.Locate("save", to.URI(), t.name, -1, err)
+				return 0, errs.Locate("save", to.URI(), t.name, -1, err)
 			}
 			all[i] = tensorizer.Tensor{Item: it, Data: w.data(t)}
 			continue
@@ -123,7 +122,7 @@ func writeTensors(ctx context.Context, w *writer, to draft, p part) (int64, erro
 	return tensorizer.Write(ctx, to, tensorizer.How{Path: to.URI(), Encrypt: w.spec.Storage.Encrypt, Workers: w.threads, InOrder: remote(p.path)}, all)
 }
 
-// data is the flow of a tensor's bytes, held to the hash of their source.
+// data reads a tensor's bytes, and compares the hash of their source.
 func (w *writer) data(t *item) tensorizer.Flow {
 	var f tensorizer.Flow
 	if m, ok := t.body.(memory); ok {
@@ -152,9 +151,9 @@ func (w *writer) data(t *item) tensorizer.Flow {
 	return f
 }
 
-// errOtherBytes is that of a tensor whose source has a hash that its bytes do not.
+// errOtherBytes is the error of a tensor whose bytes differ from its source's hash.
 func errOtherBytes() error {
-	return fault.New(fault.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)")
+	return errs.New(errs.ErrCorrupt, "the bytes read are not those that were saved (XXH3-128 differs)")
 }
 
 func verifyTensors(ctx context.Context, m *model, j *job.Job, k int, rep *VerifyReport) error {

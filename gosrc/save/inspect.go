@@ -6,12 +6,12 @@ import (
 	"context"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Inspection is what Inspect returns: everything headers and indexes say.
+// An Inspection is the result of Inspect: everything that headers and indexes say.
 type Inspection struct {
 	Sources []InspectedFile `json:"sources"`
 	// Totals are by dtype name, and "" for all together.
@@ -36,10 +36,9 @@ type InspectedFile struct {
 	Tensors  []InspectedTensor `json:"tensors"`
 }
 
-// An InspectedTensor is one tensor. Coding is how its bytes are stored:
-// "plain", "alias", of .tensors files "encrypted" or "zeros" (there are no data),
-// or the codec and transform of its chunks ("X16/bf16";
-// with "+raw" when some chunks had nothing to gain).
+// An InspectedTensor is one tensor. Coding is how its bytes are stored: "plain",
+// "alias", for .tensors files "encrypted" or "zeros" (not stored), or the codec and
+// transform of its chunks ("X16/bf16"; with "+raw" if some chunks are stored raw).
 type InspectedTensor struct {
 	Name    string  `json:"name"`
 	DType   string  `json:"dtype"`
@@ -55,7 +54,7 @@ type InspectedTensor struct {
 
 // Inspect reads headers and indexes, and no tensor bytes.
 func Inspect(ctx context.Context, uris []string, storage format.Access) (any, error) {
-	m, err := openModel(ctx, spread(uris), storage)
+	m, err := openModel(ctx, Spread(uris), storage)
 	if err != nil {
 		return nil, classed(ctx, err)
 	}
@@ -63,7 +62,7 @@ func Inspect(ctx context.Context, uris []string, storage format.Access) (any, er
 	out := &Inspection{Totals: map[string]*Total{"": {}}}
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
-		out.Sources = append(out.Sources, InspectedFile{URI: fault.Redact(s.URI), Format: s.Format, Size: s.Size,
+		out.Sources = append(out.Sources, InspectedFile{URI: errs.Redact(s.URI), Format: s.Format, Size: s.Size,
 			Header: s.Data, Metadata: m.metadata(k), Tensors: []InspectedTensor{}})
 	}
 	for i := range m.ix.Tensors {
@@ -90,6 +89,29 @@ func Inspect(ctx context.Context, uris []string, storage format.Access) (any, er
 		}
 	}
 	return out, nil
+}
+
+// Estimate says what compressing would make of the tensors, from samples of them.
+func Estimate(ctx context.Context, uris []string, storage format.Access) (sum Total, err error) {
+	m, err := openModel(ctx, Spread(uris), storage)
+	if err != nil {
+		return sum, classed(ctx, err)
+	}
+	defer m.close()
+	w := newWriter(Spec{Parts: 1, ChunkBytes: 1 << 20}, nil)
+	items := m.items(w.threads)
+	if err := w.classify(ctx, items); err != nil {
+		return sum, classed(ctx, err)
+	}
+	for _, t := range items {
+		sum.Tensors++
+		sum.Bytes += t.bytes
+		if t.form != alias {
+			sum.Stored += int64(float64(t.bytes) * t.expect)
+		}
+	}
+	sum.Ratio = ratio(sum.Stored, sum.Bytes)
+	return sum, nil
 }
 
 func (m *model) coding(t *tensor.Tensor) string {

@@ -1,6 +1,6 @@
 package save
 
-// This file describes the tensors that are written, and where their bytes are.
+// This file describes the tensors to write, and where their bytes are.
 
 import (
 	"context"
@@ -12,12 +12,12 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A body gives the logical bytes of a tensor. It is safe in parallel.
+// A body reads the logical bytes of a tensor. It is safe for concurrent use.
 type body interface {
-	// bytes returns bytes [off, off+len(buf)) in plain order: either buf,
-	// filled, or memory of the body's own that stays until the job ends.
+	// bytes returns bytes [off, off+len(buf)) in plain order: either buf, filled,
+	// or memory of the body that stays valid until the job ends.
 	bytes(ctx context.Context, buf []byte, off int64) ([]byte, error)
-	// direct says that bytes costs nothing: no buffer is needed.
+	// direct reports whether bytes returns its own memory: no buffer is needed.
 	direct() bool
 }
 
@@ -30,7 +30,7 @@ func (m memory) bytes(_ context.Context, buf []byte, off int64) ([]byte, error) 
 
 func (memory) direct() bool { return true }
 
-// away is a body in memory that is not the host's.
+// away is a body in memory outside the host.
 type away Away
 
 func (a *away) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {
@@ -68,17 +68,17 @@ type item struct {
 	bytes int64
 	body  body
 
-	// Convert: what an overwire source says of the tensor, else nil, and how it
-	// is coded there (0: not).
+	// Convert: the tensor of an overwire source, else nil, and how it is coded
+	// there (0: not).
 	known          *tensor.Tensor
 	knownTransform uint8
-	origin         *origin // Convert: where the tensor comes from
+	origin         *origin // Convert: the source of the tensor
 
 	// Set by classify.
 	form      form
 	transform uint8
 	expect    float64 // stored / logical, for the free-space check
-	of        *item   // alias: where its bytes are; never itself an alias
+	of        *item   // alias: the item that has its bytes; never itself an alias
 	parts     int64
 
 	// Set while it is written.
@@ -86,7 +86,7 @@ type item struct {
 	hashed bool // hash is known before the tensor is written
 }
 
-// checkItems refuses what no file could hold, before anything is written.
+// checkItems refuses tensors that no file can hold, before anything is written.
 func checkItems(path string, items []*item) error {
 	seen := make(map[string]struct{}, len(items))
 	if int64(len(items)) > math.MaxInt32-1 {
@@ -131,11 +131,11 @@ func checkMetadata(path string, m map[string]string) error {
 	return nil
 }
 
-// minPart is the least size of a column part: below it the parts cost more
-// in tables and records than a slice could save.
+// minPart is the least size of a column part: smaller parts cost more in tables and
+// records than slicing saves.
 const minPart = 4096
 
-// chooseParts is the largest of asked, asked/2 … 1 whose parts hold whole
+// chooseParts is the largest of asked, asked/2 … 1 whose parts consist of whole
 // elements of every row.
 func (t *item) chooseParts(asked int) int64 {
 	as := tensor.Tensor{DType: t.dtype, Shape: t.shape, Bytes: t.bytes}

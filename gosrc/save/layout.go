@@ -1,6 +1,6 @@
 package save
 
-// This file orders the tensors of a file and cuts them into tasks.
+// This file orders the tensors of a file and divides them into tasks.
 
 import (
 	"cmp"
@@ -8,22 +8,25 @@ import (
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/codec"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// plainAlign is where the data section of plain files begins: with the order of
-// their tensors, it aligns those that have a neighbour of round size in front.
+// plainAlign is the alignment of the data section of plain files. With the order of
+// their tensors, it aligns those that follow one of round size.
 const plainAlign = 64
 
-// plan orders the file's tensors and makes its tasks. Of a container the
-// layout is kept, which knows where everything goes.
+// plan orders the file's tensors and makes its tasks. For a container it keeps the
+// layout, which knows all offsets.
 func (f *fileWriter) plan() error {
-	if f.spec.Compress {
+	switch {
+	case f.spec.Compress:
 		return f.planContainer()
+	case f.part.original != nil:
+		return f.planOriginal()
 	}
 	return f.planPlain()
 }
@@ -44,9 +47,16 @@ func (f *fileWriter) planContainer() error {
 		}
 		items[i] = it
 	}
-	l, err := overwire.NewLayout(f.part.metadata, items)
+	var origin *overwire.Origin
+	if f.part.original != nil {
+		origin = f.part.original.Origin
+	}
+	l, err := overwire.NewLayout(f.part.metadata, items, origin)
 	if err != nil {
 		return err
+	}
+	if l.Origin == nil {
+		f.part.original = nil
 	}
 	f.lay, f.start = l, l.Start()
 	for i, k := range l.Items {
@@ -58,7 +68,7 @@ func (f *fileWriter) planContainer() error {
 	return nil
 }
 
-// planPlain has the order of safetensors' own writer.
+// planPlain orders tensors as safetensors' own writer does.
 func (f *fileWriter) planPlain() error {
 	f.order = slices.Clone(f.part.items)
 	slices.SortFunc(f.order, func(a, b *item) int {
@@ -67,8 +77,7 @@ func (f *fileWriter) planPlain() error {
 	entries := make([]safetensors.Entry, len(f.order))
 	for i, t := range f.order {
 		entries[i] = safetensors.Entry{Name: t.name, DType: t.dtype, Shape: t.shape}
-		f.cut(t, tensor.Grid{Parts: 1, PartBytes: t.bytes, ChunkBytes: f.spec.ChunkBytes,
-			PerPart: sizes.CeilDiv(t.bytes, f.spec.ChunkBytes)}, 0)
+		f.cutPlain(t)
 	}
 	if _, err := safetensors.Place(entries); err != nil {
 		return err
@@ -76,6 +85,32 @@ func (f *fileWriter) planPlain() error {
 	front, err := safetensors.AppendHeader(nil, f.part.metadata, entries, plainAlign)
 	f.front, f.start = front, int64(len(front))
 	return err
+}
+
+// planOriginal uses the header and the order of the file that was compressed.
+func (f *fileWriter) planOriginal() error {
+	items := make(map[string]*item, len(f.part.items))
+	known := make(map[string]*tensor.Tensor, len(f.part.items))
+	for _, t := range f.part.items {
+		items[t.name], known[t.name] = t, t.known
+	}
+	p, err := f.part.original.Again(known, f.part.metadata)
+	if err != nil {
+		return err
+	}
+	for i := range p.Tensors {
+		t := items[p.Tensors[i].Name]
+		f.order = append(f.order, t)
+		f.cutPlain(t)
+	}
+	f.again, f.front, f.start = p, p.Front, int64(len(p.Front))
+	return nil
+}
+
+// cutPlain makes the tasks of one tensor of a plain file.
+func (f *fileWriter) cutPlain(t *item) {
+	f.cut(t, tensor.Grid{Parts: 1, PartBytes: t.bytes, ChunkBytes: f.spec.ChunkBytes,
+		PerPart: sizes.CeilDiv(t.bytes, f.spec.ChunkBytes)}, 0)
 }
 
 // cut makes the tasks of one tensor.
@@ -95,8 +130,8 @@ func (f *fileWriter) cut(t *item, g tensor.Grid, first int) {
 	}
 }
 
-// seal returns what stands before the data, now that everything has its place,
-// and the size of the file.
+// seal returns what precedes the data, once all offsets are known, and the size of
+// the file.
 func (f *fileWriter) seal() (front []byte, size int64, err error) {
 	if f.lay == nil {
 		return f.front, f.pos, nil
@@ -109,7 +144,7 @@ func (f *fileWriter) seal() (front []byte, size int64, err error) {
 		case t.hashed:
 			f.lay.Tensors[i].Hash = t.hash
 		default:
-			return nil, 0, fault.New(fault.ErrEngine, "tensor %q was not hashed", t.name)
+			return nil, 0, errs.New(errs.ErrEngine, "tensor %q was not hashed", t.name)
 		}
 	}
 	return f.lay.Seal(codec.Known)

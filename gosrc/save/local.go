@@ -7,7 +7,7 @@ import (
 	"os"
 	"slices"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
@@ -19,8 +19,8 @@ type files struct {
 	targets []*atomicfile.Target
 }
 
-func (f *files) create(ctx context.Context, path string, _ int64) (draft, error) {
-	t, err := atomicfile.New(f.spec.fs, path, f.like)
+func (f *files) create(ctx context.Context, p *part) (draft, error) {
+	t, err := atomicfile.New(f.spec.fs, p.path, f.like, p.mode)
 	if err != nil {
 		return nil, err
 	}
@@ -51,13 +51,13 @@ type file struct {
 // URI is where the file will be, symbolic links followed.
 func (f *file) URI() string { return f.Path }
 
-// Finish waits for the disk, which may take seconds, but not longer than for
-// a cancel: the sync then ends alone, on a file that has no name any more.
+// Finish waits for the disk, which may take seconds, but not after a cancel: the
+// sync then continues by itself, on a file whose name is gone.
 func (f *file) Finish(size int64) error {
 	done := make(chan error, 1)
-	t := f.Hand() // closes the file; f has only the name now
+	t := f.Detach() // closes the file; f keeps only the name
 	spawn.Go("save.sync", func() {
-		err := fault.New(fault.ErrEngine, "sync did not end")
+		err := errs.New(errs.ErrEngine, "sync did not end")
 		defer func() { done <- err }()
 		err = t.Finish(size)
 		t.Drop()
@@ -66,12 +66,12 @@ func (f *file) Finish(size int64) error {
 	case err := <-done:
 		return err
 	case <-f.ctx.Done():
-		return fault.Locate("save", f.Path, "", -1, cancelled(f.ctx))
+		return errs.Locate("save", f.Path, "", -1, cancelled(f.ctx))
 	}
 }
 
 // like is the file whose mode new files get: one of the model that is replaced. A
-// private model stays private, in however many files.
+// private model stays private, even with another number of files.
 func (w *writer) like(parts []part) string {
 	for _, path := range []string{parts[len(parts)-1].path, w.spec.Path, indexPath(w.spec.Path), w.spec.Like} {
 		if real, err := atomicfile.Follow(path); err == nil {
@@ -83,14 +83,14 @@ func (w *writer) like(parts []part) string {
 	return ""
 }
 
-// room refuses a save that cannot fit, where the file system can tell: old and
-// new file are there together until the rename. For compressed tensors it goes
-// by their samples, a little in the writer's favour: a disk that fills up
-// later is an error all the same.
+// room refuses a save that cannot fit, if the file system reports its space: old
+// and new files exist together until the rename. Sizes of compressed tensors are
+// estimated from their samples, slightly too small; a disk that fills up later is
+// still an error.
 func (w *writer) room(parts []part) error {
 	var need float64
 	for _, p := range parts {
-		need += float64(len(p.blob))
+		need += float64(p.bytes())
 		for _, t := range p.items {
 			switch t.form {
 			case plain:
@@ -105,16 +105,16 @@ func (w *writer) room(parts []part) error {
 		dir = atomicfile.Folder(real)
 	}
 	if free, ok := w.spec.fs.Free(dir); ok && float64(free) < need {
-		return &fault.At{Verb: "save", Source: w.spec.Path, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrIO, "no space left: about %d bytes are needed and %d are free in %s", int64(need), free, dir)}
+		return &errs.At{Verb: "save", Source: w.spec.Path, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrIO, "no space left: about %d bytes are needed and %d are free in %s", int64(need), free, dir)}
 	}
 	return nil
 }
 
 // replaced lists the files that a save in shards makes stale beside those that it
 // replaces, so that the old model cannot be opened by another name: the file at the
-// path itself (when there are several now), the index (when there is one
-// file now), and shards of the old index that bear our names.
+// path itself (if there are several now), the index (if there is one file now), and
+// shards of the old index that have our names.
 func (w *writer) replaced(targets []*atomicfile.Target) []string {
 	path, err := atomicfile.Follow(w.spec.Path)
 	if err != nil || w.spec.Shard == 0 {
@@ -124,7 +124,7 @@ func (w *writer) replaced(targets []*atomicfile.Target) []string {
 	for _, t := range targets {
 		kept[t.Path] = true
 	}
-	shards, _ := w.oldShards(context.Background(), indexPath(path)) // one that cannot be read names nothing
+	shards, _ := w.oldShards(context.Background(), indexPath(path)) // an unreadable one names nothing
 	old := append([]string{path, indexPath(path)}, shards...)
 	return slices.DeleteFunc(old, func(p string) bool {
 		st, err := os.Lstat(p)
@@ -132,7 +132,7 @@ func (w *writer) replaced(targets []*atomicfile.Target) []string {
 	})
 }
 
-// retire removes what replaced has listed, now that the new model stands.
+// retire removes what replaced has listed, once the new model is complete.
 func (w *writer) retire(old []string) error {
 	var first error
 	for _, p := range old {

@@ -9,6 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -36,14 +37,24 @@ func (m *model) close() {
 	}
 }
 
-// metadata is what the user wrote into source k.
+// metadata is the user's metadata in source k.
 func (m *model) metadata(k int) map[string]string {
 	out := maps.Clone(m.ix.Sources[k].Metadata)
 	delete(out, overwire.MetadataKey)
 	return out
 }
 
-// items makes the tensors of a model ready to be read, in the model's order.
+// original is the plain file that source k is or keeps, if the new file, made from
+// it alone, should keep it or become it; else nil.
+func (m *model) original(ctx context.Context, spec Spec, k int) (*original.File, error) {
+	s := &m.ix.Sources[k]
+	if len(spec.Metadata) > 0 || !formatOf(spec.Path).coded || !spec.Compress && !s.Overwire() {
+		return nil, nil
+	}
+	return original.Of(ctx, m.srcs[k], s)
+}
+
+// items prepares the tensors of a model to be read, in the model's order.
 func (m *model) items(threads int) []*item {
 	c := newCache(threads)
 	bodies := make([]*stored, len(m.ix.Tensors))

@@ -10,7 +10,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/source"
@@ -24,8 +24,8 @@ func remote(path string) bool {
 	return s != "" && s != "file"
 }
 
-// join is the path or URI of a name in a folder, which stays as it is: ".." after a
-// symbolic link is not the name before.
+// join is the path or URI of a name in a folder. It does not clean the path, since
+// ".." after a symbolic link is not the element before it.
 func join(dir, name string) string {
 	switch {
 	case dir == "":
@@ -37,8 +37,8 @@ func join(dir, name string) string {
 	}
 }
 
-// beside refuses one file beside the index of a model in shards that has its name,
-// since the folder would still be loaded by that index: the old model, or both.
+// beside refuses a single file beside the index of shards of the same name, since
+// the folder would still be loaded by that index: the old model, or both.
 func (w *writer) beside(ctx context.Context, parts []part) error {
 	path := parts[len(parts)-1].path
 	if w.spec.Beside || w.spec.Shard != 0 || len(parts) > 1 || !strings.HasSuffix(path, extension) {
@@ -49,11 +49,11 @@ func (w *writer) beside(ctx context.Context, parts []part) error {
 	}
 	index := indexPath(path)
 	shards, err := w.readIndex(ctx, index)
-	if errors.Is(err, fault.ErrTimeout) || errors.Is(err, fault.ErrIO) && remote(path) {
-		return err // a store that does not answer will not do so for the save either
+	if errors.Is(err, errs.ErrTimeout) || errors.Is(err, errs.ErrIO) && remote(path) {
+		return err // a store that does not answer would fail the save, too
 	}
 	if shards == nil || err != nil || slices.Contains(shards.Files, filepath.Base(path)) {
-		return nil // none that a folder is loaded by
+		return nil // not an index by which a folder is loaded
 	}
 	return badArgument(path, "", "beside it is %s, by which its folder would still load the old model: "+
 		"remove that and its shards first, or save with max_shard_size (--shard), which replaces them", filepath.Base(index))
@@ -65,8 +65,8 @@ type objects struct {
 	drafts []source.Draft
 }
 
-func (o *objects) create(ctx context.Context, path string, most int64) (draft, error) {
-	d, err := open.Create(ctx, path, o.spec.Storage.Options, most)
+func (o *objects) create(ctx context.Context, p *part) (draft, error) {
+	d, err := open.Create(ctx, p.path, o.spec.Storage.Options, p.most())
 	if err != nil {
 		return nil, err
 	}
@@ -81,9 +81,9 @@ func (o *objects) drop(err error) {
 	}
 }
 
-// publish shows the objects, the one that readers look for last. A store
-// has no step that shows several: where the old index would name new shards it
-// is removed first.
+// publish publishes the objects, last the one that readers look for. A store cannot
+// publish several in one step: if the old index would name new shards, it is
+// removed first.
 func (o *objects) publish(ctx context.Context, parts []part) error {
 	kept := map[string]bool{}
 	for _, p := range parts {
@@ -128,8 +128,7 @@ func (o *objects) publish(ctx context.Context, parts []part) error {
 	return first
 }
 
-// oldShards lists the shards of the model's own name in an index, if there is
-// one.
+// oldShards lists the shards named after the model in an index, if there is one.
 func (w *writer) oldShards(ctx context.Context, index string) (out []string, err error) {
 	if !strings.HasSuffix(index, ".index.json") {
 		return nil, nil
@@ -148,10 +147,10 @@ func (w *writer) oldShards(ctx context.Context, index string) (out []string, err
 	return out, nil
 }
 
-// readIndex reads an index; nil if there is none. A broken one names nothing.
+// readIndex reads an index; nil if there is none. A damaged one names nothing.
 func (w *writer) readIndex(ctx context.Context, index string) (*safetensors.Shards, error) {
 	s, err := open.With(w.spec.Storage.Options)(ctx, index)
-	if errors.Is(err, fault.ErrNotFound) {
+	if errors.Is(err, errs.ErrNotFound) {
 		return nil, nil
 	}
 	if err != nil {

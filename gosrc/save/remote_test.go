@@ -18,7 +18,7 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
@@ -189,7 +189,7 @@ func TestFarFailures(t *testing.T) {
 			}
 			break
 		}
-		unchanged("request failed", err, fault.ErrIO)
+		unchanged("request failed", err, errs.ErrIO)
 	}
 	if requests < 6 { // create, 3 or more parts, complete
 		t.Fatalf("%d requests were failed in turn", requests-1)
@@ -207,11 +207,11 @@ func TestFarFailures(t *testing.T) {
 			default:
 			}
 		}
-		cancel(fault.ErrCancelled)
+		cancel(errs.ErrCancelled)
 	}()
 	_, err := Write(ctx, j, Spec{Path: path, Storage: opt}, in)
 	cancel(nil)
-	unchanged("cancelled", err, fault.ErrCancelled)
+	unchanged("cancelled", err, errs.ErrCancelled)
 }
 
 // Convert reads from one store and writes to another, folders and all.
@@ -236,7 +236,7 @@ func TestFarConvert(t *testing.T) {
 		t.Fatal(err)
 	}
 	same(t, in, read(t, back))
-	if _, err := Convert(bg, nil, []string{back}, "s3://models/c/", Spec{Storage: opt}); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Convert(bg, nil, []string{back}, "s3://models/c/", Spec{Storage: opt}); !errors.Is(err, errs.ErrArgument) {
 		t.Error("a folder that holds other weights:", err)
 	}
 }

@@ -1,24 +1,24 @@
-// Package save has the verbs that write and prove files: Write, Convert,
-// Verify, Inspect. Saving is loading walked backwards: classify, lay out,
-// encode on all cores, write, publish.
+// Package save has the verbs that write and verify files: Write, Convert, Verify,
+// Inspect. A save classifies the tensors, lays out the files, encodes on all cores,
+// writes, and publishes.
 //
-// Every file is written under a temporary name in its own folder, brought to
-// the disk, and only then renamed: whatever stops a save (an error, a full
-// disk, a cancel, a kill), readers find the old file or the new one. The bytes
-// of a file depend on its tensors, its metadata and the Spec only, never on
-// the number of threads or on time; those of encrypted files on chance too.
+// Every file is written under a temporary name in its own folder, synced to the
+// disk, and only then renamed: if a save is stopped by an error, a full disk, a
+// cancel or a kill, readers find the old file or the new one. The bytes of a file
+// depend on its tensors, its metadata, the Spec and the plain file that Convert
+// compresses, never on the number of threads or on time; those of encrypted files
+// also on random numbers.
 //
-// Memory: the caller's tensors are read in place (those on a GPU chunk by
-// chunk), and nothing more is held than a window of chunks (two or three per
-// thread). Convert and Verify hold the
-// index of their sources and the same window.
+// Memory: the caller's tensors are read in place (those on a GPU chunk by chunk),
+// and a save allocates only a window of chunks (two or three per thread). Convert
+// and Verify hold the index of their sources and the same window.
 package save
 
 import (
 	"context"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/job"
@@ -26,9 +26,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Input is one tensor to be saved. Data are its bytes, contiguous, of
-// exactly the size that shape and dtype give; they stay alive and unchanged
-// until the job ends.
+// An Input is one tensor to save. Data are its bytes, contiguous, of exactly the
+// size that shape and dtype give; they must stay valid and unchanged until the job
+// ends.
 type Input struct {
 	Name  string
 	DType tensor.DType
@@ -36,9 +36,9 @@ type Input struct {
 	Data  []byte
 }
 
-// Away is a tensor's memory that has to be fetched: a GPU's.
+// Away is a tensor's memory outside the host: a GPU's.
 type Away struct {
-	Addr  uintptr // tells which tensors are the same memory
+	Addr  uintptr // identifies the memory: equal for tensors that share it
 	Bytes int64
 	// Read fills dst from off, or fails. It is called in parallel.
 	Read func(dst []byte, off int64) error
@@ -47,70 +47,88 @@ type Away struct {
 // A Spec says what to write. Its zero value, with a Path, writes one plain
 // safetensors file with all cores.
 type Spec struct {
-	// Path is the file to write: "model.safetensors". A symbolic link is
-	// followed. s3:// and redis:// are written without a file in between: the
-	// object streams in parts and becomes visible in one step. Of several files
-	// the index comes last; where shards of the old model bear the names of new
-	// ones, its index goes first, and there is no model until the new one stands.
-	// A path that ends in .tensors becomes a file of tensorizer's, which knows
-	// neither compression nor metadata; Storage.Encrypt is for such files only.
+	// Path is the file to write: "model.safetensors". A symbolic link is followed.
+	// s3:// and redis:// are written without a local file: the object streams in
+	// parts and becomes visible in one step. Of several files the index is
+	// published last; if shards of the old model have the names of new ones, its
+	// index is removed first, and there is no model until the new one is complete.
+	// A path that ends in .tensors becomes a file of tensorizer's, without
+	// compression or metadata; Storage.Encrypt is for such files only.
 	Path string `json:"path"`
-	// Metadata becomes `__metadata__`. The key "overwire" is ours.
+	// Metadata becomes `__metadata__`. The key "overwire" is reserved.
 	Metadata map[string]string `json:"metadata,omitempty"`
 	// Compress writes the container of docs/format.md instead of plain
 	// safetensors. It is lossless, and still a safetensors file.
 	Compress bool `json:"compress,omitempty"`
-	// Parts cuts compressed tensors into 1, 2, 4 or 8 column parts, so that a
-	// slice of dimension 1 is read alone. Tensors whose rows do not divide get
-	// the most parts that do. 0 means 1.
+	// Parts divides compressed tensors into 1, 2, 4 or 8 column parts, so that a
+	// slice of dimension 1 is read alone. Tensors whose rows do not divide get the
+	// most parts that do. 0 means 1.
 	Parts int `json:"parts,omitempty"`
 	// Threads is how many cores to use at once; 0: all.
 	Threads int `json:"threads,omitempty"`
-	// Shard is the most tensor bytes in one file; 0: no limit. When the tensors
-	// do not fit in one, files are named as huggingface names them, with an
-	// index beside them: model-00001-of-00002.safetensors and
-	// model.safetensors.index.json. A larger tensor gets a file of its own. What
-	// an earlier save of the path left and this one does not replace (shards of
-	// a longer set, the single file, the index) is removed at the end.
+	// Shard is the most tensor bytes in one file; 0: no limit. If the tensors do
+	// not fit in one file, the files are named as huggingface names them, with an
+	// index: model-00001-of-00002.safetensors and model.safetensors.index.json. A
+	// larger tensor gets a file of its own. Files of an earlier save of the path
+	// that this one does not replace (shards of a longer set, the single file, the
+	// index) are removed at the end.
 	Shard int64 `json:"shard,omitempty"`
 	// ChunkBytes is the size of a chunk: a multiple of 4096, at most 16 MiB.
 	// 0 means 1 MiB, which fits in a core's second-level cache with its
 	// compressed form.
 	ChunkBytes int64 `json:"chunk_bytes,omitempty"`
 
-	// Like is a local file whose mode, owner and ACL new files get, where no file of
-	// the model is replaced. "": what the umask leaves.
+	// Like is a local file whose mode, owner and ACL new files get if no file of
+	// the model is replaced. "": the umask decides.
 	Like string `json:"like,omitempty"`
-	// Beside lets one file stand beside the index of shards of the same name, by which
-	// the folder is loaded. Otherwise that is refused.
+	// Beside allows a single file beside the index of shards of the same name, by
+	// which the folder is loaded. Otherwise that is refused.
 	Beside bool `json:"beside,omitempty"`
 
-	// Storage says how to reach what is no local file: the target, and what
-	// Convert reads.
+	// Storage says how to reach remote files: the target, and what Convert reads.
 	Storage format.Access `json:"storage,omitzero"`
-	// Away has, by position, the tensors whose bytes are not in host memory:
-	// their Input has no Data.
+	// Away has, by position, the tensors whose bytes are not in host memory: their
+	// Input has no Data.
 	Away map[int]*Away `json:"-"`
 
 	fs atomicfile.FS // nil: the disk; tests put a failing one here
 }
 
-// A Report says what was written. Bytes are logical on the way in and of
-// whole files on the way out; Ratio is out / in (1 when nothing came in).
+// A Report says what was written. Bytes are logical on the way in and of whole
+// files on the way out; Ratio is out / in (1 if nothing came in).
 type Report struct {
 	BytesIn    int64    `json:"bytes_in"`
 	BytesOut   int64    `json:"bytes_out"`
 	Ratio      float64  `json:"ratio"`
 	Seconds    float64  `json:"seconds"`
 	Tensors    int      `json:"tensors"`
-	Compressed int      `json:"compressed"`     // tensors stored compressed
-	Aliases    int      `json:"aliases"`        // tensors stored as another's bytes
-	Files      []string `json:"files"`          // written, in order; an index.json last
-	Left       []string `json:"left,omitempty"` // of a source folder: too large to be copied along, or other weights
+	Compressed int      `json:"compressed"`       // tensors stored compressed
+	Aliases    int      `json:"aliases"`          // tensors stored as aliases
+	Files      []string `json:"files"`            // written, in order; an index.json last
+	Copied     []string `json:"copied,omitempty"` // of files: the other files of source folders, copied
+	Left       []string `json:"left,omitempty"`   // of source folders, not copied: other weights, hidden files, links to outside, special files
+
+	// Originals are the containers that keep the plain file that they were made
+	// from, or the plain files that equal, byte for byte, the ones that were
+	// compressed.
+	Originals []Original `json:"originals,omitempty"`
+	// Anew are plain files made from compressed ones that differ from the
+	// originals: their sources keep none, or group tensors differently, or have
+	// other metadata.
+	Anew []string `json:"anew,omitempty"`
 }
 
-// Write saves tensors. Every argument is checked before the target's folder is
-// touched. The job's counters rise as chunks are written; j may be nil.
+// An Original is one file of a Report. SHA256 is that of the plain file in hex; "":
+// it came over a network, and was not hashed. Compared says that a decompressed file
+// was held to the SHA256 of the one that was compressed.
+type Original struct {
+	File     string `json:"file"`
+	SHA256   string `json:"sha256"`
+	Compared bool   `json:"compared"`
+}
+
+// Write saves tensors. It checks every argument before it touches the target's
+// folder. The job's counters rise as chunks are written; j may be nil.
 func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, error) {
 	start := time.Now()
 	if err := spec.check(); err != nil {
@@ -163,8 +181,8 @@ func (s *Spec) check() error {
 		s.Path = path
 	case scheme != "" && open.Writable(s.Path):
 	case scheme != "":
-		return &fault.At{Verb: "save", Source: s.Path, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrNotSupported, "writing to %s://", scheme)}
+		return &errs.At{Verb: "save", Source: s.Path, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrNotSupported, "writing to %s://", scheme)}
 	}
 	switch {
 	case s.Parts != 1 && s.Parts != 2 && s.Parts != 4 && s.Parts != 8:
@@ -184,6 +202,6 @@ func (s *Spec) check() error {
 
 // badArgument is the caller's mistake about one target or tensor.
 func badArgument(path, name, format string, args ...any) error {
-	return &fault.At{Verb: "save", Source: path, Tensor: name, Chunk: -1, Offset: -1,
-		Err: fault.New(fault.ErrArgument, format, args...)}
+	return &errs.At{Verb: "save", Source: path, Tensor: name, Chunk: -1, Offset: -1,
+		Err: errs.New(errs.ErrArgument, format, args...)}
 }

@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -307,7 +307,7 @@ func TestRatio(t *testing.T) {
 	w := bf16("w", r, 2048, 2048)
 	rep := write(t, Spec{Path: p, Compress: true}, []Input{w})
 	bound := (8 + exponentEntropy(w.Data)) / 16
-	t.Logf("Gaussian bf16: %.4f, order-0 bound %.4f", rep.Ratio, bound)
+	t.Logf("Gaussian bf16: %.4f, field entropy %.4f", rep.Ratio, bound)
 	if rep.Ratio > bound*1.01 {
 		t.Errorf("bf16 takes %.4f, the bound is %.4f", rep.Ratio, bound)
 	}
@@ -350,7 +350,7 @@ func TestArguments(t *testing.T) {
 			c.spec.Path = filepath.Join(dir, c.spec.Path)
 		}
 		_, err := Write(bg, nil, c.spec, c.in)
-		if !errors.Is(err, fault.ErrArgument) {
+		if !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%s: %v", name, err)
 		}
 		if es, _ := os.ReadDir(dir); len(es) != 0 {
@@ -366,7 +366,7 @@ func TestSchemes(t *testing.T) {
 	if len(read(t, p)) != 0 {
 		t.Fatal("not empty")
 	}
-	if _, err := Write(bg, nil, Spec{Path: "ftp://bucket/m"}, nil); !errors.Is(err, fault.ErrNotSupported) {
+	if _, err := Write(bg, nil, Spec{Path: "ftp://bucket/m"}, nil); !errors.Is(err, errs.ErrNotSupported) {
 		t.Fatal(err)
 	}
 }
@@ -401,7 +401,7 @@ func TestBesideAnIndex(t *testing.T) {
 	write(t, Spec{Path: path, Shard: 6000}, old)
 	for _, spec := range []Spec{{Path: path}, {Path: path, Compress: true}, {Path: "file://" + path}, {Path: link(t, path)}} {
 		_, err := Write(bg, nil, spec, next)
-		if !errors.Is(err, fault.ErrArgument) || !strings.Contains(err.Error(), "model.safetensors.index.json") {
+		if !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "model.safetensors.index.json") {
 			t.Fatalf("%+v: %v", spec, err)
 		}
 	}
@@ -409,7 +409,7 @@ func TestBesideAnIndex(t *testing.T) {
 		t.Fatal("something was written")
 	}
 	same(t, old, read(t, dir))
-	if _, err := Convert(bg, nil, []string{dir}, path, Spec{}); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Convert(bg, nil, []string{dir}, path, Spec{}); !errors.Is(err, errs.ErrArgument) {
 		t.Fatal(err)
 	}
 	write(t, Spec{Path: filepath.Join(dir, "other.bin")}, next) // another name
@@ -444,7 +444,7 @@ func TestNamesOfShards(t *testing.T) {
 	in := []Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
 	dir := t.TempDir()
 	path := filepath.Join(dir, "caf\xe9.safetensors")
-	if _, err := Write(bg, nil, Spec{Path: path, Shard: 6000}, in); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Write(bg, nil, Spec{Path: path, Shard: 6000}, in); !errors.Is(err, errs.ErrArgument) {
 		t.Fatal(err)
 	}
 	if es, _ := os.ReadDir(dir); len(es) != 0 {

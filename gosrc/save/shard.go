@@ -1,6 +1,6 @@
 package save
 
-// This file cuts a model into shards and names them.
+// This file divides a model into shards and names them.
 
 import (
 	"fmt"
@@ -11,19 +11,18 @@ import (
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 )
 
-// extension is what shard names keep at their end; a path without it gets it
-// appended to its shards' names.
+// extension is kept at the end of shard names; it is appended if the path lacks it.
 const extension = ".safetensors"
 
-// shards cuts tensors, in their given order, into files of at most spec.Shard
-// bytes. Aliases go where their bytes are. What fits in one file is one file,
-// under the path itself.
+// shards divides tensors, in their given order, into files of at most spec.Shard
+// bytes. Aliases go to the file that has their bytes. If everything fits in one
+// file, it is the path itself.
 func shards(spec Spec, items []*item) []part {
 	one := []part{{path: spec.Path, metadata: spec.Metadata, items: items}}
 	if spec.Shard == 0 {
 		return one
 	}
-	in := map[*item]int{} // shard of each tensor with bytes of its own
+	in := map[*item]int{} // shard of each tensor that has bytes
 	n, size := 0, int64(0)
 	for _, t := range items {
 		if t.form == alias {
@@ -54,7 +53,7 @@ func shards(spec Spec, items []*item) []part {
 	}
 	return append(parts, part{
 		path: indexPath(spec.Path),
-		blob: shardIndex(parts, nil),
+		blob: shardIndex(parts),
 	})
 }
 
@@ -63,7 +62,7 @@ func stemOf(path string) (dir, stem string) {
 	return dir, strings.TrimSuffix(name, extension)
 }
 
-// indexPath is where the index of the shards of a path stands.
+// indexPath is the path of the index of a path's shards.
 func indexPath(path string) string {
 	dir, stem := stemOf(path)
 	return join(dir, stem+extension+".index.json")
@@ -75,17 +74,16 @@ func listable(parts []part) error {
 		return nil
 	}
 	for _, p := range parts {
-		if name := filepath.Base(p.path); p.blob == nil && !utf8.ValidString(name) {
+		if name := filepath.Base(p.path); p.blob == nil && p.copy == nil && !utf8.ValidString(name) {
 			return badArgument(p.path, "", "the name is not UTF-8, and an index.json lists shards as UTF-8: choose another name, or save one file")
 		}
 	}
 	return nil
 }
 
-// shardIndex is the index.json of some files; metadata are what a rewritten
-// one said beside its total_size.
-func shardIndex(parts []part, metadata map[string]string) []byte {
-	s := safetensors.Shards{Metadata: metadata}
+// shardIndex is the index.json of some files.
+func shardIndex(parts []part) []byte {
+	var s safetensors.Shards
 	for k, p := range parts {
 		s.Files = append(s.Files, filepath.Base(p.path))
 		for _, t := range p.items {

@@ -27,9 +27,11 @@ func TestConvertLeavesSpecialFiles(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	var rep Report
 	ended := make(chan error, 1)
 	spawn.Go("test", func() {
-		_, err := Convert(bg, nil, []string{dir}, out+"/", Spec{Compress: true})
+		var err error
+		rep, err = Convert(bg, nil, []string{dir}, out+"/", Spec{Compress: true})
 		ended <- err
 	})
 	select {
@@ -43,5 +45,8 @@ func TestConvertLeavesSpecialFiles(t *testing.T) {
 	names, err := filepath.Glob(filepath.Join(out, "*"))
 	if err != nil || len(names) != 3 {
 		t.Errorf("%v %v: want the model, config.json and linked.json", names, err)
+	}
+	if len(rep.Copied) != 2 || len(rep.Left) != 7 {
+		t.Errorf("copied %v, left %v", rep.Copied, rep.Left)
 	}
 }

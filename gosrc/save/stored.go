@@ -1,39 +1,39 @@
 package save
 
-// This file reads the tensors of other files piece by piece.
+// This file reads the tensors of other files in blocks.
 
 import (
-	"container/list"
 	"context"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/codec"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/blocks"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// plainBlock is the piece in which tensors without chunks are read; those of
-// encrypted files by whole boxes.
+// plainBlock is the block in which tensors without chunks are read; those of
+// encrypted files are read by whole boxes.
 const plainBlock = 1 << 20
 
 // stored is the body of a tensor in a source: its chunks are read, checked and
-// decoded when their bytes are asked for. A request for exactly one whole
-// chunk, the common case, is decoded where it is wanted; others go through a
-// cache of decoded chunks, so that bytes asked for in small pieces (column
-// parts, another chunk size) are decoded about once.
+// decoded when their bytes are needed. A request for exactly one whole chunk, the
+// common case, is decoded to its destination; others go through a cache of decoded
+// chunks, so that requests for small pieces (column parts, another chunk size)
+// decode a chunk about once.
 type stored struct {
 	src   source.Source
 	idx   *tensor.Index
 	t     *tensor.Tensor // never an alias
-	cache *cache
+	cache *blocks.Cache[cacheKey]
 	row   int64 // bytes of a row, and of a row in one part
 	width int64
-	plain int64 // block of a tensor without chunks
+	plain int64 // block size of a tensor without chunks
 }
 
-func newStored(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *cache) *stored {
+func newStored(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *blocks.Cache[cacheKey]) *stored {
 	s := &stored{src: src, idx: idx, t: t, cache: c, plain: plainBlock}
 	if t.Block > 0 && t.Block <= tensor.MaxChunkBytes {
 		s.plain = sizes.RoundUp(plainBlock, t.Block)
@@ -43,7 +43,7 @@ func newStored(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *cache)
 		s.row = t.Bytes / t.Shape[0]
 	}
 	s.width = s.row / s.parts()
-	c.need(3 * s.parts() * s.block())
+	c.Need(3 * s.parts() * s.block())
 	return s
 }
 
@@ -51,7 +51,7 @@ func (*stored) direct() bool { return false }
 
 func (s *stored) parts() int64 { return max(1, int64(s.t.Parts)) }
 
-// block is the size of a chunk, for plain files of what we read as one.
+// block is the size of a chunk, or of the block that is read of a plain file.
 func (s *stored) block() int64 {
 	if s.t.Count == 0 {
 		return s.plain
@@ -71,12 +71,12 @@ func (s *stored) bytes(ctx context.Context, buf []byte, off int64) ([]byte, erro
 	return buf, nil
 }
 
-// spread puts into buf, which stands for plain bytes from off, those that
+// spread writes into buf, which stands for plain bytes from off on, those that
 // belong to part p: block by block of the part, and in each row by row.
 func (s *stored) spread(ctx context.Context, buf []byte, p, off int64) error {
 	end := off + int64(len(buf))
-	// The part's bytes of every row that is touched, also of those that end
-	// before its columns begin: they are clipped below.
+	// The part's bytes of every row that is touched, even of rows that end before
+	// its columns begin: they are clipped below.
 	lo, hi := off/s.row*s.width, sizes.CeilDiv(end, s.row)*s.width
 	for b := lo / s.block(); b*s.block() < hi; b++ {
 		from, to := max(lo, b*s.block()), min(hi, (b+1)*s.block())
@@ -91,7 +91,7 @@ func (s *stored) spread(ctx context.Context, buf []byte, p, off int64) error {
 		}
 		for i := from; i < to; {
 			n := min(s.width-i%s.width, to-i)
-			at, data := plain(i)-off, e.data[i-b*s.block():][:n]
+			at, data := plain(i)-off, e.Data[i-b*s.block():][:n]
 			i += n
 			if at < 0 {
 				data = data[min(n, -at):]
@@ -101,22 +101,22 @@ func (s *stored) spread(ctx context.Context, buf []byte, p, off int64) error {
 				copy(buf[at:], data)
 			}
 		}
-		s.cache.put(e)
+		s.cache.Put(e)
 	}
 	return nil
 }
 
 // hold gets a block of a part from the cache.
-func (s *stored) hold(ctx context.Context, p, b int64) (*cached, error) {
+func (s *stored) hold(ctx context.Context, p, b int64) (*blocks.Block[cacheKey], error) {
 	size := s.t.Bytes / s.parts()
 	per := (size + s.block() - 1) / s.block()
-	return s.cache.get(cacheKey{s, p*per + b}, func() ([]byte, error) {
+	return s.cache.Get(cacheKey{s, p*per + b}, func() ([]byte, error) {
 		d := make([]byte, min(s.block(), size-b*s.block()))
 		return d, s.read(ctx, d, p*per+b, int64(len(d)))
 	})
 }
 
-// flat fills buf with bytes from off of a tensor in one part.
+// flat fills buf with bytes from off on of a tensor in one part.
 func (s *stored) flat(ctx context.Context, buf []byte, off int64) error {
 	for len(buf) > 0 {
 		b := off / s.block()
@@ -132,8 +132,8 @@ func (s *stored) flat(ctx context.Context, buf []byte, off int64) error {
 			if err != nil {
 				return err
 			}
-			copy(buf[:n], e.data[from:])
-			s.cache.put(e)
+			copy(buf[:n], e.Data[from:])
+			s.cache.Put(e)
 		}
 		buf, off = buf[n:], off+n
 	}
@@ -147,14 +147,14 @@ func (s *stored) read(ctx context.Context, dst []byte, k, whole int64) error {
 	t := s.t
 	if t.Count == 0 {
 		off := t.Off + k*s.plain
-		return fault.Locate("read", s.src.URI(), t.Name, -1, s.src.ReadAt(ctx, dst, off))
+		return errs.Locate("read", s.src.URI(), t.Name, -1, s.src.ReadAt(ctx, dst, off))
 	}
 	c := s.idx.Chunks[int64(t.First)+k]
 	fail := func(verb string, err error) error {
-		return &fault.At{Verb: verb, Source: s.src.URI(), Tensor: t.Name, Chunk: k, Offset: c.Off, Err: err}
+		return &errs.At{Verb: verb, Source: s.src.URI(), Tensor: t.Name, Chunk: k, Offset: c.Off, Err: err}
 	}
 	if int64(c.Logical) != whole {
-		return fail("decode", fault.New(fault.ErrCorrupt, "chunk of %d bytes where %d belong", c.Logical, whole))
+		return fail("decode", errs.New(errs.ErrCorrupt, "chunk of %d bytes where %d belong", c.Logical, whole))
 	}
 	in := dst
 	if c.Codec != tensor.CodecRaw || c.Stored != c.Logical {
@@ -166,10 +166,10 @@ func (s *stored) read(ctx context.Context, dst []byte, k, whole int64) error {
 		in = (*p)[:c.Stored]
 	}
 	if err := s.src.ReadAt(ctx, in, c.Off); err != nil {
-		return fault.Locate("read", s.src.URI(), t.Name, k, err)
+		return errs.Locate("read", s.src.URI(), t.Name, k, err)
 	}
 	if sum := codec.Sum(in); sum != c.Sum {
-		return fail("check", fault.New(fault.ErrCorrupt, "checksum mismatch: %08x, not %08x", sum, c.Sum))
+		return fail("check", errs.New(errs.ErrCorrupt, "checksum mismatch: %08x, not %08x", sum, c.Sum))
 	}
 	if len(dst) > 0 && &in[0] == &dst[0] {
 		return nil
@@ -180,94 +180,13 @@ func (s *stored) read(ctx context.Context, dst []byte, k, whole int64) error {
 	return nil
 }
 
-// A cache holds decoded blocks, each made once however many ask for it at the
-// same time; the least recently used go when there are too many bytes.
-type cache struct {
-	most int64
-	mu   sync.Mutex
-	size int64
-	by   map[cacheKey]*cached
-	lru  list.List // of *cached that are not in use, oldest first
-}
-
+// cacheKey is block k of a tensor.
 type cacheKey struct {
 	s *stored
 	k int64
 }
 
-type cached struct {
-	key   cacheKey
-	ready chan struct{}
-	data  []byte
-	err   error
-	users int
-	place *list.Element // in lru
-}
-
-// newCache makes room for the parts that some threads walk through at once.
-func newCache(threads int) *cache {
-	return &cache{most: int64(threads+2) * (16 << 20), by: map[cacheKey]*cached{}}
-}
-
-// need makes room for at least n bytes: a few rows of the parts of one tensor.
-func (c *cache) need(n int64) {
-	c.mu.Lock()
-	c.most = max(c.most, n)
-	c.mu.Unlock()
-}
-
-// get returns a block, made by fill if it is not there; put gives it back.
-func (c *cache) get(key cacheKey, fill func() ([]byte, error)) (*cached, error) {
-	c.mu.Lock()
-	e := c.by[key]
-	if e != nil {
-		e.users++
-		if e.place != nil {
-			c.lru.Remove(e.place)
-			e.place = nil
-		}
-		c.mu.Unlock()
-		<-e.ready // its maker ends with ctx
-		if e.err != nil {
-			c.put(e)
-			return nil, e.err
-		}
-		return e, nil
-	}
-	e = &cached{key: key, ready: make(chan struct{}), users: 1}
-	c.by[key] = e
-	c.mu.Unlock()
-
-	e.err = fault.New(fault.ErrEngine, "a block was not made") // should fill panic
-	defer close(e.ready)
-	data, err := fill()
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if e.data, e.err = data, err; err != nil {
-		delete(c.by, key) // the next one tries again
-		return nil, err
-	}
-	c.size += int64(len(data))
-	c.trim()
-	return e, nil
-}
-
-func (c *cache) put(e *cached) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	e.users--
-	if e.users == 0 && c.by[e.key] == e {
-		e.place = c.lru.PushBack(e)
-		c.trim()
-	}
-}
-
-// trim is called with mu held.
-func (c *cache) trim() {
-	for c.size > c.most && c.lru.Len() > 0 {
-		e := c.lru.Remove(c.lru.Front()).(*cached)
-		e.place = nil
-		c.size -= int64(len(e.data))
-		delete(c.by, e.key)
-	}
+// newCache makes space for the parts that the given threads read at once.
+func newCache(threads int) *blocks.Cache[cacheKey] {
+	return blocks.New[cacheKey](int64(threads+2) * (16 << 20))
 }

@@ -6,11 +6,11 @@ import (
 	"errors"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"path/filepath"
-	"sync/atomic"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/blocks"
 )
 
 func TestStoredRanges(t *testing.T) {
@@ -30,8 +30,9 @@ func TestStoredRanges(t *testing.T) {
 		defer m.close()
 		want := read(t, p)
 		items := m.items(1)
+		small := blocks.New[cacheKey](1 << 15)
 		for _, it := range items {
-			it.body.(*stored).cache.most = 1 << 15
+			it.body.(*stored).cache = small
 			it.parts = it.chooseParts(1 << r.IntN(4))
 		}
 		type job struct {
@@ -68,53 +69,17 @@ func TestStoredRanges(t *testing.T) {
 	}
 }
 
-func TestCache(t *testing.T) {
-	// Promise: a block is made once for all callers that ask at the same time; an
-	// error is not kept; unused blocks go when there are too many.
-	c := newCache(1)
-	c.most = 100
-	var made atomic.Int64
-	bad := errors.New("bad")
-	get := func(k int64, n int, err error) error {
-		e, err := c.get(cacheKey{nil, k}, func() ([]byte, error) {
-			made.Add(1)
-			return make([]byte, n), err
-		})
-		if err == nil {
-			c.put(e)
-		}
-		return err
-	}
-	if err := get(1, 10, bad); err != bad {
-		t.Fatal(err)
-	}
-	if err := spawn.Each(bg, "test", 8, 100, func(int) error { return get(1, 10, nil) }); err != nil {
-		t.Fatal(err)
-	}
-	if made.Load() != 2 {
-		t.Fatalf("made %d times", made.Load())
-	}
-	for k := range int64(50) {
-		if err := get(k, 30, nil); err != nil {
-			t.Fatal(err)
-		}
-		if c.size > 130 {
-			t.Fatalf("%d bytes are held", c.size)
-		}
-	}
-}
-
 func TestClassed(t *testing.T) {
 	// Promise: however a context ends, the error has one of our classes.
 	ctx, cancel := context.WithCancel(bg)
 	cancel()
-	if err := classed(ctx, context.Canceled); !errors.Is(err, fault.ErrCancelled) {
+	if err := classed(ctx, context.Canceled); !errors.Is(err, errs.ErrCancelled) {
 		t.Fatal(err)
 	}
 	ctx, cancel = context.WithTimeout(bg, 0)
 	defer cancel()
 	<-ctx.Done()
-	if err := classed(ctx, ctx.Err()); !errors.Is(err, fault.ErrTimeout) {
+	if err := classed(ctx, ctx.Err()); !errors.Is(err, errs.ErrTimeout) {
 		t.Fatal(err)
 	}
 	if classed(bg, nil) != nil {

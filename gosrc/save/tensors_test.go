@@ -11,7 +11,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/overwire/overwire/gosrc/tensorizer"
@@ -127,7 +127,7 @@ func TestTensorsFlips(t *testing.T) {
 				at, was := int64(bit/8), whole[bit/8]
 				_, _ = f.WriteAt([]byte{was ^ 1<<(bit%8)}, at)
 				_, err := Verify(t.Context(), nil, []string{path}, opt)
-				if err == nil || !strings.Contains(err.Error(), "file.tensors") || !anyOf(err, fault.ErrCorrupt, fault.ErrFormat, fault.ErrCrypto, fault.ErrNotSupported) {
+				if err == nil || !strings.Contains(err.Error(), "file.tensors") || !anyOf(err, errs.ErrCorrupt, errs.ErrFormat, errs.ErrCrypto, errs.ErrNotSupported) {
 					t.Errorf("%s of %d bytes: bit %d of byte %d: %v", name, len(whole), bit%8, at, err)
 				}
 				_, _ = f.WriteAt([]byte{was}, at)
@@ -174,7 +174,7 @@ func TestTensorsRekeyed(t *testing.T) {
 	for _, c := range []struct {
 		to    string
 		class error
-	}{{"x.safetensors", fault.ErrArgument}, {"folder/", fault.ErrArgument}} {
+	}{{"x.safetensors", errs.ErrArgument}, {"folder/", errs.ErrArgument}} {
 		_, err := Convert(t.Context(), nil, []string{at("a.tensors")}, at("")+"/"+c.to, Spec{Storage: format.Access{Encrypt: sealedBy.Decrypt}})
 		if !errors.Is(err, c.class) {
 			t.Errorf("encrypted %s: %v", c.to, err)

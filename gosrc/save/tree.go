@@ -12,9 +12,9 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// spread replaces folders without weights of their own by the folders below
-// them that have some.
-func spread(uris []string) []string {
+// Spread replaces each folder without weights of its own by the folders below it
+// that have some.
+func Spread(uris []string) []string {
 	var out []string
 	for _, uri := range uris {
 		dir := localPath(uri)
@@ -30,15 +30,15 @@ func spread(uris []string) []string {
 			}
 		}
 		if len(out) == before {
-			out = append(out, uri) // opening it says that there is nothing
+			out = append(out, uri) // opening it reports that there are none
 		}
 	}
 	return out
 }
 
-// convertTree converts a folder's models, each into the folder of the same path
-// below dst, and copies what lies beside them. A dst that it made is removed if
-// one of them fails.
+// convertTree converts each model below a folder into the same path below dst, and
+// copies the files beside them. If one of them fails, a dst that it made is
+// removed.
 func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []format.Branch, spec Spec) (rep Report, err error) {
 	made, err := makeFolder(dst)
 	if err != nil {
@@ -51,6 +51,7 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []fo
 			}
 		}()
 	}
+	how := beside{root: dir, folders: true}
 	for _, b := range branches {
 		from, to := filepath.Join(dir, b.Path), filepath.Join(dst, b.Path)
 		if err := os.MkdirAll(to, 0o777); err != nil {
@@ -58,9 +59,9 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []fo
 		}
 		var one Report
 		if b.Weights {
-			one, err = convertOne(ctx, j, []string{from}, to, spec)
+			one, err = convertOne(ctx, j, []string{from}, to, spec, how)
 		} else {
-			one, err = copyBeside(ctx, j, from, to, spec)
+			one, err = copyBeside(ctx, j, from, to, spec, how)
 		}
 		if err != nil {
 			return rep, err
@@ -70,9 +71,9 @@ func convertTree(ctx context.Context, j *job.Job, dir, dst string, branches []fo
 	return rep, nil
 }
 
-// copyBeside copies a folder that holds no weights.
-func copyBeside(ctx context.Context, j *job.Job, from, to string, spec Spec) (Report, error) {
-	parts, left, err := companions([]string{from}, to, nil)
+// copyBeside copies a folder without weights.
+func copyBeside(ctx context.Context, j *job.Job, from, to string, spec Spec, how beside) (Report, error) {
+	parts, left, err := withCompanions([]string{from}, to, nil, how)
 	if err != nil {
 		return Report{}, err
 	}
@@ -89,7 +90,10 @@ func (r *Report) add(o Report) {
 	r.Compressed += o.Compressed
 	r.Aliases += o.Aliases
 	r.Files = append(r.Files, o.Files...)
+	r.Copied = append(r.Copied, o.Copied...)
 	r.Left = append(r.Left, o.Left...)
+	r.Originals = append(r.Originals, o.Originals...)
+	r.Anew = append(r.Anew, o.Anew...)
 	r.Ratio = 1
 	if r.BytesIn > 0 {
 		r.Ratio = float64(r.BytesOut) / float64(r.BytesIn)

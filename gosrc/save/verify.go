@@ -6,23 +6,23 @@ import (
 	"context"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/zeebo/xxh3"
 )
 
-// A VerifyReport says what was proven. With an error, its counts say how far
+// A VerifyReport says what was verified. With an error, its counts say how far
 // verification came.
 type VerifyReport struct {
 	OK      bool           `json:"ok"`
-	Tensors int            `json:"tensors"` // proven, aliases included
+	Tensors int            `json:"tensors"` // verified, aliases included
 	Bytes   int64          `json:"bytes"`   // of tensors, decoded and hashed
 	Stored  int64          `json:"stored"`  // bytes of the files
 	Seconds float64        `json:"seconds"`
 	Files   []VerifiedFile `json:"files"`
-	Note    string         `json:"note,omitempty"` // what could not be proven
+	Note    string         `json:"note,omitempty"` // what could not be verified
 }
 
 // A VerifiedFile is one file of a VerifyReport.
@@ -35,17 +35,17 @@ type VerifiedFile struct {
 	Stored  int64  `json:"stored"`
 }
 
-// Verify proves files: of an overwire file every byte is looked at (header and
-// index are exactly what the writer makes of what they say, every chunk has
-// its CRC and decodes, every tensor has its XXH3-128, padding is zero); of a
-// plain safetensors file only the structure can be, since it holds no sums,
-// and the report says so; of a .tensors file every tensor has its sums, and the
-// tags of encrypted ones are held to the key. The first error ends it, with file, tensor, chunk
-// and offset where they are known.
+// Verify verifies files. Of an overwire file every byte is checked: header and
+// index are exactly what the writer makes of their content, every chunk has its CRC
+// and decodes, every tensor has its XXH3-128, padding is zero. Of a plain
+// safetensors file only the structure can be, since it holds no checksums, and the
+// report says so. Of a .tensors file every tensor's hashes are compared, and the
+// tags of encrypted ones with the key. The first error ends it, with file, tensor,
+// chunk and offset where they are known.
 func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Access) (VerifyReport, error) {
 	start := time.Now()
 	var rep VerifyReport
-	m, err := openModel(ctx, spread(uris), storage)
+	m, err := openModel(ctx, Spread(uris), storage)
 	if err != nil {
 		return rep, classed(ctx, err)
 	}
@@ -63,7 +63,7 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 	plainFiles := 0
 	for k := range m.ix.Sources {
 		s := &m.ix.Sources[k]
-		f := VerifiedFile{URI: fault.Redact(s.URI), Format: s.Format, Checked: "contents", Stored: s.Size}
+		f := VerifiedFile{URI: errs.Redact(s.URI), Format: s.Format, Checked: "contents", Stored: s.Size}
 		if formatNamed(s).verify == nil {
 			f.Checked = "structure"
 			plainFiles++
@@ -96,9 +96,9 @@ func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error
 	return m.contents(ctx, j, items, rep)
 }
 
-// zeros holds the bytes of source k that belong to nothing, between the chunks
-// and after them, to what the writer leaves there. Header and index have sums
-// of their own that format.Open has checked.
+// zeros checks the bytes of source k between the chunks and after them, which the
+// writer leaves zero. Header and index have checksums, which format.Open has
+// compared.
 func zeros(ctx context.Context, m *model, _ *job.Job, k int, _ *VerifyReport) error {
 	var pad [64]byte
 	gap := func(i int, from, to int64) error {
@@ -112,8 +112,8 @@ func zeros(ctx context.Context, m *model, _ *job.Job, k int, _ *VerifyReport) er
 			}
 			for n, b := range p {
 				if b != 0 {
-					return fault.Locate("verify", m.ix.Sources[k].URI, m.ix.Tensors[i].Name, -1, &fault.At{Verb: "verify", Chunk: -1,
-						Offset: from + int64(n), Err: fault.New(fault.ErrCorrupt, "padding that is not zero")})
+					return errs.Locate("verify", m.ix.Sources[k].URI, m.ix.Tensors[i].Name, -1, &errs.At{Verb: "verify", Chunk: -1,
+						Offset: from + int64(n), Err: errs.New(errs.ErrCorrupt, "padding that is not zero")})
 				}
 			}
 			from += int64(len(p))
@@ -148,8 +148,8 @@ type span struct {
 	last bool
 }
 
-// contents decodes and hashes every tensor that holds bytes of its own, in
-// pieces on all cores.
+// contents decodes and hashes every tensor that has bytes of its own, in pieces on
+// all cores.
 func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *VerifyReport) error {
 	var spans []span
 	for i, t := range items {
@@ -203,7 +203,7 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 	if err := o.Run(ctx, "save.verify"); err != nil {
 		return err
 	}
-	// What has no bytes of its own is proven with what it stands for.
+	// An alias is verified with the tensor that it refers to.
 	for i, t := range items {
 		rt := &m.ix.Tensors[i]
 		switch {
@@ -233,6 +233,6 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 
 func (m *model) corrupt(i int, format string, args ...any) error {
 	t := &m.ix.Tensors[i]
-	return &fault.At{Verb: "verify", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: t.Off,
-		Err: fault.New(fault.ErrCorrupt, format, args...)}
+	return &errs.At{Verb: "verify", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: t.Off,
+		Err: errs.New(errs.ErrCorrupt, format, args...)}
 }

@@ -1,6 +1,7 @@
 package save
 
-// This file counts workers and gives ended contexts their error class.
+// This file sets the number of workers, and gives errors of ended contexts their
+// class.
 
 import (
 	"context"
@@ -8,12 +9,12 @@ import (
 	"fmt"
 	"runtime"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/knob"
 )
 
-// Threads is how many workers there are: as asked, or if that is 0 as the environment
-// says, or one a core.
+// Threads is the number of workers: asked, or if that is 0 the setting, or one per
+// core.
 func Threads(asked int) int {
 	if asked <= 0 {
 		asked = knob.Threads.Get()
@@ -24,24 +25,23 @@ func Threads(asked int) int {
 	return min(asked, 256)
 }
 
-// classed gives the bare errors of an ended context their class, wherever in a
-// verb they were noticed.
+// classed adds a class to the bare errors of an ended context.
 func classed(ctx context.Context, err error) error {
 	if err != nil && (errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)) &&
-		!errors.Is(err, fault.ErrCancelled) && !errors.Is(err, fault.ErrTimeout) {
+		!errors.Is(err, errs.ErrCancelled) && !errors.Is(err, errs.ErrTimeout) {
 		return cancelled(ctx)
 	}
 	return err
 }
 
-// cancelled is why ctx ended, in one of our classes.
+// cancelled is the reason why ctx ended, with a class.
 func cancelled(ctx context.Context) error {
 	err := context.Cause(ctx)
 	switch {
-	case err == nil || errors.Is(err, fault.ErrCancelled):
+	case err == nil || errors.Is(err, errs.ErrCancelled):
 		return err
 	case errors.Is(err, context.DeadlineExceeded):
-		return fmt.Errorf("%w: %w", fault.ErrTimeout, err)
+		return fmt.Errorf("%w: %w", errs.ErrTimeout, err)
 	}
-	return fmt.Errorf("%w: %w", fault.ErrCancelled, err)
+	return fmt.Errorf("%w: %w", errs.ErrCancelled, err)
 }

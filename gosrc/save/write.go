@@ -1,25 +1,31 @@
 package save
 
-// This file has the one save, and the writer of safetensors files and containers.
+// This file has the save itself, and the writer of safetensors files and
+// containers.
 
 import (
 	"context"
+	"io/fs"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/x16"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/companions"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
 )
 
-// A writer is one save: some files that appear together.
+// A writer is one save: one or more files that appear together.
 type writer struct {
 	spec    Spec
 	job     *job.Job
 	threads int
+
+	originals []Original // of the files written so far
 }
 
 func newWriter(spec Spec, j *job.Job) *writer {
@@ -34,7 +40,10 @@ type part struct {
 	path     string
 	metadata map[string]string
 	items    []*item
-	blob     []byte // not tensors but these bytes: an index.json, a copied file
+	blob     []byte           // bytes instead of tensors: an index.json
+	copy     *companions.File // a file to copy instead of tensors
+	mode     fs.FileMode      // the most rights of a new file; 0: no limit
+	original *original.File   // the file with exactly these tensors and metadata, if known
 }
 
 // A draft is one file that is being written. Readers do not see it until its
@@ -46,19 +55,20 @@ type draft interface {
 	Finish(size int64) error
 }
 
-// A destination takes the files of one save and shows them together.
+// A destination takes the files of one save and publishes them together.
 type destination interface {
-	// create begins a file. It gets most bytes at most.
-	create(ctx context.Context, path string, most int64) (draft, error)
-	// publish gives the finished files their names: the last one is what readers
-	// look for. What the old model leaves is removed then.
+	// create begins a part's file.
+	create(ctx context.Context, p *part) (draft, error)
+	// publish gives the finished files their names, the last one being the file
+	// that readers look for. Then it removes what is left of the old model.
 	publish(ctx context.Context, parts []part) error
-	// drop ends the save, of which err is the outcome: what was not published goes.
+	// drop ends the save and removes what was not published; err is the outcome of
+	// the save.
 	drop(err error)
 }
 
-// save writes the files and publishes them together; the last one is what
-// readers look for. Nothing remains of a save that fails.
+// save writes the files and publishes them together; the last one is the file that
+// readers look for. A save that fails leaves nothing.
 func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error) {
 	if len(parts) == 0 {
 		return rep, nil
@@ -87,21 +97,26 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 			rep = Report{}
 		}
 	}()
-	for _, p := range parts {
-		d, err := to.create(ctx, p.path, p.most())
+	for i := range parts {
+		p := &parts[i]
+		d, err := to.create(ctx, p)
 		if err != nil {
 			return rep, err
 		}
-		size, err := w.write(ctx, d, p)
+		size, err := w.write(ctx, d, *p)
 		if err == nil {
 			err = d.Finish(size)
 		}
 		if err != nil {
-			return rep, fault.Locate("save", d.URI(), "", -1, err)
+			return rep, errs.Locate("save", d.URI(), "", -1, err)
 		}
 		rep.BytesOut += size
 		rep.Files = append(rep.Files, p.path)
+		if p.copy != nil {
+			rep.Copied = append(rep.Copied, p.path)
+		}
 	}
+	rep.Originals = w.originals
 	if err := cancelled(ctx); err != nil {
 		return rep, err
 	}
@@ -117,6 +132,9 @@ func (w *writer) write(ctx context.Context, to draft, p part) (int64, error) {
 	if p.blob != nil {
 		return int64(len(p.blob)), to.Write(p.blob, 0)
 	}
+	if p.copy != nil {
+		return p.copy.Size, companions.Copy(ctx, *p.copy, to.Write)
+	}
 	return formatOf(p.path).write(ctx, w, to, p)
 }
 
@@ -130,11 +148,19 @@ func (w *writer) destination(parts []part) (destination, error) {
 	return &files{writer: w, like: w.like(parts)}, nil
 }
 
-// most is more than the part can have bytes.
+// bytes is the size of a part that has no tensors.
+func (p *part) bytes() int64 {
+	if p.copy != nil {
+		return p.copy.Size
+	}
+	return int64(len(p.blob))
+}
+
+// most is an upper bound of the part's size.
 func (p *part) most() int64 {
-	n := int64(len(p.blob)) + 256<<20 // header and index, whatever their size
+	n := p.bytes() + 256<<20 // header and index, at their largest
 	for _, t := range p.items {
-		n += t.bytes + t.bytes/128 + 8192 // data may begin on pages
+		n += t.bytes + t.bytes/128 + 8192 // data may begin on a page
 	}
 	return n
 }
@@ -152,7 +178,7 @@ func (w *writer) count(parts []part, rep *Report) {
 			}
 		}
 	}
-	w.job.TotalBytes.Store(w.job.Bytes.Load() + rep.BytesIn) // of a tree: more than before
+	w.job.TotalBytes.Store(w.job.Bytes.Load() + rep.BytesIn) // a tree copies files beside the model, too
 	w.job.TotalTensors.Store(w.job.Tensors.Load() + int64(rep.Tensors))
 }
 
@@ -165,16 +191,17 @@ type fileWriter struct {
 	order  []*item          // in the order of their data
 	lay    *overwire.Layout // of a container; nil: a plain file
 	front  []byte           // the header of a plain file
-	start  int64            // where the data begin
-	pos    int64            // end of what has a place
+	again  *original.Copy   // of a plain file that is written again as an original; or nil
+	start  int64            // offset of the data
+	pos    int64            // end of the last data that was placed
 	tasks  []task
 	slots  []slot
 	hasher xxh3.Hasher
-	enc    []x16.Encoder // one a worker
+	enc    []x16.Encoder // one per worker
 }
 
-// A task is one chunk to be written; or, with n 0, a whole tensor to be hashed
-// first, since the order of its chunks is not that of its bytes.
+// A task is one chunk to write; or, with n 0, a whole tensor to hash first, since
+// the order of its chunks is not that of its bytes.
 type task struct {
 	t            *item
 	part         int32
@@ -184,7 +211,7 @@ type task struct {
 	begins, ends bool  // the tensor's first chunk, its last
 }
 
-// A slot holds what belongs to a task between its reading and its writing.
+// A slot holds the memory of a task between reading and writing.
 type slot struct {
 	data []byte // logical bytes
 	out  []byte // stored bytes: data, or enc
@@ -196,31 +223,47 @@ type slot struct {
 // write returns the size of the file.
 func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	if err := f.plan(); err != nil {
-		return 0, fault.Locate("save", f.path, "", -1, err)
+		return 0, errs.Locate("save", f.path, "", -1, err)
 	}
 	f.pos = f.start
 	window := 2*f.threads + 4
 	f.slots = make([]slot, window)
 	f.enc = make([]x16.Encoder, f.threads)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	hashed := f.part.original.Hash(ctx)
 	o := ordered.Tasks{
 		N: len(f.tasks), Window: window, Workers: f.threads,
 		Work: func(worker, k int) error {
 			c := f.tasks[k]
 			if err := f.encode(ctx, worker, k); err != nil {
-				return fault.Locate("save", f.path, c.t.name, -1, err)
+				return errs.Locate("save", f.path, c.t.name, -1, err)
 			}
 			return nil
 		},
 		Turn:  f.place,
 		Flush: f.flush,
 	}
-	if err := o.Run(ctx, "save.encode"); err != nil {
-		return 0, fault.Locate("save", f.path, "", -1, err)
+	err := o.Run(ctx, "save.encode")
+	if err != nil {
+		cancel()
+	}
+	if herr := hashed(); err == nil {
+		err = herr
+	}
+	if err == nil && f.again != nil {
+		err = f.again.Done()
+	}
+	if err != nil {
+		return 0, errs.Locate("save", f.path, "", -1, err)
+	}
+	if o := f.part.original; o != nil {
+		f.originals = append(f.originals, Original{File: f.part.path, SHA256: o.SHA256, Compared: f.again != nil && f.again.Compared})
 	}
 	f.slots, f.enc = nil, nil
 	front, size, err := f.seal()
 	if err != nil {
-		return 0, fault.Locate("save", f.path, "", -1, err)
+		return 0, errs.Locate("save", f.path, "", -1, err)
 	}
 	return size, f.draft.Write(front, 0)
 }
@@ -263,7 +306,7 @@ func (f *fileWriter) encode(ctx context.Context, worker, k int) error {
 	return nil
 }
 
-// place gives task k its offset, and the hash its bytes.
+// place gives task k its offset, and adds its bytes to the hash.
 func (f *fileWriter) place(k int) error {
 	c, s := &f.tasks[k], &f.slots[k%len(f.slots)]
 	t := c.t
@@ -273,20 +316,23 @@ func (f *fileWriter) place(k int) error {
 	if c.begins {
 		f.hasher.Reset()
 	}
-	// A source that has a hash is held to it, even when the new file has none.
-	// (A tensor in several parts is hashed by a task of its own, or keeps its
-	// source's hash: its chunks do not come in the order of its bytes.)
+	// Compare the source's hash even if the new file stores none. (A tensor in
+	// several parts is hashed by a task of its own, or keeps its source's hash: its
+	// chunks do not come in the order of its bytes.)
 	if !t.hashed && (f.lay != nil || t.known != nil) && t.parts == 1 {
 		_, _ = f.hasher.Write(s.data)
 		if c.ends {
 			t.hash, t.hashed = sum128(&f.hasher), true
 			if t.known != nil && t.hash != t.known.Hash {
-				return fault.Locate("save", "", t.name, -1, errOtherBytes())
+				return errs.Locate("save", "", t.name, -1, errOtherBytes())
 			}
 		}
 	}
 	if c.ends {
 		f.job.Tensors.Add(1)
+	}
+	if f.again != nil {
+		_, _ = f.again.Hash.Write(s.data)
 	}
 	if f.lay == nil {
 		s.at = f.pos
@@ -309,7 +355,7 @@ func (f *fileWriter) flush(k int) error {
 		return nil
 	}
 	if err := f.draft.Write(s.out, s.at); err != nil {
-		return fault.Locate("save", f.path, c.t.name, -1, err)
+		return errs.Locate("save", f.path, c.t.name, -1, err)
 	}
 	f.job.Bytes.Add(int64(c.n))
 	s.data, s.out = nil, nil

@@ -19,25 +19,46 @@ import (
 	"sync"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Kinds maps each fault to what the client sees.
-var Kinds = map[string]string{
-	"reset":   "the connection is reset within the body",
-	"short":   "the connection ends within the body",
-	"stall":   "the body stops, the connection stays",
-	"trickle": "the body goes on with a byte now and then",
-	"range":   "206 with another range than was asked for",
-	"whole":   "200 with the whole file for a range",
-	"length":  "a Content-Length that is not that of the range",
-	"etag":    "the right bytes under another ETag",
-	"gzip":    "a body encoded with gzip, though identity was asked for",
-	"loop":    "a redirect to the same address",
-	"500":     "500 Internal Server Error",
-	"503":     "503 with Retry-After",
-	"429":     "429 with Retry-After",
+// A fault is one way to fail.
+type fault struct {
+	says   string // what the client sees
+	ranged bool   // it suits answers to ranges only
+	// send answers by net/http. Where it is nil, the answer is written to the
+	// connection itself: head changes its first lines, cut ends the body at a random
+	// byte, and rest goes on from there; head and rest may be nil.
+	send func(*reply)
+	head func(*reply)
+	cut  bool
+	rest func(p *reply, c net.Conn, body io.Reader)
+}
+
+var faults = map[string]fault{
+	"reset":   {says: "the connection is reset within the body", cut: true, rest: func(_ *reply, c net.Conn, _ io.Reader) { reset(c) }},
+	"short":   {says: "the connection ends within the body", cut: true},
+	"stall":   {says: "the body stops, the connection stays", cut: true, rest: stall},
+	"trickle": {says: "the body goes on with a byte now and then", cut: true, rest: trickle},
+	"range":   {says: "206 with another range than was asked for", ranged: true, head: another},
+	"whole":   {says: "200 with the whole file for a range", ranged: true, send: whole},
+	"length":  {says: "a Content-Length that is not that of the range", ranged: true, head: func(p *reply) { p.length += 1 + p.s.dice.below(1000) }},
+	"etag":    {says: "the right bytes under another ETag", ranged: true, head: func(p *reply) { p.tag = `"another"` }},
+	"gzip":    {says: "a body encoded with gzip, though identity was asked for", send: zipped},
+	"loop":    {says: "a redirect to the same address", send: func(p *reply) { http.Redirect(p.w, p.r, p.r.URL.Path, http.StatusFound) }},
+	"500":     {says: "500 Internal Server Error", send: func(p *reply) { p.status(http.StatusInternalServerError) }},
+	"503":     {says: "503 with Retry-After", send: func(p *reply) { p.later(http.StatusServiceUnavailable) }},
+	"429":     {says: "429 with Retry-After", send: func(p *reply) { p.later(http.StatusTooManyRequests) }},
+}
+
+// Kinds returns what the client sees of each fault.
+func Kinds() map[string]string {
+	says := map[string]string{}
+	for name, f := range faults {
+		says[name] = f.says
+	}
+	return says
 }
 
 // dice chooses the faults.
@@ -52,11 +73,11 @@ type dice struct {
 func newDice(p map[string]float64, seed uint64) (*dice, error) {
 	sum := 0.0
 	for name, v := range p {
-		if _, ok := Kinds[name]; !ok {
-			return nil, fault.New(fault.ErrArgument, "no fault is called %q; there are %s", name, strings.Join(slices.Sorted(maps.Keys(Kinds)), ", "))
+		if _, ok := faults[name]; !ok {
+			return nil, errs.New(errs.ErrArgument, "no fault is called %q; there are %s", name, strings.Join(slices.Sorted(maps.Keys(faults)), ", "))
 		}
 		if sum += v; v < 0 || sum > 1 {
-			return nil, fault.New(fault.ErrArgument, "faults: probabilities from 0 to 1, together at most 1")
+			return nil, errs.New(errs.ErrArgument, "faults: probabilities from 0 to 1, together at most 1")
 		}
 	}
 	return &dice{r: rand.New(rand.NewPCG(seed, 0)), names: slices.Sorted(maps.Keys(p)), p: p, seen: map[string]int64{}}, nil
@@ -93,95 +114,110 @@ func (d *dice) counts() map[string]int64 {
 	return maps.Clone(d.seen)
 }
 
+// A reply is the answer that a fault spoils: length bytes of f from a byte on. Most
+// of it may become another than the request's.
+type reply struct {
+	s            *Server
+	w            http.ResponseWriter
+	r            *http.Request
+	f            *os.File
+	size         int64
+	from, length int64
+	ranged       bool // the request asks for a range
+	tag          string
+}
+
 // fail sends a response with a fault, or returns false if the fault does not suit
 // the request.
 func (s *Server) fail(kind string, w http.ResponseWriter, r *http.Request, f *os.File, size int64, tag string) bool {
-	from, to, ranged := int64(0), size-1, false
+	p := &reply{s: s, w: w, r: r, f: f, size: size, length: size, tag: tag}
+	var from, to int64
 	if _, err := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &from, &to); err == nil && from <= to && from < size && !s.opt.NoRanges && !s.opt.Chunked {
-		to, ranged = min(to, size-1), true
-	} else {
-		from, to = 0, size-1
+		p.from, p.length, p.ranged = from, min(to, size-1)-from+1, true
 	}
-	n := to - from + 1
-	switch kind {
-	case "500":
-		http.Error(w, "a fault that was asked for", http.StatusInternalServerError)
-		return true
-	case "503", "429":
-		w.Header().Set("Retry-After", fmt.Sprint(int(s.opt.RetryAfter.Seconds())))
-		code := http.StatusServiceUnavailable
-		if kind == "429" {
-			code = http.StatusTooManyRequests
-		}
-		http.Error(w, "a fault that was asked for", code)
-		return true
-	case "loop":
-		http.Redirect(w, r, r.URL.Path, http.StatusFound)
-		return true
-	case "gzip":
-		var b bytes.Buffer
-		z := gzip.NewWriter(&b)
-		_, _ = io.Copy(z, io.NewSectionReader(f, from, min(n, 64<<10)))
-		_ = z.Close()
-		w.Header().Set("Content-Encoding", "gzip")
-		_, _ = w.Write(b.Bytes())
-		return true
-	case "whole":
-		if !ranged {
-			return false
-		}
-		w.Header().Set("Content-Length", fmt.Sprint(size))
-		_, _ = io.Copy(w, f)
-		return true
-	}
-	if n < 2 || !ranged && (kind == "range" || kind == "length" || kind == "etag") {
+	how := faults[kind]
+	switch {
+	case how.ranged && !p.ranged:
 		return false
+	case how.send != nil:
+		how.send(p)
+		return true
+	default:
+		return p.length >= 2 && p.spoil(how)
 	}
-	c, _, err := http.NewResponseController(w).Hijack()
+}
+
+// spoil writes the answer to the connection itself.
+func (p *reply) spoil(how fault) bool {
+	c, _, err := http.NewResponseController(p.w).Hijack()
 	if err != nil {
 		return false
 	}
 	defer c.Close()
-	length, at := n, from
-	switch kind {
-	case "range":
-		if at = from + 1; at+n > size {
-			at = max(0, from-1)
-		}
-		if at == from {
-			at, length = from, n-1
-		}
-	case "length":
-		length = n + 1 + s.dice.below(1000)
-	case "etag":
-		tag = `"another"`
+	n := p.length
+	if how.head != nil {
+		how.head(p)
 	}
 	b := bufio.NewWriter(c)
-	if ranged {
-		fmt.Fprintf(b, "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %d-%d/%d\r\n", at, at+min(length, n)-1, size)
+	if p.ranged {
+		fmt.Fprintf(b, "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %d-%d/%d\r\n", p.from, p.from+min(p.length, n)-1, p.size)
 	} else {
 		fmt.Fprint(b, "HTTP/1.1 200 OK\r\n")
 	}
-	fmt.Fprintf(b, "Content-Length: %d\r\nETag: %s\r\nConnection: close\r\n\r\n", length, tag)
+	fmt.Fprintf(b, "Content-Length: %d\r\nETag: %s\r\nConnection: close\r\n\r\n", p.length, p.tag)
 	cut := n
-	if kind == "reset" || kind == "short" || kind == "stall" || kind == "trickle" {
-		cut = s.dice.below(n)
+	if how.cut {
+		cut = p.s.dice.below(n)
 	}
-	_, _ = io.Copy(b, io.NewSectionReader(f, at, cut))
+	_, _ = io.Copy(b, io.NewSectionReader(p.f, p.from, cut))
 	_ = b.Flush()
-	switch kind {
-	case "reset":
-		reset(c)
-	case "stall":
-		s.linger(c, time.Hour, nil)
-	case "trickle":
-		rest := io.NewSectionReader(f, at+cut, n-cut)
-		s.linger(c, 20*time.Millisecond, func() bool {
-			_, err := io.CopyN(c, rest, 1)
-			return err == nil
-		})
+	if how.rest != nil {
+		how.rest(p, c, io.NewSectionReader(p.f, p.from+cut, n-cut))
 	}
 	return true
+}
+
+func (p *reply) status(code int) { http.Error(p.w, "a fault that was asked for", code) }
+
+// later asks for another try.
+func (p *reply) later(code int) {
+	p.w.Header().Set("Retry-After", fmt.Sprint(int(p.s.opt.RetryAfter.Seconds())))
+	p.status(code)
+}
+
+func whole(p *reply) {
+	p.w.Header().Set("Content-Length", fmt.Sprint(p.size))
+	_, _ = io.Copy(p.w, p.f)
+}
+
+func zipped(p *reply) {
+	var b bytes.Buffer
+	z := gzip.NewWriter(&b)
+	_, _ = io.Copy(z, io.NewSectionReader(p.f, p.from, min(p.length, 64<<10)))
+	_ = z.Close()
+	p.w.Header().Set("Content-Encoding", "gzip")
+	_, _ = p.w.Write(b.Bytes())
+}
+
+// another moves the range by a byte, or cuts it where it is the whole file.
+func another(p *reply) {
+	switch {
+	case p.from+1+p.length <= p.size:
+		p.from++
+	case p.from > 0:
+		p.from--
+	default:
+		p.length--
+	}
+}
+
+func stall(p *reply, c net.Conn, _ io.Reader) { p.s.linger(c, time.Hour, nil) }
+
+func trickle(p *reply, c net.Conn, body io.Reader) {
+	p.s.linger(c, 20*time.Millisecond, func() bool {
+		_, err := io.CopyN(c, body, 1)
+		return err == nil
+	})
 }
 
 // linger calls fn at each tick until fn returns false, the client disconnects or

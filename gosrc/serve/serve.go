@@ -20,7 +20,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -71,13 +71,13 @@ func New(dir string, opt Options) (*Server, error) {
 	}
 	root, err := os.OpenRoot(dir)
 	if err != nil {
-		return nil, &fault.At{Verb: "serve", Source: dir, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
+		return nil, &errs.At{Verb: "serve", Source: dir, Chunk: -1, Offset: -1, Err: errs.FromOS(err)}
 	}
 	s := &Server{opt: opt, root: root, dice: dice, done: make(chan struct{}), end: make(chan struct{}), link: link{rate: opt.Rate}}
 	l, err := net.Listen("tcp", opt.Address)
 	if err != nil {
 		_ = root.Close()
-		return nil, fault.New(fault.ErrIO, "serve: %v", err)
+		return nil, errs.New(errs.ErrIO, "serve: %v", err)
 	}
 	s.addr = l.Addr().String()
 	l = &listener{l, s}
@@ -85,7 +85,7 @@ func New(dir string, opt Options) (*Server, error) {
 		pair, err := tls.LoadX509KeyPair(opt.Cert, opt.Key)
 		if err != nil {
 			_, _ = l.Close(), root.Close()
-			return nil, fault.New(fault.ErrArgument, "serve: certificate: %v", err)
+			return nil, errs.New(errs.ErrArgument, "serve: certificate: %v", err)
 		}
 		l = tls.NewListener(l, &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}})
 	}

@@ -8,11 +8,12 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -112,8 +113,92 @@ func TestSeed(t *testing.T) {
 		t.Error(seen)
 	}
 	for _, bad := range []map[string]float64{{"none": 0.1}, {"500": 0.6, "503": 0.6}, {"500": -1}} {
-		if _, err := New(dir, Options{Faults: bad}); !errors.Is(err, fault.ErrArgument) {
+		if _, err := New(dir, Options{Faults: bad}); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%v: %v", bad, err)
 		}
+	}
+}
+
+// Each fault shows the client what Kinds says, and leaves no goroutine; faults of
+// ranges leave other requests alone.
+func TestEachFault(t *testing.T) {
+	dir := t.TempDir()
+	text := make([]byte, 5000)
+	for i := range text {
+		text[i] = byte(i)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "x"), text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	asked := string(text[1000:3000])
+	broken := func(r *http.Response, body string, err error) bool {
+		return r.StatusCode == 206 && err != nil && strings.HasPrefix(asked, body) && len(body) < len(asked)
+	}
+	want := map[string]func(r *http.Response, body string, err error) bool{
+		"reset":   broken,
+		"short":   broken,
+		"stall":   broken, // by the client's patience
+		"trickle": broken,
+		"range": func(r *http.Response, body string, err error) bool {
+			return r.StatusCode == 206 && err == nil && r.Header.Get("Content-Range") == "bytes 1001-3000/5000" && body == string(text[1001:3001])
+		},
+		"whole": func(r *http.Response, body string, err error) bool {
+			return r.StatusCode == 200 && err == nil && body == string(text)
+		},
+		"length": func(r *http.Response, body string, err error) bool {
+			return r.StatusCode == 206 && r.ContentLength > 2000 && errors.Is(err, io.ErrUnexpectedEOF) && body == asked
+		},
+		"etag": func(r *http.Response, body string, err error) bool {
+			return r.StatusCode == 206 && err == nil && r.Header.Get("ETag") == `"another"` && body == asked
+		},
+		"gzip": func(r *http.Response, body string, err error) bool {
+			return r.StatusCode == 200 && r.Header.Get("Content-Encoding") == "gzip" && strings.HasPrefix(body, "\x1f\x8b")
+		},
+		"loop": func(r *http.Response, _ string, _ error) bool {
+			return r.StatusCode == 302 && r.Header.Get("Location") == "/x"
+		},
+		"500": func(r *http.Response, _ string, _ error) bool { return r.StatusCode == 500 },
+		"503": func(r *http.Response, _ string, _ error) bool {
+			return r.StatusCode == 503 && r.Header.Get("Retry-After") == "7"
+		},
+		"429": func(r *http.Response, _ string, _ error) bool {
+			return r.StatusCode == 429 && r.Header.Get("Retry-After") == "7"
+		},
+	}
+	for kind, says := range Kinds() {
+		t.Run(kind, func(t *testing.T) {
+			s, err := New(dir, Options{Faults: map[string]float64{kind: 1}, Seed: 3, RetryAfter: 7 * time.Second})
+			if err != nil {
+				t.Fatal(err)
+			}
+			ask := func(span string) (*http.Response, string, error) {
+				patience, stop := context.WithTimeout(context.Background(), 300*time.Millisecond)
+				defer stop()
+				req, _ := http.NewRequestWithContext(patience, http.MethodGet, s.URL()+"x", nil)
+				req.Header.Set("Accept-Encoding", "identity")
+				if span != "" {
+					req.Header.Set("Range", span)
+				}
+				r, err := (&http.Transport{DisableKeepAlives: true}).RoundTrip(req)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer r.Body.Close()
+				body, err := io.ReadAll(r.Body)
+				return r, string(body), err
+			}
+			if r, body, err := ask("bytes=1000-2999"); !want[kind](r, body, err) {
+				t.Errorf("not %s: %v, %d bytes, %v", says, r, len(body), err)
+			}
+			if _, body, err := ask(""); faults[kind].ranged && (err != nil || body != string(text)) {
+				t.Errorf("the whole file: %d bytes, %v", len(body), err)
+			}
+			if err := s.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	if n := spawn.Left(); len(n) != 0 {
+		t.Errorf("left: %v", n)
 	}
 }

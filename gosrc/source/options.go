@@ -1,31 +1,33 @@
 package source
 
+// This file has the options of stores: what a caller passes as storage_options=.
+
 import (
 	"maps"
 	"slices"
 	"strconv"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Options is what a caller says about reaching a store. The zero value is the
-// store's own defaults and an empty environment. Values may be secrets: they
-// stay out of every text that people see, and errors name keys only.
+// Options says how to reach a store. The zero value means the store's defaults and
+// an empty environment. Values may be secrets: they never appear in messages, and
+// errors name keys only.
 type Options struct {
 	// Storage is storage_options= of the caller, all values as text. Headers of
 	// HTTP are entries "header.NAME".
 	Storage map[string]string `json:"storage"`
-	// Env is the process's environment as Python sees it, the names of EnvNames
-	// only. Go's own view of it is that of the process's start.
+	// Env holds the variables named by EnvNames, as Python's os.environ has them:
+	// Go's own environment is that of the process's start.
 	Env map[string]string `json:"env"`
 }
 
 // HeaderPrefix begins the entries of Options.Storage that are HTTP headers.
 const HeaderPrefix = "header."
 
-// EnvNames are the variables that a store may need; a name that ends in * is
-// the beginning of one. Names of proxies are read in lower case too.
+// EnvNames are the variables that a store may need; a name that ends in * stands
+// for all that begin so. Names of proxies are read in lower case too.
 var EnvNames = []string{
 	"AWS_*", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "HF_TOKEN", "HF_ENDPOINT", "HF_HOME",
 	"SSL_CERT_FILE", "SSL_CERT_DIR", "HOME", "USERPROFILE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "REDISCLI_AUTH",
@@ -39,7 +41,7 @@ func (o Options) Check(scheme string, known ...string) error {
 			name = "headers"
 		}
 		if !slices.Contains(known, name) {
-			return fault.New(fault.ErrArgument, "storage_options: %s:// has no option %q; it has %s", scheme, name, strings.Join(known, ", "))
+			return errs.New(errs.ErrArgument, "storage_options: %s:// has no option %q; it has %s", scheme, name, strings.Join(known, ", "))
 		}
 	}
 	return nil
@@ -53,7 +55,7 @@ func (o Options) Flag(name string) (bool, error) {
 	}
 	on, err := strconv.ParseBool(text)
 	if err != nil {
-		return false, fault.New(fault.ErrArgument, "storage_options: %s: expected true or false", name)
+		return false, errs.New(errs.ErrArgument, "storage_options: %s: expected true or false", name)
 	}
 	return on, nil
 }
@@ -66,13 +68,13 @@ func (o Options) Number(name string, def, lo, hi float64) (float64, error) {
 	}
 	n, err := strconv.ParseFloat(text, 64)
 	if err != nil || !(n >= lo && n <= hi) {
-		return 0, fault.New(fault.ErrArgument, "storage_options: %s: expected a number from %g to %g", name, lo, hi)
+		return 0, errs.New(errs.ErrArgument, "storage_options: %s: expected a number from %g to %g", name, lo, hi)
 	}
 	return n, nil
 }
 
-// Key is the same text for the same Storage: what was reached with one may not be
-// given to a caller with another. It has the values in it.
+// Key is equal for equal Storage: what was reached with one set of credentials must
+// not be given to a caller with another. It contains the values.
 func (o Options) Key() string {
 	var b strings.Builder
 	for _, k := range slices.Sorted(maps.Keys(o.Storage)) {

@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // Errors about options name the option and never its value.
@@ -17,7 +17,7 @@ func TestOptions(t *testing.T) {
 	}
 	for _, known := range [][]string{{"token", "insecure", "timeout"}, {"headers", "insecure", "timeout"}} {
 		err := o.Check("http", known...)
-		if !errors.Is(err, fault.ErrArgument) || strings.Contains(err.Error(), secret) || !strings.Contains(err.Error(), "insecure, timeout") {
+		if !errors.Is(err, errs.ErrArgument) || strings.Contains(err.Error(), secret) || !strings.Contains(err.Error(), "insecure, timeout") {
 			t.Errorf("%v", err)
 		}
 	}
@@ -35,7 +35,7 @@ func TestOptions(t *testing.T) {
 		func() error { _, err := o.Number("token", 0, 0, 1); return err }(),
 		func() error { _, err := o.Number("timeout", 0, 3, 9); return err }(),
 	} {
-		if !errors.Is(err, fault.ErrArgument) || strings.Contains(err.Error(), secret) {
+		if !errors.Is(err, errs.ErrArgument) || strings.Contains(err.Error(), secret) {
 			t.Errorf("%v", err)
 		}
 	}

@@ -1,5 +1,5 @@
-// Package source is where bytes come from: a Source gives bytes by offset and
-// never hears of tensors. Each kind of source is a room below this one.
+// Package source defines where bytes come from: a Source returns bytes by offset
+// and knows nothing of tensors. Each kind of source is a package below this one.
 package source
 
 import (
@@ -9,101 +9,101 @@ import (
 
 // A Source is one file or object of a fixed size, read by offset.
 //
-// Implementations are safe for concurrent use; ReadAt calls run in parallel.
+// It is safe for concurrent use: ReadAt calls run in parallel.
 type Source interface {
-	// URI names the source as the user wrote it; secrets are redacted by
-	// whoever shows it.
+	// URI names the source as the user wrote it. It may hold secrets: errs.Redact
+	// it before it is shown.
 	URI() string
 	// Size is the number of bytes, fixed when the source was opened.
 	Size() int64
 	// ReadAt fills p from offset off, all of it, or returns an error: never a
 	// partial result. Reading past Size, or a medium that gives fewer bytes
-	// than Size promised, is fault.ErrCorrupt ("truncated"); a failing medium
-	// is fault.ErrIO with the system's words. It returns soon after ctx is
-	// cancelled, with fault.ErrCancelled.
+	// than Size promised, is errs.ErrCorrupt ("truncated"); a failing medium
+	// is errs.ErrIO with the system's words. It returns soon after ctx is
+	// cancelled, with errs.ErrCancelled.
 	ReadAt(ctx context.Context, p []byte, off int64) error
-	// Facts says what else callers may count on. It is cheap, and most of it
-	// never changes while the source is open.
+	// Facts says what else callers may rely on. It is cheap, and most of it never
+	// changes while the source is open.
 	Facts() Facts
-	// Close releases what the source holds. ReadAt calls in flight finish or
-	// fail; later ones fail. Close may be called more than once.
+	// Close releases what the source holds. ReadAt calls in flight finish or fail;
+	// later ones fail. Close may be called more than once.
 	Close() error
 }
 
-// Facts are what is true of a source besides its bytes. The zero value is that
-// of a source with ReadAt alone, whose reads cost no round trip and which
-// nothing tells from another. A source that reads from another one passes on
-// what is true of both, and nothing else: see ReadAtOnly.
+// Facts describe a source beyond its bytes. The zero value describes a source that
+// has ReadAt only, whose reads cost no round trip, and whose state nothing
+// identifies. A source that wraps another passes on only the facts that hold for
+// both: see ReadAtOnly.
 type Facts struct {
-	// Remote: the bytes cross a network, or come from what another program
-	// brings. Files on network file systems are remote, too.
+	// Remote: the bytes cross a network or come from another program. Network file
+	// systems count as remote.
 	Remote bool
-	// Concurrency is how many reads at once the source can make use of, at most;
-	// each costs a round trip, so that few large ones are better than many. 1: the
-	// bytes come in order. 0: as many as the caller has, of any size.
+	// Concurrency is the most reads in flight that the source can use; each costs a
+	// round trip, so few large reads are better than many small ones. 1: the bytes
+	// come in order. 0: no limit, and reads of any size.
 	Concurrency int
-	// RangeBytes is how many bytes a range best has that is read in steps, so many
-	// that a round trip is lost in them; 0: ReadAt is better, and Ranges is nil.
+	// RangeBytes is the best size of a range: large enough to hide a round trip. 0:
+	// use ReadAt, and Ranges is nil.
 	RangeBytes int64
 	Ranges     Ranges
-	// Identity tells the state in which the source was opened from every other;
-	// the zero value: nothing does. Settled is false as long as a change of the
-	// bytes might not show in it.
+	// Identity tells the state in which the source was opened from every other; the
+	// zero value: nothing does. While Settled is false, the bytes could change
+	// without a change of Identity.
 	Identity Identity
 	Settled  bool
-	// Now is the Identity by now: a file may have been written to. nil: it cannot
-	// change while the source is open.
+	// Now returns the current Identity, since a file may have been written to; nil:
+	// the source cannot change while it is open.
 	Now func() (Identity, error)
-	// File is the local file whose bytes these are; nil: there is none.
+	// File is the local file that holds these bytes; nil: there is none.
 	File File
-	// View gives n bytes from off of a source that lies in memory, where their
-	// checksums have been compared: there is nothing to read and nothing to check.
-	// They belong to the source, are not written to, and stay until Close. nil:
-	// the source is not resident.
+	// View returns n bytes from off without a copy, for a source in memory whose
+	// checksums were compared already. They belong to the source, are read-only and
+	// stay valid until Close. nil: the source is not in memory.
 	View func(off, n int64) ([]byte, error)
-	// Coding says in a word how the bytes at an offset are stored below, like
+	// Coding names how the bytes at an offset are stored below, for example
 	// "encrypted"; nil: as they are.
 	Coding func(off int64) string
-	// Headers are those of the answer that opened the source; nil: it came from no
-	// server that has any. They are the server's words, whatever it says in them.
+	// Headers are those of the response that opened the source, unverified; nil:
+	// there was no such response.
 	Headers map[string][]string
-	// Prefetch tells what will be read soon, where that makes reads faster; it
-	// waits for nothing and never fails. nil: it would not.
+	// Prefetch announces a range that will be read soon, where that makes reads
+	// faster. It does not wait and cannot fail. nil: announcing would not help.
 	Prefetch func(off, n int64)
 }
 
-// ReadAtOnly is what remains of the facts of a source for one that reads from it
-// and compares or changes its bytes: nobody gets them but by ReadAt.
+// ReadAtOnly returns the facts of a source that wraps this one and checks or
+// changes its bytes, so that they can be had by ReadAt only.
 func (f Facts) ReadAtOnly() Facts {
 	f.RangeBytes, f.Ranges, f.File, f.View = 0, nil, nil, nil
 	return f
 }
 
-// A File is a local file as its source has it open.
+// A File is a local file that a source has open.
 type File interface {
 	// WithFD calls fn with the open descriptor, which stays open meanwhile.
 	WithFD(fn func(fd int) error) error
-	// Expect says that a load begins which reads total bytes, of this file and
-	// others, and how: a value of OVERWIRE_READ. It returns how many ReadAt calls
-	// in flight serve the file best; 0: whatever the caller has.
-	Expect(total int64, how string) (depth int)
+	// Expect announces a load that will read total bytes, of this file and others,
+	// in the way that a value of OVERWIRE_READ names; host: it fills memory of the
+	// host with its tensors. It returns how many ReadAt calls in flight suit the file
+	// best; 0: any number.
+	Expect(total int64, host bool, how string) (depth int)
 	// DirectBytes is how many bytes were read by direct I/O since Expect.
 	DirectBytes() int64
 }
 
-// An Identity tells one state of a file or an object from every other: while it
-// is the same, so are the bytes.
+// An Identity tells one state of a file or object from every other: equal
+// identities mean equal bytes.
 type Identity struct {
 	Device, Inode uint64
 	Size          int64
 	Modified      int64 // ns since 1970
 	Changed       int64 // ns since 1970
-	// Object is the URI of what is no local file, and Pin what its store tells
-	// this state of it by: an ETag, a date, a key that is used once.
+	// Of remote sources: Object is the URI, and Pin identifies the state at its
+	// store: an ETag, a date, or a key that is used once.
 	Object, Pin string
 }
 
-// Pinned is the Identity of an object of a store; without a pin there is none.
+// Pinned is the Identity of an object of a store; without a pin it has none.
 func Pinned(s Source, pin string) (id Identity, settled bool) {
 	if pin == "" {
 		return Identity{}, false
@@ -111,10 +111,10 @@ func Pinned(s Source, pin string) (id Identity, settled bool) {
 	return Identity{Size: s.Size(), Object: s.URI(), Pin: pin}, true
 }
 
-// Known says whether anything tells this state from others.
+// Known reports whether id identifies a state.
 func (id Identity) Known() bool { return id != Identity{} }
 
-// Unchanged says whether a source has the Identity id still.
+// Unchanged reports whether a source still has the Identity id.
 func (f Facts) Unchanged(id Identity) bool {
 	now := f.Identity
 	if f.Now != nil {
@@ -126,30 +126,29 @@ func (f Facts) Unchanged(id Identity) bool {
 	return now.Known() && now == id
 }
 
-// Ranges are read in steps, in order: a caller that works on one step while the next
-// is on its way asks for as much as hides a round trip and keeps as little as a
-// step.
+// Ranges are read in steps, in order: while a caller works on one step, the next is
+// on its way. It asks for enough to hide a round trip and keeps one step in memory.
 type Ranges interface {
-	// AtOnce is how many of them are read at once as things stand: a source that
-	// measures what pays may say another number each time.
+	// AtOnce is how many ranges to read at once now; a source that measures its
+	// link may change the number at any time.
 	AtOnce() int
-	// OpenRange waits until another range may be open, and gives one that nothing
-	// was asked of yet: what it best has may depend on when that is.
+	// OpenRange waits for a permit and returns a range that has requested nothing
+	// yet, so that the caller chooses its bytes as late as possible.
 	OpenRange(ctx context.Context) (Range, error)
 }
 
-// A Range is read by one goroutine at a time. From its beginning to its end it
-// waits for no other range.
+// A Range is read by one goroutine at a time. Between Begin and its end it waits
+// for no other range.
 type Range interface {
-	// Begin asks for n bytes from off, once, and waits until they are on their way.
+	// Begin requests n bytes from off, and waits until they are on their way. It is
+	// called once.
 	Begin(ctx context.Context, off, n int64) error
-	// Next fills p with the bytes that follow those of the last step, as
-	// Source.ReadAt does. After an error there is no other step.
+	// Next fills p with the bytes after those of the last step, as Source.ReadAt
+	// does. After an error there is no further step.
 	Next(p []byte) error
-	// Waited tells what the steps since the last call waited for besides bytes: a
-	// permit, where only a limited number of ranges may be open at once, and the beginning of
-	// an answer.
+	// Waited returns for how long the steps since the last call waited for a
+	// permit, and for the beginning of a response.
 	Waited() (permit, answer time.Duration)
-	// Close gives up what was not read.
+	// Close abandons what was not read.
 	Close() error
 }

@@ -30,8 +30,19 @@ func Folder(uri string) bool {
 	return strings.HasSuffix(Path(uri), "/")
 }
 
+// Name is the last name of a URI, as Beside takes it.
+func Name(uri string) string {
+	head := Path(uri)
+	name := head[strings.LastIndexByte(head, '/')+1:]
+	if plain, err := url.PathUnescape(name); err == nil && web(uri) && !strings.Contains(plain, "/") {
+		return plain
+	}
+	return name
+}
+
 // Beside is the URI of another name in the folder of uri, or in uri itself if
-// that is a folder. A query stays: signatures of a whole folder live there.
+// that is a folder. The name may have slashes. A query stays: signatures of a whole
+// folder live there.
 func Beside(uri, name string) string {
 	if r, ok := ParseHF(uri); ok {
 		r.File = r.File[:strings.LastIndexByte(r.File, '/')+1] + name
@@ -39,7 +50,11 @@ func Beside(uri, name string) string {
 	}
 	head, tail := split(uri)
 	if web(uri) {
-		name = url.PathEscape(name)
+		parts := strings.Split(name, "/")
+		for i := range parts {
+			parts[i] = url.PathEscape(parts[i])
+		}
+		name = strings.Join(parts, "/")
 	}
 	return head[:strings.LastIndexByte(head, '/')+1] + name + tail
 }
@@ -56,8 +71,16 @@ func split(uri string) (head, tail string) {
 		r.Rev = ""
 		return r.String(), ""
 	}
-	if i := strings.IndexAny(uri, "?#"); i >= 0 && web(uri) {
-		return uri[:i], uri[i:]
+	if !web(uri) {
+		return uri, ""
+	}
+	// A user's password may have any of these marks; it ends before the host.
+	path := strings.Index(uri, "://") + 3
+	if host := strings.IndexByte(uri[path:], '/'); host >= 0 && strings.Contains(uri[path:path+host], "@") {
+		path += host
+	}
+	if i := strings.IndexAny(uri[path:], "?#"); i >= 0 {
+		return uri[:path+i], uri[path+i:]
 	}
 	return uri, ""
 }

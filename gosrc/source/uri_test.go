@@ -1,6 +1,9 @@
 package source
 
-import "testing"
+import (
+	"strings"
+	"testing"
+)
 
 func TestURIs(t *testing.T) {
 	for _, c := range []struct {
@@ -11,6 +14,8 @@ func TestURIs(t *testing.T) {
 		{"https://h/x/a.json", false, "https://h/x/b%20c"},
 		{"https://h/x/?sig=1/2", true, "https://h/x/b%20c?sig=1/2"},
 		{"https://h/x/a.json?sig=1/2#f", false, "https://h/x/b%20c?sig=1/2#f"},
+		{"https://u:p?q@h/x/a.json", false, "https://u:p?q@h/x/b%20c"},
+		{"https://h/x/a?at=@/y", false, "https://h/x/b%20c?at=@/y"},
 		{"s3://bucket/p?q/", true, "s3://bucket/p?q/b c"},
 		{"s3://bucket/p/a#1", false, "s3://bucket/p/b c"},
 		{"hf://org/name", true, "hf://org/name/b c"},
@@ -26,6 +31,17 @@ func TestURIs(t *testing.T) {
 		}
 		if got := Beside(c.uri, "b c"); got != c.beside {
 			t.Errorf("beside %s: %s, want %s", c.uri, got, c.beside)
+		}
+	}
+	for uri, want := range map[string]string{
+		"https://h/x/my%20a.json?s=1": "my a.json", "https://h/x/a%2fb": "a%2fb", "https://h/x/100%": "100%", "s3://b/my%20a": "my%20a",
+		"hf://org/name/d/a.pkl@v1": "a.pkl", "hf://org/name@v1/d/a.pkl": "a.pkl", "https://h/x/": "",
+	} {
+		if got := Name(uri); got != want {
+			t.Errorf("the name of %s: %q", uri, got)
+		}
+		if got := Beside(uri, "nya/é #1"); !strings.HasSuffix(Path(got), map[bool]string{true: "/nya/%C3%A9%20%231", false: "/nya/é #1"}[web(uri)]) {
+			t.Errorf("a folder beside %s: %s", uri, got)
 		}
 	}
 	for uri, want := range map[string]bool{"/x": false, "x.y": false, "file:///x": false, "FILE://x": false, "http://x": true, "./a://b": false} {

@@ -69,6 +69,16 @@ func (d DType) Bits() int {
 	return int(dtypes[d].bits)
 }
 
+// Floating reports whether a model's floats of this type may become another float:
+// not packed types and exponents alone, which are parts of a quantisation scheme.
+func (d DType) Floating() bool {
+	switch d {
+	case F8E5M2, F8E4M3, F8E4M3FNUZ, F8E5M2FNUZ, F16, BF16, F32, F64:
+		return true
+	}
+	return false
+}
+
 // Align returns the natural alignment in bytes: the element size, at least 1.
 // C64 is two F32 and aligned to 8, as safetensors writers order it.
 func (d DType) Align() int { return max(1, d.Bits()/8) }

@@ -5,7 +5,7 @@ package tensor
 import (
 	"hash/maphash"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // names is an open-addressing table from name to tensor number. It takes 8
@@ -39,8 +39,8 @@ func (n *names) put(ts []Tensor, i int) int {
 	return -1
 }
 
-// Find returns the number of the tensor with that name. It returns fault.ErrKey if
-// there is none, and fault.ErrArgument, naming two sources, if several sources
+// Find returns the number of the tensor with that name. It returns errs.ErrKey if
+// there is none, and errs.ErrArgument, naming two sources, if several sources
 // have the name. The first call builds the table. Find is safe for concurrent use.
 func (ix *Index) Find(name string) (int, error) {
 	ix.build()
@@ -53,13 +53,13 @@ func (ix *Index) Find(name string) (int, error) {
 		}
 		if found >= 0 {
 			a, b := ix.Tensors[min(i, found)].Source, ix.Tensors[max(i, found)].Source
-			return -1, fault.New(fault.ErrArgument, "tensor %q is in both %s and %s",
-				name, fault.Redact(ix.Sources[a].URI), fault.Redact(ix.Sources[b].URI))
+			return -1, errs.New(errs.ErrArgument, "tensor %q is in both %s and %s",
+				name, errs.Redact(ix.Sources[a].URI), errs.Redact(ix.Sources[b].URI))
 		}
 		found = i
 	}
 	if found < 0 {
-		return -1, fault.New(fault.ErrKey, "%q", name)
+		return -1, errs.New(errs.ErrKey, "%q", name)
 	}
 	return found, nil
 }

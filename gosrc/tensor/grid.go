@@ -3,7 +3,7 @@ package tensor
 // This file computes the sizes of tensors and how chunks divide them.
 
 import (
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
@@ -12,23 +12,23 @@ import (
 // those of safetensors: after a dimension of zero, any dimension is accepted.
 func Size(d DType, shape []int64) (int64, error) {
 	if !d.Valid() {
-		return 0, fault.New(fault.ErrFormat, "unknown dtype code %d", uint8(d))
+		return 0, errs.New(errs.ErrFormat, "unknown dtype code %d", uint8(d))
 	}
 	n, ok := uint64(1), true
 	for _, dim := range shape {
 		if dim < 0 {
-			return 0, fault.New(fault.ErrFormat, "negative dimension %d", dim)
+			return 0, errs.New(errs.ErrFormat, "negative dimension %d", dim)
 		}
 		if n, ok = sizes.Mul(n, uint64(dim)); !ok {
-			return 0, fault.New(fault.ErrFormat, "ValidationOverflow: shape %v", shape)
+			return 0, errs.New(errs.ErrFormat, "ValidationOverflow: shape %v", shape)
 		}
 	}
 	total, ok := sizes.Mul(n, uint64(d.Bits()))
 	if !ok {
-		return 0, fault.New(fault.ErrFormat, "ValidationOverflow: shape %v of %v", shape, d)
+		return 0, errs.New(errs.ErrFormat, "ValidationOverflow: shape %v of %v", shape, d)
 	}
 	if total%8 != 0 {
-		return 0, fault.New(fault.ErrFormat, "MisalignedSlice: shape %v of %v ends inside a byte", shape, d)
+		return 0, errs.New(errs.ErrFormat, "MisalignedSlice: shape %v of %v ends inside a byte", shape, d)
 	}
 	return int64(total / 8), nil // at most 2^61
 }

@@ -80,6 +80,7 @@ type Source struct {
 	Data     int64 // offset of the data section
 	Metadata map[string]string
 	Format   string // the name of its format: see FormatOverwire
+	Mark     string // of a container: the metadata entry that says that it is one
 	Gaps     bool   // other bytes may lie between those of tensors
 }
 

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // The table of dtypes is the one of docs/format.md section 5: codes 1..22,
@@ -67,7 +67,7 @@ func TestSize(t *testing.T) {
 		{255, []int64{1}, -1, "dtype"},
 	} {
 		got, err := Size(c.d, c.shape)
-		if c.want >= 0 && (err != nil || got != c.want) || c.want < 0 && (!errors.Is(err, fault.ErrFormat) || !strings.Contains(err.Error(), c.words)) {
+		if c.want >= 0 && (err != nil || got != c.want) || c.want < 0 && (!errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), c.words)) {
 			t.Errorf("Size(%v, %v) = %d, %v; want %d %s", c.d, c.shape, got, err, c.want, c.words)
 		}
 	}
@@ -244,17 +244,18 @@ func TestValidate(t *testing.T) {
 		"chunk grows":             {func(x *Index) { x.Chunks[0].Logical, x.Chunks[0].Stored = 4096, 4097; x.Tensors[2].Stored = 8192 }, ""},
 		"chunk misaligned":        {func(x *Index) { x.Chunks[1].Off = 6121 }, "multiple of 16"},
 		"segment tiles":           {func(x *Index) { x.Chunks[0].SegTiles = 257 }, "1000 of 4096"},
+		"no segment tiles":        {func(x *Index) { x.Chunks[0].SegTiles = 0 }, "1000 of 4096"},
 		"raw but smaller":         {func(x *Index) { x.Chunks[0].Codec, x.Chunks[0].Transform, x.Chunks[0].SegTiles = 0, 0, 0 }, "1000 of 4096"},
 		"raw with a transform":    {func(x *Index) { x.Chunks[2].Transform = 1 }, "3 of 3"},
 		"plain but coded": {func(x *Index) {
-			x.Chunks[2] = Chunk{Off: 7168, Stored: 3, Logical: 3, Codec: CodecX16, Transform: 8}
+			x.Chunks[2] = Chunk{Off: 7168, Stored: 3, Logical: 3, Codec: CodecX16, Transform: 8, SegTiles: 1}
 		}, "back to back"},
 	} {
 		ix := container()
 		c.spoil(ix)
 		err := ix.Validate(nil)
-		var at *fault.At
-		if !errors.Is(err, fault.ErrFormat) || !errors.As(err, &at) || !strings.Contains(err.Error(), c.words) {
+		var at *errs.At
+		if !errors.Is(err, errs.ErrFormat) || !errors.As(err, &at) || !strings.Contains(err.Error(), c.words) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -264,12 +265,12 @@ func TestValidate(t *testing.T) {
 	} {
 		ix := container()
 		spoil(ix)
-		if err := ix.Validate(nil); !errors.Is(err, fault.ErrNotSupported) {
+		if err := ix.Validate(nil); !errors.Is(err, errs.ErrNotSupported) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
 	none := func(c Codec, _ uint8, d DType) bool { return c == CodecRaw || d != BF16 }
-	if err := container().Validate(none); !errors.Is(err, fault.ErrNotSupported) || !strings.Contains(err.Error(), `b tensor "big" chunk 0 @5120`) {
+	if err := container().Validate(none); !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), `b tensor "big" chunk 0 @5120`) {
 		t.Errorf("a codec that the reader lacks: %v", err)
 	}
 }
@@ -286,16 +287,16 @@ func TestFind(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if _, err := ix.Find("x"); !errors.Is(err, fault.ErrArgument) || !strings.Contains(err.Error(), "both a and b") {
+	if _, err := ix.Find("x"); !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "both a and b") {
 		t.Errorf("a name in two files: %v", err)
 	}
-	if _, err := ix.Find("X"); !errors.Is(err, fault.ErrKey) {
+	if _, err := ix.Find("X"); !errors.Is(err, errs.ErrKey) {
 		t.Errorf("no such name: %v", err)
 	}
 	if a, b, c := ix.FindIn(0, "x"), ix.FindIn(1, "x"), ix.FindIn(0, "big"); a != 0 || b != 5 || c != -1 {
 		t.Errorf("FindIn: %d %d %d", a, b, c)
 	}
-	if _, err := (&Index{}).Find("x"); !errors.Is(err, fault.ErrKey) {
+	if _, err := (&Index{}).Find("x"); !errors.Is(err, errs.ErrKey) {
 		t.Errorf("empty index: %v", err)
 	}
 	if i := Duplicate(container().Tensors); i != -1 {

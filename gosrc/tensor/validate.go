@@ -7,7 +7,7 @@ import (
 	"math"
 	"unicode/utf8"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // Limits of a container's chunks.
@@ -37,7 +37,7 @@ type Known func(c Codec, transform uint8, d DType) bool
 //   - codec and transform are known (if known is nil: those of docs/format.md).
 //
 // The package of each format checks the bytes after the last tensor. The error is
-// a fault.At of class fault.ErrFormat, or fault.ErrNotSupported for an unknown
+// a errs.At of class errs.ErrFormat, or errs.ErrNotSupported for an unknown
 // codec. Validate allocates one table of names.
 func (ix *Index) Validate(known Known) error {
 	if known == nil {
@@ -80,11 +80,11 @@ type validator struct {
 }
 
 func (v *validator) bad(i, chunk int, off int64, format string, args ...any) error {
-	return v.wrap(i, chunk, off, fault.New(fault.ErrFormat, format, args...))
+	return v.wrap(i, chunk, off, errs.New(errs.ErrFormat, format, args...))
 }
 
 func (v *validator) wrap(i, chunk int, off int64, err error) error {
-	at := &fault.At{Verb: "index", Chunk: int64(chunk), Offset: off, Err: err}
+	at := &errs.At{Verb: "index", Chunk: int64(chunk), Offset: off, Err: err}
 	if i >= 0 && i < len(v.ix.Tensors) {
 		t := &v.ix.Tensors[i]
 		at.Tensor = t.Name
@@ -200,6 +200,7 @@ func (v *validator) chunks(i int) error {
 		case c.Off < pos || c.Off > end || int64(c.Stored) > end-c.Off:
 			why = fmt.Sprintf("stored at %d + %d, outside [%d, %d)", c.Off, c.Stored, pos, end)
 		case c.Stored == 0 || c.Stored > c.Logical || c.SegTiles > MaxSegTiles,
+			c.Codec == CodecX16 && c.SegTiles == 0,
 			c.Codec == CodecRaw && (c.Stored != c.Logical || c.SegTiles != 0 || c.Transform != 0):
 			why = fmt.Sprintf("%d of %d bytes stored as %v %d/%d", c.Stored, c.Logical, c.Codec, c.Transform, c.SegTiles)
 		case t.Plain && (c.Off != pos || c.Codec != CodecRaw):
@@ -211,7 +212,7 @@ func (v *validator) chunks(i int) error {
 			return v.bad(i, k, c.Off, "%s", why)
 		}
 		if !v.known(c.Codec, c.Transform, t.DType) {
-			return v.wrap(i, k, c.Off, fault.New(fault.ErrNotSupported,
+			return v.wrap(i, k, c.Off, errs.New(errs.ErrNotSupported,
 				"codec %d with transform %d for %v: a newer overwire may know it", c.Codec, c.Transform, t.DType))
 		}
 		pos = c.Off + int64(c.Stored)

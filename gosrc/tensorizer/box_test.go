@@ -10,8 +10,14 @@ import (
 )
 
 // Boxes of any size are those of x/crypto's secretbox, and are opened again; a
-// changed bit anywhere, or another MAC, nonce or key, is seen.
+// changed bit anywhere, or another MAC, nonce or key, is seen. Both ciphers do that.
 func TestBoxes(t *testing.T) {
+	for _, c := range []cipher{{"x/crypto", sealBox, openBox}, boxes()} {
+		t.Run(c.name, func(t *testing.T) { testBoxes(t, c) })
+	}
+}
+
+func testBoxes(t *testing.T, c cipher) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -30,7 +36,7 @@ func TestBoxes(t *testing.T) {
 		}
 		want := secretbox.Seal(nil, plain, &nonce, &key)
 		got := bytes.Clone(plain)
-		mac := sealBox(got, &nonce, &key)
+		mac := c.seal(got, &nonce, &key)
 		if !bytes.Equal(mac[:], want[:macBytes]) || !bytes.Equal(got, want[macBytes:]) {
 			t.Fatalf("%d bytes differ from secretbox", n)
 		}
@@ -40,11 +46,11 @@ func TestBoxes(t *testing.T) {
 		badMAC[r.IntN(16)] ^= 1
 		badNonce[r.IntN(24)] ^= 1
 		badKey[r.IntN(32)] ^= 1
-		if openBox(bad, &mac, &nonce, &key) || openBox(bytes.Clone(got), &badMAC, &nonce, &key) ||
-			openBox(bytes.Clone(got), &mac, &badNonce, &key) || openBox(bytes.Clone(got), &mac, &nonce, &badKey) {
+		if c.open(bad, &mac, &nonce, &key) || c.open(bytes.Clone(got), &badMAC, &nonce, &key) ||
+			c.open(bytes.Clone(got), &mac, &badNonce, &key) || c.open(bytes.Clone(got), &mac, &nonce, &badKey) {
 			t.Fatalf("%d bytes: a change was not seen", n)
 		}
-		if !openBox(got, &mac, &nonce, &key) || !bytes.Equal(got, plain) {
+		if !c.open(got, &mac, &nonce, &key) || !bytes.Equal(got, plain) {
 			t.Fatalf("%d bytes were not opened", n)
 		}
 	}
@@ -56,15 +62,17 @@ func BenchmarkOpen(b *testing.B) {
 	var nonce [nonceBytes]byte
 	mac := sealBox(p, &nonce, &key)
 	sealed := bytes.Clone(p)
-	b.Run("own", func(b *testing.B) {
-		b.SetBytes(int64(len(p)))
-		for b.Loop() {
-			copy(p, sealed)
-			if !openBox(p, &mac, &nonce, &key) {
-				b.Fatal("not opened")
+	for _, c := range []cipher{{"x/crypto", sealBox, openBox}, boxes()} {
+		b.Run(c.name, func(b *testing.B) {
+			b.SetBytes(int64(len(p)))
+			for b.Loop() {
+				copy(p, sealed)
+				if !c.open(p, &mac, &nonce, &key) {
+					b.Fatal("not opened")
+				}
 			}
-		}
-	})
+		})
+	}
 	whole := append(mac[:], sealed...)
 	b.Run("secretbox", func(b *testing.B) {
 		b.SetBytes(int64(len(p)))

@@ -10,25 +10,25 @@ import (
 	"sort"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// checked is a source whose plain tensors are held to their CRC32 while they are
-// read, whatever reads them and in what order: each piece is summed up by itself,
-// and the sums of a tensor's pieces are joined when the last of them has passed.
-// The read that completes a tensor with another sum fails. What is read in
-// pieces that overlap, or never as a whole, is not compared.
+// checked is a source that compares the CRC32 of its plain tensors while they are
+// read, by any reader and in any order: each piece is summed, and the sums of a
+// tensor's pieces are combined when the last of them was read. The read that
+// completes a tensor with a wrong sum fails. A tensor that is read in overlapping
+// pieces, or never completely, is not compared.
 type checked struct {
 	source.Source
 	passing []passing // by offset
 }
 
-// passing is a tensor on its way.
+// passing is a tensor of which pieces were read.
 type passing struct {
 	off, end int64
 	name     string
-	start    uint32 // the sum of what stands before the data
+	start    uint32 // the sum of what precedes the data
 	want     uint32
 
 	mu     sync.Mutex
@@ -41,8 +41,8 @@ type summed struct {
 	crc    uint32
 }
 
-// check puts a source over src that compares the CRC32 of every plain tensor of
-// a file whose records were read. Encrypted ones have a MAC for each box.
+// check wraps src in a source that compares the CRC32 of every plain tensor of a
+// file whose records were read. Encrypted ones have a MAC for each box.
 func (f *File) check(src source.Source) (source.Source, error) {
 	c := &checked{Source: src, passing: make([]passing, 0, len(f.Entries))}
 	for i := range f.Entries {
@@ -51,7 +51,7 @@ func (f *File) check(src source.Source) (source.Source, error) {
 			continue
 		}
 		if r.CRC32 == nil {
-			return nil, f.at(e.Name, e.Record, fault.New(fault.ErrNotSupported, "the tensor has no CRC32"))
+			return nil, f.at(e.Name, e.Record, errs.New(errs.ErrNotSupported, "the tensor has no CRC32"))
 		}
 		c.passing = append(c.passing, passing{off: e.Data, end: e.Data + e.Bytes, name: e.Name, left: e.Bytes,
 			start: crc32.ChecksumIEEE(r.Prefix), want: le.Uint32(r.CRC32)})
@@ -72,20 +72,20 @@ func (c *checked) ReadAt(ctx context.Context, p []byte, off int64) error {
 		t := &c.passing[i]
 		lo, hi := max(off, t.off), min(end, t.end)
 		if err := t.pass(p[lo-off:hi-off], lo); err != nil {
-			return &fault.At{Verb: "check", Source: c.URI(), Tensor: t.name, Chunk: -1, Offset: t.off, Err: err}
+			return &errs.At{Verb: "check", Source: c.URI(), Tensor: t.name, Chunk: -1, Offset: t.off, Err: err}
 		}
 	}
 	return nil
 }
 
-// pass takes notice of a piece.
+// pass records a piece.
 func (t *passing) pass(p []byte, off int64) error {
 	piece := summed{off, int64(len(p)), crc32.ChecksumIEEE(p)}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, have := range t.pieces {
 		if have.off < piece.off+piece.n && piece.off < have.off+have.n {
-			t.left, t.pieces = t.end-t.off, nil // somebody begins anew
+			t.left, t.pieces = t.end-t.off, nil // the tensor is read again from the start
 			break
 		}
 	}
@@ -100,7 +100,7 @@ func (t *passing) pass(p []byte, off int64) error {
 	}
 	t.left, t.pieces = t.end-t.off, nil
 	if sum != t.want {
-		return fault.New(fault.ErrCorrupt, "checksum mismatch: CRC32 %08x, not %08x", sum, t.want)
+		return errs.New(errs.ErrCorrupt, "checksum mismatch: CRC32 %08x, not %08x", sum, t.want)
 	}
 	return nil
 }

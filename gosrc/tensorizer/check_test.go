@@ -8,7 +8,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -40,16 +40,16 @@ func TestChecked(t *testing.T) {
 		}
 		r.Shuffle(len(pieces), func(i, j int) { pieces[i], pieces[j] = pieces[j], pieces[i] })
 		var wg sync.WaitGroup
-		errs := make([]error, len(pieces))
+		failures := make([]error, len(pieces))
 		for i, p := range pieces {
 			wg.Add(1)
 			go func() {
 				defer wg.Done()
-				errs[i] = s.ReadAt(t.Context(), make([]byte, p.hi-p.lo), int64(p.lo))
+				failures[i] = s.ReadAt(t.Context(), make([]byte, p.hi-p.lo), int64(p.lo))
 			}()
 		}
 		wg.Wait()
-		return errors.Join(errs...)
+		return errors.Join(failures...)
 	}
 	for _, flip := range []int{-1, 102, 300, 100_499 - 500, 299_999} {
 		held := append([]byte(nil), data...)
@@ -62,13 +62,13 @@ func TestChecked(t *testing.T) {
 		}
 		for range 4 {
 			err := read(s)
-			if (flip < 0) != (err == nil) || err != nil && (!errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "CRC32")) {
+			if (flip < 0) != (err == nil) || err != nil && (!errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "CRC32")) {
 				t.Errorf("bit of byte %d: %v", flip, err)
 			}
 		}
 	}
 	f.Records[1].CRC32 = nil
-	if _, err := f.check(bytesSource(data)); !errors.Is(err, fault.ErrNotSupported) {
+	if _, err := f.check(bytesSource(data)); !errors.Is(err, errs.ErrNotSupported) {
 		t.Error(err)
 	}
 }

@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file joins CRC-32 sums of consecutive bytes.
+// This file combines CRC-32 sums of consecutive bytes.
 
 import (
 	"hash/crc32"
@@ -22,7 +22,7 @@ func crcTimes(a, b uint32) uint32 {
 	return p
 }
 
-// crcPower is x to the n: what a sum is multiplied by when n bits follow.
+// crcPower is x to the n: the factor of a sum when n bits follow.
 func crcPower(n uint64) uint32 {
 	p := uint32(1) << 31
 	for k := 0; n != 0; k, n = k+1, n>>1 {
@@ -33,11 +33,11 @@ func crcPower(n uint64) uint32 {
 	return p
 }
 
-// crcJoin is the CRC-32 of what a and b are the sums of, one behind the other; of the
-// latter n bytes.
+// crcJoin is the CRC-32 of two consecutive pieces with the sums a and b; the second
+// has n bytes.
 func crcJoin(a, b uint32, n int64) uint32 { return crcTimes(crcPower(uint64(n)*8), a) ^ b }
 
-// crcSquares are x to the powers of two, which come again after 32.
+// crcSquares are x to the powers of two, which repeat after 32.
 var crcSquares = sync.OnceValue(func() (all [32]uint32) {
 	all[0] = 1 << 30 // x
 	for i := 1; i < len(all); i++ {

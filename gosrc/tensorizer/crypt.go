@@ -8,13 +8,13 @@ import (
 
 	"golang.org/x/crypto/argon2"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// ChunkBytes is how much is encrypted at once: each chunk is a box of
-// XSalsa20-Poly1305 of its own, with the tensor's nonce plus its number.
+// ChunkBytes is how much one box encrypts: each has the tensor's nonce plus its
+// number.
 const ChunkBytes = 2 << 20
 
 const (
@@ -35,35 +35,35 @@ const (
 	moderatePasses, moderateMemory = 3, 256 << 20
 )
 
-// A Derivation says how a key is made of a password: Argon2id 1.3, one lane.
+// A Derivation says how a key is derived from a password: Argon2id 1.3, one lane.
 type Derivation struct {
 	Passes uint64 `json:"passes"` // opslimit
 	Memory uint64 `json:"memory"` // memlimit, in bytes
 	Salt   []byte `json:"salt"`
 }
 
-// Check holds a derivation to the limits of libsodium, and to ours: a file must
-// not ask for all the memory of a machine.
+// Check checks a derivation against the limits of libsodium and of this package, so
+// that a file cannot demand all memory.
 func (d Derivation) Check() error {
 	if d.Passes < 1 || d.Memory < minKeyMemory || len(d.Salt) != saltBytes {
-		return fault.New(fault.ErrCrypto, "a key derivation of %d passes over %d bytes with a salt of %d", d.Passes, d.Memory, len(d.Salt))
+		return errs.New(errs.ErrCrypto, "a key derivation of %d passes over %d bytes with a salt of %d", d.Passes, d.Memory, len(d.Salt))
 	}
 	if d.Passes > maxKeyPasses || d.Memory > maxKeyMemory {
-		return fault.New(fault.ErrNotSupported, "a key derivation of %d passes over %d bytes is above %d over %d", d.Passes, d.Memory, maxKeyPasses, int64(maxKeyMemory))
+		return errs.New(errs.ErrNotSupported, "a key derivation of %d passes over %d bytes is above %d over %d", d.Passes, d.Memory, maxKeyPasses, int64(maxKeyMemory))
 	}
 	if d.Passes*d.Memory > maxKeyWork {
-		return fault.New(fault.ErrNotSupported, "a key derivation of %d passes over %d bytes passes over more than %d bytes in all", d.Passes, d.Memory, int64(maxKeyWork))
+		return errs.New(errs.ErrNotSupported, "a key derivation of %d passes over %d bytes passes over more than %d bytes in all", d.Passes, d.Memory, int64(maxKeyWork))
 	}
 	return nil
 }
 
-// deriving is held by the derivation that runs. There is one at a time, so that
-// those whose callers have gone do not add up their memory.
+// deriving is taken by the running derivation. There is one at a time, so that
+// abandoned ones do not add up their memory.
 var deriving = make(chan struct{}, 1)
 
-// Key makes the key of a password. It takes d.Memory bytes, and about a second
-// where that is 256 MiB. The end of ctx ends the wait at once; the derivation itself
-// cannot be stopped, and ends in the background.
+// Key derives the key from a password. It takes d.Memory bytes, and about a second
+// for 256 MiB. The end of ctx ends the wait at once; the derivation itself cannot
+// be stopped, and ends in the background.
 func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
 	if err := d.Check(); err != nil {
 		return nil, err
@@ -85,7 +85,7 @@ func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
 	select {
 	case key, ok := <-made:
 		if !ok {
-			return nil, fault.New(fault.ErrEngine, "the key derivation ended without a key")
+			return nil, errs.New(errs.ErrEngine, "the key derivation ended without a key")
 		}
 		return key, nil
 	case <-ctx.Done():
@@ -95,9 +95,9 @@ func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
 
 // A Crypt says how a tensor's data are encrypted.
 type Crypt struct {
-	Derive *Derivation // nil: by a key that has no password
+	Derive *Derivation // nil: the key has no password
 	Chunk  int64       // bytes of a box
-	Said   int64       // the same by the file's word, which does not count for a single box
+	Said   int64       // the same as the file states; meaningless if there is a single box
 	Nonce  [nonceBytes]byte
 	MACs   [][macBytes]byte
 }
@@ -105,7 +105,7 @@ type Crypt struct {
 // parseCrypt parses the encryption of a record with the given bytes of data; nil: it
 // is not encrypted.
 func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
-	early := fault.New(fault.ErrFormat, "the encryption of the record ends early")
+	early := errs.New(errs.ErrFormat, "the encryption of the record ends early")
 	r := reader{b: b}
 	var c Crypt
 	boxes := false
@@ -122,11 +122,11 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 		switch kind {
 		case chunkKey:
 			if method := body.u(2); method != methodPassword && !body.short {
-				return nil, fault.New(fault.ErrNotSupported, "key derivation method %d", method)
+				return nil, errs.New(errs.ErrNotSupported, "key derivation method %d", method)
 			}
 			d := Derivation{Passes: body.u(8), Memory: body.u(8)}
 			if alg := body.u(4); alg != argon2id13 && !body.short {
-				return nil, fault.New(fault.ErrNotSupported, "password hash %d", alg)
+				return nil, errs.New(errs.ErrNotSupported, "password hash %d", alg)
 			}
 			d.Salt = append([]byte(nil), body.take(int(body.u(2)))...)
 			c.Derive = &d
@@ -146,7 +146,7 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 				c.Chunk = bytes
 			}
 			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || count == 0 || sizes.CeilDiv(bytes, c.Chunk) != int64(count) {
-				return nil, fault.New(fault.ErrFormat, "%d chunks of %d for %d encrypted bytes", count, size, bytes)
+				return nil, errs.New(errs.ErrFormat, "%d chunks of %d for %d encrypted bytes", count, size, bytes)
 			}
 			boxes = true
 		case chunkSequential:
@@ -156,7 +156,7 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 			c.Chunk = bytes
 			boxes = true
 		default:
-			return nil, fault.New(fault.ErrNotSupported, "encryption of kind %d", kind)
+			return nil, errs.New(errs.ErrNotSupported, "encryption of kind %d", kind)
 		}
 		if body.short {
 			return nil, early
@@ -171,7 +171,7 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 	return &c, nil
 }
 
-// nonce is that of box i: the first, plus i, as one number of 24 bytes.
+// nonce is that of box i: the first plus i, as one number of 24 bytes.
 func (c *Crypt) nonce(i int64) *[nonceBytes]byte {
 	n := c.Nonce
 	carry := uint64(i)
@@ -183,34 +183,37 @@ func (c *Crypt) nonce(i int64) *[nonceBytes]byte {
 	return &n
 }
 
-// open decrypts box i of the data in place; p is of no use if it fails.
+// open decrypts box i of the data in place; after an error p is undefined.
 func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
-	if !openBox(p, &c.MACs[i], c.nonce(i), key) {
-		return fault.New(fault.ErrCrypto, "decryption failed: another key, or the data have changed")
+	if !boxes().open(p, &c.MACs[i], c.nonce(i), key) {
+		return errs.New(errs.ErrCrypto, "decryption failed: another key, or the data have changed")
 	}
 	return nil
 }
 
-// NewCrypt returns the encryption of the given number of bytes, with a new nonce. Its
-// boxes are still to be sealed.
+// NewCrypt returns the encryption of that number of bytes, with a new nonce. Its
+// boxes are not encrypted yet.
 func NewCrypt(bytes int64, derive *Derivation) *Crypt {
 	c := &Crypt{Derive: derive, Chunk: ChunkBytes, Said: ChunkBytes, MACs: make([][macBytes]byte, sizes.CeilDiv(bytes, ChunkBytes))}
 	_, _ = rand.Read(c.Nonce[:]) // cannot fail
 	return c
 }
 
-// Seal encrypts box i of the data in place. It is safe in parallel, once a box.
-func (c *Crypt) Seal(p []byte, i int64, key *[keyBytes]byte) { c.MACs[i] = sealBox(p, c.nonce(i), key) }
-
-// A Key is what a whole file is encrypted by.
-type Key struct {
-	Bytes  *[keyBytes]byte
-	Derive *Derivation // what it was made of; nil: nothing
+// Seal encrypts box i of the data in place. It is safe for concurrent use, once for
+// each box.
+func (c *Crypt) Seal(p []byte, i int64, key *[keyBytes]byte) {
+	c.MACs[i] = boxes().seal(p, c.nonce(i), key)
 }
 
-// KeyOf makes the key of a file that will be written: of OptionKey, or of
-// OptionPassword with a new salt and libsodium's moderate limits (256 MiB, about
-// a second). It is nil where the options have neither.
+// A Key encrypts a whole file.
+type Key struct {
+	Bytes  *[keyBytes]byte
+	Derive *Derivation // how it was derived; nil: it was not
+}
+
+// KeyOf returns the key of a file to write: from OptionKey, or from OptionPassword
+// with a new salt and libsodium's moderate limits (256 MiB, about a second). It is
+// nil if the options have neither.
 func KeyOf(ctx context.Context, opt map[string]string) (*Key, error) {
 	if _, ok := opt[OptionPassword]; !ok {
 		if _, ok := opt[OptionKey]; !ok {
@@ -225,8 +228,8 @@ func KeyOf(ctx context.Context, opt map[string]string) (*Key, error) {
 	return &Key{Bytes: k, Derive: d}, err
 }
 
-// append writes the encryption of a record, its length first; of a nil Crypt
-// that there is none.
+// append writes the encryption of a record, its length first; a nil Crypt means
+// none.
 func (c *Crypt) append(dst []byte) []byte {
 	start := len(dst)
 	dst = le.AppendUint64(dst, 0)

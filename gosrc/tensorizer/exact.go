@@ -1,23 +1,23 @@
 package tensorizer
 
-// This file verifies the bytes of a file that no sum covers.
+// This file verifies the bytes of a file that no hash covers.
 
 import (
 	"context"
 	"math"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Exact holds a file, whose records were read, to what every writer writes
+// Exact checks a file, whose records were read, for what every writer writes
 // although no reader needs it: nothing is between head, index, records and end,
-// what is unused is zero, and what is said twice is the same. With it and the
-// sums of the tensors every byte of a file is proven, but for the parameters of a
-// password's key where the file is read by the key itself.
+// unused bytes are zero, and repeated values agree. With it and the hashes of the
+// tensors every byte of a file is verified, except the parameters of a password's
+// key if the file is read with the key itself.
 func (f *File) Exact(ctx context.Context, src source.Source) error {
 	bad := func(name string, off int64, format string, args ...any) error {
-		return f.at(name, off, fault.New(fault.ErrCorrupt, format, args...))
+		return f.at(name, off, errs.New(errs.ErrCorrupt, format, args...))
 	}
 	zeros := func(p []byte, off int64) error {
 		for i, b := range p {

@@ -1,45 +1,45 @@
 package tensorizer
 
-// This file runs tensors past their sums on several workers.
+// This file hashes tensors on several workers.
 
 import (
 	"cmp"
 	"context"
 	"slices"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Flow is the data of one tensor on their way past its sums. Its functions are
-// called by one worker at a time.
+// A Flow is the data of one tensor while it is hashed. One worker at a time calls
+// its functions.
 type Flow struct {
 	Sum   *Summer
 	Bytes int64
-	// Next gives bytes [off, off+len(buf)): either buf, filled, or others that
-	// stay until the next call.
+	// Next returns bytes [off, off+len(buf)): either buf, filled, or others that
+	// stay valid until the next call.
 	Next func(ctx context.Context, buf []byte, off int64) ([]byte, error)
-	// Step is what Next gives in one, or a multiple of it; 0: anything.
+	// Step: calls of Next ask for multiples of it; 0: any size.
 	Step int64
-	// Memory, if not nil, is all of the data: Next is not needed then.
+	// Memory, if not nil, is all of the data, in place of Next.
 	Memory []byte
-	// Pass, if not nil, gets every piece once it was summed up, in order.
+	// Pass, if not nil, gets every piece after it was hashed, in order.
 	Pass func(p []byte) error
 	// Done is called when all bytes have passed.
 	Done func() error
 }
 
-// Pieces of memory stay in the second-level cache from the sums to Pass; other
+// Pieces of memory stay in the second-level cache from hashing to Pass; other
 // bodies are read in blocks.
 const (
 	memoryPiece = 64 << 10
 	readPiece   = 1 << 20
 )
 
-// Run lets all flows pass, each on one of several workers: the largest first,
-// so that no worker waits for it at the end, or in their order where inOrder
-// says so. The first error ends everything.
+// Run hashes all flows, each on one of several workers: the largest first, so that
+// no worker waits for it at the end, or in their order if inOrder is set. The first
+// error ends everything.
 func Run(ctx context.Context, name string, workers int, inOrder bool, flows []Flow) error {
 	order := make([]*Flow, len(flows))
 	for i := range flows {
@@ -51,12 +51,12 @@ func Run(ctx context.Context, name string, workers int, inOrder bool, flows []Fl
 	return spawn.Each(ctx, name, workers, len(order), func(k int) error { return order[k].run(ctx) })
 }
 
-// run lets one flow pass, piece by piece.
+// run hashes one flow, piece by piece.
 func (f *Flow) run(ctx context.Context) error {
 	var buf []byte
 	for off := int64(0); off < f.Bytes; {
 		if ctx.Err() != nil {
-			return fault.FromOS(context.Cause(ctx))
+			return errs.FromOS(context.Cause(ctx))
 		}
 		p, err := f.piece(ctx, &buf, off)
 		if err != nil {

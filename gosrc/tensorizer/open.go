@@ -1,29 +1,29 @@
 package tensorizer
 
-// This file opens .tensors files: for loading, for verification, and to describe them.
+// This file opens .tensors files: to load, verify or describe them.
 
 import (
 	"context"
 	"encoding/hex"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// firstRead is how much of a file is read first: the index of most lies in it.
+// firstRead is how much of a file is read first: the whole index of most files.
 const firstRead = 256 << 10
 
-// Open reads the head and the index of a file, and its records if they are asked
-// for or the file is encrypted. The error is fault.ErrFormat for another kind of
-// file, and else that of Read.
+// Open reads the head and the index of a file, and its records if requested or if
+// the file is encrypted. The error is errs.ErrFormat for another kind of file, and
+// else that of Read.
 func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	head := make([]byte, max(0, min(src.Size(), firstRead)))
 	if err := src.ReadAt(ctx, head, 0); err != nil {
-		return nil, fault.Locate("index", src.URI(), "", -1, err)
+		return nil, errs.Locate("index", src.URI(), "", -1, err)
 	}
 	if !Is(head) {
-		return nil, &fault.At{Verb: "index", Source: src.URI(), Chunk: -1, Offset: 0, Err: fault.New(fault.ErrFormat, "not a .tensors file")}
+		return nil, &errs.At{Verb: "index", Source: src.URI(), Chunk: -1, Offset: 0, Err: errs.New(errs.ErrFormat, "not a .tensors file")}
 	}
 	f, err := Read(ctx, src, head)
 	if err == nil && records {
@@ -32,9 +32,9 @@ func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	return f, err
 }
 
-// Index reads the file that starts with head: its index, validated, and the source
-// to read its tensors by (see File.Source), as the settings say. known tells the
-// codecs that can be decoded.
+// Index reads the file that starts with head: it returns its validated index, and
+// the source of its tensors (see File.Source), according to the settings. known
+// reports which codecs can be decoded.
 func Index(ctx context.Context, src source.Source, head []byte, settings map[string]string, known tensor.Known) (*tensor.Index, source.Source, error) {
 	f, err := Read(ctx, src, head)
 	if err != nil {
@@ -59,25 +59,24 @@ func Index(ctx context.Context, src source.Source, head []byte, settings map[str
 	return ix, plain, nil
 }
 
-// Refuse holds a caller's settings against a file of another kind: a key is
-// fault.ErrCrypto there, and CRC32 to compare is fault.ErrArgument where the file
-// has no sums of its own.
+// Refuse checks settings for a file of another format: a key is errs.ErrCrypto, and
+// comparing CRC32 is errs.ErrArgument if the file has no checksums.
 func Refuse(uri string, settings map[string]string, sums bool) error {
 	at := func(class error, format string, args ...any) error {
-		return &fault.At{Verb: "index", Source: uri, Chunk: -1, Offset: -1, Err: fault.New(class, format, args...)}
+		return &errs.At{Verb: "index", Source: uri, Chunk: -1, Offset: -1, Err: errs.New(class, format, args...)}
 	}
 	for _, secret := range []string{OptionKey, OptionPassword} {
 		if _, given := settings[secret]; given {
-			return at(fault.ErrCrypto, "a %s was given, and the file is not encrypted: it is no .tensors file", secret)
+			return at(errs.ErrCrypto, "a %s was given, and the file is not encrypted: it is no .tensors file", secret)
 		}
 	}
 	if _, asked := settings[OptionCRC32]; asked && !sums {
-		return at(fault.ErrArgument, "verify_crc32 was asked for, and a plain safetensors file has no sums to compare")
+		return at(errs.ErrArgument, "verify_crc32 was asked for, and a plain safetensors file has no sums to compare")
 	}
 	return nil
 }
 
-// A Description is a file in its own words.
+// A Description is the content of a file's head, index and records.
 type Description struct {
 	URI       string             `json:"uri"`
 	Version   uint32             `json:"version"`
@@ -87,8 +86,8 @@ type Description struct {
 	Entries   []EntryDescription `json:"entries"`
 }
 
-// An EntryDescription is one of a file's tensors. What stands in the record itself
-// is there only if the records were read.
+// An EntryDescription is one of a file's tensors. Fields of the record are set only
+// if the records were read.
 type EntryDescription struct {
 	Name   string  `json:"name"`
 	Type   uint8   `json:"type"`
@@ -106,10 +105,9 @@ type EntryDescription struct {
 	Derive *Derivation `json:"derive,omitempty"`
 }
 
-// Describe says what head, index and the records that were read say; no data are
-// read.
+// Describe describes head, index and the records that were read; it reads no data.
 func (f *File) Describe() *Description {
-	out := &Description{URI: fault.Redact(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total, Size: f.Size,
+	out := &Description{URI: errs.Redact(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total, Size: f.Size,
 		Entries: make([]EntryDescription, len(f.Entries))}
 	for i := range f.Entries {
 		e := &f.Entries[i]
@@ -127,8 +125,8 @@ func (f *File) Describe() *Description {
 	return out
 }
 
-// Items gives the tensors by name in the words in which they would be written
-// again; the records must have been read.
+// Items returns the tensors by name as they would be written again; the records
+// must have been read.
 func (f *File) Items() map[string]Item {
 	items := make(map[string]Item, len(f.Entries))
 	for i := range f.Entries {

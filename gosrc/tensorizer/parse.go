@@ -7,67 +7,67 @@ import (
 	"errors"
 	"math"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Entry is a tensor as the index of a file says it.
+// An Entry is a tensor as the file's index describes it.
 type Entry struct {
 	Name   string
 	Type   uint8
-	Wide   bool   // dims are u64, in its record too
-	Text   string // the dtype as it is written
+	Wide   bool   // dims are u64, also in its record
+	Text   string // the dtype as written
 	Dims   []int64
-	Record int64 // where its record begins
-	Data   int64 // where its data begin
+	Record int64 // offset of its record
+	Data   int64 // offset of its data
 	Bytes  int64 // of the data; 0 with dims that are not: zeros ("meta")
 
 	dtype tensor.DType
 	shape []int64
-	full  int64 // bytes that dtype and shape take
-	other error // no dtype of ours: dtype and shape are those of its bytes
+	full  int64 // bytes by dtype and shape
+	other error // an unknown dtype: dtype and shape are those of its bytes
 }
 
-// A Record is what stands before a tensor's data.
+// A Record is what precedes a tensor's data.
 type Record struct {
 	Module uint16
-	// CRC32 and SHA256 are the sums, nil where the file has none.
+	// CRC32 and SHA256 are the hashes, nil if the file has none.
 	CRC32, SHA256 []byte
-	// Prefix is what is summed up before the data.
+	// Prefix is hashed before the data.
 	Prefix []byte
-	Crypt  *Crypt // nil: the data lie in plain
+	Crypt  *Crypt // nil: the data are not encrypted
 }
 
-// A File is what a .tensors file says of itself.
+// A File is what a .tensors file says about itself.
 type File struct {
 	URI       string
 	Version   uint32
 	Encrypted bool
 	tagged    bool  // index entries begin with their version
-	Total     int64 // bytes of data, by its word
+	Total     int64 // bytes of data, as the file states
 	Size      int64
 	Entries   []Entry
 	Records   []Record // by entry; nil before ReadRecords
 
 	head []byte // the first headSize bytes
-	rest []byte // of the index, behind the entries
+	rest []byte // of the index, after the entries
 }
 
 // maxTogether is how many records are read at once: each may cost a round trip.
 const maxTogether = 16
 
-// Read reads the head and the index of a file, of which head is the beginning,
-// and the records too when it is encrypted. Nothing is allocated on the word of
-// the file alone. The error is a fault.At of class fault.ErrFormat,
-// fault.ErrCorrupt where the file was cut short, or fault.ErrNotSupported for
-// versions, flags, layouts and dtypes that this build does not know.
+// Read reads the head and the index of a file, of which head is the beginning, and
+// also the records if it is encrypted. It does not allocate what only the file
+// claims. The error is an errs.At of class errs.ErrFormat, errs.ErrCorrupt if the
+// file was truncated, or errs.ErrNotSupported for versions, flags, layouts and
+// dtypes that this build does not know.
 func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	f := &File{URI: src.URI(), Size: src.Size()}
 	r := reader{b: head}
 	if !Is(head) || f.Size < headSize || len(head) < headSize {
-		return nil, f.at("", 0, fault.New(fault.ErrCorrupt, "truncated: a .tensors file of %d bytes", f.Size))
+		return nil, f.at("", 0, errs.New(errs.ErrCorrupt, "truncated: a .tensors file of %d bytes", f.Size))
 	}
 	r.p = len(Magic)
 	f.Version = uint32(r.u(4))
@@ -77,7 +77,7 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	count, length := r.u(8), r.u(8)
 	switch {
 	case f.Version == 0 || f.Version > maxVersion:
-		return nil, f.at("", 5, fault.New(fault.ErrNotSupported, "version %d of .tensors files, this overwire reads 1 to %d", f.Version, maxVersion))
+		return nil, f.at("", 5, errs.New(errs.ErrNotSupported, "version %d of .tensors files, this overwire reads 1 to %d", f.Version, maxVersion))
 	case f.Version >= 4:
 		f.Encrypted, f.tagged = flags[0]&encrypted != 0, flags[0]&tagged != 0
 		for i, b := range flags {
@@ -85,12 +85,12 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 				b &^= encrypted | tagged
 			}
 			if b != 0 {
-				return nil, f.at("", 9, fault.New(fault.ErrNotSupported, "feature flags %x, of which this overwire knows bits 0 and 1", flags))
+				return nil, f.at("", 9, errs.New(errs.ErrNotSupported, "feature flags %x, of which this overwire knows bits 0 and 1", flags))
 			}
 		}
 		switch {
 		case f.tagged && f.Version < 5:
-			return nil, f.at("", 9, fault.New(fault.ErrFormat, "feature flag 1 in version %d", f.Version))
+			return nil, f.at("", 9, errs.New(errs.ErrFormat, "feature flag 1 in version %d", f.Version))
 		case !f.tagged && f.Version == 5:
 			return nil, f.at("", 9, errDev)
 		}
@@ -99,13 +99,13 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	}
 	switch {
 	case f.Total < 0:
-		return nil, f.at("", 41, fault.New(fault.ErrFormat, "%d bytes of data", f.Total))
+		return nil, f.at("", 41, errs.New(errs.ErrFormat, "%d bytes of data", f.Total))
 	case length > tensor.MaxIndex:
-		return nil, f.at("", 65, fault.New(fault.ErrFormat, "an index of %d bytes is over %d", length, tensor.MaxIndex))
+		return nil, f.at("", 65, errs.New(errs.ErrFormat, "an index of %d bytes is over %d", length, tensor.MaxIndex))
 	case int64(length) > f.Size-headSize:
-		return nil, f.at("", 65, fault.New(fault.ErrCorrupt, "truncated: an index of %d bytes in a file of %d", length, f.Size))
+		return nil, f.at("", 65, errs.New(errs.ErrCorrupt, "truncated: an index of %d bytes in a file of %d", length, f.Size))
 	case count > length/25: // the least that an entry takes
-		return nil, f.at("", 57, fault.New(fault.ErrFormat, "%d tensors in an index of %d bytes", count, length))
+		return nil, f.at("", 57, errs.New(errs.ErrFormat, "%d tensors in an index of %d bytes", count, length))
 	}
 	end := headSize + int64(length)
 	if int64(len(head)) < end {
@@ -127,7 +127,7 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	return f, nil
 }
 
-var errDev = fault.New(fault.ErrNotSupported, "the layout of an unreleased tensorizer (3.0-dev); write the file with a released one")
+var errDev = errs.New(errs.ErrNotSupported, "the layout of an unreleased tensorizer (3.0-dev); write the file with a released one")
 
 // index reads the entries.
 func (f *File) index(r *reader, count int) error {
@@ -142,7 +142,7 @@ func (f *File) index(r *reader, count int) error {
 				e.Wide = tag == 5
 			default:
 				if !r.short {
-					return f.at("", at, fault.New(fault.ErrNotSupported, "version %d of an index entry", tag))
+					return f.at("", at, errs.New(errs.ErrNotSupported, "version %d of an index entry", tag))
 				}
 			}
 		}
@@ -154,10 +154,10 @@ func (f *File) index(r *reader, count int) error {
 		e.Dims = r.dims(rank, e.Wide)
 		record, data, bytes := r.u(8), r.u(8), r.u(8)
 		if r.short {
-			return f.at("", at, fault.New(fault.ErrFormat, "the index ends inside an entry"))
+			return f.at("", at, errs.New(errs.ErrFormat, "the index ends inside an entry"))
 		}
 		bad := func(class error, format string, args ...any) error {
-			return f.at(e.Name, at, fault.New(class, format, args...))
+			return f.at(e.Name, at, errs.New(class, format, args...))
 		}
 		if err := checkName(e.Name, e.Type); err != nil {
 			return f.at("", at, err)
@@ -165,20 +165,20 @@ func (f *File) index(r *reader, count int) error {
 		var err error
 		switch {
 		case e.Type > StateDict:
-			return bad(fault.ErrNotSupported, "type %d", e.Type)
+			return bad(errs.ErrNotSupported, "type %d", e.Type)
 		case rank > tensor.MaxRank:
-			return bad(fault.ErrFormat, "rank %d is over %d", rank, tensor.MaxRank)
+			return bad(errs.ErrFormat, "rank %d is over %d", rank, tensor.MaxRank)
 		case record > math.MaxInt64 || data > math.MaxInt64 || bytes > math.MaxInt64:
-			return bad(fault.ErrFormat, "record at %d, %d bytes of data at %d", record, bytes, data)
+			return bad(errs.ErrFormat, "record at %d, %d bytes of data at %d", record, bytes, data)
 		}
 		for _, d := range e.Dims {
 			if d < 0 {
-				return bad(fault.ErrFormat, "shape %v", e.Dims)
+				return bad(errs.ErrFormat, "shape %v", e.Dims)
 			}
 		}
 		if e.dtype, e.shape, err = dtypeOf(e.Text, e.Dims); err != nil {
 			size, ok := itemSize(e.Text)
-			if !ok || !errors.Is(err, fault.ErrNotSupported) {
+			if !ok || !errors.Is(err, errs.ErrNotSupported) {
 				return f.at(e.Name, at, err)
 			}
 			e.other = f.at(e.Name, at, err)
@@ -192,15 +192,15 @@ func (f *File) index(r *reader, count int) error {
 		case e.Record < end && len(f.Entries) > 0 && e.Record >= headSize:
 			return f.at(e.Name, at, errDev)
 		case e.Record < end || e.Data-e.Record < 8 || e.Data < e.Record:
-			return bad(fault.ErrFormat, "record at %d, data at %d, after %d", e.Record, e.Data, end)
+			return bad(errs.ErrFormat, "record at %d, data at %d, after %d", e.Record, e.Data, end)
 		case e.Data > f.Size || e.Bytes > f.Size-e.Data:
-			return bad(fault.ErrCorrupt, "truncated: data at %d + %d in a file of %d", e.Data, e.Bytes, f.Size)
+			return bad(errs.ErrCorrupt, "truncated: data at %d + %d in a file of %d", e.Data, e.Bytes, f.Size)
 		case e.Bytes != e.full && e.Bytes != 0:
-			return bad(fault.ErrFormat, "%d bytes for shape %v of %q, which take %d", e.Bytes, e.Dims, e.Text, e.full)
+			return bad(errs.ErrFormat, "%d bytes for shape %v of %q, which take %d", e.Bytes, e.Dims, e.Text, e.full)
 		}
 		if e.Bytes == 0 {
 			if zeros += e.full; e.full > maxMeta || zeros > maxMeta {
-				return bad(fault.ErrNotSupported, "tensors without data of more than %d bytes", int64(maxMeta))
+				return bad(errs.ErrNotSupported, "tensors without data of more than %d bytes", int64(maxMeta))
 			}
 		}
 		end = e.Data + e.Bytes
@@ -209,7 +209,7 @@ func (f *File) index(r *reader, count int) error {
 	return nil
 }
 
-// ReadRecords reads what stands before each tensor's data and holds it to the
+// ReadRecords reads what precedes each tensor's data and compares it with the
 // index.
 func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 	if f.Records != nil {
@@ -220,7 +220,7 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 		e := &f.Entries[i]
 		n := e.Data - e.Record
 		if n > tensor.MaxHeader {
-			return f.at(e.Name, e.Record, fault.New(fault.ErrFormat, "a record of %d bytes before the data", n))
+			return f.at(e.Name, e.Record, errs.New(errs.ErrFormat, "a record of %d bytes before the data", n))
 		}
 		b := make([]byte, n)
 		if err := src.ReadAt(ctx, b, e.Record); err != nil {
@@ -237,7 +237,7 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 // record reads one.
 func (f *File) record(b []byte, e *Entry, out *Record) error {
 	bad := func(format string, args ...any) error {
-		return f.at(e.Name, e.Record, fault.New(fault.ErrFormat, format, args...))
+		return f.at(e.Name, e.Record, errs.New(errs.ErrFormat, format, args...))
 	}
 	if n := le.Uint64(b); n != uint64(len(b)) {
 		return bad("a record of %d bytes where the index leaves %d", n, len(b))
@@ -274,7 +274,7 @@ func (f *File) record(b []byte, e *Entry, out *Record) error {
 		case kind == 1 && n == 32:
 			out.SHA256 = sum
 		default:
-			return f.at(e.Name, e.Record, fault.New(fault.ErrNotSupported, "a sum of kind %d and %d bytes", kind, n))
+			return f.at(e.Name, e.Record, errs.New(errs.ErrNotSupported, "a sum of kind %d and %d bytes", kind, n))
 		}
 	}
 	if r.short || block.short {
@@ -317,17 +317,17 @@ func equal(a, b []int64) bool {
 	return true
 }
 
-// at says where.
+// at adds the position to an error.
 func (f *File) at(name string, off int64, err error) error {
-	var at *fault.At
+	var at *errs.At
 	if errors.As(err, &at) {
 		return err
 	}
-	return &fault.At{Verb: "index", Source: f.URI, Tensor: name, Chunk: -1, Offset: off, Err: err}
+	return &errs.At{Verb: "index", Source: f.URI, Tensor: name, Chunk: -1, Offset: off, Err: err}
 }
 
-// A reader takes numbers and bytes off a buffer; short says that there were
-// not enough, and everything after that is zero.
+// A reader takes numbers and bytes from a buffer; short: there were too few, and
+// everything after that is zero.
 type reader struct {
 	b     []byte
 	p     int

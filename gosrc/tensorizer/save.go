@@ -1,25 +1,25 @@
 package tensorizer
 
-// This file writes whole files, and records into a file that somebody else has open.
+// This file writes whole files, and records into a file that the caller has opened.
 
 import (
 	"context"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 )
 
 // An Output takes the bytes of one file.
 type Output interface {
-	// Write puts bytes at an offset; it is safe in parallel.
+	// Write writes bytes at an offset; it is safe for concurrent use.
 	Write(p []byte, off int64) error
 }
 
-// A Tensor is one that is written: what the file says of it, and its bytes. Write
-// sets Sum and Bytes of Data, calls Pass before a piece is encrypted and written,
-// and Done before the record is.
+// A Tensor is a tensor to write: its description and its bytes. Write sets Sum and
+// Bytes of Data, calls Pass before a piece is encrypted and written, and Done
+// before the record is.
 type Tensor struct {
 	Item Item
 	Data Flow
@@ -28,16 +28,16 @@ type Tensor struct {
 // How says how a file is written.
 type How struct {
 	Path    string            // its name in errors
-	Encrypt map[string]string // OptionKey or OptionPassword; neither: in plain
+	Encrypt map[string]string // OptionKey or OptionPassword; neither: not encrypted
 	Workers int
-	InOrder bool // the output takes bytes best in their order
+	InOrder bool // the output is fastest in the order of the bytes
 }
 
-// Write writes a whole file: an index as long as it needs, the data of each tensor
-// on a page. Each tensor is summed up, encrypted if the file is, and written by one
-// worker. It returns the size of the file.
+// Write writes a whole file: an index of exactly the necessary size, the data of
+// each tensor on a page. One worker hashes, encrypts if necessary, and writes each
+// tensor. It returns the size of the file.
 func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error) {
-	fail := func(name string, err error) error { return fault.Locate("save", how.Path, name, -1, err) }
+	fail := func(name string, err error) error { return errs.Locate("save", how.Path, name, -1, err) }
 	key, err := KeyOf(ctx, how.Encrypt)
 	if err != nil {
 		return 0, fail("", err)
@@ -79,12 +79,11 @@ func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error)
 	return at + Tail, to.Write(make([]byte, Tail), at)
 }
 
-// Records writes the records of a file and their data, one behind the other from
-// an offset of an open file, and sets the Record of every item; head and index are
-// the caller's. data has the bytes of each item, which stay as they are; key, if
-// not nil, is what items that are Sealed are encrypted by. It returns where the
-// last one ends. A file that takes bytes only at its end (O_APPEND) must not be
-// given.
+// Records writes the records of a file and their data, one after the other from an
+// offset of an open file, and sets the Record of every item; the caller writes head
+// and index. data has the bytes of each item, which are not changed; key, if not
+// nil, encrypts the items that are Sealed. It returns the end of the last one. The
+// file must not be open with O_APPEND.
 func Records(ctx context.Context, fd int, path string, at int64, items []Item, data [][]byte, key *Key, workers int) (int64, error) {
 	flows := make([]Flow, len(items))
 	for i := range items {
@@ -99,11 +98,11 @@ func Records(ctx context.Context, fd int, path string, at int64, items []Item, d
 	return at, Run(ctx, "tensorizer.save", workers, false, flows)
 }
 
-// written is a flow of data whose bytes go to their place in the file, encrypted if
-// the item is, and the record behind them.
+// written is a flow of data whose bytes go to their offset in the file, encrypted
+// if the item is, followed by the record.
 func written(to Output, path string, it *Item, key *Key, data Flow) Flow {
 	at, end := it.Data(), it.Data()+it.Bytes
-	fail := func(err error) error { return fault.Locate("save", path, it.Name, -1, err) }
+	fail := func(err error) error { return errs.Locate("save", path, it.Name, -1, err) }
 	put := func(p []byte) error {
 		err := to.Write(p, at)
 		at += int64(len(p))
@@ -158,7 +157,7 @@ func written(to Output, path string, it *Item, key *Key, data Flow) Flow {
 	return f
 }
 
-// descriptor is an output that is somebody else's open file.
+// descriptor is an output to the caller's open file.
 type descriptor struct {
 	fd   int
 	path string

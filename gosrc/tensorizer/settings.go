@@ -12,12 +12,12 @@ import (
 const (
 	OptionKey      = "key"      // 64 hex digits
 	OptionPassword = "password" // hex digits of the password's bytes
-	OptionBytes    = "bytes"    // that other dtypes are read as bytes; see Index
-	OptionCRC32    = "crc32"    // that plain tensors are held to their CRC32 while they are read
+	OptionBytes    = "bytes"    // read unknown dtypes as bytes; see Index
+	OptionCRC32    = "crc32"    // compare the CRC32 of plain tensors while they are read
 )
 
-// KeySettings are those of a key as a file has it: its bytes, or their hex digits
-// with white space around them. ok is false for anything else.
+// KeySettings are the settings for a key from a file: its bytes, or their hex
+// digits with white space around them. ok is false for anything else.
 func KeySettings(b []byte) (settings map[string]string, ok bool) {
 	if len(b) != keyBytes {
 		raw, err := hex.DecodeString(string(bytes.TrimSpace(b)))
@@ -29,8 +29,8 @@ func KeySettings(b []byte) (settings map[string]string, ok bool) {
 	return map[string]string{OptionKey: hex.EncodeToString(b)}, true
 }
 
-// PasswordSettings are those of a password as a file has it, whose last end of line
-// does not count. ok is false for an empty one.
+// PasswordSettings are the settings for a password from a file, whose last end of
+// line does not count. ok is false for an empty one.
 func PasswordSettings(b []byte) (settings map[string]string, ok bool) {
 	b = bytes.TrimSuffix(bytes.TrimSuffix(b, []byte("\n")), []byte("\r"))
 	return map[string]string{OptionPassword: hex.EncodeToString(b)}, len(b) > 0

@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file gives the plain bytes of a file, decrypting what is encrypted.
+// This file reads the plain bytes of a file, decrypting where necessary.
 
 import (
 	"context"
@@ -9,15 +9,15 @@ import (
 	"sort"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Index is the file as every other room sees it: plain tensors at the offsets
-// of the Source that File.Source gives. Tensors without data come last there.
-// A tensor of a dtype that safetensors lacks is fault.ErrNotSupported, unless
-// opt has OptionBytes: then it is one of bytes, with one dimension more.
+// Index is the file as other packages see it: plain tensors at offsets of the
+// Source that File.Source returns. Tensors without data come last there. A tensor
+// of a dtype that safetensors lacks is errs.ErrNotSupported, unless opt has
+// OptionBytes: then it becomes one of bytes, with one more dimension.
 func (f *File) Index(opt map[string]string) (*tensor.Index, error) {
 	if _, ok := opt[OptionBytes]; !ok {
 		for i := range f.Entries {
@@ -51,16 +51,15 @@ func (f *File) Index(opt map[string]string) (*tensor.Index, error) {
 	return ix, nil
 }
 
-// Source gives the bytes that Index speaks of: src itself where the file has
-// them as they are, or else a source over it, which owns it then: it decrypts
-// chunks on whatever core asks, keeps the last ones, and gives zeros for
-// tensors without data. Without a key everything but encrypted data can be
-// read. A key for a file that is not encrypted is fault.ErrCrypto, as is a
-// password where none was used. With OptionCRC32 the records must have been
-// read.
+// Source returns the source that Index refers to: src itself if the file has plain
+// bytes, or else a source that wraps and owns it. That source decrypts chunks on
+// the caller's core, caches the last ones, and returns zeros for tensors without
+// data. Without a key everything but encrypted data can be read. A key for a file
+// that is not encrypted is errs.ErrCrypto, as is a password if the file was not
+// encrypted with one. With OptionCRC32 the records must have been read.
 func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string]string) (source.Source, error) {
 	wrong := func(format string, args ...any) error {
-		return f.at("", -1, fault.New(fault.ErrCrypto, format, args...))
+		return f.at("", -1, errs.New(errs.ErrCrypto, format, args...))
 	}
 	_, key := decrypt[OptionKey]
 	_, password := decrypt[OptionPassword]
@@ -95,14 +94,14 @@ func (f *File) Source(ctx context.Context, src source.Source, decrypt map[string
 	return s, nil
 }
 
-// keyOf is the key of a tensor: nil if none was given. Derived ones are kept,
-// since a file has one for all its tensors.
+// keyOf is the key of a tensor: nil if none was given. Derived keys are kept, since
+// a file has one for all its tensors.
 func keyOf(ctx context.Context, c *Crypt, decrypt map[string]string, keys map[string]*[keyBytes]byte) (*[keyBytes]byte, error) {
 	if text, ok := decrypt[OptionKey]; ok {
 		if keys[""] == nil {
 			b, err := hex.DecodeString(text)
 			if err != nil || len(b) != keyBytes {
-				return nil, fault.New(fault.ErrArgument, "a key has %d bytes", keyBytes)
+				return nil, errs.New(errs.ErrArgument, "a key has %d bytes", keyBytes)
 			}
 			keys[""] = (*[keyBytes]byte)(b)
 		}
@@ -113,13 +112,13 @@ func keyOf(ctx context.Context, c *Crypt, decrypt map[string]string, keys map[st
 		return nil, nil
 	}
 	if c.Derive == nil {
-		return nil, fault.New(fault.ErrCrypto, "a password was given, and the file was encrypted with a key of no password's")
+		return nil, errs.New(errs.ErrCrypto, "a password was given, and the file was encrypted with a key of no password's")
 	}
 	id := string(le.AppendUint64(le.AppendUint64(nil, c.Derive.Passes), c.Derive.Memory)) + string(c.Derive.Salt)
 	if keys[id] == nil {
 		password, err := hex.DecodeString(text)
 		if err != nil || len(password) == 0 {
-			return nil, fault.New(fault.ErrArgument, "the password is empty")
+			return nil, errs.New(errs.ErrArgument, "the password is empty")
 		}
 		k, err := c.Derive.Key(ctx, password)
 		if err != nil {
@@ -138,9 +137,9 @@ type span struct {
 	key      *[keyBytes]byte
 }
 
-// sealed is a source whose data were encrypted, with zeros behind its end.
-// Whole boxes are decrypted straight into place; of others the latest are
-// kept, so that readers of small pieces decrypt each of them once.
+// sealed is a source with encrypted data, followed by zeros. Whole boxes are
+// decrypted in place; of others the latest are kept, so that reads of small pieces
+// decrypt each box once.
 type sealed struct {
 	source.Source
 	size, zeros int64
@@ -158,7 +157,7 @@ type boxKey struct {
 	n    int64
 }
 
-// A box is one that was decrypted, or is being.
+// A box is decrypted, or being decrypted.
 type box struct {
 	ready chan struct{}
 	data  []byte
@@ -182,7 +181,7 @@ func (s *sealed) Facts() source.Facts {
 	return f
 }
 
-// coding says how the data at an offset are stored.
+// coding names how the data at an offset are stored.
 func (s *sealed) coding(off int64) string {
 	i := sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
 	switch {
@@ -194,7 +193,7 @@ func (s *sealed) coding(off int64) string {
 	return "plain"
 }
 
-// ReadAt gives plain bytes; see source.Source.
+// ReadAt reads plain bytes; see source.Source.
 func (s *sealed) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if off < 0 || int64(len(p)) > s.Size()-off {
 		return s.Source.ReadAt(ctx, p, off) // says what is wrong
@@ -254,22 +253,22 @@ func (s *sealed) decrypt(ctx context.Context, dst []byte, i int, k int64) error 
 	sp := &s.spans[i]
 	at := sp.off + k*sp.crypt.Chunk
 	fail := func(err error) error {
-		return &fault.At{Verb: "decrypt", Source: s.URI(), Tensor: sp.name, Chunk: k, Offset: at, Err: err}
+		return &errs.At{Verb: "decrypt", Source: s.URI(), Tensor: sp.name, Chunk: k, Offset: at, Err: err}
 	}
 	if sp.key == nil {
-		return fail(fault.New(fault.ErrCrypto, "the tensor is encrypted, and no key was given"))
+		return fail(errs.New(errs.ErrCrypto, "the tensor is encrypted, and no key was given"))
 	}
 	if err := s.Source.ReadAt(ctx, dst, at); err != nil {
 		return err
 	}
 	if err := sp.crypt.open(dst, k, sp.key); err != nil {
-		clear(dst) // not what it seems
+		clear(dst) // the box differs from its description
 		return fail(err)
 	}
 	return nil
 }
 
-// get returns a decrypted box, made by the first who asks.
+// get returns a decrypted box; the first caller decrypts it.
 func (s *sealed) get(ctx context.Context, key boxKey, size int64) ([]byte, error) {
 	s.mu.Lock()
 	s.clock++
@@ -282,14 +281,15 @@ func (s *sealed) get(ctx context.Context, key boxKey, size int64) ([]byte, error
 			if b.err == nil {
 				return b.data, nil
 			}
-			// Its maker may have been cancelled; this caller was not.
+			// The caller that decrypts it may have been cancelled; this one was
+			// not.
 		case <-ctx.Done():
 			return nil, context.Cause(ctx)
 		}
 		data := make([]byte, size)
 		return data, s.decrypt(ctx, data, key.span, key.n)
 	}
-	b = &box{ready: make(chan struct{}), used: s.clock, err: fault.New(fault.ErrEngine, "a box was not opened")}
+	b = &box{ready: make(chan struct{}), used: s.clock, err: errs.New(errs.ErrEngine, "a box was not opened")}
 	s.boxes[key] = b
 	s.held += size
 	s.trim(key)
@@ -311,7 +311,7 @@ func (s *sealed) get(ctx context.Context, key boxKey, size int64) ([]byte, error
 	return data, nil
 }
 
-// trim drops the boxes that were not used for longest; mu is held.
+// trim drops the least recently used boxes; mu is held.
 func (s *sealed) trim(keep boxKey) {
 	for s.held > s.most && len(s.boxes) > 1 {
 		var oldest boxKey

@@ -15,13 +15,13 @@
 // versions. Sums are over the record up to its data, with the sums as zeros and
 // without encryption, and over the data before encryption.
 //
-// Specification: the code of tensorizer 2.11 and 2.12, which tests hold this
-// room against in both directions. The unreleased layout of 3.0-dev, which
-// calls itself 5 too but lacks the second flag, is refused.
+// Specification: the code of tensorizer 2.11 and 2.12; tests compare this package
+// with it in both directions. The unreleased layout of 3.0-dev, which calls itself 5
+// too but lacks the second flag, is refused.
 //
-// A file becomes a tensor.Index as any other. What of it cannot be read as it
-// lies (encrypted data, tensors without data) a Source of this room gives as
-// plain bytes: see File.Source.
+// A file becomes a tensor.Index like any other. For what cannot be read directly
+// (encrypted data, tensors without data) a Source of this package returns plain
+// bytes: see File.Source.
 package tensorizer
 
 import (
@@ -31,18 +31,18 @@ import (
 	"strings"
 	"unicode/utf8"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 const (
 	// Format is the name of the format in an index; see tensor.Source.
 	Format = "tensors"
-	// Extension ends the paths that are written in it.
+	// Extension ends the paths of such files.
 	Extension = ".tensors"
 	// Magic begins every file.
 	Magic = "|TZR|"
-	// PathMark begins names that are paths: a JSON list of texts and numbers.
+	// PathMark begins names that are paths: a JSON list of strings and numbers.
 	PathMark = "\x1e"
 
 	headSize = 73
@@ -53,10 +53,10 @@ const (
 	tagged    = 2 // index entries begin with their version: always in version 5
 
 	maxVersion = 5
-	maxMeta    = 16 << 30 // bytes of zeros that a file may stand for
+	maxMeta    = 16 << 30 // most bytes of zeros that a file may declare
 )
 
-// What a tensor is of: the type of an entry.
+// The kind of tensor: the type of an entry.
 const (
 	Parameter = iota
 	Buffer
@@ -65,11 +65,11 @@ const (
 
 var le = binary.LittleEndian
 
-// Is says whether a file that starts with head is a .tensors file.
+// Is reports whether a file that starts with head is a .tensors file.
 func Is(head []byte) bool { return len(head) >= len(Magic) && string(head[:len(Magic)]) == Magic }
 
-// numpy has the dtypes that numpy has, by its names for them; torch the others,
-// as tensorizer writes them: a numpy type of their size, NUL, torch's name.
+// numpy maps the dtypes that numpy has to its names; torch has the others, as
+// tensorizer writes them: a numpy type of their size, NUL, torch's name.
 var (
 	numpy = map[string]tensor.DType{
 		"|b1": tensor.Bool, "|u1": tensor.U8, "|i1": tensor.I8,
@@ -84,8 +84,7 @@ var (
 	}
 )
 
-// dtypeOf reads a dtype, and the shape that goes with it: torch counts F4 in
-// pairs.
+// dtypeOf reads a dtype, and the shape in elements: torch counts F4 in pairs.
 func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
 	if d, ok := numpy[text]; ok {
 		return d, dims, nil
@@ -93,26 +92,26 @@ func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
 	form, name, opaque := strings.Cut(text, "\x00")
 	if opaque {
 		if strings.Contains(name, "\x00") {
-			return 0, nil, fault.New(fault.ErrFormat, "dtype %q", text)
+			return 0, nil, errs.New(errs.ErrFormat, "dtype %q", text)
 		}
 		if d, ok := torch[name]; ok {
 			if want := opaqueForm(d); form != want {
-				return 0, nil, fault.New(fault.ErrFormat, "dtype %q: %s takes the place of %s, not of %s", text, name, want, form)
+				return 0, nil, errs.New(errs.ErrFormat, "dtype %q: %s takes the place of %s, not of %s", text, name, want, form)
 			}
 			if d == tensor.F4 {
 				if len(dims) == 0 {
-					return 0, nil, fault.New(fault.ErrNotSupported, "a single pair of F4")
+					return 0, nil, errs.New(errs.ErrNotSupported, "a single pair of F4")
 				}
 				dims = append([]int64(nil), dims...)
 				if dims[len(dims)-1] > 1<<62 {
-					return 0, nil, fault.New(fault.ErrFormat, "shape %v", dims)
+					return 0, nil, errs.New(errs.ErrFormat, "shape %v", dims)
 				}
 				dims[len(dims)-1] *= 2
 			}
 			return d, dims, nil
 		}
 	}
-	return 0, nil, fault.New(fault.ErrNotSupported, "dtype %q, which safetensors has no name for", text)
+	return 0, nil, errs.New(errs.ErrNotSupported, "dtype %q, which safetensors has no name for", text)
 }
 
 // itemSize is the bytes of an element of a dtype that only numpy or torch has.
@@ -132,7 +131,7 @@ func opaqueForm(d tensor.DType) string {
 	return "|V1"
 }
 
-// dtypeText is the way back.
+// dtypeText is the inverse of dtypeOf.
 func dtypeText(d tensor.DType, shape []int64) (text string, dims []int64, err error) {
 	for text, known := range numpy {
 		if d == known {
@@ -145,30 +144,29 @@ func dtypeText(d tensor.DType, shape []int64) (text string, dims []int64, err er
 		}
 		if d == tensor.F4 {
 			if len(shape) == 0 || shape[len(shape)-1]%2 != 0 {
-				return "", nil, fault.New(fault.ErrNotSupported, "F4 of shape %v: .tensors files hold pairs", shape)
+				return "", nil, errs.New(errs.ErrNotSupported, "F4 of shape %v: .tensors files hold pairs", shape)
 			}
 			shape = append([]int64(nil), shape...)
 			shape[len(shape)-1] /= 2
 		}
 		return opaqueForm(d) + "\x00" + name, shape, nil
 	}
-	return "", nil, fault.New(fault.ErrNotSupported, ".tensors files have no %v", d)
+	return "", nil, errs.New(errs.ErrNotSupported, ".tensors files have no %v", d)
 }
 
-// checkName holds a name to the rules: UTF-8, and a path only where a state
-// dict was saved.
+// checkName checks a name: UTF-8, and a path only if a state dict was saved.
 func checkName(name string, kind uint8) error {
 	if !utf8.ValidString(name) {
-		return fault.New(fault.ErrFormat, "name is not UTF-8")
+		return errs.New(errs.ErrFormat, "name is not UTF-8")
 	}
 	path, is := strings.CutPrefix(name, PathMark)
 	if !is {
 		return nil
 	}
 	if kind != StateDict {
-		return fault.New(fault.ErrFormat, "a path names what is no state dict's")
+		return errs.New(errs.ErrFormat, "a path names what is no state dict's")
 	}
-	bad := fault.New(fault.ErrFormat, "a path that is no list of texts and numbers")
+	bad := errs.New(errs.ErrFormat, "a path that is no list of texts and numbers")
 	if !strings.HasPrefix(path, "[") || !strings.HasSuffix(path, "]") || strings.ContainsAny(path, "\r\n") {
 		return bad
 	}

@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -33,7 +33,7 @@ func (bytesSource) Close() error  { return nil }
 
 func (b bytesSource) ReadAt(_ context.Context, p []byte, off int64) error {
 	if off < 0 || int64(len(p)) > int64(len(b))-off {
-		return fault.New(fault.ErrCorrupt, "truncated")
+		return errs.New(errs.ErrCorrupt, "truncated")
 	}
 	copy(p, b[off:])
 	return nil
@@ -194,7 +194,7 @@ func TestGoldenEncrypted(t *testing.T) {
 			if err == nil {
 				err = plain.ReadAt(t.Context(), make([]byte, 4), ix.Tensors[0].Off)
 			}
-			if !errors.Is(err, fault.ErrCrypto) {
+			if !errors.Is(err, errs.ErrCrypto) {
 				t.Errorf("%s, %s: %v", name, what, err)
 			}
 		}
@@ -304,7 +304,7 @@ func TestSealed(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if err := plain.ReadAt(t.Context(), make([]byte, 2), int64(len(want))-1); !errors.Is(err, fault.ErrCorrupt) {
+	if err := plain.ReadAt(t.Context(), make([]byte, 2), int64(len(want))-1); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("past the end: %v", err)
 	}
 	for i := range ix.Tensors[:3] { // a flip anywhere in what is encrypted
@@ -315,7 +315,7 @@ func TestSealed(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := plain.ReadAt(t.Context(), make([]byte, ix.Tensors[i].Bytes), ix.Tensors[i].Off); !errors.Is(err, fault.ErrCrypto) {
+		if err := plain.ReadAt(t.Context(), make([]byte, ix.Tensors[i].Bytes), ix.Tensors[i].Off); !errors.Is(err, errs.ErrCrypto) {
 			t.Errorf("flipped at %d: %v", at, err)
 		}
 	}
@@ -333,28 +333,28 @@ func TestRefused(t *testing.T) {
 		edit func(b []byte) []byte
 		want error
 	}{
-		{"version 6", func(b []byte) []byte { b[5] = 6; return b }, fault.ErrNotSupported},
-		{"version 0", func(b []byte) []byte { b[5] = 0; return b }, fault.ErrNotSupported},
-		{"3.0-dev", func(b []byte) []byte { b[5] = 5; return b }, fault.ErrNotSupported},
-		{"flag 1 in version 4", func(b []byte) []byte { b[9] = 2; return b }, fault.ErrFormat},
-		{"flag 2", func(b []byte) []byte { b[9] = 4; return b }, fault.ErrNotSupported},
-		{"flag 255", func(b []byte) []byte { b[40] = 128; return b }, fault.ErrNotSupported},
-		{"plain data in an encrypted file", func(b []byte) []byte { b[9] = 1; return b }, fault.ErrFormat},
-		{"big-endian", func(b []byte) []byte { b[headSize+7] = '>'; return b }, fault.ErrNotSupported},
-		{"type 3", func(b []byte) []byte { b[headSize+5] = 3; return b }, fault.ErrNotSupported},
-		{"more tensors than entries", func(b []byte) []byte { b[57] = 3; return b }, fault.ErrNotSupported}, // a dtype of zeros
-		{"a huge count", func(b []byte) []byte { b[64] = 0xff; return b }, fault.ErrFormat},
-		{"a huge index", func(b []byte) []byte { b[72] = 0x7f; return b }, fault.ErrFormat},
-		{"data before the records", func(b []byte) []byte { b[entry], b[entry+1] = 0, 0; return b }, fault.ErrFormat},
-		{"data outside the file", func(b []byte) []byte { b[entry+15] = 0x7f; return b }, fault.ErrCorrupt},
-		{"negative bytes", func(b []byte) []byte { b[entry+23] = 0xff; return b }, fault.ErrFormat},
-		{"no index", func(b []byte) []byte { return b[:headSize] }, fault.ErrCorrupt},
-		{"no head", func(b []byte) []byte { return b[:30] }, fault.ErrCorrupt},
-		{"cut data", func(b []byte) []byte { return b[:len(b)-100] }, fault.ErrCorrupt},
+		{"version 6", func(b []byte) []byte { b[5] = 6; return b }, errs.ErrNotSupported},
+		{"version 0", func(b []byte) []byte { b[5] = 0; return b }, errs.ErrNotSupported},
+		{"3.0-dev", func(b []byte) []byte { b[5] = 5; return b }, errs.ErrNotSupported},
+		{"flag 1 in version 4", func(b []byte) []byte { b[9] = 2; return b }, errs.ErrFormat},
+		{"flag 2", func(b []byte) []byte { b[9] = 4; return b }, errs.ErrNotSupported},
+		{"flag 255", func(b []byte) []byte { b[40] = 128; return b }, errs.ErrNotSupported},
+		{"plain data in an encrypted file", func(b []byte) []byte { b[9] = 1; return b }, errs.ErrFormat},
+		{"big-endian", func(b []byte) []byte { b[headSize+7] = '>'; return b }, errs.ErrNotSupported},
+		{"type 3", func(b []byte) []byte { b[headSize+5] = 3; return b }, errs.ErrNotSupported},
+		{"more tensors than entries", func(b []byte) []byte { b[57] = 3; return b }, errs.ErrNotSupported}, // a dtype of zeros
+		{"a huge count", func(b []byte) []byte { b[64] = 0xff; return b }, errs.ErrFormat},
+		{"a huge index", func(b []byte) []byte { b[72] = 0x7f; return b }, errs.ErrFormat},
+		{"data before the records", func(b []byte) []byte { b[entry], b[entry+1] = 0, 0; return b }, errs.ErrFormat},
+		{"data outside the file", func(b []byte) []byte { b[entry+15] = 0x7f; return b }, errs.ErrCorrupt},
+		{"negative bytes", func(b []byte) []byte { b[entry+23] = 0xff; return b }, errs.ErrFormat},
+		{"no index", func(b []byte) []byte { return b[:headSize] }, errs.ErrCorrupt},
+		{"no head", func(b []byte) []byte { return b[:30] }, errs.ErrCorrupt},
+		{"cut data", func(b []byte) []byte { return b[:len(b)-100] }, errs.ErrCorrupt},
 	} {
 		b := c.edit(append([]byte{}, whole...))
 		_, err := Read(t.Context(), bytesSource(b), b)
-		var at *fault.At
+		var at *errs.At
 		if !errors.Is(err, c.want) || !errors.As(err, &at) {
 			t.Errorf("%s: %v", c.name, err)
 		}
@@ -398,12 +398,12 @@ func sound(t *testing.T, b []byte) {
 				}
 			}
 		}
-		if err := f.ReadRecords(t.Context(), src); err != nil && !fault.Classed(err) {
+		if err := f.ReadRecords(t.Context(), src); err != nil && !errs.Classed(err) {
 			t.Fatalf("an error without class: %v", err)
 		}
 	}
-	var at *fault.At
-	if err != nil && (!fault.Classed(err) || !errors.As(err, &at) && !errors.Is(err, fault.ErrCorrupt)) {
+	var at *errs.At
+	if err != nil && (!errs.Classed(err) || !errors.As(err, &at) && !errors.Is(err, errs.ErrCorrupt)) {
 		t.Fatalf("an error without class or place: %v", err)
 	}
 }
@@ -424,7 +424,7 @@ func TestDTypes(t *testing.T) {
 	for d := tensor.DType(1); d.Valid(); d++ {
 		text, dims, err := dtypeText(d, []int64{3, 4})
 		if d == tensor.F6E2M3 || d == tensor.F6E3M2 {
-			if !errors.Is(err, fault.ErrNotSupported) {
+			if !errors.Is(err, errs.ErrNotSupported) {
 				t.Errorf("%v: %v", d, err)
 			}
 			continue
@@ -453,7 +453,7 @@ func TestOtherDTypes(t *testing.T) {
 	items := []Item{{Name: "z", Type: StateDict, Text: "<c16", Dims: []int64{2}, Bytes: 32},
 		{Name: "h", Type: StateDict, Text: "<V4\x00torch.complex32", Dims: []int64{3}, Bytes: 12}}
 	f := read(t, bytesSource(file(t, items, [][]byte{make([]byte, 32), make([]byte, 12)}, 200, 0)))
-	if _, err := f.Index(nil); !errors.Is(err, fault.ErrNotSupported) {
+	if _, err := f.Index(nil); !errors.Is(err, errs.ErrNotSupported) {
 		t.Errorf("read: %v", err)
 	}
 	ix, err := f.Index(map[string]string{OptionBytes: "true"})

@@ -1,12 +1,12 @@
 package tensorizer
 
-// This file verifies files by their sums.
+// This file verifies files by their hashes.
 
 import (
 	"bytes"
 	"context"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -15,14 +15,14 @@ import (
 type Proof struct {
 	Workers int
 	InOrder bool // the tensors are read in the order of the file
-	// Passed is called with the bytes that were read, Proven with those of each
-	// tensor that holds. Both are called by several workers at once.
+	// Passed is called with the number of bytes that were read, Proven with that of
+	// each tensor that was verified. Several workers call both at once.
 	Passed, Proven func(bytes int64)
 }
 
-// Verify proves a file, of which src is what File.Source gives: every record says
-// what the index says, the sums of every tensor are those of its bytes, the tags of
-// encrypted ones fit the key, and nothing else is there. The first error ends it.
+// Verify verifies a file, of which src is what File.Source returns: every record
+// equals its index entry, the hashes of every tensor match its bytes, the tags of
+// encrypted ones match the key, and there is nothing else. The first error ends it.
 func Verify(ctx context.Context, src source.Source, p Proof) error {
 	f, err := Open(ctx, src, true)
 	if err != nil {
@@ -38,11 +38,11 @@ func Verify(ctx context.Context, src source.Source, p Proof) error {
 	return Run(ctx, "tensorizer.verify", p.Workers, p.InOrder, flows)
 }
 
-// proof is the flow of tensor i past its sums.
+// proof is the flow of tensor i through its hashes.
 func (f *File) proof(src source.Source, i int, p Proof) Flow {
 	e, r := &f.Entries[i], &f.Records[i]
 	bad := func(class error, format string, args ...any) error {
-		return &fault.At{Verb: "verify", Source: f.URI, Tensor: e.Name, Chunk: -1, Offset: e.Record, Err: fault.New(class, format, args...)}
+		return &errs.At{Verb: "verify", Source: f.URI, Tensor: e.Name, Chunk: -1, Offset: e.Record, Err: errs.New(class, format, args...)}
 	}
 	sum := NewSummer(r.Prefix)
 	flow := Flow{Sum: sum, Bytes: e.Bytes}
@@ -50,7 +50,7 @@ func (f *File) proof(src source.Source, i int, p Proof) Flow {
 		flow.Step = r.Crypt.Chunk // whole boxes
 	}
 	flow.Next = func(ctx context.Context, buf []byte, off int64) ([]byte, error) {
-		return buf, fault.Locate("verify", f.URI, e.Name, -1, src.ReadAt(ctx, buf, e.Data+off))
+		return buf, errs.Locate("verify", f.URI, e.Name, -1, src.ReadAt(ctx, buf, e.Data+off))
 	}
 	flow.Pass = func(b []byte) error {
 		p.Passed(int64(len(b)))
@@ -60,11 +60,11 @@ func (f *File) proof(src source.Source, i int, p Proof) Flow {
 		crc, sha := sum.Sums()
 		switch {
 		case r.CRC32 == nil && r.SHA256 == nil:
-			return bad(fault.ErrNotSupported, "the tensor has no sum that could be compared")
+			return bad(errs.ErrNotSupported, "the tensor has no sum that could be compared")
 		case r.CRC32 != nil && !bytes.Equal(crc, r.CRC32):
-			return bad(fault.ErrCorrupt, "checksum mismatch: CRC32 %x, not %x", crc, r.CRC32)
+			return bad(errs.ErrCorrupt, "checksum mismatch: CRC32 %x, not %x", crc, r.CRC32)
 		case r.SHA256 != nil && !bytes.Equal(sha, r.SHA256):
-			return bad(fault.ErrCorrupt, "checksum mismatch: SHA-256 %x, not %x", sha, r.SHA256)
+			return bad(errs.ErrCorrupt, "checksum mismatch: SHA-256 %x, not %x", sha, r.SHA256)
 		}
 		p.Proven(e.Bytes)
 		return nil

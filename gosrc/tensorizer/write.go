@@ -8,16 +8,16 @@ import (
 	"hash/crc32"
 	"math"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Align divides the offset of the data in files that are laid out with
-// padding: what disks and GPUs read directly begins on a page.
+// Align is the alignment of the data in files that are written with padding: direct
+// reads of disks and GPUs begin on a page.
 const Align = 4096
 
-// An Item is a tensor to be written: its place and, once its bytes were seen,
-// its sums.
+// An Item is a tensor to write: its position and, once its bytes were seen, its
+// hashes.
 type Item struct {
 	Module uint16
 	Type   uint8
@@ -29,7 +29,8 @@ type Item struct {
 	Record int64   // where the record begins
 	Pad    int64   // bytes between the record's last field and its length of data
 
-	// Sealed says that the file is encrypted: every record has room for it.
+	// Sealed: the file is encrypted, so that every record has space for the
+	// encryption.
 	Sealed bool
 }
 
@@ -43,30 +44,30 @@ func NewItem(name string, d tensor.DType, shape []int64, bytes int64) (Item, err
 	return it, it.Check()
 }
 
-// Check holds an item to what the format can say.
+// Check checks that the format can hold the item.
 func (it *Item) Check() error {
 	if err := checkName(it.Name, it.Type); err != nil {
-		return fault.New(fault.ErrArgument, "%v", err)
+		return errs.New(errs.ErrArgument, "%v", err)
 	}
 	switch {
 	case it.Type > StateDict:
-		return fault.New(fault.ErrArgument, "type %d", it.Type)
+		return errs.New(errs.ErrArgument, "type %d", it.Type)
 	case len(it.Name) > math.MaxUint16:
-		return fault.New(fault.ErrArgument, "a name of %d bytes", len(it.Name))
+		return errs.New(errs.ErrArgument, "a name of %d bytes", len(it.Name))
 	case len(it.Text) > math.MaxUint8 || len(it.Dims) > math.MaxUint8:
-		return fault.New(fault.ErrArgument, "dtype %q, rank %d", it.Text, len(it.Dims))
+		return errs.New(errs.ErrArgument, "dtype %q, rank %d", it.Text, len(it.Dims))
 	case it.Bytes < 0:
-		return fault.New(fault.ErrArgument, "%d bytes", it.Bytes)
+		return errs.New(errs.ErrArgument, "%d bytes", it.Bytes)
 	}
 	for _, d := range it.Dims {
 		if d < 0 {
-			return fault.New(fault.ErrArgument, "shape %v", it.Dims)
+			return errs.New(errs.ErrArgument, "shape %v", it.Dims)
 		}
 	}
 	return nil
 }
 
-// Version is the least that a file with this item has.
+// Version is the least version of a file with this item.
 func (it *Item) Version() uint32 {
 	v := uint32(1)
 	for i := range it.Text {
@@ -104,20 +105,20 @@ func (it *Item) wide() bool {
 	return false
 }
 
-// size is the bytes of the record up to the data.
+// size is the bytes of the record before the data.
 func (it *Item) size() int64 { return int64(len(it.front(nil))) + it.Pad }
 
-// Data is where the data begin.
+// Data is the offset of the data.
 func (it *Item) Data() int64 { return it.Record + it.size() }
 
-// PadTo makes the data begin at a multiple of align; only whole items can be.
+// PadTo aligns the data to align; it is for items with complete records only.
 func (it *Item) PadTo(align int64) {
 	it.Pad = 0
 	it.Pad = (align - it.Data()%align) % align
 }
 
-// crc says whether the item has a CRC32 beside the SHA-256: encrypted data do
-// not.
+// crc reports whether the item has a CRC32 beside the SHA-256: not if it is
+// encrypted.
 func (it *Item) crc() bool { return it.Crypt == nil }
 
 func (it *Item) appendDims(dst []byte) []byte {
@@ -140,7 +141,7 @@ func (it *Item) appendWords(dst []byte) []byte {
 	return it.appendDims(dst)
 }
 
-// front is the record without its padding, its sums zero.
+// front is the record without its padding, with zero hashes.
 func (it *Item) front(dst []byte) []byte {
 	dst = le.AppendUint64(dst, 0) // length: see Append
 	dst = le.AppendUint16(dst, it.Module)
@@ -166,7 +167,7 @@ func (it *Item) front(dst []byte) []byte {
 	return le.AppendUint64(dst, uint64(it.Bytes))
 }
 
-// record is the record with its padding, its sums zero, and where they are.
+// record is the record with its padding and zero hashes, and their offsets.
 func (it *Item) record() (b []byte, crc, sha int) {
 	b = it.front(nil)
 	last := len(b) - 8
@@ -180,13 +181,14 @@ func (it *Item) record() (b []byte, crc, sha int) {
 	return b, -1, at + 2
 }
 
-// A Summer sums a tensor up: what its record says, and then its data in order.
+// A Summer hashes a tensor: the beginning of its record, and then its data in
+// order.
 type Summer struct {
 	crc uint32
 	sha hash.Hash
 }
 
-// NewSummer begins with what is summed up before the data.
+// NewSummer begins with what is hashed before the data.
 func NewSummer(prefix []byte) *Summer {
 	s := &Summer{sha: sha256.New()}
 	s.Write(prefix)
@@ -199,16 +201,16 @@ func (s *Summer) Write(p []byte) {
 	_, _ = s.sha.Write(p)
 }
 
-// Sums gives the sums as they are written.
+// Sums returns the hashes as they are written.
 func (s *Summer) Sums() (crc, sha []byte) {
 	return le.AppendUint32(nil, s.crc), s.sha.Sum(nil)
 }
 
-// Summer begins to sum the item up.
+// Summer begins to hash the item.
 func (it *Item) Summer() *Summer {
 	plain := *it
 	b, _, _ := plain.record()
-	if it.Sealed { // the encryption is not summed up
+	if it.Sealed { // the encryption is not hashed
 		n := len(it.Crypt.append(nil))
 		end := len(b) - 8 - int(it.Pad)
 		b = append(b[:end-n], b[end:]...)
@@ -216,7 +218,7 @@ func (it *Item) Summer() *Summer {
 	return NewSummer(b)
 }
 
-// Finish gives the whole record, now that all data were summed up.
+// Finish returns the whole record, once all data were hashed.
 func (it *Item) Finish(s *Summer) []byte {
 	b, crc, sha := it.record()
 	sum, digest := s.Sums()
@@ -227,8 +229,8 @@ func (it *Item) Finish(s *Summer) []byte {
 	return b
 }
 
-// IndexBytes is what the index of items takes; each has room for the tag of
-// version 5, which any of them may bring about.
+// IndexBytes is the size of the index of items; each has space for the tag of
+// version 5, which any of them may make necessary.
 func IndexBytes(items []Item) int64 {
 	n := int64(0)
 	for i := range items {
@@ -237,8 +239,8 @@ func IndexBytes(items []Item) int64 {
 	return n
 }
 
-// Front is the head and the index of a file, the index length bytes long:
-// tensorizer's own has 262,144. version is the least.
+// Front is the head and the index of a file; the index is length bytes long:
+// tensorizer's own has 262,144. version is the least version.
 func Front(items []Item, version uint32, length int64) ([]byte, error) {
 	version = max(version, 1)
 	var total uint64
@@ -279,12 +281,12 @@ func Front(items []Item, version uint32, length int64) ([]byte, error) {
 		b = le.AppendUint64(b, uint64(it.Bytes))
 	}
 	if over := int64(len(b)) - headSize - length; over > 0 {
-		return nil, fault.New(fault.ErrArgument, "the index takes %d bytes more than its %d", over, length)
+		return nil, errs.New(errs.ErrArgument, "the index takes %d bytes more than its %d", over, length)
 	}
 	return append(b, make([]byte, headSize+length-int64(len(b)))...), nil
 }
 
-// Start is where the first record begins.
+// Start is the offset of the first record.
 func Start(length int64) int64 { return headSize + length }
 
 // Tail is the bytes after the last record: zeros.

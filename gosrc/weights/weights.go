@@ -12,7 +12,7 @@ import (
 	"runtime"
 	"slices"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -70,7 +70,7 @@ func Find(name string) (Kind, error) {
 	}
 	i := slices.IndexFunc(kinds, func(k Kind) bool { return k.Name == name })
 	if i < 0 {
-		return Kind{}, fault.New(fault.ErrArgument, "no kind of weights is called %q", name)
+		return Kind{}, errs.New(errs.ErrArgument, "no kind of weights is called %q", name)
 	}
 	return kinds[i], nil
 }
@@ -92,7 +92,7 @@ func Make(o Options) ([]Tensor, error) {
 		size = k.Size
 	}
 	if size < 0 || size > MaxSize {
-		return nil, fault.New(fault.ErrArgument, "%d bytes of weights", size)
+		return nil, errs.New(errs.ErrArgument, "%d bytes of weights", size)
 	}
 	parts := k.layout(k, size)
 	out := make([]Tensor, len(parts))

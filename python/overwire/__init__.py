@@ -2,9 +2,8 @@
 
 Importing this does no work: no engine, no thread, no torch, no numpy. Each name
 below is fetched from its module when it is first used. The exceptions are what an
-environment variable asks for: a preload (`OVERWIRE_PRELOAD` or nyacomp's
-`PRELOAD_PATH`), which starts here, in the engine's own threads; and
-`patch_safetensors` (`OVERWIRE_PATCH`).
+environment variable asks for: a preload (`OVERWIRE_PRELOAD`), which starts here, in
+the engine's own threads; and `patch_safetensors` (`OVERWIRE_PATCH`).
 """
 
 import os as _os
@@ -169,7 +168,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name):
         if name not in __all__:
-            raise AttributeError(f"module 'overwire' has no attribute {name!r}")
+            raise AttributeError(f"module 'overwire' has no attribute {name!r}{_near(name)}")
         from importlib import import_module
 
         if name in ("codecs", "compat", "distributed", "errors"):
@@ -178,11 +177,17 @@ if not TYPE_CHECKING:
         value = globals()[name] = getattr(home, name)
         return value
 
+    def _near(name):
+        from difflib import get_close_matches
+
+        near = [known for known in __all__ if known in (f"{name}_file", f"safe_{name}")] or get_close_matches(name, __all__, 1)
+        return f"; did you mean {near[0]!r}?" if near and not name.startswith("_") else ""
+
     def __dir__():
         return sorted(__all__)
 
 
-if _os.environ.get("OVERWIRE_PRELOAD") or _os.environ.get("PRELOAD_PATH"):
+if _os.environ.get("OVERWIRE_PRELOAD"):
     from .verbs.preload import start_from_environment as _start
 
     _start()

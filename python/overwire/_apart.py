@@ -1,4 +1,4 @@
-"""Whether memory that is written lies apart from all else: one check for every codec."""
+"""Checks that written memory overlaps no other: for every codec."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def apart(sources: Iterable[Place], outs: Iterable[Place]) -> None:
     ends = [end for _, end in written]
     for (_, end), (start, _) in zip(written, written[1:], strict=False):
         if start < end:
-            raise ArgumentError(f"overwire: out: two outputs overlap at {start:#x}: each needs memory of its own")
+            raise ArgumentError(f"overwire: out: two outputs overlap at {start:#x}: give each its own memory")
     for source in sources:
         at, nbytes = source[0], source[1]
-        i = bisect_right(ends, at)  # the first output that ends behind the source's beginning
+        i = bisect_right(ends, at)  # the first output that ends after the source begins
         if nbytes > 0 and i < len(written) and written[i][0] < at + nbytes:
             raise ArgumentError(f"overwire: out overlaps the source at {at:#x}: it would be overwritten while it is read")

@@ -16,8 +16,7 @@ import _thread
 import os
 import sys
 
-from ._environment import engine_text, environment
-from ._tables import SETTINGS
+from ._environment import engine_text, environment, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,16 +24,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ._requests import Program
-
-    # What a capsule is to Python: nothing but something to hand on.
-    Capsule = Any
-
-    #: (name, dtype, shape, bytes, stored bytes, source, alias or -1) of a tensor.
-    Row = tuple[str, str, tuple[int, ...], int, int, int, int]
-
-    #: What a verb gives: JSON or "", packed int64, capsules of tensors (None for those
-    #: that have none), and of an opened model its table and its handle.
-    Result = tuple[str, bytes, list[Capsule | None], list[Row] | None, Any]
 
 __all__ = [
     "FREE_CALLED",
@@ -119,18 +108,34 @@ def _load() -> Any:
         atexit.register(_at_exit)
 
         # Go sees the environment that the process started with, not os.environ.
-        env = {k: engine_text(v) for k, v in os.environ.items() if k in SETTINGS or k.startswith("OVERWIRE_")}
-        found = json.loads(raw.setup(json.dumps(env), JobNumber, ModelNumber)[0])
+        found = json.loads(raw.setup(json.dumps(settings()), JobNumber, ModelNumber)[0])
         if found["warnings"] or found["log"]:
             import logging
 
             log = logging.getLogger("overwire")
             if found["log"]:
                 log.setLevel(_LEVELS[found["log"]])
+                log.addHandler(_spoken(log))
             for warning in found["warnings"] or ():
                 log.warning("%s", warning)
         _loaded = raw
         return raw
+
+
+def _spoken(log: Any) -> Any:
+    """What writes to stderr where OVERWIRE_LOG is set and the program has not said where
+    logs go; once it has, at any time, this is silent."""
+    import logging
+
+    class Spoken(logging.Handler):
+        def emit(self, record: Any) -> None:
+            if sys.stderr is not None and not logging.getLogger().handlers and log.handlers == [self]:
+                try:
+                    sys.stderr.write(f"overwire: {self.format(record).removeprefix('overwire: ')}\n")
+                except Exception:
+                    self.handleError(record)
+
+    return Spoken()
 
 
 def _in_child() -> None:
@@ -288,6 +293,10 @@ def cli(argv: Sequence[str]) -> int:
 
 def main() -> None:
     """The command `overwire`."""
+    if sys.argv[1:2] == ["run"] and sys.argv[2:3] not in (["-h"], ["--help"]):
+        from ._run import run
+
+        run(sys.argv[2:])
     try:
         sys.exit(cli(sys.argv[1:]))
     except KeyboardInterrupt:

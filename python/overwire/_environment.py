@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
-from ._tables import STORES
+from ._tables import SETTINGS, STORES
 
-__all__ = ["environment", "engine_text"]
+__all__ = ["adopt_nyacomp", "environment", "engine_text", "settings"]
+
+_adopted = False
 
 # Variables that a store may need, by their names and by the beginnings of names.
 _NAMES = {name for name in STORES if not name.endswith("*")}
@@ -18,6 +20,22 @@ def engine_text(text: str) -> str:
     """A word of the command line or the environment in the engine's encoding: UTF-8,
     with other bytes as surrogates."""
     return os.fsencode(text).decode("utf-8", "surrogateescape")
+
+
+def adopt_nyacomp() -> None:
+    """From now on nyacomp's variables (DEBUG, NUM_THREADS ...) are settings, too. Other
+    programs use such names for themselves, so only its drop-in may say that."""
+    global _adopted
+    _adopted = True
+
+
+def settings() -> dict[str, str]:
+    """The variables of `os.environ` that are settings of the engine, as they are now."""
+    return {
+        name: engine_text(value)
+        for name, value in os.environ.items()
+        if name.startswith("OVERWIRE_") or (_adopted and name in SETTINGS)
+    }
 
 
 def environment() -> dict[str, str]:

@@ -9,6 +9,17 @@ from typing import TypedDict
 from typing_extensions import NotRequired
 
 
+class BesideRequest(TypedDict, total=False):
+    uri: str
+    names: list[str]
+
+
+class Besides(TypedDict):
+    name: str
+    path: str
+    uris: list[str]
+
+
 class CascadedOptions(TypedDict, total=False):
     rles: int
     deltas: int
@@ -118,13 +129,21 @@ class LoadOptions(TypedDict, total=False):
     trace: str
 
 
+class LoadOutlook(TypedDict):
+    bytes: list[int]
+    peak: int
+    staging: int
+    pinned: int
+    windows: list[PlanWindow]
+
+
 LoadPieceTimes = TypedDict(
     "LoadPieceTimes",
     {
         "read": "int",
         "uploaded": "int",
         "asked": "int",
-        "told": "int",
+        "ready": "int",
         "decode": "int",
         "queued": "int",
         "decoded": "int",
@@ -137,6 +156,16 @@ LoadPieceTimes = TypedDict(
 class LoadPinReport(TypedDict):
     bytes: int
     seconds: float
+
+
+class LoadProspect(TypedDict, total=False):
+    device: str
+    dtype: str
+    item: int
+    late: bool
+    unpack: bool
+    max_memory: int
+    stream: bool
 
 
 class LoadRelayReport(TypedDict):
@@ -242,6 +271,11 @@ class PipelineSummary(TypedDict):
     copy_stream: NotRequired[PipelineGaps | None]
 
 
+class PlanWindow(TypedDict):
+    tensors: int
+    bytes: int
+
+
 class PreloadAnswer(TypedDict):
     device: str | None
     notes: list[PreloadNote]
@@ -310,6 +344,12 @@ class RenameRequest(TypedDict, total=False):
     path: str
 
 
+class SaveOriginal(TypedDict):
+    file: str
+    sha256: str
+    compared: bool
+
+
 class SaveReport(TypedDict):
     bytes_in: int
     bytes_out: int
@@ -319,7 +359,10 @@ class SaveReport(TypedDict):
     compressed: int
     aliases: int
     files: list[str]
+    copied: NotRequired[list[str]]
     left: NotRequired[list[str]]
+    originals: NotRequired[list[SaveOriginal]]
+    anew: NotRequired[list[str]]
 
 
 class SaveRequest(TypedDict, total=False):

@@ -29,6 +29,18 @@ BITS: dict[str, int] = {
     "U64": 64,
 }
 
+# What dtype= casts: not packed types and F8_E8M0, which are parts of a quantisation scheme.
+FLOATS: frozenset[str] = frozenset({
+    "F8_E5M2",
+    "F8_E4M3",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "F16",
+    "BF16",
+    "F32",
+    "F64",
+})
+
 # What the engine casts on a GPU, from and to.
 CAST_FROM: frozenset[str] = frozenset({
     "F8_E5M2",

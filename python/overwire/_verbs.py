@@ -3,7 +3,7 @@
 have names, are int64 packed by `array` or `struct`.
 
 A verb that answers does not wait. One that waits can be interrupted: after Ctrl-C it is
-cancelled, and what it was lent is no longer in use. A JobNumber is of a verb that runs;
+cancelled, and no longer uses the caller's memory. A JobNumber names a verb that runs;
 see jobs.py.
 """
 
@@ -18,8 +18,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from ._engine import JobNumber, Result
+    from ._core import Result
+    from ._engine import JobNumber
     from ._requests import (
+        BesideRequest,
+        Besides,
         ConvertRequest,
         FetchRequest,
         FilesRequest,
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
         KeyRequest,
         KnobRow,
         LoadOptions,
+        LoadOutlook,
+        LoadProspect,
         LoadRelaySpec,
         LoadSpec,
         PreloadAnswer,
@@ -44,12 +49,14 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "beside",
     "cancel",
     "cli",
     "codec",
     "codec_names",
     "codec_now",
     "convert",
+    "device",
     "doctor",
     "empty_cache",
     "fetch",
@@ -78,6 +85,7 @@ __all__ = [
     "load",
     "names",
     "open",
+    "outlook",
     "panic",
     "pin",
     "preload",
@@ -95,6 +103,7 @@ __all__ = [
     "report",
     "save",
     "settle",
+    "shown",
     "shutdown",
     "sums",
     "sweep",
@@ -110,38 +119,51 @@ def open(request: LoadSpec) -> Result:
 
 
 def names(request: LoadSpec) -> list[str] | None:
-    """The tensors that the index.json files of a model promise; null where a file has no index."""
+    """The tensors that the index.json files of a model list; null if a file has no index."""
     made: list[str] | None = loads(core().run("names", dumps(request), b"")[0])
     return made
 
 
 def load(request: LoadOptions, model: int, whole: int, numbers: bytes = b"") -> JobNumber:
-    """Load tensors of a model; whole: every tensor, whole. Destinations stay valid until the job has
+    """Load tensors of a model; whole: every tensor, whole. Destinations must stay valid until the job has
     ended. Numbers: of a request each: tensor, destination (0: allocate, 1: see settle), and the
     ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)."""
     job: JobNumber = core().start("load", dumps(request), pack("=2q", handle(model), whole) + numbers)
     return job
 
 
+def outlook(request: LoadProspect, model: int, numbers: bytes) -> LoadOutlook:
+    """What loading tensors of a model would take; OutOfMemoryError for more than max_memory. Numbers:
+    pairs of a tensor and how many of its elements (-1: all); none: all tensors."""
+    made: LoadOutlook = loads(core().call("outlook", dumps(request), pack("=1q", handle(model)) + numbers)[0])
+    return made
+
+
 def settle(job: int, stream: int, numbers: bytes) -> None:
-    """Tell a load where requests with the destination 1 land. What is queued on the stream now precedes
-    what lands there. Numbers: pairs of request and address."""
+    """Set destinations of a load's requests whose destination was 1. What is queued on the stream now
+    precedes what lands there. Numbers: pairs of request and address."""
     core().call("settle", "", pack("=2q", handle(job), stream) + numbers)
 
 
 def pin(request: LoadOptions, model: int) -> JobNumber:
-    """Bring a model's files into memory, where later loads find them; fails while loads of the model run."""
+    """Read a model's files into memory, for later loads; fails while loads of the model run."""
     job: JobNumber = core().start("pin", dumps(request), pack("=1q", handle(model)))
     return job
 
 
+def device(request: str) -> int:
+    """The number of a device by torch's name for it: -1 for a GPU without one, -2 for the host."""
+    made: Result = core().call("device", dumps(request), b"")
+    return int.from_bytes(made[1], "little", signed=True)
+
+
 def prepare(word: str) -> None:
-    """Begin to make a GPU ready for a load, without waiting."""
+    """Start to prepare a GPU for a load, without waiting."""
     core().call("prepare", word, b"")
 
 
 def preload(request: PreloadRequest) -> JobNumber:
-    """Preload files: its tensors go to the loads that join it."""
+    """Preload files: their tensors go to the loads that join."""
     job: JobNumber = core().start("preload", dumps(request), b"")
     return job
 
@@ -159,7 +181,7 @@ def sweep(request: str) -> PreloadAnswer:
 
 
 def relay(request: LoadRelaySpec, model: int) -> JobNumber:
-    """Load with the other ranks: this one's share."""
+    """Load together with other ranks: this rank's share."""
     job: JobNumber = core().start("relay", dumps(request), pack("=1q", handle(model)))
     return job
 
@@ -171,13 +193,13 @@ def relay_shares(job: int) -> list[int]:
 
 
 def relay_aim(job: int, numbers: bytes) -> None:
-    """Say what this rank wants, before the first decode. Numbers: requests, as those of a load."""
+    """Set what this rank wants, before the first decode. Numbers: requests, as those of a load."""
     core().call("relay_aim", "", pack("=1q", handle(job)) + numbers)
 
 
 def relay_wait(job: int, piece: int, ms: int) -> int:
-    """Wait, ms at most, until this rank's share of a piece is in its buffer (1; 0: not yet); on a GPU
-    until it is on its way, and what is queued on the relay's stream then goes after it."""
+    """Wait up to ms until this rank's share of a piece is in its buffer (1; 0: not yet); on a GPU until
+    it is on its way, and what is queued on the relay's stream after that follows it."""
     made: Result = core().call("relay_wait", "", pack("=3q", handle(job), piece, ms))
     return int.from_bytes(made[1], "little", signed=True)
 
@@ -195,48 +217,48 @@ def progress(job: int) -> Result:
 
 
 def report(job: int) -> Result:
-    """What a job says of itself, null before it has something to say."""
+    """A job's report, null before there is one."""
     made: Result = core().call("report", "", pack("=1q", handle(job)))
     return made
 
 
 def cancel(job: int) -> None:
-    """Ask a job to stop. Its memory is at rest when it has ended."""
+    """Ask a job to stop. It uses its memory until it has ended."""
     core().call("cancel", "", pack("=1q", handle(job)))
 
 
 def empty_cache() -> None:
-    """Give back device and pinned memory that is only kept for the next load."""
+    """Free device and pinned memory that is kept for the next load."""
     core().call("empty_cache", "", b"")
 
 
 def shutdown(ms: int) -> int:
-    """Cancel everything that runs and wait for its end (1; 0: it runs on), ms at most: what a process
-    does before it exits."""
+    """Cancel everything that runs and wait up to ms for its end (1; 0: it still runs): for the end of the
+    process."""
     made: Result = core().call("shutdown", "", pack("=1q", ms))
     return int.from_bytes(made[1], "little", signed=True)
 
 
 def panic() -> None:
-    """Panic: tests show with it that the guard holds."""
+    """Panic, for tests of the guard."""
     core().call("panic", "", b"")
 
 
 def save(request: SaveRequest, numbers: bytes) -> JobNumber:
-    """Write tensors, whose memory stays as it is until the job has ended. Numbers: of a tensor each:
+    """Write tensors, whose memory must not change until the job has ended. Numbers: of a tensor each:
     address, bytes, and 1 + the GPU that the address is of (0: the host)."""
     job: JobNumber = core().start("save", dumps(request), numbers)
     return job
 
 
 def put(request: PutRequest, address: int, nbytes: int) -> JobNumber:
-    """Replace a file or object by bytes that stay as they are until the job has ended."""
+    """Replace a file or object by bytes, which must not change until the job has ended."""
     job: JobNumber = core().start("put", dumps(request), pack("=2q", address, nbytes))
     return job
 
 
 def rename(request: RenameRequest) -> JobNumber:
-    """Give a finished file the name of another of its folder."""
+    """Rename a finished file over another one in its folder."""
     job: JobNumber = core().start("rename", dumps(request), b"")
     return job
 
@@ -248,7 +270,7 @@ def convert(request: ConvertRequest) -> JobNumber:
 
 
 def verify(request: FilesRequest) -> JobNumber:
-    """Prove every byte of files."""
+    """Compare every checksum of files."""
     job: JobNumber = core().start("verify", dumps(request), b"")
     return job
 
@@ -265,6 +287,18 @@ def inspect(request: FilesRequest) -> Any:
     return made
 
 
+def shown(request: str) -> str:
+    """A text as people may see it: without credentials."""
+    made: str = loads(core().call("shown", dumps(request), b"")[0])
+    return made
+
+
+def beside(request: BesideRequest) -> Besides:
+    """The last name of a URI, and the URIs of other names in its folder."""
+    made: Besides = loads(core().call("beside", dumps(request), b"")[0])
+    return made
+
+
 def presign(request: PresignRequest) -> str:
     """A URL that reads an object of S3 without credentials, for a time in seconds. It is a secret."""
     made: str = loads(core().run("presign", dumps(request), b"")[0])
@@ -272,7 +306,7 @@ def presign(request: PresignRequest) -> str:
 
 
 def doctor(request: Program) -> Any:
-    """Describe the machine; the argument --measure measures the wires of its GPUs too."""
+    """Describe the machine; the argument --measure also measures the links of its GPUs."""
     made: Any = loads(core().run("doctor", dumps(request), b"")[0])
     return made
 
@@ -290,7 +324,7 @@ def knobs() -> list[KnobRow]:
 
 
 def records(request: RecordsRequest) -> TensorizerDescription:
-    """What stands in a .tensors file; records: with the records."""
+    """The contents of a .tensors file; records: with the records."""
     made: TensorizerDescription = loads(core().run("records", dumps(request), b"")[0])
     return made
 
@@ -327,18 +361,18 @@ def codec_names() -> list[str]:
 
 
 def codec(request: str, numbers: bytes) -> JobNumber:
-    """Encode, decode or measure buffers, which stay as they are until the job has ended. Its result has
-    for each the address, the bytes, and whether checksums were compared; its memory, where it has
-    no output of its own; and errors by number. Numbers: of a buffer each: address, bytes, whether
+    """Encode, decode or measure buffers, which must not change until the job has ended. The result has
+    for each buffer an address, a length, and whether checksums were compared; memory, where the
+    caller gave no output; and errors by number. Numbers: of a buffer each: address, bytes, whether
     it has an output of its own, address and bytes of that."""
     job: JobNumber = core().start("codec", request, numbers)
     return job
 
 
 def codec_now(request: str, numbers: bytes) -> Result:
-    """What codec does, in one call; no numbers, and nothing was done, where that may take longer than a
-    moment. Numbers: of a buffer each: address, bytes, whether it has an output of its own, address
-    and bytes of that."""
+    """What codec does, in one call. If that could take long, nothing is done, and the result has no
+    numbers. Numbers: of a buffer each: address, bytes, whether it has an output of its own,
+    address and bytes of that."""
     made: Result = core().call("codec_now", request, numbers)
     return made
 
@@ -356,7 +390,7 @@ def gpu_names() -> list[str]:
 
 
 def gpu_of(address: int) -> int:
-    """The GPU that an address is of; -1: none."""
+    """The GPU that an address belongs to; -1: none."""
     made: Result = core().call("gpu_of", "", pack("=1q", address))
     return int.from_bytes(made[1], "little", signed=True)
 
@@ -369,12 +403,12 @@ def gpu_mode(mode: int) -> int:
 
 
 def gpu_used(device: int, stream: int) -> None:
-    """Tell of a stream that works on memory of the engine's, and lives as long as the process."""
+    """Register a stream that uses memory of the engine's, and lives as long as the process."""
     core().call("gpu_used", "", pack("=2q", device, stream))
 
 
 def gpu_follow(device: int, stream: int, after: int) -> None:
-    """Let a stream wait for what is queued on another now."""
+    """Make a stream wait for what is queued on another now."""
     core().call("gpu_follow", "", pack("=3q", device, stream, after))
 
 
@@ -385,7 +419,7 @@ def gpu_stream_new(device: int) -> int:
 
 
 def gpu_stream_free(device: int, stream: int) -> None:
-    """End a stream when its work is done, without waiting for it."""
+    """Free a stream when its work is done, without waiting for it."""
     core().call("gpu_stream_free", "", pack("=2q", device, stream))
 
 
@@ -400,7 +434,7 @@ def gpu_stream_check(device: int, stream: int) -> None:
 
 
 def gpu_transform(word: str, sample: int, nbytes: int) -> int:
-    """The transform of X16 for a dtype, or a sample in host memory; -1: it takes one."""
+    """The transform of X16 for a dtype, or for a sample in host memory; -1: the dtype needs a sample."""
     made: Result = core().call("gpu_transform", word, pack("=2q", sample, nbytes))
     return int.from_bytes(made[1], "little", signed=True)
 
@@ -412,7 +446,7 @@ def gpu_alloc(device: int, nbytes: int) -> Result:
 
 
 def gpu_copy(device: int, stream: int, dst: int, src: int, nbytes: int, wait: int, afters: int, numbers: bytes) -> None:
-    """Queue a copy between any two places. Numbers: streams that come first, afters of them."""
+    """Queue a copy between any two addresses. Numbers: streams that come first, afters of them."""
     core().call("gpu_copy", "", pack("=7q", device, stream, dst, src, nbytes, wait, afters) + numbers)
 
 
@@ -425,23 +459,23 @@ def gpu_decode(word: str, device: int, stream: int, kind: int, afters: int, numb
 
 
 def gpu_peek(word: str, device: int, stream: int, kind: int, afters: int, numbers: bytes) -> Result:
-    """Ask streams what they are, and wait: of each the bytes of the content and of a chunk; algorithms
-    and errors by number. Numbers: streams that come first, afters of them; then of a stream each:
-    address and bytes, address and bytes of its content, bytes of a chunk."""
+    """Inspect streams, and wait: of each the bytes of its content and of a chunk; algorithms and errors
+    by number. Numbers: streams that come first, afters of them; then of a stream each: address and
+    bytes, address and bytes of its content, bytes of a chunk."""
     made: Result = core().call("gpu_peek", word, pack("=4q", device, stream, kind, afters) + numbers)
     return made
 
 
 def gpu_encode(device: int, stream: int, kind: int, scratch: int, room: int, afters: int, numbers: bytes) -> int:
-    """Queue the making of streams of X16: the batch. Numbers: streams that come first, afters of them;
-    then of a stream each: address and bytes of the content, of the room for the stream, bytes of a
-    chunk, transform."""
+    """Queue the encoding of X16 streams: the batch. Numbers: streams that come first, afters of them;
+    then of a stream each: address and bytes of the content, of the space for the stream, bytes of
+    a chunk, transform."""
     made: Result = core().call("gpu_encode", "", pack("=6q", device, stream, kind, scratch, room, afters) + numbers)
     return int.from_bytes(made[1], "little", signed=True)
 
 
 def gpu_wait(batch: int, wait: int) -> Result:
-    """What became of a batch's streams, once: 1, and the length of each that was made; errors by number.
-    Nothing: it is not done, and not to be waited for."""
+    """The results of a batch's streams, once: 1, and the length of each that was encoded; errors by
+    number. Empty: it is not done, and the call does not wait."""
     made: Result = core().call("gpu_wait", "", pack("=2q", handle(batch), wait))
     return made

@@ -6,17 +6,16 @@
     plain = codecs.decode(stored)                       # bytes of the same length
     many = codecs.encode([a, b, c], "Zstd", bitstream="raw")
 
-`bitstream` is how a block is wrapped: "native", a container of independent
+`bitstream` is how a block is framed: "native", a container of independent
 chunks, which says algorithm and length; "raw", one block of the algorithm and
 nothing else, as lz4, zstandard, zlib, python-snappy or nvCOMP read it;
-"with_size", a raw block behind the length of its content, little-endian in 8
-bytes, or, of LZ4, in 4, as numcodecs has it. Native streams are overwire's own;
+"with_size", the length of the content (little-endian in 8 bytes, for LZ4 in 4, as
+numcodecs writes it) and a raw block. Native streams are overwire's own;
 those of nvCOMP 2.2 are read too (docs/nvcomp.md).
 
-Bytes may come from a stranger: a length is held against what the stored bytes
-can give before memory is taken for it, and every decoder fills exactly that or
-raises CorruptError. While it works the engine holds no lock of Python's, and
-Ctrl-C is obeyed.
+Bytes need not be trusted: a length is compared with what the stored bytes can give
+before memory is allocated for it, and every decoder fills exactly that or raises
+CorruptError. Work releases the GIL and can be interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .errors import ArgumentError, NotSupportedError, error_of
 from .jobs import Job
 
 if TYPE_CHECKING:
-    from ._engine import Result
+    from ._core import Result
 
 __all__ = [
     "BITSTREAMS",
@@ -72,12 +71,12 @@ class Span(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """What became of one buffer: see `run`.
+    """The result for one buffer: see `run`.
 
     `memory` is a DLPack capsule of uint8 that owns `nbytes` bytes at `address`;
-    None where the buffer had an output of its own, has no bytes, or failed
-    before memory was taken. `error` is what `encode` or `decode` would raise;
-    with one, the bytes are not to be trusted. `summed`: checksums were compared.
+    None if the caller gave an output, if there are no bytes, or if it failed
+    before memory was allocated. `error` is what `encode` or `decode` would raise;
+    with one, the bytes are invalid. `summed`: checksums were compared.
     """
 
     memory: Any
@@ -129,7 +128,7 @@ def span(source: Any, *, writable: bool = False) -> Span:
     # DLPack's 1 and 3 are the host, and pinned memory of it.
     if source.__dlpack_device__()[0] not in (1, 3) if is_dlpack else hasattr(source, "__cuda_array_interface__"):
         raise NotSupportedError(
-            f"overwire: {type(source).__name__} lies on a GPU, and codecs work on memory of the host: move it there, "
+            f"overwire: {type(source).__name__} is on a GPU, and codecs work on host memory: move it there, "
             "or see overwire.gpu and overwire.compat.nvcomp"
         )
     if not is_dlpack:
@@ -422,7 +421,7 @@ def decode(
 
     Raises CorruptError and FormatError for bad bytes, and for streams that only
     nvCOMP reads, NotSupportedError for algorithms that only nvCOMP decodes and for
-    checksums of nvCOMP's, and ArgumentError. Of a list, the first error is raised, after all are done.
+    nvCOMP's checksums, and ArgumentError. For a list, the first error is raised after all are done.
     """
     return _results(source, out, "decode", algorithm=algorithm, bitstream=bitstream, verify=verify)
 

@@ -5,16 +5,46 @@ The tables are the engine's.
 
 from __future__ import annotations
 
-from ._tables import BITS, CAST_FROM, CAST_TO
+import sys
+from typing import Any
 
-__all__ = ["BITS", "CAST_FROM", "CAST_TO", "FLOATS", "PACKED", "nbytes", "packed_shape"]
+from ._tables import BITS, CAST_FROM, CAST_TO, FLOATS
+
+__all__ = ["BITS", "CAST_FROM", "CAST_TO", "FLOATS", "PACKED", "named", "nbytes", "packed_shape"]
 
 # Types with several elements in a byte: no framework indexes them by element.
 PACKED = frozenset(name for name, bits in BITS.items() if bits < 8)
 
-# Types that `dtype=` casts. Packed types and the exponent-only F8_E8M0 are
-# parts of a quantisation scheme and stay as they are.
-FLOATS = frozenset({"F16", "BF16", "F32", "F64"} | {"F8_E5M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
+
+# What people call the types that `dtype=` casts to, beside the names of safetensors.
+_NAMES = {
+    "F16": "float16 half fp16 f16",
+    "BF16": "bfloat16 bf16",
+    "F32": "float32 float single fp32 f32",
+    "F64": "float64 double fp64 f64",
+    "F8_E4M3": "float8_e4m3fn fp8_e4m3 fp8_e4m3fn f8_e4m3",
+    "F8_E5M2": "float8_e5m2 fp8_e5m2 f8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz fp8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz fp8_e5m2fnuz",
+}
+_NAMED = {text: name for name, texts in _NAMES.items() for text in texts.split()}
+
+
+def named(dtype: Any) -> Any:
+    """The safetensors name of a floating dtype that is given by a name ("bf16",
+    "torch.float16", "BF16") or by another framework's type. Others stay as they are."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(dtype, (numpy.dtype, type)):
+        try:
+            dtype = numpy.dtype(dtype).name
+        except TypeError:
+            return dtype
+    elif type(dtype).__module__ == "torch":
+        dtype = str(dtype)
+    if not isinstance(dtype, str):
+        return dtype
+    bare = dtype.removeprefix("torch.").removeprefix("numpy.").removeprefix("np.")
+    return bare if bare in BITS else _NAMED.get(bare, bare)
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:

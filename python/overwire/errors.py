@@ -77,10 +77,10 @@ class OverwireError(Exception):
 
 
 class OutOfMemoryError(OverwireError, MemoryError):
-    """Host or device memory was not enough. What had been taken is given back.
+    """Host or device memory was not enough. What had been allocated is freed.
 
-    `asked`, `free`, `total` are bytes: what was wanted, and how much of the
-    device's memory was unused then; None where it is not known.
+    `asked`, `free`, `total` are bytes: the size of the allocation, the free memory at
+    that time, and all memory; None where unknown.
     """
 
     asked: int | None
@@ -105,7 +105,7 @@ class OutOfMemoryError(OverwireError, MemoryError):
         self.total = total
 
 
-# By `make gen` out of the table in gosrc/fault: do not edit.
+# By `make gen` out of the table in gosrc/errs: do not edit.
 
 
 class CancelledError(OverwireError, RuntimeError):
@@ -117,7 +117,7 @@ class ForkedError(OverwireError, RuntimeError):
 
 
 class EngineError(OverwireError, RuntimeError):
-    """A bug of ours. The engine refuses further work; please report it."""
+    """A bug in overwire. The engine refuses further work; please report it."""
 
 
 class CorruptError(OverwireError, ValueError):
@@ -125,7 +125,7 @@ class CorruptError(OverwireError, ValueError):
 
 
 class FormatError(OverwireError, ValueError):
-    """Bytes that were never a valid file of this kind."""
+    """The bytes were never a valid file of this kind."""
 
 
 class NotFoundError(OverwireError, FileNotFoundError):
@@ -137,11 +137,11 @@ class AccessError(OverwireError, PermissionError):
 
 
 class DeadlineError(OverwireError, TimeoutError):
-    """The time given was not enough."""
+    """The time limit has passed."""
 
 
 class ArgumentError(OverwireError, ValueError):
-    """The caller's mistake: the message says which argument."""
+    """An invalid argument, which the message names."""
 
 
 class TensorNotFoundError(OverwireError, KeyError):
@@ -157,7 +157,7 @@ class DeviceError(OverwireError, RuntimeError):
 
 
 class CryptographyError(OverwireError, ValueError):
-    """A key is missing, or is another, or encrypted bytes have changed."""
+    """A key is missing or wrong, or encrypted bytes have changed."""
 
 
 class IOFailure(OverwireError, OSError):

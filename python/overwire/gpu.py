@@ -28,7 +28,7 @@ from ._engine import FREE_NOW, core
 from .errors import ArgumentError, ForkedError, NotSupportedError, error_of
 
 if TYPE_CHECKING:
-    from ._engine import Result
+    from ._core import Result
 
 __all__ = [
     "Batch",
@@ -71,7 +71,7 @@ class Memory(NamedTuple):
 
 
 class Glance(NamedTuple):
-    """What a stream says of itself: bytes of content and of a chunk (native
+    """What a stream says about itself: bytes of content and of a chunk (native
     streams), its algorithm; or the error that decoding would raise."""
 
     size: int
@@ -109,8 +109,8 @@ def current_stream(device: int) -> int:
 
 
 def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
-    """Memory of a GPU for work on a stream: out of torch's allocator where torch is
-    imported, else the driver's. Its contents are not defined.
+    """Memory of a GPU for work on a stream: from torch's allocator if torch is imported,
+    else from the driver. Its contents are undefined.
 
     Raises OutOfMemoryError, DeviceError.
     """
@@ -130,8 +130,8 @@ def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
-    """For calls of torch's: on this thread they harm no CUDA graph that another
-    thread captures meanwhile in torch's default mode, as growing its allocator does."""
+    """For calls of torch: within it they cannot destroy a CUDA graph that another thread
+    captures in torch's default mode, as growing its allocator otherwise does."""
     before = _verbs.gpu_mode(_RELAXED)
     try:
         yield
@@ -217,8 +217,8 @@ def stream_check(stream: int, device: int) -> None:
 
 
 class Batch:
-    """Work that was queued. Sources and destinations stay as they are until it is
-    done; to let go of the Batch does not stop it. Threads may share it."""
+    """Work that was queued. Sources and destinations must stay valid and unchanged until
+    it is done; dropping the Batch does not stop it. Threads may share it."""
 
     __slots__ = ("_errors", "_keep", "_number")
     _number: int
@@ -285,18 +285,18 @@ def decode(
     bitstream: str = "native",
     after: Sequence[int] = (),
 ) -> Batch:
-    """Queues the decoding of bitstreams that lie on a GPU, on one stream of it,
-    after what is queued now on those of `after`. It waits for nothing.
+    """Queues the decoding of bitstreams on a GPU, on one of its streams, after what is
+    queued now on those of `after`. It does not wait.
 
     streams: of each its address and bytes, the address and exact bytes of its
         content, and the content bytes of a chunk (native; else those of all).
-        Stored bytes lie on multiples of 8, of X16 16 (raw: 8 before one), the
-        content of X16 on 16.
+        Stored bytes are aligned to 8, for X16 to 16 (raw: 8 before a multiple of 16), the
+        content of X16 to 16.
     algorithm: one of `algorithms()`. bitstream: as in `codecs.encode`.
 
-    Bytes may be a stranger's: a stream that is not what is said here becomes
-    its error in the Batch, and nothing outside source and destination is
-    touched. Checksums are not compared here.
+    Bytes need not be trusted: a stream that differs from its description becomes an
+    error in the Batch, and nothing outside source and destination is touched.
+    Checksums are not compared.
 
     Raises ArgumentError, also where a content overlaps another or a stream,
     NotSupportedError, DeviceError, OutOfMemoryError.
@@ -352,10 +352,10 @@ def encode(
     bitstream: str = "native",
     after: Sequence[int] = (),
 ) -> Batch:
-    """Queues the making of X16 streams out of contents that lie on a GPU, on one
-    stream of it. It waits for nothing; the Batch tells how long they became.
+    """Queues the encoding of contents on a GPU to X16 streams, on one of its streams. It
+    does not wait; the Batch has their lengths.
 
-    contents: of each its address and bytes, address and bytes of the room for the
+    contents: of each its address and bytes, address and bytes of the space for the
         stream (`codecs.max_size` is enough), the content bytes of a chunk, and the
         `transform`. Addresses, and chunks where there are several, are multiples
         of 16. Other bitstreams than native have one block of at most 16 MiB.

@@ -1,8 +1,8 @@
 """Running verbs of the engine: waiting, progress, cancelling, the last report.
 
 A `Job` owns one engine job. Used as a context manager it leaves nothing behind:
-an exception inside cancels the job, waits until the engine has let go of every
-buffer it was given, and frees it.
+an exception inside cancels the job, waits until the engine no longer uses any
+buffer of the caller's, and frees the job.
 """
 
 from __future__ import annotations
@@ -13,22 +13,38 @@ import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _verbs
-from ._engine import FREE_NOW, TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core
+from ._engine import FREE_NOW, TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forked
 from .errors import ArgumentError
+from .paths import is_remote
 from .progress import Progress, Watcher
 
 if TYPE_CHECKING:
-    from ._engine import Result
+    from ._core import Result
+    from ._requests import PipelineStages
 
-__all__ = ["Job", "Landed", "last_report", "log", "progress_of"]
+__all__ = ["Job", "Landed", "LastReport", "last_report", "log", "progress_of", "sentence", "shown"]
 
 log = logging.getLogger("overwire")
 
 # Seconds between two readings for a watcher.
 _TICK = 0.1
+
+# Bytes of a single tensor whose load is worth a line at INFO.
+_LARGE = 256 << 20
+
+# What a report is about, in the past.
+_DONE = {
+    "load": "loaded",
+    "stream": "streamed",
+    "save": "saved",
+    "convert": "converted",
+    "verify": "verified",
+    "pin": "pinned",
+    "fetch": "fetched",
+}
 
 _lock = threading.Lock()
 _last = "null"
@@ -44,17 +60,75 @@ def _say_once(reason: str) -> None:
         log.warning("read through the host instead: %s", reason)
 
 
-def last_report() -> dict[str, Any] | None:
-    """What the verb that finished last in this process did.
+class LastReport(TypedDict, total=False):
+    """What a verb did, by its counters; each verb has some of them. bytes: of tensors;
+    mapped, past_cache, gds: those of them that were mapped, read by direct I/O, and by
+    GPUDirect Storage; bytes_in, bytes_out: of tensors and of files that were written;
+    stored: of the files that were verified; stages: where a load's time went."""
+
+    seconds: float
+    tensors: int
+    bytes: int
+    mapped: int
+    past_cache: int
+    gds: int
+    stages: PipelineStages
+    bytes_in: int
+    bytes_out: int
+    ratio: float
+    compressed: int
+    aliases: int
+    stored: int
+    files: list[Any]
+
+
+def last_report() -> LastReport | None:
+    """Returns what the verb that finished last in this process did.
 
     A dict of the engine's counters (stages with their bytes, seconds and
-    waits), None before the first verb. With several threads at work, "last" is
-    whichever ended last.
+    waits), None before the first verb. With several threads, "last" is
+    the one that ended last.
     """
     with _lock:
         text = _last
-    report = json.loads(text)
+    report: LastReport | None = json.loads(text)
     return report if isinstance(report, dict) else None
+
+
+def sentence(verb: str, report: dict[str, Any]) -> str:
+    """A report in a line for people: what was done, how fast, and where the time went.
+    "" for reports of nothing that takes time."""
+    seconds, size = report.get("seconds"), report.get("bytes", report.get("bytes_in"))
+    if seconds is None or size is None:
+        return ""
+    count = report.get("tensors")
+    tensors = "" if count is None else f"{count:,} tensor{'' if count == 1 else 's'}, "
+    text = f"{_DONE.get(verb, verb)} {tensors}{_size(size)}"
+    if "bytes_out" in report:
+        text += f" as {_size(report['bytes_out'])}"
+    read = size - report.get("mapped", 0)
+    if read < size:
+        text += f" ({'all' if not read else _size(size - read)} of it mapped, not read)"
+    text += f" in {seconds:.3g} s"
+    if read > 0 and seconds > 0:
+        text += f", {read / seconds / 1e9:.2f} GB/s"
+    stages = report.get("stages") or {}
+    spent = {
+        "reading": stages.get("read_ns", 0) + stages.get("answer_ns", 0) + stages.get("turn_ns", 0),
+        "decoding": stages.get("check_ns", 0) + stages.get("decode_ns", 0),
+        "waiting for the device": stages.get("wait_ns", 0),
+    }
+    most = max(spent, key=spent.__getitem__)
+    if read > 0 and spent[most] > 0:
+        text += f", {100 * spent[most] / sum(spent.values()):.0f} % of the work {most}"
+    return text
+
+
+def _size(count: int) -> str:
+    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g} {unit}" if count < 1000 * 10**power else f"{count / 10**power:,.0f} {unit}"
+    return f"{count} bytes"
 
 
 def progress_of(number: int) -> Progress:
@@ -65,8 +139,8 @@ def progress_of(number: int) -> Progress:
 class Landed:
     """Tensors that have landed, in columns.
 
-    capsules: "dltensor" each, the caller's; None for what has a destination of its own,
-    or was returned before. addresses: of each, 0 without memory or bytes. missing: how
+    capsules: "dltensor" each, owned by the caller; None for a tensor that has a
+    destination, or was returned before. addresses: of each, 0 without memory or bytes. missing: how
     many of these there are. positions: of `next`, the requests.
     """
 
@@ -90,6 +164,14 @@ class Landed:
             return zip(self.positions, self.capsules, strict=True)
         found = zip(self.positions, self.capsules, self.addresses, strict=True)
         return ((at, capsule) for at, capsule, address in found if address)
+
+
+def shown(uri: str) -> str:
+    """A URI as people may see it: the engine hides what may be a secret. Local paths
+    stay as they are; in a forked child, where no engine is, only the scheme is left."""
+    if not is_remote(uri):
+        return uri
+    return uri.partition("://")[0] + "://***" if forked() else _verbs.shown(uri)
 
 
 class Job:
@@ -140,7 +222,7 @@ class Job:
         return Landed(made[1], made[2], False)
 
     def finish(self) -> Any:
-        """Waits for the end: what the job says of itself. The engine has forgotten it then."""
+        """Waits for the end and returns the job's report. The engine has then freed the job."""
         return json.loads(self._last(0)[0])
 
     def result(self) -> Result:
@@ -163,7 +245,7 @@ class Job:
         return progress_of(self.number)
 
     def report(self) -> Any:
-        """What the job says of itself, after it has ended."""
+        """Returns the report of a job that has ended."""
         return json.loads(self._said())
 
     def _said(self) -> str:
@@ -225,6 +307,12 @@ class Job:
         text = self._said()
         with _lock:
             _last = text
-        log.debug("%s: %s", self.verb, text)
+        if log.isEnabledFor(logging.INFO):
+            report = json.loads(text)
+            if isinstance(report, dict) and (said := sentence(self.verb, report)):
+                # One tensor after another would be a line each.
+                small = report.get("tensors") == 1 and report.get("bytes", 0) < _LARGE
+                log.log(logging.DEBUG if small else logging.INFO, "%s", said)
+            log.debug("%s: %s", self.verb, text)
         if '"no_gds"' in text:
             _say_once(json.loads(text)["no_gds"])

@@ -1,4 +1,4 @@
-"""What a path or URI says by its text alone: where it leads, and how people may see it."""
+"""What a path or URI says by its text alone: where it leads."""
 
 from __future__ import annotations
 
@@ -7,26 +7,13 @@ from typing import Any
 
 from .errors import ArgumentError
 
-__all__ = ["is_file", "is_remote", "local", "path_of", "shown"]
+__all__ = ["is_file", "is_remote", "local", "path_of"]
 
 
 def is_remote(uri: str) -> bool:
     """Whether a path has a scheme that is not file://."""
     scheme, found, _ = uri.partition("://")
-    return bool(found) and scheme.lower() != "file" and not set(scheme) & set("/\\.")
-
-
-def shown(uri: str) -> str:
-    """A URI as people may see it: without user, password, query and fragment.
-    Local paths stay as they are."""
-    if not is_remote(uri):
-        return uri
-    scheme, _, rest = uri.partition("://")
-    plain, cut, _ = rest.partition("?")
-    plain, cut2, _ = plain.partition("#")
-    host, slash, path = plain.partition("/")
-    user, at, host = host.rpartition("@")
-    return f"{scheme}://{'***@' if at else ''}{host}{slash}{path}{'?***' if cut or cut2 else ''}"
+    return bool(found and scheme) and scheme.lower() != "file" and not set(scheme) & set("/\\.")
 
 
 def local(path: Any) -> str:

@@ -12,20 +12,27 @@ if TYPE_CHECKING:
     from ._apart import apart
     from .bundles.unpickling import load_plain
     from .files import number_of, read_file, regular
+    from .frameworks.torch import torch_dtype
+    from .jobs import shown
     from .model.forked import forked, is_compressed, refuse_compressed
     from .model.joining import written
+    from .model.kept import forget, keep
     from .model.layout import refuse_urls
     from .model.options import parse_size
-    from .paths import local, path_of, shown
+    from .paths import local, path_of
     from .stores import ObjectReader, ObjectWriter, presign, publish, write_bytes
+    from .verbs.preload import honour_nyacomp
     from .verbs.save import save_bytes
 
 __all__ = [
     "ObjectReader",
     "ObjectWriter",
     "apart",
+    "forget",
     "forked",
+    "honour_nyacomp",
     "is_compressed",
+    "keep",
     "load_plain",
     "local",
     "number_of",
@@ -39,6 +46,7 @@ __all__ = [
     "regular",
     "save_bytes",
     "shown",
+    "torch_dtype",
     "write_bytes",
     "written",
 ]
@@ -48,12 +56,16 @@ _HOMES = {
     "_apart": ("apart",),
     "bundles.unpickling": ("load_plain",),
     "files": ("number_of", "read_file", "regular"),
+    "frameworks.torch": ("torch_dtype",),
     "model.forked": ("forked", "is_compressed", "refuse_compressed"),
     "model.joining": ("written",),
+    "model.kept": ("forget", "keep"),
     "model.layout": ("refuse_urls",),
     "model.options": ("parse_size",),
-    "paths": ("local", "path_of", "shown"),
+    "jobs": ("shown",),
+    "paths": ("local", "path_of"),
     "stores": ("ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
+    "verbs.preload": ("honour_nyacomp",),
     "verbs.save": ("save_bytes",),
 }
 

@@ -89,7 +89,7 @@ def watch(progress: ProgressLike, verb: str) -> Watcher | None:
         return None
     if progress is True:
         try:
-            from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+            from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
         except ImportError:
             return _Line(verb)
         return _Bar(verb, tqdm)

@@ -4,9 +4,9 @@ not carry: dtypes, scalars, and arrays of Python objects.
 numpy's own pickle functions are not used, because they trust their input: a
 forged dtype state can make numpy take bytes for pointers. These check theirs,
 and are therefore on the allow-list of `load_compressed_pickle`. The budget is that
-of a pickle that is not trusted; None: of one that is.
+of an untrusted pickle; None: the pickle is trusted.
 
-Their names and arguments stand in files: they never change.
+Files contain their names and arguments, which never change.
 """
 
 from __future__ import annotations

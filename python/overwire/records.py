@@ -72,7 +72,7 @@ class Record:
 
 @dataclass(frozen=True)
 class RecordFile:
-    """What a .tensors file says of itself. total: bytes of data, by its word;
+    """What a .tensors file says about itself. total: bytes of data, as the file states;
     size: bytes of the file; records: in the order of the file."""
 
     version: int
@@ -158,8 +158,8 @@ def write_records(
     threads: int = 0,
     path: str = "",
 ) -> list[Record]:
-    """Writes records and their data one behind the other from an offset of a file,
-    and returns them as they stand there. Head and index are left: see `make_front`.
+    """Writes records and their data one after the other from an offset of a file, and
+    returns them as written. Head and index are not written: see `make_front`.
 
     file: the descriptor of a file that is open for writing and takes bytes at any
     place (without O_APPEND). key: 32 bytes, that the data are encrypted with, by

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import _verbs
 from ._engine import buffer_of
-from .jobs import Job
+from .jobs import Job, shown
 from .model.storage import storage
-from .paths import local, shown
+from .paths import local
 
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
@@ -208,10 +208,10 @@ class ObjectReader(io.RawIOBase):
 
 class ObjectWriter(io.BufferedRandom):
     """A file that becomes an object of a store, or a local file, when it is closed:
-    until then the bytes lie in a temporary file without a name, and readers find
-    what was there before.
+    until then the bytes are in an unnamed temporary file, and readers find the old
+    object.
 
-    A `with` block that ends by an exception, or `drop`, leaves the store alone.
+    A `with` block that ends by an exception, or `drop`, leaves the store unchanged.
     What is still open when the process ends is written then.
     """
 

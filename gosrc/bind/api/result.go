@@ -15,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/dlpack"
 )
 
-// given puts a result into memory of C's and returns its address; 0 for none. On
-// an error nothing of it is left.
+// given copies a result to C memory and returns its address; 0 for none. After an
+// error nothing of it is left.
 func given(r *binding.Result, err error) (uint64, error) {
 	if r == nil || err != nil {
 		return 0, err

@@ -1,9 +1,9 @@
-// Package binding answers what Python asks of the engine: six functions, a table
-// of verbs (Table), and handles. It decides nothing.
+// Package binding answers Python's calls: a few functions, a table of verbs
+// (Table), and handles. It decides nothing.
 //
-// A verb has one request and one result, both JSON; numbers by the thousand, and
-// addresses, go beside the text as int64, and tensors come back as memory that is
-// the receiver's. Every call is guarded. Everything here is safe for concurrent use.
+// A verb has one request and one result, both JSON. Large sets of numbers, and
+// addresses, travel beside the text as int64; tensors come back as memory that the
+// receiver owns. Every call is guarded. Everything here is safe for concurrent use.
 package binding
 
 import (
@@ -12,7 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
@@ -20,7 +20,7 @@ import (
 )
 
 // Guard runs fn for Python. A panic in it, or an earlier one anywhere in the
-// engine, is an error, and every error leaves as the text of fault.Text.
+// engine, becomes an error, and every error becomes the text of errs.Text.
 func Guard[T any](name string, fn func() (T, error)) (T, error) {
 	var out, zero T
 	err := spawn.Poisoned()
@@ -31,24 +31,24 @@ func Guard[T any](name string, fn func() (T, error)) (T, error) {
 		})
 	}
 	if err != nil {
-		return zero, errors.New(fault.Text(err))
+		return zero, errors.New(errs.Text(err))
 	}
 	return out, nil
 }
 
-// A Result is what a verb gives. It is the receiver's: the memory of Tensors, and
-// the handle Model.
+// A Result is what a verb gives. The receiver owns the memory of Tensors and the
+// handle Model.
 type Result struct {
 	Text    string  // JSON, or ""
-	Numbers []int64 // what they are stands in the verb's row
+	Numbers []int64 // the verb's row in the table says what they are
 	Tensors []Exported
-	Raw     bool          // Tensors go out as unsigned integers of their width
+	Raw     bool          // export Tensors as unsigned integers of their width
 	Table   *tensor.Index // of a model that was opened
 	Model   uint64        // its handle
 }
 
-// An Exported is a tensor that leaves. OK is false where there is none: it landed
-// in memory of the caller's, or was handed out before.
+// An Exported is a tensor for Python. OK is false if there is none: it landed in
+// the caller's memory, or was exported before.
 type Exported struct {
 	Mem   device.Memory
 	Shape []int64
@@ -56,7 +56,7 @@ type Exported struct {
 	OK    bool
 }
 
-// Drop frees a result that nobody receives.
+// Drop frees a result that no one receives.
 func (r *Result) Drop() {
 	for _, t := range r.Tensors {
 		if t.OK {
@@ -69,11 +69,11 @@ func (r *Result) Drop() {
 	*r = Result{}
 }
 
-// setup is what Setup gives.
+// setup is the result of Setup.
 type setup struct {
-	// Warnings are for people: values that were ignored, names that mean nothing.
+	// Warnings are messages: values that were ignored, unknown names.
 	Warnings []string `json:"warnings"`
-	// Log is the value of OVERWIRE_LOG, "" where nothing has set it.
+	// Log is the value of OVERWIRE_LOG, "" if it is not set.
 	Log string `json:"log"`
 }
 
@@ -93,11 +93,11 @@ func Setup(env string) (*Result, error) {
 	return encode(s)
 }
 
-// Call answers a verb on the caller's thread. numbers are the caller's memory.
+// Call runs a verb on the caller's thread. numbers are the caller's memory.
 func Call(name, request string, numbers []int64) (*Result, error) {
 	v, err := verbOf(name)
 	if err == nil && v.call == nil {
-		err = fault.New(fault.ErrArgument, "the verb %q is a job", name)
+		err = errs.New(errs.ErrArgument, "the verb %q is a job", name)
 	}
 	if err == nil {
 		err = v.counted(numbers)
@@ -108,13 +108,12 @@ func Call(name, request string, numbers []int64) (*Result, error) {
 	return v.call(request, numbers)
 }
 
-// Start begins a verb and returns its job. numbers are the caller's memory, and
-// were copied when it returns; what they point to stays as it is until the job has
-// ended.
+// Start starts a verb and returns its job. It copies numbers; the memory they point
+// to must stay unchanged until the job has ended.
 func Start(name, request string, numbers []int64) (uint64, error) {
 	v, err := verbOf(name)
 	if err == nil && v.start == nil {
-		err = fault.New(fault.ErrArgument, "the verb %q is no job", name)
+		err = errs.New(errs.ErrArgument, "the verb %q is no job", name)
 	}
 	if err == nil {
 		err = v.counted(numbers)
@@ -129,8 +128,8 @@ func Start(name, request string, numbers []int64) (uint64, error) {
 	return keep(e), nil
 }
 
-// Wait waits for the end of a job, at most for d, and returns the job's error
-// once it has ended.
+// Wait waits up to d for the end of a job, and returns the job's error once it has
+// ended.
 func Wait(job uint64, d time.Duration) (done bool, err error) {
 	e, err := get[*entry](job)
 	if err != nil {
@@ -139,18 +138,18 @@ func Wait(job uint64, d time.Duration) (done bool, err error) {
 	return e.wait(d)
 }
 
-// How a job is taken from.
+// What Take takes.
 const (
-	TakeAll  = 0      // when it has ended: all that it gives
+	TakeAll  = 0      // everything, once the job has ended
 	TakeNext = 1 << 0 // of a load: what has landed since the last call
-	TakeRaw  = 1 << 1 // dtypes are those of unsigned integers of the same width
-	TakeLast = 1 << 2 // with all that it gives: its report too, and the job is forgotten
+	TakeRaw  = 1 << 1 // with dtypes of unsigned integers of the same width
+	TakeLast = 1 << 2 // everything and the report, and frees the job
 )
 
-// Take waits for what a job gives, at most for d; nil: there is nothing yet. The
-// numbers of a load are how many of the tensors have no memory or no bytes, and the
-// address of each (0); with TakeNext the position of each comes before. No tensors:
-// none will follow.
+// Take waits up to d for what a job gives; nil: nothing yet. The numbers of a load
+// are how many of the tensors have no memory or no bytes, and the address of each
+// (0); with TakeNext each address follows the tensor's position. A result without
+// tensors is the last.
 func Take(job uint64, d time.Duration, how int) (*Result, error) {
 	e, err := get[*entry](job)
 	if err != nil {
@@ -160,7 +159,7 @@ func Take(job uint64, d time.Duration, how int) (*Result, error) {
 		return e.next(d, how&TakeRaw != 0)
 	}
 	if e.pre != nil {
-		return nil, fault.New(fault.ErrArgument, "job %d is a preload, whose tensors are those of loads", job)
+		return nil, errs.New(errs.ErrArgument, "job %d is a preload, whose tensors are those of loads", job)
 	}
 	if ended, err := e.wait(d); err != nil || !ended {
 		return nil, err
@@ -178,13 +177,13 @@ func Take(job uint64, d time.Duration, how int) (*Result, error) {
 
 // How a handle is freed.
 const (
-	FreeNow    = 0 // a job that runs is cancelled
-	FreeEnded  = 1 // and it has ended: nothing of the caller's is in use any more
-	FreeCalled = 2 // the same of a verb that somebody waited for; see abandonWait
+	FreeNow    = 0 // a running job is cancelled
+	FreeEnded  = 1 // and waited for: no memory of the caller's is in use any more
+	FreeCalled = 2 // the same for a verb that ran while the caller waited; see abandonWait
 )
 
-// Free forgets what a handle is of: a job, a model, a batch. A preload and a batch
-// go on, and so do the loads of a model. A handle that is gone is no mistake.
+// Free frees a handle: a job, a model, a batch. A preload and a batch go on, and so
+// do the loads of a model. A handle that is gone is no error.
 func Free(handle uint64, how int) {
 	if e, err := get[*entry](handle); err == nil && how != FreeNow {
 		e.rest(how)
@@ -197,10 +196,10 @@ func Free(handle uint64, how int) {
 	}
 }
 
-// parse reads a JSON text of Python's.
+// parse reads JSON from Python.
 func parse[T any](text string) (v T, err error) {
 	if err := rawjson.Unmarshal(text, &v); err != nil {
-		return v, fault.New(fault.ErrArgument, "request: %v", err)
+		return v, errs.New(errs.ErrArgument, "request: %v", err)
 	}
 	return v, nil
 }
@@ -209,7 +208,7 @@ func parse[T any](text string) (v T, err error) {
 func encode(v any) (*Result, error) {
 	b, err := rawjson.Marshal(v)
 	if err != nil {
-		return nil, fault.New(fault.ErrEngine, "result: %v", err)
+		return nil, errs.New(errs.ErrEngine, "result: %v", err)
 	}
 	return &Result{Text: string(b)}, nil
 }

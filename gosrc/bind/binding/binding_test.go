@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -26,7 +26,7 @@ func TestGuard(t *testing.T) {
 	if v, err := Guard("fine", func() (int, error) { return 3, nil }); v != 3 || err != nil {
 		t.Fatal(v, err)
 	}
-	if v, err := Guard("bad", func() (int, error) { return 3, fault.ErrKey }); v != 0 || err == nil {
+	if v, err := Guard("bad", func() (int, error) { return 3, errs.ErrKey }); v != 0 || err == nil {
 		t.Fatal(v, err)
 	}
 	for range 2 {
@@ -55,13 +55,13 @@ func TestHandlesAreNeverUsedTwice(t *testing.T) {
 				if v, err := get[int](h); v != i || err != nil {
 					t.Error(v, err)
 				}
-				if _, err := get[*entry](h); !errors.Is(err, fault.ErrArgument) {
+				if _, err := get[*entry](h); !errors.Is(err, errs.ErrArgument) {
 					t.Error("an int is no job:", err)
 				}
 				if v, ok := drop(h); v != i || !ok {
 					t.Error(v, ok)
 				}
-				if _, err := get[int](h); !errors.Is(err, fault.ErrArgument) {
+				if _, err := get[int](h); !errors.Is(err, errs.ErrArgument) {
 					t.Error(err)
 				}
 			}
@@ -114,7 +114,7 @@ func TestPackTable(t *testing.T) {
 }
 
 func TestRequests(t *testing.T) {
-	if _, err := requests(make([]int64, 5)); !errors.Is(err, fault.ErrArgument) {
+	if _, err := requests(make([]int64, 5)); !errors.Is(err, errs.ErrArgument) {
 		t.Error(err)
 	}
 	if r, err := requests(nil); len(r) != 0 || r == nil || err != nil {
@@ -208,7 +208,7 @@ func TestTakeLast(t *testing.T) {
 		t.Fatal(r, err)
 	}
 	r.Drop()
-	if _, err := Take(h, 0, TakeAll); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Take(h, 0, TakeAll); !errors.Is(err, errs.ErrArgument) {
 		t.Error("the job is still there:", err)
 	}
 	idle(t)
@@ -231,7 +231,7 @@ func TestTable(t *testing.T) {
 		if v.Kind != Answered {
 			_, err = Start(v.Name, "{}", numbers)
 		}
-		if !errors.Is(err, fault.ErrArgument) || !strings.Contains(err.Error(), "numbers") {
+		if !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "numbers") {
 			t.Errorf("%s: %v", v.Name, err)
 		}
 	}
@@ -247,7 +247,7 @@ func TestPreloadHandOver(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := Take(h, 0, TakeAll); !errors.Is(err, fault.ErrArgument) {
+		if _, err := Take(h, 0, TakeAll); !errors.Is(err, errs.ErrArgument) {
 			t.Fatal("tensors for one who has not joined it:", err)
 		}
 		m, err := openedModel(spec(t, path))
@@ -288,7 +288,7 @@ func TestPreloadHandOver(t *testing.T) {
 		t.Fatal(err)
 	}
 	for end := time.Now().Add(5 * time.Second); ; {
-		if _, err := Wait(h, time.Second); errors.Is(err, fault.ErrNotFound) {
+		if _, err := Wait(h, time.Second); errors.Is(err, errs.ErrNotFound) {
 			break
 		}
 		if time.Now().After(end) {

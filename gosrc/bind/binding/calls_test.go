@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/load"
 )
@@ -53,7 +53,7 @@ func openModels() (n int) {
 	return n
 }
 
-// A result has one receiver; one that nobody receives is freed.
+// A result has one receiver; one without a receiver is freed.
 func TestResultIsTakenOnce(t *testing.T) {
 	before := openModels()
 	open := spec(t, plain(t, 1000))
@@ -72,7 +72,7 @@ func TestResultIsTakenOnce(t *testing.T) {
 		} else {
 			Free(h, FreeCalled)
 		}
-		if _, err := Take(h, 0, TakeAll); !errors.Is(err, fault.ErrArgument) {
+		if _, err := Take(h, 0, TakeAll); !errors.Is(err, errs.ErrArgument) {
 			t.Fatal("a result of a call that was given up:", err)
 		}
 	}
@@ -124,7 +124,7 @@ func TestAbandonedCallsEnd(t *testing.T) {
 			}
 		}
 		_ = server.Close()
-		if _, err := Wait(h, 0); !errors.Is(err, fault.ErrArgument) {
+		if _, err := Wait(h, 0); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%s: the job is still there: %v", c.verb, err)
 		}
 	}
@@ -135,10 +135,10 @@ func TestAbandonedCallsEnd(t *testing.T) {
 }
 
 func TestCallOfNoVerb(t *testing.T) {
-	if _, err := Start("destroy", "{}", nil); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Start("destroy", "{}", nil); !errors.Is(err, errs.ErrArgument) {
 		t.Error(err)
 	}
-	if _, err := called("open", "["); !errors.Is(err, fault.ErrArgument) {
+	if _, err := called("open", "["); !errors.Is(err, errs.ErrArgument) {
 		t.Error(err)
 	}
 }

@@ -1,9 +1,11 @@
 package binding
 
+// This file has the verbs of codecs.
+
 import (
 	"context"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/nvcomp"
@@ -12,7 +14,7 @@ import (
 
 type codecRequest = Dumped[nvcomp.Spec]
 
-// bufferWords is how many numbers a buffer of a codec's has.
+// bufferWords is how many numbers describe a buffer of a codec.
 const bufferWords = 5
 
 const buffers = "of a buffer each: address, bytes, whether it has an output of its own, address and bytes of that"
@@ -21,9 +23,9 @@ func codecVerbs() []Verb {
 	return []Verb{
 		answered("codec_names", "The algorithms that codec takes.", func(none, []int64) ([]string, error) { return nvcomp.Names(), nil }),
 		begun[codecRequest, *Result]("codec",
-			"Encode, decode or measure buffers, which stay as they are until the job has ended. Its result has for each the address, the bytes, and whether checksums were compared; its memory, where it has no output of its own; and errors by number.",
-			startCodec).tail(buffers).lends(),
-		answered("codec_now", "What codec does, in one call; no numbers, and nothing was done, where that may take longer than a moment.",
+			"Encode, decode or measure buffers, which must not change until the job has ended. The result has for each buffer an address, a length, and whether checksums were compared; memory, where the caller gave no output; and errors by number.",
+			startCodec).tail(buffers).onCallersMemory(),
+		answered("codec_now", "What codec does, in one call. If that could take long, nothing is done, and the result has no numbers.",
 			func(q codecRequest, n []int64) (*Result, error) {
 				in, err := buffersOf(n)
 				if err != nil || !nvcomp.Quick(&q.Value, in) {
@@ -40,7 +42,7 @@ func codecVerbs() []Verb {
 
 func buffersOf(n []int64) ([]nvcomp.Buffer, error) {
 	if len(n)%bufferWords != 0 {
-		return nil, fault.New(fault.ErrArgument, "%d numbers are no whole number of buffers", len(n))
+		return nil, errs.New(errs.ErrArgument, "%d numbers are no whole number of buffers", len(n))
 	}
 	in := make([]nvcomp.Buffer, len(n)/bufferWords)
 	for i := range in {
@@ -63,7 +65,7 @@ func startCodec(v *Verb, q codecRequest, n []int64) (*entry, error) {
 	if err != nil {
 		return nil, err
 	}
-	return background("codec "+q.Value.Op, v.lent, func(ctx context.Context, _ *job.Job) (any, error) {
+	return background("codec "+q.Value.Op, v.usesMemory, func(ctx context.Context, _ *job.Job) (any, error) {
 		results, err := nvcomp.Run(ctx, q.Value, in)
 		if err != nil {
 			return none{}, err
@@ -72,8 +74,8 @@ func startCodec(v *Verb, q codecRequest, n []int64) (*entry, error) {
 	}), nil
 }
 
-// failures are errors by number, in the text of a result; none: no text.
-type failures map[int]fault.Told
+// failures are errors by number, for the text of a result; empty: no text.
+type failures map[int]errs.Description
 
 func (f failures) text() (string, error) {
 	if len(f) == 0 {
@@ -83,14 +85,14 @@ func (f failures) text() (string, error) {
 	return string(b), err
 }
 
-// coded makes a result: first 1, that it was done.
+// coded makes a result: first 1, which means that it was done.
 func coded(results []nvcomp.Result) (*Result, error) {
 	r, failed := &Result{Numbers: make([]int64, 1, 1+3*len(results)), Tensors: make([]Exported, len(results))}, failures{}
 	r.Numbers[0] = 1
 	for i, one := range results {
 		r.Numbers = append(r.Numbers, int64(uintptr(one.Mem.Ptr)), one.Bytes, truth(one.Summed))
 		if one.Err != nil {
-			failed[i] = fault.Tell(one.Err)
+			failed[i] = errs.Describe(one.Err)
 		}
 		if one.Mem.Block != nil {
 			r.Tensors[i] = Exported{Mem: one.Mem, Shape: []int64{one.Mem.Bytes}, DType: tensor.U8, OK: true}

@@ -1,5 +1,7 @@
 package binding
 
+// This file has the verbs of files, jobs and the engine itself.
+
 import (
 	"context"
 	"os"
@@ -13,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/cli"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/fetch"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
@@ -35,7 +37,7 @@ type saveRequest struct {
 	Shapes [][]int64 `json:"shapes"`
 }
 
-// putRequest is bytes that become a file or object as they are.
+// putRequest is bytes that become a file or object unchanged.
 type putRequest struct {
 	Path    string        `json:"path"`
 	Stale   []string      `json:"stale"` // URIs that are removed after it
@@ -62,18 +64,29 @@ type fetchRequest struct {
 	FD uintptr `json:"fd"` // a duplicate is used
 }
 
+type besideRequest struct {
+	URI   string   `json:"uri"`
+	Names []string `json:"names"`
+}
+
+type besides struct {
+	Name string   `json:"name"`
+	Path string   `json:"path"` // without a query and the revision of hf://
+	URIs []string `json:"uris"`
+}
+
 type presignRequest struct {
 	URI     string        `json:"uri"`
 	Storage format.Access `json:"storage"`
 	Seconds int           `json:"seconds"`
 }
 
-// program is what Python tells about itself, and its command line.
+// program is what Python says about itself, and its command line.
 type program struct {
 	Argv    []string       `json:"argv"`
 	Python  string         `json:"python"`
 	Version string         `json:"version"`
-	Storage source.Options `json:"storage"` // the environment of stores
+	Storage source.Options `json:"storage"` // the environment for stores
 	// Secrets are the variables that the command line names.
 	Secrets map[string]string `json:"secrets"`
 }
@@ -84,10 +97,10 @@ func (p program) env() cli.Env {
 
 func fileVerbs() []Verb {
 	return []Verb{
-		begun[saveRequest, save.Report]("save", "Write tensors, whose memory stays as it is until the job has ended.", startSave).
+		begun[saveRequest, save.Report]("save", "Write tensors, whose memory must not change until the job has ended.", startSave).
 			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)"),
-		started("put", "Replace a file or object by bytes that stay as they are until the job has ended.", put).ints("address", "nbytes").lends(),
-		started("rename", "Give a finished file the name of another of its folder.",
+		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).ints("address", "nbytes").onCallersMemory(),
+		started("rename", "Rename a finished file over another one in its folder.",
 			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
 				defer preload.Sweep(q.Path)
 				return save.Report{}, atomicfile.Rename(q.Made, q.Path)
@@ -97,7 +110,7 @@ func fileVerbs() []Verb {
 				defer preload.Sweep(q.Path)
 				return save.Convert(ctx, j, q.URIs, q.Path, q.Spec)
 			}),
-		started("verify", "Prove every byte of files.",
+		started("verify", "Compare every checksum of files.",
 			func(ctx context.Context, j *job.Job, q filesRequest, _ []int64) (save.VerifyReport, error) {
 				return save.Verify(ctx, j, q.URIs, q.Storage)
 			}),
@@ -106,11 +119,21 @@ func fileVerbs() []Verb {
 			func(ctx context.Context, q filesRequest, _ []int64) (any, error) {
 				return save.Inspect(ctx, q.URIs, q.Storage)
 			}),
+		answered("shown", "A text as people may see it: without credentials.",
+			func(text string, _ []int64) (string, error) { return errs.Redact(text), nil }),
+		answered("beside", "The last name of a URI, and the URIs of other names in its folder.",
+			func(q besideRequest, _ []int64) (besides, error) {
+				b := besides{Name: source.Name(q.URI), Path: source.Path(q.URI), URIs: []string{}}
+				for _, name := range q.Names {
+					b.URIs = append(b.URIs, source.Beside(q.URI, name))
+				}
+				return b, nil
+			}),
 		awaited("presign", "A URL that reads an object of S3 without credentials, for a time in seconds. It is a secret.",
 			func(ctx context.Context, q presignRequest, _ []int64) (string, error) {
 				return open.Presign(ctx, q.URI, q.Storage.Options, time.Duration(q.Seconds)*time.Second)
 			}),
-		awaited("doctor", "Describe the machine; the argument --measure measures the wires of its GPUs too.",
+		awaited("doctor", "Describe the machine; the argument --measure also measures the links of its GPUs.",
 			func(_ context.Context, q program, _ []int64) (any, error) {
 				return cli.Diagnose(q.env(), slices.Contains(q.Argv, "--measure")), nil
 			}),
@@ -133,26 +156,26 @@ func startSave(_ *Verb, q saveRequest, n []int64) (*entry, error) {
 	}), nil
 }
 
-// inputs are the tensors of a request. Those that lie on a GPU are fetched from there.
+// inputs are the tensors of a request. Those on a GPU are copied from there.
 func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 	if len(q.DTypes) != len(q.Names) || len(q.Shapes) != len(q.Names) || len(n) != 3*len(q.Names) {
-		return nil, fault.New(fault.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers of tensors", len(q.Names), len(q.DTypes), len(q.Shapes), len(n))
+		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers of tensors", len(q.Names), len(q.DTypes), len(q.Shapes), len(n))
 	}
 	in := make([]save.Input, len(q.Names))
 	for i, name := range q.Names {
 		if strings.ContainsRune(name, 0) {
-			return nil, fault.New(fault.ErrArgument, "tensor %q: the name has a NUL", name)
+			return nil, errs.New(errs.ErrArgument, "tensor %q: the name has a NUL", name)
 		}
 		d, ok := tensor.ParseDType(q.DTypes[i])
 		if !ok {
-			return nil, fault.New(fault.ErrArgument, "tensor %q: no such dtype: %q", name, q.DTypes[i])
+			return nil, errs.New(errs.ErrArgument, "tensor %q: no such dtype: %q", name, q.DTypes[i])
 		}
 		address, nbytes, gpu := n[3*i], n[3*i+1], int(n[3*i+2])-1
 		in[i] = save.Input{Name: name, DType: d, Shape: q.Shapes[i]}
 		data, err := dataAt(uint64(address), nbytes)
 		switch {
 		case err != nil:
-			return nil, &fault.At{Verb: "save", Tensor: name, Chunk: -1, Offset: -1, Err: err}
+			return nil, &errs.At{Verb: "save", Tensor: name, Chunk: -1, Offset: -1, Err: err}
 		case gpu < 0 || nbytes == 0:
 			in[i].Data = data
 			continue
@@ -187,7 +210,7 @@ func put(ctx context.Context, j *job.Job, q putRequest, n []int64) (save.Report,
 func startFetch(_ *Verb, q fetchRequest, _ []int64) (*entry, error) {
 	own, err := unix.FcntlInt(q.FD, unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {
-		return nil, fault.FromOS(err)
+		return nil, errs.FromOS(err)
 	}
 	return background("fetch", false, func(ctx context.Context, j *job.Job) (any, error) {
 		f := os.NewFile(uintptr(own), "fetch")
@@ -207,7 +230,7 @@ func jobVerbs() []Verb {
 				}
 				return &Result{Numbers: e.progress()}, nil
 			}).ints("job"),
-		answered("report", "What a job says of itself, null before it has something to say.",
+		answered("report", "A job's report, null before there is one.",
 			func(_ none, n []int64) (*Result, error) {
 				e, err := get[*entry](uint64(n[0]))
 				if err != nil {
@@ -216,7 +239,7 @@ func jobVerbs() []Verb {
 				text, err := e.report()
 				return &Result{Text: text}, err
 			}).ints("job"),
-		answered("cancel", "Ask a job to stop. Its memory is at rest when it has ended.",
+		answered("cancel", "Ask a job to stop. It uses its memory until it has ended.",
 			func(_ none, n []int64) (none, error) {
 				e, err := get[*entry](uint64(n[0]))
 				if err == nil {
@@ -224,9 +247,9 @@ func jobVerbs() []Verb {
 				}
 				return none{}, err
 			}).ints("job"),
-		answered("empty_cache", "Give back device and pinned memory that is only kept for the next load.",
+		answered("empty_cache", "Free device and pinned memory that is kept for the next load.",
 			func(none, []int64) (none, error) { return none{}, cuda.Trim() }),
-		answered("shutdown", "Cancel everything that runs and wait for its end (1; 0: it runs on), ms at most: what a process does before it exits.",
+		answered("shutdown", "Cancel everything that runs and wait up to ms for its end (1; 0: it still runs): for the end of the process.",
 			func(_ none, n []int64) (int64, error) {
 				ended := job.CancelAll(time.Duration(n[0]) * time.Millisecond)
 				if ended {
@@ -235,6 +258,6 @@ func jobVerbs() []Verb {
 				}
 				return truth(ended), nil
 			}).ints("ms"),
-		answered("panic", "Panic: tests show with it that the guard holds.", func(none, []int64) (none, error) { panic("asked for") }),
+		answered("panic", "Panic, for tests of the guard.", func(none, []int64) (none, error) { panic("asked for") }),
 	}
 }

@@ -1,10 +1,12 @@
 package binding
 
+// This file has the verbs of GPUs.
+
 import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/nvcomp"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -14,13 +16,13 @@ const (
 	streams = afters + "; then of a stream each: address and bytes, address and bytes of its content, bytes of a chunk"
 )
 
-// What a stream of a batch has, as numbers.
+// The numbers that describe a stream of a batch.
 const (
 	streamWords  = 5
 	contentWords = 6
 )
 
-// onDevice is a verb of a GPU: the number that comes first.
+// onDevice makes a verb of a GPU, whose index is the first number.
 func onDevice[R any](name, doc string, run func(d *cuda.Device, n []int64) (R, error)) Verb {
 	return answered(name, doc, func(_ none, n []int64) (r R, err error) {
 		d, err := cuda.Open(int(n[0]))
@@ -41,25 +43,25 @@ func gpuVerbs() []Verb {
 			return int64(len(info)), err
 		}),
 		answered("gpu_names", "The algorithms whose streams a GPU decodes.", func(none, []int64) ([]string, error) { return nvcomp.GPUNames(), nil }),
-		answered("gpu_of", "The GPU that an address is of; -1: none.",
+		answered("gpu_of", "The GPU that an address belongs to; -1: none.",
 			func(_ none, n []int64) (int64, error) { return int64(cuda.DeviceOf(uint64(n[0]))), nil }).ints("address"),
 		answered("gpu_mode", "Set this thread's mode of stream capture (CUstreamCaptureMode): the one before; -1 for no driver, and for -1, which changes nothing.",
 			func(_ none, n []int64) (int64, error) { return int64(cuda.ThreadMode(int(n[0]))), nil }).ints("mode"),
-		onDevice("gpu_used", "Tell of a stream that works on memory of the engine's, and lives as long as the process.",
+		onDevice("gpu_used", "Register a stream that uses memory of the engine's, and lives as long as the process.",
 			func(d *cuda.Device, n []int64) (none, error) { d.Used(uintptr(n[0])); return none{}, nil }).ints("device", "stream"),
-		onDevice("gpu_follow", "Let a stream wait for what is queued on another now.",
+		onDevice("gpu_follow", "Make a stream wait for what is queued on another now.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.Follow(uintptr(n[0]), uintptr(n[1])) }).ints("device", "stream", "after"),
 		onDevice("gpu_stream_new", "A new stream.", func(d *cuda.Device, _ []int64) (int64, error) {
 			s, err := d.NewStream()
 			return int64(s), err
 		}).ints("device"),
-		onDevice("gpu_stream_free", "End a stream when its work is done, without waiting for it.",
+		onDevice("gpu_stream_free", "Free a stream when its work is done, without waiting for it.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.FreeStream(uintptr(n[0])) }).ints("device", "stream"),
 		onDevice("gpu_stream_sync", "Wait for what is queued on a stream.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.SyncStream(uintptr(n[0])) }).ints("device", "stream"),
 		onDevice("gpu_stream_check", "Refuse a stream of another GPU.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.OwnsStream(uintptr(n[0])) }).ints("device", "stream"),
-		answered("gpu_transform", "The transform of X16 for a dtype, or a sample in host memory; -1: it takes one.",
+		answered("gpu_transform", "The transform of X16 for a dtype, or for a sample in host memory; -1: the dtype needs a sample.",
 			func(dtype Text, n []int64) (int64, error) {
 				sample, err := dataAt(uint64(n[0]), n[1])
 				if err != nil {
@@ -69,7 +71,7 @@ func gpuVerbs() []Verb {
 				return int64(t), err
 			}).ints("sample", "nbytes"),
 		answered("gpu_alloc", "Memory of a GPU: the one tensor of the result, and its address.", gpuAlloc).ints("device", "nbytes"),
-		answered("gpu_copy", "Queue a copy between any two places.",
+		answered("gpu_copy", "Queue a copy between any two addresses.",
 			func(_ none, n []int64) (none, error) {
 				d, err := cuda.Open(int(n[0]))
 				if err != nil {
@@ -90,12 +92,12 @@ func gpuVerbs() []Verb {
 				b, err := nvcomp.GPUDecode(int(n[0]), on, string(name), list)
 				return keepBatch(b, err)
 			}).ints("device", "stream", "kind", "afters").tail(streams),
-		answered("gpu_peek", "Ask streams what they are, and wait: of each the bytes of the content and of a chunk; algorithms and errors by number.", gpuPeek).
+		answered("gpu_peek", "Inspect streams, and wait: of each the bytes of its content and of a chunk; algorithms and errors by number.", gpuPeek).
 			ints("device", "stream", "kind", "afters").tail(streams),
-		answered("gpu_encode", "Queue the making of streams of X16: the batch.", gpuEncode).
+		answered("gpu_encode", "Queue the encoding of X16 streams: the batch.", gpuEncode).
 			ints("device", "stream", "kind", "scratch", "room", "afters").
-			tail(afters + "; then of a stream each: address and bytes of the content, of the room for the stream, bytes of a chunk, transform"),
-		answered("gpu_wait", "What became of a batch's streams, once: 1, and the length of each that was made; errors by number. Nothing: it is not done, and not to be waited for.",
+			tail(afters + "; then of a stream each: address and bytes of the content, of the space for the stream, bytes of a chunk, transform"),
+		answered("gpu_wait", "The results of a batch's streams, once: 1, and the length of each that was encoded; errors by number. Empty: it is not done, and the call does not wait.",
 			gpuWait).ints("batch", "wait"),
 	}
 }
@@ -107,11 +109,11 @@ func keepBatch(b *cuda.Batch, err error) (int64, error) {
 	return int64(keep(b)), nil
 }
 
-// queueOf is a stream, and those of the rest that come first; what follows them is
-// returned, too.
+// queueOf reads a stream's order: the stream, and those of the rest that it
+// follows. What comes after these is returned, too.
 func queueOf(stream, after int64, rest []int64) (q cuda.Order, follows []int64, err error) {
 	if after < 0 || after > int64(len(rest)) {
-		return q, nil, fault.New(fault.ErrArgument, "%d streams that come first, of %d numbers", after, len(rest))
+		return q, nil, errs.New(errs.ErrArgument, "%d streams that come first, of %d numbers", after, len(rest))
 	}
 	q.Stream = uintptr(stream)
 	for _, s := range rest[:after] {
@@ -124,7 +126,7 @@ func streamsOf(n []int64) (cuda.Order, []cuda.Stream, error) {
 	kind := n[2]
 	on, flat, err := queueOf(n[1], n[3], n[4:])
 	if err == nil && (kind < 0 || kind > int64(nvcomp.WithSize) || len(flat)%streamWords != 0) {
-		err = fault.New(fault.ErrArgument, "%d numbers of streams of kind %d", len(flat), kind)
+		err = errs.New(errs.ErrArgument, "%d numbers of streams of kind %d", len(flat), kind)
 	}
 	if err != nil {
 		return on, nil, err
@@ -141,7 +143,7 @@ func gpuEncode(_ none, n []int64) (int64, error) {
 	kind := n[2]
 	on, flat, err := queueOf(n[1], n[5], n[6:])
 	if err == nil && (kind < 0 || kind > int64(nvcomp.WithSize) || len(flat)%contentWords != 0) {
-		err = fault.New(fault.ErrArgument, "%d numbers of contents of kind %d", len(flat), kind)
+		err = errs.New(errs.ErrArgument, "%d numbers of contents of kind %d", len(flat), kind)
 	}
 	if err != nil {
 		return 0, err
@@ -188,7 +190,7 @@ func gpuPeek(name Text, n []int64) (*Result, error) {
 		numbers = append(numbers, g.Size, g.Chunk)
 		p.Algorithms = append(p.Algorithms, g.Algorithm)
 		if g.Err != nil {
-			p.Errors[i] = fault.Tell(g.Err)
+			p.Errors[i] = errs.Describe(g.Err)
 		}
 	}
 	r, err := encode(p)
@@ -207,31 +209,31 @@ func gpuWait(_ none, n []int64) (*Result, error) {
 	if n[1] == 0 && !b.Done() {
 		return &Result{}, nil
 	}
-	errs, err := b.Wait()
+	each, err := b.Wait()
 	drop(h)
 	if err != nil {
 		return nil, err
 	}
-	r, failed := &Result{Numbers: append([]int64{1, int64(len(errs))}, b.Sizes()...)}, failures{}
-	for i, e := range errs {
+	r, failed := &Result{Numbers: append([]int64{1, int64(len(each))}, b.Sizes()...)}, failures{}
+	for i, e := range each {
 		if e != nil {
-			failed[i] = fault.Tell(&fault.At{Verb: "decode", Chunk: -1, Offset: -1, Err: e})
+			failed[i] = errs.Describe(&errs.At{Verb: "decode", Chunk: -1, Offset: -1, Err: e})
 		}
 	}
 	r.Text, err = failed.text()
 	return r, err
 }
 
-// memory is the caller's, of n bytes from an address.
+// memory is the caller's memory of n bytes at an address.
 func memory(addr uint64, n int64) []byte {
 	p := uintptr(addr)
 	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&p))), n)
 }
 
-// dataAt is memory whose address and size came from outside.
+// dataAt is memory whose address and size the caller gave.
 func dataAt(addr uint64, n int64) ([]byte, error) {
 	if n < 0 || n > 0 && addr == 0 {
-		return nil, fault.New(fault.ErrArgument, "%d bytes at %#x", n, addr)
+		return nil, errs.New(errs.ErrArgument, "%d bytes at %#x", n, addr)
 	}
 	return memory(addr, n), nil
 }

@@ -1,16 +1,18 @@
 package binding
 
+// This file has the handles by which Python refers to objects of the engine.
+
 import (
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 )
 
 // handles are the objects that Python holds: *load.Model, *entry (a job) and
-// *cuda.Batch. Numbers are never used twice, so a stale one is an error and never
-// another's object.
+// *cuda.Batch. A number is never used twice, so a stale one is an error and never
+// another object.
 var handles = struct {
 	mu   sync.Mutex
 	last uint64
@@ -41,10 +43,10 @@ func get[T any](h uint64) (T, error) {
 	case *cuda.Batch:
 		kind = "batch"
 	}
-	return v, fault.New(fault.ErrArgument, "handle %d is not that of a %s", h, kind)
+	return v, errs.New(errs.ErrArgument, "handle %d is not that of a %s", h, kind)
 }
 
-// drop forgets a handle; ok is false if it was not there.
+// drop removes a handle; ok is false if there was none.
 func drop(h uint64) (v any, ok bool) {
 	handles.mu.Lock()
 	defer handles.mu.Unlock()

@@ -1,36 +1,38 @@
 package binding
 
+// This file runs verbs as jobs, and gives Python what they return.
+
 import (
 	"context"
 	"sync"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
 )
 
 // An entry is a job that Python has a handle to: one of any verb, or a preload,
-// whose tensors are no handle's.
+// whose tensors no handle owns.
 type entry struct {
 	job   *job.Job         // nil: a preload
 	load  *load.Loading    // nil: not a load
 	relay *load.Relay      // nil: not a relay
 	pre   *preload.Preload // nil: not a preload
-	// lent: it works on memory of the caller's, which is the caller's again only
-	// when it has ended.
-	lent bool
+	// usesMemory: the job uses the caller's memory, which must stay valid until it
+	// has ended.
+	usesMemory bool
 
 	mu     sync.Mutex
-	result *Result // of a verb that gives more than a report; nil: not yet, or taken
-	gone   bool    // the handle is: nobody will take the result
+	result *Result // of a verb that returns more than a report; nil: not yet, or taken
+	gone   bool    // the handle was freed: no one will take the result
 }
 
-// background runs a verb as a job. What it returns is the job's report, also beside
-// an error, or a *Result, which somebody takes.
-func background(name string, lent bool, run func(ctx context.Context, j *job.Job) (any, error)) *entry {
-	e := &entry{lent: lent}
+// background runs a verb as a job. What run returns is the job's report, even with
+// an error, or a *Result to be taken.
+func background(name string, usesMemory bool, run func(ctx context.Context, j *job.Job) (any, error)) *entry {
+	e := &entry{usesMemory: usesMemory}
 	e.job = job.Start(name, func(ctx context.Context, j *job.Job) error {
 		v, err := run(ctx, j)
 		switch r := v.(type) {
@@ -57,8 +59,8 @@ func (e *entry) give(r *Result) {
 	e.result = r
 }
 
-// running returns the job, waiting at most for d while a preload still opens its
-// files; then it is nil.
+// running returns the job. While a preload opens its files it waits, up to d; then
+// the job is nil.
 func (e *entry) running(d time.Duration) (*job.Job, error) {
 	if e.pre == nil {
 		return e.job, nil
@@ -78,20 +80,20 @@ func (e *entry) wait(d time.Duration) (bool, error) {
 	return j.Wait(d)
 }
 
-// batch bounds what one TakeNext returns: enough to make the call cheap, little
-// enough to let the caller work while the rest arrives.
+// batch is the most tensors of one TakeNext: enough to make calls cheap, few enough
+// that the caller works while the rest arrives.
 const batch = 1024
 
 func (e *entry) next(d time.Duration, raw bool) (*Result, error) {
 	if e.load == nil {
-		return nil, fault.New(fault.ErrArgument, "the job does not load tensors for this caller")
+		return nil, errs.New(errs.ErrArgument, "the job does not load tensors for this caller")
 	}
 	at, more := e.load.Ready(batch, d)
 	if len(at) == 0 {
 		if more {
 			return nil, nil
 		}
-		_, err := e.job.Wait(-1) // has ended
+		_, err := e.job.Wait(-1) // the job has ended
 		return &Result{Numbers: []int64{0}}, err
 	}
 	numbers := make([]int64, 1, 1+2*len(at))
@@ -101,7 +103,7 @@ func (e *entry) next(d time.Duration, raw bool) (*Result, error) {
 	return export(e.load, at, numbers, raw), nil
 }
 
-// all is what a job that has ended gives.
+// all returns everything that an ended job gives.
 func (e *entry) all(raw bool) (*Result, error) {
 	if e.load != nil {
 		at := make([]int, e.load.Len())
@@ -120,8 +122,8 @@ func (e *entry) all(raw bool) (*Result, error) {
 	return r, nil
 }
 
-// export takes requests of a load that have landed. numbers gets their addresses,
-// and first how many have none.
+// export takes requests of a load that have landed. numbers gets how many have no
+// memory, and then the addresses.
 func export(l *load.Loading, at []int, numbers []int64, raw bool) *Result {
 	r := &Result{Tensors: make([]Exported, len(at)), Raw: raw}
 	for n, i := range at {
@@ -136,7 +138,7 @@ func export(l *load.Loading, at []int, numbers []int64, raw bool) *Result {
 	return r
 }
 
-// report is what the job says of itself: JSON, "null" before it has something to say.
+// report is the job's report: JSON, "null" before there is one.
 func (e *entry) report() (string, error) {
 	j, err := e.running(0)
 	if err != nil || j == nil {
@@ -150,7 +152,7 @@ func (e *entry) report() (string, error) {
 func (e *entry) progress() []int64 {
 	j, err := e.running(0)
 	if err != nil || j == nil {
-		return make([]int64, 4) // its error is Wait's to tell
+		return make([]int64, 4) // Wait reports the error
 	}
 	b, tb, t, tt := j.Progress()
 	return []int64{b, tb, t, tt}
@@ -165,27 +167,27 @@ func (e *entry) cancel() {
 	e.job.Cancel()
 }
 
-// abandonWait is how long a verb that holds nothing of the caller's is waited for
-// when the caller gives it up: most are over by then, and so leave no trace. One that
-// hangs in the system (a file system that does not answer) ends when that lets it.
+// abandonWait is how long to wait for a cancelled verb that uses no memory of the
+// caller's: most end within it, and so leave nothing behind. One that hangs in the
+// system (a file system that does not answer) ends when the system call returns.
 const abandonWait = 50 * time.Millisecond
 
-// rest cancels the job and waits until nothing of the caller's is in use. A preload,
-// which has nothing of a caller's, goes on.
+// rest cancels the job and waits until no memory of the caller's is in use. A
+// preload, which uses none, goes on.
 func (e *entry) rest(how int) {
 	if e.pre != nil {
 		return
 	}
 	e.job.Cancel()
 	wait := time.Duration(-1)
-	if how == FreeCalled && !e.lent {
+	if how == FreeCalled && !e.usesMemory {
 		wait = abandonWait
 	}
 	_, _ = e.job.Wait(wait)
 }
 
-// close cancels a job that runs. Tensors that nobody has taken are freed once
-// nothing writes to them; a preload goes on.
+// close cancels a running job. Tensors that were not taken are freed once nothing
+// writes to them; a preload goes on.
 func (e *entry) close() {
 	switch {
 	case e.pre != nil:

@@ -1,29 +1,32 @@
 package binding
 
+// This file has the verbs of models: opening, loading, pinning, preloading.
+
 import (
 	"context"
 	"encoding/binary"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// opened is what opening a model gives beside its handle and its table.
+// opened is the result of opening a model, beside its handle and its table.
 type opened struct {
 	Sources []openedSource `json:"sources"`
 }
 
 type openedSource struct {
-	URI      string            `json:"uri"` // as people may see it
+	URI      string            `json:"uri"` // redacted
 	Size     int64             `json:"size"`
 	Metadata map[string]string `json:"metadata"`
 	Overwire bool              `json:"overwire"`
 }
 
-// preloaded is what is preloaded: what is opened, and how it is loaded.
+// preloadRequest says what to preload: what to open, and how to load it.
 type preloadRequest struct {
 	load.Spec
 	load.Options
@@ -31,14 +34,15 @@ type preloadRequest struct {
 
 type joinRequest struct {
 	load.Options
-	// Alone: the loads take nothing, and preloads of the files are dropped.
+	// Alone: the loads take nothing from other preloads, and preloads of the files
+	// are dropped.
 	Alone bool `json:"alone"`
 }
 
 func modelVerbs() []Verb {
 	return []Verb{
 		awaited("open", "Open and index files: the model, and its table.", openModel),
-		awaited("names", "The tensors that the index.json files of a model promise; null where a file has no index.",
+		awaited("names", "The tensors that the index.json files of a model list; null if a file has no index.",
 			func(ctx context.Context, q load.Spec, _ []int64) (*[]string, error) {
 				names, ok, err := load.Names(ctx, q)
 				if !ok {
@@ -47,13 +51,25 @@ func modelVerbs() []Verb {
 				return &names, err
 			}),
 		begun[load.Options, load.Report]("load",
-			"Load tensors of a model; whole: every tensor, whole. Destinations stay valid until the job has ended.", startLoad).
+			"Load tensors of a model; whole: every tensor, whole. Destinations must stay valid until the job has ended.", startLoad).
 			ints("model", "whole").tail("of a request each: tensor, destination (0: allocate, 1: see settle), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)"),
-		answered("settle", "Tell a load where requests with the destination 1 land. What is queued on the stream now precedes what lands there.",
+		answered("outlook", "What loading tensors of a model would take; OutOfMemoryError for more than max_memory.",
+			func(q load.Prospect, n []int64) (load.Outlook, error) {
+				m, err := get[*load.Model](uint64(n[0]))
+				if err != nil {
+					return load.Outlook{}, err
+				}
+				parts, err := partsOf(n[1:])
+				if err != nil {
+					return load.Outlook{}, err
+				}
+				return m.Outlook(parts, q)
+			}).ints("model").tail("pairs of a tensor and how many of its elements (-1: all); none: all tensors"),
+		answered("settle", "Set destinations of a load's requests whose destination was 1. What is queued on the stream now precedes what lands there.",
 			func(_ none, n []int64) (none, error) {
 				e, err := get[*entry](uint64(n[0]))
 				if err == nil && (e.load == nil || len(n)%2 != 0) {
-					err = fault.New(fault.ErrArgument, "settle: %d numbers for job %d", len(n), n[0])
+					err = errs.New(errs.ErrArgument, "settle: %d numbers for job %d", len(n), n[0])
 				}
 				if err != nil {
 					return none{}, err
@@ -61,7 +77,7 @@ func modelVerbs() []Verb {
 				return none{}, e.load.Settle(n[2:], uint64(n[1]))
 			}).ints("job", "stream").tail("pairs of request and address"),
 		begun[load.Options, load.PinReport]("pin",
-			"Bring a model's files into memory, where later loads find them; fails while loads of the model run.",
+			"Read a model's files into memory, for later loads; fails while loads of the model run.",
 			func(_ *Verb, q load.Options, n []int64) (*entry, error) {
 				m, err := get[*load.Model](uint64(n[0]))
 				if err != nil {
@@ -70,9 +86,11 @@ func modelVerbs() []Verb {
 				j, err := m.Pin(q)
 				return &entry{job: j}, err
 			}).ints("model"),
-		answered("prepare", "Begin to make a GPU ready for a load, without waiting.",
+		answered("device", "The number of a device by torch's name for it: -1 for a GPU without one, -2 for the host.",
+			func(name string, _ []int64) (int64, error) { return device.Number(name) }),
+		answered("prepare", "Start to prepare a GPU for a load, without waiting.",
 			func(device Text, _ []int64) (none, error) { load.Prepare(string(device)); return none{}, nil }),
-		begun[preloadRequest, none]("preload", "Preload files: its tensors go to the loads that join it.",
+		begun[preloadRequest, none]("preload", "Preload files: their tensors go to the loads that join.",
 			func(_ *Verb, q preloadRequest, _ []int64) (*entry, error) {
 				return &entry{pre: preload.Start(q.Spec, q.Options)}, nil
 			}),
@@ -100,7 +118,7 @@ func openModel(ctx context.Context, q load.Spec, _ []int64) (*Result, error) {
 	ix := m.Index()
 	o := opened{make([]openedSource, len(ix.Sources))}
 	for i, s := range ix.Sources {
-		o.Sources[i] = openedSource{fault.Redact(s.URI), s.Size, s.Metadata, s.Overwire()}
+		o.Sources[i] = openedSource{errs.Redact(s.URI), s.Size, s.Metadata, s.Overwire()}
 	}
 	r, err := encode(o)
 	if err != nil {
@@ -118,7 +136,7 @@ const requestWords = 6
 // requests unpacks what Python packed.
 func requests(n []int64) ([]load.Request, error) {
 	if len(n)%requestWords != 0 {
-		return nil, fault.New(fault.ErrArgument, "%d numbers are no whole number of requests", len(n))
+		return nil, errs.New(errs.ErrArgument, "%d numbers are no whole number of requests", len(n))
 	}
 	reqs := make([]load.Request, len(n)/requestWords)
 	for i := range reqs {
@@ -126,6 +144,18 @@ func requests(n []int64) ([]load.Request, error) {
 		reqs[i] = load.Request{Tensor: w[0], Dest: uintptr(w[1]), Lo0: w[2], Hi0: w[3], Lo1: w[4], Hi1: w[5]}
 	}
 	return reqs, nil
+}
+
+// partsOf unpacks what Python packed; nil for nothing.
+func partsOf(n []int64) ([]load.Part, error) {
+	if len(n)%2 != 0 {
+		return nil, errs.New(errs.ErrArgument, "%d numbers are no pairs", len(n))
+	}
+	var parts []load.Part
+	for i := 0; i < len(n); i += 2 {
+		parts = append(parts, load.Part{Tensor: n[i], Elements: n[i+1]})
+	}
+	return parts, nil
 }
 
 func startLoad(_ *Verb, q load.Options, n []int64) (*entry, error) {
@@ -146,8 +176,8 @@ func startLoad(_ *Verb, q load.Options, n []int64) (*entry, error) {
 	return &entry{job: l.Job(), load: l}, nil
 }
 
-// joinSlice is how long a preload that opens its files may hold a call that was
-// given up.
+// joinSlice is how long a cancelled call may still wait for a preload that opens
+// its files.
 const joinSlice = 50 * time.Millisecond
 
 func joinPreload(ctx context.Context, q joinRequest, n []int64) (preload.Answer, error) {

@@ -1,16 +1,18 @@
 package binding
 
+// This file has the verbs of loads by the ranks of a group.
+
 import (
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 )
 
-// relayVerbs are one rank's part in a load of several.
+// relayVerbs are one rank's part in such a load.
 func relayVerbs() []Verb {
 	return []Verb{
-		begun[load.RelaySpec, load.RelayReport]("relay", "Load with the other ranks: this one's share.", startRelay).ints("model"),
+		begun[load.RelaySpec, load.RelayReport]("relay", "Load together with other ranks: this rank's share.", startRelay).ints("model"),
 		answered("relay_shares", "How many bytes each rank's share of each piece has in its buffer.",
 			func(_ none, n []int64) ([]int64, error) {
 				r, err := relayOf(n[0])
@@ -19,7 +21,7 @@ func relayVerbs() []Verb {
 				}
 				return r.Shares(), nil
 			}).ints("job"),
-		answered("relay_aim", "Say what this rank wants, before the first decode.",
+		answered("relay_aim", "Set what this rank wants, before the first decode.",
 			func(_ none, n []int64) (none, error) {
 				r, err := relayOf(n[0])
 				if err != nil {
@@ -27,7 +29,7 @@ func relayVerbs() []Verb {
 				}
 				n = n[1:]
 				if len(n)%requestWords != 0 {
-					return none{}, fault.New(fault.ErrArgument, "%d numbers are no whole number of requests", len(n))
+					return none{}, errs.New(errs.ErrArgument, "%d numbers are no whole number of requests", len(n))
 				}
 				list := make([][requestWords]int64, len(n)/requestWords)
 				for i := range list {
@@ -35,7 +37,7 @@ func relayVerbs() []Verb {
 				}
 				return none{}, r.Aim(list)
 			}).ints("job").tail("requests, as those of a load"),
-		answered("relay_wait", "Wait, ms at most, until this rank's share of a piece is in its buffer (1; 0: not yet); on a GPU until it is on its way, and what is queued on the relay's stream then goes after it.",
+		answered("relay_wait", "Wait up to ms until this rank's share of a piece is in its buffer (1; 0: not yet); on a GPU until it is on its way, and what is queued on the relay's stream after that follows it.",
 			func(_ none, n []int64) (int64, error) {
 				r, err := relayOf(n[0])
 				if err != nil {
@@ -73,7 +75,7 @@ func relayOf(h int64) (*load.Relay, error) {
 		return nil, err
 	}
 	if e.relay == nil {
-		return nil, fault.New(fault.ErrArgument, "job %d is no relay", h)
+		return nil, errs.New(errs.ErrArgument, "job %d is no relay", h)
 	}
 	return e.relay, nil
 }

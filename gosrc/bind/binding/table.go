@@ -1,21 +1,23 @@
 package binding
 
+// This file has the table of verbs, and how their requests are read.
+
 import (
 	"context"
 	"reflect"
 	"slices"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// A Kind is how Python uses a verb.
+// A Kind says how Python uses a verb.
 type Kind int
 
 const (
 	Answered Kind = iota // Call: it does not wait
-	Awaited              // a job from whose start to whose end the caller waits
+	Awaited              // a job: the caller waits from its start to its end
 	Started              // a job that the caller watches
 )
 
@@ -24,27 +26,27 @@ const (
 type Verb struct {
 	Name string
 	Kind Kind
-	Doc  string // one sentence, and what its numbers are
+	Doc  string // one sentence, and what its numbers mean
 	Ints []string
-	// Tail says what the numbers after Ints are; "": there are none.
+	// Tail says what the numbers after Ints mean; "": there are none.
 	Tail string
-	// Of the JSON; nil: there is none. A request that is a Text is no JSON but the
-	// word itself, a Dumped[T] the JSON of a T that Python keeps, and asks with again.
+	// Types of the JSON; nil: none. A request that is a Text is a word, not JSON. A
+	// Dumped[T] is the JSON of a T that Python keeps and sends again.
 	Request, Result reflect.Type
 
-	// lent: the verb works on memory of the caller's, which is the caller's again
-	// only when it has ended.
-	lent  bool
-	call  func(request string, numbers []int64) (*Result, error)
-	start func(v *Verb, request string, numbers []int64) (*entry, error)
+	// usesMemory: the verb uses the caller's memory, which must stay valid until it
+	// has ended.
+	usesMemory bool
+	call       func(request string, numbers []int64) (*Result, error)
+	start      func(v *Verb, request string, numbers []int64) (*entry, error)
 }
 
 type (
 	none struct{} // no request, or no result
 	// A Text is a request of one word.
 	Text string
-	// A Dumped is a request whose text is parsed when it is first seen: programs ask
-	// the same again and again.
+	// A Dumped is a request whose text is parsed once and cached, since programs
+	// send the same text again and again.
 	Dumped[T any] struct{ Value T }
 )
 
@@ -76,7 +78,7 @@ func (d *Dumped[T]) read(text string) error {
 	return nil
 }
 
-// reader is a request with a reading of its own.
+// reader is a request that is not plain JSON.
 type reader interface{ read(text string) error }
 
 func (t *Text) read(text string) error { *t = Text(text); return nil }
@@ -103,7 +105,7 @@ func given(v any) (*Result, error) {
 	return encode(v)
 }
 
-// typed says what a row's JSON is; nil: none.
+// typed is the type of a row's JSON; nil: none.
 func typed[T any]() reflect.Type {
 	t := reflect.TypeFor[T]()
 	if t == reflect.TypeFor[none]() {
@@ -114,17 +116,17 @@ func typed[T any]() reflect.Type {
 
 func (v *Verb) counted(numbers []int64) error {
 	if len(numbers) < len(v.Ints) || v.Tail == "" && len(numbers) > len(v.Ints) {
-		return fault.New(fault.ErrArgument, "%s: %d numbers where %d were expected", v.Name, len(numbers), len(v.Ints))
+		return errs.New(errs.ErrArgument, "%s: %d numbers where %d were expected", v.Name, len(numbers), len(v.Ints))
 	}
 	return nil
 }
 
-// ints names the numbers of a row, and tail what follows them.
+// ints names the numbers of a row, and tail those that follow them.
 func (v Verb) ints(names ...string) Verb { v.Ints = names; return v }
 
 func (v Verb) tail(doc string) Verb { v.Tail = doc; return v }
 
-// answered is a verb that does not wait.
+// answered makes a verb that does not wait.
 func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) Verb {
 	v := Verb{Name: name, Doc: doc, Request: typed[Q](), Result: typed[R]()}
 	v.call = func(request string, numbers []int64) (*Result, error) {
@@ -141,20 +143,20 @@ func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) V
 	return v
 }
 
-// awaited is a verb that may wait: for a server, a disk, a key derivation.
+// awaited makes a verb that may wait: for a server, a disk, a key derivation.
 func awaited[Q, R any](name, doc string, run func(ctx context.Context, q Q, n []int64) (R, error)) Verb {
 	return started(name, doc, func(ctx context.Context, _ *job.Job, q Q, n []int64) (R, error) { return run(ctx, q, n) }).of(Awaited)
 }
 
-// started is a verb that is watched.
+// started makes a verb that is watched.
 func started[Q, R any](name, doc string, run func(ctx context.Context, j *job.Job, q Q, n []int64) (R, error)) Verb {
 	return begun[Q, R](name, doc, func(v *Verb, q Q, n []int64) (*entry, error) {
 		n = slices.Clone(n)
-		return background(v.Name, v.lent, func(ctx context.Context, j *job.Job) (any, error) { return run(ctx, j, q, n) }), nil
+		return background(v.Name, v.usesMemory, func(ctx context.Context, j *job.Job) (any, error) { return run(ctx, j, q, n) }), nil
 	})
 }
 
-// begun is a verb whose start is a function of the engine's.
+// begun makes a verb that a function of the engine starts.
 func begun[Q, R any](name, doc string, start func(v *Verb, q Q, n []int64) (*entry, error)) Verb {
 	v := Verb{Name: name, Kind: Started, Doc: doc, Request: typed[Q](), Result: typed[R]()}
 	v.start = func(v *Verb, request string, numbers []int64) (*entry, error) {
@@ -169,7 +171,7 @@ func begun[Q, R any](name, doc string, start func(v *Verb, q Q, n []int64) (*ent
 
 func (v Verb) of(k Kind) Verb { v.Kind = k; return v }
 
-func (v Verb) lends() Verb { v.lent = true; return v }
+func (v Verb) onCallersMemory() Verb { v.usesMemory = true; return v }
 
 // Table lists the verbs.
 func Table() []Verb {
@@ -187,7 +189,7 @@ var verbs = func() map[string]*Verb {
 func verbOf(name string) (*Verb, error) {
 	v := verbs[name]
 	if v == nil {
-		return nil, fault.New(fault.ErrArgument, "there is no verb %q", name)
+		return nil, errs.New(errs.ErrArgument, "there is no verb %q", name)
 	}
 	return v, nil
 }

@@ -1,10 +1,12 @@
 package binding
 
+// This file has the verbs of tensorizer's files.
+
 import (
 	"context"
 	"encoding/hex"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -17,19 +19,19 @@ type recordsRequest struct {
 	Records bool          `json:"records"`
 }
 
-// writeRequest is tensors that are written to an open file of tensorizer's.
+// writeRequest describes tensors to write to an open .tensors file.
 type writeRequest struct {
 	Items   []record `json:"items"`
 	FD      int      `json:"fd"`
-	Path    string   `json:"path"` // its name in errors
+	Path    string   `json:"path"` // the file's name in errors
 	Offset  int64    `json:"offset"`
 	Threads int      `json:"threads"`
-	// Key, in hex digits, encrypts the tensors; Derive says how it was made.
+	// Key, in hex digits, encrypts the tensors; Derive says how it was derived.
 	Key    string                 `json:"key"`
 	Derive *tensorizer.Derivation `json:"derive"`
 }
 
-// written is record and data of each tensor, and where the last one ends.
+// written has the record and data of each tensor, and the end of the last one.
 type written struct {
 	Places [][2]int64 `json:"places"`
 	End    int64      `json:"end"`
@@ -48,7 +50,7 @@ type keyRequest struct {
 
 func tensorsVerbs() []Verb {
 	return []Verb{
-		awaited("records", "What stands in a .tensors file; records: with the records.",
+		awaited("records", "The contents of a .tensors file; records: with the records.",
 			func(ctx context.Context, q recordsRequest, _ []int64) (tensorizer.Description, error) {
 				src, err := open.With(q.Storage.Options)(ctx, q.URI)
 				if err != nil {
@@ -61,10 +63,10 @@ func tensorsVerbs() []Verb {
 				}
 				return *f.Describe(), nil
 			}),
-		awaited("write", "Write tensors to an open .tensors file, encrypted with a key.", tensorsWrite).tail("the address of each").lends(),
+		awaited("write", "Write tensors to an open .tensors file, encrypted with a key.", tensorsWrite).tail("the address of each").onCallersMemory(),
 		awaited("front", "The head and the index of a .tensors file, in hex digits.", tensorsFront),
 		awaited("sums", "CRC32 and SHA-256 of each of several byte sequences, which begin with a prefix (hex digits); in hex digits.", tensorsSums).
-			tail("address and bytes of each").lends(),
+			tail("address and bytes of each").onCallersMemory(),
 		awaited("key", "Derive a key from a password; in hex digits.", tensorsKey),
 	}
 }
@@ -89,13 +91,13 @@ func (r *record) item() (tensorizer.Item, error) {
 
 func tensorsWrite(ctx context.Context, q writeRequest, n []int64) (written, error) {
 	if len(n) != len(q.Items) || q.FD < 0 || q.Offset < 0 {
-		return written{}, fault.New(fault.ErrArgument, "%d tensors at %d addresses, descriptor %d, offset %d", len(q.Items), len(n), q.FD, q.Offset)
+		return written{}, errs.New(errs.ErrArgument, "%d tensors at %d addresses, descriptor %d, offset %d", len(q.Items), len(n), q.FD, q.Offset)
 	}
 	var key *tensorizer.Key
 	if q.Key != "" {
 		b, err := hex.DecodeString(q.Key)
 		if err != nil || len(b) != 32 {
-			return written{}, fault.New(fault.ErrArgument, "a key has 32 bytes")
+			return written{}, errs.New(errs.ErrArgument, "a key has 32 bytes")
 		}
 		key = &tensorizer.Key{Bytes: (*[32]byte)(b), Derive: q.Derive}
 	}
@@ -131,7 +133,7 @@ func tensorsFront(_ context.Context, q frontRequest, _ []int64) (string, error) 
 		items[i].Pad = q.Items[i].Data - items[i].Data()
 	}
 	if q.Length < 0 || q.Length > 1<<30 {
-		return "", fault.New(fault.ErrArgument, "an index of %d bytes", q.Length)
+		return "", errs.New(errs.ErrArgument, "an index of %d bytes", q.Length)
 	}
 	b, err := tensorizer.Front(items, q.Version, q.Length)
 	return hex.EncodeToString(b), err
@@ -139,13 +141,13 @@ func tensorsFront(_ context.Context, q frontRequest, _ []int64) (string, error) 
 
 func tensorsSums(ctx context.Context, prefixes []string, n []int64) ([][2]string, error) {
 	if len(n) != 2*len(prefixes) {
-		return nil, fault.New(fault.ErrArgument, "%d prefixes, %d numbers", len(prefixes), len(n))
+		return nil, errs.New(errs.ErrArgument, "%d prefixes, %d numbers", len(prefixes), len(n))
 	}
 	flows := make([]tensorizer.Flow, len(prefixes))
 	for i, prefix := range prefixes {
 		p, err := hex.DecodeString(prefix)
 		if err != nil {
-			return nil, fault.New(fault.ErrArgument, "prefix: %v", err)
+			return nil, errs.New(errs.ErrArgument, "prefix: %v", err)
 		}
 		flows[i] = tensorizer.Flow{Sum: tensorizer.NewSummer(p), Bytes: n[2*i+1]}
 		if flows[i].Memory, err = dataAt(uint64(n[2*i]), n[2*i+1]); err != nil {
@@ -166,7 +168,7 @@ func tensorsSums(ctx context.Context, prefixes []string, n []int64) ([][2]string
 func tensorsKey(ctx context.Context, q keyRequest, _ []int64) (string, error) {
 	password, err := hex.DecodeString(q.Password)
 	if err != nil || len(password) == 0 {
-		return "", fault.New(fault.ErrArgument, "the password is empty")
+		return "", errs.New(errs.ErrArgument, "the password is empty")
 	}
 	key, err := q.Derivation.Key(ctx, password)
 	return hex.EncodeToString(key), err

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-static PyObject *kinds[2]; // Job and Model, as setup was given them
+static PyObject *kinds[2]; // the classes passed to setup
 
 int ow_handle(PyObject *o, uint64_t *h)
 {
@@ -17,26 +17,26 @@ int ow_handle(PyObject *o, uint64_t *h)
 	return -1;
 }
 
-void ow_free(uint64_t handle, int how)
+void ow_forget(uint64_t handle, int how)
 {
 	PyObject *kind, *value, *trace;
 
 	PyErr_Fetch(&kind, &value, &trace);
 	api_Free(handle, how);
-	PyErr_Clear(); // of an engine that has failed
+	PyErr_Clear(); // the exception of an engine that has failed
 	PyErr_Restore(kind, value, trace);
 }
 
 PyObject *ow_handle_of(int kind, uint64_t handle)
 {
-	// The class runs no Python: no signal handler comes between the number and
-	// its owner.
+	// The class runs no Python code, so that no signal handler runs between the
+	// number and its owner.
 	PyObject *number = PyLong_FromUnsignedLongLong(handle), *o = NULL;
 	if (number != NULL)
 		o = PyObject_CallFunctionObjArgs(kinds[kind], number, NULL);
 	Py_XDECREF(number);
 	if (o == NULL)
-		ow_free(handle, free_ended);
+		ow_forget(handle, free_ended);
 	return o;
 }
 
@@ -56,7 +56,7 @@ static const char *text_of(PyObject *o)
 	return s;
 }
 
-// request_of reads (verb, text, numbers), which stay the tuple's.
+// request_of reads (verb, text, numbers), which the tuple keeps alive.
 static int request_of(PyObject *args, const char *name, struct request *r)
 {
 	PyObject *verb, *text, *numbers;
@@ -125,8 +125,8 @@ PyObject *ow_start(PyObject *self, PyObject *args)
 	return job != 0 ? ow_handle_of(kind_job, job) : ow_raised();
 }
 
-// ended waits in slices; 0: it has ended without an error. With -1 there is an
-// exception: the verb's, or a signal handler's.
+// ended waits in slices; 0: the job has ended without an error. -1: an exception is
+// set, the verb's or a signal handler's.
 static int ended(uint64_t job)
 {
 	for (;;) {
@@ -135,8 +135,8 @@ static int ended(uint64_t job)
 			ow_raised();
 			return -1;
 		}
-		// Also when it is done: else the exception would come when the result, a
-		// handle perhaps, is Python's and in no variable yet.
+		// Check signals even when it is done: otherwise the exception could come
+		// when Python has the result, perhaps a handle, in no variable yet.
 		if (PyErr_CheckSignals())
 			return -1;
 		if (done)
@@ -145,7 +145,8 @@ static int ended(uint64_t job)
 }
 
 // run(verb, text, numbers): the Result of a verb that waits, from its start to its
-// end. After an exception nothing of it is left, and nothing of the caller's is in use.
+// end. After an exception nothing of it is left, and no memory of the caller's is
+// in use.
 PyObject *ow_run(PyObject *self, PyObject *args)
 {
 	enum { last = 4 }; // binding.TakeLast
@@ -158,7 +159,7 @@ PyObject *ow_run(PyObject *self, PyObject *args)
 	if (job == 0)
 		return ow_raised();
 	if (ended(job)) {
-		ow_free(job, free_called);
+		ow_forget(job, free_called);
 		return NULL;
 	}
 	uint64_t made = api_Take(job, 0, last);
@@ -166,7 +167,7 @@ PyObject *ow_run(PyObject *self, PyObject *args)
 }
 
 // free(handle, how): as binding.Free has it.
-PyObject *ow_free_handle(PyObject *self, PyObject *args)
+PyObject *ow_free(PyObject *self, PyObject *args)
 {
 	PyObject *handle, *how;
 	uint64_t h;

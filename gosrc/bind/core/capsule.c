@@ -3,8 +3,8 @@
 
 static const char fresh[] = "dltensor";
 
-// A consumer renames the capsule when it takes the tensor; only one that
-// nobody took still has the first name and frees its tensor.
+// A consumer renames the capsule when it takes the tensor; only one that was not
+// taken still has the first name and frees its tensor.
 static void destroy(PyObject *capsule)
 {
 	if (PyCapsule_IsValid(capsule, fresh))

@@ -1,18 +1,31 @@
-// The module _core.
+// The module _core. Its rows say the types as Python has them: `make gen` writes
+// python/overwire/_core.pyi out of them.
 #include "ow.h"
 
+// TYPE names a type, for the rows only.
+#define TYPE(name, python)
+// ROW is a function: its name, how Python calls it, its parameters, its result, and
+// what it does.
+#define ROW(name, flags, parameters, result, doc) {#name, ow_##name, flags, #name "(" parameters ") -> " result "\n\n" doc}
+
+TYPE(Capsule, "Any") // opaque to this module
+TYPE(Row, "tuple[str, str, tuple[int, ...], int, int, int, int]") // name, dtype, shape, bytes, stored bytes, source, alias or -1
+TYPE(Result, "tuple[str, bytes, list[Capsule | None], list[Row] | None, Any]") // JSON or "", packed int64, tensors, a model's table, its handle
+TYPE(DType, "tuple[int, int, int]") // code, bits, lanes
+TYPE(Place, "tuple[int, int]") // device type, device
+
 static PyMethodDef functions[] = {
-	{"forked", ow_forked, METH_NOARGS, "forked()\n--\n\nWhether this is a forked child of the process that loaded this."},
-	{"setup", ow_setup, METH_VARARGS, "setup(environment, Job, Model)\n--\n\nThe settings: a Result."},
-	{"call", ow_call, METH_VARARGS, "call(verb, request, numbers)\n--\n\nThe Result of a verb that does not wait."},
-	{"run", ow_run, METH_VARARGS, "run(verb, request, numbers)\n--\n\nThe Result of a verb that waits, at its end."},
-	{"start", ow_start, METH_VARARGS, "start(verb, request, numbers)\n--\n\nThe Job of a verb that waits."},
-	{"wait", ow_wait, METH_VARARGS, "wait(job, timeout)\n--\n\nWhether the job has ended; raises its error."},
-	{"take", ow_take, METH_VARARGS, "take(job, timeout, how)\n--\n\nThe Result of a job, None when time is up."},
-	{"free", ow_free_handle, METH_VARARGS, "free(handle, how)\n--\n\nForget a job, a model or a batch."},
-	{"buffer_of", ow_buffer_of, METH_VARARGS, "buffer_of(object, writable)\n--\n\n(address, bytes, holder) of a buffer."},
-	{"dlpack_take", ow_dlpack_take, METH_O, "dlpack_take(capsule)\n--\n\nTake over a DLPack tensor."},
-	{"dlpack_give", ow_dlpack_give, METH_VARARGS, "dlpack_give(owner, address, shape, strides, type, device)\n--\n\nA new DLPack tensor."},
+	ROW(forked, METH_NOARGS, "", "bool", "Whether this is a forked child of the process that loaded this."),
+	ROW(setup, METH_VARARGS, "environment: str, job: type[int], model: type[int], /", "Result", "The settings."),
+	ROW(call, METH_VARARGS, "verb: str, request: str, numbers: bytes, /", "Result", "What a verb gives that does not wait."),
+	ROW(run, METH_VARARGS, "verb: str, request: str, numbers: bytes, /", "Result", "What a verb gives that waits, at its end."),
+	ROW(start, METH_VARARGS, "verb: str, request: str, numbers: bytes, /", "Any", "The job of a verb that waits."),
+	ROW(wait, METH_VARARGS, "job: int, timeout: float | None, /", "bool", "Whether the job has ended; raises its error."),
+	ROW(take, METH_VARARGS, "job: int, timeout: float | None, how: int, /", "Result | None", "What a job gives, None when time is up."),
+	ROW(free, METH_VARARGS, "handle: int, how: int, /", "None", "Forget a job, a model or a batch."),
+	ROW(buffer_of, METH_VARARGS, "object: Any, writable: bool, /", "tuple[int, int, Any]", "(address, bytes, holder) of a buffer."),
+	ROW(dlpack_take, METH_O, "capsule: Any, /", "tuple[int, tuple[int, ...], tuple[int, ...] | None, DType, Place, Any]", "Take over a DLPack tensor."),
+	ROW(dlpack_give, METH_VARARGS, "owner: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...], type: DType, device: Place, /", "Any", "A new DLPack tensor."),
 	{NULL, NULL, 0, NULL},
 };
 

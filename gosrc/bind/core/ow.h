@@ -12,7 +12,7 @@ void ow_managed_delete(void *managed);
 int ow_fork_watch(void);
 int ow_fork_flag(void);
 
-// fault.c. ow_raised makes the exception that is set, an error of Go's, the one that
+// errs.c. ow_raised makes the exception that is set, an error from Go, the one that
 // its text names, and returns NULL.
 PyObject *ow_raised(void);
 // ow_raise_by raises what a function of overwire.errors makes of an argument.
@@ -26,9 +26,9 @@ int ow_child(void);
 int ow_deadline(PyObject *timeout, int64_t *deadline);
 int64_t ow_slice(int64_t deadline);
 
-// call.c. ow_free forgets a handle, and keeps the exception that is set.
+// call.c. ow_forget forgets a handle, and keeps the exception that is set.
 enum { free_now, free_ended, free_called }; // as binding.Free has them
-void ow_free(uint64_t handle, int how);
+void ow_forget(uint64_t handle, int how);
 int ow_handle(PyObject *o, uint64_t *h);
 // ow_handle_of makes the object that owns a handle: of the class Job or Model that
 // setup was given. Without memory the handle is freed.
@@ -53,7 +53,7 @@ PyObject *ow_run(PyObject *self, PyObject *args);
 PyObject *ow_start(PyObject *self, PyObject *args);
 PyObject *ow_wait(PyObject *self, PyObject *args);
 PyObject *ow_take(PyObject *self, PyObject *args);
-PyObject *ow_free_handle(PyObject *self, PyObject *args);
+PyObject *ow_free(PyObject *self, PyObject *args);
 PyObject *ow_buffer_of(PyObject *self, PyObject *args);
 PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule);
 PyObject *ow_dlpack_give(PyObject *self, PyObject *args);

@@ -1,5 +1,5 @@
-// Results: (text, numbers, capsules, rows, model) out of what Go gives, which is
-// freed.
+// Results: (text, numbers, capsules, rows, model), made from what Go returns, which
+// is freed.
 #include "ow.h"
 #include "../api/result.h"
 
@@ -11,7 +11,7 @@ static PyObject *capsules_of(struct ow_result *r)
 	PyObject *list = PyList_New((Py_ssize_t)r->tensors);
 	for (int64_t i = 0; i < r->tensors; i++) {
 		PyObject *capsule = Py_None;
-		if (list == NULL) { // no memory: nobody else will free the rest
+		if (list == NULL) { // out of memory: free the rest here
 			if (r->managed[i] != NULL)
 				ow_managed_delete(r->managed[i]);
 			continue;

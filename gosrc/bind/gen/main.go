@@ -13,7 +13,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -43,9 +43,12 @@ func tables() string {
 	var b strings.Builder
 	b.WriteString(head + "\"\"\"The engine's tables: dtypes, casts, and the names of the environment.\"\"\"\n\nfrom __future__ import annotations\n\n")
 	b.WriteString("# Bits of one element, in the order of the engine's codes.\nBITS: dict[str, int] = {\n")
-	var from, to []string
+	var floats, from, to []string
 	for d := tensor.Bool; d.Valid(); d++ {
 		fmt.Fprintf(&b, "    %q: %d,\n", d, d.Bits())
+		if d.Floating() {
+			floats = append(floats, d.String())
+		}
 		for e := tensor.Bool; e.Valid(); e++ {
 			if cuda.CanCast(device.Cast{From: d, To: e}) {
 				from = append(from, d.String())
@@ -59,7 +62,9 @@ func tables() string {
 			}
 		}
 	}
-	b.WriteString("}\n\n# What the engine casts on a GPU, from and to.\n")
+	b.WriteString("}\n\n# What dtype= casts: not packed types and F8_E8M0, which are parts of a quantisation scheme.\n")
+	list(&b, "FLOATS", "frozenset[str]", "frozenset({", "})", floats)
+	b.WriteString("# What the engine casts on a GPU, from and to.\n")
 	list(&b, "CAST_FROM", "frozenset[str]", "frozenset({", "})", from)
 	list(&b, "CAST_TO", "frozenset[str]", "frozenset({", "})", to)
 	b.WriteString("# Variables that a store may need; * ends the beginning of some.\n")
@@ -75,8 +80,8 @@ func tables() string {
 
 func errors() string {
 	var b strings.Builder
-	for _, c := range fault.Classes() {
-		if c.Own { // with fields of its own, by hand
+	for _, c := range errs.Classes() {
+		if c.Own { // its fields are written by hand
 			continue
 		}
 		fmt.Fprintf(&b, "\n\nclass %s(OverwireError, %s):\n    \"\"\"%s\"\"\"\n", c.Python, c.Base, c.Doc)

@@ -1,5 +1,8 @@
 package main
 
+// This file writes the Python functions of the verbs, and the types of their
+// requests.
+
 import (
 	"fmt"
 	"maps"
@@ -12,13 +15,13 @@ import (
 	"github.com/overwire/overwire/gosrc/bind/binding"
 )
 
-// classes are the TypedDicts that the verbs need, in the order of their names.
+// classes are the TypedDicts that the verbs need, sorted by name.
 type classes struct {
 	fields map[string][]string // by name
 	asked  map[string]bool     // part of a request: every field may be left out
 }
 
-// of is a type as Python has it.
+// of is a type in Python's notation.
 func (c *classes) of(t reflect.Type, asked bool) string {
 	switch t.Kind() {
 	case reflect.String:
@@ -54,7 +57,7 @@ func (c *classes) class(t reflect.Type, asked bool) string {
 	if _, known := c.fields[name]; known {
 		return name
 	}
-	c.fields[name] = nil // it may be of itself
+	c.fields[name] = nil // it may contain itself
 	var fields []string
 	for _, f := range reflect.VisibleFields(t) {
 		tag := f.Tag.Get("json")
@@ -112,7 +115,7 @@ func table() (*classes, string, []string) {
 	return c, body.String(), names
 }
 
-// types is the module of requests and results, which only type checkers read.
+// types writes the module of requests and results, which only type checkers read.
 func types() string {
 	c, _, _ := table()
 	return head + `"""Requests and results of the engine's verbs: Go's structs as JSON. What is left out of
@@ -142,7 +145,7 @@ func verbs() string {
 have names, are int64 packed by ` + "`array`" + ` or ` + "`struct`" + `.
 
 A verb that answers does not wait. One that waits can be interrupted: after Ctrl-C it is
-cancelled, and what it was lent is no longer in use. A JobNumber is of a verb that runs;
+cancelled, and no longer uses the caller's memory. A JobNumber names a verb that runs;
 see jobs.py.
 """
 
@@ -157,12 +160,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from ._engine import JobNumber, Result
+    from ._core import Result
+    from ._engine import JobNumber
     from ._requests import (
 ` + imports.String() + "    )\n\n__all__ = [\n" + all.String() + "]\n" + body
 }
 
-// function is the Python function of a verb.
+// function writes the Python function of a verb.
 func function(c *classes, v binding.Verb) string {
 	var params []string
 	text := `""`
@@ -215,7 +219,7 @@ func result(c *classes, v binding.Verb, call string) (kind, lines string) {
 	switch r := v.Result; {
 	case v.Kind == binding.Started:
 		if r != nil && r != reflect.TypeFor[*binding.Result]() {
-			c.of(r, false) // of its report
+			c.of(r, false) // the type of its report
 		}
 		return "JobNumber", "    job: JobNumber = " + call + "\n    return job\n"
 	case r == nil:
@@ -230,7 +234,7 @@ func result(c *classes, v binding.Verb, call string) (kind, lines string) {
 	}
 }
 
-// wrapped breaks a doc at 100 columns.
+// wrapped breaks a docstring at 100 columns.
 func wrapped(doc string) string {
 	var lines []string
 	line := ""

@@ -10,7 +10,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // guard is the number of bytes around every buffer that must not change.
@@ -80,7 +80,7 @@ func Decode(c Codec, chunk []byte, size int, note uint16) ([]byte, error) {
 	if !bytes.Equal(src, chunk) {
 		return nil, errors.New("Decode changed its source")
 	}
-	if err != nil && !errors.Is(err, fault.ErrCorrupt) {
+	if err != nil && !errors.Is(err, errs.ErrCorrupt) {
 		return nil, fmt.Errorf("not of class Corrupt: %w", err)
 	}
 	return dst, err
@@ -93,7 +93,7 @@ func mutate(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, note ui
 	check := func(what string, p []byte, size int, note uint16, mayPass bool) {
 		t.Helper()
 		_, err := Decode(c, p, size, note)
-		if err != nil && !errors.Is(err, fault.ErrCorrupt) {
+		if err != nil && !errors.Is(err, errs.ErrCorrupt) {
 			t.Fatalf("%s: %v", what, err)
 		}
 		if err == nil && !mayPass {

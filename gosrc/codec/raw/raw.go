@@ -1,12 +1,12 @@
 // Package raw is codec 0: the stored bytes are the logical bytes.
 package raw
 
-import "github.com/overwire/overwire/gosrc/fault"
+import "github.com/overwire/overwire/gosrc/errs"
 
 // Decode copies src to dst, which must have the same length.
 func Decode(dst, src []byte) error {
 	if len(dst) != len(src) {
-		return fault.New(fault.ErrCorrupt, "raw chunk stores %d bytes for %d", len(src), len(dst))
+		return errs.New(errs.ErrCorrupt, "raw chunk stores %d bytes for %d", len(src), len(dst))
 	}
 	copy(dst, src)
 	return nil

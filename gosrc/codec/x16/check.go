@@ -14,7 +14,7 @@ var target [tensor.MaxChunkBytes]byte
 
 // Check checks what Decode checks before it decodes a word: the header, the table,
 // the directory and the segments' first states of a chunk of c. So a GPU never gets
-// inconsistent tables. Any error is fault.ErrCorrupt. It is safe for concurrent use.
+// inconsistent tables. Any error is errs.ErrCorrupt. It is safe for concurrent use.
 func Check(src []byte, c tensor.Chunk) error {
 	if c.Logical > tensor.MaxChunkBytes || uint64(len(src)) != uint64(c.Stored) {
 		return corrupt("chunk of %d -> %d bytes in %d", c.Stored, c.Logical, len(src))

@@ -5,7 +5,7 @@ package x16
 import (
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // A Level is an instruction set of a decoder.
@@ -42,7 +42,7 @@ var decoders = sync.Pool{New: func() any { return &decoder{lanes: new(laneMemory
 // Decode fills dst with the logical bytes of the chunk src. The transform and the
 // tiles per segment are those of the index.
 //
-// Any error is fault.ErrCorrupt, and the content of dst is then undefined. Decode
+// Any error is errs.ErrCorrupt, and the content of dst is then undefined. Decode
 // reads nothing outside src, writes nothing outside dst, and is safe for concurrent
 // use.
 func Decode(dst, src []byte, transform uint8, segTiles uint16) error {
@@ -50,10 +50,10 @@ func Decode(dst, src []byte, transform uint8, segTiles uint16) error {
 }
 
 // DecodeAt is Decode by one of the twins, for tests and benchmarks; a level
-// above Best is fault.ErrNotSupported.
+// above Best is errs.ErrNotSupported.
 func DecodeAt(level Level, dst, src []byte, transform uint8, segTiles uint16) error {
 	if level > best {
-		return fault.New(fault.ErrNotSupported, "%v on this machine", level)
+		return errs.New(errs.ErrNotSupported, "%v on this machine", level)
 	}
 	d := decoders.Get().(*decoder)
 	d.level = level

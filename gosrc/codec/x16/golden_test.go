@@ -14,7 +14,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 var update = flag.Bool("update", false, "write the golden chunks anew")
@@ -138,7 +138,7 @@ func TestGoldensExhaustive(t *testing.T) {
 				}
 				err := Decode(dst, g.chunk, g.transform, g.segTiles)
 				if err != nil {
-					if !errors.Is(err, fault.ErrCorrupt) {
+					if !errors.Is(err, errs.ErrCorrupt) {
 						t.Fatalf("%s: byte %d bit %d: %v", g.name, i, b, err)
 					}
 					refused++
@@ -150,7 +150,7 @@ func TestGoldensExhaustive(t *testing.T) {
 			}
 		}
 		for n := range len(g.chunk) {
-			if err := Decode(dst, g.chunk[:n], g.transform, g.segTiles); !errors.Is(err, fault.ErrCorrupt) {
+			if err := Decode(dst, g.chunk[:n], g.transform, g.segTiles); !errors.Is(err, errs.ErrCorrupt) {
 				t.Errorf("%s cut to %d: %v", g.name, n, err)
 			}
 		}

@@ -5,7 +5,7 @@ package x16
 import (
 	"encoding/binary"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // batch is how many tiles of a segment are decoded into symbol values before
@@ -75,7 +75,7 @@ type decoder struct {
 }
 
 func corrupt(format string, args ...any) error {
-	return fault.New(fault.ErrCorrupt, format, args...)
+	return errs.New(errs.ErrCorrupt, format, args...)
 }
 
 // parse checks everything that can be checked before a word is decoded.

@@ -2,7 +2,7 @@ package x16
 
 // This file checks and expands the probability table of a chunk.
 
-import "github.com/overwire/overwire/gosrc/fault"
+import "github.com/overwire/overwire/gosrc/errs"
 
 // A table is the probability model of a chunk as it is stored: what each of
 // the 16 buckets of 16 slots holds (docs/format.md 3.4).
@@ -24,18 +24,18 @@ func (t *table) check() error {
 	for b := range 16 {
 		d, a := int(t.divider[b]), t.alias[b]
 		if d > 16 || a > 15 || (d == 16) != (int(a) == b) {
-			return fault.New(fault.ErrCorrupt, "bucket %d: divider %d, alias %d", b, d, a)
+			return errs.New(errs.ErrCorrupt, "bucket %d: divider %d, alias %d", b, d, a)
 		}
 		sum += int(t.freq[b])
 		given[b] += d
 		given[a] += 16 - d
 	}
 	if sum != 256 {
-		return fault.New(fault.ErrCorrupt, "frequencies sum to %d", sum)
+		return errs.New(errs.ErrCorrupt, "frequencies sum to %d", sum)
 	}
 	for k, n := range given {
 		if n != int(t.freq[k]) {
-			return fault.New(fault.ErrCorrupt, "symbol %d has frequency %d and %d slots", k, t.freq[k], n)
+			return errs.New(errs.ErrCorrupt, "symbol %d has frequency %d and %d slots", k, t.freq[k], n)
 		}
 	}
 	return nil

@@ -1,5 +1,5 @@
-// Package cpu is the host as a device: tensors land in anonymous memory of
-// their own, on huge pages, and chunks are decoded by the calling goroutine.
+// Package cpu is the host as a device: tensors land in anonymous memory on huge
+// pages, and the calling goroutine decodes chunks.
 package cpu
 
 import (
@@ -9,7 +9,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 const (
@@ -19,16 +19,16 @@ const (
 	huge = 2 << 20
 	page = 4096
 	// Fresh memory costs eight times as much by 4 KiB pages as by huge ones, so
-	// tensors share regions big enough for huge pages; each gives its own pages
-	// back when it is freed. Tensors too small for that share small slabs, so
-	// that a forgotten one holds little.
+	// tensors share regions that are large enough for huge pages; each returns its
+	// own pages when it is freed. Smaller tensors share small slabs, so that one
+	// that stays alive keeps little memory.
 	regionBytes = 1 << 30
 	small       = 256 << 10
 	slabBytes   = 4 << 20
 )
 
-// Alloc returns zeroed memory for tensors of the given sizes, each aligned to
-// Align and with one holder, the caller. All or nothing.
+// Alloc returns zeroed memory for tensors of the given sizes, each aligned to Align
+// and with one holder, the caller: all of it or none.
 func Alloc(sizes []int64) ([]device.Memory, error) {
 	mem := make([]device.Memory, len(sizes))
 	var big, little packer
@@ -37,7 +37,7 @@ func Alloc(sizes []int64) ([]device.Memory, error) {
 		var err error
 		switch {
 		case n < 0:
-			err = fault.New(fault.ErrArgument, "size %d", n)
+			err = errs.New(errs.ErrArgument, "size %d", n)
 		case n == 0:
 			continue
 		case n < small:
@@ -63,7 +63,7 @@ func Alloc(sizes []int64) ([]device.Memory, error) {
 	return mem, nil
 }
 
-// Release gives up every piece of memory in mem.
+// Release releases every element of mem.
 func Release(mem []device.Memory) {
 	for i := range mem {
 		mem[i].Release()
@@ -80,7 +80,7 @@ type packer struct {
 func (p *packer) add(mem []device.Memory, sizes []int64, i int) error {
 	n := (sizes[i] + Align - 1) &^ (Align - 1)
 	if n < sizes[i] {
-		return fault.New(fault.ErrMemory, "a tensor of %d bytes", sizes[i])
+		return errs.New(errs.ErrMemory, "a tensor of %d bytes", sizes[i])
 	}
 	if p.used > 0 && p.used+n > p.limit {
 		if err := p.flush(mem, sizes); err != nil {
@@ -92,7 +92,7 @@ func (p *packer) add(mem []device.Memory, sizes []int64, i int) error {
 	return nil
 }
 
-// flush maps one region for what is pending and hands it out.
+// flush maps one region for the pending tensors and sets their memory.
 func (p *packer) flush(mem []device.Memory, sizes []int64) error {
 	if len(p.pending) == 0 {
 		return nil
@@ -101,7 +101,7 @@ func (p *packer) flush(mem []device.Memory, sizes []int64) error {
 	if err != nil {
 		return err
 	}
-	// The block lies behind the tensors, so that these start on a huge page.
+	// The Block lies after the tensors, so that they begin on a huge page.
 	kind := int64(device.KindRegion)
 	if p.limit == slabBytes {
 		kind = device.KindMap
@@ -116,15 +116,15 @@ func (p *packer) flush(mem []device.Memory, sizes []int64) error {
 	return nil
 }
 
-// drop forgets what is pending: it has no memory yet.
+// drop discards the pending tensors, which have no memory yet.
 func (p *packer) drop([]device.Memory) { p.pending, p.used = nil, 0 }
 
-// Map returns fresh anonymous memory of at least n bytes and its true length,
-// on huge pages where it is large enough. Give it back with Unmap, or make it
+// Map returns fresh anonymous memory of at least n bytes and its true length, on
+// huge pages where it is large enough. The caller frees it with Unmap, or makes it
 // a Block.
 func Map(n int64) (unsafe.Pointer, int64, error) {
 	if n <= 0 || n > 1<<46 {
-		return nil, 0, &fault.Memory{Where: "host", Asked: n, Free: -1, Total: -1}
+		return nil, 0, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1}
 	}
 	length := (n + page - 1) &^ (page - 1)
 	slack := int64(0)
@@ -133,7 +133,7 @@ func Map(n int64) (unsafe.Pointer, int64, error) {
 	}
 	p, err := unix.MmapPtr(-1, 0, nil, uintptr(length+slack), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
-		return nil, 0, &fault.Memory{Where: "host", Asked: n, Free: -1, Total: -1, Err: err.Error()}
+		return nil, 0, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1, Err: err.Error()}
 	}
 	if slack > 0 {
 		head := (huge - int64(uintptr(p)&(huge-1))) & (huge - 1)
@@ -149,14 +149,14 @@ func Map(n int64) (unsafe.Pointer, int64, error) {
 	return p, length, nil
 }
 
-// Unmap gives memory of Map back.
+// Unmap frees memory of Map.
 func Unmap(p unsafe.Pointer, length int64) { _ = unix.MunmapPtr(p, uintptr(length)) }
 
 // A Decoder runs decode tasks for one goroutine. The zero value is ready; it keeps
 // scratch for chunks that do not land contiguously.
 type Decoder struct{ scratch []byte }
 
-// Run decodes the chunk of one task out of its stored bytes.
+// Run decodes the chunk of one task from its stored bytes.
 func (d *Decoder) Run(t *device.DecodeTask, stored []byte) error {
 	n := int64(t.Chunk.Logical)
 	if t.View == nil {

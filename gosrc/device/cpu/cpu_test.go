@@ -13,7 +13,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // rss is the resident memory of this process in bytes.
@@ -30,8 +30,7 @@ func rss(t *testing.T) int64 {
 	return pages * 4096
 }
 
-// Every tensor has memory of its own size, zeroed, aligned, apart from the
-// others.
+// Every tensor has memory of its own size: zeroed, aligned, separate.
 func TestAlloc(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -97,7 +96,7 @@ func TestAllocRefuses(t *testing.T) {
 		if mem, err := Alloc(sizes); err == nil {
 			Release(mem)
 			t.Errorf("%v: allocated", sizes)
-		} else if !errors.Is(err, fault.ErrMemory) && !errors.Is(err, fault.ErrArgument) {
+		} else if !errors.Is(err, errs.ErrMemory) && !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%v: %v", sizes, err)
 		}
 	}
@@ -156,7 +155,7 @@ func TestPopulateTruncated(t *testing.T) {
 	if err := os.Truncate(path, 10); err != nil {
 		t.Fatal(err)
 	}
-	if err := Populate(base, 100_000); !errors.Is(err, fault.ErrIO) {
+	if err := Populate(base, 100_000); !errors.Is(err, errs.ErrIO) {
 		t.Errorf("%v, want ErrIO", err)
 	}
 }

@@ -1,5 +1,7 @@
 package cpu
 
+// This file maps plain files into memory.
+
 import (
 	"errors"
 	"unsafe"
@@ -7,30 +9,30 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// MapFile maps a whole file of the given size, private and writable: writes
-// stay in memory and never reach the file. The mapping has n holders; Memory
-// of parts of it is made with the returned block. It survives the closing and
-// the unlinking of the file, not its truncation by another program, which
-// makes reads of the lost pages fatal (SIGBUS): that is what mapping means.
+// MapFile maps a whole file of the given size, private and writable: writes stay in
+// memory and never reach the file. The mapping has n holders; Memory of parts of it
+// refers to the returned block. It survives closing and unlinking the file. It does
+// not survive truncation by another program: reading lost pages is then fatal
+// (SIGBUS), as for any mapping.
 //
-// With alone, every byte has one holder at most, and one that goes drops its
-// pages, changed ones too.
+// With alone, every byte has at most one holder, and a holder that goes drops its
+// pages, changed ones included.
 func MapFile(fd int, size int64, n int64, alone bool) (unsafe.Pointer, *device.Block, error) {
 	if err := StillHas(fd, size); err != nil {
 		return nil, nil, err
 	}
 	length := (size + page - 1) &^ (page - 1)
-	// Reserve one page more, for the block, then lay the file over the front.
+	// Reserve one more page, for the block, then map the file over the front.
 	base, err := unix.MmapPtr(-1, 0, nil, uintptr(length+page), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
-		return nil, nil, fault.New(fault.ErrMemory, "mapping %d bytes: %v", size, err)
+		return nil, nil, errs.New(errs.ErrMemory, "mapping %d bytes: %v", size, err)
 	}
 	if _, err := unix.MmapPtr(fd, 0, base, uintptr(length), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_FIXED); err != nil {
 		_ = unix.MunmapPtr(base, uintptr(length+page))
-		return nil, nil, fault.FromOS(err)
+		return nil, nil, errs.FromOS(err)
 	}
 	kind := int64(device.KindMap)
 	if alone {
@@ -40,30 +42,29 @@ func MapFile(fd int, size int64, n int64, alone bool) (unsafe.Pointer, *device.B
 	return base, block, nil
 }
 
-// Announce tells the kernel that the pages of [p, p+n) of a mapped file will be
-// wanted soon; it starts to read them and does not wait. It is advice.
+// Announce asks the kernel to start reading the pages of [p, p+n) of a mapped file.
+// It is advice, and does not wait.
 func Announce(p unsafe.Pointer, n int64) {
 	head := int64(uintptr(p) & (page - 1))
 	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, -head)), n+head), unix.MADV_WILLNEED)
 }
 
-// StillHas refuses a file that has become shorter than size; the error is a
-// fault.At with the offset where it ends now.
+// StillHas refuses a file that has become shorter than size; the error is an
+// errs.At with the offset of its present end.
 func StillHas(fd int, size int64) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
-		return fault.FromOS(err)
+		return errs.FromOS(err)
 	}
 	if st.Size < size {
-		return &fault.At{Verb: "map", Chunk: -1, Offset: st.Size,
-			Err: fault.New(fault.ErrCorrupt, "truncated: the file had %d bytes when it was opened, now %d", size, st.Size)}
+		return &errs.At{Verb: "map", Chunk: -1, Offset: st.Size,
+			Err: errs.New(errs.ErrCorrupt, "truncated: the file had %d bytes when it was opened, now %d", size, st.Size)}
 	}
 	return nil
 }
 
-// Populate reads the pages of [p, p+n) of a mapped file in; a disk that fails
-// does so here, as an error. On kernels before 5.14 it does nothing: pages then
-// come in when they are first touched.
+// Populate reads the pages of [p, p+n) of a mapped file; a failing disk is an error
+// here. On kernels before 5.14 it does nothing, and pages are read on first access.
 func Populate(p unsafe.Pointer, n int64) error {
 	const populateRead = 22 // MADV_POPULATE_READ
 	head := int64(uintptr(p) & (page - 1))
@@ -75,9 +76,9 @@ func Populate(p unsafe.Pointer, n int64) error {
 			return nil
 		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
 		case errors.Is(err, unix.EFAULT):
-			return fault.New(fault.ErrIO, "the file cannot be read, or has been truncated")
+			return errs.New(errs.ErrIO, "the file cannot be read, or has been truncated")
 		default:
-			return fault.FromOS(err)
+			return errs.FromOS(err)
 		}
 	}
 }

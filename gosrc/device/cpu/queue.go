@@ -1,5 +1,7 @@
 package cpu
 
+// This file has the host's queue, whose workers decode what they have read.
+
 import (
 	"context"
 	"sync"
@@ -9,18 +11,18 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 )
 
-// A Queue is the host at work for one load; see device.Queue. A piece is decoded
-// by the worker that read it, while its bytes are in that core's cache. The memory
-// is allocated once and never grows.
+// A Queue is the host's; see device.Queue. The worker that read a piece decodes it,
+// while its bytes are in that core's cache. The memory is allocated once and never
+// grows.
 type Queue struct {
 	free   chan *slot
 	slots  int
-	base   unsafe.Pointer // nil: no slot has bytes
+	base   unsafe.Pointer // nil: the slots have no bytes of their own
 	length int64
 }
 
 type slot struct {
-	bytes, view []byte // view, if not nil, stands for bytes
+	bytes, view []byte // if not nil, used in place of bytes
 	owned       atomic.Bool
 }
 
@@ -35,12 +37,12 @@ func (s *slot) View(b []byte) { s.view = b }
 
 func (s *slot) DeviceMirror() unsafe.Pointer { return nil }
 
-// decoders serve all queues: a pool of each would keep theirs until the garbage
-// collector has run twice.
+// decoders serve all queues: a pool per queue would keep its decoders until the
+// second garbage collection.
 var decoders = sync.Pool{New: func() any { return new(Decoder) }}
 
-// NewQueue gives a queue with that number of slots, each at least that long; none if
-// nothing needs a slot.
+// NewQueue makes a queue of slots of at least size bytes; without memory if size is
+// 0.
 func NewQueue(slots int, size int64) (*Queue, error) {
 	if size == 0 {
 		slots = 0
@@ -72,7 +74,7 @@ func (q *Queue) Get(ctx context.Context) (device.Slot, error) {
 	}
 }
 
-// Put gives a slot back.
+// Put returns a slot.
 func (q *Queue) Put(s device.Slot) {
 	own := s.(*slot)
 	if !own.owned.Swap(false) {
@@ -82,8 +84,8 @@ func (q *Queue) Put(s device.Slot) {
 	q.free <- own
 }
 
-// Submit decodes the tasks, and returns when they are done; the first error is
-// that of all tasks behind it, too.
+// Submit decodes the tasks, and returns when they are done; the first error is also
+// the error of all later tasks.
 func (q *Queue) Submit(s device.Slot, _ int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	defer q.Put(s)
 	dec := decoders.Get().(*Decoder)
@@ -100,7 +102,7 @@ func (q *Queue) Submit(s device.Slot, _ int64, tasks []device.DecodeTask, done f
 	return nil
 }
 
-// Decode decodes the chunk of one task out of its stored bytes.
+// Decode decodes the chunk of one task from its stored bytes.
 func Decode(t *device.DecodeTask, stored []byte) error {
 	dec := decoders.Get().(*Decoder)
 	defer decoders.Put(dec)
@@ -110,16 +112,16 @@ func Decode(t *device.DecodeTask, stored []byte) error {
 // Drain has nothing to wait for.
 func (q *Queue) Drain(context.Context) error { return nil }
 
-// Asynchronous is false: decoding is the workers' own time.
+// Asynchronous is false: workers do the decoding.
 func (q *Queue) Asynchronous() bool { return false }
 
-// Time has nothing to tell.
-func (q *Queue) Time(device.Span) error { return nil }
+// Time has nothing to report.
+func (q *Queue) Time(device.TraceFunc) error { return nil }
 
 // StagingBytes is the memory of all slots.
 func (q *Queue) StagingBytes() int64 { return q.length }
 
-// Close waits until every slot is back and releases the memory.
+// Close waits until every slot is back and frees the memory.
 func (q *Queue) Close() {
 	for range q.slots {
 		<-q.free

@@ -94,9 +94,9 @@ func TestQueueGetEndsWithItsContext(t *testing.T) {
 	q.Put(s)
 }
 
-// Tasks of a piece land where they belong, out of the slot or of a view, which
-// ends with Submit; the first that fails is the error of those behind it, and
-// the slot is back whatever happens.
+// Tasks of a piece land at their destinations, from the slot or from a view, which
+// ends with Submit. The first error is that of all later tasks, and the slot is
+// back in every case.
 func TestQueueSubmit(t *testing.T) {
 	q, err := NewQueue(1, 64)
 	if err != nil {
@@ -106,7 +106,7 @@ func TestQueueSubmit(t *testing.T) {
 	raw := func(src, n uint32, dst *byte) device.DecodeTask {
 		return device.DecodeTask{Chunk: tensor.Chunk{Stored: n, Logical: n, Codec: tensor.CodecRaw}, Src: src, Dst: unsafe.Pointer(dst)}
 	}
-	submit := func(view []byte, tasks ...device.DecodeTask) (errs []error) {
+	submit := func(view []byte, tasks ...device.DecodeTask) (failures []error) {
 		s, err := q.Get(t.Context())
 		if err != nil {
 			t.Fatal(err)
@@ -116,26 +116,26 @@ func TestQueueSubmit(t *testing.T) {
 			s.View(view)
 		}
 		if err := q.Submit(s, 10, tasks, func(i int, err error) {
-			if i != len(errs) {
-				t.Errorf("task %d is told of after %d", i, len(errs))
+			if i != len(failures) {
+				t.Errorf("task %d is reported after %d", i, len(failures))
 			}
-			errs = append(errs, err)
+			failures = append(failures, err)
 		}); err != nil {
 			t.Fatal(err)
 		}
-		return errs
+		return failures
 	}
 	mem := make([]byte, 8)
-	if errs := submit(nil, raw(2, 3, &mem[0]), raw(7, 2, &mem[4])); errs[0] != nil || errs[1] != nil || string(mem) != "234\x0078\x00\x00" {
-		t.Errorf("%v, %q", errs, mem)
+	if failures := submit(nil, raw(2, 3, &mem[0]), raw(7, 2, &mem[4])); failures[0] != nil || failures[1] != nil || string(mem) != "234\x0078\x00\x00" {
+		t.Errorf("%v, %q", failures, mem)
 	}
-	if errs := submit([]byte("abcdefghij"), raw(2, 3, &mem[0])); errs[0] != nil || string(mem[:3]) != "cde" {
-		t.Errorf("of a view: %v, %q", errs, mem)
+	if failures := submit([]byte("abcdefghij"), raw(2, 3, &mem[0])); failures[0] != nil || string(mem[:3]) != "cde" {
+		t.Errorf("of a view: %v, %q", failures, mem)
 	}
 	bad := raw(0, 3, &mem[0])
 	bad.Chunk.Logical = 4
-	errs := submit(nil, raw(5, 1, &mem[0]), bad, raw(0, 1, &mem[1]))
-	if len(errs) != 3 || errs[0] != nil || errs[1] == nil || errs[2] != errs[1] || mem[0] != '5' || mem[1] == '0' {
-		t.Errorf("%v, %q", errs, mem)
+	failures := submit(nil, raw(5, 1, &mem[0]), bad, raw(0, 1, &mem[1]))
+	if len(failures) != 3 || failures[0] != nil || failures[1] == nil || failures[2] != failures[1] || mem[0] != '5' || mem[1] == '0' {
+		t.Errorf("%v, %q", failures, mem)
 	}
 }

@@ -4,7 +4,7 @@ package cuda
 
 /*
 #include <stdlib.h>
-#include "lane.h"
+#include "queue.h"
 */
 import "C"
 
@@ -14,39 +14,39 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 const (
 	// Align is the alignment of every tensor.
 	Align = 256
 
-	// The driver hands out memory above 1 MiB in units of 2 MiB. A tensor that
-	// would waste more than a sixteenth of itself that way shares a slab.
+	// The driver allocates memory above 1 MiB in units of 2 MiB. A tensor that
+	// would waste more than a sixteenth of its size that way shares a slab.
 	unit      = 2 << 20
 	slabBytes = 32 << 20
 )
 
-// alone says whether a tensor of n bytes gets an allocation of its own.
+// alone reports whether a tensor of n bytes gets an allocation of its own.
 func alone(n int64) bool {
 	return n >= slabBytes || n >= 1<<20 && ((n+unit-1)&^(unit-1)-n)*16 <= n
 }
 
-// A region is one allocation and the tensors that lie in it.
+// A region is one allocation and the tensors in it.
 type region struct {
 	bytes  int64
 	member []int
 	at     []int64
 }
 
-// lay places tensors in regions.
+// lay assigns tensors to regions.
 func lay(sizes []int64) ([]region, error) {
 	var all []region
 	slab := -1
 	for i, n := range sizes {
 		switch {
 		case n < 0 || n > 1<<46:
-			return nil, fault.New(fault.ErrArgument, "size %d", n)
+			return nil, errs.New(errs.ErrArgument, "size %d", n)
 		case n == 0:
 			continue
 		case alone(n):
@@ -66,10 +66,10 @@ func lay(sizes []int64) ([]region, error) {
 }
 
 // Alloc returns device memory for tensors of the given sizes, each exact and
-// aligned to Align and with one holder, the caller. All or nothing; what is in
-// the memory is not defined. Work that reads it may still be queued when its
-// last holder lets go: it is freed after that, if the stream is the default one
-// or was told to Used.
+// aligned to Align and with one holder, the caller: all of it or none; its contents
+// are undefined. Work that reads it may still be queued when the last holder
+// releases it: it is freed after that work, if its stream is the default one or was
+// passed to Used.
 func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 	regions, err := lay(sizes)
 	if err != nil {
@@ -108,8 +108,8 @@ func (d *Device) Alloc(sizes []int64) ([]device.Memory, error) {
 	return mem, nil
 }
 
-// pieces gets memory for regions of the wanted bytes, out of what is kept and
-// from the driver, and writes over want how long each piece is.
+// pieces returns memory for regions of the wanted sizes, from what is kept and from
+// the driver, and overwrites want with the length of each.
 func (d *Device) pieces(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) {
 	got := make([]C.owcu_ptr, len(want))
 	var need []C.uint64_t
@@ -135,15 +135,15 @@ func (d *Device) pieces(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) 
 	defer d.mu.Unlock()
 	for i := range got {
 		if got[i] != 0 {
-			d.kept = append(d.kept, span{got[i], want[i]})
+			d.kept = append(d.kept, keptBlock{got[i], want[i]})
 		}
 	}
 	return nil, err
 }
 
-// allocate asks the driver. Where it has no more, it is asked again after what
-// has no holder any more was freed, which waits for the work that uses it, and
-// once more after everything that is only kept was given back.
+// allocate asks the driver. When that has no more memory, it tries again after
+// freeing memory without a holder, which waits for the work that uses it, and once
+// more after freeing everything that is kept.
 func (d *Device) allocate(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) error {
 	try := func() error {
 		var e C.struct_owcu_error
@@ -151,8 +151,8 @@ func (d *Device) allocate(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) er
 			return nil
 		}
 		for i, at := range got {
-			if at != 0 { // it refused to take that back
-				d.loose(at)
+			if at != 0 { // the driver refused to free it
+				d.freeUnused(at)
 				got[i] = 0
 			}
 		}
@@ -162,16 +162,16 @@ func (d *Device) allocate(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) er
 		return nil
 	}
 	err := try()
-	if errors.Is(err, fault.ErrMemory) && d.giveBack() == nil {
+	if errors.Is(err, errs.ErrMemory) && d.giveBack() == nil {
 		err = try()
 	}
-	if !errors.Is(err, fault.ErrMemory) {
+	if !errors.Is(err, errs.ErrMemory) {
 		return err
 	}
 	if err := d.Trim(); err != nil {
 		return err
 	}
-	if err = try(); !errors.Is(err, fault.ErrMemory) {
+	if err = try(); !errors.Is(err, errs.ErrMemory) {
 		return err
 	}
 	var all, most int64
@@ -182,10 +182,10 @@ func (d *Device) allocate(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) er
 	return d.sized(err, all, fmt.Sprintf("%d tensors, the largest of %d", len(sizes), most))
 }
 
-// sized says in an error of memory how much was asked for, for what, and how
+// sized adds to an out-of-memory error how much was asked for, for what, and how
 // much there was. Other errors stay as they are.
 func (d *Device) sized(err error, asked int64, what string) error {
-	var mem *fault.Memory
+	var mem *errs.Memory
 	if !errors.As(err, &mem) {
 		return err
 	}

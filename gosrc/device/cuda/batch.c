@@ -43,7 +43,7 @@ int owcu_batch(const struct owcu_batch *b, struct owcu_error *e)
 
 	if (rc == 0) {
 		rc = queue(b, e);
-		// Half of it may run, on memory that is about to be used again.
+		// Some of it may run, on memory that is about to be reused.
 		if (rc && e->code != OWCU_CAPTURED)
 			owcu->stream_sync(handle(b->stream));
 	}
@@ -65,7 +65,7 @@ int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_
 		rc = TRY(event_sync, (event));
 	}
 	if (rc)
-		owcu->event_sync(event); // whatever its fault, the memory must be at rest
+		owcu->event_sync(event); // whatever is wrong with it, all work on the memory must have ended
 	return leave(&g, rc);
 }
 
@@ -79,7 +79,7 @@ int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int cou
 	return leave(&g, rc);
 }
 
-// unpad gives back what there is of a pad, and says 1 if the driver refused some.
+// unpad frees what there is of a pad, and returns 1 if the driver refused some.
 static int unpad(struct owcu_pad *p, struct owcu_error *e)
 {
 	int left = 0;

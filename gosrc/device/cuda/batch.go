@@ -14,7 +14,7 @@ import (
 	"sync"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // Kernels of batches, in the order of their numbers.
@@ -35,20 +35,20 @@ const (
 	batchKernels
 )
 
-// decoders are the kernels that take rows of items, by nvCOMP's number of the
+// decoders are the kernels that decode rows of items, by nvCOMP's number of the
 // algorithm.
 var decoders = map[uint32]int{C.OW_STREAM_LZ4: batchLZ4, C.OW_STREAM_SNAPPY: batchSnappy, C.OW_STREAM_CASCADED: batchCascaded}
 
-// Decodes says whether streams of an algorithm are decoded by a kernel.
+// Decodes reports whether a kernel decodes streams of an algorithm.
 func Decodes(format uint32) bool {
 	_, ok := decoders[format]
 	return ok || format == FormatX16
 }
 
 const (
-	padBytes  = 16 << 10 // pinned: words of status, then the table
+	padBytes  = 16 << 10 // pinned: status words, then the table
 	padRoom   = 64 << 10 // on the device: the table, then rows
-	padCount  = 128      // that many batches are under way before one waits
+	padCount  = 128      // batches in flight before the next one waits
 	padEvents = 2
 	rowBytes  = int(unsafe.Sizeof(C.ow_batch_item{}))
 	headSize  = int(unsafe.Sizeof(C.ow_stream_head{}))
@@ -56,8 +56,8 @@ const (
 	peekSize  = int(unsafe.Sizeof(C.ow_stream_peek_t{}))
 )
 
-// A pad is the memory that one batch is written on. Its kernels may still run:
-// then batch is not nil, or nobody asks any more.
+// A pad is the memory of one batch: its status words, table and rows. While its
+// kernels may run, batch is set, unless no one refers to the Batch.
 type pad struct {
 	host        unsafe.Pointer
 	mapped, dev C.owcu_ptr
@@ -74,17 +74,17 @@ type slab struct {
 	pads  []*pad
 }
 
-// batches is a Device's part in all this.
+// batches are the pads and kernels of a Device.
 type batches struct {
 	mu      sync.Mutex
 	kernels *[batchKernels]C.owcu_handle
-	waiting int // callers of Wait: no event is destroyed meanwhile
+	waiting int // callers in Wait: their events must not be destroyed
 	small   *slab
 	next    int
 	large   []*slab // of one pad each
 }
 
-// A Batch is work that was queued on a stream.
+// A Batch is work queued on a stream.
 type Batch struct {
 	d     *Device // whose batch.mu guards the rest
 	n     int
@@ -94,8 +94,8 @@ type Batch struct {
 	err   error
 }
 
-// bring makes the kernels ready. b.mu is held.
-func (d *Device) bring() error {
+// loadKernels looks up the kernels, once. b.mu is held.
+func (d *Device) loadKernels() error {
 	if d.batch.kernels != nil {
 		return nil
 	}
@@ -127,9 +127,9 @@ func (d *Device) newSlab(count, bytes, room int) (*slab, error) {
 	var e C.struct_owcu_error
 	if rc := C.owcu_pad_new(d.ctx, c, p.p, C.uint64_t(count*bytes), C.uint64_t(count*room), &e); rc != 0 {
 		if rc > 0 {
-			d.later(func() bool { return d.releaseSlab(s) })
+			d.deferFree(func() bool { return d.releaseSlab(s) })
 		} else {
-			s.forget()
+			s.freeHost()
 		}
 		return nil, d.sized(failure(d.index, &e), int64(count*room), "the tables of a batch")
 	}
@@ -143,13 +143,13 @@ func (d *Device) newSlab(count, bytes, room int) (*slab, error) {
 	return s, nil
 }
 
-// forget frees what a slab has on the host; the driver has none of it any more.
-func (s *slab) forget() {
+// freeHost frees a slab's host memory; the driver no longer uses any of it.
+func (s *slab) freeHost() {
 	s.pages.free()
 	C.free(unsafe.Pointer(s.c))
 }
 
-// freeSlab waits for the batches of a slab and gives it back.
+// freeSlab waits for the batches of a slab and frees it.
 func (d *Device) freeSlab(s *slab) error {
 	for _, p := range s.pads {
 		d.settle(p)
@@ -157,23 +157,23 @@ func (d *Device) freeSlab(s *slab) error {
 	var e C.struct_owcu_error
 	rc := C.owcu_pad_free(d.ctx, s.c, &e)
 	if rc <= 0 {
-		s.forget()
+		s.freeHost()
 	}
 	return d.given(rc, &e, func() bool { return d.releaseSlab(s) })
 }
 
-// releaseSlab gives a slab back that no batch uses, and says whether it is gone.
+// releaseSlab frees a slab that no batch uses, and reports whether it is gone.
 func (d *Device) releaseSlab(s *slab) bool {
 	var e C.struct_owcu_error
 	if C.owcu_pad_free(d.ctx, s.c, &e) > 0 {
 		return false
 	}
-	s.forget()
+	s.freeHost()
 	return true
 }
 
-// trimBatches gives back the memory of batches, when they are done, unless
-// somebody waits for one.
+// trimBatches frees the memory of batches that are done, unless a caller waits for
+// one.
 func (d *Device) trimBatches() (err error) {
 	b := &d.batch
 	b.mu.Lock()
@@ -194,7 +194,7 @@ func (d *Device) trimBatches() (err error) {
 	return err
 }
 
-// settle waits for a pad's last batch, and tells it what became of it.
+// settle waits for a pad's last batch, and sets its result.
 func (d *Device) settle(p *pad) {
 	if !p.used {
 		return
@@ -212,7 +212,7 @@ func (d *Device) settle(p *pad) {
 	p.batch.end(p, err)
 }
 
-// end reads what a batch's kernels said.
+// end reads the status words of a batch's kernels.
 func (b *Batch) end(p *pad, err error) {
 	if b.pad != p {
 		return
@@ -225,7 +225,7 @@ func (b *Batch) end(p *pad, err error) {
 	b.pad, p.batch = nil, nil
 }
 
-// pad gives the memory for n streams and rows. b.mu is held.
+// pad returns memory for n streams and rows. b.mu is held.
 func (d *Device) pad(n, rows int) (*pad, error) {
 	b := &d.batch
 	bytes, room := need(n, rows)
@@ -245,7 +245,7 @@ func (d *Device) pad(n, rows int) (*pad, error) {
 	const most = 4
 	for i, s := range b.large {
 		if p := s.pads[0]; p.bytes >= bytes && p.room >= room && d.settled(p) {
-			b.large = append(append(b.large[:i:i], b.large[i+1:]...), s) // the last used goes last
+			b.large = append(append(b.large[:i:i], b.large[i+1:]...), s) // the most recently used goes last
 			d.settle(p)
 			return p, nil
 		}
@@ -253,7 +253,7 @@ func (d *Device) pad(n, rows int) (*pad, error) {
 	if len(b.large) >= most && b.waiting == 0 {
 		first := b.large[0]
 		b.large = b.large[1:]
-		d.later(func() bool { return d.retire(first) })
+		d.deferFree(func() bool { return d.retire(first) })
 	}
 	up := func(n int) int { return (n + n/4 + huge - 1) &^ (huge - 1) }
 	s, err := d.newSlab(1, up(bytes), up(room))
@@ -264,7 +264,7 @@ func (d *Device) pad(n, rows int) (*pad, error) {
 	return s.pads[0], nil
 }
 
-// settled says whether a pad's last batch is done.
+// settled reports whether a pad's last batch is done.
 func (d *Device) settled(p *pad) bool {
 	if !p.used {
 		return true
@@ -274,8 +274,8 @@ func (d *Device) settled(p *pad) bool {
 	return C.owcu_batch_wait(d.ctx, p.done, &ready, &e) != 0 || ready != 0
 }
 
-// retire gives a slab of one pad back when its batch is done, and says whether it
-// is gone.
+// retire frees a slab of one pad if its batch is done, and reports whether it is
+// gone.
 func (d *Device) retire(s *slab) bool {
 	d.batch.mu.Lock()
 	done := d.batch.waiting == 0 && d.settled(s.pads[0])
@@ -286,8 +286,7 @@ func (d *Device) retire(s *slab) bool {
 	return done && d.releaseSlab(s)
 }
 
-// Where things lie on a pad: words of status, then the table; when streams are
-// only looked at, what they say follows.
+// The layout of a pad: status words, then the table; for Peek the answers follow.
 func tableAt(n int) int { return (4*n + 63) &^ 63 }
 func peekAt(n int) int  { return tableAt(n) + headSize + n*entrySize }
 
@@ -295,25 +294,25 @@ func need(n, rows int) (bytes, room int) {
 	return peekAt(n) + n*peekSize, rowsAt(n) + rows*rowBytes
 }
 
-// rowsAt is where the rows lie on the device.
+// rowsAt is the offset of the rows on the device.
 func rowsAt(n int) int { return (headSize + n*entrySize + 255) &^ 255 }
 
-// MaxBatch is the most streams, and the most chunks of them, of one batch.
+// MaxBatch is the most streams, and the most chunks in them, of one batch.
 const MaxBatch = 1 << 24
 
-// Decode queues the decoding of streams of one algorithm on a stream of the
-// caller's, after what is queued now on those of `on.After`. It does not wait:
-// sources and destinations stay as they are until the Batch is done.
+// Decode queues the decoding of streams of one algorithm on the caller's stream,
+// after what is queued now on those of `on.After`. It does not wait: sources and
+// destinations must stay valid and unchanged until the Batch is done.
 func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, error) {
 	rows := 0
 	for i := range streams {
 		s := &streams[i]
 		if s.Chunk <= 0 || s.Size < 0 || s.Stored < 0 {
-			return nil, fault.New(fault.ErrArgument, "stream %d: %d bytes of content in chunks of %d", i, s.Size, s.Chunk)
+			return nil, errs.New(errs.ErrArgument, "stream %d: %d bytes of content in chunks of %d", i, s.Size, s.Chunk)
 		}
 		rows += s.rows()
 		if rows > MaxBatch || i >= MaxBatch {
-			return nil, fault.New(fault.ErrArgument, "a batch of more than %d chunks", MaxBatch)
+			return nil, errs.New(errs.ErrArgument, "a batch of more than %d chunks", MaxBatch)
 		}
 	}
 	if rows == 0 {
@@ -321,9 +320,9 @@ func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, erro
 	}
 	decoder, items := decoders[format]
 	if !items && format != FormatX16 {
-		return nil, fault.New(fault.ErrNotSupported, "format %d on a GPU", format)
+		return nil, errs.New(errs.ErrNotSupported, "format %d on a GPU", format)
 	}
-	return d.start(on, task{format: format, streams: streams, rows: rows}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
+	return d.start(on, work{format: format, streams: streams, rows: rows}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
 		if !items {
 			x := step(k[batchX16], rows*int(split), 32, 32*C.OW_X16_WARPS)
 			x.shared = C.OW_STREAM_SHARED
@@ -339,9 +338,9 @@ func (d *Device) Decode(on Order, format uint32, streams []Stream) (*Batch, erro
 	})
 }
 
-// Peek asks streams how long their content is, and waits for the answer. Only
-// Src and Stored of them count. Of raw blocks only those of X16 and Snappy say
-// it.
+// Peek returns what streams say about the length of their content, and waits for
+// the answer. It uses only Src and Stored. Of raw blocks only those of X16 and
+// Snappy know it.
 func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]Peeked, error) {
 	if len(streams) == 0 {
 		return nil, nil
@@ -350,7 +349,7 @@ func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]P
 	for i, s := range streams {
 		each[i] = Stream{Src: s.Src, Stored: s.Stored, Kind: kind}
 	}
-	b, err := d.start(on, task{format: format, streams: each, told: true}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, _ uint32) {
+	b, err := d.start(on, work{format: format, streams: each, answers: true}, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, _ uint32) {
 		steps(b, step(k[batchPeek], len(each), 1, 32*C.OW_X16_WARPS))
 	})
 	if err != nil {
@@ -366,7 +365,7 @@ func (d *Device) Peek(on Order, kind Kind, format uint32, streams []Stream) ([]P
 	return out, nil
 }
 
-// step is a launch over n things of so many threads each.
+// step is a launch for n items, with the given number of threads each.
 func step(kernel C.owcu_handle, n, threads, block int) C.struct_owcu_step {
 	per := block / threads
 	return C.struct_owcu_step{kernel: kernel, n: C.uint32_t(n), grid: C.uint32_t((n + per - 1) / per), block: C.uint32_t(block)}
@@ -376,30 +375,29 @@ func steps(b *C.struct_owcu_batch, all ...C.struct_owcu_step) {
 	b.nsteps = C.uint32_t(copy(b.steps[:], all))
 }
 
-// Encode queues the making of streams of X16 out of contents: Src and Size of a
-// Stream are the content's, Dst and Stored the room for the stream, all on
-// multiples of 16, as Chunk is where there are several; Arg is the transform of
-// X16 (0: store as it is). scratch is memory of the device for a block of
-// every chunk: Scratch tells how much.
-// Batch.Sizes tells how long the streams became.
+// Encode queues the encoding of contents to X16 streams. Src and Size of a Stream
+// are the content, Dst and Stored the space for the stream; all are multiples of
+// 16, and so is Chunk if there are several chunks. Arg is the transform of X16 (0:
+// store as it is). scratch is device memory for a block of every chunk, of Scratch
+// bytes. Batch.Sizes returns the lengths of the streams.
 func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, error) {
 	rows := 0
 	for i := range streams {
 		s := &streams[i]
 		if s.Chunk <= 0 || s.Size < 0 || s.Stored < 0 || s.Arg > 8 || (s.Src|s.Dst)%16 != 0 || s.Chunk < s.Size && s.Chunk%16 != 0 || s.Chunk > maxBlock {
-			return nil, fault.New(fault.ErrArgument, "content %d: %d bytes at %#x in chunks of %d, transform %d, to %#x", i, s.Size, s.Src, s.Chunk, s.Arg, s.Dst)
+			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes at %#x in chunks of %d, transform %d, to %#x", i, s.Size, s.Src, s.Chunk, s.Arg, s.Dst)
 		}
 		if s.Kind != 0 && s.Size > s.Chunk {
-			return nil, fault.New(fault.ErrArgument, "content %d: %d bytes in one block", i, s.Size)
+			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes in one block", i, s.Size)
 		}
 		if rows += s.rows(); rows > MaxBatch {
-			return nil, fault.New(fault.ErrArgument, "a batch of more than %d chunks", MaxBatch)
+			return nil, errs.New(errs.ErrArgument, "a batch of more than %d chunks", MaxBatch)
 		}
 	}
 	if rows == 0 {
 		return &Batch{d: d}, nil
 	}
-	t := task{format: FormatX16, streams: streams, rows: rows, told: true, scratch: scratch}
+	t := work{format: FormatX16, streams: streams, rows: rows, answers: true, scratch: scratch}
 	return d.start(on, t, func(k *[batchKernels]C.owcu_handle, b *C.struct_owcu_batch, split uint32) {
 		threads := int(C.ow_x16_threads(C.uint64_t(slotOf(streams))))
 		encode := step(k[batchEncode], rows, threads, threads)
@@ -409,23 +407,23 @@ func (d *Device) Encode(on Order, streams []Stream, scratch uint64) (*Batch, err
 	})
 }
 
-// A task is what a batch is about. rows 0: the streams are only looked at. told:
-// kernels say something of each stream.
-type task struct {
+// work describes a batch. rows is 0 if streams are inspected only; answers: the
+// kernels write an answer for each stream.
+type work struct {
 	format  uint32
 	streams []Stream
 	rows    int
-	told    bool
+	answers bool
 	scratch uint64
 }
 
-// start writes a batch on a pad and queues it.
-func (d *Device) start(on Order, t task, plan func(*[batchKernels]C.owcu_handle, *C.struct_owcu_batch, uint32)) (*Batch, error) {
+// start writes a batch to a pad and queues it.
+func (d *Device) start(on Order, t work, plan func(*[batchKernels]C.owcu_handle, *C.struct_owcu_batch, uint32)) (*Batch, error) {
 	format, streams, rows := t.format, t.streams, t.rows
 	g := &d.batch
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if err := d.bring(); err != nil {
+	if err := d.loadKernels(); err != nil {
 		return nil, err
 	}
 	p, err := d.pad(len(streams), rows)
@@ -450,7 +448,7 @@ func (d *Device) start(on Order, t task, plan func(*[batchKernels]C.owcu_handle,
 		}
 	}
 	*(*C.ow_stream_head)(table) = C.ow_stream_head{
-		streams: C.uint32_t(n), rows: C.uint32_t(rows), split: C.uint32_t(split), told: C.uint32_t(peekAt(n)),
+		streams: C.uint32_t(n), rows: C.uint32_t(rows), split: C.uint32_t(split), answers: C.uint32_t(peekAt(n)),
 		scratch: C.uint64_t(t.scratch), slot: C.uint64_t(slotOf(streams)),
 	}
 	b := C.struct_owcu_batch{
@@ -472,7 +470,7 @@ func (d *Device) start(on Order, t task, plan func(*[batchKernels]C.owcu_handle,
 		}
 	}
 	made := &Batch{d: d, n: n, pad: p}
-	if t.told {
+	if t.answers {
 		made.peeks = make([]C.ow_stream_peek_t, n)
 	}
 	var e C.struct_owcu_error
@@ -483,7 +481,7 @@ func (d *Device) start(on Order, t task, plan func(*[batchKernels]C.owcu_handle,
 	return made, nil
 }
 
-// slotOf is the room of a block that is being made: none is longer than its chunk.
+// slotOf is the space for an encoded block: no block is longer than its chunk.
 func slotOf(streams []Stream) (n int64) {
 	for i := range streams {
 		n = max(n, min(streams[i].Chunk, streams[i].Size))
@@ -491,7 +489,7 @@ func slotOf(streams []Stream) (n int64) {
 	return (n + 15) &^ 15
 }
 
-// Scratch is the bytes of scratch memory that Encode needs.
+// Scratch is how many bytes of scratch memory Encode needs.
 func Scratch(streams []Stream) (n int64) {
 	for i := range streams {
 		n += int64(streams[i].rows())
@@ -499,7 +497,7 @@ func Scratch(streams []Stream) (n int64) {
 	return n * slotOf(streams)
 }
 
-// Sizes is how long the streams of Encode became, once Wait has returned.
+// Sizes returns the lengths of the streams of Encode, once Wait has returned.
 func (b *Batch) Sizes() []int64 {
 	g := &b.d.batch
 	g.mu.Lock()
@@ -511,8 +509,8 @@ func (b *Batch) Sizes() []int64 {
 	return out
 }
 
-// Done says, without waiting for it, whether the batch is done. After an error of
-// the device it is.
+// Done reports, without waiting, whether the batch is done. After a device error it
+// is.
 func (b *Batch) Done() bool {
 	g := &b.d.batch
 	g.mu.Lock()
@@ -520,16 +518,16 @@ func (b *Batch) Done() bool {
 	return b.pad == nil || b.d.settled(b.pad)
 }
 
-// Wait waits for the batch and says what each stream's decoding came to: nil
-// where all is good. The error is the device's.
+// Wait waits for the batch and returns the result of each stream, nil if all are
+// good, and the device's error.
 func (b *Batch) Wait() ([]error, error) {
 	g := &b.d.batch
 	g.mu.Lock()
 	if p := b.pad; p != nil {
 		g.waiting++
 		g.mu.Unlock()
-		// The pad may become another batch's meanwhile, which is done later: then
-		// this one is told before.
+		// The pad may be used by a later batch meanwhile; this batch's result is
+		// set before that.
 		var e C.struct_owcu_error
 		var err error
 		if C.owcu_batch_wait(b.d.ctx, p.done, nil, &e) != 0 {

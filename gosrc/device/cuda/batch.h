@@ -1,10 +1,10 @@
-// Work on a stream of the caller's: a table is sent or goes with the launch, kernels are launched, and
-// an event says when all of it is done. Nothing here waits but owcu_batch_wait, and
-// nothing is done on a stream that is being captured: that is OWCU_CAPTURED.
+// Work on a caller's stream: a table is copied or passed with the launch, kernels
+// are launched, and an event is recorded behind them. Only owcu_batch_wait waits. A
+// stream that is being captured is refused: OWCU_CAPTURED.
 #ifndef OWCU_BATCH_H
 #define OWCU_BATCH_H
 
-#include "lane.h"
+#include "queue.h"
 
 // One launch: kernel(a, b, n, status, table), or kernel(b, n) of items. A kernel that
 // takes no table by value ignores it.
@@ -25,25 +25,24 @@ struct owcu_batch {
 	owcu_handle join, done; // events
 	owcu_ptr to;            // the table, on the device
 	const void *table;      // pinned
-	uint64_t bytes; // 0: nothing is sent
+	uint64_t bytes; // 0: nothing is copied
 	owcu_ptr status; // words, of pinned memory
 	uint32_t nsteps;
 	struct owcu_step steps[OWCU_STEPS];
 };
 
-// owcu_batch queues it all. If it fails, nothing of it is still running.
+// owcu_batch queues all of it. If it fails, none of it is still running.
 int owcu_batch(const struct owcu_batch *b, struct owcu_error *e);
-// owcu_batch_wait waits for an event; with ready it only looks, and says 1 for
+// owcu_batch_wait waits for an event; with ready it only checks, and returns 1 for
 // done and 0 for not yet.
 int owcu_batch_wait(owcu_handle ctx, owcu_handle event, int *ready, struct owcu_error *e);
 
 // owcu_kernels looks up kernels of a module, by names separated by NUL.
 int owcu_kernels(owcu_handle ctx, owcu_handle module, const char *names, int count, owcu_handle *kernels, struct owcu_error *e);
 
-// owcu_pad_new registers [host, host+n), asks for memory of the device, and
-// makes events: all or nothing.
-// -1: nothing is left; 1: the driver refused some of it, for owcu_pad_free. That
-// says 1 for the same reason, and may be called again.
+// owcu_pad_new registers [host, host+n), allocates device memory, and makes events:
+// all or nothing. -1: nothing is left; 1: the driver refused to free some of it,
+// for owcu_pad_free. That returns 1 for the same reason, and may be called again.
 struct owcu_pad {
 	void *host; // registered
 	owcu_ptr mapped, device;
@@ -53,19 +52,20 @@ struct owcu_pad {
 int owcu_pad_new(owcu_handle ctx, struct owcu_pad *p, void *host, uint64_t n, uint64_t room, struct owcu_error *e);
 int owcu_pad_free(owcu_handle ctx, struct owcu_pad *p, struct owcu_error *e);
 
-// owcu_follow lets a stream wait for what is queued on others, by an event that is
-// made the first time and is the caller's alone until this returns.
+// owcu_follow makes a stream wait for what is queued on others, by an event that is
+// made at the first call; only one caller may use it at a time.
 int owcu_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e);
-// owcu_copy queues a copy between any two places, and with wait waits for it.
+// owcu_copy queues a copy between any two addresses; with wait it waits for it.
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e);
 int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e);
 int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
 int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
-// owcu_stream_here says whether a stream is of this context.
+// owcu_stream_here checks whether a stream belongs to this context.
 int owcu_stream_here(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e);
-// owcu_thread_mode exchanges the thread's mode of stream capture, or says -1.
+// owcu_thread_mode exchanges the thread's mode of stream capture, or returns -1.
 int owcu_thread_mode(int mode);
-// owcu_pointer_device is the number of the device that an address is of, or -1.
+// owcu_pointer_device is the number of the device that an address belongs to, or
+// -1.
 int owcu_pointer_device(owcu_ptr p);
 
 #endif

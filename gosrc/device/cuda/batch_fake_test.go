@@ -10,7 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/nvcomp"
 )
 
@@ -40,7 +40,7 @@ func TestBatchOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	if b.Done() {
-		t.Error("a batch that nobody waited for is done: the test shows nothing")
+		t.Error("a batch is done before any wait: the test shows nothing")
 	}
 	if err := g.Follow(first, second); err != nil {
 		t.Fatal(err)
@@ -52,8 +52,8 @@ func TestBatchOrder(t *testing.T) {
 	if !bytes.Equal(got, in[0]) {
 		t.Error("the batch read before it was written, or was read before it wrote")
 	}
-	if errs, err := b.Wait(); err != nil || errs[0] != nil {
-		t.Error(errs, err)
+	if failures, err := b.Wait(); err != nil || failures[0] != nil {
+		t.Error(failures, err)
 	}
 	if err := errors.Join(g.FreeStream(first), g.FreeStream(second)); err != nil {
 		t.Error(err)
@@ -71,7 +71,7 @@ func TestOtherDevice(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := g.OwnsStream(q); !errors.Is(err, fault.ErrArgument) {
+	if err := g.OwnsStream(q); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a stream of cuda:1: %v", err)
 	}
 	if err := errors.Join(g.OwnsStream(1), g.OwnsStream(2), other.OwnsStream(q), other.FreeStream(q)); err != nil {
@@ -112,9 +112,9 @@ func TestBatchEveryCallFails(t *testing.T) {
 			return err
 		}
 		_ = b.Done()
-		errs, err := b.Wait()
-		if err == nil && errs[0] != nil {
-			t.Error(errs[0])
+		failures, err := b.Wait()
+		if err == nil && failures[0] != nil {
+			t.Error(failures[0])
 		}
 		got := make([]byte, len(in[0]))
 		if err == nil {
@@ -130,7 +130,7 @@ func TestBatchEveryCallFails(t *testing.T) {
 		sticky bool
 		class  error
 		first  int64 // each takes every third call
-	}{{999, false, fault.ErrDevice, 1}, {999, true, fault.ErrDevice, 2}, {2, false, fault.ErrMemory, 3}} {
+	}{{999, false, errs.ErrDevice, 1}, {999, true, errs.ErrDevice, 2}, {2, false, errs.ErrMemory, 3}} {
 		failed := 0
 		for nth := c.first; ; nth += 3 {
 			end := cuda.Fake(64 << 20)

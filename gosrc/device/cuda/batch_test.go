@@ -13,7 +13,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/nvcomp"
 )
 
@@ -157,13 +157,13 @@ func TestBatchX16(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		errs, err := b.Wait()
+		failures, err := b.Wait()
 		if err != nil || !b.Done() {
 			t.Fatal(err)
 		}
 		for i, s := range streams {
-			if errs[i] != nil || !bytes.Equal(g.get(s.Dst, s.Size), in[i]) {
-				t.Errorf("%+v: stream %d of %d bytes: %v, or other bytes", spec, i, s.Size, errs[i])
+			if failures[i] != nil || !bytes.Equal(g.get(s.Dst, s.Size), in[i]) {
+				t.Errorf("%+v: stream %d of %d bytes: %v, or other bytes", spec, i, s.Size, failures[i])
 			}
 		}
 		g.drop()
@@ -188,17 +188,17 @@ func TestBatchItems(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			errs, err := b.Wait()
+			failures, err := b.Wait()
 			if err != nil {
 				t.Fatal(err)
 			}
 			for i, s := range streams {
-				if errs[i] != nil || !bytes.Equal(g.get(s.Dst, s.Size), in[i]) {
-					t.Errorf("%+v: stream %d of %d bytes: %v, or other bytes", spec, i, s.Size, errs[i])
+				if failures[i] != nil || !bytes.Equal(g.get(s.Dst, s.Size), in[i]) {
+					t.Errorf("%+v: stream %d of %d bytes: %v, or other bytes", spec, i, s.Size, failures[i])
 				}
 			}
-			if !errors.Is(errs[len(streams)], fault.ErrCorrupt) {
-				t.Errorf("%+v: a stream cut short: %v", spec, errs[len(streams)])
+			if !errors.Is(failures[len(streams)], errs.ErrCorrupt) {
+				t.Errorf("%+v: a stream cut short: %v", spec, failures[len(streams)])
 			}
 			g.drop()
 		}
@@ -233,21 +233,21 @@ func TestBatchEncode(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		errs, err := b.Wait()
+		failures, err := b.Wait()
 		if err != nil {
 			t.Fatal(err)
 		}
 		for i, n := range b.Sizes()[:len(in)] {
 			got := g.get(streams[i].Dst, n)
-			if errs[i] != nil || !bytes.Equal(got, want[i]) {
+			if failures[i] != nil || !bytes.Equal(got, want[i]) {
 				at := 0
 				for at < min(len(got), len(want[i])) && got[at] == want[i][at] {
 					at++
 				}
-				t.Errorf("%+v: content of %d bytes: %v, %d bytes for %d, other from %d", spec, len(in[i]), errs[i], n, len(want[i]), at)
+				t.Errorf("%+v: content of %d bytes: %v, %d bytes for %d, other from %d", spec, len(in[i]), failures[i], n, len(want[i]), at)
 			}
 		}
-		if errs[len(in)] == nil {
+		if failures[len(in)] == nil {
 			t.Errorf("%+v: a room too small was enough", spec)
 		}
 		g.drop()
@@ -290,24 +290,24 @@ func TestBatchHostile(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		errs, err := b.Wait()
+		failures, err := b.Wait()
 		if err != nil {
 			t.Fatal(err)
 		}
 		refused := 0
-		for i, err := range errs {
+		for i, err := range failures {
 			if err != nil {
 				refused++
-				if !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrNotSupported) {
+				if !errors.Is(err, errs.ErrCorrupt) && !errors.Is(err, errs.ErrNotSupported) {
 					t.Errorf("stream %d: %v", i, err)
 				}
 			}
 		}
-		if errs[0] != nil || !bytes.Equal(g.get(streams[0].Dst, streams[0].Size), content) {
-			t.Errorf("the good one: %v", errs[0])
+		if failures[0] != nil || !bytes.Equal(g.get(streams[0].Dst, streams[0].Size), content) {
+			t.Errorf("the good one: %v", failures[0])
 		}
-		if errs[len(errs)-1] == nil || refused < count/8 {
-			t.Errorf("%d of %d were refused; another length: %v", refused, count, errs[len(errs)-1])
+		if failures[len(failures)-1] == nil || refused < count/8 {
+			t.Errorf("%d of %d were refused; another length: %v", refused, count, failures[len(failures)-1])
 		}
 		g.drop()
 	}
@@ -325,16 +325,16 @@ func TestBatchMisplaced(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if errs, err := b.Wait(); err != nil || !errors.Is(errs[0], fault.ErrNotSupported) {
-		t.Error(errs, err)
+	if failures, err := b.Wait(); err != nil || !errors.Is(failures[0], errs.ErrNotSupported) {
+		t.Error(failures, err)
 	}
-	if _, err := g.Decode(cuda.Order{}, 99, streams); !errors.Is(err, fault.ErrNotSupported) {
+	if _, err := g.Decode(cuda.Order{}, 99, streams); !errors.Is(err, errs.ErrNotSupported) {
 		t.Errorf("no such decoder: %v", err)
 	}
 }
 
-// More batches than there is memory for are under way at once, on several
-// streams and from several goroutines; each is told its own.
+// More batches than there is memory for are in flight at once, on several
+// streams and from several goroutines; each gets its own results.
 func TestBatchMany(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 7)))[3:5]
@@ -369,9 +369,9 @@ func TestBatchMany(t *testing.T) {
 				all = append(all, b)
 			}
 			for i, b := range all {
-				errs, err := b.Wait()
-				if err != nil || errs[0] != nil || (errs[1] != nil) != (i%7 == 0) {
-					t.Errorf("batch %d: %v, %v", i, errs, err)
+				failures, err := b.Wait()
+				if err != nil || failures[0] != nil || (failures[1] != nil) != (i%7 == 0) {
+					t.Errorf("batch %d: %v, %v", i, failures, err)
 				}
 			}
 			if err := errors.Join(g.SyncStream(q), g.FreeStream(q)); err != nil {
@@ -394,8 +394,8 @@ func TestBatchLarge(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if errs, err := b.Wait(); err != nil || errs[0] != nil || !bytes.Equal(g.get(streams[0].Dst, streams[0].Size), content) {
-			t.Errorf("%v, %v, or other bytes", errs, err)
+		if failures, err := b.Wait(); err != nil || failures[0] != nil || !bytes.Equal(g.get(streams[0].Dst, streams[0].Size), content) {
+			t.Errorf("%v, %v, or other bytes", failures, err)
 		}
 		g.drop()
 	}

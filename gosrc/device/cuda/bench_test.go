@@ -27,7 +27,7 @@ var (
 	benchFlag = flag.Bool("cuda.bench", false, "measure; alone: -test.run TestBench")
 	benchDir  = flag.String("cuda.dir", os.TempDir(), "where the bench writes its file")
 	benchMB   = flag.Int("cuda.mb", 16000, "MB of tensor bytes a measured run moves")
-	benchRuns = flag.Int("cuda.runs", 5, "measured runs of each; the median is told")
+	benchRuns = flag.Int("cuda.runs", 5, "measured runs of each; the median is reported")
 	fuzzFlag  = flag.Int("cuda.corrupt", 0, "how many corrupt chunks TestManyCorrupt decodes")
 )
 
@@ -61,8 +61,8 @@ func full(r *rand.Rand, n int) *piece {
 	return &p
 }
 
-// flood submits a piece until total logical bytes went to memory of dst, with
-// so many workers; before is what a worker does with its slot first.
+// flood submits a piece until total logical bytes went to memory of dst, by that
+// number of workers; before is what a worker does with its slot first.
 func flood(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64, workers int, before func(i int64, s *Slot)) (int64, time.Duration) {
 	each := int64(0)
 	for i := range p.jobs {
@@ -126,7 +126,7 @@ func flood(t *testing.T, l *Queue, p *piece, dst device.Memory, total int64, wor
 	return pieces * each, took
 }
 
-// fill puts a piece into every slot of a lane.
+// fill puts a piece into every slot of a queue.
 func fill(t *testing.T, l *Queue, p *piece) {
 	var all []device.Slot
 	for range l.slots {
@@ -142,7 +142,7 @@ func fill(t *testing.T, l *Queue, p *piece) {
 	}
 }
 
-// TestBench measures the lane beside the floor of the same run.
+// TestBench measures the queue beside the floor of the same run.
 func TestBench(t *testing.T) {
 	if !*benchFlag {
 		t.Skip("-cuda.bench")
@@ -162,7 +162,7 @@ func TestBench(t *testing.T) {
 		}
 		took := time.Since(start)
 		l.Close()
-		t.Logf("lane %d ready in %v", i+1, took)
+		t.Logf("queue %d ready in %v", i+1, took)
 		if i == 1 {
 			start = time.Now()
 			if err := d.Trim(); err != nil {
@@ -342,7 +342,7 @@ func TestManyCorrupt(t *testing.T) {
 	t.Logf("%d refused, %d passed (good ones, or bits that only the checksum covers)", refused, passed)
 }
 
-// TestManyLoads opens and closes lanes and memory a thousand times; what the
+// TestManyLoads opens and closes queues and memory a thousand times; what the
 // device has free at the end is what it had after the first.
 func TestManyLoads(t *testing.T) {
 	r := random(t)

@@ -3,7 +3,7 @@
 package cuda
 
 /*
-#include "lane.h"
+#include "queue.h"
 #include "../../../cuda/abi.h"
 #include "../../../cuda/abi_move.h"
 */
@@ -14,14 +14,14 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
 const (
-	smallRaw = 4 << 20  // copies below this do not fill the wire
-	fewRaw   = 2        // that many of them cost less than a way through the staging
-	nearby   = 64 << 10 // bytes worth copying with the tables rather than apart
+	smallRaw = 4 << 20  // smaller copies do not saturate the link
+	fewRaw   = 2        // this many of them cost less than copying through the staging
+	nearby   = 64 << 10 // above this, tables are copied apart from the piece
 
 	chunkSize = int(unsafe.Sizeof(C.ow_x16_chunk{}))
 	segSize   = int(unsafe.Sizeof(C.ow_x16_seg{}))
@@ -30,22 +30,22 @@ const (
 	partSize  = int(unsafe.Sizeof(C.ow_part{}))
 )
 
-// A build turns the jobs of a piece into copies, tables and launches, in one
-// round or several. It keeps its memory between pieces.
+// A build turns the decode tasks of a piece into copies, tables and launches, in
+// one round or several. It keeps its memory between pieces.
 type build struct {
 	s        *Slot
-	jobs     []device.DecodeTask
-	at       int    // the next job
+	tasks    []device.DecodeTask
+	at       int    // the next task
 	begun    bool   // a round was filled
-	base     uint64 // where the kernels find the piece's first byte
+	base     uint64 // address of the piece's first byte for the kernels
 	lo, hi   int64
-	staged   bool // the bytes [lo, hi) were sent to the staging
+	staged   bool // the bytes [lo, hi) were copied to the staging
 	around   bool // the piece needs scratch
 	scratch  bool // this round uses it
 	used     int  // bytes of tables
 	inScr    int64
 	chunks   []C.ow_x16_chunk
-	owner    []int // job of each chunk
+	owner    []int // task of each chunk
 	moves    []C.ow_move
 	casts    []C.ow_cast
 	segs     []C.ow_x16_seg
@@ -53,7 +53,7 @@ type build struct {
 	copies   []C.struct_owcu_copy
 	launches []launch
 
-	// Of the batch that is being filled: launches whose chunks fit in scratch.
+	// The batch that is being filled: launches whose chunks fit in scratch.
 	batch [8][]C.ow_x16_seg
 	moved []C.ow_part
 	cast  []C.ow_part
@@ -62,16 +62,17 @@ type build struct {
 // A launch is a kernel and its items, in segs or, for moves and casts, in parts.
 type launch struct{ kernel, first, n int }
 
-// begin checks a piece's jobs and decides which bytes go to the staging: those
-// of chunks that a kernel reads. Other raw chunks are copied to their places.
-func (b *build) begin(s *Slot, n int64, jobs []device.DecodeTask) {
-	b.s, b.jobs, b.at, b.begun, b.staged, b.around, b.base = s, jobs, 0, false, false, false, s.dev
+// begin checks a piece's tasks and decides which bytes are copied to the staging:
+// those of chunks that a kernel reads. Other raw chunks are copied straight to
+// their destinations.
+func (b *build) begin(s *Slot, n int64, tasks []device.DecodeTask) {
+	b.s, b.tasks, b.at, b.begun, b.staged, b.around, b.base = s, tasks, 0, false, false, false, s.dev
 	b.lo, b.hi = n, 0
 	small, smallLo, smallHi := 0, n, int64(0)
-	for i := range jobs {
-		j := &jobs[i]
+	for i := range tasks {
+		j := &tasks[i]
 		if err := check(s, n, j); err != nil {
-			s.errs[i] = err
+			s.failures[i] = err
 			continue
 		}
 		b.around = b.around || around(j)
@@ -88,18 +89,18 @@ func (b *build) begin(s *Slot, n int64, jobs []device.DecodeTask) {
 		b.lo, b.hi = min(b.lo, smallLo), max(b.hi, smallHi)
 	}
 	b.lo &^= 15
-	if s.onDev != 0 { // all of it is there
+	if s.onDev != 0 { // the caller's view is on the device
 		b.base, b.lo, b.hi, b.staged = s.onDev, 0, n, true
 	}
 }
 
-// check says whether a job can be run. Words in a chunk that only decoding can
-// check are left to the kernel.
+// check checks that a task can run. The kernel checks words in a chunk that only
+// decoding can check.
 func check(s *Slot, n int64, j *device.DecodeTask) error {
 	c := &j.Chunk
 	lo, hi := int64(j.Src), int64(j.Src)+int64(c.Stored)
 	if hi > n || j.Dst == nil && c.Logical > 0 {
-		return fault.New(fault.ErrArgument, "a job on bytes [%d, %d) of %d, to %p", lo, hi, n, j.Dst)
+		return errs.New(errs.ErrArgument, "a task on bytes [%d, %d) of %d, to %p", lo, hi, n, j.Dst)
 	}
 	if err := checkCast(j); err != nil {
 		return err
@@ -107,37 +108,37 @@ func check(s *Slot, n int64, j *device.DecodeTask) error {
 	switch c.Codec {
 	case tensor.CodecRaw:
 		if c.Transform != 0 || c.Stored != c.Logical {
-			return fault.New(fault.ErrCorrupt, "raw chunk with transform %d, %d bytes of %d", c.Transform, c.Stored, c.Logical)
+			return errs.New(errs.ErrCorrupt, "raw chunk with transform %d, %d bytes of %d", c.Transform, c.Stored, c.Logical)
 		}
 		return nil
 	case tensor.CodecX16:
 		if lo%16 != 0 {
-			return fault.New(fault.ErrCorrupt, "X16 chunk at %d, which is not a multiple of 16", lo)
+			return errs.New(errs.ErrCorrupt, "X16 chunk at %d, which is not a multiple of 16", lo)
 		}
 		if s.onDev != 0 {
 			if c.Transform < 1 || c.Transform > C.OW_BYTES || c.SegTiles == 0 || c.Logical > tensor.MaxChunkBytes {
-				return fault.New(fault.ErrCorrupt, "X16 chunk of %d bytes with transform %d in segments of %d tiles", c.Logical, c.Transform, c.SegTiles)
+				return errs.New(errs.ErrCorrupt, "X16 chunk of %d bytes with transform %d in segments of %d tiles", c.Logical, c.Transform, c.SegTiles)
 			}
 			return nil
 		}
 		return x16.Check(s.Memory()[lo:hi], *c)
 	}
-	return fault.New(fault.ErrNotSupported, "codec %d on a GPU", uint8(c.Codec))
+	return errs.New(errs.ErrNotSupported, "codec %d on a GPU", uint8(c.Codec))
 }
 
-// finished says whether every job is in a round.
-func (b *build) finished() bool { return b.begun && b.at == len(b.jobs) }
+// finished reports whether every task is in a round.
+func (b *build) finished() bool { return b.begun && b.at == len(b.tasks) }
 
-// fill takes the next jobs, as many as the tables hold. scratch is the address
-// of scratch memory, if the piece needs it.
+// fill takes the next tasks, as many as the tables hold. scratch is the address of
+// scratch memory, if the piece needs it.
 func (b *build) fill(scratch uint64) {
 	b.scratch, b.used, b.inScr = false, 0, 0
 	b.chunks, b.owner, b.moves, b.segs, b.parts = b.chunks[:0], b.owner[:0], b.moves[:0], b.segs[:0], b.parts[:0]
 	b.casts = b.casts[:0]
 	b.copies, b.launches = b.copies[:0], b.launches[:0]
-	for ; b.at < len(b.jobs); b.at++ {
-		j := &b.jobs[b.at]
-		if b.s.errs[b.at] != nil || j.Chunk.Logical == 0 {
+	for ; b.at < len(b.tasks); b.at++ {
+		j := &b.tasks[b.at]
+		if b.s.failures[b.at] != nil || j.Chunk.Logical == 0 {
 			continue
 		}
 		var fits bool
@@ -154,23 +155,23 @@ func (b *build) fill(scratch uint64) {
 	b.flushBatch()
 }
 
-// checkCast says whether the elements of a job's chunk can be cast.
+// checkCast checks that the elements of a task's chunk can be cast.
 func checkCast(j *device.DecodeTask) error {
 	if j.Cast.To == 0 {
 		return nil
 	}
 	if !CanCast(j.Cast) {
-		return fault.New(fault.ErrNotSupported, "cast of %v to %v on a GPU", j.Cast.From, j.Cast.To)
+		return errs.New(errs.ErrNotSupported, "cast of %v to %v on a GPU", j.Cast.From, j.Cast.To)
 	}
 	from, to := j.Cast.From.Bits()/8, j.Cast.To.Bits()/8
 	if j.View != nil || int(j.Chunk.Logical)%from != 0 || uintptr(j.Dst)%uintptr(to) != 0 {
-		return fault.New(fault.ErrArgument, "cast of %d bytes of %v, or a part of them, to %p", j.Chunk.Logical, j.Cast.From, j.Dst)
+		return errs.New(errs.ErrArgument, "cast of %d bytes of %v, or a part of them, to %p", j.Chunk.Logical, j.Cast.From, j.Dst)
 	}
 	return nil
 }
 
-// around says that a chunk goes through scratch: kernels write whole chunks, to
-// multiples of 16, and cast from whole elements.
+// around reports whether a chunk goes through scratch: kernels write whole chunks,
+// at multiples of 16, and cast whole elements.
 func around(j *device.DecodeTask) bool {
 	if j.Cast.To != 0 {
 		return j.Chunk.Codec == tensor.CodecX16 || int(j.Src)%(j.Cast.From.Bits()/8) != 0
@@ -190,7 +191,7 @@ func (b *build) coded(j *device.DecodeTask, scratch uint64) bool {
 		if j.Cast.To != 0 {
 			need += tablesOfCast(j)
 		} else if moves = b.scattered(j, at, dst); len(moves) == 0 {
-			return true // a view that keeps nothing of it
+			return true // the view has no bytes of it
 		}
 		dst = at
 		need += tablesOf(moves)
@@ -220,8 +221,7 @@ func (b *build) coded(j *device.DecodeTask, scratch uint64) bool {
 	return true
 }
 
-// raw adds a raw chunk: from the staging if it is there, else by a copy of its
-// own.
+// raw adds a raw chunk: from the staging if it is there, else by a copy of its own.
 func (b *build) raw(j *device.DecodeTask, scratch uint64) bool {
 	if j.Cast.To != 0 {
 		return b.rawCast(j, scratch)
@@ -244,7 +244,7 @@ func (b *build) raw(j *device.DecodeTask, scratch uint64) bool {
 	return true
 }
 
-// scattered is a job's bytes as moves: one, or for a view whole rows and a
+// scattered splits a task's bytes into moves: one, or for a view whole rows and a
 // partial row at either end.
 func (b *build) scattered(j *device.DecodeTask, src, dst uint64) (out []C.ow_move) {
 	if j.View == nil {
@@ -267,8 +267,8 @@ func (b *build) scattered(j *device.DecodeTask, src, dst uint64) (out []C.ow_mov
 	return out
 }
 
-// rawCast adds a raw chunk whose elements are cast out of the staging, or out of
-// scratch where they do not lie on their own size there.
+// rawCast adds a raw chunk whose elements are cast from the staging, or from
+// scratch if they are not aligned to their size there.
 func (b *build) rawCast(j *device.DecodeTask, scratch uint64) bool {
 	src := b.base + uint64(j.Src)
 	need := tablesOfCast(j)
@@ -292,8 +292,8 @@ func (b *build) rawCast(j *device.DecodeTask, scratch uint64) bool {
 	return true
 }
 
-// roomInScratch is where the job's bytes go in scratch; what was there may have
-// to be done with first.
+// roomInScratch returns the task's address in scratch. Earlier chunks there may
+// have to be launched first.
 func (b *build) roomInScratch(j *device.DecodeTask, scratch uint64) uint64 {
 	if b.inScr+int64(j.Chunk.Logical) > scratchBytes {
 		b.flushBatch()
@@ -302,13 +302,13 @@ func (b *build) roomInScratch(j *device.DecodeTask, scratch uint64) uint64 {
 	return scratch + uint64(b.inScr)
 }
 
-// tablesOfCast is the bytes of tables that a job's cast needs.
+// tablesOfCast is how many bytes of tables a task's cast needs.
 func tablesOfCast(j *device.DecodeTask) int {
 	n := int(j.Chunk.Logical) / (j.Cast.From.Bits() / 8)
 	return castSize + (n+C.OW_CAST_PART-1)/C.OW_CAST_PART*partSize
 }
 
-// casting adds the cast of a job's elements, which lie at src.
+// casting adds the cast of a task's elements at src.
 func (b *build) casting(j *device.DecodeTask, src uint64) {
 	k := C.uint32_t(len(b.casts))
 	n := int(j.Chunk.Logical) / (j.Cast.From.Bits() / 8)
@@ -326,7 +326,7 @@ func tablesOf(moves []C.ow_move) (n int) {
 	return n
 }
 
-// room says whether so many bytes of tables fit beside those there are.
+// room reports whether n more bytes of tables fit.
 func (b *build) room(n int) bool {
 	// The launches of this batch and the next, and the tables' rounding.
 	return b.used+n+64 <= tableBytes && len(b.launches)+2*(len(b.batch)+2) <= C.OWCU_LAUNCHES
@@ -342,7 +342,7 @@ func (b *build) move(moves []C.ow_move) {
 	}
 }
 
-// flushBatch makes launches of a batch: decode, then move, then cast.
+// flushBatch adds the launches of a batch: decode, then move, then cast.
 func (b *build) flushBatch() {
 	for t := range b.batch {
 		if n := len(b.batch[t]); n > 0 {
@@ -363,7 +363,7 @@ func (b *build) flushBatch() {
 	}
 }
 
-// write puts the round into the slot's pinned memory and its C side.
+// write writes the round into the slot's pinned memory and its C struct.
 func (b *build) write() {
 	s := b.s
 	head := unsafe.Add(s.host, -headBytes)
@@ -372,8 +372,8 @@ func (b *build) write() {
 	table := unsafe.Add(s.host, -size)
 	device := s.dev - uint64(size)
 	if s.onDev != 0 {
-		// The kernels read them where they are: a copy would wait for those of other
-		// lanes, which keep the wire busy for milliseconds.
+		// The kernels read the tables in host memory: a copy would wait for copies
+		// of other queues, which occupy the link for milliseconds.
 		device = uint64(s.c.status) + headBytes - uint64(size)
 	}
 	var at [5]int
@@ -417,23 +417,23 @@ func (b *build) write() {
 	}
 }
 
-// put copies a table to off behind p and returns its bytes.
+// put copies a table to p+off and returns its length in bytes.
 func put[T any](p unsafe.Pointer, off int, table []T) int {
 	copy(unsafe.Slice((*T)(unsafe.Add(p, off)), len(table)), table)
 	return len(table) * int(unsafe.Sizeof(*new(T)))
 }
 
-// harvest turns the status words of a round that has ended into errors.
+// harvest turns the status words of a finished round into errors.
 func (b *build) harvest() {
 	words := unsafe.Slice((*uint32)(unsafe.Add(b.s.host, -headBytes)), len(b.chunks))
 	for i, w := range words {
 		if w != 0 {
-			b.s.errs[b.owner[i]] = fault.New(fault.ErrCorrupt, "X16: %s", meaning(w))
+			b.s.failures[b.owner[i]] = errs.New(errs.ErrCorrupt, "X16: %s", meaning(w))
 		}
 	}
 }
 
-// meaning says what a status word means.
+// meaning explains a status word.
 func meaning(w uint32) (text string) {
 	for _, m := range []struct {
 		bit  uint32

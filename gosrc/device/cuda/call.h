@@ -1,13 +1,13 @@
-// What every function that calls the driver needs: its table tried, the first
-// error noted, the device's context made current and put back.
+// What every function that calls the driver needs: calls through its table, the
+// first error recorded, the device's context made current and restored.
 #ifndef OWCU_CALL_H
 #define OWCU_CALL_H
 
-#include "lane.h"
+#include "queue.h"
 
 #include <stdio.h>
 
-// failed notes the first error of a function.
+// failed records the first error of a function.
 static inline int failed(struct owcu_error *e, const char *call, int code)
 {
 	const char *name = NULL, *text = NULL;
@@ -38,12 +38,13 @@ enum {
 	NO_CONTEXT = 201, // CUDA_ERROR_INVALID_CONTEXT
 };
 
-// relax puts the thread into the relaxed mode of stream capture, and harden puts
-// back the mode that it had. In its own mode most calls destroy a capture of
-// torch's, on whatever thread that is.
+// relax puts the thread into the relaxed mode of stream capture, and harden
+// restores its mode. In the default mode most calls destroy a capture of torch's,
+// on any thread.
 static inline void harden(int *mode)
 {
-	// Twice, with the same: the thread is not ours, and must not keep a mode of ours.
+	// Twice, with the same value: the thread is not ours, and must not keep a mode
+	// of ours.
 	for (int i = 0, put = *mode; i < 2 && put != CAPTURE_UNKNOWN && !owcu_forked(); i++, put = *mode)
 		if (owcu->thread_mode(&put) == 0)
 			break;
@@ -85,8 +86,8 @@ static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error
 	return leave(g, -1);
 }
 
-// uncaptured refuses a stream that is being captured: what is asked of it there
-// would become part of a graph, or destroy it.
+// uncaptured refuses a stream that is being captured: work queued there would
+// become part of a graph, and queries would destroy it.
 static inline int uncaptured(uint64_t stream, struct owcu_error *e)
 {
 	int status = 0;
@@ -97,18 +98,18 @@ static inline int uncaptured(uint64_t stream, struct owcu_error *e)
 	return failed(e, name_stream_capturing, code);
 }
 
-// lost tells whether the device is: then not even a question is answered, and
-// what could not be given back to it is gone with it.
+// lost reports whether the device is: then it answers no query, and what could not
+// be freed is gone with it.
 static inline int lost(void)
 {
 	size_t a, b;
 	int code = owcu->mem_info(&a, &b);
 
-	return code != 0 && code != NO_CONTEXT; // that is the thread's fault
+	return code != 0 && code != NO_CONTEXT; // the thread is at fault, not the device
 }
 
-// retire is enter for calls that give something back: 1 if the driver refuses now
-// and may not later. To a lost device things are given back as they are.
+// retire is enter for calls that free something: 1 if the driver refuses now and
+// may not later. On a lost device, resources count as freed.
 static inline int retire(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e)
 {
 	if (enter(g, ctx, e) == 0)
@@ -116,8 +117,8 @@ static inline int retire(struct owcu_guard *g, owcu_handle ctx, struct owcu_erro
 	return owcu_forked() ? -1 : !lost();
 }
 
-// DROP gives one thing back, unless it is not there or a try before
-// has done so: `left` tells that the driver refused it.
+// DROP frees one resource, unless there is none or an earlier try has freed it;
+// `left` records that the driver refused.
 #define DROP(thing, field)                                                                                             \
 	do {                                                                                                           \
 		if (thing) {                                                                                           \

@@ -9,7 +9,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // The driver may wait for work of others wherever something is given back, and
@@ -73,7 +73,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 	p.coded(weights(r, x16.BF16, 8000), x16.BF16)
 	p.raw(weights(r, x16.BF16, 30_000))
 	life := func() {
-		for i, size := range []int64{64 << 10, 256 << 10, 64 << 10} { // lanes are made, kept and given back
+		for i, size := range []int64{64 << 10, 256 << 10, 64 << 10} { // queues are made, kept and given back
 			l, err := d.Queue(3+i, size)
 			if err != nil {
 				t.Fatal(err)
@@ -134,7 +134,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 }
 
 // Work on a stream that is being captured is refused before the capture is
-// harmed, and the caller is told what to do.
+// harmed, and the error says what to do.
 func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	d, l := open(t, 2, 64<<10)
 	stream, err := d.NewStream()
@@ -177,7 +177,7 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	}
 	end := FakeCapture(stream, false)
 	for name, call := range all {
-		if err := call(); !errors.Is(err, fault.ErrNotSupported) {
+		if err := call(); !errors.Is(err, errs.ErrNotSupported) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -194,7 +194,7 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 }
 
 // A load waits for nothing that others have queued, though an earlier one's memory
-// was dropped, its lane does not fit, and another load ends beside it.
+// was dropped, its queue does not fit, and another load ends beside it.
 func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	r := random(t)
 	d := begun(t)
@@ -245,8 +245,8 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	}
 }
 
-// Memory is not freed while a user's stream, which was told of, has work; and the
-// reaper looks without waiting.
+// Memory is not freed while a user's stream (Used) has work; and the reaper looks
+// without waiting.
 func TestMemoryOutlivesItsUsers(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -299,12 +299,12 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 		t.Error(err)
 	}
 	d.mu.Lock()
-	d.users = nil // it was told of a stream that does not live as long as the process
+	d.users = nil // this stream does not live as long as the process
 	d.mu.Unlock()
 }
 
 // What the driver refuses to free is kept, with its header, and freed once when it
-// no longer refuses: memory of tensors, a lane's, a batch's, what was registered,
+// no longer refuses: memory of tensors, a queue's, a batch's, what was registered,
 // and what was got before an error.
 func TestRefusedIsTriedAgain(t *testing.T) {
 	d := begun(t)
@@ -321,7 +321,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		if err := d.giveBack(); err != nil {
 			t.Fatalf("call %d was refused: then %v", nth, err)
 		}
-		d.inter()
+		d.freeDeferred()
 		if s := fakeGet(); s.blocks != 0 || s.broken > 0 || s.relaxed != 0 {
 			t.Fatalf("call %d was refused: %+v", nth, s)
 		}
@@ -332,7 +332,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	if live != 0 {
 		t.Errorf("%d blocks are said to live", live)
 	}
-	// A lane, with scratch and marks, and what stands in for it while it fails.
+	// A queue, with scratch and marks, and what stands in for it while it fails.
 	for nth := int64(1); nth < 120; nth += 3 {
 		l, err := d.Queue(2, 64<<10)
 		if err != nil {
@@ -342,9 +342,9 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		fakeFail(nth, 900, false)
 		_ = d.Trim() // an error or not: it is the reaper's then
 		fakeFail(0, 0, false)
-		d.inter()
+		d.freeDeferred()
 		if s := fakeGet(); s.blocks != 0 || s.pins != 0 || s.broken > 0 {
-			t.Fatalf("a lane, call %d: %+v", nth, s)
+			t.Fatalf("a queue, call %d: %+v", nth, s)
 		}
 	}
 	for nth := int64(1); nth < 80; nth++ {
@@ -391,16 +391,16 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	dict(t, d)()
 	drop()
 	fakeLose(719)
-	if err := d.Trim(); !errors.Is(err, fault.ErrDevice) {
+	if err := d.Trim(); !errors.Is(err, errs.ErrDevice) {
 		t.Errorf("%v", err)
 	}
 	v.Free()
 	d.mu.Lock()
-	live, graves, kept := d.live, len(d.graves), len(d.kept)
+	live, deferred, kept := d.live, len(d.deferred), len(d.kept)
 	d.mu.Unlock()
 	fakeFail(0, 0, false)
-	if s := fakeGet(); live+graves+kept != 0 || s.blocks+s.pins != 0 || s.broken > 0 {
-		t.Errorf("%d blocks, %d graves, %d kept: %+v", live, graves, kept, s)
+	if s := fakeGet(); live+deferred+kept != 0 || s.blocks+s.pins != 0 || s.broken > 0 {
+		t.Errorf("%d blocks, %d deferred, %d kept: %+v", live, deferred, kept, s)
 	}
 }
 
@@ -442,7 +442,7 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 		t.Error("what was dropped just now is not kept for the next load")
 	}
 	eventually(t, "too much is kept for too long", func() bool {
-		d.shed()
+		d.freeSurplus()
 		return fakeGet().bytes <= keepBytes
 	})
 	mem, err = d.Alloc([]int64{250 << 20}) // all that there is, nearly

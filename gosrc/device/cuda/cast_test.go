@@ -10,7 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -183,7 +183,7 @@ func TestCast(t *testing.T) {
 			}
 		}
 	}
-	if err := l.Cast(t.Context(), device.Memory{}, device.Memory{}, tensor.I8, tensor.F32); !errors.Is(err, fault.ErrNotSupported) {
+	if err := l.Cast(t.Context(), device.Memory{}, device.Memory{}, tensor.I8, tensor.F32); !errors.Is(err, errs.ErrNotSupported) {
 		t.Errorf("from I8: %v", err)
 	}
 }

@@ -4,7 +4,7 @@ package cuda
 
 /*
 #include <stdlib.h>
-#include "lane.h"
+#include "queue.h"
 */
 import "C"
 
@@ -16,12 +16,12 @@ import (
 
 	"github.com/overwire/overwire/cuda/built"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// The kernels in the order of their numbers: transforms 1 to 8 of X16, then
-// what moves and casts.
+// The kernels in the order of their numbers: transforms 1 to 8 of X16, then moves
+// and casts.
 const (
 	kernelNames = "ow_x16_bf16\x00ow_x16_fp16\x00ow_x16_fp32\x00ow_x16_e4m3\x00ow_x16_e5m2\x00ow_x16_int8\x00" +
 		"ow_x16_nibbles\x00ow_x16_bytes\x00ow_move_kernel\x00ow_cast_kernel\x00"
@@ -34,42 +34,42 @@ type Device struct {
 	index  int
 	number C.int // the driver's
 	ctx    C.owcu_handle
-	spare  chan pages // one of them: the host memory of a first queue, when touched
+	spare  chan pages // pinned memory for a first queue, made ready by Open
 
-	making  sync.Mutex // of a queue
-	freeing sync.Mutex // of blocks
-	parting parting    // guarded by freeing
-	burying sync.Mutex // of what is given back later
-	load    sync.Mutex // of the module
-	module  C.struct_owcu_module
-	loaded  bool
-	kernels [kernels]C.owcu_handle
+	making    sync.Mutex  // of a queue
+	freeing   sync.Mutex  // of blocks
+	pending   pendingFree // guarded by freeing
+	deferring sync.Mutex  // guards what deferFree frees
+	load      sync.Mutex  // of the module
+	module    C.struct_owcu_module
+	loaded    bool
+	kernels   [kernels]C.owcu_handle
 
 	reading sync.Mutex // of stream
 	stream  C.owcu_handle
 	linking sync.Mutex    // of link
 	link    C.owcu_handle // event
 
-	mu      sync.Mutex
-	idle    [2]*Queue       // by rank
-	list    *unsafe.Pointer // device.Listed blocks that nobody holds; in C memory
-	live    int             // blocks not yet freed
-	kept    []span          // free memory for the next load
-	touched time.Time       // when kept was last added to or taken from
-	graves  []func() bool   // what is given back later
-	users   []C.uint64_t    // streams that Used was told of
-	reaping bool
-	taken   bool // spare was
+	mu       sync.Mutex
+	idle     [2]*Queue       // by rank
+	list     *unsafe.Pointer // device.Listed blocks without a holder; in C memory
+	live     int             // blocks not yet freed
+	kept     []keptBlock     // free memory for the next load
+	touched  time.Time       // when kept was last added to or taken from
+	deferred []func() bool   // what deferFree frees later
+	users    []C.uint64_t    // streams passed to Used
+	reaping  bool
+	taken    bool // spare was taken
 
 	batch batches
 }
 
-// firstRing is the pinned memory of a default queue; tests make it smaller.
+// firstRing is the size of a default queue's pinned memory; tests make it smaller.
 var firstRing = DefaultSlots * stride(DefaultSlotBytes)
 
-// Open gives the device with the given index. The first call makes its context,
-// which takes some 0.2 s, unless torch has done so; the pinned memory of a first
-// queue is made ready beside that.
+// Open returns the device with the given index. The first call makes its context,
+// which takes some 0.2 s unless torch has done so, and prepares the pinned memory
+// of a first queue at the same time.
 func Open(index int) (*Device, error) {
 	driver.mu.Lock()
 	defer driver.mu.Unlock()
@@ -77,18 +77,18 @@ func Open(index int) (*Device, error) {
 		return nil, err
 	}
 	if index < 0 || index >= driver.count {
-		return nil, fault.New(fault.ErrDevice, "cuda:%d: there are %d CUDA devices", index, driver.count)
+		return nil, errs.New(errs.ErrDevice, "cuda:%d: there are %d CUDA devices", index, driver.count)
 	}
 	if d := driver.devices[index]; d != nil {
 		return d, nil
 	}
 	list := (*unsafe.Pointer)(unsafe.Pointer(C.owcu_list_new()))
 	if list == nil {
-		return nil, fault.New(fault.ErrMemory, "the state of cuda:%d", index)
+		return nil, errs.New(errs.ErrMemory, "the state of cuda:%d", index)
 	}
 	d := &Device{index: index, spare: make(chan pages, 1), list: list}
 	spawn.Go("cuda ring", func() {
-		p, _ := newPages(firstRing) // zero if there is none: Queue tries again
+		p, _ := newPages(firstRing) // zero if it failed: Queue tries again
 		d.spare <- p
 	})
 	var e C.struct_owcu_error
@@ -104,13 +104,12 @@ func Open(index int) (*Device, error) {
 	return d, nil
 }
 
-// Shutdown gives back what all devices keep between loads. It is for the end of
-// the process, before the driver's own exit handlers; the memory of tensors
-// that somebody holds stays.
+// Shutdown frees what all devices keep between loads. It is for the end of the
+// process, before the driver's own exit handlers; memory of live tensors stays.
 func Shutdown() { _ = Trim() }
 
-// Trim gives back what the devices that were opened keep between loads, as
-// Device.Trim does for one. It goes on after an error and returns the first.
+// Trim frees what the opened devices keep between loads, as Device.Trim does for
+// one. It continues after an error and returns the first.
 func Trim() (err error) {
 	driver.mu.Lock()
 	defer driver.mu.Unlock()
@@ -125,10 +124,10 @@ func Trim() (err error) {
 // Index is the number of the device.
 func (d *Device) Index() int { return d.index }
 
-// Trim gives back what is kept between loads: the idle queue with its pinned
-// memory and staging, and tensors' memory that has no holder any more. It waits
-// for the work that uses that, and the driver may for more; memory whose users
-// are captured into a graph stays until that is over.
+// Trim frees what is kept between loads: the idle queue with its pinned memory and
+// staging, and tensor memory without a holder. It waits for the work that uses
+// that, and the driver may wait for more. Memory whose users are being captured
+// into a graph stays until the capture ends.
 func (d *Device) Trim() error {
 	d.mu.Lock()
 	idle := d.idle
@@ -149,11 +148,11 @@ func (d *Device) Trim() error {
 	if e := d.giveBack(); err == nil {
 		err = e
 	}
-	d.inter()
+	d.freeDeferred()
 	return err
 }
 
-// takeSpare gives what Open made ready, to the first who asks, when it is ready.
+// takeSpare returns what Open prepared, to the first caller, when it is ready.
 func (d *Device) takeSpare() pages {
 	d.mu.Lock()
 	again := d.taken
@@ -165,7 +164,7 @@ func (d *Device) takeSpare() pages {
 	return <-d.spare
 }
 
-// Free is how much memory of the device is unused, and how much there is.
+// Free is how much of the device's memory is free, and how much it has, in bytes.
 func (d *Device) Free() (unused, total int64, err error) {
 	var e C.struct_owcu_error
 	var a, b C.uint64_t
@@ -175,11 +174,12 @@ func (d *Device) Free() (unused, total int64, err error) {
 	return int64(a), int64(b), nil
 }
 
-// Read copies device memory to dst, which is as long, and waits for it, but for
-// no other work. It is for tests and small things: the copy is not pinned.
+// Read copies device memory to dst, which has the same length, and waits for the
+// copy, but for no other work. It is slow, since dst is not pinned: for tests and
+// small sizes.
 func (d *Device) Read(dst []byte, m device.Memory) error {
 	if int64(len(dst)) != m.Bytes {
-		return fault.New(fault.ErrArgument, "%d bytes of device memory into %d", m.Bytes, len(dst))
+		return errs.New(errs.ErrArgument, "%d bytes of device memory into %d", m.Bytes, len(dst))
 	}
 	if len(dst) == 0 {
 		return nil
@@ -193,9 +193,9 @@ func (d *Device) Read(dst []byte, m device.Memory) error {
 	return nil
 }
 
-// Current runs fn on a thread where the device's context is current, and whose
-// calls harm no graph that another captures, for other libraries; what was there
-// before comes back after it.
+// Current runs fn on a thread where the device's context is current and whose calls
+// cannot destroy a graph capture, for calls of other libraries; it restores the
+// thread's state.
 func (d *Device) Current(fn func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -224,7 +224,7 @@ func (d *Device) functions() (*[kernels]C.owcu_handle, error) {
 	return &d.kernels, nil
 }
 
-// close ends a device whose memory nobody holds any more; only tests do that.
+// close frees a device without live memory; only tests do that.
 func (d *Device) close() error {
 	err := d.Trim()
 	end := time.Now().Add(5 * time.Second)
@@ -232,14 +232,14 @@ func (d *Device) close() error {
 		live := d.live
 		d.mu.Unlock()
 		if time.Now().After(end) {
-			return fault.New(fault.ErrEngine, "cuda:%d: %d blocks are still held", d.index, live)
+			return errs.New(errs.ErrEngine, "cuda:%d: %d blocks are still held", d.index, live)
 		}
 		time.Sleep(time.Millisecond)
 	}
 	d.mu.Unlock()
-	for { // the reaper may have kept what it found last
+	for { // the reaper may have kept what it has just freed
 		e := d.giveBack()
-		d.inter()
+		d.freeDeferred()
 		if e == nil {
 			break
 		}
@@ -247,7 +247,7 @@ func (d *Device) close() error {
 			err = e
 		}
 	}
-	for _, event := range append(d.parting.events, d.link) {
+	for _, event := range append(d.pending.events, d.link) {
 		for gone := event == nil; !gone; {
 			var e C.struct_owcu_error
 			gone = C.owcu_event(d.ctx, &event, &e) <= 0
@@ -269,10 +269,10 @@ func (d *Device) close() error {
 	return err
 }
 
-// address is a device pointer as the driver takes it.
+// address converts a pointer to a device address.
 func address(p unsafe.Pointer) C.owcu_ptr { return C.owcu_ptr(uintptr(p)) }
 
-// pointer is the other way. Device addresses mean nothing to Go's collector.
+// pointer converts a device address to a pointer; Go's collector ignores it.
 func pointer(a C.owcu_ptr) unsafe.Pointer {
 	p := uintptr(a)
 	return *(*unsafe.Pointer)(unsafe.Pointer(&p))

@@ -1,16 +1,16 @@
-// Package cuda is the GPU as a device: stored chunks are copied to it as they
-// are, decoded there, and land in its memory. It speaks to NVIDIA's driver alone,
-// through a table filled at first use, so that the engine builds, imports and
-// runs where there is none.
+// Package cuda is the GPU as a device: stored chunks are copied to it as they are,
+// and decoded to their destinations in its memory. It uses only NVIDIA's driver,
+// through a table that is filled at first use, so that the engine builds, imports
+// and runs where there is none.
 //
 // A Device is one GPU's primary context, retained once per process, its flags
-// untouched. A Queue is what one load needs there: pinned slots, staging of the
+// unchanged. A Queue is what one load needs there: pinned slots, staging of the
 // same size on the device, streams. Chunks are validated on the host before a
-// kernel sees them, and the kernels are safe for any bytes: a corrupt chunk is
-// an error of its job, and the context lives on.
+// kernel sees them, and the kernels are safe for any bytes: a corrupt chunk is an
+// error of its task, and the context stays usable.
 //
-// Everything is safe for concurrent use unless it says otherwise, and nothing
-// works in a forked child: the driver does not.
+// Everything is safe for concurrent use unless it says otherwise. Nothing works in
+// a forked child, as the driver does not.
 package cuda
 
 import "fmt"
@@ -29,45 +29,53 @@ type DeviceInfo struct {
 }
 
 // The default geometry of a queue: enough slots that readers, copies and decoders
-// all have some in hand, each large enough for the copy engine. With their
-// tables they take 104 MiB, pinned and on the device, where 16 MiB of scratch
-// may join them.
+// all have some, each large enough for the copy engine. With their tables they take
+// 104 MiB, both pinned and on the device, where scratch may take another 16 MiB.
 const (
 	DefaultSlots     = 12
 	DefaultSlotBytes = 8 << 20
 )
 
-// ring is the geometry of a queue that is not asked for another; tests on the
-// fake driver make it smaller.
+// ring is the default geometry; tests on the fake driver make it smaller.
 var ring = struct {
 	slots int
 	bytes int64
 }{DefaultSlots, DefaultSlotBytes}
 
-// headBytes are a slot's status and tables. Those of any one chunk fit: at most
-// 64 Ki segments of 8 bytes.
+// headBytes is the size of a slot's status words and tables. Those of any one chunk
+// fit: at most 64 Ki segments of 8 bytes.
 const headBytes = 576 << 10
 
-// stride is the room of a slot of n bytes.
+// stride is the space of a slot of n bytes.
 func stride(n int64) int64 { return headBytes + (n+4095)&^4095 }
 
-// Ring is the slots of a queue, and their bytes, for loads of no special size.
+// huge is the size of the pages that pinned memory lies on.
+const huge = 2 << 20
+
+// Staging is the memory of a queue with these slots: of the host, pinned, and as much
+// of the device.
+func Staging(slots int, slotBytes int64) int64 {
+	return (int64(slots)*stride(slotBytes) + huge - 1) &^ (huge - 1)
+}
+
+// Ring is the number of slots of a queue, and their bytes, for loads of no special
+// size.
 func Ring() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
-// RemoteRing is the same memory cut for remote sources, whose connections each fill
-// a slot alone: more of them, and smaller.
+// RemoteRing divides the same memory for remote sources, each of whose connections
+// fills a slot alone: into more and smaller slots.
 func RemoteRing() (slots int, bytes int64) {
 	bytes = ring.bytes / 2
 	return int(int64(ring.slots) * stride(ring.bytes) / stride(bytes)), bytes
 }
 
-// architectures are those that cuda/built has machine code for, in the order of
-// compute capability times ten; PTX for the first serves the rest.
+// architectures are those with machine code in cuda/built, in the order of compute
+// capability times ten; PTX for the first serves the rest.
 var architectures = []int{80, 86, 89, 90, 100, 120}
 
-// Kernels says which code of ours a GPU of a compute capability ("8.7") runs:
-// machine code of its own generation that is not newer than itself ("sm_86"),
-// "PTX", which the driver compiles at first use, or "" for none.
+// Kernels names the code that a GPU of a compute capability ("8.7") runs: machine
+// code of its own generation that is not newer than itself ("sm_86"), "PTX", which
+// the driver compiles at first use, or "" if there is none.
 func Kernels(compute string) string {
 	major, minor := 0, 0
 	if _, err := fmt.Sscanf(compute, "%d.%d", &major, &minor); err != nil {

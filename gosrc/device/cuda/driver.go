@@ -6,7 +6,7 @@ package cuda
 #cgo CFLAGS: -std=gnu11 -Wall -Wextra -O2
 #cgo LDFLAGS: -ldl -lpthread
 #include <stdlib.h>
-#include "lane.h"
+#include "queue.h"
 */
 import "C"
 
@@ -18,7 +18,7 @@ import (
 	"sync"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 const (
@@ -26,16 +26,16 @@ const (
 	minDriver = 12000
 )
 
-// driver is the state of the one driver of this process.
+// driver is the state of the process's driver.
 var driver struct {
 	mu             sync.Mutex
-	ready          bool // loaded and initialised
+	ready          bool // loaded and initialized
 	version, count int
 	devices        map[int]*Device
 }
 
-// begin loads and initialises the driver, once; it may be tried again after a
-// failure. driver.mu is held.
+// begin loads and initializes the driver, once; after a failure it may be called
+// again. driver.mu is held.
 func begin() error {
 	if C.owcu_forked() != 0 {
 		return errForked()
@@ -49,29 +49,28 @@ func begin() error {
 		name := C.CString(library)
 		defer C.free(unsafe.Pointer(name))
 		if C.owcu_load(name, &why[0], C.size_t(len(why))) != 0 {
-			return fault.New(fault.ErrDevice, "no NVIDIA driver: %s", C.GoString(&why[0]))
+			return errs.New(errs.ErrDevice, "no NVIDIA driver: %s", C.GoString(&why[0]))
 		}
 	}
 	var e C.struct_owcu_error
 	var version, count C.int
 	if C.owcu_begin(&version, &count, &e) != 0 {
 		if e.code == 100 { // CUDA_ERROR_NO_DEVICE
-			return fault.New(fault.ErrDevice, "the NVIDIA driver sees no GPU (hidden by CUDA_VISIBLE_DEVICES?)")
+			return errs.New(errs.ErrDevice, "the NVIDIA driver sees no GPU (hidden by CUDA_VISIBLE_DEVICES?)")
 		}
 		return failure(-1, &e)
 	}
 	if version < minDriver {
-		return fault.New(fault.ErrDevice, "the NVIDIA driver is for CUDA %s; 12.0 or later is needed", versionText(int(version)))
+		return errs.New(errs.ErrDevice, "the NVIDIA driver is for CUDA %s; 12.0 or later is needed", versionText(int(version)))
 	}
 	if count == 0 {
-		return fault.New(fault.ErrDevice, "the NVIDIA driver sees no GPU")
+		return errs.New(errs.ErrDevice, "the NVIDIA driver sees no GPU")
 	}
 	driver.ready, driver.version, driver.count = true, int(version), int(count)
 	return nil
 }
 
-// Available says whether there is a GPU to load to: nil, or a fault.ErrDevice
-// with the reason in words.
+// Available returns nil if there is a GPU, else an errs.ErrDevice with the reason.
 func Available() error {
 	driver.mu.Lock()
 	defer driver.mu.Unlock()
@@ -102,8 +101,8 @@ func Info() ([]DeviceInfo, error) {
 	return all, nil
 }
 
-// link reads a device's PCI Express link from the system: the widest it can do,
-// because an idle GPU turns its link down.
+// link reads a device's PCI Express link from the system: its maximum, because an
+// idle GPU slows its link down.
 func link(bus string) (width, gen int) {
 	dir := "/sys/bus/pci/devices/" + bus
 	read := func(name string) string {
@@ -126,11 +125,11 @@ func link(bus string) (width, gen int) {
 func versionText(v int) string { return fmt.Sprintf("%d.%d", v/1000, v%1000/10) }
 
 func errForked() error {
-	return fault.New(fault.ErrForked, "CUDA cannot be used in a forked child: start processes with spawn, or load before forking to the host only")
+	return errs.New(errs.ErrForked, "CUDA cannot be used in a forked child: start processes with spawn, or load before forking to the host only")
 }
 
-// failure turns what C noted into an error: out of memory, forked, or a device
-// error with the call and the driver's words. device -1: none in particular.
+// failure turns an error noted by C into one of Go: out of memory, forked, or a
+// device error with the call and the driver's text. device -1: none in particular.
 func failure(device int, e *C.struct_owcu_error) error {
 	where := "CUDA"
 	if device >= 0 {
@@ -140,9 +139,9 @@ func failure(device int, e *C.struct_owcu_error) error {
 	case C.OWCU_FORKED:
 		return errForked()
 	case C.OWCU_CAPTURED:
-		return fault.New(fault.ErrNotSupported, "%s: the stream is being captured into a CUDA graph, of which this cannot be a part: do it before the capture, or on another stream", where)
+		return errs.New(errs.ErrNotSupported, "%s: the stream is being captured into a CUDA graph, of which this cannot be a part: do it before the capture, or on another stream", where)
 	case C.OWCU_OUT_OF_MEMORY:
-		return &fault.Memory{Where: where, Asked: -1, Free: -1, Total: -1, Err: C.GoString(e.call) + ": " + C.GoString(&e.text[0])}
+		return &errs.Memory{Where: where, Asked: -1, Free: -1, Total: -1, Err: C.GoString(e.call) + ": " + C.GoString(&e.text[0])}
 	}
-	return fault.New(fault.ErrDevice, "%s: %s failed: %s (%d)", where, C.GoString(e.call), C.GoString(&e.text[0]), int(e.code))
+	return errs.New(errs.ErrDevice, "%s: %s failed: %s (%d)", where, C.GoString(e.call), C.GoString(&e.text[0]), int(e.code))
 }

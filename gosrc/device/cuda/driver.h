@@ -18,16 +18,16 @@ enum {
 	OWCU_OUT_OF_MEMORY = 2,
 	OWCU_NOT_READY = 600,
 	OWCU_IMPLICIT = 906, // the legacy stream, while a stream that it waits for is captured
-	// Ours: a call in a child of the process that began; work for a stream that is
-	// being captured into a graph.
+	// Our own codes: a call in a forked child; work for a stream that is being
+	// captured into a graph.
 	OWCU_FORKED = -2,
 	OWCU_CAPTURED = -3,
 };
 
-// X(field, symbol, arguments). Symbols carry the version whose signature this
-// is. What synchronises the whole context is not among them, nor are copies that
-// are not asynchronous: they destroy any capture of a graph that is under way, on
-// whatever thread, and wait for work of others.
+// X(field, symbol, arguments). Symbols carry the version whose signature this is.
+// Calls that synchronize the whole context are not among them, nor are synchronous
+// copies: they destroy any capture of a graph in progress, on any thread, and wait
+// for other work.
 #define OWCU_FUNCTIONS(X)                                                                                              \
 	X(init, "cuInit", (unsigned flags))                                                                            \
 	X(driver_version, "cuDriverGetVersion", (int *version))                                                        \
@@ -88,11 +88,11 @@ extern const struct owcu_api *owcu;
 // the reason in why. It may be called again after a failure.
 int owcu_load(const char *library, char *why, size_t n);
 
-// owcu_use puts another table in place: the fake driver. NULL: none.
+// owcu_use installs another table: the fake driver. NULL: none.
 void owcu_use(const struct owcu_api *api);
 
-// owcu_forked tells whether this is a child of the process that loaded the
-// table. The driver cannot be used there, not even to free.
+// owcu_forked reports whether this is a child of the process that loaded the table.
+// The driver cannot be used there, not even to free.
 int owcu_forked(void);
 
 #endif

@@ -3,18 +3,19 @@
 package cuda
 
 /*
-#include "lane.h"
+#include "queue.h"
 */
 import "C"
 
 // An Event is a point in a device's work, by which queues and streams are ordered.
-// It means the last time that it was told of; before the first it is no wait.
+// It refers to its last record; before the first record, waiting for it returns at
+// once.
 type Event struct {
 	dev *Device
 	c   C.owcu_handle
 }
 
-// NewEvent makes one, which Free ends.
+// NewEvent makes an event, to be freed with Free.
 func (d *Device) NewEvent() (*Event, error) {
 	var e C.struct_owcu_error
 	v := &Event{dev: d}
@@ -24,19 +25,19 @@ func (d *Device) NewEvent() (*Event, error) {
 	return v, nil
 }
 
-// Free ends the event: no slot that it was given to is under way, and no stream
-// waits for it. What cannot be given back to a lost device is lost with it.
+// Free frees the event. No slot that it was passed to may be in flight, and no
+// stream may wait for it. On a lost device it is simply dropped.
 func (v *Event) Free() {
-	bury := func() bool {
+	free := func() bool {
 		var e C.struct_owcu_error
 		return C.owcu_event(v.dev.ctx, &v.c, &e) <= 0
 	}
-	if !bury() {
-		v.dev.later(bury)
+	if !free() {
+		v.dev.deferFree(free)
 	}
 }
 
-// Before makes a stream go on after the event; its number is as for WaitFor.
+// Before makes a stream wait for the event; the stream's number is as for WaitFor.
 func (v *Event) Before(stream uintptr) error {
 	var e C.struct_owcu_error
 	if C.owcu_event_before(v.dev.ctx, v.c, C.uint64_t(stream), &e) != 0 {
@@ -45,8 +46,9 @@ func (v *Event) Before(stream uintptr) error {
 	return nil
 }
 
-// Order makes the caller's slot's next Submit write to the jobs' places after an
-// event, though its bytes may cross the wire before; and tells the other when that
-// and what earlier ones with an Order wrote is there. Slots that view memory of
-// the device do not wait for each other, and tell of themselves.
+// Order makes the slot's next Submit wait for `after` before it writes to
+// destinations, though its bytes may be copied to the staging before; `then` is
+// recorded when that Submit and all earlier ones with an Order have finished. Slots
+// that view device memory do not wait for each other, and record only their own
+// end.
 func (s *Slot) Order(after, then *Event) { s.c.after, s.c.then = after.c, then.c }

@@ -2,7 +2,7 @@
 
 #include "fake.h"
 #include "fake_state.h"
-#include "lane.h"
+#include "queue.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -238,7 +238,8 @@ static int f_copy_any(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
 {
 	int rc = queues(1);
 	rc = rc ? rc : on(s);
-	// Memory that is not pinned is read before the call returns, as the driver does.
+	// Memory that is not pinned is read before the call returns, as the driver
+	// does.
 	if (rc == 0 && covers((void *)(uintptr_t)src, n) == 0) {
 		drain(stream_of(s), NULL, 0, 1);
 		memcpy((void *)(uintptr_t)dst, (void *)(uintptr_t)src, n);
@@ -319,7 +320,7 @@ static int f_stream_wait(owcu_handle s, owcu_handle e, unsigned flags)
 	rc = rc ? rc : on(s);
 	struct event *ev = e;
 	(void)flags;
-	// An event that was never recorded is no wait at all.
+	// Waiting for an event that was never recorded returns at once.
 	if (rc == 0 && ev->recorded)
 		push(s, (struct op){.kind = WAIT, .event = ev, .recorder = ev->stream, .at = ev->recorded});
 	return end(rc);
@@ -351,7 +352,7 @@ static int f_event_query(owcu_handle e)
 	int rc = begin(1);
 	struct event *ev = e;
 	int ready = ev->done >= ev->recorded;
-	if (rc == 0 && !ready) // not yet; and time goes by
+	if (rc == 0 && !ready) // not yet; and time passes
 		drain(ev->stream, ev, ev->recorded, 0);
 	return end(rc ? rc : ready ? 0 : OWCU_NOT_READY);
 }
@@ -478,7 +479,7 @@ static int f_error_name(owcu_result r, const char **s)
 }
 static int f_error_text(owcu_result r, const char **s)
 {
-	*s = r == OOM ? "out of memory" : "the fake driver was told to";
+	*s = r == OOM ? "out of memory" : "the fake driver fails on request";
 	return 0;
 }
 
@@ -546,7 +547,7 @@ void owcu_fake_busy(uint64_t stream)
 	pthread_mutex_unlock(&lock);
 }
 
-static void calm(struct stream *s, void *arg)
+static void finish_busy(struct stream *s, void *arg)
 {
 	(void)arg;
 	for (struct op *o = s->first; o; o = o->next)
@@ -556,7 +557,7 @@ static void calm(struct stream *s, void *arg)
 int owcu_fake_idle(void)
 {
 	pthread_mutex_lock(&lock);
-	each(calm, NULL);
+	each(finish_busy, NULL);
 	each(pass, NULL);
 	return end(0);
 }

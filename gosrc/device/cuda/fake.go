@@ -13,11 +13,11 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 )
 
-// What tests need of the fake driver; C is out of reach of test files.
+// What tests need of the fake driver, since test files cannot use cgo.
 
-// Fake puts the fake driver, with so much memory, in place of the real one, for
-// tests of other rooms; queues are small. end closes its devices and says what was left behind or
-// which rule of the driver's was broken: "" is good.
+// Fake replaces the driver by the fake one, with `memory` bytes, for tests of other
+// packages; queues are small. end closes its devices and reports what was leaked or
+// which rule of the driver was broken; "" means none.
 func Fake(memory int64) (end func() string) {
 	useFake(memory)
 	usual, first := ring, firstRing
@@ -51,19 +51,20 @@ func FakeFail(nth int64, code int, sticky bool) { fakeFail(nth, code, sticky) }
 // FakeCalls counts the calls since Fake.
 func FakeCalls() int64 { return fakeGet().calls }
 
-// FakeBusy queues work on a stream that does not end before idle is called: who
-// waits for it meanwhile is counted by FakeWaited.
+// FakeBusy queues work on a stream that does not end before idle is called;
+// FakeWaited counts the calls that wait for it meanwhile.
 func FakeBusy(stream uintptr) (idle func()) {
 	C.owcu_fake_busy(C.uint64_t(stream))
 	return func() { C.owcu_fake_idle() }
 }
 
-// FakeWaited counts, since Fake, the calls that waited for such work, or may have.
+// FakeWaited counts, since Fake, the calls that waited, or may have waited, for
+// such work.
 func FakeWaited() int64 { return fakeGet().waited }
 
 // FakeCapture begins a capture of a graph in the global mode on a stream, or on one
-// of another library (0): what harms it breaks a rule. blocking: the default
-// stream waits for that stream.
+// of another library (0); calls that would destroy it break a rule. blocking: the
+// default stream waits for that stream.
 func FakeCapture(stream uintptr, blocking bool) (end func()) {
 	b := C.int(0)
 	if blocking {
@@ -78,7 +79,7 @@ type fakeState struct {
 	what                                                                                             string
 }
 
-// useFake puts the fake driver, with so much memory, in place of the real one.
+// useFake replaces the driver by the fake one, with `memory` bytes.
 func useFake(memory int64) {
 	driver.mu.Lock()
 	defer driver.mu.Unlock()
@@ -88,7 +89,7 @@ func useFake(memory int64) {
 	driver.ready, driver.devices = false, nil
 }
 
-// fakeLose makes the device a lost one, which says so to every call.
+// fakeLose loses the device: every call fails with code.
 func fakeLose(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
 
 func fakeFail(nth int64, code int, sticky bool) {
@@ -115,13 +116,13 @@ func fakeGet() fakeState {
 	}
 }
 
-// fakeFork says whether a forked child is refused, without a call.
+// fakeFork reports whether a forked child is refused without a call.
 func fakeFork(d *Device) bool { return C.owcu_fake_fork(C.owcu_handle(d.ctx)) == 0 }
 
-// fakeFill queues a fill of m on a stream that is not the queue's.
+// fakeFill queues a fill of m on a stream of another user.
 func fakeFill(m device.Memory, v byte, stream uintptr) {
 	C.owcu_fake_fill(address(m.Ptr), C.int(v), C.uint64_t(m.Bytes), C.uint64_t(stream))
 }
 
-// fakes tells that this build has the fake driver.
+// fakes: this build has the fake driver.
 const fakes = true

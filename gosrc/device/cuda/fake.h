@@ -1,13 +1,13 @@
 // A driver without a GPU, for tests (build tag owfake).
 //
-// "Device" memory is host memory between guard zones, poisoned when it is
-// freed. Work on a stream is done as late as the rules allow: when somebody
-// waits for it, or when another stream's wait asks for it; so an order that
-// was never asked for shows as wrong bytes. Kernels are the host twins.
+// "Device" memory is host memory between guard zones, poisoned when it is freed.
+// Work on a stream is done as late as the rules allow: when a call waits for it, or
+// when another stream waits for it; so a missing order shows as wrong bytes.
+// Kernels are the host twins.
 //
-// While a stream is being captured the driver is as strict as it may be: every
-// call destroys the capture but those that only queue work on other streams or
-// come from a thread in the relaxed mode.
+// While a stream is being captured the driver is as strict as it may be: every call
+// destroys the capture, except calls that only queue work on other streams or come
+// from a thread in the relaxed mode.
 #ifndef OWCU_FAKE_H
 #define OWCU_FAKE_H
 
@@ -16,12 +16,13 @@
 // owcu_fake_api is the table for owcu_use.
 const struct owcu_api *owcu_fake_api(void);
 
-// owcu_fake_reset forgets counts and failures; memory is set to so many bytes.
+// owcu_fake_reset clears counts and failures, and sets the memory to that many
+// bytes.
 void owcu_fake_reset(uint64_t memory);
 
 // owcu_fake_fail makes the nth call from now (1: the next) return code. With
-// sticky, every later call but those that give back does too, as after a lost
-// device; with sticky 2 those too, after they have done it. 0: never.
+// sticky, every later call but those that free does too, as after a lost device;
+// with sticky 2 those too, after they have freed. 0: never.
 void owcu_fake_fail(int64_t nth, int code, int sticky);
 
 struct owcu_fake_state {
@@ -30,7 +31,7 @@ struct owcu_fake_state {
 	int64_t broken;  // guard zones overwritten, rules broken, captures destroyed
 	int64_t pending; // operations not done
 	int64_t relaxed; // threads that were left in the relaxed mode of capture
-	int64_t waited;  // for work of others: calls that did, or may have
+	int64_t waited; // calls that waited, or may have, for other work
 	char what[160];  // the first broken rule
 };
 void owcu_fake_get(struct owcu_fake_state *s);
@@ -42,18 +43,18 @@ void owcu_fake_version(int version, int devices);
 void owcu_fake_fill(owcu_ptr p, int v, uint64_t n, uint64_t stream);
 
 // owcu_fake_capture begins or ends a capture in the global mode on a stream, or on
-// one of somebody else's (0): one that the legacy stream waits for, if blocking.
+// one of another user (0): if blocking, one that the legacy stream waits for.
 void owcu_fake_capture(uint64_t stream, int blocking, int on);
 
-// owcu_fake_busy queues work on a stream that does not end by itself: a call that waits
-// for it is counted, and goes on.
+// owcu_fake_busy queues work on a stream that does not end by itself: a call that
+// waits for it is counted, and returns.
 void owcu_fake_busy(uint64_t stream);
 
 // owcu_fake_idle ends all such work. It returns 0.
 int owcu_fake_idle(void);
 
-// owcu_fake_fork forks, calls the driver in the child as owcu_alloc and
-// owcu_free do, and returns 0 if the child was refused without a single call.
+// owcu_fake_fork forks, calls the driver in the child as owcu_alloc and owcu_free
+// do, and returns 0 if the child was refused without a single call.
 int owcu_fake_fork(owcu_handle ctx);
 
 #endif

@@ -7,8 +7,8 @@ package cuda
 */
 import "C"
 
-// preset puts the fake driver in place of the real one from the start: a build
-// of the engine for Python tests of what is on a GPU.
+// preset replaces the driver by the fake one from the start: for engines built for
+// Python's tests of GPU code.
 func preset() {
 	C.owcu_fake_reset(4 << 30)
 	C.owcu_use(C.owcu_fake_api())

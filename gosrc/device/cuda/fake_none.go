@@ -2,4 +2,6 @@
 
 package cuda
 
+// This file says that the build has no fake driver.
+
 func preset() {}

@@ -1,5 +1,5 @@
-// What the fake driver keeps: memory, pins, streams and what is queued on them.
-// One lock guards it all. Included by fake.c alone.
+// The state of the fake driver: memory, pins, streams and queued work. One lock
+// guards it all. Included by fake.c only.
 #ifndef OWCU_FAKE_STATE_H
 #define OWCU_FAKE_STATE_H
 
@@ -61,8 +61,8 @@ struct pin {
 static struct pin *pins;
 
 struct event {
-	int64_t recorded, done; // counts of records asked for and reached
-	int64_t when;           // the last was reached, in nanoseconds
+	int64_t recorded, done; // records requested and reached
+	int64_t when; // when the last was reached, in nanoseconds
 	unsigned untimed;
 	struct stream *stream;  // of the last record
 	struct event *next;     // of those that were ended
@@ -78,14 +78,14 @@ struct op {
 	size_t n;
 	int value, kernel;
 	struct event *event;
-	struct stream *recorder; // a wait means the record that was last when it was asked for
+	struct stream *recorder; // a wait refers to the record that was last when the wait was queued
 	int64_t at;
 	uint64_t a, b, status;
 	const ow_stream_few *few; // a copy, where a is 0
 };
 
 struct stream {
-	void *ctx; // NULL: everybody's
+	void *ctx; // NULL: usable by any
 	struct op *first, **last;
 	int running, capturing;
 };
@@ -107,7 +107,7 @@ static void broke(const char *what)
 static void lose(void); // ends all work with the device
 
 // queues counts a call that only queues work, or asks nothing of the device, and
-// tells whether it fails.
+// returns whether it fails.
 static int queues(int needs_context)
 {
 	pthread_mutex_lock(&lock);
@@ -127,7 +127,7 @@ static int queues(int needs_context)
 		return INVALID_CONTEXT;
 	return 0;
 }
-// begin is the same for all other calls, which a capture does not bear.
+// begin does the same for all other calls, which destroy a capture.
 static int begin(int needs_context)
 {
 	int rc = queues(needs_context);
@@ -139,9 +139,9 @@ static int begin(int needs_context)
 	return rc;
 }
 
-// refuses tells whether a call that gives something back does nothing. A lost
-// device takes all back, so that it can be counted, and is silent about it unless
-// it is to be as a real one.
+// refuses reports whether a call that frees does nothing. A lost device frees
+// everything, so that leaks can be counted, and hides it unless it is to behave
+// like a real one.
 static int refuses(int *rc)
 {
 	if (lost && fail_sticky < 2)
@@ -155,7 +155,7 @@ static int end(int rc)
 	return rc;
 }
 
-// covers tells whether [p, p+n) is one allocation's, or pinned memory's.
+// covers reports whether [p, p+n) lies in one allocation, or in pinned memory.
 static int covers(const void *q, size_t n)
 {
 	const uint8_t *p = q;
@@ -185,8 +185,8 @@ static struct stream *stream_of(owcu_handle h)
 
 static void drain(struct stream *s, struct event *until, int64_t at, int wait);
 
-// on tells what is wrong with work for a stream; a capture that it would become
-// part of, or that it would wait for, is destroyed.
+// on checks work for a stream; it destroys a capture that the work would become
+// part of, or that it would wait for.
 static int on(owcu_handle h)
 {
 	int rc = stream_of(h)->capturing ? UNSUPPORTED : (uintptr_t)h < 16 && blocking_captures ? IMPLICIT : 0;
@@ -291,7 +291,7 @@ static void launch_now(const struct op *o)
 	}
 }
 
-// do_op tells whether it is done.
+// do_op reports whether it is done.
 static int do_op(struct op *o, int wait)
 {
 	switch (o->kind) {
@@ -326,8 +326,8 @@ static int do_op(struct op *o, int wait)
 	return 1;
 }
 
-// drain does a stream's work, all of it or until an event is reached: as somebody
-// who waits for it, or as time goes by.
+// drain does a stream's work, all of it or until an event is reached: because a
+// call waits for it, or because time passes.
 static void drain(struct stream *s, struct event *until, int64_t at, int wait)
 {
 	if (s->running)
@@ -383,8 +383,8 @@ static void end_all(struct stream *s, void *arg)
 }
 static void lose(void) { each(end_all, NULL); }
 
-// A span of memory that is about to go, and whether something is queued for it;
-// whether there is work that does not end by itself.
+// Memory that is about to be freed, and whether work is queued for it; whether
+// there is work that does not end by itself.
 struct going {
 	const uint8_t *p;
 	size_t n;
@@ -403,7 +403,7 @@ static void uses(struct stream *s, void *arg)
 	}
 }
 
-// give_up holds a call that frees memory to its rules, after which time goes by.
+// give_up checks the rules for a call that frees memory, after which time passes.
 static void give_up(const void *p, size_t n)
 {
 	struct going g = {.p = p, .n = n};
@@ -411,7 +411,7 @@ static void give_up(const void *p, size_t n)
 	each(uses, &g);
 	if (g.used)
 		broke("memory was freed that queued work uses");
-	st.waited += g.busy; // the driver may wait there for all that is queued
+	st.waited += g.busy; // the driver may wait there for all queued work
 	each(pass, NULL);
 }
 

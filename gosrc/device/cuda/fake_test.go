@@ -14,7 +14,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -58,7 +58,7 @@ func TestAvailable(t *testing.T) {
 	}{{11080, 1, "12.0 or later"}, {13000, 0, "no GPU"}} {
 		fakeVersion(c.version, c.devices)
 		err := Available()
-		if !errors.Is(err, fault.ErrDevice) || !strings.Contains(err.Error(), c.says) {
+		if !errors.Is(err, errs.ErrDevice) || !strings.Contains(err.Error(), c.says) {
 			t.Errorf("%+v: %v", c, err)
 		}
 	}
@@ -190,7 +190,7 @@ func TestEveryCallFails(t *testing.T) {
 		code   int
 		sticky bool
 		class  error
-	}{{999, false, fault.ErrDevice}, {999, true, fault.ErrDevice}, {2, false, fault.ErrMemory}} {
+	}{{999, false, errs.ErrDevice}, {999, true, errs.ErrDevice}, {2, false, errs.ErrMemory}} {
 		failed, swallowed := 0, 0
 		for nth := int64(1); ; nth += step {
 			useFake(64 << 20)

@@ -13,7 +13,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/gds"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -97,7 +97,7 @@ ssize_t cuFileRead(void *h, void *p, size_t len, off_t off, off_t at)
 	case 't': if (off > 100000) return 0; break;
 	case 's': len = (len + 2) / 3; break; // short
 	}
-	// Through a buffer: a descriptor past the page cache wants aligned memory.
+	// Through a buffer: a descriptor with O_DIRECT needs aligned memory.
 	size_t head = off % 4096, want = (head + len + 4095) / 4096 * 4096;
 	char *buf = aligned_alloc(4096, want);
 	ssize_t got = pread(*(int *)h, buf, want, off - head);
@@ -235,7 +235,7 @@ func TestGDSFallsBack(t *testing.T) {
 	if err != nil || rep.GDS != 0 || !strings.Contains(rep.NoGDS, "neither libcufile nor") {
 		t.Errorf("%v, %+v", err, rep)
 	}
-	if _, err := m.Start(nil, load.Options{Read: "gsd"}); !errors.Is(err, fault.ErrArgument) {
+	if _, err := m.Start(nil, load.Options{Read: "gsd"}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a wrong word: %v", err)
 	}
 }
@@ -246,13 +246,13 @@ func TestGDSFails(t *testing.T) {
 	for _, c := range []struct {
 		mode, why string
 		class     error
-	}{{"e", "input/output error", fault.ErrIO}, {"x", "error 5011", fault.ErrIO}, {"t", "truncated", fault.ErrCorrupt}} {
+	}{{"e", "input/output error", errs.ErrIO}, {"x", "error 5011", errs.ErrIO}, {"t", "truncated", errs.ErrCorrupt}} {
 		t.Run(c.why, func(t *testing.T) {
 			engine(t)
 			counts := fakeGDS(t, c.mode)
 			path, m, _ := written(t, save.Spec{}, "", 3<<20)
 			_, err := gdsLoad(t, m, load.Options{}, nil, nil)
-			var at *fault.At
+			var at *errs.At
 			if !errors.Is(err, c.class) || !errors.As(err, &at) || at.Source != path || at.Tensor == "" || at.Offset < 0 || !strings.Contains(err.Error(), c.why) {
 				t.Error(err)
 			}
@@ -287,10 +287,10 @@ func TestGDSLosesTheDevice(t *testing.T) {
 			if c := counts(); c.Handles+c.Buffers+c.Wrong != 0 {
 				t.Fatalf("call %d: %v; %+v", nth, err, c)
 			}
-			var at *fault.At
+			var at *errs.At
 			if err != nil {
 				failed++
-				if !errors.Is(err, fault.ErrDevice) || !errors.As(err, &at) || at.Source != path {
+				if !errors.Is(err, errs.ErrDevice) || !errors.As(err, &at) || at.Source != path {
 					t.Fatalf("call %d: %v", nth, err)
 				}
 			}

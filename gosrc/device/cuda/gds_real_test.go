@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// NVIDIA's own libcufile is called as it wants to be called. Without nvidia-fs it
-// copies through the host, which loads refuse; here it is told that it is there.
+// NVIDIA's own libcufile accepts our calls. Without nvidia-fs it copies through the
+// host, which loads refuse; this test pretends that the module is loaded.
 func TestGDSLibrary(t *testing.T) {
 	engine(t)
 	found := gds.Probe()

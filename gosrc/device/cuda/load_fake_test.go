@@ -10,7 +10,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
@@ -61,7 +61,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 		sticky bool
 		pin    bool
 		class  error
-	}{{999, false, false, fault.ErrDevice}, {999, true, false, fault.ErrDevice}, {2, false, false, fault.ErrMemory}, {999, false, true, fault.ErrDevice}} {
+	}{{999, false, false, errs.ErrDevice}, {999, true, false, errs.ErrDevice}, {2, false, false, errs.ErrMemory}, {999, false, true, errs.ErrDevice}} {
 		failed, moving := 0, 0
 		for nth := int64(1); ; nth += step {
 			end := cuda.Fake(512 << 20)
@@ -91,7 +91,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 			}
 			if err != nil {
 				failed++
-				var at *fault.At
+				var at *errs.At
 				if !errors.Is(err, c.class) || !errors.As(err, &at) || at.Source != path {
 					t.Fatal(what)
 				}
@@ -128,7 +128,7 @@ func TestOutOfMemory(t *testing.T) {
 	for i := range m.Index().Tensors {
 		bytes += m.Index().Tensors[i].Bytes
 	}
-	const lane = 8 << 20 // of a small ring
+	const queue = 8 << 20 // of a small ring
 	for _, c := range []struct {
 		name  string
 		room  int64
@@ -141,7 +141,7 @@ func TestOutOfMemory(t *testing.T) {
 				err = finish(t, l)
 				l.Close()
 			}
-			var mem *fault.Memory
+			var mem *errs.Memory
 			if !errors.As(err, &mem) || mem.Asked < c.asked || mem.Asked <= mem.Free || mem.Free > mem.Total || mem.Total != c.room {
 				t.Errorf("%s: %v", c.name, err)
 			}
@@ -150,7 +150,7 @@ func TestOutOfMemory(t *testing.T) {
 			t.Fatalf("%s: %s", c.name, left)
 		}
 	}
-	end := cuda.Fake(bytes + lane + 4<<20)
+	end := cuda.Fake(bytes + queue + 4<<20)
 	for range 3 { // the second finds the tensors of the first let go, but not yet freed
 		whole(t, m, want, 0)
 	}

@@ -15,7 +15,7 @@ func engine(t *testing.T) {
 		t.Skip(err)
 	}
 	t.Cleanup(func() {
-		cuda.Shutdown() // the idle lanes, with their goroutines
+		cuda.Shutdown() // the idle queues, with their goroutines
 		quiet(t)
 	})
 }

@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -165,10 +165,10 @@ func TestLoadCorrupt(t *testing.T) {
 				t.Fatal(err)
 			}
 			err = finish(t, l)
-			if hurt && !unchecked && !errors.Is(err, fault.ErrCorrupt) {
+			if hurt && !unchecked && !errors.Is(err, errs.ErrCorrupt) {
 				t.Errorf("a changed byte: %v", err)
 			}
-			if hurt && unchecked && err != nil && !errors.Is(err, fault.ErrCorrupt) {
+			if hurt && unchecked && err != nil && !errors.Is(err, errs.ErrCorrupt) {
 				t.Errorf("a changed byte, unchecked: %v", err)
 			}
 			if !hurt && err != nil {
@@ -181,7 +181,7 @@ func TestLoadCorrupt(t *testing.T) {
 }
 
 // A traced load tells when the device copied and decoded, and the next load on
-// the same lane is not timed any more.
+// the same queue is not timed any more.
 func TestLoadTrace(t *testing.T) {
 	engine(t)
 	dir := t.TempDir()

@@ -3,7 +3,7 @@
 package cuda
 
 /*
-#include "lane.h"
+#include "queue.h"
 */
 import "C"
 
@@ -11,99 +11,99 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Floor measures the wire: count copies of n bytes from the queue's slots to
-// their staging, and nothing else. No slot is in use meanwhile.
-func (l *Queue) Floor(n int64, count int) (time.Duration, error) {
-	if n <= 0 || n > l.size || count <= 0 {
-		return 0, fault.New(fault.ErrArgument, "%d copies of %d bytes", count, n)
+// Floor measures the link: count copies of n bytes from the queue's slots to their
+// staging, and nothing else. No slot may be in use.
+func (q *Queue) Floor(n int64, count int) (time.Duration, error) {
+	if n <= 0 || n > q.size || count <= 0 {
+		return 0, errs.New(errs.ErrArgument, "%d copies of %d bytes", count, n)
 	}
 	start := time.Now()
 	var e C.struct_owcu_error
-	if C.owcu_floor(l.c, C.uint64_t(l.size+headBytes), headBytes, C.uint64_t(n), C.int(count), &e) != 0 {
-		return 0, failure(l.dev.index, &e)
+	if C.owcu_floor(q.c, C.uint64_t(q.size+headBytes), headBytes, C.uint64_t(n), C.int(count), &e) != 0 {
+		return 0, failure(q.dev.index, &e)
 	}
 	return time.Since(start), nil
 }
 
-// StagingBytes is how many bytes of host memory are registered for the queue, and as
-// many lie on the device for them.
-func (l *Queue) StagingBytes() int64 { return l.pages.n }
+// StagingBytes is how many bytes of host memory are registered for the queue; the
+// staging on the device has the same size.
+func (q *Queue) StagingBytes() int64 { return q.pages.n }
 
-// Asynchronous is true: a completer tells of what has landed.
-func (l *Queue) Asynchronous() bool { return true }
+// Asynchronous is true: a completer reports what has landed.
+func (q *Queue) Asynchronous() bool { return true }
 
-// Across measures the device's memory: count copies of n bytes from one half of
-// the staging to the other. No slot is in use meanwhile.
-func (l *Queue) Across(n int64, count int) (time.Duration, error) {
-	half := l.pages.n / 2 &^ 255
+// Across measures device memory: count copies of n bytes from one half of the
+// staging to the other. No slot may be in use.
+func (q *Queue) Across(n int64, count int) (time.Duration, error) {
+	half := q.pages.n / 2 &^ 255
 	if n <= 0 || n > half || count <= 0 {
-		return 0, fault.New(fault.ErrArgument, "%d copies of %d bytes", count, n)
+		return 0, errs.New(errs.ErrArgument, "%d copies of %d bytes", count, n)
 	}
 	start := time.Now()
 	var e C.struct_owcu_error
-	if C.owcu_across(l.c, C.uint64_t(half), C.uint64_t(n), C.int(count), &e) != 0 {
-		return 0, failure(l.dev.index, &e)
+	if C.owcu_across(q.c, C.uint64_t(half), C.uint64_t(n), C.int(count), &e) != 0 {
+		return 0, failure(q.dev.index, &e)
 	}
 	return time.Since(start), nil
 }
 
-// Again measures the kernels alone: it launches those of every slot's last piece
-// again, count times, and copies nothing. The pieces were submitted since the
-// queue was made, have landed, needed no scratch and one round, and their
-// destinations are still held. No slot is in use meanwhile.
-func (l *Queue) Again(count int) (time.Duration, error) {
+// Again measures kernels alone: it launches those of every slot's last piece again,
+// count times, and copies nothing. Those pieces must have been submitted since the
+// queue was made and have landed, in one round and without scratch, and their
+// destinations must still be allocated. No slot may be in use.
+func (q *Queue) Again(count int) (time.Duration, error) {
 	if count <= 0 {
-		return 0, fault.New(fault.ErrArgument, "%d launches", count)
+		return 0, errs.New(errs.ErrArgument, "%d launches", count)
 	}
-	for _, s := range l.slots {
+	for _, s := range q.slots {
 		if s.rounds > 1 {
-			return 0, fault.New(fault.ErrArgument, "a piece that took %d rounds cannot be launched again", s.rounds)
+			return 0, errs.New(errs.ErrArgument, "a piece that took %d rounds cannot be launched again", s.rounds)
 		}
 	}
 	start := time.Now()
 	var e C.struct_owcu_error
-	if C.owcu_again(l.c, C.int(count), &e) != 0 {
-		return 0, failure(l.dev.index, &e)
+	if C.owcu_again(q.c, C.int(count), &e) != 0 {
+		return 0, failure(q.dev.index, &e)
 	}
 	return time.Since(start), nil
 }
 
-// Time has every piece tell, when it has landed, when the device copied it and
-// when its kernels ran; nil: no more. Nothing is under way. Of a piece that
-// takes several rounds the last is told.
-func (l *Queue) Time(span device.Span) error {
+// Time calls trace for every piece that has landed, with the times of its copy and
+// of its kernels; nil ends this. No piece may be in flight. For a piece of several
+// rounds it reports the last.
+func (q *Queue) Time(trace device.TraceFunc) error {
 	on := C.int(0)
-	if span != nil {
+	if trace != nil {
 		on = 1
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.broken != nil {
-		return l.broken
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.broken != nil {
+		return q.broken
 	}
-	l.span = nil
+	q.trace = nil
 	var e C.struct_owcu_error
-	if C.owcu_timing(l.c, on, &e) != 0 {
-		return l.fail(&e)
+	if C.owcu_timing(q.c, on, &e) != 0 {
+		return q.fail(&e)
 	}
-	l.span, l.origin = span, time.Now()
+	q.trace, q.origin = trace, time.Now()
 	return nil
 }
 
-// told passes on when a piece that has landed was copied and decoded.
-func (l *Queue) told(s *Slot) {
-	l.mu.Lock()
-	span, origin := l.span, l.origin
-	l.mu.Unlock()
-	if span == nil {
+// reportTimes calls trace for a piece that has landed.
+func (q *Queue) reportTimes(s *Slot) {
+	q.mu.Lock()
+	trace, origin := q.trace, q.origin
+	q.mu.Unlock()
+	if trace == nil {
 		return
 	}
 	at := func(k int) time.Time { return origin.Add(time.Duration(float64(s.c.at[k]) * 1e6)) }
-	span("copy", 0, at(0), at(1), s.taken[0])
+	trace("copy", 0, at(0), at(1), s.taken[0])
 	if s.c.nlaunches > 0 {
-		span("decode", 1+int(s.c.stream), at(2), at(3), s.taken[1])
+		trace("decode", 1+int(s.c.stream), at(2), at(3), s.taken[1])
 	}
 }

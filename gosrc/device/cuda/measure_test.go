@@ -12,7 +12,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // sent submits a piece and waits until it has landed in fresh memory, which the
@@ -78,37 +78,37 @@ func TestMeasure(t *testing.T) {
 			n     int64
 			count int
 		}{{0, 1}, {1, 0}, {1 << 40, 1}} {
-			if _, err := fn(c.n, c.count); !errors.Is(err, fault.ErrArgument) {
+			if _, err := fn(c.n, c.count); !errors.Is(err, errs.ErrArgument) {
 				t.Errorf("%s %+v: %v", name, c, err)
 			}
 		}
 	}
-	if _, err := l.Again(0); !errors.Is(err, fault.ErrArgument) {
+	if _, err := l.Again(0); !errors.Is(err, errs.ErrArgument) {
 		t.Error(err)
 	}
 }
 
-// A timed lane tells of each piece's copy and then its decoding, in order and
-// with their bytes; one that is not timed any more tells nothing.
+// A timed queue reports each piece's copy and then its decoding, in order and with
+// their bytes; after Time(nil) it reports nothing.
 func TestTime(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
 	var coded, raw piece
 	coded.coded(weights(r, x16.BF16, 100_000), x16.BF16)
 	raw.raw(weights(r, x16.BF16, 100_000))
-	type told struct {
+	type report struct {
 		verb       string
 		stream     int
 		begin, end time.Time
 		bytes      int64
 	}
 	var mu sync.Mutex
-	var all []told
+	var all []report
 	before := time.Now()
 	if err := l.Time(func(verb string, stream int, begin, end time.Time, n int64) {
 		mu.Lock()
 		defer mu.Unlock()
-		all = append(all, told{verb, stream, begin, end, n})
+		all = append(all, report{verb, stream, begin, end, n})
 	}); err != nil {
 		t.Fatal(err)
 	}
@@ -126,7 +126,7 @@ func TestTime(t *testing.T) {
 	mu.Lock()
 	defer mu.Unlock()
 	if len(all) != 3 || all[0].verb != "copy" || all[1].verb != "decode" || all[2].verb != "copy" {
-		t.Fatalf("told %+v", all)
+		t.Fatalf("reported %+v", all)
 	}
 	if all[0].bytes != int64(len(coded.bytes)) || all[1].bytes != 100_000 || all[2].bytes != 100_000 {
 		t.Errorf("bytes: %+v", all)

@@ -7,11 +7,11 @@ package cuda
 */
 import "C"
 
-import "github.com/overwire/overwire/gosrc/fault"
+import "github.com/overwire/overwire/gosrc/errs"
 
-// Copy queues a copy of n bytes between any two places, of the device or the
-// host; with wait it is done when Copy returns. Memory of the host that is not
-// pinned makes it wait in any case.
+// Copy queues a copy of n bytes between any two addresses of the device or the
+// host; with wait it returns when the copy is done. It waits for host memory that
+// is not pinned in any case.
 func (d *Device) Copy(on Order, dst, src uint64, n int64, wait bool) error {
 	if n <= 0 {
 		return nil
@@ -50,7 +50,7 @@ func (d *Device) follow(stream uintptr, after ...uintptr) error {
 	return nil
 }
 
-// NewStream makes a stream, which FreeStream ends.
+// NewStream makes a stream, to be freed with FreeStream.
 func (d *Device) NewStream() (uintptr, error) {
 	var e C.struct_owcu_error
 	var s C.uint64_t
@@ -60,7 +60,7 @@ func (d *Device) NewStream() (uintptr, error) {
 	return uintptr(s), nil
 }
 
-// FreeStream ends a stream when its work is done, without waiting for that.
+// FreeStream frees a stream once its work is done, without waiting for that.
 func (d *Device) FreeStream(stream uintptr) error {
 	var e C.struct_owcu_error
 	if C.owcu_stream_free(d.ctx, C.uint64_t(stream), &e) != 0 {
@@ -78,8 +78,8 @@ func (d *Device) SyncStream(stream uintptr) error {
 	return nil
 }
 
-// OwnsStream refuses a stream of another device. The special ones are
-// everybody's.
+// OwnsStream refuses a stream of another device. The special ones belong to every
+// device.
 func (d *Device) OwnsStream(stream uintptr) error {
 	if stream <= 2 {
 		return nil
@@ -90,15 +90,15 @@ func (d *Device) OwnsStream(stream uintptr) error {
 		return failure(d.index, &e)
 	}
 	if here == 0 {
-		return fault.New(fault.ErrArgument, "the stream %#x is not one of cuda:%d", stream, d.index)
+		return errs.New(errs.ErrArgument, "the stream %#x is not one of cuda:%d", stream, d.index)
 	}
 	return nil
 }
 
-// ThreadMode sets the mode of stream capture of the calling thread, a number of
-// CUstreamCaptureMode, and gives the one before; -1 if there is no driver, or for
-// another number, which change nothing. It is for threads of Python's, on which
-// torch is called next.
+// ThreadMode sets the calling thread's mode of stream capture, a number of
+// CUstreamCaptureMode, and returns the previous one; -1 if there is no driver or
+// the number is unknown, and then it changes nothing. It is for Python threads that
+// will call torch.
 func ThreadMode(mode int) int {
 	if mode < 0 || Available() != nil {
 		return -1
@@ -106,8 +106,8 @@ func ThreadMode(mode int) int {
 	return int(C.owcu_thread_mode(C.int(mode)))
 }
 
-// DeviceOf is the number of the device that an address is of, and -1 for memory
-// of the host.
+// DeviceOf is the index of the device that an address belongs to, -1 for host
+// memory.
 func DeviceOf(address uint64) int {
 	if Available() != nil {
 		return -1

@@ -3,7 +3,7 @@
 package cuda
 
 /*
-#include "lane.h"
+#include "queue.h"
 */
 import "C"
 
@@ -14,36 +14,34 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-const huge = 2 << 20
-
-// pages is host memory on huge pages, all of it touched: registering memory
-// that is there takes a thirtieth of the time of the driver's own allocation.
+// pages is host memory on huge pages, all of it touched: registering such memory
+// takes a thirtieth of the time of the driver's own allocation.
 type pages struct {
 	raw    unsafe.Pointer
 	mapped uintptr
-	p      unsafe.Pointer // on a huge page's boundary
+	p      unsafe.Pointer // aligned to a huge page
 	n      int64
 }
 
 func newPages(n int64) (pages, error) {
 	n = (n + huge - 1) &^ (huge - 1)
 	if n <= 0 || n > 1<<40 {
-		return pages{}, fault.New(fault.ErrArgument, "%d bytes of pinned memory", n)
+		return pages{}, errs.New(errs.ErrArgument, "%d bytes of pinned memory", n)
 	}
 	mapped := uintptr(n + huge)
 	raw, err := unix.MmapPtr(-1, 0, nil, mapped, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
-		return pages{}, &fault.Memory{Where: "host", Asked: n, Free: -1, Total: -1, For: "a pinned ring", Err: err.Error()}
+		return pages{}, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1, For: "a pinned ring", Err: err.Error()}
 	}
 	up := (huge - int64(uintptr(raw)&(huge-1))) & (huge - 1)
 	m := pages{raw: raw, mapped: mapped, p: unsafe.Add(raw, up), n: n}
 	b := unsafe.Slice((*byte)(m.p), n)
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
-	// A forked child must not copy pages that the GPU writes or reads.
+	// A forked child must not copy pages that the GPU reads or writes.
 	_ = unix.Madvise(b, unix.MADV_DONTFORK)
 	threads := int64(max(1, min(16, runtime.GOMAXPROCS(0))))
 	part := (n/huge + threads - 1) / threads * huge
@@ -61,9 +59,9 @@ func newPages(n int64) (pages, error) {
 	return m, nil
 }
 
-// Register pins memory of the caller's, which begins on a page: the device then
-// copies from it without a step between. It holds for every device of the
-// process, until Unregister; the memory is not the child's after a fork.
+// Register pins the caller's memory, which must begin on a page: the device then
+// copies straight from it. It holds for every device of the process until
+// Unregister; a forked child does not get the memory.
 func (d *Device) Register(b []byte) error {
 	_ = unix.Madvise(b, unix.MADV_DONTFORK)
 	var e C.struct_owcu_error
@@ -74,16 +72,16 @@ func (d *Device) Register(b []byte) error {
 	return nil
 }
 
-// Unregister undoes Register, when no copy is under way, and then calls `then`:
-// soon, and not before it returns, since the driver may wait there for work of
-// others. Until then the memory is the driver's.
+// Unregister undoes Register, after the last copy, and then calls `then`. That may
+// happen after it returns, since the driver may wait for other work; the memory
+// must stay allocated until then.
 func (d *Device) Unregister(b []byte, then func()) {
-	d.later(func() bool {
+	d.deferFree(func() bool {
 		var e C.struct_owcu_error
 		if C.owcu_unregister(d.ctx, unsafe.Pointer(&b[0]), &e) > 0 {
 			return false
 		}
-		then() // a lost device has let go already
+		then() // a lost device has unregistered it already
 		return true
 	})
 }

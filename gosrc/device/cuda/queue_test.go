@@ -11,11 +11,11 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Many workers share a lane; everything lands, and every slot comes back.
+// Many workers share a queue; everything lands, and every slot comes back.
 func TestWorkers(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 3, 256<<10)
@@ -70,24 +70,24 @@ func TestWorkers(t *testing.T) {
 	wg.Wait()
 }
 
-// One lane serves loads that cut its memory otherwise, one after the other; slots
-// are apart from each other however they are cut.
-func TestLaneIsCutAgain(t *testing.T) {
+// One queue serves loads that divide its memory differently, one after the other;
+// slots never overlap.
+func TestQueueIsReshaped(t *testing.T) {
 	r := random(t)
 	d := begun(t)
 	var p piece
 	p.coded(weights(r, x16.BF16, 90_000), x16.BF16)
 	p.raw(weights(r, x16.Bytes, 20_000))
 	slots, size := Ring()
-	far, farSize := RemoteRing()
-	if far <= slots || farSize >= size || int64(far)*stride(farSize) > int64(slots)*stride(size) {
-		t.Errorf("%d slots of %d from far away, %d of %d for files", far, farSize, slots, size)
+	remote, remoteSize := RemoteRing()
+	if remote <= slots || remoteSize >= size || int64(remote)*stride(remoteSize) > int64(slots)*stride(size) {
+		t.Errorf("%d slots of %d for remote sources, %d of %d for files", remote, remoteSize, slots, size)
 	}
 	var first *Queue
 	for i, cut := range []struct {
 		slots int
 		size  int64
-	}{{slots, size}, {far, farSize}, {slots / 2, 2 * size}, {far, farSize}, {slots, size}} {
+	}{{slots, size}, {remote, remoteSize}, {slots / 2, 2 * size}, {remote, remoteSize}, {slots, size}} {
 		l, err := d.Queue(cut.slots, cut.size)
 		if err != nil {
 			t.Fatal(err)
@@ -95,7 +95,7 @@ func TestLaneIsCutAgain(t *testing.T) {
 		if i == 0 {
 			first = l
 		} else if l != first {
-			t.Errorf("%d slots of %d bytes: another lane", cut.slots, cut.size)
+			t.Errorf("%d slots of %d bytes: another queue", cut.slots, cut.size)
 		}
 		if len(l.slots) != cut.slots {
 			t.Errorf("%d slots, not %d", len(l.slots), cut.slots)
@@ -135,8 +135,8 @@ func TestCancel(t *testing.T) {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancelCause(t.Context())
-	cancel(fault.ErrCancelled)
-	if _, err := l.Get(ctx); !errors.Is(err, fault.ErrCancelled) {
+	cancel(errs.ErrCancelled)
+	if _, err := l.Get(ctx); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("Get: %v", err)
 	}
 	mem, err := d.Alloc([]int64{1000})
@@ -149,7 +149,7 @@ func TestCancel(t *testing.T) {
 	if err := l.Submit(s, 1000, job, func(int, error) { <-gate; called = true }); err != nil {
 		t.Fatal(err)
 	}
-	if err := l.Drain(ctx); !errors.Is(err, fault.ErrCancelled) {
+	if err := l.Drain(ctx); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("Drain: %v", err)
 	}
 	close(gate)
@@ -159,7 +159,7 @@ func TestCancel(t *testing.T) {
 	}
 	again, err := d.Queue(1, 1<<20)
 	if err != nil || again != l {
-		t.Errorf("the idle lane was not used again: %v", err)
+		t.Errorf("the idle queue was not used again: %v", err)
 	}
 	again.Close()
 }

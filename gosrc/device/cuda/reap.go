@@ -4,7 +4,7 @@ package cuda
 
 /*
 #include <stdlib.h>
-#include "lane.h"
+#include "queue.h"
 */
 import "C"
 
@@ -16,45 +16,44 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// What goes back to the driver goes back on the reaper's thread alone, unless
-// memory is short or somebody asks (Trim): the driver may wait there for work of
-// others, and no load shall. It waits for nothing itself: memory of tensors is
-// freed when all that was queued on the streams of its users is done, which an
-// event on each tells, and then kept for the next load: as much as keepBytes for
-// good, what is more until nothing was dropped or loaded for keepFor, so that a model
-// that takes the place of another finds it; while one of these streams is
-// captured into a graph there is no such event, and the memory stays. What the
-// driver refuses is tried again.
+// The reaper frees device memory on a thread of its own, unless memory is short or
+// Trim is called: freeing may make the driver wait for other work, which no load
+// should. Memory of tensors is freed once all work that was queued on the streams
+// of its users is done, as an event on each stream shows. It is then kept for the
+// next load: up to keepBytes for good, the rest until nothing was dropped or loaded
+// for keepFor, so that a model that replaces another finds it. While one of these
+// streams is captured into a graph it can have no event, and the memory stays. What
+// the driver refuses to free is tried again.
 
-// defaultStream is the legacy default stream, by the number that DLPack gives it.
+// defaultStream is DLPack's number of the legacy default stream.
 const defaultStream = 1
 
-// A parting is memory without a holder, off the list, while work that
-// may read it is under way.
-type parting struct {
+// pendingFree is memory without a holder, taken off the list, that queued work may
+// still read.
+type pendingFree struct {
 	blocks []*device.Listed
 	marked bool // events are recorded
 	events []C.owcu_handle
 }
 
-// A span is memory of the device without a holder, which no work uses. It is kept
-// for the next load: to give it back to the driver may wait for everything that
-// is queued on the device, and stop all other calls meanwhile.
-type span struct {
+// A keptBlock is device memory without a holder that no work uses. It is kept for
+// the next load, since freeing it may wait for everything that is queued on the
+// device, and stop all other calls meanwhile.
+type keptBlock struct {
 	at    C.owcu_ptr
 	bytes C.uint64_t
 }
 
-// What is kept for good: the small tensors of most models. What is more goes back
-// to the driver when for keepFor nothing was added or taken.
+// What is kept for good: the small tensors of most models. The rest is freed when
+// nothing was added or taken for keepFor.
 const (
 	keepBytes  = 128 << 20
 	keepPieces = 64
 	keepFor    = time.Second
 )
 
-// surplus takes from what is kept that which is too much, the oldest first. d.mu is
-// held. later says that it is too early for that.
+// surplus removes the excess from what is kept, the oldest first. d.mu is held.
+// later: it is too early for that.
 func (d *Device) surplus() (old []C.owcu_ptr, later bool) {
 	n, left := C.uint64_t(0), len(d.kept)
 	for _, k := range d.kept {
@@ -74,9 +73,9 @@ func (d *Device) surplus() (old []C.owcu_ptr, later bool) {
 	return old, false
 }
 
-// fit gives the smallest piece that is kept for n bytes, unless it is much too
-// long. d.mu is held.
-func (d *Device) fit(n C.uint64_t) (best span, ok bool) {
+// fit returns the smallest kept block for n bytes that is not much too long. d.mu
+// is held.
+func (d *Device) fit(n C.uint64_t) (best keptBlock, ok bool) {
 	at := -1
 	for i, k := range d.kept {
 		if k.bytes >= n && k.bytes <= n+n/8+1<<20 && (at < 0 || k.bytes < d.kept[at].bytes) {
@@ -84,15 +83,15 @@ func (d *Device) fit(n C.uint64_t) (best span, ok bool) {
 		}
 	}
 	if at < 0 {
-		return span{}, false
+		return keptBlock{}, false
 	}
 	best, d.touched = d.kept[at], time.Now()
 	d.kept = append(d.kept[:at], d.kept[at+1:]...)
 	return best, true
 }
 
-// giveBack frees all memory of tensors that has no holder any more, and what is
-// kept of it; it waits for the work that uses that.
+// giveBack frees all tensor memory without a holder, and what is kept; it waits for
+// the work that uses it.
 func (d *Device) giveBack() error {
 	err := d.reap(true)
 	d.mu.Lock()
@@ -110,7 +109,7 @@ func (d *Device) giveBack() error {
 	rc := C.owcu_free(d.ctx, C.int64_t(len(at)), &at[0], &e)
 	for _, left := range at {
 		if left != 0 {
-			d.loose(left)
+			d.freeUnused(left)
 		}
 	}
 	if rc != 0 && err == nil {
@@ -119,9 +118,9 @@ func (d *Device) giveBack() error {
 	return err
 }
 
-// Used tells the device of a stream that works on memory of Alloc: what is freed
-// from now on waits for what is queued there. The stream lives as long as the
-// process; the default stream need not be told.
+// Used registers a stream that works on memory of Alloc: what is released from now
+// on is freed only after the work queued there. The stream lives as long as the
+// process; the default stream need not be registered.
 func (d *Device) Used(stream uintptr) {
 	if stream <= 2 {
 		return
@@ -136,14 +135,14 @@ func (d *Device) Used(stream uintptr) {
 	d.users = append(d.users, C.uint64_t(stream))
 }
 
-// reap frees the memory of blocks that have no holder any more and that no queued
-// work uses, or keeps it; with wait it waits for such work. When it returns, no other caller is
-// still at it.
+// reap frees, or keeps for the next load, the memory of blocks without a holder
+// that no queued work uses; with wait it waits for such work. When it returns, no
+// other call of it runs.
 func (d *Device) reap(wait bool) (err error) {
 	d.freeing.Lock()
 	defer d.freeing.Unlock()
 	for {
-		busy, e := d.part()
+		busy, e := d.reapStep()
 		if err == nil {
 			err = e
 		}
@@ -154,9 +153,9 @@ func (d *Device) reap(wait bool) (err error) {
 	}
 }
 
-// part takes one step of reap. busy says that the next may do more.
-func (d *Device) part() (busy bool, err error) {
-	p := &d.parting
+// reapStep takes one step of reap. busy: another step may do more.
+func (d *Device) reapStep() (busy bool, err error) {
+	p := &d.pending
 	var e C.struct_owcu_error
 	if len(p.blocks) == 0 {
 		for b := (*device.Listed)(C.owcu_list_take((*unsafe.Pointer)(unsafe.Pointer(d.list)))); b != nil; b = b.Next() {
@@ -194,20 +193,20 @@ func (d *Device) part() (busy bool, err error) {
 	d.mu.Lock()
 	for _, b := range p.blocks {
 		base, n := b.Base()
-		d.kept = append(d.kept, span{address(base), C.uint64_t(n)})
+		d.kept = append(d.kept, keptBlock{address(base), C.uint64_t(n)})
 		C.free(unsafe.Pointer(b))
 	}
 	d.live -= len(p.blocks)
 	d.touched = time.Now()
-	d.watch() // for what is too much of it
+	d.watch() // to free the excess later
 	d.mu.Unlock()
 	p.blocks = p.blocks[:0]
 	return true, nil // there may be more on the list
 }
 
-// shed gives back what is kept too much of, for too long, and says whether there
-// will be more.
-func (d *Device) shed() bool {
+// freeSurplus frees the excess of what is kept, if it is old enough, and reports
+// whether there is more.
+func (d *Device) freeSurplus() bool {
 	d.mu.Lock()
 	old, more := d.surplus()
 	d.mu.Unlock()
@@ -216,62 +215,63 @@ func (d *Device) shed() bool {
 		C.owcu_free(d.ctx, C.int64_t(len(old)), &old[0], &e)
 		for _, at := range old {
 			if at != 0 {
-				d.loose(at)
+				d.freeUnused(at)
 			}
 		}
 	}
 	return more
 }
 
-// loose has the reaper free a piece that nothing ever used.
-func (d *Device) loose(at C.owcu_ptr) {
-	d.later(func() bool {
+// freeUnused has the reaper free memory that no work has used.
+func (d *Device) freeUnused(at C.owcu_ptr) {
+	d.deferFree(func() bool {
 		var e C.struct_owcu_error
 		C.owcu_free(d.ctx, 1, &at, &e)
 		return at == 0
 	})
 }
 
-// later has the reaper give something back; bury says whether it is gone.
-func (d *Device) later(bury func() bool) {
+// deferFree has the reaper call free until it reports that the memory is gone.
+func (d *Device) deferFree(free func() bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.graves = append(d.graves, bury)
+	d.deferred = append(d.deferred, free)
 	d.watch()
 }
 
-// inter gives back what later was told of, and keeps what is not gone.
-func (d *Device) inter() {
-	d.burying.Lock()
-	defer d.burying.Unlock()
+// freeDeferred calls what deferFree was given, and keeps those whose memory is not
+// gone.
+func (d *Device) freeDeferred() {
+	d.deferring.Lock()
+	defer d.deferring.Unlock()
 	d.mu.Lock()
-	all := d.graves
-	d.graves = nil
+	all := d.deferred
+	d.deferred = nil
 	d.mu.Unlock()
 	var left []func() bool
-	for _, bury := range all {
-		if !bury() {
-			left = append(left, bury)
+	for _, free := range all {
+		if !free() {
+			left = append(left, free)
 		}
 	}
 	d.mu.Lock()
-	d.graves = append(left, d.graves...)
+	d.deferred = append(left, d.deferred...)
 	d.mu.Unlock()
 }
 
-// given turns what a C function that gives back said into an error, and has the
-// reaper try again where the driver refused.
+// given turns the result of a C function that frees into an error, and has the
+// reaper try again if the driver refused.
 func (d *Device) given(rc C.int, e *C.struct_owcu_error, again func() bool) error {
 	if rc == 0 {
 		return nil
 	}
 	if rc > 0 {
-		d.later(again)
+		d.deferFree(again)
 	}
 	return failure(d.index, e)
 }
 
-// watch starts the reaper, if there is none. d.mu is held.
+// watch starts the reaper, unless it runs. d.mu is held.
 func (d *Device) watch() {
 	if !d.reaping {
 		d.reaping = true
@@ -279,26 +279,26 @@ func (d *Device) watch() {
 	}
 }
 
-// reaper gives back soon what is let go, as long as there is any: the deleters
-// that list it must not wake anybody.
+// reaper polls for memory to free, as long as there is any: the deleters that list
+// memory must not wake a thread.
 func (d *Device) reaper() {
 	const least, most = 5 * time.Millisecond, 100 * time.Millisecond
 	pause := least
 	for {
 		time.Sleep(pause)
-		more := d.shed()
+		more := d.freeSurplus()
 		d.mu.Lock()
-		before := d.live + len(d.graves)
+		before := d.live + len(d.deferred)
 		if before == 0 && !more {
 			d.reaping = false
 			d.mu.Unlock()
 			return
 		}
 		d.mu.Unlock()
-		_ = d.reap(false) // what fails is tried again; the next call that matters says so
-		d.inter()
+		_ = d.reap(false) // errors are tried again, and recur in the next call that reports them
+		d.freeDeferred()
 		d.mu.Lock()
-		same := d.live+len(d.graves) == before
+		same := d.live+len(d.deferred) == before
 		d.mu.Unlock()
 		pause = least
 		if same {

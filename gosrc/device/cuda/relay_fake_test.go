@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
 )
@@ -48,8 +48,8 @@ func TestRelayEveryCallFails(t *testing.T) {
 			}
 			if err != nil {
 				failed++
-				var at *fault.At
-				if !errors.Is(err, fault.ErrDevice) || !errors.As(err, &at) || at.Source == "" || !named.MatchString(err.Error()) {
+				var at *errs.At
+				if !errors.Is(err, errs.ErrDevice) || !errors.As(err, &at) || at.Source == "" || !named.MatchString(err.Error()) {
 					t.Fatal(what)
 				}
 				if at.Tensor != "" {

@@ -14,7 +14,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
@@ -143,7 +143,7 @@ func sliced(t *testing.T, m *load.Model, reqs []load.Request) (all [][]byte) {
 
 func relay(t *testing.T, m *load.Model, travel []int64, where string, ranks int) {
 	buffers := make([]int64, 32)
-	if ranks == 1 { // nobody else looks at them: they are used again and again
+	if ranks == 1 { // no other rank reads them: they are reused
 		buffers = buffers[:2]
 	}
 	for i := range buffers {
@@ -259,7 +259,7 @@ func TestRelayEnds(t *testing.T) {
 		} {
 			spec, list := specOf(append([]int64(nil), travel...), ring, where, 0, 1, alone), requests(reqs, got)
 			wrong(spec, list)
-			if r, err := begun(m, spec, list); err == nil || !errors.Is(err, fault.ErrArgument) {
+			if r, err := begun(m, spec, list); err == nil || !errors.Is(err, errs.ErrArgument) {
 				t.Errorf("%v: %v", r != nil, err)
 			}
 		}
@@ -268,10 +268,10 @@ func TestRelayEnds(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := r.Decode(0, 0); !errors.Is(err, fault.ErrArgument) {
+			if err := r.Decode(0, 0); !errors.Is(err, errs.ErrArgument) {
 				t.Errorf("decoded without requests: %v", err)
 			}
-			for _, want := range []error{nil, fault.ErrArgument} {
+			for _, want := range []error{nil, errs.ErrArgument} {
 				if err := r.Aim(requests(reqs, got)); !errors.Is(err, want) {
 					t.Fatalf("%v, not %v", err, want)
 				}
@@ -288,10 +288,10 @@ func TestRelayEnds(t *testing.T) {
 				t.Errorf("piece %d of a ring of two: %v, %v", decodes+2, landed, err)
 			}
 			r.Job().Cancel()
-			if done, err := r.Job().Wait(time.Minute); !done || !errors.Is(err, fault.ErrCancelled) {
+			if done, err := r.Job().Wait(time.Minute); !done || !errors.Is(err, errs.ErrCancelled) {
 				t.Errorf("%v, %v", done, err)
 			}
-			if err := r.Decode(decodes, 0); !errors.Is(err, fault.ErrCancelled) {
+			if err := r.Decode(decodes, 0); !errors.Is(err, errs.ErrCancelled) {
 				t.Error(err)
 			}
 		}

@@ -1,35 +1,37 @@
 package cuda
 
-import "github.com/overwire/overwire/gosrc/fault"
+// This file describes batches of bitstreams: layouts, orders, and status words.
 
-// Kind is how a stream's blocks are wrapped; the numbers are nvCOMP's.
+import "github.com/overwire/overwire/gosrc/errs"
+
+// Kind is how a stream's blocks are framed; the numbers are nvCOMP's.
 type Kind uint32
 
-// FormatX16 is our own codec among nvCOMP's numbers of algorithms.
+// FormatX16 is our codec among nvCOMP's numbers of algorithms.
 const FormatX16 = 'X'
 
-// A Stream is one bitstream on the device and the place of its content, which
+// A Stream is one bitstream on the device and the destination of its content, which
 // has exactly Size bytes, in chunks of Chunk.
 type Stream struct {
-	Src         uint64 // a multiple of 8; X16: of 16, but for raw blocks of 8 before one
+	Src         uint64 // a multiple of 8; for X16 of 16, except raw blocks, which have 8 bytes before their first
 	Stored      int64
 	Dst         uint64 // X16: a multiple of 16
 	Size, Chunk int64
 	Kind        Kind
-	Arg         uint32 // the codec's own
+	Arg         uint32 // meaning depends on the codec
 }
 
-// rows is how many blocks a stream has, and one for none.
+// rows is how many blocks a stream has; 1 if it has none.
 func (s *Stream) rows() int {
 	return int(max(1, (s.Size+s.Chunk-1)/s.Chunk))
 }
 
-// enough is how many warps keep a device busy, if their shares are alike: on an H200
-// more than these gain nothing, and at chunks of 64 KiB they cost 2 %.
+// enough is how many warps keep a device busy if their shares are alike: on an H200
+// more gain nothing, and with chunks of 64 KiB they cost 2 %.
 const enough = 4096
 
-// split is how many warps share each of so many chunks: as many as encoders make
-// segments of the longest (codec/x16), unless there are enough without.
+// split is how many warps share each of the chunks: as many as encoders make
+// segments of the longest (codec/x16), unless there are enough warps without.
 func split(streams []Stream, rows int) int {
 	var most, all int64
 	for i := range streams {
@@ -43,7 +45,7 @@ func split(streams []Stream, rows int) int {
 	return int(n)
 }
 
-// An Order is where work goes: a stream, as DLPack counts them (1 the legacy
+// An Order says where work is queued: on a stream, by DLPack's number (1 the legacy
 // default stream, 2 the thread's, else a handle; 0 is 1), after what is queued on
 // others now.
 type Order struct {
@@ -51,15 +53,15 @@ type Order struct {
 	After  []uintptr
 }
 
-// Peeked is what a stream says of itself. Chunk and Format are those of native
-// streams.
+// Peeked is what a stream says about itself. Only native streams have Chunk and
+// Format.
 type Peeked struct {
 	Size, Chunk int64
 	Format      uint32
 	Err         error
 }
 
-// The bits of a stream's word of status: cuda/abi.h and abi_stream.h.
+// The bits of a stream's status word: cuda/abi.h and abi_stream.h.
 var statusTexts = []struct {
 	bit  uint32
 	text string
@@ -77,22 +79,22 @@ var statusTexts = []struct {
 // maxBlock is the longest chunk of a native stream, and the longest block of X16.
 const maxBlock = 16 << 20
 
-// misplaced is the bit of blocks that do not lie as a GPU reads them.
+// misplaced is the status bit of blocks that are not aligned for the GPU.
 const misplaced = 1 << 11
 
-// crowded is the word of a stream that its room is too small for.
+// crowded is the status bit of a stream whose destination is too small.
 const crowded = 1 << 13
 
-// statusError is what a word of status means.
+// statusError explains a status word.
 func statusError(w uint32) error {
 	if w == 0 {
 		return nil
 	}
 	if w&misplaced != 0 && w&^(misplaced) == 0 {
-		return fault.New(fault.ErrNotSupported, "blocks that do not lie on multiples of 16: decode the stream without a config, or on the host")
+		return errs.New(errs.ErrNotSupported, "blocks that do not lie on multiples of 16: decode the stream without a config, or on the host")
 	}
 	if w == crowded {
-		return fault.New(fault.ErrArgument, "the output is too small for the stream")
+		return errs.New(errs.ErrArgument, "the output is too small for the stream")
 	}
 	text := ""
 	for _, m := range statusTexts {
@@ -103,5 +105,5 @@ func statusError(w uint32) error {
 			text += m.text
 		}
 	}
-	return fault.New(fault.ErrCorrupt, "%s", text)
+	return errs.New(errs.ErrCorrupt, "%s", text)
 }

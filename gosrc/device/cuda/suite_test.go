@@ -19,7 +19,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -110,7 +110,7 @@ func size(j *device.DecodeTask) int64 {
 	return int64(j.Chunk.Logical)
 }
 
-// run sends a piece through a lane into fresh memory and compares what landed;
+// run sends a piece through a queue into fresh memory and compares what landed;
 // shift moves every destination off its alignment. It returns the errors.
 func (p *piece) run(t testing.TB, d *Device, l *Queue, shift int64) []error {
 	t.Helper()
@@ -135,9 +135,9 @@ func (p *piece) run(t testing.TB, d *Device, l *Queue, shift int64) []error {
 		t.Fatal(err)
 	}
 	copy(s.Memory(), p.bytes)
-	errs := make([]error, len(p.jobs))
+	failures := make([]error, len(p.jobs))
 	calls := make([]int, len(p.jobs))
-	if err := l.Submit(s, int64(len(p.bytes)), p.jobs, func(i int, err error) { errs[i] = err; calls[i]++ }); err != nil {
+	if err := l.Submit(s, int64(len(p.bytes)), p.jobs, func(i int, err error) { failures[i] = err; calls[i]++ }); err != nil {
 		t.Fatal(err)
 	}
 	if err := l.Drain(context.Background()); err != nil {
@@ -150,8 +150,8 @@ func (p *piece) run(t testing.TB, d *Device, l *Queue, shift int64) []error {
 		if p.want[i] == nil {
 			continue
 		}
-		if errs[i] != nil {
-			t.Errorf("job %d %+v: %v", i, p.jobs[i].Chunk, errs[i])
+		if failures[i] != nil {
+			t.Errorf("job %d %+v: %v", i, p.jobs[i].Chunk, failures[i])
 			continue
 		}
 		got := make([]byte, mem[i].Bytes)
@@ -162,10 +162,10 @@ func (p *piece) run(t testing.TB, d *Device, l *Queue, shift int64) []error {
 			t.Errorf("job %d %+v %+v: other bytes", i, p.jobs[i].Chunk, p.jobs[i].View)
 		}
 	}
-	return errs
+	return failures
 }
 
-// open gives a device and a small lane, both ended with the test.
+// open gives a device and a small queue, both ended with the test.
 func open(t testing.TB, slots int, slotBytes int64) (*Device, *Queue) {
 	t.Helper()
 	d := begun(t)
@@ -352,7 +352,7 @@ func TestCorrupt(t *testing.T) {
 		}
 		p.coded(good, x16.BF16)
 		for _, err := range p.run(t, d, l, 0) {
-			if err != nil && !errors.Is(err, fault.ErrCorrupt) {
+			if err != nil && !errors.Is(err, errs.ErrCorrupt) {
 				t.Fatal(err)
 			}
 			if err != nil {
@@ -388,10 +388,10 @@ func TestRefused(t *testing.T) {
 	p.jobs[2].Chunk.Stored = 1 << 30
 	p.jobs[3].Chunk.Codec = 7
 	p.jobs[4].Chunk.Logical++
-	errs := p.run(t, d, l, 0)
-	for i, class := range []error{nil, fault.ErrCorrupt, fault.ErrArgument, fault.ErrNotSupported, fault.ErrCorrupt, nil, nil} {
-		if !errors.Is(errs[i], class) {
-			t.Errorf("job %d: %v, want %v", i, errs[i], class)
+	failures := p.run(t, d, l, 0)
+	for i, class := range []error{nil, errs.ErrCorrupt, errs.ErrArgument, errs.ErrNotSupported, errs.ErrCorrupt, nil, nil} {
+		if !errors.Is(failures[i], class) {
+			t.Errorf("job %d: %v, want %v", i, failures[i], class)
 		}
 	}
 }
@@ -434,7 +434,7 @@ func TestAlloc(t *testing.T) {
 		}
 	}
 	for _, bad := range [][]int64{{-1}, {1 << 50}} {
-		if _, err := d.Alloc(bad); !errors.Is(err, fault.ErrArgument) {
+		if _, err := d.Alloc(bad); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%v: %v", bad, err)
 		}
 	}
@@ -443,7 +443,7 @@ func TestAlloc(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err = d.Alloc([]int64{5 << 20, total + 1<<20, 7})
-	if !errors.Is(err, fault.ErrMemory) || !strings.Contains(err.Error(), "are free of") {
+	if !errors.Is(err, errs.ErrMemory) || !strings.Contains(err.Error(), "are free of") {
 		t.Errorf("more than there is: %v", err)
 	}
 }
@@ -452,7 +452,7 @@ func TestAlloc(t *testing.T) {
 func TestOpenRefuses(t *testing.T) {
 	begun(t)
 	for _, i := range []int{-1, 1000} {
-		if _, err := Open(i); !errors.Is(err, fault.ErrDevice) || !strings.Contains(err.Error(), "CUDA devices") {
+		if _, err := Open(i); !errors.Is(err, errs.ErrDevice) || !strings.Contains(err.Error(), "CUDA devices") {
 			t.Errorf("cuda:%d: %v", i, err)
 		}
 	}

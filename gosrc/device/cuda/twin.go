@@ -14,13 +14,13 @@ import "C"
 
 import "unsafe"
 
-// A twinItem is an ow_batch_item for tests, which cannot see C.
+// A twinItem is an ow_batch_item for tests, which cannot use cgo.
 type twinItem struct {
 	src, srcLen, dst, dstCap, written uint64
 	status, arg                       uint32
 }
 
-// What a batch kernel says of an item that it refuses.
+// Status bits of an item that a batch kernel refuses.
 const (
 	batchInput  = C.OW_BATCH_INPUT
 	batchOffset = C.OW_BATCH_OFFSET
@@ -46,8 +46,8 @@ func runTwin(kernel string, items []twinItem) {
 	}
 }
 
-// twinStreamX16 decodes a raw block of X16 by so many warps, and gives its word of
-// status.
+// twinStreamX16 decodes a raw block of X16 by `warps` warps, and returns its status
+// word.
 func twinStreamX16(src uint64, stored int, dst uint64, size, warps int) uint32 {
 	few := C.ow_stream_few{head: C.ow_stream_head{streams: 1, rows: 1, split: C.uint32_t(warps)}}
 	few.streams[0] = C.ow_stream{

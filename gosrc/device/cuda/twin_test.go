@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/nvcomp/snappy"
 )
 
-// A fence is memory between two pages that nobody may touch: whoever reads or
-// writes a byte beside it ends the test process.
+// A fence is memory between two inaccessible pages: reading or writing a byte beside
+// it ends the test process.
 type fence struct {
 	all   []byte
 	bytes []byte

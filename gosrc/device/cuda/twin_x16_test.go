@@ -8,7 +8,7 @@ import (
 
 	"errors"
 	"github.com/overwire/overwire/gosrc/codec/x16"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // sameChunk holds the encoder's twin to the Go encoder: the same bytes, or the
@@ -158,7 +158,7 @@ func TestTwinX16Damage(t *testing.T) {
 		err := x16.Decode(want, b, tr, tiles)
 		got, status := twinX16(t, b, room, uint32(tr)|uint32(tiles)<<16)
 		switch {
-		case err != nil && !errors.Is(err, fault.ErrCorrupt):
+		case err != nil && !errors.Is(err, errs.ErrCorrupt):
 			t.Fatal(err)
 		case err != nil && status == 0:
 			missed++ // escapes that their symbols do not ask for: the checksum's business
@@ -217,10 +217,10 @@ func TestTwinX16Refused(t *testing.T) {
 			t.Errorf("encode %d: status %d", i, items[0].status)
 		}
 	}
-	items := []twinItem{{src: at, srcLen: 4096, dst: at + 4096, dstCap: 90, arg: 1}} // zeros, but no room
+	items := []twinItem{{src: at, srcLen: 4096, dst: at + 4096, dstCap: 90, arg: 1}} // zeros, but too little space
 	runTwin("x16_encode", items)
 	if items[0].status != batchRoom {
-		t.Errorf("no room: status %d", items[0].status)
+		t.Errorf("too little space: status %d", items[0].status)
 	}
 }
 

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/dlpack"
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
@@ -58,8 +58,8 @@ func reopened(t testing.TB, path string) *load.Model {
 	return m
 }
 
-// handed takes a tensor as Python does, through DLPack, whose deleter ends it.
-func handed(t *testing.T, d *cuda.Device, l *load.Loading, i int) []byte {
+// exported takes a tensor as Python does, through DLPack, whose deleter frees it.
+func exported(t *testing.T, d *cuda.Device, l *load.Loading, i int) []byte {
 	t.Helper()
 	mem, shape, dtype, ok := l.Take(i)
 	if !ok {
@@ -101,7 +101,7 @@ func whole(t *testing.T, m *load.Model, want map[string]weights.Tensor, index in
 	}
 	for i := range l.Len() {
 		name := m.Index().Tensors[i].Name
-		if !bytes.Equal(handed(t, d, l, i), want[name].Data) {
+		if !bytes.Equal(exported(t, d, l, i), want[name].Data) {
 			t.Errorf("%s differs", name)
 		}
 	}
@@ -195,8 +195,8 @@ func TestCorruptChunkIsNamed(t *testing.T) {
 			t.Fatal(err)
 		}
 		err = finish(t, l)
-		var at *fault.At
-		if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Source != other || at.Tensor != x.Name || at.Chunk != 1 || at.Offset != c.Off {
+		var at *errs.At
+		if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Source != other || at.Tensor != x.Name || at.Chunk != 1 || at.Offset != c.Off {
 			t.Errorf("%s: %v", x.Name, err)
 		}
 		l.Close()
@@ -220,7 +220,7 @@ func TestCancelAtAnyMoment(t *testing.T) {
 		time.Sleep(time.Duration(i*i*20) * time.Microsecond)
 		l.Close()
 		switch err := finish(t, l); {
-		case errors.Is(err, fault.ErrCancelled):
+		case errors.Is(err, errs.ErrCancelled):
 			cancelled++
 		case err != nil:
 			t.Fatal(err)
@@ -264,7 +264,7 @@ func TestTwoDevicesAtOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 		for k := range l.Len() {
-			if !bytes.Equal(handed(t, d, l, k), want[m.Index().Tensors[k].Name].Data) {
+			if !bytes.Equal(exported(t, d, l, k), want[m.Index().Tensors[k].Name].Data) {
 				t.Errorf("load %d: %s differs", i, m.Index().Tensors[k].Name)
 			}
 		}
@@ -398,7 +398,7 @@ func TestCastWhileLanding(t *testing.T) {
 					return l
 				}
 				plainly, fused := loaded(load.Options{}), loaded(load.Options{Cast: to.String()})
-				lane, err := d.Queue(0, 0)
+				queue, err := d.Queue(0, 0)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -416,7 +416,7 @@ func TestCastWhileLanding(t *testing.T) {
 						if err != nil {
 							t.Fatal(err)
 						}
-						if err := lane.Cast(t.Context(), mem[0], a, from, to); err != nil {
+						if err := queue.Cast(t.Context(), mem[0], a, from, to); err != nil {
 							t.Fatal(err)
 						}
 						want = make([]byte, mem[0].Bytes)
@@ -436,7 +436,7 @@ func TestCastWhileLanding(t *testing.T) {
 					a.Release()
 					b.Release()
 				}
-				lane.Close()
+				queue.Close()
 				plainly.Close()
 				fused.Close()
 				if casts == 0 {
@@ -447,7 +447,7 @@ func TestCastWhileLanding(t *testing.T) {
 	}
 	_, m, _ := written(t, save.Spec{}, "", 1<<19)
 	for _, opt := range []load.Options{{Cast: "F7", Device: "cuda"}, {Cast: "F32"}} {
-		if _, err := m.Start(nil, opt); !errors.Is(err, fault.ErrArgument) {
+		if _, err := m.Start(nil, opt); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%+v: %v", opt, err)
 		}
 	}

@@ -10,7 +10,7 @@ package gds
 #include <stdlib.h>
 #include <sys/types.h>
 
-// Of cufile.h, whose ABI has been stable since its first version.
+// From cufile.h, whose ABI has been stable since its first version.
 struct status { int err, cu_err; }; // CUfileError_t
 struct descr {                      // CUfileDescr_t
 	int type; // 1: a descriptor
@@ -27,9 +27,9 @@ static struct {
 	ssize_t (*read)(void *, void *, size_t, off_t, off_t);
 } cufile;
 
-// ow_cufile opens a library and asks for its version: 0 and *version (0 if it
-// is too old to say), or -1 and why. The library stays loaded: unloading is
-// what such libraries are worst at.
+// ow_cufile opens a library and asks for its version: 0 and *version (0 if it is
+// too old to say), or -1 and why. The library stays loaded: such libraries are not
+// reliable when they are unloaded.
 static int ow_cufile(const char *name, int *version, char *why, size_t n)
 {
 	*version = 0;
@@ -111,7 +111,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // library loads a libcufile and returns its version, 1130 for 1.13; 0 if it
@@ -137,34 +137,34 @@ func openDriver(name string) error {
 	return nil
 }
 
-// A File is read straight into GPUs' memory.
+// A File is read straight into GPU memory.
 type File struct {
 	fd     int
 	handle unsafe.Pointer // libcufile's
 }
 
-// Open makes the file behind fd, which stays the caller's, ready. An error is
-// fault.ErrNotSupported: there is no GPUDirect Storage here, or it does not
-// reach this file.
+// Open prepares the file behind fd, which the caller keeps. An error is
+// errs.ErrNotSupported: GPUDirect Storage is missing here, or does not reach this
+// file.
 func Open(fd int) (*File, error) {
 	if err := begin(); err != nil {
 		return nil, err
 	}
 	own, err := reopen(fd)
 	if err != nil {
-		return nil, fault.New(fault.ErrNotSupported, "GPUDirect Storage: %v", err)
+		return nil, errs.New(errs.ErrNotSupported, "GPUDirect Storage: %v", err)
 	}
 	var s C.struct_status
 	h := C.ow_cufile_open(C.int(own), &s)
 	if h == nil {
 		_ = unix.Close(own)
-		return nil, fault.New(fault.ErrNotSupported, "GPUDirect Storage: cuFileHandleRegister failed: error %d, CUDA's %d", int(s.err), int(s.cu_err))
+		return nil, errs.New(errs.ErrNotSupported, "GPUDirect Storage: cuFileHandleRegister failed: error %d, CUDA's %d", int(s.err), int(s.cu_err))
 	}
 	return &File{own, h}, nil
 }
 
-// reopen opens that very file once more, past the page cache, which older
-// versions insist on, or as it is.
+// reopen opens that very file again, with O_DIRECT, which older versions require,
+// or without.
 func reopen(fd int) (own int, err error) {
 	for _, flag := range []int{unix.O_DIRECT, 0} {
 		for {
@@ -180,8 +180,8 @@ func reopen(fd int) (own int, err error) {
 	return -1, err
 }
 
-// ReadInto reads up to n bytes from off on to base+at, in memory of the GPU.
-// Like pread it may give fewer, and 0 at the end of the file.
+// ReadInto reads up to n bytes from offset off to base+at in GPU memory. Like pread
+// it may read fewer, and returns 0 at the end of the file.
 func (f *File) ReadInto(base unsafe.Pointer, at, n, off int64) (int64, error) {
 	var system C.int
 	got := int64(C.ow_cufile_read(f.handle, base, C.size_t(n), C.off_t(off), C.off_t(at), &system))
@@ -189,20 +189,20 @@ func (f *File) ReadInto(base unsafe.Pointer, at, n, off int64) (int64, error) {
 	case got >= 0:
 		return got, nil
 	case got == -1 && system != 0:
-		return 0, fault.New(fault.ErrIO, "cuFileRead failed: %v", syscall.Errno(system))
+		return 0, errs.New(errs.ErrIO, "cuFileRead failed: %v", syscall.Errno(system))
 	}
-	return 0, fault.New(fault.ErrIO, "cuFileRead failed: error %d", -got)
+	return 0, errs.New(errs.ErrIO, "cuFileRead failed: error %d", -got)
 }
 
-// Close ends it; no read is under way.
+// Close ends it, after the last read.
 func (f *File) Close() {
 	C.ow_cufile_close(f.handle)
 	_ = unix.Close(f.fd)
 }
 
-// Register tells libcufile of memory of the GPU that will be read to, which
-// saves a copy; undo comes before the memory is freed. Where it cannot be
-// registered, reads work all the same, and undo does nothing.
+// Register registers GPU memory as a target of reads with libcufile, which saves a
+// copy; undo must run before the memory is freed. If it cannot be registered, reads
+// work all the same, and undo does nothing.
 func Register(p unsafe.Pointer, n int64) (undo func()) {
 	if begin() != nil || C.ow_cufile_register(p, C.size_t(n)).err != 0 {
 		return func() {}

@@ -1,15 +1,15 @@
 // Package gds is GPUDirect Storage: NVIDIA's library libcufile reads a file
-// straight into a GPU's memory, by the kernel module nvidia-fs. Without the
-// module that library goes through host memory and says nothing about it; so
-// the first thing that users need is a truthful answer whether it is real here.
+// straight into a GPU's memory, by the kernel module nvidia-fs. Without the module
+// that library silently goes through host memory; Probe therefore says whether it
+// is real on this machine.
 //
-// Asking loads libcufile, if there is one, and calls nothing of it but its
-// version. The first Open opens its driver, which may take seconds, makes a
-// CUDA context on each GPU and leaves a log file in the working directory: that
-// is why nobody reads by it who did not ask for it.
+// Probe loads libcufile, if there is one, and calls only its version. The first
+// Open opens its driver, which may take seconds, makes a CUDA context on each GPU
+// and leaves a log file in the working directory: GPUDirect Storage is therefore
+// used only on request.
 //
-// Everything is safe for concurrent use. Open, Register and ReadInto need the
-// GPU's context to be current on their thread.
+// Everything is safe for concurrent use. Open, Register and ReadInto need the GPU's
+// context to be current on their thread.
 package gds
 
 import (
@@ -18,38 +18,38 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Report is what was found.
+// A Report is the answer of Probe.
 type Report struct {
-	Real    bool   `json:"real"`    // library and kernel module are there
-	Why     string `json:"why"`     // in words
-	Library string `json:"library"` // libcufile as it was found; "" without one
+	Real    bool   `json:"real"`    // library and kernel module are present
+	Why     string `json:"why"`     // why it is not real, or how it is
+	Library string `json:"library"` // name of the libcufile that was found; "" if none
 	Version string `json:"version"` // of the library, "1.13"; "" if it does not say
 	Module  string `json:"module"`  // version of the kernel module nvidia-fs; "" if it is not loaded
 }
 
-// found is what is known of this machine.
+// found caches what is known of this machine.
 var found struct {
 	mu      sync.Mutex
 	places  places
-	report  *Report // nil: nobody has asked
-	opened  bool    // libcufile's driver, or that was tried
-	refused error   // why it could not be
+	report  *Report // nil: Probe has not run
+	opened  bool    // libcufile's driver was opened, or that failed
+	refused error   // why it failed
 }
 
-// places are where to look.
+// places are the names to look for.
 type places struct {
 	libraries []string
-	module    string // the file by which the module says its version
+	module    string // the file with the module's version
 }
 
 var usual = places{[]string{"libcufile.so.0", "libcufile.so"}, "/proc/driver/nvidia-fs/version"}
 
-// Use looks for library and module elsewhere, for tests of other rooms, until
-// end is called. Files that were opened must be closed before.
+// Use makes Probe look for another library and module, for tests of other packages,
+// until end is called. Files must be closed before end.
 func Use(library, module string) (end func()) {
 	set := func(p places) {
 		found.mu.Lock()
@@ -60,7 +60,7 @@ func Use(library, module string) (end func()) {
 	return func() { set(places{}) }
 }
 
-// Probe looks once and remembers.
+// Probe looks once and caches the answer.
 func Probe() Report {
 	found.mu.Lock()
 	defer found.mu.Unlock()
@@ -87,26 +87,26 @@ func look() (r Report) {
 	return r
 }
 
-// begin opens libcufile's driver, once. An error is fault.ErrNotSupported and
-// says what is missing.
+// begin opens libcufile's driver, once. An error is errs.ErrNotSupported and names
+// what is missing.
 func begin() error {
 	found.mu.Lock()
 	defer found.mu.Unlock()
 	r := look()
 	if !r.Real {
-		return fault.New(fault.ErrNotSupported, "no GPUDirect Storage: %s", r.Why)
+		return errs.New(errs.ErrNotSupported, "no GPUDirect Storage: %s", r.Why)
 	}
 	if !found.opened {
 		found.opened = true
 		if err := openDriver(r.Library); err != nil {
-			found.refused = fault.New(fault.ErrNotSupported, "no GPUDirect Storage: %s: %v", r.Library, err)
+			found.refused = errs.New(errs.ErrNotSupported, "no GPUDirect Storage: %s: %v", r.Library, err)
 		}
 	}
 	return found.refused
 }
 
-// probe looks for the first of the libraries and for the file by which the
-// module says its version.
+// probe looks for the first of the libraries and for the file with the module's
+// version.
 func probe(libraries []string, module string) (r Report) {
 	why := "no libcufile"
 	for _, name := range libraries {

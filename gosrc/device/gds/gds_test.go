@@ -29,8 +29,8 @@ status cuFileDriverOpen(void) { opened++; status s = {0, 0}; return s; }
 long cuFileRead(void *h, void *p, unsigned long n, long at, long off) { return -1; }
 `
 
-// Only a library with the calls and a loaded module are the real thing; what
-// is missing is named.
+// Only a library with the calls and a loaded module count; the report names what is
+// missing.
 func TestProbe(t *testing.T) {
 	dir := t.TempDir()
 	loaded, none := filepath.Join(dir, "version"), filepath.Join(dir, "none")

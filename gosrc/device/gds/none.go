@@ -2,11 +2,13 @@
 
 package gds
 
+// This file stands in for GPUDirect Storage in builds without cgo.
+
 import (
 	"errors"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 var errNone = errors.New("this build has no cgo")
@@ -15,19 +17,19 @@ func library(string) (int, error) { return 0, errNone }
 
 func openDriver(string) error { return errNone }
 
-// A File is read straight into GPUs' memory.
+// A File is read straight into GPU memory.
 type File struct{}
 
-// Open makes a file ready.
-func Open(int) (*File, error) { return nil, fault.New(fault.ErrNotSupported, "%v", errNone) }
+// Open prepares a file.
+func Open(int) (*File, error) { return nil, errs.New(errs.ErrNotSupported, "%v", errNone) }
 
 // ReadInto reads some bytes.
 func (f *File) ReadInto(unsafe.Pointer, int64, int64, int64) (int64, error) {
-	return 0, fault.New(fault.ErrNotSupported, "%v", errNone)
+	return 0, errs.New(errs.ErrNotSupported, "%v", errNone)
 }
 
 // Close ends it.
 func (f *File) Close() {}
 
-// Register tells libcufile of memory that will be read to.
+// Register registers memory with libcufile.
 func Register(unsafe.Pointer, int64) (undo func()) { return func() {} }

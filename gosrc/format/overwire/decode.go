@@ -7,7 +7,7 @@ import (
 	"math"
 	"slices"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -16,13 +16,13 @@ import (
 // the user's, without our mark. h is the file's header, for which Is returned true,
 // and blob the bytes of IndexName.
 //
-// Decode compares the checksum first: changed bytes are fault.ErrCorrupt. An
-// impossible value under a right checksum is fault.ErrFormat, and a newer version or
-// feature fault.ErrNotSupported.
+// Decode compares the checksum first: changed bytes are errs.ErrCorrupt. An
+// impossible value under a right checksum is errs.ErrFormat, and a newer version or
+// feature errs.ErrNotSupported.
 func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known tensor.Known) (*tensor.Index, error) {
 	d := decoder{blob: blob, h: h}
 	if err := d.frame(); err != nil {
-		return nil, &fault.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: -1, Offset: h.Data + d.at, Err: err}
+		return nil, &errs.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: -1, Offset: h.Data + d.at, Err: err}
 	}
 	metadata := make(map[string]string, len(h.Metadata))
 	for k, v := range h.Metadata {
@@ -31,7 +31,8 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 		}
 	}
 	ix := &tensor.Index{
-		Sources: []tensor.Source{{URI: uri, Size: size, Data: h.Data, Metadata: metadata, Format: tensor.FormatOverwire}},
+		Sources: []tensor.Source{{URI: uri, Size: size, Data: h.Data, Metadata: metadata, Format: tensor.FormatOverwire,
+			Mark: h.Metadata[MetadataKey]}},
 		Tensors: make([]tensor.Tensor, d.tensors),
 		Chunks:  make([]tensor.Chunk, d.chunks),
 	}
@@ -42,16 +43,16 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	for i := range ix.Tensors {
 		name := h.Tensors[i+1].Name
 		if err := d.tensor(i, &ix.Tensors[i], &shapes); err != nil {
-			return nil, &fault.At{Verb: "index", Source: uri, Tensor: name, Chunk: -1, Offset: h.Data + d.at, Err: err}
+			return nil, &errs.At{Verb: "index", Source: uri, Tensor: name, Chunk: -1, Offset: h.Data + d.at, Err: err}
 		}
 	}
 	if len(shapes) != 0 {
-		return nil, &fault.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: -1, Offset: h.Data,
-			Err: fault.New(fault.ErrFormat, "%d dims belong to no tensor", len(shapes))}
+		return nil, &errs.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: -1, Offset: h.Data,
+			Err: errs.New(errs.ErrFormat, "%d dims belong to no tensor", len(shapes))}
 	}
 	for i := range ix.Chunks {
 		if err := d.chunk(i, &ix.Chunks[i]); err != nil {
-			return nil, &fault.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: int64(i), Offset: h.Data + d.at, Err: err}
+			return nil, &errs.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: int64(i), Offset: h.Data + d.at, Err: err}
 		}
 	}
 	if err := ix.Validate(known); err != nil {
@@ -75,7 +76,7 @@ func (d *decoder) frame() error {
 	b := d.blob
 	corrupt := func(at int, format string, args ...any) error {
 		d.at = int64(at)
-		return fault.New(fault.ErrCorrupt, format, args...)
+		return errs.New(errs.ErrCorrupt, format, args...)
 	}
 	// Nothing that the checksum does not cover, and nothing before it, is more
 	// than a reason to refuse.
@@ -107,24 +108,24 @@ func (d *decoder) frame() error {
 	d.newer = minor > Minor
 	if major != Major || le.Uint64(b[8:]) != 0 || le.Uint16(b[28:]) != tensorSize || le.Uint16(b[30:]) != chunkSize {
 		d.at = 4
-		return fault.New(fault.ErrNotSupported, "index version %d.%d with features %#x: %s", major, minor, le.Uint64(b[8:]), remedy(uint64(major)))
+		return errs.New(errs.ErrNotSupported, "index version %d.%d with features %#x: %s", major, minor, le.Uint64(b[8:]), remedy(uint64(major)))
 	}
 	if sum := le.Uint32(b[40:]); sum != d.h.Sum {
 		return corrupt(40, "checksum mismatch of the header before the data: %08x, not %08x", d.h.Sum, sum)
 	}
 	if !d.newer && !allZero(b[44:headerSize]) {
 		d.at = 44
-		return fault.New(fault.ErrFormat, "reserved bytes of the index are not zero")
+		return errs.New(errs.ErrFormat, "reserved bytes of the index are not zero")
 	}
 	if d.h.Data%DataAlign != 0 {
-		return fault.New(fault.ErrFormat, "the data section begins at %d, not on a multiple of %d", d.h.Data, DataAlign)
+		return errs.New(errs.ErrFormat, "the data section begins at %d, not on a multiple of %d", d.h.Data, DataAlign)
 	}
 	if d.tensors != len(d.h.Tensors)-1 {
 		d.at = 16
-		return fault.New(fault.ErrFormat, "%d tensors in the index, %d in the header", d.tensors, len(d.h.Tensors)-1)
+		return errs.New(errs.ErrFormat, "%d tensors in the index, %d in the header", d.tensors, len(d.h.Tensors)-1)
 	}
 	if d.tensors > math.MaxInt32-1 || d.chunks > math.MaxInt32 {
-		return fault.New(fault.ErrFormat, "too many tensors or chunks")
+		return errs.New(errs.ErrFormat, "too many tensors or chunks")
 	}
 	return nil
 }
@@ -135,7 +136,7 @@ func (d *decoder) tensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 	off := d.records + tensorSize*i
 	d.at = int64(off)
 	b := d.blob[off : off+tensorSize]
-	bad := func(format string, args ...any) error { return fault.New(fault.ErrFormat, format, args...) }
+	bad := func(format string, args ...any) error { return errs.New(errs.ErrFormat, format, args...) }
 	var r record
 	r.read(b)
 	if !d.newer && !allZero(b[52:]) {
@@ -179,7 +180,7 @@ func (d *decoder) tensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 			return bad("no chunks")
 		}
 	default:
-		return fault.New(fault.ErrNotSupported, "layout %d: upgrade overwire", r.layout)
+		return errs.New(errs.ErrNotSupported, "layout %d: upgrade overwire", r.layout)
 	}
 	if in.DType != tensor.U8 || len(in.Shape) != 1 {
 		return bad("%v %v in the header, not a row of U8", in.DType, in.Shape)
@@ -192,10 +193,10 @@ func (d *decoder) chunk(i int, c *tensor.Chunk) error {
 	d.at = int64(off)
 	b := d.blob[off : off+chunkSize]
 	if le.Uint16(b[22:]) != 0 {
-		return fault.New(fault.ErrNotSupported, "features %#x of a chunk: upgrade overwire", le.Uint16(b[22:]))
+		return errs.New(errs.ErrNotSupported, "features %#x of a chunk: upgrade overwire", le.Uint16(b[22:]))
 	}
 	if le.Uint64(b) > math.MaxInt64 || !d.newer && !allZero(b[26:]) {
-		return fault.New(fault.ErrFormat, "an offset over 2^63, or reserved bytes that are not zero")
+		return errs.New(errs.ErrFormat, "an offset over 2^63, or reserved bytes that are not zero")
 	}
 	*c = tensor.Chunk{Off: int64(le.Uint64(b)), Stored: le.Uint32(b[8:]), Logical: le.Uint32(b[12:]), Sum: le.Uint32(b[16:]),
 		Codec: tensor.Codec(b[20]), Transform: b[21], SegTiles: le.Uint16(b[24:])}

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -56,6 +56,9 @@ type Layout struct {
 	Chunks []tensor.Chunk
 	// Items[i] is the number of the item of Tensors[i].
 	Items []int
+	// Origin is what the container keeps of its origin, nil if that is nothing, or if
+	// the header has no space for it. The writer may set another SHA256 before Seal.
+	Origin *Origin
 
 	metadata map[string]string
 	header   int64 // bytes left for the header
@@ -65,17 +68,17 @@ type Layout struct {
 	at       int   // the tensor that the next chunk belongs to, or one before it
 }
 
-// NewLayout plans a container. Items that cannot be stored, and metadata with our
-// own key, are fault.ErrArgument.
-func NewLayout(metadata map[string]string, items []Item) (*Layout, error) {
-	l := &Layout{metadata: make(map[string]string, len(metadata)+1)}
+// NewLayout plans a container, which keeps origin if that is not nil. Items that
+// cannot be stored, and metadata with our own key, are errs.ErrArgument.
+func NewLayout(metadata map[string]string, items []Item, origin *Origin) (*Layout, error) {
+	l := &Layout{metadata: make(map[string]string, len(metadata)+1), Origin: origin}
 	for k, v := range metadata {
 		if k == MetadataKey {
-			return nil, fault.New(fault.ErrArgument, "metadata entry %q is reserved", k)
+			return nil, errs.New(errs.ErrArgument, "metadata entry %q is reserved", k)
 		}
 		l.metadata[k] = v
 	}
-	l.metadata[MetadataKey] = mark()
+	l.metadata[MetadataKey] = mark(origin)
 	each, err := itemSizes(items)
 	if err != nil {
 		return nil, err
@@ -100,12 +103,17 @@ func NewLayout(metadata map[string]string, items []Item) (*Layout, error) {
 	l.index = int64(blobSize(uint64(len(l.Tensors)), uint64(len(l.Chunks)), uint64(dims)))
 	end += uint64(l.index)
 	if end > math.MaxInt64/2 || l.index > tensor.MaxIndex {
-		return nil, fault.New(fault.ErrArgument, "%d bytes of tensors, %d of index: write shards or larger chunks", end, l.index)
+		return nil, errs.New(errs.ErrArgument, "%d bytes of tensors, %d of index: write shards or larger chunks", end, l.index)
 	}
-	bound := safetensors.HeaderBound(l.metadata, l.entries(), int64(end))
-	l.header = sizes.RoundUp(int64(bound), DataAlign)
+	bound := func() int64 {
+		return sizes.RoundUp(safetensors.HeaderBound(l.metadata, l.entries(), int64(end)), DataAlign)
+	}
+	if l.header = bound(); l.header-8 > tensor.MaxHeader && l.Origin != nil {
+		l.Origin, l.metadata[MetadataKey] = nil, mark(nil)
+		l.header = bound()
+	}
 	if l.header-8 > tensor.MaxHeader {
-		return nil, fault.New(fault.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards", l.header, tensor.MaxHeader)
+		return nil, errs.New(errs.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards", l.header, tensor.MaxHeader)
 	}
 	// A trial: names and metadata that cannot be stored are refused now.
 	if _, err := safetensors.AppendHeader(nil, l.metadata, l.entries(), DataAlign); err != nil {
@@ -123,7 +131,7 @@ func NewLayout(metadata map[string]string, items []Item) (*Layout, error) {
 func itemSizes(items []Item) ([]int64, error) {
 	out := make([]int64, len(items))
 	if len(items) >= math.MaxInt32 {
-		return nil, fault.New(fault.ErrArgument, "%d tensors", len(items))
+		return nil, errs.New(errs.ErrArgument, "%d tensors", len(items))
 	}
 	for i := range items {
 		it := &items[i]
@@ -153,7 +161,7 @@ func itemSizes(items []Item) ([]int64, error) {
 }
 
 func refuse(it *Item, format string, args ...any) error {
-	return &fault.At{Verb: "save", Tensor: it.Name, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrArgument, format, args...)}
+	return &errs.At{Verb: "save", Tensor: it.Name, Chunk: -1, Offset: -1, Err: errs.New(errs.ErrArgument, format, args...)}
 }
 
 // order sorts items into the groups of docs/format.md section 1.
@@ -242,11 +250,11 @@ func (l *Layout) Start() int64 { return l.header + l.index }
 // Place chunks in their order.
 func (l *Layout) Place(c int, stored uint32) (off int64, err error) {
 	if c != l.placed || c >= len(l.Chunks) {
-		return 0, fault.New(fault.ErrEngine, "chunk %d placed after %d of %d", c, l.placed, len(l.Chunks))
+		return 0, errs.New(errs.ErrEngine, "chunk %d placed after %d of %d", c, l.placed, len(l.Chunks))
 	}
 	ch := &l.Chunks[c]
 	if stored == 0 || stored > ch.Logical {
-		return 0, fault.New(fault.ErrEngine, "%d bytes for a chunk of %d", stored, ch.Logical)
+		return 0, errs.New(errs.ErrEngine, "%d bytes for a chunk of %d", stored, ch.Logical)
 	}
 	t := &l.Tensors[l.at]
 	if !t.Plain {
@@ -300,23 +308,24 @@ func (l *Layout) entries() []safetensors.Entry {
 // readers do. known is that of tensor.Index.Validate.
 func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) {
 	if l.placed != len(l.Chunks) {
-		return nil, 0, fault.New(fault.ErrEngine, "%d of %d chunks placed", l.placed, len(l.Chunks))
+		return nil, 0, errs.New(errs.ErrEngine, "%d of %d chunks placed", l.placed, len(l.Chunks))
 	}
 	for i := range l.Tensors {
 		if a := l.Tensors[i].Alias; a >= 0 {
 			l.Tensors[i].Hash = l.Tensors[a].Hash
 		}
 	}
+	l.metadata[MetadataKey] = mark(l.Origin)
 	front, err = safetensors.AppendHeader(make([]byte, 0, l.Start()), l.metadata, l.entries(), int(l.header))
 	if err != nil {
 		return nil, 0, err
 	}
 	if int64(len(front)) != l.header {
-		return nil, 0, fault.New(fault.ErrEngine, "header of %d bytes in room for %d", len(front), l.header)
+		return nil, 0, errs.New(errs.ErrEngine, "header of %d bytes in room for %d", len(front), l.header)
 	}
 	ix := tensor.Index{Sources: []tensor.Source{{Size: l.pos, Data: l.header, Format: tensor.FormatOverwire}}, Tensors: l.Tensors, Chunks: l.Chunks}
 	if err := ix.Validate(known); err != nil {
-		return nil, 0, fault.New(fault.ErrEngine, "about to write what no reader takes: %v", err)
+		return nil, 0, errs.New(errs.ErrEngine, "about to write what no reader takes: %v", err)
 	}
-	return Append(front, l.Tensors, l.Chunks, front), l.pos, nil
+	return Append(front, l.Tensors, l.Chunks, front, l.Origin), l.pos, nil
 }

@@ -20,7 +20,7 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -32,9 +32,10 @@ const (
 	// MetadataKey is the entry of the metadata that marks a file as ours.
 	MetadataKey = "overwire"
 
-	// Major and Minor are the version that we write. A reader refuses another major
+	// Major and Minor are the newest version that we write. A file has the smallest
+	// minor with what it uses: 0, or 1 with an Origin. A reader refuses another major
 	// and accepts a larger minor. No release has written major 0.
-	Major, Minor = 1, 0
+	Major, Minor = 1, 1
 
 	// DataAlign: the offset of the data section is a multiple of it.
 	DataAlign = 4096
@@ -59,9 +60,27 @@ var (
 	castagnoli = crc32.MakeTable(crc32.Castagnoli)
 )
 
+// minor is the smallest minor version of a file with the given origin.
+func minor(o *Origin) int {
+	if o == nil {
+		return 0
+	}
+	return 1
+}
+
+// note tells people what they see who look at a file, or whose other reader finds
+// tensors of bytes in it. Readers ignore it.
+const note = "compressed by overwire; to read it: pip install overwire; to have plain safetensors: overwire decompress"
+
 // mark is the value of the metadata entry.
-func mark() string {
-	return `{"format":"` + strconv.Itoa(Major) + "." + strconv.Itoa(Minor) + `","index":"` + IndexName + `"}`
+func mark(o *Origin) string {
+	text, _ := json.Marshal(struct { // cannot fail
+		Format string  `json:"format"`
+		Index  string  `json:"index"`
+		Note   string  `json:"note"`
+		Origin *Origin `json:"origin,omitempty"`
+	}{strconv.Itoa(Major) + "." + strconv.Itoa(minor(o)), IndexName, note, o})
+	return string(text)
 }
 
 // Is reports whether a file is an overwire container. It refuses a file that has the
@@ -80,28 +99,32 @@ func Is(h *safetensors.Header) (bool, error) {
 	case !marked && !indexed:
 		return false, nil
 	case !marked:
-		return false, fault.New(fault.ErrCorrupt, "%s without the metadata entry %q", IndexName, MetadataKey)
+		return false, errs.New(errs.ErrCorrupt, "%s without the metadata entry %q", IndexName, MetadataKey)
 	}
 	var m struct {
 		Format string `json:"format"`
 		Index  string `json:"index"`
 	}
+	// The origin, the last member, may be long, and loading does not need it.
+	if head, _, cut := strings.Cut(value, `,"origin":`); cut {
+		value = head + "}"
+	}
 	if err := json.Unmarshal([]byte(value), &m); err != nil {
 		if !indexed {
 			return false, nil // an entry of another program
 		}
-		return false, fault.New(fault.ErrCorrupt, "metadata entry %q: %v", MetadataKey, err)
+		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: %v", MetadataKey, err)
 	}
 	major, minor, _ := strings.Cut(m.Format, ".")
 	major64, err := strconv.ParseUint(major, 10, 16)
 	if _, err2 := strconv.ParseUint(minor, 10, 16); err != nil || err2 != nil {
-		return false, fault.New(fault.ErrCorrupt, "metadata entry %q: format %q", MetadataKey, m.Format)
+		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: format %q", MetadataKey, m.Format)
 	}
 	if major64 != Major {
-		return false, fault.New(fault.ErrNotSupported, "format %s, this overwire reads %d: %s", m.Format, Major, remedy(major64))
+		return false, errs.New(errs.ErrNotSupported, "format %s, this overwire reads %d: %s", m.Format, Major, remedy(major64))
 	}
 	if m.Index != IndexName || !indexed {
-		return false, fault.New(fault.ErrCorrupt, "the index %q is not there", m.Index)
+		return false, errs.New(errs.ErrCorrupt, "the index %q is not there", m.Index)
 	}
 	return true, nil
 }
@@ -154,10 +177,10 @@ func (r *record) read(b []byte) {
 	}
 }
 
-// Append appends the index of a file to dst. ts and chunks are valid, of one source,
-// and numbered from 0. head is everything before the data section; the index has
-// its checksum.
-func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte) []byte {
+// Append appends the index of a file to dst, in the smallest minor version for a file
+// with that origin. ts and chunks are valid, of one source, and numbered from 0. head
+// is everything before the data section; the index has its checksum.
+func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, o *Origin) []byte {
 	dims := 0
 	for i := range ts {
 		dims += len(ts[i].Shape)
@@ -166,7 +189,7 @@ func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte) 
 	size := blobSize(uint64(len(ts)), uint64(len(chunks)), uint64(dims))
 	dst = append(dst, magic...)
 	dst = le.AppendUint16(dst, Major)
-	dst = le.AppendUint16(dst, Minor)
+	dst = le.AppendUint16(dst, uint16(minor(o)))
 	dst = le.AppendUint64(dst, 0) // critical features
 	dst = le.AppendUint32(dst, uint32(len(ts)))
 	dst = le.AppendUint32(dst, uint32(len(chunks)))

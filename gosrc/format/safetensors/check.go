@@ -7,7 +7,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -38,7 +38,7 @@ func (h *Header) check(uri string, size int64, opt Options) error {
 		t := &ts[i] // Off is the begin, Stored the end minus begin, as the header says
 		at := h.Data + t.Off
 		if t.Off != end || t.Stored < 0 {
-			return located(uri, t.Name, at, fault.New(fault.ErrFormat,
+			return located(uri, t.Name, at, errs.New(errs.ErrFormat,
 				"InvalidOffset: bytes [%d, %d) of the data section, expected to begin at %d", t.Off, t.Off+t.Stored, end))
 		}
 		end += t.Stored
@@ -47,18 +47,18 @@ func (h *Header) check(uri string, size int64, opt Options) error {
 			return located(uri, t.Name, at, err)
 		}
 		if bytes != t.Stored {
-			return located(uri, t.Name, at, fault.New(fault.ErrFormat,
+			return located(uri, t.Name, at, errs.New(errs.ErrFormat,
 				"TensorInvalidInfo: %d bytes for shape %v of %v, which take %d", t.Stored, t.Shape, t.DType, bytes))
 		}
 		t.Off, t.Bytes = at, bytes
 	}
 	have := size - h.Data // not negative: Length checked it
 	if end > have {
-		return located(uri, "", size, fault.New(fault.ErrCorrupt,
-			"MetadataIncompleteBuffer: truncated, the file has %d bytes of %d", size, uint64(h.Data)+uint64(end)))
+		return located(uri, "", size, errs.New(errs.ErrCorrupt,
+			"MetadataIncompleteBuffer: truncated, the file has %d bytes of %d: copy or fetch it again", size, uint64(h.Data)+uint64(end)))
 	}
 	if end < have && !opt.Lenient {
-		return located(uri, "", h.Data+end, fault.New(fault.ErrFormat,
+		return located(uri, "", h.Data+end, errs.New(errs.ErrFormat,
 			"MetadataIncompleteBuffer: %d bytes after the last tensor", have-end))
 	}
 	return nil
@@ -71,7 +71,7 @@ func (h *Header) unique(uri string, opt Options) error {
 		return nil
 	}
 	if !opt.Lenient {
-		return located(uri, h.Tensors[i].Name, -1, fault.New(fault.ErrFormat,
+		return located(uri, h.Tensors[i].Name, -1, errs.New(errs.ErrFormat,
 			"InvalidHeaderDeserialization: two tensors have this name"))
 	}
 	last := make(map[string]int, len(h.Tensors))

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -173,12 +173,12 @@ func TestReads(t *testing.T) {
 func TestReadFails(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	if _, err := Read(ctx, inMemory(file("{}", "")), Options{}); !errors.Is(err, fault.ErrCancelled) {
+	if _, err := Read(ctx, inMemory(file("{}", "")), Options{}); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("cancelled: %v", err)
 	}
 	big := &memory{b: file(strings.Repeat(" ", 100), ""), size: 1 << 40}
 	big.b[3] = 5 // 80 MiB of header in a file that ends before
-	if _, err := Read(context.Background(), big, Options{}); !errors.Is(err, fault.ErrCorrupt) {
+	if _, err := Read(context.Background(), big, Options{}); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("truncated medium: %v", err)
 	}
 }
@@ -200,18 +200,18 @@ func TestWriterRefuses(t *testing.T) {
 		"no dtype":    {{"a", tensor.Invalid, []int64{4}, 0, 4}},
 		"rank":        {{"a", tensor.U8, make([]int64, 65), 0, 0}},
 	} {
-		if out, err := AppendHeader([]byte("x"), nil, entries, 0); !errors.Is(err, fault.ErrArgument) || string(out) != "x" {
+		if out, err := AppendHeader([]byte("x"), nil, entries, 0); !errors.Is(err, errs.ErrArgument) || string(out) != "x" {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, err := AppendHeader(nil, map[string]string{"a": "\xff"}, nil, 0); !errors.Is(err, fault.ErrArgument) {
+	if _, err := AppendHeader(nil, map[string]string{"a": "\xff"}, nil, 0); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("metadata: %v", err)
 	}
-	if _, err := AppendHeader(make([]byte, 0, tensor.MaxHeader+64), map[string]string{"a": strings.Repeat("x", tensor.MaxHeader)}, nil, 0); !errors.Is(err, fault.ErrArgument) ||
+	if _, err := AppendHeader(make([]byte, 0, tensor.MaxHeader+64), map[string]string{"a": strings.Repeat("x", tensor.MaxHeader)}, nil, 0); !errors.Is(err, errs.ErrArgument) ||
 		!strings.Contains(err.Error(), "HeaderTooLarge") {
 		t.Errorf("a header over the limit: %v", err)
 	}
-	if _, err := Place([]Entry{{"a", tensor.U8, []int64{1 << 60}, 0, 0}, {"b", tensor.U64, []int64{1 << 58}, 0, 0}, {"c", tensor.U64, []int64{1 << 58}, 0, 0}}); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Place([]Entry{{"a", tensor.U8, []int64{1 << 60}, 0, 0}, {"b", tensor.U64, []int64{1 << 58}, 0, 0}, {"c", tensor.U64, []int64{1 << 58}, 0, 0}}); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("Place of more than 2^62 bytes: %v", err)
 	}
 }
@@ -304,9 +304,16 @@ func TestOtherKinds(t *testing.T) {
 		"PK\x03\x04 and more":            "not a safetensors file but a zip archive, as torch.save and numpy.savez write: load it",
 		"\x1f\x8b\x08 and more":          "not a safetensors file but a gzip file: gunzip it first (HeaderTooLarge: ",
 		"version https://git-lfs":        "git lfs pull",
-		"just some text, longer than it": "not a safetensors file (HeaderTooLarge: ",
+		"just some text, longer than it": "not a safetensors file but text: check the path",
+		"\x08\x07\x12\x07pytorch":        "not a safetensors file: load it with the library that wrote it",
+		"short":                          "not a safetensors file but text: check the path, or the URL that it came from (HeaderTooSmall: it has ",
+		"{}":                             "not a safetensors file but JSON: name the .safetensors file",
 	} {
-		if _, err := Length([]byte(head), 1<<40); !errors.Is(err, fault.ErrFormat) || !strings.Contains(err.Error(), want) {
+		size := int64(1 << 40)
+		if len(head) < 8 {
+			size = int64(len(head))
+		}
+		if _, err := Length([]byte(head), size); !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v", head, err)
 		}
 	}

@@ -4,7 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -34,10 +34,10 @@ func (m *memory) ReadAt(ctx context.Context, p []byte, off int64) error {
 	m.reads++
 	m.bytes += int64(len(p))
 	if err := ctx.Err(); err != nil {
-		return fault.New(fault.ErrCancelled, "%v", err)
+		return errs.New(errs.ErrCancelled, "%v", err)
 	}
 	if off < 0 || off+int64(len(p)) > int64(len(m.b)) {
-		return fault.New(fault.ErrCorrupt, "truncated")
+		return errs.New(errs.ErrCorrupt, "truncated")
 	}
 	copy(p, m.b[off:])
 	return nil

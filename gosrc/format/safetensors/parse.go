@@ -7,7 +7,7 @@ import (
 	"strings"
 	"unicode/utf8"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -28,7 +28,7 @@ type parser struct {
 func (p *parser) header() error {
 	if i := invalidUTF8(p.b[p.p:]); i >= 0 {
 		p.bad = p.p + i
-		return fault.New(fault.ErrFormat, "InvalidHeader: not UTF-8")
+		return errs.New(errs.ErrFormat, "InvalidHeader: not UTF-8")
 	}
 	// One closing brace per tensor, and at most as many as the header has space for.
 	body := p.b[p.p:]
@@ -238,7 +238,7 @@ func (p *parser) readShape(t *tensor.Tensor) bool {
 		}
 		if over {
 			p.fail("a dimension over 2^63")
-			p.err = fault.New(fault.ErrFormat, "ValidationOverflow: a dimension over 2^63")
+			p.err = errs.New(errs.ErrFormat, "ValidationOverflow: a dimension over 2^63")
 			return false
 		}
 		if n == len(dims) {
@@ -265,7 +265,7 @@ func (p *parser) offsets(t *tensor.Tensor) bool {
 	}
 	if over1 || over2 {
 		p.fail("an offset over 2^63")
-		p.err = fault.New(fault.ErrFormat, "InvalidOffset: an offset over 2^63")
+		p.err = errs.New(errs.ErrFormat, "InvalidOffset: an offset over 2^63")
 		return false
 	}
 	t.Off, t.Stored = begin, end-begin

@@ -20,13 +20,16 @@
 package safetensors
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
 	"hash/crc32"
 	"strings"
+	"unicode"
+	"unicode/utf8"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -71,8 +74,8 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // 256 KiB, else in two. It checks the header's length against the file's size
 // before it allocates.
 //
-// Bad bytes are fault.ErrFormat, a file cut short fault.ErrCorrupt; the error
-// is a fault.At and contains the name that the safetensors library gives it
+// Bad bytes are errs.ErrFormat, a file cut short errs.ErrCorrupt; the error
+// is a errs.At and contains the name that the safetensors library gives it
 // ("HeaderTooLarge").
 func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 	buf, err := Head(ctx, src)
@@ -117,19 +120,22 @@ func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (He
 // Length returns N of a file of the given size that starts with head; head is
 // at least the first 9 bytes, or the whole file.
 func Length(head []byte, size int64) (int64, error) {
-	if size < 8 || len(head) < 8 {
-		return 0, fault.New(fault.ErrFormat, "HeaderTooSmall: a file of %d bytes", size)
+	switch {
+	case size == 0:
+		return 0, errs.New(errs.ErrFormat, "the file is empty (HeaderTooSmall: it has 0 bytes)")
+	case size < 8 || len(head) < 8:
+		return 0, errs.New(errs.ErrFormat, "%s (HeaderTooSmall: it has %d bytes)", notOurs(head), size)
 	}
 	n := binary.LittleEndian.Uint64(head)
 	if n > tensor.MaxHeader {
-		return 0, fault.New(fault.ErrFormat, "%s (HeaderTooLarge: it would have %d bytes)", notOurs(head), n)
+		return 0, errs.New(errs.ErrFormat, "%s (HeaderTooLarge: it would have %d bytes)", notOurs(head), n)
 	}
 	if int64(n) > size-8 {
-		class := fault.ErrFormat
+		class := errs.ErrFormat
 		if len(head) > 8 && (head[8] == '{' || isSpace(head[8])) {
-			class = fault.ErrCorrupt // it begins as a header does
+			class = errs.ErrCorrupt // it begins as a header does
 		}
-		return 0, fault.New(class, "InvalidHeaderLength: truncated, the header takes %d bytes and the file has %d", 8+n, size)
+		return 0, errs.New(class, "InvalidHeaderLength: truncated, the header takes %d bytes and the file has %d: copy or fetch it again", 8+n, size)
 	}
 	return int64(n), nil
 }
@@ -151,7 +157,10 @@ func notOurs(head []byte) string {
 			return "not a safetensors file but " + m.what + ": " + m.do
 		}
 	}
-	return "not a safetensors file"
+	if text := len(head) > 0 && utf8.Valid(head[:min(len(head), 8)]) && !bytes.ContainsFunc(head[:min(len(head), 8)], unicode.IsControl); text {
+		return "not a safetensors file but text: check the path, or the URL that it came from"
+	}
+	return "not a safetensors file: " + convert
 }
 
 // Parse parses and checks the header of a file of the given size; head is its first
@@ -159,7 +168,7 @@ func notOurs(head []byte) string {
 func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
 	n, err := Length(head, size)
 	if err == nil && int64(len(head)) != 8+n {
-		err = fault.New(fault.ErrArgument, "%d bytes of a header of %d", len(head), 8+n)
+		err = errs.New(errs.ErrArgument, "%d bytes of a header of %d", len(head), 8+n)
 	}
 	if err != nil {
 		return Header{}, located(uri, "", 0, err)
@@ -174,9 +183,9 @@ func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
 
 // located adds the place to an error that has none.
 func located(uri, name string, off int64, err error) error {
-	var at *fault.At
+	var at *errs.At
 	if errors.As(err, &at) {
 		return err
 	}
-	return &fault.At{Verb: "index", Source: uri, Tensor: name, Chunk: -1, Offset: off, Err: err}
+	return &errs.At{Verb: "index", Source: uri, Tensor: name, Chunk: -1, Offset: off, Err: err}
 }

@@ -12,7 +12,7 @@ import (
 	"unicode/utf16"
 	"unicode/utf8"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // A scanner reads JSON that is known to be UTF-8. A method that returns false has set
@@ -33,7 +33,7 @@ type span struct{ lo, hi uint32 } // in b; headers are under 2^32
 func (s *scanner) fail(format string, args ...any) bool {
 	if s.err == nil {
 		s.bad = min(s.p, len(s.b))
-		s.err = fault.New(fault.ErrFormat, "InvalidHeaderDeserialization: %s", fmt.Sprintf(format, args...))
+		s.err = errs.New(errs.ErrFormat, "InvalidHeaderDeserialization: %s", fmt.Sprintf(format, args...))
 	}
 	return false
 }

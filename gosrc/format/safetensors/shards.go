@@ -9,7 +9,7 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -31,14 +31,14 @@ type Weight struct {
 
 // ReadIndexJSON parses and checks an index. A file name must be that of a sibling of
 // the index, without folders, "..", drive, scheme or NUL, and no name may occur
-// twice. Bad input is fault.ErrFormat.
+// twice. Bad input is errs.ErrFormat.
 func ReadIndexJSON(uri string, b []byte) (Shards, error) {
 	if len(b) > tensor.MaxHeader {
-		return Shards{}, located(uri, "", 0, fault.New(fault.ErrFormat, "an index of %d bytes", len(b)))
+		return Shards{}, located(uri, "", 0, errs.New(errs.ErrFormat, "an index of %d bytes", len(b)))
 	}
 	r := shardReader{parser: parser{scanner: scanner{b: b}}, files: map[string]int{}, out: Shards{TotalSize: -1}}
 	if i := invalidUTF8(b); i >= 0 {
-		return Shards{}, located(uri, "", int64(i), fault.New(fault.ErrFormat, "not UTF-8"))
+		return Shards{}, located(uri, "", int64(i), errs.New(errs.ErrFormat, "not UTF-8"))
 	}
 	if !r.index() {
 		return Shards{}, located(uri, r.tensor, int64(r.bad), r.err)
@@ -212,12 +212,12 @@ func notSibling(name string) string {
 // must be in the file that the index names; the files may have more tensors.
 func (s *Shards) Check(ix *tensor.Index) error {
 	if len(ix.Sources) != len(s.Files) {
-		return fault.New(fault.ErrArgument, "%d files for an index that names %d", len(ix.Sources), len(s.Files))
+		return errs.New(errs.ErrArgument, "%d files for an index that names %d", len(ix.Sources), len(s.Files))
 	}
 	for _, w := range s.Weights {
 		if ix.FindIn(w.File, w.Name) < 0 {
 			return located(ix.Sources[w.File].URI, w.Name, -1,
-				fault.New(fault.ErrFormat, "the shards' index names a tensor that this file does not have"))
+				errs.New(errs.ErrFormat, "the shards' index names a tensor that this file does not have"))
 		}
 	}
 	return nil

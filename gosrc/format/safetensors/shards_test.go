@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -72,7 +72,7 @@ func TestIndexJSONRefuses(t *testing.T) {
 		"http://169.254.169.254/x", "s3://bucket/x", `x\u0000.safetensors`, `\u002e\u002e/x`, `..\u002fx`,
 	} {
 		_, err := ReadIndexJSON("model.safetensors.index.json", []byte(`{"weight_map":{"w":"`+file+`"}}`))
-		if !errors.Is(err, fault.ErrFormat) || !strings.Contains(err.Error(), "file name") || !strings.Contains(err.Error(), "model.safetensors.index.json") {
+		if !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), "file name") || !strings.Contains(err.Error(), "model.safetensors.index.json") {
 			t.Errorf("%q: %v", file, err)
 		}
 	}
@@ -83,7 +83,7 @@ func TestIndexJSONRefuses(t *testing.T) {
 		`{"weight_map":{},"metadata":{"a":1,"a":2}}`, `{"weight_map":{},"metadata":{"total_size":1,"total_size":2}}`,
 		`{"weight_map":{},"metadata":{},"metadata":{}}`, `{"weight_map":{},"x":NaN}`, `{"weight_map":{},"x":` + strings.Repeat("[", 1000),
 	} {
-		if _, err := ReadIndexJSON("x", []byte(text)); !errors.Is(err, fault.ErrFormat) {
+		if _, err := ReadIndexJSON("x", []byte(text)); !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("%.60q: %v", text, err)
 		}
 	}
@@ -100,11 +100,11 @@ func TestShardsCheck(t *testing.T) {
 		t.Error(err)
 	}
 	s.Weights[0].File = 1
-	if err := s.Check(ix); !errors.Is(err, fault.ErrFormat) || !strings.Contains(err.Error(), `b tensor "x"`) {
+	if err := s.Check(ix); !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), `b tensor "x"`) {
 		t.Errorf("a tensor in the wrong file: %v", err)
 	}
 	s.Files = s.Files[:1]
-	if err := s.Check(ix); !errors.Is(err, fault.ErrArgument) {
+	if err := s.Check(ix); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a file too few: %v", err)
 	}
 }
@@ -129,8 +129,8 @@ func FuzzHeader(f *testing.F) {
 		loose, err2 := Parse("x", b[:8+n], size, Options{Lenient: true})
 		h, err := Parse("x", b[:8+n], size, Options{})
 		if err != nil {
-			var at *fault.At
-			if !errors.As(err, &at) || !fault.Classed(err) {
+			var at *errs.At
+			if !errors.As(err, &at) || !errs.Classed(err) {
 				t.Errorf("an error without class or place: %v", err)
 			}
 			return

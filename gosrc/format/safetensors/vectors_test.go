@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 var update = flag.Bool("update", false, "write the vectors that the Python tests read")
@@ -39,17 +39,17 @@ func reads(name, header, data string) vector {
 }
 
 func refuses(name, header, data, words string) vector {
-	return vector{name: name, file: file(header, data), class: fault.ErrFormat, words: words}
+	return vector{name: name, file: file(header, data), class: errs.ErrFormat, words: words}
 }
 
 // stricter is a file that the original reads and we do not.
 func stricter(name, header, data, words string, loose bool) vector {
-	return vector{name: name, file: file(header, data), accept: true, class: fault.ErrFormat, words: words, loose: loose}
+	return vector{name: name, file: file(header, data), accept: true, class: errs.ErrFormat, words: words, loose: loose}
 }
 
 func (v vector) lenient() vector          { v.loose = true; return v }
 func (v vector) is(class error) vector    { v.class = class; return v }
-func raw(name string, b []byte) vector    { return vector{name: name, file: b, class: fault.ErrFormat} }
+func raw(name string, b []byte) vector    { return vector{name: name, file: b, class: errs.ErrFormat} }
 func (v vector) saying(w string) vector   { v.words = w; return v }
 func with(format string, a ...any) string { return fmt.Sprintf(format, a...) }
 func shape(dims string, end int) string {
@@ -67,14 +67,14 @@ func vectors() []vector {
 		raw("7 bytes", make([]byte, 7)).saying("HeaderTooSmall"),
 		raw("8 bytes, N = 0", make([]byte, 8)).saying(json),
 		raw("N over the limit", append([]byte{1, 0xe1, 0xf5, 5, 0, 0, 0, 0}, "{}"...)).saying("HeaderTooLarge"),
-		raw("N at the limit, file short", append([]byte{0, 0xe1, 0xf5, 5, 0, 0, 0, 0}, "{}"...)).saying("InvalidHeaderLength").is(fault.ErrCorrupt),
+		raw("N at the limit, file short", append([]byte{0, 0xe1, 0xf5, 5, 0, 0, 0, 0}, "{}"...)).saying("InvalidHeaderLength").is(errs.ErrCorrupt),
 		raw("N = 2^64-1", []byte("\xff\xff\xff\xff\xff\xff\xff\xff{}")).saying("HeaderTooLarge"),
-		raw("N one over the file", append([]byte{3, 0, 0, 0, 0, 0, 0, 0}, "{}"...)).saying("InvalidHeaderLength").is(fault.ErrCorrupt),
+		raw("N one over the file", append([]byte{3, 0, 0, 0, 0, 0, 0, 0}, "{}"...)).saying("InvalidHeaderLength").is(errs.ErrCorrupt),
 		raw("N over the file, no JSON", append([]byte{9, 0, 0, 0, 0, 0, 0, 0}, "xy"...)).saying("InvalidHeaderLength"),
 		raw("a zip", []byte("PK\x03\x04aaaaaaaaaaaaaa")).saying("torch.save"),
 		refuses("bytes after the data", a, data+"x", "MetadataIncompleteBuffer: 1 bytes after").lenient(),
-		refuses("data cut short", a, data[:3], "MetadataIncompleteBuffer: truncated").is(fault.ErrCorrupt),
-		refuses("no data", a, "", "MetadataIncompleteBuffer: truncated").is(fault.ErrCorrupt),
+		refuses("data cut short", a, data[:3], "MetadataIncompleteBuffer: truncated").is(errs.ErrCorrupt),
+		refuses("no data", a, "", "MetadataIncompleteBuffer: truncated").is(errs.ErrCorrupt),
 		reads("one tensor", a, data),
 		reads("no tensor", `{}`, ""),
 		reads("metadata only", `{"__metadata__":{"a":"b"}}`, ""),
@@ -259,7 +259,7 @@ func TestVectors(t *testing.T) {
 		case v.class != nil && (!errors.Is(err, v.class) || !strings.Contains(err.Error(), v.words)):
 			t.Errorf("%s: got %v, want %v saying %q", v.name, err, v.class, v.words)
 		case v.class != nil:
-			var at *fault.At
+			var at *errs.At
 			if !errors.As(err, &at) || at.Source != "model.safetensors" || at.Verb != "index" {
 				t.Errorf("%s: error without a place: %v", v.name, err)
 			}
@@ -284,7 +284,7 @@ func TestVectorFile(t *testing.T) {
 	for _, v := range vectors() {
 		r := row{v.name, base64.StdEncoding.EncodeToString(v.file), v.accept, "", v.loose}
 		if v.class != nil {
-			r.Ours = fault.Class(v.class)
+			r.Ours = errs.Class(v.class)
 		}
 		if len(v.file) < 4096 { // the others stay here
 			rows = append(rows, r)

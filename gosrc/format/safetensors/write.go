@@ -11,7 +11,7 @@ import (
 	"strings"
 	"unicode/utf8"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -37,7 +37,7 @@ func Order(entries []Entry) {
 }
 
 // Place sets Begin and End of the entries back to back and returns the size of
-// the data section. A shape that no file can hold is fault.ErrArgument.
+// the data section. A shape that no file can hold is errs.ErrArgument.
 func Place(entries []Entry) (int64, error) {
 	end := int64(0)
 	for i := range entries {
@@ -57,7 +57,7 @@ func Place(entries []Entry) (int64, error) {
 // first, sorted by key, then the entries in the given order, which is that of their
 // bytes. The same input gives the same bytes.
 //
-// Input that Parse would refuse is fault.ErrArgument.
+// Input that Parse would refuse is errs.ErrArgument.
 func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo int) ([]byte, error) {
 	if err := writable(metadata, entries); err != nil {
 		return dst, err
@@ -80,7 +80,7 @@ func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo
 	}
 	n := len(dst) - start - 8
 	if n > tensor.MaxHeader {
-		return dst[:start], fault.New(fault.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards", n, tensor.MaxHeader)
+		return dst[:start], errs.New(errs.ErrArgument, "HeaderTooLarge: %d bytes, at most %d can be read: write shards", n, tensor.MaxHeader)
 	}
 	binary.LittleEndian.PutUint64(dst[start:], uint64(n))
 	return dst, nil
@@ -103,11 +103,11 @@ func HeaderBound(metadata map[string]string, entries []Entry, limit int64) int64
 func writable(metadata map[string]string, entries []Entry) error {
 	for k, v := range metadata {
 		if !utf8.ValidString(k) || !utf8.ValidString(v) {
-			return fault.New(fault.ErrArgument, "metadata %q is not UTF-8", k)
+			return errs.New(errs.ErrArgument, "metadata %q is not UTF-8", k)
 		}
 	}
 	if len(metadata) > maxMetadata {
-		return fault.New(fault.ErrArgument, "%d entries of metadata, at most %d", len(metadata), maxMetadata)
+		return errs.New(errs.ErrArgument, "%d entries of metadata, at most %d", len(metadata), maxMetadata)
 	}
 	seen := make(map[string]struct{}, len(entries))
 	end := int64(0)
@@ -136,8 +136,8 @@ func writable(metadata map[string]string, entries []Entry) error {
 }
 
 func refuse(name, format string, args ...any) error {
-	return &fault.At{Verb: "save", Tensor: name, Chunk: -1, Offset: -1,
-		Err: fault.New(fault.ErrArgument, format, args...)}
+	return &errs.At{Verb: "save", Tensor: name, Chunk: -1, Offset: -1,
+		Err: errs.New(errs.ErrArgument, format, args...)}
 }
 
 func appendMetadata(dst []byte, metadata map[string]string) []byte {

@@ -6,20 +6,23 @@
 // another keeps the old one's mode (without set-id bits), owner, group and POSIX
 // ACL; until then only the writer can read it (0600), so a private file is never
 // open to more readers than the old one was. If the process may not set the
-// group, the group gets no more rights than everybody. Other extended attributes
+// group, the group gets no more rights than all others. Other extended attributes
 // and further names (hard links) stay with the old file. A symbolic link is
-// followed and kept: its target is replaced. The umask, which belongs to the
-// whole process, is never changed.
+// followed and kept: its target is replaced; but a blob of a Hugging Face cache,
+// to which the links of its snapshots lead, is refused. The umask, which belongs to
+// the whole process, is never changed.
 package atomicfile
 
 import (
 	"crypto/rand"
+	"crypto/sha256"
 	"encoding/hex"
 	"errors"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -27,7 +30,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
@@ -41,6 +44,7 @@ type Target struct {
 	file File        // nil once closed
 	old  fs.FileInfo // the file that had the name when the writing began, or nil
 	like string      // see New
+	most fs.FileMode // see New
 	lock *os.File    // a second descriptor, which holds the lock; may be nil
 
 	written atomic.Int64
@@ -50,17 +54,21 @@ type Target struct {
 // writing, so that the sync at the end has less to wait for.
 const kickEvery = 32 << 20
 
-// New opens the temporary file for path, and removes those that killed saves of
-// the same path left. If path does not exist, the new file gets mode, owner,
-// group and ACL of the file like ("": the mode that the umask leaves).
-func New(sys FS, path, like string) (*Target, error) {
-	t := &Target{fs: sys, like: like}
+// New opens the temporary file for path, and removes those that killed saves left in
+// its folder. If path does not exist, the new file gets mode, owner,
+// group and ACL of the file like; if that is "", the mode that the umask leaves of
+// most, 0666 if that is 0.
+func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
+	t := &Target{fs: sys, like: like, most: most}
 	var err error
 	if t.Path, t.old, err = look(path); err != nil {
 		return nil, err
 	}
 	t.temp = hiddenName(t.Path, tempMark)
 	if t.file, err = sys.Create(t.temp, t.mode()); err != nil {
+		if _, none := os.Stat(Folder(t.Path)); errors.Is(err, fs.ErrNotExist) && none != nil {
+			err = errs.New(errs.ErrNotFound, "there is no folder %s: make it first", Folder(t.Path))
+		}
 		return nil, Failed(path, -1, err)
 	}
 	if f, ok := t.file.(*os.File); ok {
@@ -73,11 +81,11 @@ func New(sys FS, path, like string) (*Target, error) {
 			}
 		}
 	}
-	age := time.Minute
+	o := orphans{path: t.Path, mark: tempMark, age: time.Minute}
 	if t.lock != nil { // locks work here: a file without one has no writer
-		age = lockTime
+		o.age, o.folder = lockTime, true
 	}
-	removeOrphans(sys, t.Path, tempMark, age)
+	o.remove(sys)
 	return t, nil
 }
 
@@ -90,22 +98,48 @@ func look(path string) (real string, old fs.FileInfo, err error) {
 	if real, err = Follow(path); err != nil {
 		return "", nil, Failed(path, -1, err)
 	}
+	if isBlob(real) {
+		return "", nil, &errs.At{Verb: "save", Source: path, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrArgument, "leads to %s in a Hugging Face cache, where each file is named by its content and serves every snapshot: "+
+				"write to another folder", real)}
+	}
 	switch old, err = os.Lstat(real); {
 	case errors.Is(err, fs.ErrNotExist):
 		return real, nil, nil
 	case err != nil:
 		return "", nil, Failed(path, -1, err)
+	case old.IsDir():
+		return "", nil, &errs.At{Verb: "save", Source: path, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrArgument, "it is a folder: name the file to write in it")}
 	case !old.Mode().IsRegular():
-		return "", nil, &fault.At{Verb: "save", Source: path, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrArgument, "is not a regular file (%v)", old.Mode().Type())}
+		return "", nil, &errs.At{Verb: "save", Source: path, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrArgument, "is not a regular file (%v)", old.Mode().Type())}
 	}
 	return real, old, nil
+}
+
+// isBlob reports whether a path is in the folder of blobs of a Hugging Face cache,
+// beside its snapshots. Other bytes under a blob's name would be served as those
+// that the name is the hash of.
+func isBlob(path string) bool {
+	dir, err := filepath.EvalSymlinks(Folder(path))
+	if err != nil {
+		return false // the save reports it
+	}
+	if dir, err = filepath.Abs(dir); err != nil || filepath.Base(dir) != "blobs" {
+		return false
+	}
+	st, err := os.Stat(filepath.Join(filepath.Dir(dir), "snapshots"))
+	return err == nil && st.IsDir()
 }
 
 // mode returns the mode of the temporary file.
 func (t *Target) mode() fs.FileMode {
 	if _, now := t.pattern(); now != nil {
 		return 0o600
+	}
+	if t.most != 0 {
+		return t.most & 0o666
 	}
 	return 0o666
 }
@@ -193,9 +227,9 @@ func (t *Target) Finish(size int64) error {
 	return Failed(t.Path, -1, f.Close())
 }
 
-// Hand moves t's open file to a new target, which can only Finish it; t keeps
+// Detach moves t's open file to a new target, which can only Finish it; t keeps
 // the name. It is for a Finish that t's owner may not wait for.
-func (t *Target) Hand() *Target {
+func (t *Target) Detach() *Target {
 	h := &Target{Path: t.Path, fs: t.fs, old: t.old, like: t.like, file: t.file}
 	t.file = nil
 	return h
@@ -236,23 +270,31 @@ func Follow(path string) (string, error) {
 }
 
 const (
-	tempMark   = ".tmp-" // a file that is being written
-	oldMark    = ".old-" // an old file, moved away while a set of files is published
-	hiddenRand = 16      // hex digits after the mark
+	tempMark = ".overwire-" // a file that is being written
+	oldMark  = ".old-"      // an old file, moved away while a set of files is published
+	bootHex  = 4            // hex digits after the mark: which start of which machine
+	hidden   = 16           // hex digits after the mark, the others random
 )
 
-// hiddenName returns a new name beside path: ".name.tmp-<random>".
+// bootTag differs, nearly always, between machines, and between their starts.
+var bootTag = sync.OnceValue(func() string {
+	id, _ := regular.Read("/proc/sys/kernel/random/boot_id", 1<<10) // without it, all are the same
+	sum := sha256.Sum256(id)
+	return hex.EncodeToString(sum[:bootHex/2])
+})
+
+// hiddenName returns a new name beside path: ".name.overwire-<digits>".
 func hiddenName(path, mark string) string {
 	dir, name := filepath.Split(path)
-	var r [hiddenRand / 2]byte
+	var r [(hidden - bootHex) / 2]byte
 	_, _ = rand.Read(r[:]) // cannot fail
-	return dir + hiddenStem(name, mark) + hex.EncodeToString(r[:])
+	return dir + hiddenStem(name, mark) + bootTag() + hex.EncodeToString(r[:])
 }
 
-// hiddenStem returns the name without its random digits. It cuts names near the
-// limit of file systems, 255 bytes.
+// hiddenStem returns the name without its digits. It cuts names near the limit of file
+// systems, 255 bytes.
 func hiddenStem(name, mark string) string {
-	most := 255 - 1 - len(mark) - hiddenRand
+	most := 255 - 1 - len(mark) - hidden
 	if len(name) > most {
 		name = name[:most]
 		for !utf8.ValidString(name) && len(name) > most-4 {
@@ -262,11 +304,23 @@ func hiddenStem(name, mark string) string {
 	return "." + name + mark
 }
 
-// removeOrphans removes the hidden files that killed saves of this path left:
-// those that no process has locked and that have not changed for age. It ignores
-// errors.
-func removeOrphans(sys FS, path, mark string, age time.Duration) {
-	dir, name := filepath.Split(path)
+// orphans are the hidden files that killed saves left in the folder of a path: those
+// that no process has locked and that have not changed for age.
+type orphans struct {
+	path string
+	mark string
+	age  time.Duration
+	// folder means those of every path in the folder. Of another machine, or from
+	// before its last start, they go after foreignAge: its locks may not be seen here.
+	folder bool
+}
+
+// foreignAge is longer than a file waits, complete, for the other files of its save.
+const foreignAge = 24 * time.Hour
+
+// remove removes them. It ignores errors.
+func (o orphans) remove(sys FS) {
+	dir, name := filepath.Split(o.path)
 	if dir == "" {
 		dir = "."
 	}
@@ -275,11 +329,12 @@ func removeOrphans(sys FS, path, mark string, age time.Duration) {
 		return
 	}
 	defer d.Close()
-	stem := hiddenStem(name, mark)
+	stem := hiddenStem(name, o.mark)
 	for {
 		names, err := d.Readdirnames(1024)
 		for _, n := range names {
-			if !strings.HasPrefix(n, stem) || len(n) != len(stem)+hiddenRand {
+			age, ok := o.lasting(n, stem)
+			if !ok {
 				continue
 			}
 			p := dir + "/" + n
@@ -288,7 +343,7 @@ func removeOrphans(sys FS, path, mark string, age time.Duration) {
 				continue
 			}
 			touched := st.ModTime()
-			if own, ok := st.Sys().(*syscall.Stat_t); ok && mark == oldMark {
+			if own, ok := st.Sys().(*syscall.Stat_t); ok && o.mark == oldMark {
 				touched = time.Unix(own.Ctim.Unix()) // the time of its renaming
 			}
 			if time.Since(touched) >= age && !alive(p) {
@@ -299,6 +354,20 @@ func removeOrphans(sys FS, path, mark string, age time.Duration) {
 			return
 		}
 	}
+}
+
+// lasting tells how long a hidden name must not have changed before it goes; ok is
+// false for names that are none of ours, or of another path that is not asked for.
+func (o orphans) lasting(name, stem string) (age time.Duration, ok bool) {
+	digits := name[max(0, len(name)-hidden):]
+	if bare := strings.TrimSuffix(name, digits); bare != stem && !(o.folder && name[0] == '.' && strings.HasSuffix(bare, o.mark)) {
+		return 0, false
+	} else if strings.Trim(digits, "0123456789abcdef") != "" {
+		return 0, false
+	} else if bare == stem || strings.HasPrefix(digits, bootTag()) {
+		return o.age, true
+	}
+	return foreignAge, true
 }
 
 // alive reports whether a process holds the lock of a temporary file, or may.

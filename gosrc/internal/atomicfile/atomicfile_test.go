@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // A watch looks at the temporary file after every call, as another process might.
@@ -129,7 +129,7 @@ func TestModes(t *testing.T) {
 			path, like := c.make(dir)
 			before, _ := os.Lstat(path)
 			w := &watch{t: t, wide: 0o777 &^ c.want}
-			target, err := New(w, path, like)
+			target, err := New(w, path, like, 0)
 			if err != nil {
 				t.Fatalf("%s: %v", c.name, err)
 			}
@@ -288,11 +288,11 @@ func (f *stubborn) Chmod(m fs.FileMode) error {
 }
 
 func TestGroupRefused(t *testing.T) {
-	// Promise: where the group cannot be kept, the writer's own group gets no more than
-	// everybody has.
+	// Promise: where the group cannot be kept, the writer's own group gets no more rights
+	// than all others.
 	for old, want := range map[fs.FileMode]fs.FileMode{0o660: 0o600, 0o664: 0o644, 0o640: 0o600, 0o604: 0o604, 0o666: 0o666, 0o600: 0o600} {
 		path := put(t, t.TempDir()+"/f", old)
-		target, err := New(Disk{}, path, "")
+		target, err := New(Disk{}, path, "", 0)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -312,8 +312,8 @@ func TestRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	for path, class := range map[string]error{
-		dir + "/fifo": fault.ErrArgument, dir + "/loop": fault.ErrArgument, dir + "/null": fault.ErrArgument, "/dev/null": fault.ErrArgument,
-		dir + "/sub": fault.ErrArgument, dir + "/no/such": fault.ErrNotFound, dir + "/" + strings.Repeat("x", 256): fault.ErrArgument, dir + "/a\x00b": fault.ErrArgument,
+		dir + "/fifo": errs.ErrArgument, dir + "/loop": errs.ErrArgument, dir + "/null": errs.ErrArgument, "/dev/null": errs.ErrArgument,
+		dir + "/sub": errs.ErrArgument, dir + "/no/such": errs.ErrNotFound, dir + "/" + strings.Repeat("x", 256): errs.ErrArgument, dir + "/a\x00b": errs.ErrArgument,
 	} {
 		if err := Write(path, nil); !errors.Is(err, class) {
 			t.Errorf("%q: %v", path, err)
@@ -330,7 +330,7 @@ func TestRefused(t *testing.T) {
 	if os.Geteuid() != 0 {
 		_ = os.Chmod(dir, 0o500)
 		defer func() { _ = os.Chmod(dir, 0o700) }()
-		if err := Write(dir+"/f", nil); !errors.Is(err, fault.ErrPermission) {
+		if err := Write(dir+"/f", nil); !errors.Is(err, errs.ErrPermission) {
 			t.Error(err)
 		}
 	}
@@ -338,7 +338,7 @@ func TestRefused(t *testing.T) {
 }
 
 func TestRename(t *testing.T) {
-	// Promise: a file that somebody else has written takes its name as one of ours does.
+	// Promise: a file that another program has written is renamed like one of ours.
 	dir := t.TempDir()
 	put(t, dir+"/real", 0o600)
 	link(t, "real", dir+"/f")
@@ -351,7 +351,7 @@ func TestRename(t *testing.T) {
 	if string(b) != "new" || st.Mode().Type() != fs.ModeSymlink {
 		t.Fatalf("%q, %v", b, st.Mode())
 	}
-	if err := Rename(dir+"/made", dir+"/f"); !errors.Is(err, fault.ErrNotFound) {
+	if err := Rename(dir+"/made", dir+"/f"); !errors.Is(err, errs.ErrNotFound) {
 		t.Fatal(err)
 	}
 }
@@ -381,59 +381,127 @@ func TestNames(t *testing.T) {
 }
 
 func TestOrphans(t *testing.T) {
-	// Promise: what a killed save left behind goes with the next save of the
-	// same path; a save that is still running, and other files, stay.
+	// Promise: what killed saves left behind goes with the next save into the folder;
+	// a save that is still running, and files of others, stay.
 	dir := t.TempDir()
 	p := filepath.Join(dir, "m")
-	for i, name := range []string{".m.tmp-0123456789abcdef", ".m.tmp-fedcba9876543210", ".m.tmp-0000000000000000", ".other.tmp-0123456789abcdef", ".m.tmp-notes"} {
-		q := filepath.Join(dir, name)
+	other := strings.Map(func(r rune) rune { return '0' + (r+1)%10 }, bootTag()) // of another machine
+	if other == bootTag() {
+		t.Fatal(other)
+	}
+	here := func(name, digits string) string { return name + tempMark + bootTag() + digits }
+	foreign := func(name, digits string) string { return name + tempMark + other + digits }
+	hour, days := time.Hour, 48*time.Hour
+	for _, f := range []struct {
+		name string
+		age  time.Duration
+		held bool
+		goes bool
+	}{
+		{name: here(".m", "456789abcdef"), age: hour, goes: true},
+		{name: here(".m", "ba9876543210")}, // brand new
+		{name: here(".m", "000000000000"), age: hour, held: true},
+		{name: here(".other", "456789abcdef"), age: hour, goes: true},
+		{name: here("."+strings.Repeat("x", 200), "456789abcdef"), age: hour, goes: true},
+		{name: here(".other", "aaaaaaaaaaaa"), age: 2 * lockTime, goes: true},
+		{name: here(".other", "ba9876543210")},
+		{name: here(".other", "000000000000"), age: days, held: true},
+		{name: foreign(".m", "111111111111"), age: hour, goes: true},
+		{name: foreign(".other", "456789abcdef"), age: hour},
+		{name: foreign(".other", "ba9876543210"), age: days, goes: true},
+		{name: foreign(".other", "000000000000"), age: days, held: true},
+		{name: ".m" + tempMark + "notes", age: days},
+		{name: ".m" + tempMark + "0123456789abcdeF", age: days},
+		{name: here("m", "456789abcdef"), age: days},
+		{name: ".m.tmp-0123456789abcdef", age: days},
+		{name: "0123456789abcdef", age: days},
+		{name: "a", age: days},
+	} {
+		q := filepath.Join(dir, f.name)
 		if err := os.WriteFile(q, nil, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if i != 1 { // 1 is brand new
-			_ = os.Chtimes(q, time.Now(), time.Now().Add(-time.Hour))
+		_ = os.Chtimes(q, time.Now(), time.Now().Add(-f.age))
+		if f.held {
+			held, err := os.Open(q)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer held.Close()
+			if err := syscall.Flock(int(held.Fd()), syscall.LOCK_EX); err != nil {
+				t.Skip("no locks here:", err)
+			}
 		}
+		defer func() {
+			if _, err := os.Stat(q); (err == nil) == f.goes {
+				t.Errorf("%+v: %v", f, err)
+			}
+		}()
 	}
-	held, err := os.Open(filepath.Join(dir, ".m.tmp-0000000000000000"))
-	if err != nil {
+	// Folders and links of such names are not ours.
+	folder, link := filepath.Join(dir, here(".f", "456789abcdef")), filepath.Join(dir, here(".l", "456789abcdef"))
+	if err := errors.Join(os.Mkdir(folder, 0o700), os.Symlink("a", link)); err != nil {
 		t.Fatal(err)
-	}
-	defer held.Close()
-	if err := syscall.Flock(int(held.Fd()), syscall.LOCK_EX); err != nil {
-		t.Skip("no locks here:", err)
 	}
 	if err := Write(p, nil); err != nil {
 		t.Fatal(err)
 	}
-	es, _ := os.ReadDir(dir)
-	var names []string
-	for _, e := range es {
-		names = append(names, e.Name())
-	}
-	if got := strings.Join(names, " "); got != ".m.tmp-0000000000000000 .m.tmp-fedcba9876543210 .m.tmp-notes .other.tmp-0123456789abcdef m" {
-		t.Fatal(got)
-	}
-	// A minute is for folders without locks; where they work, seconds are enough.
-	q := filepath.Join(dir, ".m.tmp-1111111111111111")
-	if err := os.WriteFile(q, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	_ = os.Chtimes(q, time.Now(), time.Now().Add(-2*lockTime))
-	if err := Write(p, nil); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := os.Stat(q); !errors.Is(err, fs.ErrNotExist) {
-		t.Fatal("still there:", err)
+	for _, q := range []string{folder, link} {
+		if _, err := os.Lstat(q); err != nil {
+			t.Error(err)
+		}
 	}
 	// Old shards that a kill left moved away go only when they are asked about.
 	old := filepath.Join(dir, ".m.old-0123456789abcdef")
 	_ = os.WriteFile(old, nil, 0o600)
-	removeOrphans(Disk{}, p, oldMark, time.Minute)
+	orphans{path: p, mark: oldMark, age: time.Minute}.remove(Disk{})
 	if _, err := os.Stat(old); err != nil {
 		t.Fatal(err)
 	}
-	removeOrphans(Disk{}, p, oldMark, -time.Minute)
+	orphans{path: p, mark: oldMark, age: -time.Minute}.remove(Disk{})
 	if _, err := os.Stat(old); err == nil {
 		t.Fatal("still there")
+	}
+}
+
+// Promise: nothing is written into the blobs of a Hugging Face cache, neither by their
+// names nor through a link of a snapshot; links elsewhere are followed as always.
+func TestBlobsOfACache(t *testing.T) {
+	top := t.TempDir()
+	cache := filepath.Join(top, "models--a--b")
+	snapshot := filepath.Join(cache, "snapshots", "rev")
+	blobs := filepath.Join(cache, "blobs")
+	lone := filepath.Join(top, "other", "blobs")
+	for _, err := range []error{
+		os.MkdirAll(snapshot, 0o700), os.Mkdir(blobs, 0o700), os.MkdirAll(lone, 0o700),
+		os.WriteFile(filepath.Join(blobs, "aa"), []byte("blob"), 0o600), os.Symlink("../../blobs/aa", filepath.Join(snapshot, "m")),
+		os.Symlink("../../blobs/none", filepath.Join(snapshot, "new")), os.Symlink(filepath.Join(snapshot, "m"), filepath.Join(top, "twice")),
+		os.Symlink(blobs, filepath.Join(top, "folder")), os.Symlink(filepath.Join(lone, "aa"), filepath.Join(snapshot, "lone")),
+	} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, path := range []string{
+		filepath.Join(snapshot, "m"), filepath.Join(snapshot, "new"), filepath.Join(top, "twice"), filepath.Join(top, "folder", "aa"), filepath.Join(blobs, "bb"),
+	} {
+		if err := Write(path, []byte("x")); !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "Hugging Face") {
+			t.Errorf("%s: %v", path, err)
+		}
+	}
+	if b, err := os.ReadFile(filepath.Join(blobs, "aa")); err != nil || string(b) != "blob" {
+		t.Errorf("%q %v", b, err)
+	}
+	if names, _ := os.ReadDir(blobs); len(names) != 1 {
+		t.Error(names)
+	}
+	for _, path := range []string{filepath.Join(snapshot, "plain"), filepath.Join(lone, "bb"), filepath.Join(snapshot, "lone")} {
+		if err := Write(path, []byte("x")); err != nil {
+			t.Error(err)
+		}
+	}
+	t.Chdir(blobs)
+	if err := Write("cc", []byte("x")); !errors.Is(err, errs.ErrArgument) {
+		t.Error(err)
 	}
 }

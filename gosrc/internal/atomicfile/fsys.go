@@ -8,7 +8,7 @@ import (
 	"os"
 	"syscall"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // FS is a file system to write to. Tests use one whose i-th call fails.
@@ -76,7 +76,7 @@ func (Disk) Free(dir string) (int64, bool) {
 	return int64(s.Bavail) * int64(s.Bsize), true
 }
 
-// Failed gives a system error its class and its place. off is -1 if it has no
+// Failed gives a system error its class and its position. off is -1 if it has no
 // offset.
 func Failed(path string, off int64, err error) error {
 	if err == nil {
@@ -91,6 +91,6 @@ func Failed(path string, off int64, err error) error {
 	if errors.As(err, &le) {
 		err = le.Err
 	}
-	return &fault.At{Verb: "save", Source: path, Chunk: -1, Offset: off,
-		Err: fault.FromOS(err)}
+	return &errs.At{Verb: "save", Source: path, Chunk: -1, Offset: off,
+		Err: errs.FromOS(err)}
 }

@@ -5,10 +5,11 @@ package atomicfile
 import (
 	"io/fs"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // Publish gives finished targets their names. The last target is the file that
@@ -18,87 +19,101 @@ import (
 // shares names with them, no order of renames is safe for a reader in between;
 // so the old last file is moved away first: such a reader finds no model, never
 // half of each. If a step fails, the steps before it are undone.
-func Publish(sys FS, ts []*Target) (err error) {
-	type step struct{ from, to string }
-	var done []step
-	move := func(from, to string) error {
-		if err := sys.Rename(from, to); err != nil {
-			return Failed(to, -1, err)
-		}
-		done = append(done, step{from, to})
-		return nil
+func Publish(sys FS, ts []*Target) error {
+	r := &renames{sys: sys}
+	if err := r.all(ts); err != nil {
+		r.undo()
+		return err
 	}
-	var backups []string
-	again := false // the old set shares names with the new one
-	defer func() {
-		if err != nil {
-			for i := len(done) - 1; i >= 0; i-- {
-				_ = sys.Rename(done[i].to, done[i].from)
-			}
-			return
-		}
+	for _, t := range ts {
+		t.temp = ""
+	}
+	for _, b := range r.backups {
+		_ = sys.Remove(b)
+	}
+	if len(r.backups) > 0 {
+		// A set that a killed save has half replaced is no longer needed.
 		for _, t := range ts {
-			t.temp = ""
+			orphans{path: t.Path, mark: oldMark, age: time.Minute}.remove(sys)
 		}
-		for _, b := range backups {
-			_ = sys.Remove(b)
-		}
-		if again {
-			// A set that a killed save half replaced is no longer needed.
-			for _, t := range ts {
-				removeOrphans(sys, t.Path, oldMark, time.Minute)
-			}
-		}
-	}()
-	last := ts[len(ts)-1]
-	for _, t := range ts[:len(ts)-1] {
-		again = again || t.old != nil
 	}
-	if again {
-		for i := len(ts) - 1; i >= 0; i-- {
-			if ts[i].old == nil {
-				continue
-			}
-			b := hiddenName(ts[i].Path, oldMark)
-			if err := move(ts[i].Path, b); err != nil {
-				return err
-			}
-			backups = append(backups, b)
-			if ts[i] == last {
-				if err := sys.SyncDir(Folder(last.Path)); err != nil {
-					return Failed(last.Path, -1, err)
-				}
-			}
+	return nil
+}
+
+// renames are the steps of one Publish.
+type renames struct {
+	sys     FS
+	done    []struct{ from, to string } // what undo takes back
+	backups []string                    // where files of the old set lie
+}
+
+// all takes every step.
+func (r *renames) all(ts []*Target) error {
+	last := ts[len(ts)-1]
+	shared := slices.ContainsFunc(ts[:len(ts)-1], func(t *Target) bool { return t.old != nil })
+	if shared {
+		if err := r.moveAway(ts); err != nil {
+			return err
 		}
 	}
 	for _, t := range ts {
 		if t == last && len(ts) > 1 {
 			// The shards' names are durable before the index that lists them.
-			if err := sys.SyncDir(Folder(t.Path)); err != nil {
-				return Failed(t.Path, -1, err)
+			if err := r.sync(t.Path); err != nil {
+				return err
 			}
 		}
-		if t == last && !again {
-			break
-		}
-		if err := move(t.temp, t.Path); err != nil {
+		if err := r.move(t.temp, t.Path); err != nil {
 			return err
 		}
 	}
-	if !again {
-		// This rename cannot be undone: it replaces the old file.
-		if err := sys.Rename(last.temp, last.Path); err != nil {
-			return Failed(last.Path, -1, err)
-		}
-		last.temp = ""
-		done = nil
+	if !shared {
+		// The last rename cannot be undone: it has replaced the old file.
+		last.temp, r.done = "", nil
 	}
 	// If the folder was not synced, a power loss leaves the old file or the new
 	// one, each of them whole; the caller must know.
-	if serr := sys.SyncDir(Folder(last.Path)); serr != nil {
-		return Failed(last.Path, -1, serr)
+	return r.sync(last.Path)
+}
+
+// moveAway gives the files of the old set hidden names, the last file first: no
+// reader opens the set from then on, even after a power loss.
+func (r *renames) moveAway(ts []*Target) error {
+	for i, t := range slices.Backward(ts) {
+		if t.old == nil {
+			continue
+		}
+		b := hiddenName(t.Path, oldMark)
+		if err := r.move(t.Path, b); err != nil {
+			return err
+		}
+		r.backups = append(r.backups, b)
+		if i == len(ts)-1 {
+			if err := r.sync(t.Path); err != nil {
+				return err
+			}
+		}
 	}
 	return nil
+}
+
+func (r *renames) move(from, to string) error {
+	if err := r.sys.Rename(from, to); err != nil {
+		return Failed(to, -1, err)
+	}
+	r.done = append(r.done, struct{ from, to string }{from, to})
+	return nil
+}
+
+// sync makes the names in the folder of a path durable.
+func (r *renames) sync(path string) error {
+	return Failed(path, -1, r.sys.SyncDir(Folder(path)))
+}
+
+func (r *renames) undo() {
+	for _, step := range slices.Backward(r.done) {
+		_ = r.sys.Rename(step.to, step.from)
+	}
 }
 
 // Folder returns the folder of a path as the system finds it: ".." stays in it.
@@ -123,14 +138,14 @@ func Write(path string, data []byte) error {
 
 // With replaces a file with what fill writes. If fill fails, the old file stays.
 func With(path string, fill func(f *os.File) error) error {
-	t, err := New(Disk{}, path, "")
+	t, err := New(Disk{}, path, "", 0)
 	if err != nil {
 		return err
 	}
 	defer t.Drop()
 	f := t.file.(*os.File) // Disk's
 	if err := fill(f); err != nil {
-		if fault.Classed(err) { // not an error of this file
+		if errs.Classed(err) { // not an error of this file
 			return err
 		}
 		return Failed(path, -1, err)

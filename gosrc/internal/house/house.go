@@ -56,7 +56,7 @@ type File struct {
 }
 
 // outside are folders that are not checked: those of tools, caches and builds, all
-// ignored by git, like every hidden folder but .ci.
+// ignored by git, like every hidden folder except .ci.
 var outside = []string{"build", "dist", "node_modules", "__pycache__", "bin", "shared"}
 
 // Read parses the Go packages below root/gosrc and lists the text files of root.
@@ -109,7 +109,7 @@ func (t *Tree) add(pkg, rel string) error {
 	return nil
 }
 
-// ignored asks go/build whether any setting of ours would build the file.
+// ignored asks go/build whether any build of ours includes the file.
 func ignored(rel string, src []byte) bool {
 	for _, tags := range [][]string{{}, {"goexperiment.simd"}, {"pyext"}, {"goexperiment.simd", "pyext"}, {"cuda"}} {
 		for _, cgo := range []bool{true, false} {

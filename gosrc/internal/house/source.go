@@ -23,10 +23,10 @@ func lines(b []byte) int {
 	return n
 }
 
-// head is what stands before the code: where generators sign.
+// head is the beginning of a file, where generators sign.
 func head(b []byte) string { return string(b[:min(len(b), 2048)]) }
 
-// texty says by its name whether people wrote a file.
+// texty reports by its name whether people wrote a file.
 func texty(rel string) bool {
 	base := path.Base(rel)
 	if slices.Contains([]string{"Makefile", "LICENSE", "NOTICE", "go.mod", "go.sum", "run", ".gitignore"}, base) {

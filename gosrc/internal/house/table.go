@@ -6,101 +6,108 @@ package house
 const module = "github.com/overwire/overwire/gosrc/"
 
 // mayImport lists the packages that a package may import. "x/..." is x and the
-// packages below it. Every package must be listed: add it with its one duty to
+// packages below it. Every package must be listed: add it with its duty to
 // ARCHITECTURE.md first.
 //
-// The order follows a byte: words, bytes, formats, the plan, the pipeline, the
+// The order follows a byte: types, bytes, formats, the plan, the pipeline, the
 // verbs, the bindings. No package imports one that is further down.
 var mayImport = map[string][]string{
-	// The words: standard library only.
-	"tensor": {"fault", "internal/sizes"}, // for the classes of its errors
-	"fault":  {"internal/rawjson"},
+	// The basic types: standard library only.
+	"tensor": {"errs", "internal/sizes"}, // for the classes of its errors
+	"errs":   {"internal/rawjson"},
 	"knob":   {},
 
-	"internal/spawn":      {"fault"},
-	"internal/ordered":    {"fault", "internal/spawn"},
+	"internal/spawn":      {"errs"},
+	"internal/ordered":    {"errs", "internal/spawn"},
+	"internal/idle":       {},
+	"internal/blocks":     {"errs", "internal/spawn"},
 	"internal/house":      {},
-	"internal/atomicfile": {"fault", "internal/regular"},
+	"internal/near":       {},
+	"internal/atomicfile": {"errs", "internal/regular"},
 	"internal/sizes":      {},
+	"internal/sodium":     {},
 	"internal/rawjson":    {},
-	"internal/regular":    {"fault"},
+	"internal/regular":    {"errs"},
 
-	"job": {"fault", "internal/spawn", "internal/rawjson"},
+	"job": {"errs", "internal/spawn", "internal/rawjson"},
 
 	// Leaves: bytes, chunks, devices. They never import each other sideways.
-	"source":            {"fault", "knob", "internal/..."},
-	"source/file":       {"source", "fault", "knob", "internal/..."},
-	"source/retry":      {"source", "fault", "knob", "internal/..."},
-	"source/memory":     {"source", "fault"},
-	"source/spool":      {"source", "fault", "internal/..."},
-	"source/cache":      {"source", "source/file", "fault", "internal/..."},
-	"source/pipe":       {"source", "source/route", "source/spool", "fault", "knob", "internal/..."},
-	"source/route":      {"fault", "internal/..."},
-	"source/http":       {"source", "source/retry", "source/route", "source/spool", "fault", "knob", "internal/..."},
-	"source/parts":      {"source", "fault", "knob", "internal/..."},
-	"source/s3":         {"source", "source/retry", "source/route", "source/parts", "fault", "knob", "internal/..."},
-	"source/redis":      {"source", "source/retry", "source/parts", "fault", "knob", "internal/..."},
-	"source/open":       {"source/...", "fault", "knob", "internal/..."},
-	"source/sourcetest": {"source/...", "fault", "internal/..."},
-	"codec":             {"codec/...", "tensor", "fault", "knob", "internal/..."},
-	"codec/raw":         {"tensor", "fault", "internal/..."},
-	"codec/x16":         {"tensor", "fault", "knob", "internal/..."},
-	"codec/codectest":   {"codec/...", "tensor", "fault", "knob", "internal/..."},
-	"device":            {"tensor", "fault", "internal/..."},
-	"device/cpu":        {"device", "codec", "tensor", "fault", "knob", "internal/..."},
-	"device/cuda":       {"device", "codec/x16", "tensor", "fault", "knob", "internal/..."},
-	"device/gds":        {"fault", "internal/..."},
-	"format":            {"format/...", "tensorizer", "tensor", "source", "fault", "internal/..."},
-	"format/safetensors": {"tensor", "source", "fault",
+	"source":            {"errs", "knob", "internal/..."},
+	"source/file":       {"source", "errs", "knob", "internal/..."},
+	"source/retry":      {"source", "errs", "knob", "internal/..."},
+	"source/memory":     {"source", "errs"},
+	"source/spool":      {"source", "errs", "internal/..."},
+	"source/cache":      {"source", "source/file", "errs", "internal/..."},
+	"source/pipe":       {"source", "source/route", "source/spool", "errs", "knob", "internal/..."},
+	"source/route":      {"errs", "internal/..."},
+	"source/http":       {"source", "source/retry", "source/route", "source/spool", "errs", "knob", "internal/..."},
+	"source/parts":      {"source", "errs", "knob", "internal/..."},
+	"source/s3":         {"source", "source/retry", "source/route", "source/parts", "errs", "knob", "internal/..."},
+	"source/redis":      {"source", "source/retry", "source/parts", "errs", "knob", "internal/..."},
+	"source/open":       {"source/...", "errs", "knob", "internal/..."},
+	"source/sourcetest": {"source/...", "errs", "internal/..."},
+	"codec":             {"codec/...", "tensor", "errs", "knob", "internal/..."},
+	"codec/raw":         {"tensor", "errs", "internal/..."},
+	"codec/x16":         {"tensor", "errs", "knob", "internal/..."},
+	"codec/codectest":   {"codec/...", "tensor", "errs", "knob", "internal/..."},
+	"device":            {"tensor", "errs", "internal/..."},
+	"device/cpu":        {"device", "codec", "tensor", "errs", "knob", "internal/..."},
+	"device/cuda":       {"device", "codec/x16", "tensor", "errs", "knob", "internal/..."},
+	"device/gds":        {"errs", "internal/..."},
+	"format":            {"format/...", "tensorizer", "tensor", "source", "errs", "internal/..."},
+	"format/safetensors": {"tensor", "source", "errs",
 		"internal/..."},
-	// The container is a safetensors file (docs/format.md 1): one parser and
-	// one validator serve both, so this one step sideways is meant.
-	"format/overwire": {"format/safetensors", "tensor", "source", "fault", "codec",
+	// The container is a safetensors file (docs/format.md 1): one parser and one
+	// validator serve both, so this import of a neighbour is intended.
+	"format/overwire": {"format/safetensors", "tensor", "source", "errs", "codec",
 		"internal/..."},
 
-	// Wings: all that exists for another project's files. The tables of format and of
-	// save name them; nothing else of the engine knows them.
-	"tensorizer": {"tensor", "source", "fault", "internal/..."},
+	// Files of another project. Only the tables of format and save, and the verbs
+	// for such files, know this package.
+	"tensorizer": {"tensor", "source", "errs", "internal/..."},
 
-	"plan":     {"device", "tensor", "fault"}, // device for the words DecodeTask and View
-	"pipeline": {"plan", "source", "codec", "device/...", "tensor", "fault", "internal/..."},
-	"dlpack":   {"tensor", "device", "fault"},
+	"plan":     {"device", "tensor", "errs", "internal/sizes"}, // device for DecodeTask and View
+	"pipeline": {"plan", "source", "codec", "device/...", "tensor", "errs", "internal/..."},
+	"dlpack":   {"tensor", "device", "errs"},
 
 	// The verbs.
 	"load": {"format/...", "plan", "pipeline", "codec", "source", "source/open", "source/memory", "device/...", "job",
-		"knob", "tensor", "fault", "internal/..."},
-	"save": {"format/...", "tensorizer", "codec/...", "source", "source/open", "job", "knob", "tensor", "fault",
+		"knob", "tensor", "errs", "internal/..."},
+	"companions": {"errs", "internal/..."},
+	"save": {"save/original", "companions", "format/...", "tensorizer", "codec/...", "source", "source/open", "job", "knob", "tensor", "errs",
 		"internal/..."},
-	"preload": {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "fault", "internal/..."},
-	"weights": {"tensor", "fault", "internal/..."},
-	"serve":   {"fault", "internal/..."},
-	"fetch":   {"source", "source/open", "job", "fault", "internal/..."},
-	"measure": {"weights", "load", "save", "codec/x16", "device/cpu", "device/cuda", "job", "tensor", "fault", "internal/..."},
-	"bench":   {"measure", "load", "save", "device/cuda", "job", "fault"},
-	"cli": {"format", "tensorizer", "load", "save", "preload", "bench", "measure", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
-		"codec/...", "job", "knob", "tensor", "fault", "internal/..."},
+	"save/original": {"format", "format/...", "source", "source/open", "tensor", "errs", "internal/..."},
+	"preload":       {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "errs", "internal/..."},
+	"weights":       {"tensor", "errs", "internal/..."},
+	"serve":         {"errs", "internal/..."},
+	"fetch":         {"source", "source/open", "job", "errs", "internal/..."},
+	"measure":       {"weights", "load", "save", "codec/x16", "device/cpu", "device/cuda", "job", "tensor", "errs", "internal/..."},
+	"bench":         {"measure", "load", "save", "device/cuda", "job", "errs"},
+	"page":          {"save", "errs"},
+	"cli": {"page", "format", "tensorizer", "load", "save", "preload", "bench", "measure", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
+		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
 
 	// The rig is a program beside the library: no package imports it.
-	"rig": {"measure", "weights", "serve", "load", "save", "pipeline", "codec/...", "nvcomp/...", "device/...", "job", "knob", "tensor", "fault",
+	"rig": {"measure", "weights", "serve", "load", "save", "pipeline", "codec/...", "nvcomp/...", "device/...", "job", "knob", "tensor", "errs",
 		"format", "tensorizer", "source", "source/file", "internal/..."},
 
-	// The nvCOMP wing exists for nvCOMP's bitstreams only. The library imports package
-	// nvcomp, but none of the packages below it.
-	"nvcomp":          {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "fault", "internal/..."},
-	"nvcomp/lz4":      {"fault"},
-	"nvcomp/snappy":   {"fault"},
-	"nvcomp/zstd":     {"fault"},
-	"nvcomp/deflate":  {"fault"},
-	"nvcomp/gdeflate": {"fault"},
-	"nvcomp/cascaded": {"fault"},
+	// nvCOMP's bitstreams. The library imports package nvcomp, but none of the
+	// packages below it.
+	"nvcomp":          {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "knob", "tensor", "errs", "internal/..."},
+	"nvcomp/lz4":      {"errs"},
+	"nvcomp/snappy":   {"errs"},
+	"nvcomp/zstd":     {"errs"},
+	"nvcomp/deflate":  {"errs"},
+	"nvcomp/gdeflate": {"errs"},
+	"nvcomp/cascaded": {"errs"},
 
-	// The face towards Python.
+	// The binding to Python.
 	"bind/api": {"bind/binding", "dlpack"},
 	"bind/binding": {"tensorizer", "format", "load", "save", "nvcomp", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job",
 		"knob",
-		"tensor", "fault", "internal/..."},
+		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},
-	"bind/gen":  {"bind/binding", "device", "device/cuda", "fault", "knob", "source", "tensor"},
+	"bind/gen":  {"bind/binding", "device", "device/cuda", "errs", "knob", "source", "tensor"},
 }
 
 // modules lists the packages that may import a foreign module; "" is every package.
@@ -120,8 +127,8 @@ var modules = map[string][]string{
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own kernels, compiled
 }
 
-// cgoPackages may import "C". All else builds and tests with CGO_ENABLED=0.
-var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/gds"}
+// cgoPackages may import "C". Everything else builds and tests with CGO_ENABLED=0.
+var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda", "device/gds", "internal/sodium"}
 
 // mayWrite lists the packages that write files without internal/atomicfile, and
 // why.
@@ -133,19 +140,12 @@ var mayWrite = map[string]string{
 	"rig":          "scratch files in the folder of its run",
 }
 
-// longFiles, longPackages and longFunctions are over the limit, each for a reason.
-// An entry that is no longer needed fails.
-var (
-	longFiles    = map[string]string{}
-	longPackages = map[string]string{
-		"rig":         "a group of rows for each thing that is promised; they share models, child processes and the table",
-		"device/cuda": "a thousand of its lines are the fake driver of its tests, which has to lie where cgo compiles it",
-	}
-	longFunctions = map[string]string{
-		"internal/atomicfile.Publish": "one sequence of steps, each undone by the one before",
-		"serve.fail":                  "one switch over the faults, to be a table",
-	}
-)
+// longPackages are over the limit, each for a reason. An entry that is no longer
+// needed fails. Files and functions have no such list.
+var longPackages = map[string]string{
+	"rig":         "a group of rows for each thing that is promised; they share models, child processes and the table",
+	"device/cuda": "a thousand of its lines are the fake driver of its tests, which has to lie where cgo compiles it",
+}
 
 const (
 	maxFileLines     = 600
@@ -153,5 +153,5 @@ const (
 	maxFunctionLines = 80
 )
 
-// vague are package names that say nothing of a duty.
+// vague are package names that do not say a duty.
 var vague = []string{"util", "utils", "common", "helper", "helpers", "misc", "shared", "base", "lib"}

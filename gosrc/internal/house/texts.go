@@ -30,7 +30,7 @@ func architecture(t *Tree) (out []Finding) {
 	return out
 }
 
-// pythonPrinting holds the Python package to its logger.
+// pythonPrinting requires the Python package to use its logger.
 func pythonPrinting(t *Tree) (out []Finding) {
 	call := regexp.MustCompile(`(^|[^\w.#"'])print\(`)
 	for _, p := range t.Texts {
@@ -38,7 +38,7 @@ func pythonPrinting(t *Tree) (out []Finding) {
 			continue
 		}
 		switch path.Base(p) {
-		case "__main__.py": // a program: it talks to people
+		case "__main__.py": // a program: it prints for people
 			continue
 		}
 		for i, line := range strings.Split(t.read(p), "\n") {
@@ -57,7 +57,7 @@ func machinePaths(t *Tree) (out []Finding) {
 	place := regexp.MustCompile(`(^|[\s"'=(:,` + "`" + `])/(work|root|home/\w+)(/|\b)`)
 	for _, p := range t.Texts {
 		if strings.HasPrefix(p, "gosrc/internal/house/") {
-			continue // speaks of the rule itself
+			continue // names such paths as part of the rule
 		}
 		for i, line := range strings.Split(t.read(p), "\n") {
 			if m := place.FindString(line); m != "" {

@@ -6,7 +6,7 @@ import (
 	"context"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -40,7 +40,7 @@ const (
 func (o *Tasks) Run(ctx context.Context, name string) error {
 	r := &run{Tasks: o, state: make([]slotState, o.Window)}
 	r.wake.L = &r.mu
-	stop := context.AfterFunc(ctx, func() { r.fail(fault.FromOS(context.Cause(ctx))) })
+	stop := context.AfterFunc(ctx, func() { r.fail(errs.FromOS(context.Cause(ctx))) })
 	defer stop()
 	spawn.Workers(name, min(o.Workers, o.N), r.fail, r.loop)
 	r.mu.Lock() // a cancelled context may still be setting the error

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -99,7 +99,7 @@ func TestOrderedErrors(t *testing.T) {
 		}
 		return nil
 	}}
-	if err := o.Run(ctx, "test"); !errors.Is(err, fault.ErrCancelled) {
+	if err := o.Run(ctx, "test"); !errors.Is(err, errs.ErrCancelled) {
 		t.Fatal(err)
 	}
 	if n := spawn.Left(); len(n) != 0 {

@@ -1,9 +1,8 @@
-// Package regular opens and reads regular files, and nothing that waits for a
-// writer or has no end: a pipe, a socket or a device under a file's name is refused
-// at once.
+// Package regular opens and reads regular files, and refuses at once what could
+// block or never end: a pipe, a socket or a device under a file's name.
 //
 // The file is opened first and examined then, so that no other can take its place
-// in between. Errors have a class of fault, but no place: the caller adds that.
+// in between. Errors have a class but no position: the caller adds that.
 package regular
 
 import (
@@ -12,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // Open opens a regular file for reading and returns its state. The caller closes
@@ -26,11 +25,11 @@ func Open(path string) (fd int, st unix.Stat_t, err error) {
 		return -1, st, errSpecial
 	}
 	if err != nil {
-		return -1, st, fault.FromOS(&os.PathError{Op: "open", Path: path, Err: err})
+		return -1, st, errs.FromOS(&os.PathError{Op: "open", Path: path, Err: err})
 	}
 	if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
 		_ = unix.Close(fd)
-		return -1, st, fault.FromOS(&os.PathError{Op: "stat", Path: path, Err: err})
+		return -1, st, errs.FromOS(&os.PathError{Op: "stat", Path: path, Err: err})
 	}
 	if err := Check(&st); err != nil {
 		_ = unix.Close(fd)
@@ -39,7 +38,7 @@ func Open(path string) (fd int, st unix.Stat_t, err error) {
 	return fd, st, nil
 }
 
-var errSpecial = fault.New(fault.ErrArgument, "not a regular file")
+var errSpecial = errs.New(errs.ErrArgument, "not a regular file")
 
 // Check refuses the state of anything but a regular file.
 func Check(st *unix.Stat_t) error {
@@ -66,9 +65,9 @@ func Sized(fd int, st *unix.Stat_t) error {
 	})
 	switch {
 	case err != nil:
-		return fault.FromOS(&os.PathError{Op: "read", Path: "its beginning", Err: err})
+		return errs.FromOS(&os.PathError{Op: "read", Path: "its beginning", Err: err})
 	case n > 0:
-		return fault.New(fault.ErrNotSupported, "its size is unknown, as that of files of /proc is: copy it to a disk first")
+		return errs.New(errs.ErrNotSupported, "its size is unknown, as that of files of /proc is: copy it to a disk first")
 	}
 	return nil
 }
@@ -77,7 +76,7 @@ func Sized(fd int, st *unix.Stat_t) error {
 const step = 32 << 10
 
 // Read returns the content of a small file. A file of more than most bytes, stated
-// or real, is fault.ErrFormat.
+// or real, is errs.ErrFormat.
 func Read(path string, most int64) ([]byte, error) {
 	fd, st, err := Open(path)
 	if err != nil {
@@ -85,7 +84,7 @@ func Read(path string, most int64) ([]byte, error) {
 	}
 	defer unix.Close(fd)
 	large := func(n int64) error {
-		return fault.New(fault.ErrFormat, "%d bytes or more, where there may be %d", n, most)
+		return errs.New(errs.ErrFormat, "%d bytes or more, where there may be %d", n, most)
 	}
 	if st.Size > most {
 		return nil, large(st.Size)
@@ -101,7 +100,7 @@ func Read(path string, most int64) ([]byte, error) {
 			return err
 		})
 		if err != nil { // EAGAIN too: it has nothing now, and waiting may be for ever
-			return nil, fault.FromOS(&os.PathError{Op: "read", Path: path, Err: err})
+			return nil, errs.FromOS(&os.PathError{Op: "read", Path: path, Err: err})
 		}
 		if n == 0 {
 			return b, nil

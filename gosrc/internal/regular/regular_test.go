@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // What is no regular file is refused, directly and behind a link, and nothing waits.
@@ -58,24 +58,24 @@ func TestOnlyRegularFiles(t *testing.T) {
 		{write("plain", []byte("content")), nil, 7},
 		{write("empty", nil), nil, 0},
 		{write("full", make([]byte, 1000)), nil, 1000},
-		{write("over", make([]byte, 1001)), fault.ErrFormat, 0},
+		{write("over", make([]byte, 1001)), errs.ErrFormat, 0},
 		{link("link", "plain"), nil, 7},
 		{"/proc/self/stat", nil, -1},
-		{"/proc/self/smaps", fault.ErrFormat, 0}, // of size 0, with more than the limit
-		{"/proc/self/mem", fault.ErrIO, 0},
-		{sparse, fault.ErrFormat, 0},
-		{in("fifo"), fault.ErrArgument, 0},
-		{link("to fifo", "fifo"), fault.ErrArgument, 0},
-		{in("socket"), fault.ErrArgument, 0},
-		{dir, fault.ErrArgument, 0},
-		{"/dev/zero", fault.ErrArgument, 0},
-		{link("to zero", "/dev/zero"), fault.ErrArgument, 0},
-		{"/dev/null", fault.ErrArgument, 0},
-		{descriptor, fault.ErrArgument, 0},
-		{link("loop", "loop"), fault.ErrArgument, 0},
-		{filepath.Join(link("here", "."), "here", "here", "fifo"), fault.ErrArgument, 0},
-		{link("dangling", "nowhere"), fault.ErrNotFound, 0},
-		{in("absent"), fault.ErrNotFound, 0},
+		{"/proc/self/smaps", errs.ErrFormat, 0}, // of size 0, with more than the limit
+		{"/proc/self/mem", errs.ErrIO, 0},
+		{sparse, errs.ErrFormat, 0},
+		{in("fifo"), errs.ErrArgument, 0},
+		{link("to fifo", "fifo"), errs.ErrArgument, 0},
+		{in("socket"), errs.ErrArgument, 0},
+		{dir, errs.ErrArgument, 0},
+		{"/dev/zero", errs.ErrArgument, 0},
+		{link("to zero", "/dev/zero"), errs.ErrArgument, 0},
+		{"/dev/null", errs.ErrArgument, 0},
+		{descriptor, errs.ErrArgument, 0},
+		{link("loop", "loop"), errs.ErrArgument, 0},
+		{filepath.Join(link("here", "."), "here", "here", "fifo"), errs.ErrArgument, 0},
+		{link("dangling", "nowhere"), errs.ErrNotFound, 0},
+		{in("absent"), errs.ErrNotFound, 0},
 	} {
 		b, err := Read(c.path, 1000)
 		if c.class != nil && !errors.Is(err, c.class) || c.class == nil && (err != nil || c.bytes >= 0 && len(b) != c.bytes || c.bytes < 0 && len(b) == 0) {
@@ -93,7 +93,7 @@ func TestSized(t *testing.T) {
 	if err := os.WriteFile(empty, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for path, want := range map[string]error{empty: nil, os.Args[0]: nil, "/proc/self/status": fault.ErrNotSupported, "/proc/self/mem": fault.ErrIO} {
+	for path, want := range map[string]error{empty: nil, os.Args[0]: nil, "/proc/self/status": errs.ErrNotSupported, "/proc/self/mem": errs.ErrIO} {
 		fd, st, err := Open(path)
 		if err != nil {
 			t.Fatal(err)

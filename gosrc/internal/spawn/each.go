@@ -7,7 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // Workers runs fn for workers 0 to n-1 at the same time, at least for one, and waits
@@ -53,7 +53,7 @@ func Each(ctx context.Context, name string, workers, n int, fn func(i int) error
 		for i := int(next.Add(1)) - 1; i < n && !ended.Load(); i = int(next.Add(1)) - 1 {
 			e := ctx.Err()
 			if e != nil {
-				e = fault.FromOS(context.Cause(ctx))
+				e = errs.FromOS(context.Cause(ctx))
 			} else {
 				e = Guard(name, func() error { return fn(i) })
 			}

@@ -6,7 +6,7 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // Each calls for every number once, never more at a time than it may, and
@@ -47,7 +47,7 @@ func TestEach(t *testing.T) {
 func TestEachEnds(t *testing.T) {
 	quiet(t)
 	ctx, cancel := context.WithCancelCause(context.Background())
-	why := fault.New(fault.ErrCancelled, "enough")
+	why := errs.New(errs.ErrCancelled, "enough")
 	var calls atomic.Int64
 	err := Each(ctx, "test", 3, 1<<30, func(i int) error {
 		if calls.Add(1) == 100 {
@@ -63,7 +63,7 @@ func TestEachEnds(t *testing.T) {
 			panic("planted")
 		}
 		return nil
-	}); !errors.Is(err, fault.ErrEngine) {
+	}); !errors.Is(err, errs.ErrEngine) {
 		t.Errorf("%v", err)
 	}
 	if n := Left(); len(n) != 0 {

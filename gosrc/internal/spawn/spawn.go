@@ -17,7 +17,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 var (
@@ -43,7 +43,7 @@ func Go(name string, fn func()) {
 }
 
 // Guard runs fn in the calling goroutine and returns its error. A panic in fn
-// becomes a fault.ErrEngine and poisons the engine.
+// becomes a errs.ErrEngine and poisons the engine.
 func Guard(name string, fn func() error) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
@@ -53,7 +53,7 @@ func Guard(name string, fn func() error) (err error) {
 	return fn()
 }
 
-// Poisoned returns nil, or the fault.ErrEngine of the first panic, which every later
+// Poisoned returns nil, or the errs.ErrEngine of the first panic, which every later
 // call into the engine should return.
 func Poisoned() error {
 	if p := poison.Load(); p != nil {
@@ -98,7 +98,7 @@ func Left(but ...string) []string {
 func Heal() { poison.Store(nil) }
 
 func caught(name string, v any) error {
-	err := fault.New(fault.ErrEngine,
+	err := errs.New(errs.ErrEngine,
 		"panic in %s: %v (a bug in overwire: please report the stack on stderr; this process must be restarted)", name, v)
 	if poison.CompareAndSwap(nil, &poisoned{err}) {
 		fmt.Fprintf(out, "overwire: panic in %s: %v\n\n%s\n", name, v, debug.Stack())

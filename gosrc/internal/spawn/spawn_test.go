@@ -9,7 +9,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // quiet catches what would go to stderr and heals the engine afterwards.
@@ -31,7 +31,7 @@ func TestPanicPoisonsOnce(t *testing.T) {
 	first := Guard("load", func() error { panic("first") })
 	second := Guard("save", func() error { var p *int; _ = *p; return nil })
 	for _, err := range []error{first, second} {
-		if !errors.Is(err, fault.ErrEngine) {
+		if !errors.Is(err, errs.ErrEngine) {
 			t.Errorf("%v is not ErrEngine", err)
 		}
 	}
@@ -51,7 +51,7 @@ func TestGuardPassesErrors(t *testing.T) {
 	if err := Guard("x", func() error { return nil }); err != nil {
 		t.Error(err)
 	}
-	if err := Guard("x", func() error { return fault.ErrKey }); err != fault.ErrKey {
+	if err := Guard("x", func() error { return errs.ErrKey }); err != errs.ErrKey {
 		t.Errorf("got %v", err)
 	}
 }

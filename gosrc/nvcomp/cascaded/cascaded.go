@@ -35,7 +35,7 @@ import (
 	"math/bits"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 const (
@@ -74,10 +74,10 @@ const (
 // Size is the bytes of an element.
 func (t Type) Size() int { return 1 << (t / 2) }
 
-// Check says what is wrong with options (fault.ErrArgument).
+// Check returns what is wrong with options (errs.ErrArgument).
 func (o Options) Check() error {
 	if o.Type > ULongLong || o.RLEs < 0 || o.RLEs > maxRLEs || o.Deltas < 0 || o.Deltas > maxDeltas {
-		return fault.New(fault.ErrArgument, "Cascaded: %d run-length and %d difference layers of type %d: at most %d of each, types to %d",
+		return errs.New(errs.ErrArgument, "Cascaded: %d run-length and %d difference layers of type %d: at most %d of each, types to %d",
 			o.RLEs, o.Deltas, o.Type, maxRLEs, ULongLong)
 	}
 	return nil
@@ -86,19 +86,20 @@ func (o Options) Check() error {
 // Bound is the most bytes that Encode appends for n.
 func Bound(n int) int { return headBytes + up(n, 4) }
 
-// MaxRatio is more than one byte can stand for: the smallest chunk has 8 bytes.
+// MaxRatio is an upper bound of how many bytes one byte decodes to: the smallest
+// chunk has 8 bytes.
 const MaxRatio = chunkBytes / 8
 
 func up(n, to int) int { return (n + to - 1) &^ (to - 1) }
 
-// metaBytes is what stands before the arrays of a chunk, and where the first
-// values of difference layers are in it.
+// metaBytes is the size of what precedes the arrays of a chunk, and the offset in
+// it of the first values of difference layers.
 func metaBytes(size, rles, deltas int) (all, firsts int) {
 	firsts = up(4+4*(rles+1), size)
 	return firsts + up(size*deltas, 4), firsts
 }
 
-// packedHead is what stands before the bits of a packed array.
+// packedHead is the size of what precedes the bits of a packed array.
 func packedHead(size int) int { return up(max(4, size)+4, max(4, size)) }
 
 var le = binary.LittleEndian
@@ -188,8 +189,8 @@ func grow(dst []byte, n int) []byte {
 	return append(dst, make([]byte, n)...)
 }
 
-// encode appends a chunk to a block that begins at start. Not ok: there is
-// nothing left for a layer of differences.
+// encode appends a chunk to a block that begins at start. ok is false if a layer of
+// differences would have no values left.
 func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, bool) {
 	size := o.Type.Size()
 	mask := ^uint64(0) >> (64 - 8*size)
@@ -235,7 +236,7 @@ func (s *scratch) encode(dst []byte, start int, src []byte, o Options) ([]byte, 
 	return dst, true
 }
 
-// array appends values of which the lowest size bytes count.
+// array appends an array of values, of which the lowest size bytes count.
 func array(dst []byte, values []uint64, size int, pack bool) []byte {
 	if !pack {
 		at := len(dst)
@@ -251,7 +252,7 @@ func array(dst []byte, values []uint64, size int, pack bool) []byte {
 	store(dst[at:], size, least)
 	le.PutUint32(dst[at+max(4, size):], uint32(width)<<16|uint32(len(values)))
 	put := dst[at+packedHead(size):]
-	var low, high uint64 // up to 31 bits are left from one value to the next, and one has up to 64
+	var low, high uint64 // up to 31 bits remain from one value to the next, and a value has up to 64
 	n := 0
 	for _, v := range values {
 		x := (v - least) & mask
@@ -270,8 +271,8 @@ func array(dst []byte, values []uint64, size int, pack bool) []byte {
 	return dst
 }
 
-// span is the smallest of values, of which the lowest size bytes count, as
-// numbers with a sign, and the bits of the largest above it.
+// span is the smallest of values, of which the lowest size bytes count, as signed
+// numbers, and the width of the largest above it.
 func span(values []uint64, size int) (least uint64, width int) {
 	shift := 64 - 8*size
 	const flip = 1 << 63 // makes signed numbers ordered as unsigned ones
@@ -293,7 +294,7 @@ func (o Options) check(src []byte) error {
 		return err
 	}
 	if size := o.Type.Size(); len(src)%size != 0 || uint64(len(src)) > 1<<32-1 {
-		return fault.New(fault.ErrArgument, "Cascaded: %d bytes are no whole number of elements of %d", len(src), size)
+		return errs.New(errs.ErrArgument, "Cascaded: %d bytes are no whole number of elements of %d", len(src), size)
 	}
 	return nil
 }

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // contents are n bytes of elements of a size, of several kinds.
@@ -111,10 +111,10 @@ func TestUnknownTypes(t *testing.T) {
 	for _, typ := range []byte{8, 0x80, 0x84, 0x85, 0xFF} {
 		for _, layers := range []string{"\x00\x00\x00", "\x01\x00\x00", "\x02\x01\x01"} {
 			src := append([]byte(layers), typ, 4, 0, 0, 0, 1, 2, 3, 4)
-			if n, err := Size(src); !errors.Is(err, fault.ErrCorrupt) {
+			if n, err := Size(src); !errors.Is(err, errs.ErrCorrupt) {
 				t.Errorf("type %#x behind %x: %d bytes, %v", typ, layers, n, err)
 			}
-			if err := Decode(make([]byte, 4), src); !errors.Is(err, fault.ErrCorrupt) {
+			if err := Decode(make([]byte, 4), src); !errors.Is(err, errs.ErrCorrupt) {
 				t.Errorf("type %#x behind %x: %v", typ, layers, err)
 			}
 		}
@@ -125,11 +125,11 @@ func TestUnknownTypes(t *testing.T) {
 // caller's mistake: no byte is dropped.
 func TestArguments(t *testing.T) {
 	for _, o := range []Options{{Type: 8}, {RLEs: 8}, {RLEs: -1}, {Deltas: 8}, {Deltas: -1}} {
-		if _, err := Encode(nil, nil, o); !errors.Is(err, fault.ErrArgument) {
+		if _, err := Encode(nil, nil, o); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%+v: %v", o, err)
 		}
 	}
-	if _, err := Encode(nil, make([]byte, 7), Default(Int)); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Encode(nil, make([]byte, 7), Default(Int)); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("7 bytes of int: %v", err)
 	}
 }
@@ -148,13 +148,13 @@ func TestDamage(t *testing.T) {
 			}
 			got := make([]byte, len(src)+8)
 			for n := range made {
-				if err := Decode(got[:len(src)], made[:n]); !errors.Is(err, fault.ErrCorrupt) {
+				if err := Decode(got[:len(src)], made[:n]); !errors.Is(err, errs.ErrCorrupt) {
 					t.Fatalf("%+v cut at %d of %d: %v", o, n, len(made), err)
 				}
 			}
 			for bit := range 8 * min(len(made), 400) {
 				made[bit/8] ^= 1 << (bit % 8)
-				if err := Decode(got[:len(src):len(src)], made); err != nil && !errors.Is(err, fault.ErrCorrupt) {
+				if err := Decode(got[:len(src):len(src)], made); err != nil && !errors.Is(err, errs.ErrCorrupt) {
 					t.Fatalf("%+v bit %d: %v", o, bit, err)
 				}
 				made[bit/8] ^= 1 << (bit % 8)
@@ -176,11 +176,11 @@ func FuzzDecode(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, src []byte) {
 		n, err := Size(src)
-		if err != nil && !errors.Is(err, fault.ErrCorrupt) {
+		if err != nil && !errors.Is(err, errs.ErrCorrupt) {
 			t.Fatal(err)
 		}
 		if err == nil && n < 1<<22 {
-			if err := Decode(make([]byte, n), src); err != nil && !errors.Is(err, fault.ErrCorrupt) {
+			if err := Decode(make([]byte, n), src); err != nil && !errors.Is(err, errs.ErrCorrupt) {
 				t.Fatal(err)
 			}
 		}

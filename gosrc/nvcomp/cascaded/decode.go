@@ -2,14 +2,14 @@ package cascaded
 
 // This file decodes Cascaded blocks.
 
-import "github.com/overwire/overwire/gosrc/fault"
+import "github.com/overwire/overwire/gosrc/errs"
 
 func corrupt(format string, args ...any) error {
-	return fault.New(fault.ErrCorrupt, "Cascaded: "+format, args...)
+	return errs.New(errs.ErrCorrupt, "Cascaded: "+format, args...)
 }
 
-// Size returns how many bytes the block decodes to, as it says itself: held
-// against what its own bytes can give. Errors are fault.ErrCorrupt.
+// Size returns the length of the content as the block states it, compared with what
+// its bytes can give. Errors are errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	n, _, err := parse(src)
 	return n, err
@@ -35,7 +35,7 @@ func parse(src []byte) (n int64, o Options, err error) {
 }
 
 // Decode fills dst, which must have the length of the content. Anything else
-// is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
 	n, o, err := parse(src)
 	if err != nil {
@@ -81,7 +81,7 @@ func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error)
 	}
 	src = src[:used]
 
-	// Where the arrays lie.
+	// The arrays of the chunk.
 	var arrays [maxRLEs + 1][]byte
 	at := meta
 	for i := range o.RLEs + 1 {
@@ -122,7 +122,7 @@ func (s *scratch) decode(dst, src []byte, o Options) (used, made int, err error)
 	return used, made, nil
 }
 
-// put stores what a chunk has become, and returns how many bytes that are.
+// put stores the values of a chunk, and returns how many bytes they are.
 func put(dst []byte, values []uint64, size int) (int, error) {
 	made := len(values) * size
 	if made == 0 || made > len(dst) {
@@ -176,7 +176,7 @@ func values(out []uint64, src []byte, size int, packed bool, most int) (int, err
 	return n, nil
 }
 
-// addUp makes values of the first of them and differences.
+// addUp computes values from the first of them and differences.
 func addUp(out, in []uint64, first []byte, size, most int) (int, error) {
 	if len(in) >= most {
 		return 0, corrupt("more than %d elements in a chunk", most)
@@ -190,7 +190,7 @@ func addUp(out, in []uint64, first []byte, size, most int) (int, error) {
 	return len(in) + 1, nil
 }
 
-// repeat makes values of runs of them.
+// repeat repeats values by their run lengths.
 func (s *scratch) repeat(out, in []uint64, lengths []byte, packed bool, most int) (int, error) {
 	runs, err := values(s.counts[:], lengths, 2, packed, most)
 	if err != nil {

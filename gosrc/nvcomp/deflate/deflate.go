@@ -1,6 +1,6 @@
-// Package deflate is Deflate (RFC 1951) and Gzip (RFC 1952). Other writers:
-// zlib, libdeflate, nvCOMP. Neither says beforehand how long its content is:
-// Size decodes to nowhere.
+// Package deflate is Deflate (RFC 1951) and Gzip (RFC 1952). Other writers: zlib,
+// libdeflate, nvCOMP. Neither begins with the length of its content: Size decodes
+// without output.
 package deflate
 
 import (
@@ -11,11 +11,11 @@ import (
 	"github.com/klauspost/compress/flate"
 	"github.com/klauspost/compress/gzip"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// MaxRatio is the most bytes that one byte of Deflate can stand for: 258 by
-// each of its bits, two of them a match.
+// MaxRatio is the most bytes that one byte of Deflate decodes to: a match of 258
+// bytes takes two bits at least.
 const MaxRatio = 1032
 
 // Levels are those of nvCOMP's algorithm_type: 0 entropy coding alone, 1 the
@@ -39,7 +39,7 @@ var writers [2][len(levels)]sync.Pool
 // Encode appends src to dst, as Gzip or as bare Deflate. Safe for concurrent use.
 func Encode(dst, src []byte, level int, gz bool) ([]byte, error) {
 	if !Level(level) {
-		return dst, fault.New(fault.ErrArgument, "algorithm_type %d is not 0 to %d", level, len(levels)-1)
+		return dst, errs.New(errs.ErrArgument, "algorithm_type %d is not 0 to %d", level, len(levels)-1)
 	}
 	kind := 0
 	if gz {
@@ -55,16 +55,16 @@ func Encode(dst, src []byte, level int, gz bool) ([]byte, error) {
 			w, err = flate.NewWriter(io.Discard, levels[level])
 		}
 		if err != nil {
-			return dst, fault.New(fault.ErrEngine, "Deflate: %v", err)
+			return dst, errs.New(errs.ErrEngine, "Deflate: %v", err)
 		}
 	}
 	out := appender{dst}
 	w.Reset(&out)
 	if _, err := w.Write(src); err != nil {
-		return dst, fault.New(fault.ErrEngine, "Deflate: %v", err)
+		return dst, errs.New(errs.ErrEngine, "Deflate: %v", err)
 	}
 	if err := w.Close(); err != nil {
-		return dst, fault.New(fault.ErrEngine, "Deflate: %v", err)
+		return dst, errs.New(errs.ErrEngine, "Deflate: %v", err)
 	}
 	w.Reset(io.Discard)
 	pool.Put(w)
@@ -92,22 +92,22 @@ func (r *reader) open(src []byte, gz bool) (io.Reader, error) {
 	r.src.Reset(src)
 	if gz {
 		if err := r.gzip.Reset(&r.src); err != nil {
-			return nil, fault.New(fault.ErrCorrupt, "Gzip: %v", err)
+			return nil, errs.New(errs.ErrCorrupt, "Gzip: %v", err)
 		}
 		return &r.gzip, nil
 	}
 	if r.flate == nil {
 		r.flate = flate.NewReader(&r.src)
 	} else if err := r.flate.(flate.Resetter).Reset(&r.src, nil); err != nil {
-		return nil, fault.New(fault.ErrEngine, "Deflate: %v", err)
+		return nil, errs.New(errs.ErrEngine, "Deflate: %v", err)
 	}
 	return r.flate, nil
 }
 
-// end says whether the stream ended with src.
+// end checks that the stream ends with src.
 func (r *reader) end() error {
 	if r.src.Len() > 0 {
-		return fault.New(fault.ErrCorrupt, "%d bytes follow the end of the Deflate stream", r.src.Len())
+		return errs.New(errs.ErrCorrupt, "%d bytes follow the end of the Deflate stream", r.src.Len())
 	}
 	return nil
 }
@@ -117,8 +117,8 @@ func (r *reader) free() {
 	readers.Put(r)
 }
 
-// Size returns how many bytes src decodes to: it decodes them to nowhere.
-// Errors are fault.ErrCorrupt.
+// Size returns how many bytes src decodes to, by decoding without output. Errors
+// are errs.ErrCorrupt.
 func Size(src []byte, gz bool) (int64, error) {
 	r := readers.Get().(*reader)
 	defer r.free()
@@ -128,13 +128,13 @@ func Size(src []byte, gz bool) (int64, error) {
 	}
 	n, err := io.Copy(io.Discard, from)
 	if err != nil {
-		return 0, fault.New(fault.ErrCorrupt, "Deflate: %v", err)
+		return 0, errs.New(errs.ErrCorrupt, "Deflate: %v", err)
 	}
 	return n, r.end()
 }
 
 // Decode fills dst, which must have the length of the content. Anything else
-// is fault.ErrCorrupt. Safe for concurrent use.
+// is errs.ErrCorrupt. Safe for concurrent use.
 func Decode(dst, src []byte, gz bool) error {
 	r := readers.Get().(*reader)
 	defer r.free()
@@ -143,11 +143,11 @@ func Decode(dst, src []byte, gz bool) error {
 		return err
 	}
 	if n, err := io.ReadFull(from, dst); err != nil {
-		return fault.New(fault.ErrCorrupt, "Deflate: %d of %d bytes: %v", n, len(dst), err)
+		return errs.New(errs.ErrCorrupt, "Deflate: %d of %d bytes: %v", n, len(dst), err)
 	}
 	var more [1]byte
 	if n, err := from.Read(more[:]); n != 0 || err != io.EOF {
-		return fault.New(fault.ErrCorrupt, "Deflate: more than %d bytes (%v)", len(dst), err)
+		return errs.New(errs.ErrCorrupt, "Deflate: more than %d bytes (%v)", len(dst), err)
 	}
 	return r.end()
 }

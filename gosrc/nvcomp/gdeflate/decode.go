@@ -6,7 +6,7 @@ import (
 	"encoding/binary"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // A decoder reads one stream. With dst nil it only counts.
@@ -18,7 +18,7 @@ type decoder struct {
 		n    int // of bits, 32 at least
 	}
 	dst  []byte
-	out  int64 // bytes that are there, those of matches that are due included
+	out  int64 // bytes so far, those of matches without distance included
 	want int64 // the most of them
 
 	lit, dist, lens table
@@ -28,10 +28,10 @@ type decoder struct {
 var decoders = sync.Pool{New: func() any { return new(decoder) }}
 
 func corrupt(format string, args ...any) error {
-	return fault.New(fault.ErrCorrupt, "GDeflate: "+format, args...)
+	return errs.New(errs.ErrCorrupt, "GDeflate: "+format, args...)
 }
 
-// drop takes n bits of a lane away, and reads its next word when it is due.
+// drop removes n bits of a lane, and reads its next word when it is due.
 func (d *decoder) drop(lane, n int) bool {
 	l := &d.lane[lane]
 	l.bits >>= n
@@ -103,7 +103,7 @@ func (d *decoder) run() error {
 	return nil
 }
 
-// room makes place for n bytes.
+// room grows the output by n bytes.
 func (d *decoder) room(n int64) error {
 	if n > d.want-d.out {
 		return corrupt("more than %d bytes", d.want)
@@ -202,7 +202,7 @@ func (d *decoder) block() error {
 	var due [lanes]int32 // lengths of matches whose distance comes next
 	var to [lanes]int64  // where they go
 	for ended := false; ; {
-		final := ended // one more round, for what is due
+		final := ended // one more round, for the remaining distances
 		for lane := range d.lane {
 			bits := d.lane[lane].bits
 			if length := due[lane]; length > 0 {
@@ -260,15 +260,15 @@ func (d *decoder) block() error {
 	}
 }
 
-// repeat fills b behind its first dist bytes with what lies dist before.
+// repeat fills b after its first dist bytes with what is dist bytes before.
 func repeat(b []byte, dist int) {
 	for n := dist; n < len(b); n *= 2 {
 		copy(b[n:], b[:n])
 	}
 }
 
-// Size returns how many bytes src decodes to: it decodes them to nowhere.
-// Errors are fault.ErrCorrupt.
+// Size returns how many bytes src decodes to, by decoding without output. Errors
+// are errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	d := decoders.Get().(*decoder)
 	defer d.free()
@@ -280,7 +280,7 @@ func Size(src []byte) (int64, error) {
 }
 
 // Decode fills dst, which must have the length of the content. Anything else
-// is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
 	d := decoders.Get().(*decoder)
 	defer d.free()

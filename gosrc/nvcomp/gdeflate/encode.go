@@ -7,25 +7,25 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // blockBytes of content are one block.
 const blockBytes = 1 << 16
 
-// A writer puts bits into lanes, and their words where a reader wants them.
+// A writer puts bits into lanes, and their words where a reader expects them.
 type writer struct {
 	out  []byte
 	lane [lanes]struct {
 		bits uint64 // not written yet
 		n    int    // how many
-		has  int    // bits that the reader has at hand here
+		has  int    // bits that the reader has left here
 		slot [3]int // where the next words go
 		next int    // how many of slot are known
 	}
 }
 
-// want gives a lane the next word of the stream.
+// want assigns the next word of the stream to a lane.
 func (w *writer) want(lane int) {
 	l := &w.lane[lane]
 	l.slot[l.next] = len(w.out)
@@ -88,10 +88,10 @@ var fixedCodes = sync.OnceValues(fixed)
 // finds no matches, 5 the most. Safe for concurrent use.
 func Encode(dst, src []byte, level int) ([]byte, error) {
 	if level < 0 || level >= len(efforts) {
-		return dst, fault.New(fault.ErrArgument, "algorithm_type %d is not 0 to %d", level, len(efforts)-1)
+		return dst, errs.New(errs.ErrArgument, "algorithm_type %d is not 0 to %d", level, len(efforts)-1)
 	}
 	if len(src) > 1<<31-2 {
-		return dst, fault.New(fault.ErrArgument, "GDeflate takes no %d bytes", len(src))
+		return dst, errs.New(errs.ErrArgument, "GDeflate takes no %d bytes", len(src))
 	}
 	e := encoders.Get().(*encoder)
 	defer encoders.Put(e)

@@ -38,12 +38,12 @@ const (
 	maxStore = 1<<16 - 1 // bytes of a stored block
 )
 
-// MaxRatio is more than one byte of GDeflate can stand for: a match of 65538
-// bytes takes 18 bits at least.
+// MaxRatio is an upper bound of how many bytes one byte of GDeflate decodes to: a
+// match of 65538 bytes takes 18 bits at least.
 const MaxRatio = 29128
 
-// Bound is the most bytes that Encode appends for n: stored blocks, and for
-// each lane a word that is not full and one that is only looked at.
+// Bound is the most bytes that Encode appends for n: stored blocks, and for each
+// lane a word that is not full and one that the reader only prefetches.
 func Bound(n int) int { return n + 3*(n/maxStore+1) + 8*lanes }
 
 // codeOrder is the order in which the lengths of the code-length code come.
@@ -55,9 +55,8 @@ var (
 	distBase, distExtra     = series(dists, 2, 1, dists)
 )
 
-// series makes a table in which n symbols have no extra bits, and each n more
-// have one bit more than those before. From `wide` on, a symbol is minMatch
-// with 16 bits.
+// series makes a table in which n symbols have no extra bits, and each next n have
+// one bit more. From `wide` on, a symbol is minMatch with 16 bits.
 func series(symbols, n int, first int32, wide int) (base []int32, extra []uint8) {
 	for s, at := 0, first; s < symbols; s++ {
 		if s >= wide {
@@ -82,7 +81,7 @@ func lengthSymbol(n int32) int {
 // distSymbol is the symbol of a match's distance.
 func distSymbol(d int32) int { return symbolOf(d-1, 1) }
 
-// symbolOf finds the symbol of v in a series of 1<<log symbols a step.
+// symbolOf finds the symbol of v in a series with 1<<log symbols a step.
 func symbolOf(v int32, log int) int {
 	if v < 2<<log {
 		return int(v)

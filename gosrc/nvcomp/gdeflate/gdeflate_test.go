@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // contents are kinds of bytes, each of n.
@@ -62,18 +62,18 @@ func TestRoundTrip(t *testing.T) {
 				if err := Decode(got, made); err != nil || !bytes.Equal(got, src) {
 					t.Fatalf("%s of %d, level %d: %v", name, n, level, err)
 				}
-				if err := Decode(make([]byte, n+1), made); !errors.Is(err, fault.ErrCorrupt) {
+				if err := Decode(make([]byte, n+1), made); !errors.Is(err, errs.ErrCorrupt) {
 					t.Errorf("%s of %d into one byte more: %v", name, n, err)
 				}
 				if n > 0 {
-					if err := Decode(make([]byte, n-1), made); !errors.Is(err, fault.ErrCorrupt) {
+					if err := Decode(make([]byte, n-1), made); !errors.Is(err, errs.ErrCorrupt) {
 						t.Errorf("%s of %d into one byte less: %v", name, n, err)
 					}
 				}
 			}
 		}
 	}
-	if _, err := Encode(nil, nil, 6); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Encode(nil, nil, 6); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("level 6: %v", err)
 	}
 }
@@ -175,13 +175,13 @@ func TestDamage(t *testing.T) {
 		made, _ := Encode(nil, src, level)
 		got := make([]byte, len(src)+8)
 		for n := range made {
-			if err := Decode(got[:len(src)], made[:n]); !errors.Is(err, fault.ErrCorrupt) {
+			if err := Decode(got[:len(src)], made[:n]); !errors.Is(err, errs.ErrCorrupt) {
 				t.Fatalf("cut at %d of %d: %v", n, len(made), err)
 			}
 		}
 		for bit := range 8 * len(made) {
 			made[bit/8] ^= 1 << (bit % 8)
-			if err := Decode(got[:len(src):len(src)], made); err != nil && !errors.Is(err, fault.ErrCorrupt) {
+			if err := Decode(got[:len(src):len(src)], made); err != nil && !errors.Is(err, errs.ErrCorrupt) {
 				t.Fatalf("bit %d: %v", bit, err)
 			}
 			made[bit/8] ^= 1 << (bit % 8)
@@ -202,7 +202,7 @@ func FuzzDecode(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, src []byte) {
 		n, err := Size(src)
-		if err != nil && !errors.Is(err, fault.ErrCorrupt) {
+		if err != nil && !errors.Is(err, errs.ErrCorrupt) {
 			t.Fatal(err)
 		}
 		if err == nil && n < 1<<22 {

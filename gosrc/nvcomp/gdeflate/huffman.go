@@ -7,10 +7,10 @@ import (
 	"math/bits"
 	"slices"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// fastBits of a code are looked up at once; longer codes are walked.
+// fastBits of a code are looked up in a table; longer codes are walked.
 const fastBits = 10
 
 // A table decodes one canonical code.
@@ -20,8 +20,8 @@ type table struct {
 	symbols [literals]uint16      // in the order of their codes
 }
 
-// build makes the table of these lengths. A code that is not full is refused
-// unless it has one symbol of one bit, or none.
+// build makes the table of these lengths. An incomplete code is refused unless it
+// has one symbol of one bit, or none.
 func (t *table) build(lengths []uint8) error {
 	clear(t.count[:])
 	for _, n := range lengths {
@@ -33,13 +33,13 @@ func (t *table) build(lengths []uint8) error {
 	for n := 1; n <= maxBits; n++ {
 		left = left<<1 - int(t.count[n])
 		if left < 0 {
-			return fault.New(fault.ErrCorrupt, "GDeflate: a Huffman code with too many symbols")
+			return errs.New(errs.ErrCorrupt, "GDeflate: a Huffman code with too many symbols")
 		}
 		used += int(t.count[n])
 		next[n+1] = next[n] + t.count[n]
 	}
 	if left > 0 && (used > 1 || used == 1 && t.count[1] != 1) {
-		return fault.New(fault.ErrCorrupt, "GDeflate: a Huffman code that is not full")
+		return errs.New(errs.ErrCorrupt, "GDeflate: a Huffman code that is not full")
 	}
 	clear(t.fast[:])
 	code, codes := 0, [maxBits + 1]int{}
@@ -64,7 +64,7 @@ func (t *table) build(lengths []uint8) error {
 	return nil
 }
 
-// decode finds the symbol that the lowest bits begin with, and its length; 0
+// decode finds the symbol whose code the lowest bits begin with, and its length; 0
 // bits: there is none.
 func (t *table) decode(b uint64) (symbol, n int) {
 	if e := t.fast[b&(1<<fastBits-1)]; e != 0 {
@@ -91,8 +91,8 @@ type code struct {
 	length []uint8
 }
 
-// codeFor makes a code of at most limit bits for symbols of these frequencies.
-// Two symbols at least have one, because not every reader takes fewer.
+// codeFor makes a code of at most limit bits for symbols of these frequencies. At
+// least two symbols get a code, because some readers need that.
 func codeFor(freq []uint32, limit int) code {
 	type leaf struct {
 		freq uint32
@@ -111,7 +111,7 @@ func codeFor(freq []uint32, limit int) code {
 	}
 	slices.SortFunc(leaves, func(a, b leaf) int { return cmp.Or(cmp.Compare(a.freq, b.freq), cmp.Compare(a.sym, b.sym)) })
 
-	// The two-queue method: inner nodes come in rising order by themselves.
+	// The two-queue method: inner nodes come in rising order.
 	n := len(leaves)
 	weight, parent := make([]uint64, 2*n-1), make([]int, 2*n-1)
 	for i, l := range leaves {
@@ -139,7 +139,8 @@ func codeFor(freq []uint32, limit int) code {
 			count[min(depth[i], limit)]++
 		}
 	}
-	// Codes cut to the limit claim too much: shorter ones give way until it fits.
+	// Codes cut to the limit overflow the code space: lengthen shorter ones until
+	// they fit.
 	claim := 0
 	for l := 1; l <= limit; l++ {
 		claim += count[l] << (limit - l)
@@ -185,7 +186,7 @@ func (c *code) fill() {
 	}
 }
 
-// fixed is the code of blocks that have none of their own.
+// fixed is the code of blocks without one of their own.
 func fixed() (lit, dist code) {
 	lit = code{bits: make([]uint16, literals), length: make([]uint8, literals)}
 	for s := range lit.length {

@@ -8,13 +8,13 @@ import "encoding/binary"
 const match = 1 << 31
 
 const (
-	window   = 1 << 15 // the furthest distance that Encode uses, as Deflate's
+	window   = 1 << 15 // the largest distance that Encode uses, as Deflate's
 	hashBits = 15
 	maxChain = 1 << 12
 )
 
-// An effort says how hard matches are looked for: how many places, whether the
-// next byte is tried first, and which length is good enough at once.
+// An effort says how hard to search for matches: how many candidates, whether the
+// next byte is tried first, and which length ends the search at once.
 type effort struct {
 	chain int
 	lazy  bool
@@ -24,7 +24,8 @@ type effort struct {
 // efforts are nvCOMP's algorithm_type: 0 finds no matches at all.
 var efforts = [...]effort{{}, {4, false, 32}, {16, true, 64}, {16, true, 64}, {64, true, 128}, {1024, true, 258}}
 
-// A finder keeps the places of four bytes each: the last one, and the one before.
+// A finder keeps the positions of four bytes each: the last one, and the one
+// before.
 type finder struct {
 	head [1 << hashBits]int32 // +1; 0: none
 	prev [window]int32
@@ -67,7 +68,7 @@ func (f *finder) find(src []byte, i, end int, e effort) (length, dist int) {
 		}
 		before := int(f.prev[at%window]) - 1
 		if before >= at {
-			break // the place was used again
+			break // the position was overwritten
 		}
 		at = before
 	}
@@ -104,7 +105,7 @@ func (f *finder) tokens(out []uint32, src []byte, from, to int, e effort) []uint
 			length, dist = n, d
 		}
 		out = append(out, match|uint32(length-minMatch)<<15|uint32(dist-1))
-		// Long runs need not be found again at each of their bytes.
+		// Do not search long runs at each of their bytes.
 		for k := i + 1; k < i+min(length, 512); k++ {
 			f.add(src, k)
 		}

@@ -1,7 +1,7 @@
-// Package lz4 is LZ4's block format: sequences of a token, literals, a
-// two-byte offset and a match, the last of which has literals only. A block
-// does not say how long its content is; Size walks it. Other writers: liblz4,
-// numcodecs, nvCOMP.
+// Package lz4 is LZ4's block format: sequences of a token, literals, a two-byte
+// offset and a match, the last of which has literals only. A block does not store
+// the length of its content; Size computes it. Other writers: liblz4, numcodecs,
+// nvCOMP.
 package lz4
 
 import (
@@ -10,7 +10,7 @@ import (
 
 	"github.com/pierrec/lz4/v4"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 var compressors = sync.Pool{New: func() any { return new(lz4.Compressor) }}
@@ -31,19 +31,19 @@ func Encode(dst, src []byte) ([]byte, error) {
 	defer compressors.Put(c)
 	made, err := c.CompressBlock(src, dst[len(dst):len(dst)+n])
 	if err != nil || made == 0 {
-		return dst, fault.New(fault.ErrEngine, "LZ4 of %d bytes: %v", len(src), err)
+		return dst, errs.New(errs.ErrEngine, "LZ4 of %d bytes: %v", len(src), err)
 	}
 	return dst[:len(dst)+made], nil
 }
 
 // Size returns how many bytes the block decodes to, and refuses a block that
-// is cut short or reaches back before its beginning (fault.ErrCorrupt).
+// is cut short or reaches back before its beginning (errs.ErrCorrupt).
 func Size(src []byte) (int64, error) {
 	n, _, err := walk(src)
 	return n, err
 }
 
-// last is where the last token of a block stands.
+// last is the offset of the last token of a block.
 func last(src []byte) (int, bool) {
 	_, at, err := walk(src)
 	return at, err == nil
@@ -53,14 +53,14 @@ func last(src []byte) (int, bool) {
 func walk(src []byte) (out int64, last int, err error) {
 	for at := 0; ; {
 		if at >= len(src) {
-			return 0, 0, fault.New(fault.ErrCorrupt, "LZ4 block ends without its last literals")
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 block ends without its last literals")
 		}
 		last = at
 		token := src[at]
 		at++
 		n, next, ok := length(src, at, int(token>>4))
 		if !ok || n > int64(len(src)-next) {
-			return 0, 0, fault.New(fault.ErrCorrupt, "LZ4 literals at %d run past the end", at)
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 literals at %d run past the end", at)
 		}
 		out += n
 		at = next + int(n)
@@ -68,14 +68,14 @@ func walk(src []byte) (out int64, last int, err error) {
 			return out, last, nil
 		}
 		if len(src)-at < 2 {
-			return 0, 0, fault.New(fault.ErrCorrupt, "LZ4 offset at %d is cut", at)
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 offset at %d is cut", at)
 		}
 		back := int64(src[at]) | int64(src[at+1])<<8
 		if back == 0 || back > out {
-			return 0, 0, fault.New(fault.ErrCorrupt, "LZ4 offset %d at %d of %d bytes", back, at, out)
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 offset %d at %d of %d bytes", back, at, out)
 		}
 		if n, at, ok = length(src, at+2, int(token&15)); !ok {
-			return 0, 0, fault.New(fault.ErrCorrupt, "LZ4 match length is cut")
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 match length is cut")
 		}
 		out += n + 4
 	}
@@ -97,19 +97,19 @@ func length(src []byte, at, n int) (int64, int, bool) {
 }
 
 // Decode fills dst, which must have the length of the content. Anything else
-// is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
 	if len(dst) == 0 {
 		// The one sequence of no literals.
 		if n, err := Size(src); err == nil && n == 0 {
 			return nil
 		}
-		return fault.New(fault.ErrCorrupt, "LZ4 block of %d bytes for an empty content", len(src))
+		return errs.New(errs.ErrCorrupt, "LZ4 block of %d bytes for an empty content", len(src))
 	}
 	n, err := lz4.UncompressBlock(src, dst)
 	if err != nil {
-		// The last sequence has no match, so that the length of one in its token says
-		// nothing (lz4_Block_format.md); the library takes bits there for a mistake.
+		// The last sequence has no match, so that its token's match length is
+		// meaningless (lz4_Block_format.md); but the library refuses bits there.
 		if at, ok := last(src); ok && src[at]&15 != 0 {
 			own := slices.Clone(src)
 			own[at] &^= 15
@@ -117,10 +117,10 @@ func Decode(dst, src []byte) error {
 		}
 	}
 	if err != nil {
-		return fault.New(fault.ErrCorrupt, "LZ4: %v", err)
+		return errs.New(errs.ErrCorrupt, "LZ4: %v", err)
 	}
 	if n != len(dst) {
-		return fault.New(fault.ErrCorrupt, "LZ4 block has %d bytes, not %d", n, len(dst))
+		return errs.New(errs.ErrCorrupt, "LZ4 block has %d bytes, not %d", n, len(dst))
 	}
 	return nil
 }

@@ -1,6 +1,6 @@
-// Package snappy is Snappy's block format: a varint of the content's length,
-// then literals and copies. Other writers: libsnappy, nvCOMP. Size
-// refuses the extensions of S2, Decode knows them.
+// Package snappy is Snappy's block format: a varint of the content's length, then
+// literals and copies. Other writers: libsnappy, nvCOMP. Size refuses the
+// extensions of S2, Decode accepts them.
 package snappy
 
 import (
@@ -8,18 +8,18 @@ import (
 
 	"github.com/klauspost/compress/snappy"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // Bound is the most bytes that Encode appends for n; -1 for a length that the
-// format cannot say.
+// format cannot store.
 func Bound(n int) int { return snappy.MaxEncodedLen(n) }
 
 // Encode appends the block of src to dst. Safe for concurrent use.
 func Encode(dst, src []byte) ([]byte, error) {
 	n := Bound(len(src))
 	if n < 0 {
-		return dst, fault.New(fault.ErrArgument, "Snappy takes no %d bytes", len(src))
+		return dst, errs.New(errs.ErrArgument, "Snappy takes no %d bytes", len(src))
 	}
 	if cap(dst)-len(dst) < n {
 		dst = append(make([]byte, 0, len(dst)+n), dst...)
@@ -28,13 +28,13 @@ func Encode(dst, src []byte) ([]byte, error) {
 	return dst[:len(dst)+len(made)], nil
 }
 
-// Size returns how many bytes the block decodes to. It walks the block and
-// refuses one that is cut short, reaches back before its beginning, or has
-// another length than it says (fault.ErrCorrupt).
+// Size returns how many bytes the block decodes to. It walks the block and refuses
+// one that is truncated, refers back before its beginning, or has another length
+// than it states (errs.ErrCorrupt).
 func Size(src []byte) (int64, error) {
 	said, at := binary.Uvarint(src)
 	if at <= 0 || said > 1<<32-1 {
-		return 0, fault.New(fault.ErrCorrupt, "Snappy block without a length")
+		return 0, errs.New(errs.ErrCorrupt, "Snappy block without a length")
 	}
 	var out int64
 	for at < len(src) {
@@ -47,7 +47,7 @@ func Size(src []byte) (int64, error) {
 			extra = [4]int{0, 1, 2, 4}[tag&3]
 		}
 		if extra > len(src)-at {
-			return 0, fault.New(fault.ErrCorrupt, "Snappy element at %d is cut", at-1)
+			return 0, errs.New(errs.ErrCorrupt, "Snappy element at %d is cut", at-1)
 		}
 		var v int64
 		for i := extra - 1; i >= 0; i-- {
@@ -61,7 +61,7 @@ func Size(src []byte) (int64, error) {
 				n = v + 1
 			}
 			if n > int64(len(src)-at) {
-				return 0, fault.New(fault.ErrCorrupt, "Snappy literals at %d run past the end", at)
+				return 0, errs.New(errs.ErrCorrupt, "Snappy literals at %d run past the end", at)
 			}
 			at += int(n)
 			out += n
@@ -69,31 +69,31 @@ func Size(src []byte) (int64, error) {
 		case 1:
 			v |= int64(tag>>5) << 8
 			if v == 0 || v > out {
-				return 0, fault.New(fault.ErrCorrupt, "Snappy offset %d at %d of %d bytes", v, at, out)
+				return 0, errs.New(errs.ErrCorrupt, "Snappy offset %d at %d of %d bytes", v, at, out)
 			}
 			out += int64(tag>>2&7) + 4
 		default:
 			if v == 0 || v > out {
-				return 0, fault.New(fault.ErrCorrupt, "Snappy offset %d at %d of %d bytes", v, at, out)
+				return 0, errs.New(errs.ErrCorrupt, "Snappy offset %d at %d of %d bytes", v, at, out)
 			}
 			out += int64(tag>>2) + 1
 		}
 	}
 	if out != int64(said) {
-		return 0, fault.New(fault.ErrCorrupt, "Snappy block says %d bytes and has %d", said, out)
+		return 0, errs.New(errs.ErrCorrupt, "Snappy block says %d bytes and has %d", said, out)
 	}
 	return out, nil
 }
 
 // Decode fills dst, which must have the length of the content. Anything else
-// is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
 	if n, at := binary.Uvarint(src); at <= 0 || n != uint64(len(dst)) {
-		return fault.New(fault.ErrCorrupt, "Snappy block says %d bytes, not %d", n, len(dst))
+		return errs.New(errs.ErrCorrupt, "Snappy block says %d bytes, not %d", n, len(dst))
 	}
 	out, err := snappy.Decode(dst, src)
 	if err != nil || len(out) != len(dst) || len(out) > 0 && &out[0] != &dst[0] {
-		return fault.New(fault.ErrCorrupt, "Snappy: %v", err)
+		return errs.New(errs.ErrCorrupt, "Snappy: %v", err)
 	}
 	return nil
 }

@@ -11,19 +11,19 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // maxBlock is the most bytes that one block decodes to (RFC 8878, 3.1.1.2.4).
 const maxBlock = 128 << 10
 
-// The windows that are read: what libzstd reads without being asked.
+// maxWindow is the largest window that is read: libzstd's own default limit.
 const maxWindow = 128 << 20
 
 var (
 	encoders = sync.Pool{New: func() any {
-		// CRC off: containers have sums of their own.
-		// All literals: weights have no matches and are worth coding all the same.
+		// CRC off: containers have checksums. All literals: weights have no
+		// matches, but entropy coding is worth it.
 		e, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true), zstd.WithEncoderCRC(false),
 			zstd.WithAllLitEntropyCompression(true))
 		if err != nil {
@@ -48,35 +48,35 @@ func Bound(n int) int { return n + 3*(n/maxBlock+1) + 18 }
 func Encode(dst, src []byte) ([]byte, error) {
 	e, ok := encoders.Get().(*zstd.Encoder)
 	if !ok {
-		return dst, fault.New(fault.ErrEngine, "no Zstandard encoder")
+		return dst, errs.New(errs.ErrEngine, "no Zstandard encoder")
 	}
 	defer encoders.Put(e)
 	return e.EncodeAll(src, dst), nil
 }
 
-// Size returns how many bytes the frames decode to. Lengths that frames say are
-// held against what their blocks can give; frames that say none are decoded to
-// nowhere. Errors are fault.ErrCorrupt.
+// Size returns how many bytes the frames decode to. Lengths in frames are compared
+// with what their blocks can give; frames without one are decoded without output.
+// Errors are errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	var total int64
 	frames := 0
 	for at := 0; at < len(src); {
 		var h zstd.Header
 		if err := h.Decode(src[at:]); err != nil {
-			return 0, fault.New(fault.ErrCorrupt, "Zstandard frame at %d: %v", at, err)
+			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d: %v", at, err)
 		}
 		start := at
 		at += h.HeaderSize
 		if h.Skippable {
 			if int64(h.SkippableSize) > int64(len(src)-at) {
-				return 0, fault.New(fault.ErrCorrupt, "Zstandard frame at %d is cut", start)
+				return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d is cut", start)
 			}
 			at += int(h.SkippableSize)
 			continue
 		}
 		frames++
 		if h.DictionaryID != 0 {
-			return 0, fault.New(fault.ErrNotSupported, "Zstandard frame at %d wants a dictionary", start)
+			return 0, errs.New(errs.ErrNotSupported, "Zstandard frame at %d wants a dictionary", start)
 		}
 		most, end, err := blocks(src, at)
 		if err != nil {
@@ -87,7 +87,7 @@ func Size(src []byte) (int64, error) {
 			at += 4
 		}
 		if at > len(src) {
-			return 0, fault.New(fault.ErrCorrupt, "Zstandard frame at %d is cut", start)
+			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d is cut", start)
 		}
 		n := int64(h.FrameContentSize)
 		if !h.HasFCS {
@@ -96,12 +96,12 @@ func Size(src []byte) (int64, error) {
 			}
 		}
 		if n < 0 || n > most {
-			return 0, fault.New(fault.ErrCorrupt, "Zstandard frame at %d says %d bytes, its blocks have %d at most", start, n, most)
+			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d says %d bytes, its blocks have %d at most", start, n, most)
 		}
 		total += n
 	}
 	if frames == 0 {
-		return 0, fault.New(fault.ErrCorrupt, "no Zstandard frame in %d bytes", len(src))
+		return 0, errs.New(errs.ErrCorrupt, "no Zstandard frame in %d bytes", len(src))
 	}
 	return total, nil
 }
@@ -110,7 +110,7 @@ func Size(src []byte) (int64, error) {
 func blocks(src []byte, at int) (most int64, end int, err error) {
 	for {
 		if len(src)-at < 3 {
-			return 0, 0, fault.New(fault.ErrCorrupt, "Zstandard block at %d is cut", at)
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d is cut", at)
 		}
 		h := uint32(src[at]) | uint32(binary.LittleEndian.Uint16(src[at+1:]))<<8
 		n := int(h >> 3)
@@ -124,10 +124,10 @@ func blocks(src []byte, at int) (most int64, end int, err error) {
 		case 2:
 			most += maxBlock
 		default:
-			return 0, 0, fault.New(fault.ErrCorrupt, "Zstandard block at %d of no known kind", at-3)
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d of no known kind", at-3)
 		}
 		if n > len(src)-at {
-			return 0, 0, fault.New(fault.ErrCorrupt, "Zstandard block at %d is cut", at-3)
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d is cut", at-3)
 		}
 		at += n
 		if h&1 != 0 {
@@ -136,11 +136,11 @@ func blocks(src []byte, at int) (most int64, end int, err error) {
 	}
 }
 
-// count decodes one frame to nowhere.
+// count decodes one frame without output.
 func count(frame []byte) (int64, error) {
 	d, err := zstd.NewReader(bytes.NewReader(frame), zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxWindow))
 	if err != nil {
-		return 0, fault.New(fault.ErrCorrupt, "Zstandard: %v", err)
+		return 0, errs.New(errs.ErrCorrupt, "Zstandard: %v", err)
 	}
 	defer d.Close()
 	n, err := io.Copy(io.Discard, d)
@@ -152,17 +152,17 @@ func count(frame []byte) (int64, error) {
 
 func corrupt(err error) error {
 	if errors.Is(err, zstd.ErrWindowSizeExceeded) {
-		return fault.New(fault.ErrNotSupported, "Zstandard: a window over %d bytes", maxWindow)
+		return errs.New(errs.ErrNotSupported, "Zstandard: a window over %d bytes", maxWindow)
 	}
-	return fault.New(fault.ErrCorrupt, "Zstandard: %v", err)
+	return errs.New(errs.ErrCorrupt, "Zstandard: %v", err)
 }
 
 // Decode fills dst, which must have the length of the content. Anything else
-// is fault.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
 func Decode(dst, src []byte) error {
 	d, ok := decoders.Get().(*zstd.Decoder)
 	if !ok {
-		return fault.New(fault.ErrEngine, "no Zstandard decoder")
+		return errs.New(errs.ErrEngine, "no Zstandard decoder")
 	}
 	defer decoders.Put(d)
 	out, err := d.DecodeAll(src, dst[:0:len(dst)])
@@ -170,7 +170,7 @@ func Decode(dst, src []byte) error {
 		return corrupt(err)
 	}
 	if len(out) != len(dst) || len(src) == 0 {
-		return fault.New(fault.ErrCorrupt, "Zstandard frames have %d bytes, not %d", len(out), len(dst))
+		return errs.New(errs.ErrCorrupt, "Zstandard frames have %d bytes, not %d", len(out), len(dst))
 	}
 	if len(out) > 0 && &out[0] != &dst[0] {
 		copy(dst, out)

@@ -32,7 +32,7 @@ def ready() -> None:
     """Tells that everything is prepared, and waits for the word."""
     print("ready", flush=True)
     if not sys.stdin.readline():
-        raise SystemExit(0)  # nobody waits for us any more
+        raise SystemExit(0)  # the parent process is gone
 
 
 def torch_on(device: str) -> tuple[Any, Callable[[], None]]:
@@ -364,7 +364,7 @@ def answer(argv: list[str]) -> dict[str, Any]:
         return main(argv)
     except Missing as why:
         return {"missing": str(why)}
-    except Exception as error:  # told to the rig, which goes on with the next row
+    except Exception as error:  # reported to the rig, which continues with the next row
         return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -4,6 +4,8 @@
     python rig_rows.py load FILE
     python rig_rows.py consume FILE
     python rig_rows.py peer FILE
+    python rig_rows.py cold FILE HOW     (consume a file that is not in the page cache)
+    python rig_rows.py coldpeer FILE
     python rig_rows.py json FILE         (the header of a plain file, by json alone)
     python rig_rows.py tensors ...       (see rig_tensors.py)
 
@@ -76,6 +78,16 @@ def warm(fw: Any) -> None:
         overwire.load_file(path, framework=fw)
 
 
+def evict(path: str) -> None:
+    """Drops a file from the page cache."""
+    import os
+
+    fd = os.open(path, os.O_RDONLY)
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
 def verify(path: str, sums: str) -> dict[str, Any]:
     import overwire
 
@@ -119,7 +131,9 @@ def main(argv: list[str]) -> dict[str, Any]:
             import ml_dtypes  # noqa: F401
         except ImportError:
             return {"missing": "neither torch nor ml_dtypes is installed"}
-    if what == "peer":
+    if what == "coldpeer":
+        evict(path)
+    if what.endswith("peer"):
         try:
             import safetensors
 
@@ -133,6 +147,10 @@ def main(argv: list[str]) -> dict[str, Any]:
     if what == "verify":
         return verify(path, argv[2])
     warm(fw)
+    if what == "cold":
+        evict(path)
+        how: Any = argv[2]
+        return {"seconds": timed(lambda: overwire.load_file(path, framework=fw, read=how), consume), "note": name}
     use = consume if what == "consume" else len
     return {"seconds": timed(lambda: overwire.load_file(path, framework=fw), use), "note": name}
 

@@ -7,9 +7,9 @@
     python rig_rows.py tensors s3 ours|theirs URI ENDPOINT KEY
     python rig_rows.py tensors sodium
 
-Both sides are called in the same way. KEY: 64 hex digits, of the file WORDS and
-"password" as a text; of S3 what the server takes for key and secret. Nobody waits
-for the disk: files stay in the page cache.
+Both sides are called in the same way. KEY: 64 hex digits; for the file WORDS
+"password" as a text; for S3 the server's key and secret. Files stay in the page cache,
+so that no measurement waits for the disk.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def opened(module: Any, path: Any, how: str, key: bytes, device: str = "cpu") ->
     return module.TensorDeserializer(path, device=device, verify_hash=verify, encryption=params)
 
 
-def far(module: Any, uri: str, endpoint: str, key: bytes) -> Any:
+def of_s3(module: Any, uri: str, endpoint: str, key: bytes) -> Any:
     """A stream of an object in S3."""
     return module.stream_io.open_stream(uri, "rb", key.hex(), key.hex(), endpoint, force_http=True)
 
@@ -123,6 +123,6 @@ def measure(argv: list[str]) -> dict[str, Any]:
         tensors = overwire.load_file(argv[2], framework="pt", mmap=False)
         return {"seconds": written(module, tensors, argv[3], key if argv[4] == "key" else None), "note": note}
     start = time.perf_counter()
-    found = opened(module, far(module, argv[2], argv[3], key), "plain", key) if argv[0] == "s3" else opened(module, argv[2], argv[3], key)
+    found = opened(module, of_s3(module, argv[2], argv[3], key), "plain", key) if argv[0] == "s3" else opened(module, argv[2], argv[3], key)
     consume({name: tensor.detach() for name, tensor in found.items()})
     return {"seconds": time.perf_counter() - start, "note": note}

@@ -1,16 +1,15 @@
 // Package cache keeps whole objects of remote sources in a local folder.
 //
-// A file is called KEY-SUM: KEY is made of the URI (without its query, which may
-// be a signature), the object's ETag and its size, SUM is the XXH3-128 of its
-// bytes. The store is asked on every open, so that permission and ETag are
-// its present ones; the bytes are compared with SUM on every open, and a file
-// that has rotted is fetched again. It is written under a temporary name and renamed:
-// no reader ever sees a part. It is not synced: what a machine loses that goes down
-// is seen like any rot. One process at a time fetches an object (a lock on KEY.lock);
-// the others wait and use what it fetched.
+// A file is called KEY-SUM: KEY is made of the URI (without its query, which may be
+// a signature), the object's ETag and its size; SUM is the XXH3-128 of its bytes.
+// Every open asks the store, for the current permission and ETag, and compares the
+// bytes with SUM; a damaged file is fetched again. A file is written under a
+// temporary name and renamed: no reader sees an incomplete one. It is not synced:
+// what a power failure damages is found like any other damage. One process at a
+// time fetches an object (a lock on KEY.lock); the others wait for it.
 //
-// Nothing is ever evicted: the folder is the user's, and any file in it may be
-// removed at any time.
+// Nothing is evicted: the folder is the user's, and any file in it may be removed
+// at any time.
 package cache
 
 import (
@@ -29,7 +28,7 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
@@ -38,13 +37,13 @@ import (
 )
 
 const (
-	part  = 4 << 20 // is one read
+	part  = 4 << 20 // bytes of one read
 	reads = 24      // most reads of a remote source at once
 )
 
-// Keep returns the object of src out of the folder, fetching it first if it is
-// not there; src is closed. What nothing identifies is not kept: src comes
-// back as it is.
+// Keep returns the object of src from the folder, and fetches it first if it is
+// missing; src is closed. An object without an Identity is not kept: src comes back
+// as it is.
 func Keep(ctx context.Context, dir string, src source.Source) (source.Source, error) {
 	pin := src.Facts().Identity.Pin
 	if pin == "" {
@@ -53,14 +52,14 @@ func Keep(ctx context.Context, dir string, src source.Source) (source.Source, er
 	defer src.Close()
 	f, err := keep(ctx, dir, src, pin)
 	if err != nil {
-		var at *fault.At
+		var at *errs.At
 		if errors.As(err, &at) || ctx.Err() != nil {
 			return nil, err
 		}
-		return nil, &fault.At{Verb: "cache", Source: dir, Chunk: -1, Offset: -1, Err: err}
+		return nil, &errs.At{Verb: "cache", Source: dir, Chunk: -1, Offset: -1, Err: err}
 	}
 	defer f.Close()
-	local, err := file.FromFD(int(f.Fd()), src.URI()) // has a descriptor of its own
+	local, err := file.FromFD(int(f.Fd()), src.URI()) // the open file keeps a descriptor of its own
 	if err != nil {
 		return nil, err
 	}
@@ -69,7 +68,7 @@ func Keep(ctx context.Context, dir string, src source.Source) (source.Source, er
 
 func keep(ctx context.Context, dir string, src source.Source, pin string) (*os.File, error) {
 	if err := os.MkdirAll(dir, 0o777); err != nil {
-		return nil, fault.FromOS(err)
+		return nil, errs.FromOS(err)
 	}
 	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%d", bare(src.URI()), pin, src.Size()))
 	key := filepath.Join(dir, hex.EncodeToString(hash[:16]))
@@ -81,7 +80,7 @@ func keep(ctx context.Context, dir string, src source.Source, pin string) (*os.F
 		return nil, err
 	}
 	defer unlock()
-	if f := find(ctx, key, src.Size()); f != nil || ctx.Err() != nil { // another process was at it
+	if f := find(ctx, key, src.Size()); f != nil || ctx.Err() != nil { // another process has fetched it
 		return f, context.Cause(ctx)
 	}
 	// Their writer has died: the lock is ours.
@@ -103,7 +102,8 @@ func bare(uri string) string {
 	return scheme + "://" + host[strings.LastIndexByte(host, '@')+1:] + "/" + name
 }
 
-// find opens the file of a key whose bytes are sound; others it removes.
+// find opens the file of a key whose bytes match their hash, and removes those that
+// do not.
 func find(ctx context.Context, key string, size int64) *os.File {
 	names, _ := filepath.Glob(escape(key) + "-*")
 	for _, name := range names {
@@ -127,16 +127,16 @@ func find(ctx context.Context, key string, size int64) *os.File {
 // sumOf hashes a file that must have this size.
 func sumOf(ctx context.Context, f *os.File, size int64) (string, error) {
 	if st, err := f.Stat(); err != nil || st.Size() != size {
-		return "", fault.New(fault.ErrCorrupt, "not %d bytes", size)
+		return "", errs.New(errs.ErrCorrupt, "not %d bytes", size)
 	}
 	return pass(ctx, size, min(8, runtime.GOMAXPROCS(0)), func(b []byte, off int64) error {
 		_, err := f.ReadAt(b, off)
-		return fault.FromOS(err)
+		return errs.FromOS(err)
 	}, nil)
 }
 
-// pass reads so many bytes by several workers and hashes them in order; write, if not
-// nil, gets each part after that, while others are on their way.
+// pass reads size bytes by several workers and hashes them in order; write, if not
+// nil, gets each block after it was hashed, while others are being read.
 func pass(ctx context.Context, size int64, workers int, read, write func(b []byte, off int64) error) (string, error) {
 	h := xxh3.New128()
 	slots := make([][]byte, workers+workers/4+1)
@@ -174,7 +174,7 @@ func fetch(ctx context.Context, key string, src source.Source) (f *os.File, err 
 	_, _ = rand.Read(r[:]) // cannot fail
 	temp := key + ".tmp-" + hex.EncodeToString(r[:])
 	if f, err = os.OpenFile(temp, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o666); err != nil {
-		return nil, fault.FromOS(err)
+		return nil, errs.FromOS(err)
 	}
 	defer func() {
 		if err != nil {
@@ -186,22 +186,22 @@ func fetch(ctx context.Context, key string, src source.Source) (f *os.File, err 
 	sum, err := pass(ctx, src.Size(), reads, func(b []byte, off int64) error { return src.ReadAt(ctx, b, off) },
 		func(b []byte, off int64) error {
 			_, err := f.WriteAt(b, off)
-			return fault.FromOS(err)
+			return errs.FromOS(err)
 		})
 	if err != nil {
 		return f, err
 	}
 	if err := os.Rename(temp, key+"-"+sum); err != nil {
-		return f, fault.FromOS(err)
+		return f, errs.FromOS(err)
 	}
 	return f, nil
 }
 
-// lock waits for an exclusive lock; it ends with the process.
+// lock waits for an exclusive lock, which ends with the process at the latest.
 func lock(ctx context.Context, path string) (unlock func(), err error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o666)
 	if err != nil {
-		return nil, fault.FromOS(err)
+		return nil, errs.FromOS(err)
 	}
 	for {
 		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
@@ -210,7 +210,7 @@ func lock(ctx context.Context, path string) (unlock func(), err error) {
 		}
 		if !errors.Is(err, syscall.EWOULDBLOCK) && !errors.Is(err, syscall.EINTR) {
 			_ = f.Close()
-			return nil, fault.FromOS(&os.PathError{Op: "lock", Path: path, Err: err})
+			return nil, errs.FromOS(&os.PathError{Op: "lock", Path: path, Err: err})
 		}
 		select {
 		case <-ctx.Done():
@@ -221,7 +221,7 @@ func lock(ctx context.Context, path string) (unlock func(), err error) {
 	}
 }
 
-// escape keeps a folder's name from being read as a pattern.
+// escape quotes a folder's name for filepath.Glob.
 func escape(path string) string {
 	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
 }

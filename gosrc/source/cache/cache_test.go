@@ -12,7 +12,7 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -33,7 +33,7 @@ func (t *tagged) Facts() (f source.Facts) {
 func (t *tagged) ReadAt(ctx context.Context, p []byte, off int64) error {
 	t.read.Add(int64(len(p)))
 	if t.fail && off > 0 {
-		return fault.New(fault.ErrIO, "cut")
+		return errs.New(errs.ErrIO, "cut")
 	}
 	return t.Mem.ReadAt(ctx, p, off)
 }
@@ -130,7 +130,7 @@ func TestKeep(t *testing.T) {
 func TestFailure(t *testing.T) {
 	dir := t.TempDir()
 	src := &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: random(9<<20, 1)}, id: "e", read: new(atomic.Int64), fail: true}
-	if _, err := Keep(context.Background(), dir, src); !errors.Is(err, fault.ErrIO) {
+	if _, err := Keep(context.Background(), dir, src); !errors.Is(err, errs.ErrIO) {
 		t.Errorf("%v", err)
 	}
 	if kept := names(t, dir); len(kept) != 0 {
@@ -154,8 +154,8 @@ func TestFailure(t *testing.T) {
 		t.Error("a folder that cannot be")
 	}
 	ctx, cancel := context.WithCancelCause(context.Background())
-	cancel(fault.ErrCancelled)
-	if _, err := Keep(ctx, t.TempDir(), src); !errors.Is(err, fault.ErrCancelled) {
+	cancel(errs.ErrCancelled)
+	if _, err := Keep(ctx, t.TempDir(), src); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("%v", err)
 	}
 }

@@ -1,5 +1,8 @@
 package file
 
+// This file asks the kernel about a file: the kind of its file system, and how much
+// of it is in the page cache.
+
 import (
 	"errors"
 	"math"
@@ -12,18 +15,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The kinds of file system that are read in different ways.
+// The kinds of file system, which are read in different ways.
 const (
 	local = iota
 	network
 	inMemory
 )
 
-// kindOf says what a file lies on. Those that are not known are local.
+// kindOf is the kind of file system that a file lies on. Unknown ones count as
+// local.
 func kindOf(fd int) int {
 	var st unix.Statfs_t
 	if err := again(func() error { return unix.Fstatfs(fd, &st) }); err != nil {
-		return network // nothing is sure here: leave it to the cache
+		return network // unknown: leave it to the page cache
 	}
 	return kindOfMagic(uint32(st.Type))
 }
@@ -44,18 +48,19 @@ func kindOfMagic(magic uint32) int {
 		unix.AFS_SUPER_MAGIC, unix.AFS_FS_MAGIC, unix.CODA_SUPER_MAGIC, unix.NCP_SUPER_MAGIC, unix.V9FS_MAGIC,
 		unix.FUSE_SUPER_MAGIC, // virtiofs, too
 		beegfs, gpfs, lustre, orangefs, panfs,
-		zfs: // its cache is its own, and past it there is nothing to gain
+		zfs: // it has a cache of its own: direct I/O gains nothing
 		return network
 	}
 	return local
 }
 
-// noCachestat is set when the kernel turned out to have none (before 6.5).
+// noCachestat is set once the kernel has answered that it lacks cachestat (before
+// 6.5).
 var noCachestat atomic.Bool
 
-// resident is the share of the pages of [off, off+n) of a file that are in the
-// page cache; known is false where the kernel does not tell. To a user who may
-// not write the file it says that all of it is.
+// resident is the share of the pages of [off, off+n) that are in the page cache;
+// known is false where the kernel does not say. For a file that the user may not
+// write, the kernel says that all of it is resident.
 func resident(fd int, off, n int64) (share float64, known bool) {
 	if n <= 0 {
 		return 1, true
@@ -105,8 +110,8 @@ func Resident(f *os.File) (share float64, ok bool) {
 	return resident(int(f.Fd()), 0, st.Size())
 }
 
-// available is how many bytes of memory could be used for the page cache: what
-// the system says, or less in a control group.
+// available is how many bytes the page cache could use: free memory, or less in a
+// control group.
 func available() int64 {
 	n := int64(math.MaxInt64)
 	if v, ok := field("/proc/meminfo", "MemAvailable:"); ok {
@@ -121,7 +126,7 @@ func available() int64 {
 	return n
 }
 
-// field is the number after a word at the beginning of a line.
+// field returns the number after a word at the beginning of a line.
 func field(path, word string) (int64, bool) {
 	b, err := os.ReadFile(path)
 	if err != nil {

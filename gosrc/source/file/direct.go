@@ -1,10 +1,13 @@
 package file
 
+// This file decides which ranges of a file are read by direct I/O, and reads them.
+
 import (
 	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/internal/sizes"
@@ -12,26 +15,31 @@ import (
 )
 
 const (
-	// depth is the reads in flight that a disk wants for direct I/O,
-	// and when the cache has to be filled.
+	// depth is the number of reads in flight that suits a disk, for direct I/O and
+	// for filling the cache.
 	depth = 16
-	// window is how much of a file is judged as one: resident or cold.
+	// window is the unit in which a file counts as resident or cold.
 	window = 16 << 20
-	// least is the smallest direct read: below it the disk's
-	// latency, which read-ahead hides, is what counts.
+	// least is the smallest direct read: below it the disk's latency dominates,
+	// which the kernel's read-ahead hides.
 	least = 128 << 10
-	// page is the alignment of memory that is read into in place. Devices would
-	// take less; but whole pages are nobody else's, and so a fork of the process
-	// meanwhile, which makes other writers of a page move to a copy of it, cannot
-	// come between the device and its page.
+	// page is the alignment of memory for direct reads in place. Devices accept
+	// less, but a page must belong to the read alone: after a fork of the process,
+	// a write to another part of the page would move it to a copy, while the device
+	// goes on writing to the original.
 	page = 4096
-	// bounce is the size of the buffers through which other reads go.
+	// bounce is the size of the buffers for reads that are not aligned.
 	bounce = 1 << 20
+	// A disk that keeps depth readers waiting for more than probeTime for the first
+	// probe bytes, 0.15 GB/s, is slow: what the cache costs is little beside its
+	// reads, and a later load out of the cache gains much.
+	probe     = 128 << 20
+	probeTime = 900 * time.Millisecond
 )
 
 // direct reads a file by direct I/O (O_DIRECT).
 type direct struct {
-	load    atomic.Pointer[windows] // nil: nothing is read so
+	load    atomic.Pointer[windows] // nil: direct I/O is off
 	stopped atomic.Bool
 
 	mu    sync.Mutex // opening
@@ -40,11 +48,14 @@ type direct struct {
 	align int64 // of offsets and lengths; 0: it cannot be done here
 }
 
-// windows is what one load knows of a file.
+// windows is what one load knows about the windows of a file.
 type windows struct {
 	forced bool // what is resident does not count
+	fits   bool // into memory, tensors and cache: a slow disk is read through the cache
 	state  []atomic.Int32
 	bytes  atomic.Int64 // read by direct I/O
+	waited atomic.Int64 // ns, of all readers together
+	slow   atomic.Bool  // the disk has turned out to be
 }
 
 // The states of a window.
@@ -55,27 +66,31 @@ const (
 )
 
 // Expect decides how the coming load reads; see source.File.
-func (f *File) Expect(total int64, how string) int {
+func (f *File) Expect(total int64, host bool, how string) int {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	f.direct.load.Store(nil)
 	if f.shut || how == "buffered" {
 		return 0
 	}
-	forced := how == "direct"
+	forced, fits := how == "direct", false
 	if !forced {
 		if f.kind == inMemory || !f.anyCold() {
 			return 0
 		}
-		if f.kind == network || total <= available()/2 {
+		fits = total <= available()/2
+		if f.kind == network || fits && !host {
 			return depth
 		}
 	}
-	if !f.direct.open(f.fd) {
+	if f.direct.open(f.fd) {
+		f.direct.load.Store(&windows{forced: forced, fits: fits, state: make([]atomic.Int32, f.size/window+1)})
+		return depth
+	}
+	if forced {
 		return 0
 	}
-	f.direct.load.Store(&windows{forced: forced, state: make([]atomic.Int32, f.size/window+1)})
-	return depth
+	return depth // what is cold has to be brought into the cache
 }
 
 // DirectBytes is how many bytes direct I/O has read; see source.File.
@@ -86,7 +101,7 @@ func (f *File) DirectBytes() int64 {
 	return 0
 }
 
-// anyCold looks at places all over the file. f.mu is held.
+// anyCold samples the residency of the whole file. f.mu is held.
 func (f *File) anyCold() bool {
 	const places, look = 16, 64 << 10
 	for i := range int64(places) {
@@ -97,11 +112,10 @@ func (f *File) anyCold() bool {
 	return false
 }
 
-// wants says whether n bytes at off are to be read by direct I/O. f.mu is
-// held.
+// wants reports whether n bytes at off should be read by direct I/O. f.mu is held.
 func (p *direct) wants(f *File, off int64, n int) bool {
 	l := p.load.Load()
-	if l == nil || n < least || p.stopped.Load() {
+	if l == nil || n < least || p.stopped.Load() || l.slow.Load() {
 		return false
 	}
 	w := &l.state[off/window]
@@ -119,8 +133,8 @@ func (p *direct) wants(f *File, off int64, n int) bool {
 	return state == cold
 }
 
-// open opens the file behind fd once more, for direct I/O: that very file,
-// whatever its name means by now.
+// open opens the file behind fd again, for direct I/O: that very file, even if its
+// name now means another.
 func (p *direct) open(fd int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -143,12 +157,12 @@ func (p *direct) open(fd int) bool {
 	return true
 }
 
-// dioAlign is what offsets and lengths of direct reads of a file must be
-// multiples of; 0: there are none, or they want more than a page.
+// dioAlign is what the offsets and lengths of direct reads must be multiples of; 0:
+// direct reads are not possible, or need more than a page.
 func dioAlign(fd int) int64 {
 	var st unix.Statx_t
 	err := again(func() error { return unix.Statx(fd, "", unix.AT_EMPTY_PATH, unix.STATX_DIOALIGN, &st) })
-	if err != nil || st.Mask&unix.STATX_DIOALIGN == 0 { // a kernel before 6.1: a page always does
+	if err != nil || st.Mask&unix.STATX_DIOALIGN == 0 { // a kernel before 6.1: a page always suffices
 		return page
 	}
 	if st.Dio_mem_align > page || st.Dio_offset_align > page {
@@ -165,13 +179,13 @@ var buffers = sync.Pool{New: func() any {
 	return &b
 }}
 
-// read reads some of p from off, in place if memory and offset allow it and by
-// way of a buffer if not. Like pread, it gives 0 at the end of the file.
+// read reads some of p from off, in place if memory and offset are aligned and
+// through a buffer if not. Like pread, it returns 0 at the end of the file.
 func (p *direct) read(b []byte, off int64) (int, error) {
-	head := off % p.align
+	head, begun := off%p.align, time.Now()
 	if whole := min(len(b), step) &^ (page - 1); head == 0 && whole > 0 && uintptr(unsafe.Pointer(&b[0]))%page == 0 {
 		n, err := unix.Pread(p.fd, b[:whole], off)
-		return p.count(n), err
+		return p.count(n, begun), err
 	}
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
@@ -180,25 +194,29 @@ func (p *direct) read(b []byte, off int64) (int, error) {
 	if err != nil || int64(got) <= head {
 		return 0, err
 	}
-	return p.count(copy(b, (*buf)[head:got])), nil
+	return p.count(copy(b, (*buf)[head:got]), begun), nil
 }
 
-func (p *direct) count(n int) int {
+// count notes that a read which began at a time has brought n bytes, and returns n.
+func (p *direct) count(n int, begun time.Time) int {
 	if l := p.load.Load(); l != nil && n > 0 {
-		l.bytes.Add(int64(n))
+		waited, all := l.waited.Add(int64(time.Since(begun))), l.bytes.Add(int64(n))
+		if l.fits && all >= probe && all-int64(n) < probe && waited > depth*int64(probeTime) {
+			l.slow.Store(true)
+		}
 	}
 	return n
 }
 
-// refused says whether an error is about O_DIRECT and not about the bytes.
+// refused reports whether an error is about O_DIRECT and not about the bytes.
 func refused(err error) bool {
 	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP)
 }
 
-// stop gives direct reads up for this file.
+// stop ends direct reads of this file.
 func (p *direct) stop() { p.stopped.Store(true) }
 
-// close closes the second descriptor. No read is under way.
+// close closes the second descriptor. The caller waits for reads first.
 func (p *direct) close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -1,21 +1,24 @@
 // Package file is the source of local files: parallel pread on one descriptor.
 //
-// A file that shrinks while it is open gives fault.ErrCorrupt at the missing
-// bytes; one that is replaced by rename stays the file that was opened.
+// A file that shrinks while it is open gives errs.ErrCorrupt at the missing bytes.
+// A file that is replaced by rename stays the one that was opened.
 //
-// Reads go through the page cache, except for what is cold in a load that is
-// larger than half of the memory left. Whoever loads a model that fits will
-// load it again, in the next process or the next rank: then it comes out of
-// memory, many times faster than off the disk. A model that does not fit would
-// push out what others keep there and itself before it is read again; it is
-// read by direct I/O (O_DIRECT), range by range: what is resident anyway is
-// taken from the cache. On network file systems the cache and its read-ahead are
-// the fast path, and nothing goes around them. OVERWIRE_READ overrules all
-// this. Where O_DIRECT does not exist, or breaks off, the buffered read takes
-// over in the middle of a range: which way bytes come decides the time alone.
+// Cold ranges, which are not in the page cache, are read by direct I/O (O_DIRECT),
+// resident ones from the cache. A load into the host's memory would otherwise take
+// memory twice, for the tensors and for the cache; memory that a virtual machine has
+// to get from its host first is slower than the disk. Through the cache go:
 //
-// Direct I/O is threads with pread, not io_uring: on the disks that
-// were measured, both saturate the device from 8 reads in flight on.
+//   - loads to a GPU that fit into half of the free memory: other ranks read the same
+//     file;
+//   - the rest of a load that fits, once the disk has turned out to be slow: the next
+//     load comes out of memory, many times faster;
+//   - files on network file systems, whose cache and read-ahead are the fast path.
+//
+// OVERWIRE_READ overrules this. Where O_DIRECT does not exist or fails, buffered reads
+// take over, even in the middle of a range: the choice affects time, never bytes.
+//
+// Direct I/O is threads with pread, not io_uring: on the disks that were measured,
+// both saturate the device from 8 reads in flight on.
 package file
 
 import (
@@ -28,13 +31,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// step is the most that one pread is asked for: small enough that a cancelled
-// read returns within a few milliseconds from any disk that works.
+// step bounds one pread: small enough that a cancelled read returns within
+// milliseconds from any working disk.
 const step = 4 << 20
 
 // A File is an open local file. It implements source.Source.
@@ -52,11 +55,11 @@ type File struct {
 	direct direct
 }
 
-// Open opens a regular file for reading. Directories and special files are
-// refused, since their size says nothing.
+// Open opens a regular file for reading. It refuses directories and special files,
+// whose size means nothing.
 func Open(path string) (*File, error) {
 	fail := func(err error) (*File, error) {
-		return nil, &fault.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: err}
+		return nil, &errs.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: err}
 	}
 	fd, st, err := regular.Open(path)
 	if err != nil {
@@ -73,11 +76,11 @@ func Open(path string) (*File, error) {
 // uri names it in errors.
 func FromFD(fd int, uri string) (*File, error) {
 	fail := func(err error) (*File, error) {
-		return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
+		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
 	}
 	var st unix.Stat_t
 	if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
-		return fail(fault.FromOS(err))
+		return fail(errs.FromOS(err))
 	}
 	if err := regular.Check(&st); err != nil {
 		return fail(err)
@@ -87,7 +90,7 @@ func FromFD(fd int, uri string) (*File, error) {
 	}
 	own, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {
-		return fail(fault.FromOS(err))
+		return fail(errs.FromOS(err))
 	}
 	return made(uri, own, &st), nil
 }
@@ -108,13 +111,13 @@ func (f *File) URI() string { return f.uri }
 // Size is the file's size when it was opened.
 func (f *File) Size() int64 { return f.size }
 
-// settle is how old the last change must be before it counts as the last:
-// time stamps of file systems are as coarse as two seconds, and a second write
-// in the same tick leaves no trace.
+// settle is how old a file's last change must be for Identity to be reliable: time
+// stamps of some file systems are as coarse as two seconds, and a second write
+// within one tick leaves no trace.
 const settle = 3 * time.Second
 
-// Facts are those of a file, which is remote if it lies on a network file system,
-// or on one that keeps a cache of its own.
+// Facts are those of a file; it is remote if it lies on a network file system or on
+// one that keeps a cache of its own.
 func (f *File) Facts() source.Facts {
 	last := time.Unix(0, max(f.id.Modified, f.id.Changed))
 	facts := source.Facts{Remote: f.kind == network, Identity: f.id, Settled: f.opened.Sub(last) > settle, Now: f.now, File: f}
@@ -124,12 +127,12 @@ func (f *File) Facts() source.Facts {
 	return facts
 }
 
-// now is the file's state by now.
+// now is the file's current state.
 func (f *File) now() (id source.Identity, err error) {
 	err = f.WithFD(func(fd int) error {
 		var st unix.Stat_t
 		if err := again(func() error { return unix.Fstat(fd, &st) }); err != nil {
-			return f.at(-1, fault.FromOS(err))
+			return f.at(-1, errs.FromOS(err))
 		}
 		id = identity(&st)
 		return nil
@@ -137,11 +140,11 @@ func (f *File) now() (id source.Identity, err error) {
 	return id, err
 }
 
-// Identify is the Identity of the file at a path, which is not opened.
+// Identify returns the Identity of the file at a path without opening it.
 func Identify(path string) (source.Identity, error) {
 	var st unix.Stat_t
 	if err := again(func() error { return unix.Stat(path, &st) }); err != nil {
-		return source.Identity{}, &fault.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
+		return source.Identity{}, &errs.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: errs.FromOS(err)}
 	}
 	return identity(&st), nil
 }
@@ -149,12 +152,12 @@ func Identify(path string) (source.Identity, error) {
 // ReadAt fills p from off; see source.Source.
 func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if off < 0 || off > f.size || int64(len(p)) > f.size-off {
-		return f.at(off, fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, the file has %d", len(p), f.size))
+		return f.at(off, errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, the file has %d", len(p), f.size))
 	}
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	if f.shut {
-		return f.at(off, fault.New(fault.ErrArgument, "the source is closed"))
+		return f.at(off, errs.New(errs.ErrArgument, "the source is closed"))
 	}
 	bypass := f.direct.wants(f, off, len(p))
 	for len(p) > 0 {
@@ -176,12 +179,12 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		switch {
 		case errors.Is(err, unix.EINTR), errors.Is(err, unix.EAGAIN):
 			continue
-		case errors.Is(err, unix.EINVAL): // of no argument of the caller's
-			return f.at(off, fmt.Errorf("%w: %w", fault.ErrIO, &os.PathError{Op: "read", Path: f.uri, Err: err}))
+		case errors.Is(err, unix.EINVAL): // caused by no argument of the caller
+			return f.at(off, fmt.Errorf("%w: %w", errs.ErrIO, &os.PathError{Op: "read", Path: f.uri, Err: err}))
 		case err != nil:
-			return f.at(off, fault.FromOS(&os.PathError{Op: "read", Path: f.uri, Err: err}))
+			return f.at(off, errs.FromOS(&os.PathError{Op: "read", Path: f.uri, Err: err}))
 		case n == 0:
-			return f.at(off, fault.New(fault.ErrCorrupt, "truncated: the file had %d bytes when it was opened", f.size))
+			return f.at(off, errs.New(errs.ErrCorrupt, "truncated: the file had %d bytes when it was opened", f.size))
 		}
 		p = p[n:]
 		off += int64(n)
@@ -189,9 +192,9 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// prefetch tells the kernel that a range will be read soon, for read-ahead that
-// has a network to cross. On disks, reads in flight do as well or better (they
-// were measured alternately), and what direct I/O reads it would read twice.
+// prefetch tells the kernel that a range will be read soon, for read-ahead that has
+// to cross a network. On disks, reads in flight do as well or better (measured
+// alternating), and direct I/O would read the range a second time.
 func (f *File) prefetch(off, n int64) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
@@ -205,7 +208,7 @@ func (f *File) WithFD(fn func(fd int) error) error {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	if f.shut {
-		return f.at(-1, fault.New(fault.ErrArgument, "the source is closed"))
+		return f.at(-1, errs.New(errs.ErrArgument, "the source is closed"))
 	}
 	return fn(f.fd)
 }
@@ -220,16 +223,16 @@ func (f *File) Close() error {
 	f.shut = true
 	f.direct.close()
 	if err := unix.Close(f.fd); err != nil {
-		return f.at(-1, fault.FromOS(err))
+		return f.at(-1, errs.FromOS(err))
 	}
 	return nil
 }
 
 func (f *File) at(off int64, err error) error {
-	return &fault.At{Verb: "read", Source: f.uri, Chunk: -1, Offset: off, Err: err}
+	return &errs.At{Verb: "read", Source: f.uri, Chunk: -1, Offset: off, Err: err}
 }
 
-// again repeats fn while a signal interrupts it.
+// again repeats fn as long as a signal interrupts it.
 func again(fn func() error) error {
 	for {
 		if err := fn(); !errors.Is(err, unix.EINTR) {

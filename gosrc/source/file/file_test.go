@@ -9,7 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -69,11 +69,11 @@ func TestOpenRefuses(t *testing.T) {
 		path string
 		want error
 	}{
-		{filepath.Join(dir, "missing"), fault.ErrNotFound},
-		{dir, fault.ErrArgument},
-		{fifo, fault.ErrArgument},
-		{"/dev/zero", fault.ErrArgument},
-		{"a\x00b", fault.ErrArgument},
+		{filepath.Join(dir, "missing"), errs.ErrNotFound},
+		{dir, errs.ErrArgument},
+		{fifo, errs.ErrArgument},
+		{"/dev/zero", errs.ErrArgument},
+		{"a\x00b", errs.ErrArgument},
 	} {
 		if _, err := Open(c.path); !errors.Is(err, c.want) {
 			t.Errorf("%q: %v, want %v", c.path, err, c.want)
@@ -94,8 +94,8 @@ func TestShrinkingFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	err = f.ReadAt(context.Background(), make([]byte, 10_000), 0)
-	var at *fault.At
-	if !errors.Is(err, fault.ErrCorrupt) || !errors.As(err, &at) || at.Offset != 5_000 {
+	var at *errs.At
+	if !errors.Is(err, errs.ErrCorrupt) || !errors.As(err, &at) || at.Offset != 5_000 {
 		t.Errorf("%v, want ErrCorrupt at 5000", err)
 	}
 	if err := f.ReadAt(context.Background(), make([]byte, 5_000), 0); err != nil {

@@ -1,5 +1,7 @@
 package http
 
+// This file shares connections among sources, and reads the options of http.
+
 import (
 	"cmp"
 	"maps"
@@ -9,13 +11,13 @@ import (
 	"sync"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// A client is the connections of all sources that were opened with the same
-// options: the shards of a model share them.
+// A client holds the connections of all sources with the same options: the shards
+// of a model share them.
 type client struct {
 	key       string
 	refs      int
@@ -27,7 +29,7 @@ var (
 	clients   = map[string]*client{}
 )
 
-// hold finds the client of these options, or makes one.
+// hold returns the client of these options and counts its use.
 func hold(opt source.Options) (*client, error) {
 	key := opt.Key() + "\x00" + source.Options{Storage: opt.Env}.Key()
 	clientsMu.Lock()
@@ -45,7 +47,7 @@ func hold(opt source.Options) (*client, error) {
 	return c, nil
 }
 
-// drop closes the connections after the last source.
+// drop ends one use; the last one closes the connections.
 func (c *client) drop() {
 	clientsMu.Lock()
 	defer clientsMu.Unlock()
@@ -55,8 +57,8 @@ func (c *client) drop() {
 	}
 }
 
-// transport makes connections: the authorities are those that the caller, or
-// else the environment, names.
+// transport makes connections with the authorities that the caller names, or else
+// the environment.
 func transport(opt source.Options) (*route.Client, error) {
 	insecure, err := opt.Flag("insecure")
 	if err != nil {
@@ -74,8 +76,8 @@ func transport(opt source.Options) (*route.Client, error) {
 	return c, nil
 }
 
-// headers are the caller's own, with the token. They go to the origin that the
-// user named and to no other; see the room route.
+// headers are the caller's own, with the token. They go only to the origin that the
+// user named; see package route.
 func headers(opt source.Options) (http.Header, error) {
 	h := http.Header{}
 	for _, k := range slices.Sorted(maps.Keys(opt.Storage)) {
@@ -84,27 +86,27 @@ func headers(opt source.Options) (http.Header, error) {
 			continue
 		}
 		if !token(name) || strings.ContainsAny(opt.Storage[k], "\r\n\x00") {
-			return nil, fault.New(fault.ErrArgument, "storage_options: headers: %q cannot be sent", name)
+			return nil, errs.New(errs.ErrArgument, "storage_options: headers: %q cannot be sent", name)
 		}
 		switch http.CanonicalHeaderKey(name) {
 		case "Range", "If-Match", "If-None-Match", "If-Range", "If-Modified-Since", "If-Unmodified-Since", "Accept-Encoding", "Content-Length",
 			"Transfer-Encoding", "Connection", "Keep-Alive", "Te", "Trailer", "Upgrade", "Expect", "Proxy-Connection":
-			return nil, fault.New(fault.ErrArgument, "storage_options: headers: %q is set by the reader itself", name)
-		case "Proxy-Authorization": // a server is no proxy
-			return nil, fault.New(fault.ErrArgument, "storage_options: headers: %q: user and password of a proxy go into its URL, in the environment", name)
+			return nil, errs.New(errs.ErrArgument, "storage_options: headers: %q is set by the reader itself", name)
+		case "Proxy-Authorization": // would be forwarded to any server
+			return nil, errs.New(errs.ErrArgument, "storage_options: headers: %q: user and password of a proxy go into its URL, in the environment", name)
 		}
 		h.Set(name, opt.Storage[k])
 	}
 	if t := opt.Storage["token"]; t != "" && h.Get("Authorization") == "" {
 		if strings.ContainsAny(t, "\r\n\x00") {
-			return nil, fault.New(fault.ErrArgument, "storage_options: token: it has a line break")
+			return nil, errs.New(errs.ErrArgument, "storage_options: token: it has a line break")
 		}
 		h.Set("Authorization", "Bearer "+t)
 	}
 	return h, nil
 }
 
-// token reports whether a name may stand before the colon of a header.
+// token reports whether a name may be that of a header.
 func token(name string) bool {
 	return name != "" && !strings.ContainsFunc(name, func(r rune) bool {
 		return r <= ' ' || r >= 0x7f || strings.ContainsRune(`()<>@,;:\"/[]?={}`, r)

@@ -1,5 +1,7 @@
 package http
 
+// This file sends requests along redirects.
+
 import (
 	"context"
 	"io"
@@ -9,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// get sends a request to where the object is, following redirects. Where the
-// first answer came from is asked directly from then on.
+// get sends a request to where the object is, following redirects. The server that
+// gave the first response is asked directly from then on.
 func (o *object) get(ctx context.Context, extra http.Header) (*http.Response, error) {
 	o.mu.Lock()
 	at := o.moved
@@ -22,7 +24,7 @@ func (o *object) get(ctx context.Context, extra http.Header) (*http.Response, er
 		}
 		switch resp.StatusCode {
 		case http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound, http.StatusGone:
-			// A signed address runs out: the first one gives another.
+			// A signed URL expires: ask the first server for another.
 			_ = resp.Body.Close()
 			o.mu.Lock()
 			o.moved = nil
@@ -54,7 +56,7 @@ func (o *object) follow(ctx context.Context, h route.Hop, extra http.Header) (*h
 			}
 			return resp, nil
 		}
-		_, _ = io.CopyN(io.Discard, resp.Body, 4<<10) // short: its connection serves again
+		_, _ = io.CopyN(io.Discard, resp.Body, 4<<10) // short: the connection can be used again
 		_ = resp.Body.Close()
 		if h, err = h.Next(resp.Header.Get("Location")); err != nil {
 			return nil, err
@@ -62,7 +64,7 @@ func (o *object) follow(ctx context.Context, h route.Hop, extra http.Header) (*h
 	}
 }
 
-// send asks one server, once.
+// send sends one request to one server.
 func (o *object) send(ctx context.Context, h route.Hop, extra http.Header) (*http.Response, error) {
 	req := (&http.Request{Method: http.MethodGet, URL: h.URL, Host: h.URL.Host, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Header: http.Header{}})
 	if h.Home {
@@ -92,9 +94,9 @@ func (o *object) send(ctx context.Context, h route.Hop, extra http.Header) (*htt
 	return resp, err
 }
 
-// A body that is closed before its end ends its connection at once, by a reset:
-// the transport would wait its turn, and TLS for its farewell, while the rest
-// goes on coming.
+// A body that is closed before its end resets its connection: the transport would
+// otherwise wait for locks, and TLS for its close message, while the rest keeps
+// arriving.
 type body struct {
 	io.ReadCloser
 	conn net.Conn

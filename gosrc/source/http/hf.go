@@ -1,5 +1,7 @@
 package http
 
+// This file opens hf:// files: revisions, commits, and the user's token.
+
 import (
 	"cmp"
 	"context"
@@ -9,15 +11,15 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Hub opens the files of one load: those of one repository and revision come
-// from one commit, the first that the hub answers from. A branch that moves on
-// meanwhile changes nothing. Its zero value is ready; it is safe for concurrent
-// use. A hub that names no commit (X-Repo-Commit) pins nothing.
+// A Hub opens the files of one load. The files of one repository and revision come
+// from one commit, that of the hub's first response, even if a branch moves
+// meanwhile. A hub that names no commit (X-Repo-Commit) pins nothing. The zero
+// value is ready; it is safe for concurrent use.
 type Hub struct {
 	mu        sync.Mutex
 	revisions map[string]*revision
@@ -30,7 +32,7 @@ func (h *Hub) Open(ctx context.Context, uri string, opt source.Options) (*Source
 		return named(ctx, uri, opt, nil)
 	}
 	r := h.revision(ref)
-	select { // the first is alone, until it has learned the commit
+	select { // the first is opened alone, and learns the commit
 	case r.asking <- struct{}{}:
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
@@ -66,15 +68,15 @@ func (h *Hub) revision(ref source.HF) *revision {
 	return r
 }
 
-// A revision is a branch, tag or commit of a repository, and the commit that
-// it was when the load began.
+// A revision is a branch, tag or commit of a repository, and the commit that it
+// meant when the load began.
 type revision struct {
 	name   string
 	asking chan struct{}
 
 	mu     sync.Mutex
-	commit string // "" until an answer names it
-	done   bool   // an object was opened: the hub names none, or has named it
+	commit string // "" until a response names it
+	done   bool   // an object was opened: the commit is known, or the hub names none
 }
 
 func (r *revision) settled() bool {
@@ -89,14 +91,14 @@ func (r *revision) settle() {
 	r.mu.Unlock()
 }
 
-// now is what to ask for.
+// now is the revision to request.
 func (r *revision) now() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return cmp.Or(r.commit, r.name)
 }
 
-// answered takes the commit of an answer of the hub, and refuses another one.
+// answered takes the commit from a response of the hub, and refuses another one.
 func (r *revision) answered(resp *http.Response) error {
 	c := strings.ToLower(resp.Header.Get("X-Repo-Commit"))
 	if !isCommit(c) {
@@ -108,7 +110,7 @@ func (r *revision) answered(resp *http.Response) error {
 		r.commit = c
 	}
 	if r.commit != c {
-		return fault.New(fault.ErrCorrupt, "the hub answers from commit %s, the load has begun at %s", c, r.commit)
+		return errs.New(errs.ErrCorrupt, "the hub answers from commit %s, the load has begun at %s", c, r.commit)
 	}
 	return nil
 }
@@ -118,29 +120,28 @@ func isCommit(s string) bool {
 	return (len(s) == 40 || len(s) == 64) && strings.Trim(s, "0123456789abcdef") == ""
 }
 
-// home is where the object is to be asked for first.
+// home is the URL to request first.
 func (o *object) home() *url.URL {
 	if o.revision == nil {
 		return o.url
 	}
 	u, err := url.Parse(o.at(o.revision.now()))
-	if err != nil { // cannot be: it was well with another name for the commit
+	if err != nil { // cannot happen: it was parsed with the revision's name
 		return o.url
 	}
 	return u
 }
 
-// hub turns hf:// into the URL of the hub, at any revision, and finds the
-// user's token where huggingface_hub keeps it: the options, HF_TOKEN, the file
-// of a login.
+// hub turns hf:// into the hub's URL for any revision, and finds the user's token
+// where huggingface_hub keeps it: the options, HF_TOKEN, the file of a login.
 func hub(uri string, opt source.Options) (func(rev string) string, source.Options, error) {
 	r, ok := source.ParseHF(uri)
 	if !ok || r.Repo == "" || r.File == "" || strings.HasSuffix(r.File, "/") {
-		return nil, opt, fault.New(fault.ErrArgument, "expected hf://organisation/name/file@revision")
+		return nil, opt, errs.New(errs.ErrArgument, "expected hf://organisation/name/file@revision")
 	}
 	for _, part := range strings.Split(r.Repo+"/"+r.File, "/") {
 		if part == "" || part == "." || part == ".." {
-			return nil, opt, fault.New(fault.ErrArgument, "%q in a name of the hub", part)
+			return nil, opt, errs.New(errs.ErrArgument, "%q in a name of the hub", part)
 		}
 	}
 	if opt.Storage["token"] == "" {

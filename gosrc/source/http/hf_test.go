@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -127,7 +127,7 @@ func TestMovingBranch(t *testing.T) {
 			var hub Hub
 			for _, f := range files {
 				s, err := hub.Open(context.Background(), "hf://org/name/"+f, opt)
-				if f == "none" && errors.Is(err, fault.ErrNotFound) {
+				if f == "none" && errors.Is(err, errs.ErrNotFound) {
 					continue
 				}
 				if err != nil {
@@ -214,10 +214,10 @@ func TestCommits(t *testing.T) {
 		t.Fatal(err)
 	}
 	src.Close()
-	if _, err := hub.Open(context.Background(), "hf://org/other/b", opt); !errors.Is(err, fault.ErrCorrupt) {
+	if _, err := hub.Open(context.Background(), "hf://org/other/b", opt); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("%v", err)
 	}
-	if _, err := hub.Open(context.Background(), "hf://org/other/b@"+fmt.Sprintf("%040x", 77), opt); !errors.Is(err, fault.ErrCorrupt) {
+	if _, err := hub.Open(context.Background(), "hf://org/other/b@"+fmt.Sprintf("%040x", 77), opt); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("%v", err)
 	}
 }

@@ -1,18 +1,18 @@
 // Package http is the source of objects behind http://, https:// and hf://.
 //
-// Opening asks for the first bytes of the object: the answer tells its size,
-// pins its ETag, and usually has all that a format's header needs. Each read is
-// a ranged GET whose body goes from the socket straight into the caller's
-// memory; retry resumes what breaks. An answer that is not about that range of
-// the pinned object is never used: wrong Content-Range, another ETag or size,
-// an encoding. What has changed meanwhile is fault.ErrCorrupt.
+// Opening requests the first bytes of the object: the response gives its size, pins
+// its ETag, and usually contains the format's whole header. Each read is a ranged
+// GET whose body goes from the socket straight into the caller's memory; package
+// retry resumes what breaks. A response that is not about that range of the pinned
+// object is never used: a wrong Content-Range, another ETag or size, an encoding.
+// An object that has changed is errs.ErrCorrupt.
 //
-// Servers without ranges are read by one GET in order; see spool.go. So are
-// those that give nothing to pin an object by, neither an ETag nor a date: two
-// requests could bring bytes of two versions.
+// Servers without ranges are read by one GET in order; see spool.go. So are those
+// that give neither an ETag nor a date, since two requests could bring bytes of two
+// versions.
 //
-// Where requests may go, and what of the caller's goes along, is the package
-// route's to say; see follow.go.
+// Package route decides where requests may go, and which credentials they carry;
+// see follow.go.
 package http
 
 import (
@@ -32,14 +32,14 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
 const (
-	// firstBytes come with the opening: what safetensors.Read asks for first.
+	// firstBytes is what opening requests: what safetensors.Read asks for first.
 	firstBytes = 256 << 10
 )
 
@@ -62,11 +62,11 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Source, error) 
 func named(ctx context.Context, uri string, opt source.Options, r *revision) (*Source, error) {
 	s, err := open(ctx, uri, opt, r)
 	if err != nil {
-		var at *fault.At
+		var at *errs.At
 		if errors.As(err, &at) || ctx.Err() != nil {
 			return nil, err
 		}
-		return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
+		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
 	}
 	return s, nil
 }
@@ -89,7 +89,7 @@ func open(ctx context.Context, uri string, opt source.Options, r *revision) (*So
 		address = o.at(r.name)
 	}
 	if o.url, err = url.Parse(address); err != nil || o.url.Host == "" || o.url.Scheme != "http" && o.url.Scheme != "https" {
-		return nil, fault.New(fault.ErrArgument, "not a valid URL")
+		return nil, errs.New(errs.ErrArgument, "not a valid URL")
 	}
 	o.url.Fragment = ""
 	if o.headers, err = headers(opt); err != nil {
@@ -103,7 +103,7 @@ func open(ctx context.Context, uri string, opt source.Options, r *revision) (*So
 		s, err = o.first(ctx, tries)
 		return err
 	})
-	if err == nil && s == nil { // no ranges, or no use for them
+	if err == nil && s == nil { // no ranges, or an empty object
 		s, err = o.spooled(ctx, tries)
 	}
 	if err != nil {
@@ -113,7 +113,7 @@ func open(ctx context.Context, uri string, opt source.Options, r *revision) (*So
 	return s, nil
 }
 
-// ReadAt answers from the first bytes where it can.
+// ReadAt serves what it can from the first bytes.
 func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if off >= 0 && off+int64(len(p)) <= int64(len(s.head)) && off+int64(len(p)) >= off && ctx.Err() == nil && !s.shut.Load() {
 		copy(p, s.head[off:])
@@ -137,9 +137,9 @@ func (s *Source) Facts() source.Facts {
 	return f
 }
 
-// pin is what pins the object: its ETag, else its date, "" if the server
-// gives neither. A weak ETag pins nothing, nor does a date of just now: it has
-// whole seconds, and a second change in one of them leaves no trace.
+// pin is what identifies the object's state: its ETag, else its date, "" if the
+// server gives neither. A weak ETag pins nothing, nor does a recent date: dates
+// have whole seconds, and a second change within one leaves no trace.
 func (s *Source) pin() string {
 	if strings.HasPrefix(s.o.etag, "W/") {
 		return ""
@@ -152,16 +152,16 @@ func (s *Source) pin() string {
 	if err != nil || err2 != nil || date.Sub(modified) < settle {
 		return ""
 	}
-	if q := s.o.url.RawQuery; q != "" { // one date may be that of many objects
+	if q := s.o.url.RawQuery; q != "" { // many objects may have the same date
 		return fmt.Sprintf("%s %x", s.o.modified, sha256.Sum256([]byte(q)))
 	}
 	return s.o.modified
 }
 
-// settle is how old a date must be, by the server's own clock, to pin.
+// settle is how old a date must be, by the server's clock, to pin.
 const settle = 2 * time.Second
 
-// Counts is what was asked of the server; zero for one without ranges.
+// Counts is what was requested of the server; zero for one without ranges.
 func (s *Source) Counts() retry.Counts {
 	if f, ok := s.Source.(*retry.Source); ok {
 		return f.Counts()
@@ -169,14 +169,15 @@ func (s *Source) Counts() retry.Counts {
 	return retry.Counts{}
 }
 
-// An object is what a URL was when it was opened. It implements retry.Fetcher.
+// An object is what a URL referred to when it was opened. It implements
+// retry.Fetcher.
 type object struct {
 	uri     string
-	url     *url.URL // where the user sent us
+	url     *url.URL // the URL that the user named
 	headers http.Header
 	client  *client
 
-	// Of hf:// only: which commit it is, and the URL at one.
+	// For hf:// only: the revision, and the URL of the file at one.
 	revision *revision
 	at       func(rev string) string
 
@@ -188,15 +189,15 @@ type object struct {
 
 	way   route.Way
 	mu    sync.Mutex
-	moved *route.Hop // where url led
+	moved *route.Hop // where redirects led
 }
 
 func (o *object) URI() string  { return o.uri }
 func (o *object) Size() int64  { return o.size }
 func (o *object) Close() error { o.client.drop(); return nil }
 
-// first asks for the first bytes. It returns nil, and no error, if the server
-// gives no ranges of this object, or nothing that holds them together.
+// first requests the first bytes. It returns nil, and no error, if the server gives
+// no ranges of this object, or nothing that pins it.
 func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error) {
 	resp, err := o.get(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", firstBytes-1)}})
 	if err != nil {
@@ -208,7 +209,7 @@ func (o *object) first(ctx context.Context, tries retry.Options) (*Source, error
 	case resp.StatusCode == http.StatusPartialContent && !pins(resp):
 		return nil, plain(resp)
 	case resp.StatusCode == http.StatusRequestedRangeNotSatisfiable && ranged && total == 0:
-		return nil, nil // empty: a plain GET says what it is
+		return nil, nil // empty: a plain GET will tell
 	case resp.StatusCode == http.StatusOK:
 		if err := plain(resp); err != nil {
 			return nil, err
@@ -251,8 +252,8 @@ func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
 	return resp.Body, nil
 }
 
-// pin asks for the object that was opened or none. A weak ETag may not be
-// asked for; about compares it.
+// pin adds a condition to a request: the object that was opened or none. A weak
+// ETag cannot be a condition; about compares it.
 func (o *object) pin(h http.Header) {
 	switch {
 	case o.etag != "" && !strings.HasPrefix(o.etag, "W/"):
@@ -262,7 +263,7 @@ func (o *object) pin(h http.Header) {
 	}
 }
 
-// about checks that an answer is about this range of the pinned object.
+// about checks that a response is about this range of the pinned object.
 func (o *object) about(resp *http.Response, off, n int64) error {
 	from, to, total, ranged := contentRange(resp)
 	switch resp.StatusCode {
@@ -294,9 +295,9 @@ func (o *object) about(resp *http.Response, off, n int64) error {
 	return nil
 }
 
-// pins reports whether an answer has what tells one version of an object from
-// another: an ETag, or a date that is no younger than a second, since within
-// that another version could have the same.
+// pins reports whether a response identifies a version of an object: by an ETag, or
+// by a date at least a second old, since another version could have the same date
+// until then.
 func pins(resp *http.Response) bool {
 	if resp.Header.Get("ETag") != "" {
 		return true
@@ -360,17 +361,17 @@ func contentRange(resp *http.Response) (from, to, total int64, ok bool) {
 	return from, to, total, ok && from <= to && (total < 0 || to < total)
 }
 
-// wrong is an answer that does not fit the question: perhaps the next one does.
+// wrong is a response that does not match its request; a retry may get another.
 type wrong struct{ what string }
 
 func (w *wrong) Error() string { return w.what }
 
-// changed says that the object is another one by now.
+// changed says that the object has been replaced.
 type changed struct{ what string }
 
 func (c *changed) Error() string { return c.what }
 
-// A failed is an answer with a status that is no success.
+// A failed is a response with an error status.
 type failed struct {
 	code  int
 	after time.Duration
@@ -397,18 +398,18 @@ func (o *object) status(resp *http.Response) error {
 		f.after = max(0, time.Until(t))
 	}
 	if f.code == http.StatusServiceUnavailable || f.code == http.StatusTooManyRequests {
-		f.after = max(f.after, time.Millisecond) // it has too much to do
+		f.after = max(f.after, time.Millisecond) // the server is overloaded
 	}
 	switch f.code {
 	case http.StatusPreconditionFailed:
 		return &changed{"the server has no longer what was opened"}
 	case http.StatusNotFound, http.StatusGone:
-		return fault.New(fault.ErrNotFound, "%v", f)
+		return errs.New(errs.ErrNotFound, "%v", f)
 	case http.StatusUnauthorized, http.StatusForbidden, http.StatusProxyAuthRequired:
-		return fault.New(fault.ErrPermission, "%v", f)
+		return errs.New(errs.ErrPermission, "%v", f)
 	}
 	if !f.again() {
-		return fault.New(fault.ErrIO, "%v", f)
+		return errs.New(errs.ErrIO, "%v", f)
 	}
 	return f
 }
@@ -425,14 +426,14 @@ func (o *object) Judge(err error) (retry.Verdict, time.Duration) {
 		return retry.Changed, 0
 	case errors.As(err, &busy):
 		return retry.Busy, busy.after
-	case errors.As(err, &name) && name.IsNotFound, fault.Classed(err), badTLS(err):
+	case errors.As(err, &name) && name.IsNotFound, errs.Classed(err), badTLS(err):
 		return retry.Never, 0
 	}
 	return retry.Again, 0
 }
 
-// badTLS tells a server that is not trusted, or does not speak TLS as we do,
-// from a connection that broke.
+// badTLS tells a server that is not trusted, or does not speak our TLS, from a
+// connection that broke.
 func badTLS(err error) bool {
 	var (
 		verify *tls.CertificateVerificationError

@@ -18,7 +18,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/source"
@@ -250,7 +250,7 @@ func TestChanged(t *testing.T) {
 			t.Fatal(err)
 		}
 		err = src.ReadAt(ctx, make([]byte, 100), 500_000)
-		if !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "changed while it was read") {
+		if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "changed while it was read") {
 			t.Errorf("%v", err)
 		}
 		if n := src.Counts().Resumed; n != 0 {
@@ -266,7 +266,7 @@ func TestChanged(t *testing.T) {
 		if uri2 != uri {
 			t.Fatal(uri2)
 		}
-		if err := src.ReadAt(ctx, make([]byte, 100), 500_000); !errors.Is(err, fault.ErrCorrupt) {
+		if err := src.ReadAt(ctx, make([]byte, 100), 500_000); !errors.Is(err, errs.ErrCorrupt) {
 			t.Errorf("%v", err)
 		}
 	})
@@ -320,7 +320,7 @@ func TestChanged(t *testing.T) {
 		if id := opened(t, s.URL+"/x?version=2", nil).pin(); id == src.pin() || id == "" {
 			t.Errorf("two objects of one date are both %q", id)
 		}
-		if err := src.ReadAt(ctx, make([]byte, 100), 500_000); !errors.Is(err, fault.ErrCorrupt) {
+		if err := src.ReadAt(ctx, make([]byte, 100), 500_000); !errors.Is(err, errs.ErrCorrupt) {
 			t.Errorf("%v", err)
 		}
 	})
@@ -335,7 +335,7 @@ func TestChanged(t *testing.T) {
 		if err := src.ReadAt(ctx, make([]byte, 100), 500_000); err != nil {
 			t.Error(err)
 		}
-		if err := src.ReadAt(ctx, make([]byte, 100), 600_000); !errors.Is(err, fault.ErrCorrupt) {
+		if err := src.ReadAt(ctx, make([]byte, 100), 600_000); !errors.Is(err, errs.ErrCorrupt) {
 			t.Errorf("%v", err)
 		}
 	})
@@ -381,10 +381,10 @@ func TestClasses(t *testing.T) {
 		class error
 		most  int64
 	}{
-		"404": {fault.ErrNotFound, 1}, "410": {fault.ErrNotFound, 1}, "401": {fault.ErrPermission, 1}, "403": {fault.ErrPermission, 1},
-		"400": {fault.ErrIO, 1}, "501": {fault.ErrIO, 1}, "500": {fault.ErrIO, 3}, "429": {fault.ErrIO, 3},
-		"gzip": {fault.ErrIO, 3}, "shifted": {fault.ErrIO, 3}, "huge": {fault.ErrIO, 3}, "endless": {fault.ErrIO, 3},
-		"scheme": {fault.ErrPermission, 1}, "link": {fault.ErrPermission, 1}, "loop": {fault.ErrIO, 18},
+		"404": {errs.ErrNotFound, 1}, "410": {errs.ErrNotFound, 1}, "401": {errs.ErrPermission, 1}, "403": {errs.ErrPermission, 1},
+		"400": {errs.ErrIO, 1}, "501": {errs.ErrIO, 1}, "500": {errs.ErrIO, 3}, "429": {errs.ErrIO, 3},
+		"gzip": {errs.ErrIO, 3}, "shifted": {errs.ErrIO, 3}, "huge": {errs.ErrIO, 3}, "endless": {errs.ErrIO, 3},
+		"scheme": {errs.ErrPermission, 1}, "link": {errs.ErrPermission, 1}, "loop": {errs.ErrIO, 18},
 	} {
 		requests.Store(0)
 		uri := strings.Replace(s.URL, "://", "://user:"+secret+"@", 1) + "/" + path + "?sig=" + secret
@@ -401,8 +401,8 @@ func TestClasses(t *testing.T) {
 		}
 	}
 	for uri, class := range map[string]error{
-		"http://": fault.ErrArgument, "http://[::1": fault.ErrArgument, "hf://x": fault.ErrArgument, "hf://a/b/../c": fault.ErrArgument,
-		"http://127.0.0.1:1/x": fault.ErrIO, "http://no.such.host.invalid/": fault.ErrIO,
+		"http://": errs.ErrArgument, "http://[::1": errs.ErrArgument, "hf://x": errs.ErrArgument, "hf://a/b/../c": errs.ErrArgument,
+		"http://127.0.0.1:1/x": errs.ErrIO, "http://no.such.host.invalid/": errs.ErrIO,
 	} {
 		if _, err := Open(context.Background(), uri, source.Options{}); !errors.Is(err, class) {
 			t.Errorf("%s: %v, want %v", uri, err, class)
@@ -414,7 +414,7 @@ func TestClasses(t *testing.T) {
 		{"cacert": "/dev/null"},
 	} {
 		_, err := Open(context.Background(), strings.Replace(s.URL, "http:", "https:", 1), source.Options{Storage: storage})
-		if !errors.Is(err, fault.ErrArgument) || strings.Contains(err.Error(), secret) {
+		if !errors.Is(err, errs.ErrArgument) || strings.Contains(err.Error(), secret) {
 			t.Errorf("%v: %v", storage, err)
 		}
 	}
@@ -471,9 +471,9 @@ func TestCancel(t *testing.T) {
 	defer s.Close()
 	src := opened(t, s.URL+"/x", nil)
 	ctx, cancel := context.WithCancelCause(context.Background())
-	time.AfterFunc(50*time.Millisecond, func() { cancel(fault.ErrCancelled) })
+	time.AfterFunc(50*time.Millisecond, func() { cancel(errs.ErrCancelled) })
 	// Without the cancel it would end as a stall.
-	if err := src.ReadAt(ctx, make([]byte, 500_000), 300_000); !errors.Is(err, fault.ErrCancelled) {
+	if err := src.ReadAt(ctx, make([]byte, 500_000), 300_000); !errors.Is(err, errs.ErrCancelled) {
 		t.Error(err)
 	}
 	src.Close()

@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -30,7 +30,7 @@ func nginx(t *testing.T) (dir, ranges, plain, secure string, c certs) {
 		}
 	}
 	dir = t.TempDir()
-	if err := os.Chmod(filepath.Dir(dir), 0o755); err != nil { // workers run as nobody
+	if err := os.Chmod(filepath.Dir(dir), 0o755); err != nil { // nginx's workers run as another user
 		t.Fatal(err)
 	}
 	if err := os.Chmod(dir, 0o755); err != nil {
@@ -130,10 +130,10 @@ func TestNginx(t *testing.T) {
 	if err := errors.Join(os.WriteFile(path+".new", next, 0o644), os.Chtimes(path+".new", time.Now(), time.Now().Add(-time.Hour)), os.Rename(path+".new", path)); err != nil {
 		t.Fatal(err)
 	}
-	if err := src.ReadAt(context.Background(), make([]byte, 1000), 1<<20); !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "changed while it was read") {
+	if err := src.ReadAt(context.Background(), make([]byte, 1000), 1<<20); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "changed while it was read") {
 		t.Errorf("%v", err)
 	}
-	if _, err := Open(context.Background(), ranges+"none", source.Options{}); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := Open(context.Background(), ranges+"none", source.Options{}); !errors.Is(err, errs.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
 }

@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -44,7 +44,7 @@ func TestRedirectedRanges(t *testing.T) {
 		w.Script(302, map[string]string{from + "/a": "http://{" + to + "}/b"})
 		s := opened(t, w.URL("http://{"+from+"}/a"), nil)
 		for range 3 {
-			errs := make(chan error)
+			failures := make(chan error)
 			for i := range 6 {
 				go func() {
 					p := make([]byte, 70_000)
@@ -53,11 +53,11 @@ func TestRedirectedRanges(t *testing.T) {
 					if err == nil && !bytes.Equal(p, w.Data[off:off+70_000]) {
 						err = errors.New("other bytes")
 					}
-					errs <- err
+					failures <- err
 				}()
 			}
 			for range 6 {
-				if err := <-errs; err != nil {
+				if err := <-failures; err != nil {
 					t.Error(err)
 				}
 			}
@@ -81,7 +81,7 @@ func TestIdleConnections(t *testing.T) {
 	}
 	w.Script(302, map[string]string{"net/a": "http://{net2}/b", "pub/a": "http://{net2}/b"})
 	_, err := Open(context.Background(), w.URL("http://{pub}/a"), source.Options{})
-	if !errors.Is(err, fault.ErrPermission) || strings.Join(w.Seen(), " ") != "pub/a" {
+	if !errors.Is(err, errs.ErrPermission) || strings.Join(w.Seen(), " ") != "pub/a" {
 		t.Errorf("%v after %v", err, w.Seen())
 	}
 	if err := near.ReadAt(context.Background(), make([]byte, 1000), 600_000); err != nil {
@@ -116,7 +116,7 @@ func TestRebinding(t *testing.T) {
 	turned.Store(true)
 	c.transport.CloseIdleConnections()
 	err = s.ReadAt(context.Background(), make([]byte, 1000), 500_000)
-	if !errors.Is(err, fault.ErrPermission) {
+	if !errors.Is(err, errs.ErrPermission) {
 		t.Errorf("%v", err)
 	}
 	for _, at := range w.Seen() {
@@ -127,7 +127,7 @@ func TestRebinding(t *testing.T) {
 	// From the redirect, by a name.
 	turned.Store(true)
 	w.Script(302, map[string]string{"pub2/a": "http://rebound.example/b"})
-	if _, err := Open(context.Background(), w.URL("http://{pub2}/a"), opt); !errors.Is(err, fault.ErrPermission) {
+	if _, err := Open(context.Background(), w.URL("http://{pub2}/a"), opt); !errors.Is(err, errs.ErrPermission) {
 		t.Errorf("%v after %v", err, w.Seen())
 	}
 }
@@ -145,7 +145,7 @@ func TestProxiedRedirects(t *testing.T) {
 	} {
 		w.Script(302, map[string]string{"net/a": location})
 		s, err := Open(context.Background(), "http://weights.example/a", source.Options{Env: env, Storage: map[string]string{"retries": "0"}})
-		if ok != (err == nil) || !ok && !errors.Is(err, fault.ErrPermission) && !strings.Contains(err.Error(), "nowhere") {
+		if ok != (err == nil) || !ok && !errors.Is(err, errs.ErrPermission) && !strings.Contains(err.Error(), "nowhere") {
 			t.Errorf("%s: %v", location, err)
 		}
 		if seen := strings.Join(w.Seen(), " "); !ok && strings.Contains(seen, "/b") {
@@ -166,7 +166,7 @@ func TestProxiedRedirects(t *testing.T) {
 	}
 	env["NO_PROXY"] = "127.0.0.0/8"
 	w.Script(302, map[string]string{"net/a": "http://{net2}/b"})
-	if _, err := Open(context.Background(), "http://weights.example/a", source.Options{Env: env}); !errors.Is(err, fault.ErrPermission) {
+	if _, err := Open(context.Background(), "http://weights.example/a", source.Options{Env: env}); !errors.Is(err, errs.ErrPermission) {
 		t.Errorf("%v after %v", err, w.Seen())
 	}
 }

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
@@ -73,7 +73,7 @@ func TestSilentSpool(t *testing.T) {
 				err = s.ReadAt(t.Context(), make([]byte, 1000), 900_000)
 				_ = s.Close()
 			}
-			if !errors.Is(err, fault.ErrTimeout) || whole.Load() != want {
+			if !errors.Is(err, errs.ErrTimeout) || whole.Load() != want {
 				t.Errorf("asked %d times, want %d: %v", whole.Load(), want, err)
 			}
 		})

@@ -1,5 +1,8 @@
 package http
 
+// This file reads objects of servers without ranges: one GET, in order, into a
+// spool.
+
 import (
 	"context"
 	"errors"
@@ -10,41 +13,40 @@ import (
 	"sync"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source/retry"
 	"github.com/overwire/overwire/gosrc/source/spool"
 )
 
-// progress is how many bytes a GET must bring within the timeout: what ranges must.
+// progress is how many bytes a GET must bring within the timeout, as for ranges.
 const progress = 64 << 10
 
 var errStalled = errors.New("no progress")
 
-// A stream is an object of a server without ranges (HTTP/1.0, and what makes
-// its answers on the fly): one GET brings it in order into a spool.
+// A stream is an object of a server without ranges (HTTP/1.0, or responses made on
+// the fly): one GET brings it in order into a spool.
 //
-// A GET that breaks cannot be resumed: the next begins at 0, and what it
-// brings again is compared, by its hash, with what is there, before a new byte
-// counts. A server that names no length, and closes the connection to say
-// that the object ends, gives no way to tell a cut; formats find it.
+// A GET that breaks cannot be resumed: the next starts at 0, and what it brings
+// again is compared by hash with what is there before a new byte counts. A server
+// that names no length, and ends the object by closing the connection, gives no way
+// to notice a truncated one; formats do.
 type stream struct {
 	*spool.File
 	o     *object
 	tries retry.Options
 
 	cancel context.CancelCauseFunc
-	ended  chan struct{} // fill has
+	ended  chan struct{} // fill has ended
 	once   sync.Once
 	shut   error
 
 	// fill's own.
 	hash   maphash.Hash // of what is there
-	pinned bool         // an answer has said what the object is
+	pinned bool         // a response has identified the object
 }
 
-// spooled opens an object that has no ranges; it returns when the size is
-// known.
+// spooled opens an object without ranges; it returns when the size is known.
 func (o *object) spooled(ctx context.Context, tries retry.Options) (*Source, error) {
 	f, err := spool.New(o.uri)
 	if err != nil {
@@ -69,7 +71,7 @@ func (o *object) spooled(ctx context.Context, tries retry.Options) (*Source, err
 // Close ends the GET.
 func (s *stream) Close() error {
 	s.once.Do(func() {
-		s.cancel(fault.New(fault.ErrArgument, "the source is closed"))
+		s.cancel(errs.New(errs.ErrArgument, "the source is closed"))
 		<-s.ended
 		s.o.client.drop()
 		s.shut = s.File.Close()
@@ -77,7 +79,7 @@ func (s *stream) Close() error {
 	return s.shut
 }
 
-// fill brings the object, beginning again when a GET breaks.
+// fill brings the object, starting again when a GET breaks.
 func (s *stream) fill(ctx context.Context) error {
 	s.hash.SetSeed(maphash.MakeSeed())
 	most := max(0, s.tries.Retries) + 1
@@ -100,15 +102,15 @@ func (s *stream) fill(ctx context.Context) error {
 		}
 		switch {
 		case verdict == retry.Changed:
-			return fault.New(fault.ErrCorrupt, "changed while it was read: %v", err)
+			return errs.New(errs.ErrCorrupt, "changed while it was read: %v", err)
 		case verdict == retry.Never || failed >= most || silent >= retry.OpenTries:
-			if fault.Classed(err) {
+			if errs.Classed(err) {
 				return err
 			}
 			if err == errStalled {
-				return fault.New(fault.ErrTimeout, "less than %d bytes in %v (after %d attempts)", progress, s.tries.Timeout, failed)
+				return errs.New(errs.ErrTimeout, "less than %d bytes in %v (after %d attempts)", progress, s.tries.Timeout, failed)
 			}
-			return fault.New(fault.ErrIO, "%v (after %d attempts)", err, failed)
+			return errs.New(errs.ErrIO, "%v (after %d attempts)", err, failed)
 		}
 		if err := retry.Pause(ctx, failed, after); err != nil {
 			return err

@@ -23,7 +23,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/source"
 )
@@ -104,8 +104,8 @@ func TestTLS(t *testing.T) {
 		{"not insecure", c.expired, source.Options{Storage: map[string]string{"insecure": "false"}}, false},
 	} {
 		_, uri := started(t, data, serve.Options{Cert: x.cert, Key: c.key})
-		// A refusal is no fault that a retry could mend: with so many of them the
-		// deadline would come first.
+		// A refusal must not be retried: with this number of retries the deadline
+		// would come first.
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		storage := map[string]string{"retries": "1000"}
 		maps.Copy(storage, x.opt.Storage)
@@ -115,7 +115,7 @@ func TestTLS(t *testing.T) {
 		switch {
 		case err == nil && !x.ok:
 			t.Errorf("%s: trusted", x.name)
-		case err != nil && (x.ok || !errors.Is(err, fault.ErrIO)):
+		case err != nil && (x.ok || !errors.Is(err, errs.ErrIO)):
 			t.Errorf("%s: %v", x.name, err)
 		}
 		if err == nil {
@@ -135,13 +135,13 @@ func TestOldTLS(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for version, want := range map[uint16]error{tls.VersionTLS11: fault.ErrIO, tls.VersionTLS13: fault.ErrPermission} {
+	for version, want := range map[uint16]error{tls.VersionTLS11: errs.ErrIO, tls.VersionTLS13: errs.ErrPermission} {
 		s := httptest.NewUnstartedServer(http.RedirectHandler("http://127.0.0.1:1/x", http.StatusFound))
 		s.Config.ErrorLog = log.New(io.Discard, "", 0)
 		s.TLS = &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS10, MaxVersion: version}
 		s.StartTLS()
 		_, err := Open(context.Background(), s.URL+"/x", source.Options{Storage: map[string]string{"cacert": c.ca}})
-		if !errors.Is(err, want) || want == fault.ErrPermission && !strings.Contains(err.Error(), "https to http") {
+		if !errors.Is(err, want) || want == errs.ErrPermission && !strings.Contains(err.Error(), "https to http") {
 			t.Errorf("%x: %v", version, err)
 		}
 		s.Close()

@@ -1,16 +1,16 @@
-// Package memory is the source of bytes that lie in memory already: a file that
-// was read whole. Facts.View gives the very bytes, so that they are not copied.
+// Package memory is the source of a file that was read into memory whole.
+// Facts.View returns its bytes without a copy.
 package memory
 
 import (
 	"context"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Memory is such a source. It implements source.Source.
+// A Memory holds such a file. It implements source.Source.
 type Memory struct {
 	uri   string
 	bytes []byte
@@ -47,10 +47,10 @@ func (m *Memory) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return err
 }
 
-// Facts say that the bytes are resident.
+// Facts say that the bytes can be viewed.
 func (m *Memory) Facts() source.Facts { return source.Facts{View: m.view} }
 
-// view gives the bytes themselves.
+// view returns the bytes themselves.
 func (m *Memory) view(off, n int64) ([]byte, error) {
 	m.mu.RLock()
 	defer m.mu.RUnlock()
@@ -60,15 +60,15 @@ func (m *Memory) view(off, n int64) ([]byte, error) {
 // slice is a range of the bytes. m.mu is held.
 func (m *Memory) slice(off, n int64) ([]byte, error) {
 	if m.shut {
-		return nil, m.at(off, fault.New(fault.ErrArgument, "the source is closed"))
+		return nil, m.at(off, errs.New(errs.ErrArgument, "the source is closed"))
 	}
 	if off < 0 || n < 0 || off > m.Size() || n > m.Size()-off {
-		return nil, m.at(off, fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, there are %d", n, m.Size()))
+		return nil, m.at(off, errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, there are %d", n, m.Size()))
 	}
 	return m.bytes[off : off+n : off+n], nil
 }
 
-// Close frees the bytes after the copies in flight; views of them end.
+// Close frees the bytes after the copies in flight; views become invalid.
 func (m *Memory) Close() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -78,5 +78,5 @@ func (m *Memory) Close() error {
 }
 
 func (m *Memory) at(off int64, err error) error {
-	return &fault.At{Verb: "read", Source: m.uri, Chunk: -1, Offset: off, Err: err}
+	return &errs.At{Verb: "read", Source: m.uri, Chunk: -1, Offset: off, Err: err}
 }

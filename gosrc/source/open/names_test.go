@@ -7,7 +7,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -23,7 +23,7 @@ func TestFilePath(t *testing.T) {
 		}
 	}
 	for _, uri := range []string{"file:///a?b", "file:///a#b", "file:///a?", "file:///a#", "file://host/x", "file://", "file:///a%00b", "file:///%zz", "file:///a%2"} {
-		if got, err := FilePath(uri); !errors.Is(err, fault.ErrArgument) {
+		if got, err := FilePath(uri); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%q: %q, %v", uri, got, err)
 		}
 	}
@@ -32,14 +32,14 @@ func TestFilePath(t *testing.T) {
 func TestForeignBytes(t *testing.T) {
 	// Promise: a store is asked for names in UTF-8 only; a local file for any.
 	for _, uri := range []string{"http://127.0.0.1:1/caf\xe9", "s3://b/\xff", "redis://127.0.0.1:1/\xc3", "hf://a/b/\x80"} {
-		if _, err := Source(context.Background(), uri); !errors.Is(err, fault.ErrArgument) {
+		if _, err := Source(context.Background(), uri); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%q: %v", uri, err)
 		}
-		if _, err := Presign(context.Background(), uri, source.Options{}, 1); !errors.Is(err, fault.ErrArgument) {
+		if _, err := Presign(context.Background(), uri, source.Options{}, 1); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%q: %v", uri, err)
 		}
 		if Writable(uri) {
-			if _, err := Create(context.Background(), uri, source.Options{}, 1); !errors.Is(err, fault.ErrArgument) {
+			if _, err := Create(context.Background(), uri, source.Options{}, 1); !errors.Is(err, errs.ErrArgument) {
 				t.Errorf("%q: %v", uri, err)
 			}
 		}

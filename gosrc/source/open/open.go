@@ -9,7 +9,7 @@ import (
 	"strings"
 	"unicode/utf8"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/cache"
@@ -18,8 +18,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/pipe"
 )
 
-// schemes says who opens what, beside stores. A name without a scheme is a local
-// path.
+// schemes maps a scheme to what opens it; stores has the others. A name without a
+// scheme is a local path.
 var schemes = map[string]func(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source, error){
 	"": func(_ context.Context, _ *http.Hub, path string, _ source.Options) (source.Source, error) {
 		return wrap(file.Open(path))
@@ -48,11 +48,11 @@ func wrap[S source.Source](s S, err error) (source.Source, error) {
 	return s, nil
 }
 
-// With returns what opens the URIs of one load, as the caller said: those of one
-// repository of hf:// come from one commit. Local files need no options and take
-// no notice of them. http and https are left to an external
-// downloader where a setting names one. The option "cache" is a folder that
-// keeps whole objects of any store; see the room cache.
+// With returns a function that opens the URIs of one load with the caller's
+// options. All files of one hf:// repository come from one commit. Local files
+// ignore the options. http and https go through an external downloader where a
+// setting names one. The option "cache" is a folder that keeps whole objects of any
+// store; see package cache.
 func With(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
 	dir := opt.Storage["cache"]
 	if dir != "" {
@@ -80,20 +80,20 @@ func direct(opt source.Options) func(ctx context.Context, uri string) (source.So
 	}
 }
 
-// Downloaded says whether an external downloader brings what is at a URI: then
-// nothing tells one state of it from another.
+// Downloaded reports whether an external downloader fetches a URI: then nothing
+// identifies the object's state.
 func Downloaded(uri string) bool {
 	return knob.Downloader.Get() != "" && (Scheme(uri) == "http" || Scheme(uri) == "https")
 }
 
-// argvs is how many URLs one program gets: there is a limit to what arguments
-// may take, of 2 MiB as a rule.
+// argvs is how many URLs one program gets, since the size of arguments is limited,
+// usually to 2 MiB.
 const argvs = 1000
 
-// Several is With for URIs of objects whose sizes are known, which are opened in
-// this order, once each. Where a setting names an external downloader, and all
-// are http or https, it is started once for all of them, or once for each
-// thousand. rest, to be called at the end, closes what was brought and not opened.
+// Several is With for URIs of known sizes, each opened once and in this order.
+// Where a setting names an external downloader, and all are http or https, one run
+// of it fetches up to argvs of them. The caller calls rest at the end: it closes
+// the sources that were fetched and not opened.
 func Several(uris []string, sizes []int64, opt source.Options) (dial func(ctx context.Context, uri string) (source.Source, error), rest func()) {
 	program := knob.Downloader.Get()
 	if program == "" || opt.Storage["cache"] != "" || slices.ContainsFunc(uris, func(u string) bool { return Scheme(u) != "http" && Scheme(u) != "https" }) {
@@ -120,7 +120,8 @@ func Several(uris []string, sizes []int64, opt source.Options) (dial func(ctx co
 	}
 }
 
-// Own is With, without any other program: a downloader may be overwire.
+// Own is With, but never runs an external downloader: the downloader may be
+// overwire itself.
 func Own(opt source.Options) func(ctx context.Context, uri string) (source.Source, error) {
 	var hub http.Hub
 	return func(ctx context.Context, uri string) (source.Source, error) {
@@ -133,8 +134,8 @@ func Own(opt source.Options) func(ctx context.Context, uri string) (source.Sourc
 		if fn := stores[Scheme(uri)].open; fn != nil {
 			return fn(ctx, uri, opt)
 		}
-		return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrNotSupported, "scheme %q; a local path is meant by ./%s", Scheme(uri), uri)}
+		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrNotSupported, "scheme %q; a local path is meant by ./%s", Scheme(uri), uri)}
 	}
 }
 
@@ -152,23 +153,23 @@ func Scheme(uri string) string {
 	return strings.ToLower(s)
 }
 
-// FilePath is the path of a file:// URI, which must name no other host: the very
-// bytes that its escapes %XX stand for. A bare ? or # is refused, since some readers
-// end the path there and others take it for a part of the name.
+// FilePath is the path of a file:// URI on this host, with the escapes %XX replaced
+// by their bytes. A bare ? or # is refused: some readers end the path there, others
+// take it for a part of the name.
 func FilePath(uri string) (string, error) {
 	u, err := url.Parse(uri)
 	if err != nil || (u.Host != "" && u.Host != "localhost") || u.Path == "" || strings.ContainsAny(uri, "?#") || strings.Contains(u.Path, "\x00") {
-		return "", &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrArgument, "not the URI of a local file (? is written %%3F there, # %%23)")}
+		return "", &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrArgument, "not the URI of a local file (? is written %%3F there, # %%23)")}
 	}
 	return u.Path, nil
 }
 
-// sound refuses a URI of another program's that is not UTF-8: what it names would
-// depend on who writes it out.
+// sound refuses a URI of a remote scheme that is not UTF-8, since programs disagree
+// on how to escape it.
 func sound(verb, uri string) error {
 	if utf8.ValidString(uri) {
 		return nil
 	}
-	return &fault.At{Verb: verb, Source: uri, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrArgument, "a URI is UTF-8: write other bytes as %%XX")}
+	return &errs.At{Verb: verb, Source: uri, Chunk: -1, Offset: -1, Err: errs.New(errs.ErrArgument, "a URI is UTF-8: write other bytes as %%XX")}
 }

@@ -1,5 +1,7 @@
 package open
 
+// This file writes, lists and removes objects of stores.
+
 import (
 	"context"
 	"maps"
@@ -7,12 +9,12 @@ import (
 	"strings"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A store is what can be done at a scheme that can be written to. Local files
-// are none: they have rules of their own (save).
+// A store is what can be done with a scheme that can be written to. Local files
+// have rules of their own (package save).
 type store struct {
 	open    func(ctx context.Context, uri string, opt source.Options) (source.Source, error)
 	create  func(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error)
@@ -37,7 +39,7 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 	return s.create(ctx, uri, uncached(opt), limit)
 }
 
-// Remove deletes an object; one that is not there is no mistake.
+// Remove deletes an object; it is no error if there is none.
 func Remove(ctx context.Context, uri string, opt source.Options) error {
 	s, err := storeOf("save", uri)
 	if err != nil {
@@ -46,13 +48,13 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	return s.remove(ctx, uri, uncached(opt))
 }
 
-// List gives the URIs of the objects in a folder, sorted; none of folders below
-// it. An empty folder is fault.ErrNotFound; a store without folders
-// fault.ErrNotSupported.
+// List returns the URIs of the objects in a folder, sorted, without those of
+// folders below it. An empty folder is errs.ErrNotFound; a store without folders
+// errs.ErrNotSupported.
 func List(ctx context.Context, uri string, opt source.Options) ([]string, error) {
 	s, err := storeOf("open", uri)
 	if err == nil && s.list == nil {
-		err = &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrNotSupported, "this store has no folders")}
+		err = &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: errs.New(errs.ErrNotSupported, "this store has no folders")}
 	}
 	if err != nil {
 		return nil, err
@@ -60,7 +62,7 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 	return s.list(ctx, uri, uncached(opt))
 }
 
-// Lister is List as the caller said.
+// Lister is List with the caller's options.
 func Lister(opt source.Options) func(ctx context.Context, uri string) ([]string, error) {
 	return func(ctx context.Context, uri string) ([]string, error) { return List(ctx, uri, opt) }
 }
@@ -73,14 +75,13 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	}
 	s := stores[Scheme(uri)]
 	if s.presign == nil {
-		return "", &fault.At{Verb: "presign", Source: uri, Chunk: -1, Offset: -1, Err: fault.New(fault.ErrNotSupported, "only s3:// has such URLs")}
+		return "", &errs.At{Verb: "presign", Source: uri, Chunk: -1, Offset: -1, Err: errs.New(errs.ErrNotSupported, "only s3:// has such URLs")}
 	}
 	return s.presign(ctx, uri, uncached(opt), expires)
 }
 
-// Put writes an object of a few bytes, and removes what it makes stale once it
-// stands. failed hears of an error before anything is cleaned up at the store, when
-// data is no longer in use.
+// Put writes a small object, then removes what it makes stale. failed is called
+// with an error before the store is cleaned up, when data is no longer in use.
 func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale []string, failed func(error)) (err error) {
 	d, err := Create(ctx, uri, opt, int64(len(data)))
 	if err != nil {
@@ -107,7 +108,7 @@ func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale
 	return nil
 }
 
-// uncached is opt for what no cache has a part in.
+// uncached is opt without its cache, for calls that must reach the store.
 func uncached(opt source.Options) source.Options {
 	if _, ok := opt.Storage["cache"]; ok {
 		opt.Storage = maps.Clone(opt.Storage)
@@ -119,8 +120,8 @@ func uncached(opt source.Options) source.Options {
 func storeOf(verb, uri string) (store, error) {
 	s, ok := stores[Scheme(uri)]
 	if !ok {
-		return s, &fault.At{Verb: verb, Source: uri, Chunk: -1, Offset: -1,
-			Err: fault.New(fault.ErrNotSupported, "%s:// is read only; local files and %s:// are written", Scheme(uri),
+		return s, &errs.At{Verb: verb, Source: uri, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrNotSupported, "%s:// is read only; local files and %s:// are written", Scheme(uri),
 				strings.Join(slices.Sorted(maps.Keys(stores)), ":// and "))}
 	}
 	return s, sound(verb, uri)

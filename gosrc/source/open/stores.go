@@ -2,6 +2,10 @@
 
 package open
 
+// This file has the schemes that can be written to. The build tag nostores leaves
+// them out of builds that do not test them, since their libraries take long to
+// compile.
+
 import (
 	"context"
 
@@ -10,9 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/s3"
 )
 
-// stores are the schemes that can be written to. The tag nostores leaves them
-// out of builds that have nothing to say of them, and would compile their
-// libraries for long.
+// stores are the schemes that can be written to.
 var stores = map[string]store{
 	"s3": {
 		func(ctx context.Context, uri string, opt source.Options) (source.Source, error) {

@@ -1,11 +1,11 @@
-// Package parts makes a source.Draft of what most stores have: an object is
-// sent as numbered parts of one size, and becomes visible when all are there.
+// Package parts implements source.Draft for stores that take an object as numbered
+// parts of one size and show it when all are there.
 //
-// Bytes arrive by offset in nearly rising order, and the beginning of a file
-// (its header, which is known last) at the very end: a part is sent as soon as
-// every byte of it was written or skipped. In memory are the parts that wait
-// for bytes, and those being sent, at most as many as the draft was told; whoever
-// completes one more waits.
+// Bytes arrive by offset, nearly in rising order, but the beginning of a file (its
+// header, which is known last) arrives at the end: a part is sent as soon as every
+// byte of it was written or skipped. Memory holds the parts that wait for bytes and
+// those being sent, whose number New limits; a writer that completes another one
+// waits.
 package parts
 
 import (
@@ -13,19 +13,18 @@ import (
 	"sync"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Store is what a kind of store does with the parts of one object.
+// A Store takes the parts of one object.
 type Store interface {
 	URI() string
-	// Part sends part k, counted from 0; it runs in parallel. The bytes are the
-	// draft's again when it returns.
+	// Part sends part k, counted from 0; calls run in parallel. It does not keep p.
 	Part(ctx context.Context, k int, p []byte) error
-	// Publish makes an object of n parts visible. An object that fits into one
-	// part was not sent before: then n is 0, and whole are its bytes.
+	// Publish makes an object of n parts visible. An object that fits into one part
+	// was not sent before: then n is 0, and whole holds its bytes.
 	Publish(ctx context.Context, n int, whole []byte) error
 	// Abort removes what was sent. It is called at most once, and not after a
 	// Publish that succeeded.
@@ -36,10 +35,10 @@ type Store interface {
 type Draft struct {
 	store Store
 	part  int64
-	ctx   context.Context // nothing is begun after its end
+	ctx   context.Context // calls begin only while it lives
 	stop  context.CancelCauseFunc
-	cut   context.CancelCauseFunc // ends what has begun
-	lane  context.Context         // of what has begun
+	cut   context.CancelCauseFunc // ends the calls that have begun
+	sends context.Context         // of the calls that have begun
 
 	mu    sync.Mutex
 	open  map[int]*partial // not sent yet
@@ -59,11 +58,11 @@ type partial struct {
 	filled int64
 }
 
-// New starts a draft of parts of size bytes, several of which are sent at once.
+// New starts a draft of parts of size bytes; parallel of them are sent at once.
 func New(ctx context.Context, store Store, size int64, parallel int) *Draft {
 	d := &Draft{store: store, part: size, open: map[int]*partial{}, sent: map[int]bool{}, tokens: make(chan struct{}, parallel)}
 	d.ctx, d.stop = context.WithCancelCause(ctx)
-	d.lane, d.cut = context.WithCancelCause(context.WithoutCancel(ctx))
+	d.sends, d.cut = context.WithCancelCause(context.WithoutCancel(ctx))
 	return d
 }
 
@@ -96,8 +95,8 @@ func (d *Draft) Skip(lo, hi int64) error {
 	return nil
 }
 
-// fill puts n bytes into part k and sends it when it is full; without p they
-// are the zeros that are there already.
+// fill puts n bytes into part k and sends it when it is full. A nil p leaves the
+// zeros that are there.
 func (d *Draft) fill(k int, at, n int64, p []byte) error {
 	d.mu.Lock()
 	if err := d.failed(); err != nil {
@@ -113,15 +112,15 @@ func (d *Draft) fill(k int, at, n int64, p []byte) error {
 	t.filled += n
 	full := t.filled == d.part
 	d.mu.Unlock()
-	// The first part waits for the end: an object of one part is not sent but
-	// published.
+	// The first part waits for the end: an object of one part goes to Publish
+	// whole.
 	if !full || k == 0 {
 		return nil
 	}
 	return d.send(k, t, d.part)
 }
 
-// at is part k, made of zeros if it is not there yet. The lock is held.
+// at returns part k, and makes it of zeros if it is new. The lock is held.
 func (d *Draft) at(k int) *partial {
 	t := d.open[k]
 	if t == nil {
@@ -148,14 +147,14 @@ func (d *Draft) failed() error {
 	case d.err != nil:
 		return d.err
 	case d.ctx.Err() != nil:
-		return fault.FromOS(context.Cause(d.ctx))
+		return errs.FromOS(context.Cause(d.ctx))
 	case d.ended:
-		return fault.New(fault.ErrArgument, "the draft has ended")
+		return errs.New(errs.ErrArgument, "the draft has ended")
 	}
 	return nil
 }
 
-// send gives part k to the store, at once or as soon as another one is through.
+// send sends part k as soon as the limit allows.
 func (d *Draft) send(k int, t *partial, n int64) error {
 	d.mu.Lock()
 	delete(d.open, k)
@@ -170,7 +169,7 @@ func (d *Draft) send(k int, t *partial, n int64) error {
 	}
 	d.sending.Add(1)
 	spawn.Go("source.part", func() {
-		err := fault.New(fault.ErrEngine, "sending a part did not end")
+		err := errs.New(errs.ErrEngine, "sending a part did not end")
 		defer func() {
 			d.mu.Lock()
 			if err != nil && d.err == nil {
@@ -182,12 +181,12 @@ func (d *Draft) send(k int, t *partial, n int64) error {
 			<-d.tokens
 			d.sending.Done()
 		}()
-		err = d.store.Part(d.lane, k, t.buf[:n])
+		err = d.store.Part(d.sends, k, t.buf[:n])
 	})
 	return nil
 }
 
-// Finish sends what is left; see source.Draft.
+// Finish sends the remaining parts; see source.Draft.
 func (d *Draft) Finish(size int64) error {
 	d.mu.Lock()
 	if err := d.failed(); err != nil {
@@ -216,12 +215,12 @@ func (d *Draft) Finish(size int64) error {
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.free = nil // a finished draft may wait long for others to finish
+	d.free = nil // a finished draft may wait long before it is published
 	if d.err != nil {
 		return d.err
 	}
 	if d.ctx.Err() != nil {
-		return fault.FromOS(context.Cause(d.ctx))
+		return errs.FromOS(context.Cause(d.ctx))
 	}
 	return nil
 }
@@ -259,16 +258,16 @@ func (d *Draft) Drop() {
 	if ended {
 		return
 	}
-	d.stop(fault.ErrCancelled)
-	// A part whose last byte is on its way would come after the abort, and stay
-	// there: what is nearly done may end.
+	d.stop(errs.ErrCancelled)
+	// A part that is still arriving would land after the abort and stay in the
+	// store: parts that are nearly done may end.
 	idle, late := d.idle(), time.NewTimer(grace)
 	select {
 	case <-idle:
 	case <-late.C:
 	}
 	late.Stop()
-	d.cut(fault.ErrCancelled)
+	d.cut(errs.ErrCancelled)
 	<-idle
 	d.open, d.free = nil, nil
 	d.store.Abort()
@@ -276,7 +275,7 @@ func (d *Draft) Drop() {
 
 const grace = time.Second
 
-// idle is closed when no part is being sent; none is begun meanwhile.
+// idle is closed when no part is being sent; no send begins meanwhile.
 func (d *Draft) idle() <-chan struct{} {
 	done := make(chan struct{})
 	spawn.Go("source.parts", func() {

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // A memory is a store that keeps what it is sent.
@@ -25,7 +25,7 @@ type memory struct {
 	most     atomic.Int64
 }
 
-var errPart = fault.New(fault.ErrIO, "this part fails")
+var errPart = errs.New(errs.ErrIO, "this part fails")
 
 func (m *memory) URI() string { return "mem://x" }
 
@@ -41,7 +41,7 @@ func (m *memory) Part(ctx context.Context, k int, p []byte) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.parts[k] != nil {
-		return fault.New(fault.ErrEngine, "part %d came twice", k)
+		return errs.New(errs.ErrEngine, "part %d came twice", k)
 	}
 	m.parts[k] = bytes.Clone(p)
 	return nil
@@ -166,10 +166,10 @@ func TestFailure(t *testing.T) {
 	if err == nil {
 		err = d.Finish(100_000)
 	}
-	if !errors.Is(err, fault.ErrIO) {
+	if !errors.Is(err, errs.ErrIO) {
 		t.Fatal(err)
 	}
-	if err := d.Publish(); !errors.Is(err, fault.ErrIO) {
+	if err := d.Publish(); !errors.Is(err, errs.ErrIO) {
 		t.Fatal(err)
 	}
 	d.Drop()
@@ -186,14 +186,14 @@ func TestCancel(t *testing.T) {
 	if err := d.Write(make([]byte, 5), 0); err != nil {
 		t.Fatal(err)
 	}
-	cancel(fault.ErrCancelled)
-	if err := d.Write(make([]byte, 1), 5); !errors.Is(err, fault.ErrCancelled) {
+	cancel(errs.ErrCancelled)
+	if err := d.Write(make([]byte, 1), 5); !errors.Is(err, errs.ErrCancelled) {
 		t.Fatal(err)
 	}
-	if err := d.Finish(6); !errors.Is(err, fault.ErrCancelled) {
+	if err := d.Finish(6); !errors.Is(err, errs.ErrCancelled) {
 		t.Fatal(err)
 	}
-	if err := d.Publish(); !errors.Is(err, fault.ErrCancelled) {
+	if err := d.Publish(); !errors.Is(err, errs.ErrCancelled) {
 		t.Fatal(err)
 	}
 	d.Drop()

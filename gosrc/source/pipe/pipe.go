@@ -1,14 +1,14 @@
-// Package pipe is the source of what another program downloads: it gets URLs as
-// its arguments and writes their bodies, one after the other, to its standard
-// output. curl does, and so does `overwire fetch`.
+// Package pipe is the source of what another program downloads. The program takes
+// URLs as arguments and writes their bodies, one after the other, to its standard
+// output, as curl and `overwire fetch` do.
 //
-// The program is run by its path, without a shell; what it gets begins with
-// http:// or https://, so that no URL is an option. An exit status other than
-// 0, a byte too few or too many, or a standstill is an error of every source
-// that is not whole by then. The last is not before the program has ended well:
-// whoever has read all sources knows that the stream was cut at the right
-// places. Where sizes are not known, no byte is used before. Close of the last source kills the program with
-// its whole process group.
+// The program is run by its path, without a shell; every argument begins with
+// http:// or https://, so that no URL is taken for an option. A nonzero exit
+// status, a byte too few or too many, or a standstill is an error of every source
+// that is not complete by then. The last source completes only when the program has
+// ended well: a caller that has read all sources knows that the stream was divided
+// at the right offsets. Where sizes are not known, no byte is used before that.
+// Close of the last source kills the program and its process group.
 package pipe
 
 import (
@@ -28,7 +28,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
@@ -66,10 +66,10 @@ func Open(ctx context.Context, program, uri string, opt source.Options) (*Source
 // returns when the program has ended.
 func Start(ctx context.Context, program string, urls []string, sizes []int64, opt source.Options) ([]*Source, error) {
 	fail := func(uri string, err error) ([]*Source, error) {
-		return nil, &fault.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
+		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
 	}
 	if len(urls) == 0 || sizes != nil && len(sizes) != len(urls) || sizes == nil && len(urls) != 1 {
-		return fail("", fault.New(fault.ErrArgument, "%d URLs and %d sizes", len(urls), len(sizes)))
+		return fail("", errs.New(errs.ErrArgument, "%d URLs and %d sizes", len(urls), len(sizes)))
 	}
 	timeout, err := opt.Number("timeout", 30, 0.01, 86400)
 	if err != nil {
@@ -79,12 +79,12 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 		scheme, _, _ := strings.Cut(strings.ToLower(u), "://")
 		switch {
 		case scheme != "http" && scheme != "https" || strings.ContainsAny(u, "\x00\r\n"):
-			return fail(u, fault.New(fault.ErrArgument, "a downloader gets http:// and https:// only"))
+			return fail(u, errs.New(errs.ErrArgument, "a downloader gets http:// and https:// only"))
 		case sizes != nil && sizes[i] < 0:
-			return fail(u, fault.New(fault.ErrArgument, "a size of %d bytes", sizes[i]))
+			return fail(u, errs.New(errs.ErrArgument, "a size of %d bytes", sizes[i]))
 		}
 		if err := opt.Check(scheme, "timeout"); err != nil {
-			return fail(u, fmt.Errorf("%w: the others cannot be told to an external downloader", err))
+			return fail(u, fmt.Errorf("%w: an external downloader takes no other options", err))
 		}
 	}
 	files := make([]*spool.File, 0, len(urls))
@@ -141,7 +141,7 @@ func (s *Source) Close() error {
 		last := s.d.refs == 0
 		s.d.mu.Unlock()
 		if last {
-			s.d.cancel(fault.New(fault.ErrArgument, "the source is closed"))
+			s.d.cancel(errs.New(errs.ErrArgument, "the source is closed"))
 			<-s.d.ended
 		}
 		s.shut = s.File.Close()
@@ -149,15 +149,15 @@ func (s *Source) Close() error {
 	return s.shut
 }
 
-// arguments are what the program gets, and what it reads from its standard
-// input. curl is told to fail on a status that is no success, at the first of
-// several, to follow redirects, and to be quiet: without, it hands out error pages
-// as if they were weights. curl does not look where a redirect leads: it may lead
-// to https only, where a server of a private network has no certificate for the
-// name, or anywhere if all URLs are addresses of private networks themselves. It
-// keeps user and password of a URL from other hosts. Arguments can be read by
-// every user of the machine: curl gets URLs with a user or a query, which may be
-// secrets, by its standard input. Other programs have no such way.
+// arguments are the program's arguments and its standard input. curl's options make
+// it fail on an error status, at the first URL that fails, follow redirects and be
+// quiet; without them it would return error pages as if they were weights. curl
+// does not check where a redirect leads: it may lead to https only, where a server
+// of a private network has no certificate for the name, or anywhere if all URLs are
+// addresses of private networks themselves. It does not send the user and password
+// of a URL to other hosts. Arguments can be read by every user of the machine: curl
+// gets URLs with a user or a query, which may be secrets, by its standard input.
+// Other programs have no such way.
 func arguments(program string, urls []string) (args []string, stdin string) {
 	if filepath.Base(program) != "curl" {
 		return urls, ""
@@ -189,10 +189,10 @@ func arguments(program string, urls []string) (args []string, stdin string) {
 func fetch(ctx context.Context, program string, urls []string, files []*spool.File, timeout time.Duration, env map[string]string) error {
 	r, w, err := os.Pipe()
 	if err != nil {
-		return fault.FromOS(err)
+		return errs.FromOS(err)
 	}
 	defer r.Close()
-	// More than the 64 KiB of a pipe: fewer turns. It is advice.
+	// More than a pipe's default of 64 KiB: fewer context switches. It may fail.
 	_, _ = unix.FcntlInt(w.Fd(), unix.F_SETPIPE_SZ, 1<<20)
 	args, stdin := arguments(program, urls)
 	cmd := exec.Command(program, args...)
@@ -206,11 +206,11 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 	said := &tail{}
 	cmd.Stdout, cmd.Stderr = w, said
 	if path := knob.DownloaderLog.Get(); path != "" {
-		// The folder may be anybody's: no link of theirs is followed.
+		// Others may write to the folder: their symbolic links are not followed.
 		log, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
 		if err != nil {
 			_ = w.Close()
-			return fmt.Errorf("%s=%s: %w", knob.DownloaderLog.Name(), path, fault.FromOS(err))
+			return fmt.Errorf("%s=%s: %w", knob.DownloaderLog.Name(), path, errs.FromOS(err))
 		}
 		defer log.Close()
 		lines := &redacted{to: log}
@@ -221,7 +221,7 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 	err = cmd.Start()
 	_ = w.Close()
 	if err != nil {
-		return fault.FromOS(err)
+		return errs.FromOS(err)
 	}
 	kill := func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	stop := context.AfterFunc(ctx, func() { kill(); _ = r.SetReadDeadline(time.Now()) })
@@ -232,16 +232,16 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 	}
 	_ = r.Close() // before Wait: a program that goes on writing gets SIGPIPE
 	waitErr := cmd.Wait()
-	kill() // what it has left behind
+	kill() // children that it has left
 	switch {
 	case ctx.Err() != nil:
 		return context.Cause(ctx)
 	case cutErr != nil && !errors.Is(cutErr, errEnd):
 		return cutErr
 	case waitErr != nil:
-		return fault.New(fault.ErrIO, "%s: %v%s", filepath.Base(program), waitErr, said)
+		return errs.New(errs.ErrIO, "%s: %v%s", filepath.Base(program), waitErr, said)
 	case cutErr != nil:
-		return fault.New(fault.ErrCorrupt, "truncated: %s ended after %d of %d bytes%s", filepath.Base(program), files[len(files)-1].Have(), files[len(files)-1].Size(), said)
+		return errs.New(errs.ErrCorrupt, "truncated: %s ended after %d of %d bytes%s", filepath.Base(program), files[len(files)-1].Have(), files[len(files)-1].Size(), said)
 	case held != nil:
 		return last.Append(held)
 	}
@@ -250,8 +250,8 @@ func fetch(ctx context.Context, program string, urls []string, files []*spool.Fi
 
 var errEnd = errors.New("the stream ended early")
 
-// cut distributes the stream. At its end every file has its size, but for the
-// last that has any: its last byte is in held.
+// cut divides the stream among the files. It holds back the very last byte, so that
+// the last file is complete only when the program has ended well.
 func cut(r *os.File, files []*spool.File, timeout time.Duration) (last *spool.File, held []byte, err error) {
 	for _, f := range files {
 		if f.Size() > 0 {
@@ -271,7 +271,7 @@ func cut(r *os.File, files []*spool.File, timeout time.Duration) (last *spool.Fi
 		n, err := r.Read(buf)
 		for b := buf[:n]; len(b) > 0; whole() {
 			if at == len(files) {
-				return nil, nil, fault.New(fault.ErrCorrupt, "the downloader brings more than the %d bodies it was asked for", len(files))
+				return nil, nil, errs.New(errs.ErrCorrupt, "the downloader brings more than the %d bodies it was asked for", len(files))
 			}
 			f := files[at]
 			k := int64(len(b))
@@ -289,13 +289,13 @@ func cut(r *os.File, files []*spool.File, timeout time.Duration) (last *spool.Fi
 		}
 		switch {
 		case errors.Is(err, os.ErrDeadlineExceeded):
-			return nil, nil, fault.New(fault.ErrTimeout, "the downloader made no progress in %v", timeout)
+			return nil, nil, errs.New(errs.ErrTimeout, "the downloader made no progress in %v", timeout)
 		case err == io.EOF && (at == len(files) || files[at].Size() < 0):
 			return last, held, nil
 		case err == io.EOF:
 			return nil, nil, errEnd
 		case err != nil:
-			return nil, nil, fault.FromOS(err)
+			return nil, nil, errs.FromOS(err)
 		}
 	}
 }
@@ -312,16 +312,16 @@ func (r *redacted) Write(p []byte) (int, error) {
 	if len(r.b) > 1<<16 {
 		end = len(r.b)
 	}
-	if _, err := io.WriteString(r.to, fault.Redact(string(r.b[:end]))); err != nil {
+	if _, err := io.WriteString(r.to, errs.Redact(string(r.b[:end]))); err != nil {
 		return 0, err
 	}
 	r.b = append(r.b[:0], r.b[end:]...)
 	return len(p), nil
 }
 
-func (r *redacted) flush() { _, _ = io.WriteString(r.to, fault.Redact(string(r.b))) }
+func (r *redacted) flush() { _, _ = io.WriteString(r.to, errs.Redact(string(r.b))) }
 
-// tail keeps the end of what a program says of its trouble.
+// tail keeps the end of a program's standard error.
 type tail struct {
 	mu sync.Mutex
 	b  []byte
@@ -342,5 +342,5 @@ func (t *tail) String() string {
 	if len(lines) == 0 {
 		return ""
 	}
-	return ": " + fault.Redact(string(bytes.Join(lines, []byte(" "))))
+	return ": " + errs.Redact(string(bytes.Join(lines, []byte(" "))))
 }

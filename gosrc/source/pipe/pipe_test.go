@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/serve"
@@ -86,12 +86,12 @@ func TestCurl(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, s := range srcs {
-		if err := s.ReadAt(context.Background(), make([]byte, 1), 0); !errors.Is(err, fault.ErrIO) || !strings.Contains(err.Error(), "404") {
+		if err := s.ReadAt(context.Background(), make([]byte, 1), 0); !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "404") {
 			t.Errorf("%v", err)
 		}
 		defer s.Close()
 	}
-	if _, err := Open(context.Background(), program, base+"missing", source.Options{}); !errors.Is(err, fault.ErrIO) || !strings.Contains(err.Error(), "404") {
+	if _, err := Open(context.Background(), program, base+"missing", source.Options{}); !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "404") {
 		t.Errorf("%v", err)
 	}
 }
@@ -105,14 +105,14 @@ func TestFailures(t *testing.T) {
 		sizes []int64
 		class error
 	}{
-		"status":     {"printf 12345; echo 'password=hunter2hunter2' >&2; exit 3", []int64{6}, fault.ErrIO},
-		"too few":    {"printf 12345", []int64{6}, fault.ErrCorrupt},
-		"too many":   {"printf 12345678", []int64{6, 1}, fault.ErrCorrupt},
-		"at the end": {"printf 1234567; exit 3", []int64{6, 1}, fault.ErrIO},
-		"much later": {"printf 1234567; sleep 0.1; printf 8", []int64{6, 1}, fault.ErrCorrupt},
-		"standstill": {"printf 12345; sleep 60", []int64{6}, fault.ErrTimeout},
-		"signal":     {"printf 12345; kill -9 $$", []int64{6}, fault.ErrIO},
-		"any size":   {"printf 12345; exit 1", nil, fault.ErrIO},
+		"status":     {"printf 12345; echo 'password=hunter2hunter2' >&2; exit 3", []int64{6}, errs.ErrIO},
+		"too few":    {"printf 12345", []int64{6}, errs.ErrCorrupt},
+		"too many":   {"printf 12345678", []int64{6, 1}, errs.ErrCorrupt},
+		"at the end": {"printf 1234567; exit 3", []int64{6, 1}, errs.ErrIO},
+		"much later": {"printf 1234567; sleep 0.1; printf 8", []int64{6, 1}, errs.ErrCorrupt},
+		"standstill": {"printf 12345; sleep 60", []int64{6}, errs.ErrTimeout},
+		"signal":     {"printf 12345; kill -9 $$", []int64{6}, errs.ErrIO},
+		"any size":   {"printf 12345; exit 1", nil, errs.ErrIO},
 	} {
 		urls := []string{"http://h/a", "http://h/b"}[:max(1, len(c.sizes))]
 		srcs, err := Start(ctx, script(t, c.text), urls, c.sizes, quick)
@@ -130,11 +130,11 @@ func TestFailures(t *testing.T) {
 	for uri, opt := range map[string]source.Options{
 		"-o/etc/passwd": {}, "file:///etc/passwd": {}, "http://h/\n": {}, "http://h/x": {Storage: map[string]string{"token": "x"}},
 	} {
-		if _, err := Open(ctx, "/bin/false", uri, opt); !errors.Is(err, fault.ErrArgument) {
+		if _, err := Open(ctx, "/bin/false", uri, opt); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%q: %v", uri, err)
 		}
 	}
-	if _, err := Open(ctx, "/no/such/program", "http://h/x", source.Options{}); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := Open(ctx, "/no/such/program", "http://h/x", source.Options{}); !errors.Is(err, errs.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
 	if n := spawn.Left(); len(n) != 0 {
@@ -142,14 +142,14 @@ func TestFailures(t *testing.T) {
 	}
 }
 
-// What the program says is added to the file that a setting names, which is
-// nobody else's link.
+// The program's standard error is appended to the file that a setting names; a
+// symbolic link there is refused.
 func TestLog(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	path := filepath.Join(t.TempDir(), "log")
 	knob.Load(map[string]string{"OVERWIRE_DOWNLOADER_LOG": path})
 	for range 2 {
-		if _, err := Open(context.Background(), script(t, "echo said >&2; exit 3"), "http://h/x", source.Options{}); !errors.Is(err, fault.ErrIO) {
+		if _, err := Open(context.Background(), script(t, "echo said >&2; exit 3"), "http://h/x", source.Options{}); !errors.Is(err, errs.ErrIO) {
 			t.Error(err)
 		}
 	}
@@ -166,8 +166,8 @@ func TestLog(t *testing.T) {
 	}
 }
 
-// Secrets of URLs stand neither in curl's arguments, which everybody may read,
-// nor in the log, whatever a program says.
+// Secrets of URLs are neither in curl's arguments, which any user can read, nor in the
+// log, whatever a program prints.
 func TestSecrets(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	base := served(t, map[string][]byte{`a"b\c`: []byte("12345"), "x": []byte("67")})
@@ -211,8 +211,8 @@ func TestKilled(t *testing.T) {
 		program := script(t, "sleep 1000 & echo $! > "+pids+"; wait")
 		ctx, cancel := context.WithCancelCause(context.Background())
 		if end == "cancel" {
-			time.AfterFunc(200*time.Millisecond, func() { cancel(fault.ErrCancelled) })
-			if _, err := Open(ctx, program, "http://h/x", source.Options{}); !errors.Is(err, fault.ErrCancelled) {
+			time.AfterFunc(200*time.Millisecond, func() { cancel(errs.ErrCancelled) })
+			if _, err := Open(ctx, program, "http://h/x", source.Options{}); !errors.Is(err, errs.ErrCancelled) {
 				t.Fatal(err)
 			}
 		} else {

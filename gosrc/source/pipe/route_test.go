@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -51,7 +51,7 @@ func TestRedirects(t *testing.T) {
 		switch {
 		case c.ok && (err != nil || !bytes.Equal(got, w.Data)):
 			t.Errorf("%s: %v, or other bytes", c.start, err)
-		case !c.ok && (!errors.Is(err, fault.ErrIO) || strings.Contains(err.Error(), sourcetest.Planted)):
+		case !c.ok && (!errors.Is(err, errs.ErrIO) || strings.Contains(err.Error(), sourcetest.Planted)):
 			t.Errorf("%s: %v", c.start, err)
 		}
 	}

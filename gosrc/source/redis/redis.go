@@ -1,15 +1,14 @@
 // Package redis is the source of files in Redis: redis://host[:port]/key, and
 // rediss:// with TLS.
 //
-// A file is one string value under the key; or several, as values have limits:
-// key:ANYTHING:OFFSET, of which the number at the end is the offset of the
-// value in the file. That is tensorizer's layout. What is written here is
-// key:ow-RANDOM:OFFSET, a new random each time, so that a reader never gets
-// half of an old and half of a new file: values that vanish while they are read
-// are fault.ErrCorrupt.
+// A file is one string value under the key. A larger file, since values have
+// limits, is several: key:ANYTHING:OFFSET, where OFFSET is the value's offset in
+// the file. That is tensorizer's layout. Files written here use
+// key:ow-RANDOM:OFFSET, with a new random each time, so that a reader never mixes
+// an old and a new file: a value that vanishes while it is read is errs.ErrCorrupt.
 //
-// Drafts are written under another key, expire if their writer dies, and get
-// their names in one transaction. Values have up to 16 MiB.
+// Drafts are written under another key, expire if their writer dies, and are
+// renamed in one transaction. A value has up to 16 MiB.
 package redis
 
 import (
@@ -24,7 +23,7 @@ import (
 
 	"github.com/redis/go-redis/v9"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
 )
@@ -49,9 +48,9 @@ type Object struct {
 	pin string
 }
 
-// Facts are those of a remote object. What pins it is the key of the first value
-// of a file that was written here, which no other file ever has: see upload. A
-// server has no dates: nothing pins what others wrote.
+// Facts are those of a remote object. A file written here is pinned by the key of
+// its first value, which no other file ever has: see upload. Redis keeps no dates,
+// so that nothing pins files of other programs.
 func (o *Object) Facts() source.Facts {
 	f := o.Source.Facts()
 	f.Identity, f.Settled = source.Pinned(o, o.pin)
@@ -76,7 +75,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 		})
 	})
 	if err == nil && o.values == nil {
-		err = fault.New(fault.ErrNotFound, "there is no such key, and none that begins with it")
+		err = errs.New(errs.ErrNotFound, "there is no such key, and none that begins with it")
 	}
 	if err != nil {
 		s.close()
@@ -87,7 +86,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*Object, error) 
 	}
 	r := s.retry
 	r.Host = n.scheme + "://" + n.host
-	r.Connections = cmp.Or(r.Connections, 16) // one thread answers them all
+	r.Connections = cmp.Or(r.Connections, 16) // one thread serves all connections
 	pin := ""
 	if first := o.values[0].key; len(first) > len(n.key) && ours.MatchString(first[len(n.key)+1:]) {
 		pin = first
@@ -115,15 +114,15 @@ func find(ctx context.Context, c *redis.Client, key string) ([]value, error) {
 	return layout(ctx, c, key, keys)
 }
 
-// together refuses a cluster, whose servers each hold some of the values of a
-// file, and list no others; with a {tag} in the key one has them all.
+// together refuses a cluster, whose servers each hold and list only some of a
+// file's values, unless a {tag} in the key keeps them together.
 func together(ctx context.Context, c *redis.Client, key string) error {
 	if _, rest, ok := strings.Cut(key, "{"); ok && strings.IndexByte(rest, '}') > 0 {
 		return nil
 	}
-	// A client without permission gets the error of the server itself.
+	// A client without permission gets the server's own error later.
 	if info, err := c.Info(ctx, "cluster").Result(); err == nil && strings.Contains(info, "cluster_enabled:1") {
-		return fault.New(fault.ErrNotSupported, "the server is part of a cluster, where the values of a file lie together only if its key has a {tag}")
+		return errs.New(errs.ErrNotSupported, "the server is part of a cluster, where the values of a file lie together only if its key has a {tag}")
 	}
 	return nil
 }
@@ -142,26 +141,26 @@ func scan(ctx context.Context, c *redis.Client, key string) ([]string, error) {
 			return nil, err
 		}
 		if all = append(all, some...); len(all) > most {
-			return nil, fault.New(fault.ErrNotSupported, "more than %d keys begin with this one", most)
+			return nil, errs.New(errs.ErrNotSupported, "more than %d keys begin with this one", most)
 		}
 		if cursor = next; cursor == 0 {
 			slices.Sort(all)
-			return slices.Compact(all), nil // a scan may tell a key twice
+			return slices.Compact(all), nil // a scan may repeat a key
 		}
 	}
 }
 
 var ours = regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`)
 
-// layout puts values in order and proves that they are one file: from 0 on,
-// without holes and overlaps.
+// layout sorts the values and checks that they are one file: from offset 0, without
+// holes and overlaps.
 func layout(ctx context.Context, c *redis.Client, key string, keys []string) ([]value, error) {
 	var values []value
 	written := slices.ContainsFunc(keys, func(k string) bool { return ours.MatchString(k[len(key)+1:]) })
 	for _, k := range keys {
 		off, err := strconv.ParseInt(k[strings.LastIndexByte(k, ':')+1:], 10, 64)
 		if err != nil || off < 0 || written && !ours.MatchString(k[len(key)+1:]) {
-			continue // of somebody else
+			continue // another program's key
 		}
 		values = append(values, value{key: k, off: off})
 	}
@@ -186,7 +185,7 @@ func layout(ctx context.Context, c *redis.Client, key string, keys []string) ([]
 	end := int64(0)
 	for _, v := range values {
 		if v.off != end || v.n > 1<<62-end {
-			return nil, fault.New(fault.ErrFormat, "the values are no file: one begins at %d, where %d was to be the next", v.off, end)
+			return nil, errs.New(errs.ErrFormat, "the values are no file: one begins at %d, where %d was to be the next", v.off, end)
 		}
 		end += v.n
 	}
@@ -196,7 +195,7 @@ func layout(ctx context.Context, c *redis.Client, key string, keys []string) ([]
 // Size is the file's size when it was opened.
 func (o *object) Size() int64 { return o.size }
 
-// Fetch gives a body that asks the server as it is read: straight into the
+// Fetch returns a body that requests values as it is read, straight into the
 // reader's memory.
 func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
 	i, found := slices.BinarySearchFunc(o.values, off, func(v value, off int64) int { return cmp.Compare(v.off, off) })
@@ -223,15 +222,15 @@ type body struct {
 	off, end int64
 }
 
-// Of one Read: ranges of step bytes are asked for together, up to batch, so
-// that the server is never idle and progress is seen.
+// One Read requests ranges of step bytes together, up to batch in all, so that the
+// server is never idle and progress is seen.
 const (
 	step  = 1 << 20
 	batch = 16 << 20
 )
 
-// Read fills as much of p as one batch gives. Of a batch that fails nothing
-// counts.
+// Read fills as much of p as one batch gives. A batch that fails counts for
+// nothing.
 func (b *body) Read(p []byte) (int, error) {
 	n := min(int64(len(p)), b.end-b.off, batch)
 	if n == 0 {
@@ -256,8 +255,8 @@ func (b *body) Read(p []byte) (int, error) {
 					continue
 				}
 				m := min(n-done, v.off+v.n-off, step)
-				// Room for the line end lets the library read in one go; where
-				// the next range comes it is written over.
+				// Two more bytes for the line end let the library read in one call;
+				// the next range overwrites them.
 				to := p[done:min(done+m+2, n)]
 				cmd := redis.NewZeroCopyStringCmd(ctx, to, "getrange", v.key, off-v.off, off-v.off+m-1)
 				asks = append(asks, ask{cmd, int(m)})
@@ -271,7 +270,7 @@ func (b *body) Read(p []byte) (int, error) {
 		}
 		for _, a := range asks {
 			if a.cmd.Val() != a.want {
-				return fault.New(fault.ErrCorrupt, "a value was changed or removed while it was read")
+				return errs.New(errs.ErrCorrupt, "a value was changed or removed while it was read")
 			}
 		}
 		return nil

@@ -15,7 +15,7 @@ import (
 
 	"github.com/redis/go-redis/v9"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -107,12 +107,12 @@ func TestServer(t *testing.T) {
 				t.Fatalf("tls %v, %d bytes: %d came back: %v", tls, n, len(back), err)
 			}
 		}
-		if _, err := get(at+"a/b [c]*ü:7", with(s)); !errors.Is(err, fault.ErrNotFound) {
+		if _, err := get(at+"a/b [c]*ü:7", with(s)); !errors.Is(err, errs.ErrNotFound) {
 			t.Error("found in another db:", err)
 		}
 		if tls {
 			_, err := get(at+"suite", with(s, "cacert", ""))
-			if !errors.Is(err, fault.ErrPermission) || !strings.Contains(err.Error(), "certificate") {
+			if !errors.Is(err, errs.ErrPermission) || !strings.Contains(err.Error(), "certificate") {
 				t.Error("an unknown authority:", err)
 			}
 		}
@@ -137,33 +137,33 @@ func TestRefusals(t *testing.T) {
 		class     error
 		says      string
 	}{
-		{"no password", at + "m", with(s, "password", ""), fault.ErrPermission, "NOAUTH"},
-		{"a wrong password", at + "m", with(s, "password", "planted-wrong"), fault.ErrPermission, "WRONGPASS"},
-		{"an unknown user", at + "m", with(s, "username", "planted-user"), fault.ErrPermission, "WRONGPASS"},
-		{"no such key", at + "none", with(s), fault.ErrNotFound, "no such key"},
-		{"no such db", at + "m", with(s, "db", "99"), fault.ErrArgument, "db"},
-		{"a broken db", at + "m", with(s, "db", "1.5"), fault.ErrArgument, "db"},
-		{"a hash", at + "hash", with(s), fault.ErrFormat, "WRONGTYPE"},
-		{"a hole", at + "hole", with(s), fault.ErrFormat, "begins at 5"},
-		{"an overlap", at + "twice", with(s), fault.ErrFormat, "begins at 0"},
-		{"no server", "redis://127.0.0.1:1/m", with(s), fault.ErrIO, "refused"},
-		{"a password in the URI", "redis://:planted@" + s.Addr + "/m", with(s), fault.ErrArgument, "storage_options"},
-		{"no key", "redis://" + s.Addr, with(s), fault.ErrArgument, "expected"},
-		{"an unknown option", at + "m", with(s, "pasword", "planted"), fault.ErrArgument, "pasword"},
-		{"TLS where there is none", "rediss://" + s.Addr + "/m", with(s, "timeout", "0.3"), fault.ErrTimeout, ""},
+		{"no password", at + "m", with(s, "password", ""), errs.ErrPermission, "NOAUTH"},
+		{"a wrong password", at + "m", with(s, "password", "planted-wrong"), errs.ErrPermission, "WRONGPASS"},
+		{"an unknown user", at + "m", with(s, "username", "planted-user"), errs.ErrPermission, "WRONGPASS"},
+		{"no such key", at + "none", with(s), errs.ErrNotFound, "no such key"},
+		{"no such db", at + "m", with(s, "db", "99"), errs.ErrArgument, "db"},
+		{"a broken db", at + "m", with(s, "db", "1.5"), errs.ErrArgument, "db"},
+		{"a hash", at + "hash", with(s), errs.ErrFormat, "WRONGTYPE"},
+		{"a hole", at + "hole", with(s), errs.ErrFormat, "begins at 5"},
+		{"an overlap", at + "twice", with(s), errs.ErrFormat, "begins at 0"},
+		{"no server", "redis://127.0.0.1:1/m", with(s), errs.ErrIO, "refused"},
+		{"a password in the URI", "redis://:planted@" + s.Addr + "/m", with(s), errs.ErrArgument, "storage_options"},
+		{"no key", "redis://" + s.Addr, with(s), errs.ErrArgument, "expected"},
+		{"an unknown option", at + "m", with(s, "pasword", "planted"), errs.ErrArgument, "pasword"},
+		{"TLS where there is none", "rediss://" + s.Addr + "/m", with(s, "timeout", "0.3"), errs.ErrTimeout, ""},
 	} {
 		_, err := get(q.uri, q.opt)
 		if !errors.Is(err, q.class) || !strings.Contains(err.Error(), q.says) {
 			t.Errorf("%s: %v", q.what, err)
 			continue
 		}
-		for _, text := range []string{err.Error(), fault.Text(err)} {
+		for _, text := range []string{err.Error(), errs.Text(err)} {
 			if strings.Contains(text, "planted") || strings.Contains(text, sourcetest.RedisPassword) {
 				t.Errorf("%s: %s shows a secret", q.what, text)
 			}
 		}
 	}
-	if _, err := Create(bg, at+"m", with(s, "password", "planted-wrong"), 1); !errors.Is(err, fault.ErrPermission) {
+	if _, err := Create(bg, at+"m", with(s, "password", "planted-wrong"), 1); !errors.Is(err, errs.ErrPermission) {
 		t.Error("a wrong password is reported before anything is written:", err)
 	}
 	if b, err := get(at+"m", source.Options{Env: map[string]string{"REDISCLI_AUTH": sourcetest.RedisPassword}}); err != nil || len(b) != 1000 {
@@ -190,7 +190,7 @@ func TestLayouts(t *testing.T) {
 		c.Set(bg, fmt.Sprintf("prefix:%s:%d", what, off), data[off:off+n], 0)
 		off += n
 	}
-	c.Set(bg, "prefix:of somebody else", "x", 0)
+	c.Set(bg, "prefix:of another", "x", 0)
 	c.Set(bg, "prefixed:0", "x", 0)
 	for _, key := range []string{"one", "prefix"} {
 		uri := "redis://" + s.Addr + "/" + key
@@ -206,7 +206,7 @@ func TestLayouts(t *testing.T) {
 		if err := Remove(bg, uri, with(s)); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := get(uri, with(s)); !errors.Is(err, fault.ErrNotFound) {
+		if _, err := get(uri, with(s)); !errors.Is(err, errs.ErrNotFound) {
 			t.Error(err)
 		}
 	}
@@ -255,7 +255,7 @@ func TestReplaced(t *testing.T) {
 		}
 		d.Drop()
 	}
-	if err := o.ReadAt(bg, make([]byte, 10), part-9); !errors.Is(err, fault.ErrCorrupt) {
+	if err := o.ReadAt(bg, make([]byte, 10), part-9); !errors.Is(err, errs.ErrCorrupt) {
 		t.Error(err)
 	}
 	keys := c.Keys(bg, "*").Val()
@@ -290,9 +290,9 @@ func TestCancel(t *testing.T) {
 	stop.Store(true)
 	defer stop.Store(false)
 	ctx, cancel := context.WithCancelCause(bg)
-	time.AfterFunc(50*time.Millisecond, func() { cancel(fault.ErrCancelled) })
+	time.AfterFunc(50*time.Millisecond, func() { cancel(errs.ErrCancelled) })
 	// Without the cancel it would end as a stall.
-	if err := o.ReadAt(ctx, make([]byte, part), 0); !errors.Is(err, fault.ErrCancelled) {
+	if err := o.ReadAt(ctx, make([]byte, part), 0); !errors.Is(err, errs.ErrCancelled) {
 		t.Error(err)
 	}
 }
@@ -424,7 +424,7 @@ func TestCluster(t *testing.T) {
 		_, err = Open(bg, "redis://"+other.Addr+"/"+key, opt)
 		_, err2 := Create(bg, "redis://"+other.Addr+"/"+key, opt, 5)
 		for _, err := range []error{err, err2} {
-			if !errors.Is(err, fault.ErrNotSupported) || !strings.Contains(err.Error(), home.Addr) {
+			if !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), home.Addr) {
 				t.Errorf("%s at the wrong server: %v", key, err)
 			}
 		}
@@ -435,7 +435,7 @@ func TestCluster(t *testing.T) {
 			_, err := Open(bg, uri, opt)
 			_, err2 := Create(bg, uri, opt, 5)
 			for _, err := range []error{err, err2, Remove(bg, uri, opt)} {
-				if !errors.Is(err, fault.ErrNotSupported) || !strings.Contains(err.Error(), "cluster") {
+				if !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), "cluster") {
 					t.Errorf("%s: %v", uri, err)
 				}
 			}

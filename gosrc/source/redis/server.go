@@ -1,5 +1,7 @@
 package redis
 
+// This file connects to Redis servers, and classifies their errors.
+
 import (
 	"context"
 	"crypto/tls"
@@ -17,7 +19,7 @@ import (
 	"github.com/redis/go-redis/v9"
 	"github.com/redis/go-redis/v9/maintnotifications"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
@@ -26,7 +28,7 @@ import (
 // options are the storage options of redis:// and rediss://.
 var options = []string{"username", "password", "db", "cacert", "timeout", "connections", "retries"}
 
-// A name is where a file is.
+// A name says where a file is.
 type name struct{ uri, scheme, host, key string }
 
 func parse(uri string) (name, error) {
@@ -35,13 +37,13 @@ func parse(uri string) (name, error) {
 	var ok bool
 	n.host, n.key, ok = strings.Cut(rest, "/")
 	if strings.Contains(n.host, "@") || strings.ContainsAny(n.host, "?# \\") {
-		return n, n.at("open", -1, fault.New(fault.ErrArgument, "expected redis://host:port/key; credentials go into storage_options"))
+		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected redis://host:port/key; credentials go into storage_options"))
 	}
 	if _, _, err := net.SplitHostPort(n.host); err != nil {
 		n.host = net.JoinHostPort(strings.Trim(n.host, "[]"), "6379")
 	}
 	if host, _, _ := net.SplitHostPort(n.host); !ok || n.key == "" || host == "" || (n.scheme != "redis" && n.scheme != "rediss") {
-		return n, n.at("open", -1, fault.New(fault.ErrArgument, "expected redis://host:port/key"))
+		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected redis://host:port/key"))
 	}
 	return n, nil
 }
@@ -53,34 +55,34 @@ func (n name) at(verb string, off int64, err error) error {
 	if err == nil {
 		return nil
 	}
-	var at *fault.At
+	var at *errs.At
 	if errors.As(err, &at) {
 		return err
 	}
-	return &fault.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
+	return &errs.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
 }
 
-// A server is the way to one Redis. Its lanes are connections that can be cut
-// in the middle of an answer: the library itself notices a cancelled context
-// only between answers, and until then the caller's memory is being written.
+// A server makes and keeps connections to one Redis. A connection can be cut in the
+// middle of a response: the library notices a cancelled context only between
+// responses, and until then writes to the caller's memory.
 type server struct {
 	opt   redis.Options
 	retry retry.Options
-	heard atomic.Bool // the server has answered once
+	heard atomic.Bool // the server has responded once
 
 	mu   sync.Mutex
-	idle []*lane
+	idle []*connection
 	shut bool
 }
 
-type lane struct {
+type connection struct {
 	client *redis.Client
 	mu     sync.Mutex
 	conn   net.Conn
 }
 
-// cut ends whatever the lane is doing.
-func (l *lane) cut() {
+// cut ends what the connection is doing.
+func (l *connection) cut() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.conn != nil {
@@ -94,14 +96,14 @@ type silence struct{}
 
 func (silence) Printf(context.Context, string, ...interface{}) {}
 
-// connect checks the options; connections are made when they are needed.
+// connect checks the options. Connections are made when they are needed.
 func connect(n name, opt source.Options) (*server, error) {
 	if err := opt.Check(n.scheme, options...); err != nil {
 		return nil, err
 	}
 	db, err := opt.Number("db", 0, 0, 1<<20)
 	if err != nil || db != float64(int(db)) {
-		return nil, fault.New(fault.ErrArgument, "storage_options: db: expected a whole number")
+		return nil, errs.New(errs.ErrArgument, "storage_options: db: expected a whole number")
 	}
 	s := &server{}
 	if s.retry, err = retry.Parse(opt); err != nil {
@@ -111,7 +113,7 @@ func connect(n name, opt source.Options) (*server, error) {
 	if !given {
 		password = opt.Env["REDISCLI_AUTH"]
 	}
-	quiet.Do(func() { redis.SetLogger(silence{}) }) // it would write to stderr
+	quiet.Do(func() { redis.SetLogger(silence{}) }) // the library would write to stderr
 	s.opt = redis.Options{
 		Addr: n.host, Username: opt.Storage["username"], Password: password, DB: int(db),
 		Protocol: 2, MaxRetries: -1, DialerRetries: 1, PoolSize: 1, DisableIdentity: true, ContextTimeoutEnabled: true,
@@ -129,11 +131,11 @@ func connect(n name, opt source.Options) (*server, error) {
 		if file != "" {
 			pem, err := regular.Read(file, regular.MaxSetting)
 			if err != nil {
-				return nil, &fault.At{Verb: "open", Source: file, Chunk: -1, Offset: -1, Err: err}
+				return nil, &errs.At{Verb: "open", Source: file, Chunk: -1, Offset: -1, Err: err}
 			}
 			s.opt.TLSConfig.RootCAs = x509.NewCertPool()
 			if !s.opt.TLSConfig.RootCAs.AppendCertsFromPEM(pem) {
-				return nil, fault.New(fault.ErrArgument, "no certificate in %s", file)
+				return nil, errs.New(errs.ErrArgument, "no certificate in %s", file)
 			}
 		}
 	}
@@ -142,35 +144,35 @@ func connect(n name, opt source.Options) (*server, error) {
 
 func (s *server) tries() int { return max(0, s.retry.Retries) + 1 }
 
-// with runs fn on a lane of its own, and cuts it when ctx ends: when with
-// returns, nothing of fn's memory is in use. The error is one of ours.
+// with runs fn on a connection of its own, and cuts it when ctx ends: when with
+// returns, no memory of fn's is in use. The error has a class.
 func (s *server) with(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
-	l, err := s.lane()
+	l, err := s.take()
 	if err != nil {
 		return err
 	}
 	stop := context.AfterFunc(ctx, l.cut)
 	err = fn(ctx, l.client)
 	if !stop() || err != nil && !refused(err) {
-		l.drop() // it was cut, or is in no known state
+		l.drop() // cut, or in an unknown state
 	} else {
 		s.put(l)
 	}
 	return classify(ctx, err)
 }
 
-func (s *server) lane() (*lane, error) {
+func (s *server) take() (*connection, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.shut {
-		return nil, fault.New(fault.ErrArgument, "the source is closed")
+		return nil, errs.New(errs.ErrArgument, "the source is closed")
 	}
 	if n := len(s.idle); n > 0 {
 		l := s.idle[n-1]
 		s.idle = s.idle[:n-1]
 		return l, nil
 	}
-	l := &lane{}
+	l := &connection{}
 	opt := s.opt
 	dial := redis.NewDialer(&opt)
 	opt.Dialer = func(ctx context.Context, network, addr string) (net.Conn, error) {
@@ -186,7 +188,7 @@ func (s *server) lane() (*lane, error) {
 	return l, nil
 }
 
-func (s *server) put(l *lane) {
+func (s *server) put(l *connection) {
 	s.mu.Lock()
 	if !s.shut {
 		s.idle = append(s.idle, l)
@@ -198,12 +200,12 @@ func (s *server) put(l *lane) {
 	}
 }
 
-func (l *lane) drop() {
+func (l *connection) drop() {
 	l.cut()
 	_ = l.client.Close()
 }
 
-// close ends the lanes; those in use end with their users.
+// close closes idle connections; those in use are closed after it.
 func (s *server) close() {
 	s.mu.Lock()
 	idle := s.idle
@@ -214,37 +216,37 @@ func (s *server) close() {
 	}
 }
 
-// says are the answers of servers, by their first word.
+// says classifies responses of servers by their first word.
 var says = map[string]struct {
 	class error
 	text  string
 }{
-	"NOAUTH":      {fault.ErrPermission, "the server asks for a password"},
-	"WRONGPASS":   {fault.ErrPermission, "wrong user or password"},
-	"NOPERM":      {fault.ErrPermission, "the user may not do this"},
-	"READONLY":    {fault.ErrPermission, "the server is a replica that cannot be written"},
-	"WRONGTYPE":   {fault.ErrFormat, "the key holds something else than a string"},
-	"OOM":         {fault.ErrIO, "the server's memory is full"},
-	"MOVED":       {fault.ErrNotSupported, "the server is part of a cluster and does not hold this key"},
-	"ASK":         {fault.ErrNotSupported, "the server is part of a cluster and is giving this key away"},
-	"CROSSSLOT":   {fault.ErrNotSupported, "the server is part of a cluster"},
-	"LOADING":     {fault.ErrIO, "the server is starting"},
-	"BUSY":        {fault.ErrIO, "the server is busy"},
-	"MASTERDOWN":  {fault.ErrIO, "the server has lost its master"},
-	"TRYAGAIN":    {fault.ErrIO, "the server is busy"},
-	"CLUSTERDOWN": {fault.ErrIO, "the cluster is down"},
-	"EXECABORT":   {fault.ErrIO, "the transaction was refused"},
+	"NOAUTH":      {errs.ErrPermission, "the server asks for a password"},
+	"WRONGPASS":   {errs.ErrPermission, "wrong user or password"},
+	"NOPERM":      {errs.ErrPermission, "the user may not do this"},
+	"READONLY":    {errs.ErrPermission, "the server is a replica that cannot be written"},
+	"WRONGTYPE":   {errs.ErrFormat, "the key holds something else than a string"},
+	"OOM":         {errs.ErrIO, "the server's memory is full"},
+	"MOVED":       {errs.ErrNotSupported, "the server is part of a cluster and does not hold this key"},
+	"ASK":         {errs.ErrNotSupported, "the server is part of a cluster and is giving this key away"},
+	"CROSSSLOT":   {errs.ErrNotSupported, "the server is part of a cluster"},
+	"LOADING":     {errs.ErrIO, "the server is starting"},
+	"BUSY":        {errs.ErrIO, "the server is busy"},
+	"MASTERDOWN":  {errs.ErrIO, "the server has lost its master"},
+	"TRYAGAIN":    {errs.ErrIO, "the server is busy"},
+	"CLUSTERDOWN": {errs.ErrIO, "the cluster is down"},
+	"EXECABORT":   {errs.ErrIO, "the transaction was refused"},
 }
 
-// refused reports whether err is an answer of the server, or ours: then the
+// refused reports whether err is a response of the server, or ours: then the
 // connection is sound.
 func refused(err error) bool {
 	var r redis.Error
-	return errors.As(err, &r) || fault.Classed(err)
+	return errors.As(err, &r) || errs.Classed(err)
 }
 
-// classify gives an error of the library its class, and a text that holds
-// nothing of what was sent.
+// classify gives an error of the library its class, and a text without what was
+// sent.
 func classify(ctx context.Context, err error) error {
 	var r redis.Error
 	var cert *tls.CertificateVerificationError
@@ -252,10 +254,10 @@ func classify(ctx context.Context, err error) error {
 	var dns *net.DNSError
 	var ne net.Error
 	switch {
-	case err == nil || fault.Classed(err) && ctx.Err() == nil:
+	case err == nil || errs.Classed(err) && ctx.Err() == nil:
 		return err
 	case ctx.Err() != nil:
-		return fault.FromOS(context.Cause(ctx))
+		return errs.FromOS(context.Cause(ctx))
 	case errors.As(err, &r):
 		word, _, _ := strings.Cut(r.Error(), " ")
 		if s, ok := says[word]; ok {
@@ -265,24 +267,24 @@ func classify(ctx context.Context, err error) error {
 			return &answer{s.class, word, s.text}
 		}
 		if strings.Contains(r.Error(), "AUTH") || strings.Contains(r.Error(), "password") {
-			return &answer{fault.ErrPermission, "ERR", "the server takes no such user or password"}
+			return &answer{errs.ErrPermission, "ERR", "the server takes no such user or password"}
 		}
 		if strings.Contains(r.Error(), "DB index") {
-			return &answer{fault.ErrArgument, "ERR", "the server has no such db"}
+			return &answer{errs.ErrArgument, "ERR", "the server has no such db"}
 		}
-		return &answer{fault.ErrIO, "ERR", "the server refused"}
+		return &answer{errs.ErrIO, "ERR", "the server refused"}
 	case errors.As(err, &cert):
-		return fault.New(fault.ErrPermission, "the server's certificate is not trusted: %v", cert.Err)
+		return errs.New(errs.ErrPermission, "the server's certificate is not trusted: %v", cert.Err)
 	case errors.As(err, &ne) && ne.Timeout(), errors.Is(err, os.ErrDeadlineExceeded):
-		return fault.New(fault.ErrTimeout, "the server did not answer in time")
+		return errs.New(errs.ErrTimeout, "the server did not answer in time")
 	case errors.As(err, &dns):
-		return fault.New(fault.ErrIO, "the server's name %s is not known to DNS", strconv.Quote(dns.Name))
+		return errs.New(errs.ErrIO, "the server's name %s is not known to DNS", strconv.Quote(dns.Name))
 	case errors.As(err, &op):
-		return fault.New(fault.ErrIO, "%s: %v", op.Op, op.Err)
+		return errs.New(errs.ErrIO, "%s: %v", op.Op, op.Err)
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, net.ErrClosed):
-		return fault.New(fault.ErrIO, "the connection was closed")
+		return errs.New(errs.ErrIO, "the connection was closed")
 	}
-	return fault.New(fault.ErrIO, "%v", err)
+	return errs.New(errs.ErrIO, "%v", err)
 }
 
 // An answer is a server's refusal.
@@ -294,7 +296,7 @@ type answer struct {
 func (a *answer) Error() string { return a.class.Error() + ": " + a.word + ": " + a.text }
 func (a *answer) Unwrap() error { return a.class }
 
-// judge says what an error means to a caller that could ask again.
+// judge says what an error means for a retry.
 func judge(err error) (retry.Verdict, time.Duration) {
 	var a *answer
 	if errors.As(err, &a) {
@@ -304,7 +306,7 @@ func judge(err error) (retry.Verdict, time.Duration) {
 		}
 		return retry.Never, 0
 	}
-	if errors.Is(err, fault.ErrIO) || errors.Is(err, fault.ErrTimeout) {
+	if errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout) {
 		return retry.Again, 0
 	}
 	return retry.Never, 0

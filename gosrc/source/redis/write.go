@@ -1,5 +1,7 @@
 package redis
 
+// This file writes files to Redis and removes them.
+
 import (
 	"cmp"
 	"context"
@@ -12,7 +14,7 @@ import (
 
 	"github.com/redis/go-redis/v9"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/parts"
 	"github.com/overwire/overwire/gosrc/source/retry"
@@ -21,7 +23,7 @@ import (
 const (
 	part     = 16 << 20
 	inFlight = 4
-	// unpublished is how long the values of a writer that died stay.
+	// unpublished is how long values stay after their writer has died.
 	unpublished = 24 * time.Hour
 )
 
@@ -29,7 +31,7 @@ const (
 type upload struct {
 	name
 	server *server
-	id     string // of this draft, in its keys
+	id     string // random, of this draft, in its keys
 
 	mu   sync.Mutex
 	sent []int64 // offsets
@@ -49,7 +51,8 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	var id [8]byte
 	_, _ = rand.Read(id[:]) // cannot fail
 	u := &upload{name: n, server: s, id: hex.EncodeToString(id[:])}
-	// A wrong password, or server of a cluster, is reported before anything is encoded.
+	// Report a wrong password, or a server of a cluster, before anything is
+	// encoded.
 	if err := u.do(ctx, func(ctx context.Context, c *redis.Client) error {
 		if err := c.StrLen(ctx, n.key).Err(); err != nil {
 			return err
@@ -62,13 +65,13 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	return parts.New(ctx, u, part, cmp.Or(s.retry.Connections, inFlight)), nil
 }
 
-// do runs requests that may be sent again.
+// do runs requests that may be repeated.
 func (u *upload) do(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
 	return do(ctx, u.server, fn)
 }
 
-// do is one request with retries; a server that has never answered is asked
-// retry.OpenTries times.
+// do is one request with retries; a server that has never responded gets
+// retry.OpenTries of them.
 func do(ctx context.Context, s *server, fn func(context.Context, *redis.Client) error) error {
 	for failed := 0; ; {
 		err := s.with(ctx, fn)
@@ -84,13 +87,13 @@ func do(ctx context.Context, s *server, fn func(context.Context, *redis.Client) 
 			return err
 		}
 		if err := retry.Pause(ctx, failed, after); err != nil {
-			return fault.FromOS(err)
+			return errs.FromOS(err)
 		}
 	}
 }
 
-// hidden is the key of a value before it is published; nobody's pattern of the
-// published ones finds it.
+// hidden is the key of a value before it is published. It does not begin with the
+// file's key and a colon, so that no reader finds it.
 func (u *upload) hidden(off int64) string {
 	return u.key + ".draft-" + u.id + ":" + strconv.FormatInt(off, 10)
 }
@@ -110,8 +113,8 @@ func (u *upload) Part(ctx context.Context, k int, p []byte) error {
 	}))
 }
 
-// Publish gives the values their names and removes those of the file before,
-// in one transaction.
+// Publish renames the values and removes those of the earlier file, in one
+// transaction.
 func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if n == 0 {
 		if err := u.Part(ctx, 0, whole); err != nil {
@@ -120,13 +123,13 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	}
 	tries := 0
 	err := u.do(ctx, func(ctx context.Context, c *redis.Client) error {
-		if tries++; tries > 1 { // an earlier transaction may have been heard
+		if tries++; tries > 1 { // an earlier transaction may have arrived
 			if k, err := c.Exists(ctx, u.shown(0)).Result(); err != nil || k == 1 {
 				return err
 			}
 		}
 		old, err := find(ctx, c, u.key)
-		if err != nil && !errors.Is(err, fault.ErrFormat) {
+		if err != nil && !errors.Is(err, errs.ErrFormat) {
 			return err
 		}
 		keys := make([]string, len(u.sent))
@@ -134,7 +137,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 			keys[i] = u.hidden(off)
 		}
 		if k, err := c.Exists(ctx, keys...).Result(); err != nil || k != int64(len(keys)) {
-			return errors.Join(err, fault.New(fault.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", int64(len(keys))-k, len(keys)))
+			return errors.Join(err, errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", int64(len(keys))-k, len(keys)))
 		}
 		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {
 			for _, v := range old {
@@ -154,8 +157,8 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	return u.at("save", -1, err)
 }
 
-// Abort removes what was sent. It has a time of its own: what it is called for
-// is often a cancel.
+// Abort removes what was sent. It has its own deadline, since the draft's context
+// has often been cancelled.
 func (u *upload) Abort() {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
@@ -173,7 +176,7 @@ func (u *upload) Abort() {
 	u.server.close()
 }
 
-// Remove deletes a file; one that is not there is no mistake.
+// Remove deletes a file; it is no error if there is none.
 func Remove(ctx context.Context, uri string, opt source.Options) error {
 	n, err := parse(uri)
 	if err != nil {

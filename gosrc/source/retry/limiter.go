@@ -1,5 +1,8 @@
 package retry
 
+// This file has the adaptive concurrency of a host: how many ranges are open at
+// once.
+
 import (
 	"context"
 	"math"
@@ -10,17 +13,17 @@ import (
 )
 
 // A limiter is the adaptive concurrency of one host: it decides how many ranges are
-// open at once. While every permit is in use it compares the throughput of a window
-// with the best of the recent ones. A probe step that brings at least probeGain is
-// kept and followed by another, twice as large if it brought nearly as much as it
-// added; one that does not is taken back, and the next is tried after backoffWindows,
-// then after twice as many, and so on. A store that says it has too much to do halves
-// the number.
+// open at once. While all permits are in use, it compares the throughput of each
+// window with the best recent one. A probe step that raises the throughput by
+// probeGain is kept and followed by another, twice as large if it raised the
+// throughput nearly in proportion. One that does not is undone, and the next
+// follows after backoffWindows windows, then after twice as many, and so on. A
+// store that says that it is overloaded halves the number.
 type limiter struct {
 	host string
 	refs int
 
-	bytes atomic.Int64 // of this window, counted as they come
+	bytes atomic.Int64 // received in this window
 	due   atomic.Int64 // when it ends, in nanoseconds since start
 
 	mu      sync.Mutex
@@ -29,7 +32,7 @@ type limiter struct {
 	open    int
 	waiting []chan struct{} // closed when it has a permit
 
-	saturated    bool    // a range waited in this window
+	saturated    bool    // a range waited for a permit in this window
 	bestRate     float64 // bytes a second of the best recent window
 	probedFrom   int     // limit to go back to; 0: no probe step is being judged
 	waitWindows  int     // until the next probe step
@@ -38,20 +41,21 @@ type limiter struct {
 }
 
 const (
-	// first are open at the start. Over a link of 10 Gbit/s on two cores, of 2,
-	// 4, 8, 16 and 32 connections 8 were the fewest that filled it, compressed
-	// or plain, and 32 the first that cost more. Where there are more cores than
-	// that, each may receive: 16 to a GPU over the loopback of 16 cores brought 6
-	// to 10 % more than 8, in loads that end before the first window does.
+	// first is the initial number. On a link of 10 Gbit/s and two cores, 8 of 2, 4,
+	// 8, 16 and 32 connections were the fewest that filled it, compressed or plain,
+	// and 32 the first that cost more. More cores can receive on more connections:
+	// 16 to a GPU over the loopback of 16 cores brought 6 to 10 % more than 8, in
+	// loads that end before the first window does.
 	first  = 8
 	window = 150 * time.Millisecond
-	// A step of half as many again is kept if the rate grows by probeGain, and doubled
-	// if it grows by fullGain: each connection then has its own share.
+	// A step adds half of the current number. It is kept if the throughput grows by
+	// probeGain, and the next is doubled if it grows by fullGain: then connections
+	// do not yet share a bottleneck.
 	probeGain      = 1.1
 	fullGain       = 1.4
-	rateDecay      = 0.998 // of the best rate, in each window that is worse: links change
+	rateDecay      = 0.998 // the best rate shrinks so in each slower window, since links change
 	backoffWindows = 4
-	// One overload is halved for once, however many answers tell of it.
+	// All responses within this time count as one overload.
 	overloadPause = time.Second
 )
 
@@ -62,7 +66,7 @@ var (
 	limiters   = map[string]*limiter{}
 )
 
-// hold finds the limiter of a host, or makes one; "" is always one of its own.
+// hold returns the limiter of a host and counts its use; each "" gets its own.
 func hold(host string, most int) *limiter {
 	limitersMu.Lock()
 	defer limitersMu.Unlock()
@@ -80,7 +84,7 @@ func hold(host string, most int) *limiter {
 	return l
 }
 
-// drop forgets the host after its last source.
+// drop ends one use; the last one forgets the host.
 func (l *limiter) drop() {
 	limitersMu.Lock()
 	defer limitersMu.Unlock()
@@ -99,7 +103,7 @@ func (l *limiter) atOnce() int {
 // acquire waits for a permit, first come, first served.
 func (l *limiter) acquire(ctx context.Context) error {
 	l.mu.Lock()
-	if l.open == 0 { // nothing was measured meanwhile
+	if l.open == 0 { // the idle time must not count
 		l.measure()
 	}
 	if l.open < l.limit && len(l.waiting) == 0 {
@@ -124,7 +128,7 @@ func (l *limiter) acquire(ctx context.Context) error {
 			return context.Cause(ctx)
 		}
 	}
-	l.open-- // it had the permit already
+	l.open-- // it had got the permit already
 	l.admit()
 	return context.Cause(ctx)
 }
@@ -136,7 +140,7 @@ func (l *limiter) measure() {
 	l.bytes.Store(0)
 }
 
-// count counts bytes as they come, and ends the window when it is over.
+// count counts bytes as they arrive, and ends a window that is over.
 func (l *limiter) count(n int64) {
 	l.bytes.Add(n)
 	due, now := l.due.Load(), int64(time.Since(start))
@@ -189,7 +193,7 @@ func (l *limiter) adapt(rate float64) {
 	}
 }
 
-// overloaded halves the number of open ranges, once for all the answers that tell of
+// overloaded halves the number of open ranges, once for all responses that report
 // one overload.
 func (l *limiter) overloaded() {
 	l.mu.Lock()

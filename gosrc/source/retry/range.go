@@ -1,20 +1,22 @@
 package retry
 
+// This file reads one range and resumes it where its connection breaks.
+
 import (
 	"context"
 	"fmt"
 	"io"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// RangeBytes is what stores recommend for one range: at 100 MB/s a connection it
-// takes four times the 20 ms after which they answer.
+// RangeBytes is the size that stores recommend for a range: at 100 MB/s a
+// connection it takes four times their latency of 20 ms.
 const RangeBytes = 8 << 20
 
-// AtOnce is how many ranges are open at once as things stand; see limiter.go.
+// AtOnce is how many ranges to have open now; see limiter.go.
 func (s *Source) AtOnce() int { return s.limit.atOnce() }
 
 // OpenRange waits for a permit; see source.Ranges.
@@ -28,7 +30,8 @@ func (s *Source) OpenRange(ctx context.Context) (source.Range, error) {
 	return r, nil
 }
 
-// within ends with the source, too, and tells off then.
+// within returns a context that also ends with the source, and reports at which
+// offset it ended.
 func (s *Source) within(ctx context.Context, off int64) (context.Context, func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	unhook := context.AfterFunc(s.ctx, func() { cancel(s.at(off, context.Cause(s.ctx))) })
@@ -38,15 +41,15 @@ func (s *Source) within(ctx context.Context, off int64) (context.Context, func()
 	}
 }
 
-// A byteRange is read in order, by one goroutine. It has a permit until
-// its end: what its reader does between two steps is time in which the kernel takes
-// in the next. Where its body breaks it waits for no other, since by then its reader
-// may hold what those who have one wait for; where there was no answer yet, others
-// have their permits first.
+// A byteRange is read in order, by one goroutine. It keeps its permit until its
+// end: while its reader works between two steps, the kernel receives more. When its
+// body breaks, it resumes without waiting for a permit, since its reader may hold
+// what the owners of permits wait for. If there was no response yet, it queues
+// again behind others.
 type byteRange struct {
 	s        *Source
 	ctx      context.Context // the caller's, and the source's
-	finish   func()          // ends it
+	finish   func()          // ends within
 	off, end int64
 	failed   int // consecutive
 	permit   bool
@@ -61,11 +64,11 @@ type byteRange struct {
 	got   int64
 }
 
-// begin sets what the range reads; the first step asks for it.
+// begin sets what the range reads; the first step requests it.
 func (r *byteRange) begin(ctx context.Context, off, n int64) error {
 	s := r.s
 	if off < 0 || n < 0 || off > s.Size() || n > s.Size()-off {
-		return s.at(off, fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", n, s.Size()))
+		return s.at(off, errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", n, s.Size()))
 	}
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -78,7 +81,7 @@ func (r *byteRange) begin(ctx context.Context, off, n int64) error {
 	return nil
 }
 
-// Begin asks for n bytes from off.
+// Begin requests n bytes from off.
 func (r *byteRange) Begin(ctx context.Context, off, n int64) error {
 	if err := r.begin(ctx, off, n); err != nil {
 		return err
@@ -86,7 +89,7 @@ func (r *byteRange) Begin(ctx context.Context, off, n int64) error {
 	return r.Next(nil)
 }
 
-// Close gives up what was not read.
+// Close abandons what was not read.
 func (r *byteRange) Close() error {
 	r.shut()
 	r.done()
@@ -115,28 +118,28 @@ func (r *byteRange) done() {
 	}
 }
 
-// Waited tells what was waited for; see source.Range.
+// Waited returns the waiting times; see source.Range.
 func (r *byteRange) Waited() (permit, answer time.Duration) {
 	permit, answer = r.waited[0], r.waited[1]
 	r.waited = [2]time.Duration{}
 	return permit, answer
 }
 
-// Next fills p with what comes next.
+// Next fills p with the next bytes.
 func (r *byteRange) Next(p []byte) error {
 	s := r.s
 	if r.ctx.Err() != nil {
 		return context.Cause(r.ctx)
 	}
 	if int64(len(p)) > r.end-r.off {
-		return s.at(r.off, fault.New(fault.ErrEngine, "%d bytes wanted of a range that has %d left", len(p), r.end-r.off))
+		return s.at(r.off, errs.New(errs.ErrEngine, "%d bytes wanted of a range that has %d left", len(p), r.end-r.off))
 	}
 	for r.off < r.end {
 		n, err := r.read(p)
 		p, r.off = p[n:], r.off+int64(n)
 		s.counts[2].Add(int64(n))
 		if err == nil {
-			if r.off == r.end { // the connection and the permit can serve again
+			if r.off == r.end { // the connection and the permit can be used again
 				r.shut()
 				r.done()
 			}
@@ -148,12 +151,12 @@ func (r *byteRange) Next(p []byte) error {
 			return context.Cause(r.ctx)
 		}
 		if n > 0 && len(p) == 0 {
-			return nil // every byte is here: errors of the connection do not matter
+			return nil // every byte has arrived: errors of the connection no longer matter
 		}
 		verdict, after := s.judge(err)
 		switch {
 		case verdict == Changed:
-			return s.at(r.off, fault.New(fault.ErrCorrupt, "changed while it was read: %v", err))
+			return s.at(r.off, errs.New(errs.ErrCorrupt, "changed while it was read: %v", err))
 		case verdict == Never:
 			return s.at(r.off, classed(err))
 		case got >= s.opt.Floor:
@@ -173,8 +176,8 @@ func (r *byteRange) Next(p []byte) error {
 	return nil
 }
 
-// read reads on in the body, opening one if there is none, until p is full or
-// the body breaks.
+// read reads from the body, opening one if there is none, until p is full or the
+// body breaks.
 func (r *byteRange) read(p []byte) (int, error) {
 	s := r.s
 	if r.body == nil {
@@ -226,7 +229,7 @@ func (r *byteRange) read(p []byte) (int, error) {
 		r.watch.Stop()
 		return got, nil
 	}
-	// A body says that it ends, so that its connection can serve again.
+	// Read the end of the body, so that its connection can be used again.
 	var more [1]byte
 	if n, _ := r.body.Read(more[:]); n > 0 {
 		s.Wasted(1)

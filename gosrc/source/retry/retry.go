@@ -1,12 +1,11 @@
-// Package retry makes a source of something that opens ranges of a remote
-// object: every failure costs a resume at the byte reached, never a restart and
-// never a wrong byte.
+// Package retry makes a source out of ranges of a remote object. A failure costs a
+// resume at the offset reached, never a restart and never a wrong byte.
 //
-// A range that breaks is asked for again from its first missing byte, after a
-// pause with full jitter that doubles while nothing arrives. A body that brings
-// less than Options.Floor bytes within Options.Timeout is given up and asked
-// for again. How many ranges of one host are open at once is found by
-// measuring; see limiter.go. What may be tried again is the Fetcher's to judge.
+// A range that breaks is requested again from its first missing byte, after a
+// random pause (full jitter) whose limit doubles while nothing arrives. A body that
+// brings less than Options.Floor bytes within Options.Timeout is abandoned and
+// requested again. How many ranges of one host are open at once is measured; see
+// limiter.go. The Fetcher judges what may be tried again.
 package retry
 
 import (
@@ -19,7 +18,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -28,15 +27,15 @@ type Verdict int
 
 // The verdicts.
 const (
-	Never   Verdict = iota // asking again cannot help
-	Again                  // there was no answer, or not all of it: the network, or a store that is down
-	Busy                   // the store answered that it cannot for the moment
-	Changed                // the object is another one by now
+	Never   Verdict = iota // a retry cannot help
+	Again                  // no response, or an incomplete one: the network failed, or the store is down
+	Busy                   // the store responded that it cannot for the moment
+	Changed                // the object has been replaced
 )
 
-// OpenTries is how often a store is asked that has not answered once, however many
-// retries it may have: a wrong name, or a server that is down, should be reported
-// soon. A store that says that it is busy has answered.
+// OpenTries bounds the tries for a store that has not responded yet, whatever
+// Retries is: a wrong name, or a server that is down, should be reported soon. A
+// store that says that it is busy has responded.
 const OpenTries = 3
 
 // A Fetcher opens ranges of one object. It is safe for concurrent use.
@@ -46,13 +45,13 @@ type Fetcher interface {
 	// Size is the object's size, fixed when it was opened.
 	Size() int64
 	// Fetch opens n bytes (1 or more, within Size) from off. The body ends with
-	// io.EOF after exactly these; one that is shorter or longer is a failure,
-	// and so is an answer that is not about this very range of this very
-	// object. The body is closed by the caller, and ctx ends it.
+	// io.EOF after exactly these; a shorter or longer one is a failure, and so is a
+	// response that is not about this very range of this very object. The caller
+	// closes the body, and ctx ends it.
 	Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
-	// Judge says what an error of Fetch or of reading a body means, and how
-	// long the store asks to wait, 0 if it does not. It is not asked about the
-	// caller's own cancellation, nor about a body that is cut or stalls.
+	// Judge says what an error of Fetch or of reading a body means, and how long
+	// the store asks to wait (0: it does not). It is not called for the caller's
+	// own cancellation, nor for a body that ends early or stalls.
 	Judge(err error) (Verdict, time.Duration)
 	// Close releases what the fetcher holds.
 	Close() error
@@ -60,19 +59,19 @@ type Fetcher interface {
 
 // Options of New. Zero fields are the defaults.
 type Options struct {
-	// Host names what shares one limit: sources of one host measure together.
+	// Host names the limit to share: sources of one host measure together.
 	Host string
 	// Connections is the most ranges open at once, 64 if 0.
 	Connections int
-	// Retries is how many consecutive failures a range may have that bring less
-	// than Floor bytes; 8 if 0, none if negative.
+	// Retries is how many consecutive failures a range survives that each bring
+	// less than Floor bytes; 8 if 0, none if negative.
 	Retries int
 	// Timeout is how long a range may bring less than Floor bytes: 30 s if 0.
 	Timeout time.Duration
-	// Floor is what counts as progress: 64 KiB if 0.
+	// Floor is how many bytes count as progress: 64 KiB if 0.
 	Floor int64
-	// Range is the RangeBytes of the source: set where a body may be read in
-	// steps at no cost.
+	// Range is the source's RangeBytes, set where reading a body in steps costs
+	// nothing.
 	Range int64
 
 	base time.Duration // of the pauses; tests make it short
@@ -81,7 +80,7 @@ type Options struct {
 // Names are the options of Parse.
 var Names = []string{"timeout", "connections", "retries"}
 
-// Parse reads the options that every store has.
+// Parse reads the options that all stores share.
 func Parse(o source.Options) (Options, error) {
 	timeout, err := o.Number("timeout", 30, 0.01, 86400)
 	if err != nil {
@@ -137,13 +136,13 @@ type Source struct {
 
 // Counts is what a source has done so far.
 type Counts struct {
-	Requests int64 // ranges asked for
-	Resumed  int64 // of them, those that went on where another broke
+	Requests int64 // ranges requested
+	Resumed  int64 // of them, those that resumed a broken one
 	Bytes    int64 // wanted and arrived
-	Extra    int64 // arrived and thrown away
+	Extra    int64 // arrived and discarded
 }
 
-// New makes a source of a fetcher, which it closes.
+// New makes a source of a fetcher, and closes it with the source.
 func New(f Fetcher, opt Options) *Source {
 	opt.defaults()
 	s := &Source{f: f, opt: opt, limit: hold(opt.Host, opt.Connections)}
@@ -166,18 +165,18 @@ func (s *Source) Facts() source.Facts {
 	return f
 }
 
-// Counts says what was done so far.
+// Counts returns what was done so far.
 func (s *Source) Counts() Counts {
 	return Counts{s.counts[0].Load(), s.counts[1].Load(), s.counts[2].Load(), s.counts[3].Load()}
 }
 
-// Wasted counts bytes that a fetcher had to throw away.
+// Wasted counts bytes that a fetcher discarded.
 func (s *Source) Wasted(n int64) { s.counts[3].Add(n) }
 
 // Close ends reads in flight and releases the fetcher.
 func (s *Source) Close() error {
 	s.once.Do(func() {
-		s.cancel(fault.New(fault.ErrArgument, "the source is closed"))
+		s.cancel(errs.New(errs.ErrArgument, "the source is closed"))
 		s.shut = s.f.Close()
 		s.limit.drop()
 	})
@@ -201,13 +200,13 @@ var (
 	errLong    = errors.New("the body has more bytes than were asked for")
 )
 
-// broken is an error of reading a body: always worth another try.
+// broken is an error of reading a body, which is always worth a retry.
 type broken struct{ err error }
 
 func (b *broken) Error() string { return b.err.Error() }
 func (b *broken) Unwrap() error { return b.err }
 
-// stalled names the watchdog when it was what ended a request.
+// stalled names the watchdog if it ended the request.
 func stalled(ctx context.Context, err error) error {
 	if context.Cause(ctx) == errStalled {
 		return errStalled
@@ -229,29 +228,30 @@ func (s *Source) judge(err error) (Verdict, time.Duration) {
 	return s.f.Judge(err)
 }
 
-// classed gives an error that has none the class that fits.
+// classed adds the class that fits to an error without one.
 func classed(err error) error {
 	switch {
-	case fault.Classed(err):
+	case errs.Classed(err):
 		return err
 	case errors.Is(err, errStalled), errors.Is(err, context.DeadlineExceeded):
-		return fault.New(fault.ErrTimeout, "%v", err)
+		return errs.New(errs.ErrTimeout, "%v", err)
 	}
-	return fault.New(fault.ErrIO, "%v", err)
+	return errs.New(errs.ErrIO, "%v", err)
 }
 
 func (s *Source) at(off int64, err error) error {
-	return &fault.At{Verb: "read", Source: s.URI(), Chunk: -1, Offset: off, Err: err}
+	return &errs.At{Verb: "read", Source: s.URI(), Chunk: -1, Offset: off, Err: err}
 }
 
-// The pause before try n is anything up to base x 2^n, at most most.
+// The pause before try n is random, up to base x 2^n and at most most.
 const (
 	base = 50 * time.Millisecond
 	most = 10 * time.Second
 )
 
-// Pause waits before a try that follows failed consecutive failures, with full jitter;
-// after is how long the store asked for, which is obeyed up to a minute.
+// Pause waits before a try, with full jitter; failed is the number of consecutive
+// failures, and after how long the store asked to wait, which is obeyed up to a
+// minute.
 func Pause(ctx context.Context, failed int, after time.Duration) error {
 	return pause(ctx, base, failed, after)
 }
@@ -269,10 +269,10 @@ func pause(ctx context.Context, base time.Duration, failed int, after time.Durat
 	}
 }
 
-// Do runs a single request, as opening an object is, until it succeeds, with the
-// pauses of a range: each try has Options.Timeout, there is one more than
-// Options.Retries, and at most OpenTries without an answer. A try that is out of
-// time is one without an answer.
+// Do runs a single request, such as opening an object, until it succeeds, with the
+// pauses of a range. Each try has Options.Timeout; there are Options.Retries + 1
+// tries, and at most OpenTries without a response. A try that runs out of time had
+// no response.
 func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), fn func(ctx context.Context) error) error {
 	opt.defaults()
 	for failed, silent := 0, 0; ; {

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
@@ -175,7 +175,7 @@ func TestStall(t *testing.T) {
 
 	src = New(s, Options{Timeout: 10 * time.Millisecond, Retries: 2, base: time.Millisecond})
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) { return slow{}, nil }
-	if err := src.ReadAt(ctx, p, 0); !errors.Is(err, fault.ErrTimeout) || strings.Contains(err.Error(), "secret") {
+	if err := src.ReadAt(ctx, p, 0); !errors.Is(err, errs.ErrTimeout) || strings.Contains(err.Error(), "secret") {
 		t.Errorf("%v, want ErrTimeout", err)
 	}
 	src.Close()
@@ -195,10 +195,10 @@ func TestVerdicts(t *testing.T) {
 		class    error
 		requests int64
 	}{
-		{errNever, fault.ErrIO, 1},
-		{fault.New(fault.ErrPermission, "no"), fault.ErrPermission, 3},
-		{errChanged, fault.ErrCorrupt, 1},
-		{errAgain, fault.ErrIO, 3},
+		{errNever, errs.ErrIO, 1},
+		{errs.New(errs.ErrPermission, "no"), errs.ErrPermission, 3},
+		{errChanged, errs.ErrCorrupt, 1},
+		{errAgain, errs.ErrIO, 3},
 	} {
 		s := &store{data: random(100)}
 		s.fault = func(n, off int64, b []byte) (io.Reader, error) { return nil, c.err }
@@ -217,7 +217,7 @@ func TestVerdicts(t *testing.T) {
 		return bytes.NewReader(append(b[:len(b):len(b)], 1)), nil
 	}
 	src := New(s, Options{Retries: -1})
-	if err := src.ReadAt(context.Background(), make([]byte, 10), 5); !errors.Is(err, fault.ErrIO) {
+	if err := src.ReadAt(context.Background(), make([]byte, 10), 5); !errors.Is(err, errs.ErrIO) {
 		t.Errorf("%v, want ErrIO", err)
 	}
 	src.Close()
@@ -234,12 +234,12 @@ func TestEnds(t *testing.T) {
 		got := make(chan error, 1)
 		go func() { got <- src.ReadAt(ctx, make([]byte, 10), 0) }()
 		<-hung.in
-		want := fault.ErrCancelled
+		want := errs.ErrCancelled
 		if end == "close" {
-			want = fault.ErrArgument
+			want = errs.ErrArgument
 			src.Close()
 		} else {
-			cancel(fault.ErrCancelled)
+			cancel(errs.ErrCancelled)
 		}
 		select {
 		case err := <-got:
@@ -349,7 +349,7 @@ func TestTurns(t *testing.T) {
 	if err := src.ReadAt(t.Context(), make([]byte, 50), 50); err != nil {
 		t.Error(err)
 	}
-	if err := <-second; !errors.Is(err, fault.ErrIO) || src.limit.open != 0 {
+	if err := <-second; !errors.Is(err, errs.ErrIO) || src.limit.open != 0 {
 		t.Errorf("%v, %d open", err, src.limit.open)
 	}
 }
@@ -371,8 +371,8 @@ func TestPermitUnused(t *testing.T) {
 	for src.limit.queued() == 0 {
 		time.Sleep(time.Millisecond)
 	}
-	cancel(fault.ErrCancelled)
-	if err := <-done; !errors.Is(err, fault.ErrCancelled) {
+	cancel(errs.ErrCancelled)
+	if err := <-done; !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("%v, want ErrCancelled", err)
 	}
 	_ = one.Close()
@@ -385,7 +385,7 @@ func TestPermitUnused(t *testing.T) {
 		time.Sleep(time.Millisecond)
 	}
 	src.Close()
-	if err := <-done; !errors.Is(err, fault.ErrArgument) {
+	if err := <-done; !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("%v, want ErrArgument", err)
 	}
 	_ = one.Close()
@@ -457,13 +457,13 @@ func TestOpenTries(t *testing.T) {
 		want    int
 		class   error
 	}{
-		{"hangs", 8, []func(context.Context) error{hang}, OpenTries, fault.ErrTimeout},
-		{"refuses", 8, []func(context.Context) error{answer(silent)}, OpenTries, fault.ErrIO},
-		{"hangs and refuses", 8, []func(context.Context) error{hang, answer(silent), hang, hang}, OpenTries, fault.ErrTimeout},
-		{"is busy", 8, []func(context.Context) error{answer(busy)}, 9, fault.ErrIO},
-		{"is busy and hangs", 8, []func(context.Context) error{answer(busy), hang, answer(busy), hang}, 5, fault.ErrTimeout},
-		{"no retries", -1, []func(context.Context) error{hang}, 1, fault.ErrTimeout},
-		{"one retry", 1, []func(context.Context) error{hang}, 2, fault.ErrTimeout},
+		{"hangs", 8, []func(context.Context) error{hang}, OpenTries, errs.ErrTimeout},
+		{"refuses", 8, []func(context.Context) error{answer(silent)}, OpenTries, errs.ErrIO},
+		{"hangs and refuses", 8, []func(context.Context) error{hang, answer(silent), hang, hang}, OpenTries, errs.ErrTimeout},
+		{"is busy", 8, []func(context.Context) error{answer(busy)}, 9, errs.ErrIO},
+		{"is busy and hangs", 8, []func(context.Context) error{answer(busy), hang, answer(busy), hang}, 5, errs.ErrTimeout},
+		{"no retries", -1, []func(context.Context) error{hang}, 1, errs.ErrTimeout},
+		{"one retry", 1, []func(context.Context) error{hang}, 2, errs.ErrTimeout},
 	} {
 		asked := 0
 		err := Do(t.Context(), Options{Retries: c.retries, Timeout: time.Millisecond, base: time.Microsecond}, judge, func(ctx context.Context) error {

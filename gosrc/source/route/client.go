@@ -1,5 +1,7 @@
 package route
 
+// This file makes connections to servers: TLS, proxies and certificate authorities.
+
 import (
 	"crypto/tls"
 	"crypto/x509"
@@ -14,25 +16,24 @@ import (
 
 	"golang.org/x/net/http/httpproxy"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
 // Settings of New, besides those of the transport.
 type Settings struct {
-	// Env is the environment as the caller has it: proxies.
+	// Env is the caller's environment, which names proxies.
 	Env map[string]string
-	// CAFile and CAPath name the authorities to trust: a file, a list of
-	// folders. Both "": the system's own.
+	// CAFile and CAPath name the authorities to trust: a file, a list of folders.
+	// Both "": the system's.
 	CAFile, CAPath string
 	Insecure       bool          // certificates are not checked
-	Dial           time.Duration // a connection stands by then
+	Dial           time.Duration // bounds the wait for a connection
 }
 
-// A Client makes connections: HTTP/1.1 only, one stream a connection, through
-// the proxies of the environment. Its caller sets limits of the transport
-// before the first request. Authorities that cannot be read fail what needs
-// them, which is https.
+// A Client makes connections: HTTP/1.1 only, one request a connection at a time,
+// through the proxies of the environment. Limits of the transport must be set
+// before the first request. If the authorities cannot be read, https requests fail.
 type Client struct {
 	*http.Transport
 	untrusted error
@@ -43,7 +44,7 @@ func New(s Settings) *Client {
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: s.Insecure}
 	roots, err := authorities(s.CAFile, s.CAPath)
 	if secure.RootCAs = roots; err != nil {
-		secure.RootCAs = x509.NewCertPool() // of a proxy, too, nothing is trusted
+		secure.RootCAs = x509.NewCertPool() // a proxy may not choose the certificate either
 	}
 	one := new(http.Protocols)
 	one.SetHTTP1(true)
@@ -54,7 +55,7 @@ func New(s Settings) *Client {
 	}}
 }
 
-// RoundTrip sends one request; it follows nothing.
+// RoundTrip sends one request and follows no redirect.
 func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 	if c.untrusted != nil && r.URL.Scheme == "https" {
 		return nil, c.untrusted
@@ -62,8 +63,8 @@ func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 	return c.Transport.RoundTrip(r)
 }
 
-// Do is RoundTrip for libraries that sign requests for one host: a redirect is
-// an answer like any other.
+// Do is RoundTrip for libraries that sign requests for one host: it returns a
+// redirect like any other response.
 func (c *Client) Do(r *http.Request) (*http.Response, error) { return c.RoundTrip(r) }
 
 // proxies reads the variables as curl does: lower case wins, ALL_PROXY serves
@@ -87,14 +88,14 @@ func proxies(env map[string]string) func(*http.Request) (*url.URL, error) {
 	return func(r *http.Request) (*url.URL, error) {
 		u, err := find(r.URL)
 		if err != nil { // its text has the proxy's URL, perhaps with a password
-			return nil, fault.New(fault.ErrArgument, "the proxy's URL in the environment is not valid")
+			return nil, errs.New(errs.ErrArgument, "the proxy's URL in the environment is not valid")
 		}
 		return u, nil
 	}
 }
 
-// authorities are those in a file, or in the files of folders; nil, the
-// system's own, where neither is named.
+// authorities are read from a file, or from the files of folders; nil, the
+// system's, where neither is named.
 func authorities(file, dir string) (*x509.CertPool, error) {
 	if file == "" && dir == "" {
 		return nil, nil
@@ -126,11 +127,11 @@ func authorities(file, dir string) (*x509.CertPool, error) {
 	}
 	if !found {
 		named := slices.DeleteFunc([]string{file, dir}, func(s string) bool { return s == "" })
-		return nil, fault.New(fault.ErrArgument, "no certificate in %s", strings.Join(named, ", "))
+		return nil, errs.New(errs.ErrArgument, "no certificate in %s", strings.Join(named, ", "))
 	}
 	return pool, nil
 }
 
 func unread(path string, err error) error {
-	return &fault.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: fault.FromOS(err)}
+	return &errs.At{Verb: "open", Source: path, Chunk: -1, Offset: -1, Err: errs.FromOS(err)}
 }

@@ -1,5 +1,8 @@
 package route
 
+// This file says how near an address is: on the internet, in a private network, or
+// on this link.
+
 import (
 	"net/netip"
 	"strings"
@@ -13,12 +16,12 @@ const (
 	link     = 2 // this link, and where clouds keep their credentials
 )
 
-// pretended is for tests; see Pretend.
+// pretended replaces depth in tests; see Pretend.
 var pretended atomic.Pointer[func(netip.Addr) (int, bool)]
 
-// Pretend is for tests, which have loopback addresses only: fn says how near
-// an address is (0 the internet, 1 a private network, 2 the link), or that it
-// has no opinion. The function that is returned ends that.
+// Pretend is for tests, which have loopback addresses only: fn says how near an
+// address is (0 the internet, 1 a private network, 2 the link); ok is false where
+// it has no opinion. end restores the real answer.
 func Pretend(fn func(netip.Addr) (near int, ok bool)) (end func()) {
 	pretended.Store(&fn)
 	return func() { pretended.Store(nil) }
@@ -47,8 +50,8 @@ var (
 	teredo  = netip.MustParsePrefix("2001::/32")
 )
 
-// depth is how near an address is: at least, and at most, where a translator
-// on the way may take it to one of IPv4.
+// depth is how near an address is. least and most differ where a translator between
+// IPv6 and IPv4 may lead it elsewhere.
 func depth(a netip.Addr) (least, most int) {
 	a = a.Unmap().WithZone("")
 	if fn := pretended.Load(); fn != nil {
@@ -90,14 +93,14 @@ func embedded(a netip.Addr) (out []netip.Addr) {
 	switch {
 	case compat.Contains(a), mapped.Contains(a), nat64.Contains(a):
 		v4(12, 13, 14, 15)
-	case local64.Contains(a): // whichever length its prefix has here; 8 is always zero
+	case local64.Contains(a): // its prefix has one of these lengths; byte 8 is always zero
 		v4(6, 7, 9, 10)
 		v4(7, 9, 10, 11)
 		v4(9, 10, 11, 12)
 		v4(12, 13, 14, 15)
 	case sixToV4.Contains(a):
 		v4(2, 3, 4, 5)
-	case teredo.Contains(a): // the server, and the client with its bits turned
+	case teredo.Contains(a): // the server, and the client with inverted bits
 		v4(4, 5, 6, 7)
 		for i := 12; i < 16; i++ {
 			b[i] ^= 0xff
@@ -109,8 +112,8 @@ func embedded(a netip.Addr) (out []netip.Addr) {
 	return out
 }
 
-// literal is the address that a host's name itself is; the zero address, which
-// counts as the internet, for any other name.
+// literal is the address that a host's name spells; the zero address, which counts
+// as the internet, for any other name.
 func literal(host string) netip.Addr {
 	host = strings.ToLower(strings.TrimSuffix(host, "."))
 	if host == "localhost" || strings.HasSuffix(host, ".localhost") {
@@ -123,8 +126,8 @@ func literal(host string) netip.Addr {
 	return a
 }
 
-// Inside reports whether a URL's host is, by itself and without a look-up, an
-// address of a private network or of this machine.
+// Inside reports whether a URL's host is an address of a private network or of this
+// machine. It looks up no name.
 func Inside(host string) bool {
 	least, _ := depth(literal(host))
 	return least > internet

@@ -1,18 +1,17 @@
-// Package route decides which server may be asked after which, and what the
-// caller gave goes along. Redirects, proxies and certificates of every client
-// of remote stores come from here.
+// Package route decides which servers a chain of redirects may reach, and which of
+// the caller's credentials each request carries. Redirects, proxies and
+// certificates of every client of remote stores come from here.
 //
-// What the caller gave (headers, token, user and password) goes to the origin
-// that the caller named: scheme, host and port. It goes to no other, and a
-// chain that has left the origin does not carry it back. A redirect stays
-// within http and https, never leaves https, and its Location brings no user
-// and no password. At most Most redirects are followed.
+// Credentials (headers, token, user and password) go to the origin that the caller
+// named (scheme, host and port) and to no other; a chain that has left the origin
+// does not carry them back. A redirect stays within http and https and never leaves
+// https; a user and password in its Location are ignored. At most Most redirects
+// are followed.
 //
-// Every address that is connected to is compared with the first one of the
-// object's origin, when it is connected to and again when an idle connection
-// is used: nothing leads from a network further out to one further in, neither
-// a redirect nor a name that means another address by now. A proxy connects
-// for itself: there only what the URL itself says is compared.
+// Every address is compared with the first address of the object's origin, when it
+// is connected to and again when an idle connection is used: neither a redirect nor
+// a changed DNS name may lead from an outer network into an inner one. A proxy
+// chooses addresses itself: behind one, only the URL is compared.
 package route
 
 import (
@@ -28,25 +27,25 @@ import (
 	"sync"
 	"syscall"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // Most is how many redirects of one request are followed.
 const Most = 5
 
-// Refused is a redirect that is not followed. It is fault.ErrPermission.
+// Refused is a redirect that is not followed. It is errs.ErrPermission.
 type Refused struct{ What string }
 
 func (r *Refused) Error() string {
-	return fmt.Sprintf("%v: %s is refused", fault.ErrPermission, r.What)
+	return fmt.Sprintf("%v: %s is refused", errs.ErrPermission, r.What)
 }
-func (r *Refused) Unwrap() error { return fault.ErrPermission }
+func (r *Refused) Unwrap() error { return errs.ErrPermission }
 
 // A Hop is one request of a chain.
 type Hop struct {
 	URL *url.URL // without user, password and fragment
-	// Home says that the chain has never left the origin: what the caller gave
-	// goes along.
+	// Home: the chain has never left the origin, so that this request carries the
+	// caller's credentials.
 	Home bool
 
 	origin string
@@ -56,14 +55,14 @@ type Hop struct {
 // Start is the request for the URL that the caller named.
 func Start(u *url.URL) Hop { return Hop{URL: bare(u), Home: true, origin: Origin(u)} }
 
-// Here is a new chain from where this one ended.
+// Here starts a new chain at the URL where this one ended.
 func (h Hop) Here() Hop {
 	h.count = 0
 	return h
 }
 
-// Next is where a redirect's Location leads. An error is Refused, or has no
-// class: then the server may have another answer next time.
+// Next is the hop that a redirect's Location leads to. An error is Refused, or has
+// no class: then a retry may get another answer.
 func (h Hop) Next(location string) (Hop, error) {
 	to, err := h.URL.Parse(location)
 	switch {
@@ -99,9 +98,9 @@ func Origin(u *url.URL) string {
 	return strings.ToLower(u.Scheme) + "://" + net.JoinHostPort(strings.ToLower(u.Hostname()), port)
 }
 
-// named reports whether a host is a name, or an address as it is usually
-// written. Other ways of writing one (127.1, 0x7f000001, digits beyond ASCII)
-// mean what the one that connects makes of them, which may be a proxy.
+// named reports whether a host is a name, or an address in its usual form. Other
+// forms (127.1, 0x7f000001, digits beyond ASCII) are read differently by different
+// programs, such as a proxy.
 func named(host string) bool {
 	if _, err := netip.ParseAddr(host); err == nil {
 		return true
@@ -118,9 +117,9 @@ func bare(u *url.URL) *url.URL {
 	return &c
 }
 
-// A Way is all requests for one object: the address at which it was found
-// first decides which others may be connected to. It is safe for concurrent
-// use; the zero value has not begun.
+// A Way is all requests for one object: the first address that it connects to
+// decides which others are allowed. It is safe for concurrent use; the zero value
+// has not begun.
 type Way struct {
 	mu     sync.Mutex
 	begun  bool
@@ -129,8 +128,8 @@ type Way struct {
 
 type wayKey struct{}
 
-// begin sets where the way begins, unless that is known, and refuses an
-// address that is further in.
+// begin sets the first address, unless it is known, and refuses one that is further
+// in.
 func (w *Way) begin(at netip.Addr) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -140,7 +139,7 @@ func (w *Way) begin(at netip.Addr) error {
 	return inward(w.origin, at)
 }
 
-// may refuses an address that is further in than where the way begins.
+// may refuses an address that is further in than the first one.
 func (w *Way) may(at netip.Addr) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -150,9 +149,9 @@ func (w *Way) may(at netip.Addr) error {
 	return inward(w.origin, at)
 }
 
-// inward refuses the way from a network further out to one further in: from
-// the internet into a private network or this machine, from anywhere to the
-// link, where clouds keep their credentials.
+// inward refuses a step from an outer network into an inner one: from the internet
+// into a private network or this machine, from anywhere to the link, where clouds
+// keep their credentials.
 func inward(from, to netip.Addr) error {
 	if from.Unmap() == to.Unmap() {
 		return nil
@@ -164,8 +163,8 @@ func inward(from, to netip.Addr) error {
 	return nil
 }
 
-// control is the hook of the dialer: the address is the one that is connected
-// to, after the name was looked up.
+// control is the dialer's hook: address is the one that is about to be connected
+// to, after the look-up of the name.
 func control(ctx context.Context, _, address string, _ syscall.RawConn) error {
 	w, _ := ctx.Value(wayKey{}).(*Way)
 	at, err := netip.ParseAddrPort(address)
@@ -175,8 +174,8 @@ func control(ctx context.Context, _, address string, _ syscall.RawConn) error {
 	return w.may(at.Addr())
 }
 
-// Send sends one request of the way by a client, and returns the connection
-// that it went out on. It follows nothing.
+// Send sends one request by a client, and returns the connection that it used. It
+// follows no redirect.
 func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error) {
 	proxy, err := c.Proxy(r)
 	if err != nil {
@@ -184,8 +183,8 @@ func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error)
 	}
 	ctx := r.Context()
 	if proxy != nil {
-		// What a proxy connects to it decides itself. An address in the URL
-		// is known all the same.
+		// A proxy chooses the address itself. Only an address in the URL can be
+		// compared.
 		err = w.begin(literal(r.URL.Hostname()))
 	} else {
 		ctx = context.WithValue(ctx, wayKey{}, w)
@@ -203,8 +202,8 @@ func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error)
 		if proxy != nil {
 			return
 		}
-		// Another object may have dialled this one. A connection that is closed
-		// sends nothing; the transport then dials, which control refuses.
+		// The connection may have been dialled for another object. If it was
+		// closed, nothing is sent: the transport dials again, and control refuses.
 		at, err := netip.ParseAddrPort(i.Conn.RemoteAddr().String())
 		if err == nil {
 			err = w.begin(at.Addr())
@@ -232,7 +231,7 @@ func Cut(conn net.Conn) {
 		conn = secure.NetConn()
 	}
 	if c, ok := conn.(interface{ SetLinger(int) error }); ok {
-		_ = c.SetLinger(0) // a reset: what is on its way need not come
+		_ = c.SetLinger(0) // a reset: the peer stops sending
 	}
 	_ = conn.Close()
 }

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // Nothing leads further in, in whatever form an address of IPv4 is written.
@@ -38,7 +38,7 @@ func TestInward(t *testing.T) {
 		{"64:ff9b:1::8.8.8.8", "64:ff9b:1::8.8.8.8", true}, {"::ffff:10.0.0.1", "10.0.0.2", true},
 	} {
 		err := inward(netip.MustParseAddr(c.from), netip.MustParseAddr(c.to))
-		if (err == nil) != c.ok || err != nil && !errors.Is(err, fault.ErrPermission) {
+		if (err == nil) != c.ok || err != nil && !errors.Is(err, errs.ErrPermission) {
 			t.Errorf("%s to %s: %v", c.from, c.to, err)
 		}
 	}
@@ -114,7 +114,7 @@ func TestAuthorities(t *testing.T) {
 	for _, c := range []struct {
 		file, path string
 		class      error
-	}{{"", "", nil}, {"/none.pem", "", fault.ErrNotFound}, {"", "/none", fault.ErrNotFound}, {empty, "", fault.ErrArgument}, {dir, "", fault.ErrArgument}, {"", dir, fault.ErrArgument}} {
+	}{{"", "", nil}, {"/none.pem", "", errs.ErrNotFound}, {"", "/none", errs.ErrNotFound}, {empty, "", errs.ErrArgument}, {dir, "", errs.ErrArgument}, {"", dir, errs.ErrArgument}} {
 		_, err := authorities(c.file, c.path)
 		if !errors.Is(err, c.class) || c.class == nil && err != nil || err != nil && !strings.Contains(err.Error(), max(c.file, c.path)) {
 			t.Errorf("%q %q: %v", c.file, c.path, err)

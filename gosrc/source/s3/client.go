@@ -1,5 +1,7 @@
 package s3
 
+// This file makes and shares clients of S3: connections, credentials, regions.
+
 import (
 	"context"
 	"errors"
@@ -17,35 +19,35 @@ import (
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 	"github.com/aws/smithy-go/logging"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// A client is one way of reaching stores: connections, credentials, and the
-// regions of buckets as they became known. Equal options share one.
+// A client reaches stores with one set of options: connections, credentials, and
+// the regions of buckets as they become known. Equal options share one.
 type client struct {
 	*settings
 	transport *route.Client
 	creds     aws.CredentialsProvider // nil: unsigned
-	heard     atomic.Bool             // the store has answered once
-	guessed   bool                    // creds are the machine's, if it has any: nothing names them
+	heard     atomic.Bool             // the store has responded once
+	guessed   bool                    // nothing names creds: they are the machine's, if it has any
 
 	mu      sync.Mutex
 	refs    int
-	apis    map[place]*s3.Client
-	regions map[string]string // of buckets elsewhere than settings say
-	bare    bool              // guessed, and there were none: requests go unsigned
+	apis    map[clientKey]*s3.Client
+	regions map[string]string // of buckets outside the configured region
+	bare    bool              // guessed, and the machine has none: requests go unsigned
 }
 
-// A place is what one of the SDK's clients is for.
-type place struct {
+// A clientKey says what one of the SDK's clients is for.
+type clientKey struct {
 	region string
 	signed bool
 }
 
-// clients keeps what was found out at a price (credentials, regions) for later
-// calls with the same options; connections it keeps only while they are used.
+// clients keeps what is expensive to find out (credentials, regions) for later
+// calls with the same options. Connections are closed when no one uses them.
 var clients struct {
 	sync.Mutex
 	all map[string]*client
@@ -53,7 +55,7 @@ var clients struct {
 
 const maxClients = 64
 
-// acquire returns the client of some options; release ends its use.
+// acquire returns the client of these options; release ends its use.
 func acquire(ctx context.Context, opt source.Options) (*client, error) {
 	key := keyOf(opt)
 	clients.Lock()
@@ -99,7 +101,7 @@ func (c *client) release() {
 	}
 }
 
-// keyOf is the same for the same options. It holds secrets and stays here.
+// keyOf is equal for equal options. It contains secrets and stays here.
 func keyOf(opt source.Options) string {
 	var b strings.Builder
 	for _, m := range []map[string]string{opt.Storage, opt.Env} {
@@ -116,16 +118,16 @@ func newClient(ctx context.Context, opt source.Options) (*client, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &client{settings: s, transport: s.transport(), apis: map[place]*s3.Client{}, regions: map[string]string{}}
+	c := &client{settings: s, transport: s.transport(), apis: map[clientKey]*s3.Client{}, regions: map[string]string{}}
 	ch := &chain{settings: s, http: c.transport}
 	c.creds, err = ch.provider(ctx)
 	c.guessed = ch.guessed
 	return c, err
 }
 
-// transport makes connections. It follows no redirect: a request is signed for
-// one host, and has the session's token and the customer's key in its headers.
-// What AWS answers about a bucket of another region is signed anew; see call.
+// transport makes connections. It follows no redirect: a request is signed for one
+// host, and carries the session's token and the customer's key. AWS's redirect to a
+// bucket's own region is signed anew; see call.
 func (s *settings) transport() *route.Client {
 	limit := min(s.retry.Timeout, 15*time.Second)
 	c := route.New(route.Settings{Env: s.opt.Env, CAFile: s.cacert, CAPath: s.cacerts, Dial: limit})
@@ -143,7 +145,7 @@ func (s *settings) transport() *route.Client {
 func (c *client) api(bucket string, signed bool) *s3.Client {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	at := place{c.region, signed}
+	at := clientKey{c.region, signed}
 	if r, ok := c.regions[bucket]; ok {
 		at.region = r
 	}
@@ -156,10 +158,10 @@ func (c *client) api(bucket string, signed bool) *s3.Client {
 		HTTPClient:   c.transport,
 		UsePathStyle: c.pathStyle,
 		UseARNRegion: true,
-		// Retries are ours; the first answer is what callers see.
+		// Package retry does the retries; callers see the first response.
 		Retryer: aws.NopRetryer{},
-		// Chunks have checksums of their own, and stores beside AWS stumble
-		// over trailing ones.
+		// Chunks have checksums of their own, and stores other than AWS fail on
+		// trailing ones.
 		RequestChecksumCalculation: aws.RequestChecksumCalculationWhenRequired,
 		ResponseChecksumValidation: aws.ResponseChecksumValidationWhenRequired,
 		Logger:                     logging.Nop{},
@@ -182,8 +184,8 @@ func (c *client) api(bucket string, signed bool) *s3.Client {
 	return a
 }
 
-// signs reports whether requests are signed: not where nothing names
-// credentials and the machine has none. Public objects are read so.
+// signs reports whether requests are signed. They are not where nothing names
+// credentials and the machine has none: public objects are read so.
 func (c *client) signs(ctx context.Context) bool {
 	if !c.guessed {
 		return true
@@ -194,7 +196,7 @@ func (c *client) signs(ctx context.Context) bool {
 	if bare {
 		return false
 	}
-	_, err := c.creds.Retrieve(ctx) // which keeps them
+	_, err := c.creds.Retrieve(ctx) // the provider caches them
 	if err == nil || ctx.Err() != nil {
 		return true
 	}
@@ -204,9 +206,9 @@ func (c *client) signs(ctx context.Context) bool {
 	return false
 }
 
-// call runs one request, and once more, signed anew, where the store says that
-// the bucket is in another region. Where that is the region says, and no
-// Location.
+// call sends one request, and again, signed anew, if the store says that the bucket
+// is in another region. Only the name of a region is taken from that response,
+// never its Location.
 func call[T any](ctx context.Context, c *client, bucket string, fn func(*s3.Client) (T, error)) (T, error) {
 	signed := c.signs(ctx)
 	api := c.api(bucket, signed)
@@ -229,7 +231,7 @@ func call[T any](ctx context.Context, c *client, bucket string, fn func(*s3.Clie
 		c.mu.Lock()
 		c.bare = false // there may be some next time
 		c.mu.Unlock()
-		return out, fault.New(fault.ErrPermission, "%s. Unsigned, the store refused%s", noCredentials, status(err))
+		return out, errs.New(errs.ErrPermission, "%s. Unsigned, the store refused%s", noCredentials, status(err))
 	}
 	return out, err
 }

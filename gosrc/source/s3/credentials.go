@@ -1,5 +1,7 @@
 package s3
 
+// This file finds AWS credentials.
+
 import (
 	"cmp"
 	"context"
@@ -26,22 +28,22 @@ import (
 	"github.com/aws/aws-sdk-go-v2/service/ssooidc"
 	"github.com/aws/aws-sdk-go-v2/service/sts"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// A chain finds credentials as AWS's own tools do, but reads no variable of
-// the process by itself: Python's view of them is in settings. In order: the
-// caller's keys or profile, AWS_ACCESS_KEY_ID, a web identity (IRSA), the
-// profile (keys, a role of another profile, SSO, a process), the container's
-// endpoint, the instance's metadata (version 2 only).
+// A chain finds credentials as AWS's own tools do, but from Python's view of the
+// environment, which is in settings. In order: the caller's keys or profile,
+// AWS_ACCESS_KEY_ID, a web identity (IRSA), the profile (keys, a role of another
+// profile, SSO, a process), the container's endpoint, the instance's metadata
+// (version 2 only).
 type chain struct {
 	*settings
 	http    *route.Client
-	guessed bool // provider has nothing but the instance's metadata to ask
+	guessed bool // provider uses the instance's metadata
 }
 
-// provider is what the first link that is configured gives; nil for unsigned requests.
+// provider is the first configured way; nil for unsigned requests.
 func (c *chain) provider(ctx context.Context) (aws.CredentialsProvider, error) {
 	o := c.opt.Storage
 	if c.anon {
@@ -53,7 +55,7 @@ func (c *chain) provider(ctx context.Context) (aws.CredentialsProvider, error) {
 	case o["key"] != "" && o["secret"] != "":
 		p = credentials.NewStaticCredentialsProvider(o["key"], o["secret"], o["token"])
 	case o["key"] != "" || o["secret"] != "" || o["token"] != "":
-		return nil, fault.New(fault.ErrArgument, "storage_options: key and secret come together (and token with both)")
+		return nil, errs.New(errs.ErrArgument, "storage_options: key and secret come together (and token with both)")
 	case o["profile"] != "":
 		p, err = c.fromProfile(ctx, &c.profile, 0)
 	case c.keys().HasKeys():
@@ -81,10 +83,10 @@ func (c *chain) keys() aws.Credentials {
 	}
 }
 
-// fromProfile is what one profile says; roles may stand on other profiles.
+// fromProfile returns what one profile says; a role may refer to another profile.
 func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth int) (aws.CredentialsProvider, error) {
 	if depth > 8 {
-		return nil, fault.New(fault.ErrArgument, "profile %q: roles on roles without end", p.Profile)
+		return nil, errs.New(errs.ErrArgument, "profile %q: roles on roles without end", p.Profile)
 	}
 	var base aws.CredentialsProvider
 	var err error
@@ -100,7 +102,7 @@ func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth i
 	case p.SSOAccountID != "" || p.SSORoleName != "":
 		base, err = c.singleSignOn(p)
 	case p.LoginSession != "":
-		return nil, fault.New(fault.ErrNotSupported, "profile %q uses `aws login`: `aws configure export-credentials` gives keys for the environment", p.Profile)
+		return nil, errs.New(errs.ErrNotSupported, "profile %q uses `aws login`: `aws configure export-credentials` gives keys for the environment", p.Profile)
 	case p.CredentialProcess != "":
 		base = c.process(p.CredentialProcess)
 	case c.env("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") != "" || c.env("AWS_CONTAINER_CREDENTIALS_FULL_URI") != "":
@@ -124,10 +126,10 @@ func (c *chain) named(where string) (aws.CredentialsProvider, error) {
 	case "Ec2InstanceMetadata":
 		return c.instance(), nil
 	}
-	return nil, fault.New(fault.ErrArgument, "credential_source %q: expected Environment, EcsContainer or Ec2InstanceMetadata", where)
+	return nil, errs.New(errs.ErrArgument, "credential_source %q: expected Environment, EcsContainer or Ec2InstanceMetadata", where)
 }
 
-// sts is the client that trades identities for keys.
+// sts is the client that exchanges identities for keys.
 func (c *chain) sts(ctx context.Context, as aws.CredentialsProvider) (*sts.Client, error) {
 	endpoint, err := c.endpointFor(ctx, "STS", "")
 	if err != nil {
@@ -142,7 +144,7 @@ func (c *chain) sts(ctx context.Context, as aws.CredentialsProvider) (*sts.Clien
 
 func (c *chain) webIdentity(ctx context.Context, file, role, session string) (aws.CredentialsProvider, error) {
 	if role == "" {
-		return nil, fault.New(fault.ErrArgument, "a web identity needs a role: AWS_ROLE_ARN, or role_arn in the profile")
+		return nil, errs.New(errs.ErrArgument, "a web identity needs a role: AWS_ROLE_ARN, or role_arn in the profile")
 	}
 	client, err := c.sts(ctx, aws.AnonymousCredentials{})
 	if err != nil {
@@ -155,7 +157,7 @@ func (c *chain) webIdentity(ctx context.Context, file, role, session string) (aw
 
 func (c *chain) role(ctx context.Context, p *config.SharedConfig, as aws.CredentialsProvider) (aws.CredentialsProvider, error) {
 	if p.MFASerial != "" {
-		return nil, fault.New(fault.ErrNotSupported, "profile %q asks for a second factor: take a session's keys into the environment", p.Profile)
+		return nil, errs.New(errs.ErrNotSupported, "profile %q asks for a second factor: take a session's keys into the environment", p.Profile)
 	}
 	client, err := c.sts(ctx, aws.NewCredentialsCache(as))
 	if err != nil {
@@ -179,7 +181,7 @@ func (c *chain) singleSignOn(p *config.SharedConfig) (aws.CredentialsProvider, e
 		region, name = p.SSOSession.SSORegion, p.SSOSession.Name
 	}
 	if region == "" || name == "" || p.SSOAccountID == "" || p.SSORoleName == "" {
-		return nil, fault.New(fault.ErrArgument, "profile %q: single sign-on needs sso_account_id, sso_role_name, sso_region and sso_start_url", p.Profile)
+		return nil, errs.New(errs.ErrArgument, "profile %q: single sign-on needs sso_account_id, sso_role_name, sso_region and sso_start_url", p.Profile)
 	}
 	sum := sha1.Sum([]byte(name))
 	file := filepath.Join(c.home(), ".aws", "sso", "cache", hex.EncodeToString(sum[:])+".json")
@@ -195,7 +197,7 @@ func (c *chain) singleSignOn(p *config.SharedConfig) (aws.CredentialsProvider, e
 func (c *chain) process(command string) aws.CredentialsProvider {
 	return processcreds.NewProviderCommand(processcreds.NewCommandBuilderFunc(func(ctx context.Context) (*exec.Cmd, error) {
 		cmd := exec.CommandContext(ctx, "/bin/sh", "-c", command)
-		env := cmd.Environ() // PATH and whatever else the process started with
+		env := cmd.Environ() // PATH and the rest of the environment at the process's start
 		env = slices.DeleteFunc(env, func(s string) bool { return strings.HasPrefix(s, "AWS_") })
 		for k, v := range c.opt.Env {
 			env = append(env, k+"="+v)
@@ -214,10 +216,10 @@ func (c *chain) container() (aws.CredentialsProvider, error) {
 	}
 	u, err := url.Parse(at)
 	if err != nil || u.Hostname() == "" {
-		return nil, fault.New(fault.ErrArgument, "the container's credentials: AWS_CONTAINER_CREDENTIALS_FULL_URI is no URL")
+		return nil, errs.New(errs.ErrArgument, "the container's credentials: AWS_CONTAINER_CREDENTIALS_FULL_URI is no URL")
 	}
 	if u.Scheme != "https" && !containerHost(u.Hostname()) {
-		return nil, fault.New(fault.ErrPermission, "the container's credentials: %s is neither https nor an address of the container service", u.Hostname())
+		return nil, errs.New(errs.ErrPermission, "the container's credentials: %s is neither https nor an address of the container service", u.Hostname())
 	}
 	return endpointcreds.New(at, func(o *endpointcreds.Options) {
 		o.HTTPClient = c.http
@@ -236,8 +238,8 @@ func containerHost(host string) bool {
 	return ip != nil && (ip.IsLoopback() || slices.Contains([]string{"169.254.170.2", "169.254.170.23", "fd00:ec2::23"}, ip.String()))
 }
 
-// instance asks the metadata service, version 2. Nobody waits for it long
-// where there is none.
+// instance asks the metadata service, version 2, with a short timeout, since most
+// machines have none.
 func (c *chain) instance() aws.CredentialsProvider {
 	o := imds.Options{ClientEnableState: imds.ClientEnabled, EnableFallback: aws.FalseTernary,
 		Endpoint: cmp.Or(c.env("AWS_EC2_METADATA_SERVICE_ENDPOINT"), c.profile.EC2IMDSEndpoint)}

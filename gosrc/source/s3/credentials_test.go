@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -116,21 +116,21 @@ sso_role_name = r
 		{"USERPROFILE", nil, env{"USERPROFILE": home}, "FILE", nil},
 		{"another file", nil, env{"HOME": "/none", "AWS_SHARED_CREDENTIALS_FILE": filepath.Join(home, ".aws/credentials")}, "FILE", nil},
 		{"web identity", nil, env{"HOME": home, "AWS_WEB_IDENTITY_TOKEN_FILE": filepath.Join(home, "token"), "AWS_ROLE_ARN": "arn:aws:iam::1:role/web"}, "WEB", nil},
-		{"a web identity that is refused", nil, env{"AWS_WEB_IDENTITY_TOKEN_FILE": file, "AWS_ROLE_ARN": "arn:aws:iam::1:role/web"}, "", fault.ErrPermission},
-		{"a web identity without a role", nil, env{"AWS_WEB_IDENTITY_TOKEN_FILE": file}, "", fault.ErrArgument},
+		{"a web identity that is refused", nil, env{"AWS_WEB_IDENTITY_TOKEN_FILE": file, "AWS_ROLE_ARN": "arn:aws:iam::1:role/web"}, "", errs.ErrPermission},
+		{"a web identity without a role", nil, env{"AWS_WEB_IDENTITY_TOKEN_FILE": file}, "", errs.ErrArgument},
 		{"a profile's web identity", env{"profile": "web"}, env{"HOME": home}, "WEB", nil},
 		{"a role on another profile", env{"profile": "role"}, env{"HOME": home}, "ROLE", nil},
 		{"a role on the environment's keys", env{"profile": "env"}, env{"HOME": home, "AWS_ACCESS_KEY_ID": "BASE", "AWS_SECRET_ACCESS_KEY": "s"}, "ROLE", nil},
-		{"a role on keys that may not", env{"profile": "env"}, env{"HOME": home, "AWS_ACCESS_KEY_ID": "OTHER", "AWS_SECRET_ACCESS_KEY": "s"}, "", fault.ErrPermission},
-		{"a second factor", env{"profile": "mfa"}, env{"HOME": home}, "", fault.ErrNotSupported},
-		{"aws login", env{"profile": "login"}, env{"HOME": home}, "", fault.ErrNotSupported},
-		{"half a single sign-on", env{"profile": "broken"}, env{"HOME": home}, "", fault.ErrArgument},
+		{"a role on keys that may not", env{"profile": "env"}, env{"HOME": home, "AWS_ACCESS_KEY_ID": "OTHER", "AWS_SECRET_ACCESS_KEY": "s"}, "", errs.ErrPermission},
+		{"a second factor", env{"profile": "mfa"}, env{"HOME": home}, "", errs.ErrNotSupported},
+		{"aws login", env{"profile": "login"}, env{"HOME": home}, "", errs.ErrNotSupported},
+		{"half a single sign-on", env{"profile": "broken"}, env{"HOME": home}, "", errs.ErrArgument},
 		{"a process, in this environment", env{"profile": "process"}, env{"HOME": home, "AWS_PLANTED": "PROCESS"}, "PROCESS", nil},
 		{"the container", nil, env{"AWS_CONTAINER_CREDENTIALS_FULL_URI": ids.URL + "/container", "AWS_CONTAINER_AUTHORIZATION_TOKEN": "planted-container"}, "CONTAINER", nil},
 		{"the container, token in a file", nil, env{"AWS_CONTAINER_CREDENTIALS_FULL_URI": ids.URL + "/container", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": file}, "CONTAINER", nil},
-		{"a container elsewhere", nil, env{"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://198.51.100.7/x"}, "", fault.ErrPermission},
+		{"a container elsewhere", nil, env{"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://198.51.100.7/x"}, "", errs.ErrPermission},
 		{"the instance", nil, env{}, "INSTANCE", nil},
-		{"no instance", nil, env{"AWS_EC2_METADATA_DISABLED": "true"}, "", fault.ErrPermission},
+		{"no instance", nil, env{"AWS_EC2_METADATA_DISABLED": "true"}, "", errs.ErrPermission},
 		{"unsigned", env{"anon": "true"}, env{"HOME": home}, "", nil},
 	} {
 		for k, v := range everywhere {

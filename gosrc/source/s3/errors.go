@@ -1,5 +1,7 @@
 package s3
 
+// This file gives errors of S3 their class, and a text without secrets.
+
 import (
 	"context"
 	"crypto/tls"
@@ -17,13 +19,13 @@ import (
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 	"github.com/aws/smithy-go"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source/retry"
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// A refusal is what a store answered instead of data. Its text has what the
-// store's own people ask for: status, code, request id.
+// A refusal is what a store responded instead of data. Its text has what the
+// store's support asks for: status, code, request id.
 type refusal struct {
 	class   error
 	status  int
@@ -51,7 +53,7 @@ func (r *refusal) Error() string {
 
 func (r *refusal) Unwrap() error { return r.class }
 
-// says explains codes whose own words do not help.
+// says explains codes whose own text does not help.
 var says = map[string]string{
 	"InvalidAccessKeyId":    "the store does not know this access key",
 	"SignatureDoesNotMatch": "the secret key does not fit the access key, or the request was changed on its way",
@@ -69,20 +71,20 @@ var says = map[string]string{
 }
 
 // classify gives an error of the SDK its class and a text without secrets. The
-// SDK's own texts hold URLs, and messages of stores may repeat the access key,
-// the string that was signed, or the token: only what says knows is said.
+// SDK's own texts hold URLs, and messages of stores may repeat the access key, the
+// string that was signed, or the token: only texts from says are used.
 func classify(ctx context.Context, err error) error {
 	if err == nil {
 		return nil
 	}
 	if ctx.Err() != nil {
-		return fault.FromOS(context.Cause(ctx))
+		return errs.FromOS(context.Cause(ctx))
 	}
-	if fault.Classed(err) {
+	if errs.Classed(err) {
 		return classOf(err)
 	}
 	if id := service(err); id != "" && id != s3.ServiceID {
-		return fault.New(fault.ErrPermission, "%s; %s refused%s", noCredentials, id, status(err))
+		return errs.New(errs.ErrPermission, "%s; %s refused%s", noCredentials, id, status(err))
 	}
 	var api smithy.APIError
 	var resp *awshttp.ResponseError
@@ -91,7 +93,7 @@ func classify(ctx context.Context, err error) error {
 		if errors.As(err, &api) {
 			r.code = printable(api.ErrorCode())
 		}
-		if r.message = says[r.code]; r.code == "" { // an answer without a body has none
+		if r.message = says[r.code]; r.code == "" { // a response without a body has none
 			r.message = http.StatusText(r.status)
 		}
 		if n, err := strconv.Atoi(resp.Response.Header.Get("Retry-After")); err == nil && n > 0 {
@@ -113,23 +115,23 @@ func classify(ctx context.Context, err error) error {
 	return transportError(err)
 }
 
-// classOf keeps the class of an error of ours and its innermost text, without
-// what the SDK put around it.
+// classOf keeps the class of one of our errors and its innermost text, without what
+// the SDK wrapped around it.
 func classOf(err error) error {
-	var at *fault.At
+	var at *errs.At
 	if errors.As(err, &at) {
 		return at
 	}
 	for {
 		inner := errors.Unwrap(err)
-		if inner == nil || !fault.Classed(inner) || errors.Unwrap(inner) == nil {
+		if inner == nil || !errs.Classed(inner) || errors.Unwrap(inner) == nil {
 			return err
 		}
 		err = inner
 	}
 }
 
-// leads names the host of a Location, which is all of it that is no secret.
+// leads names the host of a Location, the only part of it that is no secret.
 func leads(location string) string {
 	u, err := url.Parse(location)
 	if err != nil || u.Hostname() == "" {
@@ -141,29 +143,29 @@ func leads(location string) string {
 func statusClass(status int, code string) error {
 	switch {
 	case route.Redirect(status):
-		return fault.ErrPermission
+		return errs.ErrPermission
 	case code == "PreconditionFailed" || status == http.StatusPreconditionFailed:
-		return fault.ErrCorrupt
+		return errs.ErrCorrupt
 	case code == "RequestTimeout" || status == http.StatusRequestTimeout:
-		return fault.ErrTimeout
+		return errs.ErrTimeout
 	case code == "ExpiredToken", code == "InvalidToken", code == "TokenRefreshRequired", code == "InvalidAccessKeyId",
 		code == "SignatureDoesNotMatch", code == "AuthorizationHeaderMalformed", code == "RequestTimeTooSkewed",
 		status == http.StatusUnauthorized, status == http.StatusForbidden:
-		return fault.ErrPermission
+		return errs.ErrPermission
 	case status == http.StatusNotFound, code == "NoSuchKey", code == "NoSuchBucket":
-		return fault.ErrNotFound
+		return errs.ErrNotFound
 	case status == http.StatusRequestedRangeNotSatisfiable:
-		return fault.ErrCorrupt
+		return errs.ErrCorrupt
 	case status == http.StatusNotImplemented, status == http.StatusMethodNotAllowed:
-		return fault.ErrNotSupported
+		return errs.ErrNotSupported
 	case status == http.StatusBadRequest:
-		return fault.ErrArgument
+		return errs.ErrArgument
 	}
-	return fault.ErrIO
+	return errs.ErrIO
 }
 
-// service is the innermost service that an error comes from: credentials are
-// fetched in the middle of a request.
+// service is the innermost service that an error comes from: a request may fetch
+// credentials first.
 func service(err error) (id string) {
 	for {
 		var op *smithy.OperationError
@@ -189,10 +191,10 @@ func status(err error) string {
 const noCredentials = "no credentials: none were given (key and secret, profile), AWS_ACCESS_KEY_ID is not set, " +
 	"and the profile, the container or the machine had none; anon=True reads public objects unsigned"
 
-// transportError has the system's words and no URL.
+// transportError is the system's error text without URLs.
 func transportError(err error) error {
 	if s := err.Error(); strings.Contains(s, "get identity") || strings.Contains(s, "get credentials") || strings.Contains(s, "refresh cached credentials") {
-		return fault.New(fault.ErrPermission, "%s", noCredentials)
+		return errs.New(errs.ErrPermission, "%s", noCredentials)
 	}
 	var ne net.Error
 	var cert *tls.CertificateVerificationError
@@ -200,17 +202,17 @@ func transportError(err error) error {
 	var dns *net.DNSError
 	switch {
 	case errors.As(err, &cert):
-		return fault.New(fault.ErrPermission, "the store's certificate is not trusted: %v", cert.Err)
+		return errs.New(errs.ErrPermission, "the store's certificate is not trusted: %v", cert.Err)
 	case errors.As(err, &ne) && ne.Timeout():
-		return fault.New(fault.ErrTimeout, "the store did not answer in time")
+		return errs.New(errs.ErrTimeout, "the store did not answer in time")
 	case errors.As(err, &dns):
-		return fault.New(fault.ErrIO, "the store's name %q is not known to DNS", dns.Name)
+		return errs.New(errs.ErrIO, "the store's name %q is not known to DNS", dns.Name)
 	case errors.As(err, &op):
-		return fault.New(fault.ErrIO, "%s: %v", op.Op, op.Err)
+		return errs.New(errs.ErrIO, "%s: %v", op.Op, op.Err)
 	case errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
-		return fault.New(fault.ErrIO, "the connection was closed in the middle of an answer")
+		return errs.New(errs.ErrIO, "the connection was closed in the middle of an answer")
 	}
-	return fault.New(fault.ErrIO, "%v", innermost(err))
+	return errs.New(errs.ErrIO, "%v", innermost(err))
 }
 
 func innermost(err error) error {
@@ -223,11 +225,11 @@ func innermost(err error) error {
 	}
 }
 
-// judge says what an error means to a caller that could ask again.
+// judge says what an error means for a retry.
 func judge(err error) (retry.Verdict, time.Duration) {
 	var r *refusal
 	if !errors.As(err, &r) {
-		if errors.Is(err, fault.ErrIO) || errors.Is(err, fault.ErrTimeout) {
+		if errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout) {
 			return retry.Again, 0
 		}
 		return retry.Never, 0
@@ -248,7 +250,7 @@ func expired(err error) bool {
 	return errors.As(err, &r) && (r.code == "ExpiredToken" || r.code == "TokenRefreshRequired" || r.code == "InvalidToken")
 }
 
-// printable keeps what a store sends from breaking a line or a terminal.
+// printable removes what could break a line or a terminal.
 func printable(s string) string {
 	if len(s) > 128 {
 		s = s[:128]

@@ -13,7 +13,7 @@ import (
 
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -47,7 +47,7 @@ func TestRoutes(t *testing.T) {
 				for kind, o := range map[string]source.Options{"signed": opt, "unsigned": anon} {
 					w.Script(code, map[string]string{"pub/models/x": location, "pub/models/": location, "pub/models": location})
 					err := run(o)
-					if !errors.Is(err, fault.ErrPermission) || !strings.Contains(err.Error(), "redirect") {
+					if !errors.Is(err, errs.ErrPermission) || !strings.Contains(err.Error(), "redirect") {
 						t.Errorf("%s, %s, %d to %s: %v", kind, what, code, location, err)
 					} else {
 						noSecret(t, err)
@@ -142,12 +142,12 @@ func TestPublic(t *testing.T) {
 			t.Errorf("%q %v", b, err)
 		}
 		_, err := get("s3://models/private/x", nothing)
-		if !errors.Is(err, fault.ErrPermission) || !strings.Contains(err.Error(), "no credentials") || !strings.Contains(err.Error(), "AccessDenied") {
+		if !errors.Is(err, errs.ErrPermission) || !strings.Contains(err.Error(), "no credentials") || !strings.Contains(err.Error(), "AccessDenied") {
 			t.Error(err)
 		}
 		noSecret(t, err)
 	}
-	if _, err := Presign(bg, "s3://models/public/x", nothing, time.Hour); !errors.Is(err, fault.ErrPermission) {
+	if _, err := Presign(bg, "s3://models/public/x", nothing, time.Hour); !errors.Is(err, errs.ErrPermission) {
 		t.Errorf("a URL without a signature: %v", err)
 	}
 	for _, env := range []map[string]string{
@@ -156,7 +156,7 @@ func TestPublic(t *testing.T) {
 	} {
 		named := with(s, "key", "", "secret", "")
 		named.Env = env
-		if _, err := get("s3://models/public/x", named); !errors.Is(err, fault.ErrPermission) {
+		if _, err := get("s3://models/public/x", named); !errors.Is(err, errs.ErrPermission) {
 			t.Errorf("%v: %v", env, err)
 		}
 	}
@@ -179,7 +179,7 @@ func TestCertificates(t *testing.T) {
 			t.Errorf("%s: %q %v", name, b, err)
 		}
 		opt.Storage["endpoint_url"] = strings.Replace(h.URL, "http:", "https:", 1)
-		if _, err := get("s3://b/k", opt); !errors.Is(err, fault.ErrNotFound) || !strings.Contains(fmt.Sprint(err), "/none.pem") {
+		if _, err := get("s3://b/k", opt); !errors.Is(err, errs.ErrNotFound) || !strings.Contains(fmt.Sprint(err), "/none.pem") {
 			t.Errorf("%s, with TLS: %v", name, err)
 		}
 	}
@@ -188,7 +188,7 @@ func TestCertificates(t *testing.T) {
 	opt := with(s, "cacert", "")
 	for _, name := range []string{"SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE"} {
 		opt.Env = nil
-		if _, err := get("s3://models/x", opt); !errors.Is(err, fault.ErrPermission) {
+		if _, err := get("s3://models/x", opt); !errors.Is(err, errs.ErrPermission) {
 			t.Errorf("an unknown authority: %v", err)
 		}
 		opt.Env = map[string]string{name: s.CA}

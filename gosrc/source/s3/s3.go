@@ -2,12 +2,11 @@
 // protocol: s3://bucket/key, and s3://bucket/key?versionId=ID.
 //
 // An object is pinned when it is opened: every later request asks for the same
-// ETag, and an object that was replaced meanwhile is fault.ErrCorrupt.
-// Credentials, region and endpoint come from the storage options, then from
-// the environment as Python sees it, then from the shared files of AWS's own
-// tools. Whatever goes wrong names bucket, key, status and request id, and no
-// secret. Drafts are objects being written: they stream in parts and become
-// visible in one step.
+// ETag, and an object that was replaced meanwhile is errs.ErrCorrupt. Credentials,
+// region and endpoint come from the storage options, then from the environment as
+// Python sees it, then from the shared files of AWS's own tools. Errors name
+// bucket, key, status and request id, and no secret. Drafts are objects being
+// written: they stream in parts and become visible in one step.
 package s3
 
 import (
@@ -24,34 +23,34 @@ import (
 	"github.com/aws/aws-sdk-go-v2/aws"
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
 )
 
-// ahead is what opening an object reads of it: what the reader of its header
-// asks for first, so that opening costs no request of its own.
+// ahead is how much of an object opening reads: what the reader of its header asks
+// for first, so that opening costs no extra request.
 const ahead = 256 << 10
 
-// A name is where an object is.
+// A name says where an object is.
 type name struct {
 	uri, bucket, key string
 	version          *string
 }
 
-// parse takes a URI apart. Keys are as they are: nothing in them is escaped.
+// parse splits a URI. Keys are taken literally: nothing in them is escaped.
 func parse(uri string) (name, error) {
 	scheme, rest, ok := strings.Cut(uri, "://")
 	n := name{uri: uri}
 	if !ok || !strings.EqualFold(scheme, "s3") {
-		return n, n.at("open", -1, fault.New(fault.ErrArgument, "expected s3://bucket/key"))
+		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected s3://bucket/key"))
 	}
 	n.bucket, n.key, _ = strings.Cut(rest, "/")
 	if k, id, ok := strings.Cut(n.key, "?versionId="); ok {
 		n.key, n.version = k, &id
 	}
 	if n.bucket == "" || strings.ContainsAny(n.bucket, "@:?# \\") || strings.ContainsRune(uri, 0) {
-		return n, n.at("open", -1, fault.New(fault.ErrArgument, "expected s3://bucket/key; credentials go into storage_options"))
+		return n, n.at("open", -1, errs.New(errs.ErrArgument, "expected s3://bucket/key; credentials go into storage_options"))
 	}
 	return n, nil
 }
@@ -60,7 +59,7 @@ func parse(uri string) (name, error) {
 func object(verb, uri string) (name, error) {
 	n, err := parse(uri)
 	if err == nil && (n.key == "" || strings.HasSuffix(n.key, "/")) {
-		err = n.at(verb, -1, fault.New(fault.ErrArgument, "this names a folder; s3://bucket/key names an object"))
+		err = n.at(verb, -1, errs.New(errs.ErrArgument, "this names a folder; s3://bucket/key names an object"))
 	}
 	return n, err
 }
@@ -69,11 +68,11 @@ func (n name) at(verb string, off int64, err error) error {
 	if err == nil {
 		return nil
 	}
-	var at *fault.At
+	var at *errs.At
 	if errors.As(err, &at) {
 		return err
 	}
-	return &fault.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
+	return &errs.At{Verb: verb, Source: n.uri, Chunk: -1, Offset: off, Err: err}
 }
 
 // An Object is an open object. It implements source.Source: reads are retried
@@ -83,7 +82,7 @@ type Object struct {
 	etag *string
 
 	mu   sync.Mutex
-	head []byte // the first bytes, until they are asked for
+	head []byte // the first bytes, until they are read
 }
 
 // Open opens an object with one request, which also brings its beginning.
@@ -120,8 +119,8 @@ func (o *Object) Facts() source.Facts {
 	return f
 }
 
-// ReadAt fills p from off; see source.Source. The first read is served from
-// what came with opening, which is then given up: headers are read once.
+// ReadAt fills p from off; see source.Source. The first read is served from the
+// bytes that came with opening, which are then freed: headers are read once.
 func (o *Object) ReadAt(ctx context.Context, p []byte, off int64) error {
 	o.mu.Lock()
 	head := o.head
@@ -138,7 +137,7 @@ func (o *Object) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return o.Source.ReadAt(ctx, p, off)
 }
 
-// Close ends reads in flight and gives up the connections.
+// Close ends reads in flight and releases the connections.
 func (o *Object) Close() error {
 	o.mu.Lock()
 	o.head = nil
@@ -151,8 +150,8 @@ type fetcher struct {
 	name
 	client *client
 	size   int64
-	etag   *string    // pins the object; nil where the store has none:
-	since  *time.Time // then it is pinned by the time of its last change
+	etag   *string    // pins the object; nil if the store has none
+	since  *time.Time // pins it in place of an ETag: the time of its last change
 }
 
 // first reads the beginning of the object and, with it, size and ETag.
@@ -168,14 +167,14 @@ func (o *fetcher) first(ctx context.Context) ([]byte, error) {
 	defer out.Body.Close()
 	o.pin(out.ETag, out.LastModified)
 	if o.etag == nil && o.since == nil {
-		return nil, fault.New(fault.ErrNotSupported, "the store gives neither an ETag nor a time: the object could change unseen while it is read")
+		return nil, errs.New(errs.ErrNotSupported, "the store gives neither an ETag nor a time: the object could change unseen while it is read")
 	}
-	lo, n, size, err := span(out)
+	lo, n, size, err := contentRange(out)
 	if err != nil || lo != 0 {
-		return nil, fault.New(fault.ErrIO, "the store's answer is no range from the beginning")
+		return nil, errs.New(errs.ErrIO, "the store's answer is no range from the beginning")
 	}
 	if n != min(size, ahead) && n != size {
-		return nil, fault.New(fault.ErrIO, "the store gave %d bytes of %d, %d were wanted", n, size, ahead)
+		return nil, errs.New(errs.ErrIO, "the store gave %d bytes of %d, %d were wanted", n, size, ahead)
 	}
 	o.size = size
 	head := make([]byte, min(size, ahead))
@@ -185,7 +184,7 @@ func (o *fetcher) first(ctx context.Context) ([]byte, error) {
 	return head, nil
 }
 
-// empty finds out that an object has no bytes: no range fits into it.
+// empty checks that an object has no bytes, since no range fits into it.
 func (o *fetcher) empty(ctx context.Context) error {
 	out, err := call(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.HeadObjectOutput, error) {
 		return api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version,
@@ -195,7 +194,7 @@ func (o *fetcher) empty(ctx context.Context) error {
 		return classify(ctx, err)
 	}
 	if out.ContentLength == nil || *out.ContentLength != 0 {
-		return fault.New(fault.ErrIO, "the store refuses ranges of this object")
+		return errs.New(errs.ErrIO, "the store refuses ranges of this object")
 	}
 	o.pin(out.ETag, out.LastModified)
 	return nil
@@ -218,19 +217,19 @@ func (o *fetcher) get(ctx context.Context, off, n int64) (*s3.GetObjectOutput, e
 	})
 	if err != nil {
 		err = classify(ctx, err)
-		if (o.etag != nil || o.since != nil) && errors.Is(err, fault.ErrNotFound) {
-			err = fault.New(fault.ErrCorrupt, "the object was deleted while it was read")
+		if (o.etag != nil || o.since != nil) && errors.Is(err, errs.ErrNotFound) {
+			err = errs.New(errs.ErrCorrupt, "the object was deleted while it was read")
 		}
 		return nil, err
 	}
 	return out, nil
 }
 
-// span is what an answer holds: bytes [lo, lo+n) of size.
-func span(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
-	bad := fault.New(fault.ErrIO, "the store's answer does not say which range it is")
+// contentRange is what a response contains: bytes [lo, lo+n) of size.
+func contentRange(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
+	bad := errs.New(errs.ErrIO, "the store's answer does not say which range it is")
 	if e := out.ContentEncoding; e != nil && *e != "" && *e != "identity" && *e != "aws-chunked" {
-		return 0, 0, 0, fault.New(fault.ErrNotSupported, "the object has the content encoding %q", printable(*e))
+		return 0, 0, 0, errs.New(errs.ErrNotSupported, "the object has the content encoding %q", printable(*e))
 	}
 	if out.ContentLength == nil {
 		return 0, 0, 0, bad
@@ -263,13 +262,13 @@ func (o *fetcher) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error
 	if err != nil {
 		return nil, err
 	}
-	lo, got, size, err := span(out)
+	lo, got, size, err := contentRange(out)
 	switch {
 	case err != nil:
 	case size != o.size || o.etag != nil && out.ETag != nil && *out.ETag != *o.etag:
-		err = fault.New(fault.ErrCorrupt, "the object was changed while it was read")
+		err = errs.New(errs.ErrCorrupt, "the object was changed while it was read")
 	case lo != off || got != n:
-		err = fault.New(fault.ErrIO, "bytes %d to %d were wanted, the store gave %d to %d", off, off+n, lo, lo+got)
+		err = errs.New(errs.ErrIO, "bytes %d to %d were wanted, the store gave %d to %d", off, off+n, lo, lo+got)
 	}
 	if err != nil {
 		_ = out.Body.Close()
@@ -278,10 +277,10 @@ func (o *fetcher) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error
 	return out.Body, nil
 }
 
-// Judge says what an error means.
+// Judge says what an error means for a retry.
 func (o *fetcher) Judge(err error) (retry.Verdict, time.Duration) { return o.client.judge(err) }
 
-// Close gives up the share of the connections.
+// Close releases the connections.
 func (o *fetcher) Close() error {
 	o.client.release()
 	return nil
@@ -289,7 +288,7 @@ func (o *fetcher) Close() error {
 
 func (c *client) tries() int { return max(0, c.retry.Retries) + 1 }
 
-// judge has credentials that expired fetched anew.
+// judge lets expired credentials be fetched again.
 func (c *client) judge(err error) (retry.Verdict, time.Duration) {
 	if cache, ok := c.creds.(*aws.CredentialsCache); ok && expired(err) {
 		cache.Invalidate()

@@ -20,7 +20,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -33,7 +33,7 @@ func noSecret(t *testing.T, err error) {
 	if err == nil {
 		t.Fatal("no error")
 	}
-	for _, text := range []string{err.Error(), fault.Text(err)} {
+	for _, text := range []string{err.Error(), errs.Text(err)} {
 		for _, s := range []string{sourcetest.S3Key, sourcetest.S3Secret, "planted", "X-Amz-Signature", "Credential="} {
 			if strings.Contains(text, s) {
 				t.Errorf("%q shows %q", text, s)
@@ -120,7 +120,7 @@ func TestServer(t *testing.T) {
 		}
 		if tls {
 			_, err := get("s3://models/suite", with(s, "cacert", ""))
-			if !errors.Is(err, fault.ErrPermission) || !strings.Contains(err.Error(), "certificate") {
+			if !errors.Is(err, errs.ErrPermission) || !strings.Contains(err.Error(), "certificate") {
 				t.Errorf("an unknown authority: %v", err)
 			}
 			noSecret(t, err)
@@ -139,22 +139,22 @@ func TestRefusals(t *testing.T) {
 		class     error
 		says      []string
 	}{
-		{"wrong secret", "s3://models/m", with(s, "secret", "planted-wrong"), fault.ErrPermission, []string{"SignatureDoesNotMatch", "403", "request "}},
-		{"unknown key", "s3://models/m", with(s, "key", "AKIAPLANTEDUNKNOWN00"), fault.ErrPermission, []string{"InvalidAccessKeyId", "403"}},
-		{"unsigned", "s3://models/m", with(s, "key", "", "secret", "", "anon", "true"), fault.ErrPermission, []string{"AccessDenied", "403"}},
-		{"no object", "s3://models/none", with(s), fault.ErrNotFound, []string{"NoSuchKey", "404", "s3://models/none"}},
-		{"no bucket", "s3://nothere/m", with(s), fault.ErrNotFound, []string{"NoSuchBucket", "404", "s3://nothere/m"}},
-		{"no server", "s3://models/m", with(s, "endpoint_url", "http://127.0.0.1:1"), fault.ErrIO, []string{"refused"}},
-		{"a folder", "s3://models/", with(s), fault.ErrArgument, []string{"folder"}},
-		{"no bucket's name", "s3:///m", with(s), fault.ErrArgument, nil},
-		{"a password in the URI", "s3://planted:planted@models/m", with(s), fault.ErrArgument, []string{"storage_options"}},
-		{"half a key", "s3://models/m", with(s, "secret", ""), fault.ErrArgument, []string{"come together"}},
-		{"an unknown option", "s3://models/m", with(s, "secrt", "planted"), fault.ErrArgument, []string{"secrt", "endpoint_url"}},
-		{"a bad endpoint", "s3://models/m", with(s, "endpoint_url", "ftp://planted@x"), fault.ErrArgument, []string{"endpoint"}},
-		{"a bad region", "s3://models/m", with(s, "region", "x.evil.example/"), fault.ErrArgument, []string{"region"}},
-		{"a short customer key", "s3://models/m", with(s, "sse_customer_key", "planted"), fault.ErrArgument, []string{"32 bytes"}},
-		{"no such profile", "s3://models/m", with(s, "profile", "nobody"), fault.ErrArgument, []string{"nobody"}},
-		{"no file of certificates", "s3://models/m", with(s, "cacert", "/none.pem", "endpoint_url", "https://127.0.0.1:1"), fault.ErrNotFound, []string{"/none.pem"}},
+		{"wrong secret", "s3://models/m", with(s, "secret", "planted-wrong"), errs.ErrPermission, []string{"SignatureDoesNotMatch", "403", "request "}},
+		{"unknown key", "s3://models/m", with(s, "key", "AKIAPLANTEDUNKNOWN00"), errs.ErrPermission, []string{"InvalidAccessKeyId", "403"}},
+		{"unsigned", "s3://models/m", with(s, "key", "", "secret", "", "anon", "true"), errs.ErrPermission, []string{"AccessDenied", "403"}},
+		{"no object", "s3://models/none", with(s), errs.ErrNotFound, []string{"NoSuchKey", "404", "s3://models/none"}},
+		{"no bucket", "s3://nothere/m", with(s), errs.ErrNotFound, []string{"NoSuchBucket", "404", "s3://nothere/m"}},
+		{"no server", "s3://models/m", with(s, "endpoint_url", "http://127.0.0.1:1"), errs.ErrIO, []string{"refused"}},
+		{"a folder", "s3://models/", with(s), errs.ErrArgument, []string{"folder"}},
+		{"no bucket's name", "s3:///m", with(s), errs.ErrArgument, nil},
+		{"a password in the URI", "s3://planted:planted@models/m", with(s), errs.ErrArgument, []string{"storage_options"}},
+		{"half a key", "s3://models/m", with(s, "secret", ""), errs.ErrArgument, []string{"come together"}},
+		{"an unknown option", "s3://models/m", with(s, "secrt", "planted"), errs.ErrArgument, []string{"secrt", "endpoint_url"}},
+		{"a bad endpoint", "s3://models/m", with(s, "endpoint_url", "ftp://planted@x"), errs.ErrArgument, []string{"endpoint"}},
+		{"a bad region", "s3://models/m", with(s, "region", "x.evil.example/"), errs.ErrArgument, []string{"region"}},
+		{"a short customer key", "s3://models/m", with(s, "sse_customer_key", "planted"), errs.ErrArgument, []string{"32 bytes"}},
+		{"no such profile", "s3://models/m", with(s, "profile", "missing-profile"), errs.ErrArgument, []string{"missing-profile"}},
+		{"no file of certificates", "s3://models/m", with(s, "cacert", "/none.pem", "endpoint_url", "https://127.0.0.1:1"), errs.ErrNotFound, []string{"/none.pem"}},
 	} {
 		_, err := get(c.uri, c.opt)
 		if !errors.Is(err, c.class) {
@@ -177,7 +177,7 @@ func TestRefusals(t *testing.T) {
 	_ = d.Finish(1)
 	err = d.Publish()
 	d.Drop()
-	if !errors.Is(err, fault.ErrPermission) {
+	if !errors.Is(err, errs.ErrPermission) {
 		t.Error(err)
 	}
 	noSecret(t, err)
@@ -202,13 +202,13 @@ func TestPinned(t *testing.T) {
 	}
 	data[0]++
 	put(t, with(s), "s3://models/p", data)
-	if err := o.ReadAt(bg, p, ahead*2); !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "changed") {
+	if err := o.ReadAt(bg, p, ahead*2); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "changed") {
 		t.Error(err)
 	}
 	if err := Remove(bg, "s3://models/p", with(s)); err != nil {
 		t.Fatal(err)
 	}
-	if err := o.ReadAt(bg, p, ahead*2); !errors.Is(err, fault.ErrCorrupt) {
+	if err := o.ReadAt(bg, p, ahead*2); !errors.Is(err, errs.ErrCorrupt) {
 		t.Error(err)
 	}
 	if err := Remove(bg, "s3://models/p", with(s)); err != nil {
@@ -245,8 +245,8 @@ func TestDropped(t *testing.T) {
 			t.Fatalf("where versitygw keeps parts there are %v", parts())
 		}
 		if stage > 1 {
-			cancel(fault.ErrCancelled)
-			if err := d.Publish(); !errors.Is(err, fault.ErrCancelled) {
+			cancel(errs.ErrCancelled)
+			if err := d.Publish(); !errors.Is(err, errs.ErrCancelled) {
 				t.Fatal(err)
 			}
 		}
@@ -402,7 +402,7 @@ func TestSilentStore(t *testing.T) {
 	t.Cleanup(h.Close)
 	t.Cleanup(func() { close(done) })
 	_, err := get("s3://models/x", source.Options{Storage: map[string]string{"endpoint_url": h.URL, "anon": "true", "timeout": "0.1", "retries": "1"}})
-	if !errors.Is(err, fault.ErrTimeout) || asked.Load() > 2 {
+	if !errors.Is(err, errs.ErrTimeout) || asked.Load() > 2 {
 		t.Fatalf("%v after %d requests", err, asked.Load())
 	}
 }
@@ -440,7 +440,7 @@ func TestPresign(t *testing.T) {
 	if status, _ := fetch(u[:at] + flip + u[at+8:]); status != 403 {
 		t.Error("a changed signature:", status)
 	}
-	if strings.Contains(u, sourcetest.S3Secret) || strings.Contains(fault.Redact(u), "Signature") {
+	if strings.Contains(u, sourcetest.S3Secret) || strings.Contains(errs.Redact(u), "Signature") {
 		t.Error("the secret is in the URL, or the signature in a redacted one")
 	}
 	u, err = Presign(bg, "s3://models/x/y z", with(s), time.Second)
@@ -451,7 +451,7 @@ func TestPresign(t *testing.T) {
 	if status, _ := fetch(u); status != 403 {
 		t.Error("an expired URL:", status)
 	}
-	if _, err := Presign(bg, "s3://models/x", with(s), 8*24*time.Hour); !errors.Is(err, fault.ErrArgument) {
+	if _, err := Presign(bg, "s3://models/x", with(s), 8*24*time.Hour); !errors.Is(err, errs.ErrArgument) {
 		t.Error(err)
 	}
 }
@@ -480,7 +480,7 @@ func TestList(t *testing.T) {
 	if got, err := List(bg, "s3://models/many/", with(s)); err != nil || len(got) != 1005 {
 		t.Errorf("%d %v", len(got), err)
 	}
-	if _, err := List(bg, "s3://models/none/", with(s)); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := List(bg, "s3://models/none/", with(s)); !errors.Is(err, errs.ErrNotFound) {
 		t.Error(err)
 	}
 }

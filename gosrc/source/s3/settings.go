@@ -1,5 +1,7 @@
 package s3
 
+// This file reads the settings of S3: options, environment, and profiles.
+
 import (
 	"cmp"
 	"context"
@@ -13,7 +15,7 @@ import (
 
 	"github.com/aws/aws-sdk-go-v2/config"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/retry"
@@ -28,10 +30,10 @@ var names = append([]string{"key", "secret", "token", "profile", "region", "endp
 type settings struct {
 	opt      source.Options
 	profile  config.SharedConfig
-	profiled bool // the caller or the environment named the profile
+	profiled bool // the profile was named by the caller or the environment
 
 	region    string
-	endpoint  string // "": AWS's own
+	endpoint  string // "": AWS's own endpoint
 	pathStyle bool
 	anon      bool
 	fips      bool
@@ -42,7 +44,7 @@ type settings struct {
 	sse       sse
 }
 
-// sse is a key that the caller encrypts objects with (SSE-C).
+// sse is the caller's own key, by which the store encrypts (SSE-C).
 type sse struct{ algorithm, key, sum *string }
 
 // env is one variable of the process.
@@ -65,7 +67,7 @@ func resolve(ctx context.Context, opt source.Options) (*settings, error) {
 	}
 	s.region = cmp.Or(opt.Storage["region"], s.env("AWS_REGION"), s.env("AWS_DEFAULT_REGION"), s.profile.Region, "us-east-1")
 	if !validRegion(s.region) {
-		return nil, fault.New(fault.ErrArgument, "region: %q is no name of a region", s.region)
+		return nil, errs.New(errs.ErrArgument, "region: %q is no name of a region", s.region)
 	}
 	s.fips = strings.EqualFold(s.env("AWS_USE_FIPS_ENDPOINT"), "true")
 	s.dual = strings.EqualFold(s.env("AWS_USE_DUALSTACK_ENDPOINT"), "true")
@@ -86,8 +88,8 @@ func resolve(ctx context.Context, opt source.Options) (*settings, error) {
 	return s, s.customerKey()
 }
 
-// loadProfile reads the shared files of the AWS tools. A profile that nobody
-// asked for by name need not exist.
+// loadProfile reads the shared files of the AWS tools. A profile that was not named
+// explicitly need not exist.
 func (s *settings) loadProfile(ctx context.Context) error {
 	name := cmp.Or(s.opt.Storage["profile"], s.env("AWS_PROFILE"), s.env("AWS_DEFAULT_PROFILE"))
 	s.profiled = name != ""
@@ -112,10 +114,10 @@ func (s *settings) loadProfile(ctx context.Context) error {
 	case errors.As(err, &none) && !s.profiled:
 		return nil
 	case errors.As(err, &none):
-		return fault.New(fault.ErrArgument, "profile %q is in none of AWS's configuration files", name)
+		return errs.New(errs.ErrArgument, "profile %q is in none of AWS's configuration files", name)
 	case err != nil:
-		// The library's text may hold lines of the file.
-		return fault.New(fault.ErrArgument, "profile %q cannot be read from AWS's configuration files", cmp.Or(name, "default"))
+		// The library's text may quote lines of the file.
+		return errs.New(errs.ErrArgument, "profile %q cannot be read from AWS's configuration files", cmp.Or(name, "default"))
 	}
 	s.profile = p
 	return nil
@@ -123,7 +125,7 @@ func (s *settings) loadProfile(ctx context.Context) error {
 
 func (s *settings) home() string { return cmp.Or(s.env("HOME"), s.env("USERPROFILE")) }
 
-// endpointFor is where a service is: the caller's word, AWS_ENDPOINT_URL_<ID>,
+// endpointFor is a service's endpoint: the caller's, AWS_ENDPOINT_URL_<ID>,
 // AWS_ENDPOINT_URL, the profile's services section, the profile; "" for AWS.
 func (s *settings) endpointFor(ctx context.Context, id, word string) (string, error) {
 	at := word
@@ -146,12 +148,12 @@ func (s *settings) endpointFor(ctx context.Context, id, word string) (string, er
 	}
 	u, err := url.Parse(at)
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.User != nil || u.RawQuery != "" || u.Fragment != "" {
-		return "", fault.New(fault.ErrArgument, "the endpoint of %s must be http(s)://host[:port][/path], without user and query", id)
+		return "", errs.New(errs.ErrArgument, "the endpoint of %s must be http(s)://host[:port][/path], without user and query", id)
 	}
 	return at, nil
 }
 
-// virtualOnly knows the stores beside AWS that want the bucket in the host's
+// virtualOnly reports whether a store other than AWS wants the bucket in the host's
 // name; any other endpoint takes it in the path.
 func virtualOnly(endpoint string) bool {
 	u, err := url.Parse(endpoint)
@@ -167,7 +169,7 @@ func virtualOnly(endpoint string) bool {
 	return false
 }
 
-// customerKey takes an SSE-C key: 32 bytes as they are, or in base64.
+// customerKey takes an SSE-C key: 32 bytes, raw or in base64.
 func (s *settings) customerKey() error {
 	word, ok := s.opt.Storage["sse_customer_key"]
 	if !ok {
@@ -177,18 +179,19 @@ func (s *settings) customerKey() error {
 	if len(key) != 32 {
 		b, err := base64.StdEncoding.DecodeString(word)
 		if err != nil || len(b) != 32 {
-			return fault.New(fault.ErrArgument, "sse_customer_key: expected 32 bytes, or their base64")
+			return errs.New(errs.ErrArgument, "sse_customer_key: expected 32 bytes, or their base64")
 		}
 		key = b
 	}
 	algorithm, text := "AES256", base64.StdEncoding.EncodeToString(key)
-	sum := md5.Sum(key) // what the protocol asks for, beside the key itself
+	sum := md5.Sum(key) // the protocol sends it beside the key
 	check := base64.StdEncoding.EncodeToString(sum[:])
 	s.sse = sse{&algorithm, &text, &check}
 	return nil
 }
 
-// validRegion keeps what would be part of a host's name a single label.
+// validRegion allows only a single label, since a region becomes part of a host's
+// name.
 func validRegion(name string) bool {
 	for _, c := range name {
 		if (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '-' {

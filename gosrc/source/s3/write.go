@@ -1,5 +1,7 @@
 package s3
 
+// This file writes, lists, removes and presigns objects of S3.
+
 import (
 	"bytes"
 	"cmp"
@@ -16,18 +18,18 @@ import (
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 	"github.com/aws/aws-sdk-go-v2/service/s3/types"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/parts"
 	"github.com/overwire/overwire/gosrc/source/retry"
 )
 
-// Of a multipart upload: parts have at least 5 MiB, there are at most 10,000.
+// Limits of a multipart upload: parts of at least 5 MiB, at most 10,000 of them.
 const (
 	minPart  = 8 << 20
 	maxParts = 10_000
 	maxPart  = 5 << 30
-	inFlight = 8 // parts being sent; storage option connections says less or more
+	inFlight = 8 // parts sent at once, unless the storage option connections says otherwise
 )
 
 // An upload is an object being written. It implements parts.Store.
@@ -36,7 +38,7 @@ type upload struct {
 	client *client
 
 	mu   sync.Mutex
-	id   *string // of the multipart upload, once there is one
+	id   *string // of the multipart upload; "" until it has begun
 	done []types.CompletedPart
 }
 
@@ -48,14 +50,14 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 		return nil, err
 	}
 	if n.version != nil {
-		return nil, n.at("save", -1, fault.New(fault.ErrArgument, "a version cannot be written"))
+		return nil, n.at("save", -1, errs.New(errs.ErrArgument, "a version cannot be written"))
 	}
 	part := int64(minPart)
 	if most := int64(maxParts * 9 / 10); limit > part*most {
 		part = (limit/most | (1<<20 - 1)) + 1
 	}
 	if part > maxPart {
-		return nil, n.at("save", -1, fault.New(fault.ErrArgument, "%d bytes are more than one object can have: write shards", limit))
+		return nil, n.at("save", -1, errs.New(errs.ErrArgument, "%d bytes are more than one object can have: write shards", limit))
 	}
 	c, err := acquire(ctx, opt)
 	if err != nil {
@@ -66,7 +68,7 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 
 func (u *upload) URI() string { return u.uri }
 
-// Part sends one part; the first one that comes starts the upload.
+// Part sends one part; the first to arrive starts the upload.
 func (u *upload) Part(ctx context.Context, k int, p []byte) error {
 	id, err := u.begin(ctx)
 	if err != nil {
@@ -101,7 +103,7 @@ func (u *upload) begin(ctx context.Context) (*string, error) {
 		return nil, err
 	}
 	if out.UploadId == nil || *out.UploadId == "" {
-		return nil, fault.New(fault.ErrIO, "the store gave no id for an upload")
+		return nil, errs.New(errs.ErrIO, "the store gave no id for an upload")
 	}
 	u.id = out.UploadId
 	return u.id, nil
@@ -121,7 +123,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		return u.at("save", -1, err)
 	}
 	if len(u.done) != n {
-		return u.at("save", -1, fault.New(fault.ErrEngine, "%d parts of %d were sent", len(u.done), n))
+		return u.at("save", -1, errs.New(errs.ErrEngine, "%d parts of %d were sent", len(u.done), n))
 	}
 	slices.SortFunc(u.done, func(a, b types.CompletedPart) int { return cmp.Compare(*a.PartNumber, *b.PartNumber) })
 	tries := 0
@@ -133,7 +135,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	})
 	var r *refusal
 	if tries > 1 && errors.As(err, &r) && r.code == "NoSuchUpload" {
-		err = nil // an earlier try was heard, its answer was not
+		err = nil // an earlier try arrived, its response was lost
 	}
 	if err == nil {
 		u.client.release()
@@ -141,8 +143,8 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	return u.at("save", -1, err)
 }
 
-// Abort gives up the parts at the store. It has a time of its own: what it is
-// called for is often a cancel.
+// Abort abandons the parts at the store. It has its own deadline, since the draft's
+// context has often been cancelled.
 func (u *upload) Abort() {
 	defer u.client.release()
 	if u.id == nil {
@@ -150,8 +152,8 @@ func (u *upload) Abort() {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
-	// A part that was on its way may arrive after an abort: it is asked for
-	// until the store knows no such upload.
+	// A part in flight may arrive after an abort: repeat it until the store no
+	// longer knows the upload.
 	for failed := 1; ; failed++ {
 		_, _ = try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
 			return api.AbortMultipartUpload(ctx, &s3.AbortMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id})
@@ -159,20 +161,21 @@ func (u *upload) Abort() {
 		_, err := try(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.ListPartsOutput, error) {
 			return api.ListParts(ctx, &s3.ListPartsInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id})
 		})
-		if errors.Is(err, fault.ErrNotFound) || errors.Is(err, fault.ErrPermission) || retry.Pause(ctx, failed, 0) != nil {
+		if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrPermission) || retry.Pause(ctx, failed, 0) != nil {
 			return
 		}
 	}
 }
 
-// signing spares the hash of every byte where TLS protects them already.
+// signing leaves the body's hash out of the signature where TLS protects it
+// already.
 func (c *client) signing(o *s3.Options) {
 	if !strings.HasPrefix(c.endpoint, "http://") {
 		o.APIOptions = append(o.APIOptions, v4.SwapComputePayloadSHA256ForUnsignedPayloadMiddleware)
 	}
 }
 
-// Remove deletes an object; one that is not there is no mistake.
+// Remove deletes an object; it is no error if there is none.
 func Remove(ctx context.Context, uri string, opt source.Options) error {
 	n, err := object("save", uri)
 	if err != nil {
@@ -186,14 +189,14 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	_, err = try(ctx, c, n.bucket, func(ctx context.Context, api *s3.Client) (*s3.DeleteObjectOutput, error) {
 		return api.DeleteObject(ctx, &s3.DeleteObjectInput{Bucket: &n.bucket, Key: &n.key, VersionId: n.version})
 	})
-	if errors.Is(err, fault.ErrNotFound) {
+	if errors.Is(err, errs.ErrNotFound) {
 		err = nil
 	}
 	return n.at("save", -1, err)
 }
 
-// List gives the URIs of the objects in a folder, sorted by name, without those
-// of folders below it. A folder in which there is nothing is fault.ErrNotFound.
+// List returns the URIs of the objects in a folder, sorted by name, without those
+// of folders below it. An empty folder is errs.ErrNotFound.
 func List(ctx context.Context, uri string, opt source.Options) ([]string, error) {
 	n, err := parse(uri)
 	if err != nil {
@@ -223,7 +226,7 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 			}
 		}
 		if len(found) > maxListed {
-			return nil, n.at("open", -1, fault.New(fault.ErrNotSupported, "more than %d objects in one folder", maxListed))
+			return nil, n.at("open", -1, errs.New(errs.ErrNotSupported, "more than %d objects in one folder", maxListed))
 		}
 		next = out.NextContinuationToken
 		if out.IsTruncated == nil || !*out.IsTruncated || next == nil {
@@ -231,7 +234,7 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 		}
 	}
 	if len(found) == 0 {
-		return nil, n.at("open", -1, fault.New(fault.ErrNotFound, "there is no object in this folder"))
+		return nil, n.at("open", -1, errs.New(errs.ErrNotFound, "there is no object in this folder"))
 	}
 	slices.Sort(found)
 	return found, nil
@@ -239,16 +242,16 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 
 const maxListed = 100_000
 
-// Presign makes an https URL that reads the object without credentials until
-// it expires (signature version 4, at most seven days). Whoever has it can
-// read the object: it is a secret.
+// Presign makes an https URL that reads the object without credentials until it
+// expires (signature version 4, at most seven days). It is a secret: whatever
+// program has it can read the object.
 func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
 	n, err := object("presign", uri)
 	if err != nil {
 		return "", err
 	}
 	if expires < time.Second || expires > 7*24*time.Hour {
-		return "", n.at("presign", -1, fault.New(fault.ErrArgument, "a URL lives between a second and seven days"))
+		return "", n.at("presign", -1, errs.New(errs.ErrArgument, "a URL lives between a second and seven days"))
 	}
 	c, err := acquire(ctx, opt)
 	if err != nil {
@@ -256,10 +259,10 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	}
 	defer c.release()
 	if c.creds == nil {
-		return "", n.at("presign", -1, fault.New(fault.ErrArgument, "unsigned access has nothing to sign with"))
+		return "", n.at("presign", -1, errs.New(errs.ErrArgument, "unsigned access has nothing to sign with"))
 	}
 	if c.sse.key != nil {
-		return "", n.at("presign", -1, fault.New(fault.ErrNotSupported, "a URL cannot carry the customer's key"))
+		return "", n.at("presign", -1, errs.New(errs.ErrNotSupported, "a URL cannot carry the customer's key"))
 	}
 	out, err := s3.NewPresignClient(c.api(n.bucket, true)).PresignGetObject(ctx,
 		&s3.GetObjectInput{Bucket: &n.bucket, Key: &n.key, VersionId: n.version}, s3.WithPresignExpires(expires))
@@ -270,15 +273,15 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 }
 
 // try is call with retries and a watchdog: a request that sends and receives
-// nothing for the timeout is given up. A store that has never answered is asked
-// retry.OpenTries times.
+// nothing for the timeout is abandoned. A store that has never responded gets
+// retry.OpenTries tries.
 func try[T any](ctx context.Context, c *client, bucket string, fn func(context.Context, *s3.Client) (T, error)) (T, error) {
 	for failed := 0; ; {
 		out, err := func() (T, error) {
 			ctx, stop := context.WithCancelCause(ctx)
 			defer stop(nil)
 			w := &watch{limit: c.retry.Timeout}
-			w.timer = time.AfterFunc(w.limit, func() { stop(fault.New(fault.ErrTimeout, "the store took nothing for %v", w.limit)) })
+			w.timer = time.AfterFunc(w.limit, func() { stop(errs.New(errs.ErrTimeout, "the store took nothing for %v", w.limit)) })
 			defer w.timer.Stop()
 			ctx = context.WithValue(ctx, watch{}, w)
 			out, err := call(ctx, c, bucket, func(api *s3.Client) (T, error) { return fn(ctx, api) })
@@ -296,18 +299,18 @@ func try[T any](ctx context.Context, c *client, bucket string, fn func(context.C
 			return out, err
 		}
 		if err := retry.Pause(ctx, failed, after); err != nil {
-			return out, fault.FromOS(err)
+			return out, errs.FromOS(err)
 		}
 	}
 }
 
-// A watch is wound up by every piece of a body that the store takes.
+// A watch is reset by every block of a body that the store takes.
 type watch struct {
 	limit time.Duration
 	timer *time.Timer
 }
 
-// body is a request's body that winds up the watch of its request.
+// body is a request's body that resets the watch of its request.
 func body(ctx context.Context, p []byte) io.ReadSeeker {
 	return &watched{bytes.NewReader(p), ctx.Value(watch{}).(*watch)}
 }
@@ -322,7 +325,7 @@ func (b *watched) Read(p []byte) (int, error) {
 	return b.Reader.Read(p)
 }
 
-// WriteTo is not that of bytes.Reader, which would write all at once.
+// WriteTo writes in blocks; that of bytes.Reader would write all at once.
 func (b *watched) WriteTo(w io.Writer) (n int64, err error) {
 	return io.CopyBuffer(w, struct{ io.Reader }{b}, make([]byte, 256<<10))
 }

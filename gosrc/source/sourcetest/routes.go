@@ -1,5 +1,8 @@
 package sourcetest
 
+// This file tests redirects: where each client follows them, and which secrets go
+// along.
+
 import (
 	"bytes"
 	"crypto/tls"
@@ -19,7 +22,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/route"
 )
@@ -27,13 +30,13 @@ import (
 // Planted is in every secret that Routes gives to a client.
 const Planted = "planted-s3cr3t"
 
-// A World is servers at addresses of this machine that stand for others:
+// A World is servers on this machine that stand for hosts elsewhere:
 //
 //	pub, pub2, tls, tls2  of the internet; tls with certificates
 //	net, net2             of a private network
 //	link                  of the link, as the metadata services of clouds
 //
-// A server answers as steps say, and with the data otherwise.
+// A server answers as its script says, and with the data otherwise.
 type World struct {
 	CA   string // of tls and tls2
 	Data []byte
@@ -95,7 +98,7 @@ func NewWorld(t testing.TB) *World {
 	return w
 }
 
-// URL is a text with the hosts of servers in place of their names in braces.
+// URL replaces the names of servers in braces by their hosts.
 func (w *World) URL(text string) string {
 	for name, host := range w.hosts {
 		text = strings.ReplaceAll(text, "{"+name+"}", host)
@@ -105,9 +108,9 @@ func (w *World) URL(text string) string {
 	return text
 }
 
-// Script says what servers answer from now on, and forgets what they have seen:
-// "pub/a" is the path /a of pub, its value the Location of a redirect; with
-// "@later" that of all ranges but the one that opens an object.
+// Script sets what servers answer from now on, and clears Seen: "pub/a" is the path
+// /a of pub, its value the Location of a redirect; with "@later" that of all ranges
+// but the one that opens an object.
 func (w *World) Script(code int, steps map[string]string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -117,8 +120,8 @@ func (w *World) Script(code int, steps map[string]string) {
 	}
 }
 
-// Seen is each server and path that was asked, in order, once in a row; with a
-// + where anything came along that the caller gave.
+// Seen lists each server and path that was requested, in order and without adjacent
+// repeats; a + marks a request that carried anything of the caller's.
 func (w *World) Seen() []string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -167,8 +170,8 @@ func (w *World) answer(name string, rw http.ResponseWriter, r *http.Request) {
 
 type locations = map[string]string
 
-// redirects are what a client meets, what it may ask after that, and the error that
-// it ends with.
+// redirects are the cases: the redirects that a client meets, what it may request
+// after them, and the error that it ends with.
 var redirects = []struct {
 	name, start string
 	steps       locations
@@ -181,45 +184,45 @@ var redirects = []struct {
 	{"within the origin", "http://{pub}/a", locations{"pub/a": "/b"}, "pub/a+ pub/b+", nil},
 	{"a query alone", "http://{pub}/a?sig=" + Planted, locations{"pub/a": "b?x=1"}, "pub/a+? pub/b+", nil},
 	{"the origin in other letters", "http://{pub}/a", locations{"pub/a": "HTTP://{pub}/b#part"}, "pub/a+ pub/b+", nil},
-	{"another port", "http://{pub}/a", locations{"pub/a": "http://127.0.0.1:{tls:}/b"}, "pub/a+", fault.ErrIO},
+	{"another port", "http://{pub}/a", locations{"pub/a": "http://127.0.0.1:{tls:}/b"}, "pub/a+", errs.ErrIO},
 	{"the same host, upgraded", "http://{pub}/a", locations{"pub/a": "https://{tls}/b"}, "pub/a+ tls/b", nil},
 	{"another host", "http://{pub}/a", locations{"pub/a": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
 	{"another host without a scheme", "http://{pub}/a", locations{"pub/a": "//{pub2}/b"}, "pub/a+ pub2/b", nil},
 	{"there and back", "http://{pub}/a", locations{"pub/a": "http://{pub2}/b", "pub2/b": "http://{pub}/c"}, "pub/a+ pub2/b pub/c", nil},
 	{"a user in the Location", "http://{pub}/a", locations{"pub/a": "http://u:p@{pub2}/b"}, "pub/a+ pub2/b", nil},
 	{"TLS to TLS", "https://{tls}/a", locations{"tls/a": "https://{tls2}/b"}, "tls/a+ tls2/b", nil},
-	{"out of TLS", "https://{tls}/a", locations{"tls/a": "http://{pub2}/b"}, "tls/a+", fault.ErrPermission},
-	{"into TLS and out", "http://{pub}/a", locations{"pub/a": "https://{tls2}/b", "tls2/b": "http://{pub}/c"}, "pub/a+ tls2/b", fault.ErrPermission},
-	{"into a private network", "http://{pub}/a", locations{"pub/a": "http://{net}/b"}, "pub/a+", fault.ErrPermission},
-	{"and over another host", "http://{pub}/a", locations{"pub/a": "http://{pub2}/b", "pub2/b": "http://{net}/c"}, "pub/a+ pub2/b", fault.ErrPermission},
-	{"an address of IPv4 in IPv6", "http://{pub}/a", locations{"pub/a": "http://[::ffff:127.0.0.2]:{net:}/b"}, "pub/a+", fault.ErrPermission},
-	{"an address in one number", "http://{pub}/a", locations{"pub/a": "http://2130706434:{net:}/b"}, "pub/a+", fault.ErrIO},
-	{"an address in two", "http://{net}/a", locations{"net/a": "http://127.2:{net:}/b"}, "net/a+", fault.ErrIO},
-	{"an address in hex", "http://{net}/a", locations{"net/a": "http://0x7f000002:{net:}/b"}, "net/a+", fault.ErrIO},
-	{"an address beyond ASCII", "http://{net}/a", locations{"net/a": "http://127。0。0。２:{net:}/b"}, "net/a+", fault.ErrIO},
-	{"an address with a dot", "http://{net}/a", locations{"net/a": "http://127.0.0.2.:{net:}/b"}, "net/a+", fault.ErrIO},
-	{"this machine", "http://{pub}/a", locations{"pub/a": "http://[::1]:{pub:}/b"}, "pub/a+", fault.ErrPermission},
-	{"metadata", "http://{pub}/a", locations{"pub/a": "http://{link}/latest"}, "pub/a+", fault.ErrPermission},
-	{"metadata, from a private network", "http://{net}/a", locations{"net/a": "http://{link}/latest"}, "net/a+", fault.ErrPermission},
+	{"out of TLS", "https://{tls}/a", locations{"tls/a": "http://{pub2}/b"}, "tls/a+", errs.ErrPermission},
+	{"into TLS and out", "http://{pub}/a", locations{"pub/a": "https://{tls2}/b", "tls2/b": "http://{pub}/c"}, "pub/a+ tls2/b", errs.ErrPermission},
+	{"into a private network", "http://{pub}/a", locations{"pub/a": "http://{net}/b"}, "pub/a+", errs.ErrPermission},
+	{"and over another host", "http://{pub}/a", locations{"pub/a": "http://{pub2}/b", "pub2/b": "http://{net}/c"}, "pub/a+ pub2/b", errs.ErrPermission},
+	{"an address of IPv4 in IPv6", "http://{pub}/a", locations{"pub/a": "http://[::ffff:127.0.0.2]:{net:}/b"}, "pub/a+", errs.ErrPermission},
+	{"an address in one number", "http://{pub}/a", locations{"pub/a": "http://2130706434:{net:}/b"}, "pub/a+", errs.ErrIO},
+	{"an address in two", "http://{net}/a", locations{"net/a": "http://127.2:{net:}/b"}, "net/a+", errs.ErrIO},
+	{"an address in hex", "http://{net}/a", locations{"net/a": "http://0x7f000002:{net:}/b"}, "net/a+", errs.ErrIO},
+	{"an address beyond ASCII", "http://{net}/a", locations{"net/a": "http://127。0。0。２:{net:}/b"}, "net/a+", errs.ErrIO},
+	{"an address with a dot", "http://{net}/a", locations{"net/a": "http://127.0.0.2.:{net:}/b"}, "net/a+", errs.ErrIO},
+	{"this machine", "http://{pub}/a", locations{"pub/a": "http://[::1]:{pub:}/b"}, "pub/a+", errs.ErrPermission},
+	{"metadata", "http://{pub}/a", locations{"pub/a": "http://{link}/latest"}, "pub/a+", errs.ErrPermission},
+	{"metadata, from a private network", "http://{net}/a", locations{"net/a": "http://{link}/latest"}, "net/a+", errs.ErrPermission},
 	{"within a private network", "http://{net}/a", locations{"net/a": "http://{net2}/b"}, "net/a+ net2/b", nil},
 	{"out of a private network", "http://{net}/a", locations{"net/a": "http://{pub}/b"}, "net/a+ pub/b", nil},
 	{"out and back", "http://{net}/a", locations{"net/a": "http://{pub}/b", "pub/b": "http://{net2}/c"}, "net/a+ pub/b net2/c", nil},
 	{"a later range", "http://{pub}/a", locations{"pub/a@later": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
-	{"a later range, inwards", "http://{pub}/a", locations{"pub/a@later": "http://{net}/b"}, "pub/a+", fault.ErrPermission},
-	{"a file", "http://{pub}/a", locations{"pub/a": "file:///etc/passwd"}, "pub/a+", fault.ErrPermission},
-	{"ftp", "http://{pub}/a", locations{"pub/a": "ftp://{pub2}/b"}, "pub/a+", fault.ErrPermission},
-	{"s3", "http://{pub}/a", locations{"pub/a": "s3://bucket/key"}, "pub/a+", fault.ErrPermission},
-	{"nowhere", "http://{pub}/a", locations{"pub/a": ""}, "pub/a+", fault.ErrIO},
-	{"no host", "http://{pub}/a", locations{"pub/a": "http:///b"}, "pub/a+", fault.ErrIO},
-	{"no path either", "http://{pub}/a", locations{"pub/a": "http:b"}, "pub/a+", fault.ErrIO},
-	{"no URL", "http://{pub}/a", locations{"pub/a": "http://[/" + Planted}, "pub/a+", fault.ErrIO},
+	{"a later range, inwards", "http://{pub}/a", locations{"pub/a@later": "http://{net}/b"}, "pub/a+", errs.ErrPermission},
+	{"a file", "http://{pub}/a", locations{"pub/a": "file:///etc/passwd"}, "pub/a+", errs.ErrPermission},
+	{"ftp", "http://{pub}/a", locations{"pub/a": "ftp://{pub2}/b"}, "pub/a+", errs.ErrPermission},
+	{"s3", "http://{pub}/a", locations{"pub/a": "s3://bucket/key"}, "pub/a+", errs.ErrPermission},
+	{"nowhere", "http://{pub}/a", locations{"pub/a": ""}, "pub/a+", errs.ErrIO},
+	{"no host", "http://{pub}/a", locations{"pub/a": "http:///b"}, "pub/a+", errs.ErrIO},
+	{"no path either", "http://{pub}/a", locations{"pub/a": "http:b"}, "pub/a+", errs.ErrIO},
+	{"no URL", "http://{pub}/a", locations{"pub/a": "http://[/" + Planted}, "pub/a+", errs.ErrIO},
 	{"five", "http://{pub}/0", locations{"pub/0": "/1", "pub/1": "/2", "pub/2": "/3", "pub/3": "/4", "pub/4": "/5", "pub/6": "/7"}, "pub/0+ pub/1+ pub/2+ pub/3+ pub/4+ pub/5+", nil},
 	{"six", "http://{pub}/0", locations{"pub/0": "/1", "pub/1": "/2", "pub/2": "/3", "pub/3": "/4", "pub/4": "/5", "pub/5": "/6"},
-		"pub/0+ pub/1+ pub/2+ pub/3+ pub/4+ pub/5+", fault.ErrIO},
+		"pub/0+ pub/1+ pub/2+ pub/3+ pub/4+ pub/5+", errs.ErrIO},
 }
 
-// Routes runs a client of HTTP through the table of redirects. read opens a URL
-// with these options and returns all of its bytes, brought in several requests.
+// Routes runs an HTTP client through the table of redirects. read opens a URL with
+// these options and returns all of its bytes, read in several requests.
 func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, error)) {
 	w := NewWorld(t)
 	given := map[string]string{"header.Authorization": "Bearer " + Planted, "header.X-Key": Planted, "header.Cookie": "id=" + Planted,
@@ -240,10 +243,10 @@ func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, err
 				t.Errorf("%s, %d: %v, or other bytes", c.name, code, err)
 			case c.refused != nil && !errors.Is(err, c.refused):
 				t.Errorf("%s, %d: %v, not %v", c.name, code, err, c.refused)
-			case err != nil && strings.Contains(err.Error()+fault.Text(err), Planted):
+			case err != nil && strings.Contains(err.Error()+errs.Text(err), Planted):
 				t.Errorf("%s, %d: %v shows a secret", c.name, code, err)
 			}
-			if c.name == "five" || c.name == "six" { // long ones once
+			if c.name == "five" || c.name == "six" { // the long ones once
 				break
 			}
 		}
@@ -256,7 +259,7 @@ func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, err
 	}
 }
 
-// unique is what was seen, each once: retries and later ranges ask again.
+// unique is Seen without repeats: retries and later ranges request a path again.
 func unique(seen []string) string {
 	var out []string
 	for _, s := range seen {

@@ -1,5 +1,7 @@
 package sourcetest
 
+// This file runs real servers for tests: S3, Redis, certificates.
+
 import (
 	"context"
 	"crypto/ecdsa"
@@ -21,8 +23,8 @@ import (
 	"time"
 )
 
-// Keys of the S3 server, which really checks them. They look like real ones,
-// so that a text that shows them is found.
+// Keys of the S3 server, which checks them. They look like real ones, so that tests
+// find a text that shows them.
 const (
 	S3Key    = "AKIAOVERWIRETESTKEY1"
 	S3Secret = "planted/Secret+OfTheS3Server0123456789ab"
@@ -133,7 +135,7 @@ func start(t testing.TB, cmd *exec.Cmd, addr string) {
 	}
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	runtime.LockOSThread() // Pdeathsig is about this thread
+	runtime.LockOSThread() // Pdeathsig follows this thread
 	t.Cleanup(runtime.UnlockOSThread)
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -169,7 +171,7 @@ func eventually(t testing.TB, what string, ready func() bool) {
 	}
 }
 
-// freePort returns an address without a listener.
+// freePort returns an address on which no one listens.
 func freePort(t testing.TB) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -29,13 +29,13 @@ func (m *Mem) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return context.Cause(ctx)
 	}
 	if off < 0 || off > m.Size() || int64(len(p)) > m.Size()-off {
-		return &fault.At{Verb: "read", Source: m.Name, Chunk: -1, Offset: off, Err: fault.New(fault.ErrCorrupt, "truncated")}
+		return &errs.At{Verb: "read", Source: m.Name, Chunk: -1, Offset: off, Err: errs.New(errs.ErrCorrupt, "truncated")}
 	}
 	copy(p, m.Data[off:])
 	return nil
 }
 
-// Facts are none: it is read by ReadAt alone.
+// Facts are empty: it is read by ReadAt alone.
 func (m *Mem) Facts() source.Facts { return source.Facts{} }
 
 // Close does nothing.
@@ -50,14 +50,14 @@ type Faulty struct {
 	seen atomic.Int64
 }
 
-// Facts leave nothing but ReadAt, which fails.
+// Facts are empty, so that all reads are ReadAt, which fails.
 func (f *Faulty) Facts() source.Facts { return f.Source.Facts().ReadAtOnly() }
 
 // ReadAt fails or blocks the nth.
 func (f *Faulty) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if f.seen.Add(1) == f.N {
 		if f.Err != nil {
-			return &fault.At{Verb: "read", Source: f.URI(), Chunk: -1, Offset: off, Err: f.Err}
+			return &errs.At{Verb: "read", Source: f.URI(), Chunk: -1, Offset: off, Err: f.Err}
 		}
 		<-ctx.Done()
 		return context.Cause(ctx)
@@ -68,20 +68,20 @@ func (f *Faulty) ReadAt(ctx context.Context, p []byte, off int64) error {
 // Reads counts the reads so far.
 func (f *Faulty) Reads() int64 { return f.seen.Load() }
 
-// Steps makes a source one that hands ranges over in steps.
+// Steps wraps a source in one whose ranges are read in steps.
 type Steps struct {
 	source.Source
 	ranges, open atomic.Int64
 }
 
-// Facts say that there are ranges; how much one has is the caller's to say.
+// Facts say that there are ranges, and how large they should be.
 func (s *Steps) Facts() source.Facts {
 	f := s.Source.Facts().ReadAtOnly()
 	f.RangeBytes, f.Ranges = 1<<20, s
 	return f
 }
 
-// AtOnce is some number.
+// AtOnce is an arbitrary number.
 func (s *Steps) AtOnce() int { return 4 }
 
 // OpenRange gives a range at once.
@@ -107,7 +107,7 @@ func (r *steps) Begin(ctx context.Context, off, n int64) error {
 
 func (r *steps) Next(p []byte) error {
 	if int64(len(p)) > r.end-r.at {
-		return fault.New(fault.ErrEngine, "%d bytes of a range that has %d left", len(p), r.end-r.at)
+		return errs.New(errs.ErrEngine, "%d bytes of a range that has %d left", len(p), r.end-r.at)
 	}
 	r.at += int64(len(p))
 	return r.s.ReadAt(r.ctx, p, r.at-int64(len(p)))

@@ -1,5 +1,7 @@
 package sourcetest
 
+// This file has the suite that every source passes.
+
 import (
 	"bytes"
 	"context"
@@ -10,11 +12,11 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Is says which facts a source has to state.
+// Is says which facts a source must state.
 type Is struct {
 	Remote   bool
 	InOrder  bool // one read at a time; else a remote source takes several
@@ -31,8 +33,8 @@ type suite struct {
 	open func(t *testing.T, data []byte) source.Source
 }
 
-// Suite holds a source to the contract of source.Source, and to its facts. open
-// returns a fresh source of the given bytes.
+// Suite tests the contract of source.Source and the facts of a source. open returns
+// a fresh source of the given bytes.
 func Suite(t *testing.T, is Is, open func(t *testing.T, data []byte) source.Source) {
 	data := make([]byte, 300_001)
 	r := rand.New(rand.NewPCG(1, 2))
@@ -73,7 +75,7 @@ func (s *suite) refuses(t *testing.T) {
 	src := s.open(t, s.data)
 	defer src.Close()
 	for _, off := range []int64{-1, int64(len(s.data)), int64(len(s.data)) - 1, 1 << 62} {
-		if err := src.ReadAt(context.Background(), make([]byte, 2), off); !errors.Is(err, fault.ErrCorrupt) {
+		if err := src.ReadAt(context.Background(), make([]byte, 2), off); !errors.Is(err, errs.ErrCorrupt) {
 			t.Errorf("2 bytes at %d: %v, want ErrCorrupt", off, err)
 		}
 	}
@@ -103,8 +105,8 @@ func (s *suite) cancelled(t *testing.T) {
 	src := s.open(t, s.data)
 	defer src.Close()
 	ctx, cancel := context.WithCancelCause(context.Background())
-	cancel(fault.ErrCancelled)
-	if err := src.ReadAt(ctx, make([]byte, 10), 0); !errors.Is(err, fault.ErrCancelled) {
+	cancel(errs.ErrCancelled)
+	if err := src.ReadAt(ctx, make([]byte, 10), 0); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("%v, want ErrCancelled", err)
 	}
 }
@@ -114,21 +116,21 @@ func (s *suite) steps(t *testing.T) {
 	defer src.Close()
 	from := src.Facts().Ranges
 	if from == nil {
-		return // as facts compares with what was expected
+		return // as facts compares with the expected ones
 	}
 	ctx := context.Background()
 	r := rand.New(rand.NewPCG(3, 4))
 	for range 30 {
 		off := r.IntN(len(s.data))
 		n := r.IntN(len(s.data) - off + 1)
-		keep := n // some are given up
+		keep := n // some are closed early
 		if r.IntN(3) == 0 {
 			keep = r.IntN(n + 1)
 		}
 		s.step(t, r, from, off, n, keep)
 	}
 	for _, c := range []struct{ off, n int64 }{{-1, 2}, {0, int64(len(s.data)) + 1}, {1 << 62, 2}, {5, -1}} {
-		if g, err := Begin(ctx, from, c.off, c.n); !errors.Is(err, fault.ErrCorrupt) {
+		if g, err := Begin(ctx, from, c.off, c.n); !errors.Is(err, errs.ErrCorrupt) {
 			t.Errorf("a range of %d from %d: %v, %v", c.n, c.off, g, err)
 		}
 	}
@@ -137,21 +139,21 @@ func (s *suite) steps(t *testing.T) {
 	if err != nil || g.Next(make([]byte, 100_000)) != nil {
 		t.Fatal(err)
 	}
-	cancel(fault.ErrCancelled)
-	if err := g.Next(make([]byte, 100_000)); !errors.Is(err, fault.ErrCancelled) {
+	cancel(errs.ErrCancelled)
+	if err := g.Next(make([]byte, 100_000)); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("%v, want ErrCancelled", err)
 	}
 	g.Close()
 }
 
-// step reads keep bytes of a range of n from off in steps, and gives it up.
+// step reads keep bytes of a range of n from off in steps, and closes it.
 func (s *suite) step(t *testing.T, r *rand.Rand, from source.Ranges, off, n, keep int) {
 	g, err := Begin(context.Background(), from, int64(off), int64(n))
 	if err != nil {
 		t.Fatal(err)
 	}
 	for at := 0; at < keep; {
-		if err := g.Next(nil); err != nil { // more is on its way: nothing else
+		if err := g.Next(nil); err != nil { // the rest must not arrive
 			t.Fatal(err)
 		}
 		p := make([]byte, min(1+r.IntN(100_000), keep-at))
@@ -194,14 +196,14 @@ func (s *suite) facts(t *testing.T) {
 	}
 }
 
-// ways compares the bytes of every way beside ReadAt and ranges, and asks it for
-// what is not there.
+// ways compares the bytes of every other way to read, and asks each for bytes
+// outside the source.
 func (s *suite) ways(t *testing.T) {
 	src := s.open(t, s.data)
 	f := src.Facts()
 	n := int64(len(s.data))
 	if f.Prefetch != nil {
-		f.Prefetch(0, n) // advice: nothing comes of it but speed
+		f.Prefetch(0, n) // advice: it affects speed only
 		f.Prefetch(n-1, 1)
 	}
 	if f.View != nil {
@@ -209,7 +211,7 @@ func (s *suite) ways(t *testing.T) {
 			t.Errorf("a view: %v, or other bytes", err)
 		}
 		for _, c := range []struct{ off, n int64 }{{-1, 2}, {n, 1}, {0, n + 1}, {1 << 62, 1 << 62}, {5, -1}} {
-			if _, err := f.View(c.off, c.n); !errors.Is(err, fault.ErrCorrupt) {
+			if _, err := f.View(c.off, c.n); !errors.Is(err, errs.ErrCorrupt) {
 				t.Errorf("a view of %d from %d: %v, want ErrCorrupt", c.n, c.off, err)
 			}
 		}
@@ -226,7 +228,7 @@ func (s *suite) ways(t *testing.T) {
 			t.Error(err)
 		}
 		for _, how := range []string{"direct", "buffered", "auto"} {
-			depth := f.File.Expect(1<<50, how)
+			depth := f.File.Expect(1<<50, true, how)
 			p := make([]byte, n)
 			if err := src.ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, s.data) {
 				t.Errorf("%s: %v, or other bytes", how, err)

@@ -1,8 +1,7 @@
-// Package spool makes a source of bytes that come in order and once: they go
-// into an unlinked file in the temporary folder, and a read waits until its
-// bytes are there. A file and not memory: the tensors need that memory, and a
-// page of a file can be given up; and not a window that moves on, because a
-// tensor's bytes may be asked for in any order, and twice.
+// Package spool makes a source of bytes that arrive in order and once: they go into
+// an unlinked file in the temporary folder, and a read waits until its bytes have
+// arrived. They are kept in a file because the tensors need the memory, and whole
+// because a tensor's bytes may be read in any order, and twice.
 package spool
 
 import (
@@ -10,7 +9,7 @@ import (
 	"os"
 	"sync"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -28,13 +27,13 @@ type File struct {
 	shut bool
 }
 
-var errClosed = fault.New(fault.ErrArgument, "the source is closed")
+var errClosed = errs.New(errs.ErrArgument, "the source is closed")
 
-// New makes an empty one; uri names it in errors.
+// New makes an empty file; uri names it in errors.
 func New(uri string) (*File, error) {
 	f, err := os.CreateTemp("", "overwire-*")
 	if err != nil {
-		return nil, fault.FromOS(err)
+		return nil, errs.FromOS(err)
 	}
 	_ = os.Remove(f.Name())
 	return &File{uri: uri, file: f, size: -1, more: make(chan struct{})}, nil
@@ -43,24 +42,24 @@ func New(uri string) (*File, error) {
 // Append adds bytes.
 func (f *File) Append(p []byte) error {
 	if _, err := f.file.WriteAt(p, f.Have()); err != nil {
-		return fault.FromOS(err)
+		return errs.FromOS(err)
 	}
 	f.change(func() { f.have += int64(len(p)) })
 	return nil
 }
 
-// Have is how many bytes are there.
+// Have is how many bytes have arrived.
 func (f *File) Have() int64 {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.have
 }
 
-// Expect says how many there will be.
+// Expect sets how many bytes will arrive.
 func (f *File) Expect(size int64) { f.change(func() { f.size = size }) }
 
-// End says that no more will come: reads of bytes that are not there get err;
-// without one, what is there is all there is.
+// End says that no more bytes will arrive. Reads of missing bytes get err; if it is
+// nil, the file has the size that it has reached.
 func (f *File) End(err error) {
 	f.change(func() {
 		switch {
@@ -70,7 +69,7 @@ func (f *File) End(err error) {
 		case f.size < 0:
 			f.size = f.have
 		case f.have < f.size:
-			f.err = fault.New(fault.ErrCorrupt, "truncated: %d of %d bytes came", f.have, f.size)
+			f.err = errs.New(errs.ErrCorrupt, "truncated: %d of %d bytes came", f.have, f.size)
 		}
 	})
 }
@@ -83,7 +82,7 @@ func (f *File) Sized(ctx context.Context) error {
 // URI names it.
 func (f *File) URI() string { return f.uri }
 
-// Size is how many bytes there will be; -1 while that is not known.
+// Size is how many bytes will arrive; -1 while that is not known.
 func (f *File) Size() int64 {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -96,10 +95,10 @@ func (f *File) Facts() source.Facts { return source.Facts{Remote: true, Concurre
 // ReadAt waits for its bytes; see source.Source.
 func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	at := func(err error) error {
-		return &fault.At{Verb: "read", Source: f.uri, Chunk: -1, Offset: off, Err: err}
+		return &errs.At{Verb: "read", Source: f.uri, Chunk: -1, Offset: off, Err: err}
 	}
 	if size := f.Size(); off < 0 || off > size || int64(len(p)) > size-off {
-		return at(fault.New(fault.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", len(p), size))
+		return at(errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", len(p), size))
 	}
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -111,7 +110,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return at(err)
 	}
 	if _, err := f.file.ReadAt(p, off); err != nil {
-		return at(fault.FromOS(err))
+		return at(errs.FromOS(err))
 	}
 	return nil
 }
@@ -128,7 +127,7 @@ func (f *File) Close() error {
 	return err
 }
 
-// until waits for what ok, called under the lock, says.
+// until waits until ok, which is called under the lock, returns true.
 func (f *File) until(ctx context.Context, ok func() bool) error {
 	for {
 		f.mu.Lock()

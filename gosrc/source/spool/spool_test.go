@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/fault"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
@@ -57,22 +57,22 @@ func TestEnds(t *testing.T) {
 	if err := f.ReadAt(ctx, p, 0); err != nil || !bytes.Equal(p, []byte("abc")) {
 		t.Error(err)
 	}
-	if err := f.ReadAt(ctx, p, 2); !errors.Is(err, fault.ErrCorrupt) {
+	if err := f.ReadAt(ctx, p, 2); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("%v", err)
 	}
 	f = made(t)
-	soon, cancel := context.WithTimeoutCause(ctx, 20*time.Millisecond, fault.ErrCancelled)
+	soon, cancel := context.WithTimeoutCause(ctx, 20*time.Millisecond, errs.ErrCancelled)
 	defer cancel()
-	if err := f.Sized(soon); !errors.Is(err, fault.ErrCancelled) {
+	if err := f.Sized(soon); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("%v", err)
 	}
-	time.AfterFunc(20*time.Millisecond, func() { f.End(fault.ErrIO) })
-	if err := f.Sized(ctx); !errors.Is(err, fault.ErrIO) {
+	time.AfterFunc(20*time.Millisecond, func() { f.End(errs.ErrIO) })
+	if err := f.Sized(ctx); !errors.Is(err, errs.ErrIO) {
 		t.Errorf("%v", err)
 	}
 	f = made(t)
 	time.AfterFunc(20*time.Millisecond, func() { f.Close() })
-	if err := f.Sized(ctx); !errors.Is(err, fault.ErrArgument) {
+	if err := f.Sized(ctx); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("%v", err)
 	}
 }

@@ -105,8 +105,8 @@ _MODULE = 4096
 
 
 class Guard:
-    """Stands for a function that a pickle may call: `call` checks the arguments
-    behind the budget. tensor: whether what it makes is a tensor."""
+    """Replaces a function that a pickle may call: `call` charges the budget and
+    checks the arguments. tensor: whether it makes a tensor."""
 
     __slots__ = ("call", "tensor")
 

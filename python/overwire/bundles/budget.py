@@ -21,8 +21,8 @@ __all__ = ["ATTRIBUTE", "LONGEST", "Budget", "attributes", "refusal"]
 ATTRIBUTE = 100
 LONGEST = 200
 
-# Allowances. Bundles stay below: what they hold is written out in the pickle, or
-# lies in a blob. Work is counted in steps of some 100 ns.
+# Allowances. Bundles stay below: their content is written out in the pickle or in a
+# blob. Work is counted in steps of some 100 ns.
 _MEMORY_EACH, _MEMORY_BASE = 64, 1 << 24
 _WORK_EACH, _WORK_BASE = 64, 1 << 16
 _COPIES_OF_BLOBS = 4
@@ -62,7 +62,7 @@ class Budget:
         # By id, with the object itself, so that no other gets its id.
         self._depths: dict[int, tuple[int, Any]] = {}
         self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
-        #: Memory of its own for what was checked by content: see `tensors`.
+        #: Copies of what was checked by content: see `tensors`.
         self.private: dict[Any, Any] = {}
 
     def refuse(self, what: str) -> UntrustedPickleError:

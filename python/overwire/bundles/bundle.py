@@ -22,13 +22,14 @@ from ..errors import AccessError, ArgumentError, CorruptError, FormatError, IOFa
 from ..files import read_file, regular
 from ..frameworks.choose import check_device, frame_for
 from ..frameworks.frame import Bytes
+from ..jobs import shown
 from ..model import layout
 from ..model.opened import Model
 from ..model.options import StorageOptions
 from ..model.reading import read
 from ..model.sources import SourceLike
 from ..model.storage import storage
-from ..paths import is_file, is_remote, local, path_of, shown
+from ..paths import is_file, is_remote, local, path_of
 from ..progress import ProgressLike, watch
 from ..stores import write_bytes
 from ..verbs.save import save_bytes
@@ -103,7 +104,7 @@ def load_compressed_pickle(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Any:
-    """Loads what `compress_pickle` saved; reading and decoding go on while the
+    """Loads what `compress_pickle` saved; reading and decoding continue while the
     pickle imports and builds. Joins a preload of the same bundle.
 
     trust: a pickle can run any code. False allows containers, plain data,
@@ -333,7 +334,8 @@ def _open(target: str, digest: str, tensors: SourceLike | None, options: Storage
         except NotFoundError:
             if candidate is candidates[0]:
                 raise NotFoundError(
-                    f"overwire: open {target}: its tensors are not at {container}; copy the folder beside the pickle with it",
+                    f"overwire: open {target}: its tensors are not at {container}; copy the folder beside the pickle with it; "
+                    "a pickle that compress_pickle did not write is read by what wrote it: pickle, torch.load",
                     source=target,
                 ) from None
             break

@@ -15,8 +15,8 @@ from ..model.opened import Model
 
 __all__ = ["DEVICES", "Landing", "ORDER", "devices_of"]
 
-# Notes in a container: the names of its blobs in their order, and where each of
-# them was, a line each (one line: all of them). They stand in files.
+# Metadata of a container: the names of its blobs in their order, and the device of
+# each, one per line (one line: of all). Files contain these keys: never change them.
 ORDER = "overwire.blobs"
 DEVICES = "overwire.devices"
 
@@ -96,8 +96,8 @@ class Landing:
 
         groups: dict[str, list[int]] = {}
         for place, target in dict(zip(self._places, self._targets, strict=True)).items():
-            # What the engine does not reach goes by way of the host, and so does
-            # what may be an array's.
+            # What the engine cannot reach goes through the host, and so does what may
+            # belong to an array.
             groups.setdefault(target if self._noted and target.startswith("cuda:") else "cpu", []).append(place)
         self._on_host = not self._noted
         if len(groups) <= 1 and "cuda" not in "".join(groups):

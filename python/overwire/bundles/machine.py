@@ -41,8 +41,8 @@ class Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """The object. UntrustedPickleError for what is not allowed, any exception
-        for what is nonsense; `at` says where."""
+        """Returns the object. Raises UntrustedPickleError for what is not allowed, any
+        exception for a malformed pickle; `at` is the position."""
         data, memo = self._data, self._memo
         while True:
             code = data[self._at]

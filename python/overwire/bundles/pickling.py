@@ -5,7 +5,7 @@ which become blobs: so ties, views of one storage, strides, parameters,
 requires_grad, subclasses, quantised and sparse tensors are torch's business,
 and come back as they were. numpy arrays become (blob, offset, shape, strides).
 
-Persistent ids, which stand in files and never change:
+Persistent ids, which files contain and which never change:
 
     ("storage", blob, torch dtype or "", bytes)     "" is an untyped storage
     ("array", blob, spec, shape, strides, offset, writable, array number, bytes)

@@ -1,12 +1,11 @@
 """torch's functions that rebuild tensors, for pickles that are not trusted.
 
-They make what torch's own make, of checked arguments: exact types, each read
-once; extents computed before torch hears of them, in Python's integers; memory
+They make what torch's own functions make, from checked arguments: exact types,
+each read once; extents computed before torch is called, in Python's integers; memory
 and work charged to the budget.
 
-What a tensor's validity depends on lies in memory of its own: the indices of a
-sparse tensor and the parameters of a quantised one are copied before they are
-checked, so that no other tensor of the pickle can change them afterwards.
+The indices of a sparse tensor and the parameters of a quantized one are copied before
+they are checked, so that no other tensor of the pickle can change them afterwards.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hook
     if type(storage) is not torch.UntypedStorage or type(dtype) is not torch.dtype:
         raise _malformed("a tensor's storage")
     size, stride = check_extent(storage.nbytes(), dtype.itemsize, offset, size, stride)
-    # torch's function wants a typed storage, of whatever type.
+    # torch's function needs a typed storage, of any type.
     typed: Any = torch.storage.TypedStorage
     make: Any = torch._utils._rebuild_tensor_v3
     return make(
@@ -278,7 +277,7 @@ def _parameter(budget: Budget, data: Any, grad: Any, hooks: Any = None, state: A
 
 
 def subclassed(budget: Budget, made: Any, kind: Any, state: Any) -> Any:
-    """A tensor as one of `kind`, with attributes of its own."""
+    """A tensor converted to `kind`, with its own attributes."""
     if type(made) is not kind:
         made = made.as_subclass(kind)
     if type(state) is tuple and len(state) == 2 and (state[1] is None or type(state[1]) is dict and not state[1]):

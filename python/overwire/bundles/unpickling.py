@@ -184,8 +184,8 @@ def _careful(machine: Machine, source: str) -> Any:
             raise FormatError(f"overwire: unpickle {source}: {reason} (at byte {machine.at})", source=source, offset=machine.at) from error
         raise
     except Exception as error:
-        # A hostile or broken pickle fails in any way it likes; to the caller
-        # that is one thing. What is not text in an error is the pickle's.
+        # A hostile or broken pickle can raise anything; the caller gets one class.
+        # Arguments of the error that are not text come from the pickle.
         reason = type(error).__name__ + "".join(f": {part[:200]}" for part in error.args[:1] if type(part) is str)
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             raise OutOfMemoryError(f"overwire: unpickle {source}: {reason}", source=source) from error

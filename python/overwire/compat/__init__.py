@@ -1,6 +1,6 @@
 """Other libraries' names over overwire's verbs, one module each.
 
-Each translates names and nothing more. Importable as it stands:
+Each only translates names. Import one in place of the library:
 
     import overwire.compat.nyacomp as nyacomp
 

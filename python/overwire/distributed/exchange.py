@@ -18,7 +18,7 @@ from ..jobs import Job
 from ..model.opened import WHOLE, Model, Row
 from .group import Members
 
-__all__ = ["Batch", "Room", "Task", "shard_range"]
+__all__ = ["Batch", "ExchangeContext", "Task", "shard_range"]
 
 # Tensors below _LARGE are sent in runs of at most _RUN bytes.
 _LARGE = 1 << 20
@@ -46,12 +46,12 @@ class Task(NamedTuple):
     dim: int | None
 
 
-class Room:
-    """What the batches of one load share: the ranks, torch, and the model,
-    opened for the device and (often the same) for where tensors are sent."""
+class ExchangeContext:
+    """What the batches of one load share: the ranks, torch, the model opened for the
+    destination, and link_model (often the same), opened for the device of the exchange."""
 
-    def __init__(self, members: Members, frame: Frame, model: Model, wired: Model) -> None:
-        self.members, self.frame, self.model, self.wired = members, frame, model, wired
+    def __init__(self, members: Members, frame: Frame, model: Model, link_model: Model) -> None:
+        self.members, self.frame, self.model, self.link_model = members, frame, model, link_model
         self._ring: list[Any] = []
 
     def drain(self) -> None:
@@ -64,7 +64,7 @@ class Room:
     def ring(self, buffers: int, size: int) -> list[Any]:
         """Buffers of `size` bytes where tensors are sent, as long as the load."""
         if not self._ring:
-            self._ring = [self.frame.empty("U8", (size,), self.wired.device) for _ in range(buffers)]
+            self._ring = [self.frame.empty("U8", (size,), self.link_model.device) for _ in range(buffers)]
         return self._ring
 
     def block(self, task: Task, rank: int) -> tuple[int, int]:
@@ -171,20 +171,20 @@ class _Reading:
 class Batch:
     """Tensors that go one way together."""
 
-    def __init__(self, room: Room, way: str, tasks: list[Task]) -> None:
+    def __init__(self, context: ExchangeContext, way: str, tasks: list[Task]) -> None:
         self.tasks = tasks
-        self._room, self._way = room, way
+        self._context, self._way = context, way
         self._reading: _Reading | None = None
         self._error: BaseException | None = None
         self._tensors: list[Any] = [None] * len(tasks)  # what this rank has read, then its result
         self._sends: list[_Send] = []
-        members = room.members
+        members = context.members
         self._me = members.local.index(members.rank)
         self._count = len(members.local)
-        self._model = room.model if way in ("each", "own") or self._count == 1 else room.wired
+        self._model = context.model if way in ("each", "own") or self._count == 1 else context.link_model
         self._owners = self._owned()
         try:
-            self._reading = _Reading(self._model, room.frame, [w for slot in range(len(tasks)) for w in self._wants(slot)])
+            self._reading = _Reading(self._model, context.frame, [w for slot in range(len(tasks)) for w in self._wants(slot)])
         except BaseException as error:  # said by `read`, when the others can hear it
             self._error = error
 
@@ -211,10 +211,10 @@ class Batch:
             return []
         if owner == self._me:
             return [_Want(slot, row, task.at, whole, row.shape)]
-        block = self._room.block_read(task, self._room.members.rank)
+        block = self._context.block_read(task, self._context.members.rank)
         if block is None:
             return [_Want(slot, row, task.at, whole, row.shape)]
-        return [_Want(slot, row, task.at, block, self._room.part_shape(task, self._room.members.rank))]
+        return [_Want(slot, row, task.at, block, self._context.part_shape(task, self._context.members.rank))]
 
     def arrive(self) -> None:
         """Waits for the reading; `read` says what went wrong with it."""
@@ -237,7 +237,7 @@ class Batch:
             if owner >= 0:
                 sent.append(slot)
             elif task.dim is not None:
-                self._tensors[slot] = self._room.cut(task, self._tensors[slot])
+                self._tensors[slot] = self._context.cut(task, self._tensors[slot])
         kind = _Scatter if self._way == "scatter" else _Broadcast
         for owner in range(self._count):
             run: list[int] = []
@@ -254,18 +254,18 @@ class Batch:
 
     def send(self) -> list[Any]:
         """Collective. Sends, and returns this rank's tensors."""
-        members = self._room.members
+        members = self._context.members
         for first in range(0, len(self._sends), _TOGETHER):
             # NCCL runs what is started together at the same time.
-            members.trade(
+            members.send_receive(
                 [(members.local[peer], flat) for send in self._sends[first : first + _TOGETHER] for peer, flat in send.outgoing],
                 [(members.local[peer], flat) for send in self._sends[first : first + _TOGETHER] for peer, flat in send.incoming],
             )
         for send in self._sends:
             send.finish()
         tensors = self._tensors
-        if self._model is not self._room.model:
-            tensors = [tensor.to(self._room.model.device) for tensor in tensors]
+        if self._model is not self._context.model:
+            tensors = [tensor.to(self._context.model.device) for tensor in tensors]
         self._sends, self._tensors = [], []
         return tensors
 
@@ -296,7 +296,7 @@ class _Broadcast(_Send):
         mine = owner == batch._me
         if not mine:
             for slot in run:
-                batch._tensors[slot] = batch._room.empty(batch.tasks[slot], batch._model.device)
+                batch._tensors[slot] = batch._context.empty(batch.tasks[slot], batch._model.device)
         self.parts = [_bytes(batch._tensors[slot]) for slot in run]
         self.flat = _join(self.parts, mine)
         if mine:
@@ -312,18 +312,18 @@ class _Broadcast(_Send):
 class _Scatter(_Send):
     def __init__(self, batch: Batch, run: list[int], owner: int) -> None:
         super().__init__(batch)
-        members = batch._room.members
+        members = batch._context.members
         tasks = [batch.tasks[slot] for slot in run]
         if owner == batch._me:
             whole = [batch._tensors[slot] for slot in run]
             for peer, rank in enumerate(members.local):
-                blocks = [batch._room.block_of(task, tensor, rank) for task, tensor in zip(tasks, whole, strict=True)]
+                blocks = [batch._context.block_of(task, tensor, rank) for task, tensor in zip(tasks, whole, strict=True)]
                 if peer == owner:
                     mine = blocks
                 else:
                     self.outgoing.append((peer, _join([_bytes(block) for block in blocks], True)))
         else:
-            mine = [batch._room.empty(task, batch._model.device, members.rank) for task in tasks]
+            mine = [batch._context.empty(task, batch._model.device, members.rank) for task in tasks]
         for slot, tensor in zip(run, mine, strict=True):
             batch._tensors[slot] = tensor
         self.parts = [_bytes(tensor) for tensor in mine]

@@ -58,7 +58,7 @@ class Rates:
             del tries[:-_TRIES]
 
     def table(self) -> dict[str, dict[str, float]]:
-        """Bytes a second: kind to way to rate, in words."""
+        """Bytes a second, as texts: kind to way to rate."""
         return {
             " ".join(str(part) for part in kind): {way: 1 / max(min(tries), 1e-15) for way, tries in ways.items()}
             for kind, ways in self._seen.items()
@@ -79,14 +79,14 @@ class Members:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.local: list[int] = []
-        self.most_near = 0  # ranks on the fullest host
+        self.most_local = 0  # ranks on the fullest host
         self.rates = Rates()
         self._warm: set[str] = set()
 
     def _config(self) -> str:
         return str(self._dist.get_backend_config(self.group))
 
-    def wire(self, device: str) -> str:
+    def link_device(self, device: str) -> str:
         """Where tensors must be to be sent: `device`, or "cpu" when the group
         has no backend for it."""
         if device == "cpu":
@@ -97,7 +97,7 @@ class Members:
     def _flags_device(self) -> str:
         import torch
 
-        return self.wire("cpu") or f"cuda:{torch.cuda.current_device()}"
+        return self.link_device("cpu") or f"cuda:{torch.cuda.current_device()}"
 
     def exchange(self, work: Callable[[], _T]) -> list[_T]:
         """Collective: does `work` here and returns what it gave on each rank.
@@ -147,18 +147,18 @@ class Members:
         if self.local:
             return
         self.local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        self.most_near = max(hosts.count(host) for host in set(hosts))
+        self.most_local = max(hosts.count(host) for host in set(hosts))
 
-    def warm_up(self, wire: str) -> None:
+    def warm_up(self, link_device: str) -> None:
         """Collective: connects the ranks of each host, so that no try pays for it."""
-        if wire not in self._warm:
+        if link_device not in self._warm:
             import torch
 
-            here = torch.zeros(2, dtype=torch.uint8, device=wire)
+            here = torch.zeros(2, dtype=torch.uint8, device=link_device)
             peers = [rank for rank in self.local if rank != self.rank]
-            self.trade([(peer, here[:1]) for peer in peers], [(peer, here[1:]) for peer in peers])
-            self.gather(torch.zeros(len(self.local), dtype=torch.uint8, device=wire), 1)
-            self._warm.add(wire)
+            self.send_receive([(peer, here[:1]) for peer in peers], [(peer, here[1:]) for peer in peers])
+            self.gather(torch.zeros(len(self.local), dtype=torch.uint8, device=link_device), 1)
+            self._warm.add(link_device)
 
     def gather(self, buffer: Any, share: int) -> None:
         """Collective among the ranks of this host: rank r of it has bytes
@@ -171,9 +171,9 @@ class Members:
             return
         parts = whole.split(share)
         peers = [(rank, part) for rank, part in zip(self.local, parts, strict=True) if rank != self.rank]
-        self.trade([(rank, mine) for rank, _ in peers], peers)
+        self.send_receive([(rank, mine) for rank, _ in peers], peers)
 
-    def trade(self, outgoing: list[tuple[int, Any]], incoming: list[tuple[int, Any]]) -> None:
+    def send_receive(self, outgoing: list[tuple[int, Any]], incoming: list[tuple[int, Any]]) -> None:
         """Collective among those named: sends and receives (rank, contiguous
         tensor), in the order in which each pair of ranks lists them.
 

@@ -34,19 +34,19 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..dtypes import PACKED, packed_shape
-from ..errors import ArgumentError, NotSupportedError
-from ..frameworks.choose import check_device, check_dtype, frame_for
-from ..model.opened import Model, Row, opening, prepare
+from ..errors import ArgumentError, NotSupportedError, OverwireError
+from ..frameworks.choose import check_device, check_dtype, device_number, frame_for
+from ..model.opened import WHOLE, Model, opening, prepare
 from ..model.options import DeviceLike, ShardLike, StreamOptions, TorchName, check_options
 from ..model.plan import fit
 from ..model.sources import SourceLike
 from ..progress import Progress, watch
 from . import group as ranks
-from .exchange import Batch, Room, Task, shard_range
+from .exchange import Batch, ExchangeContext, Task, shard_range
 from .group import Members, members_of
 from .relays import Relay
 
@@ -135,7 +135,7 @@ class _Load:
     ) -> None:
         whole = {name: value for name, value in opening(options).items() if name not in ("keys", "filter")}  # every rank the same table
         dtype = options.get("dtype")
-        self._team = members
+        self._members = members
         self._late: BaseException | None = None
         self._waiting: Batch | None = None  # being read, and not sent yet
         self._alone: list[Task] = []  # what this rank reads without the others
@@ -147,21 +147,21 @@ class _Load:
         where = check_device(device, self._frame)
         self._dtype = check_dtype(self._frame, dtype)
         self._watcher = watch(options.get("progress"), "load")
-        wire = members.wire(where)
-        prepare(wire or where)
+        link_device = members.link_device(where)
+        prepare(link_device or where)
         self._model = Model(source, device=where, **whole)
         self._model.alone()  # what was preloaded is not shared out
-        self._wired = self._model
+        self._link_model = self._model
         try:
-            if wire and wire != where:
-                self._wired = Model(source, device=wire, **whole)
-                self._wired.alone()
-            self._room = Room(members, self._frame, self._model, self._wired)
+            if link_device and link_device != where:
+                self._link_model = Model(source, device=link_device, **whole)
+                self._link_model.alone()
+            self._context = ExchangeContext(members, self._frame, self._model, self._link_model)
             chosen = self._model.choose(options.get("keys"), options.get("filter"))
             self._chosen = list(range(len(self._model.table))) if chosen is None else chosen
             self._dims = self._cuts(shard)
-            self._may_send = bool(wire)
-            fit(self._model, self._frame, self._dtype, options.get("max_memory"), [self._row(at) for at in self._chosen])
+            self._may_send = bool(link_device)
+            fit(self._model, self._frame, self._dtype, options.get("max_memory"), map(self._part, self._chosen))
         except BaseException:
             self.close()
             raise
@@ -171,8 +171,8 @@ class _Load:
             self._watcher.close()
             self._watcher = None
         self._model.close()
-        if self._wired is not self._model:
-            self._wired.close()
+        if self._link_model is not self._model:
+            self._link_model.close()
 
     def _cuts(self, shard: ShardLike) -> dict[int, int]:
         # Position to dimension. Of all tensors, not of those chosen here alone:
@@ -200,13 +200,13 @@ class _Load:
             dims[at] = dim % rank
         return dims
 
-    def _row(self, at: int) -> Row:
-        # The row of what this rank gets of a tensor.
+    def _part(self, at: int) -> tuple[int, int]:
+        # What this rank gets of a tensor: how many of its elements as the file counts them.
         if at not in self._dims:
-            return self._model.row(at)
+            return at, WHOLE
         task = self._task(at)
-        whole, part = math.prod(task.shape), math.prod(self._room.part_shape(task, self._team.rank))
-        return task.row._replace(nbytes=task.row.nbytes * part // whole if whole else 0)
+        whole, part = math.prod(task.shape), math.prod(self._context.part_shape(task, self._members.rank))
+        return at, math.prod(task.row.shape) * part // max(whole, 1)
 
     def describe(self) -> dict[str, Any]:
         """What the ranks compare and must know of each other."""
@@ -228,7 +228,7 @@ class _Load:
 
     def run(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """Collective. All ranks see the same `reports`, so all decide alike."""
-        members, table = self._team, self._model.table
+        members, table = self._members, self._model.table
         for what in ("tensors", "shard", "dtype", "device"):
             for rank, one in enumerate(reports):
                 if one[what] != reports[0][what]:
@@ -240,9 +240,9 @@ class _Load:
         common = [at for at in range(len(table)) if shared[at >> 3] >> (at & 7) & 1]
         self._alone = [self._task(at) for at in self._chosen if not shared[at >> 3] >> (at & 7) & 1]
 
-        wire = self._wired.device
-        if self._may_send and members.most_near > 1 and common:
-            members.warm_up(wire)
+        link_device = self._link_model.device
+        if self._may_send and members.most_local > 1 and common:
+            members.warm_up(link_device)
         loaded: dict[int, Any] = {}
         try:
             for kind, tasks in self._kinds(common, reports[0]["place"]):
@@ -256,7 +256,7 @@ class _Load:
             if self._shared:
                 self._relay(self._shared, loaded)
             # Also on ranks that have none of these: they may have to raise.
-            self._finish(Batch(self._room, "own", self._alone), loaded)
+            self._finish(Batch(self._context, "own", self._alone), loaded)
             self._agree()
         finally:
             waiting, self._waiting = self._waiting, None
@@ -269,7 +269,7 @@ class _Load:
         # Tries are finished; a batch is sent while the next is read; what every
         # rank reads for itself is left for one load at the end, and so is what goes
         # by relay.
-        members = self._team
+        members = self._members
         if sum(task.row.nbytes for task in tasks) < ranks.TELLING:
             self._few += tasks
             return []
@@ -288,13 +288,13 @@ class _Load:
             before = self._waiting
             if before is not None:
                 before.arrive()  # one load at a time: each has memory of its own
-            self._waiting = Batch(self._room, way, tasks)
+            self._waiting = Batch(self._context, way, tasks)
             if before is not None:
                 self._finish(before, loaded)
             if trying:
                 self._flush(loaded)
         if trying:
-            self._room.drain()
+            self._context.drain()
             seconds = self._agree(time.perf_counter() - begun)
             members.rates.note(kind, way, sum(task.row.nbytes for task in tasks), seconds)
         return rest
@@ -307,11 +307,11 @@ class _Load:
 
     def _agree(self, seconds: float = 0.0, error: BaseException | None = None, ours: bool = True) -> float:
         late, self._late = self._late, None
-        return self._team.agree(late or error, seconds, ours or late is not None)
+        return self._members.agree(late or error, seconds, ours or late is not None)
 
     def _ways(self, kind: tuple[Any, ...]) -> tuple[str, ...]:
         whole = kind[0] == "whole"
-        if not self._may_send or self._team.most_near == 1:
+        if not self._may_send or self._members.most_local == 1:
             return ("each",) if whole else ("own",)
         if kind[2] == "compressed":
             return ("each", "gather") if whole else ("own", "gather")
@@ -337,7 +337,7 @@ class _Load:
     def _relay(self, tasks: list[Task], loaded: dict[int, Any]) -> None:
         # Collective. What fails after all have agreed is said when they next do.
         done = sum(self._model.table[at][3] for at in loaded)
-        tensors = Relay(self._room, tasks).run(
+        tensors = Relay(self._context, tasks).run(
             lambda error, ours: self._agree(error=error, ours=ours), lambda more: self._tell(done + more, len(loaded))
         )
         try:
@@ -375,22 +375,22 @@ class _Load:
 
 
 def _current(device: Any) -> AbstractContextManager[Any]:
-    # NCCL sends flags and objects from the current GPU, which must be this
-    # rank's own. A wrong device is refused later, where all ranks hear of it.
+    # NCCL sends flags and objects from the current GPU, which must be this rank's.
+    # A wrong device is refused later, where the error reaches all ranks.
     import torch
 
-    kind, _, number = f"cuda:{device}".partition(":") if type(device) is int else str(device).partition(":")
-    if kind == "cuda" and number.isdecimal() and int(number) < torch.cuda.device_count():
-        return torch.cuda.device(int(number))
+    with suppress(OverwireError):
+        if 0 <= (number := device_number(device)) < torch.cuda.device_count():
+            return torch.cuda.device(number)
     return nullcontext()
 
 
-def _split(tasks: list[Task], room: int) -> tuple[list[Task], list[Task]]:
-    # The first tasks, of about `room` bytes, and the rest.
+def _split(tasks: list[Task], limit: int) -> tuple[list[Task], list[Task]]:
+    # The first tasks, of about `limit` bytes, and the rest.
     for end, task in enumerate(tasks):
-        if end and task.row.nbytes > room:
+        if end and task.row.nbytes > limit:
             return tasks[:end], tasks[end:]
-        room -= task.row.nbytes
+        limit -= task.row.nbytes
     return tasks, []
 
 

@@ -1,19 +1,18 @@
-"""Relays: stored bytes travel between the ranks of a host, and each decodes.
+"""Relays: the ranks of a host exchange stored bytes, and each decodes.
 
-Of the stored bytes each rank reads an equal share, over its own link to its own
-GPU, and gets the others' from the others; then every rank decodes what it needs
-of all (of plain tensors: puts it in its place). A relay goes in pieces, each in
-one of a few buffers. Beside the tensors it takes the ring of these buffers and
-no more.
+Each rank reads an equal share of the stored bytes, over the link of its own GPU, and
+gets the other shares from the other ranks; then every rank decodes what it needs
+(plain tensors: copies it). A relay is divided into pieces, each in one of a few
+buffers. Beside the tensors it needs only the ring of these buffers.
 
-The engine reads, lays out and decodes (`gosrc/load/relay.go`); what is here
-carries the pieces. All ranks of the group must come here with the same tensors.
+The engine reads, lays out and decodes (`gosrc/load/relay.go`); this
+module exchanges the pieces. All ranks of the group must call it with the same tensors.
 On GPUs reading, uploading, gathering and decoding of successive pieces overlap,
 ordered by their streams; the thread here only queues, as far ahead as there are
 buffers.
 
-Failure: a rank that cannot go on still trades, whatever its buffers hold, until
-the ranks next agree: so no rank waits for it, and no rank uses its bytes.
+Failure: a failed rank still exchanges, whatever its buffers contain, until the ranks
+next agree; so no rank waits for it, and no rank uses its bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from .._verbs import relay, relay_aim, relay_decode, relay_shares, relay_wait
 from ..jobs import Job, log
 from ..model.opened import WHOLE
-from .exchange import Room, Task
+from .exchange import ExchangeContext, Task
 
 if TYPE_CHECKING:
     from .._requests import LoadRelaySpec
@@ -51,13 +50,13 @@ class Relay:
     """Tensors that go by a relay. The constructor begins to read, and is local;
     what fails in it is said by `run`."""
 
-    def __init__(self, room: Room, tasks: list[Task]) -> None:
-        self._room, self._tasks = room, tasks
-        self._model = room.wired
+    def __init__(self, context: ExchangeContext, tasks: list[Task]) -> None:
+        self._context, self._tasks = context, tasks
+        self._model = context.link_model
         self._job: Job | None = None
         self._shares: list[int] = []  # by piece: bytes of each rank's
-        self._size = _SHARE * room.members.most_near
-        self._on = 0  # the stream on which all of it goes on
+        self._size = _SHARE * context.members.most_local
+        self._on = 0  # the stream on which all of it runs
         self._tensors: list[Any] = []
         self._error: BaseException | None = None
         self._ours = True
@@ -68,15 +67,15 @@ class Relay:
             self._fail(error)
 
     def _begin(self) -> None:
-        room, model = self._room, self._model
-        members = room.members
+        context, model = self._context, self._model
+        members = context.members
         self._on = self._stream()
         spec: LoadRelaySpec = {
             "tensors": [task.at for task in self._tasks],
-            "ring": [buffer.data_ptr() for buffer in room.ring(_BUFFERS, self._size)],
+            "ring": [buffer.data_ptr() for buffer in context.ring(_BUFFERS, self._size)],
             "size": self._size,
             "ranks": len(members.local),
-            "widest": members.most_near,
+            "widest": members.most_local,
             "rank": members.local.index(members.rank),
             "device": model.device,
             "stream": self._on,
@@ -89,15 +88,15 @@ class Relay:
         # queued for memory that the tensors got.
         rows, blocks = [], []
         for task in self._tasks:
-            block = room.block_read(task, members.rank)
+            block = context.block_read(task, members.rank)
             blocks.append(block)
             row = task.row
             if block is not None:
-                shape = room.part_shape(task, members.rank)
-                whole = max(1, room.count(task.shape))
-                row = row._replace(shape=shape, nbytes=row.nbytes * room.count(shape) // whole)
+                shape = context.part_shape(task, members.rank)
+                whole = max(1, context.count(task.shape))
+                row = row._replace(shape=shape, nbytes=row.nbytes * context.count(shape) // whole)
             rows.append(row)
-        self._tensors = room.frame.empty_on(model.device, rows)
+        self._tensors = context.frame.empty_on(model.device, rows)
         requests = [
             (task.at, tensor.data_ptr(), *(block or (0, WHOLE, 0, WHOLE)))
             for task, tensor, block in zip(self._tasks, self._tensors, blocks, strict=True)
@@ -134,7 +133,7 @@ class Relay:
             agree(self._error, True)  # from here on all ranks have the same pieces
             for piece in range(len(self._shares)):
                 self._try(self._arrive, piece)
-                self._try(self._trade, piece)
+                self._try(self._exchange, piece)
                 self._try(self._decode, piece)
                 if piece % _AGREE == _AGREE - 1:
                     self._try(lambda _: decoded(self._done()), piece)
@@ -146,12 +145,12 @@ class Relay:
             raise
         log.debug("relay: %d pieces, seconds of %s", len(self._shares), {name: round(spent, 4) for name, spent in self._spent.items()})
         tensors, self._tensors = self._tensors, []
-        cut = [self._room.cut(task, tensor) for task, tensor in zip(self._tasks, tensors, strict=True)]
-        return [tensor.to(self._room.model.device) for tensor in cut] if self._model is not self._room.model else cut
+        cut = [self._context.cut(task, tensor) for task, tensor in zip(self._tasks, tensors, strict=True)]
+        return [tensor.to(self._context.model.device) for tensor in cut] if self._model is not self._context.model else cut
 
     def _try(self, step: Callable[[int], None], piece: int) -> None:
-        # After a failure only trading goes on.
-        if self._error is not None and step != self._trade:
+        # After a failure only the exchange continues.
+        if self._error is not None and step != self._exchange:
             return
         began = time.perf_counter()
         try:
@@ -166,9 +165,9 @@ class Relay:
         while not relay_wait(self._job.number, piece, _SLICE_MS):
             pass
 
-    def _trade(self, piece: int) -> None:
-        buffer = self._room.ring(_BUFFERS, self._size)[piece % _BUFFERS]
-        self._room.members.gather(buffer, self._shares[piece])
+    def _exchange(self, piece: int) -> None:
+        buffer = self._context.ring(_BUFFERS, self._size)[piece % _BUFFERS]
+        self._context.members.gather(buffer, self._shares[piece])
 
     def _decode(self, piece: int) -> None:
         assert self._job is not None

@@ -53,6 +53,9 @@ class BytesFrame:
     def dtype(self, wanted: Any) -> Any:
         raise ArgumentError("overwire: dtype: bytes are not cast; load with framework='pt' or 'np'")
 
+    def name_of(self, wanted: Any) -> str:
+        return ""
+
     def floating(self, wanted: Any) -> bool:
         return False
 

@@ -6,10 +6,11 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+from .. import _verbs
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import Frame
 
-__all__ = ["check_device", "check_dtype", "frame_for", "frame_of"]
+__all__ = ["check_device", "check_dtype", "device_number", "frame_for", "frame_of"]
 
 _NAMES = {
     "pt": "torch",
@@ -20,6 +21,7 @@ _NAMES = {
     "bytes": "bytes",
 }
 _frames: dict[str, Frame] = {}
+_HOST = -2  # as the engine numbers devices
 
 
 def frame_for(framework: str | None) -> Frame:
@@ -62,9 +64,9 @@ def frame_of(tensor: Any) -> Frame:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(tensor, (numpy.ndarray, numpy.generic)):
         return frame_for("numpy")
-    raise ArgumentError(
-        f"overwire: expected a torch tensor or a numpy array, got {type(tensor).__name__}; compress_pickle stores other objects"
-    )
+    bare = isinstance(tensor, (bytes, bytearray, memoryview))
+    advice = "TensorSpec.of(dtype, shape, data) says what bytes are" if bare else "compress_pickle stores other objects"
+    raise ArgumentError(f"overwire: expected a torch tensor or a numpy array, got {type(tensor).__name__}; {advice}")
 
 
 def check_dtype(frame: Frame, dtype: Any) -> Any:
@@ -81,6 +83,16 @@ def check_dtype(frame: Frame, dtype: Any) -> Any:
     return wanted
 
 
+def device_number(device: Any) -> int:
+    """The number of the GPU that a `device=` argument names, -1 where it gives none, -2
+    for the host; the engine reads it. ArgumentError, NotSupportedError."""
+    if str(device) in ("cpu", "cpu:0"):
+        return _HOST  # loads to the host need no engine in a forked child
+    if isinstance(device, int) and not isinstance(device, bool):
+        return _verbs.device(f"cuda:{device}")
+    return _verbs.device(str(device) if isinstance(device, str) or type(device).__module__ == "torch" else "")
+
+
 def check_device(device: Any, frame: Frame | None = None) -> str:
     """The device a `device=` argument names, in the engine's words: "cpu" or
     "cuda:N".
@@ -89,26 +101,14 @@ def check_device(device: Any, frame: Frame | None = None) -> str:
     first), "cuda:1", a `torch.device`, or an int (a CUDA number). Tensors land
     on a GPU only as torch tensors; without a frame, only the host is allowed.
     """
-    if isinstance(device, bool) or device is None:
-        text = ""
-    elif isinstance(device, int):
-        text = f"cuda:{device}" if device >= 0 else ""
-    elif isinstance(device, str) or type(device).__module__ == "torch":
-        text = str(device)
-    else:
-        text = ""
-    kind, _, number = text.partition(":")
-    if not kind or (":" in text and not number.isdecimal()):
-        raise ArgumentError(f"overwire: device {device!r}: expected 'cpu', 'cuda', 'cuda:1', a torch.device or an int")
-    if kind == "cpu":
+    number = device_number(device)
+    if number == _HOST:
         return "cpu"
-    if kind != "cuda":
-        raise NotSupportedError(f"overwire: device {text!r}: only 'cpu' and 'cuda' are supported")
     if frame is None:
-        raise NotSupportedError(f"overwire: device {text!r}: this loads to the host only; move the tensors with .to()")
+        raise NotSupportedError(f"overwire: device {device!r}: this loads to the host only; move the tensors with .to()")
     if frame.name != "torch":
-        raise NotSupportedError(f"overwire: device {text!r}: {frame.name} has no arrays on a GPU; load with framework='pt'")
-    if number:
-        return f"cuda:{int(number)}"
-    torch = sys.modules.get("torch")
-    return f"cuda:{torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0}"
+        raise NotSupportedError(f"overwire: device {device!r}: {frame.name} has no arrays on a GPU; load with framework='pt'")
+    if number < 0:
+        torch = sys.modules.get("torch")
+        number = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
+    return f"cuda:{number}"

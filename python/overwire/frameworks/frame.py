@@ -63,14 +63,17 @@ class Frame(Protocol):
         are tensors that landed where they are, by position."""
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
-        """A new tensor; what is in it is undefined."""
+        """A new tensor with undefined contents."""
 
     def empty_on(self, device: str, rows: Sequence[Any], again: bool = True) -> list[Any]:
-        """New tensors for rows of the table, on a GPU. again: when its memory is
-        full, once more without what the engine keeps there."""
+        """New tensors for rows of the table, on a GPU. again: if its memory is full, free
+        what the engine keeps there and try again."""
 
     def dtype(self, wanted: Any) -> Any:
         """The framework's own dtype for a `dtype=` argument."""
+
+    def name_of(self, wanted: Any) -> str:
+        """safetensors' name of a dtype of the framework's, "" where it has none."""
 
     def floating(self, wanted: Any) -> bool:
         """Whether a dtype of the framework's is one that tensors are cast to."""

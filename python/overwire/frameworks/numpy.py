@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import BITS, FLOATS, PACKED, nbytes, packed_shape
+from ..dtypes import BITS, FLOATS, PACKED, named, nbytes, packed_shape
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import Bytes, check_empty
 
@@ -72,7 +72,9 @@ def _extra(name: str) -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError as error:
-        raise MissingPackageError(f"overwire: numpy has no {name}; the package ml_dtypes adds it: pip install ml_dtypes") from error
+        raise MissingPackageError(
+            f"overwire: numpy has no {name}; the package ml_dtypes adds it: pip install ml_dtypes (or load with framework='pt')"
+        ) from error
     if not hasattr(ml_dtypes, _EXTRA[name]):
         raise NotSupportedError(f"overwire: this version of ml_dtypes has no {_EXTRA[name]}; a newer one has: pip install -U ml_dtypes")
     made: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _EXTRA[name]))
@@ -101,6 +103,8 @@ class NumpyFrame:
         return found
 
     def raw(self, dtypes: Iterable[str]) -> bool:
+        for name in dtypes:
+            self._type(name)  # what numpy lacks is said before anything is read
         return False  # only the address counts: capsules are never unpacked
 
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
@@ -139,21 +143,21 @@ class NumpyFrame:
         raise NotSupportedError(f"overwire: numpy has no arrays on {device}")
 
     def dtype(self, wanted: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(wanted, torch.dtype):
-            wanted = str(wanted).removeprefix("torch.")
-        if isinstance(wanted, str):
-            wanted = (_OWN | _EXTRA).get(wanted, wanted)
-            for name, text in _EXTRA.items():
-                if wanted == text:
-                    return self._type(name)
+        name = wanted if isinstance(wanted, str) and wanted == "float" else named(wanted)  # numpy's float is float64
+        if isinstance(name, str) and name in _EXTRA:
+            return self._type(name)
         try:
-            return np.dtype(wanted)
+            return np.dtype(_OWN.get(name, name) if isinstance(name, str) else name)
         except TypeError as error:
-            raise ArgumentError(f"overwire: dtype {wanted!r}: expected a numpy dtype, or a name as 'float16' or 'F16'") from error
+            raise ArgumentError(
+                f"overwire: dtype {wanted!r}: expected a numpy dtype, or a name: 'bfloat16', 'float16', 'float8_e4m3fn'"
+            ) from error
+
+    def name_of(self, wanted: Any) -> str:
+        return SAVED.get(wanted.name, "")
 
     def floating(self, wanted: Any) -> bool:
-        return wanted.kind == "f" or SAVED.get(wanted.name) in FLOATS
+        return wanted.kind == "f" or self.name_of(wanted) in FLOATS
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
         return tensor.astype(wanted, copy=False) if dtype in FLOATS else tensor

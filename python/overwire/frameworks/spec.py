@@ -1,10 +1,12 @@
-"""TensorSpec: a tensor's bytes by address, for saving without a framework."""
+"""TensorSpec: a tensor's bytes by address or in a buffer, for saving without a framework."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
+from .._engine import buffer_of
 from ..dtypes import BITS, nbytes
 from ..errors import ArgumentError, NotSupportedError
 from .frame import Bytes
@@ -55,7 +57,7 @@ class TensorSpec:
 
     __module__ = "overwire"
 
-    __slots__ = ("_data_len", "_data_ptr", "_dtype", "_shape")
+    __slots__ = ("_data_len", "_data_ptr", "_dtype", "_holder", "_shape")
 
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
         name = _NAMES.get(dtype, dtype)
@@ -66,6 +68,20 @@ class TensorSpec:
             dims[-1] *= 2
         self._dtype, self._shape = name, dims
         self._data_ptr, self._data_len = _unsigned(data_ptr), _unsigned(data_len)
+        self._holder: Any = None
+
+    @classmethod
+    def of(cls, dtype: str, shape: Sequence[int], data: Any) -> TensorSpec:
+        """The tensor whose bytes an object with a C-contiguous buffer has: bytes, a
+        bytearray, memoryview, array or mmap. The spec keeps the object.
+
+        Raises TypeError for what is no buffer, BufferError for one that is not
+        contiguous, and as the constructor does.
+        """
+        address, size, holder = buffer_of(data)
+        made = cls(dtype=dtype, shape=shape, data_ptr=address, data_len=size)
+        made._holder = holder
+        return made
 
     @property
     def dtype(self) -> str:

@@ -14,12 +14,12 @@ import torch
 import torch.utils.dlpack
 
 from .. import _verbs
-from ..dtypes import FLOATS, PACKED, packed_shape
+from ..dtypes import FLOATS, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..gpu import beside_captures, refuse_capture
 from .frame import Bytes, check_empty
 
-__all__ = ["SAVED", "TorchFrame"]
+__all__ = ["SAVED", "TorchFrame", "torch_dtype"]
 
 _NAMES = {
     "BOOL": "bool",
@@ -50,6 +50,11 @@ from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlp
 # What this torch has; an older one lacks some of the names.
 _TYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)}
 SAVED = {dtype: name for name, dtype in _TYPES.items()}
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """torch's dtype for the file's name of one; None where this torch has none."""
+    return _TYPES.get(name)
 
 
 def _native(name: str) -> bool:
@@ -238,14 +243,18 @@ class TorchFrame:
     def dtype(self, wanted: Any) -> Any:
         if isinstance(wanted, torch.dtype):
             return wanted
-        if isinstance(wanted, str):
-            found = _TYPES.get(wanted) or getattr(torch, wanted, None)
+        name = named(wanted)
+        if isinstance(name, str):
+            found = _TYPES.get(name) or getattr(torch, name, None)
             if isinstance(found, torch.dtype):
                 return found
-        raise ArgumentError(f"overwire: dtype {wanted!r}: expected a torch.dtype, or a name as 'float16' or 'F16'")
+        raise ArgumentError(f"overwire: dtype {wanted!r}: expected a torch.dtype, or a name: 'bfloat16', 'float16', 'float8_e4m3fn'")
+
+    def name_of(self, wanted: Any) -> str:
+        return SAVED.get(wanted, "")
 
     def floating(self, wanted: Any) -> bool:
-        return SAVED.get(wanted) in FLOATS
+        return self.name_of(wanted) in FLOATS
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
         return tensor.to(wanted) if dtype in FLOATS else tensor

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Ahead", "Lazy", "LazySlice", "options", "weights"]
+__all__ = ["Ahead", "Lazy", "LazySlice", "complete", "options", "weights"]
 
 
 class LazySlice(Protocol):
@@ -27,9 +27,8 @@ class LazySlice(Protocol):
     def __getitem__(self, index: Any) -> Any: ...
 
     def device(self, asked: Any) -> str | None:
-        """Where the engine is to land it for a library that asks for it on a
-        device; None where safetensors' own reading is as good, or the device is
-        none of the engine's."""
+        """Where the engine should land it for a library that wants it on a device; None if
+        safetensors' own reader is as good, or the engine does not support the device."""
 
     def on(self, device: str) -> Any:
         """The same tensor as something to index whose results are on the device."""
@@ -73,7 +72,7 @@ _KEYS: dict[str, tuple[Any, str]] = {
 def options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     """An engine's extra configuration, checked; max_memory in bytes, 1 GiB by default.
 
-    Raises ValueError for an unknown key, in words, and for a value of the wrong kind.
+    Raises ValueError for an unknown key and for a value of the wrong kind.
     """
     from ..plumbing import parse_size
 
@@ -101,7 +100,7 @@ def weights(
 ) -> Iterator[tuple[str, Any]]:
     """Yields name and tensor of safetensors files, plain or compressed, in their order.
 
-    Each tensor is on the device and the caller's to keep. At most `max_memory` bytes, or
+    Each tensor is on the device, and the caller owns it. At most `max_memory` bytes, or
     the largest tensor, are loaded ahead.
 
     where: what `overwire.load_file` takes. chosen: what `options` returned. wanted: whether
@@ -117,7 +116,7 @@ def weights(
     plan = overwire.plan(where, filter=wanted, framework="pt", storage_options=reach)
     names = {tensor.name: tensor.nbytes for tensor in plan.tensors}
     if index is not None:
-        _complete(index, where, names, wanted)
+        complete(index, where, names, wanted)
     if unused is not None:
         names = {name: size for name, size in names.items() if not unused(name)} or names
     return overwire.stream(
@@ -132,8 +131,9 @@ def weights(
     )
 
 
-def _complete(index: str, files: list[str], held: Mapping[str, Any], wanted: Callable[[str], bool]) -> None:
-    # What the index promises and no file holds would leave a parameter as it was made.
+def complete(index: str, files: Any, held: Mapping[str, Any], wanted: Callable[[str], bool]) -> None:
+    """Raises ValueError for names that an index.json lists in these files, paths, and they
+    lack: it would leave a parameter as it was made."""
     import json
     import os
 

@@ -90,7 +90,7 @@ class ForkedModel(Model):
     one: its table, and tensors one by one. Each is the caller's own.
 
     Raises ForkedError for what needs the engine or where the package safetensors
-    is not installed, and what opening the files raises, as classes of ours.
+    is not installed, and what opening the files raises, as overwire's classes.
     """
 
     def __init__(

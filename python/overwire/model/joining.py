@@ -18,7 +18,7 @@ _started = False
 
 
 def started() -> None:
-    """Says that there is a preload now: until then nothing asks for one."""
+    """Notes that there is a preload; until then no load looks for one."""
     global _started
     _started = True
 
@@ -34,8 +34,8 @@ def join(model: int, device: str, read: str | None, alone: bool) -> str | None:
 
 
 def written(path: str) -> None:
-    """Says that a file was replaced, or is not what it was, by no save of the
-    engine's: a preload of it is dropped. A path or URI."""
+    """Drops preloads of a path or URI whose file was replaced or changed by other means
+    than the engine's save."""
     if _started and not forked():
         _say(_verbs.sweep(path))
 

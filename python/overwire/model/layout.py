@@ -17,9 +17,11 @@ import hashlib
 import os
 from typing import NamedTuple
 
+from .. import _verbs
 from ..errors import AccessError, ArgumentError, FormatError, NotFoundError, NotSupportedError
 from ..files import regular
-from ..paths import is_remote, shown
+from ..jobs import shown
+from ..paths import is_remote
 from .reading import read_bytes
 
 __all__ = [
@@ -174,34 +176,20 @@ def _containers(uri: str, rows: list[MetaRow]) -> list[str]:
     return names
 
 
-def _cut(uri: str) -> tuple[str, str, str]:
-    """A URI's folder with its slash, its last name, and what follows that: a
-    query, or the revision of hf://."""
-    marks = "@" if uri.startswith("hf://") else "?#" if uri.startswith(("http://", "https://")) else ""
-    start = uri.index("://") + 3
-    end = min((at for at in (uri.find(mark, start) for mark in marks) if at >= 0), default=len(uri))
-    if marks == "?#":
-        # A user's password may have any of these; it ends before the host.
-        host = uri.find("/", start)
-        end = min((at for at in (uri.find(mark, max(host, start)) for mark in marks) if at >= 0), default=len(uri))
-    slash = uri.rfind("/", start, end) + 1
-    return uri[:slash], uri[slash:end], uri[end:]
-
-
 def remote_containers_of(uri: str) -> list[str]:
     """Where the container of a pickle behind a URI may be: as `container_of`,
     which of the names it has only opening tells."""
-    folder, name, rest = _cut(uri)
+    name = _verbs.beside({"uri": uri})["name"]
     stem = os.path.splitext(name)[0] or name
-    return [f"{folder}{FOLDER}/{part}.safetensors{rest}" for part in (stem, name, name + ".b")]
+    return _verbs.beside({"uri": uri, "names": [f"{FOLDER}/{part}.safetensors" for part in (stem, name, name + ".b")]})["uris"]
 
 
 def remote_containers_in(uri: str, text: str) -> list[str]:
     """The containers that a meta.csv behind a URI lists: each is beside it, or,
     of a csv in nyacomp's older place, in the folder nya beside it."""
-    folder, _, rest = _cut(uri)
-    names = _containers(uri, _rows(uri, text))
-    return [f"{folder}{beside(folder, name)}{rest}" for name in names]
+    folder = _verbs.beside({"uri": uri})["path"].rpartition("/")[0] + "/"
+    names = [beside(folder, name) for name in _containers(uri, _rows(uri, text))]
+    return _verbs.beside({"uri": uri, "names": names})["uris"]
 
 
 def beside(folder: str, filename: str) -> str:
@@ -250,7 +238,8 @@ def preload_uris(path: str) -> list[str]:
             return [container]
         if is_pickle(path):
             raise NotFoundError(
-                f"overwire: open {path}: its tensors are not at {container}; copy the folder beside the pickle with it",
+                f"overwire: open {path}: its tensors are not at {container}; copy the folder beside the pickle with it; "
+                "a pickle that compress_pickle did not write is read by what wrote it: pickle, torch.load",
                 source=path,
             )
     return [path]

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Mapping
 
 from ..errors import FormatError, NotFoundError
-from ..paths import is_remote, shown
+from ..jobs import shown
+from ..paths import is_remote
 from . import layout
 from .opened import Model
 from .reading import read

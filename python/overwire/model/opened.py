@@ -17,9 +17,8 @@ from .._engine import FREE_NOW, core, forked
 from ..dtypes import CAST_FROM, CAST_TO, nbytes
 from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError, OutOfMemoryError, TensorNotFoundError
 from ..frameworks.frame import Frame, check_empty
-from ..jobs import Job, log
+from ..jobs import Job, log, shown
 from ..model.joining import join, written
-from ..paths import shown
 from ..progress import Watcher
 from .selection import Experts
 from .sources import resolve
@@ -129,10 +128,12 @@ class Model:
         if filter is not None and not callable(filter):
             raise ArgumentError("overwire: filter: expected a callable of a name")
         shared = getattr(source, "shared_model", None)
-        if shared is not None:  # a model that somebody else keeps open
+        if shared is not None:  # another caller keeps the model open
             self.__dict__.update(shared().on(device).__dict__)
             self.read = read
-            self.lands = device  # it has the files' bytes itself
+            self._shared = source
+            if getattr(source, "resident", True):
+                self.lands = device  # it has the files' bytes itself
             self.chosen = self.choose(keys, filter)
             return
         if mmap is not None and not isinstance(mmap, bool):
@@ -186,7 +187,7 @@ class Model:
             self.joined = found is not None
             self.lands = self.device if found is None else found
             if self.joined:
-                log.debug("load %s: joins its preload", self.uris[0])
+                log.info("load %s: joins its preload", self.uris[0])
         return self.lands
 
     def alone(self) -> None:
@@ -315,9 +316,9 @@ class Model:
     ) -> tuple[Job, dict[int, Any]]:
         """Starts a load of whole tensors. Returns the job, and by position in
         rows the tensors that were made for it: large ones on a GPU land in
-        tensors of torch's allocator. The others land in memory of the engine's:
-        small ones, which torch makes more slowly than the engine loads them, all
-        on the host, and all of a load that joined a preload: they are on `lands`."""
+        tensors of torch's allocator. The others land in the engine's memory, on
+        `lands`: small ones, which torch makes more slowly than the engine loads
+        them, all on the host, and all of a load that joined a preload."""
         numbers = range(len(rows)) if chosen is None else chosen
 
         def requests(pointers: list[int]) -> bytes | None:
@@ -364,7 +365,7 @@ class Model:
             job.cancel()
             job.free()
             raise
-        # Once more, with what the load itself took out of the way first.
+        # Try again, after freeing what the load itself had allocated.
         tensors = frame.empty_on(self.device, [rows[at] for at in large])
         for at, tensor in zip(large, tensors, strict=True):
             pointers[at] = tensor.data_ptr()
@@ -470,13 +471,13 @@ def prepare(device: str) -> None:
 
 
 def whole(at: int) -> Request:
-    """The request for all of a tensor in memory of the engine's."""
+    """The request for a whole tensor in the engine's memory."""
     return (at, 0, 0, WHOLE, 0, WHOLE)
 
 
 def wholes(numbers: Sequence[int], pointers: Sequence[int] | None = None) -> bytes:
-    """The requests for all of many tensors, packed, in memory of the engine's or
-    at pointers that are not 0: a few C calls for all of them."""
+    """The requests for many whole tensors, packed, in the engine's memory or at pointers
+    that are not 0: a few C calls in all."""
     flat = array("q", bytes(6 * 8 * len(numbers)))
     flat[0::6] = array("q", numbers)
     if pointers is not None:

@@ -38,7 +38,7 @@ __all__ = [
 #: "cpu", "cuda", "cuda:1", a torch.device, or the number of a GPU.
 DeviceLike = Union[str, int, "torch.device"]
 
-#: A torch or numpy dtype, or a name: "bfloat16", "BF16".
+#: A torch or numpy dtype, or a name: "bfloat16", "bf16", "torch.bfloat16", "BF16".
 DTypeLike = Union[str, "torch.dtype", "numpy.dtype[Any]", type[Any]]
 
 TorchName = Literal["pt", "torch", "pytorch"]
@@ -170,8 +170,8 @@ class LoadOptions(StreamOptions, total=False):
 
     dtype: casts every floating tensor (F16, BF16, F32, F64 and the fp8 kinds):
         on a GPU as it lands, where source and target are of the usual kinds,
-        else after it; a torch or numpy dtype, or a name ("bfloat16",
-        "BF16"). Integers, BOOL and packed types stay as they are.
+        else after it; a torch or numpy dtype, or a name ("bfloat16", "bf16",
+        "torch.bfloat16", "BF16"). Integers, BOOL and packed types stay as they are.
     keys, filter: read only these names; only names for which filter is true
         (see `experts`). Of a model with an index.json only the shards that hold
         some of them are opened, and filter chooses among the names of the index.
@@ -190,7 +190,8 @@ class LoadOptions(StreamOptions, total=False):
         not strings (kept as its JSON text). False holds the format's rules.
     max_memory: the most bytes that tensors may take on the device (int,
         "20GB", "512MiB"); a load that would take more is refused with the
-        numbers before anything is allocated. `plan` tells them in advance.
+        numbers before anything is allocated. `plan` tells them in advance, and what
+        reading takes beside the tensors. The engine counts: not in a forked child.
     group: a torch.distributed process group whose ranks all make this call:
         they share the reading, and what fails on one raises on all. None: no
         collective.

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..dtypes import BITS, FLOATS
-from ..errors import OutOfMemoryError
+from .. import _verbs
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..frameworks.frame import Frame
-from .opened import Model, Row, opening
+from .opened import WHOLE, Model, opening
 from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size
 from .sources import SourceLike
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["LoadPlan", "PlannedFile", "PlannedTensor", "fit", "held", "plan"]
+    from .._requests import LoadOutlook, LoadProspect
+
+__all__ = ["LoadPlan", "PlannedFile", "PlannedTensor", "fit", "outlook", "plan"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,9 @@ class LoadPlan:
 
     nbytes: of all tensors once they are loaded. peak: the most that tensors
     hold at any moment, which is more where `dtype=` casts. stored: bytes that
-    are read or mapped. Files without a wanted tensor are not listed.
+    are read or mapped. staging: bytes that the slots take on the device, through
+    which stored bytes go, beside the tensors while they load. pinned: bytes of host
+    memory that a GPU's load has for them. Files without a wanted tensor are not listed.
     """
 
     __module__ = "overwire"
@@ -67,62 +72,49 @@ class LoadPlan:
     nbytes: int
     peak: int
     stored: int
+    staging: int = 0
+    pinned: int = 0
 
     def __repr__(self) -> str:
         return (
             f"LoadPlan({len(self.tensors)} tensors of {len(self.files)} files, "
-            f"nbytes={self.nbytes}, peak={self.peak}, stored={self.stored})"
+            f"nbytes={self.nbytes}, peak={self.peak}, stored={self.stored}, staging={self.staging}, pinned={self.pinned})"
         )
 
 
-def _sizes(rows: list[Row], frame: Frame, wanted: Any) -> tuple[list[int], int]:
-    """Bytes of each tensor when all is done, and the peak on the way there."""
-    final = []
-    peak = running = sum(row.nbytes for row in rows)
-    for row in rows:
-        cast = row.nbytes
-        if row.dtype == "F4" and frame.name == "numpy":
-            cast = row.nbytes * 2  # it unpacks them
-        elif wanted is not None and row.dtype in FLOATS:
-            cast = row.nbytes * 8 // BITS[row.dtype] * wanted.itemsize
-        if cast != row.nbytes:  # one at a time, the old one goes after it
-            peak = max(peak, running + cast)
-            running += cast - row.nbytes
-        final.append(cast)
-    return final, peak
+def outlook(
+    model: Model,
+    frame: Frame,
+    wanted: Any,
+    parts: Iterable[tuple[int, int]] | None = None,
+    max_memory: int | str | None = None,
+    stream: bool = False,
+) -> LoadOutlook:
+    """What the engine says that a load takes: parts of the model, (tensor, how many of its
+    elements, -1 for all); None for what it has chosen.
+
+    Raises OutOfMemoryError for more than max_memory; stream: for a single tensor.
+    """
+    numbers = array("q")
+    if parts is None and model.chosen is not None:
+        parts = ((at, WHOLE) for at in model.chosen)
+    if parts is not None:
+        numbers.extend(number for part in parts for number in part)
+        if not numbers:
+            return {"bytes": [], "peak": 0, "staging": 0, "pinned": 0, "windows": []}
+    load: LoadProspect = {"device": model.device, "max_memory": parse_size(max_memory, "max_memory"), "stream": stream}
+    load["unpack"] = frame.name == "numpy"
+    if wanted is not None:
+        load["dtype"], load["item"], load["late"] = frame.name_of(wanted), wanted.itemsize, model.joined
+    return _verbs.outlook(load, model.handle, numbers.tobytes())
 
 
-def held(model: Model, chosen: list[int], frame: Frame, wanted: Any) -> list[int]:
-    """The most bytes that each of these takes until it is returned: a cast on the host
-    has both dtypes for a moment."""
-    landing, _ = model.casting([model.table[at] for at in chosen], wanted)
-    return [_sizes([Row(*row)], frame, wanted)[1] for row in landing]
-
-
-def _rows(model: Model) -> list[Row]:
-    return [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
-
-
-def fit(model: Model, frame: Frame, wanted: Any, max_memory: int | str | None, rows: list[Row] | None = None) -> None:
-    """Raises OutOfMemoryError where a load would take more than the budget.
-    rows: what is loaded of the model, None for what it has chosen."""
-    if max_memory is None:
-        return
-    budget = parse_size(max_memory, "max_memory")
-    rows = _rows(model) if rows is None else rows
-    if not rows:
-        return
-    final, peak = _sizes(rows, frame, wanted)
-    if peak <= budget:
-        return
-    largest = max(range(len(rows)), key=lambda at: final[at])
-    raise OutOfMemoryError(
-        f"overwire: load {model.uris[0]}: {len(rows)} tensors take {peak} bytes on {model.device}, {peak - budget} over "
-        f"max_memory of {budget}; the largest is {rows[largest].name!r} with {final[largest]}. "
-        "Ask for less with keys= or filter=, or use stream(max_memory=)",
-        source=model.uris[0],
-        tensor=rows[largest].name,
-    )
+def fit(
+    model: Model, frame: Frame, wanted: Any, max_memory: int | str | None, parts: Iterable[tuple[int, int]] | None = None
+) -> None:
+    """Raises OutOfMemoryError where a load would take more than the budget; see `outlook`."""
+    if max_memory is not None:
+        outlook(model, frame, wanted, parts, max_memory)
 
 
 def plan(
@@ -138,9 +130,10 @@ def plan(
     where = check_device(device, frame)
     wanted = check_dtype(frame, options.get("dtype"))
     with Model(source, device=where, **opening(options)) as model:
-        rows = _rows(model)
-        final, peak = _sizes(rows, frame, wanted)
+        rows = [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
+        load = outlook(model, frame, wanted)
         info = model.info()
+    final = load["bytes"]
     uris = [part["uri"] for part in info]
     tensors = tuple(
         PlannedTensor(row.name, row.dtype, row.shape, size, row.stored, uris[row.source]) for row, size in zip(rows, final, strict=True)
@@ -153,4 +146,4 @@ def plan(
     files = tuple(
         PlannedFile(uris[at], count[at], nbytes[at], stored[at], part["size"]) for at, part in enumerate(info) if count[at]
     )
-    return LoadPlan(tensors, files, sum(final), peak, sum(stored))
+    return LoadPlan(tensors, files, sum(final), load["peak"], sum(stored), load["staging"], load["pinned"])

@@ -1,5 +1,5 @@
-"""What a user calls a model (a path, a list, a folder, an open file), in the
-engine's words: a list of URIs. Parsing and opening is the engine's."""
+"""Turns what a user passes as a model (a path, a list, a folder, an open file) into a
+list of URIs. The engine parses and opens them."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Union
 from .. import _verbs
 from .._engine import program
 from ..errors import ArgumentError
-from ..jobs import Job
+from ..jobs import Job, shown
 from ..model.locate import uris_of
 from ..model.options import StorageOptions, parse_size
 from ..model.sources import SourceLike, resolve
 from ..model.storage import storage
-from ..paths import local, shown
+from ..paths import local
 from ..progress import ProgressLike, watch
 from .results import Diagnosis, Inspection, Verification
 from .save import Report
@@ -85,6 +85,9 @@ def convert(
 ) -> Report:
     """Rewrites a model: plain to compressed, compressed to plain
     (compress=False), other shards. Memory does not grow with the model.
+
+    A plain file that was compressed alone is restored byte for byte, including its
+    header; its SHA-256 is compared before the file appears (`Report.originals`).
 
     source: what `inspect` takes, or a list of files.
     path, metadata, max_shard_size: as for `save_file`; metadata None keeps the

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, overload
 
 from .. import _engine
+from ..errors import forked
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.opened import Model, many_objects, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, LoadOptions, TorchName, check_options
@@ -108,8 +109,9 @@ def load_file(
     if _engine.forked():
         from ..model.forked import ForkedModel
 
+        if max_memory is not None:
+            raise forked()  # the engine counts
         alone = ForkedModel(source, where, options.get("keys"), options.get("filter"), options.get("storage_options"))
-        fit(alone, frame, wanted, max_memory)
         return alone.load(alone.chosen, frame, wanted, None)
     prepare(where)
     with ExitStack() as stack:

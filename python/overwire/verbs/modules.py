@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, ModelMismatchError
 from ..frameworks.choose import check_device, frame_for
-from ..model.opened import WHOLE, Model, opening, whole
+from ..model.opened import Model, opening
 from ..model.options import DeviceLike, ModuleOptions, StorageOptions, check_options
-from ..model.plan import fit
 from ..model.sources import SourceLike, named
 from ..progress import ProgressLike, watch
+from .into import ALL, Target, fill, single
 from .save import Report, save_file
 
 if TYPE_CHECKING:
@@ -66,67 +66,14 @@ def load_model(
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}")
     targets: dict[str, Any] = module.state_dict(keep_vars=True)
-    with Model(source, device=fixed or _single(targets), **opening(options)) as model:
+    with Model(source, device=fixed or single(list(targets.values())), **opening(options)) as model:
         missing, unexpected, wanted = _match(module, targets, model, strict)
-        names = list(wanted)
-        requests, direct = [], []
-        done: dict[int, str] = {}
-        for name in names:
-            at, target = wanted[name], targets[name]
-            lands = _lands(target, model.table[at][1], fixed or _place(target))
-            # Two names of one tensor: the second landing would race the first.
-            if lands and target.data_ptr() in done:
-                lands = False
-            if lands and target.numel():
-                done[target.data_ptr()] = name
-            direct.append(lands)
-            requests.append((at, target.data_ptr() if lands else 0, 0, WHOLE, 0, WHOLE))
-        views = {}
-        for name in names:
-            where = fixed or _place(targets[name])
-            if where not in views:
-                views[where] = model.on(where)
-                views[where].join()
-        for number, name in enumerate(names):
-            # On a GPU, what was preloaded is copied from where it is.
-            where = fixed or _place(targets[name])
-            if views[where].joined and where != "cpu":
-                direct[number] = False
-                requests[number] = whole(requests[number][0])
-        beside = [request[0] for request, lands in zip(requests, direct, strict=True) if not lands]
-        fit(model, frame, None, options.get("max_memory"), [model.row(at) for at in beside])
-        watcher = watch(options.get("progress"), "load")
-        # One load for each device, all at once.
-        groups: dict[str, list[int]] = {}
-        for number, name in enumerate(names):
-            groups.setdefault(fixed or _place(targets[name]), []).append(number)
-        with contextlib.ExitStack() as stack:
-            jobs = []
-            for where, group in groups.items():
-                jobs.append(stack.enter_context(views[where].start([requests[number] for number in group], watcher)))
-                watcher = None
-            for job, (where, group) in zip(jobs, groups.items(), strict=True):
-                landed = job.take(frame.raw({model.table[wanted[names[number]]][1] for number in group})).pairs()
-                for at, number in enumerate(group):
-                    capsule, pointer = landed[at]
-                    landed[at] = (None, 0)
-                    if not direct[number]:
-                        row = model.table[wanted[names[number]]]
-                        tensor = frame.adopt(capsule, pointer, row[1], row[2], views[where].join())
-                        _put(module, names[number], targets[names[number]], tensor)
+        into = []
+        for name, at in wanted.items():
+            target = targets[name]
+            into.append(Target(at, ALL, model.table[at][2], target, functools.partial(_put, module, target)))
+        fill(model, frame, into, fixed, options.get("max_memory"), watch(options.get("progress"), "load"))
     return missing, unexpected
-
-
-def _place(target: Any) -> str:
-    """Where a module's tensor is loaded, when nothing else was said."""
-    return str(target.device) if getattr(target, "is_cuda", False) else "cpu"
-
-
-def _single(targets: Mapping[str, Any]) -> str:
-    """The one device of a module's tensors, for a preload to be joined; several:
-    the host."""
-    places = {_place(target) for target in targets.values()}
-    return places.pop() if len(places) == 1 else "cpu"
 
 
 def _match(module: Any, targets: Mapping[str, Any], model: Model, strict: bool) -> tuple[list[str], list[str], dict[str, int]]:
@@ -164,20 +111,7 @@ def _identity(target: Any) -> Any:
     return (target.data_ptr(), tuple(target.shape), target.stride(), target.dtype)
 
 
-def _lands(target: Any, dtype: str, where: str) -> bool:
-    """Whether the engine can write the tensor's own bytes."""
-    from ..frameworks.torch import SAVED
-
-    return (
-        str(target.device) == where
-        and not target.is_sparse
-        and SAVED.get(target.dtype) == dtype
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-    )
-
-
-def _put(module: Any, name: str, target: Any, loaded: Any) -> None:
+def _put(module: Any, target: Any, loaded: Any) -> None:
     import torch
 
     if target.device.type != "meta":

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, cast, overload
 
 from .. import _engine
 from ..dtypes import BITS, PACKED, nbytes
-from ..errors import ArgumentError, CorruptError, NotSupportedError
+from ..errors import ArgumentError, CorruptError, ForkedError, NotSupportedError
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.indexing import plan
-from ..model.opened import LARGE, WHOLE, Model, opening
+from ..model.opened import LARGE, WHOLE, Model, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, OpenOptions, TorchName, check_options
 from ..model.sources import SourceLike, named
+from ..progress import ProgressLike, watch
 
 if TYPE_CHECKING:
     import numpy
@@ -55,7 +56,8 @@ class safe_open(Generic[T]):
     filename: source, by the name that safetensors gives it.
     options: dtype, mmap, lenient, storage_options, as in `LoadOptions`.
 
-    A context manager; you may also call `close`. Tensors belong to the caller and
+    A context manager; you may also call `close`. `file[name]`, `name in file`, `len(file)`
+    and iteration over the sorted names work as in a dict. Tensors belong to the caller and
     stay valid after it. Threads may share one object.
 
     The engine cannot run in a forked child: there, plain local files, also those
@@ -155,6 +157,7 @@ class safe_open(Generic[T]):
 
             self._model = ForkedModel(source, where, storage_options=options.get("storage_options"))
         else:
+            prepare(where)
             self._model = Model(source, device=where, **opening(options))
             self._seen = _states(self._model.uris)
 
@@ -210,6 +213,13 @@ class safe_open(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return name in self._live().places
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __getitem__(self, name: str) -> T:
+        """`get_tensor`."""
+        return self.get_tensor(name)
+
     def metadata(self) -> dict[str, str] | None:
         """The `__metadata__` of the file, without overwire's own entry; None if there is
         none. Of several files, the entries of all; the first file wins.
@@ -230,6 +240,43 @@ class safe_open(Generic[T]):
         model = self._live()
         chosen = model.choose(names, None)
         return model.load(chosen, self._frame, self._dtype, None)
+
+    def load_into(
+        self,
+        targets: Iterable[tuple[str, Sequence[tuple[int, int]] | None, torch.Tensor]],
+        *,
+        max_memory: int | str | None = None,
+        progress: ProgressLike = None,
+    ) -> None:
+        """Loads tensors, or blocks of them, into torch tensors that are there already.
+
+        targets: name, block and destination. block: ranges (lo, hi) of the first one or
+            two dimensions; None: the whole tensor. Only what holds the block is read,
+            of a plain file its bytes, of a compressed one its chunks. destination: of
+            the block's shape. It is written to in place if it is contiguous and of the
+            file's dtype, on the host or on a GPU; else the block is loaded beside it
+            and copied, which casts. Destinations may be on several devices, and
+            overlap: the last one then wins.
+        max_memory: the most bytes of what is loaded beside.
+        progress: as for `load_file`.
+
+        All are loaded in one pass, whatever their order. The caller keeps them and must
+        not use them before this returns; afterwards work on torch's current stream may.
+
+        Raises, before anything is read or changed, TensorNotFoundError, ArgumentError
+        for blocks and shapes that do not fit, and OutOfMemoryError for max_memory; and
+        what `load_file` raises. If the load itself fails, the destinations have old
+        values and new ones.
+        """
+        from .into import fill, target_of
+
+        model = self._live()
+        if self._frame.name != "torch":
+            raise ArgumentError(f"overwire: load_into: needs framework='pt', got {self._frame.name!r}")
+        if _engine.forked():
+            raise ForkedError("overwire: load_into: the engine cannot run in a forked child", source=model.uris[0])
+        into = [target_of(model, name, block, tensor) for name, block, tensor in targets]
+        fill(model, self._frame, into, None, max_memory, watch(progress, "load"))
 
     def get_slice(self, name: str) -> TensorSlice[T]:
         """Returns a `TensorSlice`; nothing is read before it is indexed."""
@@ -261,6 +308,16 @@ class TensorSlice(Generic[T]):
 
     def get_dtype(self) -> str:
         """The dtype's name in the file: "F32", "BF16", "F8_E4M3" ..."""
+        return self._row.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`get_shape` as a tuple."""
+        return tuple(self._row.shape)
+
+    @property
+    def dtype(self) -> str:
+        """`get_dtype`."""
         return self._row.dtype
 
     def __repr__(self) -> str:

@@ -1,17 +1,16 @@
 """preload: a load that runs in the engine while Python does other things.
 
-By hand, or at the import of overwire when OVERWIRE_PRELOAD (or nyacomp's
-PRELOAD_PATH) names something. Loads of the same files join it: they take the
-tensors over, each once; what is left of a file that was loaded from is freed
-with that load, and the rest at exit.
+It starts by a call, or at the import of overwire when OVERWIRE_PRELOAD is set
+(PRELOAD_PATH at the import of nyacomp's drop-in). Loads of the same files join it and
+take its tensors, each once. When such a load ends, the rest of its files' tensors is
+freed; tensors of other files are freed at exit.
 
-The same file is the same bytes: a load opens its files, and the engine compares
-them, one by one, with those that were preloaded, by device, inode, size and times
-(objects of stores: by ETag, or date). A preload of what was replaced or written to
-since is dropped, which is logged as a warning, and so is one whose tensors are not
-what the load asks for: on another GPU, mapped where the load reads, read in
-another way. The load then reads the files itself, and also where the preload had
-failed.
+A load gets the very bytes that it would read: it opens its files, and the engine
+compares them, one by one, with those that were preloaded, by device, inode, size and
+times (objects of stores: by ETag, or date). A preload of a file that was replaced or
+written to since is dropped with a warning in the log, and so is one whose tensors
+differ from what the load asks for: on another GPU, mapped where the load reads, read in
+another way. The load then reads the files itself, as it does if the preload failed.
 """
 
 from __future__ import annotations
@@ -22,24 +21,25 @@ import stat
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .. import _verbs
+from .. import _engine, _verbs
 from .._engine import FREE_NOW, core
+from .._environment import adopt_nyacomp
+from .._tables import SETTINGS
 from ..errors import ArgumentError, DeadlineError, NotFoundError, NotSupportedError
-from ..frameworks.choose import check_device, frame_for
-from ..jobs import log, progress_of
+from ..frameworks.choose import check_device, device_number, frame_for
+from ..jobs import log, progress_of, shown
 from ..model import layout
 from ..model.joining import started
 from ..model.locate import uris_of
 from ..model.options import StorageOptions
 from ..model.sources import SourceLike, resolve
 from ..model.storage import storage
-from ..paths import shown
 from ..progress import Progress
 
 if TYPE_CHECKING:
     from .._requests import FormatAccess
 
-__all__ = ["Preload", "preload", "start_from_environment"]
+__all__ = ["Preload", "honour_nyacomp", "preload", "start_from_environment"]
 
 # The engine's spellings of yes; it warns about what is neither yes nor no.
 _YES = frozenset({"1", "true", "yes", "on", "y", "t"})
@@ -64,7 +64,7 @@ class Preload:
         return f"Preload({self.path!r})"
 
     def __del__(self) -> None:
-        # The handle alone: the preload goes on. `getattr`: the constructor may
+        # Free only the handle: the preload continues. `getattr`: the constructor may
         # have failed.
         job = getattr(self, "_job", None)
         if job is not None:
@@ -155,12 +155,13 @@ _RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCA
 def _device(device: Any) -> str:
     if device == "host":
         return "cpu"
-    text = str(device)
-    if text == "cuda" and "torch" not in sys.modules:
-        return f"cuda:{_rank()}"  # without asking for torch
-    if text.startswith("cuda:") and text[5:].isdecimal():
-        return text
-    return check_device(device, None if text == "cpu" else frame_for("torch"))
+    number = device_number(device)
+    if number < 0:
+        if number == -1 and "torch" not in sys.modules:
+            number = _rank()  # without asking for torch
+        else:
+            return check_device(device, None if number == -2 else frame_for("torch"))
+    return f"cuda:{number}"
 
 
 def _rank() -> int:
@@ -192,19 +193,31 @@ def _flag(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() in _YES
 
 
-def start_from_environment() -> None:
-    """What the import of overwire does when a preload variable is set.
+def honour_nyacomp() -> None:
+    """Called when nyacomp's drop-in is imported: nyacomp's variables become settings, and
+    PRELOAD_PATH starts a preload unless OVERWIRE_PRELOAD is set. An engine that has
+    started keeps its settings: a warning names the variables that come too late."""
+    adopt_nyacomp()
+    late = sorted(name for name in SETTINGS if not name.startswith("OVERWIRE_") and os.environ.get(name))
+    if _engine._loaded is not None and late:
+        log.warning("%s: without effect, overwire was used before nyacomp was imported", ", ".join(late))
+    named = os.environ.get("PRELOAD_PATH") and not os.environ.get("OVERWIRE_PRELOAD")
+    if named and not any(map(_flag, ("NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
+        start_from_environment("PRELOAD_PATH")
+
+
+def start_from_environment(name: str = "OVERWIRE_PRELOAD") -> None:
+    """What the import of overwire does when the variable `name` is set.
 
     Never raises: a wrong path is a warning here, and the load's to find out.
     Processes that multiprocessing starts do not preload; ranks of torchrun do. Nor
     does vLLM's first process, unless VLLM_ENABLE_V1_MULTIPROCESSING=0 has it load.
-    NO_PRELOAD and LOAD_UNCOMPRESSED (nyacomp's) and OVERWIRE_NO_PRELOAD stop it.
+    OVERWIRE_NO_PRELOAD stops it.
     """
-    if any(map(_flag, ("OVERWIRE_NO_PRELOAD", "NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
+    if _flag("OVERWIRE_NO_PRELOAD"):
         return
     if _is_child() or _vllm_loads_elsewhere():
         return
-    name = "OVERWIRE_PRELOAD" if os.environ.get("OVERWIRE_PRELOAD") else "PRELOAD_PATH"
     path = os.environ[name]
     if "://" not in path:
         path = os.path.abspath(path)

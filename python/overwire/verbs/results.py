@@ -153,6 +153,7 @@ class Diagnosis(TypedDict):
     python: NotRequired[str]
     machine: Machine
     cpu_features: list[str]
+    cipher: str
     memory: Memory
     gpu: Gpu
     preload: PreloadSetting

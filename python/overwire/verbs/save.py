@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import _verbs
@@ -34,8 +34,15 @@ class Report:
     without tensors. seconds: wall time. compressed: tensors stored
     compressed; aliases: tensors stored as another's bytes (tied or identical).
     files: absolute paths, or URIs, in the order written, an index.json last.
-    left: files of a converted folder that were not copied along: over 64 MiB, or
-    weights that are not the model's.
+    copied: those of files that a converted folder had beside its weights, as they were.
+    left: what of a converted folder was not copied: weights that are not the model's
+    (of 64 MiB and more, if they are not safetensors), hidden files, and links that
+    lead out of the folder to anything but the blobs of its Hugging Face cache.
+    originals: of `convert`, files by name with the SHA-256, in hex, of the plain
+    file that a compressed one keeps, or that a decompressed one is, byte for byte;
+    "" where it came over a network and was not hashed. anew: plain files made of
+    compressed ones that keep no original: their tensors are the same, the header is
+    new.
     """
 
     __module__ = "overwire"
@@ -49,6 +56,9 @@ class Report:
     aliases: int
     files: tuple[str, ...]
     left: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    originals: Mapping[str, str] = field(default_factory=dict, hash=False)
+    anew: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Report:
@@ -63,6 +73,9 @@ class Report:
             aliases=int(report["aliases"]),
             files=tuple(report.get("files") or ()),
             left=tuple(report.get("left") or ()),
+            copied=tuple(report.get("copied") or ()),
+            originals={o["file"]: o["sha256"] for o in report.get("originals") or ()},
+            anew=tuple(report.get("anew") or ()),
         )
 
 
@@ -115,6 +128,7 @@ def save_file(
     path = named("save_file", path, filename, "path")
     if not isinstance(tensors, Mapping):
         advice = "; save_model saves a module" if hasattr(tensors, "state_dict") else ""
+        advice = "; the tensors come first, then the path" if isinstance(tensors, (str, os.PathLike)) else advice
         raise ArgumentError(f"overwire: tensors: expected a dict of tensors, got {type(tensors).__name__}{advice}")
     described: list[tuple[str, Bytes]] = []
     for name, tensor in tensors.items():

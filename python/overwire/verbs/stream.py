@@ -12,7 +12,7 @@ from ..frameworks.frame import Frame
 from ..jobs import Job
 from ..model.opened import Model, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, StreamOptions, TorchName, check_options, parse_size
-from ..model.plan import fit, held
+from ..model.plan import fit, outlook
 from ..model.sources import SourceLike
 from ..progress import Watcher, watch
 from .windows import Windows, windows_of
@@ -99,8 +99,8 @@ def stream(
             fit(model, frame, wanted, max_memory)  # a preload has all of it already
             return _begin(model, model.chosen, frame, wanted, watch(progress, "stream"), in_order)
         budget = parse_size(max_memory, "max_memory")
-        chosen = list(range(len(model.table))) if model.chosen is None else model.chosen
-        windows = windows_of(model, chosen, held(model, chosen, frame, wanted), budget)
+        chosen = range(len(model.table)) if model.chosen is None else model.chosen
+        windows = windows_of(chosen, outlook(model, frame, wanted, max_memory=max_memory, stream=True)["windows"] or ())
         watcher = watch(progress, "stream")
         stack.pop_all()  # the model is the stream's
         return Windows(model, windows, budget, lambda window, part: _begin(model, window, frame, wanted, part, in_order), watcher)

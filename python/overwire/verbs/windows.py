@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
-from ..errors import OutOfMemoryError
-from ..model.opened import Model, Row
+from ..model.opened import Model
 from ..progress import Progress, Watcher
+
+if TYPE_CHECKING:
+    from .._requests import PlanWindow
 
 __all__ = ["Windows", "windows_of"]
 
 
-def windows_of(model: Model, chosen: Sequence[int], sizes: Sequence[int], budget: int) -> list[tuple[list[int], int]]:
-    """Neighbours that load together, and their bytes: half the budget at most,
-    so that one window loads while another is taken; a tensor that is larger is
-    alone.
-
-    Raises OutOfMemoryError for a tensor that is larger than the budget.
-    """
-    windows: list[tuple[list[int], int]] = []
-    for at, size in zip(chosen, sizes, strict=True):
-        if size > budget:
-            row = Row(*model.table[at])
-            raise OutOfMemoryError(
-                f"overwire: stream {model.uris[0]}: {row.name!r} alone takes {size} bytes on {model.device}, "
-                f"{size - budget} over max_memory of {budget}",
-                source=model.uris[0],
-                tensor=row.name,
-            )
-        if windows and windows[-1][1] + size <= budget // 2:
-            windows[-1] = (windows[-1][0], windows[-1][1] + size)
-            windows[-1][0].append(at)
-        else:
-            windows.append(([at], size))
-    return windows
+def windows_of(chosen: Sequence[int], windows: Iterable[PlanWindow]) -> list[tuple[list[int], int]]:
+    """The tensors of each window that the engine divides a model into, and their bytes."""
+    left = iter(chosen)
+    return [(list(islice(left, window["tensors"])), window["bytes"]) for window in windows]
 
 
 class Windows(Iterator[tuple[str, Any]]):

@@ -5,7 +5,7 @@
 The names are those of fastsafetensors 0.5.0. Differences that are meant:
 
 - Files may be compressed by overwire; they load the same way.
-- Tensors are the caller's: they outlive `close()`, and each has its own memory.
+- The caller owns the tensors: they outlive `close()`, and each has its own memory.
 - A damaged, short or missing file raises, on every rank of the group.
 - `dtype=` converts to wider types too.
 - Arguments about threads and buffers are taken and mean nothing: the engine

@@ -32,7 +32,7 @@ def _forget(held: Any) -> None:
 
 
 def live_allocation_count() -> int:
-    """Memories of loaded tensors that somebody holds: one a tensor."""
+    """Memories of loaded tensors that are in use: one per tensor."""
     return len(_live)
 
 

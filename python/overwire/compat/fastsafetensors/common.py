@@ -165,8 +165,8 @@ class SafeTensorsMetadata:
         if not self.compressed and header_length + start > size_bytes:
             raise ValueError(f"MetadataIncompleteBuffer, src={src}, start={start}, header_length={header_length}, size_bytes={size_bytes}")
         self.data_length = start
-        # Our tensors have memory of their own; only plug-ins that read a file
-        # as it stands see its alignment.
+        # Every tensor has its own memory; only plug-ins that read a file unchanged
+        # see its alignment.
         self.aligned = header_length % framework.get_device_ptr_align() == 0
 
     def _compressed(self) -> dict[str, Any]:

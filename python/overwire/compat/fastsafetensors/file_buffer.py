@@ -17,11 +17,11 @@ class FilesBufferOnDevice:
     them must make the same calls in the same order, but for `push_tensor`,
     which only the two ranks it names need.
 
-    What is returned is the caller's and outlives `close`. device, dtype:
-    where to and what as, at the end; AUTO: as it was loaded.
+    The caller owns what is returned; it outlives `close`. device, dtype: those of
+    the result; AUTO: as it was loaded.
 
     keep_tensor: only tensors for whose names it is true are there. borrowed_tensors:
-    has no effect, tensors are the caller's.
+    has no effect: the caller owns the tensors.
     auto_mem_delete: frees a file when each of its tensors was taken once; only
     with several ranks. Raises ValueError for names that no file has, and when
     a name is in two files.
@@ -51,7 +51,7 @@ class FilesBufferOnDevice:
         self.auto_mem_delete = auto_mem_delete and pg.size() > 1
 
     def close(self) -> None:
-        """Lets go of all files. Does nothing the second time."""
+        """Closes all files. Does nothing the second time."""
         for loaders in self.rank_loaders.values():
             for loader in loaders:
                 loader.free_dev_ptrs()

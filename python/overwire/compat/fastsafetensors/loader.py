@@ -118,7 +118,7 @@ class BaseSafeTensorsFileLoader:
         dtype: what all tensors become. allow_inflight: waits for a tensor when it is
         asked for, where the copier can and the group has one rank; then reading
         may fail there. borrowed_tensors: for a group of one rank, ValueError
-        otherwise; tensors are the caller's all the same.
+        otherwise; the caller owns the tensors in any case.
         With a group of several ranks, all call it, and what fails on one rank
         raises on all.
         """
@@ -199,7 +199,7 @@ class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
 
     @classmethod
     def process_extension_config(cls, ext_config: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """`copier_type`, "gds" if it is not there, becomes nogds= and use_fgds=."""
+        """`copier_type`, "gds" if it is missing, becomes nogds= and use_fgds=."""
         config = dict(ext_config)
         kind = config.pop("copier_type", "gds")
         config["nogds"] = kind not in ("gds", "fgds")

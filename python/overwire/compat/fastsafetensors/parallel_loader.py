@@ -47,7 +47,7 @@ class PipelineParallel:
     overlap_io: in a group of one rank, tensors are yielded before their batch is
         there as a whole. borrowed_tensors: asks that nothing that was yielded is
         kept: ValueError unless accumulate_resident is False and the group has one
-        rank; tensors are the caller's all the same.
+        rank; the caller owns the tensors in any case.
 
     broadcast_run_bytes, broadcast_run_tensors: have no effect, but ValueError if
         they are negative.

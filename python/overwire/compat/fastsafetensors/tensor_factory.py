@@ -60,7 +60,7 @@ class LazyTensorFactory:
 
     def wait_io(self, dtype: DType = DType.AUTO, noalign: bool = False, borrowed_tensors: bool = False) -> None:
         """With readiness, `dtype` AUTO: prepares alone. borrowed_tensors: has no
-        effect, tensors are the caller's."""
+        effect: the caller owns the tensors."""
         self.dtype = dtype
         copier = self.copier
         if copier is None or self.gbuf is None:
@@ -179,11 +179,11 @@ class LazyTensorFactory:
         pg.scatter(got, parts, self.rank)
         me = pg.rank()
         size = min((me + 1) * block, shape[dim]) - min(me * block, shape[dim])
-        # Cut to size in memory of its own.
+        # Copied to memory of the right size.
         return got if size == block else got[index(0, size)].clone().contiguous()
 
     def free_dev_ptrs(self) -> None:
-        """Lets go of the file, when nothing is read to its memory any more. Tensors
+        """Closes the file, once nothing is read to its memory. Tensors
         that were taken live on."""
         self.tensors, self.shuffled = {}, {}
         gbuf, self.gbuf = self.gbuf, None

@@ -14,7 +14,7 @@ __all__ = ["ParallelThreeFSLoader", "ThreeFSLoader"]
 
 
 class ThreeFSLoader(BaseSafeTensorsFileLoader):
-    """mount_point: of 3FS; entries, io_depth, buffer_size: the reader's."""
+    """mount_point: of 3FS; entries, io_depth, buffer_size: passed to the reader."""
 
     @classmethod
     def process_extension_config(cls, ext_config: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:

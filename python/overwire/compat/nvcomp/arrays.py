@@ -1,5 +1,5 @@
-"""Array and BatchArray: memory of anybody's, without a copy, alive as long as
-an Array of it."""
+"""Array and BatchArray: any object's memory, without a copy, kept alive by its
+Arrays."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._device = device
         self._capacity = span.nbytes
         self._readonly = False
-        self._native = True  # memory of ours: a Codec may replace it
+        self._native = True  # our memory: a Codec may replace it
         self._pending: BaseException | Later | None = None
         self._stream = 1  # whose work the bytes wait for
         self._joined = 1  # a stream that has waited for it
@@ -127,7 +127,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def buffer_kind(self) -> ArrayBufferKind:
-        """Whether the bytes lie on a GPU or on the host."""
+        """Whether the bytes are on a GPU or on the host."""
         return ArrayBufferKind.STRIDED_HOST if self._device == _HOST else ArrayBufferKind.STRIDED_DEVICE
 
     @property
@@ -137,7 +137,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def capacity(self) -> int:
-        """Bytes of memory behind it: at least buffer_size."""
+        """Bytes of its memory: at least buffer_size."""
         return self._capacity
 
     @property
@@ -181,7 +181,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     @property
     def __array_interface__(self) -> dict[str, Any]:
         if self._device != _HOST:
-            raise AttributeError("__array_interface__: the Array lies on a GPU")
+            raise AttributeError("__array_interface__: the Array is on a GPU")
         self._ready()
         return {
             "shape": self._shape,
@@ -228,7 +228,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     def _buffer(self) -> memoryview:
         if self._device != _HOST:
-            raise BufferError("the Array lies on a GPU: use cpu()")
+            raise BufferError("the Array is on a GPU: use cpu()")
         self._ready()
         letter = _FORMATS.get(self._kind[:2])
         nbytes = self._span.nbytes

@@ -100,26 +100,26 @@ _Config = TypeVar("_Config", CompressConfig, DecompressConfig)
 class Codec:
     """Encodes and decodes Arrays, one or a list of them, on all cores.
 
-    Keywords are nvCOMP's, all optional: `algorithm` (none: decoding finds it),
+    Keywords are those of nvCOMP, all optional: `algorithm` (none: decoding finds it),
     `device_id`, `cuda_stream`, `uncomp_chunk_size`, `bitstream_kind`,
-    `checksum_policy`, `data_type`, `algorithm_type` and the rest. Ours are
-    `strict` (a checksum that does not match raises in `decode`, not at the first
-    look at the bytes) and `ask_nvcomp` (False: no stream that is refused here is
+    `checksum_policy`, `data_type`, `algorithm_type` and the rest. Two are new:
+    `strict` (a checksum that does not match raises in `decode`, not on first access
+    to the bytes) and `ask_nvcomp` (False: no stream that is refused here is
     passed to an installed nvCOMP, whose decoders trust their input).
 
-    LZ4, Snappy, Cascaded and X16 streams that lie on a GPU are decoded there by
-    kernels, on `cuda_stream` (else torch's current stream), and with a
-    DecompressConfig nothing waits: what is wrong with the bytes shows at the first
-    look at an Array that is done (`cpu()` waits for it), or by `decode` of a `strict`
-    Codec. X16 is encoded there too, which waits for the lengths. Everything else,
-    checksums too, is work of the CPU, with copies of the Arrays there and back:
-    `backends()` tells. Where there is a GPU, results lie there. Cascaded's elements
+    LZ4, Snappy, Cascaded and X16 streams on a GPU are decoded there by kernels, on
+    `cuda_stream` (else torch's current stream). With a DecompressConfig nothing
+    waits: errors in the data are raised on first access to a finished Array
+    (`cpu()` waits for it), or by `decode` of a `strict` Codec. X16 is encoded there
+    too, which waits for the lengths. Everything else, including checksums, runs on
+    the CPU, with copies of the Arrays there and back; see `backends()`. Where there is
+    a GPU, results are on it. Cascaded's elements
     are `data_type`, else those of the Arrays, if they agree, else bytes.
 
     Native and sized streams, and Cascaded, are overwire's own (docs/nvcomp.md), and RAW
-    ones of the other algorithms anybody's. ANS and Bitcomp, and native, sized and
-    Cascaded streams that nvCOMP wrote, are nvCOMP's: an installed one is asked for
-    them, and waited for; where there is none, the error names the wheel.
+    streams of the other algorithms are standard. ANS and Bitcomp, and native, sized and
+    Cascaded streams that nvCOMP wrote, go to an installed nvCOMP, and the call waits
+    for it; without one, the error names the wheel.
     Threads may share a Codec.
 
     Raises ValueError for unknown keywords and algorithms, RuntimeError for values
@@ -208,11 +208,11 @@ class Codec:
     ) -> Any:
         """Decompresses an Array, or each of a list; `out` as in `encode`.
 
-        `data_type` is a type string, a name ("bfloat16") or a dtype of numpy's or
-        torch's; by default the Codec's, and `|i1` without one. Bytes are taken as
+        `data_type` is a type string, a name ("bfloat16") or a dtype of numpy or
+        torch; by default the Codec's, and `|i1` without one. Bytes are taken as
         they are, never converted.
 
-        Of a list, some streams may be ours and some nvCOMP's.
+        A list may mix overwire's and nvCOMP's streams.
 
         Raises CorruptError and FormatError (ValueErrors) for bad bytes. A
         checksum that does not match is raised on first access to the Array, as a
@@ -278,7 +278,7 @@ class Codec:
             return None
         made = onboard.decode(there, shapes, self._algorithm, self._bitstream, kind, outs, device, stream)
         if made is not None and shapes is None and self._bitstream == "with_size" and self._algorithm != "X16" and self._may_ask():
-            # Nothing but decoding tells a sized stream of nvCOMP's: it is waited for.
+            # Only decoding shows whether nvCOMP wrote a sized stream: wait for it.
             errors = [array._error() for array in made]
             at = [i for i, error in enumerate(errors) if isinstance(error, CorruptError)]
             if at:
@@ -387,14 +387,14 @@ class Codec:
         return self._kwargs.get("ask_nvcomp", True) and original.usable()
 
     def _asked(self, found: _Theirs) -> original.Original:
-        """nvCOMP, to read what is its; the error of ours, with what is missing, where
-        it is not to be had."""
+        """nvCOMP, to read its own streams; raises our error, which names what is missing,
+        if there is none."""
         if self._reader is None:
             if not self._may_ask():
                 raise original.hinted(found.error) if self._kwargs.get("ask_nvcomp", True) else found.error
             given = {name: self._kwargs[name] for name in _READING if name in self._kwargs}
             if not isinstance(given.get("data_type", ""), str) or given.get("data_type", "<")[:1] not in "<|":
-                del given["data_type"]  # a name of ours
+                del given["data_type"]  # overwire's own name
             self._reader = original.Original(self._algorithm or "the stream", given, verifies=self._verifies is not False)
         return self._reader
 
@@ -455,7 +455,7 @@ class Codec:
         return made
 
     def _shape(self, array: Array) -> onboard.Shape | None:
-        """What a stream for a GPU says of itself; None: the host is asked."""
+        """What a stream on a GPU says about itself; None: ask the host."""
         if self._device([array]) is None or array._strides is not None or not array._span.nbytes:
             return None
         if array._device == (1, 0):

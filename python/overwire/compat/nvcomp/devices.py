@@ -16,7 +16,7 @@ HOST = (1, 0)
 
 
 def current() -> int:
-    """The number of the current device: torch's, where it is imported, else 0."""
+    """The index of torch's current device if torch is imported, else 0."""
     torch = gpu.torch_of()
     return int(torch.cuda.current_device()) if torch is not None else 0
 

@@ -1,6 +1,6 @@
-"""Work on a GPU, by kernels, on a stream of the caller's. Streams that lie there, or
-are sent there as they are, are decoded; nothing waits where a config says how long
-the contents are. X16 is encoded there too, which waits once: for the lengths."""
+"""Work on a GPU, by kernels, on the caller's stream. Decodes streams that are there, or
+are copied there unchanged; nothing waits if a config gives the lengths of the
+contents. X16 is encoded there too, which waits once: for the lengths."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _RATIO = {"LZ4": 255, "Snappy": 32, "Cascaded": 512, "X16": 1 << 20}
 
 
 def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape | None:
-    """What a stream on a GPU says of itself, after what is queued there; None where
-    only the host can tell, or say what is wrong."""
+    """What a stream on a GPU says about itself, after what is queued there; None if
+    only the host can read it, or report the error."""
     found = _glances([array], algorithm, bitstream, array._device[1], stream)
     return found[0] if found is not None else None
 

@@ -66,7 +66,7 @@ def usable() -> bool:
 
 
 def hinted(error: OverwireError) -> OverwireError:
-    """An error of ours that names what nvCOMP needs to read the stream."""
+    """Our error, which names what nvCOMP needs to read the stream."""
     lacks = backend() if gpu.count() else f"needs a GPU and the wheel {' or '.join(_WHEELS)}"
     text = f"{error}; if nvCOMP wrote this, only nvCOMP reads it ({lacks.removeprefix('none: ')})"
     return type(error)(text, chunk=error.chunk, offset=error.offset)
@@ -106,7 +106,7 @@ def _load(algorithm: str) -> Any:
 
 
 class Original:
-    """A Codec of nvCOMP's, which threads may share: it is one thread's at a time.
+    """nvCOMP's own Codec. Threads may share it: one uses it at a time.
 
     algorithm: what it is asked for, in errors. kwargs: of nvCOMP's Codec. verifies:
         it compares checksums, and tells what it found when it decodes.
@@ -126,15 +126,15 @@ class Original:
         self._lock = threading.Lock()
 
     def to_theirs(self, sources: Sequence[Array], many: bool) -> Any:
-        """nvCOMP's Arrays of ours, on a GPU: it reads nothing else."""
+        """Converts our Arrays to nvCOMP's, on a GPU: it reads nothing else."""
         arrays = [self.impl.as_array(a.cuda() or a) for a in sources]
         return self.impl.as_arrays(arrays) if many else arrays[0]
 
     def run(
         self, verb: str, sources: Sequence[Array], many: bool, *args: Any, outs: Sequence[Any] | None, **configs: Any
     ) -> Any:
-        """Has nvCOMP encode or decode, and waits for it: whatever of this was a copy
-        goes when it returns. Arrays of the result keep nvCOMP's, and its Codec."""
+        """Has nvCOMP encode or decode, and waits, since copies made for it are freed when
+        this returns. Arrays of the result keep nvCOMP's Arrays, and its Codec, alive."""
         given = {name: value for name, value in configs.items() if value is not None}  # before 5.2 there were none
         with self._lock:
             if outs is not None:
@@ -148,8 +148,8 @@ class Original:
         return BatchArray(arrays) if many else arrays[0]
 
     def _taken(self, made: Any, batch: Any) -> Array:
-        """An Array of one of nvCOMP's. Its memory is that one's: neither a DLPack
-        capsule nor an interface keeps it."""
+        """An Array of one of nvCOMP's, which it keeps alive: neither a DLPack capsule
+        nor an interface does."""
         interface = made.__cuda_array_interface__
         address = int(interface["data"][0] or 0)
         if address == 0:
@@ -162,7 +162,7 @@ class Original:
 
 
 class _Kept:
-    """Memory as it stands in an interface, and what holds it."""
+    """Memory described by an interface, and the object that owns it."""
 
     def __init__(self, made: Any, keep: Any) -> None:
         self.__cuda_array_interface__ = {**made.__cuda_array_interface__, "stream": None}

@@ -24,7 +24,7 @@ def on_host(array: Array) -> Array:
         raise ValueError(f"the Array is not contiguous: its strides are {array._strides}")
     host = array.cpu()
     if host is None:
-        raise NotSupportedError("overwire: nvcomp: the Array lies on a GPU that cannot be copied from")
+        raise NotSupportedError("overwire: nvcomp: the Array is on a GPU that cannot be copied from")
     return host
 
 
@@ -94,7 +94,7 @@ def result(
 
 
 def _onto(made: Array, out: Array, stream: int) -> Array:
-    """A result in memory of a GPU that is the caller's."""
+    """A result in the caller's GPU memory."""
     nbytes, device = made.buffer_size, out._device[1]
     if out.buffer_size < nbytes:
         raise ValueError(f"out has {out.buffer_size} bytes, {nbytes} are needed")

@@ -8,10 +8,10 @@ nya/ is never taken for a new one; nothing is printed, hidden from import or
 written outside the bundle's folder; bad values of variables are warnings.
 Bundles are overwire's own: one container, with manifests in nyacomp's form.
 Bundles in nyacomp's layout load if their files are plain (".raw") or were
-compressed by this `_nyacomp`; files of nvCOMP's are refused by name.
+compressed by this `_nyacomp`; nvCOMP's files are refused by name.
 
 Modules: `_nyacomp` (its extension), `hf`, `partition`. What each environment
-variable means here stands in `settings`.
+variable means here is documented in `settings`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...plumbing import honour_nyacomp
 from . import _nyacomp, bundles, hf, partition, settings
 from .bundles import (
     PathLike,
@@ -111,6 +112,7 @@ default_path = bundles.DEFAULT
 NUM_THREADS = settings.num_threads()
 HOST = settings.host()
 
+honour_nyacomp()
 settings.check()
 bundles.start_preload()
 decompressor = bundles.decompressor

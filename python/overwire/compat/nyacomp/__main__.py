@@ -3,7 +3,7 @@
     python -m overwire.compat.nyacomp recompress MODEL NEW
 
 MODEL is what nyacomp's compress or compress_pickle wrote, with its nya/ folder
-beside it. Files of nvCOMP's are read by nyacomp itself, which must then be
+beside it. nvCOMP's files are read by nyacomp itself, which must then be
 installed, with a GPU.
 """
 

@@ -3,7 +3,7 @@ their bytes.
 
 A compressed file is one of overwire's containers with one tensor in it,
 whatever its name ends in; a file whose name ends in "raw" is plain bytes.
-Results are torch tensors, writable, each in memory of its own: on the first GPU
+Results are torch tensors, writable, each in its own memory: on the first GPU
 if torch sees one, as nyacomp has it, else on the host. Importing this imports
 no torch and starts nothing.
 """
@@ -175,8 +175,8 @@ class AsyncDecompressor:
             return list(self._tensors)
 
     def take(self) -> list[Any]:
-        """`get`, for whom the tensors shall be his alone: they are not kept, and a
-        later call loads anew."""
+        """`get`, but the caller becomes the only owner: the tensors are not kept, and a
+        later call loads again."""
         with self._lock:
             tensors, self._tensors = self._tensors, None
             return _read(_entries(self.path), self._preload) if tensors is None else tensors
@@ -202,8 +202,8 @@ def _place(filename: str, csv_path: str) -> str:
     """Where a listed file is now: as overwire finds containers (beside the csv
     first), except that DOWNLOAD insists on the URL.
 
-    A csv behind a URL names what lies beside it, or URLs of its own server or of
-    HOST: nothing on this machine, nor on another. FormatError."""
+    A csv from a URL may name files beside it, and URLs of its own server or of HOST;
+    no local files and no other servers. Raises FormatError."""
     if "://" in csv_path:
         return _sibling(filename, csv_path)
     if "://" in filename and (settings.flag("DOWNLOAD") or not csv_path):
@@ -330,7 +330,7 @@ def _is_bundle(entry: _Entry) -> bool:
 
 
 def _check(entry: _Entry) -> list[str] | None:
-    """The names in a container; None for raw bytes and for files of nvCOMP's. Reads
+    """The names in a container; None for raw bytes and for nvCOMP's files. Reads
     headers only."""
     file, place = entry.file, entry.place
     if _is_bundle(entry):
@@ -406,7 +406,7 @@ def _raw(entry: _Entry) -> Any:
 
 
 def _foreign(entry: _Entry) -> Any:
-    """The bytes of a file of nvCOMP's, flat."""
+    """The bytes of a file written by nvCOMP, flat."""
     import torch
 
     size = entry.file.decompressed_size

@@ -50,7 +50,7 @@ def compress_pickle(obj: Any, path: PathLike = DEFAULT, algo: int = 0) -> float:
 
 
 def _write_manifests(path: PathLike) -> None:
-    # A bundle of ours has one tensor file: the container, listed as its bytes.
+    # An overwire bundle has one tensor file: the container, listed as its bytes.
     folder = Path(path).parent
     (row,) = manifests.read_csv(folder / manifests.FOLDER / manifests.META).rows
     container = folder / manifests.FOLDER / os.path.basename(row.filename)
@@ -94,8 +94,8 @@ def tensor_bytes(tensor: Any) -> bytes:
 
 def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[str, Any], int, int]:
     """Writes one tensor to `path` (".gz"), or to ".raw" beside it where that is
-    smaller, UNCOMPRESSED is set, or containers lack its dtype. A file that is
-    there is replaced, RECOMPRESS or not; the tensor stays as it is.
+    smaller, UNCOMPRESSED is set, or containers lack its dtype. An existing
+    file is replaced, RECOMPRESS or not; the tensor is unchanged.
 
     Returns the dict for `to_csv`, the tensor's bytes, and the file's.
     """
@@ -139,7 +139,7 @@ def start_preload() -> None:
         return
     path = settings.text("PRELOAD_PATH")
     if path.endswith(".csv"):
-        # The import of overwire has started it; get() joins that.
+        # The import of this package has started it; get() joins that.
         decompressor = _nyacomp.AsyncDecompressor.joining(path)
     elif not path and os.path.exists(DEFAULT_META):
         try:
@@ -176,7 +176,7 @@ def _load(path: PathLike, verb: Any) -> Any:
 
 
 def _remote(path: PathLike) -> str | None:
-    """With DOWNLOAD, the URL of a bundle's container; else None: it lies there."""
+    """With DOWNLOAD, the URL of a bundle's container; else None: read it from there."""
     if not settings.flag("DOWNLOAD"):
         return None
     meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
@@ -186,7 +186,7 @@ def _remote(path: PathLike) -> str | None:
 
 
 def _foreign(path: PathLike) -> bool:
-    """Whether the manifest lists nyacomp's files, not a container of ours."""
+    """Whether the manifest lists nyacomp's files, not an overwire container."""
     meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
     return bool(meta) and not any(row.filename.endswith(".safetensors") for row in manifests.read_csv(meta).rows)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face's libraries, each tensor in a file of its own.
+"""Checkpoints of Hugging Face's libraries, each tensor in its own file.
 
 For D/x.bin: D/nya/boneless_x.bin, a torch file with the state dict, in which a
 large tensor is {"shape", "dtype", "len", "len_compressed"} and "meta" holds the

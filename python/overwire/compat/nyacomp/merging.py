@@ -102,7 +102,7 @@ def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
 
 def split_tensors(tensors: Sequence[Any], info: str) -> list[Any]:
     """The tensors in stacks, in the order of their positions: each without the
-    stack's first dimension and in memory of its own.
+    stack's first dimension and in its own memory.
 
     info: the text of merged_tensors.csv. Raises FormatError if it does not fit.
     """

@@ -122,7 +122,7 @@ def _improve(bins: list[list[int]]) -> None:
 
 def to_idx(sizes: Sequence[int], bins: Sequence[Sequence[int]]) -> list[list[int]]:
     """Bins of sizes as bins of positions in `sizes`; of equal sizes the first
-    position goes first. Raises KeyError for a size that is not there often enough."""
+    position goes first. Raises KeyError for a size that occurs too rarely."""
     places: dict[int, list[int]] = {}
     for at in reversed(range(len(sizes))):
         places.setdefault(sizes[at], []).append(at)

@@ -2,8 +2,8 @@
 
 A value that cannot be understood is a warning on the logger "overwire" and
 counts as not set; nothing aborts. DEBUG, SILENT, NUM_THREADS, PRELOAD_PATH,
-NO_PRELOAD and LOAD_UNCOMPRESSED are settings of overwire itself, which reads
-them and warns about them (`overwire doctor --env`); its own names win.
+NO_PRELOAD and LOAD_UNCOMPRESSED are settings of overwire itself once this package
+is imported; it warns about them, and its own names win (`overwire doctor --env`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""safetensors' own face, name by name, over overwire's reader and writer.
+"""safetensors' API, name by name, over overwire's reader and writer.
 
     from overwire.compat.safetensors import safe_open
     from overwire.compat.safetensors.torch import load_file, save_file
 
-Compressed files are read like plain ones; what is written is plain, for every
+Compressed files are read like plain ones; written files are plain, for any
 safetensors reader. Modules: `torch`, `numpy`, `flax`, `mlx`, `tensorflow` and
-`paddle`, each there if its framework is.
+`paddle`, each if its framework is installed.
 
-Differences that are meant: files are held to the format's rules, duplicate
-names included; tensors are the caller's own, never views of one storage;
+Intended differences: files must obey the format's rules, also on duplicate names;
+the caller owns each tensor, which is never a view of a shared storage;
 saving replaces a file atomically; a TensorSpec at address 0 is refused where
-the original crashes; numpy slices take what numpy takes (negative bounds, empty
+the original crashes; numpy slices accept what numpy accepts (negative bounds, empty
 ranges) where the original raises; bfloat16 and the fp8 kinds come as ml_dtypes'
 types in numpy; `device` may be a torch.device, `load` takes any bytes-like
 object, and a file name may be whatever `overwire.load_file` takes as one path.

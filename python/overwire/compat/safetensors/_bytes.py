@@ -19,8 +19,8 @@ __all__ = ["TensorSpec", "deserialize", "serialize", "serialize_file"]
 class TensorSpec(overwire.TensorSpec):
     """A dense tensor in host memory, by its address; see `overwire.TensorSpec`.
 
-    The memory is the caller's and stays valid until the call that is given the
-    spec has returned. Raises SafetensorError for an unknown dtype.
+    The caller owns the memory and keeps it valid until the call that gets the spec
+    has returned. Raises SafetensorError for an unknown dtype.
     """
 
     __slots__ = ()
@@ -69,7 +69,7 @@ def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] |
 def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | None = None) -> bytes:
     """A plain safetensors file as bytes. Raises SafetensorError."""
     _check(tensor_dict, metadata)
-    # One writer for all: it writes files, so this one lies in memory.
+    # The only writer writes files, so use one in memory.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="overwire-", dir=memory) as folder:
         path = os.path.join(folder, "model.safetensors")

@@ -38,7 +38,7 @@ _WORDS = {
 
 
 def header_error(error: overwire.OverwireError, begin: str) -> SafetensorError:
-    """The original's words for a bad header, and ours behind them."""
+    """safetensors' text for a bad header, followed by overwire's."""
     text = str(error)
     for name, words in _WORDS.items():
         if f"{name}:" in text:

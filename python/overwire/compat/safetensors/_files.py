@@ -50,7 +50,7 @@ class safe_open:
     def __init__(self, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> None:
         self._open(os.fspath(filename), filename, framework, device, backend)
 
-    def _open(self, source: Any, name: Any, framework: str, device: Any, backend: str) -> None:
+    def _open(self, source: Any, name: Any, framework: str, device: Any = "cpu", backend: str = "mmap") -> None:
         for what, value in (("framework", framework), ("backend", backend)):
             if not isinstance(value, str):
                 raise TypeError(f"argument '{what}': {value!r} is not an instance of 'str'")
@@ -74,7 +74,7 @@ class safe_open:
         return self
 
     def __exit__(self, _exc_type: Any, _exc_value: Any, _traceback: Any) -> None:
-        # Slices go on: the last of them closes the file.
+        # Slices stay usable: the last of them closes the file.
         self._file = None
 
     def keys(self) -> list[str]:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import overwire
+from overwire.plumbing import keep
 
 from ._errors import reading
 from ._files import safe_open
 
-__all__ = ["Ahead", "PlainFile", "Planned", "Slice", "path_of"]
+__all__ = ["Ahead", "PlainFile", "Planned", "Slice", "kept", "path_of"]
 
 # What the engine casts as it lands, bit for bit as torch does.
 _CASTS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -72,7 +73,8 @@ class Slice:
             return self._inner
         file = self._elsewhere.get(device)
         if file is None:
-            file = self._elsewhere[device] = safe_open(self.path, "pt", device)
+            file = self._elsewhere[device] = object.__new__(safe_open)
+            file._open(kept(self.path), self.path, "pt", device)
         return file.get_slice(self.name)
 
 
@@ -181,7 +183,7 @@ class _Pass:
         return (((path, name), tensor) for path, names in self._names.items() for name, tensor in self._stream([path], list(names)))
 
     def _stream(self, paths: list[str], names: list[str]) -> Iterator[tuple[str, Any]]:
-        source: Any = paths if len(paths) > 1 else paths[0]
+        source: Any = paths if len(paths) > 1 else kept(paths[0])
         return overwire.stream(source, keys=names, device=self._device, dtype=self._cast or None, framework="pt")
 
 
@@ -210,6 +212,15 @@ class Planned:
     def __exit__(self, *exc: object) -> None:
         _thread.plan = self._before
         self._ahead.close()
+
+
+def kept(filename: Any) -> Any:
+    """The file as it is open already, or from now on; what cannot be opened is what it
+    was: who opens it raises why."""
+    try:
+        return keep(filename)
+    except (overwire.OverwireError, OSError, TypeError, ValueError):
+        return filename
 
 
 def path_of(filename: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import overwire
 from overwire.integrations import Lazy
-from overwire.plumbing import forked, is_compressed, refuse_compressed
+from overwire.plumbing import forget, forked, is_compressed, keep, refuse_compressed
 
 from . import _bytes, _files, _lazy
 
@@ -80,7 +80,10 @@ def _opens(name: str, original: Any) -> type[Any]:
         return _lazy.PlainFile(file, _lazy.path_of(call.subject)) if lazy and call.torch else file
 
     def opened(self: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap") -> None:
-        base.__init__(self, filename, framework, _where(device), backend=backend)
+        if lazy and backend == "mmap":  # libraries open a file for its metadata, and again for its tensors
+            self._open(_lazy.kept(filename), filename, framework, _where(device))
+        else:
+            base.__init__(self, filename, framework, _where(device), backend=backend)
         self._path = _lazy.path_of(filename) if lazy else ""
         self._elsewhere = {}
 
@@ -156,13 +159,17 @@ class _Call:
         """Whether the original is as good: for plain files, which it maps, on the CPU.
         It reads what breaks a rule of the format, so that such files are not left to it."""
         where = "cpu" if self.device is None else str(self.device)
-        if where != "cpu" or _device() is not None or is_compressed(self.subject) is not False:
+        if where != "cpu" or _device() is not None:
             return False
         plain: Any = self.subject
         try:
+            if isinstance(plain, (str, os.PathLike)):
+                return not keep(plain).compressed
+            if is_compressed(plain) is not False:
+                return False
             with overwire.safe_open(plain, "bytes"):
                 return True
-        except (overwire.OverwireError, OSError, TypeError):
+        except (overwire.OverwireError, OSError, TypeError, ValueError):
             return False
 
 
@@ -229,7 +236,7 @@ def _hook() -> None:
         for library in _LIBRARIES:
             if library in sys.modules and library not in _hooked and _patches:
                 pairs = import_module(f"overwire.integrations.{library}").hooks(_found, _LAZY)
-                if pairs:  # else what it looks for is not there yet
+                if pairs:  # else what it looks for does not exist yet
                     _hooked.add(library)
                     swap.update({id(original): (original, ours) for original, ours in pairs})
         if swap:
@@ -245,8 +252,8 @@ _LAZY = Lazy(slice=_lazy.Slice, ahead=_lazy.Ahead, plan=_lazy.Planned, compresse
 
 
 def _module(name: str) -> Any:
-    # torch's and numpy's are what libraries import later; the others only
-    # matter where their framework is at work already.
+    # Libraries import those of torch and numpy later; the others only matter if
+    # their framework is loaded already.
     if name in sys.modules or name.rpartition(".")[2] in sys.modules:
         try:
             return import_module(name)
@@ -260,6 +267,7 @@ def _undo() -> None:
     _rebind(swap)
     _swapped.clear()
     _hooked.clear()
+    forget()
 
 
 class SafetensorsPatch:

@@ -7,7 +7,7 @@ Importing this imports neither torch nor anything else that it does not need
 yet. What stands out: files are opened by Go, with all cores; an index may be
 larger than tensorizer's own 256 KiB, which tensorizer reads; nothing is ever
 encrypted in the caller's memory; a TensorSerializer is a context manager too.
-docs/tensorizer.md lists what is the same and what is not.
+docs/tensorizer.md lists what is the same and what differs.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             self._cache[path] = self._parameter(found.pop(self._records[path].name), device)
 
     def _compare(self, tensors: Mapping[_paths.Path, torch.Tensor]) -> None:
-        """Holds tensors on the host to the sums of their records."""
+        """Compares tensors on the host with the hashes of their records."""
         records = [self._records[path] for path in tensors]
         for path, same in zip(tensors, _same(records, list(tensors.values())), strict=True):
             if not same:
@@ -413,8 +413,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self, filter_func: Callable[[Any], Any] | None = None, num_tensors: int = -1, verify_hash: bool | None = None
     ) -> Iterator[tuple[int, int, Any, torch.nn.Parameter]]:
         """(module number, TensorType, name, parameter) of the next num_tensors
-        tensors of the file that the filter keeps, -1: of all; a later call goes on
-        behind the last one that was given."""
+        tensors of the file that the filter keeps, -1: of all; a later call continues
+        after the last one."""
         for record, name, parameter in self._next(filter_func, num_tensors, verify_hash):
             yield record.module, TensorType(record.type), name, parameter
 

@@ -12,7 +12,7 @@ from ...plumbing import ObjectWriter, presign, read_file, regular
 default_s3_read_endpoint = "accel-object.ord1.coreweave.com"
 default_s3_write_endpoint = "object.ord1.coreweave.com"
 
-# URLs that are made here live until the end of the next day, as tensorizer's.
+# URLs made here are valid until the end of the next day, as tensorizer's are.
 _DAY = 86400
 
 
@@ -20,7 +20,7 @@ _SETTINGS = 1 << 20  # bytes of a file of settings
 
 
 class ParsedCredentials(NamedTuple):
-    """What was found; None for what was not."""
+    """What was found; None if missing."""
 
     config_file: str | None
     s3_endpoint: str | None
@@ -172,7 +172,7 @@ def direct_options(key: str | None, secret: str | None, endpoint: str | None, re
 
 
 def virtual_only(endpoint: str) -> bool:
-    """Whether an endpoint wants the bucket in the name of the host."""
+    """Whether an endpoint needs the bucket in the host's name."""
     return urlsplit(endpoint if "//" in endpoint else "//" + endpoint).netloc.lower() in ("cwobject.com", "cwlota.com")
 
 

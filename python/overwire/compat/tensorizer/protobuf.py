@@ -1,6 +1,6 @@
 """tensorizer.protobuf: modules and tensors as messages of tensors.proto.
 
-A format of its own, older than .tensors files. Neither torch nor the package
+A separate format, older than .tensors files. Neither torch nor the package
 protobuf is imported before it is needed.
 """
 

@@ -41,8 +41,8 @@ _is_caios = _s3.virtual_only
 
 
 class CAInfo:
-    """Whom to trust: exactly one of cacert (a file), capath (a folder) and
-    allow_untrusted. ValueError otherwise, and for what is not there."""
+    """The certificate authorities to trust: exactly one of cacert (a file), capath (a
+    folder) and allow_untrusted. Raises ValueError otherwise, and for missing files."""
 
     def __init__(
         self, *, cacert: str | os.PathLike[str] | None = None, capath: str | os.PathLike[str] | None = None, allow_untrusted: bool = False
@@ -74,8 +74,8 @@ class CAInfo:
         return ("--capath", os.fspath(self.capath))
 
     def options(self, uri: str) -> dict[str, Any]:
-        """The same, as storage_options of a URI. For one without TLS files that have
-        no certificate are no mistake: there is none to check."""
+        """The same, as storage_options of a URI. Without TLS, files without
+        certificates are accepted, since none is checked."""
         if self.allow_untrusted:
             return {"insecure": True}
         name, path = ("cacert", self.cacert) if self.cacert is not None else ("capath", self.capath)
@@ -411,9 +411,9 @@ def open_stream(
     """Opens a path in any binary mode, http(s):// and redis:// for reading, s3:// for
     reading ("rb") or writing ("wb", "wb+", "ab", "ab+").
 
-    What is written to s3:// lies in a temporary file until it is closed; a `with`
-    block that ends by an exception writes nothing. Folders of a path that is
-    written to are made. begin, end: as for CURLStreamFile; of a path, where
+    Writes to s3:// go to a temporary file until it is closed; a `with` block that
+    ends by an exception writes nothing. Missing folders of a path that is written to
+    are made. begin, end: as for CURLStreamFile; of a path, where
     reading begins. s3_*: credentials ("" and "": none), endpoint and region; where
     they are found otherwise `_s3.options_for` says. s3_config_path: instead of
     ~/.s3cfg. force_http: without TLS, for s3://. s3_signature_version: has no
@@ -454,7 +454,7 @@ def open_stream(
     path = path.removeprefix("file://") if scheme else path
     if set(mode) & set("wax") and os.path.dirname(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-    # The caller's. A pipe that is to be read would wait for a writer, and cannot seek.
+    # The caller's. Reading a pipe would wait for a writer, and a pipe cannot seek.
     stream = open(path, mode, -1 if buffer_size is None else buffer_size, opener=regular if normal == "br" else None)  # noqa: SIM115
     stream.seek(begin or 0)
     return stream

@@ -3,7 +3,7 @@
 Inside `tensorizer_saving`, torch.save writes every storage into a .tensors file
 next to the .pt file, once however many tensors view it; inside
 `tensorizer_loading`, torch.load takes them from there. Each of them holds for
-the thread or task that entered it, and others see torch's own functions at work.
+the thread or task that entered it, and others use torch's own functions.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _TensorizerUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"Unsupported TensorizerPickler data version ({pid[1]:d})")
         if pid[2] != "storage":
             raise pickle.UnpicklingError(f"Unsupported TensorizerPickler object type ({pid[2]})")
-        if self._tensors is None:  # only files of ours have a .tensors file
+        if self._tensors is None:  # only our files have a .tensors file
             if scope.function is not None:
                 self._tensors = list(scope.function(place, scope.kwargs))
             else:
@@ -236,7 +236,7 @@ def tensorizer_saving(file_obj: Any = None, *, save_func: Any = None, **kwargs: 
     kwargs: for the TensorSerializer.
 
     An io.BytesIO has no name: it is saved plainly, with a warning. torch.save
-    raises ValueError for a pickle_module of the caller's.
+    raises ValueError if pickle_module is given.
     """
     return _within("save", _wrapped_save, _saving, _Scope(file_obj, save_func, kwargs))
 

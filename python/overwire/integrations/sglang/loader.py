@@ -5,6 +5,8 @@ Written for SGLang 0.5.23.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,23 +17,57 @@ from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_safetensors
 
 from .. import options, weights
+from ..recording import Recorder, by_slices, stand_ins
 
 __all__ = ["OverwireModelLoader"]
 
+log = logging.getLogger("sglang.overwire")
+
 _INDEX = "model.safetensors.index.json"
+
+_KEYS = {"plan": (bool, "true or false")}
 
 
 class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
-    """Loads plain and compressed safetensors by overwire: each tensor is yielded to the
-    model's own `load_weights`, in the order of the files, on the GPU if torch uses one,
-    and is the model's to keep.
+    """Loads plain and compressed safetensors by overwire.
+
+    The model's own `load_weights` runs on stand-ins first, which shows what it copies
+    where; just those bytes are then loaded, straight into the parameters. Where that
+    cannot be planned, each tensor is yielded to `load_weights` instead, in the order of
+    the files, on the GPU if torch uses one, and is the model's to keep.
 
     Raises ValueError for a wrong `model_loader_extra_config`.
     """
 
     def __init__(self, load_config: Any) -> None:
-        self._options = options(load_config.model_loader_extra_config or {}, {})
+        self._options = options(load_config.model_loader_extra_config or {}, _KEYS)
         super().__init__(replace(load_config, load_format=LoadFormat.SAFETENSORS, model_loader_extra_config={}))
+        self._recorder: Recorder | None = None  # gets stand-ins instead of tensors
+        self._opened: Any = None  # closes what was opened for them
+        self._asked: tuple[Any, ...] = ()
+
+    def _get_all_weights(self, *asked: Any, **more: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        self._asked = (asked, more)
+        yield from super()._get_all_weights(*asked, **more)
+        if self._recorder is not None:
+            self._recorder.load()
+
+    def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: Any) -> None:
+        """SGLang's own, but that the weights are planned where that can be done."""
+
+        def attempt(recorder: Recorder, files: contextlib.ExitStack) -> None:
+            self._recorder, self._opened = recorder, files
+            try:
+                self.load_weights_only(model, weights, target_device)
+            finally:
+                self._recorder = None
+
+        plan = self._options.get("plan", getattr(model, "quant_config", None) is None)
+        if plan and not by_slices(attempt, self._options["max_memory"], log):
+            weights, plan = self._get_all_weights(*self._asked[0], **self._asked[1]), False
+        if not plan:
+            self.load_weights_only(model, weights, target_device)
+        self.postprocess_weights(model, target_device)
 
     def download_model(self, model_config: Any) -> None:
         """Brings the files that the model needs to this machine; with `source` nothing."""
@@ -46,7 +82,11 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             where = self._options["source"]
         else:
             where, index = self._files(source, resolved_source)
-        tensors = weights(where, _device(), self._options, index=index)
+        tensors: Iterator[tuple[str, torch.Tensor]]
+        if self._recorder is not None:
+            tensors = stand_ins(self._recorder, self._opened, where, _device(), self._options, index=index)
+        else:
+            tensors = weights(where, _device(), self._options, index=index)
         if self.load_config.draft_model_idx is not None:
             renamed: Iterator[tuple[str, torch.Tensor]] = self._filter_mtp_weights(tensors, source.prefix, self.load_config.draft_model_idx)
             return renamed

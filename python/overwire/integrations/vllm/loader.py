@@ -6,6 +6,8 @@ loaded; overwire reads them. Written for vLLM 0.32 and 0.33.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import time
@@ -22,6 +24,7 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from .. import options, weights
+from ..recording import Recorder, by_slices, stand_ins
 from .coverage import Coverage
 
 __all__ = ["OverwireModelLoader"]
@@ -32,15 +35,19 @@ log = init_logger("vllm.overwire")
 KNOWN = ("0.32.", "0.33.")
 
 _KEYS = {
+    "plan": (bool, "true or false"),
     "strict": (bool, "true or false"),
     "enable_weights_track": (bool, "true or false"),
 }
 
 
 class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
-    """Loads plain and compressed safetensors by overwire: each tensor is yielded to the
-    model's own `load_weights`, in the order of the files, on the model's device, and is
-    the model's to keep.
+    """Loads plain and compressed safetensors by overwire.
+
+    The model's own `load_weights` runs on stand-ins first, which shows what it copies
+    where; just those bytes are then loaded, straight into the parameters. Where that
+    cannot be planned, each tensor is yielded to `load_weights` instead, in the order of
+    the files, on the model's device, and is the model's to keep.
 
     Raises ValueError for a wrong `model_loader_extra_config`.
     """
@@ -67,7 +74,23 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         """Loads the model. ValueError, in vLLM's words, for a parameter, or a part of
         one, that the files do not hold."""
         self._reader.begin(model_config, model)
-        if not self._options.get("strict", True) or model_config.quantization is not None:
+        quantised = model_config.quantization is not None
+        if not self._options.get("plan", not quantised) or not by_slices(
+            functools.partial(self._by_slices, model, model_config, quantised), self._options["max_memory"], log
+        ):
+            self._checked(model, model_config, quantised)
+
+    def _by_slices(
+        self, model: torch.nn.Module, model_config: Any, quantised: bool, recorder: Recorder, files: contextlib.ExitStack
+    ) -> None:
+        self._reader.recorder, self._reader.files = recorder, files
+        try:
+            self._checked(model, model_config, quantised)
+        finally:
+            self._reader.recorder = None
+
+    def _checked(self, model: torch.nn.Module, model_config: Any, quantised: bool) -> None:
+        if not self._options.get("strict", True) or quantised:
             self._reader.load_weights(model, model_config)  # names of quantised parameters are vLLM's to know
             return
         with Coverage(model) as coverage:
@@ -90,6 +113,8 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self.counter_before_loading_weights: float = 0.0
         self._device = "cpu"
         self.loaded: set[str] | None = None  # what the model says it has loaded
+        self.recorder: Recorder | None = None  # gets stand-ins instead of tensors
+        self.files: Any = None  # closes what was opened for them
         self._remote: str | None = None  # the model whose weights are at options["source"]
 
     def begin(self, model_config: Any, model: torch.nn.Module) -> None:
@@ -98,6 +123,13 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         # A reload from another path must not read the first model's source.
         first = model.__dict__.setdefault("_overwire_model", model_config.model)
         self._remote = model_config.model if "source" in self._options and first == model_config.model else None
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields name and tensor of all that the model reads; after the last stand-in,
+        loads what was recorded."""
+        yield from super().get_all_weights(model_config, model)
+        if self.recorder is not None:
+            self.recorder.load()
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.safetensors_load_strategy == "torchao":
@@ -109,15 +141,12 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
             where, index = self._files(source)
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
-        tensors = weights(
-            where,
-            self._device,
-            self._options,
-            wanted=self._wanted,
-            unused=source.is_unused_weight,
-            index=index,
-            progress=bool(enable_tqdm(self.load_config.use_tqdm_on_load)),
-        )
+        asked: dict[str, Any] = {"wanted": self._wanted, "unused": source.is_unused_weight, "index": index}
+        if self.recorder is not None:
+            tensors = stand_ins(self.recorder, self.files, where, self._device, self._options, **asked)
+        else:
+            progress = bool(enable_tqdm(self.load_config.use_tqdm_on_load))
+            tensors = weights(where, self._device, self._options, progress=progress, **asked)
         return ((source.prefix + name, tensor) for name, tensor in tensors)
 
     def track_weights_loading(self, model: torch.nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any) -> None:

@@ -32,7 +32,7 @@ def _whole(value: Any, what: str) -> int:
 
 def validated_byte_ranges(metadata: SafeTensorsMetadata, byte_ranges: list[tuple[int, int]] | None) -> list[tuple[int, int]] | None:
     """The ranges [begin, end) of a file, copied; None, the whole file, as it is.
-    ValueError unless they lie in the file's data, in order, apart, and none is empty."""
+    ValueError unless they are in the file's data, in order, disjoint and not empty."""
     if byte_ranges is None:
         return None
     checked: list[tuple[int, int]] = []
@@ -53,7 +53,7 @@ def validated_byte_ranges(metadata: SafeTensorsMetadata, byte_ranges: list[tuple
 
 
 def validated_chunk_allocation_size(byte_ranges: list[tuple[int, int]], allocation_size: int | None) -> int | None:
-    """The size as an int. ValueError unless it holds all from the first to the last range."""
+    """The size as an int. ValueError if it is less than the span of all ranges."""
     if allocation_size is None:
         return None
     size = _whole(allocation_size, "allocation_size")
@@ -195,12 +195,12 @@ class EngineCopier(CopierInterface):
         return True
 
     def set_byte_ranges(self, byte_ranges: list[tuple[int, int]] | None) -> None:
-        """Only tensors that lie in the ranges as a whole are loaded."""
+        """Loads only tensors that are completely inside the ranges."""
         ranges = validated_byte_ranges(self.metadata, byte_ranges)
         self.names = None if ranges is None else self._within(ranges)
 
     def set_chunk(self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None) -> None:
-        """Each tensor has memory of its own, of its size: allocation_size is checked alone."""
+        """Each tensor has its own memory, of its size: allocation_size is only checked."""
         ranges = validated_byte_ranges(self.metadata, byte_ranges) or []
         validated_chunk_allocation_size(ranges, allocation_size)
         if missing := set(names) - set(self._within(ranges)):
@@ -239,7 +239,7 @@ class EngineCopier(CopierInterface):
             self.metadata.src, device=where, framework="pt" if torch else "np", keys=self.names, read=self.read,
             dtype=self.dtype.value if torch and self.dtype is not DType.AUTO else None,
         )  # fmt: skip
-        # Stands for the tensors, each of which has memory of its own.
+        # Represents the tensors, each of which has its own memory.
         self._gbuf = self.framework.lease(cpp.gds_device_buffer(0, nbytes, is_cuda(self.device), self))
         return self._gbuf
 
@@ -282,7 +282,7 @@ class EngineCopier(CopierInterface):
         self._advance(None)
 
     def cancel(self) -> None:
-        """Ends what is loading, and lets go of what arrived."""
+        """Cancels loading, and frees what has arrived."""
         with self._lock:
             self._stream, self._gbuf, self.found = None, None, {}
             self._error = ValueError(f"{self.metadata.src}: the buffer is closed")

@@ -1,4 +1,4 @@
-"""The copier "3fs": reads by a reader of the caller's, made for 3FS."""
+"""The copier "3fs": reads through the caller's reader, made for 3FS."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """tensorizer._crypt: that encryption is there, and what programs take from it.
 
-The ciphers themselves are the engine's, which encrypts and decrypts whole files:
+The engine has the ciphers, and encrypts and decrypts whole files:
 there is no libsodium, and none of the classes that wrap it there.
 """
 

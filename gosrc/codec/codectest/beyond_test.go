@@ -1,0 +1,6 @@
+package codectest
+
+import "unsafe"
+
+// beyond writes to byte i of p, wherever that is.
+func beyond(p []byte, i int) { *(*byte)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(p)), i))++ }

@@ -1,0 +1,94 @@
+package codectest
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// The suite tells every way in which a decoder may misbehave from a good one and from a
+// refusal: otherwise it would promise nothing of the codecs that pass it.
+func TestDecodeSeesFaults(t *testing.T) {
+	chunk := []byte("sixteen bytes or")
+	outside := func(at int) func(dst, src []byte, _ uint16) error {
+		return func(dst, src []byte, _ uint16) error {
+			copy(dst, src)
+			beyond(dst, at) // as a kernel may
+			return nil
+		}
+	}
+	for _, c := range []struct {
+		name   string
+		decode func(dst, src []byte, _ uint16) error
+		size   int
+		want   string // in the error; "": none
+		good   bool
+	}{
+		{"good", func(dst, src []byte, _ uint16) error { copy(dst, src); return nil }, 16, "", true},
+		{"nothing to fill", func(_, _ []byte, _ uint16) error { return nil }, 0, "", true},
+		{"refuses", func(_, _ []byte, _ uint16) error { return errs.New(errs.ErrCorrupt, "no") }, 16, "no", false},
+		{"refuses in another class", func(_, _ []byte, _ uint16) error { return errs.New(errs.ErrArgument, "no") }, 16, "not of class Corrupt", false},
+		{"refuses without a class", func(_, _ []byte, _ uint16) error { return errors.New("no") }, 16, "not of class Corrupt", false},
+		{"writes behind", outside(16), 16, "byte 16 of a destination of 16 was written", false},
+		{"writes far behind", outside(16 + guard - 1), 16, "was written", false},
+		{"writes before", outside(-1), 16, "byte -1 of a destination of 16 was written", false},
+		{"changes its source", func(dst, src []byte, _ uint16) error { copy(dst, src); src[3]++; return nil }, 16, "changed its source", false},
+		{"writes behind and refuses", func(dst, src []byte, _ uint16) error {
+			beyond(dst, 20)
+			return errs.New(errs.ErrCorrupt, "no")
+		}, 16, "was written", false},
+	} {
+		got, err := Decode(Codec{Decode: c.decode}, chunk, c.size, 0)
+		switch {
+		case c.want == "" && err != nil, c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)):
+			t.Errorf("%s: %v, want %q", c.name, err, c.want)
+		case c.good && !bytes.Equal(got, chunk[:c.size]):
+			t.Errorf("%s: %q", c.name, got)
+		case c.want == "no" && !errors.Is(err, errs.ErrCorrupt):
+			t.Errorf("%s: %v", c.name, err)
+		}
+	}
+	if string(chunk) != "sixteen bytes or" {
+		t.Error("the caller's chunk has changed")
+	}
+}
+
+// A codec that keeps to the rules passes, one that gains nothing too, and the choices of
+// a seed are the same every time.
+func TestRun(t *testing.T) {
+	var seen [2][]string
+	for i := range seen {
+		c := Codec{
+			// A length, the bytes, and their sum: everything that Run changes is noticed.
+			Encode: func(dst, src []byte) ([]byte, uint16, bool) {
+				if len(src) == 0 || src[0] == 'x' {
+					return dst, 0, false
+				}
+				return append(append(append(dst, byte(len(src))), src...), total(src)), 7, true
+			},
+			Decode: func(dst, src []byte, note uint16) error {
+				seen[i] = append(seen[i], fmt.Sprintf("%d %x", note, src))
+				if len(src) < 2 || int(src[0]) != len(dst) || len(src) != len(dst)+2 || total(src[1:len(src)-1]) != src[len(src)-1] {
+					return errs.New(errs.ErrCorrupt, "no")
+				}
+				copy(dst, src[1:])
+				return nil
+			},
+		}
+		Run(t, c, []Sample{{"text", []byte("a few bytes")}, {"no gain", []byte("xyz")}, {"nothing", nil}, {"one", []byte{9}}}, 77)
+	}
+	if len(seen[0]) < 160 || strings.Join(seen[0], "|") != strings.Join(seen[1], "|") {
+		t.Errorf("%d and %d calls, not the same ones", len(seen[0]), len(seen[1]))
+	}
+}
+
+func total(p []byte) (n byte) {
+	for _, b := range p {
+		n = n*31 + b
+	}
+	return n
+}

@@ -1,0 +1,192 @@
+package codec
+
+import (
+	"bytes"
+	"errors"
+	"hash/crc32"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// bitwise is CRC-32C by its definition, a bit at a time.
+func bitwise(crc uint32, p []byte) uint32 {
+	crc = ^crc
+	for _, b := range p {
+		crc ^= uint32(b)
+		for range 8 {
+			crc = crc>>1 ^ 0x82f63b78*(crc&1)
+		}
+	}
+	return ^crc
+}
+
+// The checksum is the polynomial's remainder: by the definition, in every length up to
+// several folds and at every alignment; it tells every flipped bit, every two, and every
+// burst of at most 32 bits.
+func TestSumByDefinition(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	data := make([]byte, 9000)
+	for i := range data {
+		data[i] = byte(r.Uint32())
+	}
+	for n := range 2200 {
+		off := r.IntN(64)
+		if got, want := Sum(data[off:off+n]), bitwise(0, data[off:off+n]); got != want {
+			t.Fatalf("%d bytes at %d: %08x, want %08x", n, off, got, want)
+		}
+	}
+	for _, n := range []int{1, 255, 1024, 1025, 4097, 9000} {
+		p := bytes.Clone(data[:n])
+		want := Sum(p)
+		flip := func(bit int) { p[bit/8] ^= 1 << (bit % 8) }
+		for range 300 {
+			a, b := r.IntN(8*n), r.IntN(8*n)
+			flip(a)
+			if Sum(p) == want {
+				t.Fatalf("%d bytes: bit %d is not noticed", n, a)
+			}
+			flip(b)
+			if a != b && Sum(p) == want {
+				t.Fatalf("%d bytes: bits %d and %d are not noticed", n, a, b)
+			}
+			flip(a)
+			flip(b)
+			at, burst := r.IntN(max(1, 8*n-32)), r.Uint32()|1
+			for i := range min(32, 8*n-at) {
+				if burst>>i&1 == 1 {
+					flip(at + i)
+				}
+			}
+			if Sum(p) == want {
+				t.Fatalf("%d bytes: a burst %08x at bit %d is not noticed", n, burst, at)
+			}
+			copy(p, data)
+		}
+	}
+	for _, fill := range []byte{0, 0xff} { // runs whose first sums are easily lost
+		for n := range 3000 {
+			p := bytes.Repeat([]byte{fill}, n)
+			if got := Sum(p); got != crc32.Checksum(p, castagnoli) {
+				t.Fatalf("%d bytes of %#x: %08x", n, fill, got)
+			}
+		}
+	}
+}
+
+// What the format allows for a dtype is what its encoder is asked for: each listed
+// transform packs and comes back through the chunk record, no other is known.
+func TestEveryKnownPair(t *testing.T) {
+	const seed = 71
+	r := rand.New(rand.NewPCG(seed, 0))
+	src := make([]byte, 1<<14)
+	for i := range src {
+		src[i] = byte(r.IntN(3)) // little in it, for every transform
+	}
+	pairs := 0
+	for d := tensor.Bool; d.Valid(); d++ {
+		for tr := range uint8(255) {
+			listed := bytes.Contains(x16.TransformsFor(d), []byte{tr})
+			if Known(tensor.CodecX16, tr, d) != listed {
+				t.Errorf("%v, transform %d: listed %v", d, tr, listed)
+			}
+			if !listed {
+				continue
+			}
+			pairs++
+			var e x16.Encoder
+			out, st, ok := e.Encode(nil, src, tr)
+			if !ok {
+				t.Errorf("%v, %s: nothing to gain", d, x16.Name(tr))
+				continue
+			}
+			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: tr, SegTiles: st, Stored: uint32(len(out)), Logical: uint32(len(src)), Sum: Sum(out)}
+			dst := make([]byte, len(src))
+			if err := Decode(dst, out, c); err != nil || !bytes.Equal(dst, src) {
+				t.Errorf("%v, %s: %v", d, x16.Name(tr), err)
+			}
+		}
+	}
+	if pairs != 17 {
+		t.Errorf("%d pairs of dtype and transform", pairs)
+	}
+}
+
+// A record that does not fit its buffers is the caller's mistake, whatever the codec, and
+// nothing is written; a codec that this build lacks says so.
+func TestRecordsThatDoNotFit(t *testing.T) {
+	for codec := range 256 {
+		for _, sizes := range [][4]uint32{{4, 4, 5, 4}, {4, 4, 4, 5}, {4, 4, 0, 4}, {4, 4, 4, 0}, {0, 0, 1, 0}, {4, 4, 1<<32 - 1, 4}, {4, 4, 4, 1<<32 - 1}} {
+			dst, src := bytes.Repeat([]byte{9}, int(sizes[0])), make([]byte, sizes[1])
+			c := tensor.Chunk{Codec: tensor.Codec(codec), Logical: sizes[2], Stored: sizes[3]}
+			if err := Decode(dst, src, c); !errors.Is(err, errs.ErrArgument) || !bytes.Equal(dst, bytes.Repeat([]byte{9}, len(dst))) {
+				t.Fatalf("codec %d, %v: %v, %v", codec, sizes, err, dst)
+			}
+		}
+		err := Decode(make([]byte, 4), make([]byte, 4), tensor.Chunk{Codec: tensor.Codec(codec), Logical: 4, Stored: 4})
+		want := map[tensor.Codec]error{tensor.CodecRaw: nil, tensor.CodecX16: errs.ErrCorrupt}
+		class, ours := want[tensor.Codec(codec)]
+		if !ours {
+			class = errs.ErrNotSupported
+		}
+		if !errors.Is(err, class) {
+			t.Errorf("codec %d: %v", codec, err)
+		}
+	}
+}
+
+// Use takes the names of the setting; anything else is the best of the machine.
+func TestUse(t *testing.T) {
+	defer Use("")
+	for name, want := range map[string]x16.Level{"scalar": x16.Scalar, "avx2": min(x16.AVX2, x16.Best()), "avx512": min(x16.AVX512, x16.Best()), "": x16.Best(), "none": x16.Best(), "AVX2": x16.Best()} {
+		Use("scalar")
+		if Use(name); x16.Using() != want {
+			t.Errorf("%q: %v, want %v", name, x16.Using(), want)
+		}
+	}
+}
+
+// Chunks of several codecs are decoded by many threads into one tensor, each to its place.
+func TestChunksTogether(t *testing.T) {
+	const seed, each = 81, 6000
+	r := rand.New(rand.NewPCG(seed, 0))
+	var e x16.Encoder
+	var chunks []tensor.Chunk
+	var stored [][]byte
+	var want []byte
+	for i := range 64 {
+		part := make([]byte, each+i%7)
+		for k := range part {
+			part[k] = byte(r.IntN(1 + 60*(i%3)))
+		}
+		want = append(want, part...)
+		c := tensor.Chunk{Logical: uint32(len(part)), Stored: uint32(len(part))}
+		p := part
+		if out, st, ok := e.Encode(nil, part, x16.Bytes); ok && i%4 > 0 {
+			p, c.Codec, c.Transform, c.SegTiles, c.Stored = out, tensor.CodecX16, x16.Bytes, st, uint32(len(out))
+		}
+		chunks, stored = append(chunks, c), append(stored, p)
+	}
+	got := make([]byte, len(want))
+	var wg sync.WaitGroup
+	at := 0
+	for i, c := range chunks {
+		dst := got[at : at+int(c.Logical) : at+int(c.Logical)]
+		at += len(dst)
+		wg.Go(func() {
+			if err := Decode(dst, stored[i], c); err != nil {
+				t.Errorf("chunk %d: %v", i, err)
+			}
+		})
+	}
+	if wg.Wait(); !bytes.Equal(got, want) {
+		t.Error("not the bytes that were stored")
+	}
+}

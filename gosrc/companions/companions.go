@@ -1,0 +1,176 @@
+// Package companions finds and copies what lies beside the weights of a folder:
+// config.json, a tokenizer, the folders of a pipeline that hold no weights.
+//
+// A link is followed to a file of the folder itself, and from a snapshot of a Hugging
+// Face cache to that cache's blobs; the copy is a plain file. Other links are not
+// copied: a folder from a stranger must not copy files of this machine. Hidden files
+// are not copied, either. The caller gets the names of what was not copied.
+package companions
+
+import (
+	"context"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/regular"
+)
+
+// extension ends the names of weights.
+const extension = ".safetensors"
+
+// maxOther is the size up to which weights in other formats are copied along: the
+// small ones are often no weights (training_args.bin).
+const maxOther = 64 << 20
+
+// otherWeights are the extensions of weights in other formats.
+var otherWeights = []string{
+	".bin", ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".nemo", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pdparams",
+	".pkl", ".pt", ".pth", ".tensors", ".tflite",
+}
+
+// A Folder says where companions are looked for.
+type Folder struct {
+	Path string
+	// Root is the folder whose files links may lead to; "": Path.
+	Root string
+	// Avoid is the folder that is written; it may be Path itself, which then has none.
+	Avoid string
+	// Below says that the folders below Path are visited by themselves.
+	Below bool
+}
+
+// A File is one companion.
+type File struct {
+	Name string
+	Path string // links followed
+	Size int64
+	Mode fs.FileMode // of permissions
+}
+
+// Find lists the companions of a folder, those named in taken left out, and the paths
+// of what is left. What is no folder has none.
+func Find(in Folder, taken map[string]bool) (found []File, left []string, err error) {
+	here, _ := os.Stat(in.Avoid)
+	st, err := os.Stat(in.Path)
+	if err != nil || !st.IsDir() || here != nil && os.SameFile(st, here) {
+		return nil, nil, nil
+	}
+	entries, err := os.ReadDir(in.Path)
+	if err != nil {
+		return nil, nil, errs.Locate("read", in.Path, "", -1, errs.FromOS(err))
+	}
+	root := in.Root
+	if root == "" {
+		root = in.Path
+	}
+	for _, e := range entries {
+		path := strings.TrimSuffix(in.Path, "/") + "/" + e.Name() // ".." stays, as the system takes it
+		switch {
+		case taken[e.Name()]:
+		case e.IsDir():
+			if st, err := e.Info(); err == nil && here != nil && os.SameFile(st, here) {
+				continue
+			}
+			if !in.Below || strings.HasPrefix(e.Name(), ".") {
+				left = append(left, path)
+			}
+		default:
+			if f, ok := companion(root, path); ok {
+				found = append(found, f)
+			} else {
+				left = append(left, path)
+			}
+		}
+	}
+	return found, left, nil
+}
+
+// companion finds the file that a name beside the weights leads to; ok is false if it
+// is to be left.
+func companion(root, path string) (f File, ok bool) {
+	f = File{Name: filepath.Base(path), Path: path}
+	weights := func(name string) bool {
+		return strings.HasSuffix(name, extension) || strings.HasSuffix(name, extension+".index.json")
+	}
+	st, err := os.Lstat(path)
+	if err != nil || strings.HasPrefix(f.Name, ".") || weights(f.Name) {
+		return f, false
+	}
+	if st.Mode()&fs.ModeSymlink != 0 {
+		if f.Path, ok = within(root, path); !ok || weights(f.Path) {
+			return f, false
+		}
+		if st, err = os.Stat(f.Path); err != nil {
+			return f, false
+		}
+	}
+	f.Size, f.Mode = st.Size(), st.Mode().Perm()
+	other := slices.Contains(otherWeights, strings.ToLower(filepath.Ext(f.Name)))
+	return f, st.Mode().IsRegular() && (!other || f.Size <= maxOther)
+}
+
+// within follows a link to a file of the folder root, or of the blobs of the Hugging
+// Face cache that root is a snapshot of.
+func within(root, link string) (real string, ok bool) {
+	real, err := filepath.EvalSymlinks(link)
+	if err != nil {
+		return "", false
+	}
+	dir, err := filepath.EvalSymlinks(root)
+	if err != nil {
+		return "", false
+	}
+	if real, err = filepath.Abs(real); err != nil {
+		return "", false
+	}
+	if dir, err = filepath.Abs(dir); err != nil {
+		return "", false
+	}
+	if strings.HasPrefix(real, strings.TrimSuffix(dir, "/")+"/") {
+		return real, true
+	}
+	cache, _, found := strings.Cut(dir+"/", "/snapshots/")
+	return real, found && filepath.Dir(real) == cache+"/blobs"
+}
+
+// step is how many bytes of a copied file are in memory.
+const step = 1 << 20
+
+// Copy passes the bytes of f to write. It fails if they are no longer as many as when
+// f was found.
+func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) error {
+	changed := errs.Locate("read", f.Path, "", -1, errs.New(errs.ErrCorrupt, "the file changed while it was copied"))
+	fd, _, err := regular.Open(f.Path)
+	if err != nil {
+		return errs.Locate("read", f.Path, "", -1, err)
+	}
+	file := os.NewFile(uintptr(fd), f.Path)
+	defer file.Close()
+	block := make([]byte, min(step, f.Size+1))
+	for size := int64(0); ; {
+		if err := ctx.Err(); err != nil {
+			return context.Cause(ctx)
+		}
+		n, err := file.Read(block)
+		if size+int64(n) > f.Size || err == io.EOF && size < f.Size {
+			return changed
+		}
+		if n > 0 {
+			if err := write(block[:n], size); err != nil {
+				return err
+			}
+			size += int64(n)
+		}
+		if err == io.EOF {
+			return nil
+		}
+		if err != nil {
+			return errs.Locate("read", f.Path, "", -1, errs.FromOS(err))
+		}
+	}
+}

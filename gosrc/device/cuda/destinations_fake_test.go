@@ -1,0 +1,184 @@
+//go:build cgo && owfake
+
+package cuda_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/save"
+)
+
+// Memory that is allocated while the load runs gets the right bytes, plain and
+// compressed; so do the caller's own destinations, settled one by one in any order.
+func TestLateDestinations(t *testing.T) {
+	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
+		t.Run(fmt.Sprintf("compress %v", spec.Compress), func(t *testing.T) { lateDestinations(t, spec) })
+	}
+}
+
+func lateDestinations(t *testing.T, spec save.Spec) {
+	_, m, want := written(t, spec, "", 4<<20)
+	engine(t)
+	defer load.FakeAllotment(64<<10, 0)()
+	for range 3 {
+		whole(t, m, want, 0)
+	}
+	d, err := cuda.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tensors := m.Index().Tensors
+	reqs := make([]load.Request, len(tensors))
+	var mine []int
+	var sizes []int64
+	for i := range tensors {
+		reqs[i] = load.Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
+		if i%2 == 0 && tensors[i].Bytes > 0 {
+			reqs[i].Dest = load.SettleLater
+			mine, sizes = append(mine, i), append(sizes, tensors[i].Bytes)
+		}
+	}
+	own, err := d.Alloc(sizes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := m.Start(reqs, load.Options{Device: "cuda:0", Stream: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Settle([]int64{int64(mine[0]) + 1, 4096}, 0); !errors.Is(err, errs.ErrArgument) {
+		t.Errorf("a place for a request that waits for none: %v", err)
+	}
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	for _, k := range rand.New(rand.NewPCG(seed, 0)).Perm(len(mine)) {
+		if err := l.Settle([]int64{int64(mine[k]), int64(uintptr(own[k].Ptr))}, uint64(k%2)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := finish(t, l); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Settle([]int64{int64(mine[0]), 4096}, 1); err != nil {
+		t.Errorf("after the end: %v", err)
+	}
+	for k, i := range mine {
+		got := make([]byte, sizes[k])
+		if err := d.Read(got, own[k]); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(got, want[tensors[i].Name].Data) {
+			t.Errorf("%s differs in its late place", tensors[i].Name)
+		}
+		own[k].Release()
+	}
+	for i := range tensors {
+		if reqs[i].Dest == 0 && !bytes.Equal(exported(t, d, l, i), want[tensors[i].Name].Data) {
+			t.Errorf("%s differs", tensors[i].Name)
+		}
+	}
+	l.Close()
+}
+
+// A load whose destinations are never settled waits, and ends when it is cancelled.
+func TestDestinationsNeverSettled(t *testing.T) {
+	_, m, _ := written(t, save.Spec{Compress: true}, "", 4<<20)
+	engine(t)
+	reqs := make([]load.Request, len(m.Index().Tensors))
+	for i := range reqs {
+		reqs[i] = load.Request{Tensor: int64(i), Dest: load.SettleLater, Hi0: plan.Whole, Hi1: plan.Whole}
+	}
+	if _, err := m.Start(reqs, load.Options{}); !errors.Is(err, errs.ErrArgument) {
+		t.Errorf("late destinations on the host: %v", err)
+	}
+	l, err := m.Start(reqs, load.Options{Device: "cuda:0"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if done, err := l.Job().Wait(20 * time.Millisecond); done {
+		t.Errorf("it ended: %v", err)
+	}
+	l.Close()
+	if err := finish(t, l); !errors.Is(err, context.Canceled) && !errors.Is(err, errs.ErrCancelled) {
+		t.Errorf("cancelled: %v", err)
+	}
+}
+
+// Whichever call fails while memory is got beside the load, the load ends with
+// the error, and nothing is left behind.
+func TestLateMemoryFails(t *testing.T) {
+	path, m, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
+	m.Close()
+	defer load.FakeAllotment(128<<10, 0)()
+	step := int64(1)
+	if testing.Short() {
+		step = 5
+	}
+	failed := 0
+	for nth := int64(1); ; nth += step {
+		end := cuda.Fake(64 << 20)
+		cuda.FakeFail(nth, 2, false)
+		m, err := load.Open(t.Context(), load.Spec{URIs: []string{path}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		l, err := m.Start(nil, load.Options{Device: "cuda:0"})
+		if err == nil {
+			err = finish(t, l)
+			l.Close()
+		}
+		m.Close()
+		calls := cuda.FakeCalls()
+		if left := end(); left != "" {
+			t.Fatalf("call %d fails: %v; left: %s", nth, err, left)
+		}
+		if err != nil {
+			failed++
+			var at *errs.At
+			if !errors.Is(err, errs.ErrMemory) || !errors.As(err, &at) || at.Source != path {
+				t.Fatalf("call %d fails: %v", nth, err)
+			}
+		}
+		if calls < nth {
+			break
+		}
+	}
+	if failed == 0 {
+		t.Error("no load failed")
+	}
+	quiet(t)
+}
+
+// A queue that is prepared is the one that the next load uses.
+func TestPrepare(t *testing.T) {
+	engine(t)
+	d, err := cuda.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.Prepare()
+	before, _, _ := d.Free()
+	d.Prepare()
+	l, err := d.Queue(0, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if now, _, _ := d.Free(); now != before {
+		t.Errorf("%d bytes more are taken", before-now)
+	}
+	l.Close()
+	load.Prepare("cuda:0")
+	load.Prepare("cuda:99") // the load will say so
+	load.Prepare("nothing")
+	load.Prepared()
+}

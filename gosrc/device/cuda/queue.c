@@ -1,0 +1,539 @@
+//go:build cgo
+
+#include "call.h"
+#include "queue.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../../cuda/abi.h"
+
+enum {
+	NON_BLOCKING = 1,        // CU_STREAM_NON_BLOCKING
+	BLOCKING_SYNC = 1,       // CU_EVENT_BLOCKING_SYNC: waiters sleep
+	NO_TIMING = 2,           // CU_EVENT_DISABLE_TIMING
+	PORTABLE_MAPPED = 1 | 2, // CU_MEMHOSTREGISTER_PORTABLE | DEVICEMAP
+	ATTRIBUTE_SMS = 16,
+	ATTRIBUTE_MAJOR = 75,
+	ATTRIBUTE_MINOR = 76,
+};
+
+int owcu_enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e) { return enter(g, ctx, e); }
+
+void owcu_leave(struct owcu_guard *g) { leave(g, 0); }
+
+int owcu_begin(int *version, int *count, struct owcu_error *e)
+{
+	int mode;
+	int rc = owcu_forked() ? failed(e, "fork", OWCU_FORKED) : TRY(init, (0)); // the driver has not been asked for modes
+
+	if (rc || relax(&mode, e))
+		return -1;
+	rc = TRY(driver_version, (version)) || TRY(device_count, (count)) ? -1 : 0;
+	harden(&mode);
+	return rc;
+}
+
+int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e)
+{
+	int d, mode;
+	size_t n = 0;
+
+	if (relax(&mode, e))
+		return -1;
+	int rc = TRY(device_get, (&d, ordinal)) || TRY(device_name, (info->name, sizeof info->name, d)) ||
+	         TRY(device_bus, (info->bus, sizeof info->bus, d)) || TRY(device_memory, (&n, d)) ||
+	         TRY(device_attribute, (&info->major, ATTRIBUTE_MAJOR, d)) ||
+	         TRY(device_attribute, (&info->minor, ATTRIBUTE_MINOR, d)) || TRY(device_attribute, (&info->sms, ATTRIBUTE_SMS, d));
+	info->memory = n;
+	harden(&mode);
+	return rc ? -1 : 0;
+}
+
+int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, struct owcu_error *e)
+{
+	int mode;
+
+	if (relax(&mode, e))
+		return -1;
+	int rc = TRY(device_get, (device, ordinal)) || TRY(ctx_retain, (ctx, *device)) ? -1 : 0;
+	harden(&mode);
+	return rc;
+}
+
+int owcu_ctx_close(int device, struct owcu_error *e)
+{
+	int mode;
+
+	if (relax(&mode, e))
+		return -1;
+	int rc = TRY(ctx_release, (device));
+	harden(&mode);
+	return rc;
+}
+
+int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int64_t i = 0;
+	int rc = enter(&g, ctx, e);
+
+	for (; rc == 0 && i < n; i++) {
+		rc = TRY(mem_alloc, (&out[i], sizes[i]));
+		if (rc)
+			break;
+	}
+	for (int64_t k = rc ? 0 : n; k < n; k++)
+		if (k >= i || owcu->mem_free(out[k]) == 0 || lost())
+			out[k] = 0;
+	return leave(&g, rc);
+}
+
+int owcu_free(owcu_handle ctx, int64_t n, owcu_ptr *p, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = retire(&g, ctx, e);
+
+	if (rc)
+		return rc;
+	for (int64_t i = 0; i < n; i++) {
+		int refused = TRY(mem_free, (p[i]));
+		rc |= refused;
+		if (!refused || lost())
+			p[i] = 0;
+	}
+	return leave(&g, rc);
+}
+
+int owcu_mark(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	struct owcu_error not_now = {0};
+	int rc = enter(&g, ctx, e), captured = 0;
+
+	// Check before, so that nothing is recorded into a graph; and after, in case a
+	// capture began in between: such an event must not be queried.
+	for (int again = 0; rc == 0 && !captured && again < 2; again++) {
+		for (int i = 0; rc == 0 && !captured && i < n; i++) {
+			if (uncaptured(streams[i], &not_now)) {
+				captured = not_now.code == OWCU_CAPTURED;
+				rc = captured ? 0 : failed(e, not_now.call, not_now.code);
+			} else if (!again) {
+				rc = (events[i] == NULL && TRY(event_create, (&events[i], NO_TIMING))) ||
+				     TRY(event_record, (events[i], (owcu_handle)(uintptr_t)streams[i])) ? -1 : 0;
+			}
+		}
+	}
+	return leave(&g, rc && !lost() ? rc : captured);
+}
+
+int owcu_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, ctx, e), passed = 1;
+
+	for (int i = 0; rc == 0 && passed && i < n; i++) {
+		int code = events[i] != NULL ? owcu->event_query(events[i]) : 0;
+		passed = code != OWCU_NOT_READY;
+		rc = passed ? failed(e, name_event_query, code) : 0;
+	}
+	return leave(&g, rc && !lost() ? rc : passed);
+}
+
+int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(host_register, (p, n, PORTABLE_MAPPED));
+	return leave(&g, rc);
+}
+
+int owcu_unregister(owcu_handle ctx, void *p, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = retire(&g, ctx, e);
+
+	if (rc)
+		return rc;
+	if (TRY(host_unregister, (p)))
+		rc = lost() ? -1 : 1;
+	return leave(&g, rc);
+}
+
+int owcu_memory(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	size_t a = 0, b = 0;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(mem_info, (&a, &b));
+	*unused = a;
+	*total = b;
+	return leave(&g, rc);
+}
+
+int owcu_read(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0 && *stream == NULL)
+		rc = TRY(stream_create, (stream, NON_BLOCKING));
+	if (rc == 0)
+		rc = TRY(copy_out_async, (dst, src, n, *stream)) | TRY(stream_sync, (*stream));
+	return leave(&g, rc);
+}
+
+int owcu_stream_end(owcu_handle ctx, owcu_handle *stream, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = *stream != NULL ? retire(&g, ctx, e) : 0;
+
+	if (rc || *stream == NULL)
+		return rc;
+	if (TRY(stream_destroy, (*stream)))
+		rc = lost() ? -1 : 1;
+	if (rc <= 0)
+		*stream = NULL;
+	return leave(&g, rc);
+}
+
+int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char *names, int count, struct owcu_module *m,
+                     owcu_handle *kernels, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, ctx, e);
+
+	// The driver wants an aligned image and may read it again when a kernel is
+	// first launched.
+	if (rc == 0 && m->image == NULL) {
+		if (posix_memalign(&m->image, 64, n)) {
+			m->image = NULL;
+			rc = failed(e, "posix_memalign", OWCU_OUT_OF_MEMORY);
+		} else {
+			memcpy(m->image, image, n);
+		}
+	}
+	if (rc == 0 && m->module == NULL)
+		rc = TRY(module_load, (&m->module, m->image));
+	for (int i = 0; rc == 0 && i < count; i++, names += strlen(names) + 1)
+		rc = TRY(module_function, (&kernels[i], m->module, names));
+	return leave(&g, rc);
+}
+
+int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = retire(&g, ctx, e);
+
+	if (rc)
+		return rc;
+	if (m->module != NULL && TRY(module_unload, (m->module))) {
+		rc = lost() ? -1 : 1;
+		if (rc > 0)
+			return leave(&g, rc);
+	}
+	free(m->image);
+	m->module = m->image = NULL;
+	return leave(&g, rc);
+}
+
+// unmake frees the parts of a queue that were made, and returns 1 if the driver
+// refused some of it.
+static int unmake(struct owcu_queue *l, struct owcu_error *e)
+{
+	int left = 0;
+
+	for (int i = 0; i < OWCU_STREAMS; i++)
+		if (l->streams[i] && TRY(stream_sync, (l->streams[i])) && !lost())
+			return 1;
+	for (int i = 0; l->slots && i < l->made; i++) {
+		struct owcu_slot *s = l->slots[i];
+		if (s == NULL)
+			continue;
+		DROP(s->copied, event_destroy);
+		DROP(s->done, event_destroy);
+		for (int k = 0; k < 4; k++)
+			DROP(s->marks[k], event_destroy);
+	}
+	DROP(l->join, event_destroy);
+	DROP(l->origin, event_destroy);
+	for (int i = 0; i < OWCU_STREAMS; i++)
+		DROP(l->streams[i], stream_destroy);
+	DROP(l->scratch, mem_free);
+	DROP(l->staging, mem_free);
+	DROP(l->pinned, host_unregister);
+	if (left)
+		return 1;
+	for (int i = 0; l->slots && i < l->made; i++)
+		free(l->slots[i]);
+	free(l->slots);
+	free(l);
+	return 0;
+}
+
+static int make(struct owcu_queue *l, void *pinned, uint64_t bytes, int nslots, struct owcu_error *e)
+{
+	const unsigned quiet = BLOCKING_SYNC | NO_TIMING;
+
+	if (TRY(host_register, (pinned, bytes, PORTABLE_MAPPED)))
+		return -1;
+	l->pinned = pinned;
+	if (TRY(host_pointer, (&l->mapped, pinned, 0)) || TRY(mem_alloc, (&l->staging, bytes)))
+		return -1;
+	for (int i = 0; i < OWCU_STREAMS; i++)
+		if (TRY(stream_create, (&l->streams[i], NON_BLOCKING)))
+			return -1;
+	if (TRY(event_create, (&l->join, NO_TIMING)))
+		return -1;
+	l->slots = calloc((size_t)nslots, sizeof *l->slots);
+	if (l->slots == NULL)
+		return failed(e, "calloc", OWCU_OUT_OF_MEMORY);
+	l->made = nslots;
+	for (int i = 0; i < nslots; i++) {
+		struct owcu_slot *s = l->slots[i] = calloc(1, sizeof *s);
+		if (s == NULL)
+			return failed(e, "calloc", OWCU_OUT_OF_MEMORY);
+		if (TRY(event_create, (&s->copied, NO_TIMING)) || TRY(event_create, (&s->done, quiet)))
+			return -1;
+	}
+	return 0;
+}
+
+struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, const owcu_handle *kernels,
+                                struct owcu_queue **left, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	struct owcu_error ignored = {0};
+	struct owcu_queue *l = NULL;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0) {
+		l = calloc(1, sizeof *l);
+		if (l == NULL)
+			rc = failed(e, "calloc", OWCU_OUT_OF_MEMORY);
+	}
+	if (rc == 0) {
+		l->ctx = ctx;
+		memcpy(l->kernels, kernels, sizeof l->kernels);
+		rc = make(l, pinned, bytes, nslots, e);
+	}
+	if (rc && l) {
+		if (unmake(l, &ignored))
+			*left = l;
+		l = NULL;
+	}
+	leave(&g, rc);
+	return l;
+}
+
+int owcu_queue_free(struct owcu_queue *l, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = retire(&g, l->ctx, e);
+
+	if (rc)
+		return rc;
+	rc = unmake(l, e);
+	return leave(&g, rc ? rc : e->call != NULL ? -1 : 0);
+}
+
+int owcu_scratch(struct owcu_queue *l, uint64_t n, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	if (rc == 0)
+		rc = TRY(mem_alloc, (&l->scratch, n));
+	return leave(&g, rc);
+}
+
+static int launch_all(struct owcu_queue *l, struct owcu_slot *s, owcu_handle stream, struct owcu_error *e)
+{
+	for (uint32_t i = 0; i < s->nlaunches; i++) {
+		struct owcu_launch *k = &s->launches[i];
+		void *args[] = {&k->a, &k->b, &k->n, &s->status};
+		// The kernels of X16 come first and use the tables in shared memory.
+		unsigned shared = k->kernel < OW_BYTES ? OW_X16_SHARED : 0;
+		unsigned grid = (k->n + OW_X16_WARPS - 1) / OW_X16_WARPS;
+		if (TRY(launch, (l->kernels[k->kernel], grid, 1, 1, 32 * OW_X16_WARPS, 1, 1, shared, stream, args, NULL)))
+			return -1;
+	}
+	return 0;
+}
+
+// mark records one of a slot's events for the trace, if there is one.
+static int mark(struct owcu_queue *l, struct owcu_slot *s, int k, owcu_handle stream, struct owcu_error *e)
+{
+	return l->timed ? TRY(event_record, (s->marks[k], stream)) : 0;
+}
+
+static int queue(struct owcu_queue *l, struct owcu_slot *s, struct owcu_error *e)
+{
+	owcu_handle copy = l->streams[0], last = copy;
+
+	if (s->after && s->early && TRY(stream_wait, (copy, s->after, 0)))
+		return -1;
+	if (mark(l, s, 0, copy, e))
+		return -1;
+	for (uint32_t i = 0; i < s->ncopies; i++)
+		if (TRY(copy_in, (s->copies[i].dst, s->copies[i].src, s->copies[i].n, copy)))
+			return -1;
+	if (mark(l, s, 1, copy, e))
+		return -1;
+	if (s->nlaunches > 0 || s->then) {
+		last = l->streams[1 + s->stream];
+		if (TRY(event_record, (s->copied, copy)) || TRY(stream_wait, (last, s->copied, 0)))
+			return -1;
+	}
+	if (s->after && last != copy && TRY(stream_wait, (last, s->after, 0)))
+		return -1;
+	if (mark(l, s, 2, last, e) || launch_all(l, s, last, e) || mark(l, s, 3, last, e))
+		return -1;
+	if (s->then && TRY(event_record, (s->then, last)))
+		return -1;
+	return TRY(event_record, (s->done, last));
+}
+
+int owcu_submit(struct owcu_queue *l, int slot, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	struct owcu_slot *s = l->slots[slot];
+	int rc = enter(&g, l->ctx, e);
+
+	if (rc)
+		return rc;
+	rc = queue(l, s, e);
+	if (rc) {
+		// Some of it may run, on memory that the caller is about to reuse.
+		owcu->stream_sync(l->streams[0]);
+		owcu->stream_sync(l->streams[1 + s->stream]);
+	} else if (s->wait && (rc = TRY(event_sync, (s->done)))) {
+		owcu->stream_sync(l->streams[1 + s->stream]);
+	}
+	return leave(&g, rc);
+}
+
+int owcu_wait(struct owcu_queue *l, int slot, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	// A driver that refuses once may answer the next time; without an answer
+	// nothing is known about the memory.
+	if (rc && enter(&g, l->ctx, e))
+		return rc;
+	if (rc == 0)
+		rc = TRY(event_sync, (l->slots[slot]->done));
+	for (int k = 0; rc == 0 && l->timed && k < 4; k++)
+		rc = TRY(event_elapsed, (&l->slots[slot]->at[k], l->origin, l->slots[slot]->marks[k]));
+	// Whatever is wrong with the event, all work on the memory must have ended.
+	for (int i = 0; rc && i < OWCU_STREAMS; i++)
+		owcu->stream_sync(l->streams[i]);
+	return leave(&g, rc);
+}
+
+int owcu_join(struct owcu_queue *l, uint64_t stream, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	if (rc == 0)
+		rc = uncaptured(stream, e) || TRY(event_record, (l->join, (owcu_handle)(uintptr_t)stream)) ? -1 : 0;
+	// A wait takes the event as it is now, so one event serves them all.
+	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
+		rc = TRY(stream_wait, (l->streams[i], l->join, 0));
+	return leave(&g, rc);
+}
+
+int owcu_event(owcu_handle ctx, owcu_handle *event, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = *event != NULL ? retire(&g, ctx, e) : enter(&g, ctx, e);
+
+	if (rc)
+		return rc;
+	if (*event == NULL)
+		rc = TRY(event_create, (event, NO_TIMING));
+	else if (TRY(event_destroy, (*event)))
+		rc = lost() ? -1 : 1;
+	return leave(&g, rc);
+}
+
+int owcu_event_before(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = uncaptured(stream, e) || TRY(stream_wait, ((owcu_handle)(uintptr_t)stream, event, 0)) ? -1 : 0;
+	return leave(&g, rc);
+}
+
+int owcu_floor(struct owcu_queue *l, uint64_t stride, uint64_t head, uint64_t n, int count, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	if (rc)
+		return rc;
+	for (int i = 0; rc == 0 && i < count; i++) {
+		uint64_t at = (uint64_t)(i % l->nslots) * stride + head;
+		rc = TRY(copy_in, (l->staging + at, (char *)l->pinned + at, n, l->streams[0]));
+	}
+	rc |= TRY(stream_sync, (l->streams[0]));
+	return leave(&g, rc);
+}
+
+int owcu_across(struct owcu_queue *l, uint64_t dst, uint64_t n, int count, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	if (rc)
+		return rc;
+	for (int i = 0; rc == 0 && i < count; i++)
+		rc = TRY(copy_across, (l->staging + dst, l->staging, n, l->streams[0]));
+	rc |= TRY(stream_sync, (l->streams[0]));
+	return leave(&g, rc);
+}
+
+int owcu_again(struct owcu_queue *l, int count, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	if (rc)
+		return rc;
+	for (int i = 0; rc == 0 && i < count; i++)
+		for (int k = 0; rc == 0 && k < l->nslots; k++)
+			rc = launch_all(l, l->slots[k], l->streams[1], e);
+	rc |= TRY(stream_sync, (l->streams[1]));
+	return leave(&g, rc);
+}
+
+int owcu_timing(struct owcu_queue *l, int on, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, l->ctx, e);
+
+	l->timed = 0;
+	if (rc == 0 && on) {
+		if (l->origin == NULL)
+			rc = TRY(event_create, (&l->origin, 0));
+		for (int i = 0; rc == 0 && i < 4 * l->nslots; i++)
+			if (l->slots[i / 4]->marks[i % 4] == NULL)
+				rc = TRY(event_create, (&l->slots[i / 4]->marks[i % 4], 0));
+		if (rc == 0)
+			rc = TRY(event_record, (l->origin, l->streams[0])) || TRY(stream_sync, (l->streams[0])) ? -1 : 0;
+		l->timed = rc == 0;
+	}
+	return leave(&g, rc);
+}
+
+void **owcu_list_new(void) { return calloc(1, sizeof(void *)); }
+
+void *owcu_list_take(void **list) { return __atomic_exchange_n(list, NULL, __ATOMIC_ACQ_REL); }

@@ -1,0 +1,33 @@
+package device
+
+// This file reads the names of devices.
+
+import (
+	"strconv"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// Of what Number returns: the host, and whichever GPU is current.
+const (
+	Host   = -2
+	AnyGPU = -1
+)
+
+// Number reads torch's name of a device: "cpu", "cuda", "cuda:1".
+func Number(name string) (int64, error) {
+	kind, number, numbered := strings.Cut(name, ":")
+	n, err := strconv.ParseUint(number, 10, 16)
+	switch {
+	case kind == "" || numbered && err != nil:
+		return 0, errs.New(errs.ErrArgument, "device %q: expected \"cpu\", \"cuda\", \"cuda:1\", a torch.device or an int", name)
+	case kind == "cpu":
+		return Host, nil
+	case kind != "cuda":
+		return 0, errs.New(errs.ErrNotSupported, "device %q: only \"cpu\" and \"cuda\" are supported", name)
+	case !numbered:
+		return AnyGPU, nil
+	}
+	return int64(n), nil
+}

@@ -1,0 +1,119 @@
+// Package errs has the error classes of overwire: one sentinel and one Python
+// exception for each class, one typed error that says where it happened, and
+// the redaction of secrets in texts that people see.
+package errs
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+	"strings"
+)
+
+// The classes. Every error that leaves a package wraps exactly one of them, so
+// that errors.Is finds its class through any wrapping.
+var (
+	ErrFormat       = errors.New("bad format")        // bytes that were never a valid file of this kind
+	ErrCorrupt      = errors.New("corrupt data")      // a valid file whose bytes have changed
+	ErrNotFound     = errors.New("not found")         // no such file, object or tensor file
+	ErrPermission   = errors.New("permission denied") //
+	ErrIO           = errors.New("i/o error")         // the medium failed: EIO, ENOSPC, a short read
+	ErrTimeout      = errors.New("timed out")         //
+	ErrMemory       = errors.New("out of memory")     // host or device
+	ErrArgument     = errors.New("bad argument")      // the caller's mistake
+	ErrKey          = errors.New("no such tensor")    //
+	ErrNotSupported = errors.New("not supported")     // valid, but not something this build can do
+	ErrDevice       = errors.New("device error")      //
+	ErrCrypto       = errors.New("cryptography")      // a missing or wrong key, or changed encrypted bytes
+	ErrCancelled    = errors.New("cancelled")         // by the caller or by another error
+	ErrForked       = errors.New("engine forked")     // used in a child of the process that started it
+	ErrEngine       = errors.New("engine failure")    // a bug of ours: a recovered panic
+)
+
+// A ClassOf is an error class, and the Python exception that it becomes: its name,
+// the built-in that a user would catch without knowing us, and its documentation. Own:
+// it has fields of its own.
+type ClassOf struct {
+	Err               error
+	Python, Base, Doc string
+	Own               bool
+}
+
+// classes are in the order in which they are looked for.
+var classes = []ClassOf{
+	{ErrCancelled, "CancelledError", "RuntimeError", "The work was cancelled: by the caller, or because the process ends.", false},
+	{ErrForked, "ForkedError", "RuntimeError", "The engine was started before `fork`, and this is the child.", false},
+	{ErrEngine, "EngineError", "RuntimeError", "A bug in overwire. The engine refuses further work; please report it.", false},
+	{ErrCorrupt, "CorruptError", "ValueError", "A valid file whose bytes have changed.", false},
+	{ErrFormat, "FormatError", "ValueError", "The bytes were never a valid file of this kind.", false},
+	{ErrNotFound, "NotFoundError", "FileNotFoundError", "No such file or object.", false},
+	{ErrPermission, "AccessError", "PermissionError", "The file is there, but may not be read or written.", false},
+	{ErrTimeout, "DeadlineError", "TimeoutError", "The time limit has passed.", false},
+	{ErrMemory, "OutOfMemoryError", "MemoryError", "Host or device memory was not enough. What had been allocated is freed.", true},
+	{ErrArgument, "ArgumentError", "ValueError", "An invalid argument, which the message names.", false},
+	{ErrKey, "TensorNotFoundError", "KeyError", "No tensor of that name.", false},
+	{ErrNotSupported, "NotSupportedError", "NotImplementedError", "Valid, but not something this build can do.", false},
+	{ErrDevice, "DeviceError", "RuntimeError", "The device or its driver failed.", false},
+	{ErrCrypto, "CryptographyError", "ValueError", "A key is missing or wrong, or encrypted bytes have changed.", false},
+	{ErrIO, "IOFailure", "OSError", "The medium failed: an I/O error, a full disk, a short read.", false},
+}
+
+// Classes lists them.
+func Classes() []ClassOf { return slices.Clone(classes) }
+
+// Class returns the name of the Python exception for err. An error without a
+// class is an EngineError, since each of ours should have one.
+func Class(err error) string {
+	for _, c := range classes {
+		if errors.Is(err, c.Err) {
+			return c.Python
+		}
+	}
+	return "EngineError"
+}
+
+// An At says where something went wrong. The text leaves zero fields out; Chunk
+// and Offset are -1 when they are not known.
+type At struct {
+	Verb   string // one of the ten verbs of ARCHITECTURE.md, or the caller's: "decode", "save"
+	Source string
+	Tensor string
+	Chunk  int64
+	Offset int64 // in the source
+	Err    error // wraps one class
+}
+
+// Error returns: decode model.safetensors tensor "x" chunk 17 @4096: checksum mismatch.
+// A system error names the path only if it is not Source.
+func (a *At) Error() string {
+	var b strings.Builder
+	b.WriteString(a.Verb)
+	if a.Source != "" {
+		b.WriteString(" " + Redact(a.Source))
+	}
+	if a.Tensor != "" {
+		fmt.Fprintf(&b, " tensor %q", a.Tensor)
+	}
+	if a.Chunk >= 0 {
+		fmt.Fprintf(&b, " chunk %d", a.Chunk)
+	}
+	if a.Offset >= 0 {
+		fmt.Fprintf(&b, " @%d", a.Offset)
+	}
+	reason := a.Err.Error()
+	var sys *fs.PathError
+	if errors.As(a.Err, &sys) && sys.Path == a.Source {
+		reason = strings.Replace(reason, sys.Error(), sys.Err.Error(), 1)
+	}
+	return b.String() + ": " + reason
+}
+
+// Unwrap returns the cause.
+func (a *At) Unwrap() error { return a.Err }
+
+// New returns an error of a class with a formatted reason:
+// New(ErrCorrupt, "final state %d", x) reads "corrupt data: final state 7".
+func New(class error, format string, args ...any) error {
+	return fmt.Errorf("%w: %s", class, fmt.Sprintf(format, args...))
+}

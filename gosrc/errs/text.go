@@ -1,0 +1,80 @@
+package errs
+
+// This file describes errors for other languages.
+
+import (
+	"errors"
+
+	"github.com/overwire/overwire/gosrc/internal/rawjson"
+)
+
+// A Description is an error in the form that crosses to another language: its
+// class, the redacted message, and where it happened; for a lack of memory also
+// Asked, Free and Total, in bytes. Unknown fields are left out.
+type Description struct {
+	Class   string `json:"class"`
+	Message string `json:"message"`
+	Source  string `json:"source,omitempty"`
+	Tensor  string `json:"tensor,omitempty"`
+	Chunk   *int64 `json:"chunk,omitempty"`
+	Offset  *int64 `json:"offset,omitempty"`
+	Asked   *int64 `json:"asked,omitempty"`
+	Free    *int64 `json:"free,omitempty"`
+	Total   *int64 `json:"total,omitempty"`
+}
+
+// Describe returns the Description of an error.
+func Describe(err error) Description {
+	at := where(err)
+	t := Description{Class: Class(err), Message: "overwire: " + Redact(err.Error()), Source: Redact(at.Source), Tensor: at.Tensor,
+		Chunk: known(at.Chunk), Offset: known(at.Offset)}
+	var mem *Memory
+	if errors.As(err, &mem) {
+		t.Asked, t.Free, t.Total = known(mem.Asked), known(mem.Free), known(mem.Total)
+	}
+	return t
+}
+
+func known(n int64) *int64 {
+	if n < 0 {
+		return nil
+	}
+	return &n
+}
+
+// Prefix begins every text of Text.
+const Prefix = "overwire-fault:"
+
+// Text is Describe as one line: Prefix and JSON.
+func Text(err error) string {
+	b, jsonErr := rawjson.Marshal(Describe(err))
+	if jsonErr != nil { // strings and integers always marshal
+		b = []byte(`{"class":"EngineError","message":"overwire: an error without a text"}`)
+	}
+	return Prefix + string(b)
+}
+
+// where merges every At around the cause: an outer one wins, an inner one fills
+// what is missing.
+func where(err error) At {
+	out := At{Chunk: -1, Offset: -1}
+	for {
+		var at *At
+		if !errors.As(err, &at) {
+			return out
+		}
+		if out.Source == "" {
+			out.Source = at.Source
+		}
+		if out.Tensor == "" {
+			out.Tensor = at.Tensor
+		}
+		if out.Chunk < 0 {
+			out.Chunk = at.Chunk
+		}
+		if out.Offset < 0 {
+			out.Offset = at.Offset
+		}
+		err = at.Err
+	}
+}

@@ -1,0 +1,76 @@
+package format
+
+// This file says what a user may have meant by a path that is not there.
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/near"
+)
+
+// siblings is how many names of a folder are looked at.
+const siblings = 4096
+
+// missing is the error of a local path at which there is nothing, with what may help;
+// nil if there is something.
+func missing(path string) error {
+	if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	hint := ""
+	switch dir := filepath.Dir(path); {
+	case strings.HasPrefix(path, "~") || strings.Contains(path, "/~"):
+		hint = "; ~ is a word of the shell's: write the folder itself, or os.path.expanduser(path)"
+	case strings.ContainsAny(path, "*?["):
+		hint = "; it is read as a name, not as a pattern: list the files"
+	case !isDir(dir):
+		for !isDir(filepath.Dir(dir)) {
+			dir = filepath.Dir(dir)
+		}
+		hint = "; there is no folder " + dir
+		if repository(path) {
+			hint += "; a model of the Hugging Face hub is hf://" + filepath.Base(dir) + "/" + filepath.Base(path)
+		}
+	default:
+		if best := near.Best(filepath.Base(path), namesIn(dir)); best != "" {
+			hint = "; did you mean " + filepath.Join(dir, best) + "?"
+		}
+	}
+	return at(path, errs.New(errs.ErrNotFound, "no such file or directory%s", hint))
+}
+
+func isDir(path string) bool {
+	st, err := os.Stat(path)
+	return err == nil && st.IsDir()
+}
+
+// repository reports whether a path, written from the working folder, looks like a
+// repository of the hub: owner/name.
+func repository(path string) bool {
+	if filepath.IsAbs(path) {
+		here, err := os.Getwd()
+		if err != nil {
+			return false
+		}
+		if path, err = filepath.Rel(here, path); err != nil {
+			return false
+		}
+	}
+	return strings.Count(path, "/") == 1 && !strings.HasPrefix(path, ".") && !strings.HasSuffix(path, suffix)
+}
+
+// namesIn are some names of a folder.
+func namesIn(dir string) []string {
+	d, err := os.Open(dir)
+	if err != nil {
+		return nil
+	}
+	defer d.Close()
+	names, _ := d.Readdirnames(siblings) // as many as it could read
+	return names
+}

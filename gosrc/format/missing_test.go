@@ -1,0 +1,56 @@
+package format
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/file"
+)
+
+// Promise: what is not there is said once, and what was probably meant.
+func TestMissing(t *testing.T) {
+	dir := t.TempDir()
+	t.Chdir(dir)
+	for _, name := range []string{"model.safetensors", "other.bin"} {
+		if err := os.WriteFile(name, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Symlink("nowhere", "link.safetensors"); err != nil {
+		t.Fatal(err)
+	}
+	opener := func(_ context.Context, uri string) (source.Source, error) { return file.Open(uri) }
+	for path, want := range map[string]string{
+		"model.safetensor":             "; did you mean model.safetensors?",
+		dir + "/Model.safetensors":     "; did you mean " + dir + "/model.safetensors?",
+		"unlike":                       "",
+		"none/model.safetensors":       "; there is no folder none",
+		dir + "/a/b/c.safetensors":     "; there is no folder " + dir + "/a",
+		"org/name":                     "; a model of the Hugging Face hub is hf://org/name",
+		dir + "/org/name":              "hf://org/name",
+		dir + "/org/deep/name":         "; there is no folder " + dir + "/org",
+		"~/model.safetensors":          "; ~ is a word of the shell's",
+		dir + "/~/m.safetensors":       "; ~ is a word of the shell's",
+		"*.safetensors":                "; it is read as a name",
+		"model.safetensors.index.json": "",
+		"":                             "",
+	} {
+		_, _, err := OpenAll(t.Context(), []string{path}, opener, Options{})
+		if text := fmt.Sprint(err); !errors.Is(err, errs.ErrNotFound) || !strings.Contains(text, want) || want == "" && !strings.HasSuffix(text, "directory") {
+			t.Errorf("%s: %v", path, err)
+		}
+		if strings.Count(err.Error(), "no such file") != 1 {
+			t.Errorf("%s: %v", path, err)
+		}
+	}
+	if err := missing(filepath.Join(dir, "link.safetensors")); err != nil {
+		t.Error(err) // opening it says what is wrong
+	}
+}

@@ -1,0 +1,90 @@
+package overwire
+
+// This file has what a container keeps of the safetensors file that it was made
+// from (docs/format.md section 1).
+
+import (
+	"bytes"
+	"compress/flate"
+	"encoding/base64"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"io"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// An Origin is what a container keeps of the safetensors file that it was made
+// from: with the tensors, enough to write that file again.
+type Origin struct {
+	Size   int64  `json:"size"`             // bytes of the file
+	SHA256 string `json:"sha256,omitempty"` // of the file, 64 hex digits; "": unknown
+	Header string `json:"header"`           // what stands before its data section: deflated, then base64
+}
+
+// Pending stands for a SHA-256 that is not known yet: it takes as much space.
+const Pending = "0000000000000000000000000000000000000000000000000000000000000000"
+
+// NewOrigin describes a file of the given size that begins with head, everything
+// before its data section.
+func NewOrigin(head []byte, size int64) *Origin {
+	var b bytes.Buffer
+	w, _ := flate.NewWriter(&b, flate.DefaultCompression) // fails for unknown levels only
+	_, _ = w.Write(head)                                  // a Buffer takes everything
+	_ = w.Close()
+	return &Origin{Size: size, Header: base64.StdEncoding.EncodeToString(b.Bytes())}
+}
+
+// ReadOrigin returns what a metadata entry for which Is returned true says of the
+// origin, nil if it says nothing.
+func ReadOrigin(mark string) (*Origin, error) {
+	var m struct {
+		Origin *Origin `json:"origin"`
+	}
+	if err := json.Unmarshal([]byte(mark), &m); err != nil {
+		return nil, errs.New(errs.ErrFormat, "the origin: %v", err)
+	}
+	o := m.Origin
+	if o == nil {
+		return nil, nil
+	}
+	sum, err := hex.DecodeString(o.SHA256)
+	if err != nil || len(sum) != 0 && len(sum) != 32 || o.Size < 8 {
+		return nil, errs.New(errs.ErrFormat, "an origin of %d bytes with the SHA-256 %.80q", o.Size, o.SHA256)
+	}
+	return o, nil
+}
+
+// Front returns what stood before the data section, and what it says: its tensors
+// are in the order of their bytes. It inflates at most the largest header that a
+// file can have. uri is the container's, for errors.
+func (o *Origin) Front(uri string) ([]byte, safetensors.Header, error) {
+	bad := func(err error) ([]byte, safetensors.Header, error) {
+		return nil, safetensors.Header{}, &errs.At{Verb: "index", Source: uri, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrFormat, "the header of its origin: %v", err)}
+	}
+	deflated, err := base64.StdEncoding.DecodeString(o.Header)
+	if err != nil {
+		return bad(err)
+	}
+	most := min(o.Size, 8+tensor.MaxHeader)
+	head, err := io.ReadAll(io.LimitReader(flate.NewReader(bytes.NewReader(deflated)), most+1))
+	if err == nil && int64(len(head)) > most {
+		err = errs.New(errs.ErrFormat, "over %d bytes", most)
+	}
+	if err != nil {
+		return bad(err)
+	}
+	h, err := safetensors.Parse(uri, head, o.Size, safetensors.Options{})
+	var at *errs.At
+	if errors.As(err, &at) {
+		err = at.Err
+	}
+	if err != nil {
+		return bad(err)
+	}
+	return head, h, nil
+}

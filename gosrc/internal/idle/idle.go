@@ -1,0 +1,60 @@
+// Package idle keeps work that may wait off the cores that the process needs.
+package idle
+
+import (
+	"runtime"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Cores finds out whether the process leaves a core unused. It belongs to one thread,
+// and does not count what that does.
+type Cores struct {
+	cores   float64 // that others may use
+	at      time.Time
+	others  time.Duration // processor time, until at
+	patient time.Duration // how much longer to wait in all
+}
+
+// New returns the Cores of the calling thread, to which the goroutine is locked.
+func New() *Cores {
+	s := &Cores{cores: float64(runtime.GOMAXPROCS(0)) - 0.75, patient: time.Second}
+	s.sample()
+	return s
+}
+
+// sample returns whether a core was unused since the last call.
+func (s *Cores) sample() bool {
+	now := time.Now()
+	process, thread := times()
+	others, wall := process-thread-s.others, now.Sub(s.at)
+	s.at, s.others = now, process-thread
+	return float64(others) <= s.cores*float64(wall)
+}
+
+// Wait waits until a core is unused. It returns false when stop is true, or once it
+// has waited for a second in all.
+func (s *Cores) Wait(stop func() bool) bool {
+	for pause := time.Millisecond; s.patient > 0 && !stop(); pause = min(2*pause, 50*time.Millisecond) {
+		if time.Since(s.at) < time.Millisecond { // too short to tell
+			time.Sleep(time.Millisecond)
+		}
+		if s.sample() {
+			return true
+		}
+		s.patient -= pause
+		time.Sleep(pause)
+	}
+	return false
+}
+
+// times returns the processor time that the process has used, and that the calling
+// thread has. Both are 0 where the kernel does not tell.
+func times() (process, thread time.Duration) {
+	var p, t unix.Timespec
+	if unix.ClockGettime(unix.CLOCK_PROCESS_CPUTIME_ID, &p) != nil || unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t) != nil {
+		return 0, 0
+	}
+	return time.Duration(p.Nano()), time.Duration(t.Nano())
+}

@@ -1,0 +1,47 @@
+// Package near finds the name that was probably meant by a misspelled one.
+package near
+
+import "strings"
+
+// most is the longest name that is compared, since the work grows with the square
+// of the length.
+const most = 128
+
+// Best returns the name nearest to word, "" if none is near: at most a third of its
+// letters may differ, ignoring case. Of equally near names the first wins.
+func Best(word string, names []string) string {
+	best, least := "", 0
+	if len(word) > most {
+		return ""
+	}
+	for _, name := range names {
+		if len(name) > most || name == word {
+			continue
+		}
+		n := edits(strings.ToLower(word), strings.ToLower(name))
+		if n*3 <= len(name) && (best == "" || n < least) {
+			best, least = name, n
+		}
+	}
+	return best
+}
+
+// edits counts the bytes to insert, remove or replace to turn a into b.
+func edits(a, b string) int {
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range len(a) {
+		diagonal := row[0]
+		row[0] = i + 1
+		for j := range len(b) {
+			wrong := 1
+			if a[i] == b[j] {
+				wrong = 0
+			}
+			diagonal, row[j+1] = row[j+1], min(row[j+1]+1, row[j]+1, diagonal+wrong)
+		}
+	}
+	return row[len(b)]
+}

@@ -1,0 +1,62 @@
+package load
+
+// This file brings in the pages of mapped tensors before they are touched.
+
+import (
+	"runtime"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/internal/idle"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+const populateStep = 32 << 20 // what is populated at once
+
+// prefault populates the pages of mapped tensors while their owner is already at
+// work; the job does not wait for it. Neighbours in one mapping are populated by one
+// call. It only takes cores that the process leaves unused: an owner that reads at once,
+// on all of them, is faster alone. It holds a mapping until its pages are populated, the
+// owner has released it, or no core was free for a second.
+func (l *Loading) prefault(maps []int) {
+	runs := make([]device.Memory, 0, len(maps))
+	for _, i := range maps {
+		m := l.mem[i]
+		if k := len(runs) - 1; k >= 0 && runs[k].Block == m.Block {
+			r := &runs[k]
+			at := int64(uintptr(m.Ptr)) - int64(uintptr(r.Ptr))
+			if at >= 0 && at <= r.Bytes+populateStep && at+m.Bytes <= populateStep {
+				r.Bytes = max(r.Bytes, at+m.Bytes)
+				continue
+			}
+		} else {
+			m.Block.Hold() // once for contiguous runs of a block
+		}
+		runs = append(runs, m)
+	}
+	spawn.Go("prefault", func() {
+		runtime.LockOSThread() // for idle.Cores
+		defer runtime.UnlockOSThread()
+		cores := idle.New()
+		for i, r := range runs {
+			for at := int64(0); at < r.Bytes; at += populateStep {
+				// The disk reads the next step while this one is mapped.
+				switch next := at + populateStep; {
+				case next < r.Bytes:
+					cpu.Announce(unsafe.Add(r.Ptr, next), min(populateStep, r.Bytes-next))
+				case i+1 < len(runs):
+					cpu.Announce(runs[i+1].Ptr, min(populateStep, runs[i+1].Bytes))
+				}
+				if !cores.Wait(r.Block.Alone) {
+					break
+				}
+				// An error here recurs when the page is accessed.
+				_ = cpu.Populate(unsafe.Add(r.Ptr, at), min(populateStep, r.Bytes-at))
+			}
+			if i+1 == len(runs) || runs[i+1].Block != r.Block {
+				device.Memory{Block: r.Block}.Release() // ends this hold; the owner's stays
+			}
+		}
+	})
+}

@@ -1,0 +1,75 @@
+// Package page makes one-file HTML pages of what the command line reports: they ask
+// no server, and every text of a model stands in them as data.
+package page
+
+import (
+	"bytes"
+	_ "embed"
+	"encoding/json"
+	"strconv"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/save"
+)
+
+//go:embed model.html
+var model string
+
+// columns are the tensors of a model as the page reads them: a list for each
+// property, with repeated texts as numbers.
+type columns struct {
+	Files   []string `json:"files"`
+	Names   []string `json:"names"`
+	File    []int    `json:"file"`
+	DTypes  []string `json:"dtypes"`
+	DType   []int    `json:"dtype"`
+	Shapes  []string `json:"shapes"` // "3,4"
+	Bytes   []int64  `json:"bytes"`
+	Stored  []int64  `json:"stored"`
+	Codings []string `json:"codings"`
+	Coding  []int    `json:"coding"`
+}
+
+// Model returns a page with the tensors of an inspection: a treemap by the parts of
+// their names, and a table.
+func Model(in *save.Inspection) ([]byte, error) {
+	c := columns{Files: []string{}, Names: []string{}, File: []int{}, DTypes: []string{}, DType: []int{}, Shapes: []string{},
+		Bytes: []int64{}, Stored: []int64{}, Codings: []string{}, Coding: []int{}}
+	dtypes, codings := map[string]int{}, map[string]int{}
+	for i, f := range in.Sources {
+		c.Files = append(c.Files, f.URI)
+		for _, t := range f.Tensors {
+			c.Names, c.File = append(c.Names, t.Name), append(c.File, i)
+			c.DType = append(c.DType, number(&c.DTypes, dtypes, t.DType))
+			c.Shapes = append(c.Shapes, dimensions(t.Shape))
+			c.Bytes, c.Stored = append(c.Bytes, t.Bytes), append(c.Stored, t.Stored)
+			c.Coding = append(c.Coding, number(&c.Codings, codings, t.Coding))
+		}
+	}
+	// Marshal writes <, > and & as \u003c ..., so that no name ends the element.
+	data, err := json.Marshal(c)
+	if err != nil {
+		return nil, errs.New(errs.ErrEngine, "page: %v", err)
+	}
+	before, after, _ := strings.Cut(model, "@tensors@")
+	return bytes.Join([][]byte{[]byte(before), data, []byte(after)}, nil), nil
+}
+
+// number is a text's place in a list, where it is added at its first use.
+func number(list *[]string, known map[string]int, text string) int {
+	at, ok := known[text]
+	if !ok {
+		at = len(*list)
+		known[text], *list = at, append(*list, text)
+	}
+	return at
+}
+
+func dimensions(shape []int64) string {
+	texts := make([]string, len(shape))
+	for i, n := range shape {
+		texts[i] = strconv.FormatInt(n, 10)
+	}
+	return strings.Join(texts, ",")
+}

@@ -1,0 +1,126 @@
+package plan
+
+// This file counts the memory that tensors take, and divides it into windows.
+
+import (
+	"math"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// An After is what the caller makes of tensors that have landed, one after the other;
+// a tensor then lies in memory twice.
+type After struct {
+	// To is what floating tensors become, Invalid where that has no name here, and Item
+	// the bytes of its elements; 0: they stay as they are.
+	To   tensor.DType
+	Item int64
+	// Unpack gives each F4 a byte.
+	Unpack bool
+	// OnTheWay says which dtypes become To as they land; nil: none.
+	OnTheWay func(from tensor.DType) bool
+}
+
+// A Part is a tensor, or a number of its elements; all of them: Whole.
+type Part struct{ Tensor, Elements int64 }
+
+// A Cost is the bytes that a tensor takes where it lands, and those of what the caller
+// makes of it; Twice: it makes something else of it.
+type Cost struct {
+	Lands, Stays int64
+	Twice        bool
+}
+
+// Costs returns the cost of each part.
+func Costs(ix *tensor.Index, parts []Part, then After) ([]Cost, error) {
+	costs := make([]Cost, len(parts))
+	for i, p := range parts {
+		if p.Tensor < 0 || p.Tensor >= int64(len(ix.Tensors)) {
+			return nil, errs.New(errs.ErrArgument, "part %d: tensor number %d of %d", i, p.Tensor, len(ix.Tensors))
+		}
+		t := &ix.Tensors[p.Tensor]
+		n := t.Bytes
+		if p.Elements != Whole {
+			bits := int64(t.DType.Bits())
+			if p.Elements < 0 || p.Elements > n/bits*8+n%bits*8/bits {
+				return nil, errs.New(errs.ErrArgument, "part %d: %d elements of %q, which has %d bytes", i, p.Elements, t.Name, n)
+			}
+			n = p.Elements/8*bits + (p.Elements%8*bits+7)/8
+		}
+		costs[i] = costOf(t.DType, n, then)
+	}
+	return costs, nil
+}
+
+// costOf is the cost of n bytes, in whole elements, of a dtype.
+func costOf(d tensor.DType, n int64, then After) Cost {
+	switch {
+	case d == tensor.F4 && then.Unpack:
+		return Cost{n, times(n, 2), true}
+	case !d.Floating() || then.Item <= 0 || d == then.To:
+		return Cost{n, n, false}
+	}
+	cast := times(n/int64(d.Bits()/8), then.Item)
+	if then.OnTheWay != nil && then.OnTheWay(d) {
+		return Cost{cast, cast, false}
+	}
+	return Cost{n, cast, true}
+}
+
+// Peak is the most that tensors take at any moment, all of which land before the
+// first becomes another.
+func Peak(costs []Cost) int64 {
+	var now int64
+	for _, c := range costs {
+		now = plus(now, c.Lands)
+	}
+	peak := now
+	for _, c := range costs {
+		if c.Twice {
+			peak = max(peak, plus(now, c.Stays))
+			now = plus(now-min(now, c.Lands), c.Stays)
+		}
+	}
+	return peak
+}
+
+// A Window is neighbours that load together, and the most bytes that they take.
+type Window struct {
+	Tensors int   `json:"tensors"`
+	Bytes   int64 `json:"bytes"`
+}
+
+// Windows divides tensors into windows of half a budget each, so that one loads
+// while another is taken; a larger tensor is alone. No tensor may take more than the
+// budget: over is the first that does, -1 if none.
+func Windows(costs []Cost, budget int64) (ws []Window, over int) {
+	for i := range costs {
+		n := Peak(costs[i : i+1])
+		if n > budget {
+			return nil, i
+		}
+		if k := len(ws) - 1; k >= 0 && plus(ws[k].Bytes, n) <= budget/2 {
+			ws[k] = Window{ws[k].Tensors + 1, ws[k].Bytes + n}
+		} else {
+			ws = append(ws, Window{1, n})
+		}
+	}
+	return ws, -1
+}
+
+// plus and times end at the largest number: headers may promise more than that.
+func plus(a, b int64) int64 {
+	if a > math.MaxInt64-b {
+		return math.MaxInt64
+	}
+	return a + b
+}
+
+func times(a, b int64) int64 {
+	if n, ok := sizes.Mul(uint64(a), uint64(b)); ok && n <= math.MaxInt64 {
+		return int64(n)
+	}
+	return math.MaxInt64
+}

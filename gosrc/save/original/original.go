@@ -1,0 +1,144 @@
+// Package original lets a container restore the very file that it was made from: it
+// describes that file when it is compressed, and plans it when it is written again.
+// format/overwire encodes the description.
+package original
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"hash"
+	"maps"
+	"slices"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A File is the safetensors file that a container is made from, or was.
+type File struct {
+	*overwire.Origin
+	src  source.Source // the opened source: the file itself, or its container
+	hash bool          // the file can be hashed
+}
+
+// Of returns the original of an opened source: a plain safetensors file is its own
+// original, a container may keep one; else nil.
+func Of(ctx context.Context, src source.Source, s *tensor.Source) (*File, error) {
+	if s.Overwire() {
+		o, err := overwire.ReadOrigin(s.Mark)
+		if o == nil || err != nil {
+			return nil, errs.Locate("index", s.URI, "", -1, err)
+		}
+		return &File{Origin: o, src: src}, nil
+	}
+	if s.Format != tensor.FormatSafetensors {
+		return nil, nil
+	}
+	head := make([]byte, s.Data)
+	if err := src.ReadAt(ctx, head, 0); err != nil {
+		return nil, err
+	}
+	// The bytes of a remote file arrive once, in the order in which they are
+	// compressed.
+	f := &File{Origin: overwire.NewOrigin(head, s.Size), src: src, hash: src.Facts().File != nil}
+	if f.hash {
+		f.SHA256 = overwire.Pending
+	}
+	return f, nil
+}
+
+// Hash sets SHA256 if it is Pending, in a goroutine that reads the file. The caller
+// calls wait once, which returns when it has ended. f may be nil.
+func (f *File) Hash(ctx context.Context) (wait func() error) {
+	if f == nil || !f.hash {
+		return func() error { return nil }
+	}
+	done := make(chan error, 1)
+	spawn.Go("save.sha256", func() {
+		err := errs.New(errs.ErrEngine, "the hashing did not end")
+		defer func() { done <- err }()
+		h := sha256.New()
+		buf := make([]byte, min(f.Size, 128<<10)) // stays in a core's second-level cache
+		for off := int64(0); off < f.Size; off += int64(len(buf)) {
+			buf = buf[:min(int64(len(buf)), f.Size-off)]
+			if err = f.src.ReadAt(ctx, buf, off); err != nil {
+				return
+			}
+			_, _ = h.Write(buf)
+		}
+		if err = f.unchanged(); err == nil {
+			f.SHA256 = hex.EncodeToString(h.Sum(nil))
+		}
+	})
+	return func() error { return <-done }
+}
+
+// unchanged refuses a file that was written to since it was opened: its container could
+// not be decompressed.
+func (f *File) unchanged() error {
+	facts := f.src.Facts()
+	if facts.Now == nil {
+		return nil
+	}
+	now, err := facts.Now()
+	if err == nil && (now.Modified != facts.Identity.Modified || now.Size != facts.Identity.Size) {
+		err = &errs.At{Verb: "read", Source: f.src.URI(), Chunk: -1, Offset: -1, Err: errs.New(errs.ErrCorrupt,
+			"the file was written to while it was being compressed: compress it again")}
+	}
+	return err
+}
+
+// A Copy is an original that is being written again.
+type Copy struct {
+	Front   []byte          // what precedes the data section
+	Tensors []tensor.Tensor // in the order of their bytes, which follow without gaps
+	Hash    hash.Hash       // takes every byte from the beginning of Front on
+	// Compared is set by Done if the container has the SHA-256 of the file.
+	Compared bool
+	file     *File
+}
+
+// Again checks that the original has the given tensors, by name, and metadata, and
+// returns it. An original with others is errs.ErrFormat.
+func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string) (*Copy, error) {
+	uri := f.src.URI()
+	front, h, err := f.Front(uri)
+	if err != nil {
+		return nil, err
+	}
+	bad := func(name, what string) error {
+		return &errs.At{Verb: "index", Source: uri, Tensor: name, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrFormat, "the header of its origin has %s than its own", what)}
+	}
+	if delete(h.Metadata, overwire.MetadataKey); !maps.Equal(h.Metadata, metadata) {
+		return nil, bad("", "other metadata")
+	}
+	if len(h.Tensors) != len(ts) {
+		return nil, bad("", "more or fewer tensors")
+	}
+	for i := range h.Tensors {
+		t := &h.Tensors[i]
+		if own := ts[t.Name]; own == nil || own.DType != t.DType || !slices.Equal(own.Shape, t.Shape) {
+			return nil, bad(t.Name, "another tensor")
+		}
+	}
+	p := &Copy{Front: front, Tensors: h.Tensors, Hash: sha256.New(), file: f}
+	_, _ = p.Hash.Write(front)
+	return p, nil
+}
+
+// Done compares the SHA-256 of what was written with the original's, or sets it if
+// it is unknown: then the checksums of header and tensors are the proof.
+func (p *Copy) Done() error {
+	sum := hex.EncodeToString(p.Hash.Sum(nil))
+	if p.file.SHA256 != "" && sum != p.file.SHA256 {
+		return &errs.At{Verb: "save", Source: p.file.src.URI(), Chunk: -1, Offset: -1, Err: errs.New(errs.ErrCorrupt,
+			"the file that was compressed has the SHA-256 %s, and what is decompressed %s", p.file.SHA256, sum)}
+	}
+	p.Compared, p.file.SHA256 = p.file.SHA256 != "", sum
+	return nil
+}

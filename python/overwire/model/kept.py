@@ -1,0 +1,68 @@
+"""Local files that are opened once and read from several times: libraries open a file for
+its metadata first, and again for its tensors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import weakref
+
+from ..paths import local
+from .opened import Model
+
+__all__ = ["Kept", "forget", "keep"]
+
+
+class Kept:
+    """A file that is open, as verbs take it for a source. It is closed when the last
+    model of it has gone, and `keep` no longer has it."""
+
+    resident = False
+
+    def __init__(self, path: str) -> None:
+        self._model = Model(path)
+        sources = self._model.info()
+        #: Whether it is a container of overwire's.
+        self.compressed = any(part["overwire"] for part in sources)
+        #: Whether it is no more than this file: an index.json names others.
+        self.alone = [part["uri"] for part in sources] == [path]
+
+    def shared_model(self) -> Model:
+        """The open model."""
+        return self._model
+
+
+_State = tuple[int, int, int, int, int]
+_lock = threading.Lock()
+_open: weakref.WeakValueDictionary[tuple[str, _State], Kept] = weakref.WeakValueDictionary()
+_last: Kept | None = None  # stays open between one reader and the next
+
+
+def keep(path: str | os.PathLike[str]) -> Kept:
+    """The file as it is open already, if it is the same one in the same state; else
+    opened now. OSError where there is no regular file, and what opening raises."""
+    global _last
+    name = local(path)
+    now = os.stat(name)
+    if not stat.S_ISREG(now.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", name)
+    # While it is open, no other file gets its number.
+    state = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+    with _lock:
+        kept = _open.get((name, state))
+    if kept is None:
+        kept = Kept(name)
+        if not kept.alone:
+            return kept
+    with _lock:
+        _last = _open.setdefault((name, state), kept)
+        return _last
+
+
+def forget() -> None:
+    """Closes the last file."""
+    global _last
+    with _lock:
+        _last = None

@@ -1,0 +1,217 @@
+"""Loads into tensors that are there already, in place where the engine can write."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..dtypes import PACKED
+from ..errors import ArgumentError
+from ..frameworks.frame import Frame
+from ..model.opened import WHOLE, Model, Row
+from ..model.plan import fit
+from ..progress import Watcher
+
+__all__ = ["Target", "fill", "place_of", "single"]
+
+#: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
+Block = tuple[int, int, int, int]
+
+ALL: Block = (0, WHOLE, 0, WHOLE)
+
+
+class Target(NamedTuple):
+    """One tensor of the model, or a block of it, and what gets it.
+
+    at: its place in the model's table. block: of the tensor. shape: what the block has.
+    tensor: of that shape. put: stores a loaded tensor where `tensor` cannot be written
+    to; None: by a copy, which casts.
+    """
+
+    at: int
+    block: Block
+    shape: tuple[int, ...]
+    tensor: Any
+    put: Callable[[Any], None] | None = None
+
+
+def fill(
+    model: Model,
+    frame: Frame,
+    targets: Sequence[Target],
+    fixed: str | None = None,
+    max_memory: int | str | None = None,
+    watcher: Watcher | None = None,
+) -> None:
+    """Loads all targets together, on several devices at once.
+
+    A tensor that is dense, on its device and of the file's dtype is written to by the
+    engine, without a second copy. Others are loaded beside and copied, in the order of
+    targets, as is one whose memory an earlier target has.
+
+    fixed: the device to load to; None: each tensor's own. max_memory: of what is loaded
+    beside.
+
+    Raises OutOfMemoryError for max_memory before anything is allocated, and what
+    `load_file` raises; if the load fails, the tensors have old values and new ones.
+    """
+    where = [fixed or place_of(target.tensor) for target in targets]
+    views: dict[str, Model] = {}
+    for device in where:
+        if device not in views:
+            views[device] = model.on(device)
+            views[device].join()
+    lands = [_lands(target, model.row(target.at), device) for target, device in zip(targets, where, strict=True)]
+    _alone(targets, lands)
+    # What was preloaded is whole, and is copied from where it is: on a GPU always, on
+    # the host if a block is wanted of it.
+    preloaded = [
+        views[device].joined and (device != "cpu" or target.block != ALL) for target, device in zip(targets, where, strict=True)
+    ]
+    beside: list[tuple[int, int]] = []
+    groups: dict[str, list[tuple[tuple[int, int, Block], list[int]]]] = {device: [] for device in views}
+    shared: dict[tuple[str, int], list[int]] = {}  # targets of one preloaded tensor
+    for number, (target, device) in enumerate(zip(targets, where, strict=True)):
+        if preloaded[number]:
+            lands[number] = False
+            users = shared.setdefault((device, target.at), [])
+            users.append(number)
+            if len(users) > 1:
+                continue
+            groups[device].append(((target.at, 0, ALL), users))
+            beside.append((target.at, WHOLE))
+            continue
+        if not lands[number]:
+            beside.append((target.at, WHOLE if target.block == ALL else _elements(target, model)))
+        groups[device].append(((target.at, target.tensor.data_ptr() if lands[number] else 0, target.block), [number]))
+    fit(model, frame, None, max_memory, beside)
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for device, group in groups.items():
+            requests = [(at, pointer, *block) for (at, pointer, block), _ in group]
+            jobs.append(stack.enter_context(views[device].start(requests, watcher)))
+            watcher = None
+        for job, (device, group) in zip(jobs, groups.items(), strict=True):
+            landed = job.take(frame.raw({model.table[at][1] for (at, _, _), _ in group})).pairs()
+            for order, ((at, _, _), users) in enumerate(group):
+                capsule, pointer = landed[order]
+                landed[order] = (None, 0)
+                if lands[users[0]]:
+                    continue
+                row = model.row(at)
+                shape = row.shape if preloaded[users[0]] or targets[users[0]].block == ALL else targets[users[0]].shape
+                loaded = frame.adopt(capsule, pointer, row.dtype, shape, views[device].join())
+                for number in users:
+                    _put(targets[number], _cut(loaded, targets[number]) if preloaded[number] else loaded)
+
+
+def place_of(tensor: Any) -> str:
+    """Where a tensor is loaded to, when nothing else was said."""
+    return str(tensor.device) if getattr(tensor, "is_cuda", False) else "cpu"
+
+
+def single(tensors: Sequence[Any]) -> str:
+    """The one device of some tensors, for a preload to be joined; several: the host."""
+    places = {place_of(tensor) for tensor in tensors}
+    return places.pop() if len(places) == 1 else "cpu"
+
+
+def _alone(targets: Sequence[Target], lands: list[bool]) -> None:
+    # Of targets whose memory overlaps all but the first are copied: two landings in one
+    # place would race.
+    reach: list[tuple[int, int, int]] = []
+    for number, target in enumerate(targets):
+        if lands[number] and target.tensor.numel():
+            at = target.tensor.data_ptr()
+            reach.append((at, at + target.tensor.numel() * target.tensor.element_size(), number))
+    taken = sorted(reach)
+    if all(one[1] <= two[0] for one, two in zip(taken, taken[1:], strict=False)):
+        return
+    from bisect import bisect_left, insort
+
+    kept: list[tuple[int, int]] = []
+    for low, high, number in reach:
+        at = bisect_left(kept, (low, high))
+        if (at and kept[at - 1][1] > low) or (at < len(kept) and kept[at][0] < high):
+            lands[number] = False
+        else:
+            insort(kept, (low, high))
+
+
+def _lands(target: Target, row: Row, where: str) -> bool:
+    # Whether the engine can write the tensor's own bytes.
+    from ..frameworks.torch import SAVED
+
+    tensor = target.tensor
+    return (
+        str(tensor.device) == where
+        and not tensor.is_sparse
+        and SAVED.get(tensor.dtype) == row.dtype
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _elements(target: Target, model: Model) -> int:
+    # As the file counts them: torch has two of F4 in one.
+    return math.prod(target.shape) * (2 if model.table[target.at][1] == "F4" and target.shape else 1)
+
+
+def _cut(loaded: Any, target: Target) -> Any:
+    lo0, hi0, lo1, hi1 = target.block
+    if target.block == ALL or not loaded.dim():
+        return loaded
+    rows = loaded[lo0 : loaded.shape[0] if hi0 == WHOLE else hi0]
+    return rows if rows.dim() < 2 else rows[:, lo1 : loaded.shape[1] if hi1 == WHOLE else hi1]
+
+
+def _put(target: Target, loaded: Any) -> None:
+    if target.put is not None:
+        target.put(loaded)
+        return
+    import torch
+
+    with torch.no_grad():
+        target.tensor.copy_(loaded)
+
+
+def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target:
+    """A checked target. Raises TensorNotFoundError, ArgumentError for a block that is
+    not in the tensor, or a tensor of another shape."""
+    import torch
+
+    at = model.place(name)
+    row = model.row(at)
+    where = f"overwire: load_into {model.uris[0]} tensor {name!r}"
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+        raise ArgumentError(f"{where}: expected a torch.Tensor with memory to load into, got {_kind(tensor)}", tensor=name)
+    shape = row.shape
+    if row.dtype == "F4" and shape:
+        shape = (*shape[:-1], shape[-1] // 2)
+    asked = ALL
+    if block is not None:
+        try:
+            ranges = [(int(lo), int(hi)) for lo, hi in block]
+        except (TypeError, ValueError):
+            raise ArgumentError(f"{where}: block: expected pairs (lo, hi), or None, got {block!r}", tensor=name) from None
+        inside = all(0 <= lo <= hi <= size for (lo, hi), size in zip(ranges, row.shape, strict=False))
+        if len(ranges) > min(2, len(row.shape)) or not inside:
+            raise ArgumentError(
+                f"{where}: block {ranges} of shape {list(row.shape)}: expected ranges of its first two dimensions", tensor=name
+            )
+        if row.dtype in PACKED and len(ranges) == len(row.shape):
+            raise ArgumentError(f"{where}: the last dimension of {row.dtype} cannot be cut: its elements share bytes", tensor=name)
+        full = all((lo, hi) == (0, size) for (lo, hi), size in zip(ranges, row.shape, strict=False))
+        if not full:
+            (lo0, hi0), (lo1, hi1) = (*ranges, (0, WHOLE))[:2] if len(ranges) == 1 else ranges
+            asked = (lo0, hi0, lo1, hi1)
+            shape = (hi0 - lo0, *shape[1:]) if len(ranges) == 1 else (hi0 - lo0, hi1 - lo1, *shape[2:])
+    if tuple(tensor.shape) != shape:
+        raise ArgumentError(f"{where}: a tensor of shape {tuple(tensor.shape)} for {shape} of the file", tensor=name)
+    return Target(at, asked, shape, tensor)
+
+
+def _kind(tensor: Any) -> str:
+    return "one of the meta device" if hasattr(tensor, "device") else type(tensor).__name__

@@ -1,0 +1,148 @@
+"""safe_open.load_into: blocks of tensors into tensors that are there already."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import overwire
+import pytest
+import torch
+from overwire.errors import ArgumentError, CorruptError, OutOfMemoryError, TensorNotFoundError
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def make(path: Path, compress: bool, tensors: dict[str, torch.Tensor]) -> Path:
+    overwire.save_file(tensors, path, compress=compress)
+    return path
+
+
+@pytest.fixture(params=[True, False], ids=["compressed", "plain"])
+def compress(request: Any) -> bool:
+    return bool(request.param)
+
+
+def test_blocks_of_every_dtype(tmp_path: Path, compress: bool) -> None:
+    """Random blocks of every dtype and rank equal what torch cuts out; nothing beside them changes."""
+    seed = time.time_ns() & 0xFFFFFFFF
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for dtype in DTYPES:
+        for shape in ((), (0,), (7,), (300, 257), (5, 0), (6, 9, 4), (3, 2, 5, 2)):
+            made = torch.randn(shape, dtype=torch.float32) * 3
+            tensors[f"{dtype}.{list(shape)}"] = made.to(dtype)
+    path = make(tmp_path / "m.safetensors", compress, tensors)
+    targets, wanted = [], []
+    for name, tensor in tensors.items():
+        for _ in range(3):
+            ranges = []
+            for size in tensor.shape[: rng.randrange(3)]:
+                low = rng.randint(0, size)
+                ranges.append((low, rng.randint(low, size)))
+            cut = tensor[tuple(slice(*one) for one in ranges)] if ranges else tensor
+            # One row more on both sides, which must stay as it is.
+            around = torch.full((cut.shape[0] + 2, *cut.shape[1:]), 1).to(cut.dtype) if cut.dim() else torch.zeros((), dtype=cut.dtype)
+            inner = around[1:-1] if cut.dim() else around
+            targets.append((name, ranges or None, inner))
+            wanted.append((around, cut))
+    with overwire.safe_open(path, "pt") as file:
+        file.load_into(targets)
+    for (name, ranges, _), (around, cut) in zip(targets, wanted, strict=True):
+        inner = around[1:-1] if cut.dim() else around
+        assert torch.equal(bits(inner), bits(cut)), (name, ranges)
+        if cut.dim():
+            one = torch.full((1, *cut.shape[1:]), 1).to(cut.dtype)
+            assert torch.equal(bits(around[:1]), bits(one)) and torch.equal(bits(around[-1:]), bits(one)), (name, ranges)
+
+
+def test_a_fused_parameter(tmp_path: Path, compress: bool) -> None:
+    """q, k and v of one rank land side by side in one parameter, and columns in another."""
+    q, k, v, o = (torch.randn(n, 64).bfloat16() for n in (128, 64, 64, 32))
+    path = make(tmp_path / "m.safetensors", compress, {"q": q, "k": k, "v": v, "o": o})
+    fused, down = torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(32, 32, dtype=torch.bfloat16)
+    with overwire.safe_open(path, "pt") as file:
+        file.load_into(
+            [
+                ("q", [(64, 128)], fused[:64]),
+                ("k", [(32, 64)], fused[64:96]),
+                ("v", [(32, 64)], fused[96:]),
+                ("o", [(0, 32), (32, 64)], down),
+            ]
+        )
+    assert torch.equal(fused, torch.cat([q[64:], k[32:], v[32:]]))
+    assert torch.equal(down, o[:, 32:])
+
+
+def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: bool) -> None:
+    """Other dtypes, strides, and memory that an earlier destination has."""
+    tensor = torch.randn(64, 48).bfloat16()
+    path = make(tmp_path / "m.safetensors", compress, {"a": tensor, "b": tensor + 1})
+    cast, strided, both = torch.zeros(64, 48), torch.zeros(48, 64, dtype=torch.bfloat16).t(), torch.zeros(64, 48, dtype=torch.bfloat16)
+    with overwire.safe_open(path, "pt") as file:
+        file.load_into([("a", None, cast), ("a", [(3, 9)], strided[3:9]), ("a", None, both), ("b", [(10, 20)], both[10:20])])
+        assert torch.equal(cast, tensor.float())
+        assert torch.equal(strided[3:9], tensor[3:9]) and not strided[:3].any() and not strided[9:].any()
+        assert torch.equal(both[10:20], (tensor + 1)[10:20]) and torch.equal(both[:10], tensor[:10])
+        with pytest.raises(OutOfMemoryError):
+            file.load_into([("a", None, cast)], max_memory=64 * 48 * 2 - 1)
+        file.load_into([("a", [(0, 32)], cast[:32])], max_memory=32 * 48 * 2)
+
+
+def test_a_preload_is_taken_over(tmp_path: Path, compress: bool) -> None:
+    """Whole tensors and blocks come out of a preload of the same file."""
+    tensors = {f"t{n}": torch.randn(64, 32).bfloat16() for n in range(6)}
+    path = make(tmp_path / "m.safetensors", compress, tensors)
+    overwire.preload(path).result(60)
+    whole, rows, columns = torch.zeros(64, 32).bfloat16(), torch.zeros(10, 32).bfloat16(), torch.zeros(64, 8).bfloat16()
+    with overwire.safe_open(path, "pt") as file:
+        file.load_into([("t0", None, whole), ("t1", [(5, 15)], rows), ("t1", [(0, 64), (8, 16)], columns)])
+    assert torch.equal(whole, tensors["t0"]) and torch.equal(rows, tensors["t1"][5:15]) and torch.equal(columns, tensors["t1"][:, 8:16])
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    """Each wrong target is refused by name before the others are touched."""
+    path = make(tmp_path / "m.safetensors", True, {"a": torch.ones(8, 4), "s": torch.tensor(2.0)})
+    good = torch.zeros(8, 4)
+    wrong: list[tuple[Any, Any, Any, type[Exception]]] = [
+        ("b", None, good, TensorNotFoundError),
+        ("a", None, torch.zeros(4, 8), ArgumentError),
+        ("a", [(0, 9)], torch.zeros(9, 4), ArgumentError),
+        ("a", [(-1, 4)], torch.zeros(5, 4), ArgumentError),
+        ("a", [(4, 2)], torch.zeros(0, 4), ArgumentError),
+        ("a", [(0, 1), (0, 1), (0, 1)], torch.zeros(1, 1), ArgumentError),
+        ("a", 7, good, ArgumentError),
+        ("a", None, [1.0], ArgumentError),
+        ("a", None, torch.zeros(8, 4, device="meta"), ArgumentError),
+        ("s", [(0, 1)], torch.zeros(1), ArgumentError),
+    ]
+    with overwire.safe_open(path, "pt") as file:
+        for name, block, tensor, error in wrong:
+            with pytest.raises(error, match=str(name)):
+                file.load_into([("a", None, good), (name, block, tensor)])
+        assert not good.any()
+        file.load_into([])
+    with pytest.raises(ArgumentError, match="closed"):
+        file.load_into([("a", None, good)])
+    with overwire.safe_open(path, "np") as file, pytest.raises(ArgumentError, match="framework"):
+        file.load_into([])
+
+
+def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
+    """A block of a damaged tensor is an error; of a sound one beside it none."""
+    path = make(tmp_path / "m.safetensors", True, {"bad": torch.randn(4096, 64).bfloat16(), "good": torch.randn(64).bfloat16()})
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with overwire.safe_open(path, "pt") as file:
+        with pytest.raises(CorruptError, match="bad.*chunk"):
+            file.load_into([("bad", None, torch.zeros(4096, 64).bfloat16())])
+        file.load_into([("good", None, torch.zeros(64).bfloat16())])

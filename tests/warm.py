@@ -1,0 +1,164 @@
+"""Programs that tests start with torch imported: forks of one process that has done that.
+
+Importing torch takes most of the time of a test that is a small program. Here it
+happens once a pytest worker: `run` gives the program to a process that has torch
+and nothing else, which forks; the child runs it as `python` would, to the end of
+the interpreter. What an import of torch, or what comes before it, has to show needs
+a process of its own: the fixture `script`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class _Parent:
+    """The process that forks; it ends when `end` is called, or with this process."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # its threads would not be there in a fork
+            )  # fmt: skip
+        self.socket = ours
+
+    def end(self) -> None:
+        self.socket.close()
+        self.process.wait()
+
+
+_parent: _Parent | None = None
+
+
+def end() -> None:
+    """Ends the process that forks, if there is one."""
+    global _parent
+    if _parent is not None:
+        _parent.end()
+        _parent = None
+
+
+def run(
+    argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run([sys.executable, *argv], ...)` returns, with both outputs as text. argv is "-c", a program
+    and its arguments, or a file and its arguments."""
+    global _parent
+    if _parent is None:
+        _parent = _Parent()
+        atexit.register(end)
+    words = [str(word) for word in argv]
+    job = {"argv": words, "cwd": str(cwd or os.getcwd()), "env": dict(os.environ if env is None else env)}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        text = json.dumps(job).encode()
+        socket.send_fds(_parent.socket, [struct.pack("<q", len(text))], [out.fileno(), err.fileno()])
+        _parent.socket.sendall(text)
+        pid, status = _number(_parent.socket), None
+        _parent.socket.settimeout(timeout)
+        try:
+            status = _number(_parent.socket)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            _parent.socket.settimeout(None)
+            _number(_parent.socket)
+        finally:
+            _parent.socket.settimeout(None)
+        out.seek(0)
+        err.seek(0)
+        said = [f.read().decode(errors="surrogateescape") for f in (out, err)]
+    if status is None:
+        raise subprocess.TimeoutExpired([sys.executable, *words], timeout, *said)
+    return subprocess.CompletedProcess([sys.executable, *words], os.waitstatus_to_exitcode(status), *said)
+
+
+def fresh(
+    argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """The same in a fresh interpreter."""
+    return subprocess.run([sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def _number(s: socket.socket) -> int:
+    got = _exactly(s, 8)
+    assert len(got) == 8, "the process that forks has ended"
+    number: int = struct.unpack("<q", got)[0]
+    return number
+
+
+def _exactly(s: socket.socket, n: int) -> bytes:
+    got = b""
+    while len(got) < n and (more := s.recv(n - len(got))):
+        got += more
+    return got
+
+
+def _serve(s: socket.socket) -> dict[str, Any]:
+    """Forks for each job; returns it in the child, and never in the parent."""
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    while True:
+        size, fds, _, _ = socket.recv_fds(s, 8, 2)
+        if not size:
+            os._exit(0)
+        job: dict[str, Any] = json.loads(_exactly(s, struct.unpack("<q", size)[0]))
+        if pid := os.fork():
+            for fd in fds:
+                os.close(fd)
+            s.sendall(struct.pack("<q", pid))
+            s.sendall(struct.pack("<q", os.waitpid(pid, 0)[1]))
+            continue
+        s.close()
+        os.setsid()
+        os.dup2(fds[0], 1)
+        os.dup2(fds[1], 2)
+        for fd in fds:
+            os.close(fd)
+        os.chdir(job["cwd"])
+        os.environ.clear()
+        os.environ.update(job["env"])
+        named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        sys.path[:] = ["", *named, *(path for path in sys.path[1:] if path not in own)]
+        return job
+
+
+def _begin(argv: list[str]) -> tuple[types.CodeType, dict[str, Any]]:
+    """The program as code, in a new `__main__`."""
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    if argv[0] == "-c":
+        sys.argv = ["-c", *argv[2:]]
+        return compile(argv[1], "<string>", "exec"), main.__dict__
+    sys.argv = list(argv)
+    sys.path[0] = str(Path(argv[0]).resolve().parent)
+    main.__file__ = argv[0]
+    return compile(Path(argv[0]).read_bytes(), argv[0], "exec"), main.__dict__
+
+
+if __name__ == "__main__":
+    import gc
+
+    import torch  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # a collection in a child copies no page of what was imported
+
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
+    exec(*_begin(_serve(socket.socket(fileno=int(sys.argv[1])))["argv"]))
