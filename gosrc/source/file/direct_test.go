@@ -206,7 +206,7 @@ func TestColdStaysCold(t *testing.T) {
 }
 
 // undisturbed calls check until it finds nothing. A host that is short of memory drops
-// pages when it likes: what check finds counts if pages that nobody touches stay for as
+// pages when it likes: what check finds counts if pages that no one touches stay for as
 // long as check took.
 func undisturbed(t *testing.T, path string, f *File, size int64, check func() error) {
 	t.Helper()
