@@ -179,8 +179,22 @@ bench: build rig ## every figure beside the floor of this machine and its goal
 	$(BIN)/overwire-rig --python $(PY)
 	$(PY) tests/bench_binding.py
 
+# The site, in a virtual environment of its own: `make test` installs none of it.
+DOCS := .venv-docs
+.PHONY: docs
+
+docs: $(DOCS)/.ready ## build/docs/html: the site, from docs/ and the docstrings; needs no network once it is installed
+	$(DOCS)/bin/python -m sphinx -q -W --keep-going -E -c docs -d build/docs/doctrees . build/docs/html
+	$(DOCS)/bin/python docs/_site/check.py build/docs/html
+	@echo "build/docs/html/index.html"
+
+$(DOCS)/.ready: requirements-docs.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
 clean: ## remove what was built and installed
-	rm -rf $(VENV) build dist python/overwire/_core.abi3.so
+	rm -rf $(VENV) $(DOCS) build dist python/overwire/_core.abi3.so
 
 # Real vLLM and SGLang on the CPU: their Python trees without compiled files, and the
 # packages that they import, installed once for all runs.

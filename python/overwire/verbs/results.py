@@ -90,7 +90,7 @@ class Machine(TypedDict):
     go: str
 
 
-class Memory(TypedDict):
+class HostMemory(TypedDict):
     """Bytes of host memory; limit: of the control group, 0 for none."""
 
     total: int
@@ -154,7 +154,7 @@ class Diagnosis(TypedDict):
     machine: Machine
     cpu_features: list[str]
     cipher: str
-    memory: Memory
+    memory: HostMemory
     gpu: Gpu
     preload: PreloadSetting
     gpudirect_storage: DirectStorage

@@ -1,0 +1,85 @@
+"""Docstrings of overwire, which are plain text, as reStructuredText for Sphinx.
+
+A docstring has paragraphs; `code` in single backticks; `name: text`, whose lines after
+the first are indented, for an argument or a field; and examples, which are indented
+and stand after an empty line. Names that the API pages have become links.
+"""
+
+from __future__ import annotations
+
+import re
+
+import overwire
+
+# Types of other packages, and names that only annotations use: no page of ours has them.
+FOREIGN = [
+    (r"py:.*", r"(torch|numpy|np|os|typing|typing_extensions|collections|contextlib|types)\..*"),
+    (r"py:class", r"(overwire\..*\.)?(BinaryFile|Bytes|Experts|FormatAccess|Model|Shared|PipelineStages|T|TensorizerDerivation|TorchName)"),
+]
+
+_MODULES = {"codecs", "compat", "distributed", "errors"}
+_KINDS = {name: "exc" if name.endswith(("Error", "Failure")) else "obj" for name in overwire.__all__ if name not in _MODULES}
+_WORDS = re.compile(rf"(?<![\w`.~])({'|'.join(sorted((n for n, k in _KINDS.items() if k == 'exc'), key=len, reverse=True))})(?![\w`])")
+_FIELD = re.compile(r"^([a-z]\w*(?:, \w+)*): (?=\S)")
+
+
+def _prose(text: str) -> str:
+    """A line outside of examples, with its names as links."""
+    parts = re.split(r"(``[^`]+``|`[^`]+`)", text)
+    for at, part in enumerate(parts):
+        if part.startswith("``"):
+            continue
+        if part.startswith("`") and len(part) > 1:
+            inner = part.strip("`")
+            bare = inner.removeprefix("overwire.").removesuffix("()")
+            parts[at] = f":py:{_KINDS[bare]}:`~overwire.{bare}`" if bare in _KINDS else f"``{inner}``"
+        else:
+            escaped = re.sub(r"([*|\\])", r"\\\1", part)
+            escaped = re.sub(r"(\w)_(?=\W|$)", r"\1\\_", escaped)
+            parts[at] = _WORDS.sub(r":py:exc:`~overwire.\1`", escaped)
+    return re.sub(r"(`[^`]*[^`\s]`)(?=\w)", r"\1\\ ", "".join(parts))
+
+
+def rst(lines: list[str]) -> list[str]:
+    """The lines of a docstring as reStructuredText."""
+    lines = re.sub(r"`[^`]+`", lambda code: " ".join(code[0].split()), "\n".join(lines)).split("\n")
+    out: list[str] = []
+    before, example, field = "", False, False
+    for line in lines:
+        indented = line.startswith("    ")
+        if not line.strip():
+            before = ""
+            out.append("")
+            continue
+        if indented and not before.strip() and not field:
+            if not example:
+                out += ["::", ""]
+            example = True
+            out.append("    " + line)
+        elif indented and example:
+            out.append("    " + line)
+        else:
+            if example:
+                out.append("")
+            example = False
+            found = _FIELD.match(line)
+            if found:
+                if before.strip() and not field:
+                    out.append("")
+                names = ", ".join(f"``{name}``" for name in found[1].split(", "))
+                out += [names, "    " + _prose(line[found.end() :])]
+                field = True
+            elif indented:
+                out.append("    " + _prose(line.strip()))
+            else:
+                if field and before.strip():
+                    out.append("")
+                field = False
+                out.append(_prose(line))
+        before = line
+    return out
+
+
+def convert(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Sphinx's hook: changes the lines in place."""
+    lines[:] = [*rst(lines), ""]
