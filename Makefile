@@ -46,7 +46,7 @@ export GOEXPERIMENT ?= simd
 export GOFLAGS ?= -tags=netgo,osusergo -trimpath -buildmode=pie
 export FUZZTIME JOBS
 
-.PHONY: help venv build gen engine packages more test quick lint golint pylint static gotest race compiled gofmt suite fuzz pytest wheel asan demo rig bench clean
+.PHONY: help venv build gen engine packages more test quick lint golint pylint static gotest race compiled gofmt suite fuzz pytest wheel asan demo rig plots bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -174,6 +174,9 @@ demo: build ## the main job on real weights, with figures and proof
 rig: ## build/bin/overwire-rig, the developers' benchmarks: see docs/benchmarks.md
 	@mkdir -p $(BIN)
 	go build $(LEAN) -trimpath -o $(BIN)/overwire-rig ./gosrc/rig
+
+plots: ## docs/plots/*.svg from docs/plots/figures.json
+	go run $(LEAN) ./gosrc/page/plots docs/plots
 
 bench: build rig ## every figure beside the floor of this machine and its goal
 	$(BIN)/overwire-rig --python $(PY)
