@@ -77,32 +77,6 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert Path("fetched.safetensors").read_bytes() == Path("model.safetensors").read_bytes()
 
 
-def test_readme_commands_exist():
-    """Every overwire command that the pages show names a verb, and options, that exist."""
-    verbs: dict[str, str] = {}
-    for page in ("README.md", "docs/benchmarks.md"):
-        for _, code in blocks(ROOT / page, "sh"):
-            for line in code.splitlines():
-                words = line.split("#")[0].split()
-                if words[:1] != ["overwire"]:
-                    continue
-                verb = words[1]
-                if verb not in verbs:
-                    verbs[verb] = subprocess.run(
-                        [sys.executable, "-m", "overwire", verb, "--help"], capture_output=True, text=True, check=True
-                    ).stdout
-                for word in words[2:]:
-                    if word.startswith("-"):
-                        assert re.search(rf"(^|[\s,]){re.escape(word)}\b", verbs[verb]), f"{page}: {line}"
-    assert len(verbs) >= 5
-
-
-def test_pages_link_to_what_is_there():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"\bmake ([a-z][a-z0-9-]*)", (ROOT / "README.md").read_text(encoding="utf-8"))):

@@ -1,12 +1,183 @@
-"""What the documents say is held by tests that are there."""
+"""What the documents say is held by tests that are there, and what they show is there and runs.
+
+`make docs` builds the site, where every reference is checked again.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
+from pathlib import Path
 
+import overwire
 import pytest
-from conftest import ROOT
+import stores
+import warm
+from conftest import ROOT, cleaned
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+ERRORS = {name for name in overwire.errors.__all__ if not name.startswith("_")}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S))
+
+
+def places(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in plain}
+
+
+def test_pages_link_to_what_is_there() -> None:
+    """Files, pictures, and the headings that a link names."""
+    for page in PAGES:
+        for target, place in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", prose(page)):
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name} links to {target}"
+            assert not place or place in places(to), f"{page.name} links to {target}#{place}"
+
+
+def test_the_site_has_every_page() -> None:
+    """Each page of docs/ stands in one table of contents, and each is a page."""
+    listed = []
+    for page in PAGES:
+        for block in re.findall(r"^```{toctree}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            listed += [(page.parent / f"{line}.md").resolve() for line in block.splitlines() if line and not line.startswith(":")]
+    there = {path for path in PAGES if path.name not in ("README.md", "index.md") or path.parent.name == "api"}
+    assert len(listed) == len(set(listed)) and set(listed) == there, set(listed) ^ there
+
+
+def test_every_public_name_has_its_place_in_the_api() -> None:
+    """Once, by the directive of its kind; so have the modules that are public."""
+    text = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/api").glob("*.md")))
+    found = re.findall(r"^\.\. auto(\w+):: overwire\.(\w+)$", text, re.M)
+    names = [name for _, name in found]
+    assert len(names) == len(set(names))
+    assert set(names) == set(overwire.__all__) - {"__version__", "errors"} | {"gpu", "records"}
+    for kind, name in found:
+        if kind in ("function", "class", "exception"):
+            thing = getattr(overwire, name)
+            assert (kind == "function") == (not isinstance(thing, type)) and (kind == "exception") == (name in ERRORS), name
+            assert len(thing.__doc__) > 20, name
+
+
+def test_functions_document_their_errors() -> None:
+    """What a function raises stands in its docstring, or in the one that it refers to."""
+    for name in sorted(set(overwire.__all__)):
+        thing = getattr(overwire, name)
+        if callable(thing) and not isinstance(thing, type):
+            assert re.search(r"\b[Rr]aise[sd]?\b|errors are those of `|[Tt]he same as `|: see `", thing.__doc__), name
+
+
+def test_every_error_has_its_help() -> None:
+    """One section each: what it means with its built-in class, and what to do."""
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", text, re.M | re.S))
+    assert set(sections) == ERRORS
+    for name, section in sections.items():
+        assert re.search(r"^\*\*Means:\*\* .*\n\n\*\*Do:\*\* ", section, re.M), name
+        for base in getattr(overwire, name).__bases__:
+            assert base in (overwire.OverwireError, Exception) or f"`{base.__name__}`" in section or base.__name__ in section, (name, base)
+
+
+def test_exit_statuses_are_those_of_the_command() -> None:
+    """The table of docs/troubleshooting.md is the engine's."""
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.M)
+    said = {name: status for status, row in rows for name in re.findall(r"\w+(?:Error|Failure)", row)}
+    errs, cli = ((ROOT / "gosrc" / path).read_text() for path in ("errs/errs.go", "cli/cli.go"))
+    numbers = dict(re.findall(r"^\t(Exit\w+) += (\d+)", cli, re.M))
+    exits = {kind: numbers[name] for kind, name in re.findall(r"\{errs\.(Err\w+), (Exit\w+)\}", cli)}
+    kinds = re.findall(r"^\t\{(Err\w+), \"(\w+)\"", errs, re.M)
+    assert len(kinds) > 10
+    # The command line forks nothing, so that this class has no row.
+    assert said == {name: exits.get(kind, numbers["ExitEngine"]) for kind, name in kinds if name != "ForkedError"}
+
+
+def test_every_setting_is_listed() -> None:
+    """The table of docs/settings.md is what `overwire doctor --env` prints."""
+    from overwire import _verbs
+
+    rows = [f"| `{k['name']}` | {k['type'].replace('|', ', ')} | {k['default']} | {k['doc']} |" for k in _verbs.knobs()]
+    text = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("| `")] == rows
+
+
+def test_commands_exist() -> None:
+    """Every overwire command that a page shows names a verb, and options, that exist."""
+    verbs: dict[str, str] = {}
+    shown = [block.replace("\\\n", " ") for page in PAGES for block in blocks(str(page.relative_to(ROOT)), "sh")]
+    for line in "\n".join(shown).splitlines():
+        words = line.split(" #")[0].split()
+        if words[:1] != ["overwire"] or words[1] == "VERB":
+            continue
+        verb = words[1]
+        if verb not in verbs:
+            help_of = [sys.executable, "-m", "overwire", verb, "--help"]
+            verbs[verb] = subprocess.run(help_of, capture_output=True, text=True, check=True).stdout
+        for word in words[2:] if verb != "run" else []:
+            if word.startswith("-"):
+                assert re.search(rf"(^|[\s,]){re.escape(word)}\b", verbs[verb]), line
+    assert len(verbs) >= 10
+
+
+def prepare(folder: Path) -> None:
+    """What the guides take for granted: a model in one file, and one in shards."""
+    np = pytest.importorskip("numpy")
+    weights = {"embed": np.random.default_rng(0).normal(0, 0.02, (512, 64)).astype("float32"), "bias": np.zeros(512, "float32")}
+    overwire.save_file(weights, folder / "model.safetensors")
+    weights |= {f"layers.0.experts.{n}.up.weight": weights["embed"] for n in range(4)}
+    (folder / "model").mkdir()
+    overwire.save_file(weights, folder / "model/model.safetensors", max_shard_size="64KiB")
+
+
+GUIDES = ("start", "gpu", "several-gpus", "preload", "parts", "coming-from", "troubleshooting")
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_guides_run(page: str, tmp_path: Path) -> None:
+    """The Python of a guide runs as it stands, one block after the other, in a folder with a model."""
+    pytest.importorskip("torch")
+    prepare(tmp_path)
+    (tmp_path / "page.py").write_text("\n".join(blocks(f"docs/{page}.md", "python")))
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = warm.run(["page.py"], cwd=tmp_path, env=cleaned() | alone)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_guide_to_stores_runs(tmp_path: Path) -> None:
+    """The same with a bucket of a real server."""
+    (tmp_path / "page.py").write_text("\n".join(blocks("docs/stores.md", "python")))
+    with stores.s3() as (options, _):
+        env = {
+            "BUCKET": "s3://models/guide/",
+            "AWS_ACCESS_KEY_ID": str(options["key"]),
+            "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
+            "AWS_ENDPOINT_URL_S3": str(options["endpoint_url"]),
+            "AWS_REGION": str(options.get("region", "us-east-1")),
+        }
+        done = warm.run(["page.py"], cwd=tmp_path, env=cleaned("AWS_") | env)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_first_minute_runs(tmp_path: Path) -> None:
+    """The commands of docs/start.md, one after the other, without torch or numpy on the way."""
+    lines = [line.split(" #")[0].split() for block in blocks("docs/start.md", "sh") for line in block.splitlines()]
+    lines = [words for words in lines if words[0] == "overwire"]
+    assert len(lines) >= 5
+    for words in lines:
+        done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (words, done.stderr)
 
 
 def _tests() -> set[str]:

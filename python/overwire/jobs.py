@@ -61,10 +61,15 @@ def _say_once(reason: str) -> None:
 
 
 class LastReport(TypedDict, total=False):
-    """What a verb did, by its counters; each verb has some of them. bytes: of tensors;
+    """What a verb did, by its counters; each verb has some of them.
+
+    bytes: of tensors.
     mapped, past_cache, gds: those of them that were mapped, read by direct I/O, and by
-    GPUDirect Storage; bytes_in, bytes_out: of tensors and of files that were written;
-    stored: of the files that were verified; stages: where a load's time went."""
+        GPUDirect Storage.
+    bytes_in, bytes_out: of tensors and of files that were written.
+    stored: of the files that were verified.
+    stages: where a load's time went.
+    """
 
     seconds: float
     tensors: int
@@ -87,7 +92,7 @@ def last_report() -> LastReport | None:
 
     A dict of the engine's counters (stages with their bytes, seconds and
     waits), None before the first verb. With several threads, "last" is
-    the one that ended last.
+    the one that ended last. Raises nothing.
     """
     with _lock:
         text = _last

@@ -26,8 +26,10 @@ __all__ = ["LoadPlan", "PlannedFile", "PlannedTensor", "fit", "outlook", "plan"]
 class PlannedTensor:
     """One tensor that would be loaded.
 
-    dtype and shape are the file's; nbytes: bytes in memory, after a cast;
-    stored: bytes in the file; file: where it is.
+    dtype, shape: those of the file.
+    nbytes: bytes in memory, after a cast.
+    stored: bytes in the file.
+    file: where it is.
     """
 
     __module__ = "overwire"
@@ -58,11 +60,14 @@ class PlannedFile:
 class LoadPlan:
     """What `plan` returns: bytes by tensor and by file.
 
-    nbytes: of all tensors once they are loaded. peak: the most that tensors
-    hold at any moment, which is more where `dtype=` casts. stored: bytes that
-    are read or mapped. staging: bytes that the slots take on the device, through
-    which stored bytes go, beside the tensors while they load. pinned: bytes of host
-    memory that a GPU's load has for them. Files without a wanted tensor are not listed.
+    nbytes: bytes of all tensors once they are loaded.
+    peak: the most that tensors hold at any moment, which is more where `dtype=` casts.
+    stored: bytes that are read or mapped.
+    staging: bytes of the slots on the device, through which stored bytes go, beside the
+        tensors while they load.
+    pinned: bytes of host memory that a GPU's load has for them.
+
+    Files without a wanted tensor are not listed.
     """
 
     __module__ = "overwire"

@@ -128,6 +128,8 @@ def doctor(*, measure: bool = False) -> Diagnosis:
     no context on a GPU.
     measure: copy to each GPU for about 0.2 s and add "wire", in GB/s. That creates
         a context there, and a process that has one cannot use CUDA after a fork.
+
+    Returns a dict. Raises nothing for what is missing or does not work: it says so.
     """
     found: Diagnosis = _verbs.doctor(program(["--measure"] if measure else []))
     return found

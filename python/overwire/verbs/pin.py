@@ -198,8 +198,8 @@ def pin(source: SourceLike, *, device: DeviceLike | None = None, progress: Progr
         CUDA is not used, and without a GPU the memory is ordinary.
     progress: as for `load_file`; its bytes are those of the files.
 
-    Raises what `load_file` raises: CorruptError names tensor, chunk and offset;
-    OutOfMemoryError and DeviceError leave nothing behind.
+    Returns a `Pinned`. Raises what `load_file` raises: CorruptError names tensor, chunk
+    and offset; OutOfMemoryError and DeviceError leave nothing behind.
     """
     where = "cpu" if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     return Pinned(source, where, progress)

@@ -13,8 +13,12 @@ Format = Literal["overwire", "safetensors", "tensors"]
 
 
 class InspectedTensor(TypedDict):
-    """One tensor. bytes: in memory; stored: in the file; ratio: stored / bytes; alias_of:
-    the tensor whose bytes it shares."""
+    """One tensor.
+
+    bytes, stored: in memory, and in the file.
+    ratio: stored / bytes.
+    alias_of: the tensor whose bytes it shares.
+    """
 
     name: str
     dtype: str
@@ -29,7 +33,10 @@ class InspectedTensor(TypedDict):
 
 
 class InspectedFile(TypedDict):
-    """One file. header: bytes before the data section."""
+    """One file.
+
+    header: bytes before the data section.
+    """
 
     uri: str
     format: Format
@@ -49,14 +56,20 @@ class Total(TypedDict):
 
 
 class Inspection(TypedDict):
-    """What `inspect` returns. totals: by dtype; "" for all."""
+    """What `inspect` returns.
+
+    totals: by dtype; "" for all.
+    """
 
     sources: list[InspectedFile]
     totals: dict[str, Total]
 
 
 class VerifiedFile(TypedDict):
-    """One file. checked: every byte of its contents, or its structure alone."""
+    """One file.
+
+    checked: every byte of its contents, or its structure alone.
+    """
 
     uri: str
     format: Format
@@ -67,7 +80,10 @@ class VerifiedFile(TypedDict):
 
 
 class Verification(TypedDict):
-    """What `verify` returns. note: what could not be proven."""
+    """What `verify` returns.
+
+    note: what could not be proven.
+    """
 
     ok: Literal[True]
     tensors: int
@@ -91,7 +107,10 @@ class Machine(TypedDict):
 
 
 class HostMemory(TypedDict):
-    """Bytes of host memory; limit: of the control group, 0 for none."""
+    """Bytes of host memory.
+
+    limit: of the control group, 0 for none.
+    """
 
     total: int
     available: int
@@ -99,8 +118,12 @@ class HostMemory(TypedDict):
 
 
 class Device(TypedDict):
-    """One GPU. memory: bytes; kernels or unusable: what it runs, or why nothing; wire:
-    GB/s of pinned copies to it, where that was measured."""
+    """One GPU.
+
+    memory: bytes.
+    kernels, unusable: what it runs, or why nothing.
+    wire: GB/s of pinned copies to it, where that was measured.
+    """
 
     index: int
     name: str
@@ -147,7 +170,10 @@ Setting = TypedDict(
 
 
 class Diagnosis(TypedDict):
-    """What `doctor` returns. engine: "ok", or what failed."""
+    """What `doctor` returns.
+
+    engine: "ok", or what failed.
+    """
 
     version: str
     python: NotRequired[str]

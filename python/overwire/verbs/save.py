@@ -30,19 +30,21 @@ __all__ = ["Report", "save_bytes", "save_file"]
 class Report:
     """What was written.
 
-    bytes_in: tensor bytes. bytes_out: bytes of the files. ratio: out / in, 1.0
-    without tensors. seconds: wall time. compressed: tensors stored
-    compressed; aliases: tensors stored as another's bytes (tied or identical).
+    bytes_in, bytes_out: bytes of the tensors, and of the files.
+    ratio: out / in, 1.0 without tensors.
+    seconds: wall time.
+    compressed, aliases: how many tensors are stored compressed, and how many as
+        another's bytes (tied or identical).
     files: absolute paths, or URIs, in the order written, an index.json last.
     copied: those of files that a converted folder had beside its weights, as they were.
     left: what of a converted folder was not copied: weights that are not the model's
-    (of 64 MiB and more, if they are not safetensors), hidden files, and links that
-    lead out of the folder to anything but the blobs of its Hugging Face cache.
+        (of 64 MiB and more, if they are not safetensors), hidden files, and links that
+        lead out of the folder to anything but the blobs of its Hugging Face cache.
     originals: of `convert`, files by name with the SHA-256, in hex, of the plain
-    file that a compressed one keeps, or that a decompressed one is, byte for byte;
-    "" where it came over a network and was not hashed. anew: plain files made of
-    compressed ones that keep no original: their tensors are the same, the header is
-    new.
+        file that a compressed one keeps, or that a decompressed one is, byte for byte;
+        "" where it came over a network and was not hashed.
+    anew: plain files made of compressed ones that keep no original: their tensors are
+        the same, the header is new.
     """
 
     __module__ = "overwire"
