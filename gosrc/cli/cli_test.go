@@ -197,7 +197,7 @@ func TestJSON(t *testing.T) {
 	for _, argv := range [][]string{
 		{"compress", plain, "-o", small}, {"inspect", small}, {"inspect", "-s", plain}, {"verify", small, plain},
 		{"decompress", small, "-o", small + "2"}, {"convert", plain, "-o", small + "3"},
-		{"load", small, "--repeat", "2", "--trace", small + ".trace"}, {"load", plain, "--device", "cpu"},
+		{"load", small, "--repeat", "2", "--trace", small + ".trace"}, {"trace", small + ".trace"}, {"load", plain, "--device", "cpu"},
 		{"doctor"}, {"doctor", "--env"}, {"version"}, {"bench", "gen", "int4", "--size", "1MB", small + "4"},
 	} {
 		out := must(t, append(argv, "--json")...)
@@ -223,6 +223,21 @@ func TestLoad(t *testing.T) {
 	}
 	if b, err := os.ReadFile(trace); err != nil || !json.Valid(b) {
 		t.Errorf("the trace: %v", err)
+	}
+	page := filepath.Join(filepath.Dir(plain), "small.safetensors.html")
+	if out := must(t, "trace", trace); !strings.Contains(out, page) || !strings.Contains(out, " of 3 workers and queues") {
+		t.Errorf("trace says %s", out)
+	}
+	if b, err := os.ReadFile(page); err != nil || !strings.Contains(string(b), "worker 1") {
+		t.Errorf("the page of the trace: %v", err)
+	}
+	for argv, want := range map[[4]string]int{
+		{"trace", small, "-o", page}: ExitBad, {"trace", trace + "x", "-o", page}: ExitNotFound, {"trace", trace, "-o", trace}: ExitUsage,
+	} {
+		var stdout, stderr bytes.Buffer
+		if status := Main(t.Context(), nil, argv[:], &stdout, &stderr, Env{}); status != want {
+			t.Errorf("%q: status %d, %s", argv, status, &stderr)
+		}
 	}
 	for _, argv := range [][]string{{"load", small, "--device", "tpu"}, {"load", small, "--device", "cuda:x"}, {"load", small, "--trace"}, {"load"}} {
 		want := ExitUsage

@@ -1,21 +1,26 @@
 package cli
 
-// This file has the verb load, which measures a load.
+// This file has the verb load, which measures a load, and trace, which shows it.
 
 import (
 	"fmt"
 	"io"
+	"path/filepath"
 	"slices"
+	"strings"
 
 	"github.com/dustin/go-humanize"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/page"
 	"github.com/overwire/overwire/gosrc/pipeline"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-var traceOption = option{name: "trace", value: "FILE", doc: "write a Chrome trace of the (last) load, for ui.perfetto.dev"}
+var traceOption = option{name: "trace", value: "FILE", doc: "write a Chrome trace of the (last) load; overwire trace makes a page of it"}
 
 var loadVerb = &verb{
 	name: "load", args: "SRC...", least: 1, most: -1,
@@ -126,4 +131,48 @@ func traced(w io.Writer, s *pipeline.Summary, workers int64) {
 		fmt.Fprintf(w, "copy stream: busy %.4f s at %s; idle %.4f s in %d gaps, the longest %.4f s; %.4f s before the first copy, %.4f s after the last\n",
 			g.Busy, rateText(s.Stages[copied].Bytes, g.Busy), g.Idle, g.Gaps, g.Longest, g.Lead, g.Tail)
 	}
+}
+
+// maxTrace bounds the file that trace reads.
+const maxTrace = 1 << 28
+
+var traceVerb = &verb{
+	name: "trace", args: "FILE [-o OUT]", least: 1, most: 1,
+	short: "make a page of a trace, for a browser",
+	long: `
+Reads a trace, as load --trace and OVERWIRE_TRACE write it, and writes a page in
+one file that asks no server: what each worker and each queue of the GPU did, and
+when, to zoom and move by mouse and keys, with bytes and GB/s of each span, and
+tables of the sums. Without -o it stands beside the trace, named .html.`,
+	example: "overwire load model.ow.safetensors --trace t.json && overwire trace t.json",
+	options: []option{{name: "output", short: "o", value: "OUT", doc: "page to write (default: FILE with .html)"}},
+	run:     (*call).trace,
+}
+
+// trace runs the verb.
+func (c *call) trace() error {
+	path, out := c.args[0], c.opts["output"]
+	if out == "" {
+		out = strings.TrimSuffix(path, filepath.Ext(path)) + ".html"
+	}
+	if out == path {
+		return usage("%s is the trace: name another file for the page, by -o", out)
+	}
+	text, err := regular.Read(path, maxTrace)
+	if err != nil {
+		return errs.Locate("trace", path, "", -1, err)
+	}
+	t, err := page.ReadTrace(filepath.Base(path), text)
+	if err != nil {
+		return errs.Locate("trace", path, "", -1, err)
+	}
+	if text, err = t.HTML(); err != nil {
+		return err
+	}
+	if err := atomicfile.Write(out, text); err != nil {
+		return err
+	}
+	return c.show(map[string]any{"html": out, "spans": t.Spans, "rows": len(t.Rows), "seconds": float64(t.End) / 1e9}, func(w io.Writer) {
+		fmt.Fprintf(w, "%s spans of %d workers and queues, %.4f s\n%s: open it in a browser\n", humanize.Comma(int64(t.Spans)), len(t.Rows), float64(t.End)/1e9, out)
+	})
 }

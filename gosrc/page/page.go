@@ -13,8 +13,36 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-//go:embed model.html
-var model string
+// Every page is the frame with the style of all, and a body that has the script of
+// all, and in it the data.
+var (
+	//go:embed frame.html
+	frame string
+	//go:embed page.css
+	style string
+	//go:embed page.js
+	script string
+
+	//go:embed model.html
+	modelBody string
+)
+
+// assemble makes a page of a body, in which @data@ is the place of the data.
+func assemble(body string, data any) ([]byte, error) {
+	// Marshal writes <, > and & as \u003c ..., so that no name ends the element.
+	text, err := json.Marshal(data)
+	if err != nil {
+		return nil, errs.New(errs.ErrEngine, "page: %v", err)
+	}
+	// The data come last: nothing in them is replaced.
+	before, after, _ := strings.Cut(static(body), "@data@")
+	return bytes.Join([][]byte{[]byte(before), text, []byte(after)}, nil), nil
+}
+
+// static is a page without its data.
+func static(body string) string {
+	return strings.NewReplacer("@style@", style, "@body@", strings.Replace(body, "@script@", script, 1)).Replace(frame)
+}
 
 // columns are the tensors of a model as the page reads them: a list for each
 // property, with repeated texts as numbers.
@@ -47,13 +75,7 @@ func Model(in *save.Inspection) ([]byte, error) {
 			c.Coding = append(c.Coding, number(&c.Codings, codings, t.Coding))
 		}
 	}
-	// Marshal writes <, > and & as \u003c ..., so that no name ends the element.
-	data, err := json.Marshal(c)
-	if err != nil {
-		return nil, errs.New(errs.ErrEngine, "page: %v", err)
-	}
-	before, after, _ := strings.Cut(model, "@tensors@")
-	return bytes.Join([][]byte{[]byte(before), data, []byte(after)}, nil), nil
+	return assemble(modelBody, c)
 }
 
 // number is a text's place in a list, where it is added at its first use.

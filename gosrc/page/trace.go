@@ -1,0 +1,121 @@
+package page
+
+// This file makes the page of a trace: when each worker and each queue of a device
+// did what.
+
+import (
+	"cmp"
+	_ "embed"
+	"encoding/json"
+	"math"
+	"slices"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+//go:embed trace.html
+var traceBody string
+
+// Limits of a trace. A load of a terabyte has some hundred thousand spans.
+const (
+	maxSpans  = 4 << 20
+	maxRows   = 4096
+	maxStages = 256
+	maxTime   = 1e13 // microseconds: four months
+)
+
+// event is one of Chrome's trace event format, as overwire writes it. X is a span, M
+// names a row.
+type event struct {
+	Name string  `json:"name"`
+	Kind string  `json:"ph"`
+	PID  int     `json:"pid"`
+	TID  int     `json:"tid"`
+	At   float64 `json:"ts"` // microseconds, and so is Took
+	Took float64 `json:"dur"`
+	Args struct {
+		Name  string `json:"name"`
+		Bytes int64  `json:"bytes"`
+	} `json:"args"`
+}
+
+// row is what one worker or queue did, in the order of begins. Times are in
+// nanoseconds; a begin is the distance from the one before.
+type row struct {
+	Name   string  `json:"name"`
+	Device bool    `json:"device"`
+	Stage  []int   `json:"stage"`
+	Begin  []int64 `json:"begin"`
+	Took   []int64 `json:"took"`
+	Bytes  []int64 `json:"bytes"`
+}
+
+// A Timeline is a trace as the page reads it.
+type Timeline struct {
+	Title  string   `json:"title"`
+	Stages []string `json:"stages"` // in the order of their first use
+	Rows   []*row   `json:"rows"`   // the load, its workers, then the device's queues
+	Spans  int      `json:"spans"`
+	End    int64    `json:"end"` // nanoseconds, of the last span
+}
+
+// ReadTrace reads a trace that overwire wrote. Anything else is errs.ErrFormat.
+func ReadTrace(title string, text []byte) (*Timeline, error) {
+	var trace struct {
+		Events []event `json:"traceEvents"`
+	}
+	if err := json.Unmarshal(text, &trace); err != nil {
+		return nil, errs.New(errs.ErrFormat, "not a trace of overwire: %v", err)
+	}
+	t := &Timeline{Title: title, Stages: []string{}, Rows: []*row{}}
+	type line struct{ pid, tid int }
+	names, rows := map[line]string{}, map[line][]event{}
+	for _, e := range trace.Events {
+		at := line{e.PID, e.TID}
+		switch {
+		case e.Kind == "M" && e.Name == "thread_name":
+			names[at] = e.Args.Name
+		case e.Kind != "X":
+		case !(e.At >= 0 && e.Took >= 0 && e.At+e.Took <= maxTime) || e.Args.Bytes < 0:
+			return nil, errs.New(errs.ErrFormat, "not a trace of overwire: a span of %q at %g us, %g us long", e.Name, e.At, e.Took)
+		default:
+			rows[at] = append(rows[at], e)
+			t.Spans++
+		}
+	}
+	if t.Spans == 0 {
+		return nil, errs.New(errs.ErrFormat, "not a trace of overwire: it has no spans")
+	}
+	lines := make([]line, 0, len(rows))
+	for at := range rows {
+		lines = append(lines, at)
+	}
+	slices.SortFunc(lines, func(a, b line) int { return cmp.Or(cmp.Compare(a.pid, b.pid), cmp.Compare(a.tid, b.tid)) })
+	stages := map[string]int{}
+	for _, at := range lines {
+		r := &row{Name: names[at], Device: at.pid == 2}
+		r.fill(t, rows[at], stages)
+		t.Rows = append(t.Rows, r)
+	}
+	if t.Spans > maxSpans || len(t.Rows) > maxRows || len(t.Stages) > maxStages {
+		return nil, errs.New(errs.ErrNotSupported, "a trace of %d spans, %d rows, %d stages: the page shows at most %d, %d and %d",
+			t.Spans, len(t.Rows), len(t.Stages), maxSpans, maxRows, maxStages)
+	}
+	return t, nil
+}
+
+// fill takes the spans of one row.
+func (r *row) fill(t *Timeline, events []event, stages map[string]int) {
+	slices.SortStableFunc(events, func(a, b event) int { return cmp.Compare(a.At, b.At) })
+	last := int64(0)
+	for _, e := range events {
+		begin, took := int64(math.Round(e.At*1e3)), int64(math.Round(e.Took*1e3))
+		r.Stage = append(r.Stage, number(&t.Stages, stages, e.Name))
+		r.Begin, r.Took, r.Bytes = append(r.Begin, begin-last), append(r.Took, took), append(r.Bytes, e.Args.Bytes)
+		last, t.End = begin, max(t.End, begin+took)
+	}
+}
+
+// HTML returns the page: rows by worker and queue, which zoom and pan, and tables of
+// the same.
+func (t *Timeline) HTML() ([]byte, error) { return assemble(traceBody, t) }
