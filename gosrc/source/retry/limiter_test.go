@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 )
 
@@ -58,7 +59,9 @@ func TestAdaptsAgain(t *testing.T) {
 
 // Of a store that gives each connection little, more are opened, until there are
 // enough; the bytes as they come say so, not the ranges that end.
-func TestAdaptsByBytes(t *testing.T) {
+func TestAdaptsByBytes(t *testing.T) { synctest.Test(t, adaptsByBytes) }
+
+func adaptsByBytes(t *testing.T) {
 	s := &store{data: random(64 << 10)}
 	s.fault = func(_, _ int64, b []byte) (io.Reader, error) { return &drip{bytes.NewReader(b)}, nil }
 	src := New(s, Options{})
