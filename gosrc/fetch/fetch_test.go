@@ -55,7 +55,7 @@ func TestFetch(t *testing.T) {
 	}
 	spec := Spec{URIs: uris, Storage: source.Options{Storage: map[string]string{"retries": "50"}}}
 	var got bytes.Buffer
-	for range 5 { // opening gives up sooner than reading
+	for range 50 { // opening gives up sooner than reading
 		got.Reset()
 		if _, err = Fetch(context.Background(), nil, spec, &got); err == nil {
 			break

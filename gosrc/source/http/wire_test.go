@@ -45,7 +45,7 @@ func watch(t *testing.T, opt source.Options) *wire {
 func (w *wire) close(t *testing.T) int64 {
 	t.Helper()
 	w.client.drop()
-	for range 500 {
+	for range 6000 {
 		if w.open.Load() == 0 {
 			return w.came.Load()
 		}

@@ -99,7 +99,6 @@ func TestCurl(t *testing.T) {
 // What goes wrong with the program is an error of the read, not wrong bytes.
 func TestFailures(t *testing.T) {
 	ctx := context.Background()
-	quick := source.Options{Storage: map[string]string{"timeout": "0.2"}}
 	for name, c := range map[string]struct {
 		text  string
 		sizes []int64
@@ -115,7 +114,11 @@ func TestFailures(t *testing.T) {
 		"any size":   {"printf 12345; exit 1", nil, errs.ErrIO},
 	} {
 		urls := []string{"http://h/a", "http://h/b"}[:max(1, len(c.sizes))]
-		srcs, err := Start(ctx, script(t, c.text), urls, c.sizes, quick)
+		opt := source.Options{}
+		if c.class == errs.ErrTimeout { // else a program that starts slowly would be one
+			opt.Storage = map[string]string{"timeout": "0.2"}
+		}
+		srcs, err := Start(ctx, script(t, c.text), urls, c.sizes, opt)
 		if err == nil {
 			last := srcs[len(srcs)-1]
 			err = last.ReadAt(ctx, make([]byte, last.Size()), 0)
@@ -208,10 +211,21 @@ func TestSecrets(t *testing.T) {
 func TestKilled(t *testing.T) {
 	for _, end := range []string{"cancel", "close"} {
 		pids := filepath.Join(t.TempDir(), "pids")
-		program := script(t, "sleep 1000 & echo $! > "+pids+"; wait")
+		program := script(t, "sleep 1000 & echo $! > "+pids+".new; mv "+pids+".new "+pids+"; wait")
+		started := func() {
+			for range 60_000 {
+				if _, err := os.Stat(pids); err == nil {
+					return
+				}
+				time.Sleep(time.Millisecond)
+			}
+		}
 		ctx, cancel := context.WithCancelCause(context.Background())
 		if end == "cancel" {
-			time.AfterFunc(200*time.Millisecond, func() { cancel(errs.ErrCancelled) })
+			spawn.Go("test", func() {
+				started()
+				cancel(errs.ErrCancelled)
+			})
 			if _, err := Open(ctx, program, "http://h/x", source.Options{}); !errors.Is(err, errs.ErrCancelled) {
 				t.Fatal(err)
 			}
@@ -220,7 +234,7 @@ func TestKilled(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			time.Sleep(200 * time.Millisecond)
+			started()
 			srcs[0].Close()
 		}
 		cancel(nil)
@@ -230,7 +244,7 @@ func TestKilled(t *testing.T) {
 			t.Fatal(err, serr)
 		}
 		gone := false
-		for range 100 {
+		for range 3000 {
 			state, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 			if gone = err != nil || strings.Contains(string(state), ") Z "); gone {
 				break
