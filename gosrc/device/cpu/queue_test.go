@@ -54,6 +54,11 @@ func TestQueueSlots(t *testing.T) {
 	if q.StagingBytes() < 400 || q.Asynchronous() {
 		t.Errorf("%d bytes, asynchronous: %v", q.StagingBytes(), q.Asynchronous())
 	}
+	q.Close()
+	// So large that no other mapping takes its whole place afterwards.
+	if q, err = NewQueue(4, 64<<20); err != nil {
+		t.Fatal(err)
+	}
 	last, err := q.Get(context.Background())
 	if err != nil {
 		t.Fatal(err)

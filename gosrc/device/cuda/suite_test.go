@@ -422,7 +422,7 @@ func TestAlloc(t *testing.T) {
 	for _, i := range r.Perm(len(mem)) {
 		mem[i].Release()
 	}
-	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
 		d.mu.Lock()
 		n := d.live
 		d.mu.Unlock()

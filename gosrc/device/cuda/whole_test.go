@@ -212,12 +212,15 @@ func TestCancelAtAnyMoment(t *testing.T) {
 	engine(t)
 	_, m, want := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	cancelled := 0
-	for i := range 30 {
+	for i := 0; i < 30 || cancelled == 0; i++ {
+		if i == 1000 {
+			t.Fatal("none was cancelled on its way")
+		}
 		l, err := m.Start(nil, load.Options{Device: "cuda"})
 		if err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(time.Duration(i*i*20) * time.Microsecond)
+		time.Sleep(time.Duration(i%30*(i%30)*20) * time.Microsecond)
 		l.Close()
 		switch err := finish(t, l); {
 		case errors.Is(err, errs.ErrCancelled):
@@ -230,10 +233,7 @@ func TestCancelAtAnyMoment(t *testing.T) {
 		}
 	}
 	whole(t, m, want, 0)
-	t.Logf("%d of 30 were cancelled on their way", cancelled)
-	if cancelled == 0 {
-		t.Error("none was cancelled on its way")
-	}
+	t.Logf("%d were cancelled on their way", cancelled)
 }
 
 // Loads to two devices at once do not meet.
