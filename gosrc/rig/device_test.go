@@ -162,14 +162,23 @@ func TestDropped(t *testing.T) {
 	if err := os.WriteFile(path, make([]byte, 3<<20+5), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	in, pages, err := resident(f)
-	f.Close()
-	if err != nil || in != pages || pages != (3<<20)/int64(os.Getpagesize())+1 {
-		t.Fatalf("%d of %d pages, %v", in, pages, err)
+	in, pages := int64(0), int64(-1)
+	for n := 0; in != pages; n++ { // a host that is short of memory drops pages when it likes
+		if n == 100 {
+			t.Skipf("the page cache here keeps %d of %d pages", in, pages)
+		}
+		if _, err := os.ReadFile(path); err != nil {
+			t.Fatal(err)
+		}
+		f, err := os.Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		in, pages, err = resident(f)
+		f.Close()
+		if err != nil || pages != (3<<20)/int64(os.Getpagesize())+1 {
+			t.Fatalf("%d of %d pages, %v", in, pages, err)
+		}
 	}
 	share, err := dropped([]string{path})
 	if err != nil {

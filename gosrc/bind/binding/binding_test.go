@@ -287,7 +287,7 @@ func TestPreloadHandOver(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for end := time.Now().Add(5 * time.Second); ; {
+	for end := time.Now().Add(time.Minute); ; {
 		if _, err := Wait(h, time.Second); errors.Is(err, errs.ErrNotFound) {
 			break
 		}
