@@ -111,8 +111,9 @@ def metadata(licence: str = "", files: list[str] | None = None) -> str:
 
 
 def without_links(page: str) -> str:
-    """Return a page without links into the tree, which lead nowhere on a package's page: the
-    text of each stays."""
+    """Return a page without pictures and links of the tree, which lead nowhere on a package's
+    page: the text of each link stays."""
+    page = re.sub(r"^!\[[^\]]*\]\((?!https?://)[^)]*\)\n+", "", page, flags=re.M)
     return re.sub(r"\[([^\]]+)\]\((?!https?://|#)[^)]*\)", r"\1", page)
 
 

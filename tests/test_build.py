@@ -83,7 +83,8 @@ def test_the_package_page_leads_nowhere_wrong() -> None:
     """Its text is the README's, without links into the tree; it names the Pythons that are tested."""
     page = setup.metadata()
     assert setup.without_links("[a](b.md) [`c`](d#e) [f](https://g/h) [i](#j)") == "a `c` [f](https://g/h) [i](#j)"
-    assert "docs/reliability.md" in page and not re.search(r"\]\((?!https?://)", page.partition("\n\n")[2])
+    assert setup.without_links("a\n\n![b c](d.svg)\n\n[e](f)\n") == "a\n\ne\n"
+    assert "docs/benchmarks.md" in page and "![" not in page and not re.search(r"\]\((?!https?://)", page.partition("\n\n")[2])
     assert [line for line in page.splitlines() if re.match(r"Classifier: .*Python :: 3\.\d+$", line)] == [
         f"Classifier: Programming Language :: Python :: {version}" for version in check.PYTHONS
     ]
