@@ -1,5 +1,7 @@
-"""The pages of `overwire inspect --html` and `overwire trace`, as a person at a browser has them: with mouse, keyboard and screen
-reader, in light and dark, on wide and narrow windows. The pictures stay in the test's folder."""
+"""The pages of `overwire inspect --html`, `overwire trace` and `overwire bench --html`, as a person at a browser has them.
+
+With mouse, keyboard and screen reader, in light and dark, in wide and narrow windows. The pictures stay in the test's folder.
+"""
 
 from __future__ import annotations
 
@@ -173,4 +175,24 @@ def test_traces_of_a_gpu_and_hostile_names(browser: chromium.Chromium, tmp_path:
     for key in ["ArrowRight", "ArrowUp", *["ArrowDown"] * 17]:
         browser.press(key)
     assert browser.run("at('said').textContent").startswith("copies: copy, at ")
+    pictures(browser, page)
+
+
+def test_bench(browser: chromium.Chromium, tmp_path: Path) -> None:
+    """Each figure is a bar beside its floor and an earlier run's, described for a screen reader, and a row of a table."""
+    before, page = tmp_path / "before.json", tmp_path / "bench.html"
+    toy = ["bench", "--size", "8MB", "--repeat", "1", "--dir", str(tmp_path)]
+    before.write_text(run(*toy, "--json"))
+    run(*toy, "--html", str(page), "--before", str(before))
+    browser.view()
+    browser.open(page)
+    assert browser.requests == [page.resolve().as_uri()] and browser.errors == []
+    groups = dict.fromkeys(row["group"] for row in json.loads(before.read_text())["rows"])
+    assert browser.run("[...document.querySelectorAll('svg > title')].map(e => e.textContent)") == list(groups)
+    charts = [name for role, name in browser.names() if role in ("image", "img")]
+    assert charts == list(groups)
+    assert browser.run("document.querySelectorAll('svg .was').length") == len(json.loads(before.read_text())["rows"])
+    browser.run("document.querySelector('summary').focus()")
+    browser.press("Enter")
+    assert browser.run("document.querySelector('details').open") and "before" in browser.run("document.querySelector('details').innerText")
     pictures(browser, page)

@@ -5,10 +5,15 @@ package cli
 import (
 	"fmt"
 	"io"
+	"os"
+	"path/filepath"
 	"strings"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/bench"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/measure"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/weights"
@@ -23,13 +28,15 @@ to host memory or, with --device, to a GPU. Beside each load stands what memory
 or link allow here, measured in the same run. Bytes are compared before anything
 is timed. The first line estimates how long it takes. It needs a bit more than
 twice --size in the temporary folder and three times in memory, and loads from
-the page cache.
+the page cache. --html writes a page, in one file that asks no server, with each
+figure as a bar beside its floor and, with --before, beside an earlier run's.
 
 gen writes realistic weights as a plain safetensors file:
 ` + kindsText(),
 	example: `overwire bench
 overwire bench --device cuda --size 8GB --dir /dev/shm
-overwire bench --file model.safetensors --json
+overwire bench --file model.safetensors --json > before.json
+overwire bench --html bench.html --before before.json
 overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 	options: []option{
 		{name: "size", value: "SIZE", doc: "tensor bytes to save and load (default 2GB), or to generate"},
@@ -37,6 +44,8 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		{name: "file", value: "FILE", doc: "your own weights, to see how small they become"},
 		{name: "repeat", value: "N", doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
+		{name: "html", value: "FILE", doc: "write a page with the figures, too"},
+		{name: "before", value: "FILE", doc: "compare with what bench --json printed then, on the page"},
 		{name: "seed", value: "N", doc: "gen: seed of the weights"},
 		{name: "force", short: "f", doc: "gen: replace OUT if it exists"},
 		threadsOption,
@@ -73,6 +82,10 @@ func (c *call) measure() (err error) {
 	if opt.Threads, err = c.threads(); err != nil {
 		return err
 	}
+	before, err := c.before()
+	if err != nil {
+		return err
+	}
 	if !c.is("json") { // rows appear as they are measured
 		group := ""
 		opt.Begin = func(rep *measure.Report) { bench.WriteHead(c.stdout, rep) }
@@ -88,7 +101,44 @@ func (c *call) measure() (err error) {
 	if err != nil {
 		return err
 	}
-	return c.show(rep, func(w io.Writer) { fmt.Fprintf(w, "%.0f s\n", rep.Seconds) })
+	out := c.opts["html"]
+	if out != "" {
+		if err := atomicfile.Write(out, bench.Page(&rep, before)); err != nil {
+			return err
+		}
+	}
+	return c.show(rep, func(w io.Writer) {
+		fmt.Fprintf(w, "%.0f s\n", rep.Seconds)
+		if out != "" {
+			fmt.Fprintf(w, "%s: open it in a browser\n", out)
+		}
+	})
+}
+
+// maxReport bounds the file that --before names.
+const maxReport = 16 << 20
+
+// before reads the report that --before names, or returns nil. It and the folder of
+// --html are checked before the measurement, which takes long.
+func (c *call) before() (*measure.Report, error) {
+	path, out := c.opts["before"], c.opts["html"]
+	if out != "" {
+		if info, err := os.Stat(filepath.Dir(out)); err != nil || !info.IsDir() {
+			return nil, usage("--html %s: %s is not a folder", out, filepath.Dir(out))
+		}
+	}
+	if path == "" {
+		return nil, nil
+	}
+	if out == "" {
+		return nil, usage("--before is for --html FILE, which shows both")
+	}
+	text, err := regular.Read(path, maxReport)
+	if err != nil {
+		return nil, errs.Locate("bench", path, "", -1, err)
+	}
+	rep, err := bench.ReadReport(text)
+	return rep, errs.Locate("bench", path, "", -1, err)
 }
 
 // generate writes weights of a kind.

@@ -69,7 +69,7 @@ func (c *Chart) SVG(id string) string {
 	d.measure()
 	var b strings.Builder
 	id = xmlText(id)
-	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" class="ow" viewBox="0 0 %d %d" width="%d" height="%d" role="img" aria-labelledby="%s-title %s-desc">`+"\n",
+	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" class="ow" viewBox="0 0 %d %d" width="%d" height="%d" role="img" aria-labelledby="%s-title" aria-describedby="%s-desc">`+"\n",
 		chartWidth, d.height, chartWidth, d.height, id, id)
 	fmt.Fprintf(&b, "<title id=\"%s-title\">%s</title>\n<desc id=\"%s-desc\">%s</desc>\n<style>%s</style>\n", id, xmlText(c.Title), id, xmlText(c.describe()), chartStyle)
 	fmt.Fprintf(&b, "<rect class=\"back\" x=\"0.5\" y=\"0.5\" width=\"%d\" height=\"%d\" rx=\"8\"/>\n", chartWidth-1, d.height-1)
@@ -92,7 +92,7 @@ func (c *Chart) SVG(id string) string {
 func (c *Chart) describe() string {
 	var parts []string
 	if c.About != "" {
-		parts = append(parts, strings.TrimSuffix(c.About, "."))
+		parts = append(parts, strings.TrimRight(c.About, ". "))
 	}
 	if c.Limit != nil {
 		parts = append(parts, fmt.Sprintf("Dashed line: %s", c.Limit.Name))

@@ -1,5 +1,5 @@
-// Package page makes one-file HTML pages of what the command line reports: they ask
-// no server, and every text of a model stands in them as data.
+// Package page makes one-file HTML pages and charts of what the command line reports:
+// they ask no server, and a text of a model is nowhere mark-up or script.
 package page
 
 import (

@@ -82,9 +82,9 @@ var mayImport = map[string][]string{
 	"serve":         {"errs", "internal/..."},
 	"fetch":         {"source", "source/open", "job", "errs", "internal/..."},
 	"measure":       {"weights", "load", "save", "codec/x16", "device/cpu", "device/cuda", "job", "tensor", "errs", "internal/..."},
-	"bench":         {"measure", "load", "save", "device/cuda", "job", "errs"},
 	"page":          {"save", "errs"},
 	"page/plots":    {"page", "errs", "internal/..."}, // a program of the developers
+	"bench":         {"page", "measure", "load", "save", "device/cuda", "job", "errs"},
 	"cli": {"page", "format", "tensorizer", "load", "save", "preload", "bench", "measure", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
 
