@@ -56,11 +56,13 @@ LEFT_OUT = re.compile(r"(^|/)(__pycache__|\.[^/]*)(/|$)|\.(so|pyc|whl)$|(^|/)tes
 
 
 def project() -> dict[str, str]:
-    """Return the plain `key = "value"` lines of [project] in pyproject.toml."""
+    """Return the plain `key = "value"` lines of [project] in pyproject.toml, and the version,
+    which stands in gosrc/cli alone."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     section = re.search(r"^\[project\]\n(.*?)(?=^\[)", text, re.M | re.S)
-    assert section is not None
-    return dict(re.findall(r'^([\w-]+) = "(.*)"$', section[1], re.M))
+    version = re.search(r'^const Version = "(.*)"$', (ROOT / "gosrc/cli/cli.go").read_text(encoding="utf-8"), re.M)
+    assert section is not None and version is not None
+    return dict(re.findall(r'^([\w-]+) = "(.*)"$', section[1], re.M)) | {"version": version[1]}
 
 
 def items(section: str, key: str) -> list[str]:

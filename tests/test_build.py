@@ -235,10 +235,26 @@ def test_floor_is_enforced() -> None:
     assert "PyModule_Create2" in names and "malloc" in names
 
 
-def test_versions_agree() -> None:
-    """pyproject.toml, the package and the command line have one version."""
-    text = (ROOT / "pyproject.toml").read_text()
-    version = re.search(r'^version = "(.*)"$', text, re.M)
-    package = re.search(r'^__version__ = "(.*)"$', (ROOT / "python/overwire/__init__.py").read_text(), re.M)
-    command = re.search(r'^const Version = "(.*)"$', (ROOT / "gosrc/cli/cli.go").read_text(), re.M)
-    assert version and package and command and version[1] == package[1] == command[1]
+def test_there_is_one_version() -> None:
+    """What gosrc/cli has is that of the package, its archives, and the newest entry of CHANGELOG.md."""
+    import overwire
+
+    version = setup.project()["version"]
+    assert overwire.__version__ == version and f"\nVersion: {version}\n" in setup.metadata()
+    assert not re.search(r"^version = ", (ROOT / "pyproject.toml").read_text(), re.M)
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    released = [re.fullmatch(r"(\d+\.\d+\.\d+) - \d{4}-\d\d-\d\d", heading) for heading in headings[1:]]
+    assert headings[0] == "Unreleased" and all(released)
+    assert not released or released[0][1] == version or tuple(map(int, released[0][1].split("."))) < tuple(map(int, version.split(".")))
+
+
+def test_the_changelog_keeps_its_form() -> None:
+    """Sections as keepachangelog.com names them, each once in a version, and nothing beside them."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    for version in text.split("\n## ")[1:]:
+        kinds = re.findall(r"^### (.*)$", version, re.M)
+        assert kinds and len(kinds) == len(set(kinds)), version[:40]
+        assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+        for section in version.split("\n### ")[1:]:
+            lines = [line for line in section.splitlines()[1:] if line]
+            assert lines and all(line.startswith("- ") for line in lines), section[:80]

@@ -22,8 +22,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Version is the version of the engine and of the Python package; a test
-// compares the two.
+// Version is the version of everything: the build reads it here, and `make gen` writes
+// it for Python.
 const Version = "0.1.0"
 
 // The exit statuses.

@@ -8,14 +8,13 @@ the engine's own threads; and `patch_safetensors` (`OVERWIRE_PATCH`).
 
 import os as _os
 
-__version__ = "0.1.0"
-
 # A name of our own instead of typing's: importing typing would cost more than
 # everything else here. Type checkers take both.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from . import codecs, compat, distributed, errors
+    from ._tables import __version__
     from .bundles.bundle import compress, compress_pickle, load_compressed, load_compressed_pickle
     from .compat.safetensors.patching import SafetensorsPatch, patch_safetensors
     from .errors import (
@@ -140,6 +139,7 @@ _HOMES = {
     "TensorSlice": "verbs.open",
     "TensorSpec": "frameworks.spec",
     "Verification": "verbs.results",
+    "__version__": "_tables",
     "compress": "bundles.bundle",
     "compress_pickle": "bundles.bundle",
     "convert": "verbs.inspecting",

@@ -2,7 +2,7 @@
 //
 //	go run ./gosrc/bind/gen verbs    python/overwire/_verbs.py: a function of each verb
 //	go run ./gosrc/bind/gen requests python/overwire/_requests.py: their types
-//	go run ./gosrc/bind/gen tables   python/overwire/_tables.py: dtypes, casts, names of the environment
+//	go run ./gosrc/bind/gen tables   python/overwire/_tables.py: the version, dtypes, casts, names of the environment
 //	go run ./gosrc/bind/gen errors   the classes of python/overwire/errors.py, between its two marks
 package main
 
@@ -11,6 +11,7 @@ import (
 	"os"
 	"strings"
 
+	"github.com/overwire/overwire/gosrc/cli"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -41,7 +42,8 @@ func list(b *strings.Builder, name, kind, begin, end string, names []string) {
 
 func tables() string {
 	var b strings.Builder
-	b.WriteString(head + "\"\"\"The engine's tables: dtypes, casts, and the names of the environment.\"\"\"\n\nfrom __future__ import annotations\n\n")
+	b.WriteString(head + "\"\"\"The engine's tables: the version, dtypes, casts, and the names of the environment.\"\"\"\n\nfrom __future__ import annotations\n\n")
+	fmt.Fprintf(&b, "__version__ = %q\n\n", cli.Version)
 	b.WriteString("# Bits of one element, in the order of the engine's codes.\nBITS: dict[str, int] = {\n")
 	var floats, from, to []string
 	for d := tensor.Bool; d.Valid(); d++ {

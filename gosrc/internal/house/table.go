@@ -108,7 +108,7 @@ var mayImport = map[string][]string{
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},
-	"bind/gen":  {"bind/binding", "device", "device/cuda", "errs", "knob", "source", "tensor"},
+	"bind/gen":  {"bind/binding", "cli", "device", "device/cuda", "errs", "knob", "source", "tensor"},
 }
 
 // modules lists the packages that may import a foreign module; "" is every package.
