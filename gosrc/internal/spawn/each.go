@@ -30,27 +30,29 @@ func Workers(name string, n int, failed func(error), fn func(worker int) error) 
 
 // Each calls fn for 0 to n-1 on several workers, until a call fails or ctx ends, and
 // waits for every call that began. It returns the error of the failed call with the
-// lowest number.
+// lowest number. All calls with lower numbers are made, so that other workers' timing
+// does not decide which error that is.
 func Each(ctx context.Context, name string, workers, n int, fn func(i int) error) error {
 	var (
 		next  atomic.Int64
-		ended atomic.Bool
+		least atomic.Int64 // number that failed, n if none
 		mu    sync.Mutex
-		least = n
 		err   error
 	)
 	if n == 0 {
 		return nil
 	}
+	least.Store(int64(n))
 	note := func(i int, e error) {
 		mu.Lock()
 		defer mu.Unlock()
-		if ended.Store(true); i < least || err == nil {
-			least, err = i, e
+		if int64(i) < least.Load() {
+			least.Store(int64(i))
+			err = e
 		}
 	}
-	Workers(name, min(workers, n), func(e error) { note(n, e) }, func(int) error {
-		for i := int(next.Add(1)) - 1; i < n && !ended.Load(); i = int(next.Add(1)) - 1 {
+	Workers(name, min(workers, n), func(e error) { note(0, e) }, func(int) error {
+		for i := int(next.Add(1)) - 1; i < int(least.Load()); i = int(next.Add(1)) - 1 {
 			e := ctx.Err()
 			if e != nil {
 				e = errs.FromOS(context.Cause(ctx))

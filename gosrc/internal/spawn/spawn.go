@@ -21,8 +21,7 @@ import (
 )
 
 var (
-	poison  atomic.Pointer[poisoned]
-	running atomic.Int64
+	poison atomic.Pointer[poisoned]
 
 	mu    sync.Mutex
 	names = map[string]int{} // goroutines now running, by name
@@ -64,7 +63,14 @@ func Poisoned() error {
 
 // Running returns the number of goroutines that Go has started and that have not
 // ended. Leak tests compare it before and after.
-func Running() int { return int(running.Load()) }
+func Running() (n int) {
+	mu.Lock()
+	defer mu.Unlock()
+	for _, k := range names {
+		n += k
+	}
+	return n
+}
 
 // Names returns the sorted names of the goroutines that Running counts.
 func Names() []string {
@@ -107,17 +113,15 @@ func caught(name string, v any) error {
 }
 
 func enter(name string) {
-	running.Add(1)
 	mu.Lock()
+	defer mu.Unlock()
 	names[name]++
-	mu.Unlock()
 }
 
 func leave(name string) {
 	mu.Lock()
+	defer mu.Unlock()
 	if names[name]--; names[name] == 0 {
 		delete(names, name)
 	}
-	mu.Unlock()
-	running.Add(-1)
 }
