@@ -3,6 +3,7 @@ package job
 import (
 	"context"
 	"errors"
+	"sync"
 	"testing"
 	"time"
 
@@ -28,14 +29,18 @@ func TestWaitZero(t *testing.T) {
 // A cancelled job that cleans up keeps only CancelAll waiting; one that was not
 // cancelled has not failed before its end.
 func TestFailed(t *testing.T) {
-	clean := make(chan struct{})
+	clean, begun := make(chan struct{}), make(chan struct{})
+	end := sync.OnceFunc(func() { close(clean) })
+	defer end()
 	j := Start("x", func(ctx context.Context, j *Job) error {
 		j.Failed(errors.New("too early"))
+		close(begun)
 		<-ctx.Done()
 		j.Failed(context.Cause(ctx))
 		<-clean
 		return errors.New("said too late")
 	})
+	<-begun
 	if done, err := j.Wait(time.Millisecond); done {
 		t.Fatal("has ended:", err)
 	}
@@ -46,7 +51,7 @@ func TestFailed(t *testing.T) {
 	if CancelAll(time.Millisecond) {
 		t.Error("CancelAll did not wait for what cleans up")
 	}
-	close(clean)
+	end()
 	if !CancelAll(time.Minute) {
 		t.Error("still running")
 	}
