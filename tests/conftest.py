@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def nothing_stays() -> Iterator[None]:
     """No process that a test has started outlives the tests, however they end."""
     yield
     warm.end()
-    stayed = processes.left()
+    stayed = processes.left(float(os.environ.get("OVERWIRE_TEST_GRACE") or 30))
     assert not stayed, f"still running, and killed now: {stayed}"
 
 
@@ -38,6 +39,14 @@ def seed(request: pytest.FixtureRequest) -> Iterator[int]:
     value = int(os.environ.get("OVERWIRE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"seed {value} (OVERWIRE_TEST_SEED={value} repeats it)")
     yield value
+
+
+def soon(ok: Callable[[], bool], limit: float = 60) -> bool:
+    """Whether something is so within limit seconds: what ends in the background ends later on a busy machine."""
+    until = time.monotonic() + limit
+    while not ok() and time.monotonic() < until:
+        time.sleep(0.01)
+    return ok()
 
 
 def cleaned(*more: str) -> dict[str, str]:

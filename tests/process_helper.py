@@ -114,7 +114,7 @@ def load(path: str, raw: bool = False) -> list[tuple[object, int]]:
     return landed
 
 
-def child(body: Callable[[], None], limit: float = 20) -> int:
+def child(body: Callable[[], None], limit: float = 60) -> int:
     """Fork, run body, end the child as a program ends. Its exit code; 99: it hung."""
     pid = os.fork()
     if pid == 0:

@@ -56,7 +56,7 @@ def adopt() -> None:
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def left(grace: float = 5) -> list[str]:
+def left(grace: float) -> list[str]:
     """The command lines of this process's descendants that do not end within grace seconds. They are killed."""
     until = time.monotonic() + grace
     while (running := _descendants()) and time.monotonic() < until:

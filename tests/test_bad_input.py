@@ -9,7 +9,6 @@ import inspect
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import overwire as ow  # noqa: E402
+from conftest import soon  # noqa: E402
 
 VECTORS = json.loads((Path(__file__).parent / "goldens" / "container" / "vectors.json").read_text())
 
@@ -129,10 +129,8 @@ def test_every_rule_at_every_entry(entry: str, tmp_path: Path) -> None:
             if error is not None:
                 assert type(error).__name__ in ((vector["ours"],) if vector["ours"] else ("FormatError", "CorruptError")), where
                 assert "model.safetensors" in str(error) or entry == "load_file of an open file", where
-    deadline = time.monotonic() + 20  # a preload lets go of its file behind its answer
-    while any(link.startswith(str(tmp_path)) for link in _links()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not [link for link in _links() if link.startswith(str(tmp_path))], "descriptors stay open"
+    # A preload lets go of its file behind its answer.
+    assert soon(lambda: not any(link.startswith(str(tmp_path)) for link in _links())), "descriptors stay open"
 
 
 def test_every_rule_at_other_libraries_names(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: s
     # The slow server keeps the command at work.
     folder, out = tmp_path / "out", tmp_path / "out" / "x.safetensors"
     folder.mkdir()
-    serve = [sys.executable, "-m", "overwire", "serve", str(plain.parent), "--each", "1MB"]
+    serve = [sys.executable, "-m", "overwire", "serve", str(plain.parent), "--each", "100KB"]
     with processes.started(serve, stdout=subprocess.PIPE, text=True) as server:
         url = server.stdout.readline().strip() + plain.name
         command = [sys.executable, "-m", "overwire", "fetch", url, "-o", str(out)]

@@ -18,6 +18,7 @@ import numcodecs
 import overwire as ow
 import pytest
 import zstandard
+from conftest import soon
 from overwire import codecs
 
 SIZES = (0, 1, 7, 65535, 65536, 65537, 10_000_000)
@@ -368,7 +369,7 @@ def test_results_outlive_everything_and_are_freed() -> None:
     made = codecs.encode(content(1_000_000), "snappy")
     for _ in range(300):
         codecs.decode([made, made])
-    assert _resident() - before < 40 << 20
+    assert soon(lambda: _resident() - before < 40 << 20)
     assert kept == content(500_000)
 
 
@@ -448,7 +449,7 @@ def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
             codecs.decode(made, algorithm, bitstream="raw")
         took = {thread: n - before.get(thread, 0) for thread, n in busy().items()}
         workers = sorted(took, key=took.__getitem__)[-2:]
-        if mine not in workers:  # a thread that does nothing but wait is none of the two that ran most
+        if mine not in workers and all(took[w] for w in workers):  # what only waits is none of the two that ran most
             break
     assert mine not in workers and min(took[w] for w in workers) > 0, (mine, took)
 

@@ -80,7 +80,7 @@ def test_a_view_keeps_what_it_needs(tmp_path: Path) -> None:
 def test_a_thousand_loads_leave_nothing(torch_script) -> None:
     torch_script(
         """
-import gc, os, random
+import gc, os, random, time
 import numpy as np, torch, overwire as ow
 tensors = {f"t{i}": torch.randn(1 + i * 37).bfloat16() for i in range(30)} | {"big": torch.randn(600, 512)}
 ow.save_file(tensors, "m")
@@ -107,13 +107,18 @@ def one(i):
         ow.preload(path).wait(); ow.load_file(path)
 for i in range(200): one(i)
 gc.collect()
-base, fds, tasks = resident(), count("fd"), count("task")
-for i in range(1000): one(i)
-gc.collect()
-grown = resident() - base
-assert grown <= 4 << 20, grown
-assert count("fd") <= fds + 1, (count("fd"), fds)
-assert count("task") <= tasks + 4, (count("task"), tasks)
+# A busy machine may make more threads, once. What leaks is more after each thousand.
+for turn in range(4):
+    base, fds, tasks = resident(), count("fd"), count("task")
+    for i in range(1000): one(i)
+    gc.collect()
+    until = time.monotonic() + 10  # what ends behind its answer
+    while count("fd") > fds and time.monotonic() < until: time.sleep(0.01)
+    grown = resident() - base, count("fd") - fds, count("task") - tasks
+    print(grown)
+    if grown[0] <= 4 << 20 and grown[1] <= 1 and grown[2] <= 4: break
+else:
+    raise AssertionError(grown)
 """
     )
 

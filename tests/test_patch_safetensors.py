@@ -19,7 +19,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from conftest import same
+from conftest import same, soon
 from overwire.model import opened as opened_models
 
 
@@ -339,4 +339,4 @@ def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: boo
         del file, part
         assert held()
     gc.collect()
-    assert not held()
+    assert soon(lambda: not held())

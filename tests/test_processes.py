@@ -41,7 +41,8 @@ def test_a_failed_test_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "conftest", "--rootdir", str(tmp_path)]
     done = subprocess.run(
         [*command, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])},
+        env=os.environ
+        | {"OVERWIRE_TEST_GRACE": "1", "PYTHONPATH": os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])},
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout

@@ -31,7 +31,7 @@ class Server(threading.Thread):
         self.kind = kind
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self.listener.getsockname()[1]
-        self.seen = 0  # connections
+        self.peers: set[tuple[str, int]] = set()  # of the connections so far
         self.reached = threading.Event()
         self.open: dict[socket.socket, bytes] = {}
         self.dribbles: set[socket.socket] = set()
@@ -39,23 +39,27 @@ class Server(threading.Thread):
 
     def reset(self) -> None:
         """Forgets what it has seen."""
-        self.seen = 0
+        self.peers.clear()
         self.reached.clear()
 
     def drained(self) -> int:
-        """How many connections there were, when the last one is closed."""
+        """How many connections there were, when the last one is closed. One of its own comes after all that wait to be
+        accepted."""
+        with socket.create_connection(("127.0.0.1", self.port)) as mark:
+            while mark.getsockname() not in self.peers:
+                time.sleep(0.005)
         while self.open:
             time.sleep(0.005)
-        return self.seen
+        return len(self.peers) - 1
 
     def run(self) -> None:
         while True:
             ready, _, _ = select.select([self.listener, *self.open], [], [], 0.05)
             for sock in ready:
                 if sock is self.listener:
-                    got, _ = sock.accept()
-                    self.open[got] = b""
-                    self.seen += 1
+                    got, peer = sock.accept()
+                    self.open[got] = b""  # before its peer is known
+                    self.peers.add(peer)
                     continue
                 try:
                     data = sock.recv(65536)
