@@ -52,7 +52,7 @@ counts = {"good": 0, "bad": 0}
 
 def show(*what):
     for one in what:
-        print(one, repr(one))
+        print(one, repr(one), getattr(one, "_repr_html_", str)(), dict(one) if isinstance(one, dict) else "")
 
 def did(verb, *args, **kwargs):
     try:

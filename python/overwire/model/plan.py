@@ -86,6 +86,32 @@ class LoadPlan:
             f"nbytes={self.nbytes}, peak={self.peak}, stored={self.stored}, staging={self.staging}, pinned={self.pinned})"
         )
 
+    def _repr_html_(self) -> str:
+        from .. import _notebook as html
+
+        files = html.table(
+            "Files",
+            ("file", "tensors", "in memory", "read or mapped", "size of the file"),
+            ((f.file, f"{f.tensors:,}", html.size(f.nbytes), html.size(f.stored), html.size(f.size)) for f in self.files),
+            len(self.files),
+        )
+        tensors = html.table(
+            f"{len(self.tensors):,} tensors, the largest first",
+            ("tensor", "dtype", "shape", "in memory", "stored"),
+            (
+                (t.name, t.dtype, list(t.shape), html.size(t.nbytes), html.size(t.stored))
+                for t in html.largest(self.tensors, lambda t: t.nbytes)
+            ),
+            len(self.tensors),
+            folded=True,
+        )
+        facts = [("in memory", html.size(self.nbytes)), ("peak", html.size(self.peak)), ("read or mapped", html.size(self.stored))]
+        if self.staging:
+            facts.append(("slots", html.size(self.staging)))
+        if self.pinned:
+            facts.append(("pinned", html.size(self.pinned)))
+        return html.block("LoadPlan", facts, files, tensors)
+
 
 def outlook(
     model: Model,

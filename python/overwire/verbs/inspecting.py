@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Union, cast
 
 from .. import _verbs
 from .._engine import program
@@ -16,7 +16,7 @@ from ..model.sources import SourceLike, resolve
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
-from .results import Diagnosis, Inspection, Verification
+from .results import Diagnosis, Inspection, InspectionDict, Verification
 from .save import Report
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None)
         or compressed.
     storage_options: as for `load_file`.
 
-    Returns a dict: "sources", each with uri, format ("safetensors" or
+    Returns a dict, which prints as one line: "sources", each with uri, format ("safetensors" or
     "overwire"), size, metadata and "tensors" (name, dtype, shape, bytes,
     stored, ratio, coding, chunks), and "totals" over all of them.
     Raises NotFoundError, FormatError, CorruptError.
@@ -49,8 +49,7 @@ def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None)
     uris, _ = _uris(local(source), storage_options)
     if len(uris) != 1:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
-    found: Inspection = _verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)})
-    return found
+    return cast("Inspection", InspectionDict(_verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)})))
 
 
 def verify(source: SourceLike, *, progress: ProgressLike = None, storage_options: StorageOptions | None = None) -> Verification:

@@ -180,6 +180,22 @@ class safe_open(Generic[T]):
         more = f" and {len(uris) - 1} more" if len(uris) > 1 else ""
         return f"safe_open({uris[0]!r}{more}, {self._frame.name!r}, {self._model.device!r}): {count} tensors"
 
+    def _repr_html_(self) -> str:
+        from .. import _notebook as html
+
+        if self._model is None:
+            return html.block("safe_open", [("closed", "")])
+        uris, rows = self._model.uris, self._model.table
+        tensors = html.table(
+            f"{len(rows):,} tensors, in the order of their bytes",
+            ("tensor", "dtype", "shape", "in memory", "stored"),
+            ((row[0], row[1], list(row[2]), html.size(row[3]), html.size(row[4])) for row in rows),
+            len(rows),
+            folded=len(rows) > 12,
+        )
+        facts = [("framework", self._frame.name), ("device", self._model.device), ("in memory", html.size(sum(row[3] for row in rows)))]
+        return html.block("safe_open", facts, html.table("Files", ("file",), ((uri,) for uri in uris), len(uris)), tensors)
+
     def close(self) -> None:
         """Closes the files. A second call does nothing."""
         model, self._model = self._model, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
@@ -63,6 +63,54 @@ class Inspection(TypedDict):
 
     sources: list[InspectedFile]
     totals: dict[str, Total]
+
+
+class InspectionDict(dict[str, Any]):
+    """What an `Inspection` is at run time: a dict that prints in one line, and in a
+    notebook as tables. Pickles and copies of it are plain dicts."""
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+    def __repr__(self) -> str:
+        every = self["totals"][""]
+        return (
+            f"Inspection({every['tensors']} tensors of {len(self['sources'])} files, bytes={every['bytes']}, "
+            f"stored={every['stored']}; a dict with the keys 'sources' and 'totals')"
+        )
+
+    def _repr_html_(self) -> str:
+        from .. import _notebook as html
+
+        every = self["totals"][""]
+        rows = [t for source in self["sources"] for t in source["tensors"]]
+        files = html.table(
+            "Files",
+            ("file", "format", "size", "tensors"),
+            ((s["uri"], s["format"], html.size(s["size"]), f"{len(s['tensors']):,}") for s in self["sources"]),
+            len(self["sources"]),
+        )
+        dtypes = html.table(
+            "Dtypes",
+            ("dtype", "tensors", "in memory", "stored", "ratio"),
+            (
+                (name, f"{t['tensors']:,}", html.size(t["bytes"]), html.size(t["stored"]), f"{t['ratio']:.3f}")
+                for name, t in self["totals"].items()
+                if name
+            ),
+        )
+        tensors = html.table(
+            f"{len(rows):,} tensors, the largest first",
+            ("tensor", "dtype", "shape", "in memory", "stored", "ratio", "stored as"),
+            (
+                (t["name"], t["dtype"], t["shape"], html.size(t["bytes"]), html.size(t["stored"]), f"{t['ratio']:.3f}", t["coding"])
+                for t in html.largest(rows, lambda t: int(t["bytes"]))
+            ),
+            len(rows),
+            folded=True,
+        )
+        facts = [("in memory", html.size(every["bytes"])), ("stored", html.size(every["stored"])), ("ratio", f"{every['ratio']:.3f}")]
+        return html.block("Inspection", facts, files, dtypes, tensors)
 
 
 class VerifiedFile(TypedDict):

@@ -62,6 +62,29 @@ class Report:
     originals: Mapping[str, str] = field(default_factory=dict, hash=False)
     anew: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return (
+            f"Report({self.tensors} tensors, {self.compressed} compressed, in {len(self.files)} files: bytes_in={self.bytes_in}, "
+            f"bytes_out={self.bytes_out}, ratio={self.ratio:.4f}, seconds={self.seconds:.3f})"
+        )
+
+    def _repr_html_(self) -> str:
+        from .. import _notebook as html
+
+        facts = [
+            ("tensors", f"{self.tensors:,}"),
+            ("compressed", f"{self.compressed:,}"),
+            ("in", html.size(self.bytes_in)),
+            ("out", html.size(self.bytes_out)),
+            ("ratio", f"{self.ratio:.3f}"),
+            ("seconds", f"{self.seconds:.2f}"),
+        ]
+        rows = ((file, self.originals.get(file, "")) for file in self.files)
+        tables = [html.table("Files written", ("file", "SHA-256 of the original"), rows, len(self.files))]
+        if self.left:
+            tables.append(html.table("Not copied", ("file",), ((f,) for f in self.left), len(self.left)))
+        return html.block("Report", facts, *tables)
+
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Report:
         """The report from the engine's JSON."""

@@ -1,0 +1,70 @@
+"""What reports, plans and opened files show in a notebook: a line, and tables in HTML.
+
+Every text of a file is escaped here, and stands in an element of its own, so that names
+can neither become mark-up nor turn the direction of the text around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+__all__ = ["block", "largest", "size", "table"]
+
+T = TypeVar("T")
+
+#: Rows of a table; more would make a notebook slow.
+MOST = 200
+
+_MARKUP = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
+# Controls, and bytes of file names that are no characters.
+_BAD = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF], "\ufffd")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    if len(text) > 500:
+        text = text[:499] + "\u2026"
+    return f"<bdi>{text.translate(_BAD).translate(_MARKUP)}</bdi>"
+
+
+def size(number: int) -> str:
+    """Bytes as people read them: 16.1 GB."""
+    value, unit = float(number), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
+
+
+def largest(rows: Iterable[T], bytes_of: Callable[[T], int]) -> list[T]:
+    """As many of the largest as a table shows, by their bytes, the first of equals first."""
+    return sorted(rows, key=bytes_of, reverse=True)[:MOST]
+
+
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], count: int | None = None, *, folded: bool = False) -> str:
+    """A table.
+
+    head, rows: texts, of which the first in each row names it.
+    count: how many rows there are, where not all are shown.
+    folded: a click opens it.
+    """
+    body, shown = [], 0
+    for row in rows:
+        if shown == MOST:
+            break
+        shown += 1
+        first, *rest = (_text(cell) for cell in row)
+        cells = "".join(f'<td style="text-align:right">{cell}</td>' for cell in rest)
+        body.append(f'<tr><th scope="row" style="text-align:left;font-weight:normal;overflow-wrap:anywhere">{first}</th>{cells}</tr>')
+    if count is not None and count > shown:
+        body.append(f'<tr><td colspan="{len(head)}" style="text-align:left">and {count - shown:,} more</td></tr>')
+    names = "".join(f'<th scope="col" style="text-align:{"right" if i else "left"}">{_text(name)}</th>' for i, name in enumerate(head))
+    made = f"<table><caption>{_text(caption)}</caption><thead><tr>{names}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return f"<details><summary>{_text(caption)}</summary>{made}</details>" if folded else made
+
+
+def block(title: str, facts: Iterable[tuple[str, object]], *tables: str) -> str:
+    """A title, facts in one line, and tables."""
+    line = " \u00b7 ".join(f"{_text(name)} {_text(value)}" for name, value in facts)
+    return f'<div style="overflow-x:auto"><strong>{_text(title)}</strong><div>{line}</div>{"".join(tables)}</div>'

@@ -1,0 +1,119 @@
+"""What reports, plans, opened files and inspections show: a short line, and in notebooks tables that no name can break out of."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import overwire as ow
+import pytest
+
+SCRIPT = "<script>alert(1)</script>"
+HOSTILE = ["</bdi></td></table><img src=x onerror=alert(1)>", "<!--", "a\"b'c&amp;\\", "\u202eevil", "\x1b[31mred\x9f", SCRIPT]
+ALLOWED = {"div", "strong", "table", "caption", "thead", "tbody", "tr", "th", "td", "bdi", "details", "summary"}
+
+
+class Page(HTMLParser):
+    """Collects elements, their attributes, and texts; every element that is opened is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.texts: list[str] = []
+        self.other: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.tags.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def handle_comment(self, data: str) -> None:
+        self.other.append(data)
+
+    handle_decl = handle_pi = unknown_decl = handle_comment
+
+
+def checked(thing: Any) -> Page:
+    text = thing._repr_html_()
+    text.encode()  # as a notebook's file is
+    page = Page(text)
+    assert not page.open and not page.other
+    assert page.tags <= ALLOWED and page.attributes <= {"style", "scope", "colspan"}
+    return page
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/<b>&\xe9'.safetensors"))
+    ow.save_file({name: np.zeros((3, 4), "float32") for name in HOSTILE}, path)
+    return path
+
+
+def test_names_are_texts(hostile: Path) -> None:
+    """Hostile names of tensors and files make no element, no attribute and no comment, and are there as texts."""
+    report = ow.save_file({"a": np.zeros(2)}, hostile.with_suffix(".2.safetensors"))
+    shown: list[Any] = [ow.inspect(hostile), ow.plan(hostile, framework="np"), report]
+    with ow.safe_open(hostile, framework="np") as opened:
+        shown.append(opened)
+        pages = [checked(thing) for thing in shown]
+    for page, kind in zip(pages, ("Inspection", "LoadPlan", "Report", "safe_open"), strict=True):
+        assert kind in page.texts
+        assert any("<b>&\ufffd'." in text for text in page.texts)
+        if kind != "Report":
+            assert {"<!--", SCRIPT, "\ufffd[31mred\ufffd"} <= set(page.texts)
+    assert "closed" in checked(opened).texts
+
+
+def test_lines_and_tables_are_short(tmp_path: Path) -> None:
+    """5,000 tensors print as one short line; a notebook shows the largest, and how many there are."""
+    path = tmp_path / "m.safetensors"
+    tensors = {f"layer.{i}.weight": np.zeros(i % 7 + 1, "float16") for i in range(5000)} | {"large": np.zeros(100_000, "float16")}
+    report, found, plan = ow.save_file(tensors, path), ow.inspect(path), ow.plan(path, framework="np")
+    with ow.safe_open(path, framework="np") as opened:
+        for thing in (report, found, plan, opened):
+            assert len(repr(thing)) < 250 + len(str(path)) and "5001 tensors" in repr(thing)
+            assert len(thing._repr_html_()) < 100_000
+        for thing in (found, plan):
+            texts = checked(thing).texts
+            names = [text for text in texts if text == "large" or text.startswith("layer.")]
+            assert names[0] == "large" and len(names) == 200 and "and 4,801 more" in texts
+            assert all(int(name.split(".")[1]) % 7 == 6 for name in names[1:])
+        assert "5,001 tensors, in the order of their bytes" in checked(opened).texts
+
+
+def test_an_inspection_is_a_dict(tmp_path: Path) -> None:
+    """Equal to what JSON makes of it; pickles and copies are plain dicts, which need no overwire."""
+    path = tmp_path / "m.safetensors"
+    ow.save_file({"a": np.zeros(2)}, path)
+    found = ow.inspect(path)
+    assert isinstance(found, dict) and json.loads(json.dumps(found)) == found
+    data = pickle.dumps(found)
+    assert b"overwire." not in data
+    for again in (pickle.loads(data), copy.copy(found), copy.deepcopy(found), dict(found)):
+        assert type(again) is dict and again == found
+
+
+def test_nothing_and_little(tmp_path: Path) -> None:
+    """A model without tensors has tables, too."""
+    path = tmp_path / "m.safetensors"
+    report = ow.save_file({}, path)
+    with ow.safe_open(path, framework="np") as opened:
+        for thing in (report, ow.inspect(path), ow.plan(path, framework="np"), opened):
+            checked(thing)
+            assert "0 tensors" in repr(thing)
