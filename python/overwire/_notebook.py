@@ -19,6 +19,13 @@ MOST = 200
 _MARKUP = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
 # Controls, and bytes of file names that are no characters.
 _BAD = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF], "\ufffd")
+# Colours are the notebook's own, in dark and light.
+_STYLE = (
+    ".overwire{overflow-x:auto}.overwire table{border-collapse:collapse;margin:4px 0 8px}"
+    ".overwire caption{text-align:left;opacity:.75}.overwire th,.overwire td{padding:2px 10px;text-align:right;white-space:nowrap}"
+    ".overwire th:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere}.overwire tbody th{font-weight:normal}"
+    ".overwire thead th{border-bottom:1px solid}"
+)
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -54,17 +61,18 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], c
         if shown == MOST:
             break
         shown += 1
-        first, *rest = (_text(cell) for cell in row)
-        cells = "".join(f'<td style="text-align:right">{cell}</td>' for cell in rest)
-        body.append(f'<tr><th scope="row" style="text-align:left;font-weight:normal;overflow-wrap:anywhere">{first}</th>{cells}</tr>')
+        first, *others = (_text(cell) for cell in row)
+        body.append(f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>')
     if count is not None and count > shown:
-        body.append(f'<tr><td colspan="{len(head)}" style="text-align:left">and {count - shown:,} more</td></tr>')
-    names = "".join(f'<th scope="col" style="text-align:{"right" if i else "left"}">{_text(name)}</th>' for i, name in enumerate(head))
-    made = f"<table><caption>{_text(caption)}</caption><thead><tr>{names}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-    return f"<details><summary>{_text(caption)}</summary>{made}</details>" if folded else made
+        body.append(f'<tr><th scope="row" colspan="{len(head)}">and {count - shown:,} more</th></tr>')
+    names = "".join(f'<th scope="col">{_text(name)}</th>' for name in head)
+    rest = f"<thead><tr>{names}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    if folded:
+        return f"<details><summary>{_text(caption)}</summary><table>{rest}</details>"
+    return f"<table><caption>{_text(caption)}</caption>{rest}"
 
 
 def block(title: str, facts: Iterable[tuple[str, object]], *tables: str) -> str:
     """A title, facts in one line, and tables."""
     line = " \u00b7 ".join(f"{_text(name)} {_text(value)}" for name, value in facts)
-    return f'<div style="overflow-x:auto"><strong>{_text(title)}</strong><div>{line}</div>{"".join(tables)}</div>'
+    return f'<div class="overwire"><style>{_STYLE}</style><strong>{_text(title)}</strong><div>{line}</div>{"".join(tables)}</div>'
