@@ -122,6 +122,7 @@ more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leave
 	go test ./gosrc/source/... ./gosrc/save ./gosrc/cli
 	go test -buildmode=default -race -short $(LONG_RACE)
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
+	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory fakegpu fakepy
 
 lint: golint pylint static ## gofmt, vet, staticcheck, ruff, mypy
@@ -196,8 +197,23 @@ $(DOCS)/.ready: requirements-docs.txt
 	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check -r requirements-docs.txt
 	@touch $@
 
+# What a release uploads. A rehearsal (REHEARSE=1) needs no tag and no entry of CHANGELOG.
+RELEASE := .venv-release
+.PHONY: release reproduce
+
+release: venv $(RELEASE)/.ready ## dist/: all that a release uploads, built and checked; uploads nothing
+	$(PY) wheels/release.py $(if $(REHEARSE),--rehearse) --twine $(RELEASE)/bin/twine dist
+
+reproduce: ## build the commit in two new folders, once from nothing, and compare, with dist/ too
+	$(PYTHON) wheels/release.py --reproduce dist
+
+$(RELEASE)/.ready: requirements-release.txt
+	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install -q --disable-pip-version-check -r requirements-release.txt
+	@touch $@
+
 clean: ## remove what was built and installed
-	rm -rf $(VENV) $(DOCS) build dist python/overwire/_core.abi3.so
+	rm -rf $(VENV) $(DOCS) $(RELEASE) build dist python/overwire/_core.abi3.so
 
 # Real vLLM and SGLang on the CPU: their Python trees without compiled files, and the
 # packages that they import, installed once for all runs.

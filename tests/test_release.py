@@ -1,0 +1,113 @@
+"""A release is refused for each thing that it lacks; `make release` itself is not run here."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+sys.path[:0] = [str(ROOT / "wheels")]
+
+import release  # noqa: E402
+
+ENTRY = "# Changelog\n\n## Unreleased\n\n## 1.2.3 - 2026-01-31\n\n### Added\n\n- All.\n"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository that is ready to be released as 1.2.3."""
+    (tmp_path / "gosrc/cli").mkdir(parents=True)
+    (tmp_path / "gosrc/cli/cli.go").write_text('package cli\n\nconst Version = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text(ENTRY)
+    commit(tmp_path)
+    git(tmp_path, "tag", "v1.2.3")
+    return tmp_path
+
+
+def git(folder: Path, *words: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
+
+
+def commit(folder: Path) -> None:
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "all")
+
+
+def test_a_commit_that_is_ready(tree: Path) -> None:
+    assert release.version_of(tree) == "1.2.3"
+    assert release.unclean(tree) == release.unready(tree) == []
+
+
+def test_what_is_not_committed_is_named(tree: Path) -> None:
+    (tree / "new").write_text("x")
+    assert release.unclean(tree) == ["the tree is not clean: ?? new"]
+
+
+@pytest.mark.parametrize(
+    "changelog, found",
+    [
+        (ENTRY.replace("1.2.3", "1.2.2"), "newest entry"),
+        (ENTRY.replace(" - 2026-01-31", ""), "newest entry"),
+        ("# Changelog\n\n## Unreleased\n", "newest entry"),
+        (ENTRY.replace("Unreleased\n", "Unreleased\n\n### Fixed\n\n- It.\n"), "not empty"),
+        (ENTRY.replace("## Unreleased\n\n", ""), "not empty"),
+    ],
+)
+def test_the_changelog_has_its_entry(tree: Path, changelog: str, found: str) -> None:
+    (tree / "CHANGELOG.md").write_text(changelog)
+    assert any(found in fault for fault in release.unready(tree))
+
+
+def test_the_tag_is_that_of_the_version_and_at_this_commit(tree: Path) -> None:
+    (tree / "more").write_text("x")
+    commit(tree)
+    assert release.unready(tree) == ["no tag v1.2.3 at this commit: git tag -a v1.2.3"]
+
+
+def archives(folder: Path, *, bill: str = "{}", leave_out: str = "") -> Path:
+    """A folder with an sdist and a wheel for each architecture."""
+    members = {"setup.py": "x", "licenses/THIRD-PARTY.txt": "x", "licenses/overwire.cdx.json": "{}"}
+    with tarfile.open(folder / "overwire-1.2.3.tar.gz", "w:gz") as tar:
+        for name, text in members.items():
+            if name != leave_out:
+                (folder / "member").write_text(text)
+                tar.add(folder / "member", f"overwire-1.2.3/{name}")
+    for architecture in release.ARCHITECTURES:
+        with zipfile.ZipFile(folder / f"overwire-1.2.3-cp310-abi3-manylinux_2_17_{architecture}.whl", "w") as z:
+            z.writestr("overwire-1.2.3.dist-info/sboms/overwire.cdx.json", bill)
+    return folder
+
+
+def test_archives_are_complete(tmp_path: Path) -> None:
+    assert release.incomplete(archives(tmp_path), ["setup.py", ".gitignore"], "1.2.3") == []
+    first, second = release.sums(tmp_path).splitlines()[:2]
+    assert first.endswith(".whl") and second.endswith("  overwire-1.2.3.tar.gz")
+    assert second.split()[0] == hashlib.sha256((tmp_path / "overwire-1.2.3.tar.gz").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "options, tracked, found",
+    [
+        ({"leave_out": "setup.py"}, ["setup.py"], "lacks setup.py"),
+        ({"leave_out": "licenses/THIRD-PARTY.txt"}, [], "lacks licenses/THIRD-PARTY.txt"),
+        ({"leave_out": "licenses/overwire.cdx.json"}, [], "lacks licenses/overwire.cdx.json"),
+        ({"bill": '{"other": 1}'}, [], "bills of materials"),
+    ],
+)
+def test_what_archives_lack_is_named(tmp_path: Path, options: dict[str, str], tracked: list[str], found: str) -> None:
+    assert any(found in fault for fault in release.incomplete(archives(tmp_path, **options), tracked, "1.2.3"))
+
+
+def test_each_architecture_has_a_wheel(tmp_path: Path) -> None:
+    for wheel in archives(tmp_path).glob("*.whl"):
+        wheel.unlink()
+    assert release.incomplete(tmp_path, [], "1.2.3")[0].startswith("0 wheels of 1.2.3 for ")
+    assert release.incomplete(archives(tmp_path), [], "2.0.0")[-1] == "no overwire-2.0.0.tar.gz"

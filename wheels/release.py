@@ -1,0 +1,176 @@
+"""Build and check all that a release uploads, and upload nothing:
+
+    python wheels/release.py [--rehearse] --twine TWINE DIR
+    python wheels/release.py --reproduce DIR
+
+A release is a tagged commit: the tree is clean, the tag is that of the version, and
+CHANGELOG.md has its entry. A rehearsal asks for the clean tree alone. Then everything that
+is generated is generated again, the site is built, and DIR gets the sdist, a wheel for
+each architecture, and their hashes. --reproduce builds the commit in two new folders, one
+of them without anything compiled before, and compares all files, with DIR's too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import build
+
+ROOT = Path(__file__).resolve().parents[1]
+SUMS = "SHA256SUMS"
+
+# Each has a wheel in a release.
+ARCHITECTURES = ("x86_64",)
+
+
+def ask(root: Path, *command: str) -> str:
+    """What a command prints; its failure ends this program."""
+    return subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def version_of(root: Path) -> str:
+    """The version, from where it stands."""
+    found = re.search(r'^const Version = "(.*)"$', (root / "gosrc/cli/cli.go").read_text(encoding="utf-8"), re.M)
+    return found[1] if found else ""
+
+
+def unclean(root: Path) -> list[str]:
+    """What differs from the commit."""
+    return [f"the tree is not clean: {line}" for line in ask(root, "git", "status", "--porcelain").splitlines()]
+
+
+def unready(root: Path) -> list[str]:
+    """What a commit lacks that is to be released."""
+    version = version_of(root)
+    wrong = []
+    if f"v{version}" not in ask(root, "git", "tag", "--points-at", "HEAD").split():
+        wrong.append(f"no tag v{version} at this commit: git tag -a v{version}")
+    first, *entries = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", (root / "CHANGELOG.md").read_text(encoding="utf-8"), re.M | re.S)
+    if first[0] != "Unreleased" or first[1].strip():
+        wrong.append("CHANGELOG.md: Unreleased is not empty: its lines belong to the entry of this version")
+    if not entries or not re.fullmatch(re.escape(version) + r" - \d{4}-\d\d-\d\d", entries[0][0]):
+        wrong.append(f'CHANGELOG.md: the newest entry is not "## {version} - YEAR-MONTH-DAY"')
+    return wrong
+
+
+def incomplete(out: Path, tracked: Iterable[str], version: str) -> list[str]:
+    """What is missing among the archives of a folder, and in them."""
+    wrong = []
+    for architecture in ARCHITECTURES:
+        found = list(out.glob(f"overwire-{version}-*_{architecture}.whl"))
+        if len(found) != 1:
+            wrong.append(f"{len(found)} wheels of {version} for {architecture}")
+    sdist = out / f"overwire-{version}.tar.gz"
+    if not sdist.exists():
+        return [*wrong, f"no {sdist.name}"]
+    with tarfile.open(sdist) as tar:
+        files = {member.name.partition("/")[2]: member for member in tar.getmembers()}
+        bill = tar.extractfile(files["licenses/overwire.cdx.json"]) if "licenses/overwire.cdx.json" in files else None
+        bytes_of = bill.read() if bill else b""
+    hidden = re.compile(r"(^|/)\.|testdata/fuzz/")
+    wrong += [f"{sdist.name} lacks {name}" for name in tracked if name not in files and not hidden.search(name)]
+    wrong += [f"{sdist.name} lacks licenses/{name}" for name in ("THIRD-PARTY.txt", "overwire.cdx.json") if f"licenses/{name}" not in files]
+    for wheel in sorted(out.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as z:
+            boms = [z.read(name) for name in z.namelist() if name.endswith("/overwire.cdx.json")]
+        if boms != [bytes_of]:
+            wrong.append(f"the bills of materials of {wheel.name} and {sdist.name} differ")
+    return wrong
+
+
+def sums(out: Path) -> str:
+    """The hashes of a folder's archives, as sha256sum prints and checks them."""
+    files = sorted([*out.glob("overwire-*.whl"), *out.glob("overwire-*.tar.gz")])
+    return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
+
+
+def step(what: str, wrong: list[str]) -> None:
+    """Print how a step went; end if it went wrong."""
+    print(f"{'FAIL' if wrong else 'ok  '} {what}", *wrong, sep="\n     ", flush=True)
+    if wrong:
+        sys.exit(1)
+
+
+def ran(*command: str | Path) -> list[str]:
+    """Run a command in the tree; what went wrong."""
+    done = subprocess.run([str(word) for word in command], cwd=ROOT, check=False)
+    return [f"{' '.join(map(str, command))}: exit status {done.returncode}"] if done.returncode else []
+
+
+def release(out: Path, twine: Path, rehearse: bool) -> None:
+    """All steps of a release but the upload."""
+    version = version_of(ROOT)
+    step(f"overwire {version}, {ask(ROOT, 'git', 'describe', '--always', '--dirty')}: a clean tree", unclean(ROOT))
+    if rehearse:
+        print("     a rehearsal: neither the tag nor the entry of CHANGELOG.md is asked for")
+    else:
+        step("the tag, and the entry of CHANGELOG.md", unready(ROOT))
+    step("what is generated is what the sources give", ran("make", "-s", "gen", "plots") or unclean(ROOT))
+    step("the site", ran("make", "-s", "docs"))
+    step("the sdist, and the wheel, twice with the same bytes", ran(sys.executable, ROOT / "wheels/build.py", out))
+    wheels = sorted(out.glob("*.whl"))
+    step("the wheels' symbols, licences and records; imports", ran(sys.executable, ROOT / "wheels/check.py", *wheels))
+    step("a wheel for each architecture; the sdist has the tree, licences and bill", incomplete(out, tracked(), version))
+    step("what the index would refuse", ran(twine, "check", "--strict", *wheels, *out.glob("*.tar.gz")))
+    step("the tree is as it was", unclean(ROOT))
+    (out / SUMS).write_text(sums(out))
+    print(f"\n{sums(out)}\nNothing was uploaded: docs/releasing.md has the next step.")
+
+
+def tracked() -> list[str]:
+    """The files of the commit that belong into an sdist."""
+    top = ("cuda", "docs", "examples", "gosrc", "python", "tests", "wheels")
+    names = ask(ROOT, "git", "ls-files").splitlines()
+    return [name for name in names if "/" not in name or name.startswith(tuple(f"{folder}/" for folder in top))]
+
+
+def reproduce(out: Path) -> None:
+    """Build the commit in two folders, and compare."""
+    with tempfile.TemporaryDirectory(prefix="overwire-") as t:
+        made = []
+        for name, cache in (("first", None), ("the second, elsewhere", Path(t, "cache"))):
+            tree, into = Path(t, name), Path(t, f"{name} out")
+            ask(ROOT, "git", "clone", "-q", "--no-local", str(ROOT), str(tree))
+            ask(tree, "git", "checkout", "-q", ask(ROOT, "git", "rev-parse", "HEAD"))
+            if cache:
+                os.environ["GOCACHE"] = str(cache)
+            build.hook(tree, "build_sdist", into)
+            build.hook(tree, "build_wheel", into)
+            print(f"built in {tree}{', with nothing compiled before' if cache else ''}", flush=True)
+            made.append(sums(into))
+            shutil.rmtree(tree)
+        step("two builds of the commit are the same", [] if made[0] == made[1] else made)
+    there = {line.split()[1]: line for line in sums(out).splitlines()} if out.is_dir() else {}
+    other = [line for line in made[0].splitlines() if there.get(line.split()[1], line) != line]
+    step(f"{len(there)} files in {out.name} are these", other)
+    print(made[0], end="")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--reproduce", action="store_true")
+    parser.add_argument("--twine", type=Path)
+    parser.add_argument("out", type=lambda text: Path(text).resolve())
+    args = parser.parse_args()
+    if args.reproduce:
+        reproduce(args.out)
+    elif args.twine is None:
+        parser.error("--twine is missing: make release installs it")
+    else:
+        release(args.out, args.twine.absolute(), args.rehearse)
+
+
+if __name__ == "__main__":
+    main()
