@@ -211,7 +211,7 @@ func (d *drawing) limit(b *strings.Builder) {
 		at, anchor = x-4, "start"
 	}
 	fmt.Fprintf(b, "<path class=\"limit\" d=\"M%.1f %dV%d\"/>\n<text class=\"dim\" x=\"%.1f\" y=\"%d\" text-anchor=\"%s\">%s</text>\n",
-		x, d.top-8, d.bottom, at, d.top-12, anchor, xmlText(d.Limit.Name))
+		x, d.top-8, d.bottom, at, d.top-14, anchor, xmlText(d.Limit.Name))
 }
 
 // wrap divides text into lines of at most n letters.
