@@ -42,9 +42,13 @@ def _program(name: str, how: str) -> str:
     return path
 
 
+#: An address of this machine that no other test process uses: a port that is free there stays free until a server takes it.
+HOST = f"127.{64 + (os.getpid() >> 16 & 63)}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
+
+
 def _port() -> int:
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind((HOST, 0))
         port: int = s.getsockname()[1]
         return port
 
@@ -58,7 +62,7 @@ def _running(argv: list[str], port: int, **env: str) -> Iterator[None]:
         until = time.monotonic() + 60
         while True:
             try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                socket.create_connection((HOST, port), timeout=1).close()
                 break
             except OSError:
                 if time.monotonic() > until or process.poll() is not None:
@@ -85,10 +89,10 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
         (root / "data" / "models").mkdir(parents=True)
         (root / "iam").mkdir()
         port = _port()
-        argv = [program, "--port", f"127.0.0.1:{port}", "--keep-alive", "--quiet"]
+        argv = [program, "--port", f"{HOST}:{port}", "--keep-alive", "--quiet"]
         argv += ["--iam-dir", str(root / "iam"), "posix", str(root / "data")]
         with _running(argv, port, ROOT_ACCESS_KEY=S3_KEY, ROOT_SECRET_KEY=S3_SECRET):
-            yield {"endpoint_url": f"http://127.0.0.1:{port}", "key": S3_KEY, "secret": S3_SECRET}, root / "data" / "models"
+            yield {"endpoint_url": f"http://{HOST}:{port}", "key": S3_KEY, "secret": S3_SECRET}, root / "data" / "models"
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -151,8 +155,8 @@ def redis(password: str | None = REDIS_PASSWORD, config: Path | None = None) -> 
     with tempfile.TemporaryDirectory() as folder:
         port = _port()
         argv = [program, *([str(config)] if config else [])]
-        argv += ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder]
+        argv += ["--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no", "--dir", folder]
         if config is None:
             argv += ["--requirepass", password or ""]
         with _running(argv, port):
-            yield {"password": password} if password else {}, f"redis://127.0.0.1:{port}/"
+            yield {"password": password} if password else {}, f"redis://{HOST}:{port}/"

@@ -60,7 +60,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
     threading.Thread(target=server.serve_forever, daemon=True).start()
     client_of = pytest.importorskip("redis")
     with stores.redis(password=None) as (_, base):
-        client = client_of.Redis(host="127.0.0.1", port=int(base.rstrip("/").rpartition(":")[2]))
+        client = client_of.Redis(host=stores.HOST, port=int(base.rstrip("/").rpartition(":")[2]))
 
         def in_redis(path: Path) -> str:
             client.flushall()

@@ -40,7 +40,7 @@ def redis_at() -> Iterator[tuple[Any, str]]:
     """A client of the package redis, and what URIs begin with."""
     client_of = pytest.importorskip("redis")
     with stores.redis(password=None) as (_, base):
-        client = client_of.Redis(host="127.0.0.1", port=int(base.rstrip("/").rpartition(":")[2]))
+        client = client_of.Redis(host=stores.HOST, port=int(base.rstrip("/").rpartition(":")[2]))
         yield client, base
         client.close()
 

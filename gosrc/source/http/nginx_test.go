@@ -41,7 +41,7 @@ func nginx(t *testing.T) (dir, ranges, plain, secure string, c certs) {
 	var at []string
 	var held []net.Listener // all at once, so that no port comes twice
 	for range 3 {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
+		l, err := net.Listen("tcp", sourcetest.Host()+":0")
 		if err != nil {
 			t.Fatal(err)
 		}

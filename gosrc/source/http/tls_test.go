@@ -26,6 +26,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
 // certs are files: an authority, and certificates of it under one key.
@@ -66,8 +67,8 @@ func makeCerts(t *testing.T) certs {
 		}
 		return c
 	}
-	leaf := func(name string, ca *x509.Certificate, host net.IP, until time.Duration) string {
-		c := &x509.Certificate{SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: name}, IPAddresses: []net.IP{host},
+	leaf := func(name string, ca *x509.Certificate, host []net.IP, until time.Duration) string {
+		c := &x509.Certificate{SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: name}, IPAddresses: host,
 			NotBefore: time.Now().Add(-2 * time.Hour), NotAfter: time.Now().Add(until)}
 		b, err := x509.CreateCertificate(rand.Reader, c, ca, key.Public(), key)
 		if err != nil {
@@ -76,9 +77,9 @@ func makeCerts(t *testing.T) certs {
 		return file(name+".pem", "CERTIFICATE", b)
 	}
 	ours, theirs := authority("ours"), authority("theirs")
-	here := net.IPv4(127, 0, 0, 1)
+	here := []net.IP{net.IPv4(127, 0, 0, 1), net.ParseIP(sourcetest.Host())}
 	out.good, out.expired = leaf("good", ours, here, time.Hour), leaf("expired", ours, here, -time.Hour)
-	out.other, out.unknown = leaf("other", ours, net.IPv4(1, 2, 3, 4), time.Hour), leaf("unknown", theirs, here, time.Hour)
+	out.other, out.unknown = leaf("other", ours, []net.IP{net.IPv4(1, 2, 3, 4)}, time.Hour), leaf("unknown", theirs, here, time.Hour)
 	return out
 }
 

@@ -374,13 +374,9 @@ func TestCluster(t *testing.T) {
 	clients := []*redis.Client{}
 	bus := ""
 	for range 2 { // the port between servers is 10,000 higher by default, which there may not be
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		_, bus, _ = net.SplitHostPort(l.Addr().String())
-		_ = l.Close()
-		s := sourcetest.StartRedis(t, false, "--cluster-enabled", "yes", "--cluster-port", bus, "--masterauth", sourcetest.RedisPassword)
+		_, bus, _ = net.SplitHostPort(sourcetest.FreePort(t))
+		s := sourcetest.StartRedis(t, false, "--cluster-enabled", "yes", "--cluster-port", bus, "--cluster-announce-ip", sourcetest.Host(),
+			"--masterauth", sourcetest.RedisPassword)
 		servers, clients = append(servers, s), append(clients, plainClient(t, s))
 	}
 	must := func(err error) {

@@ -48,13 +48,13 @@ func StartS3(t testing.TB, tls bool) *S3 {
 			t.Fatal(err)
 		}
 	}
-	port := freePort(t)
+	port := FreePort(t)
 	args := []string{"--port", port, "--health", "/healthz", "--keep-alive", "--iam-dir", filepath.Join(root, "iam"), "--quiet"}
 	scheme := "http"
 	if tls {
 		scheme = "https"
 		var key string
-		s.CA, key = Certificate(t, root, "127.0.0.1")
+		s.CA, key = Certificate(t, root, Host())
 		args = append(args, "--cert", s.CA, "--key", key)
 	}
 	cmd := exec.Command(program, append(args, "posix", filepath.Join(root, "data"))...)
@@ -96,12 +96,12 @@ type Redis struct {
 func StartRedis(t testing.TB, tls bool, more ...string) *Redis {
 	program := find(t, "redis-server", "a package of the system (Debian: redis-server)")
 	dir := t.TempDir()
-	s := &Redis{Addr: freePort(t)}
-	_, port, _ := net.SplitHostPort(s.Addr)
-	args := []string{"--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", dir, "--requirepass", RedisPassword}
+	s := &Redis{Addr: FreePort(t)}
+	host, port, _ := net.SplitHostPort(s.Addr)
+	args := []string{"--bind", host, "--save", "", "--appendonly", "no", "--dir", dir, "--requirepass", RedisPassword}
 	if tls {
 		var key string
-		s.CA, key = Certificate(t, dir, "127.0.0.1")
+		s.CA, key = Certificate(t, dir, host)
 		args = append(args, "--port", "0", "--tls-port", port, "--tls-cert-file", s.CA, "--tls-key-file", key, "--tls-ca-cert-file", s.CA,
 			"--tls-auth-clients", "no")
 	} else {
@@ -171,9 +171,16 @@ func eventually(t testing.TB, what string, ready func() bool) {
 	}
 }
 
-// freePort returns an address on which no one listens.
-func freePort(t testing.TB) string {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+// Host is an address of this machine that no other test process uses: a port that is free
+// there stays free until a server takes it.
+func Host() string {
+	pid := os.Getpid()
+	return fmt.Sprintf("127.%d.%d.%d", 64+pid>>16&63, pid>>8&255, pid&255)
+}
+
+// FreePort returns an address on which no one listens, and will.
+func FreePort(t testing.TB) string {
+	l, err := net.Listen("tcp", Host()+":0")
 	if err != nil {
 		t.Fatal(err)
 	}
