@@ -227,7 +227,7 @@ func (d *Device) functions() (*[kernels]C.owcu_handle, error) {
 // close frees a device without live memory; only tests do that.
 func (d *Device) close() error {
 	err := d.Trim()
-	end := time.Now().Add(5 * time.Second)
+	end := time.Now().Add(time.Minute)
 	for d.mu.Lock(); d.reaping; d.mu.Lock() {
 		live := d.live
 		d.mu.Unlock()
