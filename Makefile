@@ -92,7 +92,7 @@ test: ## what must pass: lint, Go and Python tests, fuzzing, the wheel, AddressS
 # The inner loop, under two minutes on two cores: without fuzzing, second builds, and
 # tests that start many processes.
 HEAVY := build compat_nvcomp demo distributed examples face_memory face_stream fastsafetensors fastsafetensors_later fastsafetensors_plugins \
-         fastsafetensors_release forked hostile_manifests http nyacomp_readme patch_safetensors pickle_hostile pickle_limits preload \
+         fastsafetensors_release forked guides hostile_manifests http nyacomp_readme patch_safetensors pickle_hostile pickle_limits preload \
          preload_identity process process_handles processes redirects rig secrets stores tensorizer_matrix tensorizer_readme \
          tensorizer_stores tensorizer_streams transformers typing vllm waiting writers
 
