@@ -116,7 +116,7 @@ func (c *call) measure() (err error) {
 }
 
 // maxReport bounds the file that --before names.
-const maxReport = 16 << 20
+const maxReport = 1 << 20
 
 // before reads the report that --before names, or returns nil. It and the folder of
 // --html are checked before the measurement, which takes long.

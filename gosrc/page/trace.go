@@ -4,9 +4,11 @@ package page
 // did what.
 
 import (
+	"bytes"
 	"cmp"
 	_ "embed"
 	"encoding/json"
+	"errors"
 	"math"
 	"slices"
 
@@ -18,7 +20,7 @@ var traceBody string
 
 // Limits of a trace. A load of a terabyte has some hundred thousand spans.
 const (
-	maxSpans  = 4 << 20
+	maxSpans  = 1 << 20
 	maxRows   = 4096
 	maxStages = 256
 	maxTime   = 1e13 // microseconds: four months
@@ -38,6 +40,9 @@ type event struct {
 		Bytes int64  `json:"bytes"`
 	} `json:"args"`
 }
+
+// line is where an event happened, as the trace numbers it.
+type line struct{ pid, tid int }
 
 // row is what one worker or queue did, in the order of begins. Times are in
 // nanoseconds; a begin is the distance from the one before.
@@ -59,29 +64,31 @@ type Timeline struct {
 	End    int64    `json:"end"` // nanoseconds, of the last span
 }
 
-// ReadTrace reads a trace that overwire wrote. Anything else is errs.ErrFormat.
+// ReadTrace reads a trace that overwire wrote. Anything else is errs.ErrFormat; one
+// beyond the limits is errs.ErrNotSupported.
 func ReadTrace(title string, text []byte) (*Timeline, error) {
-	var trace struct {
-		Events []event `json:"traceEvents"`
-	}
-	if err := json.Unmarshal(text, &trace); err != nil {
-		return nil, errs.New(errs.ErrFormat, "not a trace of overwire: %v", err)
-	}
 	t := &Timeline{Title: title, Stages: []string{}, Rows: []*row{}}
-	type line struct{ pid, tid int }
 	names, rows := map[line]string{}, map[line][]event{}
-	for _, e := range trace.Events {
+	count := 0
+	err := events(text, func(e *event) error {
 		at := line{e.PID, e.TID}
 		switch {
 		case e.Kind == "M" && e.Name == "thread_name":
 			names[at] = e.Args.Name
 		case e.Kind != "X":
 		case !(e.At >= 0 && e.Took >= 0 && e.At+e.Took <= maxTime) || e.Args.Bytes < 0:
-			return nil, errs.New(errs.ErrFormat, "not a trace of overwire: a span of %q at %g us, %g us long", e.Name, e.At, e.Took)
+			return errs.New(errs.ErrFormat, "not a trace of overwire: a span of %q at %g us, %g us long", e.Name, e.At, e.Took)
 		default:
-			rows[at] = append(rows[at], e)
+			rows[at] = append(rows[at], *e)
 			t.Spans++
 		}
+		if count++; count > maxSpans+maxRows || len(rows) > maxRows {
+			return errs.New(errs.ErrNotSupported, "a trace of more than %d spans or %d rows has no page", maxSpans, maxRows)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
 	}
 	if t.Spans == 0 {
 		return nil, errs.New(errs.ErrFormat, "not a trace of overwire: it has no spans")
@@ -97,11 +104,52 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 		r.fill(t, rows[at], stages)
 		t.Rows = append(t.Rows, r)
 	}
-	if t.Spans > maxSpans || len(t.Rows) > maxRows || len(t.Stages) > maxStages {
-		return nil, errs.New(errs.ErrNotSupported, "a trace of %d spans, %d rows, %d stages: the page shows at most %d, %d and %d",
-			t.Spans, len(t.Rows), len(t.Stages), maxSpans, maxRows, maxStages)
+	if len(t.Stages) > maxStages {
+		return nil, errs.New(errs.ErrNotSupported, "a trace of %d stages has no page: the most are %d", len(t.Stages), maxStages)
 	}
 	return t, nil
+}
+
+// events calls take with each event of a trace, one after the other, so that their
+// number is known before memory is taken for them.
+func events(text []byte, take func(*event) error) error {
+	bad := func(err error) error { return errs.New(errs.ErrFormat, "not a trace of overwire: %v", err) }
+	d := json.NewDecoder(bytes.NewReader(text))
+	if at, err := d.Token(); err != nil || at != json.Delim('{') {
+		return bad(errors.New("it is no JSON object"))
+	}
+	for d.More() {
+		key, err := d.Token()
+		if err != nil {
+			return bad(err)
+		}
+		if key != "traceEvents" {
+			var other json.RawMessage
+			if err := d.Decode(&other); err != nil {
+				return bad(err)
+			}
+			continue
+		}
+		if at, err := d.Token(); err != nil || at != json.Delim('[') {
+			return bad(errors.New("traceEvents is no list"))
+		}
+		for d.More() {
+			var e event
+			if err := d.Decode(&e); err != nil {
+				return bad(err)
+			}
+			if err := take(&e); err != nil {
+				return err
+			}
+		}
+		if _, err := d.Token(); err != nil {
+			return bad(err)
+		}
+	}
+	if _, err := d.Token(); err != nil {
+		return bad(err)
+	}
+	return nil
 }
 
 // fill takes the spans of one row.

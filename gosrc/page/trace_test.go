@@ -82,7 +82,7 @@ func TestTraceRefuses(t *testing.T) {
 	span := func(at, took string) string {
 		return fmt.Sprintf(`{"traceEvents":[{"ph":"X","name":"read","pid":1,"tid":1,"ts":%s,"dur":%s}]}`, at, took)
 	}
-	for _, text := range []string{"", "{", "[]", "{}", `{"traceEvents":[]}`, `{"traceEvents":[{"ph":"M"}]}`, `{"traceEvents":{}}`,
+	for _, text := range []string{"", "{", "[]", "{}", `{"traceEvents":[]}`, `{"traceEvents":[{"ph":"M"}]}`, `{"traceEvents":{}}`, `{"traceEvents":[1]}`, `{"a":1}`, `{"a":1`, `{"traceEvents":[{"ph":"X"}`, "null",
 		span("-1", "1"), span("1", "-1"), span("1e300", "1e300"), span("1", "1e14"), span(`"1"`, "1"), strings.Repeat("[", 20_000)} {
 		if _, err := ReadTrace("x", []byte(text)); !errors.Is(err, errs.ErrFormat) {
 			t.Errorf("%.60q: %v", text, err)
@@ -92,7 +92,14 @@ func TestTraceRefuses(t *testing.T) {
 	for i := range rows {
 		rows[i] = fmt.Sprintf(`{"ph":"X","name":"read","pid":1,"tid":%d,"ts":1,"dur":1}`, i)
 	}
-	if _, err := ReadTrace("x", []byte(`{"traceEvents":[`+strings.Join(rows, ",")+`]}`)); !errors.Is(err, errs.ErrNotSupported) {
-		t.Error(err)
+	stages := make([]string, maxStages+1)
+	for i := range stages {
+		stages[i] = fmt.Sprintf(`{"ph":"X","name":"%d","pid":1,"tid":1,"ts":1,"dur":1}`, i)
+	}
+	for what, list := range map[string]string{"rows": strings.Join(rows, ","), "stages": strings.Join(stages, ","),
+		"events": strings.Repeat("{},", maxSpans+maxRows) + "{}"} {
+		if _, err := ReadTrace("x", []byte(`{"traceEvents":[`+list+`]}`)); !errors.Is(err, errs.ErrNotSupported) {
+			t.Errorf("too many %s: %v", what, err)
+		}
 	}
 }
