@@ -172,7 +172,7 @@ def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False, l
     if not Path(include, "Python.h").exists():
         sys.exit(f"overwire: the C headers of this Python are missing in {include} (install python3-dev)")
     cflags = ["-O2", "-g0", "-I", str(CORE / "shim"), "-I", include, "-Wno-implicit-function-declaration", "-Wno-int-conversion"]
-    ldflags = f"""-s -w -B none -buildid= '-extldflags="-Wl,--version-script={CORE / "exports.map"}"'"""
+    ldflags = f"""-s -w -B none -buildid= '-extldflags=-Xlinker "--version-script={CORE / "exports.map"}"'"""
     if not asan:
         cflags += ["-include", str(CORE / "symver.h")]
     env = go_environment() | {"CGO_CFLAGS": shlex.join(cflags), "CGO_LDFLAGS": "-O2 -g0"}

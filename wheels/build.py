@@ -32,7 +32,7 @@ def main(out: Path) -> None:
     sdist = hook(ROOT, "build_sdist", out)
     with tempfile.TemporaryDirectory() as t:
         wheels = []
-        for folder, into in (("one", out), ("an other", Path(t))):
+        for folder, into in (("one", out), ("an other, too", Path(t))):
             shutil.unpack_archive(sdist, Path(t, folder))
             wheels.append(hook(Path(t, folder, sdist.name.removesuffix(".tar.gz")), "build_wheel", into))
         wheel, again = wheels
