@@ -10,6 +10,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -225,10 +226,11 @@ func TestLoad(t *testing.T) {
 		t.Errorf("the trace: %v", err)
 	}
 	page := filepath.Join(filepath.Dir(plain), "small.safetensors.html")
-	if out := must(t, "trace", trace); !strings.Contains(out, page) || !strings.Contains(out, " of 3 workers and queues") {
+	// One of the workers may do all of the work.
+	if out := must(t, "trace", trace); !strings.Contains(out, page) || !regexp.MustCompile(` of [23] workers and queues`).MatchString(out) {
 		t.Errorf("trace says %s", out)
 	}
-	if b, err := os.ReadFile(page); err != nil || !strings.Contains(string(b), "worker 1") {
+	if b, err := os.ReadFile(page); err != nil || !strings.Contains(string(b), "worker ") {
 		t.Errorf("the page of the trace: %v", err)
 	}
 	for argv, want := range map[[4]string]int{
