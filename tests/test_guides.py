@@ -69,7 +69,8 @@ def test_the_commands_run(tmp_path: Path) -> None:
 
 
 def test_the_guide_to_stores_runs(tmp_path: Path) -> None:
-    """The same with a bucket of a real server."""
+    """The same, and its commands, with a bucket of a real server."""
+    prepare(tmp_path)
     (tmp_path / "page.py").write_text("\n".join(blocks("docs/stores.md", "python")))
     with stores.s3() as (options, _):
         env = {
@@ -80,7 +81,12 @@ def test_the_guide_to_stores_runs(tmp_path: Path) -> None:
             "AWS_REGION": str(options.get("region", "us-east-1")),
         }
         done = warm.run(["page.py"], cwd=tmp_path, env=cleaned("AWS_") | env)
-    assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
+        ours = [words for words in commands("docs/stores.md") if "s3://" in " ".join(words)]
+        assert len(ours) >= 3
+        for words in ours:
+            said = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, env=cleaned("AWS_") | env, capture_output=True, text=True)
+            assert said.returncode == 0, (words, said.stderr)
 
 
 def commands(page: str) -> list[list[str]]:
