@@ -173,13 +173,9 @@ func login(env map[string]string) string {
 	if t := strings.TrimSpace(env["HF_TOKEN"]); t != "" {
 		return t
 	}
-	home := env["HF_HOME"]
+	home := hubHome(env)
 	if home == "" {
-		user := env["HOME"]
-		if user == "" {
-			return ""
-		}
-		home = filepath.Join(user, ".cache", "huggingface")
+		return ""
 	}
 	b, err := regular.Read(filepath.Join(home, "token"), regular.MaxSetting)
 	if err != nil {

@@ -33,11 +33,38 @@ var schemes = map[string]func(ctx context.Context, hub *http.Hub, uri string, op
 	},
 	"http":  overHTTP,
 	"https": overHTTP,
-	"hf":    overHTTP,
+	"hf":    ofHub,
 }
 
 func overHTTP(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source, error) {
 	return wrap(hub.Open(ctx, uri, opt))
+}
+
+// ofHub opens a file of the hub: what huggingface_hub has downloaded already, at the
+// same commit, from its cache.
+func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source, error) {
+	if path := hub.Cached(uri, opt.Env); path != "" {
+		return wrap(file.Open(path))
+	}
+	if http.Offline(opt.Env) {
+		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
+			Err: errs.New(errs.ErrNotFound, "it is not in the cache of huggingface_hub, and HF_HUB_OFFLINE is set")}
+	}
+	far, err := hub.Open(ctx, uri, opt)
+	if err != nil {
+		return nil, err
+	}
+	if path := hub.Cached(uri, opt.Env); path != "" { // its commit is known now
+		near, err := file.Open(path)
+		if err == nil && near.Size() == far.Size() {
+			_ = far.Close()
+			return near, nil
+		}
+		if err == nil {
+			_ = near.Close()
+		}
+	}
+	return far, nil
 }
 
 // wrap keeps a nil *file.File from becoming a Source that is not nil.
@@ -62,7 +89,7 @@ func With(opt source.Options) func(ctx context.Context, uri string) (source.Sour
 	dial := direct(opt)
 	return func(ctx context.Context, uri string) (source.Source, error) {
 		s, err := dial(ctx, uri)
-		if err != nil || dir == "" || !source.Remote(uri) {
+		if err != nil || dir == "" || !source.Remote(uri) || s.Facts().File != nil {
 			return s, err
 		}
 		return cache.Keep(ctx, dir, s)

@@ -1,0 +1,115 @@
+package open
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+const commit = "0123456789abcdef0123456789abcdef01234567"
+
+// downloaded is a cache as huggingface_hub leaves it: one blob, a link to it, a ref.
+func downloaded(t *testing.T, data string) (folder string) {
+	t.Helper()
+	folder = t.TempDir()
+	repo := filepath.Join(folder, "models--org--name")
+	for path, text := range map[string]string{"blobs/abc": data, "refs/main": commit, "refs/refs/pr/1": commit, "refs/bad": "../../x"} {
+		path = filepath.Join(repo, path)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	snapshot := filepath.Join(repo, "snapshots", commit)
+	if err := os.MkdirAll(snapshot, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink("../../blobs/abc", filepath.Join(snapshot, "a.safetensors")); err != nil {
+		t.Fatal(err)
+	}
+	return folder
+}
+
+// content opens a URI and reads it all.
+func content(uri string, env map[string]string) (string, error) {
+	s, err := With(source.Options{Env: env})(context.Background(), uri)
+	if err != nil {
+		return "", err
+	}
+	defer s.Close()
+	b := make([]byte, s.Size())
+	err = s.ReadAt(context.Background(), b, 0)
+	return string(b), err
+}
+
+// Offline a file comes from huggingface_hub's cache at the commit that it noted, or
+// it is not found, and no server is asked.
+func TestHubOffline(t *testing.T) {
+	env := map[string]string{"HF_HUB_CACHE": downloaded(t, "local"), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:1"}
+	for uri, found := range map[string]bool{
+		"hf://org/name/a.safetensors":                  true,
+		"hf://org/name/a.safetensors@main":             true,
+		"hf://org/name/a.safetensors@refs/pr/1":        true,
+		"hf://org/name/a.safetensors@" + commit:        true,
+		"hf://org/name/a.safetensors@bad":              false,
+		"hf://org/name/a.safetensors@other":            false,
+		"hf://org/name/a.safetensors@../../refs/main":  false,
+		"hf://org/name/b.safetensors":                  false,
+		"hf://org/name/../../refs/main":                false,
+		"hf://datasets/org/name/a.safetensors":         false,
+		"hf://org/name2/a.safetensors@" + commit + "0": false,
+	} {
+		got, err := content(uri, env)
+		if found && (err != nil || got != "local") {
+			t.Errorf("%s: %q, %v", uri, got, err)
+		}
+		if !found && !errors.Is(err, errs.ErrNotFound) {
+			t.Errorf("%s: %q, %v, want not found", uri, got, err)
+		}
+	}
+}
+
+// Online a commit that is named is taken from the cache without a question; what a
+// branch means is asked, and the file read from the cache if it is of that commit.
+func TestHubCacheFirst(t *testing.T) {
+	for _, c := range []struct {
+		name, rev, serves, far, want string
+		asked                        bool
+	}{
+		{"commit", "@" + commit, commit, "cloud", "local", false},
+		{"branch", "", commit, "cloud", "local", true},
+		{"branch that moved on", "", strings.Repeat("f", 40), "cloud", "cloud", true},
+		{"cache of another size", "", commit, "longer", "longer", true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var requests atomic.Int64
+			s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				requests.Add(1)
+				w.Header().Set("X-Repo-Commit", c.serves)
+				w.Header().Set("ETag", `"x"`)
+				_, _ = io.WriteString(w, c.far)
+			}))
+			defer s.Close()
+			env := map[string]string{"HF_HOME": t.TempDir(), "HF_ENDPOINT": s.URL}
+			if err := os.Rename(downloaded(t, "local"), filepath.Join(env["HF_HOME"], "hub")); err != nil {
+				t.Fatal(err)
+			}
+			got, err := content("hf://org/name/a.safetensors"+c.rev, env)
+			if err != nil || got != c.want || (requests.Load() > 0) != c.asked {
+				t.Errorf("%q, %v after %d requests", got, err, requests.Load())
+			}
+		})
+	}
+}
