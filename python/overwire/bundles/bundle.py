@@ -79,7 +79,7 @@ def compress_pickle(
 
 def compress(
     model: Any,
-    path: _PathLike = "./boneless_model.pth",
+    path: _PathLike,
     *,
     compress: bool = True,
     progress: ProgressLike = None,
@@ -124,7 +124,7 @@ def load_compressed_pickle(
 
 
 def load_compressed(
-    path: _PathLike = "./boneless_model.pth",
+    path: _PathLike,
     *,
     trust: bool = False,
     device: Any = None,
