@@ -165,10 +165,11 @@ def test_what_stops_it(tmp_path: Path, script, torch_script, stop: str) -> None:
     assert script(alone, OVERWIRE_PRELOAD="m.safetensors", **{stop: "1"}).stdout == ours
 
 
-@pytest.mark.parametrize("what", ["nope.safetensors", "nope/meta.csv", "bad.pkl", "bad.csv", "scheme://x"])
+@pytest.mark.parametrize("what", ["nope.safetensors", "nope/meta.csv", "bad.pkl", "bad.csv", "bad.pt", "scheme://x"])
 def test_a_wrong_path_warns_at_import_and_fails_at_the_load(tmp_path: Path, script, what: str) -> None:
     (tmp_path / "bad.pkl").write_bytes(b"\x80\x05N.")
     (tmp_path / "bad.csv").write_text("0\nnonsense")
+    (tmp_path / "bad.pt").write_bytes(b"PK\x03\x04 a zip archive")
     done = script(
         f"""
 import logging

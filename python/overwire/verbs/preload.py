@@ -25,7 +25,7 @@ from .. import _engine, _verbs
 from .._engine import FREE_NOW, core
 from .._environment import adopt_nyacomp
 from .._tables import SETTINGS
-from ..errors import ArgumentError, DeadlineError, NotFoundError, NotSupportedError
+from ..errors import ArgumentError, DeadlineError, FormatError, NotFoundError, NotSupportedError
 from ..frameworks.choose import check_device, device_number, frame_for
 from ..jobs import log, progress_of, shown
 from ..model import layout
@@ -148,6 +148,16 @@ def _refuse_special(path: str) -> None:
             raise ArgumentError(f"overwire: preload {path}: not a regular file", source=path)
 
 
+def _refuse_other_kinds(path: str) -> None:
+    # A variable that names a file of another kind would have no effect, in silence.
+    if path.endswith((".pkl", ".pth", ".csv", ".json")) or not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        start = file.read(9)
+    if start[8:] != b"{" and not start.startswith(b"|TZR|"):
+        raise FormatError(f"overwire: preload {path}: not a file of safetensors, overwire or tensorizer", source=path)
+
+
 # Who says which of a machine's processes this is, before torch is there.
 _RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
@@ -225,6 +235,7 @@ def start_from_environment(name: str = "OVERWIRE_PRELOAD") -> None:
         if "://" not in path and not os.path.exists(path) and not path.endswith(".csv"):
             raise NotFoundError(f"overwire: open {path}: not found", source=path)
         _refuse_special(path)
+        _refuse_other_kinds(path)
         if "://" not in path and path.endswith(".csv"):
             layout.refuse_urls(path)
         preload(path, device=os.environ.get("OVERWIRE_PRELOAD_DEVICE") or "cpu")
