@@ -189,7 +189,7 @@ DOCS := .venv-docs
 
 docs: $(DOCS)/.ready ## build/docs/html: the site, from docs/ and the docstrings; needs no network once it is installed
 	$(DOCS)/bin/python -m sphinx -q -W --keep-going -E -c docs -d build/docs/doctrees . build/docs/html
-	$(DOCS)/bin/python docs/_site/check.py build/docs/html
+	$(DOCS)/bin/python docs/_site/checksite.py build/docs/html
 	@echo "build/docs/html/index.html"
 
 $(DOCS)/.ready: requirements-docs.txt

@@ -36,8 +36,11 @@ def _prose(text: str) -> str:
         else:
             escaped = re.sub(r"([*|\\])", r"\\\1", part)
             escaped = re.sub(r"(\w)_(?=\W|$)", r"\1\\_", escaped)
-            parts[at] = _WORDS.sub(r":py:exc:`~overwire.\1`", escaped)
-    return re.sub(r"(`[^`]*[^`\s]`)(?=\w)", r"\1\\ ", "".join(parts))
+            linked = _WORDS.sub(r":py:exc:`~overwire.\1`", escaped)
+            parts[at] = re.sub(r"\b(docs/\w+)\.md\b", r":doc:`\1.md </\1>`", linked)
+    for at in range(1, len(parts), 2):  # a word right after code, as in `TensorSpec`s
+        parts[at] += "\\ " if parts[at + 1][:1].isalnum() else ""
+    return "".join(parts)
 
 
 def rst(lines: list[str]) -> list[str]:
@@ -81,5 +84,5 @@ def rst(lines: list[str]) -> list[str]:
 
 
 def convert(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Sphinx's hook: changes the lines in place."""
-    lines[:] = [*rst(lines), ""]
+    """Sphinx's hook: changes the lines in place. What Python itself says of a field says nothing."""
+    lines[:] = [] if lines and lines[0].startswith("Alias for field number") else [*rst(lines), ""]

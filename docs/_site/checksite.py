@@ -1,4 +1,4 @@
-"""Check the finished site: python docs/_site/check.py FOLDER
+"""Check the finished site: python docs/_site/checksite.py FOLDER
 
 Every link inside the site leads to a page and a place that are there, and no page
 loads anything (a script, a style, a font, a picture) from another host.

@@ -1,0 +1,54 @@
+"""What `make docs` does beside Sphinx: docstrings become its text, and the finished site is checked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+sys.path[:0] = [str(ROOT / "docs" / "_site")]
+
+import checksite  # noqa: E402
+import docstrings  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "text, rst",
+    [
+        ("Takes `load_file` and `x`.", "Takes :py:obj:`~overwire.load_file` and ``x``."),
+        ("Several `TensorSpec`s.", "Several :py:obj:`~overwire.TensorSpec`\\ s."),
+        ("Raises CorruptError; see docs/format.md.", "Raises :py:exc:`~overwire.CorruptError`; see :doc:`docs/format.md </docs/format>`."),
+        ("One.\na: what\n    goes on\nb, c: more", "One.\n\n``a``\n    what\n    goes on\n``b``, ``c``\n    more"),
+        ("One:\n\n    a = 1\n\nTwo.", "One:\n\n::\n\n        a = 1\n\n\nTwo."),
+        ("A *star and load_compressed*", "A \\*star and load_compressed\\*"),
+    ],
+)
+def test_docstrings_become_text(text: str, rst: str) -> None:
+    assert "\n".join(docstrings.rst(text.split("\n"))) == rst
+
+
+PAGE = '<html><head><link rel="stylesheet" href="s.css"></head><body><h1 id="top">x</h1><a href="{}">a</a></body></html>'
+
+
+@pytest.mark.parametrize(
+    "link, found", [("b.html#top", ""), ("https://host/x", ""), ("b.html#no", "no such place"), ("c.html", "not there")]
+)
+def test_dead_links_are_found(tmp_path: Path, link: str, found: str) -> None:
+    (tmp_path / "s.css").write_text("a { color: red }")
+    (tmp_path / "a.html").write_text(PAGE.format(link))
+    (tmp_path / "b.html").write_text(PAGE.format("#top"))
+    wrong = checksite.faults(tmp_path)
+    assert len(wrong) == bool(found) and all(found in one for one in wrong)
+
+
+@pytest.mark.parametrize(
+    "text", ['<script src="https://cdn/x.js"></script>', '<img src="//cdn/x.png">', '<link rel="stylesheet" href="http://cdn/x">']
+)
+def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.html").write_text(text)
+    assert len(checksite.faults(tmp_path)) == 1
+    (tmp_path / "a.html").write_text("x")
+    (tmp_path / "s.css").write_text("@font-face { src: url('https://fonts/x.woff') }")
+    assert len(checksite.faults(tmp_path)) == 1
