@@ -178,10 +178,12 @@ if not TYPE_CHECKING:
         return value
 
     def _near(name):
+        if name.startswith("_"):  # also a module that is being imported
+            return ""
         from difflib import get_close_matches
 
         near = [known for known in __all__ if known in (f"{name}_file", f"safe_{name}")] or get_close_matches(name, __all__, 1)
-        return f"; did you mean {near[0]!r}?" if near and not name.startswith("_") else ""
+        return f"; did you mean {near[0]!r}?" if near else ""
 
     def __dir__():
         return sorted(__all__)

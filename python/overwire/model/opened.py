@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import gc
 import json
 import sys
@@ -248,6 +247,8 @@ class Model:
         if not isinstance(name, str):
             return ""
         alike = [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR]
+        import difflib  # costs a millisecond, and only mistakes need it
+
         near = difflib.get_close_matches(name, alike, 1)
         return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
@@ -213,6 +212,8 @@ def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
     known = kind.__optional_keys__
     for name in options:
         if name not in known:
+            import difflib  # costs a millisecond, and only mistakes need it
+
             near = difflib.get_close_matches(name, [*known, "device", "framework"], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}{hint}")
