@@ -140,7 +140,7 @@ gofmt:
 
 pylint: venv
 	$(PY) -m ruff check --quiet .
-	$(PY) -m mypy --strict python/overwire setup.py wheels gosrc/rig/workers
+	$(PY) -m mypy --strict python/overwire setup.py wheels gosrc/rig/workers docs/_site/docstrings.py docs/_site/checksite.py
 
 gotest: gofmt ## Go tests, with all of vet: with SIMD, and the decoders' without; `make fakegpu` has the GPU's
 	go test $(VETTED) $(LEAN) $(GOPKGS)

@@ -108,6 +108,14 @@ def test_every_setting_is_listed() -> None:
     assert [line for line in text.splitlines() if line.startswith("| `")] == rows
 
 
+def test_the_figures_of_the_readme_are_those_of_the_page() -> None:
+    """Each number of its table stands in docs/benchmarks.md, which says how it was made."""
+    rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").split("## Figures")[1].splitlines() if line.startswith("| ")]
+    numbers = {number for row in rows for number in re.findall(r"(?<![\w.])\d+\.\d+|\b\d\d+\b", row)}
+    page = set(re.findall(r"(?<![\w.])\d+(?:\.\d+)*", (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")))
+    assert len(numbers) > 20 and numbers <= page, numbers - page
+
+
 def test_commands_exist() -> None:
     """Every overwire command that a page shows names a verb, and options, that exist."""
     verbs: dict[str, str] = {}
