@@ -2,8 +2,10 @@
 
     pip install .          needs Go 1.26, a C compiler and the headers of this Python
     pip install -e .       the same; rerun it after a change of Go or C
-    python setup.py ext    only compile python/overwire/_core.abi3.so
+    python setup.py ext [FILE.so]   only compile python/overwire/_core.abi3.so, or FILE.so
     python setup.py asan FILE.so    the same for AddressSanitizer, into FILE.so
+
+GOARCH=arm64 CC=aarch64-linux-gnu-gcc builds for aarch64 on another machine.
 
 Nothing is downloaded but Go modules, by Go itself (GOPROXY, GOMODCACHE as
 usual); with a filled module cache, or after `go mod vendor`, no network is
@@ -37,6 +39,7 @@ LIBRARY = PACKAGE / "_core.abi3.so"
 CORE = ROOT / "gosrc" / "bind" / "core"
 GO = (1, 26)
 FLOOR = (2, 17)  # glibc, of manylinux2014
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> that of wheels
 TAGS = "pyext,netgo,osusergo"
 # Packages whose functions are not inlined in the wheel's library, half a megabyte of it as
 # stored: what speaks with stores, and none whose small functions ours are built of.
@@ -138,12 +141,24 @@ def go_command() -> str:
     return go
 
 
+def machine() -> str:
+    """Return the machine that is built for, as wheels name it: GOARCH says which."""
+    here = {name: go for go, name in MACHINES.items()}.get(platform.machine(), platform.machine())
+    target = MACHINES.get(os.environ.get("GOARCH") or here)
+    if sys.platform != "linux" or target is None or platform.python_implementation() != "CPython":
+        sys.exit("overwire: only CPython on Linux, x86-64 or aarch64, is supported so far")
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        sys.exit("overwire: a free-threaded CPython has no stable ABI, which the engine needs: use the usual build of CPython")
+    return target
+
+
 def go_environment() -> dict[str, str]:
     """Return the environment that the library is built in."""
     env = dict(os.environ)
     env.update(
         CGO_ENABLED="1",
-        GOEXPERIMENT=os.environ.get("GOEXPERIMENT", "simd"),
+        # Go has vectors for amd64 only so far.
+        GOEXPERIMENT=os.environ.get("GOEXPERIMENT", "simd") if machine() == "x86_64" else "",
         GOFLAGS=(env.get("GOFLAGS", "") + " -buildvcs=false").strip(),
         GOAMD64="v1",
     )
@@ -166,15 +181,15 @@ def third_parties() -> tuple[dict[str, str], str]:
 def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False, lean: bool = False) -> None:
     """Compile gosrc/bind/core into the extension module at out; fake: for tests, with the
     driver of no GPU; lean: as small as it goes, which takes a minute more at first."""
-    if sys.platform != "linux" or platform.machine() != "x86_64" or platform.python_implementation() != "CPython":
-        sys.exit("overwire: only CPython on Linux x86-64 is supported so far")
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
         sys.exit(f"overwire: the C headers of this Python are missing in {include} (install python3-dev)")
     cflags = ["-O2", "-g0", "-I", str(CORE / "shim"), "-I", include, "-Wno-implicit-function-declaration", "-Wno-int-conversion"]
     ldflags = f"""-s -w -B none -buildid= '-extldflags=-Xlinker "--version-script={CORE / "exports.map"}"'"""
     if not asan:
-        cflags += ["-include", str(CORE / "symver.h")]
+        # Go does not notice changes of a file included by a flag: its hash makes it.
+        symver = CORE / "symver.h"
+        cflags += ["-include", str(symver), f"-DOW_SYMVER={hashlib.sha256(symver.read_bytes()).hexdigest()[:16]}"]
     env = go_environment() | {"CGO_CFLAGS": shlex.join(cflags), "CGO_LDFLAGS": "-O2 -g0"}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build", dir=out.parent) as t:
@@ -211,7 +226,7 @@ def symbol_floor(library: Path) -> tuple[int, int]:
 
 def tag(library: Path) -> str:
     """The wheel's tag. It names the floor, which is never below what the library asks for."""
-    return "cp310-abi3-manylinux_%d_%d_x86_64" % symbol_floor(library)
+    return "cp310-abi3-manylinux_%d_%d_" % symbol_floor(library) + machine()
 
 
 # Archives.
@@ -321,9 +336,9 @@ def build_sdist(sdist_directory: str, config_settings: object = None) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["ext"]:
-        build_library()
+    if sys.argv[1:2] == ["ext"] and len(sys.argv) <= 3:
+        build_library(Path(sys.argv[2]).resolve() if sys.argv[2:] else LIBRARY)
     elif len(sys.argv) == 3 and sys.argv[1] == "asan":
         build_library(Path(sys.argv[2]).resolve(), asan=True)
     else:
-        sys.exit("usage: python setup.py ext | python setup.py asan FILE.so   (everything else: pip)")
+        sys.exit("usage: python setup.py ext [FILE.so] | python setup.py asan FILE.so   (everything else: pip)")
