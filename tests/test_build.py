@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def wheel(dist: Path) -> Path:
 def test_wheel_is_sound(wheel: Path) -> None:
     """One exported symbol, libc alone, no glibc above the tag's, the stable ABI, a right RECORD."""
     assert check.audit(wheel) == []
-    assert re.fullmatch(r"overwire-[\d.]+-cp310-abi3-manylinux_2_17_x86_64\.whl", wheel.name)
+    assert re.fullmatch(rf"overwire-[\d.]+-cp310-abi3-manylinux_2_17_{platform.machine()}\.whl", wheel.name)
 
 
 def test_every_linked_module_has_its_licence() -> None:
@@ -134,9 +135,29 @@ def test_wheel_contents(wheel: Path) -> None:
     assert names[:-1] == sorted(names[:-1]) and names[-1].endswith("/RECORD")
 
 
+def test_a_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build and the import say why."""
+    monkeypatch.setattr(setup.sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
+    with pytest.raises(SystemExit, match="free-threaded"):
+        setup.machine()
+    code = "import sys; sys.abiflags = 't'\ntry: import overwire\nexcept ImportError as error: print(error)"
+    assert "free-threaded" in tool(sys.executable, "-c", code, PYTHONPATH=str(ROOT / "python"))
+
+
+def test_the_machine_is_that_of_goarch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GOARCH names the machine of the wheel; one without engine is refused; each has its GOEXPERIMENT."""
+    for goarch, machine, vectors in (("arm64", "aarch64", ""), ("amd64", "x86_64", "simd")):
+        monkeypatch.setenv("GOARCH", goarch)
+        monkeypatch.delenv("GOEXPERIMENT", raising=False)
+        assert setup.machine() == machine and setup.go_environment()["GOEXPERIMENT"] == vectors
+    monkeypatch.setenv("GOARCH", "riscv64")
+    with pytest.raises(SystemExit, match="x86-64 or aarch64"):
+        setup.machine()
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_wheel_runs_on(version: str, wheel: Path) -> None:
-    """One file is imported and works under every CPython from 3.10 to 3.13."""
+    """One file is imported and works under every CPython from 3.10 to 3.15."""
     python = VERSIONS[version]
     if python is None:
         pytest.skip(f"CPython {version} is not on this machine")

@@ -2,8 +2,10 @@
 
 Read from the library's own symbols: it exports PyInit__core alone, needs libc
 alone, no newer glibc than its tag says, and of Python only the stable ABI of
-3.10. RECORD has to be right, and the licences of all that is linked are there. Then each interpreter found on PATH or by pyenv
-unpacks the wheel, imports it and asks the engine something.
+3.10. RECORD has to be right, the licences of all that is linked are there, and it has at
+most LARGEST bytes. Then each interpreter found on PATH, by pyenv, or fetched by
+wheels/pythons.sh unpacks the wheel, imports it and asks the engine something. Wheels of
+another machine are imported by fetched interpreters, which run under qemu-user.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import hashlib
 import io
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -24,7 +27,10 @@ from pathlib import Path
 
 from elf import Elf
 
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+ROOT = Path(__file__).resolve().parents[1]
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
+LARGEST = 8_000_000
+E_MACHINE = {"x86_64": 62, "aarch64": 183}  # in the ELF header
 
 # Names outside the stable ABI of 3.10 that a mistake in the shim would let in.
 # PyObject_GetBuffer and PyBuffer_Release joined it with 3.11; 3.10 has the same:
@@ -49,12 +55,16 @@ else:
 """
 
 
-def pythons() -> dict[str, str | None]:
-    """For each version its interpreter, or None."""
+def pythons(machine: str = platform.machine()) -> dict[str, str | None]:
+    """For each version its interpreter for a machine, or None."""
     found: dict[str, str | None] = {}
     for version in PYTHONS:
+        fetched = ROOT / "build" / "pythons" / machine / f"python{version}"
+        if machine != platform.machine():
+            found[version] = str(fetched) if fetched.exists() else None
+            continue
         roots = sorted(Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser().glob(f"versions/{version}.*/bin/python"))
-        candidates = [str(p) for p in roots] + [p for p in [shutil.which(f"python{version}")] if p]
+        candidates = [str(p) for p in (*roots, shutil.which(f"python{version}"), fetched) if p and Path(p).exists()]
         found[version] = next((p for p in candidates if works(p, version)), None)
     return found
 
@@ -68,16 +78,20 @@ def works(python: str, version: str) -> bool:
 def audit(wheel: Path) -> list[str]:
     """What is wrong with a wheel."""
     wrong = []
-    tag = re.fullmatch(r"overwire-[^-]+-cp310-abi3-manylinux_(\d+)_(\d+)_x86_64\.whl", wheel.name)
+    tag = re.fullmatch(r"overwire-[^-]+-cp310-abi3-manylinux_(\d+)_(\d+)_(x86_64|aarch64)\.whl", wheel.name)
     if not tag:
         return [f"the name {wheel.name}"]
     floor = (int(tag[1]), int(tag[2]))
+    if wheel.stat().st_size > LARGEST:
+        wrong.append(f"has {wheel.stat().st_size} bytes, above {LARGEST}")
     with zipfile.ZipFile(wheel) as z:
         files = {name: z.read(name) for name in z.namelist()}
     elf = Elf(files["overwire/_core.abi3.so"])
+    if elf.machine != E_MACHINE[tag[3]]:
+        wrong.append(f"is code of machine {elf.machine}, not of {tag[3]}")
     if elf.exports() != ["PyInit__core"]:
         wrong.append(f"exports {elf.exports()}")
-    if set(elf.needed()) - {"libc.so.6", "libpthread.so.0", "libdl.so.2"}:
+    if set(elf.needed()) - {"libc.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-aarch64.so.1"}:
         wrong.append(f"needs {elf.needed()}")
     if elf.dynamic(15) or elf.dynamic(29):
         wrong.append("has a run path")
@@ -113,7 +127,7 @@ def smoke(wheel: Path, python: str) -> str:
     with tempfile.TemporaryDirectory() as t:
         with zipfile.ZipFile(wheel) as z:
             z.extractall(t)
-        done = subprocess.run([python, "-I", "-c", SMOKE, t], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([python, "-I", "-c", SMOKE, t], capture_output=True, text=True, timeout=300, check=False)
         return done.stderr if done.returncode else ""
 
 
@@ -123,13 +137,14 @@ def main(wheels: list[Path]) -> None:
         for fault in audit(wheel):
             bad = True
             print(f"FAIL {wheel.name}: {fault}")
-        for version, python in pythons().items():
+        machine = next((name for name in E_MACHINE if wheel.stem.endswith(name)), "")
+        for version, python in pythons(machine).items():
             if python is None:
-                print(f"skip CPython {version}: not on this machine")
+                print(f"skip CPython {version}: not on this machine (wheels/pythons.sh)")
                 continue
             fault = smoke(wheel, python)
             bad = bad or bool(fault)
-            print(f"{'FAIL' if fault else 'ok  '} CPython {version} {fault}")
+            print(f"{'FAIL' if fault else 'ok  '} CPython {version} {machine} {fault}")
     sys.exit(bad)
 
 

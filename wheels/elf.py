@@ -38,6 +38,7 @@ class Elf:
     def __init__(self, data: bytes) -> None:
         if data[:6] != b"\x7fELF\x02\x01":
             raise ValueError("not a little-endian 64-bit ELF file")
+        (self.machine,) = struct.unpack_from("<H", data, 18)
         offset, size, count = struct.unpack_from("<40xQ10xHH", data)
         self.sections: list[Section] = []
         for i in range(count):

@@ -7,6 +7,10 @@ the engine's own threads; and `patch_safetensors` (`OVERWIRE_PATCH`).
 """
 
 import os as _os
+import sys as _sys
+
+if "t" in _sys.abiflags:  # there the engine's file, of the stable ABI, is not even looked for
+    raise ImportError("overwire does not run in a free-threaded CPython, which has no stable ABI: use the usual build of CPython")
 
 # A name of our own instead of typing's: importing typing would cost more than
 # everything else here. Type checkers take both.
