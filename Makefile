@@ -46,10 +46,10 @@ export GOEXPERIMENT ?= simd
 export GOFLAGS ?= -tags=netgo,osusergo -trimpath -buildmode=pie
 export FUZZTIME JOBS
 
-.PHONY: help venv build gen engine packages more test quick lint golint pylint static gotest race compiled gofmt suite fuzz pytest wheel asan demo rig plots bench clean
+.PHONY: help venv build aarch64 gen engine packages more test quick lint golint pylint static gotest race compiled gofmt suite fuzz pytest wheel asan demo rig plots bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.ready ## .venv with what the tests need
 
@@ -123,7 +123,13 @@ more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## what `make test` leave
 	go test -buildmode=default -race -short $(LONG_RACE)
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m slow
 	@$(MAKE) --no-print-directory docs
-	@$(MAKE) --no-print-directory fakegpu fakepy
+	@$(MAKE) --no-print-directory fakegpu fakepy aarch64
+	wheels/pythons.sh $$(uname -m) forky 3.14 3.15 || true
+	@$(MAKE) --no-print-directory wheel
+
+aarch64: venv ## under qemu-user: Go tests for Linux aarch64, its wheel, Python tests of that
+	PYTHON="$(CURDIR)/$(PY)" wheels/aarch64.sh tests
+	PYTHON="$(CURDIR)/$(PY)" wheels/aarch64.sh wheel
 
 lint: golint pylint static ## gofmt, vet, staticcheck, ruff, mypy
 	CGO_ENABLED=0 go vet $(LEAN) $(GOPKGS)
@@ -134,6 +140,7 @@ static: $(BIN)/staticcheck
 golint: gofmt
 	go vet -cgocall=false $(LEAN) $(GOPKGS)
 	go vet -cgocall=false $(SCALAR) $(TWINS)
+	GOARCH=arm64 GOEXPERIMENT= CGO_ENABLED=0 go vet $(LEAN) ./gosrc/codec/... ./gosrc/plan
 
 gofmt:
 	@unformatted=$$(gofmt -l gosrc); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted"; exit 1; }
