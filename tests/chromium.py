@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -27,8 +28,9 @@ class Chromium:
         options = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
                    "disable-dev-shm-usage", "remote-debugging-pipe", f"user-data-dir={profile}"]
         # Chromium reads commands from 3 and answers on 4.
-        high = [os.dup2(fd, 60 + i) for i, fd in enumerate((theirs_in, theirs_out))]
-        command = ["bash", "-c", 'exec "$0" "$@" 3<&60 4>&61 60<&- 61>&-', PROGRAM, *(f"--{o}" for o in options), "about:blank"]
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 60) for fd in (theirs_in, theirs_out)]
+        moved = 'exec "$0" "$@" 3<&{0} 4>&{1} {0}<&- {1}>&-'.format(*high)
+        command = ["bash", "-c", moved, PROGRAM, *(f"--{o}" for o in options), "about:blank"]
         self._process = subprocess.Popen(command, pass_fds=high, stderr=subprocess.DEVNULL)
         for fd in (theirs_in, theirs_out, *high):
             os.close(fd)
