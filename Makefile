@@ -245,7 +245,7 @@ $(ENGINES)/.ready: requirements-engines.txt $(VENV)/.ready
 .PHONY: kernels fakegpu fakepy gpubench
 NVCC := build/nvcc/nvidia/cu13/bin/nvcc
 
-kernels: $(NVCC) ## compile cuda/built/x16.fatbin anew, byte for byte, by the pinned compiler
+kernels: $(NVCC) ## compile cuda/built/*.fatbin anew, byte for byte, by the pinned compiler
 	sh cuda/built/build.sh "$(CURDIR)/$(NVCC)"
 
 $(NVCC):

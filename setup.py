@@ -174,7 +174,8 @@ def third_parties() -> tuple[dict[str, str], str]:
         sys.path.pop(0)
     p = project()
     modules = licences.linked(ROOT, go_command(), TAGS, go_environment())
-    bill = licences.bill(p["name"], p["version"], p["license"], modules, ROOT)
+    kernels = "x16_aarch64.fatbin" if machine() == "aarch64" else "x16.fatbin"
+    bill = licences.bill(p["name"], p["version"], p["license"], modules, ROOT, kernels)
     return {licences.TEXTS: licences.notices(modules), licences.BOM: bill}, licences.expression(p["license"], modules)
 
 

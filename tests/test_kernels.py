@@ -20,6 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = ROOT / "cuda"
 BUILT = CUDA / "built"
+MODULES = {"x16.fatbin", "x16_aarch64.fatbin"}
 WHEELS = "cuda-toolkit[nvcc,cudart]==13.0.*"
 
 
@@ -40,9 +41,9 @@ def included(name: str, seen: set[str]) -> set[str]:
 
 def test_hashes() -> None:
     hashes = noted()
-    assert set(hashes) == included("kernels.cu", set()) | {"x16.fatbin"}
+    assert set(hashes) == included("kernels.cu", set()) | MODULES
     for name, digest in hashes.items():
-        path = BUILT / name if name == "x16.fatbin" else CUDA / name
+        path = BUILT / name if name in MODULES else CUDA / name
         found = hashlib.sha256(path.read_bytes()).hexdigest()
         assert found == digest, f"{name} has changed: run `make kernels` and commit cuda/built"
 
@@ -87,7 +88,8 @@ def test_rebuild_gives_the_same_bytes(nvcc: Path, tmp_path: Path) -> None:
     # build.sh refuses PTX other than version 9.0, which newer drivers alone read.
     subprocess.run(["sh", str(BUILT / "build.sh"), str(nvcc), str(tmp_path)], check=True, timeout=600)
     assert (tmp_path / "sources.sha256").read_text() == (BUILT / "sources.sha256").read_text()
-    assert (tmp_path / "x16.fatbin").read_bytes() == (BUILT / "x16.fatbin").read_bytes()
+    for name in MODULES:
+        assert (tmp_path / name).read_bytes() == (BUILT / name).read_bytes()
 
 
 def test_ptx_version(nvcc: Path, tmp_path: Path) -> None:

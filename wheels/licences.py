@@ -120,7 +120,7 @@ def expression(own: str, modules: list[Module]) -> str:
     return " AND ".join(sorted({own, *(name for one in modules for name in one.licences)}))
 
 
-def bill(name: str, version: str, own: str, modules: list[Module], root: Path) -> str:
+def bill(name: str, version: str, own: str, modules: list[Module], root: Path, kernels: str = "x16.fatbin") -> str:
     """The bill of materials in CycloneDX 1.6; the same tree gives the same text."""
     url = f"pkg:pypi/{name}@{version}"
     sums = dict(re.findall(r"^(\S+ \S+) (h1:\S+)$", (root / "go.sum").read_text(encoding="utf-8"), re.M))
@@ -131,7 +131,7 @@ def bill(name: str, version: str, own: str, modules: list[Module], root: Path) -
         if checked := sums.get(f"{one.path} {one.version}"):
             component["properties"] = [{"name": "go.sum", "value": checked}]
         components.append(component)
-    for path in sorted((root / "cuda" / "built").glob("*.fatbin")):
+    for path in sorted((root / "cuda" / "built").glob(kernels)):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         components.append({
             "type": "file", "bom-ref": f"file:{path.name}", "name": path.name, "description": "GPU kernels, compiled from cuda/ by nvcc",

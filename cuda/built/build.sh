@@ -1,6 +1,6 @@
 #!/bin/sh
-# Compiles kernels.cu into x16.fatbin beside this script, and notes the hash of
-# the sources. The same sources and compiler give the same bytes in any folder: nvcc
+# Compiles kernels.cu into x16.fatbin, and x16_aarch64.fatbin for the GPUs of aarch64
+# machines, beside this script, and notes the hash of the sources. The same sources and compiler give the same bytes in any folder: nvcc
 # puts a hash of the sources' folder into names, so that it is given a copy in
 # one that is always the same.
 #
@@ -19,15 +19,21 @@ trap 'exit 1' HUP INT TERM
 cp *.h *.cu *.cuh "$copy"
 cd "$copy"
 # -O3 as in the measured ladder. No -lineinfo: it writes paths.
-set -- -std=c++17 -O3 --compress-mode=size
-for arch in 80 86 89 90 100 120; do
-	set -- "$@" -gencode "arch=compute_$arch,code=sm_$arch"
-done
-"$nvcc" -fatbin "$@" -gencode arch=compute_80,code=compute_80 -o "$out/x16.fatbin" kernels.cu
+fatbin() { # NAME ARCH...
+	name=$1
+	shift
+	for arch in "$@"; do
+		set -- "$@" -gencode "arch=compute_$arch,code=sm_$arch"
+		shift
+	done
+	"$nvcc" -fatbin -std=c++17 -O3 --compress-mode=size "$@" -gencode arch=compute_80,code=compute_80 -o "$out/$name" kernels.cu
+}
+fatbin x16.fatbin 80 86 89 90 100 120
+fatbin x16_aarch64.fatbin 90 100 121
 "$nvcc" -ptx -std=c++17 -O3 -arch=compute_80 -o "$out/x16.ptx.tmp" kernels.cu
 version=$(grep -m1 '^\.version' "$out/x16.ptx.tmp")
 rm "$out/x16.ptx.tmp"
 [ "$version" = ".version 9.0" ] || { echo "PTX $version, not 9.0: use the pinned compiler" >&2; exit 1; }
 # What the module is made of; tests/test_kernels.py compares it.
 sha256sum *.h *.cu *.cuh | grep -v warp_host.h >"$out/sources.sha256"
-(cd "$out" && sha256sum x16.fatbin >>sources.sha256)
+(cd "$out" && sha256sum x16.fatbin x16_aarch64.fatbin >>sources.sha256)

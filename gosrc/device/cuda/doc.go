@@ -13,7 +13,10 @@
 // a forked child, as the driver does not.
 package cuda
 
-import "fmt"
+import (
+	"fmt"
+	"runtime"
+)
 
 // A DeviceInfo describes one GPU.
 type DeviceInfo struct {
@@ -69,14 +72,18 @@ func RemoteRing() (slots int, bytes int64) {
 	return int(int64(ring.slots) * stride(ring.bytes) / stride(bytes)), bytes
 }
 
-// architectures are those with machine code in cuda/built, in the order of compute
-// capability times ten; PTX for the first serves the rest.
-var architectures = []int{80, 86, 89, 90, 100, 120}
+// machineCode lists, for each GOARCH, the architectures with machine code in cuda/built,
+// in the order of compute capability times ten; PTX for ptx serves the rest.
+var machineCode = map[string][]int{"amd64": {80, 86, 89, 90, 100, 120}, "arm64": {90, 100, 121}}
+
+const ptx = 80
 
 // Kernels names the code that a GPU of a compute capability ("8.7") runs: machine
 // code of its own generation that is not newer than itself ("sm_86"), "PTX", which
 // the driver compiles at first use, or "" if there is none.
-func Kernels(compute string) string {
+func Kernels(compute string) string { return codeFor(machineCode[runtime.GOARCH], compute) }
+
+func codeFor(architectures []int, compute string) string {
 	major, minor := 0, 0
 	if _, err := fmt.Sscanf(compute, "%d.%d", &major, &minor); err != nil {
 		return ""
@@ -90,7 +97,7 @@ func Kernels(compute string) string {
 	switch {
 	case best > 0:
 		return fmt.Sprintf("sm_%d", best)
-	case 10*major+minor >= architectures[0]:
+	case 10*major+minor >= ptx:
 		return "PTX"
 	}
 	return ""

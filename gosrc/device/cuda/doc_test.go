@@ -14,16 +14,25 @@ func TestKernels(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := "for arch in " + strings.Trim(fmt.Sprint(architectures), "[]") + "; do"
-	if !strings.Contains(string(b), want) {
-		t.Errorf("build.sh has no %q", want)
+	for arch, name := range map[string]string{"amd64": "x16.fatbin", "arm64": "x16_aarch64.fatbin"} {
+		want := "fatbin " + name + " " + strings.Trim(fmt.Sprint(machineCode[arch]), "[]") + "\n"
+		if !strings.Contains(string(b), want) {
+			t.Errorf("build.sh has no %q", want)
+		}
 	}
 	for compute, want := range map[string]string{
 		"7.5": "", "8.0": "sm_80", "8.6": "sm_86", "8.7": "sm_86", "8.9": "sm_89", "9.0": "sm_90", "10.0": "sm_100", "10.3": "sm_100",
 		"11.0": "PTX", "12.0": "sm_120", "12.1": "sm_120", "13.0": "PTX", "": "", "x": "",
 	} {
-		if got := Kernels(compute); got != want {
+		if got := codeFor(machineCode["amd64"], compute); got != want {
 			t.Errorf("%q: %q, want %q", compute, got, want)
+		}
+	}
+	for compute, want := range map[string]string{
+		"7.2": "", "8.7": "PTX", "9.0": "sm_90", "10.0": "sm_100", "10.3": "sm_100", "11.0": "PTX", "12.0": "PTX", "12.1": "sm_121",
+	} {
+		if got := codeFor(machineCode["arm64"], compute); got != want {
+			t.Errorf("arm64, %q: %q, want %q", compute, got, want)
 		}
 	}
 }

@@ -1,0 +1,11 @@
+package built
+
+// This file has the module for the GPUs of aarch64 machines.
+
+import _ "embed"
+
+// X16 is the module of all kernels as a CUDA fat binary: machine code for sm_90, 100
+// and 121, the GPUs of Grace and of DGX Spark, and PTX for sm_80 and later.
+//
+//go:embed x16_aarch64.fatbin
+var X16 []byte
