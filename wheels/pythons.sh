@@ -37,6 +37,7 @@ for version in $missing; do packages="$packages python$version-minimal libpython
 	# shellcheck disable=SC2086
 	apt download -qq $packages
 	for deb in *.deb; do dpkg -x "$deb" "$sys"; done
+	for folder in lib lib64; do [ -e "$sys/$folder" ] || ln -s "usr/$folder" "$sys/$folder"; done # as base-files has them
 ) >"$work/log" 2>&1 || sorry "not to be had: $(tail -1 "$work/log")"
 
 for version in $missing; do
