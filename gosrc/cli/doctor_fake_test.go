@@ -15,7 +15,7 @@ import (
 func TestDoctorFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	out := must(t, "doctor")
-	for _, want := range []string{"for CUDA 13.0", "cuda:1", "Fake GPU 1", "compute 9.0", "kernels sm_90", "unknown link"} {
+	for _, want := range []string{"for CUDA 13.0", "cuda:1", "Fake GPU 1", "compute 9.0", "kernels sm_90", "unknown link", "coherent link"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("doctor lacks %q:\n%s", want, out)
 		}
@@ -26,6 +26,9 @@ func TestDoctorFake(t *testing.T) {
 	var d Diagnosis
 	if err := json.Unmarshal([]byte(must(t, "doctor", "--measure", "--json")), &d); err != nil {
 		t.Fatal(err)
+	}
+	if d.GPU.Devices[0].Coherent || !d.GPU.Devices[1].Coherent {
+		t.Errorf("%+v", d.GPU.Devices)
 	}
 	if len(d.GPU.Devices) != 2 || d.GPU.Devices[1].Wire <= 0 || d.GPU.Reason != "" {
 		t.Errorf("%+v", d.GPU)

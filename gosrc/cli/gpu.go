@@ -104,7 +104,7 @@ func (d *Diagnosis) adviseGPU(add func(format string, args ...any)) {
 		add("the system has NVIDIA's driver %s, but this process cannot use it: start the container with its GPUs (--gpus all, or NVIDIA's runtime)", d.GPU.Driver)
 	}
 	for _, g := range d.GPU.Devices {
-		if g.LinkWidth > 0 && g.LinkWidth < 16 {
+		if g.LinkWidth > 0 && g.LinkWidth < 16 && !g.Coherent {
 			add("cuda:%d is connected by %d PCIe lanes of 16: loads wait for that link", g.Index, g.LinkWidth)
 		}
 	}
@@ -124,6 +124,9 @@ func (g *GPU) text(line func(name, format string, args ...any)) {
 		link := "unknown link"
 		if d.LinkWidth > 0 && d.LinkGen > 0 {
 			link = fmt.Sprintf("PCIe %d x%d", d.LinkGen, d.LinkWidth)
+		}
+		if d.Coherent { // the link of PCI Express is there, too, and not the one that counts
+			link = "coherent link"
 		}
 		usable := "kernels " + d.Kernels
 		switch {

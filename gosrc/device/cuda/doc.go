@@ -28,7 +28,10 @@ type DeviceInfo struct {
 	PCI        string `json:"pci"`        // "0000:01:00.0"
 	LinkWidth  int    `json:"link_width"` // lanes; 0: not readable
 	LinkGen    int    `json:"link_gen"`   // PCI Express generation; 0: not readable
-	Driver     string `json:"driver"`     // CUDA version of the driver: "13.0"
+	// Coherent: the GPU reads the host's memory by the host's own page tables, as over
+	// the link of Grace.
+	Coherent bool   `json:"coherent"`
+	Driver   string `json:"driver"` // CUDA version of the driver: "13.0"
 }
 
 // The default geometry of a queue: enough slots that readers, copies and decoders

@@ -95,6 +95,7 @@ func Info() ([]DeviceInfo, error) {
 		all[i] = DeviceInfo{
 			Index: i, Name: C.GoString(&c.name[0]), Memory: int64(c.memory), Processors: int(c.sms),
 			Compute: fmt.Sprintf("%d.%d", c.major, c.minor), PCI: bus, Driver: versionText(driver.version),
+			Coherent: c.coherent != 0,
 		}
 		all[i].LinkWidth, all[i].LinkGen = link(bus)
 	}

@@ -44,8 +44,7 @@ static int f_device_name(char *s, int n, int d)
 static int f_device_attribute(int *v, int a, int d)
 {
 	int rc = queues(0);
-	(void)d;
-	*v = a == 75 ? 9 : a == 76 ? 0 : 132;
+	*v = a == 75 ? 9 : a == 76 ? 0 : a == 100 ? d == 1 : 132; // the second has a coherent link
 	return end(rc);
 }
 static int f_device_memory(size_t *n, int d)

@@ -16,6 +16,7 @@ enum {
 	ATTRIBUTE_SMS = 16,
 	ATTRIBUTE_MAJOR = 75,
 	ATTRIBUTE_MINOR = 76,
+	ATTRIBUTE_COHERENT = 100, // CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
 };
 
 int owcu_enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e) { return enter(g, ctx, e); }
@@ -44,7 +45,8 @@ int owcu_info_get(int ordinal, struct owcu_info *info, struct owcu_error *e)
 	int rc = TRY(device_get, (&d, ordinal)) || TRY(device_name, (info->name, sizeof info->name, d)) ||
 	         TRY(device_bus, (info->bus, sizeof info->bus, d)) || TRY(device_memory, (&n, d)) ||
 	         TRY(device_attribute, (&info->major, ATTRIBUTE_MAJOR, d)) ||
-	         TRY(device_attribute, (&info->minor, ATTRIBUTE_MINOR, d)) || TRY(device_attribute, (&info->sms, ATTRIBUTE_SMS, d));
+	         TRY(device_attribute, (&info->minor, ATTRIBUTE_MINOR, d)) || TRY(device_attribute, (&info->sms, ATTRIBUTE_SMS, d)) ||
+	         TRY(device_attribute, (&info->coherent, ATTRIBUTE_COHERENT, d));
 	info->memory = n;
 	harden(&mode);
 	return rc ? -1 : 0;

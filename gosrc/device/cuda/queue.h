@@ -65,7 +65,7 @@ struct owcu_queue {
 
 struct owcu_info {
 	char name[128], bus[32];
-	int major, minor, sms;
+	int major, minor, sms, coherent;
 	uint64_t memory;
 };
 

@@ -169,6 +169,7 @@ class Device(TypedDict):
     """One GPU.
 
     memory: bytes.
+    coherent: it reads the host's memory where it lies, as over the link of Grace.
     kernels, unusable: what it runs, or why nothing.
     wire: GB/s of pinned copies to it, where that was measured.
     """
@@ -181,6 +182,7 @@ class Device(TypedDict):
     pci: str
     link_width: int
     link_gen: int
+    coherent: bool
     driver: str
     kernels: NotRequired[str]
     unusable: NotRequired[str]
