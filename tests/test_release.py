@@ -100,7 +100,7 @@ def test_archives_are_complete(tmp_path: Path) -> None:
         ({"leave_out": "setup.py"}, ["setup.py"], "lacks setup.py"),
         ({"leave_out": "licenses/THIRD-PARTY.txt"}, [], "lacks licenses/THIRD-PARTY.txt"),
         ({"leave_out": "licenses/overwire.cdx.json"}, [], "lacks licenses/overwire.cdx.json"),
-        ({"bill": '{"components": [{"bom-ref": "other"}]}'}, [], "bill of materials"),
+        ({"bill": '{"components": [{"type": "library", "bom-ref": "other"}]}'}, [], "bill of materials"),
     ],
 )
 def test_what_archives_lack_is_named(tmp_path: Path, options: dict[str, str], tracked: list[str], found: str) -> None:

@@ -95,8 +95,8 @@ def incomplete(out: Path, tracked: Iterable[str], version: str) -> list[str]:
 
 
 def parts(bill: bytes) -> set[str]:
-    """What a bill of materials lists."""
-    return {part["bom-ref"] for part in json.loads(bill or b"{}").get("components", [])}
+    """The modules that a bill of materials lists; each architecture has kernels of its own."""
+    return {part["bom-ref"] for part in json.loads(bill or b"{}").get("components", []) if part["type"] == "library"}
 
 
 def sums(out: Path) -> str:
