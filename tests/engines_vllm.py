@@ -181,23 +181,41 @@ def planned() -> list[int]:
     return out
 
 
+def replayed() -> list[int]:
+    """A list that gets the number of slices of each load by a kept plan."""
+    from overwire.integrations import keeping
+
+    out: list[int] = []
+    carry_out = keeping.carry_out
+
+    def noted(*arguments: Any) -> int:
+        out.append(carry_out(*arguments))
+        return out[-1]
+
+    keeping.carry_out = noted
+    return out
+
+
 def rank_main(base: Path, world: int, rank: int, port: int) -> None:
     import vllm
 
     without_kernels()
     print(f"vLLM {vllm.__version__}, rank {rank} of {world}", flush=True)
     plans = planned()
+    kept = replayed()
     for name in MODELS:
         at = base / name
         theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
         for kind in ("plain", "compressed"):
-            for plan in (True, False):
+            # Plain and compressed folders share a plan.
+            for plan, again in ((True, kind == "compressed"), (True, True), (False, False)):
                 plans.clear()
+                kept.clear()
                 model, config = load(at / kind, world, rank, port, "overwire", {"max_memory": "64KiB", "plan": plan})
                 wrong = differences(state(model), theirs)
-                if wrong or bool(plans) != plan:
-                    raise SystemExit(f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}")
-                print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own, {sum(plans)} slices planned", flush=True)
+                if wrong or bool(kept) != again or (bool(plans) != plan and not again):
+                    raise SystemExit(f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}, {kept}")
+                print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own, {sum(plans)} slices planned, kept: {kept}", flush=True)
             reload(model, config, theirs)
     if world == 1:
         bad(base, port)
@@ -279,6 +297,7 @@ def main() -> None:
     base = Path(tempfile.mkdtemp(prefix="overwire-vllm-"))
     try:
         site = plug_in(base)
+        os.environ["OVERWIRE_PLANS"] = str(base / "plans")
         for name, config in MODELS.items():
             tensors = weights(config)
             folder(base / name / "plain", config, tensors, False)

@@ -90,6 +90,7 @@ SETTINGS: frozenset[str] = frozenset({
     "NO_PRELOAD",
     "LOAD_UNCOMPRESSED",
     "OVERWIRE_PATCH",
+    "OVERWIRE_PLANS",
     "OVERWIRE_THREADS",
     "NUM_THREADS",
     "OVERWIRE_DOWNLOADER",

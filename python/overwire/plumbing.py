@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .model.options import parse_size
     from .paths import local, path_of
     from .stores import ObjectReader, ObjectWriter, presign, publish, write_bytes
+    from .verbs.into import land, table_of
     from .verbs.preload import honour_nyacomp
     from .verbs.save import save_bytes
 
@@ -33,6 +34,7 @@ __all__ = [
     "honour_nyacomp",
     "is_compressed",
     "keep",
+    "land",
     "load_plain",
     "local",
     "number_of",
@@ -46,6 +48,7 @@ __all__ = [
     "regular",
     "save_bytes",
     "shown",
+    "table_of",
     "torch_dtype",
     "write_bytes",
     "written",
@@ -65,6 +68,7 @@ _HOMES = {
     "jobs": ("shown",),
     "paths": ("local", "path_of"),
     "stores": ("ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
+    "verbs.into": ("land", "table_of"),
     "verbs.preload": ("honour_nyacomp",),
     "verbs.save": ("save_bytes",),
 }

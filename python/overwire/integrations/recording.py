@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 import weakref
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Copy", "Recorder", "Unplannable", "by_slices", "fill", "stand_ins"]
+__all__ = ["Copy", "Opened", "Recorder", "Unplannable", "block_of", "elements", "fill", "opened", "stand_ins"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -95,6 +94,8 @@ class Recorder(TorchDispatchMode):
         self._alive: weakref.WeakSet[_StandIn] = weakref.WeakSet()
         #: Whether something was loaded.
         self.began = False
+        #: What the loader did beside copying, None for nothing.
+        self.impure: str | None = None
 
     def finish(self) -> None:
         """Loads the rest. Raises Unplannable if a stand-in is still referenced."""
@@ -111,21 +112,28 @@ class Recorder(TorchDispatchMode):
         """A tensor for the model's loader."""
         key = (tuple(shape), dtype)
         if key not in self._seen:
-            self._seen[key] = torch.empty(key[0], dtype=dtype, device="meta")
+            with self.paused():
+                self._seen[key] = torch.empty(key[0], dtype=dtype, device="meta")
         return self._made(file, name, self._seen[key], dtype, device)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For work that is not the loader's."""
+        off, self._off = self._off, True
+        try:
+            yield
+        finally:
+            self._off = off
 
     def load(self) -> None:
         """Loads what is noted."""
         if len(self._alive) > _KEPT:
             self._refuse()  # before anything is loaded in vain
         noted, self._noted = self._noted, []
-        off, self._off = self._off, True
-        try:
-            if noted:
-                self.began = True
+        if noted:
+            self.began = True
+            with self.paused():
                 self._load(noted)
-        finally:
-            self._off = off
         self._ranges.clear()
 
     def _on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[_StandIn]) -> Any:
@@ -207,8 +215,13 @@ def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any
     stands = [found for found in _tensors((args, kwargs)) if isinstance(found, _StandIn)]
     if stands:
         return self._on_stand_in(func, args, kwargs, stands)
-    if self._ranges and not _is_view(func):
-        self._on_others(func, args, kwargs)
+    if not _is_view(func):
+        # vLLM fills what pads a vocabulary; mostly there is none.
+        written = list(_tensors((args, kwargs)))
+        if not written or any(tensor.numel() for tensor in written) or not str(func.overloadpacket).endswith("_"):
+            self.impure = self.impure or str(func)
+        if self._ranges:
+            self._on_others(func, args, kwargs)
     return func(*args, **kwargs)
 
 
@@ -256,8 +269,18 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.untyped_storage().data_ptr(), int(low), int(low) + (last + 1) * size
 
 
-def stand_ins(
-    recorder: Recorder,
+class Opened(NamedTuple):
+    """A source that a model's loader is to be run on. names: of the tensors that it is
+    given, which `slices` has. small: those of at most one element, with their data."""
+
+    file: Any
+    names: list[str]
+    slices: dict[str, Any]
+    small: dict[str, torch.Tensor]
+    device: torch.device
+
+
+def opened(
     files: contextlib.ExitStack,
     where: Any,
     device: str,
@@ -266,15 +289,14 @@ def stand_ins(
     wanted: Callable[[str], bool] = lambda name: True,
     unused: Callable[[str], bool] | None = None,
     index: str | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `weights` yields, with stand-ins for tensors of more than one element.
+) -> Opened:
+    """Opens what `weights` would read.
 
-    files: closes the files when their tensors are no longer wanted. The other arguments,
+    files: closes the file when its tensors are no longer wanted. The other arguments,
     and what is raised, are those of `weights`.
     """
     import overwire
 
-    from ..plumbing import torch_dtype
     from . import complete
 
     file = files.enter_context(overwire.safe_open(where, framework="pt", device=device, storage_options=chosen.get("storage_options")))
@@ -282,50 +304,26 @@ def stand_ins(
     if index is not None:
         complete(index, where, slices, wanted)
     names = [name for name in slices if unused is None or not unused(name)] or list(slices)
-    small = file.get_tensors([name for name in names if _elements(slices[name].get_shape()) <= 1])
+    small = file.get_tensors([name for name in names if elements(slices[name].get_shape()) <= 1])
     on = torch.device(device)
     if on.type == "cuda" and on.index is None:
         on = torch.device("cuda", torch.cuda.current_device())
-    for name in names:
-        if name in small:
-            yield name, small[name]
+    return Opened(file, names, slices, small, on)
+
+
+def stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `weights` yields, with stand-ins for tensors of more than one element."""
+    from ..plumbing import torch_dtype
+
+    for name in source.names:
+        if name in source.small:
+            recorder.impure = recorder.impure or f"{name}, whose data it was given"
+            yield name, source.small[name]
             continue
-        dtype = torch_dtype(slices[name].get_dtype())
+        dtype = torch_dtype(source.slices[name].get_dtype())
         if dtype is None:
-            raise Unplannable(name, f"its dtype {slices[name].get_dtype()}, which torch lacks,")
-        yield name, recorder.stand_in(file, name, slices[name].get_shape(), dtype, on)
-
-
-def by_slices(load: Callable[[Recorder, contextlib.ExitStack], None], most: int, log: Any) -> bool:
-    """Whether a model was loaded by slices.
-
-    load: runs the model's loader on what `stand_ins` yields for the recorder and the files
-    that it gets, and calls the recorder's `load` after the last. most: as for `fill`.
-
-    False if that cannot be planned, with one line in the log: the whole model must
-    then be loaded in another way, which raises what its loader finds wrong. Raises what
-    loading by the plan raises.
-    """
-
-    def carry_out(copies: list[Copy]) -> None:
-        began = time.perf_counter()
-        fill(copies, most)
-        size = sum(copy.target.numel() * copy.target.element_size() for copy in copies)
-        log.info("overwire: %d slices, %.2f GB, loaded into their places in %.2f s", len(copies), size / 1e9, time.perf_counter() - began)
-
-    recorder = Recorder(carry_out)
-    with contextlib.ExitStack() as files:
-        try:
-            with recorder:
-                load(recorder, files)
-                recorder.finish()
-            return True
-        except Exception as error:
-            # What the files or the device lack is an error as it is.
-            if recorder.began and not isinstance(error, Unplannable):
-                raise
-            log.info("overwire: loads tensor by tensor, since slices cannot be planned: %s", error)
-            return False
+            raise Unplannable(name, f"its dtype {source.slices[name].get_dtype()}, which torch lacks,")
+        yield name, recorder.stand_in(source.file, name, source.slices[name].get_shape(), dtype, source.device)
 
 
 def fill(copies: Iterable[Copy], most: int) -> None:
@@ -339,12 +337,12 @@ def fill(copies: Iterable[Copy], most: int) -> None:
     others: list[tuple[Copy, tuple[int, int]]] = []
     for copy in copies:
         shape = copy.file.get_slice(copy.name).get_shape()
-        block = _block(copy, shape)
+        block = block_of(copy, shape)
         target = None if block is None else _shaped(copy.target, [high - low for low, high in block] + shape[len(block) :])
         if target is not None:
             into.setdefault(id(copy.file), (copy.file, []))[1].append((copy.name, block, target))
         else:
-            row = _elements(shape[1:])
+            row = elements(shape[1:])
             last = copy.offset + sum((count - 1) * step for count, step in zip(copy.shape, copy.stride, strict=True))
             others.append((copy, (copy.offset // row, last // row + 1)))
     for file, targets in into.values():
@@ -361,7 +359,7 @@ def fill(copies: Iterable[Copy], most: int) -> None:
         for copy, low, rows in taken:
             copy.file.load_into([(copy.name, [(low, low + rows.shape[0])], rows)])
         for copy, low, rows in taken:
-            found = rows.as_strided(copy.shape, copy.stride, copy.offset - low * _elements(rows.shape[1:]))
+            found = rows.as_strided(copy.shape, copy.stride, copy.offset - low * elements(rows.shape[1:]))
             with torch.no_grad():
                 copy.target.copy_(found)
 
@@ -373,20 +371,21 @@ def _shaped(target: torch.Tensor, shape: list[int]) -> torch.Tensor | None:
         return None
 
 
-def _elements(shape: Iterable[int]) -> int:
+def elements(shape: Iterable[int]) -> int:
+    """How many a tensor of a shape has."""
     count = 1
     for size in shape:
         count *= size
     return count
 
 
-def _block(copy: Copy, shape: list[int]) -> list[tuple[int, int]] | None:
-    # The ranges of the first two dimensions whose elements, in their order, the view is;
-    # None if there are none.
-    count = _elements(copy.shape)
+def block_of(copy: Copy, shape: Sequence[int]) -> list[tuple[int, int]] | None:
+    """The ranges of the first two dimensions whose elements, in their order, a view of a
+    tensor of this shape is; None if there are none."""
+    count = elements(copy.shape)
     if not shape:
         return []
-    row = _elements(shape[1:])
+    row = elements(shape[1:])
     last = copy.offset + sum((n - 1) * step for n, step in zip(copy.shape, copy.stride, strict=True))
     low, high = copy.offset // row, last // row + 1
     ranges = [(low, high)]
@@ -396,7 +395,7 @@ def _block(copy: Copy, shape: list[int]) -> list[tuple[int, int]] | None:
     if count != (high - low) * row:
         if len(shape) < 2:
             return None
-        cell = _elements(shape[2:])
+        cell = elements(shape[2:])
         left, right = copy.offset % row // cell, last % row // cell + 1
         ranges.append((left, right))
         if left >= right or count != (high - low) * (right - left) * cell:

@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from .. import _engine
 from ..dtypes import PACKED
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ForkedError
 from ..frameworks.frame import Frame
-from ..model.opened import WHOLE, Model, Row
+from ..model.opened import WHOLE, Model, Request, Row
 from ..model.plan import fit
 from ..progress import Watcher
 
-__all__ = ["Target", "fill", "place_of", "single"]
+__all__ = ["Target", "fill", "land", "place_of", "single", "table_of"]
 
 #: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
 Block = tuple[int, int, int, int]
@@ -105,6 +106,33 @@ def fill(
                 loaded = frame.adopt(capsule, pointer, row.dtype, shape, views[device].join())
                 for number in users:
                     _put(targets[number], _cut(loaded, targets[number]) if preloaded[number] else loaded)
+
+
+def table_of(file: Any) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor of a `safe_open`, in the order of the files."""
+    return [(row[0], row[1], tuple(row[2])) for row in file._live().table]
+
+
+def land(file: Any, device: str, requests: Sequence[Request]) -> bool:
+    """Loads blocks of tensors of a `safe_open` to addresses on a device, in one pass.
+
+    Each request is the tensor's place in `table_of`, an address, and [lo, hi) of its
+    first two dimensions, hi -1 for all. The caller has checked that the block, in the
+    file's dtype and dense, fits there, and that no two requests overlap.
+
+    False, with nothing loaded, if a preload has the files: `load_into` takes it.
+    Raises what `load_file` raises.
+    """
+    model = file._live()
+    if _engine.forked():
+        raise ForkedError("overwire: the engine cannot run in a forked child", source=model.uris[0])
+    view = model.on(device)
+    view.join()
+    if view.joined:
+        return False
+    with view.start(requests) as job:
+        job.take()
+    return True
 
 
 def place_of(tensor: Any) -> str:

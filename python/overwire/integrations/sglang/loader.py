@@ -5,7 +5,7 @@ Written for SGLang 0.5.23.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_safetensors
 
 from .. import options, weights
-from ..recording import Recorder, by_slices, stand_ins
+from ..slices import Attempt, by_slices
 
 __all__ = ["OverwireModelLoader"]
 
@@ -42,29 +42,33 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     def __init__(self, load_config: Any) -> None:
         self._options = options(load_config.model_loader_extra_config or {}, _KEYS)
         super().__init__(replace(load_config, load_format=LoadFormat.SAFETENSORS, model_loader_extra_config={}))
-        self._recorder: Recorder | None = None  # gets stand-ins instead of tensors
-        self._opened: Any = None  # closes what was opened for them
+        self._attempt: Attempt | None = None  # gives stand-ins instead of tensors
         self._asked: tuple[Any, ...] = ()
 
     def _get_all_weights(self, *asked: Any, **more: Any) -> Iterator[tuple[str, torch.Tensor]]:
         self._asked = (asked, more)
+        return self._every(*asked, **more)
+
+    def _every(self, *asked: Any, **more: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super()._get_all_weights(*asked, **more)
-        if self._recorder is not None:
-            self._recorder.load()
+        if self._attempt is not None:
+            self._attempt.ended()
 
     def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: Any) -> None:
         """SGLang's own, but that the weights are planned where that can be done."""
+        asked, more = self._asked
 
-        def attempt(recorder: Recorder, files: contextlib.ExitStack) -> None:
-            self._recorder, self._opened = recorder, files
+        def load(attempt: Attempt) -> None:
+            self._attempt = attempt
             try:
-                self.load_weights_only(model, weights, target_device)
+                with attempt.around(model, functools.partial(self._every, *asked, **more), None):
+                    self.load_weights_only(model, weights, target_device)
             finally:
-                self._recorder = None
+                self._attempt = None
 
         plan = self._options.get("plan", getattr(model, "quant_config", None) is None)
-        if plan and not by_slices(attempt, self._options["max_memory"], log):
-            weights, plan = self._get_all_weights(*self._asked[0], **self._asked[1]), False
+        if plan and not by_slices(load, self._options["max_memory"], log):
+            weights, plan = self._every(*asked, **more), False
         if not plan:
             self.load_weights_only(model, weights, target_device)
         self.postprocess_weights(model, target_device)
@@ -77,16 +81,21 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     def _get_weights_iterator(self, source: Any, *, resolved_source: Any = None, **startup: Any) -> Iterator[tuple[str, torch.Tensor]]:
         where: Any
         index: str | None = None
+        tensors: Iterator[tuple[str, torch.Tensor]] | None = None if self._attempt is None else self._attempt.next()
+        if tensors is not None:
+            return self._renamed(source, tensors)
         # Only a model's first source, and not its secondary ones, knows the configuration.
         if "source" in self._options and source.model_config is not None and source.allow_patterns_overrides is None:
             where = self._options["source"]
         else:
             where, index = self._files(source, resolved_source)
-        tensors: Iterator[tuple[str, torch.Tensor]]
-        if self._recorder is not None:
-            tensors = stand_ins(self._recorder, self._opened, where, _device(), self._options, index=index)
+        if self._attempt is not None:
+            tensors = self._attempt.source(source.prefix, where, _device(), self._options, index=index)
         else:
             tensors = weights(where, _device(), self._options, index=index)
+        return self._renamed(source, tensors)
+
+    def _renamed(self, source: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.draft_model_idx is not None:
             renamed: Iterator[tuple[str, torch.Tensor]] = self._filter_mtp_weights(tensors, source.prefix, self.load_config.draft_model_idx)
             return renamed

@@ -6,7 +6,6 @@ loaded; overwire reads them. Written for vLLM 0.32 and 0.33.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -24,8 +23,9 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from .. import options, weights
-from ..recording import Recorder, by_slices, stand_ins
+from ..slices import Attempt, by_slices
 from .coverage import Coverage
+from .facts import facts
 
 __all__ = ["OverwireModelLoader"]
 
@@ -80,14 +80,15 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         ):
             self._checked(model, model_config, quantised)
 
-    def _by_slices(
-        self, model: torch.nn.Module, model_config: Any, quantised: bool, recorder: Recorder, files: contextlib.ExitStack
-    ) -> None:
-        self._reader.recorder, self._reader.files = recorder, files
+    def _by_slices(self, model: torch.nn.Module, model_config: Any, quantised: bool, attempt: Attempt) -> None:
+        reader = self._reader
+        look = functools.partial(reader.get_all_weights, model_config, model)
+        reader.attempt = attempt
         try:
-            self._checked(model, model_config, quantised)
+            with attempt.around(model, look, lambda: facts(model_config, reader.load_config, self._options, reader.local_expert_ids)):
+                self._checked(model, model_config, quantised)
         finally:
-            self._reader.recorder = None
+            reader.attempt = None
 
     def _checked(self, model: torch.nn.Module, model_config: Any, quantised: bool) -> None:
         if not self._options.get("strict", True) or quantised:
@@ -95,7 +96,8 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             return
         with Coverage(model) as coverage:
             self._reader.load_weights(model, model_config)
-        missing = coverage.missing(self._reader.loaded)
+        replayed = self._reader.attempt is not None and self._reader.attempt.replayed  # nothing was missing then
+        missing = () if replayed else coverage.missing(self._reader.loaded)
         if missing:
             raise ValueError(
                 f"Following weights were not initialized from checkpoint: {missing} (found by overwire; "
@@ -113,8 +115,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self.counter_before_loading_weights: float = 0.0
         self._device = "cpu"
         self.loaded: set[str] | None = None  # what the model says it has loaded
-        self.recorder: Recorder | None = None  # gets stand-ins instead of tensors
-        self.files: Any = None  # closes what was opened for them
+        self.attempt: Attempt | None = None  # gives stand-ins instead of tensors
         self._remote: str | None = None  # the model whose weights are at options["source"]
 
     def begin(self, model_config: Any, model: torch.nn.Module) -> None:
@@ -128,13 +129,15 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         """Yields name and tensor of all that the model reads; after the last stand-in,
         loads what was recorded."""
         yield from super().get_all_weights(model_config, model)
-        if self.recorder is not None:
-            self.recorder.load()
+        if self.attempt is not None:
+            self.attempt.ended()
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.safetensors_load_strategy == "torchao":
             raise ValueError("overwire: torchao's safetensors are put together by vLLM alone: use --load-format safetensors")
         where: Any
+        if self.attempt is not None and (found := self.attempt.next()) is not None:
+            return ((source.prefix + name, tensor) for name, tensor in found)
         if source.model_or_path == self._remote and not source.subfolder and source.allow_patterns_overrides is None:
             where, index = self._options["source"], None
         else:
@@ -142,8 +145,8 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
         asked: dict[str, Any] = {"wanted": self._wanted, "unused": source.is_unused_weight, "index": index}
-        if self.recorder is not None:
-            tensors = stand_ins(self.recorder, self.files, where, self._device, self._options, **asked)
+        if self.attempt is not None:
+            tensors = self.attempt.source(source.prefix, where, self._device, self._options, **asked)
         else:
             progress = bool(enable_tqdm(self.load_config.use_tqdm_on_load))
             tensors = weights(where, self._device, self._options, progress=progress, **asked)

@@ -1,0 +1,160 @@
+"""One load of a model by slices: by a plan that an earlier start kept, or by recording."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from . import keeping, plans, recording
+from .recording import Copy, Opened, Recorder, Unplannable
+
+__all__ = ["Attempt", "by_slices"]
+
+
+class Attempt:
+    """What an engine's loader asks while a load by slices runs.
+
+    The model's own `load_weights` is replaced while `around` is entered. It first looks
+    what the engine would read, which gives the key of a kept plan. With such a plan it
+    loads, and the model's own is not called; else that runs on stand-ins.
+    """
+
+    def __init__(self, recorder: Recorder, files: contextlib.ExitStack, most: int, log: Any) -> None:
+        self._recorder, self._files, self._most, self._log = recorder, files, most, log
+        self._looks = False
+        self._sources: list[tuple[str, Opened]] = []
+        self._left: list[Opened] = []
+        self._keeps: Callable[[], None] | None = None
+        self.copies: list[Copy] = []
+        #: Whether a kept plan was used.
+        self.replayed = False
+
+    def source(self, prefix: str, where: Any, device: str, chosen: Mapping[str, Any], **asked: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Opens a source, for `next`, and yields nothing; the arguments are those of `weights`."""
+        self._sources.append((prefix, recording.opened(self._files, where, device, chosen, **asked)))
+        return iter(())
+
+    def next(self) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """The stand-ins of the next source that was opened; None while `source` opens them."""
+        return None if self._looks else recording.stand_ins(self._recorder, self._left.pop(0))
+
+    def ended(self) -> None:
+        """To be called after the last tensor of the last source: loads what was recorded."""
+        if not self._looks:
+            self._recorder.load()
+
+    @contextlib.contextmanager
+    def around(self, model: Any, look: Callable[[], Iterable[Any]], facts: Callable[[], Mapping[str, Any]] | None) -> Iterator[None]:
+        """While it lasts, `model.load_weights` loads by slices.
+
+        look: yields what the engine's loader would give the model. facts: for the key of
+        the plan, when all is open; None where no plan is kept.
+        """
+        mine = vars(model).get("load_weights")
+        own = model.load_weights
+        model.load_weights = functools.partial(self._load, model, own, look, facts)
+        try:
+            yield
+        finally:
+            if mine is None:
+                del model.load_weights
+            else:
+                model.load_weights = mine
+
+    def _load(self, model: Any, own: Any, look: Any, facts: Any, weights: Any) -> Any:
+        with self._recorder.paused():
+            self._looks = True
+            for _ in look():
+                pass
+            self._looks = False
+            self._left = [source for _, source in self._sources]
+            path = plans.folder()
+            key = None
+            if path is not None and facts is not None and self._left:
+                key = keeping.key_of(model, [(prefix, source.file, source.names) for prefix, source in self._sources], facts())
+                kept = plans.read(path, key, self._log)
+                if kept is not None and self._by(kept, model):
+                    return None if kept.loaded is None else set(kept.loaded)
+            before = None if key is None else keeping.state_of(model)
+        loaded = own(weights)
+        if path is None or key is None:
+            return loaded
+        with self._recorder.paused():
+            reason = self._recorder.impure
+            if reason is None and before != keeping.state_of(model):
+                reason = "it changes the model beside the weights"
+            if reason is not None:
+                self._log.debug("overwire: keeps no plan of this model's loader: %s", reason)
+            else:
+                names = None if loaded is None else list(loaded)
+                self._keeps = functools.partial(self._keep, path, key, model, names)
+        return loaded
+
+    def _by(self, plan: plans.Plan, model: Any) -> bool:
+        began = time.perf_counter()
+
+        def begins() -> None:
+            self._recorder.began = True
+
+        files = [source.file for source in self._left]
+        try:
+            count = keeping.carry_out(plan, model, files, str(self._left[0].device), self._most, begins)
+        except keeping.Unfit as error:
+            self._log.info("overwire: ignores a kept plan: %s", error)
+            return False
+        self.replayed = True
+        self._log.info("overwire: %d slices loaded by a kept plan in %.2f s", count, time.perf_counter() - began)
+        return True
+
+    def _keep(self, path: str, key: str, model: Any, names: list[str] | None) -> None:
+        files = [source.file for _, source in self._sources]
+        try:
+            plans.keep(path, key, keeping.plan_of(model, files, self.copies, names))
+        except (keeping.Unfit, OSError, ValueError) as error:
+            self._log.info("overwire: keeps no plan: %s", error)
+
+    def keep(self) -> None:
+        """Keeps what was recorded, if it can be used again. To be called when the load
+        has succeeded."""
+        if self._keeps is not None:
+            self._keeps()
+
+
+def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
+    """Whether a model was loaded by slices.
+
+    load: runs the engine's loader, which enters `around` of the attempt that it gets. most: as for
+    `fill`.
+
+    False if that cannot be planned, with one line in the log: the whole model must
+    then be loaded in another way, which raises what its loader finds wrong. Raises what
+    loading by the plan raises.
+    """
+
+    def carry_out(copies: list[Copy]) -> None:
+        began = time.perf_counter()
+        attempt.copies += copies
+        recording.fill(copies, most)
+        size = sum(copy.target.numel() * copy.target.element_size() for copy in copies)
+        log.info("overwire: %d slices, %.2f GB, loaded into their places in %.2f s", len(copies), size / 1e9, time.perf_counter() - began)
+
+    recorder = Recorder(carry_out)
+    with contextlib.ExitStack() as files:
+        attempt = Attempt(recorder, files, most, log)
+        try:
+            with recorder:
+                load(attempt)
+                recorder.finish()
+        except Exception as error:
+            # What the files or the device lack is an error as it is.
+            if recorder.began and not isinstance(error, Unplannable):
+                raise
+            log.info("overwire: loads tensor by tensor, since slices cannot be planned: %s", error)
+            return False
+        attempt.keep()
+        return True
