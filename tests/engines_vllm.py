@@ -207,8 +207,8 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
         at = base / name
         theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
         for kind in ("plain", "compressed"):
-            # Plain and compressed folders share a plan.
-            for plan, again in ((True, kind == "compressed"), (True, True), (False, False)):
+            os.environ["OVERWIRE_PLANS"] = str(base / "plans" / kind)
+            for plan, again in ((True, False), (True, True), (False, False)):
                 plans.clear()
                 kept.clear()
                 model, config = load(at / kind, world, rank, port, "overwire", {"max_memory": "64KiB", "plan": plan})
