@@ -97,7 +97,7 @@ def folder() -> str | None:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
-    # Whoever could write here could say what is loaded where.
+    # A process that can write here says what is loaded where.
     number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _ours(os.fstat(number), path)
@@ -173,7 +173,7 @@ def _number(value: Any) -> bool:
 
 
 def keep(path: str, key: str, plan: Plan) -> None:
-    """Writes a plan: it appears whole or not at all, whoever else writes it.
+    """Writes a plan: it appears whole or not at all, also while others write it.
 
     Raises OSError, and ValueError for a folder that others may write or a plan that is
     too large.

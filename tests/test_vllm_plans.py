@@ -1,0 +1,186 @@
+"""Kept slice plans, against small stand-ins of what vLLM's plug-in hooks into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import test_vllm as base
+
+engines, model = base.engines, base.model
+
+
+def test_keeps_a_plan(engines: Path, model: Path, tmp_path: Path) -> None:
+    """A second load needs no loader where the first one only copied; whatever changed, or is
+    wrong with the file, the loader runs again, and the weights are right."""
+    code = """
+import hashlib, os, struct, vllm.model_executor.model_loader
+import overwire.integrations.keeping as keeping, overwire.integrations.plans as plans
+folder = sys.argv[2]
+os.environ["OVERWIRE_PLANS"] = folder
+stored = [torch.arange(n, n + 4096, dtype=torch.bfloat16).view(64, 64) for n in range(6)]
+ran = []
+class Copies(Model):
+    def __init__(self, wide=64):
+        super().__init__()
+        del self.kept
+        self.middle = torch.nn.Parameter(torch.zeros(32, 64, dtype=torch.bfloat16), requires_grad=False)
+        self.turned = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16), requires_grad=False)
+        self.wide = torch.nn.Parameter(torch.zeros(64, wide), requires_grad=False)
+    def load_weights(self, weights):
+        ran.append(1)
+        done = {"middle", "turned", "wide"}
+        for name, tensor in weights:
+            part = name.removesuffix(".weight")
+            if part in ("q", "k", "v"):
+                self.qkv.weight.weight_loader(self.qkv.weight, tensor, part)
+                done.add("qkv.weight")
+            elif part == "linear":
+                self.linear.weight.weight_loader(self.linear.weight, tensor)
+                done.add("linear.weight")
+                self.middle.data.copy_(tensor.narrow(0, 16, 32))
+            elif part == "mlp.experts.0":
+                self.turned.data.copy_(tensor.t())
+            else:
+                self.wide.data[:, :64].copy_(tensor.to(torch.float32))
+            self.more(name)
+        return done
+    def more(self, name): pass
+def load(runs, kind="plain", cls=Copies, extra={}, **made):
+    ran.clear()
+    one = cls(**made)
+    loader(extra).load_weights(one, config(base + "/" + kind))
+    assert torch.equal(one.qkv.weight, torch.cat([stored[n] for n in (1, 0, 2)]))
+    assert torch.equal(one.linear.weight, stored[3]) and torch.equal(one.middle, stored[3][16:48])
+    assert torch.equal(one.turned, stored[4].t()) and torch.equal(one.wide[:, :64], stored[5].float())
+    assert "load_weights" not in vars(one)
+    assert bool(ran) == runs, (runs, ran)
+def files():
+    return sorted(name for name in os.listdir(folder))
+load(True)
+assert len(files()) == 1 and os.stat(folder).st_mode & 0o777 == 0o700
+name, = files()
+path = os.path.join(folder, name)
+assert os.stat(path).st_mode & 0o777 == 0o600
+load(False)
+load(False, "compressed")  # the same tensors
+overwire = sys.modules["overwire"]
+overwire.preload(base + "/plain").result(60)
+load(False)  # out of a preload
+load(True, extra={"strict": False})
+load(False, extra={"strict": False})
+load(True, wide=65)  # a parameter of another shape
+assert len(files()) == 3
+# What is wrong with a file.
+good = open(path, "rb").read()
+def sealed(head, rest):
+    body = struct.pack("<Q", len(head)) + head + rest
+    return plans._MAGIC + hashlib.sha256(body).digest() + body
+size, = struct.unpack_from("<Q", good, 54)
+head, rest = json.loads(good[62 : 62 + size]), good[62 + size :]
+assert good == sealed(good[62 : 62 + size], rest)
+def other(**change):
+    return sealed(json.dumps({**head, **change}).encode(), rest)
+def block(at, value, row=0):
+    out = bytearray(rest)
+    struct.pack_into("<q", out, 64 * row + 8 * at, value)
+    return sealed(json.dumps(head).encode(), bytes(out))
+places = head["places"]
+def place(at, value):
+    return other(places=[places[0][:at] + [value] + places[0][at + 1 :], *places[1:]])
+def view(at, value):
+    return other(views=[head["views"][0][:at] + [value] + head["views"][0][at + 1 :], *head["views"][1:]])
+bad = [b"", good[:40], good[:-1], good[:-64], good + b"x", bytes([good[0] ^ 1]) + good[1:], good[:70] + b"~" + good[71:],
+    sealed(b"[" * 100000, rest), sealed(b"{}", rest), sealed(b"[]", rest), sealed(b"9" * 9000, rest), other(key="0" * 64),
+    other(loaded=[1]), other(loaded={}), other(places=[]), other(places=[[]]), other(places=places[:-1]), other(places=places[::-1]),
+    other(views=[]),
+    other(views=head["views"][:1] * 2), place(0, "nothing"), place(0, 7), place(1, "torch.float16"), place(2, [64]), place(2, [1 << 70]),
+    place(3, [1]), place(4, 2), place(5, 1), place(6, 1), good[:62] + rest, sealed(json.dumps(head).encode(), rest[64:]),
+    sealed(json.dumps(head).encode(), rest[:64] + rest), sealed(json.dumps(head).encode(), b"")]
+numbers = (-1, 1, 33, 1 << 20, 1 << 62, -(1 << 63))
+bad += [block(at, value, row) for row in (0, 2) for at in range(8) for value in numbers if (at, value) != (5, -1)]
+bad += [view(at, value) for at in (0, 1, 2, 5, 6) for value in (-1, 1 << 20, 1 << 61, True, "0")]
+bad += [view(at, value) for at in (3, 4, 7) for value in ([], [64], [65, 64], [1 << 61, 1 << 61], 1)]
+same = 0
+for data in bad:
+    with open(path, "wb") as out:
+        out.write(data)
+    if data == good:
+        continue
+    ran.clear()
+    one = Copies()
+    loader().load_weights(one, config(base + "/plain"))
+    if not ran:
+        same += 1  # a block of another tensor of the same shape: nothing of the file says so
+        continue
+    assert torch.equal(one.qkv.weight, torch.cat([stored[n] for n in (1, 0, 2)])) and torch.equal(one.linear.weight, stored[3])
+    assert open(path, "rb").read() == good, "it was not kept anew"
+assert same <= 4, same
+with open(path, "wb") as out:
+    out.write(good)
+load(False)
+# Files and folders of others, links, and what others may write.
+os.chmod(path, 0o620)
+load(True)
+os.rename(path, path + "x")
+os.symlink(path + "x", path)
+load(True)
+assert not os.path.islink(path)
+os.remove(path)
+os.mkfifo(path)
+load(True)
+os.chmod(folder, 0o777)
+load(True)
+os.chmod(folder, 0o700)
+os.remove(path + "x")
+if not os.geteuid():
+    os.chown(path, 12345, -1)
+    load(True)
+load(False)
+# What a loader does beside copying.
+class Counts(Copies):
+    def more(self, name): self.seen = name
+class Adds(Copies):
+    def __init__(self):
+        super().__init__()
+        self.names = {"a": [set()]}
+    def more(self, name): self.names["a"][0].add(name)
+class Marks(Copies):
+    def more(self, name): self.middle.marked = True
+class Swaps(Copies):
+    def more(self, name): self.qkv.other = torch.nn.Parameter(self.middle.data[:0], requires_grad=False)
+class Works(Copies):
+    def more(self, name): torch.zeros(1).add_(1)
+class Elsewhere(Copies):
+    def __init__(self):
+        super().__init__()
+        self.tensor = torch.zeros(64, 64, dtype=torch.bfloat16)
+    def load_weights(self, weights):
+        def each():
+            for name, tensor in weights:
+                if name == "q.weight":
+                    self.tensor.copy_(tensor)
+                yield name, tensor
+        return super().load_weights(each())
+before = files()
+for cls in (Counts, Adds, Marks, Swaps, Works, Elsewhere):
+    load(True, cls=cls)
+    assert files() == before, cls
+os.environ["OVERWIRE_PLANS"] = "off"
+load(True)
+# Two at once, and too many.
+os.environ["OVERWIRE_PLANS"] = folder
+plan = plans.read(folder, name[:-5], None)
+if not os.fork():
+    for _ in range(50):
+        plans.keep(folder, "f" * 64, plan)
+    os._exit(0)
+for _ in range(50):
+    plans.keep(folder, "f" * 64, plan)
+    found = plans.read(folder, "f" * 64, sys.modules["overwire.integrations.vllm.loader"].log)
+    assert found == plan
+assert os.wait()[1] == 0
+for n in range(70):
+    plans.keep(folder, f"{n:064}", plan)
+assert len(files()) == 64 and not [name for name in files() if name.endswith("tmp")], files()
+"""
+    base.run(engines, base.REGISTER + base.PRELUDE + code, model, tmp_path / "plans")
