@@ -7,7 +7,7 @@ digest of all that the plan depends on. Its bytes:
     the JSON, and the landings: 8 signed little-endian integers of 64 bits each
 
 The JSON has `key`, `places`, `loaded` and `views`; see `Plan`. Folder and file must
-belong to this user and be writable by nobody else. Whatever is wrong with a file, it is no
+belong to this user, and other users must not be able to write them. Whatever is wrong with a file, it is no
 plan, and there is one line in the log.
 """
 
