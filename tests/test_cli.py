@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -169,11 +170,12 @@ def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: s
     # The slow server keeps the command at work.
     folder, out = tmp_path / "out", tmp_path / "out" / "x.safetensors"
     folder.mkdir()
-    serve = [sys.executable, "-m", "overwire", "serve", str(plain.parent), "--each", "100KB"]
+    serve = [sys.executable, "-m", "overwire", "serve", str(plain.parent), "--each", "10KB"]
     with processes.started(serve, stdout=subprocess.PIPE, text=True) as server:
         url = server.stdout.readline().strip() + plain.name
         command = [sys.executable, "-m", "overwire", "fetch", url, "-o", str(out)]
-        with processes.started(command, stderr=subprocess.PIPE, text=True) as process:
+        obey = functools.partial(signal.signal, number, signal.SIG_DFL)  # nohup makes children ignore SIGHUP
+        with processes.started(command, stderr=subprocess.PIPE, text=True, preexec_fn=obey) as process:
             deadline = time.monotonic() + 60
             while not any(folder.iterdir()) and time.monotonic() < deadline:
                 time.sleep(0.02)
