@@ -13,7 +13,7 @@ def test_keeps_a_plan(engines: Path, model: Path, tmp_path: Path) -> None:
     """A second load needs no loader where the first one only copied; whatever changed, or is
     wrong with the file, the loader runs again, and the weights are right."""
     code = """
-import hashlib, os, struct, vllm.model_executor.model_loader
+import hashlib, os, struct, subprocess, vllm.model_executor.model_loader
 import overwire.integrations.keeping as keeping, overwire.integrations.plans as plans
 folder = sys.argv[2]
 os.environ["OVERWIRE_PLANS"] = folder
@@ -170,15 +170,19 @@ load(True)
 # Two at once, and too many.
 os.environ["OVERWIRE_PLANS"] = folder
 plan = plans.read(folder, name[:-5], None)
-if not os.fork():
-    for _ in range(50):
-        plans.keep(folder, "f" * 64, plan)
-    os._exit(0)
+other = subprocess.Popen([sys.executable, "-c", '''
+import sys
+from overwire.integrations import plans
+folder, name = sys.argv[1:]
+plan = plans.read(folder, name[:-5], None)
+for _ in range(50):
+    plans.keep(folder, "f" * 64, plan)
+''', folder, name])
 for _ in range(50):
     plans.keep(folder, "f" * 64, plan)
     found = plans.read(folder, "f" * 64, sys.modules["overwire.integrations.vllm.loader"].log)
     assert found == plan
-assert os.wait()[1] == 0
+assert other.wait() == 0
 for n in range(70):
     plans.keep(folder, f"{n:064}", plan)
 assert len(files()) == 64 and not [name for name in files() if name.endswith("tmp")], files()

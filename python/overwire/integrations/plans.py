@@ -7,8 +7,8 @@ digest of all that the plan depends on. Its bytes:
     the JSON, and the landings: 8 signed little-endian integers of 64 bits each
 
 The JSON has `key`, `places`, `loaded` and `views`; see `Plan`. Folder and file must
-belong to this user, and other users must not be able to write them. Whatever is wrong with a file, it is no
-plan, and there is one line in the log.
+belong to this user, and other users must not be able to write them. Whatever is wrong
+with a file, it is no plan, and there is one line in the log.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import stat
 import sys
-import time
 from array import array
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+from ..plumbing import write_bytes
 
 __all__ = ["Place", "Plan", "View", "folder", "keep", "read"]
 
@@ -31,11 +31,9 @@ _MAGIC = b"overwire slice plan 1\n"
 _SUFFIX = ".plan"
 _HEAD = len(_MAGIC) + 32 + 8
 
-# The largest plan that is read or written, how many are kept, and how long the temporary
-# file of a process that died is left, in seconds.
+# The largest plan that is read or written, and how many are kept.
 _MOST_BYTES = 1 << 28
 _MOST_PLANS = 64
-_STALE = 3600
 
 #: Columns of a landing.
 WIDTH = 8
@@ -189,19 +187,23 @@ def keep(path: str, key: str, plan: Plan) -> None:
     if len(data) > _MOST_BYTES:
         raise ValueError(f"a plan of {len(data)} bytes")
     with _opened(path) as at:
-        made = f".{secrets.token_hex(8)}.tmp"
-        number = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=at)
+        name = key + _SUFFIX
+        _remove_others(name, at)
+        write_bytes(os.path.join(path, name), data, None)
+        number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
         try:
-            with open(number, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(made, key + _SUFFIX, src_dir_fd=at, dst_dir_fd=at)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(made, dir_fd=at)
-            raise
+            os.fchmod(number, 0o600)  # until then a reader may ignore it
+        finally:
+            os.close(number)
         _tidy(at)
+
+
+def _remove_others(name: str, at: int) -> None:
+    # The writer follows links, and keeps owner and mode of what it replaces.
+    with contextlib.suppress(FileNotFoundError):
+        found = os.stat(name, dir_fd=at, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            os.unlink(name, dir_fd=at)
 
 
 def _tidy(at: int) -> None:
@@ -211,12 +213,6 @@ def _tidy(at: int) -> None:
         with contextlib.suppress(OSError):
             if name.endswith(_SUFFIX) and len(name) == 64 + len(_SUFFIX):
                 plans.append((os.stat(name, dir_fd=at, follow_symlinks=False).st_mtime, name))
-            elif name.startswith(".") and name.endswith(".tmp") and len(name) == 21 and _old(name, at):
-                os.unlink(name, dir_fd=at)
     for _, name in sorted(plans)[:-_MOST_PLANS]:
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=at)
-
-
-def _old(name: str, at: int) -> bool:
-    return os.stat(name, dir_fd=at, follow_symlinks=False).st_mtime < time.time() - _STALE
