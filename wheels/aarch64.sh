@@ -4,6 +4,7 @@
 #   wheels/aarch64.sh tests    Go tests of what decodes, parses, loads and saves
 #   wheels/aarch64.sh wheel    the wheel: built, audited, imported by CPythons for aarch64
 #                              (wheels/pythons.sh), one of which then runs Python tests
+#   wheels/aarch64.sh count     instructions of the decoders, for docs/benchmarks.md
 #
 # It needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user, and installs them
 # if it may. What is missing is named, and the step is skipped.
@@ -63,8 +64,22 @@ sys.executable = sys.argv[1]
 import pytest
 sys.exit(pytest.main(sys.argv[2:]))' "$PWD/build/pythons/aarch64/python3.11" -p no:cacheprovider -m "not slow" $pytests
 	;;
+count)
+	tools
+	CGO_ENABLED=0 GOFLAGS=-tags=netgo,osusergo,nostores go test -vet=off -c -o "$work/x16" ./gosrc/codec/x16
+	decoder='x16[.](tileNEON|mergeBF16NEON|mergeFP32NEON|mergeScalar|steps|[(][*]decoder[)][.](scalar|kernel|merge|segments))([.]abi0)?$'
+	ranges=$(go tool nm -size "$work/x16" | awk -v of="$decoder" '$NF ~ of {printf "%s0x%s+%s", n++ ? "," : "", $1, $2}')
+	for transform in bf16 fp32; do
+		for level in scalar NEON; do # a line for each instruction; the benchmark decodes 131,072 elements twice
+			qemu-aarch64 -singlestep -d nochain,exec -dfilter "$ranges" -D "$work/log" "$work/x16" -test.run - \
+				-test.bench "Decode/^$transform\$/^$level\$" -test.benchtime 1x >/dev/null
+			awk -v name="$transform, $level" 'END {printf "%s: %.1f instructions an element\n", name, NR / 262144}' "$work/log"
+		done
+	done
+	rm "$work/log"
+	;;
 *)
-	echo "usage: wheels/aarch64.sh tests | wheel" >&2
+	echo "usage: wheels/aarch64.sh tests | wheel | count" >&2
 	exit 2
 	;;
 esac

@@ -142,7 +142,7 @@ func (p *Preload) look() {
 func (d *Diagnosis) advise() {
 	add := func(format string, args ...any) { d.Advice = append(d.Advice, fmt.Sprintf(format, args...)) }
 	if x16.Using() == x16.Scalar {
-		add("the scalar decoder is in use: this CPU or build has no AVX2 (built without GOEXPERIMENT=simd?)")
+		add("the scalar decoder is in use: this CPU has neither AVX2 nor NEON, or the build has no vectors (on x86-64 it needs GOEXPERIMENT=simd)")
 	}
 	if d.Machine.THP == "never" {
 		add("transparent huge pages are off, so touching new memory takes several times longer: set them to madvise")

@@ -55,11 +55,11 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 	return errs.New(errs.ErrNotSupported, "codec %d", uint8(c.Codec))
 }
 
-// Use chooses the decoder by name: "scalar", "avx2", "avx512". Any other name, or one
+// Use chooses the decoder by name: "scalar", "neon", "avx2", "avx512". Any other name, or one
 // that the machine lacks, chooses the best that it has. Call it at the start of a
 // process: it is not safe beside Decode.
 func Use(name string) {
-	level, ok := map[string]x16.Level{"scalar": x16.Scalar, "avx2": x16.AVX2, "avx512": x16.AVX512}[name]
+	level, ok := map[string]x16.Level{"scalar": x16.Scalar, "neon": x16.NEON, "avx2": x16.AVX2, "avx512": x16.AVX512}[name]
 	if !ok {
 		level = x16.Best()
 	}

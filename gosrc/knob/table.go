@@ -47,7 +47,7 @@ var (
 		[]string{"auto", "buffered", "direct", "gds"})
 	CPU = choice("OVERWIRE_CPU",
 		"Decoder to use; if this CPU lacks it, the best decoder that the CPU has is used.",
-		[]string{"auto", "scalar", "avx2", "avx512"})
+		[]string{"auto", "scalar", "neon", "avx2", "avx512"})
 	Log = choice("OVERWIRE_LOG",
 		"Lowest level of the messages of Python's logger \"overwire\", which go to standard error where the program has not set up logging: info has a line for each load and save, debug their counters too.",
 		[]string{"warning", "debug", "info", "error", "silent"},

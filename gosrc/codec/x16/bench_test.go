@@ -48,7 +48,7 @@ func BenchmarkDecode(b *testing.B) {
 		if !ok {
 			b.Fatalf("%s: nothing to gain", Name(t))
 		}
-		for _, l := range levels() {
+		for _, l := range Levels() {
 			b.Run(Name(t)+"/"+l.String(), func(b *testing.B) {
 				dst := make([]byte, len(src))
 				if err := DecodeAt(l, dst, chunk, t, st); err != nil || !bytes.Equal(dst, src) {
@@ -99,7 +99,7 @@ func BenchmarkStream(b *testing.B) {
 			return nil
 		})
 	})
-	for _, l := range levels() {
+	for _, l := range Levels() {
 		b.Run(l.String(), func(b *testing.B) {
 			each(b, func(dst []byte, i int) error { return DecodeAt(l, dst, stored[i], BF16, st) })
 		})
@@ -110,7 +110,7 @@ func BenchmarkStream(b *testing.B) {
 func BenchmarkEncode(b *testing.B) {
 	for t := uint8(BF16); t <= Bytes; t++ {
 		src := benchSample(t, 1<<19)
-		for _, l := range levels() {
+		for _, l := range Levels() {
 			b.Run(Name(t)+"/"+l.String(), func(b *testing.B) {
 				e := Encoder{level: l, forced: true}
 				buf, _, _ := e.Encode(nil, src, t)

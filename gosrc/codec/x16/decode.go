@@ -3,6 +3,7 @@ package x16
 // This file decodes a chunk, by the fastest decoder that this machine has.
 
 import (
+	"slices"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -14,18 +15,24 @@ type Level uint8
 // The levels, from slow to fast.
 const (
 	Scalar Level = iota
+	NEON
 	AVX2
 	AVX512
 )
 
 // String returns the level's name ("AVX-512").
-func (l Level) String() string { return [...]string{"scalar", "AVX2", "AVX-512"}[l] }
+func (l Level) String() string { return [...]string{"scalar", "NEON", "AVX2", "AVX-512"}[l] }
 
-// best is the highest level of this machine and build; level is the one in use.
+// levels are those of this machine and build, from slow to fast; level is the one in
+// use.
 var (
-	best  = detect()
-	level = best
+	levels = detect()
+	best   = levels[len(levels)-1]
+	level  = best
 )
+
+// Levels returns those of this machine and build, from slow to fast.
+func Levels() []Level { return slices.Clone(levels) }
 
 // Best returns the highest level of this machine and build.
 func Best() Level { return best }
@@ -33,9 +40,14 @@ func Best() Level { return best }
 // Using returns the level that Decode and Encode use.
 func Using() Level { return level }
 
-// Use sets the level that Decode and Encode use, at most Best. Call it at the start
-// of a process: it is not safe beside Decode and Encode.
-func Use(l Level) { level = min(l, best) }
+// Use sets the level that Decode and Encode use; one that is not among Levels stands
+// for Best. Call it at the start of a process: it is not safe beside Decode and Encode.
+func Use(l Level) {
+	if !slices.Contains(levels, l) {
+		l = best
+	}
+	level = l
+}
 
 var decoders = sync.Pool{New: func() any { return &decoder{lanes: new(laneMemory)} }}
 
@@ -49,10 +61,10 @@ func Decode(dst, src []byte, transform uint8, segTiles uint16) error {
 	return DecodeAt(level, dst, src, transform, segTiles)
 }
 
-// DecodeAt is Decode by one of the twins, for tests and benchmarks; a level
-// above Best is errs.ErrNotSupported.
+// DecodeAt is Decode by one of the twins, for tests and benchmarks; one that is not
+// among Levels is errs.ErrNotSupported.
 func DecodeAt(level Level, dst, src []byte, transform uint8, segTiles uint16) error {
-	if level > best {
+	if !slices.Contains(levels, level) {
 		return errs.New(errs.ErrNotSupported, "%v on this machine", level)
 	}
 	d := decoders.Get().(*decoder)

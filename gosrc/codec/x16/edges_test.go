@@ -70,7 +70,7 @@ func TestFences(t *testing.T) {
 			st := 1 + w.r.IntN(tiles)
 			size := sizeOf(tr, tiles, w.r.IntN(70))
 			chunk, logical := w.chunk(tr, size, st)
-			for _, l := range levels() {
+			for _, l := range Levels() {
 				run("good", l, tr, chunk, size, uint16(st), logical)
 				for range 6 {
 					p := bytes.Clone(chunk)
@@ -90,7 +90,7 @@ func TestFencedSources(t *testing.T) {
 	src := newFenced(t, 1<<16)
 	for _, n := range []int{256, 257, 1000, 4096, 4100} {
 		for _, s := range samples(rand.New(rand.NewPCG(seed, uint64(n))), n) {
-			for _, l := range levels() {
+			for _, l := range Levels() {
 				e := Encoder{level: l, forced: true}
 				func() {
 					defer func() {

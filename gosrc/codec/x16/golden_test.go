@@ -93,7 +93,7 @@ func TestUpdateGoldens(t *testing.T) {
 func TestGoldens(t *testing.T) {
 	for _, g := range readGoldens(t) {
 		dst := make([]byte, g.logical)
-		for _, l := range levels() {
+		for _, l := range Levels() {
 			clear(dst)
 			if err := DecodeAt(l, dst, g.chunk, g.transform, g.segTiles); err != nil {
 				t.Errorf("%s by %v: %v", g.name, l, err)
@@ -101,7 +101,7 @@ func TestGoldens(t *testing.T) {
 				t.Errorf("%s by %v: wrong bytes", g.name, l)
 			}
 		}
-		for _, l := range levels() {
+		for _, l := range Levels() {
 			e := Encoder{level: l, forced: true, segTiles: goldenSegTiles}
 			again, st, ok := e.Encode(nil, dst, g.transform)
 			if !ok || st != g.segTiles || !bytes.Equal(again, g.chunk) {

@@ -11,7 +11,7 @@
 // layout. Sources: J. Duda, "Asymmetric numeral systems" (2013); F. Giesen,
 // "Interleaved entropy coders" (2014) and the public-domain ryg_rans.
 //
-// There are three decoders, scalar, AVX2 and AVX-512, which accept and reject
+// There are four decoders, scalar, NEON, AVX2 and AVX-512, which accept and reject
 // exactly the same input and give the same bytes. What they share is here and
 // in parse.go, so that a kernel has only states, words and symbols to get
 // right.

@@ -141,7 +141,7 @@ func TestOddGoldens(t *testing.T) {
 	for tr := uint8(BF16); tr <= Bytes; tr++ {
 		for i, n := range oddSizes {
 			src := odd(tr, n)
-			for _, l := range levels() {
+			for _, l := range Levels() {
 				e := Encoder{level: l, forced: true}
 				chunk, st, ok := e.Encode(nil, src, tr)
 				got := [3]uint32{uint32(len(chunk)), uint32(st), crc32.Checksum(chunk, table)}

@@ -67,7 +67,7 @@ func TestEveryElement(t *testing.T) {
 		for _, part := range [][2]int{{0, tiles}, {1, 2}, {0, 1}, {2, 5}, {tiles - 3, tiles}} {
 			src := all[part[0]*tile : part[1]*tile]
 			vals, planes := byPage(tr, src)
-			for _, l := range levels() {
+			for _, l := range Levels() {
 				e := Encoder{level: l, forced: true}
 				e.split(tr, src, len(vals))
 				if !bytes.Equal(e.vals, vals) {

@@ -66,7 +66,7 @@ func TestEveryRule(t *testing.T) {
 		t.Helper()
 		g := escaped(t)
 		breaks(&g)
-		for _, l := range levels() {
+		for _, l := range Levels() {
 			err := DecodeAt(l, make([]byte, len(g.want)), g.chunk, BF16, g.st)
 			if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), text) {
 				t.Errorf("%v: %s: %v, want %q", l, name, err, text)

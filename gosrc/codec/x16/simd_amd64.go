@@ -35,18 +35,18 @@ type fastTables struct {
 	narrow tables256
 }
 
-// detect gives the best level of this machine. AVX512 is asked beside VBMI2,
-// which stays true under GODEBUG=cpu.avx512f=off, when the kernel of Go does
-// not save ZMM registers.
-func detect() Level {
+// detect gives the levels of this machine. AVX512 is asked beside VBMI2, which stays
+// true under GODEBUG=cpu.avx512f=off, when the kernel of Go does not save ZMM registers.
+func detect() []Level {
+	found := []Level{Scalar}
 	x := archsimd.X86
-	switch {
-	case x.AVX512() && x.AVX512VBMI() && x.AVX512VBMI2():
-		return AVX512
-	case x.AVX2():
-		return AVX2
+	if x.AVX2() {
+		found = append(found, AVX2)
 	}
-	return Scalar
+	if x.AVX512() && x.AVX512VBMI() && x.AVX512VBMI2() {
+		found = append(found, AVX512)
+	}
+	return found
 }
 
 func (t *fastTables) build(d *decoder) {

@@ -1,26 +1,15 @@
-//go:build !(goexperiment.simd && amd64) || scalar
+//go:build scalar || !(arm64 || (goexperiment.simd && amd64))
 
 package x16
 
-// Without GOEXPERIMENT=simd on amd64 the scalar twin does everything.
+// Without vectors the scalar twin decodes.
 
-type (
-	fastTables struct{}
-	fastCoder  struct{}
-)
+type fastTables struct{}
 
 func (*fastTables) build(*decoder) {}
 
-func detect() Level { return Scalar }
+func detect() []Level { return []Level{Scalar} }
 
 func (d *decoder) kernel([]segment) {}
 
 func mergeFast(Level, uint8, []byte, []byte, *[maxPlanes][]byte) bool { return false }
-
-func splitFast(Level, uint8, []byte, []byte, *[maxPlanes][]byte) bool { return false }
-
-func (e *Encoder) prepareFast(*model) {}
-
-func (e *Encoder) symbolsFast(*model) int { return 0 }
-
-func (e *Encoder) groupFast([][]byte) bool { return false }

@@ -30,7 +30,7 @@ func TestSuite(t *testing.T) {
 	}
 	for tr := uint8(BF16); tr <= Bytes; tr++ {
 		by[tr] = append(by[tr], codectest.Sample{Name: "nothing"}, codectest.Sample{Name: "one byte", Data: []byte{1}})
-		for _, l := range levels() {
+		for _, l := range Levels() {
 			t.Run(Name(tr)+"/"+l.String(), func(t *testing.T) {
 				codectest.Run(t, twin(tr, l), by[tr], seed)
 			})
@@ -46,7 +46,7 @@ func agree(t *testing.T, p []byte, size int, transform uint8, st uint16) (ok boo
 	if wantErr != nil && want == nil {
 		t.Fatalf("scalar: %v", wantErr)
 	}
-	for _, l := range levels()[1:] {
+	for _, l := range Levels()[1:] {
 		got, err := codectest.Decode(twin(transform, l), p, size, st)
 		if err != nil && got == nil {
 			t.Fatalf("%v: %v", l, err)
@@ -153,7 +153,7 @@ func FuzzRoundTrip(f *testing.F) {
 		if !ok {
 			return
 		}
-		for _, l := range levels() {
+		for _, l := range Levels() {
 			got, err := codectest.Decode(twin(transform, l), chunk, len(src), st)
 			if err != nil || !bytes.Equal(got, src) {
 				t.Fatalf("%v: error %v, equal %v", l, err, bytes.Equal(got, src))

@@ -179,7 +179,7 @@ func TestEncodersAgree(t *testing.T) {
 	for _, s := range samples(rand.New(rand.NewPCG(seed, 0)), 1<<15+300) {
 		a := Encoder{level: Scalar, forced: true}
 		want, st, ok := a.Encode(nil, s.data, s.transform)
-		for _, l := range levels()[1:] {
+		for _, l := range Levels()[1:] {
 			b := Encoder{level: l, forced: true}
 			got, st2, ok2 := b.Encode(nil, s.data, s.transform)
 			if st != st2 || ok != ok2 || string(got) != string(want) {

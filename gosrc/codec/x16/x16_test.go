@@ -6,14 +6,6 @@ import (
 	"testing"
 )
 
-func levels() []Level {
-	var out []Level
-	for l := Scalar; l <= best; l++ {
-		out = append(out, l)
-	}
-	return out
-}
-
 // Every sample of every size comes back bit for bit from every twin.
 func TestRoundTrip(t *testing.T) {
 	const seed = 1
@@ -39,7 +31,7 @@ func TestRoundTrip(t *testing.T) {
 					t.Logf("%-32s %8d -> %8d  %.4f  estimate %.4f", s.name, len(src), len(chunk),
 						float64(len(chunk))/float64(len(src)), Estimate(src, s.transform))
 				}
-				for _, l := range levels() {
+				for _, l := range Levels() {
 					dst := make([]byte, len(src))
 					if err := DecodeAt(l, dst, chunk, s.transform, st); err != nil {
 						t.Fatalf("%v: %s, %d bytes: %v", l, s.name, len(src), err)
@@ -65,7 +57,7 @@ func TestSegmentLengths(t *testing.T) {
 			if !ok {
 				continue
 			}
-			for _, l := range levels() {
+			for _, l := range Levels() {
 				dst := make([]byte, len(part))
 				if err := DecodeAt(l, dst, chunk, E4M3, st); err != nil || !bytes.Equal(dst, part) {
 					t.Errorf("%v: %d tiles in segments of %d: %v", l, tiles, st, err)

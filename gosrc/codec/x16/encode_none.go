@@ -1,0 +1,15 @@
+//go:build !(goexperiment.simd && amd64) || scalar
+
+package x16
+
+// Without GOEXPERIMENT=simd on amd64 the scalar twin encodes.
+
+type fastCoder struct{}
+
+func splitFast(Level, uint8, []byte, []byte, *[maxPlanes][]byte) bool { return false }
+
+func (e *Encoder) prepareFast(*model) {}
+
+func (e *Encoder) symbolsFast(*model) int { return 0 }
+
+func (e *Encoder) groupFast([][]byte) bool { return false }

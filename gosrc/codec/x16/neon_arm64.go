@@ -1,0 +1,122 @@
+//go:build arm64 && !scalar
+
+package x16
+
+// This file decodes by NEON, which every 64-bit Arm has. The work is done on the low
+// bytes of 16 states at a time, since TBL looks 16 bytes up in tables of 16.
+
+import (
+	"bytes"
+)
+
+// slack is how many bytes of the chunk must lie ahead of the cursor for the kernel to
+// decode one tile without looking: 4 pairs of steps read at most 256 bytes, and the
+// last load of 8 words reaches 16 bytes on.
+const slack = 272
+
+// tablesNEON are a chunk's tables by bucket, and then by symbol. The assembly knows
+// their order.
+type tablesNEON struct {
+	divider, alias, bias [16]uint8 // bias is modulo 256, as ranks are
+	freq, values         [16]uint8
+}
+
+type fastTables struct{ neon tablesNEON }
+
+func (f *fastTables) build(d *decoder) {
+	t := &f.neon
+	t.divider, t.alias, t.freq, t.values = d.table.divider, d.table.alias, d.table.freq, d.values
+	for b, bias := range d.table.bias() {
+		t.bias[b] = uint8(bias)
+	}
+}
+
+func detect() []Level { return []Level{Scalar, NEON} }
+
+// ordersNEON are the constants of the kernel: four orders that make dwords of 4 of 16
+// bytes, a bit for each of 8 lanes, and the order of units of 16 lanes.
+var ordersNEON = func() (o [6][16]uint8) {
+	for i := range 4 {
+		for j := range o[i] {
+			o[i][j] = 255 // TBL gives 0
+			if j%4 == 0 {
+				o[i][j] = uint8(4*i + j/4)
+			}
+		}
+	}
+	for l := range 8 {
+		o[4][2*l] = 1 << l
+	}
+	for l := range 16 {
+		o[5][unit(l)/8] = uint8(l)
+	}
+	return
+}()
+
+// expandNEON says, for each set of 8 lanes that need a word, which bytes each gets, and
+// bytesNEON how many they take.
+var expandNEON, bytesNEON = func() (t [256][16]uint8, n [256]uint8) {
+	for m := range t {
+		for l := range 8 {
+			t[m][2*l], t[m][2*l+1] = 255, 255
+			if m>>l&1 == 1 {
+				t[m][2*l], t[m][2*l+1] = n[m], n[m]+1
+				n[m] += 2
+			}
+		}
+	}
+	return
+}()
+
+// kernel decodes as many of the wanted tiles of each segment as it safely can.
+func (d *decoder) kernel(run []segment) {
+	if d.level != NEON {
+		return
+	}
+	most := len(d.src) - slack
+	for i := range run {
+		s := &run[i]
+		from := s.got
+		for ; s.got < s.want && s.cur <= most; s.got++ {
+			s.cur += tileNEON(&s.x, &d.src[s.cur], &d.fast.neon, (*[tileSyms]byte)(s.vals[s.got*tileSyms:]))
+		}
+		if d.escape >= 0 {
+			s.escs += bytes.Count(s.vals[from*tileSyms:s.got*tileSyms], []byte{d.sentinel})
+		}
+	}
+}
+
+// mergeFast is mergeScalar for the transforms that it knows, else false.
+func mergeFast(_ Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte) bool {
+	n := len(vals)
+	if n == 0 {
+		return true
+	}
+	switch transform {
+	case BF16:
+		_, _ = dst[2*n-1], p[0][n-1]
+		mergeBF16NEON(&dst[0], &vals[0], &p[0][0], n)
+	case FP32:
+		_, _, _, _ = dst[4*n-1], p[0][n-1], p[1][n-1], p[2][n-1]
+		mergeFP32NEON(&dst[0], &vals[0], &p[0][0], &p[1][0], &p[2][0], n)
+	default:
+		return false
+	}
+	return true
+}
+
+// tileNEON decodes a tile of one segment, whose words are followed by slack bytes or
+// more, and says how many bytes of words it took.
+//
+//go:noescape
+func tileNEON(states *[lanes]uint32, words *byte, t *tablesNEON, out *[tileSyms]byte) (used int)
+
+// mergeBF16NEON joins n values, a multiple of 16, and their plane.
+//
+//go:noescape
+func mergeBF16NEON(dst, vals, plane *byte, n int)
+
+// mergeFP32NEON joins n values, a multiple of 16, and their planes.
+//
+//go:noescape
+func mergeFP32NEON(dst, vals, high, middle, low *byte, n int)
