@@ -4,7 +4,7 @@
 #   wheels/aarch64.sh tests    Go tests of what decodes, parses, loads and saves
 #   wheels/aarch64.sh wheel    the wheel: built, audited, imported by CPythons for aarch64
 #                              (wheels/pythons.sh), one of which then runs Python tests
-#   wheels/aarch64.sh count     instructions of the decoders, for docs/benchmarks.md
+#   wheels/aarch64.sh count    instructions of the decoders, for docs/benchmarks.md
 #
 # It needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user, and installs them
 # if it may. What is missing is named, and the step is skipped.
