@@ -230,14 +230,16 @@ class Model(torch.nn.Module):
         done = set()
         for name, tensor in weights:
             self.kept.append((name, tensor if self.keep else None))
-            part = name.removesuffix(".weight")
-            if part in ("q", "k", "v"):
-                self.qkv.weight.weight_loader(self.qkv.weight, tensor, part)
-                done.add("qkv.weight")
-            elif part == "linear":
-                self.linear.weight.weight_loader(self.linear.weight, tensor)
-                done.add("linear.weight")
+            done |= self.put(name.removesuffix(".weight"), tensor)
         return done
+    def put(self, part, tensor):
+        if part in ("q", "k", "v"):
+            self.qkv.weight.weight_loader(self.qkv.weight, tensor, part)
+            return {"qkv.weight"}
+        if part == "linear":
+            self.linear.weight.weight_loader(self.linear.weight, tensor)
+            return {"linear.weight"}
+        return set()
 def config(path):
     return types.SimpleNamespace(model=str(path), revision=None, quantization=None)
 def loader(extra=None):

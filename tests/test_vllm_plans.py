@@ -31,16 +31,12 @@ class Copies(Model):
         done = {"middle", "turned", "wide"}
         for name, tensor in weights:
             part = name.removesuffix(".weight")
-            if part in ("q", "k", "v"):
-                self.qkv.weight.weight_loader(self.qkv.weight, tensor, part)
-                done.add("qkv.weight")
-            elif part == "linear":
-                self.linear.weight.weight_loader(self.linear.weight, tensor)
-                done.add("linear.weight")
+            done |= self.put(part, tensor)
+            if part == "linear":
                 self.middle.data.copy_(tensor.narrow(0, 16, 32))
             elif part == "mlp.experts.0":
                 self.turned.data.copy_(tensor.t())
-            else:
+            elif part not in ("q", "k", "v"):
                 self.wide.data[:, :64].copy_(tensor.to(torch.float32))
             self.more(name)
         return done
