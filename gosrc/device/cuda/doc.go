@@ -77,12 +77,12 @@ func RemoteRing() (slots int, bytes int64) {
 
 // machineCode lists, for each GOARCH, the architectures with machine code in cuda/built,
 // in the order of compute capability times ten; PTX for ptx serves the rest.
-var machineCode = map[string][]int{"amd64": {80, 86, 89, 90, 100, 120}, "arm64": {90, 100, 121}}
+var machineCode = map[string][]int{"amd64": {80, 90, 100, 120}, "arm64": {90, 100, 121}}
 
 const ptx = 80
 
 // Kernels names the code that a GPU of a compute capability ("8.7") runs: machine
-// code of its own generation that is not newer than itself ("sm_86"), "PTX", which
+// code of its own generation that is not newer than itself ("sm_80"), "PTX", which
 // the driver compiles at first use, or "" if there is none.
 func Kernels(compute string) string { return codeFor(machineCode[runtime.GOARCH], compute) }
 

@@ -21,7 +21,7 @@ func TestKernels(t *testing.T) {
 		}
 	}
 	for compute, want := range map[string]string{
-		"7.5": "", "8.0": "sm_80", "8.6": "sm_86", "8.7": "sm_86", "8.9": "sm_89", "9.0": "sm_90", "10.0": "sm_100", "10.3": "sm_100",
+		"7.5": "", "8.0": "sm_80", "8.6": "sm_80", "8.7": "sm_80", "8.9": "sm_80", "9.0": "sm_90", "10.0": "sm_100", "10.3": "sm_100",
 		"11.0": "PTX", "12.0": "sm_120", "12.1": "sm_120", "13.0": "PTX", "": "", "x": "",
 	} {
 		if got := codeFor(machineCode["amd64"], compute); got != want {
