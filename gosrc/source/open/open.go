@@ -161,8 +161,11 @@ func Own(opt source.Options) func(ctx context.Context, uri string) (source.Sourc
 		if fn := stores[Scheme(uri)].open; fn != nil {
 			return fn(ctx, uri, opt)
 		}
+		known := slices.AppendSeq(slices.Collect(maps.Keys(schemes)), maps.Keys(stores))
+		slices.Sort(known)
 		return nil, &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1,
-			Err: errs.New(errs.ErrNotSupported, "scheme %q; a local path is meant by ./%s", Scheme(uri), uri)}
+			Err: errs.New(errs.ErrNotSupported, "scheme %q is not known, only %s (for other stores of S3's protocol, s3 with an endpoint_url); a local path with :// in it begins with ./",
+				Scheme(uri), strings.Join(known[1:], ", "))} // the first is "", a local path
 	}
 }
 

@@ -4,8 +4,10 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"strings"
 	"testing"
 
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -51,5 +53,13 @@ func TestSchemes(t *testing.T) {
 			t.Errorf("%s: opened", scheme)
 			s.Close()
 		}
+	}
+}
+
+// A scheme that is not known gives an error that lists those that are.
+func TestUnknownScheme(t *testing.T) {
+	_, err := Source(context.Background(), "gs://bucket/model.safetensors")
+	if !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), "file, hf, http, https") {
+		t.Error(err)
 	}
 }
