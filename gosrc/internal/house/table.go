@@ -48,6 +48,7 @@ var mayImport = map[string][]string{
 	"source/sourcetest": {"source/...", "errs", "internal/..."},
 	"codec":             {"codec/...", "tensor", "errs", "knob", "internal/..."},
 	"codec/raw":         {"tensor", "errs", "internal/..."},
+	"codec/delta":       {"errs"},
 	"codec/x16":         {"tensor", "errs", "knob", "internal/..."},
 	"codec/codectest":   {"codec/...", "tensor", "errs", "knob", "internal/..."},
 	"device":            {"tensor", "errs", "internal/..."},

@@ -1,0 +1,207 @@
+package delta
+
+// This file reads chunks: it checks them, and applies them.
+
+import (
+	"math/bits"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// A chunk is a parsed header. A chunk that parse accepts may still have bad runs.
+type chunk struct {
+	raw           []byte // mode 1: the XOR
+	k, run, runs  int    // run: elements
+	n, lg         int
+	table, stream []byte
+	look          [1 << maxCode]uint16 // class << 8 | bits, by the next maxCode bits; 0: no code
+}
+
+func corrupt(format string, args ...any) error { return errs.New(errs.ErrCorrupt, format, args...) }
+
+// parse reads the header of a chunk of n logical bytes.
+func parse(src []byte, n, width int) (*chunk, error) {
+	lg, err := wide(width)
+	if err != nil || n%width != 0 || n > MaxBytes {
+		return nil, errs.New(errs.ErrArgument, "%d bytes of elements of %d", n, width)
+	}
+	if len(src) < Head || len(src)%4 != 0 || n == 0 {
+		return nil, corrupt("a delta of %d bytes for %d", len(src), n)
+	}
+	c := &chunk{n: n >> lg, lg: lg}
+	if src[0] == modeRaw {
+		if len(src) != Room(n) || !zero(src[1:Head]) || !zero(src[Head+n:]) {
+			return nil, corrupt("a delta of %d bytes that are stored as they are, for %d", len(src), n)
+		}
+		c.raw = src[Head : Head+n]
+		return c, nil
+	}
+	if src[0] != modeCoded || src[1] > maxK || src[2] > maxS || src[3] != 0 {
+		return nil, corrupt("a delta with the header % x", src[:4])
+	}
+	c.k, c.run = int(src[1]), runBytes<<src[2]>>lg
+	var length [classes]uint8
+	kinds := 0
+	for i := range length {
+		length[i] = src[4+i/2] >> (4 * (i & 1)) & 15
+		if length[i] > maxCode {
+			return nil, corrupt("a code of %d bits", length[i])
+		}
+		if length[i] > 0 {
+			kinds++
+		}
+	}
+	start, sum := starts(&length)
+	if sum != 1<<maxCode && (kinds != 1 || sum != 1<<(maxCode-1)) {
+		return nil, corrupt("the codes of a delta are not complete: %d of 256", sum)
+	}
+	for i, l := range length {
+		if l == 0 {
+			continue
+		}
+		for j := range 1 << (maxCode - l) {
+			c.look[bits.Reverse8(uint8(start[i]+j))] = uint16(i)<<8 | uint16(l)
+		}
+	}
+	c.runs = (c.n + c.run - 1) / c.run
+	end := Head + (2*c.runs+3)&^3
+	if len(src) < end || !zero(src[Head+2*c.runs:end]) {
+		return nil, corrupt("a delta of %d bytes with %d runs", len(src), c.runs)
+	}
+	c.table, c.stream = src[Head:Head+2*c.runs], src[end:]
+	total := 0
+	for r := range c.runs {
+		total += int(le.Uint16(c.table[2*r:]))
+	}
+	if total == 0 || (total+31)/32*4 != len(c.stream) {
+		return nil, corrupt("a delta of %d bits in %d bytes", total, len(c.stream))
+	}
+	if n := total % 32; n != 0 && le.Uint32(c.stream[len(c.stream)-4:])>>n != 0 {
+		return nil, corrupt("the end of a delta is not zero")
+	}
+	return c, nil
+}
+
+func zero(p []byte) bool {
+	for _, b := range p {
+		if b != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// A reader has the bits of a chunk.
+type reader struct {
+	p   []byte
+	pos int // bits
+}
+
+// peek returns at least 56 bits from pos on; zeros follow the last.
+func (r *reader) peek() uint64 {
+	at := r.pos >> 3
+	if at+8 <= len(r.p) {
+		return le.Uint64(r.p[at:]) >> (r.pos & 7)
+	}
+	v := uint64(0)
+	for i := len(r.p) - 1; i >= at; i-- {
+		v = v<<8 | uint64(r.p[i])
+	}
+	return v >> (r.pos & 7)
+}
+
+// walk calls f for every changed element, in order.
+func (c *chunk) walk(f func(i int, x uint64)) error {
+	r := reader{p: c.stream}
+	for run := range c.runs {
+		end := r.pos + int(le.Uint16(c.table[2*run:]))
+		at, last := run*c.run, min(c.n, (run+1)*c.run)
+		for r.pos < end {
+			gap := 0
+			v := r.peek()
+			for v&0xffffffff == 0 && r.pos < end {
+				gap += 32
+				r.pos += 32
+				v = r.peek()
+			}
+			z := bits.TrailingZeros64(v | 1<<32)
+			r.pos += z + 1
+			// Whatever a gap claims, it must not wrap: at most maxBits << maxK.
+			v = r.peek()
+			at += (gap+z)<<c.k + int(v&(1<<c.k-1))
+			r.pos += c.k
+			e := c.look[v>>c.k&(1<<maxCode-1)]
+			class := int(e >> 8)
+			r.pos += int(e & 255)
+			rest := uint64(0)
+			if n := restOf(class, c.lg); n > 0 {
+				if rest = r.peek(); n > 32 {
+					rest &= 0xffffffff
+					r.pos += 32
+					rest |= (r.peek() & (^uint64(0) >> (96 - n))) << 32
+					r.pos += n - 32
+				} else {
+					rest &= ^uint64(0) >> (64 - n)
+					r.pos += n
+				}
+			}
+			x := valueOf(class, rest, c.lg)
+			if e == 0 || at >= last || r.pos > end || x == 0 {
+				return corrupt("run %d of a delta: element %d, bit %d of %d", run, at, r.pos, end)
+			}
+			if again, _ := classOf(x, c.lg); again != class {
+				return corrupt("run %d of a delta: %#x in class %d", run, x, class)
+			}
+			f(at, x)
+			at++
+		}
+	}
+	return nil
+}
+
+// Check reads a stored chunk for n logical bytes, without applying it. What it accepts,
+// Apply accepts; anything else is errs.ErrCorrupt.
+func Check(src []byte, n, width int) error {
+	c, err := parse(src, n, width)
+	if err != nil || c.raw != nil {
+		return err
+	}
+	return c.walk(func(int, uint64) {})
+}
+
+// Apply XORs a stored chunk into dst. Applied twice it changes nothing. Check the chunk
+// first: of one that Check refuses, Apply may do a part. It never writes outside dst.
+func Apply(dst, src []byte, width int) error {
+	c, err := parse(src, len(dst), width)
+	if err != nil {
+		return err
+	}
+	if c.raw != nil {
+		for i, x := range c.raw {
+			dst[i] ^= x
+		}
+		return nil
+	}
+	switch c.lg {
+	case 0:
+		return c.walk(func(i int, x uint64) { dst[i] ^= byte(x) })
+	case 1:
+		return c.walk(func(i int, x uint64) { le.PutUint16(dst[2*i:], le.Uint16(dst[2*i:])^uint16(x)) })
+	case 2:
+		return c.walk(func(i int, x uint64) { le.PutUint32(dst[4*i:], le.Uint32(dst[4*i:])^uint32(x)) })
+	}
+	return c.walk(func(i int, x uint64) { le.PutUint64(dst[8*i:], le.Uint64(dst[8*i:])^x) })
+}
+
+// Elements returns how many elements a stored chunk changes.
+func Elements(src []byte, n, width int) (changed int64, err error) {
+	c, err := parse(src, n, width)
+	if err != nil {
+		return 0, err
+	}
+	if c.raw != nil {
+		each(c.raw, make([]byte, n), 0, c.n, c.lg, func(int, uint64) { changed++ })
+		return changed, nil
+	}
+	return changed, c.walk(func(int, uint64) { changed++ })
+}

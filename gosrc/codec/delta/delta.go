@@ -1,0 +1,328 @@
+// Package delta is codec 5: what changed between two equally long chunks, as the gaps
+// between changed elements and the XOR of each. Apply XORs it into memory, in place,
+// and undoes itself.
+//
+// A chunk (docs/format.md 7.2) is
+//
+//	u8 mode | u8 k | u8 s | u8 0 | u4 length[24] | body
+//
+// Mode 1: the body is the XOR of all bytes. Mode 0: the chunk is cut into runs of
+// 512 << s bytes; the body has u16 bits[runs], zeros to a multiple of 4, and the bits of
+// all runs one after the other, lowest bit first, and zeros to a multiple of 4. A run
+// has for each changed element its distance from the one before it (Golomb-Rice with k
+// low bits), the class of its XOR by a canonical prefix code, and the rest of the XOR.
+//
+// Nothing else writes this layout. Sources: S. Golomb, "Run-length encodings" (1966);
+// R. Rice, "Some practical universal noiseless coding techniques" (1979).
+package delta
+
+import (
+	"encoding/binary"
+	"math/bits"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+const (
+	// MaxBytes is the most logical bytes of a chunk.
+	MaxBytes = 16 << 20
+	// Head is the size of a stored chunk's header: no chunk is longer than its
+	// logical bytes, rounded up to a multiple of 4, and this.
+	Head = 16
+
+	modeCoded = 0
+	modeRaw   = 1
+
+	runBytes = 512 // of a run with s = 0
+	maxS     = 9
+	maxK     = 24
+	ones     = 8 // classes of 1, 11, 111, ... in binary
+	classes  = ones + 16
+	maxCode  = 8 // bits of a class
+	aim      = 24
+	maxBits  = 1<<16 - 1 // of a run
+	skip     = 64        // bytes that are compared at once
+)
+
+var le = binary.LittleEndian
+
+// Room is the most bytes that Encode appends for a chunk of n bytes.
+func Room(n int) int { return Head + (n+3)&^3 }
+
+// wide is log2 of the bytes of an element: 0 to 3.
+func wide(width int) (int, error) {
+	if width != 1 && width != 2 && width != 4 && width != 8 {
+		return 0, errs.New(errs.ErrArgument, "elements of %d bytes", width)
+	}
+	return bits.TrailingZeros(uint(width)), nil
+}
+
+// group is log2 of the bit lengths that share a class.
+func group(lg int) int { return max(0, lg-1) }
+
+// classOf returns the class of an XOR that is not 0, and how many of its low bits
+// follow the class.
+func classOf(x uint64, lg int) (class, rest int) {
+	n := bits.Len64(x)
+	if x&(x+1) == 0 && n <= ones {
+		return n - 1, 0
+	}
+	g := group(lg)
+	class = (n - 1) >> g
+	return ones + class, restOf(ones+class, lg)
+}
+
+func restOf(class, lg int) int {
+	switch g := group(lg); {
+	case class < ones:
+		return 0
+	case g == 0:
+		return class - ones // the highest bit is known
+	default:
+		return (class - ones + 1) << g
+	}
+}
+
+// valueOf is the XOR of a class and the bits that followed it.
+func valueOf(class int, rest uint64, lg int) uint64 {
+	switch {
+	case class < ones:
+		return 1<<(class+1) - 1
+	case group(lg) == 0:
+		return rest | 1<<(class-ones)
+	}
+	return rest
+}
+
+// lengths gives each class that occurs a code length of at most maxCode bits; the codes
+// are complete, but for a single class, which has one bit. Integers only: every encoder
+// finds the same.
+func lengths(count *[classes]uint32) (length [classes]uint8) {
+	total, kinds, sum := uint64(0), 0, 0
+	for _, c := range count {
+		total += uint64(c)
+	}
+	for i, c := range count {
+		if c == 0 {
+			continue
+		}
+		n := 1
+		for n < maxCode && uint64(c)<<n < total {
+			n++
+		}
+		length[i] = uint8(n)
+		kinds++
+		sum += 1 << (maxCode - n)
+	}
+	if kinds < 2 {
+		return length
+	}
+	const full = 1 << maxCode
+	for sum > full { // lengthen the rarest
+		at := -1
+		for i, c := range count {
+			if c > 0 && length[i] < maxCode && (at < 0 || c < count[at]) {
+				at = i
+			}
+		}
+		length[at]++
+		sum -= 1 << (maxCode - length[at])
+	}
+	for sum < full { // shorten the most frequent that fits
+		at := -1
+		for i, c := range count {
+			if c > 0 && length[i] > 1 && 1<<(maxCode-length[i]) <= full-sum && (at < 0 || c > count[at]) {
+				at = i
+			}
+		}
+		sum += 1 << (maxCode - length[at])
+		length[at]--
+	}
+	return length
+}
+
+// starts returns the place of each class among the 256 values of maxCode bits, highest
+// bit first, and their sum.
+func starts(length *[classes]uint8) (start [classes]int, sum int) {
+	for n := uint8(1); n <= maxCode; n++ {
+		for i := range length {
+			if length[i] == n {
+				start[i] = sum
+				sum += 1 << (maxCode - n)
+			}
+		}
+	}
+	return start, sum
+}
+
+// rice is the parameter k for n elements of which c changed.
+func rice(n, c int) int {
+	if c == 0 {
+		return 0
+	}
+	return bits.Len64(63 * uint64(2*n-c) / (262 * uint64(c))) // R. Rice's optimum: log2(0.48 (mean gap + 1/2)) + 1
+}
+
+// runOf is the s for a chunk of n bytes with c changes: about `aim` changes to a run.
+func runOf(n, c int) int {
+	s := 0
+	for s < maxS && uint64(c)*(runBytes<<s) < aim*uint64(n) {
+		s++
+	}
+	return s
+}
+
+// load returns element i of p, whose elements have 1 << lg bytes.
+func load(p []byte, i, lg int) uint64 {
+	switch lg {
+	case 0:
+		return uint64(p[i])
+	case 1:
+		return uint64(le.Uint16(p[2*i:]))
+	case 2:
+		return uint64(le.Uint32(p[4*i:]))
+	}
+	return le.Uint64(p[8*i:])
+}
+
+// each calls f for every changed element of [lo, hi).
+func each(now, base []byte, lo, hi, lg int, f func(i int, x uint64)) {
+	per := 8 >> lg
+	mask := ^uint64(0) >> (64 - 8<<lg)
+	i := lo
+	for ; i+per <= hi; i += per {
+		at := i << lg
+		for at%skip == 0 && at+skip <= hi<<lg && [skip]byte(now[at:]) == [skip]byte(base[at:]) {
+			at += skip
+		}
+		if i = at >> lg; i+per > hi {
+			break
+		}
+		x := le.Uint64(now[at:]) ^ le.Uint64(base[at:])
+		for k := i; x != 0; k++ {
+			if v := x & mask; v != 0 {
+				f(k, v)
+			}
+			if lg == 3 {
+				break
+			}
+			x >>= 8 << lg
+		}
+	}
+	for ; i < hi; i++ {
+		if x := load(now, i, lg) ^ load(base, i, lg); x != 0 {
+			f(i, x)
+		}
+	}
+}
+
+// Changed returns how many elements differ.
+func Changed(now, base []byte, width int) (n int64, err error) {
+	lg, err := wide(width)
+	if err != nil || len(now) != len(base) || len(now)%width != 0 {
+		return 0, errs.New(errs.ErrArgument, "%d and %d bytes of elements of %d", len(now), len(base), width)
+	}
+	each(now, base, 0, len(now)/width, lg, func(int, uint64) { n++ })
+	return n, nil
+}
+
+// A writer appends bits, the lowest first.
+type writer struct {
+	p    []byte
+	acc  uint64
+	have int
+}
+
+func (w *writer) put(v uint64, n int) {
+	for n > 32 {
+		w.put(v&0xffffffff, 32)
+		v, n = v>>32, n-32
+	}
+	w.acc |= v << w.have
+	if w.have += n; w.have >= 32 {
+		w.p = le.AppendUint32(w.p, uint32(w.acc))
+		w.acc >>= 32
+		w.have -= 32
+	}
+}
+
+// Encode appends the delta from base to now, which have the same length of at most
+// MaxBytes, a multiple of the width of an element (1, 2, 4 or 8); nothing if they are
+// equal. The same bytes give the same delta, on every machine.
+func Encode(dst, now, base []byte, width int) ([]byte, error) {
+	lg, err := wide(width)
+	if err != nil || len(now) != len(base) || len(now)%width != 0 || len(now) > MaxBytes {
+		return dst, errs.New(errs.ErrArgument, "%d and %d bytes of elements of %d", len(now), len(base), width)
+	}
+	n := len(now) >> lg
+	var count [classes]uint32
+	changed := 0
+	each(now, base, 0, n, lg, func(_ int, x uint64) {
+		c, _ := classOf(x, lg)
+		count[c]++
+		changed++
+	})
+	if changed == 0 {
+		return dst, nil
+	}
+	from := len(dst)
+	if dst, ok := coded(dst, now, base, lg, &count, changed); ok {
+		return dst, nil
+	}
+	dst = append(dst[:from], modeRaw, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+	for i := range now {
+		dst = append(dst, now[i]^base[i])
+	}
+	for (len(dst)-from)%4 != 0 {
+		dst = append(dst, 0)
+	}
+	return dst, nil
+}
+
+// coded appends a chunk of mode 0, and reports whether there is one that is shorter
+// than mode 1.
+func coded(dst, now, base []byte, lg int, count *[classes]uint32, changed int) ([]byte, bool) {
+	n := len(now) >> lg
+	k, s := rice(n, changed), runOf(len(now), changed)
+	length := lengths(count)
+	start, _ := starts(&length)
+	from, room := len(dst), Room(len(now))
+	dst = append(dst, modeCoded, byte(k), byte(s), 0)
+	for i := 0; i < classes; i += 2 {
+		dst = append(dst, length[i]|length[i+1]<<4)
+	}
+	run := runBytes << s >> lg
+	runs := (n + run - 1) / run
+	table := len(dst)
+	dst = append(dst, make([]byte, (2*runs+3)&^3)...)
+	w := writer{p: dst}
+	for r := range runs {
+		before, at := 8*len(w.p)+w.have, r*run
+		each(now, base, at, min(n, at+run), lg, func(i int, x uint64) {
+			gap := i - at
+			at = i + 1
+			for q := gap >> k; ; q -= 32 {
+				if q < 32 {
+					w.put(1<<q, q+1)
+					break
+				}
+				w.put(0, 32)
+			}
+			w.put(uint64(gap)&(1<<k-1), k)
+			c, rest := classOf(x, lg)
+			w.put(uint64(bits.Reverse8(uint8(start[c]))), int(length[c]))
+			if rest > 0 {
+				w.put(x&(^uint64(0)>>(64-rest)), rest)
+			}
+		})
+		used := 8*len(w.p) + w.have - before
+		if used > maxBits || len(w.p)-from >= room {
+			return dst, false
+		}
+		le.PutUint16(w.p[table+2*r:], uint16(used))
+	}
+	if w.have > 0 {
+		w.put(0, 32-w.have)
+	}
+	return w.p, len(w.p)-from < room
+}
