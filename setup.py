@@ -174,8 +174,8 @@ def third_parties() -> tuple[dict[str, str], str]:
         sys.path.pop(0)
     p = project()
     modules = licences.linked(ROOT, go_command(), TAGS, go_environment())
-    kernels = "x16_aarch64.fatbin" if machine() == "aarch64" else "x16.fatbin"
-    bill = licences.bill(p["name"], p["version"], p["license"], modules, ROOT, kernels)
+    suffix = "_aarch64" if machine() == "aarch64" else ""
+    bill = licences.bill(p["name"], p["version"], p["license"], modules, ROOT, suffix)
     return {licences.TEXTS: licences.notices(modules), licences.BOM: bill}, licences.expression(p["license"], modules)
 
 

@@ -1,4 +1,4 @@
-// Everything that ships, as one module: cuda/built/x16.fatbin.
+// What loads and codecs need, as one module: cuda/built/x16.fatbin. resident.cu is another.
 #include "x16_decode.cu"
 
 #include "move.cu"

@@ -75,6 +75,7 @@ OW_DEV u32 lowest(u32 v) { return (u32)__ffs((int)v) - 1; }  // of the bits that
 OW_DEV double dadd(double a, double b) { return __dadd_rn(a, b); }
 OW_DEV double dmul(double a, double b) { return __dmul_rn(a, b); }
 OW_DEV double shfl64f(double v, u32 from) { return __shfl_sync(0xffffffffu, v, (int)from); }
+OW_DEV u64 shfl64(u64 v, u32 from) { return __shfl_sync(0xffffffffu, (unsigned long long)v, (int)from); }
 // Products the compiler must not turn into shifts: they go to another pipe.
 OW_DEV u32 mulhi(u32 a, u32 b) {
     u32 r;
@@ -176,6 +177,7 @@ OW_DEV void copy_quarters(u8* to, const u8* from, int n) {
         : "memory");
 }
 OW_DEV void raise(u32* word, u32 bits) { atomicOr(word, bits); }
+OW_DEV void add64(u64* word, u64 v) { atomicAdd((unsigned long long*)word, (unsigned long long)v); }
 
 // Asynchronous copies of 16 bytes a lane. After copy_wait and a syncwarp every
 // lane sees what every lane copied.

@@ -224,6 +224,10 @@ OW_DEV double shfl64f(double v, u32 from) {
     memcpy(&v, h, 8);
     return v;
 }
+OW_DEV u64 shfl64(u64 v, u32 from) {
+    u32 low = shfl((u32)v, from);
+    return (u64)shfl((u32)(v >> 32), from) << 32 | low;
+}
 OW_DEV u32 mulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 OW_DEV void append16(u32& x, u32 w) { if (x < 0x10000) x = x << 16 | w; }
 OW_DEV u32 umin(u32 a, u32 b) { return a < b ? a : b; }
@@ -275,6 +279,7 @@ OW_DEV void copy_eighths(u8* to, const u8* from, int n) {
 }
 OW_DEV void copy_quarters(u8* to, const u8* from, int n) { copy_eighths(to, from, n < 16 ? n : 16); }
 OW_DEV void raise(u32* word, u32 bits) { __atomic_fetch_or(word, bits, __ATOMIC_RELAXED); }
+OW_DEV void add64(u64* word, u64 v) { __atomic_fetch_add(word, v, __ATOMIC_RELAXED); }
 
 OW_DEV void copy16(u32 to, const u8* from) {
     host::aligned(from, 16);

@@ -20,7 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = ROOT / "cuda"
 BUILT = CUDA / "built"
-MODULES = {"x16.fatbin", "x16_aarch64.fatbin"}
+MODULES = {"x16.fatbin", "x16_aarch64.fatbin", "resident.fatbin", "resident_aarch64.fatbin"}
+SOURCES = ("kernels.cu", "resident.cu")
 WHEELS = "cuda-toolkit[nvcc,cudart]==13.0.*"
 
 
@@ -41,7 +42,7 @@ def included(name: str, seen: set[str]) -> set[str]:
 
 def test_hashes() -> None:
     hashes = noted()
-    assert set(hashes) == included("kernels.cu", set()) | MODULES
+    assert set(hashes) == set().union(*(included(name, set()) for name in SOURCES)) | MODULES
     for name, digest in hashes.items():
         path = BUILT / name if name in MODULES else CUDA / name
         found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -64,6 +65,13 @@ def test_every_batch_kernel_is_in_the_module() -> None:
     kernels = set(re.findall(r"^OW_WARP_KERNEL\((\w+),", text, re.M)) | set(re.findall(r"__launch_bounds__\([^)]*\) (ow_\w+)\(", text))
     assert listed == kernels
     assert '#include "batch.cu"' in (CUDA / "kernels.cu").read_text(encoding="utf-8")
+
+
+def test_every_resident_kernel_is_in_the_module() -> None:
+    asked = re.search(r'residentNames\s*= "([^"]*)"', (ROOT / "gosrc/device/cuda/resident.go").read_text(encoding="utf-8"))
+    assert asked is not None
+    kernels = re.findall(r"__launch_bounds__\([^)]*\)\s+(ow_\w+)\(", (CUDA / "resident.cu").read_text(encoding="utf-8"))
+    assert set(asked[1].split(r"\x00")[:-1]) == set(kernels)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +100,10 @@ def test_rebuild_gives_the_same_bytes(nvcc: Path, tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (BUILT / name).read_bytes()
 
 
-def test_ptx_version(nvcc: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", SOURCES)
+def test_ptx_version(nvcc: Path, tmp_path: Path, source: str) -> None:
     out = tmp_path / "kernels.ptx"
     subprocess.run(
-        [str(nvcc), "-ptx", "-std=c++17", "-O3", "-arch=compute_80", "-o", str(out), str(CUDA / "kernels.cu")], check=True, timeout=600
+        [str(nvcc), "-ptx", "-std=c++17", "-O3", "-arch=compute_80", "-o", str(out), str(CUDA / source)], check=True, timeout=600
     )
     assert ".version 9.0\n" in out.read_text()

@@ -120,8 +120,9 @@ def expression(own: str, modules: list[Module]) -> str:
     return " AND ".join(sorted({own, *(name for one in modules for name in one.licences)}))
 
 
-def bill(name: str, version: str, own: str, modules: list[Module], root: Path, kernels: str = "x16.fatbin") -> str:
-    """The bill of materials in CycloneDX 1.6; the same tree gives the same text."""
+def bill(name: str, version: str, own: str, modules: list[Module], root: Path, suffix: str = "") -> str:
+    """The bill of materials in CycloneDX 1.6; the same tree gives the same text. suffix:
+    of the names of the GPU's modules."""
     url = f"pkg:pypi/{name}@{version}"
     sums = dict(re.findall(r"^(\S+ \S+) (h1:\S+)$", (root / "go.sum").read_text(encoding="utf-8"), re.M))
     components: list[dict[str, Any]] = []
@@ -131,7 +132,7 @@ def bill(name: str, version: str, own: str, modules: list[Module], root: Path, k
         if checked := sums.get(f"{one.path} {one.version}"):
             component["properties"] = [{"name": "go.sum", "value": checked}]
         components.append(component)
-    for path in sorted((root / "cuda" / "built").glob(kernels)):
+    for path in (root / "cuda" / "built" / f"{module}{suffix}.fatbin" for module in ("resident", "x16")):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         components.append({
             "type": "file", "bom-ref": f"file:{path.name}", "name": path.name, "description": "GPU kernels, compiled from cuda/ by nvcc",

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Compiles kernels.cu into x16.fatbin, and x16_aarch64.fatbin for the GPUs of aarch64
-# machines, beside this script, and notes the hash of the sources. The same sources and compiler give the same bytes in any folder: nvcc
+# Compiles kernels.cu into x16.fatbin, resident.cu into resident.fatbin, and both for the
+# GPUs of aarch64 machines (NAME_aarch64.fatbin), beside this script, and notes the hash
+# of the sources. The same sources and compiler give the same bytes in any folder: nvcc
 # puts a hash of the sources' folder into names, so that it is given a copy in
 # one that is always the same.
 #
@@ -19,22 +20,24 @@ trap 'exit 1' HUP INT TERM
 cp *.h *.cu *.cuh "$copy"
 cd "$copy"
 # -O3 as in the measured ladder. No -lineinfo: it writes paths.
-fatbin() { # NAME ARCH...
-	name=$1
-	shift
+fatbin() { # NAME SOURCE ARCH...
+	name=$1 source=$2
+	shift 2
 	for arch in "$@"; do
 		set -- "$@" -gencode "arch=compute_$arch,code=sm_$arch"
 		shift
 	done
-	"$nvcc" -fatbin -std=c++17 -O3 --compress-mode=size "$@" -gencode arch=compute_80,code=compute_80 -o "$out/$name" kernels.cu
+	"$nvcc" -fatbin -std=c++17 -O3 --compress-mode=size "$@" -gencode arch=compute_80,code=compute_80 -o "$out/$name" "$source"
 }
 # Code of sm_80 runs on sm_86 and 89, too, that of sm_100 on 103.
-fatbin x16.fatbin 80 90 100 120
-fatbin x16_aarch64.fatbin 90 100 121
+for module in x16:kernels.cu resident:resident.cu; do
+	fatbin "${module%%:*}.fatbin" "${module##*:}" 80 90 100 120
+	fatbin "${module%%:*}_aarch64.fatbin" "${module##*:}" 90 100 121
+done
 "$nvcc" -ptx -std=c++17 -O3 -arch=compute_80 -o "$out/x16.ptx.tmp" kernels.cu
 version=$(grep -m1 '^\.version' "$out/x16.ptx.tmp")
 rm "$out/x16.ptx.tmp"
 [ "$version" = ".version 9.0" ] || { echo "PTX $version, not 9.0: use the pinned compiler" >&2; exit 1; }
-# What the module is made of; tests/test_kernels.py compares it.
+# What the modules are made of; tests/test_kernels.py compares it.
 sha256sum *.h *.cu *.cuh | grep -v warp_host.h >"$out/sources.sha256"
-(cd "$out" && sha256sum x16.fatbin x16_aarch64.fatbin >>sources.sha256)
+(cd "$out" && sha256sum x16.fatbin x16_aarch64.fatbin resident.fatbin resident_aarch64.fatbin >>sources.sha256)

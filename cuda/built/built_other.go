@@ -6,8 +6,14 @@ package built
 
 import _ "embed"
 
-// X16 is the module of all kernels as a CUDA fat binary: machine code for
+// X16 is the module of the kernels that loads need as a CUDA fat binary: machine code for
 // sm_80, 90, 100 and 120, and PTX for what comes later.
 //
 //go:embed x16.fatbin
 var X16 []byte
+
+// Resident is the module for weights that stay on the device, which is loaded when it is
+// first needed, for the same GPUs.
+//
+//go:embed resident.fatbin
+var Resident []byte

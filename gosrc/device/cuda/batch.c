@@ -5,20 +5,9 @@
 #include <string.h>
 
 #include "call.h"
+#include "follow.h"
 
 enum { STREAM_NON_BLOCKING = 1, EVENT_NO_TIMING = 2, REGISTER_PORTABLE_MAPPED = 1 | 2, POINTER_DEVICE = 9 };
-
-static owcu_handle handle(uint64_t stream) { return (owcu_handle)(uintptr_t)stream; }
-
-// follow makes a stream wait for what is queued on others now.
-static int follow(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_handle event, struct owcu_error *e)
-{
-	for (uint64_t i = 0; i < n; i++)
-		if (handle(after[i]) != stream &&
-		    (uncaptured(after[i], e) || TRY(event_record, (event, handle(after[i]))) || TRY(stream_wait, (stream, event, 0))))
-			return -1;
-	return 0;
-}
 
 static int queue(const struct owcu_batch *b, struct owcu_error *e)
 {

@@ -8,6 +8,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/errs"
 )
@@ -174,6 +175,11 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 		},
 		"Peek":   func() error { _, err := d.Peek(on, 0, FormatX16, streams); return err },
 		"Encode": func() error { _, err := d.Encode(on, streams, dst); return err },
+		"Digest": func() error { _, err := d.Digest(on, []digest.View{digest.Contiguous(src, 4096)}); return err },
+		"Digest after": func() error {
+			_, err := d.Digest(Order{Stream: 1, After: []uintptr{stream}}, []digest.View{digest.Contiguous(src, 4096)})
+			return err
+		},
 	}
 	end := FakeCapture(stream, false)
 	for name, call := range all {

@@ -61,7 +61,8 @@ type Device struct {
 	reaping  bool
 	taken    bool // spare was taken
 
-	batch batches
+	batch    batches
+	resident resident
 }
 
 // firstRing is the size of a default queue's pinned memory; tests make it smaller.
@@ -143,6 +144,9 @@ func (d *Device) Trim() error {
 		}
 	}
 	if e := d.trimBatches(); err == nil {
+		err = e
+	}
+	if e := d.trimResident(); err == nil {
 		err = e
 	}
 	if e := d.giveBack(); err == nil {
@@ -257,6 +261,8 @@ func (d *Device) close() error {
 	for C.owcu_stream_end(d.ctx, &d.stream, &e) > 0 {
 	}
 	for C.owcu_module_close(d.ctx, &d.module, &e) > 0 {
+	}
+	for C.owcu_module_close(d.ctx, &d.resident.module, &e) > 0 {
 	}
 	C.free(unsafe.Pointer(d.list))
 	driver.mu.Lock()

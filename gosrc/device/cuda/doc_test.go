@@ -14,8 +14,8 @@ func TestKernels(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for arch, name := range map[string]string{"amd64": "x16.fatbin", "arm64": "x16_aarch64.fatbin"} {
-		want := "fatbin " + name + " " + strings.Trim(fmt.Sprint(machineCode[arch]), "[]") + "\n"
+	for arch, suffix := range map[string]string{"amd64": "", "arm64": "_aarch64"} {
+		want := "fatbin \"${module%%:*}" + suffix + ".fatbin\" \"${module##*:}\" " + strings.Trim(fmt.Sprint(machineCode[arch]), "[]") + "\n"
 		if !strings.Contains(string(b), want) {
 			t.Errorf("build.sh has no %q", want)
 		}

@@ -2,6 +2,7 @@
 
 #include "fake.h"
 #include "fake_state.h"
+#include "fake_resident.h"
 #include "queue.h"
 
 #include <sys/wait.h>
@@ -393,7 +394,8 @@ static const char *const kernel_names[] = {"ow_x16_bf16", "ow_x16_fp16",    "ow_
                                            "ow_x16_int8", "ow_x16_nibbles", "ow_x16_bytes", "ow_move_kernel", "ow_cast_kernel",
                                            "ow_stream_open", "ow_stream_close", "ow_stream_peek", "ow_stream_x16",
                                            "ow_stream_cut",  "ow_stream_sum", "ow_stream_join",
-                                           "ow_lz4_decode",  "ow_snappy_decode", "ow_cascaded_decode", "ow_x16_encode"};
+                                           "ow_lz4_decode",  "ow_snappy_decode", "ow_cascaded_decode", "ow_x16_encode",
+                                           "ow_digest"};
 
 static int f_module_load(owcu_handle *m, const void *image)
 {
@@ -440,6 +442,8 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 	(void)extra;
 	if (rc)
 		return end(rc);
+	if (kernel >= K_RESIDENT)
+		return end(resident_launch(kernel, gx, bx, gy * gz * by * bz == 1 && shared == 0, s, args));
 	if (kernel >= K_ITEMS) { // kernel(items, n)
 		struct op o = {.kind = LAUNCH, .kernel = kernel};
 		memcpy(&o.b, args[0], 8);

@@ -5,3 +5,4 @@
 #include "../../../cuda/x16_host.cc"
 #include "../../../cuda/batch_host.cc"
 #include "../../../cuda/stream_host.cc"
+#include "../../../cuda/resident_host.cc"

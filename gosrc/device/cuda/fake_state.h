@@ -33,7 +33,7 @@ void ow_lz4_decode_host(ow_batch_item *items, uint32_t n);
 void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
 
 // Places in kernel_names.
-enum { K_OPEN = 10, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_ITEMS = K_LZ4 };
+enum { K_OPEN = 10, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_DIGEST, K_ITEMS = K_LZ4, K_RESIDENT = K_DIGEST };
 
 enum { UNSUPPORTED = 900, IMPLICIT = 906, RELAXED = 2 }; // of stream capture
 enum { GUARD = 4096, ALIGN = 512, OOM = 2, INVALID = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
@@ -82,6 +82,8 @@ struct op {
 	int64_t at;
 	uint64_t a, b, status;
 	const ow_stream_few *few; // a copy, where a is 0
+	uint32_t warps;
+	uint64_t args[3]; // of the second module's kernels, beside a, b and n
 };
 
 struct stream {
@@ -257,6 +259,8 @@ static void items_now(const struct op *o)
 		ow_x16_encode_host(items, (uint32_t)o->n);
 }
 
+static void resident_now(const struct op *o); // fake_resident.h
+
 static void launch_now(const struct op *o)
 {
 	if (o->kernel < OW_BYTES) {
@@ -282,6 +286,8 @@ static void launch_now(const struct op *o)
 			}
 		}
 		ow_move_host(moves, parts, (uint32_t)o->n);
+	} else if (o->kernel >= K_RESIDENT) {
+		resident_now(o);
 	} else if (o->kernel >= K_ITEMS) {
 		items_now(o);
 	} else if (o->kernel >= K_OPEN) {

@@ -1,0 +1,134 @@
+// Digests of tensors on the device: gosrc/codec/digest has the definition.
+//
+// A warp sums a range of tiles, which may end in the middle of a tensor and reach over
+// many: sums stay in registers until the tensor changes. Both sums commute, so the
+// digest does not depend on the grid.
+#ifndef OVERWIRE_DIGEST_CUH
+#define OVERWIRE_DIGEST_CUH
+
+#include "abi_digest.h"
+#include "warp.cuh"
+
+namespace ow {
+
+constexpr u64 kDigestStep = 0x9e3779b97f4a7c15, kDigestM1 = 0xa54ff53a5f1d36f1, kDigestM2 = 0xbb67ae8584caa73b;
+constexpr u32 kTileWords = OW_DIGEST_TILE / 8;
+
+struct DigestSums { u64 a, b; };
+
+// digest_word adds a word whose key is (its number + 1) * kDigestStep.
+OW_DEV void digest_word(DigestSums& s, u64 w, u64 key) {
+    u64 x = w + key;
+    x = (x ^ x >> 32) * kDigestM1;
+    x = (x ^ x >> 32) * kDigestM2;
+    u64 high = x >> 32;
+    x ^= high;
+    s.a += x;
+    s.b += x * (high | 1);
+}
+
+OW_DEV u64 ldg_item(const u8* p, u32 item) {
+    switch (item) {
+        case 1: return ldg8(p);
+        case 2: return ldg16(p);
+        case 4: return ldg32(p);
+    }
+    u32x2 v = ldg64(p);
+    return (u64)v.y << 32 | v.x;
+}
+
+// digest_at is the address of an element, and how many follow it in its row.
+OW_DEV const u8* digest_at(const ow_digest_job& job, const ow_digest_dim* dims, u64 e, u64& row) {
+    u64 at = job.src;
+    OW_UNROLL(1)
+    for (u32 i = job.rank; i-- > 0;) {
+        ow_digest_dim d = dims[i];
+        u64 q = e / d.size, c = e - q * d.size;
+        if (i + 1u == job.rank) row = d.size - c;
+        at += c * (u64)d.stride;
+        e = q;
+    }
+    return (const u8*)(uintptr_t)at;
+}
+
+// digest_load is word w of a tensor; bytes behind its end are 0.
+OW_DEV u64 digest_load(const ow_digest_job& job, const ow_digest_dim* dims, u64 w) {
+    u64 left = job.bytes - 8 * w, v = 0;
+    if (job.rank == 0) {
+        const u8* p = (const u8*)(uintptr_t)job.src + 8 * w;
+        if (left >= 8) return ldg_item(p, 8);
+        OW_UNROLL(1)
+        for (u32 k = 0; k < (u32)left; k++) v |= (u64)ldg8(p + k) << (8 * k);
+        return v;
+    }
+    u32 item = job.item, n = (left < 8 ? (u32)left : 8) / item;
+    u64 e = w * (8 / item), row, stride = (u64)dims[job.rank - 1].stride;
+    const u8* p = digest_at(job, dims, e, row);
+    OW_UNROLL(1)
+    for (u32 k = 0; k < n; k++) {
+        v |= ldg_item(p, item) << (8 * item * k);
+        if (--row) p += stride;
+        else if (k + 1 < n) p = digest_at(job, dims, e + k + 1, row);
+    }
+    return v;
+}
+
+// digest_tile adds one tile of a tensor, of which this lane takes a 32nd.
+OW_DEV void digest_tile(DigestSums& s, const ow_digest_job& job, const ow_digest_dim* dims, u64 tile) {
+    u64 first = tile * kTileWords;
+    if (job.rank == 0 && job.item == 16 && job.bytes - 8 * first >= OW_DIGEST_TILE) {
+        const u8* p = (const u8*)(uintptr_t)job.src + 8 * first + 16 * lane();
+        u32x4 v[8];
+        OW_UNROLL(8)
+        for (u32 k = 0; k < 8; k++) v[k] = ldg128(p + 512 * k);
+        u64 key = (first + 2 * lane() + 1) * kDigestStep;
+        OW_UNROLL(8)
+        for (u32 k = 0; k < 8; k++) {
+            digest_word(s, (u64)v[k].y << 32 | v[k].x, key);
+            digest_word(s, (u64)v[k].w << 32 | v[k].z, key + kDigestStep);
+            key += 64 * kDigestStep;
+        }
+        return;
+    }
+    u64 words = (job.bytes + 7) / 8 - first;
+    OW_UNROLL(1)
+    for (u32 k = lane(); k < kTileWords && k < words; k += 32) {
+        digest_word(s, digest_load(job, dims, first + k), (first + k + 1) * kDigestStep);
+    }
+}
+
+// digest_flush adds the sums of all lanes to a tensor's.
+OW_DEV void digest_flush(u64* sums, DigestSums s) {
+    OW_UNROLL(5)
+    for (u32 d = 16; d > 0; d /= 2) {
+        s.a += shfl64(s.a, lane() ^ d);
+        s.b += shfl64(s.b, lane() ^ d);
+    }
+    if (lane() == 0) {
+        add64(sums, s.a);
+        add64(sums + 1, s.b);
+    }
+}
+
+// digest_job is the work of one warp of several.
+OW_DEV void digest_job(const ow_digest_job* jobs, u32 n, u64 tiles, const ow_digest_dim* dims, u64* sums, u32 warp, u32 warps) {
+    u64 at = tiles * warp / warps, end = tiles * (warp + 1) / warps;
+    if (at >= end) return;
+    u32 j = 0;
+    for (u32 len = n; len > 1;) {  // the last job that begins at `at` or before
+        u32 half = len / 2;
+        if (jobs[j + half].first <= at) j += half;
+        len -= half;
+    }
+    for (; at < end; j++) {
+        ow_digest_job job = jobs[j];
+        u64 stop = job.first + (job.bytes + OW_DIGEST_TILE - 1) / OW_DIGEST_TILE;
+        if (stop > end) stop = end;
+        DigestSums s = {0, 0};
+        for (; at < stop; at++) digest_tile(s, job, dims + job.dims, at - job.first);
+        digest_flush(sums + 2 * j, s);
+    }
+}
+
+}  // namespace ow
+#endif

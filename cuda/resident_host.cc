@@ -1,0 +1,9 @@
+// The host twins of resident.cu, run by the warp of warp_host.h.
+#include "digest.cuh"
+
+extern "C" void ow_digest_host(const ow_digest_job* jobs, uint32_t n, uint64_t tiles, const ow_digest_dim* dims, uint64_t* sums,
+                               uint32_t warps) {
+    for (uint32_t warp = 0; warp < warps; warp++) {
+        ow::run_warp([&] { ow::digest_job(jobs, n, tiles, dims, (ow::u64*)sums, warp, warps); }, warp % 2);
+    }
+}

@@ -1,0 +1,116 @@
+// Package digest computes the digest of a tensor's bytes: 128 bits that are the same
+// on the CPU and on the GPU (cuda/digest.cuh), in whatever order the bytes are read.
+//
+// The bytes are those of the contiguous tensor in row-major order, as little-endian
+// words w[0], w[1], ... of 64 bits, the last one filled up with zeros. All arithmetic
+// is modulo 2^64:
+//
+//	mix(x)  x ^= x >> 32; x *= M1; x ^= x >> 32; x *= M2; x ^= x >> 32
+//	t[i]    mix(w[i] + (i + 1) * A)
+//	a       the sum of all t[i]
+//	b       the sum of all t[i] * (t[i] >> 32 | 1)
+//	high    mix(a + (bytes + 1) * B)
+//	low     mix(b + high)
+//
+// docs/format.md section 6 says what it promises. It is not cryptographic.
+//
+// Everything here is safe for concurrent use unless it says otherwise.
+package digest
+
+import (
+	"encoding/binary"
+	"fmt"
+	"strconv"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// The constants are fractional parts times 2^64: of the golden ratio, and of the
+// square roots of 7, 3 and 5.
+const (
+	stepA = 0x9e3779b97f4a7c15
+	mulM1 = 0xa54ff53a5f1d36f1
+	mulM2 = 0xbb67ae8584caa73b
+	sizeB = 0x3c6ef372fe94f82b
+)
+
+// WordBytes is the unit of a digest: parts are cut at its multiples.
+const WordBytes = 8
+
+func mix(x uint64) uint64 {
+	x ^= x >> 32
+	x *= mulM1
+	x ^= x >> 32
+	x *= mulM2
+	return x ^ x>>32
+}
+
+// A Sum is the digest of a tensor. Two are compared with ==.
+type Sum struct{ High, Low uint64 }
+
+// String is the digest as 32 hex digits, the high half first.
+func (s Sum) String() string { return fmt.Sprintf("%016x%016x", s.High, s.Low) }
+
+// Parse reads what String writes.
+func Parse(text string) (s Sum, err error) {
+	if len(text) == 32 {
+		if s.High, err = strconv.ParseUint(text[:16], 16, 64); err == nil {
+			s.Low, err = strconv.ParseUint(text[16:], 16, 64)
+		}
+		if err == nil && s.String() == text {
+			return s, nil
+		}
+	}
+	return Sum{}, errs.New(errs.ErrArgument, "%q is no digest: 32 hex digits", text)
+}
+
+// A State is what has been summed of a tensor. The zero State is nothing; States of
+// disjoint parts add up. A State is not safe for concurrent use.
+type State struct{ A, B uint64 }
+
+// Add sums the bytes p, which begin at byte `at` of the tensor, a multiple of
+// WordBytes. Their number is one, too, unless they are the tensor's last.
+func (s *State) Add(at int64, p []byte) {
+	n := len(p) / WordBytes
+	first := uint64(at) / WordBytes
+	done := fast(s, first, p[:n*WordBytes])
+	scalar(s, first+uint64(done), p[done*WordBytes:n*WordBytes])
+	if rest := p[n*WordBytes:]; len(rest) > 0 {
+		var last [WordBytes]byte
+		copy(last[:], rest)
+		scalar(s, first+uint64(n), last[:])
+	}
+}
+
+// Merge adds what has been summed of another part.
+func (s *State) Merge(other State) {
+	s.A += other.A
+	s.B += other.B
+}
+
+// Sum is the digest of a tensor of n bytes, all of which were added.
+func (s State) Sum(n int64) Sum {
+	high := mix(s.A + (uint64(n)+1)*sizeB)
+	return Sum{high, mix(s.B + high)}
+}
+
+// scalar sums whole words, of which the first is word i of the tensor. It is the slow
+// twin of the others.
+func scalar(s *State, i uint64, p []byte) {
+	x := (i + 1) * stepA
+	var a, b uint64
+	for ; len(p) >= WordBytes; p = p[WordBytes:] {
+		t := mix(binary.LittleEndian.Uint64(p) + x)
+		a += t
+		b += t * (t>>32 | 1)
+		x += stepA
+	}
+	s.Merge(State{a, b})
+}
+
+// Of is the digest of contiguous bytes.
+func Of(p []byte) Sum {
+	var s State
+	s.Add(0, p)
+	return s.Sum(int64(len(p)))
+}

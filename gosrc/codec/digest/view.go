@@ -1,0 +1,157 @@
+package digest
+
+// This file describes tensors in memory, contiguous or strided, and reads them in
+// row-major order.
+
+import (
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// A View is a tensor in memory: of the host, or, for a GPU's kernel, of that. Strides
+// are bytes; they may be negative, or zero. Item is the size of an element: 1, 2, 4, 8
+// or 16 bytes.
+type View struct {
+	Address        uint64
+	Item           int64
+	Shape, Strides []int64
+}
+
+// Contiguous is a view of bytes in order.
+func Contiguous(address uint64, bytes int64) View {
+	return View{Address: address, Item: 1, Shape: []int64{bytes}, Strides: []int64{1}}
+}
+
+// MaxRank is the most dimensions of a view.
+const MaxRank = 64
+
+// Bytes is the size of the contiguous tensor; an error if the view is none.
+func (v *View) Bytes() (int64, error) {
+	if v.Item < 1 || v.Item > 16 || v.Item&(v.Item-1) != 0 || len(v.Shape) != len(v.Strides) || len(v.Shape) > MaxRank {
+		return 0, errs.New(errs.ErrArgument, "a tensor of %d dimensions, %d strides and elements of %d bytes", len(v.Shape), len(v.Strides), v.Item)
+	}
+	n, zero := v.Item, false
+	for _, d := range v.Shape {
+		if d < 0 {
+			return 0, errs.New(errs.ErrArgument, "a dimension of %d", d)
+		}
+		zero = zero || d == 0
+	}
+	for _, d := range v.Shape {
+		if zero {
+			return 0, nil
+		}
+		if n > (1<<62)/d {
+			return 0, errs.New(errs.ErrArgument, "a tensor of shape %v is too large", v.Shape)
+		}
+		n *= d
+	}
+	if v.Address == 0 {
+		return 0, errs.New(errs.ErrArgument, "%d bytes at address 0", n)
+	}
+	return n, nil
+}
+
+// Merged is the same view with as few dimensions as possible, none of them of size 1;
+// a contiguous tensor has one, and its elements are its bytes. The view has bytes.
+func (v *View) Merged() View {
+	m := View{Address: v.Address, Item: v.Item}
+	for i, d := range v.Shape {
+		s := v.Strides[i]
+		if d == 1 {
+			continue
+		}
+		if k := len(m.Shape) - 1; k >= 0 && m.Strides[k] == s*d {
+			m.Shape[k] *= d
+			m.Strides[k] = s
+			continue
+		}
+		m.Shape, m.Strides = append(m.Shape, d), append(m.Strides, s)
+	}
+	if len(m.Shape) == 0 {
+		m.Shape, m.Strides = []int64{1}, []int64{m.Item}
+	}
+	if len(m.Shape) == 1 && m.Strides[0] == m.Item {
+		return Contiguous(m.Address, m.Shape[0]*m.Item)
+	}
+	return m
+}
+
+// IsContiguous reports whether a merged view is bytes in order.
+func (v *View) IsContiguous() bool { return len(v.Shape) == 1 && v.Strides[0] == 1 && v.Item == 1 }
+
+// pointer is an address of the host; Go's collector ignores it.
+func pointer(a uint64) unsafe.Pointer {
+	p := uintptr(a)
+	return *(*unsafe.Pointer)(unsafe.Pointer(&p))
+}
+
+const gathered = 32 << 10
+
+// add sums bytes [at, at+n) of a merged view; at is a multiple of 16, and so is n
+// unless they are the last.
+func (v *View) add(s *State, at, n int64) {
+	if v.IsContiguous() {
+		s.Add(at, unsafe.Slice((*byte)(pointer(v.Address+uint64(at))), n))
+		return
+	}
+	var buf [gathered]byte
+	w := v.walk(at / v.Item)
+	for n > 0 {
+		k := min(n, gathered)
+		w.read(buf[:k])
+		s.Add(at, buf[:k])
+		at, n = at+k, n-k
+	}
+}
+
+// A walker is a place in a view.
+type walker struct {
+	v    *View
+	at   uint64 // address of the element
+	coor [MaxRank]int64
+}
+
+// walk begins at an element of the view.
+func (v *View) walk(element int64) *walker {
+	w := &walker{v: v, at: v.Address}
+	for i := len(v.Shape) - 1; i >= 0; i-- {
+		w.coor[i] = element % v.Shape[i]
+		element /= v.Shape[i]
+		w.at += uint64(w.coor[i] * v.Strides[i])
+	}
+	return w
+}
+
+// read copies the next elements, which fill p.
+func (w *walker) read(p []byte) {
+	v, last := w.v, len(w.v.Shape)-1
+	item, stride := v.Item, v.Strides[last]
+	for len(p) > 0 {
+		run := min(v.Shape[last]-w.coor[last], int64(len(p))/item)
+		bytes := run * item
+		if stride == item {
+			copy(p[:bytes], unsafe.Slice((*byte)(pointer(w.at)), bytes))
+		} else {
+			gather(p[:bytes], w.at, stride, item)
+		}
+		p = p[bytes:]
+		w.coor[last] += run
+		w.at += uint64(run * stride)
+		for i := last; i > 0 && w.coor[i] == v.Shape[i]; i-- {
+			w.at += uint64(v.Strides[i-1] - v.Shape[i]*v.Strides[i])
+			w.coor[i] = 0
+			w.coor[i-1]++
+		}
+	}
+}
+
+// gather copies elements that are a stride apart.
+func gather(p []byte, at uint64, stride, item int64) {
+	for len(p) > 0 {
+		copy(p[:item], unsafe.Slice((*byte)(pointer(at)), item))
+		p = p[item:]
+		at += uint64(stride)
+	}
+}

@@ -1,0 +1,90 @@
+//go:build cgo && owfake
+
+package cuda
+
+import (
+	"testing"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/digest"
+)
+
+// A digest comes after what is queued on the caller's stream, and on those that it
+// follows.
+func TestDigestOrder(t *testing.T) {
+	d := begun(t)
+	mem, err := d.Alloc([]int64{1 << 16})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mem[0].Release()
+	first, err := d.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	second, err := d.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	views := []digest.View{digest.Contiguous(uint64(uintptr(mem[0].Ptr)), 1<<16)}
+	for v, on := range map[byte]Order{1: {Stream: first}, 2: {Stream: second, After: []uintptr{first}}, 3: {Stream: 1, After: []uintptr{second, first}}} {
+		fakeFill(mem[0], v, first)
+		got, err := d.Digest(on, views)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := make([]byte, 1<<16)
+		for i := range want {
+			want[i] = v
+		}
+		if got[0] != digest.Of(want) {
+			t.Errorf("%+v: the digest of what was there before", on)
+		}
+	}
+	for _, s := range []uintptr{first, second} {
+		if err := d.FreeStream(s); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// Whatever call of the driver fails, the digest is an error or right, nothing is left
+// behind, and the next one is right; its tables grow and are freed.
+func TestDigestFailures(t *testing.T) {
+	d := begun(t)
+	mem, err := d.Alloc([]int64{1 << 12})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mem[0].Release()
+	view := digest.Contiguous(uint64(uintptr(mem[0].Ptr)), 1<<12)
+	want := digest.Of(unsafe.Slice((*byte)(mem[0].Ptr), 1<<12))
+	check := func(n int) bool {
+		views := make([]digest.View, n)
+		for i := range views {
+			views[i] = view
+		}
+		got, err := d.Digest(Order{Stream: 1}, views)
+		if err == nil && (got[0] != want || got[n-1] != want) {
+			t.Error("a wrong digest, and no error")
+		}
+		return err == nil
+	}
+	for nth, good := int64(1), false; !good; nth++ {
+		fakeFail(nth, 999, false)
+		good = check(1)
+		fakeFail(0, 0, false)
+		if !check(1) {
+			t.Fatalf("after call %d failed", nth)
+		}
+		if err := d.Trim(); err != nil {
+			t.Fatal(err)
+		}
+		if nth > 200 {
+			t.Fatal("it always fails")
+		}
+	}
+	if many := huge / 48; !check(many) || !check(1) {
+		t.Error("many tensors")
+	}
+}

@@ -1,0 +1,65 @@
+//go:build cgo
+
+package cuda
+
+import (
+	"testing"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec/codectest"
+	"github.com/overwire/overwire/gosrc/codec/digest"
+)
+
+// The GPU's digest is the CPU's: of contiguous tensors of every length and alignment, and
+// of strided ones, many in one launch; the module is loaded by the first.
+func TestDigest(t *testing.T) {
+	d, l := open(t, 2, 1<<20)
+	r := random(t)
+	data := make([]byte, 1<<20)
+	for i := range data {
+		data[i] = byte(r.Uint32())
+	}
+	mem := upload(t, d, l, data)
+	moved := func(v digest.View) digest.View {
+		if v.Address != 0 {
+			v.Address += uint64(uintptr(mem.Ptr)) - uint64(uintptr(unsafe.Pointer(&data[0])))
+		}
+		return v
+	}
+	var host, views []digest.View
+	add := func(v digest.View) { host, views = append(host, v), append(views, moved(v)) }
+	for range 300 {
+		v, _ := codectest.AnyView(r, data)
+		add(v)
+	}
+	for n := range 40 {
+		add(digest.Contiguous(uint64(uintptr(unsafe.Pointer(&data[r.IntN(64)]))), int64(n)))
+		add(digest.Contiguous(uint64(uintptr(unsafe.Pointer(&data[r.IntN(64)]))), r.Int64N(30000)))
+		add(digest.Contiguous(uint64(uintptr(unsafe.Pointer(&data[16*r.IntN(64)]))), r.Int64N(30000)))
+	}
+	add(digest.Contiguous(uint64(uintptr(unsafe.Pointer(&data[0]))), int64(len(data))))
+	want, err := digest.All(t.Context(), host, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if d.resident.loaded {
+		t.Error("the second module is loaded before it is needed")
+	}
+	for _, n := range []int{1, len(views)} {
+		got, err := d.Digest(Order{Stream: 1}, views[:n])
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range got {
+			if got[i] != want[i] {
+				t.Errorf("%+v: %v, want %v", host[i], got[i], want[i])
+			}
+		}
+	}
+	if got, err := d.Digest(Order{Stream: 1}, []digest.View{{Item: 2, Shape: []int64{0}, Strides: []int64{2}}}); err != nil || got[0] != digest.Of(nil) {
+		t.Error(got, err)
+	}
+	if _, err := d.Digest(Order{Stream: 1}, []digest.View{{Address: views[0].Address, Item: 5}}); err == nil {
+		t.Error("elements of 5 bytes are taken")
+	}
+}

@@ -1,0 +1,68 @@
+// The kernels of the second module on the fake driver: what they may touch is checked, then
+// their host twins run. Included by fake.c only.
+#ifndef OWCU_FAKE_RESIDENT_H
+#define OWCU_FAKE_RESIDENT_H
+
+#include "fake_state.h"
+
+#include "../../../cuda/abi_digest.h"
+
+void ow_digest_host(const ow_digest_job *jobs, uint32_t n, uint64_t tiles, const ow_digest_dim *dims, uint64_t *sums, uint32_t warps);
+
+// Whether a digest's tensor lies in device memory, all of it.
+static int digest_covered(const ow_digest_job *j, const ow_digest_dim *d)
+{
+	uint64_t low = j->src, bytes = j->rank ? j->item : j->bytes;
+
+	if (j->rank == 0 && (j->src % j->item || (j->item != 8 && j->item != 16)))
+		return 0;
+	for (int i = 0; i < j->rank; i++) {
+		uint64_t reach = (d[i].size - 1) * (uint64_t)(d[i].stride < 0 ? -d[i].stride : d[i].stride);
+		if (d[i].size == 0 || d[i].stride % j->item)
+			return 0;
+		low -= d[i].stride < 0 ? reach : 0;
+		bytes += reach;
+	}
+	return covers((void *)(uintptr_t)low, bytes) == 1;
+}
+
+static void digest_now(const struct op *o)
+{
+	const ow_digest_job *jobs = (const void *)(uintptr_t)o->a;
+	const ow_digest_dim *dims = (const void *)(uintptr_t)o->args[1];
+	uint64_t *sums = (void *)(uintptr_t)o->b;
+
+	if (covers(jobs, o->n * sizeof *jobs) != 1 || covers(sums, o->n * 16) != 1) {
+		broke("a table outside device memory");
+		return;
+	}
+	for (size_t i = 0; i < o->n; i++)
+		if (!digest_covered(&jobs[i], dims + jobs[i].dims)) {
+			broke("a tensor outside device memory");
+			return;
+		}
+	ow_digest_host(jobs, (uint32_t)o->n, o->args[0], dims, sums, o->warps);
+}
+
+static void resident_now(const struct op *o) { digest_now(o); }
+
+static int resident_launch(int kernel, unsigned grid, unsigned block, int flat, owcu_handle s, void **args)
+{
+	struct op o = {.kind = LAUNCH, .kernel = kernel, .warps = grid * (block / 32)};
+	uint32_t n;
+
+	if (!flat || grid == 0 || block != OW_DIGEST_THREADS) {
+		broke("a launch of the wrong shape");
+		return INVALID;
+	}
+	memcpy(&o.a, args[0], 8);
+	memcpy(&n, args[1], 4);
+	memcpy(&o.args[0], args[2], 8);
+	memcpy(&o.args[1], args[3], 8);
+	memcpy(&o.b, args[4], 8);
+	o.n = n;
+	push(s, o);
+	return 0;
+}
+
+#endif

@@ -1,0 +1,133 @@
+//go:build cgo
+
+package cuda
+
+// This file has the second module of kernels, for weights that stay on the device, and
+// how one of them is run.
+
+/*
+#include <stdlib.h>
+#include "resident.h"
+#include "../../../cuda/abi_digest.h"
+*/
+import "C"
+
+import (
+	"sync"
+	"unsafe"
+
+	"github.com/overwire/overwire/cuda/built"
+)
+
+// Kernels of the second module, in the order of their numbers.
+const (
+	residentNames  = "ow_digest\x00"
+	residentDigest = iota - 1
+	residentKernels
+)
+
+// resident is the second module of a Device, loaded at its first use, and the memory of
+// its kernels' tables.
+type resident struct {
+	mu         sync.Mutex // held while a kernel runs
+	module     C.struct_owcu_module
+	loaded     bool
+	kernels    [residentKernels]C.owcu_handle
+	processors int
+	slab       *slab // of one pad
+}
+
+// A residentRun is a launch: the table, of which the first `back` bytes are answers that
+// are copied back, is at the address that args is given.
+type residentRun struct {
+	kernel, grid, block int
+	bytes, back         int
+	fill                func(table unsafe.Pointer)
+	args                func(table uint64) []uint64
+	take                func(answers unsafe.Pointer)
+}
+
+// loadResident loads the module, once. r.mu is held.
+func (d *Device) loadResident() error {
+	r := &d.resident
+	if r.loaded {
+		return nil
+	}
+	names := []byte(residentNames)
+	var e C.struct_owcu_error
+	var n C.int
+	if C.owcu_module_open(d.ctx, unsafe.Pointer(&built.Resident[0]), C.uint64_t(len(built.Resident)), (*C.char)(unsafe.Pointer(&names[0])),
+		residentKernels, &r.module, &r.kernels[0], &e) != 0 || C.owcu_processors(d.number, &n, &e) != 0 {
+		return failure(d.index, &e)
+	}
+	r.processors, r.loaded = int(n), true
+	return nil
+}
+
+// residentPad returns memory for a table. r.mu is held.
+func (d *Device) residentPad(bytes int) (*pad, error) {
+	r := &d.resident
+	if r.slab != nil && r.slab.pads[0].bytes >= bytes {
+		return r.slab.pads[0], nil
+	}
+	if r.slab != nil {
+		old := r.slab
+		r.slab = nil
+		if err := d.freeSlab(old); err != nil {
+			return nil, err
+		}
+	}
+	n := (bytes + bytes/4 + huge - 1) &^ (huge - 1)
+	s, err := d.newSlab(1, n, n)
+	if err != nil {
+		return nil, err
+	}
+	r.slab = s
+	return s.pads[0], nil
+}
+
+// runResident runs a kernel of the second module on the caller's stream and waits for it.
+func (d *Device) runResident(on Order, run residentRun) error {
+	r := &d.resident
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err := d.loadResident(); err != nil {
+		return err
+	}
+	p, err := d.residentPad(run.bytes)
+	if err != nil {
+		return err
+	}
+	run.fill(p.host)
+	c := C.struct_owcu_resident{
+		ctx: d.ctx, stream: C.uint64_t(on.Stream), join: p.join, done: p.done, to: p.dev, table: p.host,
+		bytes: C.uint64_t(run.bytes), back: C.uint64_t(run.back), kernel: r.kernels[run.kernel],
+		grid: C.uint32_t(min(run.grid, r.processors*C.OW_DIGEST_BLOCKS)), block: C.uint32_t(run.block),
+	}
+	for i, v := range run.args(uint64(p.dev)) {
+		c.args[i] = C.uint64_t(v)
+	}
+	if len(on.After) > 0 {
+		c.after, c.nafter = (*C.uint64_t)(C.CBytes(unsafe.Slice((*byte)(unsafe.Pointer(&on.After[0])), 8*len(on.After)))), C.uint64_t(len(on.After))
+		defer C.free(unsafe.Pointer(c.after))
+	}
+	var e C.struct_owcu_error
+	if C.owcu_resident(&c, &e) != 0 {
+		return failure(d.index, &e)
+	}
+	run.take(p.host)
+	return nil
+}
+
+// trimResident frees the memory of tables; the module stays.
+func (d *Device) trimResident() error {
+	r := &d.resident
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.slab == nil {
+		return nil
+	}
+	s := r.slab
+	r.slab = nil
+	return d.freeSlab(s)
+}
