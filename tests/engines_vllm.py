@@ -168,16 +168,16 @@ def without_kernels() -> None:
 
 def planned() -> list[int]:
     """A list that gets the number of slices of each plan that is carried out."""
-    from overwire.integrations import recording
+    from overwire.integrations import copies
 
     out: list[int] = []
-    fill = recording.fill
+    fill = copies.fill
 
-    def noted(copies: list[Any], most: int) -> None:
-        fill(copies, most)
-        out.append(len(copies))
+    def noted(every: list[Any], most: int) -> None:
+        fill(every, most)
+        out.append(len(every))
 
-    recording.fill = noted
+    copies.fill = noted
     return out
 
 

@@ -304,10 +304,10 @@ def test_slices_land_in_their_places(engines: Path, model: Path) -> None:
     """What the loader copies lands where it would; a loader that cannot be planned gets tensors."""
     code = """
 import vllm.model_executor.model_loader
-import overwire.integrations.recording as recording
+import overwire.integrations.copies as copies
 loads = []
-fill = recording.fill
-recording.fill = lambda copies, most: (loads.append([copy.name for copy in copies]), fill(copies, most))
+fill = copies.fill
+copies.fill = lambda noted, most: (loads.append([copy.of.name for copy in noted]), fill(noted, most))
 stored = [torch.arange(n, n + 4096, dtype=torch.bfloat16).view(64, 64) for n in range(6)]
 k, q, v, linear = stored[:4]
 class Other(Model):
@@ -348,7 +348,9 @@ def reads(self, t): self.linear.weight.data.mul_(2)
 def keeps(self, t): self.linear.kept = t
 @name_is("mlp.experts.0.weight")
 def numbers(self, t): self.linear.first = t[0].tolist()
-for kind in ("plain", "compressed"):
+import overwire.integrations.recording as recording
+usual = recording.EARLY
+for kind, recording.EARLY in (("plain", usual), ("compressed", usual), ("plain", 1), ("compressed", 1)):
     check(kind, nothing, linear, True)
     check(kind, nothing, linear, False, {"plan": False})
     check(kind, twice, stored[4], False)
@@ -356,6 +358,7 @@ for kind in ("plain", "compressed"):
     check(kind, reads, linear * 2, False)
     check(kind, keeps, linear, True)  # found out at the end
     check(kind, numbers, linear, False)
+recording.EARLY = usual
 class Turns(Model):
     def load_weights(self, weights):
         self.turned = torch.zeros(64, 64, dtype=torch.bfloat16)
@@ -376,6 +379,73 @@ assert torch.equal(made.turned, q.t()) and torch.equal(made.wide, q.float())
 assert torch.equal(made.third, q.view(4, 16, 64)[..., 3:11]) and torch.equal(made.one, q[7, 2:7])
 """
     run(engines, REGISTER + PRELUDE + code, model)
+
+
+def test_loads_while_the_loader_runs(engines: Path, model: Path, tmp_path: Path) -> None:
+    """Copies are loaded before the loader is through, as long as it only copies; whatever it
+    does later, the model is as its own loader leaves it, and what the files lack is an error."""
+    code = """
+import shutil, vllm.model_executor.model_loader
+import overwire.integrations.copies as copies, overwire.integrations.recording as recording
+recording.EARLY = 1
+begun = []
+begin, end = copies.Early.begin, copies.Early.end
+def noted(self, every):
+    self.end()  # so that one begins with each tensor, however slow the machine is
+    left = begin(self, every)
+    begun.append(len(every) - len(left))
+    return left
+copies.Early.begin = noted
+stored = [torch.arange(n, n + 4096, dtype=torch.bfloat16).view(64, 64) for n in range(6)]
+k, q, v, linear = stored[:4]
+class Other(Model):
+    reads = False
+    def load_weights(self, weights):
+        if self.reads:
+            self.sum = self.qkv.weight.sum()
+        for name, tensor in weights:
+            self.put(name.removesuffix(".weight"), tensor)
+            if name == "linear.weight":
+                self.then(tensor)
+        self.kept.clear()
+    def then(self, tensor): pass
+class Doubles(Other):
+    def then(self, tensor): self.linear.weight.data.mul_(2)
+class Adds(Other):
+    def then(self, tensor): self.qkv.weight.data[:64].add_(tensor)
+class Keeps(Other):
+    def then(self, tensor): self.linear.kept = tensor
+class Again(Other):
+    def then(self, tensor): self.qkv.weight.data[:64].copy_(tensor)
+class Reads(Other):
+    reads = True
+class Fails(Other):
+    def then(self, tensor): raise KeyError("surplus")
+for kind in ("plain", "compressed"):
+    for cls, first, last, some in ((Other, q, linear, True), (Doubles, q, linear * 2, True), (Adds, q + linear, linear, True),
+            (Keeps, q, linear, True), (Again, linear, linear, True), (Reads, q, linear, False)):
+        begun.clear()
+        made = cls()
+        loader({"strict": False}).load_weights(made, config(base + "/" + kind))
+        assert torch.equal(made.qkv.weight, torch.cat([first, k, v])), cls
+        assert torch.equal(made.linear.weight, last), cls
+        assert (sum(begun) > 1) == some, (cls, begun)
+    assert made.sum == 0
+    begun.clear()
+    assert raised(KeyError, lambda: loader({"strict": False}).load_weights(Fails(), config(base + "/" + kind))) == "'surplus'"
+    assert sum(begun) > 1
+# A damaged file, found out early or late.
+shutil.copytree(base + "/compressed", sys.argv[2])
+path = sys.argv[2] + "/model-1.safetensors"
+data = bytearray(open(path, "rb").read())
+data[-100] ^= 1
+open(path, "wb").write(data)
+overwire = sys.modules["overwire"]
+for recording.EARLY in (1, 1 << 40):
+    text = raised(overwire.CorruptError, lambda: loader({"strict": False}).load_weights(Other(), config(sys.argv[2])))
+    assert "model-1.safetensors" in text, text
+"""
+    run(engines, REGISTER + PRELUDE + code, model, tmp_path / "damaged")
 
 
 def test_chooses_as_vllm_does(engines: Path, model: Path) -> None:

@@ -52,7 +52,15 @@ def load(runs, kind="plain", cls=Copies, extra={}, **made):
     assert bool(ran) == runs, (runs, ran)
 def files():
     return sorted(name for name in os.listdir(folder))
+import overwire.integrations.recording as recording
+usual, recording.EARLY = recording.EARLY, 1
+load(True)  # early
+late, = files()
+plan = open(os.path.join(folder, late), "rb").read()
+os.remove(os.path.join(folder, late))
+recording.EARLY = usual
 load(True)
+assert open(os.path.join(folder, late), "rb").read() == plan
 assert len(files()) == 1 and os.stat(folder).st_mode & 0o777 == 0o700
 name, = files()
 path = os.path.join(folder, name)

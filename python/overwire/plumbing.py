@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .model.options import parse_size
     from .paths import local, path_of
     from .stores import ObjectReader, ObjectWriter, presign, publish, write_bytes
-    from .verbs.into import land, table_of
+    from .verbs.into import land, landing, table_of
     from .verbs.preload import honour_nyacomp
     from .verbs.save import save_bytes
 
@@ -35,6 +35,7 @@ __all__ = [
     "is_compressed",
     "keep",
     "land",
+    "landing",
     "load_plain",
     "local",
     "number_of",
@@ -68,7 +69,7 @@ _HOMES = {
     "jobs": ("shown",),
     "paths": ("local", "path_of"),
     "stores": ("ObjectReader", "ObjectWriter", "presign", "publish", "write_bytes"),
-    "verbs.into": ("land", "table_of"),
+    "verbs.into": ("land", "landing", "table_of"),
     "verbs.preload": ("honour_nyacomp",),
     "verbs.save": ("save_bytes",),
 }

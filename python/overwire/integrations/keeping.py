@@ -23,12 +23,10 @@ from typing import Any
 
 import torch
 
+from .copies import PACKED, Copy, Stored, block_of, elements, fill
 from .plans import WIDTH, Place, Plan, View
-from .recording import Copy, block_of, elements, fill
 
 __all__ = ["Unfit", "carry_out", "key_of", "plan_of", "state_of"]
-
-_PACKED = ("F4", "F6_E2M3", "F6_E3M2")
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
@@ -57,7 +55,7 @@ def key_of(model: torch.nn.Module, files: Sequence[tuple[str, Any, Sequence[str]
     for prefix, file, names in files:
         say(prefix, table_of(file), names)
     classes: set[type] = set()
-    modules = {__name__, block_of.__module__, "overwire.integrations.plans"}
+    modules = {__name__, block_of.__module__, "overwire.integrations.plans", "overwire.integrations.recording"}
     for path, module in model.named_modules():
         say(path, type(module).__module__, type(module).__qualname__)
         classes.update(type(module).__mro__)
@@ -183,8 +181,6 @@ def state_of(model: torch.nn.Module) -> _State:
 def plan_of(model: torch.nn.Module, files: Sequence[Any], copies: Iterable[Copy], loaded: Iterable[str] | None) -> Plan:
     """A plan of copies out of open files. Raises Unfit if one of them goes elsewhere than
     into a named parameter or buffer of the model."""
-    from ..plumbing import table_of
-
     named: dict[int, list[tuple[int, int, int]]] = {}  # by memory: [low, high) in bytes, number
     every = _named(model)
     for number, (_, tensor) in enumerate(every):
@@ -196,7 +192,6 @@ def plan_of(model: torch.nn.Module, files: Sequence[Any], copies: Iterable[Copy]
     for spans in named.values():
         spans.sort()
     at = {id(file): number for number, file in enumerate(files)}
-    places = [{name: n for n, (name, _, _) in enumerate(table_of(file))} for file in files]
     rows: list[tuple[int, ...]] = []
     views: list[View] = []
     filled: dict[int, int] = {}
@@ -207,15 +202,14 @@ def plan_of(model: torch.nn.Module, files: Sequence[Any], copies: Iterable[Copy]
         found = bisect_right(spans, (low, sys.maxsize, 0)) - 1
         last = sum((count - 1) * step for count, step in zip(target.shape, target.stride(), strict=True))
         if found < 0 or low + (last + 1) * size > spans[found][1] or every[spans[found][2]][1].dtype != target.dtype:
-            raise Unfit(f"{copy.name} goes to no parameter")
+            raise Unfit(f"{copy.of.name} goes to no parameter")
         number, begin = spans[found][2], (low - spans[found][0]) // size
         count = elements(target.shape)
         filled[number] = filled.get(number, 0) + count
-        if count and copy.file.get_slice(copy.name).get_dtype() in _PACKED:
-            raise Unfit(f"{copy.name} has several elements a byte")
-        file, where = at[id(copy.file)], places[at[id(copy.file)]][copy.name]
-        shape = copy.file.get_slice(copy.name).get_shape()
-        ranges = block_of(copy, shape) if target.is_contiguous() and copy.dtype == target.dtype else None
+        if count and copy.of.dtype in PACKED:
+            raise Unfit(f"{copy.of.name} has several elements a byte")
+        file, where = at[id(copy.of.file)], copy.of.at
+        ranges = block_of(copy) if target.is_contiguous() and copy.dtype == target.dtype else None
         if ranges is None:
             views.append(View(file, where, copy.offset, copy.shape, copy.stride, number, begin, tuple(target.stride())))
         else:
@@ -301,7 +295,7 @@ def _landings(plan: Plan, tensors: list[torch.Tensor], files: Sequence[Any]) -> 
             raise Unfit("a block of no tensor")
         name, dtype, shape = tables[number][at]
         base, size, wanted, tensor = facts[place]
-        if not shape or dtype in _PACKED or dtypes[dtype] is not wanted or not 0 <= lo0 < hi0 <= shape[0] or begin < 0:
+        if not shape or dtype in PACKED or dtypes[dtype] is not wanted or not 0 <= lo0 < hi0 <= shape[0] or begin < 0:
             raise Unfit(f"{name} does not fit")
         count = hi0 - lo0
         if hi1 == -1 and lo1 == 0:
@@ -333,7 +327,7 @@ def _views(plan: Plan, tensors: list[torch.Tensor], files: Sequence[Any], spans:
             raise Unfit("a view of no tensor")
         name, dtype, shape = tables[view.file][view.at]
         wanted, tensor = torch_dtype(dtype), tensors[view.place]
-        if wanted is None or dtype in _PACKED or not len(view.shape) == len(view.stride) == len(view.steps) or not elements(view.shape):
+        if wanted is None or dtype in PACKED or not len(view.shape) == len(view.stride) == len(view.steps) or not elements(view.shape):
             raise Unfit(f"{name} does not fit")
         last = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
         end = view.start + 1 + sum((n - 1) * step for n, step in zip(view.shape, view.steps, strict=True))
@@ -341,7 +335,8 @@ def _views(plan: Plan, tensors: list[torch.Tensor], files: Sequence[Any], spans:
             raise Unfit(f"{name} is smaller than its view")
         target = tensor.as_strided(view.shape, view.steps, tensor.storage_offset() + view.start)
         spans[view.place].append((view.start, end))
-        copies.append(Copy(files[view.file], name, view.offset, view.shape, view.stride, wanted, target))
+        of = Stored(files[view.file], view.at, name, dtype, shape)
+        copies.append(Copy(of, view.offset, view.shape, view.stride, wanted, target))
     return copies
 
 
@@ -376,4 +371,4 @@ def _copy(file: Any, request: Sequence[int], where: tuple[torch.Tensor, int, int
     target = tensor.view(-1)[begin : begin + count].view(sizes)
     made = torch_dtype(dtype)
     assert made is not None
-    return Copy(file, name, lo0 * whole + lo1 * cell, tuple(sizes), tuple(stride), made, target)
+    return Copy(Stored(file, at, name, dtype, shape), lo0 * whole + lo1 * cell, tuple(sizes), tuple(stride), made, target)

@@ -2,8 +2,12 @@
 
 `load_weights` of a model runs once on stand-ins: tensors with a shape and a dtype and no
 memory. Each `copy_` of a view of a stand-in into a parameter is noted instead of made, and
-the engine then loads just those bytes, straight into the parameter. What needs the data of
+the engine loads just those bytes, straight into the parameter. What needs the data of
 a stand-in, or of a parameter that is still to be loaded, raises `Unplannable`.
+
+What is noted is loaded while the loader goes on, as long as it only copies: a loader that
+has to be run again, on tensors, does up to where it failed what it did on stand-ins, and
+so writes all that was loaded before it can read any of it.
 """
 
 from __future__ import annotations
@@ -13,19 +17,24 @@ import gc
 import weakref
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Copy", "Opened", "Recorder", "Unplannable", "block_of", "elements", "fill", "opened", "stand_ins"]
+from .copies import Copy, Stored, elements
+
+__all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "opened", "stand_ins"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 
 # Stand-ins that may be alive when all were given: those in hand.
 _KEPT = 16
+
+#: The bytes of copies that are worth a load while the loader goes on.
+EARLY = 64 << 20
 
 
 class Unplannable(Exception):
@@ -36,34 +45,24 @@ class Unplannable(Exception):
         self.name, self.operation = name, operation
 
 
-class Copy(NamedTuple):
-    """A view of a stored tensor, and where it goes. The view is in elements of the
-    contiguous tensor: offset, shape, stride."""
-
-    file: Any
-    name: str
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    target: torch.Tensor
-
-
 class _StandIn(torch.Tensor):
     # Has the shape and the dtype of a tensor of a file, and no memory. `seen` is on the
     # meta device: it says which elements of the stored tensor this is.
 
-    of: Any  # the file
-    called: str
+    of: Stored
     seen: torch.Tensor
 
     @staticmethod
-    def __new__(cls, file: Any, name: str, view: torch.Tensor, dtype: torch.dtype, device: torch.device) -> _StandIn:
+    def __new__(cls, of: Stored, view: torch.Tensor, dtype: torch.dtype, device: torch.device) -> _StandIn:
         made: _StandIn = torch.Tensor._make_wrapper_subclass(
             cls, view.size(), strides=view.stride(), dtype=dtype, device=device
         )
-        made.of, made.called, made.seen = file, name, view
+        made.of, made.seen = of, view
         return made
+
+    @property
+    def called(self) -> str:
+        return self.of.name
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -80,41 +79,54 @@ class Recorder(TorchDispatchMode):
     """While it is entered, records copies of stand-ins into real tensors.
 
     `load` loads what was recorded since the last call; it gets a list of `Copy`, and
-    runs with the recorder off.
+    runs with the recorder off. `early` begins to load some of them and returns the
+    others; it may return all.
     """
 
-    def __init__(self, load: Callable[[list[Copy]], None]) -> None:
+    def __init__(self, load: Callable[[list[Copy]], None], early: Callable[[list[Copy]], list[Copy]] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._load = load
+        self._load, self._early = load, early
         self._noted: list[Copy] = []
+        self._size = 0  # bytes noted since `early` was asked
         # By memory: the ranges of bytes that are recorded, and of which tensor.
         self._ranges: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         self._off = False
         self._seen: dict[Any, torch.Tensor] = {}  # by shape and dtype
-        self._alive: weakref.WeakSet[_StandIn] = weakref.WeakSet()
-        #: Whether something was loaded.
+        self._made: list[weakref.ref[_StandIn]] = []
+        self._offered = False
+        #: Whether all was recorded, and the rest of it was begun to be loaded.
         self.began = False
+        #: Why the load failed that `offer` began.
+        self.failed: BaseException | None = None
         #: What the loader did beside copying, None for nothing.
         self.impure: str | None = None
+        # Whether it worked on tensors with data, of which some may be loaded later.
+        self._works = False
 
     def finish(self) -> None:
         """Loads the rest. Raises Unplannable if a stand-in is still referenced."""
         self.load()
-        if self._alive:
+        if self._alive():
             self._refuse()
+
+    def _alive(self) -> int:
+        self._made = [one for one in self._made if one() is not None]
+        return len(self._made)
 
     def _refuse(self) -> None:
         gc.collect()
-        for one in self._alive:
-            raise Unplannable(one.called, "its loader, which keeps it,")
+        for one in self._made:
+            kept = one()
+            if kept is not None:
+                raise Unplannable(kept.called, "its loader, which keeps it,")
 
-    def stand_in(self, file: Any, name: str, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def stand_in(self, of: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor for the model's loader."""
-        key = (tuple(shape), dtype)
+        key = (of.shape, dtype)
         if key not in self._seen:
             with self.paused():
-                self._seen[key] = torch.empty(key[0], dtype=dtype, device="meta")
-        return self._made(file, name, self._seen[key], dtype, device)
+                self._seen[key] = torch.empty(of.shape, dtype=dtype, device="meta")
+        return self._make(of, self._seen[key], dtype, device)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -125,13 +137,28 @@ class Recorder(TorchDispatchMode):
         finally:
             self._off = off
 
+    def offer(self) -> None:
+        """Has what is noted loaded early, if it is enough and nothing speaks against it."""
+        if self._size < EARLY or self._early is None:
+            return
+        self._size = 0
+        if self._works or self._alive() > _KEPT:
+            return
+        try:
+            with self.paused():
+                self._noted = self._early(self._noted)
+            self._offered = True
+        except BaseException as error:
+            self.failed = error
+            raise
+
     def load(self) -> None:
         """Loads what is noted."""
-        if len(self._alive) > _KEPT:
+        if self._alive() > _KEPT:
             self._refuse()  # before anything is loaded in vain
         noted, self._noted = self._noted, []
-        if noted:
-            self.began = True
+        if noted or self._offered:
+            self.began, self._offered = True, False
             with self.paused():
                 self._load(noted)
         self._ranges.clear()
@@ -155,11 +182,13 @@ class Recorder(TorchDispatchMode):
         return self._like(one, found, one.dtype)
 
     def _like(self, one: _StandIn, view: torch.Tensor, dtype: torch.dtype) -> _StandIn:
-        return self._made(one.of, one.called, view, dtype, one.device)
+        if view.dtype is not one.seen.dtype:  # other numbers of the same bytes
+            raise Unplannable(one.called, f"a view of it as {view.dtype}")
+        return self._make(one.of, view, dtype, one.device)
 
-    def _made(self, *arguments: Any) -> _StandIn:
+    def _make(self, *arguments: Any) -> _StandIn:
         made = _StandIn(*arguments)
-        self._alive.add(made)
+        self._made.append(weakref.ref(made))
         return made
 
     def _note(self, target: torch.Tensor, one: _StandIn) -> torch.Tensor:
@@ -175,8 +204,8 @@ class Recorder(TorchDispatchMode):
             if other is not None:
                 raise Unplannable(one.called, f"copy_ to where {other} goes")
             insort(self._ranges[memory], (low, high, one.called))
-            offset, shape, stride = int(view.storage_offset()), tuple(view.shape), tuple(view.stride())
-            self._noted.append(Copy(one.of, one.called, offset, shape, stride, view.dtype, target))
+            self._noted.append(Copy(one.of, int(view.storage_offset()), tuple(view.shape), view.stride(), view.dtype, target))
+            self._size += high - low
         return target
 
     def _on_others(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -220,6 +249,7 @@ def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any
         written = list(_tensors((args, kwargs)))
         if not written or any(tensor.numel() for tensor in written) or not str(func.overloadpacket).endswith("_"):
             self.impure = self.impure or str(func)
+            self._works = True
         if self._ranges:
             self._on_others(func, args, kwargs)
     return func(*args, **kwargs)
@@ -241,7 +271,8 @@ def _tensors(tree: Any) -> Iterator[Any]:
             yield from _tensors(value)
 
 
-_VIEWS: dict[Any, bool] = {}
+# Those that give other numbers of the same bytes are none here.
+_VIEWS: dict[Any, bool] = {_aten._conj.default: False, _aten._neg_view.default: False}
 
 
 def _is_view(func: Any) -> bool:
@@ -270,12 +301,11 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 class Opened(NamedTuple):
-    """A source that a model's loader is to be run on. names: of the tensors that it is
-    given, which `slices` has. small: those of at most one element, with their data."""
+    """A source that a model's loader is to be run on. tensors: those that it is given.
+    small: those of at most one element, with their data."""
 
     file: Any
-    names: list[str]
-    slices: dict[str, Any]
+    tensors: list[Stored]
     small: dict[str, torch.Tensor]
     device: torch.device
 
@@ -297,114 +327,33 @@ def opened(
     """
     import overwire
 
+    from ..plumbing import table_of
     from . import complete
 
     file = files.enter_context(overwire.safe_open(where, framework="pt", device=device, storage_options=chosen.get("storage_options")))
-    slices = {name: file.get_slice(name) for name in file.offset_keys() if wanted(name)}
+    every = [Stored(file, at, *row) for at, row in enumerate(table_of(file)) if wanted(row[0])]
     if index is not None:
-        complete(index, where, slices, wanted)
-    names = [name for name in slices if unused is None or not unused(name)] or list(slices)
-    small = file.get_tensors([name for name in names if elements(slices[name].get_shape()) <= 1])
+        complete(index, where, {one.name: None for one in every}, wanted)
+    tensors = every if unused is None else [one for one in every if not unused(one.name)] or every
+    small = file.get_tensors([one.name for one in tensors if elements(one.shape) <= 1])
     on = torch.device(device)
     if on.type == "cuda" and on.index is None:
         on = torch.device("cuda", torch.cuda.current_device())
-    return Opened(file, names, slices, small, on)
+    return Opened(file, tensors, small, on)
 
 
 def stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.Tensor]]:
     """What `weights` yields, with stand-ins for tensors of more than one element."""
     from ..plumbing import torch_dtype
 
-    for name in source.names:
-        if name in source.small:
-            recorder.impure = recorder.impure or f"{name}, whose data it was given"
-            yield name, source.small[name]
+    dtypes = {dtype: torch_dtype(dtype) for dtype in {one.dtype for one in source.tensors}}
+    for one in source.tensors:
+        recorder.offer()
+        if one.name in source.small:
+            recorder.impure = recorder.impure or f"{one.name}, whose data it was given"
+            yield one.name, source.small[one.name]
             continue
-        dtype = torch_dtype(source.slices[name].get_dtype())
+        dtype = dtypes[one.dtype]
         if dtype is None:
-            raise Unplannable(name, f"its dtype {source.slices[name].get_dtype()}, which torch lacks,")
-        yield name, recorder.stand_in(source.file, name, source.slices[name].get_shape(), dtype, source.device)
-
-
-def fill(copies: Iterable[Copy], most: int) -> None:
-    """Loads copies into their targets, in one pass a file.
-
-    A view that is a block of its tensor lands in the target. Another one, transposed or
-    cut along the third dimension, is taken out of its rows, which are loaded beside, those of
-    at most `most` bytes at once, or of one view.
-    """
-    into: dict[int, tuple[Any, list[Any]]] = {}
-    others: list[tuple[Copy, tuple[int, int]]] = []
-    for copy in copies:
-        shape = copy.file.get_slice(copy.name).get_shape()
-        block = block_of(copy, shape)
-        target = None if block is None else _shaped(copy.target, [high - low for low, high in block] + shape[len(block) :])
-        if target is not None:
-            into.setdefault(id(copy.file), (copy.file, []))[1].append((copy.name, block, target))
-        else:
-            row = elements(shape[1:])
-            last = copy.offset + sum((count - 1) * step for count, step in zip(copy.shape, copy.stride, strict=True))
-            others.append((copy, (copy.offset // row, last // row + 1)))
-    for file, targets in into.values():
-        file.load_into(targets)
-    while others:
-        taken: list[tuple[Copy, int, torch.Tensor]] = []
-        size = 0
-        while others and (not taken or size < most):
-            copy, (low, high) = others.pop()
-            shape = copy.file.get_slice(copy.name).get_shape()
-            rows = torch.empty((high - low, *shape[1:]), dtype=copy.dtype, device=copy.target.device)
-            size += rows.numel() * rows.element_size()
-            taken.append((copy, low, rows))
-        for copy, low, rows in taken:
-            copy.file.load_into([(copy.name, [(low, low + rows.shape[0])], rows)])
-        for copy, low, rows in taken:
-            found = rows.as_strided(copy.shape, copy.stride, copy.offset - low * elements(rows.shape[1:]))
-            with torch.no_grad():
-                copy.target.copy_(found)
-
-
-def _shaped(target: torch.Tensor, shape: list[int]) -> torch.Tensor | None:
-    try:
-        return target.view(shape)
-    except RuntimeError:  # its memory is not that of such a tensor
-        return None
-
-
-def elements(shape: Iterable[int]) -> int:
-    """How many a tensor of a shape has."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def block_of(copy: Copy, shape: Sequence[int]) -> list[tuple[int, int]] | None:
-    """The ranges of the first two dimensions whose elements, in their order, a view of a
-    tensor of this shape is; None if there are none."""
-    count = elements(copy.shape)
-    if not shape:
-        return []
-    row = elements(shape[1:])
-    last = copy.offset + sum((n - 1) * step for n, step in zip(copy.shape, copy.stride, strict=True))
-    low, high = copy.offset // row, last // row + 1
-    ranges = [(low, high)]
-    if len(shape) == 2 == len(copy.shape) and copy.stride == (row, 1):  # by far the most
-        left = copy.offset % row
-        return ranges if copy.shape[1] == row else [*ranges, (left, left + copy.shape[1])]
-    if count != (high - low) * row:
-        if len(shape) < 2:
-            return None
-        cell = elements(shape[2:])
-        left, right = copy.offset % row // cell, last % row // cell + 1
-        ranges.append((left, right))
-        if left >= right or count != (high - low) * (right - left) * cell:
-            return None
-    whole = torch.empty(shape, device="meta")[tuple(slice(*one) for one in ranges)]
-    try:
-        seen = whole.view(copy.shape)
-    except RuntimeError:
-        return None
-    steps = [(n, step) for n, step in zip(copy.shape, copy.stride, strict=True) if n != 1]
-    same = steps == [(n, step) for n, step in zip(seen.shape, seen.stride(), strict=True) if n != 1]
-    return ranges if same and seen.storage_offset() == copy.offset else None
+            raise Unplannable(one.name, f"its dtype {one.dtype}, which torch lacks,")
+        yield one.name, recorder.stand_in(one, dtype, source.device)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from . import keeping, plans, recording
-from .recording import Copy, Opened, Recorder, Unplannable
+from . import copies, keeping, plans, recording
+from .copies import Copy
+from .recording import Opened, Recorder, Unplannable
 
 __all__ = ["Attempt", "by_slices"]
 
@@ -27,12 +29,18 @@ class Attempt:
     def __init__(self, recorder: Recorder, files: contextlib.ExitStack, most: int, log: Any) -> None:
         self._recorder, self._files, self._most, self._log = recorder, files, most, log
         self._looks = False
+        self._quiet = contextlib.ExitStack()  # while the loader runs on stand-ins
         self._sources: list[tuple[str, Opened]] = []
         self._left: list[Opened] = []
         self._keeps: Callable[[], None] | None = None
         self.copies: list[Copy] = []
         #: Whether a kept plan was used.
         self.replayed = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors land."""
+        return self._sources[0][1].device
 
     def source(self, prefix: str, where: Any, device: str, chosen: Mapping[str, Any], **asked: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Opens a source, for `next`, and yields nothing; the arguments are those of `weights`."""
@@ -46,6 +54,7 @@ class Attempt:
     def ended(self) -> None:
         """To be called after the last tensor of the last source: loads what was recorded."""
         if not self._looks:
+            self._quiet.close()
             self._recorder.load()
 
     @contextlib.contextmanager
@@ -76,12 +85,15 @@ class Attempt:
             path = plans.folder()
             key = None
             if path is not None and facts is not None and self._left:
-                key = keeping.key_of(model, [(prefix, source.file, source.names) for prefix, source in self._sources], facts())
+                named = [(prefix, source.file, [one.name for one in source.tensors]) for prefix, source in self._sources]
+                key = keeping.key_of(model, named, facts())
                 kept = plans.read(path, key, self._log)
                 if kept is not None and self._by(kept, model):
                     return None if kept.loaded is None else set(kept.loaded)
             before = None if key is None else keeping.state_of(model)
-        loaded = own(weights)
+        with self._quiet:
+            self._quiet.enter_context(_uncollected())
+            loaded = own(weights)
         if path is None or key is None:
             return loaded
         with self._recorder.paused():
@@ -136,14 +148,21 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
     loading by the plan raises.
     """
 
-    def carry_out(copies: list[Copy]) -> None:
-        began = time.perf_counter()
-        attempt.copies += copies
-        recording.fill(copies, most)
-        size = sum(copy.target.numel() * copy.target.element_size() for copy in copies)
-        log.info("overwire: %d slices, %.2f GB, loaded into their places in %.2f s", len(copies), size / 1e9, time.perf_counter() - began)
+    began = time.perf_counter()
 
-    recorder = Recorder(carry_out)
+    def carry_out(noted: list[Copy]) -> None:
+        first = time.perf_counter()
+        attempt.copies += early.copies
+        attempt.copies += noted
+        early.end()
+        copies.fill(noted, most)
+        now = time.perf_counter()
+        size = sum(copy.target.numel() * copy.target.element_size() for copy in attempt.copies)
+        words = "overwire: %d slices, %.2f GB, %d of them while the loader ran, loaded into their places in %.2f s and %.2f s after it"
+        log.info(words, len(attempt.copies), size / 1e9, len(early.copies), first - began, now - first)
+
+    early = copies.Early(lambda: attempt.device)
+    recorder = Recorder(carry_out, early.begin)
     with contextlib.ExitStack() as files:
         attempt = Attempt(recorder, files, most, log)
         try:
@@ -152,9 +171,26 @@ def by_slices(load: Callable[[Attempt], None], most: int, log: Any) -> bool:
                 recorder.finish()
         except Exception as error:
             # What the files or the device lack is an error as it is.
+            if recorder.failed is not None:
+                raise recorder.failed from None
             if recorder.began and not isinstance(error, Unplannable):
                 raise
             log.info("overwire: loads tensor by tensor, since slices cannot be planned: %s", error)
             return False
+        finally:
+            early.cancel()
         attempt.keep()
         return True
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    # Stand-ins by the ten thousand are no garbage, and would start full collections of
+    # all that an engine has imported.
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()

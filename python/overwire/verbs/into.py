@@ -11,11 +11,12 @@ from .. import _engine
 from ..dtypes import PACKED
 from ..errors import ArgumentError, ForkedError
 from ..frameworks.frame import Frame
+from ..jobs import Job
 from ..model.opened import WHOLE, Model, Request, Row
 from ..model.plan import fit
 from ..progress import Watcher
 
-__all__ = ["Target", "fill", "land", "place_of", "single", "table_of"]
+__all__ = ["Target", "fill", "land", "landing", "place_of", "single", "table_of"]
 
 #: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
 Block = tuple[int, int, int, int]
@@ -113,14 +114,15 @@ def table_of(file: Any) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(row[0], row[1], tuple(row[2])) for row in file._live().table]
 
 
-def land(file: Any, device: str, requests: Sequence[Request]) -> bool:
-    """Loads blocks of tensors of a `safe_open` to addresses on a device, in one pass.
+def landing(file: Any, device: str, requests: Sequence[Request]) -> Job | None:
+    """Begins to load blocks of tensors of a `safe_open` to addresses on a device, in one pass.
 
     Each request is the tensor's place in `table_of`, an address, and [lo, hi) of its
     first two dimensions, hi -1 for all. The caller has checked that the block, in the
-    file's dtype and dense, fits there, and that no two requests overlap.
+    file's dtype and dense, fits there, and that no two requests overlap, and keeps the
+    memory until the job has ended: `take`, or `cancel` and `free`.
 
-    False, with nothing loaded, if a preload has the files: `load_into` takes it.
+    None, with nothing begun, if a preload has the files: `load_into` takes it.
     Raises what `load_file` raises.
     """
     model = file._live()
@@ -128,9 +130,15 @@ def land(file: Any, device: str, requests: Sequence[Request]) -> bool:
         raise ForkedError("overwire: the engine cannot run in a forked child", source=model.uris[0])
     view = model.on(device)
     view.join()
-    if view.joined:
+    return None if view.joined else view.start(requests)
+
+
+def land(file: Any, device: str, requests: Sequence[Request]) -> bool:
+    """`landing` to its end; False, with nothing loaded, if a preload has the files."""
+    job = landing(file, device, requests)
+    if job is None:
         return False
-    with view.start(requests) as job:
+    with job:
         job.take()
     return True
 

@@ -1,0 +1,220 @@
+"""Copies out of the tensors of a checkpoint into tensors with memory, and loads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Copy", "Early", "Stored", "block_of", "elements", "fill", "request_of"]
+
+#: Dtypes of several elements a byte, or of elements that end inside one.
+PACKED = ("F4", "F6_E2M3", "F6_E3M2")
+
+
+class Stored(NamedTuple):
+    """A tensor of an open file: its place in the table of the file, and its row there."""
+
+    file: Any
+    at: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Copy(NamedTuple):
+    """A view of a stored tensor, and where it goes. The view is in elements of the
+    contiguous tensor: offset, shape, stride. dtype: the stored one, as torch has it."""
+
+    of: Stored
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    target: torch.Tensor
+
+
+def elements(shape: Iterable[int]) -> int:
+    """How many a tensor of a shape has."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def block_of(copy: Copy) -> list[tuple[int, int]] | None:
+    """The ranges of the first two dimensions of the stored tensor whose elements, in their
+    order, the view is; None if there are none."""
+    shape, offset = copy.of.shape, copy.offset
+    if not shape:
+        return []
+    row = elements(shape[1:])
+    last, count, dense = offset, 1, True
+    for size, step in zip(reversed(copy.shape), reversed(copy.stride), strict=True):
+        last += (size - 1) * step
+        dense = dense and (size == 1 or step == count)
+        count *= size
+    low, high = offset // row, last // row + 1
+    if count == (high - low) * row and dense:
+        return [(low, high)]
+    left = offset % row
+    if len(shape) == 2 == len(copy.shape) and copy.stride == (row, 1) and copy.shape[0] == high - low:  # columns
+        return [(low, high), (left, left + copy.shape[1])]
+    return _block(copy, row, low, high, last)
+
+
+def _block(copy: Copy, row: int, low: int, high: int, last: int) -> list[tuple[int, int]] | None:
+    # By what torch makes of the ranges: the rare ones.
+    shape, offset, count = copy.of.shape, copy.offset, elements(copy.shape)
+    ranges = [(low, high)]
+    if count != (high - low) * row:
+        if len(shape) < 2:
+            return None
+        cell = elements(shape[2:])
+        left, right = offset % row // cell, last % row // cell + 1
+        ranges.append((left, right))
+        if left >= right or count != (high - low) * (right - left) * cell:
+            return None
+    whole = torch.empty(shape, device="meta")[tuple(slice(*one) for one in ranges)]
+    try:
+        seen = whole.view(copy.shape)
+    except RuntimeError:
+        return None
+    steps = [(n, step) for n, step in zip(copy.shape, copy.stride, strict=True) if n != 1]
+    same = steps == [(n, step) for n, step in zip(seen.shape, seen.stride(), strict=True) if n != 1]
+    return ranges if same and seen.storage_offset() == offset else None
+
+
+def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, int, int] | None:
+    """A copy as the engine lands it, see `overwire.plumbing.land`; None if it cannot."""
+    target = copy.target
+    if copy.dtype != target.dtype or target.device != device or not target.is_contiguous() or copy.of.dtype in PACKED:
+        return None
+    if target.is_conj() or target.is_neg():
+        return None
+    block = block_of(copy)
+    if not block:
+        return None
+    lo0, hi0 = block[0]
+    if len(block) > 1:
+        return (copy.of.at, target.data_ptr(), lo0, hi0, *block[1])
+    whole = lo0 == 0 and hi0 == copy.of.shape[0]
+    return (copy.of.at, target.data_ptr(), lo0, -1 if whole else hi0, 0, -1)
+
+
+def fill(copies: Iterable[Copy], most: int) -> None:
+    """Loads copies, none of which overlap, into their targets, in one pass a file.
+
+    A view that is a block of its tensor lands in the target. Another one, transposed or
+    cut along the third dimension, is taken out of its rows, which are loaded beside, those of
+    at most `most` bytes at once, or of one view.
+    """
+    from ..plumbing import land
+
+    asked: dict[tuple[int, torch.device], tuple[Any, list[Any]]] = {}
+    rest: list[Copy] = []
+    for copy in copies:
+        request = request_of(copy, copy.target.device)
+        if request is None:
+            rest.append(copy)
+        else:
+            asked.setdefault((id(copy.of.file), copy.target.device), (copy.of.file, []))[1].append((request, copy))
+    for (_, device), (file, pairs) in asked.items():
+        if not land(file, str(device), [request for request, _ in pairs]):
+            rest += [copy for _, copy in pairs]
+    _beside(rest, most)
+
+
+def _beside(copies: list[Copy], most: int) -> None:
+    # What no request says: casts, targets with gaps, other views, files that are preloaded.
+    into: dict[int, tuple[Any, list[Any]]] = {}
+    others: list[tuple[Copy, tuple[int, int]]] = []
+    for copy in copies:
+        shape = copy.of.shape
+        block = block_of(copy)
+        target = None if block is None else _shaped(copy.target, [*(high - low for low, high in block), *shape[len(block) :]])
+        if target is not None:
+            into.setdefault(id(copy.of.file), (copy.of.file, []))[1].append((copy.of.name, block, target))
+        else:
+            row = elements(shape[1:])
+            last = copy.offset + sum((count - 1) * step for count, step in zip(copy.shape, copy.stride, strict=True))
+            others.append((copy, (copy.offset // row, last // row + 1)))
+    for file, targets in into.values():
+        file.load_into(targets)
+    while others:
+        taken: list[tuple[Copy, int, torch.Tensor]] = []
+        size = 0
+        while others and (not taken or size < most):
+            copy, (low, high) = others.pop()
+            rows = torch.empty((high - low, *copy.of.shape[1:]), dtype=copy.dtype, device=copy.target.device)
+            size += rows.numel() * rows.element_size()
+            taken.append((copy, low, rows))
+        for copy, low, rows in taken:
+            copy.of.file.load_into([(copy.of.name, [(low, low + rows.shape[0])], rows)])
+        for copy, low, rows in taken:
+            found = rows.as_strided(copy.shape, copy.stride, copy.offset - low * elements(rows.shape[1:]))
+            with torch.no_grad():
+                copy.target.copy_(found)
+
+
+def _shaped(target: torch.Tensor, shape: list[int]) -> torch.Tensor | None:
+    try:
+        return target.view(shape)
+    except RuntimeError:  # its memory is not that of such a tensor
+        return None
+
+
+class Early:
+    """Loads some copies while others are still to be found out; one load at a time, so
+    that few large ones come of many small offers."""
+
+    def __init__(self, device: Callable[[], torch.device]) -> None:
+        """device: where the files' tensors land, asked when the first copies come."""
+        self._device = device
+        self._job: Any = None
+        #: All copies that were begun.
+        self.copies: list[Copy] = []
+
+    def begin(self, copies: list[Copy]) -> list[Copy]:
+        """Begins to load those of one file that land as they are, and returns the others;
+        while a load runs, and where a preload has the file, all. Raises what the load
+        before has raised."""
+        from ..plumbing import landing
+
+        if self._job is not None:
+            if not self._job.ended(0):
+                return copies
+            self.end()
+        device, file = self._device(), copies[0].of.file
+        asked: list[Any] = []
+        begun: list[Copy] = []
+        left: list[Copy] = []
+        for copy in copies:
+            request = request_of(copy, device) if copy.of.file is file else None
+            if request is None:
+                left.append(copy)
+            else:
+                asked.append(request)
+                begun.append(copy)
+        self._job = landing(file, str(device), asked) if asked else None
+        if self._job is None:
+            return copies
+        self.copies += begun
+        return left
+
+    def end(self) -> None:
+        """Waits for the load that runs, and raises what it raises."""
+        job, self._job = self._job, None
+        if job is not None:
+            with job:
+                job.take()
+
+    def cancel(self) -> None:
+        """Ends the load that runs: it writes nothing after this."""
+        job, self._job = self._job, None
+        if job is not None:
+            try:
+                job.cancel()
+            finally:
+                job.free()
