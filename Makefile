@@ -45,6 +45,8 @@ export GOEXPERIMENT ?= simd
 # As the library is built, so that tests and tools share what was compiled for it.
 export GOFLAGS ?= -tags=netgo,osusergo -trimpath -buildmode=pie
 export FUZZTIME JOBS
+# Most tests are programs: what Python compiles of torch and the like is kept for the next one.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv build aarch64 gen engine packages more test quick lint golint pylint static gotest race compiled gofmt suite fuzz pytest wheel asan demo rig plots bench clean
 
