@@ -230,6 +230,7 @@ ENGINES := build/engines
 .PHONY: engines
 engines: build $(ENGINES)/.ready ## real vLLM and SGLang load tiny models through overwire, byte for byte
 	PYTHONPATH="$(CURDIR)/python:$(CURDIR)/$(ENGINES)" $(PY) tests/engines_vllm.py
+	PYTHONPATH="$(CURDIR)/python:$(CURDIR)/$(ENGINES)" $(PY) tests/engines_live.py
 	PYTHONPATH="$(CURDIR)/python:$(CURDIR)/$(ENGINES)" $(PY) tests/engines_sglang.py
 
 $(ENGINES)/.ready: requirements-engines.txt $(VENV)/.ready

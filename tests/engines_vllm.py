@@ -290,6 +290,14 @@ def bad(base: Path, port: int) -> None:
     fails("an unknown key", ("unknown key 'speed'",), lambda: load(base / "llama/plain", 1, 0, port, "overwire", {"speed": 9}))
 
 
+def environment(base: Path, site: Path) -> dict[str, str]:
+    """That of a rank."""
+    path = os.pathsep.join([str(site), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
+    env.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_CACHE_ROOT=str(base / "cache"), VLLM_CPU_KVCACHE_SPACE="1")
+    return env
+
+
 def main() -> None:
     if len(sys.argv) > 1:
         rank_main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
@@ -302,9 +310,7 @@ def main() -> None:
             tensors = weights(config)
             folder(base / name / "plain", config, tensors, False)
             folder(base / name / "compressed", config, tensors, True)
-        path = os.pathsep.join([str(site), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {**os.environ, "PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
-        env.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_CACHE_ROOT=str(base / "cache"), VLLM_CPU_KVCACHE_SPACE="1")
+        env = environment(base, site)
         for world in (1, 2):
             with socket.socket() as s:
                 s.bind(("127.0.0.1", 0))

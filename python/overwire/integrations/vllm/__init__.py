@@ -1,63 +1,80 @@
-"""vLLM's plug-in: `vllm serve MODEL --load-format overwire`.
+"""vLLM's plug-in: `vllm serve MODEL --load-format overwire`, and transfer of weights.
 
-vLLM calls `register` in each of its processes. The load format is added when vLLM
-itself imports its loaders, so a process that loads nothing pays for nothing.
+vLLM calls `register` in each of its processes. What is added to a module of vLLM's is
+added when vLLM itself imports it, so a process that loads nothing pays for nothing.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 __all__ = ["FORMAT", "register"]
 
-#: The name of the load format.
+#: The name of the load format, and of the weight transfer.
 FORMAT = "overwire"
 
 _LOADERS = "vllm.model_executor.model_loader"
+_TRANSFERS = "vllm.distributed.weight_transfer.factory"
 
 
 def register() -> None:
-    """Adds the load format to vLLM; as often as vLLM likes. Imports neither torch nor
-    vLLM, and starts no engine."""
+    """Adds the load format and the weight transfer to vLLM; as often as vLLM likes. Imports
+    neither torch nor vLLM, and starts no engine."""
     if "overwire._core" in sys.modules:  # the engine may run, and it does not survive a fork
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    loaders = sys.modules.get(_LOADERS)
-    if loaders is None:
-        if not any(isinstance(finder, _Once) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Once())
-    elif hasattr(loaders, "register_model_loader"):
-        _add(loaders)
+    waiting = {finder.name for finder in sys.meta_path if isinstance(finder, _Once)}
+    for name, add in _ADDS.items():
+        there = sys.modules.get(name)
+        if there is None:
+            if name not in waiting:
+                sys.meta_path.insert(0, _Once(name))
+        elif getattr(getattr(there, "__spec__", None), "_initializing", False) is False:
+            add(there)
 
 
-def _add(loaders: Any) -> None:
+def _add_format(loaders: Any) -> None:
     from .loader import OverwireModelLoader
 
     if loaders._LOAD_FORMAT_TO_MODEL_LOADER.get(FORMAT) is not OverwireModelLoader:
         loaders.register_model_loader(FORMAT)(OverwireModelLoader)
 
 
+def _add_transfer(factory: Any) -> None:
+    engines = factory.WeightTransferEngineFactory
+    if FORMAT not in engines._registry:
+        engines.register_engine(FORMAT, f"{__name__}.transfer", "TransferEngine")
+
+
+# Modules of vLLM's, and what is added to each when it has been imported.
+_ADDS: dict[str, Callable[[Any], None]] = {_LOADERS: _add_format, _TRANSFERS: _add_transfer}
+
+
 class _Once:
-    """Finds vLLM's loaders as the other finders do, and adds the format after them."""
+    """Finds a module of vLLM's as the other finders do, and adds to it when it has run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _LOADERS:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader)  # type: ignore[assignment]
+            spec.loader = _Then(spec.loader, _ADDS[name])  # type: ignore[assignment]
         return spec
 
 
 class _Then:
-    # The loader of a module, and the format after it.
+    # The loader of a module, and what is added after it.
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, add: Callable[[Any], None]) -> None:
+        self._loader, self._add = loader, add
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -68,4 +85,4 @@ class _Then:
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _add(module)
+        self._add(module)

@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 from .. import options, weights
 from ..slices import Attempt, by_slices
 from .coverage import Coverage
+from .device import device_of
 from .facts import facts
 
 __all__ = ["OverwireModelLoader"]
@@ -120,7 +121,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
 
     def begin(self, model_config: Any, model: torch.nn.Module) -> None:
         """Notes what is known before vLLM takes the parameters away, as a reload does."""
-        self._device = _device(model, self.load_config)
+        self._device = device_of(model, self.load_config)
         # A reload from another path must not read the first model's source.
         first = model.__dict__.setdefault("_overwire_model", model_config.model)
         self._remote = model_config.model if "source" in self._options and first == model_config.model else None
@@ -182,23 +183,3 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
 
 def _natural(path: str) -> list[Any]:
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", os.path.basename(path))]
-
-
-def _device(model: torch.nn.Module, load_config: Any) -> str:
-    """Where tensors are to land: where the model's parameters are, but those that are
-    offloaded; the host where the engine does not serve that device."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
-    engram = getattr(config, "engram_config", None)
-    if getattr(engram, "cpu_offload", False):
-        return "cpu"  # its tables can be larger than the device
-    if load_config.device is not None:
-        asked = torch.device(load_config.device)
-    else:
-        found = [param.device for param in model.parameters() if param.device.type != "meta"]
-        away = [device for device in found if device.type != "cpu"]
-        asked = (away or found or [torch.device(config.device_config.device if config else "cpu")])[0]
-    if asked.type != "cuda" or torch.version.hip:
-        return "cpu"
-    return f"cuda:{torch.cuda.current_device() if asked.index is None else asked.index}"

@@ -1,0 +1,130 @@
+"""Weights on their way from a trainer to engines: what is pushed, and what carries it.
+
+A push is one file: all tensors, compressed, or what changed since the last push. It lies
+in a folder or a store that trainer and engines reach, or its bytes go over a process group
+of torch's. The trainer tells the engines by its info, a dict that JSON holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+__all__ = ["Group", "Publisher", "Push"]
+
+# Bytes of one broadcast.
+_STEP = 64 << 20
+
+
+class Push:
+    """One push. info: what engines get: kind ("whole"), number (from 1), size (bytes
+    of the file), path (None if a group carries it)."""
+
+    def __init__(self, info: dict[str, Any], file: str, group: Group | None) -> None:
+        self.info = info
+        self._file, self._group = file, group
+
+    def carry(self) -> None:
+        """Sends the bytes over the group, while the engines receive them; nothing without one."""
+        if self._group is not None:
+            self._group.send(self._file)
+
+
+class Publisher:
+    """Writes what a trainer pushes.
+
+    where: a folder, or a URI of one (s3://, redis://), that the engines reach by the same
+    name. Two names are written in turn, so engines must have taken a push when the next
+    one begins. With group, a local folder for the file that is sent; None: a temporary one.
+    """
+
+    def __init__(
+        self,
+        where: str | os.PathLike[str] | None = None,
+        *,
+        group: Group | None = None,
+        compress: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if where is None and group is None:
+            raise ValueError("overwire: a push needs a folder, a URI or a group")
+        self._own = tempfile.TemporaryDirectory(prefix="overwire-push-") if where is None else None
+        self._where = os.fspath(where) if where is not None else self._own.name  # type: ignore[union-attr]
+        self._group, self._compress, self._reach = group, compress, storage_options
+        self.number = 0
+        if "://" not in self._where:
+            self._where = os.path.abspath(self._where)
+            os.makedirs(self._where, exist_ok=True)
+
+    @contextlib.contextmanager
+    def push(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Push]:
+        """Writes a push. While it is entered, the engines take it; an error inside says that
+        they did not.
+
+        Raises what `overwire.save_file` raises. The tensors must not change before the end.
+        """
+        import overwire
+
+        self.number += 1
+        file = f"{self._where.rstrip('/')}/weights-{self.number % 2}.safetensors"
+        reach: Any = self._reach
+        report = overwire.save_file(tensors, file, {"format": "pt"}, compress=self._compress, storage_options=reach)
+        info = {"kind": "whole", "number": self.number, "size": report.bytes_out, "path": None if self._group else file}
+        yield Push(info, file, self._group)
+
+    def close(self) -> None:
+        """Leaves the group, and removes a temporary folder."""
+        if self._group is not None:
+            self._group.close()
+        if self._own is not None:
+            self._own.cleanup()
+
+
+class Group:
+    """A process group of torch's for pushes alone, by gloo: the trainer is rank 0.
+
+    Making it waits for all ranks. Each broadcast ends with an error after timeout seconds.
+    """
+
+    def __init__(self, address: str, port: int, rank: int, size: int, timeout: float = 300) -> None:
+        dist: Any = importlib.import_module("torch.distributed")
+        limit = timedelta(seconds=timeout)
+        self._store: Any = dist.TCPStore(address, port, size, rank == 0, timeout=limit)
+        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("overwire", self._store), rank, size, limit)
+
+    def send(self, path: str) -> None:
+        """Sends a file to all other ranks."""
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+            self._broadcast(mapped)
+
+    @contextlib.contextmanager
+    def received(self, size: int) -> Iterator[str]:
+        """A path of a file in memory with the next `size` bytes that are sent."""
+        number = os.memfd_create("overwire-push", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(number, size)
+            with mmap.mmap(number, size) as mapped:
+                self._broadcast(mapped)
+            yield f"/proc/self/fd/{number}"
+        finally:
+            os.close(number)
+
+    def _broadcast(self, mapped: mmap.mmap) -> None:
+        whole = torch.frombuffer(mapped, dtype=torch.uint8)
+        try:
+            for low in range(0, whole.numel(), _STEP):
+                self._group.broadcast(whole[low : low + _STEP], 0).wait()
+        finally:
+            del whole  # a mapping that is referenced cannot be closed
+
+    def close(self) -> None:
+        """Leaves the group."""
+        self._group = self._store = None

@@ -1,0 +1,29 @@
+"""Where the weights of a vLLM model are to land."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["device_of"]
+
+
+def device_of(model: torch.nn.Module, load_config: Any) -> str:
+    """Where tensors are to land: where the model's parameters are, but those that are
+    offloaded; the host where the engine does not serve that device."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    engram = getattr(config, "engram_config", None)
+    if getattr(engram, "cpu_offload", False):
+        return "cpu"  # its tables can be larger than the device
+    if load_config.device is not None:
+        asked = torch.device(load_config.device)
+    else:
+        found = [param.device for param in model.parameters() if param.device.type != "meta"]
+        away = [device for device in found if device.type != "cpu"]
+        asked = (away or found or [torch.device(config.device_config.device if config else "cpu")])[0]
+    if asked.type != "cuda" or torch.version.hip:
+        return "cpu"
+    return f"cuda:{torch.cuda.current_device() if asked.index is None else asked.index}"

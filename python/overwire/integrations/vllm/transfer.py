@@ -1,0 +1,276 @@
+"""vLLM's weight transfer by overwire: the engine in its workers, and the trainer's twin.
+
+    vllm serve MODEL --weight-transfer-config '{"backend": "overwire"}'
+
+The trainer writes a push to a folder or a store, or sends it over a process group; each
+worker loads what it needs of it, straight into its parameters. Written for vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.logger import init_logger
+
+from .. import weights
+from ..pushes import Group, Publisher
+from ..updates import Incomplete, Places
+from .coverage import Coverage
+from .device import device_of
+from .straight import obstacle
+
+__all__ = ["InitInfo", "TrainerEngine", "TrainerInit", "TransferEngine", "UpdateInfo"]
+
+log = init_logger("vllm.overwire")
+
+BACKEND = "overwire"
+
+
+@dataclass(kw_only=True)
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]
+    """What the trainer tells a worker once: how pushes are reached, and by what.
+
+    master_address, master_port, world_size, rank_offset: of the process group that carries
+    pushes; none of them where a folder or a store does. The others: see docs/live-updates.md.
+    """
+
+    storage_options: dict[str, Any] | None = None
+    max_memory: int | str = "1GiB"
+    strict: bool = True
+    master_address: str | None = None
+    master_port: int | None = None
+    world_size: int | None = None
+    rank_offset: int = 1
+    timeout: float = 300
+
+
+@dataclass(kw_only=True)
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ignore]
+    """One push: the info that a `Publisher` gives."""
+
+    kind: str
+    number: int
+    size: int
+    path: str | None = None
+
+
+class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
+    """Takes pushes into the parameters of one worker.
+
+    Parameters that hold the checkpoint's bytes are written to where they are: only the
+    slices of this rank are decoded, nothing is built beside. A model that vLLM has changed
+    after loading it, as quantized ones, is loaded anew layer by layer, vLLM's way.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._info: Any = InitInfo()
+        self._group: Group | None = None
+        self._places: dict[int, Places] = {}  # by the id of a model, which the engine's worker keeps
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Notes how pushes are reached; with a group, joins it."""
+        from ...plumbing import parse_size
+
+        self.shutdown()
+        parse_size(init_info.max_memory, "init_info: max_memory")
+        self._info = init_info
+        if init_info.master_address is not None:
+            parallel = self.parallel_config
+            rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
+            self._group = Group(init_info.master_address, init_info.master_port, rank, init_info.world_size, init_info.timeout)
+
+    def start_weight_update(self) -> None:
+        """Nothing: each push is a whole update."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing: what was pushed is in use when `update_weights` returns."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Takes a push."""
+        if self.device.type == "cpu":  # nothing to synchronize, which vLLM's own would try
+            self.receive_weights(self.parse_update_info(update_info))
+        else:
+            super().update_weights(update_info)
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: Any) -> None:
+        """Takes a push.
+
+        Raises `Incomplete`, a ValueError, if it lacks a weight: nothing has changed then.
+        After any other error the model has old weights and new ones: push all of it again.
+        """
+        if update_info.kind != "whole":
+            raise ValueError(f"overwire: update_info: kind must be 'whole', got {update_info.kind!r}")
+        with self._received(update_info) as where:
+            self._whole(where)
+
+    @contextlib.contextmanager
+    def _received(self, info: Any) -> Iterator[str]:
+        if info.path is not None:
+            yield info.path
+        elif self._group is None:
+            raise ValueError("overwire: update_info has no path, and no group was joined: init_weight_transfer_engine comes first")
+        else:
+            with self._group.received(info.size) as where:
+                yield where
+
+    def _whole(self, where: str) -> None:
+        reason = obstacle(self.model, self.model_config)
+        if reason is None and self._place().whole(where, self._info.storage_options, log):
+            return
+        if reason is not None:
+            log.info_once("overwire: updates layer by layer: %s", reason)
+        self._layerwise(where)
+
+    def _place(self) -> Places:
+        from ...plumbing import parse_size
+
+        model = self.model
+        if id(model) not in self._places:
+            most = parse_size(self._info.max_memory, "max_memory") or 1
+            self._places[id(model)] = Places(model, self._load, device_of(model, self.vllm_config.load_config), most)
+        return self._places[id(model)]
+
+    def _load(self, tensors: Any) -> None:
+        # Runs on stand-ins: what is missing shows before anything is changed.
+        with Coverage(self.model) as coverage:
+            loaded = self.model.load_weights(tensors)
+        missing = coverage.missing(None if loaded is None else set(loaded)) if self._info.strict else ()
+        if missing:
+            raise Incomplete(f"overwire: the push lacks weights of the model: {sorted(missing)}")
+
+    def _layerwise(self, where: str) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        from ...plumbing import parse_size
+
+        device = device_of(self.model, self.vllm_config.load_config)  # before vLLM takes the parameters away
+        chosen = {"storage_options": self._info.storage_options, "max_memory": parse_size(self._info.max_memory, "max_memory")}
+        initialize_layerwise_reload(self.model)
+        with disable_mtp_completeness_check():
+            self.model.load_weights(weights(where, device, chosen))
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leaves the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        self._places.clear()
+
+
+@dataclass
+class TrainerInit(TrainerInitInfo):  # type: ignore[misc, unused-ignore]
+    """The trainer's side; `rank` is this process's, and rank 0 pushes.
+
+    where: a folder or URI that workers reach by the same name. Or master_address,
+    master_port and world_size (workers and one trainer): a process group carries pushes.
+    host: takes each tensor to the host as it comes, where no GPU holds all of them.
+    storage_options: of the trainer; workers get worker_options, None: the same.
+    """
+
+    backend: ClassVar[str] = BACKEND
+
+    where: str | None = None
+    master_address: str | None = None
+    master_port: int | None = None
+    world_size: int | None = None
+    compress: bool = True
+    host: bool = False
+    strict: bool = True
+    max_memory: int | str = "1GiB"
+    storage_options: dict[str, Any] | None = None
+    worker_options: dict[str, Any] | None = None
+    timeout: float = 300
+
+    def __post_init__(self) -> None:
+        group = (self.master_address, self.master_port, self.world_size)
+        if any(part is None for part in group) and (self.where is None or group != (None, None, None)):
+            raise ValueError("overwire: init_info: give where, or all of master_address, master_port and world_size")
+
+
+class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-ignore]
+    """Pushes what a `WeightSource` yields, all of it, compressed, one push a call."""
+
+    init_info_cls = TrainerInit
+
+    def __init__(self, init_info: TrainerInit, **base: Any) -> None:
+        super().__init__(is_sender=init_info.is_sender, **base)
+        self._info = init_info
+        self._publisher: Publisher | None = None
+
+    @classmethod
+    def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> TrainerEngine:
+        """Tells the workers, and meets them in the group if there is one."""
+        if source is None:
+            raise ValueError("overwire: trainer_init: needs a WeightSource")
+        engine = cls(init_info, client=client, source=source)
+        if engine.is_sender:
+            engine._meet()
+        return engine
+
+    def _meet(self) -> None:
+        info = self._info
+        reach = info.storage_options if info.worker_options is None else info.worker_options
+        facts: dict[str, Any] = {"storage_options": reach, "strict": info.strict, "max_memory": info.max_memory, "timeout": info.timeout}
+        group = None
+        if info.master_address is not None and info.master_port is not None and info.world_size is not None:
+            facts.update(master_address=info.master_address, master_port=info.master_port, world_size=info.world_size)
+            with ThreadPoolExecutor(1) as side:  # workers wait for the group within the call
+                done = side.submit(self.client.init_weight_transfer_engine, facts)
+                group = Group(info.master_address, info.master_port, 0, info.world_size, info.timeout)
+                done.result()
+        else:
+            self.client.init_weight_transfer_engine(facts)
+        self._publisher = Publisher(info.where, group=group, compress=info.compress, storage_options=info.storage_options)
+
+    def send_weights(self) -> None:
+        """Pushes the source, and returns when all workers have it. To be called on every
+        rank of the trainer."""
+        if not self.is_sender:
+            for _ in self.source:
+                pass  # takes part in what puts a tensor together
+            return
+        if self._publisher is None:
+            raise RuntimeError("overwire: send_weights: after shutdown")
+        tensors = {name: tensor.detach().cpu() if self._info.host else tensor.detach() for name, tensor in self.source}
+        with self._publisher.push(tensors) as push:
+            self.client.start_weight_update()
+            side = ThreadPoolExecutor(1)
+            try:
+                done = side.submit(self.client.update_weights, push.info)
+                push.carry()
+                done.result()
+            finally:
+                side.shutdown(wait=False)  # a worker that failed may never answer
+            self.client.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Leaves the group; the workers' vLLM goes on."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+
+# vLLM looks for plug-ins in its own processes only: the import of this module registers
+# the twin in a trainer.
+if BACKEND not in WeightTransferTrainerFactory._registry:
+    WeightTransferTrainerFactory.register_engine(BACKEND, TrainerEngine)
