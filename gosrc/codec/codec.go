@@ -6,6 +6,7 @@ package codec
 import (
 	"hash/crc32"
 
+	"github.com/overwire/overwire/gosrc/codec/planes"
 	"github.com/overwire/overwire/gosrc/codec/raw"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -29,6 +30,8 @@ func Known(c tensor.Codec, transform uint8, d tensor.DType) bool {
 				return true
 			}
 		}
+	case tensor.CodecPlanes:
+		return d.Valid() && planes.Allowed(transform, d)
 	}
 	return false
 }
@@ -51,6 +54,8 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 		return raw.Decode(dst, src)
 	case tensor.CodecX16:
 		return x16.Decode(dst, src, c.Transform, c.SegTiles)
+	case tensor.CodecPlanes:
+		return planes.Decode(dst, src, c.Transform)
 	}
 	return errs.New(errs.ErrNotSupported, "codec %d", uint8(c.Codec))
 }

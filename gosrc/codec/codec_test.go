@@ -46,12 +46,17 @@ func TestDecode(t *testing.T) {
 }
 
 // Known is the table of docs/format.md 3.1: raw for everything, X16 only for
-// the listed pairs.
+// the listed pairs; and that of 3.6: bytes for everything, elements for their types.
 func TestKnown(t *testing.T) {
 	want := map[tensor.DType][]uint8{
 		tensor.BF16: {1}, tensor.F16: {2}, tensor.F32: {3}, tensor.C64: {3},
 		tensor.F8E4M3: {4}, tensor.F8E4M3FNUZ: {4}, tensor.F8E5M2: {5}, tensor.F8E5M2FNUZ: {5},
 		tensor.I8: {6, 7, 8}, tensor.U8: {6, 7, 8}, tensor.F4: {7}, tensor.F8E8M0: {8}, tensor.Bool: {8},
+		tensor.I16: {6, 7, 8}, tensor.U16: {6, 7, 8}, tensor.I32: {6, 7, 8}, tensor.U32: {6, 7, 8}, tensor.I64: {6, 7, 8}, tensor.U64: {6, 7, 8},
+	}
+	planes := map[tensor.DType][]uint8{
+		tensor.BF16: {1, 5}, tensor.F16: {1, 5}, tensor.F32: {1, 6}, tensor.C64: {1, 6}, tensor.F64: {1, 7},
+		tensor.I16: {1, 2}, tensor.U16: {1, 2}, tensor.I32: {1, 3}, tensor.U32: {1, 3}, tensor.I64: {1, 4}, tensor.U64: {1, 4},
 	}
 	for d := tensor.DType(0); int(d) <= tensor.NumDTypes+1; d++ {
 		if Known(tensor.CodecRaw, 0, d) != d.Valid() || Known(tensor.CodecRaw, 1, d) || Known(2, 0, d) {
@@ -60,6 +65,13 @@ func TestKnown(t *testing.T) {
 		for tr := range uint8(12) {
 			if got := Known(tensor.CodecX16, tr, d); got != bytes.Contains(want[d], []byte{tr}) {
 				t.Errorf("%v, transform %d: known %v", d, tr, got)
+			}
+			listed := planes[d]
+			if listed == nil {
+				listed = []uint8{1}
+			}
+			if got := Known(tensor.CodecPlanes, tr, d); got != (d.Valid() && bytes.Contains(listed, []byte{tr})) {
+				t.Errorf("%v, transform %d of planes: known %v", d, tr, got)
 			}
 		}
 	}

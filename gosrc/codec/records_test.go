@@ -115,7 +115,7 @@ func TestEveryKnownPair(t *testing.T) {
 			}
 		}
 	}
-	if pairs != 17 {
+	if pairs != 35 {
 		t.Errorf("%d pairs of dtype and transform", pairs)
 	}
 }
@@ -132,7 +132,7 @@ func TestRecordsThatDoNotFit(t *testing.T) {
 			}
 		}
 		err := Decode(make([]byte, 4), make([]byte, 4), tensor.Chunk{Codec: tensor.Codec(codec), Logical: 4, Stored: 4})
-		want := map[tensor.Codec]error{tensor.CodecRaw: nil, tensor.CodecX16: errs.ErrCorrupt}
+		want := map[tensor.Codec]error{tensor.CodecRaw: nil, tensor.CodecX16: errs.ErrCorrupt, tensor.CodecPlanes: errs.ErrCorrupt}
 		class, ours := want[tensor.Codec(codec)]
 		if !ours {
 			class = errs.ErrNotSupported

@@ -79,6 +79,15 @@ func (d DType) Floating() bool {
 	return false
 }
 
+// Wide reports whether elements are integers of several bytes.
+func (d DType) Wide() bool {
+	switch d {
+	case I16, U16, I32, U32, I64, U64:
+		return true
+	}
+	return false
+}
+
 // Align returns the natural alignment in bytes: the element size, at least 1.
 // C64 is two F32 and aligned to 8, as safetensors writers order it.
 func (d DType) Align() int { return max(1, d.Bits()/8) }

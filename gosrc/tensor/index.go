@@ -18,17 +18,20 @@ type Codec uint8
 
 // Codec ids of docs/format.md; the gaps are reserved there.
 const (
-	CodecRaw Codec = 0
-	CodecX16 Codec = 1
+	CodecRaw    Codec = 0
+	CodecX16    Codec = 1
+	CodecPlanes Codec = 6
 )
 
-// String returns the codec's name ("raw", "X16").
+// String returns the codec's name ("raw", "X16", "planes").
 func (c Codec) String() string {
 	switch c {
 	case CodecRaw:
 		return "raw"
 	case CodecX16:
 		return "X16"
+	case CodecPlanes:
+		return "planes"
 	}
 	return "unknown"
 }

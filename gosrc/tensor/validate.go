@@ -16,7 +16,8 @@ const (
 	StoredAlign  = 16   // stored chunks of a tensor that is not plain start on it
 	BlobAlign    = 64   // the stored bytes of such a tensor are a multiple of it
 	MaxSegTiles  = 256
-	maxTransform = 8
+	maxTransform = 8 // of X16
+	maxPlanes    = 7 // transforms of planes
 )
 
 // A Known func reports whether a reader can decode chunks of a codec and a
@@ -65,6 +66,8 @@ func documented(c Codec, transform uint8, _ DType) bool {
 		return transform == 0
 	case CodecX16:
 		return transform >= 1 && transform <= maxTransform
+	case CodecPlanes:
+		return transform >= 1 && transform <= maxPlanes
 	}
 	return false
 }
@@ -201,6 +204,7 @@ func (v *validator) chunks(i int) error {
 			why = fmt.Sprintf("stored at %d + %d, outside [%d, %d)", c.Off, c.Stored, pos, end)
 		case c.Stored == 0 || c.Stored > c.Logical || c.SegTiles > MaxSegTiles,
 			c.Codec == CodecX16 && c.SegTiles == 0,
+			c.Codec == CodecPlanes && (c.SegTiles != 0 || t.Parts != 1),
 			c.Codec == CodecRaw && (c.Stored != c.Logical || c.SegTiles != 0 || c.Transform != 0):
 			why = fmt.Sprintf("%d of %d bytes stored as %v %d/%d", c.Stored, c.Logical, c.Codec, c.Transform, c.SegTiles)
 		case t.Plain && (c.Off != pos || c.Codec != CodecRaw):

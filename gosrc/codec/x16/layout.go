@@ -96,6 +96,8 @@ func TransformsFor(d tensor.DType) []uint8 {
 		return listF4
 	case tensor.F8E8M0, tensor.Bool:
 		return listBytes
+	case tensor.I16, tensor.U16, tensor.I32, tensor.U32, tensor.I64, tensor.U64:
+		return listWide
 	}
 	return nil
 }
@@ -109,6 +111,9 @@ var (
 	listInt8  = []uint8{Int8, Nibbles, Bytes}
 	listF4    = []uint8{Nibbles}
 	listBytes = []uint8{Bytes}
+	// Integers of several bytes, seen as bytes: packed nibbles (GPTQ, AWQ), packed
+	// bytes, and small numbers, whose high bytes are zero.
+	listWide = []uint8{Nibbles, Int8, Bytes}
 )
 
 // unit is the first symbol, inside its tile, of the 8 that lane l owns.

@@ -58,6 +58,10 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	if err := ix.Validate(known); err != nil {
 		return nil, err
 	}
+	if need := features(ix.Tensors, ix.Chunks); need != d.features {
+		return nil, &errs.At{Verb: "index", Source: uri, Tensor: IndexName, Chunk: -1, Offset: h.Data + 8,
+			Err: errs.New(errs.ErrFormat, "features %#x of an index whose chunks need %#x", d.features, need)}
+	}
 	return ix, nil
 }
 
@@ -70,6 +74,7 @@ type decoder struct {
 	tensors, chunks, dims int
 	records, chunkRecords int // offsets
 	newer                 bool
+	features              uint64
 }
 
 func (d *decoder) frame() error {
@@ -106,9 +111,10 @@ func (d *decoder) frame() error {
 	// From here on, the bytes are as a writer wrote them.
 	major, minor := le.Uint16(b[4:]), le.Uint16(b[6:])
 	d.newer = minor > Minor
-	if major != Major || le.Uint64(b[8:]) != 0 || le.Uint16(b[28:]) != tensorSize || le.Uint16(b[30:]) != chunkSize {
+	d.features = le.Uint64(b[8:])
+	if major != Major || d.features&^featuresKnown != 0 || le.Uint16(b[28:]) != tensorSize || le.Uint16(b[30:]) != chunkSize {
 		d.at = 4
-		return errs.New(errs.ErrNotSupported, "index version %d.%d with features %#x: %s", major, minor, le.Uint64(b[8:]), remedy(uint64(major)))
+		return errs.New(errs.ErrNotSupported, "index version %d.%d with features %#x: %s", major, minor, d.features, remedy(uint64(major)))
 	}
 	if sum := le.Uint32(b[40:]); sum != d.h.Sum {
 		return corrupt(40, "checksum mismatch of the header before the data: %08x, not %08x", d.h.Sum, sum)

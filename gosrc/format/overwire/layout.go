@@ -78,7 +78,7 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin) (*Layou
 		}
 		l.metadata[k] = v
 	}
-	l.metadata[MetadataKey] = mark(origin)
+	l.metadata[MetadataKey] = mark(origin, 0)
 	each, err := itemSizes(items)
 	if err != nil {
 		return nil, err
@@ -109,7 +109,7 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin) (*Layou
 		return sizes.RoundUp(safetensors.HeaderBound(l.metadata, l.entries(), int64(end)), DataAlign)
 	}
 	if l.header = bound(); l.header-8 > tensor.MaxHeader && l.Origin != nil {
-		l.Origin, l.metadata[MetadataKey] = nil, mark(nil)
+		l.Origin, l.metadata[MetadataKey] = nil, mark(nil, 0)
 		l.header = bound()
 	}
 	if l.header-8 > tensor.MaxHeader {
@@ -315,7 +315,7 @@ func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) 
 			l.Tensors[i].Hash = l.Tensors[a].Hash
 		}
 	}
-	l.metadata[MetadataKey] = mark(l.Origin)
+	l.metadata[MetadataKey] = mark(l.Origin, features(l.Tensors, l.Chunks))
 	front, err = safetensors.AppendHeader(make([]byte, 0, l.Start()), l.metadata, l.entries(), int(l.header))
 	if err != nil {
 		return nil, 0, err

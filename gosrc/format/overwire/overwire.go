@@ -33,9 +33,9 @@ const (
 	MetadataKey = "overwire"
 
 	// Major and Minor are the newest version that we write. A file has the smallest
-	// minor with what it uses: 0, or 1 with an Origin. A reader refuses another major
-	// and accepts a larger minor. No release has written major 0.
-	Major, Minor = 1, 1
+	// minor with what it uses: 0, 1 with an Origin, or 2 with features. A reader
+	// refuses another major and accepts a larger minor. No release has written major 0.
+	Major, Minor = 1, 2
 
 	// DataAlign: the offset of the data section is a multiple of it.
 	DataAlign = 4096
@@ -60,12 +60,38 @@ var (
 	castagnoli = crc32.MakeTable(crc32.Castagnoli)
 )
 
-// minor is the smallest minor version of a file with the given origin.
-func minor(o *Origin) int {
-	if o == nil {
-		return 0
+// The critical features: what readers of 1.1 cannot decode.
+const (
+	featureWide   = 1 << 0 // X16 chunks of integers of several bytes
+	featurePlanes = 1 << 1 // chunks of codec 6
+	featuresKnown = featureWide | featurePlanes
+)
+
+// features are the critical features that the chunks of a file need.
+func features(ts []tensor.Tensor, chunks []tensor.Chunk) (need uint64) {
+	for i := range ts {
+		t := &ts[i]
+		for _, c := range chunks[t.First : t.First+t.Count] {
+			switch {
+			case c.Codec == tensor.CodecPlanes:
+				need |= featurePlanes
+			case c.Codec == tensor.CodecX16 && t.DType.Wide():
+				need |= featureWide
+			}
+		}
 	}
-	return 1
+	return need
+}
+
+// minor is the smallest minor version of a file with the given origin and features.
+func minor(o *Origin, features uint64) int {
+	switch {
+	case features != 0:
+		return 2
+	case o != nil:
+		return 1
+	}
+	return 0
 }
 
 // note tells people what they see who look at a file, or whose other reader finds
@@ -73,13 +99,13 @@ func minor(o *Origin) int {
 const note = "compressed by overwire; to read it: pip install overwire; to have plain safetensors: overwire decompress"
 
 // mark is the value of the metadata entry.
-func mark(o *Origin) string {
+func mark(o *Origin, features uint64) string {
 	text, _ := json.Marshal(struct { // cannot fail
 		Format string  `json:"format"`
 		Index  string  `json:"index"`
 		Note   string  `json:"note"`
 		Origin *Origin `json:"origin,omitempty"`
-	}{strconv.Itoa(Major) + "." + strconv.Itoa(minor(o)), IndexName, note, o})
+	}{strconv.Itoa(Major) + "." + strconv.Itoa(minor(o, features)), IndexName, note, o})
 	return string(text)
 }
 
@@ -177,20 +203,21 @@ func (r *record) read(b []byte) {
 	}
 }
 
-// Append appends the index of a file to dst, in the smallest minor version for a file
-// with that origin. ts and chunks are valid, of one source, and numbered from 0. head
+// Append appends the index of a file to dst, in the smallest minor version for its
+// chunks and that origin. ts and chunks are valid, of one source, and numbered from 0. head
 // is everything before the data section; the index has its checksum.
 func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, o *Origin) []byte {
 	dims := 0
 	for i := range ts {
 		dims += len(ts[i].Shape)
 	}
+	need := features(ts, chunks)
 	start := len(dst)
 	size := blobSize(uint64(len(ts)), uint64(len(chunks)), uint64(dims))
 	dst = append(dst, magic...)
 	dst = le.AppendUint16(dst, Major)
-	dst = le.AppendUint16(dst, uint16(minor(o)))
-	dst = le.AppendUint64(dst, 0) // critical features
+	dst = le.AppendUint16(dst, uint16(minor(o, need)))
+	dst = le.AppendUint64(dst, need)
 	dst = le.AppendUint32(dst, uint32(len(ts)))
 	dst = le.AppendUint32(dst, uint32(len(chunks)))
 	dst = le.AppendUint32(dst, uint32(dims))

@@ -50,11 +50,11 @@ type pageChunk struct {
 // pageIndex reads the index of a file of which h is the header.
 func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, error) {
 	u16, u32, u64 := binary.LittleEndian.Uint16, binary.LittleEndian.Uint32, binary.LittleEndian.Uint64
-	if len(blob) < 72 || len(blob)%64 != 0 || string(blob[:4]) != "OWIX" || u16(blob[4:]) != 1 || u64(blob[8:]) != 0 || u16(blob[28:]) != 64 ||
+	if len(blob) < 72 || len(blob)%64 != 0 || string(blob[:4]) != "OWIX" || u16(blob[4:]) != 1 || u64(blob[8:])>>2 != 0 || u16(blob[28:]) != 64 ||
 		u16(blob[30:]) != 32 || u64(blob[32:]) != uint64(len(blob)) || u32(blob[40:]) != h.Sum || h.Data%4096 != 0 {
 		return nil, nil, forbidden()
 	}
-	exact := u16(blob[6:]) <= 1 // a larger minor may have bytes where we know of none
+	exact := u16(blob[6:]) <= 2 // a larger minor may have bytes where we know of none
 	zeros := func(b []byte) bool { return !exact || !slices.ContainsFunc(b, func(x byte) bool { return x != 0 }) }
 	nt, nc, nd := uint64(u32(blob[16:])), uint64(u32(blob[20:])), uint64(u32(blob[24:]))
 	end := 64 + 8*nd + 64*nt + 32*nc
@@ -101,7 +101,24 @@ func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, e
 		}
 		cs = append(cs, pageChunk{u64(r), u32(r[8:]), u32(r[12:]), u32(r[16:]), r[20], r[21], u16(r[24:])})
 	}
-	return ts, cs, pageRules(ts, cs, h)
+	if err := pageRules(ts, cs, h); err != nil {
+		return nil, nil, err
+	}
+	need := uint64(0)
+	for _, t := range ts {
+		for _, c := range cs[t.first:][:t.count] {
+			switch {
+			case c.codec == 6:
+				need |= 2
+			case c.codec == 1 && (t.dtype == 12 || t.dtype == 13 || t.dtype == 16 || t.dtype == 17 || t.dtype == 21 || t.dtype == 22):
+				need |= 1
+			}
+		}
+	}
+	if need != u64(blob[8:]) {
+		return nil, nil, forbidden()
+	}
+	return ts, cs, nil
 }
 
 // pageRules is what section 2 says about tensors together with their chunks.
@@ -170,7 +187,8 @@ func (t *pageTensor) grid(cs []pageChunk) error {
 	for i := range uint64(t.count) {
 		c := cs[uint64(t.first)+i]
 		want := min(uint64(t.chunkBytes), part-i%each*uint64(t.chunkBytes))
-		if uint64(c.logical) != want || c.stored == 0 || uint64(c.stored) > want || c.codec == 0 && (uint64(c.stored) != want || c.transform != 0 || c.tiles != 0) || c.codec > 1 ||
+		if uint64(c.logical) != want || c.stored == 0 || uint64(c.stored) > want || c.codec == 0 && (uint64(c.stored) != want || c.transform != 0 || c.tiles != 0) || c.codec > 1 && c.codec != 6 ||
+			c.codec == 6 && (c.transform < 1 || c.transform > 7 || c.tiles != 0 || t.parts != 1) ||
 			c.codec == 1 && (c.transform < 1 || c.transform > 8 || c.tiles < 1 || c.tiles > 256) {
 			return forbidden()
 		}

@@ -50,6 +50,7 @@ var mayImport = map[string][]string{
 	"codec/digest":      {"errs", "internal/..."},
 	"codec/raw":         {"tensor", "errs", "internal/..."},
 	"codec/delta":       {"errs"},
+	"codec/planes":      {"tensor", "errs", "internal/..."},
 	"codec/x16":         {"tensor", "errs", "knob", "internal/..."},
 	"codec/codectest":   {"codec/...", "tensor", "errs", "knob", "internal/..."},
 	"device":            {"tensor", "errs", "internal/..."},
@@ -73,7 +74,8 @@ var mayImport = map[string][]string{
 	"dlpack":   {"tensor", "device", "errs"},
 
 	// The verbs.
-	"load": {"format/...", "plan", "pipeline", "codec", "source", "source/open", "source/memory", "device/...", "job",
+	"unpack": {"codec", "source", "tensor", "errs", "internal/..."},
+	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "source", "source/open", "source/memory", "device/...", "job",
 		"knob", "tensor", "errs", "internal/..."},
 	"companions": {"errs", "internal/..."},
 	"save": {"save/original", "companions", "format/...", "tensorizer", "codec/...", "source", "source/open", "job", "knob", "tensor", "errs",
@@ -119,7 +121,7 @@ var modules = map[string][]string{
 	"github.com/zeebo/xxh3":                   {"codec", "save", "format", "load", "source/cache"},
 	"github.com/dustin/go-humanize":           {"cli", "rig"},
 	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4", "rig"}, // rig: a codec beside its library
-	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "rig"},
+	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "codec/planes", "rig"},
 	"github.com/go-python/gopy":               {"bind"},
 	"go.uber.org/goleak":                      {""},
 	"golang.org/x/net/http/httpproxy":         {"source/route"},

@@ -1,0 +1,248 @@
+package planes
+
+// This file encodes a chunk.
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math/bits"
+)
+
+// minZip is the share of a plane, 1/minZip, that a Zstandard frame must save over
+// blocks, which decode faster.
+const minZip = 1024
+
+// An Encoder encodes chunks and keeps its memory. The zero value is ready; one
+// goroutine uses it at a time.
+type Encoder struct {
+	memory [maxPlanes][]byte
+	words  []byte
+	hists  []histogram
+	kinds  []byte
+	frame  []byte
+	out    []byte
+	zipped bool
+}
+
+// Zipped reports whether a plane of the last chunk became a Zstandard frame.
+func (e *Encoder) Zipped() bool { return e.zipped }
+
+// Encode appends the chunk of src to dst. ok is false, and dst unchanged, if that is
+// not shorter than src. The same src gives the same chunk on every machine.
+func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, ok bool) {
+	if !known(transform) || len(src) == 0 || len(src)%transforms[transform].width != 0 {
+		return dst, false
+	}
+	f := &transforms[transform]
+	out, e.zipped = binary.LittleEndian.AppendUint32(dst, uint32(len(src))), false
+	if f.width == 1 {
+		out = e.plane(out, src)
+	} else {
+		n := len(src) / f.width
+		var p [maxPlanes][]byte
+		for i := range f.width {
+			if cap(e.memory[i]) < n {
+				e.memory[i] = make([]byte, n)
+			}
+			p[i] = e.memory[i][:n]
+		}
+		split(src, &p, f.width, f.rotate)
+		for i := range f.width {
+			out = e.plane(out, p[i])
+		}
+	}
+	if len(out)-len(dst) >= len(src) {
+		return dst, false
+	}
+	return out, true
+}
+
+// plane appends a plane in its shortest form.
+func (e *Encoder) plane(out, p []byte) []byte {
+	coded := e.blocks(e.out[:0], p)
+	e.out = coded
+	e.frame = zip(e.frame[:0], p)
+	switch {
+	case len(e.frame)+4+len(p)/minZip < min(len(coded), len(p)):
+		e.zipped = true
+		out = append(out, formZstd)
+		out = binary.LittleEndian.AppendUint32(out, uint32(len(e.frame)))
+		return append(out, e.frame...)
+	case len(coded) < len(p):
+		return append(append(out, formBlocks), coded...)
+	}
+	return append(append(out, formRaw), p...)
+}
+
+// blocks appends a plane as blocks, without the form.
+func (e *Encoder) blocks(out, p []byte) []byte {
+	n := (len(p) + blockBytes - 1) / blockBytes
+	e.hists, e.kinds = e.hists[:0], e.kinds[:0]
+	for i := range n {
+		b := block(p, i)
+		e.hists = append(e.hists, count(b))
+		kind := byte(kindShared)
+		if bytes.Count(b, b[:1]) == len(b) {
+			kind = kindConstant
+		}
+		e.kinds = append(e.kinds, kind)
+	}
+	// The blocks that gain nothing from the shared table leave it, and it is fitted
+	// to the others.
+	shared, any := e.share()
+	e.choose(p, &shared)
+	if shared, any = e.share(); any {
+		e.choose(p, &shared)
+		any = e.alone() > 1
+	}
+	out = append(out, e.kinds...)
+	if any {
+		out = shared.append(out)
+	}
+	for i, k := range e.kinds {
+		b := block(p, i)
+		switch k {
+		case kindRaw:
+			out = append(out, b...)
+		case kindConstant:
+			out = append(out, b[0])
+		case kindOwn:
+			t := fit(&e.hists[i], uint32(len(b)))
+			out = e.encode(t.append(out), b, &t)
+		case kindShared:
+			out = e.encode(out, b, &shared)
+		}
+	}
+	return out
+}
+
+// alone gives a block that shares its table with no other its own, and returns how
+// many blocks share one.
+func (e *Encoder) alone() int {
+	n := bytes.Count(e.kinds, []byte{kindShared})
+	if n == 1 {
+		e.kinds[bytes.IndexByte(e.kinds, kindShared)] = kindOwn
+		return 0
+	}
+	return n
+}
+
+func block(p []byte, i int) []byte { return p[i*blockBytes : min(len(p), (i+1)*blockBytes)] }
+
+// share fits a table to the blocks that share it; any is false if there are none.
+func (e *Encoder) share() (t table, any bool) {
+	var sum histogram
+	n := uint32(0)
+	for i, k := range e.kinds {
+		if k == kindShared {
+			for v, c := range e.hists[i] {
+				sum[v] += c
+				n += c
+			}
+		}
+	}
+	if n == 0 {
+		return t, false
+	}
+	return fit(&sum, n), true
+}
+
+// choose decides how each block that shares the table is stored.
+func (e *Encoder) choose(p []byte, shared *table) {
+	for i, k := range e.kinds {
+		if k != kindShared {
+			continue
+		}
+		h := &e.hists[i]
+		raw := uint64(len(block(p, i)))
+		common := blockHead + shared.cost(h)
+		own := fit(h, uint32(raw))
+		alone := blockHead + uint64(own.size()) + own.cost(h)
+		// A few bytes of certainty: costs are rounded.
+		switch {
+		case raw <= min(common, alone)+8:
+			e.kinds[i] = kindRaw
+		case alone+8 < common:
+			e.kinds[i] = kindOwn
+		}
+	}
+}
+
+// count counts the values of a block; four tables keep equal neighbours from waiting
+// for each other.
+func count(p []byte) (out histogram) {
+	var h [4]histogram
+	for ; len(p) >= 4; p = p[4:] {
+		h[0][p[0]]++
+		h[1][p[1]]++
+		h[2][p[2]]++
+		h[3][p[3]]++
+	}
+	for _, v := range p {
+		h[0][v]++
+	}
+	for v := range out {
+		out[v] = h[0][v] + h[1][v] + h[2][v] + h[3][v]
+	}
+	return out
+}
+
+// split divides elements into planes.
+func split(src []byte, p *[maxPlanes][]byte, width int, rotate bool) {
+	le, turn := binary.LittleEndian, 0
+	if rotate {
+		turn = 1
+	}
+	n := len(src) / width
+	switch width {
+	case 2:
+		a, b := p[0][:n], p[1][:n]
+		for i := range a {
+			w := bits.RotateLeft16(le.Uint16(src[2*i:]), turn)
+			a[i], b[i] = byte(w), byte(w>>8)
+		}
+	case 4:
+		a, b, c, d := p[0][:n], p[1][:n], p[2][:n], p[3][:n]
+		for i := range a {
+			w := bits.RotateLeft32(le.Uint32(src[4*i:]), turn)
+			a[i], b[i], c[i], d[i] = byte(w), byte(w>>8), byte(w>>16), byte(w>>24)
+		}
+	case 8:
+		for i := range n {
+			w := bits.RotateLeft64(le.Uint64(src[8*i:]), turn)
+			for k := range 8 {
+				p[k][i] = byte(w >> (8 * k))
+			}
+		}
+	}
+}
+
+// merge is the inverse of split.
+func merge(dst []byte, p *[maxPlanes][]byte, width int, rotate bool) {
+	le, turn := binary.LittleEndian, 0
+	if rotate {
+		turn = -1
+	}
+	n := len(dst) / width
+	switch width {
+	case 2:
+		a, b := p[0][:n], p[1][:n]
+		for i := range a {
+			le.PutUint16(dst[2*i:], bits.RotateLeft16(uint16(a[i])|uint16(b[i])<<8, turn))
+		}
+	case 4:
+		a, b, c, d := p[0][:n], p[1][:n], p[2][:n], p[3][:n]
+		for i := range a {
+			w := uint32(a[i]) | uint32(b[i])<<8 | uint32(c[i])<<16 | uint32(d[i])<<24
+			le.PutUint32(dst[4*i:], bits.RotateLeft32(w, turn))
+		}
+	case 8:
+		for i := range n {
+			w := uint64(0)
+			for k := range 8 {
+				w |= uint64(p[k][i]) << (8 * k)
+			}
+			le.PutUint64(dst[8*i:], bits.RotateLeft64(w, turn))
+		}
+	}
+}

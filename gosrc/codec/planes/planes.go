@@ -1,0 +1,290 @@
+// Package planes is codec 6, for level "smaller": the bytes of elements are divided
+// into planes, and each plane is stored by what is shortest: as it is, by rANS over
+// all 256 values with 12-bit probabilities, or as a Zstandard frame. It decodes on
+// the CPU only.
+//
+// A chunk is its logical size, then one plane after the other, the lowest byte of the
+// elements first:
+//
+//	u32 logical bytes
+//	u8 form | raw: the bytes
+//	        | Zstandard: u32 length, a frame
+//	        | blocks: u8 kind of each, a table if blocks share one, the blocks
+//
+// as docs/format.md section 3.6 lays down to the bit; nothing else writes this
+// layout. Sources: J. Duda, "Asymmetric numeral systems" (2013), the public-domain
+// ryg_rans, RFC 8878.
+package planes
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const (
+	// blockBytes of a plane have one kind; the last block may be shorter.
+	blockBytes = 64 << 10
+	maxPlanes  = 8
+
+	// The forms of a plane.
+	formBlocks = 0
+	formZstd   = 1
+	formRaw    = 2
+
+	// The kinds of a block.
+	kindRaw      = 0
+	kindConstant = 1
+	kindOwn      = 2 // coded with a table of its own
+	kindShared   = 3 // coded with a table that at least two blocks of the plane share
+)
+
+// The transforms: the bytes of an element, and whether it is rotated left by a bit,
+// which puts the exponent of a bf16 or fp32 into one plane.
+var transforms = [...]struct {
+	name   string
+	width  int
+	rotate bool
+}{
+	1: {"bytes", 1, false},
+	2: {"words", 2, false},
+	3: {"dwords", 4, false},
+	4: {"qwords", 8, false},
+	5: {"float16", 2, true},
+	6: {"float32", 4, true},
+	7: {"float64", 8, true},
+}
+
+// Bytes is the transform that every type may have: elements of one byte.
+const Bytes = 1
+
+func known(t uint8) bool { return t >= 1 && int(t) < len(transforms) }
+
+// Name returns a transform's name for people ("float16").
+func Name(transform uint8) string {
+	if !known(transform) {
+		return fmt.Sprintf("transform %d", transform)
+	}
+	return transforms[transform].name
+}
+
+// TransformFor is the transform of a type's elements.
+func TransformFor(d tensor.DType) uint8 {
+	switch d {
+	case tensor.F16, tensor.BF16:
+		return 5
+	case tensor.F32, tensor.C64:
+		return 6
+	case tensor.F64:
+		return 7
+	case tensor.I16, tensor.U16:
+		return 2
+	case tensor.I32, tensor.U32:
+		return 3
+	case tensor.I64, tensor.U64:
+		return 4
+	}
+	return Bytes
+}
+
+// Integers reports whether a transform is that of integers of several bytes.
+func Integers(transform uint8) bool { return transform >= 2 && transform <= 4 }
+
+// Allowed reports whether the format allows a transform for a type.
+func Allowed(transform uint8, d tensor.DType) bool {
+	return transform == Bytes || transform == TransformFor(d)
+}
+
+func corrupt(format string, args ...any) error {
+	return errs.New(errs.ErrCorrupt, format, args...)
+}
+
+// A decoder has the memory that decoding a chunk takes.
+type decoder struct {
+	src         []byte // what is left of the chunk
+	own, shared slots
+	planes      [maxPlanes][]byte // as they are, in memory or in the chunk
+	memory      [maxPlanes][]byte
+}
+
+var decoders = sync.Pool{New: func() any { return new(decoder) }}
+
+// Decode fills dst with the logical bytes of the chunk src.
+//
+// Any error is errs.ErrCorrupt, and the content of dst is then undefined. Decode
+// reads nothing outside src, writes nothing outside dst, takes memory for dst once
+// more, and is safe for concurrent use.
+func Decode(dst, src []byte, transform uint8) error {
+	if !known(transform) {
+		return corrupt("planes with transform %d", transform)
+	}
+	f := &transforms[transform]
+	if len(dst) == 0 || len(dst)%f.width != 0 {
+		return corrupt("%d bytes of elements of %d", len(dst), f.width)
+	}
+	d := decoders.Get().(*decoder)
+	defer func() {
+		d.src, d.planes = nil, [maxPlanes][]byte{}
+		decoders.Put(d)
+	}()
+	d.src = src
+	size, err := d.take(4)
+	if err != nil {
+		return err
+	}
+	if s := binary.LittleEndian.Uint32(size); uint64(s) != uint64(len(dst)) {
+		return corrupt("%d bytes where %d belong", s, len(dst))
+	}
+	n := len(dst) / f.width
+	for i := range f.width {
+		to := dst
+		if f.width > 1 {
+			if cap(d.memory[i]) < n {
+				d.memory[i] = make([]byte, n)
+			}
+			to = d.memory[i][:n]
+		}
+		got, err := d.plane(to)
+		if err != nil {
+			return errs.New(errs.ErrCorrupt, "plane %d: %v", i, err)
+		}
+		d.planes[i] = got
+	}
+	if len(d.src) != 0 {
+		return corrupt("%d bytes after the last plane", len(d.src))
+	}
+	if f.width == 1 {
+		if &d.planes[0][0] != &dst[0] {
+			copy(dst, d.planes[0])
+		}
+		return nil
+	}
+	merge(dst, &d.planes, f.width, f.rotate)
+	return nil
+}
+
+// take returns the next n bytes of the chunk.
+func (d *decoder) take(n int) ([]byte, error) {
+	if n > len(d.src) {
+		return nil, corrupt("%d bytes where %d are left", n, len(d.src))
+	}
+	p := d.src[:n:n]
+	d.src = d.src[n:]
+	return p, nil
+}
+
+// plane decodes the next plane: to dst, or as it lies in the chunk.
+func (d *decoder) plane(dst []byte) ([]byte, error) {
+	form, err := d.take(1)
+	if err != nil {
+		return nil, err
+	}
+	switch form[0] {
+	case formRaw:
+		return d.take(len(dst))
+	case formZstd:
+		size, err := d.take(4)
+		if err != nil {
+			return nil, err
+		}
+		n := binary.LittleEndian.Uint32(size)
+		if uint64(n) > uint64(len(d.src)) {
+			return nil, corrupt("a frame of %d bytes where %d are left", n, len(d.src))
+		}
+		frame, err := d.take(int(n))
+		if err != nil {
+			return nil, err
+		}
+		return dst, unzip(dst, frame)
+	case formBlocks:
+		return dst, d.blocks(dst)
+	}
+	return nil, corrupt("form %d", form[0])
+}
+
+// blocks decodes a plane of blocks.
+func (d *decoder) blocks(dst []byte) error {
+	kinds, err := d.take((len(dst) + blockBytes - 1) / blockBytes)
+	if err != nil {
+		return err
+	}
+	switch bytes.Count(kinds, []byte{kindShared}) {
+	case 0:
+	case 1:
+		return corrupt("one block shares a table")
+	default:
+		if err := d.table(&d.shared); err != nil {
+			return err
+		}
+	}
+	for i, k := range kinds {
+		b := dst[i*blockBytes : min(len(dst), (i+1)*blockBytes)]
+		switch k {
+		case kindRaw, kindConstant:
+			n := len(b)
+			if k == kindConstant {
+				n = 1
+			}
+			p, err := d.take(n)
+			if err != nil {
+				return err
+			}
+			if k == kindRaw {
+				copy(b, p)
+				continue
+			}
+			for j := range b {
+				b[j] = p[0]
+			}
+		case kindOwn:
+			if err := d.table(&d.own); err != nil {
+				return err
+			}
+			if err := d.coded(b, &d.own); err != nil {
+				return errs.New(errs.ErrCorrupt, "block %d: %v", i, err)
+			}
+		case kindShared:
+			if err := d.coded(b, &d.shared); err != nil {
+				return errs.New(errs.ErrCorrupt, "block %d: %v", i, err)
+			}
+		default:
+			return corrupt("block %d of kind %d", i, k)
+		}
+	}
+	return nil
+}
+
+// table reads a table and expands it.
+func (d *decoder) table(s *slots) error {
+	var t table
+	n, err := t.read(d.src)
+	if err != nil {
+		return err
+	}
+	d.src = d.src[n:]
+	t.expand(s)
+	return nil
+}
+
+// coded decodes a coded block.
+func (d *decoder) coded(dst []byte, s *slots) error {
+	head, err := d.take(4*lanes + 2)
+	if err != nil {
+		return err
+	}
+	var x [lanes]uint32
+	for l := range x {
+		if x[l] = binary.LittleEndian.Uint32(head[4*l:]); x[l] < start {
+			return corrupt("state %d is %#x", l, x[l])
+		}
+	}
+	words, err := d.take(2 * int(binary.LittleEndian.Uint16(head[4*lanes:])))
+	if err != nil {
+		return err
+	}
+	return decode(dst, words, x, s)
+}

@@ -1,0 +1,273 @@
+package planes
+
+// This file codes a block: rANS over 256 values, four interleaved states of 32 bits,
+// words of 16 bits, probabilities of 12.
+
+import (
+	"encoding/binary"
+	"math"
+	"math/bits"
+)
+
+const (
+	lanes     = 4
+	start     = 1 << 16 // the state that encoders begin with and decoders end with
+	scaleBits = 12
+	scale     = 1 << scaleBits
+	// blockHead is what a coded block has beside its words.
+	blockHead = 4*lanes + 2
+)
+
+// A table is the frequencies of the values; they sum to scale, and none has all.
+type table struct{ freq [256]uint16 }
+
+// slots are a table, expanded: value | frequency << 8 | rank << 20.
+type slots [scale]uint32
+
+// append appends a table: a bit for each value that occurs, then the frequency of
+// each, in one byte below 128, in two from there: 128 + its high bits, its low 8.
+func (t *table) append(dst []byte) []byte {
+	var set [32]byte
+	for v, f := range t.freq {
+		if f > 0 {
+			set[v/8] |= 1 << (v % 8)
+		}
+	}
+	dst = append(dst, set[:]...)
+	for _, f := range t.freq {
+		switch {
+		case f >= 128:
+			dst = append(dst, 128|byte(f>>8), byte(f))
+		case f > 0:
+			dst = append(dst, byte(f))
+		}
+	}
+	return dst
+}
+
+// size is the bytes of append.
+func (t *table) size() int {
+	n := 32
+	for _, f := range t.freq {
+		if f > 0 {
+			n++
+		}
+		if f >= 128 {
+			n++
+		}
+	}
+	return n
+}
+
+// read reads a table and returns its bytes.
+func (t *table) read(src []byte) (int, error) {
+	if len(src) < 32 {
+		return 0, corrupt("%d bytes of a table", len(src))
+	}
+	*t = table{}
+	at, sum := 32, 0
+	for v := range t.freq {
+		if src[v/8]>>(v%8)&1 == 0 {
+			continue
+		}
+		if at >= len(src) {
+			return 0, corrupt("a table is cut")
+		}
+		f := int(src[at])
+		at++
+		if f >= 128 {
+			if at >= len(src) {
+				return 0, corrupt("a table is cut")
+			}
+			f = f&127<<8 | int(src[at])
+			at++
+			if f < 128 {
+				return 0, corrupt("frequency %d in two bytes", f)
+			}
+		}
+		if f == 0 || f >= scale {
+			return 0, corrupt("frequency %d of value %d", f, v)
+		}
+		t.freq[v] = uint16(f)
+		sum += f
+	}
+	if sum != scale {
+		return 0, corrupt("frequencies sum to %d", sum)
+	}
+	return at, nil
+}
+
+// expand makes the slots of a table that read has accepted.
+func (t *table) expand(s *slots) {
+	at := 0
+	for v, f := range t.freq {
+		for r := range uint32(f) {
+			s[at] = uint32(v) | uint32(f)<<8 | r<<20
+			at++
+		}
+	}
+}
+
+// decode fills dst: value i by state i mod 4. All words are used, and every state
+// ends where encoders begin.
+func decode(dst, words []byte, x [lanes]uint32, s *slots) error {
+	x0, x1, x2, x3 := x[0], x[1], x[2], x[3]
+	at := 0
+	for len(dst) >= lanes && len(words)-at >= 2*lanes {
+		out := (*[lanes]byte)(dst)
+		w := (*[2 * lanes]byte)(words[at:])
+		used := 0
+		out[0], x0, used = step(x0, s, w, used)
+		out[1], x1, used = step(x1, s, w, used)
+		out[2], x2, used = step(x2, s, w, used)
+		out[3], x3, used = step(x3, s, w, used)
+		at += used
+		dst = dst[lanes:]
+	}
+	x = [lanes]uint32{x0, x1, x2, x3}
+	for i := range dst {
+		e := s[x[i%lanes]%scale]
+		v := e>>8&(scale-1)*(x[i%lanes]>>scaleBits) + e>>20
+		if v < start {
+			if len(words)-at < 2 {
+				return corrupt("words run past the block")
+			}
+			v = v<<16 | uint32(binary.LittleEndian.Uint16(words[at:]))
+			at += 2
+		}
+		dst[i], x[i%lanes] = byte(e), v
+	}
+	if at != len(words) {
+		return corrupt("%d bytes of words are left", len(words)-at)
+	}
+	for l, v := range x {
+		if v != start {
+			return corrupt("state %d ends as %#x", l, v)
+		}
+	}
+	return nil
+}
+
+// step decodes a value. Whether a state needs a word is a coin toss: it does not
+// branch.
+func step(x uint32, s *slots, w *[2 * lanes]byte, used int) (value byte, state uint32, now int) {
+	e := s[x%scale]
+	x = e>>8&(scale-1)*(x>>scaleBits) + e>>20
+	with := x<<16 | uint32(binary.LittleEndian.Uint16(w[used&6:]))
+	need := (uint64(x) - start) >> 63
+	if need != 0 {
+		x = with
+	}
+	return byte(e), x, used + int(2*need)
+}
+
+// encode appends a coded block of src; every value of src has a frequency.
+func (e *Encoder) encode(dst, src []byte, t *table) []byte {
+	var first [256]uint32
+	sum := uint32(0)
+	for v, f := range t.freq {
+		first[v] = sum
+		sum += uint32(f)
+	}
+	// A value makes at most one word.
+	if cap(e.words) < 2*blockBytes {
+		e.words = make([]byte, 2*blockBytes)
+	}
+	words := e.words[:cap(e.words)]
+	at := len(words)
+	x := [lanes]uint32{start, start, start, start}
+	for i := len(src) - 1; i >= 0; i-- {
+		v, s := src[i], x[i%lanes]
+		f := uint32(t.freq[v])
+		if s>>(32-scaleBits) >= f {
+			at -= 2
+			binary.LittleEndian.PutUint16(words[at:], uint16(s))
+			s >>= 16
+		}
+		x[i%lanes] = s/f<<scaleBits + s%f + first[v]
+	}
+	for _, s := range x {
+		dst = binary.LittleEndian.AppendUint32(dst, s)
+	}
+	dst = binary.LittleEndian.AppendUint16(dst, uint16((len(words)-at)/2))
+	return append(dst, words[at:]...)
+}
+
+// logs are the logarithms of 2048..4095, base 2, less 11, in units of 2^-16: whole
+// numbers, so that every machine makes the same choices.
+var logs = func() (t [2048]uint32) {
+	for i := range t {
+		t[i] = uint32(math.Round(65536 * (math.Log2(float64(2048+i)) - 11)))
+	}
+	return
+}()
+
+// log is the logarithm of x > 0, base 2, in units of 2^-16.
+func log(x uint32) uint64 {
+	n := bits.Len32(x)
+	if n <= 12 {
+		return uint64(n-1)<<16 + uint64(logs[x<<(12-n)-2048])
+	}
+	return uint64(n-1)<<16 + uint64(logs[x>>(n-12)-2048])
+}
+
+// A histogram counts the values of a block, or of several.
+type histogram [256]uint32
+
+// fit shares the slots among the values of a histogram of n, at least two of which
+// occur. The coded size is a sum of convex functions of each share: moving single
+// slots while that helps ends near the optimum.
+func fit(h *histogram, n uint32) (t table) {
+	sum := 0
+	for v, c := range h {
+		if c > 0 {
+			f := (uint64(c)*scale + uint64(n)/2) / uint64(n)
+			t.freq[v] = uint16(min(max(f, 1), scale-1))
+			sum += int(t.freq[v])
+		}
+	}
+	more := func() (at int) { // where one more slot gains most
+		at, best := -1, uint64(0)
+		for v, f := range t.freq {
+			if f > 0 && f < scale-1 {
+				if g := uint64(h[v]) * (log(uint32(f)+1) - log(uint32(f))); at < 0 || g > best {
+					at, best = v, g
+				}
+			}
+		}
+		return at
+	}
+	less := func() (at int) { // where one slot less costs least
+		at, best := -1, uint64(0)
+		for v, f := range t.freq {
+			if f > 1 {
+				if g := uint64(h[v]) * (log(uint32(f)) - log(uint32(f)-1)); at < 0 || g < best {
+					at, best = v, g
+				}
+			}
+		}
+		return at
+	}
+	for ; sum < scale; sum++ {
+		t.freq[more()]++
+	}
+	for ; sum > scale; sum-- {
+		t.freq[less()]--
+	}
+	return t
+}
+
+// cost is the bytes of a histogram's values, coded with a table; more than can be if
+// one of them has no frequency.
+func (t *table) cost(h *histogram) uint64 {
+	sum := uint64(0)
+	for v, c := range h {
+		if c > 0 {
+			if t.freq[v] == 0 {
+				return math.MaxUint32
+			}
+			sum += uint64(c) * (scaleBits<<16 - log(uint32(t.freq[v])))
+		}
+	}
+	return sum >> 19
+}
