@@ -11,6 +11,8 @@ import (
 	"sync"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/planes"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
@@ -26,6 +28,9 @@ const (
 	// minGain: a tensor whose ratio is above this is stored plain, so that any
 	// safetensors reader can read it.
 	minGain = 0.99
+	// minWide: an integer tensor that saves fewer bytes is stored plain, since
+	// readers of format 1.1 refuse a file with such a one compressed.
+	minWide = 4096
 
 	sampleRuns  = 16
 	sampleBytes = 16 << 10 // of one run; a multiple of every element size and of a tile
@@ -41,15 +46,15 @@ func (w *writer) classify(ctx context.Context, items []*item) error {
 	if err := w.findAliases(ctx, items); err != nil {
 		return err
 	}
-	encoders := sync.Pool{New: func() any { return new(x16.Encoder) }}
+	encoders := sync.Pool{New: func() any { return new(codec.Encoder) }}
 	return spawn.Each(ctx, "save.classify", w.threads, len(items), func(k int) error {
 		t := items[k]
 		if t.form == alias {
 			return nil
 		}
-		e := encoders.Get().(*x16.Encoder)
+		e := encoders.Get().(*codec.Encoder)
 		defer encoders.Put(e)
-		if err := t.choose(ctx, e, w.spec.ChunkBytes); err != nil {
+		if err := t.choose(ctx, e, &w.spec); err != nil {
 			return errs.Locate("save", w.spec.Path, t.name, -1, err)
 		}
 		if t.form != compressed {
@@ -62,27 +67,31 @@ func (w *writer) classify(ctx context.Context, items []*item) error {
 // choose takes the best transform for a tensor and decides whether to use it. It
 // encodes tensors up to the size of a sample completely, so that small ones account
 // for their tables, and 16 evenly spread runs of larger ones.
-func (t *item) choose(ctx context.Context, e *x16.Encoder, chunkBytes int64) error {
+func (t *item) choose(ctx context.Context, e *codec.Encoder, spec *Spec) error {
 	t.form, t.expect = plain, 1
-	var candidates []uint8
-	for _, c := range x16.TransformsFor(t.dtype) {
-		if c != 0 {
-			candidates = append(candidates, c)
-		}
+	if spec.Level == levelSmaller && t.parts == 1 {
+		t.ways.Planes = planes.TransformFor(t.dtype)
 	}
-	if t.bytes == 0 || len(candidates) == 0 {
+	candidates := x16.TransformsFor(t.dtype)
+	if t.ways.Planes != 0 && candidates == nil {
+		candidates = []uint8{0}
+	}
+	if t.bytes == 0 || candidates == nil {
 		return nil
 	}
 	best := minGain
 	take := func(c uint8, ratio float64) {
+		if t.ways.Planes == 0 && t.dtype.Wide() && (1-ratio)*float64(t.bytes) < minWide {
+			return
+		}
 		if ratio < best {
 			best = ratio
-			t.form, t.transform, t.expect = compressed, c, ratio
+			t.form, t.ways.X16, t.expect = compressed, c, ratio
 		}
 	}
 	if t.bytes <= wholeSample {
 		for _, c := range candidates {
-			stored, err := t.try(ctx, e, c, chunkBytes)
+			stored, err := t.try(ctx, e, c, spec.ChunkBytes)
 			if err != nil {
 				return err
 			}
@@ -90,7 +99,7 @@ func (t *item) choose(ctx context.Context, e *x16.Encoder, chunkBytes int64) err
 		}
 		return nil
 	}
-	if t.known != nil { // keep the decision of the source's writer
+	if t.known != nil && !t.knownPlanes && t.ways.Planes == 0 { // keep the decision of the source's writer
 		if t.knownTransform != 0 {
 			take(t.knownTransform, float64(t.known.Stored)/float64(t.known.Bytes))
 		}
@@ -103,14 +112,19 @@ func (t *item) choose(ctx context.Context, e *x16.Encoder, chunkBytes int64) err
 	for _, c := range candidates {
 		take(c, x16.Estimate(sample, c))
 	}
+	if t.ways.Planes != 0 {
+		out := e.Encode(nil, sample, t.ways, &tensor.Chunk{})
+		take(t.ways.X16, float64(len(out))/float64(len(sample)))
+	}
 	return nil
 }
 
 // try encodes a whole small tensor and returns its stored size.
-func (t *item) try(ctx context.Context, e *x16.Encoder, transform uint8, chunkBytes int64) (int64, error) {
+func (t *item) try(ctx context.Context, e *codec.Encoder, transform uint8, chunkBytes int64) (int64, error) {
 	var total int64
 	buf := make([]byte, min(chunkBytes, t.bytes/t.parts))
-	var out []byte
+	var enc []byte
+	ways := codec.Ways{X16: transform, Planes: t.ways.Planes}
 	for p := range t.parts {
 		for off := int64(0); off < t.bytes/t.parts; off += chunkBytes {
 			n := min(chunkBytes, t.bytes/t.parts-off)
@@ -118,11 +132,12 @@ func (t *item) try(ctx context.Context, e *x16.Encoder, transform uint8, chunkBy
 			if err != nil {
 				return 0, err
 			}
-			size := n
-			if enc, _, ok := e.Encode(out[:0], data, transform); ok {
-				size, out = int64(len(enc)), enc
+			var record tensor.Chunk
+			out := e.Encode(enc, data, ways, &record)
+			if record.Codec != tensor.CodecRaw {
+				enc = out
 			}
-			total = sizes.RoundUp(total, 16) + size
+			total = sizes.RoundUp(total, 16) + int64(len(out))
 		}
 	}
 	return sizes.RoundUp(total, 64), nil
@@ -282,7 +297,7 @@ func (t *item) walk(ctx context.Context, f func(p []byte) error) error {
 	}
 	for off := int64(0); off < t.bytes; off += piece {
 		if ctx.Err() != nil {
-			return cancelled(ctx)
+			return errs.Cause(ctx)
 		}
 		p, err := t.piece(ctx, buf, off, min(piece, t.bytes-off))
 		if err != nil {

@@ -52,7 +52,7 @@ func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec Spe
 	start := time.Now()
 	rep, err := convertAll(ctx, j, src, dst, spec)
 	if err != nil {
-		return Report{}, classed(ctx, err)
+		return Report{}, errs.Ended(ctx, err)
 	}
 	rep.Seconds = time.Since(start).Seconds()
 	return rep, nil

@@ -5,7 +5,7 @@ package save
 import (
 	"context"
 
-	"github.com/overwire/overwire/gosrc/codec/x16"
+	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -56,7 +56,7 @@ type InspectedTensor struct {
 func Inspect(ctx context.Context, uris []string, storage format.Access) (any, error) {
 	m, err := openModel(ctx, Spread(uris), storage)
 	if err != nil {
-		return nil, classed(ctx, err)
+		return nil, errs.Ended(ctx, err)
 	}
 	defer m.close()
 	out := &Inspection{Totals: map[string]*Total{"": {}}}
@@ -95,13 +95,13 @@ func Inspect(ctx context.Context, uris []string, storage format.Access) (any, er
 func Estimate(ctx context.Context, uris []string, storage format.Access) (sum Total, err error) {
 	m, err := openModel(ctx, Spread(uris), storage)
 	if err != nil {
-		return sum, classed(ctx, err)
+		return sum, errs.Ended(ctx, err)
 	}
 	defer m.close()
 	w := newWriter(Spec{Parts: 1, ChunkBytes: 1 << 20}, nil)
 	items := m.items(w.threads)
 	if err := w.classify(ctx, items); err != nil {
-		return sum, classed(ctx, err)
+		return sum, errs.Ended(ctx, err)
 	}
 	for _, t := range items {
 		sum.Tensors++
@@ -121,18 +121,7 @@ func (m *model) coding(t *tensor.Tensor) string {
 	if coding := m.srcs[t.Source].Facts().Coding; coding != nil {
 		return coding(t.Off)
 	}
-	name, raw := "plain", false
-	for _, c := range m.ix.Chunks[t.First : t.First+t.Count] {
-		if c.Codec == tensor.CodecRaw {
-			raw = true
-			continue
-		}
-		name = c.Codec.String() + "/" + x16.Name(c.Transform)
-	}
-	if raw && name != "plain" {
-		name += "+raw"
-	}
-	return name
+	return codec.Names(m.ix.Chunks[t.First : t.First+t.Count])
 }
 
 func ratio(stored, bytes int64) float64 {

@@ -7,6 +7,8 @@ import (
 	"math"
 	"unicode/utf8"
 
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -37,7 +39,7 @@ func (a *away) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error)
 	if len(buf) == 0 {
 		return buf, nil
 	}
-	if err := cancelled(ctx); err != nil {
+	if err := errs.Cause(ctx); err != nil {
 		return nil, err
 	}
 	return buf, a.Read(buf, off)
@@ -72,14 +74,15 @@ type item struct {
 	// there (0: not).
 	known          *tensor.Tensor
 	knownTransform uint8
+	knownPlanes    bool    // some of its chunks there have codec 6
 	origin         *origin // Convert: the source of the tensor
 
 	// Set by classify.
-	form      form
-	transform uint8
-	expect    float64 // stored / logical, for the free-space check
-	of        *item   // alias: the item that has its bytes; never itself an alias
-	parts     int64
+	form   form
+	ways   codec.Ways // of its chunks
+	expect float64    // stored / logical, for the free-space check
+	of     *item      // alias: the item that has its bytes; never itself an alias
+	parts  int64
 
 	// Set while it is written.
 	hash   [16]byte

@@ -66,7 +66,7 @@ func (f *file) Finish(size int64) error {
 	case err := <-done:
 		return err
 	case <-f.ctx.Done():
-		return errs.Locate("save", f.Path, "", -1, cancelled(f.ctx))
+		return errs.Locate("save", f.Path, "", -1, errs.Cause(f.ctx))
 	}
 }
 

@@ -81,9 +81,11 @@ func (m *model) items(threads int) []*item {
 			it.known = t
 			h := &m.ix.Tensors[holder]
 			for _, ch := range m.ix.Chunks[h.First : h.First+h.Count] {
-				if ch.Codec == tensor.CodecX16 {
+				switch {
+				case ch.Codec == tensor.CodecPlanes:
+					it.knownPlanes = true
+				case ch.Codec == tensor.CodecX16 && it.knownTransform == 0:
 					it.knownTransform = ch.Transform
-					break
 				}
 			}
 		}

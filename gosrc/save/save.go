@@ -60,6 +60,11 @@ type Spec struct {
 	// Compress writes the container of docs/format.md instead of plain
 	// safetensors. It is lossless, and still a safetensors file.
 	Compress bool `json:"compress,omitempty"`
+	// Level is how Compress weighs size against speed. "" or "default": the codec that
+	// decodes at full speed, on a GPU too. "smaller": for each chunk the smaller of
+	// that and of a codec that only the CPU decodes, and slowly; tensors in several
+	// column parts stay as by default.
+	Level string `json:"level,omitempty"`
 	// Parts divides compressed tensors into 1, 2, 4 or 8 column parts, so that a
 	// slice of dimension 1 is read alone. Tensors whose rows do not divide get the
 	// most parts that do. 0 means 1.
@@ -148,12 +153,12 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 	w := newWriter(spec, j)
 	if spec.Compress && formatOf(spec.Path).coded {
 		if err := w.classify(ctx, items); err != nil {
-			return Report{}, classed(ctx, err)
+			return Report{}, errs.Ended(ctx, err)
 		}
 	}
 	rep, err := w.save(ctx, shards(spec, items))
 	rep.Seconds = time.Since(start).Seconds()
-	return rep, classed(ctx, err)
+	return rep, errs.Ended(ctx, err)
 }
 
 // check validates what does not depend on the tensors, and fills in defaults.
@@ -189,6 +194,8 @@ func (s *Spec) check() error {
 		return bad("parts must be 1, 2, 4 or 8, not %d", s.Parts)
 	case s.ChunkBytes < 4096 || s.ChunkBytes%4096 != 0 || s.ChunkBytes > tensor.MaxChunkBytes:
 		return bad("chunk_bytes must be a multiple of 4096 up to %d, not %d", tensor.MaxChunkBytes, s.ChunkBytes)
+	case s.Level != "" && s.Level != "default" && s.Level != levelSmaller:
+		return bad("level must be \"default\" or \"smaller\", not %q", s.Level)
 	case s.Threads < 0:
 		return bad("threads must not be negative")
 	case s.Shard < 0:
@@ -199,6 +206,8 @@ func (s *Spec) check() error {
 	}
 	return checkMetadata(s.Path, s.Metadata)
 }
+
+const levelSmaller = "smaller"
 
 // badArgument is the caller's mistake about one target or tensor.
 func badArgument(path, name, format string, args ...any) error {

@@ -73,16 +73,16 @@ func TestClassed(t *testing.T) {
 	// Promise: however a context ends, the error has one of our classes.
 	ctx, cancel := context.WithCancel(bg)
 	cancel()
-	if err := classed(ctx, context.Canceled); !errors.Is(err, errs.ErrCancelled) {
+	if err := errs.Ended(ctx, context.Canceled); !errors.Is(err, errs.ErrCancelled) {
 		t.Fatal(err)
 	}
 	ctx, cancel = context.WithTimeout(bg, 0)
 	defer cancel()
 	<-ctx.Done()
-	if err := classed(ctx, ctx.Err()); !errors.Is(err, errs.ErrTimeout) {
+	if err := errs.Ended(ctx, ctx.Err()); !errors.Is(err, errs.ErrTimeout) {
 		t.Fatal(err)
 	}
-	if classed(bg, nil) != nil {
+	if errs.Ended(bg, nil) != nil {
 		t.Fatal("an error out of nothing")
 	}
 }

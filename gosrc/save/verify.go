@@ -47,7 +47,7 @@ func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Acces
 	var rep VerifyReport
 	m, err := openModel(ctx, Spread(uris), storage)
 	if err != nil {
-		return rep, classed(ctx, err)
+		return rep, errs.Ended(ctx, err)
 	}
 	defer m.close()
 	if j == nil {
@@ -56,7 +56,7 @@ func Verify(ctx context.Context, j *job.Job, uris []string, storage format.Acces
 	err = m.verify(ctx, j, &rep)
 	rep.OK = err == nil
 	rep.Seconds = time.Since(start).Seconds()
-	return rep, classed(ctx, err)
+	return rep, errs.Ended(ctx, err)
 }
 
 func (m *model) verify(ctx context.Context, j *job.Job, rep *VerifyReport) error {
@@ -104,7 +104,7 @@ func zeros(ctx context.Context, m *model, _ *job.Job, k int, _ *VerifyReport) er
 	gap := func(i int, from, to int64) error {
 		for from < to {
 			if ctx.Err() != nil {
-				return cancelled(ctx)
+				return errs.Cause(ctx)
 			}
 			p := pad[:min(int64(len(pad)), to-from)]
 			if err := m.srcs[k].ReadAt(ctx, p, from); err != nil {

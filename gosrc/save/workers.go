@@ -1,15 +1,10 @@
 package save
 
-// This file sets the number of workers, and gives errors of ended contexts their
-// class.
+// This file sets the number of workers.
 
 import (
-	"context"
-	"errors"
-	"fmt"
 	"runtime"
 
-	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/knob"
 )
 
@@ -23,25 +18,4 @@ func Threads(asked int) int {
 		asked = runtime.GOMAXPROCS(0)
 	}
 	return min(asked, 256)
-}
-
-// classed adds a class to the bare errors of an ended context.
-func classed(ctx context.Context, err error) error {
-	if err != nil && (errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)) &&
-		!errors.Is(err, errs.ErrCancelled) && !errors.Is(err, errs.ErrTimeout) {
-		return cancelled(ctx)
-	}
-	return err
-}
-
-// cancelled is the reason why ctx ended, with a class.
-func cancelled(ctx context.Context) error {
-	err := context.Cause(ctx)
-	switch {
-	case err == nil || errors.Is(err, errs.ErrCancelled):
-		return err
-	case errors.Is(err, context.DeadlineExceeded):
-		return fmt.Errorf("%w: %w", errs.ErrTimeout, err)
-	}
-	return fmt.Errorf("%w: %w", errs.ErrCancelled, err)
 }

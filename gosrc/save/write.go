@@ -8,7 +8,6 @@ import (
 	"io/fs"
 
 	"github.com/overwire/overwire/gosrc/codec"
-	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/companions"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
@@ -117,7 +116,7 @@ func (w *writer) save(ctx context.Context, parts []part) (rep Report, err error)
 		}
 	}
 	rep.Originals = w.originals
-	if err := cancelled(ctx); err != nil {
+	if err := errs.Cause(ctx); err != nil {
 		return rep, err
 	}
 	if err := to.publish(ctx, parts); err != nil {
@@ -197,7 +196,7 @@ type fileWriter struct {
 	tasks  []task
 	slots  []slot
 	hasher xxh3.Hasher
-	enc    []x16.Encoder // one per worker
+	enc    []codec.Encoder // one per worker
 }
 
 // A task is one chunk to write; or, with n 0, a whole tensor to hash first, since
@@ -228,7 +227,7 @@ func (f *fileWriter) write(ctx context.Context) (int64, error) {
 	f.pos = f.start
 	window := 2*f.threads + 4
 	f.slots = make([]slot, window)
-	f.enc = make([]x16.Encoder, f.threads)
+	f.enc = make([]codec.Encoder, f.threads)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	hashed := f.part.original.Hash(ctx)
@@ -296,10 +295,9 @@ func (f *fileWriter) encode(ctx context.Context, worker, k int) error {
 		if cap(s.enc) == 0 {
 			s.enc = make([]byte, 0, int(c.n)+int(c.n)/64+4096)
 		}
-		out, seg, ok := f.enc[worker].Encode(s.enc[:0], s.data, t.transform)
-		if ok && len(out) < len(s.data) {
-			s.out, s.enc = out, out
-			ch.Codec, ch.Transform, ch.SegTiles = tensor.CodecX16, t.transform, seg
+		s.out = f.enc[worker].Encode(s.enc, s.data, t.ways, ch)
+		if ch.Codec != tensor.CodecRaw {
+			s.enc = s.out
 		}
 	}
 	ch.Sum = codec.Sum(s.out)

@@ -1,0 +1,30 @@
+package errs
+
+// This file gives the errors of ended contexts their class.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+)
+
+// Ended adds a class to the bare errors of an ended context.
+func Ended(ctx context.Context, err error) error {
+	if err != nil && (errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)) &&
+		!errors.Is(err, ErrCancelled) && !errors.Is(err, ErrTimeout) {
+		return Cause(ctx)
+	}
+	return err
+}
+
+// Cause is the reason why ctx ended, with a class.
+func Cause(ctx context.Context) error {
+	err := context.Cause(ctx)
+	switch {
+	case err == nil || errors.Is(err, ErrCancelled):
+		return err
+	case errors.Is(err, context.DeadlineExceeded):
+		return fmt.Errorf("%w: %w", ErrTimeout, err)
+	}
+	return fmt.Errorf("%w: %w", ErrCancelled, err)
+}

@@ -1,0 +1,117 @@
+package save
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// packed are nibbles with something to gain, eight to an I32, as GPTQ packs them.
+func packed(name string, n int) Input {
+	r := fixedRand()
+	data := make([]byte, 4*n)
+	nibble := func() byte { return byte(max(0, min(15, 8+2.2*r.NormFloat64()))) }
+	for i := range data {
+		data[i] = nibble() | nibble()<<4
+	}
+	return Input{name, tensor.I32, []int64{int64(n)}, data}
+}
+
+// The golden file of format 1.2 loads, and today's writer still makes it. It is made by
+// go test ./gosrc/save -run TestGoldenLevel -args write-goldens, once.
+func TestGoldenLevel(t *testing.T) {
+	golden := filepath.Join(goldens, "level-1.2", "container.safetensors")
+	in := append(goldenTensors(), bf16("bf16", fixedRand(), 64, 96), packed("qweight", 9000))
+	spec := Spec{Path: filepath.Join(t.TempDir(), "x.safetensors"), Compress: true, Level: "smaller"}
+	if slices.Contains(os.Args, "write-goldens") {
+		spec.Path = golden
+		_ = os.MkdirAll(filepath.Dir(golden), 0o755)
+	}
+	write(t, spec, in)
+	same(t, in, read(t, golden))
+	if digest(t, spec.Path) != digest(t, golden) {
+		t.Error("the writer has changed: a change of format needs a new version folder")
+	}
+}
+
+func storedIn(t *testing.T, path string) (*model, map[tensor.Codec]int) {
+	t.Helper()
+	m, err := openModel(bg, []string{path}, format.Access{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(m.close)
+	codecs := map[tensor.Codec]int{}
+	for _, c := range m.ix.Chunks {
+		codecs[c.Codec]++
+	}
+	return m, codecs
+}
+
+// Packed nibbles in integers are compressed at every level, small integers stay
+// plain, and an index says which readers it is for.
+func TestPackedIntegers(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "x.safetensors")
+	in := []Input{packed("qweight", 300_000), packed("few", 2000)}
+	rep := write(t, Spec{Path: path, Compress: true}, in)
+	same(t, in, read(t, path))
+	if rep.Compressed != 1 || rep.Ratio > 0.85 {
+		t.Errorf("%+v", rep)
+	}
+	m, codecs := storedIn(t, path)
+	if codecs[tensor.CodecX16] == 0 || codecs[tensor.CodecPlanes] != 0 {
+		t.Errorf("codecs %v", codecs)
+	}
+	if mark := m.ix.Sources[0].Mark; mark[:17] != `{"format":"1.2","` {
+		t.Errorf("%s", mark)
+	}
+}
+
+// At level "smaller" every type comes back bit for bit, from any number of parts and
+// chunks, the file is no larger, and saving again by default gives the default's file.
+func TestSmaller(t *testing.T) {
+	r := newRand(t)
+	in := append(ugly(r), bf16("weights", r, 300, 1000), packed("qweight", 70_000))
+	dir := t.TempDir()
+	for _, spec := range []Spec{{ChunkBytes: 4096}, {Parts: 4}, {}} {
+		spec.Path, spec.Compress = filepath.Join(dir, "default.safetensors"), true
+		usual := write(t, spec, in)
+		want := digest(t, spec.Path)
+		spec.Path, spec.Level = filepath.Join(dir, "smaller.safetensors"), "smaller"
+		rep := write(t, spec, in)
+		same(t, in, read(t, spec.Path))
+		if v, err := Verify(bg, nil, []string{spec.Path}, format.Access{}); err != nil || !v.OK {
+			t.Fatal(err)
+		}
+		if rep.BytesOut > usual.BytesOut {
+			t.Errorf("%+v: %d bytes, by default %d", spec, rep.BytesOut, usual.BytesOut)
+		}
+		if _, codecs := storedIn(t, spec.Path); codecs[tensor.CodecPlanes] == 0 {
+			t.Errorf("%+v: codecs %v", spec, codecs)
+		}
+		again := spec
+		again.Path, again.Level = filepath.Join(dir, "again.safetensors"), ""
+		if _, err := Convert(bg, nil, []string{spec.Path}, again.Path, again); err != nil {
+			t.Fatal(err)
+		}
+		if digest(t, again.Path) != want {
+			t.Errorf("%+v: another file than by default", spec)
+		}
+		again.Path, again.Level = filepath.Join(dir, "back.safetensors"), "smaller"
+		if _, err := Convert(bg, nil, []string{filepath.Join(dir, "default.safetensors")}, again.Path, again); err != nil {
+			t.Fatal(err)
+		}
+		if digest(t, again.Path) != digest(t, spec.Path) {
+			t.Errorf("%+v: another file than from the tensors", spec)
+		}
+		for _, n := range []string{"default", "smaller", "again", "back"} {
+			if err := os.Remove(filepath.Join(dir, n+".safetensors")); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+}
