@@ -18,6 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/unpack"
 )
 
 // A Spec says what to open.
@@ -39,7 +40,8 @@ type Spec struct {
 // A Model is an opened model: its index is in memory, its sources are open.
 // It is safe for concurrent use.
 type Model struct {
-	ix   *tensor.Index
+	ix   *tensor.Index // as loads see it: see package unpack
+	held *tensor.Index // as it is stored
 	srcs []source.Source
 	mapp string // a value of OVERWIRE_MMAP
 	key  string // of how its files were reached: format.Access.Key
@@ -82,7 +84,8 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Model{ix: ix, srcs: srcs, mapp: mapping(spec.Map), key: spec.Storage.Key(), opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
+	seen, srcs := unpack.Model(ix, srcs)
+	return &Model{ix: seen, held: ix, srcs: srcs, mapp: mapping(spec.Map), key: spec.Storage.Key(), opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
 }
 
 // Names returns the tensors listed in index.json files, without opening a shard; ok
@@ -91,8 +94,8 @@ func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) 
 	return format.Names(ctx, spec.URIs, open.With(spec.Storage.Options), format.Options{List: open.Lister(spec.Storage.Options)})
 }
 
-// Index is the model's index.
-func (m *Model) Index() *tensor.Index { return m.ix }
+// Index is the model's index, as it is stored.
+func (m *Model) Index() *tensor.Index { return m.held }
 
 // Close ends the handle. Running loads continue; the sources are closed after the
 // last of them. Close may be called more than once.

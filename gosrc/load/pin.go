@@ -19,6 +19,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source/memory"
+	"github.com/overwire/overwire/gosrc/unpack"
 )
 
 // pinned is the memory of a pinned model, by source.
@@ -81,7 +82,7 @@ func (m *Model) Pin(opt Options) (*job.Job, error) {
 		m.pin = p
 		for i, b := range p.bytes {
 			_ = m.srcs[i].Close()
-			m.srcs[i] = memory.New(m.ix.Sources[i].URI, b, func() { p.free(i) })
+			m.srcs[i] = unpack.Over(m.srcs[i], memory.New(m.ix.Sources[i].URI, b, func() { p.free(i) }))
 		}
 		j.SetReport(PinReport{j.TotalBytes.Load(), time.Since(start).Seconds()})
 		return nil
@@ -133,8 +134,8 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 
 // compare compares the checksums of a tensor's chunks.
 func (m *Model) compare(p *pinned, i int) error {
-	t := &m.ix.Tensors[i]
-	for k, c := range m.ix.Chunks[t.First : t.First+t.Count] {
+	t := &m.held.Tensors[i]
+	for k, c := range m.held.Chunks[t.First : t.First+t.Count] {
 		if sum := codec.Sum(p.bytes[t.Source][c.Off : c.Off+int64(c.Stored)]); sum != c.Sum {
 			return &errs.At{Verb: "check", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(k), Offset: c.Off,
 				Err: errs.New(errs.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", c.Sum, sum)}
@@ -149,9 +150,7 @@ func (m *Model) compare(p *pinned, i int) error {
 func (m *Model) register(p *pinned, gpu *cuda.Device) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.gpu == nil {
-		p.gpu = gpu
-	}
+	p.gpu = cmp.Or(p.gpu, gpu)
 	for ; p.registered < len(p.bytes); p.registered++ {
 		if err := p.gpu.Register(p.bytes[p.registered]); err != nil {
 			return m.where("stage", err)

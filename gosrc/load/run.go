@@ -220,13 +220,11 @@ func (l *Loading) task(s *shape, queue *cuda.Queue, depth int, opt Options) *pip
 // expect announces the plan to its files; host says that it fills the host's memory.
 // It returns them, and how many reads in flight suit them best.
 func expect(srcs []source.Source, p *plan.Plan, host bool, how string) (files []source.File, depth int) {
-	last := int32(-1)
 	for i := range p.Pieces { // in the order of the sources
 		s := p.Pieces[i].Source
-		if s == last {
+		if i > 0 && s == p.Pieces[i-1].Source {
 			continue
 		}
-		last = s
 		if f := srcs[s].Facts().File; f != nil {
 			files = append(files, f)
 			depth = max(depth, f.Expect(p.Read, host, how))

@@ -1,0 +1,191 @@
+// Package unpack presents tensors whose chunks only the host decodes (codec 6) as
+// plain ones, so that all ways of loading, to a GPU too, have them without knowing
+// their codec.
+package unpack
+
+import (
+	"context"
+	"slices"
+	"sort"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/blocks"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const (
+	// beyond is the offset from which decoded tensors appear in their source: far
+	// enough from its end for no read to cover both.
+	beyond = 1 << 61
+	// mostStored is how many stored bytes one read brings.
+	mostStored = 8 << 20
+	// cutChunks is the memory for chunks of which parts are asked for.
+	cutChunks = 64 << 20
+)
+
+// Model returns the index of a model as its loads see it: tensors with chunks of
+// codec 6 are plain, and their bytes lie beyond the end of their source. If there
+// are none, it returns ix itself, and the sources as they are.
+func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Source) {
+	out := ix
+	var cache *blocks.Cache[cut]
+	for i := range ix.Tensors {
+		t := &ix.Tensors[i]
+		if !slices.ContainsFunc(ix.Chunks[t.First:t.First+t.Count], func(c tensor.Chunk) bool { return c.Codec == tensor.CodecPlanes }) {
+			continue
+		}
+		if out == ix {
+			out = &tensor.Index{Sources: ix.Sources, Tensors: slices.Clone(ix.Tensors), Chunks: ix.Chunks}
+			srcs, cache = slices.Clone(srcs), blocks.New[cut](cutChunks)
+		}
+		s, ok := srcs[t.Source].(*unpacker)
+		if !ok {
+			s = &unpacker{Source: srcs[t.Source], ix: ix, cache: cache, end: beyond}
+			srcs[t.Source] = s
+		}
+		s.tensors, s.at = append(s.tensors, int32(i)), append(s.at, s.end)
+		// A block is a chunk: reads end with one where they can.
+		u := &out.Tensors[i]
+		u.Off, u.Stored, u.Plain, u.Block = s.end, t.Bytes, true, int64(t.ChunkBytes)
+		u.First, u.Count, u.ChunkBytes, u.Parts = 0, 0, 0, 0
+		s.end = sizes.RoundUp(s.end+t.Bytes, tensor.ChunkAlign)
+	}
+	return out, srcs
+}
+
+// Over puts a decoding source over other bytes of the same file; if src decodes
+// nothing, that is the new one itself.
+func Over(src, bytes source.Source) source.Source {
+	s, ok := src.(*unpacker)
+	if !ok {
+		return bytes
+	}
+	over := *s
+	over.Source = bytes
+	return &over
+}
+
+// An unpacker is a source and, beyond its end, the bytes of its tensors that are
+// decoded as they are read. Their checksums are compared.
+type unpacker struct {
+	source.Source
+	ix      *tensor.Index // as stored
+	tensors []int32       // in the order of at
+	at      []int64       // the offset of each, a multiple of tensor.ChunkAlign
+	end     int64
+	cache   *blocks.Cache[cut]
+}
+
+// cut is a chunk of which a part was asked for, by its number in the index.
+type cut int32
+
+// Facts are those of the source, without a view: there is none beyond its end.
+func (s *unpacker) Facts() source.Facts {
+	f := s.Source.Facts()
+	file, prefetch := f.File, f.Prefetch
+	f = f.ReadAtOnly()
+	f.File = file // for its size and how it is read; files with chunks are not mapped
+	if prefetch != nil {
+		f.Prefetch = func(off, n int64) {
+			if off < beyond {
+				prefetch(off, n)
+			}
+		}
+	}
+	return f
+}
+
+// ReadAt reads or decodes; see source.Source. Bytes between tensors are zero.
+func (s *unpacker) ReadAt(ctx context.Context, p []byte, off int64) error {
+	if off < beyond {
+		return s.Source.ReadAt(ctx, p, off)
+	}
+	for len(p) > 0 {
+		k := sort.Search(len(s.at), func(k int) bool { return s.at[k] > off }) - 1
+		t := &s.ix.Tensors[s.tensors[k]]
+		from := off - s.at[k]
+		n := min(int64(len(p)), t.Bytes-from)
+		if n > 0 {
+			if err := s.tensor(ctx, p[:n], t, from); err != nil {
+				return err
+			}
+		} else {
+			n = int64(len(p))
+			if k+1 < len(s.at) {
+				n = min(n, s.at[k+1]-off)
+			}
+			clear(p[:n])
+		}
+		p, off = p[n:], off+n
+	}
+	return nil
+}
+
+var buffers = sync.Pool{New: func() any { return new([]byte) }}
+
+// tensor fills p with bytes from off on of a tensor, which has one column part.
+func (s *unpacker) tensor(ctx context.Context, p []byte, t *tensor.Tensor, off int64) error {
+	buf := buffers.Get().(*[]byte)
+	defer buffers.Put(buf)
+	for len(p) > 0 {
+		// As many chunks as one read brings.
+		first := int32(off / int64(t.ChunkBytes))
+		last := int32((off + int64(len(p)) - 1) / int64(t.ChunkBytes))
+		c := s.ix.Chunks[t.First+first:]
+		n := int32(1)
+		for ; first+n <= last && c[n].Off+int64(c[n].Stored)-c[0].Off <= mostStored; n++ {
+		}
+		need := c[n-1].Off + int64(c[n-1].Stored) - c[0].Off
+		if int64(cap(*buf)) < need {
+			*buf = make([]byte, need)
+		}
+		stored := (*buf)[:need]
+		if err := s.Source.ReadAt(ctx, stored, c[0].Off); err != nil {
+			return err
+		}
+		for k := range n {
+			at := c[k].Off - c[0].Off
+			done, err := s.chunk(p, stored[at:at+int64(c[k].Stored)], t, first+k, off)
+			if err != nil {
+				return err
+			}
+			p, off = p[done:], off+int64(done)
+		}
+	}
+	return nil
+}
+
+// chunk decodes chunk k of a tensor, as far as p, which begins at off in the tensor,
+// has space for it, and returns how far that is.
+func (s *unpacker) chunk(p, stored []byte, t *tensor.Tensor, k int32, off int64) (int, error) {
+	c := s.ix.Chunks[t.First+k]
+	decode := func(dst []byte) error {
+		fail := func(verb string, err error) error {
+			return &errs.At{Verb: verb, Source: s.URI(), Tensor: t.Name, Chunk: int64(k), Offset: c.Off, Err: err}
+		}
+		if sum := codec.Sum(stored); sum != c.Sum {
+			return fail("check", errs.New(errs.ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", c.Sum, sum))
+		}
+		if err := codec.Decode(dst, stored, c); err != nil {
+			return fail("decode", err)
+		}
+		return nil
+	}
+	from := int(off - int64(k)*int64(t.ChunkBytes))
+	if from == 0 && len(p) >= int(c.Logical) {
+		return int(c.Logical), decode(p[:c.Logical])
+	}
+	b, err := s.cache.Get(cut(t.First+k), func() ([]byte, error) {
+		whole := make([]byte, c.Logical)
+		return whole, decode(whole)
+	})
+	if err != nil {
+		return 0, err
+	}
+	defer s.cache.Put(b)
+	return copy(p, b.Data[from:]), nil
+}
