@@ -200,6 +200,7 @@ var statuses = []struct {
 	{errs.ErrNotSupported, ExitNotSupported},
 	{errs.ErrDevice, ExitNotSupported},
 	{errs.ErrCrypto, ExitBad},
+	{errs.ErrBase, ExitBad},
 	{errs.ErrArgument, ExitUsage},
 }
 

@@ -26,6 +26,7 @@ var (
 	ErrNotSupported = errors.New("not supported")     // valid, but not something this build can do
 	ErrDevice       = errors.New("device error")      //
 	ErrCrypto       = errors.New("cryptography")      // a missing or wrong key, or changed encrypted bytes
+	ErrBase         = errors.New("another base")      // a delta that was made from other tensors
 	ErrCancelled    = errors.New("cancelled")         // by the caller or by another error
 	ErrForked       = errors.New("engine forked")     // used in a child of the process that started it
 	ErrEngine       = errors.New("engine failure")    // a bug of ours: a recovered panic
@@ -56,6 +57,7 @@ var classes = []ClassOf{
 	{ErrNotSupported, "NotSupportedError", "NotImplementedError", "Valid, but not something this build can do.", false},
 	{ErrDevice, "DeviceError", "RuntimeError", "The device or its driver failed.", false},
 	{ErrCrypto, "CryptographyError", "ValueError", "A key is missing or wrong, or encrypted bytes have changed.", false},
+	{ErrBase, "DeltaBaseError", "ValueError", "A delta was made from other tensors than those that it should change. Nothing was changed.", false},
 	{ErrIO, "IOFailure", "OSError", "The medium failed: an I/O error, a full disk, a short read.", false},
 }
 

@@ -100,6 +100,7 @@ func attacks(ix *tensor.Index) []attack {
 		{"critical feature", u64(8, 1<<62), ns, "features 0x4000000000000000"},
 		{"a feature that no chunk needs", u64(8, 1), f, "features 0x1"},
 		{"another", u64(8, 2), f, "features 0x2"},
+		{"a delta", u64(8, 4), ns, "it is a delta"},
 		{"tensor record size", u16(28, 72), ns, "upgrade"},
 		{"chunk record size", u16(30, 40), ns, "upgrade"},
 		{"magic", u8(0, 'X'), c, "no index"},

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         CorruptError,
         CryptographyError,
         DeadlineError,
+        DeltaBaseError,
         DeviceError,
         EngineError,
         ForkedError,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .model.reading import read_bytes
     from .model.selection import experts
     from .progress import Progress
+    from .verbs.deltas import Delta, DeltaReport, DeltaRow, Diff, apply_delta, diff, merge_deltas, open_delta, save_delta
     from .verbs.inspecting import convert, doctor, inspect, verify
     from .verbs.load import load_file
     from .verbs.modules import load_model, save_model
@@ -67,8 +69,13 @@ __all__ = [
     "CorruptError",
     "DeadlineError",
     "CryptographyError",
+    "Delta",
+    "DeltaBaseError",
+    "DeltaReport",
+    "DeltaRow",
     "DeviceError",
     "Diagnosis",
+    "Diff",
     "EngineError",
     "ForkedError",
     "FormatError",
@@ -97,11 +104,13 @@ __all__ = [
     "UntrustedPickleError",
     "Verification",
     "__version__",
+    "apply_delta",
     "codecs",
     "compat",
     "compress",
     "compress_pickle",
     "convert",
+    "diff",
     "distributed",
     "doctor",
     "empty_cache",
@@ -113,12 +122,15 @@ __all__ = [
     "load_compressed_pickle",
     "load_file",
     "load_model",
+    "merge_deltas",
+    "open_delta",
     "patch_safetensors",
     "pin",
     "plan",
     "preload",
     "read_bytes",
     "safe_open",
+    "save_delta",
     "save_file",
     "save_model",
     "stream",
@@ -128,6 +140,15 @@ __all__ = [
 # Where the functions and plain classes live; every other name of __all__ is an
 # exception, or a module of its own.
 _HOMES = {
+    "Delta": "verbs.deltas",
+    "DeltaReport": "verbs.deltas",
+    "DeltaRow": "verbs.deltas",
+    "Diff": "verbs.deltas",
+    "apply_delta": "verbs.deltas",
+    "diff": "verbs.deltas",
+    "merge_deltas": "verbs.deltas",
+    "open_delta": "verbs.deltas",
+    "save_delta": "verbs.deltas",
     "Diagnosis": "verbs.results",
     "Inspection": "verbs.results",
     "LoadOptions": "model.options",

@@ -40,6 +40,71 @@ class ConvertRequest(TypedDict, total=False):
     storage: FormatAccess
 
 
+class DeltaApply(TypedDict, total=False):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    files: list[int]
+    missing: bool
+
+
+class DeltaFile(TypedDict):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    handle: int
+    metadata: dict[str, str]
+    bases: list[str]
+    news: list[str]
+    stored: list[int]
+    changed: int
+    bytes: int
+    size: int
+
+
+class DeltaMerge(TypedDict, total=False):
+    files: list[int]
+    path: str
+    storage: FormatAccess
+
+
+class DeltaOpen(TypedDict, total=False):
+    uri: str
+    storage: FormatAccess
+
+
+class DeltaReport(TypedDict):
+    tensors: int
+    changed: int
+    bytes: int
+    stored: int
+
+
+class DeltaRow(TypedDict):
+    name: str
+    dtype: str
+    shape: list[int]
+    bytes: int
+    elements: int
+    changed: int
+    stored: int
+
+
+class DeltaSave(TypedDict, total=False):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    path: str
+    metadata: dict[str, str]
+    storage: FormatAccess
+
+
+class DeltaTensors(TypedDict, total=False):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
 class FetchPin(TypedDict, total=False):
     size: int
     identity: str

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
         BesideRequest,
         Besides,
         ConvertRequest,
+        DeltaApply,
+        DeltaFile,
+        DeltaMerge,
+        DeltaOpen,
+        DeltaSave,
+        DeltaTensors,
         FetchRequest,
         FilesRequest,
         FrontRequest,
@@ -56,6 +62,11 @@ __all__ = [
     "codec_names",
     "codec_now",
     "convert",
+    "delta_apply",
+    "delta_diff",
+    "delta_merge",
+    "delta_open",
+    "delta_save",
     "device",
     "doctor",
     "empty_cache",
@@ -352,6 +363,40 @@ def key(request: KeyRequest) -> str:
     """Derive a key from a password; in hex digits."""
     made: str = loads(core().run("key", dumps(request), b"")[0])
     return made
+
+
+def delta_save(request: DeltaSave, numbers: bytes) -> JobNumber:
+    """Write what changed between two models, whose memory must not change until the job has ended.
+    Numbers: of a tensor each: address after and before, 1 + the GPU that both are of (0: the
+    host), and its stream."""
+    job: JobNumber = core().start("delta_save", dumps(request), numbers)
+    return job
+
+
+def delta_open(request: DeltaOpen, address: int, nbytes: int) -> DeltaFile:
+    """Read a delta whole and check it: from a URI, or, with an address, from memory, which is copied."""
+    made: DeltaFile = loads(core().run("delta_open", dumps(request), pack("=2q", address, nbytes))[0])
+    return made
+
+
+def delta_apply(request: DeltaApply, numbers: bytes) -> JobNumber:
+    """Apply deltas, one after the other, to tensors in place. Numbers: of a tensor each: address, 1 + the
+    GPU that it is of (0: the host), and its stream."""
+    job: JobNumber = core().start("delta_apply", dumps(request), numbers)
+    return job
+
+
+def delta_merge(request: DeltaMerge) -> JobNumber:
+    """Write a chain of deltas as one."""
+    job: JobNumber = core().start("delta_merge", dumps(request), b"")
+    return job
+
+
+def delta_diff(request: DeltaTensors, numbers: bytes) -> JobNumber:
+    """Compare two models in host memory, tensor by tensor. Numbers: of a tensor each: address after and
+    before, 1 + the GPU that both are of (0: the host), and its stream."""
+    job: JobNumber = core().start("delta_diff", dumps(request), numbers)
+    return job
 
 
 def codec_names() -> list[str]:

@@ -21,6 +21,7 @@ __all__ = [
     "CorruptError",
     "DeadlineError",
     "CryptographyError",
+    "DeltaBaseError",
     "DeviceError",
     "EngineError",
     "ForkedError",
@@ -158,6 +159,10 @@ class DeviceError(OverwireError, RuntimeError):
 
 class CryptographyError(OverwireError, ValueError):
     """A key is missing or wrong, or encrypted bytes have changed."""
+
+
+class DeltaBaseError(OverwireError, ValueError):
+    """A delta was made from other tensors than those that it should change. Nothing was changed."""
 
 
 class IOFailure(OverwireError, OSError):

@@ -5,13 +5,14 @@ package binding
 import (
 	"sync"
 
+	"github.com/overwire/overwire/gosrc/delta"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 )
 
-// handles are the objects that Python holds: *load.Model, *entry (a job) and
-// *cuda.Batch. A number is never used twice, so a stale one is an error and never
+// handles are the objects that Python holds: *load.Model, *entry (a job),
+// *cuda.Batch and *delta.File. A number is never used twice, so a stale one is an error and never
 // another object.
 var handles = struct {
 	mu   sync.Mutex
@@ -42,6 +43,8 @@ func get[T any](h uint64) (T, error) {
 		kind = "job"
 	case *cuda.Batch:
 		kind = "batch"
+	case *delta.File:
+		kind = "delta"
 	}
 	return v, errs.New(errs.ErrArgument, "handle %d is not that of a %s", h, kind)
 }

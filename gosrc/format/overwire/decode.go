@@ -75,6 +75,7 @@ type decoder struct {
 	records, chunkRecords int // offsets
 	newer                 bool
 	features              uint64
+	delta                 bool // the file is to be one of deltas
 }
 
 func (d *decoder) frame() error {
@@ -112,7 +113,16 @@ func (d *decoder) frame() error {
 	major, minor := le.Uint16(b[4:]), le.Uint16(b[6:])
 	d.newer = minor > Minor
 	d.features = le.Uint64(b[8:])
-	if major != Major || d.features&^featuresKnown != 0 || le.Uint16(b[28:]) != tensorSize || le.Uint16(b[30:]) != chunkSize {
+	known := uint64(featuresKnown)
+	switch {
+	case d.delta && d.features&FeatureDelta == 0:
+		return errs.New(errs.ErrFormat, "it is a model, and no delta")
+	case d.delta:
+		known = FeatureDelta
+	case major == Major && d.features == FeatureDelta:
+		return errDelta()
+	}
+	if major != Major || d.features&^known != 0 || le.Uint16(b[28:]) != tensorSize || le.Uint16(b[30:]) != chunkSize {
 		d.at = 4
 		return errs.New(errs.ErrNotSupported, "index version %d.%d with features %#x: %s", major, minor, d.features, remedy(uint64(major)))
 	}
@@ -126,7 +136,7 @@ func (d *decoder) frame() error {
 	if d.h.Data%DataAlign != 0 {
 		return errs.New(errs.ErrFormat, "the data section begins at %d, not on a multiple of %d", d.h.Data, DataAlign)
 	}
-	if d.tensors != len(d.h.Tensors)-1 {
+	if d.tensors != len(d.h.Tensors)-1 && !d.delta {
 		d.at = 16
 		return errs.New(errs.ErrFormat, "%d tensors in the index, %d in the header", d.tensors, len(d.h.Tensors)-1)
 	}

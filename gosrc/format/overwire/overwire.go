@@ -99,13 +99,15 @@ func minor(o *Origin, features uint64) int {
 const note = "compressed by overwire; to read it: pip install overwire; to have plain safetensors: overwire decompress"
 
 // mark is the value of the metadata entry.
-func mark(o *Origin, features uint64) string {
+func mark(o *Origin, features uint64) string { return marked(minor(o, features), note, o) }
+
+func marked(minor int, note string, o *Origin) string {
 	text, _ := json.Marshal(struct { // cannot fail
 		Format string  `json:"format"`
 		Index  string  `json:"index"`
 		Note   string  `json:"note"`
 		Origin *Origin `json:"origin,omitempty"`
-	}{strconv.Itoa(Major) + "." + strconv.Itoa(minor(o, features)), IndexName, note, o})
+	}{strconv.Itoa(Major) + "." + strconv.Itoa(minor), IndexName, note, o})
 	return string(text)
 }
 
@@ -213,19 +215,7 @@ func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, 
 	}
 	need := features(ts, chunks)
 	start := len(dst)
-	size := blobSize(uint64(len(ts)), uint64(len(chunks)), uint64(dims))
-	dst = append(dst, magic...)
-	dst = le.AppendUint16(dst, Major)
-	dst = le.AppendUint16(dst, uint16(minor(o, need)))
-	dst = le.AppendUint64(dst, need)
-	dst = le.AppendUint32(dst, uint32(len(ts)))
-	dst = le.AppendUint32(dst, uint32(len(chunks)))
-	dst = le.AppendUint32(dst, uint32(dims))
-	dst = le.AppendUint16(dst, tensorSize)
-	dst = le.AppendUint16(dst, chunkSize)
-	dst = le.AppendUint64(dst, size)
-	dst = le.AppendUint32(dst, crc32.Checksum(head, castagnoli))
-	dst = append(dst, make([]byte, 20)...)
+	dst = appendFrame(dst, minor(o, need), need, len(ts), len(chunks), dims, head)
 	for i := range ts {
 		for _, d := range ts[i].Shape {
 			dst = le.AppendUint64(dst, uint64(d))
@@ -254,8 +244,29 @@ func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, 
 		dst = le.AppendUint16(dst, c.SegTiles)
 		dst = append(dst, 0, 0, 0, 0, 0, 0)
 	}
+	return trailer(dst, start)
+}
+
+// appendFrame appends the header of an index.
+func appendFrame(dst []byte, minor int, features uint64, tensors, chunks, dims int, head []byte) []byte {
+	dst = append(dst, magic...)
+	dst = le.AppendUint16(dst, Major)
+	dst = le.AppendUint16(dst, uint16(minor))
+	dst = le.AppendUint64(dst, features)
+	dst = le.AppendUint32(dst, uint32(tensors))
+	dst = le.AppendUint32(dst, uint32(chunks))
+	dst = le.AppendUint32(dst, uint32(dims))
+	dst = le.AppendUint16(dst, tensorSize)
+	dst = le.AppendUint16(dst, chunkSize)
+	dst = le.AppendUint64(dst, blobSize(uint64(tensors), uint64(chunks), uint64(dims)))
+	dst = le.AppendUint32(dst, crc32.Checksum(head, castagnoli))
+	return append(dst, make([]byte, 20)...)
+}
+
+// trailer appends the trailer of an index that begins at start.
+func trailer(dst []byte, start int) []byte {
 	dst = le.AppendUint32(dst, crc32.Checksum(dst[start:], castagnoli))
-	return append(dst, make([]byte, start+int(size)-len(dst))...)
+	return append(dst, make([]byte, start+int(le.Uint64(dst[start+32:]))-len(dst))...)
 }
 
 // allZero checks reserved bytes.

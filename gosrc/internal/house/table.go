@@ -80,6 +80,8 @@ var mayImport = map[string][]string{
 	"companions": {"errs", "internal/..."},
 	"save": {"save/original", "companions", "format/...", "tensorizer", "codec/...", "source", "source/open", "job", "knob", "tensor", "errs",
 		"internal/..."},
+	"delta": {"codec", "codec/delta", "codec/digest", "format/overwire", "format/safetensors", "source", "source/memory", "source/open", "device/cuda", "job",
+		"tensor", "errs", "internal/..."},
 	"save/original": {"format", "format/...", "source", "source/open", "tensor", "errs", "internal/..."},
 	"preload":       {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "errs", "internal/..."},
 	"weights":       {"tensor", "errs", "internal/..."},
@@ -89,7 +91,7 @@ var mayImport = map[string][]string{
 	"page":          {"save", "errs"},
 	"page/plots":    {"page", "errs", "internal/..."}, // a program of the developers
 	"bench":         {"page", "measure", "load", "save", "device/cuda", "job", "errs"},
-	"cli": {"page", "format", "tensorizer", "load", "save", "preload", "bench", "measure", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
+	"cli": {"page", "format", "tensorizer", "load", "save", "delta", "plan", "preload", "bench", "measure", "weights", "pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
 
 	// The rig is a program beside the library: no package imports it.
@@ -108,7 +110,7 @@ var mayImport = map[string][]string{
 
 	// The binding to Python.
 	"bind/api": {"bind/binding", "dlpack"},
-	"bind/binding": {"tensorizer", "format", "load", "save", "nvcomp", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job",
+	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job",
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},

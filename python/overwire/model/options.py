@@ -196,10 +196,13 @@ class LoadOptions(StreamOptions, total=False):
         collective.
     shard: with group: name -> dimension to cut a tensor along; this rank gets
         its block of ceil(size / ranks). See `distributed`.
+    base: source is a delta (or a list of them, a chain) of this model: a path or URI, or
+        tensors by name or a module, which are copied. See `apply_delta`.
     """
 
     group: Any
     shard: ShardLike
+    base: Any
 
 
 for _kind in (LoadOptions, StorageOptions):

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, overload
 
 from .. import _engine
-from ..errors import forked
+from ..errors import NotSupportedError, forked
 from ..frameworks.choose import check_device, check_dtype, frame_for
 from ..model.opened import Model, many_objects, opening, prepare
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, LoadOptions, TorchName, check_options
@@ -81,7 +81,7 @@ def load_file(
         installed, else numpy.
     filename: source, by the name that safetensors gives it.
     options: those of `LoadOptions`: dtype, keys, filter, progress, mmap, read,
-        storage_options, lenient, max_memory, group, shard.
+        storage_options, lenient, max_memory, group, shard, base.
 
     Returns a dict of name to tensor, in the order of the files, or of keys. The
     tensors belong to the caller: they are writable, have a storage each, stay valid
@@ -98,6 +98,13 @@ def load_file(
     check_options("load_file", options, LoadOptions)
     source = named("load_file", source, filename)
     group, shard = options.pop("group", None), options.pop("shard", None)
+    base = options.pop("base", None)
+    if base is not None:
+        if group is not None or shard is not None:
+            raise NotSupportedError("overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta")
+        from .deltas import load_on
+
+        return load_on(base, source, device, framework, options, load_file)
     if group is not None or shard is not None:
         from ..distributed import load
 

@@ -1,0 +1,198 @@
+package binding
+
+// This file has the verbs of deltas.
+
+import (
+	"bytes"
+	"context"
+
+	"github.com/overwire/overwire/gosrc/delta"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// deltaTensors are tensors, in columns.
+type deltaTensors struct {
+	Names  []string  `json:"names"`
+	DTypes []string  `json:"dtypes"`
+	Shapes [][]int64 `json:"shapes"`
+}
+
+type deltaSave struct {
+	deltaTensors
+	Path     string            `json:"path"`
+	Metadata map[string]string `json:"metadata"`
+	Storage  format.Access     `json:"storage"`
+}
+
+type deltaOpen struct {
+	URI     string        `json:"uri"` // of the bytes: their name in errors
+	Storage format.Access `json:"storage"`
+}
+
+// deltaFile describes a delta that was opened.
+type deltaFile struct {
+	deltaTensors
+	Handle   uint64            `json:"handle"`
+	Metadata map[string]string `json:"metadata"`
+	Bases    []string          `json:"bases"` // digests
+	News     []string          `json:"news"`
+	Stored   []int64           `json:"stored"` // bytes; 0: the tensor did not change, or has another's chunks
+	Changed  int               `json:"changed"`
+	Bytes    int64             `json:"bytes"` // of the tensors
+	Size     int64             `json:"size"`  // of the file
+}
+
+type deltaApply struct {
+	deltaTensors
+	Files   []uint64 `json:"files"`
+	Missing bool     `json:"missing"`
+}
+
+type deltaMerge struct {
+	Files   []uint64      `json:"files"`
+	Path    string        `json:"path"`
+	Storage format.Access `json:"storage"`
+}
+
+const (
+	deltaPair   = 4
+	deltaTarget = 3
+	pairsOf     = "of a tensor each: address after and before, 1 + the GPU that both are of (0: the host), and its stream"
+)
+
+func deltaVerbs() []Verb {
+	return []Verb{
+		started("delta_save", "Write what changed between two models, whose memory must not change until the job has ended.",
+			func(ctx context.Context, j *job.Job, q deltaSave, n []int64) (delta.Report, error) {
+				pairs, err := q.pairs(n, j)
+				if err != nil {
+					return delta.Report{}, err
+				}
+				f, err := delta.Encode(ctx, pairs, q.Metadata, save.Threads(0), func(n int64) { j.Bytes.Add(n) })
+				if err != nil {
+					return delta.Report{}, err
+				}
+				if err := f.Write(ctx, q.Path, q.Storage.Options, j.Failed); err != nil {
+					return delta.Report{}, err
+				}
+				return f.Report(), nil
+			}).tail(pairsOf).onCallersMemory(),
+		awaited("delta_open", "Read a delta whole and check it: from a URI, or, with an address, from memory, which is copied.",
+			func(ctx context.Context, q deltaOpen, n []int64) (deltaFile, error) {
+				f, err := openDelta(ctx, q, n)
+				if err != nil {
+					return deltaFile{}, err
+				}
+				return describe(f), nil
+			}).ints("address", "nbytes").onCallersMemory(),
+		started("delta_apply", "Apply deltas, one after the other, to tensors in place.",
+			func(ctx context.Context, j *job.Job, q deltaApply, n []int64) (delta.Report, error) {
+				types, err := q.types(len(n), deltaTarget)
+				if err != nil {
+					return delta.Report{}, err
+				}
+				chain, err := chainOf(q.Files)
+				if err != nil {
+					return delta.Report{}, err
+				}
+				targets := make([]delta.Target, len(q.Names))
+				for i := range targets {
+					p := n[deltaTarget*i:]
+					targets[i] = delta.Target{Name: q.Names[i], DType: types[i], Shape: q.Shapes[i], At: uint64(p[0]), CUDA: int32(p[1]), Stream: uintptr(p[2])}
+				}
+				return delta.Apply(ctx, chain, targets, q.Missing, save.Threads(0))
+			}).tail("of a tensor each: address, 1 + the GPU that it is of (0: the host), and its stream").onCallersMemory(),
+		started("delta_merge", "Write a chain of deltas as one.",
+			func(ctx context.Context, j *job.Job, q deltaMerge, _ []int64) (delta.Report, error) {
+				chain, err := chainOf(q.Files)
+				if err != nil {
+					return delta.Report{}, err
+				}
+				f, err := delta.Merge(ctx, chain, save.Threads(0))
+				if err == nil {
+					err = f.Write(ctx, q.Path, q.Storage.Options, j.Failed)
+				}
+				if err != nil {
+					return delta.Report{}, err
+				}
+				return f.Report(), nil
+			}),
+		started("delta_diff", "Compare two models in host memory, tensor by tensor.",
+			func(ctx context.Context, j *job.Job, q deltaTensors, n []int64) ([]delta.Row, error) {
+				pairs, err := q.pairs(n, j)
+				if err != nil {
+					return nil, err
+				}
+				return delta.Diff(ctx, pairs, save.Threads(0), func(n int64) { j.Bytes.Add(n) })
+			}).tail(pairsOf).onCallersMemory(),
+	}
+}
+
+// types are the dtypes of the tensors, which have `each` of the numbers.
+func (q *deltaTensors) types(numbers, each int) ([]tensor.DType, error) {
+	if len(q.DTypes) != len(q.Names) || len(q.Shapes) != len(q.Names) || numbers != each*len(q.Names) {
+		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers", len(q.Names), len(q.DTypes), len(q.Shapes), numbers)
+	}
+	types := make([]tensor.DType, len(q.Names))
+	for i, name := range q.DTypes {
+		d, ok := tensor.ParseDType(name)
+		if !ok {
+			return nil, errs.Locate("delta", "", q.Names[i], -1, errs.New(errs.ErrArgument, "dtype %q", name))
+		}
+		types[i] = d
+	}
+	return types, nil
+}
+
+func (q *deltaTensors) pairs(n []int64, j *job.Job) ([]delta.Pair, error) {
+	types, err := q.types(len(n), deltaPair)
+	if err != nil {
+		return nil, err
+	}
+	pairs := make([]delta.Pair, len(q.Names))
+	for i := range pairs {
+		p := n[deltaPair*i:]
+		pairs[i] = delta.Pair{Name: q.Names[i], DType: types[i], Shape: q.Shapes[i], New: uint64(p[0]), Base: uint64(p[1]), CUDA: int32(p[2]), Stream: uintptr(p[3])}
+		if bytes, err := tensor.Size(types[i], q.Shapes[i]); err == nil {
+			j.TotalBytes.Add(bytes)
+		}
+	}
+	return pairs, nil
+}
+
+func openDelta(ctx context.Context, q deltaOpen, n []int64) (*delta.File, error) {
+	if n[0] == 0 {
+		return delta.Read(ctx, q.URI, q.Storage.Options)
+	}
+	b, err := dataAt(uint64(n[0]), n[1])
+	if err != nil {
+		return nil, err
+	}
+	return delta.Parse(ctx, q.URI, bytes.Clone(b))
+}
+
+func describe(f *delta.File) deltaFile {
+	r := f.Report()
+	d := deltaFile{Handle: keep(f), Metadata: f.Metadata, Changed: r.Changed, Bytes: r.Bytes, Size: f.Size}
+	for i := range f.Tensors {
+		t := &f.Tensors[i]
+		d.Names, d.DTypes, d.Shapes = append(d.Names, t.Name), append(d.DTypes, t.DType.String()), append(d.Shapes, t.Shape)
+		d.Bases, d.News, d.Stored = append(d.Bases, t.Base.String()), append(d.News, t.New.String()), append(d.Stored, t.Stored())
+	}
+	return d
+}
+
+func chainOf(handles []uint64) ([]*delta.File, error) {
+	chain := make([]*delta.File, len(handles))
+	for i, h := range handles {
+		var err error
+		if chain[i], err = get[*delta.File](h); err != nil {
+			return nil, err
+		}
+	}
+	return chain, nil
+}

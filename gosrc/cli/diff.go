@@ -1,0 +1,213 @@
+package cli
+
+// This file has the verb diff, which compares two models.
+
+import (
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"unsafe"
+
+	"github.com/dustin/go-humanize"
+
+	"github.com/overwire/overwire/gosrc/delta"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// diffBytes is how much of each model diff has in memory at once, unless a tensor is
+// larger.
+const diffBytes = 1 << 30
+
+var diffVerb = &verb{
+	name: "diff", args: "A B", least: 2, most: 2,
+	short: "show what changed from model A to model B",
+	long: `
+Compares the tensors of two models (files, folders or index.json, plain or
+compressed), bit by bit, and prints for each that differs how many of its elements
+changed, and what a delta of it would take (Python's save_delta). Tensors that only
+one of the models has, or that have another type or shape, are listed.
+Elements of less than a byte are counted as bytes. At most about 2 GB of both models
+are in memory at once. The exit status is 0 whether they differ or not.`,
+	example: "overwire diff base.safetensors tuned.safetensors",
+	options: append([]option{threadsOption, storageOption}, decryptOptions...),
+	run:     (*call).diff,
+}
+
+// diffReport is the document of --json.
+type diffReport struct {
+	Tensors  []delta.Row `json:"tensors"` // those that differ
+	Equal    int         `json:"equal"`
+	OnlyA    []string    `json:"only_a"`
+	OnlyB    []string    `json:"only_b"`
+	Other    []string    `json:"other"` // of another dtype or shape
+	Elements int64       `json:"elements"`
+	Changed  int64       `json:"changed"`
+	Bytes    int64       `json:"bytes"`
+	Stored   int64       `json:"stored"` // bytes of a delta's chunks
+}
+
+func (c *call) diff() error {
+	storage, err := c.storage()
+	if err != nil {
+		return err
+	}
+	threads, err := c.threads()
+	if err != nil {
+		return err
+	}
+	var models [2]*load.Model
+	for i, path := range c.args {
+		m, err := load.Open(c.ctx, load.Spec{URIs: save.Spread([]string{path}), Storage: storage})
+		if err != nil {
+			return err
+		}
+		defer m.Close()
+		models[i] = m
+	}
+	r := diffReport{Tensors: []delta.Row{}, OnlyA: []string{}, OnlyB: []string{}, Other: []string{}}
+	both := r.match(models[0].Index(), models[1].Index())
+	for len(both) > 0 {
+		n, sum := 0, int64(0)
+		for n < len(both) && (n == 0 || sum+models[0].Index().Tensors[both[n][0]].Bytes <= diffBytes) {
+			sum += models[0].Index().Tensors[both[n][0]].Bytes
+			n++
+		}
+		if err := c.compare(&r, models, both[:n], threads); err != nil {
+			return err
+		}
+		both = both[n:]
+	}
+	return c.show(r, r.print)
+}
+
+// match pairs the tensors of both models, and notes the others.
+func (r *diffReport) match(a, b *tensor.Index) (both [][2]int) {
+	at := map[string]int{}
+	for i := range b.Tensors {
+		at[b.Tensors[i].Name] = i
+	}
+	for i := range a.Tensors {
+		t := &a.Tensors[i]
+		k, ok := at[t.Name]
+		delete(at, t.Name)
+		switch {
+		case !ok:
+			r.OnlyA = append(r.OnlyA, t.Name)
+		case b.Tensors[k].DType != t.DType || !slices.Equal(b.Tensors[k].Shape, t.Shape):
+			r.Other = append(r.Other, t.Name)
+		default:
+			both = append(both, [2]int{i, k})
+		}
+	}
+	for name := range at {
+		r.OnlyB = append(r.OnlyB, name)
+	}
+	slices.Sort(r.OnlyA)
+	slices.Sort(r.OnlyB)
+	slices.Sort(r.Other)
+	return both
+}
+
+// compare loads some tensors of both models, and adds what differs.
+func (c *call) compare(r *diffReport, models [2]*load.Model, some [][2]int, threads int) error {
+	pairs := make([]delta.Pair, len(some))
+	for side, m := range models {
+		reqs := make([]load.Request, len(some))
+		for i := range some {
+			reqs[i] = load.Request{Tensor: int64(some[i][side]), Hi0: plan.Whole, Hi1: plan.Whole}
+		}
+		mem, err := c.landed(m, reqs, threads)
+		defer func() {
+			for i := range mem {
+				mem[i].Release()
+			}
+		}()
+		if err != nil {
+			return err
+		}
+		for i := range pairs {
+			at := uint64(uintptr(unsafe.Pointer(mem[i].Ptr)))
+			if side == 0 {
+				t := &m.Index().Tensors[some[i][0]]
+				pairs[i] = delta.Pair{Name: t.Name, DType: t.DType, Shape: t.Shape, Base: at}
+			} else {
+				pairs[i].New = at
+			}
+		}
+	}
+	rows, err := delta.Diff(c.ctx, pairs, threads, func(int64) {})
+	if err != nil {
+		return err
+	}
+	for _, row := range rows {
+		r.Elements, r.Changed, r.Bytes, r.Stored = r.Elements+row.Elements, r.Changed+row.Changed, r.Bytes+row.Bytes, r.Stored+row.Stored
+		if row.Changed == 0 {
+			r.Equal++
+		} else {
+			r.Tensors = append(r.Tensors, row)
+		}
+	}
+	return nil
+}
+
+// landed loads tensors, which the caller releases, also after an error.
+func (c *call) landed(m *load.Model, reqs []load.Request, threads int) ([]device.Memory, error) {
+	l, err := m.Start(reqs, load.Options{Threads: threads})
+	if err != nil {
+		return nil, err
+	}
+	defer l.Close()
+	select {
+	case <-l.Job().Done():
+	case <-c.ctx.Done():
+		l.Job().Cancel()
+		<-l.Job().Done()
+		return nil, errs.New(errs.ErrCancelled, "diff")
+	}
+	if err := l.Job().Err(); err != nil {
+		return nil, err
+	}
+	mem := make([]device.Memory, 0, len(reqs))
+	for i := range reqs {
+		one, _, _, ok := l.Take(i)
+		if !ok {
+			return mem, errs.New(errs.ErrEngine, "tensor %d did not land", reqs[i].Tensor)
+		}
+		mem = append(mem, one)
+	}
+	return mem, nil
+}
+
+func (r diffReport) print(w io.Writer) {
+	t := table(w)
+	for i, row := range r.Tensors {
+		if i == 0 {
+			fmt.Fprintf(t, "tensor\tdtype\tshape\telements changed\tshare\tdelta\n")
+		}
+		fmt.Fprintf(t, "%s\t%s\t%v\t%s\t%s\t%s\n", row.Name, row.DType, row.Shape, humanize.Comma(row.Changed), share(row.Changed, row.Elements), bytesText(row.Stored))
+	}
+	t.Flush()
+	for _, list := range []struct {
+		what  string
+		names []string
+	}{{"only in A", r.OnlyA}, {"only in B", r.OnlyB}, {"another type or shape", r.Other}} {
+		if len(list.names) > 0 {
+			fmt.Fprintf(w, "%s: %s\n", list.what, strings.Join(list.names, ", "))
+		}
+	}
+	fmt.Fprintf(w, "%s of %s elements changed (%s), in %d tensors; %d are equal; a delta takes %s, %s of %s\n", humanize.Comma(r.Changed),
+		humanize.Comma(r.Elements), share(r.Changed, r.Elements), len(r.Tensors), r.Equal, bytesText(r.Stored), share(r.Stored, r.Bytes), bytesText(r.Bytes))
+}
+
+func share(n, of int64) string {
+	if of == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%.3g %%", 100*float64(n)/float64(of))
+}

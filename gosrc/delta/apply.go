@@ -1,0 +1,366 @@
+package delta
+
+// This file applies chains of deltas to tensors, in place: everything is checked before
+// the first byte changes, and a failure after that is undone.
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+	"slices"
+	"strings"
+
+	"github.com/overwire/overwire/gosrc/codec/delta"
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A Target is a tensor in memory, dense, of the host or of the GPU CUDA - 1. It is used
+// by nothing else until Apply returns, but for work that is queued on Stream.
+type Target struct {
+	Name   string
+	DType  tensor.DType
+	Shape  []int64
+	At     uint64
+	CUDA   int32
+	Stream uintptr
+}
+
+// A Report says what was written or applied. Bytes are those of the tensors, Stored
+// those of the file that was written, or of the chunks that were applied.
+type Report struct {
+	Tensors int   `json:"tensors"`
+	Changed int   `json:"changed"` // tensors that changed
+	Bytes   int64 `json:"bytes"`
+	Stored  int64 `json:"stored"`
+}
+
+// A step is a target and its part of the chain.
+type step struct {
+	*Target
+	bytes int64
+	links []link
+}
+
+func (s *step) first() digest.Sum { return s.links[0].tensor.Base }
+func (s *step) last() digest.Sum  { return s.links[len(s.links)-1].tensor.New }
+func (s *step) changes() bool {
+	return slices.ContainsFunc(s.links, func(l link) bool { return len(l.tensor.Chunks) > 0 })
+}
+
+// A place applies to the memory of one device.
+type place interface {
+	// digests computes those of the steps' tensors as they are now.
+	digests(ctx context.Context) ([]digest.Sum, error)
+	// prepare brings everything there that apply needs, and changes nothing.
+	prepare(ctx context.Context) error
+	// apply XORs. Called again it undoes that. After an error it has undone what it did.
+	apply() error
+	close()
+}
+
+// Apply applies a chain to targets, by several workers. Targets that no file has are
+// left alone; names that no target has are errs.ErrArgument, unless missing is set.
+//
+// The digests of all tensors are compared before the first byte changes: a tensor that is
+// not the chain's base is errs.ErrBase. They are compared again afterwards, and what
+// differs then is undone. An error after the first change says what the tensors are.
+// From the first change on, ctx no longer counts.
+func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, workers int) (r Report, err error) {
+	steps, err := plan(chain, targets, missing)
+	if err != nil {
+		return r, err
+	}
+	by := map[int32][]step{}
+	for _, s := range steps {
+		by[s.CUDA] = append(by[s.CUDA], s)
+		r.Tensors++
+		r.Bytes += s.bytes
+		if s.changes() {
+			r.Changed++
+		}
+		for _, l := range s.links {
+			for _, c := range l.tensor.Chunks {
+				r.Stored += int64(len(c))
+			}
+		}
+	}
+	var places []place
+	var of [][]step
+	defer func() {
+		for _, p := range places {
+			p.close()
+		}
+	}()
+	for _, cuda := range slices.Sorted(keys(by)) {
+		var p place = &host{steps: by[cuda], workers: workers}
+		if cuda > 0 {
+			if p, err = onGPU(int(cuda-1), by[cuda]); err != nil {
+				return r, err
+			}
+		}
+		places, of = append(places, p), append(of, by[cuda])
+	}
+	if err := before(ctx, places, of); err != nil {
+		return r, err
+	}
+	return r, change(context.WithoutCancel(ctx), places, of)
+}
+
+func keys[K comparable, V any](m map[K]V) func(yield func(K) bool) {
+	return func(yield func(K) bool) {
+		for k := range m {
+			if !yield(k) {
+				return
+			}
+		}
+	}
+}
+
+// plan pairs targets with the chain. Tied targets become one step.
+func plan(chain []*File, targets []Target, missing bool) ([]step, error) {
+	var steps []step
+	names := map[string]bool{}
+	for i := range targets {
+		g := &targets[i]
+		if names[g.Name] {
+			return nil, errs.New(errs.ErrArgument, "the tensor %q is there twice", g.Name)
+		}
+		names[g.Name] = true
+		all, err := links(chain, g.Name)
+		if err != nil {
+			return nil, err
+		}
+		if len(all) == 0 {
+			continue
+		}
+		t := all[0].tensor
+		if t.DType != g.DType || !slices.Equal(t.Shape, g.Shape) {
+			return nil, errs.Locate("delta", all[0].file.URI, g.Name, -1,
+				errs.New(errs.ErrBase, "the delta is of %v %v, the tensor is %v %v", t.DType, t.Shape, g.DType, g.Shape))
+		}
+		steps = append(steps, step{g, t.Bytes, all})
+	}
+	if err := complete(chain, names, missing); err != nil {
+		return nil, err
+	}
+	return untie(steps)
+}
+
+// complete refuses a chain with names that no target has.
+func complete(chain []*File, names map[string]bool, missing bool) error {
+	var lost []string
+	for _, f := range chain {
+		for i := range f.Tensors {
+			if name := f.Tensors[i].Name; !names[name] && !missing {
+				names[name] = true
+				lost = append(lost, name)
+			}
+		}
+	}
+	if len(lost) > 0 {
+		return errs.New(errs.ErrArgument, "the delta has %s, which the tensors lack (missing=True leaves them out)", some(lost))
+	}
+	return nil
+}
+
+// some lists a few names of many.
+func some(names []string) string {
+	const most = 3
+	quoted := make([]string, 0, most)
+	for _, n := range names[:min(most, len(names))] {
+		quoted = append(quoted, fmt.Sprintf("%q", n))
+	}
+	text := strings.Join(quoted, ", ")
+	if len(names) > most {
+		text += fmt.Sprintf(" and %d more", len(names)-most)
+	}
+	return text
+}
+
+// untie leaves one step of those with the same memory, and refuses memory that overlaps.
+func untie(steps []step) ([]step, error) {
+	slices.SortStableFunc(steps, func(a, b step) int {
+		switch {
+		case a.CUDA != b.CUDA:
+			return int(a.CUDA - b.CUDA)
+		case a.At != b.At:
+			if a.At < b.At {
+				return -1
+			}
+			return 1
+		}
+		return 0
+	})
+	var out []step
+	var full *step // the last with bytes
+	for i := range steps {
+		s := &steps[i]
+		if s.bytes > 0 && full != nil && full.CUDA == s.CUDA && s.At < full.At+uint64(full.bytes) {
+			if s.At == full.At && s.bytes == full.bytes && s.first() == full.first() && s.last() == full.last() {
+				continue
+			}
+			return nil, errs.New(errs.ErrArgument, "the tensors %q and %q share memory, and the delta changes them differently", full.Name, s.Name)
+		}
+		out = append(out, *s)
+		if s.bytes > 0 {
+			full = s
+		}
+	}
+	return out, nil
+}
+
+// before compares the tensors with the chain's base, and gets everything ready.
+func before(ctx context.Context, places []place, of [][]step) error {
+	var wrong []string
+	done := 0
+	for i, p := range places {
+		got, err := p.digests(ctx)
+		if err != nil {
+			return err
+		}
+		for k, sum := range got {
+			s := &of[i][k]
+			if sum == s.first() {
+				continue
+			}
+			wrong = append(wrong, s.Name)
+			if sum == s.last() {
+				done++
+			}
+		}
+	}
+	if len(wrong) > 0 {
+		if done == len(wrong) {
+			return errs.New(errs.ErrBase, "nothing was changed: %s have the delta already", some(wrong))
+		}
+		return errs.New(errs.ErrBase, "nothing was changed: %s differ from what the delta was made from", some(wrong))
+	}
+	for _, p := range places {
+		if err := p.prepare(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// change applies, compares, and undoes.
+func change(ctx context.Context, places []place, of [][]step) error {
+	for i, p := range places {
+		if err := p.apply(); err != nil {
+			return undo(ctx, places[:i+1], i, of, err)
+		}
+	}
+	var wrong []string
+	for i, p := range places {
+		got, err := p.digests(ctx)
+		if err != nil {
+			return undo(ctx, places, len(places), of, err)
+		}
+		for k, sum := range got {
+			if s := &of[i][k]; sum != s.last() {
+				wrong = append(wrong, s.Name)
+			}
+		}
+	}
+	if len(wrong) > 0 {
+		return undo(ctx, places, len(places), of, errs.New(errs.ErrCorrupt, "%s did not become what the delta says", some(wrong)))
+	}
+	return nil
+}
+
+// undo applies again in the first `again` places, and says what has become of the tensors.
+func undo(ctx context.Context, places []place, again int, of [][]step, err error) error {
+	var old, now, lost []string
+	for i, p := range places {
+		var failed error
+		if i < again {
+			failed = p.apply()
+		}
+		got, e := p.digests(ctx)
+		if failed != nil || e != nil {
+			got = nil
+		}
+		for k := range of[i] {
+			s := &of[i][k]
+			switch {
+			case got != nil && got[k] == s.first():
+				old = append(old, s.Name)
+			case got != nil && got[k] == s.last():
+				now = append(now, s.Name)
+			default:
+				lost = append(lost, s.Name)
+			}
+		}
+	}
+	if len(now) == 0 && len(lost) == 0 {
+		return fmt.Errorf("%w (undone: all tensors are as they were)", err)
+	}
+	said := []string{}
+	for _, kind := range []struct {
+		names []string
+		what  string
+	}{{old, "old"}, {now, "new"}, {lost, "neither old nor new: load them again"}} {
+		if len(kind.names) > 0 {
+			said = append(said, some(kind.names)+": "+kind.what)
+		}
+	}
+	return fmt.Errorf("%w (%s)", err, strings.Join(said, "; "))
+}
+
+// host is the place of tensors in host memory.
+type host struct {
+	steps   []step
+	workers int
+}
+
+func (h *host) digests(ctx context.Context) ([]digest.Sum, error) {
+	views := make([]digest.View, len(h.steps))
+	for i := range h.steps {
+		views[i] = digest.Contiguous(h.steps[i].At, h.steps[i].bytes)
+	}
+	return digest.All(ctx, views, h.workers)
+}
+
+func (h *host) prepare(context.Context) error { return nil }
+
+func (h *host) close() {}
+
+// apply goes through the tensors in runs of many chunks.
+func (h *host) apply() error {
+	const run = 16 * ChunkBytes
+	type task struct {
+		s  *step
+		at int64
+	}
+	var tasks []task
+	for i := range h.steps {
+		for at := int64(0); at < h.steps[i].bytes && h.steps[i].changes(); at += run {
+			tasks = append(tasks, task{&h.steps[i], at})
+		}
+	}
+	return spawn.Each(context.Background(), "delta apply", max(1, min(h.workers, runtime.GOMAXPROCS(0))), len(tasks), func(n int) error {
+		s, from := tasks[n].s, tasks[n].at
+		dst := bytesAt(s.At, s.bytes)
+		for _, l := range s.links {
+			f, t := l.file, l.tensor
+			if len(t.Chunks) == 0 {
+				continue
+			}
+			// A chunk belongs to the run in which it begins.
+			for k := int(sizes.CeilDiv(from, f.ChunkLen)); k < len(t.Chunks) && int64(k)*f.ChunkLen < from+run; k++ {
+				if len(t.Chunks[k]) == 0 {
+					continue
+				}
+				at := int64(k) * f.ChunkLen
+				if err := delta.Apply(dst[at:at+int64(f.length(t, k))], t.Chunks[k], width(t.DType)); err != nil {
+					return errs.Locate("delta", f.URI, t.Name, int64(k), err)
+				}
+			}
+		}
+		return nil
+	})
+}

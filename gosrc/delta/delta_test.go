@@ -1,0 +1,497 @@
+package delta
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A model is tensors in memory, by name.
+type model struct {
+	names  []string
+	dtypes []tensor.DType
+	shapes [][]int64
+	data   [][]byte
+}
+
+func (m *model) add(r *rand.Rand, name string, d tensor.DType, shape ...int64) {
+	n, err := tensor.Size(d, shape)
+	if err != nil {
+		panic(err)
+	}
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+	m.names, m.dtypes, m.shapes, m.data = append(m.names, name), append(m.dtypes, d), append(m.shapes, shape), append(m.data, b)
+}
+
+func (m *model) clone() *model {
+	c := *m
+	c.data = nil
+	for _, b := range m.data {
+		c.data = append(c.data, bytes.Clone(b))
+	}
+	return &c
+}
+
+// step changes about a share of a tensor's bytes.
+func (m *model) step(r *rand.Rand, i int, share float64) {
+	for k := range m.data[i] {
+		if r.Float64() < share {
+			m.data[i][k] ^= byte(1 + r.Uint32()%3)
+		}
+	}
+}
+
+func address(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) }
+
+func pairs(now, base *model) []Pair {
+	var all []Pair
+	for i := range now.names {
+		all = append(all, Pair{Name: now.names[i], DType: now.dtypes[i], Shape: now.shapes[i], New: address(now.data[i]), Base: address(base.data[i])})
+	}
+	return all
+}
+
+func (m *model) targets() []Target {
+	var all []Target
+	for i := range m.names {
+		all = append(all, Target{Name: m.names[i], DType: m.dtypes[i], Shape: m.shapes[i], At: address(m.data[i])})
+	}
+	return all
+}
+
+func (m *model) same(o *model) bool {
+	for i := range m.data {
+		if !bytes.Equal(m.data[i], o.data[i]) {
+			return false
+		}
+	}
+	return true
+}
+
+// mixed is a model of every width, with tensors of several chunks, without bytes, and
+// tied.
+func mixed(r *rand.Rand) *model {
+	m := &model{}
+	m.add(r, "z.big", tensor.BF16, 700, 513)
+	m.add(r, "a.f32", tensor.F32, 1000)
+	m.add(r, "b.int8", tensor.I8, 300_001)
+	m.add(r, "c.f64", tensor.F64, 77)
+	m.add(r, "d.none", tensor.F16, 0, 5)
+	m.add(r, "e.f4", tensor.F4, 2, 3)
+	m.add(r, "f.same", tensor.U16, 4096)
+	m.add(r, "g.scalar", tensor.C64)
+	m.names, m.dtypes, m.shapes, m.data = append(m.names, "tied"), append(m.dtypes, tensor.BF16), append(m.shapes, []int64{513 * 700}), append(m.data, m.data[0])
+	return m
+}
+
+func encode(t *testing.T, now, base *model) *File {
+	t.Helper()
+	f, err := Encode(context.Background(), pairs(now, base), map[string]string{"step": "1"}, 2, func(int64) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func layout(t *testing.T, f *File) []byte {
+	t.Helper()
+	pieces, err := f.Layout()
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := bytes.Join(pieces, nil)
+	if int64(len(b)) != f.Size {
+		t.Fatalf("%d bytes, not %d", len(b), f.Size)
+	}
+	return b
+}
+
+func reparse(t *testing.T, b []byte) *File {
+	t.Helper()
+	f, err := Parse(context.Background(), "d.safetensors", b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func apply(m *model, chain ...*File) error {
+	_, err := Apply(context.Background(), chain, m.targets(), false, 2)
+	return err
+}
+
+func seeded(t *testing.T) *rand.Rand {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	return rand.New(rand.NewPCG(seed, 2))
+}
+
+// trained returns a model and what became of it: some tensors changed.
+func trained(r *rand.Rand) (now, base *model) {
+	base = mixed(r)
+	now = base.clone()
+	now.data[len(now.data)-1] = now.data[0] // tied, too
+	now.step(r, 0, 0.01)
+	now.step(r, 1, 0.9)
+	now.data[2][262_144] ^= 0xff
+	now.step(r, 3, 0.3)
+	now.step(r, 5, 1)
+	now.step(r, 7, 1)
+	return now, base
+}
+
+// TestFile: a delta survives its file, turns the base into the new model, names both by
+// digest, stores tied tensors once, and is the same every time.
+func TestFile(t *testing.T) {
+	now, base := trained(seeded(t))
+	f := encode(t, now, base)
+	b := layout(t, f)
+	if again := layout(t, encode(t, now, base)); !bytes.Equal(again, b) {
+		t.Error("another file of the same models")
+	}
+	g := reparse(t, b)
+	if !bytes.Equal(layout(t, g), b) || g.Metadata["step"] != "1" || len(g.Metadata) != 1 {
+		t.Error("the file does not survive")
+	}
+	for i := range now.names {
+		at, ok := g.Find(now.names[i])
+		if !ok {
+			t.Fatalf("%s is not there", now.names[i])
+		}
+		x := &g.Tensors[at]
+		if x.Base != digest.Of(base.data[i]) || x.New != digest.Of(now.data[i]) {
+			t.Errorf("%s has the digests %v and %v", x.Name, x.Base, x.New)
+		}
+		if now.names[i] == "f.same" && len(x.Chunks) != 0 || now.names[i] == "z.big" && x.Same < 0 {
+			t.Errorf("%s: %d chunks, same as %d", x.Name, len(x.Chunks), x.Same)
+		}
+		if now.names[i] == "b.int8" && (len(x.Chunks[0]) != 0 || len(x.Chunks[1]) == 0) {
+			t.Error("an unchanged chunk is stored")
+		}
+	}
+	got := base.clone()
+	got.data[len(got.data)-1] = got.data[0]
+	if err := apply(got, g); err != nil || !got.same(now) {
+		t.Fatalf("other bytes: %v", err)
+	}
+	if err := apply(got, g); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), "already") || !got.same(now) {
+		t.Errorf("applied twice: %v", err)
+	}
+}
+
+// TestRefusedBefore: a wrong base, shape or name, and overlapping memory are refused
+// before the first byte changes.
+func TestRefusedBefore(t *testing.T) {
+	now, base := trained(seeded(t))
+	f := reparse(t, layout(t, encode(t, now, base)))
+	other := base.clone()
+	other.data[6][9]++ // of a tensor that the delta does not change
+	before := other.clone()
+	if err := apply(other, f); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), `"f.same"`) || !other.same(before) {
+		t.Errorf("a wrong base: %v", err)
+	}
+	run := func(change func(all []Target) []Target, missing bool) error {
+		m := base.clone()
+		_, err := Apply(context.Background(), []*File{f}, change(m.targets()), missing, 2)
+		if err != nil && !m.same(base) {
+			t.Error("refused, and changed")
+		}
+		return err
+	}
+	if err := run(func(all []Target) []Target { all[0].Shape = []int64{513, 700}; return all }, false); !errors.Is(err, errs.ErrBase) {
+		t.Errorf("another shape: %v", err)
+	}
+	less := func(all []Target) []Target { return all[1:] }
+	if err := run(less, false); !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "z.big") {
+		t.Errorf("a missing tensor: %v", err)
+	}
+	if err := run(less, true); err != nil {
+		t.Errorf("a missing tensor that may be: %v", err)
+	}
+	more := func(all []Target) []Target {
+		return append(all, Target{Name: "more", DType: tensor.U8, Shape: []int64{1}, At: all[0].At})
+	}
+	if err := run(more, false); err != nil {
+		t.Errorf("a tensor that the delta lacks: %v", err)
+	}
+	twice := func(all []Target) []Target { return append(all, all[0]) }
+	if err := run(twice, false); !errors.Is(err, errs.ErrArgument) {
+		t.Errorf("a name twice: %v", err)
+	}
+	over := func(all []Target) []Target { all[1].At = all[0].At + 8; return all }
+	if err := run(over, false); !errors.Is(err, errs.ErrArgument) {
+		t.Errorf("overlapping memory: %v", err)
+	}
+}
+
+// broken is a place of the host whose memory fails.
+type broken struct {
+	*host
+	steps  []step
+	times  int // applications that go wrong from now on
+	refuse bool
+}
+
+func (b *broken) apply() error {
+	if b.refuse {
+		b.refuse = false
+		return errs.New(errs.ErrDevice, "the device failed")
+	}
+	err := b.host.apply()
+	if b.times > 0 {
+		b.times--
+		bytesAt(b.steps[0].At, 1)[0] ^= 4
+	}
+	return err
+}
+
+// TestUndone: when a tensor does not become what the delta says, all become what they
+// were; if that fails, too, the error names each.
+func TestUndone(t *testing.T) {
+	now, base := trained(seeded(t))
+	f := reparse(t, layout(t, encode(t, now, base)))
+	for times, want := range map[int]string{1: "load them again", 2: "as they were"} {
+		m := base.clone()
+		m.data[len(m.data)-1] = m.data[0]
+		steps, err := plan([]*File{f}, m.targets(), false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		h := &host{steps: steps, workers: 2}
+		err = change(context.Background(), []place{&broken{host: h, steps: steps, times: times}}, [][]step{steps})
+		if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), want) {
+			t.Errorf("wrong %d times: %v", times, err)
+		}
+		if times == 2 && !m.same(base) {
+			t.Error("not undone")
+		}
+	}
+	// Of two devices the second refuses: the first is undone.
+	m := base.clone()
+	m.data[len(m.data)-1] = m.data[0]
+	steps, err := plan([]*File{f}, m.targets(), false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	one, two := &host{steps: steps[:3], workers: 1}, &host{steps: steps[3:], workers: 1}
+	err = change(context.Background(), []place{one, &broken{host: two, steps: steps[3:], refuse: true}}, [][]step{steps[:3], steps[3:]})
+	if !errors.Is(err, errs.ErrDevice) {
+		t.Errorf("a device that refuses: %v", err)
+	}
+	for i := range steps[:3] {
+		if s := &steps[i]; digest.Of(bytesAt(s.At, s.bytes)) != s.first() {
+			t.Errorf("%s was not undone: %v", s.Name, err)
+		}
+	}
+}
+
+// TestChain: a chain is applied in one pass, or merged into the very delta of its ends;
+// one with a hole is refused.
+func TestChain(t *testing.T) {
+	r := seeded(t)
+	models := []*model{mixed(r)}
+	var chain []*File
+	for range 5 {
+		next := models[len(models)-1].clone()
+		next.data[len(next.data)-1] = next.data[0]
+		for i := range next.data[:len(next.data)-1] {
+			if r.IntN(3) > 0 {
+				next.step(r, i, r.Float64()*r.Float64()*0.1)
+			}
+		}
+		chain = append(chain, reparse(t, layout(t, encode(t, next, models[len(models)-1]))))
+		models = append(models, next)
+	}
+	got := models[0].clone()
+	got.data[len(got.data)-1] = got.data[0]
+	if err := apply(got, chain...); err != nil || !got.same(models[5]) {
+		t.Fatalf("the chain: %v", err)
+	}
+	merged, err := Merge(context.Background(), chain, 2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(layout(t, merged), layout(t, encode(t, models[5], models[0]))) {
+		t.Error("merged it is not the delta of its ends")
+	}
+	got = models[0].clone()
+	if err := apply(got, chain[0], chain[2]); !errors.Is(err, errs.ErrBase) || !got.same(models[0]) {
+		t.Errorf("a chain with a hole: %v", err)
+	}
+	if _, err := Merge(context.Background(), []*File{chain[1], chain[0]}, 2); !errors.Is(err, errs.ErrBase) {
+		t.Errorf("merged in the wrong order: %v", err)
+	}
+	// There and back again: nothing has changed.
+	back := encode(t, models[0], models[1])
+	none, err := Merge(context.Background(), []*File{chain[0], back}, 2)
+	if err != nil || slices.ContainsFunc(none.Tensors, func(t Tensor) bool { return len(t.Chunks) > 0 }) {
+		t.Errorf("there and back again: %v", err)
+	}
+}
+
+// TestManyDeltas: a long chain of small steps ends in the right bytes, and its memory is
+// freed.
+func TestManyDeltas(t *testing.T) {
+	r := seeded(t)
+	m := &model{}
+	m.add(r, "w", tensor.BF16, 2000)
+	m.add(r, "v", tensor.F32, 300)
+	got := m.clone()
+	var before, after runtime.MemStats
+	for i := range 10_000 {
+		now := m.clone()
+		now.step(r, i%2, 0.01)
+		f := encode(t, now, m)
+		if i%10 == 0 {
+			f = reparse(t, layout(t, f))
+		}
+		if err := apply(got, f); err != nil || !got.same(now) {
+			t.Fatalf("delta %d: %v", i, err)
+		}
+		m = now
+		if i == 100 {
+			runtime.GC()
+			runtime.ReadMemStats(&before)
+		}
+	}
+	runtime.GC()
+	runtime.ReadMemStats(&after)
+	if after.HeapAlloc > before.HeapAlloc+4<<20 {
+		t.Errorf("%d bytes stay", after.HeapAlloc-before.HeapAlloc)
+	}
+}
+
+// TestChanged: whatever byte of a file changes, it is refused.
+func TestChanged(t *testing.T) {
+	r := seeded(t)
+	base := &model{}
+	base.add(r, "a", tensor.BF16, 300)
+	base.add(r, "b", tensor.F32, 40)
+	now := base.clone()
+	now.step(r, 0, 0.1)
+	b := layout(t, encode(t, now, base))
+	for range 3000 {
+		c := bytes.Clone(b)
+		c[r.IntN(len(c))] ^= 1 << r.IntN(8)
+		if f, err := Parse(context.Background(), "d", c); err == nil {
+			if got, _ := f.Layout(); !bytes.Equal(bytes.Join(got, nil), b) {
+				t.Fatal("a changed byte was accepted")
+			}
+		} else if errs.Class(err) == "EngineError" {
+			t.Fatalf("no class: %v", err)
+		}
+	}
+	for n := range len(b) {
+		if _, err := Parse(context.Background(), "d", b[:n]); err == nil {
+			t.Fatalf("%d bytes of %d were accepted", n, len(b))
+		}
+	}
+}
+
+// FuzzTable: a table that passes its checksum is refused, or applies within its tensors.
+func FuzzTable(f *testing.F) {
+	r := rand.New(rand.NewPCG(9, 2))
+	base := &model{}
+	base.add(r, "a", tensor.BF16, 3, 100)
+	base.add(r, "b", tensor.F32, 40)
+	base.add(r, "c", tensor.F32, 40)
+	base.data[2] = base.data[1]
+	now := base.clone()
+	now.step(r, 0, 0.1)
+	now.step(r, 1, 0.1)
+	now.data[2] = now.data[1]
+	d, err := Encode(context.Background(), pairs(now, base), nil, 1, func(int64) {})
+	if err != nil {
+		f.Fatal(err)
+	}
+	table, err := d.table()
+	if err != nil {
+		f.Fatal(err)
+	}
+	var data []byte
+	for i := range d.Tensors {
+		if d.Tensors[i].Same < 0 {
+			data = append(data, bytes.Join(d.Tensors[i].Chunks, nil)...)
+		}
+	}
+	f.Add(table, data)
+	f.Fuzz(func(t *testing.T, table, data []byte) {
+		if len(table) < 128 || len(table)%64 != 0 || len(data) > 1<<16 {
+			return
+		}
+		// A right checksum where the table says that it is.
+		end := headSize + 8*int(le.Uint32(table[16:])) + recordSize*int(le.Uint32(table[8:])) + entrySize*int(le.Uint32(table[12:])) + int(le.Uint32(table[20:]))
+		if end+4 > len(table) {
+			return
+		}
+		table = bytes.Clone(table)
+		le.PutUint32(table[end:], sumOf(table[:end]))
+		file := &File{URI: "fuzz"}
+		p := parser{f: file, b: table, data: data}
+		if err := p.table(); err != nil {
+			if errs.Class(err) == "EngineError" {
+				t.Fatalf("no class: %v", err)
+			}
+			return
+		}
+		for n := range p.sums {
+			x := &file.Tensors[p.of[n]]
+			if c := x.Chunks[n-p.first[p.of[n]]]; len(c) > 0 {
+				p.sums[n] = sumOf(c)
+			}
+		}
+		if p.check(context.Background()) != nil {
+			return
+		}
+		var steps []step
+		for i := range file.Tensors {
+			x := &file.Tensors[i]
+			if x.Bytes > 1<<20 {
+				return
+			}
+			b := make([]byte, x.Bytes)
+			steps = append(steps, step{&Target{Name: x.Name, At: address(b)}, x.Bytes, []link{{file, x}}})
+			defer runtime.KeepAlive(b)
+		}
+		if err := (&host{steps: steps, workers: 1}).apply(); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
+
+// TestDiff: what differs is counted by tensor.
+func TestDiff(t *testing.T) {
+	r := seeded(t)
+	base := &model{}
+	base.add(r, "b", tensor.BF16, 200_000)
+	base.add(r, "a", tensor.F32, 10)
+	now := base.clone()
+	for _, at := range []int{0, 2, 150_000, 399_998} {
+		now.data[0][at] ^= 1
+	}
+	rows, err := Diff(context.Background(), pairs(now, base), 2, func(int64) {})
+	if err != nil || len(rows) != 2 {
+		t.Fatal(err)
+	}
+	got := fmt.Sprint(rows[0].Name, rows[0].Changed, rows[0].Elements, rows[1].Name, rows[1].Changed, rows[1].Elements)
+	if got != "a 0 10 b 4 200000" && got != "a0 10b4 200000" {
+		t.Errorf("%s", got)
+	}
+}
+
+func sumOf(b []byte) uint32 { return codec.Sum(b) }

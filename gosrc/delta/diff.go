@@ -1,0 +1,64 @@
+package delta
+
+// This file compares two models in host memory.
+
+import (
+	"context"
+	"sync/atomic"
+
+	"github.com/overwire/overwire/gosrc/codec/delta"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+// A Row says how a tensor differs. Elements of 4 and 6 bits are counted as bytes, those
+// of C64 as two. Stored is what a delta of it takes.
+type Row struct {
+	Name     string  `json:"name"`
+	DType    string  `json:"dtype"`
+	Shape    []int64 `json:"shape"`
+	Bytes    int64   `json:"bytes"`
+	Elements int64   `json:"elements"`
+	Changed  int64   `json:"changed"`
+	Stored   int64   `json:"stored"`
+}
+
+// Diff compares pairs in host memory, by `workers` workers; the rows are in the order of
+// the names.
+func Diff(ctx context.Context, pairs []Pair, workers int, progress func(n int64)) ([]Row, error) {
+	ts, at, err := order(pairs)
+	if err != nil {
+		return nil, err
+	}
+	f := &File{Tensors: ts, ChunkLen: ChunkBytes}
+	rows := make([]Row, len(ts))
+	changed, stored := make([]atomic.Int64, len(ts)), make([]atomic.Int64, len(ts))
+	var tasks []chunkTask
+	for i := range ts {
+		t := &ts[i]
+		rows[i] = Row{Name: t.Name, DType: t.DType.String(), Shape: t.Shape, Bytes: t.Bytes, Elements: t.Bytes / int64(width(t.DType))}
+		for k := range sizes.CeilDiv(t.Bytes, f.ChunkLen) {
+			tasks = append(tasks, chunkTask{i, int(k), &pairs[at[i]]})
+		}
+	}
+	err = spawn.Each(ctx, "delta diff", workers, len(tasks), func(n int) error {
+		task := tasks[n]
+		t := &ts[task.tensor]
+		from, size := int64(task.chunk)*f.ChunkLen, int64(f.length(t, task.chunk))
+		now, base, w := bytesAt(task.pair.New+uint64(from), size), bytesAt(task.pair.Base+uint64(from), size), width(t.DType)
+		c, err := delta.Changed(now, base, w)
+		if err != nil || c == 0 {
+			progress(size)
+			return err
+		}
+		b, err := delta.Encode(nil, now, base, w)
+		changed[task.tensor].Add(c)
+		stored[task.tensor].Add(int64(len(b)))
+		progress(size)
+		return err
+	})
+	for i := range rows {
+		rows[i].Changed, rows[i].Stored = changed[i].Load(), stored[i].Load()
+	}
+	return rows, err
+}

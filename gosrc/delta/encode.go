@@ -1,0 +1,286 @@
+package delta
+
+// This file makes Files: of two models in memory, and of a chain of Files.
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/overwire/overwire/gosrc/codec/delta"
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// A Pair is a tensor before and after, dense at two addresses of the host, or of the
+// GPU CUDA - 1. The memory must not change before the verb returns.
+type Pair struct {
+	Name      string
+	DType     tensor.DType
+	Shape     []int64
+	New, Base uint64
+	CUDA      int32
+	Stream    uintptr // of the GPU: work that comes first
+}
+
+// order returns the tensors of pairs by name, without chunks, and the pair of each.
+func order(pairs []Pair) ([]Tensor, []int, error) {
+	at := make([]int, len(pairs))
+	for i := range at {
+		at[i] = i
+	}
+	slices.SortFunc(at, func(a, b int) int { return strings.Compare(pairs[a].Name, pairs[b].Name) })
+	ts := make([]Tensor, len(pairs))
+	for i, k := range at {
+		p := &pairs[k]
+		n, err := tensor.Size(p.DType, p.Shape)
+		if err == nil && (n > 0 && (p.New == 0 || p.Base == 0) || i > 0 && ts[i-1].Name == p.Name) {
+			err = errs.New(errs.ErrArgument, "no address, or the name is there twice")
+		}
+		if err != nil {
+			return nil, nil, errs.Locate("delta", "", p.Name, -1, err)
+		}
+		ts[i] = Tensor{Name: p.Name, DType: p.DType, Shape: p.Shape, Bytes: n, Same: -1}
+	}
+	return ts, at, nil
+}
+
+// Encode makes the delta from the base to the new bytes of each tensor, by that many
+// workers. The same bytes give the same delta. progress is called with tensor bytes.
+func Encode(ctx context.Context, pairs []Pair, metadata map[string]string, workers int, progress func(n int64)) (*File, error) {
+	ts, at, err := order(pairs)
+	if err != nil {
+		return nil, err
+	}
+	f := &File{Metadata: metadata, Tensors: ts, ChunkLen: ChunkBytes}
+	host := &encoder{f: f, progress: progress, now: make([]digest.State, len(ts)), base: make([]digest.State, len(ts))}
+	gpus := map[int32][]int{}
+	for i := range ts {
+		ts[i].Chunks = make([][]byte, sizes.CeilDiv(ts[i].Bytes, f.ChunkLen))
+		p := &pairs[at[i]]
+		if p.CUDA > 0 {
+			gpus[p.CUDA] = append(gpus[p.CUDA], i)
+			continue
+		}
+		for k := range ts[i].Chunks {
+			host.tasks = append(host.tasks, chunkTask{i, k, p})
+		}
+		if ts[i].Bytes == 0 {
+			ts[i].Base = digest.Of(nil)
+			ts[i].New = ts[i].Base
+		}
+	}
+	if err := host.run(ctx, workers); err != nil {
+		return nil, err
+	}
+	for cuda, list := range gpus {
+		if err := encodeGPU(ctx, f, int(cuda-1), list, func(i int) *Pair { return &pairs[at[i]] }, progress); err != nil {
+			return nil, err
+		}
+	}
+	f.tidy()
+	return f, nil
+}
+
+// tidy leaves out what did not change, and what another tensor has.
+func (f *File) tidy() {
+	type key struct {
+		base, now digest.Sum
+		bytes     int64
+		width     int
+	}
+	seen := map[key]int{}
+	for i := range f.Tensors {
+		t := &f.Tensors[i]
+		if !slices.ContainsFunc(t.Chunks, func(c []byte) bool { return len(c) > 0 }) {
+			t.Chunks = nil
+			continue
+		}
+		k := key{t.Base, t.New, t.Bytes, width(t.DType)}
+		if same, ok := seen[k]; ok {
+			t.Same, t.Chunks = same, f.Tensors[same].Chunks
+			continue
+		}
+		seen[k] = i
+	}
+}
+
+type chunkTask struct {
+	tensor, chunk int
+	pair          *Pair
+}
+
+// An encoder encodes pairs in host memory.
+type encoder struct {
+	f         *File
+	tasks     []chunkTask
+	progress  func(n int64)
+	mu        sync.Mutex
+	now, base []digest.State
+}
+
+func (e *encoder) run(ctx context.Context, workers int) error {
+	err := spawn.Each(ctx, "delta encode", workers, len(e.tasks), func(n int) error {
+		task := &e.tasks[n]
+		t := &e.f.Tensors[task.tensor]
+		from, size := int64(task.chunk)*e.f.ChunkLen, int64(e.f.length(t, task.chunk))
+		now, base := bytesAt(task.pair.New+uint64(from), size), bytesAt(task.pair.Base+uint64(from), size)
+		var err error
+		if t.Chunks[task.chunk], err = delta.Encode(nil, now, base, width(t.DType)); err != nil {
+			return err
+		}
+		var a, b digest.State
+		a.Add(from, now)
+		if b = a; t.Chunks[task.chunk] != nil {
+			b = digest.State{}
+			b.Add(from, base)
+		}
+		e.mu.Lock()
+		e.now[task.tensor].Merge(a)
+		e.base[task.tensor].Merge(b)
+		e.mu.Unlock()
+		e.progress(size)
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	for _, task := range e.tasks {
+		if t := &e.f.Tensors[task.tensor]; task.chunk == 0 {
+			t.New, t.Base = e.now[task.tensor].Sum(t.Bytes), e.base[task.tensor].Sum(t.Bytes)
+		}
+	}
+	return nil
+}
+
+// A chain is Files one after the other: of each tensor, where it is in which File.
+type link struct {
+	file   *File
+	tensor *Tensor
+}
+
+// links finds a tensor in the files of a chain, and checks that each begins where the
+// one before it ends. It returns nothing if no file has it.
+func links(chain []*File, name string) ([]link, error) {
+	var all []link
+	for _, f := range chain {
+		i, ok := f.Find(name)
+		if !ok {
+			continue
+		}
+		t := &f.Tensors[i]
+		if len(all) > 0 {
+			last := all[len(all)-1]
+			if o := last.tensor; o.DType != t.DType || !slices.Equal(o.Shape, t.Shape) || o.New != t.Base {
+				return nil, errs.Locate("delta", f.URI, name, -1, errs.New(errs.ErrBase,
+					"it does not follow %s: that ends with %v %v of digest %v, this begins with %v %v of %v",
+					last.file.name(), o.DType, o.Shape, o.New, t.DType, t.Shape, t.Base))
+			}
+		}
+		all = append(all, link{f, t})
+	}
+	return all, nil
+}
+
+func (f *File) name() string {
+	if f.URI == "" {
+		return "the delta before it"
+	}
+	return errs.Redact(f.URI)
+}
+
+// Merge makes one delta of a chain: that which Encode makes of the chain's first base
+// and last result. The metadata is that of the last file.
+func Merge(ctx context.Context, chain []*File, workers int) (*File, error) {
+	if len(chain) == 0 {
+		return nil, errs.New(errs.ErrArgument, "no deltas to merge")
+	}
+	var names []string
+	for _, f := range chain {
+		for i := range f.Tensors {
+			names = append(names, f.Tensors[i].Name)
+		}
+	}
+	slices.Sort(names)
+	names = slices.Compact(names)
+	out := &File{Metadata: chain[len(chain)-1].Metadata, ChunkLen: ChunkBytes, Tensors: make([]Tensor, len(names))}
+	all := make([][]link, len(names))
+	var tasks []chunkTask
+	for i, name := range names {
+		var err error
+		if all[i], err = links(chain, name); err != nil {
+			return nil, err
+		}
+		first, last := all[i][0], all[i][len(all[i])-1]
+		t := &out.Tensors[i]
+		*t = *first.tensor
+		t.New, t.Same, t.Chunks = last.tensor.New, -1, make([][]byte, sizes.CeilDiv(t.Bytes, out.ChunkLen))
+		for k := range t.Chunks {
+			tasks = append(tasks, chunkTask{tensor: i, chunk: k})
+		}
+	}
+	err := spawn.Each(ctx, "delta merge", workers, len(tasks), func(n int) (err error) {
+		task := tasks[n]
+		t := &out.Tensors[task.tensor]
+		t.Chunks[task.chunk], err = merged(all[task.tensor], int64(task.chunk)*out.ChunkLen, out.length(t, task.chunk))
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	out.tidy()
+	return out, nil
+}
+
+// merged is the delta of bytes [at, at+n) of a tensor over its links.
+func merged(all []link, at int64, n int) ([]byte, error) {
+	var x []byte
+	for _, l := range all {
+		if len(l.tensor.Chunks) == 0 {
+			continue
+		}
+		if l.file.ChunkLen == ChunkBytes && len(all) == 1 {
+			return l.tensor.Chunks[at/ChunkBytes], nil
+		}
+		if x == nil {
+			x = make([]byte, n)
+		}
+		if err := xor(l, x, at); err != nil {
+			return nil, err
+		}
+	}
+	if x == nil {
+		return nil, nil
+	}
+	return delta.Encode(nil, x, make([]byte, n), width(all[0].tensor.DType))
+}
+
+// xor applies bytes [at, at+len(x)) of a delta to x, by the file's own chunks.
+func xor(l link, x []byte, at int64) error {
+	f, t := l.file, l.tensor
+	for end := at + int64(len(x)); at < end; {
+		k := int(at / f.ChunkLen)
+		from, size := int64(k)*f.ChunkLen, int64(f.length(t, k))
+		upto := min(end, from+size)
+		part := x[:upto-at]
+		if c := t.Chunks[k]; len(c) > 0 && from == at && size == upto-at {
+			if err := delta.Apply(part, c, width(t.DType)); err != nil {
+				return err
+			}
+		} else if len(c) > 0 {
+			whole := make([]byte, size)
+			if err := delta.Apply(whole, c, width(t.DType)); err != nil {
+				return err
+			}
+			for i, v := range whole[at-from : upto-from] {
+				part[i] ^= v
+			}
+		}
+		x, at = x[upto-at:], upto
+	}
+	return nil
+}

@@ -1,0 +1,336 @@
+package delta
+
+// This file lays out and parses a file of deltas:
+//
+//	u64 N | N bytes of JSON | overwire.index | overwire.table | overwire.chunks
+//
+//	table: "OWDT" | u32 version 1 | u32 tensors | u32 chunks | u32 dims | u32 bytes of names | u32 chunk bytes | u32 0
+//	       | dims u64 each | tensors 64 each | chunks 8 each | names | u32 CRC32C | zeros to a multiple of 64
+//	tensor: u8 dtype | u8 rank | u16 bytes of the name | u32 chunks | u64 bytes | u8[16] base | u8[16] new | u32 same | u8[12] 0
+//	chunk: u32 stored | u32 CRC32C
+//
+// The stored chunks are back to back. Specification: docs/format.md 7.1; nothing else
+// writes it.
+
+import (
+	"context"
+	"encoding/binary"
+	"math"
+	"runtime"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/delta"
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source/memory"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+const (
+	tableName  = "overwire.table"
+	chunksName = "overwire.chunks"
+
+	magic      = "OWDT"
+	version    = 1
+	headSize   = 32
+	recordSize = 64
+	entrySize  = 8
+	noSame     = math.MaxUint32
+)
+
+var le = binary.LittleEndian
+
+// table encodes the table of a file.
+func (f *File) table() ([]byte, error) {
+	dims, chunks, names := 0, 0, 0
+	for i := range f.Tensors {
+		t := &f.Tensors[i]
+		dims, names = dims+len(t.Shape), names+len(t.Name)
+		if t.Same < 0 {
+			chunks += len(t.Chunks)
+		}
+		if len(t.Name) > math.MaxUint16 || len(t.Shape) > tensor.MaxRank {
+			return nil, errs.New(errs.ErrArgument, "tensor %q: a name of %d bytes, %d dimensions", t.Name, len(t.Name), len(t.Shape))
+		}
+	}
+	b := append(make([]byte, 0, headSize+8*dims+recordSize*len(f.Tensors)+entrySize*chunks+names+2*tensor.BlobAlign), magic...)
+	for _, v := range []int{version, len(f.Tensors), chunks, dims, names, int(f.ChunkLen), 0} {
+		if v > math.MaxUint32-1 {
+			return nil, errs.New(errs.ErrArgument, "a delta of %d tensors, %d chunks", len(f.Tensors), chunks)
+		}
+		b = le.AppendUint32(b, uint32(v))
+	}
+	for i := range f.Tensors {
+		for _, d := range f.Tensors[i].Shape {
+			b = le.AppendUint64(b, uint64(d))
+		}
+	}
+	for i := range f.Tensors {
+		t := &f.Tensors[i]
+		count, same := len(t.Chunks), uint32(noSame)
+		if t.Same >= 0 {
+			count, same = 0, uint32(t.Same)
+		}
+		b = append(b, byte(t.DType), byte(len(t.Shape)))
+		b = le.AppendUint16(b, uint16(len(t.Name)))
+		b = le.AppendUint32(b, uint32(count))
+		b = le.AppendUint64(b, uint64(t.Bytes))
+		for _, v := range []uint64{t.Base.High, t.Base.Low, t.New.High, t.New.Low} {
+			b = le.AppendUint64(b, v)
+		}
+		b = le.AppendUint32(b, same)
+		b = append(b, make([]byte, 12)...)
+	}
+	for i := range f.Tensors {
+		if t := &f.Tensors[i]; t.Same < 0 {
+			for _, c := range t.Chunks {
+				b = le.AppendUint32(b, uint32(len(c)))
+				b = le.AppendUint32(b, codec.Sum(c))
+			}
+		}
+	}
+	for i := range f.Tensors {
+		b = append(b, f.Tensors[i].Name...)
+	}
+	b = le.AppendUint32(b, codec.Sum(b))
+	return append(b, make([]byte, sizes.RoundUp(len(b), tensor.BlobAlign)-len(b))...), nil
+}
+
+// Layout returns the file's bytes, in pieces: everything before the chunks first. It
+// sets Size.
+func (f *File) Layout() ([][]byte, error) {
+	table, err := f.table()
+	if err != nil {
+		return nil, err
+	}
+	pieces, stored := [][]byte{nil}, int64(0)
+	for i := range f.Tensors {
+		if t := &f.Tensors[i]; t.Same < 0 {
+			for _, c := range t.Chunks {
+				if len(c) > 0 {
+					pieces, stored = append(pieces, c), stored+int64(len(c))
+				}
+			}
+		}
+	}
+	metadata := map[string]string{}
+	for k, v := range f.Metadata {
+		if k == overwire.MetadataKey {
+			return nil, errs.New(errs.ErrArgument, "metadata entry %q is reserved", k)
+		}
+		metadata[k] = v
+	}
+	metadata[overwire.MetadataKey] = overwire.DeltaMark()
+	entries := []safetensors.Entry{
+		{Name: overwire.IndexName, DType: tensor.U8, Shape: []int64{int64(overwire.DeltaIndexSize())}},
+		{Name: tableName, DType: tensor.U8, Shape: []int64{int64(len(table))}},
+		{Name: chunksName, DType: tensor.U8, Shape: []int64{stored}},
+	}
+	end, err := safetensors.Place(entries)
+	if err != nil {
+		return nil, err
+	}
+	head, err := safetensors.AppendHeader(nil, metadata, entries, overwire.DataAlign)
+	if err != nil {
+		return nil, err
+	}
+	f.Size = int64(len(head)) + end
+	pieces[0] = append(overwire.AppendDelta(head, head), table...)
+	return pieces, nil
+}
+
+// Parse reads the bytes of a file, which the File keeps, and checks all of them: the
+// header, the table, each chunk's checksum, and that each chunk can be applied. Changed
+// bytes are errs.ErrCorrupt; a file that is no delta errs.ErrFormat.
+func Parse(ctx context.Context, uri string, b []byte) (*File, error) {
+	f, err := parse(ctx, uri, b)
+	return f, errs.Locate("delta", uri, "", -1, err)
+}
+
+func parse(ctx context.Context, uri string, b []byte) (*File, error) {
+	h, err := safetensors.Read(ctx, memory.New(uri, b, func() {}), safetensors.Options{})
+	if err != nil {
+		return nil, err
+	}
+	ours, err := overwire.Is(&h)
+	if err == nil && !ours {
+		err = errs.New(errs.ErrFormat, "it is no delta: save_delta writes those")
+	}
+	if err != nil {
+		return nil, err
+	}
+	at := func(i int) []byte { return b[h.Tensors[i].Off:][:h.Tensors[i].Bytes] }
+	if err := overwire.IsDelta(at(0), &h); err != nil {
+		return nil, err
+	}
+	if len(h.Tensors) != 3 || h.Tensors[1].Name != tableName || h.Tensors[2].Name != chunksName {
+		return nil, errs.New(errs.ErrFormat, "a delta has the tensors %s, %s and %s", overwire.IndexName, tableName, chunksName)
+	}
+	f := &File{URI: uri, Metadata: h.Metadata, Size: int64(len(b))}
+	delete(f.Metadata, overwire.MetadataKey)
+	p := parser{f: f, b: at(1), data: at(2)}
+	if err := p.table(); err != nil {
+		return nil, err
+	}
+	return f, p.check(ctx)
+}
+
+// A parser reads a table. sums has the checksum of each chunk.
+type parser struct {
+	f                           *File
+	b, data                     []byte
+	tensors, chunks, dims, text int
+	sums                        []uint32
+	of                          []int32 // the tensor of each chunk
+	first                       []int   // the first chunk of each tensor
+}
+
+func bad(format string, args ...any) error { return errs.New(errs.ErrFormat, format, args...) }
+
+func (p *parser) table() error {
+	b := p.b
+	if len(b) < headSize+4 || string(b[:4]) != magic {
+		return errs.New(errs.ErrCorrupt, "no table: %d bytes", len(b))
+	}
+	p.tensors, p.chunks, p.dims, p.text = int(le.Uint32(b[8:])), int(le.Uint32(b[12:])), int(le.Uint32(b[16:])), int(le.Uint32(b[20:]))
+	end := headSize + 8*p.dims + recordSize*p.tensors + entrySize*p.chunks + p.text
+	if sizes.RoundUp(end+4, tensor.BlobAlign) != len(b) {
+		return errs.New(errs.ErrCorrupt, "a table of %d bytes says it has %d", len(b), end)
+	}
+	if sum := codec.Sum(b[:end]); sum != le.Uint32(b[end:]) {
+		return errs.New(errs.ErrCorrupt, "checksum mismatch of the table: %08x, not %08x", le.Uint32(b[end:]), sum)
+	}
+	for _, c := range b[end+4:] {
+		if c != 0 {
+			return errs.New(errs.ErrCorrupt, "the padding of the table is not zero")
+		}
+	}
+	if v := le.Uint32(b[4:]); v != version {
+		return errs.New(errs.ErrNotSupported, "deltas of version %d: upgrade overwire", v)
+	}
+	p.f.ChunkLen = int64(le.Uint32(b[24:]))
+	if n := p.f.ChunkLen; n < 4096 || n > delta.MaxBytes || n%4096 != 0 || le.Uint32(b[28:]) != 0 {
+		return bad("chunks of %d bytes", n)
+	}
+	p.f.Tensors, p.first = make([]Tensor, p.tensors), make([]int, p.tensors)
+	dims, names, first := b[headSize:], b[end-p.text:end], 0
+	for i := range p.f.Tensors {
+		var err error
+		if dims, names, err = p.tensor(i, dims, names, first); err != nil {
+			return err
+		}
+		p.first[i] = first
+		if p.f.Tensors[i].Same < 0 {
+			first += len(p.f.Tensors[i].Chunks)
+		}
+	}
+	if first != p.chunks || len(names) != 0 || len(b)-len(dims) != headSize+8*p.dims {
+		return bad("%d chunks, %d bytes of names, %d dims belong to no tensor", p.chunks-first, len(names), p.dims)
+	}
+	return p.cut(b[end-p.text-entrySize*p.chunks:])
+}
+
+// tensor reads record i, and returns what is left of dims and names. first is its first
+// chunk.
+func (p *parser) tensor(i int, dims, names []byte, first int) ([]byte, []byte, error) {
+	r := p.b[headSize+8*p.dims+recordSize*i:][:recordSize]
+	rank, text, count := int(r[1]), int(le.Uint16(r[2:])), int(le.Uint32(r[4:]))
+	if len(dims) < 8*rank || len(names) < text || count > p.chunks-first || rank > tensor.MaxRank {
+		return nil, nil, bad("tensor %d: rank %d, a name of %d bytes, %d chunks", i, rank, text, count)
+	}
+	t := &p.f.Tensors[i]
+	*t = Tensor{Name: string(names[:text]), DType: tensor.DType(r[0]), Shape: make([]int64, rank), Same: -1,
+		Base: digest.Sum{High: le.Uint64(r[16:]), Low: le.Uint64(r[24:])},
+		New:  digest.Sum{High: le.Uint64(r[32:]), Low: le.Uint64(r[40:])}}
+	for k := range t.Shape {
+		t.Shape[k] = int64(le.Uint64(dims[8*k:]))
+	}
+	bytes, err := tensor.Size(t.DType, t.Shape)
+	if err != nil || uint64(bytes) != le.Uint64(r[8:]) {
+		return nil, nil, bad("tensor %q: %v %v has not %d bytes", t.Name, t.DType, t.Shape, le.Uint64(r[8:]))
+	}
+	if i > 0 && t.Name <= p.f.Tensors[i-1].Name {
+		return nil, nil, bad("tensor %q comes after %q", t.Name, p.f.Tensors[i-1].Name)
+	}
+	t.Bytes = bytes
+	whole := sizes.CeilDiv(bytes, p.f.ChunkLen)
+	if count != 0 && int64(count) != whole || (count == 0) != (t.Base == t.New) && le.Uint32(r[48:]) == noSame || string(r[52:]) != string(make([]byte, 12)) {
+		return nil, nil, bad("tensor %q: %d chunks of %d", t.Name, count, whole)
+	}
+	if same := le.Uint32(r[48:]); same != noSame {
+		if int64(same) >= int64(i) || count != 0 {
+			return nil, nil, bad("tensor %q has the chunks of tensor %d", t.Name, same)
+		}
+		o := &p.f.Tensors[same]
+		if o.Same >= 0 || o.Base != t.Base || o.New != t.New || o.Bytes != t.Bytes || width(o.DType) != width(t.DType) || o.Base == o.New {
+			return nil, nil, bad("tensor %q has the chunks of %q, which is another one", t.Name, o.Name)
+		}
+		t.Same, t.Chunks = int(same), o.Chunks
+	} else {
+		t.Chunks = make([][]byte, count)
+	}
+	return dims[8*rank:], names[text:], nil
+}
+
+// cut gives each chunk its bytes.
+func (p *parser) cut(entries []byte) error {
+	p.sums, p.of = make([]uint32, p.chunks), make([]int32, p.chunks)
+	rest, n := p.data, 0
+	for i := range p.f.Tensors {
+		t := &p.f.Tensors[i]
+		if t.Same >= 0 {
+			continue
+		}
+		some := false
+		for k := range t.Chunks {
+			stored := int(le.Uint32(entries[entrySize*n:]))
+			p.sums[n], p.of[n] = le.Uint32(entries[entrySize*n+4:]), int32(i)
+			if stored > len(rest) || stored == 0 && p.sums[n] != 0 {
+				return bad("tensor %q: chunk %d of %d bytes", t.Name, k, stored)
+			}
+			if stored > 0 {
+				t.Chunks[k], rest, some = rest[:stored:stored], rest[stored:], true
+			}
+			n++
+		}
+		if len(t.Chunks) > 0 && !some {
+			return bad("tensor %q: no chunk of it changed", t.Name)
+		}
+	}
+	if len(rest) != 0 {
+		return bad("%d bytes belong to no chunk", len(rest))
+	}
+	return nil
+}
+
+// check compares the checksum of every chunk, and reads it.
+func (p *parser) check(ctx context.Context) error {
+	const step = 64
+	return spawn.Each(ctx, "delta check", runtime.GOMAXPROCS(0), sizes.CeilDiv(p.chunks, step), func(i int) error {
+		for n := i * step; n < min(p.chunks, (i+1)*step); n++ {
+			t := &p.f.Tensors[p.of[n]]
+			k := n - p.first[p.of[n]]
+			c := t.Chunks[k]
+			if len(c) == 0 {
+				continue
+			}
+			err := delta.Check(c, p.f.length(t, k), width(t.DType))
+			if sum := codec.Sum(c); sum != p.sums[n] {
+				err = errs.New(errs.ErrCorrupt, "checksum mismatch: %08x, not %08x", p.sums[n], sum)
+			}
+			if err != nil {
+				return errs.Locate("delta", p.f.URI, t.Name, int64(k), err)
+			}
+		}
+		return nil
+	})
+}
+
+// length is the logical size of chunk k of a tensor.
+func (f *File) length(t *Tensor, k int) int {
+	return int(min(f.ChunkLen, t.Bytes-int64(k)*f.ChunkLen))
+}

@@ -1,0 +1,42 @@
+package overwire
+
+// This file has the index by which a file of deltas is known (docs/format.md 7.1): that
+// of a container without tensors, with a critical feature bit.
+
+import (
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
+)
+
+const (
+	// FeatureDelta is the critical feature bit of a file of deltas.
+	FeatureDelta = 1 << 2
+
+	deltaNote = "what changed between two models, by overwire; overwire.apply_delta puts it into the first"
+)
+
+// DeltaMark is the metadata entry of a file of deltas.
+func DeltaMark() string { return marked(0, deltaNote, nil) }
+
+// DeltaIndexSize is the size of the index of a file of deltas.
+func DeltaIndexSize() int { return int(blobSize(0, 0, 0)) }
+
+// AppendDelta appends the index of a file of deltas; head is everything before the data
+// section.
+func AppendDelta(dst, head []byte) []byte {
+	start := len(dst)
+	dst = appendFrame(dst, 0, FeatureDelta, 0, 0, 0, head)
+	return trailer(dst, start)
+}
+
+// IsDelta checks that a file, for whose header Is returned true, is one of deltas; blob
+// has the bytes of its index.
+func IsDelta(blob []byte, h *safetensors.Header) error {
+	d := decoder{blob: blob, h: h, delta: true}
+	return d.frame()
+}
+
+// errDelta says what to do about a file of deltas that is read as a model.
+func errDelta() error {
+	return errs.New(errs.ErrNotSupported, "it is a delta, not a model: load_file(path, base=...) loads the model, apply_delta applies it to tensors")
+}

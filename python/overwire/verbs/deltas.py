@@ -1,0 +1,530 @@
+"""Deltas: what changed between two models, written, and applied to tensors in place."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
+
+from .. import _verbs, gpu
+from .._engine import FREE_NOW, buffer_of, core
+from ..errors import ArgumentError, ForkedError, NotSupportedError
+from ..frameworks.choose import check_device, frame_for, frame_of
+from ..frameworks.frame import Bytes
+from ..jobs import Job
+from ..model.opened import Model, opening
+from ..model.options import StorageOptions
+from ..model.storage import storage
+from ..paths import local
+from ..progress import ProgressLike, watch
+
+if TYPE_CHECKING:
+    from .._requests import DeltaFile, DeltaTensors
+
+__all__ = [
+    "Delta",
+    "DeltaReport",
+    "DeltaRow",
+    "Diff",
+    "apply_delta",
+    "chain_of",
+    "diff",
+    "load_on",
+    "merge_deltas",
+    "open_delta",
+    "save_delta",
+]
+
+_PathLike = Union[str, "os.PathLike[str]"]
+#: A delta: its path or URI, its bytes, or one that is open.
+DeltaLike = Union[str, "os.PathLike[str]", bytes, bytearray, memoryview, "Delta"]
+
+
+@dataclass(frozen=True)
+class DeltaReport:
+    """What was written or applied.
+
+    tensors: how many the deltas name; changed: those of them that change.
+    bytes: of these tensors. stored: of the file that was written, or of the chunks that
+        were applied.
+    path: the file that was written, else "".
+    """
+
+    __module__ = "overwire"
+
+    tensors: int
+    changed: int
+    bytes: int
+    stored: int
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class DeltaRow:
+    """How a tensor differs: of its `elements`, `changed` have other bits; a delta of it
+    takes `stored` bytes. Elements of less than a byte are counted as bytes, complex
+    numbers as two."""
+
+    __module__ = "overwire"
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    elements: int
+    changed: int
+    stored: int
+
+    @property
+    def share(self) -> float:
+        """changed / elements; 0.0 without elements."""
+        return self.changed / self.elements if self.elements else 0.0
+
+
+@dataclass(frozen=True)
+class Diff:
+    """How two models differ.
+
+    rows: of each tensor that both have, in the order of names; also of equal ones.
+    only_a, only_b: names that one of them has. other: names with another dtype or shape.
+    """
+
+    __module__ = "overwire"
+
+    rows: tuple[DeltaRow, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    other: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the models have the same tensors, bit by bit."""
+        return not (self.only_a or self.only_b or self.other or any(row.changed for row in self.rows))
+
+    @property
+    def changed(self) -> tuple[DeltaRow, ...]:
+        """The rows of tensors that differ."""
+        return tuple(row for row in self.rows if row.changed)
+
+    def __repr__(self) -> str:
+        elements, changed = sum(row.elements for row in self.rows), sum(row.changed for row in self.rows)
+        return (
+            f"Diff({len(self.changed)} of {len(self.rows)} tensors differ, in {changed} of {elements} elements; "
+            f"only_a={len(self.only_a)}, only_b={len(self.only_b)}, other={len(self.other)})"
+        )
+
+
+class Delta:
+    """A delta in host memory, read whole and checked: made by `open_delta`. It may be
+    applied any number of times, and by several threads."""
+
+    __module__ = "overwire"
+    __slots__ = ("__weakref__", "_about", "_number", "_places")
+
+    def __init__(self, about: DeltaFile) -> None:
+        self._about = about
+        self._number = about["handle"]
+        self._places = {name: at for at, name in enumerate(about["names"] or ())}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names, sorted; also of those that do not change."""
+        return tuple(self._places)
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The names of the tensors that change."""
+        about = self._about
+        return tuple(name for name, at in self._places.items() if about["bases"][at] != about["news"][at])
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The texts that `save_delta` was given."""
+        return dict(self._about["metadata"] or {})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self._about["size"]
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors that it names."""
+        return self._about["bytes"]
+
+    def dtype(self, name: str) -> str:
+        """A tensor's dtype, as safetensors names it."""
+        return self._about["dtypes"][self._at(name)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return tuple(self._about["shapes"][self._at(name)] or ())
+
+    def base(self, name: str) -> str:
+        """The digest, in hex, of the tensor that the delta is applied to."""
+        return self._about["bases"][self._at(name)]
+
+    def new(self, name: str) -> str:
+        """The digest of what it becomes."""
+        return self._about["news"][self._at(name)]
+
+    def stored(self, name: str) -> int:
+        """Bytes of the file for a tensor; 0 if it does not change, or is stored as another."""
+        return self._about["stored"][self._at(name)]
+
+    def _at(self, name: str) -> int:
+        if name not in self._places:
+            raise ArgumentError(f"overwire: the delta has no tensor {name!r}")
+        return self._places[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __repr__(self) -> str:
+        return f"Delta({len(self)} tensors, {len(self.changed)} change, {self.nbytes} bytes for {self.tensor_bytes})"
+
+    def __del__(self) -> None:
+        number = getattr(self, "_number", 0)
+        if number:
+            try:
+                core().free(number, FREE_NOW)
+            except ForkedError:
+                pass  # the parent's
+
+
+def open_delta(source: DeltaLike, *, storage_options: StorageOptions | None = None) -> Delta:
+    """Reads a delta whole into host memory and checks every byte of it, so that
+    `apply_delta` only has to apply it.
+
+    source: a path or URI, or the bytes of a delta's file, which are copied.
+    storage_options: as for `load_file`.
+
+    Raises NotFoundError, CorruptError, FormatError for files that are no delta,
+    NotSupportedError.
+    """
+    if isinstance(source, Delta):
+        return source
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        address, nbytes, keep = buffer_of(source)
+        if not nbytes:
+            raise ArgumentError("overwire: delta: it is empty")
+        about = _verbs.delta_open({"uri": "delta"}, address, nbytes)
+        del keep
+        return Delta(about)
+    path = local(source)
+    return Delta(_verbs.delta_open({"uri": path, "storage": storage(storage_options, [path])}, 0, 0))
+
+
+def chain_of(delta: Any, storage_options: StorageOptions | None = None) -> list[Delta]:
+    """One delta, or several in their order, opened."""
+    if isinstance(delta, (str, bytes, bytearray, memoryview, os.PathLike, Delta)):
+        delta = [delta]
+    chain = [open_delta(one, storage_options=storage_options) for one in delta]
+    if not chain:
+        raise ArgumentError("overwire: delta: the list is empty")
+    return chain
+
+
+def save_delta(
+    new: Any,
+    base: Any,
+    path: _PathLike,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> DeltaReport:
+    """Writes what changed from `base` to `new`: a file of which `apply_delta` makes the
+    one from the other, small where little has changed.
+
+    new, base: the same names with the same dtypes and shapes: a dict of torch tensors or
+        numpy arrays, a torch module, or the path or URI of a model, which is loaded to
+        the host. Where both are on a GPU, it encodes; else what is on a GPU is copied.
+    path: the file, or a URI that can be written. It appears complete or not at all.
+    metadata: texts to keep in it.
+
+    The same tensors give the same file, wherever they are. Unchanged tensors, and chunks
+    of 256 KiB that did not change, take no space. Each tensor is named with the digest of
+    both states. The delta is in host memory before it is written.
+
+    Raises ArgumentError for names, dtypes or shapes that differ, and what `save_file` raises.
+    """
+    now, before = _tensors(new, "new", storage_options), _tensors(base, "base", storage_options)
+    _same_names(now, before)
+    names: list[str] = []
+    pairs: list[_Side] = []
+    for name, tensor in now.items():
+        names.append(name)
+        pairs.append(_both(name, tensor, before[name]))
+    target = local(path)
+    if metadata is not None and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+        raise ArgumentError("overwire: metadata: keys and values must be str")
+    numbers = array("q")
+    for one in pairs:
+        numbers.extend((one.now.pointer, one.base.pointer, one.now.cuda, _stream(one.now.cuda)))
+    job = _verbs.delta_save(
+        {
+            "path": target,
+            "metadata": dict(metadata or {}),
+            "storage": storage(storage_options, [target], writes=True),
+            "names": names,
+            "dtypes": [one.now.dtype for one in pairs],
+            "shapes": [list(one.now.shape) for one in pairs],
+        },
+        numbers.tobytes(),
+    )
+    with Job(job, "save", watch(progress, "save")) as running:
+        return DeltaReport(**running.finish(), path=target)
+
+
+def apply_delta(
+    tensors: Any,
+    delta: DeltaLike | Sequence[DeltaLike],
+    *,
+    missing: bool = False,
+    storage_options: StorageOptions | None = None,
+) -> DeltaReport:
+    """Applies a delta, or several one after the other, to tensors in place, on the host
+    and on GPUs.
+
+    tensors: a dict of torch tensors or numpy arrays, or a torch module; the very base of
+        the delta. Tied tensors are changed once. Tensors that the delta does not name are
+        left alone. A tensor that is not dense is changed by way of a copy.
+    delta: a path or URI, the bytes of a delta's file, or one from `open_delta`, which has
+        read and checked it; a list of these is a chain, of which each begins where the one
+        before it ends. A chain takes as long as its changes, not as its number.
+    missing: whether the delta may have names that `tensors` lacks.
+
+    Work that is queued on the current streams comes first; on return all is done. The
+    digest of each tensor is compared before the first byte changes, and afterwards. If
+    that fails, what was changed is undone, and the error says what the tensors are.
+    Nothing else may use the tensors meanwhile.
+
+    Raises DeltaBaseError if a tensor is not what the delta was made from, ArgumentError,
+    CorruptError, NotSupportedError, DeviceError, and what `open_delta` raises.
+    """
+    chain = chain_of(delta, storage_options)
+    named = _tensors(tensors, "tensors", None)
+    places: list[_Place] = []
+    for name, tensor in named.items():
+        if any(name in one for one in chain):
+            places.append(_place(name, tensor))
+    numbers = array("q")
+    for place in places:
+        numbers.extend((place.at.pointer, place.at.cuda, _stream(place.at.cuda)))
+    job = _verbs.delta_apply(
+        {
+            "files": [one._number for one in chain],
+            "missing": bool(missing),
+            "names": [place.name for place in places],
+            "dtypes": [place.at.dtype for place in places],
+            "shapes": [list(place.at.shape) for place in places],
+        },
+        numbers.tobytes(),
+    )
+    with Job(job, "apply", None) as running:
+        report = DeltaReport(**running.finish())
+    for place in places:
+        if place.copied:
+            _write_back(place)
+    del chain
+    return report
+
+
+def merge_deltas(
+    deltas: Iterable[DeltaLike], path: _PathLike, *, storage_options: StorageOptions | None = None
+) -> DeltaReport:
+    """Writes a chain of deltas as one: the very file that `save_delta` makes of the first
+    one's base and the last one's result, without either.
+
+    Raises DeltaBaseError if a delta does not begin where the one before it ends, and what
+    `open_delta` and `save_delta` raise.
+    """
+    chain = chain_of(list(deltas), storage_options)
+    target = local(path)
+    access = storage(storage_options, [target], writes=True)
+    with Job(_verbs.delta_merge({"files": [one._number for one in chain], "path": target, "storage": access}), "save", None) as running:
+        report = DeltaReport(**running.finish(), path=target)
+    del chain
+    return report
+
+
+def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: StorageOptions | None = None) -> Diff:
+    """Compares two models bit by bit: which tensors differ, in how many elements, and
+    what a delta of each would take.
+
+    a, b: as `save_delta` takes them; names, dtypes and shapes may differ. Tensors on a GPU
+        are copied to the host.
+
+    Raises what `save_delta` raises.
+    """
+    one, two = _tensors(a, "a", storage_options), _tensors(b, "b", storage_options)
+    both: list[tuple[str, Bytes, Bytes]] = []
+    other: list[str] = []
+    for name in one:
+        if name in two:
+            left, right = _hosted(one[name]), _hosted(two[name])
+            if (left.dtype, left.shape) == (right.dtype, right.shape):
+                both.append((name, left, right))
+            else:
+                other.append(name)
+    numbers = array("q")
+    for _, left, right in both:
+        numbers.extend((right.pointer, left.pointer, 0, 0))
+    request: DeltaTensors = {
+        "names": [name for name, _, _ in both],
+        "dtypes": [left.dtype for _, left, _ in both],
+        "shapes": [list(left.shape) for _, left, _ in both],
+    }
+    with Job(_verbs.delta_diff(request, numbers.tobytes()), "diff", watch(progress, "verify")) as job:
+        found = job.finish()
+    rows = tuple(DeltaRow(**{**row, "shape": tuple(row["shape"] or ())}) for row in found or ())
+    return Diff(rows, tuple(sorted(set(one) - set(two))), tuple(sorted(set(two) - set(one))), tuple(sorted(other)))
+
+
+class _Side(NamedTuple):
+    now: Bytes
+    base: Bytes
+
+
+class _Place(NamedTuple):
+    """A tensor that is changed: at `at`, its own memory or, if it was copied, another."""
+
+    name: str
+    tensor: Any
+    at: Bytes
+    copied: bool
+
+
+def _tensors(model: Any, what: str, options: StorageOptions | None) -> dict[str, Any]:
+    """Tensors by name, of a dict, a module, or a path."""
+    if isinstance(model, (str, os.PathLike)):
+        frame = frame_for(None)
+        with Model(model, device="cpu", **opening({"storage_options": options})) as opened:
+            return opened.load(opened.chosen, frame, None, None)
+    if not isinstance(model, Mapping):
+        if not hasattr(model, "state_dict"):
+            raise ArgumentError(f"overwire: {what}: expected a dict of tensors, a module or a path, got {type(model).__name__}")
+        model = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if hasattr(tensor, "data_ptr")}
+    for name in model:
+        if not isinstance(name, str):
+            raise ArgumentError(f"overwire: {what}: the name {name!r} is not a str")
+    return dict(model)
+
+
+def _described(name: str, tensor: Any) -> Bytes:
+    try:
+        return frame_of(tensor).describe(tensor)
+    except (ArgumentError, NotSupportedError) as error:
+        error.tensor = name
+        error.args = (f"{error} (tensor {name!r})",)
+        raise
+
+
+def _hosted(tensor: Any) -> Bytes:
+    if frame_of(tensor).name == "torch" and tensor.device.type != "cpu":
+        tensor = tensor.detach().cpu()
+    return frame_of(tensor).describe(tensor)
+
+
+def _stream(cuda: int) -> int:
+    return gpu.current_stream(cuda - 1) if cuda else 0
+
+
+def _same_names(now: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    for what, lost in (("base lacks", set(now) - set(base)), ("new lacks", set(base) - set(now))):
+        if lost:
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            raise ArgumentError(f"overwire: save_delta: {what} {', '.join(map(repr, sorted(lost)[:3]))}{more}")
+
+
+def _both(name: str, new: Any, base: Any) -> _Side:
+    now, before = _described(name, new), _described(name, base)
+    if (now.dtype, now.shape) != (before.dtype, before.shape):
+        raise ArgumentError(
+            f"overwire: save_delta: {name!r} is {now.dtype} {list(now.shape)} in new, {before.dtype} {list(before.shape)} in base",
+            tensor=name,
+        )
+    if now.cuda != before.cuda:  # the base goes where the new tensor is
+        before = _described(name, base.detach().to(new.device) if now.cuda and hasattr(base, "detach") else base)
+        if now.cuda != before.cuda:
+            now, before = _hosted(new), _hosted(base)
+    return _Side(now, before)
+
+
+def _place(name: str, tensor: Any) -> _Place:
+    """Where a tensor is changed. Raises for one that cannot be written."""
+    at = _described(name, tensor)
+    frame = frame_of(tensor).name
+    if frame == "numpy":
+        if not tensor.flags.writeable:
+            raise ArgumentError(f"overwire: apply_delta: the array {name!r} is read-only", tensor=name)
+        if at.dtype == "F4":
+            raise NotSupportedError(f"overwire: apply_delta: {name!r}: numpy has F4 unpacked; apply it to torch tensors", tensor=name)
+        here = tensor.__array_interface__["data"][0]
+    elif frame == "torch":
+        here = tensor.data_ptr() if tensor.layout is not None and at.nbytes else 0
+        if tensor.is_conj() or tensor.is_neg():
+            here = -1
+    else:
+        raise NotSupportedError(f"overwire: apply_delta: {name!r}: a {type(tensor).__name__} cannot be changed in place", tensor=name)
+    return _Place(name, tensor, at, at.nbytes > 0 and at.pointer != here)
+
+
+def _write_back(place: _Place) -> None:
+    if hasattr(place.tensor, "copy_"):
+        import torch
+
+        with torch.no_grad():
+            place.tensor.copy_(place.at.keep)
+        if place.tensor.device.type == "cuda":
+            torch.cuda.current_stream(place.tensor.device).synchronize()
+    else:
+        place.tensor[...] = place.at.keep
+
+
+def load_on(
+    base: Any, source: Any, device: Any, framework: Any, options: dict[str, Any], load: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
+    """`load_file`, which is `load`, with a base: what the delta, or chain, makes of it, in
+    new tensors."""
+    if options.get("dtype") is not None:
+        raise NotSupportedError("overwire: load_file: base= has no dtype=: cast the tensors that it returns")
+    if framework == "bytes":
+        raise NotSupportedError("overwire: load_file: base= needs framework='pt' or 'np'")
+    reach: StorageOptions | None = options.get("storage_options")
+    chain = chain_of(source, reach)  # before the base, which is larger
+    if isinstance(base, Mapping) or hasattr(base, "state_dict"):
+        made = _copied(base, device, options)
+    else:
+        made = load(base, device, framework=framework, **options)
+    apply_delta(made, chain, missing=options.get("keys") is not None or options.get("filter") is not None)
+    return made
+
+
+def _copied(base: Any, device: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of tensors; those that are tied stay tied."""
+    keys, chosen = options.get("keys"), options.get("filter")
+    wanted = None if keys is None else set(keys)
+    made: dict[str, Any] = {}
+    copies: dict[Any, Any] = {}
+    for name, tensor in _tensors(base, "base", None).items():
+        if (wanted is not None and name not in wanted) or (chosen is not None and not chosen(name)):
+            continue
+        if frame_of(tensor).name == "torch":
+            where = check_device(device, frame_of(tensor))
+            key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
+            if not tensor.numel() or key not in copies:
+                copies[key] = tensor.detach().to(where, copy=True).contiguous()
+            made[name] = copies[key]
+        else:
+            made[name] = tensor.copy()
+    return made
