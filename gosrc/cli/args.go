@@ -70,7 +70,7 @@ func (c *call) storage() (format.Access, error) {
 // verbs' code reaches this list again through help.
 func verbs() []*verb {
 	return []*verb{
-		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, diffVerb, loadVerb, traceVerb, runVerb, fetchVerb, serveVerb, presignVerb, benchVerb,
+		compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, digestVerb, diffVerb, loadVerb, traceVerb, runVerb, fetchVerb, serveVerb, presignVerb, benchVerb,
 		doctorVerb, versionVerb,
 	}
 }

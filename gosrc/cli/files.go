@@ -1,7 +1,7 @@
 package cli
 
 // This file has the verbs that write and examine files: compress, decompress,
-// convert, inspect, verify.
+// convert, inspect, verify, digest.
 
 import (
 	"fmt"
@@ -306,6 +306,33 @@ and names file, tensor, chunk and offset.`,
 				rate = "  " + rateText(rep.Bytes, rep.Seconds)
 			}
 			fmt.Fprintf(w, "ok  %.2f s%s\n", rep.Seconds, rate)
+		})
+	},
+}
+
+var digestVerb = &verb{
+	name: "digest", args: "SRC...", least: 1, most: -1,
+	short: "print a digest of each tensor's bytes",
+	long: `
+Reads and decodes every tensor and prints 128 bits of its bytes, which a tensor in
+memory has, too, on the CPU and on a GPU: overwire.digest(tensors) in Python. So two
+files, or a file and a running model, are compared, however each is stored. Digests
+find changes and mistakes; they are not cryptographic.`,
+	example: "overwire digest model.ow.safetensors",
+	options: append([]option{storageOption}, decryptOptions...),
+	run: func(c *call) error {
+		storage, err := c.storage()
+		if err != nil {
+			return err
+		}
+		rep, err := save.Digests(c.ctx, c.job, c.args, storage)
+		if err != nil {
+			return err
+		}
+		return c.show(rep, func(w io.Writer) {
+			for _, t := range rep.Tensors {
+				fmt.Fprintf(w, "%s  %s\n", t.Digest, safe(t.Name))
+			}
 		})
 	},
 }

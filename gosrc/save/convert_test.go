@@ -41,10 +41,10 @@ func TestConvertThereAndBack(t *testing.T) {
 	at := func(n string) string { return filepath.Join(dir, n) }
 	meta := map[string]string{"format": "pt"}
 	write(t, Spec{Path: at("plain"), Metadata: meta}, in)
-	want := digest(t, at("plain"))
+	want := sha256Of(t, at("plain"))
 	write(t, Spec{Path: at("direct"), Metadata: meta, Compress: true}, in)
 	convert(t, []string{at("direct")}, at("packed"), Spec{Compress: true})
-	if digest(t, at("packed")) != digest(t, at("direct")) {
+	if sha256Of(t, at("packed")) != sha256Of(t, at("direct")) {
 		t.Error("converting a container and saving its tensors give different containers")
 	}
 	convert(t, []string{at("plain")}, at("packed"), Spec{Compress: true})
@@ -60,7 +60,7 @@ func TestConvertThereAndBack(t *testing.T) {
 		}
 		same(t, in, read(t, at("packed")))
 		convert(t, []string{at("packed")}, at("back"), Spec{Threads: spec.Threads})
-		if digest(t, at("back")) != want {
+		if sha256Of(t, at("back")) != want {
 			t.Fatalf("%+v: the plain file differs", spec)
 		}
 	}
@@ -90,7 +90,7 @@ func TestConvertFolder(t *testing.T) {
 	convert(t, []string{dst}, back, Spec{})
 	for _, f := range append(rep.Files, "config.json") {
 		n := filepath.Base(f)
-		if digest(t, filepath.Join(src, n)) != digest(t, filepath.Join(back, n)) {
+		if sha256Of(t, filepath.Join(src, n)) != sha256Of(t, filepath.Join(back, n)) {
 			t.Errorf("%s differs", n)
 		}
 	}

@@ -33,7 +33,7 @@ func TestGoldenLevel(t *testing.T) {
 	}
 	write(t, spec, in)
 	same(t, in, read(t, golden))
-	if digest(t, spec.Path) != digest(t, golden) {
+	if sha256Of(t, spec.Path) != sha256Of(t, golden) {
 		t.Error("the writer has changed: a change of format needs a new version folder")
 	}
 }
@@ -80,7 +80,7 @@ func TestSmaller(t *testing.T) {
 	for _, spec := range []Spec{{ChunkBytes: 4096}, {Parts: 4}, {}} {
 		spec.Path, spec.Compress = filepath.Join(dir, "default.safetensors"), true
 		usual := write(t, spec, in)
-		want := digest(t, spec.Path)
+		want := sha256Of(t, spec.Path)
 		spec.Path, spec.Level = filepath.Join(dir, "smaller.safetensors"), "smaller"
 		rep := write(t, spec, in)
 		same(t, in, read(t, spec.Path))
@@ -98,14 +98,14 @@ func TestSmaller(t *testing.T) {
 		if _, err := Convert(bg, nil, []string{spec.Path}, again.Path, again); err != nil {
 			t.Fatal(err)
 		}
-		if digest(t, again.Path) != want {
+		if sha256Of(t, again.Path) != want {
 			t.Errorf("%+v: another file than by default", spec)
 		}
 		again.Path, again.Level = filepath.Join(dir, "back.safetensors"), "smaller"
 		if _, err := Convert(bg, nil, []string{filepath.Join(dir, "default.safetensors")}, again.Path, again); err != nil {
 			t.Fatal(err)
 		}
-		if digest(t, again.Path) != digest(t, spec.Path) {
+		if sha256Of(t, again.Path) != sha256Of(t, spec.Path) {
 			t.Errorf("%+v: another file than from the tensors", spec)
 		}
 		for _, n := range []string{"default", "smaller", "again", "back"} {

@@ -73,7 +73,7 @@ func TestSameFile(t *testing.T) {
 		if err := os.WriteFile(at("in"), want, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		sum := digest(t, at("in"))
+		sum := sha256Of(t, at("in"))
 		check := func(what string, rep Report, path string) {
 			t.Helper()
 			if len(rep.Originals) != 1 || rep.Originals[0] != (Original{path, sum, strings.HasPrefix(what, "decompressed")}) || rep.Anew != nil {
@@ -150,7 +150,7 @@ func TestSameFolder(t *testing.T) {
 		t.Errorf("%+v", rep)
 	}
 	for _, f := range rep.Files {
-		if n := filepath.Base(f); digest(t, f) != digest(t, filepath.Join(src, n)) {
+		if n := filepath.Base(f); sha256Of(t, f) != sha256Of(t, filepath.Join(src, n)) {
 			t.Errorf("%s differs", n)
 		}
 	}
@@ -221,7 +221,7 @@ func TestHostileOrigin(t *testing.T) {
 			t.Errorf("%s: %d bytes of heap", name, heap)
 		}
 		if c.class == nil {
-			if got, _ := os.ReadFile(out); err != nil || !bytes.Equal(got, good) || len(rep.Originals) != 1 || rep.Originals[0].SHA256 != digest(t, out) || rep.Originals[0].Compared {
+			if got, _ := os.ReadFile(out); err != nil || !bytes.Equal(got, good) || len(rep.Originals) != 1 || rep.Originals[0].SHA256 != sha256Of(t, out) || rep.Originals[0].Compared {
 				t.Errorf("%s: %v, %+v", name, err, rep)
 			}
 			_ = os.Remove(out)
@@ -243,7 +243,7 @@ func TestGoldenOriginal(t *testing.T) {
 	dir := filepath.Join(goldens, "original-1.1")
 	out := filepath.Join(t.TempDir(), "out.safetensors")
 	rep := convert(t, []string{filepath.Join(dir, "container.safetensors")}, out, Spec{})
-	if sum := digest(t, filepath.Join(dir, "plain.safetensors")); digest(t, out) != sum || len(rep.Originals) != 1 || rep.Originals[0].SHA256 != sum {
+	if sum := sha256Of(t, filepath.Join(dir, "plain.safetensors")); sha256Of(t, out) != sum || len(rep.Originals) != 1 || rep.Originals[0].SHA256 != sum {
 		t.Errorf("%+v", rep)
 	}
 }

@@ -106,7 +106,7 @@ func write(t testing.TB, spec Spec, in []Input) Report {
 	return rep
 }
 
-func digest(t testing.TB, path string) string {
+func sha256Of(t testing.TB, path string) string {
 	t.Helper()
 	b, err := os.ReadFile(path)
 	if err != nil {
@@ -232,7 +232,7 @@ func TestDeterministic(t *testing.T) {
 				r.Shuffle(len(in), func(i, j int) { in[i], in[j] = in[j], in[i] })
 			}
 			write(t, spec, in)
-			d := digest(t, spec.Path)
+			d := sha256Of(t, spec.Path)
 			if first == "" {
 				first = d
 			} else if d != first {

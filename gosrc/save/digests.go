@@ -1,0 +1,104 @@
+package save
+
+// This file has the verb Digests.
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/job"
+)
+
+// A DigestReport has the digest of every tensor of a model, in the model's order.
+type DigestReport struct {
+	Tensors []TensorDigest `json:"tensors"`
+	Bytes   int64          `json:"bytes"` // that were read for it, decoded
+	Seconds float64        `json:"seconds"`
+}
+
+// A TensorDigest is one tensor of a DigestReport.
+type TensorDigest struct {
+	Name   string  `json:"name"`
+	DType  string  `json:"dtype"`
+	Shape  []int64 `json:"shape"`
+	Digest string  `json:"digest"` // 32 hex digits: docs/format.md 6
+}
+
+// Digests computes the digests of a model's tensors: it reads and decodes them block by
+// block on all cores, in bounded memory, and compares the checksums of all chunks.
+func Digests(ctx context.Context, j *job.Job, uris []string, storage format.Access) (DigestReport, error) {
+	start := time.Now()
+	m, err := openModel(ctx, Spread(uris), storage)
+	if err != nil {
+		return DigestReport{}, errs.Ended(ctx, err)
+	}
+	defer m.close()
+	if j == nil {
+		j = job.New("digests")
+	}
+	rep, err := m.digests(ctx, j)
+	rep.Seconds = time.Since(start).Seconds()
+	return rep, errs.Ended(ctx, err)
+}
+
+func (m *model) digests(ctx context.Context, j *job.Job) (rep DigestReport, err error) {
+	workers := Threads(0)
+	items := m.items(workers)
+	var spans []span
+	for i, t := range items {
+		rt := &m.ix.Tensors[i]
+		if rt.Alias >= 0 {
+			continue
+		}
+		rep.Bytes += t.bytes
+		step := int64(plainBlock)
+		if rt.Parts <= 1 && rt.ChunkBytes > 0 {
+			step = int64(rt.ChunkBytes)
+		}
+		for off := int64(0); off < t.bytes; off += step {
+			spans = append(spans, span{t: t, k: i, off: off, n: min(step, t.bytes-off)})
+		}
+	}
+	j.TotalBytes.Store(rep.Bytes)
+	j.TotalTensors.Store(int64(len(items)))
+	states := make([]digest.State, len(items))
+	var mu sync.Mutex
+	buffers := sync.Pool{New: func() any { return new([]byte) }}
+	err = spawn.Each(ctx, "save.digests", workers, len(spans), func(k int) error {
+		s := &spans[k]
+		buf := buffers.Get().(*[]byte)
+		defer buffers.Put(buf)
+		if int64(cap(*buf)) < s.n {
+			*buf = make([]byte, s.n)
+		}
+		b, err := s.t.body.bytes(ctx, (*buf)[:s.n], s.off)
+		if err != nil {
+			return err
+		}
+		var part digest.State
+		part.Add(s.off, b)
+		mu.Lock()
+		states[s.k].Merge(part)
+		mu.Unlock()
+		j.Bytes.Add(s.n)
+		return nil
+	})
+	if err != nil {
+		return DigestReport{}, err
+	}
+	for i, t := range items {
+		holder := i
+		if a := m.ix.Tensors[i].Alias; a >= 0 {
+			holder = int(a)
+		}
+		sum := states[holder].Sum(t.bytes)
+		rep.Tensors = append(rep.Tensors, TensorDigest{Name: t.name, DType: t.dtype.String(), Shape: append([]int64{}, t.shape...), Digest: sum.String()})
+		j.Tensors.Add(1)
+	}
+	return rep, nil
+}
