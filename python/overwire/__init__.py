@@ -52,13 +52,14 @@ if TYPE_CHECKING:
     from .model.selection import experts
     from .progress import Progress
     from .verbs.deltas import Delta, DeltaReport, DeltaRow, Diff, apply_delta, diff, merge_deltas, open_delta, save_delta
+    from .verbs.digest import digest
     from .verbs.inspecting import convert, doctor, inspect, verify
     from .verbs.load import load_file
     from .verbs.modules import load_model, save_model
     from .verbs.open import TensorSlice, safe_open
     from .verbs.pin import Pinned, empty_cache, pin
     from .verbs.preload import Preload, preload
-    from .verbs.results import Diagnosis, Inspection, Verification
+    from .verbs.results import Comparison, Diagnosis, Inspection, Verification
     from .verbs.save import Report, save_file
     from .verbs.stream import stream
 
@@ -66,6 +67,7 @@ __all__ = [
     "AccessError",
     "ArgumentError",
     "CancelledError",
+    "Comparison",
     "CorruptError",
     "DeadlineError",
     "CryptographyError",
@@ -111,6 +113,7 @@ __all__ = [
     "compress_pickle",
     "convert",
     "diff",
+    "digest",
     "distributed",
     "doctor",
     "empty_cache",
@@ -149,6 +152,7 @@ _HOMES = {
     "merge_deltas": "verbs.deltas",
     "open_delta": "verbs.deltas",
     "save_delta": "verbs.deltas",
+    "Comparison": "verbs.results",
     "Diagnosis": "verbs.results",
     "Inspection": "verbs.results",
     "LoadOptions": "model.options",
@@ -168,6 +172,7 @@ _HOMES = {
     "compress": "bundles.bundle",
     "compress_pickle": "bundles.bundle",
     "convert": "verbs.inspecting",
+    "digest": "verbs.digest",
     "doctor": "verbs.inspecting",
     "empty_cache": "verbs.pin",
     "experts": "model.selection",

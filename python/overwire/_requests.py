@@ -31,6 +31,7 @@ class ConvertRequest(TypedDict, total=False):
     path: str
     metadata: dict[str, str]
     compress: bool
+    level: str
     parts: int
     threads: int
     shard: int
@@ -409,6 +410,12 @@ class RenameRequest(TypedDict, total=False):
     path: str
 
 
+class SaveDigestReport(TypedDict):
+    tensors: list[SaveTensorDigest]
+    bytes: int
+    seconds: float
+
+
 class SaveOriginal(TypedDict):
     file: str
     sha256: str
@@ -434,6 +441,7 @@ class SaveRequest(TypedDict, total=False):
     path: str
     metadata: dict[str, str]
     compress: bool
+    level: str
     parts: int
     threads: int
     shard: int
@@ -444,6 +452,13 @@ class SaveRequest(TypedDict, total=False):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+
+
+class SaveTensorDigest(TypedDict):
+    name: str
+    dtype: str
+    shape: list[int]
+    digest: str
 
 
 class SaveVerifiedFile(TypedDict):

@@ -68,6 +68,8 @@ __all__ = [
     "delta_open",
     "delta_save",
     "device",
+    "digest",
+    "digests",
     "doctor",
     "empty_cache",
     "fetch",
@@ -524,3 +526,17 @@ def gpu_wait(batch: int, wait: int) -> Result:
     number. Empty: it is not done, and the call does not wait."""
     made: Result = core().call("gpu_wait", "", pack("=2q", handle(batch), wait))
     return made
+
+
+def digest(device: int, stream: int, numbers: bytes) -> Result:
+    """The digests of tensors, two numbers each: of the host's memory (device -1), or of a GPU's after
+    what is queued on a stream. Numbers: of a tensor each: address, bytes of an element,
+    dimensions; then the size of each dimension; then the stride of each, in bytes."""
+    made: Result = core().run("digest", "", pack("=2q", device, stream) + numbers)
+    return made
+
+
+def digests(request: FilesRequest) -> JobNumber:
+    """The digests of the tensors of files."""
+    job: JobNumber = core().start("digests", dumps(request), b"")
+    return job

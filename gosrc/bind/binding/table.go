@@ -175,7 +175,7 @@ func (v Verb) onCallersMemory() Verb { v.usesMemory = true; return v }
 
 // Table lists the verbs.
 func Table() []Verb {
-	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), tensorsVerbs(), deltaVerbs(), codecVerbs(), gpuVerbs())
+	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), tensorsVerbs(), deltaVerbs(), codecVerbs(), gpuVerbs(), digestVerbs())
 }
 
 var verbs = func() map[string]*Verb {

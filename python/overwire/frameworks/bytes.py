@@ -8,7 +8,7 @@ from typing import Any
 
 from ..dtypes import nbytes
 from ..errors import ArgumentError, NotSupportedError
-from .frame import Bytes
+from .frame import Bytes, View
 
 __all__ = ["BytesFrame"]
 
@@ -64,6 +64,9 @@ class BytesFrame:
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
         raise NotSupportedError("overwire: slice: bytes are cut only in whole rows of the first two dimensions, and without a step")
+
+    def view(self, tensor: Any) -> View:
+        raise ArgumentError("overwire: bytes alone have no dtype and shape; give a TensorSpec")
 
     def describe(self, tensor: Any) -> Bytes:
         raise ArgumentError("overwire: bytes alone have no dtype and shape; save a TensorSpec")

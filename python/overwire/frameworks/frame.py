@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from ..dtypes import nbytes
 from ..errors import NotSupportedError
 
-__all__ = ["Bytes", "Frame", "check_empty"]
+__all__ = ["Bytes", "Frame", "View", "check_empty"]
 
 
 class Bytes(NamedTuple):
@@ -27,6 +27,26 @@ class Bytes(NamedTuple):
     shape: tuple[int, ...]
     pointer: int
     nbytes: int
+    keep: Any
+    cuda: int = 0
+
+
+class View(NamedTuple):
+    """A tensor's bytes where they lie, strided or not: on the host, or on the CUDA
+    device `cuda` - 1.
+
+    dtype, shape: as in `Bytes`; "" for a dtype that safetensors lacks.
+    item, dims, strides: bytes of an element, the dimensions in elements, and the bytes
+    from one to the next; a contiguous tensor may be a row of bytes. `keep` holds the
+    memory and must outlive its use.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pointer: int
+    item: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
     keep: Any
     cuda: int = 0
 
@@ -86,6 +106,10 @@ class Frame(Protocol):
 
     def describe(self, tensor: Any) -> Bytes:
         """A tensor's logical bytes; copies what is not dense or not on the host."""
+
+    def view(self, tensor: Any) -> View:
+        """A tensor's bytes where they lie. Copies only what holds no such bytes: lazy
+        conjugates, another byte order, F4 that is not packed."""
 
 
 def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..dtypes import BITS, FLOATS, PACKED, named, nbytes, packed_shape
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
-from .frame import Bytes, check_empty
+from .frame import Bytes, View, check_empty
 
 __all__ = ["SAVED", "NumpyFrame", "hold"]
 
@@ -169,6 +169,19 @@ class NumpyFrame:
         if result.size != tensor.size or not result.flags.c_contiguous:
             result = result.copy(order="C")
         return result
+
+    def view(self, tensor: Any) -> View:
+        array = np.asarray(tensor)
+        name = SAVED.get(array.dtype.name, "")
+        if name == "F4":
+            packed = self.describe(array)
+            return View(name, packed.shape, packed.pointer, 1, (packed.nbytes,), (1,), packed.keep)
+        if array.dtype.kind in "OSUMm" or array.dtype.hasobject or array.dtype.names or array.itemsize not in (1, 2, 4, 8, 16):
+            raise NotSupportedError(f"overwire: numpy {array.dtype} arrays have no elements of 1, 2, 4, 8 or 16 bytes")
+        if array.dtype.byteorder not in "=|":
+            array = array.astype(array.dtype.newbyteorder("="))
+        address = array.__array_interface__["data"][0] if array.size else 0
+        return View(name, array.shape, address, array.itemsize, array.shape, array.strides, array)
 
     def describe(self, tensor: Any) -> Bytes:
         if not isinstance(tensor, (np.ndarray, np.generic)):

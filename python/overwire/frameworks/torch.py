@@ -17,7 +17,7 @@ from .. import _verbs
 from ..dtypes import FLOATS, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
 from ..gpu import beside_captures, refuse_capture
-from .frame import Bytes, check_empty
+from .frame import Bytes, View, check_empty
 
 __all__ = ["SAVED", "TorchFrame", "torch_dtype"]
 
@@ -138,6 +138,17 @@ def on_gpu(data: Any) -> bool:
     return data.device.type == "cuda" and torch.version.cuda is not None
 
 
+def _place(tensor: Any) -> int:
+    """1 + the number of the GPU that a tensor lies on, 0 for the host."""
+    if tensor.device.type == "meta":
+        raise ArgumentError("overwire: a tensor on the meta device has no bytes")
+    if on_gpu(tensor):
+        return int(tensor.device.index) + 1
+    if tensor.device.type != "cpu":
+        raise NotSupportedError(f"overwire: a tensor on {tensor.device}: only the CPU's memory and that of NVIDIA's GPUs is read")
+    return 0
+
+
 def settled(data: Any) -> int:
     """0 for memory of the host; for a GPU's 1 + its number, after the work that
     is queued on its current stream now, as torch's own copies to the host are: the
@@ -158,6 +169,7 @@ class TorchFrame:
 
     def __init__(self) -> None:
         self._native: dict[str, bool] = {}
+        self._places: dict[torch.device, int] = {}
 
     def _is_native(self, name: str) -> bool:
         known = self._native.get(name)
@@ -283,6 +295,30 @@ class TorchFrame:
             result = result.clone(memory_format=torch.contiguous_format)
         return result
 
+    def view(self, tensor: Any) -> View:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise NotSupportedError(f"overwire: a {tensor.layout} tensor, or a quantized one, has no bytes of its own; take its parts")
+        here = self._plain(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
+        cuda = self._places.get(here.device)
+        if cuda is None:
+            cuda = self._places[here.device] = _place(here)
+        name, dims = SAVED.get(here.dtype, ""), tuple(here.shape)
+        shape = (*dims[:-1], dims[-1] * 2) if name == "F4" and dims else dims
+        size = here.nbytes
+        if not size or here.is_contiguous():
+            return View(name, shape, here.data_ptr() if size else 0, 1, (size,), (1,), here, cuda)
+        item = here.element_size()
+        strides = tuple(stride * item for stride in here.stride())
+        return View(name, shape, here.data_ptr(), item, dims, strides, here, cuda)
+
+    def _plain(self, tensor: Any) -> Any:
+        if tensor.device.type == "meta":
+            raise ArgumentError("overwire: a tensor on the meta device has no bytes")
+        plain = tensor.detach()
+        if plain.is_conj():
+            plain = plain.resolve_conj()
+        return plain.resolve_neg() if plain.is_neg() else plain
+
     def describe(self, tensor: Any) -> Bytes:
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"overwire: expected a torch tensor, got {type(tensor).__name__}")
@@ -290,13 +326,7 @@ class TorchFrame:
         if name is None or tensor.layout != torch.strided or tensor.is_quantized:
             kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
             raise NotSupportedError(f"overwire: safetensors cannot hold {kind} tensors; compress_pickle keeps them")
-        if tensor.device.type == "meta":
-            raise ArgumentError("overwire: a tensor on the meta device has no bytes")
-        dense = tensor.detach()
-        if dense.is_conj():
-            dense = dense.resolve_conj()
-        if dense.is_neg():
-            dense = dense.resolve_neg()
+        dense = self._plain(tensor)
         if not on_gpu(dense) or not dense.is_contiguous():
             dense = dense.to("cpu").contiguous()
         shape = tuple(dense.shape)

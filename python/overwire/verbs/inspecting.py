@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Union, cast
+from typing import TYPE_CHECKING, Any, Union, cast, overload
 
 from .. import _verbs
 from .._engine import program
@@ -16,11 +16,13 @@ from ..model.sources import SourceLike, resolve
 from ..model.storage import storage
 from ..paths import local
 from ..progress import ProgressLike, watch
-from .results import Diagnosis, Inspection, InspectionDict, Verification
+from .results import Comparison, Diagnosis, Inspection, InspectionDict, Verification
 from .save import Report
 
 if TYPE_CHECKING:
-    from .._requests import ConvertRequest
+    import torch
+
+    from .._requests import ConvertRequest, FilesRequest
 
 __all__ = ["convert", "doctor", "inspect", "verify"]
 
@@ -52,20 +54,48 @@ def inspect(source: _PathLike, *, storage_options: StorageOptions | None = None)
     return cast("Inspection", InspectionDict(_verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)})))
 
 
-def verify(source: SourceLike, *, progress: ProgressLike = None, storage_options: StorageOptions | None = None) -> Verification:
+@overload
+def verify(source: SourceLike, *, progress: ProgressLike = None, storage_options: StorageOptions | None = None) -> Verification: ...
+@overload
+def verify(
+    source: SourceLike,
+    *,
+    tensors: Mapping[str, Any] | torch.nn.Module,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> Comparison: ...
+def verify(
+    source: SourceLike,
+    *,
+    tensors: Mapping[str, Any] | torch.nn.Module | None = None,
+    progress: ProgressLike = None,
+    storage_options: StorageOptions | None = None,
+) -> Verification | Comparison:
     """Checks every byte: the checksums of stored bytes, every decode, and the hash
-    of every tensor.
+    of every tensor. With tensors, compares a model in memory with the file.
 
     source: what `inspect` takes, or a list of files.
+    tensors: a running model: a torch module, or a dict of tensors, on the host or on
+        GPUs. The digest of each (see `digest`) is computed where it lies: none is
+        copied to the host. The file's tensors are decoded block by block on the CPU,
+        in bounded memory, and every chunk's checksum is compared.
     storage_options: as for `load_file`.
 
     Returns a dict: ok (always True, since damage raises), tensors, bytes, stored,
     seconds, and "files", each with what was "checked": "contents", or only
     "structure" for plain safetensors files, which have no checksums.
-    Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError.
+    With tensors the dict is a `Comparison`: ok, and the names of tensors that "differ",
+    are "missing" in the model, or "surplus" there.
+    Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError; with
+    tensors also what `digest` raises, but nothing for a tensor that differs.
     """
     uris, keep = _uris(source, storage_options)
-    number = _verbs.verify({"uris": uris, "storage": storage(storage_options, uris)})
+    request: FilesRequest = {"uris": uris, "storage": storage(storage_options, uris)}
+    if tensors is not None:
+        from .digest import compare
+
+        return compare(tensors, request, progress)
+    number = _verbs.verify(request)
     with Job(number, "verify", watch(progress, "verify")) as job:
         found: Verification = job.finish()
     del keep

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
 
-__all__ = ["Diagnosis", "Inspection", "Verification"]
+__all__ = ["Comparison", "Diagnosis", "Inspection", "Verification"]
 
 Format = Literal["overwire", "safetensors", "tensors"]
 
@@ -142,6 +142,24 @@ class Verification(TypedDict):
     note: NotRequired[str]
 
 
+class Comparison(TypedDict):
+    """What `verify` returns of a file and tensors in memory.
+
+    differ: names of tensors whose bytes, dtype or shape are not the file's.
+    missing: names in the file that the model lacks.
+    surplus: names in the model that the file lacks, unless they are tied to one it has.
+    tensors: how many were compared. bytes: of the file's tensors, decoded.
+    """
+
+    ok: bool
+    differ: list[str]
+    missing: list[str]
+    surplus: list[str]
+    tensors: int
+    bytes: int
+    seconds: float
+
+
 class Machine(TypedDict):
     """The host."""
 
@@ -240,5 +258,5 @@ class Diagnosis(TypedDict):
     advice: list[str]
 
 
-for _kind in (Diagnosis, Inspection, Verification):
+for _kind in (Comparison, Diagnosis, Inspection, Verification):
     _kind.__module__ = "overwire"  # where users find them

@@ -1,0 +1,143 @@
+"""digest: 128 bits of tensors' bytes, computed where they lie; and the comparison of a
+model with a file by them."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from .. import _verbs
+from ..errors import ArgumentError, NotSupportedError
+from ..frameworks.choose import frame_of
+from ..frameworks.frame import View
+from ..frameworks.spec import TensorSpec
+from ..jobs import Job
+from ..progress import ProgressLike, watch
+from .results import Comparison
+
+if TYPE_CHECKING:
+    import torch
+
+    from .._requests import FilesRequest
+
+__all__ = ["compare", "digest"]
+
+
+@overload
+def digest(tensors: Mapping[str, Any] | torch.nn.Module) -> dict[str, str]: ...
+@overload
+def digest(tensors: Any) -> str: ...
+def digest(tensors: Any) -> str | dict[str, str]:
+    """The digest of tensors in memory: 128 bits of their bytes, as 32 hex digits.
+
+    tensors: a torch tensor, numpy array or `TensorSpec`; a dict of them; or a torch
+        module, whose parameters and persistent buffers are taken by name. On the host
+        and on GPUs, also strided: the digest is that of the contiguous tensor, and no
+        copy is made. Tied tensors are read once.
+
+    Equal bytes have equal digests, on the CPU and on every GPU, whatever the dtype and
+    shape; a file's are those of `overwire digest FILE`. A change goes unnoticed with a
+    chance of about 2^-128, unless it was computed to: the digest is not cryptographic
+    (docs/format.md has its definition).
+
+    Each GPU reads its tensors at the speed of its memory, after what is queued on
+    torch's current stream there; the call waits for it. Do not change the tensors
+    before it returns.
+
+    Returns the digest, or {name: digest}.
+    Raises ArgumentError; NotSupportedError for tensors without bytes of their own
+    (sparse, quantized), on other devices, and while that stream is being captured
+    into a CUDA graph; DeviceError.
+    """
+    named = _named(tensors)
+    if named is None:
+        return _digests([_view(tensors)])[0]
+    return dict(zip(named, _digests(list(named.values())), strict=True))
+
+
+def compare(tensors: Any, request: FilesRequest, progress: ProgressLike = None) -> Comparison:
+    """Compares a model in memory with files by digests: what `verify(tensors=)` returns."""
+    start = time.monotonic()
+    named = _named(tensors)
+    if named is None:
+        raise ArgumentError(f"overwire: verify: tensors: expected a dict of tensors or a torch module, got {type(tensors).__name__}")
+    here = dict(zip(named, _digests(list(named.values())), strict=True))
+    with Job(_verbs.digests(request), "digests", watch(progress, "verify")) as job:
+        report = job.finish()
+    file = {row["name"]: row for row in report["tensors"]}
+    there = {_identity(named[name]) for name in named if name in file}
+    differ = [name for name, row in file.items() if name in named and not _same(named[name], here[name], row)]
+    missing = [name for name in file if name not in named]
+    surplus = [name for name, view in named.items() if name not in file and (not view.pointer or _identity(view) not in there)]
+    return {
+        "ok": not (differ or missing or surplus),
+        "differ": differ,
+        "missing": missing,
+        "surplus": surplus,
+        "tensors": len(file) - len(missing),
+        "bytes": report["bytes"],
+        "seconds": time.monotonic() - start,
+    }
+
+
+def _same(view: View, digest: str, row: Mapping[str, Any]) -> bool:
+    shape = tuple(row["shape"])
+    return digest == row["digest"] and view.shape == shape and view.dtype in ("", row["dtype"])
+
+
+def _named(tensors: Any) -> dict[str, View] | None:
+    """Views by name; None where a single tensor is meant."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensors, torch.nn.Module):
+        state = tensors.state_dict(keep_vars=True)
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    if not isinstance(tensors, Mapping):
+        return None
+    views = {}
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise ArgumentError(f"overwire: tensors: the name {name!r} is not a str")
+        try:
+            views[name] = _view(tensor)
+        except (ArgumentError, NotSupportedError) as error:
+            error.tensor = name
+            error.args = (f"{error} (tensor {name!r})",)
+            raise
+    return views
+
+
+def _view(tensor: Any) -> View:
+    if isinstance(tensor, TensorSpec):
+        spec = tensor.describe()
+        return View(spec.dtype, spec.shape, spec.pointer, 1, (spec.nbytes,), (1,), spec.keep)
+    return frame_of(tensor).view(tensor)
+
+
+def _identity(view: View) -> tuple[int, tuple[int, ...], tuple[int, ...], int, int]:
+    return view.item, view.dims, view.strides, view.pointer, view.cuda
+
+
+def _digests(views: Sequence[View]) -> list[str]:
+    """The digest of each view, those of one device by one call, equal ones once."""
+    keys = [_identity(view) for view in views]
+    devices: dict[int, dict[Any, str]] = {}
+    for key in keys:
+        devices.setdefault(key[4], {})[key] = ""
+    for cuda, found in devices.items():
+        numbers: list[int] = []
+        for item, dims, strides, pointer, _ in found:
+            numbers += (pointer, item, len(dims), *dims, *strides)
+        _, sums, *_ = _verbs.digest(cuda - 1, _stream(cuda - 1), array("q", numbers).tobytes())
+        for key, (high, low) in zip(found, struct.iter_unpack("=2Q", sums), strict=True):
+            found[key] = f"{high:016x}{low:016x}"
+    return [devices[key[4]][key] for key in keys]
+
+
+def _stream(device: int) -> int:
+    from ..gpu import current_stream
+
+    return current_stream(device) if device >= 0 else 0

@@ -1,0 +1,97 @@
+"""Digests of tensors on a GPU: what needs one, real or not. `make fakepy` runs this on
+the fake driver and the kernel's host twin; what needs torch on a GPU is then skipped.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from typing import Any
+
+import overwire as ow
+import pytest
+from overwire import _verbs, gpu
+from overwire._engine import buffer_of
+
+if gpu.count() == 0:
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+np: Any = pytest.importorskip("numpy")
+torch: Any = pytest.importorskip("torch")
+needs_torch = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU")
+
+
+def test_memory_of_a_gpu(seed: int) -> None:
+    """The engine's verb gives the CPU's digests, of any length and place, on a stream of the caller's."""
+    data = random.Random(seed).randbytes(300_000)
+    address, size, keep = buffer_of(data)
+    memory = gpu.alloc(size, 0)
+    gpu.copy(memory.address, address, size, device=0)
+    del keep
+    parts = [(random.Random(seed + i).randrange(60), 3 * i) for i in range(100)] + [(0, size), (16, 4096), (1, 70_000)]
+    numbers = [n for at, length in parts for n in (memory.address + at, 1, 1, length, 1)]
+    stream = gpu.stream_new(0)
+    for on in (1, stream):
+        _, sums, *_ = _verbs.digest(0, on, struct.pack(f"={len(numbers)}q", *numbers))
+        got = [f"{high:016x}{low:016x}" for high, low in struct.iter_unpack("=2Q", sums)]
+        assert got == [ow.digest(np.frombuffer(data, np.uint8)[at : at + length]) for at, length in parts]
+    gpu.stream_free(stream, 0)
+    for wrong in ([memory.address, 3, 0], [memory.address, 1, 2, 5, 5], [0, 1, 1, 5, 1], [memory.address, 1]):
+        with pytest.raises(ow.ArgumentError):
+            _verbs.digest(0, 1, struct.pack(f"={len(wrong)}q", *wrong))
+
+
+@needs_torch
+def test_tensors_of_torch(seed: int) -> None:
+    """Every dtype, stride and GPU has the digest that the CPU has."""
+    from conftest import every_dtype
+
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randint(0, 256, (50, 40, 32), dtype=torch.uint8, generator=generator)
+    tensors = every_dtype() | {"none": torch.empty(0, 3), "big": torch.randint(-9, 9, (30_000_001,), dtype=torch.int8, generator=generator)}
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.complex64):
+        whole = base.view(dtype)
+        views = [whole.transpose(0, 2), whole.permute(1, 2, 0), whole[:, 3:9], whole[3::3, :, 1:], whole[:1].expand(7, 40, -1)]
+        tensors |= {f"{dtype} {i}": view for i, view in enumerate([*views, whole.flatten()[3:]])}
+    want = ow.digest(tensors)
+    for device in range(torch.cuda.device_count()):
+        there = {name: tensor.to(device) if tensor.is_contiguous() else _alike(tensor, device) for name, tensor in tensors.items()}
+        assert ow.digest(there) == want
+        assert ow.digest({"here": tensors["big"], "there": there["big"]}) == {"here": want["big"], "there": want["big"]}
+
+
+def _alike(tensor: Any, device: int) -> Any:
+    """The same view of the same storage, on a GPU."""
+    storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
+    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@needs_torch
+def test_order_and_capture() -> None:
+    """A digest comes after what the current stream has queued; a stream that is being captured is refused."""
+    side, x = torch.cuda.Stream(), torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    for value in range(1, 6):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            x.fill_(value)
+            assert ow.digest(x) == ow.digest(torch.full_like(x, value, device="cpu"))
+    graph, y = torch.cuda.CUDAGraph(), torch.zeros(16, device="cuda")
+    with torch.cuda.graph(graph):
+        y += 1
+        with pytest.raises(ow.NotSupportedError, match="captured"):
+            ow.digest(x)
+    graph.replay()
+    assert y.sum().item() == 16
+    assert ow.digest(x) == ow.digest(x.cpu())
+
+
+@needs_torch
+def test_a_model_on_a_gpu(tmp_path: Any) -> None:
+    """A model on a GPU is compared with its file; a changed bit is found."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 7)).bfloat16().cuda()
+    ow.save_model(model, tmp_path / "m.safetensors")
+    assert ow.verify(tmp_path / "m.safetensors", tensors=model)["ok"]
+    with torch.no_grad():
+        model[0].weight.view(torch.int16)[17, 3] ^= 1
+    assert ow.verify(tmp_path / "m.safetensors", tensors=model)["differ"] == ["0.weight"]
