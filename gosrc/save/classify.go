@@ -320,7 +320,7 @@ func (t *item) piece(ctx context.Context, buf []byte, off, n int64) ([]byte, err
 
 // equal compares the bytes of two tensors of one size.
 func equal(ctx context.Context, a, b *item) (bool, error) {
-	if x, ok := a.body.(*stored); ok && b.body == body(x) {
+	if x, ok := a.body.(fromFile); ok && b.body == body(x) {
 		return true, nil
 	}
 	same := true

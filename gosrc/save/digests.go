@@ -12,6 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save/stored"
 )
 
 // A DigestReport has the digest of every tensor of a model, in the model's order.
@@ -56,7 +57,7 @@ func (m *model) digests(ctx context.Context, j *job.Job) (rep DigestReport, err 
 			continue
 		}
 		rep.Bytes += t.bytes
-		step := int64(plainBlock)
+		step := int64(stored.PlainBlock)
 		if rt.Parts <= 1 && rt.ChunkBytes > 0 {
 			step = int64(rt.ChunkBytes)
 		}

@@ -128,8 +128,8 @@ func (w *writer) data(t *item) tensorizer.Flow {
 	if m, ok := t.body.(memory); ok {
 		f.Memory = m
 	} else {
-		if s, ok := t.body.(*stored); ok {
-			f.Step = s.block()
+		if s, ok := t.body.(fromFile); ok {
+			f.Step = s.Block()
 		}
 		f.Next = t.body.bytes
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/save/original"
+	"github.com/overwire/overwire/gosrc/save/stored"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -54,14 +55,24 @@ func (m *model) original(ctx context.Context, spec Spec, k int) (*original.File,
 	return original.Of(ctx, m.srcs[k], s)
 }
 
+// fromFile is the body of a tensor of another file.
+type fromFile struct{ *stored.Tensor }
+
+func (f fromFile) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {
+	return f.Bytes(ctx, buf, off)
+}
+
+func (fromFile) direct() bool { return false }
+
 // items prepares the tensors of a model to be read, in the model's order.
-func (m *model) items(threads int) []*item {
-	c := newCache(threads)
-	bodies := make([]*stored, len(m.ix.Tensors))
-	at := func(i int) *stored {
-		if bodies[i] == nil {
+func (m *model) items(threads int) []*item { return m.cached(stored.NewCache(threads)) }
+
+func (m *model) cached(c *stored.Cache) []*item {
+	bodies := make([]fromFile, len(m.ix.Tensors))
+	at := func(i int) fromFile {
+		if bodies[i].Tensor == nil {
 			t := &m.ix.Tensors[i]
-			bodies[i] = newStored(m.srcs[t.Source], m.ix, t, c)
+			bodies[i].Tensor = stored.New(m.srcs[t.Source], m.ix, t, c)
 		}
 		return bodies[i]
 	}

@@ -10,7 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/internal/blocks"
+	"github.com/overwire/overwire/gosrc/save/stored"
 )
 
 func TestStoredRanges(t *testing.T) {
@@ -29,10 +29,8 @@ func TestStoredRanges(t *testing.T) {
 		}
 		defer m.close()
 		want := read(t, p)
-		items := m.items(1)
-		small := blocks.New[cacheKey](1 << 15)
+		items := m.cached(stored.CacheOf(1 << 15))
 		for _, it := range items {
-			it.body.(*stored).cache = small
 			it.parts = it.chooseParts(1 << r.IntN(4))
 		}
 		type job struct {

@@ -10,6 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save/stored"
 	"github.com/zeebo/xxh3"
 )
 
@@ -157,7 +158,7 @@ func (m *model) contents(ctx context.Context, j *job.Job, items []*item, rep *Ve
 		if t.known == nil || rt.Alias >= 0 || t.bytes == 0 {
 			continue
 		}
-		step := int64(plainBlock)
+		step := int64(stored.PlainBlock)
 		if rt.Parts <= 1 {
 			step = int64(rt.ChunkBytes)
 		}

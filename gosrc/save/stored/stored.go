@@ -1,6 +1,6 @@
-package save
-
-// This file reads the tensors of other files in blocks.
+// Package stored reads the tensors of files in blocks, which it checks and decodes: for
+// the verbs of package save, which rewrite, verify and digest other files.
+package stored
 
 import (
 	"context"
@@ -14,52 +14,53 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// plainBlock is the block in which tensors without chunks are read; those of
+// PlainBlock is the block in which tensors without chunks are read; those of
 // encrypted files are read by whole boxes.
-const plainBlock = 1 << 20
+const PlainBlock = 1 << 20
 
-// stored is the body of a tensor in a source: its chunks are read, checked and
+// A Tensor is one tensor of a source: its chunks are read, checked and
 // decoded when their bytes are needed. A request for exactly one whole chunk, the
 // common case, is decoded to its destination; others go through a cache of decoded
 // chunks, so that requests for small pieces (column parts, another chunk size)
 // decode a chunk about once.
-type stored struct {
+type Tensor struct {
 	src   source.Source
 	idx   *tensor.Index
 	t     *tensor.Tensor // never an alias
-	cache *blocks.Cache[cacheKey]
+	cache *Cache
 	row   int64 // bytes of a row, and of a row in one part
 	width int64
 	plain int64 // block size of a tensor without chunks
 }
 
-func newStored(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *blocks.Cache[cacheKey]) *stored {
-	s := &stored{src: src, idx: idx, t: t, cache: c, plain: plainBlock}
+// New makes the tensor t of idx, which is no alias, readable.
+func New(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *Cache) *Tensor {
+	s := &Tensor{src: src, idx: idx, t: t, cache: c, plain: PlainBlock}
 	if t.Block > 0 && t.Block <= tensor.MaxChunkBytes {
-		s.plain = sizes.RoundUp(plainBlock, t.Block)
+		s.plain = sizes.RoundUp(PlainBlock, t.Block)
 	}
 	s.row = t.Bytes
 	if len(t.Shape) > 0 && t.Bytes > 0 {
 		s.row = t.Bytes / t.Shape[0]
 	}
 	s.width = s.row / s.parts()
-	c.Need(3 * s.parts() * s.block())
+	c.Need(3 * s.parts() * s.Block())
 	return s
 }
 
-func (*stored) direct() bool { return false }
+func (s *Tensor) parts() int64 { return max(1, int64(s.t.Parts)) }
 
-func (s *stored) parts() int64 { return max(1, int64(s.t.Parts)) }
-
-// block is the size of a chunk, or of the block that is read of a plain file.
-func (s *stored) block() int64 {
+// Block is the size of a chunk, or of the block that is read of a plain file.
+func (s *Tensor) Block() int64 {
 	if s.t.Count == 0 {
 		return s.plain
 	}
 	return int64(s.t.ChunkBytes)
 }
 
-func (s *stored) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {
+// Bytes fills buf with bytes [off, off+len(buf)) in plain order, and returns it. It is
+// safe for concurrent use.
+func (s *Tensor) Bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {
 	if s.parts() == 1 {
 		return buf, s.flat(ctx, buf, off)
 	}
@@ -73,13 +74,13 @@ func (s *stored) bytes(ctx context.Context, buf []byte, off int64) ([]byte, erro
 
 // spread writes into buf, which stands for plain bytes from off on, those that
 // belong to part p: block by block of the part, and in each row by row.
-func (s *stored) spread(ctx context.Context, buf []byte, p, off int64) error {
+func (s *Tensor) spread(ctx context.Context, buf []byte, p, off int64) error {
 	end := off + int64(len(buf))
 	// The part's bytes of every row that is touched, even of rows that end before
 	// its columns begin: they are clipped below.
 	lo, hi := off/s.row*s.width, sizes.CeilDiv(end, s.row)*s.width
-	for b := lo / s.block(); b*s.block() < hi; b++ {
-		from, to := max(lo, b*s.block()), min(hi, (b+1)*s.block())
+	for b := lo / s.Block(); b*s.Block() < hi; b++ {
+		from, to := max(lo, b*s.Block()), min(hi, (b+1)*s.Block())
 		// plain is where byte i of the part is in plain order.
 		plain := func(i int64) int64 { return i/s.width*s.row + p*s.width + i%s.width }
 		if plain(from) >= end || plain(to-1) < off {
@@ -91,7 +92,7 @@ func (s *stored) spread(ctx context.Context, buf []byte, p, off int64) error {
 		}
 		for i := from; i < to; {
 			n := min(s.width-i%s.width, to-i)
-			at, data := plain(i)-off, e.Data[i-b*s.block():][:n]
+			at, data := plain(i)-off, e.Data[i-b*s.Block():][:n]
 			i += n
 			if at < 0 {
 				data = data[min(n, -at):]
@@ -107,21 +108,21 @@ func (s *stored) spread(ctx context.Context, buf []byte, p, off int64) error {
 }
 
 // hold gets a block of a part from the cache.
-func (s *stored) hold(ctx context.Context, p, b int64) (*blocks.Block[cacheKey], error) {
+func (s *Tensor) hold(ctx context.Context, p, b int64) (*blocks.Block[key], error) {
 	size := s.t.Bytes / s.parts()
-	per := (size + s.block() - 1) / s.block()
-	return s.cache.Get(cacheKey{s, p*per + b}, func() ([]byte, error) {
-		d := make([]byte, min(s.block(), size-b*s.block()))
+	per := (size + s.Block() - 1) / s.Block()
+	return s.cache.Get(key{s, p*per + b}, func() ([]byte, error) {
+		d := make([]byte, min(s.Block(), size-b*s.Block()))
 		return d, s.read(ctx, d, p*per+b, int64(len(d)))
 	})
 }
 
 // flat fills buf with bytes from off on of a tensor in one part.
-func (s *stored) flat(ctx context.Context, buf []byte, off int64) error {
+func (s *Tensor) flat(ctx context.Context, buf []byte, off int64) error {
 	for len(buf) > 0 {
-		b := off / s.block()
-		from := off - b*s.block()
-		whole := min(s.block(), s.t.Bytes-b*s.block())
+		b := off / s.Block()
+		from := off - b*s.Block()
+		whole := min(s.Block(), s.t.Bytes-b*s.Block())
 		n := min(whole-from, int64(len(buf)))
 		if n == whole {
 			if err := s.read(ctx, buf[:n], b, whole); err != nil {
@@ -140,10 +141,10 @@ func (s *stored) flat(ctx context.Context, buf []byte, off int64) error {
 	return nil
 }
 
-var storedBuffers = sync.Pool{New: func() any { return new([]byte) }}
+var buffers = sync.Pool{New: func() any { return new([]byte) }}
 
 // read fills dst with one whole block: read, check, decode.
-func (s *stored) read(ctx context.Context, dst []byte, k, whole int64) error {
+func (s *Tensor) read(ctx context.Context, dst []byte, k, whole int64) error {
 	t := s.t
 	if t.Count == 0 {
 		off := t.Off + k*s.plain
@@ -158,8 +159,8 @@ func (s *stored) read(ctx context.Context, dst []byte, k, whole int64) error {
 	}
 	in := dst
 	if c.Codec != tensor.CodecRaw || c.Stored != c.Logical {
-		p := storedBuffers.Get().(*[]byte)
-		defer storedBuffers.Put(p)
+		p := buffers.Get().(*[]byte)
+		defer buffers.Put(p)
 		if cap(*p) < int(c.Stored) {
 			*p = make([]byte, c.Stored)
 		}
@@ -180,13 +181,17 @@ func (s *stored) read(ctx context.Context, dst []byte, k, whole int64) error {
 	return nil
 }
 
-// cacheKey is block k of a tensor.
-type cacheKey struct {
-	s *stored
+// key is block k of a tensor.
+type key struct {
+	s *Tensor
 	k int64
 }
 
-// newCache makes space for the parts that the given threads read at once.
-func newCache(threads int) *blocks.Cache[cacheKey] {
-	return blocks.New[cacheKey](int64(threads+2) * (16 << 20))
-}
+// A Cache holds decoded blocks of the tensors of a model.
+type Cache = blocks.Cache[key]
+
+// NewCache makes a cache for the parts that the given workers read at once.
+func NewCache(workers int) *Cache { return CacheOf(int64(workers+2) * (16 << 20)) }
+
+// CacheOf makes a cache of n bytes.
+func CacheOf(n int64) *Cache { return blocks.New[key](n) }
