@@ -37,6 +37,28 @@ def test_torch_round_trip(tmp_path: Path, compress: bool, make) -> None:
             assert loaded[name].untyped_storage().nbytes() == len(raw(tensor)), name
 
 
+@pytest.mark.parametrize("make", [every_dtype, ugly])
+def test_smaller(tmp_path: Path, make) -> None:
+    """At level "smaller" every tensor comes back, the file is no larger than by default, and
+    converting reaches the same files in both directions."""
+    tensors = make()
+    tensors["weight"] = torch.randn(130, 333, generator=torch.Generator().manual_seed(3)).bfloat16()
+    usual, small = tmp_path / "usual.safetensors", tmp_path / "small.safetensors"
+    ow.save_file(tensors, usual)
+    ow.save_file(tensors, small, level="smaller")
+    assert small.stat().st_size < usual.stat().st_size
+    loaded = ow.load_file(small)
+    assert set(loaded) == set(tensors)
+    for name, tensor in tensors.items():
+        same(loaded[name], tensor)
+    with ow.safe_open(small, "pt") as file:
+        assert torch.equal(file.get_slice("weight")[7:90, 5:300], tensors["weight"][7:90, 5:300])
+    assert "planes/" in json.dumps(ow.inspect(small))
+    for level, source, want in (("smaller", usual, small), ("default", small, usual)):
+        ow.convert(source, tmp_path / "again.safetensors", level=level)
+        assert (tmp_path / "again.safetensors").read_bytes() == want.read_bytes()
+
+
 @MODES
 def test_numpy_round_trip(tmp_path: Path, compress: bool) -> None:
     import ml_dtypes
@@ -239,6 +261,7 @@ WRONG = {
     "save objects": (lambda p: ow.save_file({"a": np.array([None])}, p / "x"), ow.NotSupportedError, "object"),
     "save metadata": (lambda p: ow.save_file({}, p / "x", {"a": 1}), ValueError, "metadata"),
     "save folder": (lambda p: ow.save_file({}, p / "no" / "x"), OSError, "there is no folder"),
+    "save level": (lambda p: ow.save_file({}, p / "x", level="best"), ValueError, "level"),
     "save size": (lambda p: ow.save_file({}, p / "x", max_shard_size="5 parsecs"), ValueError, "parsecs"),
 }
 

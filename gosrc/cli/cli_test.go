@@ -147,6 +147,9 @@ func TestRoundTrip(t *testing.T) {
 			t.Errorf("%s: another file came back", kind)
 		}
 		// Asked for again it is refused, and forced it is the same.
+		if status, _, _ := overwire("compress", plain, "-o", filepath.Join(dir, "x"), "--level", "best"); status == 0 {
+			t.Errorf("%s: an unknown level is taken", kind)
+		}
 		if status, _, _ := overwire("decompress", small, "-o", back); status != ExitUsage {
 			t.Errorf("%s: written over without --force: %d", kind, status)
 		}
@@ -155,6 +158,10 @@ func TestRoundTrip(t *testing.T) {
 		b, _ = os.ReadFile(back)
 		if !bytes.Equal(a, b) {
 			t.Errorf("%s: threads or paths change the bytes", kind)
+		}
+		must(t, "compress", plain, "-o", back, "--force", "--level", "smaller")
+		if out := must(t, "inspect", back); !strings.Contains(out, "planes/") {
+			t.Errorf("%s: at level smaller, inspect says %q", kind, out)
 		}
 	}
 }

@@ -107,6 +107,7 @@ def convert(
     path: _PathLike,
     *,
     compress: bool = True,
+    level: str = "default",
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
     progress: ProgressLike = None,
@@ -119,7 +120,7 @@ def convert(
     header; its SHA-256 is compared before the file appears (`Report.originals`).
 
     source: what `inspect` takes, or a list of files.
-    path, metadata, max_shard_size: as for `save_file`; metadata None keeps the
+    path, level, metadata, max_shard_size: as for `save_file`; metadata None keeps the
         metadata of the source.
     storage_options: as for `load_file`, for source and path; `decryption_*` are
         for the source and `encryption_*`, as for `save_file`, for the path. From
@@ -135,6 +136,7 @@ def convert(
         "uris": uris,
         "path": target,
         "compress": bool(compress),
+        "level": level,
         "shard": parse_size(max_shard_size),
         "storage": storage(storage_options, [*uris, target], writes=True),
     }
