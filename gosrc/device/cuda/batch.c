@@ -193,3 +193,34 @@ int owcu_pointer_device(owcu_ptr p)
 	harden(&mode);
 	return device;
 }
+
+int owcu_share(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(ipc_get, (handle, p));
+	return leave(&g, rc);
+}
+
+int owcu_attach(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = enter(&g, ctx, e);
+
+	if (rc == 0)
+		rc = TRY(ipc_open, (p, *handle, 1)); // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+	return leave(&g, rc);
+}
+
+int owcu_detach(owcu_handle ctx, owcu_ptr *p, struct owcu_error *e)
+{
+	struct owcu_guard g;
+	int rc = retire(&g, ctx, e), left = 0;
+
+	if (rc)
+		return rc;
+	DROP(*p, ipc_close);
+	return leave(&g, left);
+}

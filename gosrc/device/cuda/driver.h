@@ -24,6 +24,11 @@ enum {
 	OWCU_CAPTURED = -3,
 };
 
+// A handle by which another process of this host maps an allocation (CUipcMemHandle).
+struct owcu_ipc {
+	char bytes[64];
+};
+
 // X(field, symbol, arguments). Symbols carry the version whose signature this is.
 // Calls that synchronize the whole context are not among them, nor are synchronous
 // copies: they destroy any capture of a graph in progress, on any thread, and wait
@@ -45,6 +50,9 @@ enum {
 	X(mem_alloc, "cuMemAlloc_v2", (owcu_ptr *p, size_t n))                                                         \
 	X(mem_free, "cuMemFree_v2", (owcu_ptr p))                                                                      \
 	X(mem_info, "cuMemGetInfo_v2", (size_t *unused, size_t *total))                                                \
+	X(ipc_get, "cuIpcGetMemHandle", (struct owcu_ipc *handle, owcu_ptr p))                                         \
+	X(ipc_open, "cuIpcOpenMemHandle_v2", (owcu_ptr *p, struct owcu_ipc handle, unsigned flags))                    \
+	X(ipc_close, "cuIpcCloseMemHandle", (owcu_ptr p))                                                              \
 	X(host_register, "cuMemHostRegister_v2", (void *p, size_t n, unsigned flags))                                  \
 	X(host_unregister, "cuMemHostUnregister", (void *p))                                                           \
 	X(host_pointer, "cuMemHostGetDevicePointer_v2", (owcu_ptr *p, void *host, unsigned flags))                     \

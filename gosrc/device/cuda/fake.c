@@ -1,10 +1,13 @@
 //go:build cgo && owfake
 
+#define _GNU_SOURCE // memfd_create
 #include "fake.h"
 #include "fake_state.h"
 #include "fake_resident.h"
+#include "fake_shared.h"
 #include "queue.h"
 
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -117,9 +120,10 @@ static int f_mem_alloc(owcu_ptr *p, size_t n)
 	if (st.bytes + n > total)
 		return end(OOM);
 	struct block *b = malloc(sizeof *b);
-	b->raw = aligned_alloc(ALIGN, (n + 2 * GUARD + ALIGN - 1) / ALIGN * ALIGN);
+	b->raw = aligned_alloc(GUARD, room(n));
 	b->p = b->raw + GUARD;
 	b->n = n;
+	b->shared = 0;
 	b->device = (int)((int *)current - contexts_mark);
 	memset(b->raw, 0xa5, n + 2 * GUARD);
 	b->next = blocks;
@@ -136,7 +140,7 @@ static int f_mem_free(owcu_ptr p)
 		return end(rc);
 	for (struct block **at = &blocks; *at; at = &(*at)->next) {
 		struct block *b = *at;
-		if ((owcu_ptr)(uintptr_t)b->p != p)
+		if ((owcu_ptr)(uintptr_t)b->p != p || (b->shared && b->file < 0))
 			continue;
 		for (int i = 0; i < GUARD; i++)
 			if (b->raw[i] != 0xa5 || b->p[b->n + (size_t)i] != 0xa5) {
@@ -148,6 +152,10 @@ static int f_mem_free(owcu_ptr p)
 		*at = b->next;
 		st.blocks--;
 		st.bytes -= (int64_t)b->n;
+		if (b->shared) { // the heap gets memory of its own back
+			close(b->file);
+			mmap(b->raw, b->shared, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		}
 		free(b->raw);
 		free(b);
 		return end(rc);

@@ -37,7 +37,7 @@ func Fake(memory int64) (end func() string) {
 				text += err.Error() + "; "
 			}
 		}
-		if s := fakeGet(); s.broken > 0 || s.blocks+s.bytes+s.pins+s.streams+s.events+s.modules+s.contexts+s.pending+s.relaxed != 0 {
+		if s := fakeGet(); s.broken > 0 || s.blocks+s.bytes+s.pins+s.streams+s.events+s.modules+s.contexts+s.pending+s.relaxed+s.attached != 0 {
 			text += fmt.Sprintf("%+v", s)
 		}
 		return text
@@ -75,8 +75,8 @@ func FakeCapture(stream uintptr, blocking bool) (end func()) {
 }
 
 type fakeState struct {
-	calls, blocks, bytes, pins, streams, events, modules, contexts, broken, pending, relaxed, waited int64
-	what                                                                                             string
+	calls, blocks, bytes, pins, streams, events, modules, contexts, broken, pending, relaxed, waited, attached int64
+	what                                                                                                       string
 }
 
 // useFake replaces the driver by the fake one, with `memory` bytes.
@@ -112,7 +112,7 @@ func fakeGet() fakeState {
 	C.owcu_fake_get(&s)
 	return fakeState{
 		int64(s.calls), int64(s.blocks), int64(s.bytes), int64(s.pins), int64(s.streams), int64(s.events),
-		int64(s.modules), int64(s.contexts), int64(s.broken), int64(s.pending), int64(s.relaxed), int64(s.waited), C.GoString(&s.what[0]),
+		int64(s.modules), int64(s.contexts), int64(s.broken), int64(s.pending), int64(s.relaxed), int64(s.waited), int64(s.attached), C.GoString(&s.what[0]),
 	}
 }
 

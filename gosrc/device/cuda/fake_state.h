@@ -50,6 +50,8 @@ struct block {
 	uint8_t *raw, *p;
 	size_t n;
 	int device;
+	size_t shared; // bytes of the mapping at raw, once other processes may map it; 0: none
+	int file;      // of that; -1: another process's
 };
 static struct block *blocks;
 

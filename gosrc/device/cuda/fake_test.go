@@ -19,7 +19,7 @@ import (
 )
 
 func (s fakeState) left() bool {
-	return s.blocks+s.bytes+s.pins+s.streams+s.events+s.modules+s.contexts+s.pending+s.relaxed != 0
+	return s.blocks+s.bytes+s.pins+s.streams+s.events+s.modules+s.contexts+s.pending+s.relaxed+s.attached != 0
 }
 
 // begun opens a device of the fake driver, and holds the test to leaving

@@ -186,6 +186,15 @@ func (d *Device) Digest(Order, []digest.View) ([]digest.Sum, error) { return nil
 // Copy queues a copy.
 func (d *Device) Copy(Order, uint64, uint64, int64, bool) error { return errNone }
 
+// Share names memory for other processes.
+func (d *Device) Share(device.Memory) (string, error) { return "", errNone }
+
+// Attach maps memory of another process.
+func (d *Device) Attach(string) (unsafe.Pointer, error) { return nil, errNone }
+
+// Detach ends that.
+func (d *Device) Detach(unsafe.Pointer) {}
+
 // Follow makes a stream wait for another.
 func (d *Device) Follow(uintptr, uintptr) error { return errNone }
 
@@ -194,6 +203,9 @@ func (d *Device) NewStream() (uintptr, error) { return 0, errNone }
 
 // FreeStream frees a stream.
 func (d *Device) FreeStream(uintptr) error { return errNone }
+
+// EndStream waits for a stream and frees it.
+func (d *Device) EndStream(uintptr) {}
 
 // SyncStream waits for a stream.
 func (d *Device) SyncStream(uintptr) error { return errNone }

@@ -69,6 +69,24 @@ func (d *Device) FreeStream(stream uintptr) error {
 	return nil
 }
 
+// EndStream waits for a stream's work and frees it. On a lost device it is simply
+// dropped.
+func (d *Device) EndStream(stream uintptr) {
+	for range 2 { // a call that fails once may not fail again
+		if d.SyncStream(stream) == nil {
+			break
+		}
+	}
+	h := C.owcu_handle(pointer(C.owcu_ptr(stream)))
+	free := func() bool {
+		var e C.struct_owcu_error
+		return C.owcu_stream_end(d.ctx, &h, &e) <= 0
+	}
+	if !free() {
+		d.deferFree(free)
+	}
+}
+
 // SyncStream waits for what is queued on a stream.
 func (d *Device) SyncStream(stream uintptr) error {
 	var e C.struct_owcu_error

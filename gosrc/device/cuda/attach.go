@@ -1,0 +1,59 @@
+//go:build cgo
+
+package cuda
+
+/*
+#include "batch.h"
+*/
+import "C"
+
+// This file shares device memory between the processes of a host.
+
+import (
+	"encoding/hex"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// Share names memory, which Alloc returned alone, for Attach in another process. The
+// memory must stay until those have ended that use.
+func (d *Device) Share(m device.Memory) (string, error) {
+	var e C.struct_owcu_error
+	var h C.struct_owcu_ipc
+	if C.owcu_share(d.ctx, address(m.Ptr), &h, &e) != 0 {
+		return "", failure(d.index, &e)
+	}
+	return hex.EncodeToString(unsafe.Slice((*byte)(unsafe.Pointer(&h)), unsafe.Sizeof(h))), nil
+}
+
+// Attach maps memory that another process shares, on this device or one that it can
+// reach, until Detach. It fails where the devices or processes cannot reach each
+// other.
+func (d *Device) Attach(name string) (unsafe.Pointer, error) {
+	var h C.struct_owcu_ipc
+	raw, err := hex.DecodeString(name)
+	if err != nil || len(raw) != int(unsafe.Sizeof(h)) {
+		return nil, errs.New(errs.ErrArgument, "%q names no memory of a device", name)
+	}
+	copy(unsafe.Slice((*byte)(unsafe.Pointer(&h)), len(raw)), raw)
+	var e C.struct_owcu_error
+	var p C.owcu_ptr
+	if C.owcu_attach(d.ctx, &h, &p, &e) != 0 {
+		return nil, failure(d.index, &e)
+	}
+	return pointer(p), nil
+}
+
+// Detach ends an Attach, after the work that uses the memory.
+func (d *Device) Detach(at unsafe.Pointer) {
+	p := address(at)
+	free := func() bool {
+		var e C.struct_owcu_error
+		return C.owcu_detach(d.ctx, &p, &e) <= 0
+	}
+	if !free() {
+		d.deferFree(free)
+	}
+}

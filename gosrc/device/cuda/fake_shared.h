@@ -1,0 +1,79 @@
+// Memory that the fake driver shares between processes. Included by fake.c only.
+#ifndef OWCU_FAKE_SHARED_H
+#define OWCU_FAKE_SHARED_H
+
+#include "fake_state.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+// room is what a block of n bytes takes: whole pages, with a guard on both sides.
+static size_t room(size_t n) { return (n + 3 * GUARD - 1) / GUARD * GUARD; }
+// What a handle of memory holds.
+struct shared_memory {
+	int pid, file;
+	uint64_t n;
+};
+static int f_ipc_get(struct owcu_ipc *handle, owcu_ptr p)
+{
+	int rc = begin(1);
+	struct block *b = rc ? NULL : block_of((void *)(uintptr_t)p);
+	if (rc || b == NULL || (b->shared && b->file < 0))
+		return end(rc ? rc : INVALID);
+	if (!b->shared) { // the same bytes at the same address, in a file
+		size_t n = room(b->n);
+		int file = memfd_create("overwire-fake", MFD_CLOEXEC);
+		if (file < 0 || write(file, b->raw, n) != (ssize_t)n || mmap(b->raw, n, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_SHARED, file, 0) == MAP_FAILED)
+			return end(OOM);
+		b->shared = n;
+		b->file = file;
+	}
+	struct shared_memory m = {getpid(), b->file, b->n};
+	memset(handle, 0, sizeof *handle);
+	memcpy(handle, &m, sizeof m);
+	return end(0);
+}
+static int f_ipc_open(owcu_ptr *p, struct owcu_ipc handle, unsigned flags)
+{
+	int rc = begin(1);
+	struct shared_memory m;
+	char path[64];
+	memcpy(&m, &handle, sizeof m);
+	if (rc || flags != 1 || m.pid == getpid()) // the driver maps memory of other processes only
+		return end(rc ? rc : INVALID_CONTEXT);
+	snprintf(path, sizeof path, "/proc/%d/fd/%d", m.pid, m.file);
+	int file = open(path, O_RDWR | O_CLOEXEC);
+	if (file < 0)
+		return end(INVALID_HANDLE);
+	uint8_t *raw = mmap(NULL, room(m.n), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+	close(file);
+	if (raw == MAP_FAILED)
+		return end(INVALID_HANDLE);
+	struct block *b = malloc(sizeof *b);
+	*b = (struct block){blocks, raw, raw + GUARD, m.n, (int)((int *)current - contexts_mark), room(m.n), -1};
+	blocks = b;
+	st.attached++;
+	*p = (owcu_ptr)(uintptr_t)b->p;
+	return end(0);
+}
+static int f_ipc_close(owcu_ptr p)
+{
+	int rc = begin(1);
+	if (refuses(&rc))
+		return end(rc);
+	for (struct block **at = &blocks; *at; at = &(*at)->next) {
+		struct block *b = *at;
+		if ((owcu_ptr)(uintptr_t)b->p != p || !b->shared || b->file >= 0)
+			continue;
+		give_up(b->p, b->n);
+		*at = b->next;
+		munmap(b->raw, b->shared);
+		free(b);
+		st.attached--;
+		return end(rc);
+	}
+	broke("detached what was not attached");
+	return end(INVALID);
+}
+#endif
