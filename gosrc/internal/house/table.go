@@ -73,9 +73,12 @@ var mayImport = map[string][]string{
 	"pipeline": {"plan", "source", "codec", "device/...", "tensor", "errs", "internal/..."},
 	"dlpack":   {"tensor", "device", "errs"},
 
+	// Processes of a host that share memory.
+	"peers": {"device", "device/cuda", "errs", "internal/..."},
+
 	// The verbs.
 	"unpack": {"codec", "source", "tensor", "errs", "internal/..."},
-	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "source", "source/open", "source/memory", "device/...", "job",
+	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "source", "source/open", "source/memory", "device/...", "peers", "job",
 		"knob", "tensor", "errs", "internal/..."},
 	"companions":  {"errs", "internal/..."},
 	"save/stored": {"codec", "source", "tensor", "errs", "internal/..."},
@@ -111,7 +114,7 @@ var mayImport = map[string][]string{
 
 	// The binding to Python.
 	"bind/api": {"bind/binding", "dlpack"},
-	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "dlpack", "job",
+	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "peers", "dlpack", "job",
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},
@@ -152,6 +155,7 @@ var mayWrite = map[string]string{
 // needed fails. Files and functions have no such list.
 var longPackages = map[string]string{
 	"rig":         "a group of rows for each thing that is promised; they share models, child processes and the table",
+	"load":        "loads by the ranks of a group use the same sources, destinations and slots as those of one process",
 	"device/cuda": "a thousand of its lines are the fake driver of its tests, which has to lie where cgo compiles it",
 }
 

@@ -1,0 +1,231 @@
+// Package peers connects processes of a host that load together: each has memory
+// that the others read, of a GPU or of the host, and they tell each other by flags in
+// shared memory how far they are.
+//
+// New makes one process's part, and its Offer says how to reach it. The caller brings
+// every process's offer to every other, and Join maps them. A process that ends early,
+// dies or hangs is noticed by all that wait for it. End is the last step of all: it
+// returns when none uses another's memory any more. Nothing of it has a name in a
+// file system, so a process that dies leaves nothing behind.
+//
+// The methods are safe for concurrent use, except New, Join, End and Close.
+package peers
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"sync"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// An Offer says how the others reach a process's part.
+type Offer struct {
+	Rank    int    `json:"rank"`
+	Process int    `json:"process"`
+	Token   string `json:"token"` // what its files begin with
+	Flags   int    `json:"flags"` // descriptor of the flags; rank 0 alone has them
+	File    int    `json:"file"`  // descriptor of memory of the host; -1: it is a GPU's
+	Memory  string `json:"memory"`
+	Bytes   int64  `json:"bytes"`
+}
+
+// ErrOther is the class of what Wait returns because another process has failed: its
+// own error says more.
+var ErrOther = errors.New("another process of the group has failed")
+
+// silence is how long a living process may show no sign of life before the others
+// give it up, and beat how often it shows one. Tests make them shorter.
+var silence, beat = 30 * time.Second, 200 * time.Millisecond
+
+// A Peers is one process's part.
+type Peers struct {
+	gpu   *cuda.Device // nil: the host
+	mine  Offer
+	ranks int
+
+	memory device.Memory // of the GPU
+	file   *shared       // memory of the host
+	flags  *shared
+	lines  []*line
+	at     []unsafe.Pointer // by rank: its memory, mapped here
+	files  []*shared
+	ended  bool
+
+	stop chan struct{} // ends the signs of life
+	beat sync.WaitGroup
+
+	mu    sync.Mutex
+	seen  []uint64 // the last sign of life of each
+	since []time.Time
+	lost  []int
+}
+
+// New makes this process's part: n bytes of memory, on a GPU or, if that is nil, of
+// the host.
+func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
+	if rank < 0 || rank >= ranks || n <= 0 {
+		return nil, errs.New(errs.ErrArgument, "peer %d of %d, with %d bytes", rank, ranks, n)
+	}
+	p := &Peers{gpu: gpu, ranks: ranks, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n}, stop: make(chan struct{}),
+		at: make([]unsafe.Pointer, ranks), files: make([]*shared, ranks), seen: make([]uint64, ranks), since: make([]time.Time, ranks)}
+	if err := p.make(n); err != nil {
+		p.Close()
+		return nil, err
+	}
+	return p, nil
+}
+
+// make makes the memory, and rank 0 the flags.
+func (p *Peers) make(n int64) (err error) {
+	token := make([]byte, tokenBytes)
+	_, _ = rand.Read(token) // never fails
+	p.mine.Token = hex.EncodeToString(token)
+	if p.mine.Rank == 0 {
+		if p.flags, err = newShared(int64(p.ranks)*lineBytes, token); err != nil {
+			return err
+		}
+		p.mine.Flags = p.flags.fd
+	}
+	if p.gpu == nil {
+		if p.file, err = newShared(n, token); err != nil {
+			return err
+		}
+		p.mine.File, p.at[p.mine.Rank] = p.file.fd, p.file.base
+		return nil
+	}
+	mem, err := p.gpu.Alloc([]int64{n})
+	if err != nil {
+		return err
+	}
+	p.memory, p.at[p.mine.Rank] = mem[0], mem[0].Ptr
+	p.mine.Memory, err = p.gpu.Share(p.memory)
+	return err
+}
+
+// Offer is for the others.
+func (p *Peers) Offer() Offer { return p.mine }
+
+// Memory is the address of a process's memory in this one; all but one's own are only
+// read.
+func (p *Peers) Memory(rank int) unsafe.Pointer { return p.at[rank] }
+
+// Join maps what the others have offered. An error of ErrNotSupported says that these
+// processes or devices cannot reach each other's memory.
+func (p *Peers) Join(offers []Offer) error {
+	if len(offers) != p.ranks {
+		return errs.New(errs.ErrArgument, "%d offers to one of %d peers", len(offers), p.ranks)
+	}
+	for rank, o := range offers {
+		if o.Rank != rank || o.Bytes != p.mine.Bytes || (o.File < 0) != (p.gpu != nil) {
+			return errs.New(errs.ErrArgument, "offer %d is of peer %d, with %d bytes and not %d", rank, o.Rank, o.Bytes, p.mine.Bytes)
+		}
+	}
+	if offers[p.mine.Rank] != p.mine {
+		return errs.New(errs.ErrArgument, "the offer of peer %d is not its own", p.mine.Rank)
+	}
+	if p.flags == nil {
+		f, err := openShared(&offers[0], offers[0].Flags, int64(p.ranks)*lineBytes)
+		if err != nil {
+			return err
+		}
+		p.flags = f
+	}
+	for rank := range offers {
+		p.lines = append(p.lines, (*line)(unsafe.Add(p.flags.base, rank*lineBytes)))
+		p.since[rank] = time.Now()
+	}
+	if err := p.flags.lock(p.mine.Rank); err != nil {
+		return err
+	}
+	own := p.lines[p.mine.Rank]
+	own.joined.Store(1)
+	p.show(own)
+	for rank := range offers {
+		if rank == p.mine.Rank {
+			continue
+		}
+		if err := p.reach(rank, &offers[rank]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// reach maps one process's memory.
+func (p *Peers) reach(rank int, o *Offer) (err error) {
+	if p.gpu == nil {
+		if p.files[rank], err = openShared(o, o.File, o.Bytes); err == nil {
+			p.at[rank] = p.files[rank].base
+		}
+		return err
+	}
+	p.at[rank], err = p.gpu.Attach(o.Memory)
+	if errors.Is(err, errs.ErrDevice) {
+		return errs.New(errs.ErrNotSupported, "the GPU's memory of another process cannot be mapped: %v", err)
+	}
+	return err
+}
+
+// End says that this process uses no memory of the others any more, after all work
+// that did has ended, and waits until they have said so, or are gone. It returns the
+// error of one that is gone without having said so. good: it has got what it wanted.
+func (p *Peers) End(good bool) error {
+	if p.lines == nil || p.ended {
+		return nil
+	}
+	p.ended = true
+	own := p.lines[p.mine.Rank]
+	if !good {
+		own.trouble.Store(1)
+	}
+	p.letGo()
+	own.ended.Store(1)
+	var first error
+	for rank, l := range p.lines {
+		err := p.poll(context.Background(), func() bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }, []int{rank}, false)
+		if first == nil {
+			first = err
+		}
+	}
+	return first
+}
+
+// letGo unmaps the others' memory.
+func (p *Peers) letGo() {
+	for rank := range p.at {
+		if rank == p.mine.Rank || p.at[rank] == nil {
+			continue
+		}
+		if p.gpu != nil {
+			p.gpu.Detach(p.at[rank])
+		} else {
+			p.files[rank].close()
+		}
+		p.at[rank] = nil
+	}
+}
+
+// Close frees everything. Unless all went well, it is End(false) first.
+func (p *Peers) Close() {
+	_ = p.End(false)
+	p.letGo()
+	close(p.stop)
+	p.beat.Wait()
+	p.memory.Release()
+	p.file.close()
+	p.flags.close()
+}
+
+// Lost lists those that are gone without having ended.
+func (p *Peers) Lost() []int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.lost
+}

@@ -1,0 +1,147 @@
+package peers
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// together are the parts of some ranks, all in this process; they are joined.
+func together(t *testing.T, ranks int) []*Peers {
+	t.Helper()
+	all := make([]*Peers, ranks)
+	offers := make([]Offer, ranks)
+	for rank := range all {
+		p, err := New(nil, 8192, rank, ranks)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all[rank], offers[rank] = p, p.Offer()
+	}
+	for _, p := range all {
+		if err := p.Join(offers); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return all
+}
+
+// over ends all of them, at the same time.
+func over(t *testing.T, all []*Peers) {
+	t.Helper()
+	ended := make(chan error)
+	for _, p := range all {
+		go func() {
+			err := p.End(true)
+			p.Close()
+			ended <- err
+		}()
+	}
+	for range all {
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// What one writes the others read, once it was published; a buffer is free when all
+// have taken it.
+func TestTogether(t *testing.T) {
+	all := together(t, 3)
+	for from, p := range all {
+		unsafe.Slice((*byte)(p.Memory(from)), 8192)[8191] = byte(from + 1)
+		p.Publish(1)
+	}
+	for _, p := range all {
+		for from := range all {
+			if err := p.AwaitPiece(t.Context(), from, 1); err != nil {
+				t.Fatal(err)
+			}
+			if got := unsafe.Slice((*byte)(p.Memory(from)), 8192)[8191]; got != byte(from+1) {
+				t.Errorf("rank %d's memory has %d", from, got)
+			}
+		}
+	}
+	all[1].Taken(1)
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if err := all[0].AwaitTaken(ctx, 1); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("taken by rank 1 alone: %v", err)
+	}
+	all[2].Taken(1)
+	if err := all[0].AwaitTaken(t.Context(), 1); err != nil {
+		t.Error(err)
+	}
+	over(t, all)
+}
+
+// Trouble of one ends the waiting of all, by an error of its own class.
+func TestTrouble(t *testing.T) {
+	all := together(t, 3)
+	all[2].Trouble()
+	for _, p := range all[:2] {
+		if err := p.AwaitPiece(t.Context(), 0, 1); !errors.Is(err, ErrOther) || !errors.Is(err, errs.ErrIO) {
+			t.Error(err)
+		}
+	}
+	over(t, all)
+}
+
+// One that hangs is given up; the others end.
+func TestSilence(t *testing.T) {
+	usual := silence
+	silence = 300 * time.Millisecond
+	defer func() { silence = usual }()
+	all := together(t, 2)
+	close(all[1].stop) // it lives, but does nothing any more
+	all[1].beat.Wait()
+	if err := all[0].AwaitPiece(t.Context(), 1, 1); !errors.Is(err, errs.ErrIO) || errors.Is(err, ErrOther) || len(all[0].Lost()) != 1 {
+		t.Errorf("%v, lost %v", err, all[0].Lost())
+	}
+	if err := all[0].End(true); err == nil {
+		t.Error("it ended as if all were well")
+	}
+	all[0].Close()
+	all[1].stop = make(chan struct{})
+	all[1].Close()
+}
+
+// What leads to something else than was offered is refused.
+func TestStrangers(t *testing.T) {
+	a, err := New(nil, 4096, 0, 2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	b, err := New(nil, 4096, 1, 2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	for name, change := range map[string]func(o *Offer){
+		"another file": func(o *Offer) { o.Flags = a.Offer().File },
+		"no file":      func(o *Offer) { o.Flags = 0 },
+		"no process":   func(o *Offer) { o.Process = 1 << 30 },
+		"token":        func(o *Offer) { o.Token = b.Offer().Token },
+	} {
+		o := a.Offer()
+		change(&o)
+		if err := b.Join([]Offer{o, b.Offer()}); !errors.Is(err, errs.ErrNotSupported) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	for name, offers := range map[string][]Offer{
+		"few": {a.Offer()}, "order": {b.Offer(), a.Offer()}, "own": {a.Offer(), {Rank: 1, File: 3, Bytes: 4096}}, "bytes": {{Bytes: 1}, b.Offer()},
+	} {
+		if err := b.Join(offers); !errors.Is(err, errs.ErrArgument) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := New(nil, 4096, 2, 2); !errors.Is(err, errs.ErrArgument) {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,119 @@
+package peers
+
+// This file has memory that processes share: files without a name, which others open
+// by their descriptor.
+
+import (
+	"bytes"
+	"encoding/hex"
+	"fmt"
+	"io"
+	"os"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+const (
+	tokenBytes = 16
+	pageBytes  = 4096 // the file's first page has the token, the memory follows
+)
+
+// A shared is such memory, mapped here. nil is none.
+type shared struct {
+	fd   int
+	raw  unsafe.Pointer
+	base unsafe.Pointer
+	n    int64 // bytes of the mapping
+}
+
+func pid() int { return os.Getpid() }
+
+// newShared makes n bytes of zeros.
+func newShared(n int64, token []byte) (*shared, error) {
+	fd, err := unix.MemfdCreate("overwire", unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, errs.New(errs.ErrIO, "shared memory: %v", err)
+	}
+	size := pageBytes + n
+	if err = unix.Ftruncate(fd, size); err == nil {
+		_, err = unix.Pwrite(fd, token, 0)
+	}
+	if err != nil {
+		_ = unix.Close(fd)
+		return nil, errs.New(errs.ErrIO, "shared memory of %d bytes: %v", n, err)
+	}
+	return mapShared(fd, size)
+}
+
+func mapShared(fd int, size int64) (*shared, error) {
+	raw, err := unix.MmapPtr(fd, 0, nil, uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		_ = unix.Close(fd)
+		return nil, errs.New(errs.ErrIO, "shared memory of %d bytes: %v", size, err)
+	}
+	// A forked child has no use for it.
+	_ = unix.Madvise(unsafe.Slice((*byte)(raw), size), unix.MADV_DONTFORK)
+	return &shared{fd: fd, raw: raw, base: unsafe.Add(raw, pageBytes), n: size}, nil
+}
+
+// openShared maps n bytes of another process's, or of this one's again.
+func openShared(o *Offer, number int, n int64) (*shared, error) {
+	refuse := func(why any) (*shared, error) {
+		return nil, errs.New(errs.ErrNotSupported, "the shared memory of process %d cannot be reached: %v", o.Process, why)
+	}
+	fd, err := unix.Open(fmt.Sprintf("/proc/%d/fd/%d", o.Process, number), unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+	if err != nil {
+		return refuse(err)
+	}
+	// Processes with other numbers, as in containers, would lead to anything.
+	var st unix.Stat_t
+	token := make([]byte, tokenBytes)
+	if err = unix.Fstat(fd, &st); err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size != pageBytes+n) {
+		err = io.ErrUnexpectedEOF
+	}
+	if err == nil {
+		_, err = unix.Pread(fd, token, 0)
+	}
+	want, _ := hex.DecodeString(o.Token)
+	if err == nil && !bytes.Equal(token, want) {
+		err = os.ErrNotExist
+	}
+	if err != nil {
+		_ = unix.Close(fd)
+		return refuse(err)
+	}
+	s, err := mapShared(fd, pageBytes+n)
+	if err != nil {
+		return refuse(err)
+	}
+	return s, nil
+}
+
+func (s *shared) close() {
+	if s == nil || s.raw == nil {
+		return
+	}
+	_ = unix.MunmapPtr(s.raw, uintptr(s.n))
+	_ = unix.Close(s.fd)
+	s.raw = nil
+}
+
+// lock marks one byte of the file as this process's; the mark ends with the process,
+// however that ends.
+func (s *shared) lock(rank int) error {
+	l := unix.Flock_t{Type: unix.F_WRLCK, Whence: io.SeekStart, Start: int64(rank), Len: 1}
+	if err := unix.FcntlFlock(uintptr(s.fd), unix.F_OFD_SETLK, &l); err != nil {
+		return errs.New(errs.ErrIO, "the flags of rank %d: %v", rank, err)
+	}
+	return nil
+}
+
+// locked reports whether another process, or another part of this one, has marked
+// that byte.
+func (s *shared) locked(rank int) bool {
+	l := unix.Flock_t{Type: unix.F_WRLCK, Whence: io.SeekStart, Start: int64(rank), Len: 1}
+	return unix.FcntlFlock(uintptr(s.fd), unix.F_OFD_GETLK, &l) != nil || l.Type != unix.F_UNLCK
+}
