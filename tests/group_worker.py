@@ -11,7 +11,7 @@ from typing import Any
 import overwire as ow
 import torch
 import torch.distributed as dist
-from overwire import distributed
+from overwire import _verbs, distributed
 from overwire.distributed import group as grouping
 from overwire.distributed import relays
 from overwire.model.opened import Model
@@ -288,6 +288,66 @@ def dying(folder: Path) -> None:
         print("done dying", flush=True)
         os._exit(0)
     raise AssertionError("no rank missed rank 1")
+
+
+def mapped(folder: Path) -> None:
+    """The engines exchange by memory that they map of each other: whole tensors, cut
+    ones, two loads after each other; what fails on one rank ends all."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    relays._SHARE = (1 << 20) + 4096
+    members = grouping.members_of(world)
+    for file in ("plain.safetensors", "compressed.safetensors"):
+        for shard in ({}, SHARD):
+            got = ow.load_file(folder / file, group=world, shard=shard, device=DEVICE)
+            assert members.reached and not members.unreachable, members.unreachable
+            same(got, expected(folder / file, shard, rank, size))
+    good, met = folder / "compressed.safetensors", 0
+    for reader in range(size):
+        try:
+            ow.load_file(folder / "damaged.safetensors" if rank == reader else good, group=world, device=DEVICE)
+        except ow.CorruptError as error:
+            assert "checksum" in str(error) and error.tensor, error
+            assert rank == reader or f"on rank {reader}" in str(error), error
+            met += 1
+    assert met == 1, met  # each byte is read by one rank
+
+    aim, relays.relay_aim = relays.relay_aim, lambda *_: 1 // 0 if rank == 1 else aim(*_)
+    try:
+        ow.load_file(good, group=world, device=DEVICE)
+    except (ZeroDivisionError, ow.OverwireError) as error:
+        assert rank == 1 or "on rank 1: ZeroDivisionError" in str(error), error
+    else:
+        raise AssertionError("rank 1's error is lost")
+    relays.relay_aim = aim
+
+    if rank == 1:  # one that cannot, or may not, map the others
+        relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: no peer access"))
+    want = expected(good, {}, rank, size)
+    for _ in range(2):
+        same(ow.load_file(good, group=world, device=DEVICE), want)
+        assert "rank 1: overwire: no peer access" in members.unreachable
+    relays.relay_join = _verbs.relay_join
+    members.unreachable = ""
+    same(ow.load_file(good, group=world, device=DEVICE), want)
+
+
+def gone(folder: Path) -> None:
+    """A rank that dies while the engines exchange: the others say so by themselves,
+    and this process can load again."""
+    rank = dist.get_rank()
+    good = folder / "compressed.safetensors"
+    relays._SHARE = (1 << 20) + 4096
+    if rank == 1:
+        relays.relay_aim = lambda *_: (print("done gone", flush=True), os._exit(0))
+    try:
+        ow.load_file(good, group=dist.group.WORLD, device=DEVICE)
+    except ow.IOFailure as error:
+        assert "rank 1 is gone" in str(error), error
+    else:
+        raise AssertionError("no rank missed rank 1")
+    same(ow.load_file(good, device=DEVICE), expected(good, {}, 0, 1))
+    print("done gone", flush=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":

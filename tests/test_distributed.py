@@ -55,9 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices: tuple[str, ...] = ()) -> None:
+def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices: tuple[str, ...] = (), exchange: str = "") -> None:
     """Runs the steps of group_worker on that many ranks; all must succeed."""
-    store = f"store-{count}-{backend}-{'-'.join(steps)}"
+    store = f"store-{count}-{backend}-{exchange}-{'-'.join(steps)}"
     clean = cleaned()
     with contextlib.ExitStack() as stack:
         started = [
@@ -65,7 +65,7 @@ def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices:
                 [sys.executable, str(ROOT / "tests" / "group_worker.py"), str(folder), store, *steps],
                 env=clean | {
                     "RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
-                    "GROUP_BACKEND": backend, "GROUP_DEVICE": devices[rank] if devices else "cpu",
+                    "GROUP_BACKEND": backend, "GROUP_DEVICE": devices[rank] if devices else "cpu", "OVERWIRE_EXCHANGE": exchange,
                 },
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             ))
@@ -79,6 +79,16 @@ def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices:
 
 def test_two_ranks(folder: Path) -> None:
     ranks(folder, 2, "every_way", "wanted", "failing", "hurt", "dying")
+
+
+def test_four_ranks_map_each_others_memory(folder: Path) -> None:
+    ranks(folder, 4, "mapped", "gone", exchange="ipc")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int) -> None:
+    ranks(folder, count, "mapped", "gone", devices=("cuda:0",) * count, exchange="ipc")
 
 
 @pytest.mark.slow

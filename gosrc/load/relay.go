@@ -12,10 +12,8 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
-	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/pipeline"
@@ -26,13 +24,18 @@ import (
 // A RelaySpec says what the ranks of a group load together. Tensors, Widest and
 // Size are the same on all of them, and Ranks on those of a host.
 type RelaySpec struct {
-	Tensors  []int64  `json:"tensors"` // whose stored bytes are shared, each one whole
-	Ring     []uint64 `json:"ring"`    // buffers of Size bytes on the device; the caller keeps them valid until the job has ended
-	Size     int64    `json:"size"`
-	Ranks    int      `json:"ranks"`  // of this host
-	Widest   int      `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
-	Rank     int      `json:"rank"`
-	Timeline bool     `json:"timeline"` // the report has a Timeline
+	Tensors []int64  `json:"tensors"` // whose stored bytes are shared, each one whole
+	Ring    []uint64 `json:"ring"`    // buffers of Size bytes on the device; the caller keeps them valid until the job has ended
+	Size    int64    `json:"size"`
+	// Exchange: the engine makes the ring, of this number of buffers, and brings the
+	// pieces from rank to rank itself, once it has joined the others. The caller then
+	// only sets the requests (Aim).
+	Exchange bool `json:"exchange"`
+	Buffers  int  `json:"buffers"`
+	Ranks    int  `json:"ranks"`  // of this host
+	Widest   int  `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
+	Rank     int  `json:"rank"`
+	Timeline bool `json:"timeline"` // the report has a Timeline
 	Options
 }
 
@@ -74,6 +77,7 @@ type Relay struct {
 	// By buffer, on a GPU: this rank's share has arrived; the whole piece was
 	// decoded.
 	full, idle []*cuda.Event
+	carrier    *carrier // nil: the caller exchanges the shares
 
 	mu    sync.Mutex
 	wake  chan struct{} // closed and renewed when free or done grows
@@ -84,6 +88,7 @@ type Relay struct {
 	aimed bool          // wants and jobs are set
 	shut  bool
 	busy  sync.WaitGroup // Decode calls
+	once  sync.Once      // of close
 }
 
 type relayPiece struct {
@@ -91,7 +96,9 @@ type relayPiece struct {
 	begin       int   // this rank's first spot
 	first, last int   // its jobs
 	landed      chan struct{}
-	left        int32 // chunks of this rank's share still to come
+	left        int32   // chunks of this rank's share still to come
+	unread      int32   // those that the other ranks may not read yet
+	used        []int64 // bytes of each rank's share
 	begun, free bool
 	done        bool
 	seen        PieceTimes
@@ -118,13 +125,14 @@ type RelayReport struct {
 	// Ours: the error is not about bytes of another rank, whose own error may say
 	// more.
 	Ours     bool         `json:"ours"`
+	Lost     []int        `json:"lost,omitempty"` // ranks of this host that are gone
 	Timeline []PieceTimes `json:"timeline,omitempty"`
 }
 
 // Relay starts a relay. The first pieces are being read when it returns.
 func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 	spec.Widest = max(spec.Widest, spec.Ranks)
-	if spec.Ranks < 1 || spec.Widest > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 || slices.Contains(spec.Ring, 0) {
+	if spec.Ranks < 1 || spec.Widest > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks || len(spec.Ring) == 0 && !spec.Exchange || slices.Contains(spec.Ring, 0) {
 		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers", spec.Rank, spec.Ranks, len(spec.Ring))
 	}
 	tgt, err := targetOf(spec.Device)
@@ -133,13 +141,21 @@ func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now()}
 	r.machine = m.machine(tgt.gpu != nil, spec.Threads, false)
+	if spec.Exchange {
+		if err := r.connect(); err != nil {
+			return nil, m.where("stage", err)
+		}
+	}
 	if err := r.layOut(); err != nil {
+		r.disconnect()
 		return nil, err
 	}
 	if err := m.hold(); err != nil {
+		r.disconnect()
 		return nil, err
 	}
 	if err := r.queues(); err != nil {
+		r.disconnect()
 		m.drop()
 		return nil, m.where("stage", err)
 	}
@@ -258,6 +274,9 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 			if r.feed == nil {
 				r.landed(k, 1)
 			}
+			if r.carrier != nil {
+				r.arrived(k)
+			}
 		},
 	}
 	if ahead > 0 {
@@ -267,6 +286,9 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	}
 	if r.spec.Timeline && r.queue != nil {
 		task.Trace = pipeline.NewTrace()
+	}
+	if r.carrier != nil {
+		r.carry(ctx)
 	}
 	st, err := pipeline.Run(ctx, task)
 	if err == nil {
@@ -278,9 +300,14 @@ func (r *Relay) run(ctx context.Context, j *job.Job) error {
 	if err != nil {
 		r.fail(err, true)
 	}
+	if r.carrier != nil {
+		r.carrier.work.Wait()
+		r.close()
+		r.disconnect()
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	rep := RelayReport{Report: Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
+	rep := RelayReport{Lost: r.lost(), Report: Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.wants)), Seconds: time.Since(r.start).Seconds(), Stages: st}, Ours: r.ours}
 	for _, f := range files {
 		rep.DirectIO += f.DirectBytes()
 	}
@@ -343,11 +370,13 @@ func (r *Relay) ahead() int {
 
 // close waits for Decode calls and frees the queues.
 func (r *Relay) close() {
-	r.mu.Lock()
-	r.shut = true
-	r.mu.Unlock()
-	r.busy.Wait()
-	r.letGo()
+	r.once.Do(func() {
+		r.mu.Lock()
+		r.shut = true
+		r.mu.Unlock()
+		r.busy.Wait()
+		r.letGo()
+	})
 }
 
 // fail records the first error and ends the job.
@@ -355,6 +384,9 @@ func (r *Relay) fail(err error, ours bool) {
 	r.mu.Lock()
 	if r.err == nil {
 		r.err, r.ours = err, ours
+		if c := r.carrier; c != nil && c.live {
+			c.Trouble()
+		}
 	}
 	r.mu.Unlock()
 	r.job.Cancel()
@@ -396,7 +428,12 @@ func (r *Relay) queued(k int) {
 	defer r.mu.Unlock()
 	r.pieces[k].free = true
 	r.pieces[k].seen.Queued = time.Since(r.start).Microseconds()
-	for r.free < len(r.pieces) && r.pieces[r.free].free {
+	r.advance()
+}
+
+// advance frees buffers that no rank needs. r.mu is held.
+func (r *Relay) advance() {
+	for r.free < len(r.pieces) && r.pieces[r.free].free && (r.carrier == nil || r.free < r.carrier.taken) {
 		r.free++
 	}
 	r.moved()
@@ -410,6 +447,9 @@ func (r *Relay) decoded(k int) {
 	r.pieces[k].seen.Decoded = time.Since(r.start).Microseconds()
 	for r.done < len(r.pieces) && r.pieces[r.done].done {
 		r.done++
+	}
+	if r.carrier != nil {
+		r.carrier.Taken(r.done)
 	}
 	r.moved()
 }
@@ -483,9 +523,9 @@ func (r *Relay) release(k int) (bool, error) {
 }
 
 // Decode decodes a piece whose buffer has every rank's share, and then frees the
-// buffer. On a GPU it queues the decoding after the work that is on the stream now,
+// buffer. On a GPU it queues the decoding after the work that is on the streams now,
 // and does not wait; errors end the job. Each piece is decoded once.
-func (r *Relay) Decode(k int, stream uint64) error {
+func (r *Relay) Decode(k int, streams ...uint64) error {
 	if k < 0 || k >= len(r.pieces) {
 		return errs.New(errs.ErrArgument, "relay: piece %d of %d", k, len(r.pieces))
 	}
@@ -503,85 +543,5 @@ func (r *Relay) Decode(k int, stream uint64) error {
 	if r.queue == nil {
 		return r.onHost(k)
 	}
-	return r.onDevice(k, stream)
-}
-
-// onHost decodes on all cores, and waits.
-func (r *Relay) onHost(k int) error {
-	p := &r.pieces[k]
-	base := address(uintptr(r.spec.Ring[k%len(r.spec.Ring)]))
-	jobs := r.jobs[p.first:p.last]
-	err := spawn.Each(context.Background(), "relay", cmp.Or(r.machine.Threads, r.machine.Cores), len(jobs), func(i int) error {
-		j := &jobs[i]
-		if err := cpu.Decode(j, unsafe.Slice((*byte)(unsafe.Add(base, j.Src)), j.Chunk.Stored)); err != nil {
-			return r.where(p.first+i, err)
-		}
-		r.job.Bytes.Add(int64(j.Chunk.Logical))
-		return nil
-	})
-	if err != nil {
-		r.fail(err, false)
-		return err
-	}
-	r.queued(k)
-	r.decoded(k)
-	return nil
-}
-
-// onDevice queues the decoding.
-func (r *Relay) onDevice(k int, stream uint64) error {
-	s, err := r.queue.Get(context.Background()) // every slot comes back, even after errors
-	if err != nil {
-		return err
-	}
-	slot := s.(*cuda.Slot)
-	if stream != 0 {
-		if err := r.queue.WaitFor(uintptr(stream)); err != nil {
-			r.queue.Put(slot)
-			err = r.model.where("decode", err)
-			r.fail(err, true)
-			return err
-		}
-	}
-	p := &r.pieces[k]
-	n := p.share * int64(r.spec.Ranks)
-	jobs := r.jobs[p.first:p.last]
-	slot.ViewDevice(uintptr(r.spec.Ring[k%len(r.spec.Ring)]), n)
-	slot.Order(r.full[k%len(r.full)], r.idle[k%len(r.idle)])
-	if len(jobs) == 0 { // this rank wants nothing of it: the buffer is free after the exchange
-		jobs = []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}
-	}
-	left := len(jobs)
-	err = r.queue.Submit(slot, n, jobs, func(i int, err error) {
-		if err != nil {
-			r.fail(r.where(p.first+i, err), false)
-			return
-		}
-		r.job.Bytes.Add(int64(jobs[i].Chunk.Logical))
-		if left--; left == 0 {
-			r.decoded(k)
-		}
-	})
-	if err != nil {
-		err = r.where(p.first, err)
-		r.fail(err, true)
-		return err
-	}
-	r.queued(k)
-	return nil
-}
-
-// where adds the tensor and chunk to an error.
-func (r *Relay) where(i int, err error) error {
-	if i >= len(r.refs) { // of a piece of which this rank wants nothing
-		return r.model.where("decode", err)
-	}
-	ref := r.refs[i]
-	w := &r.wants[ref.Want]
-	t := &r.model.ix.Tensors[w.Tensor]
-	n := int64(ref.N)
-	if r.bare[w.Data] {
-		n = -1
-	}
-	return &errs.At{Verb: "decode", Source: r.model.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: n, Offset: r.jobs[i].Chunk.Off, Err: err}
+	return r.onDevice(k, streams)
 }

@@ -133,7 +133,7 @@ func roomOf(c *tensor.Chunk) int64 { return int64(c.Stored) + 2*chunkAlign }
 // shares have the space of the largest, so that one collective gathers them.
 func (r *Relay) share(chunks []chunkOf, sum int64) {
 	ranks, number := r.spec.Ranks, len(r.pieces)
-	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots)}
+	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots), used: make([]int64, ranks)}
 	rank, passed, pos := 0, int64(0), int64(0)
 	var last *tensor.Chunk
 	for _, c := range chunks {
@@ -156,7 +156,7 @@ func (r *Relay) share(chunks []chunkOf, sum int64) {
 			p.left++
 		}
 		pos += int64(chunk.Stored)
-		p.share = max(p.share, pos)
+		p.share, p.used[rank] = max(p.share, pos), pos
 		passed += roomOf(chunk)
 		last = chunk
 	}
@@ -170,7 +170,7 @@ func (r *Relay) share(chunks []chunkOf, sum int64) {
 		s := &r.spots[p.begin+i]
 		s.Dst = unsafe.Add(base, r.place(chunkOf{s.Data, s.N}).off)
 	}
-	if p.left == 0 {
+	if p.unread = p.left; p.left == 0 {
 		close(p.landed)
 	}
 	r.pieces = append(r.pieces, p)
@@ -218,5 +218,8 @@ func (r *Relay) Aim(requests [][6]int64) error {
 	}
 	r.job.TotalTensors.Store(int64(len(wants)))
 	r.wants, r.aimed = wants, true
+	if r.carrier != nil {
+		close(r.carrier.aimed)
+	}
 	return nil
 }

@@ -245,6 +245,7 @@ class LoadRelayReport(TypedDict):
     stages: PipelineStages
     trace: NotRequired[PipelineSummary | None]
     ours: bool
+    lost: NotRequired[list[int]]
     timeline: NotRequired[list[LoadPieceTimes]]
 
 
@@ -252,6 +253,8 @@ class LoadRelaySpec(TypedDict, total=False):
     tensors: list[int]
     ring: list[int]
     size: int
+    exchange: bool
+    buffers: int
     ranks: int
     widest: int
     rank: int
@@ -296,6 +299,16 @@ class NvcompSpec(TypedDict, total=False):
     sums: bool
     verify: str
     sizes: list[int]
+
+
+class PeersOffer(TypedDict, total=False):
+    rank: int
+    process: int
+    token: str
+    flags: int
+    file: int
+    memory: str
+    bytes: int
 
 
 class PipelineGaps(TypedDict):

@@ -99,6 +99,7 @@ SETTINGS: frozenset[str] = frozenset({
     "DOWNLOAD_LOG",
     "OVERWIRE_MMAP",
     "OVERWIRE_READ",
+    "OVERWIRE_EXCHANGE",
     "OVERWIRE_CPU",
     "OVERWIRE_LOG",
     "DEBUG",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         LoadProspect,
         LoadRelaySpec,
         LoadSpec,
+        PeersOffer,
         PreloadAnswer,
         PreloadRequest,
         PresignRequest,
@@ -110,6 +111,8 @@ __all__ = [
     "relay",
     "relay_aim",
     "relay_decode",
+    "relay_join",
+    "relay_offer",
     "relay_shares",
     "relay_wait",
     "rename",
@@ -208,6 +211,17 @@ def relay_shares(job: int) -> list[int]:
 def relay_aim(job: int, numbers: bytes) -> None:
     """Set what this rank wants, before the first decode. Numbers: requests, as those of a load."""
     core().call("relay_aim", "", pack("=1q", handle(job)) + numbers)
+
+
+def relay_offer(job: int) -> PeersOffer:
+    """How the other ranks of the host reach the ring of a relay that exchanges by itself."""
+    made: PeersOffer = loads(core().call("relay_offer", "", pack("=1q", handle(job)))[0])
+    return made
+
+
+def relay_join(request: list[PeersOffer], job: int) -> None:
+    """Connect such a relay with those of the other ranks, by their offers in order."""
+    core().call("relay_join", dumps(request), pack("=1q", handle(job)))
 
 
 def relay_wait(job: int, piece: int, ms: int) -> int:

@@ -7,6 +7,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/peers"
 )
 
 // relayVerbs are one rank's part in such a load.
@@ -37,6 +38,22 @@ func relayVerbs() []Verb {
 				}
 				return none{}, r.Aim(list)
 			}).ints("job").tail("requests, as those of a load"),
+		answered("relay_offer", "How the other ranks of the host reach the ring of a relay that exchanges by itself.",
+			func(_ none, n []int64) (peers.Offer, error) {
+				r, err := relayOf(n[0])
+				if err != nil {
+					return peers.Offer{}, err
+				}
+				return r.Offer()
+			}).ints("job"),
+		answered("relay_join", "Connect such a relay with those of the other ranks, by their offers in order.",
+			func(q []peers.Offer, n []int64) (none, error) {
+				r, err := relayOf(n[0])
+				if err != nil {
+					return none{}, err
+				}
+				return none{}, r.Join(q)
+			}).ints("job"),
 		answered("relay_wait", "Wait up to ms until this rank's share of a piece is in its buffer (1; 0: not yet); on a GPU until it is on its way, and what is queued on the relay's stream after that follows it.",
 			func(_ none, n []int64) (int64, error) {
 				r, err := relayOf(n[0])

@@ -82,6 +82,8 @@ class Members:
         self.most_local = 0  # ranks on the fullest host
         self.rates = Rates()
         self._warm: set[str] = set()
+        self.unreachable = ""  # why the ranks of a host cannot map each other's memory
+        self.reached = False  # they have done so
 
     def _config(self) -> str:
         return str(self._dist.get_backend_config(self.group))

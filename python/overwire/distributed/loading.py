@@ -30,6 +30,7 @@ that is gone the others hear from the group, at its time-out at the latest.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import time
@@ -37,6 +38,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+from .._verbs import knobs
 from ..dtypes import PACKED, packed_shape
 from ..errors import ArgumentError, NotSupportedError, OverwireError
 from ..frameworks.choose import check_device, check_dtype, device_number, frame_for
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["ShardLike", "agree", "load", "rates", "shard_range"]
+
+log = logging.getLogger("overwire")
 
 # Tensor bytes of a batch, and of a try: enough for rates to be those of large
 # loads, though each way takes some milliseconds to begin. Two batches of a rank
@@ -142,6 +146,7 @@ class _Load:
         self._shared: list[Task] = []  # what goes by one relay at the end
         self._few: list[Task] = []  # what is too little to care how
         self._frame = frame_for(framework)
+        self._exchange = next(str(row["value"]) for row in knobs() if row["name"] == "OVERWIRE_EXCHANGE")
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
         where = check_device(device, self._frame)
@@ -160,7 +165,7 @@ class _Load:
             chosen = self._model.choose(options.get("keys"), options.get("filter"))
             self._chosen = list(range(len(self._model.table))) if chosen is None else chosen
             self._dims = self._cuts(shard)
-            self._may_send = bool(link_device)
+            self._may_send = bool(link_device) and self._exchange != "none"
             fit(self._model, self._frame, self._dtype, options.get("max_memory"), map(self._part, self._chosen))
         except BaseException:
             self.close()
@@ -223,13 +228,14 @@ class _Load:
             "dtype": str(self._dtype),
             "wanted": bytes(wanted),
             "device": self._model.device.partition(":")[0],
+            "exchange": self._exchange,
             "place": _place(self._model.uris[0]),
         }
 
     def run(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """Collective. All ranks see the same `reports`, so all decide alike."""
         members, table = self._members, self._model.table
-        for what in ("tensors", "shard", "dtype", "device"):
+        for what in ("tensors", "shard", "dtype", "device", "exchange"):
             for rank, one in enumerate(reports):
                 if one[what] != reports[0][what]:
                     raise ArgumentError(f"overwire: group: {what} differs between ranks 0 and {rank}", source=self._model.uris[0])
@@ -240,10 +246,12 @@ class _Load:
         common = [at for at in range(len(table)) if shared[at >> 3] >> (at & 7) & 1]
         self._alone = [self._task(at) for at in self._chosen if not shared[at >> 3] >> (at & 7) & 1]
 
+        loaded: dict[int, Any] = {}
+        if self._carried([self._task(at) for at in common], loaded):
+            common = []
         link_device = self._link_model.device
         if self._may_send and members.most_local > 1 and common:
             members.warm_up(link_device)
-        loaded: dict[int, Any] = {}
         try:
             for kind, tasks in self._kinds(common, reports[0]["place"]):
                 while tasks:
@@ -263,6 +271,27 @@ class _Load:
             if waiting is not None:
                 waiting.abandon()
         return {table[at][0]: loaded[at] for at in self._chosen}
+
+    def _carried(self, tasks: list[Task], loaded: dict[int, Any]) -> bool:
+        # Collective: all that the ranks share, at once, if the engines of each host are
+        # to exchange it and can.
+        members = self._members
+        if self._exchange != "ipc" or members.most_local == 1 or not tasks or members.unreachable:
+            return False
+        relay = Relay(self._context, tasks, engine=True)
+        if reason := relay.meet():
+            members.unreachable = reason
+            log.warning("the ranks exchange by torch.distributed: they cannot map each other's memory: %s", reason)
+            return False
+        if not members.reached:
+            members.reached = True
+            log.info("the ranks of each host exchange by memory that they map of each other")
+        tensors = relay.carry(lambda error, ours: self._agree(error=error, ours=ours), lambda more: self._tell(more, 0))
+        try:
+            self._keep(tasks, tensors, loaded)
+        except BaseException as caught:  # said when the ranks next agree
+            self._late = caught
+        return True
 
     def _some(self, kind: tuple[Any, ...], tasks: list[Task], loaded: dict[int, Any]) -> list[Task]:
         # Collective: loads the first of the tasks, one way, and returns the rest.

@@ -6,7 +6,9 @@ gets the other shares from the other ranks; then every rank decodes what it need
 buffers. Beside the tensors it needs only the ring of these buffers.
 
 The engine reads, lays out and decodes (`gosrc/load/relay.go`); this
-module exchanges the pieces. All ranks of the group must call it with the same tensors.
+module exchanges the pieces, by collectives. Where the ranks of each host map each
+other's memory (`OVERWIRE_EXCHANGE=ipc`), the engine exchanges them, too, and this module
+only brings the ranks together. All ranks of the group must call it with the same tensors.
 On GPUs reading, uploading, gathering and decoding of successive pieces overlap,
 ordered by their streams; the thread here only queues, as far ahead as there are
 buffers.
@@ -23,7 +25,8 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .._verbs import relay, relay_aim, relay_decode, relay_shares, relay_wait
+from .._verbs import relay, relay_aim, relay_decode, relay_join, relay_offer, relay_shares, relay_wait
+from ..errors import IOFailure, NotSupportedError
 from ..jobs import Job, log
 from ..model.opened import WHOLE
 from .exchange import ExchangeContext, Task
@@ -42,17 +45,20 @@ _SHARE = 32 << 20
 # Pieces after which the ranks agree that all is well.
 _AGREE = 32
 
+# Seconds between two reports of progress, where the engine exchanges.
+_TICK = 0.1
+
 # Waits for the engine are in slices of this many milliseconds, for Ctrl-C.
 _SLICE_MS = 50
 
 
 class Relay:
     """Tensors that go by a relay. The constructor begins to read, and is local;
-    what fails in it is said by `run`."""
+    what fails in it is said by `run`, or by `meet` where the engine exchanges."""
 
-    def __init__(self, context: ExchangeContext, tasks: list[Task]) -> None:
-        self._context, self._tasks = context, tasks
-        self._model = context.link_model
+    def __init__(self, context: ExchangeContext, tasks: list[Task], engine: bool = False) -> None:
+        self._context, self._tasks, self._engine = context, tasks, engine
+        self._model = context.model if engine else context.link_model
         self._job: Job | None = None
         self._shares: list[int] = []  # by piece: bytes of each rank's
         self._size = _SHARE * context.members.most_local
@@ -72,7 +78,9 @@ class Relay:
         self._on = self._stream()
         spec: LoadRelaySpec = {
             "tensors": [task.at for task in self._tasks],
-            "ring": [buffer.data_ptr() for buffer in context.ring(_BUFFERS, self._size)],
+            "ring": [] if self._engine else [buffer.data_ptr() for buffer in context.ring(_BUFFERS, self._size)],
+            "exchange": self._engine,
+            "buffers": _BUFFERS,
             "size": self._size,
             "ranks": len(members.local),
             "widest": members.most_local,
@@ -83,7 +91,13 @@ class Relay:
         }
         number = relay(spec, model.handle)
         self._job = Job(number, "relay")
-        self._shares = relay_shares(number)
+        if not self._engine:
+            self._shares = relay_shares(number)
+            self._aim()
+
+    def _aim(self) -> None:
+        context, model, members = self._context, self._model, self._context.members
+        assert self._job is not None
         # While the first bytes are on their way. Each decode goes after what is
         # queued for memory that the tensors got.
         rows, blocks = [], []
@@ -102,7 +116,7 @@ class Relay:
             for task, tensor, block in zip(self._tasks, self._tensors, blocks, strict=True)
             if tensor.numel()
         ]
-        relay_aim(number, array("q", [n for request in requests for n in request]).tobytes())
+        relay_aim(self._job.number, array("q", [n for request in requests for n in request]).tobytes())
 
     def _stream(self) -> int:
         # What is queued there now comes before what the engine does.
@@ -147,6 +161,60 @@ class Relay:
         tensors, self._tensors = self._tensors, []
         cut = [self._context.cut(task, tensor) for task, tensor in zip(self._tasks, tensors, strict=True)]
         return [tensor.to(self._context.model.device) for tensor in cut] if self._model is not self._context.model else cut
+
+    def meet(self) -> str:
+        """Collective, before `carry`: connects the engines of all ranks. "", or why that
+        cannot be; then nothing is read any more."""
+        members = self._context.members
+
+        def offer() -> Any:
+            if self._error is not None:
+                raise self._error
+            assert self._job is not None
+            return relay_offer(self._job.number)
+
+        def join() -> str:
+            assert self._job is not None
+            try:
+                relay_join([offers[rank] for rank in members.local], self._job.number)
+            except NotSupportedError as error:
+                return str(error)
+            return ""
+
+        try:
+            offers = members.exchange(offer)
+            reasons = members.exchange(join)
+        except BaseException:
+            self.abandon()
+            raise
+        for rank, reason in enumerate(reasons):
+            if reason:
+                self.abandon()
+                return f"rank {rank}: {reason}"
+        return ""
+
+    def carry(self, agree: Callable[[BaseException | None, bool], Any], decoded: Callable[[int], None]) -> list[Any]:
+        """Collective: `run` where the engine exchanges. Where a rank is gone, the others
+        of its host raise that by themselves: no collective would end."""
+        try:
+            try:
+                job = self._job
+                assert job is not None
+                self._aim()
+                while not job.ended(_TICK):
+                    decoded(self._done())
+            except BaseException as error:
+                self._fail(error)
+            if self._error is not None and self._job is not None and (lost := (self._job.report() or {}).get("lost")):
+                raise IOFailure(f"overwire: group: rank {self._context.members.local[lost[0]]} is gone: {self._error}") from self._error
+            agree(self._error, self._ours)
+            assert self._job is not None
+            self._job.done()
+        except BaseException:
+            self.abandon()
+            raise
+        tensors, self._tensors = self._tensors, []
+        return [self._context.cut(task, tensor) for task, tensor in zip(self._tasks, tensors, strict=True)]
 
     def _try(self, step: Callable[[int], None], piece: int) -> None:
         # After a failure only the exchange continues.

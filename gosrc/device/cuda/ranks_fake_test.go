@@ -1,0 +1,338 @@
+//go:build cgo && owfake
+
+package cuda_test
+
+// This file runs the ranks of a group as processes of their own, which exchange the
+// pieces of a relay by the fake driver's shared memory, or by that of the host.
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/peers"
+	"github.com/overwire/overwire/gosrc/save"
+)
+
+// A trial is one relay of all ranks, and what goes wrong in one of them.
+type trial struct {
+	Where  string
+	Wrong  string // "": nothing; "call": a call of the driver; else a step at which the rank dies, or cancels
+	Rank   int    // of which this is true
+	Call   int64
+	Sticky bool
+}
+
+// said is what a rank says at each step, and all get of all.
+type said struct {
+	Offer *peers.Offer `json:",omitempty"`
+	Error string       `json:",omitempty"`
+	Class string       `json:",omitempty"`
+	Lost  []int        `json:",omitempty"`
+	Left  string       `json:",omitempty"`
+	Wrong string       `json:",omitempty"` // tensors that differ
+	Calls int64        `json:",omitempty"`
+	Gone  bool         `json:",omitempty"` // it says nothing any more
+}
+
+func (s *said) failed(err error) *said {
+	if err != nil {
+		s.Error, s.Class = err.Error(), errs.Class(err)
+	}
+	return s
+}
+
+const rankEnv = "OVERWIRE_TEST_RANK" // rank, ranks and file of a process that is one
+
+// A ranked is a group of such processes.
+type ranked struct {
+	t     *testing.T
+	in    []io.WriteCloser
+	out   []*bufio.Reader
+	errs  []*bytes.Buffer
+	ended sync.WaitGroup
+}
+
+func newRanked(t *testing.T, ranks int, path string) *ranked {
+	g := &ranked{t: t}
+	t.Cleanup(func() {
+		for _, in := range g.in {
+			_ = in.Close()
+		}
+		g.ended.Wait()
+	})
+	for rank := range ranks {
+		c := exec.Command(os.Args[0], "-test.run=^TestRank$", "-test.timeout=5m")
+		c.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %s", rankEnv, rank, ranks, path))
+		in, err := c.StdinPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		out, err := c.StdoutPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		text := &bytes.Buffer{}
+		c.Stderr = text
+		if err := c.Start(); err != nil {
+			t.Fatal(err)
+		}
+		g.in, g.out, g.errs = append(g.in, in), append(g.out, bufio.NewReader(out)), append(g.errs, text)
+		g.ended.Add(1)
+		go func() { // a child's end
+			defer g.ended.Done()
+			_ = c.Wait()
+		}()
+	}
+	return g
+}
+
+// step gathers what all ranks say, and tells all.
+func (g *ranked) step() []said {
+	all := make([]said, len(g.in))
+	for rank, out := range g.out {
+		for {
+			line, err := out.ReadString('\n')
+			if err != nil {
+				all[rank].Gone = true
+				break
+			}
+			if text, is := strings.CutPrefix(line, "rank "); is {
+				if err := json.Unmarshal([]byte(text), &all[rank]); err != nil {
+					g.t.Fatal(err)
+				}
+				break
+			}
+		}
+	}
+	text, _ := json.Marshal(all)
+	for _, in := range g.in {
+		_, _ = fmt.Fprintf(in, "%s\n", text) // one may be gone
+	}
+	return all
+}
+
+// try runs a trial, and returns what the ranks say at its end.
+func (g *ranked) try(c trial) []said {
+	text, _ := json.Marshal(c)
+	for _, in := range g.in {
+		_, _ = fmt.Fprintf(in, "%s\n", text)
+	}
+	g.step() // offers
+	g.step() // joined
+	return g.step()
+}
+
+// TestRank is one rank, in a process that newRanked has started.
+func TestRank(t *testing.T) {
+	var rank, ranks int
+	var path string
+	if n, _ := fmt.Sscanf(os.Getenv(rankEnv), "%d %d %s", &rank, &ranks, &path); n != 3 {
+		t.Skip("for processes of other tests")
+	}
+	m := reopened(t, path)
+	in := bufio.NewReader(os.Stdin)
+	tell := func(s *said) (all []said) {
+		text, _ := json.Marshal(s)
+		fmt.Printf("rank %s\n", text)
+		line, err := in.ReadBytes('\n')
+		if err != nil {
+			os.Exit(3)
+		}
+		if err := json.Unmarshal(line, &all); err != nil {
+			t.Fatal(err)
+		}
+		return all
+	}
+	travel := filled(m)
+	reqs := asked(m, travel, rank)
+	want := sliced(t, m, reqs)
+	for {
+		line, err := in.ReadBytes('\n')
+		if err != nil {
+			return
+		}
+		var c trial
+		if err := json.Unmarshal(line, &c); err != nil {
+			t.Fatal(err)
+		}
+		if c.Rank != rank {
+			c.Wrong = ""
+		}
+		end := cuda.Fake(512 << 20)
+		s := ranking(t, m, c, travel, reqs, want, rank, ranks, tell)
+		s.Left = end()
+		tell(s)
+	}
+}
+
+// ranking is a rank's part in a trial.
+func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.Request, want [][]byte, rank, ranks int, tell func(*said) []said) *said {
+	step := func(name string) {
+		if c.Wrong == name {
+			os.Exit(0)
+		}
+	}
+	sizes := make([]int64, len(reqs))
+	for i := range sizes {
+		sizes[i] = int64(len(want[i]))
+	}
+	got := memoryOn(t, c.Where, sizes)
+	defer got.free()
+	before := cuda.FakeCalls()
+	if c.Wrong == "call" {
+		cuda.FakeFail(c.Call, 999, c.Sticky)
+	}
+	end := &said{}
+	spec := specOf(travel, memory{}, c.Where, rank, ranks, 256<<10*int64(ranks))
+	spec.Exchange, spec.Buffers = true, 3
+	r, err := m.Relay(spec)
+	offer := (&said{}).failed(err)
+	if err == nil {
+		o, err := r.Offer()
+		offer = (&said{Offer: &o}).failed(err)
+	}
+	step("offered")
+	var offers []peers.Offer
+	for _, o := range tell(offer) {
+		if o.Offer != nil {
+			offers = append(offers, *o.Offer)
+		}
+	}
+	if r != nil && len(offers) == ranks {
+		err = r.Join(offers)
+	}
+	step("joined")
+	good := err == nil && len(offers) == ranks
+	for _, o := range tell((&said{}).failed(err)) {
+		good = good && o.Error == "" && !o.Gone
+	}
+	if r == nil {
+		return end.failed(err)
+	}
+	if err == nil && good {
+		err = r.Aim(requests(reqs, got))
+	}
+	step("aimed")
+	if !good || err != nil {
+		r.Job().Cancel()
+	}
+	for c.Wrong == "moving" || c.Wrong == "cancelled" {
+		if done, _, _, _ := r.Job().Progress(); done > 0 {
+			step("moving")
+			r.Job().Cancel()
+			break
+		}
+		time.Sleep(time.Millisecond)
+	}
+	if done, e := r.Job().Wait(time.Minute); !done {
+		e = errors.New("it does not end")
+		end.failed(e)
+	} else if err == nil {
+		err = e
+	}
+	end.Calls = cuda.FakeCalls() - before
+	cuda.FakeFail(0, 0, false)
+	if rep, is := r.Job().Value().(load.RelayReport); is {
+		end.Lost = rep.Lost
+	}
+	for i := range want {
+		if err == nil && !bytes.Equal(got.read(i), want[i]) {
+			end.Wrong += m.Index().Tensors[travel[i]].Name + " "
+		}
+	}
+	return end.failed(err)
+}
+
+// fine fails the test unless all ranks have ended well.
+func (g *ranked) fine(what any, all []said) (most int64) {
+	g.t.Helper()
+	for rank, s := range all {
+		if s.Gone || s.Error != "" || s.Left != "" || s.Wrong != "" {
+			g.t.Fatalf("%v: rank %d: %+v %s", what, rank, s, g.errs[rank])
+		}
+		most = max(most, s.Calls)
+	}
+	return most
+}
+
+// Four ranks exchange the pieces of a relay by themselves; whichever call of the
+// driver fails in one of them, all end, nothing is left, and the next relay is good.
+func TestRanksExchange(t *testing.T) {
+	path, _, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
+	g := newRanked(t, 4, path)
+	g.fine("host", g.try(trial{Where: "cpu"}))
+	calls := g.fine("GPU", g.try(trial{Where: "cuda:0"}))
+	step, failed := int64(61), 0
+	if testing.Short() {
+		step = 149
+	}
+	for nth := int64(1); nth < calls; nth += step {
+		c := trial{Where: "cuda:0", Wrong: "call", Rank: int(nth/step) % 4, Call: nth, Sticky: nth/step%2 == 1}
+		all := g.try(c)
+		some := false
+		for rank, s := range all {
+			if s.Gone || s.Left != "" || s.Wrong != "" || len(s.Lost) > 0 {
+				t.Fatalf("%+v: rank %d: %+v %s", c, rank, s, g.errs[rank])
+			}
+			some = some || s.Error != ""
+			if s.Error != "" && s.Class == "EngineError" {
+				t.Fatalf("%+v: rank %d: %+v", c, rank, s)
+			}
+		}
+		if some {
+			failed++
+			if s := all[c.Rank]; s.Error == "" || s.Class != "DeviceError" && s.Class != "NotSupportedError" {
+				t.Fatalf("%+v: %+v", c, all)
+			}
+		}
+	}
+	t.Logf("%d calls of a rank, of %d that failed %d ended a relay", calls, (calls+step-1)/step, failed)
+	if failed == 0 {
+		t.Error("no relay was seen to fail")
+	}
+	g.fine("after all", g.try(trial{Where: "cuda:0"}))
+}
+
+// A rank that dies or is cancelled, at whichever step, ends the relays of all, with an
+// error that says so.
+func TestRanksDie(t *testing.T) {
+	path, _, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
+	for i, wrong := range []string{"offered", "joined", "aimed", "moving", "cancelled"} {
+		where := []string{"cuda:0", "cpu"}[i%2]
+		if wrong == "moving" {
+			where = "cuda:0"
+		}
+		g := newRanked(t, 3, path)
+		c := trial{Where: where, Wrong: wrong, Rank: i % 3}
+		all := g.try(c)
+		for rank, s := range all {
+			if rank == c.Rank && wrong != "cancelled" {
+				if !s.Gone {
+					t.Fatalf("%+v: it lives", c)
+				}
+				continue
+			}
+			if s.Gone || s.Left != "" || s.Wrong != "" || s.Error == "" && wrong != "offered" {
+				t.Fatalf("%+v: rank %d: %+v %s", c, rank, s, g.errs[rank])
+			}
+			// One that learned of the death from others cancels.
+			if died := wrong == "aimed" || wrong == "moving"; (died || wrong == "joined") != slices.Equal(s.Lost, []int{c.Rank}) || died && s.Class != "IOFailure" {
+				t.Fatalf("%+v: rank %d: %+v", c, rank, s)
+			}
+		}
+	}
+}

@@ -1,0 +1,251 @@
+package load
+
+// This file has relays whose pieces the engine itself brings from rank to rank, over
+// memory that the processes of a host map of each other.
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/peers"
+)
+
+// A carrier brings the pieces of a relay from rank to rank.
+//
+// The ring lies in memory that the other ranks map. A rank publishes a piece when its
+// share was checked and has arrived there. The others wait for that, copy the share
+// to the same place of their own rings, on a stream for each rank, and decode behind
+// the copies; on the host they decode where the bytes are. A buffer is filled again
+// when no rank needs it any more.
+type carrier struct {
+	*peers.Peers
+	streams []uintptr // on a GPU, by rank
+	joined  chan struct{}
+	aimed   chan struct{}
+	work    sync.WaitGroup
+
+	// Guarded by the relay's mu.
+	live      bool // joined
+	published int  // pieces whose shares of this rank have arrived: [0, published)
+	taken     int  // pieces that no other rank needs: [0, taken)
+}
+
+// connect makes the ring and what carries it.
+func (r *Relay) connect() error {
+	s, gpu := r.spec, r.target.gpu
+	if s.Buffers < 1 || s.Buffers > 64 || s.Size < shareAlign || s.Size%shareAlign != 0 || len(s.Ring) > 0 {
+		return errs.New(errs.ErrArgument, "relay: a ring of %d buffers of %d bytes, and %d others", s.Buffers, s.Size, len(s.Ring))
+	}
+	p, err := peers.New(gpu, int64(s.Buffers)*s.Size, s.Rank, s.Ranks)
+	if err != nil {
+		return err
+	}
+	r.carrier = &carrier{Peers: p, joined: make(chan struct{}), aimed: make(chan struct{})}
+	for i := range s.Buffers {
+		s.Ring = append(s.Ring, uint64(uintptr(p.Memory(s.Rank)))+uint64(int64(i)*s.Size))
+	}
+	for range s.Ranks {
+		if gpu == nil {
+			break
+		}
+		stream, err := gpu.NewStream()
+		if err != nil {
+			r.disconnect()
+			return err
+		}
+		r.carrier.streams = append(r.carrier.streams, stream)
+	}
+	return nil
+}
+
+// disconnect waits for the pulls in flight, and for the other ranks to end theirs.
+func (r *Relay) disconnect() {
+	c := r.carrier
+	if c == nil {
+		return
+	}
+	for _, s := range c.streams {
+		r.target.gpu.EndStream(s)
+	}
+	c.streams = nil
+	r.mu.Lock()
+	good := r.err == nil
+	r.mu.Unlock()
+	if err := c.End(good); err != nil {
+		r.fail(r.model.where("stage", err), true)
+	}
+	c.Close()
+}
+
+// Offer is for the other ranks of the host.
+func (r *Relay) Offer() (peers.Offer, error) {
+	if r.carrier == nil {
+		return peers.Offer{}, errs.New(errs.ErrArgument, "relay: it does not exchange by itself")
+	}
+	return r.carrier.Offer(), nil
+}
+
+// Join connects the relay with those of the other ranks, by their offers in order. An
+// error ends the job; one of ErrNotSupported says that the ranks cannot reach each
+// other's memory.
+func (r *Relay) Join(offers []peers.Offer) error {
+	c := r.carrier
+	r.mu.Lock()
+	if c == nil || c.live || r.shut || r.err != nil {
+		defer r.mu.Unlock()
+		if r.err != nil {
+			return r.err
+		}
+		return errs.New(errs.ErrArgument, "relay: it exchanges not by itself, or has joined, or has ended")
+	}
+	r.busy.Add(1)
+	r.mu.Unlock()
+	defer r.busy.Done()
+	if err := c.Join(offers); err != nil {
+		err = r.model.where("stage", err)
+		r.fail(err, true)
+		return err
+	}
+	r.mu.Lock()
+	c.live = true
+	c.Publish(c.published)
+	failed := r.err != nil
+	r.mu.Unlock()
+	if failed {
+		c.Trouble()
+	}
+	close(c.joined)
+	return nil
+}
+
+// carry brings all pieces, in the background.
+func (r *Relay) carry(ctx context.Context) {
+	for _, work := range []func(context.Context) error{r.bring, r.recycle} {
+		r.carrier.work.Add(1)
+		spawn.Go("relay carry", func() {
+			defer r.carrier.work.Done()
+			err := spawn.Guard("relay carry", func() error { return work(ctx) })
+			if err != nil && ctx.Err() == nil {
+				r.fail(r.model.where("stage", err), !errors.Is(err, peers.ErrOther))
+			}
+		})
+	}
+}
+
+// bring gets and decodes piece after piece.
+func (r *Relay) bring(ctx context.Context) error {
+	c := r.carrier
+	for _, ready := range []chan struct{}{c.joined, c.aimed} {
+		if err := until(ctx, ready); err != nil {
+			return err
+		}
+	}
+	for k := range r.pieces {
+		p := &r.pieces[k]
+		if err := until(ctx, p.landed); err != nil {
+			return err
+		}
+		streams := []uint64{}
+		if k == 0 {
+			streams = append(streams, r.spec.Stream)
+		}
+		for i := 1; i < r.spec.Ranks; i++ {
+			from := (r.spec.Rank + i) % r.spec.Ranks
+			if p.used[from] == 0 {
+				continue
+			}
+			if err := c.AwaitPiece(ctx, from, k+1); err != nil {
+				return err
+			}
+			if c.streams == nil {
+				continue
+			}
+			if err := r.pull(k, from); err != nil {
+				return err
+			}
+			streams = append(streams, uint64(c.streams[from]))
+		}
+		r.note(&p.seen.Ready, false)
+		if err := r.Decode(k, streams...); err != nil {
+			return nil //nolint:nilerr // Decode has said it
+		}
+	}
+	return nil
+}
+
+// pull queues the copy of a rank's share, behind the decoding of the buffer's earlier
+// piece.
+func (r *Relay) pull(k, from int) error {
+	c, b := r.carrier, k%len(r.spec.Ring)
+	if err := r.idle[b].Before(c.streams[from]); err != nil {
+		return err
+	}
+	off := int64(b)*r.spec.Size + int64(from)*r.pieces[k].share
+	to, at := unsafe.Add(c.Memory(r.spec.Rank), off), unsafe.Add(c.Memory(from), off)
+	return r.target.gpu.Copy(cuda.Order{Stream: c.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), r.pieces[k].used[from], false)
+}
+
+// recycle frees buffers when no other rank needs them any more.
+func (r *Relay) recycle(ctx context.Context) error {
+	if err := until(ctx, r.carrier.joined); err != nil {
+		return err
+	}
+	for n := range r.pieces {
+		if err := r.carrier.AwaitTaken(ctx, n+1); err != nil {
+			return err
+		}
+		r.mu.Lock()
+		r.carrier.taken = n + 1
+		r.advance()
+		r.mu.Unlock()
+	}
+	return nil
+}
+
+// arrived counts chunks of this rank's shares whose bytes the others may read.
+func (r *Relay) arrived(k int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	c := r.carrier
+	r.pieces[k].unread--
+	for c.published < len(r.pieces) && r.pieces[c.published].unread == 0 {
+		c.published++
+	}
+	if c.live {
+		c.Publish(c.published)
+	}
+}
+
+// bytesAt is where the host finds bytes of a piece: in the memory of the rank that has
+// read them.
+func (r *Relay) bytesAt(k int, off uint32) unsafe.Pointer {
+	b := k % len(r.spec.Ring)
+	if r.carrier == nil {
+		return unsafe.Add(address(uintptr(r.spec.Ring[b])), off)
+	}
+	return unsafe.Add(r.carrier.Memory(int(int64(off)/r.pieces[k].share)), int64(b)*r.spec.Size+int64(off))
+}
+
+// until waits for ready, or for the end of ctx.
+func until(ctx context.Context, ready chan struct{}) error {
+	select {
+	case <-ready:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// lost are the ranks that are gone, for the report.
+func (r *Relay) lost() []int {
+	if r.carrier == nil {
+		return nil
+	}
+	return slices.Sorted(slices.Values(r.carrier.Lost()))
+}

@@ -1,0 +1,98 @@
+package load
+
+// This file decodes the pieces of a relay.
+
+import (
+	"cmp"
+	"context"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cpu"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// onHost decodes on all cores, and waits.
+func (r *Relay) onHost(k int) error {
+	p := &r.pieces[k]
+	jobs := r.jobs[p.first:p.last]
+	err := spawn.Each(context.Background(), "relay", cmp.Or(r.machine.Threads, r.machine.Cores), len(jobs), func(i int) error {
+		j := &jobs[i]
+		if err := cpu.Decode(j, unsafe.Slice((*byte)(r.bytesAt(k, j.Src)), j.Chunk.Stored)); err != nil {
+			return r.where(p.first+i, err)
+		}
+		r.job.Bytes.Add(int64(j.Chunk.Logical))
+		return nil
+	})
+	if err != nil {
+		r.fail(err, false)
+		return err
+	}
+	r.queued(k)
+	r.decoded(k)
+	return nil
+}
+
+// onDevice queues the decoding.
+func (r *Relay) onDevice(k int, streams []uint64) error {
+	s, err := r.queue.Get(context.Background()) // every slot comes back, even after errors
+	if err != nil {
+		return err
+	}
+	slot := s.(*cuda.Slot)
+	for _, stream := range streams {
+		if stream == 0 {
+			continue
+		}
+		if err := r.queue.WaitFor(uintptr(stream)); err != nil {
+			r.queue.Put(slot)
+			err = r.model.where("decode", err)
+			r.fail(err, true)
+			return err
+		}
+	}
+	p := &r.pieces[k]
+	n := p.share * int64(r.spec.Ranks)
+	jobs := r.jobs[p.first:p.last]
+	slot.ViewDevice(uintptr(r.spec.Ring[k%len(r.spec.Ring)]), n)
+	slot.Order(r.full[k%len(r.full)], r.idle[k%len(r.idle)])
+	if len(jobs) == 0 { // this rank wants nothing of it: the buffer is free after the exchange
+		jobs = []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}
+	}
+	left := len(jobs)
+	err = r.queue.Submit(slot, n, jobs, func(i int, err error) {
+		if err != nil {
+			r.fail(r.where(p.first+i, err), false)
+			return
+		}
+		r.job.Bytes.Add(int64(jobs[i].Chunk.Logical))
+		if left--; left == 0 {
+			r.decoded(k)
+		}
+	})
+	if err != nil {
+		err = r.where(p.first, err)
+		r.fail(err, true)
+		return err
+	}
+	r.queued(k)
+	return nil
+}
+
+// where adds the tensor and chunk to an error.
+func (r *Relay) where(i int, err error) error {
+	if i >= len(r.refs) { // of a piece of which this rank wants nothing
+		return r.model.where("decode", err)
+	}
+	ref := r.refs[i]
+	w := &r.wants[ref.Want]
+	t := &r.model.ix.Tensors[w.Tensor]
+	n := int64(ref.N)
+	if r.bare[w.Data] {
+		n = -1
+	}
+	return &errs.At{Verb: "decode", Source: r.model.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: n, Offset: r.jobs[i].Chunk.Off, Err: err}
+}

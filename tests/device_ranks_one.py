@@ -1,0 +1,211 @@
+"""Ranks that map each other's memory (OVERWIRE_EXCHANGE=ipc), on one GPU or several.
+
+    python tests/device_ranks_one.py [--ranks 2,4] [--size 4GB] [--dir /dev/shm] [--limit 240]
+
+For each number of ranks, processes of their own, rank r on GPU r modulo their number, a
+group of gloo: whole tensors and tensor-parallel slices, compressed and plain, are loaded
+and each tensor is compared, byte for byte, with what safetensors' layout says (a plain
+load of one rank). Then a rank raises in the middle, one is killed in the middle, and the
+others must say so within seconds, and load again. Last a table: the slowest rank's time of
+the best of three loads, beside the same by torch.distributed (gloo, through the host),
+without exchange, and floors: pinned copies by all ranks at once, and one rank alone. The
+status is 0 if all was right. On one GPU all ranks share one link, so rates say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def rank_main(folder: Path, rank: int, size: int) -> None:
+    import overwire as ow
+    import torch
+    import torch.distributed as dist
+    from overwire import distributed
+    from overwire.distributed import group as grouping
+    from overwire.distributed import loading, relays
+
+    cuda = torch.cuda.is_available()
+    device = f"cuda:{rank % torch.cuda.device_count()}" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(device)
+    store = dist.FileStore(str(folder / f"store-{size}"), size)
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=datetime.timedelta(seconds=60))
+    world = dist.group.WORLD
+    members = grouping.members_of(world)
+
+    def use(exchange: str) -> None:  # the setting is read once; here it changes
+        loading.knobs = lambda: [{"name": "OVERWIRE_EXCHANGE", "value": exchange}]  # type: ignore
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    def wait() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    def cut(name: str, shape: tuple[int, ...]) -> int | None:
+        if len(shape) < 2:
+            return None
+        return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+
+    plain, packed = folder / "plain.safetensors", folder / "packed.safetensors"
+    whole = ow.load_file(plain, device=device, mmap=False)
+
+    def check(got: dict[str, Any], shard: Any) -> None:
+        assert got.keys() == whole.keys()
+        for name, tensor in whole.items():
+            dim = shard(name, tuple(tensor.shape)) if shard else None
+            if dim is not None:
+                lo, hi = distributed.shard_range(tensor.shape[dim], size, rank)
+                tensor = tensor.narrow(dim, lo, hi - lo).contiguous()
+            assert got[name].shape == tensor.shape and got[name].dtype == tensor.dtype, f"rank {rank}: {name}"
+            same = torch.equal(got[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+            assert same, f"rank {rank}: {name}"
+
+    def most(value: float) -> float:
+        found: list[Any] = [None] * size
+        dist.all_gather_object(found, value)
+        return max(found)
+
+    def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+        dist.barrier()
+        wait()
+        start = time.perf_counter()
+        made = work()
+        wait()
+        return most(time.perf_counter() - start), made
+
+    def count(tensors: dict[str, Any]) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    # Bytes first.
+    use("ipc")
+    for path in (packed, plain):
+        for shard in (None, cut):
+            for _ in range(2):
+                check(ow.load_file(path, group=world, shard=shard, device=device), shard)
+            assert members.reached and not members.unreachable, members.unreachable
+            say(f"{size} ranks, {path.stem}, {'tensor-parallel' if shard else 'whole'}: every tensor of every rank is right")
+
+    # A rank that raises.
+    aim = relays.relay_aim
+    if rank == 1:
+        relays.relay_aim = lambda *_: 1 // 0
+    began = time.perf_counter()
+    try:
+        ow.load_file(packed, group=world, device=device)
+    except (ZeroDivisionError, ow.OverwireError) as error:
+        assert rank == 1 or "on rank 1: ZeroDivisionError" in str(error), error
+    else:
+        raise AssertionError("rank 1's error is lost")
+    say(f"rank 1 raises: all have ended after {most(time.perf_counter() - began):.2f} s")
+    relays.relay_aim = aim
+    check(ow.load_file(packed, group=world, device=device), None)
+
+    # The table.
+    if cuda:
+        here, host = torch.empty(1 << 30, dtype=torch.uint8, device=device), torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+
+        def copies() -> None:
+            for at in range(0, 1 << 30, 64 << 20):
+                here[at : at + (64 << 20)].copy_(host, non_blocking=True)
+
+        copies()
+        rate = (1 << 30) / min(timed(copies)[0] for _ in range(3)) / 1e9
+        say(f"{'floor: pinned copies by all ranks at once':<44} {rate:8.1f} GB/s a rank")
+        del here, host
+    for path in (packed, plain):
+        seconds = min(timed(lambda path=path: ow.load_file(path, device=device, mmap=False) if rank == 0 else None)[0] for _ in range(3))
+        say(f"{f'floor: {path.stem}, rank 0 alone':<44} {count(whole) / seconds / 1e9:8.1f} GB/s")
+        for shard in (None, cut):
+            for exchange in ("ipc", "nccl", "none"):
+                use(exchange)
+                first, got = timed(lambda path=path, shard=shard: ow.load_file(path, group=world, shard=shard, device=device))
+                times = []
+                for _ in range(3):
+                    del got
+                    seconds, got = timed(lambda path=path, shard=shard: ow.load_file(path, group=world, shard=shard, device=device))
+                    times.append(seconds)
+                check(got, shard)
+                held = count(got)
+                title = f"{path.stem}, {'tensor-parallel' if shard else 'whole'}, {exchange}"
+                rate = held / min(times) / 1e9
+                say(f"{title:<44} {rate:8.1f} GB/s a rank {rate * size:8.1f} in all {held / first / 1e9:8.1f} first")
+                del got
+    use("ipc")
+
+    # A rank that is killed while it loads, at several times; one group for each time.
+    mine = float(os.environ.get("RANKS_KILL", "0.05"))
+    dist.barrier()
+    if rank == 1:
+        threading.Timer(mine, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    began = time.perf_counter()
+    try:
+        while time.perf_counter() - began < 60:
+            ow.load_file(packed, group=world, device=device)
+    except ow.IOFailure as error:
+        took = time.perf_counter() - began - mine
+        assert "is gone" in str(error) or "cannot be reached" in str(error), error
+        assert took < 20, f"rank {rank} noticed after {took:.1f} s only"
+        check(ow.load_file(packed, device=device, mmap=False), None)
+        say(f"rank 1 is killed: rank 0 knows after {took:.2f} s, and loads again: {str(error)[:90]}")
+    else:
+        raise AssertionError("no rank missed rank 1")
+    os._exit(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--size", default="4GB")
+    parser.add_argument("--dir", default="/dev/shm")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for each number of ranks")
+    args = parser.parse_args()
+    wrong = 0
+    with tempfile.TemporaryDirectory(prefix="overwire-ranks-", dir=args.dir) as name:
+        folder = Path(name)
+        plain, packed = folder / "plain.safetensors", folder / "packed.safetensors"
+        make = ["bench", "gen", "llama-bf16", "--size", args.size, "-f", str(plain)]
+        for command in (make, ["compress", "-f", str(plain), "-o", str(packed)]):
+            subprocess.run([sys.executable, "-m", "overwire", *command], check=True, capture_output=True)
+        for size in map(int, args.ranks.split(",")):
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, __file__], env=os.environ | {"RANKS_ONE": f"{rank} {size} {folder}", "OMP_NUM_THREADS": "1"}
+                )
+                for rank in range(size)
+            ]
+            end = time.monotonic() + args.limit
+            for rank, one in enumerate(ranks):
+                try:
+                    status = one.wait(max(1, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    status = "none: it did not end"
+                    one.kill()
+                    one.wait()
+                if status != (-signal.SIGKILL if rank == 1 else 0):
+                    print(f"{size} ranks: rank {rank} ended with status {status}", flush=True)
+                    wrong += 1
+    print("wrong" if wrong else "all right")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    if "RANKS_ONE" in os.environ:
+        rank, size, folder = os.environ["RANKS_ONE"].split(" ", 2)
+        rank_main(Path(folder), int(rank), int(size))
+    else:
+        sys.exit(main())
