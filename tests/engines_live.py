@@ -76,7 +76,7 @@ class Source(dict):  # type: ignore[type-arg]
 
 
 def other(tensors: dict[str, Any], n: int) -> dict[str, Any]:
-    """The same tensors a step of training later."""
+    """The same tensors some steps of training later."""
     torch.manual_seed(n)
     return {name: (t.float() * (1 + 0.01 * torch.randn(t.shape))).to(t.dtype) for name, t in tensors.items()}
 
@@ -97,7 +97,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, carrier: int) -> Non
     for name in tiny.MODELS:
         at = base / name
         tensors = tiny.weights(tiny.MODELS[name])
-        steps = [other(tensors, n) for n in range(2)]
+        steps = [other(tensors, n) for n in range(3)]
         loaded = []
         for n, step in enumerate(steps):
             where = at / f"step-{world}-{n}"
@@ -113,7 +113,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, carrier: int) -> Non
         workers = Workers(engine, world, config)
         way: dict[str, Any] = {"where": str(at / f"pushes-{world}")}
         slices = tiny.planned()
-        for group in (False, True):
+        for group, deltas in ((False, False), (True, True)):
             if group:
                 way = {"master_address": "127.0.0.1", "master_port": carrier, "world_size": world + 1, "timeout": 30}
                 carrier += 1
@@ -121,7 +121,8 @@ def rank_main(base: Path, world: int, rank: int, port: int, carrier: int) -> Non
                 workers.serve()
             else:
                 source = Source()
-                trainer = WeightTransferTrainerFactory.trainer_init(transfer.TrainerInit(rank=0, **way), client=workers, source=source)
+                info = transfer.TrainerInit(rank=0, deltas=deltas, **way)
+                trainer = WeightTransferTrainerFactory.trainer_init(info, client=workers, source=source)
             for n, step in enumerate(steps):
                 if rank == 0:
                     source.update(step)
@@ -129,7 +130,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, carrier: int) -> Non
                 if rank == 0 or n == len(steps) - 1:
                     wrong = tiny.differences(tiny.state(model), loaded[n])
                     if wrong:
-                        raise SystemExit(f"{name}, push {n}, group {group}, rank {rank} of {world}: {wrong}")
+                        raise SystemExit(f"{name}, push {n}, group and deltas {group}, rank {rank} of {world}: {wrong}")
             if rank == 0:
                 workers.end()
                 trainer.shutdown()

@@ -28,6 +28,8 @@ log = logging.getLogger("test")
 class Fused(torch.nn.Module):
     """A rank of a model: rows of q, k and v in one parameter, and half of the columns of o."""
 
+    whole_o = False
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv = torch.nn.Parameter(torch.zeros(96, 32, dtype=torch.bfloat16), requires_grad=False)
@@ -43,7 +45,7 @@ class Fused(torch.nn.Module):
                 at = "qkv".index(name) * 32
                 self.qkv.data[at : at + 32].copy_(tensor * 1 if self.reads else tensor)
             elif name == "o":
-                self.o.data.copy_(tensor[:, 16:])
+                self.o.data.copy_(tensor if self.whole_o else tensor[:, 16:])
             elif name == "scale":
                 self.scale.data.copy_(tensor)
 
@@ -129,6 +131,125 @@ def test_what_a_push_lacks_is_said_before(tmp_path: Path) -> None:
             into.whole(path, None, log)
 
 
+def nudged(before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with some elements changed, in every tensor."""
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    for tensor in after.values():
+        tensor.view(-1)[::37] += 1
+    return after
+
+
+def test_deltas_land_in_place(tmp_path: Path) -> None:
+    """The first push is whole, and so is one after an error, of other tensors, or by request;
+    a tensor that the model takes twice is changed twice."""
+    model, publisher = Fused(), Publisher(tmp_path, deltas=True)
+    model.whole_o = True
+    model.twice = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16), requires_grad=False)
+    own = model.load_weights
+
+    def load(given: Any) -> None:
+        for name, tensor in given:
+            own([(name, tensor)])
+            if name == "q":
+                model.twice.data.copy_(tensor)
+
+    model.o = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16), requires_grad=False)
+    into = Places(model, load, "cpu", 1 << 20)
+    held = tensors(1, ignored=torch.ones(40))
+    at, kinds = model.qkv.data_ptr(), []
+    for n in range(8):
+        if n == 4:
+            held["more"] = torch.ones(5)
+        with contextlib.suppress(KeyError), publisher.push(held, whole=n == 6) as push:
+            kinds.append(push.info["kind"])
+            if push.info["kind"] == "whole":
+                assert into.whole(push.info["path"], None, log)
+            else:
+                into.delta(push.info["path"], None)
+            if n == 2:
+                raise KeyError
+        assert torch.equal(model.qkv, torch.cat([held[name] for name in "qkv"])) and model.qkv.data_ptr() == at
+        assert torch.equal(model.o, held["o"]) and torch.equal(model.twice, held["q"])
+        held = nudged(held)
+    assert kinds == ["whole", "delta", "delta", "whole", "whole", "delta", "whole", "delta"]
+    model.qkv.data[3, 3] += 1
+    before = model.qkv.clone()
+    with publisher.push(held) as push, pytest.raises(overwire.OverwireError, match="[qkv]"):
+        into.delta(push.info["path"], None)
+    assert torch.equal(model.qkv, before)
+
+
+def test_a_delta_needs_a_loader_that_copies(tmp_path: Path) -> None:
+    """One that computes is refused in words, with nothing changed."""
+    model = Fused()
+    model.reads = True
+    overwire.save_delta(nudged(tensors(1)), tensors(1), tmp_path / "d.safetensors")
+    with pytest.raises(ValueError, match="push all of its weights"):
+        places(model).delta(tmp_path / "d.safetensors", None)
+    assert not model.qkv.any()
+
+
+def test_shares_of_ranks_take_deltas(tmp_path: Path) -> None:
+    """Two ranks that divide a tensor by columns and one by rows gather it, check it, and take
+    their shares; a rank whose share is not the base stops both, and nothing changes."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    words = [sys.executable, __file__, "shares", str(port)]
+    with contextlib.ExitStack() as stack:
+        ranks = [subprocess.Popen([*words, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+        for rank in ranks:
+            stack.enter_context(ended(rank))
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert said == ["True True True True\n"] * 2
+
+
+class Halves(torch.nn.Module):
+    """A rank's half of a: columns; of b: rows; and all of c."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        sizes = {"a": (32, 16), "b": (16, 32), "c": (32, 32)}
+        for name, size in sizes.items():
+            setattr(self, name, torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16), requires_grad=False))
+
+    def load_weights(self, given: Any) -> None:
+        for name, tensor in given:
+            low = self.rank * 16
+            cut = {"a": tensor[:, low : low + 16], "b": tensor[low : low + 16], "c": tensor}[name]
+            getattr(self, name).data.copy_(cut)
+
+
+def shares(port: int, rank: int, folder: Path) -> None:
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    group = torch.distributed.group.WORLD
+    made = torch.Generator().manual_seed(3)
+    held = {name: torch.randn(32, 32, generator=made).bfloat16() for name in "abc"}
+    model, wanted = Halves(rank), Halves(rank)
+    into = Places(model, model.load_weights, "cpu", 1, group)
+    path = folder / f"{rank}.safetensors"
+    overwire.save_file(held, path)
+    out = [into.whole(path, None, log)]
+    for _ in range(2):
+        after = nudged(held)
+        overwire.save_delta(after, held, path)
+        into.delta(path, None)
+        wanted.load_weights(after.items())
+        out.append(all(torch.equal(getattr(model, name), getattr(wanted, name)) for name in "abc"))
+        held = after
+    overwire.save_delta(nudged(held), held, path)
+    if rank == 1:
+        model.a.data[0, 0] += 1
+    before = model.a.clone()
+    try:
+        into.delta(path, None)
+    except overwire.OverwireError:
+        out.append(torch.equal(model.a, before))
+    print(*out, flush=True)
+    torch.distributed.destroy_process_group()
+
+
 @contextlib.contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
     try:
@@ -211,6 +332,7 @@ class TrainerWeightTransferEngine:
     def __init__(self, *, client, source=None, is_sender=True):
         self.client, self.source, self.is_sender = client, source, is_sender
 """,
+    "distributed/parallel_state": "_TP = None\n",
     "model_executor/layers/__init__": "",
     "model_executor/layers/attention": "def is_deferred_attention_layer(layer):\n    return False\n",
     "model_executor/model_loader/mtp_validation": "import contextlib\ndisable_mtp_completeness_check = contextlib.nullcontext\n",
@@ -287,6 +409,21 @@ for noted, quantization in ((False, None), (True, "fp8")):  # vLLM's way of relo
     model = Model()
     trainer(Client(engine(model, noted, quantization)), Source(step(7))).send_weights()
     assert holds(model, 7) and reload.said == ["begin", "end"]
+model, source = Model(), Source(step(1))
+client = Client(engine(model))
+sends = trainer(client, source, deltas=True, dtype="bfloat16")
+for n in (1, 2, 3):
+    source.update({name: tensor.float() for name, tensor in step(n).items()})
+    sends.send_weights()
+    assert holds(model, n)
+model.qkv.weight.data[0, 0] += 1
+source.update(step(4))
+assert "q.weight" in raised(Exception, sends.send_weights)
+sends.send_weights()  # all of it
+assert holds(model, 4)
+quantized = trainer(Client(engine(Model(), True, "fp8")), Source(step(1)), deltas=True)
+quantized.send_weights()
+assert "no deltas" in raised(ValueError, quantized.send_weights)
 idle = transfer.TrainerEngine.trainer_init(transfer.TrainerInit(rank=1, where="x"), client=None, source=Source(step(1)))
 idle.send_weights()
 assert "where" in raised(ValueError, lambda: transfer.TrainerInit(rank=0))
@@ -308,10 +445,43 @@ def test_vllm_transfers_weights(tmp_path: Path) -> None:
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + ENGINE, tmp_path, tmp_path / "pushes")
 
 
+SGLANG = """
+sys.modules["sglang.srt.distributed"] = types.ModuleType("sglang.srt.distributed")
+sys.modules["sglang.srt.distributed"].parallel_state = types.SimpleNamespace(_TP=None)
+import pkgutil
+from overwire.integrations.pushes import Publisher
+from overwire.integrations.sglang import updates
+assert pkgutil.resolve_name(updates.LOADER) is updates.load
+publisher = Publisher(sys.argv[2], deltas=True)
+for reads in (False, True):
+    model = Model(keep=reads)
+    for n in (1, 2, 3):
+        tensors = {p + ".weight": torch.full((64, 64), n + i, dtype=torch.bfloat16) for i, p in enumerate(["q", "k", "v", "linear"])}
+        with publisher.push(tensors, whole=n == 1 or reads) as push:
+            assert push.info["kind"] == ("whole" if n == 1 or reads else "delta")
+            updates.load(model, updates.message(push.info))
+        assert torch.equal(model.qkv.weight, torch.cat([tensors[p + ".weight"] for p in "qkv"]))
+assert "message()" in raised(ValueError, lambda: updates.load(model, [("q.weight", torch.ones(1))]))
+assert "group" in raised(ValueError, lambda: updates.message({"path": None}))
+"""
+
+
+def test_sglang_takes_pushes(tmp_path: Path) -> None:
+    """Its door for custom loaders takes whole pushes and deltas, by slices or by tensors."""
+    for name, text in test_vllm.SGLANG.items():
+        path = tmp_path / "sglang" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    test_vllm.run(tmp_path, test_vllm.PRELUDE + SGLANG, tmp_path, tmp_path / "pushes")
+
+
 def test_a_publisher_needs_a_way() -> None:
     with pytest.raises(ValueError, match="a folder, a URI or a group"):
         Publisher()
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), int(sys.argv[2]))
+    if sys.argv[1] == "shares":
+        shares(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    else:
+        worker(int(sys.argv[1]), int(sys.argv[2]))

@@ -25,8 +25,8 @@ _STEP = 64 << 20
 
 
 class Push:
-    """One push. info: what engines get: kind ("whole"), number (from 1), size (bytes
-    of the file), path (None if a group carries it)."""
+    """One push. info: what engines get: kind ("whole" or "delta"), number (from 1), size
+    (bytes of the file), path (None if a group carries it)."""
 
     def __init__(self, info: dict[str, Any], file: str, group: Group | None) -> None:
         self.info = info
@@ -44,6 +44,8 @@ class Publisher:
     where: a folder, or a URI of one (s3://, redis://), that the engines reach by the same
     name. Two names are written in turn, so engines must have taken a push when the next
     one begins. With group, a local folder for the file that is sent; None: a temporary one.
+    deltas: keeps a copy of what was pushed, where the tensors are, and pushes what changed
+    since. The first push is whole, and so is one after an error, or of other tensors.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Publisher:
         where: str | os.PathLike[str] | None = None,
         *,
         group: Group | None = None,
+        deltas: bool = False,
         compress: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -59,26 +62,37 @@ class Publisher:
         self._own = tempfile.TemporaryDirectory(prefix="overwire-push-") if where is None else None
         self._where = os.fspath(where) if where is not None else self._own.name  # type: ignore[union-attr]
         self._group, self._compress, self._reach = group, compress, storage_options
+        self._deltas = deltas
+        self._last: dict[str, torch.Tensor] | None = None  # what the engines have
         self.number = 0
         if "://" not in self._where:
             self._where = os.path.abspath(self._where)
             os.makedirs(self._where, exist_ok=True)
 
     @contextlib.contextmanager
-    def push(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Push]:
+    def push(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False) -> Iterator[Push]:
         """Writes a push. While it is entered, the engines take it; an error inside says that
         they did not.
 
-        Raises what `overwire.save_file` raises. The tensors must not change before the end.
+        whole: all tensors, as for an engine that has just started.
+
+        Raises what `overwire.save_file` and `overwire.save_delta` raise. The tensors must
+        not change before the end.
         """
         import overwire
 
+        last, self._last = self._last, None
         self.number += 1
         file = f"{self._where.rstrip('/')}/weights-{self.number % 2}.safetensors"
         reach: Any = self._reach
-        report = overwire.save_file(tensors, file, {"format": "pt"}, compress=self._compress, storage_options=reach)
-        info = {"kind": "whole", "number": self.number, "size": report.bytes_out, "path": None if self._group else file}
-        yield Push(info, file, self._group)
+        if whole or last is None or _table(last) != _table(tensors):
+            kind, last = "whole", None
+            size = overwire.save_file(tensors, file, {"format": "pt"}, compress=self._compress, storage_options=reach).bytes_out
+        else:
+            kind, size = "delta", overwire.save_delta(tensors, last, file, storage_options=reach).stored
+        yield Push({"kind": kind, "number": self.number, "size": size, "path": None if self._group else file}, file, self._group)
+        if self._deltas:
+            self._last = _copied(tensors, last)
 
     def close(self) -> None:
         """Leaves the group, and removes a temporary folder."""
@@ -86,6 +100,18 @@ class Publisher:
             self._group.close()
         if self._own is not None:
             self._own.cleanup()
+
+
+def _table(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: (tensor.dtype, tensor.shape, tensor.device) for name, tensor in tensors.items()}
+
+
+def _copied(tensors: Mapping[str, torch.Tensor], into: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    if into is None:
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        into[name].copy_(tensor.detach())
+    return into
 
 
 class Group:

@@ -113,13 +113,19 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
     def receive_weights(self, update_info: Any) -> None:
         """Takes a push.
 
-        Raises `Incomplete`, a ValueError, if it lacks a weight: nothing has changed then.
-        After any other error the model has old weights and new ones: push all of it again.
+        Raises `Incomplete`, a ValueError, if it lacks a weight, and DeltaBaseError for a
+        delta of other weights: nothing has changed then. After any other error the model
+        may have old weights and new ones: push all of it again.
         """
-        if update_info.kind != "whole":
-            raise ValueError(f"overwire: update_info: kind must be 'whole', got {update_info.kind!r}")
+        if update_info.kind not in ("whole", "delta"):
+            raise ValueError(f"overwire: update_info: kind must be 'whole' or 'delta', got {update_info.kind!r}")
         with self._received(update_info) as where:
-            self._whole(where)
+            if update_info.kind == "whole":
+                self._whole(where)
+            elif (reason := obstacle(self.model, self.model_config)) is not None:
+                raise ValueError(f"overwire: this model takes no deltas, since vLLM has changed its weights: {reason}: push all of them")
+            else:
+                self._place().delta(where, self._info.storage_options)
 
     @contextlib.contextmanager
     def _received(self, info: Any) -> Iterator[str]:
@@ -145,7 +151,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         model = self.model
         if id(model) not in self._places:
             most = parse_size(self._info.max_memory, "max_memory") or 1
-            self._places[id(model)] = Places(model, self._load, device_of(model, self.vllm_config.load_config), most)
+            self._places[id(model)] = Places(model, self._load, device_of(model, self.vllm_config.load_config), most, _group())
         return self._places[id(model)]
 
     def _load(self, tensors: Any) -> None:
@@ -177,12 +183,22 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         self._places.clear()
 
 
+def _group() -> Any:
+    # The ranks that divide tensors among them.
+    from vllm.distributed import parallel_state
+
+    group = parallel_state._TP
+    return None if group is None or group.world_size == 1 else group.device_group
+
+
 @dataclass
 class TrainerInit(TrainerInitInfo):  # type: ignore[misc, unused-ignore]
     """The trainer's side; `rank` is this process's, and rank 0 pushes.
 
     where: a folder or URI that workers reach by the same name. Or master_address,
     master_port and world_size (workers and one trainer): a process group carries pushes.
+    deltas: keeps a copy of what was pushed, and pushes what changed since.
+    dtype: casts floating tensors first ("bfloat16"), to what the workers hold.
     host: takes each tensor to the host as it comes, where no GPU holds all of them.
     storage_options: of the trainer; workers get worker_options, None: the same.
     """
@@ -193,6 +209,8 @@ class TrainerInit(TrainerInitInfo):  # type: ignore[misc, unused-ignore]
     master_address: str | None = None
     master_port: int | None = None
     world_size: int | None = None
+    deltas: bool = False
+    dtype: str | None = None
     compress: bool = True
     host: bool = False
     strict: bool = True
@@ -208,7 +226,7 @@ class TrainerInit(TrainerInitInfo):  # type: ignore[misc, unused-ignore]
 
 
 class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-ignore]
-    """Pushes what a `WeightSource` yields, all of it, compressed, one push a call."""
+    """Pushes what a `WeightSource` yields, or what changed of it, one push a call."""
 
     init_info_cls = TrainerInit
 
@@ -240,19 +258,21 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
                 done.result()
         else:
             self.client.init_weight_transfer_engine(facts)
-        self._publisher = Publisher(info.where, group=group, compress=info.compress, storage_options=info.storage_options)
+        more: Any = {"deltas": info.deltas, "compress": info.compress, "storage_options": info.storage_options}
+        self._publisher = Publisher(info.where, group=group, **more)
 
-    def send_weights(self) -> None:
+    @torch.no_grad()
+    def send_weights(self, *, whole: bool = False) -> None:
         """Pushes the source, and returns when all workers have it. To be called on every
-        rank of the trainer."""
+        rank of the trainer. whole: no delta, as for a worker that has just started."""
         if not self.is_sender:
             for _ in self.source:
                 pass  # takes part in what puts a tensor together
             return
         if self._publisher is None:
             raise RuntimeError("overwire: send_weights: after shutdown")
-        tensors = {name: tensor.detach().cpu() if self._info.host else tensor.detach() for name, tensor in self.source}
-        with self._publisher.push(tensors) as push:
+        tensors = {name: self._taken(tensor) for name, tensor in self.source}
+        with self._publisher.push(tensors, whole=whole) as push:
             self.client.start_weight_update()
             side = ThreadPoolExecutor(1)
             try:
@@ -262,6 +282,10 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
             finally:
                 side.shutdown(wait=False)  # a worker that failed may never answer
             self.client.finish_weight_update()
+
+    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = getattr(torch, self._info.dtype) if self._info.dtype and tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to(device="cpu" if self._info.host else None, dtype=dtype)
 
     def shutdown(self) -> None:
         """Leaves the group; the workers' vLLM goes on."""

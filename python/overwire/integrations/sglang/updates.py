@@ -1,0 +1,81 @@
+"""SGLang's door for new weights: `--custom-weight-loader overwire.integrations.sglang.updates.load`.
+
+    engine.update_weights_from_tensor(message(push.info), load_format=LOADER)
+
+brings a push of a `Publisher` into the model, straight into its parameters where its
+loader can be planned. Written for SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from .. import weights
+from ..updates import Places
+
+__all__ = ["LOADER", "load", "message"]
+
+log = logging.getLogger("sglang.overwire")
+
+#: The name of `load`, for SGLang's arguments.
+LOADER = "overwire.integrations.sglang.updates.load"
+
+_NAME = "overwire.push"
+_MOST = 1 << 30
+
+_places: WeakKeyDictionary[torch.nn.Module, Places] = WeakKeyDictionary()
+
+
+def message(info: Mapping[str, Any], storage_options: Mapping[str, Any] | None = None) -> list[tuple[str, torch.Tensor]]:
+    """What `update_weights_from_tensor` gets for a push: its info as a tensor.
+
+    info: that of a push with a path. storage_options: how the engine reaches it.
+    """
+    if not info.get("path"):
+        raise ValueError("overwire: message: SGLang takes pushes from a folder or a store, not from a group")
+    text = json.dumps({**info, "storage_options": None if storage_options is None else dict(storage_options)}).encode()
+    return [(_NAME, torch.frombuffer(bytearray(text), dtype=torch.uint8))]
+
+
+@torch.no_grad()
+def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Takes the push of a `message`. To be called by SGLang.
+
+    Raises ValueError for other tensors, DeltaBaseError for a delta of other weights, with
+    nothing changed, and what loading raises.
+    """
+    given = list(named_tensors)
+    if len(given) != 1 or given[0][0] != _NAME:
+        raise ValueError(f"overwire: {LOADER} takes what its message() makes, got {[name for name, _ in given][:3]}")
+    info = json.loads(bytes(given[0][1].cpu().numpy()))
+    if info["kind"] not in ("whole", "delta"):
+        raise ValueError(f"overwire: the push must be 'whole' or 'delta', got {info['kind']!r}")
+    device = _device(model)
+    if model not in _places:
+        _places[model] = Places(model, model.load_weights, device, _MOST, _group())  # type: ignore[arg-type]
+    if info["kind"] == "delta":
+        _places[model].delta(info["path"], info["storage_options"])
+    elif not _places[model].whole(info["path"], info["storage_options"], log):
+        chosen = {"storage_options": info["storage_options"], "max_memory": _MOST}
+        model.load_weights(weights(info["path"], device, chosen))  # type: ignore[operator]
+
+
+def _device(model: torch.nn.Module) -> str:
+    found = next(model.parameters()).device
+    if found.type != "cuda" or torch.version.hip:
+        return "cpu"
+    return f"cuda:{torch.cuda.current_device() if found.index is None else found.index}"
+
+
+def _group() -> Any:
+    # The ranks that divide tensors among them.
+    from sglang.srt.distributed import parallel_state
+
+    group = parallel_state._TP
+    return None if group is None or group.world_size == 1 else group.device_group
