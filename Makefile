@@ -260,7 +260,7 @@ fakegpu: ## the tests of device/cuda on the fake driver, which runs the kernels'
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
 		go test $(SHORT) -tags owfake,netgo,osusergo,nostores ./gosrc/device/cuda
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" \
-		go test -tags owfake,netgo,osusergo,nostores -run Fake ./gosrc/load ./gosrc/bench ./gosrc/rig ./gosrc/cli
+		go test -tags owfake,netgo,osusergo,nostores -run Fake ./gosrc/load ./gosrc/sleep ./gosrc/bench ./gosrc/rig ./gosrc/cli
 
 fakepy: build ## Python's tests of codecs on a GPU, on an engine with the fake driver
 	CGO_CXXFLAGS="-O2 -g -DOW_SOURCES=$$(cat cuda/*.h cuda/*.cuh cuda/*.cc | sha256sum | cut -c1-16)" GOFLAGS= $(PY) tests/fake_gpu.py

@@ -88,6 +88,11 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 	return &Model{ix: seen, held: ix, srcs: srcs, mapp: mapping(spec.Map), key: spec.Storage.Key(), opened: [2]time.Time{began, time.Now()}, refs: 1}, nil
 }
 
+// Of is the model of an index that has been validated and the one source of its bytes.
+func Of(ix *tensor.Index, src source.Source) *Model {
+	return &Model{ix: ix, held: ix, srcs: []source.Source{src}, mapp: "off", refs: 1}
+}
+
 // Names returns the tensors listed in index.json files, without opening a shard; ok
 // is false when some of the files have no index.
 func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) {

@@ -9,8 +9,6 @@ import (
 	"time"
 	"unsafe"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
@@ -103,7 +101,7 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 		if err != nil {
 			return m.where("stage", err)
 		}
-		p.bytes = append(p.bytes, unsafe.Slice((*byte)(base), length)[:size])
+		p.bytes = append(p.bytes, unsafe.Slice((*byte)(base), length)[:size]) // its capacity is what is mapped
 		for off := int64(0); off < size; off += step {
 			parts = append(parts, part{i, off, min(step, size-off)})
 		}
@@ -170,8 +168,4 @@ func (p *pinned) free(i int) {
 	}
 }
 
-// unmap frees memory of cpu.Map, whose length is rounded up to whole pages.
-func unmap(b []byte) {
-	page := int64(unix.Getpagesize())
-	cpu.Unmap(unsafe.Pointer(unsafe.SliceData(b)), (int64(len(b))+page-1)&^(page-1))
-}
+func unmap(b []byte) { cpu.Unmap(unsafe.Pointer(unsafe.SliceData(b)), int64(cap(b))) }

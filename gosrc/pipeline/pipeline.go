@@ -340,7 +340,7 @@ func (w *worker) share(share *plan.Share, p *plan.Piece) error {
 		}
 		w.waited(&t0)
 		w.st.ReadNS += w.lap("read", &t0, p.Len)
-		if view == nil {
+		if view == nil || w.facts[p.Source].Compare {
 			if err := w.check(p.First, b); err != nil {
 				return err
 			}
@@ -367,6 +367,10 @@ func (w *worker) share(share *plan.Share, p *plan.Piece) error {
 		}
 	case view == nil:
 		if err := w.fill(src, p, share, slot.Memory()[:p.Len], &t0); err != nil {
+			return err
+		}
+	case w.facts[p.Source].Compare:
+		if err := w.compare(view, p, share, &t0); err != nil {
 			return err
 		}
 	}
@@ -492,6 +496,22 @@ func (w *worker) fill(src source.Source, p *plan.Piece, share *plan.Share, b []b
 	}
 	// Bytes of a task that began in an earlier share.
 	return read(max(p.First, share.First-1), share.To)
+}
+
+// compare compares the checksums of a share where it lies in memory.
+func (w *worker) compare(view func(off, n int64) ([]byte, error), p *plan.Piece, share *plan.Share, t0 *time.Time) error {
+	b, err := view(p.Off, p.Len)
+	if err != nil {
+		return w.where("read", p.First, err)
+	}
+	for i := share.First; i < share.First+share.Count; i++ {
+		j := &w.Plan.Tasks[i]
+		if err := w.check(i, b[j.Src:int64(j.Src)+int64(j.Chunk.Stored)]); err != nil {
+			return err
+		}
+	}
+	w.st.CheckNS += w.lap("check", t0, share.To-share.From)
+	return nil
 }
 
 // checked reports whether a task has a checksum to compare. Bytes of a plain

@@ -56,10 +56,12 @@ type Facts struct {
 	Now func() (Identity, error)
 	// File is the local file that holds these bytes; nil: there is none.
 	File File
-	// View returns n bytes from off without a copy, for a source in memory whose
-	// checksums were compared already. They belong to the source, are read-only and
-	// stay valid until Close. nil: the source is not in memory.
-	View func(off, n int64) ([]byte, error)
+	// View returns n bytes from off without a copy, for a source in memory. They
+	// belong to the source, are read-only and stay valid until Close. nil: the source
+	// is not in memory. Compare: every load compares their checksums; otherwise that
+	// was done once for all.
+	View    func(off, n int64) ([]byte, error)
+	Compare bool
 	// Coding names how the bytes at an offset are stored below, for example
 	// "encrypted"; nil: as they are.
 	Coding func(off int64) string

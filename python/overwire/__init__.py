@@ -61,11 +61,13 @@ if TYPE_CHECKING:
     from .verbs.preload import Preload, preload
     from .verbs.results import Comparison, Diagnosis, Inspection, Verification
     from .verbs.save import Report, save_file
+    from .verbs.sleeping import Asleep, sleep
     from .verbs.stream import stream
 
 __all__ = [
     "AccessError",
     "ArgumentError",
+    "Asleep",
     "CancelledError",
     "Comparison",
     "CorruptError",
@@ -136,6 +138,7 @@ __all__ = [
     "save_delta",
     "save_file",
     "save_model",
+    "sleep",
     "stream",
     "verify",
 ]
@@ -153,6 +156,7 @@ _HOMES = {
     "open_delta": "verbs.deltas",
     "save_delta": "verbs.deltas",
     "Comparison": "verbs.results",
+    "Asleep": "verbs.sleeping",
     "Diagnosis": "verbs.results",
     "Inspection": "verbs.results",
     "LoadOptions": "model.options",
@@ -190,6 +194,7 @@ _HOMES = {
     "safe_open": "verbs.open",
     "save_file": "verbs.save",
     "save_model": "verbs.modules",
+    "sleep": "verbs.sleeping",
     "stream": "verbs.stream",
     "verify": "verbs.inspecting",
 }

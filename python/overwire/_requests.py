@@ -493,6 +493,27 @@ class SaveVerifyReport(TypedDict):
     note: NotRequired[str]
 
 
+class SleepReport(TypedDict):
+    bytes: int
+    stored: int
+    staging: int
+    seconds: float
+    tensors: int
+    compressed: int
+    aliases: int
+    files: NotRequired[list[str]]
+
+
+class SleepRequest(TypedDict, total=False):
+    device: str
+    max_memory: int
+    path: str
+    threads: int
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
 class SourceOptions(TypedDict, total=False):
     storage: dict[str, str]
     env: dict[str, str]

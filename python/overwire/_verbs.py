@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         RecordsRequest,
         RenameRequest,
         SaveRequest,
+        SleepRequest,
         TensorizerDescription,
         WriteRequest,
         Written,
@@ -121,6 +122,7 @@ __all__ = [
     "settle",
     "shown",
     "shutdown",
+    "sleep",
     "sums",
     "sweep",
     "verify",
@@ -275,6 +277,13 @@ def save(request: SaveRequest, numbers: bytes) -> JobNumber:
     """Write tensors, whose memory must not change until the job has ended. Numbers: of a tensor each:
     address, bytes, and 1 + the GPU that the address is of (0: the host)."""
     job: JobNumber = core().start("save", dumps(request), numbers)
+    return job
+
+
+def sleep(request: SleepRequest, numbers: bytes) -> JobNumber:
+    """Compress tensors of one device into host memory: a model, and its table. Their memory must not
+    change until the job has ended. Numbers: of a tensor each: address and bytes."""
+    job: JobNumber = core().start("sleep", dumps(request), numbers)
     return job
 
 

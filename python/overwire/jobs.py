@@ -43,6 +43,7 @@ _DONE = {
     "convert": "converted",
     "verify": "verified",
     "pin": "pinned",
+    "sleep": "put to sleep",
     "fetch": "fetched",
 }
 

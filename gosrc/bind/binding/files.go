@@ -15,6 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/cli"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/fetch"
 	"github.com/overwire/overwire/gosrc/format"
@@ -24,6 +25,7 @@ import (
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/sleep"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -32,6 +34,14 @@ import (
 // saveRequest is a save.Spec and the tensors, in columns.
 type saveRequest struct {
 	save.Spec
+	Names  []string  `json:"names"`
+	DTypes []string  `json:"dtypes"`
+	Shapes [][]int64 `json:"shapes"`
+}
+
+// sleepRequest is a sleep.Spec and the tensors, in columns.
+type sleepRequest struct {
+	sleep.Spec
 	Names  []string  `json:"names"`
 	DTypes []string  `json:"dtypes"`
 	Shapes [][]int64 `json:"shapes"`
@@ -99,6 +109,9 @@ func fileVerbs() []Verb {
 	return []Verb{
 		begun[saveRequest, save.Report]("save", "Write tensors, whose memory must not change until the job has ended.", startSave).
 			tail("of a tensor each: address, bytes, and 1 + the GPU that the address is of (0: the host)"),
+		begun[sleepRequest, sleep.Report]("sleep",
+			"Compress tensors of one device into host memory: a model, and its table. Their memory must not change until the job has ended.", startSleep).
+			tail("of a tensor each: address and bytes"),
 		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).ints("address", "nbytes").onCallersMemory(),
 		started("rename", "Rename a finished file over another one in its folder.",
 			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
@@ -195,6 +208,35 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 	return in, nil
 }
 
+func startSleep(_ *Verb, q sleepRequest, n []int64) (*entry, error) {
+	if len(q.DTypes) != len(q.Names) || len(q.Shapes) != len(q.Names) || len(n) != 2*len(q.Names) {
+		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes, %d numbers of tensors", len(q.Names), len(q.DTypes), len(q.Shapes), len(n))
+	}
+	in := make([]sleep.Tensor, len(q.Names))
+	for i, name := range q.Names {
+		d, ok := tensor.ParseDType(q.DTypes[i])
+		if !ok || strings.ContainsRune(name, 0) {
+			return nil, errs.New(errs.ErrArgument, "tensor %q: no such dtype, %q, or a NUL in the name", name, q.DTypes[i])
+		}
+		data, err := dataAt(uint64(n[2*i]), n[2*i+1])
+		if err != nil {
+			return nil, &errs.At{Verb: "sleep", Tensor: name, Chunk: -1, Offset: -1, Err: err}
+		}
+		in[i] = sleep.Tensor{Name: name, DType: d, Shape: q.Shapes[i], Data: data}
+	}
+	return background("sleep", true, func(ctx context.Context, j *job.Job) (any, error) {
+		if q.Path != "" {
+			defer preload.Sweep(q.Path)
+		}
+		m, rep, err := sleep.Sleep(ctx, j, q.Spec, in)
+		if err != nil {
+			return none{}, err
+		}
+		j.SetReport(rep)
+		return &Result{Model: keep(m), Table: m.Index()}, nil
+	}), nil
+}
+
 func put(ctx context.Context, j *job.Job, q putRequest, n []int64) (save.Report, error) {
 	data, err := dataAt(uint64(n[0]), n[1])
 	if err != nil {
@@ -248,7 +290,7 @@ func jobVerbs() []Verb {
 				return none{}, err
 			}).ints("job"),
 		answered("empty_cache", "Free device and pinned memory that is kept for the next load.",
-			func(none, []int64) (none, error) { return none{}, cuda.Trim() }),
+			func(none, []int64) (none, error) { pinned.Trim(); return none{}, cuda.Trim() }),
 		answered("shutdown", "Cancel everything that runs and wait up to ms for its end (1; 0: it still runs): for the end of the process.",
 			func(_ none, n []int64) (int64, error) {
 				ended := job.CancelAll(time.Duration(n[0]) * time.Millisecond)

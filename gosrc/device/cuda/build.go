@@ -228,10 +228,10 @@ func (b *build) raw(j *device.DecodeTask, scratch uint64) bool {
 	}
 	lo, hi := int64(j.Src), int64(j.Src)+int64(j.Chunk.Stored)
 	if lo < b.lo || hi > b.hi {
-		if len(b.copies)+3 > C.OWCU_COPIES {
+		if len(b.copies)+3+int((hi-lo)/seam) > C.OWCU_COPIES-8 {
 			return false
 		}
-		b.copies = append(b.copies, C.struct_owcu_copy{dst: address(j.Dst), src: unsafe.Pointer(&b.s.Memory()[lo]), n: C.uint64_t(hi - lo)})
+		b.copies = pieced(b.copies, address(j.Dst), unsafe.Pointer(&b.s.Memory()[lo]), hi-lo)
 		return true
 	}
 	moves := b.scattered(j, b.base+uint64(lo), uint64(uintptr(j.Dst)))
@@ -394,9 +394,7 @@ func (b *build) write() {
 		copies = append(copies, C.struct_owcu_copy{dst: C.owcu_ptr(device), src: table, n: C.uint64_t(int64(size) + upto)})
 		if !b.staged && b.hi > b.lo {
 			b.staged = true
-			copies = append(copies, C.struct_owcu_copy{
-				dst: C.owcu_ptr(s.dev + uint64(b.lo)), src: unsafe.Pointer(&s.Memory()[b.lo]), n: C.uint64_t(b.hi - b.lo),
-			})
+			copies = pieced(copies, C.owcu_ptr(s.dev+uint64(b.lo)), unsafe.Pointer(&s.Memory()[b.lo]), b.hi-b.lo)
 		}
 	}
 	copies = append(copies, b.copies...)
@@ -415,6 +413,16 @@ func (b *build) write() {
 		}
 		s.c.launches[i] = c
 	}
+}
+
+// pieced adds a copy from pinned memory, in as many pieces as it has seams.
+func pieced(all []C.struct_owcu_copy, dst C.owcu_ptr, src unsafe.Pointer, n int64) []C.struct_owcu_copy {
+	for n > 0 {
+		k := min(n, seam-int64(uintptr(src)%uintptr(seam)))
+		all = append(all, C.struct_owcu_copy{dst: dst, src: src, n: C.uint64_t(k)})
+		dst, src, n = dst+C.owcu_ptr(k), unsafe.Add(src, k), n-k
+	}
+	return all
 }
 
 // put copies a table to p+off and returns its length in bytes.

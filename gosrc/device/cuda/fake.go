@@ -20,10 +20,10 @@ import (
 // which rule of the driver was broken; "" means none.
 func Fake(memory int64) (end func() string) {
 	useFake(memory)
-	usual, first := ring, firstRing
-	ring.slots, ring.bytes, firstRing = 6, 256<<10, 8<<20
+	usual, first, pack, whole := ring, firstRing, packSlot, seam
+	ring.slots, ring.bytes, firstRing, packSlot, seam = 6, 256<<10, 8<<20, 128<<10, 64<<10
 	return func() string {
-		defer func() { ring, firstRing = usual, first }()
+		defer func() { ring, firstRing, packSlot, seam = usual, first, pack, whole }()
 		fakeFail(0, 0, false)
 		driver.mu.Lock()
 		var open []*Device

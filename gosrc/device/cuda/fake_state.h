@@ -241,7 +241,7 @@ static void items_now(const struct op *o)
 {
 	ow_batch_item *items = (void *)(uintptr_t)o->b;
 
-	if (covers(items, o->n * sizeof *items) != 1) {
+	if (!covers(items, o->n * sizeof *items)) { // pinned memory is mapped
 		broke("items outside device memory");
 		return;
 	}

@@ -218,3 +218,33 @@ func ThreadMode(int) int { return -1 }
 
 // DeviceOf is the device of an address: none.
 func DeviceOf(uint64) int { return -1 }
+
+// A Packer copies device memory to the host, encoded.
+type Packer struct{}
+
+// NewPacker makes a Packer.
+func (d *Device) NewPacker() (*Packer, error) { return nil, errNone }
+
+// Slots is how many slots it has.
+func (p *Packer) Slots() int { return 0 }
+
+// Slot is how many bytes a slot takes.
+func (p *Packer) Slot() int64 { return 0 }
+
+// Bytes is the device memory that it takes.
+func (p *Packer) Bytes() int64 { return 0 }
+
+// Encode encodes ranges.
+func (p *Packer) Encode(int, []Packed) error { return errNone }
+
+// Fetch queues the copies of ranges.
+func (p *Packer) Fetch(int, []Packed) error { return errNone }
+
+// Wait waits for the copies of a slot.
+func (p *Packer) Wait(int) error { return errNone }
+
+// Sample copies runs of device memory.
+func (p *Packer) Sample([]uint64, int64, func(int, []byte)) error { return errNone }
+
+// Close frees it.
+func (p *Packer) Close() {}

@@ -2,7 +2,11 @@ package cuda
 
 // This file describes batches of bitstreams: layouts, orders, and status words.
 
-import "github.com/overwire/overwire/gosrc/errs"
+import (
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
 
 // Kind is how a stream's blocks are framed; the numbers are nvCOMP's.
 type Kind uint32
@@ -51,6 +55,27 @@ func split(streams []Stream, rows int) int {
 type Order struct {
 	Stream uintptr
 	After  []uintptr
+}
+
+// seam: see Seam. Tests make it smaller.
+var seam int64 = 32 << 20
+
+// Seam divides memory that was registered in several parts: their ends are multiples of
+// it, and no copy of this package's crosses one.
+func Seam() int64 { return seam }
+
+// Packed is a range of device memory on its way to the host, encoded or as it is.
+type Packed struct {
+	Src       uint64
+	N         int64          // bytes; encoded, at most Packer.Slot
+	Transform uint8          // of X16; 0: not encoded
+	To        unsafe.Pointer // pinned, for Fetch
+
+	// Set by Encode: the bytes that Fetch copies, and X16's tiles of a segment, 0 if
+	// the range stays as it is.
+	Stored int64
+	Tiles  uint16
+	at     uint64
 }
 
 // Peeked is what a stream says about itself. Only native streams have Chunk and

@@ -243,6 +243,9 @@ func (l *Layout) grid(items []Item, sizes []int64) error {
 	return nil
 }
 
+// Header returns the bytes of the header, which are the offset of the data section.
+func (l *Layout) Header() int64 { return l.header }
+
 // Start returns the offset of the first chunk.
 func (l *Layout) Start() int64 { return l.header + l.index }
 

@@ -22,6 +22,7 @@ var mayImport = map[string][]string{
 	"internal/idle":       {},
 	"internal/blocks":     {"errs", "internal/spawn"},
 	"internal/house":      {},
+	"internal/hostmem":    {},
 	"internal/near":       {},
 	"internal/atomicfile": {"errs", "internal/regular"},
 	"internal/sizes":      {},
@@ -57,6 +58,7 @@ var mayImport = map[string][]string{
 	"device/cpu":        {"device", "codec", "tensor", "errs", "knob", "internal/..."},
 	"device/cuda":       {"device", "codec/x16", "codec/digest", "tensor", "errs", "knob", "internal/..."},
 	"device/gds":        {"errs", "internal/..."},
+	"device/pinned":     {"device/cuda", "errs", "internal/..."},
 	"format":            {"format/...", "tensorizer", "tensor", "source", "errs", "internal/..."},
 	"format/safetensors": {"tensor", "source", "errs",
 		"internal/..."},
@@ -87,6 +89,7 @@ var mayImport = map[string][]string{
 	"delta": {"codec", "codec/delta", "codec/digest", "format/overwire", "format/safetensors", "source", "source/memory", "source/open", "device/cuda", "job",
 		"tensor", "errs", "internal/..."},
 	"save/original": {"format", "format/...", "source", "source/open", "tensor", "errs", "internal/..."},
+	"sleep":         {"load", "format/overwire", "source/memory", "codec", "codec/x16", "device", "device/cuda", "device/pinned", "job", "tensor", "errs", "internal/..."},
 	"preload":       {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "errs", "internal/..."},
 	"weights":       {"tensor", "errs", "internal/..."},
 	"serve":         {"errs", "internal/..."},
@@ -114,7 +117,7 @@ var mayImport = map[string][]string{
 
 	// The binding to Python.
 	"bind/api": {"bind/binding", "dlpack"},
-	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "preload", "source", "source/open", "fetch", "codec/...", "device/...", "peers", "dlpack", "job",
+	"bind/binding": {"tensorizer", "format", "load", "save", "delta", "nvcomp", "cli", "preload", "sleep", "source", "source/open", "fetch", "codec/...", "device/...", "peers", "dlpack", "job",
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},
@@ -124,7 +127,7 @@ var mayImport = map[string][]string{
 // modules lists the packages that may import a foreign module; "" is every package.
 var modules = map[string][]string{
 	"golang.org/x/sys":                        {""},
-	"github.com/zeebo/xxh3":                   {"codec", "save", "format", "load", "source/cache"},
+	"github.com/zeebo/xxh3":                   {"codec", "save", "sleep", "format", "load", "source/cache"},
 	"github.com/dustin/go-humanize":           {"cli", "rig"},
 	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4", "rig"}, // rig: a codec beside its library
 	"github.com/klauspost/compress":           {"nvcomp/snappy", "nvcomp/zstd", "nvcomp/deflate", "codec/planes", "rig"},

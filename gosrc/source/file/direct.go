@@ -10,6 +10,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"golang.org/x/sys/unix"
 )
@@ -78,7 +79,7 @@ func (f *File) Expect(total int64, host bool, how string) int {
 		if f.kind == inMemory || !f.anyCold() {
 			return 0
 		}
-		fits = total <= available()/2
+		fits = total <= hostmem.Available()/2
 		if f.kind == network || fits && !host {
 			return depth
 		}

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -393,7 +394,7 @@ func TestKindOf(t *testing.T) {
 			t.Errorf("%#x: %d, want %d", magic, got, want)
 		}
 	}
-	if m := available(); m < 1<<20 || m > 1<<50 {
+	if m := hostmem.Available(); m < 1<<20 || m > 1<<50 {
 		t.Errorf("%d bytes available", m)
 	}
 }

@@ -17,6 +17,10 @@ type Memory struct {
 	close sync.Once
 	free  func()
 
+	// Compare: every load compares the checksums of its bytes. It is set before the
+	// source is used.
+	Compare bool
+
 	mu   sync.RWMutex // held for reading by every copy
 	shut bool
 }
@@ -48,7 +52,7 @@ func (m *Memory) ReadAt(ctx context.Context, p []byte, off int64) error {
 }
 
 // Facts say that the bytes can be viewed.
-func (m *Memory) Facts() source.Facts { return source.Facts{View: m.view} }
+func (m *Memory) Facts() source.Facts { return source.Facts{View: m.view, Compare: m.Compare} }
 
 // view returns the bytes themselves.
 func (m *Memory) view(off, n int64) ([]byte, error) {

@@ -169,6 +169,16 @@ class Model:
             self.close()
             raise
 
+    @classmethod
+    def held(cls, name: str, table: list[Any], number: ModelNumber, device: str) -> Model:
+        """A model that the engine has in memory, for loads to the device; name: in errors."""
+        model = object.__new__(cls)
+        model.device = model.lands = device
+        model.read, model.chosen, model.joined = None, None, False
+        model.uris, model.table, model._sources = [name], table, '{"sources": []}'
+        model._handle, model._open, model._places = number, True, None
+        return model
+
     def close(self) -> None:
         """Closes the handle. What a preload has of the files and no load took is
         freed, if some of it was taken."""

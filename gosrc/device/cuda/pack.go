@@ -1,0 +1,218 @@
+//go:build cgo
+
+package cuda
+
+/*
+#include <stdlib.h>
+#include "pack.h"
+#include "../../../cuda/abi_batch.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+const (
+	packRows = 1024 // ranges of a slot
+	itemSize = int(unsafe.Sizeof(C.ow_batch_item{}))
+	// A chunk of 1 MiB has eight segments, a warp each: blocks of twice the threads of
+	// a large batch, since few blocks run at once and the time of each counts.
+	packThreads = 256
+	leastSlots  = 3
+)
+
+// packSlot is how many bytes a slot encodes at a time; tests make it smaller.
+var packSlot int64 = 16 << 20
+
+// A Packer copies device memory to pinned memory of the host, and encodes it on the
+// way, in the slots of a ring. Slots are independent; of one slot, Encode, Fetch and
+// Wait are called in this order. It works on streams of its own and waits for no other
+// work: what writes the memory must have ended.
+type Packer struct {
+	d      *Device
+	c      *C.struct_owcu_pack // in C memory
+	pages  pages
+	slot   int64
+	kernel C.owcu_handle
+}
+
+// NewPacker makes a Packer, to be closed. It takes less device memory, down to an
+// eighth, where there is little.
+func (d *Device) NewPacker() (*Packer, error) {
+	d.batch.mu.Lock()
+	err := d.loadKernels()
+	d.batch.mu.Unlock()
+	if err != nil {
+		return nil, err
+	}
+	mem, err := newPages(int64(C.OWCU_PACK_SLOTS * packRows * itemSize))
+	if err != nil {
+		return nil, err
+	}
+	c := (*C.struct_owcu_pack)(C.calloc(1, C.size_t(unsafe.Sizeof(C.struct_owcu_pack{}))))
+	if c == nil {
+		panic("out of memory for the streams of a packer")
+	}
+	p := &Packer{d: d, c: c, pages: mem, slot: packSlot, kernel: d.batch.kernels[batchEncode]}
+	for n := C.OWCU_PACK_SLOTS; ; n /= 2 {
+		*c = C.struct_owcu_pack{slots: C.int(n)}
+		var e C.struct_owcu_error
+		rc := C.owcu_pack_new(d.ctx, c, mem.p, C.uint64_t(mem.n), C.uint64_t(int64(n)*p.slot), &e)
+		if rc == 0 {
+			return p, nil
+		}
+		err := d.sized(failure(d.index, &e), int64(n)*p.slot, "encoding")
+		if rc > 0 {
+			d.deferFree(p.release)
+			return nil, err
+		}
+		if errors.Is(err, errs.ErrMemory) && n/2 >= leastSlots {
+			continue
+		}
+		p.free()
+		return nil, err
+	}
+}
+
+// free frees the host's part; the driver no longer uses it.
+func (p *Packer) free() {
+	p.pages.free()
+	C.free(unsafe.Pointer(p.c))
+}
+
+// release frees what the driver refused to free before, and reports whether all is
+// gone.
+func (p *Packer) release() bool {
+	var e C.struct_owcu_error
+	if C.owcu_pack_free(p.d.ctx, p.c, &e) > 0 {
+		return false
+	}
+	p.free()
+	return true
+}
+
+// Close waits for the packer's own work and frees it.
+func (p *Packer) Close() {
+	if !p.release() {
+		p.d.deferFree(p.release)
+	}
+}
+
+// Slots is how many slots there are.
+func (p *Packer) Slots() int { return int(p.c.slots) }
+
+// Slot is how many bytes a slot encodes at most, each range rounded up to 16.
+func (p *Packer) Slot() int64 { return p.slot }
+
+// Bytes is the device memory that the packer takes.
+func (p *Packer) Bytes() int64 { return int64(p.Slots()) * p.slot }
+
+// Encode encodes ranges by the kernel of codec X16 and waits for it. A range without a
+// transform, one that is not aligned to 16 and one that gains too little stay as they
+// are.
+func (p *Packer) Encode(slot int, all []Packed) error {
+	base := slot * packRows * itemSize
+	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.pages.p, base)), packRows)[:0:packRows]
+	var rows []int
+	used := int64(0)
+	for i := range all {
+		r := &all[i]
+		r.Stored, r.Tiles, r.at = r.N, 0, r.Src
+		if r.Transform == 0 || r.Src%16 != 0 {
+			continue
+		}
+		room := (r.N + 15) &^ 15
+		if len(rows) == packRows || used+room > p.slot {
+			return errs.New(errs.ErrArgument, "%d ranges in a slot of %d bytes", len(all), p.slot)
+		}
+		at := uint64(p.c.device) + uint64(int64(slot)*p.slot+used)
+		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N), dst: C.uint64_t(at), dst_cap: C.uint64_t(r.N),
+			arg: C.uint32_t(r.Transform)})
+		rows = append(rows, i)
+		used += room
+	}
+	if len(rows) == 0 {
+		return nil
+	}
+	var e C.struct_owcu_error
+	if C.owcu_pack_encode(p.d.ctx, p.c, C.int(slot), p.kernel, p.c.mapped+C.owcu_ptr(base), C.uint32_t(len(rows)), packThreads, &e) != 0 {
+		return failure(p.d.index, &e)
+	}
+	if err := p.Wait(slot); err != nil {
+		return err
+	}
+	for k, i := range rows {
+		it, r := &items[k], &all[i]
+		switch {
+		case it.status == C.OW_BATCH_GAIN:
+		case it.status != 0 || it.written == 0 || int64(it.written) >= r.N:
+			return errs.New(errs.ErrEngine, "cuda:%d: a chunk of %d bytes was encoded to %d, status %d", p.d.index, r.N, it.written, it.status)
+		default:
+			r.Stored, r.Tiles, r.at = int64(it.written), uint16(it.arg>>16), uint64(it.dst)
+		}
+	}
+	return nil
+}
+
+// Fetch queues the copies of encoded ranges to their places, in pinned memory.
+func (p *Packer) Fetch(slot int, all []Packed) error {
+	var copies []C.struct_owcu_fetch
+	for i := range all {
+		r := &all[i]
+		for done := int64(0); done < r.Stored; {
+			to := unsafe.Add(r.To, done)
+			n := min(r.Stored-done, seam-int64(uintptr(to)%uintptr(seam)))
+			copies = append(copies, C.struct_owcu_fetch{dst: to, src: C.owcu_ptr(r.at + uint64(done)), n: C.uint64_t(n)})
+			done += n
+		}
+	}
+	return p.fetch(slot, copies)
+}
+
+func (p *Packer) fetch(slot int, copies []C.struct_owcu_fetch) error {
+	var first *C.struct_owcu_fetch
+	if len(copies) > 0 {
+		first = &copies[0]
+	}
+	var e C.struct_owcu_error
+	if C.owcu_pack_fetch(p.d.ctx, p.c, C.int(slot), C.uint64_t(len(copies)), first, &e) != 0 {
+		return failure(p.d.index, &e)
+	}
+	return nil
+}
+
+// Wait waits for the copies of a slot.
+func (p *Packer) Wait(slot int) error {
+	var e C.struct_owcu_error
+	if C.owcu_pack_wait(p.d.ctx, p.c, C.int(slot), &e) != 0 {
+		return failure(p.d.index, &e)
+	}
+	return nil
+}
+
+// Sample copies n bytes from each address to the host and calls got with each, which
+// may keep nothing of them. No slot may be in use.
+func (p *Packer) Sample(at []uint64, n int64, got func(i int, b []byte)) error {
+	most := int(p.pages.n / n)
+	for first := 0; first < len(at); first += most {
+		part := at[first:min(len(at), first+most)]
+		copies := make([]C.struct_owcu_fetch, len(part))
+		for i, src := range part {
+			copies[i] = C.struct_owcu_fetch{dst: unsafe.Add(p.pages.p, int64(i)*n), src: C.owcu_ptr(src), n: C.uint64_t(n)}
+		}
+		if err := p.fetch(0, copies); err != nil {
+			return err
+		}
+		if err := p.Wait(0); err != nil {
+			return err
+		}
+		for i := range part {
+			got(first+i, unsafe.Slice((*byte)(copies[i].dst), n))
+		}
+	}
+	return nil
+}

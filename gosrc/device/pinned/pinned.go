@@ -1,0 +1,330 @@
+// Package pinned is host memory that a GPU copies to and from at the full rate of its
+// link. It is reserved as address space and made ready part by part, while what is
+// ready is used already. What a GPU's last user had is kept for the next, until Trim.
+package pinned
+
+import (
+	"context"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+)
+
+const (
+	page = 4096
+	huge = 2 << 20
+)
+
+// A Memory is such memory, or, without a GPU, ordinary memory. Its user calls Keep or
+// Free once, when nothing uses it any more. Await may be called by several goroutines.
+type Memory struct {
+	gpu    *cuda.Device // nil: not registered
+	raw    unsafe.Pointer
+	mapped uintptr
+	base   unsafe.Pointer // a multiple of cuda.Seam
+	room   int64
+
+	mu      sync.Mutex
+	limit   int64 // no more is made ready
+	want    int64
+	ready   int64    // bytes from the base that are usable
+	parts   [][]byte // registered
+	growing bool
+	ended   bool
+	err     error         // why no more gets ready
+	moved   chan struct{} // closed and renewed when any of it changes
+}
+
+// kept is the memory that no one uses, by GPU.
+var kept struct {
+	mu  sync.Mutex
+	all map[*cuda.Device]*Memory
+}
+
+// Take returns memory for up to room bytes, of which no more than limit become ready:
+// what is kept for the GPU if it suits, else new. A nil GPU means ordinary memory.
+func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
+	if room <= 0 || room > 1<<45 || limit <= 0 {
+		return nil, errs.New(errs.ErrArgument, "%d bytes of host memory, at most %d", room, limit)
+	}
+	kept.mu.Lock()
+	m := kept.all[gpu]
+	delete(kept.all, gpu)
+	kept.mu.Unlock()
+	if m != nil {
+		if m.room >= room && m.ready <= limit && m.ready%cuda.Seam() == 0 {
+			m.limit, m.want, m.ended, m.err = min(limit, m.room), m.ready, false, nil
+			return m, nil
+		}
+		m.Free()
+	}
+	seam := cuda.Seam()
+	m = &Memory{gpu: gpu, room: sizes.RoundUp(room, seam), moved: make(chan struct{})}
+	if gpu != nil {
+		m.room *= 2 // address space costs nothing, and the next user may need a bit more
+	}
+	m.limit = min(limit, m.room)
+	m.mapped = uintptr(m.room + seam)
+	raw, err := unix.MmapPtr(-1, 0, nil, m.mapped, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
+	if err != nil {
+		return nil, &errs.Memory{Where: "host", Asked: room, Free: -1, Total: -1, For: "address space", Err: err.Error()}
+	}
+	m.raw = raw
+	m.base = unsafe.Add(raw, (seam-int64(uintptr(raw)%uintptr(seam)))%seam)
+	return m, nil
+}
+
+// Ready is how many bytes of what is kept for a GPU need not be made ready again.
+func Ready(gpu *cuda.Device) int64 {
+	kept.mu.Lock()
+	defer kept.mu.Unlock()
+	if m := kept.all[gpu]; m != nil {
+		return m.ready
+	}
+	return 0
+}
+
+// Bytes are n bytes from off, which Await has returned for.
+func (m *Memory) Bytes(off, n int64) []byte {
+	return unsafe.Slice((*byte)(unsafe.Add(m.base, off)), n)
+}
+
+// Limit is how many bytes may become ready.
+func (m *Memory) Limit() int64 { return m.limit }
+
+// Want begins to make the first n bytes ready, or as many as the limit allows, and
+// does not wait.
+func (m *Memory) Want(n int64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if n = min(n, m.limit); n <= m.want && (m.growing || n <= m.ready) || m.ended || m.err != nil {
+		return
+	}
+	unit := int64(page)
+	if m.gpu != nil {
+		unit = cuda.Seam()
+	}
+	m.want = max(m.want, min(sizes.RoundUp(n, unit), sizes.RoundUp(m.limit, page)))
+	if !m.growing {
+		m.growing = true
+		spawn.Go("pinned", m.grow)
+	}
+}
+
+// Await waits until the first n bytes are ready.
+func (m *Memory) Await(ctx context.Context, n int64) error {
+	for {
+		m.mu.Lock()
+		ready, growing, err, moved := m.ready, m.growing, m.err, m.moved
+		if m.ended && err == nil {
+			err = errs.New(errs.ErrEngine, "memory that was given back")
+		}
+		m.mu.Unlock()
+		switch {
+		case n <= ready:
+			return nil
+		case err != nil:
+			return err
+		case n > m.limit:
+			return &errs.Memory{Where: "host", Asked: n, Free: m.limit, Total: m.limit, For: "stored bytes"}
+		case !growing || n > m.want:
+			m.Want(n + max(huge, n/32))
+			continue
+		}
+		select {
+		case <-moved:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// grow makes parts ready until there is what is wanted. The next part is touched
+// while one is registered.
+func (m *Memory) grow() {
+	err := spawn.Guard("pinned", func() error {
+		touched := m.ready
+		for {
+			lo, hi := m.next()
+			if lo == hi {
+				return nil
+			}
+			if touched < hi {
+				if err := m.touch(touched, hi); err != nil {
+					return err
+				}
+				touched = hi
+			}
+			var ahead chan error
+			if end := m.end(hi); end > hi && m.gpu != nil {
+				ahead = make(chan error, 1)
+				spawn.Go("pinned", func() { ahead <- m.touch(hi, end) })
+				touched = end
+			}
+			err := m.pin(lo, hi)
+			if ahead != nil {
+				if e := <-ahead; err == nil {
+					err = e
+				}
+			}
+			if err != nil {
+				return err
+			}
+		}
+	})
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.growing = false
+	if err != nil {
+		m.err = err
+	}
+	m.tell()
+}
+
+// tell wakes those that wait. m.mu is held.
+func (m *Memory) tell() {
+	close(m.moved)
+	m.moved = make(chan struct{})
+}
+
+// next is the part to make ready; an empty one ends the growth.
+func (m *Memory) next() (lo, hi int64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	lo = m.ready
+	return lo, m.cut(lo)
+}
+
+// end is where the part that begins at lo would end.
+func (m *Memory) end(lo int64) int64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.cut(lo)
+}
+
+func (m *Memory) cut(lo int64) int64 {
+	if m.ended || lo >= m.want {
+		return lo
+	}
+	if m.gpu == nil {
+		return m.want
+	}
+	return min(m.want, lo+cuda.Seam())
+}
+
+// touch makes [lo, hi) accessible, with its pages there.
+func (m *Memory) touch(lo, hi int64) error {
+	b := m.Bytes(lo, hi-lo)
+	if err := unix.Mprotect(b, unix.PROT_READ|unix.PROT_WRITE); err != nil {
+		return &errs.Memory{Where: "host", Asked: hi, Free: -1, Total: -1, For: "stored bytes", Err: err.Error()}
+	}
+	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
+	if m.gpu == nil {
+		return nil // the writers will
+	}
+	n := hi - lo
+	threads := int64(max(1, min(16, runtime.GOMAXPROCS(0))))
+	part := (n/huge + threads) / threads * huge
+	var wg sync.WaitGroup
+	for from := int64(0); from < n; from += part {
+		wg.Add(1)
+		spawn.Go("pinned touch", func() {
+			defer wg.Done()
+			for i := from; i < min(n, from+part); i += page {
+				b[i] = 0
+			}
+		})
+	}
+	wg.Wait()
+	return nil
+}
+
+// pin registers [lo, hi) and counts it as ready.
+func (m *Memory) pin(lo, hi int64) error {
+	b := m.Bytes(lo, hi-lo)
+	if m.gpu != nil {
+		if err := m.gpu.Register(b); err != nil {
+			return err
+		}
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.gpu != nil {
+		m.parts = append(m.parts, b)
+	}
+	m.ready = hi
+	m.tell()
+	return nil
+}
+
+// stop ends the growth and waits for its end.
+func (m *Memory) stop() {
+	for {
+		m.mu.Lock()
+		m.ended = true
+		growing, moved := m.growing, m.moved
+		m.mu.Unlock()
+		if !growing {
+			return
+		}
+		<-moved
+	}
+}
+
+// Keep gives the memory back: to be kept for the GPU's next user, unless more is kept
+// already.
+func (m *Memory) Keep() {
+	m.stop()
+	if m.gpu == nil || m.err != nil || m.ready == 0 {
+		m.Free()
+		return
+	}
+	kept.mu.Lock()
+	other := kept.all[m.gpu]
+	if other == nil || other.ready < m.ready {
+		if kept.all == nil {
+			kept.all = map[*cuda.Device]*Memory{}
+		}
+		kept.all[m.gpu], m = m, other
+	}
+	kept.mu.Unlock()
+	if m != nil {
+		m.Free()
+	}
+}
+
+// Free gives the memory back to the system.
+func (m *Memory) Free() {
+	m.stop()
+	var left atomic.Int64
+	left.Store(int64(len(m.parts)) + 1)
+	done := func() {
+		if left.Add(-1) == 0 {
+			_ = unix.MunmapPtr(m.raw, m.mapped)
+		}
+	}
+	for _, b := range m.parts {
+		m.gpu.Unregister(b, done)
+	}
+	m.parts = nil
+	done()
+}
+
+// Trim frees what is kept.
+func Trim() {
+	kept.mu.Lock()
+	all := kept.all
+	kept.all = nil
+	kept.mu.Unlock()
+	for _, m := range all {
+		m.Free()
+	}
+}

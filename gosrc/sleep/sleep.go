@@ -1,0 +1,325 @@
+// Package sleep is the verb: tensors are compressed where they are, on the host or on a
+// GPU, into host memory, from which any load of the engine brings them back. Their own
+// memory is only read.
+//
+// The host memory is the image of a container (docs/format.md): all that a file has but
+// the hashes of whole tensors, which need a pass of their own, made when a file is
+// wanted. It is bounded, estimated from samples before it is taken, and made ready while
+// the first chunks arrive. A GPU encodes a ring of slots and copies what came of them,
+// in the order of the file; checksums are computed beside that.
+package sleep
+
+import (
+	"cmp"
+	"context"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/device"
+	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/pinned"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/internal/hostmem"
+	"github.com/overwire/overwire/gosrc/internal/ordered"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/source/memory"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// name is that of the image in errors.
+const name = "memory of sleeping tensors"
+
+// A Tensor is one that goes to sleep. Data is its memory, dense, on the Spec's device;
+// it must stay valid and unchanged until the job has ended.
+type Tensor struct {
+	Name  string
+	DType tensor.DType
+	Shape []int64
+	Data  []byte
+}
+
+// A Spec says how.
+type Spec struct {
+	// Device has all the tensors: "cpu", "cuda:1".
+	Device string `json:"device"`
+	// Budget is the most host memory that the stored bytes may take; 0: what there is.
+	Budget int64 `json:"max_memory"`
+	// Path is a local file that the image is written to, too; "": none.
+	Path    string `json:"path"`
+	Threads int    `json:"threads"` // 0: one per core
+}
+
+// A Report says what sleeping cost. Bytes are of tensors, those of one memory counted
+// once; Stored is what they take in host memory; Staging is the memory that the GPU
+// needed meanwhile.
+type Report struct {
+	Bytes      int64    `json:"bytes"`
+	Stored     int64    `json:"stored"`
+	Staging    int64    `json:"staging"`
+	Seconds    float64  `json:"seconds"`
+	Tensors    int      `json:"tensors"`
+	Compressed int      `json:"compressed"`
+	Aliases    int      `json:"aliases"`
+	Files      []string `json:"files,omitempty"`
+}
+
+// A sleeper is one sleep.
+type sleeper struct {
+	Spec
+	job     *job.Job
+	way     way
+	items   []item
+	lay     *overwire.Layout
+	mem     *pinned.Memory
+	batches []batch
+	pos     int64 // end of what was placed
+	size    int64 // of the image
+	report  Report
+}
+
+// A batch is a range of the layout's chunks that are made together.
+type batch struct {
+	first, end int
+	rows       []cuda.Packed // while it is on its way
+}
+
+// Sleep compresses tensors. The model that it returns is the caller's; each load of it
+// compares all checksums, and closing it gives the memory back. The job's bytes are
+// those of the tensors.
+func Sleep(ctx context.Context, j *job.Job, spec Spec, in []Tensor) (*load.Model, Report, error) {
+	start := time.Now()
+	s := &sleeper{Spec: spec, job: j}
+	m, err := s.run(ctx, in)
+	s.report.Seconds = time.Since(start).Seconds()
+	if err != nil {
+		return nil, Report{}, errs.Locate("sleep", "", "", -1, err)
+	}
+	return m, s.report, nil
+}
+
+func (s *sleeper) run(ctx context.Context, in []Tensor) (*load.Model, error) {
+	number, err := device.Number(cmp.Or(s.Device, "cpu"))
+	if err != nil {
+		return nil, err
+	}
+	var gpu *cuda.Device
+	if number == device.Host {
+		s.way = newHost(s.Threads)
+	} else {
+		if gpu, err = cuda.Open(int(max(0, number))); err != nil {
+			return nil, err
+		}
+		if s.way, err = newGPU(gpu); err != nil {
+			return nil, err
+		}
+	}
+	defer s.way.close()
+	s.report.Staging = s.way.staging()
+	if err := s.classify(in); err != nil {
+		return nil, err
+	}
+	if err := s.layOut(); err != nil {
+		return nil, err
+	}
+	if err := s.reserve(gpu); err != nil {
+		return nil, err
+	}
+	m, err := s.image(ctx)
+	if err != nil {
+		s.way.close() // nothing is copied any more
+		s.mem.Keep()
+	}
+	return m, err
+}
+
+// image fills the memory and makes it a model.
+func (s *sleeper) image(ctx context.Context) (*load.Model, error) {
+	if err := s.fill(ctx); err != nil {
+		return nil, err
+	}
+	if s.Path != "" {
+		if err := s.write(ctx); err != nil {
+			return nil, err
+		}
+		s.report.Files = []string{s.Path}
+	}
+	ix := &tensor.Index{
+		Sources: []tensor.Source{{URI: name, Size: s.size, Data: s.lay.Header(), Format: tensor.FormatOverwire}},
+		Tensors: s.lay.Tensors, Chunks: s.lay.Chunks,
+	}
+	if err := ix.Validate(codec.Known); err != nil {
+		return nil, errs.New(errs.ErrEngine, "an image that no load takes: %v", err)
+	}
+	src := memory.New(name, s.mem.Bytes(0, s.size), s.mem.Keep)
+	src.Compare = true
+	return load.Of(ix, src), nil
+}
+
+// layOut plans the image and its batches.
+func (s *sleeper) layOut() error {
+	items := make([]overwire.Item, len(s.items))
+	for i := range s.items {
+		t := &s.items[i]
+		items[i] = overwire.Item{Name: t.Name, DType: t.DType, Shape: t.Shape, Plain: t.transform == 0 && t.alias == 0, Alias: t.alias, ChunkBytes: chunkBytes}
+	}
+	var metadata map[string]string
+	if s.Path != "" {
+		metadata = map[string]string{"format": "pt"}
+	}
+	lay, err := overwire.NewLayout(metadata, items, nil)
+	if err != nil {
+		return err
+	}
+	s.lay, s.pos = lay, lay.Start()
+	most, rows := s.way.batch()
+	first, used := 0, int64(0)
+	for c := range lay.Chunks {
+		n := sizes.RoundUp(int64(lay.Chunks[c].Logical), 16)
+		if c > first && (used+n > most || c-first == rows) {
+			s.batches = append(s.batches, batch{first: first, end: c})
+			first, used = c, 0
+		}
+		used += n
+	}
+	if len(lay.Chunks) > 0 {
+		s.batches = append(s.batches, batch{first: first, end: len(lay.Chunks)})
+	}
+	return nil
+}
+
+// reserve takes the host memory, or refuses what there is no room for.
+func (s *sleeper) reserve(gpu *cuda.Device) error {
+	most, expected := s.lay.Start()+tensor.BlobAlign, float64(s.lay.Start())
+	for i := range s.lay.Tensors {
+		t := &s.lay.Tensors[i]
+		if t.Count > 0 {
+			pad := int64(t.Count)*tensor.StoredAlign + tensor.BlobAlign
+			most += t.Bytes + pad
+			expected += float64(t.Bytes)*s.items[s.lay.Items[i]].expect + float64(pad)
+		}
+	}
+	need, limit := int64(expected), most
+	refuse := func(left int64, why string) error {
+		return &errs.Memory{Where: "host", Asked: need, Free: left, Total: left, For: "sleeping tensors", Err: why}
+	}
+	if s.Budget > 0 {
+		limit = min(limit, s.Budget)
+		if need > s.Budget {
+			return refuse(s.Budget, "max_memory")
+		}
+	}
+	if left := hostmem.Available() + pinned.Ready(gpu); need > left {
+		return refuse(left, "available")
+	}
+	var err error
+	if s.mem, err = pinned.Take(most, limit, gpu); err == nil {
+		s.mem.Want(need + need/100)
+	}
+	return err
+}
+
+// fill makes the image's chunks.
+func (s *sleeper) fill(ctx context.Context) error {
+	s.job.TotalBytes.Store(s.report.Bytes)
+	s.job.TotalTensors.Store(int64(s.report.Tensors))
+	window, workers := s.way.slots()
+	o := ordered.Tasks{
+		N: len(s.batches), Window: window, Workers: workers,
+		Work:  func(_, k int) error { return s.encode(k, k%window) },
+		Turn:  func(k int) error { return s.place(ctx, k, k%window) },
+		Flush: func(k int) error { return s.finish(k, k%window) },
+	}
+	if err := o.Run(ctx, "sleep"); err != nil {
+		return err
+	}
+	s.size = s.lay.Start()
+	for i := range s.lay.Tensors {
+		s.size = max(s.size, s.lay.Tensors[i].Off+s.lay.Tensors[i].Stored)
+	}
+	if err := s.mem.Await(ctx, s.size); err != nil {
+		return err
+	}
+	clear(s.mem.Bytes(s.pos, s.size-s.pos))
+	s.report.Stored = s.size
+	s.job.Tensors.Store(int64(s.report.Tensors))
+	return nil
+}
+
+// encode makes the stored bytes of batch k, in a slot.
+func (s *sleeper) encode(k, slot int) error {
+	b := &s.batches[k]
+	b.rows = make([]cuda.Packed, 0, b.end-b.first)
+	t := s.tensorOf(b.first)
+	for c := b.first; c < b.end; c++ {
+		for c >= int(s.lay.Tensors[t].First+s.lay.Tensors[t].Count) {
+			t++
+		}
+		it := &s.items[s.lay.Items[t]]
+		at := (int64(c) - int64(s.lay.Tensors[t].First)) * chunkBytes
+		b.rows = append(b.rows, cuda.Packed{Src: it.address() + uint64(at), N: int64(s.lay.Chunks[c].Logical), Transform: it.transform})
+	}
+	if err := s.way.encode(slot, b.rows); err != nil {
+		return err
+	}
+	for i := range b.rows {
+		if c := &s.lay.Chunks[b.first+i]; b.rows[i].Tiles > 0 {
+			c.Codec, c.Transform, c.SegTiles = tensor.CodecX16, b.rows[i].Transform, b.rows[i].Tiles
+		}
+	}
+	return nil
+}
+
+// tensorOf is the tensor, in the order of the layout, that has a chunk.
+func (s *sleeper) tensorOf(c int) int {
+	lo, hi := 0, len(s.lay.Tensors)-1
+	for lo < hi {
+		if mid := (lo + hi + 1) / 2; int(s.lay.Tensors[mid].First) <= c {
+			lo = mid
+		} else {
+			hi = mid - 1
+		}
+	}
+	return lo
+}
+
+// place gives the chunks of batch k their places in the image and begins to copy them
+// there. Memory that was used before is cleared between them.
+func (s *sleeper) place(ctx context.Context, k, slot int) error {
+	b := &s.batches[k]
+	from := s.pos
+	for i := range b.rows {
+		if _, err := s.lay.Place(b.first+i, uint32(b.rows[i].Stored)); err != nil {
+			return err
+		}
+	}
+	last := &s.lay.Chunks[b.end-1]
+	s.pos = last.Off + int64(last.Stored)
+	if err := s.mem.Await(ctx, s.pos); err != nil {
+		return err
+	}
+	for i := range b.rows {
+		c := &s.lay.Chunks[b.first+i]
+		clear(s.mem.Bytes(from, c.Off-from))
+		from = c.Off + int64(c.Stored)
+		b.rows[i].To = s.at(c.Off)
+	}
+	return s.way.fetch(slot, b.rows)
+}
+
+// finish waits for the copies of batch k and sums them.
+func (s *sleeper) finish(k, slot int) error {
+	b := &s.batches[k]
+	if err := s.way.wait(slot, b.rows); err != nil {
+		return err
+	}
+	for c := b.first; c < b.end; c++ {
+		x := &s.lay.Chunks[c]
+		x.Sum = codec.Sum(s.mem.Bytes(x.Off, int64(x.Stored)))
+		s.job.Bytes.Add(int64(x.Logical))
+	}
+	b.rows = nil
+	return nil
+}

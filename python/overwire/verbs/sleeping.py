@@ -1,0 +1,384 @@
+"""Tensors that sleep: compressed in host memory while their own memory is free."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from array import array
+from collections.abc import Mapping
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import _verbs
+from .._engine import forked
+from ..errors import ArgumentError, ForkedError, NotSupportedError
+from ..frameworks.choose import frame_for
+from ..jobs import Job, log
+from ..model.opened import Model
+from ..model.options import parse_size
+from ..paths import is_remote, local
+from ..progress import ProgressLike, watch
+from .into import place_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from .._requests import SleepRequest
+
+__all__ = ["Asleep", "sleep"]
+
+_WHOLE = (0, -1, 0, -1)
+
+
+class _Sleeper(NamedTuple):
+    # One tensor: a view that keeps its storage, and where it is on the device.
+    name: str
+    tensor: Any
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    dense: Any  # what is read: the tensor, or a dense copy of it
+
+
+class Asleep:
+    """Tensors that sleep: see `sleep`. A context manager that ends with `wake` and `close`.
+
+    Threads may share it; one of them wakes the tensors.
+    """
+
+    __module__ = "overwire"
+
+    def __init__(self) -> None:
+        #: Bytes of the tensors, each memory counted once.
+        self.nbytes: int = 0
+        #: Bytes of host memory that they take, 0 once it was given back.
+        self.stored: int = 0
+        #: Bytes of the tensors' own memory that were freed.
+        self.released: int = 0
+        self._models: dict[str, Model] = {}
+        self._wakes: dict[str, list[_Sleeper]] = {}
+        self._storages: list[tuple[Any, int]] = []  # what was freed, with its size
+
+    def wake(self, *, progress: ProgressLike = None) -> None:
+        """Puts every tensor back into its own memory, bit for bit, and gives the host
+        memory back. Every checksum is compared. On a GPU the tensors may be used at once
+        by what is queued on torch's current stream from now on.
+
+        A second call does nothing. progress: as for `load_file`.
+
+        Raises OutOfMemoryError where the tensors' memory is not to be had, CorruptError
+        for stored bytes that have changed, ArgumentError after `close`, and what
+        `load_file` raises. After an error, or Ctrl-C, the tensors' values are undefined,
+        the stored bytes stay, and `wake` can be called again.
+        """
+        if not self._wakes:
+            return
+        if forked():
+            raise ForkedError("overwire: wake: the engine cannot run in a forked child")
+        if not self._models:
+            raise ArgumentError("overwire: wake: the stored bytes were given up by close()")
+        import torch
+
+        self._take_memory()
+        watcher = watch(progress, "load")
+        copies: list[tuple[Any, Any]] = []
+        with contextlib.ExitStack() as stack:
+            jobs = []
+            for device, sleepers in self._wakes.items():
+                model, requests = self._models[device], []
+                for one in sleepers:
+                    into = one.tensor
+                    if one.dense is not one.tensor:
+                        into = torch.empty(one.tensor.shape, dtype=one.tensor.dtype, device=device)
+                        copies.append((one.tensor, into))
+                    requests.append((model.places[one.name], into.data_ptr(), *_WHOLE))
+                jobs.append(stack.enter_context(model.start(requests, watcher)))
+                watcher = None
+            for job in jobs:
+                job.take()
+        with torch.no_grad():
+            for tensor, dense in copies:
+                _once(tensor).copy_(_once(dense, tensor))
+        self._storages, self._wakes = [], {}
+        self.close()
+
+    def close(self) -> None:
+        """Gives the host memory back. Tensors that still sleep are lost: what was freed of
+        them stays empty, and the rest keeps its values. A second call does nothing."""
+        models, self._models, self.stored = self._models, {}, 0
+        for model in models.values():
+            model.close()
+
+    def _add(self, device: str, stored: list[_Sleeper], job: Job) -> None:
+        _, _, _, table, number = job.result()
+        assert table is not None
+        self._models[device] = Model.held(f"sleeping tensors of {device}", table, number, device)
+        report = job.report()
+        self.nbytes += report["bytes"]
+        self.stored += report["stored"]
+        self._wakes[device] = [one for one in _distinct(stored, False) if one.nbytes]
+
+    def _take_memory(self) -> None:
+        # All storages have their size, or none has.
+        taken: list[Any] = []
+        try:
+            for storage, size in self._storages:
+                if storage.nbytes() != size:
+                    _resize(storage, size)
+                    taken.append(storage)
+        except BaseException:
+            for storage in taken:
+                _resize(storage, 0)
+            raise
+
+    def _free_memory(self) -> None:
+        # Whatever interrupts this, the tensors are as they were.
+        try:
+            for storage, size in self._storages:
+                _resize(storage, 0)
+                self.released += size
+        except BaseException:
+            self.wake()
+            raise
+
+    def __repr__(self) -> str:
+        state = f"{self.stored} bytes stored, {self.released} released" if self._models else "awake" if not self._wakes else "closed"
+        return f"Asleep({self.nbytes} bytes, {state})"
+
+    def __enter__(self) -> Asleep:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.wake()
+        finally:
+            if not self._wakes:
+                self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_models", None):
+            if self.released and not forked():
+                warnings.warn(f"{self!r} is dropped: its tensors stay empty", ResourceWarning, stacklevel=2)
+            self.close()
+
+
+def sleep(
+    tensors: Mapping[str, torch.Tensor] | torch.nn.Module,
+    *,
+    max_memory: int | str | None = None,
+    to_file: str | PathLike[str] | None = None,
+    release: bool = True,
+    progress: ProgressLike = None,
+) -> Asleep:
+    """Compresses torch tensors into host memory without loss and frees their own memory,
+    until `Asleep.wake` puts them back.
+
+        asleep = ow.sleep(model)  # the GPU's memory is free
+        ...
+        asleep.wake()  # the same parameters, the same bytes
+
+    A GPU encodes in its own memory and copies only what came of it, about two thirds of
+    bf16 weights, to pinned memory; tensors of the host are encoded there. The pinned
+    memory is kept for the next sleep, until `empty_cache`.
+
+    tensors: a module, for all its parameters and buffers, or tensors by name: parts of a
+        module, optimizer state. Tied tensors and views of one another are stored once.
+        They may lie on several devices; each has its own memory on the host.
+    max_memory: the most host memory that the stored bytes may take ("12GB", int). It is
+        estimated from samples first.
+    to_file: a local path: the stored bytes are written there, too, as a file for every
+        load of overwire. The tensors must be on one device.
+    release: free the tensors' memory. What cannot be freed stays, and keeps its values:
+        memory that the given tensors do not cover whole, or that is not torch's own
+        (loaded small tensors, mapped files, shared memory). `Asleep.released` counts what
+        was freed. False: nothing is; for callers that free or unmap it by other means and
+        have it back at the same addresses before `wake`.
+    progress: as for `load_file`.
+
+    Do not use the tensors before `wake`, nor views of them. Their addresses may be others
+    afterwards: captured CUDA graphs hold the old ones, so use release=False for these.
+    Tensors that are not contiguous are copied on their device first.
+
+    Returns an `Asleep`. Raises, with the tensors as they were, OutOfMemoryError for
+    max_memory or what the host has left, and for the GPU's memory to encode in; ArgumentError;
+    NotSupportedError for dtypes that files lack and for tensor subclasses that are made of
+    other tensors; IOFailure for to_file. Ctrl-C leaves them as they were, too.
+    """
+    frame_for("torch")
+    named = _collect(tensors)
+    groups: dict[str, list[_Sleeper]] = {}
+    path = "" if to_file is None else local(to_file)
+    for name, tensor in named.items():
+        groups.setdefault(place_of(tensor), []).append(_describe(name, tensor, bool(path)))
+    if path and (len(groups) > 1 or is_remote(path)):
+        where = ", ".join(groups) if len(groups) > 1 else repr(path)
+        raise ArgumentError(f"overwire: sleep: to_file needs a local path and tensors of one device, got {where}")
+    asleep = Asleep()
+    limit = most = parse_size(max_memory, "max_memory")
+    watcher = watch(progress, "sleep")
+    with contextlib.ExitStack() as stack:
+        jobs: list[tuple[str, list[_Sleeper], Job]] = []
+        for device, sleepers in groups.items():
+            stored = _distinct(sleepers, bool(path))
+            job = stack.enter_context(_start(device, stored, limit, path, watcher))
+            watcher = None
+            if limit:  # one after the other: each has what the others left
+                asleep._add(device, stored, job)
+                limit = max(1, most - asleep.stored)
+            else:
+                jobs.append((device, stored, job))
+        for device, stored, job in jobs:
+            asleep._add(device, stored, job)
+    if release:
+        asleep._storages = _free(groups)
+        asleep._free_memory()
+        log.info("sleep: %d bytes released, %d bytes of host memory", asleep.released, asleep.stored)
+    return asleep
+
+
+def _start(device: str, stored: list[_Sleeper], limit: int, path: str, watcher: Any) -> Job:
+    request: SleepRequest = {"device": device, "max_memory": limit, "path": path}
+    request["names"] = [one.name for one in stored]
+    request["dtypes"] = [one.dtype for one in stored]
+    request["shapes"] = [list(one.shape) for one in stored]
+    numbers = array("q", [n for one in stored for n in (one.dense.data_ptr() if one.nbytes else 0, one.nbytes)]).tobytes()
+    if device != "cpu":
+        from ..frameworks.torch import settled
+
+        settled(stored[0].dense)  # what writes the tensors has ended then
+    return Job(_verbs.sleep(request, numbers), "sleep", watcher)
+
+
+def _collect(tensors: Any) -> dict[str, Any]:
+    import torch
+
+    if isinstance(tensors, torch.nn.Module):
+        named: dict[str, Any] = dict(tensors.named_parameters(remove_duplicate=False))
+        named.update(tensors.named_buffers(remove_duplicate=False))
+    elif isinstance(tensors, Mapping):
+        named = dict(tensors)
+    else:
+        raise ArgumentError(f"overwire: sleep: expected a module or a dict of tensors, got {type(tensors).__name__}")
+    for name, tensor in named.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"overwire: sleep: expected tensors by name, got {name!r}: {type(tensor).__name__}")
+        if hasattr(tensor, "__tensor_flatten__"):
+            kind = type(tensor).__name__
+            raise NotSupportedError(f"overwire: sleep: {name!r} is a {kind}, which is made of other tensors: give these", tensor=name)
+    return named
+
+
+def _describe(name: str, tensor: Any, whole: bool) -> _Sleeper:
+    """whole: in its own shape and order, as a file has it; else as it lies in memory."""
+    from ..frameworks.torch import SAVED
+
+    view = tensor.detach()
+    kind = SAVED.get(view.dtype)
+    if kind is None or view.layout != _strided() or view.is_quantized or view.is_conj() or view.is_neg():
+        raise NotSupportedError(f"overwire: sleep: {name!r}: {view.dtype}, {view.layout}, lazily conjugated or negated", tensor=name)
+    if view.device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"overwire: sleep: {name!r} is on {view.device}", tensor=name)
+    dense = view
+    if not view.is_contiguous():
+        if _overlaps(view):
+            raise NotSupportedError(f"overwire: sleep: {name!r}: its elements share memory in an irregular way", tensor=name)
+        if not whole and _dense(view):
+            view = dense = view.as_strided((view.numel(),), (1,))
+        else:
+            dense = view.contiguous()
+    shape = tuple(view.shape)
+    if kind == "F4":
+        shape = (*shape[:-1], shape[-1] * 2) if shape else (2,)
+    return _Sleeper(name, view, kind, shape, view.numel() * view.element_size(), dense)
+
+
+def _strided() -> Any:
+    import torch
+
+    return torch.strided
+
+
+def _distinct(sleepers: list[_Sleeper], everything: bool) -> list[_Sleeper]:
+    # Without those that lie inside another; with everything, for a file, all of them.
+    if everything:
+        return sleepers
+    order = sorted(range(len(sleepers)), key=lambda at: (_low(sleepers[at]), -sleepers[at].nbytes, at))
+    end, kept = 0, []
+    for at in order:
+        one = sleepers[at]
+        if one.dense is not one.tensor:
+            kept.append(at)
+            continue
+        high = _low(one) + one.nbytes
+        if high > end or not one.nbytes:
+            kept.append(at)
+            end = max(end, high)
+    return [sleepers[at] for at in sorted(kept)]
+
+
+def _low(one: _Sleeper) -> int:
+    return int(one.tensor.data_ptr()) if one.nbytes else 0
+
+
+def _free(groups: Mapping[str, list[_Sleeper]]) -> list[tuple[Any, int]]:
+    """The storages that the tensors cover whole and torch can free, with their sizes."""
+    spans: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
+    for sleepers in groups.values():
+        for one in sleepers:
+            storage = one.tensor.untyped_storage()
+            if one.nbytes and _dense(one.tensor):
+                low = one.tensor.storage_offset() * one.tensor.element_size()
+                spans.setdefault(storage.data_ptr(), (storage, []))[1].append((low, low + one.nbytes))
+    out = []
+    for storage, parts in spans.values():
+        end = 0
+        for low, high in sorted(parts):
+            if low > end:
+                break
+            end = max(end, high)
+        shared = storage.device.type == "cpu" and storage.is_shared()
+        if end == storage.nbytes() and storage.resizable() and not shared:
+            out.append((storage, end))
+    return out
+
+
+def _dense(tensor: Any) -> bool:
+    """Whether the elements fill their extent, in whatever order."""
+    size = 1
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count != 1 and stride != size:
+            return False
+        size *= count
+    return True
+
+
+def _overlaps(tensor: Any) -> bool:
+    """Whether elements share memory otherwise than by `expand`."""
+    end = 0
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count == 1 or not stride:
+            continue
+        if stride <= end:
+            return True
+        end += stride * (count - 1)
+    return False
+
+
+def _once(tensor: Any, like: Any = None) -> Any:
+    """A tensor without the dimensions along which `like`, or itself, was expanded."""
+    like = tensor if like is None else like
+    for dim, (stride, count) in enumerate(zip(like.stride(), like.shape, strict=True)):
+        if not stride and count > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _resize(storage: Any, size: int) -> None:
+    from ..frameworks.torch import _errors_of
+
+    if storage.device.type == "cpu":
+        storage.resize_(size)
+        return
+    with _errors_of(str(storage.device), size):
+        storage.resize_(size)

@@ -1,0 +1,281 @@
+"""overwire.sleep: tensors leave their memory and come back, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import pytest
+import torch
+from conftest import every_dtype, raw, soon, ugly
+
+
+def kept(tensors: dict[str, Any]) -> dict[str, bytes]:
+    # Of copies: torch does not free what it has shown to numpy.
+    return {name: raw(tensor.detach().clone()) for name, tensor in tensors.items()}
+
+
+def hold(tensors: dict[str, Any], want: dict[str, bytes]) -> None:
+    assert kept(tensors) == want
+
+
+def model(seed: int = 5) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    made = torch.nn.Sequential(torch.nn.Linear(300, 700), torch.nn.LayerNorm(700), torch.nn.Linear(700, 300, bias=False)).bfloat16()
+    made.register_buffer("steps", torch.arange(7), persistent=False)
+    made.twin = torch.nn.Linear(300, 700)
+    made.twin.weight = made[0].weight  # tied
+    return made
+
+
+def parts(module: torch.nn.Module) -> dict[str, Any]:
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+
+
+def test_a_module_sleeps_and_wakes() -> None:
+    module = model()
+    want = kept(parts(module))
+    seen: list[ow.Progress] = []
+    asleep = ow.sleep(module, progress=seen.append)
+    whole = sum({p.data_ptr(): p.nbytes for p in model().parameters()}.values()) + 56
+    assert asleep.nbytes == asleep.released == whole and 0 < asleep.stored < 0.75 * whole
+    assert seen[-1].bytes == seen[-1].total_bytes == whole
+    assert all(p.untyped_storage().nbytes() == 0 for p in parts(module).values())
+    assert "released" in repr(asleep) and ow.last_report()["stored"] == asleep.stored
+    asleep.wake()
+    hold(parts(module), want)
+    assert module.twin.weight is module[0].weight and "awake" in repr(asleep) and asleep.stored == 0
+    asleep.wake()
+    asleep.close()
+    assert module[0](torch.ones(1, 300, dtype=torch.bfloat16)).isfinite().all()
+
+
+def test_a_thousand_cycles_change_nothing_and_keep_nothing() -> None:
+    torch.manual_seed(3)
+    tensors = {"a": torch.randn(40, 300).bfloat16(), "b": torch.arange(50), "c": torch.randn(5000)}
+    want = kept(tensors)
+
+    def mapped() -> int:
+        return sum(1 for line in open("/proc/self/maps", encoding="utf-8") if "rw-p" in line)
+
+    descriptors, mappings = 0, 0
+    for cycle in range(1000):
+        with ow.sleep(tensors):
+            assert not tensors["a"].untyped_storage().nbytes()
+        if cycle == 100:
+            descriptors, mappings = len(os.listdir("/proc/self/fd")), mapped()
+        if cycle % 97 == 0:
+            hold(tensors, want)
+    hold(tensors, want)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert soon(lambda: mapped() <= mappings + 64)  # the allocator's own come and go
+
+
+def test_tensors_of_every_dtype_and_shape() -> None:
+    tensors = {**every_dtype(), **ugly()}
+    del tensors["conj"], tensors[""]
+    want = kept(tensors)
+    asleep = ow.sleep(tensors)
+    asleep.wake()
+    hold(tensors, want)
+
+
+def test_views_share_their_memory() -> None:
+    whole = torch.arange(60_000, dtype=torch.float32)
+    rows, columns = whole.view(200, 300)[:50], whole.view(200, 300).t()
+    before = whole.clone()
+    asleep = ow.sleep({"rows": rows, "columns": columns, "whole": whole})
+    assert asleep.released == asleep.nbytes == 240_000 and whole.untyped_storage().nbytes() == 0
+    asleep.wake()
+    assert torch.equal(whole, before) and torch.equal(rows, before.view(200, 300)[:50]) and torch.equal(columns, before.view(200, 300).t())
+    assert rows.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_what_is_not_covered_is_not_freed() -> None:
+    whole = torch.arange(1000)
+    part, foreign = whole[:10], torch.frombuffer(bytearray(8000), dtype=torch.uint8)
+    asleep = ow.sleep({"part": part, "foreign": foreign})
+    assert asleep.released == 0 and asleep.nbytes == 8080
+    whole[500] = -1
+    part.zero_()
+    asleep.wake()
+    assert part.tolist() == list(range(10)) and whole[500] == -1
+
+
+def test_dense_tensors_in_another_order() -> None:
+    image = torch.randn(2, 3, 40, 50).to(memory_format=torch.channels_last)
+    stripes = torch.randn(100, 100)[:, ::2]
+    want = kept({"image": image, "stripes": stripes})
+    asleep = ow.sleep({"image": image, "stripes": stripes})
+    assert asleep.released == image.numel() * 4 and image.untyped_storage().nbytes() == 0
+    stripes.zero_()
+    asleep.wake()
+    hold({"image": image, "stripes": stripes}, want)
+    assert image.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_without_release_the_memory_stays() -> None:
+    module = model()
+    want = kept(parts(module))
+    places = {name: tensor.data_ptr() for name, tensor in parts(module).items()}
+    asleep = ow.sleep(module, release=False)
+    with torch.no_grad():
+        for tensor in parts(module).values():
+            tensor.zero_()
+    asleep.wake()
+    hold(parts(module), want)
+    assert places == {name: tensor.data_ptr() for name, tensor in parts(module).items()} and asleep.released == 0
+
+
+def test_the_file_is_one_for_every_load(tmp_path: Path) -> None:
+    module = model()
+    want = kept(parts(module))
+    path = tmp_path / "asleep.safetensors"
+    asleep = ow.sleep(module, to_file=path)
+    assert path.stat().st_size == asleep.stored
+    assert ow.verify(path)["ok"]
+    hold(ow.load_file(path), want)
+    asleep.close()
+    fresh = model(6)
+    ow.load_model(fresh, path, strict=False)
+    del want["steps"]
+    hold({name: tensor for name, tensor in parts(fresh).items() if name != "steps"}, want)
+    for wrong in ("s3://bucket/key", tmp_path / "none" / "x.safetensors"):
+        held = {"a": torch.ones(3)}
+        with pytest.raises((ow.ArgumentError, ow.NotFoundError, ow.IOFailure)):
+            ow.sleep(held, to_file=wrong)
+        assert held["a"].tolist() == [1, 1, 1]
+
+
+def test_memory_is_bounded_and_refused_in_advance() -> None:
+    module = model()
+    want = kept(parts(module))
+    with pytest.raises(ow.OutOfMemoryError, match="max_memory") as caught:
+        ow.sleep(module, max_memory=100_000)
+    assert caught.value.asked > 200_000 and caught.value.free == 100_000
+    hold(parts(module), want)
+    with ow.sleep(module, max_memory="1MB") as asleep:
+        assert asleep.stored <= 1_000_000
+    hold(parts(module), want)
+
+
+def test_what_cannot_sleep_is_named() -> None:
+    for wrong, error in (
+        ([torch.ones(3)], ow.ArgumentError),
+        ({"a": 3}, ow.ArgumentError),
+        ({1: torch.ones(3)}, ow.ArgumentError),
+        ({"a": torch.ones(3, device="meta")}, ow.ArgumentError),
+        ({"a": torch.ones(3, dtype=torch.complex128)}, ow.NotSupportedError),
+        ({"a": torch.eye(3).to_sparse()}, ow.NotSupportedError),
+        ({"a": torch.ones(3, dtype=torch.complex64).conj()}, ow.NotSupportedError),
+    ):
+        with pytest.raises(error, match="sleep"):
+            ow.sleep(wrong)
+
+
+def test_closed_without_waking() -> None:
+    tensors = {"a": torch.ones(1000)}
+    asleep = ow.sleep(tensors)
+    asleep.close()
+    assert asleep.stored == 0 and "closed" in repr(asleep)
+    with pytest.raises(ow.ArgumentError, match="close"):
+        asleep.wake()
+    assert tensors["a"].untyped_storage().nbytes() == 0
+    again = ow.sleep({"a": torch.ones(1000)})
+    with pytest.warns(ResourceWarning, match="stay empty"):
+        del again
+        gc.collect()
+
+
+def test_an_interrupted_release_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from overwire.verbs import sleeping
+
+    module = model()
+    want = kept(parts(module))
+    real, calls = sleeping._resize, []
+
+    def resize(storage: Any, size: int) -> None:
+        calls.append(size)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(storage, size)
+
+    monkeypatch.setattr(sleeping, "_resize", resize)
+    with pytest.raises(KeyboardInterrupt):
+        ow.sleep(module)
+    hold(parts(module), want)
+
+
+def test_waking_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from overwire.verbs import sleeping
+
+    module = model()
+    want = kept(parts(module))
+    asleep = ow.sleep(module)
+    real, calls = sleeping._resize, []
+
+    def resize(storage: Any, size: int) -> None:
+        calls.append(size)
+        if len(calls) == 3:
+            raise ow.OutOfMemoryError("overwire: none")
+        real(storage, size)
+
+    monkeypatch.setattr(sleeping, "_resize", resize)
+    with pytest.raises(ow.OutOfMemoryError):
+        asleep.wake()
+    assert all(p.untyped_storage().nbytes() == 0 for p in module.parameters())
+    start = sleeping.Model.start
+    monkeypatch.setattr(sleeping.Model, "start", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        asleep.wake()
+    monkeypatch.setattr(sleeping.Model, "start", start)
+    asleep.wake()
+    hold(parts(module), want)
+
+
+def test_sleeps_at_once() -> None:
+    failures: list[BaseException] = []
+
+    def cycle(seed: int) -> None:
+        try:
+            module = model(seed)
+            want = kept(parts(module))
+            for _ in range(5):
+                asleep = ow.sleep(module)
+                time.sleep(0.001)
+                asleep.wake()
+                hold(parts(module), want)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=cycle, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def test_a_forked_child_is_refused(torch_script: Any) -> None:
+    torch_script("""
+import os, torch
+import overwire as ow
+tensors = {"a": torch.arange(1000)}
+asleep = ow.sleep(tensors)
+child = os.fork()
+if child == 0:
+    code = 1
+    try:
+        asleep.wake()
+    except ow.ForkedError:
+        code = 0
+    os._exit(code)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+asleep.wake()
+assert tensors["a"].tolist() == list(range(1000))
+""")
