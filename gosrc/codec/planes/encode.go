@@ -61,9 +61,12 @@ func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, ok bool)
 func (e *Encoder) plane(out, p []byte) []byte {
 	coded := e.blocks(e.out[:0], p)
 	e.out = coded
-	e.frame = zip(e.frame[:0], p)
+	e.frame = e.frame[:0]
+	if e.repeats(p) {
+		e.frame = zip(e.frame, p)
+	}
 	switch {
-	case len(e.frame)+4+len(p)/minZip < min(len(coded), len(p)):
+	case len(e.frame) > 0 && len(e.frame)+4+len(p)/minZip < min(len(coded), len(p)):
 		e.zipped = true
 		out = append(out, formZstd)
 		out = binary.LittleEndian.AppendUint32(out, uint32(len(e.frame)))
@@ -72,6 +75,30 @@ func (e *Encoder) plane(out, p []byte) []byte {
 		return append(append(out, formBlocks), coded...)
 	}
 	return append(append(out, formRaw), p...)
+}
+
+// repeats reports whether a Zstandard frame may be worth its time: whether one of four
+// samples of a long plane has what order-0 coding does not see.
+func (e *Encoder) repeats(p []byte) bool {
+	const samples, size = 4, 32 << 10
+	if len(p) <= 2*samples*size {
+		return true
+	}
+	for i := range samples {
+		s := p[i*(len(p)-size)/(samples-1):][:size]
+		h := count(s)
+		if bytes.Count(s, s[:1]) == len(s) {
+			continue // a constant says nothing of what is beside it
+		}
+		t := fit(&h, size)
+		e.frame = zip(e.frame[:0], s)
+		if uint64(len(e.frame)+size/minZip) < min(t.cost(&h), size) {
+			e.frame = e.frame[:0]
+			return true
+		}
+	}
+	e.frame = e.frame[:0]
+	return false
 }
 
 // blocks appends a plane as blocks, without the form.
@@ -89,14 +116,12 @@ func (e *Encoder) blocks(out, p []byte) []byte {
 	}
 	// The blocks that gain nothing from the shared table leave it, and it is fitted
 	// to the others.
-	shared, any := e.share()
+	shared := e.share()
 	e.choose(p, &shared)
-	if shared, any = e.share(); any {
-		e.choose(p, &shared)
-		any = e.alone() > 1
-	}
-	out = append(out, e.kinds...)
-	if any {
+	shared = e.share()
+	e.choose(p, &shared)
+	out = e.settle(out)
+	if bytes.Contains(e.kinds, []byte{kindShared}) {
 		out = shared.append(out)
 	}
 	for i, k := range e.kinds {
@@ -116,21 +141,19 @@ func (e *Encoder) blocks(out, p []byte) []byte {
 	return out
 }
 
-// alone gives a block that shares its table with no other its own, and returns how
-// many blocks share one.
-func (e *Encoder) alone() int {
-	n := bytes.Count(e.kinds, []byte{kindShared})
-	if n == 1 {
+// settle appends the kinds of the blocks; one that would share a table with no other
+// has its own.
+func (e *Encoder) settle(out []byte) []byte {
+	if bytes.Count(e.kinds, []byte{kindShared}) == 1 {
 		e.kinds[bytes.IndexByte(e.kinds, kindShared)] = kindOwn
-		return 0
 	}
-	return n
+	return append(out, e.kinds...)
 }
 
 func block(p []byte, i int) []byte { return p[i*blockBytes : min(len(p), (i+1)*blockBytes)] }
 
-// share fits a table to the blocks that share it; any is false if there are none.
-func (e *Encoder) share() (t table, any bool) {
+// share fits a table to the blocks that share it, if there are any.
+func (e *Encoder) share() (t table) {
 	var sum histogram
 	n := uint32(0)
 	for i, k := range e.kinds {
@@ -141,10 +164,10 @@ func (e *Encoder) share() (t table, any bool) {
 			}
 		}
 	}
-	if n == 0 {
-		return t, false
+	if n > 0 {
+		t = fit(&sum, n)
 	}
-	return fit(&sum, n), true
+	return t
 }
 
 // choose decides how each block that shares the table is stored.

@@ -153,11 +153,8 @@ func decode(dst, words []byte, x [lanes]uint32, s *slots) error {
 func step(x uint32, s *slots, w *[2 * lanes]byte, used int) (value byte, state uint32, now int) {
 	e := s[x%scale]
 	x = e>>8&(scale-1)*(x>>scaleBits) + e>>20
-	with := x<<16 | uint32(binary.LittleEndian.Uint16(w[used&6:]))
-	need := (uint64(x) - start) >> 63
-	if need != 0 {
-		x = with
-	}
+	need := uint32((uint64(x) - start) >> 63)
+	x = x<<(need<<4&31) | uint32(binary.LittleEndian.Uint16(w[used&6:]))&-need
 	return byte(e), x, used + int(2*need)
 }
 
@@ -169,9 +166,9 @@ func (e *Encoder) encode(dst, src []byte, t *table) []byte {
 		first[v] = sum
 		sum += uint32(f)
 	}
-	// A value makes at most one word.
-	if cap(e.words) < 2*blockBytes {
-		e.words = make([]byte, 2*blockBytes)
+	// A value makes at most one word; one more may be written in front of the last.
+	if cap(e.words) < 2*blockBytes+2 {
+		e.words = make([]byte, 2*blockBytes+2)
 	}
 	words := e.words[:cap(e.words)]
 	at := len(words)
@@ -179,11 +176,11 @@ func (e *Encoder) encode(dst, src []byte, t *table) []byte {
 	for i := len(src) - 1; i >= 0; i-- {
 		v, s := src[i], x[i%lanes]
 		f := uint32(t.freq[v])
-		if s>>(32-scaleBits) >= f {
-			at -= 2
-			binary.LittleEndian.PutUint16(words[at:], uint16(s))
-			s >>= 16
-		}
+		// The word is always written, and kept if at moves.
+		binary.LittleEndian.PutUint16(words[at-2:], uint16(s))
+		full := 1 - uint32((uint64(s>>(32-scaleBits))-uint64(f))>>63)
+		at -= int(2 * full)
+		s >>= full << 4 & 31
 		x[i%lanes] = s/f<<scaleBits + s%f + first[v]
 	}
 	for _, s := range x {
