@@ -24,6 +24,14 @@ def pytest_configure() -> None:
     processes.adopt()
 
 
+# Their tests take longest: with them at the end, all but one worker would wait.
+FIRST = ("test_transformers.py", "test_waiting.py", "test_process.py", "test_build.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in FIRST)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_stays() -> Iterator[None]:
     """No process that a test has started outlives the tests, however they end."""
