@@ -22,6 +22,7 @@ def pytest_configure() -> None:
     """Ctrl-C as a program at a terminal has it: background jobs of a shell start with SIGINT ignored, and hand that on."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     processes.adopt()
+    warm.watch()
 
 
 # Their tests take longest: with them at the end, all but one worker would wait.
@@ -39,6 +40,15 @@ def nothing_stays() -> Iterator[None]:
     warm.end()
     stayed = processes.left(float(os.environ.get("OVERWIRE_TEST_GRACE") or 30))
     assert not stayed, f"still running, and killed now: {stayed}"
+
+
+@pytest.fixture(autouse=True)
+def torch_is_imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A program that imports torch anew takes seconds: a test that needs one says so."""
+    warm.anew.clear()
+    yield
+    marked = request.node.get_closest_marker("imports_torch") is not None
+    assert marked or not warm.anew, f"use `torch_script` or `warm.run`, or the mark imports_torch: {warm.anew}"
 
 
 @pytest.fixture

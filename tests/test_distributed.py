@@ -77,6 +77,7 @@ def ranks(folder: Path, count: int, *steps: str, backend: str = "gloo", devices:
         assert text.count("done ") == len(steps)
 
 
+@pytest.mark.imports_torch
 def test_two_ranks(folder: Path) -> None:
     ranks(folder, 2, "every_way", "wanted", "failing", "hurt", "dying")
 
@@ -92,17 +93,20 @@ def test_ranks_of_one_gpu_map_each_others_memory(folder: Path, count: int) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.imports_torch
 def test_four_ranks_a_subgroup_and_two_hosts(folder: Path) -> None:
     ranks(folder, 4, "every_way", "subgroup", "hosts")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.imports_torch
 def test_two_ranks_of_one_gpu_send_through_the_host(folder: Path) -> None:
     ranks(folder, 2, "every_way", devices=("cuda:0", "cuda:0"))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+@pytest.mark.imports_torch
 def test_two_gpus(folder: Path, backend: str) -> None:
     ranks(folder, 2, "every_way", backend=backend, devices=("cuda:0", "cuda:1"))
 

@@ -7,14 +7,13 @@ import ctypes
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from conftest import every_dtype
 from fastsafetensors_plain import plain, two_files
 
@@ -479,13 +478,7 @@ def test_the_real_package_says_the_same(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         env = dict(os.environ, PYTHONPATH=f"{path}:{Path(ow.__file__).parents[1]}")
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("fastsafetensors_program.py")), str(folder), known],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = warm.run([Path(__file__).with_name("fastsafetensors_program.py"), folder, known], env=env, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
         answers.append(json.loads(done.stdout.splitlines()[-1]))
     assert len(answers[0]) == len(answers[1]) > 60

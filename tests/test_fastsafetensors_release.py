@@ -215,6 +215,7 @@ def test_pipelines_of_one(real: Any) -> None:
             kind(None, mock.MagicMock(), ["a"], broadcast_run_bytes=-1)
 
 
+@pytest.mark.imports_torch
 def test_pairs_over_two_ranks(real: Any, tmp_path: Path) -> None:
     """F4: shapes as files count them, blocks of elements, whole tensors, joined ones,
     on both ranks as the real package has them; see fastsafetensors_pairs.py."""

@@ -259,6 +259,7 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.wait()
 
 
+@pytest.mark.imports_torch
 def test_a_group_carries_pushes() -> None:
     """Two processes of workers get every push of a trainer from memory."""
     with socket.socket() as s:

@@ -141,6 +141,7 @@ assert source["uri"] == sys.argv[1] and source["size"] == os.path.getsize(sys.ar
 """, every)
 
 
+@pytest.mark.imports_torch
 def test_torch_takes_every_dtype(every: str) -> None:
     """Each capsule becomes a torch tensor with the file's bytes, dtype and shape."""
     pytest.importorskip("torch")

@@ -265,6 +265,7 @@ def run(engines: Path, code: str, *arguments: object, fresh: bool = False) -> st
     return done.stdout
 
 
+@pytest.mark.imports_torch
 def test_registration_runs_nothing(engines: Path) -> None:
     """It imports neither torch nor vLLM's loaders nor the engine, as often as it is called;
     the format is there when vLLM has imported its loaders, early or late."""
@@ -281,7 +282,7 @@ assert "overwire._core" not in sys.modules
 """
     run(engines, code, fresh=True)
     late = "import vllm.model_executor.model_loader as loaders\n" + REGISTER + "assert 'overwire' in loaders._LOAD_FORMAT_TO_MODEL_LOADER\n"
-    run(engines, late, fresh=True)
+    run(engines, late)
 
 
 def test_loads_in_the_order_of_the_files(engines: Path, model: Path) -> None:

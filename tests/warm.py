@@ -14,6 +14,7 @@ import builtins
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -94,6 +95,30 @@ def fresh(
 ) -> subprocess.CompletedProcess[str]:
     """The same in a fresh interpreter."""
     return subprocess.run([sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+# Programs that import torch anew, which this process has started since a test began.
+anew: list[str] = []
+_IMPORTS = re.compile(r"(?:^|; ?)(?:import|from) (?:torch|transformers|diffusers|vllm)\b", re.M)
+
+
+def watch() -> None:
+    """From now on `anew` lists them: those whose text says so, not those that import torch through overwire."""
+    sys.addaudithook(_started)
+
+
+def _started(event: str, args: tuple[Any, ...]) -> None:
+    if event != "subprocess.Popen" or not isinstance(args[1], (list, tuple)) or len(args[1]) < 2:
+        return
+    words = [os.fsdecode(word) for word in args[1]]
+    if words[0] != sys.executable or words[1] == __file__:
+        return
+    text = words[2] if words[1] == "-c" else ""
+    if words[1].endswith(".py"):
+        with contextlib.suppress(OSError):
+            text = Path(os.fsdecode(args[2] or "."), words[1]).read_text(encoding="utf-8")
+    if _IMPORTS.search(text):
+        anew.append(" ".join(words)[:300])
 
 
 def _number(s: socket.socket) -> int:
