@@ -149,9 +149,24 @@ func (w *walker) read(p []byte) {
 
 // gather copies elements that are a stride apart.
 func gather(p []byte, at uint64, stride, item int64) {
-	for len(p) > 0 {
-		copy(p[:item], unsafe.Slice((*byte)(pointer(at)), item))
-		p = p[item:]
+	switch item {
+	case 1:
+		spread[uint8](p, at, stride)
+	case 2:
+		spread[uint16](p, at, stride)
+	case 4:
+		spread[uint32](p, at, stride)
+	case 8:
+		spread[uint64](p, at, stride)
+	default:
+		spread[[2]uint64](p, at, stride)
+	}
+}
+
+func spread[T any](p []byte, at uint64, stride int64) {
+	out := unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(p))), len(p)/int(unsafe.Sizeof(*new(T))))
+	for i := range out {
+		out[i] = *(*T)(pointer(at))
 		at += uint64(stride)
 	}
 }
