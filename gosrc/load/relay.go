@@ -32,10 +32,17 @@ type RelaySpec struct {
 	// only sets the requests (Aim).
 	Exchange bool `json:"exchange"`
 	Buffers  int  `json:"buffers"`
-	Ranks    int  `json:"ranks"`  // of this host
-	Widest   int  `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
-	Rank     int  `json:"rank"`
-	Timeline bool `json:"timeline"` // the report has a Timeline
+	// Cuts, with Exchange: the dimension, 0 or 1, along which the ranks of the group cut
+	// each of the tensors, as torch.chunk does; -1: not at all. World is how many ranks
+	// the group has, and Members are their numbers of those of this host. What a rank
+	// alone needs is then read by that rank.
+	Cuts     []int64 `json:"cuts"`
+	World    int     `json:"world"`
+	Members  []int64 `json:"members"`
+	Ranks    int     `json:"ranks"`  // of this host
+	Widest   int     `json:"widest"` // of the host with the most ranks: pieces are alike on all hosts
+	Rank     int     `json:"rank"`
+	Timeline bool    `json:"timeline"` // the report has a Timeline
 	Options
 }
 
@@ -141,6 +148,9 @@ func (m *Model) Relay(spec *RelaySpec) (*Relay, error) {
 	}
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, spec: spec, wake: make(chan struct{}), start: time.Now()}
 	r.machine = m.machine(tgt.gpu != nil, spec.Threads, false)
+	if err := spec.checkCuts(); err != nil {
+		return nil, err
+	}
 	if spec.Exchange {
 		if err := r.connect(); err != nil {
 			return nil, m.where("stage", err)

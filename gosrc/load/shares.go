@@ -88,14 +88,19 @@ func (r *Relay) layOut() error {
 			}
 		}
 	}
-	inFile := func(a, b chunkOf) int {
-		if by := cmp.Compare(r.ix.Tensors[a.data].Source, r.ix.Tensors[b.data].Source); by != 0 {
-			return by
-		}
-		return cmp.Or(cmp.Compare(r.chunk(a).Off, r.chunk(b).Off), cmp.Compare(a.data, b.data), cmp.Compare(a.n, b.n))
+	if !slices.IsSortedFunc(all, r.inFile) {
+		slices.SortFunc(all, r.inFile)
 	}
-	if !slices.IsSortedFunc(all, inFile) {
-		slices.SortFunc(all, inFile)
+	if len(spec.Cuts) > 0 {
+		need, err := r.needs(wants)
+		if err == nil {
+			err = r.layOutCuts(all, need)
+		}
+		if err != nil {
+			return err
+		}
+		r.fetch, r.shares = plan.Stored(r.ix, r.spots, r.machine.Limits())
+		return nil
 	}
 	for begin := 0; begin < len(all); {
 		// Take as many chunks as fit, however much the shares of all ranks are
@@ -117,6 +122,14 @@ func (r *Relay) layOut() error {
 	}
 	r.fetch, r.shares = plan.Stored(r.ix, r.spots, r.machine.Limits())
 	return nil
+}
+
+// inFile compares the places of chunks in the files.
+func (r *Relay) inFile(a, b chunkOf) int {
+	if by := cmp.Compare(r.ix.Tensors[a.data].Source, r.ix.Tensors[b.data].Source); by != 0 {
+		return by
+	}
+	return cmp.Or(cmp.Compare(r.chunk(a).Off, r.chunk(b).Off), cmp.Compare(a.data, b.data), cmp.Compare(a.n, b.n))
 }
 
 func (r *Relay) chunk(c chunkOf) *tensor.Chunk {
@@ -142,14 +155,7 @@ func (r *Relay) share(chunks []chunkOf, sum int64) {
 			rank++
 			pos, last = 0, nil
 		}
-		gap := int64(-1)
-		if last != nil {
-			gap = chunk.Off - (last.Off + int64(last.Stored))
-		}
-		if gap < 0 || gap >= chunkAlign {
-			gap = -pos&(chunkAlign-1) + chunk.Off%chunkAlign
-		}
-		pos += gap
+		pos += gapBefore(pos, last, chunk)
 		*r.place(c) = relayed{number, int64(rank)<<32 | pos}
 		if rank == r.spec.Rank {
 			r.spots = append(r.spots, plan.Spot{Data: c.data, N: c.n, Group: int32(number), Bare: r.bare[c.data]})
@@ -160,6 +166,26 @@ func (r *Relay) share(chunks []chunkOf, sum int64) {
 		passed += roomOf(chunk)
 		last = chunk
 	}
+	r.addPiece(p, chunks)
+}
+
+// gapBefore is the space before a chunk in a share, behind the last one, which ends at
+// pos; nil: there is none.
+func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
+	gap := int64(-1)
+	if last != nil {
+		gap = chunk.Off - (last.Off + int64(last.Stored))
+	}
+	if gap < 0 || gap >= chunkAlign {
+		gap = -pos&(chunkAlign-1) + chunk.Off%chunkAlign
+	}
+	return gap
+}
+
+// addPiece adds a piece of these chunks, and makes their places in shares ones in the
+// buffer.
+func (r *Relay) addPiece(p relayPiece, chunks []chunkOf) {
+	number := len(r.pieces)
 	p.share = (p.share + shareAlign - 1) &^ (shareAlign - 1)
 	base := address(uintptr(r.spec.Ring[number%len(r.spec.Ring)]))
 	for _, c := range chunks {
@@ -174,6 +200,22 @@ func (r *Relay) share(chunks []chunkOf, sum int64) {
 		close(p.landed)
 	}
 	r.pieces = append(r.pieces, p)
+}
+
+// byPiece sorts a plan's tasks by the pieces that they are in.
+func byPiece(p *plan.Plan, where []int) {
+	if slices.IsSorted(where) {
+		return
+	}
+	order := make([]int, len(where))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(where[a], where[b]) })
+	tasks, refs, pieces := slices.Clone(p.Tasks), slices.Clone(p.Refs), slices.Clone(where)
+	for to, from := range order {
+		p.Tasks[to], p.Refs[to], where[to] = tasks[from], refs[from], pieces[from]
+	}
 }
 
 // Aim sets what this rank wants: requests as those of a load, of shared tensors,
@@ -191,7 +233,7 @@ func (r *Relay) Aim(requests [][6]int64) error {
 		return err
 	}
 	p := plan.Make(r.ix, wants, dest, plan.Limits{Piece: 1})
-	where := make([]int, len(p.Tasks)) // jobs are in the order of the files, and so are pieces
+	where := make([]int, len(p.Tasks)) // where there are no cuts, pieces too are in the order of the files
 	for i := range p.Tasks {
 		at := r.place(chunkOf{wants[p.Refs[i].Want].Data, p.Refs[i].N})
 		if at.piece < 0 {
@@ -200,6 +242,7 @@ func (r *Relay) Aim(requests [][6]int64) error {
 		p.Tasks[i].Src = uint32(at.off)
 		where[i] = at.piece
 	}
+	byPiece(p, where)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.aimed {

@@ -255,6 +255,9 @@ class LoadRelaySpec(TypedDict, total=False):
     size: int
     exchange: bool
     buffers: int
+    cuts: list[int]
+    world: int
+    members: list[int]
     ranks: int
     widest: int
     rank: int

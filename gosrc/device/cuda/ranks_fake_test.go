@@ -24,12 +24,14 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/peers"
+	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/save"
 )
 
 // A trial is one relay of all ranks, and what goes wrong in one of them.
 type trial struct {
 	Where  string
+	Cut    bool   // the ranks cut tensors along dimensions 0 and 1, alternating
 	Wrong  string // "": nothing; "call": a call of the driver; else a step at which the rank dies, or cancels
 	Rank   int    // of which this is true
 	Call   int64
@@ -158,8 +160,8 @@ func TestRank(t *testing.T) {
 		return all
 	}
 	travel := filled(m)
-	reqs := asked(m, travel, rank)
-	want := sliced(t, m, reqs)
+	reqs := map[bool][]load.Request{false: asked(m, travel, rank), true: blocks(m, travel, cutting(m, travel), rank, ranks)}
+	want := map[bool][][]byte{false: sliced(t, m, reqs[false]), true: sliced(t, m, reqs[true])}
 	for {
 		line, err := in.ReadBytes('\n')
 		if err != nil {
@@ -173,10 +175,42 @@ func TestRank(t *testing.T) {
 			c.Wrong = ""
 		}
 		end := cuda.Fake(512 << 20)
-		s := ranking(t, m, c, travel, reqs, want, rank, ranks, tell)
+		s := ranking(t, m, c, travel, reqs[c.Cut], want[c.Cut], rank, ranks, tell)
 		s.Left = end()
 		tell(s)
 	}
+}
+
+// cutting is along which dimension each tensor is cut.
+func cutting(m *load.Model, travel []int64) (cuts []int64) {
+	for i, at := range travel {
+		cut := int64(i%3) - 1
+		if cut >= int64(len(m.Index().Tensors[at].Shape)) || m.Index().Tensors[at].DType.Bits() < 8 {
+			cut = -1
+		}
+		cuts = append(cuts, cut)
+	}
+	return cuts
+}
+
+// blocks are a rank's requests of tensors that are cut so.
+func blocks(m *load.Model, travel, cuts []int64, rank, ranks int) (reqs []load.Request) {
+	for i, at := range travel {
+		q := load.Request{Tensor: at, Hi0: plan.Whole, Hi1: plan.Whole}
+		if cuts[i] >= 0 {
+			size := m.Index().Tensors[at].Shape[cuts[i]]
+			block := (size + int64(ranks) - 1) / int64(ranks)
+			lo := min(int64(rank)*block, size)
+			hi := min(lo+block, size)
+			if cuts[i] == 0 {
+				q.Lo0, q.Hi0 = lo, hi
+			} else {
+				q.Lo1, q.Hi1 = lo, hi
+			}
+		}
+		reqs = append(reqs, q)
+	}
+	return reqs
 }
 
 // ranking is a rank's part in a trial.
@@ -199,6 +233,12 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 	end := &said{}
 	spec := specOf(travel, memory{}, c.Where, rank, ranks, 256<<10*int64(ranks))
 	spec.Exchange, spec.Buffers = true, 3
+	if c.Cut {
+		spec.Cuts, spec.World = cutting(m, travel), ranks
+		for other := range ranks {
+			spec.Members = append(spec.Members, int64(other))
+		}
+	}
 	r, err := m.Relay(spec)
 	offer := (&said{}).failed(err)
 	if err == nil {
@@ -275,13 +315,15 @@ func TestRanksExchange(t *testing.T) {
 	path, _, _ := written(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
 	g := newRanked(t, 4, path)
 	g.fine("host", g.try(trial{Where: "cpu"}))
+	g.fine("host, cut", g.try(trial{Where: "cpu", Cut: true}))
+	g.fine("GPU, cut", g.try(trial{Where: "cuda:0", Cut: true}))
 	calls := g.fine("GPU", g.try(trial{Where: "cuda:0"}))
 	step, failed := int64(61), 0
 	if testing.Short() {
 		step = 149
 	}
 	for nth := int64(1); nth < calls; nth += step {
-		c := trial{Where: "cuda:0", Wrong: "call", Rank: int(nth/step) % 4, Call: nth, Sticky: nth/step%2 == 1}
+		c := trial{Where: "cuda:0", Wrong: "call", Rank: int(nth/step) % 4, Call: nth, Sticky: nth/step%2 == 1, Cut: nth/step%3 == 2}
 		all := g.try(c)
 		some := false
 		for rank, s := range all {

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .._verbs import relay, relay_aim, relay_decode, relay_join, relay_offer, relay_shares, relay_wait
+from ..dtypes import PACKED
 from ..errors import IOFailure, NotSupportedError
 from ..jobs import Job, log
 from ..model.opened import WHOLE
@@ -81,6 +82,9 @@ class Relay:
             "ring": [] if self._engine else [buffer.data_ptr() for buffer in context.ring(_BUFFERS, self._size)],
             "exchange": self._engine,
             "buffers": _BUFFERS,
+            "cuts": self._cuts() if self._engine else [],
+            "world": members.size,
+            "members": members.local,
             "size": self._size,
             "ranks": len(members.local),
             "widest": members.most_local,
@@ -94,6 +98,11 @@ class Relay:
         if not self._engine:
             self._shares = relay_shares(number)
             self._aim()
+
+    def _cuts(self) -> list[int]:
+        # As `block_read` cuts, for the engines of all ranks alike.
+        cuts = [-1 if task.dim is None or task.dim > 1 or task.row.dtype in PACKED else task.dim for task in self._tasks]
+        return cuts if max(cuts) >= 0 else []
 
     def _aim(self) -> None:
         context, model, members = self._context, self._model, self._context.members

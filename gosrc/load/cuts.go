@@ -1,0 +1,199 @@
+package load
+
+// This file divides a group's load where the ranks cut tensors: what one rank alone
+// needs is read by that rank, and does not travel.
+
+import (
+	"slices"
+	"unsafe"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/plan"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// Which rank of this host needs a chunk; other numbers are a rank that alone does.
+const (
+	noRank   = -1
+	allRanks = -2 // more than one
+)
+
+// blockOf is the part of a dimension that a rank of the host gets: as torch.chunk cuts.
+func (s *RelaySpec) blockOf(size int64, rank int) (lo, hi int64) {
+	block := (size + int64(s.World) - 1) / int64(s.World)
+	lo = min(s.Members[rank]*block, size)
+	return lo, min(lo+block, size)
+}
+
+// checkCuts checks what a spec says of cuts.
+func (s *RelaySpec) checkCuts() error {
+	if len(s.Cuts) == 0 {
+		return nil
+	}
+	bad := !s.Exchange || len(s.Cuts) != len(s.Tensors) || len(s.Members) != s.Ranks || s.World < s.Ranks
+	for _, m := range s.Members {
+		bad = bad || m < 0 || m >= int64(s.World)
+	}
+	if bad {
+		return errs.New(errs.ErrArgument, "relay: %d cuts of %d tensors for ranks %v of %d", len(s.Cuts), len(s.Tensors), s.Members, s.World)
+	}
+	return nil
+}
+
+// needs says for each chunk which rank of this host needs it.
+func (r *Relay) needs(wants []plan.Want) ([]int16, error) {
+	s := r.spec
+	need := make([]int16, len(r.ix.Chunks))
+	for i := range need {
+		need[i] = noRank
+	}
+	reqs := make([][]Request, s.Ranks)
+	for i := range wants {
+		shape := r.ix.Tensors[wants[i].Tensor].Shape
+		if dim := s.Cuts[i]; dim < 0 || dim > 1 || dim >= int64(len(shape)) {
+			t := &r.ix.Tensors[wants[i].Data]
+			for n := range t.Count {
+				need[t.First+n] = allRanks
+			}
+			continue
+		}
+		for rank := range reqs {
+			q := Request{Tensor: s.Tensors[i], Hi0: plan.Whole, Hi1: plan.Whole}
+			lo, hi := s.blockOf(shape[s.Cuts[i]], rank)
+			if s.Cuts[i] == 0 {
+				q.Lo0, q.Hi0 = lo, hi
+			} else {
+				q.Lo1, q.Hi1 = lo, hi
+			}
+			if lo < hi {
+				reqs[rank] = append(reqs[rank], q)
+			}
+		}
+	}
+	for rank, list := range reqs {
+		ws, err := plan.Check(r.ix, list)
+		if err != nil {
+			return nil, err
+		}
+		dest := slices.Repeat([]unsafe.Pointer{address(pending)}, len(ws))
+		for _, ref := range plan.Make(r.ix, ws, dest, plan.Limits{Piece: 1}).Refs {
+			switch n := &need[r.ix.Tensors[ws[ref.Want].Data].First+ref.N]; *n {
+			case noRank:
+				*n = int16(rank)
+			case int16(rank):
+			default:
+				*n = allRanks
+			}
+		}
+	}
+	return need, nil
+}
+
+// A stack is chunks that go to one rank, or to any of them, in the order of the files.
+type stack struct {
+	chunks []chunkOf
+	bytes  int64
+}
+
+// layOutCuts divides chunks, in the order of the files, into pieces in which each rank
+// reads as much as every other: first what all need, in front of its share, then what
+// it alone needs.
+func (r *Relay) layOutCuts(all []chunkOf, need []int16) error {
+	ranks := r.spec.Ranks
+	stacks := make([]stack, ranks+1) // the last is of all
+	for _, c := range all {
+		k := need[r.ix.Tensors[c.data].First+c.n]
+		if k == noRank { // another host's
+			r.place(c).piece = -1
+			continue
+		}
+		if k == allRanks {
+			k = int16(ranks)
+		}
+		s := &stacks[k]
+		s.chunks, s.bytes = append(s.chunks, c), s.bytes+roomOf(r.chunk(c))
+	}
+	full := r.spec.Size/int64(ranks) - shareAlign
+	most := full - full/16 // as in layOut
+	for {
+		left := int64(0)
+		for i := range stacks {
+			left += stacks[i].bytes
+		}
+		if left == 0 {
+			return nil
+		}
+		level := (left + int64(ranks) - 1) / int64(ranks) // for each rank, until all is read
+		now := min(level, most)
+		shares := make([]share, ranks)
+		for rank := range shares {
+			own := int64(float64(stacks[rank].bytes) * float64(now) / float64(level))
+			if err := r.fill(&shares[rank], &stacks[ranks], now-own, most, full); err != nil {
+				return err
+			}
+			shares[rank].common = len(shares[rank].chunks)
+		}
+		for rank := range shares {
+			if err := r.fill(&shares[rank], &stacks[rank], now, most, full); err != nil {
+				return err
+			}
+		}
+		r.piece(shares)
+	}
+}
+
+// A share is what one rank reads of a piece: the first chunks are common, for all.
+type share struct {
+	chunks []chunkOf
+	common int
+	bytes  int64
+}
+
+// fill moves chunks to a share, until it has that number of bytes; it has `most` at
+// most, or `full` if it is one chunk.
+func (r *Relay) fill(to *share, from *stack, until, most, full int64) error {
+	for len(from.chunks) > 0 && to.bytes < until {
+		n := roomOf(r.chunk(from.chunks[0]))
+		if n > full {
+			return errs.New(errs.ErrArgument, "relay: buffers of %d bytes are too small for a chunk of %d and %d ranks", r.spec.Size, n, r.spec.Ranks)
+		}
+		if to.bytes > 0 && to.bytes+n > most {
+			return nil
+		}
+		to.chunks, to.bytes = append(to.chunks, from.chunks[0]), to.bytes+n
+		from.chunks, from.bytes = from.chunks[1:], from.bytes-n
+	}
+	return nil
+}
+
+// piece adds a piece of these shares.
+func (r *Relay) piece(shares []share) {
+	number := len(r.pieces)
+	p := relayPiece{landed: make(chan struct{}), begin: len(r.spots), used: make([]int64, len(shares))}
+	var all []chunkOf
+	for rank := range shares {
+		s := &shares[rank]
+		pos := int64(0)
+		var last *tensor.Chunk
+		for i, c := range s.chunks {
+			chunk := r.chunk(c)
+			pos += gapBefore(pos, last, chunk)
+			*r.place(c) = relayed{number, int64(rank)<<32 | pos}
+			pos, last = pos+int64(chunk.Stored), chunk
+			if i < s.common {
+				p.used[rank] = pos
+			}
+		}
+		p.share = max(p.share, pos)
+		all = append(all, s.chunks...)
+		if rank == r.spec.Rank {
+			own := slices.Clone(s.chunks)
+			slices.SortFunc(own, r.inFile)
+			for _, c := range own {
+				r.spots = append(r.spots, plan.Spot{Data: c.data, N: c.n, Group: int32(number), Bare: r.bare[c.data]})
+			}
+			p.left = int32(len(own))
+		}
+	}
+	r.addPiece(p, all)
+}

@@ -1,0 +1,75 @@
+package load
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/overwire/overwire/gosrc/errs"
+)
+
+// What one rank alone needs is read by that rank and does not travel; what several
+// need is read by one and travels; nothing is read twice, and each rank reads about as
+// much as every other.
+func TestCuts(t *testing.T) {
+	path, _ := write(t, "cuts.safetensors", []int64{4096, 1024}, []int64{2048, 2048}, []int64{1000, 999}, []int64{7}, []int64{3 << 20})
+	m := opened(t, Spec{URIs: []string{path}})
+	const ranks = 3
+	spec := RelaySpec{Tensors: []int64{0, 1, 2, 3, 4}, Cuts: []int64{0, 1, -1, 0, 0}, World: ranks, Members: []int64{0, 1, 2},
+		Size: ranks * (1<<20 + 4096), Ranks: ranks, Exchange: true, Buffers: 2}
+	readers, all := map[chunkOf]int{}, 0
+	var read [ranks]int64
+	var pieces []relayPiece
+	for rank := range ranks {
+		s := spec
+		s.Rank = rank
+		r, err := m.Relay(&s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, spot := range r.spots {
+			c := chunkOf{spot.Data, spot.N}
+			if by, twice := readers[c]; twice {
+				t.Errorf("chunk %v is read by ranks %d and %d", c, by, rank)
+			}
+			readers[c] = rank
+			read[rank] += int64(r.chunk(c).Stored)
+			at := r.place(c)
+			p := &r.pieces[at.piece]
+			travels := at.off%p.share < p.used[rank]
+			if first := c.data == 1 || c.data == 2; first && !travels {
+				t.Errorf("rank %d keeps chunk %v, which all need", rank, c)
+			}
+			// A third of tensor 0's rows is each rank's; chunks with rows of two travel.
+			third := 1366 * m.Index().Tensors[0].Bytes / 4096
+			if c.data == 0 && travels && int64(c.n) != third/bareBytes && int64(c.n) != 2*third/bareBytes {
+				t.Errorf("chunk %v travels", c)
+			}
+		}
+		if all, pieces = len(r.ix.Chunks), r.pieces; len(pieces) < 3 {
+			t.Errorf("%d pieces", len(pieces))
+		}
+		r.Job().Cancel()
+		if _, err := r.Job().Wait(-1); !errors.Is(err, errs.ErrCancelled) {
+			t.Error(err)
+		}
+	}
+	if len(readers) != all {
+		t.Errorf("%d of %d chunks are read", len(readers), all)
+	}
+	for rank, n := range read {
+		if even := (read[0] + read[1] + read[2]) / ranks; n < even*8/10 || n > even*12/10 {
+			t.Errorf("rank %d reads %d bytes of %v", rank, n, read)
+		}
+	}
+	for _, wrong := range []func(s *RelaySpec){
+		func(s *RelaySpec) { s.Cuts = s.Cuts[1:] }, func(s *RelaySpec) { s.Members = nil }, func(s *RelaySpec) { s.Members = []int64{0, 1, 3} },
+		func(s *RelaySpec) { s.World = 2 }, func(s *RelaySpec) { s.Size = 3 * 4096 }, func(s *RelaySpec) { s.Buffers = 0 },
+	} {
+		s := spec
+		wrong(&s)
+		if _, err := m.Relay(&s); !errors.Is(err, errs.ErrArgument) {
+			t.Errorf("%+v: %v", s, err)
+		}
+	}
+	settled(t)
+}
