@@ -42,7 +42,13 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-MODELS = {"llama": LLAMA, "tied": {**LLAMA, "tie_word_embeddings": True}, "mixtral": MIXTRAL}
+MODELS = {
+    "llama": LLAMA,
+    "tied": {**LLAMA, "tie_word_embeddings": True},
+    "padded": {**LLAMA, "vocab_size": VOCAB - 20},  # vLLM has rows of zero for the others
+    "mixtral": MIXTRAL,
+    "experts": MIXTRAL,  # each rank has its own experts, whole
+}
 
 
 def weights(config: dict[str, Any]) -> dict[str, Any]:
@@ -50,9 +56,10 @@ def weights(config: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     torch.manual_seed(7)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    vocab = config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, HIDDEN), "model.norm.weight": (HIDDEN,)}
     if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+        shapes["lm_head.weight"] = (vocab, HIDDEN)
     wide = config["intermediate_size"]
     for n in range(LAYERS):
         at = f"model.layers.{n}."
@@ -120,6 +127,7 @@ def load(model: Path, world: int, rank: int, port: int, load_format: str, extra:
         dtype="bfloat16",
         skip_tokenizer_init=True,
         enforce_eager=True,
+        enable_expert_parallel=model.parent.name == "experts" and world > 1,
         max_model_len=64,
         use_tqdm_on_load=False,
     )
@@ -207,7 +215,7 @@ def rank_main(base: Path, world: int, rank: int, port: int) -> None:
         at = base / name
         theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
         for kind in ("plain", "compressed"):
-            os.environ["OVERWIRE_PLANS"] = str(base / "plans" / kind)
+            os.environ["OVERWIRE_PLANS"] = str(base / "plans" / name / kind)
             for plan, again in ((True, False), (True, True), (False, False)):
                 plans.clear()
                 kept.clear()

@@ -26,14 +26,20 @@ class Copies(Model):
         self.middle = torch.nn.Parameter(torch.zeros(32, 64, dtype=torch.bfloat16), requires_grad=False)
         self.turned = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16), requires_grad=False)
         self.wide = torch.nn.Parameter(torch.zeros(64, wide), requires_grad=False)
+        self.padded = torch.nn.Parameter(torch.ones(80, 64, dtype=torch.bfloat16), requires_grad=False)
+        self.experts = types.SimpleNamespace(place=torch.tensor([-1, 0], dtype=torch.int32))
     def load_weights(self, weights):
         ran.append(1)
-        done = {"middle", "turned", "wide"}
+        done = {"middle", "turned", "wide", "padded"}
         for name, tensor in weights:
             part = name.removesuffix(".weight")
             done |= self.put(part, tensor)
             if part == "linear":
                 self.middle.data.copy_(tensor.narrow(0, 16, 32))
+                at = 8 * (self.experts.place[1].item() + 1)
+                self.padded[at : at + 64].data.copy_(tensor)
+                self.padded[at + 64 :].data.fill_(0)
+                self.padded[:at].data.zero_()
             elif part == "mlp.experts.0":
                 self.turned.data.copy_(tensor.t())
             elif part not in ("q", "k", "v"):
@@ -41,13 +47,16 @@ class Copies(Model):
             self.more(name)
         return done
     def more(self, name): pass
-def load(runs, kind="plain", cls=Copies, extra={}, **made):
+def load(runs, kind="plain", cls=Copies, extra={}, place=0, **made):
     ran.clear()
     one = cls(**made)
+    one.experts.place[1] = place
     loader(extra).load_weights(one, config(base + "/" + kind))
     assert torch.equal(one.qkv.weight, torch.cat([stored[n] for n in (1, 0, 2)]))
     assert torch.equal(one.linear.weight, stored[3]) and torch.equal(one.middle, stored[3][16:48])
     assert torch.equal(one.turned, stored[4].t()) and torch.equal(one.wide[:, :64], stored[5].float())
+    at = 8 * place + 8
+    assert torch.equal(one.padded[at : at + 64], stored[3]) and not one.padded[:at].any() and not one.padded[at + 64 :].any()
     assert "load_weights" not in vars(one)
     assert bool(ran) == runs, (runs, ran)
 def files():
@@ -74,6 +83,10 @@ load(True, extra={"strict": False})
 load(False, extra={"strict": False})
 load(True, wide=65)  # a parameter of another shape
 assert len(files()) == 3
+load(True, place=1)  # the same tensors, but for what the loader goes by: kept in the place of the other plan
+load(False, place=1)
+load(True)
+assert len(files()) == 3
 # What is wrong with a file.
 good = open(path, "rb").read()
 def sealed(head, rest):
@@ -96,7 +109,9 @@ def view(at, value):
 bad = [b"", good[:40], good[:-1], good[:-64], good + b"x", bytes([good[0] ^ 1]) + good[1:], good[:70] + b"~" + good[71:],
     sealed(b"[" * 100000, rest), sealed(b"{}", rest), sealed(b"[]", rest), sealed(b"9" * 9000, rest), other(key="0" * 64),
     other(loaded=[1]), other(loaded={}), other(places=[]), other(places=[[]]), other(places=places[:-1]), other(places=places[::-1]),
-    other(views=[]),
+    other(views=[]), other(zeros=[[0, 0, [1 << 40], [1]]]), other(zeros=[[99, 0, [1], [1]]]), other(zeros=[[0, 0, [1], []]]),
+    other(zeros=7), other(reads=[["", "experts", "place", "00"]]), other(reads=[["", "experts", "", "00"]]),
+    other(reads=[["x", "y", "z", "00"]]),
     other(views=head["views"][:1] * 2), place(0, "nothing"), place(0, 7), place(1, "torch.float16"), place(2, [64]), place(2, [1 << 70]),
     place(3, [1]), place(4, 2), place(5, 1), place(6, 1), good[:62] + rest, sealed(json.dumps(head).encode(), rest[64:]),
     sealed(json.dumps(head).encode(), rest[:64] + rest), sealed(json.dumps(head).encode(), b"")]
@@ -152,6 +167,25 @@ class Marks(Copies):
     def more(self, name): self.middle.marked = True
 class Swaps(Copies):
     def more(self, name): self.qkv.other = torch.nn.Parameter(self.middle.data[:0], requires_grad=False)
+class Late(Copies):
+    def load_weights(self, weights):
+        done = super().load_weights(weights)
+        self.padded[72:].data.zero_()
+        return done
+class Floats(Copies):
+    def more(self, name): self.padded[0, 0].item() if name == "k.weight" else None
+class Loads(Copies):
+    def __init__(self):
+        super().__init__()
+        self.number = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.int16), requires_grad=False)
+    def load_weights(self, weights):
+        def each():
+            for name, tensor in weights:
+                if name == "q.weight":
+                    assert self.number[0, 0].item() == 0
+                    self.number.data.copy_(tensor)
+                yield name, tensor
+        return super().load_weights(each()) | {"number"}
 class Works(Copies):
     def more(self, name): torch.zeros(1).add_(1)
 class Elsewhere(Copies):
@@ -166,7 +200,7 @@ class Elsewhere(Copies):
                 yield name, tensor
         return super().load_weights(each())
 before = files()
-for cls in (Counts, Adds, Marks, Swaps, Works, Elsewhere):
+for cls in (Counts, Adds, Marks, Swaps, Late, Floats, Loads, Works, Elsewhere):
     load(True, cls=cls)
     assert files() == before, cls
 os.environ["OVERWIRE_PLANS"] = "off"

@@ -1,10 +1,11 @@
 """From what was recorded of a model's loader to a plan that can be kept, and back.
 
-A plan is kept if the loader did nothing but copy: no other operation on tensors, no
-tensor whose data it was given, and a model that is afterwards as it was before, down to
-its lists, sets and attributes. What a loader changes outside the model is not seen.
+A plan is kept if the loader did nothing but copy, set to zero and look up integers of the
+model: no other operation on tensors, no tensor whose data it was given, and a model that
+is afterwards as it was before, down to its lists, sets and attributes. What a loader
+changes outside the model is not seen.
 It is used again for the same key, and only if every place that it loads into is there, as
-it was, and every block is inside its tensor and its place.
+it was, the integers are the same, and every block is inside its tensor and its place.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Any
 import torch
 
 from .copies import PACKED, Copy, Stored, block_of, elements, fill
-from .plans import WIDTH, Place, Plan, View
+from .plans import WIDTH, Place, Plan, Read, View, Zero
+from .recording import Recorder, digest_of
 
 __all__ = ["Unfit", "carry_out", "key_of", "plan_of", "state_of"]
 
@@ -178,58 +180,106 @@ def state_of(model: torch.nn.Module) -> _State:
     return _State(facts, alive)
 
 
-def plan_of(model: torch.nn.Module, files: Sequence[Any], copies: Iterable[Copy], loaded: Iterable[str] | None) -> Plan:
-    """A plan of copies out of open files. Raises Unfit if one of them goes elsewhere than
-    into a named parameter or buffer of the model."""
-    named: dict[int, list[tuple[int, int, int]]] = {}  # by memory: [low, high) in bytes, number
-    every = _named(model)
-    for number, (_, tensor) in enumerate(every):
-        if tensor.device.type == "meta" or not tensor.numel() or not tensor.is_contiguous():
-            continue
-        low = tensor.storage_offset() * tensor.element_size()
-        spans = named.setdefault(tensor.untyped_storage().data_ptr(), [])
-        spans.append((int(low), int(low) + tensor.numel() * tensor.element_size(), number))
-    for spans in named.values():
-        spans.sort()
+class _Where:
+    # Finds the named parameter or buffer that a view lies in.
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.every = _named(model)
+        self._spans: dict[int, list[tuple[int, int, int]]] = {}  # by memory: [low, high) in bytes, number
+        for number, (_, tensor) in enumerate(self.every):
+            if tensor.device.type == "meta" or not tensor.numel() or not tensor.is_contiguous():
+                continue
+            low = int(tensor.storage_offset()) * tensor.element_size()
+            spans = self._spans.setdefault(tensor.untyped_storage().data_ptr(), [])
+            spans.append((low, low + tensor.numel() * tensor.element_size(), number))
+        for spans in self._spans.values():
+            spans.sort()
+
+    def __call__(self, target: torch.Tensor, name: str) -> tuple[int, int]:
+        # Its number, and the element at which the view begins.
+        size = target.element_size()
+        low = target.storage_offset() * size
+        spans = self._spans.get(target.untyped_storage().data_ptr(), [])
+        found = bisect_right(spans, (low, sys.maxsize, 0)) - 1
+        last = sum((count - 1) * step for count, step in zip(target.shape, target.stride(), strict=True))
+        if found < 0 or low + (last + 1) * size > spans[found][1] or self.every[spans[found][2]][1].dtype != target.dtype:
+            raise Unfit(f"{name} goes to no parameter")
+        return spans[found][2], int((low - spans[found][0]) // size)
+
+
+def plan_of(model: torch.nn.Module, files: Sequence[Any], copies: Iterable[Copy], loaded: Iterable[str] | None, did: Recorder) -> Plan:
+    """A plan of copies out of open files, and of what else a recorder has seen. Raises
+    Unfit if one of them goes elsewhere than into a named parameter or buffer of the model."""
+    where = _Where(model)
     at = {id(file): number for number, file in enumerate(files)}
     rows: list[tuple[int, ...]] = []
     views: list[View] = []
     filled: dict[int, int] = {}
     for copy in copies:
-        target, size = copy.target, copy.target.element_size()
-        low = target.storage_offset() * size
-        spans = named.get(target.untyped_storage().data_ptr(), [])
-        found = bisect_right(spans, (low, sys.maxsize, 0)) - 1
-        last = sum((count - 1) * step for count, step in zip(target.shape, target.stride(), strict=True))
-        if found < 0 or low + (last + 1) * size > spans[found][1] or every[spans[found][2]][1].dtype != target.dtype:
-            raise Unfit(f"{copy.of.name} goes to no parameter")
-        number, begin = spans[found][2], (low - spans[found][0]) // size
+        target = copy.target
+        number, begin = where(target, copy.of.name)
         count = elements(target.shape)
         filled[number] = filled.get(number, 0) + count
         if count and copy.of.dtype in PACKED:
             raise Unfit(f"{copy.of.name} has several elements a byte")
-        file, where = at[id(copy.of.file)], copy.of.at
+        file = at[id(copy.of.file)]
         ranges = block_of(copy) if target.is_contiguous() and copy.dtype == target.dtype else None
         if ranges is None:
-            views.append(View(file, where, copy.offset, copy.shape, copy.stride, number, begin, tuple(target.stride())))
+            views.append(View(file, copy.of.at, copy.offset, copy.shape, copy.stride, number, begin, tuple(target.stride())))
         else:
-            rows.append((number, begin, file, where, *ranges[0], *(ranges[1] if len(ranges) > 1 else (0, -1))))
+            rows.append((number, begin, file, copy.of.at, *ranges[0], *(ranges[1] if len(ranges) > 1 else (0, -1))))
+    zeros = [Zero(*where(zero, "zero"), tuple(zero.shape), tuple(zero.stride())) for zero in did.zeros]
+    for zero in zeros:
+        filled.setdefault(zero.place, 0)
     # In the order of places, so that it shows at once whether two overlap.
     rows.sort()
     numbers = {number: n for n, number in enumerate(sorted(filled))}
     landings = array("q")
-    for number, begin, file, where, *block in rows:
-        landings.extend((file, where, *block, numbers[number], begin))
+    for number, begin, file, place, *block in rows:
+        landings.extend((file, place, *block, numbers[number], begin))
     kept = []
     for number in sorted(filled):
-        name, tensor = every[number]
+        name, tensor = where.every[number]
         kept.append(
             Place(
                 name, str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()),
                 tensor.untyped_storage().nbytes(), filled[number],
             )
         )  # fmt: skip
-    return Plan(kept, None if loaded is None else sorted(loaded), landings, [view._replace(place=numbers[view.place]) for view in views])
+    return Plan(
+        kept,
+        None if loaded is None else sorted(loaded),
+        landings,
+        [view._replace(place=numbers[view.place]) for view in views],
+        [zero._replace(place=numbers[zero.place]) for zero in zeros],
+        _reads(model, did.reads) if did.reads else [],
+    )
+
+
+def _reads(model: torch.nn.Module, reads: Mapping[int, str]) -> list[Read]:
+    # The tensors of some memories, by where they hang on the model.
+    found: dict[int, Read] = {}
+    for path, module in model.named_modules():
+        for name, value in _held(module).items():
+            inner = {"": value} if isinstance(value, torch.Tensor) else _held(value)
+            for last, tensor in inner.items():
+                if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                    memory = tensor.untyped_storage().data_ptr()
+                    if memory in reads:
+                        found[memory] = Read(path, name, last, reads[memory])
+    if len(found) < len(reads):
+        raise Unfit("its loader reads a tensor that is not the model's")
+    return list(found.values())
+
+
+def _held(value: Any) -> dict[str, Any]:
+    # What an object has of its own: no property is asked.
+    held = getattr(value, "__dict__", None)
+    if not isinstance(held, dict) or isinstance(value, type):
+        return {}
+    if not isinstance(value, torch.nn.Module):
+        return held
+    return {**held, **value._parameters, **value._buffers}
 
 
 def carry_out(plan: Plan, model: torch.nn.Module, files: Sequence[Any], device: str, most: int, began: Any) -> int:
@@ -247,7 +297,14 @@ def carry_out(plan: Plan, model: torch.nn.Module, files: Sequence[Any], device: 
     requests, spans = _landings(plan, tensors, files)
     copies = _views(plan, tensors, files, spans)
     _whole(plan, tensors, spans)
+    zeros = _zeros(plan, tensors)
+    for read in plan.reads:
+        if _content(model, read) != read.digest:
+            raise Unfit(f"{read.module}.{read.name} is not what it was")
     began()
+    with torch.no_grad():
+        for zero in zeros:
+            zero.zero_()
     for file, asked in zip(files, requests, strict=True):
         if asked and not land(file, device, [request for request, _ in asked]):
             fill([_copy(file, request, tensor) for request, tensor in asked], most)
@@ -340,6 +397,26 @@ def _views(plan: Plan, tensors: list[torch.Tensor], files: Sequence[Any], spans:
     return copies
 
 
+def _zeros(plan: Plan, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    out = []
+    for zero in plan.zeros:
+        if zero.place >= len(tensors) or len(zero.shape) != len(zero.steps) or not elements(zero.shape):
+            raise Unfit("a zero of no tensor")
+        tensor = tensors[zero.place]
+        if zero.start + 1 + sum((n - 1) * step for n, step in zip(zero.shape, zero.steps, strict=True)) > tensor.numel():
+            raise Unfit("a zero leaves its tensor")
+        out.append(tensor.as_strided(zero.shape, zero.steps, tensor.storage_offset() + zero.start))
+    return out
+
+
+def _content(model: torch.nn.Module, read: Read) -> str | None:
+    modules = dict(model.named_modules())
+    found: Any = _held(modules.get(read.module)).get(read.name)
+    if read.inner:
+        found = _held(found).get(read.inner)
+    return digest_of(found) if isinstance(found, torch.Tensor) else None
+
+
 def _whole(plan: Plan, tensors: list[torch.Tensor], spans: _Spans) -> None:
     # Whether no two copies meet, none leaves its place, and all that was loaded is again.
     loads = [sum(high - low for low, high in ranges) for ranges in spans]
@@ -350,7 +427,7 @@ def _whole(plan: Plan, tensors: list[torch.Tensor], spans: _Spans) -> None:
         ranges.sort()
         if count != place.elements or any(one[1] > two[0] for one, two in zip(ranges, ranges[1:], strict=False)):
             raise Unfit(f"{place.name} is not loaded as it was")
-        if not ranges or ranges[-1][1] > tensor.numel():
+        if ranges and ranges[-1][1] > tensor.numel():
             raise Unfit(f"{place.name} is smaller than what it gets")
 
 

@@ -6,7 +6,7 @@ digest of all that the plan depends on. Its bytes:
     b"overwire slice plan 1\\n", SHA-256 of the rest, the length of the JSON as 8 bytes,
     the JSON, and the landings: 8 signed little-endian integers of 64 bits each
 
-The JSON has `key`, `places`, `loaded` and `views`; see `Plan`. Folder and file must
+The JSON has `key`, `places`, `loaded`, `views`, `zeros` and `reads`; see `Plan`. Folder and file must
 belong to this user, and other users must not be able to write them. Whatever is wrong
 with a file, it is no plan, and there is one line in the log.
 """
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from ..plumbing import write_bytes
 
-__all__ = ["Place", "Plan", "View", "folder", "keep", "read"]
+__all__ = ["Place", "Plan", "Read", "View", "Zero", "folder", "keep", "read"]
 
 _MAGIC = b"overwire slice plan 1\n"
 _SUFFIX = ".plan"
@@ -66,16 +66,38 @@ class View(NamedTuple):
     steps: tuple[int, ...]
 
 
+class Zero(NamedTuple):
+    """Elements of a place that are zero before anything is loaded."""
+
+    place: int
+    start: int
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """A tensor of integers whose content the loader went by: the path of its module, its
+    attribute there or that of an object there, and the digest of its memory."""
+
+    module: str
+    name: str
+    inner: str
+    digest: str
+
+
 class Plan(NamedTuple):
     """places: what is loaded into. loaded: what the model said it has loaded, None for
     nothing. landings: blocks of tensors that land dense in a place, flat: file, tensor,
     [lo, hi) of its first two dimensions with hi -1 for all, place, and the element
-    of the place at which it begins. views: the other copies."""
+    of the place at which it begins. views: the other copies. zeros, reads: what the loader did
+    beside copying."""
 
     places: list[Place]
     loaded: list[str] | None
     landings: array[int]
     views: list[View]
+    zeros: list[Zero]
+    reads: list[Read]
 
 
 def folder() -> str | None:
@@ -147,11 +169,13 @@ def _parse(data: bytes, key: str) -> Plan:
     loaded = head["loaded"]
     if loaded is not None and not (isinstance(loaded, list) and all(isinstance(name, str) for name in loaded)):
         raise ValueError("its names are none")
-    return Plan([_row(Place, row) for row in head["places"]], loaded, landings, [_row(View, row) for row in head["views"]])
+    kinds = {"places": Place, "views": View, "zeros": Zero, "reads": Read}
+    places, views, zeros, reads = ([_row(kind, row) for row in head[name]] for name, kind in kinds.items())
+    return Plan(places, loaded, landings, views, zeros, reads)
 
 
 def _row(kind: Any, row: Any) -> Any:
-    # The fields of a Place or a View, by the annotations.
+    # The fields of a row, by the annotations.
     if not isinstance(row, list) or len(row) != len(kind._fields):
         raise ValueError("a row is wrong")
     out = []
@@ -177,8 +201,8 @@ def keep(path: str, key: str, plan: Plan) -> None:
     too large.
     """
     os.makedirs(path, mode=0o700, exist_ok=True)
-    places, views = [list(place) for place in plan.places], [list(view) for view in plan.views]
-    head = json.dumps({"key": key, "places": places, "loaded": plan.loaded, "views": views}).encode()
+    rows = {name: [list(row) for row in getattr(plan, name)] for name in ("places", "views", "zeros", "reads")}
+    head = json.dumps({"key": key, "loaded": plan.loaded, **rows}).encode()
     landings = array("q", plan.landings)
     if sys.byteorder != "little":
         landings.byteswap()

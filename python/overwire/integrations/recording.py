@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import weakref
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -25,13 +26,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .copies import Copy, Stored, elements
 
-__all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "opened", "stand_ins"]
+__all__ = ["EARLY", "Opened", "Recorder", "Unplannable", "digest_of", "opened", "stand_ins"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
+_ITEM = _aten._local_scalar_dense.default
+_ZEROES = frozenset((_aten.fill_.Scalar, _aten.zero_.default))
 
 # Stand-ins that may be alive when all were given: those in hand.
 _KEPT = 16
+
+# The most bytes of a tensor that is compared by its content.
+_SMALL = 64 << 10
 
 #: The bytes of copies that are worth a load while the loader goes on.
 EARLY = 64 << 20
@@ -100,6 +106,10 @@ class Recorder(TorchDispatchMode):
         self.failed: BaseException | None = None
         #: What the loader did beside copying, None for nothing.
         self.impure: str | None = None
+        #: Views of parameters that it set to zero, before any copy to there.
+        self.zeros: list[torch.Tensor] = []
+        #: By memory: small tensors of integers of which it read elements, as they were.
+        self.reads: dict[int, str] = {}
         # Whether it worked on tensors with data, of which some may be loaded later.
         self._works = False
 
@@ -203,10 +213,45 @@ class Recorder(TorchDispatchMode):
             other = self._held(memory, low, high)
             if other is not None:
                 raise Unplannable(one.called, f"copy_ to where {other} goes")
+            if memory in self.reads:
+                self._other("a copy to where it read")
             insort(self._ranges[memory], (low, high, one.called))
             self._noted.append(Copy(one.of, int(view.storage_offset()), tuple(view.shape), view.stride(), view.dtype, target))
             self._size += high - low
         return target
+
+    def _other(self, what: str) -> None:
+        # What is neither a copy nor part of a plan.
+        self.impure = self.impure or what
+        self._works = True
+
+    def _worked(self, func: Any, args: Any, kwargs: Any) -> None:
+        # An operation that is no view, on tensors with data.
+        one = args[0] if args and not kwargs and isinstance(args[0], torch.Tensor) else None
+        if one is not None and func in _ZEROES and (len(args) == 1 or (len(args) == 2 and type(args[1]) in (int, float) and args[1] == 0)):
+            if one.numel():  # vLLM sets to zero what pads a vocabulary; mostly there is none
+                self.zeros.append(one)
+                if self.began or one.untyped_storage().data_ptr() in self.reads:
+                    self._other(str(func))
+        elif one is not None and func is _ITEM and self._constant(one):
+            pass  # vLLM looks up by expert where an expert is
+        else:
+            written = list(_tensors((args, kwargs)))
+            if not written or any(tensor.numel() for tensor in written) or not str(func.overloadpacket).endswith("_"):
+                self._other(str(func))
+        if self._ranges:
+            self._on_others(func, args, kwargs)
+
+    def _constant(self, tensor: torch.Tensor) -> bool:
+        # Whether a plan can say what a tensor has to have for the loader to do the same.
+        memory = tensor.untyped_storage().data_ptr()
+        if memory not in self.reads:
+            with self.paused():
+                said = digest_of(tensor)
+            if said is None or any(zero.untyped_storage().data_ptr() == memory for zero in self.zeros):
+                return False
+            self.reads[memory] = said
+        return True
 
     def _on_others(self, func: Any, args: Any, kwargs: Any) -> None:
         # An operation on tensors with data: none of them may be one that is still to come.
@@ -245,13 +290,7 @@ def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any
     if stands:
         return self._on_stand_in(func, args, kwargs, stands)
     if not _is_view(func):
-        # vLLM fills what pads a vocabulary; mostly there is none.
-        written = list(_tensors((args, kwargs)))
-        if not written or any(tensor.numel() for tensor in written) or not str(func.overloadpacket).endswith("_"):
-            self.impure = self.impure or str(func)
-            self._works = True
-        if self._ranges:
-            self._on_others(func, args, kwargs)
+        self._worked(func, args, kwargs)
     return func(*args, **kwargs)
 
 
@@ -285,6 +324,15 @@ def _is_view(func: Any) -> bool:
         known = bool(returns) and all(returns) and not any(alias is not None and alias.is_write for alias in aliases)
         _VIEWS[func] = known
     return known
+
+
+def digest_of(tensor: torch.Tensor) -> str | None:
+    """Of all bytes of the memory of a small tensor of integers; None for others."""
+    memory = tensor.untyped_storage()
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta" or memory.nbytes() > _SMALL:
+        return None
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory, 0, (memory.nbytes(),), (1,))
+    return hashlib.sha256(bytes(whole.tolist())).hexdigest()
 
 
 def _only_casts(one: _StandIn, kwargs: Any) -> bool:

@@ -126,7 +126,7 @@ class Attempt:
     def _keep(self, path: str, key: str, model: Any, names: list[str] | None) -> None:
         files = [source.file for _, source in self._sources]
         try:
-            plans.keep(path, key, keeping.plan_of(model, files, self.copies, names))
+            plans.keep(path, key, keeping.plan_of(model, files, self.copies, names, self._recorder))
         except (keeping.Unfit, OSError, ValueError) as error:
             self._log.info("overwire: keeps no plan: %s", error)
 
