@@ -43,6 +43,7 @@ SHARED = {f"integrations.{name}" for name in ("copies", "keeping", "plans", "pus
 ALLOWED = {
     ("model.forked", "compat.safetensors.patching"): "asks sys.modules whether the patch is there, to read behind it; imports nothing",
     ("integrations.vllm", "_core"): "asks sys.modules whether the engine may run, which no fork survives; imports nothing",
+    ("integrations.vllm", "integrations.modelexpress"): "what vLLM calls in each process is ModelExpress's only door",
     ("__main__", "_engine"): "the command line is the engine's",
 }
 

@@ -277,7 +277,8 @@ assert not {"torch", "overwire._core", "overwire._engine", "vllm.model_executor"
 import vllm.model_executor.model_loader as loaders
 assert list(loaders._LOAD_FORMAT_TO_MODEL_LOADER) == ["auto", "overwire"]
 register()
-assert [finder.name for finder in sys.meta_path if "overwire" in type(finder).__module__] == ["vllm.distributed.weight_transfer.factory"]
+left = {finder.name for finder in sys.meta_path if "overwire" in type(finder).__module__}
+assert left == {"vllm.distributed.weight_transfer.factory", "modelexpress.load_strategy"}, left
 assert "overwire._core" not in sys.modules
 """
     run(engines, code, fresh=True)

@@ -20,11 +20,12 @@ FORMAT = "overwire"
 
 _LOADERS = "vllm.model_executor.model_loader"
 _TRANSFERS = "vllm.distributed.weight_transfer.factory"
+_STRATEGIES = "modelexpress.load_strategy"
 
 
 def register() -> None:
-    """Adds the load format and the weight transfer to vLLM; as often as vLLM likes. Imports
-    neither torch nor vLLM, and starts no engine."""
+    """Adds the load format and the weight transfer to vLLM, and a strategy to ModelExpress;
+    as often as vLLM likes. Imports neither torch nor vLLM, and starts no engine."""
     if "overwire._core" in sys.modules:  # the engine may run, and it does not survive a fork
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     waiting = {finder.name for finder in sys.meta_path if isinstance(finder, _Once)}
@@ -50,8 +51,14 @@ def _add_transfer(factory: Any) -> None:
         engines.register_engine(FORMAT, f"{__name__}.transfer", "TransferEngine")
 
 
-# Modules of vLLM's, and what is added to each when it has been imported.
-_ADDS: dict[str, Callable[[Any], None]] = {_LOADERS: _add_format, _TRANSFERS: _add_transfer}
+def _add_strategy(strategies: Any) -> None:
+    from ..modelexpress import join
+
+    join(strategies)
+
+
+# Modules of vLLM's and ModelExpress's, and what is added to each when it has been imported.
+_ADDS: dict[str, Callable[[Any], None]] = {_LOADERS: _add_format, _TRANSFERS: _add_transfer, _STRATEGIES: _add_strategy}
 
 
 class _Once:
