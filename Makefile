@@ -245,6 +245,22 @@ $(ENGINES)/.ready: requirements-engines.txt $(VENV)/.ready
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target $(ENGINES) -r requirements-engines.txt
 	@touch $@
 
+# vLLM 0.33 has no wheel for the CPU. Its source archive is had by pip, whose check of the
+# version the second variable satisfies.
+ENGINES33 := build/engines33
+.PHONY: engines33
+engines33: build $(ENGINES)/.ready $(ENGINES33)/.ready ## the same with vLLM 0.33, out of its source archive
+	PYTHONPATH="$(CURDIR)/python:$(CURDIR)/$(ENGINES33)/vllm-0.33.0:$(CURDIR)/$(ENGINES)" $(PY) tests/engines_vllm.py
+
+$(ENGINES33)/.ready: $(ENGINES)/.ready
+	rm -rf $(ENGINES33) && mkdir -p $(ENGINES33)/tools
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target $(ENGINES33)/tools \
+		jinja2==3.1.6 packaging==26.3 semantic_version==2.10.0 setuptools==84.2.1 setuptools_rust==1.13.0 setuptools_scm==10.3.4 vcs_versioning==2.6.0 wheel==0.48.0
+	PYTHONPATH="$(CURDIR)/$(ENGINES33)/tools" VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 \
+		$(PY) -m pip download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm -d $(ENGINES33) vllm==0.33.0
+	tar -xzf $(ENGINES33)/vllm-0.33.0.tar.gz -C $(ENGINES33)
+	@touch $@
+
 # The GPU engine. The first two run without a GPU.
 .PHONY: kernels fakegpu fakepy gpubench
 NVCC := build/nvcc/nvidia/cu13/bin/nvcc
