@@ -9,6 +9,7 @@ a script and not a test: SGLang takes long to import.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import types
@@ -33,9 +34,10 @@ def refused(words: str, call: Any) -> None:
 class Fused(torch.nn.Module):
     """Rows of q, k and v in one parameter, and half of the columns of the output."""
 
-    def __init__(self, reads: bool) -> None:
+    reads = False
+
+    def __init__(self) -> None:
         super().__init__()
-        self.reads = reads
         self.qkv = torch.nn.Parameter(torch.zeros(128, tiny.HIDDEN, dtype=torch.bfloat16), requires_grad=False)
         self.out = torch.nn.Parameter(torch.zeros(tiny.HIDDEN, 32, dtype=torch.bfloat16), requires_grad=False)
 
@@ -50,19 +52,28 @@ class Fused(torch.nn.Module):
                     self.qkv.data.narrow(0, low, tensor.shape[0]).copy_(tensor)
 
 
+class Computes(Fused):
+    """The same, by an operation that needs the data."""
+
+    reads = True
+
+
 def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
-    """SGLang's own way of loading a model, by slices and, where data is needed, without."""
+    """SGLang's own way of loading a model, by slices, by a kept plan and, where data is
+    needed, tensor by tensor."""
     at = "model.layers.0.self_attn."
     fused = torch.cat([tensors[f"{at}{part}_proj.weight"] for part in "qkv"])
     config = types.SimpleNamespace(model_path=folder, revision=None, hf_config=types.SimpleNamespace())
-    slices = tiny.planned()
-    for reads in (False, True):
+    slices, kept = tiny.planned(), tiny.replayed()
+    for kind, again in ((Fused, False), (Fused, True), (Computes, False)):
         slices.clear()
-        model = Fused(reads)
+        kept.clear()
+        model = kind()
         loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), torch.device("cpu"))
-        assert torch.equal(model.qkv, fused) and torch.equal(model.out, tensors[f"{at}o_proj.weight"][:, 32:]), reads
-        assert slices == ([] if reads else [4]), slices
-    print("  by slices as by tensors")
+        assert torch.equal(model.qkv, fused) and torch.equal(model.out, tensors[f"{at}o_proj.weight"][:, 32:]), kind
+        assert slices == ([] if again or kind.reads else [4]), slices
+        assert kept == ([4] if again else []), kept
+    print("  by slices and by a kept plan as by tensors")
 
 
 def main(base: Path) -> None:
@@ -87,6 +98,7 @@ def main(base: Path) -> None:
         found = dict(loader._get_weights_iterator(DefaultModelLoader.Source(str(folder), None)))
         assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
         print(f"  {folder.name}: {len(found)} tensors as they were saved")
+        os.environ["OVERWIRE_PLANS"] = str(base / "plans" / folder.name)
         planned(loader, str(folder), tensors)
     refused("unknown key 'speed'", lambda: get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"speed": 1})))
     refused("'nonsense' is not a valid LoadFormat", lambda: LoadConfig(load_format="nonsense"))

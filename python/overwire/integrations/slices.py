@@ -58,7 +58,7 @@ class Attempt:
             self._recorder.load()
 
     @contextlib.contextmanager
-    def around(self, model: Any, look: Callable[[], Iterable[Any]], facts: Callable[[], Mapping[str, Any]] | None) -> Iterator[None]:
+    def around(self, model: Any, look: Callable[[], Iterable[Any]], facts: Callable[[], Mapping[str, Any] | None]) -> Iterator[None]:
         """While it lasts, `model.load_weights` loads by slices.
 
         look: yields what the engine's loader would give the model. facts: for the key of
@@ -84,9 +84,10 @@ class Attempt:
             self._left = [source for _, source in self._sources]
             path = plans.folder()
             key = None
-            if path is not None and facts is not None and self._left:
+            said = facts() if path is not None and self._left else None
+            if path is not None and said is not None:
                 named = [(prefix, source.file, [one.name for one in source.tensors]) for prefix, source in self._sources]
-                key = keeping.key_of(model, named, facts())
+                key = keeping.key_of(model, named, said)
                 kept = plans.read(path, key, self._log)
                 if kept is not None and self._by(kept, model):
                     return None if kept.loaded is None else set(kept.loaded)

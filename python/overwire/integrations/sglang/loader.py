@@ -18,6 +18,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_saf
 
 from .. import options, weights
 from ..slices import Attempt, by_slices
+from .facts import facts
 
 __all__ = ["OverwireModelLoader"]
 
@@ -57,11 +58,13 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: Any) -> None:
         """SGLang's own, but that the weights are planned where that can be done."""
         asked, more = self._asked
+        config = asked[0] if asked else more.get("model_config")
 
         def load(attempt: Attempt) -> None:
             self._attempt = attempt
             try:
-                with attempt.around(model, functools.partial(self._every, *asked, **more), None):
+                look = functools.partial(self._every, *asked, **more)
+                with attempt.around(model, look, lambda: facts(config, self.load_config, self._options)):
                     self.load_weights_only(model, weights, target_device)
             finally:
                 self._attempt = None
