@@ -1,0 +1,161 @@
+"""Sleep and wake on a GPU: every byte compared first, then times beside their floors.
+
+    PYTHONPATH=python python tests/device_sleep.py [--size 16] [--rounds 20] [--cycles 1000] [--device cuda]
+
+size: GB of bf16 weights, in 291 tensors of a Llama's shapes. The floors are torch's own
+copies of as many stored bytes between the GPU and pinned memory, in the same run. Exits
+with 1 if a byte is wrong or memory does not come back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import threading
+import time
+from typing import Any
+
+import overwire as ow
+import torch
+
+GOALS = {"first sleep": 0.35, "later sleep": 0.30, "wake": 0.25}  # seconds for 16 GB
+
+
+def llama(size: float, device: str) -> dict[str, torch.Tensor]:
+    """About `size` GB in the 291 tensors of a Llama of 32 layers."""
+    torch.manual_seed(1)
+    width = max(256, int((size * 1e9 / 2 / (32 * 12 + 24)) ** 0.5) // 64 * 64)
+    shapes: dict[str, tuple[int, ...]] = {"embed": (12 * width, width), "head": (12 * width, width), "norm": (width,)}
+    for layer in range(32):
+        for name in ("q", "k", "v", "o"):
+            shapes[f"{layer}.{name}"] = (width, width)
+        for name in ("gate", "up", "down"):
+            shapes[f"{layer}.{name}"] = (8 * width // 3 // 64 * 64, width)
+        shapes[f"{layer}.norm1"] = shapes[f"{layer}.norm2"] = (width,)
+    return {name: (torch.randn(shape, device=device) * 0.02).bfloat16() for name, shape in shapes.items()}
+
+
+def timed(call: Any) -> tuple[float, Any]:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    made = call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, made
+
+
+def floors(nbytes: int, device: str) -> dict[str, float]:
+    """Seconds for as many bytes down and up, the best of five, by pinned memory of torch's."""
+    part = 256 << 20
+    host, there = torch.empty(part, dtype=torch.uint8, pin_memory=True), torch.empty(part, dtype=torch.uint8, device=device)
+    out = {}
+    for name, to, of in (("down", host, there), ("up", there, host)):
+        best = min(timed(lambda to=to, of=of: [to.copy_(of, non_blocking=True) for _ in range(8)])[0] for _ in range(5))
+        out[name] = best * nbytes / (8 * part)
+    return out
+
+
+class Lowest:
+    """The least free memory of the GPU while a block runs."""
+
+    def __enter__(self) -> Lowest:
+        self.free, self._over = torch.cuda.mem_get_info()[0], False
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over:
+            self.free = min(self.free, torch.cuda.mem_get_info()[0])
+            time.sleep(0.001)
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._thread.join()
+
+
+def resident() -> int:
+    with open("/proc/self/statm", encoding="utf-8") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def equal(tensors: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor.view(torch.int16), want[name].view(torch.int16)) for name, tensor in tensors.items())
+
+
+def many_cycles(count: int, device: str) -> bool:
+    """Short cycles of a small model of many dtypes; memory is where it was at their end."""
+    torch.manual_seed(2)
+    tensors = {
+        "a": torch.randn(3000, 1111, device=device).bfloat16(),
+        "b": torch.randn(1000, 1000, device=device),
+        "c": torch.randint(-40, 40, (2_000_003,), dtype=torch.int8, device=device),
+        "d": torch.arange(70_001, device=device),
+        "e": torch.randn(5000, 999, device=device).half()[:, 1:-1],
+        "f": torch.randn(17, device=device),
+    }
+    want = {name: tensor.clone() for name, tensor in tensors.items()}
+    free = memory = 0
+    for cycle in range(count):
+        with ow.sleep(tensors):
+            pass
+        if cycle == 20:
+            free, memory = torch.cuda.mem_get_info()[0], resident()
+        if not all(torch.equal(tensor, want[name]) for name, tensor in tensors.items()):
+            print(f"cycle {cycle}: WRONG BYTES")
+            return False
+    grown, taken = resident() - memory, free - torch.cuda.mem_get_info()[0]
+    print(f"{count} cycles, all bytes right; host memory {grown / 1e6:+.0f} MB, GPU memory {taken / 1e6:+.0f} MB since the 20th")
+    return grown < 256 << 20 and taken <= 64 << 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", type=float, default=16)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--cycles", type=int, default=1000)
+    parser.add_argument("--device", default="cuda")
+    asked = parser.parse_args()
+    good = many_cycles(asked.cycles, asked.device) if asked.cycles else True
+    ow.empty_cache()
+
+    tensors = llama(asked.size, asked.device)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    want = {name: tensor.clone() for name, tensor in tensors.items()}
+    torch.cuda.empty_cache()
+    sleeps, wakes, staging, before = [], [], [], resident()
+    stored = released = 0
+    for number in range(asked.rounds + 1):
+        with Lowest() as lowest:
+            free = lowest.free
+            seconds, asleep = timed(lambda: ow.sleep(tensors))
+        sleeps.append(seconds)
+        staging.append(free - lowest.free)
+        stored, released = asleep.stored, asleep.released
+        seconds, _ = timed(asleep.wake)
+        wakes.append(seconds)
+        if not equal(tensors, want):
+            print(f"round {number}: WRONG BYTES")
+            return 1
+    held = resident() - before
+    floor = floors(stored, asked.device)
+    report = ow.last_report()
+    print(f"\n{torch.cuda.get_device_name()}: {total / 1e9:.2f} GB bf16 in {len(tensors)} tensors, {stored / total:.4f} of it stored,")
+    print(f"{released / 1e9:.2f} GB freed; {asked.rounds + 1} rounds, every byte compared; last: {report}")
+    print(f"{'':14}{'median s':>10}{'best s':>10}{'floor s':>10}{'goal s':>10}")
+    for name, all_, bound in (("first sleep", sleeps[:1], "down"), ("later sleep", sleeps[1:], "down"), ("wake", wakes, "up")):
+        goal = GOALS[name] * total / 16e9
+        print(f"{name:14}{statistics.median(all_):10.3f}{min(all_):10.3f}{floor[bound]:10.3f}{goal:10.3f}")
+    print(f"device memory while it sleeps in: first {staging[0] / 1e6:.0f} MB, later {max(staging[1:] or [0]) / 1e6:.0f} MB")
+    print(f"host memory kept: {held / 1e9:.2f} GB, {held / total:.3f} of the model (goal 0.68)")
+    ow.empty_cache()
+    gc.collect()
+    left = resident() - before
+    print(f"after empty_cache: {left / 1e6:+.0f} MB")
+    return 0 if good and left < 512 << 20 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
